@@ -1,0 +1,66 @@
+"""The four ways in which a description, a call or a machine can be wrong."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+HOMES = tuple(f"{Path(__file__).parent.parent / name}/" for name in ("attn_graph", "lowering", "kernels"))
+
+
+class GraphError(ValueError):
+    """The description means nothing. `problems` holds every one that was found."""
+
+    def __init__(self, *problems: str) -> None:
+        self.problems = problems
+        super().__init__(titled(f"the graph has {len(problems)} problems", problems))
+
+
+class NoBackendError(RuntimeError):
+    """No backend takes the graph. `refusals` holds every backend's reasons, by name."""
+
+    def __init__(self, graph: object, refusals: Iterable[tuple[str, tuple[str, ...]]]) -> None:
+        self.refusals = tuple(refusals)
+        told = "\n".join(refusal(name, reasons) for name, reasons in self.refusals)
+        super().__init__(f"no backend takes this graph\n{told or 'none was asked'}\n{graph}")
+
+
+class PlanMismatchError(ValueError):
+    """A plan was called with other tensors than its graph declares. `differences` holds each."""
+
+    def __init__(self, *differences: str) -> None:
+        self.differences = differences
+        way_out = "pass tensors as declared, or compile a graph for these: TensorSpec.like(tensor)"
+        super().__init__(titled("the call differs from the plan", (*differences, way_out)))
+
+
+class PlanTargetError(RuntimeError):
+    """A plan for another machine was called on this one."""
+
+
+def problems_of(attempt: Callable[[], object]) -> tuple[str, ...]:
+    """What a GraphError of this attempt says; nothing where it succeeds."""
+    try:
+        attempt()
+    except GraphError as error:
+        return error.problems
+    return ()
+
+
+def titled(title: str, lines: tuple[str, ...]) -> str:
+    """One line alone, or a title and one indented line each."""
+    return lines[0] if len(lines) == 1 else "\n  - ".join([title, *lines])
+
+
+def refusal(name: str, reasons: tuple[str, ...]) -> str:
+    """A backend's name and its reasons, as `explain` and the errors show them."""
+    return "\n  - ".join([f"{name}: no, because it", *reasons])
+
+
+def caller() -> str:
+    """`file:line` of the nearest frame outside this package: where the user said it."""
+    frame = sys._getframe(1)
+    while frame.f_back and frame.f_code.co_filename.startswith(HOMES):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

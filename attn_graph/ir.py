@@ -1,0 +1,107 @@
+"""The IR: ops, equations, graphs. Plain immutable values; two equal graphs hash alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, final
+
+import torch
+from attrs import frozen
+
+from attn_graph.spec import TensorSpec, ValueType
+
+# What `pull` emits with: an op and the values it reads, giving the op's results. Values are
+# handles of whoever builds the graph, so the IR needs to know nothing of builders.
+Emit = Callable[..., tuple[Any, ...]]
+
+
+@frozen
+class Op:
+    """What an equation does. Fields are static parameters; tensors are the equation's operands.
+
+    A subclass states all that is true of it on any machine: `problems`, `infer`, `run`, `pull`.
+    What a backend makes of it stands with the backend.
+    """
+
+    names: ClassVar[tuple[str, ...]] = ("x",)  # of the results, when printed
+    reads: ClassVar[int] = 1  # how many operands, from the first, `infer` reads
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        """How many axes each operand has; None: any number."""
+        raise NotImplementedError
+
+    def problems(self, *types: ValueType) -> Iterator[str]:
+        """Everything that is wrong with operands of these types; none: the op means something."""
+        yield from ()
+
+    def infer(self, *types: Any) -> tuple[ValueType, ...]:  # Any: leaves fix their arity
+        """The types of the results. Asked even where there are problems of size, not of rank."""
+        raise NotImplementedError
+
+    def run(self, *operands: Any) -> tuple[torch.Tensor, ...]:  # Any: leaves fix their arity
+        """The meaning, in torch; slow and exact."""
+        raise NotImplementedError
+
+    def pull(
+        self, emit: Emit, operands: Sequence[Any], results: Sequence[Any], grads: Sequence[Any]
+    ) -> tuple[Any, ...]:  # Any: values of the builder that `emit` belongs to
+        """Emit the gradient of each operand; None for what has none. A None in grads is zero."""
+        raise NotImplementedError
+
+
+@final
+@frozen
+class Eqn:
+    """`outs = op(*args)`; args are positions of earlier values, outs the types it adds."""
+
+    op: Op
+    args: tuple[int, ...]
+    outs: tuple[ValueType, ...]
+
+
+@final
+@frozen
+class Input:
+    """A named tensor that the caller brings."""
+
+    name: str
+    spec: TensorSpec
+
+
+@final
+@frozen(cache_hash=True, repr=False)
+class Graph:
+    """Values are numbered in order: first the inputs, then each equation's results.
+
+    Immutable and compared by content: equal graphs are one cache entry. `print(graph)` shows
+    Python that `parse` reads back. Build one with `attention` or `graph`.
+    """
+
+    inputs: tuple[Input, ...]
+    eqns: tuple[Eqn, ...]
+    outputs: tuple[int, ...]
+
+    @property
+    def types(self) -> tuple[ValueType, ...]:
+        """The type of every value, by its number."""
+        return (*(i.spec.type for i in self.inputs), *(t for e in self.eqns for t in e.outs))
+
+    @property
+    def output_types(self) -> tuple[ValueType, ...]:
+        types = self.types
+        return tuple(types[i] for i in self.outputs)
+
+    def numbered(self) -> Iterator[tuple[Eqn, range]]:
+        """Each equation with the numbers of its results."""
+        first = len(self.inputs)
+        for eqn in self.eqns:
+            yield eqn, range(first, first + len(eqn.outs))
+            first += len(eqn.outs)
+
+    def __str__(self) -> str:
+        from attn_graph.text import show  # above this floor; printing is the one thing that looks up
+
+        return show(self)
+
+    __repr__ = __str__

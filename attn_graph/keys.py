@@ -1,0 +1,172 @@
+"""Where masks are asked: sets of keys, blocks of queries, and places."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+import torch
+from attrs import evolve, field, frozen
+
+
+@final
+@frozen
+class Keys:
+    """A set of key positions, as sorted, disjoint, half-open intervals."""
+
+    intervals: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def between(cls, start: int, stop: int) -> Keys:
+        return cls(((start, stop),) if start < stop else ())
+
+    @classmethod
+    def where(cls, flags: torch.Tensor) -> Keys:
+        """The positions at which a boolean vector is true."""
+        edges = torch.diff(flags.to(torch.int8), prepend=flags.new_zeros(1, dtype=torch.int8))
+        starts = (edges == 1).nonzero().flatten().tolist()
+        stops = (edges == -1).nonzero().flatten().tolist()
+        return cls(tuple(zip(starts, [*stops, len(flags)], strict=False)))
+
+    def __or__(self, other: Keys) -> Keys:
+        return Keys(tuple(map(tuple, joined(sorted(self.intervals + other.intervals), gap=0))))  # type: ignore[arg-type]  # pairs stay pairs
+
+    def __and__(self, other: Keys) -> Keys:
+        both = ((max(a, c), min(b, d)) for a, b in self.intervals for c, d in other.intervals)
+        return Keys(tuple(sorted((a, b) for a, b in both if a < b)))
+
+    def outside(self, keys: int) -> Keys:
+        """The positions below `keys` that are not in this set."""
+        edges = [0, *(edge for interval in self.intervals for edge in interval), keys]
+        pairs = zip(edges[::2], edges[1::2], strict=True)
+        return Keys(tuple((a, b) for a, b in pairs if a < b))
+
+    def bridged(self, gap: int) -> Keys:
+        """This set with every hole of at most `gap` positions filled."""
+        return Keys(tuple(map(tuple, joined(self.intervals, gap))))  # type: ignore[arg-type]  # pairs stay pairs
+
+    def covers(self, start: int, stop: int) -> bool:
+        return start >= stop or any(a <= start and stop <= b for a, b in self.intervals)
+
+    def __len__(self) -> int:
+        return sum(b - a for a, b in self.intervals)
+
+    def __contains__(self, key: int) -> bool:
+        return any(a <= key < b for a, b in self.intervals)
+
+
+def joined(intervals: Any, gap: int) -> list[list[int]]:
+    """Sorted intervals with those that touch, or lie at most `gap` apart, made one."""
+    out: list[list[int]] = []
+    for a, b in intervals:
+        if out and a <= out[-1][1] + gap:
+            out[-1][1] = max(out[-1][1], b)
+        else:
+            out.append([a, b])
+    return out
+
+
+@final
+@frozen(eq=False)
+class Block:
+    """Queries `rows` of the heads `heads` of the batch entries `batch`, against N keys.
+
+    `data` holds the tensors that the mask reads, by name; it is None while planning, when a mask
+    that depends on them must answer for every value they might have.
+    """
+
+    batch: range
+    heads: range
+    rows: range
+    H: int
+    M: int
+    N: int
+    data: Mapping[str, torch.Tensor] | None = None
+
+    @property
+    def all(self) -> Keys:
+        return Keys.between(0, self.N)
+
+    @property
+    def none(self) -> Keys:
+        return Keys()
+
+    def load(self, name: str, axes: str) -> torch.Tensor | None:
+        """This block's part of a tensor whose axes are `axes`, letters of "bhij"; None: no data."""
+        if self.data is None:
+            return None
+        tensor = self.data[name]
+        parts = {"b": self.batch, "h": self.heads, "i": self.rows, "j": range(self.N)}
+        index = [
+            slice(None) if n == 1 else slice(parts[x].start, parts[x].stop)
+            for x, n in zip(axes, tensor.shape, strict=True)
+        ]
+        return tensor[tuple(index)]
+
+    def bounds(self, name: str, axes: str) -> tuple[int, int] | None:
+        """The least and the greatest value of this block's part; None where nothing is known."""
+        part = self.load(name, axes)
+        if part is None or part.numel() == 0:
+            return None
+        least, most = torch.aminmax(part)
+        return int(least), int(most)
+
+
+@final
+@frozen(eq=False)
+class Place:
+    """Where a mask or a modifier is evaluated: b, h, i, j broadcast to [B,H,M,N].
+
+    They may be integers, tensors, or symbols of generated code; `load` reads a tensor there.
+    """
+
+    b: Any
+    h: Any
+    i: Any
+    j: Any
+    H: int
+    M: int
+    N: int
+    data: Mapping[str, Any] = field(factory=dict)
+    ranges: tuple[range, range, range, range] | None = None
+
+    @classmethod
+    def of(cls, block: Block, keys: range, device: torch.device | None = None) -> Place:
+        """The places of a block's queries and the keys `keys`, as tensors."""
+        ranges = (block.batch, block.heads, block.rows, keys)
+        b, h, i, j = (
+            torch.arange(r.start, r.stop, device=device).reshape([-1] + [1] * (3 - axis))
+            for axis, r in enumerate(ranges)
+        )
+        return cls(b, h, i, j, block.H, block.M, block.N, block.data or {}, ranges)
+
+    def load(self, name: str, *index: Any) -> Any:
+        """The element of a tensor at `index`, a choice of b, h, i, j or what is made from them.
+
+        An axis of size 1 is broadcast. Indices that are this place's own are slices, not gathers.
+        """
+        tensor = self.data[name]
+        own = [next((p for p, y in enumerate(self.axes) if x is y), None) for x in index]
+        if self.ranges is not None and None not in own and own == sorted(own, key=int):  # type: ignore[arg-type]  # no None is left
+            slots: list[slice | None] = [None] * 4
+            for p, n in zip(own, tensor.shape, strict=True):
+                r = self.ranges[p]  # type: ignore[index]  # no None is left
+                slots[p] = slice(None) if n == 1 else slice(r.start, r.stop)  # type: ignore[index]
+            return tensor[tuple(slots)]
+        return tensor[tuple(0 if n == 1 else x for x, n in zip(index, tensor.shape, strict=True))]
+
+    def reading(self, data: Mapping[str, Any]) -> Place:
+        """The same place, where other tensors are at hand."""
+        return evolve(self, data=data)
+
+    @property
+    def axes(self) -> tuple[Any, Any, Any, Any]:
+        return self.b, self.h, self.i, self.j
+
+    def shift(self, ragged: tuple[str, ...]) -> Any:
+        """How far bottom-right alignment moves query i, when lengths say where sequences end."""
+        if not ragged:
+            return 0
+        keys = self.load("kv_lengths", self.b) if "kv_lengths" in ragged else self.N
+        queries = self.load("q_lengths", self.b) if "q_lengths" in ragged else self.M
+        return keys - queries

@@ -1,0 +1,500 @@
+"""Which keys a query sees, as data: leaves joined with `&`, `|` and `~`.
+
+A leaf says three things. `keep` is its meaning, exact, at one place. For a block of queries,
+`span` is every key that some query of the block may keep (never too small) and `surely` is keys
+that all of them keep (never too large). For the joins all three follow, so whether a tile is
+empty, full or mixed is known for every expression, on every backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import reduce
+from typing import Any, ClassVar, Literal, final
+
+import torch
+from attrs import evolve, field, frozen
+
+from attn_graph.errors import GraphError
+from attn_graph.keys import Block, Keys, Place
+from attn_graph.spec import INTEGERS, ValueType
+
+Align = Literal["top_left", "bottom_right"]
+LENGTHS = ("kv_lengths", "q_lengths")  # the names that say where each sequence of a batch ends
+
+
+@final
+@frozen
+class Data:
+    """A tensor that a mask reads: its axes, letters of "bhij", and the dtypes it may have."""
+
+    axes: str
+    dtypes: tuple[torch.dtype, ...] = INTEGERS
+    broadcasts: bool = False  # whether an axis may be 1 instead of full
+
+    def problems(self, who: str, name: str, type_: ValueType, sizes: dict[str, int]) -> list[str]:
+        full = tuple(sizes[x] for x in self.axes)
+        fits = len(type_.shape) == len(full) and all(
+            n == m or (self.broadcasts and n == 1) for n, m in zip(type_.shape, full, strict=False)
+        )
+        found = [] if fits else [f"{who}: {name} {type_} does not fit {self.axes} = {list(full)}"]
+        if type_.dtype not in self.dtypes:
+            found.append(f"{who}: {name} {type_} must be of {' or '.join(map(str, self.dtypes))}")
+        return found
+
+
+@frozen
+class Mask:
+    """A boolean expression of (b, h, i, j). Subclass it, `@final @frozen`, for a leaf of your own."""
+
+    relative: ClassVar[bool] = False  # whether `keep` depends on j - i alone
+
+    @property
+    def needs(self) -> dict[str, Data]:
+        """The tensors that `keep` reads, by name."""
+        return {}
+
+    def keep(self, at: Place) -> Any:
+        """Whether query at.i sees key at.j. Written with operators only, so it takes ints too."""
+        raise NotImplementedError
+
+    def span(self, block: Block) -> Keys:
+        """Keys that hold all that any query of the block keeps; all keys if unsure."""
+        return block.all
+
+    def surely(self, block: Block) -> Keys:
+        """Keys that every query of the block keeps; none if unsure."""
+        return block.none
+
+    def aligned(self, align: Align | None) -> Mask:
+        """This mask with `align` where it compares positions and says nothing itself."""
+        return self
+
+    def resolved(self, M: int, N: int, ragged: tuple[str, ...]) -> Mask:
+        """This mask with alignments turned into offsets. Raises GraphError where none was said."""
+        return self
+
+    def __and__(self, other: Mask) -> Mask:
+        return And(self, other)
+
+    def __or__(self, other: Mask) -> Mask:
+        return Or(self, other)
+
+    def __invert__(self) -> Mask:
+        return Not(self)
+
+    def __str__(self) -> str:
+        from attn_graph.text import show_value  # above this floor; printing looks up
+
+        return show_value(self)
+
+
+def whole(value: Any) -> int | None:
+    """A bound as an int; None stays None, and 2.5 is refused rather than rounded."""
+    if value is None:
+        return None
+    if int(value) != value:
+        raise GraphError(f"mask: the bound {value!r} is not a whole number of positions")
+    return int(value)
+
+
+def alignment(_: object, attribute: Any, value: object) -> None:
+    if value not in (None, "top_left", "bottom_right"):
+        raise GraphError(f'mask: align {value!r} is neither "top_left" nor "bottom_right"')
+
+
+def offset(align: Align | None, M: int, N: int, who: object) -> int:
+    """How far the diagonal lies right of the top left corner, for M queries and N keys."""
+    if align is None and M != N:
+        raise GraphError(
+            f"{who}: {M} queries and {N} keys, and where the diagonal lies is not said; "
+            'say align="top_left" (i sees j <= i) or align="bottom_right" (the last sees the last)'
+        )
+    return N - M if align == "bottom_right" else 0
+
+
+@final
+@frozen
+class Band(Mask):
+    """low <= j - i' <= high, both ends included, None unbounded: what alignments resolve to.
+
+    i' is i, or, where `ragged` names lengths, i + kv_lengths[b] - q_lengths[b].
+    """
+
+    low: int | None = field(default=None, converter=whole)
+    high: int | None = field(default=None, converter=whole)
+    ragged: tuple[str, ...] = field(default=(), converter=tuple)
+
+    @property
+    def relative(self) -> bool:  # type: ignore[override]  # a class's constant elsewhere
+        return not self.ragged
+
+    @property
+    def needs(self) -> dict[str, Data]:
+        return {name: Data("b") for name in self.ragged}
+
+    def keep(self, at: Place) -> Any:
+        gap = at.j - at.i - at.shift(self.ragged)
+        low = gap == gap if self.low is None else gap >= self.low
+        return low if self.high is None else low & (gap <= self.high)
+
+    def span(self, block: Block) -> Keys:
+        shift = self.shifts(block)
+        if shift is None:
+            return block.all
+        first = 0 if self.low is None else block.rows.start + self.low + shift[0]
+        last = block.N - 1 if self.high is None else block.rows.stop - 1 + self.high + shift[1]
+        return Keys.between(max(0, first), min(block.N, last + 1))
+
+    def surely(self, block: Block) -> Keys:
+        shift = self.shifts(block)
+        if shift is None:
+            return block.none
+        first = 0 if self.low is None else block.rows.stop - 1 + self.low + shift[1]
+        last = block.N - 1 if self.high is None else block.rows.start + self.high + shift[0]
+        return Keys.between(max(0, first), min(block.N, last + 1))
+
+    def shifts(self, block: Block) -> tuple[int, int] | None:
+        """The least and the greatest offset of the block's batch entries; None: not known yet."""
+        if not self.ragged:
+            return 0, 0
+        ends = {"kv_lengths": (block.N, block.N), "q_lengths": (block.M, block.M)}
+        for name in self.ragged:
+            bounds = block.bounds(name, "b")
+            if bounds is None:
+                return None
+            ends[name] = bounds
+        (k0, k1), (q0, q1) = ends["kv_lengths"], ends["q_lengths"]
+        return k0 - q1, k1 - q0
+
+
+class Diagonal(Mask):
+    """Abstract: a leaf that compares positions. Its meaning is the band that `band` gives."""
+
+    __slots__ = ()
+    align: Align | None
+
+    def band(self, offset: int, ragged: tuple[str, ...]) -> Band:
+        raise NotImplementedError
+
+    def aligned(self, align: Align | None) -> Mask:
+        return evolve(self, align=self.align or align)
+
+    def resolved(self, M: int, N: int, ragged: tuple[str, ...]) -> Mask:
+        moved = offset(self.align, M, N, self)
+        by_lengths = self.align == "bottom_right" and ragged
+        return self.band(0, ragged) if by_lengths else self.band(moved, ())
+
+    def keep(self, at: Place) -> Any:
+        return self.resolved(at.M, at.N, ragged_in(at.data)).keep(at)
+
+    def span(self, block: Block) -> Keys:
+        if block.data is None and self.align == "bottom_right":
+            return block.all  # lengths may yet move the diagonal
+        return self.resolved(block.M, block.N, ragged_in(block.data or ())).span(block)
+
+    def surely(self, block: Block) -> Keys:
+        if block.data is None and self.align == "bottom_right":
+            return block.none
+        return self.resolved(block.M, block.N, ragged_in(block.data or ())).surely(block)
+
+
+def ragged_in(names: Iterable[str]) -> tuple[str, ...]:
+    """The lengths among these names, in one order."""
+    names = tuple(names)
+    return tuple(name for name in LENGTHS if name in names)
+
+
+@final
+@frozen
+class Causal(Diagonal):
+    """Key j is at or before query i': j <= i'."""
+
+    align: Align | None = field(default=None, validator=alignment)
+
+    def band(self, offset: int, ragged: tuple[str, ...]) -> Band:
+        return Band(None, offset, ragged)
+
+
+@final
+@frozen
+class Window(Diagonal):
+    """Key j is at most `left` before and `right` after query i', both ends included.
+
+    None is unbounded. A bound may be negative as long as left + right >= 0.
+    """
+
+    left: int | None = field(converter=whole)
+    right: int | None = field(default=0, converter=whole)
+    align: Align | None = field(default=None, validator=alignment)
+
+    def __attrs_post_init__(self) -> None:
+        if self.left is not None and self.right is not None and self.left + self.right < 0:
+            raise GraphError(
+                f"mask: Window(left={self.left}, right={self.right}) holds no key, since it keeps "
+                f"i - {self.left} <= j <= i + {self.right}; left + right must be at least 0"
+            )
+
+    def band(self, offset: int, ragged: tuple[str, ...]) -> Band:
+        low = None if self.left is None else offset - self.left
+        return Band(low, None if self.right is None else offset + self.right, ragged)
+
+
+@final
+@frozen
+class Prefix(Mask):
+    """Key j is among the first `length`: every query sees them."""
+
+    length: int = field(converter=whole)
+
+    def __attrs_post_init__(self) -> None:
+        if self.length < 0:
+            raise GraphError(f"mask: Prefix({self.length}) is negative; a length is at least 0")
+
+    def keep(self, at: Place) -> Any:
+        return at.j < self.length
+
+    def span(self, block: Block) -> Keys:
+        return Keys.between(0, min(self.length, block.N))
+
+    def surely(self, block: Block) -> Keys:
+        return self.span(block)
+
+
+@final
+@frozen
+class KeyLengths(Mask):
+    """Key j is among the first kv_lengths[b]; the lengths [B] are integers."""
+
+    @property
+    def needs(self) -> dict[str, Data]:
+        return {"kv_lengths": Data("b")}
+
+    def keep(self, at: Place) -> Any:
+        return at.j < at.load("kv_lengths", at.b)
+
+    def span(self, block: Block) -> Keys:
+        bounds = block.bounds("kv_lengths", "b")
+        return Keys.between(0, min(bounds[1], block.N)) if bounds else block.all
+
+    def surely(self, block: Block) -> Keys:
+        bounds = block.bounds("kv_lengths", "b")
+        return Keys.between(0, min(bounds[0], block.N)) if bounds else block.none
+
+
+@final
+@frozen
+class QueryLengths(Mask):
+    """Query i is among the first q_lengths[b]; later ones see nothing. The lengths [B] are integers."""
+
+    @property
+    def needs(self) -> dict[str, Data]:
+        return {"q_lengths": Data("b")}
+
+    def keep(self, at: Place) -> Any:
+        return at.i < at.load("q_lengths", at.b)
+
+    def span(self, block: Block) -> Keys:
+        bounds = block.bounds("q_lengths", "b")
+        return block.none if bounds and block.rows.start >= bounds[1] else block.all
+
+    def surely(self, block: Block) -> Keys:
+        bounds = block.bounds("q_lengths", "b")
+        return block.all if bounds and block.rows.stop <= bounds[0] else block.none
+
+
+@final
+@frozen
+class SameSegment(Mask):
+    """Query and key carry the same number: q_segments [B,M], kv_segments [B,N], integers."""
+
+    @property
+    def needs(self) -> dict[str, Data]:
+        return {"q_segments": Data("bi"), "kv_segments": Data("bj")}
+
+    def keep(self, at: Place) -> Any:
+        return at.load("q_segments", at.b, at.i) == at.load("kv_segments", at.b, at.j)
+
+    def span(self, block: Block) -> Keys:
+        bounds, segments = block.bounds("q_segments", "bi"), block.load("kv_segments", "bj")
+        if bounds is None or segments is None:
+            return block.all
+        return Keys.where(((segments >= bounds[0]) & (segments <= bounds[1])).any(0))
+
+    def surely(self, block: Block) -> Keys:
+        bounds, segments = block.bounds("q_segments", "bi"), block.load("kv_segments", "bj")
+        if bounds is None or segments is None or bounds[0] != bounds[1]:
+            return block.none
+        return Keys.where((segments == bounds[0]).all(0))
+
+
+@final
+@frozen
+class Keep(Mask):
+    """A boolean tensor says it: True may attend. [B,H,M,N], each axis full or 1.
+
+    Two such tensors in one mask need two names: `Keep("local") | Keep("global_")`.
+    """
+
+    name: str = "keep"
+
+    @property
+    def needs(self) -> dict[str, Data]:
+        return {self.name: Data("bhij", (torch.bool,), broadcasts=True)}
+
+    def keep(self, at: Place) -> Any:
+        return at.load(self.name, at.b, at.h, at.i, at.j)
+
+    def span(self, block: Block) -> Keys:
+        flags = block.load(self.name, "bhij")
+        if flags is None or 0 in flags.shape:
+            return block.all
+        return Keys.where(flags.flatten(0, 2).any(0).expand(block.N))
+
+    def surely(self, block: Block) -> Keys:
+        flags = block.load(self.name, "bhij")
+        if flags is None or 0 in flags.shape:
+            return block.none
+        return Keys.where(flags.flatten(0, 2).all(0).expand(block.N))
+
+
+@frozen
+class Join(Mask):
+    """Abstract: a mask made of masks."""
+
+    @property
+    def parts(self) -> tuple[Mask, ...]:
+        raise NotImplementedError
+
+    @property
+    def relative(self) -> bool:  # type: ignore[override]  # a leaf's constant
+        return all(part.relative for part in self.parts)
+
+    @property
+    def needs(self) -> dict[str, Data]:
+        return {name: data for part in self.parts for name, data in part.needs.items()}
+
+    def aligned(self, align: Align | None) -> Mask:
+        return type(self)(*(part.aligned(align) for part in self.parts))
+
+    def resolved(self, M: int, N: int, ragged: tuple[str, ...]) -> Mask:
+        return type(self)(*(part.resolved(M, N, ragged) for part in self.parts))
+
+
+@final
+@frozen
+class And(Join):
+    """Both masks keep it."""
+
+    a: Mask
+    b: Mask
+
+    @property
+    def parts(self) -> tuple[Mask, ...]:
+        return self.a, self.b
+
+    def keep(self, at: Place) -> Any:
+        return self.a.keep(at) & self.b.keep(at)
+
+    def span(self, block: Block) -> Keys:
+        return self.a.span(block) & self.b.span(block)
+
+    def surely(self, block: Block) -> Keys:
+        return self.a.surely(block) & self.b.surely(block)
+
+
+@final
+@frozen
+class Or(Join):
+    """One of the masks keeps it, or both."""
+
+    a: Mask
+    b: Mask
+
+    @property
+    def parts(self) -> tuple[Mask, ...]:
+        return self.a, self.b
+
+    def keep(self, at: Place) -> Any:
+        return self.a.keep(at) | self.b.keep(at)
+
+    def span(self, block: Block) -> Keys:
+        return self.a.span(block) | self.b.span(block)
+
+    def surely(self, block: Block) -> Keys:
+        return self.a.surely(block) | self.b.surely(block)
+
+
+@final
+@frozen
+class Not(Join):
+    """The mask does not keep it."""
+
+    a: Mask
+
+    @property
+    def parts(self) -> tuple[Mask, ...]:
+        return (self.a,)
+
+    def keep(self, at: Place) -> Any:
+        return self.a.keep(at) ^ True  # not `~`, which turns the integer 1 into -2
+
+    def span(self, block: Block) -> Keys:
+        return self.a.surely(block).outside(block.N)
+
+    def surely(self, block: Block) -> Keys:
+        return self.a.span(block).outside(block.N)
+
+
+LEAVES = (Causal, Window, Prefix, Keep, KeyLengths, QueryLengths, SameSegment, Band)
+
+
+def canonical(mask: Mask, M: int, N: int) -> Mask | None:
+    """The mask in one form: alignments are offsets, bands that meet are one, parts are sorted.
+
+    None where every query keeps every key. Raises GraphError where an alignment was not said.
+    """
+    mask = simplified(mask.resolved(M, N, ragged_in(mask.needs)))
+    everywhere = Block(range(1), range(1), range(M), 1, M, N)
+    return None if mask.surely(everywhere).covers(0, N) else mask
+
+
+def simplified(mask: Mask) -> Mask:
+    """An equal mask: flat joins without repeats, in the order of their text."""
+    match mask:
+        case Not(Not(a)):
+            return simplified(a)
+        case Not(a):
+            return Not(simplified(a))
+        case And() | Or():
+            parts = sorted(dict.fromkeys(flat(mask, type(mask))), key=str)
+            if isinstance(mask, And):
+                parts = met(parts)
+            return reduce(type(mask), parts)
+        case _:
+            return mask
+
+
+def flat(mask: Mask, join: type[Join]) -> list[Mask]:
+    """The parts of nested joins of one kind, each simplified."""
+    if isinstance(mask, join):
+        return [leaf for part in mask.parts for leaf in flat(part, join)]
+    simple = simplified(mask)
+    return flat(simple, join) if isinstance(simple, join) else [simple]
+
+
+def met(parts: list[Mask]) -> list[Mask]:
+    """Parts of a conjunction, with the bands of one alignment intersected."""
+    bands: dict[tuple[str, ...], Band] = {}
+    for part in parts:
+        if isinstance(part, Band):
+            other = bands.get(part.ragged, part)
+            low = most(max, part.low, other.low)
+            bands[part.ragged] = Band(low, most(min, part.high, other.high), part.ragged)
+    rest = [part for part in parts if not isinstance(part, Band)]
+    return sorted([*bands.values(), *rest], key=str)
+
+
+def most(choose: Callable[[int, int], int], a: int | None, b: int | None) -> int | None:
+    """The tighter of two bounds, where None is no bound."""
+    return b if a is None else a if b is None else choose(a, b)

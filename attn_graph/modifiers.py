@@ -1,0 +1,261 @@
+"""Score modifiers: pointwise steps s -> s' between scores and mask.
+
+A modifier states its mathematics once, on a block of scores wherever that block lies: `change`
+(the step), `back` (its derivative) and `collect` (the gradient of its tensors). The reference,
+the op-by-op gradient and the blocked lowerings all run these three. A modifier that only adds
+(`additive`) may be handed to fused kernels as a block of bias.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, final
+
+import torch
+from attrs import evolve, field, frozen, validators
+
+from attn_graph.errors import GraphError, problems_of
+from attn_graph.ir import Emit, Op
+from attn_graph.keys import Block, Place
+from attn_graph.masks import LENGTHS, Align, Data, alignment, offset
+from attn_graph.spec import FLOATS, INTEGERS, ValueType
+
+INF = float("inf")
+
+
+def positive(_: object, attribute: Any, value: float) -> None:
+    if not (0 < value < INF):
+        raise GraphError(f"{attribute.name} {value} must be positive and finite")
+
+
+def finite(_: object, attribute: Any, value: float) -> None:
+    if not math.isfinite(value):
+        raise GraphError(f"{attribute.name} {value} must be finite")
+
+
+@frozen
+class Modifier(Op):
+    """s [B,H,M,N], operands -> s' [B,H,M,N]. A place at -inf is masked, and stays so."""
+
+    names = ("s",)
+    additive: ClassVar[bool] = False  # s' = s + addend(at)
+    relative: ClassVar[bool] = True  # the step depends on b, h and j - i, not on i itself
+
+    @property
+    def needs(self) -> dict[str, Data]:
+        """The tensors that the step reads, by name, in the order of the operands."""
+        return {}
+
+    @property
+    def trains(self) -> tuple[str, ...]:
+        """Those of them that have a gradient."""
+        return ()
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        return (4, *(len(data.axes) for data in self.needs.values()))
+
+    def resolved(self, M: int, N: int) -> Modifier:
+        """This step with its alignment turned into an offset."""
+        return self
+
+    def change(self, s: torch.Tensor, at: Place) -> torch.Tensor:
+        """s', in the memory of s."""
+        raise NotImplementedError
+
+    def back(self, ds: torch.Tensor, s: torch.Tensor, at: Place) -> torch.Tensor:
+        """The gradient of the step's input, in the memory of ds; s is the step's result."""
+        return ds
+
+    def collect(self, totals: Mapping[str, torch.Tensor], ds: torch.Tensor, at: Place) -> None:
+        """Add this block's share of the gradient of the operands named in `totals`."""
+
+    def problems(self, *types: ValueType) -> Iterator[str]:
+        (B, H, M, N), given = types[0].shape, types[1:]
+        sizes = {"b": B, "h": H, "i": M, "j": N}
+        for (name, data), type_ in zip(self.needs.items(), given, strict=True):
+            yield from data.problems(type(self).__name__, name, type_, sizes)
+        yield from problems_of(lambda: self.resolved(M, N))
+
+    def infer(self, s: ValueType, *_: ValueType) -> tuple[ValueType, ...]:
+        return (s,)
+
+    def run(self, s: torch.Tensor, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        changed = self.change(s.clone(), whole(s, dict(zip(self.needs, operands, strict=True))))
+        return (torch.where(s == -INF, s, changed),)
+
+    def pull(
+        self, emit: Emit, operands: Sequence[Any], results: Sequence[Any], grads: Sequence[Any]
+    ) -> tuple[Any, ...]:
+        wanted = [i for i, name in enumerate(self.needs) if name in self.trains]
+        found: list[Any] = [None] * len(self.needs)
+        if wanted:
+            for i, total in zip(wanted, emit(Collect(self), grads[0], *operands[1:]), strict=True):
+                found[i] = total
+        return (emit(Back(self), results[0], grads[0], *operands[1:])[0], *found)
+
+
+def whole(s: torch.Tensor, data: Mapping[str, torch.Tensor]) -> Place:
+    """Every place of a full score array."""
+    B, H, M, N = s.shape
+    block = Block(range(B), range(H), range(M), H, M, N, data)
+    return Place.of(block, range(N), s.device)
+
+
+@final
+@frozen
+class SoftCap(Modifier):
+    """s -> cap * tanh(s / cap): scores never leave (-cap, cap)."""
+
+    cap: float = field(converter=float, validator=positive)
+
+    def change(self, s: torch.Tensor, at: Place) -> torch.Tensor:
+        return s.div_(self.cap).tanh_().mul_(self.cap)
+
+    def back(self, ds: torch.Tensor, s: torch.Tensor, at: Place) -> torch.Tensor:
+        """ds * (1 - (s' / cap)^2)."""
+        return ds.addcmul_(ds, s.div(self.cap).square_(), value=-1)
+
+
+@final
+@frozen
+class Bias(Modifier):
+    """s -> s + bias; bias [B,H,M,N], each axis full or 1, in q's dtype or float32."""
+
+    additive = True
+    relative = False
+
+    @property
+    def needs(self) -> dict[str, Data]:
+        return {"bias": Data("bhij", FLOATS, broadcasts=True)}
+
+    @property
+    def trains(self) -> tuple[str, ...]:
+        return ("bias",)
+
+    def change(self, s: torch.Tensor, at: Place) -> torch.Tensor:
+        return s.add_(at.load("bias", at.b, at.h, at.i, at.j))
+
+    def collect(self, totals: Mapping[str, torch.Tensor], ds: torch.Tensor, at: Place) -> None:
+        share = at.reading(totals).load("bias", at.b, at.h, at.i, at.j)
+        share += ds.sum_to_size(share.shape)
+
+
+@final
+@frozen
+class Alibi(Modifier):
+    """s -> s - slope[h] * |i' - j|; slopes [H] or [B,H] float32, or the paper's for H heads.
+
+    `default` asks for the paper's; there is then no operand. i' is the query's place by `align`.
+    """
+
+    additive = True
+    default: bool = field(default=False, converter=bool)
+    align: Align | None = field(default=None, validator=alignment)
+    ragged: tuple[str, ...] = field(
+        default=(), converter=tuple, validator=validators.deep_iterable(validators.in_(LENGTHS))
+    )
+    per_batch: bool = field(default=False, converter=bool)
+
+    @property
+    def relative(self) -> bool:  # type: ignore[override]  # a class's constant elsewhere
+        return not self.ragged
+
+    @property
+    def needs(self) -> dict[str, Data]:
+        slopes = {} if self.default else {"slopes": Data("bh" if self.per_batch else "h", (torch.float32, torch.float64))}
+        return slopes | {name: Data("b", INTEGERS) for name in self.ragged}
+
+    @property
+    def trains(self) -> tuple[str, ...]:
+        return () if self.default else ("slopes",)
+
+    def resolved(self, M: int, N: int) -> Modifier:
+        offset(self.align, M, N, self)
+        return evolve(self, align="top_left") if M == N and not self.ragged else self
+
+    def distance(self, at: Place) -> torch.Tensor:
+        ragged = self.ragged if self.align == "bottom_right" else ()
+        moved = at.shift(ragged) if ragged else offset(self.align, at.M, at.N, self)
+        return (at.i + moved - at.j).abs()
+
+    def slopes(self, at: Place) -> torch.Tensor:
+        if self.default:
+            return torch.tensor(default_slopes(at.H), device=at.h.device)[at.h]
+        return at.load("slopes", at.b, at.h) if self.per_batch else at.load("slopes", at.h)
+
+    def change(self, s: torch.Tensor, at: Place) -> torch.Tensor:
+        return s.addcmul_(self.slopes(at).to(s.dtype), self.distance(at).to(s.dtype), value=-1)
+
+    def collect(self, totals: Mapping[str, torch.Tensor], ds: torch.Tensor, at: Place) -> None:
+        far = (ds * self.distance(at)).sum((2, 3))
+        share = at.reading(totals).load("slopes", *((at.b, at.h) if self.per_batch else (at.h,)))
+        share -= far[..., None, None].sum_to_size(share.shape)
+
+
+def default_slopes(heads: int) -> list[float]:
+    """The slopes of "Train Short, Test Long" (Press et al., 2022), for any number of heads.
+
+    For 2^n heads the geometric sequence from 2^(-8/2^n); else that of the power of two below,
+    then every other one of the power of two above.
+    """
+    power = 2 ** int(math.log2(max(1, heads)))
+    slopes = [2 ** (-8 * (h + 1) / power) for h in range(power)]
+    between = [2 ** (-4 * (2 * h + 1) / power) for h in range(power)]
+    return (slopes + between)[:heads]
+
+
+MODIFIERS = (SoftCap, Bias, Alibi)
+
+
+@final
+@frozen
+class Back(Op):
+    """s', ds', operands -> ds: a modifier's derivative; 0 at masked places."""
+
+    modifier: Modifier
+    names = ("ds",)
+    reads = 2
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        return (4, *self.modifier.ranks)
+
+    def infer(self, s: ValueType, ds: ValueType, *_: ValueType) -> tuple[ValueType, ...]:
+        return (ds,)
+
+    def run(self, s: torch.Tensor, ds: torch.Tensor, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        at = whole(s, dict(zip(self.modifier.needs, operands, strict=True)))
+        return (torch.where(s == -INF, 0.0, self.modifier.back(ds.clone(), s, at)),)
+
+
+@final
+@frozen
+class Collect(Op):
+    """ds', operands -> the gradients of those operands of a modifier that have one."""
+
+    modifier: Modifier
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        return self.modifier.ranks
+
+    @property
+    def reads(self) -> int:  # type: ignore[override]  # a class's constant elsewhere
+        return len(self.ranks)
+
+    @property
+    def names(self) -> tuple[str, ...]:  # type: ignore[override]  # a class's constant elsewhere
+        return tuple(f"d{name}" for name in self.modifier.trains)
+
+    def infer(self, ds: ValueType, *types: ValueType) -> tuple[ValueType, ...]:
+        named = zip(self.modifier.needs, types, strict=True)
+        return tuple(type_ for name, type_ in named if name in self.modifier.trains)
+
+    def run(self, ds: torch.Tensor, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        data = dict(zip(self.modifier.needs, operands, strict=True))
+        trained = self.modifier.trains
+        totals = {name: torch.zeros(data[name].shape, dtype=ds.dtype) for name in trained}
+        self.modifier.collect(totals, ds, whole(ds, data))
+        return tuple(totals[name].to(data[name].dtype) for name in trained)

@@ -1,0 +1,338 @@
+"""The ops, each with its whole machine-free meaning.
+
+Forward: Scores, the modifiers, Mask, Softmax, Dropout, Weigh. The others exist for gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, final
+
+import torch
+from attrs import field, frozen
+
+from attn_graph import masks
+from attn_graph.errors import GraphError, problems_of
+from attn_graph.ir import Emit, Op
+from attn_graph.keys import Place
+from attn_graph.modifiers import INF, finite, whole
+from attn_graph.philox import counters, keep_
+from attn_graph.spec import DTYPES, FLOATS, NAMES, ValueType, accumulator
+
+
+def per_head(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """[B,G,N,D] -> [B,H,N,D]: query head h reads key/value head h // (H / G)."""
+    return x.repeat_interleave(heads // max(1, x.shape[1]), 1)
+
+
+@final
+@frozen
+class Scores(Op):
+    """q [B,H,M,D], k [B,G,N,D] -> scale * q k^T [B,H,M,N], in float32 or wider."""
+
+    scale: float = field(default=1.0, converter=float, validator=finite)
+    names = ("s",)
+    reads = 2
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        return 4, 4
+
+    def problems(self, q: ValueType, k: ValueType) -> Iterator[str]:
+        for a, b, name in ((q.shape[0], k.shape[0], "batch"), (q.shape[3], k.shape[3], "head size")):
+            if a != b:
+                yield f"scores: q {q} and k {k} disagree in {name}, {a} and {b}"
+        if q.shape[3] == 0:
+            yield f"scores: q {q} has head size 0; it is at least 1"
+        if k.shape[1] == 0 and q.shape[1] or k.shape[1] and q.shape[1] % k.shape[1]:
+            yield f"scores: {q.shape[1]} heads of q {q} are no multiple of {k.shape[1]} heads of k {k}"
+        if q.dtype != k.dtype:
+            yield f"scores: q {q} and k {k} disagree in dtype, {q.dtype} and {k.dtype}"
+        if q.dtype not in FLOATS:
+            yield f"scores: q {q} must be of {' or '.join(map(str, FLOATS))}"
+
+    def infer(self, q: ValueType, k: ValueType) -> tuple[ValueType]:
+        return (ValueType((*q.shape[:3], k.shape[2]), accumulator(q.dtype)),)
+
+    def run(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor]:
+        wide = accumulator(q.dtype)
+        return (self.scale * (q.to(wide) @ per_head(k.to(wide), q.shape[1]).mT),)
+
+    def pull(
+        self, emit: Emit, operands: Sequence[Any], results: Sequence[Any], grads: Sequence[Any]
+    ) -> tuple[Any, ...]:
+        (q, k), (ds,) = operands, grads
+        return emit(Weigh(self.scale), ds, k)[0], emit(WeighT(self.scale), ds, q, k)[0]
+
+
+@final
+@frozen
+class Mask(Op):
+    """s [B,H,M,N], the mask's tensors -> s, with -inf where the mask does not keep."""
+
+    mask: masks.Mask
+    names = ("s",)
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        return (4, *(len(data.axes) for data in self.mask.needs.values()))
+
+    def problems(self, s: ValueType, *given: ValueType) -> Iterator[str]:
+        B, H, M, N = s.shape
+        sizes = {"b": B, "h": H, "i": M, "j": N}
+        for (name, data), type_ in zip(self.mask.needs.items(), given, strict=True):
+            yield from data.problems("mask", name, type_, sizes)
+        yield from problems_of(lambda: masks.canonical(self.mask, M, N))
+
+    def infer(self, s: ValueType, *given: ValueType) -> tuple[ValueType]:
+        return (s,)
+
+    def run(self, s: torch.Tensor, *given: torch.Tensor) -> tuple[torch.Tensor]:
+        kept = self.mask.keep(whole(s, dict(zip(self.mask.needs, given, strict=True))))
+        return (torch.where(kept, s, -INF),)
+
+    def pull(
+        self, emit: Emit, operands: Sequence[Any], results: Sequence[Any], grads: Sequence[Any]
+    ) -> tuple[Any, ...]:
+        nothing = (None,) * (len(operands) - 1)
+        return (emit(Unmasked(), results[0], grads[0])[0], *nothing)
+
+
+@final
+@frozen
+class Unmasked(Op):
+    """s, ds -> ds, with 0 where s is -inf."""
+
+    names = ("ds",)
+    reads = 2
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        return 4, 4
+
+    def infer(self, s: ValueType, ds: ValueType) -> tuple[ValueType]:
+        return (ds,)
+
+    def run(self, s: torch.Tensor, ds: torch.Tensor) -> tuple[torch.Tensor]:
+        return (torch.where(s == -INF, 0.0, ds),)
+
+
+@final
+@frozen
+class Softmax(Op):
+    """s [B,H,M,N] -> p = exp(s - lse), lse [B,H,M] = log sum_j exp(s).
+
+    Sinks [H] float32, when given, add exp(sink) to the sum and no weight. A row that sees nothing
+    has p = 0 and lse = -inf.
+    """
+
+    sinks: bool = False
+    names = ("p", "lse")
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        return (4, 1) if self.sinks else (4,)
+
+    def problems(self, s: ValueType, sinks: ValueType | None = None) -> Iterator[str]:
+        if sinks is not None:
+            yield from masks.Data("h", (torch.float32, torch.float64)).problems("softmax", "sinks", sinks, {"h": s.shape[1]})
+
+    def infer(self, s: ValueType, sinks: ValueType | None = None) -> tuple[ValueType, ValueType]:
+        return s, ValueType(s.shape[:3], s.dtype)
+
+    def run(self, s: torch.Tensor, sinks: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        lse = torch.logsumexp(s, -1) if s.shape[-1] else s.new_full(s.shape[:3], -INF)
+        if sinks is not None:
+            lse = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+        return torch.exp(s - lse.masked_fill(lse == -INF, 0.0)[..., None]), lse
+
+    def pull(
+        self, emit: Emit, operands: Sequence[Any], results: Sequence[Any], grads: Sequence[Any]
+    ) -> tuple[Any, ...]:
+        (p, lse), (dp, dlse) = results, grads
+        dp = dp if dp is not None else emit(Zeros.like(p.type))[0]
+        dlse = dlse if dlse is not None else emit(Zeros.like(lse.type))[0]
+        (ds,) = emit(SoftmaxGrad(), p, dp, dlse)
+        sinks = operands[1:]
+        return (ds, *(emit(SinkGrad(), x, lse, p, dp, dlse)[0] for x in sinks))
+
+
+@final
+@frozen
+class SoftmaxGrad(Op):
+    """p, dp, dlse -> ds = p * (dp - sum_j p dp + dlse)."""
+
+    names = ("ds",)
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        return 4, 4, 3
+
+    def infer(self, p: ValueType, dp: ValueType, dlse: ValueType) -> tuple[ValueType]:
+        return (p,)
+
+    def run(self, p: torch.Tensor, dp: torch.Tensor, dlse: torch.Tensor) -> tuple[torch.Tensor]:
+        return (p * (dp - (p * dp).sum(-1, keepdim=True) + dlse[..., None]),)
+
+
+@final
+@frozen
+class SinkGrad(Op):
+    """sinks, lse, p, dp, dlse -> dsinks [H] = sum_bi exp(sink - lse) * (dlse - sum_j p dp)."""
+
+    names = ("dsinks",)
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        return 1, 3, 4, 4, 3
+
+    def infer(self, sinks: ValueType, *_: ValueType) -> tuple[ValueType]:
+        return (sinks,)
+
+    def run(self, sinks: torch.Tensor, lse: torch.Tensor, p: torch.Tensor, dp: torch.Tensor, dlse: torch.Tensor) -> tuple[torch.Tensor]:
+        share = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
+        return ((share * (dlse - (p * dp).sum(-1))).sum((0, 2)).to(sinks.dtype),)
+
+
+@final
+@frozen
+class Dropout(Op):
+    """p, seed, offset -> p * z / (1 - rate), z from Philox at (seed, offset; b, h, i, j)."""
+
+    rate: float = field(converter=float)
+    names = ("p",)
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        return 4, 0, 0
+
+    @rate.validator
+    def _rate_is_a_share(self, _: object, rate: float) -> None:
+        if not 0 <= rate < 1:
+            raise GraphError(f"dropout: rate {rate} is not in [0, 1)")
+
+    def problems(self, p: ValueType, seed: ValueType, offset: ValueType) -> Iterator[str]:
+        for name, type_ in (("seed", seed), ("offset", offset)):
+            if type_ != ValueType((), torch.int64):
+                yield f"dropout: {name} {type_} must be i64[()], one number"
+
+    def infer(self, p: ValueType, seed: ValueType, offset: ValueType) -> tuple[ValueType]:
+        return (p,)
+
+    def run(self, p: torch.Tensor, seed: torch.Tensor, offset: torch.Tensor) -> tuple[torch.Tensor]:
+        at = whole(p, {})
+        return (p * kept(at, self.rate, int(seed), int(offset)) / (1 - self.rate),)
+
+    def pull(
+        self, emit: Emit, operands: Sequence[Any], results: Sequence[Any], grads: Sequence[Any]
+    ) -> tuple[Any, ...]:
+        return emit(self, grads[0], *operands[1:])[0], None, None
+
+
+def kept(at: Place, rate: float, seed: int, offset: int) -> torch.Tensor:
+    """z of a block, as booleans."""
+    assert at.ranges is not None
+    shape = [*map(len, at.ranges[:3]), len(counters(at.ranges[3]))]
+    six = [torch.empty(shape, dtype=torch.int64, device=at.b.device) for _ in range(6)]
+    bits = torch.empty([*shape[:3], 4 * shape[3]], dtype=torch.bool, device=at.b.device)
+    return keep_(bits, rate, seed, offset, at.ranges, at.H, six)
+
+
+@final
+@frozen
+class Weigh(Op):
+    """p [B,H,M,N], v [B,G,N,E] -> scale * p v [B,H,M,E], in v's dtype."""
+
+    scale: float = field(default=1.0, converter=float, validator=finite)
+    names = ("o",)
+    reads = 2
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        return 4, 4
+
+    def problems(self, p: ValueType, v: ValueType) -> Iterator[str]:
+        for a, b, name in ((p.shape[0], v.shape[0], "batch"), (p.shape[3], v.shape[2], "keys")):
+            if a != b:
+                yield f"weigh: p {p} and v {v} disagree in {name}, {a} and {b}"
+        if v.shape[1] == 0 and p.shape[1] or v.shape[1] and p.shape[1] % v.shape[1]:
+            yield f"weigh: {p.shape[1]} heads of p {p} are no multiple of {v.shape[1]} heads of v {v}"
+        if v.shape[3] == 0:
+            yield f"weigh: v {v} has head size 0; it is at least 1"
+        if v.dtype not in FLOATS:
+            yield f"weigh: v {v} must be of {' or '.join(map(str, FLOATS))}"
+
+    def infer(self, p: ValueType, v: ValueType) -> tuple[ValueType]:
+        return (ValueType((*p.shape[:3], v.shape[3]), v.dtype),)
+
+    def run(self, p: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor]:
+        return ((self.scale * (p @ per_head(v.to(p.dtype), p.shape[1]))).to(v.dtype),)
+
+    def pull(
+        self, emit: Emit, operands: Sequence[Any], results: Sequence[Any], grads: Sequence[Any]
+    ) -> tuple[Any, ...]:
+        (p, v), (do,) = operands, grads
+        return emit(Scores(self.scale), do, v)[0], emit(WeighT(self.scale), p, do, v)[0]
+
+
+@final
+@frozen
+class WeighT(Op):
+    """p [B,H,M,N], x [B,H,M,E], like [B,G,N,E] -> scale * p^T x, summed over each group of heads."""
+
+    scale: float = field(default=1.0, converter=float, validator=finite)
+    names = ("dv",)
+    reads = 3
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        return 4, 4, 4
+
+    def infer(self, p: ValueType, x: ValueType, like: ValueType) -> tuple[ValueType]:
+        return (like,)
+
+    def run(self, p: torch.Tensor, x: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor]:
+        B, G, N, E = like.shape
+        full = self.scale * (p.mT @ x.to(p.dtype))
+        grouped = full.reshape(B, G, p.shape[1] // max(1, G), N, E)
+        return (grouped.sum(2).to(like.dtype),)
+
+
+@final
+@frozen
+class Add(Op):
+    """a + b."""
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        return None, None
+
+    def infer(self, a: ValueType, b: ValueType) -> tuple[ValueType]:
+        return (a,)
+
+    def run(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor]:
+        return (a + b,)
+
+
+@final
+@frozen
+class Zeros(Op):
+    """Zeros of a shape: the gradient of what is not used."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    names = ("zeros",)
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        return ()
+
+    @classmethod
+    def like(cls, type_: ValueType) -> Zeros:
+        return cls(type_.shape, NAMES[type_.dtype])
+
+    def infer(self) -> tuple[ValueType]:
+        return (ValueType(self.shape, DTYPES[self.dtype]),)
+
+    def run(self) -> tuple[torch.Tensor]:
+        return (torch.zeros(self.shape, dtype=DTYPES[self.dtype]),)

@@ -1,0 +1,177 @@
+"""Graph -> Graph: one form for all graphs that mean the same, then one op for the whole chain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+
+from attrs import evolve
+
+from attn_graph import masks, ops
+from attn_graph.builder import Builder, Value
+from attn_graph.fused import Attention, AttentionGrad
+from attn_graph.ir import Eqn, Graph
+from attn_graph.modifiers import Modifier
+from attn_graph.replay import prune, replay
+
+
+def canonicalise(graph: Graph) -> Graph:
+    """Alignments become offsets, masks come after modifiers, and masks in a row become one."""
+
+    def rule(b: Builder, eqn: Eqn, operands: tuple[Value, ...]) -> tuple[Value, ...] | None:
+        if isinstance(eqn.op, ops.Mask):
+            return (masked(b, eqn.op.mask, operands),)
+        if isinstance(eqn.op, Modifier):
+            return (modified(b, eqn.op, operands),)
+        return None
+
+    return replay(graph, rule)
+
+
+def masked(b: Builder, mask: masks.Mask, operands: tuple[Value, ...]) -> Value:
+    """Scores under the mask in canonical form, joined with a mask that they are under already."""
+    s, *given = operands
+    canonical = masks.canonical(mask, *s.type.shape[2:])
+    if canonical is None:
+        return s
+    data = dict(zip(mask.needs, given, strict=True))
+    under = producer(b, s)
+    if under is not None and isinstance(under.op, ops.Mask):
+        first, *others = (Value(b, i) for i in under.args)
+        known = dict(zip(under.op.mask.needs, others, strict=True))
+        if all(known[name].index == data[name].index for name in known.keys() & data.keys()):
+            joined = masks.canonical(canonical & under.op.mask, *s.type.shape[2:])
+            assert joined is not None  # neither part keeps everything
+            canonical, s, data = joined, first, data | known
+    return s.mask(canonical, **{name: data[name] for name in canonical.needs})
+
+
+def modified(b: Builder, op: Modifier, operands: tuple[Value, ...]) -> Value:
+    """A modifier with its alignment resolved, moved before the mask that its scores are under."""
+    s, *given = operands
+    op = op.resolved(*s.type.shape[2:])
+    under = producer(b, s)
+    if under is None or not isinstance(under.op, ops.Mask):
+        return s.then(op, *given)
+    first, *data = (Value(b, i) for i in under.args)
+    return modified(b, op, (first, *given)).then(under.op, *data)
+
+
+def producer(b: Builder, value: Value) -> Eqn | None:
+    """The equation that a value comes from; None for an input."""
+    first = len(b.inputs)
+    for eqn in b.eqns:
+        if first <= value.index < first + len(eqn.outs):
+            return eqn
+        first += len(eqn.outs)
+    return None
+
+
+def fuse(graph: Graph) -> Graph:
+    """Every chain scores -> modifiers -> mask -> softmax -> dropout -> weigh becomes an Attention.
+
+    A chain whose scores or weights are used elsewhere too stays as it is.
+    """
+    makers = {i: (eqn, outs) for eqn, outs in graph.numbered() for i in outs}
+    users = count_users(graph)
+    chains = {}
+    for eqn, (o,) in ((e, outs) for e, outs in graph.numbered() if isinstance(e.op, ops.Weigh)):
+        chain = chain_of(eqn, makers, users)
+        if chain is not None:
+            chains[o] = chain
+    return emit_chains(graph, chains) if chains else graph
+
+
+def count_users(graph: Graph) -> dict[int, int]:
+    """How often each value is read, outputs included."""
+    users: dict[int, int] = {}
+    for i in [*(i for eqn in graph.eqns for i in eqn.args), *graph.outputs]:
+        users[i] = users.get(i, 0) + 1
+    return users
+
+
+Makers = dict[int, tuple[Eqn, range]]
+Chain = tuple[Attention, tuple[int, ...], int]  # the op, its operands, and the old number of lse
+
+
+def chain_of(weigh: Eqn, makers: Makers, users: dict[int, int]) -> Chain | None:
+    """The chain that ends in this equation, if it is one."""
+    p, v = weigh.args
+    steps: list[Eqn] = []
+    at: int | None = p
+    while at is not None and at in makers and users[at] == 1 and not isinstance(makers[at][0].op, ops.Scores):
+        eqn, outs = makers[at]
+        if at != outs[0]:
+            return None
+        steps.append(eqn)
+        at = eqn.args[0] if eqn.args else None
+    if at not in makers or users[at] != 1:
+        return None
+    return assembled([makers[at][0], *reversed(steps)], v, makers, p)
+
+
+def assembled(steps: list[Eqn], v: int, makers: Makers, p: int) -> Chain | None:
+    """One Attention for equations in the order of the chain; None where they are in another."""
+    kinds = [next((k for k, t in enumerate(ORDER) if isinstance(e.op, t)), None) for e in steps]
+    if None in kinds or kinds != sorted(kinds, key=lambda k: k or 0) or any(kinds.count(k) > 1 for k in (2, 3, 4)):
+        return None
+    found = {kind: eqn for kind, eqn in zip(kinds, steps, strict=True)}
+    first, modifiers = steps[0], [e for e in steps if isinstance(e.op, Modifier)]
+    if not isinstance(first.op, ops.Scores) or 3 not in found:
+        return None
+    mask, softmax, dropout = found.get(2), found[3], found.get(4)
+    op = Attention(
+        first.op.scale,
+        tuple(e.op for e in modifiers if isinstance(e.op, Modifier)),
+        mask.op.mask if mask and isinstance(mask.op, ops.Mask) else None,
+        len(softmax.args) > 1,
+        dropout.op.rate if dropout and isinstance(dropout.op, ops.Dropout) else 0.0,
+    )
+    tails = [e for e in (*modifiers, mask, softmax, dropout) if e is not None]
+    operands = (*first.args, v, *(i for e in tails for i in e.args[1:]))
+    lse = next(outs[1] for e, outs in makers.values() if e is softmax)
+    return op, operands, lse
+
+
+ORDER = (ops.Scores, Modifier, ops.Mask, ops.Softmax, ops.Dropout)
+
+
+def emit_chains(graph: Graph, chains: dict[int, Chain]) -> Graph:
+    """The graph with each chain's results, o and lse, computed by its Attention."""
+    b = Builder()
+    values = {n: b.input(i.name, i.spec) for n, i in enumerate(graph.inputs)}
+    made: dict[int, Value] = {}
+
+    def value(i: int) -> Value:
+        return made.get(i, values[i])
+
+    for eqn, outs in graph.numbered():
+        if outs[0] in chains:
+            op, operands, lse = chains[outs[0]]
+            values[outs[0]], made[lse] = b.emit(op, *(value(i) for i in operands))
+        else:
+            values.update(zip(outs, b.emit(eqn.op, *(value(i) for i in eqn.args)), strict=True))
+    return prune(b.graph(*(value(i) for i in graph.outputs)))
+
+
+def narrow(graph: Graph) -> Graph:
+    """Attention gradients compute only what is read of them."""
+    users = count_users(graph)
+    b = Builder()
+    values = {n: b.input(i.name, i.spec) for n, i in enumerate(graph.inputs)}
+    for eqn, outs in graph.numbered():
+        op = eqn.op
+        if isinstance(op, AttentionGrad):
+            live = iter([i in users for i in outs])
+            op = evolve(op, wants=tuple(wanted and next(live) for wanted in op.wants))
+        found = iter(b.emit(op, *(values[i] for i in eqn.args)))
+        values |= {i: next(found) for i in outs if op is eqn.op or i in users}
+    return b.graph(*(values[i] for i in graph.outputs))
+
+
+PASSES: tuple[Callable[[Graph], Graph], ...] = (prune, canonicalise, fuse)
+
+
+def simplify(graph: Graph) -> Graph:
+    """All passes, in their order."""
+    return reduce(lambda g, run: run(g), PASSES, graph)

@@ -1,0 +1,72 @@
+"""Philox 4x32-10: the counter-based generator behind dropout.
+
+J. Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011. The key is the 64-bit
+seed; the counter is (j // 4, i, b * H + h, offset), and key j takes word j % 4 of the result. So a
+bit depends on its place alone, and every lowering, whatever its tiles, draws the same ones.
+Of `offset` the low 32 bits count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+WORD = 0xFFFFFFFF
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+STEPS = (0x9E3779B9, 0xBB67AE85)
+ROUNDS = 10
+
+
+def counters(keys: range) -> range:
+    """The counters, of four words each, that cover these keys."""
+    return range(keys.start // 4, -(-keys.stop // 4))
+
+
+def threshold(rate: float) -> int:
+    """A word at or above it keeps its place: all but `rate` of the 2^32 words are."""
+    return min(WORD + 1, round(rate * 2**32))
+
+
+def words(
+    seed: int, offset: int, b: range, h: range, i: range, j: range, H: int, six: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Four words for each counter: int64 tensors [b,h,i,counters(j)] holding 32-bit values.
+
+    `six` are int64 tensors of that shape to work in; the result is the first four of them.
+    """
+    c0, c1, c2, c3, p0, p1 = six
+    c0.copy_(line(counters(j), c0, 3))
+    c1.copy_(line(i, c1, 2))
+    c2.copy_(line(b, c2, 0) * H + line(h, c2, 1))
+    c3.fill_(offset & WORD)
+    low, high = seed & WORD, (seed >> 32) & WORD
+    for _ in range(ROUNDS):
+        torch.mul(c0, MULTIPLIERS[0], out=p0)
+        torch.mul(c2, MULTIPLIERS[1], out=p1)
+        torch.bitwise_right_shift(p1, 32, out=c0).bitwise_and_(WORD).bitwise_xor_(c1)
+        torch.bitwise_right_shift(p0, 32, out=c2).bitwise_and_(WORD).bitwise_xor_(c3)
+        c0.bitwise_xor_(low)
+        c2.bitwise_xor_(high)
+        torch.bitwise_and(p1, WORD, out=c1)
+        torch.bitwise_and(p0, WORD, out=c3)
+        low, high = (low + STEPS[0]) & WORD, (high + STEPS[1]) & WORD
+    return c0, c1, c2, c3
+
+
+def line(values: range, like: torch.Tensor, axis: int) -> torch.Tensor:
+    """A range laid along one of four axes."""
+    flat = torch.arange(values.start, values.stop, device=like.device)
+    return flat.reshape([-1 if a == axis else 1 for a in range(4)])
+
+
+def keep_(
+    kept: torch.Tensor, rate: float, seed: int, offset: int, ranges: Sequence[range], H: int,
+    six: Sequence[torch.Tensor],
+) -> torch.Tensor:  # fmt: skip
+    """Fill the booleans `kept` [b,h,i,4 * counters(j)]; return the view that is ranges' keys."""
+    b, h, i, j = ranges
+    for word, drawn in enumerate(words(seed, offset, b, h, i, j, H, six)):
+        torch.ge(drawn, threshold(rate), out=kept[..., word::4])
+    first = j.start - 4 * counters(j).start
+    return kept[..., first : first + len(j)]

@@ -1,0 +1,157 @@
+"""What is known about a tensor before it exists: shape, dtype and, for inputs, strides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import final
+
+import torch
+from attrs import field, frozen
+
+from attn_graph.errors import GraphError
+
+DTYPES = {
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "f32": torch.float32,
+    "f64": torch.float64,
+    "i32": torch.int32,
+    "i64": torch.int64,
+    "bool": torch.bool,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTEGERS = (torch.int32, torch.int64)
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of scores and statistics: float64 for float64, float32 for all others."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@final
+@frozen
+class ValueType:
+    """The type of a value inside a graph. It has no strides: those are the lowering's business."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{NAMES[self.dtype]}[{', '.join(map(str, self.shape)) or '()'}]"
+
+
+@final
+@frozen(init=False, repr=False)
+class TensorSpec:
+    """The type of an input: logical shape, dtype and strides, in elements.
+
+    `layout` spells the memory order of a four-axis tensor whose logical axes are [B,H,S,D]:
+    "bhsd" (the default), "bshd", "sbhd", or any other order of the four letters. Strides of axes
+    of size 1, and of tensors without elements, mean nothing and are stored as 0.
+
+    Raises GraphError for a negative size or stride, an unknown dtype or layout, or strides whose
+    number differs from the shape's.
+    """
+
+    shape: tuple[int, ...] = field()
+    dtype: torch.dtype = field()
+    strides: tuple[int, ...] = field()
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        strides: Sequence[int] | None = None,
+        *,
+        layout: str | None = None,
+    ) -> None:
+        sizes = tuple(int(n) for n in shape)
+        given = None if strides is None else tuple(int(n) for n in strides)
+        problems = spec_problems(sizes, dtype, given, layout)
+        if problems:
+            raise GraphError(*problems)
+        if given is None:
+            given = dense_strides(sizes, [*map("bhsd".index, layout)] if layout else None)
+        self.__attrs_init__(sizes, dtype, normalised(sizes, given))
+
+    @classmethod
+    def like(cls, tensor: torch.Tensor) -> TensorSpec:
+        """The spec that this very tensor meets."""
+        return cls(tensor.shape, tensor.dtype, tensor.stride())
+
+    @property
+    def type(self) -> ValueType:
+        return ValueType(self.shape, self.dtype)
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the strides are the default ones: C order without gaps."""
+        return self.strides == normalised(self.shape, dense_strides(self.shape))
+
+    @property
+    def unit_last(self) -> bool:
+        """Whether neighbours along the last axis are neighbours in memory."""
+        return not self.shape or self.shape[-1] <= 1 or self.strides[-1] == 1 or 0 in self.shape
+
+    def __str__(self) -> str:
+        if self.is_dense:
+            return str(self.type)
+        return f"{NAMES[self.dtype]}[{self.shape}, {self.strides}]"
+
+    def __repr__(self) -> str:
+        tail = "" if self.is_dense else f", strides={self.strides}"
+        return f"TensorSpec({self.shape}, {self.dtype}{tail})"
+
+
+def spec_problems(
+    shape: tuple[int, ...], dtype: object, strides: tuple[int, ...] | None, layout: str | None
+) -> list[str]:
+    """Everything that keeps these from describing a tensor."""
+    found = []
+    if dtype not in NAMES:
+        found.append(f"spec: dtype {dtype} is not one of {', '.join(map(str, NAMES))}")
+    if any(n < 0 for n in shape):
+        found.append(f"spec: shape {shape} has a negative size; sizes are at least 0")
+    if strides is not None and len(strides) != len(shape):
+        found.append(f"spec: {len(strides)} strides {strides} for {len(shape)} axes {shape}")
+    if strides is not None and any(n < 0 for n in strides):
+        found.append(f"spec: strides {strides} have a negative one; strides are at least 0")
+    if strides is not None and layout is not None:
+        found.append(f"spec: strides {strides} and layout {layout!r} both given; give one")
+    if layout is not None and (sorted(layout) != sorted("bhsd") or len(shape) != 4):
+        found.append(
+            f"spec: layout {layout!r} for {len(shape)} axes {shape}; "
+            "a layout is an order of the letters of 'bhsd', for four axes"
+        )
+    return found
+
+
+def dense_strides(shape: Sequence[int], order: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Strides without gaps; `order` lists the axes from the outermost in memory to the innermost."""
+    strides, step = [0] * len(shape), 1
+    for axis in reversed(order if order is not None else range(len(shape))):
+        strides[axis] = step
+        step *= max(1, shape[axis])
+    return tuple(strides)
+
+
+def normalised(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """Strides with those that mean nothing set to 0."""
+    empty = 0 in shape
+    return tuple(0 if empty or n == 1 else s for n, s in zip(shape, strides, strict=True))
+
+
+def memory_order(spec: TensorSpec) -> tuple[int, ...]:
+    """Axes from the outermost in memory to the innermost; logical order where it can't be told."""
+    axes = range(len(spec.shape))
+    if any(s == 0 and n > 1 for n, s in zip(spec.shape, spec.strides, strict=True)):
+        return tuple(axes)
+    told = [a for a in axes if spec.shape[a] > 1]
+    ranked = iter(sorted(told, key=lambda a: -spec.strides[a]))
+    return tuple(next(ranked) if a in told else a for a in axes)

@@ -1,0 +1,4 @@
+"""Lowerings: one module a backend."""
+
+if __name__ != "attn_graph.lowering":
+    raise ImportError("import attn_graph.lowering, not lowering")

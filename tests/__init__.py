@@ -1,0 +1,1 @@
+"""Tests: one file a module, and the walls around the modules."""

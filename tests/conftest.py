@@ -1,0 +1,56 @@
+"""What all tests share: hypothesis profiles, goldens, and where a test can run."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+
+EXAMPLES = 25  # a property in well under a second; `deep` draws ten times as many
+
+settings.register_profile(
+    "default", max_examples=EXAMPLES, derandomize=True, deadline=None, print_blob=True
+)
+settings.register_profile(
+    "deep", max_examples=10 * EXAMPLES, derandomize=False, deadline=None, print_blob=True
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`pytest --update-golden` writes the goldens instead of comparing with them."""
+    parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden")
+
+
+def pytest_configure() -> None:
+    """Beside other xdist workers one thread each: more would wait for each other."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` skip where there is none."""
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device: torch.cuda.is_available() is false")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[object], None]:
+    """`golden(x)`: str(x) is what golden/<file>/<test>.txt holds."""
+    here = Path(__file__).parent / "golden"
+    path = here / request.path.stem / f"{request.node.name}.txt"
+
+    def check(value: object) -> None:
+        if request.config.getoption("--update-golden"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"{value}\n", encoding="utf-8")
+        assert path.exists(), f"no {path}: run pytest --update-golden and read the diff"
+        assert f"{value}\n" == path.read_text(encoding="utf-8")
+
+    return check

@@ -1,0 +1,158 @@
+"""Code stays small enough to read, and says so where it steps outside the rules."""
+
+import ast
+import statistics
+import subprocess
+import sys
+import tokenize
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from tests.sources import HOMES, ROOT
+
+MEDIAN, P90, LONGEST, LONGEST_KERNEL = 6, 25, 60, 120  # lines of a function
+LONGEST_FILE = 500
+FOLDERS = (*HOMES.values(), ROOT / "examples")
+TREES = {
+    path: ast.parse(path.read_text(encoding="utf-8"))
+    for folder in FOLDERS
+    for path in sorted(folder.rglob("*.py"))
+    if path.resolve().is_relative_to(folder)
+}
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def functions() -> Iterator[tuple[Path, Function]]:
+    """Every function of every file, nested ones too."""
+    for path, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, Function):
+                yield path, node
+
+
+def length(function: Function) -> int:
+    """Lines of the body, the docstring not counted."""
+    first = function.body[0]
+    documented = ast.get_docstring(function, clean=False) is not None
+    before = first.end_lineno if documented else first.lineno - 1
+    assert before is not None
+    assert function.end_lineno is not None
+    return function.end_lineno - before
+
+
+def limit(path: Path) -> int:
+    """How long a function of the file may be."""
+    return LONGEST_KERNEL if path.is_relative_to(HOMES["attn_graph.kernels"]) else LONGEST
+
+
+def where(path: Path, line: int) -> str:
+    """`file:line`, as editors like it."""
+    return f"{path.relative_to(ROOT)}:{line}"
+
+
+def test_most_functions_fit_in_the_head() -> None:
+    lengths = sorted(length(function) for _, function in functions())
+    assert statistics.median(lengths) <= MEDIAN
+    assert lengths[int(len(lengths) * 0.9)] <= P90
+
+
+def test_no_function_is_too_long() -> None:
+    wrong = [
+        f"{where(path, function.lineno)} {function.name}: {lines} lines, most {limit(path)}"
+        for path, function in functions()
+        if (lines := length(function)) > limit(path)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_file_is_too_long() -> None:
+    lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in TREES}
+    wrong = [
+        f"{path.relative_to(ROOT)}: {count} lines, most {LONGEST_FILE}"
+        for path, count in lines.items()
+        if count > LONGEST_FILE
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def catches_everything(node: ast.ExceptHandler) -> bool:
+    """Whether `node` is `except:`, `except Exception` or wider, alone or in a tuple."""
+    if node.type is None:
+        return True
+    kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+    return any(isinstance(k, ast.Name) and k.id in ("Exception", "BaseException") for k in kinds)
+
+
+def test_nothing_catches_every_exception() -> None:
+    wrong = [
+        f"{where(path, node.lineno)} catches everything: name what can happen, let bugs crash"
+        for path, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ExceptHandler) and catches_everything(node)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def public(body: list[ast.stmt]) -> Iterator[Function]:
+    """Functions and methods that others may call: no leading underscore, but operators."""
+    for node in body:
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield from public(node.body)
+        elif isinstance(node, Function):
+            operator = node.name.startswith("__") and node.name.endswith("__")
+            if operator or not node.name.startswith("_"):
+                yield node
+
+
+def anys(function: Function) -> set[int]:
+    """Lines of the signature of `function` on which an `Any` stands."""
+    nodes = [*ast.walk(function.args), *(ast.walk(function.returns) if function.returns else ())]
+    return {
+        node.lineno
+        for node in nodes
+        if (isinstance(node, ast.Name) and node.id == "Any")
+        or (isinstance(node, ast.Attribute) and node.attr == "Any")
+    }
+
+
+@cache
+def commented(path: Path) -> set[int]:
+    """Numbers of the lines that carry a comment."""
+    with path.open("rb") as file:
+        tokens = list(tokenize.tokenize(file.readline))
+    return {token.start[0] for token in tokens if token.type == tokenize.COMMENT}
+
+
+def test_any_in_a_public_signature_says_why() -> None:
+    wrong = [
+        f"{where(path, line)} {function.name} takes or gives Any: say why on that line"
+        for path, tree in TREES.items()
+        for function in public(tree.body)
+        for line in sorted(anys(function) - commented(path))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+IMPORTS = """
+import sys
+import torch  # what torch imports is its own affair
+
+heavy = []
+
+def watch(event, args):
+    if event == "import" and args[0].partition(".")[0] in ("cudnn", "triton"):
+        heavy.append(args[0])
+
+sys.addaudithook(watch)
+import attn_graph
+print(*heavy)
+"""
+
+
+def test_importing_the_library_imports_neither_triton_nor_cudnn() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert not done.stdout.split(), f"attn_graph imports {done.stdout.strip()}"

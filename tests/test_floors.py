@@ -1,0 +1,73 @@
+"""Imports point down: a module may import the floors below its own, never one above."""
+
+import ast
+from fnmatch import fnmatch
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+from tests.sources import found
+
+FLOORS = (  # top first; a name, or `package.*` for the package and all its modules
+    ("attn_graph",),
+    ("attn_graph.compiler", "attn_graph.torch_ops"),
+    ("attn_graph.cache",),
+    ("attn_graph.planner",),
+    ("attn_graph.lowering.*",),
+    ("attn_graph.kernels.*",),
+    ("attn_graph.vjp", "attn_graph.passes", "attn_graph.text", "attn_graph.reference"),
+    ("attn_graph.builder", "attn_graph.replay"),
+    ("attn_graph.ops", "attn_graph.modifiers"),
+    (
+        "attn_graph.masks",
+        "attn_graph.plan",
+        "attn_graph.workspace",
+        "attn_graph.target",
+        "attn_graph.memory",
+    ),
+    ("attn_graph.ir", "attn_graph.spec", "attn_graph.errors"),
+)
+MODULES = found("*.py")
+
+
+def floor(module: str) -> int | None:
+    """How high `module` stands, the ground being 0; None if it's on no floor."""
+    for height, names in enumerate(reversed(FLOORS)):
+        if any(fnmatch(module, name) or fnmatch(f"{module}.", name) for name in names):
+            return height
+    return None
+
+
+def imports(path: Path) -> set[str]:
+    """Our modules that `path` names in an import, wherever in the file it stands."""
+    named: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            named |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            named |= inner if inner <= MODULES.keys() else inner | {node.module}
+    return named & MODULES.keys()
+
+
+IMPORTS = {module: imports(path) for module, path in MODULES.items()}
+FLOOR = {module: height for module in MODULES if (height := floor(module)) is not None}
+
+
+def test_every_module_is_on_a_floor() -> None:
+    homeless = sorted(MODULES.keys() - FLOOR.keys())
+    assert not homeless, f"on no floor: {', '.join(homeless)}; give each one in FLOORS"
+
+
+def test_imports_point_down() -> None:
+    wrong = [
+        f"{module} (floor {FLOOR[module]}) imports {other} (floor {FLOOR[other]})"
+        for module in FLOOR
+        for other in sorted(IMPORTS[module] & FLOOR.keys())
+        if FLOOR[other] > FLOOR[module]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_import_goes_in_a_circle() -> None:
+    order = TopologicalSorter(IMPORTS).static_order()  # a CycleError names the circle
+    assert set(order) == MODULES.keys()
