@@ -1,0 +1,78 @@
+"""Attention as an immutable graph: declare it, know what will run and why, then run it.
+
+One alphabet, in docstrings and code alike: B batch, H query heads, G key/value heads (H = r G;
+query head h reads key/value head h // r), M queries, N keys, D head size of q and k, E head size
+of v; i a query's position, j a key's. Tensors by role: q k v o lse, scores s, weights p, and
+gradients dq dk dv do ds dp. Shapes are logical, [B,H,M,D]; memory order is the strides' business.
+"""
+
+from attn_graph.backend import Backend, Executable, Options
+from attn_graph.builder import Value, attention, graph, scores
+from attn_graph.cache import CacheInfo
+from attn_graph.compiler import cache_info, clear_cache, compile, prefer
+from attn_graph.errors import GraphError, NoBackendError, PlanMismatchError, PlanTargetError
+from attn_graph.ir import Graph
+from attn_graph.keys import Block, Keys, Place
+from attn_graph.masks import (
+    Causal,
+    Data,
+    Keep,
+    KeyLengths,
+    Mask,
+    Prefix,
+    QueryLengths,
+    SameSegment,
+    Window,
+)
+from attn_graph.memory import Memory
+from attn_graph.plan import Plan
+from attn_graph.planner import BACKENDS
+from attn_graph.reference import evaluate
+from attn_graph.spec import TensorSpec
+from attn_graph.target import Target
+from attn_graph.text import parse
+from attn_graph.vjp import vjp
+from attn_graph.workspace import Workspace, default_workspace
+
+__version__ = "0.1.0"
+__all__ = [
+    "BACKENDS",
+    "Backend",
+    "Block",
+    "CacheInfo",
+    "Causal",
+    "Data",
+    "Executable",
+    "Graph",
+    "GraphError",
+    "Keep",
+    "KeyLengths",
+    "Keys",
+    "Mask",
+    "Memory",
+    "NoBackendError",
+    "Options",
+    "Place",
+    "Plan",
+    "PlanMismatchError",
+    "PlanTargetError",
+    "Prefix",
+    "QueryLengths",
+    "SameSegment",
+    "Target",
+    "TensorSpec",
+    "Value",
+    "Window",
+    "Workspace",
+    "attention",
+    "cache_info",
+    "clear_cache",
+    "compile",
+    "default_workspace",
+    "evaluate",
+    "graph",
+    "parse",
+    "prefer",
+    "scores",
+    "vjp",
+]

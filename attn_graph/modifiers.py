@@ -65,7 +65,7 @@ class Modifier(Op):
         raise NotImplementedError
 
     def back(self, ds: torch.Tensor, s: torch.Tensor, at: Place) -> torch.Tensor:
-        """The gradient of the step's input, in the memory of ds; s is the step's result."""
+        """The gradient of the step's input, in the memory of ds; s, the step's result, is used up."""
         return ds
 
     def collect(self, totals: Mapping[str, torch.Tensor], ds: torch.Tensor, at: Place) -> None:
@@ -115,7 +115,7 @@ class SoftCap(Modifier):
 
     def back(self, ds: torch.Tensor, s: torch.Tensor, at: Place) -> torch.Tensor:
         """ds * (1 - (s' / cap)^2)."""
-        return ds.addcmul_(ds, s.div(self.cap).square_(), value=-1)
+        return ds.addcmul_(ds, s.div_(self.cap).square_(), value=-1)
 
 
 @final
@@ -227,7 +227,7 @@ class Back(Op):
 
     def run(self, s: torch.Tensor, ds: torch.Tensor, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         at = whole(s, dict(zip(self.modifier.needs, operands, strict=True)))
-        return (torch.where(s == -INF, 0.0, self.modifier.back(ds.clone(), s, at)),)
+        return (torch.where(s == -INF, 0.0, self.modifier.back(ds.clone(), s.clone(), at)),)
 
 
 @final

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import final
 
 import torch
+from attrs import frozen
 
-from attn_graph.ir import Graph
+from attn_graph.fused import Attention, AttentionGrad
+from attn_graph.ir import Graph, Op
 
 
 def evaluate(
@@ -16,4 +19,65 @@ def evaluate(
     values = [t.to(dtype) if dtype and t.is_floating_point() else t for t in tensors]
     for eqn in graph.eqns:
         values += eqn.op.run(*(values[i] for i in eqn.args))
+    return tuple(values[i] for i in graph.outputs)
+
+
+@final
+@frozen
+class Verification:
+    """How far results are from float64. `errors` and `allowed` hold one number an output."""
+
+    errors: tuple[float, ...]
+    allowed: tuple[float, ...]
+
+    @property
+    def ok(self) -> bool:
+        return all(e <= a for e, a in zip(self.errors, self.allowed, strict=True))
+
+    def __str__(self) -> str:
+        pairs = zip(self.errors, self.allowed, strict=True)
+        told = "; ".join(f"output {i}: error {e:.3g}, allowed {a:.3g}" for i, (e, a) in enumerate(pairs))
+        return f"{'ok' if self.ok else 'WRONG'}: {told}"
+
+
+def verified(
+    graph: Graph, tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
+) -> Verification:
+    """Compare results with `evaluate` by the rule |x - ref| <= 2 max|low - ref| + 2 rounding.
+
+    low is the same formula with every step rounded to the inputs' dtype; rounding is what adding
+    and subtracting 0.3 in the result's dtype does to ref. FlashAttention's rule, and
+    FlashAttention-4's floor. Gradients in half precision may use 3 instead of the first 2.
+    """
+    exact, low = evaluate(graph, tensors), evaluate_low(graph, tensors)
+    errors = [distance(x, ref) for x, ref in zip(results, exact, strict=True)]
+    allowed = [
+        factor(graph, x) * distance(rough, ref) + 2 * distance((ref.to(x.dtype) + 0.3) - 0.3, ref)
+        for x, ref, rough in zip(results, exact, low, strict=True)
+    ]
+    return Verification(tuple(errors), tuple(allowed))
+
+
+def factor(graph: Graph, x: torch.Tensor) -> int:
+    gradient = any(isinstance(eqn.op, AttentionGrad) for eqn in graph.eqns)
+    return 3 if gradient and x.dtype in (torch.float16, torch.bfloat16) else 2
+
+
+def distance(x: torch.Tensor, ref: torch.Tensor) -> float:
+    """max|x - ref|, where equal infinities are no distance."""
+    apart = torch.where(x.to(ref.dtype) == ref, 0.0, (x.to(ref.dtype) - ref).abs())
+    return float(apart.max()) if apart.numel() else 0.0
+
+
+def evaluate_low(graph: Graph, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The outputs, computed in single steps that each round to the dtype of the first input."""
+    low = next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)
+
+    def step(op: Op, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        found = op.unfold(step, given) if isinstance(op, Attention) else op.run(*given)
+        return tuple(x.to(low).to(x.dtype) if x.is_floating_point() else x for x in found)
+
+    values = list(tensors)
+    for eqn in graph.eqns:
+        values += step(eqn.op, *(values[i] for i in eqn.args))
     return tuple(values[i] for i in graph.outputs)

@@ -1,0 +1,60 @@
+"""What a backend is: a name, its refusals, and how it turns a graph into something to call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import final
+
+import torch
+from attrs import field, frozen
+
+from attn_graph.ir import Graph
+from attn_graph.target import Target
+from attn_graph.workspace import Workspace, default_workspace
+
+Tensors = Sequence[torch.Tensor]
+
+
+@final
+@frozen
+class Options:
+    """What `compile` was asked for besides the graph and the target."""
+
+    deterministic: bool = False
+    max_workspace: int | None = None
+    workspace: Workspace = field(factory=default_workspace)
+
+
+@final
+@frozen(eq=False)
+class Executable:
+    """A lowered graph.
+
+    run: the inputs, in their order -> the outputs, and what the backward reads: o and lse of each
+    attention in the graph, in the order of its equations (nothing in a backward graph). The
+    outputs are new tensors, o in the memory order of q, all others but gradients in C order;
+    gradients are dense; what is saved may lie in any order.
+    workspace: bytes leased while it runs. temporary: bytes that kernels allocate on their own,
+    estimated from above. notes: what `explain` adds about how it runs. text: what was generated.
+    """
+
+    run: Callable[..., tuple[Tensors, Tensors]]
+    workspace: int = 0
+    temporary: int = 0
+    notes: tuple[str, ...] = ()
+    text: str = ""
+
+
+@final
+@frozen
+class Backend:
+    """One way to run graphs: two functions and the name they answer to.
+
+    why_not: every reason against a graph on a target, each a clause that completes "no, because
+    it"; none means it takes the graph. lower: makes it run; called only where there is no reason.
+    Both see the graph after all passes.
+    """
+
+    name: str
+    why_not: Callable[[Graph, Target, Options], Iterable[str]]
+    lower: Callable[[Graph, Target, Options], Executable]

@@ -1,0 +1,61 @@
+"""What a plan will need, in bytes, known before it runs."""
+
+from __future__ import annotations
+
+import re
+from typing import final
+
+from attrs import frozen
+
+from attn_graph.errors import GraphError
+
+UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+@final
+@frozen
+class Memory:
+    """Bytes on top of the inputs.
+
+    outputs: what a call returns. saved: what stays alive between forward and backward, o and lse
+    of each attention, outputs among them. workspace: the arena's part while it runs, to the byte.
+    temporary: what the kernels of PyTorch allocate and free during a call, estimated from above.
+    `*_backward` is 0 for a graph without gradients. peak: the most of all this at one time.
+    """
+
+    outputs: int
+    saved: int
+    workspace_forward: int
+    workspace_backward: int
+    temporary_forward: int
+    temporary_backward: int
+    gradients: int
+
+    @property
+    def peak(self) -> int:
+        forward = max(self.outputs, self.saved) + self.workspace_forward + self.temporary_forward
+        backward = self.saved + self.gradients + self.workspace_backward + self.temporary_backward
+        return max(forward, backward if self.gradients else 0)
+
+    def __str__(self) -> str:
+        return (
+            f"outputs {shown(self.outputs)}, saved for backward {shown(self.saved)}, "
+            f"workspace {shown(self.workspace_forward)} forward and "
+            f"{shown(self.workspace_backward)} backward, peak {shown(self.peak)}"
+        )
+
+
+def shown(count: int) -> str:
+    """1536 -> "1.5 KiB"."""
+    unit = next((u for u in ("TiB", "GiB", "MiB", "KiB") if count >= UNITS[u]), "B")
+    return f"{count / UNITS[unit]:.4g} {unit}"
+
+
+def in_bytes(size: int | str) -> int:
+    """A number of bytes, or text such as "1GiB" or "200 MiB". Raises GraphError for other text."""
+    if isinstance(size, int):
+        return size
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
+    if found is None or found[2] not in UNITS:
+        raise GraphError(f"size {size!r} is not a number with one of {', '.join(filter(None, UNITS))}")
+    return int(float(found[1]) * UNITS[found[2]])

@@ -1,0 +1,183 @@
+"""A plan: a graph, who runs it, and how to call it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import final
+
+import torch
+from attrs import field, frozen
+
+from attn_graph.backend import Executable
+from attn_graph.errors import PlanMismatchError, PlanTargetError, refusal
+from attn_graph.fused import AttentionGrad
+from attn_graph.ir import Graph
+from attn_graph.memory import Memory
+from attn_graph.reference import Verification, verified
+from attn_graph.spec import FLOATS, NAMES, TensorSpec
+from attn_graph.target import Target
+from attn_graph.vjp import residuals
+
+Tensors = tuple[torch.Tensor, ...]
+MOST_PULLS = 64  # backward plans a plan keeps at hand; the cache holds them too
+
+
+@final
+@frozen(eq=False, repr=False)
+class Plan:
+    """How a graph runs on a target. Made by `compile`; immutable, shared by threads, reusable.
+
+    Call it with the graph's inputs, by position or by name; it returns the one output, or a tuple.
+    Where an input requires grad, the results are differentiable by PyTorch's autograd. Raises
+    PlanMismatchError for tensors other than declared, PlanTargetError for a plan of another
+    machine.
+    """
+
+    graph: Graph
+    target: Target
+    backend: str
+    cause: str
+    refusals: tuple[tuple[str, tuple[str, ...]], ...]
+    also: tuple[str, ...]
+    executable: Executable
+    differentiable: Callable[..., Tensors]  # runs it so that autograd knows
+    backward: Callable[..., Plan]  # the plan of its gradient for some inputs and cotangents
+    runs_here: bool
+    run: Callable[..., tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = field(init=False)
+    count: int = field(init=False)
+    single: bool = field(init=False)
+    seen: list[object] = field(init=False, factory=lambda: [None])  # the look of the last tensors
+    pulls: dict[object, Plan] = field(init=False, factory=dict)  # backward plans that calls asked for
+
+    @run.default
+    def _run(self) -> Callable[..., tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]]:
+        return self.executable.run
+
+    @count.default
+    def _count(self) -> int:
+        return len(self.graph.inputs)
+
+    @single.default
+    def _single(self) -> bool:
+        return len(self.graph.outputs) == 1
+
+    def __call__(self, *tensors: torch.Tensor, **named: torch.Tensor) -> torch.Tensor | Tensors:
+        if named or len(tensors) != self.count:
+            tensors = self.arranged(tensors, named)
+        told, wants = [], False
+        for t in tensors:
+            told += t.shape, t.stride(), t.dtype, t.device
+            wants = wants or t.requires_grad
+        if told != self.seen[0]:
+            self.admit(tensors, told)
+        if wants and torch.is_grad_enabled():
+            outputs: Sequence[torch.Tensor] = self.differentiable(self, tensors)
+        else:
+            outputs = self.run(*tensors)[0]
+        return outputs[0] if self.single else tuple(outputs)
+
+    def arranged(self, tensors: Tensors, named: Mapping[str, torch.Tensor]) -> Tensors:
+        """Positional and named tensors in the order of the inputs."""
+        names = [i.name for i in self.graph.inputs]
+        given = dict(zip(names, tensors, strict=False))
+        differences = [f"{name}: given twice, by position and by name" for name in named if name in given]
+        differences += [f"{name}: is no input; the inputs are {', '.join(names)}" for name in named if name not in names]
+        differences += [f"{i.name}: expected {i.spec}, got nothing" for i in self.graph.inputs if i.name not in given | named]
+        if len(tensors) > len(names):
+            differences += [f"expected {len(names)} tensors ({', '.join(names)}), got {len(tensors)}"]
+        if differences:
+            raise PlanMismatchError(*differences)
+        return tuple((given | named)[name] for name in names)
+
+    def admit(self, tensors: Tensors, told: object) -> None:
+        """Check the tensors in full, and remember how such ones look."""
+        if not self.runs_here:
+            raise PlanTargetError(
+                f"the plan is for {self.target} and this machine is {Target.here()}; "
+                "it can be inspected here, and called there"
+            )
+        pairs = zip(self.graph.inputs, tensors, strict=True)
+        differences = [text for i, t in pairs for text in differing(i.name, i.spec, t, self.target)]
+        if differences:
+            raise PlanMismatchError(*differences)
+        self.seen[0] = told
+
+    def pulled(
+        self, needs: Sequence[bool], saved: Tensors, grads: Sequence[torch.Tensor | None]
+    ) -> Sequence[torch.Tensor]:
+        """The gradients of the inputs marked in `needs`, from what the forward saved."""
+        given = [g for g in grads if g is not None]
+        asked = (tuple(needs), tuple(None if g is None else g.stride() for g in grads))
+        plan = self.pulls.get(asked)
+        if plan is None:
+            wants = [i for i, need in enumerate(needs) if need]
+            plan = self.backward(wants, [None if g is None else TensorSpec.like(g) for g in grads])
+            if len(self.pulls) >= MOST_PULLS:
+                self.pulls.clear()
+            self.pulls[asked] = plan
+        return plan.run(*saved, *given)[0]
+
+    @property
+    def vjp(self) -> Plan:
+        """The plan of the gradient by every floating input; see `attn_graph.vjp` for its inputs.
+
+        Raises GraphError for a plan that is a gradient itself.
+        """
+        return self.backward()
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether there is something to differentiate by, and this is no gradient itself."""
+        floating = any(i.spec.dtype in FLOATS for i in self.graph.inputs)
+        return floating and not any(isinstance(eqn.op, AttentionGrad) for eqn in self.graph.eqns)
+
+    def memory(self) -> Memory:
+        """Bytes that a call will need, known before it runs."""
+        types, backward = self.graph.types, self.vjp if self.has_gradient else None
+        return Memory(
+            outputs=sum(t.bytes for t in self.graph.output_types),
+            saved=sum(types[i].bytes for i in residuals(self.graph)),
+            workspace_forward=self.executable.workspace,
+            workspace_backward=backward.executable.workspace if backward else 0,
+            temporary_forward=self.executable.temporary,
+            temporary_backward=backward.executable.temporary if backward else 0,
+            gradients=sum(t.bytes for t in backward.graph.output_types) if backward else 0,
+        )
+
+    def verify(self, *tensors: torch.Tensor, **named: torch.Tensor) -> Verification:
+        """Run the plan on these tensors, and compare with float64 by the library's accuracy rule."""
+        with torch.no_grad():
+            given = self.arranged(tensors, named)
+            self(*given)  # checks the tensors
+            return verified(self.graph, given, self.run(*given)[0])
+
+    def text(self) -> str:
+        """What was generated to run it, or how it runs. May change between versions."""
+        return self.executable.text or "\n".join(self.executable.notes)
+
+    def explain(self) -> str:
+        """Who runs the graph and why, every reason why others don't, and what it costs."""
+        lines = [str(self.graph), f"target: {self.target}", f"{self.backend}: chosen, because {self.cause}"]
+        lines += [f"  - {note}" for note in self.executable.notes]
+        lines += [f"{name}: could run it too" for name in self.also]
+        lines += [refusal(name, reasons) for name, reasons in self.refusals]
+        if self.has_gradient:
+            lines += [f"backward: {self.vjp.backend}, because {self.vjp.cause}"]
+            lines += [f"  - {note}" for note in self.vjp.executable.notes]
+        return "\n".join([*lines, f"memory: {self.memory()}"])
+
+    def __repr__(self) -> str:
+        return f"Plan({self.backend} on {self.target})\n{self.graph}"
+
+
+def differing(name: str, spec: TensorSpec, tensor: object, target: Target) -> list[str]:
+    """What of a tensor is not as declared."""
+    if not isinstance(tensor, torch.Tensor):
+        return [f"{name}: expected a tensor {spec}, got {tensor!r}"]
+    found = []
+    if tensor.dtype not in NAMES or TensorSpec.like(tensor) != spec:
+        got = TensorSpec.like(tensor) if tensor.dtype in NAMES else tensor.dtype
+        found.append(f"{name}: expected {spec}, got {got}")
+    if tensor.device.type != target.kind:
+        found.append(f"{name}: expected a tensor on {target.kind}, got one on {tensor.device}")
+    return found

@@ -1,0 +1,78 @@
+"""Who runs a graph, and why the others don't."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+from attrs import frozen
+
+from attn_graph.backend import Backend, Options
+from attn_graph.errors import GraphError, NoBackendError
+from attn_graph.fused import AttentionGrad
+from attn_graph.ir import Graph
+from attn_graph.lowering import gpu_only, torch_math, torch_sdpa
+from attn_graph.spec import NAMES
+from attn_graph.target import Target
+
+BACKENDS = (gpu_only.CUDNN, gpu_only.TRITON, torch_sdpa.BACKEND, torch_math.BACKEND)
+
+# Where the blocked math lowering, which computes half precision in float32, beats PyTorch's own
+# half precision kernel on CPUs: by dtype and pass, and whether the CPU has the dtype natively.
+# Measured by benchmarks/choice.py; figures in benchmarks/results.
+MATH_IS_FASTER = {
+    ("f16", "forward", False),
+    ("f16", "backward", False),
+    ("f16", "forward", True),
+    ("f16", "backward", True),
+    ("bf16", "backward", False),
+}
+
+
+@final
+@frozen
+class Choice:
+    """What the planner decided: the backend, its cause, and every other's reasons against."""
+
+    backend: Backend
+    cause: str
+    refusals: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    also: tuple[str, ...] = ()
+
+
+def choose(graph: Graph, target: Target, options: Options, among: Sequence[Backend] | None) -> Choice:
+    """The first backend, in order of preference, that has nothing against the graph.
+
+    Raises NoBackendError with every backend's reasons where all refuse.
+    """
+    ordered, cause = (among, "it comes first in backends=") if among is not None else preference(graph, target)
+    reasons = [(b, tuple(b.why_not(graph, target, options))) for b in ordered]
+    able = [b for b, against in reasons if not against]
+    refusals = tuple((b.name, against) for b, against in reasons if against)
+    if not able:
+        raise NoBackendError(graph, refusals)
+    first = able[0]
+    if len(able) == 1:
+        cause = "it is the only one that takes the graph"
+    return Choice(first, cause, refusals, tuple(b.name for b in able[1:]))
+
+
+def preference(graph: Graph, target: Target) -> tuple[Sequence[Backend], str]:
+    """All backends in the order that suits graph and target, and what the order rests on."""
+    dtype = NAMES[graph.inputs[0].spec.dtype] if graph.inputs else "f32"
+    backward = any(isinstance(eqn.op, AttentionGrad) for eqn in graph.eqns)
+    pass_ = "backward" if backward else "forward"
+    case = (dtype, pass_, dtype in target.native)
+    if target.kind == "cpu" and case in MATH_IS_FASTER:
+        rest = [b for b in BACKENDS if b is not torch_math.BACKEND]
+        return (torch_math.BACKEND, *rest), f"it is the faster for {dtype} {pass_} on this kind of CPU"
+    return BACKENDS, "it comes first in the order of preference"
+
+
+def named(backends: Sequence[str | Backend]) -> tuple[Backend, ...]:
+    """Backends by name or as they are. Raises GraphError for a name that is not known."""
+    known = {b.name: b for b in BACKENDS}
+    unknown = [b for b in backends if isinstance(b, str) and b not in known]
+    if unknown:
+        raise GraphError(f"no backend is named {', '.join(map(repr, unknown))}; there are {', '.join(known)}")
+    return tuple(known[b] if isinstance(b, str) else b for b in backends)

@@ -1,0 +1,97 @@
+"""Where a graph is to run: a device and the libraries on it, as a value."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import Literal, final
+
+import torch
+from attrs import evolve, frozen
+
+from attn_graph.errors import GraphError
+
+LIBRARIES = ("torch", "triton", "nvidia-cudnn-frontend")
+
+
+@final
+@frozen
+class Target:
+    """A device and its libraries. Planning reads this value and never asks the machine again.
+
+    kind: "cpu" or "cuda". sm: compute capability, 90 for 9.0; 0 on a CPU. native: the half
+    precision dtypes, "f16" and "bf16", that the CPU's matrix instructions take as they are.
+    libraries: name and version of each that is installed.
+    """
+
+    name: str
+    kind: Literal["cpu", "cuda"]
+    sm: int = 0
+    native: tuple[str, ...] = ()
+    libraries: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def here(cls) -> Target:
+        """This machine: its GPU if PyTorch can use one, else its CPU."""
+        return machine()
+
+    @classmethod
+    def of(cls, name: str) -> Target:
+        """A machine by name, one of `KNOWN`, with the libraries that are installed here.
+
+        Raises GraphError for an unknown name.
+        """
+        if name not in KNOWN:
+            raise GraphError(f"target {name!r} is not known; known are {', '.join(KNOWN)}")
+        return cpu() if name == "cpu" else evolve(KNOWN[name], libraries=installed())
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.kind)
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.kind}{f' sm_{self.sm}' if self.sm else ''})"
+
+
+# Compute capability: NVIDIA, "CUDA GPU Compute Capability".
+KNOWN = {
+    "cpu": Target("cpu", "cpu"),
+    "a100": Target("a100", "cuda", 80),
+    "l40s": Target("l40s", "cuda", 89),
+    "h100": Target("h100", "cuda", 90),
+    "h200": Target("h200", "cuda", 90),
+    "b200": Target("b200", "cuda", 100),
+}
+
+
+@cache
+def machine() -> Target:
+    if not torch.cuda.is_available():
+        return cpu()
+    major, minor = torch.cuda.get_device_capability()
+    name = torch.cuda.get_device_name()
+    return Target(name, "cuda", 10 * major + minor, (), installed())
+
+
+@cache
+def cpu() -> Target:
+    """The CPU of this machine. What is native is what oneDNN, PyTorch's CPU library, says it is."""
+    found = []
+    if torch.backends.mkldnn.is_available():
+        if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            found.append("bf16")
+        if torch.ops.mkldnn._is_mkldnn_fp16_supported():
+            found.append("f16")
+    return Target("cpu", "cpu", 0, tuple(found), installed())
+
+
+@cache
+def installed() -> tuple[tuple[str, str], ...]:
+    return tuple((name, found) for name in LIBRARIES if (found := version_of(name)))
+
+
+def version_of(library: str) -> str | None:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,52 @@
+"""PyTorch's fused CPU attention on a tile: some queries against some neighbouring keys.
+
+The kernel computes a softmax without ever holding the scores. Three of its habits are mended or
+minded here. A row whose keys are all masked gets lse = 0; it is made -inf. Sizes of zero divide by
+zero inside; callers never pass them. A last stride other than 1 is read as 1; callers pack.
+"""
+
+from __future__ import annotations
+
+import torch
+
+INF = float("inf")
+
+flash = torch._scaled_dot_product_flash_attention_for_cpu
+flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    causal: bool = False,
+    addend: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [B,H,M,D], k and v [B,G,N,D], addend broadcasts to [B,H,M,N] -> o, lse [B,H,M].
+
+    The addend is added to the scores; where it is -inf a key is masked. `causal` keeps j <= i.
+    """
+    o, lse = flash(q, k, v, 0.0, causal, attn_mask=addend, scale=scale)
+    if addend is not None:
+        lse = lse.masked_fill(addend.amax(-1) == -INF, -INF)
+    return o, lse
+
+
+def backward(
+    do: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+    causal: bool = False,
+    addend: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk, dv of a tile. o and lse are of the whole row, so that tiles add up exactly.
+
+    lse must be finite: a row that sees nothing is given any finite number, its weights being 0.
+    """
+    return flash_backward(do, q, k, v, o, lse, 0.0, causal, attn_mask=addend, scale=scale)  # type: ignore[no-any-return]  # an aten op
+

@@ -1,0 +1,99 @@
+"""The sizes and dtypes of one attention, read off its graph once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from attrs import frozen
+
+from attn_graph.fused import Attention, AttentionGrad
+from attn_graph.ir import Eqn, Graph
+from attn_graph.spec import TensorSpec, accumulator, dense_strides, memory_order
+
+
+@final
+@frozen
+class Problem:
+    """An Attention or its gradient, with the specs of its operands. One alphabet: see the package."""
+
+    node: Attention
+    specs: tuple[TensorSpec, ...]
+    grad: AttentionGrad | None = None
+
+    @classmethod
+    def of(cls, op: Attention | AttentionGrad, specs: Sequence[TensorSpec]) -> Problem:
+        if isinstance(op, AttentionGrad):
+            return cls(op.attention, tuple(specs), op)
+        return cls(op, tuple(specs))
+
+    @property
+    def B(self) -> int:
+        return self.specs[0].shape[0]
+
+    @property
+    def H(self) -> int:
+        return self.specs[0].shape[1]
+
+    @property
+    def G(self) -> int:
+        return self.specs[1].shape[1]
+
+    @property
+    def M(self) -> int:
+        return self.specs[0].shape[2]
+
+    @property
+    def N(self) -> int:
+        return self.specs[1].shape[2]
+
+    @property
+    def D(self) -> int:
+        return self.specs[0].shape[3]
+
+    @property
+    def E(self) -> int:
+        return self.specs[2].shape[3]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.specs[0].dtype
+
+    @property
+    def wide(self) -> torch.dtype:
+        """What is computed in: the dtype of scores and statistics."""
+        return accumulator(self.dtype)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to compute: no query or no key."""
+        return 0 in (self.B, self.H, self.M, self.N)
+
+    def new_o(self, device: torch.device) -> torch.Tensor:
+        """An uninitialised o [B,H,M,E], dense in the memory order of q."""
+        shape = (self.B, self.H, self.M, self.E)
+        strides = dense_strides(shape, memory_order(self.specs[0]))
+        return torch.empty_strided(shape, strides, dtype=self.dtype, device=device)
+
+
+def problems(graph: Graph) -> list[Problem]:
+    """Every attention and attention gradient of a graph."""
+    return [
+        Problem.of(eqn.op, operand_specs(graph, eqn))
+        for eqn in graph.eqns
+        if isinstance(eqn.op, (Attention, AttentionGrad))
+    ]
+
+
+def operand_specs(graph: Graph, eqn: Eqn) -> list[TensorSpec]:
+    """How an equation's operands are laid out: inputs as declared, values inside in C order."""
+    specs = [i.spec for i in graph.inputs]
+    specs += [TensorSpec(t.shape, t.dtype) for t in graph.types[len(specs) :]]
+    return [specs[i] for i in eqn.args]
+
+
+def sole(graph: Graph) -> Problem | None:
+    """The problem of a graph that is one attention, or one attention's gradient, and no more."""
+    found = problems(graph)
+    return found[0] if len(found) == len(graph.eqns) == 1 else None

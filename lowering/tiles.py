@@ -1,0 +1,172 @@
+"""Which tiles of the score matrix are visited, from the algebra of masks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import groupby
+from typing import Literal, final
+
+import torch
+from attrs import evolve, frozen
+
+from attn_graph.keys import Block, Keys
+from attn_graph.lowering.problem import Problem
+from attn_graph.masks import Band, Mask
+
+CALL_SECONDS = 60e-6  # of a small tile on a CPU: slicing, the kernel's start, copying the result
+FLOP_SECONDS = 1e-11  # of a multiplication or addition on 2 cores; only its ratio to the above counts
+ROW_BLOCKS = (32, 64, 128, 256, 512)
+BRIDGE = 32  # keys: a hole this small costs less to compute than a tile to begin
+
+
+@final
+@frozen
+class Part:
+    """Neighbouring keys [start, stop) of a tile. full: every query keeps all of them; causal:
+    the first query keeps the first one, the next one more, and so on; mixed: the mask must say."""
+
+    start: int
+    stop: int
+    kind: Literal["full", "mixed", "causal"]
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@final
+@frozen
+class Tile:
+    """Queries `rows` of the batch entries `batch` against the keys of `parts`.
+
+    `repeat` > 1: the same again so many times in all, rows and keys moved by `step` each time.
+    """
+
+    batch: range
+    rows: range
+    parts: tuple[Part, ...]
+    repeat: int = 1
+    step: int = 0
+
+    @property
+    def keys(self) -> int:
+        return sum(map(len, self.parts))
+
+    @property
+    def area(self) -> int:
+        """Scores that are computed, for one head."""
+        return len(self.batch) * self.repeat * len(self.rows) * self.keys
+
+
+def parts_of(mask: Mask | None, block: Block, least_full: int) -> tuple[Part, ...]:
+    """The keys that a block of queries may keep; full runs of `least_full` keys stand alone."""
+    if mask is None:
+        return (Part(0, block.N, "full"),) if block.N else ()
+    span, sure = mask.span(block).bridged(BRIDGE), mask.surely(block)
+    return tuple(part for a, b in span.intervals for part in split(a, b, sure, least_full))
+
+
+def split(start: int, stop: int, sure: Keys, least_full: int) -> Iterator[Part]:
+    """One interval as full and mixed parts."""
+    if sure.covers(start, stop):
+        yield Part(start, stop, "full")
+        return
+    at = start
+    for a, b in (sure & Keys.between(start, stop)).intervals:
+        if b - a >= least_full:
+            yield from [Part(at, a, "mixed")] if at < a else []
+            yield Part(a, b, "full")
+            at = b
+    yield from [Part(at, stop, "mixed")] if at < stop else []
+
+
+def row_tiles(
+    problem: Problem,
+    mask: Mask | None,
+    batch: range,
+    rows: int,
+    least_full: int,
+    data: Mapping[str, torch.Tensor] | None = None,
+) -> list[Tile]:
+    """A tile for each block of `rows` queries."""
+    return [
+        Tile(batch, block.rows, parts_of(mask, block, least_full))
+        for start in range(0, problem.M, rows)
+        for block in [
+            Block(batch, range(problem.H), range(start, min(start + rows, problem.M)), problem.H, problem.M, problem.N, data)
+        ]
+    ]  # fmt: skip
+
+
+def grown(tiles: list[Tile], most: int, bounded: bool) -> list[Tile]:
+    """Neighbours with the same keys made one, up to `most` scores where a mask must be asked.
+
+    `bounded`: full tiles too, since something else is added to their scores.
+    """
+    out: list[Tile] = []
+    for tile in tiles:
+        last = out[-1] if out else None
+        if last is not None and last.parts == tile.parts and last.batch == tile.batch:
+            joined = evolve(last, rows=range(last.rows.start, tile.rows.stop))
+            free = not bounded and all(p.kind == "full" for p in tile.parts)
+            if free or len(joined.rows) * joined.keys <= most:
+                out[-1] = joined
+                continue
+        out.append(tile)
+    return out
+
+
+def folded(tiles: list[Tile]) -> list[Tile]:
+    """Runs of tiles that are one tile moved along the diagonal, made one with `repeat`.
+
+    Only for masks and modifiers that depend on j - i alone. Each batch entry gets its own.
+    """
+    out: list[Tile] = []
+    for _, run in groupby(tiles, key=outline):
+        same = list(run)
+        first = same[0]
+        if len(same) > len(first.batch) and first.parts:
+            step = same[1].rows.start - first.rows.start if len(same) > 1 else 0
+            out += [
+                evolve(first, batch=range(b, b + 1), repeat=len(same), step=step)
+                for b in first.batch
+            ]
+        else:
+            out += same
+    return out
+
+
+def outline(tile: Tile) -> tuple[object, ...]:
+    """What tiles that differ by a move along the diagonal have in common."""
+    at = tile.rows.start
+    return len(tile.rows), tuple((p.start - at, p.stop - at, p.kind) for p in tile.parts)
+
+
+def diagonal(problem: Problem, mask: Mask | None) -> list[Tile] | None:
+    """Tiles for no mask or a causal one, which the fused kernel knows itself.
+
+    A diagonal `high` places right of the corner: every query keeps the first `high` keys, and the
+    rest is a square triangle. Left of the corner: the first -high queries keep nothing.
+    """
+    B, M, N = range(problem.B), problem.M, problem.N
+    if mask is None:
+        return [Tile(B, range(M), (Part(0, N, "full"),))]
+    if not isinstance(mask, Band) or mask.low is not None or mask.high is None or mask.ragged:
+        return None
+    dead = min(M, max(0, -mask.high))
+    seen = max(0, mask.high)
+    parts = [Part(0, seen, "full")] if seen else []
+    tiles = [Tile(B, range(dead), ())] if dead else []
+    live = [Tile(B, range(dead, M), (*parts, Part(seen, N, "causal")))] if dead < M else []
+    return tiles + live
+
+
+def seconds(problem: Problem, tiles: list[Tile]) -> float:
+    """A rough time for these tiles: what they compute and how often they begin."""
+    flops = 2 * problem.H * (problem.D + problem.E) * sum(tile.area for tile in tiles)
+    return flops * FLOP_SECONDS + CALL_SECONDS * sum(len(tile.parts) for tile in tiles)
+
+
+def cheapest(problem: Problem, choices: Callable[[int], list[Tile]]) -> list[Tile]:
+    """The tiles of the row block that costs least."""
+    blocks = [rows for rows in ROW_BLOCKS if rows < 2 * problem.M] or [ROW_BLOCKS[0]]
+    return min((choices(rows) for rows in blocks), key=lambda tiles: seconds(problem, tiles))

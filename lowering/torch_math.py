@@ -1,0 +1,168 @@
+"""The fallback that takes everything: PyTorch's matrix products and, on CPUs, its fused kernel.
+
+Equation by equation. An attention runs on the tiles that its mask leaves, so that no more than a
+tile of scores ever exists; whatever is no attention runs as its own definition says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import final
+
+import torch
+from attrs import frozen
+
+from attn_graph.backend import Backend, Executable, Options
+from attn_graph.fused import Attention, AttentionGrad
+from attn_graph.ir import Eqn, Graph, Op
+from attn_graph.lowering.fused_tiles import FusedTiles
+from attn_graph.lowering.problem import Problem, operand_specs
+from attn_graph.lowering.product_tiles import ProductTiles
+from attn_graph.memory import shown
+from attn_graph.spec import TensorSpec
+from attn_graph.target import Target
+from attn_graph.workspace import Scratch, Workspace
+
+Tiles = FusedTiles | ProductTiles
+Step = Callable[..., Sequence[torch.Tensor]]
+
+
+def why_not(graph: Graph, target: Target, options: Options) -> Iterator[str]:
+    need = max((Scratch(tuple(t.buffers().values())).bytes for t in planned(graph, target)), default=0)
+    if options.max_workspace is not None and need > options.max_workspace:
+        most = f"{options.max_workspace} bytes ({shown(options.max_workspace)})"
+        yield f"needs a workspace of {need} bytes ({shown(need)}), max_workspace is {most}"
+
+
+def planned(graph: Graph, target: Target) -> list[Tiles]:
+    """How each attention of a graph would be tiled."""
+    return [t for eqn in graph.eqns if (t := tiles_of(graph, eqn, target)) is not None]
+
+
+def tiles_of(graph: Graph, eqn: Eqn, target: Target) -> Tiles | None:
+    """The tiling of one equation; None for what is no attention or has nothing to compute."""
+    if not isinstance(eqn.op, (Attention, AttentionGrad)):
+        return None
+    problem = Problem.of(eqn.op, operand_specs(graph, eqn))
+    if problem.is_empty:
+        return None
+    return FusedTiles.plan(problem) if fuses(problem, target) else ProductTiles.plan(problem)
+
+
+def fuses(problem: Problem, target: Target) -> bool:
+    """Whether PyTorch's fused CPU kernel can compute the tiles: additive steps, gradients of q, k, v."""
+    node, grad = problem.node, problem.grad
+    if target.kind != "cpu" or node.dropout or not all(m.additive for m in node.modifiers):
+        return False
+    if grad is None:
+        return True
+    trained = (name for m in node.modifiers for name in m.needs)
+    wanted = dict(zip(node.roles[3:], grad.wants[3:], strict=True))
+    return grad.with_do and not grad.with_dlse and not any(wanted[name] for name in trained)
+
+
+@final
+@frozen
+class Step:
+    """One equation, ready to run."""
+
+    call: Callable[..., Sequence[torch.Tensor]]
+    scratch: Scratch = Scratch()
+    temporary: int = 0
+    note: str | None = None
+
+
+def lower(graph: Graph, target: Target, options: Options) -> Executable:
+    steps = [step_of(graph, eqn, target, options.workspace) for eqn in graph.eqns]
+    plan = [(eqn.args, step.call) for eqn, step in zip(graph.eqns, steps, strict=True)]
+    attentions = [outs for eqn, outs in graph.numbered() if isinstance(eqn.op, Attention)]
+    saved = [i for outs in attentions for i in outs]
+    stats = {outs[1] for outs in attentions}
+
+    def run(*tensors: torch.Tensor) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        values = list(tensors)
+        for args, call in plan:
+            values += call(*[values[i] for i in args])
+        return handed_out(values, graph.outputs, stats), [values[i] for i in saved]
+
+    return Executable(
+        run,
+        max((step.scratch.bytes for step in steps), default=0),
+        max((step.temporary for step in steps), default=0),
+        tuple(step.note for step in steps if step.note),
+    )
+
+
+def handed_out(
+    values: Sequence[torch.Tensor], outputs: Sequence[int], stats: set[int]
+) -> list[torch.Tensor]:
+    """The outputs: lse in C order, and a value that is returned twice as two tensors."""
+    found: list[torch.Tensor] = []
+    for place, i in enumerate(outputs):
+        value = values[i].contiguous() if i in stats else values[i]
+        found.append(value.clone() if i in outputs[:place] else value)
+    return found
+
+
+def step_of(graph: Graph, eqn: Eqn, target: Target, workspace: Workspace) -> Step:
+    tiles, op = tiles_of(graph, eqn, target), eqn.op
+    if tiles is None:
+        return Step(defined(op, operand_specs(graph, eqn), target.device))
+    buffers = tiles.buffers()
+    scratch = Scratch(tuple(buffers.values()))
+    names, work = tuple(buffers), forward if isinstance(op, Attention) else backward
+
+    def call(*operands: torch.Tensor) -> Sequence[torch.Tensor]:
+        with workspace.lease(scratch, operands[0].device) as views, torch.no_grad():
+            return work(tiles, operands, dict(zip(names, views, strict=True)))
+
+    return Step(call, scratch, tiles.temporary, tiles.told())
+
+
+def defined(
+    op: Op, specs: Sequence[TensorSpec], device: torch.device
+) -> Callable[..., Sequence[torch.Tensor]]:
+    """An equation by its definition: what is no attention, and attentions without a score."""
+
+    def call(*operands: torch.Tensor) -> Sequence[torch.Tensor]:
+        with torch.no_grad(), device:
+            results = op.run(*operands)
+            if isinstance(op, Attention):
+                return Problem.of(op, specs).new_o(device).copy_(results[0]), *results[1:]
+            return results
+
+    return call
+
+
+def forward(
+    tiles: Tiles, operands: Sequence[torch.Tensor], scratch: Mapping[str, torch.Tensor]
+) -> Sequence[torch.Tensor]:
+    return tiles.forward(operands, scratch)
+
+
+def backward(
+    tiles: Tiles, operands: Sequence[torch.Tensor], scratch: Mapping[str, torch.Tensor]
+) -> Sequence[torch.Tensor]:
+    """The wanted gradients, in the order of the operands."""
+    grad = tiles.problem.grad
+    assert grad is not None
+    found = tiles.backward(operands, scratch)
+    if grad.attention.sinks:
+        place = grad.attention.roles.index("sinks")
+        found[place] = sink_gradient(grad, operands) if grad.wants[place] else operands[place]
+    return [found[i] for i, wanted in enumerate(grad.wants) if wanted]
+
+
+def sink_gradient(grad: AttentionGrad, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+    """dsinks [H] = sum_bi exp(sink - lse) (dlse - delta)."""
+    own, o, lse, do, dlse = grad.split(operands)
+    sinks = grad.attention.split(own).sinks
+    assert sinks is not None
+    surplus = torch.zeros_like(lse) if dlse is None else dlse.clone()
+    if do is not None:
+        surplus -= (do.to(lse.dtype) * o).sum(-1)
+    share = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
+    return surplus.mul_(share).sum((0, 2)).to(sinks.dtype)
+
+
+BACKEND = Backend("math", why_not, lower)

@@ -1,0 +1,170 @@
+"""PyTorch's own fused attention kernels, whole graphs at a time. So far: the one for CPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from attn_graph.backend import Backend, Executable, Options
+from attn_graph.fused import Attention, AttentionGrad
+from attn_graph.ir import Graph
+from attn_graph.kernels.fused_cpu import INF, flash, flash_backward
+from attn_graph.lowering.problem import Problem, sole
+from attn_graph.masks import Band
+from attn_graph.modifiers import Bias
+from attn_graph.spec import NAMES, TensorSpec
+from attn_graph.target import Target
+
+TOP_LEFT = Band(None, 0)
+
+
+def why_not(graph: Graph, target: Target, options: Options) -> Iterator[str]:
+    if target.kind != "cpu":
+        yield f"runs PyTorch's CPU kernel, and the target is {target}"
+    problem = sole(graph)
+    if problem is None:
+        ops = ", ".join(type(eqn.op).__name__ for eqn in graph.eqns)
+        yield f"takes one attention, and the graph has {len(graph.eqns)} equations: {ops}"
+        return
+    yield from node_reasons(problem.node)
+    yield from size_reasons(problem)
+    yield from operand_reasons(problem)
+    if problem.grad is not None:
+        yield from gradient_reasons(problem, problem.grad)
+
+
+def node_reasons(node: Attention) -> Iterator[str]:
+    for modifier in dict.fromkeys(type(m) for m in node.modifiers):
+        if modifier is not Bias:
+            yield f"has no rule for {modifier.__name__}; the only modifier it has one for is Bias"
+    if sum(isinstance(m, Bias) for m in node.modifiers) > 1:
+        yield f"adds one bias, and the graph has {len(node.modifiers)}"
+    if node.mask not in (None, TOP_LEFT):
+        yield f"masks by {TOP_LEFT} (causal, top left) or not at all, and the mask is {node.mask}"
+    elif node.mask is not None and node.modifiers:
+        yield "takes a bias or a causal mask, and the graph has both"
+    if node.sinks:
+        yield "has no sinks, and the graph has"
+    if node.dropout:
+        yield f"has no dropout, and the rate is {node.dropout}"
+
+
+def size_reasons(problem: Problem) -> Iterator[str]:
+    if problem.D != problem.E:
+        yield f"needs one head size, and q has D = {problem.D}, v has E = {problem.E}"
+    if problem.is_empty:
+        sizes = f"B = {problem.B}, H = {problem.H}, M = {problem.M}, N = {problem.N}"
+        yield f"needs sizes of at least 1, and {sizes}"
+
+
+def operand_reasons(problem: Problem) -> Iterator[str]:
+    named = dict(zip(problem.node.roles, problem.specs, strict=False))
+    if problem.grad is not None:
+        _, o, _, do, _ = problem.grad.split(problem.specs)
+        named |= {"o": o} | ({"do": do} if do is not None else {})
+    for name in ("q", "k", "v", "o", "do", "bias"):
+        spec = named.get(name)
+        if spec is not None and not spec.unit_last:
+            yield f"reads neighbours along the last axis, and {name} has stride {spec.strides[-1]} there"
+    bias = named.get("bias")
+    if bias is not None and bias.dtype not in (problem.dtype, torch.float32):
+        yield f"adds a bias in q's dtype {NAMES[problem.dtype]} or f32, and it is {NAMES[bias.dtype]}"
+    if bias is not None and problem.dtype == torch.float64 and bias.dtype != problem.dtype:
+        yield "adds a bias of dtype f64 to f64 scores, and it is f32"
+
+
+def gradient_reasons(problem: Problem, grad: AttentionGrad) -> Iterator[str]:
+    wanted = [r for r, w in zip(problem.node.roles, grad.wants, strict=True) if w]
+    for role in wanted:
+        if role not in ("q", "k", "v"):
+            yield f"has gradients of q, k and v, and that of {role} is wanted"
+
+
+def lower(graph: Graph, target: Target, options: Options) -> Executable:
+    problem = sole(graph)
+    assert problem is not None  # why_not said so
+    if problem.grad is None:
+        return lower_forward(problem, graph)
+    return lower_backward(problem, problem.grad, graph)
+
+
+def lower_forward(problem: Problem, graph: Graph) -> Executable:
+    (eqn,) = graph.eqns
+    at_q, at_k, at_v, *rest = eqn.args
+    causal, scale = problem.node.mask is not None, problem.node.scale
+    base = len(graph.inputs)
+    wanted = tuple(i - base for i in graph.outputs)
+    reorders = not all(s or n == 1 for n, s in zip(problem.specs[0].shape, problem.specs[0].strides, strict=True))
+
+    def attend(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        bias = tensors[rest[0]] if rest else None
+        q, k, v = tensors[at_q], tensors[at_k], tensors[at_v]
+        o, lse = flash(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+        if bias is not None:
+            lse = lse.masked_fill(bias.amax(-1) == -INF, -INF)
+        return (o.contiguous() if reorders else o), lse
+
+    def run_o(*tensors: torch.Tensor) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        found = attend(*tensors)
+        return found[:1], found
+
+    def run(*tensors: torch.Tensor) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        o, lse = attend(*tensors)
+        both = o, lse.contiguous()
+        return [both[i] for i in wanted], both
+
+    def run_plain(*tensors: torch.Tensor) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        found = flash(*tensors, 0.0, causal, scale=scale)
+        return found[:1], found
+
+    plain = not rest and not reorders and eqn.args == (0, 1, 2) and wanted == (0,)
+    chosen = run_plain if plain else run_o if wanted == (0,) else run
+    return Executable(chosen, notes=("one call of PyTorch's fused CPU kernel",))
+
+
+def lower_backward(problem: Problem, grad: AttentionGrad, graph: Graph) -> Executable:
+    (eqn,) = graph.eqns
+    node = problem.node
+    causal, scale = node.mask is not None, node.scale
+
+    def run(*tensors: torch.Tensor) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        own, o, lse, do, dlse = grad.split([tensors[i] for i in eqn.args])
+        q, k, v, *rest = own
+        bias = rest[0] if rest else None
+        if bias is not None:
+            lse = lse.masked_fill(lse == -INF, 0.0)
+        do = torch.zeros_like(o) if do is None else do
+        found = list(flash_backward(do, q, k, v, o, lse, 0.0, causal, attn_mask=bias, scale=scale))
+        if dlse is not None:
+            dq, dk = through_lse(q, k, lse, dlse, causal, bias, scale)
+            found[0].add_(dq)
+            found[1].add_(dk)
+        return [g for g, wanted in zip(found, grad.wants, strict=False) if wanted], ()
+
+    more = sum(operand_bytes(s) for s in problem.specs[:2]) * (2 * grad.with_dlse)
+    return Executable(run, temporary=more, notes=("one call of PyTorch's fused CPU kernel",))
+
+
+def operand_bytes(spec: TensorSpec) -> int:
+    return spec.type.bytes
+
+
+def through_lse(
+    q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor,
+    causal: bool, bias: torch.Tensor | None, scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """dq and dk of lse alone, from the kernel's own two passes.
+
+    d lse_i / d s_ij = p_ij, so dq_i = scale dlse_i sum_j p_ij k_j: an attention over k in place of
+    v, times scale dlse. And dk_j = scale sum_i p_ij dlse_i q_i: the gradient of v, where the
+    cotangent of o is scale dlse q.
+    """
+    mean, _ = flash(q, k, k, 0.0, causal, attn_mask=bias, scale=scale)
+    pull = (scale * dlse)[..., None].to(q.dtype)
+    do = q * pull
+    _, _, dk = flash_backward(do, q, k, k, mean, lse, 0.0, causal, attn_mask=bias, scale=scale)
+    return mean.mul_(pull), dk
+
+
+BACKEND = Backend("torch_sdpa", why_not, lower)
