@@ -145,7 +145,9 @@ class Builder:
                 name = self.inputs[index].name
                 self.problem(f"output {place} is the input {name!r} itself and would alias it")
             if index in indices[:place]:
-                self.problem(f"outputs {indices.index(index)} and {place} are one value and would alias")
+                self.problem(
+                    f"outputs {indices.index(index)} and {place} are one value and would alias"
+                )
         self.check()
         return self.graph(*outputs)
 
@@ -256,6 +258,8 @@ def whole_mask(
     """The mask with a leaf for every tensor that was given and that it does not read itself."""
     leaves = (masks.Keep(), masks.KeyLengths(), masks.QueryLengths(), masks.SameSegment())
     for leaf in leaves:
-        if leaf.needs.keys() <= given.keys() and not (mask and leaf.needs.keys() & mask.needs.keys()):
+        if leaf.needs.keys() <= given.keys() and not (
+            mask and leaf.needs.keys() & mask.needs.keys()
+        ):
             mask = leaf if mask is None else mask & leaf
     return mask.aligned(align) if mask else None

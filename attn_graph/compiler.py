@@ -54,8 +54,16 @@ def compile(
     plan = calls.get(asked)
     if plan is None:
         if not isinstance(graph, Graph):
-            raise GraphError(f"compile: expected a Graph, got {type(graph).__name__}; see attention and graph")
-        place = Target.here() if target is None else Target.of(target) if isinstance(target, str) else target
+            raise GraphError(
+                f"compile: expected a Graph, got {type(graph).__name__}; see attention and graph"
+            )
+        place = (
+            Target.here()
+            if target is None
+            else Target.of(target)
+            if isinstance(target, str)
+            else target
+        )
         most = None if max_workspace is None else in_bytes(max_workspace)
         options = Options(deterministic, most, workspace or default_workspace())
         plan = planned(simplify(graph), place, options, among)
@@ -65,7 +73,9 @@ def compile(
 
 def planned(graph: Graph, target: Target, options: Options, among: Backends | None) -> Plan:
     """The plan of a simplified graph, built unless it is known."""
-    return plans.built((graph, target, options, among), lambda: build(graph, target, options, among))
+    return plans.built(
+        (graph, target, options, among), lambda: build(graph, target, options, among)
+    )
 
 
 def build(graph: Graph, target: Target, options: Options, among: Backends | None) -> Plan:

@@ -6,7 +6,9 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-HOMES = tuple(f"{Path(__file__).parent.parent / name}/" for name in ("attn_graph", "lowering", "kernels"))
+HOMES = tuple(
+    f"{Path(__file__).parent.parent / name}/" for name in ("attn_graph", "lowering", "kernels")
+)
 
 
 class GraphError(ValueError):

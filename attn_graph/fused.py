@@ -13,7 +13,6 @@ from attn_graph.ir import Emit, Op
 from attn_graph.modifiers import Modifier, finite, whole
 from attn_graph.spec import ValueType
 
-
 T = TypeVar("T")
 
 
@@ -183,7 +182,9 @@ class AttentionGrad(Op):
         own, *results = self.split(types)
         yield from self.attention.problems(*own)
         o, lse = self.attention.infer(*own)
-        for name, type_, due in zip(("o", "lse", "do", "dlse"), results, (o, lse, o, lse), strict=True):
+        for name, type_, due in zip(
+            ("o", "lse", "do", "dlse"), results, (o, lse, o, lse), strict=True
+        ):
             if type_ is not None and type_ != due:
                 yield f"attention_grad: {name} {type_} should be {due}"
 
@@ -215,13 +216,17 @@ def gradients(
     if node.mask:
         (s,) = ops.Mask(node.mask).run(s, *given.mask.values())
     p = torch.exp(s - lse.masked_fill(lse == -ops.INF, 0.0)[..., None])
-    z = ops.kept(whole(s, {}), node.dropout, int(given.seed), int(given.offset)) / (1 - node.dropout) if node.dropout else 1.0  # type: ignore[arg-type]  # given with dropout
+    z = dropped(node, given, s)
     (dp,) = ops.Scores().run(do, given.v.to(do.dtype))
     surplus = dlse - (do * o).sum(-1)
     ds = p * (dp * z + surplus[..., None])
     extra: list[torch.Tensor | None] = []
-    for modifier, data, after in reversed([*zip(node.modifiers, given.modifiers, steps[1:], strict=True)]):
-        ds, *found = modifier.pull(lambda op, *xs: op.run(*xs), (s, *data.values()), (after,), (ds,))
+    for modifier, data, after in reversed(
+        [*zip(node.modifiers, given.modifiers, steps[1:], strict=True)]
+    ):
+        ds, *found = modifier.pull(
+            lambda op, *xs: op.run(*xs), (s, *data.values()), (after,), (ds,)
+        )
         extra = [*found, *extra]
     (dv,) = ops.WeighT().run(p * z, do, given.v)
     (dq,) = ops.Weigh(node.scale).run(ds, given.k)
@@ -233,3 +238,10 @@ def gradients(
     tail += [None, None] if node.dropout else []
     return [dq, dk, dv, *extra, *tail]  # type: ignore[list-item]  # None only where none is wanted
 
+
+def dropped(node: Attention, given: Operands[torch.Tensor], s: torch.Tensor) -> torch.Tensor:
+    """z / (1 - rate) of dropout, at every place of s."""
+    if given.seed is None or given.offset is None:
+        return s.new_ones(())
+    bits = ops.kept(whole(s, {}), node.dropout, int(given.seed), int(given.offset))
+    return bits.to(s.dtype) / (1 - node.dropout)

@@ -100,7 +100,9 @@ class Graph:
             first += len(eqn.outs)
 
     def __str__(self) -> str:
-        from attn_graph.text import show  # above this floor; printing is the one thing that looks up
+        from attn_graph.text import (
+            show,
+        )  # above this floor; printing is the one thing that looks up
 
         return show(self)
 

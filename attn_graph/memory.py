@@ -57,5 +57,7 @@ def in_bytes(size: int | str) -> int:
         return size
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
     if found is None or found[2] not in UNITS:
-        raise GraphError(f"size {size!r} is not a number with one of {', '.join(filter(None, UNITS))}")
+        raise GraphError(
+            f"size {size!r} is not a number with one of {', '.join(filter(None, UNITS))}"
+        )
     return int(float(found[1]) * UNITS[found[2]])

@@ -164,7 +164,11 @@ class Alibi(Modifier):
 
     @property
     def needs(self) -> dict[str, Data]:
-        slopes = {} if self.default else {"slopes": Data("bh" if self.per_batch else "h", (torch.float32, torch.float64))}
+        slopes = (
+            {}
+            if self.default
+            else {"slopes": Data("bh" if self.per_batch else "h", (torch.float32, torch.float64))}
+        )
         return slopes | {name: Data("b", INTEGERS) for name in self.ragged}
 
     @property
@@ -225,7 +229,9 @@ class Back(Op):
     def infer(self, s: ValueType, ds: ValueType, *_: ValueType) -> tuple[ValueType, ...]:
         return (ds,)
 
-    def run(self, s: torch.Tensor, ds: torch.Tensor, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def run(
+        self, s: torch.Tensor, ds: torch.Tensor, *operands: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         at = whole(s, dict(zip(self.modifier.needs, operands, strict=True)))
         return (torch.where(s == -INF, 0.0, self.modifier.back(ds.clone(), s.clone(), at)),)
 

@@ -39,12 +39,15 @@ class Scores(Op):
         return 4, 4
 
     def problems(self, q: ValueType, k: ValueType) -> Iterator[str]:
-        for a, b, name in ((q.shape[0], k.shape[0], "batch"), (q.shape[3], k.shape[3], "head size")):
+        for a, b, name in (
+            (q.shape[0], k.shape[0], "batch"),
+            (q.shape[3], k.shape[3], "head size"),
+        ):
             if a != b:
                 yield f"scores: q {q} and k {k} disagree in {name}, {a} and {b}"
         if q.shape[3] == 0:
             yield f"scores: q {q} has head size 0; it is at least 1"
-        if k.shape[1] == 0 and q.shape[1] or k.shape[1] and q.shape[1] % k.shape[1]:
+        if (k.shape[1] == 0 and q.shape[1]) or (k.shape[1] and q.shape[1] % k.shape[1]):
             yield f"scores: {q.shape[1]} heads of q {q} are no multiple of {k.shape[1]} heads of k {k}"
         if q.dtype != k.dtype:
             yield f"scores: q {q} and k {k} disagree in dtype, {q.dtype} and {k.dtype}"
@@ -135,12 +138,16 @@ class Softmax(Op):
 
     def problems(self, s: ValueType, sinks: ValueType | None = None) -> Iterator[str]:
         if sinks is not None:
-            yield from masks.Data("h", (torch.float32, torch.float64)).problems("softmax", "sinks", sinks, {"h": s.shape[1]})
+            yield from masks.Data("h", (torch.float32, torch.float64)).problems(
+                "softmax", "sinks", sinks, {"h": s.shape[1]}
+            )
 
     def infer(self, s: ValueType, sinks: ValueType | None = None) -> tuple[ValueType, ValueType]:
         return s, ValueType(s.shape[:3], s.dtype)
 
-    def run(self, s: torch.Tensor, sinks: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(
+        self, s: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         lse = torch.logsumexp(s, -1) if s.shape[-1] else s.new_full(s.shape[:3], -INF)
         if sinks is not None:
             lse = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
@@ -189,7 +196,14 @@ class SinkGrad(Op):
     def infer(self, sinks: ValueType, *_: ValueType) -> tuple[ValueType]:
         return (sinks,)
 
-    def run(self, sinks: torch.Tensor, lse: torch.Tensor, p: torch.Tensor, dp: torch.Tensor, dlse: torch.Tensor) -> tuple[torch.Tensor]:
+    def run(
+        self,
+        sinks: torch.Tensor,
+        lse: torch.Tensor,
+        p: torch.Tensor,
+        dp: torch.Tensor,
+        dlse: torch.Tensor,
+    ) -> tuple[torch.Tensor]:
         share = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
         return ((share * (dlse - (p * dp).sum(-1))).sum((0, 2)).to(sinks.dtype),)
 
@@ -255,7 +269,7 @@ class Weigh(Op):
         for a, b, name in ((p.shape[0], v.shape[0], "batch"), (p.shape[3], v.shape[2], "keys")):
             if a != b:
                 yield f"weigh: p {p} and v {v} disagree in {name}, {a} and {b}"
-        if v.shape[1] == 0 and p.shape[1] or v.shape[1] and p.shape[1] % v.shape[1]:
+        if (v.shape[1] == 0 and p.shape[1]) or (v.shape[1] and p.shape[1] % v.shape[1]):
             yield f"weigh: {p.shape[1]} heads of p {p} are no multiple of {v.shape[1]} heads of v {v}"
         if v.shape[3] == 0:
             yield f"weigh: v {v} has head size 0; it is at least 1"

@@ -99,7 +99,12 @@ def chain_of(weigh: Eqn, makers: Makers, users: dict[int, int]) -> Chain | None:
     p, v = weigh.args
     steps: list[Eqn] = []
     at: int | None = p
-    while at is not None and at in makers and users[at] == 1 and not isinstance(makers[at][0].op, ops.Scores):
+    while (
+        at is not None
+        and at in makers
+        and users[at] == 1
+        and not isinstance(makers[at][0].op, ops.Scores)
+    ):
         eqn, outs = makers[at]
         if at != outs[0]:
             return None
@@ -113,7 +118,11 @@ def chain_of(weigh: Eqn, makers: Makers, users: dict[int, int]) -> Chain | None:
 def assembled(steps: list[Eqn], v: int, makers: Makers, p: int) -> Chain | None:
     """One Attention for equations in the order of the chain; None where they are in another."""
     kinds = [next((k for k, t in enumerate(ORDER) if isinstance(e.op, t)), None) for e in steps]
-    if None in kinds or kinds != sorted(kinds, key=lambda k: k or 0) or any(kinds.count(k) > 1 for k in (2, 3, 4)):
+    if (
+        None in kinds
+        or kinds != sorted(kinds, key=lambda k: k or 0)
+        or any(kinds.count(k) > 1 for k in (2, 3, 4))
+    ):
         return None
     found = {kind: eqn for kind, eqn in zip(kinds, steps, strict=True)}
     first, modifiers = steps[0], [e for e in steps if isinstance(e.op, Modifier)]

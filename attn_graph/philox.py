@@ -29,7 +29,14 @@ def threshold(rate: float) -> int:
 
 
 def words(
-    seed: int, offset: int, b: range, h: range, i: range, j: range, H: int, six: Sequence[torch.Tensor]
+    seed: int,
+    offset: int,
+    b: range,
+    h: range,
+    i: range,
+    j: range,
+    H: int,
+    six: Sequence[torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Four words for each counter: int64 tensors [b,h,i,counters(j)] holding 32-bit values.
 

@@ -47,7 +47,9 @@ class Plan:
     count: int = field(init=False)
     single: bool = field(init=False)
     seen: list[object] = field(init=False, factory=lambda: [None])  # the look of the last tensors
-    pulls: dict[object, Plan] = field(init=False, factory=dict)  # backward plans that calls asked for
+    pulls: dict[object, Plan] = field(
+        init=False, factory=dict
+    )  # backward plans that calls asked for
 
     @run.default
     def _run(self) -> Callable[..., tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]]:
@@ -80,11 +82,23 @@ class Plan:
         """Positional and named tensors in the order of the inputs."""
         names = [i.name for i in self.graph.inputs]
         given = dict(zip(names, tensors, strict=False))
-        differences = [f"{name}: given twice, by position and by name" for name in named if name in given]
-        differences += [f"{name}: is no input; the inputs are {', '.join(names)}" for name in named if name not in names]
-        differences += [f"{i.name}: expected {i.spec}, got nothing" for i in self.graph.inputs if i.name not in given | named]
+        differences = [
+            f"{name}: given twice, by position and by name" for name in named if name in given
+        ]
+        differences += [
+            f"{name}: is no input; the inputs are {', '.join(names)}"
+            for name in named
+            if name not in names
+        ]
+        differences += [
+            f"{i.name}: expected {i.spec}, got nothing"
+            for i in self.graph.inputs
+            if i.name not in given | named
+        ]
         if len(tensors) > len(names):
-            differences += [f"expected {len(names)} tensors ({', '.join(names)}), got {len(tensors)}"]
+            differences += [
+                f"expected {len(names)} tensors ({', '.join(names)}), got {len(tensors)}"
+            ]
         if differences:
             raise PlanMismatchError(*differences)
         return tuple((given | named)[name] for name in names)
@@ -157,7 +171,11 @@ class Plan:
 
     def explain(self) -> str:
         """Who runs the graph and why, every reason why others don't, and what it costs."""
-        lines = [str(self.graph), f"target: {self.target}", f"{self.backend}: chosen, because {self.cause}"]
+        lines = [
+            str(self.graph),
+            f"target: {self.target}",
+            f"{self.backend}: chosen, because {self.cause}",
+        ]
         lines += [f"  - {note}" for note in self.executable.notes]
         lines += [f"{name}: could run it too" for name in self.also]
         lines += [refusal(name, reasons) for name, reasons in self.refusals]

@@ -40,12 +40,16 @@ class Choice:
     also: tuple[str, ...] = ()
 
 
-def choose(graph: Graph, target: Target, options: Options, among: Sequence[Backend] | None) -> Choice:
+def choose(
+    graph: Graph, target: Target, options: Options, among: Sequence[Backend] | None
+) -> Choice:
     """The first backend, in order of preference, that has nothing against the graph.
 
     Raises NoBackendError with every backend's reasons where all refuse.
     """
-    ordered, cause = (among, "it comes first in backends=") if among is not None else preference(graph, target)
+    ordered, cause = (
+        (among, "it comes first in backends=") if among is not None else preference(graph, target)
+    )
     reasons = [(b, tuple(b.why_not(graph, target, options))) for b in ordered]
     able = [b for b, against in reasons if not against]
     refusals = tuple((b.name, against) for b, against in reasons if against)
@@ -65,7 +69,10 @@ def preference(graph: Graph, target: Target) -> tuple[Sequence[Backend], str]:
     case = (dtype, pass_, dtype in target.native)
     if target.kind == "cpu" and case in MATH_IS_FASTER:
         rest = [b for b in BACKENDS if b is not torch_math.BACKEND]
-        return (torch_math.BACKEND, *rest), f"it is the faster for {dtype} {pass_} on this kind of CPU"
+        return (
+            torch_math.BACKEND,
+            *rest,
+        ), f"it is the faster for {dtype} {pass_} on this kind of CPU"
     return BACKENDS, "it comes first in the order of preference"
 
 
@@ -74,5 +81,7 @@ def named(backends: Sequence[str | Backend]) -> tuple[Backend, ...]:
     known = {b.name: b for b in BACKENDS}
     unknown = [b for b in backends if isinstance(b, str) and b not in known]
     if unknown:
-        raise GraphError(f"no backend is named {', '.join(map(repr, unknown))}; there are {', '.join(known)}")
+        raise GraphError(
+            f"no backend is named {', '.join(map(repr, unknown))}; there are {', '.join(known)}"
+        )
     return tuple(known[b] if isinstance(b, str) else b for b in backends)

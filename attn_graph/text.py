@@ -15,7 +15,7 @@ from attn_graph.builder import Builder, Value
 from attn_graph.errors import GraphError
 from attn_graph.fused import Attention, AttentionGrad
 from attn_graph.ir import Graph, Op
-from attn_graph.masks import And, Mask, Not, Or
+from attn_graph.masks import And, Not, Or
 from attn_graph.spec import DTYPES, TensorSpec
 
 OPS: tuple[type[Op], ...] = (
@@ -105,7 +105,11 @@ class Parser:
         except SyntaxError as error:
             raise GraphError(f"line {error.lineno}: {error.msg}") from error
         match body:
-            case [ast.FunctionDef(args=ast.arguments(args=params), body=[*eqns, ast.Return(value=out)])]:
+            case [
+                ast.FunctionDef(
+                    args=ast.arguments(args=params), body=[*eqns, ast.Return(value=out)]
+                )
+            ]:
                 pass
             case _:
                 raise GraphError("expected one `def graph(...)` that ends in `return`")
@@ -117,7 +121,9 @@ class Parser:
 
     def equation(self, b: Builder, env: dict[str, Value], eqn: ast.stmt) -> None:
         match eqn:
-            case ast.Assign(targets=[target], value=ast.Call(func=ast.Name(id=name), args=args, keywords=kws)) if name in CALLS:
+            case ast.Assign(
+                targets=[target], value=ast.Call(func=ast.Name(id=name), args=args, keywords=kws)
+            ) if name in CALLS:
                 op = self.made(CALLS[name], eqn.lineno, {k.arg: self.value(k.value) for k in kws})
                 outs = b.emit(op, *(looked_up(env, n) for a in args for n in names_of(a)))
                 env.update(zip(names_of(target), outs, strict=True))
@@ -145,7 +151,9 @@ class Parser:
     def made(self, cls: type[Any], line: int, fields: dict[str | None, Any]) -> Any:
         names = {f.name for f in attrs.fields(cls)}
         if unknown := fields.keys() - names:
-            raise GraphError(f"line {line}: {cls.__name__} has no field {sorted(map(str, unknown))}; it has {sorted(names)}")
+            raise GraphError(
+                f"line {line}: {cls.__name__} has no field {sorted(map(str, unknown))}; it has {sorted(names)}"
+            )
         return cls(**{str(name): value for name, value in fields.items()})
 
 

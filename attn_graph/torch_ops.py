@@ -15,7 +15,9 @@ class Call(torch.autograd.Function):
     """A plan's forward, with the plan of its gradient behind it."""
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:  # Any: torch's own
+    def forward(
+        ctx: Any, plan: Plan, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:  # Any: torch's own
         outputs, saved = plan.run(*tensors)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *saved)
@@ -24,7 +26,9 @@ class Call(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]  # of torch
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # Any: torch's own
+    def backward(
+        ctx: Any, *grads: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:  # Any: torch's own
         needs = ctx.needs_input_grad[1:]
         found = iter(ctx.plan.pulled(needs, ctx.saved_tensors, grads))
         return (None, *(next(found) if need else None for need in needs))

@@ -39,7 +39,9 @@ def wanted_inputs(graph: Graph, wants: Sequence[str] | None) -> tuple[int, ...]:
     if wants is None:
         return tuple(floating.values())
     if unknown := [name for name in wants if name not in floating]:
-        raise GraphError(f"vjp: no floating input is named {', '.join(unknown)}; there are {', '.join(floating)}")
+        raise GraphError(
+            f"vjp: no floating input is named {', '.join(unknown)}; there are {', '.join(floating)}"
+        )
     return tuple(floating[name] for name in wants)
 
 
@@ -52,7 +54,11 @@ def result_spec(graph: Graph, i: int) -> TensorSpec:
     """How value i is laid out when it is an output: o in the memory order of q, else C order."""
     type_ = graph.types[i]
     for eqn, outs in graph.numbered():
-        if isinstance(eqn.op, (Attention, ops.Weigh)) and i == outs[0] and eqn.args[0] < len(graph.inputs):
+        if (
+            isinstance(eqn.op, (Attention, ops.Weigh))
+            and i == outs[0]
+            and eqn.args[0] < len(graph.inputs)
+        ):
             q = graph.inputs[eqn.args[0]].spec
             return TensorSpec(type_.shape, type_.dtype, dense_strides(type_.shape, memory_order(q)))
     return TensorSpec(type_.shape, type_.dtype)
@@ -70,9 +76,7 @@ def value_names(graph: Graph) -> dict[int, str]:
     return names
 
 
-def backward(
-    graph: Graph, wants: Sequence[int], cotangents: Sequence[TensorSpec | None]
-) -> Graph:
+def backward(graph: Graph, wants: Sequence[int], cotangents: Sequence[TensorSpec | None]) -> Graph:
     """The backward of a simplified graph for some inputs; an output without cotangent has zero."""
     b, types, names = Builder(), graph.types, value_names(graph)
     values = {n: b.input(i.name, i.spec) for n, i in enumerate(graph.inputs)}

@@ -34,10 +34,10 @@ def forward(
 
 
 def backward(
-    do: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    do: torch.Tensor,
     o: torch.Tensor,
     lse: torch.Tensor,
     scale: float,
@@ -48,5 +48,5 @@ def backward(
 
     lse must be finite: a row that sees nothing is given any finite number, its weights being 0.
     """
-    return flash_backward(do, q, k, v, o, lse, 0.0, causal, attn_mask=addend, scale=scale)  # type: ignore[no-any-return]  # an aten op
-
+    dq, dk, dv = flash_backward(do, q, k, v, o, lse, 0.0, causal, attn_mask=addend, scale=scale)
+    return dq, dk, dv

@@ -40,7 +40,9 @@ def weights_(s: torch.Tensor, lse: torch.Tensor) -> None:
     s.sub_(lse.masked_fill(lse == -INF, 0.0)).exp_()
 
 
-def weigh_(o: torch.Tensor, p: torch.Tensor, vs: Sequence[torch.Tensor], scale: float = 1.0) -> None:
+def weigh_(
+    o: torch.Tensor, p: torch.Tensor, vs: Sequence[torch.Tensor], scale: float = 1.0
+) -> None:
     """o [n,L,E] = scale * p v; p [n,L,S], the values in pieces [n,Si,E]."""
     at = 0
     for v in vs:

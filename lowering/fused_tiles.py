@@ -1,4 +1,4 @@
-"""Attention on a CPU as a few calls of PyTorch's fused kernel, on the tiles that the mask leaves."""
+"""Attention on a CPU as a few calls of PyTorch's fused kernel, on the tiles the mask leaves."""
 
 from __future__ import annotations
 
@@ -12,61 +12,27 @@ from attn_graph.fused import Operands
 from attn_graph.kernels import fused_cpu
 from attn_graph.kernels.merging import merge_, sink_
 from attn_graph.keys import Block, Place
-from attn_graph.lowering.problem import Problem
-from attn_graph.lowering.tiles import (
-    Part,
-    Tile,
-    cheapest,
-    diagonal,
-    folded,
-    grown,
-    row_tiles,
-)
-from attn_graph.masks import Mask
+from attn_graph.lowering.problem import Problem, flash_order
+from attn_graph.lowering.tiles import Part, Tile, cheapest, diagonal, folded, grown, row_tiles
 from attn_graph.modifiers import Alibi
-from attn_graph.spec import TensorSpec
+from attn_graph.spec import TensorSpec, memory_order
 from attn_graph.workspace import Buffer
 
 INF = float("inf")
 LEAST_FULL = 2048  # keys: a longer run without mask is worth a call of its own and a merge
 DATA_ROWS = 128  # queries a tile, where data decides which keys they keep
 CPU = torch.device("cpu")
-
-
-def depends(problem: Problem) -> str:
-    """Which of "b" and "h" the mask and the modifiers depend on, found by asking them."""
-    given = problem.node.split(problem.specs)
-    found = axes_of_modifiers(problem, given) + axes_of_mask(problem, given)
-    return "".join(axis for axis in "bh" if axis in found)
-
-
-def axes_of_modifiers(problem: Problem, given: Operands[TensorSpec]) -> str:
-    axes = ""
-    for modifier, specs in zip(problem.node.modifiers, given.modifiers, strict=True):
-        axes += "h" if isinstance(modifier, Alibi) else ""
-        for (name, data) in modifier.needs.items():
-            axes += "".join(x for x, n in zip(data.axes, specs[name].shape, strict=True) if n > 1)
-    return axes
-
-
-def axes_of_mask(problem: Problem, given: Operands[TensorSpec]) -> str:
-    if problem.node.mask is None:
-        return ""
-    data = {n: torch.zeros((), dtype=s.dtype).expand(s.shape) for n, s in given.mask.items()}
-    some = [range(min(2, n)) for n in (problem.B, problem.H, problem.M, problem.N)]
-    block = Block(*some[:3], problem.H, problem.M, problem.N, data)
-    kept = torch.as_tensor(problem.node.mask.keep(Place.of(block, some[3])))
-    shape = (1,) * (4 - kept.ndim) + tuple(kept.shape)
-    return "".join(axis for axis, n in zip("bh", shape, strict=False) if n > 1)
+Scratches = Mapping[str, torch.Tensor]
 
 
 @final
 @frozen
 class FusedTiles:
-    """Forward and backward of one problem. Everything that can be known before the call is here.
+    """Forward and backward of one problem: all that can be known before the call.
 
-    static: the tiles, where no data decides them. axes: what the addend depends on beside i, j.
-    width: the head size computed in, the larger of D and E; the smaller is padded with zeros.
+    static: the tiles, where no data decides them. axes: which of "b" and "h" the addend depends
+    on beside i and j. width: the head size that is computed in, the larger of D and E; the smaller
+    is padded with zeros.
     """
 
     problem: Problem
@@ -77,28 +43,19 @@ class FusedTiles:
     @classmethod
     def plan(cls, problem: Problem) -> FusedTiles:
         axes = depends(problem)
-        static = static_tiles(problem, axes)
-        return cls(problem, static, axes, max(problem.D, problem.E))
+        return cls(problem, static_tiles(problem, axes), axes, max(problem.D, problem.E))
 
     def buffers(self) -> dict[str, Buffer]:
         """The scratch buffers: packed operands, one addend, and sums in wider precision."""
-        p, wide = self.problem, self.problem.wide
-        found = {
-            name: Buffer((*spec.shape[:3], self.width), wide)
-            for name, spec in self.operands().items()
-            if self.packs(spec)
-        }
-        if scores := self.most_scores():
-            share = (p.B if "b" in self.axes and self.static else 1) * (p.H if "h" in self.axes else 1)
-            found["addend"] = Buffer((scores * share,), wide)
+        p = self.problem
+        packed = {name: spec for name, spec in self.operands().items() if self.packs(spec)}
         if p.grad is not None:
-            sums = {"dq": p.specs[0], "dk": p.specs[1], "dv": p.specs[2]}
-            found |= {
-                name: Buffer((*spec.shape[:3], self.width), wide)
-                for name, spec in sums.items()
-                if p.dtype != wide or spec.shape[3] != self.width
+            sums = {f"d{name}": spec for name, spec in zip("qkv", p.specs, strict=False)}
+            packed |= {
+                n: s for n, s in sums.items() if (s.dtype, s.shape[3]) != (p.wide, self.width)
             }
-        return found
+        found = {n: Buffer((*s.shape[:3], self.width), p.wide) for n, s in packed.items()}
+        return found | ({"addend": Buffer((self.addends,), p.wide)} if self.addends else {})
 
     def operands(self) -> dict[str, TensorSpec]:
         """The large operands by name."""
@@ -113,43 +70,52 @@ class FusedTiles:
         """Whether the kernel can't read an operand where it lies: dtype, head size or stride."""
         return spec.dtype != self.problem.wide or spec.shape[3] != self.width or not spec.unit_last
 
+    @property
+    def addends(self) -> int:
+        """Elements of the largest addend; 0 where none is ever needed."""
+        b = self.problem.B if "b" in self.axes and self.static is not None else 1
+        return self.most_scores() * b * (self.problem.H if "h" in self.axes else 1)
+
     def most_scores(self) -> int:
-        """The largest addend of one head, in scores; 0 where none is ever needed."""
-        node, p = self.problem.node, self.problem
+        """The most scores of one head that have something added."""
+        p = self.problem
         if self.static is None:
             return min(DATA_ROWS, p.M) * p.N
         parts = [(len(t.rows) * len(x), x.kind) for t in self.static for x in t.parts]
-        return max((n for n, kind in parts if kind == "mixed" or node.modifiers), default=0)
+        return max((n for n, kind in parts if kind == "mixed" or p.node.modifiers), default=0)
 
     @property
     def temporary(self) -> int:
         """Bytes that the kernel allocates beside the workspace, at most: a tile's results."""
         p = self.problem
         rows, keys = p.B * p.H * p.M * (self.width + 2), p.B * p.G * p.N * self.width
-        masks = 2 * self.most_scores() * (p.B if "b" in self.axes else 1) * (p.H if "h" in self.axes else 1)
-        return masks + p.wide.itemsize * (rows + (2 * keys if p.grad is not None else 0))
+        results = rows + (2 * keys if p.grad is not None else 0)
+        return 2 * self.addends + p.wide.itemsize * results
 
     def told(self) -> str:
         """How it runs, for `explain`."""
-        p, whole = self.problem, self.problem.B * self.problem.M * self.problem.N
         if self.static is None:
-            return f"tiles of {DATA_ROWS} queries, chosen at each call from the data of the mask; each a call of PyTorch's fused kernel"
+            return (
+                f"PyTorch's fused CPU kernel on tiles of {DATA_ROWS} queries; data picks the keys"
+            )
+        whole = self.problem.B * self.problem.M * self.problem.N
         area, calls = sum(t.area for t in self.static), sum(len(t.parts) for t in self.static)
-        share = f"{area / whole:.3g} of {p.H} x {whole} scores"
-        return f"{calls} calls of PyTorch's fused CPU kernel compute {share}"
+        share = f"{100 * area / whole:.3g} % of the {self.problem.H * whole} scores"
+        return f"{calls} calls of PyTorch's fused CPU kernel, {share}"
 
-    def tiles(self, data: Mapping[str, torch.Tensor]) -> Sequence[Tile]:
+    def tiles(self, data: Scratches) -> Sequence[Tile]:
+        """The tiles of a call, given what the mask reads."""
         if self.static is not None:
             return self.static
-        p, mask = self.problem, self.problem.node.mask
-        rows, most = min(DATA_ROWS, p.M), min(DATA_ROWS, p.M) * p.N
-        return [
-            tile
-            for b in range(p.B)
-            for tile in grown(row_tiles(p, mask, range(b, b + 1), rows, LEAST_FULL, data), most, bool(p.node.modifiers))
-        ]  # fmt: skip
+        p = self.problem
+        rows, bounded = min(DATA_ROWS, p.M), bool(p.node.modifiers)
+        found: list[Tile] = []
+        for b in range(p.B):
+            tiles = row_tiles(p, p.node.mask, range(b, b + 1), rows, LEAST_FULL, data)
+            found += grown(tiles, rows * p.N, bounded)
+        return found
 
-    def packed(self, name: str, x: torch.Tensor, scratch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def packed(self, name: str, x: torch.Tensor, scratch: Scratches) -> torch.Tensor:
         """An operand as the kernel reads it, in scratch if it must be."""
         if name not in scratch:
             return x
@@ -159,140 +125,174 @@ class FusedTiles:
         return room
 
     def forward(
-        self, operands: Sequence[torch.Tensor], scratch: Mapping[str, torch.Tensor]
+        self, operands: Sequence[torch.Tensor], scratch: Scratches
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """o, lse."""
-        given, p = self.problem.node.split(operands), self.problem
+        p, given = self.problem, self.problem.node.split(operands)
         q, k, v = (self.packed(n, x, scratch) for n, x in zip("qkv", operands, strict=False))
-        tiles = self.tiles(given.mask)
-        if is_whole(tiles, p) and p.E == self.width and keeps_order(p.specs[0], p.wide):
-            return self.attend(tiles[0], given, scratch, q, k, v)
-        o = p.new_o(CPU)
-        lse = torch.empty(q.shape[:3], dtype=p.wide)
+        call, tiles = Call(self, given, scratch, q, k, v), self.tiles(given.mask)
+        if is_whole(tiles, p) and p.E == self.width and self.keeps_order():
+            return call.attend(tiles[0])
+        o, lse = p.new_o(CPU), torch.empty(q.shape[:3], dtype=p.wide)
         for tile in tiles:
-            part, part_lse = self.attend(tile, given, scratch, q, k, v)
+            part, part_lse = call.attend(tile)
             cut(o, tile).copy_(part[..., : p.E])
-            cut(lse[..., None], tile)[..., 0].copy_(part_lse)
+            cut_rows(lse, tile).copy_(part_lse)
         return o, lse
 
-    def attend(
-        self, tile: Tile, given: Operands[torch.Tensor], scratch: Mapping[str, torch.Tensor],
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """o and lse of one tile, its parts merged."""
-        rows, scale = cut(q, tile), self.problem.node.scale
-        found: tuple[torch.Tensor, torch.Tensor] | None = None
-        for part in tile.parts:
-            addend = self.addend(tile, part, given, scratch)
-            keys, values = (cut(x, tile, part) for x in (k, v))
-            o, lse = fused_cpu.forward(rows, keys, values, scale, part.kind == "causal", addend)
-            if found is None:
-                found = o, lse
-            else:
-                merge_(*found, o, lse)
-        if found is None:
-            found = self.nothing(rows)
-        if given.sinks is not None:
-            sink_(*found, given.sinks)
-        return found
-
-    def nothing(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """o and lse of queries that keep no key."""
-        return torch.zeros_like(rows), torch.full(rows.shape[:3], -INF, dtype=rows.dtype)
-
-    def addend(
-        self, tile: Tile, part: Part, given: Operands[torch.Tensor], scratch: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor | None:
-        """What is added to the scores: additive modifiers, and -inf where the mask does not keep."""
-        node, p = self.problem.node, self.problem
-        if part.kind != "mixed" and not node.modifiers:
-            return None
-        block = Block(tile.batch, range(p.H), tile.rows, p.H, p.M, p.N, given.mask)
-        at = Place.of(block, range(part.start, part.stop))
-        b, h = (len(tile.batch) if "b" in self.axes else 1), (p.H if "h" in self.axes else 1)
-        shape = (b, h, len(tile.rows), len(part))
-        sums = scratch["addend"][: b * h * shape[2] * shape[3]].view(shape).zero_()
-        for modifier, data in zip(node.modifiers, given.modifiers, strict=True):
-            modifier.change(sums, at.reading(data))
-        if part.kind == "mixed":
-            sums.masked_fill_(dropped(node.mask, at), -INF)
-        return sums
+    def keeps_order(self) -> bool:
+        """Whether the kernel lays o out in the memory order of q, given q where it lies."""
+        q = self.problem.specs[0]
+        return not self.packs(q) and flash_order(q) == memory_order(q)
 
     def backward(
-        self, operands: Sequence[torch.Tensor], scratch: Mapping[str, torch.Tensor]
+        self, operands: Sequence[torch.Tensor], scratch: Scratches
     ) -> dict[int, torch.Tensor]:
         """The gradients of q, k and v, by number of the operand."""
         p = self.problem
         assert p.grad is not None
         own, o, lse, do, _ = p.grad.split(operands)
-        given = p.node.split(own)
         assert do is not None  # without it only dlse is left, and that is not for this kernel
-        q, k, v, o, do = (
-            self.packed(n, x, scratch)
-            for n, x in zip(("q", "k", "v", "o", "do"), (*own[:3], o, do), strict=True)
-        )
+        given = p.node.split(own)
+        q, k, v = (self.packed(n, x, scratch) for n, x in zip("qkv", own, strict=False))
+        o, do = self.packed("o", o, scratch), self.packed("do", do, scratch)
         finite = lse.masked_fill(lse == -INF, 0.0)
-        tiles = self.tiles(given.mask)
-        if is_whole(tiles, p) and not {"dq", "dk", "dv"} & scratch.keys():
-            part = tiles[0].parts[0]
-            return dict(enumerate(self.pull(tiles[0], part, given, scratch, q, k, v, o, finite, do)))
-        sums = [
-            scratch[name].zero_() if name in scratch else torch.zeros(s.shape, dtype=s.dtype)
-            for name, s in zip(("dq", "dk", "dv"), p.specs, strict=False)
-        ]
-        for tile in tiles:
-            for part in tile.parts:
-                found = self.pull(tile, part, given, scratch, q, k, v, o, finite, do)
-                cut(sums[0], tile).add_(found[0])
-                add_windows(sums[1], found[1], tile, part)
-                add_windows(sums[2], found[2], tile, part)
+        call, tiles = Call(self, given, scratch, q, k, v), self.tiles(given.mask)
+        if is_whole(tiles, p):
+            sums = call.pull(tiles[0], tiles[0].parts[0], o, finite, do)
+        else:
+            sums = self.summed(call, tiles, o, finite, do)
         return {
-            i: sums[i][..., : spec.shape[3]].to(spec.dtype, copy=True) if name in scratch else sums[i]
-            for i, (name, spec) in enumerate(zip(("dq", "dk", "dv"), p.specs, strict=False))
+            i: x[..., : spec.shape[3]].to(spec.dtype, copy=f"d{name}" in scratch)
+            for i, (name, spec, x) in enumerate(zip("qkv", p.specs, sums, strict=False))
         }
 
-    def pull(
-        self, tile: Tile, part: Part, given: Operands[torch.Tensor], scratch: Mapping[str, torch.Tensor],
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
+    def summed(
+        self,
+        call: Call,
+        tiles: Sequence[Tile],
+        o: torch.Tensor,
+        lse: torch.Tensor,
         do: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """dq, dk, dv of all tiles, in wider precision and padded."""
+        dq, dk, dv = (
+            call.scratch[name].zero_()
+            if name in call.scratch
+            else torch.zeros(s.shape, dtype=s.dtype)
+            for name, s in zip(("dq", "dk", "dv"), self.problem.specs, strict=False)
+        )
+        for tile in tiles:
+            for part in tile.parts:
+                found = call.pull(tile, part, o, lse, do)
+                cut(dq, tile).add_(found[0])
+                add_windows(dk, found[1], tile, part)
+                add_windows(dv, found[2], tile, part)
+        return dq, dk, dv
+
+
+@final
+@frozen(eq=False)
+class Call:
+    """One call's operands, packed."""
+
+    tiles: FusedTiles
+    given: Operands[torch.Tensor]
+    scratch: Scratches
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+    def attend(self, tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:
+        """o and lse of one tile, its parts merged."""
+        rows, scale = cut(self.q, tile), self.tiles.problem.node.scale
+        found: tuple[torch.Tensor, torch.Tensor] | None = None
+        for part in tile.parts:
+            k, v = cut(self.k, tile, part), cut(self.v, tile, part)
+            causal, addend = part.kind == "causal", self.addend(tile, part)
+            o, lse = fused_cpu.forward(rows, k, v, scale, causal, addend)
+            if found is None:
+                found = o, lse
+            else:
+                merge_(*found, o, lse)
+        if found is None:
+            found = torch.zeros_like(rows), torch.full(rows.shape[:3], -INF, dtype=rows.dtype)
+        if self.given.sinks is not None:
+            sink_(*found, self.given.sinks)
+        return found
+
+    def pull(
+        self, tile: Tile, part: Part, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """dq, dk, dv of one part of a tile."""
-        addend = self.addend(tile, part, given, scratch)
-        rows = [cut(x, tile) for x in (do, q)]
-        keys = [cut(x, tile, part) for x in (k, v)]
-        rest = [cut(o, tile), cut(lse[..., None], tile)[..., 0]]
-        causal = part.kind == "causal"
-        return fused_cpu.backward(*rows, *keys, *rest, self.problem.node.scale, causal, addend)
+        q, k, v = cut(self.q, tile), cut(self.k, tile, part), cut(self.v, tile, part)
+        scale, addend = self.tiles.problem.node.scale, self.addend(tile, part)
+        rows = cut(do, tile), cut(o, tile), cut_rows(lse, tile)
+        return fused_cpu.backward(q, k, v, *rows, scale, part.kind == "causal", addend)
+
+    def addend(self, tile: Tile, part: Part) -> torch.Tensor | None:
+        """What is added to the scores: additive modifiers, and -inf where the mask drops a key."""
+        p = self.tiles.problem
+        if part.kind != "mixed" and not p.node.modifiers:
+            return None
+        block = Block(tile.batch, range(p.H), tile.rows, p.H, p.M, p.N, self.given.mask)
+        at = Place.of(block, range(part.start, part.stop))
+        b = len(tile.batch) if "b" in self.tiles.axes else 1
+        h = p.H if "h" in self.tiles.axes else 1
+        size = b * h * len(tile.rows) * len(part)
+        sums = self.scratch["addend"][:size].view(b, h, len(tile.rows), len(part)).zero_()
+        for modifier, data in zip(p.node.modifiers, self.given.modifiers, strict=True):
+            modifier.change(sums, at.reading(data))
+        if part.kind == "mixed":
+            assert p.node.mask is not None
+            sums.masked_fill_(torch.as_tensor(p.node.mask.keep(at)).logical_not(), -INF)
+        return sums
+
+
+def depends(problem: Problem) -> str:
+    """Which of "b" and "h" the mask and the modifiers depend on."""
+    given = problem.node.split(problem.specs)
+    found = axes_of_modifiers(problem, given) + axes_of_mask(problem, given)
+    return "".join(axis for axis in "bh" if axis in found)
+
+
+def axes_of_modifiers(problem: Problem, given: Operands[TensorSpec]) -> str:
+    axes = ""
+    for modifier, specs in zip(problem.node.modifiers, given.modifiers, strict=True):
+        axes += "h" if isinstance(modifier, Alibi) else ""
+        for name, data in modifier.needs.items():
+            axes += "".join(x for x, n in zip(data.axes, specs[name].shape, strict=True) if n > 1)
+    return axes
+
+
+def axes_of_mask(problem: Problem, given: Operands[TensorSpec]) -> str:
+    """Found by asking the mask at a few places: what it returns is as large as what it reads."""
+    if problem.node.mask is None:
+        return ""
+    data = {n: torch.zeros((), dtype=s.dtype).expand(s.shape) for n, s in given.mask.items()}
+    b, h, i, j = (range(min(2, n)) for n in (problem.B, problem.H, problem.M, problem.N))
+    block = Block(b, h, i, problem.H, problem.M, problem.N, data)
+    kept = torch.as_tensor(problem.node.mask.keep(Place.of(block, j)))
+    shape = (1,) * (4 - kept.ndim) + tuple(kept.shape)
+    return "".join(axis for axis, n in zip("bh", shape, strict=False) if n > 1)
 
 
 def static_tiles(problem: Problem, axes: str) -> tuple[Tile, ...] | None:
     """The tiles where no data decides them; None where it does."""
-    node = problem.node
-    mask, batch = node.mask, range(problem.B)
+    node, most = problem.node, DATA_ROWS * problem.N
+    mask, bounded = node.mask, bool(node.modifiers)
     plain = diagonal(problem, mask)
-    if plain is not None and (not node.modifiers or mask is None and problem.M * problem.N <= 2**16):
+    if plain is not None and (not bounded or (mask is None and problem.M <= DATA_ROWS)):
         return tuple(plain)
     if mask is not None and mask.needs:
         return None
-    may_fold = "b" not in axes and (mask is None or mask.relative) and all(m.relative for m in node.modifiers)
-    most = 128 * problem.N
+    relative = mask is not None and mask.relative and all(m.relative for m in node.modifiers)
 
     def tiles(rows: int) -> list[Tile]:
-        found = row_tiles(problem, mask, batch, rows, LEAST_FULL)
-        return folded(found) if may_fold and mask is not None else grown(found, most, bool(node.modifiers))
+        found = row_tiles(problem, mask, range(problem.B), rows, LEAST_FULL)
+        return folded(found) if relative and "b" not in axes else grown(found, most, bounded)
 
     return tuple(cheapest(problem, tiles))
-
-
-def dropped(mask: Mask | None, at: Place) -> torch.Tensor:
-    """Where the mask does not keep."""
-    assert mask is not None  # only a mask makes a part mixed
-    return torch.as_tensor(mask.keep(at)).logical_not()
-
-
-def keeps_order(q: TensorSpec, wide: torch.dtype) -> bool:
-    """Whether the kernel, given q as it is, lays o out in the memory order of q."""
-    return q.dtype == wide and q.unit_last and all(s or n == 1 for n, s in zip(q.shape, q.strides, strict=True))
 
 
 def is_whole(tiles: Sequence[Tile], problem: Problem) -> bool:
@@ -313,6 +313,11 @@ def cut(x: torch.Tensor, tile: Tile, part: Part | None = None) -> torch.Tensor:
     h, m, d = first.stride()
     shape = (tile.repeat, *first.shape)
     return first.as_strided(shape, (tile.step * m, h, m, d), first.storage_offset())
+
+
+def cut_rows(x: torch.Tensor, tile: Tile) -> torch.Tensor:
+    """A tile's rows of x [B,H,M]."""
+    return cut(x[..., None], tile)[..., 0]
 
 
 def add_windows(total: torch.Tensor, share: torch.Tensor, tile: Tile, part: Part) -> None:

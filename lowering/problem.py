@@ -10,7 +10,7 @@ from attrs import frozen
 
 from attn_graph.fused import Attention, AttentionGrad
 from attn_graph.ir import Eqn, Graph
-from attn_graph.spec import TensorSpec, accumulator, dense_strides, memory_order
+from attn_graph.spec import TensorSpec, accumulator, dense_strides, memory_order, normalised
 
 
 @final
@@ -97,3 +97,10 @@ def sole(graph: Graph) -> Problem | None:
     """The problem of a graph that is one attention, or one attention's gradient, and no more."""
     found = problems(graph)
     return found[0] if len(found) == len(graph.eqns) == 1 else None
+
+
+def flash_order(q: TensorSpec) -> tuple[int, ...]:
+    """The memory order in which PyTorch's fused CPU kernel lays out o: q's if q is dense, else bshd."""
+    order = memory_order(q)
+    dense = normalised(q.shape, dense_strides(q.shape, order)) == q.strides
+    return order if dense else (0, 2, 1, 3)

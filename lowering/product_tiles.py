@@ -11,7 +11,7 @@ from attrs import frozen
 from attn_graph.fused import Operands
 from attn_graph.kernels import products
 from attn_graph.kernels.merging import sink_
-from attn_graph.keys import Block, Place
+from attn_graph.keys import Block, Place, joined
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.tiles import Part, Tile, parts_of
 from attn_graph.philox import counters, keep_
@@ -19,8 +19,8 @@ from attn_graph.spec import TensorSpec
 from attn_graph.workspace import Buffer
 
 INF = float("inf")
-SCORES = 2**20  # scores held at a time: 4 MiB of float32, so that a tile's buffers share a cache
-MOST_ROWS = 128
+SCORES = 2**21  # scores held at a time: 8 MiB of float32, what a few cores find in a shared cache
+MOST_ROWS = 64
 LEAST_ROWS = 16
 LEAST_FULL = 64  # keys: on a longer run the mask is not evaluated
 
@@ -52,7 +52,9 @@ class ProductTiles:
         groups = min(p.G, max(1, SCORES // (p.N * r * rows)))
         merges = groups == p.G and all(merges_batch(s) or packs(s, p) for s in p.specs[1:3])
         by_data = p.node.mask is not None and bool(p.node.mask.needs)
-        batch = min(p.B, max(1, SCORES // (p.N * r * rows * groups))) if merges and not by_data else 1
+        batch = (
+            min(p.B, max(1, SCORES // (p.N * r * rows * groups))) if merges and not by_data else 1
+        )
         return cls(problem, rows, batch, groups)
 
     @property
@@ -64,7 +66,9 @@ class ProductTiles:
         p, wide = self.problem, self.problem.wide
         n, L = self.batch * self.groups, self.r * self.rows
         found = {
-            name: Buffer(s.shape, wide) for name, s in zip("kv", p.specs[1:3], strict=True) if packs(s, p)
+            name: Buffer(s.shape, wide)
+            for name, s in zip("kv", p.specs[1:3], strict=True)
+            if packs(s, p)
         }
         found |= {"q": Buffer((n * L * p.D,), wide), "s": Buffer((n * L * p.N,), wide)}
         found |= {"o": Buffer((n * L * p.E,), wide)}
@@ -85,7 +89,9 @@ class ProductTiles:
         steps = [i for i, m in enumerate(p.node.modifiers) if not m.additive]
         found |= {f"step{i}": Buffer((n * L * p.N,), wide) for i in steps}
         if p.dtype != wide:
-            found |= {f"d{x}": Buffer(s.shape, wide) for x, s in zip("kv", p.specs[1:3], strict=True)}
+            found |= {
+                f"d{x}": Buffer(s.shape, wide) for x, s in zip("kv", p.specs[1:3], strict=True)
+            }
         return found
 
     @property
@@ -115,7 +121,9 @@ class ProductTiles:
     def heads(self, chunk: Chunk) -> range:
         return range(chunk.groups.start * self.r, chunk.groups.stop * self.r)
 
-    def packed(self, operands: Sequence[torch.Tensor], scratch: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    def packed(
+        self, operands: Sequence[torch.Tensor], scratch: Mapping[str, torch.Tensor]
+    ) -> list[torch.Tensor]:
         """k and v as the products read them, in scratch if they must be."""
         pairs = zip("kv", operands[1:3], strict=True)
         return [scratch[name].copy_(x) if name in scratch else x for name, x in pairs]
@@ -143,17 +151,21 @@ class ProductTiles:
         own, o, lse, do, dlse = p.grad.split(operands)
         given = p.node.split(own)
         k, v = self.packed(operands, scratch)
-        dq = torch.zeros(given.q.shape, dtype=p.dtype, device=o.device)
+        dq = torch.empty(given.q.shape, dtype=p.dtype, device=o.device)
         dk, dv = (
-            scratch[f"d{name}"].zero_() if f"d{name}" in scratch else torch.zeros_like(x, memory_format=torch.contiguous_format)
+            scratch[f"d{name}"].zero_()
+            if f"d{name}" in scratch
+            else torch.zeros_like(x, memory_format=torch.contiguous_format)
             for name, x in zip("kv", (given.k, given.v), strict=True)
         )
         totals = self.totals(given)
         for chunk in self.chunks():
             for tile in self.tiles(chunk, given.mask):
+                here = Here(self, chunk, tile, given, scratch)
                 if tile.parts:
-                    here = Here(self, chunk, tile, given, scratch)
                     here.pull(k, v, (o, lse, do, dlse), (dq, dk, dv), totals)
+                else:
+                    here.rows_of(dq).zero_()
         found = {0: dq, 1: dk.to(p.dtype), 2: dv.to(p.dtype)}
         return found | self.collected(given, totals)
 
@@ -161,8 +173,15 @@ class ProductTiles:
         """Zeros for the gradients of the modifiers' tensors that are wanted, one dict a modifier."""
         node, out, at = self.problem.node, [], 3
         for modifier, data in zip(node.modifiers, given.modifiers, strict=True):
-            wanted = {name for i, name in enumerate(data, at) if self.wants(i) and name in modifier.trains}
-            out.append({n: torch.zeros(data[n].shape, dtype=self.problem.wide, device=data[n].device) for n in wanted})
+            wanted = {
+                name for i, name in enumerate(data, at) if self.wants(i) and name in modifier.trains
+            }
+            out.append(
+                {
+                    n: torch.zeros(data[n].shape, dtype=self.problem.wide, device=data[n].device)
+                    for n in wanted
+                }
+            )
             at += len(data)
         return out
 
@@ -217,11 +236,13 @@ class Here:
         return room
 
     def keys_of(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """The parts' keys of x [B,G,N,D], as [n,S,D] each."""
+        """The tile's keys of x [B,G,N,D], as [n,S,D] for each run of parts without a hole."""
         b, g = self.chunk.batch, self.chunk.groups
         here = x[b.start : b.stop, g.start : g.stop]
         flat = here[0] if len(b) == 1 else here.flatten(0, 1)
-        return [flat[:, part.start : part.stop] for part in self.tile.parts]
+        return [
+            flat[:, a:b] for a, b in joined([(p.start, p.stop) for p in self.tile.parts], gap=0)
+        ]
 
     def pieces(self, s: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor, Place]]:
         """Each part of the scores [n,L,S] as [batch,heads,rows,keys], and where it is."""
@@ -233,11 +254,15 @@ class Here:
             yield part, four[..., at : at + len(part)], place
             at += len(part)
 
-    def scores(self, q: torch.Tensor, k: torch.Tensor, keep: Callable[[int, torch.Tensor], None]) -> torch.Tensor:
+    def scores(
+        self, q: torch.Tensor, k: torch.Tensor, keep: Callable[[int, torch.Tensor], None]
+    ) -> torch.Tensor:
         """The modified and masked scores. `keep` is told each step's result before the next."""
         node, s = self.tiles.problem.node, self.room("s", self.tile.keys)
         products.scores_(s, q, self.keys_of(k), node.scale)
-        for i, (modifier, data) in enumerate(zip(node.modifiers, self.given.modifiers, strict=True)):
+        for i, (modifier, data) in enumerate(
+            zip(node.modifiers, self.given.modifiers, strict=True)
+        ):
             for _, piece, at in self.pieces(s):
                 modifier.change(piece, at.reading(data))
             keep(i, s)
@@ -343,12 +368,16 @@ class Here:
 
         return keep
 
-    def modifiers_back(self, ds: torch.Tensor, totals: Sequence[Mapping[str, torch.Tensor]]) -> None:
+    def modifiers_back(
+        self, ds: torch.Tensor, totals: Sequence[Mapping[str, torch.Tensor]]
+    ) -> None:
         """ds of the last step -> ds of the products, collecting the modifiers' own gradients."""
         steps = [*zip(self.tiles.problem.node.modifiers, self.given.modifiers, totals, strict=True)]
         for i, (modifier, data, sums) in reversed([*enumerate(steps)]):
             results = self.room(f"step{i}" if f"step{i}" in self.scratch else "s", self.tile.keys)
-            for (_, piece, at), (_, result, _) in zip(self.pieces(ds), self.pieces(results), strict=True):
+            for (_, piece, at), (_, result, _) in zip(
+                self.pieces(ds), self.pieces(results), strict=True
+            ):
                 if sums:
                     modifier.collect(sums, piece, at.reading(data))
                 modifier.back(piece, result, at.reading(data))
@@ -361,4 +390,8 @@ def packs(spec: TensorSpec, problem: Problem) -> bool:
 
 def merges_batch(spec: TensorSpec) -> bool:
     """Whether batch and heads are one axis in memory."""
-    return spec.shape[0] <= 1 or spec.shape[1] <= 1 or spec.strides[0] == spec.shape[1] * spec.strides[1]
+    return (
+        spec.shape[0] <= 1
+        or spec.shape[1] <= 1
+        or spec.strides[0] == spec.shape[1] * spec.strides[1]
+    )

@@ -14,7 +14,9 @@ from attn_graph.lowering.problem import Problem
 from attn_graph.masks import Band, Mask
 
 CALL_SECONDS = 60e-6  # of a small tile on a CPU: slicing, the kernel's start, copying the result
-FLOP_SECONDS = 1e-11  # of a multiplication or addition on 2 cores; only its ratio to the above counts
+FLOP_SECONDS = (
+    1e-11  # of a multiplication or addition on 2 cores; only its ratio to the above counts
+)
 ROW_BLOCKS = (32, 64, 128, 256, 512)
 BRIDGE = 32  # keys: a hole this small costs less to compute than a tile to begin
 
@@ -145,12 +147,15 @@ def diagonal(problem: Problem, mask: Mask | None) -> list[Tile] | None:
     """Tiles for no mask or a causal one, which the fused kernel knows itself.
 
     A diagonal `high` places right of the corner: every query keeps the first `high` keys, and the
-    rest is a square triangle. Left of the corner: the first -high queries keep nothing.
+    rest is a square triangle. Left of the corner: the first -high queries keep nothing. The kernel
+    masks before it scales, so a scale of 0 or less turns its -inf into NaN or inf: None then.
     """
     B, M, N = range(problem.B), problem.M, problem.N
     if mask is None:
         return [Tile(B, range(M), (Part(0, N, "full"),))]
-    if not isinstance(mask, Band) or mask.low is not None or mask.high is None or mask.ragged:
+    if not isinstance(mask, Band) or mask.low is not None or mask.high is None:
+        return None
+    if mask.ragged or problem.node.scale <= 0:
         return None
     dead = min(M, max(0, -mask.high))
     seen = max(0, mask.high)

@@ -24,11 +24,14 @@ from attn_graph.target import Target
 from attn_graph.workspace import Scratch, Workspace
 
 Tiles = FusedTiles | ProductTiles
-Step = Callable[..., Sequence[torch.Tensor]]
+NOTHING = Scratch()
+Work = Callable[..., Sequence[torch.Tensor]]
 
 
 def why_not(graph: Graph, target: Target, options: Options) -> Iterator[str]:
-    need = max((Scratch(tuple(t.buffers().values())).bytes for t in planned(graph, target)), default=0)
+    need = max(
+        (Scratch(tuple(t.buffers().values())).bytes for t in planned(graph, target)), default=0
+    )
     if options.max_workspace is not None and need > options.max_workspace:
         most = f"{options.max_workspace} bytes ({shown(options.max_workspace)})"
         yield f"needs a workspace of {need} bytes ({shown(need)}), max_workspace is {most}"
@@ -50,7 +53,7 @@ def tiles_of(graph: Graph, eqn: Eqn, target: Target) -> Tiles | None:
 
 
 def fuses(problem: Problem, target: Target) -> bool:
-    """Whether PyTorch's fused CPU kernel can compute the tiles: additive steps, gradients of q, k, v."""
+    """Whether PyTorch's fused CPU kernel can compute the tiles: it adds, and pulls to q, k, v."""
     node, grad = problem.node, problem.grad
     if target.kind != "cpu" or node.dropout or not all(m.additive for m in node.modifiers):
         return False
@@ -66,8 +69,8 @@ def fuses(problem: Problem, target: Target) -> bool:
 class Step:
     """One equation, ready to run."""
 
-    call: Callable[..., Sequence[torch.Tensor]]
-    scratch: Scratch = Scratch()
+    call: Work
+    scratch: Scratch = NOTHING
     temporary: int = 0
     note: str | None = None
 
@@ -119,9 +122,7 @@ def step_of(graph: Graph, eqn: Eqn, target: Target, workspace: Workspace) -> Ste
     return Step(call, scratch, tiles.temporary, tiles.told())
 
 
-def defined(
-    op: Op, specs: Sequence[TensorSpec], device: torch.device
-) -> Callable[..., Sequence[torch.Tensor]]:
+def defined(op: Op, specs: Sequence[TensorSpec], device: torch.device) -> Work:
     """An equation by its definition: what is no attention, and attentions without a score."""
 
     def call(*operands: torch.Tensor) -> Sequence[torch.Tensor]:

@@ -10,10 +10,10 @@ from attn_graph.backend import Backend, Executable, Options
 from attn_graph.fused import Attention, AttentionGrad
 from attn_graph.ir import Graph
 from attn_graph.kernels.fused_cpu import INF, flash, flash_backward
-from attn_graph.lowering.problem import Problem, sole
+from attn_graph.lowering.problem import Problem, flash_order, sole
 from attn_graph.masks import Band
 from attn_graph.modifiers import Bias
-from attn_graph.spec import NAMES, TensorSpec
+from attn_graph.spec import NAMES, TensorSpec, memory_order
 from attn_graph.target import Target
 
 TOP_LEFT = Band(None, 0)
@@ -44,6 +44,8 @@ def node_reasons(node: Attention) -> Iterator[str]:
         yield f"masks by {TOP_LEFT} (causal, top left) or not at all, and the mask is {node.mask}"
     elif node.mask is not None and node.modifiers:
         yield "takes a bias or a causal mask, and the graph has both"
+    if node.mask is not None and node.scale <= 0:
+        yield f"masks before it scales, so a causal mask needs a scale above 0, and it is {node.scale}"
     if node.sinks:
         yield "has no sinks, and the graph has"
     if node.dropout:
@@ -95,7 +97,7 @@ def lower_forward(problem: Problem, graph: Graph) -> Executable:
     causal, scale = problem.node.mask is not None, problem.node.scale
     base = len(graph.inputs)
     wanted = tuple(i - base for i in graph.outputs)
-    reorders = not all(s or n == 1 for n, s in zip(problem.specs[0].shape, problem.specs[0].strides, strict=True))
+    reorders = flash_order(problem.specs[0]) != memory_order(problem.specs[0])
 
     def attend(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         bias = tensors[rest[0]] if rest else None
@@ -103,7 +105,7 @@ def lower_forward(problem: Problem, graph: Graph) -> Executable:
         o, lse = flash(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
         if bias is not None:
             lse = lse.masked_fill(bias.amax(-1) == -INF, -INF)
-        return (o.contiguous() if reorders else o), lse
+        return (problem.new_o(o.device).copy_(o) if reorders else o), lse
 
     def run_o(*tensors: torch.Tensor) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         found = attend(*tensors)

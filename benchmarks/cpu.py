@@ -1,0 +1,189 @@
+"""attn_graph against `F.scaled_dot_product_attention` given the same job, on this CPU."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from attrs import frozen
+
+import attn_graph as ag
+from benchmarks.timing import save, versus
+
+Sizes = tuple[int, int, int, int]
+SHAPES: tuple[Sizes, ...] = (
+    (4, 12, 1024, 64),
+    (1, 8, 4096, 64),
+    (1, 8, 2048, 128),
+    (8, 12, 256, 64),
+)
+Attend = Callable[..., torch.Tensor]
+
+
+@frozen
+class Job:
+    """One comparison: our graph, the peer's function, the tensors, and what is asked of the ratio."""
+
+    name: str
+    graph: ag.Graph
+    peer: Attend
+    tensors: tuple[torch.Tensor, ...]
+    least: float | None = None
+    backward: bool = False
+    named: dict[str, torch.Tensor] = {}
+
+
+def qkv(sizes: Sizes, dtype: torch.dtype, E: int | None = None) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(0)
+    B, H, S, D = sizes
+    return tuple(torch.randn(B, H, S, n, dtype=dtype) for n in (D, D, E or D))
+
+
+def job(
+    name: str,
+    tensors: tuple[torch.Tensor, ...],
+    peer: Attend,
+    least: float | None = None,
+    backward: bool = False,
+    named: dict[str, torch.Tensor] | None = None,
+    **options: Any,
+) -> Job:
+    specs = [ag.TensorSpec.like(t) for t in tensors]
+    return Job(name, ag.attention(*specs, **options), peer, tensors, least, backward, named or {})
+
+
+def plain_jobs() -> Iterator[Job]:
+    """What PyTorch's kernel takes as it is: we may lose nothing."""
+    for sizes in SHAPES:
+        for causal in (False, True):
+            peer = partial(F.scaled_dot_product_attention, is_causal=causal)
+            mask = ag.Causal() if causal else None
+            told = f"float32 {'causal' if causal else 'full'} {sizes}"
+            yield job(told, qkv(sizes, torch.float32), peer, 0.97, mask=mask)
+            yield job(told, qkv(sizes, torch.float32), peer, 0.95, True, mask=mask)
+
+
+def half_jobs() -> Iterator[Job]:
+    for dtype in (torch.float16, torch.bfloat16):
+        for sizes in SHAPES:
+            for causal in (False, True):
+                peer = partial(F.scaled_dot_product_attention, is_causal=causal)
+                mask = ag.Causal() if causal else None
+                told = f"{str(dtype)[6:]} {'causal' if causal else 'full'} {sizes}"
+                yield job(told, qkv(sizes, dtype), peer, mask=mask)
+    for dtype in (torch.float16, torch.bfloat16):
+        peer = partial(F.scaled_dot_product_attention, is_causal=True)
+        tensors = qkv((1, 8, 1024, 128), dtype)
+        yield job(
+            f"{str(dtype)[6:]} causal (1, 8, 1024, 128)", tensors, peer, 8, True, mask=ag.Causal()
+        )
+
+
+def window_jobs() -> Iterator[Job]:
+    """Masks that PyTorch must be given as a dense tensor."""
+    tensors = qkv((1, 4, 4096, 64), torch.float32)
+    i, j = torch.arange(4096)[:, None], torch.arange(4096)
+    for left, least in ((64, 12.0), (255, 7.5)):
+        dense = (j <= i) & (j >= i - left)
+        for backward in (False, True):
+            yield job(
+                f"float32 causal & window {left} (1, 4, 4096, 64)", tensors,
+                partial(F.scaled_dot_product_attention, attn_mask=dense), None if backward else least,
+                backward, mask=ag.Causal() & ag.Window(left),
+            )  # fmt: skip
+    number = (torch.arange(4096) // 256)[None]
+    same = number[0][:, None] == number[0]
+    spec = ag.TensorSpec.like(number)
+    for backward in (False, True):
+        yield job(
+            "float32 segments of 256 (1, 4, 4096, 64)", tensors,
+            partial(F.scaled_dot_product_attention, attn_mask=same), None if backward else 6.0, backward,
+            {"q_segments": number, "kv_segments": number}, segments=(spec, spec),
+        )  # fmt: skip
+
+
+def odd_jobs() -> Iterator[Job]:
+    """What makes PyTorch leave its fused kernel."""
+    causal = partial(F.scaled_dot_product_attention, is_causal=True)
+    q, k, v = qkv((4, 12, 1024, 128), torch.float32, E=64)
+    yield job("float32 causal D=128, E=64 (4, 12, 1024)", (q, k, v), causal, 2.6, mask=ag.Causal())
+    yield job(
+        "float32 causal D=128, E=64 (4, 12, 1024)", (q, k, v), causal, None, True, mask=ag.Causal()
+    )
+    q, k, v = qkv((4, 12, 1024, 64), torch.float32)
+    strided = q.mT.contiguous().mT
+    yield job(
+        "float32 causal strided last axis (4, 12, 1024, 64)",
+        (strided, k, v),
+        causal,
+        4.0,
+        mask=ag.Causal(),
+    )
+    capped = partial(eager_soft_cap, cap=30.0)
+    for backward in (False, True):
+        yield job("float32 causal soft cap (4, 12, 1024, 64), peer: eager formula", (q, k, v), capped, 3.0, backward, mask=ag.Causal(), soft_cap=30.0)  # fmt: skip
+
+
+def eager_soft_cap(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cap: float
+) -> torch.Tensor:
+    """SoftCap and Causal as one writes them in PyTorch."""
+    s = cap * torch.tanh(q @ k.mT / math.sqrt(q.shape[-1]) / cap)
+    later = torch.ones(s.shape[-2:], dtype=torch.bool).triu(1)
+    return torch.softmax(s.masked_fill(later, -math.inf), -1) @ v
+
+
+GROUPS = {"plain": plain_jobs, "half": half_jobs, "window": window_jobs, "odd": odd_jobs}
+
+
+def measured(job: Job, runs: int) -> dict[str, Any]:
+    """One row: times, the ratio, and what was asked."""
+    plan = ag.compile(job.graph)
+    tensors = [t.detach().requires_grad_(job.backward) for t in job.tensors]
+    do = torch.randn_like(job.peer(*job.tensors))
+
+    def run(attend: Attend, **named: torch.Tensor) -> object:
+        o = attend(*tensors, **named)
+        return torch.autograd.grad(o, tensors, do) if job.backward else o
+
+    time = versus(partial(run, plan, **job.named), partial(run, job.peer), runs)
+    return {
+        "job": job.name,
+        "pass": "forward+backward" if job.backward else "forward",
+        "backend": plan.backend,
+        "ms": round(time.ours * 1e3, 2),
+        "peer ms": round(time.peer * 1e3, 2),
+        "ratio": round(time.ratio, 3),
+        "asked": job.least,
+    }
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("groups", nargs="*", default=list(GROUPS), help=f"of {', '.join(GROUPS)}")
+    options.add_argument("--runs", type=int, default=9)
+    options.add_argument(
+        "--save", action="store_true", help="write benchmarks/results/cpu-<date>.json"
+    )
+    given = options.parse_args()
+    rows = []
+    for group in given.groups:
+        for each in GROUPS[group]():
+            rows.append(measured(each, given.runs))
+            row = rows[-1]
+            asked = f"  asked {row['asked']}" if row["asked"] else ""
+            print(
+                f"{row['ratio']:7.2f}x {row['ms']:9.2f} ms  {row['backend']:10} {row['job']}, {row['pass']}{asked}",
+                flush=True,
+            )
+    if given.save:
+        print(save("cpu", rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Ratios that can be trusted on a machine that others use too: interleaved runs, medians."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import frozen
+
+import attn_graph as ag
+
+Job = Callable[[], object]
+RESULTS = Path(__file__).parent / "results"
+
+
+@frozen
+class Timing:
+    """Median seconds of ours and the peer's, from interleaved runs, and their ratio (> 1: faster)."""
+
+    ours: float
+    peer: float
+    ratio: float  # the median of each pair's ratio, so that drift cancels
+
+
+def versus(ours: Job, peer: Job, runs: int = 9) -> Timing:
+    """Time two jobs in turn, after a warm-up of both."""
+    ours(), peer()
+    pairs = [(seconds(ours), seconds(peer)) for _ in range(runs)]
+    mine, theirs = (statistics.median(x) for x in zip(*pairs, strict=True))
+    return Timing(mine, theirs, statistics.median(p / o for o, p in pairs))
+
+
+def seconds(job: Job) -> float:
+    start = time.perf_counter()
+    job()
+    return time.perf_counter() - start
+
+
+def microseconds(job: Job, calls: int = 2000, rounds: int = 15) -> float:
+    """The least mean time of a call over some rounds: what the host can do undisturbed."""
+    job()
+
+    def mean() -> float:
+        start = time.perf_counter()
+        for _ in range(calls):
+            job()
+        return (time.perf_counter() - start) / calls * 1e6
+
+    return min(mean() for _ in range(rounds))
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    cpu = next(
+        (x.split(":")[1].strip() for x in cpu_lines() if x.startswith("model name")),
+        platform.processor(),
+    )
+    return {
+        "cpu": cpu,
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "native": list(ag.Target.of("cpu").native),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "libraries": dict(ag.Target.of("cpu").libraries),
+        "attn_graph": ag.__version__,
+        "commit": commit(),
+    }
+
+
+def cpu_lines() -> list[str]:
+    info = Path("/proc/cpuinfo")
+    return info.read_text().splitlines() if info.exists() else []
+
+
+def commit() -> str:
+    done = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False,
+        cwd=Path(__file__).parent,
+    )  # fmt: skip
+    return done.stdout.strip()
+
+
+def save(name: str, rows: Sequence[dict[str, Any]]) -> Path:
+    """Write rows with the machine beside them."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}-{date.today().isoformat()}.json"
+    path.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+    return path
