@@ -66,7 +66,8 @@ class Plan:
     def __call__(self, *tensors: torch.Tensor, **named: torch.Tensor) -> torch.Tensor | Tensors:
         if named or len(tensors) != self.count:
             tensors = self.arranged(tensors, named)
-        told, wants = [], False
+        told: list[object] = []
+        wants = False
         for t in tensors:
             told += t.shape, t.stride(), t.dtype, t.device
             wants = wants or t.requires_grad
@@ -81,27 +82,18 @@ class Plan:
     def arranged(self, tensors: Tensors, named: Mapping[str, torch.Tensor]) -> Tensors:
         """Positional and named tensors in the order of the inputs."""
         names = [i.name for i in self.graph.inputs]
+        told = ", ".join(names)
         given = dict(zip(names, tensors, strict=False))
-        differences = [
-            f"{name}: given twice, by position and by name" for name in named if name in given
-        ]
-        differences += [
-            f"{name}: is no input; the inputs are {', '.join(names)}"
-            for name in named
-            if name not in names
-        ]
-        differences += [
-            f"{i.name}: expected {i.spec}, got nothing"
-            for i in self.graph.inputs
-            if i.name not in given | named
-        ]
+        both = {**given, **named}
+        differences = [f"{n}: given twice, by position and by name" for n in named if n in given]
+        differences += [f"{n}: is no input; the inputs are {told}" for n in named if n not in names]
+        missing = [i for i in self.graph.inputs if i.name not in both]
+        differences += [f"{i.name}: expected {i.spec}, got nothing" for i in missing]
         if len(tensors) > len(names):
-            differences += [
-                f"expected {len(names)} tensors ({', '.join(names)}), got {len(tensors)}"
-            ]
+            differences += [f"expected {len(names)} tensors ({told}), got {len(tensors)}"]
         if differences:
             raise PlanMismatchError(*differences)
-        return tuple((given | named)[name] for name in names)
+        return tuple(both[name] for name in names)
 
     def admit(self, tensors: Tensors, told: object) -> None:
         """Check the tensors in full, and remember how such ones look."""
@@ -159,7 +151,7 @@ class Plan:
         )
 
     def verify(self, *tensors: torch.Tensor, **named: torch.Tensor) -> Verification:
-        """Run the plan on these tensors, and compare with float64 by the library's accuracy rule."""
+        """Run the plan on these tensors and compare with float64 by the rule of `verified`."""
         with torch.no_grad():
             given = self.arranged(tensors, named)
             self(*given)  # checks the tensors

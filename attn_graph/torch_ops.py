@@ -25,7 +25,7 @@ class Call(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]  # of torch
+    @once_differentiable
     def backward(
         ctx: Any, *grads: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:  # Any: torch's own

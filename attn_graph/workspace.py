@@ -92,8 +92,8 @@ class Workspace:
     """Memory that plans share. It grows to the largest need and is given back by `release`.
 
     Each thread has its own arenas, and on a GPU each stream, so plans that run at the same time
-    never meet in one. A plan holds nothing in it between calls. By default all plans share the
-    workspace `attn_graph.default_workspace()`; make your own and pass it to `compile` to keep apart.
+    never meet in one. A plan holds nothing in it between calls. By default all plans share
+    `default_workspace()`; make your own and pass it to `compile` to keep apart.
     """
 
     stacks: Stacks = field(factory=Stacks, init=False, repr=False)

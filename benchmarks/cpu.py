@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from attrs import frozen
+from attrs import field, frozen
 
 import attn_graph as ag
 from benchmarks.timing import save, versus
@@ -27,7 +27,7 @@ Attend = Callable[..., torch.Tensor]
 
 @frozen
 class Job:
-    """One comparison: our graph, the peer's function, the tensors, and what is asked of the ratio."""
+    """One comparison: our graph, the peer's function, the tensors, what is asked of the ratio."""
 
     name: str
     graph: ag.Graph
@@ -35,7 +35,7 @@ class Job:
     tensors: tuple[torch.Tensor, ...]
     least: float | None = None
     backward: bool = False
-    named: dict[str, torch.Tensor] = {}
+    named: dict[str, torch.Tensor] = field(factory=dict)
 
 
 def qkv(sizes: Sizes, dtype: torch.dtype, E: int | None = None) -> tuple[torch.Tensor, ...]:
@@ -86,47 +86,36 @@ def half_jobs() -> Iterator[Job]:
 
 def window_jobs() -> Iterator[Job]:
     """Masks that PyTorch must be given as a dense tensor."""
-    tensors = qkv((1, 4, 4096, 64), torch.float32)
+    tensors, sizes = qkv((1, 4, 4096, 64), torch.float32), "(1, 4, 4096, 64)"
     i, j = torch.arange(4096)[:, None], torch.arange(4096)
     for left, least in ((64, 12.0), (255, 7.5)):
-        dense = (j <= i) & (j >= i - left)
-        for backward in (False, True):
-            yield job(
-                f"float32 causal & window {left} (1, 4, 4096, 64)", tensors,
-                partial(F.scaled_dot_product_attention, attn_mask=dense), None if backward else least,
-                backward, mask=ag.Causal() & ag.Window(left),
-            )  # fmt: skip
+        peer = partial(F.scaled_dot_product_attention, attn_mask=(j <= i) & (j >= i - left))
+        mask, told = ag.Causal() & ag.Window(left), f"float32 causal & window {left} {sizes}"
+        yield job(told, tensors, peer, least, mask=mask)
+        yield job(told, tensors, peer, None, True, mask=mask)
     number = (torch.arange(4096) // 256)[None]
-    same = number[0][:, None] == number[0]
-    spec = ag.TensorSpec.like(number)
-    for backward in (False, True):
-        yield job(
-            "float32 segments of 256 (1, 4, 4096, 64)", tensors,
-            partial(F.scaled_dot_product_attention, attn_mask=same), None if backward else 6.0, backward,
-            {"q_segments": number, "kv_segments": number}, segments=(spec, spec),
-        )  # fmt: skip
+    peer = partial(F.scaled_dot_product_attention, attn_mask=number[0][:, None] == number[0])
+    named = {"q_segments": number, "kv_segments": number}
+    specs = (ag.TensorSpec.like(number), ag.TensorSpec.like(number))
+    told = f"float32 segments of 256 {sizes}"
+    yield job(told, tensors, peer, 6.0, False, named, segments=specs)
+    yield job(told, tensors, peer, None, True, named, segments=specs)
 
 
 def odd_jobs() -> Iterator[Job]:
     """What makes PyTorch leave its fused kernel."""
     causal = partial(F.scaled_dot_product_attention, is_causal=True)
     q, k, v = qkv((4, 12, 1024, 128), torch.float32, E=64)
-    yield job("float32 causal D=128, E=64 (4, 12, 1024)", (q, k, v), causal, 2.6, mask=ag.Causal())
-    yield job(
-        "float32 causal D=128, E=64 (4, 12, 1024)", (q, k, v), causal, None, True, mask=ag.Causal()
-    )
+    told = "float32 causal D=128, E=64 (4, 12, 1024)"
+    yield job(told, (q, k, v), causal, 2.6, mask=ag.Causal())
+    yield job(told, (q, k, v), causal, None, True, mask=ag.Causal())
     q, k, v = qkv((4, 12, 1024, 64), torch.float32)
-    strided = q.mT.contiguous().mT
-    yield job(
-        "float32 causal strided last axis (4, 12, 1024, 64)",
-        (strided, k, v),
-        causal,
-        4.0,
-        mask=ag.Causal(),
-    )
+    told = "float32 causal, q strided along its last axis (4, 12, 1024, 64)"
+    yield job(told, (q.mT.contiguous().mT, k, v), causal, 4.0, mask=ag.Causal())
     capped = partial(eager_soft_cap, cap=30.0)
+    told = "float32 causal soft cap (4, 12, 1024, 64), peer: the eager formula"
     for backward in (False, True):
-        yield job("float32 causal soft cap (4, 12, 1024, 64), peer: eager formula", (q, k, v), capped, 3.0, backward, mask=ag.Causal(), soft_cap=30.0)  # fmt: skip
+        yield job(told, (q, k, v), capped, 3.0, backward, mask=ag.Causal(), soft_cap=30.0)
 
 
 def eager_soft_cap(
@@ -147,7 +136,7 @@ def measured(job: Job, runs: int) -> dict[str, Any]:
     tensors = [t.detach().requires_grad_(job.backward) for t in job.tensors]
     do = torch.randn_like(job.peer(*job.tensors))
 
-    def run(attend: Attend, **named: torch.Tensor) -> object:
+    def run(attend: Attend | ag.Plan, **named: torch.Tensor) -> object:
         o = attend(*tensors, **named)
         return torch.autograd.grad(o, tensors, do) if job.backward else o
 
@@ -163,6 +152,12 @@ def measured(job: Job, runs: int) -> dict[str, Any]:
     }
 
 
+def line(row: dict[str, Any]) -> str:
+    asked = f"  asked {row['asked']}" if row["asked"] else ""
+    figures = f"{row['ratio']:7.2f}x {row['ms']:9.2f} ms  {row['backend']:10}"
+    return f"{figures} {row['job']}, {row['pass']}{asked}"
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("groups", nargs="*", default=list(GROUPS), help=f"of {', '.join(GROUPS)}")
@@ -175,12 +170,7 @@ def main() -> None:
     for group in given.groups:
         for each in GROUPS[group]():
             rows.append(measured(each, given.runs))
-            row = rows[-1]
-            asked = f"  asked {row['asked']}" if row["asked"] else ""
-            print(
-                f"{row['ratio']:7.2f}x {row['ms']:9.2f} ms  {row['backend']:10} {row['job']}, {row['pass']}{asked}",
-                flush=True,
-            )
+            print(line(rows[-1]), flush=True)
     if given.save:
         print(save("cpu", rows))
 

@@ -23,7 +23,7 @@ RESULTS = Path(__file__).parent / "results"
 
 @frozen
 class Timing:
-    """Median seconds of ours and the peer's, from interleaved runs, and their ratio (> 1: faster)."""
+    """Median seconds of ours and the peer's, from interleaved runs; a ratio over 1 is faster."""
 
     ours: float
     peer: float

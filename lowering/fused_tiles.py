@@ -71,6 +71,11 @@ class FusedTiles:
         return spec.dtype != self.problem.wide or spec.shape[3] != self.width or not spec.unit_last
 
     @property
+    def unpadded(self) -> bool:
+        """Whether o has the head size that is computed in."""
+        return self.problem.E == self.width
+
+    @property
     def addends(self) -> int:
         """Elements of the largest addend; 0 where none is ever needed."""
         b = self.problem.B if "b" in self.axes and self.static is not None else 1
@@ -120,8 +125,11 @@ class FusedTiles:
         if name not in scratch:
             return x
         room = scratch[name]
-        room[..., : x.shape[3]].copy_(x)
-        room[..., x.shape[3] :].zero_()
+        if x.stride(2) == 1 and x.shape[3] == self.width > 1:
+            transpose(room, x)
+        else:
+            room[..., : x.shape[3]].copy_(x)
+            room[..., x.shape[3] :].zero_()
         return room
 
     def forward(
@@ -131,7 +139,7 @@ class FusedTiles:
         p, given = self.problem, self.problem.node.split(operands)
         q, k, v = (self.packed(n, x, scratch) for n, x in zip("qkv", operands, strict=False))
         call, tiles = Call(self, given, scratch, q, k, v), self.tiles(given.mask)
-        if is_whole(tiles, p) and p.E == self.width and self.keeps_order():
+        if is_whole(tiles, p) and self.unpadded and self.keeps_order():
             return call.attend(tiles[0])
         o, lse = p.new_o(CPU), torch.empty(q.shape[:3], dtype=p.wide)
         for tile in tiles:
@@ -247,6 +255,15 @@ class Call:
             assert p.node.mask is not None
             sums.masked_fill_(torch.as_tensor(p.node.mask.keep(at)).logical_not(), -INF)
         return sums
+
+
+def transpose(room: torch.Tensor, x: torch.Tensor) -> None:
+    """room = x, for x [B,H,L,D] that has its axes L and D in turned order in memory.
+
+    PyTorch copies one matrix that way in blocks, faster than all of them at once.
+    """
+    for to, each in zip(room.flatten(0, 1).unbind(), x.flatten(0, 1).unbind(), strict=True):
+        to.copy_(each)
 
 
 def depends(problem: Problem) -> str:

@@ -16,7 +16,7 @@ from attn_graph.spec import TensorSpec, accumulator, dense_strides, memory_order
 @final
 @frozen
 class Problem:
-    """An Attention or its gradient, with the specs of its operands. One alphabet: see the package."""
+    """An Attention or its gradient, with the specs of its operands."""
 
     node: Attention
     specs: tuple[TensorSpec, ...]
@@ -100,7 +100,7 @@ def sole(graph: Graph) -> Problem | None:
 
 
 def flash_order(q: TensorSpec) -> tuple[int, ...]:
-    """The memory order in which PyTorch's fused CPU kernel lays out o: q's if q is dense, else bshd."""
+    """How PyTorch's fused CPU kernel lays out o: in q's memory order if q is dense, else bshd."""
     order = memory_order(q)
     dense = normalised(q.shape, dense_strides(q.shape, order)) == q.strides
     return order if dense else (0, 2, 1, 3)

@@ -46,7 +46,7 @@ class ProductTiles:
 
     @classmethod
     def plan(cls, problem: Problem) -> ProductTiles:
-        """Sizes such that one tile's scores stay near SCORES, rows first, then heads, then batch."""
+        """Sizes that keep a tile's scores near SCORES: rows first, then heads, then batch."""
         p, r = problem, problem.H // problem.G
         rows = min(p.M, MOST_ROWS, max(LEAST_ROWS, SCORES // (p.N * r)))
         groups = min(p.G, max(1, SCORES // (p.N * r * rows)))
@@ -170,7 +170,7 @@ class ProductTiles:
         return found | self.collected(given, totals)
 
     def totals(self, given: Operands[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        """Zeros for the gradients of the modifiers' tensors that are wanted, one dict a modifier."""
+        """Zeros for the wanted gradients of the modifiers' tensors, one dict a modifier."""
         node, out, at = self.problem.node, [], 3
         for modifier, data in zip(node.modifiers, given.modifiers, strict=True):
             wanted = {
@@ -191,7 +191,8 @@ class ProductTiles:
     def collected(
         self, given: Operands[torch.Tensor], totals: Sequence[Mapping[str, torch.Tensor]]
     ) -> dict[int, torch.Tensor]:
-        found, at = {}, 3
+        found: dict[int, torch.Tensor] = {}
+        at = 3
         for data, sums in zip(given.modifiers, totals, strict=True):
             found |= {i: sums[n].to(data[n].dtype) for i, n in enumerate(data, at) if n in sums}
             at += len(data)
@@ -319,7 +320,7 @@ class Here:
         grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         totals: Sequence[Mapping[str, torch.Tensor]],
     ) -> None:
-        """Add this tile's share of every gradient; the formulas of AttentionGrad, in their order."""
+        """Add this tile's share of every gradient, by the formulas of AttentionGrad."""
         (o, lse, do, dlse), (dq, dk, dv) = rows, grads
         node = self.tiles.problem.node
         q, kept = self.load("q", self.given.q), self.kept_steps()

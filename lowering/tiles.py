@@ -90,13 +90,10 @@ def row_tiles(
     data: Mapping[str, torch.Tensor] | None = None,
 ) -> list[Tile]:
     """A tile for each block of `rows` queries."""
-    return [
-        Tile(batch, block.rows, parts_of(mask, block, least_full))
-        for start in range(0, problem.M, rows)
-        for block in [
-            Block(batch, range(problem.H), range(start, min(start + rows, problem.M)), problem.H, problem.M, problem.N, data)
-        ]
-    ]  # fmt: skip
+    H, M, N = problem.H, problem.M, problem.N
+    spans = [range(start, min(start + rows, M)) for start in range(0, M, rows)]
+    blocks = [Block(batch, range(H), span, H, M, N, data) for span in spans]
+    return [Tile(batch, x.rows, parts_of(mask, x, least_full)) for x in blocks]
 
 
 def grown(tiles: list[Tile], most: int, bounded: bool) -> list[Tile]:

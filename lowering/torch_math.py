@@ -25,6 +25,7 @@ from attn_graph.workspace import Scratch, Workspace
 
 Tiles = FusedTiles | ProductTiles
 NOTHING = Scratch()
+MOST_PADDING = 2  # times the smaller head size: from there on padding costs more than it saves
 Work = Callable[..., Sequence[torch.Tensor]]
 
 
@@ -56,6 +57,8 @@ def fuses(problem: Problem, target: Target) -> bool:
     """Whether PyTorch's fused CPU kernel can compute the tiles: it adds, and pulls to q, k, v."""
     node, grad = problem.node, problem.grad
     if target.kind != "cpu" or node.dropout or not all(m.additive for m in node.modifiers):
+        return False
+    if node.mask is not None and max(problem.D, problem.E) >= MOST_PADDING * min(problem.D, problem.E):
         return False
     if grad is None:
         return True

@@ -45,7 +45,7 @@ def node_reasons(node: Attention) -> Iterator[str]:
     elif node.mask is not None and node.modifiers:
         yield "takes a bias or a causal mask, and the graph has both"
     if node.mask is not None and node.scale <= 0:
-        yield f"masks before it scales, so a causal mask needs a scale above 0, and it is {node.scale}"
+        yield f"masks before it scales, which needs a scale above 0, and it is {node.scale}"
     if node.sinks:
         yield "has no sinks, and the graph has"
     if node.dropout:
@@ -68,10 +68,10 @@ def operand_reasons(problem: Problem) -> Iterator[str]:
     for name in ("q", "k", "v", "o", "do", "bias"):
         spec = named.get(name)
         if spec is not None and not spec.unit_last:
-            yield f"reads neighbours along the last axis, and {name} has stride {spec.strides[-1]} there"
+            yield f"needs stride 1 along the last axis, and {name} has {spec.strides[-1]}"
     bias = named.get("bias")
     if bias is not None and bias.dtype not in (problem.dtype, torch.float32):
-        yield f"adds a bias in q's dtype {NAMES[problem.dtype]} or f32, and it is {NAMES[bias.dtype]}"
+        yield f"adds a bias of dtype {NAMES[problem.dtype]} or f32, and it is {NAMES[bias.dtype]}"
     if bias is not None and problem.dtype == torch.float64 and bias.dtype != problem.dtype:
         yield "adds a bias of dtype f64 to f64 scores, and it is f32"
 
@@ -117,7 +117,8 @@ def lower_forward(problem: Problem, graph: Graph) -> Executable:
         return [both[i] for i in wanted], both
 
     def run_plain(*tensors: torch.Tensor) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        found = flash(*tensors, 0.0, causal, scale=scale)
+        q, k, v = tensors
+        found = flash(q, k, v, 0.0, causal, scale=scale)
         return found[:1], found
 
     plain = not rest and not reorders and eqn.args == (0, 1, 2) and wanted == (0,)

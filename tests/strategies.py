@@ -1,0 +1,363 @@
+"""What hypothesis draws: shapes, strides, masks, modifiers, graphs, and tensors for them.
+
+Descriptions are drawn by hypothesis and shrink; the elements of tensors come from a seeded
+`torch.Generator`, which is faster by far and no worse at finding bugs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from attrs import frozen
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn, SearchStrategy
+
+from attn_graph import builder, ops
+from attn_graph import masks as m
+from attn_graph.fused import Attention
+from attn_graph.ir import Graph
+from attn_graph.modifiers import Alibi, Bias, Modifier, SoftCap
+from attn_graph.spec import FLOATS, TensorSpec, ValueType, dense_strides
+
+T = TypeVar("T")
+DEPTH = 3  # of a mask's expression: joins within joins
+EXTREME = 1e4  # scores this far from 0, where exp(s) is 0 or inf in any dtype
+
+seeds: SearchStrategy[int] = st.integers(0, 2**16)
+dtypes: SearchStrategy[torch.dtype] = st.sampled_from(FLOATS)
+
+
+@frozen
+class Shape:
+    """Sizes of one attention, in the alphabet of semantics.md. H is a multiple of G."""
+
+    B: int
+    H: int
+    G: int
+    M: int
+    N: int
+    D: int
+    E: int
+
+    @property
+    def q(self) -> tuple[int, int, int, int]:
+        return self.B, self.H, self.M, self.D
+
+    @property
+    def k(self) -> tuple[int, int, int, int]:
+        return self.B, self.G, self.N, self.D
+
+    @property
+    def v(self) -> tuple[int, int, int, int]:
+        return self.B, self.G, self.N, self.E
+
+    def full(self, axes: str) -> tuple[int, ...]:
+        """The sizes of axes named by letters of "bhij"."""
+        return tuple({"b": self.B, "h": self.H, "i": self.M, "j": self.N}[x] for x in axes)
+
+
+def positions(most: int) -> SearchStrategy[int]:
+    """How many queries or keys: mostly few, sometimes more than a block."""
+    few = st.integers(1, min(12, most))
+    return st.one_of(few, few, few, st.integers(1, most), st.just(1))
+
+
+widths: SearchStrategy[int] = st.sampled_from([4, 1, 2, 3, 5, 8, 16])
+
+
+@st.composite
+def shapes(draw: DrawFn, most: int = 40) -> Shape:
+    """Any sizes with M and N up to `most`: 0 and 1, M != N, grouped heads, E != D."""
+    M, D = draw(positions(most)), draw(widths)
+    sizes = {
+        "B": draw(st.sampled_from([1, 2, 1, 3])),
+        "G": draw(st.sampled_from([1, 2, 1, 3])),
+        "r": draw(st.sampled_from([1, 2, 1, 3, 4])),
+        "M": M,
+        "N": draw(st.one_of(st.just(M), positions(most))),
+        "D": D,
+        "E": draw(st.one_of(st.just(D), widths)),
+    }
+    if draw(st.integers(0, 9)) == 9:
+        sizes |= dict.fromkeys(draw(st.sets(st.sampled_from("BGrMN"), max_size=2)), 0)
+    return Shape(H=sizes["G"] * sizes.pop("r"), **sizes)
+
+
+# Layouts
+
+
+@st.composite
+def strides_of(draw: DrawFn, shape: Sequence[int]) -> tuple[int, ...]:
+    """Any strides >= 0: every order of the axes, gaps, slices, broadcast and overlapping axes."""
+    axes, rank = draw(orders(len(shape))), len(shape)
+    kind = draw(st.sampled_from(["dense", "dense", "packed", "gaps", "broadcast", "overlap"]))
+    strides, step = [0] * rank, draw(st.sampled_from([1, 1, 1, 2, 3])) if kind == "gaps" else 1
+    packed = draw(st.integers(0, max(0, rank - 1))) if kind == "packed" else -1
+    for place, axis in enumerate(reversed(axes)):
+        step *= 3 if place == packed else 1  # one of q, k, v side by side on this axis
+        strides[axis] = step
+        step *= max(1, shape[axis])
+        step += draw(st.integers(0, 3)) if kind == "gaps" else 0
+    if kind == "broadcast":
+        flat = draw(st.sets(st.integers(0, rank - 1))) if rank else set()
+        strides = [0 if axis in flat else s for axis, s in enumerate(strides)]
+    if kind == "overlap":
+        strides = [draw(st.integers(0, 5)) for _ in shape]
+    return tuple(strides)
+
+
+@st.composite
+def orders(draw: DrawFn, rank: int) -> tuple[int, ...]:
+    """Axes from the outermost in memory to the innermost; mostly the last one is innermost."""
+    if draw(st.integers(0, 4)) == 4:
+        return tuple(draw(st.permutations(range(rank))))
+    return (*draw(st.permutations(range(rank - 1))), *range(rank - 1, rank))
+
+
+@st.composite
+def specs(draw: DrawFn, shape: Sequence[int], dtype: torch.dtype) -> TensorSpec:
+    """A spec of this shape and dtype, in any layout."""
+    if draw(st.booleans()):
+        return TensorSpec(shape, dtype)
+    return TensorSpec(shape, dtype, draw(strides_of(shape)))
+
+
+@st.composite
+def broadcast(draw: DrawFn, shape: Sequence[int]) -> tuple[int, ...]:
+    """This shape with any of its axes 1."""
+    return tuple(draw(st.sampled_from([n, 1])) for n in shape)
+
+
+# Masks
+
+Aligned = SearchStrategy[m.Align | None]
+bounds: SearchStrategy[int | None] = st.one_of(st.integers(-4, 12), st.none())
+aligns: Aligned = st.sampled_from(["top_left", "bottom_right"])
+
+
+def bands(aligned: Aligned) -> SearchStrategy[m.Mask]:
+    lengths = st.sets(st.sampled_from(m.LENGTHS)).map(m.ragged_in)
+    return st.builds(m.Band, bounds, bounds, lengths)
+
+
+@st.composite
+def windows(draw: DrawFn, aligned: Aligned) -> m.Mask:
+    left, right = draw(bounds), draw(bounds)
+    if left is not None and right is not None:
+        right = max(right, -left)
+    return m.Window(left, right, draw(aligned))
+
+
+# A leaf that is declared and not drawn fails a test: `test_every_leaf_is_drawn`.
+LEAVES: dict[type[m.Mask], Callable[[Aligned], SearchStrategy[m.Mask]]] = {
+    m.Causal: lambda aligned: st.builds(m.Causal, aligned),
+    m.Window: windows,
+    m.Prefix: lambda _: st.builds(m.Prefix, st.integers(0, 12)),
+    m.Keep: lambda _: st.builds(m.Keep, st.sampled_from(["keep", "local"])),
+    m.KeyLengths: lambda _: st.just(m.KeyLengths()),
+    m.QueryLengths: lambda _: st.just(m.QueryLengths()),
+    m.SameSegment: lambda _: st.just(m.SameSegment()),
+    m.Band: bands,
+}
+
+
+def alignments(shape: Shape, align: m.Align | None) -> Aligned:
+    """What a leaf may say for itself, where `align` is said for the whole graph."""
+    return aligns if align is None and shape.M != shape.N else st.one_of(aligns, st.none())
+
+
+@st.composite
+def masks(draw: DrawFn, shape: Shape, align: m.Align | None = None, depth: int = DEPTH) -> m.Mask:
+    """An expression of any leaves with `&`, `|` and `~`."""
+    kind = draw(st.sampled_from(["leaf", "leaf", "&", "|", "~"])) if depth else "leaf"
+    if kind == "leaf":
+        leaf = LEAVES[draw(st.sampled_from(m.LEAVES))]
+        return draw(leaf(alignments(shape, align)))
+    a = draw(masks(shape, align, depth - 1))
+    if kind == "~":
+        return ~a
+    b = draw(masks(shape, align, depth - 1))
+    return a & b if kind == "&" else a | b
+
+
+@st.composite
+def data_specs(draw: DrawFn, needs: dict[str, m.Data], shape: Shape) -> dict[str, TensorSpec]:
+    """A spec for each tensor that a mask or a modifier reads."""
+    found = {}
+    for name, data in needs.items():
+        full = shape.full(data.axes)
+        sizes = draw(broadcast(full)) if data.broadcasts else full
+        found[name] = draw(specs(sizes, draw(st.sampled_from(data.dtypes))))
+    return found
+
+
+# Modifiers
+
+caps: SearchStrategy[float] = st.sampled_from([5.0, 30.0, 1.0, 0.25])
+scales: SearchStrategy[float | None] = st.sampled_from([None, None, None, 0.5, 3.0, 0.0, -0.7])
+rates: SearchStrategy[float] = st.sampled_from([0.1, 0.5, 0.9])
+
+
+def maybe(strategy: SearchStrategy[T]) -> SearchStrategy[T | None]:
+    """Absent twice as often as not, so that a graph of many options stays readable."""
+    return st.one_of(st.none(), st.none(), strategy)
+
+
+def bias_specs(shape: Shape, dtype: torch.dtype) -> SearchStrategy[TensorSpec]:
+    """[B,H,M,N], each axis full or 1, in q's dtype or float32."""
+    return st.tuples(
+        broadcast(shape.full("bhij")), st.sampled_from([dtype, torch.float32])
+    ).flatmap(lambda drawn: specs(*drawn))
+
+
+def slope_specs(shape: Shape) -> SearchStrategy[TensorSpec]:
+    """[H] or [B,H] float32."""
+    return st.sampled_from([shape.full("h"), shape.full("bh")]).flatmap(
+        lambda sizes: specs(sizes, torch.float32)
+    )
+
+
+@st.composite
+def modifiers(draw: DrawFn, shape: Shape) -> Modifier:
+    """Any one modifier, with an alignment where it needs one."""
+    align = draw(alignments(shape, None))
+    lengths = st.sets(st.sampled_from(m.LENGTHS)).map(m.ragged_in)
+    alibi = st.builds(Alibi, st.booleans(), st.just(align), lengths, st.booleans())
+    drawn: dict[type[Modifier], SearchStrategy[Modifier]] = {
+        SoftCap: st.builds(SoftCap, caps),
+        Bias: st.just(Bias()),
+        Alibi: alibi.filter(lambda op: not (op.default and op.per_batch)),
+    }
+    return draw(drawn[draw(st.sampled_from(sorted(drawn, key=lambda kind: kind.__name__)))])
+
+
+# Graphs
+
+
+@st.composite
+def graphs(
+    draw: DrawFn,
+    shape: SearchStrategy[Shape] | None = None,
+    dtype: SearchStrategy[torch.dtype] | None = None,
+    stats: bool | None = None,
+) -> Graph:
+    """`attention` over all that it takes. Not simplified: that is what its users do first."""
+    size = draw(shapes() if shape is None else shape)
+    kind = draw(dtypes if dtype is None else dtype)
+    q, k, v = (draw(specs(x, kind)) for x in (size.q, size.k, size.v))
+    options = draw(mask_options(size)) | draw(score_options(size, kind))
+    stats = draw(st.booleans()) if stats is None else stats
+    return builder.attention(q, k, v, **options, stats=stats)
+
+
+@st.composite
+def mask_options(draw: DrawFn, shape: Shape) -> dict[str, Any]:  # Any: options of `attention`
+    """mask=, align= and all that the mask reads; lengths, segments, keep= beside it or alone."""
+    align = draw(st.one_of(aligns, st.none()))
+    mask = draw(maybe(masks(shape, align)) if draw(st.booleans()) else masks(shape, align))
+    beside = draw(maybe(st.sampled_from([m.Keep(), m.KeyLengths(), m.SameSegment()])))
+    needs = (mask.needs if mask else {}) | (beside.needs if beside else {})
+    given: dict[str, Any] = draw(data_specs(needs, shape))
+    if "q_segments" in given:
+        given["segments"] = (given.pop("q_segments"), given.pop("kv_segments"))
+    return given | {"mask": mask, "align": align}
+
+
+@st.composite
+def score_options(
+    draw: DrawFn, shape: Shape, dtype: torch.dtype
+) -> dict[str, Any]:  # Any: options of `attention`
+    """scale=, soft_cap=, bias=, alibi=, sinks=, dropout=; align= where ALiBi needs one."""
+    alibi = draw(maybe(st.one_of(st.just(True), slope_specs(shape))))
+    align = draw(aligns) if alibi is not None and shape.M != shape.N else None
+    return {
+        "scale": draw(scales),
+        "soft_cap": draw(maybe(caps)),
+        "bias": draw(maybe(bias_specs(shape, dtype))),
+        "alibi": alibi,
+        "sinks": draw(maybe(specs(shape.full("h"), torch.float32))),
+        "dropout": draw(maybe(rates)) or 0.0,
+    } | ({"align": align} if align is not None else {})
+
+
+# Tensors
+
+
+def tensors_for(graph: Graph, seed: int, device: str = "cpu") -> tuple[torch.Tensor, ...]:
+    """A tensor for each input: its shape, dtype and strides, and values that make sense there.
+
+    One seed in eight gives scores near -1e4, one in eight near +1e4.
+    """
+    random = torch.Generator().manual_seed(seed)
+    shift = {6: EXTREME, 7: -EXTREME}.get(seed % 8, 0.0)
+    sizes = {i.name: i.spec.shape for i in graph.inputs}
+    most = {"q_lengths": sizes.get("q", (0,) * 4)[2], "kv_lengths": sizes.get("k", (0,) * 4)[2]}
+    means = centres(graph, shift)
+    found = []
+    for i in graph.inputs:
+        mean, spread = means.get(i.name, 0.0), SPREADS.get(i.name, 1.0)
+        values = filler(i.spec.type, random, most.get(i.name, 2), mean, spread)
+        found.append(laid_out(i.spec, values, random, device))
+    return tuple(found)
+
+
+SPREADS = {"slopes": 0.3, "sinks": 2.0}
+
+
+def centres(graph: Graph, shift: float) -> dict[str, float]:
+    """Means of q and k that make the mean score `shift`."""
+    scale = next((e.op.scale for e in graph.eqns if isinstance(e.op, (ops.Scores, Attention))), 0.0)
+    if not shift or not scale:
+        return {}
+    D = graph.inputs[0].spec.shape[-1]
+    size = (abs(shift) / (abs(scale) * D)) ** 0.5
+    return {"q": size, "k": size if (shift > 0) == (scale > 0) else -size}
+
+
+def filler(
+    type_: ValueType, random: torch.Generator, most: int, mean: float, spread: float
+) -> Callable[[int], torch.Tensor]:
+    """How many elements -> that many: normal, or lengths and segments up to `most`, or flags."""
+    kind = type_.dtype
+
+    def numbers(count: int) -> torch.Tensor:
+        if kind.is_floating_point:
+            drawn = torch.randn(count, generator=random, dtype=torch.float64)
+            return (drawn * spread + mean).to(kind)
+        if kind == torch.bool:  # few flags leave rows that see nothing
+            share = (0.1, 0.5, 0.9)[int(torch.randint(3, (), generator=random))]
+            return torch.rand(count, generator=random) < share
+        if not type_.shape:  # seed or offset: all 64 bits
+            return torch.randint(-(2**63), 2**63 - 1, (count,), generator=random)
+        return torch.randint(most + 1, (count,), generator=random).to(kind)
+
+    return numbers
+
+
+def laid_out(
+    spec: TensorSpec,
+    values: Callable[[int], torch.Tensor],
+    random: torch.Generator,
+    device: str = "cpu",
+) -> torch.Tensor:
+    """A tensor that meets the spec, anywhere in a storage; strides that mean nothing are odd."""
+    start, odd = (int(x) for x in torch.randint(0, 6, (2,), generator=random))
+    last = sum((n - 1) * s for n, s in zip(spec.shape, spec.strides, strict=True))
+    empty = 0 in spec.shape
+    storage = values(start + (0 if empty else last + 1)).to(device)
+    plain = dense_strides(spec.shape)
+    strides = [odd if empty or n == 1 else s for n, s in zip(spec.shape, spec.strides, strict=True)]
+    tensor = storage.as_strided(spec.shape, plain if empty and odd < 3 else strides, start)
+    assert TensorSpec.like(tensor) == spec
+    return tensor
+
+
+def cotangents_for(graph: Graph, seed: int, device: str = "cpu") -> tuple[torch.Tensor, ...]:
+    """A dense cotangent for each output, of its shape and dtype."""
+    random = torch.Generator().manual_seed(seed)
+    return tuple(
+        torch.randn(t.shape, generator=random, dtype=torch.float64).to(device, t.dtype)
+        for t in graph.output_types
+    )
