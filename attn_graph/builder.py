@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from keyword import iskeyword
 from typing import TypeVar, final
 
 import torch
@@ -35,9 +37,14 @@ class Value:
         (result,) = self.builder.emit(op, self, *more)
         return result
 
+    def attempt(self, make: Callable[[], Op], *more: Value) -> Value:
+        """The result of the op that `make` gives; this value and a problem, if it gives none."""
+        op = self.builder.attempt(make)
+        return self if op is None else self.then(op, *more)
+
     def soft_cap(self, cap: float) -> Value:
         """Scores s -> cap * tanh(s / cap)."""
-        return self.then(SoftCap(cap))
+        return self.attempt(lambda: SoftCap(cap))
 
     def bias(self, bias: Value) -> Value:
         """Scores s -> s + bias; bias [B,H,M,N], each axis full or 1."""
@@ -53,11 +60,15 @@ class Value:
         ragged = masks.ragged_in(lengths)
         per_batch = slopes is not None and len(slopes.type.shape) == 2
         given = () if slopes is None else (slopes,)
-        op = Alibi(slopes is None, align, ragged, per_batch)
-        return self.then(op, *given, *(lengths[name] for name in ragged))
+        for name in sorted(lengths.keys() - set(ragged)):
+            self.builder.problem(f"alibi: {name!r} is none of {', '.join(masks.LENGTHS)}")
+        more = (*given, *(lengths[name] for name in ragged))
+        return self.attempt(lambda: Alibi(slopes is None, align, ragged, per_batch), *more)
 
     def mask(self, mask: masks.Mask, **data: Value) -> Value:
         """Scores s -> s where `mask` keeps them, else -inf; `data` is what the mask reads."""
+        if not isinstance(mask, masks.Mask):
+            return self.attempt(lambda: ops.Mask(mask))
         missing, unknown = mask.needs.keys() - data.keys(), data.keys() - mask.needs.keys()
         for name in sorted(missing | unknown):
             told = "is needed and not given" if name in missing else "is given and not needed"
@@ -72,7 +83,7 @@ class Value:
 
     def dropout(self, rate: float, seed: Value, offset: Value) -> Value:
         """Weights p -> p * z / (1 - rate)."""
-        return self.then(ops.Dropout(rate), seed, offset)
+        return self.attempt(lambda: ops.Dropout(rate), seed, offset)
 
     def weigh(self, v: Value) -> Value:
         """Weights p [B,H,M,N] and v [B,G,N,E] -> o [B,H,M,E]."""
@@ -106,7 +117,7 @@ class Builder:
             self.problem(f"input {name!r} comes after the first equation; declare inputs first")
         if any(name == known.name for known in self.inputs):
             self.problem(f"two inputs are named {name!r}; names are how a plan is called")
-        if not name.isidentifier():
+        if not name.isidentifier() or iskeyword(name):
             self.problem(f"input {name!r} is no Python name; a plan takes it as a keyword")
         self.inputs.append(Input(name, spec))
         self.types.append(spec.type)
@@ -185,11 +196,12 @@ def graph(fn: Callable[..., Value | tuple[Value, ...]], **specs: TensorSpec) -> 
 
 def scores(q: Value, k: Value, *, scale: float | None = None) -> Value:
     """q [B,H,M,D], k [B,G,N,D] -> scale * q k^T [B,H,M,N]; scale is 1/sqrt(D) unless given."""
-    return q.then(ops.Scores(default_scale(q.type) if scale is None else scale), k)
+    given = default_scale(q.type) if scale is None else scale
+    return q.then(q.builder.attempt(lambda: ops.Scores(given)) or ops.Scores(), k)
 
 
 def default_scale(q: ValueType) -> float:
-    return max(1, q.shape[-1] if q.shape else 1) ** -0.5
+    return 1 / math.sqrt(max(1, q.shape[-1] if q.shape else 1))
 
 
 def attention(
@@ -225,17 +237,26 @@ def attention(
     Raises GraphError with every problem there is.
     """
     b = Builder()
-    given = {"q": q, "k": k, "v": v, "bias": bias, "slopes": alibi, "keep": keep, "kv_lengths": kv_lengths, "q_lengths": q_lengths, "sinks": sinks}  # fmt: skip
+    given = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "bias": bias,
+        "slopes": alibi,
+        "keep": keep,
+        "kv_lengths": kv_lengths,
+        "q_lengths": q_lengths,
+        "sinks": sinks,
+    }
     if segments is not None:
         given["q_segments"], given["kv_segments"] = segments
     if dropout:
         given["seed"] = given["offset"] = TensorSpec((), torch.int64)
     x = {name: b.input(name, s) for name, s in (given | data).items() if isinstance(s, TensorSpec)}
-    whole = whole_mask(mask, x, align)
-    s = b.attempt(lambda: scores(x["q"], x["k"], scale=scale))
-    s = s or scores(x["q"], x["k"])
+    whole = b.attempt(lambda: whole_mask(mask, x, align))
+    s = scores(x["q"], x["k"], scale=scale)
     if soft_cap is not None:
-        s = b.attempt(lambda: s.soft_cap(soft_cap)) or s
+        s = s.soft_cap(soft_cap)
     if "bias" in x:
         s = s.bias(x["bias"])
     if alibi is not None and alibi is not False:
@@ -247,7 +268,7 @@ def attention(
         b.problem(f"attention: no option and no leaf of the mask is named {name!r}")
     p, lse = s.softmax(x.get("sinks"))
     if dropout:
-        p = b.attempt(lambda: p.dropout(dropout, x["seed"], x["offset"])) or p
+        p = p.dropout(dropout, x["seed"], x["offset"])
     o = p.weigh(x["v"])
     return b.build(*((o, lse) if stats else (o,)))
 
@@ -256,6 +277,8 @@ def whole_mask(
     mask: masks.Mask | None, given: dict[str, Value], align: Align | None
 ) -> masks.Mask | None:
     """The mask with a leaf for every tensor that was given and that it does not read itself."""
+    if mask is not None:
+        masks.is_mask(None, None, mask)
     leaves = (masks.Keep(), masks.KeyLengths(), masks.QueryLengths(), masks.SameSegment())
     for leaf in leaves:
         if leaf.needs.keys() <= given.keys() and not (

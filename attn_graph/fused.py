@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar, final
 
 import torch
 from attrs import field, frozen
 
 from attn_graph import masks, ops
-from attn_graph.ir import Emit, Op
-from attn_graph.modifiers import Modifier, finite, whole
+from attn_graph.ir import Emit, Gradients, Op, Values
+from attn_graph.modifiers import INF, Modifier, finite, whole
 from attn_graph.spec import ValueType
 
 T = TypeVar("T")
+
+
+def in_order(steps: Iterable[Modifier]) -> tuple[Modifier, ...]:
+    return tuple(steps)
+
+
+def flags(values: Iterable[bool]) -> tuple[bool, ...]:
+    return tuple(map(bool, values))
 
 
 @final
@@ -40,7 +48,7 @@ class Attention(Op):
     """
 
     scale: float = field(default=1.0, converter=float, validator=finite)
-    modifiers: tuple[Modifier, ...] = field(default=(), converter=tuple)
+    modifiers: tuple[Modifier, ...] = field(default=(), converter=in_order)
     mask: masks.Mask | None = None
     sinks: bool = field(default=False, converter=bool)
     dropout: float = field(default=0.0, converter=float)
@@ -96,7 +104,7 @@ class Attention(Op):
             *((next(more), next(more)) if self.dropout else (None, None)),
         )
 
-    def unfold(self, emit: Emit, operands: Sequence[Any]) -> tuple[Any, Any]:
+    def unfold(self, emit: Emit, operands: Values) -> tuple[Any, Any]:  # Any: values
         """The same in single steps, emitted one by one: o, lse."""
         given = self.split(operands)
         (s,) = emit(ops.Scores(self.scale), given.q, given.k)
@@ -125,9 +133,7 @@ class Attention(Op):
     def run(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return self.unfold(lambda op, *given: op.run(*given), operands)
 
-    def pull(
-        self, emit: Emit, operands: Sequence[Any], results: Sequence[Any], grads: Sequence[Any]
-    ) -> tuple[Any, ...]:
+    def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
         given = tuple(g is not None for g in grads)
         gradient = AttentionGrad(self, self.trains, *given)
         found = iter(emit(gradient, *operands, *results, *(g for g in grads if g is not None)))
@@ -153,7 +159,7 @@ class AttentionGrad(Op):
     """
 
     attention: Attention
-    wants: tuple[bool, ...] = field(converter=tuple)
+    wants: tuple[bool, ...] = field(converter=flags)
     with_do: bool = True
     with_dlse: bool = False
 
@@ -215,7 +221,7 @@ def gradients(
     s = steps[-1]
     if node.mask:
         (s,) = ops.Mask(node.mask).run(s, *given.mask.values())
-    p = torch.exp(s - lse.masked_fill(lse == -ops.INF, 0.0)[..., None])
+    p = torch.exp(s - lse.masked_fill(lse == -INF, 0.0)[..., None])
     z = dropped(node, given, s)
     (dp,) = ops.Scores().run(do, given.v.to(do.dtype))
     surplus = dlse - (do * o).sum(-1)

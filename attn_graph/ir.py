@@ -10,8 +10,10 @@ from attrs import frozen
 
 from attn_graph.spec import TensorSpec, ValueType
 
-# What `pull` emits with: an op and the values it reads, giving the op's results. Values are
-# handles of whoever builds the graph, so the IR needs to know nothing of builders.
+# Values are handles of whoever builds the graph, so that the IR needs to know nothing of builders.
+Values = Sequence[Any]
+Gradients = tuple[Any, ...]  # a value for each operand, or None
+# What `pull` emits with: an op and the values it reads, giving the op's results.
 Emit = Callable[..., tuple[Any, ...]]
 
 
@@ -31,7 +33,7 @@ class Op:
         """How many axes each operand has; None: any number."""
         raise NotImplementedError
 
-    def problems(self, *types: ValueType) -> Iterator[str]:
+    def problems(self, *types: Any) -> Iterator[str]:  # Any: leaves fix their arity
         """Everything that is wrong with operands of these types; none: the op means something."""
         yield from ()
 
@@ -43,9 +45,7 @@ class Op:
         """The meaning, in torch; slow and exact."""
         raise NotImplementedError
 
-    def pull(
-        self, emit: Emit, operands: Sequence[Any], results: Sequence[Any], grads: Sequence[Any]
-    ) -> tuple[Any, ...]:  # Any: values of the builder that `emit` belongs to
+    def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
         """Emit the gradient of each operand; None for what has none. A None in grads is zero."""
         raise NotImplementedError
 
@@ -100,9 +100,7 @@ class Graph:
             first += len(eqn.outs)
 
     def __str__(self) -> str:
-        from attn_graph.text import (
-            show,
-        )  # above this floor; printing is the one thing that looks up
+        from attn_graph.text import show  # above this floor; printing alone looks up
 
         return show(self)
 

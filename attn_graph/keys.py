@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, final
 
 import torch
 from attrs import evolve, field, frozen
+
+Term = Any  # an integer, a tensor, or a symbol of generated code: what Python's operators take
 
 
 @final
@@ -29,7 +31,7 @@ class Keys:
         return cls(tuple(zip(starts, [*stops, len(flags)], strict=False)))
 
     def __or__(self, other: Keys) -> Keys:
-        return Keys(tuple(map(tuple, joined(sorted(self.intervals + other.intervals), gap=0))))  # type: ignore[arg-type]  # pairs stay pairs
+        return Keys(joined(sorted(self.intervals + other.intervals), gap=0))
 
     def __and__(self, other: Keys) -> Keys:
         both = ((max(a, c), min(b, d)) for a, b in self.intervals for c, d in other.intervals)
@@ -43,7 +45,7 @@ class Keys:
 
     def bridged(self, gap: int) -> Keys:
         """This set with every hole of at most `gap` positions filled."""
-        return Keys(tuple(map(tuple, joined(self.intervals, gap))))  # type: ignore[arg-type]  # pairs stay pairs
+        return Keys(joined(self.intervals, gap))
 
     def covers(self, start: int, stop: int) -> bool:
         return start >= stop or any(a <= start and stop <= b for a, b in self.intervals)
@@ -55,15 +57,15 @@ class Keys:
         return any(a <= key < b for a, b in self.intervals)
 
 
-def joined(intervals: Any, gap: int) -> list[list[int]]:
+def joined(intervals: Iterable[tuple[int, int]], gap: int) -> tuple[tuple[int, int], ...]:
     """Sorted intervals with those that touch, or lie at most `gap` apart, made one."""
-    out: list[list[int]] = []
+    out: list[tuple[int, int]] = []
     for a, b in intervals:
         if out and a <= out[-1][1] + gap:
-            out[-1][1] = max(out[-1][1], b)
+            out[-1] = out[-1][0], max(out[-1][1], b)
         else:
-            out.append([a, b])
-    return out
+            out.append((a, b))
+    return tuple(out)
 
 
 @final
@@ -120,14 +122,14 @@ class Place:
     They may be integers, tensors, or symbols of generated code; `load` reads a tensor there.
     """
 
-    b: Any
-    h: Any
-    i: Any
-    j: Any
+    b: Term
+    h: Term
+    i: Term
+    j: Term
     H: int
     M: int
     N: int
-    data: Mapping[str, Any] = field(factory=dict)
+    data: Mapping[str, Term] = field(factory=dict)
     ranges: tuple[range, range, range, range] | None = None
 
     @classmethod
@@ -140,30 +142,30 @@ class Place:
         )
         return cls(b, h, i, j, block.H, block.M, block.N, block.data or {}, ranges)
 
-    def load(self, name: str, *index: Any) -> Any:
+    def load(self, name: str, *index: Term) -> Term:
         """The element of a tensor at `index`, a choice of b, h, i, j or what is made from them.
 
         An axis of size 1 is broadcast. Indices that are this place's own are slices, not gathers.
         """
         tensor = self.data[name]
-        own = [next((p for p, y in enumerate(self.axes) if x is y), None) for x in index]
-        if self.ranges is not None and None not in own and own == sorted(own, key=int):  # type: ignore[arg-type]  # no None is left
+        own = [axis for x in index for axis, y in enumerate(self.axes) if x is y]
+        if self.ranges is not None and len(own) == len(index) and own == sorted(set(own)):
             slots: list[slice | None] = [None] * 4
-            for p, n in zip(own, tensor.shape, strict=True):
-                r = self.ranges[p]  # type: ignore[index]  # no None is left
-                slots[p] = slice(None) if n == 1 else slice(r.start, r.stop)  # type: ignore[index]
+            for axis, n in zip(own, tensor.shape, strict=True):
+                r = self.ranges[axis]
+                slots[axis] = slice(None) if n == 1 else slice(r.start, r.stop)
             return tensor[tuple(slots)]
         return tensor[tuple(0 if n == 1 else x for x, n in zip(index, tensor.shape, strict=True))]
 
-    def reading(self, data: Mapping[str, Any]) -> Place:
+    def reading(self, data: Mapping[str, Term]) -> Place:
         """The same place, where other tensors are at hand."""
         return evolve(self, data=data)
 
     @property
-    def axes(self) -> tuple[Any, Any, Any, Any]:
+    def axes(self) -> tuple[Term, Term, Term, Term]:
         return self.b, self.h, self.i, self.j
 
-    def shift(self, ragged: tuple[str, ...]) -> Any:
+    def shift(self, ragged: tuple[str, ...]) -> Term:
         """How far bottom-right alignment moves query i, when lengths say where sequences end."""
         if not ragged:
             return 0

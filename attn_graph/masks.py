@@ -8,15 +8,14 @@ empty, full or mixed is known for every expression, on every backend.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import reduce
-from typing import Any, ClassVar, Literal, final
+from collections.abc import Iterable
+from typing import ClassVar, Literal, final
 
 import torch
-from attrs import evolve, field, frozen
+from attrs import Attribute, evolve, field, frozen
 
 from attn_graph.errors import GraphError
-from attn_graph.keys import Block, Keys, Place
+from attn_graph.keys import Block, Keys, Place, Term
 from attn_graph.spec import INTEGERS, ValueType
 
 Align = Literal["top_left", "bottom_right"]
@@ -45,7 +44,7 @@ class Data:
 
 @frozen
 class Mask:
-    """A boolean expression of (b, h, i, j). Subclass it, `@final @frozen`, for a leaf of your own."""
+    """A boolean expression of (b, h, i, j). A leaf of your own is a `@final @frozen` subclass."""
 
     relative: ClassVar[bool] = False  # whether `keep` depends on j - i alone
 
@@ -54,7 +53,7 @@ class Mask:
         """The tensors that `keep` reads, by name."""
         return {}
 
-    def keep(self, at: Place) -> Any:
+    def keep(self, at: Place) -> Term:
         """Whether query at.i sees key at.j. Written with operators only, so it takes ints too."""
         raise NotImplementedError
 
@@ -89,18 +88,29 @@ class Mask:
         return show_value(self)
 
 
-def whole(value: Any) -> int | None:
+def names(values: Iterable[str]) -> tuple[str, ...]:
+    return tuple(values)
+
+
+def whole(value: float | None) -> int | None:
     """A bound as an int; None stays None, and 2.5 is refused rather than rounded."""
     if value is None:
         return None
-    if int(value) != value:
+    if not float(value).is_integer():
         raise GraphError(f"mask: the bound {value!r} is not a whole number of positions")
     return int(value)
 
 
-def alignment(_: object, attribute: Any, value: object) -> None:
+def alignment(_: object, __: Attribute[Align | None], value: object) -> None:
     if value not in (None, "top_left", "bottom_right"):
         raise GraphError(f'mask: align {value!r} is neither "top_left" nor "bottom_right"')
+
+
+def is_mask(_: object, __: object, value: Mask) -> None:
+    if not isinstance(value, Mask):
+        raise GraphError(
+            f"mask: {value!r} is no mask; write Causal(), say, or Causal() & Window(64)"
+        )
 
 
 def offset(align: Align | None, M: int, N: int, who: object) -> int:
@@ -123,7 +133,7 @@ class Band(Mask):
 
     low: int | None = field(default=None, converter=whole)
     high: int | None = field(default=None, converter=whole)
-    ragged: tuple[str, ...] = field(default=(), converter=tuple)
+    ragged: tuple[str, ...] = field(default=(), converter=names)
 
     @property
     def relative(self) -> bool:  # type: ignore[override]  # a class's constant elsewhere
@@ -133,7 +143,7 @@ class Band(Mask):
     def needs(self) -> dict[str, Data]:
         return {name: Data("b") for name in self.ragged}
 
-    def keep(self, at: Place) -> Any:
+    def keep(self, at: Place) -> Term:
         gap = at.j - at.i - at.shift(self.ragged)
         low = gap == gap if self.low is None else gap >= self.low
         return low if self.high is None else low & (gap <= self.high)
@@ -178,14 +188,14 @@ class Diagonal(Mask):
         raise NotImplementedError
 
     def aligned(self, align: Align | None) -> Mask:
-        return evolve(self, align=self.align or align)
+        return evolve(self, align=self.align or align)  # type: ignore[call-arg]  # a leaf's field
 
     def resolved(self, M: int, N: int, ragged: tuple[str, ...]) -> Mask:
         moved = offset(self.align, M, N, self)
         by_lengths = self.align == "bottom_right" and ragged
         return self.band(0, ragged) if by_lengths else self.band(moved, ())
 
-    def keep(self, at: Place) -> Any:
+    def keep(self, at: Place) -> Term:
         return self.resolved(at.M, at.N, ragged_in(at.data)).keep(at)
 
     def span(self, block: Block) -> Keys:
@@ -251,7 +261,7 @@ class Prefix(Mask):
         if self.length < 0:
             raise GraphError(f"mask: Prefix({self.length}) is negative; a length is at least 0")
 
-    def keep(self, at: Place) -> Any:
+    def keep(self, at: Place) -> Term:
         return at.j < self.length
 
     def span(self, block: Block) -> Keys:
@@ -264,13 +274,13 @@ class Prefix(Mask):
 @final
 @frozen
 class KeyLengths(Mask):
-    """Key j is among the first kv_lengths[b]; the lengths [B] are integers."""
+    """Key j is among the first kv_lengths[b]. Integers [B]."""
 
     @property
     def needs(self) -> dict[str, Data]:
         return {"kv_lengths": Data("b")}
 
-    def keep(self, at: Place) -> Any:
+    def keep(self, at: Place) -> Term:
         return at.j < at.load("kv_lengths", at.b)
 
     def span(self, block: Block) -> Keys:
@@ -285,13 +295,13 @@ class KeyLengths(Mask):
 @final
 @frozen
 class QueryLengths(Mask):
-    """Query i is among the first q_lengths[b]; later ones see nothing. The lengths [B] are integers."""
+    """Query i is among the first q_lengths[b]; later ones see nothing. Integers [B]."""
 
     @property
     def needs(self) -> dict[str, Data]:
         return {"q_lengths": Data("b")}
 
-    def keep(self, at: Place) -> Any:
+    def keep(self, at: Place) -> Term:
         return at.i < at.load("q_lengths", at.b)
 
     def span(self, block: Block) -> Keys:
@@ -312,7 +322,7 @@ class SameSegment(Mask):
     def needs(self) -> dict[str, Data]:
         return {"q_segments": Data("bi"), "kv_segments": Data("bj")}
 
-    def keep(self, at: Place) -> Any:
+    def keep(self, at: Place) -> Term:
         return at.load("q_segments", at.b, at.i) == at.load("kv_segments", at.b, at.j)
 
     def span(self, block: Block) -> Keys:
@@ -342,7 +352,7 @@ class Keep(Mask):
     def needs(self) -> dict[str, Data]:
         return {self.name: Data("bhij", (torch.bool,), broadcasts=True)}
 
-    def keep(self, at: Place) -> Any:
+    def keep(self, at: Place) -> Term:
         return at.load(self.name, at.b, at.h, at.i, at.j)
 
     def span(self, block: Block) -> Keys:
@@ -386,14 +396,14 @@ class Join(Mask):
 class And(Join):
     """Both masks keep it."""
 
-    a: Mask
-    b: Mask
+    a: Mask = field(validator=is_mask)
+    b: Mask = field(validator=is_mask)
 
     @property
     def parts(self) -> tuple[Mask, ...]:
         return self.a, self.b
 
-    def keep(self, at: Place) -> Any:
+    def keep(self, at: Place) -> Term:
         return self.a.keep(at) & self.b.keep(at)
 
     def span(self, block: Block) -> Keys:
@@ -408,14 +418,14 @@ class And(Join):
 class Or(Join):
     """One of the masks keeps it, or both."""
 
-    a: Mask
-    b: Mask
+    a: Mask = field(validator=is_mask)
+    b: Mask = field(validator=is_mask)
 
     @property
     def parts(self) -> tuple[Mask, ...]:
         return self.a, self.b
 
-    def keep(self, at: Place) -> Any:
+    def keep(self, at: Place) -> Term:
         return self.a.keep(at) | self.b.keep(at)
 
     def span(self, block: Block) -> Keys:
@@ -430,13 +440,13 @@ class Or(Join):
 class Not(Join):
     """The mask does not keep it."""
 
-    a: Mask
+    a: Mask = field(validator=is_mask)
 
     @property
     def parts(self) -> tuple[Mask, ...]:
         return (self.a,)
 
-    def keep(self, at: Place) -> Any:
+    def keep(self, at: Place) -> Term:
         return self.a.keep(at) ^ True  # not `~`, which turns the integer 1 into -2
 
     def span(self, block: Block) -> Keys:
@@ -447,54 +457,3 @@ class Not(Join):
 
 
 LEAVES = (Causal, Window, Prefix, Keep, KeyLengths, QueryLengths, SameSegment, Band)
-
-
-def canonical(mask: Mask, M: int, N: int) -> Mask | None:
-    """The mask in one form: alignments are offsets, bands that meet are one, parts are sorted.
-
-    None where every query keeps every key. Raises GraphError where an alignment was not said.
-    """
-    mask = simplified(mask.resolved(M, N, ragged_in(mask.needs)))
-    everywhere = Block(range(1), range(1), range(M), 1, M, N)
-    return None if mask.surely(everywhere).covers(0, N) else mask
-
-
-def simplified(mask: Mask) -> Mask:
-    """An equal mask: flat joins without repeats, in the order of their text."""
-    match mask:
-        case Not(Not(a)):
-            return simplified(a)
-        case Not(a):
-            return Not(simplified(a))
-        case And() | Or():
-            parts = sorted(dict.fromkeys(flat(mask, type(mask))), key=str)
-            if isinstance(mask, And):
-                parts = met(parts)
-            return reduce(type(mask), parts)
-        case _:
-            return mask
-
-
-def flat(mask: Mask, join: type[Join]) -> list[Mask]:
-    """The parts of nested joins of one kind, each simplified."""
-    if isinstance(mask, join):
-        return [leaf for part in mask.parts for leaf in flat(part, join)]
-    simple = simplified(mask)
-    return flat(simple, join) if isinstance(simple, join) else [simple]
-
-
-def met(parts: list[Mask]) -> list[Mask]:
-    """Parts of a conjunction, with the bands of one alignment intersected."""
-    bands: dict[tuple[str, ...], Band] = {}
-    for part in parts:
-        if isinstance(part, Band):
-            other = bands.get(part.ragged, part)
-            low = most(max, part.low, other.low)
-            bands[part.ragged] = Band(low, most(min, part.high, other.high), part.ragged)
-    rest = [part for part in parts if not isinstance(part, Band)]
-    return sorted([*bands.values(), *rest], key=str)
-
-
-def most(choose: Callable[[int, int], int], a: int | None, b: int | None) -> int | None:
-    """The tighter of two bounds, where None is no bound."""
-    return b if a is None else a if b is None else choose(a, b)

@@ -9,27 +9,27 @@ the op-by-op gradient and the blocked lowerings all run these three. A modifier 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, final
 
 import torch
-from attrs import evolve, field, frozen, validators
+from attrs import Attribute, evolve, field, frozen, validators
 
 from attn_graph.errors import GraphError, problems_of
-from attn_graph.ir import Emit, Op
-from attn_graph.keys import Block, Place
-from attn_graph.masks import LENGTHS, Align, Data, alignment, offset
+from attn_graph.ir import Emit, Gradients, Op, Values
+from attn_graph.keys import Block, Place, Term
+from attn_graph.masks import LENGTHS, Align, Data, alignment, names, offset
 from attn_graph.spec import FLOATS, INTEGERS, ValueType
 
 INF = float("inf")
 
 
-def positive(_: object, attribute: Any, value: float) -> None:
+def positive(_: object, attribute: Attribute[float], value: float) -> None:
     if not (0 < value < INF):
         raise GraphError(f"{attribute.name} {value} must be positive and finite")
 
 
-def finite(_: object, attribute: Any, value: float) -> None:
+def finite(_: object, attribute: Attribute[float], value: float) -> None:
     if not math.isfinite(value):
         raise GraphError(f"{attribute.name} {value} must be finite")
 
@@ -65,7 +65,7 @@ class Modifier(Op):
         raise NotImplementedError
 
     def back(self, ds: torch.Tensor, s: torch.Tensor, at: Place) -> torch.Tensor:
-        """The gradient of the step's input, in the memory of ds; s, the step's result, is used up."""
+        """The gradient of the step's input, in the memory of ds. Uses up s, the step's result."""
         return ds
 
     def collect(self, totals: Mapping[str, torch.Tensor], ds: torch.Tensor, at: Place) -> None:
@@ -85,9 +85,7 @@ class Modifier(Op):
         changed = self.change(s.clone(), whole(s, dict(zip(self.needs, operands, strict=True))))
         return (torch.where(s == -INF, s, changed),)
 
-    def pull(
-        self, emit: Emit, operands: Sequence[Any], results: Sequence[Any], grads: Sequence[Any]
-    ) -> tuple[Any, ...]:
+    def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
         wanted = [i for i, name in enumerate(self.needs) if name in self.trains]
         found: list[Any] = [None] * len(self.needs)
         if wanted:
@@ -154,7 +152,7 @@ class Alibi(Modifier):
     default: bool = field(default=False, converter=bool)
     align: Align | None = field(default=None, validator=alignment)
     ragged: tuple[str, ...] = field(
-        default=(), converter=tuple, validator=validators.deep_iterable(validators.in_(LENGTHS))
+        default=(), converter=names, validator=validators.deep_iterable(validators.in_(LENGTHS))
     )
     per_batch: bool = field(default=False, converter=bool)
 
@@ -179,12 +177,12 @@ class Alibi(Modifier):
         offset(self.align, M, N, self)
         return evolve(self, align="top_left") if M == N and not self.ragged else self
 
-    def distance(self, at: Place) -> torch.Tensor:
+    def distance(self, at: Place) -> Term:
         ragged = self.ragged if self.align == "bottom_right" else ()
         moved = at.shift(ragged) if ragged else offset(self.align, at.M, at.N, self)
         return (at.i + moved - at.j).abs()
 
-    def slopes(self, at: Place) -> torch.Tensor:
+    def slopes(self, at: Place) -> Term:
         if self.default:
             return torch.tensor(default_slopes(at.H), device=at.h.device)[at.h]
         return at.load("slopes", at.b, at.h) if self.per_batch else at.load("slopes", at.h)

@@ -5,15 +5,16 @@ Forward: Scores, the modifiers, Mask, Softmax, Dropout, Weigh. The others exist 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, final
+from collections.abc import Iterator
+from typing import final
 
 import torch
 from attrs import field, frozen
 
 from attn_graph import masks
+from attn_graph.canonical import canonical_mask
 from attn_graph.errors import GraphError, problems_of
-from attn_graph.ir import Emit, Op
+from attn_graph.ir import Emit, Gradients, Op, Values
 from attn_graph.keys import Place
 from attn_graph.modifiers import INF, finite, whole
 from attn_graph.philox import counters, keep_
@@ -48,7 +49,8 @@ class Scores(Op):
         if q.shape[3] == 0:
             yield f"scores: q {q} has head size 0; it is at least 1"
         if (k.shape[1] == 0 and q.shape[1]) or (k.shape[1] and q.shape[1] % k.shape[1]):
-            yield f"scores: {q.shape[1]} heads of q {q} are no multiple of {k.shape[1]} heads of k {k}"
+            told = f"{q.shape[1]} heads of q {q} are no multiple of {k.shape[1]} heads of k {k}"
+            yield f"scores: {told}"
         if q.dtype != k.dtype:
             yield f"scores: q {q} and k {k} disagree in dtype, {q.dtype} and {k.dtype}"
         if q.dtype not in FLOATS:
@@ -61,9 +63,7 @@ class Scores(Op):
         wide = accumulator(q.dtype)
         return (self.scale * (q.to(wide) @ per_head(k.to(wide), q.shape[1]).mT),)
 
-    def pull(
-        self, emit: Emit, operands: Sequence[Any], results: Sequence[Any], grads: Sequence[Any]
-    ) -> tuple[Any, ...]:
+    def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
         (q, k), (ds,) = operands, grads
         return emit(Weigh(self.scale), ds, k)[0], emit(WeighT(self.scale), ds, q, k)[0]
 
@@ -73,7 +73,7 @@ class Scores(Op):
 class Mask(Op):
     """s [B,H,M,N], the mask's tensors -> s, with -inf where the mask does not keep."""
 
-    mask: masks.Mask
+    mask: masks.Mask = field(validator=masks.is_mask)
     names = ("s",)
 
     @property
@@ -85,7 +85,7 @@ class Mask(Op):
         sizes = {"b": B, "h": H, "i": M, "j": N}
         for (name, data), type_ in zip(self.mask.needs.items(), given, strict=True):
             yield from data.problems("mask", name, type_, sizes)
-        yield from problems_of(lambda: masks.canonical(self.mask, M, N))
+        yield from problems_of(lambda: canonical_mask(self.mask, M, N))
 
     def infer(self, s: ValueType, *given: ValueType) -> tuple[ValueType]:
         return (s,)
@@ -94,9 +94,7 @@ class Mask(Op):
         kept = self.mask.keep(whole(s, dict(zip(self.mask.needs, given, strict=True))))
         return (torch.where(kept, s, -INF),)
 
-    def pull(
-        self, emit: Emit, operands: Sequence[Any], results: Sequence[Any], grads: Sequence[Any]
-    ) -> tuple[Any, ...]:
+    def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
         nothing = (None,) * (len(operands) - 1)
         return (emit(Unmasked(), results[0], grads[0])[0], *nothing)
 
@@ -153,9 +151,7 @@ class Softmax(Op):
             lse = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
         return torch.exp(s - lse.masked_fill(lse == -INF, 0.0)[..., None]), lse
 
-    def pull(
-        self, emit: Emit, operands: Sequence[Any], results: Sequence[Any], grads: Sequence[Any]
-    ) -> tuple[Any, ...]:
+    def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
         (p, lse), (dp, dlse) = results, grads
         dp = dp if dp is not None else emit(Zeros.like(p.type))[0]
         dlse = dlse if dlse is not None else emit(Zeros.like(lse.type))[0]
@@ -237,9 +233,7 @@ class Dropout(Op):
         at = whole(p, {})
         return (p * kept(at, self.rate, int(seed), int(offset)) / (1 - self.rate),)
 
-    def pull(
-        self, emit: Emit, operands: Sequence[Any], results: Sequence[Any], grads: Sequence[Any]
-    ) -> tuple[Any, ...]:
+    def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
         return emit(self, grads[0], *operands[1:])[0], None, None
 
 
@@ -270,7 +264,8 @@ class Weigh(Op):
             if a != b:
                 yield f"weigh: p {p} and v {v} disagree in {name}, {a} and {b}"
         if (v.shape[1] == 0 and p.shape[1]) or (v.shape[1] and p.shape[1] % v.shape[1]):
-            yield f"weigh: {p.shape[1]} heads of p {p} are no multiple of {v.shape[1]} heads of v {v}"
+            told = f"{p.shape[1]} heads of p {p} are no multiple of {v.shape[1]} heads of v {v}"
+            yield f"weigh: {told}"
         if v.shape[3] == 0:
             yield f"weigh: v {v} has head size 0; it is at least 1"
         if v.dtype not in FLOATS:
@@ -282,9 +277,7 @@ class Weigh(Op):
     def run(self, p: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor]:
         return ((self.scale * (p @ per_head(v.to(p.dtype), p.shape[1]))).to(v.dtype),)
 
-    def pull(
-        self, emit: Emit, operands: Sequence[Any], results: Sequence[Any], grads: Sequence[Any]
-    ) -> tuple[Any, ...]:
+    def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
         (p, v), (do,) = operands, grads
         return emit(Scores(self.scale), do, v)[0], emit(WeighT(self.scale), p, do, v)[0]
 
@@ -292,7 +285,7 @@ class Weigh(Op):
 @final
 @frozen
 class WeighT(Op):
-    """p [B,H,M,N], x [B,H,M,E], like [B,G,N,E] -> scale * p^T x, summed over each group of heads."""
+    """p [B,H,M,N], x [B,H,M,E], like [B,G,N,E] -> scale * p^T x, added up in groups of heads."""
 
     scale: float = field(default=1.0, converter=float, validator=finite)
     names = ("dv",)

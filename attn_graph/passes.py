@@ -9,6 +9,7 @@ from attrs import evolve
 
 from attn_graph import masks, ops
 from attn_graph.builder import Builder, Value
+from attn_graph.canonical import canonical_mask
 from attn_graph.fused import Attention, AttentionGrad
 from attn_graph.ir import Eqn, Graph
 from attn_graph.modifiers import Modifier
@@ -31,7 +32,7 @@ def canonicalise(graph: Graph) -> Graph:
 def masked(b: Builder, mask: masks.Mask, operands: tuple[Value, ...]) -> Value:
     """Scores under the mask in canonical form, joined with a mask that they are under already."""
     s, *given = operands
-    canonical = masks.canonical(mask, *s.type.shape[2:])
+    canonical = canonical_mask(mask, *s.type.shape[2:])
     if canonical is None:
         return s
     data = dict(zip(mask.needs, given, strict=True))
@@ -40,7 +41,7 @@ def masked(b: Builder, mask: masks.Mask, operands: tuple[Value, ...]) -> Value:
         first, *others = (Value(b, i) for i in under.args)
         known = dict(zip(under.op.mask.needs, others, strict=True))
         if all(known[name].index == data[name].index for name in known.keys() & data.keys()):
-            joined = masks.canonical(canonical & under.op.mask, *s.type.shape[2:])
+            joined = canonical_mask(canonical & under.op.mask, *s.type.shape[2:])
             assert joined is not None  # neither part keeps everything
             canonical, s, data = joined, first, data | known
     return s.mask(canonical, **{name: data[name] for name in canonical.needs})
@@ -124,7 +125,7 @@ def assembled(steps: list[Eqn], v: int, makers: Makers, p: int) -> Chain | None:
         or any(kinds.count(k) > 1 for k in (2, 3, 4))
     ):
         return None
-    found = {kind: eqn for kind, eqn in zip(kinds, steps, strict=True)}
+    found = dict(zip(kinds, steps, strict=True))
     first, modifiers = steps[0], [e for e in steps if isinstance(e.op, Modifier)]
     if not isinstance(first.op, ops.Scores) or 3 not in found:
         return None

@@ -46,7 +46,7 @@ class Plan:
     run: Callable[..., tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = field(init=False)
     count: int = field(init=False)
     single: bool = field(init=False)
-    seen: list[object] = field(init=False, factory=lambda: [None])  # the look of the last tensors
+    seen: list[object] = field(init=False, factory=lambda: [()])  # the look of the last tensors
     pulls: dict[object, Plan] = field(
         init=False, factory=dict
     )  # backward plans that calls asked for
@@ -68,9 +68,12 @@ class Plan:
             tensors = self.arranged(tensors, named)
         told: list[object] = []
         wants = False
-        for t in tensors:
-            told += t.shape, t.stride(), t.dtype, t.device
-            wants = wants or t.requires_grad
+        try:
+            for t in tensors:
+                told += t.shape, t.stride(), t.dtype, t.device
+                wants = wants or t.requires_grad
+        except AttributeError:  # no tensor: `admit` says which
+            told = [None]
         if told != self.seen[0]:
             self.admit(tensors, told)
         if wants and torch.is_grad_enabled():

@@ -15,7 +15,7 @@ from attn_graph.ir import Graph, Op
 def evaluate(
     graph: Graph, tensors: Sequence[torch.Tensor], dtype: torch.dtype | None = torch.float64
 ) -> tuple[torch.Tensor, ...]:
-    """The outputs of a graph for these inputs, floating inputs cast to `dtype` unless it is None."""
+    """The outputs of a graph, floating inputs cast to `dtype` unless it is None."""
     values = [t.to(dtype) if dtype and t.is_floating_point() else t for t in tensors]
     for eqn in graph.eqns:
         values += eqn.op.run(*(values[i] for i in eqn.args))

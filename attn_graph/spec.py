@@ -133,7 +133,7 @@ def spec_problems(
 
 
 def dense_strides(shape: Sequence[int], order: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Strides without gaps; `order` lists the axes from the outermost in memory to the innermost."""
+    """Strides without gaps; `order` lists the axes, the outermost in memory first."""
     strides, step = [0] * len(shape), 1
     for axis in reversed(order if order is not None else range(len(shape))):
         strides[axis] = step

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import attrs
@@ -57,7 +58,7 @@ def fresh(wanted: Iterable[str], taken: list[str]) -> Iterator[str]:
         yield free
 
 
-def shown_fields(value: Any) -> list[str]:
+def shown_fields(value: Any) -> list[str]:  # Any: of an attrs class
     """`name=value` for every field that differs from its default."""
     return [
         f"{f.name}={show_value(getattr(value, f.name))}"
@@ -66,7 +67,7 @@ def shown_fields(value: Any) -> list[str]:
     ]
 
 
-def show_value(value: Any) -> str:
+def show_value(value: object) -> str:
     """A field's value as Python."""
     match value:
         case And(a, b):
@@ -103,34 +104,43 @@ class Parser:
         try:
             body = ast.parse(text).body
         except SyntaxError as error:
-            raise GraphError(f"line {error.lineno}: {error.msg}") from error
+            raise GraphError(f"line {error.lineno or 1}: {error.msg}") from error
         match body:
             case [
                 ast.FunctionDef(
-                    args=ast.arguments(args=params), body=[*eqns, ast.Return(value=out)]
+                    args=ast.arguments(args=params), body=[*eqns, ast.Return(value=out) as last]
                 )
             ]:
                 pass
             case _:
-                raise GraphError("expected one `def graph(...)` that ends in `return`")
-        b = Builder()
-        env = {p.arg: b.input(p.arg, spec_of(p.annotation)) for p in params}
+                raise GraphError("line 1: expected one `def graph(...)` that ends in `return`")
+        b, env = Builder(), dict[str, Value]()
+        for param in params:
+            with line(param.lineno):
+                env[param.arg] = b.input(param.arg, spec_of(param.annotation))
+                b.check()
         for eqn in eqns:
-            self.equation(b, env, eqn)
-        return b.build(*(looked_up(env, n) for n in names_of(out)))
+            with line(eqn.lineno):
+                env |= self.equation(b, env, eqn)
+                b.check()
+        with line(last.lineno):
+            return b.build(*(looked_up(env, n) for n in names_of(out)))
 
-    def equation(self, b: Builder, env: dict[str, Value], eqn: ast.stmt) -> None:
+    def equation(self, b: Builder, env: dict[str, Value], eqn: ast.stmt) -> dict[str, Value]:
+        """The values that an equation adds, by name."""
         match eqn:
             case ast.Assign(
                 targets=[target], value=ast.Call(func=ast.Name(id=name), args=args, keywords=kws)
             ) if name in CALLS:
-                op = self.made(CALLS[name], eqn.lineno, {k.arg: self.value(k.value) for k in kws})
+                op = self.made(CALLS[name], kws)
                 outs = b.emit(op, *(looked_up(env, n) for a in args for n in names_of(a)))
-                env.update(zip(names_of(target), outs, strict=True))
             case _:
-                raise GraphError(f"line {eqn.lineno}: expected `x, ... = op(...)` of a known op")
+                raise GraphError("expected `x, ... = op(...)` of a known op")
+        if len(names := names_of(target)) != len(outs):
+            raise GraphError(f"{name} has {len(outs)} results, and {len(names)} are named")
+        return dict(zip(names, outs, strict=True))
 
-    def value(self, node: ast.expr) -> Any:
+    def value(self, node: ast.expr) -> Any:  # Any: what a field of some class holds
         match node:
             case ast.BinOp(left, ast.BitAnd(), right):
                 return And(self.value(left), self.value(right))
@@ -141,27 +151,39 @@ class Parser:
             case ast.Tuple(parts):
                 return tuple(map(self.value, parts))
             case ast.Call(func=ast.Name(id=name), args=[], keywords=kws) if name in self.classes:
-                fields = {k.arg: self.value(k.value) for k in kws}
-                return self.made(self.classes[name], node.lineno, fields)
-            case ast.Name(id="inf" | "nan" as name):
-                return float(name)
+                return self.made(self.classes[name], kws)
             case _:
                 return literal(node)
 
-    def made(self, cls: type[Any], line: int, fields: dict[str | None, Any]) -> Any:
-        names = {f.name for f in attrs.fields(cls)}
-        if unknown := fields.keys() - names:
-            raise GraphError(
-                f"line {line}: {cls.__name__} has no field {sorted(map(str, unknown))}; it has {sorted(names)}"
-            )
-        return cls(**{str(name): value for name, value in fields.items()})
+    def made(self, cls: type[Any], keywords: list[ast.keyword]) -> Any:  # Any: a cls
+        given = {k.arg or "**": self.value(k.value) for k in keywords}
+        fields = {f.name: f.default is attrs.NOTHING for f in attrs.fields(cls)}
+        if unknown := given.keys() - fields:
+            raise GraphError(f"{cls.__name__} has no field {sorted(unknown)}; has {sorted(fields)}")
+        if missing := [name for name, needed in fields.items() if needed and name not in given]:
+            raise GraphError(f"{cls.__name__} needs {', '.join(missing)}")
+        try:
+            return cls(**given)
+        except GraphError:
+            raise
+        except (TypeError, ValueError) as error:  # what float("x") and float(()) raise
+            raise GraphError(f"{cls.__name__}: {error}") from error
 
 
-def literal(node: ast.expr) -> Any:
+@contextmanager
+def line(number: int) -> Iterator[None]:
+    """What goes wrong in here goes wrong in this line of the text."""
+    try:
+        yield
+    except GraphError as error:
+        raise GraphError(*(f"line {number}: {told}" for told in error.problems)) from error
+
+
+def literal(node: ast.expr) -> Any:  # Any: whatever Python has literals for
     try:
         return ast.literal_eval(node)
     except ValueError as error:
-        raise GraphError(f"line {node.lineno}: {ast.unparse(node)} is no known value") from error
+        raise GraphError(f"{ast.unparse(node)} is no known value") from error
 
 
 def spec_of(node: ast.expr | None) -> TensorSpec:
@@ -174,7 +196,7 @@ def spec_of(node: ast.expr | None) -> TensorSpec:
             raise GraphError(f"expected a type such as f16[2, 3], got {told}")
 
 
-def spec_from(dtype: torch.dtype, inner: Any) -> TensorSpec:
+def spec_from(dtype: torch.dtype, inner: Any) -> TensorSpec:  # Any: of a literal
     sizes = inner if isinstance(inner, tuple) else (inner,)
     if sizes and isinstance(sizes[0], tuple):
         return TensorSpec(sizes[0], dtype, *sizes[1:])

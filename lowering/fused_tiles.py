@@ -12,7 +12,7 @@ from attn_graph.fused import Operands
 from attn_graph.kernels import fused_cpu
 from attn_graph.kernels.merging import merge_, sink_
 from attn_graph.keys import Block, Place
-from attn_graph.lowering.problem import Problem, flash_order
+from attn_graph.lowering.problem import Problem, flash_order, readable
 from attn_graph.lowering.tiles import Part, Tile, cheapest, diagonal, folded, grown, row_tiles
 from attn_graph.modifiers import Alibi
 from attn_graph.spec import TensorSpec, memory_order
@@ -67,8 +67,8 @@ class FusedTiles:
         return found
 
     def packs(self, spec: TensorSpec) -> bool:
-        """Whether the kernel can't read an operand where it lies: dtype, head size or stride."""
-        return spec.dtype != self.problem.wide or spec.shape[3] != self.width or not spec.unit_last
+        """Whether the kernel can't read an operand where it lies: dtype, head size or strides."""
+        return (spec.dtype, spec.shape[3]) != (self.problem.wide, self.width) or not readable(spec)
 
     @property
     def unpadded(self) -> bool:

@@ -104,3 +104,15 @@ def flash_order(q: TensorSpec) -> tuple[int, ...]:
     order = memory_order(q)
     dense = normalised(q.shape, dense_strides(q.shape, order)) == q.strides
     return order if dense else (0, 2, 1, 3)
+
+
+def readable(x: TensorSpec) -> bool:
+    """Whether the fused CPU kernel reads x [B,H,L,D] where it lies, and can lay out o like it.
+
+    Each row of D elements lies together and no two rows overlap, or it writes where it should
+    not; batch entries and heads may be one and the same (stride 0).
+    """
+    *outer, D = x.shape
+    far = [s for n, s in zip(outer, x.strides, strict=False) if n > 1]
+    rows_apart = x.shape[2] <= 1 or x.strides[2] >= D
+    return x.unit_last and rows_apart and all(s == 0 or s >= D for s in far)

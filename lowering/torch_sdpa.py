@@ -10,7 +10,7 @@ from attn_graph.backend import Backend, Executable, Options
 from attn_graph.fused import Attention, AttentionGrad
 from attn_graph.ir import Graph
 from attn_graph.kernels.fused_cpu import INF, flash, flash_backward
-from attn_graph.lowering.problem import Problem, flash_order, sole
+from attn_graph.lowering.problem import Problem, flash_order, readable, sole
 from attn_graph.masks import Band
 from attn_graph.modifiers import Bias
 from attn_graph.spec import NAMES, TensorSpec, memory_order
@@ -65,11 +65,13 @@ def operand_reasons(problem: Problem) -> Iterator[str]:
     if problem.grad is not None:
         _, o, _, do, _ = problem.grad.split(problem.specs)
         named |= {"o": o} | ({"do": do} if do is not None else {})
-    for name in ("q", "k", "v", "o", "do", "bias"):
+    for name in ("q", "k", "v", "o", "do"):
         spec = named.get(name)
-        if spec is not None and not spec.unit_last:
-            yield f"needs stride 1 along the last axis, and {name} has {spec.strides[-1]}"
+        if spec is not None and not readable(spec):
+            yield f"needs rows of {spec.shape[3]} that lie together and apart, and {name} is {spec}"
     bias = named.get("bias")
+    if bias is not None and not bias.unit_last:
+        yield f"needs a bias with stride 1 along its last axis, and it has {bias.strides[-1]}"
     if bias is not None and bias.dtype not in (problem.dtype, torch.float32):
         yield f"adds a bias of dtype {NAMES[problem.dtype]} or f32, and it is {NAMES[bias.dtype]}"
     if bias is not None and problem.dtype == torch.float64 and bias.dtype != problem.dtype:

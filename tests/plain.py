@@ -462,19 +462,34 @@ def expected_gradients(
     }
 
 
-def forward_terms(c: Chain, f: Found) -> dict[str, Tensor]:
-    """sum|terms| of each output: the formula, with every minus a plus."""
-    scores = abs(c.scale) * torch.einsum(
+def score_sizes(c: Chain, f: Found) -> Tensor:
+    """sum|terms| of each score: with every minus a plus."""
+    size = abs(c.scale) * torch.einsum(
         "bhid,bhjd->bhij", c.q.abs(), per_head(c.k.abs(), c.sizes[1])
     )
-    size = scores
     for (op, _), before, after in zip(c.modifiers, f.steps, f.steps[1:], strict=False):
         added = (after - before).abs()
         size = size * slope(op, after) + after.abs() if isinstance(op, SoftCap) else size + added
+    return size
+
+
+def inexact(c: Chain, f: Found, weights: Tensor) -> Tensor:
+    """Weights made of p, with the error that p = exp(s - lse) brings.
+
+    s is known to u * sum|terms|, lse, a rounded number, to u |lse|, and their difference is rounded
+    too: to first order p is off by 2 u (sum|terms| + |lse|) of itself.
+    """
+    lse = torch.where(f.lse == -INF, 0.0, f.lse.abs())
+    return weights * (1 + 2 * (score_sizes(c, f) + lse[..., None]))
+
+
+def forward_terms(c: Chain, f: Found) -> dict[str, Tensor]:
+    """sum|terms| of each output: the formula, with every minus a plus."""
+    size = score_sizes(c, f)
     seen = size.amax(-1) if size.shape[-1] else size.new_zeros(f.lse.shape)
-    o = torch.einsum("bhij,bhje->bhie", f.pz, per_head(c.v.abs(), c.sizes[1]))
+    o = torch.einsum("bhij,bhje->bhie", inexact(c, f, f.pz), per_head(c.v.abs(), c.sizes[1]))
     lse = seen + torch.where(f.lse == -INF, 0.0, f.lse.abs())
-    return {"p": f.p, "pz": f.pz, "lse": lse, "o": o}
+    return {"p": inexact(c, f, f.p), "pz": inexact(c, f, f.pz), "lse": lse, "o": o}
 
 
 def slope(op: Modifier, after: Tensor) -> Tensor:
@@ -489,8 +504,8 @@ def gradient_terms(c: Chain, f: Found, do: Tensor, dlse: Tensor) -> dict[str, Te
     v, k = per_head(c.v.abs(), H), per_head(c.k.abs(), H)
     dp = torch.einsum("bhie,bhje->bhij", do, v) * f.z
     surplus = (f.p * dp).sum(-1) + dlse
-    ds = f.p * (dp + surplus[..., None])
-    found = {"v": grouped(torch.einsum("bhij,bhie->bhje", f.pz, do), c.v)}
+    ds = inexact(c, f, f.p) * (dp + surplus[..., None])
+    found = {"v": grouped(torch.einsum("bhij,bhie->bhje", inexact(c, f, f.pz), do), c.v)}
     for (op, data), after in reversed([*zip(c.modifiers, f.steps[1:], strict=True)]):
         if isinstance(op, Bias):
             found["bias"] = ds.sum_to_size(data["bias"].shape)

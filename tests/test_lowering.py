@@ -1,0 +1,215 @@
+"""Every backend that takes a graph agrees with the formula, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import given, reject
+from hypothesis import strategies as st
+
+import attn_graph as ag
+from attn_graph.lowering.fused_tiles import FusedTiles
+from attn_graph.lowering.problem import problems
+from attn_graph.vjp import result_spec
+from tests import plain
+from tests.strategies import (
+    Shape,
+    bias_specs,
+    cotangents_for,
+    dtypes,
+    graphs,
+    seeds,
+    shapes,
+    specs,
+    tensors_for,
+)
+
+CPU = ag.Target.of("cpu")
+NAMES = ("torch_sdpa", "math")
+INF = float("inf")
+
+
+@st.composite
+def simple_graphs(draw: st.DrawFn) -> ag.Graph:
+    """Near what one fused kernel takes: one head size, no mask or a causal one, perhaps a bias."""
+    x = draw(shapes())
+    size = evolve(x, E=x.D, B=max(1, x.B), H=max(1, x.H), M=max(1, x.M), N=max(1, x.N))
+    size = evolve(size, G=max(1, size.G))
+    dtype = draw(dtypes)
+    q, k, v = (draw(specs(n, dtype).filter(lambda s: s.unit_last)) for n in (size.q, size.k, size.v))
+    biased = draw(st.booleans())
+    return ag.attention(
+        q, k, v,
+        scale=draw(st.sampled_from((None, 0.3, 2.0))),
+        mask=None if biased else draw(st.sampled_from((None, ag.Causal("top_left")))),
+        bias=draw(bias_specs(size, dtype)) if biased else None,
+        stats=draw(st.booleans()),
+    )  # fmt: skip
+
+
+DRAWN = {"torch_sdpa": simple_graphs(), "math": graphs()}
+
+
+def planned(graph: ag.Graph, backend: str) -> ag.Plan:
+    """The backend's plan; a graph that it refuses, with reasons, is not drawn."""
+    try:
+        return ag.compile(graph, target=CPU, backends=(backend,))
+    except ag.NoBackendError as error:
+        assert all(reasons for _, reasons in error.refusals)
+        reject()
+
+
+def called(plan: ag.Plan, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    found = plan(*tensors)
+    return found if isinstance(found, tuple) else (found,)
+
+
+def leaves(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The same tensors, strides and all, floating ones requiring grad."""
+    return tuple(t.detach().requires_grad_(t.is_floating_point()) for t in tensors)
+
+
+def gradients(
+    plan: ag.Plan, tensors: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor | None]
+) -> dict[str, torch.Tensor]:
+    """What autograd gives for each floating input, by name; unused outputs have no cotangent."""
+    given = leaves(tensors)
+    outputs = called(plan, given)
+    pairs = [(o, d) for o, d in zip(outputs, cotangents, strict=True) if d is not None]
+    wanted = {i.name: t for i, t in zip(plan.graph.inputs, given, strict=True) if t.requires_grad}
+    found = torch.autograd.grad(
+        [o for o, _ in pairs], [*wanted.values()], [d for _, d in pairs], allow_unused=True
+    )
+    return {n: g for (n, _), g in zip(wanted.items(), found, strict=True) if g is not None}
+
+
+@pytest.mark.parametrize("backend", NAMES)
+@given(data=st.data(), seed=seeds)
+def test_forward_agrees_with_the_formula(backend: str, data: st.DataObject, seed: int) -> None:
+    graph = data.draw(DRAWN[backend])
+    plan, tensors = planned(graph, backend), tensors_for(graph, seed)
+    before = [t.clone() for t in tensors]
+    outputs = called(plan, tensors)
+    for found, due in zip(outputs, plain.expected(graph, tensors), strict=True):
+        due.check(found)
+    assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
+    for found, i in zip(outputs, plan.graph.outputs, strict=True):
+        assert ag.TensorSpec.like(found) == result_spec(plan.graph, i)
+    storages = {t.untyped_storage().data_ptr() for t in tensors if t.numel()}
+    assert not any(o.untyped_storage().data_ptr() in storages for o in outputs if o.numel())
+
+
+@pytest.mark.parametrize("backend", NAMES)
+@given(data=st.data(), seed=seeds, skipped=st.sampled_from((None, 0, 1)))
+def test_gradients_agree_with_the_formula(
+    backend: str, data: st.DataObject, seed: int, skipped: int | None
+) -> None:
+    """With dlse fed in; and, where there are two outputs, with either left out."""
+    graph = data.draw(DRAWN[backend])
+    plan, tensors = planned(graph, backend), tensors_for(graph, seed)
+    cotangents: list[torch.Tensor | None] = [*cotangents_for(plan.graph, seed)]
+    if skipped is not None and len(cotangents) == 2:
+        cotangents[skipped] = None
+    try:
+        found = gradients(plan, tensors, cotangents)
+    except ag.NoBackendError as error:
+        assert all(reasons for _, reasons in error.refusals)
+        reject()
+    for name, due in plain.expected_gradients(graph, tensors, cotangents).items():
+        if name in found:
+            due.check(found[name])
+            assert found[name].isfinite().all() or not due.ref.isfinite().all()
+
+
+@pytest.mark.parametrize("backend", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_row_that_sees_nothing_is_zero_and_its_gradients_too(
+    backend: str, dtype: torch.dtype
+) -> None:
+    """By a mask where the backend has one, else by a bias of -inf."""
+    x, wide = ag.TensorSpec((2, 2, 6, 8), dtype), torch.float32 if dtype != torch.float64 else dtype
+    blind = torch.tensor([0, 3])
+    q, k, v = (torch.randn(2, 2, 6, 8, dtype=torch.float64).to(dtype) for _ in range(3))
+    bias = torch.zeros(1, 1, 6, 6, dtype=wide)
+    bias[:, :, blind] = -INF
+    if backend == "math":
+        spec = ag.TensorSpec.like(bias == 0)
+        graph = ag.attention(x, x, x, keep=spec, stats=True)
+        more = {"keep": bias == 0}
+    else:
+        graph = ag.attention(x, x, x, bias=ag.TensorSpec.like(bias), stats=True)
+        more = {"bias": bias}
+    plan = ag.compile(graph, target=CPU, backends=(backend,))
+    given = leaves((q, k, v))
+    o, lse = plan(*given, **more)
+    assert (o[:, :, blind] == 0).all()
+    assert (lse[:, :, blind] == -INF).all()
+    dq, dk, dv = torch.autograd.grad(
+        [o, lse], given, [torch.ones_like(o), torch.ones_like(lse)]
+    )
+    assert (dq[:, :, blind] == 0).all()
+    assert all(g.isfinite().all() for g in (dq, dk, dv))
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0])
+def test_a_causal_mask_survives_scales_that_turn_infinity_around(scale: float) -> None:
+    """PyTorch's kernel masks before it scales: it must not be given such a graph."""
+    x = ag.TensorSpec((1, 1, 8, 4), torch.float32)
+    graph = ag.attention(x, x, x, mask=ag.Causal(), scale=scale, stats=True)
+    plan, tensors = ag.compile(graph, target=CPU), tensors_for(graph, 1)
+    assert plan.backend == "math"
+    assert any("scale above 0" in r for _, reasons in plan.refusals for r in reasons)
+    for found, due in zip(called(plan, tensors), plain.expected(graph, tensors), strict=True):
+        due.check(found)
+
+
+@given(seed=seeds, dtype=st.sampled_from((torch.float32, torch.float16)))
+def test_a_nan_stays_in_the_tiles_that_read_it(seed: int, dtype: torch.dtype) -> None:
+    """A NaN in key and value 200: rows that may see it have it, rows of other tiles are the same."""
+    x = ag.TensorSpec((1, 16, 256, 64), dtype)
+    graph = ag.attention(x, x, x, mask=ag.Causal() & ag.Window(3), stats=True)
+    plan = ag.compile(graph, target=CPU)
+    q, k, v = tensors_for(graph, seed * 8)
+    clean = called(plan, (q, k, v))
+    k[..., 200, :], v[..., 200, :] = float("nan"), float("nan")
+    dirty = called(plan, (q, k, v))
+    (problem,) = problems(plan.graph)
+    reading = torch.zeros(256, dtype=torch.bool)
+    for tile in FusedTiles.plan(problem).static or ():
+        for n in range(tile.repeat):
+            moved = range(tile.rows.start + n * tile.step, tile.rows.stop + n * tile.step)
+            parts = [range(p.start + n * tile.step, p.stop + n * tile.step) for p in tile.parts]
+            reading[moved.start : moved.stop] |= any(200 in part for part in parts)
+    assert reading[200:204].all()
+    assert not reading[:128].any()
+    for a, b in zip(clean, dirty, strict=True):
+        assert b[:, :, 200:204].isnan().all()
+        assert torch.equal(a[:, :, ~reading], b[:, :, ~reading])
+
+
+@given(data=st.data())
+def test_larger_shapes_agree_too(data: st.DataObject) -> None:
+    """Several tiles a side, so that folding, merging and overlapping windows are seen."""
+    large = [(1, 2, 1, 300, 300), (2, 4, 2, 130, 290), (1, 2, 2, 290, 130)]
+    B, H, G, M, N = data.draw(st.sampled_from(large))
+    sizes = st.just(Shape(B, H, G, M, N, 8, data.draw(st.sampled_from((8, 4)))))
+    graph = data.draw(graphs(sizes, st.sampled_from((torch.float32, torch.float16))))
+    graph = without_dropout(graph)
+    plan, tensors = planned(graph, "math"), tensors_for(graph, data.draw(seeds))
+    for found, due in zip(called(plan, tensors), plain.expected(graph, tensors), strict=True):
+        due.check(found)
+    cotangents = cotangents_for(plan.graph, 3)
+    found_grads = gradients(plan, tensors, cotangents)
+    for name, due in plain.expected_gradients(graph, tensors, cotangents).items():
+        if name in found_grads:
+            due.check(found_grads[name])
+
+
+def without_dropout(graph: ag.Graph) -> ag.Graph:
+    """A scalar Philox over 10^5 places takes minutes; test_philox holds the bits of blocks."""
+    if any(i.name == "seed" for i in graph.inputs):
+        reject()
+    return graph

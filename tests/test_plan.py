@@ -1,0 +1,320 @@
+"""Plans: caches, memory, workspace, threads, errors, and what is never done in silence."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import given
+
+import attn_graph as ag
+from tests.strategies import graphs, seeds, tensors_for
+
+CPU = ag.Target.of("cpu")
+X = ag.TensorSpec((2, 4, 16, 8), torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_cache() -> None:
+    ag.clear_cache()
+
+
+def three(spec: ag.TensorSpec = X, grad: bool = False) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.randn(spec.shape, dtype=spec.dtype).requires_grad_(grad) for _ in range(3))
+
+
+def traced(q: ag.Value, k: ag.Value, v: ag.Value) -> ag.Value:
+    p, _ = ag.scores(q, k).mask(ag.Window(3) & ag.Causal()).softmax()
+    return p.weigh(v)
+
+
+def test_equal_graphs_built_in_two_ways_share_one_plan() -> None:
+    called = ag.attention(X, X, X, mask=ag.Causal("top_left") & ag.Window(3, align="bottom_right"))
+    plan = ag.compile(called, target=CPU)
+    assert ag.compile(ag.graph(traced, q=X, k=X, v=X), target=CPU) is plan
+    assert ag.compile(ag.parse(str(called)), target=CPU) is plan
+    info = ag.cache_info()
+    assert (info.builds, info.misses, info.hits, info.size) == (1, 2, 1, 1)
+    assert ag.compile(called, target=CPU) is plan
+    assert ag.cache_info().hits == 2
+
+
+def test_every_option_of_compile_is_part_of_the_key() -> None:
+    graph = ag.attention(X, X, X)
+    plans = {
+        id(plan)
+        for plan in (
+            ag.compile(graph, target=CPU),
+            ag.compile(graph, target="a100"),
+            ag.compile(graph, target=CPU, backends=("math",)),
+            ag.compile(graph, target=CPU, deterministic=True),
+            ag.compile(graph, target=CPU, max_workspace="1GiB"),
+            ag.compile(graph, target=CPU, workspace=ag.Workspace()),
+        )
+    }
+    assert len(plans) == 6
+
+
+def test_fifty_steps_of_training_build_two_plans() -> None:
+    graph = ag.attention(X, X, X, mask=ag.Causal(), soft_cap=5.0)
+    for _ in range(50):
+        q, k, v = three(grad=True)
+        o = ag.compile(graph, target=CPU)(q, k, v)
+        assert isinstance(o, torch.Tensor)
+        (o * o).sum().backward()
+    assert ag.cache_info().builds == 2
+
+
+def test_eight_threads_build_a_plan_once() -> None:
+    graph, start = ag.attention(X, X, X, mask=ag.Causal()), threading.Barrier(8)
+
+    def build(_: int) -> ag.Plan:
+        start.wait()
+        return ag.compile(graph, target=CPU)
+
+    with ThreadPoolExecutor(8) as pool:
+        plans = list(pool.map(build, range(8)))
+    assert len({id(plan) for plan in plans}) == 1
+    assert ag.cache_info().builds == 1
+
+
+def test_the_cache_gives_up_the_least_recently_used() -> None:
+    from attn_graph.cache import Cache
+
+    cache: Cache[str] = Cache(2)
+    for key in ("a", "b"):
+        cache.put(key, key)
+    assert cache.get("a") == "a"
+    cache.put("c", "c")
+    assert (cache.get("b"), cache.get("a"), cache.get("c")) == (None, "a", "c")
+    assert (cache.evictions, cache.hits, cache.misses) == (1, 3, 1)
+
+
+@given(graph=graphs(), seed=seeds)
+def test_memory_is_what_the_arena_holds_to_the_byte(graph: ag.Graph, seed: int) -> None:
+    workspace = ag.Workspace()
+    plan = ag.compile(graph, target=CPU, backends=("math",), workspace=workspace)
+    tensors = tensors_for(graph, seed)
+    plan(*tensors)
+    memory = plan.memory()
+    assert workspace.bytes == memory.workspace_forward
+    given = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
+    outputs = plan(*given)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    assert sum(o.numel() * o.itemsize for o in outputs) == memory.outputs
+    torch.autograd.backward(outputs, [torch.ones_like(o) for o in outputs])
+    assert workspace.bytes == max(memory.workspace_forward, plan_backward(plan, given))
+
+
+def plan_backward(plan: ag.Plan, given: list[torch.Tensor]) -> int:
+    """The workspace of the backward plan that autograd used: cotangents are dense, in C order."""
+    (used,) = plan.pulls.values()
+    return used.executable.workspace
+
+
+def test_one_arena_of_the_larger_need_serves_many_plans() -> None:
+    workspace = ag.Workspace()
+    plans = [
+        ag.compile(ag.attention(s, s, s, soft_cap=3.0), target=CPU, workspace=workspace)
+        for s in (X, ag.TensorSpec((1, 2, 200, 8), torch.float32), ag.TensorSpec((3, 1, 5, 8), torch.float16))
+    ]  # fmt: skip
+    for plan in plans * 2:
+        spec = plan.graph.inputs[0].spec
+        o = plan(*three(spec, grad=True))
+        assert isinstance(o, torch.Tensor)
+        o.sum().backward()
+    needs = [m for p in plans for m in (p.memory().workspace_forward, *map(workspace_of, p.pulls.values()))]
+    assert workspace.bytes == max(needs) < sum(needs)
+    workspace.release()
+    assert workspace.bytes == 0
+
+
+def workspace_of(plan: ag.Plan) -> int:
+    return plan.executable.workspace
+
+
+def test_interleaved_plans_do_not_disturb_each_other() -> None:
+    """Forward A, forward B, backward A, backward B, in one workspace."""
+    graphs_ = [ag.attention(X, X, X, soft_cap=c, mask=ag.Causal()) for c in (2.0, 7.0)]
+    a, b = (ag.compile(g, target=CPU) for g in graphs_)
+    tensors = three(grad=True)
+
+    def grads(plan: ag.Plan) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(forward(plan), tensors)
+
+    def forward(plan: ag.Plan) -> torch.Tensor:
+        o = plan(*tensors)
+        assert isinstance(o, torch.Tensor)
+        return o.square().sum()
+
+    alone = grads(a), grads(b)
+    first, second = forward(a), forward(b)
+    together = torch.autograd.grad(first, tensors), torch.autograd.grad(second, tensors)
+    for x, y in zip((*alone[0], *alone[1]), (*together[0], *together[1]), strict=True):
+        assert torch.equal(x, y)
+
+
+def test_threads_that_run_one_plan_do_not_meet_in_its_workspace() -> None:
+    plan = ag.compile(ag.attention(X, X, X, soft_cap=3.0), target=CPU)
+    jobs = [three() for _ in range(32)]
+    alone = [plan(*job) for job in jobs]
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(lambda job: plan(*job), jobs))
+    for a, b in zip(alone, together, strict=True):
+        assert isinstance(a, torch.Tensor)
+        assert isinstance(b, torch.Tensor)
+        assert torch.equal(a, b)
+
+
+def test_a_plan_holds_no_tensor_of_a_call() -> None:
+    plan = ag.compile(ag.attention(X, X, X, soft_cap=3.0), target=CPU)
+    q, k, v = three(grad=True)
+    plan(q, k, v)
+    gc.collect()
+    assert not any(t is r for t in (q, k, v) for r in gc.get_referrers(plan))
+
+
+def test_a_call_with_other_tensors_lists_every_difference() -> None:
+    plan = ag.compile(ag.attention(X, X, X), target=CPU)
+    q, k, v = three()
+    with pytest.raises(ag.PlanMismatchError) as caught:
+        plan(q.half(), k[:1], v.mT.contiguous().mT)
+    told = str(caught.value)
+    assert "q: expected f32[2, 4, 16, 8], got f16[2, 4, 16, 8]" in told
+    assert "k: expected f32[2, 4, 16, 8], got f32[1, 4, 16, 8]" in told
+    assert "v: expected f32[2, 4, 16, 8], got f32[(2, 4, 16, 8), (512, 128, 1, 16)]" in told
+    assert "TensorSpec.like" in told
+
+
+def test_a_call_by_name_says_what_is_missing_unknown_and_double() -> None:
+    bias = ag.TensorSpec((1, 1, 16, 16), torch.float32)
+    plan = ag.compile(ag.attention(X, X, X, bias=bias), target=CPU)
+    q, k, v = three()
+    with pytest.raises(ag.PlanMismatchError) as caught:
+        plan(q, k, q=q, mask=v)
+    assert [d.split(":")[0] for d in caught.value.differences] == ["q", "mask", "v", "bias"]
+    with pytest.raises(ag.PlanMismatchError, match="expected 4 tensors"):
+        plan(q, k, v, v, v)
+    with pytest.raises(ag.PlanMismatchError, match="got 3"):
+        plan(q, k, v, bias=3)  # type: ignore[arg-type]  # what a user might try
+    by_name = plan(v=v, k=k, q=q, bias=torch.zeros(bias.shape))
+    by_place = plan(q, k, v, torch.zeros(bias.shape))
+    assert isinstance(by_name, torch.Tensor)
+    assert isinstance(by_place, torch.Tensor)
+    assert torch.equal(by_name, by_place)
+
+
+def test_strides_of_size_one_axes_never_matter() -> None:
+    x = ag.TensorSpec((1, 4, 1, 8), torch.float32)
+    plan = ag.compile(ag.attention(x, x, x), target=CPU)
+    plain = torch.randn(1, 4, 1, 8)
+    odd = plain.as_strided((1, 4, 1, 8), (99, 8, 3, 1))
+    for _ in range(3):
+        a, b = plan(plain, plain, plain), plan(odd, plain, odd)
+        assert isinstance(a, torch.Tensor)
+        assert isinstance(b, torch.Tensor)
+        assert torch.equal(a, b)
+
+
+def test_a_plan_for_another_machine_can_be_read_but_not_called() -> None:
+    plan = ag.compile(ag.attention(X, X, X), target="h200")
+    assert plan.backend == "math"
+    assert "h200 (cuda sm_90)" in plan.explain()
+    with pytest.raises(ag.PlanTargetError, match="h200"):
+        plan(*three())
+    with pytest.raises(ag.GraphError, match="known are"):
+        ag.compile(ag.attention(X, X, X), target="h2000")
+
+
+def test_no_backend_gives_every_backend_and_every_reason() -> None:
+    graph = ag.attention(X, X, X, soft_cap=3.0, mask=ag.Prefix(3))
+    with pytest.raises(ag.NoBackendError) as caught:
+        ag.compile(graph, target=CPU, backends=("cudnn", "torch_sdpa"))
+    refusals = dict(caught.value.refusals)
+    assert len(refusals["cudnn"]) >= 2
+    assert any("SoftCap" in r for r in refusals["torch_sdpa"])
+    assert any("Prefix" in r for r in refusals["torch_sdpa"])
+    assert all(r in str(caught.value) for reasons in refusals.values() for r in reasons)
+    with pytest.raises(ag.GraphError, match="no backend is named 'flash'"):
+        ag.compile(graph, target=CPU, backends=("flash",))
+
+
+def test_a_workspace_over_the_limit_is_refused_with_both_numbers() -> None:
+    graph = ag.attention(X, X, X, soft_cap=3.0)
+    need = ag.compile(graph, target=CPU).memory().workspace_forward
+    assert ag.compile(graph, target=CPU, max_workspace=need).backend == "math"
+    with pytest.raises(ag.NoBackendError, match=rf"{need} bytes.*{need - 1} bytes"):
+        ag.compile(graph, target=CPU, max_workspace=need - 1)
+    with pytest.raises(ag.GraphError, match="'1 parsec'"):
+        ag.compile(graph, target=CPU, max_workspace="1 parsec")
+
+
+def test_prefer_is_scoped_to_its_context() -> None:
+    graph, seen = ag.attention(X, X, X), []
+    with ag.prefer("math"):
+        assert ag.compile(graph, target=CPU).backend == "math"
+        other = threading.Thread(target=lambda: seen.append(ag.compile(graph, target=CPU).backend))
+        other.start()
+        other.join()
+        assert ag.compile(graph, target=CPU, backends=("torch_sdpa",)).backend == "torch_sdpa"
+    assert seen == ["torch_sdpa"]
+    assert ag.compile(graph, target=CPU).backend == "torch_sdpa"
+
+
+def test_explain_names_the_choice_its_cause_and_all_refusals() -> None:
+    told = ag.compile(ag.attention(X, X, X, mask=ag.Window(3)), target=CPU).explain()
+    for part in ("math: chosen, because", "cudnn: no, because it", "triton: no", "memory: outputs", "backward: math"):
+        assert part in told
+    assert "torch_sdpa: no, because it\n  - masks by" in told
+
+
+def test_verify_passes_right_results_and_catches_wrong_ones() -> None:
+    graph = ag.attention(X, X, X, stats=True)
+    assert ag.compile(graph, target=CPU).verify(*three()).ok
+
+    def lower(graph: ag.Graph, target: ag.Target, options: ag.Options) -> ag.Executable:
+        right = ag.compile(graph, target=CPU, backends=("math",)).executable.run
+        return ag.Executable(lambda *x: (tuple(y + 1e-3 for y in right(*x)[0]), right(*x)[1]))
+
+    wrong = ag.Backend("wrong", lambda *_: (), lower)
+    found = ag.compile(graph, target=CPU, backends=(wrong,)).verify(*three())
+    assert not found.ok
+    assert str(found).startswith("WRONG")
+
+
+def test_a_gradient_of_a_gradient_is_refused() -> None:
+    plan = ag.compile(ag.attention(X, X, X), target=CPU)
+    with pytest.raises(ag.GraphError, match="double backward"):
+        _ = plan.vjp.vjp
+    q, k, v = three(grad=True)
+    o = plan(q, k, v)
+    assert isinstance(o, torch.Tensor)
+    (dq,) = torch.autograd.grad(o.sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        torch.autograd.grad(dq.sum(), q)
+
+
+def test_the_pair_of_vjp_is_what_autograd_runs() -> None:
+    graph = ag.attention(X, X, X, mask=ag.Causal(), soft_cap=4.0, stats=True)
+    forward, backward = (ag.compile(g, target=CPU) for g in ag.vjp(graph))
+    q, k, v = three(grad=True)
+    do, dlse = torch.randn(X.shape), torch.randn(X.shape[:3])
+    due = torch.autograd.grad(ag.compile(graph, target=CPU)(q, k, v), (q, k, v), (do, dlse))
+    with torch.no_grad():
+        found = backward(q, k, v, *forward(q, k, v), do, dlse)
+    assert all(torch.equal(a, b) for a, b in zip(found, due, strict=True))
+
+
+def test_only_wanted_gradients_are_computed() -> None:
+    graph = ag.attention(X, X, X, bias=ag.TensorSpec((1, 4, 16, 16), torch.float32))
+    plan = ag.compile(graph, target=CPU)
+    q, k, v = three()
+    bias = torch.randn(1, 4, 16, 16)
+    o = plan(q.requires_grad_(), k, v, bias)
+    assert isinstance(o, torch.Tensor)
+    o.sum().backward()
+    (used,) = plan.pulls.values()
+    assert used.graph.eqns[0].op.names == ("dq",)
