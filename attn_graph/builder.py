@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from keyword import iskeyword
 from typing import TypeVar, final
 
@@ -12,10 +12,10 @@ from attrs import define, field, frozen
 
 from attn_graph import masks, ops
 from attn_graph.errors import GraphError, caller
-from attn_graph.ir import Eqn, Graph, Input, Op
+from attn_graph.ir import Eqn, Graph, Input, Op, called
 from attn_graph.masks import Align
 from attn_graph.modifiers import Alibi, Bias, SoftCap
-from attn_graph.spec import TensorSpec, ValueType
+from attn_graph.spec import FLOATS, TensorSpec, ValueType
 
 T = TypeVar("T")
 
@@ -113,6 +113,10 @@ class Builder:
             return None
 
     def input(self, name: str, spec: TensorSpec) -> Value:
+        if not isinstance(spec, TensorSpec):
+            way_out = "say TensorSpec.like(tensor)"
+            self.problem(f"input {name!r} is a {type(spec).__name__}, not a TensorSpec; {way_out}")
+            self.check()
         if self.eqns:
             self.problem(f"input {name!r} comes after the first equation; declare inputs first")
         if any(name == known.name for known in self.inputs):
@@ -169,11 +173,11 @@ class Builder:
 
 def rank_problems(op: Op, types: Sequence[ValueType], *, partial: bool = False) -> list[str]:
     """Operands whose number, or whose number of axes, is not what the op needs."""
-    who, ranks = type(op).__name__.lower(), op.ranks
+    who, ranks, roles = called(type(op)), op.ranks, dict(enumerate(op.roles))
     if len(types) != len(ranks) and not partial:
         return [f"{who}: {len(types)} operands given, {len(ranks)} needed"]
     return [
-        f"{who}: operand {place}, {type_}, has {len(type_.shape)} axes and needs {rank}"
+        f"{who}: {roles.get(place, place)} {type_} has {len(type_.shape)} axes and needs {rank}"
         for place, (type_, rank) in enumerate(zip(types, ranks, strict=False))
         if rank is not None and len(type_.shape) != rank
     ]
@@ -237,22 +241,15 @@ def attention(
     Raises GraphError with every problem there is.
     """
     b = Builder()
-    given = {
-        "q": q,
-        "k": k,
-        "v": v,
-        "bias": bias,
-        "slopes": alibi,
-        "keep": keep,
-        "kv_lengths": kv_lengths,
-        "q_lengths": q_lengths,
-        "sinks": sinks,
-    }
+    slopes = None if isinstance(alibi, bool) else alibi
+    given = {"q": q, "k": k, "v": v, "bias": bias, "slopes": slopes, "keep": keep}
+    given |= {"kv_lengths": kv_lengths, "q_lengths": q_lengths, "sinks": sinks}
     if segments is not None:
         given["q_segments"], given["kv_segments"] = segments
     if dropout:
         given["seed"] = given["offset"] = TensorSpec((), torch.int64)
-    x = {name: b.input(name, s) for name, s in (given | data).items() if isinstance(s, TensorSpec)}
+    x = {name: b.input(name, s) for name, s in (given | data).items() if s is not None}
+    b.problem(*dtype_problems(q, v, bias))
     whole = b.attempt(lambda: whole_mask(mask, x, align))
     s = scores(x["q"], x["k"], scale=scale)
     if soft_cap is not None:
@@ -271,6 +268,14 @@ def attention(
         p = p.dropout(dropout, x["seed"], x["offset"])
     o = p.weigh(x["v"])
     return b.build(*((o, lse) if stats else (o,)))
+
+
+def dtype_problems(q: TensorSpec, v: TensorSpec, bias: TensorSpec | None) -> Iterator[str]:
+    """What single steps can't see: they know scores and weights, which are in float32 or wider."""
+    if v.dtype != q.dtype:
+        yield f"attention: q {q} and v {v} disagree in dtype, {q.dtype} and {v.dtype}"
+    if bias is not None and bias.dtype in FLOATS and bias.dtype not in (q.dtype, torch.float32):
+        yield f"attention: bias {bias} must be of q's {q.dtype} or of {torch.float32}"
 
 
 def whole_mask(

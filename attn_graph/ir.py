@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, final
 
@@ -29,6 +30,11 @@ class Op:
     reads: ClassVar[int] = 1  # how many operands, from the first, `infer` reads
 
     @property
+    def roles(self) -> tuple[str, ...]:
+        """A name for each operand, in order, for those who read messages."""
+        return ()
+
+    @property
     def ranks(self) -> tuple[int | None, ...]:
         """How many axes each operand has; None: any number."""
         raise NotImplementedError
@@ -48,6 +54,11 @@ class Op:
     def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
         """Emit the gradient of each operand; None for what has none. A None in grads is zero."""
         raise NotImplementedError
+
+
+def called(op: type[Op]) -> str:
+    """What an op is called in text and messages: SoftCap is soft_cap."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", op.__name__).lower()
 
 
 @final

@@ -16,7 +16,7 @@ import torch
 from attrs import Attribute, evolve, field, frozen, validators
 
 from attn_graph.errors import GraphError, problems_of
-from attn_graph.ir import Emit, Gradients, Op, Values
+from attn_graph.ir import Emit, Gradients, Op, Values, called
 from attn_graph.keys import Block, Place, Term
 from attn_graph.masks import LENGTHS, Align, Data, alignment, names, offset
 from attn_graph.spec import FLOATS, INTEGERS, ValueType
@@ -53,6 +53,10 @@ class Modifier(Op):
         return ()
 
     @property
+    def roles(self) -> tuple[str, ...]:
+        return ("s", *self.needs)
+
+    @property
     def ranks(self) -> tuple[int | None, ...]:
         return (4, *(len(data.axes) for data in self.needs.values()))
 
@@ -75,7 +79,7 @@ class Modifier(Op):
         (B, H, M, N), given = types[0].shape, types[1:]
         sizes = {"b": B, "h": H, "i": M, "j": N}
         for (name, data), type_ in zip(self.needs.items(), given, strict=True):
-            yield from data.problems(type(self).__name__, name, type_, sizes)
+            yield from data.problems(called(type(self)), name, type_, sizes)
         yield from problems_of(lambda: self.resolved(M, N))
 
     def infer(self, s: ValueType, *_: ValueType) -> tuple[ValueType, ...]:
@@ -174,12 +178,12 @@ class Alibi(Modifier):
         return () if self.default else ("slopes",)
 
     def resolved(self, M: int, N: int) -> Modifier:
-        offset(self.align, M, N, self)
+        offset(self.align, M, N, "alibi")
         return evolve(self, align="top_left") if M == N and not self.ragged else self
 
     def distance(self, at: Place) -> Term:
         ragged = self.ragged if self.align == "bottom_right" else ()
-        moved = at.shift(ragged) if ragged else offset(self.align, at.M, at.N, self)
+        moved = at.shift(ragged) if ragged else offset(self.align, at.M, at.N, "alibi")
         return (at.i + moved - at.j).abs()
 
     def slopes(self, at: Place) -> Term:

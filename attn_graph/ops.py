@@ -34,6 +34,7 @@ class Scores(Op):
     scale: float = field(default=1.0, converter=float, validator=finite)
     names = ("s",)
     reads = 2
+    roles = ("q", "k")
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
@@ -75,6 +76,10 @@ class Mask(Op):
 
     mask: masks.Mask = field(validator=masks.is_mask)
     names = ("s",)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return ("s", *self.mask.needs)
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
@@ -129,6 +134,7 @@ class Softmax(Op):
 
     sinks: bool = False
     names = ("p", "lse")
+    roles = ("s", "sinks")
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
@@ -211,6 +217,7 @@ class Dropout(Op):
 
     rate: float = field(converter=float)
     names = ("p",)
+    roles = ("p", "seed", "offset")
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
@@ -254,6 +261,7 @@ class Weigh(Op):
     scale: float = field(default=1.0, converter=float, validator=finite)
     names = ("o",)
     reads = 2
+    roles = ("p", "v")
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
@@ -268,6 +276,8 @@ class Weigh(Op):
             yield f"weigh: {told}"
         if v.shape[3] == 0:
             yield f"weigh: v {v} has head size 0; it is at least 1"
+        if v.dtype in FLOATS and p.dtype != accumulator(v.dtype):
+            yield f"weigh: p {p} and v {v} disagree in dtype; p is in {accumulator(v.dtype)}"
         if v.dtype not in FLOATS:
             yield f"weigh: v {v} must be of {' or '.join(map(str, FLOATS))}"
 

@@ -71,14 +71,15 @@ def producer(b: Builder, value: Value) -> Eqn | None:
 def fuse(graph: Graph) -> Graph:
     """Every chain scores -> modifiers -> mask -> softmax -> dropout -> weigh becomes an Attention.
 
-    A chain whose scores or weights are used elsewhere too stays as it is.
+    A chain whose scores or weights are used elsewhere too stays as it is, and so does one of
+    mixed dtypes: Attention has one dtype.
     """
     makers = {i: (eqn, outs) for eqn, outs in graph.numbered() for i in outs}
-    users = count_users(graph)
+    users, types = count_users(graph), graph.types
     chains = {}
     for eqn, (o,) in ((e, outs) for e, outs in graph.numbered() if isinstance(e.op, ops.Weigh)):
         chain = chain_of(eqn, makers, users)
-        if chain is not None:
+        if chain is not None and len({types[i].dtype for i in chain[1][:3]}) == 1:
             chains[o] = chain
     return emit_chains(graph, chains) if chains else graph
 

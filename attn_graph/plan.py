@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
 import torch
-from attrs import field, frozen
+from attrs import Factory, field, frozen
 
 from attn_graph.backend import Executable
 from attn_graph.errors import PlanMismatchError, PlanTargetError, refusal
@@ -43,25 +43,19 @@ class Plan:
     differentiable: Callable[..., Tensors]  # runs it so that autograd knows
     backward: Callable[..., Plan]  # the plan of its gradient for some inputs and cotangents
     runs_here: bool
-    run: Callable[..., tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = field(init=False)
-    count: int = field(init=False)
-    single: bool = field(init=False)
+    run: Callable[..., tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = field(
+        init=False, default=Factory(lambda plan: plan.executable.run, takes_self=True)
+    )
+    count: int = field(
+        init=False, default=Factory(lambda plan: len(plan.graph.inputs), takes_self=True)
+    )
+    single: bool = field(
+        init=False, default=Factory(lambda plan: len(plan.graph.outputs) == 1, takes_self=True)
+    )
     seen: list[object] = field(init=False, factory=lambda: [()])  # the look of the last tensors
     pulls: dict[object, Plan] = field(
         init=False, factory=dict
     )  # backward plans that calls asked for
-
-    @run.default
-    def _run(self) -> Callable[..., tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]]:
-        return self.executable.run
-
-    @count.default
-    def _count(self) -> int:
-        return len(self.graph.inputs)
-
-    @single.default
-    def _single(self) -> bool:
-        return len(self.graph.outputs) == 1
 
     def __call__(self, *tensors: torch.Tensor, **named: torch.Tensor) -> torch.Tensor | Tensors:
         if named or len(tensors) != self.count:

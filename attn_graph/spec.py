@@ -78,7 +78,7 @@ class TensorSpec:
             raise GraphError(*problems)
         if given is None:
             given = dense_strides(sizes, [*map("bhsd".index, layout)] if layout else None)
-        self.__attrs_init__(sizes, dtype, normalised(sizes, given))
+        self.__attrs_init__(sizes, dtype, normalised(sizes, given))  # pyright: ignore[reportAttributeAccessIssue]  # attrs makes it
 
     @classmethod
     def like(cls, tensor: torch.Tensor) -> TensorSpec:

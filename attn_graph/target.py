@@ -77,7 +77,7 @@ def machine() -> Target:
 def cpu() -> Target:
     """The CPU of this machine. What is native is what oneDNN, PyTorch's CPU library, says it is."""
     found = []
-    if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]  # of torch
+    if torch.backends.mkldnn.is_available():
         if torch.ops.mkldnn._is_mkldnn_bf16_supported():
             found.append("bf16")
         if torch.ops.mkldnn._is_mkldnn_fp16_supported():

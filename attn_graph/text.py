@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +14,7 @@ from attn_graph import masks, modifiers, ops
 from attn_graph.builder import Builder, Value
 from attn_graph.errors import GraphError
 from attn_graph.fused import Attention, AttentionGrad
-from attn_graph.ir import Graph, Op
+from attn_graph.ir import Graph, Op, called
 from attn_graph.masks import And, Not, Or
 from attn_graph.spec import DTYPES, TensorSpec
 
@@ -27,11 +26,7 @@ OPS: tuple[type[Op], ...] = (
 )
 
 
-def snake(name: str) -> str:
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
-
-
-CALLS = {snake(op.__name__): op for op in OPS}
+CALLS = {called(op): op for op in OPS}
 
 
 def show(graph: Graph) -> str:
@@ -44,7 +39,7 @@ def show(graph: Graph) -> str:
         args = ", ".join([names[i] for i in eqn.args] + shown_fields(eqn.op))
         types = ", ".join(map(str, eqn.outs))
         names += outs
-        lines.append(f"    {', '.join(outs)} = {snake(type(eqn.op).__name__)}({args})  # {types}")
+        lines.append(f"    {', '.join(outs)} = {called(type(eqn.op))}({args})  # {types}")
     return "\n".join([*lines, f"    return {', '.join(names[i] for i in graph.outputs)}"])
 
 

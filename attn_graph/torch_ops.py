@@ -10,14 +10,14 @@ from torch.autograd.function import once_differentiable
 
 from attn_graph.plan import Plan
 
+Context = Any  # autograd's own, on which torch puts what it likes
+
 
 class Call(torch.autograd.Function):
     """A plan's forward, with the plan of its gradient behind it."""
 
     @staticmethod
-    def forward(
-        ctx: Any, plan: Plan, *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:  # Any: torch's own
+    def forward(ctx: Context, plan: Plan, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         outputs, saved = plan.run(*tensors)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *saved)
@@ -26,9 +26,7 @@ class Call(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, *grads: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, ...]:  # Any: torch's own
+    def backward(ctx: Context, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         needs = ctx.needs_input_grad[1:]
         found = iter(ctx.plan.pulled(needs, ctx.saved_tensors, grads))
         return (None, *(next(found) if need else None for need in needs))

@@ -65,14 +65,14 @@ def result_spec(graph: Graph, i: int) -> TensorSpec:
 
 
 def value_names(graph: Graph) -> dict[int, str]:
-    """A distinct name for each value that an equation gives."""
+    """A distinct name for each value that an equation gives; `d` before it is distinct too."""
     taken = {i.name for i in graph.inputs}
     names = {}
     for eqn, outs in graph.numbered():
         for base, i in zip(eqn.op.names, outs, strict=True):
             tries = (base if n == 1 else f"{base}{n}" for n in range(1, len(taken) + 2))
-            names[i] = next(name for name in tries if name not in taken)
-            taken.add(names[i])
+            names[i] = next(name for name in tries if not {name, f"d{name}"} & taken)
+            taken |= {names[i], f"d{names[i]}"}
     return names
 
 

@@ -32,7 +32,8 @@ class Timing:
 
 def versus(ours: Job, peer: Job, runs: int = 9) -> Timing:
     """Time two jobs in turn, after a warm-up of both."""
-    ours(), peer()
+    ours()
+    peer()
     pairs = [(seconds(ours), seconds(peer)) for _ in range(runs)]
     mine, theirs = (statistics.median(x) for x in zip(*pairs, strict=True))
     return Timing(mine, theirs, statistics.median(p / o for o, p in pairs))

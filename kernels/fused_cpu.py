@@ -11,7 +11,7 @@ import torch
 
 INF = float("inf")
 
-flash = torch._scaled_dot_product_flash_attention_for_cpu
+flash = torch._scaled_dot_product_flash_attention_for_cpu  # pyright: ignore[reportPrivateImportUsage]  # the binding, which is faster than torch.ops
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 

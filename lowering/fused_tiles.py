@@ -48,7 +48,7 @@ class FusedTiles:
     def buffers(self) -> dict[str, Buffer]:
         """The scratch buffers: packed operands, one addend, and sums in wider precision."""
         p = self.problem
-        packed = {name: spec for name, spec in self.operands().items() if self.packs(spec)}
+        packed = {name: spec for name, spec in self.operands().items() if self.packs(name, spec)}
         if p.grad is not None:
             sums = {f"d{name}": spec for name, spec in zip("qkv", p.specs, strict=False)}
             packed |= {
@@ -66,14 +66,15 @@ class FusedTiles:
             found |= {"o": o} | ({"do": do} if do is not None else {})
         return found
 
-    def packs(self, spec: TensorSpec) -> bool:
+    def packs(self, name: str, x: TensorSpec) -> bool:
         """Whether the kernel can't read an operand where it lies: dtype, head size or strides."""
-        return (spec.dtype, spec.shape[3]) != (self.problem.wide, self.width) or not readable(spec)
+        fits = (x.dtype, x.shape[3]) == (self.problem.wide, self.width)
+        return not fits or not readable(x, like=name == "q")
 
     @property
     def unpadded(self) -> bool:
         """Whether o has the head size that is computed in."""
-        return self.problem.E == self.width
+        return self.problem.D <= self.problem.E
 
     @property
     def addends(self) -> int:
@@ -151,7 +152,7 @@ class FusedTiles:
     def keeps_order(self) -> bool:
         """Whether the kernel lays o out in the memory order of q, given q where it lies."""
         q = self.problem.specs[0]
-        return not self.packs(q) and flash_order(q) == memory_order(q)
+        return not self.packs("q", q) and flash_order(q) == memory_order(q)
 
     def backward(
         self, operands: Sequence[torch.Tensor], scratch: Scratches

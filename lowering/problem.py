@@ -106,13 +106,14 @@ def flash_order(q: TensorSpec) -> tuple[int, ...]:
     return order if dense else (0, 2, 1, 3)
 
 
-def readable(x: TensorSpec) -> bool:
-    """Whether the fused CPU kernel reads x [B,H,L,D] where it lies, and can lay out o like it.
+def readable(x: TensorSpec, *, like: bool = False) -> bool:
+    """Whether the fused CPU kernel reads x [B,H,L,D] where it lies.
 
-    Each row of D elements lies together and no two rows overlap, or it writes where it should
-    not; batch entries and heads may be one and the same (stride 0).
+    Each row of D elements lies together and no two rows overlap, or BLAS refuses them. Batch
+    entries and heads may be one and the same (stride 0), but not in q, which the kernel lays out o
+    like: then it can lay o out with another axis than the last innermost, and writes astray.
     """
     *outer, D = x.shape
-    far = [s for n, s in zip(outer, x.strides, strict=False) if n > 1]
+    strides = [s for n, s in zip(outer, x.strides, strict=False) if n > 1]
     rows_apart = x.shape[2] <= 1 or x.strides[2] >= D
-    return x.unit_last and rows_apart and all(s == 0 or s >= D for s in far)
+    return x.unit_last and rows_apart and all(s >= D or (s == 0 and not like) for s in strides)

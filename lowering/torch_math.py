@@ -58,7 +58,8 @@ def fuses(problem: Problem, target: Target) -> bool:
     node, grad = problem.node, problem.grad
     if target.kind != "cpu" or node.dropout or not all(m.additive for m in node.modifiers):
         return False
-    if node.mask is not None and max(problem.D, problem.E) >= MOST_PADDING * min(problem.D, problem.E):
+    sizes = problem.D, problem.E
+    if node.mask is not None and max(sizes) >= MOST_PADDING * min(sizes):
         return False
     if grad is None:
         return True

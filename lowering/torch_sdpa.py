@@ -67,7 +67,7 @@ def operand_reasons(problem: Problem) -> Iterator[str]:
         named |= {"o": o} | ({"do": do} if do is not None else {})
     for name in ("q", "k", "v", "o", "do"):
         spec = named.get(name)
-        if spec is not None and not readable(spec):
+        if spec is not None and not readable(spec, like=name == "q"):
             yield f"needs rows of {spec.shape[3]} that lie together and apart, and {name} is {spec}"
     bias = named.get("bias")
     if bias is not None and not bias.unit_last:

@@ -1,4 +1,4 @@
-"""What semantics.md says, in plain PyTorch: the formula of attention, and the rule of accuracy.
+"""What docs/semantics.md says, in plain PyTorch: the formula of attention, and the rule of accuracy.
 
 Written from that page and from nothing else: of the library it reads the graph, not one op's code.
 Everything is whole arrays and out of place, so `torch.autograd` gives the gradients. `expected`
@@ -26,7 +26,12 @@ INF = float("inf")
 Tensor = torch.Tensor
 Data = Mapping[str, Tensor]
 HALF = (torch.float16, torch.bfloat16)
-UNIT = {torch.float32: 2.0**-24, torch.float64: 2.0**-53}  # the most that one rounding is off
+UNIT = {  # the most that one rounding is off
+    torch.bfloat16: 2.0**-8,
+    torch.float16: 2.0**-11,
+    torch.float32: 2.0**-24,
+    torch.float64: 2.0**-53,
+}
 
 
 # Where a graph's chain says what to compute.
@@ -455,7 +460,8 @@ def expected_gradients(
     do, dlse = (
         torch.zeros(()) if x is None else x.detach().cpu() for x in map(given.get, ("o", "lse"))
     )
-    sizes = gradient_terms(c, attend(c), do.double().abs(), dlse.double().abs())
+    rounding = UNIT[low_dtype(graph)] / UNIT[torch.float32]  # of o, which the gradient reads
+    sizes = gradient_terms(c, attend(c), do.double().abs(), dlse.double().abs(), rounding)
     return {
         name: Expected(f"d{name}", ref, lows[name], sizes.get(name, torch.zeros(1)), True)
         for name, ref in refs.items()
@@ -497,13 +503,20 @@ def slope(op: Modifier, after: Tensor) -> Tensor:
     return 1 - (after / op.cap) ** 2 if isinstance(op, SoftCap) else torch.ones(())
 
 
-def gradient_terms(c: Chain, f: Found, do: Tensor, dlse: Tensor) -> dict[str, Tensor]:
-    """sum|terms| of each gradient, do and dlse being given without their signs."""
+def gradient_terms(
+    c: Chain, f: Found, do: Tensor, dlse: Tensor, rounding: float
+) -> dict[str, Tensor]:
+    """sum|terms| of each gradient, do and dlse being given without their signs.
+
+    delta = sum_e do o is made of an o that was rounded to q's dtype, `rounding` times as coarse
+    as what sums are accumulated in: by so much that one term counts more.
+    """
     B, H, *_ = c.sizes
     do, dlse = do.expand(f.o.shape), dlse.expand(f.lse.shape)
     v, k = per_head(c.v.abs(), H), per_head(c.k.abs(), H)
     dp = torch.einsum("bhie,bhje->bhij", do, v) * f.z
-    surplus = (f.p * dp).sum(-1) + dlse
+    coarse = (rounding - 1) * (do * f.o.abs()).sum(-1)
+    surplus = (f.p * dp).sum(-1) + dlse + coarse
     ds = inexact(c, f, f.p) * (dp + surplus[..., None])
     found = {"v": grouped(torch.einsum("bhij,bhie->bhje", inexact(c, f, f.pz), do), c.v)}
     for (op, data), after in reversed([*zip(c.modifiers, f.steps[1:], strict=True)]):

@@ -16,8 +16,9 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 
 from attn_graph import builder, ops
 from attn_graph import masks as m
+from attn_graph.builder import Value
 from attn_graph.fused import Attention
-from attn_graph.ir import Graph
+from attn_graph.ir import Graph, Op
 from attn_graph.modifiers import Alibi, Bias, Modifier, SoftCap
 from attn_graph.spec import FLOATS, TensorSpec, ValueType, dense_strides
 
@@ -31,7 +32,7 @@ dtypes: SearchStrategy[torch.dtype] = st.sampled_from(FLOATS)
 
 @frozen
 class Shape:
-    """Sizes of one attention, in the alphabet of semantics.md. H is a multiple of G."""
+    """Sizes of one attention, in the alphabet of docs/semantics.md. H is a multiple of G."""
 
     B: int
     H: int
@@ -282,6 +283,33 @@ def score_options(
     } | ({"align": align} if align is not None else {})
 
 
+@st.composite
+def shuffled_graphs(draw: DrawFn, dtype: torch.dtype = torch.float32) -> Graph:
+    """Modifiers and masks in any order and number, which only single steps can say."""
+    size = draw(shapes(12))
+    inputs = {"q": size.q, "k": size.k, "v": size.v}
+    given = {name: TensorSpec(shape, dtype) for name, shape in inputs.items()}
+    steps: list[tuple[Op, list[str]]] = []
+    for n in range(draw(st.integers(1, 5))):
+        step: m.Mask | Modifier = draw(st.one_of(masks(size, depth=1), modifiers(size)))
+        found = draw(data_specs(step.needs, size))
+        shared = {name for name in found if given.get(name) == found[name] and draw(st.booleans())}
+        taken = given.keys() - shared
+        names = {name: f"{name}{n}" if name in taken else name for name in found}
+        given |= {names[name]: spec for name, spec in found.items()}
+        op = ops.Mask(step) if isinstance(step, m.Mask) else step
+        steps.append((op, [*names.values()]))
+
+    def attend(**x: Value) -> tuple[Value, Value]:
+        s = builder.scores(x["q"], x["k"])
+        for op, names in steps:
+            s = s.then(op, *(x[name] for name in names))
+        p, lse = s.softmax()
+        return p.weigh(x["v"]), lse
+
+    return builder.graph(attend, **given)
+
+
 # Tensors
 
 
@@ -297,8 +325,9 @@ def tensors_for(graph: Graph, seed: int, device: str = "cpu") -> tuple[torch.Ten
     means = centres(graph, shift)
     found = []
     for i in graph.inputs:
-        mean, spread = means.get(i.name, 0.0), SPREADS.get(i.name, 1.0)
-        values = filler(i.spec.type, random, most.get(i.name, 2), mean, spread)
+        name = i.name.rstrip("0123456789")  # a second one of a kind
+        mean, spread = means.get(name, 0.0), SPREADS.get(name, 1.0)
+        values = filler(i.spec.type, random, most.get(name, 2), mean, spread)
         found.append(laid_out(i.spec, values, random, device))
     return tuple(found)
 

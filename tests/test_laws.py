@@ -31,11 +31,14 @@ def qkv(seed: int, keys: int = N) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any  # Any: as `attention` has them
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    **options: Any,  # Any: as `attention` has them
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o, lse; tensors among the options are both declared and passed."""
     tensors = {n: x for n, x in options.items() if isinstance(x, torch.Tensor)}
-    specs = {n: ag.TensorSpec.like(x) for n, x in tensors.items()}
+    specs: Options = {n: ag.TensorSpec.like(x) for n, x in tensors.items()}
     backends = options.pop("backends", None)
     q_spec, k_spec, v_spec = map(ag.TensorSpec.like, (q, k, v))
     graph = ag.attention(q_spec, k_spec, v_spec, stats=True, **(options | specs))
@@ -46,13 +49,13 @@ def attend(
 def same(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...], size: float = 1.0) -> None:
     """Equal up to what float32 rounds away: the rule's floor, and an error of 16 roundings."""
     for x, y in zip(a, b, strict=True):
-        floor = 2 * plain.distance((y + 0.3) - 0.3, y) + 16 * 2.0**-24 * size * float(
-            torch.where(y.isinf(), 0.0, y.abs()).max()
-        )
+        largest = float(torch.where(y.isinf(), 0.0, y.abs()).max())
+        floor = 2 * plain.distance((y + 0.3) - 0.3, y) + 16 * 2.0**-24 * size * largest
         assert plain.distance(x, y) <= floor
 
 
-OPTIONS: tuple[dict[str, Any], ...] = (  # Any: options of `attention`
+Options = dict[str, Any]  # Any: options of `attention`
+OPTIONS: tuple[Options, ...] = (
     {},
     {"mask": ag.Causal("bottom_right")},
     {"mask": ag.Window(5, 3, "top_left") | ag.Prefix(2)},
@@ -63,7 +66,7 @@ options = st.sampled_from(OPTIONS)
 
 @given(seed=seeds, chosen=options, axis=st.sampled_from((0, 1)))
 def test_permuting_batch_or_heads_permutes_the_result(
-    seed: int, chosen: dict[str, Any], axis: int  # Any: options of `attention`
+    seed: int, chosen: Options, axis: int
 ) -> None:
     q, k, v = qkv(seed)
     turned = tuple(x.flip(axis) for x in (q, k, v))
@@ -80,7 +83,7 @@ def test_appending_masked_keys_changes_nothing(seed: int, more: int) -> None:
 
 
 @given(seed=seeds, chosen=options)
-def test_o_is_linear_in_v(seed: int, chosen: dict[str, Any]) -> None:  # Any: as above
+def test_o_is_linear_in_v(seed: int, chosen: Options) -> None:
     q, k, v = qkv(seed)
     w = normal(seed + 5, *v.shape)
     both, _ = attend(q, k, 2 * v - 3 * w, **chosen)
@@ -88,15 +91,13 @@ def test_o_is_linear_in_v(seed: int, chosen: dict[str, Any]) -> None:  # Any: as
 
 
 @given(seed=seeds, chosen=options, scale=st.sampled_from((0.5, 2.0, -1.0, 0.25)))
-def test_a_scale_of_scores_is_a_scale_of_q(
-    seed: int, chosen: dict[str, Any], scale: float  # Any: as above
-) -> None:
+def test_a_scale_of_scores_is_a_scale_of_q(seed: int, chosen: Options, scale: float) -> None:
     q, k, v = qkv(seed)
     same(attend(q, k, v, scale=scale, **chosen), attend(scale * q, k, v, scale=1.0, **chosen))
 
 
 @given(seed=seeds, chosen=options)
-def test_grouped_heads_are_repeated_ones(seed: int, chosen: dict[str, Any]) -> None:  # Any: as above
+def test_grouped_heads_are_repeated_ones(seed: int, chosen: Options) -> None:
     q, k, v = qkv(seed)
     many = (x.repeat_interleave(H // G, 1) for x in (k, v))
     same(attend(q, k, v, **chosen), attend(q, *many, **chosen))
@@ -114,7 +115,8 @@ def test_a_window_as_wide_as_all_keys_is_none(seed: int, left: int) -> None:
 @given(seed=seeds)
 def test_top_left_is_bottom_right_where_queries_are_as_many_as_keys(seed: int) -> None:
     x = ag.TensorSpec((B, H, M, D), torch.float32)
-    graphs = [ag.attention(x, x, x, mask=ag.Causal(a)) for a in ("top_left", "bottom_right", None)]  # type: ignore[arg-type]  # literals in a list
+    masks = (ag.Causal("top_left"), ag.Causal("bottom_right"), ag.Causal())
+    graphs = [ag.attention(x, x, x, mask=mask) for mask in masks]
     plans = {id(ag.compile(g, target=CPU)) for g in graphs}
     assert len(plans) == 1
 
@@ -139,7 +141,7 @@ def test_a_shift_of_all_scores_shifts_lse_alone(seed: int, shift: float) -> None
 @pytest.mark.parametrize("backend", ["torch_sdpa", "math"])
 @given(seed=seeds, order=st.permutations(range(3)), chosen=st.sampled_from(OPTIONS[:1]))
 def test_layout_changes_nothing_bitwise(
-    backend: str, seed: int, order: list[int], chosen: dict[str, Any]  # Any: as above
+    backend: str, seed: int, order: list[int], chosen: Options
 ) -> None:
     q, k, v = qkv(seed)
     back = [order.index(a) for a in range(3)] + [3]
@@ -153,9 +155,7 @@ def test_layout_changes_nothing_bitwise(
 
 
 @given(seed=seeds, chosen=options, rate=st.sampled_from((0.0, 0.3)))
-def test_deterministic_plans_repeat_bitwise(
-    seed: int, chosen: dict[str, Any], rate: float  # Any: as above
-) -> None:
+def test_deterministic_plans_repeat_bitwise(seed: int, chosen: Options, rate: float) -> None:
     q, k, v = (x.requires_grad_() for x in qkv(seed))
     specs = map(ag.TensorSpec.like, (q, k, v))
     plan = ag.compile(ag.attention(*specs, dropout=rate, **chosen), target=CPU, deterministic=True)
@@ -170,7 +170,7 @@ def test_deterministic_plans_repeat_bitwise(
 
 
 @given(seed=seeds, chosen=options)
-def test_gradcheck_in_float64(seed: int, chosen: dict[str, Any]) -> None:  # Any: as above
+def test_gradcheck_in_float64(seed: int, chosen: Options) -> None:
     q, k, v = (x[:1, :, :5].double().requires_grad_() for x in qkv(seed))
     k, v = (x[:, :1].detach().requires_grad_() for x in (k, v))
     graph = ag.attention(*map(ag.TensorSpec.like, (q, k, v)), stats=True, **chosen)

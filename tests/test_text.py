@@ -160,7 +160,7 @@ EDITS: list[Edit] = [
     ("return o, lse", "return o, lse + 1", 16, "lse + 1"),
     ("return o, lse", "return", 16, "nothing"),
     ("return o, lse", "x = o", 1, "return"),
-    ("def graph(", "def graph[", 1, "line 1"),
+    ("return o, lse", "return o, lse)", 16, "line 16"),
 ]
 
 

@@ -1,0 +1,201 @@
+"""Passes write the same thing in one form: no result changes, and equal graphs become one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+import attn_graph as ag
+from attn_graph import masks as m
+from attn_graph import ops
+from attn_graph.fused import Attention
+from attn_graph.modifiers import Modifier
+from attn_graph.passes import PASSES, canonicalise, simplify
+from attn_graph.reference import evaluate
+from attn_graph.replay import prune, replay
+from tests import plain
+from tests.strategies import (
+    graphs,
+    seeds,
+    shuffled_graphs,
+    tensors_for,
+)
+
+SOME = settings(max_examples=2 * settings().max_examples)
+F32, BOOL = torch.float32, torch.bool
+X = ag.TensorSpec((2, 4, 5, 8), F32)
+
+
+def agree(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> None:
+    """Equal but for the order in which float64 adds up: 2^-40 of the largest, 2^13 roundings."""
+    for x, y in zip(a, b, strict=True):
+        assert x.shape == y.shape
+        assert x.dtype == y.dtype
+        size = float(y.abs().nan_to_num(posinf=0.0).max()) if y.numel() else 0.0
+        assert plain.distance(x, y) <= 2.0**-40 * max(1.0, size)
+
+
+@SOME
+@given(graphs(), seeds)
+def test_no_pass_changes_what_a_graph_means(graph: ag.Graph, seed: int) -> None:
+    tensors = tensors_for(graph, seed)
+    due = evaluate(graph, tensors)
+    for run in (*PASSES, simplify):
+        graph = run(graph)
+        agree(evaluate(graph, tensors), due)
+
+
+@SOME
+@given(graphs(), seeds)
+def test_a_simplified_graph_means_what_the_page_says(graph: ag.Graph, seed: int) -> None:
+    tensors = tensors_for(graph, seed)
+    agree(evaluate(simplify(graph), tensors), plain.evaluate(graph, tensors))
+
+
+@SOME
+@given(shuffled_graphs(), seeds)
+def test_a_masked_place_stays_masked_whatever_comes_after(graph: ag.Graph, seed: int) -> None:
+    tensors = tensors_for(graph, seed)
+    due = plain.evaluate(graph, tensors)
+    agree(evaluate(graph, tensors), due)
+    agree(evaluate(simplify(graph), tensors), due)
+
+
+@SOME
+@given(shuffled_graphs())
+def test_masks_come_after_modifiers_and_all_scores_into_one_op(graph: ag.Graph) -> None:
+    kinds = [type(eqn.op) for eqn in canonicalise(graph).eqns]
+    masked = [place for place, kind in enumerate(kinds) if kind is ops.Mask]
+    modified = [place for place, kind in enumerate(kinds) if issubclass(kind, Modifier)]
+    assert max(modified, default=0) <= min(masked, default=len(kinds))
+    assert len(masked) > 1 or [type(e.op) for e in simplify(graph).eqns] == [Attention]
+
+
+@given(graphs())
+def test_what_attention_says_becomes_one_op(graph: ag.Graph) -> None:
+    (eqn,) = simplify(graph).eqns
+    assert isinstance(eqn.op, Attention)
+    assert eqn.op.unfold(lambda op, *types: op.infer(*types), graph.types[: len(graph.inputs)])
+
+
+@given(graphs())
+def test_every_step_gives_what_it_infers(graph: ag.Graph) -> None:
+    values = [*tensors_for(graph, 0)]
+    for eqn in graph.eqns:
+        found = eqn.op.run(*(values[i] for i in eqn.args))
+        assert [(tuple(x.shape), x.dtype) for x in found] == [(t.shape, t.dtype) for t in eqn.outs]
+        values += found
+
+
+@given(graphs())
+def test_replaying_without_a_rule_copies(graph: ag.Graph) -> None:
+    assert replay(graph, lambda *_: None) == prune(graph) == graph
+
+
+def test_what_no_output_needs_is_pruned_and_inputs_stay() -> None:
+    def attend(q: ag.Value, k: ag.Value, v: ag.Value) -> ag.Value:
+        s = ag.scores(q, k)
+        s.soft_cap(3.0).softmax()[0].weigh(v)
+        return s.softmax()[1]
+
+    graph = ag.graph(attend, q=X, k=X, v=X)
+    assert [type(e.op) for e in graph.eqns][3:] == [ops.Weigh, ops.Softmax]
+    assert [type(e.op) for e in prune(graph).eqns] == [ops.Scores, ops.Softmax]
+    assert prune(graph).inputs == graph.inputs
+
+
+def returning(*names: str) -> ag.Graph:
+    """A chain that returns some of its values."""
+
+    def attend(q: ag.Value, k: ag.Value, v: ag.Value) -> tuple[ag.Value, ...]:
+        s = ag.scores(q, k)
+        p, lse = s.mask(ag.Causal()).softmax()
+        values = {"s": s, "p": p, "lse": lse, "o": p.weigh(v)}
+        return tuple(values[name] for name in names)
+
+    return ag.graph(attend, q=X, k=X, v=X)
+
+
+@pytest.mark.parametrize("names", ["o", "lse o", "o lse"])
+def test_a_chain_is_fused_whatever_order_it_returns(names: str) -> None:
+    graph = returning(*names.split())
+    assert [type(e.op) for e in simplify(graph).eqns] == [Attention]
+    tensors = tensors_for(graph, 0)
+    agree(evaluate(simplify(graph), tensors), evaluate(graph, tensors))
+
+
+@pytest.mark.parametrize("names", ["o s", "p o", "lse", "s", "p lse"])
+def test_a_chain_whose_inner_values_are_wanted_stays_in_steps(names: str) -> None:
+    graph = returning(*names.split())
+    assert Attention not in {type(e.op) for e in simplify(graph).eqns}
+    tensors = tensors_for(graph, 0)
+    agree(evaluate(simplify(graph), tensors), evaluate(graph, tensors))
+
+
+def test_two_attentions_in_a_row_become_two_ops() -> None:
+    def attend(q: ag.Value, k: ag.Value, v: ag.Value) -> ag.Value:
+        first = ag.scores(q, k).softmax()[0].weigh(v)
+        return ag.scores(first, k).mask(ag.Causal()).softmax()[0].weigh(v)
+
+    graph = ag.graph(attend, q=X, k=X, v=X)
+    assert [type(e.op) for e in simplify(graph).eqns] == [Attention, Attention]
+    tensors = tensors_for(graph, 0)
+    agree(evaluate(simplify(graph), tensors), evaluate(graph, tensors))
+
+
+def test_values_of_another_dtype_are_not_fused() -> None:
+    half = ag.TensorSpec((2, 4, 5, 8), torch.float16)
+    graph = ag.graph(lambda q, k, v: ag.scores(q, k).softmax()[0].weigh(v), q=half, k=half, v=X)
+    assert Attention not in {type(e.op) for e in simplify(graph).eqns}
+
+
+def test_masks_that_read_two_tensors_of_one_name_are_not_joined() -> None:
+    flags = ag.TensorSpec((1, 1, 5, 5), torch.bool)
+
+    def attend(q: ag.Value, k: ag.Value, v: ag.Value, a: ag.Value, b: ag.Value) -> ag.Value:
+        return ag.scores(q, k).mask(m.Keep(), keep=a).mask(m.Keep(), keep=b).softmax()[0].weigh(v)
+
+    graph = ag.graph(attend, q=X, k=X, v=X, a=flags, b=flags)
+    assert [type(e.op) for e in canonicalise(graph).eqns].count(ops.Mask) == 2
+    tensors = tensors_for(graph, 3)
+    agree(evaluate(simplify(graph), tensors), evaluate(graph, tensors))
+
+
+# Goldens: what a person should read
+
+
+def test_canonicalised(golden: Callable[[object], None]) -> None:
+    def attend(q: ag.Value, k: ag.Value, v: ag.Value, local: ag.Value) -> tuple[ag.Value, ag.Value]:
+        s = ag.scores(q, k).mask(ag.Causal("bottom_right")).soft_cap(30.0)
+        s = s.mask(ag.Window(3, 3) | ag.Keep("local"), local=local).alibi()
+        p, lse = s.mask(ag.Window(4)).softmax()
+        return p.weigh(v), lse
+
+    flags = ag.TensorSpec((1, 1, 5, 5), torch.bool)
+    golden(canonicalise(ag.graph(attend, q=X, k=X, v=X, local=flags)))
+
+
+def test_simplified(golden: Callable[[object], None]) -> None:
+    graph = ag.attention(
+        *(X, X, X),
+        mask=ag.Causal() & ag.Window(3),
+        align="bottom_right",
+        soft_cap=30.0,
+        alibi=True,
+        kv_lengths=ag.TensorSpec((2,), torch.int32),
+        sinks=ag.TensorSpec((4,), F32),
+        dropout=0.1,
+        stats=True,
+    )
+    golden(simplify(graph))
+
+
+def test_simplified_gradient_of_two_layers(golden: Callable[[object], None]) -> None:
+    def attend(q: ag.Value, k: ag.Value, v: ag.Value) -> ag.Value:
+        first = ag.scores(q, k).softmax()[0].weigh(v)
+        return ag.scores(first, k).mask(ag.Causal()).softmax()[0].weigh(v)
+
+    golden("\n\n".join(map(str, ag.vjp(ag.graph(attend, q=X, k=X, v=X)))))
