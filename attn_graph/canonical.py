@@ -16,13 +16,19 @@ def canonical_mask(mask: Mask, M: int, N: int) -> Mask | None:
 
     None where every query keeps every key. Raises GraphError where an alignment was not said.
     """
-    mask = simplified(mask.resolved(M, N, ragged_in(mask.needs)), M, N)
-    everywhere = Block(range(1), range(1), range(M), 1, M, N)
-    return None if mask.surely(everywhere).covers(0, N) else mask
+    simple = simplified(mask.resolved(M, N, ragged_in(mask.needs)), M, N)
+    return None if simple == EVERYTHING else simple
 
 
 def simplified(mask: Mask, M: int, N: int) -> Mask:
     """An equal mask: flat joins without repeats, in the order of their text."""
+    simple = flattened(mask, M, N)
+    everywhere = Block(range(1), range(1), range(M), 1, M, N)
+    return EVERYTHING if simple.surely(everywhere).covers(0, N) else simple
+
+
+def flattened(mask: Mask, M: int, N: int) -> Mask:
+    """An equal mask: of simplified parts, but perhaps everything without saying so."""
     match mask:
         case Band(low, high, ()):
             return trimmed(low, high, M, N)
@@ -33,8 +39,6 @@ def simplified(mask: Mask, M: int, N: int) -> Mask:
             parts = sorted(dict.fromkeys(flat(mask, type(mask), M, N)), key=str)
             if isinstance(mask, And):
                 parts = met(parts)
-            elif EVERYTHING in parts:
-                return EVERYTHING
             return reduce(type(mask), parts)
         case _:
             return mask

@@ -59,7 +59,7 @@ class Attention(Op):
         return len(self.ranks)
 
     @property
-    def roles(self) -> tuple[str, ...]:
+    def roles(self) -> tuple[str, ...]:  # type: ignore[override]  # a class's constant elsewhere
         """A name for each operand, in order."""
         return (
             *("q", "k", "v"),

@@ -28,26 +28,23 @@ class Op:
 
     names: ClassVar[tuple[str, ...]] = ("x",)  # of the results, when printed
     reads: ClassVar[int] = 1  # how many operands, from the first, `infer` reads
-
-    @property
-    def roles(self) -> tuple[str, ...]:
-        """A name for each operand, in order, for those who read messages."""
-        return ()
+    roles: ClassVar[tuple[str, ...]] = ()  # a name for each operand, for those who read messages
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
         """How many axes each operand has; None: any number."""
         raise NotImplementedError
 
-    def problems(self, *types: Any) -> Iterator[str]:  # Any: leaves fix their arity
+    # Any in these three: leaves fix their arity, and type checkers let them for exactly this form.
+    def problems(self, *args: Any, **kwargs: Any) -> Iterator[str]:  # Any: as above
         """Everything that is wrong with operands of these types; none: the op means something."""
         yield from ()
 
-    def infer(self, *types: Any) -> tuple[ValueType, ...]:  # Any: leaves fix their arity
+    def infer(self, *args: Any, **kwargs: Any) -> tuple[ValueType, ...]:  # Any: as above
         """The types of the results. Asked even where there are problems of size, not of rank."""
         raise NotImplementedError
 
-    def run(self, *operands: Any) -> tuple[torch.Tensor, ...]:  # Any: leaves fix their arity
+    def run(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:  # Any: as above
         """The meaning, in torch; slow and exact."""
         raise NotImplementedError
 

@@ -101,6 +101,14 @@ def whole(value: float | None) -> int | None:
     return int(value)
 
 
+def count(value: float) -> int:
+    """A number of positions, at least 0."""
+    found = whole(value)
+    if found is None or found < 0:
+        raise GraphError(f"mask: Prefix({value}) is negative; a length is at least 0")
+    return found
+
+
 def alignment(_: object, __: Attribute[Align | None], value: object) -> None:
     if value not in (None, "top_left", "bottom_right"):
         raise GraphError(f'mask: align {value!r} is neither "top_left" nor "bottom_right"')
@@ -255,11 +263,7 @@ class Window(Diagonal):
 class Prefix(Mask):
     """Key j is among the first `length`: every query sees them."""
 
-    length: int = field(converter=whole)
-
-    def __attrs_post_init__(self) -> None:
-        if self.length < 0:
-            raise GraphError(f"mask: Prefix({self.length}) is negative; a length is at least 0")
+    length: int = field(converter=count)
 
     def keep(self, at: Place) -> Term:
         return at.j < self.length

@@ -53,7 +53,7 @@ class Modifier(Op):
         return ()
 
     @property
-    def roles(self) -> tuple[str, ...]:
+    def roles(self) -> tuple[str, ...]:  # type: ignore[override]  # a class's constant elsewhere
         return ("s", *self.needs)
 
     @property

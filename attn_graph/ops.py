@@ -78,7 +78,7 @@ class Mask(Op):
     names = ("s",)
 
     @property
-    def roles(self) -> tuple[str, ...]:
+    def roles(self) -> tuple[str, ...]:  # type: ignore[override]  # a class's constant elsewhere
         return ("s", *self.mask.needs)
 
     @property
@@ -210,23 +210,23 @@ class SinkGrad(Op):
         return ((share * (dlse - (p * dp).sum(-1))).sum((0, 2)).to(sinks.dtype),)
 
 
+def share(_: object, attribute: object, rate: float) -> None:
+    if not 0 <= rate < 1:
+        raise GraphError(f"dropout: rate {rate} is not in [0, 1)")
+
+
 @final
 @frozen
 class Dropout(Op):
     """p, seed, offset -> p * z / (1 - rate), z from Philox at (seed, offset; b, h, i, j)."""
 
-    rate: float = field(converter=float)
+    rate: float = field(converter=float, validator=share)
     names = ("p",)
     roles = ("p", "seed", "offset")
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
         return 4, 0, 0
-
-    @rate.validator
-    def _rate_is_a_share(self, _: object, rate: float) -> None:
-        if not 0 <= rate < 1:
-            raise GraphError(f"dropout: rate {rate} is not in [0, 1)")
 
     def problems(self, p: ValueType, seed: ValueType, offset: ValueType) -> Iterator[str]:
         for name, type_ in (("seed", seed), ("offset", offset)):

@@ -26,7 +26,9 @@ class Call(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Context, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # torch names ctx as it likes
+        ctx: Context, *grads: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
         needs = ctx.needs_input_grad[1:]
         found = iter(ctx.plan.pulled(needs, ctx.saved_tensors, grads))
         return (None, *(next(found) if need else None for need in needs))

@@ -28,7 +28,7 @@ LAYERS, HEADS, KV_HEADS, HEAD_DIM = 4, 8, 2, 16
 WIDTH = HEADS * HEAD_DIM
 MASKS = (ag.Causal(), ag.Causal() & ag.Window(WINDOW - 1))  # of even and of odd layers
 
-RATE, WARMUP = 5e-3, 10  # the highest learning rate, and the steps that lead to it
+RATE, WARMUP = 5e-3, 20  # the highest learning rate, and the steps that lead to it
 HELD_OUT = 8 * CONTEXT  # characters at the end of the text, for the validation loss
 SAMPLE, SAMPLE_CONTEXT, PROMPT = 240, 256, "The "
 PICTURE = Path("train_gpt.png")
@@ -73,7 +73,7 @@ def by_pytorch() -> list[Attend]:
 
 def turned(x: Tensor, phases: Tensor) -> Tensor:
     """RoPE: each pair of numbers of x [B,S,H,D] turned by an angle that grows with the position."""
-    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+    pairs = torch.view_as_complex(x.view(*x.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * phases).flatten(-2)
 
 
@@ -85,8 +85,10 @@ class Block(nn.Module):
         self.norm = nn.RMSNorm(WIDTH)
         self.project = nn.Linear(WIDTH, (HEADS + 2 * KV_HEADS) * HEAD_DIM, bias=False)
         self.gather = nn.Linear(WIDTH, WIDTH, bias=False)
-        inner, outer = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        inner, outer = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH, bias=False)
         self.mlp = nn.Sequential(nn.RMSNorm(WIDTH), inner, nn.GELU(), outer)
+        nn.init.zeros_(self.gather.weight)  # a new layer hands x on as it is
+        nn.init.zeros_(outer.weight)
 
     def forward(self, x: Tensor, phases: Tensor, attend: Attend) -> Tensor:
         heads = self.project(self.norm(x)).unflatten(-1, (-1, HEAD_DIM))
@@ -94,7 +96,8 @@ class Block(nn.Module):
         q, k = turned(q, phases), turned(k, phases)
         o: Tensor = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         x = x + self.gather(o.transpose(1, 2).flatten(2))
-        return x + self.mlp(x)
+        changed: Tensor = x + self.mlp(x)
+        return changed
 
 
 class GPT(nn.Module):
@@ -137,14 +140,15 @@ class Run:
     def start(cls, attends: list[Attend], vocabulary: int) -> "Run":
         torch.manual_seed(0)
         model = GPT(vocabulary).to(DEVICE)
-        return cls(attends, model, torch.optim.AdamW(model.parameters(), fused=True))
+        optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), fused=True)
+        return cls(attends, model, optimizer)
 
     def step(self, text: Tensor, rate: float) -> None:
         start = now()
         self.optimizer.param_groups[0]["lr"] = rate
         self.optimizer.zero_grad()
         loss = self.model.loss(text, self.attends)
-        loss.backward()
+        torch.autograd.backward(loss)
         self.optimizer.step()
         self.losses.append(loss.item())
         self.seconds.append(now() - start)
@@ -156,7 +160,7 @@ class Run:
 
     def validation(self, held_out: Tensor) -> float:
         with torch.no_grad():
-            parts = held_out.unfold(0, CONTEXT + 1, CONTEXT).split(BATCH)
+            parts = torch.split(held_out.unfold(0, CONTEXT + 1, CONTEXT), BATCH)
             return sum(self.model.loss(text, self.attends).item() for text in parts) / len(parts)
 
 
@@ -256,7 +260,7 @@ def draw(ours: Run, theirs: Run, differences: list[float]) -> None:
     figure.savefig(PICTURE)
 
 
-def main(steps: int = 150) -> None:
+def main(steps: int = 200) -> None:
     console = Console()
     text, characters = encoded()
     train_text, held_out = text[:-HELD_OUT], text[-HELD_OUT:]

@@ -1,4 +1,4 @@
-"""What docs/semantics.md says, in plain PyTorch: the formula of attention, and the rule of accuracy.
+"""What docs/semantics.md says, in plain PyTorch: the formula, and the rule of accuracy.
 
 Written from that page and from nothing else: of the library it reads the graph, not one op's code.
 Everything is whole arrays and out of place, so `torch.autograd` gives the gradients. `expected`
@@ -24,6 +24,7 @@ from attn_graph.modifiers import Alibi, Bias, Modifier, SoftCap
 
 INF = float("inf")
 Tensor = torch.Tensor
+NOTHING = torch.zeros(1, dtype=torch.float64)
 Data = Mapping[str, Tensor]
 HALF = (torch.float16, torch.bfloat16)
 UNIT = {  # the most that one rounding is off
@@ -455,16 +456,17 @@ def expected_gradients(
     """What the gradient of each floating input should be, by the input's name."""
     refs = gradients(graph, tensors, cotangents)
     lows = gradients(graph, tensors, cotangents, low_dtype(graph))
-    c = chain_of(graph, cast(tensors, torch.float64))
-    given = dict(zip(roles(graph), cotangents, strict=True))
+    exact = cast(tensors, torch.float64)
+    c, given = chain_of(graph, exact), dict(zip(roles(graph), cotangents, strict=True))
     do, dlse = (
         torch.zeros(()) if x is None else x.detach().cpu() for x in map(given.get, ("o", "lse"))
     )
     rounding = UNIT[low_dtype(graph)] / UNIT[torch.float32]  # of o, which the gradient reads
     sizes = gradient_terms(c, attend(c), do.double().abs(), dlse.double().abs(), rounding)
     return {
-        name: Expected(f"d{name}", ref, lows[name], sizes.get(name, torch.zeros(1)), True)
-        for name, ref in refs.items()
+        i.name: Expected(f"d{i.name}", refs[i.name], lows[i.name], sizes.get(id(x), NOTHING), True)
+        for i, x in zip(graph.inputs, exact, strict=True)
+        if i.name in refs
     }
 
 
@@ -505,8 +507,8 @@ def slope(op: Modifier, after: Tensor) -> Tensor:
 
 def gradient_terms(
     c: Chain, f: Found, do: Tensor, dlse: Tensor, rounding: float
-) -> dict[str, Tensor]:
-    """sum|terms| of each gradient, do and dlse being given without their signs.
+) -> dict[int, Tensor]:
+    """sum|terms| of each tensor's gradient, by its id; do and dlse are given without their signs.
 
     delta = sum_e do o is made of an o that was rounded to q's dtype, `rounding` times as coarse
     as what sums are accumulated in: by so much that one term counts more.
@@ -518,19 +520,25 @@ def gradient_terms(
     coarse = (rounding - 1) * (do * f.o.abs()).sum(-1)
     surplus = (f.p * dp).sum(-1) + dlse + coarse
     ds = inexact(c, f, f.p) * (dp + surplus[..., None])
-    found = {"v": grouped(torch.einsum("bhij,bhie->bhje", inexact(c, f, f.pz), do), c.v)}
+    found: dict[int, Tensor] = {}
+
+    def add(x: Tensor, terms: Tensor) -> None:
+        found[id(x)] = found.get(id(x), NOTHING) + terms
+
+    add(c.v, grouped(torch.einsum("bhij,bhie->bhje", inexact(c, f, f.pz), do), c.v))
     for (op, data), after in reversed([*zip(c.modifiers, f.steps[1:], strict=True)]):
         if isinstance(op, Bias):
-            found["bias"] = ds.sum_to_size(data["bias"].shape)
+            add(data["bias"], ds.sum_to_size(data["bias"].shape))
         if isinstance(op, Alibi) and not op.default:
             far = ds * alibi(op, ds, Where(c.sizes, {**data, "slopes": torch.ones(1, 1)}))
-            found["slopes"] = far.sum((2, 3)).sum_to_size((B, H) if op.per_batch else (H,))
+            add(data["slopes"], far.sum((2, 3)).sum_to_size((B, H) if op.per_batch else (H,)))
         ds = ds * slope(op, after)
-    found["q"] = abs(c.scale) * torch.einsum("bhij,bhjd->bhid", ds, k)
-    found["k"] = abs(c.scale) * grouped(torch.einsum("bhij,bhid->bhjd", ds, c.q.abs()), c.k)
+    add(c.q, abs(c.scale) * torch.einsum("bhij,bhjd->bhid", ds, k))
+    add(c.k, abs(c.scale) * grouped(torch.einsum("bhij,bhid->bhjd", ds, c.q.abs()), c.k))
     if c.sinks is not None:
-        share = torch.exp(c.sinks[:, None] - f.lse)
-        found["sinks"] = (share * surplus).sum((0, 2))
+        off = forward_terms(c, f)["lse"] + c.sinks.abs()[:, None]  # as `inexact` has it
+        share = torch.exp(c.sinks[:, None] - f.lse) * (1 + 2 * off)
+        add(c.sinks, (share * surplus).sum((0, 2)))
     return found
 
 

@@ -278,7 +278,9 @@ def test_lengths_in_the_mask_move_its_diagonal() -> None:
     mask = canonical_mask(m.Causal("bottom_right") & m.KeyLengths(), 4, 8)
     assert mask == m.Band(None, 0, ("kv_lengths",)) & m.KeyLengths()
     data = {"kv_lengths": torch.tensor([3, 8])}
-    kept = plain.place_by_place(mask, (2, 1, 4, 8), data)
+    kept = plain.place_by_place(
+        m.Band(None, 0, ("kv_lengths",)) & m.KeyLengths(), (2, 1, 4, 8), data
+    )
     assert kept[0, 0].sum(-1).tolist() == [0, 1, 2, 3]
     assert kept[1, 0].sum(-1).tolist() == [5, 6, 7, 8]
 

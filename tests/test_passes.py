@@ -78,7 +78,8 @@ def test_masks_come_after_modifiers_and_all_scores_into_one_op(graph: ag.Graph) 
 def test_what_attention_says_becomes_one_op(graph: ag.Graph) -> None:
     (eqn,) = simplify(graph).eqns
     assert isinstance(eqn.op, Attention)
-    assert eqn.op.unfold(lambda op, *types: op.infer(*types), graph.types[: len(graph.inputs)])
+    types = [graph.inputs[i].spec.type for i in eqn.args]
+    assert eqn.op.unfold(lambda op, *given: op.infer(*given), types) == eqn.outs
 
 
 @given(graphs())

@@ -18,7 +18,7 @@ ONES = 0xFFFFFFFF
 # Random123 (D. E. Shaw Research), tests/kat_vectors: key, counter, answer of philox4x32 10.
 KNOWN: list[tuple[tuple[int, int], Words, Words]] = [
     ((0, 0), (0, 0, 0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-    ((ONES, ONES), (ONES,) * 4, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    ((ONES, ONES), (ONES, ONES, ONES, ONES), (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
     (
         (0xA4093822, 0x299F31D0),
         (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
