@@ -60,8 +60,9 @@ class Arena:
 
     def views(self, scratch: Scratch) -> tuple[torch.Tensor, ...]:
         if scratch not in self.ready:
-            self.make_room(scratch.bytes)
-            self.ready[scratch] = scratch.views(self.memory)
+            with torch.inference_mode(False):  # else training could not write to it later
+                self.make_room(scratch.bytes)
+                self.ready[scratch] = scratch.views(self.memory)
         return self.ready[scratch]
 
     def make_room(self, need: int) -> None:

@@ -142,7 +142,7 @@ class FusedTiles:
         call, tiles = Call(self, given, scratch, q, k, v), self.tiles(given.mask)
         if is_whole(tiles, p) and self.unpadded and self.keeps_order():
             return call.attend(tiles[0])
-        o, lse = p.new_o(CPU), torch.empty(q.shape[:3], dtype=p.wide)
+        o, lse = p.new_o(CPU), torch.empty(q.shape[:3], dtype=p.wide, device=CPU)
         for tile in tiles:
             part, part_lse = call.attend(tile)
             cut(o, tile).copy_(part[..., : p.E])
@@ -188,7 +188,7 @@ class FusedTiles:
         dq, dk, dv = (
             call.scratch[name].zero_()
             if name in call.scratch
-            else torch.zeros(s.shape, dtype=s.dtype)
+            else torch.zeros(s.shape, dtype=s.dtype, device=CPU)
             for name, s in zip(("dq", "dk", "dv"), self.problem.specs, strict=False)
         )
         for tile in tiles:
@@ -225,7 +225,7 @@ class Call:
             else:
                 merge_(*found, o, lse)
         if found is None:
-            found = torch.zeros_like(rows), torch.full(rows.shape[:3], -INF, dtype=rows.dtype)
+            found = torch.zeros_like(rows), rows.new_full(rows.shape[:3], -INF)
         if self.given.sinks is not None:
             sink_(*found, self.given.sinks)
         return found
@@ -245,7 +245,7 @@ class Call:
         if part.kind != "mixed" and not p.node.modifiers:
             return None
         block = Block(tile.batch, range(p.H), tile.rows, p.H, p.M, p.N, self.given.mask)
-        at = Place.of(block, range(part.start, part.stop))
+        at = Place.of(block, range(part.start, part.stop), CPU)
         b = len(tile.batch) if "b" in self.tiles.axes else 1
         h = p.H if "h" in self.tiles.axes else 1
         size = b * h * len(tile.rows) * len(part)
@@ -254,7 +254,7 @@ class Call:
             modifier.change(sums, at.reading(data))
         if part.kind == "mixed":
             assert p.node.mask is not None
-            sums.masked_fill_(torch.as_tensor(p.node.mask.keep(at)).logical_not(), -INF)
+            sums.masked_fill_(torch.as_tensor(p.node.mask.keep(at), device=CPU).logical_not(), -INF)
         return sums
 
 
@@ -287,10 +287,12 @@ def axes_of_mask(problem: Problem, given: Operands[TensorSpec]) -> str:
     """Found by asking the mask at a few places: what it returns is as large as what it reads."""
     if problem.node.mask is None:
         return ""
-    data = {n: torch.zeros((), dtype=s.dtype).expand(s.shape) for n, s in given.mask.items()}
+    data = {
+        n: torch.zeros((), dtype=s.dtype, device=CPU).expand(s.shape) for n, s in given.mask.items()
+    }
     b, h, i, j = (range(min(2, n)) for n in (problem.B, problem.H, problem.M, problem.N))
     block = Block(b, h, i, problem.H, problem.M, problem.N, data)
-    kept = torch.as_tensor(problem.node.mask.keep(Place.of(block, j)))
+    kept = torch.as_tensor(problem.node.mask.keep(Place.of(block, j, CPU)), device=CPU)
     shape = (1,) * (4 - kept.ndim) + tuple(kept.shape)
     return "".join(axis for axis, n in zip("bh", shape, strict=False) if n > 1)
 

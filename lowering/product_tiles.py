@@ -269,7 +269,9 @@ class Here:
             keep(i, s)
         for part, piece, at in self.pieces(s):
             if part.kind == "mixed" and node.mask is not None:
-                piece.masked_fill_(torch.as_tensor(node.mask.keep(at)).logical_not(), -INF)
+                piece.masked_fill_(
+                    torch.as_tensor(node.mask.keep(at), device=s.device).logical_not(), -INF
+                )
         return s
 
     def dropped_(self, p: torch.Tensor) -> None:

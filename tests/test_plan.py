@@ -317,3 +317,32 @@ def test_only_wanted_gradients_are_computed() -> None:
     o.sum().backward()
     (used,) = plan.pulls.values()
     assert used.graph.eqns[0].op.names == ("dq",)
+
+
+def test_a_workspace_grown_while_serving_can_train() -> None:
+    """Memory made in inference mode could not be written to outside of it."""
+    plan = ag.compile(ag.attention(X, X, X, soft_cap=3.0), target=CPU, workspace=ag.Workspace())
+    q, k, v = three(grad=True)
+    with torch.inference_mode():
+        served = plan(*three())
+    o = plan(q, k, v)
+    assert isinstance(served, torch.Tensor)
+    assert isinstance(o, torch.Tensor)
+    o.sum().backward()
+    assert q.grad is not None
+
+
+def test_defaults_of_torch_change_nothing() -> None:
+    graph = ag.attention(X, X, X, mask=ag.Window(3), alibi=True)
+    tensors = three()
+    due = ag.compile(graph, target=CPU)(*tensors)
+    ag.clear_cache()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            found = ag.compile(graph, target=CPU)(*tensors)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert isinstance(due, torch.Tensor)
+    assert isinstance(found, torch.Tensor)
+    assert torch.equal(due, found)
