@@ -50,7 +50,8 @@ class Target:
         return torch.device(self.kind)
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.kind}{f' sm_{self.sm}' if self.sm else ''})"
+        told = f"{self.kind} sm_{self.sm}" if self.sm else self.kind
+        return self.name if self.name == told else f"{self.name} ({told})"
 
 
 # Compute capability: NVIDIA, "CUDA GPU Compute Capability".

@@ -80,7 +80,8 @@ def support() -> str:
     """What each backend for CPUs takes: forward, backward, or its first reason against."""
     rows = ["| graph | `torch_sdpa` | `math` |", "|---|---|---|"]
     for name, graph in FEATURES.items():
-        rows.append(f"| {name} | {verdict(graph, 'torch_sdpa')} | {verdict(graph, 'math')} |")
+        cells = (name, verdict(graph, "torch_sdpa"), verdict(graph, "math"))
+        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(rows)
 
 

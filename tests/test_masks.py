@@ -49,9 +49,11 @@ class Asked:
 
 
 @st.composite
-def asked(draw: DrawFn, most: int = MOST) -> Asked:
-    shape = draw(shapes(most))
-    mask = draw(masks(shape))
+def asked(draw: DrawFn, kind: type[m.Mask] | None = None) -> Asked:
+    """Any expression, or one leaf of a kind."""
+    shape = draw(shapes(MOST))
+    aligned = strategies.alignments(shape, None)
+    mask = draw(masks(shape) if kind is None else strategies.LEAVES[kind](aligned))
     random = torch.Generator().manual_seed(draw(strategies.seeds))
     full = {"q_lengths": shape.M, "kv_lengths": shape.N}
     data = {
@@ -68,11 +70,11 @@ def ranges(draw: DrawFn, size: int) -> range:
 
 
 @st.composite
-def blocks(draw: DrawFn) -> tuple[Asked, Block]:
+def blocks(draw: DrawFn, kind: type[m.Mask] | None = None) -> tuple[Asked, Block]:
     """A mask and some of its queries, which are none only where there are none at all."""
-    drawn = draw(asked())
+    drawn = draw(asked(kind))
     B, H, M, _ = drawn.sizes
-    given = draw(st.booleans())
+    given = kind is not None or draw(st.booleans())
     return drawn, drawn.block(draw(ranges(B)), draw(ranges(H)), draw(ranges(M)), data=given)
 
 
@@ -125,6 +127,17 @@ def test_span_covers_what_is_kept_and_what_is_surely_kept_is_kept(
     canonical = canonical_mask(drawn.mask, drawn.shape.M, drawn.shape.N)
     if canonical is not None:
         check_block(canonical, drawn, block)
+
+
+@pytest.mark.parametrize("kind", m.LEAVES)
+def test_each_leaf_alone_knows_its_blocks(kind: type[m.Mask]) -> None:
+    @many
+    @given(blocks(kind))
+    def check(pair: tuple[Asked, Block]) -> None:
+        check_block(pair[0].mask, *pair)
+        check_block(pair[0].resolved, *pair)
+
+    check()
 
 
 @many
