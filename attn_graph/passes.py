@@ -98,26 +98,22 @@ Chain = tuple[Attention, tuple[int, ...], int]  # the op, its operands, and the 
 
 def chain_of(weigh: Eqn, makers: Makers, users: dict[int, int]) -> Chain | None:
     """The chain that ends in this equation, if it is one."""
-    p, v = weigh.args
+    at, v = weigh.args
     steps: list[Eqn] = []
-    at: int | None = p
-    while (
-        at is not None
-        and at in makers
-        and users[at] == 1
-        and not isinstance(makers[at][0].op, ops.Scores)
-    ):
+    while at in makers and users[at] == 1 and not isinstance(makers[at][0].op, ops.Scores):
         eqn, outs = makers[at]
         if at != outs[0]:
             return None
         steps.append(eqn)
-        at = eqn.args[0] if eqn.args else None
-    if at not in makers or users[at] != 1:
+        if not eqn.args:
+            return None
+        at = eqn.args[0]
+    if at not in makers or users[at] != 1 or weigh.op != ops.Weigh():
         return None
-    return assembled([makers[at][0], *reversed(steps)], v, makers, p)
+    return assembled([makers[at][0], *reversed(steps)], v, makers)
 
 
-def assembled(steps: list[Eqn], v: int, makers: Makers, p: int) -> Chain | None:
+def assembled(steps: list[Eqn], v: int, makers: Makers) -> Chain | None:
     """One Attention for equations in the order of the chain; None where they are in another."""
     kinds = [next((k for k, t in enumerate(ORDER) if isinstance(e.op, t)), None) for e in steps]
     if (
@@ -131,6 +127,7 @@ def assembled(steps: list[Eqn], v: int, makers: Makers, p: int) -> Chain | None:
     if not isinstance(first.op, ops.Scores) or 3 not in found:
         return None
     mask, softmax, dropout = found.get(2), found[3], found.get(4)
+    dropout = None if dropout and dropout.op == ops.Dropout(0.0) else dropout
     op = Attention(
         first.op.scale,
         tuple(e.op for e in modifiers if isinstance(e.op, Modifier)),

@@ -83,6 +83,7 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(WIDTH)
+        self.norm_q, self.norm_k = nn.RMSNorm(HEAD_DIM), nn.RMSNorm(HEAD_DIM)
         self.project = nn.Linear(WIDTH, (HEADS + 2 * KV_HEADS) * HEAD_DIM, bias=False)
         self.gather = nn.Linear(WIDTH, WIDTH, bias=False)
         inner, outer = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH, bias=False)
@@ -93,7 +94,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, phases: Tensor, attend: Attend) -> Tensor:
         heads = self.project(self.norm(x)).unflatten(-1, (-1, HEAD_DIM))
         q, k, v = heads.split((HEADS, KV_HEADS, KV_HEADS), dim=2)
-        q, k = turned(q, phases), turned(k, phases)
+        q, k = turned(self.norm_q(q), phases), turned(self.norm_k(k), phases)
         o: Tensor = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         x = x + self.gather(o.transpose(1, 2).flatten(2))
         changed: Tensor = x + self.mlp(x)
@@ -112,13 +113,15 @@ class GPT(nn.Module):
         self.norm = nn.RMSNorm(WIDTH)
         angles = torch.arange(CONTEXT)[:, None] * 1e4 ** -torch.linspace(0, 1, HEAD_DIM // 2)
         self.register_buffer("phases", torch.polar(torch.ones_like(angles), angles)[:, None])
-        nn.init.normal_(self.embed.weight, std=WIDTH**-0.5)
+        self.guess = nn.Linear(WIDTH, vocabulary, bias=False)
+        nn.init.zeros_(self.guess.weight)  # at first every character is as likely
 
     def forward(self, tokens: Tensor, attends: Sequence[Attend]) -> Tensor:
         x = self.embed(tokens)
         for layer, block in enumerate(self.blocks):
             x = block(x, self.phases[: tokens.shape[1]], attends[layer % 2])
-        return F.linear(self.norm(x), self.embed.weight)
+        logits: Tensor = self.guess(self.norm(x))
+        return logits
 
     def loss(self, text: Tensor, attends: Sequence[Attend]) -> Tensor:
         """Mean cross entropy of each character of text [B,S+1] given those before it, in nats."""

@@ -134,7 +134,8 @@ def broadcast(draw: DrawFn, shape: Sequence[int]) -> tuple[int, ...]:
 # Masks
 
 Aligned = SearchStrategy[m.Align | None]
-bounds: SearchStrategy[int | None] = st.one_of(st.integers(-4, 12), st.none())
+near = st.integers(-4, 12)
+bounds: SearchStrategy[int | None] = st.one_of(near, near, near, st.none())
 aligns: Aligned = st.sampled_from(["top_left", "bottom_right"])
 
 

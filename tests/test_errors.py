@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import attn_graph as ag
+from attn_graph import ops
 from attn_graph.builder import Builder
 from attn_graph.errors import titled
 
@@ -290,6 +291,35 @@ def test_lengths_that_alibi_does_not_know_are_refused() -> None:
     (problem,) = traced(lambda q, k, v, n: ag.scores(q, k).alibi(lengths=n), n=spec(2, dtype=I64))
     assert "'lengths'" in problem
     assert "kv_lengths" in problem
+
+
+def test_what_is_no_mask_is_no_step() -> None:
+    (problem,) = traced(lambda q, k, v: ag.scores(q, k).mask(3))  # type: ignore[arg-type]  # is wrong
+    assert "3 is no mask" in problem
+
+
+def test_seeds_are_single_numbers() -> None:
+    def attend(q: ag.Value, k: ag.Value, v: ag.Value, n: ag.Value, x: ag.Value) -> ag.Value:
+        return ag.scores(q, k).softmax()[0].dropout(0.5, n, x).weigh(v)
+
+    number, real = ag.TensorSpec((), I64), ag.TensorSpec((), F32)
+    (problem,) = traced(attend, n=number, x=real)
+    assert "offset f32[()] must be i64[()]" in problem
+
+
+def test_steps_without_all_their_operands_say_how_many_they_need() -> None:
+    (problem,) = traced(lambda q, k, v: q.then(ops.Scores()))
+    assert "1 operands given, 2 needed" in problem
+
+
+def test_a_gradient_is_told_when_what_it_reads_does_not_fit() -> None:
+    _, back = ag.vjp(call()())
+    said = str(back).replace("o: f16[2, 4, 6, 8]", "o: f16[2, 4, 6, 9]")
+    with pytest.raises(ag.GraphError) as caught:
+        ag.parse(said)
+    for name in ("o", "do"):
+        told = f"attention_grad: {name} f16[2, 4, 6, 9] should be f16[2, 4, 6, 8]"
+        assert any(told in problem for problem in caught.value.problems)
 
 
 def test_gradients_are_of_floating_inputs_alone() -> None:

@@ -65,6 +65,9 @@ def asked(draw: DrawFn, kind: type[m.Mask] | None = None) -> Asked:
 
 @st.composite
 def ranges(draw: DrawFn, size: int) -> range:
+    """Some of so many, or all of them."""
+    if draw(st.booleans()):
+        return range(size)
     start = draw(st.integers(0, max(0, size - 1)))
     return range(start, draw(st.integers(min(size, start + 1), size)))
 

@@ -161,6 +161,25 @@ def test_values_of_another_dtype_are_not_fused() -> None:
     assert Attention not in {type(e.op) for e in simplify(graph).eqns}
 
 
+def test_weights_that_are_scaled_are_not_fused_away() -> None:
+    said = str(ag.attention(X, X, X)).replace("weigh(p, v)", "weigh(p, v, scale=2.0)")
+    graph = ag.parse(said)
+    tensors = tensors_for(graph, 0)
+    agree(evaluate(simplify(graph), tensors), evaluate(graph, tensors))
+
+
+def test_dropout_of_nothing_is_fused_into_nothing() -> None:
+    def attend(q: ag.Value, k: ag.Value, v: ag.Value, seed: ag.Value, offset: ag.Value) -> ag.Value:
+        return ag.scores(q, k).softmax()[0].dropout(0.0, seed, offset).weigh(v)
+
+    number = ag.TensorSpec((), torch.int64)
+    graph = simplify(ag.graph(attend, q=X, k=X, v=X, seed=number, offset=number))
+    (eqn,) = graph.eqns
+    assert eqn.op == simplify(ag.attention(X, X, X)).eqns[0].op
+    assert len(eqn.args) == 3
+    assert ag.parse(str(graph)) == graph
+
+
 def test_masks_that_read_two_tensors_of_one_name_are_not_joined() -> None:
     flags = ag.TensorSpec((1, 1, 5, 5), torch.bool)
 

@@ -50,7 +50,11 @@ def pulled(
 
 def stepwise(graph: ag.Graph, tensors: Tensors, cotangents: Tensors) -> dict[str, torch.Tensor]:
     """The gradients with nothing fused: every step's own `pull`."""
-    graph = canonicalise(prune(graph))
+    return as_said(canonicalise(prune(graph)), tensors, cotangents)
+
+
+def as_said(graph: ag.Graph, tensors: Tensors, cotangents: Tensors) -> dict[str, torch.Tensor]:
+    """The gradients with nothing fused, and masks where they were said, which may be first."""
     specs = [result_spec(graph, i) for i in graph.outputs]
     back = backward(graph, wanted_inputs(graph, None), specs)
     assert not any(isinstance(eqn.op, AttentionGrad) for eqn in back.eqns)
@@ -59,7 +63,8 @@ def stepwise(graph: ag.Graph, tensors: Tensors, cotangents: Tensors) -> dict[str
 
 def check(graph: ag.Graph, tensors: Tensors, cotangents: Tensors) -> None:
     due = plain.expected_gradients(graph, tensors, cotangents)
-    for found in (fused(graph, tensors, cotangents), stepwise(graph, tensors, cotangents)):
+    for gradients in (fused, stepwise, as_said):
+        found = gradients(graph, tensors, cotangents)
         assert found.keys() == due.keys()
         for name, expected in due.items():
             expected.check(found[name].to(F64))

@@ -1,0 +1,112 @@
+"""The examples run as they are, say what they promise, and stay small."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import attn_graph as ag
+from tests.sources import ROOT
+
+HERE = ROOT / "examples"
+SHORT = ("hello", "explain", "own_mask", "own_backend")
+MOST_LINES = 60  # one idea: more would be two
+
+
+def example(name: str) -> ModuleType:
+    """The example as a module, though the folder is no package."""
+    spec = importlib.util.spec_from_file_location(f"examples_{name}", HERE / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def printed(name: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """What the example prints."""
+    example(name).main()
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_an_example_of_one_idea_is_short(name: str) -> None:
+    assert len((HERE / f"{name}.py").read_text(encoding="utf-8").splitlines()) <= MOST_LINES
+
+
+def test_every_example_is_tested() -> None:
+    assert {path.stem for path in HERE.glob("*.py")} == {*SHORT, "train_gpt"}
+
+
+def test_hello_runs_forward_and_backward(capsys: pytest.CaptureFixture[str]) -> None:
+    told = printed("hello", capsys)
+    assert "Causal() & (Window(left=64) | Prefix(length=4))" in told
+    assert "math: chosen" in told
+    assert "\nok: " in told
+    assert told.endswith("o [2, 8, 512, 64], lse [2, 8, 512], dq [2, 8, 512, 64]\n")
+
+
+def test_explain_names_backends_reasons_and_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    told = printed("explain", capsys)
+    assert "causal: torch_sdpa, " in told
+    assert "window: math, " in told
+    assert "no backend takes this graph\ncudnn: no, because it\n  - runs on NVIDIA GPUs" in told
+    assert "target: h200 (cuda sm_90)\nmath: chosen" in told
+    assert "MiB backward, peak" in told
+
+
+def test_a_mask_of_ones_own_is_right_and_skips(capsys: pytest.CaptureFixture[str]) -> None:
+    told = printed("own_mask", capsys)
+    assert "\nok: " in told
+    computed = float(told.split(" % of the ")[0].rsplit(maxsplit=1)[1])
+    assert computed < 25, "the mask keeps 9 %; a tile or two more around it may be computed"
+
+
+def test_a_mask_of_ones_own_says_the_same_thrice() -> None:
+    mask = example("own_mask").Blocks(3)
+    N = 11
+    kept = torch.tensor([[bool(mask.keep(place(i, j, N))) for j in range(N)] for i in range(N)])
+    for start in range(N):
+        for stop in range(start + 1, N + 1):
+            block = ag.Block(range(1), range(1), range(start, stop), 1, N, N)
+            some, every = kept[start:stop].any(0), kept[start:stop].all(0)
+            assert [j in mask.span(block) for j in range(N)] == some.tolist()
+            assert [j in mask.surely(block) for j in range(N)] == every.tolist()
+
+
+def place(i: int, j: int, N: int) -> ag.Place:
+    """Query i and key j of the only head."""
+    return ag.Place(0, 0, i, j, 1, N, N)
+
+
+def test_a_backend_of_ones_own_runs_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    told = printed("own_backend", capsys)
+    assert "decode: chosen" in told
+    assert "backward: torch_sdpa" in told
+    assert "\nok: " in told
+
+
+def test_a_backend_of_ones_own_refuses_with_reasons() -> None:
+    module = example("own_backend")
+    mine = ag.Backend("decode", module.why_not, module.lower)
+    x = ag.TensorSpec((1, 2, 5, 8), torch.float64)
+    graph = ag.attention(x, x, x, mask=ag.Causal())
+    plan = ag.compile(graph, backends=(mine, "math"), target="cpu")
+    assert plan.backend == "math"
+    ((name, reasons),) = plan.refusals
+    assert (name, len(reasons)) == ("decode", 3)
+
+
+@pytest.mark.slow
+def test_the_models_agree_while_they_train(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The example asserts it itself, and that no plan is built after the first step."""
+    monkeypatch.chdir(tmp_path)
+    example("train_gpt").main(steps=3)
+    told = capsys.readouterr().out
+    assert "validation loss" in told
+    assert "plans built after the first step: 0" in told
+    assert (tmp_path / "train_gpt.png").read_bytes().startswith(b"\x89PNG")
