@@ -38,7 +38,7 @@ def dense(S: int, size: int, sinks: int) -> torch.Tensor:
 
 
 def main() -> None:
-    S, size, sinks = 2048, 128, 4
+    S, size, sinks = 1024, 64, 4
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 8, S, 64).unbind()
 

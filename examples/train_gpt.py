@@ -28,14 +28,13 @@ LAYERS, HEADS, KV_HEADS, HEAD_DIM = 4, 8, 2, 16
 WIDTH = HEADS * HEAD_DIM
 MASKS = (ag.Causal(), ag.Causal() & ag.Window(WINDOW - 1))  # of even and of odd layers
 
-RATE, WARMUP = 5e-3, 20  # the highest learning rate, and the steps that lead to it
+RATE, WARMUP = 1e-3, 20  # the highest learning rate, and the steps that lead to it
 HELD_OUT = 8 * CONTEXT  # characters at the end of the text, for the validation loss
-SAMPLE, SAMPLE_CONTEXT, PROMPT = 240, 256, "The "
 PICTURE = Path("train_gpt.png")
 
-# Training amplifies rounding: a model whose weights were moved by one rounding, trained beside
-# itself, is off by as much as that.
-TOLERANCE = 0.02
+# Training amplifies rounding, the more the higher the learning rate: at this one the losses stay
+# within 1e-4 of each other, measured on CPUs with 2 threads.
+TOLERANCE = 1e-3
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 Attend = Callable[..., Any]  # q [B,H,S,D], k and v [B,G,S,D] -> o [B,H,S,D]
@@ -222,19 +221,6 @@ def attention_seconds(runs: Sequence[Run], times: int = 5) -> list[float]:
     return [median(seconds) for seconds in taken]
 
 
-def sample(run: Run, characters: list[str]) -> str:
-    """Text that the model makes up. A shorter context is another graph, and two more plans."""
-    attends = by_attn_graph(1, SAMPLE_CONTEXT)
-    tokens = [characters.index(c) for c in PROMPT]
-    for _ in range(SAMPLE):
-        seen = tokens[-SAMPLE_CONTEXT:]
-        padded = torch.tensor([seen + [0] * (SAMPLE_CONTEXT - len(seen))], device=DEVICE)
-        with torch.no_grad():
-            logits = run.model(padded, attends)[0, len(seen) - 1]
-        tokens.append(int(torch.multinomial(torch.softmax(logits / 0.7, 0), 1)))
-    return "".join(characters[t] for t in tokens)
-
-
 def table(ours: Run, theirs: Run, held_out: Tensor) -> Table:
     """Both runs side by side."""
     runs = ours, theirs
@@ -263,7 +249,7 @@ def draw(ours: Run, theirs: Run, differences: list[float]) -> None:
     figure.savefig(PICTURE)
 
 
-def main(steps: int = 200) -> None:
+def main(steps: int = 160) -> None:
     console = Console()
     text, characters = encoded()
     train_text, held_out = text[:-HELD_OUT], text[-HELD_OUT:]
@@ -277,7 +263,6 @@ def main(steps: int = 200) -> None:
     console.print(f"losses differ by {max(differences):.1e} at most, {differences[0]:.1e} at first")
     console.print(f"plans built after the first step: {builds}; {ag.cache_info()}")
     console.print(f"workspace: {ag.default_workspace().bytes:,} bytes, shared by all layers")
-    console.print(sample(ours, characters), markup=False, highlight=False)
     draw(ours, theirs, differences)
     console.print(f"both loss curves: {PICTURE.resolve()}")
     assert max(differences) <= TOLERANCE
