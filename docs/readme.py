@@ -23,13 +23,13 @@ X = ag.TensorSpec((B, H, S, D), torch.float32)
 EXAMPLE = """\
 import torch, attn_graph as ag
 
-x = ag.TensorSpec((2, 8, 512, 64), torch.float32)      # [batch, heads, positions, head size]
-mask = ag.Causal() & (ag.Window(64) | ag.Prefix(4))    # 64 positions back, and the first four
-graph = ag.attention(x, x, x, mask=mask, stats=True)   # an immutable value: ==, hash, print, parse
-plan = ag.compile(graph)                               # validated, chosen, lowered, cached
+x = ag.TensorSpec((2, 8, 512, 64), torch.float32)  # [batch, heads, positions, head size]
+mask = ag.Causal() & (ag.Window(64) | ag.Prefix(4))  # 64 positions back, and the first four
+graph = ag.attention(x, x, x, mask=mask, stats=True)  # an immutable value: ==, hash, print, parse
+plan = ag.compile(graph)  # validated, chosen, lowered, cached
 
 q, k, v = torch.randn(3, 2, 8, 512, 64, requires_grad=True).unbind()
-o, lse = plan(q, k, v)                                 # differentiable, lse as well as o
+o, lse = plan(q, k, v)  # differentiable, lse as well as o
 print(graph)
 """
 
