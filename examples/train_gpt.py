@@ -245,7 +245,7 @@ def draw(ours: Run, theirs: Run, differences: list[float]) -> None:
     above.set_ylabel("loss, nats a character")
     above.legend()
     below.plot(differences, color="grey")
-    below.set(xlabel="step", ylabel="difference", yscale="symlog")
+    below.set(xlabel="step", ylabel="difference")
     figure.savefig(PICTURE)
 
 
@@ -260,7 +260,7 @@ def main(steps: int = 160) -> None:
     console.print(table(ours, theirs, held_out))
     differences = [abs(a - b) for a, b in zip(ours.losses, theirs.losses, strict=True)]
     console.print(f"a step is {ours.speed / theirs.speed:.2f} times as fast")
-    console.print(f"losses differ by {max(differences):.1e} at most, {differences[0]:.1e} at first")
+    console.print(f"losses differ by {max(differences):.1e} at most, {differences[-1]:.1e} at last")
     console.print(f"plans built after the first step: {builds}; {ag.cache_info()}")
     console.print(f"workspace: {ag.default_workspace().bytes:,} bytes, shared by all layers")
     draw(ours, theirs, differences)

@@ -15,7 +15,7 @@ import attn_graph as ag
 from attn_graph import masks as m
 from attn_graph.canonical import canonical_mask
 from attn_graph.keys import Block, Keys, Place
-from tests import plain, strategies
+from tests import plain_masks, strategies
 from tests.strategies import Shape, data_specs, filler, laid_out, masks, shapes
 
 MOST = 10  # queries and keys: each place is asked one by one
@@ -45,7 +45,7 @@ class Asked:
 
     def kept(self, mask: m.Mask) -> torch.Tensor:
         """Every place, asked one by one."""
-        return plain.place_by_place(mask, self.sizes, self.data)
+        return plain_masks.place_by_place(mask, self.sizes, self.data)
 
 
 @st.composite
@@ -88,7 +88,7 @@ def test_every_leaf_is_drawn_and_has_a_formula_of_its_own() -> None:
         if isinstance(kind, type) and issubclass(kind, m.Mask) and not issubclass(kind, m.Join)
     }
     assert leaves - {m.Mask, m.Diagonal} == set(m.LEAVES)
-    assert strategies.LEAVES.keys() == plain.LEAVES.keys() == set(m.LEAVES)
+    assert strategies.LEAVES.keys() == plain_masks.LEAVES.keys() == set(m.LEAVES)
 
 
 @many
@@ -104,13 +104,17 @@ def test_asking_for_tensors_and_for_integers_gives_the_same(drawn: Asked) -> Non
 @many
 @given(asked())
 def test_a_mask_keeps_what_the_page_says(drawn: Asked) -> None:
-    due = plain.kept(drawn.mask, plain.Where(drawn.sizes, drawn.data)).expand(drawn.sizes)
+    due = plain_masks.kept(drawn.mask, plain_masks.Where(drawn.sizes, drawn.data)).expand(
+        drawn.sizes
+    )
     assert torch.equal(drawn.kept(drawn.mask), due)
 
 
 def check_block(mask: m.Mask, drawn: Asked, block: Block) -> None:
     """span holds every key that is kept, surely only keys that all queries keep."""
-    kept = plain.kept(drawn.mask, plain.Where(drawn.sizes, drawn.data)).expand(drawn.sizes)
+    kept = plain_masks.kept(drawn.mask, plain_masks.Where(drawn.sizes, drawn.data)).expand(
+        drawn.sizes
+    )
     here = kept[block.batch.start : block.batch.stop, block.heads.start : block.heads.stop]
     rows = here[:, :, block.rows.start : block.rows.stop].flatten(0, 2)
     span, surely = mask.span(block), mask.surely(block)
@@ -294,7 +298,7 @@ def test_lengths_in_the_mask_move_its_diagonal() -> None:
     mask = canonical_mask(m.Causal("bottom_right") & m.KeyLengths(), 4, 8)
     assert mask == m.Band(None, 0, ("kv_lengths",)) & m.KeyLengths()
     data = {"kv_lengths": torch.tensor([3, 8])}
-    kept = plain.place_by_place(
+    kept = plain_masks.place_by_place(
         m.Band(None, 0, ("kv_lengths",)) & m.KeyLengths(), (2, 1, 4, 8), data
     )
     assert kept[0, 0].sum(-1).tolist() == [0, 1, 2, 3]
