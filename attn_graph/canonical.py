@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import reduce
 
-from attn_graph.keys import Block
+from attn_graph.keys import Block, both
 from attn_graph.masks import And, Band, Join, Mask, Not, Or, ragged_in
 
 EVERYTHING = Band()
@@ -66,13 +65,8 @@ def met(parts: list[Mask]) -> list[Mask]:
     for part in parts:
         if isinstance(part, Band):
             other = bands.get(part.ragged, part)
-            low = most(max, part.low, other.low)
-            bands[part.ragged] = Band(low, most(min, part.high, other.high), part.ragged)
+            low = both(max, part.low, other.low)
+            bands[part.ragged] = Band(low, both(min, part.high, other.high), part.ragged)
     rest = [part for part in parts if not isinstance(part, Band)]
     told = [part for part in (*bands.values(), *rest) if part != EVERYTHING]
     return sorted(told, key=str) or [EVERYTHING]
-
-
-def most(choose: Callable[[int, int], int], a: int | None, b: int | None) -> int | None:
-    """The tighter of two bounds, where None is no bound."""
-    return b if a is None else a if b is None else choose(a, b)

@@ -2,13 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
 
 import torch
 from attrs import evolve, field, frozen
 
 Term = Any  # an integer, a tensor, or a symbol of generated code: what Python's operators take
+
+
+def larger(a: Term, b: Term) -> Term:
+    """The larger of two integers, or symbols."""
+    if isinstance(a, int):
+        return max(a, b) if isinstance(b, int) else b.maximum(a)
+    return a.maximum(b)
+
+
+def smaller(a: Term, b: Term) -> Term:
+    """The smaller of two integers, or symbols."""
+    if isinstance(a, int):
+        return min(a, b) if isinstance(b, int) else b.minimum(a)
+    return a.minimum(b)
+
+
+@final
+@frozen(eq=False)
+class Strip:
+    """Keys j of query i with low <= j - i <= high, j < keys and i < rows; None: no such bound.
+
+    The bounds are terms that depend on the batch entry alone. From them follow, in closed form,
+    the tiles that a block of queries may keep, and those that may keep a block of keys.
+    """
+
+    low: Term | None = None
+    high: Term | None = None
+    keys: Term | None = None
+    rows: Term | None = None
+
+    def __and__(self, other: Strip) -> Strip:
+        return Strip(
+            both(larger, self.low, other.low),
+            both(smaller, self.high, other.high),
+            both(smaller, self.keys, other.keys),
+            both(smaller, self.rows, other.rows),
+        )
+
+
+def both(choose: Callable[[Term, Term], Term], a: Term | None, b: Term | None) -> Term | None:
+    """The tighter of two bounds, where None is no bound."""
+    return b if a is None else a if b is None else choose(a, b)
 
 
 @final
@@ -156,6 +198,12 @@ class Place:
                 slots[axis] = slice(None) if n == 1 else slice(r.start, r.stop)
             return tensor[tuple(slots)]
         return tensor[tuple(0 if n == 1 else x for x, n in zip(index, tensor.shape, strict=True))]
+
+    def among(self, values: Sequence[float], index: Term) -> Term:
+        """values[index], in float32."""
+        if isinstance(index, torch.Tensor):
+            return torch.tensor(values, device=index.device)[index]
+        return values[index] if isinstance(index, int) else index.among(values)
 
     def reading(self, data: Mapping[str, Term]) -> Place:
         """The same place, where other tensors are at hand."""

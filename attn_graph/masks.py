@@ -15,7 +15,7 @@ import torch
 from attrs import Attribute, evolve, field, frozen
 
 from attn_graph.errors import GraphError
-from attn_graph.keys import Block, Keys, Place, Term
+from attn_graph.keys import Block, Keys, Place, Strip, Term
 from attn_graph.spec import INTEGERS, ValueType
 
 Align = Literal["top_left", "bottom_right"]
@@ -64,6 +64,10 @@ class Mask:
     def surely(self, block: Block) -> Keys:
         """Keys that every query of the block keeps; none if unsure."""
         return block.none
+
+    def strip(self, at: Place) -> Strip | None:
+        """This mask as a strip along the diagonal, if it is one: kernels need no list then."""
+        return None
 
     def aligned(self, align: Align | None) -> Mask:
         """This mask with `align` where it compares positions and says nothing itself."""
@@ -156,6 +160,13 @@ class Band(Mask):
         low = gap == gap if self.low is None else gap >= self.low
         return low if self.high is None else low & (gap <= self.high)
 
+    def strip(self, at: Place) -> Strip:
+        shift = at.shift(self.ragged)
+        return Strip(
+            None if self.low is None else shift + self.low,
+            None if self.high is None else shift + self.high,
+        )
+
     def span(self, block: Block) -> Keys:
         shift = self.shifts(block)
         if shift is None:
@@ -205,6 +216,9 @@ class Diagonal(Mask):
 
     def keep(self, at: Place) -> Term:
         return self.resolved(at.M, at.N, ragged_in(at.data)).keep(at)
+
+    def strip(self, at: Place) -> Strip | None:
+        return self.resolved(at.M, at.N, ragged_in(at.data)).strip(at)
 
     def span(self, block: Block) -> Keys:
         if block.data is None and self.align == "bottom_right":
@@ -268,6 +282,9 @@ class Prefix(Mask):
     def keep(self, at: Place) -> Term:
         return at.j < self.length
 
+    def strip(self, at: Place) -> Strip:
+        return Strip(keys=self.length)
+
     def span(self, block: Block) -> Keys:
         return Keys.between(0, min(self.length, block.N))
 
@@ -286,6 +303,9 @@ class KeyLengths(Mask):
 
     def keep(self, at: Place) -> Term:
         return at.j < at.load("kv_lengths", at.b)
+
+    def strip(self, at: Place) -> Strip:
+        return Strip(keys=at.load("kv_lengths", at.b))
 
     def span(self, block: Block) -> Keys:
         bounds = block.bounds("kv_lengths", "b")
@@ -307,6 +327,9 @@ class QueryLengths(Mask):
 
     def keep(self, at: Place) -> Term:
         return at.i < at.load("q_lengths", at.b)
+
+    def strip(self, at: Place) -> Strip:
+        return Strip(rows=at.load("q_lengths", at.b))
 
     def span(self, block: Block) -> Keys:
         bounds = block.bounds("q_lengths", "b")
@@ -409,6 +432,10 @@ class And(Join):
 
     def keep(self, at: Place) -> Term:
         return self.a.keep(at) & self.b.keep(at)
+
+    def strip(self, at: Place) -> Strip | None:
+        a, b = self.a.strip(at), self.b.strip(at)
+        return None if a is None or b is None else a & b
 
     def span(self, block: Block) -> Keys:
         return self.a.span(block) & self.b.span(block)

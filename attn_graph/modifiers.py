@@ -188,7 +188,7 @@ class Alibi(Modifier):
 
     def slopes(self, at: Place) -> Term:
         if self.default:
-            return torch.tensor(default_slopes(at.H), device=at.h.device)[at.h]
+            return at.among(default_slopes(at.H), at.h)
         return at.load("slopes", at.b, at.h) if self.per_batch else at.load("slopes", at.h)
 
     def change(self, s: torch.Tensor, at: Place) -> torch.Tensor:
