@@ -173,12 +173,17 @@ class Builder:
 
 def rank_problems(op: Op, types: Sequence[ValueType], *, partial: bool = False) -> list[str]:
     """Operands whose number, or whose number of axes, is not what the op needs."""
-    who, ranks, roles = called(type(op)), op.ranks, dict(enumerate(op.roles))
+    ranks = op.ranks
+    pairs = [*zip(types, ranks, strict=False)]
+    fits = all(rank is None or len(type_.shape) == rank for type_, rank in pairs)
+    if fits and (partial or len(types) == len(ranks)):
+        return []
+    who, roles = called(type(op)), dict(enumerate(op.roles))
     if len(types) != len(ranks) and not partial:
         return [f"{who}: {len(types)} operands given, {len(ranks)} needed"]
     return [
         f"{who}: {roles.get(place, place)} {type_} has {len(type_.shape)} axes and needs {rank}"
-        for place, (type_, rank) in enumerate(zip(types, ranks, strict=False))
+        for place, (type_, rank) in enumerate(pairs)
         if rank is not None and len(type_.shape) != rank
     ]
 

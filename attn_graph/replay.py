@@ -26,6 +26,8 @@ def prune(graph: Graph) -> Graph:
     for eqn, outs in reversed([*graph.numbered()]):
         if live & set(outs):
             live |= set(eqn.args)
+    if all(live & set(outs) for _, outs in graph.numbered()):
+        return graph
     b = Builder()
     values = {n: b.input(i.name, i.spec) for n, i in enumerate(graph.inputs)}
     for eqn, outs in graph.numbered():
