@@ -35,14 +35,16 @@ class Executable:
     outputs are new tensors, o in the memory order of q, all others but gradients in C order;
     gradients are dense; what is saved may lie in any order.
     workspace: bytes leased while it runs. temporary: bytes that kernels allocate on their own,
-    estimated from above. notes: what `explain` adds about how it runs. text: what was generated.
+    estimated from above. notes: what `explain` adds about how it runs; `inspect` more of that, and
+    `text` what was generated, where that takes compiling: both are called only when asked for.
     """
 
     run: Callable[..., tuple[Tensors, Tensors]]
     workspace: int = 0
     temporary: int = 0
     notes: tuple[str, ...] = ()
-    text: str = ""
+    inspect: Callable[[], tuple[str, ...]] = tuple
+    text: Callable[[], str] = str
 
 
 @final

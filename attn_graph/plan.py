@@ -156,7 +156,7 @@ class Plan:
 
     def text(self) -> str:
         """What was generated to run it, or how it runs. May change between versions."""
-        return self.executable.text or "\n".join(self.executable.notes)
+        return self.executable.text() or "\n".join(self.executable.notes)
 
     def explain(self) -> str:
         """Who runs the graph and why, every reason why others don't, and what it costs."""
@@ -165,16 +165,21 @@ class Plan:
             f"target: {self.target}",
             f"{self.backend}: chosen, because {self.cause}",
         ]
-        lines += [f"  - {note}" for note in self.executable.notes]
+        lines += told(self.executable)
         lines += [f"{name}: could run it too" for name in self.also]
         lines += [refusal(name, reasons) for name, reasons in self.refusals]
         if self.has_gradient:
             lines += [f"backward: {self.vjp.backend}, because {self.vjp.cause}"]
-            lines += [f"  - {note}" for note in self.vjp.executable.notes]
+            lines += told(self.vjp.executable)
         return "\n".join([*lines, f"memory: {self.memory()}"])
 
     def __repr__(self) -> str:
         return f"Plan({self.backend} on {self.target})\n{self.graph}"
+
+
+def told(executable: Executable) -> list[str]:
+    """How it runs, in lines of `explain`."""
+    return [f"  - {note}" for note in (*executable.notes, *executable.inspect())]
 
 
 def differing(name: str, spec: TensorSpec, tensor: object, target: Target) -> list[str]:

@@ -11,11 +11,11 @@ from attn_graph.backend import Backend, Options
 from attn_graph.errors import GraphError, NoBackendError
 from attn_graph.fused import AttentionGrad
 from attn_graph.ir import Graph
-from attn_graph.lowering import gpu_only, torch_math, torch_sdpa
+from attn_graph.lowering import gpu_only, torch_math, torch_sdpa, triton_flash
 from attn_graph.spec import NAMES
 from attn_graph.target import Target
 
-BACKENDS = (gpu_only.CUDNN, gpu_only.TRITON, torch_sdpa.BACKEND, torch_math.BACKEND)
+BACKENDS = (gpu_only.CUDNN, triton_flash.BACKEND, torch_sdpa.BACKEND, torch_math.BACKEND)
 
 # Where the blocked math lowering, which computes half precision in float32, beats PyTorch's own
 # half precision kernel on CPUs: by dtype and pass, and whether the CPU has the dtype natively.
@@ -66,6 +66,9 @@ def preference(graph: Graph, target: Target) -> tuple[Sequence[Backend], str]:
     dtype = NAMES[graph.inputs[0].spec.dtype] if graph.inputs else "f32"
     backward = any(isinstance(eqn.op, AttentionGrad) for eqn in graph.eqns)
     pass_ = "backward" if backward else "forward"
+    if target.interprets:
+        rest = [b for b in BACKENDS if b is not triton_flash.BACKEND]
+        return (*rest, triton_flash.BACKEND), "Triton's interpreter is for tests, and comes last"
     case = (dtype, pass_, dtype in target.native)
     if target.kind == "cpu" and case in MATH_IS_FASTER:
         rest = [b for b in BACKENDS if b is not torch_math.BACKEND]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Literal, final
@@ -21,7 +22,8 @@ class Target:
 
     kind: "cpu" or "cuda". sm: compute capability, 90 for 9.0; 0 on a CPU. native: the half
     precision dtypes, "f16" and "bf16", that the CPU's matrix instructions take as they are.
-    libraries: name and version of each that is installed.
+    libraries: name and version of each that is installed. interprets: whether Triton's kernels
+    run on the CPU, slowly, because TRITON_INTERPRET=1 was set when Python started.
     """
 
     name: str
@@ -29,6 +31,7 @@ class Target:
     sm: int = 0
     native: tuple[str, ...] = ()
     libraries: tuple[tuple[str, str], ...] = ()
+    interprets: bool = False
 
     @classmethod
     def here(cls) -> Target:
@@ -71,7 +74,7 @@ def machine() -> Target:
         return cpu()
     major, minor = torch.cuda.get_device_capability()
     name = torch.cuda.get_device_name()
-    return Target(name, "cuda", 10 * major + minor, (), installed())
+    return Target(name, "cuda", 10 * major + minor, (), installed(), interpreting())
 
 
 @cache
@@ -83,7 +86,12 @@ def cpu() -> Target:
             found.append("bf16")
         if torch.ops.mkldnn._is_mkldnn_fp16_supported():
             found.append("f16")
-    return Target("cpu", "cpu", 0, tuple(found), installed())
+    return Target("cpu", "cpu", 0, tuple(found), installed(), interpreting())
+
+
+def interpreting() -> bool:
+    """Whether Triton will interpret its kernels, by the values that Triton takes for true."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
 
 
 @cache

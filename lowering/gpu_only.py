@@ -28,4 +28,3 @@ def refusing(name: str, library: str, least_sm: int) -> Backend:
 
 
 CUDNN = refusing("cudnn", "nvidia-cudnn-frontend", 80)
-TRITON = refusing("triton", "triton", 80)

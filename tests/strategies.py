@@ -69,13 +69,21 @@ widths: SearchStrategy[int] = st.sampled_from([4, 1, 2, 3, 5, 8, 16])
 
 
 @st.composite
-def shapes(draw: DrawFn, most: int = 40) -> Shape:
-    """Any sizes with M and N up to `most`: 0 and 1, M != N, grouped heads, E != D."""
+def shapes(draw: DrawFn, most: int = 40, heads: int = 36) -> Shape:
+    """Any sizes with M and N up to `most`: 0 and 1, M != N, grouped heads, E != D.
+
+    `heads`: up to so many of all batch entries together.
+    """
     M, D = draw(positions(most)), draw(widths)
+    B, G, r = draw(
+        st.tuples(*map(st.sampled_from, ([1, 2, 1, 3], [1, 2, 1, 3], [1, 2, 1, 3, 4]))).filter(
+            lambda sizes: sizes[0] * sizes[1] * sizes[2] <= heads
+        )
+    )
     sizes = {
-        "B": draw(st.sampled_from([1, 2, 1, 3])),
-        "G": draw(st.sampled_from([1, 2, 1, 3])),
-        "r": draw(st.sampled_from([1, 2, 1, 3, 4])),
+        "B": B,
+        "G": G,
+        "r": r,
         "M": M,
         "N": draw(st.one_of(st.just(M), positions(most))),
         "D": D,

@@ -53,8 +53,8 @@ def test_explain_names_backends_reasons_and_bytes(capsys: pytest.CaptureFixture[
     assert "causal: torch_sdpa, " in told
     assert "window: math, " in told
     assert "no backend takes this graph\ncudnn: no, because it\n  - runs on NVIDIA GPUs" in told
-    assert "target: h200 (cuda sm_90)\nmath: chosen" in told
-    assert "MiB backward, peak" in told
+    assert "target: h200 (cuda sm_90)\ntriton: chosen" in told
+    assert "iB backward, peak" in told
 
 
 def test_a_mask_of_ones_own_is_right_and_skips(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,264 @@
+"""The backward kernels: delta, then the gradients of q and of k and v, each without atomics.
+
+With p = exp(s - lse), z what dropout keeps over 1 - rate, and delta = sum_e do o - dlse:
+dv = (p z)^T do, dp = (do v^T) z, ds = p (dp - delta) and back through the modifiers,
+dq = scale ds k, dk = scale ds^T q. The derivation stands in `attn_graph.fused`.
+"""
+
+import triton
+import triton.language as tl
+
+from attn_graph.kernels.masks import (
+    LOG2E,
+    counted,
+    dropped,
+    full_tile,
+    head,
+    key_tiles,
+    mixed_tile,
+    placed,
+    query_tiles,
+    rounded,
+    rows_at,
+    rows_of,
+    scored,
+    store_rows,
+)
+
+
+@triton.jit
+def delta(
+    o_ptr, do_ptr, dlse_ptr, delta_ptr, o_strides, do_strides, dlse_strides, H, M,
+    E: tl.constexpr, WIDTH_E: tl.constexpr, BLOCK_M: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """o, do [B,H,M,E], dlse [B,H,M] -> delta [B,H,M] float32, C order. do or dlse may be absent."""
+    block, h, b = placed(tl.cdiv(M, BLOCK_M), H)
+    first = block * BLOCK_M
+    row = tl.arange(0, BLOCK_M)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if do_ptr is not None:
+        o = rows_of(o_ptr, o_strides, b, h, first, M, E, BLOCK_M, WIDTH_E, UPCAST)
+        do = rows_of(do_ptr, do_strides, b, h, first, M, E, BLOCK_M, WIDTH_E, UPCAST)
+        total += tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    if dlse_ptr is not None:
+        at = head(dlse_ptr, dlse_strides, b, h) + (first + row).to(tl.int64) * dlse_strides[2]
+        total -= tl.load(at, mask=row < M - first, other=0.0)
+    tl.store(
+        delta_ptr + (tl.cast(b, tl.int64) * H + h) * M + first + row, total, mask=row < M - first
+    )
+
+
+@triton.jit
+def statistics(ptr, first, M, other, BLOCK_M: tl.constexpr, WHOLE: tl.constexpr):
+    """Rows first.. of one head of x [B,H,M]."""
+    row = tl.arange(0, BLOCK_M)
+    if WHOLE:
+        return tl.load(ptr + first + row)
+    return tl.load(ptr + first + row, mask=row < M - first, other=other)
+
+
+@triton.jit
+def base2(lse):
+    """lse in base 2 for exp2(s - lse); +inf, so that weights are 0, of rows that saw nothing."""
+    return tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+
+
+@triton.jit
+def pulled(
+    s, dp, lse, delta, b, h, i, j, M, N, scale, data, numbers,
+    CHANGE: tl.constexpr, KEEP: tl.constexpr, BACK: tl.constexpr, MIXED: tl.constexpr,
+):  # fmt: skip
+    """p, and ds before the modifiers, of a tile; s = q k^T, lse in base 2; lse, delta broadcast."""
+    p = tl.exp2(scored(s, b, h, i, j, M, N, scale, data, numbers, CHANGE, KEEP, MIXED) - lse)
+    ds = p * (dp - delta)
+    if BACK is not None:
+        ds = BACK(ds, s * scale, b, h, i, j, M, N, data, numbers)
+    if MIXED and BACK is not None:
+        ds = tl.where(p == 0, 0.0, ds)
+    return p, ds
+
+
+@triton.jit
+def query_gradient(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, seed_ptr, offset_ptr, lists_ptr,
+    data, numbers, q_strides, k_strides, v_strides, do_strides, dq_strides, lists_strides,
+    H, GROUP, M, N, scale, keep_scale, threshold,
+    D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    KEEP: tl.constexpr, STRIP: tl.constexpr, CHANGE: tl.constexpr, BACK: tl.constexpr,
+    DROPOUT: tl.constexpr, LISTED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: dq [BLOCK_M,D] of one head, over all keys that its queries may see."""
+    block, h, b = placed(tl.cdiv(M, BLOCK_M), H)
+    first = block * BLOCK_M
+    i = (first + tl.arange(0, BLOCK_M))[:, None]
+    q = rows_of(q_ptr, q_strides, b, h, first, M, D, BLOCK_M, WIDTH_D, UPCAST)
+    do = q
+    if do_ptr is not None:
+        do = rows_of(do_ptr, do_strides, b, h, first, M, E, BLOCK_M, WIDTH_E, UPCAST)
+    row = (tl.cast(b, tl.int64) * H + h) * M
+    lse = base2(statistics(lse_ptr + row, first, M, float("-inf"), BLOCK_M, False))[:, None]
+    surplus = statistics(delta_ptr + row, first, M, 0.0, BLOCK_M, False)[:, None]
+    k_head = head(k_ptr, k_strides, b, h // GROUP)
+    v_head = head(v_ptr, v_strides, b, h // GROUP)
+    dq = tl.zeros([BLOCK_M, WIDTH_D], tl.float32)
+
+    if LISTED:
+        lists_ptr = head(lists_ptr, lists_strides, b, h) + block * lists_strides[2]
+        start, full_start, full_stop, stop = 0, 0, 0, 0
+    else:
+        start, full_start, full_stop, stop = key_tiles(
+            block, b, M, N, data, numbers, STRIP, BLOCK_M, BLOCK_N
+        )
+    full, mixed = counted(lists_ptr, start, full_start, full_stop, stop, LISTED)
+    for t in range(full):
+        n = full_tile(t, lists_ptr, full_start, LISTED)
+        dq = add_query_gradient(
+            dq, q, do, lse, surplus, k_head, v_head, n * BLOCK_N, first, i,
+            do_ptr, seed_ptr, offset_ptr, data, numbers, k_strides, v_strides,
+            b, h, H, M, N, scale, keep_scale, threshold,
+            D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
+            KEEP, CHANGE, BACK, DROPOUT, False, UPCAST, PRECISION,
+        )  # fmt: skip
+    for t in range(mixed):
+        n = mixed_tile(t, lists_ptr, start, full_start, full_stop, full, LISTED)
+        dq = add_query_gradient(
+            dq, q, do, lse, surplus, k_head, v_head, n * BLOCK_N, first, i,
+            do_ptr, seed_ptr, offset_ptr, data, numbers, k_strides, v_strides,
+            b, h, H, M, N, scale, keep_scale, threshold,
+            D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
+            KEEP, CHANGE, BACK, DROPOUT, True, UPCAST, PRECISION,
+        )  # fmt: skip
+    dq_head = head(dq_ptr, dq_strides, b, h)
+    store_rows(dq_head, dq_strides, first, M, dq * scale, D, BLOCK_M, WIDTH_D, UPCAST)
+
+
+@triton.jit
+def add_query_gradient(
+    dq, q, do, lse, surplus, k_head, v_head, key, first, i,
+    do_ptr, seed_ptr, offset_ptr, data, numbers, k_strides, v_strides,
+    b, h, H, M, N, scale, keep_scale, threshold,
+    D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    KEEP: tl.constexpr, CHANGE: tl.constexpr, BACK: tl.constexpr, DROPOUT: tl.constexpr,
+    MIXED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq [BLOCK_M,D] + ds k over keys `key`.., still to be scaled."""
+    j = (key + tl.arange(0, BLOCK_N))[None, :]
+    k = rows_at(k_head, k_strides, key, N, D, BLOCK_N, WIDTH_D, not MIXED, UPCAST)
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    dp = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if do_ptr is not None:
+        v = rows_at(v_head, v_strides, key, N, E, BLOCK_N, WIDTH_E, not MIXED, UPCAST)
+        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+    if DROPOUT:
+        z = dropped(seed_ptr, offset_ptr, b, h, H, first, key, threshold, BLOCK_M, BLOCK_N)
+        dp = tl.where(z, dp * keep_scale, 0.0)
+    _, ds = pulled(
+        s, dp, lse, surplus, b, h, i, j, M, N, scale, data, numbers, CHANGE, KEEP, BACK, MIXED
+    )
+    return tl.dot(rounded(ds, k_head.dtype.element_ty, UPCAST), k, dq, input_precision=PRECISION)
+
+
+@triton.jit
+def key_gradient(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
+    seed_ptr, offset_ptr, lists_ptr, data, numbers,
+    q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, lists_strides,
+    G, GROUP, M, N, scale, keep_scale, threshold,
+    D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    KEEP: tl.constexpr, STRIP: tl.constexpr, CHANGE: tl.constexpr, BACK: tl.constexpr,
+    DROPOUT: tl.constexpr, LISTED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: dk [BLOCK_N,D] and dv [BLOCK_N,E] of one key/value head.
+
+    Over all query heads that read it, and over all queries that may see its keys. Tiles lie
+    transposed, [BLOCK_N,BLOCK_M], so that weights enter the products as they are. Without dk_ptr
+    or dv_ptr only the other is computed: both sums are too much for the registers at times.
+    """
+    block, g, b = placed(tl.cdiv(N, BLOCK_N), G)
+    first = block * BLOCK_N
+    j = (first + tl.arange(0, BLOCK_N))[:, None]
+    k = rows_of(k_ptr, k_strides, b, g, first, N, D, BLOCK_N, WIDTH_D, UPCAST)
+    v = rows_of(v_ptr, v_strides, b, g, first, N, E, BLOCK_N, WIDTH_E, UPCAST)
+    dk = tl.zeros([BLOCK_N, WIDTH_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, WIDTH_E], tl.float32)
+    start, full_start, full_stop, stop = 0, 0, 0, 0
+    if not LISTED:
+        start, full_start, full_stop, stop = query_tiles(
+            block, b, M, N, data, numbers, STRIP, BLOCK_M, BLOCK_N
+        )
+    for r in range(GROUP):
+        h = g * GROUP + r
+        list_ptr = lists_ptr
+        if LISTED:
+            list_ptr = head(lists_ptr, lists_strides, b, h) + block * lists_strides[2]
+        full, mixed = counted(list_ptr, start, full_start, full_stop, stop, LISTED)
+        q_head = head(q_ptr, q_strides, b, h)
+        do_head = q_head
+        if do_ptr is not None:
+            do_head = head(do_ptr, do_strides, b, h)
+        row = (tl.cast(b, tl.int64) * (G * GROUP) + h) * M
+        for t in range(full):
+            n = full_tile(t, list_ptr, full_start, LISTED)
+            dk, dv = add_key_gradient(
+                dk, dv, k, v, q_head, do_head, lse_ptr + row, delta_ptr + row,
+                n * BLOCK_M, first, j, dk_ptr, dv_ptr, do_ptr, seed_ptr, offset_ptr, data, numbers,
+                q_strides, do_strides, b, h, G * GROUP, M, N, scale, keep_scale, threshold,
+                D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
+                KEEP, CHANGE, BACK, DROPOUT, False, UPCAST, PRECISION,
+            )  # fmt: skip
+        for t in range(mixed):
+            n = mixed_tile(t, list_ptr, start, full_start, full_stop, full, LISTED)
+            dk, dv = add_key_gradient(
+                dk, dv, k, v, q_head, do_head, lse_ptr + row, delta_ptr + row,
+                n * BLOCK_M, first, j, dk_ptr, dv_ptr, do_ptr, seed_ptr, offset_ptr, data, numbers,
+                q_strides, do_strides, b, h, G * GROUP, M, N, scale, keep_scale, threshold,
+                D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
+                KEEP, CHANGE, BACK, DROPOUT, True, UPCAST, PRECISION,
+            )  # fmt: skip
+    if dk_ptr is not None:
+        dk_head = head(dk_ptr, dk_strides, b, g)
+        store_rows(dk_head, dk_strides, first, N, dk * scale, D, BLOCK_N, WIDTH_D, UPCAST)
+    if dv_ptr is not None:
+        dv_head = head(dv_ptr, dv_strides, b, g)
+        store_rows(dv_head, dv_strides, first, N, dv, E, BLOCK_N, WIDTH_E, UPCAST)
+
+
+@triton.jit
+def add_key_gradient(
+    dk, dv, k, v, q_head, do_head, lse_row, delta_row, query, first, j,
+    dk_ptr, dv_ptr, do_ptr, seed_ptr, offset_ptr, data, numbers, q_strides, do_strides,
+    b, h, H, M, N, scale, keep_scale, threshold,
+    D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    KEEP: tl.constexpr, CHANGE: tl.constexpr, BACK: tl.constexpr, DROPOUT: tl.constexpr,
+    MIXED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk + ds^T q, still to be scaled, and dv + (p z)^T do, over queries `query`.. ."""
+    i = (query + tl.arange(0, BLOCK_M))[None, :]
+    q = rows_at(q_head, q_strides, query, M, D, BLOCK_M, WIDTH_D, not MIXED, UPCAST)
+    s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+    lse = base2(statistics(lse_row, query, M, float("-inf"), BLOCK_M, not MIXED))[None, :]
+    surplus = statistics(delta_row, query, M, 0.0, BLOCK_M, not MIXED)[None, :]
+    do = q
+    dp = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    if do_ptr is not None:
+        do = rows_at(do_head, do_strides, query, M, E, BLOCK_M, WIDTH_E, not MIXED, UPCAST)
+        if dk_ptr is not None:
+            dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+    if DROPOUT:
+        z = dropped(seed_ptr, offset_ptr, b, h, H, query, first, threshold, BLOCK_M, BLOCK_N)
+        z = tl.trans(z)
+        dp = tl.where(z, dp * keep_scale, 0.0)
+    p, ds = pulled(
+        s, dp, lse, surplus, b, h, i, j, M, N, scale, data, numbers, CHANGE, KEEP, BACK, MIXED
+    )
+    if do_ptr is not None and dv_ptr is not None:
+        if DROPOUT:
+            p = tl.where(z, p * keep_scale, 0.0)
+        dv = tl.dot(rounded(p, do_head.dtype.element_ty, UPCAST), do, dv, input_precision=PRECISION)
+    if dk_ptr is not None:
+        dk = tl.dot(rounded(ds, q_head.dtype.element_ty, UPCAST), q, dk, input_precision=PRECISION)
+    return dk, dv

@@ -1,0 +1,141 @@
+"""Gradients of what modifiers read: sums of a tile's contributions, recomputed, no atomics.
+
+COLLECT is generated: from ds of the last step it makes the contribution of each place to one
+tensor. What the tensor has one element for along an axis is summed along it: here over tiles of
+queries or keys, by the caller over what is left.
+"""
+
+import triton
+import triton.language as tl
+
+from attn_graph.kernels.backward import base2, statistics
+from attn_graph.kernels.masks import (
+    counted,
+    dropped,
+    head,
+    key_tiles,
+    placed,
+    query_tiles,
+    rows_of,
+    scored,
+)
+
+
+@triton.jit
+def contribution(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, seed_ptr, offset_ptr,
+    data, numbers, q_strides, k_strides, v_strides, do_strides,
+    b, h, H, GROUP, query, key, M, N, scale, keep_scale, threshold,
+    D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    KEEP: tl.constexpr, CHANGE: tl.constexpr, COLLECT: tl.constexpr,
+    DROPOUT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What each place of a tile [BLOCK_M,BLOCK_N] adds to the gradient; 0 outside of q and k."""
+    i = (query + tl.arange(0, BLOCK_M))[:, None]
+    j = (key + tl.arange(0, BLOCK_N))[None, :]
+    g = h // GROUP
+    q = rows_of(q_ptr, q_strides, b, h, query, M, D, BLOCK_M, WIDTH_D, UPCAST)
+    k = rows_of(k_ptr, k_strides, b, g, key, N, D, BLOCK_N, WIDTH_D, UPCAST)
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    dp = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if do_ptr is not None:
+        do = rows_of(do_ptr, do_strides, b, h, query, M, E, BLOCK_M, WIDTH_E, UPCAST)
+        v = rows_of(v_ptr, v_strides, b, g, key, N, E, BLOCK_N, WIDTH_E, UPCAST)
+        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+    if DROPOUT:
+        z = dropped(seed_ptr, offset_ptr, b, h, H, query, key, threshold, BLOCK_M, BLOCK_N)
+        dp = tl.where(z, dp * keep_scale, 0.0)
+    row = (tl.cast(b, tl.int64) * H + h) * M
+    lse = base2(statistics(lse_ptr + row, query, M, float("-inf"), BLOCK_M, False))[:, None]
+    surplus = statistics(delta_ptr + row, query, M, 0.0, BLOCK_M, False)[:, None]
+    p = tl.exp2(scored(s, b, h, i, j, M, N, scale, data, numbers, CHANGE, KEEP, True) - lse)
+    given = COLLECT(p * (dp - surplus), s * scale, b, h, i, j, M, N, data, numbers)
+    return tl.where(p == 0, 0.0, given)
+
+
+@triton.jit
+def collect_places(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, out_ptr, seed_ptr, offset_ptr,
+    data, numbers, q_strides, k_strides, v_strides, do_strides, out_strides,
+    B, H, GROUP, M, N, scale, keep_scale, threshold,
+    D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PER_BATCH: tl.constexpr, PER_HEAD: tl.constexpr,
+    KEEP: tl.constexpr, STRIP: tl.constexpr, CHANGE: tl.constexpr, COLLECT: tl.constexpr,
+    DROPOUT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: one tile of a tensor [B or 1, H or 1, M, N], summed over what it has one of."""
+    rows, columns = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    pid = tl.program_id(0)
+    column, row = pid % columns, pid // columns % rows
+    each = pid // columns // rows
+    b_first, b_count, h_first, h_count = 0, B, 0, H
+    if PER_HEAD:
+        h_first, h_count = each % H, 1
+        each = each // H
+    if PER_BATCH:
+        b_first, b_count = each, 1
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for b in range(b_first, b_first + b_count):
+        start, _, _, stop = key_tiles(row, b, M, N, data, numbers, STRIP, BLOCK_M, BLOCK_N)
+        if (start <= column) & (column < stop):
+            for h in range(h_first, h_first + h_count):
+                total += contribution(
+                    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, seed_ptr, offset_ptr,
+                    data, numbers, q_strides, k_strides, v_strides, do_strides,
+                    b, h, H, GROUP, row * BLOCK_M, column * BLOCK_N, M, N,
+                    scale, keep_scale, threshold, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
+                    KEEP, CHANGE, COLLECT, DROPOUT, UPCAST, PRECISION,
+                )  # fmt: skip
+    i = (row * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
+    j = (column * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
+    out = head(out_ptr, out_strides, tl.cast(b_first, tl.int32), tl.cast(h_first, tl.int32))
+    at = out + i.to(tl.int64) * out_strides[2] + j.to(tl.int64) * out_strides[3]
+    tl.store(at, total, mask=(i < M) & (j < N))
+
+
+@triton.jit
+def collect_lines(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, out_ptr, seed_ptr, offset_ptr, lists_ptr,
+    data, numbers, q_strides, k_strides, v_strides, do_strides, lists_strides,
+    H, GROUP, M, N, scale, keep_scale, threshold,
+    D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BY_KEYS: tl.constexpr,
+    KEEP: tl.constexpr, STRIP: tl.constexpr, CHANGE: tl.constexpr, COLLECT: tl.constexpr,
+    DROPOUT: tl.constexpr, LISTED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: the sums over keys for BLOCK_M queries, or, BY_KEYS, over queries for BLOCK_N.
+
+    out [B,H,M] or [B,H,N], float32, C order.
+    """
+    length = N if BY_KEYS else M
+    LINES: tl.constexpr = BLOCK_N if BY_KEYS else BLOCK_M
+    block, h, b = placed(tl.cdiv(length, LINES), H)
+    start, full_start, full_stop, stop = 0, 0, 0, 0
+    if LISTED:
+        lists_ptr = head(lists_ptr, lists_strides, b, h) + block * lists_strides[2]
+    elif BY_KEYS:
+        start, full_start, full_stop, stop = query_tiles(
+            block, b, M, N, data, numbers, STRIP, BLOCK_M, BLOCK_N
+        )
+    else:
+        start, full_start, full_stop, stop = key_tiles(
+            block, b, M, N, data, numbers, STRIP, BLOCK_M, BLOCK_N
+        )
+    full, mixed = counted(lists_ptr, start, full_start, full_stop, stop, LISTED)
+    total = tl.zeros([LINES], tl.float32)
+    for t in range(full + mixed):
+        n = start + t
+        if LISTED:
+            n = tl.load(lists_ptr + 2 + t)
+        row, column = (n, block) if BY_KEYS else (block, n)
+        given = contribution(
+            q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, seed_ptr, offset_ptr,
+            data, numbers, q_strides, k_strides, v_strides, do_strides,
+            b, h, H, GROUP, row * BLOCK_M, column * BLOCK_N, M, N, scale, keep_scale, threshold,
+            D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
+            KEEP, CHANGE, COLLECT, DROPOUT, UPCAST, PRECISION,
+        )  # fmt: skip
+        total += tl.sum(given, 0 if BY_KEYS else 1)
+    line = block * LINES + tl.arange(0, LINES)
+    tl.store(out_ptr + (tl.cast(b, tl.int64) * H + h) * length + line, total, mask=line < length)

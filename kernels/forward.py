@@ -1,0 +1,139 @@
+"""The forward kernel: o and lse of a block of queries, by an online softmax over tiles of keys."""
+
+import triton
+import triton.language as tl
+
+from attn_graph.kernels.masks import (
+    LN2,
+    LOG2E,
+    counted,
+    dropped,
+    full_tile,
+    head,
+    key_tiles,
+    masked,
+    mixed_tile,
+    placed,
+    rounded,
+    rows_at,
+    rows_of,
+    scored,
+    store_rows,
+)
+
+
+@triton.jit
+def forward(
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, sinks_ptr, seed_ptr, offset_ptr, lists_ptr,
+    data, numbers, q_strides, k_strides, v_strides, o_strides, lists_strides, sinks_stride,
+    H, GROUP, M, N, scale, keep_scale, threshold,
+    D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    KEEP: tl.constexpr, STRIP: tl.constexpr, CHANGE: tl.constexpr, FOLD: tl.constexpr,
+    DROPOUT: tl.constexpr, LISTED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_M queries of one head against all keys that they may see.
+
+    q [B,H,M,D], k [B,G,N,D], v [B,G,N,E] -> o [B,H,M,E], lse [B,H,M] (natural logarithm,
+    float32, C order). GROUP = H / G. Inside, scores and maxima are in base 2. FOLD: nothing
+    changes the scores and scale > 0, so that scaling waits until after the maximum.
+    """
+    block, h, b = placed(tl.cdiv(M, BLOCK_M), H)
+    first = block * BLOCK_M
+    i = (first + tl.arange(0, BLOCK_M))[:, None]
+    q = rows_of(q_ptr, q_strides, b, h, first, M, D, BLOCK_M, WIDTH_D, UPCAST)
+    k_head = head(k_ptr, k_strides, b, h // GROUP)
+    v_head = head(v_ptr, v_strides, b, h // GROUP)
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, WIDTH_E], tl.float32)
+
+    if LISTED:
+        lists_ptr = head(lists_ptr, lists_strides, b, h) + block * lists_strides[2]
+        start, full_start, full_stop, stop = 0, 0, 0, 0
+    else:
+        start, full_start, full_stop, stop = key_tiles(
+            block, b, M, N, data, numbers, STRIP, BLOCK_M, BLOCK_N
+        )
+    full, mixed = counted(lists_ptr, start, full_start, full_stop, stop, LISTED)
+    for t in range(full):
+        n = full_tile(t, lists_ptr, full_start, LISTED)
+        acc, total, m = attend(
+            acc, total, m, q, k_head, v_head, n * BLOCK_N, first, i,
+            seed_ptr, offset_ptr, data, numbers, k_strides, v_strides,
+            b, h, H, M, N, scale, threshold, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
+            KEEP, CHANGE, FOLD, DROPOUT, False, UPCAST, PRECISION,
+        )  # fmt: skip
+    for t in range(mixed):
+        n = mixed_tile(t, lists_ptr, start, full_start, full_stop, full, LISTED)
+        acc, total, m = attend(
+            acc, total, m, q, k_head, v_head, n * BLOCK_N, first, i,
+            seed_ptr, offset_ptr, data, numbers, k_strides, v_strides,
+            b, h, H, M, N, scale, threshold, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
+            KEEP, CHANGE, FOLD, DROPOUT, True, UPCAST, PRECISION,
+        )  # fmt: skip
+
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + h * sinks_stride).to(tl.float32) * LOG2E
+        acc, total, m = with_sink(acc, total, m, sink)
+    blind = total == 0  # rows that saw nothing
+    total = tl.where(blind, 1.0, total)
+    lse = tl.where(blind, float("-inf"), (m + tl.log2(total)) * LN2)
+    if DROPOUT:
+        acc = acc * keep_scale
+    acc = acc / total[:, None]
+    o_head = head(o_ptr, o_strides, b, h)
+    store_rows(o_head, o_strides, first, M, acc, E, BLOCK_M, WIDTH_E, UPCAST)
+    row = tl.arange(0, BLOCK_M)
+    lse_row = lse_ptr + (tl.cast(b, tl.int64) * H + h) * M + first
+    tl.store(lse_row + row, lse, mask=row < M - first)
+
+
+@triton.jit
+def attend(
+    acc, total, m, q, k_head, v_head, key, first, i,
+    seed_ptr, offset_ptr, data, numbers, k_strides, v_strides,
+    b, h, H, M, N, scale, threshold,
+    D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    KEEP: tl.constexpr, CHANGE: tl.constexpr, FOLD: tl.constexpr, DROPOUT: tl.constexpr,
+    MIXED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One step of the online softmax, over keys `key`.. : acc [BLOCK_M,E], total and m [BLOCK_M].
+
+    acc and total are sums of exp2(s - m), m the maximum so far; it is -inf, and the weights 0,
+    until a row has seen a key.
+    """
+    j = (key + tl.arange(0, BLOCK_N))[None, :]
+    k = rows_at(k_head, k_strides, key, N, D, BLOCK_N, WIDTH_D, not MIXED, UPCAST)
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if FOLD:
+        s = masked(s, b, h, i, j, M, N, data, numbers, KEEP, MIXED)
+        new = tl.maximum(m, tl.max(s, 1) * (scale * LOG2E))
+    else:
+        s = scored(s, b, h, i, j, M, N, scale, data, numbers, CHANGE, KEEP, MIXED)
+        new = tl.maximum(m, tl.max(s, 1))
+    safe = new
+    if MIXED or CHANGE is not None:
+        safe = tl.where(new == float("-inf"), 0.0, new)
+    if FOLD:
+        s = s * (scale * LOG2E)
+    p = tl.exp2(s - safe[:, None])
+    shrink = tl.exp2(m - safe)
+    total = total * shrink + tl.sum(p, 1)
+    if DROPOUT:
+        z = dropped(seed_ptr, offset_ptr, b, h, H, first, key, threshold, BLOCK_M, BLOCK_N)
+        p = tl.where(z, p, 0.0)
+    v = rows_at(v_head, v_strides, key, N, E, BLOCK_N, WIDTH_E, not MIXED, UPCAST)
+    p = rounded(p, v_head.dtype.element_ty, UPCAST)
+    acc = tl.dot(p, v, acc * shrink[:, None], input_precision=PRECISION)
+    return acc, total, new
+
+
+@triton.jit
+def with_sink(acc, total, m, sink):
+    """The sums with exp2(sink) in the total: weight that goes to no value."""
+    new = tl.maximum(m, sink)
+    safe = tl.where(new == float("-inf"), 0.0, new)
+    shrink = tl.exp2(m - safe)
+    return acc * shrink[:, None], total * shrink + tl.exp2(sink - safe), new

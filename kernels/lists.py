@@ -1,0 +1,71 @@
+"""Lists of the tiles that a mask leaves, made on the device where data decides."""
+
+import triton
+import triton.language as tl
+
+from attn_graph.kernels.masks import head, placed
+
+
+@triton.jit
+def extremes(
+    x_ptr,
+    least_ptr,
+    most_ptr,
+    strides,
+    H,
+    rows,
+    columns,
+    BLOCK_I: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+):
+    """One program: the least and the most of a block of x [B,H,rows,columns]; int64, C order."""
+    blocks_i, blocks_j = tl.cdiv(rows, BLOCK_I), tl.cdiv(columns, BLOCK_J)
+    pid = tl.program_id(0)
+    x, y = pid // blocks_j % blocks_i, pid % blocks_j
+    each = pid // blocks_j // blocks_i
+    i = (x * BLOCK_I + tl.arange(0, BLOCK_I))[:, None]
+    j = (y * BLOCK_J + tl.arange(0, BLOCK_J))[None, :]
+    inside = (i < rows) & (j < columns)
+    at = head(x_ptr, strides, each // H, each % H)
+    found = tl.load(
+        at + i.to(tl.int64) * strides[2] + j.to(tl.int64) * strides[3], mask=inside, other=0
+    )
+    found = found.to(tl.int64)
+    least = tl.where(inside, found, 0x7FFFFFFFFFFFFFFF)
+    most = tl.where(inside, found, -0x7FFFFFFFFFFFFFFF)
+    tl.store(least_ptr + pid, tl.min(tl.min(least, 1), 0))
+    tl.store(most_ptr + pid, tl.max(tl.max(most, 1), 0))
+
+
+@triton.jit
+def list_tiles(
+    lists_ptr, data, numbers, lists_strides, H, M, N,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr, BY_KEYS: tl.constexpr,
+    CLASSIFY: tl.constexpr,
+):  # fmt: skip
+    """One program: the tiles of one block of queries, or, BY_KEYS, of one block of keys.
+
+    A list is the number of full tiles, the number of mixed ones, then the tiles, full ones first.
+    TILES: a power of two, and no less than there are tiles.
+    """
+    rows, columns = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    block, h, b = placed(columns if BY_KEYS else rows, H)
+    t = tl.arange(0, TILES)
+    count = rows if BY_KEYS else columns
+    near = tl.minimum(t, count - 1)
+    x, y = (near, block) if BY_KEYS else (block, near)
+    i0, j0 = x * BLOCK_M, y * BLOCK_N
+    i1, j1 = tl.minimum(i0 + BLOCK_M, M) - 1, tl.minimum(j0 + BLOCK_N, N) - 1
+    full, some = CLASSIFY(b, h, i0, i1, j0, j1, x, y, data, numbers)
+    whole = i0 + BLOCK_M <= M if BY_KEYS else j0 + BLOCK_N <= N
+    inside = t < count
+    some = (some & inside) != 0  # of all tiles, should it be one truth for all so far
+    full = (full & some & whole) != 0
+    mixed = some & (full == 0)
+    ones, others = full.to(tl.int32), mixed.to(tl.int32)
+    most = tl.sum(ones, 0)
+    lists_ptr = head(lists_ptr, lists_strides, b, h) + block * lists_strides[2]
+    tl.store(lists_ptr, most)
+    tl.store(lists_ptr + 1, tl.sum(others, 0))
+    tl.store(lists_ptr + 1 + tl.cumsum(ones, 0), t, mask=full)
+    tl.store(lists_ptr + 1 + most + tl.cumsum(others, 0), t, mask=mixed)

@@ -1,0 +1,177 @@
+"""Tile sizes of the kernels: one table, every row of which compiles clean."""
+
+from __future__ import annotations
+
+from typing import Literal, final
+
+from attrs import frozen
+
+Pass = Literal["forward", "query_gradient", "key_gradient"]
+ARCHS = (80, 90, 100)
+WIDTHS = (16, 32, 64, 128, 256)
+
+
+@final
+@frozen
+class Tiling:
+    """BLOCK_M queries by BLOCK_N keys at a time, on `warps` warps, `stages` tiles in flight.
+
+    apart: dk and dv by a launch each, since the registers don't hold both sums.
+    """
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    apart: bool = False
+
+
+def tiling(sm: int, itemsize: int, width: int, pass_: Pass, modified: bool) -> Tiling:
+    """The tiling for a GPU; sm 0 is Triton's interpreter, which is the slower the more tiles.
+
+    width: the larger of the padded head sizes. modified: whether modifiers change the scores.
+    """
+    if sm == 0:
+        return INTERPRETED
+    arch = sm if sm in (90, 100) else 100 if 100 < sm < 120 else 80
+    return TABLE[arch, itemsize, pass_][width][modified]
+
+
+def padded(size: int) -> int:
+    """A head size as kernels hold it: a power of two, 16 at least, which matrix units ask for."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+INTERPRETED = Tiling(32, 32, 4, 1)
+
+# (compute capability, bytes of an element, pass): width: tiles without and with modifiers. Each is
+# the largest of those tried that spills nothing, in any variant of docs/kernels.md. The rows of 80
+# also serve 86, 89 and 120, which have less shared memory, and fit there.
+TABLE: dict[tuple[int, int, str], dict[int, tuple[Tiling, Tiling]]] = {
+    (80, 2, "forward"): {
+        16: (Tiling(128, 128, 8, 3), Tiling(128, 128, 8, 3)),
+        32: (Tiling(128, 128, 8, 3), Tiling(128, 64, 8, 2)),
+        64: (Tiling(128, 64, 8, 3), Tiling(128, 128, 8, 2)),
+        128: (Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 2)),
+        256: (Tiling(64, 32, 8, 2), Tiling(64, 32, 8, 2)),
+    },
+    (80, 2, "query_gradient"): {
+        16: (Tiling(128, 128, 8, 2), Tiling(128, 128, 8, 2)),
+        32: (Tiling(128, 64, 8, 3), Tiling(128, 64, 8, 3)),
+        64: (Tiling(128, 64, 8, 3), Tiling(128, 64, 8, 3)),
+        128: (Tiling(64, 64, 4, 2), Tiling(64, 64, 4, 2)),
+        256: (Tiling(32, 32, 8, 2), Tiling(32, 32, 8, 2)),
+    },
+    (80, 2, "key_gradient"): {
+        16: (Tiling(128, 128, 8, 2), Tiling(64, 128, 8, 3)),
+        32: (Tiling(128, 128, 8, 2), Tiling(32, 128, 8, 2)),
+        64: (Tiling(32, 128, 8, 2), Tiling(32, 64, 8, 2)),
+        128: (Tiling(64, 64, 8, 2), Tiling(64, 64, 8, 2)),
+        256: (Tiling(16, 64, 8, 2, True), Tiling(16, 64, 8, 2, True)),
+    },
+    (80, 4, "forward"): {
+        16: (Tiling(64, 64, 8, 2), Tiling(64, 64, 8, 2)),
+        32: (Tiling(64, 64, 8, 2), Tiling(64, 64, 8, 2)),
+        64: (Tiling(32, 32, 4, 2), Tiling(64, 32, 8, 2)),
+        128: (Tiling(32, 64, 8, 2), Tiling(32, 64, 8, 2)),
+        256: (Tiling(32, 32, 8, 2), Tiling(32, 16, 4, 2)),
+    },
+    (80, 4, "query_gradient"): {
+        16: (Tiling(64, 32, 8, 2), Tiling(64, 64, 8, 2)),
+        32: (Tiling(64, 64, 8, 2), Tiling(64, 32, 4, 2)),
+        64: (Tiling(64, 32, 8, 2), Tiling(64, 32, 8, 2)),
+        128: (Tiling(32, 64, 8, 2), Tiling(32, 32, 4, 2)),
+        256: (Tiling(32, 32, 8, 2), Tiling(32, 32, 8, 2)),
+    },
+    (80, 4, "key_gradient"): {
+        16: (Tiling(32, 64, 8, 2), Tiling(32, 64, 8, 2)),
+        32: (Tiling(32, 64, 8, 2), Tiling(32, 64, 8, 2)),
+        64: (Tiling(32, 64, 8, 2), Tiling(32, 64, 8, 2)),
+        128: (Tiling(32, 32, 8, 2), Tiling(16, 32, 4, 2)),
+        256: (Tiling(32, 16, 8, 2, True), Tiling(32, 16, 8, 2, True)),
+    },
+    (90, 2, "forward"): {
+        16: (Tiling(128, 128, 8, 3), Tiling(128, 128, 8, 3)),
+        32: (Tiling(128, 128, 8, 3), Tiling(128, 128, 8, 3)),
+        64: (Tiling(128, 128, 8, 3), Tiling(128, 128, 8, 3)),
+        128: (Tiling(128, 64, 8, 3), Tiling(128, 128, 8, 2)),
+        256: (Tiling(64, 64, 8, 2), Tiling(64, 64, 8, 2)),
+    },
+    (90, 2, "query_gradient"): {
+        16: (Tiling(128, 128, 8, 2), Tiling(128, 128, 8, 2)),
+        32: (Tiling(128, 128, 8, 2), Tiling(128, 128, 8, 2)),
+        64: (Tiling(128, 128, 8, 2), Tiling(128, 128, 8, 2)),
+        128: (Tiling(128, 64, 8, 3), Tiling(128, 64, 8, 3)),
+        256: (Tiling(64, 32, 8, 2), Tiling(64, 32, 8, 2)),
+    },
+    (90, 2, "key_gradient"): {
+        16: (Tiling(128, 128, 8, 2), Tiling(64, 128, 8, 3)),
+        32: (Tiling(128, 128, 8, 2), Tiling(64, 128, 8, 3)),
+        64: (Tiling(64, 128, 8, 3), Tiling(64, 128, 8, 3)),
+        128: (Tiling(32, 128, 8, 2), Tiling(32, 128, 8, 2)),
+        256: (Tiling(32, 128, 8, 2, True), Tiling(32, 128, 8, 2, True)),
+    },
+    (90, 4, "forward"): {
+        16: (Tiling(64, 64, 8, 2), Tiling(64, 64, 8, 2)),
+        32: (Tiling(64, 64, 8, 2), Tiling(64, 64, 8, 2)),
+        64: (Tiling(32, 32, 4, 2), Tiling(64, 32, 8, 2)),
+        128: (Tiling(32, 64, 8, 2), Tiling(32, 64, 8, 2)),
+        256: (Tiling(32, 32, 8, 2), Tiling(32, 16, 4, 2)),
+    },
+    (90, 4, "query_gradient"): {
+        16: (Tiling(64, 32, 8, 2), Tiling(64, 64, 8, 2)),
+        32: (Tiling(64, 64, 8, 2), Tiling(64, 32, 4, 2)),
+        64: (Tiling(64, 32, 8, 2), Tiling(64, 32, 8, 2)),
+        128: (Tiling(32, 64, 8, 2), Tiling(32, 32, 4, 2)),
+        256: (Tiling(32, 32, 8, 2), Tiling(32, 32, 8, 2)),
+    },
+    (90, 4, "key_gradient"): {
+        16: (Tiling(32, 64, 8, 2), Tiling(32, 64, 8, 2)),
+        32: (Tiling(32, 64, 8, 2), Tiling(32, 64, 8, 2)),
+        64: (Tiling(32, 64, 8, 2), Tiling(32, 64, 8, 2)),
+        128: (Tiling(32, 32, 8, 2), Tiling(16, 32, 4, 2)),
+        256: (Tiling(32, 16, 8, 2, True), Tiling(32, 16, 8, 2, True)),
+    },
+    (100, 2, "forward"): {
+        16: (Tiling(128, 128, 8, 3), Tiling(128, 128, 8, 3)),
+        32: (Tiling(128, 128, 8, 3), Tiling(128, 128, 8, 3)),
+        64: (Tiling(128, 64, 8, 3), Tiling(128, 128, 8, 3)),
+        128: (Tiling(128, 64, 8, 3), Tiling(128, 64, 8, 3)),
+        256: (Tiling(64, 64, 8, 2), Tiling(64, 64, 8, 2)),
+    },
+    (100, 2, "query_gradient"): {
+        16: (Tiling(128, 128, 8, 2), Tiling(128, 128, 8, 2)),
+        32: (Tiling(128, 128, 8, 2), Tiling(128, 128, 8, 2)),
+        64: (Tiling(128, 128, 8, 2), Tiling(128, 128, 8, 2)),
+        128: (Tiling(128, 64, 8, 3), Tiling(128, 64, 8, 3)),
+        256: (Tiling(64, 64, 8, 2), Tiling(64, 32, 4, 2)),
+    },
+    (100, 2, "key_gradient"): {
+        16: (Tiling(64, 128, 8, 3), Tiling(64, 128, 8, 3)),
+        32: (Tiling(64, 128, 8, 3), Tiling(64, 128, 8, 3)),
+        64: (Tiling(64, 128, 8, 3), Tiling(64, 128, 8, 3)),
+        128: (Tiling(64, 128, 8, 3), Tiling(64, 128, 8, 3)),
+        256: (Tiling(32, 128, 8, 2, True), Tiling(32, 128, 8, 2, True)),
+    },
+    (100, 4, "forward"): {
+        16: (Tiling(64, 64, 8, 2), Tiling(64, 64, 8, 2)),
+        32: (Tiling(64, 64, 8, 2), Tiling(64, 64, 8, 2)),
+        64: (Tiling(32, 32, 4, 2), Tiling(64, 32, 8, 2)),
+        128: (Tiling(32, 64, 8, 2), Tiling(32, 64, 8, 2)),
+        256: (Tiling(32, 32, 8, 2), Tiling(32, 16, 4, 2)),
+    },
+    (100, 4, "query_gradient"): {
+        16: (Tiling(64, 32, 8, 2), Tiling(64, 64, 8, 2)),
+        32: (Tiling(64, 64, 8, 2), Tiling(64, 32, 4, 2)),
+        64: (Tiling(64, 32, 8, 2), Tiling(64, 32, 8, 2)),
+        128: (Tiling(32, 64, 8, 2), Tiling(32, 32, 4, 2)),
+        256: (Tiling(32, 32, 8, 2), Tiling(32, 32, 8, 2)),
+    },
+    (100, 4, "key_gradient"): {
+        16: (Tiling(32, 64, 8, 2), Tiling(32, 64, 8, 2)),
+        32: (Tiling(32, 64, 8, 2), Tiling(32, 64, 8, 2)),
+        64: (Tiling(32, 64, 8, 2), Tiling(32, 64, 8, 2)),
+        128: (Tiling(32, 32, 8, 2), Tiling(16, 32, 4, 2)),
+        256: (Tiling(32, 16, 8, 2, True), Tiling(32, 16, 8, 2, True)),
+    },
+}

@@ -1,0 +1,237 @@
+"""Attention by Triton's kernels: every mask and modifier of ours, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any, final
+
+import torch
+from attrs import field, frozen
+
+from attn_graph.backend import Backend, Executable, Options
+from attn_graph.ir import Graph
+from attn_graph.lowering import offline
+from attn_graph.lowering.device_code import Collected
+from attn_graph.lowering.launches import check_interpreter, interpreted
+from attn_graph.lowering.offline import Machine
+from attn_graph.lowering.problem import Problem, sole
+from attn_graph.lowering.symbols import Untraceable
+from attn_graph.lowering.triton_plan import Flash, new_gradient
+from attn_graph.memory import shown
+from attn_graph.spec import NAMES
+from attn_graph.target import Target
+
+LEAST_SM = 80
+WIDEST = 256
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+INF = float("inf")
+Named = dict[str, Any]  # tensors by the names that launches give them
+
+
+def why_not(graph: Graph, target: Target, options: Options) -> Iterator[str]:
+    yield from target_reasons(target)
+    problem = sole(graph)
+    if problem is None:
+        ops = ", ".join(type(eqn.op).__name__ for eqn in graph.eqns)
+        yield f"takes one attention, and the graph has {len(graph.eqns)} equations: {ops}"
+        return
+    found = [*size_reasons(problem)]
+    yield from found
+    if not found:
+        yield from plan_reasons(problem, target, options)
+
+
+def target_reasons(target: Target) -> Iterator[str]:
+    if target.kind == "cpu" and not target.interprets:
+        yield (
+            f"runs on NVIDIA GPUs, and the target is {target}; with TRITON_INTERPRET=1 set before "
+            "Python starts it runs here too, slowly"
+        )
+    if target.kind == "cuda" and target.sm < LEAST_SM:
+        yield f"needs compute capability sm_{LEAST_SM}, and the target has sm_{target.sm}"
+    if "triton" not in dict(target.libraries):
+        yield "needs triton, which is not installed; pip install 'attn-graph[cuda]'"
+
+
+def size_reasons(problem: Problem) -> Iterator[str]:
+    if problem.dtype not in DTYPES:
+        yield f"computes in f16, bf16 and f32, and the graph is in {NAMES[problem.dtype]}"
+    if max(problem.D, problem.E) > WIDEST:
+        yield f"takes head sizes up to {WIDEST}, and q has D = {problem.D}, v has E = {problem.E}"
+    if problem.is_empty:
+        sizes = f"B = {problem.B}, H = {problem.H}, M = {problem.M}, N = {problem.N}"
+        yield f"needs sizes of at least 1, and {sizes}"
+    if max(problem.M, problem.N) >= 2**30:
+        yield f"counts positions up to 2^30, and M = {problem.M}, N = {problem.N}"
+
+
+def plan_reasons(problem: Problem, target: Target, options: Options) -> Iterator[str]:
+    try:
+        plan = planned(problem, target)
+    except Untraceable as error:
+        yield f"has to trace the mask and the modifiers into a kernel, and could not: {error}"
+        return
+    yield from plan.reasons()
+    if options.max_workspace is not None and plan.scratch.bytes > options.max_workspace:
+        need, most = plan.scratch.bytes, options.max_workspace
+        yield (
+            f"needs a workspace of {need} bytes ({shown(need)}), "
+            f"max_workspace is {most} bytes ({shown(most)})"
+        )
+
+
+@lru_cache(maxsize=256)
+def planned(problem: Problem, target: Target) -> Flash:
+    """What `why_not` and `lower` both ask for."""
+    return Flash.plan(problem, target)
+
+
+def lower(graph: Graph, target: Target, options: Options) -> Executable:
+    problem = sole(graph)
+    assert problem is not None  # why_not said so
+    flash = planned(problem, target)
+    call = Call(flash, graph, options)
+    run = call.forward if problem.grad is None else call.backward
+    return Executable(
+        run,
+        flash.scratch.bytes,
+        temporary(flash),
+        tuple(notes(flash)),
+        inspect=lambda: tuple(map(str, machines(flash))),
+        text=lambda: generated(flash),
+    )
+
+
+def machines(flash: Flash) -> list[Machine]:
+    """The machine code of every launch; none where Triton interprets."""
+    return [] if interpreted() else offline.machines(flash)
+
+
+def generated(flash: Flash) -> str:
+    """The functions that were made of the mask and the modifiers, then each kernel's PTX."""
+    texts = dict.fromkeys(text for launch in flash.launches for text in launch.texts.values())
+    return "\n".join([*filter(None, texts), *(machine.ptx for machine in machines(flash))])
+
+
+def temporary(flash: Flash) -> int:
+    """Bytes that PyTorch allocates while sums are added up."""
+    return sum(b.bytes for name, b in flash.buffers.items() if name.startswith("sums"))
+
+
+def notes(flash: Flash) -> Iterator[str]:
+    """How it runs, for `explain`."""
+    for launch in flash.launches:
+        sizes = [str(launch.fixed[n]) for n in ("BLOCK_M", "BLOCK_N") if n in launch.fixed]
+        tile = f"tiles of {' x '.join(sizes)}, " if len(sizes) == 2 else ""
+        work = f"{launch.warps} warps, {launch.stages} stages"
+        yield f"{launch.kernel}: {launch.grid} programs, {tile}{work}"
+    for name, spec in flash.specs().items():
+        if len(spec.shape) < 4:
+            continue
+        if not spec.unit_last or any(s * spec.dtype.itemsize % 16 for s in spec.strides[:-1]):
+            yield f"{name} {spec} is read element by element: its rows do not lie on 16 bytes"
+
+
+@final
+@frozen(eq=False)
+class Call:
+    """What runs a graph: its launches on tensors by name, in scratch from the workspace."""
+
+    flash: Flash
+    graph: Graph
+    options: Options
+    tables: dict[tuple[str, torch.device], torch.Tensor] = field(factory=dict)
+
+    def forward(
+        self, *tensors: torch.Tensor
+    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        problem = self.flash.problem
+        operands = [tensors[i] for i in self.graph.eqns[0].args]
+        device = operands[0].device
+        o = problem.new_o(device)
+        lse = torch.empty(o.shape[:3], dtype=torch.float32, device=device)
+        with self.launched({"o": o, "lse": lse}, operands):
+            pass
+        both, base = (o, lse), len(self.graph.inputs)
+        return [both[i - base] for i in self.graph.outputs], both
+
+    def backward(
+        self, *tensors: torch.Tensor
+    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        problem = self.flash.problem
+        grad = problem.grad
+        assert grad is not None
+        operands, o, lse, do, dlse = grad.split([tensors[i] for i in self.graph.eqns[0].args])
+        device = o.device
+        found: dict[int, torch.Tensor] = {
+            n: new_gradient(spec, device)
+            for n, spec in enumerate(problem.specs[:3])
+            if grad.wants[n]
+        }
+        whole = [n for n, x in self.flash.code.collected.items() if set("ij") <= set(x.axes)]
+        found |= {
+            n: torch.empty(problem.specs[n].shape, dtype=problem.specs[n].dtype, device=device)
+            for n in whole
+        }
+        named: Named = {f"grad{n}": x for n, x in found.items()} | {
+            "o": o,
+            "lse": lse.contiguous(),
+            "do": do,
+            "dlse": dlse,
+        }
+        named |= {"o.strides": o.stride()}
+        with self.launched(named, operands) as scratch:
+            for n, collected in self.flash.code.collected.items():
+                if n not in found:
+                    found[n] = summed(scratch[f"sums{n}"], collected)
+            if problem.node.sinks:
+                at = problem.node.roles.index("sinks")
+                if grad.wants[at]:
+                    found[at] = sink_gradient(operands[at], named["lse"], scratch["delta"])
+        return [found[n] for n, wanted in enumerate(grad.wants) if wanted], ()
+
+    @contextmanager
+    def launched(
+        self, named: Named, operands: Sequence[torch.Tensor]
+    ) -> Iterator[Mapping[str, torch.Tensor]]:
+        """Run all launches on the operands of the attention and these tensors; the scratch."""
+        flash, device = self.flash, operands[0].device
+        check_interpreter(flash.target.interprets)
+        given = flash.problem.node.split(operands)
+        named |= {"q": given.q, "k": given.k, "v": given.v}
+        named |= {"sinks": given.sinks, "seed": given.seed, "offset": given.offset}
+        data = (x for each in (*given.modifiers, given.mask) for x in each.values())
+        named |= {f"data.{k}": x for k, x in enumerate(data)}
+        named |= {name: self.table(name, device) for name in flash.tables}
+        with self.options.workspace.lease(flash.scratch, device) as views:
+            scratch = dict(zip(flash.buffers, views, strict=True))
+            named |= scratch
+            with torch.cuda.device_of(operands[0]):
+                for launch in flash.launches:
+                    launch(named)
+            yield scratch
+
+    def table(self, name: str, device: torch.device) -> torch.Tensor:
+        """A list of tiles on a device, brought there once."""
+        if (name, device) not in self.tables:
+            self.tables[name, device] = self.flash.tables[name].to(device)
+        return self.tables[name, device]
+
+
+def summed(sums: torch.Tensor, collected: Collected) -> torch.Tensor:
+    """A tensor's gradient from sums [B,H,M] or [B,H,N] of what it was read for."""
+    line = "j" if "j" in collected.axes else "i"
+    over = [n for n, axis in enumerate(("b", "h", line)) if axis not in collected.axes]
+    spec = collected.spec
+    return (sums.sum(over) if over else sums).reshape(spec.shape).to(spec.dtype, copy=not over)
+
+
+def sink_gradient(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """dsinks [H] = -sum_bi exp(sink - lse) delta, of rows that saw a key or a sink."""
+    share = torch.exp(sinks.to(torch.float32)[:, None] - lse.masked_fill(lse == -INF, INF))
+    return share.mul_(delta).sum((0, 2)).neg_().to(sinks.dtype)
+
+
+BACKEND = Backend("triton", why_not, lower)
