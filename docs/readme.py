@@ -18,6 +18,7 @@ import attn_graph as ag
 
 ROOT = Path(__file__).parent.parent
 CPU = evolve(ag.Target.of("cpu"), native=(), libraries=())  # the same words on every machine
+GPU = evolve(ag.Target.of("h200"), libraries=(("triton", ""),))
 B, H, S, D = 2, 8, 512, 64
 X = ag.TensorSpec((B, H, S, D), torch.float32)
 EXAMPLE = """\
@@ -77,17 +78,20 @@ FEATURES: dict[str, ag.Graph] = {
 
 
 def support() -> str:
-    """What each backend for CPUs takes: forward, backward, or its first reason against."""
-    rows = ["| graph | `torch_sdpa` | `math` |", "|---|---|---|"]
+    """What each backend takes: forward, backward, or its first reason against."""
+    rows = ["| graph | `torch_sdpa`, CPU | `triton`, GPU | `math` |", "|---|---|---|---|"]
     for name, graph in FEATURES.items():
-        cells = (name, verdict(graph, "torch_sdpa"), verdict(graph, "math"))
+        verdicts = (
+            verdict(graph, *each) for each in (("torch_sdpa", CPU), ("triton", GPU), ("math", CPU))
+        )
+        cells = (name, *verdicts)
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(rows)
 
 
-def verdict(graph: ag.Graph, backend: str) -> str:
+def verdict(graph: ag.Graph, backend: str, target: ag.Target) -> str:
     try:
-        plan = ag.compile(graph, target=CPU, backends=(backend,))
+        plan = ag.compile(graph, target=target, backends=(backend,))
     except ag.NoBackendError as error:
         return f"no: it {dict(error.refusals)[backend][0]}"
     try:

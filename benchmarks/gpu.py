@@ -1,0 +1,144 @@
+"""attn_graph on a CUDA GPU, in TFLOP/s, beside PyTorch's fused kernels and FlexAttention.
+
+Every figure of one shape is measured in one run, interleaved, by CUDA events. FLOPs are those of
+the places that the mask keeps: 2 (D + E) a place forward, 2.5 times that backward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from attrs import frozen
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+import attn_graph as ag
+from benchmarks.timing import save
+
+Sizes = tuple[int, int, int, int]
+WINDOW = 1024
+# What others published of Triton's tutorial kernel, forward, full, D = 128, float16, H100, by S:
+# pytorch/benchmark#2391.
+TUTORIAL = {2048: 434, 16384: 477}
+# What is asked of ours on an H200, bfloat16, D = 128, S from 4096 on.
+ASKED = {("full", "forward"): 480, ("causal", "forward"): 430, ("full", "backward"): 320}
+
+
+@frozen
+class Job:
+    """One kernel, forward or backward, on one shape."""
+
+    name: str
+    run: Callable[[], object]
+
+
+def qkv(sizes: Sizes, dtype: torch.dtype) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(sizes, device="cuda").to(dtype).requires_grad_() for _ in range(3)]
+
+
+def places(S: int, kind: str) -> int:
+    """How many places the mask keeps, of one head."""
+    if kind == "full":
+        return S * S
+    return sum(min(i + 1, WINDOW if kind == "window" else S) for i in range(S))
+
+
+def attends(kind: str, tensors: list[torch.Tensor]) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Each way to compute it: a function of q, k, v."""
+    S, specs = tensors[0].shape[2], [ag.TensorSpec.like(t) for t in tensors]
+    masks = {"full": None, "causal": ag.Causal(), "window": ag.Causal() & ag.Window(WINDOW - 1)}
+    yield (
+        "attn_graph triton",
+        ag.compile(ag.attention(*specs, mask=masks[kind]), backends=("triton",)),
+    )
+    if kind != "window":
+        for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+            yield f"SDPA {backend.name.lower()}", peer(backend, kind == "causal")
+    kept = {
+        "causal": lambda b, h, i, j: j <= i,
+        "window": lambda b, h, i, j: (j <= i) & (j > i - WINDOW),
+    }.get(kind)
+    blocks = create_block_mask(kept, None, None, S, S, device="cuda") if kept else None
+    flex: Any = torch.compile(flex_attention, dynamic=False)
+    yield "FlexAttention", lambda q, k, v: flex(q, k, v, block_mask=blocks)
+
+
+def peer(backend: SDPBackend, causal: bool) -> Callable[..., torch.Tensor]:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    return attend
+
+
+def milliseconds(jobs: list[Job], runs: int) -> dict[str, float]:
+    """The median of each job, all of them in turn."""
+    for job in jobs:
+        for _ in range(3):
+            job.run()
+    found: dict[str, list[float]] = {job.name: [] for job in jobs}
+    for _ in range(runs):
+        for job in jobs:
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            job.run()
+            stop.record()
+            torch.cuda.synchronize()
+            found[job.name].append(start.elapsed_time(stop))
+    return {name: statistics.median(times) for name, times in found.items()}
+
+
+def measured(sizes: Sizes, dtype: torch.dtype, kind: str, runs: int) -> Iterator[dict[str, Any]]:
+    """Rows of one shape: every way forward, then every way backward."""
+    B, H, S, D = sizes
+    tensors = qkv(sizes, dtype)
+    do = torch.randn(sizes, device="cuda").to(dtype)
+    ways = [*attends(kind, tensors)]
+    plain = [t.detach() for t in tensors]
+    forward = [Job(name, lambda f=f: f(*plain)) for name, f in ways]  # type: ignore[misc]  # bound now
+    outputs = [(name, f(*tensors)) for name, f in ways]
+    backward = [
+        Job(name, lambda o=o: torch.autograd.grad(o, tensors, do, retain_graph=True))  # type: ignore[misc]  # bound now
+        for name, o in outputs
+    ]
+    flops = 4 * B * H * D * places(S, kind)
+    for pass_, jobs, work in (("forward", forward, flops), ("backward", backward, 2.5 * flops)):
+        for name, ms in milliseconds(jobs, runs).items():
+            yield {
+                "job": f"{str(dtype)[6:]} {kind} {sizes}",
+                "pass": pass_,
+                "by": name,
+                "ms": round(ms, 4),
+                "tflops": round(work / ms / 1e9, 1),
+                "asked": ASKED.get((kind, pass_)) if D == 128 and S >= 4096 else None,
+                "tutorial": TUTORIAL.get(S)
+                if (kind, pass_, D) == ("full", "forward", 128)
+                else None,
+            }
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--runs", type=int, default=20)
+    options.add_argument("--save", action="store_true", help="write benchmarks/results")
+    given = options.parse_args()
+    rows = []
+    for S in (2048, 4096, 8192, 16384):
+        for D in (64, 128):
+            for kind in ("full", "causal", "window"):
+                sizes = (max(1, 16384 // S), 2048 // D, S, D)
+                for row in measured(sizes, torch.bfloat16, kind, given.runs):
+                    print(*row.values(), flush=True)
+                    rows.append(row)
+    if given.save:
+        print(save(torch.cuda.get_device_name().lower().replace(" ", "-"), rows))
+
+
+if __name__ == "__main__":
+    main()
