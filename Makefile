@@ -5,8 +5,11 @@ INSTALL ?= .
 JOBS ?= 2
 BIN := .venv/bin
 PYTEST := $(BIN)/pytest -n $(JOBS) -m "not gpu"
+# Triton interprets kernels or compiles them, whichever it was imported for: two runs.
+INTERPRETED := tests/test_lowering.py tests/test_triton.py
+TRITONS ?= 3.6.0 3.7.1 3.9.0
 
-.PHONY: venv demo test deep lint bench clean
+.PHONY: venv demo test deep tritons kernel-report lint bench clean
 
 venv: .venv/installed
 
@@ -21,9 +24,27 @@ demo: venv
 
 test: venv
 	$(PYTEST)
+	TRITON_INTERPRET=1 $(PYTEST) $(INTERPRETED)
 
 deep: venv
 	HYPOTHESIS_PROFILE=deep $(PYTEST)
+	HYPOTHESIS_PROFILE=deep TRITON_INTERPRET=1 $(PYTEST) $(INTERPRETED)
+
+# The kernels' tests under other versions of Triton, each laid over the one in .venv.
+tritons: $(TRITONS:%=.tritons/%/tested)
+
+.tritons/%/installed: venv
+	$(BIN)/python -m pip install -q --no-deps --target $(@D) triton==$*
+	case $* in 3.6.*) $(BIN)/python -m pip install -q --target $(@D) numpy==2.3.5;; esac
+	touch $@
+
+.PHONY: $(TRITONS:%=.tritons/%/tested)
+$(TRITONS:%=.tritons/%/tested): .tritons/%/tested: .tritons/%/installed
+	PYTHONPATH=.tritons/$* $(PYTEST) tests/test_kernels.py
+	PYTHONPATH=.tritons/$* TRITON_INTERPRET=1 $(PYTEST) $(INTERPRETED)
+
+kernel-report: venv
+	$(BIN)/python docs/kernels.py
 
 lint: venv
 	$(BIN)/ruff format --check
@@ -35,5 +56,5 @@ bench: venv
 	$(BIN)/python benchmarks/cpu.py
 
 clean:
-	rm -rf build dist *.egg-info htmlcov .coverage* .hypothesis .*_cache
+	rm -rf build dist *.egg-info htmlcov .coverage* .hypothesis .*_cache .tritons
 	find . -path ./.venv -prune -o -name __pycache__ -exec rm -rf {} +
