@@ -3,7 +3,8 @@
 A leaf says three things. `keep` is its meaning, exact, at one place. For a block of queries,
 `span` is every key that some query of the block may keep (never too small) and `surely` is keys
 that all of them keep (never too large). For the joins all three follow, so whether a tile is
-empty, full or mixed is known for every expression, on every backend.
+empty, full or mixed is known for every expression, on every backend. A leaf that is a strip along
+the diagonal may say so by `strip`, and spares kernels a list of tiles.
 """
 
 from __future__ import annotations

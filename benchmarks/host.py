@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import statistics
 import subprocess
 import sys
 from typing import Any
@@ -11,7 +12,11 @@ import torch
 import torch.nn.functional as F
 
 import attn_graph as ag
-from benchmarks.timing import microseconds, save
+from attn_graph.kernels.tiles import Tiling
+from attn_graph.lowering.problem import sole
+from attn_graph.lowering.triton_tiles import static_lists
+from attn_graph.passes import simplify
+from benchmarks.timing import microseconds, save, seconds
 
 
 def rows() -> list[dict[str, Any]]:
@@ -32,7 +37,33 @@ def rows() -> list[dict[str, Any]]:
         row("plan(q, k, v), requires_grad", microseconds(lambda: plan(q2, k2, v2)), sdpa_grad + 15),
         row("compile(graph), cached", microseconds(lambda: ag.compile(graph)), 2),
         row("import attn_graph, beyond torch (ms)", import_milliseconds(), 150),
+        row("compile(graph), a new length, triton on an H200", new_length(), 300),
+        row("tile lists of a mask, 64k x 64k (ms)", list_milliseconds(), 50),
     ]
+
+
+def new_length(count: int = 300) -> float:
+    """Microseconds to plan a causal graph of another length, all backends asked; the median."""
+    target, times = ag.Target.of("h200"), []
+    for n in range(1, count):
+        spec = ag.TensorSpec((2, 8, 8 * n, 64), torch.bfloat16)
+        graph = ag.attention(spec, spec, spec, mask=ag.Causal())
+        times.append(seconds(lambda graph=graph: ag.compile(graph, target=target)))  # type: ignore[misc]  # bound now
+    return statistics.median(times) * 1e6
+
+
+def list_milliseconds() -> float:
+    """The longest of the lists by queries and by keys, of a mask that is no strip."""
+    spec = ag.TensorSpec((1, 1, 65536, 128), torch.bfloat16)
+    mask = ag.Causal() & (ag.Window(256) | ag.Prefix(64))
+    problem = sole(simplify(ag.attention(spec, spec, spec, mask=mask)))
+    assert problem is not None
+    tile = Tiling(128, 64, 8, 3)
+    static_lists(problem, tile, by_keys=False)
+    return 1e3 * max(
+        seconds(lambda by=by: static_lists(problem, tile, by))  # type: ignore[misc]  # bound now
+        for by in (False, True)
+    )
 
 
 def row(name: str, found: float, most: float | None = None) -> dict[str, Any]:

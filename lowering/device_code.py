@@ -21,7 +21,7 @@ from attn_graph.lowering.symbols import Array, Code, Numbers, Symbol
 from attn_graph.spec import TensorSpec
 
 WHERE = "b, h, i, j, M, N, data, numbers"
-FAR = 1 << 30  # beyond every position; as in kernels/masks.py
+UNBOUNDED = ("-FAR", "FAR", "N", "M")  # for what a strip leaves open; FAR is of kernels/masks.py
 LONG = 2**31 - 1  # the largest offset that 32 bits hold
 
 Arrays = Mapping[str, Array]
@@ -110,11 +110,8 @@ class Tracer:
         strip = mask.strip(at) if mask is not None else None
         if strip is None:
             return ""
-        N, M = code.argument("N", axes="b"), code.argument("M", axes="b")
-        bounds = zip(
-            (strip.low, strip.high, strip.keys, strip.rows), (-FAR, FAR, N, M), strict=True
-        )
-        told = [far if x is None else self.runtime(code, x) for x, far in bounds]
+        bounds = zip((strip.low, strip.high, strip.keys, strip.rows), UNBOUNDED, strict=True)
+        told = [self.runtime(code, x) if x is not None else code.argument(far) for x, far in bounds]
         return code.function("strip", "b, M, N, data, numbers", *told)
 
     def runtime(self, code: Code, x: int | Symbol) -> Symbol:
@@ -237,7 +234,7 @@ def compiled(text: str) -> Any:  # Any: a function of Triton
     name = f"<attn_graph {sha256(text.encode()).hexdigest()[:16]}>"
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
     names: dict[str, Any] = {"__name__": __name__, "tl": tl}
-    names |= {"floor_div": masks.floor_div, "tanh": masks.tanh}
+    names |= {"FAR": masks.FAR, "floor_div": masks.floor_div, "tanh": masks.tanh}
     exec(compile(text, name, "exec"), names)
     function = next(
         names[line.split("(")[0][4:]] for line in text.splitlines() if line[:4] == "def "

@@ -68,7 +68,7 @@ class Flash:
         """Sizes and constants."""
         p, rate = self.problem, self.problem.node.dropout
         return {
-            "numbers": self.code.numbers,
+            "numbers": self.code.numbers or None,
             "GROUP": p.H // p.G,
             "M": p.M,
             "N": p.N,
@@ -109,7 +109,11 @@ class Flash:
             f"{name}_ptr": GRADIENTS.get(name, name) for name in names if name in there
         }
         absent: Fixed = {f"{name}_ptr": None for name in names if name not in there}
-        return pointers | {"data": self.data()}, absent
+        return (
+            (pointers | {"data": self.data()}, absent)
+            if self.data()
+            else (pointers, absent | {"data": None})
+        )
 
     def data(self) -> tuple[str, ...]:
         """Names of all that modifiers and the mask read, in the order of the operands."""
@@ -197,13 +201,15 @@ class Flash:
     ) -> None:  # fmt: skip
         """Add a launch of one program for each line."""
         found, absent = self.operands(*names)
+        found |= pointers or {}
         sizes = {"BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n}
         fixed = self.common() | absent | sizes | more
-        self.launches.append(
-            Launch(
-                kernel, lines, found | (pointers or {}), fixed, texts, tiling.warps, tiling.stages
-            )
-        )
+        if self.data():
+            found["data"] = self.data()
+        else:
+            fixed["data"] = None
+        options = tiling.warps, tiling.stages
+        self.launches.append(Launch(kernel, lines, found, fixed, texts, *options))
 
     def forward(self) -> None:
         p, tile = self.problem, self.tiling("forward")
@@ -236,7 +242,7 @@ class Flash:
     def delta(self) -> None:
         p, rows = self.problem, 64
         pointers, absent = self.operands("o", "do", "dlse", "delta")
-        del pointers["data"]
+        pointers.pop("data", absent.pop("data", None))
         fixed = absent | {
             **self.strides("do", "dlse"),
             "H": p.H,
