@@ -116,8 +116,10 @@ def generated(flash: Flash) -> str:
 
 
 def temporary(flash: Flash) -> int:
-    """Bytes that PyTorch allocates while sums are added up."""
-    return sum(b.bytes for name, b in flash.buffers.items() if name.startswith("sums"))
+    """Bytes that PyTorch allocates, at most, while it adds up sums and the gradient of sinks."""
+    sums = sum(b.bytes for name, b in flash.buffers.items() if name.startswith("sums"))
+    delta = flash.buffers.get("delta")
+    return sums + (3 * delta.bytes if delta and flash.problem.node.sinks else 0)
 
 
 def notes(flash: Flash) -> Iterator[str]:

@@ -322,6 +322,26 @@ def test_dropout_draws_the_bits_of_math(
     assert torch.equal(out.bool(), ops.kept(place, rate, seed, offset)[0, 0])
 
 
+def test_the_workspace_is_what_memory_says() -> None:
+    """Lists, extremes, delta and sums lie in the arena, and nowhere else."""
+    x, numbers = TensorSpec((2, 2, 70, 8), torch.float32), TensorSpec((2, 70), torch.int64)
+    slopes = TensorSpec((2,), torch.float32)
+    graph = ag.attention(x, x, x, segments=(numbers, numbers), alibi=slopes)
+    workspace = ag.Workspace()
+    plan = ag.compile(graph, backends=("triton",), workspace=workspace)
+    need = plan.memory()
+    tensors = tensors_for(graph, 1)
+    plan(*tensors)
+    assert workspace.bytes == need.workspace_forward > 0
+    given = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
+    o = plan(*given)
+    assert isinstance(o, torch.Tensor)
+    torch.autograd.grad(o.sum(), [t for t in given if t.requires_grad])
+    assert workspace.bytes == need.workspace_backward > need.workspace_forward
+    with pytest.raises(ag.NoBackendError, match=f"needs a workspace of {need.workspace_forward} b"):
+        ag.compile(graph, backends=("triton",), max_workspace=need.workspace_forward - 1)
+
+
 def test_a_plan_for_compiled_kernels_is_not_interpreted() -> None:
     """The interpreter knows no bfloat16 and says nothing: only kernels that know of it may run."""
     check_interpreter(True)
