@@ -45,8 +45,9 @@ def padded(size: int) -> int:
 INTERPRETED = Tiling(32, 32, 4, 1)
 
 # (compute capability, bytes of an element, pass): width: tiles without and with modifiers. Each is
-# the largest of those tried that spills nothing, in any variant of docs/kernels.md. The rows of 80
-# also serve 86, 89 and 120, which have less shared memory, and fit there.
+# the largest of those tried that spills nothing, in any variant of docs/kernels.md; under Triton
+# 3.7.1, and those of 90 under 3.6.0 and 3.9.0 too. The rows of 80 also serve 86, 89 and 120, which
+# have less shared memory, and fit there.
 TABLE: dict[tuple[int, int, str], dict[int, tuple[Tiling, Tiling]]] = {
     (80, 2, "forward"): {
         16: (Tiling(128, 128, 8, 3), Tiling(128, 128, 8, 3)),
@@ -93,43 +94,43 @@ TABLE: dict[tuple[int, int, str], dict[int, tuple[Tiling, Tiling]]] = {
     (90, 2, "forward"): {
         16: (Tiling(128, 128, 8, 3), Tiling(128, 128, 8, 3)),
         32: (Tiling(128, 128, 8, 3), Tiling(128, 128, 8, 3)),
-        64: (Tiling(128, 128, 8, 3), Tiling(128, 128, 8, 3)),
+        64: (Tiling(128, 128, 8, 3), Tiling(128, 64, 8, 3)),
         128: (Tiling(128, 64, 8, 3), Tiling(128, 128, 8, 2)),
-        256: (Tiling(64, 64, 8, 2), Tiling(64, 64, 8, 2)),
+        256: (Tiling(64, 64, 8, 2), Tiling(64, 32, 8, 2)),
     },
     (90, 2, "query_gradient"): {
         16: (Tiling(128, 128, 8, 2), Tiling(128, 128, 8, 2)),
         32: (Tiling(128, 128, 8, 2), Tiling(128, 128, 8, 2)),
         64: (Tiling(128, 128, 8, 2), Tiling(128, 128, 8, 2)),
-        128: (Tiling(128, 64, 8, 3), Tiling(128, 64, 8, 3)),
+        128: (Tiling(128, 64, 8, 3), Tiling(128, 64, 8, 2)),
         256: (Tiling(64, 32, 8, 2), Tiling(64, 32, 8, 2)),
     },
     (90, 2, "key_gradient"): {
         16: (Tiling(128, 128, 8, 2), Tiling(64, 128, 8, 3)),
         32: (Tiling(128, 128, 8, 2), Tiling(64, 128, 8, 3)),
         64: (Tiling(64, 128, 8, 3), Tiling(64, 128, 8, 3)),
-        128: (Tiling(32, 128, 8, 2), Tiling(32, 128, 8, 2)),
+        128: (Tiling(32, 128, 8, 2), Tiling(32, 64, 8, 2)),
         256: (Tiling(32, 128, 8, 2, True), Tiling(32, 128, 8, 2, True)),
     },
     (90, 4, "forward"): {
         16: (Tiling(64, 64, 8, 2), Tiling(64, 64, 8, 2)),
         32: (Tiling(64, 64, 8, 2), Tiling(64, 64, 8, 2)),
-        64: (Tiling(32, 32, 4, 2), Tiling(64, 32, 8, 2)),
-        128: (Tiling(32, 64, 8, 2), Tiling(32, 64, 8, 2)),
+        64: (Tiling(32, 32, 4, 2), Tiling(32, 64, 8, 2)),
+        128: (Tiling(32, 64, 8, 2), Tiling(16, 32, 8, 2)),
         256: (Tiling(32, 32, 8, 2), Tiling(32, 16, 4, 2)),
     },
     (90, 4, "query_gradient"): {
         16: (Tiling(64, 32, 8, 2), Tiling(64, 64, 8, 2)),
-        32: (Tiling(64, 64, 8, 2), Tiling(64, 32, 4, 2)),
+        32: (Tiling(64, 64, 8, 2), Tiling(32, 64, 8, 2)),
         64: (Tiling(64, 32, 8, 2), Tiling(64, 32, 8, 2)),
-        128: (Tiling(32, 64, 8, 2), Tiling(32, 32, 4, 2)),
+        128: (Tiling(32, 64, 8, 2), Tiling(16, 32, 8, 2)),
         256: (Tiling(32, 32, 8, 2), Tiling(32, 32, 8, 2)),
     },
     (90, 4, "key_gradient"): {
         16: (Tiling(32, 64, 8, 2), Tiling(32, 64, 8, 2)),
         32: (Tiling(32, 64, 8, 2), Tiling(32, 64, 8, 2)),
         64: (Tiling(32, 64, 8, 2), Tiling(32, 64, 8, 2)),
-        128: (Tiling(32, 32, 8, 2), Tiling(16, 32, 4, 2)),
+        128: (Tiling(16, 32, 8, 2), Tiling(16, 32, 8, 2)),
         256: (Tiling(32, 16, 8, 2, True), Tiling(32, 16, 8, 2, True)),
     },
     (100, 2, "forward"): {
