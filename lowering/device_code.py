@@ -17,7 +17,7 @@ from attrs import field, frozen
 
 from attn_graph.keys import Place
 from attn_graph.lowering.problem import Problem
-from attn_graph.lowering.symbols import Array, Code, Numbers, Symbol
+from attn_graph.lowering.symbols import Array, Code, Numbers, Symbol, Untraceable
 from attn_graph.spec import TensorSpec
 
 WHERE = "b, h, i, j, M, N, data, numbers"
@@ -99,9 +99,9 @@ class Tracer:
         if mask is None:
             return ""
         kept = mask.keep(self.place(code).reading(self.arrays(code)[1]))
-        return code.function(
-            "keep", WHERE, kept if isinstance(kept, Symbol) else everywhere(code, kept)
-        )
+        if not isinstance(kept, Symbol):
+            kept = everywhere(code, kept)
+        return code.function("keep", WHERE, kept.truth())
 
     def strip(self) -> str:
         """The mask's strip; "" where it is none."""
@@ -164,26 +164,28 @@ class Tracer:
         total, at = Total(spec.shape), self.place(code).reading(self.arrays(code)[0][k])
         modifier.collect({name: total}, as_tensor(ds), at)  # type: ignore[dict-item]  # a total
         given = total.sum[0] if total.sum else ds * 0.0
-        axes = "".join(a for a, n in zip(total.axes, spec.shape, strict=True) if n > 1)
+        axes = "".join(a for a, n in zip(total.axes, spec.shape, strict=False) if n > 1)
         return Collected(code.function("collect", f"ds, s, {WHERE}", given), axes, spec)
 
 
 @final
 @frozen(eq=False)
 class Total:
-    """Stands for the gradient of a tensor, while `collect` adds to it."""
+    """Stands for the gradient of a tensor, while `collect` adds to it.
+
+    axes: at which of "bhij" it was read, in this order; "-" where it has one element.
+    """
 
     shape: tuple[int, ...]
     sum: list[Symbol] = field(factory=list)
-    index: list[str] = field(factory=list)
-
-    @property
-    def axes(self) -> str:
-        return "".join(self.index)
+    axes: list[str] = field(factory=list)
 
     def __getitem__(self, index: tuple[object, ...]) -> Total:
-        named = [x.text if isinstance(x, Symbol) else "-" for x in index]
-        self.index[:] = named
+        axes = [x.text if isinstance(x, Symbol) else "-" for x in index]
+        own = [axis for axis in axes if axis != "-"]
+        if own != [axis for axis in "bhij" if axis in own] or self.axes not in ([], axes):
+            raise Untraceable(f"a gradient is collected at {axes}, and can be at b, h, i, j alone")
+        self.axes[:] = axes
         return self
 
     def __iadd__(self, x: Symbol) -> Total:

@@ -171,21 +171,21 @@ class Symbol:
     __hash__ = None  # type: ignore[assignment]  # == makes a symbol
 
     def __and__(self, x: Operand) -> Symbol:
-        if isinstance(x, bool):
+        if isinstance(x, bool) and self.kind == "bool":
             return self if x else self.unary("{0} & ~{0}")
         return self.binary("{0} & {1}", x)
 
     __rand__ = __and__
 
     def __or__(self, x: Operand) -> Symbol:
-        if isinstance(x, bool):
+        if isinstance(x, bool) and self.kind == "bool":
             return self.unary("{0} | ~{0}") if x else self
         return self.binary("{0} | {1}", x)
 
     __ror__ = __or__
 
     def __xor__(self, x: Operand) -> Symbol:
-        if isinstance(x, bool):
+        if isinstance(x, bool) and self.kind == "bool":
             return self.unary("~{0}") if x else self
         return self.binary("{0} ^ {1}", x)
 
@@ -193,6 +193,13 @@ class Symbol:
 
     def __invert__(self) -> Symbol:
         return self.unary("~{0}")
+
+    def truth(self) -> Symbol:
+        """As a boolean: whether it is not 0."""
+        return self if self.kind == "bool" else self.unary("{0} != 0", "bool")
+
+    def logical_not(self) -> Symbol:
+        return ~self.truth()
 
     def maximum(self, x: Operand) -> Symbol:
         return self.binary("tl.maximum({0}, {1})", x, lift=True)
@@ -289,11 +296,19 @@ METHODS = {
     "mul": "__mul__",
     "div": "__truediv__",
     "neg": "__neg__",
-    "logical_not": "__invert__",
-    "logical_and": "__and__",
-    "logical_or": "__or__",
 }
-KNOWN = {*FUNCTIONS, *METHODS, "abs", "addcmul", "maximum", "minimum", "square", "to", "where"}
+KNOWN = {
+    *FUNCTIONS,
+    *METHODS,
+    "abs",
+    "addcmul",
+    "logical_not",
+    "maximum",
+    "minimum",
+    "square",
+    "to",
+    "where",
+}
 
 
 def is_zero(x: object) -> bool:

@@ -16,7 +16,7 @@ from attn_graph.kernels.tiles import Tiling
 from attn_graph.keys import Block, Place
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.ranges import Extremes, Range, least, most
-from attn_graph.lowering.symbols import Array, Code, Numbers, Operand, Symbol
+from attn_graph.lowering.symbols import Array, Code, Numbers, Operand, Symbol, Untraceable
 from attn_graph.masks import Mask
 from attn_graph.spec import TensorSpec, dense_strides
 
@@ -116,7 +116,9 @@ def reduced(spec: TensorSpec, axes: str, tiling: Tiling) -> tuple[tuple[int, ...
 
 
 def boolean(code: Code, x: Operand) -> Symbol:
-    """True or false for each tile."""
+    """True or false for each tile. Raises Untraceable for a number."""
+    if isinstance(x, Symbol) and x.kind != "bool":
+        raise Untraceable("tiles are found for masks that say true or false, not a number")
     x0, y0 = code.argument("x", axes="i"), code.argument("y", axes="j")
     everywhere = code.line("(x == x) & (y == y)", "bool", (x0, y0))
     found: Symbol = everywhere & x

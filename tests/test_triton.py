@@ -273,23 +273,49 @@ def own_mask() -> Any:  # Any: a module
     return module
 
 
+def agreeing(graph: ag.Graph, tensors: tuple[torch.Tensor, ...]) -> None:
+    """Assert that triton and math give the same results and gradients."""
+    results = []
+    for backend in ("triton", "math"):
+        given = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
+        outputs = ag.compile(graph, backends=(backend,))(*given)
+        wanted = [t for t in given if t.requires_grad]
+        found = torch.autograd.grad(list(outputs), wanted, [torch.ones_like(x) for x in outputs])
+        results.append((*outputs, *found))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)
+
+
 def test_a_mask_of_a_user_runs_in_the_kernels_and_skips() -> None:
     x = TensorSpec((1, 2, 256, 16), torch.float32)
     mask = ag.Causal() & (own_mask().Blocks(64) | ag.Prefix(4))
     graph = ag.attention(x, x, x, mask=mask, stats=True)
-    tensors, results = tensors_for(graph, 3), []
-    for backend in ("triton", "math"):
-        given = [t.detach().requires_grad_() for t in tensors]
-        outputs = ag.compile(graph, backends=(backend,))(*given)
-        found = torch.autograd.grad(list(outputs), given, [torch.ones_like(x) for x in outputs])
-        results.append((*outputs, *found))
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)
+    agreeing(graph, tensors_for(graph, 3))
     i, j = torch.arange(256)[:, None], torch.arange(256)
     near = (i // 64 - j // 64).clamp(0, 1) == i // 64 - j // 64
     some, _ = tiled(((j <= i) & (near | (j < 4)))[None, None])
     found_tiles = visited(simplify(graph), {}, False)[:, :1]
     assert (found_tiles > 0).sum() == some.sum() < 36  # of the 36 that are causal
+
+
+def test_a_mask_that_says_numbers_is_true_where_they_are_not_0() -> None:
+    """And its division rounds down, as Python's does, not towards 0, as Triton's."""
+    x = TensorSpec((1, 1, 40, 8), torch.float32)
+    graph = ag.attention(x, x, x, mask=probes().Striped(), stats=True)
+    agreeing(graph, tensors_for(graph, 2))
+
+
+def test_a_modifier_of_a_user_runs_in_the_kernels_with_its_gradient() -> None:
+    sloped = probes().Sloped()
+
+    def attend(q: Any, k: Any, v: Any, weight: Any) -> Any:  # Any: values
+        p, lse = ag.scores(q, k).then(sloped, weight).softmax()
+        return p.weigh(v), lse
+
+    x, weight = TensorSpec((2, 3, 40, 8), torch.float32), TensorSpec((3,), torch.float32)
+    graph = ag.graph(attend, q=x, k=x, v=x, weight=weight)
+    q, k, v, w = tensors_for(graph, 2)
+    agreeing(graph, (q, k, v, w * 0.01))
 
 
 def test_what_can_not_be_traced_is_refused_with_a_reason() -> None:

@@ -11,6 +11,8 @@ from attrs import frozen
 
 import attn_graph as ag
 from attn_graph.kernels.masks import dropped, key_tiles, query_tiles
+from attn_graph.masks import Data
+from attn_graph.modifiers import Modifier
 
 
 @triton.jit
@@ -55,3 +57,37 @@ class Calling(ag.Mask):
 
     def keep(self, at: ag.Place) -> Any:
         return torch.where(at.j <= at.i, True, False)
+
+
+@final
+@frozen
+class Striped(ag.Mask):
+    """Says a number, not a boolean: 0 where (i - j) // 3 is a multiple of 3, negative ones too."""
+
+    def keep(self, at: ag.Place) -> Any:
+        return (at.i - at.j) // 3 % 3
+
+
+@final
+@frozen
+class Sloped(Modifier):
+    """s + weight[h] * j, by two contributions: a modifier of one's own, with a gradient."""
+
+    names = ("s",)
+
+    @property
+    def needs(self) -> dict[str, Data]:
+        return {"weight": Data("h", (torch.float32,))}
+
+    @property
+    def trains(self) -> tuple[str, ...]:
+        return ("weight",)
+
+    def change(self, s: Any, at: ag.Place) -> Any:
+        return s.add_(at.load("weight", at.h) * at.j)
+
+    def collect(self, totals: Any, ds: Any, at: ag.Place) -> None:
+        share = at.reading(totals).load("weight", at.h)
+        half = (ds * at.j).sum((2, 3))[..., None, None] * 0.5
+        share += half.sum_to_size(share.shape)
+        share += half.sum_to_size(share.shape)
