@@ -11,11 +11,11 @@ from attn_graph.backend import Backend, Options
 from attn_graph.errors import GraphError, NoBackendError
 from attn_graph.fused import AttentionGrad
 from attn_graph.ir import Graph
-from attn_graph.lowering import gpu_only, torch_math, torch_sdpa, triton_flash
+from attn_graph.lowering import cudnn_backend, torch_math, torch_sdpa, triton_flash
 from attn_graph.spec import NAMES
 from attn_graph.target import Target
 
-BACKENDS = (gpu_only.CUDNN, triton_flash.BACKEND, torch_sdpa.BACKEND, torch_math.BACKEND)
+BACKENDS = (cudnn_backend.BACKEND, triton_flash.BACKEND, torch_sdpa.BACKEND, torch_math.BACKEND)
 
 # Where the blocked math lowering, which computes half precision in float32, beats PyTorch's own
 # half precision kernel on CPUs: by dtype and pass, and whether the CPU has the dtype natively.

@@ -12,7 +12,13 @@ from attrs import evolve, frozen
 
 from attn_graph.errors import GraphError
 
-LIBRARIES = ("torch", "triton", "nvidia-cudnn-frontend")
+LIBRARIES = (
+    "torch",
+    "triton",
+    "nvidia-cudnn-frontend",
+    "nvidia-cudnn-cu13",
+    "nvidia-cudnn-cu12",
+)
 
 
 @final

@@ -1,0 +1,236 @@
+"""An attention as a cuDNN graph: first as data, for every machine to read, then as cuDNN's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, final
+
+import torch
+from attrs import frozen
+
+from attn_graph.lowering.cudnn_masks import Stated
+from attn_graph.lowering.problem import Problem
+from attn_graph.modifiers import Alibi, Bias
+from attn_graph.spec import NAMES, TensorSpec, dense_strides, memory_order
+
+CUDNN_DTYPES = {
+    torch.float16: "HALF",
+    torch.bfloat16: "BFLOAT16",
+    torch.float32: "FLOAT",
+    torch.float64: "DOUBLE",
+    torch.int32: "INT32",
+}
+ALIGNMENTS = {"top_left": "TOP_LEFT", "bottom_right": "BOTTOM_RIGHT"}
+Option = float | bool | str | None
+
+
+@final
+@frozen
+class Slot:
+    """A tensor of a cuDNN graph: what the frontend calls it, and what we do.
+
+    source is the name of an operand or a result of ours; "M" and "N" are int32 [B,1,1,1] full of
+    that size. Lengths are read as dense int32, whatever the operand is.
+    """
+
+    argument: str
+    source: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        name = NAMES[self.dtype]
+        return f"{self.argument}={self.source} {name}[{self.shape}, {self.strides}]"
+
+
+@final
+@frozen
+class Call:
+    """One call of the frontend, `sdpa` or `sdpa_backward`: its tensors and its options.
+
+    Tensors are numbered in order, inputs before outputs, from 1: these are cuDNN's uids.
+    """
+
+    name: str
+    inputs: tuple[Slot, ...]
+    outputs: tuple[Slot, ...]
+    options: tuple[tuple[str, Option], ...]
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        return self.inputs + self.outputs
+
+    def __str__(self) -> str:
+        told = [*map(str, self.inputs), *(f"{k}={v!r}" for k, v in self.options)]
+        lines = "".join(f"  {line},\n" for line in told)
+        return f"{self.name}(\n{lines}) -> {', '.join(map(str, self.outputs))}"
+
+
+# What each pass gives back, in order; further outputs are passed as arguments.
+RESULTS = {"sdpa": ("o", "stats"), "sdpa_backward": ("dQ", "dK", "dV")}
+
+
+def described(problem: Problem, *, padded: bool = False, deterministic: bool = False) -> Call:
+    """The call that computes a problem. The mask must be one that cuDNN can state.
+
+    padded: with a padding mask even where no lengths are given: then of full lengths.
+    """
+    stated = statement(problem)
+    assert stated is not None  # the table of limits said so
+    lengths = tuple(length_slots(problem, stated, padded))
+    options = {
+        "attn_scale": problem.node.scale,
+        **band_options(stated),
+        "use_alibi_mask": any(isinstance(m, Alibi) for m in problem.node.modifiers),
+        "use_padding_mask": bool(lengths),
+    }
+    if problem.grad is None:
+        return forward(problem, lengths, options)
+    return backward(problem, lengths, options | {"use_deterministic_algorithm": deterministic})
+
+
+def statement(problem: Problem) -> Stated | None:
+    """The mask in cuDNN's terms, if it has such."""
+    plain = bool(problem.node.modifiers)
+    return Stated.of(problem.node.mask, problem.M, problem.N, plain=plain)
+
+
+def band_options(stated: Stated) -> dict[str, Option]:
+    band = stated.diagonal
+    if band.left is None and band.right is None:
+        return {}
+    return {
+        "diagonal_alignment": band.align,
+        "diagonal_band_left_bound": band.left,
+        "diagonal_band_right_bound": band.right,
+    }
+
+
+def forward(problem: Problem, lengths: Sequence[Slot], options: dict[str, Option]) -> Call:
+    B, H, M, E = problem.B, problem.H, problem.M, problem.E
+    o = (B, H, M, E)
+    found = Slot("o", "o", o, dense_strides(o, memory_order(problem.specs[0])), problem.dtype)
+    inputs = (*operands(problem), *lengths)
+    outputs = (found, statistics(problem))
+    return Call("sdpa", inputs, outputs, (*options.items(), ("generate_stats", True)))
+
+
+def backward(problem: Problem, lengths: Sequence[Slot], options: dict[str, Option]) -> Call:
+    assert problem.grad is not None
+    _, o, _, do, _ = problem.grad.split(problem.specs)
+    results = [slot("o", "o", o)] + ([slot("dO", "do", do)] if do is not None else [])
+    inputs = (*operands(problem), *results, statistics(problem), *lengths)
+    outputs = tuple(gradients(problem))
+    return Call("sdpa_backward", inputs, outputs, tuple(options.items()))
+
+
+def operands(problem: Problem) -> Iterator[Slot]:
+    """What the attention itself reads, but for lengths."""
+    yield from (slot(x, x, spec) for x, spec in zip("qkv", problem.specs, strict=False))
+    given = problem.node.split(problem.specs)
+    for modifier, data in zip(problem.node.modifiers, given.modifiers, strict=True):
+        if isinstance(modifier, Bias):
+            yield slot("bias", "bias", data["bias"])
+    if given.sinks is not None:
+        yield per_head("sink_token", "sinks", problem.H)
+
+
+def statistics(problem: Problem) -> Slot:
+    """lse [B,H,M] as cuDNN has it: [B,H,M,1], packed, in float32."""
+    shape = (problem.B, problem.H, problem.M, 1)
+    return Slot("stats", "lse", shape, dense_strides(shape), torch.float32)
+
+
+def gradients(problem: Problem) -> Iterator[Slot]:
+    """dQ, dK, dV, which cuDNN always computes, and those of bias and sinks where wanted."""
+    assert problem.grad is not None
+    for source, spec in zip("qkv", problem.specs, strict=False):
+        strides = dense_strides(spec.shape, memory_order(spec))
+        yield Slot(f"d{source.upper()}", f"d{source}", spec.shape, strides, spec.dtype)
+    wanted = zip(problem.node.roles, problem.specs, problem.grad.wants, strict=False)
+    for role, spec, wants in wanted:
+        if wants and role == "bias":
+            yield Slot("dBias", "dbias", spec.shape, dense_strides(spec.shape), spec.dtype)
+        if wants and role == "sinks":
+            yield per_head("dSink_token", "dsinks", problem.H)
+
+
+def length_slots(problem: Problem, stated: Stated, padded: bool) -> Iterator[Slot]:
+    """Both lengths, if there is a padding mask: cuDNN takes none or two."""
+    if not stated.lengths and not padded:
+        return
+    shape = (problem.B, 1, 1, 1)
+    for argument, name, full in (
+        ("seq_len_q", "q_lengths", "M"),
+        ("seq_len_kv", "kv_lengths", "N"),
+    ):
+        source = name if name in stated.lengths else full
+        yield Slot(argument, source, shape, dense_strides(shape), torch.int32)
+
+
+def per_head(argument: str, source: str, H: int) -> Slot:
+    """A float32 for each head: [H] as cuDNN has it, [1,H,1,1]."""
+    shape = (1, H, 1, 1)
+    return Slot(argument, source, shape, dense_strides(shape), torch.float32)
+
+
+def slot(argument: str, source: str, spec: TensorSpec) -> Slot:
+    """An operand where it lies. Strides of axes of size 1 are what a dense outermost axis has."""
+    reach = max(1, *(n * s for n, s in zip(spec.shape, spec.strides, strict=True)))
+    strides = [s if n > 1 else reach for n, s in zip(spec.shape, spec.strides, strict=True)]
+    if spec.shape[-1] == 1:
+        strides[-1] = 1
+    return Slot(argument, source, spec.shape, tuple(strides), spec.dtype)
+
+
+def built(call: Call, dtype: torch.dtype, **machine: Any) -> Any:  # Any: cuDNN's graph
+    """The frontend's graph of a call, not yet validated.
+
+    machine: what `cudnn.pygraph` is told of where it will run: `handle`, or `sm_version` and
+    `device_property` where there is no device.
+    """
+    import cudnn
+
+    float32 = cudnn.data_type.FLOAT
+    graph = cudnn.pygraph(
+        io_data_type=getattr(cudnn.data_type, CUDNN_DTYPES[dtype]),
+        intermediate_data_type=float32,
+        compute_data_type=float32,
+        **machine,
+    )
+    uids = {x.argument: n for n, x in enumerate(call.slots, start=1)}
+    tensors = {x.argument: declared(graph, x, uids[x.argument]) for x in call.inputs}
+    more = [x for x in call.outputs if x.argument not in RESULTS[call.name]]
+    extra = {x.argument: declared(graph, x, uids[x.argument]) for x in more}
+    found = getattr(graph, call.name)(**tensors, **extra, **arguments(call.options))
+    results = dict(zip(RESULTS[call.name], found, strict=True)) | extra
+    for x in call.outputs:
+        shaped(results[x.argument], x, uids[x.argument])
+    return graph
+
+
+def declared(graph: Any, x: Slot, uid: int) -> Any:  # Any: cuDNN's
+    import cudnn
+
+    dtype = getattr(cudnn.data_type, CUDNN_DTYPES[x.dtype])
+    return graph.tensor(dim=[*x.shape], stride=[*x.strides], data_type=dtype, uid=uid)
+
+
+def shaped(result: Any, x: Slot, uid: int) -> None:  # Any: cuDNN's
+    """Say how a result is to lie."""
+    import cudnn
+
+    dtype = getattr(cudnn.data_type, CUDNN_DTYPES[x.dtype])
+    result.set_output(True).set_dim([*x.shape]).set_stride([*x.strides])
+    result.set_data_type(dtype).set_uid(uid)
+
+
+def arguments(options: Sequence[tuple[str, Option]]) -> Mapping[str, Any]:  # Any: cuDNN's enums
+    """The options as the frontend takes them; what is not said is left out."""
+    import cudnn
+
+    found: dict[str, Any] = {k: v for k, v in options if v is not None and v is not False}
+    if isinstance(align := found.get("diagonal_alignment"), str):
+        found["diagonal_alignment"] = getattr(cudnn.diagonal_alignment, ALIGNMENTS[align])
+    return found
