@@ -71,17 +71,24 @@ def producer(b: Builder, value: Value) -> Eqn | None:
 def fuse(graph: Graph) -> Graph:
     """Every chain scores -> modifiers -> mask -> softmax -> dropout -> weigh becomes an Attention.
 
-    A chain whose scores or weights are used elsewhere too stays as it is, and so does one of
-    mixed dtypes: Attention has one dtype.
+    A chain whose scores or weights are used elsewhere too stays as it is, and so does one whose
+    lse is read before its o is there, or one of mixed dtypes: Attention has one dtype.
     """
     makers = {i: (eqn, outs) for eqn, outs in graph.numbered() for i in outs}
     users, types = count_users(graph), graph.types
     chains = {}
     for eqn, (o,) in ((e, outs) for e, outs in graph.numbered() if isinstance(e.op, ops.Weigh)):
         chain = chain_of(eqn, makers, users)
-        if chain is not None and len({types[i].dtype for i in chain[1][:3]}) == 1:
+        if chain is None or read_before(graph, chain[2], o):
+            continue
+        if len({types[i].dtype for i in chain[1][:3]}) == 1:
             chains[o] = chain
     return emit_chains(graph, chains) if chains else graph
+
+
+def read_before(graph: Graph, value: int, end: int) -> bool:
+    """Whether an equation before the one that gives `end` reads a value."""
+    return any(value in eqn.args for eqn, outs in graph.numbered() if outs[-1] < end)
 
 
 def count_users(graph: Graph) -> dict[int, int]:
@@ -148,18 +155,25 @@ def emit_chains(graph: Graph, chains: dict[int, Chain]) -> Graph:
     """The graph with each chain's results, o and lse, computed by its Attention."""
     b = Builder()
     values = {n: b.input(i.name, i.spec) for n, i in enumerate(graph.inputs)}
-    made: dict[int, Value] = {}
-
-    def value(i: int) -> Value:
-        return made.get(i, values[i])
-
+    live = still_read(graph, chains)
     for eqn, outs in graph.numbered():
         if outs[0] in chains:
             op, operands, lse = chains[outs[0]]
-            values[outs[0]], made[lse] = b.emit(op, *(value(i) for i in operands))
-        else:
-            values.update(zip(outs, b.emit(eqn.op, *(value(i) for i in eqn.args)), strict=True))
-    return prune(b.graph(*(value(i) for i in graph.outputs)))
+            values[outs[0]], values[lse] = b.emit(op, *(values[i] for i in operands))
+        elif live & set(outs):
+            values.update(zip(outs, b.emit(eqn.op, *(values[i] for i in eqn.args)), strict=True))
+    return b.graph(*(values[i] for i in graph.outputs))
+
+
+def still_read(graph: Graph, chains: dict[int, Chain]) -> set[int]:
+    """The values that are read where each chain is one equation, at the place of its last."""
+    live, stats = set(graph.outputs), {lse for _, _, lse in chains.values()}
+    for eqn, outs in reversed([*graph.numbered()]):
+        if outs[0] in chains:
+            live |= set(chains[outs[0]][1])
+        elif live & set(outs) - stats:
+            live |= set(eqn.args)
+    return live - stats
 
 
 def narrow(graph: Graph) -> Graph:

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 
 from attn_graph.backend import Backend, Executable, Options
 from attn_graph.ir import Graph
-from attn_graph.lowering.cudnn_case import Version
-from attn_graph.lowering.cudnn_limits import reasons
 from attn_graph.lowering.problem import sole
 from attn_graph.target import Target
 
@@ -30,16 +28,18 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[str]:
         ops = ", ".join(type(eqn.op).__name__ for eqn in graph.eqns)
         yield f"takes one attention, and the graph has {len(graph.eqns)} equations: {ops}"
     elif target.kind == "cuda":
+        from attn_graph.lowering.cudnn_limits import reasons  # a large table; CPUs never ask it
+
         pair = backend or NEWEST[0], frontend or NEWEST[1]
         yield from reasons(problem, target.sm, *pair, deterministic=options.deterministic)
     yield "has no lowering in this version of attn_graph"
 
 
 # What is assumed of libraries that are not there, so that a graph's own reasons are told as well.
-NEWEST: tuple[Version, Version] = ((9, 20, 0), (1, 28, 0))
+NEWEST = ((9, 20, 0), (1, 28, 0))
 
 
-def version(target: Target, library: str) -> Version | None:
+def version(target: Target, library: str) -> tuple[int, int, int] | None:
     """Major, minor and patch of a library of the target; None where it is not there."""
     found = re.findall(r"\d+", dict(target.libraries).get(library, ""))[:3]
     major, minor, patch = (*map(int, found), 0, 0, 0)[:3]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Literal, final
 
 from attrs import frozen
@@ -40,7 +41,7 @@ class Case:
         """The version of its frontend as people write it."""
         return ".".join(map(str, self.frontend))
 
-    @property
+    @cached_property
     def stated(self) -> Stated:
         """The mask in cuDNN's terms; no mask where it has none, which is a reason of its own."""
         return statement(self.problem) or Stated()
@@ -76,7 +77,7 @@ class Case:
         """Whether Blackwell's backward is deterministic, asked for or not."""
         return self.deterministic or self.wide_on_blackwell
 
-    @property
+    @cached_property
     def specs(self) -> dict[str, TensorSpec]:
         """q, k, v and, of a backward, o, do and lse."""
         found = dict(zip("qkv", self.problem.specs, strict=False))

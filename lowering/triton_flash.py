@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from attrs import field, frozen
 
 from attn_graph.backend import Backend, Executable, Options
 from attn_graph.ir import Graph
-from attn_graph.lowering import offline
-from attn_graph.lowering.device_code import Collected
-from attn_graph.lowering.launches import check_interpreter, interpreted
-from attn_graph.lowering.offline import Machine
 from attn_graph.lowering.problem import Problem, sole
 from attn_graph.lowering.symbols import Untraceable
-from attn_graph.lowering.triton_plan import Flash, new_gradient
 from attn_graph.memory import shown
 from attn_graph.spec import NAMES
 from attn_graph.target import Target
+
+if TYPE_CHECKING:  # and imported where they are used: machines without a GPU never ask for them
+    from attn_graph.lowering.device_code import Collected
+    from attn_graph.lowering.offline import Machine
+    from attn_graph.lowering.triton_plan import Flash
 
 LEAST_SM = 80
 WIDEST = 256
@@ -31,15 +31,15 @@ Named = dict[str, Any]  # tensors by the names that launches give them
 
 
 def why_not(graph: Graph, target: Target, options: Options) -> Iterator[str]:
-    yield from target_reasons(target)
+    found = [*target_reasons(target)]
     problem = sole(graph)
     if problem is None:
         ops = ", ".join(type(eqn.op).__name__ for eqn in graph.eqns)
-        yield f"takes one attention, and the graph has {len(graph.eqns)} equations: {ops}"
-        return
-    found = [*size_reasons(problem)]
+        found.append(f"takes one attention, and the graph has {len(graph.eqns)} equations: {ops}")
+    else:
+        found += size_reasons(problem)
     yield from found
-    if not found:
+    if problem is not None and not found:
         yield from plan_reasons(problem, target, options)
 
 
@@ -85,6 +85,8 @@ def plan_reasons(problem: Problem, target: Target, options: Options) -> Iterator
 @lru_cache(maxsize=256)
 def planned(problem: Problem, target: Target) -> Flash:
     """What `why_not` and `lower` both ask for."""
+    from attn_graph.lowering.triton_plan import Flash
+
     return Flash.plan(problem, target)
 
 
@@ -106,6 +108,9 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
 
 def machines(flash: Flash) -> list[Machine]:
     """The machine code of every launch; none where Triton interprets."""
+    from attn_graph.lowering import offline
+    from attn_graph.lowering.launches import interpreted
+
     return [] if interpreted() else offline.machines(flash)
 
 
@@ -168,9 +173,7 @@ class Call:
         operands, o, lse, do, dlse = grad.split([tensors[i] for i in self.graph.eqns[0].args])
         device = o.device
         found: dict[int, torch.Tensor] = {
-            n: new_gradient(spec, device)
-            for n, spec in enumerate(problem.specs[:3])
-            if grad.wants[n]
+            n: self.flash.new_gradient(n, device) for n in range(3) if grad.wants[n]
         }
         whole = [n for n, x in self.flash.code.collected.items() if set("ij") <= set(x.axes)]
         found |= {
@@ -200,7 +203,7 @@ class Call:
     ) -> Iterator[Mapping[str, torch.Tensor]]:
         """Run all launches on the operands of the attention and these tensors; the scratch."""
         flash, device = self.flash, operands[0].device
-        check_interpreter(flash.target.interprets)
+        flash.check()
         given = flash.problem.node.split(operands)
         named |= {"q": given.q, "k": given.k, "v": given.v}
         named |= {"sinks": given.sinks, "seed": given.seed, "offset": given.offset}

@@ -11,7 +11,7 @@ from attrs import field, frozen
 
 from attn_graph.kernels.tiles import Pass, Tiling, padded, tiling
 from attn_graph.lowering.device_code import LONG, Collected, DeviceCode, Tracer, read
-from attn_graph.lowering.launches import Launch
+from attn_graph.lowering.launches import Launch, check_interpreter
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.symbols import Untraceable
 from attn_graph.lowering.triton_tiles import MOST_TILES, Ranged, blocks, static_lists
@@ -335,6 +335,18 @@ class Flash:
         found |= {name: buffer.dtype for name, buffer in self.buffers.items()}
         return found | {name: table.dtype for name, table in self.tables.items()}
 
+    # For whoever runs it
+
+    def check(self) -> None:
+        """Raise RuntimeError where Triton interprets and the plan is to be compiled, or reverse."""
+        check_interpreter(self.target.interprets)
+
+    def new_gradient(self, n: int, device: torch.device) -> torch.Tensor:
+        """An uninitialised gradient of operand n: q, k or v."""
+        spec = self.problem.specs[n]
+        strides = gradient_strides(spec)
+        return torch.empty_strided(spec.shape, strides, dtype=spec.dtype, device=device)
+
     # What is in the way
 
     def reasons(self) -> Iterator[str]:
@@ -353,7 +365,3 @@ class Flash:
 def gradient_strides(spec: TensorSpec) -> tuple[int, ...]:
     """How the gradient of an operand lies: dense, in the operand's memory order."""
     return dense_strides(spec.shape, memory_order(spec))
-
-
-def new_gradient(spec: TensorSpec, device: torch.device) -> torch.Tensor:
-    return torch.empty_strided(spec.shape, gradient_strides(spec), dtype=spec.dtype, device=device)

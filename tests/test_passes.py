@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import final
 
 import pytest
 import torch
+from attrs import frozen
 from hypothesis import given, settings
 
 import attn_graph as ag
+from attn_graph import builder, ops
 from attn_graph import masks as m
-from attn_graph import ops
+from attn_graph.builder import Value
 from attn_graph.fused import Attention
+from attn_graph.ir import Op
 from attn_graph.modifiers import Modifier
 from attn_graph.passes import PASSES, canonicalise, simplify
 from attn_graph.reference import evaluate
 from attn_graph.replay import prune, replay
+from attn_graph.spec import TensorSpec, ValueType
 from tests import plain
 from tests.strategies import (
     graphs,
@@ -227,3 +232,40 @@ def test_simplified_gradient_of_two_layers(golden: Callable[[object], None]) -> 
         return ag.scores(first, k).mask(ag.Causal()).softmax()[0].weigh(v)
 
     golden("\n\n".join(map(str, ag.vjp(ag.graph(attend, q=X, k=X, v=X)))))
+
+
+@final
+@frozen
+class Doubled(Op):
+    """x -> 2 x, of any shape."""
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        return (None,)
+
+    def infer(self, x: ValueType) -> tuple[ValueType]:
+        return (x,)
+
+    def run(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        return (2 * x,)
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_chain_fuses_where_its_lse_is_read_after_it_alone(early: bool) -> None:
+    """Before o there is no Attention yet that could give it."""
+
+    def attend(q: Value, k: Value, v: Value) -> tuple[Value, Value]:
+        p, lse = builder.scores(q, k).softmax()
+        if early:
+            (twice,) = q.builder.emit(Doubled(), lse)
+            return p.weigh(v), twice
+        o = p.weigh(v)
+        return o, q.builder.emit(Doubled(), lse)[0]
+
+    x = TensorSpec((1, 2, 5, 4), torch.float32)
+    graph = builder.graph(attend, q=x, k=x, v=x)
+    simple = simplify(graph)
+    assert any(isinstance(eqn.op, Attention) for eqn in simple.eqns) is not early
+    tensors = tensors_for(graph, 1)
+    for a, b in zip(evaluate(graph, tensors), evaluate(simple, tensors), strict=True):
+        torch.testing.assert_close(a, b)
