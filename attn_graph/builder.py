@@ -93,8 +93,12 @@ class Value:
 @final
 @define(eq=False)
 class Builder:
-    """The one mutable thing: the list of equations so far, and the problems with them."""
+    """The one mutable thing: the list of equations so far, and the problems with them.
 
+    trusts: what is emitted comes from a graph that was checked, as passes know, and is not again.
+    """
+
+    trusts: bool = False
     inputs: list[Input] = field(factory=list)
     eqns: list[Eqn] = field(factory=list)
     types: list[ValueType] = field(factory=list)
@@ -130,15 +134,20 @@ class Builder:
     def emit(self, op: Op, *operands: Value) -> tuple[Value, ...]:
         """The results of one more equation. Raises GraphError where they can't even have a type."""
         types = [self.types[self.own(value).index] for value in operands]
-        misfits = rank_problems(op, types)
-        self.problem(*(misfits or op.problems(*types)))
-        if rank_problems(op, types[: op.reads], partial=True) or len(types) < op.reads:
-            self.check()
+        if not self.trusts:
+            self.examine(op, types)
         outs = op.infer(*types)
         first = len(self.types)
         self.eqns.append(Eqn(op, tuple(value.index for value in operands), outs))
         self.types.extend(outs)
         return tuple(Value(self, first + i) for i in range(len(outs)))
+
+    def examine(self, op: Op, types: Sequence[ValueType]) -> None:
+        """Remember what is wrong with an equation; raise where its results can have no types."""
+        misfits = rank_problems(op, types)
+        self.problem(*(misfits or op.problems(*types)))
+        if rank_problems(op, types[: op.reads], partial=True) or len(types) < op.reads:
+            self.check()
 
     def own(self, value: Value) -> Value:
         if not isinstance(value, Value) or value.builder is not self:

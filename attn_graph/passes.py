@@ -153,7 +153,7 @@ ORDER = (ops.Scores, Modifier, ops.Mask, ops.Softmax, ops.Dropout)
 
 def emit_chains(graph: Graph, chains: dict[int, Chain]) -> Graph:
     """The graph with each chain's results, o and lse, computed by its Attention."""
-    b = Builder()
+    b = Builder(trusts=True)
     values = {n: b.input(i.name, i.spec) for n, i in enumerate(graph.inputs)}
     live = still_read(graph, chains)
     for eqn, outs in graph.numbered():
@@ -179,7 +179,7 @@ def still_read(graph: Graph, chains: dict[int, Chain]) -> set[int]:
 def narrow(graph: Graph) -> Graph:
     """Attention gradients compute only what is read of them."""
     users = count_users(graph)
-    b = Builder()
+    b = Builder(trusts=True)
     values = {n: b.input(i.name, i.spec) for n, i in enumerate(graph.inputs)}
     for eqn, outs in graph.numbered():
         op = eqn.op
