@@ -13,7 +13,6 @@ from attrs import field, frozen
 from attn_graph.backend import Backend, Executable, Options
 from attn_graph.ir import Graph
 from attn_graph.lowering.problem import Problem, sole
-from attn_graph.lowering.symbols import Untraceable
 from attn_graph.memory import shown
 from attn_graph.spec import NAMES
 from attn_graph.target import Target
@@ -68,6 +67,8 @@ def size_reasons(problem: Problem) -> Iterator[str]:
 
 
 def plan_reasons(problem: Problem, target: Target, options: Options) -> Iterator[str]:
+    from attn_graph.lowering.symbols import Untraceable
+
     try:
         plan = planned(problem, target)
     except Untraceable as error:
