@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import final
 
 import torch
 from attrs import field, frozen
 
 from attn_graph.ir import Graph
+from attn_graph.memory import shown
 from attn_graph.target import Target
 from attn_graph.workspace import Workspace, default_workspace
 
@@ -23,6 +24,15 @@ class Options:
     deterministic: bool = False
     max_workspace: int | None = None
     workspace: Workspace = field(factory=default_workspace)
+
+    def over_workspace(self, need: int) -> Iterator[str]:
+        """The reason against a lowering that needs so many bytes, if they are too many."""
+        most = self.max_workspace
+        if most is not None and need > most:
+            yield (
+                f"needs a workspace of {need} bytes ({shown(need)}), "
+                f"max_workspace is {most} bytes ({shown(most)})"
+            )
 
 
 @final

@@ -16,6 +16,7 @@ from attn_graph.kernels.masks import (
     key_tiles,
     placed,
     query_tiles,
+    rounded,
     rows_of,
     scored,
 )
@@ -91,7 +92,7 @@ def collect_places(
     j = (column * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
     out = head(out_ptr, out_strides, tl.cast(b_first, tl.int32), tl.cast(h_first, tl.int32))
     at = out + i.to(tl.int64) * out_strides[2] + j.to(tl.int64) * out_strides[3]
-    tl.store(at, total, mask=(i < M) & (j < N))
+    tl.store(at, rounded(total, out_ptr.dtype.element_ty, UPCAST), mask=(i < M) & (j < N))
 
 
 @triton.jit

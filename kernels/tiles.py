@@ -25,6 +25,10 @@ class Tiling:
     stages: int
     apart: bool = False
 
+    @property
+    def options(self) -> tuple[int, int]:
+        return self.warps, self.stages
+
 
 def tiling(sm: int, itemsize: int, width: int, pass_: Pass, modified: bool) -> Tiling:
     """The tiling for a GPU; sm 0 is Triton's interpreter, which is the slower the more tiles.
@@ -43,6 +47,8 @@ def padded(size: int) -> int:
 
 
 INTERPRETED = Tiling(32, 32, 4, 1)
+DELTA = Tiling(64, 0, 4, 1)  # reads rows once, and no keys
+LISTS = Tiling(0, 0, 4, 1)  # the kernels that make lists, of whatever tiles
 
 # (compute capability, bytes of an element, pass): width: tiles without and with modifiers. Each is
 # the largest of those tried that spills nothing, in any variant of docs/kernels.md; under Triton

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from attn_graph.backend import Backend, Executable, Options
 from attn_graph.ir import Graph
-from attn_graph.lowering.problem import sole
+from attn_graph.lowering.problem import other_equations, sole
 from attn_graph.target import Target
 
 FRONTEND = "nvidia-cudnn-frontend"
@@ -25,8 +25,7 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[str]:
         yield "needs cuDNN, which is not installed; PyTorch's builds for CUDA bring it"
     problem = sole(graph)
     if problem is None:
-        ops = ", ".join(type(eqn.op).__name__ for eqn in graph.eqns)
-        yield f"takes one attention, and the graph has {len(graph.eqns)} equations: {ops}"
+        yield other_equations(graph)
     elif target.kind == "cuda":
         from attn_graph.lowering.cudnn_limits import reasons  # a large table; CPUs never ask it
 

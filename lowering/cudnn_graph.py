@@ -1,9 +1,9 @@
-"""An attention as a cuDNN graph: first as data, for every machine to read, then as cuDNN's own."""
+"""An attention as a call of cuDNN's frontend, as data: for every machine to read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, final
+from collections.abc import Iterator, Sequence
+from typing import final
 
 import torch
 from attrs import frozen
@@ -13,14 +13,6 @@ from attn_graph.lowering.problem import Problem
 from attn_graph.modifiers import Alibi, Bias
 from attn_graph.spec import NAMES, TensorSpec, dense_strides, memory_order
 
-CUDNN_DTYPES = {
-    torch.float16: "HALF",
-    torch.bfloat16: "BFLOAT16",
-    torch.float32: "FLOAT",
-    torch.float64: "DOUBLE",
-    torch.int32: "INT32",
-}
-ALIGNMENTS = {"top_left": "TOP_LEFT", "bottom_right": "BOTTOM_RIGHT"}
 Option = float | bool | str | None
 
 
@@ -65,10 +57,6 @@ class Call:
         told = [*map(str, self.inputs), *(f"{k}={v!r}" for k, v in self.options)]
         lines = "".join(f"  {line},\n" for line in told)
         return f"{self.name}(\n{lines}) -> {', '.join(map(str, self.outputs))}"
-
-
-# What each pass gives back, in order; further outputs are passed as arguments.
-RESULTS = {"sdpa": ("o", "stats"), "sdpa_backward": ("dQ", "dK", "dV")}
 
 
 def described(problem: Problem, *, padded: bool = False, deterministic: bool = False) -> Call:
@@ -182,55 +170,3 @@ def slot(argument: str, source: str, spec: TensorSpec) -> Slot:
     if spec.shape[-1] == 1:
         strides[-1] = 1
     return Slot(argument, source, spec.shape, tuple(strides), spec.dtype)
-
-
-def built(call: Call, dtype: torch.dtype, **machine: Any) -> Any:  # Any: cuDNN's graph
-    """The frontend's graph of a call, not yet validated.
-
-    machine: what `cudnn.pygraph` is told of where it will run: `handle`, or `sm_version` and
-    `device_property` where there is no device.
-    """
-    import cudnn
-
-    float32 = cudnn.data_type.FLOAT
-    graph = cudnn.pygraph(
-        io_data_type=getattr(cudnn.data_type, CUDNN_DTYPES[dtype]),
-        intermediate_data_type=float32,
-        compute_data_type=float32,
-        **machine,
-    )
-    uids = {x.argument: n for n, x in enumerate(call.slots, start=1)}
-    tensors = {x.argument: declared(graph, x, uids[x.argument]) for x in call.inputs}
-    more = [x for x in call.outputs if x.argument not in RESULTS[call.name]]
-    extra = {x.argument: declared(graph, x, uids[x.argument]) for x in more}
-    found = getattr(graph, call.name)(**tensors, **extra, **arguments(call.options))
-    results = dict(zip(RESULTS[call.name], found, strict=True)) | extra
-    for x in call.outputs:
-        shaped(results[x.argument], x, uids[x.argument])
-    return graph
-
-
-def declared(graph: Any, x: Slot, uid: int) -> Any:  # Any: cuDNN's
-    import cudnn
-
-    dtype = getattr(cudnn.data_type, CUDNN_DTYPES[x.dtype])
-    return graph.tensor(dim=[*x.shape], stride=[*x.strides], data_type=dtype, uid=uid)
-
-
-def shaped(result: Any, x: Slot, uid: int) -> None:  # Any: cuDNN's
-    """Say how a result is to lie."""
-    import cudnn
-
-    dtype = getattr(cudnn.data_type, CUDNN_DTYPES[x.dtype])
-    result.set_output(True).set_dim([*x.shape]).set_stride([*x.strides])
-    result.set_data_type(dtype).set_uid(uid)
-
-
-def arguments(options: Sequence[tuple[str, Option]]) -> Mapping[str, Any]:  # Any: cuDNN's enums
-    """The options as the frontend takes them; what is not said is left out."""
-    import cudnn
-
-    found: dict[str, Any] = {k: v for k, v in options if v is not None and v is not False}
-    if isinstance(align := found.get("diagonal_alignment"), str):
-        found["diagonal_alignment"] = getattr(cudnn.diagonal_alignment, ALIGNMENTS[align])
-    return found

@@ -86,9 +86,15 @@ class Driver:
 
 @contextmanager
 def driven(sm: int) -> Iterator[None]:
-    """Within this block Triton compiles for `sm`, whatever is in the machine."""
+    """Within this block Triton compiles for `sm`, whatever is in the machine.
+
+    For a GPU of another kind than the machine's, other threads must not launch kernels meanwhile.
+    """
     from triton.runtime import driver
 
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() == divmod(sm, 10):
+        yield
+        return
     before = driver._active
     stand_in: Any = Driver(sm)  # Any: Triton asks for its own base class, and for no more than this
     driver.set_active(stand_in)

@@ -99,6 +99,12 @@ def sole(graph: Graph) -> Problem | None:
     return found[0] if len(found) == len(graph.eqns) == 1 else None
 
 
+def other_equations(graph: Graph) -> str:
+    """Why a backend of single attentions refuses a graph for which `sole` finds none."""
+    ops = ", ".join(type(eqn.op).__name__ for eqn in graph.eqns)
+    return f"takes one attention, and the graph has {len(graph.eqns)} equations: {ops}"
+
+
 def flash_order(q: TensorSpec) -> tuple[int, ...]:
     """How PyTorch's fused CPU kernel lays out o: in q's memory order if q is dense, else bshd."""
     order = memory_order(q)

@@ -18,7 +18,6 @@ from attn_graph.ir import Eqn, Graph, Op
 from attn_graph.lowering.fused_tiles import FusedTiles
 from attn_graph.lowering.problem import Problem, operand_specs
 from attn_graph.lowering.product_tiles import ProductTiles
-from attn_graph.memory import shown
 from attn_graph.spec import TensorSpec
 from attn_graph.target import Target
 from attn_graph.workspace import Scratch, Workspace
@@ -33,9 +32,7 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[str]:
     need = max(
         (Scratch(tuple(t.buffers().values())).bytes for t in planned(graph, target)), default=0
     )
-    if options.max_workspace is not None and need > options.max_workspace:
-        most = f"{options.max_workspace} bytes ({shown(options.max_workspace)})"
-        yield f"needs a workspace of {need} bytes ({shown(need)}), max_workspace is {most}"
+    yield from options.over_workspace(need)
 
 
 def planned(graph: Graph, target: Target) -> list[Tiles]:

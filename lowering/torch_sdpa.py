@@ -10,7 +10,7 @@ from attn_graph.backend import Backend, Executable, Options
 from attn_graph.fused import Attention, AttentionGrad
 from attn_graph.ir import Graph
 from attn_graph.kernels.fused_cpu import INF, flash, flash_backward
-from attn_graph.lowering.problem import Problem, flash_order, readable, sole
+from attn_graph.lowering.problem import Problem, flash_order, other_equations, readable, sole
 from attn_graph.masks import Band
 from attn_graph.modifiers import Bias
 from attn_graph.spec import NAMES, TensorSpec, memory_order
@@ -24,8 +24,7 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[str]:
         yield f"runs PyTorch's CPU kernel, and the target is {target}"
     problem = sole(graph)
     if problem is None:
-        ops = ", ".join(type(eqn.op).__name__ for eqn in graph.eqns)
-        yield f"takes one attention, and the graph has {len(graph.eqns)} equations: {ops}"
+        yield other_equations(graph)
         return
     yield from node_reasons(problem.node)
     yield from size_reasons(problem)

@@ -12,9 +12,8 @@ from attrs import field, frozen
 
 from attn_graph.backend import Backend, Executable, Options
 from attn_graph.ir import Graph
-from attn_graph.lowering.problem import Problem, sole
-from attn_graph.memory import shown
-from attn_graph.spec import NAMES
+from attn_graph.lowering.problem import Problem, other_equations, sole
+from attn_graph.spec import NAMES, TensorSpec
 from attn_graph.target import Target
 
 if TYPE_CHECKING:  # and imported where they are used: machines without a GPU never ask for them
@@ -24,6 +23,7 @@ if TYPE_CHECKING:  # and imported where they are used: machines without a GPU ne
 
 LEAST_SM = 80
 WIDEST = 256
+POSITIONS = 2**30  # beyond all of them lies FAR of kernels/masks.py
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 INF = float("inf")
 Named = dict[str, Any]  # tensors by the names that launches give them
@@ -33,8 +33,7 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[str]:
     found = [*target_reasons(target)]
     problem = sole(graph)
     if problem is None:
-        ops = ", ".join(type(eqn.op).__name__ for eqn in graph.eqns)
-        found.append(f"takes one attention, and the graph has {len(graph.eqns)} equations: {ops}")
+        found.append(other_equations(graph))
     else:
         found += size_reasons(problem)
     yield from found
@@ -62,8 +61,8 @@ def size_reasons(problem: Problem) -> Iterator[str]:
     if problem.is_empty:
         sizes = f"B = {problem.B}, H = {problem.H}, M = {problem.M}, N = {problem.N}"
         yield f"needs sizes of at least 1, and {sizes}"
-    if max(problem.M, problem.N) >= 2**30:
-        yield f"counts positions up to 2^30, and M = {problem.M}, N = {problem.N}"
+    if max(problem.M, problem.N) >= POSITIONS:
+        yield f"counts positions below {POSITIONS}, and M = {problem.M}, N = {problem.N}"
 
 
 def plan_reasons(problem: Problem, target: Target, options: Options) -> Iterator[str]:
@@ -75,12 +74,7 @@ def plan_reasons(problem: Problem, target: Target, options: Options) -> Iterator
         yield f"has to trace the mask and the modifiers into a kernel, and could not: {error}"
         return
     yield from plan.reasons()
-    if options.max_workspace is not None and plan.scratch.bytes > options.max_workspace:
-        need, most = plan.scratch.bytes, options.max_workspace
-        yield (
-            f"needs a workspace of {need} bytes ({shown(need)}), "
-            f"max_workspace is {most} bytes ({shown(most)})"
-        )
+    yield from options.over_workspace(plan.scratch.bytes)
 
 
 @lru_cache(maxsize=256)
@@ -138,8 +132,16 @@ def notes(flash: Flash) -> Iterator[str]:
     for name, spec in flash.specs().items():
         if len(spec.shape) < 4:
             continue
-        if not spec.unit_last or any(s * spec.dtype.itemsize % 16 for s in spec.strides[:-1]):
-            yield f"{name} {spec} is read element by element: its rows do not lie on 16 bytes"
+        if not copies_ahead(spec):
+            yield f"{name} {spec} is read without copies ahead: rows don't begin on 16 bytes"
+
+
+def copies_ahead(spec: TensorSpec) -> bool:
+    """Whether tiles are copied asynchronously: elements lie together along the rows or across
+    them, and all else begins on 16 bytes. Read off machine code, by tests/test_kernels.py."""
+    _, _, row, last = spec.strides
+    others = [s for s in spec.strides if s != 1]
+    return 1 in (row, last) and all(s * spec.dtype.itemsize % 16 == 0 for s in others)
 
 
 @final
@@ -183,7 +185,7 @@ class Call:
         }
         named: Named = {f"grad{n}": x for n, x in found.items()} | {
             "o": o,
-            "lse": lse.contiguous(),
+            "lse": lse.contiguous(),  # our own is; another backend may have saved it otherwise
             "do": do,
             "dlse": dlse,
         }

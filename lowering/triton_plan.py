@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from attrs import field, frozen
 
-from attn_graph.kernels.tiles import Pass, Tiling, padded, tiling
+from attn_graph.kernels.tiles import DELTA, LISTS, Pass, Tiling, padded, tiling
 from attn_graph.lowering.device_code import LONG, Collected, DeviceCode, Tracer, read
 from attn_graph.lowering.launches import Launch, check_interpreter
 from attn_graph.lowering.problem import Problem
@@ -32,7 +32,7 @@ GRADIENTS = {"dq": "grad0", "dk": "grad1", "dv": "grad2"}  # by number of the op
 class Flash:
     """Launches in order, by what name they read which tensor, and scratch buffers by name.
 
-    tables: lists of tiles that were made when planning. partial: sums that are left to do.
+    tables: lists of tiles that were made when planning, by name too.
     """
 
     problem: Problem
@@ -109,11 +109,7 @@ class Flash:
             f"{name}_ptr": GRADIENTS.get(name, name) for name in names if name in there
         }
         absent: Fixed = {f"{name}_ptr": None for name in names if name not in there}
-        return (
-            (pointers | {"data": self.data()}, absent)
-            if self.data()
-            else (pointers, absent | {"data": None})
-        )
+        return pointers, absent
 
     def data(self) -> tuple[str, ...]:
         """Names of all that modifiers and the mask read, in the order of the operands."""
@@ -165,7 +161,9 @@ class Flash:
         }
         pointers: Pointers = {"lists_ptr": name, "data": tuple(n for pair in pairs for n in pair)}
         texts = {"CLASSIFY": ranged.source}
-        self.launches.append(Launch("list_tiles", prod(shape[:3]), pointers, fixed, texts, 4, 1))
+        self.launches.append(
+            Launch("list_tiles", prod(shape[:3]), pointers, fixed, texts, *LISTS.options)
+        )
         return shape
 
     def reduced(
@@ -190,7 +188,7 @@ class Flash:
             "BLOCK_J": BJ,
         }
         pointers = {"x_ptr": name, "least_ptr": names[0], "most_ptr": names[1]}
-        self.launches.append(Launch("extremes", count, pointers, fixed, {}, 4, 1))
+        self.launches.append(Launch("extremes", count, pointers, fixed, {}, *LISTS.options))
         return names
 
     # The passes
@@ -208,8 +206,7 @@ class Flash:
             found["data"] = self.data()
         else:
             fixed["data"] = None
-        options = tiling.warps, tiling.stages
-        self.launches.append(Launch(kernel, lines, found, fixed, texts, *options))
+        self.launches.append(Launch(kernel, lines, found, fixed, texts, *tiling.options))
 
     def forward(self) -> None:
         p, tile = self.problem, self.tiling("forward")
@@ -240,9 +237,8 @@ class Flash:
             self.collect(n, collected)
 
     def delta(self) -> None:
-        p, rows = self.problem, 64
+        p, rows = self.problem, DELTA.block_m
         pointers, absent = self.operands("o", "do", "dlse", "delta")
-        pointers.pop("data", absent.pop("data", None))
         fixed = absent | {
             **self.strides("do", "dlse"),
             "H": p.H,
@@ -254,7 +250,7 @@ class Flash:
         }
         lines = blocks(p.M, rows) * p.H * p.B
         self.launches.append(
-            Launch("delta", lines, pointers | {"o_strides": "o.strides"}, fixed, {}, 4, 1)
+            Launch("delta", lines, pointers | {"o_strides": "o.strides"}, fixed, {}, *DELTA.options)
         )
 
     def query_gradient(self) -> None:
