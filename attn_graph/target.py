@@ -8,8 +8,9 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Literal, final
 
 import torch
-from attrs import evolve, frozen
+from attrs import frozen
 
+from attn_graph.devices import devices
 from attn_graph.errors import GraphError
 
 LIBRARIES = (
@@ -46,13 +47,15 @@ class Target:
 
     @classmethod
     def of(cls, name: str) -> Target:
-        """A machine by name, one of `KNOWN`, with the libraries that are installed here.
+        """A machine by name, `cpu` or one of devices.toml, with the libraries that are installed here.
 
         Raises GraphError for an unknown name.
         """
-        if name not in KNOWN:
-            raise GraphError(f"target {name!r} is not known; known are {', '.join(KNOWN)}")
-        return cpu() if name == "cpu" else evolve(KNOWN[name], libraries=installed())
+        if name == "cpu":
+            return cpu()
+        if name not in devices():
+            raise GraphError(f"target {name!r} is not known; known are cpu, {', '.join(devices())}")
+        return cls(name, "cuda", devices()[name].sm, (), installed())
 
     @property
     def device(self) -> torch.device:
@@ -61,17 +64,6 @@ class Target:
     def __str__(self) -> str:
         told = f"{self.kind} sm_{self.sm}" if self.sm else self.kind
         return self.name if self.name == told else f"{self.name} ({told})"
-
-
-# Compute capability: NVIDIA, "CUDA GPU Compute Capability".
-KNOWN = {
-    "cpu": Target("cpu", "cpu"),
-    "a100": Target("a100", "cuda", 80),
-    "l40s": Target("l40s", "cuda", 89),
-    "h100": Target("h100", "cuda", 90),
-    "h200": Target("h200", "cuda", 90),
-    "b200": Target("b200", "cuda", 100),
-}
 
 
 @cache

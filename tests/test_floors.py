@@ -21,6 +21,7 @@ FLOORS = (  # top first; a name, or `package.*` for the package and all its modu
     ("attn_graph.masks", "attn_graph.canonical"),
     ("attn_graph.workspace", "attn_graph.target", "attn_graph.memory", "attn_graph.cache"),
     (
+        "attn_graph.devices",
         "attn_graph.ir",
         "attn_graph.spec",
         "attn_graph.errors",

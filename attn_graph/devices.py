@@ -1,0 +1,35 @@
+"""GPUs that one can plan for without having them, from the table in devices.toml."""
+
+from __future__ import annotations
+
+import tomllib
+from functools import cache
+from importlib.resources import files
+from typing import final
+
+from attrs import frozen
+
+
+@final
+@frozen
+class Device:
+    """What a GPU is, as far as planning asks. Fields as told at the top of devices.toml."""
+
+    product: str
+    sm: int
+    multiprocessors: int
+    shared_memory: int
+    programs_per_sm: int
+    threads_per_sm: int
+    memory: int
+    clock_khz: int
+    memory_clock_khz: int
+    bus_bits: int
+    l2: int
+
+
+@cache
+def devices() -> dict[str, Device]:
+    """All of the table, by the name that `Target.of` takes."""
+    text = files("attn_graph").joinpath("devices.toml").read_text()
+    return {name: Device(**fields) for name, fields in tomllib.loads(text).items()}
