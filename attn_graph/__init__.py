@@ -6,7 +6,7 @@ of v; i a query's position, j a key's. Tensors by role: q k v o lse, scores s, w
 gradients dq dk dv do ds dp. Shapes are logical, [B,H,M,D]; memory order is the strides' business.
 """
 
-from attn_graph.backend import Backend, Executable, Options
+from attn_graph.backend import Backend, Executable, Options, RefusedError
 from attn_graph.builder import Value, attention, graph, scores
 from attn_graph.cache import CacheInfo
 from attn_graph.compiler import cache_info, clear_cache, compile, prefer
@@ -29,6 +29,7 @@ from attn_graph.plan import Plan
 from attn_graph.planner import BACKENDS
 from attn_graph.reference import evaluate
 from attn_graph.spec import TensorSpec
+from attn_graph.store import Store, default_store
 from attn_graph.target import Target
 from attn_graph.text import parse
 from attn_graph.vjp import vjp
@@ -58,7 +59,9 @@ __all__ = [
     "PlanTargetError",
     "Prefix",
     "QueryLengths",
+    "RefusedError",
     "SameSegment",
+    "Store",
     "Target",
     "TensorSpec",
     "Value",
@@ -68,6 +71,7 @@ __all__ = [
     "cache_info",
     "clear_cache",
     "compile",
+    "default_store",
     "default_workspace",
     "evaluate",
     "graph",

@@ -10,10 +10,18 @@ from attrs import field, frozen
 
 from attn_graph.ir import Graph
 from attn_graph.memory import shown
+from attn_graph.store import Store
 from attn_graph.target import Target
 from attn_graph.workspace import Workspace, default_workspace
 
 Tensors = Sequence[torch.Tensor]
+
+
+class RefusedError(Exception):
+    """Raised by a backend's `lower` where only trying tells: the planner then asks the next one.
+
+    Its arguments are reasons, as `why_not` yields them.
+    """
 
 
 @final
@@ -24,6 +32,7 @@ class Options:
     deterministic: bool = False
     max_workspace: int | None = None
     workspace: Workspace = field(factory=default_workspace)
+    store: Store | None = None
 
     def over_workspace(self, need: int) -> Iterator[str]:
         """The reason against a lowering that needs so many bytes, if they are too many."""
@@ -63,8 +72,8 @@ class Backend:
     """One way to run graphs: two functions and the name they answer to.
 
     why_not: every reason against a graph on a target, each a clause that completes "no, because
-    it"; none means it takes the graph. lower: makes it run; called only where there is no reason.
-    Both see the graph after all passes.
+    it"; none means it takes the graph. lower: makes it run; called only where there is no reason,
+    and raises RefusedError for one that shows only then. Both see the graph after all passes.
     """
 
     name: str

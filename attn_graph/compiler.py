@@ -14,8 +14,9 @@ from attn_graph.ir import Graph
 from attn_graph.memory import in_bytes
 from attn_graph.passes import simplify
 from attn_graph.plan import Plan
-from attn_graph.planner import choose, named
+from attn_graph.planner import lowered, named
 from attn_graph.spec import TensorSpec
+from attn_graph.store import Store, default_store
 from attn_graph.target import Target
 from attn_graph.torch_ops import differentiable
 from attn_graph.vjp import backward, result_spec, wanted_inputs
@@ -38,6 +39,7 @@ def compile(
     deterministic: bool = False,
     max_workspace: int | str | None = None,
     workspace: Workspace | None = None,
+    store: Store | bool = True,
 ) -> Plan:
     """The plan that runs `graph` on `target`, by default on this machine.
 
@@ -45,12 +47,13 @@ def compile(
     deterministic: bitwise the same results on the same machine, every run, both passes.
     max_workspace: bytes, or text such as "1GiB", that neither pass may exceed in the workspace.
     workspace: the memory to run in, by default the one that all plans share.
+    store: whether what takes long to build is kept on disk, and taken from there; or where.
 
     Equal graphs give the same plan. Planning reads nothing but these arguments and the target.
     Raises NoBackendError, with every backend's reasons, where none takes the graph.
     """
     among = preferred.get() if backends is None else tuple(backends)
-    asked = (graph, target, among, deterministic, max_workspace, workspace)
+    asked = (graph, target, among, deterministic, max_workspace, workspace, store)
     plan = calls.get(asked)
     if plan is None:
         if not isinstance(graph, Graph):
@@ -65,7 +68,8 @@ def compile(
             else target
         )
         most = None if max_workspace is None else in_bytes(max_workspace)
-        options = Options(deterministic, most, workspace or default_workspace())
+        kept = default_store() if store is True else store or None
+        options = Options(deterministic, most, workspace or default_workspace(), kept)
         plan = planned(simplify(graph), place, options, among)
         calls.put(asked, plan)
     return plan
@@ -79,7 +83,7 @@ def planned(graph: Graph, target: Target, options: Options, among: Backends | No
 
 
 def build(graph: Graph, target: Target, options: Options, among: Backends | None) -> Plan:
-    choice = choose(graph, target, options, None if among is None else named(among))
+    choice, executable = lowered(graph, target, options, None if among is None else named(among))
 
     def gradient(
         wants: Sequence[int] | None = None, cotangents: Sequence[TensorSpec | None] | None = None
@@ -97,7 +101,7 @@ def build(graph: Graph, target: Target, options: Options, among: Backends | None
         choice.cause,
         choice.refusals,
         choice.also,
-        choice.backend.lower(graph, target, options),
+        executable,
         differentiable,
         gradient,
         target.kind == "cpu" or target == Target.here(),

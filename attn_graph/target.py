@@ -19,6 +19,8 @@ LIBRARIES = (
     "nvidia-cudnn-frontend",
     "nvidia-cudnn-cu13",
     "nvidia-cudnn-cu12",
+    "nvidia-cudnn-jit-cu13",
+    "nvidia-cudnn-jit-cu12",
 )
 
 
@@ -47,7 +49,7 @@ class Target:
 
     @classmethod
     def of(cls, name: str) -> Target:
-        """A machine by name, `cpu` or one of devices.toml, with the libraries that are installed here.
+        """A machine by name, `cpu` or one of devices.toml, with the libraries installed here.
 
         Raises GraphError for an unknown name.
         """

@@ -19,7 +19,13 @@ FLOORS = (  # top first; a name, or `package.*` for the package and all its modu
     ("attn_graph.builder", "attn_graph.replay"),
     ("attn_graph.ops", "attn_graph.modifiers", "attn_graph.fused"),
     ("attn_graph.masks", "attn_graph.canonical"),
-    ("attn_graph.workspace", "attn_graph.target", "attn_graph.memory", "attn_graph.cache"),
+    (
+        "attn_graph.workspace",
+        "attn_graph.target",
+        "attn_graph.memory",
+        "attn_graph.cache",
+        "attn_graph.store",
+    ),
     (
         "attn_graph.devices",
         "attn_graph.ir",

@@ -1,0 +1,199 @@
+"""cuDNN's plans at work: a handle for each thread and device, tensors by number, the workspace."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, final
+
+import torch
+from attrs import field, frozen
+
+from attn_graph.errors import PlanMismatchError
+from attn_graph.ir import Graph
+from attn_graph.lowering.cudnn_graph import Call, Slot
+from attn_graph.lowering.problem import Problem
+from attn_graph.workspace import Buffer, Scratch, Workspace
+
+Pack = Mapping[int, torch.Tensor]
+ALIGNED = 16  # bytes, by which cuDNN's plans take every address to be a multiple
+LENGTHS = ("q_lengths", "kv_lengths")
+OURS = {"lse": slice(0, 3), "dsinks": slice(1, 2)}  # axes that cuDNN's results have more than ours
+
+
+class Handles(threading.local):
+    """Each thread's handles, by device: cuDNN's are not for sharing."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, Any] = {}
+
+
+HANDLES = Handles()
+
+
+def handle(device: torch.device) -> Any:  # Any: cuDNN's
+    """The calling thread's handle on a device, which works on the current stream."""
+    import cudnn
+
+    found = HANDLES.held.get(device.index)
+    if found is None:
+        with torch.cuda.device(device):
+            found = HANDLES.held[device.index] = cudnn.create_handle()
+    cudnn.set_stream(handle=found, stream=torch.cuda.current_stream(device).cuda_stream)
+    return found
+
+
+@final
+@frozen(eq=False)
+class Engine:
+    """A plan of cuDNN's on the devices where it was called so far."""
+
+    plan: bytes
+    loaded: dict[int, Any] = field(factory=dict)
+
+    def __call__(self, pack: Pack, workspace: torch.Tensor | None, device: torch.device) -> None:
+        elsewhere = torch.cuda.current_device() != device.index
+        with torch.cuda.device(device) if elsewhere else nullcontext():
+            its = handle(device)
+            graph = self.loaded.get(device.index) or self.load(device.index, its)
+            graph.execute(pack, workspace, handle=its)
+
+    def load(self, index: int, its: Any) -> Any:  # Any: cuDNN's handle and graph
+        import cudnn
+
+        graph = cudnn.pygraph(handle=its)
+        graph.deserialize(its, list(self.plan))
+        return self.loaded.setdefault(index, graph)
+
+
+@final
+@frozen(eq=False)
+class Run:
+    """What runs a graph: the call's tensors, from ours and new ones, given to cuDNN.
+
+    args: which input of the graph each operand is, by name.
+    """
+
+    call: Call
+    problem: Problem
+    graph: Graph
+    workspace: Workspace
+    scratch: Scratch
+    execute: Callable[[Pack, torch.Tensor | None, torch.device], None]
+    args: Mapping[str, int]
+    sizes: dict[tuple[str, torch.device], torch.Tensor] = field(factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        call: Call,
+        problem: Problem,
+        graph: Graph,
+        workspace: Workspace,
+        need: int,
+        execute: Callable[[Pack, torch.Tensor | None, torch.device], None],
+    ) -> Run:
+        """need: bytes of workspace."""
+        scratch = Scratch((Buffer((need,), torch.uint8),) if need else ())
+        args = dict(zip(names(problem), graph.eqns[0].args, strict=True))
+        return cls(call, problem, graph, workspace, scratch, execute, args)
+
+    @property
+    def temporary(self) -> int:
+        """Bytes of gradients that cuDNN computes and nobody asked for, and of copied lengths."""
+        grad = self.problem.grad
+        wanted = ("o", "lse") if grad is None else grad.names
+        unasked = sum(x.bytes for x in self.call.outputs if x.source not in wanted)
+        return unasked + sum(x.bytes for x in self.call.inputs if x.source in self.copied)
+
+    @property
+    def copied(self) -> list[str]:
+        """Lengths that cuDNN can't read as they are."""
+        types = self.graph.inputs
+        specs = {name: types[i].spec for name, i in self.args.items() if name in LENGTHS}
+        return [n for n, x in specs.items() if x.dtype != torch.int32 or x.strides[0] > 1]
+
+    @property
+    def notes(self) -> list[str]:
+        """For `explain`."""
+        return [f"{name} is copied to a dense i32 at each call" for name in self.copied]
+
+    def forward(
+        self, *tensors: torch.Tensor
+    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        both, base = tuple(self.run(tensors).values()), len(self.graph.inputs)
+        return [both[i - base] for i in self.graph.outputs], both
+
+    def backward(
+        self, *tensors: torch.Tensor
+    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        assert self.problem.grad is not None
+        found = self.run(tensors)
+        return [found[name] for name in self.problem.grad.names], ()
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The call's results, by our names."""
+        device = tensors[0].device
+        given = [self.operand(x, tensors, device) for x in self.call.inputs]
+        if any(t.data_ptr() % ALIGNED for t in given):
+            raise PlanMismatchError(*misaligned(self.call.inputs, given))
+        made = {x.source: new(x, device) for x in self.call.outputs}
+        pack = dict(enumerate((*given, *made.values()), start=1))
+        with self.workspace.lease(self.scratch, device) as views:
+            self.execute(pack, views[0] if views else None, device)
+        return made
+
+    def operand(
+        self, x: Slot, tensors: Sequence[torch.Tensor], device: torch.device
+    ) -> torch.Tensor:
+        if x.source in self.args:
+            found = tensors[self.args[x.source]]
+            return readable(found) if x.source in LENGTHS else found
+        size = self.sizes.get((x.source, device))
+        return self.full(x, device) if size is None else size
+
+    def full(self, x: Slot, device: torch.device) -> torch.Tensor:
+        """Lengths [B] where none are given: M or N, made once on each device."""
+        size = self.problem.M if x.source == "M" else self.problem.N
+        shape = x.shape[:1]
+        made = torch.full(shape, size, dtype=torch.int32, device=device)
+        return self.sizes.setdefault((x.source, device), made)
+
+
+def names(problem: Problem) -> tuple[str, ...]:
+    """The operands of an attention or of its gradient, in order."""
+    own, grad = problem.node.roles, problem.grad
+    if grad is None:
+        return own
+    return (*own, "o", "lse", *["do"] * grad.with_do, *["dlse"] * grad.with_dlse)
+
+
+def new(x: Slot, device: torch.device) -> torch.Tensor:
+    """An uninitialised result; zeros for dsinks, since cuDNN may add to what it finds."""
+    axes = OURS.get(x.source, slice(None))
+    made = torch.empty_strided(x.shape[axes], x.strides[axes], dtype=x.dtype, device=device)
+    return made.zero_() if x.source == "dsinks" else made
+
+
+def readable(lengths: torch.Tensor) -> torch.Tensor:
+    """Lengths [B] as cuDNN reads them: int32, side by side, aligned. A copy where they are not."""
+    if (
+        lengths.dtype == torch.int32
+        and lengths.is_contiguous()
+        and not lengths.data_ptr() % ALIGNED
+    ):
+        return lengths
+    return torch.empty_like(
+        lengths, dtype=torch.int32, memory_format=torch.contiguous_format
+    ).copy_(lengths)
+
+
+def misaligned(slots: Sequence[Slot], tensors: Sequence[torch.Tensor]) -> list[str]:
+    return [
+        f"{x.source}: expected an address that is a multiple of {ALIGNED} bytes, as cuDNN's plans "
+        f"take it to be, got one {t.data_ptr() % ALIGNED} bytes past; clone() it, or compile with "
+        "other backends="
+        for x, t in zip(slots, tensors, strict=True)
+        if t.data_ptr() % ALIGNED
+    ]
