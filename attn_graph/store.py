@@ -79,7 +79,7 @@ class Store:
             with suppress(FileNotFoundError):  # another process has just trimmed it
                 yield path, path.stat()
 
-    def keys(self) -> Iterator[tuple[Path, str | None]]:
+    def held(self) -> Iterator[tuple[Path, str | None]]:
         """Every file with its key, or with None if it is not whole."""
         for path, _ in self.files():
             try:

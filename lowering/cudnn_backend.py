@@ -103,6 +103,7 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
         plan.workspace,
         run.temporary,
         (str(plan), *run.notes),
+        inspect=lambda: (f"built in {plan.seconds:.2f} s",),
         text=lambda: f"{call}\n{plan}",
     )
 

@@ -107,10 +107,10 @@ def shaped(result: Any, x: Json) -> None:  # Any: cuDNN's
 
 
 def arguments(options: Json) -> dict[str, Any]:  # Any: cuDNN's enums
-    """The options as the frontend takes them; what is not said is left out."""
+    """The options as the frontend takes them."""
     import cudnn
 
-    found = {k: v for k, v in options.items() if v is not None and v is not False}
+    found = dict(options)
     if align := found.get("diagonal_alignment"):
         found["diagonal_alignment"] = getattr(cudnn.diagonal_alignment, ALIGNMENTS[align])
     return found

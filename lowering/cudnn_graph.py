@@ -64,6 +64,11 @@ class Call:
     options: tuple[tuple[str, Option], ...]
 
     @property
+    def said(self) -> dict[str, Option]:
+        """The options that are set."""
+        return {k: v for k, v in self.options if v is not None and v is not False}
+
+    @property
     def slots(self) -> tuple[Slot, ...]:
         return self.inputs + self.outputs
 
@@ -76,11 +81,11 @@ class Call:
             "dtype": NAMES[self.inputs[0].dtype],
             "inputs": slots[: len(self.inputs)],
             "outputs": slots[len(self.inputs) :],
-            "options": dict(self.options),
+            "options": self.said,
         }
 
     def __str__(self) -> str:
-        told = [*map(str, self.inputs), *(f"{k}={v!r}" for k, v in self.options)]
+        told = [*map(str, self.inputs), *(f"{k}={v!r}" for k, v in self.said.items())]
         lines = "".join(f"  {line},\n" for line in told)
         return f"{self.name}(\n{lines}) -> {', '.join(map(str, self.outputs))}"
 

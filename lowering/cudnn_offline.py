@@ -119,6 +119,7 @@ def compiled() -> TemporaryDirectory[str]:
         (compiler, *options, str(SOURCE)), capture_output=True, text=True, check=False
     )
     if done.returncode:
+        folder.cleanup()
         raise RefusedError(f"needs a stand-in driver, which {compiler} can't build: {done.stderr}")
     return folder
 

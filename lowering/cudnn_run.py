@@ -14,11 +14,12 @@ from attn_graph.errors import PlanMismatchError
 from attn_graph.ir import Graph
 from attn_graph.lowering.cudnn_graph import Call, Slot
 from attn_graph.lowering.problem import Problem
+from attn_graph.spec import NAMES, TensorSpec
 from attn_graph.workspace import Buffer, Scratch, Workspace
 
 Pack = Mapping[int, torch.Tensor]
 ALIGNED = 16  # bytes, by which cuDNN's plans take every address to be a multiple
-LENGTHS = ("q_lengths", "kv_lengths")
+VECTORS = {"q_lengths": torch.int32, "kv_lengths": torch.int32, "sinks": torch.float32}
 OURS = {"lse": slice(0, 3), "dsinks": slice(1, 2)}  # axes that cuDNN's results have more than ours
 
 
@@ -101,7 +102,7 @@ class Run:
 
     @property
     def temporary(self) -> int:
-        """Bytes of gradients that cuDNN computes and nobody asked for, and of copied lengths."""
+        """Bytes of gradients that cuDNN computes and nobody asked for, and of copied vectors."""
         grad = self.problem.grad
         wanted = ("o", "lse") if grad is None else grad.names
         unasked = sum(x.bytes for x in self.call.outputs if x.source not in wanted)
@@ -109,15 +110,17 @@ class Run:
 
     @property
     def copied(self) -> list[str]:
-        """Lengths that cuDNN can't read as they are."""
-        types = self.graph.inputs
-        specs = {name: types[i].spec for name, i in self.args.items() if name in LENGTHS}
-        return [n for n, x in specs.items() if x.dtype != torch.int32 or x.strides[0] > 1]
+        """Vectors of a few numbers that cuDNN can't read as they are."""
+        specs = {x: self.graph.inputs[i].spec for x, i in self.args.items() if x in VECTORS}
+        return [n for n, x in specs.items() if x.dtype != VECTORS[n] or not packed(x)]
 
     @property
     def notes(self) -> list[str]:
         """For `explain`."""
-        return [f"{name} is copied to a dense i32 at each call" for name in self.copied]
+        return [
+            f"{name} is copied to a dense {NAMES[VECTORS[name]]} at each call"
+            for name in self.copied
+        ]
 
     def forward(
         self, *tensors: torch.Tensor
@@ -149,7 +152,7 @@ class Run:
     ) -> torch.Tensor:
         if x.source in self.args:
             found = tensors[self.args[x.source]]
-            return readable(found) if x.source in LENGTHS else found
+            return readable(found, x.dtype) if x.source in VECTORS else found
         size = self.sizes.get((x.source, device))
         return self.full(x, device) if size is None else size
 
@@ -176,17 +179,17 @@ def new(x: Slot, device: torch.device) -> torch.Tensor:
     return made.zero_() if x.source == "dsinks" else made
 
 
-def readable(lengths: torch.Tensor) -> torch.Tensor:
-    """Lengths [B] as cuDNN reads them: int32, side by side, aligned. A copy where they are not."""
-    if (
-        lengths.dtype == torch.int32
-        and lengths.is_contiguous()
-        and not lengths.data_ptr() % ALIGNED
-    ):
-        return lengths
-    return torch.empty_like(
-        lengths, dtype=torch.int32, memory_format=torch.contiguous_format
-    ).copy_(lengths)
+def packed(x: TensorSpec) -> bool:
+    """Whether the elements of a vector lie side by side."""
+    return x.strides == (1,) or x.shape[0] <= 1
+
+
+def readable(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A vector as cuDNN reads it: of this dtype, side by side, aligned. A copy where it is not."""
+    dense = x.dtype == dtype and x.is_contiguous()
+    if dense and not x.data_ptr() % ALIGNED:
+        return x
+    return torch.empty(x.shape, dtype=dtype, device=x.device).copy_(x)
 
 
 def misaligned(slots: Sequence[Slot], tensors: Sequence[torch.Tensor]) -> list[str]:
