@@ -73,7 +73,9 @@ class Engine:
 class Run:
     """What runs a graph: the call's tensors, from ours and new ones, given to cuDNN.
 
-    args: which input of the graph each operand is, by name.
+    spots: which input of the graph each of the call's is; None for what has to be made or may have
+    to be copied. blanks: shape, strides and dtype of each result, as we give it back. sums: which
+    results cuDNN may add to what it finds in.
     """
 
     call: Call
@@ -82,7 +84,9 @@ class Run:
     workspace: Workspace
     scratch: Scratch
     execute: Callable[[Pack, torch.Tensor | None, torch.device], None]
-    args: Mapping[str, int]
+    spots: tuple[int | None, ...]
+    blanks: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
+    sums: tuple[int, ...]
     sizes: dict[tuple[str, torch.device], torch.Tensor] = field(factory=dict)
 
     @classmethod
@@ -97,8 +101,11 @@ class Run:
     ) -> Run:
         """need: bytes of workspace."""
         scratch = Scratch((Buffer((need,), torch.uint8),) if need else ())
-        args = dict(zip(names(problem), graph.eqns[0].args, strict=True))
-        return cls(call, problem, graph, workspace, scratch, execute, args)
+        spots = arguments(problem, graph)
+        direct = (None if x.source in VECTORS else spots.get(x.source) for x in call.inputs)
+        blanks = tuple(map(blank, call.outputs))
+        sums = tuple(n for n, x in enumerate(call.outputs) if x.source == "dsinks")
+        return cls(call, problem, graph, workspace, scratch, execute, tuple(direct), blanks, sums)
 
     @property
     def temporary(self) -> int:
@@ -111,7 +118,8 @@ class Run:
     @property
     def copied(self) -> list[str]:
         """Vectors of a few numbers that cuDNN can't read as they are."""
-        specs = {x: self.graph.inputs[i].spec for x, i in self.args.items() if x in VECTORS}
+        spots = arguments(self.problem, self.graph).items()
+        specs = {name: self.graph.inputs[n].spec for name, n in spots if name in VECTORS}
         return [n for n, x in specs.items() if x.dtype != VECTORS[n] or not packed(x)]
 
     @property
@@ -125,43 +133,57 @@ class Run:
     def forward(
         self, *tensors: torch.Tensor
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        both, base = tuple(self.run(tensors).values()), len(self.graph.inputs)
+        both, base = self.run(tensors), len(self.graph.inputs)
         return [both[i - base] for i in self.graph.outputs], both
 
     def backward(
         self, *tensors: torch.Tensor
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         assert self.problem.grad is not None
-        found = self.run(tensors)
+        results = self.run(tensors)
+        found = {x.source: t for x, t in zip(self.call.outputs, results, strict=True)}
         return [found[name] for name in self.problem.grad.names], ()
 
-    def run(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The call's results, by our names."""
+    def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The call's results."""
         device = tensors[0].device
-        given = [self.operand(x, tensors, device) for x in self.call.inputs]
-        if any(t.data_ptr() % ALIGNED for t in given):
-            raise PlanMismatchError(*misaligned(self.call.inputs, given))
-        made = {x.source: new(x, device) for x in self.call.outputs}
-        pack = dict(enumerate((*given, *made.values()), start=1))
+        given = [
+            self.special(n, tensors, device) if spot is None else tensors[spot]
+            for n, spot in enumerate(self.spots)
+        ]
+        for t in given:
+            if t.data_ptr() % ALIGNED:
+                raise PlanMismatchError(*misaligned(self.call.inputs, given))
+        made = [
+            torch.empty_strided(shape, strides, dtype=dtype, device=device)
+            for shape, strides, dtype in self.blanks
+        ]
+        for n in self.sums:
+            made[n].zero_()
         with self.workspace.lease(self.scratch, device) as views:
+            pack = dict(enumerate(given + made, start=1))
             self.execute(pack, views[0] if views else None, device)
         return made
 
-    def operand(
-        self, x: Slot, tensors: Sequence[torch.Tensor], device: torch.device
+    def special(
+        self, n: int, tensors: Sequence[torch.Tensor], device: torch.device
     ) -> torch.Tensor:
-        if x.source in self.args:
-            found = tensors[self.args[x.source]]
-            return readable(found, x.dtype) if x.source in VECTORS else found
+        """A vector in the form that cuDNN reads, or lengths [B] where none are given: M or N."""
+        x = self.call.inputs[n]
+        if x.source in VECTORS:
+            spot = arguments(self.problem, self.graph)[x.source]
+            return readable(tensors[spot], x.dtype)
         size = self.sizes.get((x.source, device))
-        return self.full(x, device) if size is None else size
+        if size is None:
+            count = self.problem.M if x.source == "M" else self.problem.N
+            size = torch.full(x.shape[:1], count, dtype=torch.int32, device=device)
+            self.sizes[x.source, device] = size
+        return size
 
-    def full(self, x: Slot, device: torch.device) -> torch.Tensor:
-        """Lengths [B] where none are given: M or N, made once on each device."""
-        size = self.problem.M if x.source == "M" else self.problem.N
-        shape = x.shape[:1]
-        made = torch.full(shape, size, dtype=torch.int32, device=device)
-        return self.sizes.setdefault((x.source, device), made)
+
+def arguments(problem: Problem, graph: Graph) -> dict[str, int]:
+    """Which input of the graph each operand is, by name."""
+    return dict(zip(names(problem), graph.eqns[0].args, strict=True))
 
 
 def names(problem: Problem) -> tuple[str, ...]:
@@ -172,11 +194,10 @@ def names(problem: Problem) -> tuple[str, ...]:
     return (*own, "o", "lse", *["do"] * grad.with_do, *["dlse"] * grad.with_dlse)
 
 
-def new(x: Slot, device: torch.device) -> torch.Tensor:
-    """An uninitialised result; zeros for dsinks, since cuDNN may add to what it finds."""
+def blank(x: Slot) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+    """Shape, strides and dtype of a result."""
     axes = OURS.get(x.source, slice(None))
-    made = torch.empty_strided(x.shape[axes], x.strides[axes], dtype=x.dtype, device=device)
-    return made.zero_() if x.source == "dsinks" else made
+    return x.shape[axes], x.strides[axes], x.dtype
 
 
 def packed(x: TensorSpec) -> bool:
