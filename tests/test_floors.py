@@ -15,10 +15,16 @@ FLOORS = (  # top first; a name, or `package.*` for the package and all its modu
     ("attn_graph.lowering.*",),
     ("attn_graph.kernels.*",),
     ("attn_graph.plan", "attn_graph.backend"),
-    ("attn_graph.vjp", "attn_graph.passes", "attn_graph.text", "attn_graph.reference"),
+    (
+        "attn_graph.vjp",
+        "attn_graph.passes",
+        "attn_graph.text",
+        "attn_graph.reference",
+        "attn_graph.cost",
+    ),
     ("attn_graph.builder", "attn_graph.replay"),
     ("attn_graph.ops", "attn_graph.modifiers", "attn_graph.fused"),
-    ("attn_graph.masks", "attn_graph.canonical"),
+    ("attn_graph.masks", "attn_graph.canonical", "attn_graph.counts", "attn_graph.pictures"),
     ("attn_graph.workspace", "attn_graph.target", "attn_graph.memory", "attn_graph.cache"),
     (
         "attn_graph.devices",
