@@ -10,6 +10,8 @@ from attn_graph.backend import Backend, Executable, Options, RefusedError
 from attn_graph.builder import Value, attention, graph, scores
 from attn_graph.cache import CacheInfo
 from attn_graph.compiler import cache_info, clear_cache, compile, prefer
+from attn_graph.cost import Cost, Work
+from attn_graph.counts import Tiles, tiles
 from attn_graph.errors import GraphError, NoBackendError, PlanMismatchError, PlanTargetError
 from attn_graph.ir import Graph
 from attn_graph.keys import Block, Keys, Place
@@ -42,6 +44,7 @@ __all__ = [
     "Block",
     "CacheInfo",
     "Causal",
+    "Cost",
     "Data",
     "Executable",
     "Graph",
@@ -64,8 +67,10 @@ __all__ = [
     "Store",
     "Target",
     "TensorSpec",
+    "Tiles",
     "Value",
     "Window",
+    "Work",
     "Workspace",
     "attention",
     "cache_info",
@@ -78,5 +83,6 @@ __all__ = [
     "parse",
     "prefer",
     "scores",
+    "tiles",
     "vjp",
 ]
