@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import attn_graph as ag
 from attn_graph.backend import Options
 from attn_graph.changes import Question, edited, edits, skeleton
-from attn_graph.explain import explained
+from attn_graph.verdicts import explained
 from attn_graph.explanation import Explanation
 from attn_graph.planner import BACKENDS
 from attn_graph.target import Target
