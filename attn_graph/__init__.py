@@ -9,8 +9,14 @@ gradients dq dk dv do ds dp. Shapes are logical, [B,H,M,D]; memory order is the 
 from attn_graph.backend import Backend, Executable, Options
 from attn_graph.builder import Value, attention, graph, scores
 from attn_graph.cache import CacheInfo
-from attn_graph.compiler import cache_info, clear_cache, compile, prefer
-from attn_graph.errors import GraphError, NoBackendError, PlanMismatchError, PlanTargetError
+from attn_graph.compiler import avoid, cache_info, clear_cache, compile, prefer
+from attn_graph.errors import (
+    FallbackWarning,
+    GraphError,
+    NoBackendError,
+    PlanMismatchError,
+    PlanTargetError,
+)
 from attn_graph.ir import Graph
 from attn_graph.keys import Block, Keys, Place
 from attn_graph.masks import (
@@ -29,6 +35,7 @@ from attn_graph.plan import Plan
 from attn_graph.planner import BACKENDS
 from attn_graph.reference import evaluate
 from attn_graph.spec import TensorSpec
+from attn_graph.switches import Switches
 from attn_graph.target import Target
 from attn_graph.text import parse
 from attn_graph.vjp import vjp
@@ -43,6 +50,7 @@ __all__ = [
     "Causal",
     "Data",
     "Executable",
+    "FallbackWarning",
     "Graph",
     "GraphError",
     "Keep",
@@ -59,12 +67,14 @@ __all__ = [
     "Prefix",
     "QueryLengths",
     "SameSegment",
+    "Switches",
     "Target",
     "TensorSpec",
     "Value",
     "Window",
     "Workspace",
     "attention",
+    "avoid",
     "cache_info",
     "clear_cache",
     "compile",

@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import final
+from typing import Literal, final
 
 import torch
 from attrs import field, frozen
 
 from attn_graph.ir import Graph
 from attn_graph.memory import shown
+from attn_graph.switches import Precision, Switches
 from attn_graph.target import Target
 from attn_graph.workspace import Workspace, default_workspace
 
 Tensors = Sequence[torch.Tensor]
+Fallback = Literal["ignore", "warn", "raise"]
 
 
 @final
 @frozen
 class Options:
-    """What `compile` was asked for besides the graph and the target."""
+    """What `compile` was asked for besides the graph and the target.
+
+    precision: of products of float32 tensors: "ieee", or "tf32", which permits less and commands
+    nothing. avoid: names of backends that are not to run. on_fallback: what happens where `math`
+    runs because every other backend refused. switches: PyTorch's own, as they stood.
+    """
 
     deterministic: bool = False
     max_workspace: int | None = None
     workspace: Workspace = field(factory=default_workspace)
+    precision: Precision = "ieee"
+    avoid: tuple[str, ...] = ()
+    on_fallback: Fallback = "ignore"
+    switches: Switches = field(factory=Switches)
 
     def over_workspace(self, need: int) -> Iterator[str]:
         """The reason against a lowering that needs so many bytes, if they are too many."""
@@ -33,6 +44,20 @@ class Options:
                 f"needs a workspace of {need} bytes ({shown(need)}), "
                 f"max_workspace is {most} bytes ({shown(most)})"
             )
+
+    def avoided(self, name: str) -> Iterator[str]:
+        """The reason against a backend that is not to run."""
+        if name in self.avoid:
+            yield "is not to run: avoid names it, at the call or around it"
+
+    def notes(self, graph: Graph, target: Target) -> Iterator[str]:
+        """What `explain` adds about how the options bear on a graph, PyTorch's switches first."""
+        if self.switches.deterministic:
+            yield "deterministic, as torch.use_deterministic_algorithms asks of this process"
+        float32 = any(i.spec.dtype == torch.float32 for i in graph.inputs)
+        if self.precision == "tf32" and target.kind == "cuda" and float32:
+            whose = "PyTorch's switch" if self.switches.tf32 else "precision"
+            yield f"float32 products may round their inputs to TF32, by leave of {whose}"
 
 
 @final

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import TypeVar, get_args
 
-from attn_graph.backend import Backend, Options
+from attrs import evolve
+
+from attn_graph.backend import Backend, Fallback, Options
 from attn_graph.cache import Cache, CacheInfo
 from attn_graph.errors import GraphError
 from attn_graph.fused import AttentionGrad
@@ -16,6 +19,7 @@ from attn_graph.passes import simplify
 from attn_graph.plan import Plan
 from attn_graph.planner import choose, named
 from attn_graph.spec import TensorSpec
+from attn_graph.switches import Precision, Switches, read
 from attn_graph.target import Target
 from attn_graph.torch_ops import differentiable
 from attn_graph.vjp import backward, result_spec, wanted_inputs
@@ -24,10 +28,12 @@ from attn_graph.workspace import Workspace, default_workspace
 CAPACITY = 1024  # plans; one is a few kilobytes
 
 Backends = tuple[str | Backend, ...]
+Value = TypeVar("Value")
 
 calls: Cache[Plan] = Cache(4 * CAPACITY)  # what `compile` was asked, word for word
 plans: Cache[Plan] = Cache(CAPACITY)  # by simplified graph
 preferred: ContextVar[Backends | None] = ContextVar("preferred", default=None)
+avoided: ContextVar[tuple[str, ...]] = ContextVar("avoided", default=())
 
 
 def compile(
@@ -35,22 +41,39 @@ def compile(
     *,
     target: Target | str | None = None,
     backends: Sequence[str | Backend] | None = None,
+    avoid: Sequence[str | Backend] = (),
     deterministic: bool = False,
+    precision: Precision | None = None,
+    on_fallback: Fallback = "ignore",
     max_workspace: int | str | None = None,
     workspace: Workspace | None = None,
 ) -> Plan:
     """The plan that runs `graph` on `target`, by default on this machine.
 
-    backends: names or records, in order of preference, instead of the library's own order.
-    deterministic: bitwise the same results on the same machine, every run, both passes.
+    backends: names or records, in order of preference, instead of the library's own order; then
+    what `prefer` and `avoid` say around the call does not count.
+    avoid: names or records that are not to run, whoever else would.
+    deterministic: bitwise the same results on the same machine, every run, both passes. So it is
+    also while torch.use_deterministic_algorithms is on.
+    precision: of products of float32 tensors on GPUs. "ieee": float32, and who can't refuses.
+    "tf32": inputs may be rounded to TF32. None: as torch.backends.cuda.matmul.fp32_precision says.
+    on_fallback: where `math` is to run because every other backend refused, in either pass:
+    "ignore" it; "warn", once a plan, with every reason; or "raise" NoBackendError.
     max_workspace: bytes, or text such as "1GiB", that neither pass may exceed in the workspace.
     workspace: the memory to run in, by default the one that all plans share.
 
-    Equal graphs give the same plan. Planning reads nothing but these arguments and the target.
-    Raises NoBackendError, with every backend's reasons, where none takes the graph.
+    Equal graphs give the same plan. Planning reads nothing but these arguments, the target, and
+    PyTorch's switches, once, which are part of the cache's key; docs/torch-controls.md lists them.
+    Raises NoBackendError, with every backend's reasons, where none takes the graph; GraphError for
+    an option that means nothing.
     """
     among = preferred.get() if backends is None else tuple(backends)
-    asked = (graph, target, among, deterministic, max_workspace, workspace)
+    shunned = (*(avoided.get() if backends is None else ()), *avoid)
+    found = read()
+    asked = (
+        graph, target, among, shunned, deterministic, precision, on_fallback, max_workspace,
+        workspace, found,
+    )  # fmt: skip
     plan = calls.get(asked)
     if plan is None:
         if not isinstance(graph, Graph):
@@ -65,7 +88,16 @@ def compile(
             else target
         )
         most = None if max_workspace is None else in_bytes(max_workspace)
-        options = Options(deterministic, most, workspace or default_workspace())
+        switches = Switches(*found)
+        options = Options(
+            deterministic or switches.deterministic,
+            most,
+            workspace or default_workspace(),
+            switches.precision if precision is None else one_of("precision", precision, Precision),
+            names_of(shunned),
+            one_of("on_fallback", on_fallback, Fallback),
+            switches,
+        )
         plan = planned(simplify(graph), place, options, among)
         calls.put(asked, plan)
     return plan
@@ -78,8 +110,17 @@ def planned(graph: Graph, target: Target, options: Options, among: Backends | No
     )
 
 
+def one_of(name: str, value: Value, values: object) -> Value:
+    """The value, if it is one of a literal type's. Raises GraphError for any other."""
+    known = get_args(values)
+    if value not in known:
+        raise GraphError(f"{name} {value!r} is not known; known are {', '.join(map(repr, known))}")
+    return value
+
+
 def build(graph: Graph, target: Target, options: Options, among: Backends | None) -> Plan:
     choice = choose(graph, target, options, None if among is None else named(among))
+    lowered = choice.backend.lower(graph, target, options)
 
     def gradient(
         wants: Sequence[int] | None = None, cotangents: Sequence[TensorSpec | None] | None = None
@@ -97,7 +138,7 @@ def build(graph: Graph, target: Target, options: Options, among: Backends | None
         choice.cause,
         choice.refusals,
         choice.also,
-        choice.backend.lower(graph, target, options),
+        evolve(lowered, notes=(*lowered.notes, *options.notes(graph, target))),
         differentiable,
         gradient,
         target.kind == "cpu" or target == Target.here(),
@@ -113,6 +154,24 @@ def prefer(*backends: str | Backend) -> Iterator[None]:
         yield
     finally:
         preferred.reset(token)
+
+
+@contextmanager
+def avoid(*backends: str | Backend) -> Iterator[None]:
+    """Within this block, in this context alone, `compile` lets none of these backends run.
+
+    Blocks within blocks add up. Raises GraphError for a name that is not known.
+    """
+    token = avoided.set((*avoided.get(), *names_of(backends)))
+    try:
+        yield
+    finally:
+        avoided.reset(token)
+
+
+def names_of(backends: Sequence[str | Backend]) -> tuple[str, ...]:
+    """The names of backends, each once and sorted. Raises GraphError for one that is not known."""
+    return tuple(sorted({backend.name for backend in named(backends)}))
 
 
 def cache_info() -> CacheInfo:

@@ -14,6 +14,7 @@ from attn_graph.backend import Backend, Executable, Options
 from attn_graph.ir import Graph
 from attn_graph.lowering.problem import Problem, other_equations, sole
 from attn_graph.spec import NAMES, TensorSpec
+from attn_graph.switches import Precision
 from attn_graph.target import Target
 
 if TYPE_CHECKING:  # and imported where they are used: machines without a GPU never ask for them
@@ -69,7 +70,7 @@ def plan_reasons(problem: Problem, target: Target, options: Options) -> Iterator
     from attn_graph.lowering.symbols import Untraceable
 
     try:
-        plan = planned(problem, target)
+        plan = planned(problem, target, options.precision)
     except Untraceable as error:
         yield f"has to trace the mask and the modifiers into a kernel, and could not: {error}"
         return
@@ -78,17 +79,17 @@ def plan_reasons(problem: Problem, target: Target, options: Options) -> Iterator
 
 
 @lru_cache(maxsize=256)
-def planned(problem: Problem, target: Target) -> Flash:
+def planned(problem: Problem, target: Target, precision: Precision) -> Flash:
     """What `why_not` and `lower` both ask for."""
     from attn_graph.lowering.triton_plan import Flash
 
-    return Flash.plan(problem, target)
+    return Flash.plan(problem, target, precision)
 
 
 def lower(graph: Graph, target: Target, options: Options) -> Executable:
     problem = sole(graph)
     assert problem is not None  # why_not said so
-    flash = planned(problem, target)
+    flash = planned(problem, target, options.precision)
     call = Call(flash, graph, options)
     run = call.forward if problem.grad is None else call.backward
     return Executable(

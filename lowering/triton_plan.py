@@ -17,6 +17,7 @@ from attn_graph.lowering.symbols import Untraceable
 from attn_graph.lowering.triton_tiles import MOST_TILES, Ranged, blocks, static_lists
 from attn_graph.philox import threshold
 from attn_graph.spec import TensorSpec, dense_strides, memory_order
+from attn_graph.switches import Precision
 from attn_graph.target import Target
 from attn_graph.workspace import Buffer, Scratch
 
@@ -38,14 +39,17 @@ class Flash:
     problem: Problem
     target: Target
     code: DeviceCode
+    precision: Precision = "ieee"  # of products of float32
     launches: list[Launch] = field(factory=list)
     buffers: dict[str, Buffer] = field(factory=dict)
     tables: dict[str, torch.Tensor] = field(factory=dict)
 
     @classmethod
-    def plan(cls, problem: Problem, target: Target) -> Flash:
+    def plan(cls, problem: Problem, target: Target, precision: Precision = "ieee") -> Flash:
         """Raises Untraceable where the mask or a modifier can't be made a kernel's."""
-        found = cls(problem, target, Tracer.of(problem).code())
+        float32 = problem.dtype == torch.float32
+        precision = precision if float32 else "ieee"  # others' products have one precision
+        found = cls(problem, target, Tracer.of(problem).code(), precision)
         if problem.grad is None:
             found.forward()
         else:
@@ -81,7 +85,7 @@ class Flash:
             "WIDTH_E": padded(p.E),
             "DROPOUT": rate > 0,
             "UPCAST": self.target.interprets,
-            "PRECISION": "ieee",
+            "PRECISION": self.precision,
         } | self.strides("q", "k", "v")
 
     def strides(self, *names: str) -> Fixed:
