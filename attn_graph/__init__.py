@@ -6,7 +6,7 @@ of v; i a query's position, j a key's. Tensors by role: q k v o lse, scores s, w
 gradients dq dk dv do ds dp. Shapes are logical, [B,H,M,D]; memory order is the strides' business.
 """
 
-from attn_graph.backend import Backend, Executable, Options
+from attn_graph.backend import Backend, Executable, Fallback, Options
 from attn_graph.builder import Value, attention, graph, scores
 from attn_graph.cache import CacheInfo
 from attn_graph.compiler import avoid, cache_info, clear_cache, compile, prefer
@@ -50,6 +50,7 @@ __all__ = [
     "Causal",
     "Data",
     "Executable",
+    "Fallback",
     "FallbackWarning",
     "Graph",
     "GraphError",

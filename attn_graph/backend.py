@@ -10,7 +10,7 @@ from attrs import field, frozen
 
 from attn_graph.ir import Graph
 from attn_graph.memory import shown
-from attn_graph.switches import Precision, Switches
+from attn_graph.switches import LIBRARIES, Precision, Switches
 from attn_graph.target import Target
 from attn_graph.workspace import Workspace, default_workspace
 
@@ -50,14 +50,29 @@ class Options:
         if name in self.avoid:
             yield "is not to run: avoid names it, at the call or around it"
 
+    def rounded(self, graph: Graph, target: Target) -> Iterator[str]:
+        """The reason against PyTorch's own float32 products, where its switch lets them round."""
+        if self.exact(graph) and self.switches.precision(target.kind) != "ieee":
+            yield f'has PyTorch\'s float32 products, and precision is "ieee": {switch(target.kind)}'
+
+    def exact(self, graph: Graph) -> bool:
+        """Whether float32 products must not be rounded. Half precision loses nothing by it."""
+        return self.precision == "ieee" and any(i.spec.dtype == torch.float32 for i in graph.inputs)
+
     def notes(self, graph: Graph, target: Target) -> Iterator[str]:
         """What `explain` adds about how the options bear on a graph, PyTorch's switches first."""
         if self.switches.deterministic:
             yield "deterministic, as torch.use_deterministic_algorithms asks of this process"
         float32 = any(i.spec.dtype == torch.float32 for i in graph.inputs)
-        if self.precision == "tf32" and target.kind == "cuda" and float32:
-            whose = "PyTorch's switch" if self.switches.tf32 else "precision"
-            yield f"float32 products may round their inputs to TF32, by leave of {whose}"
+        by_switch = self.switches.precision(target.kind) == "tf32"
+        if self.precision == "tf32" and float32 and (by_switch or target.kind == "cuda"):
+            whose = switch(target.kind) if by_switch else 'precision="tf32"'
+            yield f"float32 products may round their inputs: {whose}"
+
+
+def switch(kind: str) -> str:
+    """Where PyTorch says how float32 products are rounded, as a clause."""
+    return f"torch.backends.{LIBRARIES[kind]}.matmul.fp32_precision lets them round"
 
 
 @final

@@ -55,8 +55,9 @@ def compile(
     avoid: names or records that are not to run, whoever else would.
     deterministic: bitwise the same results on the same machine, every run, both passes. So it is
     also while torch.use_deterministic_algorithms is on.
-    precision: of products of float32 tensors on GPUs. "ieee": float32, and who can't refuses.
-    "tf32": inputs may be rounded to TF32. None: as torch.backends.cuda.matmul.fp32_precision says.
+    precision: of products of float32 tensors. "ieee": float32, and who can't refuses. "tf32":
+    inputs may be rounded to TF32 on GPUs, on CPUs as PyTorch's switch says. None: as
+    torch.backends.cuda.matmul.fp32_precision, of CPUs torch.backends.mkldnn, says.
     on_fallback: where `math` is to run because every other backend refused, in either pass:
     "ignore" it; "warn", once a plan, with every reason; or "raise" NoBackendError.
     max_workspace: bytes, or text such as "1GiB", that neither pass may exceed in the workspace.
@@ -68,7 +69,7 @@ def compile(
     an option that means nothing.
     """
     among = preferred.get() if backends is None else tuple(backends)
-    shunned = (*(avoided.get() if backends is None else ()), *avoid)
+    shunned = (avoided.get() if backends is None else ()) + tuple(avoid)
     found = read()
     asked = (
         graph, target, among, shunned, deterministic, precision, on_fallback, max_workspace,
@@ -80,20 +81,13 @@ def compile(
             raise GraphError(
                 f"compile: expected a Graph, got {type(graph).__name__}; see attention and graph"
             )
-        place = (
-            Target.here()
-            if target is None
-            else Target.of(target)
-            if isinstance(target, str)
-            else target
-        )
-        most = None if max_workspace is None else in_bytes(max_workspace)
+        place = place_of(target)
         switches = Switches(*found)
         options = Options(
             deterministic or switches.deterministic,
-            most,
+            None if max_workspace is None else in_bytes(max_workspace),
             workspace or default_workspace(),
-            switches.precision if precision is None else one_of("precision", precision, Precision),
+            one_of("precision", precision or switches.precision(place.kind), Precision),
             names_of(shunned),
             one_of("on_fallback", on_fallback, Fallback),
             switches,
@@ -108,6 +102,13 @@ def planned(graph: Graph, target: Target, options: Options, among: Backends | No
     return plans.built(
         (graph, target, options, among), lambda: build(graph, target, options, among)
     )
+
+
+def place_of(target: Target | str | None) -> Target:
+    """The target that is meant: by itself, by its name, or this machine."""
+    if target is None:
+        return Target.here()
+    return Target.of(target) if isinstance(target, str) else target
 
 
 def one_of(name: str, value: Value, values: object) -> Value:

@@ -77,14 +77,40 @@ FEATURES: dict[str, ag.Graph] = {
 }
 
 
+COLUMNS = (("torch_sdpa", ", CPU", CPU), ("triton", ", GPU", GPU), ("math", "", CPU))
+KERNELS = tuple((f"torch_{name}", ", GPU", GPU) for name in ("flash", "efficient", "cudnn"))
+Columns = tuple[tuple[str, str, ag.Target], ...]
+
+Y = spec(B, H, S, D, dtype=torch.float16)
+FEW = spec(B, 2, S, D, dtype=torch.float16)
+HALVES: dict[str, ag.Graph] = {
+    "float16 or bfloat16, no mask": ag.attention(Y, Y, Y),
+    "float32": FEATURES["float32, no mask"],
+    "causal": ag.attention(Y, Y, Y, mask=ag.Causal()),
+    "lse as a second output": ag.attention(Y, Y, Y, stats=True),
+    "grouped heads, H = r G": ag.attention(Y, FEW, FEW),
+    "head sizes D != E": ag.attention(Y, Y, spec(B, H, S, 32, dtype=torch.float16)),
+    "bias [B,H,M,N]": ag.attention(Y, Y, Y, bias=spec(B, H, S, S, dtype=torch.float16)),
+    "bias [1,H,M,N]": ag.attention(Y, Y, Y, bias=spec(1, H, S, S, dtype=torch.float16)),
+    "dropout": ag.attention(Y, Y, Y, dropout=0.1),
+}
+
+
 def support() -> str:
     """What each backend takes: forward, backward, or its first reason against."""
-    rows = ["| graph | `torch_sdpa`, CPU | `triton`, GPU | `math` |", "|---|---|---|---|"]
-    for name, graph in FEATURES.items():
-        verdicts = (
-            verdict(graph, *each) for each in (("torch_sdpa", CPU), ("triton", GPU), ("math", CPU))
-        )
-        cells = (name, *verdicts)
+    return table(FEATURES, COLUMNS)
+
+
+def kernels() -> str:
+    """The same of PyTorch's kernels for GPUs."""
+    return table(HALVES, KERNELS)
+
+
+def table(graphs: dict[str, ag.Graph], columns: Columns) -> str:
+    titles = (f"`{backend}`{where}" for backend, where, _ in columns)
+    rows = [f"| graph | {' | '.join(titles)} |", "|---" * (1 + len(columns)) + "|"]
+    for name, graph in graphs.items():
+        cells = (name, *(verdict(graph, backend, target) for backend, _, target in columns))
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(rows)
 
@@ -131,6 +157,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "example": example,
     "explain": explained,
     "support": support,
+    "kernels": kernels,
     "measured": measured,
 }
 

@@ -12,7 +12,7 @@ from typing import final
 import torch
 from attrs import frozen
 
-from attn_graph.backend import Backend, Executable, Options
+from attn_graph.backend import Backend, Executable, Options, switch
 from attn_graph.errors import PlanTargetError
 from attn_graph.fused import Attention, AttentionGrad
 from attn_graph.ir import Eqn, Graph, Op
@@ -20,7 +20,7 @@ from attn_graph.lowering.fused_tiles import FusedTiles
 from attn_graph.lowering.problem import Problem, operand_specs
 from attn_graph.lowering.product_tiles import ProductTiles
 from attn_graph.spec import TensorSpec
-from attn_graph.switches import products_are_tf32
+from attn_graph.switches import rounds
 from attn_graph.target import Target
 from attn_graph.workspace import Scratch, Workspace
 
@@ -28,10 +28,6 @@ Tiles = FusedTiles | ProductTiles
 NOTHING = Scratch()
 MOST_PADDING = 2  # times the smaller head size: from there on padding costs more than it saves
 Work = Callable[..., Sequence[torch.Tensor]]
-ROUNDS = (
-    'math was planned with precision "ieee" and torch.backends.cuda.matmul.fp32_precision is '
-    '"tf32" now; set it back, or compile again'
-)
 
 
 def why_not(graph: Graph, target: Target, options: Options) -> Iterator[str]:
@@ -39,17 +35,7 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[str]:
         (Scratch(tuple(t.buffers().values())).bytes for t in planned(graph, target)), default=0
     )
     yield from options.over_workspace(need)
-    if needs_float32(graph, target, options) and options.switches.tf32:
-        yield (
-            "computes by PyTorch's matrix products, torch.backends.cuda.matmul.fp32_precision is "
-            '"tf32", and precision is "ieee"'
-        )
-
-
-def needs_float32(graph: Graph, target: Target, options: Options) -> bool:
-    """Whether PyTorch's matrix products must not round to TF32. Half precision loses none by it."""
-    float32 = any(i.spec.dtype == torch.float32 for i in graph.inputs)
-    return target.kind == "cuda" and options.precision == "ieee" and float32
+    yield from options.rounded(graph, target)
 
 
 def planned(graph: Graph, target: Target) -> list[Tiles]:
@@ -99,11 +85,14 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
     attentions = [outs for eqn, outs in graph.numbered() if isinstance(eqn.op, Attention)]
     saved = [i for outs in attentions for i in outs]
     stats = {outs[1] for outs in attentions}
-    float32 = needs_float32(graph, target, options)
+    exact = options.exact(graph)
 
     def run(*tensors: torch.Tensor) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        if float32 and products_are_tf32():
-            raise PlanTargetError(ROUNDS)
+        if exact and rounds(target.kind):
+            raise PlanTargetError(
+                f'math was planned with precision "ieee", and now {switch(target.kind)}; '
+                "set it back, or compile again"
+            )
         values = list(tensors)
         for args, call in plan:
             values += call(*[values[i] for i in args])

@@ -27,6 +27,7 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[str]:
         yield f"runs PyTorch's CPU kernel, and the target is {target}"
     if not options.switches.flash:
         yield switched_off("flash", "enable_flash_sdp")
+    yield from options.rounded(graph, target)
     problem = sole(graph)
     if problem is None:
         yield other_equations(graph)

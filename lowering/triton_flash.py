@@ -96,7 +96,7 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
         run,
         flash.scratch.bytes,
         temporary(flash),
-        tuple(notes(flash)),
+        tuple(notes(flash, options.precision)),
         inspect=lambda: tuple(map(str, machines(flash))),
         text=lambda: generated(flash),
     )
@@ -123,8 +123,10 @@ def temporary(flash: Flash) -> int:
     return sums + (3 * delta.bytes if delta and flash.problem.node.sinks else 0)
 
 
-def notes(flash: Flash) -> Iterator[str]:
+def notes(flash: Flash, precision: Precision) -> Iterator[str]:
     """How it runs, for `explain`."""
+    if flash.problem.dtype == torch.float32 and precision != flash.precision:
+        yield "float32 products without TF32: its tiles would not fit this GPU's shared memory"
     for launch in flash.launches:
         sizes = [str(launch.fixed[n]) for n in ("BLOCK_M", "BLOCK_N") if n in launch.fixed]
         tile = f"tiles of {' x '.join(sizes)}, " if len(sizes) == 2 else ""

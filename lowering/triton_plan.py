@@ -24,6 +24,7 @@ from attn_graph.workspace import Buffer, Scratch
 Fixed = dict[str, Any]  # arguments of a kernel
 Pointers = dict[str, str | tuple[str, ...]]  # names of tensors, by parameter of a kernel
 MOST_ROWS = 256  # of one tile
+ROOMY = (80, 87, 90, 100, 103)  # compute capabilities with 163 KiB of shared memory a program
 READ = ("q", "k", "v", "do", "lse", "delta", "seed", "offset")  # by every backward kernel
 GRADIENTS = {"dq": "grad0", "dk": "grad1", "dv": "grad2"}  # by number of the operand
 
@@ -47,9 +48,8 @@ class Flash:
     @classmethod
     def plan(cls, problem: Problem, target: Target, precision: Precision = "ieee") -> Flash:
         """Raises Untraceable where the mask or a modifier can't be made a kernel's."""
-        float32 = problem.dtype == torch.float32
-        precision = precision if float32 else "ieee"  # others' products have one precision
-        found = cls(problem, target, Tracer.of(problem).code(), precision)
+        fits = takes_tf32(problem, target.sm)
+        found = cls(problem, target, Tracer.of(problem).code(), precision if fits else "ieee")
         if problem.grad is None:
             found.forward()
         else:
@@ -360,6 +360,13 @@ class Flash:
         tiles = max((launch.fixed.get("TILES", 0) for launch in self.launches), default=0)
         if tiles > MOST_TILES:
             yield f"lists {MOST_TILES} tiles a block at most where data decides, and has {tiles}"
+
+
+def takes_tf32(problem: Problem, sm: int) -> bool:
+    """Whether there are kernels with TF32: products of other dtypes have one precision, and tiles
+    256 wide take up to 163840 bytes of shared memory then, by their machine code."""
+    wide = padded(max(problem.D, problem.E)) > 128
+    return problem.dtype == torch.float32 and (not wide or sm in ROOMY)
 
 
 def gradient_strides(spec: TensorSpec) -> tuple[int, ...]:
