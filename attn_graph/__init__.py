@@ -35,7 +35,7 @@ from attn_graph.plan import Plan
 from attn_graph.planner import BACKENDS
 from attn_graph.reference import evaluate
 from attn_graph.spec import TensorSpec
-from attn_graph.switches import Switches
+from attn_graph.switches import Precision, Switches
 from attn_graph.target import Target
 from attn_graph.text import parse
 from attn_graph.vjp import vjp
@@ -65,6 +65,7 @@ __all__ = [
     "Plan",
     "PlanMismatchError",
     "PlanTargetError",
+    "Precision",
     "Prefix",
     "QueryLengths",
     "SameSegment",

@@ -47,7 +47,7 @@ def flash_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
     bias: None, causal: bool, scale: float, wants_bias: bool,
 ) -> Pulled:  # fmt: skip
-    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    seed = torch.empty(2, dtype=torch.uint64, device=q.device)
     dq, dk, dv = aten._scaled_dot_product_flash_attention_backward.default(
         do, q, k, v, o, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal,
         seed, seed[:1], scale=scale,
@@ -71,7 +71,7 @@ def efficient_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
     bias: Tensor | None, causal: bool, scale: float, wants_bias: bool,
 ) -> Pulled:  # fmt: skip
-    seed = torch.zeros((), dtype=torch.int64, device=q.device)
+    seed = torch.empty((), dtype=torch.int64, device=q.device)
     dq, dk, dv, dbias = aten._scaled_dot_product_efficient_attention_backward.default(
         do, q, k, v, bias, o, padded(lse), seed, seed, 0.0, [True, True, True, wants_bias],
         causal, scale=scale,
@@ -101,7 +101,7 @@ def cudnn_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
     bias: None, causal: bool, scale: float, wants_bias: bool,
 ) -> Pulled:  # fmt: skip
-    seed = torch.zeros((), dtype=torch.int64, device=q.device)
+    seed = torch.empty((), dtype=torch.int64, device=q.device)
     lse = lse.contiguous()
     dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward.default(
         do, q, k, v, o, lse[..., None] if has_column() else lse, seed, seed, None, None, None,

@@ -13,7 +13,7 @@ from math import prod
 from typing import Any, final
 
 import torch
-from attrs import frozen
+from attrs import Factory, field, frozen
 
 from attn_graph.backend import Backend, Executable, Options
 from attn_graph.errors import PlanMismatchError
@@ -33,6 +33,7 @@ MOST_HEADS = 65535  # heads, and batch entries, are counted in axes y and z of C
 MOST_SPLITS = 128  # of the keys in the flash kernel, for want of heads and queries
 FEW_BLOCKS = 256  # of 64 queries: with as many no GPU of today splits the keys
 LONG = 2**31 - 1
+RIGHT = (9, 15, 1)  # github.com/pytorch/pytorch/issues/169849
 HALF = (torch.float16, torch.bfloat16)
 BSHD = (0, 2, 1, 3)
 Reasons = Iterator[str]
@@ -197,9 +198,12 @@ def cudnn_reasons(problem: Problem, target: Target, options: Options) -> Reasons
 
     p = problem
     if target.kind == "cuda" and p.node.modifiers == ():
-        found = next(filter(None, (version(target, name) for name in LIBRARIES)), None)
+        found = next(filter(None, (version(target, name) for name in LIBRARIES)), NEWEST[0])
         newest = NEWEST[1]  # of the frontend: PyTorch has one of its own inside
-        yield from reasons(p, target.sm, found or NEWEST[0], newest)
+        yield from reasons(p, target.sm, found, newest)
+        if found < RIGHT and (p.M % 128 or p.N % 128):
+            told = ".".join(map(str, found))
+            yield f"is right for lengths off 128 from cuDNN 9.15.1 on: {told}, M = {p.M}, N = {p.N}"
     if options.deterministic:
         yield "is not deterministic, as PyTorch calls it itself, and deterministic=True"
     if p.G != p.H:  # github.com/pytorch/pytorch/issues/193893
@@ -207,8 +211,8 @@ def cudnn_reasons(problem: Problem, target: Target, options: Options) -> Reasons
             f"is not given grouped heads, which it was seen to get wrong (pytorch#193893): needs "
             f"G = H, and G = {p.G}, H = {p.H}"
         )
-    if p.N == 1:
-        yield "needs two keys at least, and N = 1"
+    if 1 in (p.M, p.N):  # N: sdp_utils.cpp; M: github.com/pytorch/pytorch/issues/138529
+        yield f"needs two queries and two keys at least, and M = {p.M}, N = {p.N}"
 
 
 @final
@@ -219,6 +223,9 @@ class Call:
     variant: Variant
     problem: Problem
     graph: Graph
+    due: tuple[int, ...] = field(  # strides of o
+        init=False, default=Factory(lambda call: call.output.strides, takes_self=True)
+    )
 
     def operands(self, tensors: Tensors) -> Tensors:
         return [tensors[i] for i in self.graph.eqns[0].args]
@@ -234,7 +241,7 @@ class Call:
         given = dict(zip(p.node.roles, map(tidied, self.operands(tensors)), strict=True))
         aligned(given)
         o, lse = self.variant.call.forward(given["q"], given["k"], given["v"], **self.fixed(given))
-        if TensorSpec.like(o) != self.output:
+        if o.stride() != self.due and TensorSpec.like(o) != self.output:
             o = p.new_o(o.device).copy_(o)
         both = o, lse
         return [o if i == base else lse.contiguous() for i in self.graph.outputs], both

@@ -6,11 +6,14 @@ import re
 from inspect import signature
 
 import pytest
+import torch
 
 import attn_graph as ag
 from tests.sources import ROOT
 from tests.torch_names import listed
 
+OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+pytestmark = pytest.mark.skipif(OLD, reason="the page lists the controls of torch 2.13 and newer")
 PAGE = (ROOT / "docs" / "torch-controls.md").read_text(encoding="utf-8")
 LISTED = listed()
 
@@ -40,8 +43,6 @@ def test_every_name_is_there_once_and_none_that_is_gone(module: str) -> None:
 
 def test_a_name_that_is_new_or_gone_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail."""
-    import torch.backends.cuda
-
     monkeypatch.setattr(torch.backends.cuda, "enable_new_sdp", lambda on: None, raising=False)
     torch.backends.cuda.enable_new_sdp.__module__ = "torch.backends.cuda"  # type: ignore[attr-defined]  # just set
     monkeypatch.delattr(torch.backends.openmp, "is_available")

@@ -229,7 +229,12 @@ FORWARD: tuple[Case, ...] = (
     ("torch_cudnn", chain(*wide(136)), {}, "up to 128, and q has D = 136"),
     ("torch_cudnn", GROUPED, {}, "pytorch#193893"),
     ("torch_cudnn", chain(), {"deterministic": True}, "not deterministic"),
-    ("torch_cudnn", chain(X, spec(2, 4, 1, 64), spec(2, 4, 1, 64)), {}, "two keys .* N = 1"),
+    (
+        "torch_cudnn",
+        chain(X, spec(2, 4, 1, 64), spec(2, 4, 1, 64)),
+        {},
+        "two keys at least, .* N = 1",
+    ),
 )
 BACKWARD: tuple[Case, ...] = (
     ("torch_flash", chain(), {"deterministic": True}, "use_deterministic_algorithms"),
@@ -278,6 +283,12 @@ def test_what_an_architecture_cannot_do_is_told() -> None:
         _ = plan.vjp
 
 
+def test_an_old_cudnn_is_told() -> None:
+    old = evolve(H200, libraries=(("nvidia-cudnn-cu12", "9.15.0.57"),))
+    with pytest.raises(ag.NoBackendError, match=r"from cuDNN 9.15.1 on: 9.15.0, M = 32, N = 32"):
+        ag.compile(chain(), target=old, backends=("torch_cudnn",))
+
+
 def test_copies_are_told_and_counted() -> None:
     plan = plan_of(chain(), "torch_efficient")
     assert "o f16[2, 4, 32, 64] is copied" in plan.explain()
@@ -305,6 +316,9 @@ class Handle:
         """There is nothing to take back."""
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.nn.attention, "activate_flash_attention_impl"), reason="of newer PyTorch"
+)
 def test_another_flash_kernel_in_its_place_is_told() -> None:
     torch.nn.attention.register_flash_attention_impl("test", register_fn=Handle)
     torch.nn.attention.activate_flash_attention_impl("test")
