@@ -1,7 +1,9 @@
 # Everything runs in .venv, with the versions of constraints.txt.
-# On a machine with a GPU: make venv INSTALL=.[cuda]
+# On a machine with a GPU: make venv INSTALL=.[cuda] OFFLINE=
 PYTHON ?= python3
 INSTALL ?= .
+# What the extra `offline` needs, less cuBLAS, which planning never loads.
+OFFLINE ?= nvidia-cuda-nvrtc nvidia-cudnn-frontend nvidia-cudnn-jit-cu13
 JOBS ?= 2
 BIN := .venv/bin
 PYTEST := $(BIN)/pytest -n $(JOBS) -m "not gpu"
@@ -17,6 +19,7 @@ venv: .venv/installed
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -c constraints.txt --upgrade pip
 	$(BIN)/python -m pip install -q -c constraints.txt -e '$(INSTALL)' --group dev
+	test -z '$(OFFLINE)' || $(BIN)/python -m pip install -q -c constraints.txt --no-deps $(OFFLINE)
 	touch $@
 
 demo: venv

@@ -6,10 +6,12 @@ of v; i a query's position, j a key's. Tensors by role: q k v o lse, scores s, w
 gradients dq dk dv do ds dp. Shapes are logical, [B,H,M,D]; memory order is the strides' business.
 """
 
-from attn_graph.backend import Backend, Executable, Fallback, Options
+from attn_graph.backend import Backend, Executable, Fallback, Options, RefusedError
 from attn_graph.builder import Value, attention, graph, scores
 from attn_graph.cache import CacheInfo
 from attn_graph.compiler import avoid, cache_info, clear_cache, compile, prefer
+from attn_graph.cost import Cost, Work
+from attn_graph.counts import Tiles, tiles
 from attn_graph.errors import (
     FallbackWarning,
     GraphError,
@@ -35,6 +37,7 @@ from attn_graph.plan import Plan
 from attn_graph.planner import BACKENDS
 from attn_graph.reference import evaluate
 from attn_graph.spec import TensorSpec
+from attn_graph.store import Store, default_store
 from attn_graph.switches import Precision, Switches
 from attn_graph.target import Target
 from attn_graph.text import parse
@@ -48,6 +51,7 @@ __all__ = [
     "Block",
     "CacheInfo",
     "Causal",
+    "Cost",
     "Data",
     "Executable",
     "Fallback",
@@ -68,23 +72,29 @@ __all__ = [
     "Precision",
     "Prefix",
     "QueryLengths",
+    "RefusedError",
     "SameSegment",
+    "Store",
     "Switches",
     "Target",
     "TensorSpec",
+    "Tiles",
     "Value",
     "Window",
+    "Work",
     "Workspace",
     "attention",
     "avoid",
     "cache_info",
     "clear_cache",
     "compile",
+    "default_store",
     "default_workspace",
     "evaluate",
     "graph",
     "parse",
     "prefer",
     "scores",
+    "tiles",
     "vjp",
 ]

@@ -10,12 +10,20 @@ from attrs import field, frozen
 
 from attn_graph.ir import Graph
 from attn_graph.memory import shown
+from attn_graph.store import Store
 from attn_graph.switches import LIBRARIES, Precision, Switches
 from attn_graph.target import Target
 from attn_graph.workspace import Workspace, default_workspace
 
 Tensors = Sequence[torch.Tensor]
 Fallback = Literal["ignore", "warn", "raise"]
+
+
+class RefusedError(Exception):
+    """Raised by a backend's `lower` where only trying tells: the planner then asks the next one.
+
+    Its arguments are reasons, as `why_not` yields them.
+    """
 
 
 @final
@@ -31,6 +39,7 @@ class Options:
     deterministic: bool = False
     max_workspace: int | None = None
     workspace: Workspace = field(factory=default_workspace)
+    store: Store | None = None
     precision: Precision = "ieee"
     avoid: tuple[str, ...] = ()
     on_fallback: Fallback = "ignore"
@@ -103,8 +112,8 @@ class Backend:
     """One way to run graphs: two functions and the name they answer to.
 
     why_not: every reason against a graph on a target, each a clause that completes "no, because
-    it"; none means it takes the graph. lower: makes it run; called only where there is no reason.
-    Both see the graph after all passes.
+    it"; none means it takes the graph. lower: makes it run; called only where there is no reason,
+    and raises RefusedError for one that shows only then. Both see the graph after all passes.
     """
 
     name: str

@@ -17,8 +17,9 @@ from attn_graph.ir import Graph
 from attn_graph.memory import in_bytes
 from attn_graph.passes import simplify
 from attn_graph.plan import Plan
-from attn_graph.planner import choose, named
+from attn_graph.planner import lowered, named
 from attn_graph.spec import TensorSpec
+from attn_graph.store import Store, default_store
 from attn_graph.switches import Precision, Switches, read
 from attn_graph.target import Target
 from attn_graph.torch_ops import differentiable
@@ -47,6 +48,7 @@ def compile(
     on_fallback: Fallback = "ignore",
     max_workspace: int | str | None = None,
     workspace: Workspace | None = None,
+    store: Store | bool = True,
 ) -> Plan:
     """The plan that runs `graph` on `target`, by default on this machine.
 
@@ -62,6 +64,7 @@ def compile(
     "ignore" it; "warn", once a plan, with every reason; or "raise" NoBackendError.
     max_workspace: bytes, or text such as "1GiB", that neither pass may exceed in the workspace.
     workspace: the memory to run in, by default the one that all plans share.
+    store: whether what takes long to build is kept on disk, and taken from there; or where.
 
     Equal graphs give the same plan. Planning reads nothing but these arguments, the target, and
     PyTorch's switches, once, which are part of the cache's key; docs/torch-controls.md lists them.
@@ -73,7 +76,7 @@ def compile(
     found = read()
     asked = (
         graph, target, among, shunned, deterministic, precision, on_fallback, max_workspace,
-        workspace, found,
+        workspace, store, found,
     )  # fmt: skip
     plan = calls.get(asked)
     if plan is None:
@@ -87,6 +90,7 @@ def compile(
             deterministic or switches.deterministic,
             None if max_workspace is None else in_bytes(max_workspace),
             workspace or default_workspace(),
+            default_store() if store is True else store or None,
             one_of("precision", precision or switches.precision(place.kind), Precision),
             names_of(shunned),
             one_of("on_fallback", on_fallback, Fallback),
@@ -120,8 +124,7 @@ def one_of(name: str, value: Value, values: object) -> Value:
 
 
 def build(graph: Graph, target: Target, options: Options, among: Backends | None) -> Plan:
-    choice = choose(graph, target, options, None if among is None else named(among))
-    lowered = choice.backend.lower(graph, target, options)
+    choice, executable = lowered(graph, target, options, None if among is None else named(among))
 
     def gradient(
         wants: Sequence[int] | None = None, cotangents: Sequence[TensorSpec | None] | None = None
@@ -139,7 +142,7 @@ def build(graph: Graph, target: Target, options: Options, among: Backends | None
         choice.cause,
         choice.refusals,
         choice.also,
-        evolve(lowered, notes=(*lowered.notes, *options.notes(graph, target))),
+        evolve(executable, notes=(*executable.notes, *options.notes(graph, target))),
         differentiable,
         gradient,
         target.kind == "cpu" or target == Target.here(),

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 from typing import final
 
-from attrs import frozen
+from attrs import field, frozen
+
+Peaks = tuple[tuple[str, float], ...]  # (dtype, flop/s)
+
+
+def rates(peaks: Mapping[str, float]) -> Peaks:
+    return tuple(peaks.items())
 
 
 @final
@@ -19,13 +26,16 @@ class Device:
     sm: int
     multiprocessors: int
     shared_memory: int
+    shared_memory_per_sm: int
     programs_per_sm: int
     threads_per_sm: int
     memory: int
+    bandwidth: float
     clock_khz: int
     memory_clock_khz: int
     bus_bits: int
     l2: int
+    peaks: Peaks = field(converter=rates)
 
 
 @cache
@@ -33,3 +43,8 @@ def devices() -> dict[str, Device]:
     """All of the table, by the name that `Target.of` takes."""
     text = files("attn_graph").joinpath("devices.toml").read_text()
     return {name: Device(**fields) for name, fields in tomllib.loads(text).items()}
+
+
+def product(name: str) -> Device | None:
+    """The device that drivers call by exactly this name: "NVIDIA H200 NVL" is another one."""
+    return next((device for device in devices().values() if device.product == name), None)

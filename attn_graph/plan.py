@@ -9,6 +9,7 @@ import torch
 from attrs import Factory, field, frozen
 
 from attn_graph.backend import Executable
+from attn_graph.cost import Cost, cost
 from attn_graph.errors import PlanMismatchError, PlanTargetError, refusal
 from attn_graph.fused import AttentionGrad
 from attn_graph.ir import Graph
@@ -146,6 +147,15 @@ class Plan:
             temporary_backward=backward.executable.temporary if backward else 0,
             gradients=sum(t.bytes for t in backward.graph.output_types) if backward else 0,
         )
+
+    def cost(self, **tensors: torch.Tensor) -> Cost:
+        """Flops and bytes that the masks leave, and the least time on the target.
+
+        Exact for masks that no tensor decides, and for others with the tensors that do, by the
+        names of the inputs: `plan.cost(kv_lengths=lengths)`. Without them it is the most there can
+        be. Raises GraphError for other tensors.
+        """
+        return cost(self.graph, self.target, tensors)
 
     def verify(self, *tensors: torch.Tensor, **named: torch.Tensor) -> Verification:
         """Run the plan on these tensors and compare with float64 by the rule of `verified`."""

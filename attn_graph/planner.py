@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import final
 from warnings import warn_explicit
 
 from attrs import frozen
 
-from attn_graph.backend import Backend, Options
+from attn_graph.backend import Backend, Executable, Options, RefusedError
 from attn_graph.errors import FallbackWarning, GraphError, NoBackendError, place, refusal
 from attn_graph.fused import AttentionGrad
 from attn_graph.ir import Graph
@@ -56,18 +57,42 @@ class Choice:
         return self.backend is torch_math.BACKEND and bool(self.refusals) and not self.also
 
 
-def choose(
+def lowered(
     graph: Graph, target: Target, options: Options, among: Sequence[Backend] | None
+) -> tuple[Choice, Executable]:
+    """What runs the graph, and why that.
+
+    A backend that finds reasons only while it lowers is passed over, like those that knew before.
+    Raises NoBackendError as `choose` does.
+    """
+    late: dict[str, tuple[str, ...]] = {}
+    while True:
+        choice = choose(graph, target, options, among, late)
+        try:
+            return choice, choice.backend.lower(graph, target, options)
+        except RefusedError as error:
+            late[choice.backend.name] = error.args
+
+
+def choose(
+    graph: Graph,
+    target: Target,
+    options: Options,
+    among: Sequence[Backend] | None,
+    late: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
 ) -> Choice:
     """The first backend, in order of preference, that has nothing against the graph.
 
-    Raises NoBackendError with every backend's reasons where all refuse; warns or raises by
-    on_fallback where only `math` is left.
+    late: reasons by backend that came up while it was lowered. Raises NoBackendError with every
+    backend's reasons where all refuse; warns or raises by on_fallback where only `math` is left.
     """
     ordered, cause = (
         (among, "it comes first in backends=") if among is not None else preference(graph, target)
     )
-    reasons = [(b, (*options.avoided(b.name), *b.why_not(graph, target, options))) for b in ordered]
+    reasons = [
+        (b, (*options.avoided(b.name), *(late.get(b.name) or b.why_not(graph, target, options))))
+        for b in ordered
+    ]
     able = [b for b, against in reasons if not against]
     refusals = tuple((b.name, against) for b, against in reasons if against)
     if not able:
@@ -106,6 +131,9 @@ def preference(graph: Graph, target: Target) -> tuple[Sequence[Backend], str]:
             torch_math.BACKEND,
             *rest,
         ), f"it is the faster for {dtype} {pass_} on this kind of CPU"
+    if target.kind == "cuda" and not 90 <= target.sm < 110:
+        rest = [b for b in BACKENDS if b is not triton_flash.BACKEND]
+        return (triton_flash.BACKEND, *rest), "cuDNN's kernels for this kind of GPU are the slower"
     return BACKENDS, "it comes first in the order of preference"
 
 

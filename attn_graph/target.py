@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 
-from attn_graph.devices import devices
+from attn_graph.devices import Peaks, devices, product
 from attn_graph.errors import GraphError
 
 LIBRARIES = (
@@ -19,11 +19,13 @@ LIBRARIES = (
     "nvidia-cudnn-frontend",
     "nvidia-cudnn-cu13",
     "nvidia-cudnn-cu12",
+    "nvidia-cudnn-jit-cu13",
+    "nvidia-cudnn-jit-cu12",
 )
 
 
 @final
-@frozen
+@frozen(cache_hash=True)
 class Target:
     """A device and its libraries. Planning reads this value and never asks the machine again.
 
@@ -31,6 +33,11 @@ class Target:
     precision dtypes, "f16" and "bf16", that the CPU's matrix instructions take as they are.
     libraries: name and version of each that is installed. interprets: whether Triton's kernels
     run on the CPU, slowly, because TRITON_INTERPRET=1 was set when Python started.
+
+    The rest is what costs are told from; None is not known. shared_memory: bytes that one program
+    may ask for. memory, l2: bytes. bandwidth: bytes/s. peaks: dtype and dense flop/s of matrix
+    products; "f32" is without TF32. `attrs.evolve(Target.of("h200"), bandwidth=4e12)` is a machine
+    of your own.
     """
 
     name: str
@@ -39,6 +46,13 @@ class Target:
     native: tuple[str, ...] = ()
     libraries: tuple[tuple[str, str], ...] = ()
     interprets: bool = False
+    multiprocessors: int | None = field(default=None, kw_only=True)
+    shared_memory: int | None = field(default=None, kw_only=True)
+    shared_memory_per_sm: int | None = field(default=None, kw_only=True)
+    memory: int | None = field(default=None, kw_only=True)
+    bandwidth: float | None = field(default=None, kw_only=True)
+    l2: int | None = field(default=None, kw_only=True)
+    peaks: Peaks = field(default=(), kw_only=True)
 
     @classmethod
     def here(cls) -> Target:
@@ -47,7 +61,7 @@ class Target:
 
     @classmethod
     def of(cls, name: str) -> Target:
-        """A machine by name, `cpu` or one of devices.toml, with the libraries that are installed here.
+        """A machine by name, `cpu` or one of devices.toml, with the libraries installed here.
 
         Raises GraphError for an unknown name.
         """
@@ -55,7 +69,24 @@ class Target:
             return cpu()
         if name not in devices():
             raise GraphError(f"target {name!r} is not known; known are cpu, {', '.join(devices())}")
-        return cls(name, "cuda", devices()[name].sm, (), installed())
+        device = devices()[name]
+        return cls(
+            name,
+            "cuda",
+            device.sm,
+            libraries=installed(),
+            multiprocessors=device.multiprocessors,
+            shared_memory=device.shared_memory,
+            shared_memory_per_sm=device.shared_memory_per_sm,
+            memory=device.memory,
+            bandwidth=device.bandwidth,
+            l2=device.l2,
+            peaks=device.peaks,
+        )
+
+    def peak(self, dtype: str) -> float | None:
+        """Dense flop/s of matrix products in a dtype, "bf16" say; None: not known."""
+        return dict(self.peaks).get(dtype)
 
     @property
     def device(self) -> torch.device:
@@ -68,11 +99,25 @@ class Target:
 
 @cache
 def machine() -> Target:
+    """The GPU as PyTorch tells it. Its rates are the table's, if that has the very product."""
     if not torch.cuda.is_available():
         return cpu()
-    major, minor = torch.cuda.get_device_capability()
-    name = torch.cuda.get_device_name()
-    return Target(name, "cuda", 10 * major + minor, (), installed(), interpreting())
+    found: Any = torch.cuda.get_device_properties()  # Any: PyTorch's stubs leave a field out
+    known = product(found.name)
+    return Target(
+        found.name,
+        "cuda",
+        10 * found.major + found.minor,
+        libraries=installed(),
+        interprets=interpreting(),
+        multiprocessors=found.multi_processor_count,
+        shared_memory=found.shared_memory_per_block_optin,
+        shared_memory_per_sm=found.shared_memory_per_multiprocessor,
+        memory=found.total_memory,
+        bandwidth=known.bandwidth if known else None,
+        l2=found.L2_cache_size,
+        peaks=known.peaks if known else (),
+    )
 
 
 @cache

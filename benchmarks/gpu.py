@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import attn_graph as ag
+from attn_graph.lowering.cudnn_builder import planned
+from attn_graph.lowering.cudnn_graph import described
+from attn_graph.lowering.cudnn_run import Run, handle
+from attn_graph.lowering.problem import sole
 from benchmarks.timing import save
 
 Sizes = tuple[int, int, int, int]
@@ -53,13 +58,12 @@ def attends(kind: str, tensors: list[torch.Tensor]) -> Iterator[tuple[str, Calla
     """Each way to compute it: a function of q, k, v."""
     S, specs = tensors[0].shape[2], [ag.TensorSpec.like(t) for t in tensors]
     masks = {"full": None, "causal": ag.Causal(), "window": ag.Causal() & ag.Window(WINDOW - 1)}
-    yield (
-        "attn_graph triton",
-        ag.compile(ag.attention(*specs, mask=masks[kind]), backends=("triton",)),
-    )
+    graph = ag.attention(*specs, mask=masks[kind])
+    for backend in ("triton", "cudnn"):
+        yield f"attn_graph {backend}", ag.compile(graph, backends=(backend,))
     if kind != "window":
-        for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
-            yield f"SDPA {backend.name.lower()}", peer(backend, kind == "causal")
+        for other in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+            yield f"SDPA {other.name.lower()}", peer(other, kind == "causal")
     kept = {
         "causal": lambda b, h, i, j: j <= i,
         "window": lambda b, h, i, j: (j <= i) & (j > i - WINDOW),
@@ -75,6 +79,66 @@ def peer(backend: SDPBackend, causal: bool) -> Callable[..., torch.Tensor]:
             return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
     return attend
+
+
+def raw(graph: ag.Graph, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
+    """cuDNN's frontend by itself, with all that a call needs made beforehand."""
+    import cudnn
+
+    problem = sole(graph)
+    assert problem is not None
+    call = described(problem)
+    device = tensors[0].device
+    its = handle(device)
+    plan = planned(call.plain, handle=its)
+    run = Run.of(call, problem, graph, ag.Workspace(), 0, lambda *given: packs.append(given[0]))
+    packs: list[Any] = []
+    (run.forward if problem.grad is None else run.backward)(*tensors)
+    workspace = torch.empty(plan.get_workspace_size(), dtype=torch.uint8, device=device)
+
+    def execute() -> None:
+        cudnn.set_stream(handle=its, stream=torch.cuda.current_stream().cuda_stream)
+        plan.execute(packs[0], workspace, handle=its)
+
+    return execute
+
+
+def beside_raw(sizes: Sizes, causal: bool, runs: int) -> Iterator[dict[str, Any]]:
+    """Plans of cuDNN's and cuDNN itself, in one run: device time, and host time of a call."""
+    tensors = [t.detach() for t in qkv(sizes, torch.bfloat16)]
+    specs = [ag.TensorSpec.like(t) for t in tensors]
+    plan = ag.compile(
+        ag.attention(*specs, mask=ag.Causal() if causal else None), backends=("cudnn",)
+    )
+    o, lse = plan.run(*tensors)[1]
+    for name, one, given in (
+        ("forward", plan, tensors),
+        ("backward", plan.vjp, [*tensors, o, lse, torch.randn_like(o)]),
+    ):
+        ours, its = (lambda p=one, g=given: p(*g)), raw(one.graph, given)
+        times = milliseconds([Job("ours", ours), Job("raw", its)], runs)
+        yield {
+            "job": f"bf16 {'causal' if causal else 'full'} {sizes}",
+            "pass": name,
+            "by": "attn_graph cudnn, beside cudnn.pygraph itself",
+            "ms": round(times["ours"], 4),
+            "of its speed": round(times["raw"] / times["ours"], 3),
+            "asked": 0.97,
+            "host us": round(host_microseconds(ours), 1),
+            "host us, raw": round(host_microseconds(its), 1),
+            "host asked": 15,
+        }
+
+
+def host_microseconds(call: Callable[[], object], count: int = 200) -> float:
+    """How long a call keeps the host, while the device lags behind."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(count):
+        call()
+    took = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return took / count * 1e6
 
 
 def milliseconds(jobs: list[Job], runs: int) -> dict[str, float]:
@@ -129,6 +193,11 @@ def main() -> None:
     options.add_argument("--save", action="store_true", help="write benchmarks/results")
     given = options.parse_args()
     rows = []
+    for sizes in ((1, 1, 64, 64), (2, 16, 4096, 128), (1, 16, 16384, 128)):
+        for causal in (False, True):
+            for row in beside_raw(sizes, causal, given.runs):
+                print(*row.values(), flush=True)
+                rows.append(row)
     for S in (2048, 4096, 8192, 16384):
         for D in (64, 128):
             for kind in ("full", "causal", "window"):

@@ -6,6 +6,9 @@ import argparse
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -13,6 +16,11 @@ import torch.nn.functional as F
 
 import attn_graph as ag
 from attn_graph.kernels.tiles import Tiling
+from attn_graph.lowering import cudnn_builder
+from attn_graph.lowering.cudnn_graph import described
+from attn_graph.lowering.cudnn_offline import description, driver
+from attn_graph.lowering.cudnn_plan import Built
+from attn_graph.lowering.cudnn_run import Run
 from attn_graph.lowering.problem import sole
 from attn_graph.lowering.triton_tiles import static_lists
 from attn_graph.passes import simplify
@@ -38,19 +46,82 @@ def rows() -> list[dict[str, Any]]:
         row("compile(graph), cached", microseconds(lambda: ag.compile(graph)), 2),
         row("import attn_graph, beyond torch (ms)", import_milliseconds(), 150),
         row("compile(graph), a new length, triton on an H200", new_length("triton"), 300),
-        row("compile(graph), a new length, every backend asked", new_length()),
+        *cudnn_rows(),
         row("tile lists of a mask, 64k x 64k (ms)", list_milliseconds(), 50),
     ]
 
 
-def new_length(*backends: str) -> float:
+def new_length(backend: str, store: ag.Store | bool = False, count: int = 300) -> float:
     """Microseconds to plan a causal graph of another length for an H200; the median."""
-    target, among, times = ag.Target.of("h200"), backends or None, []
-    for n in range(1, 300):
-        spec = ag.TensorSpec((2, 8, 8 * n + len(backends), 64), torch.bfloat16)
-        graph = ag.attention(spec, spec, spec, mask=ag.Causal())
-        times.append(seconds(lambda graph=graph: ag.compile(graph, target=target, backends=among)))  # type: ignore[misc]  # bound now
+    times = []
+    for n in range(1, count):
+        graph = causal(8 * n + 1)
+        options: dict[str, Any] = {"target": "h200", "backends": (backend,), "store": store}
+        times.append(seconds(lambda graph=graph, o=options: ag.compile(graph, **o)))  # type: ignore[misc]  # bound now
     return statistics.median(times) * 1e6
+
+
+def causal(length: int) -> ag.Graph:
+    spec = ag.TensorSpec((2, 8, length, 64), torch.bfloat16)
+    return ag.attention(spec, spec, spec, mask=ag.Causal())
+
+
+def cudnn_rows() -> list[dict[str, Any]]:
+    """Plans of cuDNN's for an H200 that is not there, and a call up to where cuDNN takes over."""
+    with TemporaryDirectory() as folder:
+        store = ag.Store(folder)
+        built = new_length("cudnn", store, 10) / 1e3
+        ag.clear_cache()
+        known = new_length("cudnn", store, 10) / 1e3
+        loads = loading(store)
+    return [
+        row("compile(graph), a new length, cudnn on an H200, built (ms)", built),
+        row("compile(graph), the same from the store (ms)", known, built / 30),
+        row("cuDNN loads that plan, the first of a process (ms)", loads[0], built / 30),
+        row("cuDNN loads that plan, each more (ms)", statistics.median(loads[1:]), built / 30),
+        row("a call of cuDNN's, up to where cuDNN takes over", microseconds(short_call()), 15),
+    ]
+
+
+def short_call() -> Callable[[], object]:
+    """What a plan of cuDNN's does at a call, but for the execution."""
+    graph = simplify(causal(1))
+    problem = sole(graph)
+    assert problem is not None
+    run = Run.of(described(problem), problem, graph, ag.Workspace(), 256, lambda *given: None)
+    tensors = [torch.empty(i.spec.shape, dtype=i.spec.dtype) for i in graph.inputs]
+    return lambda: run.forward(*tensors)
+
+
+LOAD = """
+import sys, time
+from pathlib import Path
+lowering, driver, folder = sys.argv[1:]
+sys.path[:0] = [lowering]
+import cudnn_builder
+if driver != "-":
+    cudnn_builder.stand_in(driver)
+import cudnn
+device = cudnn.create_device_properties(Path(folder, "device").read_text())
+for path in sorted(Path(folder).glob("*.data")):
+    data, start = [*path.read_bytes()], time.perf_counter()
+    cudnn.pygraph(device_property=device).deserialize(data)
+    print(1e3 * (time.perf_counter() - start))
+"""
+
+
+def loading(store: ag.Store) -> list[float]:
+    """Milliseconds that cuDNN takes to load each stored plan, in a process of its own."""
+    with TemporaryDirectory() as folder:
+        for n, (_, key) in enumerate(store.held()):
+            data = store.get(key or "")
+            assert data is not None
+            Path(folder, f"{n}.data").write_bytes(Built.unpacked(data).data)
+        Path(folder, "device").write_text(description(ag.Target.of("h200")))
+        lowering = str(Path(cudnn_builder.__file__).parent)
+        program = (sys.executable, "-P", "-c", LOAD, lowering, driver(), folder)
+        told = subprocess.run(program, check=True, capture_output=True, text=True).stdout
+    return [*map(float, told.split())]
 
 
 def list_milliseconds() -> float:

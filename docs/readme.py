@@ -15,10 +15,15 @@ import torch
 from attrs import evolve
 
 import attn_graph as ag
+from attn_graph.lowering import cudnn_backend, torch_cuda, torch_math, torch_sdpa, triton_flash
+from attn_graph.passes import simplify
+from attn_graph.spec import FLOATS
+from attn_graph.vjp import backward, result_spec
 
 ROOT = Path(__file__).parent.parent
 CPU = evolve(ag.Target.of("cpu"), native=(), libraries=())  # the same words on every machine
-GPU = evolve(ag.Target.of("h200"), libraries=(("triton", ""),))
+CUDNN = (("nvidia-cudnn-frontend", "1.28.0"), ("nvidia-cudnn-cu13", "9.20.0.48"))
+GPU = evolve(ag.Target.of("h200"), libraries=(("triton", ""), *CUDNN))
 B, H, S, D = 2, 8, 512, 64
 X = ag.TensorSpec((B, H, S, D), torch.float32)
 EXAMPLE = """\
@@ -39,91 +44,93 @@ def spec(*shape: int, dtype: torch.dtype = torch.float32) -> ag.TensorSpec:
     return ag.TensorSpec(shape, dtype)
 
 
-def typed(dtype: torch.dtype) -> ag.Graph:
-    return ag.attention(*(spec(B, H, S, D, dtype=dtype),) * 3)
-
-
 def with_options(**options: Any) -> ag.Graph:  # Any: options of `attention`
     return ag.attention(X, X, X, **options)
 
 
-LENGTHS, NUMBERS = spec(B, dtype=torch.int64), spec(B, S, dtype=torch.int64)
-FEATURES: dict[str, ag.Graph] = {
-    "float32, no mask": with_options(),
-    "float64": typed(torch.float64),
-    "float16": typed(torch.float16),
-    "bfloat16": typed(torch.bfloat16),
-    "lse as a second output": with_options(stats=True),
-    "grouped heads, H = r G": ag.attention(X, spec(B, 2, S, D), spec(B, 2, S, D)),
-    "head sizes D != E": ag.attention(X, X, spec(B, H, S, 32)),
-    "q strided along its last axis": ag.attention(
-        ag.TensorSpec(X.shape, X.dtype, (H * S * D, S * D, 1, S)), X, X
-    ),
-    "causal": with_options(mask=ag.Causal()),
-    "causal, bottom right, M != N": ag.attention(
-        spec(B, H, 128, D), X, X, mask=ag.Causal("bottom_right")
-    ),
-    "window": with_options(mask=ag.Window(64)),
-    "prefix, and any join by & | ~": with_options(mask=ag.Causal() | ag.Prefix(16)),
-    "boolean tensor": with_options(keep=spec(1, 1, S, S, dtype=torch.bool)),
-    "lengths": with_options(kv_lengths=LENGTHS, q_lengths=LENGTHS),
-    "segments": with_options(segments=(NUMBERS, NUMBERS)),
-    "soft cap": with_options(soft_cap=30.0),
-    "bias": with_options(bias=spec(1, H, S, S)),
-    "ALiBi": with_options(alibi=True),
-    "sinks": with_options(sinks=spec(H)),
-    "dropout": with_options(dropout=0.1),
-    "no query, or no key": ag.attention(spec(B, H, 0, D), X, X),
+def features(dtype: torch.dtype) -> dict[str, ag.Graph]:
+    """Graphs by what is special about them, in a dtype where that is not the dtype."""
+    x, few = spec(B, H, S, D, dtype=dtype), spec(B, H, 128, D, dtype=dtype)
+    groups, narrow = spec(B, 2, S, D, dtype=dtype), spec(B, H, S, 32, dtype=dtype)
+    strided = ag.TensorSpec(x.shape, dtype, (H * S * D, S * D, 1, S))
+    lengths, numbers = spec(B, dtype=torch.int64), spec(B, S, dtype=torch.int64)
+
+    def made(**options: Any) -> ag.Graph:  # Any: options of `attention`
+        return ag.attention(x, x, x, **options)
+
+    return {
+        **{NAMES[t]: ag.attention(*(spec(B, H, S, D, dtype=t),) * 3) for t in NAMES},
+        "lse as a second output": made(stats=True),
+        "grouped heads, H = r G": ag.attention(x, groups, groups),
+        "head sizes D != E": ag.attention(x, x, narrow),
+        "q strided along its last axis": ag.attention(strided, x, x),
+        "causal": made(mask=ag.Causal()),
+        "causal, bottom right, M != N": ag.attention(few, x, x, mask=ag.Causal("bottom_right")),
+        "window": made(mask=ag.Window(64)),
+        "prefix, and any join by & | ~": made(mask=ag.Causal() | ag.Prefix(16)),
+        "boolean tensor": made(keep=spec(1, 1, S, S, dtype=torch.bool)),
+        "lengths": made(kv_lengths=lengths, q_lengths=lengths),
+        "segments": made(segments=(numbers, numbers)),
+        "soft cap": made(soft_cap=30.0),
+        "bias": made(bias=spec(1, H, S, S, dtype=dtype)),
+        "ALiBi": made(alibi=True),
+        "sinks": made(sinks=spec(H)),
+        "dropout": made(dropout=0.1),
+        "no query, or no key": ag.attention(spec(B, H, 0, D, dtype=dtype), x, x),
+    }
+
+
+NAMES = {
+    torch.float32: "float32, no mask",
+    torch.float64: "float64",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+}
+# Who is asked: backend, target, and the dtype of graphs whose dtype is not the question.
+ASKED = {
+    "`torch_sdpa`, CPU": (torch_sdpa.BACKEND, CPU, torch.float32),
+    "`cudnn`, H200": (cudnn_backend.BACKEND, GPU, torch.float16),
+    "`triton`, GPU": (triton_flash.BACKEND, GPU, torch.float32),
+    "`math`": (torch_math.BACKEND, CPU, torch.float32),
 }
 
 
-COLUMNS = (("torch_sdpa", ", CPU", CPU), ("triton", ", GPU", GPU), ("math", "", CPU))
-KERNELS = tuple((f"torch_{name}", ", GPU", GPU) for name in ("flash", "efficient", "cudnn"))
-Columns = tuple[tuple[str, str, ag.Target], ...]
-
-Y = spec(B, H, S, D, dtype=torch.float16)
-FEW = spec(B, 2, S, D, dtype=torch.float16)
-HALVES: dict[str, ag.Graph] = {
-    "float16 or bfloat16, no mask": ag.attention(Y, Y, Y),
-    "float32": FEATURES["float32, no mask"],
-    "causal": ag.attention(Y, Y, Y, mask=ag.Causal()),
-    "lse as a second output": ag.attention(Y, Y, Y, stats=True),
-    "grouped heads, H = r G": ag.attention(Y, FEW, FEW),
-    "head sizes D != E": ag.attention(Y, Y, spec(B, H, S, 32, dtype=torch.float16)),
-    "bias [B,H,M,N]": ag.attention(Y, Y, Y, bias=spec(B, H, S, S, dtype=torch.float16)),
-    "bias [1,H,M,N]": ag.attention(Y, Y, Y, bias=spec(1, H, S, S, dtype=torch.float16)),
-    "dropout": ag.attention(Y, Y, Y, dropout=0.1),
+KERNELS = {
+    f"`{backend.name}`, GPU": (backend, GPU, torch.float16)
+    for backend in (torch_cuda.FLASH, torch_cuda.EFFICIENT, torch_cuda.CUDNN)
 }
 
 
 def support() -> str:
     """What each backend takes: forward, backward, or its first reason against."""
-    return table(FEATURES, COLUMNS)
+    return table(ASKED)
 
 
 def kernels() -> str:
     """The same of PyTorch's kernels for GPUs."""
-    return table(HALVES, KERNELS)
+    return table(KERNELS)
 
 
-def table(graphs: dict[str, ag.Graph], columns: Columns) -> str:
-    titles = (f"`{backend}`{where}" for backend, where, _ in columns)
-    rows = [f"| graph | {' | '.join(titles)} |", "|---" * (1 + len(columns)) + "|"]
-    for name, graph in graphs.items():
-        cells = (name, *(verdict(graph, backend, target) for backend, _, target in columns))
-        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(rows)
+def table(asked: dict[str, tuple[ag.Backend, ag.Target, torch.dtype]]) -> str:
+    columns = [
+        [verdict(graph, backend, target) for graph in features(dtype).values()]
+        for backend, target, dtype in asked.values()
+    ]
+    rows = [("graph", *asked), ("---",) * (1 + len(asked))]
+    rows += zip(features(torch.float32), *columns, strict=True)
+    return "\n".join("| " + " | ".join(x.replace("|", "\\|") for x in row) + " |" for row in rows)
 
 
-def verdict(graph: ag.Graph, backend: str, target: ag.Target) -> str:
-    try:
-        plan = ag.compile(graph, target=target, backends=(backend,))
-    except ag.NoBackendError as error:
-        return f"no: it {dict(error.refusals)[backend][0]}"
-    try:
-        return "yes" if plan.vjp else "forward"
-    except ag.NoBackendError as error:
-        return f"forward; not backward: it {dict(error.refusals)[backend][0]}"
+def verdict(graph: ag.Graph, backend: ag.Backend, target: ag.Target) -> str:
+    simple = simplify(graph)
+    if against := [*backend.why_not(simple, target, ag.Options())]:
+        return f"no: it {against[0]}"
+    wants = [n for n, i in enumerate(simple.inputs) if i.spec.dtype in FLOATS]
+    cotangents = [result_spec(simple, i) for i in simple.outputs]
+    back = simplify(backward(simple, wants, cotangents))
+    if against := [*backend.why_not(back, target, ag.Options())]:
+        return f"forward; not backward: it {against[0]}"
+    return "yes"
 
 
 def example() -> str:

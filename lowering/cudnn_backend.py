@@ -1,41 +1,80 @@
-"""cuDNN: what it would say to a graph, known on every machine. It runs none in this version."""
+"""cuDNN: single attentions and their gradients on NVIDIA GPUs, in half precision.
+
+Whether it takes a graph is told by a table, on every machine; its plans are built here as well, for
+GPUs that are not there in a process beside a stand-in for their driver.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from attn_graph.backend import Backend, Executable, Options
+from attn_graph.backend import Backend, Executable, Options, RefusedError
 from attn_graph.ir import Graph
-from attn_graph.lowering.problem import other_equations, sole
+from attn_graph.lowering.problem import Problem, other_equations, sole
 from attn_graph.target import Target
 
+if TYPE_CHECKING:  # and imported where it is used: a large table, of which CPUs ask nothing
+    from attn_graph.lowering.cudnn_case import Case
+
 FRONTEND = "nvidia-cudnn-frontend"
-LIBRARIES = ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12")  # of which one is cuDNN itself
+LIBRARIES = (  # of which one is cuDNN itself; jit has the part that attention needs
+    "nvidia-cudnn-cu13",
+    "nvidia-cudnn-cu12",
+    "nvidia-cudnn-jit-cu13",
+    "nvidia-cudnn-jit-cu12",
+)
+# What is assumed of libraries that are not there, so that a graph's own reasons are told as well.
+ASSUMED = ((9, 20, 0), (1, 28, 0))
 
 
 def why_not(graph: Graph, target: Target, options: Options) -> Iterator[str]:
-    if target.kind != "cuda":
+    if target.kind == "cuda":
+        yield from library_reasons(target)
+    else:
         yield f"runs on NVIDIA GPUs, and the target is {target}"
-    frontend = version(target, FRONTEND)
-    backend = next(filter(None, (version(target, name) for name in LIBRARIES)), None)
-    if frontend is None:
-        yield f"needs {FRONTEND}, which is not installed; pip install 'attn-graph[cuda]'"
-    if backend is None:
-        yield "needs cuDNN, which is not installed; PyTorch's builds for CUDA bring it"
     problem = sole(graph)
     if problem is None:
         yield other_equations(graph)
     elif target.kind == "cuda":
-        from attn_graph.lowering.cudnn_limits import reasons  # a large table; CPUs never ask it
-
-        pair = backend or NEWEST[0], frontend or NEWEST[1]
-        yield from reasons(problem, target.sm, *pair, deterministic=options.deterministic)
-    yield "has no lowering in this version of attn_graph"
+        yield from problem_reasons(problem, target, options)
 
 
-# What is assumed of libraries that are not there, so that a graph's own reasons are told as well.
-NEWEST = ((9, 20, 0), (1, 28, 0))
+def library_reasons(target: Target) -> Iterator[str]:
+    backend, frontend = versions(target)
+    if frontend is None:
+        yield f"needs {FRONTEND}, which is not installed; pip install 'attn-graph[cuda]'"
+    if backend is None:
+        yield (
+            "needs cuDNN, which is not installed; PyTorch's builds for CUDA bring it, and "
+            "pip install 'attn-graph[offline]' what plans without a GPU need of it"
+        )
+
+
+def problem_reasons(problem: Problem, target: Target, options: Options) -> Iterator[str]:
+    from attn_graph.lowering.cudnn_limits import reasons
+    from attn_graph.lowering.cudnn_memory import workspace
+
+    case = asked(problem, target, options)
+    against = [*reasons(case)]
+    yield from against
+    if not against and (need := workspace(case)) is not None:
+        yield from options.over_workspace(need)
+
+
+def asked(problem: Problem, target: Target, options: Options) -> Case:
+    from attn_graph.lowering.cudnn_case import Case
+
+    backend, frontend = versions(target)
+    pair = backend or ASSUMED[0], frontend or ASSUMED[1]
+    return Case(problem, target.sm, *pair, options.deterministic)
+
+
+def versions(target: Target) -> tuple[tuple[int, int, int] | None, tuple[int, int, int] | None]:
+    """Those of cuDNN and of its frontend; None for what the target has not."""
+    backend = next(filter(None, (version(target, name) for name in LIBRARIES)), None)
+    return backend, version(target, FRONTEND)
 
 
 def version(target: Target, library: str) -> tuple[int, int, int] | None:
@@ -46,7 +85,27 @@ def version(target: Target, library: str) -> tuple[int, int, int] | None:
 
 
 def lower(graph: Graph, target: Target, options: Options) -> Executable:
-    raise AssertionError("cudnn refuses every graph")
+    from attn_graph.lowering.cudnn_case import padded
+    from attn_graph.lowering.cudnn_graph import described
+    from attn_graph.lowering.cudnn_plan import built
+    from attn_graph.lowering.cudnn_run import Engine, Run
+
+    problem = sole(graph)
+    assert problem is not None  # why_not said so
+    case = asked(problem, target, options)
+    call = described(problem, padded=padded(case), deterministic=options.deterministic)
+    plan = built(call, target, (case.backend, case.frontend), options)
+    if over := [*options.over_workspace(plan.workspace)]:
+        raise RefusedError(*over)
+    run = Run.of(call, problem, graph, options.workspace, plan.workspace, Engine(plan.data))
+    return Executable(
+        run.forward if problem.grad is None else run.backward,
+        plan.workspace,
+        run.temporary,
+        (str(plan), *run.notes),
+        inspect=lambda: (f"built in {plan.seconds:.2f} s",),
+        text=lambda: f"{call}\n{plan}",
+    )
 
 
 BACKEND = Backend("cudnn", why_not, lower)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import final
+from math import prod
+from typing import Any, final
 
 import torch
 from attrs import frozen
@@ -31,6 +32,19 @@ class Slot:
     strides: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def plain(self) -> dict[str, Any]:  # Any: JSON
+        return {
+            "argument": self.argument,
+            "shape": self.shape,
+            "strides": self.strides,
+            "dtype": NAMES[self.dtype],
+        }
+
     def __str__(self) -> str:
         name = NAMES[self.dtype]
         return f"{self.argument}={self.source} {name}[{self.shape}, {self.strides}]"
@@ -50,11 +64,28 @@ class Call:
     options: tuple[tuple[str, Option], ...]
 
     @property
+    def said(self) -> dict[str, Option]:
+        """The options that are set."""
+        return {k: v for k, v in self.options if v is not None and v is not False}
+
+    @property
     def slots(self) -> tuple[Slot, ...]:
         return self.inputs + self.outputs
 
+    @property
+    def plain(self) -> dict[str, Any]:  # Any: JSON
+        """All of it in numbers, texts and lists, for a program that knows no types of ours."""
+        slots = [x.plain | {"uid": uid} for uid, x in enumerate(self.slots, start=1)]
+        return {
+            "name": self.name,
+            "dtype": NAMES[self.inputs[0].dtype],
+            "inputs": slots[: len(self.inputs)],
+            "outputs": slots[len(self.inputs) :],
+            "options": self.said,
+        }
+
     def __str__(self) -> str:
-        told = [*map(str, self.inputs), *(f"{k}={v!r}" for k, v in self.options)]
+        told = [*map(str, self.inputs), *(f"{k}={v!r}" for k, v in self.said.items())]
         lines = "".join(f"  {line},\n" for line in told)
         return f"{self.name}(\n{lines}) -> {', '.join(map(str, self.outputs))}"
 

@@ -14,7 +14,6 @@ from attrs import frozen
 
 from attn_graph.lowering.cudnn_case import Case, Pass, Version
 from attn_graph.lowering.cudnn_masks import problems
-from attn_graph.lowering.problem import Problem
 from attn_graph.modifiers import Alibi, Bias
 from attn_graph.spec import NAMES, TensorSpec
 
@@ -72,16 +71,8 @@ class Rule:
                 yield self.sentence.format(it=it, c=c, p=c.problem)
 
 
-def reasons(
-    problem: Problem,
-    sm: int,
-    backend_version: Version,
-    frontend_version: Version,
-    *,
-    deterministic: bool = False,
-) -> Iterator[str]:
-    """Every reason why cuDNN does not take a problem; none means that it plans and is right."""
-    case = Case(problem, sm, backend_version, frontend_version, deterministic)
+def reasons(case: Case) -> Iterator[str]:
+    """Every reason why cuDNN does not take a case; none means that it plans and is right."""
     for rule in RULES:
         yield from rule.reasons(case)
 
@@ -462,6 +453,14 @@ RULES = (
         "takes sinks with two queries or more, and M = 1",
         FORWARD_HEADER,
         FORWARD,
+    ),
+    Rule(
+        "sinks_in_order",
+        lambda c: once(c.deterministic and c.wants("sinks")),
+        "promises no order for the gradient of sinks, and deterministic=True asks for one",
+        "cudnn-frontend 1.23.0, test_mhas_v2.py: repeated runs are compared but for dSink",
+        BACKWARD,
+        says="yes",
     ),
     Rule(
         "deterministic_blackwell",

@@ -193,14 +193,15 @@ def bias_gradient_reasons(problem: Problem, grad: AttentionGrad, bias: TensorSpe
 
 def cudnn_reasons(problem: Problem, target: Target, options: Options) -> Reasons:
     """Beyond cuDNN's own limits, which depend on its version and are told first."""
-    from attn_graph.lowering.cudnn_backend import LIBRARIES, NEWEST, version
+    from attn_graph.lowering.cudnn_backend import ASSUMED, versions
+    from attn_graph.lowering.cudnn_case import Case
     from attn_graph.lowering.cudnn_limits import reasons  # a large table; CPUs never ask it
 
     p = problem
     if target.kind == "cuda" and p.node.modifiers == ():
-        found = next(filter(None, (version(target, name) for name in LIBRARIES)), NEWEST[0])
-        newest = NEWEST[1]  # of the frontend: PyTorch has one of its own inside
-        yield from reasons(p, target.sm, found, newest)
+        found = versions(target)[0] or ASSUMED[0]
+        own = ASSUMED[1]  # PyTorch has a frontend of its own inside
+        yield from reasons(Case(p, target.sm, found, own, False))
         if found < RIGHT and (p.M % 128 or p.N % 128):
             told = ".".join(map(str, found))
             yield f"is right for lengths off 128 from cuDNN 9.15.1 on: {told}, M = {p.M}, N = {p.N}"

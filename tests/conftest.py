@@ -3,11 +3,14 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 from hypothesis import settings
 
+STORED = TemporaryDirectory()  # no test reads what another run stored, nor leaves anything
+os.environ["XDG_CACHE_HOME"] = STORED.name
 EXAMPLES = 25  # a property in well under a second; `deep` draws ten times as many
 
 settings.register_profile(

@@ -153,6 +153,7 @@ ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "window_9_14_0": ({"N": 2048, "mask": Band(-9, None)}, {"backend": (9, 14, 0)}),
     "sinks_version": (sinks(), {"backend": (9, 12, 0)}),
     "sinks_decode": ({"M": 1, **sinks()}, {}),
+    "sinks_in_order": ({**sinks(), **BACK}, {"deterministic": True}),
     "deterministic_blackwell": (
         BACK,
         {"sm": 100, "backend": (9, 17, 0), "deterministic": True},
@@ -177,7 +178,8 @@ def test_each_rule_is_all_that_refuses_some_problem(rule: str) -> None:
 def test_plain_attention_is_taken_in_both_passes_everywhere() -> None:
     for backward in (False, True):
         for sm in (80, 89, 90, 100, 120):
-            assert not [*reasons(problem(backward=backward, mask=CAUSAL), sm, *KNOWN)]
+            case = Case(problem(backward=backward, mask=CAUSAL), sm, *KNOWN)
+            assert not [*reasons(case)]
 
 
 def test_all_reasons_come_out(golden: Any) -> None:
@@ -267,15 +269,10 @@ def test_a_plan_tells_what_cudnn_says_on_a_machine_without_it() -> None:
     libraries = (("nvidia-cudnn-frontend", "1.25.0"), ("nvidia-cudnn-cu13", "9.20.0.48"))
     target = ag.Target("h200", "cuda", 90, (), libraries)
     told = dict(ag.compile(graph, target=target, backends=("cudnn", "math")).refusals)["cudnn"]
-    assert told == (
-        "has no rule for SoftCap; the modifiers it has one for are Bias and Alibi",
-        "has no lowering in this version of attn_graph",
-    )
+    assert told == ("has no rule for SoftCap; the modifiers it has one for are Bias and Alibi",)
     with pytest.raises(ag.NoBackendError) as error:
         ag.compile(graph, target=ag.Target("v100", "cuda", 70), backends=("cudnn",))
     ((_, told),) = error.value.refusals
-    assert told[:3] == (
-        "needs nvidia-cudnn-frontend, which is not installed; pip install 'attn-graph[cuda]'",
-        "needs cuDNN, which is not installed; PyTorch's builds for CUDA bring it",
-        "needs compute capability sm_80, and the target has sm_70",
-    )
+    assert told[0].startswith("needs nvidia-cudnn-frontend, which is not installed; pip install")
+    assert told[1].startswith("needs cuDNN, which is not installed; PyTorch's builds for CUDA")
+    assert told[2] == "needs compute capability sm_80, and the target has sm_70"

@@ -1,0 +1,254 @@
+"""What a graph costs on a target, from its mask and its shapes: flops, bytes, and the least time.
+
+Counted are the matrix products over the pairs of query and key that the mask keeps, a product and
+a sum being 2 flops. Forward, q k^T and p v: 2 (D + E) a pair. Backward, the q k^T that is computed
+again, dp = do v^T, dv, dq and dk: 2 (3 D + 2 E) a pair, 2.5 times the forward where D = E. This is
+the count of FlashAttention's papers (arXiv 2307.08691, section 4.1) and of its benchmarks, with
+the mask exact where they take half for causal. Softmax and modifiers are not counted.
+
+Bytes are those of each operand and result of an attention, once: of q and what lies beside it only
+the rows that see a key, of k and v only the keys that are seen, of a bias [B,H,M,N] at most an
+element a pair. No kernel can move less; caches do not matter to that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import final
+
+import torch
+from attrs import frozen
+
+from attn_graph import ops
+from attn_graph.counts import alike, bounds, checked, kept
+from attn_graph.errors import GraphError
+from attn_graph.fused import Attention, AttentionGrad
+from attn_graph.ir import Eqn, Graph
+from attn_graph.keys import Block
+from attn_graph.memory import shown
+from attn_graph.spec import FLOATS, NAMES, TensorSpec, ValueType
+from attn_graph.target import Target
+from attn_graph.vjp import vjp
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@final
+@frozen
+class Work:
+    """What one pass must do: flops, bytes, and the seconds that each takes at the target's peak.
+
+    None is a rate that the target does not tell.
+    """
+
+    flops: int
+    bytes: int
+    compute_seconds: float | None = None
+    memory_seconds: float | None = None
+
+    @property
+    def intensity(self) -> float:
+        """Flops a byte; 0 where nothing is moved."""
+        return self.flops / self.bytes if self.bytes else 0.0
+
+    @property
+    def seconds(self) -> float | None:
+        """The least time: the longer of computing and moving. None where either is not known."""
+        if self.compute_seconds is None or self.memory_seconds is None:
+            return None
+        return max(self.compute_seconds, self.memory_seconds)
+
+    @property
+    def bound(self) -> str | None:
+        """What the least time is spent on, "compute" or "memory"."""
+        if self.compute_seconds is None or self.memory_seconds is None:
+            return None
+        return "compute" if self.compute_seconds > self.memory_seconds else "memory"
+
+    def achieved(self, measured: float) -> float | None:
+        """The fraction of the target's peak that a pass of so many seconds achieves."""
+        return None if self.seconds is None else self.seconds / measured
+
+    def __str__(self) -> str:
+        told = f"{scaled(self.flops, 'flop')}, {shown(self.bytes)}, {self.intensity:.4g} flop/B"
+        if self.seconds is None:
+            return told
+        return f"{told}, at least {scaled(self.seconds, 's')}, bound by {self.bound}"
+
+
+@final
+@frozen
+class Cost:
+    """What a plan costs, over all batch entries and heads.
+
+    pairs: places [i,j] that the masks keep. places: all of them. exact: whether pairs, flops and
+    bytes are exact; where data decide and were not given, they are the most there can be.
+    backward: None for a graph without gradients.
+    """
+
+    pairs: int
+    places: int
+    exact: bool
+    forward: Work
+    backward: Work | None
+
+    def __str__(self) -> str:
+        share = f" ({100 * self.pairs / self.places:.3g} %)" if self.places else ""
+        most = "" if self.exact else "at most "
+        told = f"{most}{self.pairs} of {self.places} pairs{share}; forward {self.forward}"
+        return told if self.backward is None else f"{told}; backward {self.backward}"
+
+
+def scaled(value: float, unit: str) -> str:
+    """1.5e9 -> "1.5 Gflop", 2e-6 -> "2 µs"."""
+    prefixes = {1e15: "P", 1e12: "T", 1e9: "G", 1e6: "M", 1e3: "k", 1.0: "", 1e-3: "m", 1e-6: "µ"}
+    size = next((size for size in prefixes if value >= size), 1e-9 if value else 1.0)
+    return f"{value / size:.4g} {prefixes.get(size, 'n')}{unit}"
+
+
+def cost(graph: Graph, target: Target, tensors: Tensors | None = None) -> Cost:
+    """What a simplified graph costs on a target.
+
+    tensors: inputs that the mask reads, by name; with all of them the count is exact. Raises
+    GraphError for others, and for tensors that do not fit.
+    """
+    given = named(graph, tensors or {})
+    forward = tuple(shares(graph, given))
+    gradient = any(isinstance(eqn.op, AttentionGrad) for eqn in graph.eqns)
+    trains = not gradient and any(i.spec.dtype in FLOATS for i in graph.inputs)
+    backward = vjp(graph)[1] if trains else None
+    return Cost(
+        sum(share.pairs for share in forward),
+        sum(share.places for share in forward),
+        all(share.exact for share in forward),
+        work(forward, graph, target),
+        None if backward is None else work(tuple(shares(backward, given)), backward, target),
+    )
+
+
+def named(graph: Graph, tensors: Tensors) -> Tensors:
+    """The tensors, if the graph has inputs of these names for its masks to read."""
+    read = {graph.inputs[i].name for eqn in graph.eqns for i in masks_inputs(graph, eqn).values()}
+    if unknown := [name for name in tensors if name not in read]:
+        told = ", ".join(sorted(read)) or "no input"
+        raise GraphError(f"cost: no mask reads {', '.join(unknown)}; the masks read {told}")
+    return tensors
+
+
+def masks_inputs(graph: Graph, eqn: Eqn) -> dict[str, int]:
+    """The number of the input that each tensor of an attention's mask is, by the mask's name."""
+    node = attention_of(eqn)
+    if node is None or node.mask is None:
+        return {}
+    found = node.split(eqn.args[: len(node.roles)]).mask
+    return {name: i for name, i in found.items() if i < len(graph.inputs)}
+
+
+def attention_of(eqn: Eqn) -> Attention | None:
+    """The attention that an equation is, or is the gradient of."""
+    op = eqn.op.attention if isinstance(eqn.op, AttentionGrad) else eqn.op
+    return op if isinstance(op, Attention) else None
+
+
+@final
+@frozen
+class Share:
+    """What one equation adds: flops and bytes, and pairs of places where it is an attention."""
+
+    flops: int
+    bytes: int
+    pairs: int = 0
+    places: int = 0
+    exact: bool = True
+
+
+def work(parts: Sequence[Share], graph: Graph, target: Target) -> Work:
+    """The sum of the parts, and its times at the target's peak for the dtype of the first input."""
+    flops, moved = sum(part.flops for part in parts), sum(part.bytes for part in parts)
+    peak = target.peak(NAMES[graph.inputs[0].spec.dtype]) if graph.inputs else None
+    return Work(
+        flops,
+        moved,
+        None if peak is None else flops / peak,
+        None if target.bandwidth is None else moved / target.bandwidth,
+    )
+
+
+def shares(graph: Graph, given: Tensors) -> Iterator[Share]:
+    """What each equation adds. A result that nothing reads is not written."""
+    read = {*graph.outputs, *(i for eqn in graph.eqns for i in eqn.args)}
+    specs = [i.spec for i in graph.inputs]
+    specs += [TensorSpec(t.shape, t.dtype) for t in graph.types[len(specs) :]]
+    for eqn, outs in graph.numbered():
+        operands = [specs[i] for i in eqn.args]
+        written = sum(specs[i].type.bytes for i in outs if i in read)
+        node = attention_of(eqn)
+        if node is None:
+            moved = sum(distinct(x) * x.dtype.itemsize for x in operands) + written
+            yield Share(products(eqn, [x.type for x in operands]), moved)
+        else:
+            names = {name: graph.inputs[i].name for name, i in masks_inputs(graph, eqn).items()}
+            data = {name: given[own] for name, own in names.items() if own in given}
+            yield attended(eqn, node, operands, data, written)
+
+
+def products(eqn: Eqn, operands: Sequence[ValueType]) -> int:
+    """Flops of an equation outside of any attention; 0 where it is no matrix product."""
+    match eqn.op:
+        case ops.Scores():
+            return 2 * prod(eqn.outs[0].shape) * operands[0].shape[-1]
+        case ops.Weigh() | ops.WeighT():
+            return 2 * prod(operands[0].shape) * operands[1].shape[-1]
+        case _:
+            return 0
+
+
+def distinct(spec: TensorSpec) -> int:
+    """How many elements of memory there are behind a spec: an axis of stride 0 is one element."""
+    if 0 in spec.shape:
+        return 0
+    return prod(n for n, stride in zip(spec.shape, spec.strides, strict=True) if stride)
+
+
+def attended(
+    eqn: Eqn, node: Attention, operands: Sequence[TensorSpec], data: Tensors, written: int
+) -> Share:
+    """What an attention, or its gradient, adds."""
+    (B, H, M, D), (_, G, N, _), E = operands[0].shape, operands[1].shape, operands[2].shape[3]
+    whole = Block(range(B), range(H), range(M), H, M, N, checked(node.mask, (B, H, M, N), data))
+    mask, least = bounds(node.mask, whole)
+    found = kept(mask, whole)
+    each = alike(found.keys_of, whole)
+    pairs, queries = int(found.keys_of.sum()) * each, int((found.keys_of > 0).sum()) * each
+    keys = seen_keys(found.seen, B, G)
+    most: list[int | None] = [queries * D, keys * D, keys * E]
+    read = [data for modifier in node.modifiers for data in modifier.needs.values()]
+    most += [pairs if {"i", "j"} <= {*data.axes} else None for data in read]
+    most += [None] * (len(node.roles) - len(most))
+    most += [queries * (E if len(x.shape) == 4 else 1) for x in operands[len(node.roles) :]]
+    moved = sum(
+        (distinct(x) if cap is None else min(distinct(x), cap)) * x.dtype.itemsize
+        for x, cap in zip(operands, most, strict=True)
+    )
+    flops = 2 * pairs * width(eqn, D, E)
+    return Share(flops, moved + written, pairs, B * H * M * N, mask == least)
+
+
+def seen_keys(seen: torch.Tensor, B: int, G: int) -> int:
+    """How many keys of all batch entries and key/value heads some query sees, of seen [b,h,N]."""
+    b, h, N = seen.shape
+    groups = seen.reshape(b, G, h // G, N).any(2) if h > 1 else seen
+    return int(groups.sum()) * (B * G // max(1, b * groups.shape[1]))
+
+
+def width(eqn: Eqn, D: int, E: int) -> int:
+    """The head sizes of all matrix products that an attention or its gradient takes, summed."""
+    op = eqn.op
+    if not isinstance(op, AttentionGrad):
+        return D + E
+    wants = dict(zip(op.attention.roles, op.wants, strict=True))
+    dv = E if wants["v"] and op.with_do else 0
+    others = any(wanted for role, wanted in wants.items() if role != "v")
+    dp = E if others and op.with_do else 0
+    return D + dp + dv + D * wants["q"] + D * wants["k"]

@@ -1,0 +1,349 @@
+"""What a mask keeps, counted: pairs of query and key, rows that see any, tiles.
+
+Along the keys of one query a mask changes at few positions, its edges. Between two edges it is
+constant, so it is asked once for each run of keys, by its own `keep`, and never at every key:
+64k x 64k places under a window are some vectors of 64k numbers. A leaf tells its edges by `strip`;
+segments and flags have them where their data change. Where a leaf tells nothing, blocks of queries
+are asked by `span` and `surely`, and each key that these leave open is a run of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import final
+
+import torch
+from attrs import evolve, frozen
+
+from attn_graph.canonical import EVERYTHING, canonical_mask
+from attn_graph.errors import GraphError
+from attn_graph.keys import Block, Place
+from attn_graph.masks import And, Band, Join, Keep, Mask, Not, Or, SameSegment
+from attn_graph.spec import TensorSpec
+
+AT_ONCE = 2**20  # runs held at a time: vectors of some megabytes
+MOST_EDGES = 512  # of data along the keys; with more, blocks of queries are asked
+MOST_ROWS = 128  # of such a block: with more, `span` and `surely` leave too much open
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@final
+@frozen
+class Tiles:
+    """How many tiles of a mask keep nothing, some and all of their places.
+
+    Over all batch entries and heads. exact: false where tensors that decide were not given; a tile
+    is then empty or full only if it is so for whatever they hold.
+    """
+
+    block: tuple[int, int]
+    empty: int
+    mixed: int
+    full: int
+    exact: bool = True
+
+    @property
+    def total(self) -> int:
+        return self.empty + self.mixed + self.full
+
+    def __str__(self) -> str:
+        told = f"{self.empty} empty, {self.mixed} mixed, {self.full} full"
+        rest = "" if self.exact else ", before the data are known"
+        return f"{self.total} tiles of {self.block[0]} x {self.block[1]}: {told}{rest}"
+
+
+def tiles(
+    mask: Mask | None,
+    M: int,
+    N: int,
+    *,
+    block: tuple[int, int] = (128, 128),
+    B: int = 1,
+    H: int = 1,
+    data: Tensors | None = None,
+) -> Tiles:
+    """Count the tiles of `block` queries x keys by what they keep, exactly.
+
+    data: tensors that the mask reads, by name; without one, see `Tiles`. Raises GraphError for
+    tensors that do not fit, a block without places, or an alignment that was not said.
+    """
+    if min(block) < 1:
+        raise GraphError(f"tiles: block {block} holds no place; both sides must be at least 1")
+    whole = Block(range(B), range(H), range(M), H, M, N, checked(mask, (B, H, M, N), data or {}))
+    most, least = bounds(mask, whole)
+    area = areas(M, N, *block)
+    places = kept_in_tiles(most, whole, *block)
+    empty = int((places == 0).sum()) * alike(places, whole)
+    if least != most:
+        places = kept_in_tiles(least, whole, *block)
+    full = int((places == area).sum()) * alike(places, whole)
+    total = B * H * area.numel()
+    return Tiles(block, empty, total - empty - full, full, exact=least == most)
+
+
+def alike(found: torch.Tensor, block: Block) -> int:
+    """How many batch entries and heads each element of what was found [b,h,...] stands for."""
+    return len(block.batch) * len(block.heads) // max(1, found.shape[0] * found.shape[1])
+
+
+def checked(
+    mask: Mask | None, sizes: tuple[int, int, int, int], data: Tensors
+) -> dict[str, torch.Tensor]:
+    """The tensors a mask reads, on the CPU. Raises GraphError for one that does not fit."""
+    needs, full = mask.needs if mask else {}, dict(zip("bhij", sizes, strict=True))
+    told = ", ".join(needs) or "nothing"
+    problems = [f"{mask}: reads no {name}; it reads {told}" for name in data if name not in needs]
+    for name, tensor in data.items():
+        if name in needs:
+            type_ = TensorSpec.like(tensor).type
+            problems += needs[name].problems(str(mask), name, type_, full)
+    if problems:
+        raise GraphError(*problems)
+    return {name: tensor.detach().to("cpu") for name, tensor in data.items()}
+
+
+def bounds(mask: Mask | None, block: Block) -> tuple[Mask, Mask]:
+    """Masks that read only what is given: one keeps no less than this, one no more."""
+    simple = (mask and canonical_mask(mask, block.M, block.N)) or EVERYTHING
+    return loosened(simple, block, more=True), loosened(simple, block, more=False)
+
+
+def loosened(mask: Mask, block: Block, more: bool) -> Mask:
+    """A mask that reads only what is given, and keeps no less, or no more, for any other data."""
+    if mask.needs.keys() <= (block.data or {}).keys():
+        return mask
+    match mask:
+        case Not(a):
+            return Not(loosened(a, block, not more))
+        case And(a, b) | Or(a, b):
+            return type(mask)(loosened(a, block, more), loosened(b, block, more))
+        case Band(low, high, ragged):
+            return unragged(low, high, ragged, block, more)
+        case _:
+            return EVERYTHING if more else Not(EVERYTHING)
+
+
+def unragged(
+    low: int | None, high: int | None, ragged: tuple[str, ...], block: Block, more: bool
+) -> Band:
+    """A band that lengths move, for any lengths from 0 to full: all of it that may be, or must."""
+    first = (0 if "kv_lengths" in ragged else block.N) - block.M
+    last = block.N - (0 if "q_lengths" in ragged else block.M)
+    down, up = (first, last) if more else (last, first)
+    return Band(None if low is None else low + down, None if high is None else high + up)
+
+
+def areas(M: int, N: int, rows: int, keys: int) -> torch.Tensor:
+    """Places of each tile [blocks of queries, blocks of keys]; the last ones may be smaller."""
+    sides = (
+        torch.tensor([min(size, count - at) for at in range(0, count, size)], dtype=torch.int64)
+        for count, size in ((M, rows), (N, keys))
+    )
+    return torch.outer(*sides)
+
+
+@final
+@frozen(eq=False)
+class Kept:
+    """keys_of: how many keys each query keeps [b,h,M]. seen: which keys any query keeps [b,h,N].
+
+    b, or h, is 1 where all batch entries, or heads, are alike.
+    """
+
+    keys_of: torch.Tensor
+    seen: torch.Tensor
+
+
+def kept(mask: Mask, block: Block) -> Kept:
+    """What a mask keeps, of all queries; `block` has all that it reads."""
+    entries, heads = varying(mask, block)
+    keys_of = zeros(len(entries), len(heads), block.M)
+    steps = zeros(len(entries), len(heads), block.N + 1)
+    for run in runs(mask, block):
+        lengths = torch.where(run.kept, run.stops - run.starts, 0).sum(-1)
+        keys_of[run.entries, :, run.rows.start : run.rows.stop] = lengths
+        _, starts, stops, weights = run.grouped(block.M)
+        for at, weight in ((starts, weights), (stops, -weights)):
+            steps[run.entries].scatter_add_(-1, at.flatten(2), weight.flatten(2))
+    return Kept(keys_of, steps.cumsum(-1)[..., : block.N] > 0)
+
+
+def kept_in_tiles(mask: Mask, block: Block, rows: int, keys: int) -> torch.Tensor:
+    """How many places each tile of rows x keys keeps [b, h, blocks of queries, blocks of keys].
+
+    The end of a run in tile t changes tile t by what lies from there to the tile's end, and every
+    later tile of that line by its whole width: two sums, of which the second is accumulated.
+    """
+    entries, heads = varying(mask, block)
+    lines, columns = -(-block.M // rows), -(-block.N // keys)
+    width = columns + 2  # a run may end at N, and the tile after that is the next
+    inside = zeros(len(entries), len(heads), lines * width)
+    after = torch.zeros_like(inside)
+    for run in runs(mask, block):
+        numbers, starts, stops, weights = run.grouped(rows)
+        for at, weight in ((starts, weights), (stops, -weights)):
+            tile = at // keys
+            index = (numbers[:, None] * width + tile).flatten(2)
+            left = (weight * ((tile + 1) * keys - at)).flatten(2)
+            inside[run.entries].scatter_add_(-1, index, left)
+            after[run.entries].scatter_add_(-1, index + 1, (weight * keys).flatten(2))
+    shape = (len(entries), len(heads), lines, width)
+    return (inside.view(shape) + after.view(shape).cumsum(-1))[..., :columns]
+
+
+def zeros(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int64, device="cpu")
+
+
+@final
+@frozen(eq=False)
+class Runs:
+    """Keys from starts to stops [b, h, rows or 1, runs], and which rows keep them.
+
+    kept: boolean [b, h, rows, runs]. entries: which of the batch entries that differ these are.
+    """
+
+    entries: slice
+    rows: range
+    starts: torch.Tensor
+    stops: torch.Tensor
+    kept: torch.Tensor
+
+    def grouped(self, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The runs of blocks of `size` queries: the blocks' numbers, starts, stops [b,h,n,runs],
+        and how many queries of a block keep each run. A block may come more than once."""
+        numbers = torch.arange(self.rows.start, self.rows.stop, device="cpu") // size
+        weights = self.kept.to(torch.int64)
+        if self.starts.shape[2] == 1:  # all rows have the same runs: count rows first
+            first, last = int(numbers[0]), int(numbers[-1])
+            b, h, _, count = weights.shape
+            sums = zeros(b, h, last - first + 1, count)
+            weights = sums.index_add_(2, numbers - first, weights)
+            numbers = torch.arange(first, last + 1, device="cpu")
+        starts, stops = (x.expand_as(weights) for x in (self.starts, self.stops))
+        return numbers, starts, stops, weights
+
+
+def runs(mask: Mask, block: Block) -> Iterator[Runs]:
+    """The keys of every query, cut where the mask may change, for some rows at a time."""
+    if is_empty(block):
+        return
+    entries, heads = varying(mask, block)
+    told = edges(mask, place(block, entries, heads, block.rows[:1]))
+    if told is None:
+        yield from asked_in_blocks(mask, block, entries, heads)
+        return
+    each = len(entries) * len(heads) * (1 + sum(x.shape[-1] for x in told))
+    for rows in parts(block.rows, AT_ONCE // each):
+        at = place(block, entries, heads, rows)
+        yield asked(mask, at, rows, slice(None), edges(mask, at) or [])
+
+
+def asked_in_blocks(mask: Mask, block: Block, entries: range, heads: range) -> Iterator[Runs]:
+    """The same for a mask that does not tell its edges."""
+    each = len(heads) * block.N
+    for number, entry in enumerate(entries):
+        batch = range(entry, entry + 1)
+        for rows in parts(block.rows, min(MOST_ROWS, 4 * AT_ONCE // each)):
+            found = open_keys(mask, evolve(block, batch=batch, heads=heads, rows=rows))
+            at = place(block, batch, heads, rows)
+            yield asked(mask, at, rows, slice(number, number + 1), [found])
+
+
+def asked(
+    mask: Mask, at: Place, rows: range, entries: slice, found: Sequence[torch.Tensor]
+) -> Runs:
+    """The runs between these edges [b or 1, h or 1, rows or 1, any], and which are kept."""
+    all_found = (zeros(1, 1, 1, 1), *found)
+    lead = [max(sizes) for sizes in zip(*(x.shape[:3] for x in all_found), strict=True)]
+    starts = torch.cat([x.expand(*lead, -1) for x in all_found], -1).clamp(0, at.N).sort(-1).values
+    stops = torch.cat((starts[..., 1:], starts.new_full((*lead, 1), at.N)), -1)
+    kept = torch.as_tensor(mask.keep(evolve(at, j=starts.clamp(max=at.N - 1))))
+    shape = (at.b.numel(), at.h.numel(), len(rows), starts.shape[-1])
+    return Runs(entries, rows, starts, stops, kept.expand(shape))
+
+
+def is_empty(block: Block) -> bool:
+    return 0 in (len(block.batch), len(block.heads), len(block.rows), block.N)
+
+
+def varying(mask: Mask, block: Block) -> tuple[range, range]:
+    """The batch entries and heads to ask: one of those that are all alike."""
+    if is_empty(block):
+        return block.batch[:1], block.heads[:1]
+    first = Place.of(evolve(block, rows=block.rows[:1]), range(1), torch.device("cpu"))
+    b, h, _, _ = four_axes(torch.as_tensor(mask.keep(first))).shape
+    return block.batch[:b], block.heads[:h]
+
+
+def four_axes(x: torch.Tensor) -> torch.Tensor:
+    """[...] -> [b,h,i,j], axes of size 1 before its own."""
+    return x.reshape([1] * (4 - x.ndim) + [*x.shape])
+
+
+def place(block: Block, entries: range, heads: range, rows: range) -> Place:
+    """Where rows are asked, at any keys: what is read there is gathered."""
+    part = evolve(block, batch=entries, heads=heads, rows=rows)
+    return evolve(Place.of(part, range(1), torch.device("cpu")), ranges=None)
+
+
+def parts(rows: range, size: int) -> Iterator[range]:
+    """These rows in their order, at most `size` at a time, and at least one."""
+    size = max(1, size)
+    return (rows[at : at + size] for at in range(0, len(rows), size))
+
+
+def edges(mask: Mask, at: Place) -> list[torch.Tensor] | None:
+    """Positions [b or 1, h or 1, rows or 1, any] that hold all at which a mask changes along j.
+
+    None if it does not tell.
+    """
+    if isinstance(mask, Join):
+        found = [edges(part, at) for part in mask.parts]
+        return None if None in found else [x for part in found if part for x in part]
+    strip = mask.strip(at)
+    if strip is None:
+        return data_edges(mask, at) if isinstance(mask, Keep | SameSegment) else None
+    low = None if strip.low is None else at.i + strip.low
+    high = None if strip.high is None else at.i + strip.high + 1
+    told = (torch.as_tensor(x) for x in (low, high, strip.keys) if x is not None)
+    return [four_axes(x.to(torch.int64)) for x in told]
+
+
+def data_edges(mask: Mask, at: Place) -> list[torch.Tensor] | None:
+    """The same for a leaf that depends on the key only by what it reads there."""
+    found = []
+    for name, data in mask.needs.items():
+        axes = tuple(slice(None) if axis in data.axes else None for axis in "bhij")
+        values = at.data[name][axes]
+        values = values[at.b.flatten()] if values.shape[0] > 1 else values
+        differs = values[..., 1:] != values[..., :-1]
+        most = int(differs.sum(-1).amax()) if differs.numel() else 0
+        if most and (values.shape[2] > 1 or most > MOST_EDGES):
+            return None
+        after = torch.arange(1, values.shape[3], device="cpu")
+        found.append(torch.where(differs, after, at.N).sort(-1).values[..., :most])
+    return [x for x in found if x.shape[-1]]
+
+
+def open_keys(mask: Mask, block: Block) -> torch.Tensor:
+    """Each key of which a block of queries does not say whether all or none keep it [1,1,1,any].
+
+    And the ends of the intervals of which it does.
+    """
+    spanned, sure = (
+        flags(keys.intervals, block.N) for keys in (mask.span(block), mask.surely(block))
+    )
+    unsure = spanned & ~sure
+    begins = unsure.clone()
+    begins[1:] |= unsure[:-1] | (sure[1:] != sure[:-1])
+    return begins.nonzero().reshape(1, 1, 1, -1)
+
+
+def flags(intervals: Sequence[tuple[int, int]], keys: int) -> torch.Tensor:
+    """[keys], true inside the intervals."""
+    found = torch.zeros(keys, dtype=torch.bool, device="cpu")
+    for start, stop in intervals:
+        found[start:stop] = True
+    return found

@@ -1,0 +1,166 @@
+"""cuDNN asked about GPUs that are not there: in a process of its own, beside a stand-in driver."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, final
+
+from attrs import frozen
+
+from attn_graph.backend import RefusedError
+from attn_graph.devices import Device, devices
+from attn_graph.lowering import cudnn_builder
+from attn_graph.lowering.cudnn_case import Version
+from attn_graph.target import Target
+
+COMPILERS = ("cc", "gcc", "clang")
+SOURCE = Path(__file__).with_name("stand_in.c")
+
+
+@final
+@frozen
+class Answer:
+    """What cuDNN said to one call: what it told of the plan it built, or where it stopped."""
+
+    told: dict[str, Any]  # Any: JSON
+    plan: bytes
+
+    @property
+    def refusal(self) -> str | None:
+        """The stage at which cuDNN took it no further, and its words; None if it took it."""
+        stage = self.told.get("stage")
+        return stage and f"{stage}: {self.told['said']}"
+
+
+def asked(
+    calls: Sequence[dict[str, Any]],  # Any: JSON, as `Call.plain` gives it
+    device: str,
+    sm: int,
+    *,
+    build: bool = True,
+    python: str = sys.executable,
+) -> tuple[tuple[Version, Version], list[Answer]]:
+    """cuDNN's version and its frontend's, and its answer to each call for a device.
+
+    device: its description, as `description` writes it. python: what runs cuDNN. Raises
+    RefusedError where no such process can be had, RuntimeError where it dies.
+    """
+    requests = [{"call": c, "device": device, "sm": sm, "build": build} for c in calls]
+    with TemporaryDirectory() as folder:
+        Path(folder, "requests.json").write_text(json.dumps(requests))
+        program = (python, "-P", cudnn_builder.__file__, driver(), folder)
+        done = subprocess.run(program, capture_output=True, text=True, check=False)
+        told = [json.loads(line) for line in lines(Path(folder, "answers.jsonl"))]
+        if done.returncode or len(told) != 1 + len(calls):
+            raise RuntimeError(
+                f"cuDNN's planner stopped with {done.returncode} at call {len(told)} of "
+                f"{len(calls)}: {done.stderr[-2000:]}"
+            )
+        plans = [contents(Path(folder, f"{n}.plan")) for n in range(len(calls))]
+    return versions(told[0]), [Answer(*each) for each in zip(told[1:], plans, strict=True)]
+
+
+def versions(told: dict[str, Any]) -> tuple[Version, Version]:  # Any: JSON
+    """Of cuDNN, which tells 92000 for 9.20.0, and of its frontend."""
+    n = told["backend"]
+    major, minor, patch = map(int, told["frontend"].split(".")[:3])
+    return (n // 10000, n // 100 % 100, n % 100), (major, minor, patch)
+
+
+def contents(path: Path) -> bytes:
+    return path.read_bytes() if path.exists() else b""
+
+
+def lines(path: Path) -> Iterator[str]:
+    if path.exists():
+        yield from path.read_text().splitlines()
+
+
+def check_frontend() -> None:
+    """Raises RefusedError where cuDNN's frontend can't be imported, whatever the target says."""
+    if find_spec("cudnn") is None:
+        raise RefusedError(
+            "plans through nvidia-cudnn-frontend, which is not installed here; "
+            "pip install 'attn-graph[offline]'"
+        )
+
+
+def driver() -> str:
+    """The library that stands in for the GPU's driver; "-" where there is a real one."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return str(Path(compiled().name, "libcuda.so.1"))
+    return "-"
+
+
+@cache
+def compiled() -> TemporaryDirectory[str]:
+    """The folder of the stand-in, which lasts as long as the process."""
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        raise RefusedError(
+            "plans without a GPU through a stand-in for its driver, which needs a C compiler, and "
+            f"none of {', '.join(COMPILERS)} is on the path"
+        )
+    folder = TemporaryDirectory()
+    name = "libcuda.so.1"
+    options = ("-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", str(Path(folder.name, name)))
+    done = subprocess.run(
+        (compiler, *options, str(SOURCE)), capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        folder.cleanup()
+        raise RefusedError(f"needs a stand-in driver, which {compiler} can't build: {done.stderr}")
+    return folder
+
+
+def description(target: Target) -> str:
+    """A target as cuDNN reads of devices, in JSON. Raises RefusedError for one without a table."""
+    device = devices().get(target.name)
+    if device is None:
+        raise RefusedError(
+            f"plans for GPUs that are not there from {', '.join(devices())}, and not for {target}"
+        )
+    return json.dumps(properties(device))
+
+
+def properties(device: Device) -> dict[str, Any]:  # Any: JSON
+    """All that cuDNN asks of a device; what is no field of ours is the same for all of them."""
+    return {
+        "deviceName": device.product,
+        "deviceVer": device.sm * 10,
+        "driverVer": 13000,
+        "cudaDeviceId": 0,
+        "pciDeviceId": 0,
+        "isTccDriver": 0,
+        "supportCoopLaunch": 1,
+        "warpSize": 32,
+        "maxGridSize": [2**31 - 1, 65535, 65535],
+        "maxBlockSize": [1024, 1024, 64],
+        "maxThreadsPerBlock": 1024,
+        "maxThreadsPerSM": device.threads_per_sm,
+        "maxCtasPerSM": device.programs_per_sm,
+        "regsPerBlock": 65536,
+        "maxRegistersPerSM": 65536,
+        "maxSharedMemoryPerBlock": 49152,
+        "maxSharedMemoryPerBlockOptin": device.shared_memory,
+        "reservedSharedMemoryPerBlock": 1024,
+        "oversizedSharedMemoryPerBlock": 0,
+        "multiProcessorCount": device.multiprocessors,
+        "smCountOrigin": 0,
+        "smClockRateKHz": device.clock_khz,
+        "memClockRateKHz": device.memory_clock_khz,
+        "memoryBusWidth": device.bus_bits,
+        "l2CacheSize": device.l2,
+        "totalGlobalMem": device.memory,
+    }

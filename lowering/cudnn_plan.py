@@ -1,0 +1,150 @@
+"""cuDNN's plans: built once for a call, a device and the versions of both libraries, and kept."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping
+from typing import Any, final
+
+import torch
+from attrs import field, frozen
+
+from attn_graph.backend import Options, RefusedError
+from attn_graph.lowering import cudnn_builder
+from attn_graph.lowering.cudnn_case import Version
+from attn_graph.lowering.cudnn_graph import Call
+from attn_graph.lowering.cudnn_offline import asked, check_frontend, description
+from attn_graph.target import Target
+
+LOG = logging.getLogger("attn_graph")
+FORM = 1  # of what is stored; another number makes misses of what was stored before
+READ_BY_CUDNN = "CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT"  # the one variable that changes its plans
+
+
+@final
+@frozen
+class Built:
+    """A plan that cuDNN built, with what it told of it.
+
+    engine, knobs: which of its kernels, in its own terms. workspace: bytes. seconds: it took to
+    build. data: the plan as cuDNN reads it back.
+    """
+
+    engine: str
+    knobs: tuple[tuple[str, int], ...]
+    notes: tuple[str, ...]
+    workspace: int
+    seconds: float = field(eq=False)
+    data: bytes = field(repr=False)
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any], data: bytes) -> Built:  # Any: JSON
+        knobs = tuple((name, value) for name, value in told["knobs"])
+        return cls(
+            told["engine"], knobs, tuple(told["notes"]), told["workspace"], told["seconds"], data
+        )
+
+    @property
+    def packed(self) -> bytes:
+        """A line of JSON, then the plan."""
+        told = {
+            "engine": self.engine,
+            "knobs": self.knobs,
+            "notes": self.notes,
+            "workspace": self.workspace,
+            "seconds": self.seconds,
+        }
+        return json.dumps(told).encode() + b"\n" + self.data
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> Built:
+        told, _, plan = data.partition(b"\n")
+        return cls.of(json.loads(told), plan)
+
+    def __str__(self) -> str:
+        knobs = "".join(f", {name} = {value}" for name, value in self.knobs)
+        return f"{self.engine}{knobs}: {self.workspace} bytes of workspace"
+
+
+def built(call: Call, target: Target, versions: tuple[Version, Version], options: Options) -> Built:
+    """The plan of a call for a target: from the store, or else built now, and stored.
+
+    versions: those of cuDNN and of its frontend that the target has. Raises RefusedError where
+    cuDNN takes the call no further, and where there is no way to ask it.
+    """
+    here = target.kind == "cuda" and target == Target.here()
+    device = present() if here else description(target)
+    key = key_of(call, device, versions)
+    kept = options.store.get(key) if options.store else None
+    if kept is not None:
+        return Built.unpacked(kept)
+    check_frontend()
+    found = build_here(call) if here else build_away(call, device, target.sm, versions)
+    if options.store:
+        options.store.put(key, found.packed)
+    return found
+
+
+def key_of(call: Call, device: str, versions: tuple[Version, Version]) -> str:
+    """All that a plan depends on, as a text."""
+    told = {
+        "form": FORM,
+        "call": call.plain,
+        "device": json.loads(device),
+        "versions": versions,
+        READ_BY_CUDNN: os.environ.get(READ_BY_CUDNN),
+    }
+    return f"cudnn {json.dumps(told, sort_keys=True)}"
+
+
+def present() -> str:
+    """The machine's own GPU as cuDNN describes it, in JSON."""
+    check_frontend()
+    import cudnn
+
+    properties = cudnn.create_device_properties(torch.cuda.current_device())
+    return bytes(properties.serialize()).decode()
+
+
+def build_here(call: Call) -> Built:
+    """Build for the machine's own GPU."""
+    from attn_graph.lowering.cudnn_run import handle
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    start = time.perf_counter()
+    try:
+        graph = cudnn_builder.planned(call.plain, handle=handle(device))
+    except cudnn_builder.Declined as error:
+        raise declined(str(error)) from error
+    seconds = time.perf_counter() - start
+    told = cudnn_builder.told(graph) | {"seconds": seconds}
+    return Built.of(told, bytes(graph.serialize()))
+
+
+def build_away(call: Call, device: str, sm: int, versions: tuple[Version, Version]) -> Built:
+    """Build for a GPU that is not there."""
+    found, (answer,) = asked([call.plain], device, sm)
+    if found != versions:
+        raise RefusedError(
+            f"plans with cuDNN {dotted(found[0])} and frontend {dotted(found[1])} here, and the "
+            f"target has {dotted(versions[0])} and {dotted(versions[1])}"
+        )
+    if answer.refusal:
+        raise declined(answer.refusal)
+    return Built.of(answer.told, answer.plan)
+
+
+def dotted(version: Version) -> str:
+    return ".".join(map(str, version))
+
+
+def declined(said: str) -> RefusedError:
+    """The reason where cuDNN takes no call that the table of limits let pass: a gap of the table.
+
+    It is logged, for it should be reported.
+    """
+    LOG.warning("cuDNN declined a graph that attn_graph took it for able to run: %s", said)
+    return RefusedError(f"said itself, where no limit was known, at {said}")

@@ -1,0 +1,223 @@
+"""cuDNN's plans at work: a handle for each thread and device, tensors by number, the workspace."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, final
+
+import torch
+from attrs import field, frozen
+
+from attn_graph.errors import PlanMismatchError
+from attn_graph.ir import Graph
+from attn_graph.lowering.cudnn_graph import Call, Slot
+from attn_graph.lowering.problem import Problem
+from attn_graph.spec import NAMES, TensorSpec
+from attn_graph.workspace import Buffer, Scratch, Workspace
+
+Pack = Mapping[int, torch.Tensor]
+ALIGNED = 16  # bytes, by which cuDNN's plans take every address to be a multiple
+VECTORS = {"q_lengths": torch.int32, "kv_lengths": torch.int32, "sinks": torch.float32}
+OURS = {"lse": slice(0, 3), "dsinks": slice(1, 2)}  # axes that cuDNN's results have more than ours
+
+
+class Handles(threading.local):
+    """Each thread's handles, by device: cuDNN's are not for sharing."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, Any] = {}
+
+
+HANDLES = Handles()
+
+
+def handle(device: torch.device) -> Any:  # Any: cuDNN's
+    """The calling thread's handle on a device, which works on the current stream."""
+    import cudnn
+
+    found = HANDLES.held.get(device.index)
+    if found is None:
+        with torch.cuda.device(device):
+            found = HANDLES.held[device.index] = cudnn.create_handle()
+    cudnn.set_stream(handle=found, stream=torch.cuda.current_stream(device).cuda_stream)
+    return found
+
+
+@final
+@frozen(eq=False)
+class Engine:
+    """A plan of cuDNN's on the devices where it was called so far."""
+
+    plan: bytes
+    loaded: dict[int, Any] = field(factory=dict)
+
+    def __call__(self, pack: Pack, workspace: torch.Tensor | None, device: torch.device) -> None:
+        elsewhere = torch.cuda.current_device() != device.index
+        with torch.cuda.device(device) if elsewhere else nullcontext():
+            its = handle(device)
+            graph = self.loaded.get(device.index) or self.load(device.index, its)
+            graph.execute(pack, workspace, handle=its)
+
+    def load(self, index: int, its: Any) -> Any:  # Any: cuDNN's handle and graph
+        import cudnn
+
+        graph = cudnn.pygraph(handle=its)
+        graph.deserialize(its, list(self.plan))
+        return self.loaded.setdefault(index, graph)
+
+
+@final
+@frozen(eq=False)
+class Run:
+    """What runs a graph: the call's tensors, from ours and new ones, given to cuDNN.
+
+    spots: which input of the graph each of the call's is; None for what has to be made or may have
+    to be copied. blanks: shape, strides and dtype of each result, as we give it back. sums: which
+    results cuDNN may add to what it finds in.
+    """
+
+    call: Call
+    problem: Problem
+    graph: Graph
+    workspace: Workspace
+    scratch: Scratch
+    execute: Callable[[Pack, torch.Tensor | None, torch.device], None]
+    spots: tuple[int | None, ...]
+    blanks: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
+    sums: tuple[int, ...]
+    sizes: dict[tuple[str, torch.device], torch.Tensor] = field(factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        call: Call,
+        problem: Problem,
+        graph: Graph,
+        workspace: Workspace,
+        need: int,
+        execute: Callable[[Pack, torch.Tensor | None, torch.device], None],
+    ) -> Run:
+        """need: bytes of workspace."""
+        scratch = Scratch((Buffer((need,), torch.uint8),) if need else ())
+        spots = arguments(problem, graph)
+        direct = (None if x.source in VECTORS else spots.get(x.source) for x in call.inputs)
+        blanks = tuple(map(blank, call.outputs))
+        sums = tuple(n for n, x in enumerate(call.outputs) if x.source == "dsinks")
+        return cls(call, problem, graph, workspace, scratch, execute, tuple(direct), blanks, sums)
+
+    @property
+    def temporary(self) -> int:
+        """Bytes of gradients that cuDNN computes and nobody asked for, and of copied vectors."""
+        grad = self.problem.grad
+        wanted = ("o", "lse") if grad is None else grad.names
+        unasked = sum(x.bytes for x in self.call.outputs if x.source not in wanted)
+        return unasked + sum(x.bytes for x in self.call.inputs if x.source in self.copied)
+
+    @property
+    def copied(self) -> list[str]:
+        """Vectors of a few numbers that cuDNN can't read as they are."""
+        spots = arguments(self.problem, self.graph).items()
+        specs = {name: self.graph.inputs[n].spec for name, n in spots if name in VECTORS}
+        return [n for n, x in specs.items() if x.dtype != VECTORS[n] or not packed(x)]
+
+    @property
+    def notes(self) -> list[str]:
+        """For `explain`."""
+        return [
+            f"{name} is copied to a dense {NAMES[VECTORS[name]]} at each call"
+            for name in self.copied
+        ]
+
+    def forward(
+        self, *tensors: torch.Tensor
+    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        both, base = self.run(tensors), len(self.graph.inputs)
+        return [both[i - base] for i in self.graph.outputs], both
+
+    def backward(
+        self, *tensors: torch.Tensor
+    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        assert self.problem.grad is not None
+        results = self.run(tensors)
+        found = {x.source: t for x, t in zip(self.call.outputs, results, strict=True)}
+        return [found[name] for name in self.problem.grad.names], ()
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The call's results."""
+        device = tensors[0].device
+        given = [
+            self.special(n, tensors, device) if spot is None else tensors[spot]
+            for n, spot in enumerate(self.spots)
+        ]
+        for t in given:
+            if t.data_ptr() % ALIGNED:
+                raise PlanMismatchError(*misaligned(self.call.inputs, given))
+        made = [
+            torch.empty_strided(shape, strides, dtype=dtype, device=device)
+            for shape, strides, dtype in self.blanks
+        ]
+        for n in self.sums:
+            made[n].zero_()
+        with self.workspace.lease(self.scratch, device) as views:
+            pack = dict(enumerate(given + made, start=1))
+            self.execute(pack, views[0] if views else None, device)
+        return made
+
+    def special(
+        self, n: int, tensors: Sequence[torch.Tensor], device: torch.device
+    ) -> torch.Tensor:
+        """A vector in the form that cuDNN reads, or lengths [B] where none are given: M or N."""
+        x = self.call.inputs[n]
+        if x.source in VECTORS:
+            spot = arguments(self.problem, self.graph)[x.source]
+            return readable(tensors[spot], x.dtype)
+        size = self.sizes.get((x.source, device))
+        if size is None:
+            count = self.problem.M if x.source == "M" else self.problem.N
+            size = torch.full(x.shape[:1], count, dtype=torch.int32, device=device)
+            self.sizes[x.source, device] = size
+        return size
+
+
+def arguments(problem: Problem, graph: Graph) -> dict[str, int]:
+    """Which input of the graph each operand is, by name."""
+    return dict(zip(names(problem), graph.eqns[0].args, strict=True))
+
+
+def names(problem: Problem) -> tuple[str, ...]:
+    """The operands of an attention or of its gradient, in order."""
+    own, grad = problem.node.roles, problem.grad
+    if grad is None:
+        return own
+    return (*own, "o", "lse", *["do"] * grad.with_do, *["dlse"] * grad.with_dlse)
+
+
+def blank(x: Slot) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+    """Shape, strides and dtype of a result."""
+    axes = OURS.get(x.source, slice(None))
+    return x.shape[axes], x.strides[axes], x.dtype
+
+
+def packed(x: TensorSpec) -> bool:
+    """Whether the elements of a vector lie side by side."""
+    return x.strides == (1,) or x.shape[0] <= 1
+
+
+def readable(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A vector as cuDNN reads it: of this dtype, side by side, aligned. A copy where it is not."""
+    dense = x.dtype == dtype and x.is_contiguous()
+    if dense and not x.data_ptr() % ALIGNED:
+        return x
+    return torch.empty(x.shape, dtype=dtype, device=x.device).copy_(x)
+
+
+def misaligned(slots: Sequence[Slot], tensors: Sequence[torch.Tensor]) -> list[str]:
+    return [
+        f"{x.source}: expected an address that is a multiple of {ALIGNED} bytes, as cuDNN's plans "
+        f"take it to be, got one {t.data_ptr() % ALIGNED} bytes past; clone() it, or compile with "
+        "other backends="
+        for x, t in zip(slots, tensors, strict=True)
+        if t.data_ptr() % ALIGNED
+    ]

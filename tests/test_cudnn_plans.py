@@ -1,0 +1,277 @@
+"""Real plans of cuDNN's for GPUs that are not there: what they tell, and that they are kept."""
+
+from __future__ import annotations
+
+import logging
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+import attn_graph as ag
+from attn_graph.lowering import cudnn_builder, cudnn_limits, cudnn_offline, cudnn_plan
+from attn_graph.lowering.cudnn_backend import asked
+from attn_graph.lowering.cudnn_memory import workspace
+from attn_graph.lowering.problem import sole
+from attn_graph.store import Store
+from attn_graph.target import Target
+
+pytestmark = pytest.mark.skipif(
+    find_spec("cudnn") is None, reason="needs nvidia-cudnn-frontend: make venv installs it"
+)
+X = ag.TensorSpec((2, 8, 1024, 128), torch.bfloat16, layout="bshd")
+CAUSAL = ag.attention(X, X, X, mask=ag.Causal())
+H200 = Target.of("h200")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path)
+
+
+def planned(graph: ag.Graph = CAUSAL, **options: object) -> ag.Plan:
+    return ag.compile(graph, **{"target": "h200", **options})  # type: ignore[arg-type]
+
+
+def refusal(error: pytest.ExceptionInfo[ag.NoBackendError]) -> str:
+    ((name, reasons),) = error.value.refusals
+    assert name == "cudnn"
+    return "\n".join(reasons)
+
+
+def test_a_plan_tells_who_runs_it_and_what_cudnn_was_asked(
+    golden: Callable[[object], None],
+) -> None:
+    """The GPU's real plan: cuDNN's engine, its knobs, and its number of bytes."""
+    plan = planned()
+    told = f"{plan.explain()}\n\n{plan.text()}\n\n{plan.vjp.text()}"
+    golden(re.sub(r"built in [0-9.]+ s", "built in 0.5 s", told))
+
+
+@pytest.mark.parametrize("target", ["a100", "b200"])
+def test_each_kind_of_gpu_has_plans(target: str) -> None:
+    plan = planned(target=target, backends=("cudnn",))
+    assert plan.backend == plan.vjp.backend == "cudnn"
+    assert plan.memory().workspace_backward > 0
+
+
+def test_cudnn_comes_first_where_it_is_the_faster() -> None:
+    assert planned().backend == "cudnn"
+    assert planned(target="a100").backend == "triton"
+
+
+def test_the_workspace_is_cudnns_own_number(store: Store) -> None:
+    """Known before a plan is built, on Hopper; both are what `memory()` tells."""
+    plan = planned(store=store).vjp
+    problem = sole(plan.graph)
+    assert problem is not None
+    case = asked(problem, H200, ag.Options())
+    assert plan.executable.workspace == workspace(case) == 2 * 8 * 1024 * (128 * 4 + 4) + 256
+    assert planned(store=store).memory().workspace_backward == plan.executable.workspace
+
+
+def test_gigabytes_for_determinism_are_told_and_refused() -> None:
+    x = ag.TensorSpec((1, 32, 8192, 128), torch.bfloat16)
+    graph = ag.attention(x, x, x)
+    need = 32 * 8192 * (8192 * 2 + 4) + 256
+    plan = planned(graph, deterministic=True, backends=("cudnn",))
+    assert plan.memory().workspace_backward == need
+    assert "4.001 GiB backward" in plan.explain()
+    small = planned(graph, deterministic=True, backends=("cudnn",), max_workspace="1GiB")
+    with pytest.raises(ag.NoBackendError) as error:
+        _ = small.vjp
+    assert refusal(error) == (
+        f"needs a workspace of {need} bytes (4.001 GiB), max_workspace is {2**30} bytes (1 GiB)"
+    )
+
+
+def test_a_workspace_found_too_large_only_when_built_is_refused_too(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("attn_graph.lowering.cudnn_memory.workspace", lambda case: None)
+    plan = planned(store=store, max_workspace="1MiB", backends=("cudnn", "triton"))
+    reasons = dict(plan.vjp.refusals)["cudnn"]
+    assert plan.vjp.backend == "triton"
+    assert reasons == (
+        "needs a workspace of 8454400 bytes (8.063 MiB), max_workspace is 1048576 bytes (1 MiB)",
+    )
+
+
+def test_what_cudnn_declines_after_all_goes_to_the_next_backend(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With cuDNN's words, and a line in the log: the table has a gap."""
+    x = ag.TensorSpec((1, 2, 1, 64), torch.float16)
+    graph = ag.attention(x, x, x)
+    monkeypatch.setattr(cudnn_limits, "RULES", ())
+    plan = planned(graph, store=store, backends=("cudnn", "triton")).vjp
+    (reason,) = dict(plan.refusals)["cudnn"]
+    assert plan.backend == "triton"
+    assert reason.startswith("said itself, where no limit was known, at ")
+    assert reason.removeprefix("said itself, where no limit was known, at ") in caplog.text
+    assert caplog.records[0].levelno == logging.WARNING
+
+
+def test_other_exceptions_of_cudnns_are_bugs_and_crash(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = ag.attention(X, X, X)
+    monkeypatch.setattr(cudnn_offline, "description", lambda target: "{}")
+    monkeypatch.setattr(cudnn_plan, "description", lambda target: "{}")
+    with pytest.raises(RuntimeError, match="cuDNN's planner stopped with 1 at call 1 of 1"):
+        planned(graph, store=store)
+
+
+def test_a_stored_plan_is_the_one_that_was_built(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = planned(store=store)
+    told = first.explain()  # which plans the backward too
+    assert len([*store.held()]) == 2
+    ag.clear_cache()
+    monkeypatch.setattr(cudnn_plan, "build_away", None)
+    again = planned(store=store)
+    assert again is not first
+    assert (again.explain(), again.text()) == (told, first.text())
+
+
+def test_a_damaged_plan_is_built_again(store: Store) -> None:
+    first = planned(store=store)
+    path = store.path(next(key for _, key in store.held() if key))
+    path.write_bytes(path.read_bytes()[:-1])
+    assert next(store.held())[1] is None
+    ag.clear_cache()
+    assert planned(store=store).text() == first.text()
+    assert next(store.held())[1] is not None
+
+
+def test_nothing_is_kept_where_that_is_not_wanted(store: Store) -> None:
+    before = ag.default_store().bytes
+    planned(ag.attention(X, X, X, scale=0.3), store=False)
+    assert ag.default_store().bytes == before
+
+
+NO_COMPILER = """
+#include <stdlib.h>
+int nvrtcVersion(int *major, int *minor) { *major = 13; *minor = 0; return 0; }
+#define NEVER(name) int name(void) { abort(); }
+NEVER(nvrtcCreateProgram) NEVER(nvrtcCompileProgram) NEVER(nvrtcDestroyProgram)
+NEVER(nvrtcGetProgramLogSize) NEVER(nvrtcGetProgramLog) NEVER(nvrtcGetErrorString)
+NEVER(nvrtcGetPTXSize) NEVER(nvrtcGetPTX) NEVER(nvrtcGetCUBINSize) NEVER(nvrtcGetCUBIN)
+NEVER(__nvrtcCPEx)
+"""
+LOAD = """
+import ctypes, sys
+from pathlib import Path
+lowering, driver, folder = sys.argv[1:]
+sys.path[:0] = [lowering]
+import cudnn_builder
+cudnn_builder.stand_in(driver)
+ctypes.CDLL(f"{folder}/libnvrtc.so.13", ctypes.RTLD_GLOBAL)
+import cudnn
+device = cudnn.create_device_properties(Path(folder, "device").read_text())
+graph = cudnn.pygraph(device_property=device)
+graph.deserialize(list(Path(folder, "plan").read_bytes()))
+print(graph.get_workspace_size(), sorted(n.name for n in graph.get_behavior_notes()))
+"""
+
+
+def test_a_stored_plan_loads_without_compiling(store: Store, tmp_path: Path) -> None:
+    """In the compiler's place is a library that aborts when it is asked to compile."""
+    planned(store=store)
+    data = store.get(next(key for _, key in store.held() if key))
+    assert data is not None
+    built = cudnn_plan.Built.unpacked(data)
+    (tmp_path / "plan").write_bytes(built.data)
+    (tmp_path / "device").write_text(cudnn_offline.description(H200))
+    (tmp_path / "nvrtc.c").write_text(NO_COMPILER)
+    library = ("-shared", "-fPIC", "-Wl,-soname,libnvrtc.so.13", "-o", "libnvrtc.so.13", "nvrtc.c")
+    subprocess.run(("cc", *library), check=True, cwd=tmp_path)
+    lowering = str(Path(cudnn_builder.__file__).parent)
+    program = (sys.executable, "-P", "-c", LOAD, lowering, cudnn_offline.driver(), str(tmp_path))
+    done = subprocess.run(program, check=True, capture_output=True, text=True)
+    assert done.stdout == f"{built.workspace} {[*built.notes]}\n"
+
+
+def test_a_plan_depends_on_all_that_its_key_tells() -> None:
+    call = {"name": "sdpa"}
+
+    class Called:
+        plain = call
+
+    versions = ((9, 20, 0), (1, 28, 0))
+    device = cudnn_offline.description(H200)
+    key = cudnn_plan.key_of(Called, device, versions)  # type: ignore[arg-type]
+    others = [
+        (cudnn_offline.description(Target.of("h100")), versions),
+        (device, ((9, 19, 0), (1, 28, 0))),
+        (device, ((9, 20, 0), (1, 29, 0))),
+    ]
+    keys = {cudnn_plan.key_of(Called, *other) for other in others}  # type: ignore[arg-type]
+    assert len(keys | {key}) == 4
+
+
+# What is missing is a reason.
+
+
+def test_no_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch, store: Store) -> None:
+    monkeypatch.setattr(cudnn_offline, "compiled", cudnn_offline.compiled.__wrapped__)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(ag.NoBackendError) as error:
+        planned(store=store, backends=("cudnn",))
+    assert "needs a C compiler, and none of cc, gcc, clang is on the path" in refusal(error)
+
+
+def test_a_compiler_that_fails_is_a_reason(monkeypatch: pytest.MonkeyPatch, store: Store) -> None:
+    monkeypatch.setattr(cudnn_offline, "compiled", cudnn_offline.compiled.__wrapped__)
+    monkeypatch.setattr("shutil.which", lambda name: "/bin/false")
+    with pytest.raises(ag.NoBackendError) as error:
+        planned(store=store, backends=("cudnn",))
+    assert "which /bin/false can't build" in refusal(error)
+
+
+def test_no_frontend_here_is_a_reason(monkeypatch: pytest.MonkeyPatch, store: Store) -> None:
+    monkeypatch.setattr(cudnn_offline, "find_spec", lambda name: None)
+    with pytest.raises(ag.NoBackendError) as error:
+        planned(store=store, backends=("cudnn",))
+    assert "nvidia-cudnn-frontend, which is not installed here; pip install" in refusal(error)
+
+
+def test_other_versions_than_the_targets_are_a_reason(store: Store) -> None:
+    libraries = (("nvidia-cudnn-frontend", "1.28.0"), ("nvidia-cudnn-cu13", "9.24.0.43"))
+    with pytest.raises(ag.NoBackendError) as error:
+        planned(
+            store=store,
+            target=Target("h200", "cuda", 90, (), libraries),
+            backends=("cudnn",),
+        )
+    assert refusal(error).endswith("and the target has 9.24.0 and 1.28.0")
+
+
+def test_a_gpu_that_nobody_described_is_a_reason(store: Store) -> None:
+    target = Target("h20", "cuda", 90, (), H200.libraries)
+    with pytest.raises(ag.NoBackendError) as error:
+        planned(store=store, target=target, backends=("cudnn",))
+    assert refusal(error).startswith("plans for GPUs that are not there from a100, h100, h200")
+
+
+def test_without_cudnn_all_else_works_and_it_is_told_what_to_install() -> None:
+    target = Target("h200", "cuda", 90, (), (("triton", "3.7.1"),))
+    plan = planned(target=target)
+    assert plan.backend == plan.vjp.backend == "triton"
+    told = "\n".join(dict(plan.refusals)["cudnn"])
+    assert "pip install 'attn-graph[cuda]'" in told
+    assert "pip install 'attn-graph[offline]'" in told
+
+
+def test_importing_the_library_imports_no_cudnn() -> None:
+    program = "import sys, attn_graph; print('cudnn' in sys.modules)"
+    done = subprocess.run(
+        (sys.executable, "-c", program), check=True, capture_output=True, text=True
+    )
+    assert done.stdout == "False\n"

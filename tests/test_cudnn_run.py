@@ -1,0 +1,110 @@
+"""All that leads to cuDNN and back, with what its documentation says in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import assume, given
+
+import attn_graph as ag
+from attn_graph.backend import Options
+from attn_graph.ir import Graph
+from attn_graph.lowering.cudnn_backend import asked
+from attn_graph.lowering.cudnn_case import padded
+from attn_graph.lowering.cudnn_graph import described
+from attn_graph.lowering.cudnn_limits import reasons
+from attn_graph.lowering.cudnn_run import Run
+from attn_graph.lowering.problem import sole
+from attn_graph.passes import simplify
+from attn_graph.spec import FLOATS
+from attn_graph.target import Target
+from attn_graph.vjp import backward, result_spec
+from attn_graph.workspace import Workspace
+from tests import plain
+from tests.cudnn_model import Model
+from tests.strategies import aligned, cotangents_for, cudnn_graphs, seeds, tensors_for
+
+VERSIONS = (("nvidia-cudnn-frontend", "1.28.0"), ("nvidia-cudnn-cu13", "9.20.0.48"))
+H200 = Target("h200", "cuda", 90, (), VERSIONS)
+X = ag.TensorSpec((2, 4, 6, 8), torch.float16)
+
+
+def refusals(graph: Graph) -> list[str]:
+    problem = sole(graph)
+    assert problem is not None
+    return [*reasons(asked(problem, H200, Options()))]
+
+
+def modelled(graph: Graph) -> Run:
+    """How a simplified graph, one that cuDNN takes, would run."""
+    problem = sole(graph)
+    assert problem is not None
+    assert not refusals(graph)
+    call = described(problem, padded=padded(asked(problem, H200, Options())))
+    return Run.of(call, problem, graph, Workspace(), 128, Model(call))
+
+
+def results(graph: Graph, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    run = modelled(graph)
+    return (run.forward if run.problem.grad is None else run.backward)(*tensors)[0]
+
+
+def gradient_of(graph: Graph, do: torch.Tensor) -> tuple[Graph, list[str]]:
+    """The backward graph by every floating input, and their names."""
+    wants = [n for n, i in enumerate(graph.inputs) if i.spec.dtype in FLOATS]
+    return backward(graph, wants, [ag.TensorSpec.like(do)]), [graph.inputs[n].name for n in wants]
+
+
+@given(graph=cudnn_graphs(), seed=seeds)
+def test_what_cudnn_is_told_means_what_the_graph_means(graph: Graph, seed: int) -> None:
+    simple = simplify(graph)
+    assume(not refusals(simple))
+    tensors = tuple(map(aligned, tensors_for(graph, seed)))
+    run = modelled(simple)
+    outputs, (o, lse) = run.forward(*tensors)
+    for found, due, i in zip(outputs, plain.expected(graph, tensors), simple.outputs, strict=True):
+        due.check(found)
+        assert ag.TensorSpec.like(found) == result_spec(simple, i)
+    cotangents = cotangents_for(simple, seed)
+    back, names = gradient_of(simple, *cotangents)
+    dues = plain.expected_gradients(graph, tensors, cotangents)
+    assume(not refusals(back))
+    gradients = results(back, (*tensors, o, lse, *cotangents))
+    for name, gradient in zip(names, gradients, strict=True):
+        dues[name].check(gradient)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_an_address_off_16_bytes_is_an_error_that_says_so(name: str) -> None:
+    graph = simplify(ag.attention(X, X, X))
+    tensors = dict.fromkeys("qkv", torch.zeros(2, 4, 6, 8, dtype=torch.float16))
+    tensors[name] = torch.zeros(1 + X.type.bytes // 2, dtype=torch.float16)[1:].view(X.shape)
+    with pytest.raises(ag.PlanMismatchError, match=f"{name}: expected an address .* 2 bytes past"):
+        results(graph, [*tensors.values()])
+
+
+def test_lengths_are_read_where_they_lie_if_cudnn_can() -> None:
+    """Others are copied, which is told, and counted."""
+    for dtype, told in ((torch.int32, False), (torch.int64, True)):
+        graph = simplify(ag.attention(X, X, X, kv_lengths=ag.TensorSpec((2,), dtype)))
+        run = modelled(graph)
+        assert run.notes == ["kv_lengths is copied to a dense i32 at each call"] * told
+        assert run.temporary == 8 * told
+
+
+def test_gradients_that_nobody_asked_for_are_counted() -> None:
+    forward = simplify(ag.attention(X, X, X))
+    specs = [result_spec(forward, i) for i in forward.outputs]
+    run = modelled(backward(forward, [0], specs))
+    assert run.temporary == 2 * X.type.bytes
+    found = run.backward(*(torch.zeros(i.spec.shape, dtype=i.spec.dtype) for i in run.graph.inputs))
+    assert [t.shape for t in found[0]] == [X.shape]
+
+
+def test_the_workspace_is_leased_and_no_more_than_told() -> None:
+    graph = simplify(ag.attention(X, X, X))
+    run = modelled(graph)
+    run.forward(*(torch.zeros(X.shape, dtype=X.dtype) for _ in range(3)))
+    assert run.workspace.bytes == 128

@@ -1,0 +1,199 @@
+"""On a real GPU: cuDNN's plans agree with the formula, train, replay, and go round known errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, reject, settings
+from hypothesis import strategies as st
+
+import attn_graph as ag
+from attn_graph.ir import Graph
+from attn_graph.lowering import cudnn_offline, cudnn_plan
+from attn_graph.lowering.cudnn_backend import versions
+from attn_graph.lowering.cudnn_graph import described
+from attn_graph.lowering.cudnn_run import Engine, Run
+from attn_graph.lowering.problem import sole
+from attn_graph.passes import simplify
+from attn_graph.target import Target
+from attn_graph.workspace import Workspace
+from tests import plain
+from tests.strategies import aligned, cotangents_for, cudnn_graphs, seeds, tensors_for
+
+pytestmark = pytest.mark.gpu
+lengths = st.sampled_from([1, 2, 5, 63, 64, 65, 127, 128, 129, 192, 257, 320])
+
+
+def compared(graph: Graph, seed: int, workspace: Workspace | None = None) -> None:
+    """Results and gradients of cuDNN's plan, against the formula."""
+    plan = ag.compile(graph, backends=("cudnn",), workspace=workspace)
+    tensors = tuple(map(aligned, tensors_for(graph, seed, "cuda")))
+    leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
+    output = plan(*leaves)
+    assert isinstance(output, torch.Tensor)
+    plain.expected(graph, tensors)[0].check(output)
+    (do,) = cotangents_for(plan.graph, seed, "cuda")
+    named = {i.name: t for i, t in zip(graph.inputs, leaves, strict=True) if t.requires_grad}
+    found = torch.autograd.grad(output, [*named.values()], do)
+    dues = plain.expected_gradients(graph, tensors, (do,))
+    for name, gradient in zip(named, found, strict=True):
+        dues[name].check(gradient)
+
+
+@given(graph=cudnn_graphs(lengths), seed=seeds)
+@settings(max_examples=100)
+def test_results_and_gradients_agree_with_the_formula(graph: Graph, seed: int) -> None:
+    try:
+        compared(graph, seed)
+    except ag.NoBackendError:
+        reject()
+
+
+def test_the_table_of_devices_tells_what_cudnn_reads_off_this_one() -> None:
+    name = next(
+        (n for n in ("h100", "h200", "a100", "b200") if n.upper() in Target.here().name), ""
+    )
+    if not name:
+        pytest.skip(f"{Target.here().name} is not in the table of devices")
+    found = json.loads(cudnn_plan.present())
+    told = json.loads(cudnn_offline.description(Target.of(name)))
+    matter = (
+        "deviceVer", "maxGridSize", "maxBlockSize", "regsPerBlock", "multiProcessorCount",
+        "maxSharedMemoryPerBlock", "maxSharedMemoryPerBlockOptin", "reservedSharedMemoryPerBlock",
+        "maxRegistersPerSM", "maxThreadsPerBlock", "maxThreadsPerSM",
+    )  # fmt: skip
+    assert {key: found[key] for key in matter} == {key: told[key] for key in matter}
+
+
+def test_a_plan_built_away_from_its_gpu_runs_on_it() -> None:
+    x = ag.TensorSpec((2, 4, 192, 64), torch.float16)
+    graph = ag.attention(x, x, x, mask=ag.Causal())
+    simple, here = simplify(graph), Target.here()
+    problem = sole(simple)
+    assert problem is not None
+    call, (backend, frontend) = described(problem), versions(here)
+    assert backend is not None
+    assert frontend is not None
+    pair = backend, frontend
+    built = cudnn_plan.build_away(call, cudnn_plan.present(), here.sm, pair)
+    run = Run.of(call, problem, simple, Workspace(), built.workspace, Engine(built.data))
+    tensors = tuple(map(aligned, tensors_for(graph, 1, "cuda")))
+    plain.expected(graph, tensors)[0].check(run.forward(*tensors)[0][0])
+
+
+@pytest.mark.parametrize("M", [64, 192, 320])
+@pytest.mark.parametrize("N", [64, 192, 1216])
+def test_no_gradient_is_nan_where_all_scores_are_very_low(M: int, N: int) -> None:
+    """lse near -120: cuDNN below 9.26 reads past the keys where N leaves half a tile."""
+    q, k = (ag.TensorSpec((1, 2, n, 128), torch.bfloat16) for n in (M, N))
+    plan = ag.compile(ag.attention(q, k, k, stats=True), backends=("cudnn", "triton"))
+    leaves = [
+        torch.full(s.shape, value, dtype=s.dtype, device="cuda").requires_grad_()
+        for s, value in ((q, 3.25), (k, -3.25), (k, 1.0))
+    ]
+    o, lse = plan(*leaves)
+    assert lse.max() < -88.7
+    found = torch.autograd.grad(o, leaves, torch.randn_like(o))
+    assert all(g.isfinite().all() for g in found)
+
+
+@pytest.mark.parametrize("N", [64, 129, 1000])
+def test_a_single_query_has_gradients(N: int) -> None:
+    q, k = (ag.TensorSpec((2, 4, n, 64), torch.float16) for n in (1, N))
+    compared(ag.attention(q, k, k), 3)
+
+
+def test_rows_off_16_bytes_are_refused() -> None:
+    x = ag.TensorSpec((1, 2, 64, 64), torch.float16, (2 * 64 * 68, 64 * 68, 68, 1))
+    with pytest.raises(ag.NoBackendError, match="multiples of 16 bytes"):
+        ag.compile(ag.attention(x, x, x), backends=("cudnn",))
+
+
+def test_captured_and_replayed_with_one_workspace() -> None:
+    x = ag.TensorSpec((2, 8, 500, 64), torch.float16)
+    workspace = Workspace()
+    plan = ag.compile(
+        ag.attention(x, x, x, mask=ag.Causal()), backends=("cudnn",), workspace=workspace
+    )
+    leaves = [torch.randn(x.shape, device="cuda").half().requires_grad_() for _ in "qkv"]
+    do = torch.randn(x.shape, device="cuda").half()
+
+    def step() -> tuple[torch.Tensor, ...]:
+        o = plan(*leaves)
+        assert isinstance(o, torch.Tensor)
+        return (o, *torch.autograd.grad(o, leaves, do))
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()  # warms up: plans are loaded, the workspace is there
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured, stream=side):
+            results = step()
+    torch.cuda.synchronize()
+    for leaf in leaves:
+        leaf.data.normal_()
+    captured.replay()
+    torch.cuda.synchronize()
+    due = plain.expected(plan.graph, leaves)[0]
+    due.check(results[0])
+    again = step()
+    for a, b in zip(results, again, strict=True):
+        assert (a - b).abs().max() <= 2e-2 * b.abs().max()
+
+
+def steps(backends: Sequence[str], workspace: Workspace, count: int) -> list[float]:
+    """The losses of a training in half precision."""
+    torch.manual_seed(0)
+    q, k, v, target = torch.randn(4, 1, 4, 256, 64, device="cuda").unbind()
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    optimizer = torch.optim.Adam(leaves, lr=1e-3)
+    x = ag.TensorSpec(q.shape, torch.bfloat16)
+    graph = ag.attention(x, x, x, mask=ag.Causal())
+    plan = ag.compile(graph, backends=backends, workspace=workspace)
+    found = []
+    for _ in range(count):
+        o = plan(*(t.bfloat16() for t in leaves))
+        assert isinstance(o, torch.Tensor)
+        loss = (o - target).square().mean()
+        optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def test_a_thousand_steps_of_training_use_one_arena() -> None:
+    workspace = Workspace()
+    first = steps(("cudnn",), workspace, 2)
+    held = workspace.bytes
+    losses = steps(("cudnn",), workspace, 1000)
+    assert workspace.bytes == held
+    assert losses[:2] == pytest.approx(first, rel=1e-3)
+    assert losses[-1] < 0.8 * losses[0]
+    assert losses[-1] == pytest.approx(steps(("math",), Workspace(), 1000)[-1], rel=1e-2)
+
+
+def test_threads_and_streams_each_have_their_handle() -> None:
+    """The same plan from several threads at once, each on a stream of its own."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    x = ag.TensorSpec((1, 4, 256, 64), torch.float16)
+    graph = ag.attention(x, x, x)
+    plan = ag.compile(graph, backends=("cudnn",))
+    tensors = tuple(map(aligned, tensors_for(graph, 1, "cuda")))
+    (due,) = plain.expected(graph, tensors)
+
+    def call(n: int) -> torch.Tensor:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            found = plan(*tensors)
+            torch.cuda.current_stream().synchronize()
+        assert isinstance(found, torch.Tensor)
+        return found
+
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(call, range(32)):
+            due.check(found)

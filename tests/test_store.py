@@ -1,0 +1,130 @@
+"""What is kept on disk comes back as it was, or not at all."""
+
+from __future__ import annotations
+
+import logging
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from attn_graph.store import MAGIC, Store, default_store, sealed
+
+KEY, DATA = "cudnn {a graph, a device, versions}", bytes(range(256)) * 20
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "plans")
+
+
+shared = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@shared
+@given(key=st.text(), data=st.binary())
+def test_what_is_put_is_got(store: Store, key: str, data: bytes) -> None:
+    store.put(key, data)
+    assert store.get(key) == data
+    assert (store.path(key), key) in [*store.held()]
+
+
+def test_another_key_is_a_miss(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    store.put(KEY, DATA)
+    assert store.get(KEY + ".") is None
+    assert not caplog.records
+
+
+@given(where=st.integers(0, 10**6), change=st.integers(1, 255), cut=st.integers(0, 10**6))
+@settings(shared, max_examples=200)
+def test_a_damaged_file_is_a_miss_with_a_logged_reason(
+    store: Store, where: int, change: int, cut: int
+) -> None:
+    """Any one byte, or any end cut off."""
+    whole = bytearray(sealed(KEY, DATA))
+    other = bytearray(whole)
+    other[where % len(whole)] ^= change
+    for damaged in (bytes(other), bytes(whole[: cut % len(whole)])):
+        store.put(KEY, DATA)
+        store.path(KEY).write_bytes(damaged)
+        said = logged(store)
+        assert str(store.path(KEY)) in said
+        assert store.get(KEY) is None
+
+
+def logged(store: Store) -> str:
+    """What a `get` that misses says in the log."""
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("attn_graph")
+    log.addHandler(handler)
+    try:
+        assert store.get(KEY) is None
+    finally:
+        log.removeHandler(handler)
+    return "\n".join(found)
+
+
+def test_foreign_files_are_misses(store: Store) -> None:
+    store.put(KEY, DATA)
+    for other in (b"", b"\x80\x04pickle", MAGIC, MAGIC.replace(b"1", b"2") + b"x" * 99):
+        store.path(KEY).write_bytes(other)
+        assert store.get(KEY) is None
+    store.put("other", DATA)
+    os.replace(store.path("other"), store.path(KEY))
+    assert "holds another key" in logged(store)
+    store.path(KEY).unlink()
+    store.path(KEY).mkdir()
+    assert store.get(KEY) is None
+
+
+def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
+    size = len(sealed("0", DATA))
+    store = Store(tmp_path, most=3 * size)
+    for n in range(3):
+        store.put(str(n), DATA)
+        os.utime(store.path(str(n)), ns=(n, n))
+    assert store.get("0") == DATA  # now the most recent
+    store.put("3", DATA)
+    assert [store.get(str(n)) is not None for n in range(4)] == [True, False, True, True]
+    assert store.bytes == 3 * size
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    store = Store(tmp_path / "file" / "plans")
+    store.put(KEY, DATA)
+    assert store.get(KEY) is None
+    assert "is not stored" in caplog.text
+
+
+def test_clear_deletes_what_is_ours(store: Store) -> None:
+    store.put(KEY, DATA)
+    store.put("other", DATA)
+    (store.folder / "notes.txt").write_text("not ours")
+    assert store.clear() == 2
+    assert [p.name for p in store.folder.iterdir()] == ["notes.txt"]
+    assert Store(store.folder / "absent").clear() == 0
+
+
+def test_threads_may_share_a_folder(store: Store) -> None:
+    """Readers see a whole file or none while others write the same one."""
+
+    def turn(n: int) -> bytes | None:
+        store.put(KEY, DATA)
+        return store.get(KEY)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(turn, range(200))) == {DATA}
+    assert not [*store.folder.glob("*.part")]
+
+
+def test_the_default_folder_is_the_users_cache() -> None:
+    assert default_store().folder == Path(os.environ["XDG_CACHE_HOME"], "attn_graph")
+    assert default_store() is default_store()
