@@ -49,11 +49,11 @@ def switched_off(kernel: str, switch: str) -> str:
 
 def node_reasons(node: Attention, rules: Sequence[type[Modifier]]) -> Iterator[str]:
     """What is against an attention of a kernel that has rules for these modifiers, or for none."""
+    known = " and ".join(rule.__name__ for rule in rules)
+    only = f"; the only modifier it has one for is {known}" if rules else ", nor for any other"
     for modifier in dict.fromkeys(type(m) for m in node.modifiers):
         if modifier not in rules:
-            known = " and ".join(rule.__name__ for rule in rules)
-            only = f"the only modifier it has one for is {known}" if rules else "nor for any other"
-            yield f"has no rule for {modifier.__name__}; {only}"
+            yield f"has no rule for {modifier.__name__}{only}"
     if sum(isinstance(m, Bias) for m in node.modifiers) > 1:
         yield f"adds one bias, and the graph has {len(node.modifiers)}"
     if node.mask not in (None, TOP_LEFT):

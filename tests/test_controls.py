@@ -139,6 +139,18 @@ def test_a_fallback_of_the_gradient_alone_is_told_when_it_is_planned() -> None:
         _ = plan.vjp
 
 
+def test_what_refuses_only_while_it_is_lowered_makes_a_fallback_too() -> None:
+    def lower(*_: object) -> ag.Executable:
+        raise ag.RefusedError("tried, and could not")
+
+    late = ag.Backend("late", lambda *_: (), lower)
+    with pytest.warns(ag.FallbackWarning, match="late: no, because it\n  - tried") as told:
+        assert chosen(backends=(late, "math"), on_fallback="warn") == "math"
+    assert len(told) == 1
+    with pytest.raises(ag.NoBackendError, match="tried, and could not"):
+        chosen(backends=(late, "math"), on_fallback="raise")
+
+
 def test_who_leaves_math_out_never_falls_back() -> None:
     with pytest.raises(ag.NoBackendError, match="no backend takes this graph"):
         chosen(WINDOW, backends=("torch_sdpa",))

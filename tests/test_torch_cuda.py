@@ -200,7 +200,7 @@ FORWARD: tuple[Case, ...] = (
     ("torch_flash", chain(*wide(60)), {}, "multiples of 8, and q has D = 60"),
     ("torch_flash", chain(X, X, spec(2, 4, 32, 32)), {}, "D = 64, v has E = 32"),
     ("torch_flash", chain(X, LONG, LONG, mask=ag.Causal("top_left")), {}, "M = 32, N = 64"),
-    ("torch_flash", biased(2, 4, 32, 32), {}, "no rule for Bias; nor for any other"),
+    ("torch_flash", biased(2, 4, 32, 32), {}, "no rule for Bias, nor for any other"),
     ("torch_flash", chain(dropout=0.5), {}, "no dropout, and the rate is 0.5"),
     ("torch_flash", chain(sinks=spec(4, dtype=F32)), {}, "no sinks"),
     ("torch_flash", chain(mask=ag.Window(3)), {}, "the mask is Band"),
