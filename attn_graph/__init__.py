@@ -6,13 +6,20 @@ of v; i a query's position, j a key's. Tensors by role: q k v o lse, scores s, w
 gradients dq dk dv do ds dp. Shapes are logical, [B,H,M,D]; memory order is the strides' business.
 """
 
-from attn_graph.backend import Backend, Executable, Options, RefusedError
+from attn_graph.backend import Backend, Executable, Fallback, Options, RefusedError
 from attn_graph.builder import Value, attention, graph, scores
 from attn_graph.cache import CacheInfo
-from attn_graph.compiler import cache_info, clear_cache, compile, prefer
+from attn_graph.compiler import avoid, cache_info, clear_cache, compile, explain, prefer
 from attn_graph.cost import Cost, Work
 from attn_graph.counts import Tiles, tiles
-from attn_graph.errors import GraphError, NoBackendError, PlanMismatchError, PlanTargetError
+from attn_graph.errors import (
+    FallbackWarning,
+    GraphError,
+    NoBackendError,
+    PlanMismatchError,
+    PlanTargetError,
+)
+from attn_graph.explanation import Explanation, Refusal
 from attn_graph.ir import Graph
 from attn_graph.keys import Block, Keys, Place
 from attn_graph.masks import (
@@ -32,6 +39,7 @@ from attn_graph.planner import BACKENDS
 from attn_graph.reference import evaluate
 from attn_graph.spec import TensorSpec
 from attn_graph.store import Store, default_store
+from attn_graph.switches import Precision, Switches
 from attn_graph.target import Target
 from attn_graph.text import parse
 from attn_graph.vjp import vjp
@@ -47,6 +55,9 @@ __all__ = [
     "Cost",
     "Data",
     "Executable",
+    "Explanation",
+    "Fallback",
+    "FallbackWarning",
     "Graph",
     "GraphError",
     "Keep",
@@ -60,11 +71,14 @@ __all__ = [
     "Plan",
     "PlanMismatchError",
     "PlanTargetError",
+    "Precision",
     "Prefix",
     "QueryLengths",
+    "Refusal",
     "RefusedError",
     "SameSegment",
     "Store",
+    "Switches",
     "Target",
     "TensorSpec",
     "Tiles",
@@ -73,12 +87,14 @@ __all__ = [
     "Work",
     "Workspace",
     "attention",
+    "avoid",
     "cache_info",
     "clear_cache",
     "compile",
     "default_store",
     "default_workspace",
     "evaluate",
+    "explain",
     "graph",
     "parse",
     "prefer",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import final
+from typing import Literal, final
 
 import torch
 from attrs import field, frozen
@@ -11,10 +11,12 @@ from attrs import field, frozen
 from attn_graph.ir import Graph
 from attn_graph.memory import shown
 from attn_graph.store import Store
+from attn_graph.switches import LIBRARIES, Precision, Switches
 from attn_graph.target import Target
 from attn_graph.workspace import Workspace, default_workspace
 
 Tensors = Sequence[torch.Tensor]
+Fallback = Literal["ignore", "warn", "raise"]
 
 
 class RefusedError(Exception):
@@ -27,12 +29,21 @@ class RefusedError(Exception):
 @final
 @frozen
 class Options:
-    """What `compile` was asked for besides the graph and the target."""
+    """What `compile` was asked for besides the graph and the target.
+
+    precision: of products of float32 tensors: "ieee", or "tf32", which permits less and commands
+    nothing. avoid: names of backends that are not to run. on_fallback: what happens where `math`
+    runs because every other backend refused. switches: PyTorch's own, as they stood.
+    """
 
     deterministic: bool = False
     max_workspace: int | None = None
     workspace: Workspace = field(factory=default_workspace)
     store: Store | None = None
+    precision: Precision = "ieee"
+    avoid: tuple[str, ...] = ()
+    on_fallback: Fallback = "ignore"
+    switches: Switches = field(factory=Switches)
 
     def over_workspace(self, need: int) -> Iterator[str]:
         """The reason against a lowering that needs so many bytes, if they are too many."""
@@ -42,6 +53,35 @@ class Options:
                 f"needs a workspace of {need} bytes ({shown(need)}), "
                 f"max_workspace is {most} bytes ({shown(most)})"
             )
+
+    def avoided(self, name: str) -> Iterator[str]:
+        """The reason against a backend that is not to run."""
+        if name in self.avoid:
+            yield "is not to run: avoid names it, at the call or around it"
+
+    def rounded(self, graph: Graph, target: Target) -> Iterator[str]:
+        """The reason against PyTorch's own float32 products, where its switch lets them round."""
+        if self.exact(graph) and self.switches.precision(target.kind) != "ieee":
+            yield f'has PyTorch\'s float32 products, and precision is "ieee": {switch(target.kind)}'
+
+    def exact(self, graph: Graph) -> bool:
+        """Whether float32 products must not be rounded. Half precision loses nothing by it."""
+        return self.precision == "ieee" and any(i.spec.dtype == torch.float32 for i in graph.inputs)
+
+    def notes(self, graph: Graph, target: Target) -> Iterator[str]:
+        """What `explain` adds about how the options bear on a graph, PyTorch's switches first."""
+        if self.switches.deterministic:
+            yield "deterministic, as torch.use_deterministic_algorithms asks of this process"
+        float32 = any(i.spec.dtype == torch.float32 for i in graph.inputs)
+        by_switch = self.switches.precision(target.kind) == "tf32"
+        if self.precision == "tf32" and float32 and (by_switch or target.kind == "cuda"):
+            whose = switch(target.kind) if by_switch else 'precision="tf32"'
+            yield f"float32 products may round their inputs: {whose}"
+
+
+def switch(kind: str) -> str:
+    """Where PyTorch says how float32 products are rounded, as a clause."""
+    return f"torch.backends.{LIBRARIES[kind]}.matmul.fp32_precision lets them round"
 
 
 @final

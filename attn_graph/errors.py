@@ -1,4 +1,4 @@
-"""The four ways in which a description, a call or a machine can be wrong."""
+"""The four ways in which a description, a call or a machine can be wrong, and one warning."""
 
 from __future__ import annotations
 
@@ -20,12 +20,24 @@ class GraphError(ValueError):
 
 
 class NoBackendError(RuntimeError):
-    """No backend takes the graph. `refusals` holds every backend's reasons, by name."""
+    """No backend takes the graph. `refusals` holds every backend's reasons, by name.
 
-    def __init__(self, graph: object, refusals: Iterable[tuple[str, tuple[str, ...]]]) -> None:
+    Also raised, with another title, where only `math` takes it and on_fallback is "raise".
+    """
+
+    def __init__(
+        self,
+        graph: object,
+        refusals: Iterable[tuple[str, tuple[str, ...]]],
+        title: str = "no backend takes this graph",
+    ) -> None:
         self.refusals = tuple(refusals)
         told = "\n".join(refusal(name, reasons) for name, reasons in self.refusals)
-        super().__init__(f"no backend takes this graph\n{told or 'none was asked'}\n{graph}")
+        super().__init__(f"{title}\n{told or 'none was asked'}\n{graph}")
+
+
+class FallbackWarning(UserWarning):
+    """`math` runs a graph that every other backend refused; the text holds every reason."""
 
 
 class PlanMismatchError(ValueError):
@@ -62,7 +74,13 @@ def refusal(name: str, reasons: tuple[str, ...]) -> str:
 
 def caller() -> str:
     """`file:line` of the nearest frame outside this package: where the user said it."""
+    file, line = place()
+    return f"{file}:{line}"
+
+
+def place() -> tuple[str, int]:
+    """File and line of the nearest frame outside this package."""
     frame = sys._getframe(1)
     while frame.f_back and frame.f_code.co_filename.startswith(HOMES):
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return frame.f_code.co_filename, frame.f_lineno

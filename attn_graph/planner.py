@@ -5,18 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import final
+from warnings import warn_explicit
 
 from attrs import frozen
 
 from attn_graph.backend import Backend, Executable, Options, RefusedError
-from attn_graph.errors import GraphError, NoBackendError
+from attn_graph.errors import FallbackWarning, GraphError, NoBackendError, place, refusal
 from attn_graph.fused import AttentionGrad
 from attn_graph.ir import Graph
-from attn_graph.lowering import cudnn_backend, torch_math, torch_sdpa, triton_flash
+from attn_graph.lowering import cudnn_backend, torch_cuda, torch_math, torch_sdpa, triton_flash
 from attn_graph.spec import NAMES
 from attn_graph.target import Target
 
-BACKENDS = (cudnn_backend.BACKEND, triton_flash.BACKEND, torch_sdpa.BACKEND, torch_math.BACKEND)
+Refusals = tuple[tuple[str, tuple[str, ...]], ...]  # every reason against, by backend
+
+BACKENDS = (  # PyTorch's own kernels in PyTorch's own order of preference
+    cudnn_backend.BACKEND,
+    triton_flash.BACKEND,
+    torch_sdpa.BACKEND,
+    torch_cuda.FLASH,
+    torch_cuda.EFFICIENT,
+    torch_cuda.CUDNN,
+    torch_math.BACKEND,
+)
 
 # Where the blocked math lowering, which computes half precision in float32, beats PyTorch's own
 # half precision kernel on CPUs: by dtype and pass, and whether the CPU has the dtype natively.
@@ -37,8 +48,13 @@ class Choice:
 
     backend: Backend
     cause: str
-    refusals: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    refusals: Refusals = ()
     also: tuple[str, ...] = ()
+
+    @property
+    def is_fallback(self) -> bool:
+        """Whether `math` runs because all the others, of which there is one at least, refused."""
+        return self.backend is torch_math.BACKEND and bool(self.refusals) and not self.also
 
 
 def lowered(
@@ -68,12 +84,15 @@ def choose(
     """The first backend, in order of preference, that has nothing against the graph.
 
     late: reasons by backend that came up while it was lowered. Raises NoBackendError with every
-    backend's reasons where all refuse.
+    backend's reasons where all refuse; warns or raises by on_fallback where only `math` is left.
     """
     ordered, cause = (
         (among, "it comes first in backends=") if among is not None else preference(graph, target)
     )
-    reasons = [(b, late.get(b.name) or tuple(b.why_not(graph, target, options))) for b in ordered]
+    reasons = [
+        (b, (*options.avoided(b.name), *(late.get(b.name) or b.why_not(graph, target, options))))
+        for b in ordered
+    ]
     able = [b for b, against in reasons if not against]
     refusals = tuple((b.name, against) for b, against in reasons if against)
     if not able:
@@ -81,7 +100,20 @@ def choose(
     first = able[0]
     if len(able) == 1:
         cause = "it is the only one that takes the graph"
-    return Choice(first, cause, refusals, tuple(b.name for b in able[1:]))
+    choice = Choice(first, cause, refusals, tuple(b.name for b in able[1:]))
+    if choice.is_fallback:
+        fallen(graph, options, refusals)
+    return choice
+
+
+def fallen(graph: Graph, options: Options, refusals: Refusals) -> None:
+    """Warn, at the line outside this package, or raise, as `on_fallback` says."""
+    title = "no fused backend takes this graph; `math` does"
+    if options.on_fallback == "raise":
+        raise NoBackendError(graph, refusals, f'{title}, and on_fallback is "raise"')
+    if options.on_fallback == "warn":
+        told = "\n".join(refusal(name, reasons) for name, reasons in refusals)
+        warn_explicit(f"{title} and will run it\n{told}", FallbackWarning, *place())
 
 
 def preference(graph: Graph, target: Target) -> tuple[Sequence[Backend], str]:

@@ -15,7 +15,7 @@ import torch
 from attrs import evolve
 
 import attn_graph as ag
-from attn_graph.lowering import cudnn_backend, torch_math, torch_sdpa, triton_flash
+from attn_graph.lowering import cudnn_backend, torch_cuda, torch_math, torch_sdpa, triton_flash
 from attn_graph.passes import simplify
 from attn_graph.spec import FLOATS
 from attn_graph.vjp import backward, result_spec
@@ -95,13 +95,28 @@ ASKED = {
 }
 
 
+KERNELS = {
+    f"`{backend.name}`, GPU": (backend, GPU, torch.float16)
+    for backend in (torch_cuda.FLASH, torch_cuda.EFFICIENT, torch_cuda.CUDNN)
+}
+
+
 def support() -> str:
     """What each backend takes: forward, backward, or its first reason against."""
+    return table(ASKED)
+
+
+def kernels() -> str:
+    """The same of PyTorch's kernels for GPUs."""
+    return table(KERNELS)
+
+
+def table(asked: dict[str, tuple[ag.Backend, ag.Target, torch.dtype]]) -> str:
     columns = [
         [verdict(graph, backend, target) for graph in features(dtype).values()]
-        for backend, target, dtype in ASKED.values()
+        for backend, target, dtype in asked.values()
     ]
-    rows = [("graph", *ASKED), ("---",) * (1 + len(ASKED))]
+    rows = [("graph", *asked), ("---",) * (1 + len(asked))]
     rows += zip(features(torch.float32), *columns, strict=True)
     return "\n".join("| " + " | ".join(x.replace("|", "\\|") for x in row) + " |" for row in rows)
 
@@ -149,6 +164,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "example": example,
     "explain": explained,
     "support": support,
+    "kernels": kernels,
     "measured": measured,
 }
 

@@ -31,14 +31,14 @@ ASSUMED = ((9, 20, 0), (1, 28, 0))
 
 
 def why_not(graph: Graph, target: Target, options: Options) -> Iterator[str]:
-    if target.kind == "cuda":
-        yield from library_reasons(target)
-    else:
+    if target.kind != "cuda":
         yield f"runs on NVIDIA GPUs, and the target is {target}"
+        return
+    yield from library_reasons(target)
     problem = sole(graph)
     if problem is None:
         yield other_equations(graph)
-    elif target.kind == "cuda":
+    else:
         yield from problem_reasons(problem, target, options)
 
 

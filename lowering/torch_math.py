@@ -13,7 +13,8 @@ from typing import final
 import torch
 from attrs import frozen
 
-from attn_graph.backend import Backend, Executable, Options
+from attn_graph.backend import Backend, Executable, Options, switch
+from attn_graph.errors import PlanTargetError
 from attn_graph.fused import Attention, AttentionGrad
 from attn_graph.ir import Eqn, Graph, Op
 from attn_graph.lowering.fused_tiles import FusedTiles
@@ -21,6 +22,7 @@ from attn_graph.lowering.problem import Problem, operand_specs
 from attn_graph.lowering.product_tiles import ProductTiles
 from attn_graph.lowering.tiles import POSITIONS
 from attn_graph.spec import TensorSpec
+from attn_graph.switches import rounds
 from attn_graph.target import Target
 from attn_graph.workspace import Scratch, Workspace
 
@@ -35,6 +37,7 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[str]:
         (Scratch(tuple(t.buffers().values())).bytes for t in planned(graph, target)), default=0
     )
     yield from options.over_workspace(need)
+    yield from options.rounded(graph, target)
 
 
 def planned(graph: Graph, target: Target) -> list[Tiles]:
@@ -84,8 +87,14 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
     attentions = [outs for eqn, outs in graph.numbered() if isinstance(eqn.op, Attention)]
     saved = [i for outs in attentions for i in outs]
     stats = {outs[1] for outs in attentions}
+    exact = options.exact(graph)
 
     def run(*tensors: torch.Tensor) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        if exact and rounds(target.kind):
+            raise PlanTargetError(
+                f'math was planned with precision "ieee", and now {switch(target.kind)}; '
+                "set it back, or compile again"
+            )
         values = list(tensors)
         for args, call in plan:
             values += call(*[values[i] for i in args])

@@ -1,8 +1,9 @@
-"""PyTorch's own fused attention kernels, whole graphs at a time. So far: the one for CPUs."""
+"""PyTorch's own fused attention kernel for CPUs, whole graphs at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 
@@ -12,36 +13,53 @@ from attn_graph.ir import Graph
 from attn_graph.kernels.fused_cpu import INF, flash, flash_backward
 from attn_graph.lowering.problem import Problem, flash_order, other_equations, readable, sole
 from attn_graph.masks import Band
-from attn_graph.modifiers import Bias
+from attn_graph.modifiers import Bias, Modifier
 from attn_graph.spec import NAMES, TensorSpec, memory_order
 from attn_graph.target import Target
 
 TOP_LEFT = Band(None, 0)
+Pair = tuple[torch.Tensor, torch.Tensor]
+Pulled = tuple[torch.Tensor, torch.Tensor, torch.Tensor, *tuple[torch.Tensor | None, ...]]
 
 
 def why_not(graph: Graph, target: Target, options: Options) -> Iterator[str]:
     if target.kind != "cpu":
         yield f"runs PyTorch's CPU kernel, and the target is {target}"
+        return
+    if not options.switches.flash:
+        yield switched_off("flash", "enable_flash_sdp")
+    yield from options.rounded(graph, target)
     problem = sole(graph)
     if problem is None:
         yield other_equations(graph)
         return
-    yield from node_reasons(problem.node)
+    yield from node_reasons(problem.node, (Bias,))
     yield from size_reasons(problem)
     yield from operand_reasons(problem)
     if problem.grad is not None:
         yield from gradient_reasons(problem, problem.grad)
 
 
-def node_reasons(node: Attention) -> Iterator[str]:
+def switched_off(kernel: str, switch: str) -> str:
+    """The reason where this process has turned one of PyTorch's kernels off."""
+    return (
+        f"runs PyTorch's {kernel} kernel, which this process has turned off, by sdpa_kernel or by "
+        f"torch.backends.cuda.{switch}(False)"
+    )
+
+
+def node_reasons(node: Attention, rules: Sequence[type[Modifier]]) -> Iterator[str]:
+    """What is against an attention of a kernel that has rules for these modifiers, or for none."""
+    known = " and ".join(rule.__name__ for rule in rules)
+    only = f"; the only modifier it has one for is {known}" if rules else ", nor for any other"
     for modifier in dict.fromkeys(type(m) for m in node.modifiers):
-        if modifier is not Bias:
-            yield f"has no rule for {modifier.__name__}; the only modifier it has one for is Bias"
+        if modifier not in rules:
+            yield f"has no rule for {modifier.__name__}{only}"
     if sum(isinstance(m, Bias) for m in node.modifiers) > 1:
         yield f"adds one bias, and the graph has {len(node.modifiers)}"
     if node.mask not in (None, TOP_LEFT):
         yield f"masks by {TOP_LEFT} (causal, top left) or not at all, and the mask is {node.mask}"
-    elif node.mask is not None and node.modifiers:
+    elif node.mask is not None and Bias in rules and node.modifiers:
         yield "takes a bias or a causal mask, and the graph has both"
     if node.mask is not None and node.scale <= 0:
         yield f"masks before it scales, which needs a scale above 0, and it is {node.scale}"
@@ -141,7 +159,11 @@ def lower_backward(problem: Problem, grad: AttentionGrad, graph: Graph) -> Execu
         do = torch.zeros_like(o) if do is None else do
         found = list(flash_backward(do, q, k, v, o, lse, 0.0, causal, attn_mask=bias, scale=scale))
         if dlse is not None:
-            dq, dk = through_lse(q, k, lse, dlse, causal, bias, scale)
+            attend = partial(flash, dropout_p=0.0, is_causal=causal, attn_mask=bias, scale=scale)
+            pull = partial(
+                flash_backward, dropout_p=0.0, is_causal=causal, attn_mask=bias, scale=scale
+            )
+            dq, dk = through_lse(attend, pull, q, k, lse, dlse, scale)
             found[0].add_(dq)
             found[1].add_(dk)
         return [g for g, wanted in zip(found, grad.wants, strict=False) if wanted], ()
@@ -155,20 +177,20 @@ def operand_bytes(spec: TensorSpec) -> int:
 
 
 def through_lse(
-    q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor,
-    causal: bool, bias: torch.Tensor | None, scale: float,
+    attend: Callable[..., Pair], pull: Callable[..., Pulled],
+    q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor, scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """dq and dk of lse alone, from the kernel's own two passes.
+    """dq and dk of lse alone, from a kernel's own two passes: q, k, v -> o, ...; do, q, k, v, o,
+    lse -> dq, dk, dv, ...
 
     d lse_i / d s_ij = p_ij, so dq_i = scale dlse_i sum_j p_ij k_j: an attention over k in place of
     v, times scale dlse. And dk_j = scale sum_i p_ij dlse_i q_i: the gradient of v, where the
     cotangent of o is scale dlse q.
     """
-    mean, _ = flash(q, k, k, 0.0, causal, attn_mask=bias, scale=scale)
-    pull = (scale * dlse)[..., None].to(q.dtype)
-    do = q * pull
-    _, _, dk = flash_backward(do, q, k, k, mean, lse, 0.0, causal, attn_mask=bias, scale=scale)
-    return mean.mul_(pull), dk
+    mean = attend(q, k, k)[0]
+    weight = (scale * dlse)[..., None].to(q.dtype)
+    dk = pull(q * weight, q, k, k, mean, lse)[2]
+    return mean.mul_(weight), dk
 
 
 BACKEND = Backend("torch_sdpa", why_not, lower)

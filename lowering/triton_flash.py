@@ -14,6 +14,7 @@ from attn_graph.backend import Backend, Executable, Options
 from attn_graph.ir import Graph
 from attn_graph.lowering.problem import Problem, other_equations, sole
 from attn_graph.spec import NAMES, TensorSpec
+from attn_graph.switches import Precision
 from attn_graph.target import Target
 
 if TYPE_CHECKING:  # and imported where they are used: machines without a GPU never ask for them
@@ -30,6 +31,12 @@ Named = dict[str, Any]  # tensors by the names that launches give them
 
 
 def why_not(graph: Graph, target: Target, options: Options) -> Iterator[str]:
+    if target.kind == "cpu" and not target.interprets:
+        yield (
+            f"runs on NVIDIA GPUs, and the target is {target}; with TRITON_INTERPRET=1 set before "
+            "Python starts it runs here too, slowly"
+        )
+        return
     found = [*target_reasons(target)]
     problem = sole(graph)
     if problem is None:
@@ -42,11 +49,6 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[str]:
 
 
 def target_reasons(target: Target) -> Iterator[str]:
-    if target.kind == "cpu" and not target.interprets:
-        yield (
-            f"runs on NVIDIA GPUs, and the target is {target}; with TRITON_INTERPRET=1 set before "
-            "Python starts it runs here too, slowly"
-        )
     if target.kind == "cuda" and target.sm < LEAST_SM:
         yield f"needs compute capability sm_{LEAST_SM}, and the target has sm_{target.sm}"
     if "triton" not in dict(target.libraries):
@@ -69,7 +71,7 @@ def plan_reasons(problem: Problem, target: Target, options: Options) -> Iterator
     from attn_graph.lowering.symbols import Untraceable
 
     try:
-        plan = planned(problem, target)
+        plan = planned(problem, target, options.precision)
     except Untraceable as error:
         yield f"has to trace the mask and the modifiers into a kernel, and could not: {error}"
         return
@@ -78,24 +80,24 @@ def plan_reasons(problem: Problem, target: Target, options: Options) -> Iterator
 
 
 @lru_cache(maxsize=256)
-def planned(problem: Problem, target: Target) -> Flash:
+def planned(problem: Problem, target: Target, precision: Precision) -> Flash:
     """What `why_not` and `lower` both ask for."""
     from attn_graph.lowering.triton_plan import Flash
 
-    return Flash.plan(problem, target)
+    return Flash.plan(problem, target, precision)
 
 
 def lower(graph: Graph, target: Target, options: Options) -> Executable:
     problem = sole(graph)
     assert problem is not None  # why_not said so
-    flash = planned(problem, target)
+    flash = planned(problem, target, options.precision)
     call = Call(flash, graph, options)
     run = call.forward if problem.grad is None else call.backward
     return Executable(
         run,
         flash.scratch.bytes,
         temporary(flash),
-        tuple(notes(flash)),
+        tuple(notes(flash, options.precision)),
         inspect=lambda: tuple(map(str, machines(flash))),
         text=lambda: generated(flash),
     )
@@ -122,8 +124,10 @@ def temporary(flash: Flash) -> int:
     return sums + (3 * delta.bytes if delta and flash.problem.node.sinks else 0)
 
 
-def notes(flash: Flash) -> Iterator[str]:
+def notes(flash: Flash, precision: Precision) -> Iterator[str]:
     """How it runs, for `explain`."""
+    if flash.problem.dtype == torch.float32 and precision != flash.precision:
+        yield "float32 products without TF32: its tiles would not fit this GPU's shared memory"
     for launch in flash.launches:
         sizes = [str(launch.fixed[n]) for n in ("BLOCK_M", "BLOCK_N") if n in launch.fixed]
         tile = f"tiles of {' x '.join(sizes)}, " if len(sizes) == 2 else ""

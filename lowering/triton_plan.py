@@ -17,12 +17,14 @@ from attn_graph.lowering.symbols import Untraceable
 from attn_graph.lowering.triton_tiles import MOST_TILES, Ranged, blocks, static_lists
 from attn_graph.philox import threshold
 from attn_graph.spec import TensorSpec, dense_strides, memory_order
+from attn_graph.switches import Precision
 from attn_graph.target import Target
 from attn_graph.workspace import Buffer, Scratch
 
 Fixed = dict[str, Any]  # arguments of a kernel
 Pointers = dict[str, str | tuple[str, ...]]  # names of tensors, by parameter of a kernel
 MOST_ROWS = 256  # of one tile
+ROOMY = (80, 87, 90, 100, 103)  # compute capabilities with 163 KiB of shared memory a program
 READ = ("q", "k", "v", "do", "lse", "delta", "seed", "offset")  # by every backward kernel
 GRADIENTS = {"dq": "grad0", "dk": "grad1", "dv": "grad2"}  # by number of the operand
 
@@ -38,14 +40,16 @@ class Flash:
     problem: Problem
     target: Target
     code: DeviceCode
+    precision: Precision = "ieee"  # of products of float32
     launches: list[Launch] = field(factory=list)
     buffers: dict[str, Buffer] = field(factory=dict)
     tables: dict[str, torch.Tensor] = field(factory=dict)
 
     @classmethod
-    def plan(cls, problem: Problem, target: Target) -> Flash:
+    def plan(cls, problem: Problem, target: Target, precision: Precision = "ieee") -> Flash:
         """Raises Untraceable where the mask or a modifier can't be made a kernel's."""
-        found = cls(problem, target, Tracer.of(problem).code())
+        fits = takes_tf32(problem, target.sm)
+        found = cls(problem, target, Tracer.of(problem).code(), precision if fits else "ieee")
         if problem.grad is None:
             found.forward()
         else:
@@ -81,7 +85,7 @@ class Flash:
             "WIDTH_E": padded(p.E),
             "DROPOUT": rate > 0,
             "UPCAST": self.target.interprets,
-            "PRECISION": "ieee",
+            "PRECISION": self.precision,
         } | self.strides("q", "k", "v")
 
     def strides(self, *names: str) -> Fixed:
@@ -356,6 +360,13 @@ class Flash:
         tiles = max((launch.fixed.get("TILES", 0) for launch in self.launches), default=0)
         if tiles > MOST_TILES:
             yield f"lists {MOST_TILES} tiles a block at most where data decides, and has {tiles}"
+
+
+def takes_tf32(problem: Problem, sm: int) -> bool:
+    """Whether there are kernels with TF32: products of other dtypes have one precision, and tiles
+    256 wide take up to 163840 bytes of shared memory then, by their machine code."""
+    wide = padded(max(problem.D, problem.E)) > 128
+    return problem.dtype == torch.float32 and (not wide or sm in ROOMY)
 
 
 def gradient_strides(spec: TensorSpec) -> tuple[int, ...]:

@@ -42,6 +42,7 @@ FLOORS = (  # top first; a name, or `package.*` for the package and all its modu
         "attn_graph.spec",
         "attn_graph.errors",
         "attn_graph.keys",
+        "attn_graph.switches",
         "attn_graph.philox",
     ),
 )

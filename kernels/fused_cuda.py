@@ -1,0 +1,123 @@
+"""PyTorch's three fused attention kernels for GPUs, behind one pair of functions each.
+
+They compute a softmax without ever holding the scores. What differs between them is mended here:
+the padding of lse, rows that see nothing, arguments for dropout that nothing reads. What they do
+not take is told in lowering/torch_cuda.py; callers ask there first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, final
+
+import torch
+from attrs import frozen
+
+INF = float("inf")
+ROWS = 32  # the efficient kernel pads lse to a multiple, and reads the padding backward
+aten = torch.ops.aten
+Tensor = torch.Tensor
+Pulled = tuple[Tensor, Tensor, Tensor, Tensor | None]
+
+
+@final
+@frozen
+class Kernel:
+    """One of them. Shapes: q, do, o [B,H,M,.], k, v [B,G,N,.], lse [B,H,M], bias [B,H,M,N] or None.
+
+    forward: q, k, v, bias, causal, scale -> o, lse: float32, natural logarithm, -inf where a row
+    sees nothing; rows may lie apart. backward: do, q, k, v, o, lse, bias, causal, scale, and
+    whether the gradient of the bias is wanted -> dq, dk, dv and that, or None; lse is the whole
+    row's, finite or -inf.
+    """
+
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., Pulled]
+
+
+def flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, bias: None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    found = aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, causal, scale=scale)
+    return found[0], found[1]
+
+
+def flash_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+    bias: None, causal: bool, scale: float, wants_bias: bool,
+) -> Pulled:  # fmt: skip
+    seed = torch.empty(2, dtype=torch.uint64, device=q.device)
+    dq, dk, dv = aten._scaled_dot_product_flash_attention_backward.default(
+        do, q, k, v, o, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal,
+        seed, seed[:1], scale=scale,
+    )  # fmt: skip
+    return dq, dk, dv, None
+
+
+def efficient_forward(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    found = aten._scaled_dot_product_efficient_attention.default(
+        q, k, v, bias, True, 0.0, causal, scale=scale
+    )
+    lse = found[1][:, :, : q.shape[2]]
+    if bias is not None:  # a row whose keys are all masked gets lse = 0
+        lse = lse.masked_fill(bias.amax(-1) == -INF, -INF)
+    return found[0], lse
+
+
+def efficient_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+    bias: Tensor | None, causal: bool, scale: float, wants_bias: bool,
+) -> Pulled:  # fmt: skip
+    seed = torch.empty((), dtype=torch.int64, device=q.device)
+    dq, dk, dv, dbias = aten._scaled_dot_product_efficient_attention_backward.default(
+        do, q, k, v, bias, o, padded(lse), seed, seed, 0.0, [True, True, True, wants_bias],
+        causal, scale=scale,
+    )  # fmt: skip
+    return dq, dk, dv, dbias.contiguous() if wants_bias else None
+
+
+def padded(lse: Tensor) -> Tensor:
+    """lse [B,H,M] as the efficient kernel reads it: rows up to a multiple of ROWS, those beyond M
+    infinite, so that they weigh nothing; finite in rows that see nothing."""
+    M = lse.shape[2]
+    room = lse.new_full((*lse.shape[:2], -(-M // ROWS) * ROWS), INF)
+    room[:, :, :M] = lse.masked_fill(lse == -INF, 0.0)
+    return room
+
+
+def cudnn_forward(
+    q: Tensor, k: Tensor, v: Tensor, bias: None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    found = aten._scaled_dot_product_cudnn_attention.default(
+        q, k, v, None, True, 0.0, causal, scale=scale
+    )
+    return found[0], found[1].view(q.shape[:3])
+
+
+def cudnn_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+    bias: None, causal: bool, scale: float, wants_bias: bool,
+) -> Pulled:  # fmt: skip
+    seed = torch.empty((), dtype=torch.int64, device=q.device)
+    lse = lse.contiguous()
+    dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward.default(
+        do, q, k, v, o, lse[..., None] if has_column() else lse, seed, seed, None, None, None,
+        q.shape[2], k.shape[2], 0.0, causal, scale=scale,
+    )  # fmt: skip
+    return dq, dk, dv, None
+
+
+@cache
+def has_column() -> bool:
+    """Whether this PyTorch's cuDNN attention has lse [B,H,M,1], as its shape function tells."""
+    x: Any = torch.empty(1, 1, 8, 8, dtype=torch.float16, device="meta")  # Any: of torch.ops
+    found = aten._scaled_dot_product_cudnn_attention.default(x, x, x, None, True)
+    return bool(found[1].ndim == 4)
+
+
+FLASH = Kernel(flash_forward, flash_backward)
+EFFICIENT = Kernel(efficient_forward, efficient_backward)
+CUDNN = Kernel(cudnn_forward, cudnn_backward)

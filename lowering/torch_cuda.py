@@ -1,0 +1,350 @@
+"""PyTorch's own fused attention kernels for GPUs, each a backend: flash, efficient and cuDNN.
+
+Limits are those of PyTorch's aten/src/ATen/native/transformers/cuda/sdp_utils.cpp and of the checks
+in the kernels themselves, as of 2.13. Where a kernel takes more only because PyTorch pads or copies
+first, it is refused: tensors are read where they lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from math import prod
+from typing import Any, final
+
+import torch
+from attrs import Factory, field, frozen
+
+from attn_graph.backend import Backend, Executable, Options
+from attn_graph.errors import PlanMismatchError
+from attn_graph.fused import AttentionGrad
+from attn_graph.ir import Graph
+from attn_graph.kernels import fused_cuda
+from attn_graph.kernels.fused_cuda import Kernel
+from attn_graph.lowering.problem import Problem, flash_order, other_equations, sole
+from attn_graph.lowering.torch_sdpa import TOP_LEFT, node_reasons, switched_off, through_lse
+from attn_graph.modifiers import Bias, Modifier
+from attn_graph.spec import NAMES, TensorSpec, dense_strides, memory_order
+from attn_graph.target import Target
+
+LEAST_SM, MOST_SM = 80, 121  # the range that sdp_utils.cpp names, without what is older than sm_80
+ALIGNED = 16  # bytes: rows and addresses; kernels load that much at a time
+MOST_HEADS = 65535  # heads, and batch entries, are counted in axes y and z of CUDA's grid
+MOST_SPLITS = 128  # of the keys in the flash kernel, for want of heads and queries
+FEW_BLOCKS = 256  # of 64 queries: with as many no GPU of today splits the keys
+LONG = 2**31 - 1
+RIGHT = (9, 15, 1)  # github.com/pytorch/pytorch/issues/169849
+HALF = (torch.float16, torch.bfloat16)
+BSHD = (0, 2, 1, 3)
+Reasons = Iterator[str]
+Tensors = Sequence[torch.Tensor]
+
+
+@final
+@frozen
+class Variant:
+    """One kernel, and what it takes.
+
+    kernel: its name in Switches and in words. switch: the function that turns it on and off.
+    modifiers: those it has rules for. widest: the largest head size, if there is one. layout: the
+    order of axes in memory that o is written in, by the spec of q. reasons: what is against a
+    problem beyond what all three have in common.
+    """
+
+    kernel: str
+    switch: str
+    call: Kernel
+    reasons: Callable[[Problem, Target, Options], Reasons]
+    modifiers: tuple[type[Modifier], ...] = ()
+    dtypes: tuple[torch.dtype, ...] = HALF
+    widest: int | None = None
+    layout: Callable[[TensorSpec], tuple[int, ...]] = flash_order
+
+    def why_not(self, graph: Graph, target: Target, options: Options) -> Reasons:
+        if target.kind != "cuda":
+            yield f"runs on NVIDIA GPUs, and the target is {target}"
+            return
+        yield from place_reasons(self, target, options)
+        problem = sole(graph)
+        if problem is None:
+            yield other_equations(graph)
+            return
+        yield from node_reasons(problem.node, self.modifiers)
+        yield from size_reasons(self, problem)
+        yield from operand_reasons(problem)
+        yield from self.reasons(problem, target, options)
+        if problem.grad is not None:
+            yield from gradient_reasons(self, problem, problem.grad)
+
+    def lower(self, graph: Graph, target: Target, options: Options) -> Executable:
+        problem = sole(graph)
+        assert problem is not None  # why_not said so
+        call = Call(self, problem, graph)
+        if problem.grad is None:
+            return Executable(call.forward, 0, call.kept_forward(), tuple(call.notes()))
+        return Executable(call.backward, 0, call.kept_backward(), tuple(call.notes()))
+
+
+def place_reasons(variant: Variant, target: Target, options: Options) -> Reasons:
+    if not LEAST_SM <= target.sm <= MOST_SM:
+        yield f"runs on sm_{LEAST_SM} to sm_{MOST_SM}, and the target has sm_{target.sm}"
+    if not getattr(options.switches, variant.kernel):
+        yield switched_off(variant.kernel, variant.switch)
+
+
+def size_reasons(variant: Variant, problem: Problem) -> Reasons:
+    p = problem
+    if p.dtype not in variant.dtypes:
+        known = ", ".join(NAMES[d] for d in variant.dtypes)
+        yield f"computes in {known}, and the graph is in {NAMES[p.dtype]}"
+    if p.is_empty:
+        sizes = f"B = {p.B}, H = {p.H}, M = {p.M}, N = {p.N}"
+        yield f"needs sizes of at least 1, and {sizes}"
+    if max(p.B, p.H) > MOST_HEADS:
+        yield f"takes up to {MOST_HEADS} batch entries and heads, and B = {p.B}, H = {p.H}"
+    if variant.widest is not None and max(p.D, p.E) > variant.widest:
+        yield f"takes head sizes up to {variant.widest}, and q has D = {p.D}, v has E = {p.E}"
+    step = ALIGNED // p.dtype.itemsize
+    if p.D % step or p.E % step:
+        yield f"needs head sizes that are multiples of {step}, and q has D = {p.D}, v has E = {p.E}"
+    if p.node.scale <= 0 and p.node.mask is None:
+        yield f"takes maxima before it scales: needs a scale above 0, and it is {p.node.scale}"
+
+
+def operand_reasons(problem: Problem) -> Reasons:
+    for name, spec in named(problem).items():
+        if name in ("q", "k", "v", "bias") and not spec.unit_last:
+            yield f"needs stride 1 along the last axis, and {name} is {spec}"
+        elif name in ("q", "k", "v", "bias") and misaligned(spec):
+            yield f"reads {ALIGNED} bytes at a time, and rows of {name} {spec} start in between"
+
+
+def misaligned(spec: TensorSpec) -> bool:
+    return any(s * spec.dtype.itemsize % ALIGNED for s in spec.strides[:-1])
+
+
+def named(problem: Problem) -> dict[str, TensorSpec]:
+    """The operands that the kernel reads, by name."""
+    own, found = problem.specs, {}
+    if problem.grad is not None:
+        own, o, _, do, _ = problem.grad.split(problem.specs)
+        found = {"o": o} | ({} if do is None else {"do": do})
+    return dict(zip(problem.node.roles, own, strict=True)) | found
+
+
+def gradient_reasons(variant: Variant, problem: Problem, grad: AttentionGrad) -> Reasons:
+    for role in (r for r, w in zip(problem.node.roles, grad.wants, strict=True) if w):
+        if role not in ("q", "k", "v") and not (role == "bias" and Bias in variant.modifiers):
+            yield f"has gradients of q, k and v, and that of {role} is wanted"
+
+
+def flash_reasons(problem: Problem, target: Target, options: Options) -> Reasons:
+    p, impl = problem, options.switches.flash_impl
+    if impl is not None:
+        yield (
+            f"knows the limits of PyTorch's own flash kernel, and {impl!r} is activated in its "
+            "place; torch.nn.attention.restore_flash_attention_impl() takes it back"
+        )
+    if p.D != p.E:
+        yield f"needs one head size, and q has D = {p.D}, v has E = {p.E}"
+    if p.node.mask == TOP_LEFT and p.M != p.N:
+        yield f"aligns a causal mask bottom right: needs M = N for top left, M = {p.M}, N = {p.N}"
+    if p.grad is not None and options.deterministic:
+        yield by_switch_alone("flash")
+    narrow = 86 <= target.sm <= 89 or target.sm >= 120
+    if p.grad is not None and narrow and 192 < p.D <= 224:
+        yield f"has no gradient for D from 193 to 224 on sm_{target.sm}, and D = {p.D}"
+
+
+def by_switch_alone(kernel: str) -> str:
+    return (
+        f"has a deterministic gradient only while torch.use_deterministic_algorithms is on when it "
+        f"runs, process-wide: the {kernel} kernel has no argument for it, and deterministic=True"
+    )
+
+
+def efficient_reasons(problem: Problem, target: Target, options: Options) -> Reasons:
+    p = problem
+    if p.dtype == torch.float32 and options.precision == "ieee":
+        yield 'computes float32 products on TF32 tensor cores, three each, and precision is "ieee"'
+    if p.G != p.H:
+        yield f"needs as many key/value heads as query heads, and G = {p.G}, H = {p.H}"
+    for name, spec in zip("qkv", p.specs, strict=False):
+        far = spec.shape[2] * spec.strides[2]
+        if far > LONG:
+            yield f"counts within a head up to {LONG} elements, and {name} {spec} needs {far}"
+    bias = named(p).get("bias")
+    if bias is not None and bias.dtype != p.dtype:
+        yield f"adds a bias of dtype {NAMES[p.dtype]}, and it is {NAMES[bias.dtype]}"
+    if bias is not None and bias.shape[3] != p.N:
+        yield f"needs a bias for every key, N = {p.N}, and it is {bias}"
+    if p.grad is not None and options.deterministic:
+        yield by_switch_alone("efficient")
+    if p.grad is not None and bias is not None and any(p.grad.wants[3:]):
+        yield from bias_gradient_reasons(p, p.grad, bias)
+
+
+def bias_gradient_reasons(problem: Problem, grad: AttentionGrad, bias: TensorSpec) -> Reasons:
+    whole = (problem.B, problem.H, problem.M, problem.N)
+    if bias.shape != whole:
+        yield f"has the gradient of a bias of shape {list(whole)}, and it is {bias}"
+    if grad.with_dlse:
+        yield "has no gradient of a bias through lse, and the graph has"
+
+
+def cudnn_reasons(problem: Problem, target: Target, options: Options) -> Reasons:
+    """Beyond cuDNN's own limits, which depend on its version and are told first."""
+    from attn_graph.lowering.cudnn_backend import ASSUMED, versions
+    from attn_graph.lowering.cudnn_case import Case
+    from attn_graph.lowering.cudnn_limits import reasons  # a large table; CPUs never ask it
+
+    p = problem
+    if target.kind == "cuda" and p.node.modifiers == ():
+        found = versions(target)[0] or ASSUMED[0]
+        own = ASSUMED[1]  # PyTorch has a frontend of its own inside
+        yield from reasons(Case(p, target.sm, found, own, False))
+        if found < RIGHT and (p.M % 128 or p.N % 128):
+            told = ".".join(map(str, found))
+            yield f"is right for lengths off 128 from cuDNN 9.15.1 on: {told}, M = {p.M}, N = {p.N}"
+    if options.deterministic:
+        yield "is not deterministic, as PyTorch calls it itself, and deterministic=True"
+    if p.G != p.H:  # github.com/pytorch/pytorch/issues/193893
+        yield (
+            f"is not given grouped heads, which it was seen to get wrong (pytorch#193893): needs "
+            f"G = H, and G = {p.G}, H = {p.H}"
+        )
+    if 1 in (p.M, p.N):  # N: sdp_utils.cpp; M: github.com/pytorch/pytorch/issues/138529
+        yield f"needs two queries and two keys at least, and M = {p.M}, N = {p.N}"
+
+
+@final
+@frozen(eq=False)
+class Call:
+    """What runs a graph."""
+
+    variant: Variant
+    problem: Problem
+    graph: Graph
+    due: tuple[int, ...] = field(  # strides of o
+        init=False, default=Factory(lambda call: call.output.strides, takes_self=True)
+    )
+
+    def operands(self, tensors: Tensors) -> Tensors:
+        return [tensors[i] for i in self.graph.eqns[0].args]
+
+    def fixed(self, given: Mapping[str, torch.Tensor]) -> dict[str, Any]:  # Any: of three types
+        """What both passes of the kernel are told besides the tensors."""
+        p, bias = self.problem, given.get("bias")
+        whole = None if bias is None else tidied(bias.expand(p.B, p.H, p.M, p.N))
+        return {"bias": whole, "causal": p.node.mask is not None, "scale": p.node.scale}
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
+        p, base = self.problem, len(self.graph.inputs)
+        given = dict(zip(p.node.roles, map(tidied, self.operands(tensors)), strict=True))
+        aligned(given)
+        o, lse = self.variant.call.forward(given["q"], given["k"], given["v"], **self.fixed(given))
+        if o.stride() != self.due and TensorSpec.like(o) != self.output:
+            o = p.new_o(o.device).copy_(o)
+        both = o, lse
+        return [o if i == base else lse.contiguous() for i in self.graph.outputs], both
+
+    def backward(self, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
+        node, grad, call = self.problem.node, self.problem.grad, self.variant.call
+        assert grad is not None
+        own, o, lse, do, dlse = grad.split([tidied(x) for x in self.operands(tensors)])
+        given = dict(zip(node.roles, own, strict=True))
+        do = torch.zeros_like(o) if do is None else do
+        aligned(given | {"o": o, "do": do})
+        q, k, v = own[:3]
+        fixed = self.fixed(given)
+        found = call.backward(do, q, k, v, o, lse, wants_bias=any(grad.wants[3:]), **fixed)
+        if dlse is not None:
+            attend = partial(call.forward, **fixed)
+            pull = partial(call.backward, wants_bias=False, **fixed)
+            dq, dk = through_lse(attend, pull, q, k, lse, dlse, node.scale)
+            found[0].add_(dq)
+            found[1].add_(dk)
+        return [g for g, w in zip(found, grad.wants, strict=False) if w and g is not None], ()
+
+    @property
+    def output(self) -> TensorSpec:
+        """o as it is handed out: dense, in the memory order of q."""
+        p = self.problem
+        shape = (p.B, p.H, p.M, p.E)
+        return TensorSpec(shape, p.dtype, dense_strides(shape, memory_order(p.specs[0])))
+
+    def copied(self) -> dict[str, TensorSpec]:
+        """What PyTorch, or this, copies because it lies in another order than the kernel's."""
+        p = self.problem
+        q = p.specs[0]
+        if p.grad is None:
+            return {} if self.variant.layout(q) == memory_order(q) else {"o": self.output}
+        return {n: x for n, x in named(p).items() if n in ("o", "do") and memory_order(x) != BSHD}
+
+    def notes(self) -> Iterator[str]:
+        yield f"one call of PyTorch's {self.variant.kernel} kernel"
+        if self.problem.grad is not None and self.problem.grad.with_dlse:
+            yield "the gradient through lse by one more call of each pass, with k in place of v"
+        for name, spec in self.copied().items():
+            yield f"{name} {spec} is copied: the kernel's rows lie in another order"
+
+    def kept_forward(self) -> int:
+        """Bytes that PyTorch allocates beside the outputs, at most."""
+        p = self.problem
+        rows = p.B * p.H * -(-p.M // 32) * 32
+        blocks = p.B * p.H * -(-p.M // 64)
+        splits = min(MOST_SPLITS, -(-p.N // 64)) if blocks < FEW_BLOCKS else 1
+        parts = splits * rows * (p.E + 1) * 4 if self.variant is FLASH_KERNEL and splits > 1 else 0
+        return 4 * rows * 3 + parts + sum(spec.type.bytes for spec in self.copied().values())
+
+    def kept_backward(self) -> int:
+        """Bytes that PyTorch allocates beside the gradients, at most: sums in float32, gradients of
+        every query head, what is copied, and o and gradients of k in place of v."""
+        p, grad = self.problem, self.problem.grad
+        assert grad is not None
+        rows, keys = (p.B * p.H * -(-n // 128) * 128 for n in (p.M, p.N))
+        sums = 4 * rows * (p.D + 4) + (4 + p.dtype.itemsize) * keys * (p.D + p.E)
+        more = sum(prod(x.shape) * x.dtype.itemsize for x in p.specs[:3]) * 3 * grad.with_dlse
+        return (
+            sums * (1 + grad.with_dlse) + more + sum(x.type.bytes for x in self.copied().values())
+        )
+
+
+def tidied(x: torch.Tensor) -> torch.Tensor:
+    """x with strides that fit the kernels where its own mean nothing: along axes of size 1."""
+    if 1 not in x.shape or not x.ndim:
+        return x
+    row = -(-x.shape[-1] // ALIGNED) * ALIGNED
+    strides = [row if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)]
+    return x.as_strided(x.shape, (*strides[:-1], 1 if x.shape[-1] == 1 else strides[-1]))
+
+
+def aligned(given: Mapping[str, torch.Tensor]) -> None:
+    """Raise PlanMismatchError for tensors that don't begin on ALIGNED bytes; specs don't say."""
+    astray = [name for name, x in given.items() if x.is_floating_point() and x.data_ptr() % ALIGNED]
+    if astray:
+        raise PlanMismatchError(
+            *(
+                f"{name}: expected an address that is a multiple of {ALIGNED} bytes, "
+                f"got {given[name].data_ptr()}"
+                for name in astray
+            )
+        )
+
+
+FLASH_KERNEL = Variant("flash", "enable_flash_sdp", fused_cuda.FLASH, flash_reasons, widest=256)
+EFFICIENT_KERNEL = Variant(
+    "efficient",
+    "enable_mem_efficient_sdp",
+    fused_cuda.EFFICIENT,
+    efficient_reasons,
+    modifiers=(Bias,),
+    dtypes=(*HALF, torch.float32),
+    layout=lambda q: BSHD,
+)
+CUDNN_KERNEL = Variant(
+    "cudnn", "enable_cudnn_sdp", fused_cuda.CUDNN, cudnn_reasons, widest=128, layout=memory_order
+)
+FLASH = Backend("torch_flash", FLASH_KERNEL.why_not, FLASH_KERNEL.lower)
+EFFICIENT = Backend("torch_efficient", EFFICIENT_KERNEL.why_not, EFFICIENT_KERNEL.lower)
+CUDNN = Backend("torch_cudnn", CUDNN_KERNEL.why_not, CUDNN_KERNEL.lower)
