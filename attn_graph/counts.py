@@ -318,6 +318,7 @@ def data_edges(mask: Mask, at: Place) -> list[torch.Tensor] | None:
         axes = tuple(slice(None) if axis in data.axes else None for axis in "bhij")
         values = at.data[name][axes]
         values = values[at.b.flatten()] if values.shape[0] > 1 else values
+        values = values[:, at.h.flatten()] if values.shape[1] > 1 else values
         differs = values[..., 1:] != values[..., :-1]
         most = int(differs.sum(-1).amax()) if differs.numel() else 0
         if most and (values.shape[2] > 1 or most > MOST_EDGES):

@@ -55,6 +55,13 @@ def test_data_of_one_batch_entry_and_head_are_drawn() -> None:
     assert ag.KeyLengths().picture(1, 4).startswith("▒▒▒▒\n")
 
 
+def test_flags_of_one_head_are_drawn() -> None:
+    flags = torch.tensor([[[[True, False, True]], [[False, True, True]]]])
+    for h, line in enumerate(("█·█", "·██")):
+        text = pictures.picture(ag.Keep(), 1, 3, at=(0, h), data={"keep": flags})
+        assert text.splitlines()[0] == line
+
+
 @given(asked(), st.data())
 def test_a_picture_shows_what_is_kept(drawn: Asked, data: st.DataObject) -> None:
     B, H, M, N = drawn.sizes
