@@ -85,6 +85,19 @@ def switch(kind: str) -> str:
 
 
 @final
+@frozen
+class Foreseen:
+    """What running a graph would need, known before it is lowered. None: only when it is.
+
+    Fields as those of `Executable`.
+    """
+
+    workspace: int | None = None
+    temporary: int = 0
+    notes: tuple[str, ...] = ()
+
+
+@final
 @frozen(eq=False)
 class Executable:
     """A lowered graph.
@@ -105,17 +118,29 @@ class Executable:
     inspect: Callable[[], tuple[str, ...]] = tuple
     text: Callable[[], str] = str
 
+    @property
+    def foreseen(self) -> Foreseen:
+        return Foreseen(self.workspace, self.temporary, self.notes)
+
 
 @final
 @frozen
 class Backend:
-    """One way to run graphs: two functions and the name they answer to.
+    """One way to run graphs: some functions and the name they answer to.
 
     why_not: every reason against a graph on a target, each a clause that completes "no, because
     it"; none means it takes the graph. lower: makes it run; called only where there is no reason,
-    and raises RefusedError for one that shows only then. Both see the graph after all passes.
+    and raises RefusedError for one that shows only then. foresees: what it would need, if lowering
+    takes long; else it is lowered to see. All see the graph after all passes.
     """
 
     name: str
     why_not: Callable[[Graph, Target, Options], Iterable[str]]
     lower: Callable[[Graph, Target, Options], Executable]
+    foresees: Callable[[Graph, Target, Options], Foreseen] | None = None
+
+    def foreseen(self, graph: Graph, target: Target, options: Options) -> Foreseen:
+        """What running a graph that it takes would need."""
+        if self.foresees is not None:
+            return self.foresees(graph, target, options)
+        return self.lower(graph, target, options).foreseen

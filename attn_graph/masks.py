@@ -78,6 +78,12 @@ class Mask:
         """This mask with alignments turned into offsets. Raises GraphError where none was said."""
         return self
 
+    def picture(self, M: int, N: int, **data: torch.Tensor) -> str:
+        """Which of M x N places are kept, as text; data: what the mask reads. See `pictures`."""
+        from attn_graph.pictures import picture  # above this floor, as for printing
+
+        return picture(self, M, N, data=data)
+
     def __and__(self, other: Mask) -> Mask:
         return And(self, other)
 

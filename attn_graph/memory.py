@@ -19,8 +19,11 @@ class Memory:
 
     outputs: what a call returns. saved: what stays alive between forward and backward, o and lse
     of each attention, outputs among them. workspace: the arena's part while it runs, to the byte.
-    temporary: what the kernels of PyTorch allocate and free during a call, estimated from above.
+    temporary: what PyTorch allocates and frees during a call, estimated from above, but for the
+    block of scores, of some 100 KiB, that each thread of its fused CPU kernel works in.
     `*_backward` is 0 for a graph without gradients. peak: the most of all this at one time.
+    untold: passes, "forward" and "backward", whose workspace is known only when their plan is
+    built; until then it counts 0.
     """
 
     outputs: int
@@ -30,6 +33,7 @@ class Memory:
     temporary_forward: int
     temporary_backward: int
     gradients: int
+    untold: tuple[str, ...] = ()
 
     @property
     def peak(self) -> int:
@@ -40,8 +44,13 @@ class Memory:
     def __str__(self) -> str:
         return (
             f"outputs {shown(self.outputs)}, saved for backward {shown(self.saved)}, "
-            f"workspace {shown(self.workspace_forward)} forward and "
-            f"{shown(self.workspace_backward)} backward, peak {shown(self.peak)}"
+            f"workspace {self.told('forward', self.workspace_forward)} and "
+            f"{self.told('backward', self.workspace_backward)}, peak {shown(self.peak)}"
+        )
+
+    def told(self, pass_: str, count: int) -> str:
+        return (
+            f"(the built plan tells) {pass_}" if pass_ in self.untold else f"{shown(count)} {pass_}"
         )
 
 

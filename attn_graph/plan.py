@@ -6,18 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
 import torch
-from attrs import Factory, field, frozen
+from attrs import Factory, evolve, field, frozen
 
 from attn_graph.backend import Executable
 from attn_graph.cost import Cost, cost
-from attn_graph.errors import PlanMismatchError, PlanTargetError, refusal
+from attn_graph.errors import PlanMismatchError, PlanTargetError
+from attn_graph.explanation import Explanation, Refusal, needed, tiles_of
 from attn_graph.fused import AttentionGrad
 from attn_graph.ir import Graph
 from attn_graph.memory import Memory
 from attn_graph.reference import Verification, verified
 from attn_graph.spec import FLOATS, NAMES, TensorSpec
 from attn_graph.target import Target
-from attn_graph.vjp import residuals
 
 Tensors = tuple[torch.Tensor, ...]
 MOST_PULLS = 64  # backward plans a plan keeps at hand; the cache holds them too
@@ -137,16 +137,10 @@ class Plan:
 
     def memory(self) -> Memory:
         """Bytes that a call will need, known before it runs."""
-        types, backward = self.graph.types, self.vjp if self.has_gradient else None
-        return Memory(
-            outputs=sum(t.bytes for t in self.graph.output_types),
-            saved=sum(types[i].bytes for i in residuals(self.graph)),
-            workspace_forward=self.executable.workspace,
-            workspace_backward=backward.executable.workspace if backward else 0,
-            temporary_forward=self.executable.temporary,
-            temporary_backward=backward.executable.temporary if backward else 0,
-            gradients=sum(t.bytes for t in backward.graph.output_types) if backward else 0,
-        )
+        backward = self.vjp if self.has_gradient else None
+        gradients = sum(t.bytes for t in backward.graph.output_types) if backward else 0
+        behind = backward.executable.foreseen if backward else None
+        return needed(self.graph, gradients, self.executable.foreseen, behind)
 
     def cost(self, **tensors: torch.Tensor) -> Cost:
         """Flops and bytes that the masks leave, and the least time on the target.
@@ -168,28 +162,36 @@ class Plan:
         """What was generated to run it, or how it runs. May change between versions."""
         return self.executable.text() or "\n".join(self.executable.notes)
 
-    def explain(self) -> str:
-        """Who runs the graph and why, every reason why others don't, and what it costs."""
-        lines = [
-            str(self.graph),
-            f"target: {self.target}",
-            f"{self.backend}: chosen, because {self.cause}",
-        ]
-        lines += told(self.executable)
-        lines += [f"{name}: could run it too" for name in self.also]
-        lines += [refusal(name, reasons) for name, reasons in self.refusals]
-        if self.has_gradient:
-            lines += [f"backward: {self.vjp.backend}, because {self.vjp.cause}"]
-            lines += told(self.vjp.executable)
-        return "\n".join([*lines, f"memory: {self.memory()}"])
+    def explain(self) -> Explanation:
+        """Who runs the graph and why, how, every reason why others don't, and what it costs.
+
+        Prints as text, shows as HTML in a notebook, and gives `to_dict()`. To see the machine code
+        of kernels it compiles them. `attn_graph.explain` builds nothing, and says what would have
+        to change for those that refuse.
+        """
+        backward = self.vjp if self.has_gradient else None
+        return evolve(
+            self.side(),
+            backward=backward.side() if backward else None,
+            tiles=tuple(tiles_of(self.graph)),
+            memory=self.memory(),
+            cost=self.cost(),
+        )
+
+    def side(self) -> Explanation:
+        """Of this pass alone: who runs it and how, and why the others don't."""
+        return Explanation(
+            self.graph,
+            self.target,
+            self.backend,
+            self.cause,
+            tuple(Refusal(name, reasons) for name, reasons in self.refusals),
+            (*self.executable.notes, *self.executable.inspect()),
+            self.also,
+        )
 
     def __repr__(self) -> str:
         return f"Plan({self.backend} on {self.target})\n{self.graph}"
-
-
-def told(executable: Executable) -> list[str]:
-    """How it runs, in lines of `explain`."""
-    return [f"  - {note}" for note in (*executable.notes, *executable.inspect())]
 
 
 def differing(name: str, spec: TensorSpec, tensor: object, target: Target) -> list[str]:

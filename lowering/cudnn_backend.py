@@ -10,13 +10,14 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from attn_graph.backend import Backend, Executable, Options, RefusedError
+from attn_graph.backend import Backend, Executable, Foreseen, Options, RefusedError
 from attn_graph.ir import Graph
 from attn_graph.lowering.problem import Problem, other_equations, sole
 from attn_graph.target import Target
 
 if TYPE_CHECKING:  # and imported where it is used: a large table, of which CPUs ask nothing
     from attn_graph.lowering.cudnn_case import Case
+    from attn_graph.lowering.cudnn_graph import Call
 
 FRONTEND = "nvidia-cudnn-frontend"
 LIBRARIES = (  # of which one is cuDNN itself; jit has the part that attention needs
@@ -85,15 +86,10 @@ def version(target: Target, library: str) -> tuple[int, int, int] | None:
 
 
 def lower(graph: Graph, target: Target, options: Options) -> Executable:
-    from attn_graph.lowering.cudnn_case import padded
-    from attn_graph.lowering.cudnn_graph import described
     from attn_graph.lowering.cudnn_plan import built
-    from attn_graph.lowering.cudnn_run import Engine, Run
+    from attn_graph.lowering.cudnn_run import Engine, Run, notes, temporary
 
-    problem = sole(graph)
-    assert problem is not None  # why_not said so
-    case = asked(problem, target, options)
-    call = described(problem, padded=padded(case), deterministic=options.deterministic)
+    problem, case, call = described_for(graph, target, options)
     plan = built(call, target, (case.backend, case.frontend), options)
     if over := [*options.over_workspace(plan.workspace)]:
         raise RefusedError(*over)
@@ -101,11 +97,39 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
     return Executable(
         run.forward if problem.grad is None else run.backward,
         plan.workspace,
-        run.temporary,
-        (str(plan), *run.notes),
+        temporary(call, problem, graph),
+        (str(plan), *notes(problem, graph)),
         inspect=lambda: (f"built in {plan.seconds:.2f} s",),
         text=lambda: f"{call}\n{plan}",
     )
 
 
-BACKEND = Backend("cudnn", why_not, lower)
+def foresees(graph: Graph, target: Target, options: Options) -> Foreseen:
+    """The workspace by a stored plan, or where a formula has it; else only a built plan tells."""
+    from attn_graph.lowering.cudnn_memory import workspace
+    from attn_graph.lowering.cudnn_plan import stored
+    from attn_graph.lowering.cudnn_run import notes, temporary
+
+    problem, case, call = described_for(graph, target, options)
+    plan = stored(call, target, (case.backend, case.frontend), options)
+    more = notes(problem, graph)
+    return Foreseen(
+        plan.workspace if plan else workspace(case),
+        temporary(call, problem, graph),
+        (str(plan), *more) if plan else more,
+    )
+
+
+def described_for(graph: Graph, target: Target, options: Options) -> tuple[Problem, Case, Call]:
+    """The call that would run a graph that is taken."""
+    from attn_graph.lowering.cudnn_case import padded
+    from attn_graph.lowering.cudnn_graph import described
+
+    problem = sole(graph)
+    assert problem is not None  # why_not said so
+    case = asked(problem, target, options)
+    call = described(problem, padded=padded(case), deterministic=options.deterministic)
+    return problem, case, call
+
+
+BACKEND = Backend("cudnn", why_not, lower, foresees)

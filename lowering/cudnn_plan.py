@@ -75,17 +75,33 @@ def built(call: Call, target: Target, versions: tuple[Version, Version], options
     versions: those of cuDNN and of its frontend that the target has. Raises RefusedError where
     cuDNN takes the call no further, and where there is no way to ask it.
     """
-    here = target.kind == "cuda" and target == Target.here()
-    device = present() if here else description(target)
-    key = key_of(call, device, versions)
-    kept = options.store.get(key) if options.store else None
+    device = place(target)
+    kept = stored(call, target, versions, options)
     if kept is not None:
-        return Built.unpacked(kept)
+        return kept
     check_frontend()
+    here = is_here(target)
     found = build_here(call) if here else build_away(call, device, target.sm, versions)
     if options.store:
-        options.store.put(key, found.packed)
+        options.store.put(key_of(call, device, versions), found.packed)
     return found
+
+
+def stored(
+    call: Call, target: Target, versions: tuple[Version, Version], options: Options
+) -> Built | None:
+    """The plan, if the store has it."""
+    kept = options.store.get(key_of(call, place(target), versions)) if options.store else None
+    return None if kept is None else Built.unpacked(kept)
+
+
+def is_here(target: Target) -> bool:
+    return target.kind == "cuda" and target == Target.here()
+
+
+def place(target: Target) -> str:
+    """The device as cuDNN reads of it."""
+    return present() if is_here(target) else description(target)
 
 
 def key_of(call: Call, device: str, versions: tuple[Version, Version]) -> str:

@@ -107,29 +107,6 @@ class Run:
         sums = tuple(n for n, x in enumerate(call.outputs) if x.source == "dsinks")
         return cls(call, problem, graph, workspace, scratch, execute, tuple(direct), blanks, sums)
 
-    @property
-    def temporary(self) -> int:
-        """Bytes of gradients that cuDNN computes and nobody asked for, and of copied vectors."""
-        grad = self.problem.grad
-        wanted = ("o", "lse") if grad is None else grad.names
-        unasked = sum(x.bytes for x in self.call.outputs if x.source not in wanted)
-        return unasked + sum(x.bytes for x in self.call.inputs if x.source in self.copied)
-
-    @property
-    def copied(self) -> list[str]:
-        """Vectors of a few numbers that cuDNN can't read as they are."""
-        spots = arguments(self.problem, self.graph).items()
-        specs = {name: self.graph.inputs[n].spec for name, n in spots if name in VECTORS}
-        return [n for n, x in specs.items() if x.dtype != VECTORS[n] or not packed(x)]
-
-    @property
-    def notes(self) -> list[str]:
-        """For `explain`."""
-        return [
-            f"{name} is copied to a dense {NAMES[VECTORS[name]]} at each call"
-            for name in self.copied
-        ]
-
     def forward(
         self, *tensors: torch.Tensor
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
@@ -179,6 +156,29 @@ class Run:
             size = torch.full(x.shape[:1], count, dtype=torch.int32, device=device)
             self.sizes[x.source, device] = size
         return size
+
+
+def temporary(call: Call, problem: Problem, graph: Graph) -> int:
+    """Bytes of gradients that cuDNN computes and nobody asked for, and of copied vectors."""
+    grad, vectors = problem.grad, copied(problem, graph)
+    wanted = ("o", "lse") if grad is None else grad.names
+    unasked = sum(x.bytes for x in call.outputs if x.source not in wanted)
+    return unasked + sum(x.bytes for x in call.inputs if x.source in vectors)
+
+
+def notes(problem: Problem, graph: Graph) -> tuple[str, ...]:
+    """For `explain`."""
+    return tuple(
+        f"{name} is copied to a dense {NAMES[VECTORS[name]]} at each call"
+        for name in copied(problem, graph)
+    )
+
+
+def copied(problem: Problem, graph: Graph) -> list[str]:
+    """Vectors of a few numbers that cuDNN can't read as they are."""
+    spots = arguments(problem, graph).items()
+    specs = {name: graph.inputs[n].spec for name, n in spots if name in VECTORS}
+    return [n for n, x in specs.items() if x.dtype != VECTORS[n] or not packed(x)]
 
 
 def arguments(problem: Problem, graph: Graph) -> dict[str, int]:

@@ -13,7 +13,16 @@ from attn_graph.kernels import fused_cpu
 from attn_graph.kernels.merging import merge_, sink_
 from attn_graph.keys import Block, Place
 from attn_graph.lowering.problem import Problem, flash_order, readable
-from attn_graph.lowering.tiles import Part, Tile, cheapest, diagonal, folded, grown, row_tiles
+from attn_graph.lowering.tiles import (
+    POSITIONS,
+    Part,
+    Tile,
+    cheapest,
+    diagonal,
+    folded,
+    grown,
+    row_tiles,
+)
 from attn_graph.modifiers import Alibi
 from attn_graph.spec import TensorSpec, memory_order
 from attn_graph.workspace import Buffer
@@ -92,11 +101,13 @@ class FusedTiles:
 
     @property
     def temporary(self) -> int:
-        """Bytes that the kernel allocates beside the workspace, at most: a tile's results."""
+        """Bytes beside the workspace, at most: a tile's results, and the places that are asked."""
         p = self.problem
         rows, keys = p.B * p.H * p.M * (self.width + 2), p.B * p.G * p.N * self.width
         results = rows + (2 * keys if p.grad is not None else 0)
-        return 2 * self.addends + p.wide.itemsize * results
+        b = p.B if "b" in self.axes and self.static is not None else 1
+        asked = POSITIONS * b * self.most_scores() + 2 * (1 + p.wide.itemsize) * self.addends
+        return asked + 2 * p.wide.itemsize * results
 
     def told(self) -> str:
         """How it runs, for `explain`."""

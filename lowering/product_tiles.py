@@ -13,7 +13,7 @@ from attn_graph.kernels import products
 from attn_graph.kernels.merging import sink_
 from attn_graph.keys import Block, Place, joined
 from attn_graph.lowering.problem import Problem
-from attn_graph.lowering.tiles import Part, Tile, parts_of
+from attn_graph.lowering.tiles import POSITIONS, Part, Tile, parts_of
 from attn_graph.philox import counters, keep_
 from attn_graph.spec import TensorSpec
 from attn_graph.workspace import Buffer
@@ -96,9 +96,13 @@ class ProductTiles:
 
     @property
     def temporary(self) -> int:
-        """Bytes that PyTorch allocates beside the workspace, at most: a mask's places, booleans."""
-        tile = self.batch * self.groups * self.r * self.rows * self.problem.N
-        return tile * (2 + 2 * self.problem.wide.itemsize * bool(self.problem.node.modifiers))
+        """Bytes that PyTorch allocates beside the workspace, at most: the places that are asked."""
+        p = self.problem
+        places = self.batch * self.rows * p.N
+        scores, node = places * self.groups * self.r, p.node
+        words = 2 * bool(node.modifiers) + bool(node.dropout)
+        asked = POSITIONS * places if node.mask or node.modifiers else 0
+        return asked + scores * (2 + words * p.wide.itemsize)
 
     def told(self) -> str:
         """How it runs, for `explain`."""

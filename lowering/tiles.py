@@ -18,6 +18,8 @@ FLOP_SECONDS = (
     1e-11  # of a multiplication or addition on 2 cores; only its ratio to the above counts
 )
 ROW_BLOCKS = (32, 64, 128, 256, 512)
+# Bytes a place that a mask or a modifier holds while it is asked: three vectors of positions.
+POSITIONS = 3 * torch.int64.itemsize
 BRIDGE = 32  # keys: a hole this small costs less to compute than a tile to begin
 
 

@@ -7,6 +7,7 @@ tile of scores ever exists; whatever is no attention runs as its own definition 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
 from typing import final
 
 import torch
@@ -19,6 +20,7 @@ from attn_graph.ir import Eqn, Graph, Op
 from attn_graph.lowering.fused_tiles import FusedTiles
 from attn_graph.lowering.problem import Problem, operand_specs
 from attn_graph.lowering.product_tiles import ProductTiles
+from attn_graph.lowering.tiles import POSITIONS
 from attn_graph.spec import TensorSpec
 from attn_graph.switches import rounds
 from attn_graph.target import Target
@@ -101,9 +103,15 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
     return Executable(
         run,
         max((step.scratch.bytes for step in steps), default=0),
-        max((step.temporary for step in steps), default=0),
+        max((step.temporary for step in steps), default=0) + between(graph, saved),
         tuple(step.note for step in steps if step.note),
     )
+
+
+def between(graph: Graph, saved: Sequence[int]) -> int:
+    """Bytes of the values between equations: neither inputs, nor returned, nor saved."""
+    kept = {*range(len(graph.inputs)), *graph.outputs, *saved}
+    return sum(t.bytes for i, t in enumerate(graph.types) if i not in kept)
 
 
 def handed_out(
@@ -120,7 +128,8 @@ def handed_out(
 def step_of(graph: Graph, eqn: Eqn, target: Target, workspace: Workspace) -> Step:
     tiles, op = tiles_of(graph, eqn, target), eqn.op
     if tiles is None:
-        return Step(defined(op, operand_specs(graph, eqn), target.device))
+        specs = operand_specs(graph, eqn)
+        return Step(defined(op, specs, target.device), temporary=needed_by_definition(eqn, specs))
     buffers = tiles.buffers()
     scratch = Scratch(tuple(buffers.values()))
     names, work = tuple(buffers), forward if isinstance(op, Attention) else backward
@@ -130,6 +139,14 @@ def step_of(graph: Graph, eqn: Eqn, target: Target, workspace: Workspace) -> Ste
             return work(tiles, operands, dict(zip(names, views, strict=True)))
 
     return Step(call, scratch, tiles.temporary, tiles.told())
+
+
+def needed_by_definition(eqn: Eqn, specs: Sequence[TensorSpec]) -> int:
+    """Bytes that a definition allocates, estimated from above: copies of all that it reads and
+    gives in the widest dtype, and the places that a mask or a modifier is asked at."""
+    shapes = [*(s.shape for s in specs), *(t.shape for t in eqn.outs)]
+    most = max((n for shape in shapes for n in shape[2:]), default=0)
+    return 3 * torch.float64.itemsize * sum(map(prod, shapes)) + POSITIONS * most * most
 
 
 def defined(op: Op, specs: Sequence[TensorSpec], device: torch.device) -> Work:

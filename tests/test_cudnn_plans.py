@@ -81,7 +81,7 @@ def test_gigabytes_for_determinism_are_told_and_refused() -> None:
     need = 32 * 8192 * (8192 * 2 + 4) + 256
     plan = planned(graph, deterministic=True, backends=("cudnn",))
     assert plan.memory().workspace_backward == need
-    assert "4.001 GiB backward" in plan.explain()
+    assert "4.001 GiB backward" in str(plan.explain())
     small = planned(graph, deterministic=True, backends=("cudnn",), max_workspace="1GiB")
     with pytest.raises(ag.NoBackendError) as error:
         _ = small.vjp

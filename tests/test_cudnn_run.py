@@ -15,7 +15,7 @@ from attn_graph.lowering.cudnn_backend import asked
 from attn_graph.lowering.cudnn_case import padded
 from attn_graph.lowering.cudnn_graph import described
 from attn_graph.lowering.cudnn_limits import reasons
-from attn_graph.lowering.cudnn_run import Run
+from attn_graph.lowering.cudnn_run import Run, notes, temporary
 from attn_graph.lowering.problem import sole
 from attn_graph.passes import simplify
 from attn_graph.spec import FLOATS
@@ -90,15 +90,16 @@ def test_lengths_are_read_where_they_lie_if_cudnn_can() -> None:
     for dtype, told in ((torch.int32, False), (torch.int64, True)):
         graph = simplify(ag.attention(X, X, X, kv_lengths=ag.TensorSpec((2,), dtype)))
         run = modelled(graph)
-        assert run.notes == ["kv_lengths is copied to a dense i32 at each call"] * told
-        assert run.temporary == 8 * told
+        said = ("kv_lengths is copied to a dense i32 at each call",)
+        assert notes(run.problem, graph) == said * told
+        assert temporary(run.call, run.problem, graph) == 8 * told
 
 
 def test_gradients_that_nobody_asked_for_are_counted() -> None:
     forward = simplify(ag.attention(X, X, X))
     specs = [result_spec(forward, i) for i in forward.outputs]
     run = modelled(backward(forward, [0], specs))
-    assert run.temporary == 2 * X.type.bytes
+    assert temporary(run.call, run.problem, run.graph) == 2 * X.type.bytes
     found = run.backward(*(torch.zeros(i.spec.shape, dtype=i.spec.dtype) for i in run.graph.inputs))
     assert [t.shape for t in found[0]] == [X.shape]
 

@@ -84,7 +84,7 @@ def place(i: int, j: int, N: int) -> ag.Place:
 def test_a_backend_of_ones_own_runs_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
     told = printed("own_backend", capsys)
     assert "decode: chosen" in told
-    assert "backward: torch_sdpa" in told
+    assert "backward\n  torch_sdpa" in told
     assert "\nok: " in told
 
 

@@ -11,7 +11,7 @@ from tests.sources import found
 FLOORS = (  # top first; a name, or `package.*` for the package and all its modules
     ("attn_graph",),
     ("attn_graph.compiler", "attn_graph.torch_ops"),
-    ("attn_graph.explain",),
+    ("attn_graph.verdicts",),
     ("attn_graph.planner",),
     ("attn_graph.lowering.*",),
     ("attn_graph.kernels.*",),

@@ -84,7 +84,7 @@ def test_explain_reads_the_machine_code_of_a_gpu_that_is_not_there() -> None:
     x = ag.TensorSpec((2, 8, 1024, 64), torch.bfloat16)
     plan = ag.compile(ag.attention(x, x, x, mask=ag.Causal(), soft_cap=30.0), target="h200")
     assert plan.backend == "triton"
-    told = plan.explain()
+    told = str(plan.explain())
     for kernel in ("forward", "query_gradient", "key_gradient"):
         (line,) = (x for x in told.splitlines() if x.startswith(f"  - {kernel}:") and "reg" in x)
         assert "nothing spilled" in line

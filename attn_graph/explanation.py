@@ -1,0 +1,159 @@
+"""What is known before anything runs: text in a terminal, HTML in a notebook, a dict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+from textwrap import indent
+from typing import Any, final
+
+from attrs import asdict, frozen
+
+from attn_graph.backend import Foreseen
+from attn_graph.changes import Change
+from attn_graph.cost import Cost
+from attn_graph.counts import Tiles, tiles
+from attn_graph.errors import refusal
+from attn_graph.fused import Attention
+from attn_graph.ir import Graph
+from attn_graph.memory import Memory
+from attn_graph.target import Target
+from attn_graph.vjp import residuals
+
+
+@final
+@frozen
+class Refusal:
+    """A backend that does not take a graph: every reason, each a clause for "no, because it".
+
+    lifts: for each reason, what single changes lift it. smallest: the fewest changes after which
+    the backend takes the graph; None where none were found, or none were looked for.
+    """
+
+    backend: str
+    reasons: tuple[str, ...]
+    lifts: tuple[tuple[str, ...], ...] = ()
+    smallest: Change | None = None
+
+    def __str__(self) -> str:
+        lifts = self.lifts or ((),) * len(self.reasons)
+        told = [
+            f"{reason} (lifted by: {'; or '.join(texts)})" if texts else reason
+            for reason, texts in zip(self.reasons, lifts, strict=True)
+        ]
+        ending = f"\n  it would with: {self.smallest}" if self.smallest else ""
+        return refusal(self.backend, tuple(told)) + ending
+
+    def to_dict(self) -> dict[str, Any]:  # Any: JSON
+        return {
+            "backend": self.backend,
+            "reasons": [*self.reasons],
+            "lifts": [[*texts] for texts in self.lifts],
+            "smallest": [*self.smallest.texts] if self.smallest else None,
+        }
+
+
+@final
+@frozen
+class Explanation:
+    """Who runs a graph on a target and why, why the others don't, and what it costs.
+
+    backend: None where all refuse. notes: how it runs. also: who could run it too. tiles: of each
+    attention's mask. memory: None where a part is only known of a plan that is built. backward:
+    the same of the gradient, whose memory and cost the forward's count in.
+    """
+
+    graph: Graph
+    target: Target
+    backend: str | None
+    cause: str
+    refusals: tuple[Refusal, ...] = ()
+    notes: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
+    tiles: tuple[Tiles, ...] = ()
+    memory: Memory | None = None
+    cost: Cost | None = None
+    backward: Explanation | None = None
+
+    def __str__(self) -> str:
+        return "\n".join([str(self.graph), f"target: {self.target}", *self.told(), *self.figures()])
+
+    def told(self) -> Iterator[str]:
+        """Who runs it, who could, who not."""
+        chosen = f"{self.backend}: chosen, because {self.cause}"
+        yield chosen if self.backend else f"no backend takes it: {self.cause}"
+        yield from (f"  - {note}" for note in self.notes)
+        yield from (f"{name}: could run it too" for name in self.also)
+        yield from map(str, self.refusals)
+        if self.backward:
+            yield "backward"
+            yield from (indent(line, "  ") for line in self.backward.told())
+
+    def figures(self) -> Iterator[str]:
+        yield from (f"mask: {tiles}" for tiles in self.tiles)
+        yield f"memory: {self.memory or 'told when a plan is built'}"
+        if self.cost:
+            yield f"cost: {self.cost}"
+
+    def to_dict(self) -> dict[str, Any]:  # Any: JSON
+        """Plain numbers, texts, lists and dicts."""
+        return {
+            "graph": str(self.graph),
+            "target": str(self.target),
+            "backend": self.backend,
+            "cause": self.cause,
+            "notes": [*self.notes],
+            "also": [*self.also],
+            "refusals": [each.to_dict() for each in self.refusals],
+            "tiles": [asdict(each) for each in self.tiles],
+            "memory": asdict(self.memory) | {"peak": self.memory.peak} if self.memory else None,
+            "cost": asdict(self.cost) if self.cost else None,
+            "backward": self.backward.to_dict() if self.backward else None,
+        }
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the choice, then a row for each other backend, then the figures."""
+        sides = [side for side in (self, self.backward) if side]
+        parts = [
+            f"<pre>{escape(str(self.graph))}</pre>",
+            f"<p>target: {escape(str(self.target))}</p>",
+        ]
+        parts += [
+            side.table(name) for name, side in zip(("forward", "backward"), sides, strict=False)
+        ]
+        parts += [f"<p>{escape(line)}</p>" for line in self.figures()]
+        return "<div>" + "".join(parts) + "</div>"
+
+    def table(self, name: str) -> str:
+        rows = [(self.backend or "none", f"chosen, because {self.cause}", [*self.notes])]
+        rows += [(other, "could run it too", []) for other in self.also]
+        rows += [(each.backend, "no, because it", [*each.reasons]) for each in self.refusals]
+        return f"<h4>{name}</h4><table>{''.join(row(*each) for each in rows)}</table>"
+
+
+def tiles_of(graph: Graph) -> Iterator[Tiles]:
+    """The tiles of each attention's mask, before any data."""
+    for eqn in graph.eqns:
+        if isinstance(eqn.op, Attention):
+            (B, H, M), N = graph.types[eqn.args[0]].shape[:3], graph.types[eqn.args[1]].shape[2]
+            yield tiles(eqn.op.mask, M, N, B=B, H=H)
+
+
+def needed(graph: Graph, gradients: int, ahead: Foreseen, behind: Foreseen | None) -> Memory:
+    """What a simplified graph needs, by what its passes do. gradients: their bytes."""
+    types, both = graph.types, {"forward": ahead} | ({"backward": behind} if behind else {})
+    return Memory(
+        outputs=sum(t.bytes for t in graph.output_types),
+        saved=sum(types[i].bytes for i in residuals(graph)),
+        workspace_forward=ahead.workspace or 0,
+        workspace_backward=(behind.workspace or 0) if behind else 0,
+        temporary_forward=ahead.temporary,
+        temporary_backward=behind.temporary if behind else 0,
+        gradients=gradients,
+        untold=tuple(name for name, x in both.items() if x.workspace is None),
+    )
+
+
+def row(name: str, verdict: str, lines: list[str]) -> str:
+    told = "".join(f"<li>{escape(line)}</li>" for line in lines)
+    return f"<tr><th>{escape(name)}</th><td>{escape(verdict)}<ul>{told}</ul></td></tr>"

@@ -1,0 +1,75 @@
+"""Who would run a graph and why, before anything is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from attrs import evolve
+
+from attn_graph.backend import Backend, Foreseen, Options
+from attn_graph.changes import Question, lifting
+from attn_graph.cost import cost
+from attn_graph.errors import NoBackendError
+from attn_graph.explanation import Explanation, Refusal, needed, tiles_of
+from attn_graph.fused import AttentionGrad
+from attn_graph.ir import Graph
+from attn_graph.planner import BACKENDS, choose
+from attn_graph.target import Target
+
+Among = Sequence[Backend] | None
+Read = Callable[[Question], Graph]  # the graph of a question that is looked at: either pass
+
+
+def explained(graph: Graph, target: Target, options: Options, among: Among) -> Explanation:
+    """Both passes of a graph, with what would lift the refusals, and what it costs."""
+    question = Question.of(graph, options)
+    simple = question.forward()
+    forward, ahead = verdict(question, Question.forward, target, among)
+    backward, behind, gradients = None, None, 0
+    if question.wants and not is_gradient(simple):
+        backward, behind = verdict(question, Question.backward, target, among)
+        gradients = sum(t.bytes for t in backward.graph.output_types)
+    return evolve(
+        forward,
+        backward=backward,
+        tiles=tuple(tiles_of(simple)),
+        memory=needed(simple, gradients, ahead, behind),
+        cost=cost(simple, target),
+    )
+
+
+def is_gradient(graph: Graph) -> bool:
+    return any(isinstance(eqn.op, AttentionGrad) for eqn in graph.eqns)
+
+
+def verdict(
+    question: Question, read: Read, target: Target, among: Among
+) -> tuple[Explanation, Foreseen]:
+    """Who takes one pass, and what running it would need."""
+    graph, asked = read(question), BACKENDS if among is None else among
+    by_name = {backend.name: backend for backend in asked}
+
+    def refusals(found: Sequence[tuple[str, tuple[str, ...]]]) -> tuple[Refusal, ...]:
+        return tuple(refusal(by_name[name], why, question, read, target) for name, why in found)
+
+    try:
+        choice = choose(graph, target, question.options, among)
+    except NoBackendError as error:
+        cause = "all refuse"
+        return Explanation(graph, target, None, cause, refusals(error.refusals)), Foreseen()
+    foreseen = choice.backend.foreseen(graph, target, question.options)
+    name, cause, against = choice.backend.name, choice.cause, refusals(choice.refusals)
+    found = Explanation(graph, target, name, cause, against, foreseen.notes, choice.also)
+    return found, foreseen
+
+
+def refusal(
+    backend: Backend, reasons: tuple[str, ...], question: Question, read: Read, target: Target
+) -> Refusal:
+    """A backend's reasons against one pass, with the changes that lift them."""
+
+    def asks(other: Question) -> tuple[str, ...]:
+        return tuple(backend.why_not(read(other), target, other.options))
+
+    lifts, smallest = lifting(question, reasons, asks)
+    return Refusal(backend.name, reasons, lifts, smallest)

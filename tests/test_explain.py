@@ -1,0 +1,183 @@
+"""What is told before anything runs: true, complete, and with ways out that work."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
+
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import attn_graph as ag
+from attn_graph.backend import Options
+from attn_graph.changes import Question, edited, edits, skeleton
+from attn_graph.verdicts import explained
+from attn_graph.explanation import Explanation
+from attn_graph.planner import BACKENDS
+from attn_graph.target import Target
+from tests.strategies import cudnn_graphs, graphs, shapes
+
+CPU = Target.of("cpu")
+LIBRARIES = (
+    ("triton", "3.7.1"),
+    ("nvidia-cudnn-frontend", "1.28.0"),
+    ("nvidia-cudnn-cu13", "9.20.0.48"),
+)
+TARGETS = [
+    evolve(CPU, libraries=LIBRARIES, native=(), interprets=False),
+    *(evolve(Target.of(name), libraries=LIBRARIES) for name in ("a100", "h200", "b200")),
+]
+HALF, FLOAT = torch.bfloat16, torch.float32
+X = ag.TensorSpec((2, 8, 512, 64), HALF)
+READS: dict[str, Callable[[Question], ag.Graph]] = {
+    "forward": Question.forward,
+    "backward": Question.backward,
+}
+BUILDS = "cudnn"  # a plan of its takes half a second: tests/test_cudnn_grid.py asks it
+
+
+def sides(found: Explanation) -> Iterator[tuple[str, Explanation]]:
+    yield "forward", found
+    if found.backward:
+        yield "backward", found.backward
+
+
+@pytest.mark.slow
+@given(
+    graph=st.one_of(graphs(shapes(most=40, heads=8)), cudnn_graphs()),
+    target=st.sampled_from(TARGETS),
+    deterministic=st.booleans(),
+    most=st.sampled_from([None, 0, 2**16]),
+)
+@settings(max_examples=500)
+def test_refusals_have_reasons_takers_lower_and_ways_out_work(
+    graph: ag.Graph, target: Target, deterministic: bool, most: int | None
+) -> None:
+    options = Options(deterministic, most)
+    found = explained(graph, target, options, None)
+    question = Question.of(graph, options)
+    by_name = {backend.name: backend for backend in BACKENDS}
+    for pass_, side in sides(found):
+        takers = [*([side.backend] if side.backend else []), *side.also]
+        assert {*takers, *(r.backend for r in side.refusals)} == by_name.keys()
+        for name in takers:
+            if name != BUILDS:
+                by_name[name].lower(READS[pass_](question), target, options)
+        for each in side.refusals:
+            assert each.reasons
+            backend = by_name[each.backend]
+
+            def asks(other: Question, backend: ag.Backend = backend, p: str = pass_) -> list[str]:
+                return [*backend.why_not(READS[p](other), target, other.options)]
+
+            assert asks(question) == [*each.reasons]
+            by_text = dict(edits(question))
+            for reason, texts in zip(each.reasons, each.lifts, strict=True):
+                assert len(reason.split()) > 3, "a limit and what was found"
+                for text in texts:
+                    changed = edited(question, [by_text[text]])
+                    assert changed is not None
+                    assert skeleton(reason) not in map(skeleton, asks(changed))
+            if each.smallest:
+                assert not asks(each.smallest.question)
+
+
+def test_nothing_is_raised_where_all_refuse() -> None:
+    graph = ag.attention(X, X, X, soft_cap=30.0)
+    found = ag.explain(graph, target="h200", backends=("cudnn",))
+    assert found.backend is None
+    assert "no backend takes it: all refuse" in str(found)
+    (refusal,) = found.refusals
+    assert str(refusal.smallest) == "no SoftCap"
+
+
+def test_the_smallest_change_is_a_graph_that_can_be_compiled() -> None:
+    x = ag.TensorSpec((2, 4, 100, 20), FLOAT)
+    graph = ag.attention(x, x, x, mask=ag.Causal(), dropout=0.1)
+    (refusal,) = ag.explain(graph, target="h200", backends=("cudnn",)).refusals
+    assert refusal.smallest is not None
+    assert refusal.smallest.texts == (
+        "q, k and v in bf16",
+        "head sizes with zeros up to D = 24, E = 24 (o then has 4 more columns)",
+        "no dropout",
+    )
+    changed = refusal.smallest.graph
+    assert [i.name for i in changed.inputs] == ["q", "k", "v"]
+    assert ag.explain(changed, target="h200").backend == "cudnn"
+
+
+CHANGES = {
+    "k dense": ag.attention(X, ag.TensorSpec(X.shape, HALF, (2**19, 2**16, 128, 2)), X),
+    "no gradient through lse": ag.attention(X, X, X, stats=True),
+    "no gradient of bias": ag.attention(X, X, X, bias=ag.TensorSpec((1, 8, 512, 512), FLOAT)),
+    "bias in bf16": ag.attention(X, X, X, bias=ag.TensorSpec((1, 8, 512, 512), torch.float16)),
+    "q, k and v in bf16": ag.attention(*(ag.TensorSpec(X.shape, FLOAT),) * 3),
+    "no Alibi": ag.attention(X, X, X, alibi=True),
+    "no mask": ag.attention(X, X, X, mask=ag.Prefix(3)),
+    "no dropout": ag.attention(X, X, X, dropout=0.5),
+}
+
+
+@pytest.mark.parametrize("text", CHANGES)
+def test_each_kind_of_change_is_named_where_it_helps(text: str) -> None:
+    found = ag.explain(CHANGES[text], target=TARGETS[2], backends=("cudnn",))
+    told = [x for _, side in sides(found) for r in side.refusals for x in r.lifts]
+    assert any(text in texts for texts in told)
+
+
+def test_an_explanation_says_the_same_in_every_form(golden: Callable[[object], None]) -> None:
+    graph = ag.attention(X, X, X, mask=ag.Causal() & ag.Window(63), soft_cap=30.0, stats=True)
+    found = ag.explain(graph, target=TARGETS[2])
+    golden(found)
+    told = json.loads(json.dumps(found.to_dict()))
+    assert told["backend"] == found.backend
+    assert [r["backend"] for r in told["refusals"]] == [r.backend for r in found.refusals]
+    assert told["memory"]["peak"] == found.memory.peak if found.memory else False
+    assert told["backward"]["backend"] == "triton"
+    html = found._repr_html_()
+    read = Reader()
+    read.feed(html)
+    assert not read.open
+    for part in (found.cause, *(x for r in found.refusals for x in r.reasons)):
+        assert part in read.text
+
+
+class Reader(HTMLParser):
+    """The text of a page, and the tags that are open at its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_a_plan_explains_itself_as_the_library_does() -> None:
+    """But for what only a lowered plan knows."""
+    graph = ag.attention(*(ag.TensorSpec((1, 2, 64, 16), FLOAT),) * 3, mask=ag.Window(3))
+    plan, found = ag.compile(graph, target=CPU).explain(), ag.explain(graph, target=CPU)
+    assert (plan.backend, plan.cause, plan.memory, plan.cost, plan.tiles) == (
+        found.backend, found.cause, found.memory, found.cost, found.tiles,
+    )  # fmt: skip
+    assert [r.reasons for r in plan.refusals] == [r.reasons for r in found.refusals]
+
+
+def test_explaining_builds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attn_graph.lowering.cudnn_plan.built", None)
+    found = ag.explain(ag.attention(X, X, X), target=TARGETS[2])
+    assert found.backend == "cudnn"
+    assert found.memory is not None
+    assert found.memory.untold == ("forward",)
+    assert "workspace (the built plan tells) forward" in str(found)
