@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.util import find_spec
@@ -24,6 +25,7 @@ from attn_graph.target import Target
 
 COMPILERS = ("cc", "gcc", "clang")
 SOURCE = Path(__file__).with_name("stand_in.c")
+ONE_AT_A_TIME = threading.Lock()
 
 
 @final
@@ -99,7 +101,8 @@ def driver() -> str:
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return str(Path(compiled().name, "libcuda.so.1"))
+        with ONE_AT_A_TIME:  # a second folder would be deleted while the first asker reads in it
+            return str(Path(compiled().name, "libcuda.so.1"))
     return "-"
 
 
