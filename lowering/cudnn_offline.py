@@ -49,14 +49,17 @@ def asked(
     sm: int,
     *,
     build: bool = True,
+    plan: str | None = None,
     python: str = sys.executable,
 ) -> tuple[tuple[Version, Version], list[Answer]]:
     """cuDNN's version and its frontend's, and its answer to each call for a device.
 
-    device: its description, as `description` writes it. python: what runs cuDNN. Raises
-    RefusedError where no such process can be had, RuntimeError where it dies.
+    device: its description, as `description` writes it. plan: see `cudnn_builder.planned`.
+    python: what runs cuDNN. Raises RefusedError where no such process can be had, RuntimeError
+    where it dies.
     """
-    requests = [{"call": c, "device": device, "sm": sm, "build": build} for c in calls]
+    asks = {"device": device, "sm": sm, "build": build, "plan": plan}
+    requests = [{"call": call, **asks} for call in calls]
     with TemporaryDirectory() as folder:
         Path(folder, "requests.json").write_text(json.dumps(requests))
         program = (python, "-P", cudnn_builder.__file__, driver(), folder)
