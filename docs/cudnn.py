@@ -20,8 +20,9 @@ from pathlib import Path
 from statistics import median
 
 from attn_graph.lowering.cudnn_case import Pass, Version
-from attn_graph.lowering.cudnn_limits import BOTH, FIRST, LAST, RULES, Rule
+from attn_graph.lowering.cudnn_limits import RULES
 from attn_graph.lowering.cudnn_offline import Answer
+from attn_graph.lowering.cudnn_rules import BOTH, FIRST, LAST, Rule
 from tests.cudnn_grid import grid
 from tests.cudnn_questions import GPUS, Question, Verdict, answers, questions, versions
 from tests.test_cudnn_limits import ALONE, problem, sentences

@@ -94,7 +94,7 @@ def declared(call: Json, machine: Json) -> Any:  # Any: cuDNN's graph
     outputs = {x["argument"]: x for x in call["outputs"]}
     given = [*call["inputs"], *(x for key, x in outputs.items() if key not in results)]
     tensors = {x["argument"]: tensor(graph, x) for x in given}
-    found = getattr(graph, name)(**tensors, **arguments(call["options"]))
+    found = getattr(graph, name)(**tensors, **arguments(graph, call))
     for key, result in zip(results, found, strict=True):
         shaped(result, outputs[key])
     for key in outputs.keys() & tensors.keys():
@@ -119,14 +119,37 @@ def shaped(result: Any, x: Json) -> None:  # Any: cuDNN's
     result.set_data_type(dtype(x["dtype"])).set_uid(x["uid"])
 
 
-def arguments(options: Json) -> dict[str, Any]:  # Any: cuDNN's enums
+def arguments(graph: Any, call: Json) -> dict[str, Any]:  # Any: cuDNN's
     """The options as the frontend takes them."""
     import cudnn
 
-    found = dict(options)
+    found = dict(call["options"])
     if align := found.get("diagonal_alignment"):
         found["diagonal_alignment"] = getattr(cudnn.diagonal_alignment, ALIGNMENTS[align])
+    if cap := found.pop("soft_cap", None):
+        cap_scores, cap_gradients = soft_cap(graph, cap)
+        found["score_mod"] = cap_scores
+        if call["name"] == "sdpa_backward":
+            found["score_mod_bprop"] = cap_gradients
     return found
+
+
+def soft_cap(graph: Any, cap: float) -> tuple[Callable[..., Any], Callable[..., Any]]:  # Any: same
+    """s -> cap tanh(s / cap), and its gradient: ds -> ds (1 - tanh(s / cap)^2)."""
+    import cudnn
+
+    number = cudnn.scalar_type.RUNTIME_PARAM
+    most, inverse = graph.tensor_scalar(cap, number), graph.tensor_scalar(1 / cap, number)
+    shares: list[Any] = []
+
+    def forward(inner: Any, s: Any) -> Any:
+        shares.append(inner.mul(a=s, b=inverse))
+        return inner.mul(a=inner.tanh(input=shares[-1]), b=most)
+
+    def backward(inner: Any, ds: Any) -> Any:
+        return inner.tanh_backward(loss=ds, input=shares[-1])
+
+    return forward, backward
 
 
 def names(graph: Any) -> list[str]:  # Any: cuDNN's

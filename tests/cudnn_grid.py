@@ -212,6 +212,7 @@ def spelled() -> Iterator[Entry]:
     yield from sunk()
     yield from ended()
     yield from ordered()
+    yield from capped()
     yield from others()
 
 
@@ -304,9 +305,26 @@ def ordered() -> Iterator[Entry]:
     yield from (Entry(deterministic=True, D=x) for x in WIDTHS)
 
 
+def capped() -> Iterator[Entry]:
+    """With a soft cap."""
+    yield from (Entry(soft_cap=30.0, D=x, dtype=y) for x in WIDTHS for y in (HALF, BRAIN))
+    yield from (Entry(soft_cap=30.0, D=x, E=y) for x, y in PAIRS)
+    yield from (Entry(soft_cap=30.0, M=x, N=y, H=8, G=2) for x, y in (*UNEQUAL, (1, 1), (200, 333)))
+    yield from (Entry(soft_cap=30.0, mask=x) for x in MASKS[1:])
+    for x, y, z in product((None, QKV), ("bhij", "ij", "bj", ""), (False, True)):
+        yield Entry(soft_cap=30.0, bias=y, wants=x, deterministic=z)
+    yield from (Entry(soft_cap=30.0, bias="ij", bias_dtype=FLOAT, wants=x) for x in (None, QKV))
+    yield from (
+        Entry(soft_cap=30.0, sinks=True, M=x, wants=y) for x in (1, 100) for y in (None, QKV)
+    )
+    yield from (Entry(soft_cap=x) for x in (1e-3, 0.5, 1e4))
+    yield from (Entry(soft_cap=30.0, layout=x) for x in ("bshd", "bs3hd", "gap 8", "one batch"))
+    yield from (Entry(soft_cap=30.0, **x) for x in (*ENDS, {"alibi": True, "mask": CAUSAL}))
+
+
 def others() -> Iterator[Entry]:
     yield from (Entry(scale=x) for x in (0.0, -1.0, 1.0, 1e-6, 1e4))
-    yield from (Entry(stats=True), Entry(soft_cap=30.0), Entry(dropout=0.1))
+    yield from (Entry(stats=True), Entry(dropout=0.1))
 
 
 # Mixtures. All is drawn from short lists: these draws are the same wherever they are drawn.

@@ -12,9 +12,10 @@ from attrs import frozen
 
 from attn_graph.lowering.cudnn_case import Case, Version, padded
 from attn_graph.lowering.cudnn_graph import Call, described
-from attn_graph.lowering.cudnn_limits import RULES, Rule
+from attn_graph.lowering.cudnn_limits import RULES
 from attn_graph.lowering.cudnn_memory import hopper_backward
 from attn_graph.lowering.cudnn_offline import Answer, asked, description
+from attn_graph.lowering.cudnn_rules import Rule
 from attn_graph.lowering.problem import Problem
 from attn_graph.target import Target
 from tests.cudnn_grid import grid

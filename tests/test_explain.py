@@ -89,12 +89,12 @@ def test_refusals_have_reasons_takers_lower_and_ways_out_work(
 
 
 def test_nothing_is_raised_where_all_refuse() -> None:
-    graph = ag.attention(X, X, X, soft_cap=30.0)
+    graph = ag.attention(X, X, X, dropout=0.1)
     found = ag.explain(graph, target="h200", backends=("cudnn",))
     assert found.backend is None
     assert "no backend takes it: all refuse" in str(found)
     (refusal,) = found.refusals
-    assert str(refusal.smallest) == "no SoftCap"
+    assert str(refusal.smallest) == "no dropout"
 
 
 def test_the_smallest_change_is_a_graph_that_can_be_compiled() -> None:
