@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from html import escape
 from textwrap import indent
 from typing import Any, final
@@ -16,9 +17,12 @@ from attn_graph.counts import Tiles, tiles
 from attn_graph.errors import refusal
 from attn_graph.fused import Attention
 from attn_graph.ir import Graph
+from attn_graph.masks import Mask
 from attn_graph.memory import Memory
 from attn_graph.target import Target
 from attn_graph.vjp import residuals
+
+HELD = 256  # counts of masks
 
 
 @final
@@ -136,7 +140,13 @@ def tiles_of(graph: Graph) -> Iterator[Tiles]:
     for eqn in graph.eqns:
         if isinstance(eqn.op, Attention):
             (B, H, M), N = graph.types[eqn.args[0]].shape[:3], graph.types[eqn.args[1]].shape[2]
-            yield tiles(eqn.op.mask, M, N, B=B, H=H)
+            yield foreseen(eqn.op.mask, M, N, B, H)
+
+
+@lru_cache(HELD)
+def foreseen(mask: Mask | None, M: int, N: int, B: int, H: int) -> Tiles:
+    """The tiles of a mask before any data: every target has the same."""
+    return tiles(mask, M, N, B=B, H=H)
 
 
 def needed(graph: Graph, gradients: int, ahead: Foreseen, behind: Foreseen | None) -> Memory:
