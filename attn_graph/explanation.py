@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from html import escape
 from textwrap import indent
 from typing import Any, final
 
-from attrs import asdict, frozen
+from attrs import asdict, evolve, frozen
 
 from attn_graph.backend import Foreseen
 from attn_graph.changes import Change
@@ -88,7 +88,7 @@ class Explanation:
         yield chosen if self.backend else f"no backend takes it: {self.cause}"
         yield from (f"  - {note}" for note in self.notes)
         yield from (f"{name}: could run it too" for name in self.also)
-        yield from map(str, self.refusals)
+        yield from map(str, alike(self.refusals))
         if self.backward:
             yield "backward"
             yield from (indent(line, "  ") for line in self.backward.told())
@@ -133,6 +133,14 @@ class Explanation:
         rows += [(other, "could run it too", []) for other in self.also]
         rows += [(each.backend, "no, because it", [*each.reasons]) for each in self.refusals]
         return f"<h4>{name}</h4><table>{''.join(row(*each) for each in rows)}</table>"
+
+
+def alike(refusals: Iterable[Refusal]) -> Iterator[Refusal]:
+    """Those of the same reasons as one, by all their names."""
+    names: dict[Refusal, list[str]] = {}
+    for each in refusals:
+        names.setdefault(evolve(each, backend=""), []).append(each.backend)
+    return (evolve(each, backend=", ".join(told)) for each, told in names.items())
 
 
 def tiles_of(graph: Graph) -> Iterator[Tiles]:
