@@ -72,14 +72,32 @@ def tiles(
         raise GraphError(f"tiles: block {block} holds no place; both sides must be at least 1")
     whole = Block(range(B), range(H), range(M), H, M, N, checked(mask, (B, H, M, N), data or {}))
     most, least = bounds(mask, whole)
-    area = areas(M, N, *block)
-    places = kept_in_tiles(most, whole, *block)
-    empty = int((places == 0).sum()) * alike(places, whole)
+    some = (evolve(whole, rows=rows) for rows in rows_of_tiles(M, N, block))
+    found = [tiles_at(most, least, part, block) for part in some]
+    return Tiles(
+        block,
+        sum(part.empty for part in found),
+        sum(part.mixed for part in found),
+        sum(part.full for part in found),
+        exact=least == most,
+    )
+
+
+def rows_of_tiles(M: int, N: int, block: tuple[int, int]) -> Iterator[range]:
+    """Rows of whole tiles, so few that these are counted at once."""
+    return parts(range(M), block[0] * max(1, AT_ONCE // (N // block[1] + 3)))
+
+
+def tiles_at(most: Mask, least: Mask, part: Block, block: tuple[int, int]) -> Tiles:
+    """The tiles of some rows, the first of which begins a tile."""
+    area = areas(len(part.rows), part.N, *block)
+    places = kept_in_tiles(most, part, *block)
+    empty = int((places == 0).sum()) * alike(places, part)
     if least != most:
-        places = kept_in_tiles(least, whole, *block)
-    full = int((places == area).sum()) * alike(places, whole)
-    total = B * H * area.numel()
-    return Tiles(block, empty, total - empty - full, full, exact=least == most)
+        places = kept_in_tiles(least, part, *block)
+    full = int((places == area).sum()) * alike(places, part)
+    total = len(part.batch) * len(part.heads) * area.numel()
+    return Tiles(block, empty, total - empty - full, full)
 
 
 def alike(found: torch.Tensor, block: Block) -> int:
@@ -172,11 +190,12 @@ def kept(mask: Mask, block: Block) -> Kept:
 def kept_in_tiles(mask: Mask, block: Block, rows: int, keys: int) -> torch.Tensor:
     """How many places each tile of rows x keys keeps [b, h, blocks of queries, blocks of keys].
 
+    The block's first query begins a tile.
     The end of a run in tile t changes tile t by what lies from there to the tile's end, and every
     later tile of that line by its whole width: two sums, of which the second is accumulated.
     """
     entries, heads = varying(mask, block)
-    lines, columns = -(-block.M // rows), -(-block.N // keys)
+    lines, columns = -(-len(block.rows) // rows), -(-block.N // keys)
     width = columns + 2  # a run may end at N, and the tile after that is the next
     inside = zeros(len(entries), len(heads), lines * width)
     after = torch.zeros_like(inside)
@@ -184,7 +203,7 @@ def kept_in_tiles(mask: Mask, block: Block, rows: int, keys: int) -> torch.Tenso
         numbers, starts, stops, weights = run.grouped(rows)
         for at, weight in ((starts, weights), (stops, -weights)):
             tile = at // keys
-            index = (numbers[:, None] * width + tile).flatten(2)
+            index = ((numbers[:, None] - block.rows.start // rows) * width + tile).flatten(2)
             left = (weight * ((tile + 1) * keys - at)).flatten(2)
             inside[run.entries].scatter_add_(-1, index, left)
             after[run.entries].scatter_add_(-1, index + 1, (weight * keys).flatten(2))
