@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import combinations
 from typing import Any, final
 
@@ -22,6 +23,7 @@ from attn_graph.vjp import backward, result_spec
 
 PAIRS = 2  # so many changes at a time are tried in every combination; more, one after another
 STEP = 8  # head sizes that kernels take are multiples of it
+HELD = 512  # questions, and graphs of them: all backends ask the same; a question has some dozens
 
 
 @final
@@ -40,17 +42,27 @@ class Question:
         return cls(graph, options, floating)
 
     def forward(self) -> Graph:
-        return simplify(self.graph)
+        return simplified(self.graph)
 
     def backward(self) -> Graph:
         """The gradient's graph; its cotangents lie as the outputs do."""
-        graph = self.forward()
-        wants = [n for n, i in enumerate(graph.inputs) if i.name in self.wants]
-        cotangents = [
-            result_spec(graph, i) if self.through_lse or len(graph.types[i].shape) == 4 else None
-            for i in graph.outputs
-        ]
-        return backward(graph, wants, cotangents)
+        return gradient(self.forward(), self.wants, self.through_lse)
+
+
+@lru_cache(HELD)
+def simplified(graph: Graph) -> Graph:
+    return simplify(graph)
+
+
+@lru_cache(HELD)
+def gradient(graph: Graph, names: tuple[str, ...], through_lse: bool) -> Graph:
+    """The gradient's graph of a simplified graph, by its inputs of these names."""
+    wants = [n for n, i in enumerate(graph.inputs) if i.name in names]
+    cotangents = [
+        result_spec(graph, i) if through_lse or len(graph.types[i].shape) == 4 else None
+        for i in graph.outputs
+    ]
+    return backward(graph, wants, cotangents)
 
 
 @final
@@ -82,18 +94,25 @@ def lifting(
 
     A reason is lifted when none like it, numbers and specs aside, is left.
     """
-    tried = [(text, edit, asked) for text, edit in edits(question) if (asked := edit(question))]
+    tried = singles(question)
     left = {text: {skeleton(r) for r in asks(asked)} for text, _, asked in tried}
     lifted = tuple(tuple(t for t in left if skeleton(r) not in left[t]) for r in reasons)
     useful = [(text, edit) for text, edit, _ in tried if any(text in x for x in lifted)]
     return lifted, least(question, useful, asks) if all(lifted) else None
 
 
+@lru_cache(HELD // 64)
+def singles(question: Question) -> tuple[tuple[str, Edit, Question], ...]:
+    """Every change that there is to make, and what is asked then."""
+    found = ((text, edit, edited(question, (edit,))) for text, edit in edits(question))
+    return tuple((text, edit, asked) for text, edit, asked in found if asked)
+
+
 def least(question: Question, useful: Sequence[tuple[str, Edit]], asks: Asks) -> Change | None:
     """The fewest changes found with which there is no reason left; the gentler of as many."""
     for count in range(1, PAIRS + 1):
         for several in combinations(useful, count):
-            asked = edited(question, [edit for _, edit in several])
+            asked = edited(question, tuple(edit for _, edit in several))
             if asked is not None and not asks(asked):
                 return Change(tuple(text for text, _ in several), asked)
     return gathered(question, useful, asks)
@@ -107,7 +126,7 @@ def gathered(question: Question, useful: Sequence[tuple[str, Edit]], asks: Asks)
         progress = (
             (each, then)
             for each in useful
-            if (then := each[1](asked)) is not None and len(asks(then)) < left
+            if (then := edited(asked, each[1:])) is not None and len(asks(then)) < left
         )
         each, asked = next(progress, (None, None))
         taken += [each] if each else []
@@ -115,17 +134,20 @@ def gathered(question: Question, useful: Sequence[tuple[str, Edit]], asks: Asks)
         return None
     for each in taken[:]:
         others = [other for other in taken if other is not each]
-        fewer = edited(question, [edit for _, edit in others])
+        fewer = edited(question, tuple(edit for _, edit in others))
         if fewer is not None and not asks(fewer):
             taken, asked = others, fewer
     return Change(tuple(text for text, _ in taken), asked)
 
 
-def edited(question: Question, several: Sequence[Edit]) -> Question | None:
-    found: Question | None = question
-    for edit in several:
-        found = None if found is None else edit(found)
-    return found
+@lru_cache(HELD)
+def edited(question: Question, several: tuple[Edit, ...]) -> Question | None:
+    """What is asked after some changes; each backend tries many that others tried."""
+    if not several:
+        return question
+    *before, last = several
+    found = edited(question, tuple(before))
+    return None if found is None else last(found)
 
 
 def skeleton(reason: str) -> str:

@@ -14,6 +14,7 @@ element a pair. No kernel can move less; caches do not matter to that.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from math import prod
 from typing import final
 
@@ -26,10 +27,13 @@ from attn_graph.errors import GraphError
 from attn_graph.fused import Attention, AttentionGrad
 from attn_graph.ir import Eqn, Graph
 from attn_graph.keys import Block
+from attn_graph.masks import Mask
 from attn_graph.memory import shown
 from attn_graph.spec import FLOATS, NAMES, TensorSpec, ValueType
 from attn_graph.target import Target
 from attn_graph.vjp import vjp
+
+HELD = 256  # counts of masks
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -216,23 +220,50 @@ def attended(
 ) -> Share:
     """What an attention, or its gradient, adds."""
     (B, H, M, D), (_, G, N, _), E = operands[0].shape, operands[1].shape, operands[2].shape[3]
-    whole = Block(range(B), range(H), range(M), H, M, N, checked(node.mask, (B, H, M, N), data))
-    mask, least = bounds(node.mask, whole)
-    found = kept(mask, whole)
-    each = alike(found.keys_of, whole)
-    pairs, queries = int(found.keys_of.sum()) * each, int((found.keys_of > 0).sum()) * each
-    keys = seen_keys(found.seen, B, G)
-    most: list[int | None] = [queries * D, keys * D, keys * E]
+    sizes = (B, H, G, M, N)
+    seen = counted(node.mask, sizes, data) if data else foreseen(node.mask, sizes)
+    most: list[int | None] = [seen.queries * D, seen.keys * D, seen.keys * E]
     read = [data for modifier in node.modifiers for data in modifier.needs.values()]
-    most += [pairs if {"i", "j"} <= {*data.axes} else None for data in read]
+    most += [seen.pairs if {"i", "j"} <= {*data.axes} else None for data in read]
     most += [None] * (len(node.roles) - len(most))
-    most += [queries * (E if len(x.shape) == 4 else 1) for x in operands[len(node.roles) :]]
+    most += [seen.queries * (E if len(x.shape) == 4 else 1) for x in operands[len(node.roles) :]]
     moved = sum(
         (distinct(x) if cap is None else min(distinct(x), cap)) * x.dtype.itemsize
         for x, cap in zip(operands, most, strict=True)
     )
-    flops = 2 * pairs * width(eqn, D, E)
-    return Share(flops, moved + written, pairs, B * H * M * N, mask == least)
+    flops = 2 * seen.pairs * width(eqn, D, E)
+    return Share(flops, moved + written, seen.pairs, B * H * M * N, seen.exact)
+
+
+Sizes = tuple[int, int, int, int, int]  # B, H, G, M, N
+
+
+@final
+@frozen
+class Seen:
+    """What a mask keeps, over all batch entries and heads: pairs, queries that see a key, and keys
+    of the key/value heads that are seen. exact: not only the most there can be."""
+
+    pairs: int
+    queries: int
+    keys: int
+    exact: bool
+
+
+def counted(mask: Mask | None, sizes: Sizes, data: Tensors) -> Seen:
+    B, H, G, M, N = sizes
+    whole = Block(range(B), range(H), range(M), H, M, N, checked(mask, (B, H, M, N), data))
+    most, least = bounds(mask, whole)
+    found = kept(most, whole)
+    each = alike(found.keys_of, whole)
+    pairs, queries = int(found.keys_of.sum()) * each, int((found.keys_of > 0).sum()) * each
+    return Seen(pairs, queries, seen_keys(found.seen, B, G), most == least)
+
+
+@lru_cache(HELD)
+def foreseen(mask: Mask | None, sizes: Sizes) -> Seen:
+    """The same before any data: forward and backward ask it, on every target."""
+    return counted(mask, sizes, {})
 
 
 def seen_keys(seen: torch.Tensor, B: int, G: int) -> int:

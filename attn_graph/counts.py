@@ -4,7 +4,7 @@ Along the keys of one query a mask changes at few positions, its edges. Between 
 constant, so it is asked once for each run of keys, by its own `keep`, and never at every key:
 64k x 64k places under a window are some vectors of 64k numbers. A leaf tells its edges by `strip`;
 segments and flags have them where their data change. Where a leaf tells nothing, blocks of queries
-are asked by `span` and `surely`, and each key that these leave open is a run of its own.
+are asked by its `span` and `surely`, and each key that these leave open is a run of its own.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from attn_graph.keys import Block, Place
 from attn_graph.masks import And, Band, Join, Keep, Mask, Not, Or, SameSegment
 from attn_graph.spec import TensorSpec
 
-AT_ONCE = 2**20  # runs held at a time: vectors of some megabytes
+AT_ONCE = 2**15  # runs held at a time; of more PyTorch wakes its threads, which takes longer
+MOST_OPEN = 2**22  # runs of a block in which a leaf leaves all keys open, however few its rows
 MOST_EDGES = 512  # of data along the keys; with more, blocks of queries are asked
-MOST_ROWS = 128  # of such a block: with more, `span` and `surely` leave too much open
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -72,14 +72,32 @@ def tiles(
         raise GraphError(f"tiles: block {block} holds no place; both sides must be at least 1")
     whole = Block(range(B), range(H), range(M), H, M, N, checked(mask, (B, H, M, N), data or {}))
     most, least = bounds(mask, whole)
-    area = areas(M, N, *block)
-    places = kept_in_tiles(most, whole, *block)
-    empty = int((places == 0).sum()) * alike(places, whole)
+    some = (evolve(whole, rows=rows) for rows in rows_of_tiles(M, N, block))
+    found = [tiles_at(most, least, part, block) for part in some]
+    return Tiles(
+        block,
+        sum(part.empty for part in found),
+        sum(part.mixed for part in found),
+        sum(part.full for part in found),
+        exact=least == most,
+    )
+
+
+def rows_of_tiles(M: int, N: int, block: tuple[int, int]) -> Iterator[range]:
+    """Rows of whole tiles, so few that these are counted at once."""
+    return parts(range(M), block[0] * max(1, AT_ONCE // (N // block[1] + 3)))
+
+
+def tiles_at(most: Mask, least: Mask, part: Block, block: tuple[int, int]) -> Tiles:
+    """The tiles of some rows, the first of which begins a tile."""
+    area = areas(len(part.rows), part.N, *block)
+    places = kept_in_tiles(most, part, *block)
+    empty = int((places == 0).sum()) * alike(places, part)
     if least != most:
-        places = kept_in_tiles(least, whole, *block)
-    full = int((places == area).sum()) * alike(places, whole)
-    total = B * H * area.numel()
-    return Tiles(block, empty, total - empty - full, full, exact=least == most)
+        places = kept_in_tiles(least, part, *block)
+    full = int((places == area).sum()) * alike(places, part)
+    total = len(part.batch) * len(part.heads) * area.numel()
+    return Tiles(block, empty, total - empty - full, full)
 
 
 def alike(found: torch.Tensor, block: Block) -> int:
@@ -172,11 +190,12 @@ def kept(mask: Mask, block: Block) -> Kept:
 def kept_in_tiles(mask: Mask, block: Block, rows: int, keys: int) -> torch.Tensor:
     """How many places each tile of rows x keys keeps [b, h, blocks of queries, blocks of keys].
 
+    The block's first query begins a tile.
     The end of a run in tile t changes tile t by what lies from there to the tile's end, and every
     later tile of that line by its whole width: two sums, of which the second is accumulated.
     """
     entries, heads = varying(mask, block)
-    lines, columns = -(-block.M // rows), -(-block.N // keys)
+    lines, columns = -(-len(block.rows) // rows), -(-block.N // keys)
     width = columns + 2  # a run may end at N, and the tile after that is the next
     inside = zeros(len(entries), len(heads), lines * width)
     after = torch.zeros_like(inside)
@@ -184,7 +203,7 @@ def kept_in_tiles(mask: Mask, block: Block, rows: int, keys: int) -> torch.Tenso
         numbers, starts, stops, weights = run.grouped(rows)
         for at, weight in ((starts, weights), (stops, -weights)):
             tile = at // keys
-            index = (numbers[:, None] * width + tile).flatten(2)
+            index = ((numbers[:, None] - block.rows.start // rows) * width + tile).flatten(2)
             left = (weight * ((tile + 1) * keys - at)).flatten(2)
             inside[run.entries].scatter_add_(-1, index, left)
             after[run.entries].scatter_add_(-1, index + 1, (weight * keys).flatten(2))
@@ -230,25 +249,61 @@ def runs(mask: Mask, block: Block) -> Iterator[Runs]:
     if is_empty(block):
         return
     entries, heads = varying(mask, block)
-    told = edges(mask, place(block, entries, heads, block.rows[:1]))
-    if told is None:
-        yield from asked_in_blocks(mask, block, entries, heads)
+    first = place(block, entries, heads, block.rows[:1])
+    told = {leaf: edges(leaf, first) for leaf in leaves(mask)}
+    silent = [leaf for leaf, found in told.items() if found is None]
+    if silent:
+        yield from asked_in_blocks(mask, silent, block, entries, heads)
         return
-    each = len(entries) * len(heads) * (1 + sum(x.shape[-1] for x in told))
-    for rows in parts(block.rows, AT_ONCE // each):
+    count = sum(x.shape[-1] for found in told.values() for x in found or ())
+    for rows in parts(block.rows, AT_ONCE // (len(entries) * len(heads) * (1 + count))):
         at = place(block, entries, heads, rows)
-        yield asked(mask, at, rows, slice(None), edges(mask, at) or [])
+        yield asked(
+            mask, at, rows, slice(None), [x for leaf in told for x in edges(leaf, at) or ()]
+        )
 
 
-def asked_in_blocks(mask: Mask, block: Block, entries: range, heads: range) -> Iterator[Runs]:
-    """The same for a mask that does not tell its edges."""
-    each = len(heads) * block.N
+def asked_in_blocks(
+    mask: Mask, silent: Sequence[Mask], block: Block, entries: range, heads: range
+) -> Iterator[Runs]:
+    """The same for a mask some of whose leaves do not tell their edges.
+
+    Where these leave more keys open than there are rows, runs that all rows share are fewer.
+    """
+    telling = [leaf for leaf in leaves(mask) if leaf not in silent]
     for number, entry in enumerate(entries):
         batch = range(entry, entry + 1)
-        for rows in parts(block.rows, min(MOST_ROWS, 4 * AT_ONCE // each)):
-            found = open_keys(mask, evolve(block, batch=batch, heads=heads, rows=rows))
-            at = place(block, batch, heads, rows)
-            yield asked(mask, at, rows, slice(number, number + 1), [found])
+        for part, found in settled(silent, evolve(block, batch=batch, heads=heads)):
+            at = place(block, batch, heads, part.rows)
+            if sum(x.numel() for x in found) > len(part.rows):
+                found = [open_keys(mask, part)]
+            else:
+                found += [x for leaf in telling for x in edges(leaf, at) or ()]
+            yield asked(mask, at, part.rows, slice(number, number + 1), found)
+
+
+Opened = tuple[Block, list[torch.Tensor]]  # queries, and the keys that leaves leave open there
+
+
+def settled(silent: Sequence[Mask], block: Block, before: int | None = None) -> Iterator[Opened]:
+    """Parts so short that few keys are open, or about as many as were in twice as many rows."""
+    rows, found = block.rows, [open_keys(leaf, block) for leaf in silent]
+    count = sum(x.numel() for x in found)
+    size = len(block.heads) * len(rows) * count
+    stays = before is not None and 4 * count > 3 * before
+    if len(rows) == 1 or size <= AT_ONCE or (stays and size <= MOST_OPEN):
+        yield block, found
+        return
+    middle = (rows.start + rows.stop) // 2
+    for half in (range(rows.start, middle), range(middle, rows.stop)):
+        yield from settled(silent, evolve(block, rows=half), count)
+
+
+def leaves(mask: Mask) -> tuple[Mask, ...]:
+    """What a mask is joined from, each leaf once."""
+    if not isinstance(mask, Join):
+        return (mask,)
+    return tuple(dict.fromkeys(leaf for part in mask.parts for leaf in leaves(part)))
 
 
 def asked(
@@ -294,17 +349,14 @@ def parts(rows: range, size: int) -> Iterator[range]:
     return (rows[at : at + size] for at in range(0, len(rows), size))
 
 
-def edges(mask: Mask, at: Place) -> list[torch.Tensor] | None:
-    """Positions [b or 1, h or 1, rows or 1, any] that hold all at which a mask changes along j.
+def edges(leaf: Mask, at: Place) -> list[torch.Tensor] | None:
+    """Positions [b or 1, h or 1, rows or 1, any] that hold all at which a leaf changes along j.
 
     None if it does not tell.
     """
-    if isinstance(mask, Join):
-        found = [edges(part, at) for part in mask.parts]
-        return None if None in found else [x for part in found if part for x in part]
-    strip = mask.strip(at)
+    strip = leaf.strip(at)
     if strip is None:
-        return data_edges(mask, at) if isinstance(mask, Keep | SameSegment) else None
+        return data_edges(leaf, at) if isinstance(leaf, Keep | SameSegment) else None
     low = None if strip.low is None else at.i + strip.low
     high = None if strip.high is None else at.i + strip.high + 1
     told = (torch.as_tensor(x) for x in (low, high, strip.keys) if x is not None)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from html import escape
 from textwrap import indent
 from typing import Any, final
 
-from attrs import asdict, frozen
+from attrs import asdict, evolve, frozen
 
 from attn_graph.backend import Foreseen
 from attn_graph.changes import Change
@@ -16,9 +17,12 @@ from attn_graph.counts import Tiles, tiles
 from attn_graph.errors import refusal
 from attn_graph.fused import Attention
 from attn_graph.ir import Graph
+from attn_graph.masks import Mask
 from attn_graph.memory import Memory
 from attn_graph.target import Target
 from attn_graph.vjp import residuals
+
+HELD = 256  # counts of masks
 
 
 @final
@@ -84,7 +88,7 @@ class Explanation:
         yield chosen if self.backend else f"no backend takes it: {self.cause}"
         yield from (f"  - {note}" for note in self.notes)
         yield from (f"{name}: could run it too" for name in self.also)
-        yield from map(str, self.refusals)
+        yield from map(str, alike(self.refusals))
         if self.backward:
             yield "backward"
             yield from (indent(line, "  ") for line in self.backward.told())
@@ -131,12 +135,26 @@ class Explanation:
         return f"<h4>{name}</h4><table>{''.join(row(*each) for each in rows)}</table>"
 
 
+def alike(refusals: Iterable[Refusal]) -> Iterator[Refusal]:
+    """Those of the same reasons as one, by all their names."""
+    names: dict[Refusal, list[str]] = {}
+    for each in refusals:
+        names.setdefault(evolve(each, backend=""), []).append(each.backend)
+    return (evolve(each, backend=", ".join(told)) for each, told in names.items())
+
+
 def tiles_of(graph: Graph) -> Iterator[Tiles]:
     """The tiles of each attention's mask, before any data."""
     for eqn in graph.eqns:
         if isinstance(eqn.op, Attention):
             (B, H, M), N = graph.types[eqn.args[0]].shape[:3], graph.types[eqn.args[1]].shape[2]
-            yield tiles(eqn.op.mask, M, N, B=B, H=H)
+            yield foreseen(eqn.op.mask, M, N, B, H)
+
+
+@lru_cache(HELD)
+def foreseen(mask: Mask | None, M: int, N: int, B: int, H: int) -> Tiles:
+    """The tiles of a mask before any data: every target has the same."""
+    return tiles(mask, M, N, B=B, H=H)
 
 
 def needed(graph: Graph, gradients: int, ahead: Foreseen, behind: Foreseen | None) -> Memory:

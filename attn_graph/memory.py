@@ -45,7 +45,8 @@ class Memory:
         return (
             f"outputs {shown(self.outputs)}, saved for backward {shown(self.saved)}, "
             f"workspace {self.told('forward', self.workspace_forward)} and "
-            f"{self.told('backward', self.workspace_backward)}, peak {shown(self.peak)}"
+            f"{self.told('backward', self.workspace_backward)}, "
+            f"peak {'at least ' if self.untold else ''}{shown(self.peak)}"
         )
 
     def told(self, pass_: str, count: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import final
 
 import torch
@@ -308,6 +309,7 @@ def axes_of_mask(problem: Problem, given: Operands[TensorSpec]) -> str:
     return "".join(axis for axis, n in zip("bh", shape, strict=False) if n > 1)
 
 
+@lru_cache(64)  # a backend is asked whether it takes a graph, and then lowers it
 def static_tiles(problem: Problem, axes: str) -> tuple[Tile, ...] | None:
     """The tiles where no data decides them; None where it does."""
     node, most = problem.node, DATA_ROWS * problem.N

@@ -61,6 +61,10 @@ class Variant:
     layout: Callable[[TensorSpec], tuple[int, ...]] = flash_order
 
     def why_not(self, graph: Graph, target: Target, options: Options) -> Reasons:
+        """Every reason once: cuDNN, where PyTorch calls it, has some of PyTorch's own."""
+        yield from dict.fromkeys(self.against(graph, target, options))
+
+    def against(self, graph: Graph, target: Target, options: Options) -> Reasons:
         if target.kind != "cuda":
             yield f"runs on NVIDIA GPUs, and the target is {target}"
             return
@@ -95,8 +99,8 @@ def place_reasons(variant: Variant, target: Target, options: Options) -> Reasons
 def size_reasons(variant: Variant, problem: Problem) -> Reasons:
     p = problem
     if p.dtype not in variant.dtypes:
-        known = ", ".join(NAMES[d] for d in variant.dtypes)
-        yield f"computes in {known}, and the graph is in {NAMES[p.dtype]}"
+        *most, last = (NAMES[d] for d in variant.dtypes)
+        yield f"computes in {', '.join(most)} and {last}, and the graph is in {NAMES[p.dtype]}"
     if p.is_empty:
         sizes = f"B = {p.B}, H = {p.H}, M = {p.M}, N = {p.N}"
         yield f"needs sizes of at least 1, and {sizes}"

@@ -12,6 +12,7 @@ from typing import final
 import torch
 from attrs import frozen
 
+from attn_graph.counts import AT_ONCE
 from attn_graph.kernels.tiles import Tiling
 from attn_graph.keys import Block, Place
 from attn_graph.lowering.problem import Problem
@@ -44,6 +45,11 @@ def kinds(mask: Mask, problem: Problem, tiling: Tiling) -> torch.Tensor:
 
 def listed(kinds: torch.Tensor) -> torch.Tensor:
     """A list for each row: how many are full, how many mixed, then the full, then the mixed."""
+    rows = max(1, AT_ONCE // max(1, kinds.shape[1]))
+    return torch.cat([*map(listed_at_once, kinds.split(rows))])
+
+
+def listed_at_once(kinds: torch.Tensor) -> torch.Tensor:
     full, mixed = ((kinds == kind).sum(1, keepdim=True) for kind in (2, 1))
     order = torch.argsort(kinds, dim=1, descending=True, stable=True)
     return torch.cat((full, mixed, order), 1).to(torch.int32)

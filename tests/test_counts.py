@@ -97,7 +97,7 @@ def test_counts_do_not_depend_on_how_many_are_made_at_once(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(counts, "MOST_EDGES", most_edges)
         patch.setattr(counts, "AT_ONCE", at_once)
-        patch.setattr(counts, "MOST_ROWS", 3)
+        patch.setattr(counts, "MOST_OPEN", 2 * at_once)
         check_counts(drawn, drawn.mask, block)
 
 

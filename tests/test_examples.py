@@ -37,7 +37,7 @@ def test_an_example_of_one_idea_is_short(name: str) -> None:
 
 
 def test_every_example_is_tested() -> None:
-    assert {path.stem for path in HERE.glob("*.py")} == {*SHORT, "train_gpt"}
+    assert {path.stem for path in HERE.glob("*.py")} == {*SHORT, "models", "train_gpt"}
 
 
 def test_hello_runs_forward_and_backward(capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,6 +55,19 @@ def test_explain_names_backends_reasons_and_bytes(capsys: pytest.CaptureFixture[
     assert "no backend takes this graph\ncudnn: no, because it\n  - runs on NVIDIA GPUs" in told
     assert "target: h200 (cuda sm_90)\ntriton: chosen" in told
     assert "iB backward, peak" in told
+
+
+def test_models_names_who_runs_each_on_each_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    head, *rows = printed("models", capsys).splitlines()
+    assert head.split()[:4] == ["h200", "a100", "b200", "cpu"]
+    assert len(rows) >= 30
+    known = {backend.name for backend in ag.BACKENDS}
+    for row in rows:
+        _, *backends, memory, least = row.split()
+        assert len(backends) == 4
+        assert {*backends} <= known
+        assert float(memory) > 0
+        assert float(least) > 0
 
 
 def test_a_mask_of_ones_own_is_right_and_skips(capsys: pytest.CaptureFixture[str]) -> None:

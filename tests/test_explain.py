@@ -81,7 +81,7 @@ def test_refusals_have_reasons_takers_lower_and_ways_out_work(
             for reason, texts in zip(each.reasons, each.lifts, strict=True):
                 assert len(reason.split()) > 3, "a limit and what was found"
                 for text in texts:
-                    changed = edited(question, [by_text[text]])
+                    changed = edited(question, (by_text[text],))
                     assert changed is not None
                     assert skeleton(reason) not in map(skeleton, asks(changed))
             if each.smallest:

@@ -1,0 +1,55 @@
+"""What is told of the attention of known models, on four machines that are not here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from attrs import evolve
+
+import attn_graph as ag
+from tests.test_examples import example
+
+MODELS: dict[str, ag.Graph] = example("models").MODELS
+LIBRARIES = (
+    ("torch", "2.13.0"),
+    ("triton", "3.7.1"),
+    ("nvidia-cudnn-frontend", "1.28.0"),
+    ("nvidia-cudnn-cu13", "9.20.0.48"),
+)
+TARGETS = [
+    *(evolve(ag.Target.of(name), libraries=LIBRARIES) for name in ("h200", "a100", "b200")),
+    evolve(ag.Target.of("cpu"), libraries=LIBRARIES, native=("bf16",), interprets=False),
+]
+MASKS = ("Band", "Prefix", "KeyLengths", "SameSegment", "Keep", "Chunks", "ragged=('kv_lengths',)")
+OTHERS = ("SoftCap", "Bias", "Alibi", "sinks=True", "dropout", "f16[", "bf16[", "f32[")
+
+
+def explained(graph: ag.Graph, target: ag.Target) -> ag.Explanation:
+    """Whatever has been built and stored on this machine."""
+    return ag.explain(graph, target=target, store=False)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_model(name: str, golden: Callable[[object], None]) -> None:
+    golden("\n\n".join(str(explained(MODELS[name], target)) for target in TARGETS))
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_backend_reasons_memory_and_cost_are_told(target: ag.Target) -> None:
+    for graph in MODELS.values():
+        found = explained(graph, target)
+        told = {found.backend, *found.also, *(each.backend for each in found.refusals)}
+        assert told == {backend.name for backend in ag.BACKENDS}
+        assert all(each.reasons for each in found.refusals)
+        assert found.memory is not None
+        assert found.memory.peak > 0
+        assert found.cost is not None
+        assert found.cost.forward.flops > 0
+        assert (found.cost.forward.seconds is None) == (target.kind == "cpu")
+
+
+def test_there_are_thirty_models_of_all_features() -> None:
+    told = "\n".join(str(explained(graph, TARGETS[-1]).graph) for graph in MODELS.values())
+    assert len(MODELS) >= 30
+    assert not [feature for feature in (*MASKS, *OTHERS) if feature not in told]
