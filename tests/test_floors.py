@@ -9,6 +9,8 @@ from pathlib import Path
 from tests.sources import found
 
 FLOORS = (  # top first; a name, or `package.*` for the package and all its modules
+    ("attn_graph.__main__",),
+    ("attn_graph.cli.*",),
     ("attn_graph",),
     ("attn_graph.compiler", "attn_graph.torch_ops"),
     ("attn_graph.verdicts",),
