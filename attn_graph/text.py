@@ -173,7 +173,10 @@ class Parser:
                 return literal(node)
 
     def made(
-        self, cls: type[Any], keywords: list[ast.keyword], inorder: Sequence[ast.expr] = ()
+        self,
+        cls: type[Any],  # Any: an attrs class
+        keywords: list[ast.keyword],
+        inorder: Sequence[ast.expr] = (),
     ) -> Any:  # Any: a cls
         fields = {f.name: f.default is attrs.NOTHING for f in attrs.fields(cls)}
         given = {k.arg or "**": self.value(k.value) for k in keywords}

@@ -49,7 +49,8 @@ def list_(folder: Path | None, plain: bool) -> None:
     if found:
         show(table(("kind", "size", "used", "what"), map(row, found), ("size", "used")))
     total = shown(sum(entry.bytes for entry in found))
-    show(f"{counted(len(found))}, {total} of at most {shown(store.most)}, in {store.folder}")
+    most = shown(store.most)
+    show(f"{counted(len(found))}, {total} of at most {most}, in {store.folder}", wraps=False)
 
 
 @cache.command(epilog=example("attn-graph cache clear"))
@@ -77,7 +78,7 @@ def verify(folder: Path | None, plain: bool) -> None:
     else:
         for entry in damaged:
             show(f"{entry.path}: {entry.unfit}", wraps=False)
-        show(f"{counted(len(found))} in {store.folder}, {len(damaged)} of them damaged")
+        click.echo(f"{counted(len(found))} in {store.folder}, {len(damaged)} of them damaged")
     no(bool(damaged))
 
 

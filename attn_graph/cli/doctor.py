@@ -14,6 +14,7 @@ import attn_graph as ag
 from attn_graph.cli.cache import counted
 from attn_graph.cli.diagnosis import Diagnosis, Machine, Verdict, diagnosed
 from attn_graph.cli.words import CODES, as_json, example, no, show, show_json, table
+from attn_graph.lowering.cudnn_offline import COMPILERS
 from attn_graph.memory import shown
 from attn_graph.target import LIBRARIES
 
@@ -136,10 +137,12 @@ def of_any(verdict: Verdict, full: dict[str, str]) -> tuple[str, ...]:
 
 def plans(found: Diagnosis) -> Iterator[tuple[str, str]]:
     machine, kept = found.machine, found.kept
+    what = "cuDNN's, for GPUs that are not here"
     if machine.driver:
-        yield "for GPUs that are not here", "NVIDIA's driver is here: no stand-in is needed"
+        yield what, "beside NVIDIA's driver, which is here"
+    elif machine.compiler:
+        yield what, f"beside a stand-in for the driver, by {machine.compiler}"
     else:
-        way = machine.compiler or "no C compiler (cc, gcc or clang), so cuDNN's can't be built"
-        yield "for GPUs that are not here", f"through a stand-in for NVIDIA's driver: {way}"
+        yield what, f"not without a C compiler: {', '.join(COMPILERS)}"
     yield "kept on disk", f"{counted(kept.files)}, {shown(kept.bytes)}, in {kept.folder}"
     yield from machine.variables

@@ -17,6 +17,7 @@ from attn_graph.text import parse_mask
 Command = TypeVar("Command", bound=Callable[..., None])
 Flags = Mapping[str, Any]  # by the names of the options below
 Sizes = tuple[int, ...]
+Read = Callable[[click.Context, click.Parameter, str | None], Sizes | None]  # click's callback
 FLOAT_NAMES = [NAMES[dtype] for dtype in FLOATS]
 
 
@@ -27,7 +28,7 @@ def sizes(text: str) -> Sizes:
     return tuple(map(int, re.findall(r"\d+", text)))
 
 
-def reads(count: int, meaning: str) -> Callable[[click.Context, click.Parameter, Any], Any]:
+def reads(count: int, meaning: str) -> Read:
     """A click callback that reads so many sizes."""
 
     def read(_: click.Context, __: click.Parameter, value: str | None) -> Sizes | None:
@@ -47,7 +48,9 @@ def read_window(_: click.Context, __: click.Parameter, value: str | None) -> Siz
     return found
 
 
-def read_bias(_: click.Context, __: click.Parameter, value: str | None) -> Any:  # Any: click's
+def read_bias(
+    _: click.Context, __: click.Parameter, value: str | None
+) -> tuple[Sizes, str | None] | None:
     """A shape, and a dtype where that is not q's: (sizes, dtype or None)."""
     if value is None:
         return None

@@ -57,12 +57,17 @@ def no(answer: bool = True) -> None:
 
 def show(*parts: RenderableType, wraps: bool = True) -> None:
     """Print, to a terminal in colours. wraps: at the terminal's width, or where the text says."""
+    print(printed(*parts, wraps=wraps))
+
+
+def printed(*parts: RenderableType, wraps: bool = True) -> str:
+    """What `show` prints."""
     wide = sys.stdout.isatty() or "COLUMNS" in os.environ
     console = Console(width=None if wide else PIPED, highlight=False, markup=False)
-    with console.capture() as printed:
+    with console.capture() as captured:
         for part in parts:
             console.print(part, soft_wrap=not wraps)
-    print("\n".join(line.rstrip() for line in printed.get().splitlines()))  # tables end in spaces
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())  # tables end in spaces
 
 
 def show_json(told: object) -> None:
@@ -73,7 +78,7 @@ def table(
     columns: Sequence[str], rows: Iterable[Sequence[RenderableType]], numbers: Sequence[str] = ()
 ) -> Table:
     """A table, whose columns of numbers stand at the right. Nothing is cut off."""
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold")
     for name in columns:
         made.add_column(name, justify="right" if name in numbers else "left", overflow="fold")
     for row in rows:
