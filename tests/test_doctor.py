@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from attrs import evolve
 
 import attn_graph as ag
@@ -101,8 +102,10 @@ def test_what_libraries_ask_of_each_other_is_checked(who: str, need: str) -> Non
 
 
 def test_a_library_without_its_module_is_broken() -> None:
-    (told,) = problems(evolve(MACHINES["triton"], lost=("triton",)))
+    machine = evolve(MACHINES["triton"], lost=("triton",))
+    (told,) = problems(machine)
     assert told.startswith("triton 3.7.1 is installed, and its module triton is not found")
+    assert takers(diagnosed(machine, EMPTY), "h200") == TORCH_ON_GPUS
 
 
 def test_damaged_files_are_told(tmp_path: Path) -> None:
@@ -141,6 +144,27 @@ def test_what_is_set_is_told() -> None:
     assert takers(found, "cpu") == {"triton", "math"}
     no_compiler = printed(*screen(diagnosed(evolve(machine, driver=False), EMPTY)))
     assert "not without a C compiler: cc, gcc, clang" in no_compiler
+
+
+def takes(name: str, graph: ag.Graph, target: str) -> bool:
+    """Whether compiling both passes succeeds."""
+    try:
+        plan = ag.compile(graph, target=target, backends=(name,), store=False)
+    except ag.NoBackendError:
+        return False
+    return plan.vjp.backend == name
+
+
+@pytest.mark.parametrize(("target", "dtype"), [("cpu", torch.float32), ("h200", torch.float16)])
+def test_what_doctor_says_of_a_backend_is_what_compiling_finds(
+    target: str, dtype: torch.dtype
+) -> None:
+    found = diagnosed(Machine.here(), EMPTY)
+    if target != "cpu" and found.machine.compiler is None and not found.machine.driver:
+        pytest.skip("plans of cuDNN need a C compiler, and there is none")
+    graph = ag.attention(*(ag.TensorSpec((1, 2, 96, 32), dtype),) * 3)
+    names = {backend.name for backend in ag.BACKENDS}
+    assert takers(found, target) == {name for name in names if takes(name, graph, target)}
 
 
 def test_doctor_tells_of_this_very_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,10 +84,11 @@ class Machine:
 
     @property
     def targets(self) -> list[ag.Target]:
-        """This machine's own, then all of the table with the libraries that are here."""
-        known = [ag.Target.of(name) for name in devices()]
+        """This machine's own, then all of the table; each with the libraries that work here."""
         own = [self.target] if self.target.kind == "cuda" else []
-        return [*own, self.cpu, *(evolve(x, libraries=self.cpu.libraries) for x in known)]
+        found = [*own, self.cpu, *map(ag.Target.of, devices())]
+        works = tuple(x for x in self.cpu.libraries if x[0] not in self.lost)
+        return [evolve(target, libraries=works) for target in found]
 
 
 def processors() -> int:
