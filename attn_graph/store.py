@@ -25,6 +25,22 @@ class Unfit(Exception):
 
 @final
 @frozen
+class Entry:
+    """A file of a store.
+
+    key: None where the file is not whole, and then `unfit` says what is wrong with it. used: when
+    it was put or got last, in seconds since 1970.
+    """
+
+    path: Path
+    key: str | None
+    bytes: int
+    used: float
+    unfit: str | None = None
+
+
+@final
+@frozen
 class Store:
     """Bytes by key in a folder: at most `most` bytes of files, the least recently used go first.
 
@@ -79,13 +95,22 @@ class Store:
             with suppress(FileNotFoundError):  # another process has just trimmed it
                 yield path, path.stat()
 
+    def entries(self) -> Iterator[Entry]:
+        """Every file, read and checked, whole or not."""
+        for path, stat in self.files():
+            key, unfit = None, None
+            try:
+                key, _ = opened(path.read_bytes())
+            except (OSError, Unfit) as error:
+                unfit = str(error)
+            if key is not None and path != self.path(key):
+                key, unfit = None, "it holds another key"
+            yield Entry(path, key, stat.st_size, stat.st_mtime, unfit)
+
     def held(self) -> Iterator[tuple[Path, str | None]]:
         """Every file with its key, or with None if it is not whole."""
-        for path, _ in self.files():
-            try:
-                yield path, opened(path.read_bytes())[0]
-            except (OSError, Unfit):
-                yield path, None
+        for entry in self.entries():
+            yield entry.path, entry.key
 
     @property
     def bytes(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from attn_graph.builder import Builder, Value
 from attn_graph.errors import GraphError
 from attn_graph.fused import Attention, AttentionGrad
 from attn_graph.ir import Graph, Op, called
-from attn_graph.masks import And, Not, Or
+from attn_graph.masks import And, Mask, Not, Or
 from attn_graph.spec import DTYPES, TensorSpec
 
 OPS: tuple[type[Op], ...] = (
@@ -89,6 +89,32 @@ def parse(text: str, *, known: Iterable[type[Any]] = ()) -> Graph:  # Any: masks
     return Parser({cls.__name__: cls for cls in (*masks.LEAVES, *OPS, *known)}).graph(text)
 
 
+def parse_mask(text: str, *, known: Iterable[type[Any]] = ()) -> Mask:  # Any: leaves
+    """The mask that a text such as `Causal() & (Window(64) | Prefix(4))` says, by `str` or by hand.
+
+    `known` holds your own leaves, where the text names any. Nothing of it is executed. Raises
+    GraphError for what is no mask.
+    """
+    parser = Parser({cls.__name__: cls for cls in (*masks.LEAVES, *known)})
+    try:
+        found = parser.value(read(text.strip(), "eval").body)
+    except RecursionError as error:
+        raise GraphError("the mask has too many parts within parts to be read") from error
+    if not isinstance(found, Mask):
+        raise GraphError(f"{text} is {found!r}, and no mask such as Causal() & Window(64)")
+    return found
+
+
+def read(text: str, mode: str = "exec") -> Any:  # Any: an ast.Module, or another by the mode
+    """Python's syntax tree of a text. Raises GraphError where it has none."""
+    try:
+        return ast.parse(text, mode=mode)
+    except SyntaxError as error:
+        raise GraphError(f"line {error.lineno or 1}: {error.msg}") from error
+    except (ValueError, RecursionError, MemoryError) as error:  # null bytes; 1000s of brackets
+        raise GraphError(f"the text can't be read: {error or type(error).__name__}") from error
+
+
 @attrs.frozen
 class Parser:
     """Reads text with the classes it knows."""
@@ -96,11 +122,7 @@ class Parser:
     classes: dict[str, type[Any]]
 
     def graph(self, text: str) -> Graph:
-        try:
-            body = ast.parse(text).body
-        except SyntaxError as error:
-            raise GraphError(f"line {error.lineno or 1}: {error.msg}") from error
-        match body:
+        match read(text).body:
             case [
                 ast.FunctionDef(
                     args=ast.arguments(args=params), body=[*eqns, ast.Return(value=out) as last]
@@ -145,14 +167,23 @@ class Parser:
                 return Not(self.value(operand))
             case ast.Tuple(parts):
                 return tuple(map(self.value, parts))
-            case ast.Call(func=ast.Name(id=name), args=[], keywords=kws) if name in self.classes:
-                return self.made(self.classes[name], kws)
+            case ast.Call(func=ast.Name(id=name), args=args, keywords=kws) if name in self.classes:
+                return self.made(self.classes[name], kws, args)
             case _:
                 return literal(node)
 
-    def made(self, cls: type[Any], keywords: list[ast.keyword]) -> Any:  # Any: a cls
-        given = {k.arg or "**": self.value(k.value) for k in keywords}
+    def made(
+        self,
+        cls: type[Any],  # Any: an attrs class
+        keywords: list[ast.keyword],
+        inorder: Sequence[ast.expr] = (),
+    ) -> Any:  # Any: a cls
         fields = {f.name: f.default is attrs.NOTHING for f in attrs.fields(cls)}
+        given = {k.arg or "**": self.value(k.value) for k in keywords}
+        first = dict(zip(fields, map(self.value, inorder), strict=False))
+        if len(inorder) > len(first) or first.keys() & given:
+            raise GraphError(f"{cls.__name__} takes {', '.join(fields) or 'nothing'}, each once")
+        given |= first
         if unknown := given.keys() - fields:
             raise GraphError(f"{cls.__name__} has no field {sorted(unknown)}; has {sorted(fields)}")
         if missing := [name for name, needed in fields.items() if needed and name not in given]:
@@ -177,7 +208,7 @@ def line(number: int) -> Iterator[None]:
 def literal(node: ast.expr) -> Any:  # Any: whatever Python has literals for
     try:
         return ast.literal_eval(node)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:  # {[]: 1}; a call, or a name
         raise GraphError(f"{ast.unparse(node)} is no known value") from error
 
 

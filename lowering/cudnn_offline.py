@@ -101,19 +101,31 @@ def check_frontend() -> None:
 
 def driver() -> str:
     """The library that stands in for the GPU's driver; "-" where there is a real one."""
+    if has_driver():
+        return "-"
+    with ONE_AT_A_TIME:  # a second folder would be deleted while the first asker reads in it
+        return str(Path(compiled().name, "libcuda.so.1"))
+
+
+def compiler() -> str | None:
+    """The C compiler that builds the stand-in, if there is one."""
+    return next(filter(None, map(shutil.which, COMPILERS)), None)
+
+
+def has_driver() -> bool:
+    """Whether the real driver is there."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
-        with ONE_AT_A_TIME:  # a second folder would be deleted while the first asker reads in it
-            return str(Path(compiled().name, "libcuda.so.1"))
-    return "-"
+        return False
+    return True
 
 
 @cache
 def compiled() -> TemporaryDirectory[str]:
     """The folder of the stand-in, which lasts as long as the process."""
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
-    if compiler is None:
+    program = compiler()
+    if program is None:
         raise RefusedError(
             "plans without a GPU through a stand-in for its driver, which needs a C compiler, and "
             f"none of {', '.join(COMPILERS)} is on the path"
@@ -122,11 +134,11 @@ def compiled() -> TemporaryDirectory[str]:
     name = "libcuda.so.1"
     options = ("-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", str(Path(folder.name, name)))
     done = subprocess.run(
-        (compiler, *options, str(SOURCE)), capture_output=True, text=True, check=False
+        (program, *options, str(SOURCE)), capture_output=True, text=True, check=False
     )
     if done.returncode:
         folder.cleanup()
-        raise RefusedError(f"needs a stand-in driver, which {compiler} can't build: {done.stderr}")
+        raise RefusedError(f"needs a stand-in driver, which {program} can't build: {done.stderr}")
     return folder
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 from tests.sources import found
 
 FLOORS = (  # top first; a name, or `package.*` for the package and all its modules
+    ("attn_graph.__main__",),
+    ("attn_graph.cli.*",),
     ("attn_graph",),
     ("attn_graph.compiler", "attn_graph.torch_ops"),
     ("attn_graph.verdicts", "attn_graph.tuning"),
@@ -45,6 +47,7 @@ FLOORS = (  # top first; a name, or `package.*` for the package and all its modu
         "attn_graph.keys",
         "attn_graph.switches",
         "attn_graph.philox",
+        "attn_graph.timing",
     ),
 )
 MODULES = found("*.py")

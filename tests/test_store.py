@@ -113,6 +113,25 @@ def test_clear_deletes_what_is_ours(store: Store) -> None:
     assert Store(store.folder / "absent").clear() == 0
 
 
+def test_entries_tell_what_is_there_and_what_is_wrong(store: Store) -> None:
+    for key in ("whole", "cut", "foreign", "moved"):
+        store.put(key, DATA)
+    os.utime(store.path("whole"), (100, 200))
+    store.path("cut").write_bytes(sealed("cut", DATA)[:-1])
+    store.path("foreign").write_bytes(b"hello")
+    os.replace(store.path("moved"), store.folder / "moved.plan")
+    found = {entry.path: entry for entry in store.entries()}
+    whole = found[store.path("whole")]
+    assert (whole.key, whole.used, whole.unfit) == ("whole", 200, None)
+    assert whole.bytes == len(sealed("whole", DATA))
+    wrong = {path.name: entry.unfit for path, entry in found.items() if entry.key is None}
+    assert wrong == {
+        store.path("cut").name: "its checksum is wrong",
+        store.path("foreign").name: f"it starts with b'hello', not with {MAGIC!r}",
+        "moved.plan": "it holds another key",
+    }
+
+
 def test_threads_may_share_a_folder(store: Store) -> None:
     """Readers see a whole file or none while others write the same one."""
 

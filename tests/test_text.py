@@ -179,3 +179,40 @@ def test_what_cannot_be_read_is_told_with_its_line(edit: Edit) -> None:
 def test_what_is_no_graph_at_all_is_refused(words: str) -> None:
     with pytest.raises(ag.GraphError, match="line 1"):
         ag.parse(words)
+
+
+@given(shapes().flatmap(masks))
+def test_reading_a_printed_mask_gives_the_mask(mask: m.Mask) -> None:
+    assert text.parse_mask(str(mask)) == mask
+
+
+def test_a_mask_written_by_hand_may_leave_out_names_of_fields() -> None:
+    written = " Causal() & (Window(64, right=3) | Prefix(4)) & ~Causal('bottom_right')"
+    due = ag.Causal() & (ag.Window(64, 3) | ag.Prefix(4)) & ~ag.Causal("bottom_right")
+    assert text.parse_mask(written) == due
+
+
+NO_MASKS = {
+    "": "invalid syntax",
+    "Causal(": "line 1: '(' was never closed",
+    "Causal() and Window(3)": "is no known value",
+    "__import__('os').system('true')": "is no known value",
+    "Scores(0.5)": "Scores(0.5) is no known value",
+    "{[]: 1}": "is no known value",
+    "3": "3 is 3, and no mask such as Causal() & Window(64)",
+    "1 & Causal()": "mask: 1 is no mask",
+    "Window()": "Window needs left",
+    "Window(1, 2, None, 4)": "Window takes left, right, align, each once",
+    "Window(1, left=2)": "Window takes left, right, align, each once",
+    "KeyLengths(3)": "KeyLengths takes nothing, each once",
+    "Window('x')": "Window: could not convert",
+    "Causal()\0": "null bytes",
+    "~" * 5000 + "Causal()": "read",
+    "(" * 5000: "too many nested parentheses",
+}
+
+
+@pytest.mark.parametrize("written", NO_MASKS)
+def test_what_is_no_mask_is_refused_in_words(written: str) -> None:
+    with pytest.raises(ag.GraphError, match=re.escape(NO_MASKS[written])):
+        text.parse_mask(written)

@@ -1,0 +1,126 @@
+"""`attn-graph cache`: what is kept on disk, plan by plan."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+from attrs import asdict
+
+import attn_graph as ag
+from attn_graph.cli.words import CODES, as_json, example, no, show, show_json, table
+from attn_graph.memory import shown
+from attn_graph.store import Entry
+
+LONGEST = 100  # characters of a key that is not known by its kind
+UNITS = {"d": 86400, "h": 3600, "min": 60, "s": 1}
+
+folder = click.option(
+    "--folder", type=click.Path(path_type=Path, file_okay=False),
+    help="Where plans are kept, by default the user's cache folder.",
+)  # fmt: skip
+
+
+def store_of(folder: Path | None) -> ag.Store:
+    return ag.default_store() if folder is None else ag.Store(folder)
+
+
+@click.group(
+    short_help="List, clear, verify what is kept on disk.",
+    epilog=CODES + "\n\n" + example("attn-graph cache list", "attn-graph cache verify --json"),
+)
+def cache() -> None:
+    """What took long to make, and is kept on disk: plans that cuDNN built, and measured choices."""
+
+
+@cache.command("list", epilog=example("attn-graph cache list --folder ~/.cache/attn_graph"))
+@folder
+@as_json
+def list_(folder: Path | None, plain: bool) -> None:
+    """Every file: its kind, its size, how long ago it was used, and what it is."""
+    store = store_of(folder)
+    found = sorted(store.entries(), key=lambda entry: -entry.used)
+    if plain:
+        show_json({"folder": str(store.folder), "entries": [*map(to_dict, found)]})
+        return
+    if found:
+        show(table(("kind", "size", "used", "what"), map(row, found), ("size", "used")))
+    total = shown(sum(entry.bytes for entry in found))
+    most = shown(store.most)
+    show(f"{counted(len(found))}, {total} of at most {most}, in {store.folder}", wraps=False)
+
+
+@cache.command(epilog=example("attn-graph cache clear"))
+@folder
+def clear(folder: Path | None) -> None:
+    """Delete every file. What is needed again is built again."""
+    store = store_of(folder)
+    click.echo(f"{counted(store.clear())} deleted from {store.folder}")
+
+
+@cache.command(epilog=CODES + "\n\n" + example("attn-graph cache verify || attn-graph cache clear"))
+@folder
+@as_json
+def verify(folder: Path | None, plain: bool) -> None:
+    """Read every file and check its checksum. Exits with 1 where one is damaged: such files are
+    never used, and are replaced when they are needed.
+    """
+    store = store_of(folder)
+    found = [*store.entries()]
+    damaged = [entry for entry in found if entry.key is None]
+    if plain:
+        show_json(
+            {"folder": str(store.folder), "files": len(found), "damaged": [*map(to_dict, damaged)]}
+        )
+    else:
+        for entry in damaged:
+            show(f"{entry.path}: {entry.unfit}", wraps=False)
+        click.echo(f"{counted(len(found))} in {store.folder}, {len(damaged)} of them damaged")
+    no(bool(damaged))
+
+
+def counted(files: int) -> str:
+    return f"{files} file{'' if files == 1 else 's'}"
+
+
+def row(entry: Entry) -> tuple[str, str, str, str]:
+    kind, what = told(entry)
+    return kind, shown(entry.bytes), age(time.time() - entry.used), what
+
+
+def age(seconds: float) -> str:
+    """7300 -> "2 h"."""
+    unit = next((unit for unit, size in UNITS.items() if seconds >= size), "s")
+    return f"{max(0, int(seconds / UNITS[unit]))} {unit}"
+
+
+def to_dict(entry: Entry) -> dict[str, Any]:  # Any: JSON
+    kind, what = told(entry)
+    return {**asdict(entry), "path": str(entry.path), "kind": kind, "what": what}
+
+
+def told(entry: Entry) -> tuple[str, str]:
+    """The kind of a file, the first word of its key, and what it is."""
+    if entry.key is None:
+        return "damaged", f"{entry.path.name}: {entry.unfit}"
+    kind, _, rest = entry.key.partition(" ")
+    try:
+        return kind, KINDS[kind](rest)
+    except (KeyError, TypeError, ValueError):  # a kind, or a form, of another version
+        return kind, rest if len(rest) <= LONGEST else f"{rest[: LONGEST - 3]}..."
+
+
+def told_cudnn(rest: str) -> str:
+    """ "sdpa bf16, q [2, 8, 1024, 64], k ..., for NVIDIA H200, cuDNN 9.20.0"."""
+    key = json.loads(rest)
+    call = key["call"]
+    tensors = [f"{x['argument']} {x['shape']}" for x in call["inputs"][:3]]
+    cudnn = ".".join(map(str, key["versions"][0]))
+    device = key["device"]["deviceName"]
+    return f"{call['name']} {call['dtype']}, {', '.join(tensors)}, for {device}, cuDNN {cudnn}"
+
+
+KINDS = {"cudnn": told_cudnn}

@@ -1,0 +1,102 @@
+"""`attn-graph explain`: who would run a graph, why, and at what cost."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, TextIO, get_args
+
+import click
+from rich.text import Text
+
+import attn_graph as ag
+from attn_graph.cli.flags import graph_flags, graph_of
+from attn_graph.cli.words import CODES, answering, as_json, example, no, show, show_json
+from attn_graph.devices import devices
+from attn_graph.switches import Precision
+
+STYLES = {
+    r"^ *\w+: chosen.*$": "green",
+    r"^ *\w+: could run it too$": "cyan",
+    r"^ *\w+: no, because it$": "yellow",
+    r"^no backend takes it.*$": "bold red",
+    r"^(target|mask|memory|cost|backward)\b": "bold",
+}
+names = click.option(
+    "--backends", metavar="NAME,...",
+    help=f"These alone, in this order, of {', '.join(b.name for b in ag.BACKENDS)}.",
+)  # fmt: skip
+deterministic = click.option("--deterministic", is_flag=True, help="The same bits every run.")
+precision = click.option(
+    "--precision", type=click.Choice(get_args(Precision)), help="Of products of float32 tensors."
+)
+
+
+def split(text: str | None) -> tuple[str, ...] | None:
+    """ "cudnn,math" as names."""
+    return None if text is None else tuple(filter(None, re.split(r"[\s,]+", text)))
+
+
+@click.command(
+    short_help="Who runs a graph, why, at what cost.",
+    epilog=CODES
+    + "\n\n"
+    + example(
+        "attn-graph explain --q 2,32,8192,128 --k 2,8,8192,128 --dtype bf16 --causal \\",
+        "    --window 4095 --target h200 --target a100",
+    ),
+)
+@graph_flags
+@click.option(
+    "--target", "targets", metavar="NAME", multiple=True,
+    help=f"cpu or one of {', '.join(devices())}; by default this machine. May be repeated.",
+)  # fmt: skip
+@names
+@click.option("--avoid", metavar="NAME,...", help="These never.")
+@deterministic
+@precision
+@click.option("--max-workspace", metavar="SIZE", help="Bytes, or 1GiB say, of either pass.")
+@as_json
+@answering
+def explain(
+    file: TextIO | None,
+    targets: tuple[str, ...],
+    backends: str | None,
+    avoid: str | None,
+    deterministic: bool,
+    precision: Precision | None,
+    max_workspace: str | None,
+    plain: bool,
+    **flags: Any,  # Any: what click makes of each flag
+) -> None:
+    """Who would run a graph on a machine, and its gradient; why; why the others would not, and
+    what would change that; which tiles of the mask are computed; memory; cost.
+
+    Nothing is built or run. The graph is said by flags, --q first, or by FILE, its text as the
+    library prints it (- is stdin). Exits with 1 where no backend takes the graph.
+    """
+    graph = graph_of(file, flags)
+    found = [
+        ag.explain(
+            graph,
+            target=target,
+            backends=split(backends),
+            avoid=split(avoid) or (),
+            deterministic=deterministic,
+            precision=precision,
+            max_workspace=max_workspace,
+        )
+        for target in targets or (None,)
+    ]
+    if plain:
+        show_json([each.to_dict() for each in found])
+    else:
+        show(Text("\n\n").join(map(styled, found)), wraps=False)
+    no(any(each.backend is None for each in found))
+
+
+def styled(found: ag.Explanation) -> Text:
+    """The explanation's own text, with colours."""
+    text = Text(str(found))
+    for pattern, style in STYLES.items():
+        text.highlight_regex(re.compile(pattern, re.MULTILINE), style)
+    return text

@@ -1,0 +1,185 @@
+"""Graphs and masks from flags, from files of their text, and from expressions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import reduce
+from typing import Any, TextIO, TypeVar
+
+import click
+
+import attn_graph as ag
+from attn_graph.masks import Mask
+from attn_graph.spec import DTYPES, FLOATS, NAMES
+from attn_graph.text import parse_mask
+
+Command = TypeVar("Command", bound=Callable[..., None])
+Flags = Mapping[str, Any]  # by the names of the options below
+Sizes = tuple[int, ...]
+Read = Callable[[click.Context, click.Parameter, str | None], Sizes | None]  # click's callback
+FLOAT_NAMES = [NAMES[dtype] for dtype in FLOATS]
+
+
+def sizes(text: str) -> Sizes:
+    """ "2,8,1024,64" or "128x128"."""
+    if not re.fullmatch(r"\s*\d+(\s*[,x]\s*\d+)*\s*", text):
+        raise click.BadParameter(f"{text!r} is no list of sizes such as 2,8,1024,64")
+    return tuple(map(int, re.findall(r"\d+", text)))
+
+
+def reads(count: int, meaning: str) -> Read:
+    """A click callback that reads so many sizes."""
+
+    def read(_: click.Context, __: click.Parameter, value: str | None) -> Sizes | None:
+        found = None if value is None else sizes(value)
+        if found is not None and len(found) != count:
+            raise click.BadParameter(f"{value} has {len(found)} sizes, and {meaning} has {count}")
+        return found
+
+    return read
+
+
+def read_window(_: click.Context, __: click.Parameter, value: str | None) -> Sizes | None:
+    """One bound or two."""
+    found = None if value is None else sizes(value)
+    if found is not None and len(found) > 2:
+        raise click.BadParameter(f"{value} has {len(found)} bounds: left, or left and right")
+    return found
+
+
+def read_bias(
+    _: click.Context, __: click.Parameter, value: str | None
+) -> tuple[Sizes, str | None] | None:
+    """A shape, and a dtype where that is not q's: (sizes, dtype or None)."""
+    if value is None:
+        return None
+    shape, colon, dtype = value.partition(":")
+    if colon and dtype not in FLOAT_NAMES:
+        raise click.BadParameter(f"{dtype!r} is none of {', '.join(FLOAT_NAMES)}")
+    return sizes(shape), dtype or None
+
+
+AXES = reads(4, "[batch, heads, positions, head size]")
+MASK = (
+    click.option("--causal", is_flag=True, help="Keys up to the query's own place."),
+    click.option(
+        "--window", metavar="LEFT[,RIGHT]", callback=read_window,
+        help="Keys at most so far before and after the query; RIGHT is 0 unless given.",
+    ),
+    click.option(
+        "--prefix", type=click.IntRange(0),
+        help="The first so many keys too, whatever --causal and --window say.",
+    ),
+    click.option("--lengths", is_flag=True, help="Keys up to each sequence's length alone."),
+    click.option("--q-lengths", is_flag=True, help="Queries up to each sequence's length alone."),
+    click.option("--segments", is_flag=True, help="Keys of the query's own segment alone."),
+    click.option(
+        "--align", type=click.Choice(["top_left", "bottom_right"]),
+        help="From which corner positions count where there are more keys than queries, or fewer.",
+    ),
+)  # fmt: skip
+GRAPH = (
+    click.option("--q", metavar="B,H,M,D", callback=AXES, help="Sizes of q; so the graph begins."),
+    click.option("--k", metavar="B,G,N,D", callback=AXES, help="Sizes of k, by default q's."),
+    click.option("--v", metavar="B,G,N,E", callback=AXES, help="Sizes of v, by default k's."),
+    click.option("--dtype", type=click.Choice(FLOAT_NAMES), help="Of q, k and v; f32 by default."),
+    click.option(
+        "--layout", help="Memory order of q, k and v: bhsd, the default, bshd, sbhd, ..."
+    ),
+    click.option("--scale", type=float, help="Of the scores, by default 1 / sqrt(D)."),
+    *MASK,
+    click.option("--mask", metavar="TEXT", help="As the library prints masks; and the flags'."),
+    click.option("--soft-cap", type=float, help="Scores s become c tanh(s / c)."),
+    click.option("--alibi", is_flag=True, help="ALiBi, with the paper's slopes."),
+    click.option(
+        "--bias", metavar="B,H,M,N[:DTYPE]", callback=read_bias,
+        help="Sizes of a bias, each full or 1; of q's dtype unless said.",
+    ),
+    click.option("--sinks", is_flag=True, help="A learned logit a head in the softmax."),
+    click.option("--dropout", type=float, help="The rate at which weights are dropped."),
+    click.option("--stats", is_flag=True, help="lse as a second output."),
+)  # fmt: skip
+FILE = click.argument("file", type=click.File(encoding="utf-8"), required=False)
+
+
+def graph_flags(command: Command) -> Command:
+    """The command with FILE and all flags that say a graph; `graph_of` reads them."""
+    return with_options(FILE(command), GRAPH)
+
+
+def mask_flags(command: Command) -> Command:
+    """The command with the flags that say a mask; `mask_of` reads them."""
+    return with_options(command, MASK)
+
+
+def with_options(command: Command, options: tuple[Callable[[Command], Command], ...]) -> Command:
+    return reduce(lambda made, option: option(made), reversed(options), command)
+
+
+def graph_of(file: TextIO | None, flags: Flags) -> ag.Graph:
+    """The graph that a file or flags say. Raises UsageError for both or neither."""
+    said = [name for name, value in flags.items() if value not in (None, False)]
+    if file is not None and said:
+        told = ", ".join(f"--{name.replace('_', '-')}" for name in said)
+        raise click.UsageError(f"FILE says the graph, and {told} would say another")
+    if file is not None:
+        return ag.parse(file.read())
+    if flags["q"] is None:
+        raise click.UsageError("say a graph: --q and further flags, or FILE, its text; - is stdin")
+    return graph_of_flags(flags)
+
+
+def graph_of_flags(flags: Flags) -> ag.Graph:
+    q, k, v = flags["q"], flags["k"] or flags["q"], flags["v"] or flags["k"] or flags["q"]
+    dtype = flags["dtype"] or "f32"
+    mask = mask_of(flags)
+    bias, bias_dtype = flags["bias"] or (None, None)
+    more: dict[str, Any] = {
+        "bias": bias and ag.TensorSpec(bias, DTYPES[bias_dtype or dtype]),
+        "sinks": ag.TensorSpec(q[1:2], DTYPES["f32"]) if flags["sinks"] else None,
+        **data_of(mask, (q[0], q[1], q[2], k[2])),
+    }
+    specs = (ag.TensorSpec(shape, DTYPES[dtype], layout=flags["layout"]) for shape in (q, k, v))
+    return ag.attention(
+        *specs,
+        scale=flags["scale"],
+        mask=mask,
+        align=flags["align"],
+        soft_cap=flags["soft_cap"],
+        alibi=flags["alibi"],
+        dropout=flags["dropout"] or 0.0,
+        stats=flags["stats"],
+        **more,
+    )
+
+
+def data_of(mask: Mask | None, full: tuple[int, int, int, int]) -> dict[str, ag.TensorSpec]:
+    """A spec for each tensor that a mask reads, by the sizes of all axes, "bhij"."""
+    axes = dict(zip("bhij", full, strict=True))
+    return {
+        name: ag.TensorSpec([axes[a] for a in data.axes], data.dtypes[-1])
+        for name, data in (mask.needs if mask else {}).items()
+    }
+
+
+def mask_of(flags: Flags, text: str | None = None) -> Mask | None:
+    """What all flags, and a text, keep together; None where they say nothing."""
+    parts = [*parts_of(flags, text if text is not None else flags.get("mask"))]
+    return reduce(lambda one, other: one & other, parts) if parts else None
+
+
+def parts_of(flags: Flags, text: str | None) -> Iterator[Mask]:
+    """Masks that all have to keep a place."""
+    bands: list[Mask] = [ag.Causal()] if flags["causal"] else []
+    bands += [ag.Window(*flags["window"])] if flags["window"] else []
+    band = reduce(lambda one, other: one & other, bands) if bands else None
+    if flags["prefix"] is not None:
+        prefix = ag.Prefix(flags["prefix"])
+        band = prefix if band is None else band | prefix
+    if band is not None:
+        yield band
+    if text is not None:
+        yield parse_mask(text)
+    leaves = {"lengths": ag.KeyLengths, "q_lengths": ag.QueryLengths, "segments": ag.SameSegment}
+    yield from (leaf() for name, leaf in leaves.items() if flags[name])

@@ -1,0 +1,36 @@
+"""All commands of `attn-graph`, in one list."""
+
+from __future__ import annotations
+
+import click
+
+import attn_graph as ag
+from attn_graph.cli.bench import bench
+from attn_graph.cli.cache import cache
+from attn_graph.cli.doctor import doctor
+from attn_graph.cli.explain import explain
+from attn_graph.cli.mask import mask
+from attn_graph.cli.words import CODES, example
+
+HELP = """What will attention do on a machine, why, and at what cost?
+
+Answers come as text, in colours on a terminal, or as --json where a command has it.
+"""
+COMMANDS = (doctor, explain, mask, bench, cache)
+
+commands = click.version_option(ag.__version__, prog_name="attn-graph")(
+    click.Group(
+        "attn-graph",
+        commands=COMMANDS,
+        help=HELP,
+        epilog=CODES
+        + "\n\n"
+        + example("attn-graph explain --q 2,8,4096,128 --dtype bf16 --causal --target h200"),
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+)
+
+
+def main() -> None:
+    """Run the command that the process was called with, and exit."""
+    commands.main(prog_name="attn-graph")

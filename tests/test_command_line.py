@@ -1,0 +1,334 @@
+"""The command line says what the library says, and exits with what it documents."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import click
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+import attn_graph as ag
+from attn_graph.cli import measured
+from attn_graph.cli.cache import age
+from attn_graph.cli.main import commands
+from attn_graph.store import MAGIC
+from tests.sources import ROOT
+
+GRAPH = ag.attention(*(ag.TensorSpec((1, 2, 64, 16), torch.float32),) * 3, mask=ag.Causal())
+CALL = {
+    "name": "sdpa",
+    "dtype": "bf16",
+    "inputs": [{"argument": name, "shape": [2, 8, 64, 64]} for name in "qkv"],
+}
+KEY = {"call": CALL, "device": {"deviceName": "NVIDIA H200"}, "versions": [[9, 20, 0], [1, 28, 0]]}
+SMALL = ("--q", "1,2,64,16", "--seconds", "0", "--backends", "math,torch_sdpa")
+
+
+def run(*line: str, stdin: str | None = None) -> Result:
+    """A command as a script would call it; an exception is the test's."""
+    result = CliRunner(env={"COLUMNS": "100"}).invoke(commands, line, input=stdin)
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def page() -> ModuleType:
+    """docs/command_line.py as a module."""
+    spec = importlib.util.spec_from_file_location("page", ROOT / "docs" / "command_line.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_up_to_date() -> None:
+    made = page()
+    text = made.PAGE.read_text(encoding="utf-8")
+    told = "run `.venv/bin/python docs/command_line.py`, and read the diff"
+    assert text == made.filled(text), told
+
+
+def every(name: str, command: click.Command) -> list[tuple[str, click.Command]]:
+    inner = command.commands.items() if isinstance(command, click.Group) else ()
+    return [(name, command), *(x for part, each in inner for x in every(f"{name} {part}", each))]
+
+
+@pytest.mark.parametrize("name", [name for name, _ in every("", commands)])
+def test_every_help_has_an_example_that_is_a_command(name: str) -> None:
+    result = run(*name.split(), "--help")
+    assert result.exit_code == 0
+    assert f"Example:\n    attn-graph{name}" in result.output
+
+
+def test_the_entry_point_is_what_the_module_runs() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    module, name = project["scripts"]["attn-graph"].split(":")
+    assert callable(getattr(import_module(module), name))
+
+
+def process(*line: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "attn_graph", *line],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        check=False,
+    )
+
+
+def test_the_module_runs_as_a_program() -> None:
+    done = process("mask", "4", "4", "--causal")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("█···\n██··\n███·\n████\n4 queries down")
+
+
+def test_wrong_usage_of_the_program_shows_no_traceback() -> None:
+    done = process("explain", "--q", "1,2,8,8", "--target", "h9", FORCE_COLOR="1")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "Error: target 'h9' is not known; known are cpu, a100" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("colour", [True, False])
+def test_colours_are_for_those_who_want_them(colour: bool) -> None:
+    asked = {"FORCE_COLOR": "1"} if colour else {"FORCE_COLOR": "", "NO_COLOR": "1"}
+    done = process("explain", "--q", "1,2,8,8", "--target", "cpu", TERM="xterm", **asked)
+    assert ("\x1b[" in done.stdout) == colour
+
+
+EXPLAINED = ("explain", "--q", "1,2,64,16", "--causal", "--target", "cpu")
+
+
+def test_explain_prints_what_the_library_explains() -> None:
+    assert run(*EXPLAINED).output == f"{ag.explain(GRAPH, target='cpu')}\n"
+    assert json.loads(run(*EXPLAINED, "--json").output) == [
+        json.loads(json.dumps(ag.explain(GRAPH, target="cpu").to_dict()))
+    ]
+
+
+def test_a_graph_may_come_as_text(tmp_path: Path) -> None:
+    path = tmp_path / "graph.py"
+    path.write_text(str(GRAPH))
+    due = run(*EXPLAINED).output
+    assert run("explain", str(path), "--target", "cpu").output == due
+    assert run("explain", "-", "--target", "cpu", stdin=str(GRAPH)).output == due
+
+
+def test_targets_come_one_after_another() -> None:
+    told = run(*EXPLAINED, "--target", "h200").output
+    assert told.index("target: cpu") < told.index("target: h200 (cuda sm_90)")
+
+
+FLAGS = {
+    "--layout bshd --dtype bf16": "q: bf16[(2, 4, 8, 16), (512, 16, 64, 1)]",
+    "--k 2,2,8,16 --v 2,2,8,32": "v: f32[2, 2, 8, 32]",
+    "--causal --window 5,2 --prefix 3": "mask=((Causal() & Window(left=5, right=2)) | Prefix(",
+    "--prefix 3": "mask=Prefix(length=3)",
+    "--mask ~Prefix(3) --causal": "mask=(Causal() & ~Prefix(length=3))",
+    "--k 2,4,9,16 --causal --align bottom_right": "mask=Causal(align='bottom_right')",
+    "--lengths": "kv_lengths: i64[2]",
+    "--q-lengths": "q_lengths: i64[2]",
+    "--segments": "kv_segments: i64[2, 8]",
+    "--mask Keep()": "keep: bool[2, 4, 8, 8]",
+    "--soft-cap 30": "soft_cap(s, cap=30.0)",
+    "--alibi": "alibi(s",
+    "--bias 1,4,8,8": "bias: f32[1, 4, 8, 8]",
+    "--dtype f16 --bias 1,4,8,1:f32": "bias: f32[1, 4, 8, 1]",
+    "--sinks": "sinks: f32[4]",
+    "--dropout 0.1": "dropout(p, seed, offset, rate=0.1)",
+    "--stats": "return o, lse",
+    "--scale 0.5": "scores(q, k, scale=0.5)",
+}
+
+
+@pytest.mark.parametrize("said", FLAGS)
+def test_each_flag_says_its_part_of_the_graph(said: str) -> None:
+    result = run(
+        "bench", "--q", "2,4,8,16", *said.split(), "--seconds", "0", "--backends", "math", "--json"
+    )
+    assert result.exit_code == 0
+    told = json.loads(result.output)
+    assert FLAGS[said] in told["graph"]
+    assert [x["pass"] for x in told["results"]] == ["forward", "backward"]
+
+
+WRONG = {
+    "explain": "say a graph: --q and further flags, or FILE",
+    "explain --q 1,2": "1,2 has 2 sizes, and [batch, heads, positions, head size] has 4",
+    "explain --q 1,a,2,3": "'1,a,2,3' is no list of sizes",
+    "explain --q 1,3,8,8 --k 1,2,8,8": "3 heads of q f32[1, 3, 8, 8] are no multiple of 2 heads",
+    "explain --q 1,2,8,8 --k 1,2,9,8 --causal": 'say align="top_left"',
+    "explain --q 1,2,8,8 --target tpu": "target 'tpu' is not known",
+    "explain --q 1,2,8,8 --backends nobody": "no backend is named 'nobody'",
+    "explain --q 1,2,8,8 --max-workspace 1XB": "size '1XB' is not a number",
+    "explain --q 1,2,8,8 --window 1,2,3": "1,2,3 has 3 bounds",
+    "explain --q 1,2,8,8 --window 1 --mask Foo()": "Foo() is no known value",
+    "explain --q 1,2,8,8 --bias 1,2,8,8:int": "'int' is none of f16, bf16, f32, f64",
+    "explain --q 1,2,8,8 --layout bhs": "layout 'bhs'",
+    "explain --q 1,2,8,8 -": "FILE says the graph, and --q would say another",
+    "explain -": "line 1: expected one `def graph(...)`",
+    "mask 4": "Missing argument 'N'",
+    "mask 4 4 Causal(": "line 1: '(' was never closed",
+    "mask 4 4 --block 3": "3 has 1 sizes, and a tile has 2",
+    "mask 4 4 --block 0x3": "block (0, 3) holds no place",
+    "mask 4 4 -o mask.txt": "mask.txt ends in none of .png, .svg, .pdf",
+    "mask 4 4 -o nowhere/mask.png": "there is no folder nowhere",
+    "bench --q 1,2,8,8 --cpu -o x.svg --plot roofline": "cpu tells no rates",
+    "cache": "Usage: attn-graph cache",
+    "nothing": "No such command 'nothing'",
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_wrong_usage_is_told_in_the_errors_own_words(line: str) -> None:
+    result = run(*line.split(), stdin="x = 1")
+    assert result.exit_code == 2
+    assert WRONG[line] in result.output
+    assert "(at " not in result.output, "the line of a program means nothing here"
+
+
+def test_no_is_an_exit_code() -> None:
+    refused = run("explain", "--q", "1,2,8,8", "--target", "h200", "--backends", "torch_sdpa")
+    assert refused.exit_code == 1
+    assert "no backend takes it: all refuse" in refused.output
+    assert run("bench", "--q", "1,2,8,8", "--cpu", "--backends", "cudnn").exit_code == 1
+
+
+def test_a_mask_is_shown_and_its_tiles_counted() -> None:
+    written = run("mask", "256", "256", "Causal() & (Window(64) | Prefix(4))", "--block", "64x64")
+    assert written.output == (
+        "▒···\n▒▒··\n▒▒▒·\n▒·▒▒\n"
+        "256 queries down, 256 keys across, a mark a tile of 64 x 64: █ kept, ▒ some, · none\n"
+        "(Causal() & (Window(left=64) | Prefix(length=4))): 16 tiles of 64 x 64: 7 empty, 9 mixed, "
+        "0 full; 56.2 % to compute\n"
+    )
+    flags = run("mask", "256", "256", "--causal", "--lengths", "--segments").output
+    assert "4 tiles of 128 x 128: 1 empty, 3 mixed, 0 full, before the data are known" in flags
+    assert "no mask: 1 tiles of 128 x 128: 0 empty, 0 mixed, 1 full" in run("mask", "9", "9").output
+
+
+@pytest.mark.parametrize(("name", "start"), [("a.png", b"\x89PNG"), ("a.svg", b"<?xml")])
+def test_pictures_are_drawn_to_files(tmp_path: Path, name: str, start: bytes) -> None:
+    for n, line in enumerate(
+        (
+            ("mask", "512", "512", "--causal"),
+            ("bench", *SMALL, "--cpu", "--plot", "bars"),
+            ("bench", *SMALL, "--cpu", "--peak", "1e12", "--bandwidth", "1e11"),
+        )
+    ):
+        path = tmp_path / f"{n}{name}"
+        result = run(*line, "-o", str(path))
+        assert result.exit_code == 0
+        assert f"written to {path}" in result.stderr
+        assert path.read_bytes().startswith(start)
+
+
+def test_without_matplotlib_the_answer_is_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    result = run("mask", "4", "4", "-o", str(tmp_path / "x.png"))
+    assert result.exit_code == 1
+    assert "pip install 'attn-graph[plot]'" in result.stderr
+
+
+def test_bench_times_what_takes_the_graph_and_tells_why_the_rest_does_not() -> None:
+    result = run(
+        "bench", *SMALL, "--cpu", "--soft-cap", "20", "--peak", "1e12", "--bandwidth", "1e11"
+    )
+    assert result.exit_code == 0
+    for part in ("math", "forward", "backward", "flop/s", "%"):
+        assert part in result.output
+    assert "torch_sdpa, forward: no, because it\n  - has no rule for SoftCap" in result.output
+
+
+def test_bench_counts_what_lengths_leave() -> None:
+    line = ("bench", *SMALL, "--cpu", "--forward-only", "--json")
+    (whole, *_), (some,) = (
+        json.loads(run(*line, *more).output)["results"] for more in ((), ("--lengths",))
+    )
+    assert some["pass"] == "forward"
+    assert 0.4 * whole["flops"] < some["flops"] <= whole["flops"]
+    assert whole["achieved"] is None
+
+
+def test_tensors_are_as_declared_and_mean_something() -> None:
+    wide = ag.TensorSpec((2, 4, 8, 16), torch.float32, (0, 16, 64, 1))
+    numbers = ag.TensorSpec((2, 8), torch.int64)
+    graph = ag.attention(
+        *(wide,) * 3,
+        kv_lengths=ag.TensorSpec((2,), torch.int64),
+        segments=(numbers, numbers),
+        keep=ag.TensorSpec((1, 1, 8, 8), torch.bool),
+        dropout=0.5,
+    )
+    plan = ag.compile(graph, target="cpu")
+    tensors = measured.filled(plan.graph, torch.device("cpu"))
+    plan(*tensors)
+    named = dict(zip((i.name for i in plan.graph.inputs), tensors, strict=True))
+    assert all(4 <= n <= 8 for n in named["kv_lengths"].tolist())
+    assert named["q_segments"][0].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert named["seed"] == 0
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ag.Store:
+    store = ag.Store(tmp_path)
+    store.put(f"cudnn {json.dumps(KEY)}", b"plan")
+    store.put("tune " + "x" * 200, b"choice")
+    store.put("cudnn {}", b"of another version")
+    return store
+
+
+def test_cache_lists_what_each_file_is(store: ag.Store) -> None:
+    (store.folder / "foreign.plan").write_bytes(b"hello")
+    result = run("cache", "list", "--folder", str(store.folder), "--json")
+    told = {each["what"]: each for each in json.loads(result.output)["entries"]}
+    q = "q [2, 8, 64, 64], k [2, 8, 64, 64], v [2, 8, 64, 64]"
+    assert told.keys() == {
+        f"sdpa bf16, {q}, for NVIDIA H200, cuDNN 9.20.0",
+        "x" * 97 + "...",
+        "{}",
+        f"foreign.plan: it starts with b'hello', not with {MAGIC!r}",
+    }
+    assert sorted(each["kind"] for each in told.values()) == ["cudnn", "cudnn", "damaged", "tune"]
+    text = run("cache", "list", "--folder", str(store.folder)).output
+    assert "4 files" in text
+    assert "sdpa bf16, q [2, 8, 64, 64]" in text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(-3.0, "0 s"), (59.9, "59 s"), (7300, "2 h"), (1e6, "11 d")]
+)
+def test_ages_are_told_roughly(seconds: float, text: str) -> None:
+    assert age(seconds) == text
+
+
+def test_cache_verifies_and_clears(store: ag.Store) -> None:
+    at = ("--folder", str(store.folder))
+    assert run("cache", "verify", *at).exit_code == 0
+    store.path("cudnn {}").write_bytes(b"damaged")
+    damaged = run("cache", "verify", *at)
+    assert damaged.exit_code == 1
+    assert f"{store.path('cudnn {}')}: it starts with b'damaged'" in damaged.output
+    assert "3 files" in damaged.output
+    plain = run("cache", "verify", *at, "--json")
+    assert plain.exit_code == 1
+    (entry,) = json.loads(plain.output)["damaged"]
+    assert entry["path"] == str(store.path("cudnn {}"))
+    assert run("cache", "clear", *at).output == f"3 files deleted from {store.folder}\n"
+    assert "0 files" in run("cache", "list", *at).output
