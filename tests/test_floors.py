@@ -11,7 +11,7 @@ from tests.sources import found
 FLOORS = (  # top first; a name, or `package.*` for the package and all its modules
     ("attn_graph",),
     ("attn_graph.compiler", "attn_graph.torch_ops"),
-    ("attn_graph.verdicts",),
+    ("attn_graph.verdicts", "attn_graph.tuning"),
     ("attn_graph.planner",),
     ("attn_graph.lowering.*",),
     ("attn_graph.kernels.*",),
@@ -37,6 +37,7 @@ FLOORS = (  # top first; a name, or `package.*` for the package and all its modu
         "attn_graph.store",
     ),
     (
+        "attn_graph.timing",
         "attn_graph.devices",
         "attn_graph.ir",
         "attn_graph.spec",

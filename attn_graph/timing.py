@@ -1,0 +1,90 @@
+"""How long jobs take beside each other on a machine that others use too: medians, interleaved."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+
+Job = Callable[[], object]
+Progress = Callable[[str], None]
+LEAST_ROUNDS, MOST_ROUNDS = 3, 50
+LEAST_SAMPLE = 1e-3  # seconds; shorter jobs are called as often as makes that, and divided
+
+
+def medians(
+    jobs: Mapping[str, Job],
+    *,
+    seconds: float = 0.5,
+    device: torch.device | None = None,
+    progress: Progress | None = None,
+) -> dict[str, float]:
+    """Seconds that a call of each job takes: its median over the rounds of `samples`."""
+    taken: dict[str, list[float]] = {name: [] for name in jobs}
+    for name, each in samples(jobs, seconds=seconds, device=device, progress=progress):
+        taken[name].append(each)
+    return {name: statistics.median(each) for name, each in taken.items()}
+
+
+def samples(
+    jobs: Mapping[str, Job],
+    *,
+    seconds: float = 0.5,
+    device: torch.device | None = None,
+    progress: Progress | None = None,
+) -> Iterator[tuple[str, float]]:
+    """A job's name and the seconds of one call, over rounds in which every job runs once.
+
+    Each job is called twice before, to warm up. Rounds go on until `seconds`, of all jobs
+    together, have passed: at least 3, at most 50. device: where the jobs run; on a CUDA device
+    its own events tell the time. progress: is told in words what goes on. Caches are warm: a job
+    finds what it read last time where that fits.
+    """
+    tell, calls = progress or silently, {}
+    for name, job in jobs.items():
+        tell(f"{name}: warming up")
+        calls[name] = often_enough(job, device)
+    start = time.perf_counter()
+    for n in range(MOST_ROUNDS if jobs else 0):
+        if n >= LEAST_ROUNDS and time.perf_counter() - start >= seconds:
+            break
+        for name, job in jobs.items():
+            tell(f"{name}: run {n + 1}")
+            yield name, sample(job, calls[name], device)
+
+
+def silently(told: str) -> None:
+    """Progress that nobody asked for."""
+
+
+def often_enough(job: Job, device: torch.device | None) -> int:
+    """How many calls make a sample, seen at the second call: the first may build and allocate."""
+    job()
+    once = sample(job, 1, device)
+    return max(1, math.ceil(LEAST_SAMPLE / max(once, 1e-7)))
+
+
+def sample(job: Job, calls: int, device: torch.device | None) -> float:
+    """Mean seconds of some calls in a row."""
+    if device is not None and device.type == "cuda":
+        return sample_by_events(job, calls, device)
+    start = time.perf_counter()
+    for _ in range(calls):
+        job()
+    return (time.perf_counter() - start) / calls
+
+
+def sample_by_events(job: Job, calls: int, device: torch.device) -> float:
+    """The same on a GPU, from the first call's begin to the last one's end on its stream."""
+    with torch.cuda.device(device):
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        first.record()
+        for _ in range(calls):
+            job()
+        last.record()
+        last.synchronize()
+        return float(first.elapsed_time(last)) / 1e3 / calls
