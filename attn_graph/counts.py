@@ -21,7 +21,7 @@ from attn_graph.keys import Block, Place
 from attn_graph.masks import And, Band, Join, Keep, Mask, Not, Or, SameSegment
 from attn_graph.spec import TensorSpec
 
-AT_ONCE = 2**15  # runs held at a time; of more PyTorch wakes its threads, which takes longer
+AT_ONCE = 2**15 - 1  # numbers at a time; for more PyTorch wakes its threads, which takes longer
 MOST_OPEN = 2**22  # runs of a block in which a leaf leaves all keys open, however few its rows
 MOST_EDGES = 512  # of data along the keys; with more, blocks of queries are asked
 

@@ -45,7 +45,7 @@ def kinds(mask: Mask, problem: Problem, tiling: Tiling) -> torch.Tensor:
 
 def listed(kinds: torch.Tensor) -> torch.Tensor:
     """A list for each row: how many are full, how many mixed, then the full, then the mixed."""
-    rows = max(1, AT_ONCE // max(1, kinds.shape[1]))
+    rows = max(1, AT_ONCE // (2 + kinds.shape[1]))
     return torch.cat([*map(listed_at_once, kinds.split(rows))])
 
 
