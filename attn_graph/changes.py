@@ -18,8 +18,8 @@ from attn_graph.errors import GraphError
 from attn_graph.ir import Eqn, Graph
 from attn_graph.modifiers import Modifier
 from attn_graph.passes import simplify
-from attn_graph.spec import FLOATS, NAMES, TensorSpec, dense_strides, memory_order
-from attn_graph.vjp import backward, result_spec
+from attn_graph.spec import NAMES, TensorSpec, dense_strides, memory_order
+from attn_graph.vjp import backward, result_spec, wanted_inputs
 
 PAIRS = 2  # so many changes at a time are tried in every combination; more, one after another
 STEP = 8  # head sizes that kernels take are multiples of it
@@ -37,9 +37,12 @@ class Question:
     through_lse: bool = True
 
     @classmethod
-    def of(cls, graph: Graph, options: Options) -> Question:
-        floating = tuple(i.name for i in graph.inputs if i.spec.dtype in FLOATS)
-        return cls(graph, options, floating)
+    def of(
+        cls, graph: Graph, options: Options, wants: Sequence[str] | None = None
+    ) -> Question:
+        """By every floating input, unless told by which. Raises GraphError for what is none."""
+        inputs = wanted_inputs(graph, wants)
+        return cls(graph, options, tuple(graph.inputs[n].name for n in inputs))
 
     def forward(self) -> Graph:
         return simplified(self.graph)
@@ -209,6 +212,16 @@ def wide(size: int) -> Respec:
     return change
 
 
+def headed(heads: int) -> Respec:
+    """Another number of heads, without gaps."""
+
+    def change(spec: TensorSpec) -> TensorSpec:
+        shape = (spec.shape[0], heads, *spec.shape[2:])
+        return TensorSpec(shape, spec.dtype, dense_strides(shape, order_of(spec)))
+
+    return change
+
+
 def cast(dtype: torch.dtype) -> Respec:
     return lambda spec: TensorSpec(spec.shape, dtype, spec.strides)
 
@@ -250,9 +263,12 @@ def joined(names: Sequence[str]) -> str:
 
 
 def size_edits(specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, Edit]]:
-    """Head sizes with zeros up to what kernels take, or up to each other."""
+    """Head sizes with zeros up to what kernels take, or up to each other; heads repeated."""
     if not {"q", "k", "v"} <= specs.keys():
         return
+    H = specs["q"].shape[1]
+    if specs["k"].shape[1] != H:
+        yield f"k and v repeated for all {H} heads", respec({"k": headed(H), "v": headed(H)})
     D, E = specs["q"].shape[-1], specs["v"].shape[-1]
     for d, e in dict.fromkeys(((up(D), up(E)), (up(max(D, E)), up(max(D, E))))):
         if (d, e) != (D, E):

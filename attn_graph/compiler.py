@@ -114,10 +114,12 @@ def explain(
     precision: Precision | None = None,
     max_workspace: int | str | None = None,
     store: Store | bool = True,
+    wants: Sequence[str] | None = None,
 ) -> Explanation:
     """Who would run `graph`, and its gradient, on `target`; why; and what it would cost.
 
-    Arguments as those of `compile`. Builds and compiles nothing, and takes some milliseconds.
+    Arguments as those of `compile`. wants: the inputs to differentiate by, by default all of a
+    floating dtype; `()` where nothing is trained, which leaves the backward out. Builds and compiles nothing, and takes some milliseconds.
     Raises nothing where all backends refuse: the explanation's backend is None then. For each
     reason against it names the changes of the graph that lift it, and for each backend that
     refuses the least change after which it takes the graph, which is a graph to compile.
@@ -129,7 +131,7 @@ def explain(
         store=default_store() if store is True else store or None,
         **constraints(place, read(), shunned, deterministic, precision, max_workspace),
     )
-    return explained(graph, place, options, None if among is None else named(among))
+    return explained(graph, place, options, None if among is None else named(among), wants)
 
 
 def constraints(

@@ -51,7 +51,7 @@ class Memory:
 
     def told(self, pass_: str, count: int) -> str:
         return (
-            f"(the built plan tells) {pass_}" if pass_ in self.untold else f"{shown(count)} {pass_}"
+            f"{pass_} told by the built plan" if pass_ in self.untold else f"{shown(count)} {pass_}"
         )
 
 

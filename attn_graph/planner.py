@@ -100,6 +100,8 @@ def choose(
     first = able[0]
     if len(able) == 1:
         cause = "it is the only one that takes the graph"
+    elif first is not ordered[0]:
+        cause = "it comes first of those that take the graph"
     choice = Choice(first, cause, refusals, tuple(b.name for b in able[1:]))
     if choice.is_fallback:
         fallen(graph, options, refusals)
@@ -133,7 +135,7 @@ def preference(graph: Graph, target: Target) -> tuple[Sequence[Backend], str]:
         ), f"it is the faster for {dtype} {pass_} on this kind of CPU"
     if target.kind == "cuda" and not 90 <= target.sm < 110:
         rest = [b for b in BACKENDS if b is not triton_flash.BACKEND]
-        return (triton_flash.BACKEND, *rest), "cuDNN's kernels for this kind of GPU are the slower"
+        return (triton_flash.BACKEND, *rest), "it comes before cuDNN on this kind of GPU"
     return BACKENDS, "it comes first in the order of preference"
 
 

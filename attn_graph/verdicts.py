@@ -20,21 +20,31 @@ Among = Sequence[Backend] | None
 Read = Callable[[Question], Graph]  # the graph of a question that is looked at: either pass
 
 
-def explained(graph: Graph, target: Target, options: Options, among: Among) -> Explanation:
-    """Both passes of a graph, with what would lift the refusals, and what it costs."""
-    question = Question.of(graph, options)
+def explained(
+    graph: Graph,
+    target: Target,
+    options: Options,
+    among: Among,
+    wants: Sequence[str] | None = None,
+) -> Explanation:
+    """Both passes of a graph, with what would lift the refusals, and what it costs.
+
+    wants: the inputs to differentiate by, by default all floating ones; none: there is one pass.
+    """
+    question = Question.of(graph, options, wants)
     simple = question.forward()
     forward, ahead = verdict(question, Question.forward, target, among)
     backward, behind, gradients = None, None, 0
     if question.wants and not is_gradient(simple):
         backward, behind = verdict(question, Question.backward, target, among)
         gradients = sum(t.bytes for t in backward.graph.output_types)
+    costs = cost(simple, target)
     return evolve(
         forward,
         backward=backward,
         tiles=tuple(tiles_of(simple)),
         memory=needed(simple, gradients, ahead, behind),
-        cost=cost(simple, target),
+        cost=evolve(costs, backward=costs.backward if backward else None),
     )
 
 

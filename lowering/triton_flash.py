@@ -131,13 +131,18 @@ def notes(flash: Flash, precision: Precision) -> Iterator[str]:
     for launch in flash.launches:
         sizes = [str(launch.fixed[n]) for n in ("BLOCK_M", "BLOCK_N") if n in launch.fixed]
         tile = f"tiles of {' x '.join(sizes)}, " if len(sizes) == 2 else ""
-        work = f"{launch.warps} warps, {launch.stages} stages"
-        yield f"{launch.kernel}: {launch.grid} programs, {tile}{work}"
+        work = f"{launch.warps} warps, {counted(launch.stages, 'stage')}"
+        yield f"{launch.kernel}: {counted(launch.grid, 'program')}, {tile}{work}"
     for name, spec in flash.specs().items():
         if len(spec.shape) < 4:
             continue
         if not copies_ahead(spec):
             yield f"{name} {spec} is read without copies ahead: rows don't begin on 16 bytes"
+
+
+def counted(number: int, noun: str) -> str:
+    """ "1 stage", "2 stages"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def copies_ahead(spec: TensorSpec) -> bool:

@@ -182,4 +182,4 @@ def test_explaining_builds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.backend == "cudnn"
     assert found.memory is not None
     assert found.memory.untold == ("forward",)
-    assert "workspace (the built plan tells) forward" in str(found)
+    assert "workspace forward told by the built plan" in str(found)
