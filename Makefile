@@ -10,8 +10,10 @@ PYTEST := $(BIN)/pytest -n $(JOBS) -m "not gpu"
 # Triton interprets kernels or compiles them, whichever it was imported for: two runs.
 INTERPRETED := tests/test_lowering.py tests/test_triton.py
 TRITONS ?= 3.6.0 3.7.1 3.9.0
+CUDNNS ?= 9.19.0.56
+PLANNED := tests/test_cudnn_grid.py
 
-.PHONY: venv demo test deep tritons kernel-report lint bench clean
+.PHONY: venv demo test deep tritons kernel-report cudnns cudnn-report lint bench clean
 
 venv: .venv/installed
 
@@ -49,6 +51,25 @@ $(TRITONS:%=.tritons/%/tested): .tritons/%/tested: .tritons/%/installed
 kernel-report: venv
 	$(BIN)/python docs/kernels.py
 
+# All plans of cuDNN's grid under other versions of cuDNN, each in a venv of its own, and last
+# under the one in .venv.
+cudnns: venv $(CUDNNS:%=.cudnns/%/tested)
+	$(PYTEST) --every-plan $(PLANNED)
+
+.cudnns/%/installed: .venv/installed
+	$(BIN)/python -m venv --without-pip $(@D)
+	$(BIN)/python -m pip --python $(@D) install -q --no-deps -c constraints.txt \
+		nvidia-cuda-nvrtc nvidia-cudnn-frontend
+	$(BIN)/python -m pip --python $(@D) install -q --no-deps nvidia-cudnn-jit-cu13==$*
+	touch $@
+
+.PHONY: $(CUDNNS:%=.cudnns/%/tested)
+$(CUDNNS:%=.cudnns/%/tested): .cudnns/%/tested: .cudnns/%/installed
+	$(PYTEST) --every-plan --cudnn-python $(@D)/bin/python $(PLANNED)
+
+cudnn-report: venv $(CUDNNS:%=.cudnns/%/installed)
+	$(BIN)/python -m docs.cudnn $(CUDNNS:%=.cudnns/%/bin/python) $(BIN)/python
+
 lint: venv
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
@@ -59,5 +80,5 @@ bench: venv
 	$(BIN)/python benchmarks/cpu.py
 
 clean:
-	rm -rf build dist *.egg-info htmlcov .coverage* .hypothesis .*_cache .tritons
+	rm -rf build dist *.egg-info htmlcov .coverage* .hypothesis .*_cache .tritons .cudnns
 	find . -path ./.venv -prune -o -name __pycache__ -exec rm -rf {} +

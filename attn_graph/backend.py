@@ -33,13 +33,17 @@ class Options:
 
     precision: of products of float32 tensors: "ieee", or "tf32", which permits less and commands
     nothing. avoid: names of backends that are not to run. on_fallback: what happens where `math`
-    runs because every other backend refused. switches: PyTorch's own, as they stood.
+    runs because every other backend refused. switches: PyTorch's own, as they stood. tune: whether
+    the choice is by measurement; variant: which of its ways a backend is to lower, None being its
+    own choice.
     """
 
     deterministic: bool = False
     max_workspace: int | None = None
     workspace: Workspace = field(factory=default_workspace)
     store: Store | None = None
+    tune: bool = False
+    variant: str | None = None
     precision: Precision = "ieee"
     avoid: tuple[str, ...] = ()
     on_fallback: Fallback = "ignore"
@@ -123,6 +127,11 @@ class Executable:
         return Foreseen(self.workspace, self.temporary, self.notes)
 
 
+def no_variants(graph: Graph, target: Target, options: Options) -> tuple[str, ...]:
+    """A backend that has one way to lower each graph."""
+    return ()
+
+
 @final
 @frozen
 class Backend:
@@ -131,13 +140,15 @@ class Backend:
     why_not: every reason against a graph on a target, each a clause that completes "no, because
     it"; none means it takes the graph. lower: makes it run; called only where there is no reason,
     and raises RefusedError for one that shows only then. foresees: what it would need, if lowering
-    takes long; else it is lowered to see. All see the graph after all passes.
+    takes long; else it is lowered to see. variants: names of other ways to lower it, which tuning
+    measures. All see the graph after all passes.
     """
 
     name: str
     why_not: Callable[[Graph, Target, Options], Iterable[str]]
     lower: Callable[[Graph, Target, Options], Executable]
     foresees: Callable[[Graph, Target, Options], Foreseen] | None = None
+    variants: Callable[[Graph, Target, Options], Sequence[str]] = no_variants
 
     def foreseen(self, graph: Graph, target: Target, options: Options) -> Foreseen:
         """What running a graph that it takes would need."""

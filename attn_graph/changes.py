@@ -200,6 +200,10 @@ def option_edits(options: Options) -> Iterator[tuple[str, Edit]]:
         yield "max_workspace=None", reopt(max_workspace=None)
     if options.deterministic:
         yield "deterministic=False", reopt(deterministic=False)
+    if options.precision == "ieee":
+        yield 'precision="tf32"', reopt(precision="tf32")
+    if options.avoid:
+        yield "avoid nothing", reopt(avoid=())
 
 
 def reopt(**changed: Any) -> Edit:  # Any: fields of Options

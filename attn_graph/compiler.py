@@ -24,6 +24,7 @@ from attn_graph.store import Store, default_store
 from attn_graph.switches import Precision, Switches, read
 from attn_graph.target import Target
 from attn_graph.torch_ops import differentiable
+from attn_graph.tuning import tuned
 from attn_graph.verdicts import explained
 from attn_graph.vjp import backward, result_spec, wanted_inputs
 from attn_graph.workspace import Workspace, default_workspace
@@ -51,6 +52,7 @@ def compile(
     max_workspace: int | str | None = None,
     workspace: Workspace | None = None,
     store: Store | bool = True,
+    tune: bool = False,
 ) -> Plan:
     """The plan that runs `graph` on `target`, by default on this machine.
 
@@ -67,6 +69,9 @@ def compile(
     max_workspace: bytes, or text such as "1GiB", that neither pass may exceed in the workspace.
     workspace: the memory to run in, by default the one that all plans share.
     store: whether what takes long to build is kept on disk, and taken from there; or where.
+    tune: choose by measuring, on this machine, all backends that take the graph and the variants
+    that they have, of each pass when it is first asked for. Figures are stored, and measured once;
+    progress is shown in a terminal, and what is known at an interrupt is kept.
 
     Equal graphs give the same plan. Planning reads nothing but these arguments, the target, and
     PyTorch's switches, once, which are part of the cache's key; docs/torch-controls.md lists them.
@@ -78,7 +83,7 @@ def compile(
     found = read()
     asked = (
         graph, target, among, shunned, deterministic, precision, on_fallback, max_workspace,
-        workspace, store, found,
+        workspace, store, tune, found,
     )  # fmt: skip
     plan = calls.get(asked)
     if plan is None:
@@ -91,6 +96,7 @@ def compile(
             workspace=workspace or default_workspace(),
             store=default_store() if store is True else store or None,
             on_fallback=one_of("on_fallback", on_fallback, Fallback),
+            tune=tune,
             **constraints(place, found, shunned, deterministic, precision, max_workspace),
         )
         plan = planned(simplify(graph), place, options, among)
@@ -168,7 +174,8 @@ def one_of(name: str, value: Value, values: object) -> Value:
 
 
 def build(graph: Graph, target: Target, options: Options, among: Backends | None) -> Plan:
-    choice, executable = lowered(graph, target, options, None if among is None else named(among))
+    run_by = tuned if options.tune else lowered
+    choice, executable = run_by(graph, target, options, None if among is None else named(among))
 
     def gradient(
         wants: Sequence[int] | None = None, cotangents: Sequence[TensorSpec | None] | None = None

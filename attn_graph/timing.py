@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
 Job = Callable[[], object]
+Progress = Callable[[str], None]
 LEAST_ROUNDS, MOST_ROUNDS = 3, 50
 LEAST_SAMPLE = 1e-3  # seconds; shorter jobs are called as often as makes that, and divided
 
@@ -19,29 +20,40 @@ def medians(
     *,
     seconds: float = 0.5,
     device: torch.device | None = None,
-    progress: Callable[[str], None] | None = None,
+    progress: Progress | None = None,
 ) -> dict[str, float]:
-    """Seconds that a call of each job takes: its median over rounds in which every job runs once.
+    """Seconds that a call of each job takes: its median over the rounds of `samples`."""
+    taken: dict[str, list[float]] = {name: [] for name in jobs}
+    for name, each in samples(jobs, seconds=seconds, device=device, progress=progress):
+        taken[name].append(each)
+    return {name: statistics.median(each) for name, each in taken.items()}
+
+
+def samples(
+    jobs: Mapping[str, Job],
+    *,
+    seconds: float = 0.5,
+    device: torch.device | None = None,
+    progress: Progress | None = None,
+) -> Iterator[tuple[str, float]]:
+    """A job's name and the seconds of one call, over rounds in which every job runs once.
 
     Each job is called twice before, to warm up. Rounds go on until `seconds`, of all jobs
     together, have passed: at least 3, at most 50. device: where the jobs run; on a CUDA device
     its own events tell the time. progress: is told in words what goes on. Caches are warm: a job
     finds what it read last time where that fits.
     """
-    tell = progress or silently
-    calls = {}
+    tell, calls = progress or silently, {}
     for name, job in jobs.items():
         tell(f"{name}: warming up")
         calls[name] = often_enough(job, device)
-    taken: dict[str, list[float]] = {name: [] for name in jobs}
     start = time.perf_counter()
     for n in range(MOST_ROUNDS if jobs else 0):
         if n >= LEAST_ROUNDS and time.perf_counter() - start >= seconds:
             break
         for name, job in jobs.items():
             tell(f"{name}: run {n + 1}")
-            taken[name].append(sample(job, calls[name], device))
-    return {name: statistics.median(each) for name, each in taken.items()}
+            yield name, sample(job, calls[name], device)
 
 
 def silently(told: str) -> None:

@@ -69,7 +69,8 @@ def refusal(
     """A backend's reasons against one pass, with the changes that lift them."""
 
     def asks(other: Question) -> tuple[str, ...]:
-        return tuple(backend.why_not(read(other), target, other.options))
+        against = backend.why_not(read(other), target, other.options)
+        return (*other.options.avoided(backend.name), *against)
 
     lifts, smallest = lifting(question, reasons, asks)
     return Refusal(backend.name, reasons, lifts, smallest)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, final
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 Pass = Literal["forward", "query_gradient", "key_gradient"]
 ARCHS = (80, 90, 100)
@@ -46,6 +47,18 @@ def padded(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
+LEAST = 16  # queries or keys that matrix units take at a time
+
+# Other tilings than the table's, for those who measure: what becomes of each of a plan's.
+VARIANTS: dict[str, Callable[[Tiling], Tiling]] = {
+    "half the queries": lambda t: evolve(t, block_m=max(LEAST, t.block_m // 2)),
+    "half the keys": lambda t: evolve(t, block_n=max(LEAST, t.block_n // 2)),
+    "twice the queries": lambda t: evolve(t, block_m=2 * t.block_m),
+    "twice the keys": lambda t: evolve(t, block_n=2 * t.block_n),
+    "half the warps": lambda t: evolve(t, warps=max(4, t.warps // 2)),
+    "a stage less": lambda t: evolve(t, stages=max(1, t.stages - 1)),
+    "a stage more": lambda t: evolve(t, stages=t.stages + 1),
+}
 INTERPRETED = Tiling(32, 32, 4, 1)
 DELTA = Tiling(64, 0, 4, 1)  # reads rows once, and no keys
 LISTS = Tiling(0, 0, 4, 1)  # the kernels that make lists, of whatever tiles

@@ -132,4 +132,12 @@ def described_for(graph: Graph, target: Target, options: Options) -> tuple[Probl
     return problem, case, call
 
 
-BACKEND = Backend("cudnn", why_not, lower, foresees)
+def variants(graph: Graph, target: Target, options: Options) -> tuple[str, ...]:
+    """The other plans that cuDNN proposes, by its names for them."""
+    from attn_graph.lowering.cudnn_plan import built
+
+    _, case, call = described_for(graph, target, options)
+    return built(call, target, (case.backend, case.frontend), options).plans[1:]
+
+
+BACKEND = Backend("cudnn", why_not, lower, foresees, variants)

@@ -34,19 +34,26 @@ class Declined(Exception):
         super().__init__(f"{stage}: {said}")
 
 
-def planned(call: Json, *, build: bool = True, **machine: Any) -> Any:  # Any: cuDNN's graph
-    """The frontend's graph of a call (see `Call.plain`), with its first plan built if wanted.
+def planned(
+    call: Json,
+    *,
+    build: bool = True,
+    plan: str | None = None,
+    **machine: Any,  # Any: cuDNN's, in and out
+) -> Any:  # Any: cuDNN's graph
+    """The frontend's graph of a call (see `Call.plain`), with a plan built if wanted.
 
-    machine: what `cudnn.pygraph` is told of where it will run: `handle`, or `sm_version` and
-    `device_property` where there is no device. Raises Declined where cuDNN says no: by one of the
-    three classes that it says so with, at one of the stages here.
+    plan: one of `names`, in place of the first, which cuDNN takes to be the best. machine: what
+    `cudnn.pygraph` is told of where it will run: `handle`, or `sm_version` and `device_property`
+    where there is no device. Raises Declined where cuDNN says no: by one of the three classes that
+    it says so with, at one of the stages here.
     """
     import cudnn
 
     reached = "declare"
     try:
         graph = declared(call, machine)
-        for stage, step in stages(graph, build):
+        for stage, step in stages(graph, build, plan):
             reached = stage
             step()
     except (cudnn.cudnnGraphNotSupportedError, ValueError, RuntimeError) as error:
@@ -54,7 +61,11 @@ def planned(call: Json, *, build: bool = True, **machine: Any) -> Any:  # Any: c
     return graph
 
 
-def stages(graph: Any, build: bool) -> Iterator[tuple[str, Callable[[], object]]]:  # Any: cuDNN's
+def stages(
+    graph: Any,  # Any: cuDNN's
+    build: bool,
+    plan: str | None,
+) -> Iterator[tuple[str, Callable[[], object]]]:
     import cudnn
 
     modes = [cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK]
@@ -62,6 +73,8 @@ def stages(graph: Any, build: bool) -> Iterator[tuple[str, Callable[[], object]]
     yield "build_operation_graph", graph.build_operation_graph
     yield "create_execution_plans", lambda: graph.create_execution_plans(modes)
     yield "check_support", graph.check_support
+    if plan is not None:
+        yield "select_plan", lambda: graph.select_plan(names(graph).index(plan))
     if build:
         policy = cudnn.build_plan_policy.HEURISTICS_CHOICE
         yield "build_plans", lambda: graph.build_plans(policy)
@@ -81,7 +94,7 @@ def declared(call: Json, machine: Json) -> Any:  # Any: cuDNN's graph
     outputs = {x["argument"]: x for x in call["outputs"]}
     given = [*call["inputs"], *(x for key, x in outputs.items() if key not in results)]
     tensors = {x["argument"]: tensor(graph, x) for x in given}
-    found = getattr(graph, name)(**tensors, **arguments(call["options"]))
+    found = getattr(graph, name)(**tensors, **arguments(graph, call))
     for key, result in zip(results, found, strict=True):
         shaped(result, outputs[key])
     for key in outputs.keys() & tensors.keys():
@@ -106,21 +119,52 @@ def shaped(result: Any, x: Json) -> None:  # Any: cuDNN's
     result.set_data_type(dtype(x["dtype"])).set_uid(x["uid"])
 
 
-def arguments(options: Json) -> dict[str, Any]:  # Any: cuDNN's enums
+def arguments(graph: Any, call: Json) -> dict[str, Any]:  # Any: cuDNN's
     """The options as the frontend takes them."""
     import cudnn
 
-    found = dict(options)
+    found = dict(call["options"])
     if align := found.get("diagonal_alignment"):
         found["diagonal_alignment"] = getattr(cudnn.diagonal_alignment, ALIGNMENTS[align])
+    if cap := found.pop("soft_cap", None):
+        cap_scores, cap_gradients = soft_cap(graph, cap)
+        found["score_mod"] = cap_scores
+        if call["name"] == "sdpa_backward":
+            found["score_mod_bprop"] = cap_gradients
     return found
 
 
-def told(graph: Any) -> dict[str, Any]:  # Any: cuDNN's graph, and JSON
+def soft_cap(graph: Any, cap: float) -> tuple[Callable[..., Any], Callable[..., Any]]:  # Any: same
+    """s -> cap tanh(s / cap), and its gradient: ds -> ds (1 - tanh(s / cap)^2)."""
+    import cudnn
+
+    number = cudnn.scalar_type.RUNTIME_PARAM
+    most, inverse = graph.tensor_scalar(cap, number), graph.tensor_scalar(1 / cap, number)
+    shares: list[Any] = []
+
+    def forward(inner: Any, s: Any) -> Any:
+        shares.append(inner.mul(a=s, b=inverse))
+        return inner.mul(a=inner.tanh(input=shares[-1]), b=most)
+
+    def backward(inner: Any, ds: Any) -> Any:
+        return inner.tanh_backward(loss=ds, input=shares[-1])
+
+    return forward, backward
+
+
+def names(graph: Any) -> list[str]:  # Any: cuDNN's
+    """The plans that cuDNN proposes, the best first as it takes them."""
+    return [graph.get_plan_name_at_index(n) for n in range(graph.get_execution_plan_count())]
+
+
+def told(graph: Any, plan: str | None = None) -> dict[str, Any]:  # Any: cuDNN's graph, and JSON
     """What cuDNN says of the plan that it built."""
-    _, knobs = graph.get_engine_and_knobs_at_index(0)
+    proposed = names(graph)
+    name = plan or proposed[0]
+    _, knobs = graph.get_engine_and_knobs_at_index(proposed.index(name))
     return {
-        "engine": graph.get_plan_name_at_index(0).partition("_")[0],
+        "plans": proposed,
+        "engine": name.partition("_")[0],
         "knobs": sorted([knob.name, value] for knob, value in knobs.items()),
         "notes": sorted(note.name for note in graph.get_behavior_notes()),
         "workspace": graph.get_workspace_size(),
@@ -135,14 +179,14 @@ def answer(request: Json, path: Path) -> dict[str, Any]:  # Any: JSON
     machine = {"sm_version": request["sm"], "device_property": device}
     start = time.perf_counter()
     try:
-        graph = planned(request["call"], build=request["build"], **machine)
+        graph = planned(request["call"], build=request["build"], plan=request["plan"], **machine)
     except Declined as error:
         return {"stage": error.stage, "said": error.said}
     seconds = time.perf_counter() - start
     if not request["build"]:
         return {"seconds": seconds}
     path.write_bytes(bytes(graph.serialize()))
-    return told(graph) | {"seconds": seconds}
+    return told(graph, request["plan"]) | {"seconds": seconds}
 
 
 def stand_in(path: str) -> None:

@@ -11,7 +11,7 @@ from attrs import frozen
 
 from attn_graph.lowering.cudnn_masks import Stated
 from attn_graph.lowering.problem import Problem
-from attn_graph.modifiers import Alibi, Bias
+from attn_graph.modifiers import Alibi, Bias, SoftCap
 from attn_graph.spec import NAMES, TensorSpec, dense_strides, memory_order
 
 Option = float | bool | str | None
@@ -98,8 +98,10 @@ def described(problem: Problem, *, padded: bool = False, deterministic: bool = F
     stated = statement(problem)
     assert stated is not None  # the table of limits said so
     lengths = tuple(length_slots(problem, stated, padded))
+    caps = [m.cap for m in problem.node.modifiers if isinstance(m, SoftCap)]
     options = {
         "attn_scale": problem.node.scale,
+        "soft_cap": caps[0] if caps else None,
         **band_options(stated),
         "use_alibi_mask": any(isinstance(m, Alibi) for m in problem.node.modifiers),
         "use_padding_mask": bool(lengths),

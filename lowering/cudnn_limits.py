@@ -6,22 +6,31 @@ Addresses are none either: that they are multiples of 16 bytes is checked when a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, Literal, final
+from collections.abc import Iterator
 
 import torch
-from attrs import frozen
 
-from attn_graph.lowering.cudnn_case import Case, Pass, Version
+from attn_graph.lowering.cudnn_case import Case, padded
 from attn_graph.lowering.cudnn_masks import problems
-from attn_graph.modifiers import Alibi, Bias
-from attn_graph.spec import NAMES, TensorSpec
-
-Says = Literal["no", "yes", "unasked"]
-BOTH: tuple[Pass, ...] = ("forward", "backward")
-BACKWARD: tuple[Pass, ...] = ("backward",)
-FORWARD: tuple[Pass, ...] = ("forward",)
-FIRST, LAST = (0, 0, 0), (999, 0, 0)
+from attn_graph.lowering.cudnn_rules import (
+    BACKWARD,
+    FIRST,
+    FORWARD,
+    Rule,
+    alibi_unmasked,
+    bias_column,
+    dtype_of,
+    foreign_alibi,
+    late_soft_cap,
+    left_of_diagonal,
+    loose_lse,
+    masked_soft_cap,
+    off_grid,
+    once,
+    other_modifiers,
+    split_rows,
+)
+from attn_graph.modifiers import Alibi, Bias, SoftCap
 
 # Where limits come from. The headers ship in the wheel of nvidia-cudnn-frontend, under
 # include/cudnn_frontend/node: version 1.28.0 was read.
@@ -31,110 +40,11 @@ HEADERS = f"{FORWARD_HEADER} and {BACKWARD_HEADER}"
 MEASURED = "planned without a device, cuDNN 9.20.0"
 MEANING = "what a graph means"
 
-Found = tuple[Any, ...]  # what a rule names in its sentence, once for each sentence
-
-
-@final
-@frozen
-class Rule:
-    """A limit: what is against a case, in words that complete "no, because it".
-
-    found: what each sentence tells; empty where nothing is wrong. sentence: a format of `it`, one
-    of the found, `c`, the case, and `p`, its problem. The rule holds for these passes, in these
-    compute capabilities and versions, ends not included. says: what cuDNN itself says to what the
-    rule refuses: "no"; "yes", but it computes wrongly or nobody vouches that it doesn't; or
-    "unasked", since it has no words for it, or crashes.
-    """
-
-    name: str
-    found: Callable[[Case], Found]
-    sentence: str
-    source: str
-    passes: tuple[Pass, ...] = BOTH
-    sm: tuple[int, int] = (0, 1000)
-    backend: tuple[Version, Version] = (FIRST, LAST)
-    frontend: tuple[Version, Version] = (FIRST, LAST)
-    says: Says = "no"
-
-    def holds(self, c: Case) -> bool:
-        """Whether the rule speaks of the case's pass, compute capability and versions."""
-        return (
-            c.pass_ in self.passes
-            and self.sm[0] <= c.sm < self.sm[1]
-            and self.backend[0] <= c.backend < self.backend[1]
-            and self.frontend[0] <= c.frontend < self.frontend[1]
-        )
-
-    def reasons(self, c: Case) -> Iterator[str]:
-        if self.holds(c):
-            for it in self.found(c):
-                yield self.sentence.format(it=it, c=c, p=c.problem)
-
 
 def reasons(case: Case) -> Iterator[str]:
     """Every reason why cuDNN does not take a case; none means that it plans and is right."""
     for rule in RULES:
         yield from rule.reasons(case)
-
-
-def dtype_of(spec: TensorSpec | None, *fitting: torch.dtype) -> Found:
-    """The dtype of an operand that is there and of none that fits."""
-    return () if spec is None or spec.dtype in fitting else (NAMES[spec.dtype],)
-
-
-def once(condition: object) -> Found:
-    """One sentence, where the condition holds."""
-    return (condition,) if condition else ()
-
-
-def other_modifiers(c: Case) -> Found:
-    kinds = dict.fromkeys(type(m) for m in c.problem.node.modifiers)
-    return tuple(kind.__name__ for kind in kinds if kind not in (Bias, Alibi))
-
-
-def foreign_alibi(c: Case) -> Found:
-    """ALiBi whose slopes or whose diagonal are not those that cuDNN has built in."""
-    all_alibi = [m for m in c.problem.node.modifiers if isinstance(m, Alibi)]
-    slopes = ["slopes of its own" for m in all_alibi if not m.default]
-    return (*slopes, *(f'align="{m.align}"' for m in all_alibi if m.align != "top_left"))
-
-
-def alibi_unmasked(c: Case) -> Found:
-    causal = c.diagonal.right == 0 and c.diagonal.align == "top_left"
-    return once(c.has(Alibi) and not causal and str(c.problem.node.mask))
-
-
-def left_of_diagonal(c: Case) -> Found:
-    """A left bound beyond the query's own place."""
-    left = c.diagonal.left
-    return once(left is not None and left < 1 and c.problem.node.mask)
-
-
-def split_rows(c: Case) -> Found:
-    return tuple((n, x) for n, x in c.specs.items() if n != "lse" and not x.unit_last)
-
-
-def off_grid(c: Case) -> Found:
-    """Operands with rows that start off a multiple of 16 bytes."""
-    return tuple((n, x) for n, x in c.specs.items() if n != "lse" and misaligned(x))
-
-
-def misaligned(spec: TensorSpec) -> bool:
-    return any(s * spec.dtype.itemsize % 16 for s in spec.strides[:-1])
-
-
-def loose_lse(c: Case) -> Found:
-    lse = c.specs.get("lse")
-    return once(lse is not None and not lse.is_dense and lse)
-
-
-def bias_column(c: Case) -> Found:
-    """A bias that is the same for all keys, unless it lies there head by head."""
-    if c.bias is None or c.bias.shape[3] > 1:
-        return ()
-    B, H, M, _ = c.bias.shape
-    by_head = M == 1 and (c.bias.strides[1] == 1 or B == H == 1)
-    return () if by_head else (c.bias,)
 
 
 LONGER = "M = {p.M}, N = {p.N}"
@@ -189,7 +99,7 @@ RULES = (
     Rule(
         "modifiers",
         other_modifiers,
-        "has no rule for {it}; the modifiers it has one for are Bias and Alibi",
+        "has no rule for {it}; the modifiers it has one for are SoftCap, Bias and Alibi",
         MEANING,
         says="unasked",
     ),
@@ -199,6 +109,53 @@ RULES = (
         "adds one bias, and the graph has {it}",
         MEANING,
         says="unasked",
+    ),
+    Rule(
+        "soft_caps",
+        lambda c: once(c.has(SoftCap) > 1 and c.has(SoftCap)),
+        "caps scores once, and the graph has {it} soft caps",
+        MEANING,
+        says="unasked",
+    ),
+    Rule(
+        "soft_cap_order",
+        late_soft_cap,
+        "caps scores before a bias is added, and the graph caps them later",
+        MEANING,
+        says="unasked",
+    ),
+    Rule(
+        "soft_cap_mask",
+        masked_soft_cap,
+        "caps scores without any mask or ALiBi, and the mask is {it}",
+        f"{HEADERS}: score_mod excludes them",
+    ),
+    *(
+        Rule(
+            f"soft_cap_{name}",
+            lambda c: once(c.has(SoftCap)),
+            "goes back through a soft cap on sm_90 to sm_109, and the target has sm_{c.sm}",
+            MEASURED,
+            BACKWARD,
+            sm=sm,
+        )
+        for name, sm in (("ampere", (80, 90)), ("others", (110, 1000)))
+    ),
+    Rule(
+        "soft_cap_bias_gradient",
+        lambda c: once(c.has(SoftCap) and c.wants("bias")),
+        "gives no gradient of a bias beside a soft cap, and it is wanted",
+        MEASURED,
+        BACKWARD,
+    ),
+    Rule(
+        "soft_cap_way_round",
+        lambda c: once(c.has(SoftCap) and padded(c)),
+        "goes back through such lengths right only under a padding mask, which excludes a soft "
+        "cap, and " + LONGER,
+        "the errors that `padded` of cudnn_case.py goes round",
+        BACKWARD,
+        says="yes",
     ),
     Rule(
         "alibis",

@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.util import find_spec
@@ -24,6 +25,7 @@ from attn_graph.target import Target
 
 COMPILERS = ("cc", "gcc", "clang")
 SOURCE = Path(__file__).with_name("stand_in.c")
+ONE_AT_A_TIME = threading.Lock()
 
 
 @final
@@ -47,14 +49,17 @@ def asked(
     sm: int,
     *,
     build: bool = True,
+    plan: str | None = None,
     python: str = sys.executable,
 ) -> tuple[tuple[Version, Version], list[Answer]]:
     """cuDNN's version and its frontend's, and its answer to each call for a device.
 
-    device: its description, as `description` writes it. python: what runs cuDNN. Raises
-    RefusedError where no such process can be had, RuntimeError where it dies.
+    device: its description, as `description` writes it. plan: see `cudnn_builder.planned`.
+    python: what runs cuDNN. Raises RefusedError where no such process can be had, RuntimeError
+    where it dies.
     """
-    requests = [{"call": c, "device": device, "sm": sm, "build": build} for c in calls]
+    asks = {"device": device, "sm": sm, "build": build, "plan": plan}
+    requests = [{"call": call, **asks} for call in calls]
     with TemporaryDirectory() as folder:
         Path(folder, "requests.json").write_text(json.dumps(requests))
         program = (python, "-P", cudnn_builder.__file__, driver(), folder)
@@ -96,7 +101,10 @@ def check_frontend() -> None:
 
 def driver() -> str:
     """The library that stands in for the GPU's driver; "-" where there is a real one."""
-    return "-" if has_driver() else str(Path(compiled().name, "libcuda.so.1"))
+    if has_driver():
+        return "-"
+    with ONE_AT_A_TIME:  # a second folder would be deleted while the first asker reads in it
+        return str(Path(compiled().name, "libcuda.so.1"))
 
 
 def compiler() -> str | None:

@@ -20,7 +20,7 @@ from attn_graph.lowering.cudnn_offline import asked, check_frontend, description
 from attn_graph.target import Target
 
 LOG = logging.getLogger("attn_graph")
-FORM = 1  # of what is stored; another number makes misses of what was stored before
+FORM = 2  # of what is stored; another number makes misses of what was stored before
 READ_BY_CUDNN = "CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT"  # the one variable that changes its plans
 
 
@@ -29,10 +29,12 @@ READ_BY_CUDNN = "CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT"  # the one variable tha
 class Built:
     """A plan that cuDNN built, with what it told of it.
 
-    engine, knobs: which of its kernels, in its own terms. workspace: bytes. seconds: it took to
-    build. data: the plan as cuDNN reads it back.
+    plans: all that cuDNN proposed, by its names for them. engine, knobs: which of its kernels, in
+    its own terms. workspace: bytes. seconds: it took to build. data: the plan as cuDNN reads it
+    back.
     """
 
+    plans: tuple[str, ...]
     engine: str
     knobs: tuple[tuple[str, int], ...]
     notes: tuple[str, ...]
@@ -43,14 +45,16 @@ class Built:
     @classmethod
     def of(cls, told: Mapping[str, Any], data: bytes) -> Built:  # Any: JSON
         knobs = tuple((name, value) for name, value in told["knobs"])
+        lists = tuple(told["plans"]), tuple(told["notes"])
         return cls(
-            told["engine"], knobs, tuple(told["notes"]), told["workspace"], told["seconds"], data
+            lists[0], told["engine"], knobs, lists[1], told["workspace"], told["seconds"], data
         )
 
     @property
     def packed(self) -> bytes:
         """A line of JSON, then the plan."""
         told = {
+            "plans": self.plans,
             "engine": self.engine,
             "knobs": self.knobs,
             "notes": self.notes,
@@ -81,9 +85,10 @@ def built(call: Call, target: Target, versions: tuple[Version, Version], options
         return kept
     check_frontend()
     here = is_here(target)
-    found = build_here(call) if here else build_away(call, device, target.sm, versions)
+    plan = options.variant
+    found = build_here(call, plan) if here else build_away(call, device, target.sm, versions, plan)
     if options.store:
-        options.store.put(key_of(call, device, versions), found.packed)
+        options.store.put(key_of(call, device, versions, plan), found.packed)
     return found
 
 
@@ -91,7 +96,11 @@ def stored(
     call: Call, target: Target, versions: tuple[Version, Version], options: Options
 ) -> Built | None:
     """The plan, if the store has it."""
-    kept = options.store.get(key_of(call, place(target), versions)) if options.store else None
+    kept = (
+        options.store.get(key_of(call, place(target), versions, options.variant))
+        if options.store
+        else None
+    )
     return None if kept is None else Built.unpacked(kept)
 
 
@@ -104,13 +113,16 @@ def place(target: Target) -> str:
     return present() if is_here(target) else description(target)
 
 
-def key_of(call: Call, device: str, versions: tuple[Version, Version]) -> str:
+def key_of(
+    call: Call, device: str, versions: tuple[Version, Version], plan: str | None = None
+) -> str:
     """All that a plan depends on, as a text."""
     told = {
         "form": FORM,
         "call": call.plain,
         "device": json.loads(device),
         "versions": versions,
+        "plan": plan,
         READ_BY_CUDNN: os.environ.get(READ_BY_CUDNN),
     }
     return f"cudnn {json.dumps(told, sort_keys=True)}"
@@ -125,24 +137,30 @@ def present() -> str:
     return bytes(properties.serialize()).decode()
 
 
-def build_here(call: Call) -> Built:
+def build_here(call: Call, plan: str | None) -> Built:
     """Build for the machine's own GPU."""
     from attn_graph.lowering.cudnn_run import handle
 
     device = torch.device("cuda", torch.cuda.current_device())
     start = time.perf_counter()
     try:
-        graph = cudnn_builder.planned(call.plain, handle=handle(device))
+        graph = cudnn_builder.planned(call.plain, plan=plan, handle=handle(device))
     except cudnn_builder.Declined as error:
         raise declined(str(error)) from error
     seconds = time.perf_counter() - start
-    told = cudnn_builder.told(graph) | {"seconds": seconds}
+    told = cudnn_builder.told(graph, plan) | {"seconds": seconds}
     return Built.of(told, bytes(graph.serialize()))
 
 
-def build_away(call: Call, device: str, sm: int, versions: tuple[Version, Version]) -> Built:
+def build_away(
+    call: Call,
+    device: str,
+    sm: int,
+    versions: tuple[Version, Version],
+    plan: str | None = None,
+) -> Built:
     """Build for a GPU that is not there."""
-    found, (answer,) = asked([call.plain], device, sm)
+    found, (answer,) = asked([call.plain], device, sm, plan=plan)
     if found != versions:
         raise RefusedError(
             f"plans with cuDNN {dotted(found[0])} and frontend {dotted(found[1])} here, and the "

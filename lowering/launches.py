@@ -9,6 +9,7 @@ from typing import Any, final
 
 from attrs import frozen
 
+from attn_graph.backend import RefusedError
 from attn_graph.lowering.device_code import compiled
 
 HOMES = {
@@ -27,6 +28,13 @@ Tensors = Mapping[str, Any]  # tensors by name, tuples of them, or what stands f
 @cache
 def kernel(name: str) -> Any:  # Any: a function of Triton
     return getattr(import_module(f"attn_graph.kernels.{HOMES[name]}"), name)
+
+
+@cache
+def out_of_resources() -> Any:  # Any: a class of Triton's
+    from triton.runtime.errors import OutOfResources
+
+    return OutOfResources
 
 
 @cache
@@ -79,4 +87,11 @@ class Launch:
         return {**pointers, **self.fixed, **functions, **options}
 
     def __call__(self, tensors: Tensors) -> None:
-        kernel(self.kernel)[(self.grid,)](**self.arguments(tensors))
+        """Raises RefusedError where the GPU has not what the tiles need: those of the table fit."""
+        try:
+            kernel(self.kernel)[(self.grid,)](**self.arguments(tensors))
+        except out_of_resources() as error:
+            raise RefusedError(
+                f"needs {error.required} of {error.name} for its tiles, of which the GPU has "
+                f"{error.limit}"
+            ) from error

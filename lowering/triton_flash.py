@@ -71,7 +71,7 @@ def plan_reasons(problem: Problem, target: Target, options: Options) -> Iterator
     from attn_graph.lowering.symbols import Untraceable
 
     try:
-        plan = planned(problem, target, options.precision)
+        plan = planned(problem, target, options.precision, options.variant)
     except Untraceable as error:
         yield f"has to trace the mask and the modifiers into a kernel, and could not: {error}"
         return
@@ -80,17 +80,17 @@ def plan_reasons(problem: Problem, target: Target, options: Options) -> Iterator
 
 
 @lru_cache(maxsize=256)
-def planned(problem: Problem, target: Target, precision: Precision) -> Flash:
+def planned(problem: Problem, target: Target, precision: Precision, variant: str | None) -> Flash:
     """What `why_not` and `lower` both ask for."""
     from attn_graph.lowering.triton_plan import Flash
 
-    return Flash.plan(problem, target, precision)
+    return Flash.plan(problem, target, precision, variant)
 
 
 def lower(graph: Graph, target: Target, options: Options) -> Executable:
     problem = sole(graph)
     assert problem is not None  # why_not said so
-    flash = planned(problem, target, options.precision)
+    flash = planned(problem, target, options.precision, options.variant)
     call = Call(flash, graph, options)
     run = call.forward if problem.grad is None else call.backward
     return Executable(
@@ -246,4 +246,11 @@ def sink_gradient(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -
     return share.mul_(delta).sum((0, 2)).neg_().to(sinks.dtype)
 
 
-BACKEND = Backend("triton", why_not, lower)
+def variants(graph: Graph, target: Target, options: Options) -> tuple[str, ...]:
+    """Other tile shapes, warps and stages than the table's, each of one kind of change."""
+    from attn_graph.kernels.tiles import VARIANTS
+
+    return tuple(VARIANTS)
+
+
+BACKEND = Backend("triton", why_not, lower, variants=variants)

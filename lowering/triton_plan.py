@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from attrs import field, frozen
 
-from attn_graph.kernels.tiles import DELTA, LISTS, Pass, Tiling, padded, tiling
+from attn_graph.kernels.tiles import DELTA, LISTS, VARIANTS, Pass, Tiling, padded, tiling
 from attn_graph.lowering.device_code import LONG, Collected, DeviceCode, Tracer, read
 from attn_graph.lowering.launches import Launch, check_interpreter
 from attn_graph.lowering.problem import Problem
@@ -41,15 +41,22 @@ class Flash:
     target: Target
     code: DeviceCode
     precision: Precision = "ieee"  # of products of float32
+    variant: str | None = None  # of the table's tilings, one of VARIANTS
     launches: list[Launch] = field(factory=list)
     buffers: dict[str, Buffer] = field(factory=dict)
     tables: dict[str, torch.Tensor] = field(factory=dict)
 
     @classmethod
-    def plan(cls, problem: Problem, target: Target, precision: Precision = "ieee") -> Flash:
+    def plan(
+        cls,
+        problem: Problem,
+        target: Target,
+        precision: Precision = "ieee",
+        variant: str | None = None,
+    ) -> Flash:
         """Raises Untraceable where the mask or a modifier can't be made a kernel's."""
-        fits = takes_tf32(problem, target.sm)
-        found = cls(problem, target, Tracer.of(problem).code(), precision if fits else "ieee")
+        best = precision if takes_tf32(problem, target.sm) else "ieee"
+        found = cls(problem, target, Tracer.of(problem).code(), best, variant)
         if problem.grad is None:
             found.forward()
         else:
@@ -64,9 +71,10 @@ class Flash:
 
     def tiling(self, pass_: Pass) -> Tiling:
         p = self.problem
-        return tiling(
+        found = tiling(
             self.target.sm, p.dtype.itemsize, padded(max(p.D, p.E)), pass_, bool(p.node.modifiers)
         )
+        return found if self.variant is None else VARIANTS[self.variant](found)
 
     def common(self) -> Fixed:
         """Sizes and constants."""

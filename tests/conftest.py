@@ -1,6 +1,7 @@
 """What all tests share: hypothesis profiles, goldens, and where a test can run."""
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,8 +24,13 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`pytest --update-golden` writes the goldens instead of comparing with them."""
+    """`pytest --update-golden` writes the goldens instead of comparing with them.
+
+    The others are for tests/test_cudnn_grid.py.
+    """
     parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden")
+    parser.addoption("--cudnn-python", default=sys.executable, help="whose cuDNN to ask")
+    parser.addoption("--every-plan", action="store_true", help="build all of the grid's plans")
 
 
 def pytest_configure() -> None:

@@ -58,12 +58,27 @@ def scores(options: Options, given: Named) -> Tensor:
     k = plain.per_head(given["k"], q.shape[1])
     scale = options["attn_scale"]
     assert isinstance(scale, float)
-    s = scale * (q @ k.mT) + given.get("bias", torch.zeros(()))
+    s = capped(options, scale * (q @ k.mT)) + given.get("bias", torch.zeros(()))
     i, j = torch.arange(s.shape[2])[:, None], torch.arange(s.shape[3])
     if options.get("use_alibi_mask"):
         slopes = torch.tensor(plain.slopes_of(s.shape[1]), dtype=s.dtype)
         s = s + slopes[:, None, None] * (j - i)
     return s.masked_fill(~kept(options, given, i, j), -INF)
+
+
+def capped(options: Options, s: Tensor) -> Tensor:
+    cap = options.get("soft_cap")
+    return cap * torch.tanh(s / cap) if isinstance(cap, float) else s
+
+
+def slope(options: Options, given: Named) -> Tensor:
+    """What the soft cap leaves of a gradient by the scores."""
+    cap, scale = options.get("soft_cap"), options["attn_scale"]
+    if not isinstance(cap, float):
+        return torch.ones(())
+    assert isinstance(scale, float)
+    s = scale * (given["q"] @ plain.per_head(given["k"], given["q"].shape[1]).mT)
+    return 1 - torch.tanh(s / cap) ** 2
 
 
 def kept(options: Options, given: Named, i: Tensor, j: Tensor) -> Tensor:
@@ -101,9 +116,10 @@ def backward(options: Options, given: Named) -> dict[str, Tensor]:
     ds = p * (do @ v.mT - delta)
     scale = options["attn_scale"]
     assert isinstance(scale, float)
+    inner = scale * slope(options, given) * ds
     found = {
-        "dQ": scale * ds @ k,
-        "dK": per_group(scale * ds.mT @ q, G),
+        "dQ": inner @ k,
+        "dK": per_group(inner.mT @ q, G),
         "dV": per_group(p.mT @ do, G),
     }
     if "bias" in given:

@@ -433,6 +433,7 @@ def cudnn_options(
         "scale": draw(scales),
         "bias": None if bias is None else TensorSpec(bias, kind),
         "alibi": draw(maybe(st.just(True))) if mask == m.Causal() else None,
+        "soft_cap": draw(maybe(caps)) if mask is None and not lengths else None,
         "sinks": draw(maybe(specs(shape.full("h"), torch.float32))),
     } | {name: draw(length_specs(shape)) for name in sorted(lengths)}
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, final
 
 import pytest
 import torch
+from attrs import frozen
 
 import attn_graph as ag
 from attn_graph.canonical import canonical_mask
@@ -17,7 +18,7 @@ from attn_graph.lowering.cudnn_limits import RULES, reasons
 from attn_graph.lowering.cudnn_masks import Diagonal, Stated, problems
 from attn_graph.lowering.problem import Problem
 from attn_graph.masks import Band, KeyLengths, QueryLengths
-from attn_graph.modifiers import Alibi, Bias, SoftCap
+from attn_graph.modifiers import Alibi, Bias, Modifier, SoftCap
 from attn_graph.spec import TensorSpec
 
 HALF, FLOAT = torch.float16, torch.float32
@@ -81,9 +82,16 @@ def sinks(dtype: torch.dtype = FLOAT) -> dict[str, Any]:
     return {"sinks": True, "data": [TensorSpec((4,), dtype)]}
 
 
+@final
+@frozen
+class Foreign(Modifier):
+    """A modifier of one's own."""
+
+
 CAUSAL = Band(None, 0)
 BACK: dict[str, Any] = {"backward": True}
 PAPERS = Alibi(True, "top_left")
+CAP = SoftCap(30.0)
 ROWS = TensorSpec((2, 4, 256, 12), HALF, (4 * 256 * 16, 256 * 16, 16, 1))
 KEYS = TensorSpec((2, 2, 256, 12), HALF, (2 * 256 * 16, 256 * 16, 16, 1))
 SCALAR = TensorSpec((), torch.int64)
@@ -96,7 +104,20 @@ ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "frontend_pair": (BACK, {"frontend": (1, 26, 0)}),
     "dtype": ({"dtype": FLOAT}, {}),
     "sizes": ({"M": 0, "N": 4}, {}),
-    "modifiers": ({"modifiers": (SoftCap(30.0),)}, {}),
+    "modifiers": ({"modifiers": (Foreign(),)}, {}),
+    "soft_caps": ({"modifiers": (CAP, CAP)}, {}),
+    "soft_cap_order": (
+        {"modifiers": (Bias(), CAP), "data": [TensorSpec((1, 4, 256, 256), HALF)]},
+        {},
+    ),
+    "soft_cap_mask": ({"modifiers": (CAP,), "mask": CAUSAL}, {}),
+    "soft_cap_ampere": ({"modifiers": (CAP,), **BACK}, {"sm": 80}),
+    "soft_cap_others": ({"modifiers": (CAP,), **BACK}, {"sm": 120}),
+    "soft_cap_bias_gradient": (
+        {"modifiers": (CAP, Bias()), "data": [TensorSpec((1, 4, 256, 256), HALF)], **BACK},
+        {},
+    ),
+    "soft_cap_way_round": ({"modifiers": (CAP,), "N": 192, **BACK}, {}),
     "biases": (
         {"modifiers": (Bias(), Bias()), "data": [TensorSpec((1, 1, 1, 256), HALF)] * 2},
         {},
@@ -265,11 +286,12 @@ def test_a_call_prints_as_the_frontend_takes_it(golden: Any) -> None:
 def test_a_plan_tells_what_cudnn_says_on_a_machine_without_it() -> None:
     """By the table, for the versions that are there, or else for those of today."""
     x = TensorSpec((2, 4, 256, 72), HALF)
-    graph = ag.attention(x, x, x, mask=ag.Causal(), soft_cap=30.0)
+    graph = ag.attention(x, x, x, mask=ag.Causal(), dropout=0.5)
     libraries = (("nvidia-cudnn-frontend", "1.25.0"), ("nvidia-cudnn-cu13", "9.20.0.48"))
     target = ag.Target("h200", "cuda", 90, (), libraries)
     told = dict(ag.compile(graph, target=target, backends=("cudnn", "math")).refusals)["cudnn"]
-    assert told == ("has no rule for SoftCap; the modifiers it has one for are Bias and Alibi",)
+    (reason,) = told
+    assert reason.startswith("draws dropout from a generator of its own, and the graph's, of rate")
     with pytest.raises(ag.NoBackendError) as error:
         ag.compile(graph, target=ag.Target("v100", "cuda", 70), backends=("cudnn",))
     ((_, told),) = error.value.refusals

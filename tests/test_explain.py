@@ -52,12 +52,13 @@ def sides(found: Explanation) -> Iterator[tuple[str, Explanation]]:
     target=st.sampled_from(TARGETS),
     deterministic=st.booleans(),
     most=st.sampled_from([None, 0, 2**16]),
+    avoid=st.sampled_from([(), ("triton",), ("cudnn", "math")]),
 )
 @settings(max_examples=500)
 def test_refusals_have_reasons_takers_lower_and_ways_out_work(
-    graph: ag.Graph, target: Target, deterministic: bool, most: int | None
+    graph: ag.Graph, target: Target, deterministic: bool, most: int | None, avoid: tuple[str, ...]
 ) -> None:
-    options = Options(deterministic, most)
+    options = Options(deterministic, most, avoid=avoid)
     found = explained(graph, target, options, None)
     question = Question.of(graph, options)
     by_name = {backend.name: backend for backend in BACKENDS}
@@ -72,7 +73,8 @@ def test_refusals_have_reasons_takers_lower_and_ways_out_work(
             backend = by_name[each.backend]
 
             def asks(other: Question, backend: ag.Backend = backend, p: str = pass_) -> list[str]:
-                return [*backend.why_not(READS[p](other), target, other.options)]
+                against = backend.why_not(READS[p](other), target, other.options)
+                return [*other.options.avoided(backend.name), *against]
 
             assert asks(question) == [*each.reasons]
             by_text = dict(edits(question))
@@ -87,12 +89,12 @@ def test_refusals_have_reasons_takers_lower_and_ways_out_work(
 
 
 def test_nothing_is_raised_where_all_refuse() -> None:
-    graph = ag.attention(X, X, X, soft_cap=30.0)
+    graph = ag.attention(X, X, X, dropout=0.1)
     found = ag.explain(graph, target="h200", backends=("cudnn",))
     assert found.backend is None
     assert "no backend takes it: all refuse" in str(found)
     (refusal,) = found.refusals
-    assert str(refusal.smallest) == "no SoftCap"
+    assert str(refusal.smallest) == "no dropout"
 
 
 def test_the_smallest_change_is_a_graph_that_can_be_compiled() -> None:

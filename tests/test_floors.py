@@ -13,7 +13,7 @@ FLOORS = (  # top first; a name, or `package.*` for the package and all its modu
     ("attn_graph.cli.*",),
     ("attn_graph",),
     ("attn_graph.compiler", "attn_graph.torch_ops"),
-    ("attn_graph.verdicts",),
+    ("attn_graph.verdicts", "attn_graph.tuning"),
     ("attn_graph.planner",),
     ("attn_graph.lowering.*",),
     ("attn_graph.kernels.*",),
@@ -39,6 +39,7 @@ FLOORS = (  # top first; a name, or `package.*` for the package and all its modu
         "attn_graph.store",
     ),
     (
+        "attn_graph.timing",
         "attn_graph.devices",
         "attn_graph.ir",
         "attn_graph.spec",
@@ -46,7 +47,6 @@ FLOORS = (  # top first; a name, or `package.*` for the package and all its modu
         "attn_graph.keys",
         "attn_graph.switches",
         "attn_graph.philox",
-        "attn_graph.timing",
     ),
 )
 MODULES = found("*.py")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -162,3 +163,16 @@ def test_over_two_to_the_31_elements() -> None:
     )
     (alone,) = outputs_of(ag.compile(small, backends=("triton",)), (one, last, last))
     assert torch.equal(o[-1:], alone)
+
+
+def test_the_fastest_is_measured(tmp_path: Path) -> None:
+    """All backends and their variants, some of whose tiles may not fit: those are passed over."""
+    x = ag.TensorSpec((1, 4, 1024, 128), torch.bfloat16)
+    graph = ag.attention(x, x, x, mask=ag.Causal())
+    plan = ag.compile(graph, tune=True, store=ag.Store(tmp_path))
+    for each in (plan, plan.vjp):
+        assert each.cause.startswith("it was the fastest when measured here: ")
+        assert "triton, half the keys" in each.cause
+    tensors = tensors_for(graph, 0, "cuda")
+    for output, due in zip(outputs_of(plan, tensors), plain.expected(graph, tensors), strict=True):
+        due.check(output)

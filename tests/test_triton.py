@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph import ops
-from attn_graph.kernels.tiles import INTERPRETED
+from attn_graph.backend import Options
+from attn_graph.kernels.tiles import INTERPRETED, VARIANTS
 from attn_graph.keys import Block, Place
+from attn_graph.lowering import triton_flash
 from attn_graph.lowering.device_code import compiled
 from attn_graph.lowering.launches import check_interpreter
 from attn_graph.lowering.problem import Problem, sole
@@ -27,7 +29,7 @@ from attn_graph.lowering.triton_tiles import blocks, kinds
 from attn_graph.passes import simplify
 from attn_graph.philox import threshold
 from attn_graph.spec import TensorSpec
-from attn_graph.vjp import result_spec
+from attn_graph.vjp import backward, result_spec
 from tests import plain
 from tests.plain_masks import Where, kept
 from tests.strategies import Shape, cotangents_for, data_specs, masks, seeds, tensors_for
@@ -373,3 +375,24 @@ def test_a_plan_for_compiled_kernels_is_not_interpreted() -> None:
     check_interpreter(True)
     with pytest.raises(RuntimeError, match="TRITON_INTERPRET"):
         check_interpreter(False)
+
+
+# Variants
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_of_the_tiles_computes_the_same(variant: str) -> None:
+    x = TensorSpec((1, 2, 90, 16), torch.float32)
+    graph = ag.attention(x, x, x, mask=ag.Causal() & (ag.Window(40) | ag.Prefix(5)), stats=True)
+    simple = simplify(graph)
+    tensors, cotangents = tensors_for(graph, 1), cotangents_for(simple, 1)
+    cotangent_specs = [TensorSpec.like(d) for d in cotangents]
+    options = Options(variant=variant)
+    outputs, saved = triton_flash.lower(simple, CPU, options).run(*tensors)
+    for found, due in zip(outputs, plain.expected(graph, tensors), strict=True):
+        due.check(found)
+    back = backward(simple, (0, 1, 2), cotangent_specs)
+    gradients, _ = triton_flash.lower(back, CPU, options).run(*tensors, *saved, *cotangents)
+    dues = plain.expected_gradients(graph, tensors, cotangents)
+    for name, found in zip("qkv", gradients, strict=True):
+        dues[name].check(found)

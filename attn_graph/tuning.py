@@ -1,0 +1,196 @@
+"""Choice by measurement: which backend, and which of its ways, is the fastest on this machine."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import final
+
+import torch
+from attrs import evolve, frozen
+
+from attn_graph.backend import Backend, Executable, Options, RefusedError
+from attn_graph.cost import scaled
+from attn_graph.errors import GraphError
+from attn_graph.ir import Graph, Input
+from attn_graph.planner import BACKENDS, Choice, choose
+from attn_graph.spec import TensorSpec
+from attn_graph.target import Target
+from attn_graph.timing import Job, Progress, samples
+
+FORM = 1  # of what is stored; another number makes all be measured anew
+Figures = dict[str, float]  # seconds of a call, by candidate
+
+
+@final
+@frozen
+class Candidate:
+    """A backend, and which of its ways to lower a graph; None is its own choice."""
+
+    backend: Backend
+    variant: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.backend.name if self.variant is None else f"{self.backend.name}, {self.variant}"
+
+    def lower(self, graph: Graph, target: Target, options: Options) -> Executable:
+        return self.backend.lower(graph, target, evolve(options, variant=self.variant))
+
+
+def tuned(
+    graph: Graph, target: Target, options: Options, among: Sequence[Backend] | None
+) -> tuple[Choice, Executable]:
+    """The fastest of all that take the graph, by what is stored of them or measured now.
+
+    Figures are stored as they come: what was measured before an interrupt is not measured again.
+    Raises GraphError for a target that is not this machine, NoBackendError as `choose` does.
+    """
+    if target != Target.here():
+        raise GraphError(
+            f"tune: measures on this machine, {Target.here()}, and the target is {target}"
+        )
+    choice = choose(graph, target, options, among)
+    able = takers(choice, BACKENDS if among is None else among)
+    found = {c.name: c for b in able for c in candidates(b, graph, target, options)}
+    key = key_of(graph, target, options)
+    figures = recalled(key, options)
+    measure({n: c for n, c in found.items() if n not in figures}, graph, options, key, figures)
+    best = min((n for n in found if n in figures), key=figures.__getitem__, default="")
+    if not best:
+        return choice, choice.backend.lower(graph, target, options)
+    taken = found[best]
+    also = tuple(b.name for b in able if b is not taken.backend)
+    told = evolve(choice, backend=taken.backend, cause=cause(figures, found), also=also)
+    return told, taken.lower(graph, target, options)
+
+
+def takers(choice: Choice, among: Sequence[Backend]) -> list[Backend]:
+    """All that take the graph, in the order of preference."""
+    by_name = {backend.name: backend for backend in among}
+    return [choice.backend, *(by_name[name] for name in choice.also)]
+
+
+def candidates(
+    backend: Backend, graph: Graph, target: Target, options: Options
+) -> Iterator[Candidate]:
+    yield Candidate(backend)
+    try:
+        names = backend.variants(graph, target, options)
+    except RefusedError:  # it finds out only now, and finds the same when it is lowered
+        return
+    yield from (Candidate(backend, name) for name in names)
+
+
+def cause(figures: Figures, found: Mapping[str, Candidate]) -> str:
+    """Why the first is chosen: all figures, the fastest first."""
+    ranked = sorted((n for n in found if n in figures), key=figures.__getitem__)
+    told = ", ".join(f"{name} {scaled(figures[name], 's')}" for name in ranked)
+    return f"it was the fastest when measured here: {told}"
+
+
+# What is stored.
+
+
+def key_of(graph: Graph, target: Target, options: Options) -> str:
+    """All that the figures depend on, as a text."""
+    told = {
+        "form": FORM,
+        "graph": str(graph),
+        "target": str(target),
+        "libraries": target.libraries,
+        "machine": platform.node(),
+        "threads": torch.get_num_threads(),
+        "deterministic": options.deterministic,
+        "precision": options.precision,
+    }
+    return f"tune {json.dumps(told, sort_keys=True)}"
+
+
+def recalled(key: str, options: Options) -> Figures:
+    """What was measured before; nothing where that is not kept."""
+    data = options.store.get(key) if options.store else None
+    return {} if data is None else dict(json.loads(data))
+
+
+# Measuring.
+
+
+def measure(
+    found: Mapping[str, Candidate], graph: Graph, options: Options, key: str, figures: Figures
+) -> None:
+    """Add the seconds of each candidate to the figures, and keep them, even when interrupted."""
+    if not found:
+        return
+    from rich.console import Console
+
+    target = Target.here()
+    tensors = examples(graph, target.device)
+    taken: dict[str, list[float]] = {}
+    with Console(stderr=True).status("tuning") as status:
+        jobs = able_jobs(found, graph, target, options, tensors, status.update)
+        try:
+            for name, seconds in samples(jobs, device=target.device, progress=status.update):
+                taken.setdefault(name, []).append(seconds)
+        finally:
+            figures.update({name: statistics.median(each) for name, each in taken.items()})
+            if options.store and figures:
+                options.store.put(key, json.dumps(figures).encode())
+
+
+def able_jobs(
+    found: Mapping[str, Candidate],
+    graph: Graph,
+    target: Target,
+    options: Options,
+    tensors: Sequence[torch.Tensor],
+    progress: Progress,
+) -> dict[str, Job]:
+    """A job for each candidate that runs here: some find out only when they do."""
+    jobs: dict[str, Job] = {}
+    for name, candidate in found.items():
+        progress(f"{name}: building")
+        try:
+            run = candidate.lower(graph, target, options).run
+            run(*tensors)
+        except RefusedError:
+            continue
+        jobs[name] = lambda run=run: run(*tensors)  # type: ignore[misc]  # bound now
+    return jobs
+
+
+def examples(graph: Graph, device: torch.device) -> list[torch.Tensor]:
+    """Tensors as the graph declares them, with values that make the usual work: lengths are full,
+    all is of one segment, half of all flags are set, lse is that of scores near 0."""
+    random = torch.Generator().manual_seed(0)
+    sizes = {i.name: i.spec.shape for i in graph.inputs}
+    M, N = sizes["q"][2] if "q" in sizes else 1, sizes["k"][2] if "k" in sizes else 1
+    full = {"q_lengths": M, "kv_lengths": N}
+    return [
+        laid(i, full.get(i.name, 0), math.log(max(1, N)), random).to(device) for i in graph.inputs
+    ]
+
+
+def laid(x: Input, number: int, lse: float, random: torch.Generator) -> torch.Tensor:
+    """A tensor of a spec: normal, or of one number, or of flags."""
+    spec = x.spec
+    count = extent(spec)
+    if spec.dtype == torch.bool:
+        values = torch.rand(count, generator=random) < 0.5
+    elif not spec.dtype.is_floating_point:
+        values = torch.full((count,), number, dtype=spec.dtype)
+    elif x.name.startswith("lse"):
+        values = torch.full((count,), lse, dtype=spec.dtype)
+    else:
+        values = torch.randn(count, generator=random).to(spec.dtype)
+    return values.as_strided(spec.shape, spec.strides)
+
+
+def extent(spec: TensorSpec) -> int:
+    """How many elements of memory a spec reaches over."""
+    if 0 in spec.shape:
+        return 0
+    return 1 + sum((n - 1) * s for n, s in zip(spec.shape, spec.strides, strict=True))
