@@ -47,7 +47,6 @@ FLOORS = (  # top first; a name, or `package.*` for the package and all its modu
         "attn_graph.keys",
         "attn_graph.switches",
         "attn_graph.philox",
-        "attn_graph.timing",
     ),
 )
 MODULES = found("*.py")

@@ -79,8 +79,8 @@ def bench(
     tensors: medians of runs that take turns. Beside them what the graph's least flops make of
     that, and which fraction of the least time the machine allows, its roofline.
 
-    The graph is said as explain takes it. Where data decide what a mask keeps, lengths are drawn
-    from the half to the whole, segments are four. Exits with 1 where no backend takes the graph.
+    The graph is said as explain takes it. Where data decide what a mask keeps, lengths are full,
+    all is one segment, and half of all flags are set. Exits with 1 where no backend takes it.
     """
     graph = graph_of(file, flags)
     place = ag.Target.of("cpu") if cpu else ag.Target.here()

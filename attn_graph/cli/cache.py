@@ -123,4 +123,11 @@ def told_cudnn(rest: str) -> str:
     return f"{call['name']} {call['dtype']}, {', '.join(tensors)}, for {device}, cuDNN {cudnn}"
 
 
-KINDS = {"cudnn": told_cudnn}
+def told_tune(rest: str) -> str:
+    """ "q f32[1, 2, 64, 16], k ..., v ..., on cpu, 2 threads"."""
+    key = json.loads(rest)
+    inputs = [f"{x.name} {x.spec}" for x in ag.parse(key["graph"]).inputs[:3]]
+    return f"{', '.join(inputs)}, on {key['target']}, {key['threads']} threads"
+
+
+KINDS = {"cudnn": told_cudnn, "tune": told_tune}

@@ -9,15 +9,13 @@ import torch
 from attrs import asdict, frozen
 
 import attn_graph as ag
-from attn_graph.cost import attention_of, cost, masks_inputs
+from attn_graph.cost import cost, masks_inputs
 from attn_graph.plan import Plan
-from attn_graph.spec import TensorSpec
 from attn_graph.timing import Job, medians
+from attn_graph.tuning import examples
 
 Pass = Literal["forward", "backward"]
-Tensors = tuple[torch.Tensor, ...]
-SEGMENTS = 4  # of a sequence
-DENSITY = 0.9  # of flags that are set
+Tensors = Sequence[torch.Tensor]
 
 
 @final
@@ -104,7 +102,7 @@ def measured(
         pass_: Pass = "forward"
         try:
             plan = ag.compile(graph, target=target, backends=(name,), deterministic=deterministic)
-            tensors = filled(plan.graph, target.device)
+            tensors = examples(plan.graph, target.device)
             due = due or costs(plan, rates or target, tensors)
             jobs[name, pass_] = forward_job(plan, tensors)
             pass_ = "backward"
@@ -147,46 +145,3 @@ def backward_job(plan: Plan, tensors: Tensors) -> Job:
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     grads = [torch.randn_like(o) for o in outputs]
     return lambda: torch.autograd.grad(outputs, wanted, grads, retain_graph=True)
-
-
-def filled(graph: ag.Graph, device: torch.device) -> Tensors:
-    """A tensor for each input of a simplified graph: random, and the same every time."""
-    random = torch.Generator().manual_seed(0)
-    most = dict(lengths(graph))
-    return tuple(
-        laid_out(i.spec, most.get(n, 0), random).to(device) for n, i in enumerate(graph.inputs)
-    )
-
-
-def lengths(graph: ag.Graph) -> Iterator[tuple[int, int]]:
-    """Which inputs are lengths, and the most that they can be."""
-    for eqn in graph.eqns:
-        if node := attention_of(eqn):
-            M, N = (graph.types[i].shape[2] for i in eqn.args[:2])
-            for role, i in zip(node.roles, eqn.args, strict=False):
-                most = {"q_lengths": M, "kv_lengths": N}.get(role.rstrip("0123456789"))
-                if most is not None:
-                    yield i, most
-
-
-def laid_out(spec: TensorSpec, most: int, random: torch.Generator) -> torch.Tensor:
-    """A tensor that meets a spec; along axes of stride 0 it is expanded."""
-    pairs = [*zip(spec.shape, spec.strides, strict=True)]
-    shape = [n if stride or n == 0 else 1 for n, stride in pairs]
-    held = torch.empty_strided(shape, spec.strides, dtype=spec.dtype)
-    return held.copy_(values(shape, spec.dtype, most, random)).expand(spec.shape)
-
-
-def values(
-    shape: Sequence[int], dtype: torch.dtype, most: int, random: torch.Generator
-) -> torch.Tensor:
-    """Normal numbers; flags, mostly set; lengths up to `most`; segments in order; else zeros."""
-    if dtype.is_floating_point:
-        return torch.randn(shape, generator=random)
-    if dtype == torch.bool:
-        return torch.rand(shape, generator=random) < DENSITY
-    if most:
-        return torch.randint(-(-most // 2), most + 1, shape, generator=random)
-    if len(shape) == 2:
-        return (torch.arange(shape[1]) * SEGMENTS // max(1, shape[1])).expand(shape)
-    return torch.zeros(shape)
