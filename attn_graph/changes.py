@@ -37,9 +37,7 @@ class Question:
     through_lse: bool = True
 
     @classmethod
-    def of(
-        cls, graph: Graph, options: Options, wants: Sequence[str] | None = None
-    ) -> Question:
+    def of(cls, graph: Graph, options: Options, wants: Sequence[str] | None = None) -> Question:
         """By every floating input, unless told by which. Raises GraphError for what is none."""
         inputs = wanted_inputs(graph, wants)
         return cls(graph, options, tuple(graph.inputs[n].name for n in inputs))

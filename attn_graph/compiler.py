@@ -119,10 +119,13 @@ def explain(
     """Who would run `graph`, and its gradient, on `target`; why; and what it would cost.
 
     Arguments as those of `compile`. wants: the inputs to differentiate by, by default all of a
-    floating dtype; `()` where nothing is trained, which leaves the backward out. Builds and compiles nothing, and takes some milliseconds.
-    Raises nothing where all backends refuse: the explanation's backend is None then. For each
-    reason against it names the changes of the graph that lift it, and for each backend that
-    refuses the least change after which it takes the graph, which is a graph to compile.
+    floating dtype; `()` where nothing is trained, which leaves the backward out.
+
+    Builds and compiles nothing, and takes some milliseconds. Raises nothing where all backends
+    refuse: the explanation's backend is None then. For each reason against it names the changes of
+    the graph that lift it, and for each backend that refuses the least change found after which it
+    takes the graph, which is a graph to compile. Raises GraphError for an option that means
+    nothing.
     """
     among = preferred.get() if backends is None else tuple(backends)
     shunned = (avoided.get() if backends is None else ()) + tuple(avoid)

@@ -124,6 +124,26 @@ CHANGES = {
 }
 
 
+def test_inference_has_one_pass() -> None:
+    graph = ag.attention(X, X, X, stats=True)
+    found = ag.explain(graph, target=TARGETS[2], wants=())
+    assert found.backward is None
+    assert found.cost is not None
+    assert found.cost.backward is None
+    assert found.memory is not None
+    assert found.memory.gradients == found.memory.workspace_backward == 0
+    assert "backward" not in str(found.cost)
+    with pytest.raises(ag.GraphError, match="no floating input is named w; there are q, k, v"):
+        ag.explain(graph, wants=("w",))
+
+
+def test_heads_that_are_not_grouped_are_a_way_out() -> None:
+    few = ag.TensorSpec((2, 2, 512, 64), HALF)
+    graph = ag.attention(X, few, few)
+    (refusal,) = ag.explain(graph, target=TARGETS[2], backends=("torch_cudnn",)).refusals
+    assert str(refusal.smallest) == "k and v repeated for all 8 heads"
+
+
 @pytest.mark.parametrize("text", CHANGES)
 def test_each_kind_of_change_is_named_where_it_helps(text: str) -> None:
     found = ag.explain(CHANGES[text], target=TARGETS[2], backends=("cudnn",))

@@ -11,6 +11,7 @@ import attn_graph as ag
 from tests.test_examples import example
 
 MODELS: dict[str, ag.Graph] = example("models").MODELS
+EXPLAINED: Callable[..., ag.Explanation] = example("models").explained
 LIBRARIES = (
     ("torch", "2.13.0"),
     ("triton", "3.7.1"),
@@ -25,20 +26,20 @@ MASKS = ("Band", "Prefix", "KeyLengths", "SameSegment", "Keep", "Chunks", "ragge
 OTHERS = ("SoftCap", "Bias", "Alibi", "sinks=True", "dropout", "f16[", "bf16[", "f32[")
 
 
-def explained(graph: ag.Graph, target: ag.Target) -> ag.Explanation:
+def explained(name: str, target: ag.Target) -> ag.Explanation:
     """Whatever has been built and stored on this machine."""
-    return ag.explain(graph, target=target, store=False)
+    return EXPLAINED(name, target, store=False)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_model(name: str, golden: Callable[[object], None]) -> None:
-    golden("\n\n".join(str(explained(MODELS[name], target)) for target in TARGETS))
+    golden("\n\n".join(str(explained(name, target)) for target in TARGETS))
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 def test_backend_reasons_memory_and_cost_are_told(target: ag.Target) -> None:
-    for graph in MODELS.values():
-        found = explained(graph, target)
+    for name in MODELS:
+        found = explained(name, target)
         told = {found.backend, *found.also, *(each.backend for each in found.refusals)}
         assert told == {backend.name for backend in ag.BACKENDS}
         assert all(each.reasons for each in found.refusals)
@@ -50,6 +51,6 @@ def test_backend_reasons_memory_and_cost_are_told(target: ag.Target) -> None:
 
 
 def test_there_are_thirty_models_of_all_features() -> None:
-    told = "\n".join(str(explained(graph, TARGETS[-1]).graph) for graph in MODELS.values())
+    told = "\n".join(str(explained(name, TARGETS[-1]).graph) for name in MODELS)
     assert len(MODELS) >= 30
     assert not [feature for feature in (*MASKS, *OTHERS) if feature not in told]

@@ -54,6 +54,7 @@ def split(text: str | None) -> tuple[str, ...] | None:
 @click.option("--avoid", metavar="NAME,...", help="These never.")
 @deterministic
 @precision
+@click.option("--inference", is_flag=True, help="Nothing is trained: no backward.")
 @click.option("--max-workspace", metavar="SIZE", help="Bytes, or 1GiB say, of either pass.")
 @as_json
 @answering
@@ -64,6 +65,7 @@ def explain(
     avoid: str | None,
     deterministic: bool,
     precision: Precision | None,
+    inference: bool,
     max_workspace: str | None,
     plain: bool,
     **flags: Any,  # Any: what click makes of each flag
@@ -84,6 +86,7 @@ def explain(
             deterministic=deterministic,
             precision=precision,
             max_workspace=max_workspace,
+            wants=() if inference else None,
         )
         for target in targets or (None,)
     ]
