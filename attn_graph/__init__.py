@@ -6,12 +6,13 @@ of v; i a query's position, j a key's. Tensors by role: q k v o lse, scores s, w
 gradients dq dk dv do ds dp. Shapes are logical, [B,H,M,D]; memory order is the strides' business.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from attn_graph.backend import Backend, Executable, Fallback, Options, RefusedError
 from attn_graph.builder import Value, attention, graph, scores
 from attn_graph.cache import CacheInfo
 from attn_graph.compiler import avoid, cache_info, clear_cache, compile, explain, prefer
-from attn_graph.cost import Cost, Work
-from attn_graph.counts import Tiles, tiles
 from attn_graph.errors import (
     FallbackWarning,
     GraphError,
@@ -19,7 +20,6 @@ from attn_graph.errors import (
     PlanMismatchError,
     PlanTargetError,
 )
-from attn_graph.explanation import Explanation, Refusal
 from attn_graph.ir import Graph
 from attn_graph.keys import Block, Keys, Place
 from attn_graph.masks import (
@@ -44,6 +44,11 @@ from attn_graph.target import Target
 from attn_graph.text import parse
 from attn_graph.vjp import vjp
 from attn_graph.workspace import Workspace, default_workspace
+
+if TYPE_CHECKING:
+    from attn_graph.cost import Cost, Work
+    from attn_graph.counts import Tiles, tiles
+    from attn_graph.explanation import Explanation, Refusal
 
 __version__ = "0.1.0"
 __all__ = [
@@ -102,3 +107,18 @@ __all__ = [
     "tiles",
     "vjp",
 ]
+LATER = {  # imported when first asked for, by the module that has it
+    "Cost": "cost",
+    "Explanation": "explanation",
+    "Refusal": "explanation",
+    "Tiles": "counts",
+    "Work": "cost",
+    "tiles": "counts",
+}
+
+
+def __getattr__(name: str) -> object:
+    """The rest of the public names."""
+    if name not in LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{LATER[name]}"), name)

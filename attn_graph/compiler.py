@@ -5,29 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from attrs import evolve
 
-from attn_graph.backend import Backend, Fallback, Options
+from attn_graph.backend import Backend, Executable, Fallback, Options
 from attn_graph.cache import Cache, CacheInfo
 from attn_graph.errors import GraphError
-from attn_graph.explanation import Explanation
 from attn_graph.fused import AttentionGrad
 from attn_graph.ir import Graph
 from attn_graph.memory import in_bytes
 from attn_graph.passes import simplify
 from attn_graph.plan import Plan
-from attn_graph.planner import lowered, named
+from attn_graph.planner import Choice, lowered, named
 from attn_graph.spec import TensorSpec
 from attn_graph.store import Store, default_store
 from attn_graph.switches import Precision, Switches, read
 from attn_graph.target import Target
 from attn_graph.torch_ops import differentiable
-from attn_graph.tuning import tuned
-from attn_graph.verdicts import explained
 from attn_graph.vjp import backward, result_spec, wanted_inputs
 from attn_graph.workspace import Workspace, default_workspace
+
+if TYPE_CHECKING:
+    from attn_graph.explanation import Explanation
 
 CAPACITY = 1024  # plans; one is a few kilobytes
 
@@ -127,6 +127,8 @@ def explain(
     takes the graph, which is a graph to compile. Raises GraphError for an option that means
     nothing.
     """
+    from attn_graph.verdicts import explained
+
     among = preferred.get() if backends is None else tuple(backends)
     shunned = (avoided.get() if backends is None else ()) + tuple(avoid)
     place = place_of(target)
@@ -179,8 +181,8 @@ def one_of(name: str, value: Value, values: object) -> Value:
 
 
 def build(graph: Graph, target: Target, options: Options, among: Backends | None) -> Plan:
-    run_by = tuned if options.tune else lowered
-    choice, executable = run_by(graph, target, options, None if among is None else named(among))
+    asked = None if among is None else named(among)
+    choice, executable = (measured if options.tune else lowered)(graph, target, options, asked)
 
     def gradient(
         wants: Sequence[int] | None = None, cotangents: Sequence[TensorSpec | None] | None = None
@@ -203,6 +205,15 @@ def build(graph: Graph, target: Target, options: Options, among: Backends | None
         gradient,
         target.kind == "cpu" or target == Target.here(),
     )
+
+
+def measured(
+    graph: Graph, target: Target, options: Options, among: Sequence[Backend] | None
+) -> tuple[Choice, Executable]:
+    """`tuned`, which few ask for: importing the library does not import it."""
+    from attn_graph.tuning import tuned
+
+    return tuned(graph, target, options, among)
 
 
 @contextmanager

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import torch
 from attrs import Factory, evolve, field, frozen
 
 from attn_graph.backend import Executable
-from attn_graph.cost import Cost, cost
 from attn_graph.errors import PlanMismatchError, PlanTargetError
-from attn_graph.explanation import Explanation, Refusal, needed, tiles_of
 from attn_graph.fused import AttentionGrad
 from attn_graph.ir import Graph
 from attn_graph.memory import Memory
 from attn_graph.reference import Verification, verified
 from attn_graph.spec import FLOATS, NAMES, TensorSpec
 from attn_graph.target import Target
+
+if TYPE_CHECKING:  # and imported where they are used: calls ask for none of it
+    from attn_graph.cost import Cost
+    from attn_graph.explanation import Explanation
 
 Tensors = tuple[torch.Tensor, ...]
 MOST_PULLS = 64  # backward plans a plan keeps at hand; the cache holds them too
@@ -137,6 +139,8 @@ class Plan:
 
     def memory(self) -> Memory:
         """Bytes that a call will need, known before it runs."""
+        from attn_graph.explanation import needed
+
         backward = self.vjp if self.has_gradient else None
         gradients = sum(t.bytes for t in backward.graph.output_types) if backward else 0
         behind = backward.executable.foreseen if backward else None
@@ -149,6 +153,8 @@ class Plan:
         names of the inputs: `plan.cost(kv_lengths=lengths)`. Without them it is the most there can
         be. Raises GraphError for other tensors.
         """
+        from attn_graph.cost import cost
+
         return cost(self.graph, self.target, tensors)
 
     def verify(self, *tensors: torch.Tensor, **named: torch.Tensor) -> Verification:
@@ -169,6 +175,8 @@ class Plan:
         of kernels it compiles them. `attn_graph.explain` builds nothing, and says what would have
         to change for those that refuse.
         """
+        from attn_graph.explanation import tiles_of
+
         backward = self.vjp if self.has_gradient else None
         return evolve(
             self.side(),
@@ -180,6 +188,8 @@ class Plan:
 
     def side(self) -> Explanation:
         """Of this pass alone: who runs it and how, and why the others don't."""
+        from attn_graph.explanation import Explanation, Refusal
+
         return Explanation(
             self.graph,
             self.target,
