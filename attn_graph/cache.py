@@ -71,17 +71,19 @@ class Cache(Generic[T]):
         """The entry; if there is none, one thread builds it and the others wait for that."""
         with self.lock:
             turn = self.turns.setdefault(key, threading.Lock())
-        with turn:
-            entry = self.get(key)
-            if entry is None:
-                start = time.perf_counter()
-                entry = build()
-                with self.lock:
-                    self.builds += 1
-                    self.seconds += time.perf_counter() - start
-                self.put(key, entry)
-        with self.lock:
-            self.turns.pop(key, None)
+        try:
+            with turn:
+                entry = self.get(key)
+                if entry is None:
+                    start = time.perf_counter()
+                    entry = build()
+                    with self.lock:
+                        self.builds += 1
+                        self.seconds += time.perf_counter() - start
+                    self.put(key, entry)
+        finally:
+            with self.lock:
+                self.turns.pop(key, None)
         return entry
 
     def clear(self) -> None:

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 from typing import final
 
-from attrs import field, frozen
+from attrs import frozen
 
 Peaks = tuple[tuple[str, float], ...]  # (dtype, flop/s)
-
-
-def rates(peaks: Mapping[str, float]) -> Peaks:
-    return tuple(peaks.items())
 
 
 @final
@@ -35,14 +30,17 @@ class Device:
     memory_clock_khz: int
     bus_bits: int
     l2: int
-    peaks: Peaks = field(converter=rates)
+    peaks: Peaks
 
 
 @cache
 def devices() -> dict[str, Device]:
     """All of the table, by the name that `Target.of` takes."""
     text = files("attn_graph").joinpath("devices.toml").read_text()
-    return {name: Device(**fields) for name, fields in tomllib.loads(text).items()}
+    return {
+        name: Device(**fields | {"peaks": tuple(fields["peaks"].items())})
+        for name, fields in tomllib.loads(text).items()
+    }
 
 
 def product(name: str) -> Device | None:

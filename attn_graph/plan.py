@@ -102,8 +102,11 @@ class Plan:
                 f"the plan is for {self.target} and this machine is {Target.here()}; "
                 "it can be inspected here, and called there"
             )
-        pairs = zip(self.graph.inputs, tensors, strict=True)
+        pairs = [*zip(self.graph.inputs, tensors, strict=True)]
         differences = [text for i, t in pairs for text in differing(i.name, i.spec, t, self.target)]
+        if not differences and len({t.device for t in tensors}) > 1:
+            places = ", ".join(f"{i.name} on {t.device}" for i, t in pairs)
+            differences = [f"expected tensors on one device, got {places}"]
         if differences:
             raise PlanMismatchError(*differences)
         self.seen[0] = told

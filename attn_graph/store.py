@@ -62,21 +62,27 @@ class Store:
             found, data = opened(path.read_bytes())
             if found != key:
                 raise Unfit("it holds another key")
-            os.utime(path)
         except FileNotFoundError:
             return None
         except (OSError, Unfit) as error:
             LOG.warning("stored plan %s is not used: %s", path, error)
             return None
+        with suppress(OSError):  # a folder that can only be read is as good
+            os.utime(path)
         return data
 
     def put(self, key: str, data: bytes) -> None:
         """Keep the bytes. Where the folder can't be written to, that is logged and all."""
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with NamedTemporaryFile(dir=self.folder, suffix=".part", delete=False) as file:
-                file.write(sealed(key, data))
-            os.replace(file.name, self.path(key))
+                try:
+                    file.write(sealed(key, data))
+                    file.flush()
+                    os.replace(file.name, self.path(key))
+                except BaseException:
+                    os.unlink(file.name)
+                    raise
             self.trim()
         except OSError as error:
             LOG.warning("plan is not stored in %s: %s", self.folder, error)
@@ -140,7 +146,10 @@ def opened(file: bytes) -> tuple[str, bytes]:
     if sha256(body).digest() != digest:
         raise Unfit("its checksum is wrong")
     end = 8 + int.from_bytes(body[:8], "big")
-    return body[8:end].decode(), body[end:]
+    try:
+        return body[8:end].decode(), body[end:]
+    except UnicodeDecodeError as error:
+        raise Unfit(f"its key is no text: {error}") from error
 
 
 @cache

@@ -57,13 +57,21 @@ class Arena:
     device: torch.device
     memory: torch.Tensor
     ready: dict[Scratch, tuple[torch.Tensor, ...]] = field(factory=dict)
+    captured: list[torch.Tensor] = field(factory=list)  # memory that CUDA graphs write to
 
     def views(self, scratch: Scratch) -> tuple[torch.Tensor, ...]:
         if scratch not in self.ready:
             with torch.inference_mode(False):  # else training could not write to it later
                 self.make_room(scratch.bytes)
                 self.ready[scratch] = scratch.views(self.memory)
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self.keep()
         return self.ready[scratch]
+
+    def keep(self) -> None:
+        """Never give up the memory of now: a CUDA graph writes to it at every replay."""
+        if not any(self.memory is kept for kept in self.captured):
+            self.captured.append(self.memory)
 
     def make_room(self, need: int) -> None:
         if need > self.memory.numel():
@@ -90,7 +98,8 @@ class Stacks(threading.local):
 @final
 @define(eq=False)
 class Workspace:
-    """Memory that plans share. It grows to the largest need and is given back by `release`.
+    """Memory that plans share. It grows to the largest need and is given back by `release`, which
+    CUDA graphs that were captured before must not outlive.
 
     Each thread has its own arenas, and on a GPU each stream, so plans that run at the same time
     never meet in one. A plan holds nothing in it between calls. By default all plans share

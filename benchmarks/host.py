@@ -119,7 +119,7 @@ def loading(store: ag.Store) -> list[float]:
             Path(folder, f"{n}.data").write_bytes(Built.unpacked(data).data)
         Path(folder, "device").write_text(description(ag.Target.of("h200")))
         lowering = str(Path(cudnn_builder.__file__).parent)
-        program = (sys.executable, "-P", "-c", LOAD, lowering, driver(), folder)
+        program = (sys.executable, "-P", "-c", LOAD, lowering, driver(folder), folder)
         told = subprocess.run(program, check=True, capture_output=True, text=True).stdout
     return [*map(float, told.split())]
 

@@ -111,7 +111,10 @@ def foresees(graph: Graph, target: Target, options: Options) -> Foreseen:
     from attn_graph.lowering.cudnn_run import notes, temporary
 
     problem, case, call = described_for(graph, target, options)
-    plan = stored(call, target, (case.backend, case.frontend), options)
+    try:
+        plan = stored(call, target, (case.backend, case.frontend), options)
+    except RefusedError:  # of a GPU that is in no table: lowering will say so
+        plan = None
     more = notes(problem, graph)
     return Foreseen(
         plan.workspace if plan else workspace(case),

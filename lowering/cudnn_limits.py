@@ -23,7 +23,6 @@ from attn_graph.lowering.cudnn_rules import (
     foreign_alibi,
     late_soft_cap,
     left_of_diagonal,
-    loose_lse,
     masked_soft_cap,
     off_grid,
     once,
@@ -187,6 +186,20 @@ RULES = (
     ),
     Rule("mask", lambda c: problems(c.problem.node.mask), "{it}", MEANING, says="unasked"),
     Rule(
+        "query_lengths",
+        lambda c: once("q_lengths" in c.stated.lengths and c.problem.node.mask),
+        "promises nothing of rows beyond q_lengths, which are 0 here, and the mask is {it}",
+        "cudnn-frontend 1.23.0, test_mhas.py: o is not compared there",
+        says="yes",
+    ),
+    Rule(
+        "scale",
+        lambda c: once(c.problem.node.scale <= 0 and f"{c.problem.node.scale:g}"),
+        "is not known to be right with a scale of 0 or below, and it is {it}",
+        "kernels may take maxima before they scale, as FlashAttention's do",
+        says="yes",
+    ),
+    Rule(
         "band_right",
         lambda c: once((c.diagonal.right or 0) < 0 and c.problem.node.mask),
         "masks by bands that reach the diagonal from the left, and the mask is {it}",
@@ -293,14 +306,6 @@ RULES = (
         "reads rows that start on multiples of 16 bytes, and {it[0]} is {it[1]}",
         "cudnn-frontend 1.32.0, scaled_dot_product_flash_attention.h: wrong output otherwise",
         says="yes",
-    ),
-    Rule(
-        "packed_lse",
-        loose_lse,
-        "reads a dense lse below cuDNN 9.26, and it is {it}",
-        BACKWARD_HEADER,
-        BACKWARD,
-        backend=(FIRST, (9, 26, 0)),
     ),
     Rule(
         "bias_dtype",

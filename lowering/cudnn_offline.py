@@ -7,15 +7,13 @@ import json
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Sequence
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, final
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from attn_graph.backend import RefusedError
 from attn_graph.devices import Device, devices
@@ -24,8 +22,9 @@ from attn_graph.lowering.cudnn_case import Version
 from attn_graph.target import Target
 
 COMPILERS = ("cc", "gcc", "clang")
+OVERLAID = ("sm", "multiprocessors", "shared_memory", "memory", "l2")  # fields of Target's as well
+PATIENCE = 60  # seconds a call; a plan takes one or two
 SOURCE = Path(__file__).with_name("stand_in.c")
-ONE_AT_A_TIME = threading.Lock()
 
 
 @final
@@ -62,8 +61,14 @@ def asked(
     requests = [{"call": call, **asks} for call in calls]
     with TemporaryDirectory() as folder:
         Path(folder, "requests.json").write_text(json.dumps(requests))
-        program = (python, "-P", cudnn_builder.__file__, driver(), folder)
-        done = subprocess.run(program, capture_output=True, text=True, check=False)
+        program = (python, "-P", cudnn_builder.__file__, driver(folder), folder)
+        done = subprocess.run(
+            program,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=PATIENCE * (1 + len(calls)),
+        )
         told = [json.loads(line) for line in lines(Path(folder, "answers.jsonl"))]
         if done.returncode or len(told) != 1 + len(calls):
             raise RuntimeError(
@@ -71,10 +76,10 @@ def asked(
                 f"{len(calls)}: {done.stderr[-2000:]}"
             )
         plans = [contents(Path(folder, f"{n}.plan")) for n in range(len(calls))]
-    return versions(told[0]), [Answer(*each) for each in zip(told[1:], plans, strict=True)]
+    return numbered(told[0]), [Answer(*each) for each in zip(told[1:], plans, strict=True)]
 
 
-def versions(told: dict[str, Any]) -> tuple[Version, Version]:  # Any: JSON
+def numbered(told: dict[str, Any]) -> tuple[Version, Version]:  # Any: JSON
     """Of cuDNN, which tells 92000 for 9.20.0, and of its frontend."""
     n = told["backend"]
     major, minor, patch = map(int, told["frontend"].split(".")[:3])
@@ -99,12 +104,9 @@ def check_frontend() -> None:
         )
 
 
-def driver() -> str:
-    """The library that stands in for the GPU's driver; "-" where there is a real one."""
-    if has_driver():
-        return "-"
-    with ONE_AT_A_TIME:  # a second folder would be deleted while the first asker reads in it
-        return str(Path(compiled().name, "libcuda.so.1"))
+def driver(folder: str) -> str:
+    """The library that stands in for the GPU's driver, built in a folder; "-" for a real one."""
+    return "-" if has_driver() else stand_in(Path(folder))
 
 
 def compiler() -> str | None:
@@ -121,25 +123,22 @@ def has_driver() -> bool:
     return True
 
 
-@cache
-def compiled() -> TemporaryDirectory[str]:
-    """The folder of the stand-in, which lasts as long as the process."""
+def stand_in(folder: Path) -> str:
+    """Build it; that takes some hundredths of a second. Raises RefusedError where it can't be."""
     program = compiler()
     if program is None:
         raise RefusedError(
             "plans without a GPU through a stand-in for its driver, which needs a C compiler, and "
             f"none of {', '.join(COMPILERS)} is on the path"
         )
-    folder = TemporaryDirectory()
     name = "libcuda.so.1"
-    options = ("-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", str(Path(folder.name, name)))
+    options = ("-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", str(folder / name))
     done = subprocess.run(
         (program, *options, str(SOURCE)), capture_output=True, text=True, check=False
     )
     if done.returncode:
-        folder.cleanup()
         raise RefusedError(f"needs a stand-in driver, which {program} can't build: {done.stderr}")
-    return folder
+    return str(folder / name)
 
 
 def description(target: Target) -> str:
@@ -149,7 +148,9 @@ def description(target: Target) -> str:
         raise RefusedError(
             f"plans for GPUs that are not there from {', '.join(devices())}, and not for {target}"
         )
-    return json.dumps(properties(device))
+    told = {name: getattr(target, name) for name in OVERLAID}
+    own = {name: value for name, value in told.items() if value is not None}
+    return json.dumps(properties(evolve(device, **own)))
 
 
 def properties(device: Device) -> dict[str, Any]:  # Any: JSON

@@ -16,7 +16,7 @@ from attn_graph.backend import Options, RefusedError
 from attn_graph.lowering import cudnn_builder
 from attn_graph.lowering.cudnn_case import Version
 from attn_graph.lowering.cudnn_graph import Call
-from attn_graph.lowering.cudnn_offline import asked, check_frontend, description
+from attn_graph.lowering.cudnn_offline import asked, check_frontend, description, numbered
 from attn_graph.target import Target
 
 LOG = logging.getLogger("attn_graph")
@@ -79,14 +79,16 @@ def built(call: Call, target: Target, versions: tuple[Version, Version], options
     versions: those of cuDNN and of its frontend that the target has. Raises RefusedError where
     cuDNN takes the call no further, and where there is no way to ask it.
     """
-    device = place(target)
     kept = stored(call, target, versions, options)
     if kept is not None:
         return kept
     check_frontend()
-    here = is_here(target)
-    plan = options.variant
-    found = build_here(call, plan) if here else build_away(call, device, target.sm, versions, plan)
+    device, plan = place(target), options.variant
+    if is_here(target):
+        check_versions(numbered(cudnn_builder.versions()), versions)
+        found = build_here(call, plan)
+    else:
+        found = build_away(call, device, target.sm, versions, plan)
     if options.store:
         options.store.put(key_of(call, device, versions, plan), found.packed)
     return found
@@ -95,13 +97,29 @@ def built(call: Call, target: Target, versions: tuple[Version, Version], options
 def stored(
     call: Call, target: Target, versions: tuple[Version, Version], options: Options
 ) -> Built | None:
-    """The plan, if the store has it."""
-    kept = (
-        options.store.get(key_of(call, place(target), versions, options.variant))
-        if options.store
-        else None
-    )
-    return None if kept is None else Built.unpacked(kept)
+    """The plan, if the store has it, and if cuDNN loads it where it is to run."""
+    if options.store is None:
+        return None
+    kept = options.store.get(key_of(call, place(target), versions, options.variant))
+    if kept is None:
+        return None
+    found = Built.unpacked(kept)
+    return found if not is_here(target) or loads(found) else None
+
+
+def loads(built: Built) -> bool:
+    """Whether cuDNN takes a stored plan back on the machine's own GPU."""
+    import cudnn
+
+    from attn_graph.lowering.cudnn_run import Engine, handle
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    try:
+        Engine(built.data).load(device.index, handle(device))
+    except (cudnn.cudnnGraphNotSupportedError, RuntimeError) as error:
+        LOG.warning("a stored plan of cuDNN's is not used: %s", error)
+        return False
+    return True
 
 
 def is_here(target: Target) -> bool:
@@ -133,8 +151,7 @@ def present() -> str:
     check_frontend()
     import cudnn
 
-    properties = cudnn.create_device_properties(torch.cuda.current_device())
-    return bytes(properties.serialize()).decode()
+    return str(cudnn.create_device_properties(torch.cuda.current_device()).serialize())
 
 
 def build_here(call: Call, plan: str | None) -> Built:
@@ -161,14 +178,19 @@ def build_away(
 ) -> Built:
     """Build for a GPU that is not there."""
     found, (answer,) = asked([call.plain], device, sm, plan=plan)
-    if found != versions:
-        raise RefusedError(
-            f"plans with cuDNN {dotted(found[0])} and frontend {dotted(found[1])} here, and the "
-            f"target has {dotted(versions[0])} and {dotted(versions[1])}"
-        )
+    check_versions(found, versions)
     if answer.refusal:
         raise declined(answer.refusal)
     return Built.of(answer.told, answer.plan)
+
+
+def check_versions(found: tuple[Version, Version], due: tuple[Version, Version]) -> None:
+    """Raises RefusedError where cuDNN or its frontend are loaded in another version than said."""
+    if found != due:
+        raise RefusedError(
+            f"plans with cuDNN {dotted(found[0])} and frontend {dotted(found[1])} here, and the "
+            f"target has {dotted(due[0])} and {dotted(due[1])}"
+        )
 
 
 def dotted(version: Version) -> str:

@@ -104,11 +104,6 @@ def misaligned(spec: TensorSpec) -> bool:
     return any(s * spec.dtype.itemsize % 16 for s in spec.strides[:-1])
 
 
-def loose_lse(c: Case) -> Found:
-    lse = c.specs.get("lse")
-    return once(lse is not None and not lse.is_dense and lse)
-
-
 def bias_column(c: Case) -> Found:
     """A bias that is the same for all keys, unless it lies there head by head."""
     if c.bias is None or c.bias.shape[3] > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, final
@@ -13,13 +14,20 @@ from attrs import field, frozen
 from attn_graph.errors import PlanMismatchError
 from attn_graph.ir import Graph
 from attn_graph.lowering.cudnn_graph import Call, Slot
-from attn_graph.lowering.problem import Problem
+from attn_graph.lowering.problem import Problem, returned
 from attn_graph.spec import NAMES, TensorSpec
 from attn_graph.workspace import Buffer, Scratch, Workspace
 
 Pack = Mapping[int, torch.Tensor]
 ALIGNED = 16  # bytes, by which cuDNN's plans take every address to be a multiple
-VECTORS = {"q_lengths": torch.int32, "kv_lengths": torch.int32, "sinks": torch.float32}
+# What cuDNN reads packed, whatever it was told: vectors of few numbers, and lse, which another
+# backend may have saved otherwise.
+PACKED = {
+    "q_lengths": torch.int32,
+    "kv_lengths": torch.int32,
+    "sinks": torch.float32,
+    "lse": torch.float32,
+}
 OURS = {"lse": slice(0, 3), "dsinks": slice(1, 2)}  # axes that cuDNN's results have more than ours
 
 
@@ -41,6 +49,8 @@ def handle(device: torch.device) -> Any:  # Any: cuDNN's
     if found is None:
         with torch.cuda.device(device):
             found = HANDLES.held[device.index] = cudnn.create_handle()
+        same = cudnn.Handle(found.backend_handle)
+        weakref.finalize(found, cudnn.destroy_handle, same).atexit = False  # when its thread ends
     cudnn.set_stream(handle=found, stream=torch.cuda.current_stream(device).cuda_stream)
     return found
 
@@ -74,8 +84,9 @@ class Run:
     """What runs a graph: the call's tensors, from ours and new ones, given to cuDNN.
 
     spots: which input of the graph each of the call's is; None for what has to be made or may have
-    to be copied. blanks: shape, strides and dtype of each result, as we give it back. sums: which
-    results cuDNN may add to what it finds in.
+    to be copied. packs: which input the latter are, by their place in the call. blanks: shape,
+    strides and dtype of each result, as we give it back. sums: which results cuDNN may add to what
+    it finds in.
     """
 
     call: Call
@@ -85,6 +96,7 @@ class Run:
     scratch: Scratch
     execute: Callable[[Pack, torch.Tensor | None, torch.device], None]
     spots: tuple[int | None, ...]
+    packs: Mapping[int, int]
     blanks: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
     sums: tuple[int, ...]
     sizes: dict[tuple[str, torch.device], torch.Tensor] = field(factory=dict)
@@ -102,16 +114,19 @@ class Run:
         """need: bytes of workspace."""
         scratch = Scratch((Buffer((need,), torch.uint8),) if need else ())
         spots = arguments(problem, graph)
-        direct = (None if x.source in VECTORS else spots.get(x.source) for x in call.inputs)
+        direct = (None if x.source in PACKED else spots.get(x.source) for x in call.inputs)
+        packs = {n: spots[x.source] for n, x in enumerate(call.inputs) if x.source in PACKED}
         blanks = tuple(map(blank, call.outputs))
         sums = tuple(n for n, x in enumerate(call.outputs) if x.source == "dsinks")
-        return cls(call, problem, graph, workspace, scratch, execute, tuple(direct), blanks, sums)
+        return cls(
+            call, problem, graph, workspace, scratch, execute, tuple(direct), packs, blanks, sums
+        )
 
     def forward(
         self, *tensors: torch.Tensor
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        both, base = self.run(tensors), len(self.graph.inputs)
-        return [both[i - base] for i in self.graph.outputs], both
+        both = self.run(tensors)
+        return returned(self.graph, both), both
 
     def backward(
         self, *tensors: torch.Tensor
@@ -119,7 +134,7 @@ class Run:
         assert self.problem.grad is not None
         results = self.run(tensors)
         found = {x.source: t for x, t in zip(self.call.outputs, results, strict=True)}
-        return [found[name] for name in self.problem.grad.names], ()
+        return returned(self.graph, [found[name] for name in self.problem.grad.names]), ()
 
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The call's results."""
@@ -130,7 +145,7 @@ class Run:
         ]
         for t in given:
             if t.data_ptr() % ALIGNED:
-                raise PlanMismatchError(*misaligned(self.call.inputs, given))
+                raise PlanMismatchError(*astray(self.call.inputs, given))
         made = [
             torch.empty_strided(shape, strides, dtype=dtype, device=device)
             for shape, strides, dtype in self.blanks
@@ -145,15 +160,15 @@ class Run:
     def special(
         self, n: int, tensors: Sequence[torch.Tensor], device: torch.device
     ) -> torch.Tensor:
-        """A vector in the form that cuDNN reads, or lengths [B] where none are given: M or N."""
+        """What cuDNN reads packed; or lengths [B] where none are given: M or N."""
         x = self.call.inputs[n]
-        if x.source in VECTORS:
-            spot = arguments(self.problem, self.graph)[x.source]
-            return readable(tensors[spot], x.dtype)
+        if n in self.packs:
+            return readable(tensors[self.packs[n]], x.dtype)
         size = self.sizes.get((x.source, device))
         if size is None:
             count = self.problem.M if x.source == "M" else self.problem.N
-            size = torch.full(x.shape[:1], count, dtype=torch.int32, device=device)
+            # From the host, which waits for it: another stream may be the next to read it.
+            size = torch.full(x.shape[:1], count, dtype=torch.int32).to(device)
             self.sizes[x.source, device] = size
         return size
 
@@ -169,7 +184,7 @@ def temporary(call: Call, problem: Problem, graph: Graph) -> int:
 def notes(problem: Problem, graph: Graph) -> tuple[str, ...]:
     """For `explain`."""
     return tuple(
-        f"{name} is copied to a dense {NAMES[VECTORS[name]]} at each call"
+        f"{name} is copied to a dense {NAMES[PACKED[name]]} at each call"
         for name in copied(problem, graph)
     )
 
@@ -177,8 +192,8 @@ def notes(problem: Problem, graph: Graph) -> tuple[str, ...]:
 def copied(problem: Problem, graph: Graph) -> list[str]:
     """Vectors of a few numbers that cuDNN can't read as they are."""
     spots = arguments(problem, graph).items()
-    specs = {name: graph.inputs[n].spec for name, n in spots if name in VECTORS}
-    return [n for n, x in specs.items() if x.dtype != VECTORS[n] or not packed(x)]
+    specs = {name: graph.inputs[n].spec for name, n in spots if name in PACKED}
+    return [n for n, x in specs.items() if x.dtype != PACKED[n] or not packed(x)]
 
 
 def arguments(problem: Problem, graph: Graph) -> dict[str, int]:
@@ -201,19 +216,19 @@ def blank(x: Slot) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
 
 
 def packed(x: TensorSpec) -> bool:
-    """Whether the elements of a vector lie side by side."""
-    return x.strides == (1,) or x.shape[0] <= 1
+    """Whether the elements lie side by side, in C order."""
+    return x.is_dense
 
 
 def readable(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A vector as cuDNN reads it: of this dtype, side by side, aligned. A copy where it is not."""
+    """As cuDNN reads it: of this dtype, packed, aligned. A copy where it is not."""
     dense = x.dtype == dtype and x.is_contiguous()
     if dense and not x.data_ptr() % ALIGNED:
         return x
     return torch.empty(x.shape, dtype=dtype, device=x.device).copy_(x)
 
 
-def misaligned(slots: Sequence[Slot], tensors: Sequence[torch.Tensor]) -> list[str]:
+def astray(slots: Sequence[Slot], tensors: Sequence[torch.Tensor]) -> list[str]:
     return [
         f"{x.source}: expected an address that is a multiple of {ALIGNED} bytes, as cuDNN's plans "
         f"take it to be, got one {t.data_ptr() % ALIGNED} bytes past; clone() it, or compile with "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import final
+from typing import TypeVar, final
 
 import torch
 from attrs import frozen
@@ -11,6 +11,8 @@ from attrs import frozen
 from attn_graph.fused import Attention, AttentionGrad
 from attn_graph.ir import Eqn, Graph
 from attn_graph.spec import TensorSpec, accumulator, dense_strides, memory_order, normalised
+
+T = TypeVar("T")
 
 
 @final
@@ -103,6 +105,11 @@ def other_equations(graph: Graph) -> str:
     """Why a backend of single attentions refuses a graph for which `sole` finds none."""
     ops = ", ".join(type(eqn.op).__name__ for eqn in graph.eqns)
     return f"takes one attention, and the graph has {len(graph.eqns)} equations: {ops}"
+
+
+def returned(graph: Graph, results: Sequence[T]) -> list[T]:
+    """What a graph of one equation returns, in its order, of what that equation gives."""
+    return [results[i - len(graph.inputs)] for i in graph.outputs]
 
 
 def flash_order(q: TensorSpec) -> tuple[int, ...]:

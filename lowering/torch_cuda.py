@@ -21,7 +21,7 @@ from attn_graph.fused import AttentionGrad
 from attn_graph.ir import Graph
 from attn_graph.kernels import fused_cuda
 from attn_graph.kernels.fused_cuda import Kernel
-from attn_graph.lowering.problem import Problem, flash_order, other_equations, sole
+from attn_graph.lowering.problem import Problem, flash_order, other_equations, returned, sole
 from attn_graph.lowering.torch_sdpa import TOP_LEFT, node_reasons, switched_off, through_lse
 from attn_graph.modifiers import Bias, Modifier
 from attn_graph.spec import NAMES, TensorSpec, dense_strides, memory_order
@@ -268,7 +268,8 @@ class Call:
             dq, dk = through_lse(attend, pull, q, k, lse, dlse, node.scale)
             found[0].add_(dq)
             found[1].add_(dk)
-        return [g for g, w in zip(found, grad.wants, strict=False) if w and g is not None], ()
+        made = [g for g, w in zip(found, grad.wants, strict=False) if w and g is not None]
+        return returned(self.graph, made), ()
 
     @property
     def output(self) -> TensorSpec:

@@ -11,7 +11,14 @@ from attn_graph.backend import Backend, Executable, Options
 from attn_graph.fused import Attention, AttentionGrad
 from attn_graph.ir import Graph
 from attn_graph.kernels.fused_cpu import INF, flash, flash_backward
-from attn_graph.lowering.problem import Problem, flash_order, other_equations, readable, sole
+from attn_graph.lowering.problem import (
+    Problem,
+    flash_order,
+    other_equations,
+    readable,
+    returned,
+    sole,
+)
 from attn_graph.masks import Band
 from attn_graph.modifiers import Bias, Modifier
 from attn_graph.spec import NAMES, TensorSpec, memory_order
@@ -166,7 +173,8 @@ def lower_backward(problem: Problem, grad: AttentionGrad, graph: Graph) -> Execu
             dq, dk = through_lse(attend, pull, q, k, lse, dlse, scale)
             found[0].add_(dq)
             found[1].add_(dk)
-        return [g for g, wanted in zip(found, grad.wants, strict=False) if wanted], ()
+        made = [g for g, wanted in zip(found, grad.wants, strict=False) if wanted]
+        return returned(graph, made), ()
 
     more = sum(operand_bytes(s) for s in problem.specs[:2]) * (2 * grad.with_dlse)
     return Executable(run, temporary=more, notes=("one call of PyTorch's fused CPU kernel",))

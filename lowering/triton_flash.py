@@ -12,7 +12,7 @@ from attrs import field, frozen
 
 from attn_graph.backend import Backend, Executable, Options
 from attn_graph.ir import Graph
-from attn_graph.lowering.problem import Problem, other_equations, sole
+from attn_graph.lowering.problem import Problem, other_equations, returned, sole
 from attn_graph.spec import NAMES, TensorSpec
 from attn_graph.switches import Precision
 from attn_graph.target import Target
@@ -173,8 +173,7 @@ class Call:
         lse = torch.empty(o.shape[:3], dtype=torch.float32, device=device)
         with self.launched({"o": o, "lse": lse}, operands):
             pass
-        both, base = (o, lse), len(self.graph.inputs)
-        return [both[i - base] for i in self.graph.outputs], both
+        return returned(self.graph, (o, lse)), (o, lse)
 
     def backward(
         self, *tensors: torch.Tensor
@@ -207,7 +206,8 @@ class Call:
                 at = problem.node.roles.index("sinks")
                 if grad.wants[at]:
                     found[at] = sink_gradient(operands[at], named["lse"], scratch["delta"])
-        return [found[n] for n, wanted in enumerate(grad.wants) if wanted], ()
+        made = [found[n] for n, wanted in enumerate(grad.wants) if wanted]
+        return returned(self.graph, made), ()
 
     @contextmanager
     def launched(

@@ -102,6 +102,8 @@ def forward(options: Options, given: Named) -> dict[str, Tensor]:
     sink = given.get("sink_token", torch.full((1, 1, 1, 1), -INF, dtype=s.dtype))
     lse = torch.logaddexp(s.logsumexp(-1, keepdim=True), sink.expand(*s.shape[:3], 1))
     lse = torch.where(s.isneginf().all(-1, keepdim=True) & sink.isneginf(), -INF, lse)
+    rows = given.get("seq_len_q", torch.full((1, 1, 1, 1), s.shape[2]))
+    lse = lse.masked_fill(torch.arange(s.shape[2])[:, None] >= rows, -INF)  # with sinks too
     p = torch.exp(s - lse.masked_fill(lse == -INF, INF))
     return {"o": p @ plain.per_head(given["v"], s.shape[1]), "stats": lse}
 

@@ -77,7 +77,6 @@ def test_each_limit_is_alone_in_refusing_something_of_the_grid() -> None:
     asked = {rule.name for rule in RULES if rule.says != "unasked" and any(map(rule.holds, cases))}
     assert asked - alone == {
         "architecture",  # no GPU of the table is below it
-        "packed_lse",  # a backward reads the dense lse that its forward wrote
         "bias_dtype",  # no graph has such a bias
     }
 

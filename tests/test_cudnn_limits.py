@@ -151,7 +151,11 @@ ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"like": {"k": TensorSpec((2, 2, 256, 64), HALF, (2 * 256 * 68, 256 * 68, 68, 1))}},
         {},
     ),
-    "packed_lse": ({"like": {"lse": TensorSpec((2, 4, 256), FLOAT, (1024, 1, 4))}, **BACK}, {}),
+    "query_lengths": (
+        {"mask": QueryLengths(), "data": [TensorSpec((2,), torch.int32)]},
+        {},
+    ),
+    "scale": ({"scale": 0.0}, {}),
     "bias_dtype": (bias(1, 4, 256, 256, dtype=torch.bfloat16), {}),
     "bias_rows": (bias(1, 4, 256, 256, strides=(0, 256 * 256, 1, 256)), {}),
     "bias_column_ampere": ({**bias(1, 1, 256, 1), **BACK}, {"sm": 80}),

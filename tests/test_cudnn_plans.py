@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import subprocess
@@ -9,9 +10,11 @@ import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
+from attrs import evolve
 
 import attn_graph as ag
 from attn_graph.lowering import cudnn_builder, cudnn_limits, cudnn_offline, cudnn_plan
@@ -156,6 +159,45 @@ def test_nothing_is_kept_where_that_is_not_wanted(store: Store) -> None:
     assert ag.default_store().bytes == before
 
 
+DESCRIBE = """
+import sys
+from pathlib import Path
+lowering, driver, folder = sys.argv[1:]
+sys.path[:0] = [lowering]
+import cudnn_builder
+cudnn_builder.stand_in(driver)
+import cudnn
+print(cudnn.create_device_properties(Path(folder, "device").read_text()).serialize())
+"""
+
+
+def test_cudnn_describes_a_device_as_we_do(tmp_path: Path) -> None:
+    """And as text, which is how the machine's own is read."""
+    due = cudnn_offline.description(H200)
+    (tmp_path / "device").write_text(due)
+    lowering = str(Path(cudnn_builder.__file__).parent)
+    folder = str(tmp_path)
+    program = (sys.executable, "-P", "-c", DESCRIBE, lowering, cudnn_offline.driver(folder), folder)
+    done = subprocess.run(program, check=True, capture_output=True, text=True)
+    assert json.loads(done.stdout) == json.loads(due)
+
+
+def test_the_machines_own_device_is_read_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Properties:
+        def serialize(self) -> str:
+            return '{"deviceName": "NVIDIA H200"}'
+
+    monkeypatch.setattr("cudnn.create_device_properties", lambda index: Properties())
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    assert json.loads(cudnn_plan.present()) == {"deviceName": "NVIDIA H200"}
+
+
+def test_a_machine_of_ones_own_is_planned_by_its_own_numbers() -> None:
+    mine = evolve(H200, multiprocessors=66, l2=2**20)
+    found = json.loads(cudnn_offline.description(mine))
+    assert (found["multiProcessorCount"], found["l2CacheSize"]) == (66, 2**20)
+
+
 NO_COMPILER = """
 #include <stdlib.h>
 int nvrtcVersion(int *major, int *minor) { *major = 13; *minor = 0; return 0; }
@@ -193,34 +235,48 @@ def test_a_stored_plan_loads_without_compiling(store: Store, tmp_path: Path) -> 
     library = ("-shared", "-fPIC", "-Wl,-soname,libnvrtc.so.13", "-o", "libnvrtc.so.13", "nvrtc.c")
     subprocess.run(("cc", *library), check=True, cwd=tmp_path)
     lowering = str(Path(cudnn_builder.__file__).parent)
-    program = (sys.executable, "-P", "-c", LOAD, lowering, cudnn_offline.driver(), str(tmp_path))
+    program = (
+        sys.executable,
+        "-P",
+        "-c",
+        LOAD,
+        lowering,
+        cudnn_offline.driver(str(tmp_path)),
+        str(tmp_path),
+    )
     done = subprocess.run(program, check=True, capture_output=True, text=True)
     assert done.stdout == f"{built.workspace} {[*built.notes]}\n"
 
 
-def test_a_plan_depends_on_all_that_its_key_tells() -> None:
-    call = {"name": "sdpa"}
-
+def test_a_plan_depends_on_all_that_its_key_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     class Called:
-        plain = call
+        plain: ClassVar[dict[str, str]] = {"name": "sdpa"}
 
     versions = ((9, 20, 0), (1, 28, 0))
     device = cudnn_offline.description(H200)
     key = cudnn_plan.key_of(Called, device, versions)  # type: ignore[arg-type]
+
+    class Other:
+        plain: ClassVar[dict[str, str]] = {"name": "sdpa_backward"}
+
+    monkeypatch.setenv(cudnn_plan.READ_BY_CUDNN, "0")
+    changed = cudnn_plan.key_of(Called, device, versions)  # type: ignore[arg-type]
+    monkeypatch.delenv(cudnn_plan.READ_BY_CUDNN)
+    named = cudnn_plan.key_of(Called, device, versions, "eng8_k24=6")  # type: ignore[arg-type]
+    other = cudnn_plan.key_of(Other, device, versions)  # type: ignore[arg-type]
     others = [
         (cudnn_offline.description(Target.of("h100")), versions),
         (device, ((9, 19, 0), (1, 28, 0))),
         (device, ((9, 20, 0), (1, 29, 0))),
     ]
-    keys = {cudnn_plan.key_of(Called, *other) for other in others}  # type: ignore[arg-type]
-    assert len(keys | {key}) == 4
+    keys = {cudnn_plan.key_of(Called, *each) for each in others}  # type: ignore[arg-type]
+    assert len(keys | {key, changed, named, other}) == 7
 
 
 # What is missing is a reason.
 
 
 def test_no_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch, store: Store) -> None:
-    monkeypatch.setattr(cudnn_offline, "compiled", cudnn_offline.compiled.__wrapped__)
     monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.raises(ag.NoBackendError) as error:
         planned(store=store, backends=("cudnn",))
@@ -228,7 +284,6 @@ def test_no_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch, store: Store) 
 
 
 def test_a_compiler_that_fails_is_a_reason(monkeypatch: pytest.MonkeyPatch, store: Store) -> None:
-    monkeypatch.setattr(cudnn_offline, "compiled", cudnn_offline.compiled.__wrapped__)
     monkeypatch.setattr("shutil.which", lambda name: "/bin/false")
     with pytest.raises(ag.NoBackendError) as error:
         planned(store=store, backends=("cudnn",))
@@ -258,6 +313,28 @@ def test_a_gpu_that_nobody_described_is_a_reason(store: Store) -> None:
     with pytest.raises(ag.NoBackendError) as error:
         planned(store=store, target=target, backends=("cudnn",))
     assert refusal(error).startswith("plans for GPUs that are not there from a100, h100, h200")
+
+
+def test_such_a_gpu_is_explained_all_the_same() -> None:
+    found = ag.explain(CAUSAL, target=Target("h20", "cuda", 90, (), H200.libraries))
+    assert found.backend == "cudnn"
+    assert found.memory is not None
+    assert found.memory.untold == ("forward",)
+
+
+def test_a_stored_plan_that_cudnn_does_not_take_back_is_a_miss(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where it would be loaded."""
+    planned(store=store)
+    ag.clear_cache()
+    monkeypatch.setattr(cudnn_plan, "place", lambda target: cudnn_offline.description(H200))
+    monkeypatch.setattr(cudnn_plan, "is_here", lambda target: True)
+    monkeypatch.setattr(cudnn_plan, "loads", lambda built: False)
+    monkeypatch.setattr(cudnn_builder, "versions", lambda: {"backend": 91900, "frontend": "1.28.0"})
+    with pytest.raises(ag.NoBackendError) as error:
+        planned(store=store, backends=("cudnn",))
+    assert refusal(error).startswith("plans with cuDNN 9.19.0 and frontend 1.28.0 here, and the")
 
 
 def test_without_cudnn_all_else_works_and_it_is_told_what_to_install() -> None:

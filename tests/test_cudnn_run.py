@@ -109,3 +109,30 @@ def test_the_workspace_is_leased_and_no_more_than_told() -> None:
     run = modelled(graph)
     run.forward(*(torch.zeros(X.shape, dtype=X.dtype) for _ in range(3)))
     assert run.workspace.bytes == 128
+
+
+def test_gradients_are_of_their_inputs_in_whatever_order() -> None:
+    graph = ag.attention(X, X, X)
+    forward = simplify(graph)
+    tensors = tuple(map(aligned, tensors_for(graph, 1)))
+    o, lse = modelled(forward).forward(*tensors)[1]
+    (do,) = cotangents_for(forward, 1)
+    dues = plain.expected_gradients(graph, tensors, (do,))
+    back = backward(forward, (2, 0), [ag.TensorSpec.like(do)])
+    dv, dq = results(back, (*tensors, o, lse, do))
+    dues["v"].check(dv)
+    dues["q"].check(dq)
+
+
+def test_another_backends_lse_may_lie_anyhow() -> None:
+    """PyTorch's efficient kernel saves rows of more than M."""
+    graph = ag.attention(X, X, X)
+    forward = simplify(graph)
+    tensors = tuple(map(aligned, tensors_for(graph, 1)))
+    o, lse = modelled(forward).forward(*tensors)[1]
+    loose = torch.zeros(*lse.shape[:2], 32)[:, :, : lse.shape[2]].copy_(lse)
+    (do,) = cotangents_for(forward, 1)
+    back, names = gradient_of(forward, do)
+    dues = plain.expected_gradients(graph, tensors, (do,))
+    for name, gradient in zip(names, results(back, (*tensors, o, loose, do)), strict=True):
+        dues[name].check(gradient)

@@ -140,6 +140,30 @@ def test_gradients_agree_with_the_formula(
 
 
 @pytest.mark.parametrize("backend", NAMES)
+@pytest.mark.parametrize("order", ["vkq", "kqv", "qvk"])
+def test_gradients_are_of_their_inputs_in_whatever_order(backend: str, order: str) -> None:
+    x = ag.TensorSpec((1, 2, 6, 8), torch.float32)
+
+    def attend(**given: ag.Value) -> ag.Value:
+        return ag.scores(given["q"], given["k"]).softmax()[0].weigh(given["v"])
+
+    graph = ag.graph(attend, **dict.fromkeys(order, x))
+    assert [i.name for i in graph.inputs] == [*order]
+    tensors = tensors_for(graph, 1)
+    cotangents = cotangents_for(graph, 1)
+    found = gradients(planned(graph, backend), tensors, cotangents)
+    dues = plain.expected_gradients(graph, tensors, cotangents)
+    for name in order:
+        dues[name].check(found[name])
+    _, back = ag.vjp(graph, wants=["v", "q"])
+    plan = ag.compile(back, target=CPU, backends=(backend,))
+    forward = ag.compile(ag.vjp(graph)[0], target=CPU, backends=(backend,))
+    dv, dq = plan(*tensors, *forward(*tensors), *cotangents)
+    dues["v"].check(dv)
+    dues["q"].check(dq)
+
+
+@pytest.mark.parametrize("backend", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_a_row_that_sees_nothing_is_zero_and_its_gradients_too(
     backend: str, dtype: torch.dtype

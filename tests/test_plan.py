@@ -350,3 +350,12 @@ def test_defaults_of_torch_change_nothing() -> None:
     assert isinstance(due, torch.Tensor)
     assert isinstance(found, torch.Tensor)
     assert torch.equal(due, found)
+
+
+def test_a_build_that_fails_leaves_nothing_behind() -> None:
+    from attn_graph.compiler import plans
+
+    for n in range(3):
+        with pytest.raises(ag.NoBackendError):
+            ag.compile(ag.attention(X, X, X, scale=n + 2.5), target=CPU, backends=("cudnn",))
+    assert not plans.turns

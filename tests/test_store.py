@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,27 @@ def test_a_folder_that_cannot_be_written_is_no_error(
     store.put(KEY, DATA)
     assert store.get(KEY) is None
     assert "is not stored" in caplog.text
+
+
+def test_a_folder_that_can_only_be_read_is_as_good(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*asked: object) -> None:
+        raise PermissionError
+
+    store.put(KEY, DATA)
+    monkeypatch.setattr(os, "utime", refused)
+    assert store.get(KEY) == DATA
+    monkeypatch.setattr(os, "replace", refused)
+    store.put("other", DATA)
+    assert [p.suffix for p in store.folder.iterdir()] == [".plan"]
+
+
+def test_a_whole_file_whose_key_is_no_text_is_a_miss(store: Store) -> None:
+    store.put(KEY, DATA)
+    body = (1).to_bytes(8, "big") + b"\xff"
+    store.path(KEY).write_bytes(MAGIC + sha256(body).digest() + body)
+    assert "its key is no text" in logged(store)
 
 
 def test_clear_deletes_what_is_ours(store: Store) -> None:
