@@ -21,6 +21,7 @@ from attn_graph.passes import simplify
 from attn_graph.spec import NAMES, TensorSpec, dense_strides, memory_order
 from attn_graph.vjp import backward, result_spec, wanted_inputs
 
+MOST = 8  # changes that may follow one another
 PAIRS = 2  # so many changes at a time are tried in every combination; more, one after another
 STEP = 8  # head sizes that kernels take are multiples of it
 HELD = 512  # questions, and graphs of them: all backends ask the same; a question has some dozens
@@ -93,13 +94,22 @@ def lifting(
 ) -> tuple[tuple[tuple[str, ...], ...], Change | None]:
     """For each reason against, the single changes that lift it; and the least that lifts all.
 
-    A reason is lifted when none like it, numbers and specs aside, is left.
+    A reason is lifted when none like it, numbers, specs and masks aside, is left.
     """
-    tried = singles(question)
-    left = {text: {skeleton(r) for r in asks(asked)} for text, _, asked in tried}
-    lifted = tuple(tuple(t for t in left if skeleton(r) not in left[t]) for r in reasons)
-    useful = [(text, edit) for text, edit, _ in tried if any(text in x for x in lifted)]
+    before = skeletons(reasons)
+    left = {text: skeletons(asks(asked)) for text, _, asked in singles(question)}
+    lifted = tuple(lifters(skeleton(reason), left, before) for reason in reasons)
+    named = {text for texts in lifted for text in texts}
+    useful = [(text, edit) for text, edit, _ in singles(question) if text in named]
     return lifted, least(question, useful, asks) if all(lifted) else None
+
+
+def lifters(
+    reason: str, left: Mapping[str, frozenset[str]], before: frozenset[str]
+) -> tuple[str, ...]:
+    """The changes after which a reason is gone: those that bring no other, if there are such."""
+    gone = [text for text, after in left.items() if reason not in after]
+    return tuple([text for text in gone if left[text] <= before] or gone)
 
 
 @lru_cache(HELD // 64)
@@ -116,22 +126,23 @@ def least(question: Question, useful: Sequence[tuple[str, Edit]], asks: Asks) ->
             asked = edited(question, tuple(edit for _, edit in several))
             if asked is not None and not asks(asked):
                 return Change(tuple(text for text, _ in several), asked)
-    return gathered(question, useful, asks)
+    return gathered(question, asks)
 
 
-def gathered(question: Question, useful: Sequence[tuple[str, Edit]], asks: Asks) -> Change | None:
-    """One change after another, each of which lifts something; then without those not needed."""
+def gathered(question: Question, asks: Asks) -> Change | None:
+    """One change after another, each the one that leaves least; then without those not needed."""
     taken: list[tuple[str, Edit]] = []
-    asked: Question | None = question
-    while asked is not None and (left := len(asks(asked))):
-        progress = (
-            (each, then)
-            for each in useful
-            if (then := edited(asked, each[1:])) is not None and len(asks(then)) < left
-        )
-        each, asked = next(progress, (None, None))
-        taken += [each] if each else []
-    if asked is None:
+    asked, reasons = question, asks(question)
+    seen = {skeletons(reasons)}
+    while reasons and len(taken) < MOST:
+        tries = [(asks(then), text, edit, then) for text, edit, then in singles(asked)]
+        fresh = [x for x in tries if len(x[0]) <= len(reasons) and skeletons(x[0]) not in seen]
+        if not fresh:
+            return None
+        reasons, text, edit, asked = min(fresh, key=lambda x: len(x[0]))
+        seen.add(skeletons(reasons))
+        taken.append((text, edit))
+    if reasons:
         return None
     for each in taken[:]:
         others = [other for other in taken if other is not each]
@@ -151,8 +162,13 @@ def edited(question: Question, several: tuple[Edit, ...]) -> Question | None:
     return None if found is None else last(found)
 
 
+def skeletons(reasons: Sequence[str]) -> frozenset[str]:
+    return frozenset(map(skeleton, reasons))
+
+
 def skeleton(reason: str) -> str:
     """A reason without specs and numbers, which other changes may change."""
+    reason = reason.partition(", and the mask is")[0]
     return re.sub(
         r"\b(f16|bf16|f32|f64|i32|i64|bool)\b(\[.*?\](?=\W|$))?|[-+]?\d[\d.e+-]*", "#", reason
     )

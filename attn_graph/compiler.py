@@ -204,6 +204,7 @@ def build(graph: Graph, target: Target, options: Options, among: Backends | None
         differentiable,
         gradient,
         target.kind == "cpu" or target == Target.here(),
+        options.precision,
     )
 
 

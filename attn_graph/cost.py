@@ -16,10 +16,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from math import prod
-from typing import final
+from typing import Any, final
 
 import torch
-from attrs import frozen
+from attrs import asdict, frozen
 
 from attn_graph import ops
 from attn_graph.counts import alike, bounds, checked, kept
@@ -101,7 +101,17 @@ class Cost:
         share = f" ({100 * self.pairs / self.places:.3g} %)" if self.places else ""
         most = "" if self.exact else "at most "
         told = f"{most}{self.pairs} of {self.places} pairs{share}; forward {self.forward}"
-        return told if self.backward is None else f"{told}; backward {self.backward}"
+        told += "" if self.backward is None else f"; backward {self.backward}"
+        return told if self.exact else told.replace("at least", "at the roofline")
+
+    def to_dict(self) -> dict[str, Any]:  # Any: JSON
+        """All of it, and what follows: seconds, bound and intensity of each pass."""
+        found = asdict(self, recurse=False)
+        for name in ("forward", "backward"):
+            if (work := found[name]) is not None:
+                more = {"seconds": work.seconds, "bound": work.bound, "intensity": work.intensity}
+                found[name] = asdict(work) | more
+        return found
 
 
 def scaled(value: float, unit: str) -> str:
@@ -111,23 +121,33 @@ def scaled(value: float, unit: str) -> str:
     return f"{value / size:.4g} {prefixes.get(size, 'n')}{unit}"
 
 
-def cost(graph: Graph, target: Target, tensors: Tensors | None = None) -> Cost:
+def cost(
+    graph: Graph,
+    target: Target,
+    tensors: Tensors | None = None,
+    *,
+    wants: Sequence[str] | None = None,
+    precision: str = "ieee",
+) -> Cost:
     """What a simplified graph costs on a target.
 
-    tensors: inputs that the mask reads, by name; with all of them the count is exact. Raises
-    GraphError for others, and for tensors that do not fit.
+    tensors: inputs that the mask reads, by name; with all of them the count is exact. wants: the
+    inputs to differentiate by, by default all floating ones. precision: of float32 products, as
+    `compile` takes it. Raises GraphError for other tensors, and for tensors that do not fit.
     """
     given = named(graph, tensors or {})
     forward = tuple(shares(graph, given))
     gradient = any(isinstance(eqn.op, AttentionGrad) for eqn in graph.eqns)
     trains = not gradient and any(i.spec.dtype in FLOATS for i in graph.inputs)
-    backward = vjp(graph)[1] if trains else None
+    backward = vjp(graph, wants)[1] if trains and wants != () else None
     return Cost(
         sum(share.pairs for share in forward),
         sum(share.places for share in forward),
         all(share.exact for share in forward),
-        work(forward, graph, target),
-        None if backward is None else work(tuple(shares(backward, given)), backward, target),
+        work(forward, graph, target, precision),
+        None
+        if backward is None
+        else work(tuple(shares(backward, given)), backward, target, precision),
     )
 
 
@@ -167,10 +187,11 @@ class Share:
     exact: bool = True
 
 
-def work(parts: Sequence[Share], graph: Graph, target: Target) -> Work:
+def work(parts: Sequence[Share], graph: Graph, target: Target, precision: str) -> Work:
     """The sum of the parts, and its times at the target's peak for the dtype of the first input."""
     flops, moved = sum(part.flops for part in parts), sum(part.bytes for part in parts)
-    peak = target.peak(NAMES[graph.inputs[0].spec.dtype]) if graph.inputs else None
+    dtype = NAMES[graph.inputs[0].spec.dtype] if graph.inputs else "f32"
+    peak = target.peak(precision if (dtype, precision) == ("f32", "tf32") else dtype)
     return Work(
         flops,
         moved,
@@ -212,7 +233,9 @@ def distinct(spec: TensorSpec) -> int:
     """How many elements of memory there are behind a spec: an axis of stride 0 is one element."""
     if 0 in spec.shape:
         return 0
-    return prod(n for n, stride in zip(spec.shape, spec.strides, strict=True) if stride)
+    pairs = [*zip(spec.shape, spec.strides, strict=True)]
+    reach = 1 + sum((n - 1) * stride for n, stride in pairs)  # less where axes overlap
+    return min(reach, prod(n for n, stride in pairs if stride))
 
 
 def attended(

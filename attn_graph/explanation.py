@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from html import escape
 from textwrap import indent
@@ -40,13 +40,19 @@ class Refusal:
     smallest: Change | None = None
 
     def __str__(self) -> str:
-        lifts = self.lifts or ((),) * len(self.reasons)
-        told = [
-            f"{reason} (lifted by: {'; or '.join(texts)})" if texts else reason
-            for reason, texts in zip(self.reasons, lifts, strict=True)
-        ]
-        ending = f"\n  it would with: {self.smallest}" if self.smallest else ""
-        return refusal(self.backend, tuple(told)) + ending
+        ending = f"\n  {self.way_out}" if self.smallest else ""
+        return refusal(self.backend, tuple(self.told())) + ending
+
+    def told(self) -> Iterator[str]:
+        """Each reason, with what lifts it."""
+        for reason, texts in zip(
+            self.reasons, self.lifts or ((),) * len(self.reasons), strict=True
+        ):
+            yield f"{reason} (lifted by: {'; or '.join(texts)})" if texts else reason
+
+    @property
+    def way_out(self) -> str:
+        return f"it would with: {self.smallest}"
 
     def to_dict(self) -> dict[str, Any]:  # Any: JSON
         return {
@@ -111,7 +117,7 @@ class Explanation:
             "refusals": [each.to_dict() for each in self.refusals],
             "tiles": [asdict(each) for each in self.tiles],
             "memory": asdict(self.memory) | {"peak": self.memory.peak} if self.memory else None,
-            "cost": asdict(self.cost) if self.cost else None,
+            "cost": self.cost.to_dict() if self.cost else None,
             "backward": self.backward.to_dict() if self.backward else None,
         }
 
@@ -129,10 +135,15 @@ class Explanation:
         return "<div>" + "".join(parts) + "</div>"
 
     def table(self, name: str) -> str:
-        rows = [(self.backend or "none", f"chosen, because {self.cause}", [*self.notes])]
-        rows += [(other, "could run it too", []) for other in self.also]
-        rows += [(each.backend, "no, because it", [*each.reasons]) for each in self.refusals]
-        return f"<h4>{name}</h4><table>{''.join(row(*each) for each in rows)}</table>"
+        if self.backend:
+            rows = [row(self.backend, f"chosen, because {self.cause}", self.notes)]
+        else:
+            rows = [row("no backend takes it", self.cause, ())]
+        rows += [row(other, "could run it too", ()) for other in self.also]
+        for each in alike(self.refusals):
+            more = (each.way_out,) if each.smallest else ()
+            rows.append(row(each.backend, "no, because it", (*each.told(), *more)))
+        return f"<h4>{name}</h4><table>{''.join(rows)}</table>"
 
 
 def alike(refusals: Iterable[Refusal]) -> Iterator[Refusal]:
@@ -172,6 +183,6 @@ def needed(graph: Graph, gradients: int, ahead: Foreseen, behind: Foreseen | Non
     )
 
 
-def row(name: str, verdict: str, lines: list[str]) -> str:
+def row(name: str, verdict: str, lines: Sequence[str]) -> str:
     told = "".join(f"<li>{escape(line)}</li>" for line in lines)
     return f"<tr><th>{escape(name)}</th><td>{escape(verdict)}<ul>{told}</ul></td></tr>"

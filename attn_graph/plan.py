@@ -46,6 +46,7 @@ class Plan:
     differentiable: Callable[..., Tensors]  # runs it so that autograd knows
     backward: Callable[..., Plan]  # the plan of its gradient for some inputs and cotangents
     runs_here: bool
+    precision: str = "ieee"  # of float32 products
     run: Callable[..., tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = field(
         init=False, default=Factory(lambda plan: plan.executable.run, takes_self=True)
     )
@@ -158,7 +159,7 @@ class Plan:
         """
         from attn_graph.cost import cost
 
-        return cost(self.graph, self.target, tensors)
+        return cost(self.graph, self.target, tensors, precision=self.precision)
 
     def verify(self, *tensors: torch.Tensor, **named: torch.Tensor) -> Verification:
         """Run the plan on these tensors and compare with float64 by the rule of `verified`."""

@@ -86,6 +86,8 @@ def choose(
     late: reasons by backend that came up while it was lowered. Raises NoBackendError with every
     backend's reasons where all refuse; warns or raises by on_fallback where only `math` is left.
     """
+    if among is not None and not among:
+        raise GraphError(f"backends= names none; there are {', '.join(b.name for b in BACKENDS)}")
     ordered, cause = (
         (among, "it comes first in backends=") if among is not None else preference(graph, target)
     )
@@ -99,7 +101,8 @@ def choose(
         raise NoBackendError(graph, refusals)
     first = able[0]
     if len(able) == 1:
-        cause = "it is the only one that takes the graph"
+        asked = " asked" if among is not None or options.avoid else ""
+        cause = f"it is the only one{asked} that takes the graph"
     elif first is not ordered[0]:
         cause = "it comes first of those that take the graph"
     choice = Choice(first, cause, refusals, tuple(b.name for b in able[1:]))

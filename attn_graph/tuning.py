@@ -13,10 +13,10 @@ import torch
 from attrs import evolve, frozen
 
 from attn_graph.backend import Backend, Executable, Options, RefusedError
-from attn_graph.cost import scaled
+from attn_graph.cost import cost, scaled
 from attn_graph.errors import GraphError
 from attn_graph.ir import Graph, Input
-from attn_graph.planner import BACKENDS, Choice, choose
+from attn_graph.planner import BACKENDS, Choice, choose, lowered
 from attn_graph.spec import TensorSpec
 from attn_graph.target import Target
 from attn_graph.timing import Job, Progress, samples
@@ -53,19 +53,39 @@ def tuned(
         raise GraphError(
             f"tune: measures on this machine, {Target.here()}, and the target is {target}"
         )
-    choice = choose(graph, target, options, among)
-    able = takers(choice, BACKENDS if among is None else among)
-    found = {c.name: c for b in able for c in candidates(b, graph, target, options)}
-    key = key_of(graph, target, options)
+    key, late = key_of(graph, target, options), dict[str, tuple[str, ...]]()
     figures = recalled(key, options)
-    measure({n: c for n, c in found.items() if n not in figures}, graph, options, key, figures)
-    best = min((n for n in found if n in figures), key=figures.__getitem__, default="")
-    if not best:
-        return choice, choice.backend.lower(graph, target, options)
-    taken = found[best]
-    also = tuple(b.name for b in able if b is not taken.backend)
-    told = evolve(choice, backend=taken.backend, cause=cause(figures, found), also=also)
-    return told, taken.lower(graph, target, options)
+    while True:
+        choice = choose(graph, target, options, among, late)
+        able = takers(choice, BACKENDS if among is None else among)
+        found = {c.name: c for b in able for c in candidates(b, graph, target, options)}
+        missing = {name: c for name, c in found.items() if name not in figures}
+        late |= measure(missing, graph, target, options, key, figures)
+        if not late.keys() & {b.name for b in able}:
+            break
+    for name in sorted((n for n in found if n in figures), key=figures.__getitem__):
+        executable = lowered_within(found[name], graph, target, options)
+        if executable is not None:
+            backend = found[name].backend
+            also = tuple(b.name for b in able if b is not backend)
+            told = cause(
+                figures,
+                found,
+                cost(graph, target, precision=options.precision).forward.achieved(figures[name]),
+            )
+            return evolve(choice, backend=backend, cause=told, also=also), executable
+    return lowered(graph, target, options, among)
+
+
+def lowered_within(
+    candidate: Candidate, graph: Graph, target: Target, options: Options
+) -> Executable | None:
+    """The candidate, unless it refuses after all or needs a larger workspace than it may."""
+    try:
+        found = candidate.lower(graph, target, options)
+    except RefusedError:
+        return None
+    return None if [*options.over_workspace(found.workspace)] else found
 
 
 def takers(choice: Choice, among: Sequence[Backend]) -> list[Backend]:
@@ -85,11 +105,12 @@ def candidates(
     yield from (Candidate(backend, name) for name in names)
 
 
-def cause(figures: Figures, found: Mapping[str, Candidate]) -> str:
-    """Why the first is chosen: all figures, the fastest first."""
+def cause(figures: Figures, found: Mapping[str, Candidate], achieved: float | None) -> str:
+    """Why the first is chosen: all figures, the fastest first, and its part of the roofline."""
     ranked = sorted((n for n in found if n in figures), key=figures.__getitem__)
     told = ", ".join(f"{name} {scaled(figures[name], 's')}" for name in ranked)
-    return f"it was the fastest when measured here: {told}"
+    share = "" if achieved is None else f"; that is {100 * achieved:.3g} % of the roofline"
+    return f"it was the fastest when measured here: {told}{share}"
 
 
 # What is stored.
@@ -106,6 +127,8 @@ def key_of(graph: Graph, target: Target, options: Options) -> str:
         "threads": torch.get_num_threads(),
         "deterministic": options.deterministic,
         "precision": options.precision,
+        "switches": str(options.switches),
+        "max_workspace": options.max_workspace,
     }
     return f"tune {json.dumps(told, sort_keys=True)}"
 
@@ -120,18 +143,25 @@ def recalled(key: str, options: Options) -> Figures:
 
 
 def measure(
-    found: Mapping[str, Candidate], graph: Graph, options: Options, key: str, figures: Figures
-) -> None:
-    """Add the seconds of each candidate to the figures, and keep them, even when interrupted."""
+    found: Mapping[str, Candidate],
+    graph: Graph,
+    target: Target,
+    options: Options,
+    key: str,
+    figures: Figures,
+) -> dict[str, tuple[str, ...]]:
+    """Add the seconds of each candidate to the figures, and keep them, even when interrupted.
+
+    What backends have against the graph after all, by name.
+    """
     if not found:
-        return
+        return {}
     from rich.console import Console
 
-    target = Target.here()
     tensors = examples(graph, target.device)
     taken: dict[str, list[float]] = {}
     with Console(stderr=True).status("tuning") as status:
-        jobs = able_jobs(found, graph, target, options, tensors, status.update)
+        jobs, late = able_jobs(found, graph, target, options, tensors, status.update)
         try:
             for name, seconds in samples(jobs, device=target.device, progress=status.update):
                 taken.setdefault(name, []).append(seconds)
@@ -139,6 +169,7 @@ def measure(
             figures.update({name: statistics.median(each) for name, each in taken.items()})
             if options.store and figures:
                 options.store.put(key, json.dumps(figures).encode())
+    return late
 
 
 def able_jobs(
@@ -148,18 +179,26 @@ def able_jobs(
     options: Options,
     tensors: Sequence[torch.Tensor],
     progress: Progress,
-) -> dict[str, Job]:
-    """A job for each candidate that runs here: some find out only when they do."""
+) -> tuple[dict[str, Job], dict[str, tuple[str, ...]]]:
+    """A job for each candidate that runs here, and the reasons of backends that don't.
+
+    Some find out only when they run; a variant that does is left out.
+    """
     jobs: dict[str, Job] = {}
+    late: dict[str, tuple[str, ...]] = {}
     for name, candidate in found.items():
         progress(f"{name}: building")
         try:
-            run = candidate.lower(graph, target, options).run
-            run(*tensors)
-        except RefusedError:
+            executable = candidate.lower(graph, target, options)
+            if over := [*options.over_workspace(executable.workspace)]:
+                raise RefusedError(*over)
+            executable.run(*tensors)
+        except (RefusedError, torch.OutOfMemoryError) as error:
+            if candidate.variant is None:
+                late[candidate.backend.name] = tuple(map(str, error.args))
             continue
-        jobs[name] = lambda run=run: run(*tensors)  # type: ignore[misc]  # bound now
-    return jobs
+        jobs[name] = lambda run=executable.run: run(*tensors)  # type: ignore[misc]  # bound now
+    return jobs, late
 
 
 def examples(graph: Graph, device: torch.device) -> list[torch.Tensor]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from attrs import evolve
 
-from attn_graph.backend import Backend, Foreseen, Options
+from attn_graph.backend import Backend, Foreseen, Options, RefusedError
 from attn_graph.changes import Question, lifting
 from attn_graph.cost import cost
 from attn_graph.errors import NoBackendError
@@ -38,13 +38,12 @@ def explained(
     if question.wants and not is_gradient(simple):
         backward, behind = verdict(question, Question.backward, target, among)
         gradients = sum(t.bytes for t in backward.graph.output_types)
-    costs = cost(simple, target)
     return evolve(
         forward,
         backward=backward,
         tiles=tuple(tiles_of(simple)),
         memory=needed(simple, gradients, ahead, behind),
-        cost=evolve(costs, backward=costs.backward if backward else None),
+        cost=cost(simple, target, wants=question.wants, precision=options.precision),
     )
 
 
@@ -62,15 +61,27 @@ def verdict(
     def refusals(found: Sequence[tuple[str, tuple[str, ...]]]) -> tuple[Refusal, ...]:
         return tuple(refusal(by_name[name], why, question, read, target) for name, why in found)
 
-    try:
-        choice = choose(graph, target, question.options, among)
-    except NoBackendError as error:
-        cause = "all refuse"
-        return Explanation(graph, target, None, cause, refusals(error.refusals)), Foreseen()
-    foreseen = choice.backend.foreseen(graph, target, question.options)
+    late: dict[str, tuple[str, ...]] = {}
+    while True:
+        try:
+            choice = choose(graph, target, question.options, among, late)
+            foreseen = choice.backend.foreseen(graph, target, question.options)
+            break
+        except NoBackendError as error:
+            cause = "all refuse"
+            return Explanation(graph, target, None, cause, refusals(error.refusals)), Foreseen()
+        except RefusedError as error:
+            late[choice.backend.name] = error.args
+    more = (*foreseen.notes, *uncertain(foreseen, question.options, choice.also))
     name, cause, against = choice.backend.name, choice.cause, refusals(choice.refusals)
-    found = Explanation(graph, target, name, cause, against, foreseen.notes, choice.also)
-    return found, foreseen
+    return Explanation(graph, target, name, cause, against, more, choice.also), foreseen
+
+
+def uncertain(foreseen: Foreseen, options: Options, also: Sequence[str]) -> Iterator[str]:
+    """What a workspace that only a built plan tells may change."""
+    if foreseen.workspace is None and options.max_workspace is not None:
+        rest = f"then {also[0]} runs it" if also else "then nobody runs it"
+        yield f"its built plan may need more workspace than max_workspace allows: {rest}"
 
 
 def refusal(

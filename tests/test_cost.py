@@ -156,6 +156,6 @@ def test_cost_prints_in_one_line() -> None:
     plan = plan_of(ag.attention(X, X, X, mask=ag.Causal(), kv_lengths=lengths), H200)
     assert str(plan.cost()) == (
         "at most 37248 of 73728 pairs (50.5 %); "
-        "forward 2.384 Mflop, 96.02 KiB, 24.25 flop/B, at least 20.48 ns, bound by memory; "
-        "backward 5.96 Mflop, 195 KiB, 29.84 flop/B, at least 41.6 ns, bound by memory"
+        "forward 2.384 Mflop, 96.02 KiB, 24.25 flop/B, at the roofline 20.48 ns, bound by memory; "
+        "backward 5.96 Mflop, 195 KiB, 29.84 flop/B, at the roofline 41.6 ns, bound by memory"
     )

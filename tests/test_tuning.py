@@ -150,3 +150,30 @@ def test_cudnn_builds_each_plan_that_it_proposes(store: Store) -> None:
     ]
     assert len(names) >= 2
     assert len({*plans}) == len(plans) == len([*store.held()])
+
+
+def late(name: str) -> ag.Backend:
+    """Finds out only when it lowers."""
+
+    def lower(graph: ag.Graph, target: Target, options: Options) -> Executable:
+        raise ag.RefusedError("needs what shows late, and there is none")
+
+    return ag.Backend(name, lambda *asked: (), lower)
+
+
+def test_who_refuses_when_it_lowers_is_told(store: Store) -> None:
+    plan = ag.compile(GRAPH, target=CPU, backends=(late("late"), SLOW), tune=True, store=store)
+    assert plan.backend == "slow"
+    assert plan.refusals == (("late", ("needs what shows late, and there is none",)),)
+    assert plan.also == ()
+    with pytest.raises(ag.NoBackendError, match="needs what shows late"):
+        ag.compile(GRAPH, target=CPU, backends=(late("late"),), tune=True, store=store)
+
+
+def test_a_stored_winner_that_needs_too_much_now_is_passed_over(store: Store) -> None:
+    X32 = ag.TensorSpec((1, 2, 64, 16), torch.float32)
+    graph = ag.attention(X32, X32, X32, soft_cap=3.0)
+    first = ag.compile(graph, target=CPU, tune=True, store=store)
+    assert first.backend == "math"
+    with pytest.raises(ag.NoBackendError, match="max_workspace is 16 bytes"):
+        ag.compile(graph, target=CPU, tune=True, store=store, max_workspace=16)
