@@ -73,8 +73,9 @@ def compile(
     that they have, of each pass when it is first asked for. Figures are stored, and measured once;
     progress is shown in a terminal, and what is known at an interrupt is kept.
 
-    Equal graphs give the same plan. Planning reads nothing but these arguments, the target, and
-    PyTorch's switches, once, which are part of the cache's key; docs/torch-controls.md lists them.
+    Equal graphs give the same plan. Planning reads nothing but these arguments, the target, the
+    store, and PyTorch's switches, once, which are part of the cache's key; docs/torch-controls.md
+    lists them. What PyTorch's own kernels allocate is not in the workspace; `Plan.memory` tells it.
     Raises NoBackendError, with every backend's reasons, where none takes the graph; GraphError for
     an option that means nothing.
     """
@@ -85,12 +86,9 @@ def compile(
         graph, target, among, shunned, deterministic, precision, on_fallback, max_workspace,
         workspace, store, tune, found,
     )  # fmt: skip
-    plan = calls.get(asked)
+    plan = calls.get(asked) if isinstance(graph, Graph) else None
     if plan is None:
-        if not isinstance(graph, Graph):
-            raise GraphError(
-                f"compile: expected a Graph, got {type(graph).__name__}; see attention and graph"
-            )
+        check_graph(graph, "compile")
         place = place_of(target)
         options = Options(
             workspace=workspace or default_workspace(),
@@ -129,6 +127,7 @@ def explain(
     """
     from attn_graph.verdicts import explained
 
+    check_graph(graph, "explain")
     among = preferred.get() if backends is None else tuple(backends)
     shunned = (avoided.get() if backends is None else ()) + tuple(avoid)
     place = place_of(target)
@@ -152,7 +151,11 @@ def constraints(
     return {
         "deterministic": deterministic or switches.deterministic,
         "max_workspace": None if max_workspace is None else in_bytes(max_workspace),
-        "precision": one_of("precision", precision or switches.precision(target.kind), Precision),
+        "precision": one_of(
+            "precision",
+            switches.precision(target.kind) if precision is None else precision,
+            Precision,
+        ),
         "avoid": names_of(shunned),
         "switches": switches,
     }
@@ -165,11 +168,22 @@ def planned(graph: Graph, target: Target, options: Options, among: Backends | No
     )
 
 
+def check_graph(graph: object, name: str) -> None:
+    if not isinstance(graph, Graph):
+        raise GraphError(
+            f"{name}: expected a Graph, got {type(graph).__name__}; see attention and graph"
+        )
+
+
 def place_of(target: Target | str | None) -> Target:
     """The target that is meant: by itself, by its name, or this machine."""
     if target is None:
         return Target.here()
-    return Target.of(target) if isinstance(target, str) else target
+    if isinstance(target, str):
+        return Target.of(target)
+    if not isinstance(target, Target):
+        raise GraphError(f"target {target!r} is no Target, nor the name of one")
+    return target
 
 
 def one_of(name: str, value: Value, values: object) -> Value:

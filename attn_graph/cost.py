@@ -157,6 +157,8 @@ def named(graph: Graph, tensors: Tensors) -> Tensors:
     if unknown := [name for name in tensors if name not in read]:
         told = ", ".join(sorted(read)) or "no input"
         raise GraphError(f"cost: no mask reads {', '.join(unknown)}; the masks read {told}")
+    if others := [n for n, x in tensors.items() if not isinstance(x, torch.Tensor)]:
+        raise GraphError(f"cost: {others[0]} is a {type(tensors[others[0]]).__name__}, no tensor")
     return tensors
 
 

@@ -50,7 +50,8 @@ class Tiles:
     def __str__(self) -> str:
         told = f"{self.empty} empty, {self.mixed} mixed, {self.full} full"
         rest = "" if self.exact else ", before the data are known"
-        return f"{self.total} tiles of {self.block[0]} x {self.block[1]}: {told}{rest}"
+        count, (rows, columns) = f"tile{'s' * (self.total != 1)}", self.block
+        return f"{self.total} {count} of {rows} x {columns}: {told}{rest}"
 
 
 def tiles(

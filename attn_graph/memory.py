@@ -62,9 +62,13 @@ def shown(count: int) -> str:
 
 
 def in_bytes(size: int | str) -> int:
-    """A number of bytes, or text such as "1GiB" or "200 MiB". Raises GraphError for other text."""
-    if isinstance(size, int):
+    """A number of bytes, or text such as "1GiB" or "200 MiB". Raises GraphError for all else."""
+    if type(size) is int and size >= 0:
         return size
+    if not isinstance(size, str):
+        raise GraphError(
+            f"size {size!r} is no number of bytes from 0 on, nor a text such as '1GiB'"
+        )
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
     if found is None or found[2] not in UNITS:
         raise GraphError(

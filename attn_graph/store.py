@@ -80,9 +80,8 @@ class Store:
                     file.write(sealed(key, data))
                     file.flush()
                     os.replace(file.name, self.path(key))
-                except BaseException:
-                    os.unlink(file.name)
-                    raise
+                finally:
+                    Path(file.name).unlink(missing_ok=True)
             self.trim()
         except OSError as error:
             LOG.warning("plan is not stored in %s: %s", self.folder, error)

@@ -35,6 +35,8 @@ def vjp(graph: Graph, wants: Sequence[str] | None = None) -> tuple[Graph, Graph]
 
 def wanted_inputs(graph: Graph, wants: Sequence[str] | None) -> tuple[int, ...]:
     """The numbers of the inputs to differentiate by."""
+    if isinstance(wants, str):
+        raise GraphError(f"wants {wants!r} is one name: say ({wants!r},)")
     floating = {i.name: n for n, i in enumerate(graph.inputs) if i.spec.dtype in FLOATS}
     if wants is None:
         return tuple(floating.values())

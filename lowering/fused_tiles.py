@@ -119,7 +119,7 @@ class FusedTiles:
         whole = self.problem.B * self.problem.M * self.problem.N
         area, calls = sum(t.area for t in self.static), sum(len(t.parts) for t in self.static)
         share = f"{100 * area / whole:.3g} % of the {self.problem.H * whole} scores"
-        return f"{calls} calls of PyTorch's fused CPU kernel, {share}"
+        return f"{calls} call{'s' * (calls != 1)} of PyTorch's fused CPU kernel, {share}"
 
     def tiles(self, data: Scratches) -> Sequence[Tile]:
         """The tiles of a call, given what the mask reads."""

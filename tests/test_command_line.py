@@ -217,7 +217,7 @@ def test_a_mask_is_shown_and_its_tiles_counted() -> None:
     )
     flags = run("mask", "256", "256", "--causal", "--lengths", "--segments").output
     assert "4 tiles of 128 x 128: 1 empty, 3 mixed, 0 full, before the data are known" in flags
-    assert "no mask: 1 tiles of 128 x 128: 0 empty, 0 mixed, 1 full" in run("mask", "9", "9").output
+    assert "no mask: 1 tile of 128 x 128: 0 empty, 0 mixed, 1 full" in run("mask", "9", "9").output
 
 
 @pytest.mark.parametrize(("name", "start"), [("a.png", b"\x89PNG"), ("a.svg", b"<?xml")])
@@ -317,3 +317,31 @@ def test_cache_verifies_and_clears(store: ag.Store) -> None:
     assert entry["path"] == str(store.path("cudnn {}"))
     assert run("cache", "clear", *at).output == f"4 files deleted from {store.folder}\n"
     assert "0 files" in run("cache", "list", *at).output
+
+
+def test_odd_input_is_wrong_usage(tmp_path: Path) -> None:
+    (tmp_path / "bytes").write_bytes(bytes(range(256)))
+    for line, told in (
+        (("explain", str(tmp_path / "bytes")), "is no text"),
+        (("explain", "--q", "99999999999999999999,8,64,64"), "no size of this world"),
+        (("bench", "--q", "64,64,1000000,4096"), "and this machine has"),
+        (("bench", *SMALL, "--peak", "nan"), "no rate"),
+        (("bench", *SMALL, "--bandwidth", "-1"), "no rate"),
+        (("explain", *SMALL[:2], "--backends", ","), "backends= names none"),
+    ):
+        result = run(*line)
+        assert (result.exit_code, told in " ".join(result.output.split())) == (2, True)
+
+
+def test_inference_is_explained_without_a_backward() -> None:
+    told = run("explain", *SMALL[:2], "--inference").output
+    assert "\nbackward\n" in run("explain", *SMALL[:2]).output
+    assert "\nbackward\n" not in told
+    assert "; backward" not in told
+
+
+def test_letters_that_a_terminal_has_not_are_no_error() -> None:
+    program = (sys.executable, "-m", "attn_graph", "mask", "4", "4", "Causal()")
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(program, env=environment, capture_output=True, check=True)
+    assert b"4 queries down" in done.stdout

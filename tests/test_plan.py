@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -359,3 +361,29 @@ def test_a_build_that_fails_leaves_nothing_behind() -> None:
         with pytest.raises(ag.NoBackendError):
             ag.compile(ag.attention(X, X, X, scale=n + 2.5), target=CPU, backends=("cudnn",))
     assert not plans.turns
+
+
+DOOR: list[tuple[dict[str, Any], str]] = [
+    ({"target": 3}, "target 3 is no Target"),
+    ({"max_workspace": 1.5}, "size 1.5 is no number of bytes from 0 on"),
+    ({"max_workspace": -5}, "size -5 is no number of bytes from 0 on"),
+    ({"max_workspace": True}, "size True is no number of bytes from 0 on"),
+    ({"precision": ""}, "precision '' is not known"),
+    ({"backends": ()}, "backends= names none; there are cudnn, triton"),
+]
+
+
+@pytest.mark.parametrize(("options", "told"), DOOR, ids=str)
+def test_what_means_nothing_is_told_at_the_door(options: dict[str, Any], told: str) -> None:
+    graph = ag.attention(X, X, X, scale=0.77)
+    for ask in (ag.compile, ag.explain):
+        with pytest.raises(ag.GraphError, match=re.escape(told)):
+            ask(graph, **options)
+
+
+def test_what_is_no_graph_is_told_at_the_door() -> None:
+    for ask in (ag.compile, ag.explain):
+        with pytest.raises(ag.GraphError, match="expected a Graph, got list; see attention"):
+            ask([1])  # type: ignore[arg-type]  # that is the point
+    with pytest.raises(ag.GraphError, match=re.escape("wants 'q' is one name: say ('q',)")):
+        ag.explain(ag.attention(X, X, X), wants="q")

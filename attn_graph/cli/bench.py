@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,10 +33,26 @@ from attn_graph.cli.words import (
 )
 from attn_graph.cost import scaled
 from attn_graph.errors import refusal
+from attn_graph.memory import shown
 from attn_graph.pictures import draw_bars, draw_roofline
 from attn_graph.spec import NAMES
 
 Plot = Literal["roofline", "bars"]
+
+
+def rate(context: click.Context, option: click.Parameter, value: float | None) -> float | None:
+    """A rate that can be divided by. Raises BadParameter for any other."""
+    if value is not None and not 0 < value < math.inf:
+        raise click.BadParameter(f"{value} is no rate: it must be above 0 and finite")
+    return value
+
+
+def check_memory(graph: ag.Graph) -> None:
+    """Raises UsageError where the inputs alone are more than the machine holds."""
+    need = sum(i.spec.type.bytes for i in graph.inputs)
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if need > there:
+        raise click.UsageError(f"the inputs are {shown(need)}, and this machine has {shown(there)}")
 
 
 @click.command(
@@ -52,8 +70,15 @@ Plot = Literal["roofline", "bars"]
     "--seconds", type=click.FloatRange(0), default=2.0, show_default=True,
     help="About how long to measure, all runs together, warm-up not counted.",
 )  # fmt: skip
-@click.option("--peak", type=float, help="flop/s of this machine, where it does not tell them.")
-@click.option("--bandwidth", type=float, help="bytes/s of its memory, where it does not tell them.")
+@click.option(
+    "--peak", type=float, callback=rate, help="flop/s of this machine, where it does not tell them."
+)
+@click.option(
+    "--bandwidth",
+    type=float,
+    callback=rate,
+    help="bytes/s of its memory, where it does not tell them.",
+)
 @out
 @click.option(
     "--plot", type=click.Choice(["roofline", "bars"]),
@@ -83,6 +108,7 @@ def bench(
     all is one segment, and half of all flags are set. Exits with 1 where no backend takes it.
     """
     graph = graph_of(file, flags)
+    check_memory(graph)
     place = ag.Target.of("cpu") if cpu else ag.Target.here()
     dtype = dtype_of(graph)
     rates = with_rates(place, dtype, peak, bandwidth)

@@ -17,7 +17,7 @@ from attn_graph.switches import Precision
 STYLES = {
     r"^ *\w+: chosen.*$": "green",
     r"^ *\w+: could run it too$": "cyan",
-    r"^ *\w+: no, because it$": "yellow",
+    r"^ *[\w, ]+: no, because it$": "yellow",
     r"^no backend takes it.*$": "bold red",
     r"^(target|mask|memory|cost|backward)\b": "bold",
 }

@@ -21,11 +21,17 @@ Read = Callable[[click.Context, click.Parameter, str | None], Sizes | None]  # c
 FLOAT_NAMES = [NAMES[dtype] for dtype in FLOATS]
 
 
+MOST = 2**40  # of one size: no machine holds more
+
+
 def sizes(text: str) -> Sizes:
     """ "2,8,1024,64" or "128x128"."""
     if not re.fullmatch(r"\s*\d+(\s*[,x]\s*\d+)*\s*", text):
         raise click.BadParameter(f"{text!r} is no list of sizes such as 2,8,1024,64")
-    return tuple(map(int, re.findall(r"\d+", text)))
+    found = tuple(map(int, re.findall(r"\d+", text)))
+    if max(found) > MOST:
+        raise click.BadParameter(f"{max(found)} is no size of this world: the most is {MOST}")
+    return found
 
 
 def reads(count: int, meaning: str) -> Read:
@@ -124,7 +130,10 @@ def graph_of(file: TextIO | None, flags: Flags) -> ag.Graph:
         told = ", ".join(f"--{name.replace('_', '-')}" for name in said)
         raise click.UsageError(f"FILE says the graph, and {told} would say another")
     if file is not None:
-        return ag.parse(file.read())
+        try:
+            return ag.parse(file.read())
+        except UnicodeDecodeError as error:
+            raise click.UsageError(f"{file.name} is no text: {error}") from error
     if flags["q"] is None:
         raise click.UsageError("say a graph: --q and further flags, or FILE, its text; - is stdin")
     return graph_of_flags(flags)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from io import TextIOWrapper
+
 import click
 
 import attn_graph as ag
@@ -33,4 +36,6 @@ commands = click.version_option(ag.__version__, prog_name="attn-graph")(
 
 def main() -> None:
     """Run the command that the process was called with, and exit."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # what the terminal has no letters for
     commands.main(prog_name="attn-graph")
