@@ -19,10 +19,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import attn_graph as ag
+from attn_graph.lowering.cudnn_backend import described_for
 from attn_graph.lowering.cudnn_builder import planned
-from attn_graph.lowering.cudnn_graph import described
 from attn_graph.lowering.cudnn_run import Run, handle
-from attn_graph.lowering.problem import sole
 from benchmarks.timing import save
 
 Sizes = tuple[int, int, int, int]
@@ -85,9 +84,7 @@ def raw(graph: ag.Graph, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
     """cuDNN's frontend by itself, with all that a call needs made beforehand."""
     import cudnn
 
-    problem = sole(graph)
-    assert problem is not None
-    call = described(problem)
+    problem, _, call = described_for(graph, ag.Target.here(), ag.Options())
     device = tensors[0].device
     its = handle(device)
     plan = planned(call.plain, handle=its)

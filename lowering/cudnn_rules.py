@@ -9,6 +9,7 @@ import torch
 from attrs import frozen
 
 from attn_graph.lowering.cudnn_case import Case, Pass, Version
+from attn_graph.lowering.problem import misaligned
 from attn_graph.modifiers import Alibi, Bias, SoftCap
 from attn_graph.spec import NAMES, TensorSpec
 
@@ -98,10 +99,6 @@ def split_rows(c: Case) -> Found:
 def off_grid(c: Case) -> Found:
     """Operands with rows that start off a multiple of 16 bytes."""
     return tuple((n, x) for n, x in c.specs.items() if n != "lse" and misaligned(x))
-
-
-def misaligned(spec: TensorSpec) -> bool:
-    return any(s * spec.dtype.itemsize % 16 for s in spec.strides[:-1])
 
 
 def bias_column(c: Case) -> Found:

@@ -14,12 +14,11 @@ from attrs import field, frozen
 from attn_graph.errors import PlanMismatchError
 from attn_graph.ir import Graph
 from attn_graph.lowering.cudnn_graph import Call, Slot
-from attn_graph.lowering.problem import Problem, returned
+from attn_graph.lowering.problem import ALIGNED, Problem, returned
 from attn_graph.spec import NAMES, TensorSpec
 from attn_graph.workspace import Buffer, Scratch, Workspace
 
 Pack = Mapping[int, torch.Tensor]
-ALIGNED = 16  # bytes, by which cuDNN's plans take every address to be a multiple
 # What cuDNN reads packed, whatever it was told: vectors of few numbers, and lse, which another
 # backend may have saved otherwise.
 PACKED = {

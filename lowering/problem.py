@@ -13,6 +13,7 @@ from attn_graph.ir import Eqn, Graph
 from attn_graph.spec import TensorSpec, accumulator, dense_strides, memory_order, normalised
 
 T = TypeVar("T")
+ALIGNED = 16  # bytes, which kernels load at a time
 
 
 @final
@@ -110,6 +111,11 @@ def other_equations(graph: Graph) -> str:
 def returned(graph: Graph, results: Sequence[T]) -> list[T]:
     """What a graph of one equation returns, in its order, of what that equation gives."""
     return [results[i - len(graph.inputs)] for i in graph.outputs]
+
+
+def misaligned(spec: TensorSpec) -> bool:
+    """Whether some row, head or batch entry begins off a multiple of 16 bytes."""
+    return any(s * spec.dtype.itemsize % ALIGNED for s in spec.strides[:-1])
 
 
 def flash_order(q: TensorSpec) -> tuple[int, ...]:

@@ -21,14 +21,21 @@ from attn_graph.fused import AttentionGrad
 from attn_graph.ir import Graph
 from attn_graph.kernels import fused_cuda
 from attn_graph.kernels.fused_cuda import Kernel
-from attn_graph.lowering.problem import Problem, flash_order, other_equations, returned, sole
+from attn_graph.lowering.problem import (
+    ALIGNED,
+    Problem,
+    flash_order,
+    misaligned,
+    other_equations,
+    returned,
+    sole,
+)
 from attn_graph.lowering.torch_sdpa import TOP_LEFT, node_reasons, switched_off, through_lse
 from attn_graph.modifiers import Bias, Modifier
 from attn_graph.spec import NAMES, TensorSpec, dense_strides, memory_order
 from attn_graph.target import Target
 
 LEAST_SM, MOST_SM = 80, 121  # the range that sdp_utils.cpp names, without what is older than sm_80
-ALIGNED = 16  # bytes: rows and addresses; kernels load that much at a time
 MOST_HEADS = 65535  # heads, and batch entries, are counted in axes y and z of CUDA's grid
 MOST_SPLITS = 128  # of the keys in the flash kernel, for want of heads and queries
 FEW_BLOCKS = 256  # of 64 queries: with as many no GPU of today splits the keys
@@ -121,10 +128,6 @@ def operand_reasons(problem: Problem) -> Reasons:
             yield f"needs stride 1 along the last axis, and {name} is {spec}"
         elif name in ("q", "k", "v", "bias") and misaligned(spec):
             yield f"reads {ALIGNED} bytes at a time, and rows of {name} {spec} start in between"
-
-
-def misaligned(spec: TensorSpec) -> bool:
-    return any(s * spec.dtype.itemsize % ALIGNED for s in spec.strides[:-1])
 
 
 def named(problem: Problem) -> dict[str, TensorSpec]:

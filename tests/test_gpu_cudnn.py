@@ -127,6 +127,7 @@ def test_captured_and_replayed_with_one_workspace() -> None:
         return (o, *torch.autograd.grad(o, leaves, do))
 
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())  # which fills the tensors
     with torch.cuda.stream(side):
         step()  # warms up: plans are loaded, the workspace is there
         captured = torch.cuda.CUDAGraph()
