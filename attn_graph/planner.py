@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import final
+from typing import TypeVar, final
 from warnings import warn_explicit
 
 from attrs import frozen
@@ -17,6 +17,7 @@ from attn_graph.lowering import cudnn_backend, torch_cuda, torch_math, torch_sdp
 from attn_graph.spec import NAMES
 from attn_graph.target import Target
 
+T = TypeVar("T")
 Refusals = tuple[tuple[str, tuple[str, ...]], ...]  # every reason against, by backend
 
 BACKENDS = (  # PyTorch's own kernels in PyTorch's own order of preference
@@ -62,14 +63,28 @@ def lowered(
 ) -> tuple[Choice, Executable]:
     """What runs the graph, and why that.
 
-    A backend that finds reasons only while it lowers is passed over, like those that knew before.
     Raises NoBackendError as `choose` does.
+    """
+    return tried(graph, target, options, among, lambda b: b.lower(graph, target, options))
+
+
+def tried(
+    graph: Graph,
+    target: Target,
+    options: Options,
+    among: Sequence[Backend] | None,
+    attempt: Callable[[Backend], T],
+) -> tuple[Choice, T]:
+    """The first backend that takes the graph and with which the attempt succeeds; and its result.
+
+    A backend that finds reasons only then is passed over, like those that knew before. Raises
+    NoBackendError as `choose` does.
     """
     late: dict[str, tuple[str, ...]] = {}
     while True:
         choice = choose(graph, target, options, among, late)
         try:
-            return choice, choice.backend.lower(graph, target, options)
+            return choice, attempt(choice.backend)
         except RefusedError as error:
             late[choice.backend.name] = error.args
 

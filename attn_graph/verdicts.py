@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 
 from attrs import evolve
 
-from attn_graph.backend import Backend, Foreseen, Options, RefusedError
+from attn_graph.backend import Backend, Foreseen, Options
 from attn_graph.changes import Question, lifting
 from attn_graph.cost import cost
 from attn_graph.errors import NoBackendError
 from attn_graph.explanation import Explanation, Refusal, needed, tiles_of
 from attn_graph.fused import AttentionGrad
 from attn_graph.ir import Graph
-from attn_graph.planner import BACKENDS, Choice, choose
+from attn_graph.planner import BACKENDS, tried
 from attn_graph.target import Target
 
 Among = Sequence[Backend] | None
@@ -62,27 +62,19 @@ def verdict(
         return tuple(refusal(by_name[name], why, question, read, target) for name, why in found)
 
     try:
-        choice, foreseen = taken(graph, target, question.options, among)
+        choice, foreseen = tried(
+            graph,
+            target,
+            question.options,
+            among,
+            lambda backend: backend.foreseen(graph, target, question.options),
+        )
     except NoBackendError as error:
         cause = "all refuse"
         return Explanation(graph, target, None, cause, refusals(error.refusals)), Foreseen()
     more = (*foreseen.notes, *uncertain(foreseen, question.options, choice.also))
     name, cause, against = choice.backend.name, choice.cause, refusals(choice.refusals)
     return Explanation(graph, target, name, cause, against, more, choice.also), foreseen
-
-
-def taken(graph: Graph, target: Target, options: Options, among: Among) -> tuple[Choice, Foreseen]:
-    """Who takes a graph, and what running it would need, as far as that is known.
-
-    Raises NoBackendError as `choose` does.
-    """
-    late: dict[str, tuple[str, ...]] = {}
-    while True:
-        choice = choose(graph, target, options, among, late)
-        try:
-            return choice, choice.backend.foreseen(graph, target, options)
-        except RefusedError as error:
-            late[choice.backend.name] = error.args
 
 
 def uncertain(foreseen: Foreseen, options: Options, also: Sequence[str]) -> Iterator[str]:
