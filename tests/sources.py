@@ -1,6 +1,9 @@
 """Where the library's source lies: one place, for the tests that read it."""
 
+import importlib.util
+import sys
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).parents[1]
 HOMES = {
@@ -20,3 +23,15 @@ def found(pattern: str) -> dict[str, Path]:
         for path in sorted(home.rglob(pattern))
         if path.resolve().is_relative_to(home)  # a symlinked folder counts once, at its home
     }
+
+
+def loaded(path: Path) -> ModuleType:
+    """A file outside of all packages, as a module."""
+    name = f"{path.parent.name}_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # for what attrs asks of it
+    spec.loader.exec_module(module)
+    return module

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -21,7 +20,7 @@ import attn_graph as ag
 from attn_graph.cli.cache import age
 from attn_graph.cli.main import commands
 from attn_graph.store import MAGIC
-from tests.sources import ROOT
+from tests.sources import ROOT, loaded
 
 GRAPH = ag.attention(*(ag.TensorSpec((1, 2, 64, 16), torch.float32),) * 3, mask=ag.Causal())
 CALL = {
@@ -44,12 +43,7 @@ def run(*line: str, stdin: str | None = None) -> Result:
 
 def page() -> ModuleType:
     """docs/command_line.py as a module."""
-    spec = importlib.util.spec_from_file_location("page", ROOT / "docs" / "command_line.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded(ROOT / "docs" / "command_line.py")
 
 
 def test_the_page_is_up_to_date() -> None:

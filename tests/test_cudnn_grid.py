@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +15,7 @@ import pytest
 from attn_graph.lowering.cudnn_limits import RULES
 from tests.cudnn_grid import drawn, grid
 from tests.cudnn_questions import GPUS, answers, questions, versions
-from tests.sources import ROOT
+from tests.sources import ROOT, loaded
 
 LEAST = 400  # graphs in the grid
 PARTS = 4  # of the support check at one place
@@ -108,9 +107,4 @@ def test_the_page_tells_the_limits_of_today() -> None:
 
 def report() -> ModuleType:
     """docs/cudnn.py."""
-    spec = importlib.util.spec_from_file_location("report", ROOT / "docs" / "cudnn.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded(ROOT / "docs" / "cudnn.py")

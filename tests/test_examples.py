@@ -1,6 +1,5 @@
 """The examples run as they are, say what they promise, and stay small."""
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 
 import attn_graph as ag
-from tests.sources import ROOT
+from tests.sources import ROOT, loaded
 
 HERE = ROOT / "examples"
 SHORT = ("hello", "explain", "own_mask", "own_backend")
@@ -17,12 +16,7 @@ MOST_LINES = 60  # one idea: more would be two
 
 def example(name: str) -> ModuleType:
     """The example as a module, though the folder is no package."""
-    spec = importlib.util.spec_from_file_location(f"examples_{name}", HERE / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded(HERE / f"{name}.py")
 
 
 def printed(name: str, capsys: pytest.CaptureFixture[str]) -> str:

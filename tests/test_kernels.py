@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from functools import cache
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +12,9 @@ from attrs import astuple
 
 import attn_graph as ag
 from attn_graph.kernels.tiles import ARCHS, TABLE, WIDTHS, padded
+from tests.sources import ROOT, loaded
 
 CPU = ag.Target.of("cpu")
-ROOT = Path(__file__).parents[1]
 compiling = pytest.mark.skipif(
     CPU.interprets, reason="with TRITON_INTERPRET=1 Triton compiles nothing"
 )
@@ -25,13 +22,7 @@ compiling = pytest.mark.skipif(
 
 def report() -> Any:  # Any: a module
     """docs/kernels.py, which is no package's."""
-    spec = importlib.util.spec_from_file_location("report", ROOT / "docs" / "kernels.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["report"] = module  # for what attrs asks of it
-    spec.loader.exec_module(module)
-    return module
+    return loaded(ROOT / "docs" / "kernels.py")
 
 
 REPORT = report()

@@ -6,8 +6,6 @@ That they agree with the formula is in test_lowering.py, which runs under the in
 from __future__ import annotations
 
 import importlib
-import importlib.util
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +30,7 @@ from attn_graph.spec import TensorSpec
 from attn_graph.vjp import backward, result_spec
 from tests import plain
 from tests.plain_masks import Where, kept
+from tests.sources import ROOT, loaded
 from tests.strategies import Shape, cotangents_for, data_specs, masks, seeds, tensors_for
 
 CPU = ag.Target.of("cpu")
@@ -266,13 +265,7 @@ def test_data_decides_tile_by_tile(by_keys: bool) -> None:
 
 
 def own_mask() -> Any:  # Any: a module
-    path = Path(__file__).parents[1] / "examples" / "own_mask.py"
-    spec = importlib.util.spec_from_file_location("own_mask", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded(ROOT / "examples" / "own_mask.py")
 
 
 def apart(graph: ag.Graph, tensors: tuple[torch.Tensor, ...]) -> list[str]:
