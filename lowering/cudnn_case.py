@@ -79,11 +79,11 @@ class Case:
 
     @cached_property
     def specs(self) -> dict[str, TensorSpec]:
-        """q, k, v and, of a backward, o, do and lse."""
+        """q, k, v and, of a backward, o and do."""
         found = dict(zip("qkv", self.problem.specs, strict=False))
         if self.problem.grad is not None:
-            _, o, lse, do, _ = self.problem.grad.split(self.problem.specs)
-            found |= {"o": o, "lse": lse} | ({"do": do} if do is not None else {})
+            _, o, _, do, _ = self.problem.grad.split(self.problem.specs)
+            found |= {"o": o} | ({"do": do} if do is not None else {})
         return found
 
     @property

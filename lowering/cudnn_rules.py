@@ -93,12 +93,12 @@ def left_of_diagonal(c: Case) -> Found:
 
 
 def split_rows(c: Case) -> Found:
-    return tuple((n, x) for n, x in c.specs.items() if n != "lse" and not x.unit_last)
+    return tuple((n, x) for n, x in c.specs.items() if not x.unit_last)
 
 
 def off_grid(c: Case) -> Found:
     """Operands with rows that start off a multiple of 16 bytes."""
-    return tuple((n, x) for n, x in c.specs.items() if n != "lse" and misaligned(x))
+    return tuple((n, x) for n, x in c.specs.items() if misaligned(x))
 
 
 def bias_column(c: Case) -> Found:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import attn_graph as ag
 from tests import plain
+from tests.capture import replayed
 from tests.strategies import cotangents_for, graphs, seeds, shapes, tensors_for
 
 pytestmark = pytest.mark.gpu
@@ -109,17 +110,7 @@ def test_captured_and_replayed() -> None:
         (o,) = outputs_of(plan, leaves)
         return (o, *torch.autograd.grad(o, leaves, do))
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        step()  # warms up: kernels are compiled, lists of tiles and the workspace are there
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured, stream=side):
-            results = step()
-    torch.cuda.synchronize()
-    for leaf in leaves:
-        leaf.data.normal_()
-    captured.replay()
-    torch.cuda.synchronize()
+    results = replayed(step, leaves)
     for a, b in zip(results, step(), strict=True):
         assert torch.equal(a, b)
 

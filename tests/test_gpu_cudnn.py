@@ -21,6 +21,7 @@ from attn_graph.passes import simplify
 from attn_graph.target import Target
 from attn_graph.workspace import Workspace
 from tests import plain
+from tests.capture import replayed
 from tests.strategies import aligned, cotangents_for, cudnn_graphs, seeds, tensors_for
 
 pytestmark = pytest.mark.gpu
@@ -131,18 +132,7 @@ def test_captured_and_replayed_with_one_workspace() -> None:
         assert isinstance(o, torch.Tensor)
         return (o, *torch.autograd.grad(o, leaves, do))
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())  # which fills the tensors
-    with torch.cuda.stream(side):
-        step()  # warms up: plans are loaded, the workspace is there
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured, stream=side):
-            results = step()
-    torch.cuda.synchronize()
-    for leaf in leaves:
-        leaf.data.normal_()
-    captured.replay()
-    torch.cuda.synchronize()
+    results = replayed(step, leaves)
     due = plain.expected(plan.graph, leaves)[0]
     due.check(results[0])
     again = step()
