@@ -11,12 +11,18 @@ from attrs import field, frozen
 from attn_graph.ir import Graph
 from attn_graph.memory import shown
 from attn_graph.store import Store
-from attn_graph.switches import LIBRARIES, Precision, Switches
+from attn_graph.switches import LIBRARIES, KernelName, Precision, Switches
 from attn_graph.target import Target
 from attn_graph.workspace import Workspace, default_workspace
 
 Tensors = Sequence[torch.Tensor]
 Fallback = Literal["ignore", "warn", "raise"]
+WORDS: dict[KernelName, str] = {  # for the kernels that PyTorch's switches turn on and off
+    "math": "PyTorch's unfused attention, a tile at a time",
+    "flash": "PyTorch's flash kernel",
+    "efficient": "PyTorch's efficient kernel",
+    "cudnn": "cuDNN's attention",
+}
 
 
 class RefusedError(Exception):
@@ -63,6 +69,11 @@ class Options:
         if name in self.avoid:
             yield "is not to run: avoid names it, at the call or around it"
 
+    def switched_off(self, kernel: KernelName) -> Iterator[str]:
+        """The reason against a kernel of PyTorch's that this process has turned off."""
+        for way in self.switches.ways_off(kernel):
+            yield f"runs {WORDS[kernel]}, which this process has turned off, by {way}"
+
     def rounded(self, graph: Graph, target: Target) -> Iterator[str]:
         """The reason against PyTorch's own float32 products, where its switch lets them round."""
         if self.exact(graph) and self.switches.precision(target.kind) != "ieee":
@@ -76,6 +87,8 @@ class Options:
         """What `explain` adds about how the options bear on a graph, PyTorch's switches first."""
         if self.switches.deterministic:
             yield "deterministic, as torch.use_deterministic_algorithms asks of this process"
+        if order := self.switches.order(target.kind, target.sm):
+            yield f"PyTorch's kernels in the order that sdpa_kernel set: {', '.join(order)}"
         float32 = any(i.spec.dtype == torch.float32 for i in graph.inputs)
         by_switch = self.switches.precision(target.kind) == "tf32"
         if self.precision == "tf32" and float32 and (by_switch or target.kind == "cuda"):

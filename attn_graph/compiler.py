@@ -81,10 +81,10 @@ def compile(
     """
     among = preferred.get() if backends is None else tuple(backends)
     shunned = (avoided.get() if backends is None else ()) + tuple(avoid)
-    found = read()
+    switches = read()
     asked = (
         graph, target, among, shunned, deterministic, precision, on_fallback, max_workspace,
-        workspace, store, tune, found,
+        workspace, store, tune, switches,
     )  # fmt: skip
     plan = calls.get(asked) if isinstance(graph, Graph) else None
     if plan is None:
@@ -95,7 +95,7 @@ def compile(
             store=default_store() if store is True else store or None,
             on_fallback=one_of("on_fallback", on_fallback, Fallback),
             tune=tune,
-            **constraints(place, found, shunned, deterministic, precision, max_workspace),
+            **constraints(place, switches, shunned, deterministic, precision, max_workspace),
         )
         plan = planned(simplify(graph), place, options, among)
         calls.put(asked, plan)
@@ -140,14 +140,13 @@ def explain(
 
 def constraints(
     target: Target,
-    found: tuple[bool, bool, bool, bool, bool, bool, str | None],
+    switches: Switches,
     shunned: Backends,
     deterministic: bool,
     precision: Precision | None,
     max_workspace: int | str | None,
 ) -> dict[str, Any]:  # Any: fields of Options
     """What is asked of whoever runs a graph, PyTorch's switches among it."""
-    switches = Switches(*found)
     return {
         "deterministic": deterministic or switches.deterministic,
         "max_workspace": None if max_workspace is None else in_bytes(max_workspace),

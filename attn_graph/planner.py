@@ -15,6 +15,7 @@ from attn_graph.fused import AttentionGrad
 from attn_graph.ir import Graph
 from attn_graph.lowering import cudnn_backend, torch_cuda, torch_math, torch_sdpa, triton_flash
 from attn_graph.spec import NAMES
+from attn_graph.switches import KernelName
 from attn_graph.target import Target
 
 T = TypeVar("T")
@@ -29,6 +30,14 @@ BACKENDS = (  # PyTorch's own kernels in PyTorch's own order of preference
     torch_cuda.CUDNN,
     torch_math.BACKEND,
 )
+
+# Which backends run on GPUs what sdpa_kernel calls so.
+BY_KERNEL: Mapping[KernelName, tuple[Backend, ...]] = {
+    "cudnn": (cudnn_backend.BACKEND, torch_cuda.CUDNN),
+    "flash": (torch_cuda.FLASH,),
+    "efficient": (torch_cuda.EFFICIENT,),
+    "math": (torch_math.BACKEND,),
+}
 
 # Where the blocked math lowering, which computes half precision in float32, beats PyTorch's own
 # half precision kernel on CPUs: by dtype and pass, and whether the CPU has the dtype natively.
@@ -104,7 +113,9 @@ def choose(
     if among is not None and not among:
         raise GraphError(f"backends= names none; there are {', '.join(b.name for b in BACKENDS)}")
     ordered, cause = (
-        (among, "it comes first in backends=") if among is not None else preference(graph, target)
+        (among, "it comes first in backends=")
+        if among is not None
+        else preference(graph, target, options)
     )
     reasons = [
         (b, (*options.avoided(b.name), *(late.get(b.name) or b.why_not(graph, target, options))))
@@ -136,7 +147,7 @@ def fallen(graph: Graph, options: Options, refusals: Refusals) -> None:
         warn_explicit(f"{title} and will run it\n{told}", FallbackWarning, *place())
 
 
-def preference(graph: Graph, target: Target) -> tuple[Sequence[Backend], str]:
+def preference(graph: Graph, target: Target, options: Options) -> tuple[Sequence[Backend], str]:
     """All backends in the order that suits graph and target, and what the order rests on."""
     dtype = NAMES[graph.inputs[0].spec.dtype] if graph.inputs else "f32"
     backward = any(isinstance(eqn.op, AttentionGrad) for eqn in graph.eqns)
@@ -144,6 +155,8 @@ def preference(graph: Graph, target: Target) -> tuple[Sequence[Backend], str]:
     if target.interprets:
         rest = [b for b in BACKENDS if b is not triton_flash.BACKEND]
         return (*rest, triton_flash.BACKEND), "Triton's interpreter is for tests, and comes last"
+    if order := options.switches.order(target.kind, target.sm):
+        return by_priority(order), "it comes first in the order that sdpa_kernel set"
     case = (dtype, pass_, dtype in target.native)
     if target.kind == "cpu" and case in MATH_IS_FASTER:
         rest = [b for b in BACKENDS if b is not torch_math.BACKEND]
@@ -155,6 +168,17 @@ def preference(graph: Graph, target: Target) -> tuple[Sequence[Backend], str]:
         rest = [b for b in BACKENDS if b is not triton_flash.BACKEND]
         return (triton_flash.BACKEND, *rest), "it comes before cuDNN on this kind of GPU"
     return BACKENDS, "it comes first in the order of preference"
+
+
+def by_priority(order: Sequence[KernelName]) -> tuple[Backend, ...]:
+    """Backends with PyTorch's kernels in this order, cuDNN's own plans before PyTorch's of cuDNN.
+
+    What PyTorch does not have comes behind them, but before `math` where that is the last.
+    """
+    ranked = [backend for kernel in order for backend in BY_KERNEL[kernel]]
+    behind = len(ranked) - (order[-1] == "math")
+    others = [backend for backend in BACKENDS if backend not in ranked]
+    return (*ranked[:behind], *others, *ranked[behind:])
 
 
 def named(backends: Sequence[str | Backend]) -> tuple[Backend, ...]:

@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal, final
+from collections.abc import Callable, Iterator
+from typing import Literal, NamedTuple, final
 
 import torch
-from attrs import frozen
-from torch._C import (  # behind torch.backends.cuda and torch itself, and faster: a call in each
+from torch._C import (  # behind torch.backends and torch itself, and faster: a call in each
+    _get_cudnn_enabled,
     _get_cudnn_sdp_enabled,
     _get_deterministic_algorithms,
     _get_flash_sdp_enabled,
     _get_fp32_precision_getter,
+    _get_math_sdp_enabled,
     _get_mem_efficient_sdp_enabled,
+    _get_sdp_priority_order,
 )
 
 Precision = Literal["ieee", "tf32"]
+KernelName = Literal["math", "flash", "efficient", "cudnn"]
 LIBRARIES = {"cuda": "cuda", "cpu": "mkldnn"}  # whose products they are: torch.backends.X.matmul
 
 ROUNDED = ("tf32", "bf16")
+KERNELS: tuple[KernelName, ...] = ("math", "flash", "efficient", "cudnn")  # by number in SDPBackend
+SETTERS: dict[
+    KernelName, str
+] = {  # of torch.backends.cuda, by the kernel that each turns on and off
+    "math": "enable_math_sdp",
+    "flash": "enable_flash_sdp",
+    "efficient": "enable_mem_efficient_sdp",
+    "cudnn": "enable_cudnn_sdp",
+}
+# The orders that PyTorch sets itself: the second one on GPUs of compute capability 9 and 10, at the
+# process's first call of scaled_dot_product_attention there.
+USUAL: tuple[KernelName, ...] = ("flash", "efficient", "math", "cudnn")
+CUDNN_FIRST: tuple[KernelName, ...] = ("cudnn", "flash", "efficient", "math")
 
 # The name of the flash kernel that was activated in place of PyTorch's own; versions of PyTorch
 # that know no others have no such function.
@@ -28,15 +44,15 @@ replaced: Callable[[], str | None] = getattr(
 
 
 @final
-@frozen
-class Switches:
+class Switches(NamedTuple):
     """What this process says by PyTorch's switches; docs/torch-controls.md lists them all.
 
     deterministic: torch.use_deterministic_algorithms, with warn_only or without. flash, efficient,
-    cudnn: the kernels of scaled_dot_product_attention, which torch.nn.attention.sdpa_kernel turns
-    on and off. tf32, onednn: whether PyTorch's float32 matrix products may round their inputs, on
-    GPUs to TF32, on CPUs to TF32 or bfloat16. flash_impl: the flash kernel that was activated in
-    place of PyTorch's own, if any.
+    cudnn, math: the kernels of scaled_dot_product_attention, which torch.nn.attention.sdpa_kernel
+    turns on and off. tf32, onednn: whether PyTorch's float32 matrix products may round their
+    inputs, on GPUs to TF32, on CPUs to TF32 or bfloat16. flash_impl: the flash kernel that was
+    activated in place of PyTorch's own, if any. cudnn_library: torch.backends.cudnn.enabled.
+    priority: those kernels by their numbers in SDPBackend, the first choice first.
     """
 
     deterministic: bool = False
@@ -46,15 +62,36 @@ class Switches:
     tf32: bool = False
     onednn: bool = False
     flash_impl: str | None = None
+    math: bool = True
+    cudnn_library: bool = True
+    priority: tuple[int, ...] = tuple(map(KERNELS.index, USUAL))
 
     def precision(self, kind: str) -> Precision:
         """What float32 products on a "cuda" or "cpu" are to be where nobody says it."""
         return "tf32" if (self.tf32 if kind == "cuda" else self.onednn) else "ieee"
 
+    def ways_off(self, kernel: KernelName) -> Iterator[str]:
+        """By which of its switches this process has turned a kernel off; none: it is on."""
+        if not getattr(self, kernel):
+            yield f"sdpa_kernel or by torch.backends.cuda.{SETTERS[kernel]}(False)"
+        if kernel == "cudnn" and not self.cudnn_library:
+            yield "torch.backends.cudnn.enabled = False"
 
-def read() -> tuple[bool, bool, bool, bool, bool, bool, str | None]:
-    """The fields of Switches as they stand now, in under a microsecond."""
-    return (
+    def order(self, kind: str, sm: int) -> tuple[KernelName, ...]:
+        """The kernels that are on, in the order that sdpa_kernel gave them for a GPU.
+
+        Empty where it is PyTorch's own, and on CPUs, where PyTorch heeds no order.
+        """
+        numbers = (n for n in self.priority if n < len(KERNELS))
+        ranked = tuple(KERNELS[n] for n in numbers if getattr(self, KERNELS[n]))
+        usual = (USUAL, CUDNN_FIRST) if 90 <= sm < 110 else (USUAL,)
+        own = (tuple(k for k in each if k in ranked) for each in usual)
+        return () if kind == "cpu" or ranked in own else ranked
+
+
+def read() -> Switches:
+    """The switches as they stand now, in about a microsecond."""
+    return Switches(
         _get_deterministic_algorithms(),
         _get_flash_sdp_enabled(),
         _get_mem_efficient_sdp_enabled(),
@@ -62,6 +99,9 @@ def read() -> tuple[bool, bool, bool, bool, bool, bool, str | None]:
         _get_fp32_precision_getter("cuda", "matmul") in ROUNDED,
         _get_fp32_precision_getter("mkldnn", "matmul") in ROUNDED,
         replaced(),
+        _get_math_sdp_enabled(),
+        _get_cudnn_enabled(),
+        tuple(_get_sdp_priority_order()),
     )
 
 

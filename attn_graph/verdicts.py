@@ -72,7 +72,11 @@ def verdict(
     except NoBackendError as error:
         cause = "all refuse"
         return Explanation(graph, target, None, cause, refusals(error.refusals)), Foreseen()
-    more = (*foreseen.notes, *uncertain(foreseen, question.options, choice.also))
+    more = (
+        *foreseen.notes,
+        *question.options.notes(graph, target),
+        *uncertain(foreseen, question.options, choice.also),
+    )
     name, cause, against = choice.backend.name, choice.cause, refusals(choice.refusals)
     return Explanation(graph, target, name, cause, against, more, choice.also), foreseen
 

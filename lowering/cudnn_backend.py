@@ -35,6 +35,7 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[str]:
         yield f"runs on NVIDIA GPUs, and the target is {target}"
         return
     yield from library_reasons(target)
+    yield from options.switched_off("cudnn")
     problem = sole(graph)
     if problem is None:
         yield other_equations(graph)

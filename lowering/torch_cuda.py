@@ -30,9 +30,10 @@ from attn_graph.lowering.problem import (
     returned,
     sole,
 )
-from attn_graph.lowering.torch_sdpa import TOP_LEFT, node_reasons, switched_off, through_lse
+from attn_graph.lowering.torch_sdpa import TOP_LEFT, node_reasons, through_lse
 from attn_graph.modifiers import Bias, Modifier
 from attn_graph.spec import NAMES, TensorSpec, dense_strides, memory_order
+from attn_graph.switches import KernelName
 from attn_graph.target import Target
 
 LEAST_SM, MOST_SM = 80, 121  # the range that sdp_utils.cpp names, without what is older than sm_80
@@ -40,6 +41,7 @@ MOST_HEADS = 65535  # heads, and batch entries, are counted in axes y and z of C
 MOST_SPLITS = 128  # of the keys in the flash kernel, for want of heads and queries
 FEW_BLOCKS = 256  # of 64 queries: with as many no GPU of today splits the keys
 LONG = 2**31 - 1
+WRAPS = 2**32  # elements of a bias: github.com/pytorch/pytorch/issues/187227
 RIGHT = (9, 15, 1)  # github.com/pytorch/pytorch/issues/169849
 HALF = (torch.float16, torch.bfloat16)
 BSHD = (0, 2, 1, 3)
@@ -52,14 +54,12 @@ Tensors = Sequence[torch.Tensor]
 class Variant:
     """One kernel, and what it takes.
 
-    kernel: its name in Switches and in words. switch: the function that turns it on and off.
-    modifiers: those it has rules for. widest: the largest head size, if there is one. layout: the
-    order of axes in memory that o is written in, by the spec of q. reasons: what is against a
-    problem beyond what all three have in common.
+    kernel: its name in Switches and in words. modifiers: those it has rules for. widest: the
+    largest head size, if there is one. layout: the order of axes in memory that o is written in, by
+    the spec of q. reasons: what is against a problem beyond what all three have in common.
     """
 
-    kernel: str
-    switch: str
+    kernel: KernelName
     call: Kernel
     reasons: Callable[[Problem, Target, Options], Reasons]
     modifiers: tuple[type[Modifier], ...] = ()
@@ -99,8 +99,7 @@ class Variant:
 def place_reasons(variant: Variant, target: Target, options: Options) -> Reasons:
     if not LEAST_SM <= target.sm <= MOST_SM:
         yield f"runs on sm_{LEAST_SM} to sm_{MOST_SM}, and the target has sm_{target.sm}"
-    if not getattr(options.switches, variant.kernel):
-        yield switched_off(variant.kernel, variant.switch)
+    yield from options.switched_off(variant.kernel)
 
 
 def size_reasons(variant: Variant, problem: Problem) -> Reasons:
@@ -185,6 +184,11 @@ def efficient_reasons(problem: Problem, target: Target, options: Options) -> Rea
         yield f"adds a bias of dtype {NAMES[p.dtype]}, and it is {NAMES[bias.dtype]}"
     if bias is not None and bias.shape[3] != p.N:
         yield f"needs a bias for every key, N = {p.N}, and it is {bias}"
+    if bias is not None and (far := bias.shape[2] * bias.strides[2]) > WRAPS:
+        yield (
+            f"reads wrong rows of a bias beyond {WRAPS} elements of a head (pytorch#187227), and "
+            f"{bias} needs {far}"
+        )
     if p.grad is not None and options.deterministic:
         yield by_switch_alone("efficient")
     if p.grad is not None and bias is not None and any(p.grad.wants[3:]):
@@ -340,19 +344,16 @@ def aligned(given: Mapping[str, torch.Tensor]) -> None:
         )
 
 
-FLASH_KERNEL = Variant("flash", "enable_flash_sdp", fused_cuda.FLASH, flash_reasons, widest=256)
+FLASH_KERNEL = Variant("flash", fused_cuda.FLASH, flash_reasons, widest=256)
 EFFICIENT_KERNEL = Variant(
     "efficient",
-    "enable_mem_efficient_sdp",
     fused_cuda.EFFICIENT,
     efficient_reasons,
     modifiers=(Bias,),
     dtypes=(*HALF, torch.float32),
     layout=lambda q: BSHD,
 )
-CUDNN_KERNEL = Variant(
-    "cudnn", "enable_cudnn_sdp", fused_cuda.CUDNN, cudnn_reasons, widest=128, layout=memory_order
-)
+CUDNN_KERNEL = Variant("cudnn", fused_cuda.CUDNN, cudnn_reasons, widest=128, layout=memory_order)
 FLASH = Backend("torch_flash", FLASH_KERNEL.why_not, FLASH_KERNEL.lower)
 EFFICIENT = Backend("torch_efficient", EFFICIENT_KERNEL.why_not, EFFICIENT_KERNEL.lower)
 CUDNN = Backend("torch_cudnn", CUDNN_KERNEL.why_not, CUDNN_KERNEL.lower)

@@ -24,7 +24,7 @@ from attn_graph.lowering.tiles import POSITIONS
 from attn_graph.spec import TensorSpec
 from attn_graph.switches import rounds
 from attn_graph.target import Target
-from attn_graph.workspace import Scratch, Workspace
+from attn_graph.workspace import Scratch
 
 Tiles = FusedTiles | ProductTiles
 NOTHING = Scratch()
@@ -33,26 +33,27 @@ Work = Callable[..., Sequence[torch.Tensor]]
 
 
 def why_not(graph: Graph, target: Target, options: Options) -> Iterator[str]:
-    need = max(
-        (Scratch(tuple(t.buffers().values())).bytes for t in planned(graph, target)), default=0
-    )
+    yield from options.switched_off("math")
+    tilings = planned(graph, target, options)
+    need = max((Scratch(tuple(t.buffers().values())).bytes for t in tilings), default=0)
     yield from options.over_workspace(need)
     yield from options.rounded(graph, target)
 
 
-def planned(graph: Graph, target: Target) -> list[Tiles]:
+def planned(graph: Graph, target: Target, options: Options) -> list[Tiles]:
     """How each attention of a graph would be tiled."""
-    return [t for eqn in graph.eqns if (t := tiles_of(graph, eqn, target)) is not None]
+    return [t for eqn in graph.eqns if (t := tiles_of(graph, eqn, target, options)) is not None]
 
 
-def tiles_of(graph: Graph, eqn: Eqn, target: Target) -> Tiles | None:
+def tiles_of(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Tiles | None:
     """The tiling of one equation; None for what is no attention or has nothing to compute."""
     if not isinstance(eqn.op, (Attention, AttentionGrad)):
         return None
     problem = Problem.of(eqn.op, operand_specs(graph, eqn))
     if problem.is_empty:
         return None
-    return FusedTiles.plan(problem) if fuses(problem, target) else ProductTiles.plan(problem)
+    fused = options.switches.flash and fuses(problem, target)
+    return FusedTiles.plan(problem) if fused else ProductTiles.plan(problem)
 
 
 def fuses(problem: Problem, target: Target) -> bool:
@@ -82,7 +83,7 @@ class Step:
 
 
 def lower(graph: Graph, target: Target, options: Options) -> Executable:
-    steps = [step_of(graph, eqn, target, options.workspace) for eqn in graph.eqns]
+    steps = [step_of(graph, eqn, target, options) for eqn in graph.eqns]
     plan = [(eqn.args, step.call) for eqn, step in zip(graph.eqns, steps, strict=True)]
     attentions = [outs for eqn, outs in graph.numbered() if isinstance(eqn.op, Attention)]
     saved = [i for outs in attentions for i in outs]
@@ -125,8 +126,8 @@ def handed_out(
     return found
 
 
-def step_of(graph: Graph, eqn: Eqn, target: Target, workspace: Workspace) -> Step:
-    tiles, op = tiles_of(graph, eqn, target), eqn.op
+def step_of(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Step:
+    tiles, op = tiles_of(graph, eqn, target, options), eqn.op
     if tiles is None:
         specs = operand_specs(graph, eqn)
         return Step(defined(op, specs, target.device), temporary=needed_by_definition(eqn, specs))
@@ -135,7 +136,7 @@ def step_of(graph: Graph, eqn: Eqn, target: Target, workspace: Workspace) -> Ste
     names, work = tuple(buffers), forward if isinstance(op, Attention) else backward
 
     def call(*operands: torch.Tensor) -> Sequence[torch.Tensor]:
-        with workspace.lease(scratch, operands[0].device) as views, torch.no_grad():
+        with options.workspace.lease(scratch, operands[0].device) as views, torch.no_grad():
             return work(tiles, operands, dict(zip(names, views, strict=True)))
 
     return Step(call, scratch, tiles.temporary, tiles.told())

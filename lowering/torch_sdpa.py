@@ -33,8 +33,7 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[str]:
     if target.kind != "cpu":
         yield f"runs PyTorch's CPU kernel, and the target is {target}"
         return
-    if not options.switches.flash:
-        yield switched_off("flash", "enable_flash_sdp")
+    yield from options.switched_off("flash")
     yield from options.rounded(graph, target)
     problem = sole(graph)
     if problem is None:
@@ -45,14 +44,6 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[str]:
     yield from operand_reasons(problem)
     if problem.grad is not None:
         yield from gradient_reasons(problem, problem.grad)
-
-
-def switched_off(kernel: str, switch: str) -> str:
-    """The reason where this process has turned one of PyTorch's kernels off."""
-    return (
-        f"runs PyTorch's {kernel} kernel, which this process has turned off, by sdpa_kernel or by "
-        f"torch.backends.cuda.{switch}(False)"
-    )
 
 
 def node_reasons(node: Attention, rules: Sequence[type[Modifier]]) -> Iterator[str]:

@@ -182,34 +182,6 @@ def test_use_deterministic_algorithms_is_deterministic_true() -> None:
     assert free.vjp.backend == "torch_flash"  # planned now, and by what was said then
 
 
-# The kernels of scaled_dot_product_attention
-
-
-SWITCHES: tuple[tuple[str, ag.Target, SDPBackend], ...] = (
-    ("torch_sdpa", CPU, SDPBackend.FLASH_ATTENTION),
-    ("torch_flash", H200, SDPBackend.FLASH_ATTENTION),
-    ("torch_efficient", H200, SDPBackend.EFFICIENT_ATTENTION),
-    ("torch_cudnn", H200, SDPBackend.CUDNN_ATTENTION),
-)
-
-
-@pytest.mark.parametrize(("backend", "target", "kernel"), SWITCHES)
-def test_sdpa_kernel_turns_off_what_it_turns_off_in_pytorch(
-    backend: str, target: ag.Target, kernel: SDPBackend
-) -> None:
-    graph = ag.attention(HALF, HALF, HALF)
-    before = ag.compile(graph, target=target, backends=(backend, "math"))
-    assert before.backend == backend
-    with sdpa_kernel([k for k in (SDPBackend.MATH, *(s[2] for s in SWITCHES)) if k != kernel]):
-        plan = ag.compile(graph, target=target, backends=(backend, "math"))
-        assert plan.backend == "math"
-        assert "this process has turned off, by sdpa_kernel" in reasons(plan, backend)
-    with sdpa_kernel(kernel):  # that PyTorch's unfused path is off says nothing about `math`
-        assert chosen(graph, target=target, backends=(backend,)) == backend
-        assert chosen(graph, target=target, backends=("math",)) == "math"
-    assert ag.compile(graph, target=target, backends=(backend, "math")) is before
-
-
 # Precision of float32
 
 
@@ -346,11 +318,15 @@ def switched(set_: Callable[[bool], None], on: bool) -> Iterator[None]:
 
 
 cuda = torch.backends.cuda
+ALL = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 BLOCKS: tuple[Callable[[], AbstractContextManager[object]], ...] = (
     lambda: switched(torch.use_deterministic_algorithms, True),
     lambda: switched(cuda.enable_flash_sdp, False),
     lambda: switched(cuda.enable_mem_efficient_sdp, False),
     lambda: switched(cuda.enable_cudnn_sdp, False),
+    lambda: switched(cuda.enable_math_sdp, False),
+    lambda: torch.backends.cudnn.flags(enabled=False),
+    lambda: sdpa_kernel([*reversed(ALL)], set_priority=True),
     lambda: through("allow_tf32"),
     lambda: ag.avoid("cudnn"),
     lambda: ag.prefer("math"),

@@ -219,6 +219,24 @@ FORWARD: tuple[Case, ...] = (
         "rows of bias",
     ),
     ("torch_efficient", biased(2, 4, 32, 32), {"precision": "tf32"}, ""),
+    (
+        "torch_efficient",
+        chain(*(spec(1, 1, 2**16 + 8, 64),) * 3, bias=spec(1, 1, 2**16 + 8, 2**16 + 8)),
+        {},
+        r"beyond 4294967296 elements of a head \(pytorch#187227\), and .* needs 4296015936",
+    ),
+    (
+        "torch_efficient",
+        chain(*(spec(1, 1, 2**16, 64),) * 3, bias=spec(1, 1, 2**16, 2**16)),
+        {},
+        "",
+    ),
+    (
+        "torch_efficient",
+        chain(*(spec(1, 1, 2**16 + 8, 64),) * 3, bias=spec(1, 1, 1, 2**16 + 8)),
+        {},
+        "",
+    ),
     ("torch_efficient", chain(*(spec(2, 4, 32, 64, dtype=F32),) * 3), {}, 'precision is "ieee"'),
     (
         "torch_efficient",

@@ -79,7 +79,7 @@ class Machine:
             tuple(name for name, _ in target.libraries if lost(name)),
             compiler(),
             tuple((name, os.environ[name]) for name in VARIABLES if name in os.environ),
-            Switches(*read()),
+            read(),
         )
 
     @property
@@ -163,6 +163,7 @@ class Diagnosis:
     def to_dict(self) -> dict[str, object]:
         """Plain numbers, texts, lists and dicts."""
         machine = asdict(self.machine) | {
+            "switches": self.machine.switches._asdict(),
             "target": str(self.machine.target),
             "cpu": {"native": self.machine.cpu.native, "interprets": self.machine.cpu.interprets},
             "libraries": dict(self.machine.cpu.libraries),
@@ -254,7 +255,7 @@ def notes(machine: Machine) -> Iterator[str]:
         )
     if machine.cpu.interprets:
         yield "TRITON_INTERPRET is set: Triton's kernels run on the CPU, slowly, and on no GPU"
-    usual = asdict(Switches())
-    for name, now in asdict(machine.switches).items():
+    usual = Switches()._asdict()
+    for name, now in machine.switches._asdict().items():
         if now != usual[name]:
             yield f"PyTorch's switch {name} is {now}: docs/torch-controls.md"
