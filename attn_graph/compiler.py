@@ -56,6 +56,8 @@ def compile(
 ) -> Plan:
     """The plan that runs `graph` on `target`, by default on this machine.
 
+    target: a device and its libraries, or its name; by default the current GPU, or else the CPU.
+    `Target.here("cuda:1")` is another GPU of this machine; equal ones share their plans.
     backends: names or records, in order of preference, instead of the library's own order; then
     what `prefer` and `avoid` say around the call does not count.
     avoid: names or records that are not to run, whoever else would.
@@ -81,15 +83,15 @@ def compile(
     """
     among = preferred.get() if backends is None else tuple(backends)
     shunned = (avoided.get() if backends is None else ()) + tuple(avoid)
-    switches = read()
+    switches, where = read(), Target.here() if target is None else target
     asked = (
-        graph, target, among, shunned, deterministic, precision, on_fallback, max_workspace,
+        graph, where, among, shunned, deterministic, precision, on_fallback, max_workspace,
         workspace, store, tune, switches,
     )  # fmt: skip
     plan = calls.get(asked) if isinstance(graph, Graph) else None
     if plan is None:
         check_graph(graph, "compile")
-        place = place_of(target)
+        place = place_of(where)
         options = Options(
             workspace=workspace or default_workspace(),
             store=default_store() if store is True else store or None,
@@ -135,7 +137,8 @@ def explain(
         store=default_store() if store is True else store or None,
         **constraints(place, read(), shunned, deterministic, precision, max_workspace),
     )
-    return explained(graph, place, options, None if among is None else named(among), wants)
+    with place.current():
+        return explained(graph, place, options, None if among is None else named(among), wants)
 
 
 def constraints(
@@ -175,7 +178,7 @@ def check_graph(graph: object, name: str) -> None:
 
 
 def place_of(target: Target | str | None) -> Target:
-    """The target that is meant: by itself, by its name, or this machine."""
+    """The target that is meant: by itself, by its name, or this machine's current device."""
     if target is None:
         return Target.here()
     if isinstance(target, str):
@@ -195,7 +198,8 @@ def one_of(name: str, value: Value, values: object) -> Value:
 
 def build(graph: Graph, target: Target, options: Options, among: Backends | None) -> Plan:
     asked = None if among is None else named(among)
-    choice, executable = (measured if options.tune else lowered)(graph, target, options, asked)
+    with target.current():
+        choice, executable = (measured if options.tune else lowered)(graph, target, options, asked)
 
     def gradient(
         wants: Sequence[int] | None = None, cotangents: Sequence[TensorSpec | None] | None = None
@@ -216,7 +220,6 @@ def build(graph: Graph, target: Target, options: Options, among: Backends | None
         evolve(executable, notes=(*executable.notes, *options.notes(graph, target))),
         differentiable,
         gradient,
-        target.kind == "cpu" or target == Target.here(),
         options.precision,
     )
 

@@ -33,7 +33,7 @@ class Plan:
     Call it with the graph's inputs, by position or by name; it returns the one output, or a tuple.
     Where an input requires grad, the results are differentiable by PyTorch's autograd. Raises
     PlanMismatchError for tensors other than declared, PlanTargetError for a plan of another
-    machine.
+    machine, or of another kind of GPU than the tensors are on.
     """
 
     graph: Graph
@@ -45,7 +45,6 @@ class Plan:
     executable: Executable
     differentiable: Callable[..., Tensors]  # runs it so that autograd knows
     backward: Callable[..., Plan]  # the plan of its gradient for some inputs and cotangents
-    runs_here: bool
     precision: str = "ieee"  # of float32 products
     run: Callable[..., tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = field(
         init=False, default=Factory(lambda plan: plan.executable.run, takes_self=True)
@@ -98,11 +97,7 @@ class Plan:
 
     def admit(self, tensors: Tensors, told: object) -> None:
         """Check the tensors in full, and remember how such ones look."""
-        if not self.runs_here:
-            raise PlanTargetError(
-                f"the plan is for {self.target} and this machine is {Target.here()}; "
-                "it can be inspected here, and called there"
-            )
+        self.check_device(tensors)
         pairs = [*zip(self.graph.inputs, tensors, strict=True)]
         differences = [text for i, t in pairs for text in differing(i.name, i.spec, t, self.target)]
         if not differences and len({t.device for t in tensors}) > 1:
@@ -111,6 +106,23 @@ class Plan:
         if differences:
             raise PlanMismatchError(*differences)
         self.seen[0] = told
+
+    def check_device(self, tensors: Tensors) -> None:
+        """Raise PlanTargetError for tensors on another kind of GPU than the plan is for."""
+        if self.target.kind == "cpu":
+            return
+        devices = {t.device for t in tensors if isinstance(t, torch.Tensor) and t.is_cuda}
+        for device in devices:
+            if Target.here(device) != self.target:
+                raise PlanTargetError(
+                    f"the plan is for {self.target}, and {device} is {Target.here(device)}; "
+                    f"compile(graph, target=Target.here({str(device)!r})) plans for that"
+                )
+        if not devices and self.target.device is None:
+            raise PlanTargetError(
+                f"the plan is for {self.target} and this machine is {Target.here()}; "
+                "it can be inspected here, and called there"
+            )
 
     def pulled(
         self, needs: Sequence[bool], saved: Tensors, grads: Sequence[torch.Tensor | None]

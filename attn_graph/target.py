@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal, final
@@ -55,9 +57,22 @@ class Target:
     peaks: Peaks = field(default=(), kw_only=True)
 
     @classmethod
-    def here(cls) -> Target:
-        """This machine: its GPU if PyTorch can use one, else its CPU."""
-        return machine()
+    def here(cls, device: torch.device | str | None = None) -> Target:
+        """A device of this machine, by default the current GPU, or the CPU where PyTorch has none.
+
+        Equal GPUs are equal targets, and share plans. Raises GraphError for a device that is not
+        here.
+        """
+        if device is None:
+            return gpu(current()) if count() else cpu()
+        place = torch.device(device)
+        if place.type == "cpu":
+            return cpu()
+        index = current() if place.index is None else place.index
+        if place.type != "cuda" or index >= count():
+            known = ", ".join(map(str, local_devices()))
+            raise GraphError(f"device {str(place)!r} is not here; here are {known}")
+        return gpu(index)
 
     @classmethod
     def of(cls, name: str) -> Target:
@@ -89,8 +104,15 @@ class Target:
         return dict(self.peaks).get(dtype)
 
     @property
-    def device(self) -> torch.device:
-        return torch.device(self.kind)
+    def device(self) -> torch.device | None:
+        """The device of this machine that it describes, the current GPU before others; or None."""
+        return next((d for d in local_devices() if Target.here(d) == self), None)
+
+    def current(self) -> AbstractContextManager[object]:
+        """A block in which its device is the current one, where it is a GPU of this machine."""
+        device = self.device
+        elsewhere = device is not None and device.type == "cuda" and device.index != current()
+        return torch.cuda.device(device) if elsewhere else nullcontext()
 
     def __str__(self) -> str:
         told = f"{self.kind} sm_{self.sm}" if self.sm else self.kind
@@ -98,11 +120,27 @@ class Target:
 
 
 @cache
-def machine() -> Target:
-    """The GPU as PyTorch tells it. Its rates are the table's, if that has the very product."""
-    if not torch.cuda.is_available():
-        return cpu()
-    found: Any = torch.cuda.get_device_properties()  # Any: PyTorch's stubs leave a field out
+def count() -> int:
+    """How many GPUs PyTorch can use here."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def current() -> int:
+    """The current GPU of the calling thread; 0 before anything is on one, and after a fork."""
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+
+
+def local_devices() -> Iterator[torch.device]:
+    """This machine's GPUs, the current one first, and its CPU."""
+    now = current()
+    yield from (torch.device("cuda", n) for n in sorted(range(count()), key=lambda n: n != now))
+    yield torch.device("cpu")
+
+
+@cache
+def gpu(index: int) -> Target:
+    """A GPU as PyTorch tells it. Its rates are the table's, if that has the very product."""
+    found: Any = torch.cuda.get_device_properties(index)  # Any: PyTorch's stubs leave a field out
     known = product(found.name)
     return Target(
         found.name,

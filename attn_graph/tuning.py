@@ -49,7 +49,7 @@ def tuned(
     Figures are stored as they come: what was measured before an interrupt is not measured again.
     Raises GraphError for a target that is not this machine, NoBackendError as `choose` does.
     """
-    if target != Target.here():
+    if target.device is None:
         raise GraphError(
             f"tune: measures on this machine, {Target.here()}, and the target is {target}"
         )
@@ -158,12 +158,14 @@ def measure(
         return {}
     from rich.console import Console
 
-    tensors = examples(graph, target.device)
+    device = target.device
+    assert device is not None  # `tuned` said so
+    tensors = examples(graph, device)
     taken: dict[str, list[float]] = {}
     with Console(stderr=True).status("tuning") as status:
         jobs, late = able_jobs(found, graph, target, options, tensors, status.update)
         try:
-            for name, seconds in samples(jobs, device=target.device, progress=status.update):
+            for name, seconds in samples(jobs, device=device, progress=status.update):
                 taken.setdefault(name, []).append(seconds)
         finally:
             figures.update({name: statistics.median(each) for name, each in taken.items()})

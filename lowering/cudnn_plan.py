@@ -123,7 +123,7 @@ def loads(built: Built) -> bool:
 
 
 def is_here(target: Target) -> bool:
-    return target.kind == "cuda" and target == Target.here()
+    return target.kind == "cuda" and target.device is not None
 
 
 def place(target: Target) -> str:

@@ -29,7 +29,7 @@ from attn_graph.workspace import Scratch
 Tiles = FusedTiles | ProductTiles
 NOTHING = Scratch()
 MOST_PADDING = 2  # times the smaller head size: from there on padding costs more than it saves
-Work = Callable[..., Sequence[torch.Tensor]]
+Work = Callable[..., Sequence[torch.Tensor]]  # of the device of a call, and of operands on it
 
 
 def why_not(graph: Graph, target: Target, options: Options) -> Iterator[str]:
@@ -91,6 +91,7 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
     exact = options.exact(graph)
 
     def run(*tensors: torch.Tensor) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        device = tensors[0].device if tensors else torch.device(target.kind)
         if exact and rounds(target.kind):
             raise PlanTargetError(
                 f'math was planned with precision "ieee", and now {switch(target.kind)}; '
@@ -98,7 +99,7 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
             )
         values = list(tensors)
         for args, call in plan:
-            values += call(*[values[i] for i in args])
+            values += call(device, *[values[i] for i in args])
         return handed_out(values, graph.outputs, stats), [values[i] for i in saved]
 
     return Executable(
@@ -130,13 +131,13 @@ def step_of(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Step:
     tiles, op = tiles_of(graph, eqn, target, options), eqn.op
     if tiles is None:
         specs = operand_specs(graph, eqn)
-        return Step(defined(op, specs, target.device), temporary=needed_by_definition(eqn, specs))
+        return Step(defined(op, specs), temporary=needed_by_definition(eqn, specs))
     buffers = tiles.buffers()
     scratch = Scratch(tuple(buffers.values()))
     names, work = tuple(buffers), forward if isinstance(op, Attention) else backward
 
-    def call(*operands: torch.Tensor) -> Sequence[torch.Tensor]:
-        with options.workspace.lease(scratch, operands[0].device) as views, torch.no_grad():
+    def call(device: torch.device, *operands: torch.Tensor) -> Sequence[torch.Tensor]:
+        with options.workspace.lease(scratch, device) as views, torch.no_grad():
             return work(tiles, operands, dict(zip(names, views, strict=True)))
 
     return Step(call, scratch, tiles.temporary, tiles.told())
@@ -150,10 +151,10 @@ def needed_by_definition(eqn: Eqn, specs: Sequence[TensorSpec]) -> int:
     return 3 * torch.float64.itemsize * sum(map(prod, shapes)) + POSITIONS * most * most
 
 
-def defined(op: Op, specs: Sequence[TensorSpec], device: torch.device) -> Work:
+def defined(op: Op, specs: Sequence[TensorSpec]) -> Work:
     """An equation by its definition: what is no attention, and attentions without a score."""
 
-    def call(*operands: torch.Tensor) -> Sequence[torch.Tensor]:
+    def call(device: torch.device, *operands: torch.Tensor) -> Sequence[torch.Tensor]:
         with torch.no_grad(), device:
             results = op.run(*operands)
             if isinstance(op, Attention):

@@ -14,7 +14,9 @@ from attn_graph.cli import diagnosis
 from attn_graph.cli.diagnosis import Diagnosis, Machine, diagnosed, problems, version_reasons
 from attn_graph.cli.doctor import screen
 from attn_graph.cli.words import printed
+from attn_graph.devices import devices
 from attn_graph.switches import Switches
+from tests.gpus import box
 from tests.test_command_line import page, run
 
 MACHINES: dict[str, Machine] = page().MACHINES
@@ -179,3 +181,11 @@ def test_doctor_tells_of_this_very_machine(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(diagnosis.MODULES, "torch", "torch")
     monkeypatch.setattr(Machine, "here", lambda: bad)
     assert run("doctor").exit_code == 1
+
+
+def test_every_kind_of_gpu_in_a_box_is_told_once() -> None:
+    with box("h200", "a100", "h200", "a100"):
+        machine = Machine.here()
+    names = [target.name for target in machine.targets]
+    assert names[:3] == ["NVIDIA H200", devices()["a100"].product, "cpu"]
+    assert len(machine.gpus) == 4

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 import torch
 from attrs import evolve
 
 import attn_graph as ag
-from attn_graph import target as module
 from attn_graph.devices import devices
 from attn_graph.lowering.offline import SHARED
+from tests.gpus import box, placed
 from tests.sources import ROOT
 
 NAMES = ("a100", "h100", "h200", "b200", "b300", "l40s", "rtx4090")
@@ -58,38 +56,126 @@ def test_an_unknown_target_is_refused_with_those_that_are_known() -> None:
         ag.Target.of("h20")
 
 
-@pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    """A GPU that PyTorch tells of."""
-    told = SimpleNamespace(
-        name="NVIDIA H200",
-        major=9,
-        minor=0,
-        multi_processor_count=132,
-        shared_memory_per_block_optin=232448,
-        shared_memory_per_multiprocessor=233472,
-        total_memory=150_109_945_856,
-        L2_cache_size=62_914_560,
-    )
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: told)
-    module.machine.cache_clear()
-    yield told
-    module.machine.cache_clear()
-
-
-def test_this_machine_is_what_pytorch_tells_with_the_tables_rates(here: SimpleNamespace) -> None:
-    target, known = ag.Target.here(), devices()["h200"]
-    assert (target.name, target.sm, target.memory) == ("NVIDIA H200", 90, here.total_memory)
+def test_this_machine_is_what_pytorch_tells_with_the_tables_rates() -> None:
+    with box("h200") as here:
+        target, known = ag.Target.here(), devices()["h200"]
+    assert (target.name, target.sm, target.memory) == ("NVIDIA H200", 90, here.gpus[0].total_memory)
     assert (target.bandwidth, target.peaks, target.l2) == (known.bandwidth, known.peaks, known.l2)
     assert (target.multiprocessors, target.shared_memory) == (132, 232448)
 
 
-def test_a_product_that_the_table_lacks_has_no_rates(here: SimpleNamespace) -> None:
-    here.name = "NVIDIA H200 NVL"
-    target = ag.Target.here()
+def test_a_product_that_the_table_lacks_has_no_rates() -> None:
+    with box("h200") as here:
+        here.gpus[0].name = "NVIDIA H200 NVL"
+        target = ag.Target.here()
     assert (target.bandwidth, target.peaks) == (None, ())
-    assert target.memory == here.total_memory
+    assert target.memory == here.gpus[0].total_memory
+
+
+# Several GPUs in one machine
+
+
+X = ag.TensorSpec((1, 2, 64, 16), torch.float16)
+GRAPH = ag.attention(X, X, X)
+
+
+def noting(indices: list[int]) -> ag.Backend:
+    """A backend that notes which GPU is current while it lowers, and gives q back."""
+
+    def lower(*_: object) -> ag.Executable:
+        indices.append(torch.cuda.current_device())
+        return ag.Executable(lambda *tensors: (tensors[:1], ()))
+
+    return ag.Backend("noting", lambda *_: (), lower)
+
+
+def test_here_is_the_current_gpu_or_the_one_that_is_said() -> None:
+    with box("h200", "a100") as here:
+        first, second = (ag.Target.here(f"cuda:{n}") for n in range(2))
+        assert (first.name, second.name) == ("NVIDIA H200", devices()["a100"].product)
+        assert ag.Target.here() == ag.Target.here("cuda") == first
+        here.current = 1
+        assert ag.Target.here() == ag.Target.here(torch.device("cuda")) == second
+        assert ag.Target.here("cpu") == ag.Target.of("cpu")
+        assert (str(first.device), str(second.device)) == ("cuda:0", "cuda:1")
+        assert ag.Target.of("b200").device is None
+
+
+@pytest.mark.parametrize("device", ["cuda:2", "mps", "xpu:0"])
+def test_a_device_that_is_not_here_is_refused_with_those_that_are(device: str) -> None:
+    with (
+        box("h200", "a100"),
+        pytest.raises(ag.GraphError, match=f"'{device}' is not here; here are cuda:0, cuda:1, cpu"),
+    ):
+        ag.Target.here(device)
+
+
+def test_without_a_gpu_there_is_the_cpu() -> None:
+    with box():
+        assert ag.Target.here() == ag.Target.of("cpu")
+        assert ag.Target.here().device == torch.device("cpu")
+
+
+def test_a_plan_is_for_the_gpu_that_is_current_when_it_is_asked_for() -> None:
+    with box("h200", "a100", "h200") as here:
+        plans = []
+        for here.current in range(3):
+            plans.append(ag.compile(GRAPH, backends=("triton",)))
+        first, second, third = plans
+        assert second.target == ag.Target.here("cuda:1")
+        assert first is third, "equal GPUs share their plans"
+        assert ag.compile(GRAPH, target=second.target, backends=("triton",)) is second
+
+
+def test_tensors_on_another_kind_of_gpu_are_refused_with_the_way_out() -> None:
+    with box("h200", "a100", "h200"):
+        backends = (noting([]),)
+        plan = ag.compile(GRAPH, backends=backends)
+        for device in ("cuda:0", "cuda:2", "cuda:0"):
+            q, k, v = (placed(X, device) for _ in "qkv")
+            assert plan(q, k, v) is q
+            with pytest.raises(
+                ag.PlanTargetError,
+                match=r"for NVIDIA H200 .*, and cuda:1 is .*A100.*target=Target.here\('cuda:1'\)",
+            ):
+                plan(*(placed(X, "cuda:1") for _ in "qkv"))
+        other = ag.compile(GRAPH, target=ag.Target.here("cuda:1"), backends=backends)
+        q, k, v = (placed(X, "cuda:1") for _ in "qkv")
+        assert other(q, k, v) is q
+        with pytest.raises(ag.PlanMismatchError, match="on one device, got q on cuda:0, k on cuda"):
+            plan(placed(X, "cuda:0"), *(placed(X, "cuda:2") for _ in "kv"))
+        with pytest.raises(ag.PlanMismatchError, match="a tensor on cuda, got one on cpu"):
+            plan(*(torch.zeros(X.shape, dtype=X.dtype) for _ in "qkv"))
+
+
+def test_planning_is_done_with_the_targets_gpu_current() -> None:
+    with box("h200", "a100", "h200") as here:
+        indices: list[int] = []
+        backend = noting(indices)
+        for here.current in (0, 1, 2):
+            for name in ("cuda:1", "cuda:2"):
+                target = ag.Target.here(name)
+                ag.clear_cache()
+                ag.compile(GRAPH, target=target, backends=(backend,))
+                ag.explain(GRAPH, target=target, backends=(backend,), wants=())
+        assert indices == [1, 1, 0, 0, 1, 1, 0, 0, 1, 1, 2, 2]
+        assert here.current == 2
+        ag.compile(GRAPH, target="b200", backends=(backend,))
+        assert indices[-1] == 2
+
+
+def test_steps_by_definition_compute_where_their_operands_lie() -> None:
+    """Not on whichever GPU is current, nor on any: `arange` and the like follow the operands."""
+
+    def attend(q: ag.Value, k: ag.Value, v: ag.Value) -> tuple[ag.Value, ...]:
+        p, _ = ag.scores(q, k, scale=0.25).mask(ag.Causal()).softmax()
+        return p, p.weigh(v)
+
+    graph = ag.graph(attend, q=X, k=X, v=X)
+    plan = ag.compile(graph, target="h200", backends=("math",))
+    tensors = [torch.empty(X.shape, dtype=X.dtype, device="meta") for _ in "qkv"]
+    outputs, _ = plan.executable.run(*tensors)
+    assert [o.device.type for o in outputs] == ["meta", "meta"]
 
 
 @pytest.mark.gpu

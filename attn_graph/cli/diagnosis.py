@@ -27,7 +27,7 @@ from attn_graph.lowering.cudnn_plan import READ_BY_CUDNN
 from attn_graph.lowering.problem import sole
 from attn_graph.spec import DTYPES
 from attn_graph.switches import Switches, read
-from attn_graph.target import LIBRARIES
+from attn_graph.target import LIBRARIES, local_devices
 
 MODULES = {"triton": "triton", "nvidia-cudnn-frontend": "cudnn"}  # of which library, imported so
 VARIABLES = ("TRITON_INTERPRET", READ_BY_CUDNN)  # of the environment, that change what we do
@@ -40,11 +40,11 @@ NEED = re.compile(r"([\w.-]+)\s*(==|>=)\s*([\d.]+)")
 class Machine:
     """What a diagnosis rests on.
 
-    target: what runs by default. cuda: the CUDA that PyTorch is built for, if any. driver: whether
-    NVIDIA's driver is there. needs: who, and what it needs, such as ("torch", "triton==3.7.1").
-    lost: libraries that are installed and whose modules are not found. compiler: of C. variables:
-    of the environment, that are set. gpus: by name and memory. threads: that PyTorch uses on the
-    processor, and that the system gives.
+    target: what runs by default; others: GPUs of other kinds beside it. cuda: the CUDA that PyTorch
+    is built for, if any. driver: whether NVIDIA's driver is there. needs: who, and what it needs,
+    such as ("torch", "triton==3.7.1"). lost: libraries that are installed and whose modules are not
+    found. compiler: of C. variables: of the environment, that are set. gpus: by name and memory.
+    threads: that PyTorch uses on the processor, and that the system gives.
     """
 
     target: ag.Target
@@ -61,6 +61,7 @@ class Machine:
     compiler: str | None = None
     variables: tuple[tuple[str, str], ...] = ()
     switches: Switches = field(factory=Switches)
+    others: tuple[ag.Target, ...] = ()
 
     @classmethod
     def here(cls) -> Machine:
@@ -80,15 +81,23 @@ class Machine:
             compiler(),
             tuple((name, os.environ[name]) for name in VARIABLES if name in os.environ),
             read(),
+            tuple(other_gpus(target)),
         )
 
     @property
     def targets(self) -> list[ag.Target]:
         """This machine's own, then all of the table; each with the libraries that work here."""
-        own = [self.target] if self.target.kind == "cuda" else []
+        own = [self.target, *self.others] if self.target.kind == "cuda" else []
         found = [*own, self.cpu, *map(ag.Target.of, devices())]
         works = tuple(x for x in self.cpu.libraries if x[0] not in self.lost)
         return [evolve(target, libraries=works) for target in found]
+
+
+def other_gpus(target: ag.Target) -> Iterator[ag.Target]:
+    """This machine's GPUs of other kinds than the target, each kind once."""
+    for kind in dict.fromkeys(map(ag.Target.here, local_devices())):
+        if kind.kind == "cuda" and kind != target:
+            yield kind
 
 
 def processors() -> int:
@@ -165,6 +174,7 @@ class Diagnosis:
         machine = asdict(self.machine) | {
             "switches": self.machine.switches._asdict(),
             "target": str(self.machine.target),
+            "others": [str(target) for target in self.machine.others],
             "cpu": {"native": self.machine.cpu.native, "interprets": self.machine.cpu.interprets},
             "libraries": dict(self.machine.cpu.libraries),
             "variables": dict(self.machine.variables),

@@ -95,6 +95,8 @@ def measured(
 
     target: this machine. rates: the same with other rates, of which fractions are told.
     """
+    device = target.device
+    assert device is not None  # it is this machine's
     jobs: dict[tuple[str, Pass], Job] = {}
     refusals: list[Refused] = []
     due: ag.Cost | None = None
@@ -102,7 +104,7 @@ def measured(
         pass_: Pass = "forward"
         try:
             plan = ag.compile(graph, target=target, backends=(name,), deterministic=deterministic)
-            tensors = examples(plan.graph, target.device)
+            tensors = examples(plan.graph, device)
             due = due or costs(plan, rates or target, tensors)
             jobs[name, pass_] = forward_job(plan, tensors)
             pass_ = "backward"
@@ -111,7 +113,7 @@ def measured(
         except ag.NoBackendError as error:
             refusals += [Refused(name, pass_, reasons) for _, reasons in error.refusals]
     told = {f"{name} {pass_}": job for (name, pass_), job in jobs.items()}
-    took = medians(told, seconds=seconds, device=target.device, progress=progress)
+    took = medians(told, seconds=seconds, device=device, progress=progress)
     return Bench(
         graph, rates or target, tuple(figures(jobs, took, due)) if due else (), tuple(refusals)
     )
