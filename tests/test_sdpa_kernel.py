@@ -153,8 +153,11 @@ def test_on_a_cpu_pytorch_heeds_no_order_and_neither_do_we() -> None:
 
 @given(order=st.permutations(range(5)), on=st.lists(st.booleans(), min_size=4, max_size=4))
 def test_an_order_is_of_all_that_is_on_or_pytorchs_own(order: list[int], on: list[bool]) -> None:
-    states = dict(zip(KERNELS, on, strict=True))
-    found = Switches(priority=tuple(order))._replace(**states).order("cuda", 90)
+    math, flash, efficient, cudnn = on
+    switches = Switches(
+        math=math, flash=flash, efficient=efficient, cudnn=cudnn, priority=tuple(order)
+    )
+    found = switches.order("cuda", 90)
     due = tuple(KERNELS[n] for n in order if n < 4 and on[n])
-    own = [tuple(k for k in each if states[k]) for each in (USUAL, CUDNN_FIRST)]
+    own = [tuple(k for k in each if getattr(switches, k)) for each in (USUAL, CUDNN_FIRST)]
     assert found == (() if due in own else due)
