@@ -90,7 +90,7 @@ class Switches(NamedTuple):
 
 
 def read() -> Switches:
-    """The switches as they stand now, in about a microsecond."""
+    """The switches as they stand now, in a microsecond or two."""
     return Switches(
         _get_deterministic_algorithms(),
         _get_flash_sdp_enabled(),

@@ -91,7 +91,7 @@ def test_refusals_have_reasons_takers_lower_and_ways_out_work(
 
 def test_nothing_is_raised_where_all_refuse() -> None:
     graph = ag.attention(X, X, X, dropout=0.1)
-    found = ag.explain(graph, target="h200", backends=("cudnn",))
+    found = ag.explain(graph, target=TARGETS[2], backends=("cudnn",))
     assert found.backend is None
     assert "no backend takes it: all refuse" in str(found)
     (refusal,) = found.refusals
@@ -101,7 +101,7 @@ def test_nothing_is_raised_where_all_refuse() -> None:
 def test_the_smallest_change_is_a_graph_that_can_be_compiled() -> None:
     x = ag.TensorSpec((2, 4, 100, 20), FLOAT)
     graph = ag.attention(x, x, x, mask=ag.Causal(), dropout=0.1)
-    (refusal,) = ag.explain(graph, target="h200", backends=("cudnn",)).refusals
+    (refusal,) = ag.explain(graph, target=TARGETS[2], backends=("cudnn",)).refusals
     assert refusal.smallest is not None
     assert {*refusal.smallest.texts} == {
         "q, k and v in bf16",
@@ -110,7 +110,7 @@ def test_the_smallest_change_is_a_graph_that_can_be_compiled() -> None:
     }
     changed = refusal.smallest.graph
     assert [i.name for i in changed.inputs] == ["q", "k", "v"]
-    assert ag.explain(changed, target="h200").backend == "cudnn"
+    assert ag.explain(changed, target=TARGETS[2]).backend == "cudnn"
 
 
 CHANGES = {

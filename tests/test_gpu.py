@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import permutations
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attn_graph as ag
 from tests import plain
@@ -167,3 +169,104 @@ def test_the_fastest_is_measured(tmp_path: Path) -> None:
     tensors = tensors_for(graph, 0, "cuda")
     for output, due in zip(outputs_of(plan, tensors), plain.expected(graph, tensors), strict=True):
         due.check(output)
+
+
+def equal_gpus() -> list[str]:
+    """This machine's GPUs of the current one's kind."""
+    here = ag.Target.here()
+    names = [f"cuda:{n}" for n in range(torch.cuda.device_count())]
+    equal = [name for name in names if ag.Target.here(name) == here]
+    if len(equal) < 2:
+        pytest.skip(f"needs two GPUs of a kind, and there is one {here.name}")
+    return equal
+
+
+@pytest.mark.parametrize("backend", [backend.name for backend in ag.BACKENDS])
+def test_equal_gpus_share_a_plan_whichever_is_current(backend: str) -> None:
+    """Forward and backward; kernels, handles and workspaces are those of the tensors' GPU."""
+    names = equal_gpus()
+    x = ag.TensorSpec((2, 4, 192, 64), torch.float16)
+    graph = ag.attention(x, x, x, mask=ag.Causal())
+    try:
+        plan = ag.compile(graph, backends=(backend,), precision="tf32")
+    except ag.NoBackendError as error:
+        pytest.skip(str(error))
+    for name in (*names, names[0]):
+        tensors = tensors_for(graph, 0, name)
+        leaves = [t.clone().requires_grad_() for t in tensors]
+        current = torch.cuda.current_device()
+        (o,) = outputs_of(plan, leaves)
+        (do,) = cotangents_for(plan.graph, 0, name)
+        gradients = torch.autograd.grad(o, leaves, do)
+        assert torch.cuda.current_device() == current
+        assert {t.device for t in (o, *gradients)} == {torch.device(name)}
+        plain.expected(graph, tensors)[0].check(o)
+        dues = plain.expected_gradients(graph, tensors, (do,))
+        for i, gradient in zip(graph.inputs, gradients, strict=True):
+            dues[i.name].check(gradient)
+        with torch.cuda.device(name):
+            assert ag.compile(graph, backends=(backend,), precision="tf32") is plan
+
+
+def test_another_kind_of_gpu_is_planned_for_apart() -> None:
+    here = ag.Target.here()
+    others = [f"cuda:{n}" for n in range(torch.cuda.device_count())]
+    others = [name for name in others if ag.Target.here(name) != here]
+    if not others:
+        pytest.skip(f"needs GPUs of two kinds, and there are only {here.name}")
+    x = ag.TensorSpec((2, 4, 192, 64), torch.float16)
+    graph = ag.attention(x, x, x, mask=ag.Causal())
+    tensors = tensors_for(graph, 0, others[0])
+    with pytest.raises(ag.PlanTargetError, match=f"target=Target.here\\('{others[0]}'\\)"):
+        ag.compile(graph)(*tensors)
+    plan = ag.compile(graph, target=ag.Target.here(others[0]))
+    (o,) = outputs_of(plan, tensors)
+    plain.expected(graph, tensors)[0].check(o)
+
+
+OURS = {  # by PyTorch's choice
+    SDPBackend.CUDNN_ATTENTION: {"cudnn", "torch_cudnn"},
+    SDPBackend.FLASH_ATTENTION: {"torch_flash"},
+    SDPBackend.EFFICIENT_ATTENTION: {"torch_efficient"},
+    SDPBackend.MATH: {"math"},
+}
+
+
+@pytest.mark.parametrize("kernels", [*permutations(OURS, 2), *permutations(OURS, 3)], ids=str)
+def test_in_an_order_that_sdpa_kernel_sets_runs_what_pytorch_runs(
+    kernels: tuple[SDPBackend, ...],
+) -> None:
+    """Of a graph that every one of its kernels takes; its own order is as if it were not said."""
+    q, k, v = torch.randn(3, 2, 4, 256, 64, device="cuda").half().unbind()
+    x = ag.TensorSpec.like(q)
+    graph = ag.attention(x, x, x)
+    with sdpa_kernel([*kernels], set_priority=True):
+        plan = ag.compile(graph)
+        theirs = torch._fused_sdp_choice(q, k, v)
+    if any("in the order that sdpa_kernel set" in note for note in plan.executable.notes):
+        (ours,) = (OURS[kernel] for kernel in kernels if kernel.value == theirs)
+        assert plan.backend in ours
+    allowed = set[str]().union(*(OURS[kernel] for kernel in kernels))
+    assert plan.backend in allowed | {"triton"}
+    plain.expected(graph, (q, k, v))[0].check(outputs_of(plan, (q, k, v))[0])
+
+
+@pytest.mark.parametrize("backend", ["triton", "math", "cudnn", "torch_efficient"])
+def test_a_bias_of_over_two_to_the_32_elements(backend: str) -> None:
+    """Who takes it reads its last rows where they lie: they agree with themselves alone."""
+    M, few, D = 2**16 + 64, 64, 64
+    free, _ = torch.cuda.mem_get_info()
+    if free < 3 * 2 * M * M:
+        pytest.skip(f"needs {3 * 2 * M * M} bytes of GPU memory, {free} are free")
+    x, bias = ag.TensorSpec((1, 1, M, D), torch.float16), ag.TensorSpec((1, 1, M, M), torch.float16)
+    graph = ag.attention(x, x, x, bias=bias)
+    try:
+        plan = ag.compile(graph, backends=(backend,))
+    except ag.NoBackendError as error:
+        pytest.skip(str(error))
+    q, k, v = torch.randn(3, 1, 1, M, D, device="cuda").half().unbind()
+    b = torch.empty(1, 1, M, M, dtype=torch.float16, device="cuda").normal_()
+    (o,) = outputs_of(plan, (q, k, v, b))
+    last = (q[:, :, -few:], k, v, b[:, :, -few:])
+    small = ag.attention(*map(ag.TensorSpec.like, last[:3]), bias=ag.TensorSpec.like(last[3]))
+    plain.expected(small, last)[0].check(o[:, :, -few:])

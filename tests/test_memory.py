@@ -25,7 +25,9 @@ CPU = ag.Target.of("cpu")
 
 def allocated(job: Callable[[], object]) -> tuple[object, int, int]:
     """What a job gives, and bytes by PyTorch's allocator: still held when it ends, and the most."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+    activities = [ProfilerActivity.CPU]
+    # acc_events: else torch 2.11 warns that events of earlier cycles, of which there are none, go.
+    with profile(activities=activities, profile_memory=True, acc_events=True) as watched:
         result = job()
     profiler: Any = watched.profiler  # Any: PyTorch's stubs leave out bytes of an event
     found = profiler.kineto_results.events()

@@ -14,6 +14,7 @@ import torch.backends
 import torch.nn.attention
 
 ROOTS = (torch.backends, torch.nn.attention)
+NATIVE = "torch.backends.python_native"  # which torch 2.11 has not
 
 
 def listed() -> dict[str, set[str]]:
@@ -25,8 +26,9 @@ def listed() -> dict[str, set[str]]:
             found[name] = set(names(module))
     matmul = inspect.getsource(type(torch.backends.cuda.matmul).__getattr__)
     found["torch.backends.cuda.matmul"] = set(re.findall(r'name == "(\w+)"', matmul))
-    native: Any = import_module("torch.backends.python_native")  # Any: made when imported
-    found[native.__name__] |= set(native.all_dsls)
+    if NATIVE in found:
+        native: Any = import_module(NATIVE)  # Any: made when imported
+        found[NATIVE] |= set(native.all_dsls)
     backends = torch.nn.attention.SDPBackend
     found["torch.nn.attention.SDPBackend"] = set(backends.__members__)
     return found
