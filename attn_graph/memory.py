@@ -42,12 +42,13 @@ class Memory:
         return max(forward, backward if self.gradients else 0)
 
     def __str__(self) -> str:
-        return (
-            f"outputs {shown(self.outputs)}, saved for backward {shown(self.saved)}, "
-            f"workspace {self.told('forward', self.workspace_forward)} and "
-            f"{self.told('backward', self.workspace_backward)}, "
-            f"peak {'at least ' if self.untold else ''}{shown(self.peak)}"
-        )
+        workspace = self.told("forward", self.workspace_forward)
+        saved = ""
+        if self.gradients:
+            saved = f"saved for backward {shown(self.saved)}, "
+            workspace += f" and {self.told('backward', self.workspace_backward)}"
+        peak = f"{'at least ' if self.untold else ''}{shown(self.peak)}"
+        return f"outputs {shown(self.outputs)}, {saved}workspace {workspace}, peak {peak}"
 
     def told(self, pass_: str, count: int) -> str:
         return (

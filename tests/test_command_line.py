@@ -250,6 +250,15 @@ def test_bench_times_what_takes_the_graph_and_tells_why_the_rest_does_not() -> N
     assert "torch_sdpa, forward: no, because it\n  - has no rule for SoftCap" in result.output
 
 
+def test_bench_times_the_gradient_of_o_where_lse_is_handed_out() -> None:
+    """A backend without a gradient of lse has a backward to measure then."""
+    line = ("bench", *SMALL[:-1], "torch_sdpa", "--cpu", "--json")
+    runs = [json.loads(run(*line, *more).output)["results"] for more in ((), ("--stats",))]
+    passes = [[(x["backend"], x["pass"]) for x in results] for results in runs]
+    assert passes[0] == passes[1] == [("torch_sdpa", "forward"), ("torch_sdpa", "backward")]
+    assert [x["bytes"] for x in runs[0]][1] == [x["bytes"] for x in runs[1]][1]
+
+
 def test_bench_counts_what_the_mask_leaves() -> None:
     line = ("bench", *SMALL, "--cpu", "--forward-only", "--json")
     (whole, *_), (some,) = (

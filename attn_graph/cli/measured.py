@@ -13,6 +13,7 @@ from attn_graph.cost import cost, masks_inputs
 from attn_graph.plan import Plan
 from attn_graph.timing import Job, medians
 from attn_graph.tuning import examples
+from attn_graph.vjp import main_outputs
 
 Pass = Literal["forward", "backward"]
 Tensors = Sequence[torch.Tensor]
@@ -106,7 +107,7 @@ def measured(
             due = due or costs(plan, rates or target, tensors)
             jobs[name, pass_] = forward_job(plan, tensors)
             pass_ = "backward"
-            if backward and plan.has_gradient and plan.vjp:
+            if backward and plan.has_gradient and plan.training_vjp:
                 jobs[name, pass_] = backward_job(plan, tensors)
         except ag.NoBackendError as error:
             refusals += [Refused(name, pass_, reasons) for _, reasons in error.refusals]
@@ -138,10 +139,12 @@ def forward_job(plan: Plan, tensors: Tensors) -> Job:
 
 
 def backward_job(plan: Plan, tensors: Tensors) -> Job:
-    """The gradient by all floating inputs, by PyTorch's autograd; the forward has run once."""
+    """A training step's gradient by all floating inputs, by autograd; the forward has run once."""
     leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
     found = plan(*leaves)
-    outputs = [found] if isinstance(found, torch.Tensor) else [*found]
+    given = [found] if isinstance(found, torch.Tensor) else [*found]
+    usual = main_outputs(plan.graph)
+    outputs = [o for o, i in zip(given, plan.graph.outputs, strict=True) if i in usual]
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     grads = [torch.randn_like(o) for o in outputs]
     return lambda: torch.autograd.grad(outputs, wanted, grads, retain_graph=True)
