@@ -26,7 +26,7 @@ def vjp(
     each attention, where they are not outputs already).
     backward: the inputs, the residuals, the cotangents in the order of the outputs -> one gradient
     per wanted input (by default every input of a floating dtype). An input that no output depends on has zeros.
-    cotangents: the names of the outputs that have one, by default all; the others count as zero.
+    cotangents: the names of the outputs that have one, by default all; others count as zero.
     With stats=True, `cotangents=("o",)` gives the backward of a step that uses o alone.
     Residuals are named as `forward` names them; cotangents `d` and the output's name. Both are
     declared as the outputs are: o in the memory order of q, all else in C order.

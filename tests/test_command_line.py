@@ -127,7 +127,7 @@ def test_targets_come_one_after_another() -> None:
 
 
 FLAGS = {
-    "--layout bshd --dtype bf16": "q: bf16[(2, 4, 8, 16), (512, 16, 64, 1)]",
+    "--layout bshd --dtype bf16": "q: bf16[2, 4, 8, 16](strides=(512, 16, 64, 1))",
     "--k 2,2,8,16 --v 2,2,8,32": "v: f32[2, 2, 8, 32]",
     "--causal --window 5,2 --prefix 3": "mask=((Causal() & Window(left=5, right=2)) | Prefix(",
     "--prefix 3": "mask=Prefix(length=3)",
