@@ -25,7 +25,8 @@ def vjp(
     forward: the inputs -> the outputs, then the residuals that the backward reads (o and lse of
     each attention, where they are not outputs already).
     backward: the inputs, the residuals, the cotangents in the order of the outputs -> one gradient
-    per wanted input (by default every input of a floating dtype). An input that no output depends on has zeros.
+    per wanted input (by default every input of a floating dtype). An input that no output depends
+    on has zeros.
     cotangents: the names of the outputs that have one, by default all; others count as zero.
     With stats=True, `cotangents=("o",)` gives the backward of a step that uses o alone.
     Residuals are named as `forward` names them; cotangents `d` and the output's name. Both are
