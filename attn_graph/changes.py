@@ -19,7 +19,7 @@ from attn_graph.ir import Eqn, Graph
 from attn_graph.modifiers import Modifier
 from attn_graph.passes import simplify
 from attn_graph.spec import NAMES, TensorSpec, dense_strides, memory_order
-from attn_graph.vjp import backward, result_spec, wanted_inputs
+from attn_graph.vjp import backward, cotangent_specs, main_outputs, wanted_inputs
 
 MOST = 8  # changes that may follow one another
 PAIRS = 2  # so many changes at a time are tried in every combination; more, one after another
@@ -30,12 +30,15 @@ HELD = 512  # questions, and graphs of them: all backends ask the same; a questi
 @final
 @frozen
 class Question:
-    """Who runs a graph, and its gradient by `wants`, through lse or not?"""
+    """Who runs a graph, and its gradient by `wants`, through lse or not?
+
+    through_lse: whether all outputs have a cotangent, or `main_outputs` alone.
+    """
 
     graph: Graph
     options: Options
     wants: tuple[str, ...]
-    through_lse: bool = True
+    through_lse: bool = False
 
     @classmethod
     def of(cls, graph: Graph, options: Options, wants: Sequence[str] | None = None) -> Question:
@@ -60,11 +63,8 @@ def simplified(graph: Graph) -> Graph:
 def gradient(graph: Graph, names: tuple[str, ...], through_lse: bool) -> Graph:
     """The gradient's graph of a simplified graph, by its inputs of these names."""
     wants = [n for n, i in enumerate(graph.inputs) if i.name in names]
-    cotangents = [
-        result_spec(graph, i) if through_lse or len(graph.types[i].shape) == 4 else None
-        for i in graph.outputs
-    ]
-    return backward(graph, wants, cotangents)
+    given = graph.outputs if through_lse else main_outputs(graph)
+    return backward(graph, wants, cotangent_specs(graph, given))
 
 
 @final
@@ -170,7 +170,9 @@ def skeleton(reason: str) -> str:
     """A reason without specs and numbers, which other changes may change."""
     reason = reason.partition(", and the mask is")[0]
     return re.sub(
-        r"\b(f16|bf16|f32|f64|i32|i64|bool)\b(\[.*?\](?=\W|$))?|[-+]?\d[\d.e+-]*", "#", reason
+        r"\b(f16|bf16|f32|f64|i32|i64|bool)\b(\[.*?\](?=\W|$))?(\(strides=\(.*?\)\))?|[-+]?\d[\d.e+-]*",
+        "#",
+        reason,
     )
 
 

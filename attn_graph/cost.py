@@ -31,7 +31,7 @@ from attn_graph.masks import Mask
 from attn_graph.memory import shown
 from attn_graph.spec import FLOATS, NAMES, TensorSpec, ValueType
 from attn_graph.target import Target
-from attn_graph.vjp import vjp
+from attn_graph.vjp import training_gradient
 
 HELD = 256  # counts of masks
 
@@ -88,7 +88,7 @@ class Cost:
 
     pairs: places [i,j] that the masks keep. places: all of them. exact: whether pairs, flops and
     bytes are exact; where data decide and were not given, they are the most there can be.
-    backward: None for a graph without gradients.
+    backward: of a training step, where lse has no gradient; None for a graph without gradients.
     """
 
     pairs: int
@@ -139,7 +139,7 @@ def cost(
     forward = tuple(shares(graph, given))
     gradient = any(isinstance(eqn.op, AttentionGrad) for eqn in graph.eqns)
     trains = not gradient and any(i.spec.dtype in FLOATS for i in graph.inputs)
-    backward = vjp(graph, wants)[1] if trains and wants != () else None
+    backward = training_gradient(graph, wants) if trains and wants != () else None
     return Cost(
         sum(share.pairs for share in forward),
         sum(share.places for share in forward),

@@ -23,6 +23,7 @@ from attn_graph.target import Target
 from attn_graph.vjp import residuals
 
 HELD = 256  # counts of masks
+IF_LSE = "backward, if lse gets a gradient"
 
 
 @final
@@ -69,8 +70,10 @@ class Explanation:
     """Who runs a graph on a target and why, why the others don't, and what it costs.
 
     backend: None where all refuse. notes: how it runs. also: who could run it too. tiles: of each
-    attention's mask. memory: None where a part is only known of a plan that is built. backward:
-    the same of the gradient, whose memory and cost the forward's count in.
+    attention's mask. memory: of both passes, None where nobody runs the forward; a backward that
+    nobody runs is not counted. backward: the same of the gradient that a training step runs, which
+    has gradients of all outputs but lse; memory and cost are with this one. through_lse: the same
+    of the gradient where lse has one too; None where lse is no output beside others.
     """
 
     graph: Graph
@@ -84,6 +87,7 @@ class Explanation:
     memory: Memory | None = None
     cost: Cost | None = None
     backward: Explanation | None = None
+    through_lse: Explanation | None = None
 
     def __str__(self) -> str:
         return "\n".join([str(self.graph), f"target: {self.target}", *self.told(), *self.figures()])
@@ -98,10 +102,25 @@ class Explanation:
         if self.backward:
             yield "backward"
             yield from (indent(line, "  ") for line in self.backward.told())
+        if self.apart:
+            yield IF_LSE
+            yield from (indent(line, "  ") for line in self.apart.told())
+
+    @property
+    def apart(self) -> Explanation | None:
+        """What `through_lse` says and `backward` does not: the choice, and refusals of its own."""
+        if self.through_lse is None or self.backward is None:
+            return None
+        known = {*map(str, self.backward.refusals)}
+        own = tuple(each for each in self.through_lse.refusals if str(each) not in known)
+        return evolve(self.through_lse, refusals=own)
 
     def figures(self) -> Iterator[str]:
         yield from (f"mask: {tiles}" for tiles in self.tiles)
-        yield f"memory: {self.memory or 'told when a plan is built'}"
+        if self.memory:
+            yield f"memory: {self.memory}"
+        if self.through_lse and self.through_lse.memory != self.memory:
+            yield f"memory, if lse gets a gradient: {self.through_lse.memory}"
         if self.cost:
             yield f"cost: {self.cost}"
 
@@ -119,18 +138,17 @@ class Explanation:
             "memory": asdict(self.memory) | {"peak": self.memory.peak} if self.memory else None,
             "cost": self.cost.to_dict() if self.cost else None,
             "backward": self.backward.to_dict() if self.backward else None,
+            "through_lse": self.through_lse.to_dict() if self.through_lse else None,
         }
 
     def _repr_html_(self) -> str:
         """For notebooks: the choice, then a row for each other backend, then the figures."""
-        sides = [side for side in (self, self.backward) if side]
+        sides = {"forward": self, "backward": self.backward, IF_LSE: self.apart}
         parts = [
             f"<pre>{escape(str(self.graph))}</pre>",
             f"<p>target: {escape(str(self.target))}</p>",
         ]
-        parts += [
-            side.table(name) for name, side in zip(("forward", "backward"), sides, strict=False)
-        ]
+        parts += [side.table(name) for name, side in sides.items() if side]
         parts += [f"<p>{escape(line)}</p>" for line in self.figures()]
         return "<div>" + "".join(parts) + "</div>"
 
@@ -168,8 +186,10 @@ def foreseen(mask: Mask | None, M: int, N: int, B: int, H: int) -> Tiles:
     return tiles(mask, M, N, B=B, H=H)
 
 
-def needed(graph: Graph, gradients: int, ahead: Foreseen, behind: Foreseen | None) -> Memory:
-    """What a simplified graph needs, by what its passes do. gradients: their bytes."""
+def needed(
+    graph: Graph, ahead: Foreseen, gradient: Graph | None = None, behind: Foreseen | None = None
+) -> Memory:
+    """What a simplified graph needs, by what its passes do; a backward that nobody runs nothing."""
     types, both = graph.types, {"forward": ahead} | ({"backward": behind} if behind else {})
     return Memory(
         outputs=sum(t.bytes for t in graph.output_types),
@@ -178,7 +198,7 @@ def needed(graph: Graph, gradients: int, ahead: Foreseen, behind: Foreseen | Non
         workspace_backward=(behind.workspace or 0) if behind else 0,
         temporary_forward=ahead.temporary,
         temporary_backward=behind.temporary if behind else 0,
-        gradients=gradients,
+        gradients=sum(t.bytes for t in gradient.output_types) if gradient and behind else 0,
         untold=tuple(name for name, x in both.items() if x.workspace is None),
     )
 

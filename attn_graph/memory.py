@@ -10,6 +10,7 @@ from attrs import frozen
 from attn_graph.errors import GraphError
 
 UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+UNITS |= {"kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 @final
@@ -42,12 +43,13 @@ class Memory:
         return max(forward, backward if self.gradients else 0)
 
     def __str__(self) -> str:
-        return (
-            f"outputs {shown(self.outputs)}, saved for backward {shown(self.saved)}, "
-            f"workspace {self.told('forward', self.workspace_forward)} and "
-            f"{self.told('backward', self.workspace_backward)}, "
-            f"peak {'at least ' if self.untold else ''}{shown(self.peak)}"
-        )
+        workspace = self.told("forward", self.workspace_forward)
+        saved = ""
+        if self.gradients:
+            saved = f"saved for backward {shown(self.saved)}, "
+            workspace += f" and {self.told('backward', self.workspace_backward)}"
+        peak = f"{'at least ' if self.untold else ''}{shown(self.peak)}"
+        return f"outputs {shown(self.outputs)}, {saved}workspace {workspace}, peak {peak}"
 
     def told(self, pass_: str, count: int) -> str:
         return (

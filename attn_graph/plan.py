@@ -9,13 +9,14 @@ import torch
 from attrs import Factory, evolve, field, frozen
 
 from attn_graph.backend import Executable
-from attn_graph.errors import PlanMismatchError, PlanTargetError
+from attn_graph.errors import NoBackendError, PlanMismatchError, PlanTargetError
 from attn_graph.fused import AttentionGrad
 from attn_graph.ir import Graph
 from attn_graph.memory import Memory
 from attn_graph.reference import Verification, verified
 from attn_graph.spec import FLOATS, NAMES, TensorSpec
 from attn_graph.target import Target
+from attn_graph.vjp import backward, cotangent_specs, main_outputs, wanted_inputs
 
 if TYPE_CHECKING:  # and imported where they are used: calls ask for none of it
     from attn_graph.cost import Cost
@@ -148,19 +149,32 @@ class Plan:
         return self.backward()
 
     @property
+    def training_vjp(self) -> Plan:
+        """The same for a training step, where lse has no cotangent beside other outputs."""
+        return self.backward(None, cotangent_specs(self.graph, main_outputs(self.graph)))
+
+    @property
     def has_gradient(self) -> bool:
         """Whether there is something to differentiate by, and this is no gradient itself."""
         floating = any(i.spec.dtype in FLOATS for i in self.graph.inputs)
         return floating and not any(isinstance(eqn.op, AttentionGrad) for eqn in self.graph.eqns)
 
     def memory(self) -> Memory:
-        """Bytes that a call will need, known before it runs."""
+        """Bytes that a call will need, and a training step's gradient, known before they run.
+
+        Where lse is an output, that is a step that uses other outputs alone: `explain` also tells
+        what a gradient through lse needs.
+        """
+        return self.memory_with(self.training_vjp if self.has_gradient else None)
+
+    def memory_with(self, gradient: Plan | None) -> Memory:
+        """Of this pass and of the gradient's."""
         from attn_graph.explanation import needed
 
-        backward = self.vjp if self.has_gradient else None
-        gradients = sum(t.bytes for t in backward.graph.output_types) if backward else 0
-        behind = backward.executable.foreseen if backward else None
-        return needed(self.graph, gradients, self.executable.foreseen, behind)
+        ahead = self.executable.foreseen
+        if gradient is None:
+            return needed(self.graph, ahead)
+        return needed(self.graph, ahead, gradient.graph, gradient.executable.foreseen)
 
     def cost(self, **tensors: torch.Tensor) -> Cost:
         """Flops and bytes that the masks leave, and the least time on the target.
@@ -193,14 +207,33 @@ class Plan:
         """
         from attn_graph.explanation import tiles_of
 
-        backward = self.vjp if self.has_gradient else None
+        usual, every = main_outputs(self.graph), self.graph.outputs
+        gradient = self.backward_side(usual) if self.has_gradient else None
         return evolve(
             self.side(),
-            backward=backward.side() if backward else None,
+            backward=gradient,
+            through_lse=self.backward_side(every) if gradient and usual != every else None,
             tiles=tuple(tiles_of(self.graph)),
-            memory=self.memory(),
+            memory=gradient.memory if gradient else self.memory_with(None),
             cost=self.cost(),
         )
+
+    def backward_side(self, outputs: Sequence[int]) -> Explanation:
+        """Who runs the gradient if these outputs have cotangents, with the memory of both passes.
+
+        Where nobody does, that is the memory of this pass alone.
+        """
+        from attn_graph.explanation import Explanation, Refusal
+
+        specs = cotangent_specs(self.graph, outputs)
+        try:
+            plan = self.backward(None, specs)
+        except NoBackendError as error:
+            gradient = backward(self.graph, wanted_inputs(self.graph, None), specs)
+            refusals = tuple(Refusal(name, reasons) for name, reasons in error.refusals)
+            memory = self.memory_with(None)
+            return Explanation(gradient, self.target, None, "all refuse", refusals, memory=memory)
+        return evolve(plan.side(), memory=self.memory_with(plan))
 
     def side(self) -> Explanation:
         """Of this pass alone: who runs it and how, and why the others don't."""

@@ -102,7 +102,7 @@ class TensorSpec:
     def __str__(self) -> str:
         if self.is_dense:
             return str(self.type)
-        return f"{NAMES[self.dtype]}[{self.shape}, {self.strides}]"
+        return f"{self.type}(strides={self.strides})"
 
     def __repr__(self) -> str:
         tail = "" if self.is_dense else f", strides={self.strides}"

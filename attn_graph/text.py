@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import attrs
-import torch
 
 from attn_graph import masks, modifiers, ops
 from attn_graph.builder import Builder, Value
@@ -97,12 +96,18 @@ def parse_mask(text: str, *, known: Iterable[type[Any]] = ()) -> Mask:  # Any: l
     """
     parser = Parser({cls.__name__: cls for cls in (*masks.LEAVES, *known)})
     try:
-        found = parser.value(read(text.strip(), "eval").body)
+        return parser.mask(text)
     except RecursionError as error:
         raise GraphError("the mask has too many parts within parts to be read") from error
-    if not isinstance(found, Mask):
-        raise GraphError(f"{text} is {found!r}, and no mask such as Causal() & Window(64)")
-    return found
+    except GraphError as error:
+        leaves = ", ".join(map(form, parser.classes.values()))
+        joints = "joined with & (not `and`), | (not `or`) and ~ (not `not`)"
+        raise GraphError(f"{error}; a mask is made of {leaves}, {joints}") from error
+
+
+def form(leaf: type[Any]) -> str:  # Any: an attrs class
+    """ "Window(left, right, align)"."""
+    return f"{leaf.__name__}({', '.join(f.name for f in attrs.fields(leaf))})"
 
 
 def read(text: str, mode: str = "exec") -> Any:  # Any: an ast.Module, or another by the mode
@@ -120,6 +125,12 @@ class Parser:
     """Reads text with the classes it knows."""
 
     classes: dict[str, type[Any]]
+
+    def mask(self, text: str) -> Mask:
+        found = self.value(read(text.strip(), "eval").body)
+        if not isinstance(found, Mask):
+            raise GraphError(f"{text} is {found!r}, and no mask such as Causal() & Window(64)")
+        return found
 
     def graph(self, text: str) -> Graph:
         match read(text).body:
@@ -213,20 +224,32 @@ def literal(node: ast.expr) -> Any:  # Any: whatever Python has literals for
 
 
 def spec_of(node: ast.expr | None) -> TensorSpec:
-    """`f16[2, 3]`, `f16[(2, 3), (1, 2)]` (with strides) or `i64[()]`."""
+    """`f16[2, 3]`, `f16[2, 3](strides=(1, 2))` or `i64[()]`."""
     match node:
-        case ast.Subscript(value=ast.Name(id=name), slice=inner) if name in DTYPES:
-            return spec_from(DTYPES[name], literal(inner))
+        case ast.Subscript(value=ast.Name(id=name), slice=sizes) if name in DTYPES:
+            return TensorSpec(integers(sizes), DTYPES[name])
+        case ast.Call(
+            func=ast.Subscript() as dense,
+            args=[],
+            keywords=[ast.keyword(arg="strides", value=strides)],
+        ):
+            spec = spec_of(dense)
+            return TensorSpec(spec.shape, spec.dtype, integers(strides))
         case _:
             told = ast.unparse(node) if node else "no type"
             raise GraphError(f"expected a type such as f16[2, 3], got {told}")
 
 
-def spec_from(dtype: torch.dtype, inner: Any) -> TensorSpec:  # Any: of a literal
-    sizes = inner if isinstance(inner, tuple) else (inner,)
-    if sizes and isinstance(sizes[0], tuple):
-        return TensorSpec(sizes[0], dtype, *sizes[1:])
-    return TensorSpec(sizes, dtype)
+def integers(node: ast.expr) -> tuple[int, ...]:
+    """Sizes or strides. Raises GraphError for what is neither."""
+    value = literal(node)
+    numbers = value if isinstance(value, tuple) else (value,)
+    if not all(type(number) is int for number in numbers):
+        raise GraphError(
+            f"{ast.unparse(node)} are no integers; sizes and strides are said such as "
+            "f16[2, 3](strides=(1, 2))"
+        )
+    return numbers
 
 
 def names_of(node: ast.expr | None) -> list[str]:

@@ -15,6 +15,7 @@ from attn_graph.fused import AttentionGrad
 from attn_graph.ir import Graph
 from attn_graph.planner import BACKENDS, tried
 from attn_graph.target import Target
+from attn_graph.vjp import main_outputs
 
 Among = Sequence[Backend] | None
 Read = Callable[[Question], Graph]  # the graph of a question that is looked at: either pass
@@ -34,17 +35,30 @@ def explained(
     question = Question.of(graph, options, wants)
     simple = question.forward()
     forward, ahead = verdict(question, Question.forward, target, among)
-    backward, behind, gradients = None, None, 0
-    if question.wants and not is_gradient(simple):
-        backward, behind = verdict(question, Question.backward, target, among)
-        gradients = sum(t.bytes for t in backward.graph.output_types)
+
+    def step(gradient: Question) -> Explanation:
+        side, behind = verdict(gradient, Question.backward, target, among)
+        return evolve(side, memory=ahead and needed(simple, ahead, side.graph, behind))
+
+    backward, through_lse, *_ = (*map(step, gradients(question)), None, None)
     return evolve(
         forward,
         backward=backward,
+        through_lse=through_lse,
         tiles=tuple(tiles_of(simple)),
-        memory=needed(simple, gradients, ahead, behind),
+        memory=backward.memory if backward else ahead and needed(simple, ahead),
         cost=cost(simple, target, wants=question.wants, precision=options.precision),
     )
+
+
+def gradients(question: Question) -> Iterator[Question]:
+    """The gradient of a training step; where lse is an output beside others, then also the one
+    through lse."""
+    simple = question.forward()
+    if question.wants and not is_gradient(simple):
+        yield question
+        if main_outputs(simple) != simple.outputs:
+            yield evolve(question, through_lse=True)
 
 
 def is_gradient(graph: Graph) -> bool:
@@ -53,8 +67,8 @@ def is_gradient(graph: Graph) -> bool:
 
 def verdict(
     question: Question, read: Read, target: Target, among: Among
-) -> tuple[Explanation, Foreseen]:
-    """Who takes one pass, and what running it would need."""
+) -> tuple[Explanation, Foreseen | None]:
+    """Who takes one pass, and what running it would need; None where nobody takes it."""
     graph, asked = read(question), BACKENDS if among is None else among
     by_name = {backend.name: backend for backend in asked}
 
@@ -71,7 +85,7 @@ def verdict(
         )
     except NoBackendError as error:
         cause = "all refuse"
-        return Explanation(graph, target, None, cause, refusals(error.refusals)), Foreseen()
+        return Explanation(graph, target, None, cause, refusals(error.refusals)), None
     more = (
         *foreseen.notes,
         *question.options.notes(graph, target),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from attn_graph import ops
 from attn_graph.builder import Builder, Value
@@ -14,23 +14,32 @@ from attn_graph.replay import prune
 from attn_graph.spec import FLOATS, TensorSpec, dense_strides, memory_order
 
 
-def vjp(graph: Graph, wants: Sequence[str] | None = None) -> tuple[Graph, Graph]:
+def vjp(
+    graph: Graph,
+    wants: Sequence[str] | None = None,
+    *,
+    cotangents: Sequence[str] | None = None,
+) -> tuple[Graph, Graph]:
     """(forward, backward). Both are fused graphs; together they are the gradient of `graph`.
 
     forward: the inputs -> the outputs, then the residuals that the backward reads (o and lse of
     each attention, where they are not outputs already).
-    backward: the inputs, the residuals, one cotangent per output -> one gradient per wanted input
-    (by default every input of a floating dtype). An input that no output depends on has zeros.
+    backward: the inputs, the residuals, the cotangents in the order of the outputs -> one gradient
+    per wanted input (by default every input of a floating dtype). An input that no output depends
+    on has zeros.
+    cotangents: the names of the outputs that have one, by default all; others count as zero.
+    With stats=True, `cotangents=("o",)` gives the backward of a step that uses o alone.
     Residuals are named as `forward` names them; cotangents `d` and the output's name. Both are
     declared as the outputs are: o in the memory order of q, all else in C order.
 
-    Raises GraphError if `wants` names what is not a floating input.
+    Raises GraphError if `wants` names what is not a floating input, or `cotangents` what is no
+    output.
     """
     graph = simplify(graph)
     more = tuple(i for i in residuals(graph) if i not in graph.outputs)
     forward = Graph(graph.inputs, graph.eqns, graph.outputs + more)
-    cotangents = [result_spec(graph, i) for i in graph.outputs]
-    return forward, backward(graph, wanted_inputs(graph, wants), cotangents)
+    specs = cotangent_specs(graph, named_outputs(graph, cotangents))
+    return forward, backward(graph, wanted_inputs(graph, wants), specs)
 
 
 def wanted_inputs(graph: Graph, wants: Sequence[str] | None) -> tuple[int, ...]:
@@ -45,6 +54,39 @@ def wanted_inputs(graph: Graph, wants: Sequence[str] | None) -> tuple[int, ...]:
             f"vjp: no floating input is named {', '.join(unknown)}; there are {', '.join(floating)}"
         )
     return tuple(floating[name] for name in wants)
+
+
+def named_outputs(graph: Graph, cotangents: Sequence[str] | None) -> tuple[int, ...]:
+    """The outputs that have a cotangent."""
+    if isinstance(cotangents, str):
+        raise GraphError(f"cotangents {cotangents!r} is one name: say ({cotangents!r},)")
+    if cotangents is None:
+        return graph.outputs
+    names = value_names(graph)
+    outputs = {names[i]: i for i in graph.outputs}
+    if unknown := [name for name in cotangents if name not in outputs]:
+        raise GraphError(
+            f"vjp: no output is named {', '.join(unknown)}; there are {', '.join(outputs)}"
+        )
+    return tuple(outputs[name] for name in cotangents)
+
+
+def main_outputs(graph: Graph) -> tuple[int, ...]:
+    """The outputs that a training step usually has gradients of: all but lse, or lse alone."""
+    kinds = (Attention, ops.Softmax)
+    stats = {outs[1] for eqn, outs in graph.numbered() if isinstance(eqn.op, kinds)}
+    return tuple(i for i in graph.outputs if i not in stats) or graph.outputs
+
+
+def training_gradient(graph: Graph, wants: Sequence[str] | None = None) -> Graph:
+    """The backward of a simplified graph in a training step: by `main_outputs`."""
+    specs = cotangent_specs(graph, main_outputs(graph))
+    return backward(graph, wanted_inputs(graph, wants), specs)
+
+
+def cotangent_specs(graph: Graph, given: Container[int]) -> list[TensorSpec | None]:
+    """How each output's cotangent is laid out, or None where it is not given."""
+    return [result_spec(graph, i) if i in given else None for i in graph.outputs]
 
 
 def residuals(graph: Graph) -> tuple[int, ...]:

@@ -47,7 +47,8 @@ class Slot:
 
     def __str__(self) -> str:
         name = NAMES[self.dtype]
-        return f"{self.argument}={self.source} {name}[{self.shape}, {self.strides}]"
+        sizes = ", ".join(map(str, self.shape))
+        return f"{self.argument}={self.source} {name}[{sizes}](strides={self.strides})"
 
 
 @final

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +19,7 @@ from click.testing import CliRunner, Result
 
 import attn_graph as ag
 from attn_graph.cli.cache import age
-from attn_graph.cli.main import commands
+from attn_graph.cli.main import commands, main
 from attn_graph.store import MAGIC
 from tests.sources import ROOT, loaded
 
@@ -121,13 +122,20 @@ def test_a_graph_may_come_as_text(tmp_path: Path) -> None:
     assert run("explain", "-", "--target", "cpu", stdin=str(GRAPH)).output == due
 
 
+def test_what_explain_printed_is_a_graph_to_explain() -> None:
+    printed = run(*EXPLAINED, "--target", "h200").output
+    assert run("explain", "-", "--target", "cpu", stdin=printed).output == run(*EXPLAINED).output
+    coloured = f"\x1b[1mdef\x1b[0m{printed.removeprefix('def')}"
+    assert run("explain", "-", "--target", "cpu", stdin=coloured).output == run(*EXPLAINED).output
+
+
 def test_targets_come_one_after_another() -> None:
     told = run(*EXPLAINED, "--target", "h200").output
     assert told.index("target: cpu") < told.index("target: h200 (cuda sm_90)")
 
 
 FLAGS = {
-    "--layout bshd --dtype bf16": "q: bf16[(2, 4, 8, 16), (512, 16, 64, 1)]",
+    "--layout bshd --dtype bf16": "q: bf16[2, 4, 8, 16](strides=(512, 16, 64, 1))",
     "--k 2,2,8,16 --v 2,2,8,32": "v: f32[2, 2, 8, 32]",
     "--causal --window 5,2 --prefix 3": "mask=((Causal() & Window(left=5, right=2)) | Prefix(",
     "--prefix 3": "mask=Prefix(length=3)",
@@ -145,6 +153,9 @@ FLAGS = {
     "--dropout 0.1": "dropout(p, seed, offset, rate=0.1)",
     "--stats": "return o, lse",
     "--scale 0.5": "scores(q, k, scale=0.5)",
+    "--dtype float16": "q: f16[2, 4, 8, 16]",
+    "--dtype fp16 --bias 1,4,8,1:float32": "bias: f32[1, 4, 8, 1]",
+    "--dtype bfloat16": "q: bf16[2, 4, 8, 16]",
 }
 
 
@@ -176,7 +187,11 @@ WRONG = {
     "explain -": "line 1: expected one `def graph(...)`",
     "mask 4": "Missing argument 'N'",
     "mask 4 4 Causal(": "line 1: '(' was never closed",
-    "mask 4 4 --block 3": "3 has 1 sizes, and a tile has 2",
+    "mask 4 4 --block 3x3x3": "3x3x3 has 3 sizes, and a tile has 2, or 1 for both",
+    "mask 4 4 causal": "causal is no known value; a mask is made of Causal(align), Window(left, ",
+    "explain --q 1,2,8,8 --dtype f8": "'f8' is none of f16, bf16, f32, f64",
+    "cache verify --folder nowhere": "Directory 'nowhere' does not exist",
+    "cache list --folder nowhere": "Directory 'nowhere' does not exist",
     "mask 4 4 --block 0x3": "block (0, 3) holds no place",
     "mask 4 4 -o mask.txt": "mask.txt ends in none of .png, .svg, .pdf",
     "mask 4 4 -o nowhere/mask.png": "there is no folder nowhere",
@@ -199,6 +214,57 @@ def test_no_is_an_exit_code() -> None:
     assert refused.exit_code == 1
     assert "no backend takes it: all refuse" in refused.output
     assert run("bench", "--q", "1,2,8,8", "--cpu", "--backends", "cudnn").exit_code == 1
+
+
+def test_a_refusal_of_the_one_backend_that_may_run_tells_of_no_memory() -> None:
+    line = ("explain", "--q", "1,2,8,8", "--target", "h200", "--backends", "torch_sdpa")
+    assert "workspace" not in run(*line).output
+    assert json.loads(run(*line, "--json").output)[0]["memory"] is None
+
+
+def test_sizes_may_be_thousands_of_bytes() -> None:
+    line = ("explain", "--q", "1,8,512,64", "--dtype", "f16", "--target", "cpu", "--max-workspace")
+    assert "max_workspace is 2000 bytes" in run(*line, "2KB").output
+    assert "max_workspace is 2048 bytes" in run(*line, "2KiB").output
+
+
+def test_a_null_byte_is_wrong_usage_wherever_it_stands() -> None:
+    for line in (
+        ("explain", "--q", "1,2,8,8", "--target", "cpu\0"),
+        ("explain", "graph\0.txt"),
+        ("mask", "4", "4", "Causal()\0"),
+        ("mask", "4", "4", "-o", "a\0/b.png"),
+        ("cache", "list", "--folder", "a\0b"),
+        ("\0",),
+    ):
+        result = run(*line)
+        assert result.exit_code == 2
+        assert "holds a null byte" in result.output
+
+
+def test_every_command_has_json() -> None:
+    for name, command in every("", commands):
+        if not isinstance(command, click.Group):
+            assert "--json" in run(*name.split(), "--help").output, name
+
+
+def test_a_mask_is_told_to_programs() -> None:
+    told = json.loads(run("mask", "256", "256", "Causal()", "--block", "64", "--json").output)
+    assert told == {
+        "mask": "Causal()",
+        "queries": 256,
+        "keys": 256,
+        "tiles": {
+            "block": [64, 64], "empty": 6, "mixed": 4, "full": 6, "exact": True, "total": 16,
+        },
+        "computed": 0.625,
+    }  # fmt: skip
+    assert json.loads(run("mask", "9", "9", "--json").output)["mask"] is None
+
+
+def test_one_number_is_a_square_tile() -> None:
+    both = [run("mask", "64", "64", "--causal", "--block", size).output for size in ("16", "16x16")]
+    assert both[0] == both[1]
 
 
 def test_a_mask_is_shown_and_its_tiles_counted() -> None:
@@ -248,6 +314,15 @@ def test_bench_times_what_takes_the_graph_and_tells_why_the_rest_does_not() -> N
     for part in ("math", "forward", "backward", "flop/s", "%"):
         assert part in result.output
     assert "torch_sdpa, forward: no, because it\n  - has no rule for SoftCap" in result.output
+
+
+def test_bench_times_the_gradient_of_o_where_lse_is_handed_out() -> None:
+    """A backend without a gradient of lse has a backward to measure then."""
+    line = ("bench", *SMALL[:-1], "torch_sdpa", "--cpu", "--json")
+    runs = [json.loads(run(*line, *more).output)["results"] for more in ((), ("--stats",))]
+    passes = [[(x["backend"], x["pass"]) for x in results] for results in runs]
+    assert passes[0] == passes[1] == [("torch_sdpa", "forward"), ("torch_sdpa", "backward")]
+    assert [x["bytes"] for x in runs[0]][1] == [x["bytes"] for x in runs[1]][1]
 
 
 def test_bench_counts_what_the_mask_leaves() -> None:
@@ -309,8 +384,83 @@ def test_cache_verifies_and_clears(store: ag.Store) -> None:
     assert plain.exit_code == 1
     (entry,) = json.loads(plain.output)["damaged"]
     assert entry["path"] == str(store.path("cudnn {}"))
-    assert run("cache", "clear", *at).output == f"4 files deleted from {store.folder}\n"
+    cleared = json.loads(run("cache", "clear", *at, "--json").output)
+    assert cleared == {"folder": str(store.folder), "exists": True, "deleted": 4}
+    assert run("cache", "clear", *at).output == f"0 files deleted from {store.folder}\n"
     assert "0 files" in run("cache", "list", *at).output
+
+
+def test_a_cache_that_nothing_was_ever_kept_in_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = ag.Store(tmp_path / "none")
+    monkeypatch.setattr(ag, "default_store", lambda: store)
+    for name in ("list", "verify", "clear"):
+        result = run("cache", name)
+        assert result.exit_code == 0
+        assert f"{store.folder} (there is no such folder yet)" in result.output
+        assert json.loads(run("cache", name, "--json").output)["exists"] is False
+
+
+def interrupting(after: int) -> Callable[..., float]:
+    """Times a job in no time, until Ctrl-C."""
+    times = iter([*range(1, after + 1)])
+
+    def sample(*job: object) -> float:
+        seconds = next(times, None)
+        if seconds is None:
+            raise KeyboardInterrupt
+        return float(seconds)
+
+    return sample
+
+
+@pytest.mark.parametrize(
+    ("after", "passes"), [(3, ["forward"]), (4, ["forward", "backward"]), (1, [])]
+)
+def test_an_interrupt_shows_what_was_measured(
+    monkeypatch: pytest.MonkeyPatch, after: int, passes: list[str]
+) -> None:
+    """Two jobs are warmed up, each timed once, then they take turns."""
+    line = ("bench", "--q", "1,2,64,16", "--cpu", "--backends", "math")
+    monkeypatch.setattr("attn_graph.timing.sample", interrupting(after))
+    result = run(*line, "--json")
+    assert result.exit_code == 130
+    told = json.loads(result.output)
+    assert told["interrupted"] is True
+    assert [x["pass"] for x in told["results"]] == passes
+    assert [x["seconds"] for x in told["results"]] == [3.0, 4.0][: len(passes)]
+    monkeypatch.setattr("attn_graph.timing.sample", interrupting(after))
+    until = "figures are of the runs until then" if passes else "nothing was measured yet"
+    assert f"\ninterrupted: {until}\n" in run(*line).output
+
+
+def test_an_interrupt_before_any_answer_is_no_no(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("attn_graph.cli.explain.graph_of", interrupting(0))
+    monkeypatch.setattr(sys, "argv", ["attn-graph", *EXPLAINED])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 130
+    assert capsys.readouterr().err.endswith("interrupted\n")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        (*EXPLAINED, "--json"),
+        ("mask", "256", "256", "--causal"),
+        ("explain", "--q", "1,2,8,8", "--target", "h200", "--backends", "torch_sdpa"),
+    ],
+)
+def test_a_broken_pipe_is_no_answer(line: tuple[str, ...]) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    program = (sys.executable, "-m", "attn_graph", *line)
+    done = subprocess.run(program, cwd=ROOT, stdout=writes, stderr=subprocess.PIPE, check=False)
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (141, b"")
 
 
 def test_odd_input_is_wrong_usage(tmp_path: Path) -> None:

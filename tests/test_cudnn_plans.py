@@ -56,6 +56,28 @@ def test_a_plan_tells_who_runs_it_and_what_cudnn_was_asked(
     golden(re.sub(r"built in [0-9.]+ s", "built in 0.5 s", told))
 
 
+def test_forward_and_backward_by_hand_are_cudnns_like_those_of_training() -> None:
+    """With lse handed out, and whoever runs the backward in another notebook."""
+    graph = ag.attention(X, X, X, mask=ag.Causal(), stats=True)
+    forward, backward = ag.vjp(graph, cotangents=("o",))
+    assert [i.name for i in backward.inputs] == ["q", "k", "v", "o", "lse", "do"]
+    plan, there, back = planned(graph), planned(forward), planned(backward)
+    assert there is plan
+    assert back is plan.training_vjp
+    assert (there.backend, back.backend, plan.vjp.backend) == ("cudnn", "cudnn", "triton")
+
+
+def test_memory_and_explain_tell_of_the_backward_by_o_first(store: Store) -> None:
+    graph = ag.attention(X, X, X, mask=ag.Causal(), stats=True)
+    plan = planned(graph, store=store)
+    found = plan.explain()
+    assert found.backward is not None
+    assert found.through_lse is not None
+    assert (found.backward.backend, found.through_lse.backend) == ("cudnn", "triton")
+    assert plan.memory().workspace_backward == plan.training_vjp.executable.workspace
+    assert found.memory == plan.memory() != found.through_lse.memory
+
+
 @pytest.mark.parametrize("target", ["a100", "b200"])
 def test_each_kind_of_gpu_has_plans(target: str) -> None:
     plan = planned(target=target, backends=("cudnn",))

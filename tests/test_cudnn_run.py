@@ -136,3 +136,15 @@ def test_another_backends_lse_may_lie_anyhow() -> None:
     dues = plain.expected_gradients(graph, tensors, (do,))
     for name, gradient in zip(names, results(back, (*tensors, o, loose, do)), strict=True):
         dues[name].check(gradient)
+
+
+def test_forward_and_backward_by_hand_read_as_training_does() -> None:
+    graph = ag.attention(X, X, X, mask=ag.Causal(), stats=True)
+    q, k, v = map(aligned, tensors_for(graph, 1))
+    do, _ = cotangents_for(graph, 1)
+    forward, backward_by_o = ag.vjp(graph, cotangents=("o",))
+    o, lse = results(forward, (q, k, v))
+    gradients = results(backward_by_o, (q, k, v, o, lse, do))
+    dues = plain.expected_gradients(graph, (q, k, v), (do, None))
+    for name, gradient in zip("qkv", gradients, strict=True):
+        dues[name].check(gradient)

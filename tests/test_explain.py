@@ -37,6 +37,7 @@ X = ag.TensorSpec((2, 8, 512, 64), HALF)
 READS: dict[str, Callable[[Question], ag.Graph]] = {
     "forward": Question.forward,
     "backward": Question.backward,
+    "through lse": Question.backward,
 }
 BUILDS = "cudnn"  # a plan of its takes half a second: tests/test_cudnn_grid.py asks it
 
@@ -45,6 +46,8 @@ def sides(found: Explanation) -> Iterator[tuple[str, Explanation]]:
     yield "forward", found
     if found.backward:
         yield "backward", found.backward
+    if found.through_lse:
+        yield "through lse", found.through_lse
 
 
 @pytest.mark.slow
@@ -61,9 +64,9 @@ def test_refusals_have_reasons_takers_lower_and_ways_out_work(
 ) -> None:
     options = Options(deterministic, most, avoid=avoid)
     found = explained(graph, target, options, None)
-    question = Question.of(graph, options)
     by_name = {backend.name: backend for backend in BACKENDS}
     for pass_, side in sides(found):
+        question = evolve(Question.of(graph, options), through_lse=pass_ == "through lse")
         takers = [*([side.backend] if side.backend else []), *side.also]
         assert {*takers, *(r.backend for r in side.refusals)} == by_name.keys()
         for name in takers:
@@ -161,6 +164,7 @@ def test_an_explanation_says_the_same_in_every_form(golden: Callable[[object], N
     assert [r["backend"] for r in told["refusals"]] == [r.backend for r in found.refusals]
     assert told["memory"]["peak"] == found.memory.peak if found.memory else False
     assert told["backward"]["backend"] == "triton"
+    assert told["through_lse"]["backend"] == "triton"
     html = found._repr_html_()
     read = Reader()
     read.feed(html)
@@ -168,6 +172,7 @@ def test_an_explanation_says_the_same_in_every_form(golden: Callable[[object], N
     for part in (found.cause, *(x for r in found.refusals for x in r.told())):
         assert part in read.text
     assert "it would with: no SoftCap" in read.text
+    assert "backward, if lse gets a gradient" in read.text
     nobody = ag.explain(graph, target=TARGETS[2], backends=("cudnn",))._repr_html_()
     assert "no backend takes it" in nobody
     assert "chosen" not in nobody.partition("backward")[0]
@@ -201,6 +206,95 @@ def test_a_plan_explains_itself_as_the_library_does() -> None:
     assert [r.reasons for r in plan.refusals] == [r.reasons for r in found.refusals]
 
 
+STATS = ag.attention(X, X, X, mask=ag.Causal(), stats=True)
+
+
+def test_the_backward_by_o_comes_first_and_the_one_through_lse_beside_it() -> None:
+    """What a step that uses o alone runs: lse is only handed out."""
+    found = ag.explain(STATS, target=TARGETS[2])
+    alone = ag.explain(ag.attention(X, X, X, mask=ag.Causal()), target=TARGETS[2])
+    assert found.backward is not None
+    assert found.through_lse is not None
+    assert alone.backward is not None
+    assert (found.backward.backend, found.through_lse.backend) == ("cudnn", "triton")
+    assert found.backward.graph == alone.backward.graph
+    assert found.memory is not None
+    assert found.through_lse.memory is not None
+    assert found.memory.workspace_backward > found.through_lse.memory.workspace_backward == 2**15
+    told = str(found)
+    assert told.index("\nbackward\n  cudnn: chosen") < told.index(
+        "\nbackward, if lse gets a gradient\n  triton: chosen"
+    )
+    assert f"\nmemory, if lse gets a gradient: {found.through_lse.memory}\n" in told
+    html = found._repr_html_()
+    assert html.index("<h4>backward</h4>") < html.index("<h4>backward, if lse gets a gradient</h4>")
+    assert found.to_dict()["memory"]["workspace_backward"] == found.memory.workspace_backward
+    assert found.to_dict()["through_lse"]["memory"]["workspace_backward"] == 2**15
+
+
+def test_refusals_are_told_once_where_lse_changes_nothing() -> None:
+    found = ag.explain(STATS, target=TARGETS[2], backends=("math", "torch_sdpa"))
+    ((refusal,), (other,)) = (x.refusals for _, x in [*sides(found)][1:])
+    assert refusal.reasons == other.reasons
+    assert f"\n  {refusal.backend}: no" in str(found).partition("\nbackward\n")[2]
+    told = str(found).partition("\nbackward, if lse gets a gradient\n")[2]
+    assert told.startswith(
+        "  math: chosen, because it is the only one asked that takes the graph\n"
+    )
+    assert refusal.reasons[0] not in told
+    assert refusal.reasons[0] not in found._repr_html_().partition("if lse gets")[2]
+
+
+def test_lse_alone_has_its_gradient() -> None:
+    def logsumexp(q: ag.Value, k: ag.Value) -> ag.Value:
+        return ag.scores(q, k).softmax()[1]
+
+    found = ag.explain(ag.graph(logsumexp, q=X, k=X), target=TARGETS[2])
+    assert found.through_lse is None
+    assert found.backward is not None
+    assert [i.name for i in found.backward.graph.inputs if i.name.startswith("d")] == ["dlse"]
+
+
+def test_a_plan_tells_of_the_backward_by_o_alone() -> None:
+    x = ag.TensorSpec((1, 2, 64, 16), FLOAT)
+    graph, plain = (ag.attention(x, x, x, stats=stats) for stats in (True, False))
+    some = ag.compile(graph, target=CPU, backends=("torch_sdpa", "math"), workspace=ag.Workspace())
+    other = ag.compile(plain, target=CPU, backends=("torch_sdpa", "math"))
+    found, due = some.explain(), other.explain()
+    assert some.memory().workspace_backward == other.memory().workspace_backward
+    assert found.backward is not None
+    assert due.backward is not None
+    assert found.backward.graph == due.backward.graph
+    assert found.through_lse is not None
+    assert found.through_lse.graph == some.vjp.graph
+    assert due.through_lse is None
+
+
+def test_a_gradient_through_lse_that_nobody_takes_is_no_error() -> None:
+    takes = ag.Backend("takes", refuses_lse, lambda *given: ag.Executable(tuple))
+    plan = ag.compile(STATS, target=CPU, backends=(takes,))
+    found = plan.explain()
+    assert found.backward is not None
+    assert found.backward.backend == "takes"
+    assert found.through_lse is not None
+    assert found.through_lse.backend is None
+    assert [r.reasons for r in found.through_lse.refusals] == [("has no gradient of lse",)]
+    assert plan.memory() == found.memory
+
+
+def refuses_lse(graph: ag.Graph, target: Target, options: Options) -> Iterator[str]:
+    if any(i.name == "dlse" for i in graph.inputs):
+        yield "has no gradient of lse"
+
+
+def test_who_runs_nothing_needs_no_workspace() -> None:
+    graph = ag.attention(X, X, X, dropout=0.1)
+    found = ag.explain(graph, target=TARGETS[2], backends=("cudnn",))
+    assert found.memory is None
+    assert "memory" not in str(found)
+    assert "workspace" not in str(found)
+
+
 def test_explaining_builds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attn_graph.lowering.cudnn_plan.built", None)
     found = ag.explain(ag.attention(X, X, X), target=TARGETS[2])
@@ -220,8 +314,8 @@ def test_a_change_is_no_way_out_if_the_same_limit_refuses_then() -> None:
 def test_changes_that_only_show_after_others_are_found() -> None:
     graph = ag.attention(X, X, X, bias=ag.TensorSpec((1, 8, 512, 512), HALF), stats=True)
     found = ag.explain(graph, target=TARGETS[2], backends=("torch_cudnn",))
-    assert found.backward is not None
-    (refusal,) = found.backward.refusals
+    assert found.through_lse is not None
+    (refusal,) = found.through_lse.refusals
     assert refusal.smallest is not None
     assert {*refusal.smallest.texts} == {"no Bias", "no gradient through lse"}
 

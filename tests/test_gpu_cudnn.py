@@ -112,6 +112,23 @@ def test_a_single_query_has_gradients(N: int) -> None:
     assert [due.name for due, _ in pairs] == ["o", "dq", "dk", "dv"]
 
 
+def test_forward_and_backward_by_hand_are_cudnns() -> None:
+    """lse is handed out, and a step uses o alone: by hand as by autograd."""
+    x = ag.TensorSpec((2, 4, 256, 64), torch.bfloat16)
+    graph = ag.attention(x, x, x, mask=ag.Causal(), stats=True)
+    q, k, v = map(aligned, tensors_for(graph, 1, "cuda"))
+    do = torch.randn(x.shape, device="cuda").bfloat16()
+    forward, backward = (
+        ag.compile(each, backends=("cudnn",)) for each in ag.vjp(graph, cotangents=("o",))
+    )
+    outputs = forward(q, k, v)
+    gradients = backward(q, k, v, *outputs, do)
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    o, _ = ag.compile(graph, backends=("cudnn",))(*leaves)
+    for found, due in zip(gradients, torch.autograd.grad(o, leaves, do), strict=True):
+        assert (found - due).abs().max() <= 2e-2 * due.abs().max()
+
+
 def test_rows_off_16_bytes_are_refused() -> None:
     x = ag.TensorSpec((1, 2, 64, 64), torch.float16, (2 * 64 * 68, 64 * 68, 68, 1))
     with pytest.raises(ag.NoBackendError, match="multiples of 16 bytes"):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
 import attn_graph as ag
-from attn_graph.vjp import residuals
+from attn_graph.vjp import main_outputs, residuals
 from attn_graph.workspace import Arena, Buffer, Scratch
 from tests.sources import ROOT
 from tests.strategies import graphs, seeds, shuffled_graphs, tensors_for
@@ -47,13 +47,17 @@ SMALL = 2**14 * torch.get_num_threads()
     graph=st.one_of(graphs(), shuffled_graphs()),
     seed=seeds,
     backends=st.sampled_from([("math",), None]),
+    through_lse=st.booleans(),
 )
 def test_memory_is_what_the_allocator_gives(
-    graph: ag.Graph, seed: int, backends: tuple[str, ...] | None
+    graph: ag.Graph, seed: int, backends: tuple[str, ...] | None, through_lse: bool
 ) -> None:
     """Outputs, what is saved and gradients to the byte; what comes and goes from above."""
     plan = ag.compile(graph, target=CPU, backends=backends, workspace=ag.Workspace())
-    need = plan.memory()
+    other = plan.explain().through_lse if through_lse else None
+    need = plan.memory() if other is None else other.memory
+    assert need is not None
+    given = main_outputs(plan.graph) if other is None else plan.graph.outputs
     tensors = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors_for(graph, seed)]
     wanted = [t for t in tensors if t.requires_grad]
 
@@ -62,10 +66,11 @@ def test_memory_is_what_the_allocator_gives(
         return found if isinstance(found, tuple) else (found,)
 
     def backward() -> object:
-        return torch.autograd.grad(outputs, wanted, cotangents, retain_graph=True)
+        return torch.autograd.grad(used, wanted, cotangents, retain_graph=True)
 
     outputs = forward()
-    cotangents = [torch.ones_like(o) for o in outputs]
+    used = [o for o, i in zip(outputs, plan.graph.outputs, strict=True) if i in given]
+    cotangents = [torch.ones_like(o) for o in used]
     backward()  # the arena is as large as it will be
     again, held, most = allocated(forward)
     copies = sum(o.nbytes for o in outputs[1:])  # lse is handed out in C order, a copy if need be

@@ -143,7 +143,7 @@ EDITS: list[Edit] = [
     ("cap=30.0", "cap='x'", 11, "x"),
     ("cap=30.0", "cap=open('x')", 11, "open"),
     ("cap=30.0", "cap=(1,)", 11, "SoftCap"),
-    ("q: f16[(2, 4, 6, 8), (192, 8, 32, 1)]", "q", 2, "no type"),
+    ("q: f16[2, 4, 6, 8](strides=(192, 8, 32, 1))", "q", 2, "no type"),
     ("k: f16[2, 2, 9, 8]", "k: f17[2, 2, 9, 8]", 3, "f17"),
     ("k: f16[2, 2, 9, 8]", "k: f16[2, 2, -9, 8]", 3, "negative"),
     ("k: f16[2, 2, 9, 8]", "k: f16[2, 2, 9, x]", 3, "x"),
@@ -210,6 +210,24 @@ NO_MASKS = {
     "~" * 5000 + "Causal()": "read",
     "(" * 5000: "too many nested parentheses",
 }
+
+
+@pytest.mark.parametrize("written", ["causal", "Causal", "Causal() and Window(3)", "not Causal()"])
+def test_who_writes_a_mask_wrongly_is_told_the_leaves_and_the_joints(written: str) -> None:
+    with pytest.raises(ag.GraphError) as caught:
+        text.parse_mask(written)
+    told = str(caught.value)
+    assert told.startswith(f"{written} is no known value; a mask is made of ")
+    assert all(f"{leaf.__name__}(" in told for leaf in m.LEAVES)
+    assert "Window(left, right, align)" in told
+    assert told.endswith("joined with & (not `and`), | (not `or`) and ~ (not `not`)")
+
+
+@pytest.mark.parametrize("spec", ["f16[(2, 3), (1, 2)]", "f16[2, 3](strides=(1, 'x'))", "f16[2.5]"])
+def test_sizes_and_strides_are_integers_by_name(spec: str) -> None:
+    words = str(GRAPH).replace("k: f16[2, 2, 9, 8]", f"k: {spec}")
+    with pytest.raises(ag.GraphError, match=r"are no integers; .* f16\[2, 3\]\(strides=\(1, 2\)\)"):
+        ag.parse(words)
 
 
 @pytest.mark.parametrize("written", NO_MASKS)

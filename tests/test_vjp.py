@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +17,16 @@ from attn_graph.fused import Attention, AttentionGrad
 from attn_graph.passes import canonicalise
 from attn_graph.reference import evaluate
 from attn_graph.replay import prune
-from attn_graph.vjp import backward, residuals, result_spec, value_names, wanted_inputs
+from attn_graph.vjp import (
+    backward,
+    main_outputs,
+    residuals,
+    result_spec,
+    value_names,
+    wanted_inputs,
+)
 from tests import plain
+from tests.sources import ROOT
 from tests.strategies import cotangents_for, graphs, seeds, shuffled_graphs, tensors_for
 
 F64 = torch.float64
@@ -237,3 +247,59 @@ def test_o_and_its_cotangent_are_laid_out_as_q_is() -> None:
     specs = {i.name: i.spec for i in back.inputs}
     assert specs["o"] == specs["do"] == ag.TensorSpec((2, 4, 5, 3), torch.float16, layout="sbhd")
     assert specs["lse"] == ag.TensorSpec((2, 4, 5), torch.float32)
+
+
+@pytest.mark.parametrize(("given", "told"), [("o", "do"), ("lse", "dlse")])
+def test_cotangents_are_of_the_named_outputs_alone(given: str, told: str) -> None:
+    graph = ag.attention(X, X, X, stats=True)
+    forward, back = ag.vjp(graph, cotangents=(given,))
+    assert [i.name for i in back.inputs] == ["q", "k", "v", "o", "lse", told]
+    tensors, cotangents = tensors_for(graph, 5), cotangents_for(graph, 5)
+    kept = dict(zip(("o", "lse"), cotangents, strict=True))[given]
+    found = evaluate(back, [*tensors, *evaluate(forward, tensors), kept])
+    due = plain.expected_gradients(
+        graph, tensors, [d if d is kept else torch.zeros_like(d) for d in cotangents]
+    )
+    for name, x in zip("qkv", found, strict=True):
+        due[name].check(x.to(F64))
+
+
+def test_all_outputs_have_cotangents_unless_some_are_named() -> None:
+    graph = ag.attention(X, X, X, stats=True)
+    assert ag.vjp(graph, cotangents=("lse", "o")) == ag.vjp(graph)
+    assert ag.vjp(ag.attention(X, X, X), cotangents=("o",)) == ag.vjp(ag.attention(X, X, X))
+
+
+def test_a_cotangent_of_no_output_means_nothing() -> None:
+    with pytest.raises(ag.GraphError, match="no output is named lse; there are o"):
+        ag.vjp(ag.attention(X, X, X), cotangents=("o", "lse"))
+    with pytest.raises(ag.GraphError, match="cotangents 'lse' is one name"):
+        ag.vjp(ag.attention(X, X, X, stats=True), cotangents="lse")
+
+
+@pytest.mark.parametrize(
+    ("outputs", "due"),
+    [(("o", "lse"), ["o"]), (("lse",), ["lse"]), (("lse", "p", "o"), ["p", "o"])],
+)
+def test_a_training_step_has_gradients_of_all_outputs_but_lse(
+    outputs: tuple[str, ...], due: list[str]
+) -> None:
+    def attend(q: ag.Value, k: ag.Value, v: ag.Value) -> tuple[ag.Value, ...]:
+        p, lse = ag.scores(q, k).softmax()
+        values = {"p": p, "lse": lse, "o": p.weigh(v)}
+        return tuple(values[name] for name in outputs)
+
+    graph = ag.graph(attend, q=X, k=X, v=X)
+    names = value_names(graph)
+    assert [names[i] for i in main_outputs(graph)] == due
+
+
+def test_the_page_on_gradients_runs_and_both_ways_agree() -> None:
+    """By hand as by autograd, bit for bit: the same plans run."""
+    text = (ROOT / "docs" / "gradients.md").read_text(encoding="utf-8")
+    said: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(block, said)
+    by_hand = (said["dq"], said["dk"], said["dv"])
+    assert all(torch.equal(x, due) for x, due in zip(by_hand, said["due"], strict=True))
+    assert said["found"].through_lse is not None

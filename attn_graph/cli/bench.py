@@ -21,6 +21,7 @@ from attn_graph.cli.flags import graph_flags, graph_of
 from attn_graph.cli.measured import Bench, Figure, measured
 from attn_graph.cli.words import (
     CODES,
+    INTERRUPTED,
     answering,
     as_json,
     drawn,
@@ -106,6 +107,7 @@ def bench(
 
     The graph is said as explain takes it. Where data decide what a mask keeps, lengths are full,
     all is one segment, and half of all flags are set. Exits with 1 where no backend takes it.
+    Ctrl-C shows what was measured until then.
     """
     graph = graph_of(file, flags)
     check_memory(graph)
@@ -132,6 +134,8 @@ def bench(
         show(*screen(found), wraps=False)
     if out and found.figures:
         drawn(out, draw(out, found, dtype, bars=plot == "bars" or not roofline))
+    if found.interrupted:
+        raise click.exceptions.Exit(INTERRUPTED)
     no(not found.figures)
 
 
@@ -166,6 +170,11 @@ def screen(found: Bench) -> Iterator[RenderableType]:
         yield table(columns, map(row, found.figures, slower(found)), columns[2:])
     for each in found.refusals:
         yield Text(refusal(f"{each.backend}, {each.pass_}", each.reasons), "yellow")
+    if found.interrupted:
+        until = (
+            "figures are of the runs until then" if found.figures else "nothing was measured yet"
+        )
+        yield Text(f"interrupted: {until}", "yellow")
 
 
 def slower(found: Bench) -> Iterator[float]:

@@ -19,13 +19,23 @@ LONGEST = 100  # characters of a key that is not known by its kind
 UNITS = {"d": 86400, "h": 3600, "min": 60, "s": 1}
 
 folder = click.option(
-    "--folder", type=click.Path(path_type=Path, file_okay=False),
+    "--folder", type=click.Path(path_type=Path, file_okay=False, exists=True),
     help="Where plans are kept, by default the user's cache folder.",
 )  # fmt: skip
 
 
 def store_of(folder: Path | None) -> ag.Store:
     return ag.default_store() if folder is None else ag.Store(folder)
+
+
+def described(store: ag.Store) -> str:
+    """The folder, which nobody may have written to."""
+    missing = "" if store.folder.is_dir() else " (there is no such folder yet)"
+    return f"{store.folder}{missing}"
+
+
+def folder_of(store: ag.Store) -> dict[str, Any]:  # Any: JSON
+    return {"folder": str(store.folder), "exists": store.folder.is_dir()}
 
 
 @click.group(
@@ -44,21 +54,26 @@ def list_(folder: Path | None, plain: bool) -> None:
     store = store_of(folder)
     found = sorted(store.entries(), key=lambda entry: -entry.used)
     if plain:
-        show_json({"folder": str(store.folder), "entries": [*map(to_dict, found)]})
+        show_json({**folder_of(store), "entries": [*map(to_dict, found)]})
         return
     if found:
         show(table(("kind", "size", "used", "what"), map(row, found), ("size", "used")))
     total = shown(sum(entry.bytes for entry in found))
     most = shown(store.most)
-    show(f"{counted(len(found))}, {total} of at most {most}, in {store.folder}", wraps=False)
+    show(f"{counted(len(found))}, {total} of at most {most}, in {described(store)}", wraps=False)
 
 
 @cache.command(epilog=example("attn-graph cache clear"))
 @folder
-def clear(folder: Path | None) -> None:
+@as_json
+def clear(folder: Path | None, plain: bool) -> None:
     """Delete every file. What is needed again is built again."""
     store = store_of(folder)
-    click.echo(f"{counted(store.clear())} deleted from {store.folder}")
+    place, deleted = described(store), store.clear()
+    if plain:
+        show_json({**folder_of(store), "deleted": deleted})
+    else:
+        click.echo(f"{counted(deleted)} deleted from {place}")
 
 
 @cache.command(epilog=CODES + "\n\n" + example("attn-graph cache verify || attn-graph cache clear"))
@@ -72,13 +87,12 @@ def verify(folder: Path | None, plain: bool) -> None:
     found = [*store.entries()]
     damaged = [entry for entry in found if entry.key is None]
     if plain:
-        show_json(
-            {"folder": str(store.folder), "files": len(found), "damaged": [*map(to_dict, damaged)]}
-        )
+        told = {"files": len(found), "damaged": [*map(to_dict, damaged)]}
+        show_json({**folder_of(store), **told})
     else:
         for entry in damaged:
             show(f"{entry.path}: {entry.unfit}", wraps=False)
-        click.echo(f"{counted(len(found))} in {store.folder}, {len(damaged)} of them damaged")
+        click.echo(f"{counted(len(found))} in {described(store)}, {len(damaged)} of them damaged")
     no(bool(damaged))
 
 

@@ -19,7 +19,9 @@ Flags = Mapping[str, Any]  # by the names of the options below
 Sizes = tuple[int, ...]
 Read = Callable[[click.Context, click.Parameter, str | None], Sizes | None]  # click's callback
 FLOAT_NAMES = [NAMES[dtype] for dtype in FLOATS]
-
+OTHER_NAMES = {"bfloat16": "bf16"} | {
+    f"{word}{bits}": f"f{bits}" for word in ("float", "fp") for bits in (16, 32, 64)
+}
 
 MOST = 2**40  # of one size: no machine holds more
 
@@ -54,6 +56,26 @@ def read_window(_: click.Context, __: click.Parameter, value: str | None) -> Siz
     return found
 
 
+def read_block(_: click.Context, __: click.Parameter, value: str | None) -> Sizes | None:
+    """Two sides, or one for both."""
+    found = None if value is None else sizes(value)
+    if found is not None and len(found) > 2:
+        raise click.BadParameter(f"{value} has {len(found)} sizes, and a tile has 2, or 1 for both")
+    return found and (found * 2)[:2]
+
+
+def dtype_name(text: str) -> str:
+    """ "float16" or "fp16" as "f16"."""
+    name = OTHER_NAMES.get(text, text)
+    if name not in FLOAT_NAMES:
+        raise click.BadParameter(f"{text!r} is none of {', '.join(FLOAT_NAMES)}")
+    return name
+
+
+def read_dtype(_: click.Context, __: click.Parameter, value: str | None) -> str | None:
+    return None if value is None else dtype_name(value)
+
+
 def read_bias(
     _: click.Context, __: click.Parameter, value: str | None
 ) -> tuple[Sizes, str | None] | None:
@@ -61,9 +83,7 @@ def read_bias(
     if value is None:
         return None
     shape, colon, dtype = value.partition(":")
-    if colon and dtype not in FLOAT_NAMES:
-        raise click.BadParameter(f"{dtype!r} is none of {', '.join(FLOAT_NAMES)}")
-    return sizes(shape), dtype or None
+    return sizes(shape), dtype_name(dtype) if colon else None
 
 
 AXES = reads(4, "[batch, heads, positions, head size]")
@@ -89,7 +109,10 @@ GRAPH = (
     click.option("--q", metavar="B,H,M,D", callback=AXES, help="Sizes of q; so the graph begins."),
     click.option("--k", metavar="B,G,N,D", callback=AXES, help="Sizes of k, by default q's."),
     click.option("--v", metavar="B,G,N,E", callback=AXES, help="Sizes of v, by default k's."),
-    click.option("--dtype", type=click.Choice(FLOAT_NAMES), help="Of q, k and v; f32 by default."),
+    click.option(
+        "--dtype", metavar="|".join(FLOAT_NAMES), callback=read_dtype,
+        help="Of q, k and v; f32 by default. float16 and fp16 are f16, and so on.",
+    ),
     click.option(
         "--layout", help="Memory order of q, k and v: bhsd, the default, bshd, sbhd, ..."
     ),
@@ -131,12 +154,17 @@ def graph_of(file: TextIO | None, flags: Flags) -> ag.Graph:
         raise click.UsageError(f"FILE says the graph, and {told} would say another")
     if file is not None:
         try:
-            return ag.parse(file.read())
+            return ag.parse(graph_text(file.read()))
         except UnicodeDecodeError as error:
             raise click.UsageError(f"{file.name} is no text: {error}") from error
     if flags["q"] is None:
         raise click.UsageError("say a graph: --q and further flags, or FILE, its text; - is stdin")
     return graph_of_flags(flags)
+
+
+def graph_text(text: str) -> str:
+    """The graph of a text, which may be all that `explain` printed: the graph comes first."""
+    return re.split(r"^target: ", click.unstyle(text), maxsplit=1, flags=re.MULTILINE)[0]
 
 
 def graph_of_flags(flags: Flags) -> ag.Graph:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from io import TextIOWrapper
+from typing import final
 
 import click
 
@@ -13,16 +14,27 @@ from attn_graph.cli.cache import cache
 from attn_graph.cli.doctor import doctor
 from attn_graph.cli.explain import explain
 from attn_graph.cli.mask import mask
-from attn_graph.cli.words import CODES, example
+from attn_graph.cli.words import CODES, INTERRUPTED, UNREAD, example
 
 HELP = """What will attention do on a machine, why, and at what cost?
 
-Answers come as text, in colours on a terminal, or as --json where a command has it.
+Answers come as text, in colours on a terminal, or as --json.
 """
 COMMANDS = (doctor, explain, mask, bench, cache)
 
+
+@final
+class Commands(click.Group):
+    """The commands. A null byte, which no text or path has, is wrong usage of any."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if holding := [arg for arg in args if "\0" in arg]:
+            raise click.UsageError(f"{holding[0]!r} holds a null byte")
+        return super().parse_args(ctx, args)
+
+
 commands = click.version_option(ag.__version__, prog_name="attn-graph")(
-    click.Group(
+    Commands(
         "attn-graph",
         commands=COMMANDS,
         help=HELP,
@@ -38,4 +50,18 @@ def main() -> None:
     """Run the command that the process was called with, and exit."""
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # what the terminal has no letters for
-    commands.main(prog_name="attn-graph")
+    sys.exit(exit_code())
+
+
+def exit_code() -> int:
+    """Run the command, and say what goes wrong as click does, but for the codes it exits with."""
+    try:
+        return int(commands.main(prog_name="attn-graph", standalone_mode=False) or 0)
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except click.Abort:
+        click.echo("interrupted", err=True)
+        return INTERRUPTED
+    except SystemExit as error:  # click's, with 1, where the output is closed
+        return UNREAD if error.code == 1 else 0

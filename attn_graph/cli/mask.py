@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import click
+from attrs import asdict
 
 import attn_graph as ag
-from attn_graph.cli.flags import mask_flags, mask_of, reads
-from attn_graph.cli.words import CODES, answering, drawn, example, out, show
+from attn_graph.cli.flags import mask_flags, mask_of, read_block
+from attn_graph.cli.words import CODES, answering, as_json, drawn, example, out, show, show_json
 from attn_graph.pictures import draw_mask, picture
 
 BLOCK = (128, 128)
@@ -29,10 +30,11 @@ BLOCK = (128, 128)
 @click.argument("expression", metavar="[MASK]", required=False)
 @mask_flags
 @click.option(
-    "--block", metavar="QUERIESxKEYS", callback=reads(2, "a tile"),
-    help="Of a tile, by default 128x128; if given, also of each mark of the text.",
+    "--block", metavar="QUERIESxKEYS", callback=read_block,
+    help="Of a tile, by default 128x128, one number for both; if given, also of each mark.",
 )  # fmt: skip
 @out
+@as_json
 @answering
 def mask(
     queries: int,
@@ -40,6 +42,7 @@ def mask(
     expression: str | None,
     block: tuple[int, int] | None,
     out: Path | None,
+    plain: bool,
     **flags: Any,  # Any: what click makes of each flag
 ) -> None:
     """A picture of a mask of M queries and N keys, and how many of its tiles are empty, mixed and
@@ -53,14 +56,29 @@ def mask(
     whole = found.aligned(flags["align"]) if found else None
     tile = block or BLOCK
     counted = ag.tiles(whole, queries, keys, block=tile)
+    if out is not None:
+        drawn(out, lambda: draw_mask(out, whole, queries, keys, tile=tile))
+    if plain:
+        show_json(to_dict(whole, queries, keys, counted))
+        return
     if out is None:
         show(picture(whole, queries, keys, tile=block), wraps=False)
-    else:
-        drawn(out, lambda: draw_mask(out, whole, queries, keys, tile=tile))
-    show(f"{whole or 'no mask'}: {counted}{shares(counted)}", wraps=False)
+    share = f"; {100 * computed(counted):.3g} % to compute"
+    show(f"{whole or 'no mask'}: {counted}{share}", wraps=False)
 
 
-def shares(found: ag.Tiles) -> str:
-    """How much of the score matrix is left to compute."""
-    left = found.mixed + found.full
-    return f"; {100 * left / found.total:.3g} % to compute" if found.total else ""
+def computed(tiles: ag.Tiles) -> float:
+    """The share of the score matrix that is left to compute."""
+    return (tiles.mixed + tiles.full) / tiles.total if tiles.total else 0.0
+
+
+def to_dict(
+    mask: ag.Mask | None, queries: int, keys: int, tiles: ag.Tiles
+) -> dict[str, Any]:  # Any: JSON
+    return {
+        "mask": None if mask is None else str(mask),
+        "queries": queries,
+        "keys": keys,
+        "tiles": asdict(tiles) | {"total": tiles.total},
+        "computed": computed(tiles),
+    }

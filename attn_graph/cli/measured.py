@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from statistics import median
 from typing import Any, Literal, final
 
 import torch
@@ -11,8 +12,9 @@ from attrs import asdict, frozen
 import attn_graph as ag
 from attn_graph.cost import cost, masks_inputs
 from attn_graph.plan import Plan
-from attn_graph.timing import Job, medians
+from attn_graph.timing import Job, samples
 from attn_graph.tuning import examples
+from attn_graph.vjp import main_outputs
 
 Pass = Literal["forward", "backward"]
 Tensors = Sequence[torch.Tensor]
@@ -62,12 +64,16 @@ class Refused:
 @final
 @frozen
 class Bench:
-    """Figures of every backend that took the graph, and the others' reasons."""
+    """Figures of every backend that took the graph, and the others' reasons.
+
+    interrupted: whether Ctrl-C ended it, and the figures are of what was measured until then.
+    """
 
     graph: ag.Graph
     target: ag.Target
     figures: tuple[Figure, ...]
     refusals: tuple[Refused, ...]
+    interrupted: bool = False
 
     def to_dict(self) -> dict[str, Any]:  # Any: JSON
         return {
@@ -77,6 +83,7 @@ class Bench:
             "threads": torch.get_num_threads(),
             "results": [each.to_dict() for each in self.figures],
             "refusals": [asdict(each) for each in self.refusals],
+            "interrupted": self.interrupted,
         }
 
 
@@ -108,24 +115,37 @@ def measured(
             due = due or costs(plan, rates or target, tensors)
             jobs[name, pass_] = forward_job(plan, tensors)
             pass_ = "backward"
-            if backward and plan.has_gradient and plan.vjp:
+            if backward and plan.has_gradient and plan.training_vjp:
                 jobs[name, pass_] = backward_job(plan, tensors)
         except ag.NoBackendError as error:
             refusals += [Refused(name, pass_, reasons) for _, reasons in error.refusals]
     told = {f"{name} {pass_}": job for (name, pass_), job in jobs.items()}
-    took = medians(told, seconds=seconds, device=device, progress=progress)
-    return Bench(
-        graph, rates or target, tuple(figures(jobs, took, due)) if due else (), tuple(refusals)
-    )
+    runs = samples(told, seconds=seconds, device=device, progress=progress)
+    taken, interrupted = until_interrupt(runs)
+    some = tuple(figures(jobs, taken, due)) if due else ()
+    return Bench(graph, rates or target, some, tuple(refusals), interrupted)
+
+
+def until_interrupt(runs: Iterable[tuple[str, float]]) -> tuple[dict[str, list[float]], bool]:
+    """All runs by name, or those before Ctrl-C; and whether that came."""
+    taken: dict[str, list[float]] = {}
+    try:
+        for name, seconds in runs:
+            taken.setdefault(name, []).append(seconds)
+    except KeyboardInterrupt:
+        return taken, True
+    return taken, False
 
 
 def figures(
-    jobs: Mapping[tuple[str, Pass], Job], took: Mapping[str, float], cost: ag.Cost
+    jobs: Mapping[tuple[str, Pass], Job], taken: Mapping[str, Sequence[float]], cost: ag.Cost
 ) -> Iterator[Figure]:
+    """The medians of what was measured."""
     works = {"forward": cost.forward, "backward": cost.backward}
     for name, pass_ in jobs:
-        if work := works[pass_]:
-            yield Figure(name, pass_, took[f"{name} {pass_}"], work)
+        seconds = taken.get(f"{name} {pass_}")
+        if seconds and (work := works[pass_]):
+            yield Figure(name, pass_, median(seconds), work)
 
 
 def costs(plan: Plan, rates: ag.Target, tensors: Tensors) -> ag.Cost:
@@ -140,10 +160,12 @@ def forward_job(plan: Plan, tensors: Tensors) -> Job:
 
 
 def backward_job(plan: Plan, tensors: Tensors) -> Job:
-    """The gradient by all floating inputs, by PyTorch's autograd; the forward has run once."""
+    """A training step's gradient by all floating inputs, by autograd; the forward has run once."""
     leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
     found = plan(*leaves)
-    outputs = [found] if isinstance(found, torch.Tensor) else [*found]
+    given = [found] if isinstance(found, torch.Tensor) else [*found]
+    usual = main_outputs(plan.graph)
+    outputs = [o for o, i in zip(given, plan.graph.outputs, strict=True) if i in usual]
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     grads = [torch.randn_like(o) for o in outputs]
     return lambda: torch.autograd.grad(outputs, wanted, grads, retain_graph=True)

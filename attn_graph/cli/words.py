@@ -21,8 +21,10 @@ from attn_graph.errors import GraphError
 P = ParamSpec("P")
 CODES = (
     "Exit codes: 0, all is well; 1, the answer is no: no backend takes the graph, files are "
-    "damaged, doctor found something broken, a library for it is not installed; 2, wrong usage."
+    "damaged, doctor found something broken, a library for it is not installed; 2, wrong usage; "
+    "130, interrupted; 141, nobody reads the answer."
 )
+INTERRUPTED, UNREAD = 128 + 2, 128 + 13  # as shells tell of SIGINT and SIGPIPE
 PIPED = 100  # columns, where nobody says how wide what reads is
 PICTURES = (".png", ".svg", ".pdf")
 SAID_AT = re.compile(r" \(at [^()]*:\d+\)$")  # the line of a program, which is click's here
@@ -57,7 +59,7 @@ def no(answer: bool = True) -> None:
 
 def show(*parts: RenderableType, wraps: bool = True) -> None:
     """Print, to a terminal in colours. wraps: at the terminal's width, or where the text says."""
-    print(printed(*parts, wraps=wraps))
+    print(printed(*parts, wraps=wraps), flush=True)
 
 
 def printed(*parts: RenderableType, wraps: bool = True) -> str:
