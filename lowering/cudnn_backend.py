@@ -13,19 +13,13 @@ from typing import TYPE_CHECKING
 from attn_graph.backend import Backend, Executable, Foreseen, Options, RefusedError
 from attn_graph.ir import Graph
 from attn_graph.lowering.problem import Problem, other_equations, sole
-from attn_graph.target import Target
+from attn_graph.target import CUDNN, SYSTEM_CUDNN, Target
 
 if TYPE_CHECKING:  # and imported where it is used: a large table, of which CPUs ask nothing
     from attn_graph.lowering.cudnn_case import Case
     from attn_graph.lowering.cudnn_graph import Call
 
 FRONTEND = "nvidia-cudnn-frontend"
-LIBRARIES = (  # of which one is cuDNN itself; jit has the part that attention needs
-    "nvidia-cudnn-cu13",
-    "nvidia-cudnn-cu12",
-    "nvidia-cudnn-jit-cu13",
-    "nvidia-cudnn-jit-cu12",
-)
 # What is assumed of libraries that are not there, so that a graph's own reasons are told as well.
 ASSUMED = ((9, 20, 0), (1, 28, 0))
 
@@ -74,8 +68,8 @@ def asked(problem: Problem, target: Target, options: Options) -> Case:
 
 def versions(target: Target) -> tuple[tuple[int, int, int] | None, tuple[int, int, int] | None]:
     """Those of cuDNN and of its frontend; None for what the target has not."""
-    backend = next(filter(None, (version(target, name) for name in LIBRARIES)), None)
-    return backend, version(target, FRONTEND)
+    numbers = (version(target, name) for name in (*CUDNN, SYSTEM_CUDNN))
+    return next(filter(None, numbers), None), version(target, FRONTEND)
 
 
 def version(target: Target, library: str) -> tuple[int, int, int] | None:
@@ -87,13 +81,13 @@ def version(target: Target, library: str) -> tuple[int, int, int] | None:
 
 def lower(graph: Graph, target: Target, options: Options) -> Executable:
     from attn_graph.lowering.cudnn_plan import built
-    from attn_graph.lowering.cudnn_run import Engine, Run, notes, temporary
+    from attn_graph.lowering.cudnn_run import Run, notes, temporary
 
     problem, case, call = described_for(graph, target, options)
     plan = built(call, target, (case.backend, case.frontend), options)
     if over := [*options.over_workspace(plan.workspace)]:
         raise RefusedError(*over)
-    run = Run.of(call, problem, graph, options.workspace, plan.workspace, Engine(plan.data))
+    run = Run.of(call, problem, graph, options.workspace, plan.workspace, plan.execute)
     return Executable(
         run.forward if problem.grad is None else run.backward,
         plan.workspace,

@@ -61,6 +61,19 @@ def planned(
     return graph
 
 
+def loaded(plan: bytes, device: int | str) -> Any:  # Any: cuDNN's graph
+    """A built plan as a graph to execute, for a GPU by its number or by its description.
+
+    By the device's properties and without a handle: with one the frontend runs the plan once, in a
+    capture of the handle's stream, on memory of its own. If that fails the stream stays captured.
+    """
+    import cudnn
+
+    graph = cudnn.pygraph(device_property=cudnn.create_device_properties(device))
+    graph.deserialize(list(plan))
+    return graph
+
+
 def stages(
     graph: Any,  # Any: cuDNN's
     build: bool,

@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from typing import Any, final
 
 import torch
-from attrs import field, frozen
+from attrs import Factory, field, frozen
 
 from attn_graph.backend import Options, RefusedError
 from attn_graph.lowering import cudnn_builder
 from attn_graph.lowering.cudnn_case import Version
 from attn_graph.lowering.cudnn_graph import Call
 from attn_graph.lowering.cudnn_offline import asked, check_frontend, description, numbered
+from attn_graph.lowering.cudnn_run import Engine, handle
 from attn_graph.target import Target
 
 LOG = logging.getLogger("attn_graph")
@@ -31,7 +32,7 @@ class Built:
 
     plans: all that cuDNN proposed, by its names for them. engine, knobs: which of its kernels, in
     its own terms. workspace: bytes. seconds: it took to build. data: the plan as cuDNN reads it
-    back.
+    back. execute: runs it.
     """
 
     plans: tuple[str, ...]
@@ -41,6 +42,9 @@ class Built:
     workspace: int
     seconds: float = field(eq=False)
     data: bytes = field(repr=False)
+    execute: Engine = field(
+        init=False, eq=False, repr=False, default=Factory(lambda x: Engine(x.data), takes_self=True)
+    )
 
     @classmethod
     def of(cls, told: Mapping[str, Any], data: bytes) -> Built:  # Any: JSON
@@ -111,11 +115,8 @@ def loads(built: Built) -> bool:
     """Whether cuDNN takes a stored plan back on the machine's own GPU."""
     import cudnn
 
-    from attn_graph.lowering.cudnn_run import Engine, handle
-
-    device = torch.device("cuda", torch.cuda.current_device())
     try:
-        Engine(built.data).load(device.index, handle(device))
+        built.execute.load(torch.cuda.current_device())
     except (cudnn.cudnnGraphNotSupportedError, RuntimeError) as error:
         LOG.warning("a stored plan of cuDNN's is not used: %s", error)
         return False
@@ -156,8 +157,6 @@ def present() -> str:
 
 def build_here(call: Call, plan: str | None) -> Built:
     """Build for the machine's own GPU."""
-    from attn_graph.lowering.cudnn_run import handle
-
     device = torch.device("cuda", torch.cuda.current_device())
     start = time.perf_counter()
     try:

@@ -13,6 +13,7 @@ from attrs import field, frozen
 
 from attn_graph.errors import PlanMismatchError
 from attn_graph.ir import Graph
+from attn_graph.lowering import cudnn_builder
 from attn_graph.lowering.cudnn_graph import Call, Slot
 from attn_graph.lowering.problem import ALIGNED, Problem, returned
 from attn_graph.spec import NAMES, TensorSpec
@@ -57,7 +58,7 @@ def handle(device: torch.device) -> Any:  # Any: cuDNN's
 @final
 @frozen(eq=False)
 class Engine:
-    """A plan of cuDNN's on the devices where it was called so far."""
+    """A plan of cuDNN's, and its graphs on the devices for which it was loaded so far."""
 
     plan: bytes
     loaded: dict[int, Any] = field(factory=dict)
@@ -65,16 +66,12 @@ class Engine:
     def __call__(self, pack: Pack, workspace: torch.Tensor | None, device: torch.device) -> None:
         elsewhere = torch.cuda.current_device() != device.index
         with torch.cuda.device(device) if elsewhere else nullcontext():
-            its = handle(device)
-            graph = self.loaded.get(device.index) or self.load(device.index, its)
-            graph.execute(pack, workspace, handle=its)
+            graph = self.loaded.get(device.index) or self.load(device.index)
+            graph.execute(pack, workspace, handle=handle(device))
 
-    def load(self, index: int, its: Any) -> Any:  # Any: cuDNN's handle and graph
-        import cudnn
-
-        graph = cudnn.pygraph(handle=its)
-        graph.deserialize(its, list(self.plan))
-        return self.loaded.setdefault(index, graph)
+    def load(self, index: int) -> Any:  # Any: cuDNN's graph
+        """Load the plan for a device of this machine. Nothing runs, on no stream."""
+        return self.loaded.setdefault(index, cudnn_builder.loaded(self.plan, index))
 
 
 @final

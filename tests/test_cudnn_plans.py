@@ -215,10 +215,8 @@ sys.path[:0] = [lowering]
 import cudnn_builder
 cudnn_builder.stand_in(driver)
 ctypes.CDLL(f"{folder}/libnvrtc.so.13", ctypes.RTLD_GLOBAL)
-import cudnn
-device = cudnn.create_device_properties(Path(folder, "device").read_text())
-graph = cudnn.pygraph(device_property=device)
-graph.deserialize(list(Path(folder, "plan").read_bytes()))
+device = Path(folder, "device").read_text()
+graph = cudnn_builder.loaded(Path(folder, "plan").read_bytes(), device)
 print(graph.get_workspace_size(), sorted(n.name for n in graph.get_behavior_notes()))
 """
 
