@@ -38,8 +38,9 @@ class Target:
 
     The rest is what costs are told from; None is not known. shared_memory: bytes that one program
     may ask for. memory, l2: bytes. bandwidth: bytes/s. peaks: dtype and dense flop/s of matrix
-    products; "f32" is without TF32. `attrs.evolve(Target.of("h200"), bandwidth=4e12)` is a machine
-    of your own.
+    products; "f32" is without TF32. driver: the version of CUDA that the GPU's driver knows, 13000
+    for 13.0, to which cuDNN ties plans that are built ahead. `attrs.evolve(Target.of("h200"),
+    bandwidth=4e12)` is a machine of your own.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Target:
     bandwidth: float | None = field(default=None, kw_only=True)
     l2: int | None = field(default=None, kw_only=True)
     peaks: Peaks = field(default=(), kw_only=True)
+    driver: int | None = field(default=None, kw_only=True)
 
     @classmethod
     def here(cls) -> Target:

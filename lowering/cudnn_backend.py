@@ -7,17 +7,20 @@ GPUs that are not there in a process beside a stand-in for their driver.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
+
+from attrs import evolve
 
 from attn_graph.backend import Backend, Executable, Foreseen, Options, RefusedError
 from attn_graph.ir import Graph
-from attn_graph.lowering.problem import Problem, other_equations, sole
+from attn_graph.lowering.problem import Problem, other_equations, returns_lse, sole
 from attn_graph.target import CUDNN, SYSTEM_CUDNN, Target
 
 if TYPE_CHECKING:  # and imported where it is used: a large table, of which CPUs ask nothing
     from attn_graph.lowering.cudnn_case import Case
     from attn_graph.lowering.cudnn_graph import Call
+    from attn_graph.lowering.cudnn_run import Results
 
 FRONTEND = "nvidia-cudnn-frontend"
 # What is assumed of libraries that are not there, so that a graph's own reasons are told as well.
@@ -81,14 +84,14 @@ def version(target: Target, library: str) -> tuple[int, int, int] | None:
 
 def lower(graph: Graph, target: Target, options: Options) -> Executable:
     from attn_graph.lowering.cudnn_plan import built
-    from attn_graph.lowering.cudnn_run import Run, notes, temporary
+    from attn_graph.lowering.cudnn_run import Inference, Run, notes, temporary
 
     problem, case, call = described_for(graph, target, options)
     plan = built(call, target, (case.backend, case.frontend), options)
     if over := [*options.over_workspace(plan.workspace)]:
         raise RefusedError(*over)
     run = Run.of(call, problem, graph, options.workspace, plan.workspace, plan.execute)
-    return Executable(
+    executable = Executable(
         run.forward if problem.grad is None else run.backward,
         plan.workspace,
         temporary(call, problem, graph),
@@ -96,6 +99,30 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
         inspect=lambda: (f"built in {plan.seconds:.2f} s",),
         text=lambda: f"{call}\n{plan}",
     )
+    if problem.grad is not None or returns_lse(graph):
+        return executable
+    lean = Inference(run.forward, lambda: without_lse(graph, target, options, plan.workspace))
+    return evolve(
+        executable,
+        infer=lean,
+        prepare=lean.prepare,
+        inspect=lambda: (*executable.inspect(), str(lean)),
+    )
+
+
+def without_lse(
+    graph: Graph, target: Target, options: Options, most: int
+) -> Callable[..., Results]:
+    """The forward that stores no lse. Raises RefusedError where it needs more bytes than `most`,
+    which is what the plan is said to need."""
+    from attn_graph.lowering.cudnn_plan import built
+    from attn_graph.lowering.cudnn_run import Run
+
+    problem, case, call = described_for(graph, target, options, stats=False)
+    plan = built(call, target, (case.backend, case.frontend), options)
+    if plan.workspace > most:
+        raise RefusedError(f"needs a workspace of {plan.workspace} bytes then, and {most} with lse")
+    return Run.of(call, problem, graph, options.workspace, plan.workspace, plan.execute).forward
 
 
 def foresees(graph: Graph, target: Target, options: Options) -> Foreseen:
@@ -117,15 +144,18 @@ def foresees(graph: Graph, target: Target, options: Options) -> Foreseen:
     )
 
 
-def described_for(graph: Graph, target: Target, options: Options) -> tuple[Problem, Case, Call]:
-    """The call that would run a graph that is taken."""
+def described_for(
+    graph: Graph, target: Target, options: Options, *, stats: bool = True
+) -> tuple[Problem, Case, Call]:
+    """The call that would run a graph that is taken; see `described` for `stats`."""
     from attn_graph.lowering.cudnn_case import padded
     from attn_graph.lowering.cudnn_graph import described
 
     problem = sole(graph)
     assert problem is not None  # why_not said so
     case = asked(problem, target, options)
-    call = described(problem, padded=padded(case), deterministic=options.deterministic)
+    in_order = options.deterministic
+    call = described(problem, padded=padded(case), deterministic=in_order, stats=stats)
     return problem, case, call
 
 

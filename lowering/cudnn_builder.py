@@ -109,7 +109,8 @@ def declared(call: Json, machine: Json) -> Any:  # Any: cuDNN's graph
     tensors = {x["argument"]: tensor(graph, x) for x in given}
     found = getattr(graph, name)(**tensors, **arguments(graph, call))
     for key, result in zip(results, found, strict=True):
-        shaped(result, outputs[key])
+        if key in outputs:
+            shaped(result, outputs[key])
     for key in outputs.keys() & tensors.keys():
         shaped(tensors[key], outputs[key])
     return graph
@@ -137,6 +138,8 @@ def arguments(graph: Any, call: Json) -> dict[str, Any]:  # Any: cuDNN's
     import cudnn
 
     found = dict(call["options"])
+    if call["name"] == "sdpa":
+        found.setdefault("generate_stats", False)  # the frontend wants to be told
     if align := found.get("diagonal_alignment"):
         found["diagonal_alignment"] = getattr(cudnn.diagonal_alignment, ALIGNMENTS[align])
     if cap := found.pop("soft_cap", None):

@@ -21,8 +21,27 @@ from attn_graph.lowering.cudnn_run import Engine, handle
 from attn_graph.target import Target
 
 LOG = logging.getLogger("attn_graph")
-FORM = 2  # of what is stored; another number makes misses of what was stored before
+FORM = 3  # of what is stored; another number makes misses of what was stored before
 READ_BY_CUDNN = "CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT"  # the one variable that changes its plans
+
+# Of a device, what cuDNN compares before it takes a plan back: 9.20 was asked field by field, and
+# 9.28, which compares two more. So a plan serves every device that has these in common.
+COMPARED = (
+    "deviceVer",
+    "driverVer",
+    "multiProcessorCount",
+    "maxGridSize",
+    "maxBlockSize",
+    "maxThreadsPerBlock",
+    "maxThreadsPerSM",
+    "regsPerBlock",
+    "maxRegistersPerSM",
+    "maxSharedMemoryPerBlock",
+    "maxSharedMemoryPerBlockOptin",
+    "reservedSharedMemoryPerBlock",
+)
+COMPARED_LATER = ("memoryBusWidth", "smCountOrigin")
+LATER = (9, 25, 0)
 
 
 @final
@@ -139,12 +158,19 @@ def key_of(
     told = {
         "form": FORM,
         "call": call.plain,
-        "device": json.loads(device),
+        "device": compared(device, versions[0]),
         "versions": versions,
         "plan": plan,
         READ_BY_CUDNN: os.environ.get(READ_BY_CUDNN),
     }
     return f"cudnn {json.dumps(told, sort_keys=True)}"
+
+
+def compared(device: str, cudnn: Version) -> dict[str, Any]:  # Any: JSON
+    """What a version of cuDNN compares of a device, out of its description."""
+    properties = json.loads(device)
+    names = COMPARED if cudnn < LATER else COMPARED + COMPARED_LATER
+    return {name: properties.get(name) for name in names}
 
 
 def present() -> str:
