@@ -143,6 +143,29 @@ def test_a_stored_plan_is_the_one_that_was_built(
     assert (again.explain(), again.text()) == (told, first.text())
 
 
+def stored_calls(store: Store) -> list[tuple[str, list[str]]]:
+    """Of each stored plan, what is called and what it gives."""
+    calls = [json.loads(key.partition(" ")[2])["call"] for _, key in store.held() if key]
+    return sorted((call["name"], [x["argument"] for x in call["outputs"]]) for call in calls)
+
+
+def test_without_gradients_the_plan_is_one_that_stores_no_lse(store: Store) -> None:
+    """It is cuDNN's, and built when it is first needed; it needs no other workspace."""
+    plan = planned(store=store)
+    assert plan.infer is not plan.run
+    assert stored_calls(store) == [("sdpa", ["o", "stats"])]
+    plan.executable.prepare()
+    assert stored_calls(store) == [("sdpa", ["o"]), ("sdpa", ["o", "stats"])]
+    needs = {
+        cudnn_plan.Built.unpacked(store.get(key) or b"").workspace for _, key in store.held() if key
+    }
+    assert needs == {plan.executable.workspace}
+    with_lse = planned(ag.attention(X, X, X, stats=True), store=store)
+    assert with_lse.infer == with_lse.run
+    with_lse.executable.prepare()
+    assert len([*store.held()]) == 3
+
+
 def test_a_damaged_plan_is_built_again(store: Store) -> None:
     first = planned(store=store)
     path = store.path(next(key for _, key in store.held() if key))
