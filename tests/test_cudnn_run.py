@@ -72,10 +72,9 @@ def test_what_cudnn_is_told_means_what_the_graph_means(graph: Graph, seed: int) 
         due.check(found)
         assert ag.TensorSpec.like(found) == result_spec(simple, i)
     if not returns_lse(simple):
-        for found, due in zip(
-            modelled(simple, stats=False).forward(*tensors)[0], outputs, strict=True
-        ):
-            assert torch.equal(found.nan_to_num(), due.nan_to_num())
+        lean = modelled(simple, stats=False).forward(*tensors)[0]
+        for one, other in zip(lean, outputs, strict=True):
+            assert torch.equal(one.nan_to_num(), other.nan_to_num())
     cotangents = cotangents_for(simple, seed)
     back, names = gradient_of(simple, *cotangents)
     dues = plain.expected_gradients(graph, tensors, cotangents)
@@ -133,8 +132,9 @@ def test_gradients_are_of_their_inputs_in_whatever_order() -> None:
     dues["q"].check(dq)
 
 
-SAVING, LEAN = ("saving",), ("lean",)  # what the two forwards of a plan give here
-ON_GPU = SimpleNamespace(device=torch.device("cuda", 0))
+SAVING: Any = "saving"  # Any: what the two forwards of a plan give here
+LEAN: Any = "lean"
+ON_GPU: Any = SimpleNamespace(device=torch.device("cuda", 0))  # Any: a tensor there
 
 
 def test_what_stores_no_lse_is_built_once_when_first_needed() -> None:

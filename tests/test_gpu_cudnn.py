@@ -215,7 +215,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     empty = torch.empty_strided
 
     def full(*args: object, **options: object) -> torch.Tensor:
-        made: torch.Tensor = empty(*args, **options)  # type: ignore[arg-type, call-overload]
+        made: torch.Tensor = empty(*args, **options)  # type: ignore[arg-type]
         return made.fill_(float("nan")) if made.is_floating_point() else made
 
     monkeypatch.setattr(torch, "empty_strided", full)
@@ -264,7 +264,7 @@ def test_over_two_to_the_31_elements() -> None:
     """The last batch entry begins past 2^31 elements, in o and in dq as in q."""
     B, M, N, D = 34, 2**19, 64, 128  # 2.28e9 elements of half precision
     free, _ = torch.cuda.mem_get_info()
-    need = 10 * B * M * D  # q, o, do and dq, and dq in float32 as cuDNN sums it
+    need = 12 * B * M * D  # q, o, do and dq, and dq in float32 as cuDNN sums it
     if free < 1.1 * need:
         pytest.skip(f"needs {need} bytes of GPU memory, {free} are free")
     q = torch.zeros(B, 1, M, D, dtype=HALF, device="cuda")
@@ -292,9 +292,10 @@ def test_calls_without_gradients_give_the_same_by_a_plan_that_stores_no_lse() ->
     (due,) = plain.expected(graph, tensors)
     leaves = [t.detach().requires_grad_() for t in tensors]
     with torch.no_grad():
-        due.check(plan(*leaves))
-    due.check(plan(*tensors))
-    due.check(plan(*leaves))
+        off = plan(*leaves)
+    for o in (off, plan(*tensors), plan(*leaves)):
+        assert isinstance(o, torch.Tensor)
+        due.check(o)
     assert "by a plan of their own, built" in str(plan.explain())
 
 
@@ -311,4 +312,5 @@ def test_loading_a_plan_captures_nothing() -> None:
         found = ag.compile(graph, backends=("cudnn",))(*tensors)
         assert not torch.cuda.is_current_stream_capturing()
     torch.cuda.synchronize()
+    assert isinstance(found, torch.Tensor)
     plain.expected(graph, tensors)[0].check(found)
