@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, final
 
 import torch
-from attrs import field, frozen
+from attrs import Factory, field, frozen
 
 from attn_graph.ir import Graph
 from attn_graph.memory import shown
@@ -123,7 +123,9 @@ class Executable:
     attention in the graph, in the order of its equations (nothing in a backward graph). The
     outputs are new tensors, o in the memory order of q, all others but gradients in C order;
     gradients are dense; what is saved may lie in any order.
-    workspace: bytes leased while it runs. temporary: bytes that kernels allocate on their own,
+    infer: as `run`, for calls after which no gradient can be asked for: nothing need be saved. By
+    default it is `run` itself. prepare: builds what `infer` else builds at its first call.
+    workspace: bytes leased while either runs. temporary: bytes that kernels allocate on their own,
     estimated from above. notes: what `explain` adds about how it runs; `inspect` more of that, and
     `text` what was generated, where that takes compiling: both are called only when asked for.
     """
@@ -134,6 +136,10 @@ class Executable:
     notes: tuple[str, ...] = ()
     inspect: Callable[[], tuple[str, ...]] = tuple
     text: Callable[[], str] = str
+    infer: Callable[..., tuple[Tensors, Tensors]] = field(
+        default=Factory(lambda executable: executable.run, takes_self=True), kw_only=True
+    )
+    prepare: Callable[[], object] = field(default=tuple, kw_only=True)
 
     @property
     def foreseen(self) -> Foreseen:

@@ -50,6 +50,9 @@ class Plan:
     run: Callable[..., tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = field(
         init=False, default=Factory(lambda plan: plan.executable.run, takes_self=True)
     )
+    infer: Callable[..., tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = field(
+        init=False, default=Factory(lambda plan: plan.executable.infer, takes_self=True)
+    )
     count: int = field(
         init=False, default=Factory(lambda plan: len(plan.graph.inputs), takes_self=True)
     )
@@ -77,7 +80,7 @@ class Plan:
         if wants and torch.is_grad_enabled():
             outputs: Sequence[torch.Tensor] = self.differentiable(self, tensors)
         else:
-            outputs = self.run(*tensors)[0]
+            outputs = self.infer(*tensors)[0]
         return outputs[0] if self.single else tuple(outputs)
 
     def arranged(self, tensors: Tensors, named: Mapping[str, torch.Tensor]) -> Tensors:

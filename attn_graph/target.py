@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -15,15 +16,16 @@ from attrs import field, frozen
 from attn_graph.devices import Peaks, devices, product
 from attn_graph.errors import GraphError
 
-LIBRARIES = (
-    "torch",
-    "triton",
-    "nvidia-cudnn-frontend",
+LOG = logging.getLogger("attn_graph")
+PACKAGES = ("torch", "triton", "nvidia-cudnn-frontend")
+CUDNN = (  # packages of which one is cuDNN itself; jit has the part that attention needs
     "nvidia-cudnn-cu13",
     "nvidia-cudnn-cu12",
     "nvidia-cudnn-jit-cu13",
     "nvidia-cudnn-jit-cu12",
 )
+SYSTEM_CUDNN = "cudnn"  # what PyTorch loads where pip installed none: a system's, or conda's
+LIBRARIES = (*PACKAGES, *CUDNN, SYSTEM_CUDNN)
 
 
 @final
@@ -38,8 +40,9 @@ class Target:
 
     The rest is what costs are told from; None is not known. shared_memory: bytes that one program
     may ask for. memory, l2: bytes. bandwidth: bytes/s. peaks: dtype and dense flop/s of matrix
-    products; "f32" is without TF32. `attrs.evolve(Target.of("h200"), bandwidth=4e12)` is a machine
-    of your own.
+    products; "f32" is without TF32. driver: the version of CUDA that the GPU's driver knows, 13000
+    for 13.0, to which cuDNN ties plans that are built ahead. `attrs.evolve(Target.of("h200"),
+    bandwidth=4e12)` is a machine of your own.
     """
 
     name: str
@@ -55,6 +58,7 @@ class Target:
     bandwidth: float | None = field(default=None, kw_only=True)
     l2: int | None = field(default=None, kw_only=True)
     peaks: Peaks = field(default=(), kw_only=True)
+    driver: int | None = field(default=None, kw_only=True)
 
     @classmethod
     def here(cls, device: torch.device | str | None = None) -> Target:
@@ -177,7 +181,11 @@ def interpreting() -> bool:
 
 @cache
 def installed() -> tuple[tuple[str, str], ...]:
-    return tuple((name, found) for name in LIBRARIES if (found := version_of(name)))
+    """Every library that is here, and its version."""
+    by_pip = [(name, version_of(name)) for name in (*PACKAGES, *CUDNN)]
+    has_cudnn = any(number for name, number in by_pip if name in CUDNN)
+    found = by_pip if has_cudnn else [*by_pip, (SYSTEM_CUDNN, system_cudnn())]
+    return tuple((name, number) for name, number in found if number)
 
 
 def version_of(library: str) -> str | None:
@@ -185,3 +193,16 @@ def version_of(library: str) -> str | None:
         return version(library)
     except PackageNotFoundError:
         return None
+
+
+def system_cudnn() -> str | None:
+    """The version of the cuDNN that PyTorch loads, "9.20.0"; None where it has none."""
+    try:
+        number = torch.backends.cudnn.version()
+    except RuntimeError as error:  # it is older than the one that PyTorch was built with
+        LOG.warning("PyTorch does not load cuDNN: %s", error)
+        return None
+    if number is None:
+        return None
+    major, rest = divmod(number, 10000) if number >= 90000 else divmod(number, 1000)
+    return f"{major}.{rest // 100}.{rest % 100}"

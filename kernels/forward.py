@@ -35,8 +35,9 @@ def forward(
     """One program: BLOCK_M queries of one head against all keys that they may see.
 
     q [B,H,M,D], k [B,G,N,D], v [B,G,N,E] -> o [B,H,M,E], lse [B,H,M] (natural logarithm,
-    float32, C order). GROUP = H / G. Inside, scores and maxima are in base 2. FOLD: nothing
-    changes the scores and scale > 0, so that scaling waits until after the maximum.
+    float32, C order; not stored where lse_ptr is None). GROUP = H / G. Inside, scores and maxima
+    are in base 2. FOLD: nothing changes the scores and scale > 0, so that scaling waits until after
+    the maximum.
     """
     block, h, b = placed(tl.cdiv(M, BLOCK_M), H)
     first = block * BLOCK_M
@@ -84,9 +85,10 @@ def forward(
     acc = acc / total[:, None]
     o_head = head(o_ptr, o_strides, b, h)
     store_rows(o_head, o_strides, first, M, acc, E, BLOCK_M, WIDTH_E, UPCAST)
-    row = tl.arange(0, BLOCK_M)
-    lse_row = lse_ptr + (tl.cast(b, tl.int64) * H + h) * M + first
-    tl.store(lse_row + row, lse, mask=row < M - first)
+    if lse_ptr is not None:
+        row = tl.arange(0, BLOCK_M)
+        lse_row = lse_ptr + (tl.cast(b, tl.int64) * H + h) * M + first
+        tl.store(lse_row + row, lse, mask=row < M - first)
 
 
 @triton.jit

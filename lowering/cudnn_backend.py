@@ -7,25 +7,22 @@ GPUs that are not there in a process beside a stand-in for their driver.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
+
+from attrs import evolve
 
 from attn_graph.backend import Backend, Executable, Foreseen, Options, RefusedError
 from attn_graph.ir import Graph
-from attn_graph.lowering.problem import Problem, other_equations, sole
-from attn_graph.target import Target
+from attn_graph.lowering.problem import Problem, other_equations, returns_lse, sole
+from attn_graph.target import CUDNN, SYSTEM_CUDNN, Target
 
 if TYPE_CHECKING:  # and imported where it is used: a large table, of which CPUs ask nothing
     from attn_graph.lowering.cudnn_case import Case
     from attn_graph.lowering.cudnn_graph import Call
+    from attn_graph.lowering.cudnn_run import Results
 
 FRONTEND = "nvidia-cudnn-frontend"
-LIBRARIES = (  # of which one is cuDNN itself; jit has the part that attention needs
-    "nvidia-cudnn-cu13",
-    "nvidia-cudnn-cu12",
-    "nvidia-cudnn-jit-cu13",
-    "nvidia-cudnn-jit-cu12",
-)
 # What is assumed of libraries that are not there, so that a graph's own reasons are told as well.
 ASSUMED = ((9, 20, 0), (1, 28, 0))
 
@@ -75,8 +72,8 @@ def asked(problem: Problem, target: Target, options: Options) -> Case:
 
 def versions(target: Target) -> tuple[tuple[int, int, int] | None, tuple[int, int, int] | None]:
     """Those of cuDNN and of its frontend; None for what the target has not."""
-    backend = next(filter(None, (version(target, name) for name in LIBRARIES)), None)
-    return backend, version(target, FRONTEND)
+    numbers = (version(target, name) for name in (*CUDNN, SYSTEM_CUDNN))
+    return next(filter(None, numbers), None), version(target, FRONTEND)
 
 
 def version(target: Target, library: str) -> tuple[int, int, int] | None:
@@ -88,14 +85,14 @@ def version(target: Target, library: str) -> tuple[int, int, int] | None:
 
 def lower(graph: Graph, target: Target, options: Options) -> Executable:
     from attn_graph.lowering.cudnn_plan import built
-    from attn_graph.lowering.cudnn_run import Engine, Run, notes, temporary
+    from attn_graph.lowering.cudnn_run import Inference, Run, notes, temporary
 
     problem, case, call = described_for(graph, target, options)
     plan = built(call, target, (case.backend, case.frontend), options)
     if over := [*options.over_workspace(plan.workspace)]:
         raise RefusedError(*over)
-    run = Run.of(call, problem, graph, options.workspace, plan.workspace, Engine(plan.data))
-    return Executable(
+    run = Run.of(call, problem, graph, options.workspace, plan.workspace, plan.execute)
+    executable = Executable(
         run.forward if problem.grad is None else run.backward,
         plan.workspace,
         temporary(call, problem, graph),
@@ -103,6 +100,30 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
         inspect=lambda: (f"built in {plan.seconds:.2f} s",),
         text=lambda: f"{call}\n{plan}",
     )
+    if problem.grad is not None or returns_lse(graph):
+        return executable
+    lean = Inference(run.forward, lambda: without_lse(graph, target, options, plan.workspace))
+    return evolve(
+        executable,
+        infer=lean,
+        prepare=lean.prepare,
+        inspect=lambda: (*executable.inspect(), str(lean)),
+    )
+
+
+def without_lse(
+    graph: Graph, target: Target, options: Options, most: int
+) -> Callable[..., Results]:
+    """The forward that stores no lse. Raises RefusedError where it needs more bytes than `most`,
+    which is what the plan is said to need."""
+    from attn_graph.lowering.cudnn_plan import built
+    from attn_graph.lowering.cudnn_run import Run
+
+    problem, case, call = described_for(graph, target, options, stats=False)
+    plan = built(call, target, (case.backend, case.frontend), options)
+    if plan.workspace > most:
+        raise RefusedError(f"needs a workspace of {plan.workspace} bytes then, and {most} with lse")
+    return Run.of(call, problem, graph, options.workspace, plan.workspace, plan.execute).forward
 
 
 def foresees(graph: Graph, target: Target, options: Options) -> Foreseen:
@@ -124,15 +145,18 @@ def foresees(graph: Graph, target: Target, options: Options) -> Foreseen:
     )
 
 
-def described_for(graph: Graph, target: Target, options: Options) -> tuple[Problem, Case, Call]:
-    """The call that would run a graph that is taken."""
+def described_for(
+    graph: Graph, target: Target, options: Options, *, stats: bool = True
+) -> tuple[Problem, Case, Call]:
+    """The call that would run a graph that is taken; see `described` for `stats`."""
     from attn_graph.lowering.cudnn_case import padded
     from attn_graph.lowering.cudnn_graph import described
 
     problem = sole(graph)
     assert problem is not None  # why_not said so
     case = asked(problem, target, options)
-    call = described(problem, padded=padded(case), deterministic=options.deterministic)
+    in_order = options.deterministic
+    call = described(problem, padded=padded(case), deterministic=in_order, stats=stats)
     return problem, case, call
 
 

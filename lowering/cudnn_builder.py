@@ -61,6 +61,19 @@ def planned(
     return graph
 
 
+def loaded(plan: bytes, device: int | str) -> Any:  # Any: cuDNN's graph
+    """A built plan as a graph to execute, for a GPU by its number or by its description.
+
+    By the device's properties and without a handle: with one the frontend runs the plan once, in a
+    capture of the handle's stream, on memory of its own. If that fails the stream stays captured.
+    """
+    import cudnn
+
+    graph = cudnn.pygraph(device_property=cudnn.create_device_properties(device))
+    graph.deserialize(list(plan))
+    return graph
+
+
 def stages(
     graph: Any,  # Any: cuDNN's
     build: bool,
@@ -96,7 +109,8 @@ def declared(call: Json, machine: Json) -> Any:  # Any: cuDNN's graph
     tensors = {x["argument"]: tensor(graph, x) for x in given}
     found = getattr(graph, name)(**tensors, **arguments(graph, call))
     for key, result in zip(results, found, strict=True):
-        shaped(result, outputs[key])
+        if key in outputs:
+            shaped(result, outputs[key])
     for key in outputs.keys() & tensors.keys():
         shaped(tensors[key], outputs[key])
     return graph
@@ -124,6 +138,8 @@ def arguments(graph: Any, call: Json) -> dict[str, Any]:  # Any: cuDNN's
     import cudnn
 
     found = dict(call["options"])
+    if call["name"] == "sdpa":
+        found.setdefault("generate_stats", False)  # the frontend wants to be told
     if align := found.get("diagonal_alignment"):
         found["diagonal_alignment"] = getattr(cudnn.diagonal_alignment, ALIGNMENTS[align])
     if cap := found.pop("soft_cap", None):

@@ -91,10 +91,13 @@ class Call:
         return f"{self.name}(\n{lines}) -> {', '.join(map(str, self.outputs))}"
 
 
-def described(problem: Problem, *, padded: bool = False, deterministic: bool = False) -> Call:
+def described(
+    problem: Problem, *, padded: bool = False, deterministic: bool = False, stats: bool = True
+) -> Call:
     """The call that computes a problem. The mask must be one that cuDNN can state.
 
-    padded: with a padding mask even where no lengths are given: then of full lengths.
+    padded: with a padding mask even where no lengths are given: then of full lengths. stats:
+    whether a forward stores lse.
     """
     stated = statement(problem)
     assert stated is not None  # the table of limits said so
@@ -108,7 +111,7 @@ def described(problem: Problem, *, padded: bool = False, deterministic: bool = F
         "use_padding_mask": bool(lengths),
     }
     if problem.grad is None:
-        return forward(problem, lengths, options)
+        return forward(problem, lengths, options | {"generate_stats": stats})
     return backward(problem, lengths, options | {"use_deterministic_algorithm": deterministic})
 
 
@@ -134,8 +137,8 @@ def forward(problem: Problem, lengths: Sequence[Slot], options: dict[str, Option
     o = (B, H, M, E)
     found = Slot("o", "o", o, dense_strides(o, memory_order(problem.specs[0])), problem.dtype)
     inputs = (*operands(problem), *lengths)
-    outputs = (found, statistics(problem))
-    return Call("sdpa", inputs, outputs, (*options.items(), ("generate_stats", True)))
+    outputs = (found, statistics(problem)) if options["generate_stats"] else (found,)
+    return Call("sdpa", inputs, outputs, tuple(options.items()))
 
 
 def backward(problem: Problem, lengths: Sequence[Slot], options: dict[str, Option]) -> Call:

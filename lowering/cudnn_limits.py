@@ -66,19 +66,11 @@ RULES = (
     Rule(
         "frontend",
         lambda c: (c.front,),
-        "needs nvidia-cudnn-frontend 1.19, the first that plans without a device, and has {it}",
-        "planned without a device: 1.18 asks for one when it validates",
-        frontend=(FIRST, (1, 19, 0)),
-    ),
-    Rule(
-        "frontend_pair",
-        lambda c: ((c.front, c.cudnn),),
-        "can't go backward by nvidia-cudnn-frontend 1.24 to 1.26 with cuDNN below 9.24, and has "
-        "{it[0]} with {it[1]}",
-        "planned without a device: CUDNN_ATTR_OPERATION_RESHAPE_MODE is refused",
-        BACKWARD,
-        backend=(FIRST, (9, 24, 0)),
-        frontend=((1, 24, 0), (1, 27, 0)),
+        "needs nvidia-cudnn-frontend 1.28, the first that loads plans without running them, and "
+        "has {it}",
+        "cudnn-frontend 1.28.0, graph_interface.h: deserialize by device properties; cudnn.Handle",
+        frontend=(FIRST, (1, 28, 0)),
+        says="unasked",
     ),
     # What the graph computes
     Rule(

@@ -23,6 +23,7 @@ from attn_graph.target import Target
 
 COMPILERS = ("cc", "gcc", "clang")
 OVERLAID = ("sm", "multiprocessors", "shared_memory", "memory", "l2")  # fields of Target's as well
+DRIVER = 13000  # CUDA 13.0, where a target does not say what its driver knows
 PATIENCE = 60  # seconds a call; a plan takes one or two
 SOURCE = Path(__file__).with_name("stand_in.c")
 
@@ -150,15 +151,18 @@ def description(target: Target) -> str:
         )
     told = {name: getattr(target, name) for name in OVERLAID}
     own = {name: value for name, value in told.items() if value is not None}
-    return json.dumps(properties(evolve(device, **own)))
+    return json.dumps(properties(evolve(device, **own), target.driver or DRIVER))
 
 
-def properties(device: Device) -> dict[str, Any]:  # Any: JSON
-    """All that cuDNN asks of a device; what is no field of ours is the same for all of them."""
+def properties(device: Device, driver: int) -> dict[str, Any]:  # Any: JSON
+    """All that cuDNN asks of a device; what is no field of ours is the same for all of them.
+
+    driver: the version of CUDA that it knows, 13000 for 13.0.
+    """
     return {
         "deviceName": device.product,
         "deviceVer": device.sm * 10,
-        "driverVer": 13000,
+        "driverVer": driver,
         "cudaDeviceId": 0,
         "pciDeviceId": 0,
         "isTccDriver": 0,

@@ -10,18 +10,38 @@ from collections.abc import Mapping
 from typing import Any, final
 
 import torch
-from attrs import field, frozen
+from attrs import Factory, field, frozen
 
 from attn_graph.backend import Options, RefusedError
 from attn_graph.lowering import cudnn_builder
 from attn_graph.lowering.cudnn_case import Version
 from attn_graph.lowering.cudnn_graph import Call
 from attn_graph.lowering.cudnn_offline import asked, check_frontend, description, numbered
+from attn_graph.lowering.cudnn_run import Engine, handle
 from attn_graph.target import Target
 
 LOG = logging.getLogger("attn_graph")
-FORM = 2  # of what is stored; another number makes misses of what was stored before
+FORM = 3  # of what is stored; another number makes misses of what was stored before
 READ_BY_CUDNN = "CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT"  # the one variable that changes its plans
+
+# Of a device, what cuDNN compares before it takes a plan back: 9.20 was asked field by field, and
+# 9.28, which compares two more. So a plan serves every device that has these in common.
+COMPARED = (
+    "deviceVer",
+    "driverVer",
+    "multiProcessorCount",
+    "maxGridSize",
+    "maxBlockSize",
+    "maxThreadsPerBlock",
+    "maxThreadsPerSM",
+    "regsPerBlock",
+    "maxRegistersPerSM",
+    "maxSharedMemoryPerBlock",
+    "maxSharedMemoryPerBlockOptin",
+    "reservedSharedMemoryPerBlock",
+)
+COMPARED_LATER = ("memoryBusWidth", "smCountOrigin")
+LATER = (9, 25, 0)
 
 
 @final
@@ -31,7 +51,7 @@ class Built:
 
     plans: all that cuDNN proposed, by its names for them. engine, knobs: which of its kernels, in
     its own terms. workspace: bytes. seconds: it took to build. data: the plan as cuDNN reads it
-    back.
+    back. execute: runs it.
     """
 
     plans: tuple[str, ...]
@@ -41,6 +61,9 @@ class Built:
     workspace: int
     seconds: float = field(eq=False)
     data: bytes = field(repr=False)
+    execute: Engine = field(
+        init=False, eq=False, repr=False, default=Factory(lambda x: Engine(x.data), takes_self=True)
+    )
 
     @classmethod
     def of(cls, told: Mapping[str, Any], data: bytes) -> Built:  # Any: JSON
@@ -111,11 +134,8 @@ def loads(built: Built) -> bool:
     """Whether cuDNN takes a stored plan back on the machine's own GPU."""
     import cudnn
 
-    from attn_graph.lowering.cudnn_run import Engine, handle
-
-    device = torch.device("cuda", torch.cuda.current_device())
     try:
-        Engine(built.data).load(device.index, handle(device))
+        built.execute.load(torch.cuda.current_device())
     except (cudnn.cudnnGraphNotSupportedError, RuntimeError) as error:
         LOG.warning("a stored plan of cuDNN's is not used: %s", error)
         return False
@@ -138,12 +158,19 @@ def key_of(
     told = {
         "form": FORM,
         "call": call.plain,
-        "device": json.loads(device),
+        "device": compared(device, versions[0]),
         "versions": versions,
         "plan": plan,
         READ_BY_CUDNN: os.environ.get(READ_BY_CUDNN),
     }
     return f"cudnn {json.dumps(told, sort_keys=True)}"
+
+
+def compared(device: str, cudnn: Version) -> dict[str, Any]:  # Any: JSON
+    """What a version of cuDNN compares of a device, out of its description."""
+    properties = json.loads(device)
+    names = COMPARED if cudnn < LATER else COMPARED + COMPARED_LATER
+    return {name: properties.get(name) for name in names}
 
 
 def present() -> str:
@@ -156,8 +183,6 @@ def present() -> str:
 
 def build_here(call: Call, plan: str | None) -> Built:
     """Build for the machine's own GPU."""
-    from attn_graph.lowering.cudnn_run import handle
-
     device = torch.device("cuda", torch.cuda.current_device())
     start = time.perf_counter()
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -9,15 +10,18 @@ from contextlib import nullcontext
 from typing import Any, final
 
 import torch
-from attrs import field, frozen
+from attrs import define, field, frozen
 
+from attn_graph.backend import RefusedError
 from attn_graph.errors import PlanMismatchError
 from attn_graph.ir import Graph
+from attn_graph.lowering import cudnn_builder
 from attn_graph.lowering.cudnn_graph import Call, Slot
 from attn_graph.lowering.problem import ALIGNED, Problem, returned
 from attn_graph.spec import NAMES, TensorSpec
 from attn_graph.workspace import Buffer, Scratch, Workspace
 
+LOG = logging.getLogger("attn_graph")
 Pack = Mapping[int, torch.Tensor]
 # What cuDNN reads packed, whatever it was told: vectors of few numbers, and lse, which another
 # backend may have saved otherwise.
@@ -57,7 +61,7 @@ def handle(device: torch.device) -> Any:  # Any: cuDNN's
 @final
 @frozen(eq=False)
 class Engine:
-    """A plan of cuDNN's on the devices where it was called so far."""
+    """A plan of cuDNN's, and its graphs on the devices for which it was loaded so far."""
 
     plan: bytes
     loaded: dict[int, Any] = field(factory=dict)
@@ -65,16 +69,12 @@ class Engine:
     def __call__(self, pack: Pack, workspace: torch.Tensor | None, device: torch.device) -> None:
         elsewhere = torch.cuda.current_device() != device.index
         with torch.cuda.device(device) if elsewhere else nullcontext():
-            its = handle(device)
-            graph = self.loaded.get(device.index) or self.load(device.index, its)
-            graph.execute(pack, workspace, handle=its)
+            graph = self.loaded.get(device.index) or self.load(device.index)
+            graph.execute(pack, workspace, handle=handle(device))
 
-    def load(self, index: int, its: Any) -> Any:  # Any: cuDNN's handle and graph
-        import cudnn
-
-        graph = cudnn.pygraph(handle=its)
-        graph.deserialize(its, list(self.plan))
-        return self.loaded.setdefault(index, graph)
+    def load(self, index: int) -> Any:  # Any: cuDNN's graph
+        """Load the plan for a device of this machine. Nothing runs, on no stream."""
+        return self.loaded.setdefault(index, cudnn_builder.loaded(self.plan, index))
 
 
 @final
@@ -170,6 +170,48 @@ class Run:
             size = torch.full(x.shape[:1], count, dtype=torch.int32).to(device)
             self.sizes[x.source, device] = size
         return size
+
+
+Results = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]  # outputs, and what is saved
+
+
+@final
+@define(eq=False)
+class Inference:
+    """A forward that stores no lse: its plan is built when it is first needed.
+
+    saving: the forward that stores lse and is built already. It gives the same, and runs while a
+    stream is captured, where nothing can be built, and where cuDNN takes no other plan.
+    """
+
+    saving: Callable[..., Results]
+    build: Callable[[], Callable[..., Results]]
+    run: Callable[..., Results] | None = None
+    lock: threading.Lock = field(factory=threading.Lock, init=False)
+
+    def __call__(self, *tensors: torch.Tensor) -> Results:
+        run = self.run or self.choose(tensors[0].device)
+        return run(*tensors)
+
+    def choose(self, device: torch.device) -> Callable[..., Results]:
+        """What runs now, where no plan is built yet."""
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return self.saving
+        return self.prepare()
+
+    def prepare(self) -> Callable[..., Results]:
+        with self.lock:
+            if self.run is None:
+                try:
+                    self.run = self.build()
+                except RefusedError as error:
+                    LOG.warning("calls without gradients store lse: cuDNN %s", error)
+                    self.run = self.saving
+            return self.run
+
+    def __str__(self) -> str:
+        built = "built" if self.run else "built when first needed"
+        return f"calls without gradients store no lse, by a plan of their own, {built}"
 
 
 def temporary(call: Call, problem: Problem, graph: Graph) -> int:

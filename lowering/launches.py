@@ -7,7 +7,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any, final
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from attn_graph.backend import RefusedError
 from attn_graph.lowering.device_code import compiled
@@ -85,6 +85,11 @@ class Launch:
         }
         options = {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
         return {**pointers, **self.fixed, **functions, **options}
+
+    def without(self, parameter: str) -> Launch:
+        """The same launch with None for a pointer: the kernel leaves out what is stored there."""
+        rest = {name: x for name, x in self.tensors.items() if name != parameter}
+        return evolve(self, tensors=rest, fixed={**self.fixed, parameter: None})
 
     def __call__(self, tensors: Tensors) -> None:
         """Raises RefusedError where the GPU has not what the tiles need: those of the table fit."""

@@ -113,6 +113,11 @@ def returned(graph: Graph, results: Sequence[T]) -> list[T]:
     return [results[i - len(graph.inputs)] for i in graph.outputs]
 
 
+def returns_lse(graph: Graph) -> bool:
+    """Whether a graph of one attention returns its lse."""
+    return len(graph.inputs) + 1 in graph.outputs
+
+
 def misaligned(spec: TensorSpec) -> bool:
     """Whether some row, head or batch entry begins off a multiple of 16 bytes."""
     return any(s * spec.dtype.itemsize % ALIGNED for s in spec.strides[:-1])

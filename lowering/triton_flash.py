@@ -8,17 +8,18 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, final
 
 import torch
-from attrs import field, frozen
+from attrs import Factory, field, frozen
 
 from attn_graph.backend import Backend, Executable, Options
 from attn_graph.ir import Graph
-from attn_graph.lowering.problem import Problem, other_equations, returned, sole
+from attn_graph.lowering.problem import Problem, other_equations, returned, returns_lse, sole
 from attn_graph.spec import NAMES, TensorSpec
 from attn_graph.switches import Precision
 from attn_graph.target import Target
 
 if TYPE_CHECKING:  # and imported where they are used: machines without a GPU never ask for them
     from attn_graph.lowering.device_code import Collected
+    from attn_graph.lowering.launches import Launch
     from attn_graph.lowering.offline import Machine
     from attn_graph.lowering.triton_plan import Flash
 
@@ -100,6 +101,7 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
         tuple(notes(flash, options.precision)),
         inspect=lambda: tuple(map(str, machines(flash))),
         text=lambda: generated(flash),
+        infer=run if problem.grad is not None or returns_lse(graph) else call.inference,
     )
 
 
@@ -162,6 +164,9 @@ class Call:
     graph: Graph
     options: Options
     tables: dict[tuple[str, torch.device], torch.Tensor] = field(factory=dict)
+    storing_no_lse: tuple[Launch, ...] = field(
+        init=False, default=Factory(lambda call: call.flash.without_lse(), takes_self=True)
+    )
 
     def forward(
         self, *tensors: torch.Tensor
@@ -171,9 +176,19 @@ class Call:
         device = operands[0].device
         o = problem.new_o(device)
         lse = torch.empty(o.shape[:3], dtype=torch.float32, device=device)
-        with self.launched({"o": o, "lse": lse}, operands):
+        with self.launched(self.flash.launches, {"o": o, "lse": lse}, operands):
             pass
         return returned(self.graph, (o, lse)), (o, lse)
+
+    def inference(
+        self, *tensors: torch.Tensor
+    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        """The forward of a graph that does not return lse, without it."""
+        operands = [tensors[i] for i in self.graph.eqns[0].args]
+        o = self.flash.problem.new_o(operands[0].device)
+        with self.launched(self.storing_no_lse, {"o": o}, operands):
+            pass
+        return returned(self.graph, (o,)), ()
 
     def backward(
         self, *tensors: torch.Tensor
@@ -198,7 +213,7 @@ class Call:
             "dlse": dlse,
         }
         named |= {"o.strides": o.stride()}
-        with self.launched(named, operands) as scratch:
+        with self.launched(self.flash.launches, named, operands) as scratch:
             for n, collected in self.flash.code.collected.items():
                 if n not in found:
                     found[n] = summed(scratch[f"sums{n}"], collected)
@@ -211,9 +226,9 @@ class Call:
 
     @contextmanager
     def launched(
-        self, named: Named, operands: Sequence[torch.Tensor]
+        self, launches: Sequence[Launch], named: Named, operands: Sequence[torch.Tensor]
     ) -> Iterator[Mapping[str, torch.Tensor]]:
-        """Run all launches on the operands of the attention and these tensors; the scratch."""
+        """Run launches on the operands of the attention and these tensors; the scratch."""
         flash, device = self.flash, operands[0].device
         flash.check()
         given = flash.problem.node.split(operands)
@@ -226,7 +241,7 @@ class Call:
             scratch = dict(zip(flash.buffers, views, strict=True))
             named |= scratch
             with torch.cuda.device_of(operands[0]):
-                for launch in flash.launches:
+                for launch in launches:
                     launch(named)
             yield scratch
 

@@ -345,6 +345,13 @@ class Flash:
 
     # For whoever runs it
 
+    def without_lse(self) -> tuple[Launch, ...]:
+        """The launches of a forward whose lse nobody reads."""
+        return tuple(
+            launch.without("lse_ptr") if launch.kernel == "forward" else launch
+            for launch in self.launches
+        )
+
     def check(self) -> None:
         """Raise RuntimeError where Triton interprets and the plan is to be compiled, or reverse."""
         check_interpreter(self.target.interprets)

@@ -29,7 +29,8 @@ CALL = {
     "dtype": "bf16",
     "inputs": [{"argument": name, "shape": [2, 8, 64, 64]} for name in "qkv"],
 }
-KEY = {"call": CALL, "device": {"deviceName": "NVIDIA H200"}, "versions": [[9, 20, 0], [1, 28, 0]]}
+DEVICE = {"deviceVer": 900, "multiProcessorCount": 132}
+KEY = {"call": CALL, "device": DEVICE, "versions": [[9, 20, 0], [1, 28, 0]]}
 TUNED = {"graph": str(GRAPH), "target": "cpu", "threads": 2}
 SMALL = ("--q", "1,2,64,16", "--seconds", "0", "--backends", "math,torch_sdpa")
 
@@ -351,7 +352,7 @@ def test_cache_lists_what_each_file_is(store: ag.Store) -> None:
     told = {each["what"]: each for each in json.loads(result.output)["entries"]}
     q = "q [2, 8, 64, 64], k [2, 8, 64, 64], v [2, 8, 64, 64]"
     assert told.keys() == {
-        f"sdpa bf16, {q}, for NVIDIA H200, cuDNN 9.20.0",
+        f"sdpa bf16, {q}, for sm_90, 132 multiprocessors, cuDNN 9.20.0",
         "q f32[1, 2, 64, 16], k f32[1, 2, 64, 16], v f32[1, 2, 64, 16], on cpu, 2 threads",
         "x" * 97 + "...",
         "{}",
@@ -370,6 +371,45 @@ def test_cache_lists_what_each_file_is(store: ag.Store) -> None:
 )
 def test_ages_are_told_roughly(seconds: float, text: str) -> None:
     assert age(seconds) == text
+
+
+HALF = ag.attention(*(ag.TensorSpec((1, 2, 64, 16), torch.float16),) * 3)
+
+
+def test_graphs_of_a_file_are_prepared_and_who_runs_them_is_told(tmp_path: Path) -> None:
+    """In double precision cuDNN runs nothing, and nothing is built."""
+    wide = ag.attention(*(ag.TensorSpec((1, 2, 64, 16), torch.float64),) * 3)
+    forward, backward = ag.vjp(wide)
+    (tmp_path / "graphs").write_text(f"{wide}\n\n{backward}\n{forward}")
+    line = ("cache", "build", str(tmp_path / "graphs"), "--target", "h200", "-o")
+    result = run(*line, str(tmp_path / "plans"))
+    assert result.exit_code == 0
+    assert result.output.splitlines() == [
+        "graph 1: math forward, math backward",
+        "graph 2: math gradient",
+        "graph 3: math forward, math backward",
+        f"0 files, 0 B, in {tmp_path / 'plans'}",
+    ]
+    result = run(*line, str(tmp_path / "plans"), "--inference")
+    assert result.output.splitlines()[0] == "graph 1: math forward"
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "told"),
+    [
+        ("", (), "holds no graph"),
+        ("hello", (), "expected"),
+        (str(HALF), ("--driver", "thirteen"), "'thirteen' is no version of CUDA such as 13.0"),
+        (str(HALF), ("--target", "h20"), "'h20' is not known"),
+    ],
+)
+def test_what_can_not_be_prepared_is_wrong_usage(
+    text: str, more: tuple[str, ...], told: str, tmp_path: Path
+) -> None:
+    line = ("cache", "build", "-", "--target", "h200", "-o", str(tmp_path), *more)
+    result = run(*line, stdin=text)
+    assert result.exit_code == 2, result.output
+    assert told in " ".join(result.output.split())
 
 
 def test_cache_verifies_and_clears(store: ag.Store) -> None:

@@ -100,8 +100,7 @@ SCALAR = TensorSpec((), torch.int64)
 ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "architecture": ({}, {"sm": 75}),
     "backend": ({}, {"backend": (9, 10, 1)}),
-    "frontend": ({}, {"frontend": (1, 18, 0)}),
-    "frontend_pair": (BACK, {"frontend": (1, 26, 0)}),
+    "frontend": ({}, {"frontend": (1, 27, 0)}),
     "dtype": ({"dtype": FLOAT}, {}),
     "sizes": ({"M": 0, "N": 4}, {}),
     "modifiers": ({"modifiers": (Foreign(),)}, {}),
@@ -291,7 +290,7 @@ def test_a_plan_tells_what_cudnn_says_on_a_machine_without_it() -> None:
     """By the table, for the versions that are there, or else for those of today."""
     x = TensorSpec((2, 4, 256, 72), HALF)
     graph = ag.attention(x, x, x, mask=ag.Causal(), dropout=0.5)
-    libraries = (("nvidia-cudnn-frontend", "1.25.0"), ("nvidia-cudnn-cu13", "9.20.0.48"))
+    libraries = (("nvidia-cudnn-frontend", "1.28.0"), ("nvidia-cudnn-cu13", "9.20.0.48"))
     target = ag.Target("h200", "cuda", 90, (), libraries)
     told = dict(ag.compile(graph, target=target, backends=("cudnn", "math")).refusals)["cudnn"]
     (reason,) = told

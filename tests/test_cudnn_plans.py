@@ -165,6 +165,29 @@ def test_a_stored_plan_is_the_one_that_was_built(
     assert (again.explain(), again.text()) == (told, first.text())
 
 
+def stored_calls(store: Store) -> list[tuple[str, list[str]]]:
+    """Of each stored plan, what is called and what it gives."""
+    calls = [json.loads(key.partition(" ")[2])["call"] for _, key in store.held() if key]
+    return sorted((call["name"], [x["argument"] for x in call["outputs"]]) for call in calls)
+
+
+def test_without_gradients_the_plan_is_one_that_stores_no_lse(store: Store) -> None:
+    """It is cuDNN's, and built when it is first needed; it needs no other workspace."""
+    plan = planned(store=store)
+    assert plan.infer is not plan.run
+    assert stored_calls(store) == [("sdpa", ["o", "stats"])]
+    plan.executable.prepare()
+    assert stored_calls(store) == [("sdpa", ["o"]), ("sdpa", ["o", "stats"])]
+    needs = {
+        cudnn_plan.Built.unpacked(store.get(key) or b"").workspace for _, key in store.held() if key
+    }
+    assert needs == {plan.executable.workspace}
+    with_lse = planned(ag.attention(X, X, X, stats=True), store=store)
+    assert with_lse.infer == with_lse.run
+    with_lse.executable.prepare()
+    assert len([*store.held()]) == 3
+
+
 def test_a_damaged_plan_is_built_again(store: Store) -> None:
     first = planned(store=store)
     path = store.path(next(key for _, key in store.held() if key))
@@ -237,10 +260,8 @@ sys.path[:0] = [lowering]
 import cudnn_builder
 cudnn_builder.stand_in(driver)
 ctypes.CDLL(f"{folder}/libnvrtc.so.13", ctypes.RTLD_GLOBAL)
-import cudnn
-device = cudnn.create_device_properties(Path(folder, "device").read_text())
-graph = cudnn.pygraph(device_property=device)
-graph.deserialize(list(Path(folder, "plan").read_bytes()))
+device = Path(folder, "device").read_text()
+graph = cudnn_builder.loaded(Path(folder, "plan").read_bytes(), device)
 print(graph.get_workspace_size(), sorted(n.name for n in graph.get_behavior_notes()))
 """
 
@@ -287,12 +308,56 @@ def test_a_plan_depends_on_all_that_its_key_tells(monkeypatch: pytest.MonkeyPatc
     named = cudnn_plan.key_of(Called, device, versions, "eng8_k24=6")  # type: ignore[arg-type]
     other = cudnn_plan.key_of(Other, device, versions)  # type: ignore[arg-type]
     others = [
-        (cudnn_offline.description(Target.of("h100")), versions),
+        (cudnn_offline.description(Target.of("b200")), versions),
         (device, ((9, 19, 0), (1, 28, 0))),
         (device, ((9, 20, 0), (1, 29, 0))),
     ]
     keys = {cudnn_plan.key_of(Called, *each) for each in others}  # type: ignore[arg-type]
     assert len(keys | {key, changed, named, other}) == 7
+
+
+def changed(value: object) -> object:
+    """Another value of a device's property."""
+    if isinstance(value, str):
+        return f"{value} NVL"
+    return [changed(x) for x in value] if isinstance(value, list) else value + 1  # type: ignore[operator]  # a number
+
+
+DIFFER = """
+import json, sys
+from pathlib import Path
+lowering, driver, folder = sys.argv[1:]
+sys.path[:0] = [lowering]
+import cudnn_builder
+cudnn_builder.stand_in(driver)
+import cudnn
+plan = Path(folder, "plan").read_bytes()
+for name, device in json.loads(Path(folder, "devices").read_text()).items():
+    try:
+        cudnn_builder.loaded(plan, json.dumps(device))
+    except cudnn.cudnnGraphNotSupportedError:
+        print(name)
+"""
+
+
+def test_keys_hold_what_cudnn_compares_of_a_device_and_no_more(
+    store: Store, tmp_path: Path
+) -> None:
+    """Each property is changed by itself: where cuDNN takes the plan, the key is the same."""
+    planned(store=store)
+    key, data = next((key, store.get(key)) for _, key in store.held() if key)
+    assert data is not None
+    (tmp_path / "plan").write_bytes(cudnn_plan.Built.unpacked(data).data)
+    own = json.loads(cudnn_offline.description(H200))
+    others = {name: own | {name: changed(value)} for name, value in own.items()}
+    (tmp_path / "devices").write_text(json.dumps(others))
+    lowering, folder = str(Path(cudnn_builder.__file__).parent), str(tmp_path)
+    program = (sys.executable, "-P", "-c", DIFFER, lowering, cudnn_offline.driver(folder), folder)
+    done = subprocess.run(program, check=True, capture_output=True, text=True)
+    refused = set(done.stdout.split())
+    told = json.loads(key.partition(" ")[2])["device"]
+    assert refused == set(told)
+    assert told == {name: own[name] for name in refused}
 
 
 # What is missing is a reason.

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import assume, given
 
 import attn_graph as ag
-from attn_graph.backend import Options
+from attn_graph.backend import Options, RefusedError
 from attn_graph.ir import Graph
 from attn_graph.lowering.cudnn_backend import asked
 from attn_graph.lowering.cudnn_case import padded
 from attn_graph.lowering.cudnn_graph import described
 from attn_graph.lowering.cudnn_limits import reasons
-from attn_graph.lowering.cudnn_run import Run, notes, temporary
-from attn_graph.lowering.problem import sole
+from attn_graph.lowering.cudnn_run import Inference, Run, notes, temporary
+from attn_graph.lowering.problem import returns_lse, sole
 from attn_graph.passes import simplify
 from attn_graph.spec import FLOATS
 from attn_graph.target import Target
@@ -37,12 +41,12 @@ def refusals(graph: Graph) -> list[str]:
     return [*reasons(asked(problem, H200, Options()))]
 
 
-def modelled(graph: Graph) -> Run:
-    """How a simplified graph, one that cuDNN takes, would run."""
+def modelled(graph: Graph, *, stats: bool = True) -> Run:
+    """How a simplified graph, one that cuDNN takes, would run; and without lse if not `stats`."""
     problem = sole(graph)
     assert problem is not None
     assert not refusals(graph)
-    call = described(problem, padded=padded(asked(problem, H200, Options())))
+    call = described(problem, padded=padded(asked(problem, H200, Options())), stats=stats)
     return Run.of(call, problem, graph, Workspace(), 128, Model(call))
 
 
@@ -67,6 +71,10 @@ def test_what_cudnn_is_told_means_what_the_graph_means(graph: Graph, seed: int) 
     for found, due, i in zip(outputs, plain.expected(graph, tensors), simple.outputs, strict=True):
         due.check(found)
         assert ag.TensorSpec.like(found) == result_spec(simple, i)
+    if not returns_lse(simple):
+        lean = modelled(simple, stats=False).forward(*tensors)[0]
+        for one, other in zip(lean, outputs, strict=True):
+            assert torch.equal(one.nan_to_num(), other.nan_to_num())
     cotangents = cotangents_for(simple, seed)
     back, names = gradient_of(simple, *cotangents)
     dues = plain.expected_gradients(graph, tensors, cotangents)
@@ -122,6 +130,52 @@ def test_gradients_are_of_their_inputs_in_whatever_order() -> None:
     dv, dq = results(back, (*tensors, o, lse, do))
     dues["v"].check(dv)
     dues["q"].check(dq)
+
+
+SAVING: Any = "saving"  # Any: what the two forwards of a plan give here
+LEAN: Any = "lean"
+ON_GPU: Any = SimpleNamespace(device=torch.device("cuda", 0))  # Any: a tensor there
+
+
+def test_what_stores_no_lse_is_built_once_when_first_needed() -> None:
+    built = []
+
+    def build() -> Callable[..., Any]:
+        built.append(1)
+        time.sleep(0.01)
+        return lambda *tensors: LEAN
+
+    lean = Inference(lambda *tensors: SAVING, build)
+    assert "built when first needed" in str(lean)
+    with ThreadPoolExecutor(4) as pool:
+        found = [*pool.map(lambda n: lean(torch.zeros(())), range(8))]
+    assert found == [LEAN] * 8
+    assert built == [1]
+    assert str(lean).endswith("built")
+
+
+def test_nothing_is_built_while_a_stream_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    captures = [True]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures[0])
+    lean = Inference(lambda *tensors: SAVING, lambda: lambda *tensors: LEAN)
+    assert lean(ON_GPU) == SAVING
+    captures[0] = False
+    assert lean(ON_GPU) == LEAN
+    captures[0] = True
+    assert lean(ON_GPU) == LEAN
+
+
+def test_where_cudnn_takes_no_other_plan_lse_is_stored_and_that_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def build() -> Callable[..., Any]:
+        raise RefusedError("said itself that it has none")
+
+    lean = Inference(lambda *tensors: SAVING, build)
+    assert [lean(torch.zeros(())) for _ in range(3)] == [SAVING] * 3
+    assert [record.message for record in caplog.records] == [
+        "calls without gradients store lse: cuDNN said itself that it has none"
+    ]
 
 
 def test_another_backends_lse_may_lie_anyhow() -> None:

@@ -73,16 +73,30 @@ def with_versions(**versions: str) -> Machine:
     return evolve(machine, cpu=cpu, target=cpu)
 
 
-@pytest.mark.parametrize("frontend", ["1.18.0", "1.19.0", "1.23.0", "1.24.0", "1.26.1", "1.28.0"])
+@pytest.mark.parametrize("cudnn", ["9.20.0", "9.10.1"])
+def test_a_cudnn_that_pip_knows_nothing_of_is_told(cudnn: str) -> None:
+    """As a system or conda brings it: PyTorch names its version."""
+    libraries = [x for x in MACHINES["cudnn"].cpu.libraries if "cudnn-jit" not in x[0]]
+    cpu = evolve(MACHINES["cudnn"].cpu, libraries=(*libraries, ("cudnn", cudnn)))
+    found = diagnosed(evolve(MACHINES["cudnn"], cpu=cpu, target=cpu), EMPTY)
+    told = printed(*screen(found))
+    assert f"{cudnn}, which PyTorch loads" in told
+    assert "not installed" not in told
+    is_old = cudnn == "9.10.1"
+    assert takers(found, "h200") == TAKERS["triton" if is_old else "cudnn"] - (
+        {"torch_cudnn"} if is_old else set()
+    )
+    assert bool(found.problems) == is_old
+
+
+@pytest.mark.parametrize("frontend", ["1.18.0", "1.19.0", "1.26.1", "1.27.0", "1.28.0"])
 @pytest.mark.parametrize("cudnn", ["9.10.1", "9.10.2", "9.14.0", "9.20.0.48", "9.24.0"])
-def test_known_bad_pairs_are_those_of_the_table(cudnn: str, frontend: str) -> None:
+def test_known_bad_versions_are_those_of_the_table(cudnn: str, frontend: str) -> None:
     machine = with_versions(nvidia_cudnn_frontend=frontend, nvidia_cudnn_jit_cu13=cudnn)
     told = " ".join(version_reasons(machine.cpu))
     assert ("needs cuDNN 9.10.2" in told) == (cudnn == "9.10.1")
-    assert ("needs nvidia-cudnn-frontend 1.19" in told) == (frontend == "1.18.0")
-    bad = frontend in ("1.24.0", "1.26.1") and cudnn != "9.24.0"
-    assert ("can't go backward by nvidia-cudnn-frontend 1.24" in told) == bad
-    assert bool(told) == (bad or cudnn == "9.10.1" or frontend == "1.18.0")
+    assert ("needs nvidia-cudnn-frontend 1.28" in told) == (frontend != "1.28.0")
+    assert bool(told) == (cudnn == "9.10.1" or frontend != "1.28.0")
     assert bool([*problems(machine)]) == bool(told)
 
 

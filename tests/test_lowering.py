@@ -11,7 +11,7 @@ from typing import NoReturn
 import pytest
 import torch
 from attrs import evolve
-from hypothesis import given, reject
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 import attn_graph as ag
@@ -116,6 +116,20 @@ def test_forward_agrees_with_the_formula(backend: str, data: st.DataObject, seed
         assert ag.TensorSpec.like(found) == result_spec(plan.graph, i)
     storages = {t.untyped_storage().data_ptr() for t in tensors if t.numel()}
     assert not any(o.untyped_storage().data_ptr() in storages for o in outputs if o.numel())
+
+
+@pytest.mark.parametrize("backend", NAMES)
+@given(data=st.data(), seed=seeds)
+@settings(max_examples=20)
+def test_whether_gradients_may_follow_changes_no_bit_of_a_result(
+    backend: str, data: st.DataObject, seed: int
+) -> None:
+    graph = data.draw(DRAWN[backend])
+    plan, tensors = planned(graph, backend), tensors_for(graph, seed)
+    without = called(plan, tensors)
+    for a, b in zip(without, called(plan, leaves(tensors)), strict=True):
+        assert torch.equal(a.nan_to_num(), b.nan_to_num())
+        assert a.stride() == b.stride()
 
 
 @pytest.mark.parametrize("backend", NAMES)

@@ -178,6 +178,47 @@ def test_steps_by_definition_compute_where_their_operands_lie() -> None:
     assert [g.device.type for g in gradients] == ["meta"] * 3
 
 
+SYSTEMS = (  # what PyTorch says of the cuDNN that it loads, and its version
+    (92000, "9.20.0"),
+    (91002, "9.10.2"),
+    (8907, "8.9.7"),
+    (None, None),
+)
+
+
+@pytest.mark.parametrize(("number", "told"), SYSTEMS)
+def test_a_cudnn_that_pip_did_not_install_is_told(
+    number: int | None, told: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a system, conda or a container: it has no metadata that Python knows of."""
+    found = {"torch": "2.13.0", "nvidia-cudnn-frontend": "1.28.0"}
+    monkeypatch.setattr(module, "version_of", found.get)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: number)
+    libraries = dict(module.installed.__wrapped__())
+    assert libraries == found | ({"cudnn": told} if told else {})
+
+
+def test_a_cudnn_that_pip_installed_is_told_as_pip_tells_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = {"nvidia-cudnn-cu13": "9.20.0.48"}
+    monkeypatch.setattr(module, "version_of", found.get)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    assert dict(module.installed.__wrapped__()) == found
+
+
+def test_a_cudnn_that_pytorch_does_not_load_is_none(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def version() -> int:
+        raise RuntimeError("cuDNN version incompatibility")
+
+    monkeypatch.setattr(module, "version_of", lambda name: None)
+    monkeypatch.setattr(torch.backends.cudnn, "version", version)
+    assert module.installed.__wrapped__() == ()
+    assert "cuDNN version incompatibility" in caplog.text
+
+
 @pytest.mark.gpu
 def test_the_gpu_here_is_told() -> None:
     target = ag.Target.here()

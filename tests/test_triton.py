@@ -20,7 +20,7 @@ from attn_graph.kernels.tiles import INTERPRETED, VARIANTS
 from attn_graph.keys import Block, Place
 from attn_graph.lowering import triton_flash
 from attn_graph.lowering.device_code import compiled
-from attn_graph.lowering.launches import check_interpreter
+from attn_graph.lowering.launches import Launch, check_interpreter
 from attn_graph.lowering.problem import Problem, sole
 from attn_graph.lowering.triton_plan import Flash, gradient_strides
 from attn_graph.lowering.triton_tiles import blocks, kinds
@@ -365,6 +365,30 @@ def test_the_workspace_is_what_memory_says() -> None:
     assert workspace.bytes == need.workspace_backward > need.workspace_forward
     with pytest.raises(ag.NoBackendError, match=f"needs a workspace of {need.workspace_forward} b"):
         ag.compile(graph, backends=("triton",), max_workspace=need.workspace_forward - 1)
+
+
+@pytest.mark.parametrize("stats", [False, True])
+def test_lse_is_stored_where_someone_may_read_it(
+    stats: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gradient, or who called; else the kernel is given no place for it."""
+    x = TensorSpec((1, 2, 40, 8), torch.float32)
+    graph = ag.attention(x, x, x, mask=ag.Causal(), stats=stats)
+    plan, tensors = ag.compile(graph, backends=("triton",)), tensors_for(graph, 1)
+    stored: list[bool] = []
+    run = Launch.__call__
+
+    def launch(self: Launch, named: dict[str, Any]) -> None:
+        stored.append(self.arguments(named)["lse_ptr"] is not None)
+        run(self, named)
+
+    monkeypatch.setattr(Launch, "__call__", launch)
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    plan(*tensors)
+    with torch.no_grad():
+        plan(*leaves)
+    plan(*leaves)
+    assert stored == [stats, stats, True]
 
 
 def test_a_plan_for_compiled_kernels_is_not_interpreted() -> None:

@@ -1,17 +1,21 @@
-"""`attn-graph cache`: what is kept on disk, plan by plan."""
+"""`attn-graph cache`: what is kept on disk, plan by plan, and what is built to be kept."""
 
 from __future__ import annotations
 
 import json
+import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
-from attrs import asdict
+from attrs import asdict, evolve
 
 import attn_graph as ag
-from attn_graph.cli.words import CODES, as_json, example, no, show, show_json, table
+from attn_graph.cli.explain import deterministic
+from attn_graph.cli.words import CODES, answering, as_json, example, no, show, show_json, table
+from attn_graph.devices import devices
 from attn_graph.memory import shown
 from attn_graph.store import Entry
 
@@ -22,6 +26,14 @@ folder = click.option(
     "--folder", type=click.Path(path_type=Path, file_okay=False, exists=True),
     help="Where plans are kept, by default the user's cache folder.",
 )  # fmt: skip
+
+
+def read_driver(_: click.Context, __: click.Parameter, value: str) -> int:
+    """ "13.0" as 13000."""
+    found = re.fullmatch(r"(\d+)\.(\d)", value)
+    if found is None:
+        raise click.BadParameter(f"{value!r} is no version of CUDA such as 13.0")
+    return int(found[1]) * 1000 + int(found[2]) * 10
 
 
 def store_of(folder: Path | None) -> ag.Store:
@@ -39,11 +51,88 @@ def folder_of(store: ag.Store) -> dict[str, Any]:  # Any: JSON
 
 
 @click.group(
-    short_help="List, clear, verify what is kept on disk.",
+    short_help="List, clear, verify, build what is kept on disk.",
     epilog=CODES + "\n\n" + example("attn-graph cache list", "attn-graph cache verify --json"),
 )
 def cache() -> None:
     """What took long to make, and is kept on disk: plans that cuDNN built, and measured choices."""
+
+
+@cache.command(
+    epilog=CODES
+    + "\n\n"
+    + example("attn-graph cache build graphs.txt --target h200 --driver 13.0 -o plans")
+)
+@click.argument("file", type=click.File(encoding="utf-8"))
+@click.option(
+    "--target",
+    required=True,
+    metavar="NAME",
+    help=f"The GPU that they are for, one of {', '.join(devices())}.",
+)
+@click.option(
+    "-o",
+    "--folder",
+    required=True,
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Where to keep them.",
+)
+@click.option(
+    "--driver",
+    metavar="VERSION",
+    default="13.0",
+    show_default=True,
+    callback=read_driver,
+    help="The CUDA that the driver there knows, as nvidia-smi tells it: plans are for one alone.",
+)
+@deterministic
+@click.option("--inference", is_flag=True, help="Nothing is trained: no backward.")
+@answering
+def build(
+    file: TextIO,
+    target: str,
+    folder: Path,
+    driver: int,
+    deterministic: bool,
+    inference: bool,
+) -> None:
+    """Build cuDNN's plans of graphs ahead of time, for a GPU that need not be here.
+
+    FILE holds graphs, one after another, as the library prints them (- is stdin). There the folder
+    is used by compile(..., store=Store(folder)), or is the user's cache folder. cuDNN and its
+    frontend have to be there in the versions that are here.
+    """
+    store, place = ag.Store(folder), evolve(ag.Target.of(target), driver=driver)
+    for n, graph in enumerate(read_graphs(file), start=1):
+        try:
+            names = prepare(graph, place, store, deterministic, inference)
+        except ag.NoBackendError as error:
+            raise click.ClickException(str(error)) from error
+        show(f"graph {n}: {', '.join(names)}", wraps=False)
+    show(f"{counted(len([*store.files()]))}, {shown(store.bytes)}, in {store.folder}", wraps=False)
+
+
+def read_graphs(file: TextIO) -> list[ag.Graph]:
+    """The graphs of a file. Raises GraphError for one that is none, UsageError where none is."""
+    try:
+        texts = [text for text in re.split(r"(?m)^(?=def graph\()", file.read()) if text.strip()]
+    except UnicodeDecodeError as error:
+        raise click.UsageError(f"{file.name} is no text: {error}") from error
+    if not texts:
+        raise click.UsageError(f"{file.name} holds no graph")
+    return [*map(ag.parse, texts)]
+
+
+def prepare(
+    graph: ag.Graph, target: ag.Target, store: ag.Store, deterministic: bool, inference: bool
+) -> Iterator[str]:
+    """Build all that calls will ask for, and tell who runs which pass."""
+    plan = ag.compile(graph, target=target, deterministic=deterministic, store=store)
+    plan.executable.prepare()
+    is_gradient = not plan.has_gradient
+    yield f"{plan.backend} {'gradient' if is_gradient else 'forward'}"
+    if not (inference or is_gradient):
+        yield f"{plan.vjp.backend} backward"
 
 
 @cache.command("list", epilog=example("attn-graph cache list --folder ~/.cache/attn_graph"))
@@ -128,13 +217,14 @@ def told(entry: Entry) -> tuple[str, str]:
 
 
 def told_cudnn(rest: str) -> str:
-    """ "sdpa bf16, q [2, 8, 1024, 64], k ..., for NVIDIA H200, cuDNN 9.20.0"."""
+    """ "sdpa bf16, q [2, 8, 1024, 64], k ..., for sm_90, 132 multiprocessors, cuDNN 9.20.0"."""
     key = json.loads(rest)
     call = key["call"]
     tensors = [f"{x['argument']} {x['shape']}" for x in call["inputs"][:3]]
     cudnn = ".".join(map(str, key["versions"][0]))
-    device = key["device"]["deviceName"]
-    return f"{call['name']} {call['dtype']}, {', '.join(tensors)}, for {device}, cuDNN {cudnn}"
+    device = key["device"]
+    place = f"sm_{device['deviceVer'] // 10}, {device['multiProcessorCount']} multiprocessors"
+    return f"{call['name']} {call['dtype']}, {', '.join(tensors)}, for {place}, cuDNN {cudnn}"
 
 
 def told_tune(rest: str) -> str:

@@ -16,7 +16,7 @@ from attn_graph.cli.diagnosis import Diagnosis, Machine, Verdict, diagnosed
 from attn_graph.cli.words import CODES, as_json, example, no, show, show_json, table
 from attn_graph.lowering.cudnn_offline import COMPILERS
 from attn_graph.memory import shown
-from attn_graph.target import LIBRARIES
+from attn_graph.target import CUDNN, PACKAGES, SYSTEM_CUDNN
 
 A_GPU = "a GPU"  # any of the table's, where they are alike
 
@@ -89,13 +89,14 @@ def devices(machine: Machine) -> Iterator[tuple[str, str]]:
 def libraries(machine: Machine) -> Iterator[tuple[str, str]]:
     """Those that are here; of cuDNN's many packages only one is ever needed."""
     here = dict(machine.cpu.libraries)
-    is_cudnn = {
-        name: name.startswith(("nvidia-cudnn-cu", "nvidia-cudnn-jit")) for name in LIBRARIES
-    }
-    for name in LIBRARIES:
-        if name in here or not is_cudnn[name]:
-            yield name, here.get(name, "not installed")
-    if not any(is_cudnn[name] for name in here):
+    for name in PACKAGES:
+        yield name, here.get(name, "not installed")
+    for name in CUDNN:
+        if name in here:
+            yield name, here[name]
+    if SYSTEM_CUDNN in here:
+        yield "cuDNN itself", f"{here[SYSTEM_CUDNN]}, which PyTorch loads; pip installed none"
+    elif not here.keys() & set(CUDNN):
         yield "cuDNN itself", "not installed"
 
 
