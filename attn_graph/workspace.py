@@ -112,8 +112,8 @@ class Workspace:
     `default_workspace()`; make your own and pass it to `compile` to keep apart.
     """
 
-    # No locks, which a fork could leave held: runs share these only by `append`, `pop`, `get` and
-    # `setdefault`, each of which is atomic, without the interpreter's lock too.
+    # No locks, which a fork could leave held: runs share these only by `append`, `pop`, `clear`,
+    # `copy` and `setdefault`, each of which is atomic, without the interpreter's lock too.
     idle: dict[Place, list[Arena]] = field(factory=dict, init=False, repr=False)
     arenas: list[ref[Arena]] = field(factory=list, init=False, repr=False)  # those in use too
 
@@ -127,8 +127,13 @@ class Workspace:
         return sum(arena.memory.numel() for arena in alive if arena is not None)
 
     def release(self) -> None:
-        """Give all memory back, whichever thread grew it; what a run uses now, when it ends."""
-        self.idle = {}
+        """Give all memory back, whichever thread grew it.
+
+        Runs in progress are not disturbed: theirs goes when the last of them ends.
+        """
+        released, self.idle = self.idle, {}
+        for arenas in released.copy().values():
+            arenas.clear()  # and not the dict alone: runs in progress hold these lists
 
     def lease(self, scratch: Scratch, device: torch.device) -> AbstractContextManager[Views]:
         """The scratch's buffers, the caller's alone until the block ends."""
