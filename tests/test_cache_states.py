@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -14,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from attn_graph.cache import Cache
+from tests.forking import forks, in_child
 
 keys = st.integers(0, 4)
 
@@ -196,20 +195,6 @@ def test_a_build_that_asks_for_itself_does_not_wait_for_itself() -> None:
     assert not cache.turns
 
 
-needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
-forks = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
-
-
-def in_child(call: Callable[[], bool]) -> bool:
-    """Whether the call is true in a forked process; False where it hangs."""
-    child = os.fork()
-    if not child:
-        signal.alarm(20)  # ends a child that hangs
-        os._exit(0 if call() else 1)
-    return os.waitpid(child, 0)[1] == 0
-
-
-@needs_fork
 @forks
 def test_a_fork_while_another_thread_builds_does_not_hang() -> None:
     cache: Cache[str] = Cache(3)
@@ -231,7 +216,6 @@ def test_a_fork_while_another_thread_builds_does_not_hang() -> None:
     assert cache.get("key") == "parent"
 
 
-@needs_fork
 @forks
 def test_a_fork_while_another_thread_holds_the_lock_does_not_hang() -> None:
     cache: Cache[str] = Cache(3)

@@ -22,7 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 import attn_graph as ag
 from attn_graph.workspace import Buffer, Scratch
 from tests.cuda_model import DEVICE, CapturedGraph, Runtime, check, write
-from tests.test_cache_states import forks, in_child, needs_fork
+from tests.forking import forks, in_child
 
 T = TypeVar("T")
 Place = int | None  # a stream; None: the CPU
@@ -334,7 +334,6 @@ def test_a_run_for_which_memory_is_full_leaves_the_workspace_usable(
     assert workspace.bytes == 2048
 
 
-@needs_fork
 @forks
 def test_a_fork_while_another_thread_runs_leaves_the_workspace_usable() -> None:
     workspace = ag.Workspace()
