@@ -41,7 +41,7 @@ def test_another_key_is_a_miss(store: Store, caplog: pytest.LogCaptureFixture) -
 
 
 @given(where=st.integers(0, 10**6), change=st.integers(1, 255), cut=st.integers(0, 10**6))
-@settings(shared, max_examples=200)
+@settings(shared, max_examples=8 * settings().max_examples)
 def test_a_damaged_file_is_a_miss_with_a_logged_reason(
     store: Store, where: int, change: int, cut: int
 ) -> None:
