@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from typing import TypeVar
 
 import pytest
 
-Test = TypeVar("Test", bound=Callable[..., None])
 
-
-def forks(test: Test) -> Test:
-    """A test that forks, while other threads run: skipped where there is no such thing."""
-    ignored = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
-    return pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")(ignored(test))
+def forks(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark a test that forks while other threads run. Skips where there is no fork."""
+    pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")(test)
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")(test)
+    return test
 
 
 def in_child(call: Callable[[], bool]) -> bool:
