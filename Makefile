@@ -31,9 +31,11 @@ test: venv
 	$(PYTEST)
 	TRITON_INTERPRET=1 $(PYTEST) $(INTERPRETED)
 
+# Ten times as many examples, random: for a nightly job. Each run prints its seed; a failure comes
+# again with SEED=... of that run.
 deep: venv
-	HYPOTHESIS_PROFILE=deep $(PYTEST)
-	HYPOTHESIS_PROFILE=deep TRITON_INTERPRET=1 $(PYTEST) $(INTERPRETED)
+	HYPOTHESIS_PROFILE=deep $(PYTEST) $(SEED:%=--hypothesis-seed=%)
+	HYPOTHESIS_PROFILE=deep TRITON_INTERPRET=1 $(PYTEST) $(SEED:%=--hypothesis-seed=%) $(INTERPRETED)
 
 # The kernels' tests under other versions of Triton, each laid over the one in .venv.
 tritons: $(TRITONS:%=.tritons/%/tested)

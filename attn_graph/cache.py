@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from typing import Generic, TypeVar, final
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar, final
+from weakref import WeakSet
 
 from attrs import define, field, frozen
 
@@ -36,18 +39,32 @@ class CacheInfo:
 
 @final
 @define(eq=False)
+class Turn:
+    """Who builds an entry: one thread at a time. waiting: how many threads build or wait."""
+
+    # The thread that builds may come back: a backend that compiles its own graph while it lowers
+    # it gets RecursionError then, and does not wait for itself.
+    lock: threading.RLock = field(factory=threading.RLock, init=False)
+    waiting: int = field(default=0, init=False)
+
+
+@final
+@define(eq=False)
 class Cache(Generic[T]):
     """Entries by key; the least recently used go first."""
 
     capacity: int
     entries: OrderedDict[Hashable, T] = field(factory=OrderedDict, init=False)
-    turns: dict[Hashable, threading.Lock] = field(factory=dict, init=False)
+    turns: dict[Hashable, Turn] = field(factory=dict, init=False)
     lock: threading.RLock = field(factory=threading.RLock, init=False)
     hits: int = field(default=0, init=False)
     misses: int = field(default=0, init=False)
     builds: int = field(default=0, init=False)
     evictions: int = field(default=0, init=False)
     seconds: float = field(default=0.0, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        CACHES.add(self)
 
     def get(self, key: Hashable) -> T | None:
         """The entry, now the most recent; None if there is none."""
@@ -63,31 +80,58 @@ class Cache(Generic[T]):
     def put(self, key: Hashable, entry: T) -> None:
         with self.lock:
             self.entries[key] = entry
+            self.entries.move_to_end(key)
             while len(self.entries) > self.capacity:
                 self.entries.popitem(last=False)
                 self.evictions += 1
 
     def built(self, key: Hashable, build: Callable[[], T]) -> T:
         """The entry; if there is none, one thread builds it and the others wait for that."""
+        with self.turn(key):
+            entry = self.get(key)
+            if entry is None:
+                start = time.perf_counter()
+                entry = build()
+                with self.lock:
+                    self.builds += 1
+                    self.seconds += time.perf_counter() - start
+                self.put(key, entry)
+        return entry
+
+    @contextmanager
+    def turn(self, key: Hashable) -> Iterator[None]:
+        """Within this block no other thread is in it for the same key."""
         with self.lock:
-            turn = self.turns.setdefault(key, threading.Lock())
+            turn = self.turns.setdefault(key, Turn())
+            turn.waiting += 1
         try:
-            with turn:
-                entry = self.get(key)
-                if entry is None:
-                    start = time.perf_counter()
-                    entry = build()
-                    with self.lock:
-                        self.builds += 1
-                        self.seconds += time.perf_counter() - start
-                    self.put(key, entry)
+            with turn.lock:
+                yield
         finally:
             with self.lock:
-                self.turns.pop(key, None)
-        return entry
+                turn.waiting -= 1
+                if not turn.waiting and self.turns.get(key) is turn:
+                    del self.turns[key]
 
     def clear(self) -> None:
         with self.lock:
             self.entries.clear()
             self.hits = self.misses = self.builds = self.evictions = 0
             self.seconds = 0.0
+
+    def unlock(self) -> None:
+        """Forget what threads hold: a forked process has none but the one that forked."""
+        self.lock = threading.RLock()
+        self.turns = {}
+
+
+CACHES: WeakSet[Cache[Any]] = WeakSet()  # Any: what each holds
+
+
+def unlock_all() -> None:
+    for each in CACHES:
+        each.unlock()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=unlock_all)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from attrs import evolve
@@ -51,7 +53,7 @@ def compile(
     on_fallback: Fallback = "ignore",
     max_workspace: int | str | None = None,
     workspace: Workspace | None = None,
-    store: Store | bool = True,
+    store: Store | str | os.PathLike[str] | bool = True,
     tune: bool = False,
 ) -> Plan:
     """The plan that runs `graph` on `target`, by default on this machine.
@@ -70,7 +72,8 @@ def compile(
     "ignore" it; "warn", once a plan, with every reason; or "raise" NoBackendError.
     max_workspace: bytes, or text such as "1GiB", that neither pass may exceed in the workspace.
     workspace: the memory to run in, by default the one that all plans share.
-    store: whether what takes long to build is kept on disk, and taken from there; or where.
+    store: whether what takes long to build is kept on disk, and taken from there; or where, as a
+    folder or a Store.
     tune: choose by measuring, on this machine, all backends that take the graph and the variants
     that they have, of each pass when it is first asked for. Figures are stored, and measured once;
     progress is shown in a terminal, and what is known at an interrupt is kept.
@@ -94,7 +97,7 @@ def compile(
         place = place_of(where)
         options = Options(
             workspace=workspace or default_workspace(),
-            store=default_store() if store is True else store or None,
+            store=store_of(store),
             on_fallback=one_of("on_fallback", on_fallback, Fallback),
             tune=tune,
             **constraints(place, switches, shunned, deterministic, precision, max_workspace),
@@ -113,7 +116,7 @@ def explain(
     deterministic: bool = False,
     precision: Precision | None = None,
     max_workspace: int | str | None = None,
-    store: Store | bool = True,
+    store: Store | str | os.PathLike[str] | bool = True,
     wants: Sequence[str] | None = None,
 ) -> Explanation:
     """Who would run `graph`, and its gradient, on `target`; why; and what it would cost.
@@ -134,7 +137,7 @@ def explain(
     shunned = (avoided.get() if backends is None else ()) + tuple(avoid)
     place = place_of(target)
     options = Options(
-        store=default_store() if store is True else store or None,
+        store=store_of(store),
         **constraints(place, read(), shunned, deterministic, precision, max_workspace),
     )
     with place.current():
@@ -186,6 +189,17 @@ def place_of(target: Target | str | None) -> Target:
     if not isinstance(target, Target):
         raise GraphError(f"target {target!r} is no Target, nor the name of one")
     return target
+
+
+def store_of(store: Store | str | os.PathLike[str] | bool) -> Store | None:
+    """The store that is meant: the user's own, none, or one in a folder."""
+    if isinstance(store, bool):
+        return default_store() if store else None
+    if isinstance(store, Store):
+        return store
+    if not isinstance(store, (str, os.PathLike)) or not os.fspath(store):
+        raise GraphError(f"store {store!r} is no folder, no Store, and neither True nor False")
+    return Store(Path(store))
 
 
 def one_of(name: str, value: Value, values: object) -> Value:

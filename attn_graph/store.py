@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from stat import S_ISDIR, S_ISREG
 from tempfile import NamedTemporaryFile
-from typing import final
+from typing import TypeVar, final
 
 from attrs import field, frozen
 
@@ -18,9 +19,11 @@ LOG = logging.getLogger("attn_graph")
 MAGIC = b"attn_graph store 1\n"  # another number for another form: older files are misses then
 MOST = 256 * 2**20  # bytes; a plan of cuDNN's is about 100 KB
 
+T = TypeVar("T")
+
 
 class Unfit(Exception):
-    """A file is none of ours, or not as it was written."""
+    """A file is none of ours, or not as it was written, or not what its key says."""
 
 
 @final
@@ -46,7 +49,8 @@ class Store:
 
     A key is a text that tells all that matters; its sha256 names the file, and the file repeats it.
     Each file has a checksum. Whatever is damaged, foreign or unreadable is a miss, with the reason
-    logged, and is replaced by the next `put`. Processes may share a folder: files appear whole.
+    logged, and is replaced by the next `put`; folders in the folder stay, whatever their names.
+    Processes may share a folder: files appear whole.
     """
 
     folder: Path = field(converter=Path)
@@ -57,11 +61,16 @@ class Store:
 
     def get(self, key: str) -> bytes | None:
         """What was put under the key; None if nothing was, or if it is not whole."""
+        return self.load(key, bytes)
+
+    def load(self, key: str, read: Callable[[bytes], T]) -> T | None:
+        """What `read` makes of the bytes under the key; None where it raises Unfit, too."""
         path = self.path(key)
         try:
-            found, data = opened(path.read_bytes())
-            if found != key:
+            name, data = opened(contents(path))
+            if name != key:
                 raise Unfit("it holds another key")
+            record = read(data)
         except FileNotFoundError:
             return None
         except (OSError, Unfit) as error:
@@ -69,7 +78,7 @@ class Store:
             return None
         with suppress(OSError):  # a folder that can only be read is as good
             os.utime(path)
-        return data
+        return record
 
     def put(self, key: str, data: bytes) -> None:
         """Keep the bytes. Where the folder can't be written to, that is logged and all."""
@@ -88,24 +97,31 @@ class Store:
 
     def trim(self) -> None:
         """Give up the files that were not used for longest, until the rest is small enough."""
-        held = sorted(self.files(), key=lambda found: -found[1].st_mtime_ns)
         total = 0
-        for path, stat in held:
+        for path, stat in sorted(self.files(), key=lambda pair: -pair[1].st_mtime_ns):
             total += stat.st_size
             if total > self.most:
-                path.unlink(missing_ok=True)
+                try:
+                    path.unlink(missing_ok=True)
+                except OSError as error:  # another user's, say
+                    LOG.warning("stored plan %s is not given up: %s", path, error)
 
-    def files(self) -> Iterator[tuple[Path, os.stat_result]]:
+    def paths(self) -> Iterator[tuple[Path, os.stat_result]]:
+        """Everything whose name is like that of our files."""
         for path in self.folder.glob("*.plan"):
             with suppress(FileNotFoundError):  # another process has just trimmed it
-                yield path, path.stat()
+                yield path, path.lstat()
+
+    def files(self) -> Iterator[tuple[Path, os.stat_result]]:
+        """Everything but folders, which are none of ours."""
+        return ((path, stat) for path, stat in self.paths() if not S_ISDIR(stat.st_mode))
 
     def entries(self) -> Iterator[Entry]:
-        """Every file, read and checked, whole or not."""
-        for path, stat in self.files():
+        """Every file, read and checked, whole or not; folders in place of files too."""
+        for path, stat in self.paths():
             key, unfit = None, None
             try:
-                key, _ = opened(path.read_bytes())
+                key, _ = opened(contents(path))
             except (OSError, Unfit) as error:
                 unfit = str(error)
             if key is not None and path != self.path(key):
@@ -130,6 +146,13 @@ class Store:
         return len(held)
 
 
+def contents(path: Path) -> bytes:
+    """The bytes of a file. Raises Unfit for anything else: to read from a FIFO may never end."""
+    if not S_ISREG(path.stat().st_mode):
+        raise Unfit("it is no regular file")
+    return path.read_bytes()
+
+
 def sealed(key: str, data: bytes) -> bytes:
     """A file: magic, checksum, then the key by its length, then the data."""
     name = key.encode()
@@ -145,6 +168,8 @@ def opened(file: bytes) -> tuple[str, bytes]:
     if sha256(body).digest() != digest:
         raise Unfit("its checksum is wrong")
     end = 8 + int.from_bytes(body[:8], "big")
+    if end > len(body):
+        raise Unfit(f"its key ends at byte {end}, and it at byte {len(body)}")
     try:
         return body[8:end].decode(), body[end:]
     except UnicodeDecodeError as error:

@@ -18,6 +18,7 @@ from attn_graph.errors import GraphError
 from attn_graph.ir import Graph, Input
 from attn_graph.planner import BACKENDS, Choice, choose, lowered
 from attn_graph.spec import TensorSpec
+from attn_graph.store import Unfit
 from attn_graph.target import Target
 from attn_graph.timing import Job, Progress, samples
 
@@ -135,8 +136,15 @@ def key_of(graph: Graph, target: Target, options: Options) -> str:
 
 def recalled(key: str, options: Options) -> Figures:
     """What was measured before; nothing where that is not kept."""
-    data = options.store.get(key) if options.store else None
-    return {} if data is None else dict(json.loads(data))
+    return (options.store.load(key, figures_of) if options.store else None) or {}
+
+
+def figures_of(data: bytes) -> Figures:
+    """What `measure` stored. Raises Unfit for anything else."""
+    try:
+        return {str(name): float(seconds) for name, seconds in json.loads(data).items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise Unfit(f"it holds no figures: {error}") from error
 
 
 # Measuring.

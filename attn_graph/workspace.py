@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from typing import final
+from weakref import ref
 
 import torch
 from attrs import define, field, frozen
 
 ALIGNMENT = 64  # bytes: a cache line, and more than any vector instruction needs
 MOST_LAYOUTS = 256  # layouts whose views an arena keeps ready
+
+Views = tuple[torch.Tensor, ...]
 
 
 @final
@@ -39,98 +40,132 @@ class Scratch:
     def bytes(self) -> int:
         return sum(buffer.bytes for buffer in self.buffers)
 
-    def views(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def views(self, memory: torch.Tensor) -> Views:
         """The buffers as tensors in this memory of bytes."""
         out, at = [], 0
-        for buffer in self.buffers:
-            part = memory[at : at + prod(buffer.shape) * buffer.dtype.itemsize]
-            out.append(part.view(buffer.dtype).view(buffer.shape))
-            at += buffer.bytes
+        with torch.inference_mode(False):  # else training could not write to them later
+            for buffer in self.buffers:
+                part = memory[at : at + prod(buffer.shape) * buffer.dtype.itemsize]
+                out.append(part.view(buffer.dtype).view(buffer.shape))
+                at += buffer.bytes
         return tuple(out)
 
 
 @final
 @define(eq=False)
 class Arena:
-    """The memory of one device and stream, or of one thread, with the views made of it so far."""
+    """Memory that one run at a time works in, with the views made of it so far."""
 
     device: torch.device
-    memory: torch.Tensor
-    ready: dict[Scratch, tuple[torch.Tensor, ...]] = field(factory=dict)
-    captured: list[torch.Tensor] = field(factory=list)  # memory that CUDA graphs write to
+    memory: torch.Tensor = field(init=False)
+    ready: dict[Scratch, Views] = field(init=False, factory=dict)
 
-    def views(self, scratch: Scratch) -> tuple[torch.Tensor, ...]:
+    def __attrs_post_init__(self) -> None:
+        self.memory = allocate(0, self.device)
+
+    def views(self, scratch: Scratch) -> Views:
         if scratch not in self.ready:
-            with torch.inference_mode(False):  # else training could not write to it later
-                self.make_room(scratch.bytes)
-                self.ready[scratch] = scratch.views(self.memory)
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            self.keep()
+            self.make_room(scratch.bytes)
+            self.ready[scratch] = scratch.views(self.memory)
         return self.ready[scratch]
 
-    def keep(self) -> None:
-        """Never give up the memory of now: a CUDA graph writes to it at every replay."""
-        if not any(self.memory is kept for kept in self.captured):
-            self.captured.append(self.memory)
-
     def make_room(self, need: int) -> None:
+        """Grow to this many bytes; what is held is given up first, so no run needs both at once."""
         if need > self.memory.numel():
-            self.memory = torch.empty(need, dtype=torch.uint8, device=self.device)
             self.ready.clear()
+            self.memory = allocate(0, self.device)
+            self.memory = allocate(need, self.device)
         if len(self.ready) >= MOST_LAYOUTS:
             self.ready.clear()
+
+
+@final
+@define(eq=False)
+class Lease:
+    """An arena that is nobody else's for as long as a `with` block runs."""
+
+    arena: Arena
+    scratch: Scratch
+    idle: list[Arena]  # where the arena goes when the block ends
+
+    def __enter__(self) -> Views:
+        return self.arena.views(self.scratch)
+
+    def __exit__(self, *raised: object) -> None:
+        self.idle.append(self.arena)
 
 
 Place = tuple[torch.device, int]  # a device and a stream on it; CPU: stream 0
 
 
-class Stacks(threading.local):
-    """Each thread's arenas by place, and how many of them are in use.
-
-    A plan that runs inside another's run takes the next arena, so it can't disturb the outer one.
-    """
-
-    def __init__(self) -> None:
-        self.arenas: dict[Place, list[Arena]] = {}
-        self.depth: dict[Place, int] = {}
-
-
 @final
 @define(eq=False)
 class Workspace:
-    """Memory that plans share. It grows to the largest need and is given back by `release`, which
-    CUDA graphs that were captured before must not outlive.
+    """Memory that plans share. It grows to the largest need and is given back by `release`.
 
-    Each thread has its own arenas, and on a GPU each stream, so plans that run at the same time
-    never meet in one. A plan holds nothing in it between calls. By default all plans share
+    Each device has its arenas, and on a GPU each stream, whatever thread calls: work on a stream
+    runs in the order in which it was launched, so forward and backward of all plans share one
+    arena there. Runs that are in progress at the same time (of other threads, or one within
+    another) take one each. A plan holds nothing in it between calls. While a CUDA graph is
+    captured, memory comes from that graph's own pool instead and lives as long as the graph, so
+    graphs may be replayed at once, and `release` does them no harm. By default all plans share
     `default_workspace()`; make your own and pass it to `compile` to keep apart.
     """
 
-    stacks: Stacks = field(factory=Stacks, init=False, repr=False)
+    # No locks, which a fork could leave held: runs share these only by `append`, `pop`, `clear`,
+    # `copy` and `setdefault`, each of which is atomic, without the interpreter's lock too.
+    idle: dict[Place, list[Arena]] = field(factory=dict, init=False, repr=False)
+    arenas: list[ref[Arena]] = field(factory=list, init=False, repr=False)  # those in use too
 
     @property
     def bytes(self) -> int:
-        """How much the calling thread's arenas hold."""
-        return sum(a.memory.numel() for stack in self.stacks.arenas.values() for a in stack)
+        """How much all arenas hold: of every thread, device and stream, in use or not.
+
+        Memory of captured CUDA graphs is not counted; the graphs hold it.
+        """
+        alive = (arena() for arena in tuple(self.arenas))
+        return sum(arena.memory.numel() for arena in alive if arena is not None)
 
     def release(self) -> None:
-        """Give the calling thread's memory back."""
-        self.stacks.arenas.clear()
+        """Give all memory back, whichever thread grew it.
 
-    @contextmanager
-    def lease(self, scratch: Scratch, device: torch.device) -> Iterator[Sequence[torch.Tensor]]:
+        Runs in progress are not disturbed: theirs goes when the last of them ends.
+        """
+        released, self.idle = self.idle, {}
+        for arenas in released.copy().values():
+            arenas.clear()  # and not the dict alone: runs in progress hold these lists
+
+    def lease(self, scratch: Scratch, device: torch.device) -> AbstractContextManager[Views]:
         """The scratch's buffers, the caller's alone until the block ends."""
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-        place = (device, stream)
-        stack = self.stacks.arenas.setdefault(place, [])
-        depth = self.stacks.depth.get(place, 0)
-        if depth == len(stack):
-            stack.append(Arena(device, torch.empty(0, dtype=torch.uint8, device=device)))
-        self.stacks.depth[place] = depth + 1
+        stream = 0
+        if device.type == "cuda":
+            if is_capturing(device):
+                return nullcontext(scratch.views(allocate(scratch.bytes, device)))
+            stream = torch.cuda.current_stream(device).cuda_stream
+        idle = self.idle.setdefault((device, stream), [])
         try:
-            yield stack[depth].views(scratch)
-        finally:
-            self.stacks.depth[place] = depth
+            arena = idle.pop()
+        except IndexError:
+            arena = self.new_arena(device)
+        return Lease(arena, scratch, idle)
+
+    def new_arena(self, device: torch.device) -> Arena:
+        arena = Arena(device)
+        self.arenas.append(ref(arena, self.arenas.remove))
+        return arena
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured on the device's current stream."""
+    elsewhere = torch.cuda.current_device() != device.index
+    with torch.cuda.device(device) if elsewhere else nullcontext():
+        return torch.cuda.is_current_stream_capturing()
+
+
+def allocate(count: int, device: torch.device) -> torch.Tensor:
+    """So many bytes, which training can write to even if inference is the first to need them."""
+    with torch.inference_mode(False):
+        return torch.empty(count, dtype=torch.uint8, device=device)
 
 
 DEFAULT = Workspace()

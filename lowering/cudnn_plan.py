@@ -18,6 +18,7 @@ from attn_graph.lowering.cudnn_case import Version
 from attn_graph.lowering.cudnn_graph import Call
 from attn_graph.lowering.cudnn_offline import asked, check_frontend, description, numbered
 from attn_graph.lowering.cudnn_run import Engine, handle
+from attn_graph.store import Unfit
 from attn_graph.target import Target
 
 LOG = logging.getLogger("attn_graph")
@@ -88,8 +89,12 @@ class Built:
 
     @classmethod
     def unpacked(cls, data: bytes) -> Built:
+        """The plan that was packed. Raises Unfit for other bytes."""
         told, _, plan = data.partition(b"\n")
-        return cls.of(json.loads(told), plan)
+        try:
+            return cls.of(json.loads(told), plan)
+        except (ValueError, TypeError, LookupError) as error:
+            raise Unfit(f"it holds no plan of cuDNN's: {error}") from error
 
     def __str__(self) -> str:
         knobs = "".join(f", {name} = {value}" for name, value in self.knobs)
@@ -123,11 +128,9 @@ def stored(
     """The plan, if the store has it, and if cuDNN loads it where it is to run."""
     if options.store is None:
         return None
-    kept = options.store.get(key_of(call, place(target), versions, options.variant))
-    if kept is None:
-        return None
-    found = Built.unpacked(kept)
-    return found if not is_here(target) or loads(found) else None
+    key = key_of(call, place(target), versions, options.variant)
+    kept = options.store.load(key, Built.unpacked)
+    return kept if kept is not None and (not is_here(target) or loads(kept)) else None
 
 
 def loads(built: Built) -> bool:

@@ -1,6 +1,7 @@
 """What all tests share: hypothesis profiles, goldens, and where a test can run."""
 
 import os
+import secrets
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from hypothesis import settings
 STORED = TemporaryDirectory()  # no test reads what another run stored, nor leaves anything
 os.environ["XDG_CACHE_HOME"] = STORED.name
 EXAMPLES = 25  # a property in well under a second; `deep` draws ten times as many
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "default")
 
 settings.register_profile(
     "default", max_examples=EXAMPLES, derandomize=True, deadline=None, print_blob=True
@@ -20,7 +22,7 @@ settings.register_profile(
 settings.register_profile(
     "deep", max_examples=10 * EXAMPLES, derandomize=False, deadline=None, print_blob=True
 )
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+settings.load_profile(PROFILE)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,10 +35,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every-plan", action="store_true", help="build all of the grid's plans")
 
 
-def pytest_configure() -> None:
-    """Beside other xdist workers one thread each: more would wait for each other."""
+@pytest.hookimpl(tryfirst=True)  # before hypothesis reads the seed
+def pytest_configure(config: pytest.Config) -> None:
+    """Beside other xdist workers one thread each: more would wait for each other.
+
+    Where examples are random, all come from one seed; workers inherit it by the environment.
+    """
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
+    if PROFILE == "deep" and config.option.hypothesis_seed is None:
+        seed = os.environ.setdefault("HYPOTHESIS_SEED", str(secrets.randbelow(2**32)))
+        config.option.hypothesis_seed = seed
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """The seed, with which the same examples come again."""
+    seed = config.option.hypothesis_seed
+    return f"random examples: make deep SEED={seed} draws the same" if PROFILE == "deep" else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

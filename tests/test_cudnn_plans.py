@@ -198,6 +198,19 @@ def test_a_damaged_plan_is_built_again(store: Store) -> None:
     assert next(store.held())[1] is not None
 
 
+@pytest.mark.parametrize("data", [b"", b"3\n", b"{}\nplan", b"\xff\n"])
+def test_a_file_that_holds_no_plan_is_built_again(
+    store: Store, data: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = planned(store=store)
+    (key,) = (key for _, key in store.held() if key)
+    store.put(key, data)
+    ag.clear_cache()
+    assert planned(store=store).text() == first.text()
+    assert "it holds no plan of cuDNN's" in caplog.text
+    assert store.get(key) != data
+
+
 def test_nothing_is_kept_where_that_is_not_wanted(store: Store) -> None:
     before = ag.default_store().bytes
     planned(ag.attention(X, X, X, scale=0.3), store=False)

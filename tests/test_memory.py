@@ -16,7 +16,6 @@ from torch.profiler import ProfilerActivity, profile
 
 import attn_graph as ag
 from attn_graph.vjp import main_outputs, residuals
-from attn_graph.workspace import Arena, Buffer, Scratch
 from tests.sources import ROOT
 from tests.strategies import graphs, seeds, shuffled_graphs, tensors_for
 
@@ -120,14 +119,3 @@ def test_a_long_attention_stays_within_a_few_tiles() -> None:
     found = re.search(r"peak growth ([-\d.]+) MiB", done.stdout)
     assert found is not None, done.stdout
     assert float(found[1]) < 200, done.stdout
-
-
-def test_memory_that_a_cuda_graph_writes_to_is_kept() -> None:
-    arena = Arena(torch.device("cpu"), torch.empty(0, dtype=torch.uint8))
-    arena.views(Scratch((Buffer((64,), torch.uint8),)))
-    held = arena.memory
-    arena.keep()
-    arena.keep()
-    arena.views(Scratch((Buffer((128,), torch.uint8),)))
-    assert arena.memory is not held
-    assert [kept is held for kept in arena.captured] == [True]

@@ -6,6 +6,7 @@ import gc
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -370,6 +371,8 @@ DOOR: list[tuple[dict[str, Any], str]] = [
     ({"max_workspace": True}, "size True is no number of bytes from 0 on"),
     ({"precision": ""}, "precision '' is not known"),
     ({"backends": ()}, "backends= names none; there are cudnn, triton"),
+    ({"store": 3}, "store 3 is no folder, no Store, and neither True nor False"),
+    ({"store": ""}, "store '' is no folder"),
 ]
 
 
@@ -379,6 +382,15 @@ def test_what_means_nothing_is_told_at_the_door(options: dict[str, Any], told: s
     for ask in (ag.compile, ag.explain):
         with pytest.raises(ag.GraphError, match=re.escape(told)):
             ask(graph, **options)
+
+
+def test_a_store_may_be_given_by_its_folder(tmp_path: Path) -> None:
+    graph = ag.attention(X, X, X, scale=0.78)
+    plan = ag.compile(graph, target=CPU, store=ag.Store(tmp_path))
+    for folder in (tmp_path, str(tmp_path)):
+        assert ag.compile(graph, target=CPU, store=folder) is plan
+        assert ag.explain(graph, target=CPU, store=folder).backend == plan.backend
+    assert ag.compile(graph, target=CPU, store=False) is not plan
 
 
 def test_what_is_no_graph_is_told_at_the_door() -> None:

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from attn_graph.store import MAGIC, Store, default_store, sealed
+from attn_graph.store import MAGIC, Store, Unfit, default_store, sealed
+from tests.forking import forks, in_child
 
 KEY, DATA = "cudnn {a graph, a device, versions}", bytes(range(256)) * 20
 
@@ -40,7 +41,7 @@ def test_another_key_is_a_miss(store: Store, caplog: pytest.LogCaptureFixture) -
 
 
 @given(where=st.integers(0, 10**6), change=st.integers(1, 255), cut=st.integers(0, 10**6))
-@settings(shared, max_examples=200)
+@settings(shared, max_examples=8 * settings().max_examples)
 def test_a_damaged_file_is_a_miss_with_a_logged_reason(
     store: Store, where: int, change: int, cut: int
 ) -> None:
@@ -81,6 +82,77 @@ def test_foreign_files_are_misses(store: Store) -> None:
     store.path(KEY).unlink()
     store.path(KEY).mkdir()
     assert store.get(KEY) is None
+
+
+@forks
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs os.mkfifo")
+def test_a_fifo_is_a_miss_that_nobody_waits_for(store: Store) -> None:
+    store.put(KEY, DATA)
+    store.path(KEY).unlink()
+    os.mkfifo(store.path(KEY))
+    assert in_child(lambda: "it is no regular file" in logged(store))
+    assert in_child(lambda: [entry.unfit for entry in store.entries()] == ["it is no regular file"])
+    store.put(KEY, DATA)
+    assert store.get(KEY) == DATA
+
+
+def test_a_folder_in_the_store_stays_and_hinders_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = Store(tmp_path, most=len(sealed("new", DATA)))
+    folder = store.path(KEY)
+    folder.mkdir()
+    os.utime(folder, (100, 200))
+    for key in ("old", "new"):
+        store.put(key, DATA)
+    assert (store.get("old"), store.get("new")) == (None, DATA)
+    assert not caplog.records
+    assert store.bytes == store.most
+    assert [e.unfit for e in store.entries() if e.path == folder] == ["it is no regular file"]
+    store.put(KEY, DATA)
+    assert "is not stored" in caplog.text
+    assert store.clear() == 1
+    assert [*store.folder.iterdir()] == [folder]
+
+
+def test_a_file_that_cannot_be_given_up_does_not_keep_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path, most=len(sealed("2", DATA)))
+    for n in range(2):
+        Store(tmp_path).put(str(n), DATA)
+        os.utime(store.path(str(n)), ns=(9 - n, 9 - n))
+    unlink = Path.unlink
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        if path == store.path("0"):
+            raise PermissionError("not yours")
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    store.put("2", DATA)
+    assert sorted(path.name for path, _ in store.files()) == sorted(
+        store.path(key).name for key in ("0", "2")
+    )
+    assert "is not given up: not yours" in caplog.text
+
+
+def test_a_whole_file_whose_lengths_lie_is_a_miss(store: Store) -> None:
+    store.put(KEY, DATA)
+    for body in (b"", (3).to_bytes(8, "big") + b"ab", b"\xff" * 99):
+        store.path(KEY).write_bytes(MAGIC + sha256(body).digest() + body)
+        assert "its key ends at byte" in logged(store)
+
+
+def test_what_a_reader_takes_for_unfit_is_a_miss(store: Store) -> None:
+    def read(data: bytes) -> str:
+        if data == b"no":
+            raise Unfit("it holds no word")
+        return data.decode()
+
+    for data, due in ((b"yes", "yes"), (b"no", None)):
+        store.put(KEY, data)
+        assert store.load(KEY, read) == due
 
 
 def test_the_least_recently_used_go_first(tmp_path: Path) -> None:

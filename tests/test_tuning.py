@@ -81,6 +81,20 @@ def test_figures_are_stored_and_measured_once(
     assert key.startswith("tune {")
 
 
+@pytest.mark.parametrize("data", [b"", b"[1, 2]", b'{"slow": "much"}', b'{"slow": null}', b"3"])
+def test_what_is_stored_but_holds_no_figures_is_measured_anew(
+    store: Store, data: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    ag.compile(GRAPH, target=CPU, backends=(SLOW,), tune=True, store=store)
+    ag.clear_cache()
+    (key,) = (key for _, key in store.held())
+    assert key is not None
+    store.put(key, data)
+    assert ag.compile(GRAPH, target=CPU, backends=(SLOW,), tune=True, store=store).backend == "slow"
+    assert "it holds no figures" in caplog.text
+    assert store.get(key) != data
+
+
 def test_an_interrupt_keeps_what_is_known_and_the_rest_is_measured_later(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
