@@ -6,6 +6,7 @@ The figures take plain values and write PNG, SVG or what else the path's suffix 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -99,8 +100,14 @@ def figure(width: float, height: float, dark: bool = False) -> tuple[Figure, Axe
             "pictures in files are drawn by matplotlib, which is not installed; "
             "pip install 'attn-graph[plot]'"
         ) from error
-    ink = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
-    with rc_context(dict.fromkeys(ink, INK) if dark else {}):
+    inks = {
+        "text.color": INK,
+        "axes.edgecolor": INK,
+        "axes.labelcolor": INK,
+        "xtick.color": INK,
+        "ytick.color": INK,
+    }
+    with rc_context(inks) if dark else nullcontext():
         made = Figure(figsize=(width, height), layout="constrained")
         return made, made.subplots()
 
