@@ -13,14 +13,14 @@ TRITONS ?= 3.6.0 3.7.1 3.9.0
 CUDNNS ?= 9.19.0.56
 PLANNED := tests/test_cudnn_grid.py
 
-.PHONY: venv demo test deep tritons kernel-report cudnns cudnn-report lint bench clean
+.PHONY: venv demo test deep tritons kernel-report cudnns cudnn-report lint docs bench clean
 
 venv: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -c constraints.txt --upgrade pip
-	$(BIN)/python -m pip install -q -c constraints.txt -e '$(INSTALL)' --group dev
+	$(BIN)/python -m pip install -q -c constraints.txt -e '$(INSTALL)' --group dev --group docs
 	test -z '$(OFFLINE)' || $(BIN)/python -m pip install -q -c constraints.txt --no-deps $(OFFLINE)
 	touch $@
 
@@ -51,7 +51,7 @@ $(TRITONS:%=.tritons/%/tested): .tritons/%/tested: .tritons/%/installed
 	PYTHONPATH=.tritons/$* TRITON_INTERPRET=1 $(PYTEST) $(INTERPRETED)
 
 kernel-report: venv
-	$(BIN)/python docs/kernels.py
+	$(BIN)/python -m docs.generate.kernels
 
 # All plans of cuDNN's grid under other versions of cuDNN, each in a venv of its own, and last
 # under the one in .venv.
@@ -70,7 +70,7 @@ $(CUDNNS:%=.cudnns/%/tested): .cudnns/%/tested: .cudnns/%/installed
 	$(PYTEST) --every-plan --cudnn-python $(@D)/bin/python $(PLANNED)
 
 cudnn-report: venv $(CUDNNS:%=.cudnns/%/installed)
-	$(BIN)/python -m docs.cudnn $(CUDNNS:%=.cudnns/%/bin/python) $(BIN)/python
+	$(BIN)/python -m docs.generate.cudnn $(CUDNNS:%=.cudnns/%/bin/python) $(BIN)/python
 
 lint: venv
 	$(BIN)/ruff format --check
@@ -78,9 +78,13 @@ lint: venv
 	$(BIN)/mypy
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
+# Strictly: a link or a reference that leads nowhere is an error.
+docs: venv
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 bench: venv
 	$(BIN)/python benchmarks/cpu.py
 
 clean:
-	rm -rf build dist *.egg-info htmlcov .coverage* .hypothesis .*_cache .tritons .cudnns
+	rm -rf build dist site *.egg-info htmlcov .coverage* .hypothesis .*_cache .tritons .cudnns
 	find . -path ./.venv -prune -o -name __pycache__ -exec rm -rf {} +

@@ -6,6 +6,7 @@ The figures take plain values and write PNG, SVG or what else the path's suffix 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 MARKS = "·▒█"  # nothing, some, all of a tile's places are kept
 MOST_MARKS = 64  # characters across a picture, unless tiles are asked for
 DOTS = 200  # per inch of a PNG
+LIGHT = ("#ffffff", "#90caf9", "#1565c0")  # a tile's colour: empty, mixed, full
+DARK = ("#1e2129", "#3f6ea8", "#90caf9")
+INK = "#c9d1d9"  # lines and text on dark pages
 Tensors = Mapping[str, torch.Tensor]
 
 
@@ -86,17 +90,35 @@ def picture(
     return "\n".join([*lines, legend])
 
 
-def figure(width: float, height: float) -> tuple[Figure, Axes]:
+def figure(width: float, height: float, dark: bool = False) -> tuple[Figure, Axes]:
     """An empty figure of so many inches, that no window shows. Raises ImportError."""
     try:
+        from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ImportError(
             "pictures in files are drawn by matplotlib, which is not installed; "
             "pip install 'attn-graph[plot]'"
         ) from error
-    made = Figure(figsize=(width, height), layout="constrained")
-    return made, made.subplots()
+    inks = {
+        "text.color": INK,
+        "axes.edgecolor": INK,
+        "axes.labelcolor": INK,
+        "xtick.color": INK,
+        "ytick.color": INK,
+    }
+    with rc_context(inks) if dark else nullcontext():
+        made = Figure(figsize=(width, height), layout="constrained")
+        return made, made.subplots()
+
+
+def write(made: Figure, path: str | Path, dark: bool = False) -> None:
+    """Save a figure; the same figure is the same file, and an SVG keeps its text as text."""
+    from matplotlib import rc_context
+
+    svg = Path(path).suffix.lower() == ".svg"
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "attn_graph"}):
+        made.savefig(path, dpi=DOTS, transparent=dark, metadata={"Date": None} if svg else None)
 
 
 def draw_mask(
@@ -108,22 +130,28 @@ def draw_mask(
     tile: tuple[int, int] = (128, 128),
     at: tuple[int, int] = (0, 0),
     data: Tensors | None = None,
+    dark: bool = False,
 ) -> None:
-    """Write a picture of a mask's tiles: white is empty, light is mixed, dark is full.
+    """Write a picture of a mask's tiles: in white the empty ones, light the mixed, dark the full.
 
-    The arguments are those of `picture`. Raises ImportError without matplotlib.
+    dark: for dark pages, where full tiles are the lightest and the background is transparent. The
+    other arguments are those of `picture`. Raises ImportError without matplotlib.
     """
-    made, axes = figure(5, 5.4)
+    made, axes = figure(5, 5.4, dark)
     found = kinds(mask, M, N, tile, at=at, data=data)
-    axes.imshow(
-        found.tolist(), cmap="Blues", vmin=0, vmax=2, extent=(0, N, M, 0), interpolation="nearest"
-    )
+    colours = [[DARK[k] if dark else LIGHT[k] for k in line] for line in found.tolist()]
+    axes.imshow(to_rgb(colours), extent=(0, N, M, 0), interpolation="nearest")
     counts = [int((found == kind).sum()) for kind in range(3)]
     told = "{} empty, {} mixed, {} full".format(*counts)
     axes.set_title(f"{mask}\n{told} tiles of {tile[0]} x {tile[1]}", fontsize=8, wrap=True)
     axes.set_xlabel("key")
     axes.set_ylabel("query")
-    made.savefig(path, dpi=DOTS)
+    write(made, path, dark)
+
+
+def to_rgb(colours: list[list[str]]) -> list[list[tuple[int, ...]]]:
+    """Red, green and blue from 0 to 255 of each "#rrggbb"."""
+    return [[tuple(bytes.fromhex(colour[1:])) for colour in line] for line in colours]
 
 
 def draw_roofline(
@@ -152,7 +180,7 @@ def draw_roofline(
     axes.grid(True, which="both", alpha=0.3)
     if points:
         axes.legend(fontsize=8)
-    made.savefig(path, dpi=DOTS)
+    write(made, path)
 
 
 def draw_bars(
@@ -161,13 +189,14 @@ def draw_bars(
     *,
     unit: str = "ms",
     title: str = "",
+    dark: bool = False,
 ) -> None:
     """Write a bar chart: a group of bars for each row, a bar for each name in it, most on top.
 
-    rows: what was run, and a figure for each that ran it, in `unit`; one may be absent. Raises
-    ImportError without matplotlib.
+    rows: what was run, and a figure for each that ran it, in `unit`; one may be absent. dark: for
+    dark pages. Raises ImportError without matplotlib.
     """
-    made, axes = figure(7, 1 + 0.5 * max(1, len(rows)))
+    made, axes = figure(7, 1 + 0.5 * max(1, len(rows)), dark)
     names = list(dict.fromkeys(name for _, figures in rows for name in figures))
     height = 0.8 / max(1, len(names))
     for n, name in enumerate(names):
@@ -179,6 +208,6 @@ def draw_bars(
     axes.invert_yaxis()
     axes.set_xlabel(unit)
     axes.set_title(title)
-    if names:
-        axes.legend(fontsize=8)
-    made.savefig(path, dpi=DOTS)
+    if len(names) > 1:
+        axes.legend(fontsize=8, frameon=False, labelcolor=INK if dark else "black")
+    write(made, path, dark)

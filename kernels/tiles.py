@@ -64,9 +64,9 @@ DELTA = Tiling(64, 0, 4, 1)  # reads rows once, and no keys
 LISTS = Tiling(0, 0, 4, 1)  # the kernels that make lists, of whatever tiles
 
 # (compute capability, bytes of an element, pass): width: tiles without and with modifiers. Each is
-# the largest of those tried that spills nothing, in any variant of docs/kernels.md; under Triton
-# 3.7.1, and those of 90 under 3.6.0 and 3.9.0 too. The rows of 80 also serve 86, 89 and 120, which
-# have less shared memory, and fit there.
+# the largest of those tried that spills nothing, in any variant of docs/reports/kernels.md; under
+# Triton 3.7.1, and those of 90 under 3.6.0 and 3.9.0 too. The rows of 80 also serve 86, 89 and 120,
+# which have less shared memory, and fit there.
 TABLE: dict[tuple[int, int, str], dict[int, tuple[Tiling, Tiling]]] = {
     (80, 2, "forward"): {
         16: (Tiling(128, 128, 8, 3), Tiling(128, 128, 8, 3)),

@@ -19,7 +19,7 @@ def hopper_backward(case: Case) -> int:
     instead, in half precision [B,H,M,N] with rows in tiles of 64 and keys in tiles of 128. Then
     come delta [B,H,M], dk and dv for each query head where heads share them, and ALiBi's slopes.
 
-    Equals what cuDNN says of each plan that was built for docs/cudnn.md.
+    Equals what cuDNN says of each plan that was built for docs/reports/cudnn.md.
     """
     p = case.problem
     stores_ds = case.deterministic or case.wants("bias")

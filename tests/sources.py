@@ -4,6 +4,7 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
+from unittest.mock import patch
 
 ROOT = Path(__file__).parents[1]
 HOMES = {
@@ -26,12 +27,13 @@ def found(pattern: str) -> dict[str, Path]:
 
 
 def loaded(path: Path) -> ModuleType:
-    """A file outside of all packages, as a module."""
+    """A file outside of all packages, as a module; it may import others from the root."""
     name = f"{path.parent.name}_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # for what attrs asks of it
-    spec.loader.exec_module(module)
+    with patch.object(sys, "path", [str(ROOT), *sys.path]):
+        spec.loader.exec_module(module)
     return module

@@ -44,15 +44,8 @@ def run(*line: str, stdin: str | None = None) -> Result:
 
 
 def page() -> ModuleType:
-    """docs/command_line.py as a module."""
-    return loaded(ROOT / "docs" / "command_line.py")
-
-
-def test_the_page_is_up_to_date() -> None:
-    made = page()
-    text = made.PAGE.read_text(encoding="utf-8")
-    told = "run `.venv/bin/python docs/command_line.py`, and read the diff"
-    assert text == made.filled(text), told
+    """docs/generate/command_line.py as a module."""
+    return loaded(ROOT / "docs" / "generate" / "command_line.py")
 
 
 def every(name: str, command: click.Command) -> list[tuple[str, click.Command]]:

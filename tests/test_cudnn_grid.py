@@ -99,12 +99,12 @@ def test_where_cudnn_dies_the_error_tells_the_question(tmp_path: Path) -> None:
 def test_the_page_tells_the_limits_of_today() -> None:
     page = report()
     text = page.PAGE.read_text(encoding="utf-8")
-    assert text == page.filled(text, "limits", page.limits()), (
-        "run `.venv/bin/python -m docs.cudnn`, and read the diff"
+    assert text == page.replace(text, "limits", page.limits()), (
+        "run `.venv/bin/python -m docs.generate.cudnn`, and read the diff"
     )
     assert f"\n{len(grid())} graphs, " in text, "run `make cudnn-report`, and read the diff"
 
 
 def report() -> ModuleType:
-    """docs/cudnn.py."""
-    return loaded(ROOT / "docs" / "cudnn.py")
+    """docs/generate/cudnn.py."""
+    return loaded(ROOT / "docs" / "generate" / "cudnn.py")

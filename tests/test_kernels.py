@@ -21,8 +21,8 @@ compiling = pytest.mark.skipif(
 
 
 def report() -> Any:  # Any: a module
-    """docs/kernels.py, which is no package's."""
-    return loaded(ROOT / "docs" / "kernels.py")
+    """docs/generate/kernels.py, which is no package's."""
+    return loaded(ROOT / "docs" / "generate" / "kernels.py")
 
 
 REPORT = report()

@@ -10,6 +10,7 @@ import torch
 from attrs import evolve
 
 import attn_graph as ag
+from attn_graph import target as module
 from attn_graph.devices import devices
 from attn_graph.lowering.offline import SHARED
 from tests.gpus import box, placed

@@ -1,4 +1,4 @@
-"""Writes docs/kernels.md, what the machine code of every kernel says: `make kernel-report`.
+"""Writes docs/reports/kernels.md, what the machine code of every kernel says: `make kernel-report`.
 
 Kernels are compiled for GPUs that need not be there. A test compiles some of the cases again and
 fails where the table is not what comes out, or where a kernel is not clean.
@@ -25,7 +25,7 @@ from attn_graph.lowering.problem import sole
 from attn_graph.lowering.triton_plan import Flash
 from attn_graph.spec import NAMES
 
-PAGE = Path(__file__).with_suffix(".md")
+PAGE = Path(__file__).parents[1] / "reports" / "kernels.md"
 TARGETS = {80: "a100", 90: "h200", 100: "b200"}
 PASSES = ("forward", "query_gradient", "key_gradient")
 B, H, S = 2, 4, 4096

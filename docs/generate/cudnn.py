@@ -1,6 +1,6 @@
-"""Writes docs/cudnn.md, what cuDNN takes and how that was checked: `make cudnn-report`.
+"""Writes docs/reports/cudnn.md, what cuDNN takes and how that was checked: `make cudnn-report`.
 
-    python -m docs.cudnn [PYTHON ...]
+    python -m docs.generate.cudnn [PYTHON ...]
 
 The table of limits is written anew; with Pythons that have cuDNN, each a version of its own, they
 are asked about all of the grid and the results are written too. Plans are built for GPUs that need
@@ -10,7 +10,6 @@ not be there. Run from the root of the checkout.
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections import Counter
 from collections.abc import Iterable
@@ -23,11 +22,12 @@ from attn_graph.lowering.cudnn_case import Pass, Version
 from attn_graph.lowering.cudnn_limits import RULES
 from attn_graph.lowering.cudnn_offline import Answer
 from attn_graph.lowering.cudnn_rules import BOTH, FIRST, LAST, Rule
+from docs.generate.pages import replace, row
 from tests.cudnn_grid import grid
 from tests.cudnn_questions import GPUS, Question, Verdict, answers, questions, versions
 from tests.test_cudnn_limits import ALONE, problem, sentences
 
-PAGE = Path(__file__).with_suffix(".md")
+PAGE = Path(__file__).parents[1] / "reports" / "cudnn.md"
 BUILT = 90  # the compute capability that plans are built for; the others' are checked alone
 PARTS = 8
 VERDICTS: tuple[Verdict, ...] = ("yes", "no", "no, by choice", "not asked")
@@ -79,7 +79,7 @@ def limit(rule: Rule) -> str:
             for ends in (rule.backend, rule.frontend)
         ),
     )
-    return line(rule.name, example, passes, *ranges, rule.says, rule.source)
+    return row(rule.name, example, passes, *ranges, rule.says, rule.source)
 
 
 def span(ends: Iterable[str], widest: tuple[str, str]) -> str:
@@ -94,11 +94,6 @@ def dotted(version: Version) -> str:
     return ".".join(map(str, version))
 
 
-def line(*cells: object) -> str:
-    """A line of a table."""
-    return "| " + " | ".join(str(x).replace("|", "\\|") for x in cells) + " |"
-
-
 Answered = list[tuple[Question, Answer | None]]  # None: not asked
 
 
@@ -108,7 +103,7 @@ def results(pythons: list[str]) -> tuple[str, list[str]]:
     jobs = [(python, versions(python), sm, n) for python, sm in places for n in range(PARTS)]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         found = [*pool.map(lambda job: answered(*job), jobs)]
-    lines, wrong = [line(*COLUMNS), "|---" * len(COLUMNS) + "|"], list[str]()
+    lines, wrong = [row(*COLUMNS), "|---" * len(COLUMNS) + "|"], list[str]()
     for n, (python, sm) in enumerate(places):
         at_place = [each for part in found[n * PARTS : (n + 1) * PARTS] for each in part]
         lines += [summary(python, sm, pass_, at_place) for pass_ in BOTH]
@@ -136,7 +131,7 @@ def summary(python: str, sm: int, pass_: Pass, found: Answered) -> str:
     times = [a.told["seconds"] for _, a in plans] or [0.0]
     others = sum(bool(q.other_workspace(a)) for q, a in plans)
     built = (len(plans), f"{median(times):.2f}", f"{max(times):.2f}", others)
-    return line(
+    return row(
         *map(dotted, versions(python)),
         f"{GPUS[sm]}, sm_{sm}",
         pass_,
@@ -152,17 +147,11 @@ def complaints(found: Answered) -> list[str]:
     return [text for text in told if text]
 
 
-def filled(text: str, part: str, made: str) -> str:
-    """The page with one of its generated parts made anew."""
-    pattern = rf"(<!-- {part} -->\n).*?(\n<!-- end -->)"
-    return re.sub(pattern, lambda m: m[1] + made + m[2], text, flags=re.DOTALL)
-
-
 def main(*pythons: str) -> None:
-    text, wrong = filled(PAGE.read_text(encoding="utf-8"), "limits", limits()), list[str]()
+    text, wrong = replace(PAGE.read_text(encoding="utf-8"), "limits", limits()), list[str]()
     if pythons:
         made, wrong = results([*pythons])
-        text = filled(text, "results", made)
+        text = replace(text, "results", made)
     PAGE.write_text(text, encoding="utf-8")
     print("\n".join(wrong) or "no disagreements")
     raise SystemExit(bool(wrong))

@@ -1,16 +1,11 @@
-"""Writes the parts of docs/command-line.md that commands print: `python docs/command_line.py`.
-
-Each part stands between `<!-- name -->` and `<!-- end -->`. A test fails while they differ.
-"""
+"""What commands print, for docs/command-line.md."""
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from unittest.mock import patch
 
 import click
@@ -20,7 +15,6 @@ import attn_graph as ag
 from attn_graph.cli.diagnosis import Machine
 from attn_graph.cli.main import commands
 
-PAGE = Path(__file__).with_name("command-line.md")
 STORE = ag.Store("~/.cache/attn_graph")  # as it reads on the page; there is no such folder
 TORCH = (("torch", "2.13.0+cpu"),)
 TRITON = (*TORCH, ("triton", "3.7.1"))
@@ -94,17 +88,3 @@ PARTS: dict[str, Callable[[], str]] = {
     ),
     "help": helps,
 }
-
-
-def filled(text: str) -> str:
-    """The page's text with every generated part made anew."""
-    for name, make in PARTS.items():
-        pattern = rf"(<!-- {name} -->\n).*?\n?(<!-- end -->)"
-        text = re.sub(
-            pattern, lambda m, make=make: f"{m[1]}{make()}\n{m[2]}", text, flags=re.DOTALL
-        )  # type: ignore[misc]  # make is bound now
-    return text
-
-
-if __name__ == "__main__":
-    PAGE.write_text(filled(PAGE.read_text()))

@@ -1,0 +1,1 @@
+"""Writes the pages, or parts of pages, that come from the code."""

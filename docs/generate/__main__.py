@@ -1,0 +1,29 @@
+"""`python -m docs.generate`: write all pages that take no compiler, and README."""
+
+from __future__ import annotations
+
+from docs.generate import assets, command_line, readme, speed, support
+from docs.generate.pages import ROOT, Parts, fill
+
+PAGES: dict[str, Parts] = {
+    "README.md": {
+        "example": readme.example,
+        "explain": readme.explained,
+        "support": support.compact,
+    },
+    "docs/support.md": {"support": support.numbered},
+    "docs/speed.md": {"rows": speed.all_rows},
+    "docs/command-line.md": command_line.PARTS,
+}
+
+
+def main() -> None:
+    for name, parts in PAGES.items():
+        page = ROOT / name
+        text = fill(page.read_text(encoding="utf-8"), parts)
+        page.write_text(text, encoding="utf-8")
+    assets.draw()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""Pages with generated parts: each stands between `<!-- name -->` and `<!-- end -->`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+Parts = Mapping[str, Callable[[], str]]
+
+
+def fill(text: str, parts: Parts) -> str:
+    """The text with each of these parts made anew."""
+    for name, make in parts.items():
+        text = replace(text, name, make())
+    return text
+
+
+def replace(text: str, name: str, made: str) -> str:
+    """The text with one part replaced. Raises ValueError where the text has no such part."""
+    pattern = rf"(<!-- {re.escape(name)} -->\n).*?\n?(<!-- end -->)"
+    new, count = re.subn(pattern, lambda m: f"{m[1]}{made}\n{m[2]}", text, flags=re.DOTALL)
+    if not count:
+        raise ValueError(f"the page has no part <!-- {name} -->")
+    return new
+
+
+def row(*cells: object) -> str:
+    """A line of a Markdown table."""
+    return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
+
+
+def table(head: tuple[str, ...], rows: list[tuple[object, ...]]) -> str:
+    """A Markdown table."""
+    return "\n".join([row(*head), row(*("---",) * len(head)), *(row(*cells) for cells in rows)])

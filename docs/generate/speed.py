@@ -1,0 +1,54 @@
+"""The newest saved figures of benchmarks/cpu.py, as a table and as bars."""
+
+from __future__ import annotations
+
+import json
+import re
+from statistics import geometric_mean
+from typing import Any
+
+from docs.generate.pages import ROOT, table
+
+RESULTS = ROOT / "benchmarks" / "results"
+HEAD = ("job", "pass", "ours, ms", "PyTorch, ms", "times faster")
+SAME = 0.1  # a ratio no farther from 1 is neither gain nor loss
+
+
+def newest() -> tuple[str, Any]:  # Any: JSON
+    """The file's name and what it holds."""
+    path = sorted(RESULTS.glob("cpu-*.json"))[-1]
+    return path.name, json.loads(path.read_text(encoding="utf-8"))
+
+
+def where() -> str:
+    """The machine and versions of the figures."""
+    name, saved = newest()
+    at = saved["machine"]
+    machine = f"{at['cpu']} ({at['capability']}), {at['threads']} threads, Python {at['python']}"
+    return f"Measured on {machine}, torch {at['libraries']['torch']}; `benchmarks/results/{name}`."
+
+
+def all_rows() -> str:
+    """Every row, with its machine."""
+    rows = [
+        (row["job"], row["pass"], *(f"{row[x]:.1f}" for x in ("ms", "peer ms")), ratio(row))
+        for row in newest()[1]["rows"]
+    ]
+    return f"{where()}\n\n{table(HEAD, rows)}"
+
+
+def ratio(row: Any) -> str:  # Any: JSON
+    return f"{row['ratio']:.2f}"
+
+
+def gains() -> list[tuple[str, dict[str, float]]]:
+    """Jobs that are not about as fast as PyTorch's: by pass, the geometric mean over shapes."""
+    ratios: dict[str, dict[str, list[float]]] = {}
+    for row in newest()[1]["rows"]:
+        job = re.sub(r",? \([\d, ]+\)|, peer: .*|float32 ", "", row["job"])
+        ratios.setdefault(job, {}).setdefault(row["pass"], []).append(row["ratio"])
+    means = [
+        (job, {name: geometric_mean(each) for name, each in passes.items()})
+        for job, passes in ratios.items()
+    ]
+    return [(job, each) for job, each in means if max(each.values()) > 1 + SAME]

@@ -1,0 +1,120 @@
+"""What each backend takes, by asking each about graphs that differ in one thing."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from attrs import evolve
+
+import attn_graph as ag
+from attn_graph.lowering import cudnn_backend, torch_cuda, torch_math, torch_sdpa, triton_flash
+from attn_graph.passes import simplify
+from attn_graph.spec import FLOATS
+from attn_graph.vjp import backward, result_spec
+from docs.generate.pages import table
+
+CPU = evolve(ag.Target.of("cpu"), native=(), libraries=())  # the same words on every machine
+CUDNN = (("nvidia-cudnn-frontend", "1.28.0"), ("nvidia-cudnn-cu13", "9.20.0.48"))
+GPU = evolve(ag.Target.of("h200"), libraries=(("triton", ""), *CUDNN))
+B, H, S, D = 2, 8, 512, 64
+NAMES = {
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+}
+# Backend, target, and the dtype of graphs whose dtype is not the question.
+COLUMNS = {
+    "math": (torch_math.BACKEND, CPU, torch.float32),
+    "torch_sdpa": (torch_sdpa.BACKEND, CPU, torch.float32),
+    "triton": (triton_flash.BACKEND, GPU, torch.float32),
+    "cudnn": (cudnn_backend.BACKEND, GPU, torch.float16),
+    "torch_flash": (torch_cuda.FLASH, GPU, torch.float16),
+    "torch_efficient": (torch_cuda.EFFICIENT, GPU, torch.float16),
+    "torch_cudnn": (torch_cuda.CUDNN, GPU, torch.float16),
+}
+
+
+def spec(*shape: int, dtype: torch.dtype = torch.float32) -> ag.TensorSpec:
+    return ag.TensorSpec(shape, dtype)
+
+
+def features(dtype: torch.dtype) -> dict[str, ag.Graph]:
+    """Graphs by what is special about them, in a dtype where that is not the dtype."""
+    x, few = spec(B, H, S, D, dtype=dtype), spec(B, H, 128, D, dtype=dtype)
+    groups, narrow = spec(B, 2, S, D, dtype=dtype), spec(B, H, S, 32, dtype=dtype)
+    strided = ag.TensorSpec(x.shape, dtype, (H * S * D, S * D, 1, S))
+    lengths, numbers = spec(B, dtype=torch.int64), spec(B, S, dtype=torch.int64)
+
+    def make(**options: Any) -> ag.Graph:  # Any: options of `attention`
+        return ag.attention(x, x, x, **options)
+
+    return {
+        **{NAMES[t]: ag.attention(*(spec(B, H, S, D, dtype=t),) * 3) for t in NAMES},
+        "lse, trained": make(stats=True),
+        "grouped heads, H = r G": ag.attention(x, groups, groups),
+        "head sizes D != E": ag.attention(x, x, narrow),
+        "q strided along D": ag.attention(strided, x, x),
+        "causal": make(mask=ag.Causal()),
+        "causal, bottom right, M != N": ag.attention(few, x, x, mask=ag.Causal("bottom_right")),
+        "window": make(mask=ag.Window(64)),
+        "joins by &, | and ~": make(mask=ag.Causal() | ag.Prefix(16)),
+        "boolean tensor": make(keep=spec(1, 1, S, S, dtype=torch.bool)),
+        "lengths of keys": make(kv_lengths=lengths),
+        "lengths of queries": make(q_lengths=lengths),
+        "segments": make(segments=(numbers, numbers)),
+        "soft cap": make(soft_cap=30.0),
+        "bias": make(bias=spec(1, H, S, S, dtype=dtype)),
+        "ALiBi": make(alibi=True),
+        "sinks": make(sinks=spec(H)),
+        "dropout": make(dropout=0.1),
+        "M = 0 or N = 0": ag.attention(spec(B, H, 0, D, dtype=dtype), x, x),
+    }
+
+
+def answer(graph: ag.Graph, backend: ag.Backend, target: ag.Target) -> tuple[str, str]:
+    """ "yes", "forward" or "no", and the first reason against what is not taken."""
+    simple = simplify(graph)
+    if against := [*backend.why_not(simple, target, ag.Options())]:
+        return "no", f"it {against[0]}"
+    wants = [n for n, i in enumerate(simple.inputs) if i.spec.dtype in FLOATS]
+    cotangents = [result_spec(simple, i) for i in simple.outputs]
+    back = simplify(backward(simple, wants, cotangents))
+    if against := [*backend.why_not(back, target, ag.Options())]:
+        return "forward", f"backward: it {against[0]}"
+    return "yes", ""
+
+
+@cache
+def answers() -> dict[str, dict[str, tuple[str, str]]]:
+    """By graph and backend."""
+    return {
+        name: {
+            column: answer(features(dtype)[name], backend, target)
+            for column, (backend, target, dtype) in COLUMNS.items()
+        }
+        for name in features(torch.float32)
+    }
+
+
+def compact() -> str:
+    """yes, forward or no for each graph and backend."""
+    rows = [(name, *(word for word, _ in cells.values())) for name, cells in answers().items()]
+    return table(("graph", *COLUMNS), rows)
+
+
+def numbered() -> str:
+    """The same with a number at each refusal, and the reasons by number below."""
+    reasons: dict[str, int] = {}
+
+    def cell(word: str, reason: str) -> str:
+        if not reason:
+            return word
+        number = reasons.setdefault(reason, len(reasons) + 1)
+        return f"{word} [{number}](#reason-{number})"
+
+    rows = [(name, *(cell(*each) for each in cells.values())) for name, cells in answers().items()]
+    listed = [f'{n}. <a id="reason-{n}"></a>{text}' for text, n in reasons.items()]
+    return "\n".join([table(("graph", *COLUMNS), rows), "", *listed])

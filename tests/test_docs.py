@@ -1,0 +1,72 @@
+"""The pages: generated parts are what the code says today, and every block of code runs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import attn_graph as ag
+from tests.sources import ROOT, loaded
+
+WRITER = loaded(ROOT / "docs" / "generate" / "__main__.py")
+BLOCK = re.compile(r"```python\n(.*?)```\n(?:```text\n(.*?)```)?", re.DOTALL)
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+RUN = [page for page in PAGES if "```python\n" in page.read_text(encoding="utf-8")]
+AGAIN = "run `.venv/bin/python -m docs.generate`, and read the diff"
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("name", WRITER.PAGES)
+def test_the_generated_parts_are_up_to_date(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    assert text == WRITER.fill(text, WRITER.PAGES[name]), AGAIN
+
+
+def test_the_pictures_are_up_to_date(tmp_path: Path) -> None:
+    for drawn in WRITER.assets.draw(tmp_path):
+        committed = WRITER.assets.FOLDER / drawn.name
+        assert drawn.read_text() == committed.read_text(), AGAIN
+
+
+def blocks(page: Path) -> Iterator[tuple[str, str | None]]:
+    """Each block of Python, and what it is said to print; None: not said."""
+    for match in BLOCK.finditer(page.read_text(encoding="utf-8")):
+        yield match[1], match[2]
+
+
+@pytest.mark.parametrize("page", RUN, ids=name_of)
+def test_every_block_runs_and_prints_what_the_page_says(page: Path) -> None:
+    names: dict[str, Any] = {"__name__": page.stem}  # Any: whatever the page defines
+    for code, said in blocks(page):
+        printed = StringIO()
+        with redirect_stdout(printed):
+            exec(compile(code, page, "exec"), names)  # the page's own code
+        assert said is None or printed.getvalue() == said
+
+
+def test_every_public_name_has_an_example() -> None:
+    shown = dict[str, str]()
+    for page in (ROOT / "docs" / "reference").glob("*.md"):
+        parts = re.split(
+            r"^(?:::: attn_graph\.|## `)(\w+).*$", page.read_text(), flags=re.MULTILINE
+        )
+        shown |= dict(zip(parts[1::2], parts[2::2], strict=True))
+    assert shown.keys() == set(ag.__all__)
+    assert not [name for name, text in shown.items() if "```python" not in text]
+
+
+def test_readme_is_short_enough_to_be_read() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    assert len(text.splitlines()) <= 160
+    assert len(text.split()) <= 1300
+    assert max(map(len, prose.splitlines())) <= 120
