@@ -87,6 +87,7 @@ def cache() -> None:
 )
 @deterministic
 @click.option("--inference", is_flag=True, help="Nothing is trained: no backward.")
+@as_json
 @answering
 def build(
     file: TextIO,
@@ -95,6 +96,7 @@ def build(
     driver: int,
     deterministic: bool,
     inference: bool,
+    as_json: bool,
 ) -> None:
     """Build cuDNN's plans of graphs ahead of time, for a GPU that need not be here.
 
@@ -103,13 +105,19 @@ def build(
     frontend have to be there in the versions that are here.
     """
     store, place = ag.Store(folder), evolve(ag.Target.of(target), driver=driver)
+    passes: list[list[str]] = []
     for n, graph in enumerate(read_graphs(file), start=1):
         try:
-            names = prepare(graph, place, store, deterministic, inference)
+            passes.append([*prepare(graph, place, store, deterministic, inference)])
         except ag.NoBackendError as error:
             raise click.ClickException(str(error)) from error
-        show(f"graph {n}: {', '.join(names)}", wraps=False)
-    show(f"{counted(len([*store.files()]))}, {shown(store.bytes)}, in {store.folder}", wraps=False)
+        if not as_json:
+            show(f"graph {n}: {', '.join(passes[-1])}", wraps=False)
+    files = len([*store.files()])
+    if as_json:
+        show_json({"folder": str(folder), "graphs": passes, "files": files, "bytes": store.bytes})
+    else:
+        show(f"{counted(files)}, {shown(store.bytes)}, in {store.folder}", wraps=False)
 
 
 def read_graphs(file: TextIO) -> list[ag.Graph]:
