@@ -96,7 +96,7 @@ def build(
     driver: int,
     deterministic: bool,
     inference: bool,
-    as_json: bool,
+    plain: bool,
 ) -> None:
     """Build cuDNN's plans of graphs ahead of time, for a GPU that need not be here.
 
@@ -111,10 +111,10 @@ def build(
             passes.append([*prepare(graph, place, store, deterministic, inference)])
         except ag.NoBackendError as error:
             raise click.ClickException(str(error)) from error
-        if not as_json:
+        if not plain:
             show(f"graph {n}: {', '.join(passes[-1])}", wraps=False)
     files = len([*store.files()])
-    if as_json:
+    if plain:
         show_json({"folder": str(folder), "graphs": passes, "files": files, "bytes": store.bytes})
     else:
         show(f"{counted(files)}, {shown(store.bytes)}, in {store.folder}", wraps=False)
