@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from keyword import iskeyword
 from typing import TypeVar, final
 
@@ -255,15 +255,15 @@ def attention(
     Raises GraphError with every problem there is.
     """
     b = Builder()
-    slopes = None if isinstance(alibi, bool) else alibi
-    given = {"q": q, "k": k, "v": v, "bias": bias, "slopes": slopes, "keep": keep}
+    given = {"q": q, "k": k, "v": v, "bias": bias, "keep": keep}
+    given |= {"alibi": None if isinstance(alibi, bool) else alibi}
     given |= {"kv_lengths": kv_lengths, "q_lengths": q_lengths, "sinks": sinks}
     if segments is not None:
         given["q_segments"], given["kv_segments"] = segments
     if dropout:
         given["seed"] = given["offset"] = TensorSpec((), torch.int64)
     x = {name: b.input(name, s) for name, s in (given | data).items() if s is not None}
-    b.problem(*dtype_problems(q, v, bias))
+    b.problem(*dtype_problems(given))
     whole = b.attempt(lambda: whole_mask(mask, x, align))
     s = scores(x["q"], x["k"], scale=scale)
     if soft_cap is not None:
@@ -272,7 +272,7 @@ def attention(
         s = s.bias(x["bias"])
     if alibi is not None and alibi is not False:
         moved = {n: x[n] for n in masks.ragged_in(x) if align == "bottom_right"}
-        s = s.alibi(x.get("slopes"), align=align, **moved)
+        s = s.alibi(x.get("alibi"), align=align, **moved)
     if whole is not None:
         s = s.mask(whole, **{name: x[name] for name in whole.needs if name in x})
     for name in sorted(data.keys() - (whole.needs if whole else {}).keys()):
@@ -284,12 +284,17 @@ def attention(
     return b.build(*((o, lse) if stats else (o,)))
 
 
-def dtype_problems(q: TensorSpec, v: TensorSpec, bias: TensorSpec | None) -> Iterator[str]:
+def dtype_problems(given: Mapping[str, TensorSpec | None]) -> Iterator[str]:
     """What single steps can't see: they know scores and weights, which are in float32 or wider."""
+    q, v = given["q"], given["v"]
+    if q is None or v is None:
+        return
     if v.dtype != q.dtype:
         yield f"attention: q {q} and v {v} disagree in dtype, {q.dtype} and {v.dtype}"
-    if bias is not None and bias.dtype in FLOATS and bias.dtype not in (q.dtype, torch.float32):
-        yield f"attention: bias {bias} must be of q's {q.dtype} or of {torch.float32}"
+    for name in ("bias", "alibi", "sinks"):
+        x = given[name]
+        if x is not None and x.dtype in FLOATS and x.dtype not in (q.dtype, torch.float32):
+            yield f"attention: {name} {x} must be of q's {q.dtype} or of {torch.float32}"
 
 
 def whole_mask(

@@ -147,9 +147,10 @@ class Bias(Modifier):
 @final
 @frozen
 class Alibi(Modifier):
-    """s -> s - slope[h] * |i' - j|; slopes [H] or [B,H] float32, or the paper's for H heads.
+    """s -> s - slope[h] * |i' - j|; slopes [H] or [B,H], or the paper's for H heads.
 
-    `default` asks for the paper's; there is then no operand. i' is the query's place by `align`.
+    The operand `alibi` holds the slopes, in q's dtype or float32; `default` asks for the paper's,
+    and there is then no operand. i' is the query's place by `align`.
     """
 
     additive = True
@@ -166,16 +167,12 @@ class Alibi(Modifier):
 
     @property
     def needs(self) -> dict[str, Data]:
-        slopes = (
-            {}
-            if self.default
-            else {"slopes": Data("bh" if self.per_batch else "h", (torch.float32, torch.float64))}
-        )
+        slopes = {} if self.default else {"alibi": Data("bh" if self.per_batch else "h", FLOATS)}
         return slopes | {name: Data("b", INTEGERS) for name in self.ragged}
 
     @property
     def trains(self) -> tuple[str, ...]:
-        return () if self.default else ("slopes",)
+        return () if self.default else ("alibi",)
 
     def resolved(self, M: int, N: int) -> Modifier:
         offset(self.align, M, N, "alibi")
@@ -189,14 +186,14 @@ class Alibi(Modifier):
     def slopes(self, at: Place) -> Term:
         if self.default:
             return at.among(default_slopes(at.H), at.h)
-        return at.load("slopes", at.b, at.h) if self.per_batch else at.load("slopes", at.h)
+        return at.load("alibi", at.b, at.h) if self.per_batch else at.load("alibi", at.h)
 
     def change(self, s: torch.Tensor, at: Place) -> torch.Tensor:
         return s.addcmul_(self.slopes(at).to(s.dtype), self.distance(at).to(s.dtype), value=-1)
 
     def collect(self, totals: Mapping[str, torch.Tensor], ds: torch.Tensor, at: Place) -> None:
         far = (ds * self.distance(at)).sum((2, 3))
-        share = at.reading(totals).load("slopes", *((at.b, at.h) if self.per_batch else (at.h,)))
+        share = at.reading(totals).load("alibi", *((at.b, at.h) if self.per_batch else (at.h,)))
         share -= far[..., None, None].sum_to_size(share.shape)
 
 

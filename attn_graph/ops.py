@@ -128,7 +128,7 @@ class Unmasked(Op):
 class Softmax(Op):
     """s [B,H,M,N] -> p = exp(s - lse), lse [B,H,M] = log sum_j exp(s).
 
-    Sinks [H] float32, when given, add exp(sink) to the sum and no weight. A row that sees nothing
+    Sinks [H], when given, add exp(sink) to the sum and no weight. A row that sees nothing
     has p = 0 and lse = -inf.
     """
 
@@ -142,7 +142,7 @@ class Softmax(Op):
 
     def problems(self, s: ValueType, sinks: ValueType | None = None) -> Iterator[str]:
         if sinks is not None:
-            yield from masks.Data("h", (torch.float32, torch.float64)).problems(
+            yield from masks.Data("h", FLOATS).problems(
                 "softmax", "sinks", sinks, {"h": s.shape[1]}
             )
 

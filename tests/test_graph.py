@@ -213,7 +213,7 @@ def changed(s: ag.Value, op: Op, given: list[ag.Value], x: dict[str, ag.Value]) 
             return s.soft_cap(cap)
         case Alibi():
             lengths = {name: x[name] for name in op.ragged}
-            return s.alibi(None if op.default else x["slopes"], align=op.align, **lengths)
+            return s.alibi(None if op.default else x["alibi"], align=op.align, **lengths)
         case _:
             return s.bias(x["bias"])
 
