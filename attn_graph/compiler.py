@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from attrs import evolve
 
@@ -13,7 +13,7 @@ from attn_graph.backend import Backend, Executable, Fallback, Options
 from attn_graph.cache import Cache, CacheInfo
 from attn_graph.errors import GraphError
 from attn_graph.fused import AttentionGrad
-from attn_graph.ir import Graph
+from attn_graph.ir import Graph, check_graph
 from attn_graph.memory import in_bytes
 from attn_graph.passes import simplify
 from attn_graph.plan import Plan
@@ -33,6 +33,7 @@ CAPACITY = 1024  # plans; one is a few kilobytes
 
 Backends = tuple[str | Backend, ...]
 Value = TypeVar("Value")
+Switch = Literal[True, False]
 
 calls: Cache[Plan] = Cache(4 * CAPACITY)  # what `compile` was asked, word for word
 plans: Cache[Plan] = Cache(CAPACITY)  # by simplified graph
@@ -79,22 +80,22 @@ def compile(
     Raises NoBackendError, with every backend's reasons, where none takes the graph; GraphError for
     an option that means nothing.
     """
-    among = preferred.get() if backends is None else tuple(backends)
-    shunned = (avoided.get() if backends is None else ()) + tuple(avoid)
+    among = preferred.get() if backends is None else listed("backends", backends)
+    shunned = (avoided.get() if backends is None else ()) + listed("avoid", avoid)
     found = read()
     asked = (
         graph, target, among, shunned, deterministic, precision, on_fallback, max_workspace,
         workspace, store, tune, found,
     )  # fmt: skip
-    plan = calls.get(asked) if isinstance(graph, Graph) else None
+    plan = known(asked) if isinstance(graph, Graph) else None
     if plan is None:
         check_graph(graph, "compile")
         place = place_of(target)
         options = Options(
-            workspace=workspace or default_workspace(),
+            workspace=workspace_of(workspace),
             store=default_store() if store is True else store or None,
             on_fallback=one_of("on_fallback", on_fallback, Fallback),
-            tune=tune,
+            tune=one_of("tune", tune, Switch),
             **constraints(place, found, shunned, deterministic, precision, max_workspace),
         )
         plan = planned(simplify(graph), place, options, among)
@@ -128,8 +129,8 @@ def explain(
     from attn_graph.verdicts import explained
 
     check_graph(graph, "explain")
-    among = preferred.get() if backends is None else tuple(backends)
-    shunned = (avoided.get() if backends is None else ()) + tuple(avoid)
+    among = preferred.get() if backends is None else listed("backends", backends)
+    shunned = (avoided.get() if backends is None else ()) + listed("avoid", avoid)
     place = place_of(target)
     options = Options(
         store=default_store() if store is True else store or None,
@@ -149,7 +150,7 @@ def constraints(
     """What is asked of whoever runs a graph, PyTorch's switches among it."""
     switches = Switches(*found)
     return {
-        "deterministic": deterministic or switches.deterministic,
+        "deterministic": one_of("deterministic", deterministic, Switch) or switches.deterministic,
         "max_workspace": None if max_workspace is None else in_bytes(max_workspace),
         "precision": one_of(
             "precision",
@@ -161,18 +162,33 @@ def constraints(
     }
 
 
+def known(asked: object) -> Plan | None:
+    """The plan of a call that was made before; None for arguments that mean nothing, too."""
+    try:
+        return calls.get(asked)
+    except TypeError:  # what has no hash is no option, and is refused when it is read
+        return None
+
+
+def listed(name: str, backends: Sequence[str | Backend]) -> Backends:
+    """Several backends as a tuple. Raises GraphError for one alone, or for none."""
+    if isinstance(backends, str | Backend) or not isinstance(backends, Iterable):
+        raise GraphError(f"{name}={backends!r} is no sequence of backends; say ({backends!r},)")
+    return tuple(backends)
+
+
+def workspace_of(workspace: Workspace | None) -> Workspace:
+    """The workspace that is meant. Raises GraphError for what is none."""
+    if workspace is not None and not isinstance(workspace, Workspace):
+        raise GraphError(f"workspace {workspace!r} is no Workspace; bytes are for max_workspace")
+    return workspace or default_workspace()
+
+
 def planned(graph: Graph, target: Target, options: Options, among: Backends | None) -> Plan:
     """The plan of a simplified graph, built unless it is known."""
     return plans.built(
         (graph, target, options, among), lambda: build(graph, target, options, among)
     )
-
-
-def check_graph(graph: object, name: str) -> None:
-    if not isinstance(graph, Graph):
-        raise GraphError(
-            f"{name}: expected a Graph, got {type(graph).__name__}; see attention and graph"
-        )
 
 
 def place_of(target: Target | str | None) -> Target:

@@ -19,19 +19,19 @@ from attn_graph.errors import GraphError, problems_of
 from attn_graph.ir import Emit, Gradients, Op, Values, called
 from attn_graph.keys import Block, Place, Term
 from attn_graph.masks import LENGTHS, Align, Data, alignment, names, offset
-from attn_graph.spec import FLOATS, INTEGERS, ValueType
+from attn_graph.spec import FLOATS, INTEGERS, ValueType, number
 
 INF = float("inf")
 
 
 def positive(_: object, attribute: Attribute[float], value: float) -> None:
-    if not (0 < value < INF):
-        raise GraphError(f"{attribute.name} {value} must be positive and finite")
+    if not (isinstance(value, float) and 0 < value < INF):
+        raise GraphError(f"{attribute.name} {value!r} must be a number, positive and finite")
 
 
 def finite(_: object, attribute: Attribute[float], value: float) -> None:
-    if not math.isfinite(value):
-        raise GraphError(f"{attribute.name} {value} must be finite")
+    if not (isinstance(value, float) and math.isfinite(value)):
+        raise GraphError(f"{attribute.name} {value!r} must be a finite number")
 
 
 @frozen
@@ -58,7 +58,7 @@ class Modifier(Op):
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
-        return (4, *(len(data.axes) for data in self.needs.values()))
+        return (4, *(None for _ in self.needs))  # `Data` says how many axes
 
     def resolved(self, M: int, N: int) -> Modifier:
         """This step with its alignment turned into an offset."""
@@ -110,7 +110,7 @@ def whole(s: torch.Tensor, data: Mapping[str, torch.Tensor]) -> Place:
 class SoftCap(Modifier):
     """s -> cap * tanh(s / cap): scores never leave (-cap, cap)."""
 
-    cap: float = field(converter=float, validator=positive)
+    cap: float = field(converter=number, validator=positive)
 
     def change(self, s: torch.Tensor, at: Place) -> torch.Tensor:
         return s.div_(self.cap).tanh_().mul_(self.cap)

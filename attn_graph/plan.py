@@ -61,7 +61,7 @@ class Plan:
         init=False, factory=dict
     )  # backward plans that calls asked for
 
-    def __call__(self, *tensors: torch.Tensor, **named: torch.Tensor) -> torch.Tensor | Tensors:
+    def __call__(self, /, *tensors: torch.Tensor, **named: torch.Tensor) -> torch.Tensor | Tensors:
         if named or len(tensors) != self.count:
             tensors = self.arranged(tensors, named)
         told: list[object] = []
@@ -150,7 +150,7 @@ class Plan:
         behind = backward.executable.foreseen if backward else None
         return needed(self.graph, gradients, self.executable.foreseen, behind)
 
-    def cost(self, **tensors: torch.Tensor) -> Cost:
+    def cost(self, /, **tensors: torch.Tensor) -> Cost:
         """Flops and bytes that the masks leave, and the least time on the target.
 
         Exact for masks that no tensor decides, and for others with the tensors that do, by the
@@ -161,7 +161,7 @@ class Plan:
 
         return cost(self.graph, self.target, tensors, precision=self.precision)
 
-    def verify(self, *tensors: torch.Tensor, **named: torch.Tensor) -> Verification:
+    def verify(self, /, *tensors: torch.Tensor, **named: torch.Tensor) -> Verification:
         """Run the plan on these tensors and compare with float64 by the rule of `verified`."""
         with torch.no_grad():
             given = self.arranged(tensors, named)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from attn_graph import ops
 from attn_graph.builder import Builder, Value
 from attn_graph.errors import GraphError
 from attn_graph.fused import Attention
-from attn_graph.ir import Graph
+from attn_graph.ir import Graph, check_graph
 from attn_graph.passes import narrow, simplify
 from attn_graph.replay import prune
 from attn_graph.spec import FLOATS, TensorSpec, dense_strides, memory_order
@@ -26,6 +26,7 @@ def vjp(graph: Graph, wants: Sequence[str] | None = None) -> tuple[Graph, Graph]
 
     Raises GraphError if `wants` names what is not a floating input.
     """
+    check_graph(graph, "vjp")
     graph = simplify(graph)
     more = tuple(i for i in residuals(graph) if i not in graph.outputs)
     forward = Graph(graph.inputs, graph.eqns, graph.outputs + more)
@@ -37,14 +38,17 @@ def wanted_inputs(graph: Graph, wants: Sequence[str] | None) -> tuple[int, ...]:
     """The numbers of the inputs to differentiate by."""
     if isinstance(wants, str):
         raise GraphError(f"wants {wants!r} is one name: say ({wants!r},)")
+    if not isinstance(wants, Iterable | None):
+        raise GraphError(f"wants {wants!r} is no sequence of names of inputs")
     floating = {i.name: n for n, i in enumerate(graph.inputs) if i.spec.dtype in FLOATS}
     if wants is None:
         return tuple(floating.values())
-    if unknown := [name for name in wants if name not in floating]:
+    names = tuple(wants)
+    if unknown := [str(name) for name in names if name not in tuple(floating)]:
         raise GraphError(
             f"vjp: no floating input is named {', '.join(unknown)}; there are {', '.join(floating)}"
         )
-    return tuple(floating[name] for name in wants)
+    return tuple(floating[name] for name in names)
 
 
 def residuals(graph: Graph) -> tuple[int, ...]:

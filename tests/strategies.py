@@ -225,7 +225,8 @@ def bias_specs(shape: Shape, dtype: torch.dtype) -> SearchStrategy[TensorSpec]:
 def slope_specs(shape: Shape, dtype: torch.dtype) -> SearchStrategy[TensorSpec]:
     """[H] or [B,H], in q's dtype or float32."""
     return st.tuples(
-        st.sampled_from([shape.full("h"), shape.full("bh")]), st.sampled_from([dtype, torch.float32])
+        st.sampled_from([shape.full("h"), shape.full("bh")]),
+        st.sampled_from([dtype, torch.float32]),
     ).flatmap(lambda drawn: specs(*drawn))
 
 

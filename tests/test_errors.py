@@ -118,7 +118,14 @@ BAD: dict[str, Bad] = {
         call(bias=spec(2, 3, 6, 6)),
         [["bias", "f16[2, 3, 6, 6]", "[2, 4, 6, 6]"]],
     ),
-    "the bias has too few axes": (call(bias=spec(6, 6)), [["bias", "f16[6, 6]", "2 axes", "4"]]),
+    "the bias has too few axes": (
+        call(bias=spec(6, 6)),
+        [["bias", "f16[6, 6]", "2 axes", "4", "say bias[None, None]"]],
+    ),
+    "the flags have too few axes": (
+        call(keep=spec(4, 6, 6, dtype=torch.bool)),
+        [["keep", "bool[4, 6, 6]", "3 axes", "4", "say keep[None]"]],
+    ),
     "the bias is of another dtype": (
         call(bias=spec(1, 1, 6, 6, dtype=torch.bfloat16)),
         [["bias", "bf16[1, 1, 6, 6]", "torch.float16", "torch.float32"]],
@@ -182,8 +189,9 @@ BAD: dict[str, Bad] = {
             kv_lengths=spec(5, 5, dtype=I64), alibi=spec(2, dtype=F32), nonsense=Q,
         ),
         [
-            ["batch"], ["head size", "8 and 7"], ["4 heads", "3 heads"], ["alibi f32[2]"], ["alibi", "align="],
-            ["kv_lengths", "2 axes"], ["nonsense"], ["keys", "7 and 9"],
+            ["batch"], ["head size", "8 and 7"], ["4 heads", "3 heads"], ["alibi f32[2]"],
+            ["alibi", "align="], ["kv_lengths", "2 axes"], ["Causal()"],
+            ["nonsense"], ["keys", "7 and 9"],
         ],
     ),
 }  # fmt: skip

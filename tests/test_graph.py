@@ -142,7 +142,7 @@ EXAMPLES = (
     *(Back(SoftCap(3.0)), Collect(Alibi()), ops.Scores(), ops.Mask(m.Causal()), ops.Softmax()),
     *(ops.Dropout(0.5), ops.Weigh(), ops.WeighT(), ops.Unmasked(), ops.SoftmaxGrad()),
     *(ops.SinkGrad(), ops.Add(), ops.Zeros((2, 3), "f32"), ATTENTION),
-    AttentionGrad(ATTENTION, (True,) * 7),
+    AttentionGrad(ATTENTION, (True,) * 6),
 )
 
 

@@ -84,7 +84,7 @@ LONGER: dict[str, dict[str, Any]] = {
     "window": {"mask": ag.Causal() & (ag.Window(9) | ag.Prefix(3))},
     "segments": {"segments": (NUMBERS, NUMBERS)},
     "alibi": {"alibi": True},
-    "alibi": {"alibi": ag.TensorSpec((1, 2), torch.float32)},
+    "slopes": {"alibi": ag.TensorSpec((1, 2), torch.float32)},
     "soft cap": {"soft_cap": 3.0, "mask": ag.Causal()},
     "dropout": {"dropout": 0.5},
 }
