@@ -23,7 +23,7 @@ from attn_graph.store import Store, default_store
 from attn_graph.switches import Precision, Switches, read
 from attn_graph.target import Target
 from attn_graph.torch_ops import differentiable
-from attn_graph.vjp import backward, result_spec, wanted_inputs
+from attn_graph.vjp import backward, gradient_problems, result_spec, wanted_inputs
 from attn_graph.workspace import Workspace, default_workspace
 
 if TYPE_CHECKING:
@@ -230,12 +230,17 @@ def build(graph: Graph, target: Target, options: Options, among: Backends | None
         choice.cause,
         choice.refusals,
         choice.also,
-        evolve(executable, notes=(*executable.notes, *options.notes(graph, target))),
+        evolve(executable, notes=(*executable.notes, *options.notes(graph, target), *alone(graph))),
         differentiable,
         gradient,
         target.kind == "cpu" or target == Target.here(),
         options.precision,
     )
+
+
+def alone(graph: Graph) -> Iterator[str]:
+    """Notes for a graph that has no gradient."""
+    yield from (f"runs forward alone: {text}" for text in gradient_problems(graph))
 
 
 def measured(

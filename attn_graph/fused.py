@@ -128,6 +128,10 @@ class Attention(Op):
         self.unfold(check, types)
         yield from found
 
+    def gradient_problems(self) -> Iterator[str]:
+        for modifier in self.modifiers:
+            yield from modifier.gradient_problems()
+
     def infer(self, *types: ValueType) -> tuple[ValueType, ...]:
         return self.unfold(lambda op, *given: op.infer(*given), types)
 
@@ -193,6 +197,7 @@ class AttentionGrad(Op):
     def problems(self, *types: ValueType) -> Iterator[str]:
         own, *results = self.split(types)
         yield from self.attention.problems(*own)
+        yield from self.attention.gradient_problems()
         o, lse = self.attention.infer(*own)
         for name, type_, due in zip(
             ("o", "lse", "do", "dlse"), results, (o, lse, o, lse), strict=True

@@ -45,6 +45,10 @@ class Op:
         """The types of the results. Asked even where there are problems of size, not of rank."""
         raise NotImplementedError
 
+    def gradient_problems(self) -> Iterator[str]:
+        """Why it runs forward alone; none: `pull` gives its gradient."""
+        yield from ()
+
     def run(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:  # Any: as above
         """The meaning, in torch; slow and exact."""
         raise NotImplementedError

@@ -3,7 +3,8 @@
 A modifier states its mathematics once, on a block of scores wherever that block lies: `change`
 (the step), `back` (its derivative) and `collect` (the gradient of its tensors). The reference,
 the op-by-op gradient and the blocked lowerings all run these three. A modifier that only adds
-(`additive`) may be handed to fused kernels as a block of bias.
+(`additive`) may be handed to fused kernels as a block of bias, and has the derivative 1. Any other
+one without `back` runs forward alone, and its gradient is refused.
 """
 
 from __future__ import annotations
@@ -36,11 +37,15 @@ def finite(_: object, attribute: Attribute[float], value: float) -> None:
 
 @frozen
 class Modifier(Op):
-    """s [B,H,M,N], operands -> s' [B,H,M,N]. A place at -inf is masked, and stays so."""
+    """s [B,H,M,N], operands -> s' [B,H,M,N]. A place at -inf is masked, and stays so.
+
+    One of your own is a `@final @frozen` subclass. What it says of itself is checked on a small
+    block when a graph is built with it.
+    """
 
     names = ("s",)
     additive: ClassVar[bool] = False  # s' = s + addend(at)
-    relative: ClassVar[bool] = True  # the step depends on b, h and j - i, not on i itself
+    relative: ClassVar[bool] = False  # the step depends on b, h and j - i, not on i itself
 
     @property
     def needs(self) -> dict[str, Data]:
@@ -65,15 +70,27 @@ class Modifier(Op):
         return self
 
     def change(self, s: torch.Tensor, at: Place) -> torch.Tensor:
-        """s', in the memory of s."""
+        """s', in the memory of s or in memory of its own."""
         raise NotImplementedError
 
     def back(self, ds: torch.Tensor, s: torch.Tensor, at: Place) -> torch.Tensor:
-        """The gradient of the step's input, in the memory of ds. Uses up s, the step's result."""
+        """The gradient of the step's input; s is the step's result. May use the memory of both."""
+        if not self.additive:
+            raise GraphError(*self.gradient_problems())
         return ds
 
     def collect(self, totals: Mapping[str, torch.Tensor], ds: torch.Tensor, at: Place) -> None:
         """Add this block's share of the gradient of the operands named in `totals`."""
+        raise GraphError(*self.gradient_problems())
+
+    def gradient_problems(self) -> Iterator[str]:
+        """Parts of the gradient that are not defined."""
+        who = type(self).__name__
+        if not self.additive and type(self).back is Modifier.back:
+            yield f"{who} has no gradient: it is not additive, and defines no back(ds, s, at)"
+        if self.trains and type(self).collect is Modifier.collect:
+            read = ", ".join(self.trains)
+            yield f"{who} has no gradient of {read}: it defines no collect(totals, ds, at)"
 
     def problems(self, *types: ValueType) -> Iterator[str]:
         (B, H, M, N), given = types[0].shape, types[1:]
@@ -81,6 +98,10 @@ class Modifier(Op):
         for (name, data), type_ in zip(self.needs.items(), given, strict=True):
             yield from data.problems(called(type(self)), name, type_, sizes)
         yield from problems_of(lambda: self.resolved(M, N))
+        if type(self) not in MODIFIERS:
+            from attn_graph.promises import modifier_problems  # above this floor
+
+            yield from modifier_problems(self, (B, H, M, N))
 
     def infer(self, s: ValueType, *_: ValueType) -> tuple[ValueType, ...]:
         return (s,)
@@ -98,6 +119,20 @@ class Modifier(Op):
         return (emit(Back(self), results[0], grads[0], *operands[1:])[0], *found)
 
 
+def change_(modifier: Modifier, s: torch.Tensor, at: Place) -> None:
+    """s -> s' in the memory of s, wherever `change` puts its result."""
+    changed = modifier.change(s, at)
+    if changed is not s:
+        s.copy_(changed)
+
+
+def back_(modifier: Modifier, ds: torch.Tensor, s: torch.Tensor, at: Place) -> None:
+    """ds of a step's result s -> ds of what it changed, in the memory of ds. Uses up s."""
+    given = modifier.back(ds, s, at)
+    if given is not ds:
+        ds.copy_(given)
+
+
 def whole(s: torch.Tensor, data: Mapping[str, torch.Tensor]) -> Place:
     """Every place of a full score array."""
     B, H, M, N = s.shape
@@ -110,6 +145,7 @@ def whole(s: torch.Tensor, data: Mapping[str, torch.Tensor]) -> Place:
 class SoftCap(Modifier):
     """s -> cap * tanh(s / cap): scores never leave (-cap, cap)."""
 
+    relative = True
     cap: float = field(converter=number, validator=positive)
 
     def change(self, s: torch.Tensor, at: Place) -> torch.Tensor:
@@ -126,7 +162,6 @@ class Bias(Modifier):
     """s -> s + bias; bias [B,H,M,N], each axis full or 1, in q's dtype or float32."""
 
     additive = True
-    relative = False
 
     @property
     def needs(self) -> dict[str, Data]:

@@ -18,6 +18,7 @@ from attn_graph.ir import Emit, Gradients, Op, Values
 from attn_graph.keys import Place
 from attn_graph.modifiers import INF, finite, whole
 from attn_graph.philox import counters, keep_
+from attn_graph.promises import mask_problems
 from attn_graph.spec import DTYPES, FLOATS, NAMES, ValueType, accumulator, number
 
 
@@ -90,6 +91,7 @@ class Mask(Op):
         sizes = {"b": B, "h": H, "i": M, "j": N}
         for (name, data), type_ in zip(self.mask.needs.items(), given, strict=True):
             yield from data.problems("mask", name, type_, sizes)
+        yield from mask_problems(self.mask, (B, H, M, N))
         yield from problems_of(lambda: canonical_mask(self.mask, M, N))
 
     def infer(self, s: ValueType, *given: ValueType) -> tuple[ValueType]:

@@ -16,6 +16,7 @@ from attn_graph.memory import Memory
 from attn_graph.reference import Verification, verified
 from attn_graph.spec import FLOATS, NAMES, TensorSpec
 from attn_graph.target import Target
+from attn_graph.vjp import gradient_problems
 
 if TYPE_CHECKING:  # and imported where they are used: calls ask for none of it
     from attn_graph.cost import Cost
@@ -137,9 +138,14 @@ class Plan:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether there is something to differentiate by, and this is no gradient itself."""
+        """Whether there is something to differentiate by, every step has a derivative, and this is
+        no gradient itself."""
         floating = any(i.spec.dtype in FLOATS for i in self.graph.inputs)
-        return floating and not any(isinstance(eqn.op, AttentionGrad) for eqn in self.graph.eqns)
+        return (
+            floating
+            and not gradient_problems(self.graph)
+            and not any(isinstance(eqn.op, AttentionGrad) for eqn in self.graph.eqns)
+        )
 
     def memory(self) -> Memory:
         """Bytes that a call will need, known before it runs."""

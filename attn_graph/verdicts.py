@@ -15,6 +15,7 @@ from attn_graph.fused import AttentionGrad
 from attn_graph.ir import Graph
 from attn_graph.planner import BACKENDS, tried
 from attn_graph.target import Target
+from attn_graph.vjp import gradient_problems
 
 Among = Sequence[Backend] | None
 Read = Callable[[Question], Graph]  # the graph of a question that is looked at: either pass
@@ -35,7 +36,7 @@ def explained(
     simple = question.forward()
     forward, ahead = verdict(question, Question.forward, target, among)
     backward, behind, gradients = None, None, 0
-    if question.wants and not is_gradient(simple):
+    if question.wants and not is_gradient(simple) and not gradient_problems(simple):
         backward, behind = verdict(question, Question.backward, target, among)
         gradients = sum(t.bytes for t in backward.graph.output_types)
     return evolve(

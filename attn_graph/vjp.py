@@ -24,7 +24,8 @@ def vjp(graph: Graph, wants: Sequence[str] | None = None) -> tuple[Graph, Graph]
     Residuals are named as `forward` names them; cotangents `d` and the output's name. Both are
     declared as the outputs are: o in the memory order of q, all else in C order.
 
-    Raises GraphError if `wants` names what is not a floating input.
+    Raises GraphError if `wants` names what is not a floating input, or for a step of one's own that
+    defines no gradient.
     """
     check_graph(graph, "vjp")
     graph = simplify(graph)
@@ -49,6 +50,17 @@ def wanted_inputs(graph: Graph, wants: Sequence[str] | None) -> tuple[int, ...]:
             f"vjp: no floating input is named {', '.join(unknown)}; there are {', '.join(floating)}"
         )
     return tuple(floating[name] for name in names)
+
+
+def gradient_problems(graph: Graph) -> tuple[str, ...]:
+    """Why a graph runs forward alone; none: it has a gradient."""
+    return tuple(dict.fromkeys(text for eqn in graph.eqns for text in eqn.op.gradient_problems()))
+
+
+def check_gradient(graph: Graph) -> None:
+    """Raise GraphError for a graph that runs forward alone."""
+    if problems := gradient_problems(graph):
+        raise GraphError(*problems)
 
 
 def residuals(graph: Graph) -> tuple[int, ...]:
@@ -84,6 +96,7 @@ def value_names(graph: Graph) -> dict[int, str]:
 
 def backward(graph: Graph, wants: Sequence[int], cotangents: Sequence[TensorSpec | None]) -> Graph:
     """The backward of a simplified graph for some inputs; an output without cotangent has zero."""
+    check_gradient(graph)
     b, types, names = Builder(), graph.types, value_names(graph)
     values = {n: b.input(i.name, i.spec) for n, i in enumerate(graph.inputs)}
     for i in residuals(graph):

@@ -150,7 +150,8 @@ def test_hundreds_of_leaves_are_joined_planned_and_read_again(kind: str) -> None
     leaves: list[m.Mask] = [ag.Keep(name) for name in names]
     mask = reduce(lambda a, b: a & b if kind == "&" else a | b, leaves)
     flags = ag.TensorSpec((1, 1, 1, 6), torch.bool)
-    graph = ag.attention(X, X, X, mask=mask, **dict[str, Any].fromkeys(names, flags))
+    more: dict[str, Any] = dict.fromkeys(names, flags)
+    graph = ag.attention(X, X, X, mask=mask, **more)
     assert ag.parse(str(graph)) == graph
     assert parse_mask(str(mask)) == mask
     tensors = tensors_for(graph, 3)
