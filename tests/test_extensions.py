@@ -32,7 +32,8 @@ class Exponential(Modifier):
     """exp(s / 4), in memory of its own, as its derivative."""
 
     def change(self, s: torch.Tensor, at: ag.Place) -> torch.Tensor:
-        return (s * 0.25).exp()
+        changed: torch.Tensor = (s * 0.25).exp()
+        return changed
 
     def back(self, ds: torch.Tensor, s: torch.Tensor, at: ag.Place) -> torch.Tensor:
         return ds * s * 0.25
@@ -65,12 +66,12 @@ class Rows(Modifier):
 @final
 @frozen
 class Shifted(Modifier):
-    """Every seventh query adds j / 50: something, that fused kernels may add, by i."""
+    """Every seventh query adds j / 50; nothing is said of what the step depends on."""
 
     additive = True
 
     def change(self, s: torch.Tensor, at: ag.Place) -> torch.Tensor:
-        return s + (at.i % 7 == 0).to(torch.float32) * at.j * 0.02
+        return s.add_((at.i % 7 == 0).to(torch.float32) * at.j * 0.02)
 
 
 @final
@@ -140,6 +141,14 @@ def test_a_modifier_of_ones_own_is_computed_as_it_says(modifier: Modifier) -> No
     due_grads = torch.autograd.grad(due, exact, cotangent.double())
     for grad, due_grad in zip(torch.autograd.grad(o, given, cotangent), due_grads, strict=True):
         assert (grad - due_grad).abs().max() < 2e-5 * max(1.0, float(due_grad.abs().max()))
+
+
+@pytest.mark.skipif(BACKEND != "math", reason="tiles are folded along the diagonal on CPUs alone")
+def test_a_step_that_depends_on_i_is_not_moved_along_the_diagonal() -> None:
+    x = ag.TensorSpec((1, 2, 1024, 8), torch.float32)
+    graph = graph_of(Shifted(), x=x)
+    plan, tensors = ag.compile(graph, target=CPU, backends=("math",)), tensors_for(graph, 1)
+    assert plan.verify(*tensors).ok
 
 
 def test_what_fused_kernels_add_has_the_axes_that_the_definitions_use() -> None:
