@@ -33,7 +33,7 @@ FAILURES = (RuntimeError, TypeError, ValueError)  # what tensors raise where a n
 
 def mask_problems(mask: Mask, sizes: Sizes) -> Iterator[str]:
     """What leaves of one's own, among the parts of a mask, say wrongly."""
-    if isinstance(mask, And | Or | Not):
+    if isinstance(mask, (And, Or, Not)):
         for part in mask.parts:
             yield from mask_problems(part, sizes)
     elif type(mask) not in LEAVES:
