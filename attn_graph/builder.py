@@ -65,7 +65,7 @@ class Value:
         more = (*given, *(lengths[name] for name in ragged))
         return self.attempt(lambda: Alibi(slopes is None, align, ragged, per_batch), *more)
 
-    def mask(self, mask: masks.Mask, **data: Value) -> Value:
+    def mask(self, mask: masks.Mask, /, **data: Value) -> Value:
         """Scores s -> s where `mask` keeps them, else -inf; `data` is what the mask reads."""
         if not isinstance(mask, masks.Mask):
             return self.attempt(lambda: ops.Mask(mask))
@@ -146,7 +146,7 @@ class Builder:
         """Remember what is wrong with an equation; raise where its results can have no types."""
         misfits = rank_problems(op, types)
         self.problem(*(misfits or op.problems(*types)))
-        if rank_problems(op, types[: op.reads], partial=True) or len(types) < op.reads:
+        if rank_problems(op, types[: op.reads], partial=True) or len(types) != len(op.ranks):
             self.check()
 
     def own(self, value: Value) -> Value:
@@ -197,7 +197,7 @@ def rank_problems(op: Op, types: Sequence[ValueType], *, partial: bool = False) 
     ]
 
 
-def graph(fn: Callable[..., Value | tuple[Value, ...]], **specs: TensorSpec) -> Graph:
+def graph(fn: Callable[..., Value | tuple[Value, ...]], /, **specs: TensorSpec) -> Graph:
     """Trace `fn`, called with one value per input, into a graph.
 
     >>> def attend(q, k, v):
@@ -256,14 +256,16 @@ def attention(
     """
     b = Builder()
     slopes = None if isinstance(alibi, bool) else alibi
-    given = {"q": q, "k": k, "v": v, "bias": bias, "slopes": slopes, "keep": keep}
+    given = {"bias": bias, "alibi": slopes, "keep": keep}
     given |= {"kv_lengths": kv_lengths, "q_lengths": q_lengths, "sinks": sinks}
     if segments is not None:
-        given["q_segments"], given["kv_segments"] = segments
+        given["q_segments"], given["kv_segments"] = two_segments(segments)
     if dropout:
         given["seed"] = given["offset"] = TensorSpec((), torch.int64)
-    x = {name: b.input(name, s) for name, s in (given | data).items() if s is not None}
-    b.problem(*dtype_problems(q, v, bias))
+    specs = {"q": q, "k": k, "v": v}
+    specs |= {name: spec for name, spec in (given | data).items() if spec is not None}
+    x = {name: b.input(name, spec) for name, spec in specs.items()}
+    b.problem(*dtype_problems(q, v, bias=bias, alibi=slopes, sinks=sinks))
     whole = b.attempt(lambda: whole_mask(mask, x, align))
     s = scores(x["q"], x["k"], scale=scale)
     if soft_cap is not None:
@@ -272,7 +274,7 @@ def attention(
         s = s.bias(x["bias"])
     if alibi is not None and alibi is not False:
         moved = {n: x[n] for n in masks.ragged_in(x) if align == "bottom_right"}
-        s = s.alibi(x.get("slopes"), align=align, **moved)
+        s = s.alibi(x.get("alibi"), align=align, **moved)
     if whole is not None:
         s = s.mask(whole, **{name: x[name] for name in whole.needs if name in x})
     for name in sorted(data.keys() - (whole.needs if whole else {}).keys()):
@@ -284,12 +286,23 @@ def attention(
     return b.build(*((o, lse) if stats else (o,)))
 
 
-def dtype_problems(q: TensorSpec, v: TensorSpec, bias: TensorSpec | None) -> Iterator[str]:
+def two_segments(segments: object) -> tuple[TensorSpec, TensorSpec]:
+    """The numbers of queries and those of keys. Raises GraphError for one spec, say."""
+    match segments:
+        case TensorSpec() as q, TensorSpec() as kv:
+            return q, kv
+    raise GraphError(
+        f"attention: segments {segments!r} are not two specs; say (q_segments, kv_segments)"
+    )
+
+
+def dtype_problems(q: TensorSpec, v: TensorSpec, **more: TensorSpec | None) -> Iterator[str]:
     """What single steps can't see: they know scores and weights, which are in float32 or wider."""
     if v.dtype != q.dtype:
         yield f"attention: q {q} and v {v} disagree in dtype, {q.dtype} and {v.dtype}"
-    if bias is not None and bias.dtype in FLOATS and bias.dtype not in (q.dtype, torch.float32):
-        yield f"attention: bias {bias} must be of q's {q.dtype} or of {torch.float32}"
+    for name, x in more.items():
+        if x is not None and x.dtype in FLOATS and x.dtype not in (q.dtype, torch.float32):
+            yield f"attention: {name} {x} must be of q's {q.dtype} or of {torch.float32}"
 
 
 def whole_mask(

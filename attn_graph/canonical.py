@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from functools import reduce
-
 from attn_graph.keys import Block, both
-from attn_graph.masks import And, Band, Join, Mask, Not, Or, ragged_in
+from attn_graph.masks import And, Band, Join, Mask, Not, Or, joined, ragged_in
 
 EVERYTHING = Band()
 
@@ -38,16 +36,19 @@ def flattened(mask: Mask, M: int, N: int) -> Mask:
             parts = sorted(dict.fromkeys(flat(mask, type(mask), M, N)), key=str)
             if isinstance(mask, And):
                 parts = met(parts)
-            return reduce(type(mask), parts)
+            return joined(type(mask), parts)
         case _:
             return mask
 
 
 def trimmed(low: int | None, high: int | None, M: int, N: int) -> Band:
-    """A band without the bounds that no place reaches: j - i is from 1 - M to N - 1."""
+    """A band without the bounds that no place reaches: j - i is from 1 - M to N - 1.
+
+    Bounds that leave nothing are brought as near as they go, since integers of tensors end.
+    """
     return Band(
-        None if low is None or low <= 1 - M else low,
-        None if high is None or high >= N - 1 else high,
+        None if low is None or low <= 1 - M else min(low, N),
+        None if high is None or high >= N - 1 else max(high, -M),
     )
 
 

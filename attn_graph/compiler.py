@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from attrs import evolve
 
@@ -15,7 +15,7 @@ from attn_graph.backend import Backend, Executable, Fallback, Options
 from attn_graph.cache import Cache, CacheInfo
 from attn_graph.errors import GraphError
 from attn_graph.fused import AttentionGrad
-from attn_graph.ir import Graph
+from attn_graph.ir import Graph, check_graph
 from attn_graph.memory import in_bytes
 from attn_graph.passes import simplify
 from attn_graph.plan import Plan
@@ -25,7 +25,7 @@ from attn_graph.store import Store, default_store
 from attn_graph.switches import Precision, Switches, read
 from attn_graph.target import Target
 from attn_graph.torch_ops import differentiable
-from attn_graph.vjp import backward, result_spec, wanted_inputs
+from attn_graph.vjp import backward, gradient_problems, result_spec, wanted_inputs
 from attn_graph.workspace import Workspace, default_workspace
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ CAPACITY = 1024  # plans; one is a few kilobytes
 
 Backends = tuple[str | Backend, ...]
 Value = TypeVar("Value")
+Switch = Literal[True, False]
 
 calls: Cache[Plan] = Cache(4 * CAPACITY)  # what `compile` was asked, word for word
 plans: Cache[Plan] = Cache(CAPACITY)  # by simplified graph
@@ -84,22 +85,22 @@ def compile(
     Raises NoBackendError, with every backend's reasons, where none takes the graph; GraphError for
     an option that means nothing.
     """
-    among = preferred.get() if backends is None else tuple(backends)
-    shunned = (avoided.get() if backends is None else ()) + tuple(avoid)
+    among = preferred.get() if backends is None else listed("backends", backends)
+    shunned = (avoided.get() if backends is None else ()) + listed("avoid", avoid)
     switches, where = read(), Target.here() if target is None else target
     asked = (
         graph, where, among, shunned, deterministic, precision, on_fallback, max_workspace,
         workspace, store, tune, switches,
     )  # fmt: skip
-    plan = calls.get(asked) if isinstance(graph, Graph) else None
+    plan = known(asked) if isinstance(graph, Graph) else None
     if plan is None:
         check_graph(graph, "compile")
         place = place_of(where)
         options = Options(
-            workspace=workspace or default_workspace(),
+            workspace=workspace_of(workspace),
             store=store_of(store),
             on_fallback=one_of("on_fallback", on_fallback, Fallback),
-            tune=tune,
+            tune=one_of("tune", tune, Switch),
             **constraints(place, switches, shunned, deterministic, precision, max_workspace),
         )
         plan = planned(simplify(graph), place, options, among)
@@ -133,8 +134,8 @@ def explain(
     from attn_graph.verdicts import explained
 
     check_graph(graph, "explain")
-    among = preferred.get() if backends is None else tuple(backends)
-    shunned = (avoided.get() if backends is None else ()) + tuple(avoid)
+    among = preferred.get() if backends is None else listed("backends", backends)
+    shunned = (avoided.get() if backends is None else ()) + listed("avoid", avoid)
     place = place_of(target)
     options = Options(
         store=store_of(store),
@@ -154,7 +155,7 @@ def constraints(
 ) -> dict[str, Any]:  # Any: fields of Options
     """What is asked of whoever runs a graph, PyTorch's switches among it."""
     return {
-        "deterministic": deterministic or switches.deterministic,
+        "deterministic": one_of("deterministic", deterministic, Switch) or switches.deterministic,
         "max_workspace": None if max_workspace is None else in_bytes(max_workspace),
         "precision": one_of(
             "precision",
@@ -166,18 +167,33 @@ def constraints(
     }
 
 
+def known(asked: object) -> Plan | None:
+    """The plan of a call that was made before; None for arguments that mean nothing, too."""
+    try:
+        return calls.get(asked)
+    except TypeError:  # what has no hash is no option, and is refused when it is read
+        return None
+
+
+def listed(name: str, backends: Sequence[str | Backend]) -> Backends:
+    """Several backends as a tuple. Raises GraphError for one alone, or for none."""
+    if isinstance(backends, str | Backend) or not isinstance(backends, Iterable):
+        raise GraphError(f"{name}={backends!r} is no sequence of backends; say ({backends!r},)")
+    return tuple(backends)
+
+
+def workspace_of(workspace: Workspace | None) -> Workspace:
+    """The workspace that is meant. Raises GraphError for what is none."""
+    if workspace is not None and not isinstance(workspace, Workspace):
+        raise GraphError(f"workspace {workspace!r} is no Workspace; bytes are for max_workspace")
+    return workspace or default_workspace()
+
+
 def planned(graph: Graph, target: Target, options: Options, among: Backends | None) -> Plan:
     """The plan of a simplified graph, built unless it is known."""
     return plans.built(
         (graph, target, options, among), lambda: build(graph, target, options, among)
     )
-
-
-def check_graph(graph: object, name: str) -> None:
-    if not isinstance(graph, Graph):
-        raise GraphError(
-            f"{name}: expected a Graph, got {type(graph).__name__}; see attention and graph"
-        )
 
 
 def place_of(target: Target | str | None) -> Target:
@@ -231,11 +247,16 @@ def build(graph: Graph, target: Target, options: Options, among: Backends | None
         choice.cause,
         choice.refusals,
         choice.also,
-        evolve(executable, notes=(*executable.notes, *options.notes(graph, target))),
+        evolve(executable, notes=(*executable.notes, *options.notes(graph, target), *alone(graph))),
         differentiable,
         gradient,
         options.precision,
     )
+
+
+def alone(graph: Graph) -> Iterator[str]:
+    """Notes for a graph that has no gradient."""
+    yield from (f"runs forward alone: {text}" for text in gradient_problems(graph))
 
 
 def measured(

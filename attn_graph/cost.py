@@ -31,7 +31,7 @@ from attn_graph.masks import Mask
 from attn_graph.memory import shown
 from attn_graph.spec import FLOATS, NAMES, TensorSpec, ValueType
 from attn_graph.target import Target
-from attn_graph.vjp import training_gradient
+from attn_graph.vjp import gradient_problems, training_gradient
 
 HELD = 256  # counts of masks
 
@@ -138,7 +138,8 @@ def cost(
     given = named(graph, tensors or {})
     forward = tuple(shares(graph, given))
     gradient = any(isinstance(eqn.op, AttentionGrad) for eqn in graph.eqns)
-    trains = not gradient and any(i.spec.dtype in FLOATS for i in graph.inputs)
+    trains = not gradient and not gradient_problems(graph)
+    trains = trains and any(i.spec.dtype in FLOATS for i in graph.inputs)
     backward = training_gradient(graph, wants) if trains and wants != () else None
     return Cost(
         sum(share.pairs for share in forward),

@@ -9,9 +9,10 @@ import torch
 from attrs import field, frozen
 
 from attn_graph import masks, ops
+from attn_graph.errors import GraphError
 from attn_graph.ir import Emit, Gradients, Op, Values
 from attn_graph.modifiers import INF, Modifier, finite, whole
-from attn_graph.spec import ValueType
+from attn_graph.spec import ValueType, number
 
 T = TypeVar("T")
 
@@ -47,11 +48,11 @@ class Attention(Op):
     The chain scores, modifiers, mask, softmax, dropout, weigh; `unfold` spells it out.
     """
 
-    scale: float = field(default=1.0, converter=float, validator=finite)
+    scale: float = field(default=1.0, converter=number, validator=finite)
     modifiers: tuple[Modifier, ...] = field(default=(), converter=in_order)
     mask: masks.Mask | None = None
     sinks: bool = field(default=False, converter=bool)
-    dropout: float = field(default=0.0, converter=float)
+    dropout: float = field(default=0.0, converter=number, validator=ops.share)
     names = ("o", "lse")
 
     @property
@@ -127,6 +128,10 @@ class Attention(Op):
         self.unfold(check, types)
         yield from found
 
+    def gradient_problems(self) -> Iterator[str]:
+        for modifier in self.modifiers:
+            yield from modifier.gradient_problems()
+
     def infer(self, *types: ValueType) -> tuple[ValueType, ...]:
         return self.unfold(lambda op, *given: op.infer(*given), types)
 
@@ -163,6 +168,11 @@ class AttentionGrad(Op):
     with_do: bool = True
     with_dlse: bool = False
 
+    def __attrs_post_init__(self) -> None:
+        given, needed = len(self.wants), len(self.attention.ranks)
+        if given != needed:
+            raise GraphError(f"attention_grad: {given} wants for {needed} operands; say each")
+
     @property
     def names(self) -> tuple[str, ...]:  # type: ignore[override]  # a class's constant elsewhere
         named = zip(self.attention.roles, self.wants, strict=True)
@@ -187,6 +197,7 @@ class AttentionGrad(Op):
     def problems(self, *types: ValueType) -> Iterator[str]:
         own, *results = self.split(types)
         yield from self.attention.problems(*own)
+        yield from self.attention.gradient_problems()
         o, lse = self.attention.infer(*own)
         for name, type_, due in zip(
             ("o", "lse", "do", "dlse"), results, (o, lse, o, lse), strict=True

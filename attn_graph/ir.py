@@ -9,6 +9,7 @@ from typing import Any, ClassVar, final
 import torch
 from attrs import frozen
 
+from attn_graph.errors import GraphError
 from attn_graph.spec import TensorSpec, ValueType
 
 # Values are handles of whoever builds the graph, so that the IR needs to know nothing of builders.
@@ -44,6 +45,10 @@ class Op:
         """The types of the results. Asked even where there are problems of size, not of rank."""
         raise NotImplementedError
 
+    def gradient_problems(self) -> Iterator[str]:
+        """Why it runs forward alone; none: `pull` gives its gradient."""
+        yield from ()
+
     def run(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:  # Any: as above
         """The meaning, in torch; slow and exact."""
         raise NotImplementedError
@@ -51,6 +56,14 @@ class Op:
     def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
         """Emit the gradient of each operand; None for what has none. A None in grads is zero."""
         raise NotImplementedError
+
+
+def check_graph(graph: object, name: str) -> None:
+    """Raise GraphError for what is no graph."""
+    if not isinstance(graph, Graph):
+        raise GraphError(
+            f"{name}: expected a Graph, got {type(graph).__name__}; see attention and graph"
+        )
 
 
 def called(op: type[Op]) -> str:
@@ -89,6 +102,15 @@ class Graph:
     inputs: tuple[Input, ...]
     eqns: tuple[Eqn, ...]
     outputs: tuple[int, ...]
+
+    def __attrs_post_init__(self) -> None:
+        count = len(self.inputs)
+        for n, eqn in enumerate(self.eqns):
+            if any(not 0 <= i < count for i in eqn.args):
+                raise GraphError(f"graph: equation {n} reads {eqn.args} of {count} values so far")
+            count += len(eqn.outs)
+        if any(not 0 <= i < count for i in self.outputs):
+            raise GraphError(f"graph: outputs {self.outputs} of {count} values")
 
     @property
     def types(self) -> tuple[ValueType, ...]:

@@ -8,6 +8,8 @@ from typing import Any, final
 import torch
 from attrs import evolve, field, frozen
 
+from attn_graph.errors import GraphError
+
 Term = Any  # an integer, a tensor, or a symbol of generated code: what Python's operators take
 
 
@@ -189,7 +191,7 @@ class Place:
 
         An axis of size 1 is broadcast. Indices that are this place's own are slices, not gathers.
         """
-        tensor = self.data[name]
+        tensor = self.tensor(name, len(index))
         own = [axis for x in index for axis, y in enumerate(self.axes) if x is y]
         if self.ranges is not None and len(own) == len(index) and own == sorted(set(own)):
             slots: list[slice | None] = [None] * 4
@@ -198,6 +200,19 @@ class Place:
                 slots[axis] = slice(None) if n == 1 else slice(r.start, r.stop)
             return tensor[tuple(slots)]
         return tensor[tuple(0 if n == 1 else x for x, n in zip(index, tensor.shape, strict=True))]
+
+    def tensor(self, name: str, indices: int) -> Term:
+        """A tensor that is read. Raises GraphError for another number of indices than of axes."""
+        if name not in self.data:
+            known = ", ".join(self.data) or "nothing"
+            raise GraphError(f"load: {name!r} is not among what `needs` names, {known}")
+        tensor = self.data[name]
+        if indices != len(tensor.shape):
+            raise GraphError(
+                f"load: {name!r} has {len(tensor.shape)} axes, and {indices} indices are given; "
+                f"say at.load({name!r}, at.b, at.h), for one [B,H]"
+            )
+        return tensor
 
     def among(self, values: Sequence[float], index: Term) -> Term:
         """values[index], in float32."""

@@ -1,102 +1,46 @@
-"""Which keys a query sees, as data: leaves joined with `&`, `|` and `~`.
-
-A leaf says three things. `keep` is its meaning, exact, at one place. For a block of queries,
-`span` is every key that some query of the block may keep (never too small) and `surely` is keys
-that all of them keep (never too large). For the joins all three follow, so whether a tile is
-empty, full or mixed is known for every expression, on every backend. A leaf that is a strip along
-the diagonal may say so by `strip`, and spares kernels a list of tiles.
-"""
+"""Which keys a query sees, as data: the leaves, which `&`, `|` and `~` join."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import ClassVar, Literal, final
+from typing import final
 
 import torch
 from attrs import Attribute, evolve, field, frozen
 
 from attn_graph.errors import GraphError
+from attn_graph.joins import Align, And, Data, Join, Mask, Not, Or, is_mask, joined
 from attn_graph.keys import Block, Keys, Place, Strip, Term
-from attn_graph.spec import INTEGERS, ValueType
+from attn_graph.spec import integer
 
-Align = Literal["top_left", "bottom_right"]
+__all__ = [
+    "LEAVES",
+    "LENGTHS",
+    "Align",
+    "And",
+    "Band",
+    "Causal",
+    "Data",
+    "Diagonal",
+    "Join",
+    "Keep",
+    "KeyLengths",
+    "Mask",
+    "Not",
+    "Or",
+    "Prefix",
+    "QueryLengths",
+    "SameSegment",
+    "Window",
+    "alignment",
+    "is_mask",
+    "joined",
+    "names",
+    "offset",
+    "ragged_in",
+]
+FARTHEST = 2**63 - 1  # positions: the largest integer of a tensor
 LENGTHS = ("kv_lengths", "q_lengths")  # the names that say where each sequence of a batch ends
-
-
-@final
-@frozen
-class Data:
-    """A tensor that a mask reads: its axes, letters of "bhij", and the dtypes it may have."""
-
-    axes: str
-    dtypes: tuple[torch.dtype, ...] = INTEGERS
-    broadcasts: bool = False  # whether an axis may be 1 instead of full
-
-    def problems(self, who: str, name: str, type_: ValueType, sizes: dict[str, int]) -> list[str]:
-        full = tuple(sizes[x] for x in self.axes)
-        fits = len(type_.shape) == len(full) and all(
-            n == m or (self.broadcasts and n == 1) for n, m in zip(type_.shape, full, strict=False)
-        )
-        found = [] if fits else [f"{who}: {name} {type_} does not fit {self.axes} = {list(full)}"]
-        if type_.dtype not in self.dtypes:
-            found.append(f"{who}: {name} {type_} must be of {' or '.join(map(str, self.dtypes))}")
-        return found
-
-
-@frozen
-class Mask:
-    """A boolean expression of (b, h, i, j). A leaf of your own is a `@final @frozen` subclass."""
-
-    relative: ClassVar[bool] = False  # whether `keep` depends on j - i alone
-
-    @property
-    def needs(self) -> dict[str, Data]:
-        """The tensors that `keep` reads, by name."""
-        return {}
-
-    def keep(self, at: Place) -> Term:
-        """Whether query at.i sees key at.j. Written with operators only, so it takes ints too."""
-        raise NotImplementedError
-
-    def span(self, block: Block) -> Keys:
-        """Keys that hold all that any query of the block keeps; all keys if unsure."""
-        return block.all
-
-    def surely(self, block: Block) -> Keys:
-        """Keys that every query of the block keeps; none if unsure."""
-        return block.none
-
-    def strip(self, at: Place) -> Strip | None:
-        """This mask as a strip along the diagonal, if it is one: kernels need no list then."""
-        return None
-
-    def aligned(self, align: Align | None) -> Mask:
-        """This mask with `align` where it compares positions and says nothing itself."""
-        return self
-
-    def resolved(self, M: int, N: int, ragged: tuple[str, ...]) -> Mask:
-        """This mask with alignments turned into offsets. Raises GraphError where none was said."""
-        return self
-
-    def picture(self, M: int, N: int, **data: torch.Tensor) -> str:
-        """Which of M x N places are kept, as text; data: what the mask reads. See `pictures`."""
-        from attn_graph.pictures import picture  # above this floor, as for printing
-
-        return picture(self, M, N, data=data)
-
-    def __and__(self, other: Mask) -> Mask:
-        return And(self, other)
-
-    def __or__(self, other: Mask) -> Mask:
-        return Or(self, other)
-
-    def __invert__(self) -> Mask:
-        return Not(self)
-
-    def __str__(self) -> str:
-        from attn_graph.text import show_value  # above this floor; printing looks up
-
-        return show_value(self)
 
 
 def names(values: Iterable[str]) -> tuple[str, ...]:
@@ -105,31 +49,37 @@ def names(values: Iterable[str]) -> tuple[str, ...]:
 
 def whole(value: float | None) -> int | None:
     """A bound as an int; None stays None, and 2.5 is refused rather than rounded."""
-    if value is None:
-        return None
-    if not float(value).is_integer():
+    bound = None if value is None else integer(value)
+    if bound is None and value is not None:
         raise GraphError(f"mask: the bound {value!r} is not a whole number of positions")
-    return int(value)
+    return bound
+
+
+def reachable(value: float | None) -> int | None:
+    """A bound that a tensor of positions can be compared with."""
+    bound = whole(value)
+    if bound is not None and abs(bound) > FARTHEST:
+        raise GraphError(f"mask: the bound {bound} is farther than {FARTHEST}; None is unbounded")
+    return bound
+
+
+def nearer(value: float | None) -> int | None:
+    """A bound, moved to where it means the same and its sum with a position is an integer too."""
+    bound = whole(value)
+    return None if bound is None else max(-FARTHEST // 2, min(FARTHEST // 2, bound))
 
 
 def count(value: float) -> int:
     """A number of positions, at least 0."""
-    found = whole(value)
-    if found is None or found < 0:
-        raise GraphError(f"mask: Prefix({value}) is negative; a length is at least 0")
-    return found
+    length = reachable(value)
+    if length is None or length < 0:
+        raise GraphError(f"mask: Prefix({value}) is no length; a length is at least 0")
+    return length
 
 
 def alignment(_: object, __: Attribute[Align | None], value: object) -> None:
     if value not in (None, "top_left", "bottom_right"):
         raise GraphError(f'mask: align {value!r} is neither "top_left" nor "bottom_right"')
-
-
-def is_mask(_: object, __: object, value: Mask) -> None:
-    if not isinstance(value, Mask):
-        raise GraphError(
-            f"mask: {value!r} is no mask; write Causal(), say, or Causal() & Window(64)"
-        )
 
 
 def offset(align: Align | None, M: int, N: int, who: object) -> int:
@@ -150,8 +100,8 @@ class Band(Mask):
     i' is i, or, where `ragged` names lengths, i + kv_lengths[b] - q_lengths[b].
     """
 
-    low: int | None = field(default=None, converter=whole)
-    high: int | None = field(default=None, converter=whole)
+    low: int | None = field(default=None, converter=nearer)
+    high: int | None = field(default=None, converter=nearer)
     ragged: tuple[str, ...] = field(default=(), converter=names)
 
     @property
@@ -263,8 +213,8 @@ class Window(Diagonal):
     None is unbounded. A bound may be negative as long as left + right >= 0.
     """
 
-    left: int | None = field(converter=whole)
-    right: int | None = field(default=0, converter=whole)
+    left: int | None = field(converter=reachable)
+    right: int | None = field(default=0, converter=reachable)
     align: Align | None = field(default=None, validator=alignment)
 
     def __attrs_post_init__(self) -> None:
@@ -400,98 +350,6 @@ class Keep(Mask):
         if flags is None or 0 in flags.shape:
             return block.none
         return Keys.where(flags.flatten(0, 2).all(0).expand(block.N))
-
-
-@frozen
-class Join(Mask):
-    """Abstract: a mask made of masks."""
-
-    @property
-    def parts(self) -> tuple[Mask, ...]:
-        raise NotImplementedError
-
-    @property
-    def relative(self) -> bool:  # type: ignore[override]  # a leaf's constant
-        return all(part.relative for part in self.parts)
-
-    @property
-    def needs(self) -> dict[str, Data]:
-        return {name: data for part in self.parts for name, data in part.needs.items()}
-
-    def aligned(self, align: Align | None) -> Mask:
-        return type(self)(*(part.aligned(align) for part in self.parts))
-
-    def resolved(self, M: int, N: int, ragged: tuple[str, ...]) -> Mask:
-        return type(self)(*(part.resolved(M, N, ragged) for part in self.parts))
-
-
-@final
-@frozen
-class And(Join):
-    """Both masks keep it."""
-
-    a: Mask = field(validator=is_mask)
-    b: Mask = field(validator=is_mask)
-
-    @property
-    def parts(self) -> tuple[Mask, ...]:
-        return self.a, self.b
-
-    def keep(self, at: Place) -> Term:
-        return self.a.keep(at) & self.b.keep(at)
-
-    def strip(self, at: Place) -> Strip | None:
-        a, b = self.a.strip(at), self.b.strip(at)
-        return None if a is None or b is None else a & b
-
-    def span(self, block: Block) -> Keys:
-        return self.a.span(block) & self.b.span(block)
-
-    def surely(self, block: Block) -> Keys:
-        return self.a.surely(block) & self.b.surely(block)
-
-
-@final
-@frozen
-class Or(Join):
-    """One of the masks keeps it, or both."""
-
-    a: Mask = field(validator=is_mask)
-    b: Mask = field(validator=is_mask)
-
-    @property
-    def parts(self) -> tuple[Mask, ...]:
-        return self.a, self.b
-
-    def keep(self, at: Place) -> Term:
-        return self.a.keep(at) | self.b.keep(at)
-
-    def span(self, block: Block) -> Keys:
-        return self.a.span(block) | self.b.span(block)
-
-    def surely(self, block: Block) -> Keys:
-        return self.a.surely(block) | self.b.surely(block)
-
-
-@final
-@frozen
-class Not(Join):
-    """The mask does not keep it."""
-
-    a: Mask = field(validator=is_mask)
-
-    @property
-    def parts(self) -> tuple[Mask, ...]:
-        return (self.a,)
-
-    def keep(self, at: Place) -> Term:
-        return self.a.keep(at) ^ True  # not `~`, which turns the integer 1 into -2
-
-    def span(self, block: Block) -> Keys:
-        return self.a.surely(block).outside(block.N)
-
-    def surely(self, block: Block) -> Keys:
-        return self.a.span(block).outside(block.N)
 
 
 LEAVES = (Causal, Window, Prefix, Keep, KeyLengths, QueryLengths, SameSegment, Band)

@@ -76,4 +76,7 @@ def in_bytes(size: int | str) -> int:
         raise GraphError(
             f"size {size!r} is not a number with one of {', '.join(filter(None, UNITS))}"
         )
-    return int(float(found[1]) * UNITS[found[2]])
+    count = float(found[1]) * UNITS[found[2]]
+    if count == float("inf"):
+        raise GraphError(f"size {size[:9]}... is more than any machine has")
+    return int(count)

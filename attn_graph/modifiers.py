@@ -3,7 +3,8 @@
 A modifier states its mathematics once, on a block of scores wherever that block lies: `change`
 (the step), `back` (its derivative) and `collect` (the gradient of its tensors). The reference,
 the op-by-op gradient and the blocked lowerings all run these three. A modifier that only adds
-(`additive`) may be handed to fused kernels as a block of bias.
+(`additive`) may be handed to fused kernels as a block of bias, and has the derivative 1. Any other
+one without `back` runs forward alone, and its gradient is refused.
 """
 
 from __future__ import annotations
@@ -19,28 +20,32 @@ from attn_graph.errors import GraphError, problems_of
 from attn_graph.ir import Emit, Gradients, Op, Values, called
 from attn_graph.keys import Block, Place, Term
 from attn_graph.masks import LENGTHS, Align, Data, alignment, names, offset
-from attn_graph.spec import FLOATS, INTEGERS, ValueType
+from attn_graph.spec import FLOATS, INTEGERS, ValueType, number
 
 INF = float("inf")
 
 
 def positive(_: object, attribute: Attribute[float], value: float) -> None:
-    if not (0 < value < INF):
-        raise GraphError(f"{attribute.name} {value} must be positive and finite")
+    if not (isinstance(value, float) and 0 < value < INF):
+        raise GraphError(f"{attribute.name} {value!r} must be a number, positive and finite")
 
 
 def finite(_: object, attribute: Attribute[float], value: float) -> None:
-    if not math.isfinite(value):
-        raise GraphError(f"{attribute.name} {value} must be finite")
+    if not (isinstance(value, float) and math.isfinite(value)):
+        raise GraphError(f"{attribute.name} {value!r} must be a finite number")
 
 
 @frozen
 class Modifier(Op):
-    """s [B,H,M,N], operands -> s' [B,H,M,N]. A place at -inf is masked, and stays so."""
+    """s [B,H,M,N], operands -> s' [B,H,M,N]. A place at -inf is masked, and stays so.
+
+    One of your own is a `@final @frozen` subclass. What it says of itself is checked on a small
+    block when a graph is built with it.
+    """
 
     names = ("s",)
     additive: ClassVar[bool] = False  # s' = s + addend(at)
-    relative: ClassVar[bool] = True  # the step depends on b, h and j - i, not on i itself
+    relative: ClassVar[bool] = False  # the step depends on b, h and j - i, not on i itself
 
     @property
     def needs(self) -> dict[str, Data]:
@@ -58,22 +63,34 @@ class Modifier(Op):
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
-        return (4, *(len(data.axes) for data in self.needs.values()))
+        return (4, *(None for _ in self.needs))  # `Data` says how many axes
 
     def resolved(self, M: int, N: int) -> Modifier:
         """This step with its alignment turned into an offset."""
         return self
 
     def change(self, s: torch.Tensor, at: Place) -> torch.Tensor:
-        """s', in the memory of s."""
+        """s', in the memory of s or in memory of its own."""
         raise NotImplementedError
 
     def back(self, ds: torch.Tensor, s: torch.Tensor, at: Place) -> torch.Tensor:
-        """The gradient of the step's input, in the memory of ds. Uses up s, the step's result."""
+        """The gradient of the step's input; s is the step's result. May use the memory of both."""
+        if not self.additive:
+            raise GraphError(*self.gradient_problems())
         return ds
 
     def collect(self, totals: Mapping[str, torch.Tensor], ds: torch.Tensor, at: Place) -> None:
         """Add this block's share of the gradient of the operands named in `totals`."""
+        raise GraphError(*self.gradient_problems())
+
+    def gradient_problems(self) -> Iterator[str]:
+        """Parts of the gradient that are not defined."""
+        who = type(self).__name__
+        if not self.additive and type(self).back is Modifier.back:
+            yield f"{who} has no gradient: it is not additive, and defines no back(ds, s, at)"
+        if self.trains and type(self).collect is Modifier.collect:
+            read = ", ".join(self.trains)
+            yield f"{who} has no gradient of {read}: it defines no collect(totals, ds, at)"
 
     def problems(self, *types: ValueType) -> Iterator[str]:
         (B, H, M, N), given = types[0].shape, types[1:]
@@ -81,6 +98,10 @@ class Modifier(Op):
         for (name, data), type_ in zip(self.needs.items(), given, strict=True):
             yield from data.problems(called(type(self)), name, type_, sizes)
         yield from problems_of(lambda: self.resolved(M, N))
+        if type(self) not in MODIFIERS:
+            from attn_graph.promises import modifier_problems  # above this floor
+
+            yield from modifier_problems(self, (B, H, M, N))
 
     def infer(self, s: ValueType, *_: ValueType) -> tuple[ValueType, ...]:
         return (s,)
@@ -98,6 +119,20 @@ class Modifier(Op):
         return (emit(Back(self), results[0], grads[0], *operands[1:])[0], *found)
 
 
+def change_(modifier: Modifier, s: torch.Tensor, at: Place) -> None:
+    """s -> s' in the memory of s, wherever `change` puts its result."""
+    changed = modifier.change(s, at)
+    if changed is not s:
+        s.copy_(changed)
+
+
+def back_(modifier: Modifier, ds: torch.Tensor, s: torch.Tensor, at: Place) -> None:
+    """ds of a step's result s -> ds of what it changed, in the memory of ds. Uses up s."""
+    given = modifier.back(ds, s, at)
+    if given is not ds:
+        ds.copy_(given)
+
+
 def whole(s: torch.Tensor, data: Mapping[str, torch.Tensor]) -> Place:
     """Every place of a full score array."""
     B, H, M, N = s.shape
@@ -110,7 +145,8 @@ def whole(s: torch.Tensor, data: Mapping[str, torch.Tensor]) -> Place:
 class SoftCap(Modifier):
     """s -> cap * tanh(s / cap): scores never leave (-cap, cap)."""
 
-    cap: float = field(converter=float, validator=positive)
+    relative = True
+    cap: float = field(converter=number, validator=positive)
 
     def change(self, s: torch.Tensor, at: Place) -> torch.Tensor:
         return s.div_(self.cap).tanh_().mul_(self.cap)
@@ -126,7 +162,6 @@ class Bias(Modifier):
     """s -> s + bias; bias [B,H,M,N], each axis full or 1, in q's dtype or float32."""
 
     additive = True
-    relative = False
 
     @property
     def needs(self) -> dict[str, Data]:
@@ -147,9 +182,10 @@ class Bias(Modifier):
 @final
 @frozen
 class Alibi(Modifier):
-    """s -> s - slope[h] * |i' - j|; slopes [H] or [B,H] float32, or the paper's for H heads.
+    """s -> s - slope[h] * |i' - j|; slopes [H] or [B,H], or the paper's for H heads.
 
-    `default` asks for the paper's; there is then no operand. i' is the query's place by `align`.
+    The operand `alibi` holds the slopes, in q's dtype or float32; `default` asks for the paper's,
+    and there is then no operand. i' is the query's place by `align`.
     """
 
     additive = True
@@ -166,16 +202,12 @@ class Alibi(Modifier):
 
     @property
     def needs(self) -> dict[str, Data]:
-        slopes = (
-            {}
-            if self.default
-            else {"slopes": Data("bh" if self.per_batch else "h", (torch.float32, torch.float64))}
-        )
+        slopes = {} if self.default else {"alibi": Data("bh" if self.per_batch else "h", FLOATS)}
         return slopes | {name: Data("b", INTEGERS) for name in self.ragged}
 
     @property
     def trains(self) -> tuple[str, ...]:
-        return () if self.default else ("slopes",)
+        return () if self.default else ("alibi",)
 
     def resolved(self, M: int, N: int) -> Modifier:
         offset(self.align, M, N, "alibi")
@@ -189,14 +221,14 @@ class Alibi(Modifier):
     def slopes(self, at: Place) -> Term:
         if self.default:
             return at.among(default_slopes(at.H), at.h)
-        return at.load("slopes", at.b, at.h) if self.per_batch else at.load("slopes", at.h)
+        return at.load("alibi", at.b, at.h) if self.per_batch else at.load("alibi", at.h)
 
     def change(self, s: torch.Tensor, at: Place) -> torch.Tensor:
         return s.addcmul_(self.slopes(at).to(s.dtype), self.distance(at).to(s.dtype), value=-1)
 
     def collect(self, totals: Mapping[str, torch.Tensor], ds: torch.Tensor, at: Place) -> None:
         far = (ds * self.distance(at)).sum((2, 3))
-        share = at.reading(totals).load("slopes", *((at.b, at.h) if self.per_batch else (at.h,)))
+        share = at.reading(totals).load("alibi", *((at.b, at.h) if self.per_batch else (at.h,)))
         share -= far[..., None, None].sum_to_size(share.shape)
 
 

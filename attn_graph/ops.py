@@ -18,7 +18,8 @@ from attn_graph.ir import Emit, Gradients, Op, Values
 from attn_graph.keys import Place
 from attn_graph.modifiers import INF, finite, whole
 from attn_graph.philox import counters, keep_
-from attn_graph.spec import DTYPES, FLOATS, NAMES, ValueType, accumulator
+from attn_graph.promises import mask_problems
+from attn_graph.spec import DTYPES, FLOATS, NAMES, ValueType, accumulator, number
 
 
 def per_head(x: torch.Tensor, heads: int) -> torch.Tensor:
@@ -31,7 +32,7 @@ def per_head(x: torch.Tensor, heads: int) -> torch.Tensor:
 class Scores(Op):
     """q [B,H,M,D], k [B,G,N,D] -> scale * q k^T [B,H,M,N], in float32 or wider."""
 
-    scale: float = field(default=1.0, converter=float, validator=finite)
+    scale: float = field(default=1.0, converter=number, validator=finite)
     names = ("s",)
     reads = 2
     roles = ("q", "k")
@@ -83,13 +84,14 @@ class Mask(Op):
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
-        return (4, *(len(data.axes) for data in self.mask.needs.values()))
+        return (4, *(None for _ in self.mask.needs))  # `Data` says how many axes
 
     def problems(self, s: ValueType, *given: ValueType) -> Iterator[str]:
         B, H, M, N = s.shape
         sizes = {"b": B, "h": H, "i": M, "j": N}
         for (name, data), type_ in zip(self.mask.needs.items(), given, strict=True):
             yield from data.problems("mask", name, type_, sizes)
+        yield from mask_problems(self.mask, (B, H, M, N))
         yield from problems_of(lambda: canonical_mask(self.mask, M, N))
 
     def infer(self, s: ValueType, *given: ValueType) -> tuple[ValueType]:
@@ -128,7 +130,7 @@ class Unmasked(Op):
 class Softmax(Op):
     """s [B,H,M,N] -> p = exp(s - lse), lse [B,H,M] = log sum_j exp(s).
 
-    Sinks [H] float32, when given, add exp(sink) to the sum and no weight. A row that sees nothing
+    Sinks [H], when given, add exp(sink) to the sum and no weight. A row that sees nothing
     has p = 0 and lse = -inf.
     """
 
@@ -142,7 +144,7 @@ class Softmax(Op):
 
     def problems(self, s: ValueType, sinks: ValueType | None = None) -> Iterator[str]:
         if sinks is not None:
-            yield from masks.Data("h", (torch.float32, torch.float64)).problems(
+            yield from masks.Data("h", FLOATS).problems(
                 "softmax", "sinks", sinks, {"h": s.shape[1]}
             )
 
@@ -211,8 +213,8 @@ class SinkGrad(Op):
 
 
 def share(_: object, attribute: object, rate: float) -> None:
-    if not 0 <= rate < 1:
-        raise GraphError(f"dropout: rate {rate} is not in [0, 1)")
+    if not (isinstance(rate, float) and 0 <= rate < 1):
+        raise GraphError(f"dropout: rate {rate!r} is not in [0, 1)")
 
 
 @final
@@ -220,7 +222,7 @@ def share(_: object, attribute: object, rate: float) -> None:
 class Dropout(Op):
     """p, seed, offset -> p * z / (1 - rate), z from Philox at (seed, offset; b, h, i, j)."""
 
-    rate: float = field(converter=float, validator=share)
+    rate: float = field(converter=number, validator=share)
     names = ("p",)
     roles = ("p", "seed", "offset")
 
@@ -258,7 +260,7 @@ def kept(at: Place, rate: float, seed: int, offset: int) -> torch.Tensor:
 class Weigh(Op):
     """p [B,H,M,N], v [B,G,N,E] -> scale * p v [B,H,M,E], in v's dtype."""
 
-    scale: float = field(default=1.0, converter=float, validator=finite)
+    scale: float = field(default=1.0, converter=number, validator=finite)
     names = ("o",)
     reads = 2
     roles = ("p", "v")
@@ -297,7 +299,7 @@ class Weigh(Op):
 class WeighT(Op):
     """p [B,H,M,N], x [B,H,M,E], like [B,G,N,E] -> scale * p^T x, added up in groups of heads."""
 
-    scale: float = field(default=1.0, converter=float, validator=finite)
+    scale: float = field(default=1.0, converter=number, validator=finite)
     names = ("dv",)
     reads = 3
 

@@ -16,7 +16,13 @@ from attn_graph.memory import Memory
 from attn_graph.reference import Verification, verified
 from attn_graph.spec import FLOATS, NAMES, TensorSpec
 from attn_graph.target import Target
-from attn_graph.vjp import backward, cotangent_specs, main_outputs, wanted_inputs
+from attn_graph.vjp import (
+    backward,
+    cotangent_specs,
+    gradient_problems,
+    main_outputs,
+    wanted_inputs,
+)
 
 if TYPE_CHECKING:  # and imported where they are used: calls ask for none of it
     from attn_graph.cost import Cost
@@ -64,7 +70,7 @@ class Plan:
         init=False, factory=dict
     )  # backward plans that calls asked for
 
-    def __call__(self, *tensors: torch.Tensor, **named: torch.Tensor) -> torch.Tensor | Tensors:
+    def __call__(self, /, *tensors: torch.Tensor, **named: torch.Tensor) -> torch.Tensor | Tensors:
         if named or len(tensors) != self.count:
             tensors = self.arranged(tensors, named)
         told: list[object] = []
@@ -158,9 +164,14 @@ class Plan:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether there is something to differentiate by, and this is no gradient itself."""
+        """Whether there is something to differentiate by, every step has a derivative, and this is
+        no gradient itself."""
         floating = any(i.spec.dtype in FLOATS for i in self.graph.inputs)
-        return floating and not any(isinstance(eqn.op, AttentionGrad) for eqn in self.graph.eqns)
+        return (
+            floating
+            and not gradient_problems(self.graph)
+            and not any(isinstance(eqn.op, AttentionGrad) for eqn in self.graph.eqns)
+        )
 
     def memory(self) -> Memory:
         """Bytes that a call will need, and a training step's gradient, known before they run.
@@ -179,7 +190,7 @@ class Plan:
             return needed(self.graph, ahead)
         return needed(self.graph, ahead, gradient.graph, gradient.executable.foreseen)
 
-    def cost(self, **tensors: torch.Tensor) -> Cost:
+    def cost(self, /, **tensors: torch.Tensor) -> Cost:
         """Flops and bytes that the masks leave, and the least time on the target.
 
         Exact for masks that no tensor decides, and for others with the tensors that do, by the
@@ -190,7 +201,7 @@ class Plan:
 
         return cost(self.graph, self.target, tensors, precision=self.precision)
 
-    def verify(self, *tensors: torch.Tensor, **named: torch.Tensor) -> Verification:
+    def verify(self, /, *tensors: torch.Tensor, **named: torch.Tensor) -> Verification:
         """Run the plan on these tensors and compare with float64 by the rule of `verified`."""
         with torch.no_grad():
             given = self.arranged(tensors, named)

@@ -183,6 +183,9 @@ def by_priority(order: Sequence[KernelName]) -> tuple[Backend, ...]:
 
 def named(backends: Sequence[str | Backend]) -> tuple[Backend, ...]:
     """Backends by name or as they are. Raises GraphError for a name that is not known."""
+    strangers = [b for b in backends if not isinstance(b, str | Backend)]
+    if strangers:
+        raise GraphError(f"{strangers[0]!r} is no Backend, nor the name of one")
     known = {b.name: b for b in BACKENDS}
     unknown = [b for b in backends if isinstance(b, str) and b not in known]
     if unknown:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import permutations
 from math import prod
-from typing import final
+from numbers import Real
+from operator import index
+from typing import Any, final
 
 import torch
 from attrs import field, frozen
@@ -23,6 +26,25 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
+LAYOUTS = tuple("".join(letters) for letters in permutations("bhsd"))
+MOST = 2**63 - 1  # of one size or stride: what an integer of PyTorch holds
+
+
+def integer(value: object) -> int | None:
+    """A whole number as an int, 2.0 too; None for anything else."""
+    try:
+        return index(value)  # type: ignore[arg-type]  # what has no index raises
+    except TypeError:
+        whole = isinstance(value, Real) and float(value).is_integer()
+        return int(value) if whole else None  # type: ignore[call-overload]  # a number
+
+
+def number(value: Any) -> Any:  # Any: a float, unless what was given is no number
+    """A number as a float; anything else as it is, for a validator that can name it."""
+    try:
+        return value if isinstance(value, str) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return value
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -71,8 +93,8 @@ class TensorSpec:
         *,
         layout: str | None = None,
     ) -> None:
-        sizes = tuple(int(n) for n in shape)
-        given = None if strides is None else tuple(int(n) for n in strides)
+        sizes = integers("shape", shape)
+        given = None if strides is None else integers("strides", strides)
         problems = spec_problems(sizes, dtype, given, layout)
         if problems:
             raise GraphError(*problems)
@@ -83,6 +105,8 @@ class TensorSpec:
     @classmethod
     def like(cls, tensor: torch.Tensor) -> TensorSpec:
         """The spec that this very tensor meets."""
+        if not isinstance(tensor, torch.Tensor):
+            raise GraphError(f"spec: {tensor!r} is no tensor, and the spec of one is asked for")
         return cls(tensor.shape, tensor.dtype, tensor.stride())
 
     @property
@@ -109,22 +133,35 @@ class TensorSpec:
         return f"TensorSpec({self.shape}, {self.dtype}{tail})"
 
 
+def integers(name: str, values: object) -> tuple[int, ...]:
+    """Sizes or strides. Raises GraphError for what is no sequence of whole numbers."""
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise GraphError(f"spec: {name} {values!r} is no sequence of sizes such as (2, 8, 512, 64)")
+    given = tuple(values)
+    sizes = tuple(n for n in map(integer, given) if n is not None)
+    if len(sizes) < len(given):
+        raise GraphError(f"spec: {name} {given} has what is no whole number")
+    return sizes
+
+
 def spec_problems(
     shape: tuple[int, ...], dtype: object, strides: tuple[int, ...] | None, layout: str | None
 ) -> list[str]:
     """Everything that keeps these from describing a tensor."""
     found = []
-    if dtype not in NAMES:
+    if not isinstance(dtype, torch.dtype) or dtype not in NAMES:
         found.append(f"spec: dtype {dtype} is not one of {', '.join(map(str, NAMES))}")
     if any(n < 0 for n in shape):
         found.append(f"spec: shape {shape} has a negative size; sizes are at least 0")
+    if any(n > MOST for n in (*shape, *(strides or ()))):
+        found.append(f"spec: shape {shape}, strides {strides}: no tensor goes beyond {MOST}")
     if strides is not None and len(strides) != len(shape):
         found.append(f"spec: {len(strides)} strides {strides} for {len(shape)} axes {shape}")
     if strides is not None and any(n < 0 for n in strides):
         found.append(f"spec: strides {strides} have a negative one; strides are at least 0")
     if strides is not None and layout is not None:
         found.append(f"spec: strides {strides} and layout {layout!r} both given; give one")
-    if layout is not None and (sorted(layout) != sorted("bhsd") or len(shape) != 4):
+    if layout is not None and (layout not in LAYOUTS or len(shape) != 4):
         found.append(
             f"spec: layout {layout!r} for {len(shape)} axes {shape}; "
             "a layout is an order of the letters of 'bhsd', for four axes"

@@ -86,7 +86,7 @@ class Target:
         """
         if name == "cpu":
             return cpu()
-        if name not in devices():
+        if not isinstance(name, str) or name not in devices():
             raise GraphError(f"target {name!r} is not known; known are cpu, {', '.join(devices())}")
         device = devices()[name]
         return cls(

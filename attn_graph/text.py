@@ -14,7 +14,7 @@ from attn_graph.builder import Builder, Value
 from attn_graph.errors import GraphError
 from attn_graph.fused import Attention, AttentionGrad
 from attn_graph.ir import Graph, Op, called
-from attn_graph.masks import And, Mask, Not, Or
+from attn_graph.joins import And, Mask, Not, Or, flat, is_mask, joined
 from attn_graph.spec import DTYPES, TensorSpec
 
 OPS: tuple[type[Op], ...] = (
@@ -64,10 +64,10 @@ def shown_fields(value: Any) -> list[str]:  # Any: of an attrs class
 def show_value(value: object) -> str:
     """A field's value as Python."""
     match value:
-        case And(a, b):
-            return f"({show_value(a)} & {show_value(b)})"
-        case Or(a, b):
-            return f"({show_value(a)} | {show_value(b)})"
+        case And():
+            return f"({' & '.join(map(show_value, flat(And, value)))})"
+        case Or():
+            return f"({' | '.join(map(show_value, flat(Or, value)))})"
         case Not(a):
             return f"~{show_value(a)}"
         case tuple():
@@ -96,7 +96,7 @@ def parse_mask(text: str, *, known: Iterable[type[Any]] = ()) -> Mask:  # Any: l
     """
     parser = Parser({cls.__name__: cls for cls in (*masks.LEAVES, *known)})
     try:
-        return parser.mask(text)
+        return parser.whole_mask(text)
     except RecursionError as error:
         raise GraphError("the mask has too many parts within parts to be read") from error
     except GraphError as error:
@@ -112,6 +112,8 @@ def form(leaf: type[Any]) -> str:  # Any: an attrs class
 
 def read(text: str, mode: str = "exec") -> Any:  # Any: an ast.Module, or another by the mode
     """Python's syntax tree of a text. Raises GraphError where it has none."""
+    if not isinstance(text, str):
+        raise GraphError(f"expected text, got {type(text).__name__}")
     try:
         return ast.parse(text, mode=mode)
     except SyntaxError as error:
@@ -126,8 +128,8 @@ class Parser:
 
     classes: dict[str, type[Any]]
 
-    def mask(self, text: str) -> Mask:
-        found = self.value(read(text.strip(), "eval").body)
+    def whole_mask(self, text: str) -> Mask:
+        found = self.value(read(text.strip() if isinstance(text, str) else text, "eval").body)
         if not isinstance(found, Mask):
             raise GraphError(f"{text} is {found!r}, and no mask such as Causal() & Window(64)")
         return found
@@ -170,18 +172,24 @@ class Parser:
 
     def value(self, node: ast.expr) -> Any:  # Any: what a field of some class holds
         match node:
-            case ast.BinOp(left, ast.BitAnd(), right):
-                return And(self.value(left), self.value(right))
-            case ast.BinOp(left, ast.BitOr(), right):
-                return Or(self.value(left), self.value(right))
+            case ast.BinOp(op=ast.BitAnd()):
+                return joined(And, map(self.mask, spine(node, ast.BitAnd)))
+            case ast.BinOp(op=ast.BitOr()):
+                return joined(Or, map(self.mask, spine(node, ast.BitOr)))
             case ast.UnaryOp(ast.Invert(), operand):
-                return Not(self.value(operand))
+                return ~self.mask(operand)
             case ast.Tuple(parts):
                 return tuple(map(self.value, parts))
             case ast.Call(func=ast.Name(id=name), args=args, keywords=kws) if name in self.classes:
                 return self.made(self.classes[name], kws, args)
             case _:
                 return literal(node)
+
+    def mask(self, node: ast.expr) -> Mask:
+        """A part of a join."""
+        part: Mask = self.value(node)
+        is_mask(None, None, part)
+        return part
 
     def made(
         self,
@@ -203,8 +211,17 @@ class Parser:
             return cls(**given)
         except GraphError:
             raise
-        except (TypeError, ValueError) as error:  # what float("x") and float(()) raise
+        except (TypeError, ValueError, OverflowError) as error:  # of converters
             raise GraphError(f"{cls.__name__}: {error}") from error
+
+
+def spine(node: ast.expr, op: type[ast.operator]) -> list[ast.expr]:
+    """The operands of a & b & c, which Python nests to the left."""
+    operands: list[ast.expr] = []
+    while isinstance(node, ast.BinOp) and isinstance(node.op, op):
+        operands.append(node.right)
+        node = node.left
+    return [node, *reversed(operands)]
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from attn_graph.fused import AttentionGrad
 from attn_graph.ir import Graph
 from attn_graph.planner import BACKENDS, tried
 from attn_graph.target import Target
-from attn_graph.vjp import main_outputs
+from attn_graph.vjp import gradient_problems, main_outputs
 
 Among = Sequence[Backend] | None
 Read = Callable[[Question], Graph]  # the graph of a question that is looked at: either pass
@@ -55,7 +55,7 @@ def gradients(question: Question) -> Iterator[Question]:
     """The gradient of a training step; where lse is an output beside others, then also the one
     through lse."""
     simple = question.forward()
-    if question.wants and not is_gradient(simple):
+    if question.wants and not is_gradient(simple) and not gradient_problems(simple):
         yield question
         if main_outputs(simple) != simple.outputs:
             yield evolve(question, through_lse=True)

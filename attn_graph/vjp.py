@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from attn_graph import ops
 from attn_graph.builder import Builder, Value
 from attn_graph.errors import GraphError
 from attn_graph.fused import Attention
-from attn_graph.ir import Graph
+from attn_graph.ir import Graph, check_graph
 from attn_graph.passes import narrow, simplify
 from attn_graph.replay import prune
 from attn_graph.spec import FLOATS, TensorSpec, dense_strides, memory_order
@@ -33,8 +33,9 @@ def vjp(
     declared as the outputs are: o in the memory order of q, all else in C order.
 
     Raises GraphError if `wants` names what is not a floating input, or `cotangents` what is no
-    output.
+    output, and for a step of one's own that defines no gradient.
     """
+    check_graph(graph, "vjp")
     graph = simplify(graph)
     more = tuple(i for i in residuals(graph) if i not in graph.outputs)
     forward = Graph(graph.inputs, graph.eqns, graph.outputs + more)
@@ -46,14 +47,28 @@ def wanted_inputs(graph: Graph, wants: Sequence[str] | None) -> tuple[int, ...]:
     """The numbers of the inputs to differentiate by."""
     if isinstance(wants, str):
         raise GraphError(f"wants {wants!r} is one name: say ({wants!r},)")
+    if not isinstance(wants, Iterable | None):
+        raise GraphError(f"wants {wants!r} is no sequence of names of inputs")
     floating = {i.name: n for n, i in enumerate(graph.inputs) if i.spec.dtype in FLOATS}
     if wants is None:
         return tuple(floating.values())
-    if unknown := [name for name in wants if name not in floating]:
+    names = tuple(wants)
+    if unknown := [str(name) for name in names if name not in tuple(floating)]:
         raise GraphError(
             f"vjp: no floating input is named {', '.join(unknown)}; there are {', '.join(floating)}"
         )
-    return tuple(floating[name] for name in wants)
+    return tuple(floating[name] for name in names)
+
+
+def gradient_problems(graph: Graph) -> tuple[str, ...]:
+    """Why a graph runs forward alone; none: it has a gradient."""
+    return tuple(dict.fromkeys(text for eqn in graph.eqns for text in eqn.op.gradient_problems()))
+
+
+def check_gradient(graph: Graph) -> None:
+    """Raise GraphError for a graph that runs forward alone."""
+    if problems := gradient_problems(graph):
+        raise GraphError(*problems)
 
 
 def named_outputs(graph: Graph, cotangents: Sequence[str] | None) -> tuple[int, ...]:
@@ -122,6 +137,7 @@ def value_names(graph: Graph) -> dict[int, str]:
 
 def backward(graph: Graph, wants: Sequence[int], cotangents: Sequence[TensorSpec | None]) -> Graph:
     """The backward of a simplified graph for some inputs; an output without cotangent has zero."""
+    check_gradient(graph)
     b, types, names = Builder(), graph.types, value_names(graph)
     values = {n: b.input(i.name, i.spec) for n, i in enumerate(graph.inputs)}
     for i in residuals(graph):

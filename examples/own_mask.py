@@ -1,4 +1,4 @@
-"""A mask of your own: say which keys it keeps, and tiles are skipped on every backend of ours."""
+"""A mask of your own: what it says is checked, and tiles are skipped on every backend of ours."""
 
 from typing import Any, final
 

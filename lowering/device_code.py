@@ -118,10 +118,14 @@ class Tracer:
         """An integer as one that is read at run time."""
         return x if isinstance(x, Symbol) else code.argument(self.numbers.add(x), axes="b")
 
-    def chain(self, code: Code) -> list[Symbol]:
+    def axes(self) -> frozenset[str]:
+        """Which of "bhij" the modifiers depend on, beside the scores."""
+        code = Code(self.numbers)
+        return self.chain(code, code.argument("s", "float"))[-1].axes - {"s"}
+
+    def chain(self, code: Code, s: Symbol) -> list[Symbol]:
         """The scores before, between and after the modifiers."""
-        at, s = self.place(code), code.argument("s", "float", "bhij")
-        steps = [s]
+        at, steps = self.place(code), [s]
         for modifier, data in zip(self.problem.node.modifiers, self.arrays(code)[0], strict=True):
             steps.append(as_symbol(modifier.change(as_tensor(steps[-1]), at.reading(data))))
         return steps
@@ -130,11 +134,11 @@ class Tracer:
         code = Code(self.numbers)
         if not self.problem.node.modifiers:
             return ""
-        return code.function("change", f"s, {WHERE}", self.chain(code)[-1])
+        return code.function("change", f"s, {WHERE}", self.chain(code, scores(code))[-1])
 
     def back(self) -> str:
         code = Code(self.numbers)
-        steps = self.chain(code)
+        steps = self.chain(code, scores(code))
         ds = self.gradients(code, steps)[0]
         return code.function("back", f"ds, s, {WHERE}", ds) if ds.text != "ds" else ""
 
@@ -160,7 +164,7 @@ class Tracer:
         """What each place adds to the gradient of one tensor of modifier k."""
         code = Code(self.numbers)
         modifier = self.problem.node.modifiers[k]
-        ds = self.gradients(code, self.chain(code))[k + 1]
+        ds = self.gradients(code, self.chain(code, scores(code)))[k + 1]
         total, at = Total(spec.shape), self.place(code).reading(self.arrays(code)[0][k])
         modifier.collect({name: total}, as_tensor(ds), at)  # type: ignore[dict-item]  # a total
         given = total.sum[0] if total.sum else ds * 0.0
@@ -196,12 +200,18 @@ class Total:
         return self.__iadd__(-x)
 
 
+def scores(code: Code) -> Symbol:
+    """The scores that functions are given."""
+    return code.argument("s", "float", "bhij")
+
+
 def as_tensor(x: Symbol) -> Any:  # Any: a modifier's definition takes it for a tensor
     return x
 
 
 def as_symbol(x: Any) -> Symbol:  # Any: what a modifier's definition makes of a symbol
-    assert isinstance(x, Symbol)
+    if not isinstance(x, Symbol):
+        raise Untraceable(f"a modifier gives {x!r}, which is nothing made of the scores")
     return x
 
 

@@ -13,7 +13,9 @@ from attn_graph.fused import Operands
 from attn_graph.kernels import fused_cpu
 from attn_graph.kernels.merging import merge_, sink_
 from attn_graph.keys import Block, Place
+from attn_graph.lowering.device_code import Tracer
 from attn_graph.lowering.problem import Problem, flash_order, readable
+from attn_graph.lowering.symbols import Untraceable
 from attn_graph.lowering.tiles import (
     POSITIONS,
     Part,
@@ -24,7 +26,7 @@ from attn_graph.lowering.tiles import (
     grown,
     row_tiles,
 )
-from attn_graph.modifiers import Alibi
+from attn_graph.modifiers import change_
 from attn_graph.spec import TensorSpec, memory_order
 from attn_graph.workspace import Buffer
 
@@ -263,7 +265,7 @@ class Call:
         size = b * h * len(tile.rows) * len(part)
         sums = self.scratch["addend"][:size].view(b, h, len(tile.rows), len(part)).zero_()
         for modifier, data in zip(p.node.modifiers, self.given.modifiers, strict=True):
-            modifier.change(sums, at.reading(data))
+            change_(modifier, sums, at.reading(data))
         if part.kind == "mixed":
             assert p.node.mask is not None
             sums.masked_fill_(torch.as_tensor(p.node.mask.keep(at), device=CPU).logical_not(), -INF)
@@ -282,17 +284,19 @@ def transpose(room: torch.Tensor, x: torch.Tensor) -> None:
 def depends(problem: Problem) -> str:
     """Which of "b" and "h" the mask and the modifiers depend on."""
     given = problem.node.split(problem.specs)
-    found = axes_of_modifiers(problem, given) + axes_of_mask(problem, given)
+    found = axes_of_modifiers(problem) + axes_of_mask(problem, given)
     return "".join(axis for axis in "bh" if axis in found)
 
 
-def axes_of_modifiers(problem: Problem, given: Operands[TensorSpec]) -> str:
-    axes = ""
-    for modifier, specs in zip(problem.node.modifiers, given.modifiers, strict=True):
-        axes += "h" if isinstance(modifier, Alibi) else ""
-        for name, data in modifier.needs.items():
-            axes += "".join(x for x, n in zip(data.axes, specs[name].shape, strict=True) if n > 1)
-    return axes
+@lru_cache(64)
+def axes_of_modifiers(problem: Problem) -> str:
+    """Found by tracing what they add; all, where that can't be traced."""
+    if not problem.node.modifiers:
+        return ""
+    try:
+        return "".join(Tracer.of(problem).axes())
+    except Untraceable:
+        return "bh"
 
 
 def axes_of_mask(problem: Problem, given: Operands[TensorSpec]) -> str:

@@ -14,6 +14,7 @@ from attn_graph.kernels.merging import sink_
 from attn_graph.keys import Block, Place, joined
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.tiles import POSITIONS, Part, Tile, parts_of
+from attn_graph.modifiers import back_, change_
 from attn_graph.philox import counters, keep_
 from attn_graph.spec import TensorSpec
 from attn_graph.workspace import Buffer
@@ -269,7 +270,7 @@ class Here:
             zip(node.modifiers, self.given.modifiers, strict=True)
         ):
             for _, piece, at in self.pieces(s):
-                modifier.change(piece, at.reading(data))
+                change_(modifier, piece, at.reading(data))
             keep(i, s)
         for part, piece, at in self.pieces(s):
             if part.kind == "mixed" and node.mask is not None:
@@ -387,7 +388,7 @@ class Here:
             ):
                 if sums:
                     modifier.collect(sums, piece, at.reading(data))
-                modifier.back(piece, result, at.reading(data))
+                back_(modifier, piece, result, at.reading(data))
 
 
 def packs(spec: TensorSpec, problem: Problem) -> bool:

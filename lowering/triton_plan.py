@@ -336,8 +336,10 @@ class Flash:
         """The dtype of each tensor that launches name."""
         p = self.problem
         found = dict.fromkeys(("q", "k", "v", "o", "do"), p.dtype)
-        found |= dict.fromkeys(("lse", "delta", "dlse", "sinks"), torch.float32)
+        found |= dict.fromkeys(("lse", "delta", "dlse"), torch.float32)
         found |= dict.fromkeys(("seed", "offset"), torch.int64)
+        sinks = p.node.split(p.specs).sinks
+        found |= {"sinks": sinks.dtype} if sinks else {}
         found |= {f"grad{n}": spec.dtype for n, spec in enumerate(p.specs)}
         found |= {f"data.{k}": spec.dtype for k, spec in enumerate(read(p))}
         found |= {name: buffer.dtype for name, buffer in self.buffers.items()}

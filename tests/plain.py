@@ -149,7 +149,7 @@ def slopes_of(heads: int) -> list[float]:
 
 def alibi(op: Alibi, s: Tensor, at: Where) -> Tensor:
     """slope[h] * |i' - j|."""
-    slopes = torch.tensor(slopes_of(at.sizes[1])) if op.default else at.data["slopes"]
+    slopes = torch.tensor(slopes_of(at.sizes[1])) if op.default else at.data["alibi"]
     slopes = slopes.to(s.dtype)[..., None, None]
     ragged = op.ragged if op.align == "bottom_right" else ()
     return slopes * (at.moved(op.align, ragged) - at.axis("j")).abs().to(s.dtype)
@@ -447,8 +447,8 @@ def gradient_terms(
         if isinstance(op, Bias):
             add(data["bias"], ds.sum_to_size(data["bias"].shape))
         if isinstance(op, Alibi) and not op.default:
-            far = ds * alibi(op, ds, Where(c.sizes, {**data, "slopes": torch.ones(1, 1)}))
-            add(data["slopes"], far.sum((2, 3)).sum_to_size((B, H) if op.per_batch else (H,)))
+            far = ds * alibi(op, ds, Where(c.sizes, {**data, "alibi": torch.ones(1, 1)}))
+            add(data["alibi"], far.sum((2, 3)).sum_to_size((B, H) if op.per_batch else (H,)))
         ds = ds * slope(op, after)
     add(c.q, abs(c.scale) * torch.einsum("bhij,bhjd->bhid", ds, k))
     add(c.k, abs(c.scale) * grouped(torch.einsum("bhij,bhid->bhjd", ds, c.q.abs()), c.k))

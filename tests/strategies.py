@@ -222,10 +222,18 @@ def bias_specs(shape: Shape, dtype: torch.dtype) -> SearchStrategy[TensorSpec]:
     ).flatmap(lambda drawn: specs(*drawn))
 
 
-def slope_specs(shape: Shape) -> SearchStrategy[TensorSpec]:
-    """[H] or [B,H] float32."""
-    return st.sampled_from([shape.full("h"), shape.full("bh")]).flatmap(
-        lambda sizes: specs(sizes, torch.float32)
+def slope_specs(shape: Shape, dtype: torch.dtype) -> SearchStrategy[TensorSpec]:
+    """[H] or [B,H], in q's dtype or float32."""
+    return st.tuples(
+        st.sampled_from([shape.full("h"), shape.full("bh")]),
+        st.sampled_from([dtype, torch.float32]),
+    ).flatmap(lambda drawn: specs(*drawn))
+
+
+def sink_specs(shape: Shape, dtype: torch.dtype) -> SearchStrategy[TensorSpec]:
+    """[H], in q's dtype or float32."""
+    return st.sampled_from([dtype, torch.float32]).flatmap(
+        lambda kind: specs(shape.full("h"), kind)
     )
 
 
@@ -280,14 +288,14 @@ def score_options(
     draw: DrawFn, shape: Shape, dtype: torch.dtype
 ) -> dict[str, Any]:  # Any: options of `attention`
     """scale=, soft_cap=, bias=, alibi=, sinks=, dropout=; align= where ALiBi needs one."""
-    alibi = draw(maybe(st.one_of(st.just(True), slope_specs(shape))))
+    alibi = draw(maybe(st.one_of(st.just(True), slope_specs(shape, dtype))))
     align = draw(aligns) if alibi is not None and shape.M != shape.N else None
     return {
         "scale": draw(scales),
         "soft_cap": draw(maybe(caps)),
         "bias": draw(maybe(bias_specs(shape, dtype))),
         "alibi": alibi,
-        "sinks": draw(maybe(specs(shape.full("h"), torch.float32))),
+        "sinks": draw(maybe(sink_specs(shape, dtype))),
         "dropout": draw(maybe(rates)) or 0.0,
     } | ({"align": align} if align is not None else {})
 
@@ -341,7 +349,7 @@ def tensors_for(graph: Graph, seed: int, device: str = "cpu") -> tuple[torch.Ten
     return tuple(found)
 
 
-SPREADS = {"slopes": 0.3, "sinks": 2.0}
+SPREADS = {"alibi": 0.3, "sinks": 2.0}
 
 
 def centres(graph: Graph, shift: float) -> dict[str, float]:
@@ -434,7 +442,7 @@ def cudnn_options(
         "bias": None if bias is None else TensorSpec(bias, kind),
         "alibi": draw(maybe(st.just(True))) if mask == m.Causal() else None,
         "soft_cap": draw(maybe(caps)) if mask is None and not lengths else None,
-        "sinks": draw(maybe(specs(shape.full("h"), torch.float32))),
+        "sinks": draw(maybe(sink_specs(shape, dtype))),
     } | {name: draw(length_specs(shape)) for name in sorted(lengths)}
 
 

@@ -15,7 +15,8 @@ from attn_graph import ops
 from attn_graph.builder import Builder
 from attn_graph.errors import titled
 
-F16, F32, F64, I64 = torch.float16, torch.float32, torch.float64, torch.int64
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+I64 = torch.int64
 NAN, INF = math.nan, math.inf
 
 
@@ -117,7 +118,14 @@ BAD: dict[str, Bad] = {
         call(bias=spec(2, 3, 6, 6)),
         [["bias", "f16[2, 3, 6, 6]", "[2, 4, 6, 6]"]],
     ),
-    "the bias has too few axes": (call(bias=spec(6, 6)), [["bias", "f16[6, 6]", "2 axes", "4"]]),
+    "the bias has too few axes": (
+        call(bias=spec(6, 6)),
+        [["bias", "f16[6, 6]", "2 axes", "4", "say bias[None, None]"]],
+    ),
+    "the flags have too few axes": (
+        call(keep=spec(4, 6, 6, dtype=torch.bool)),
+        [["keep", "bool[4, 6, 6]", "3 axes", "4", "say keep[None]"]],
+    ),
     "the bias is of another dtype": (
         call(bias=spec(1, 1, 6, 6, dtype=torch.bfloat16)),
         [["bias", "bf16[1, 1, 6, 6]", "torch.float16", "torch.float32"]],
@@ -126,10 +134,19 @@ BAD: dict[str, Bad] = {
         call(bias=spec(1, 1, 6, 6, dtype=torch.bool)),
         [["bias", "bool[1, 1, 6, 6]", "torch.float32"]],
     ),
-    "slopes for other heads": (call(alibi=spec(3, dtype=F32)), [["slopes", "f32[3]", "[4]"]]),
-    "slopes of half precision": (call(alibi=spec(4)), [["slopes", "f16[4]", "torch.float32"]]),
+    "slopes for other heads": (call(alibi=spec(3, dtype=F32)), [["alibi f32[3]", "[4]"]]),
+    "slopes of another dtype": (
+        call(alibi=spec(4, dtype=BF16)),
+        [["alibi bf16[4]", "torch.float16", "torch.float32"]],
+    ),
     "sinks for other heads": (call(sinks=spec(3, dtype=F32)), [["sinks", "f32[3]", "[4]"]]),
-    "sinks of half precision": (call(sinks=spec(4)), [["sinks", "f16[4]", "torch.float32"]]),
+    "sinks of another dtype": (
+        call(sinks=spec(4, dtype=F64)),
+        [["sinks f64[4]", "torch.float16", "torch.float32"]],
+    ),
+    "sinks that are integers": (
+        call(sinks=spec(4, dtype=I64)), [["sinks", "i64[4]", "torch.bfloat16"]],
+    ),
     "lengths for another batch": (
         call(kv_lengths=spec(3, dtype=I64)),
         [["kv_lengths", "i64[3]", "[2]"]],
@@ -163,7 +180,7 @@ BAD: dict[str, Bad] = {
         [["v", "f16[2, 2, 6, 8]", "[2, 4, 6, 6]"], ["v", "torch.bool"]],
     ),
     "two problems of two steps": (
-        call(scale=NAN, soft_cap=-1, sinks=spec(4), bias=spec(1, 1, 1, 5), dropout=2.0),
+        call(scale=NAN, soft_cap=-1, sinks=spec(4, dtype=I64), bias=spec(1, 1, 1, 5), dropout=2.0),
         [["scale"], ["cap"], ["bias"], ["sinks"], ["rate"]],
     ),
     "everything at once": (
@@ -172,8 +189,9 @@ BAD: dict[str, Bad] = {
             kv_lengths=spec(5, 5, dtype=I64), alibi=spec(2, dtype=F32), nonsense=Q,
         ),
         [
-            ["batch"], ["head size", "8 and 7"], ["4 heads", "3 heads"], ["slopes"], ["alibi"],
-            ["kv_lengths", "2 axes"], ["nonsense"], ["keys", "7 and 9"],
+            ["batch"], ["head size", "8 and 7"], ["4 heads", "3 heads"], ["alibi f32[2]"],
+            ["alibi", "align="], ["kv_lengths", "2 axes"], ["Causal()"],
+            ["nonsense"], ["keys", "7 and 9"],
         ],
     ),
 }  # fmt: skip

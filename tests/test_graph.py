@@ -142,7 +142,7 @@ EXAMPLES = (
     *(Back(SoftCap(3.0)), Collect(Alibi()), ops.Scores(), ops.Mask(m.Causal()), ops.Softmax()),
     *(ops.Dropout(0.5), ops.Weigh(), ops.WeighT(), ops.Unmasked(), ops.SoftmaxGrad()),
     *(ops.SinkGrad(), ops.Add(), ops.Zeros((2, 3), "f32"), ATTENTION),
-    AttentionGrad(ATTENTION, (True,) * 7),
+    AttentionGrad(ATTENTION, (True,) * 6),
 )
 
 
@@ -213,7 +213,7 @@ def changed(s: ag.Value, op: Op, given: list[ag.Value], x: dict[str, ag.Value]) 
             return s.soft_cap(cap)
         case Alibi():
             lengths = {name: x[name] for name in op.ragged}
-            return s.alibi(None if op.default else x["slopes"], align=op.align, **lengths)
+            return s.alibi(None if op.default else x["alibi"], align=op.align, **lengths)
         case _:
             return s.bias(x["bias"])
 

@@ -137,6 +137,12 @@ def test_machines_without_it_are_told_what_is_missing() -> None:
     )
 
 
+def test_kernels_are_compiled_for_sinks_of_their_own_dtype() -> None:
+    x, sinks = ag.TensorSpec((1, 2, 64, 64), torch.bfloat16), ag.TensorSpec((2,), torch.bfloat16)
+    problem = REPORT.sole(ag.vjp(ag.attention(x, x, x, sinks=sinks))[0])
+    assert REPORT.Flash.plan(problem, ag.Target.of("h200")).dtypes()["sinks"] == torch.bfloat16
+
+
 def test_a_large_tensor_is_addressed_in_64_bits() -> None:
     """Over 2^31 elements: heads and tiles begin at 64-bit offsets, a bias is read by them."""
     x = ag.TensorSpec((1, 2, 65536, 128), torch.float16)

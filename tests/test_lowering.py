@@ -207,6 +207,23 @@ def test_a_row_that_sees_nothing_is_zero_and_its_gradients_too(
     assert all(g.isfinite().all() for g in (dq, dk, dv))
 
 
+@pytest.mark.parametrize("backend", sorted({*NAMES} - {"torch_sdpa"}))
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sinks_and_slopes_are_taken_in_the_dtype_of_q(backend: str, dtype: torch.dtype) -> None:
+    x, logits = ag.TensorSpec((2, 4, 6, 8), dtype), ag.TensorSpec((4,), dtype, (3,))
+    slopes = ag.TensorSpec((2, 4), dtype)
+    graph = ag.attention(x, x, x, mask=ag.Causal(), alibi=slopes, sinks=logits, stats=True)
+    assert [i.name for i in graph.inputs] == ["q", "k", "v", "alibi", "sinks"]
+    plan, tensors = ag.compile(graph, target=CPU, backends=(backend,)), tensors_for(graph, 1)
+    for output, due in zip(called(plan, tensors), plain.expected(graph, tensors), strict=True):
+        due.check(output)
+    cotangents = cotangents_for(plan.graph, 2)
+    grads = gradients(plan, tensors, cotangents)
+    assert grads["alibi"].dtype == grads["sinks"].dtype == dtype
+    for name, due in plain.expected_gradients(graph, tensors, cotangents).items():
+        due.check(grads[name])
+
+
 @pytest.mark.parametrize("scale", [0.0, -1.0])
 def test_a_causal_mask_survives_scales_that_turn_infinity_around(scale: float) -> None:
     """PyTorch's kernel masks before it scales: it must not be given such a graph."""

@@ -297,8 +297,8 @@ def test_a_mask_of_a_user_runs_in_the_kernels_and_skips() -> None:
     assert (found_tiles > 0).sum() == some.sum() < 36  # of the 36 that are causal
 
 
-def test_a_mask_that_says_numbers_is_true_where_they_are_not_0() -> None:
-    """And its division rounds down, as Python's does, not towards 0, as Triton's."""
+def test_division_rounds_down_as_in_python() -> None:
+    """Not towards 0, as Triton's does."""
     x = TensorSpec((1, 1, 40, 8), torch.float32)
     graph = ag.attention(x, x, x, mask=probes().Striped(), stats=True)
     assert not apart(graph, tensors_for(graph, 2))
@@ -320,7 +320,10 @@ def test_a_modifier_of_a_user_runs_in_the_kernels_with_its_gradient() -> None:
 def test_what_can_not_be_traced_is_refused_with_a_reason() -> None:
     """By Triton alone: the math backend asks such a mask with tensors."""
     x = TensorSpec((1, 1, 8, 4), torch.float32)
-    for mask, word in ((probes().Branching(), "no `if`"), (probes().Calling(), "where of torch")):
+    for mask, word in (
+        (probes().Branching(), "has no all"),
+        (probes().Calling(), "where of torch"),
+    ):
         graph = ag.attention(x, x, x, mask=mask)
         with pytest.raises(ag.NoBackendError, match=word):
             ag.compile(graph, backends=("triton",))

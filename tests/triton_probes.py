@@ -44,10 +44,10 @@ def dropout_bits(
 @final
 @frozen
 class Branching(ag.Mask):
-    """Decides with `if`, as only single integers could."""
+    """Decides with `if`, as no symbol can."""
 
     def keep(self, at: ag.Place) -> Any:
-        return at.j == 0 if at.i < 4 else at.j <= at.i
+        return at.j <= at.i if bool((at.j >= 0).all()) else at.j == 0
 
 
 @final
@@ -62,10 +62,10 @@ class Calling(ag.Mask):
 @final
 @frozen
 class Striped(ag.Mask):
-    """Says a number, not a boolean: 0 where (i - j) // 3 is a multiple of 3, negative ones too."""
+    """False where (i - j) // 3 is a multiple of 3, negative ones too."""
 
     def keep(self, at: ag.Place) -> Any:
-        return (at.i - at.j) // 3 % 3
+        return (at.i - at.j) // 3 % 3 != 0
 
 
 @final
@@ -73,6 +73,7 @@ class Striped(ag.Mask):
 class Sloped(Modifier):
     """s + weight[h] * j, by two contributions: a modifier of one's own, with a gradient."""
 
+    additive = True
     names = ("s",)
 
     @property
