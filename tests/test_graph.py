@@ -88,9 +88,14 @@ def changed_parts(value: tuple[object, ...]) -> Iterator[tuple[object, ...]]:
 
 def changed_fields(value: Any) -> Iterator[object]:  # Any: of an attrs class
     assert attrs.has(type(value)), f"a field holds {value!r}: say here how to change it"
-    for field in attrs.fields(type(value)):
+    for field in said_fields(type(value)):
         for other in changes(getattr(value, field.name)):
             yield with_field(value, field.name, other)
+
+
+def said_fields(kind: type[Any]) -> list[attrs.Attribute[Any]]:  # Any: of an attrs class
+    """The fields that one says; others follow from them."""
+    return [field for field in attrs.fields(kind) if field.init]
 
 
 def with_field(value: Any, name: str, other: object) -> object:  # Any: of an attrs class
@@ -109,7 +114,7 @@ def sites(value: object) -> Iterator[tuple[type, str]]:
     if isinstance(value, tuple):
         yield from chain.from_iterable(map(sites, value))
     elif attrs.has(type(value)):
-        for field in attrs.fields(type(value)):  # type: ignore[arg-type]  # just asked
+        for field in said_fields(type(value)):
             yield type(value), field.name
             yield from sites(getattr(value, field.name))
 
@@ -130,7 +135,7 @@ def test_the_graphs_whose_parts_are_changed_have_every_part() -> None:
         *(ag.Graph, Input, ag.TensorSpec, Attention, *m.LEAVES, m.And, m.Or, m.Not),
         *(ops.Scores, ops.Mask, ops.Softmax, ops.Dropout, ops.Weigh, SoftCap, Bias, Alibi),
     )
-    assert not {(kind, field.name) for kind in kinds for field in attrs.fields(kind)} - here
+    assert not {(kind, field.name) for kind in kinds for field in said_fields(kind)} - here
 
 
 ATTENTION = Attention(0.5, (SoftCap(3.0),), m.Causal(), True, 0.5)

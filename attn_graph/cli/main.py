@@ -22,17 +22,6 @@ Answers come as text, in colours on a terminal, or as --json.
 """
 
 
-@final
-class Commands(click.Group):
-    """The commands, given what a system call can take: no path, say, has a null byte in it."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        for text in args:
-            if "\0" in text:
-                raise click.UsageError(f"{text!r} has a null byte", ctx)
-        return super().parse_args(ctx, args)
-
-
 COMMANDS = (doctor, explain, mask, bench, cache)
 
 
