@@ -10,6 +10,7 @@ from typing import Any, Literal, final
 import torch
 from attrs import field, frozen
 
+from attn_graph.ambient import outside
 from attn_graph.devices import Peaks, devices, product
 from attn_graph.errors import GraphError
 
@@ -98,6 +99,7 @@ class Target:
 
 
 @cache
+@outside()
 def machine() -> Target:
     """The GPU as PyTorch tells it. Its rates are the table's, if that has the very product."""
     if not torch.cuda.is_available():
@@ -121,6 +123,7 @@ def machine() -> Target:
 
 
 @cache
+@outside()
 def cpu() -> Target:
     """The CPU of this machine. What is native is what oneDNN, PyTorch's CPU library, says it is."""
     found = []

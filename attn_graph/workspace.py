@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 from typing import final
 
 import torch
 from attrs import define, field, frozen
+
+from attn_graph.ambient import is_traced
 
 ALIGNMENT = 64  # bytes: a cache line, and more than any vector instruction needs
 MOST_LAYOUTS = 256  # layouts whose views an arena keeps ready
@@ -108,6 +110,10 @@ class Workspace:
 
     stacks: Stacks = field(factory=Stacks, init=False, repr=False)
 
+    def __reduce__(self) -> tuple[Callable[[], Workspace], tuple[()]]:
+        """Pickled it is another: the default one where it arrives, or a new one."""
+        return (default_workspace if self is DEFAULT else Workspace), ()
+
     @property
     def bytes(self) -> int:
         """How much the calling thread's arenas hold."""
@@ -119,7 +125,13 @@ class Workspace:
 
     @contextmanager
     def lease(self, scratch: Scratch, device: torch.device) -> Iterator[Sequence[torch.Tensor]]:
-        """The scratch's buffers, the caller's alone until the block ends."""
+        """The scratch's buffers, the caller's alone until the block ends.
+
+        Under a dispatch mode or a trace they are new memory, which nobody keeps.
+        """
+        if is_traced():
+            yield scratch.views(torch.empty(scratch.bytes, dtype=torch.uint8, device=device))
+            return
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         place = (device, stream)
         stack = self.stacks.arenas.setdefault(place, [])
