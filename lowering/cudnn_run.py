@@ -198,7 +198,7 @@ def notes(problem: Problem, graph: Graph) -> tuple[str, ...]:
         f"{name} is copied to a dense {NAMES[PACKED[name]]} at each call"
         for name in copied(problem, graph)
     )
-    return (*small, *cotangent_note(problem, "is broadcast, or has rows off 16 bytes"))
+    return (*small, *cotangent_note(problem, "is broadcast, or begins off 16 bytes"))
 
 
 def copied(problem: Problem, graph: Graph) -> list[str]:

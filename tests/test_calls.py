@@ -277,7 +277,7 @@ AMBIENT: dict[str, Callable[[], AbstractContextManager[object]]] = {
 IN_STEPS = ag.graph(
     lambda q, k, v: (lambda p: (p.weigh(v), p))(ag.scores(q, k).softmax()[0]), q=X, k=X, v=X
 )
-SLOPES = ag.attention(*(ag.TensorSpec((1, 3, 5, 8), torch.float32),) * 3, alibi=True)
+SLOPES = ag.attention(*(ag.TensorSpec((1, 12, 5, 8), torch.float32),) * 3, alibi=True)
 
 
 def ran(graph: ag.Graph, tensors: Leaves, cotangents: Leaves) -> list[torch.Tensor]:
