@@ -9,13 +9,15 @@ import torch
 from torch._C import (
     DisableTorchFunction,
     _are_functorch_transforms_active,
+    _DisableAutocast,
     _is_tracing,
     _len_torch_dispatch_stack,
 )
-from torch._C import _DisableAutocast as without_autocast
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
+
+without_autocast = _DisableAutocast  # a context: operations run in the dtypes they are given
 
 
 def is_traced() -> bool:

@@ -55,4 +55,4 @@ def differentiable(plan: Plan, tensors: Sequence[torch.Tensor]) -> tuple[torch.T
             "a plan has no rule for torch.func's transforms (grad, vjp, jacrev, vmap of a "
             "gradient); take the gradient by torch.autograd.grad, or by the plan `plan.vjp`"
         )
-    return record(plan, *tensors)  # type: ignore[no-any-return]  # of torch
+    return record(plan, *tensors)  # type: ignore[no-any-return, no-untyped-call]  # of torch

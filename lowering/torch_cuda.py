@@ -262,7 +262,7 @@ class Call:
         node, grad, call = self.problem.node, self.problem.grad, self.variant.call
         assert grad is not None
         own, o, lse, do, dlse = grad.split([tidied(x) for x in self.operands(tensors)])
-        own = [on_boundary(x) if x.is_floating_point() else x for x in own]
+        own = tuple(on_boundary(x) if x.is_floating_point() else x for x in own)
         given = dict(zip(node.roles, own, strict=True))
         o, do = on_boundary(o), torch.zeros_like(o) if do is None else on_boundary(do)
         q, k, v = own[:3]
