@@ -110,7 +110,6 @@ def compile(
     return plan
 
 
-@outside()
 def explain(
     graph: Graph,
     *,
@@ -144,7 +143,8 @@ def explain(
         store=default_store() if store is True else store or None,
         **constraints(place, read(), shunned, deterministic, precision, max_workspace),
     )
-    return explained(graph, place, options, None if among is None else named(among), wants)
+    with outside():
+        return explained(graph, place, options, None if among is None else named(among), wants)
 
 
 def constraints(
@@ -203,10 +203,10 @@ def one_of(name: str, value: Value, values: object) -> Value:
     return value
 
 
-@outside()
 def build(graph: Graph, target: Target, options: Options, among: Backends | None) -> Plan:
     asked = None if among is None else named(among)
-    choice, executable = (measured if options.tune else lowered)(graph, target, options, asked)
+    with outside():
+        choice, executable = (measured if options.tune else lowered)(graph, target, options, asked)
 
     def gradient(
         wants: Sequence[int] | None = None,
@@ -253,7 +253,8 @@ def best_backend(
 ) -> Backend | None:
     """The backend that would be chosen; None where all refuse."""
     try:
-        return choose(graph, target, evolve(options, on_fallback="ignore"), among).backend
+        with outside():
+            return choose(graph, target, evolve(options, on_fallback="ignore"), among).backend
     except NoBackendError:
         return None
 
