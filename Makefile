@@ -8,7 +8,7 @@ JOBS ?= 2
 BIN := .venv/bin
 PYTEST := $(BIN)/pytest -n $(JOBS) -m "not gpu"
 # Triton interprets kernels or compiles them, whichever it was imported for: two runs.
-INTERPRETED := tests/test_lowering.py tests/test_triton.py tests/test_extensions.py
+INTERPRETED := $(addprefix tests/test_,calls.py extensions.py lowering.py triton.py)
 TRITONS ?= 3.6.0 3.7.1 3.9.0
 CUDNNS ?= 9.19.0.56
 PLANNED := tests/test_cudnn_grid.py

@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from attrs import evolve
 
+from attn_graph.ambient import outside
 from attn_graph.backend import Backend, Executable, Fallback, Options
 from attn_graph.cache import Cache, CacheInfo
-from attn_graph.errors import GraphError
+from attn_graph.errors import GraphError, NoBackendError
 from attn_graph.fused import AttentionGrad
 from attn_graph.ir import Graph, check_graph
 from attn_graph.memory import in_bytes
 from attn_graph.passes import simplify
 from attn_graph.plan import Plan
-from attn_graph.planner import Choice, lowered, named
+from attn_graph.planner import Choice, choose, lowered, named
 from attn_graph.spec import TensorSpec
 from attn_graph.store import Store, default_store
 from attn_graph.switches import Precision, Switches, read
@@ -32,6 +33,13 @@ if TYPE_CHECKING:
     from attn_graph.explanation import Explanation
 
 CAPACITY = 1024  # plans; one is a few kilobytes
+
+NO_SECOND = (
+    "a gradient has no gradient: second derivatives (double backward) are not built. They are "
+    "taken by create_graph=True, a penalty on gradients, Hessians and gradgradcheck; compute that "
+    "part by PyTorch's scaled_dot_product_attention under sdpa_kernel(SDPBackend.MATH), which has "
+    "them"
+)
 
 Backends = tuple[str | Backend, ...]
 Value = TypeVar("Value")
@@ -141,7 +149,7 @@ def explain(
         store=store_of(store),
         **constraints(place, read(), shunned, deterministic, precision, max_workspace),
     )
-    with place.current():
+    with outside(), place.current():
         return explained(graph, place, options, None if among is None else named(among), wants)
 
 
@@ -228,17 +236,24 @@ def one_of(name: str, value: Value, values: object) -> Value:
 
 def build(graph: Graph, target: Target, options: Options, among: Backends | None) -> Plan:
     asked = None if among is None else named(among)
-    with target.current():
+    with outside(), target.current():
         choice, executable = (measured if options.tune else lowered)(graph, target, options, asked)
 
     def gradient(
-        wants: Sequence[int] | None = None, cotangents: Sequence[TensorSpec | None] | None = None
+        wants: Sequence[int] | None = None,
+        cotangents: Sequence[TensorSpec | None] | None = None,
+        saved: Sequence[TensorSpec] | None = None,
     ) -> Plan:
         if any(isinstance(eqn.op, AttentionGrad) for eqn in graph.eqns):
-            raise GraphError("a gradient has no gradient: double backward is not built")
+            raise GraphError(NO_SECOND)
         given = wanted_inputs(graph, None) if wants is None else wants
-        specs = [result_spec(graph, i) for i in graph.outputs] if cotangents is None else cotangents
-        return planned(backward(graph, given, specs), target, options, among)
+        dense = [result_spec(graph, i) for i in graph.outputs]
+        specs = dense if cotangents is None else cotangents
+        same = [None if x is None else own for x, own in zip(specs, dense, strict=True)]
+        as_found, as_declared = (backward(graph, given, each, saved) for each in (specs, same))
+        if as_found != as_declared and loses(as_found, as_declared, target, options, asked):
+            return planned(as_declared, target, options, among)
+        return planned(as_found, target, options, among)
 
     return Plan(
         graph,
@@ -250,6 +265,7 @@ def build(graph: Graph, target: Target, options: Options, among: Backends | None
         evolve(executable, notes=(*executable.notes, *options.notes(graph, target), *alone(graph))),
         differentiable,
         gradient,
+        (planned, (graph, target, options, among)),
         options.precision,
     )
 
@@ -257,6 +273,25 @@ def build(graph: Graph, target: Target, options: Options, among: Backends | None
 def alone(graph: Graph) -> Iterator[str]:
     """Notes for a graph that has no gradient."""
     yield from (f"runs forward alone: {text}" for text in gradient_problems(graph))
+
+
+def loses(
+    odd: Graph, plain: Graph, target: Target, options: Options, among: Sequence[Backend] | None
+) -> bool:
+    """Whether a layout of cotangents keeps away the backend that runs a gradient otherwise."""
+    best = best_backend(plain, target, options, among)
+    return best is not None and best is not best_backend(odd, target, options, among)
+
+
+def best_backend(
+    graph: Graph, target: Target, options: Options, among: Sequence[Backend] | None
+) -> Backend | None:
+    """The backend that would be chosen; None where all refuse."""
+    try:
+        with outside():
+            return choose(graph, target, evolve(options, on_fallback="ignore"), among).backend
+    except NoBackendError:
+        return None
 
 
 def measured(

@@ -217,7 +217,7 @@ class Place:
     def among(self, values: Sequence[float], index: Term) -> Term:
         """values[index], in float32."""
         if isinstance(index, torch.Tensor):
-            return torch.tensor(values, device=index.device)[index]
+            return torch.tensor(values, dtype=torch.float32, device=index.device)[index]
         return values[index] if isinstance(index, int) else index.among(values)
 
     def reading(self, data: Mapping[str, Term]) -> Place:

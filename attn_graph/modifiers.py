@@ -296,6 +296,9 @@ class Collect(Op):
     def run(self, ds: torch.Tensor, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         data = dict(zip(self.modifier.needs, operands, strict=True))
         trained = self.modifier.trains
-        totals = {name: torch.zeros(data[name].shape, dtype=ds.dtype) for name in trained}
+        totals = {
+            name: torch.zeros(data[name].shape, dtype=ds.dtype, device=ds.device)
+            for name in trained
+        }
         self.modifier.collect(totals, ds, whole(ds, data))
         return tuple(totals[name].to(data[name].dtype) for name in trained)

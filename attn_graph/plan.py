@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, final
 
 import torch
-from attrs import Factory, evolve, field, frozen
+from attrs import Factory, define, evolve, field, frozen
+from torch.autograd import forward_ad
 
+from attn_graph.ambient import has_tangent, is_traced
 from attn_graph.backend import Executable
-from attn_graph.errors import NoBackendError, PlanMismatchError, PlanTargetError
+from attn_graph.errors import GraphError, NoBackendError, PlanMismatchError, PlanTargetError
 from attn_graph.fused import AttentionGrad
 from attn_graph.ir import Graph
 from attn_graph.memory import Memory
@@ -21,6 +23,7 @@ from attn_graph.vjp import (
     cotangent_specs,
     gradient_problems,
     main_outputs,
+    saved_specs,
     wanted_inputs,
 )
 
@@ -29,7 +32,30 @@ if TYPE_CHECKING:  # and imported where they are used: calls ask for none of it
     from attn_graph.explanation import Explanation
 
 Tensors = tuple[torch.Tensor, ...]
+Look = list[object]  # of tensors: what a plan rests on, in a form that is quick to compare
 MOST_PULLS = 64  # backward plans a plan keeps at hand; the cache holds them too
+
+
+@final
+@frozen(eq=False)
+class Pull:
+    """A backward plan, and the cotangents that it needs laid out anew, by number."""
+
+    plan: Plan
+    anew: tuple[tuple[int, TensorSpec], ...] = ()
+
+
+@final
+@define(eq=False)
+class Memo:
+    """What a plan remembers: the looks of tensors that it has checked, and backward plans.
+
+    call: the look of the last call's tensors. last: that of the last backward's, and its plan.
+    """
+
+    call: Look = field(factory=list)
+    last: tuple[Look, Pull | None] = ([], None)
+    pulls: dict[tuple[object, ...], Pull] = field(factory=dict)
 
 
 @final
@@ -38,9 +64,13 @@ class Plan:
     """How a graph runs on a target. Made by `compile`; immutable, shared by threads, reusable.
 
     Call it with the graph's inputs, by position or by name; it returns the one output, or a tuple.
-    Where an input requires grad, the results are differentiable by PyTorch's autograd. Raises
+    Where an input requires grad, the results are differentiable by PyTorch's autograd, once. Raises
     PlanMismatchError for tensors other than declared, PlanTargetError for a plan of another
-    machine, or of another kind of GPU than the tensors are on.
+    machine, or of another kind of GPU than the tensors are on, GraphError for derivatives that it
+    has not.
+
+    It pickles as graph, target and options, and is planned again where it arrives. A copy, deep or
+    not, is the plan itself.
     """
 
     graph: Graph
@@ -52,6 +82,7 @@ class Plan:
     executable: Executable
     differentiable: Callable[..., Tensors]  # runs it so that autograd knows
     backward: Callable[..., Plan]  # the plan of its gradient for some inputs and cotangents
+    recipe: tuple[Callable[..., Plan], tuple[object, ...]]  # a function and what it made this of
     precision: str = "ieee"  # of float32 products
     run: Callable[..., tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = field(
         init=False, default=Factory(lambda plan: plan.executable.run, takes_self=True)
@@ -65,24 +96,23 @@ class Plan:
     single: bool = field(
         init=False, default=Factory(lambda plan: len(plan.graph.outputs) == 1, takes_self=True)
     )
-    seen: list[object] = field(init=False, factory=lambda: [()])  # the look of the last tensors
-    pulls: dict[object, Plan] = field(
-        init=False, factory=dict
-    )  # backward plans that calls asked for
+    memo: Memo = field(init=False, factory=Memo)
 
     def __call__(self, /, *tensors: torch.Tensor, **named: torch.Tensor) -> torch.Tensor | Tensors:
         if named or len(tensors) != self.count:
             tensors = self.arranged(tensors, named)
-        told: list[object] = []
+        look: Look = []
         wants = False
         try:
             for t in tensors:
-                told += t.shape, t.stride(), t.dtype, t.device
+                look += t.shape, t.stride(), t.dtype, t.device, t.is_neg()
                 wants = wants or t.requires_grad
-        except AttributeError:  # no tensor: `admit` says which
-            told = [None]
-        if told != self.seen[0]:
-            self.admit(tensors, told)
+        except (AttributeError, RuntimeError):  # no tensor, or without strides: `admit` says which
+            look = [None]
+        if look != self.memo.call:
+            self.admit(tensors, look)
+        if forward_ad._current_level >= 0:
+            refuse_tangents(tensors)
         if wants and torch.is_grad_enabled():
             outputs: Sequence[torch.Tensor] = self.differentiable(self, tensors)
         else:
@@ -105,17 +135,13 @@ class Plan:
             raise PlanMismatchError(*differences)
         return tuple(both[name] for name in names)
 
-    def admit(self, tensors: Tensors, told: object) -> None:
+    def admit(self, tensors: Tensors, look: Look) -> None:
         """Check the tensors in full, and remember how such ones look."""
         self.check_device(tensors)
-        pairs = [*zip(self.graph.inputs, tensors, strict=True)]
-        differences = [text for i, t in pairs for text in differing(i.name, i.spec, t, self.target)]
-        if not differences and len({t.device for t in tensors}) > 1:
-            places = ", ".join(f"{i.name} on {t.device}" for i, t in pairs)
-            differences = [f"expected tensors on one device, got {places}"]
-        if differences:
-            raise PlanMismatchError(*differences)
-        self.seen[0] = told
+        specs = {i.name: i.spec for i in self.graph.inputs}
+        check(dict(zip(specs, tensors, strict=True)), specs, self.target)
+        if not is_traced():
+            self.memo.call = look
 
     def check_device(self, tensors: Tensors) -> None:
         """Raise PlanTargetError for tensors on another kind of GPU than the plan is for."""
@@ -134,20 +160,78 @@ class Plan:
                 "it can be inspected here, and called there"
             )
 
-    def pulled(
+    def pull(
         self, needs: Sequence[bool], saved: Tensors, grads: Sequence[torch.Tensor | None]
     ) -> Sequence[torch.Tensor]:
-        """The gradients of the inputs marked in `needs`, from what the forward saved."""
+        """The gradients of the inputs marked in `needs`, from what the forward saved.
+
+        Where autograd records this too, they know that they have no gradient themselves.
+        """
         given = [g for g in grads if g is not None]
-        asked = (tuple(needs), tuple(None if g is None else g.stride() for g in grads))
-        plan = self.pulls.get(asked)
-        if plan is None:
-            wants = [i for i, need in enumerate(needs) if need]
-            plan = self.backward(wants, [None if g is None else TensorSpec.like(g) for g in grads])
-            if len(self.pulls) >= MOST_PULLS:
-                self.pulls.clear()
-            self.pulls[asked] = plan
-        return plan.run(*saved, *given)[0]
+        look: Look = [needs, *[g is None for g in grads]]
+        for t in (*saved, *given):
+            look += t.shape, t.stride(), t.dtype, t.device, t.is_neg()
+        seen, pull = self.memo.last
+        if pull is None or look != seen:
+            pull = self.admit_pull(needs, saved, grads, look)
+        for n, spec in pull.anew:
+            given[n] = laid_out(given[n], spec)
+        if torch.is_grad_enabled():
+            return self.differentiable(pull.plan, (*saved, *given))
+        return pull.plan.run(*saved, *given)[0]
+
+    def admit_pull(
+        self,
+        needs: Sequence[bool],
+        saved: Tensors,
+        grads: Sequence[torch.Tensor | None],
+        look: Look,
+    ) -> Pull:
+        """The backward plan for tensors that look like this; it is remembered."""
+        if is_traced():
+            return self.planned_pull(needs, saved, grads)
+        key = tuple(look)
+        pull = self.memo.pulls.get(key)
+        if pull is None:
+            pull = self.planned_pull(needs, saved, grads)
+            if len(self.memo.pulls) >= MOST_PULLS:
+                self.memo.pulls.clear()
+            self.memo.pulls[key] = pull
+        self.memo.last = look, pull
+        return pull
+
+    def planned_pull(
+        self, needs: Sequence[bool], saved: Tensors, grads: Sequence[torch.Tensor | None]
+    ) -> Pull:
+        """Plan for what autograd hands back: saved tensors may have moved meanwhile."""
+        declared = saved_specs(self.graph)
+        named = dict(zip(declared, saved, strict=True))
+        found = {n: as_it_lies(declared[n], t) for n, t in named.items()}
+        check(named, found, self.target)
+        for name in [*found][self.count :]:
+            if len(found[name].shape) == 3:  # statistics are read in whatever order they lie
+                found[name] = declared[name]
+        wants = [i for i, need in enumerate(needs) if need]
+        cotangents = [None if g is None else TensorSpec.like(g) for g in grads]
+        moved = None if found == declared else [*found.values()]
+        plan = self.backward(wants, cotangents, moved)
+        given = [g for g in grads if g is not None]
+        inputs = plan.graph.inputs[len(saved) :]
+        anew = tuple(
+            (n, i.spec)
+            for n, (g, i) in enumerate(zip(given, inputs, strict=True))
+            if g.is_neg() or TensorSpec.like(g) != i.spec
+        )
+        return Pull(plan, anew)
+
+    def __reduce__(self) -> tuple[Callable[..., Plan], tuple[object, ...]]:
+        return self.recipe
+
+    def __copy__(self) -> Plan:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Plan:
+        return self
 
     @property
     def vjp(self) -> Plan:
@@ -267,14 +351,55 @@ class Plan:
         return f"Plan({self.backend} on {self.target})\n{self.graph}"
 
 
+def check(
+    tensors: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec], target: Target
+) -> None:
+    """Raise PlanMismatchError unless tensors are as declared, and on one device."""
+    differences = [x for n, t in tensors.items() for x in differing(n, specs[n], t, target)]
+    if not differences and len({t.device for t in tensors.values()}) > 1:
+        places = ", ".join(f"{name} on {t.device}" for name, t in tensors.items())
+        differences = [f"expected tensors on one device, got {places}"]
+    if differences:
+        raise PlanMismatchError(*differences)
+
+
 def differing(name: str, spec: TensorSpec, tensor: object, target: Target) -> list[str]:
     """What of a tensor is not as declared."""
     if not isinstance(tensor, torch.Tensor):
         return [f"{name}: expected a tensor {spec}, got {tensor!r}"]
+    if tensor.layout != torch.strided or tensor.is_nested:
+        return [f"{name}: expected a dense tensor {spec}, got one of layout {tensor.layout}"]
     found = []
     if tensor.dtype not in NAMES or TensorSpec.like(tensor) != spec:
         got = TensorSpec.like(tensor) if tensor.dtype in NAMES else tensor.dtype
         found.append(f"{name}: expected {spec}, got {got}")
     if tensor.device.type != target.kind:
         found.append(f"{name}: expected a tensor on {target.kind}, got one on {tensor.device}")
+    if tensor.is_neg():
+        found.append(
+            f"{name}: expected its numbers in memory, got a view with the negative bit, whose "
+            f"memory holds them negated; pass {name}.resolve_neg()"
+        )
     return found
+
+
+def as_it_lies(declared: TensorSpec, tensor: torch.Tensor) -> TensorSpec:
+    """A declared spec with the strides of the tensor that autograd hands back for it."""
+    if tensor.shape != declared.shape:
+        return declared
+    return TensorSpec(declared.shape, declared.dtype, tensor.stride())
+
+
+def laid_out(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """A copy in the layout of a spec."""
+    room = torch.empty_strided(spec.shape, spec.strides, dtype=x.dtype, device=x.device)
+    return room.copy_(x)
+
+
+def refuse_tangents(tensors: Tensors) -> None:
+    """Raise GraphError where forward mode would differentiate: kernels drop tangents."""
+    if has_tangent(tensors):
+        raise GraphError(
+            "a plan has no forward mode derivative, which torch.func.jvp, jacfwd and "
+            "torch.autograd.forward_ad take; use reverse mode: torch.autograd.grad"
+        )

@@ -8,6 +8,7 @@ from typing import final
 import torch
 from attrs import frozen
 
+from attn_graph.ambient import steady
 from attn_graph.fused import Attention, AttentionGrad
 from attn_graph.ir import Graph, Op
 
@@ -17,9 +18,15 @@ def evaluate(
 ) -> tuple[torch.Tensor, ...]:
     """The outputs of a graph, floating inputs cast to `dtype` unless it is None."""
     values = [t.to(dtype) if dtype and t.is_floating_point() else t for t in tensors]
-    for eqn in graph.eqns:
-        values += eqn.op.run(*(values[i] for i in eqn.args))
+    with steady(device_of(tensors)):
+        for eqn in graph.eqns:
+            values += eqn.op.run(*(values[i] for i in eqn.args))
     return tuple(values[i] for i in graph.outputs)
+
+
+def device_of(tensors: Sequence[torch.Tensor]) -> torch.device:
+    """Where a graph of these inputs runs."""
+    return tensors[0].device if tensors else torch.device("cpu")
 
 
 @final
@@ -86,6 +93,7 @@ def evaluate_low(graph: Graph, tensors: Sequence[torch.Tensor]) -> tuple[torch.T
         return tuple(x.to(low).to(x.dtype) if x.is_floating_point() else x for x in found)
 
     values = list(tensors)
-    for eqn in graph.eqns:
-        values += step(eqn.op, *(values[i] for i in eqn.args))
+    with steady(device_of(tensors)):
+        for eqn in graph.eqns:
+            values += step(eqn.op, *(values[i] for i in eqn.args))
     return tuple(values[i] for i in graph.outputs)

@@ -13,6 +13,7 @@ from typing import Any, Literal, final
 import torch
 from attrs import field, frozen
 
+from attn_graph.ambient import outside
 from attn_graph.devices import Peaks, devices, product
 from attn_graph.errors import GraphError
 
@@ -142,6 +143,7 @@ def local_devices() -> Iterator[torch.device]:
 
 
 @cache
+@outside()
 def gpu(index: int) -> Target:
     """A GPU as PyTorch tells it. Its rates are the table's, if that has the very product."""
     found: Any = torch.cuda.get_device_properties(index)  # Any: PyTorch's stubs leave a field out
@@ -163,6 +165,7 @@ def gpu(index: int) -> Target:
 
 
 @cache
+@outside()
 def cpu() -> Target:
     """The CPU of this machine. What is native is what oneDNN, PyTorch's CPU library, says it is."""
     found = []

@@ -6,15 +6,20 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
+from torch._C import _are_functorch_transforms_active
 
+from attn_graph.errors import GraphError
 from attn_graph.plan import Plan
 
 Context = Any  # autograd's own, on which torch puts what it likes
 
 
 class Call(torch.autograd.Function):
-    """A plan's forward, with the plan of its gradient behind it."""
+    """A plan's forward, with the plan of its gradient behind it.
+
+    Where autograd records the backward too, that is a call of the gradient's plan like any other,
+    which has no gradient and says so when one is taken.
+    """
 
     @staticmethod
     def forward(ctx: Context, plan: Plan, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -25,15 +30,29 @@ class Call(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # torch names ctx as it likes
         ctx: Context, *grads: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        needs = ctx.needs_input_grad[1:]
-        found = iter(ctx.plan.pulled(needs, ctx.saved_tensors, grads))
-        return (None, *(next(found) if need else None for need in needs))
+        needs = ctx.needs_input_grad
+        gradients = ctx.plan.pull(needs[1:], ctx.saved_tensors, grads)
+        if all(needs[1:]):
+            return (None, *gradients)
+        rest = iter(gradients)
+        return tuple(next(rest) if need else None for need in needs)
+
+
+# Function.apply itself, without what it does for transforms: they are refused here.
+record = super(torch.autograd.Function, Call).apply
 
 
 def differentiable(plan: Plan, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The plan's outputs, differentiable by every input that requires grad."""
-    return Call.apply(plan, *tensors)  # type: ignore[no-any-return, no-untyped-call]  # of torch
+    """The plan's outputs, differentiable by every input that requires grad.
+
+    Raises GraphError under torch.func's transforms.
+    """
+    if _are_functorch_transforms_active():
+        raise GraphError(
+            "a plan has no rule for torch.func's transforms (grad, vjp, jacrev, vmap of a "
+            "gradient); take the gradient by torch.autograd.grad, or by the plan `plan.vjp`"
+        )
+    return record(plan, *tensors)  # type: ignore[no-any-return, no-untyped-call]  # of torch

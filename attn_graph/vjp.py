@@ -135,13 +135,32 @@ def value_names(graph: Graph) -> dict[int, str]:
     return names
 
 
-def backward(graph: Graph, wants: Sequence[int], cotangents: Sequence[TensorSpec | None]) -> Graph:
-    """The backward of a simplified graph for some inputs; an output without cotangent has zero."""
+def saved_specs(graph: Graph) -> dict[str, TensorSpec]:
+    """What a simplified graph's backward reads beside cotangents, by name, as it is declared."""
+    names = value_names(graph)
+    return {i.name: i.spec for i in graph.inputs} | {
+        names[i]: result_spec(graph, i) for i in residuals(graph)
+    }
+
+
+def backward(
+    graph: Graph,
+    wants: Sequence[int],
+    cotangents: Sequence[TensorSpec | None],
+    saved: Sequence[TensorSpec] | None = None,
+) -> Graph:
+    """The backward of a simplified graph for some inputs; an output without cotangent has zero.
+
+    saved: the inputs and residuals as they come, where that is not as they are declared.
+    """
     check_gradient(graph)
     b, types, names = Builder(), graph.types, value_names(graph)
-    values = {n: b.input(i.name, i.spec) for n, i in enumerate(graph.inputs)}
-    for i in residuals(graph):
-        values[i] = b.input(names[i], result_spec(graph, i))
+    declared = saved_specs(graph)
+    specs = declared.values() if saved is None else saved
+    numbers = (*range(len(graph.inputs)), *residuals(graph))
+    values = {
+        n: b.input(name, spec) for n, name, spec in zip(numbers, declared, specs, strict=True)
+    }
     grads: dict[int, Value] = {}
     for i, spec in zip(graph.outputs, cotangents, strict=True):
         if spec is not None:

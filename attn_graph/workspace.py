@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from typing import final
@@ -9,6 +10,8 @@ from weakref import ref
 
 import torch
 from attrs import define, field, frozen
+
+from attn_graph.ambient import is_traced
 
 ALIGNMENT = 64  # bytes: a cache line, and more than any vector instruction needs
 MOST_LAYOUTS = 256  # layouts whose views an arena keeps ready
@@ -117,6 +120,10 @@ class Workspace:
     idle: dict[Place, list[Arena]] = field(factory=dict, init=False, repr=False)
     arenas: list[ref[Arena]] = field(factory=list, init=False, repr=False)  # those in use too
 
+    def __reduce__(self) -> tuple[Callable[[], Workspace], tuple[()]]:
+        """Pickled it is another: the default one where it arrives, or a new one."""
+        return (default_workspace if self is DEFAULT else Workspace), ()
+
     @property
     def bytes(self) -> int:
         """How much all arenas hold: of every thread, device and stream, in use or not.
@@ -136,7 +143,13 @@ class Workspace:
             arenas.clear()  # and not the dict alone: runs in progress hold these lists
 
     def lease(self, scratch: Scratch, device: torch.device) -> AbstractContextManager[Views]:
-        """The scratch's buffers, the caller's alone until the block ends."""
+        """The scratch's buffers, the caller's alone until the block ends.
+
+        Under a dispatch mode, a trace or a capture they are new memory, which nobody keeps but the
+        CUDA graph that is captured.
+        """
+        if is_traced():
+            return nullcontext(scratch.views(allocate(scratch.bytes, device)))
         stream = 0
         if device.type == "cuda":
             if is_capturing(device):

@@ -12,12 +12,20 @@ from typing import Any, final
 import torch
 from attrs import define, field, frozen
 
+from attn_graph.ambient import outside
 from attn_graph.backend import RefusedError
 from attn_graph.errors import PlanMismatchError
 from attn_graph.ir import Graph
 from attn_graph.lowering import cudnn_builder
 from attn_graph.lowering.cudnn_graph import Call, Slot
-from attn_graph.lowering.problem import ALIGNED, Problem, returned
+from attn_graph.lowering.problem import (
+    ALIGNED,
+    Problem,
+    cotangent_bytes,
+    cotangent_note,
+    on_boundary,
+    returned,
+)
 from attn_graph.spec import NAMES, TensorSpec
 from attn_graph.workspace import Buffer, Scratch, Workspace
 
@@ -142,6 +150,8 @@ class Run:
             self.special(n, tensors, device) if spot is None else tensors[spot]
             for n, spot in enumerate(self.spots)
         ]
+        if self.problem.grad is not None:  # nobody can clone what autograd hands over
+            given = [on_boundary(t) for t in given]
         for t in given:
             if t.data_ptr() % ALIGNED:
                 raise PlanMismatchError(*astray(self.call.inputs, given))
@@ -167,7 +177,8 @@ class Run:
         if size is None:
             count = self.problem.M if x.source == "M" else self.problem.N
             # From the host, which waits for it: another stream may be the next to read it.
-            size = torch.full(x.shape[:1], count, dtype=torch.int32).to(device)
+            with outside():
+                size = torch.full(x.shape[:1], count, dtype=torch.int32).to(device)
             self.sizes[x.source, device] = size
         return size
 
@@ -215,19 +226,21 @@ class Inference:
 
 
 def temporary(call: Call, problem: Problem, graph: Graph) -> int:
-    """Bytes of gradients that cuDNN computes and nobody asked for, and of copied vectors."""
+    """Bytes of gradients that cuDNN computes and nobody asked for, and of what is copied."""
     grad, vectors = problem.grad, copied(problem, graph)
     wanted = ("o", "lse") if grad is None else grad.names
     unasked = sum(x.bytes for x in call.outputs if x.source not in wanted)
-    return unasked + sum(x.bytes for x in call.inputs if x.source in vectors)
+    small = sum(x.bytes for x in call.inputs if x.source in vectors)
+    return unasked + small + cotangent_bytes(problem)
 
 
 def notes(problem: Problem, graph: Graph) -> tuple[str, ...]:
     """For `explain`."""
-    return tuple(
+    small = (
         f"{name} is copied to a dense {NAMES[PACKED[name]]} at each call"
         for name in copied(problem, graph)
     )
+    return (*small, *cotangent_note(problem, "is broadcast, or begins off 16 bytes"))
 
 
 def copied(problem: Problem, graph: Graph) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeVar, final
 
 import torch
@@ -10,6 +10,7 @@ from attrs import frozen
 
 from attn_graph.fused import Attention, AttentionGrad
 from attn_graph.ir import Eqn, Graph
+from attn_graph.memory import shown
 from attn_graph.spec import TensorSpec, accumulator, dense_strides, memory_order, normalised
 
 T = TypeVar("T")
@@ -141,3 +142,24 @@ def readable(x: TensorSpec, *, like: bool = False) -> bool:
     strides = [s for n, s in zip(outer, x.strides, strict=False) if n > 1]
     rows_apart = x.shape[2] <= 1 or x.strides[2] >= D
     return x.unit_last and rows_apart and all(s >= D or (s == 0 and not like) for s in strides)
+
+
+def cotangent_bytes(problem: Problem) -> int:
+    """What a copy of do takes, for a kernel that does not read it however it comes."""
+    if problem.grad is None or not problem.grad.with_do:
+        return 0
+    return problem.B * problem.H * problem.M * problem.E * problem.dtype.itemsize
+
+
+def cotangent_note(problem: Problem, cases: str) -> Iterator[str]:
+    """For `explain`: in which cases do is copied."""
+    if count := cotangent_bytes(problem):
+        yield f"do is copied, {shown(count)}, where it {cases}"
+
+
+def on_boundary(x: torch.Tensor) -> torch.Tensor:
+    """x, or where it begins off 16 bytes a copy with the same strides that does not."""
+    if x.data_ptr() % ALIGNED == 0:
+        return x
+    reach = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    return x.as_strided((reach,), (1,)).clone().as_strided(x.shape, x.stride())

@@ -24,8 +24,11 @@ from attn_graph.kernels.fused_cuda import Kernel
 from attn_graph.lowering.problem import (
     ALIGNED,
     Problem,
+    cotangent_bytes,
+    cotangent_note,
     flash_order,
     misaligned,
+    on_boundary,
     other_equations,
     returned,
     sole,
@@ -263,9 +266,9 @@ class Call:
         node, grad, call = self.problem.node, self.problem.grad, self.variant.call
         assert grad is not None
         own, o, lse, do, dlse = grad.split([tidied(x) for x in self.operands(tensors)])
+        own = tuple(on_boundary(x) if x.is_floating_point() else x for x in own)
         given = dict(zip(node.roles, own, strict=True))
-        do = torch.zeros_like(o) if do is None else do
-        aligned(given | {"o": o, "do": do})
+        o, do = on_boundary(o), torch.zeros_like(o) if do is None else on_boundary(do)
         q, k, v = own[:3]
         fixed = self.fixed(given)
         found = call.backward(do, q, k, v, o, lse, wants_bias=any(grad.wants[3:]), **fixed)
@@ -299,6 +302,7 @@ class Call:
             yield "the gradient through lse by one more call of each pass, with k in place of v"
         for name, spec in self.copied().items():
             yield f"{name} {spec} is copied: the kernel's rows lie in another order"
+        yield from cotangent_note(self.problem, "begins off 16 bytes")
 
     def kept_forward(self) -> int:
         """Bytes that PyTorch allocates beside the outputs, at most."""
@@ -317,9 +321,8 @@ class Call:
         rows, keys = (p.B * p.H * -(-n // 128) * 128 for n in (p.M, p.N))
         sums = 4 * rows * (p.D + 4) + (4 + p.dtype.itemsize) * keys * (p.D + p.E)
         more = sum(prod(x.shape) * x.dtype.itemsize for x in p.specs[:3]) * 3 * grad.with_dlse
-        return (
-            sums * (1 + grad.with_dlse) + more + sum(x.type.bytes for x in self.copied().values())
-        )
+        copies = sum(x.type.bytes for x in self.copied().values()) + cotangent_bytes(p)
+        return sums * (1 + grad.with_dlse) + more + copies
 
 
 def tidied(x: torch.Tensor) -> torch.Tensor:

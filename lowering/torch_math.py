@@ -13,6 +13,7 @@ from typing import final
 import torch
 from attrs import frozen
 
+from attn_graph.ambient import steady, without_autocast
 from attn_graph.backend import Backend, Executable, Options, switch
 from attn_graph.errors import PlanTargetError
 from attn_graph.fused import Attention, AttentionGrad
@@ -137,7 +138,8 @@ def step_of(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Step:
     names, work = tuple(buffers), forward if isinstance(op, Attention) else backward
 
     def call(device: torch.device, *operands: torch.Tensor) -> Sequence[torch.Tensor]:
-        with options.workspace.lease(scratch, device) as views, torch.no_grad():
+        rooms = options.workspace.lease(scratch, device)
+        with torch.no_grad(), without_autocast(), rooms as views:
             return work(tiles, operands, dict(zip(names, views, strict=True)))
 
     return Step(call, scratch, tiles.temporary, tiles.told())
@@ -155,7 +157,7 @@ def defined(op: Op, specs: Sequence[TensorSpec]) -> Work:
     """An equation by its definition: what is no attention, and attentions without a score."""
 
     def call(device: torch.device, *operands: torch.Tensor) -> Sequence[torch.Tensor]:
-        with torch.no_grad(), device:
+        with torch.no_grad(), steady(device):
             results = op.run(*operands)
             if isinstance(op, Attention):
                 return Problem.of(op, specs).new_o(device).copy_(results[0]), *results[1:]

@@ -13,6 +13,8 @@ from attn_graph.ir import Graph
 from attn_graph.kernels.fused_cpu import INF, flash, flash_backward
 from attn_graph.lowering.problem import (
     Problem,
+    cotangent_bytes,
+    cotangent_note,
     flash_order,
     other_equations,
     readable,
@@ -21,7 +23,7 @@ from attn_graph.lowering.problem import (
 )
 from attn_graph.masks import Band
 from attn_graph.modifiers import Bias, Modifier
-from attn_graph.spec import NAMES, TensorSpec, memory_order
+from attn_graph.spec import NAMES, memory_order
 from attn_graph.target import Target
 
 TOP_LEFT = Band(None, 0)
@@ -148,6 +150,10 @@ def lower_backward(problem: Problem, grad: AttentionGrad, graph: Graph) -> Execu
     node = problem.node
     causal, scale = node.mask is not None, node.scale
 
+    def run_plain(*tensors: torch.Tensor) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        q, k, v, o, lse, do = tensors
+        return flash_backward(do, q, k, v, o, lse, 0.0, causal, scale=scale), ()
+
     def run(*tensors: torch.Tensor) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         own, o, lse, do, dlse = grad.split([tensors[i] for i in eqn.args])
         q, k, v, *rest = own
@@ -167,12 +173,15 @@ def lower_backward(problem: Problem, grad: AttentionGrad, graph: Graph) -> Execu
         made = [g for g, wanted in zip(found, grad.wants, strict=False) if wanted]
         return returned(graph, made), ()
 
-    more = sum(operand_bytes(s) for s in problem.specs[:2]) * (2 * grad.with_dlse)
-    return Executable(run, temporary=more, notes=("one call of PyTorch's fused CPU kernel",))
-
-
-def operand_bytes(spec: TensorSpec) -> int:
-    return spec.type.bytes
+    more = sum(s.type.bytes for s in problem.specs[:2]) * (2 * grad.with_dlse)
+    whole = grad == AttentionGrad(node, (True, True, True))
+    plain = whole and eqn.args == tuple(range(6)) and graph.outputs == (6, 7, 8)
+    odd = "is broadcast, or has rows that lie apart or overlap"
+    return Executable(
+        run_plain if plain else run,
+        temporary=more + cotangent_bytes(problem),
+        notes=("one call of PyTorch's fused CPU kernel", *cotangent_note(problem, odd)),
+    )
 
 
 def through_lse(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from attrs import Factory, field, frozen
 
+from attn_graph.ambient import outside
 from attn_graph.backend import Backend, Executable, Options
 from attn_graph.ir import Graph
 from attn_graph.lowering.problem import Problem, other_equations, returned, returns_lse, sole
@@ -247,9 +248,11 @@ class Call:
 
     def table(self, name: str, device: torch.device) -> torch.Tensor:
         """A list of tiles on a device, brought there once."""
-        if (name, device) not in self.tables:
-            self.tables[name, device] = self.flash.tables[name].to(device)
-        return self.tables[name, device]
+        table = self.tables.get((name, device))
+        if table is None:
+            with outside():
+                table = self.tables[name, device] = self.flash.tables[name].to(device)
+        return table
 
 
 def summed(sums: torch.Tensor, collected: Collected) -> torch.Tensor:

@@ -14,6 +14,7 @@ from hypothesis import assume, given
 
 import attn_graph as ag
 from attn_graph.backend import Options, RefusedError
+from attn_graph.compiler import loses
 from attn_graph.ir import Graph
 from attn_graph.lowering.cudnn_backend import asked
 from attn_graph.lowering.cudnn_case import padded
@@ -22,6 +23,7 @@ from attn_graph.lowering.cudnn_limits import reasons
 from attn_graph.lowering.cudnn_run import Inference, Run, notes, temporary
 from attn_graph.lowering.problem import returns_lse, sole
 from attn_graph.passes import simplify
+from attn_graph.planner import choose, named
 from attn_graph.spec import FLOATS
 from attn_graph.target import Target
 from attn_graph.vjp import backward, result_spec
@@ -30,9 +32,14 @@ from tests import plain
 from tests.cudnn_model import Model
 from tests.strategies import aligned, cotangents_for, cudnn_graphs, seeds, tensors_for
 
-VERSIONS = (("nvidia-cudnn-frontend", "1.28.0"), ("nvidia-cudnn-cu13", "9.20.0.48"))
+VERSIONS = (
+    ("triton", "3.4"),
+    ("nvidia-cudnn-frontend", "1.28.0"),
+    ("nvidia-cudnn-cu13", "9.20.0.48"),
+)
 H200 = Target("h200", "cuda", 90, (), VERSIONS)
 X = ag.TensorSpec((2, 4, 6, 8), torch.float16)
+LONG = ag.TensorSpec((2, 4, 128, 64), torch.float16)
 
 
 def refusals(graph: Graph) -> list[str]:
@@ -93,6 +100,49 @@ def test_an_address_off_16_bytes_is_an_error_that_says_so(name: str) -> None:
         results(graph, [*tensors.values()])
 
 
+def off(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers and strides, beginning 2 bytes past a multiple of 16."""
+    room = torch.zeros(1 + x.numel(), dtype=x.dtype)
+    return room[1:].as_strided(x.shape, x.stride()).copy_(x)
+
+
+@pytest.mark.parametrize("name", ["q", "o", "do"])
+def test_what_autograd_hands_over_off_16_bytes_is_copied(name: str) -> None:
+    """Nobody can clone it there. That of do is told, and counted."""
+    graph = ag.attention(X, X, X)
+    forward = simplify(graph)
+    tensors = [torch.randn(X.shape, dtype=X.dtype) for _ in "qkv"]
+    o, lse = modelled(forward).forward(*tensors)[1]
+    do = torch.randn(X.shape, dtype=X.dtype)
+    back, names = gradient_of(forward, do)
+    given = dict(zip(("q", "k", "v", "o", "lse", "do"), (*tensors, o, lse, do), strict=True))
+    given[name] = off(given[name])
+    dues = plain.expected_gradients(graph, tensors, (do,))
+    for each, gradient in zip(names, results(back, [*given.values()]), strict=True):
+        dues[each].check(gradient)
+    problem = sole(back)
+    assert problem is not None
+    told = "do is copied, 768 B, where it is broadcast, or begins off 16 bytes"
+    assert notes(problem, back) == (told,)
+
+
+def test_a_cotangent_that_cudnn_refuses_does_not_change_who_runs_the_gradient() -> None:
+    """Of `o.sum()` it is one number, broadcast: it is laid out as o is, and cuDNN runs."""
+    plan = ag.compile(ag.attention(LONG, LONG, LONG), target=H200, backends=("triton",))
+    broadcast = ag.TensorSpec(LONG.shape, LONG.dtype, (0, 0, 0, 0))
+    ((*_, do),) = [plan.backward((0, 1, 2), [broadcast]).graph.inputs]
+    assert do.spec == broadcast
+    simple = simplify(plan.graph)
+    dense, odd = (backward(simple, (0, 1, 2), [x]) for x in (LONG, broadcast))
+    among = named(("cudnn", "triton"))
+    assert [c.backend.name for c in (choose(g, H200, Options(), among) for g in (dense, odd))] == [
+        "cudnn",
+        "triton",
+    ]
+    assert loses(odd, dense, H200, Options(), among)
+    assert not loses(odd, dense, H200, Options(), named(("triton",)))
+
+
 def test_lengths_are_read_where_they_lie_if_cudnn_can() -> None:
     """Others are copied, which is told, and counted."""
     for dtype, told in ((torch.int32, False), (torch.int64, True)):
@@ -107,7 +157,8 @@ def test_gradients_that_nobody_asked_for_are_counted() -> None:
     forward = simplify(ag.attention(X, X, X))
     specs = [result_spec(forward, i) for i in forward.outputs]
     run = modelled(backward(forward, [0], specs))
-    assert temporary(run.call, run.problem, run.graph) == 2 * X.type.bytes
+    copy = X.type.bytes  # of do
+    assert temporary(run.call, run.problem, run.graph) == 2 * X.type.bytes + copy
     found = run.backward(*(torch.zeros(i.spec.shape, dtype=i.spec.dtype) for i in run.graph.inputs))
     assert [t.shape for t in found[0]] == [X.shape]
 

@@ -40,6 +40,7 @@ FLOORS = (  # top first; a name, or `package.*` for the package and all its modu
         "attn_graph.store",
     ),
     (
+        "attn_graph.ambient",
         "attn_graph.timing",
         "attn_graph.devices",
         "attn_graph.ir",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import permutations
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
+from torch.autograd.graph import save_on_cpu
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attn_graph as ag
@@ -98,6 +100,32 @@ def test_the_same_bits_every_run() -> None:
         runs.append((*outputs, *torch.autograd.grad(outputs, leaves[:3], ones)))
     for one in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(runs[0], one, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["cudnn", "torch_flash", *NAMES])
+def test_saved_tensors_and_cotangents_of_any_layout_give_the_gradients(backend: str) -> None:
+    """Packed projections, offloaded; cotangents broadcast, turned, negated, off 16 bytes."""
+    qkv = torch.randn(2, 128, 3, 4, 64, device="cuda", dtype=torch.float16)
+    leaves = [x.transpose(1, 2).detach().requires_grad_() for x in qkv.unbind(2)]
+    specs = map(ag.TensorSpec.like, leaves)
+    plan = ag.compile(ag.attention(*specs, mask=ag.Causal()), backends=(backend,))
+    do = torch.randn(2, 4, 128, 64, device="cuda", dtype=torch.float16)
+    for hooks in (nullcontext, save_on_cpu):
+        for cotangent in (
+            do,
+            do[:1, :1, :1, :1].expand(do.shape),
+            do.mT.contiguous().mT,
+            torch._neg_view(do),
+            torch.cat((do.new_zeros(1), do.flatten()))[1:].view(do.shape),
+        ):
+            with hooks():
+                (o,) = outputs_of(plan, leaves)
+            found = torch.autograd.grad(o, leaves, cotangent)
+            given = (cotangent.resolve_neg().contiguous(),)
+            dues = plain.expected_gradients(plan.graph, [t.detach() for t in leaves], given)
+            for name, gradient in zip("qkv", found, strict=True):
+                dues[name].check(gradient)
+    assert {pull.plan.backend for pull in plan.memo.pulls.values()} == {backend}
 
 
 def test_captured_and_replayed() -> None:

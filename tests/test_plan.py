@@ -115,8 +115,8 @@ def test_memory_is_what_the_arena_holds_to_the_byte(graph: ag.Graph, seed: int) 
 
 def plan_backward(plan: ag.Plan, given: list[torch.Tensor]) -> int:
     """The workspace of the backward plan that autograd used: cotangents are dense, in C order."""
-    (used,) = plan.pulls.values()
-    return used.executable.workspace
+    (used,) = plan.memo.pulls.values()
+    return used.plan.executable.workspace
 
 
 def test_one_arena_of_the_larger_need_serves_many_plans() -> None:
@@ -130,7 +130,7 @@ def test_one_arena_of_the_larger_need_serves_many_plans() -> None:
         o = plan(*three(spec, grad=True))
         assert isinstance(o, torch.Tensor)
         o.sum().backward()
-    used = [*plans, *(pull for plan in plans for pull in plan.pulls.values())]
+    used = [*plans, *(pull.plan for plan in plans for pull in plan.memo.pulls.values())]
     needs = [plan.executable.workspace for plan in used]
     assert workspace.bytes == max(needs) < sum(needs)
     workspace.release()
@@ -293,14 +293,8 @@ def test_verify_passes_right_results_and_catches_wrong_ones() -> None:
 
 def test_a_gradient_of_a_gradient_is_refused() -> None:
     plan = ag.compile(ag.attention(X, X, X), target=CPU)
-    with pytest.raises(ag.GraphError, match="double backward"):
+    with pytest.raises(ag.GraphError, match=r"second derivatives .* are not built"):
         _ = plan.vjp.vjp
-    q, k, v = three(grad=True)
-    o = plan(q, k, v)
-    assert isinstance(o, torch.Tensor)
-    (dq,) = torch.autograd.grad(o.sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="does not require grad"):
-        torch.autograd.grad(dq.sum(), q)
 
 
 def test_the_pair_of_vjp_is_what_autograd_runs() -> None:
@@ -322,8 +316,8 @@ def test_only_wanted_gradients_are_computed() -> None:
     o = plan(q.requires_grad_(), k, v, bias)
     assert isinstance(o, torch.Tensor)
     o.sum().backward()
-    (used,) = plan.pulls.values()
-    assert used.graph.eqns[0].op.names == ("dq",)
+    (used,) = plan.memo.pulls.values()
+    assert used.plan.graph.eqns[0].op.names == ("dq",)
 
 
 def test_a_workspace_grown_while_serving_can_train() -> None:
