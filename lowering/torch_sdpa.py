@@ -174,7 +174,7 @@ def lower_backward(problem: Problem, grad: AttentionGrad, graph: Graph) -> Execu
         return returned(graph, made), ()
 
     more = sum(s.type.bytes for s in problem.specs[:2]) * (2 * grad.with_dlse)
-    whole = grad == AttentionGrad(node, (True, True, True))
+    whole = grad.wants == (True, True, True) and grad.with_do and not grad.with_dlse
     plain = whole and eqn.args == tuple(range(6)) and graph.outputs == (6, 7, 8)
     odd = "is broadcast, or has rows that lie apart or overlap"
     return Executable(
