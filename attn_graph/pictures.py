@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attn_graph.counts import areas, bounds, checked, kept_in_tiles
+from attn_graph.counts import checked, kinds_of_tiles
 from attn_graph.errors import GraphError
 from attn_graph.keys import Block
 from attn_graph.masks import Mask
@@ -46,8 +46,7 @@ def kinds(
     B, H = entries(mask, data or {}, b + 1, h + 1)
     given = checked(mask, (B, H, M, N), data or {})
     block = Block(range(b, b + 1), range(h, h + 1), range(M), H, M, N, given)
-    most, least = (kept_in_tiles(x, block, *tile)[0, 0] for x in bounds(mask, block))
-    return (most > 0).to(torch.int8) + (least == areas(M, N, *tile)).to(torch.int8)
+    return kinds_of_tiles(mask, block, tile)
 
 
 def entries(mask: Mask | None, data: Tensors, B: int, H: int) -> tuple[int, int]:
