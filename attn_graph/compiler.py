@@ -12,7 +12,6 @@ from attrs import evolve
 from attn_graph.backend import Backend, Executable, Fallback, Options
 from attn_graph.cache import Cache, CacheInfo
 from attn_graph.errors import GraphError
-from attn_graph.fused import AttentionGrad
 from attn_graph.ir import Graph
 from attn_graph.memory import in_bytes
 from attn_graph.passes import simplify
@@ -201,8 +200,6 @@ def build(graph: Graph, target: Target, options: Options, among: Backends | None
     def gradient(
         wants: Sequence[int] | None = None, cotangents: Sequence[TensorSpec | None] | None = None
     ) -> Plan:
-        if any(isinstance(eqn.op, AttentionGrad) for eqn in graph.eqns):
-            raise GraphError("a gradient has no gradient: double backward is not built")
         given = wanted_inputs(graph, None) if wants is None else wants
         specs = [result_spec(graph, i) for i in graph.outputs] if cotangents is None else cotangents
         return planned(backward(graph, given, specs), target, options, among)

@@ -28,7 +28,7 @@ from attn_graph.fused import Attention, AttentionGrad
 from attn_graph.ir import Eqn, Graph
 from attn_graph.masks import Mask
 from attn_graph.memory import shown
-from attn_graph.spec import FLOATS, NAMES, TensorSpec, ValueType
+from attn_graph.spec import NAMES, TensorSpec, ValueType
 from attn_graph.target import Target
 from attn_graph.vjp import vjp
 
@@ -85,7 +85,8 @@ class Work:
 class Cost:
     """What a plan costs, over all batch entries and heads.
 
-    pairs: places [i,j] that the masks keep. places: all of them. exact: whether pairs, flops and
+    pairs: places [i,j] that the masks of attentions keep. places: all of them; 0 of a graph that
+    stays in steps, whose products take every place. exact: whether pairs, flops and
     bytes are exact; where data decide and were not given, they are the most there can be, and so
     they are, `estimated`, where a mask is no join of strips and counting would take long.
     backward: None for a graph without gradients.
@@ -99,9 +100,11 @@ class Cost:
     estimated: bool = False
 
     def __str__(self) -> str:
-        share = f" ({100 * self.pairs / self.places:.3g} %)" if self.places else ""
         most = "" if self.exact else "estimated, at most " if self.estimated else "at most "
-        told = f"{most}{self.pairs} of {self.places} pairs{share}; forward {self.forward}"
+        told = f"forward {self.forward}"
+        if self.places:
+            share = f"{100 * self.pairs / self.places:.3g} %"
+            told = f"{most}{self.pairs} of {self.places} pairs ({share}); {told}"
         told += "" if self.backward is None else f"; backward {self.backward}"
         return told if self.exact else told.replace("at least", "at the roofline")
 
@@ -138,9 +141,7 @@ def cost(
     """
     given = named(graph, tensors or {})
     forward = tuple(shares(graph, given))
-    gradient = any(isinstance(eqn.op, AttentionGrad) for eqn in graph.eqns)
-    trains = not gradient and any(i.spec.dtype in FLOATS for i in graph.inputs)
-    backward = vjp(graph, wants)[1] if trains and wants != () else None
+    backward = vjp(graph, wants)[1] if graph.has_gradient and wants != () else None
     return Cost(
         sum(share.pairs for share in forward),
         sum(share.places for share in forward),

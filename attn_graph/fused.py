@@ -162,6 +162,7 @@ class AttentionGrad(Op):
     wants: tuple[bool, ...] = field(converter=flags)
     with_do: bool = True
     with_dlse: bool = False
+    is_gradient = True
 
     @property
     def names(self) -> tuple[str, ...]:  # type: ignore[override]  # a class's constant elsewhere

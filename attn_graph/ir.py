@@ -9,7 +9,7 @@ from typing import Any, ClassVar, final
 import torch
 from attrs import frozen
 
-from attn_graph.spec import TensorSpec, ValueType
+from attn_graph.spec import FLOATS, TensorSpec, ValueType
 
 # Values are handles of whoever builds the graph, so that the IR needs to know nothing of builders.
 Values = Sequence[Any]
@@ -29,6 +29,7 @@ class Op:
     names: ClassVar[tuple[str, ...]] = ("x",)  # of the results, when printed
     reads: ClassVar[int] = 1  # how many operands, from the first, `infer` reads
     roles: ClassVar[tuple[str, ...]] = ()  # a name for each operand, for those who read messages
+    is_gradient: ClassVar[bool] = False  # part of a gradient: it has no `pull`, so no gradient
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
@@ -99,6 +100,16 @@ class Graph:
     def output_types(self) -> tuple[ValueType, ...]:
         types = self.types
         return tuple(types[i] for i in self.outputs)
+
+    @property
+    def is_gradient(self) -> bool:
+        """Whether an equation is part of a gradient: there is no gradient of this graph then."""
+        return any(eqn.op.is_gradient for eqn in self.eqns)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether there is something to differentiate by, and this is no gradient itself."""
+        return not self.is_gradient and any(i.spec.dtype in FLOATS for i in self.inputs)
 
     def numbered(self) -> Iterator[tuple[Eqn, range]]:
         """Each equation with the numbers of its results."""

@@ -111,6 +111,7 @@ class Unmasked(Op):
 
     names = ("ds",)
     reads = 2
+    is_gradient = True
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
@@ -172,6 +173,7 @@ class SoftmaxGrad(Op):
     """p, dp, dlse -> ds = p * (dp - sum_j p dp + dlse)."""
 
     names = ("ds",)
+    is_gradient = True
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
@@ -190,6 +192,7 @@ class SinkGrad(Op):
     """sinks, lse, p, dp, dlse -> dsinks [H] = sum_bi exp(sink - lse) * (dlse - sum_j p dp)."""
 
     names = ("dsinks",)
+    is_gradient = True
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
@@ -300,6 +303,7 @@ class WeighT(Op):
     scale: float = field(default=1.0, converter=float, validator=finite)
     names = ("dv",)
     reads = 3
+    is_gradient = True
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
@@ -320,6 +324,8 @@ class WeighT(Op):
 class Add(Op):
     """a + b."""
 
+    is_gradient = True
+
     @property
     def ranks(self) -> tuple[int | None, ...]:
         return None, None
@@ -339,6 +345,7 @@ class Zeros(Op):
     shape: tuple[int, ...]
     dtype: str
     names = ("zeros",)
+    is_gradient = True
 
     @property
     def ranks(self) -> tuple[int | None, ...]:

@@ -10,11 +10,10 @@ from attrs import Factory, evolve, field, frozen
 
 from attn_graph.backend import Executable
 from attn_graph.errors import PlanMismatchError, PlanTargetError
-from attn_graph.fused import AttentionGrad
 from attn_graph.ir import Graph
 from attn_graph.memory import Memory
 from attn_graph.reference import Verification, verified
-from attn_graph.spec import FLOATS, NAMES, TensorSpec
+from attn_graph.spec import NAMES, TensorSpec
 from attn_graph.target import Target
 
 if TYPE_CHECKING:  # and imported where they are used: calls ask for none of it
@@ -138,8 +137,7 @@ class Plan:
     @property
     def has_gradient(self) -> bool:
         """Whether there is something to differentiate by, and this is no gradient itself."""
-        floating = any(i.spec.dtype in FLOATS for i in self.graph.inputs)
-        return floating and not any(isinstance(eqn.op, AttentionGrad) for eqn in self.graph.eqns)
+        return self.graph.has_gradient
 
     def memory(self) -> Memory:
         """Bytes that a call will need, known before it runs."""

@@ -11,7 +11,6 @@ from attn_graph.changes import Question, lifting
 from attn_graph.cost import cost
 from attn_graph.errors import NoBackendError
 from attn_graph.explanation import Explanation, Refusal, needed, tiles_of
-from attn_graph.fused import AttentionGrad
 from attn_graph.ir import Graph
 from attn_graph.planner import BACKENDS, tried
 from attn_graph.target import Target
@@ -35,7 +34,7 @@ def explained(
     simple = question.forward()
     forward, ahead = verdict(question, Question.forward, target, among)
     backward, behind, gradients = None, None, 0
-    if question.wants and not is_gradient(simple):
+    if question.wants and simple.has_gradient:
         backward, behind = verdict(question, Question.backward, target, among)
         gradients = sum(t.bytes for t in backward.graph.output_types)
     return evolve(
@@ -45,10 +44,6 @@ def explained(
         memory=needed(simple, gradients, ahead, behind),
         cost=cost(simple, target, wants=question.wants, precision=options.precision),
     )
-
-
-def is_gradient(graph: Graph) -> bool:
-    return any(isinstance(eqn.op, AttentionGrad) for eqn in graph.eqns)
 
 
 def verdict(

@@ -24,13 +24,19 @@ def vjp(graph: Graph, wants: Sequence[str] | None = None) -> tuple[Graph, Graph]
     Residuals are named as `forward` names them; cotangents `d` and the output's name. Both are
     declared as the outputs are: o in the memory order of q, all else in C order.
 
-    Raises GraphError if `wants` names what is not a floating input.
+    Raises GraphError if `wants` names what is not a floating input, and for a graph that is a
+    gradient itself.
     """
     graph = simplify(graph)
     more = tuple(i for i in residuals(graph) if i not in graph.outputs)
     forward = Graph(graph.inputs, graph.eqns, graph.outputs + more)
     cotangents = [result_spec(graph, i) for i in graph.outputs]
     return forward, backward(graph, wanted_inputs(graph, wants), cotangents)
+
+
+def refuse_gradient(graph: Graph) -> None:
+    if graph.is_gradient:
+        raise GraphError("a gradient has no gradient: double backward is not built")
 
 
 def wanted_inputs(graph: Graph, wants: Sequence[str] | None) -> tuple[int, ...]:
@@ -79,7 +85,11 @@ def value_names(graph: Graph) -> dict[int, str]:
 
 
 def backward(graph: Graph, wants: Sequence[int], cotangents: Sequence[TensorSpec | None]) -> Graph:
-    """The backward of a simplified graph for some inputs; an output without cotangent has zero."""
+    """The backward of a simplified graph for some inputs; an output without cotangent has zero.
+
+    Raises GraphError for a graph that is a gradient itself.
+    """
+    refuse_gradient(graph)
     b, types, names = Builder(), graph.types, value_names(graph)
     values = {n: b.input(i.name, i.spec) for n, i in enumerate(graph.inputs)}
     for i in residuals(graph):

@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attn_graph as ag
+from attn_graph import text
 from attn_graph.fused import Attention, AttentionGrad
+from attn_graph.ir import Op
 from attn_graph.passes import canonicalise
 from attn_graph.reference import evaluate
 from attn_graph.replay import prune
@@ -237,3 +239,19 @@ def test_o_and_its_cotangent_are_laid_out_as_q_is() -> None:
     specs = {i.name: i.spec for i in back.inputs}
     assert specs["o"] == specs["do"] == ag.TensorSpec((2, 4, 5, 3), torch.float16, layout="sbhd")
     assert specs["lse"] == ag.TensorSpec((2, 4, 5), torch.float32)
+
+
+@pytest.mark.parametrize("op", text.OPS)
+def test_parts_of_gradients_are_the_ops_without_a_gradient(op: type[Op]) -> None:
+    assert op.is_gradient == (op.pull is Op.pull)
+
+
+@given(graph=st.one_of(graphs(), shuffled_graphs()))
+def test_a_gradient_is_explained_and_has_no_gradient(graph: ag.Graph) -> None:
+    _, backward = ag.vjp(graph)
+    assert backward.is_gradient
+    assert not backward.has_gradient
+    assert ag.explain(backward, target="cpu").backward is None
+    assert ag.compile(backward, target="cpu").explain().backward is None
+    with pytest.raises(ag.GraphError, match="a gradient has no gradient"):
+        ag.vjp(backward)
