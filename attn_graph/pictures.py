@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 MARKS = "·▒█"  # nothing, some, all of a tile's places are kept
 MOST_MARKS = 64  # characters across a picture, unless tiles are asked for
+MOST_KINDS = 2**22  # tiles of a picture: more is more than a screen, or a page, has dots
+SIDE = 128  # queries and keys of a tile in a file, unless tiles are asked for
 DOTS = 200  # per inch of a PNG
 Tensors = Mapping[str, torch.Tensor]
 
@@ -42,6 +44,12 @@ def kinds(
     """
     if min(tile) < 1 or min(at) < 0:
         raise GraphError(f"picture: tile {tile} must be at least (1, 1), and at {at} (0, 0)")
+    if -(-M // tile[0]) * -(-N // tile[1]) > MOST_KINDS:
+        side = -(-max(M, N) // int(MOST_KINDS**0.5))
+        raise GraphError(
+            f"picture: {M} x {N} places are too many tiles of {tile[0]} x {tile[1]}; "
+            f"the most are {MOST_KINDS}, as of {side} x {side}"
+        )
     b, h = at
     B, H = entries(mask, data or {}, b + 1, h + 1)
     given = checked(mask, (B, H, M, N), data or {})
@@ -104,15 +112,18 @@ def draw_mask(
     M: int,
     N: int,
     *,
-    tile: tuple[int, int] = (128, 128),
+    tile: tuple[int, int] | None = None,
     at: tuple[int, int] = (0, 0),
     data: Tensors | None = None,
 ) -> None:
     """Write a picture of a mask's tiles: white is empty, light is mixed, dark is full.
 
-    The arguments are those of `picture`. Raises ImportError without matplotlib.
+    tile: by default 128 x 128, or as large as leaves no more than can be drawn. The other
+    arguments are those of `picture`. Raises ImportError without matplotlib.
     """
     made, axes = figure(5, 5.4)
+    side = max(SIDE, -(-max(M, N) // int(MOST_KINDS**0.5)))
+    tile = tile or (side, side)
     found = kinds(mask, M, N, tile, at=at, data=data)
     axes.imshow(
         found.tolist(), cmap="Blues", vmin=0, vmax=2, extent=(0, N, M, 0), interpolation="nearest"

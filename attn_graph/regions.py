@@ -210,6 +210,16 @@ def regions(mask: Mask, block: Block) -> list[Region] | None:
     ]
 
 
+def breaks(mask: Mask, block: Block) -> list[int] | None:
+    """The queries, the first one and M among them, between which all edges of a mask of strips
+    that are within 0 and N stand still or move along. None for other masks."""
+    kinds = kinds_of_entries(mask, block)
+    if kinds is None or len(kinds) > 1:
+        return None
+    (_, _, strips), M, N = kinds[0], block.M, block.N
+    return Lines.of(strips, M, N).breaks(M, N)
+
+
 def entry_at(block: Block, *entries: int) -> Place:
     """Some batch entries, to be asked at any query and key."""
     b = torch.tensor(entries, device="cpu").reshape(-1, 1, 1, 1)

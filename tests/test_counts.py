@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import reduce
-from typing import final
+from typing import Any, final
 
 import pytest
 import torch
@@ -16,7 +17,10 @@ from hypothesis import strategies as st
 import attn_graph as ag
 from attn_graph import counts, runs
 from attn_graph import masks as m
+from attn_graph.fused import Attention
 from attn_graph.keys import Block, Keys, Place, Strip, Term
+from attn_graph.lowering import tiles
+from attn_graph.lowering.problem import Problem
 from attn_graph.regions import Region, bounding, floor_sum, regions
 from attn_graph.runs import Budget, OverBudget
 from tests import plain_masks
@@ -153,7 +157,7 @@ def test_without_its_data_a_mask_is_bounded(drawn: Asked, data: st.DataObject) -
     assert found.exact or given_names != set(names)
 
 
-strips = st.deferred(
+strips: st.SearchStrategy[m.Mask] = st.deferred(
     lambda: st.one_of(
         st.builds(m.Band, st.integers(-90, 90), st.integers(-90, 90)),
         st.builds(m.Band, st.none(), st.integers(-90, 90)),
@@ -168,6 +172,7 @@ strips = st.deferred(
     )
 )
 lengths = st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99)), min_size=1, max_size=4)
+STRIPED, CAUSAL = Striped(3), ag.Causal()
 middle, blocks = st.integers(1, 99), st.tuples(st.integers(1, 40), st.integers(1, 40))
 
 
@@ -194,6 +199,43 @@ def test_closed_forms_agree_with_counting_run_by_run(
     empty, full = counts.tiles_by_runs(mask, mask, whole, block)
     assert total - sum(region.tiles(block) for region in found) == empty
     assert total - sum(region.outside(N).tiles(block) for region in found) == full
+
+
+bands = st.recursive(
+    st.builds(m.Band, st.none() | st.integers(-90, 90), st.none() | st.integers(-90, 90)),
+    lambda x: st.builds(m.And, x, x) | st.builds(m.Or, x, x) | st.builds(m.Not, x),
+    max_leaves=4,
+)
+
+
+@many
+@given(bands, st.integers(1, 300), st.integers(1, 300), st.integers(1, 3), st.integers(1, 40))
+@example(m.Band(-3, 0), 300, 300, 2, 16)
+@example(m.And(m.Band(-9, 9), m.Not(m.Band(-2, 2))), 290, 77, 1, 7)
+def test_tiles_folded_at_once_are_those_listed_one_by_one(
+    mask: m.Mask, M: int, N: int, B: int, rows: int
+) -> None:
+    q, k = ag.TensorSpec((B, 1, M, 8), torch.float32), ag.TensorSpec((B, 1, N, 8), torch.float32)
+    problem = Problem.of(Attention(mask=mask), (q, k, k))
+    listed = tiles.row_tiles(problem, mask, range(B), rows, least_full=20)
+    assert tiles.folded_tiles(problem, mask, rows, 20) == tiles.folded((x, 1) for x in listed)
+
+
+@pytest.mark.parametrize("mask", [ag.Window(100), CAUSAL, CAUSAL | ag.Prefix(9), STRIPED], ids=str)
+@pytest.mark.parametrize("alibi", [False, True])
+def test_planning_lists_few_tiles_whatever_the_sizes(mask: m.Mask, alibi: bool) -> None:
+    x = ag.TensorSpec((1, 1, 10**9, 8), torch.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        made = Counter[str]()
+        tile = tiles.Tile
+
+        def noted(*args: Any) -> tiles.Tile:  # Any: fields of a tile
+            made["tiles"] += 1
+            return tile(*args)
+
+        patch.setattr(tiles, "Tile", noted)
+        ag.explain(ag.attention(x, x, x, mask=mask, alibi=alibi), target="cpu")
+    assert made["tiles"] <= 8 * tiles.MOST_TILES
 
 
 @given(st.integers(0, 40), st.integers(1, 40), st.integers(0, 90), st.integers(-90, 90))
@@ -236,7 +278,6 @@ class Blocks(m.Mask):
 
 
 HUGE = 10**12
-STRIPED, CAUSAL = Striped(3), ag.Causal()
 WHATEVER = (
     (CAUSAL, True),
     (CAUSAL & (ag.Window(512) | ag.Prefix(64)), True),

@@ -51,12 +51,11 @@ def mask(
     """
     found = mask_of(flags, expression)
     whole = found.aligned(flags["align"]) if found else None
-    tile = block or BLOCK
-    counted = ag.tiles(whole, queries, keys, block=tile)
+    counted = ag.tiles(whole, queries, keys, block=block or BLOCK)
     if out is None:
         show(picture(whole, queries, keys, tile=block), wraps=False)
     else:
-        drawn(out, lambda: draw_mask(out, whole, queries, keys, tile=tile))
+        drawn(out, lambda: draw_mask(out, whole, queries, keys, tile=block))
     show(f"{whole or 'no mask'}: {counted}{shares(counted)}", wraps=False)
 
 
