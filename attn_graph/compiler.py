@@ -15,7 +15,6 @@ from attn_graph.ambient import outside
 from attn_graph.backend import Backend, Executable, Fallback, Options
 from attn_graph.cache import Cache, CacheInfo
 from attn_graph.errors import GraphError, NoBackendError
-from attn_graph.fused import AttentionGrad
 from attn_graph.ir import Graph, check_graph
 from attn_graph.memory import in_bytes
 from attn_graph.passes import simplify
@@ -26,20 +25,13 @@ from attn_graph.store import Store, default_store
 from attn_graph.switches import Precision, Switches, read
 from attn_graph.target import Target
 from attn_graph.torch_ops import differentiable
-from attn_graph.vjp import backward, gradient_problems, result_spec, wanted_inputs
+from attn_graph.vjp import backward, check_gradient, result_spec, wanted_inputs
 from attn_graph.workspace import Workspace, default_workspace
 
 if TYPE_CHECKING:
     from attn_graph.explanation import Explanation
 
 CAPACITY = 1024  # plans; one is a few kilobytes
-
-NO_SECOND = (
-    "a gradient has no gradient: second derivatives (double backward) are not built. They are "
-    "taken by create_graph=True, a penalty on gradients, Hessians and gradgradcheck; compute that "
-    "part by PyTorch's scaled_dot_product_attention under sdpa_kernel(SDPBackend.MATH), which has "
-    "them"
-)
 
 Backends = tuple[str | Backend, ...]
 Value = TypeVar("Value")
@@ -244,8 +236,7 @@ def build(graph: Graph, target: Target, options: Options, among: Backends | None
         cotangents: Sequence[TensorSpec | None] | None = None,
         saved: Sequence[TensorSpec] | None = None,
     ) -> Plan:
-        if any(isinstance(eqn.op, AttentionGrad) for eqn in graph.eqns):
-            raise GraphError(NO_SECOND)
+        check_gradient(graph)
         given = wanted_inputs(graph, None) if wants is None else wants
         dense = [result_spec(graph, i) for i in graph.outputs]
         specs = dense if cotangents is None else cotangents
@@ -271,8 +262,9 @@ def build(graph: Graph, target: Target, options: Options, among: Backends | None
 
 
 def alone(graph: Graph) -> Iterator[str]:
-    """Notes for a graph that has no gradient."""
-    yield from (f"runs forward alone: {text}" for text in gradient_problems(graph))
+    """Notes for a forward that has no gradient."""
+    if not graph.is_gradient:
+        yield from (f"runs forward alone: {text}" for text in graph.gradient_problems)
 
 
 def loses(

@@ -22,16 +22,15 @@ import torch
 from attrs import asdict, frozen
 
 from attn_graph import ops
-from attn_graph.counts import alike, bounds, checked, kept
+from attn_graph.counts import Seen, Sizes, seen
 from attn_graph.errors import GraphError
 from attn_graph.fused import Attention, AttentionGrad
 from attn_graph.ir import Eqn, Graph
-from attn_graph.keys import Block
 from attn_graph.masks import Mask
 from attn_graph.memory import shown
-from attn_graph.spec import FLOATS, NAMES, TensorSpec, ValueType
+from attn_graph.spec import NAMES, TensorSpec, ValueType
 from attn_graph.target import Target
-from attn_graph.vjp import gradient_problems, training_gradient
+from attn_graph.vjp import training_gradient
 
 HELD = 256  # counts of masks
 
@@ -86,8 +85,10 @@ class Work:
 class Cost:
     """What a plan costs, over all batch entries and heads.
 
-    pairs: places [i,j] that the masks keep. places: all of them. exact: whether pairs, flops and
-    bytes are exact; where data decide and were not given, they are the most there can be.
+    pairs: places [i,j] that the masks of attentions keep. places: all of them; 0 of a graph that
+    stays in steps, whose products take every place. exact: whether pairs, flops and
+    bytes are exact; where data decide and were not given, they are the most there can be, and so
+    they are, `estimated`, where a mask is no join of strips and counting would take long.
     backward: of a training step, where lse has no gradient; None for a graph without gradients.
     """
 
@@ -96,11 +97,14 @@ class Cost:
     exact: bool
     forward: Work
     backward: Work | None
+    estimated: bool = False
 
     def __str__(self) -> str:
-        share = f" ({100 * self.pairs / self.places:.3g} %)" if self.places else ""
-        most = "" if self.exact else "at most "
-        told = f"{most}{self.pairs} of {self.places} pairs{share}; forward {self.forward}"
+        most = "" if self.exact else "estimated, at most " if self.estimated else "at most "
+        told = f"forward {self.forward}"
+        if self.places:
+            share = f"{100 * self.pairs / self.places:.3g} %"
+            told = f"{most}{self.pairs} of {self.places} pairs ({share}); {told}"
         told += "" if self.backward is None else f"; backward {self.backward}"
         return told if self.exact else told.replace("at least", "at the roofline")
 
@@ -137,10 +141,7 @@ def cost(
     """
     given = named(graph, tensors or {})
     forward = tuple(shares(graph, given))
-    gradient = any(isinstance(eqn.op, AttentionGrad) for eqn in graph.eqns)
-    trains = not gradient and not gradient_problems(graph)
-    trains = trains and any(i.spec.dtype in FLOATS for i in graph.inputs)
-    backward = training_gradient(graph, wants) if trains and wants != () else None
+    backward = training_gradient(graph, wants) if graph.has_gradient and wants != () else None
     return Cost(
         sum(share.pairs for share in forward),
         sum(share.places for share in forward),
@@ -149,6 +150,7 @@ def cost(
         None
         if backward is None
         else work(tuple(shares(backward, given)), backward, target, precision),
+        any(share.estimated for share in forward),
     )
 
 
@@ -188,6 +190,7 @@ class Share:
     pairs: int = 0
     places: int = 0
     exact: bool = True
+    estimated: bool = False
 
 
 def work(parts: Sequence[Share], graph: Graph, target: Target, precision: str) -> Work:
@@ -247,56 +250,25 @@ def attended(
     """What an attention, or its gradient, adds."""
     (B, H, M, D), (_, G, N, _), E = operands[0].shape, operands[1].shape, operands[2].shape[3]
     sizes = (B, H, G, M, N)
-    seen = counted(node.mask, sizes, data) if data else foreseen(node.mask, sizes)
-    most: list[int | None] = [seen.queries * D, seen.keys * D, seen.keys * E]
+    found = seen(node.mask, sizes, data) if data else foreseen(node.mask, sizes)
+    most: list[int | None] = [found.queries * D, found.keys * D, found.keys * E]
     read = [data for modifier in node.modifiers for data in modifier.needs.values()]
-    most += [seen.pairs if {"i", "j"} <= {*data.axes} else None for data in read]
+    most += [found.pairs if {"i", "j"} <= {*data.axes} else None for data in read]
     most += [None] * (len(node.roles) - len(most))
-    most += [seen.queries * (E if len(x.shape) == 4 else 1) for x in operands[len(node.roles) :]]
+    most += [found.queries * (E if len(x.shape) == 4 else 1) for x in operands[len(node.roles) :]]
     moved = sum(
         (distinct(x) if cap is None else min(distinct(x), cap)) * x.dtype.itemsize
         for x, cap in zip(operands, most, strict=True)
     )
-    flops = 2 * seen.pairs * width(eqn, D, E)
-    return Share(flops, moved + written, seen.pairs, B * H * M * N, seen.exact)
-
-
-Sizes = tuple[int, int, int, int, int]  # B, H, G, M, N
-
-
-@final
-@frozen
-class Seen:
-    """What a mask keeps, over all batch entries and heads: pairs, queries that see a key, and keys
-    of the key/value heads that are seen. exact: not only the most there can be."""
-
-    pairs: int
-    queries: int
-    keys: int
-    exact: bool
-
-
-def counted(mask: Mask | None, sizes: Sizes, data: Tensors) -> Seen:
-    B, H, G, M, N = sizes
-    whole = Block(range(B), range(H), range(M), H, M, N, checked(mask, (B, H, M, N), data))
-    most, least = bounds(mask, whole)
-    found = kept(most, whole)
-    each = alike(found.keys_of, whole)
-    pairs, queries = int(found.keys_of.sum()) * each, int((found.keys_of > 0).sum()) * each
-    return Seen(pairs, queries, seen_keys(found.seen, B, G), most == least)
+    flops = 2 * found.pairs * width(eqn, D, E)
+    counted = found.pairs, B * H * M * N, found.exact, found.estimated
+    return Share(flops, moved + written, *counted)
 
 
 @lru_cache(HELD)
 def foreseen(mask: Mask | None, sizes: Sizes) -> Seen:
     """The same before any data: forward and backward ask it, on every target."""
-    return counted(mask, sizes, {})
-
-
-def seen_keys(seen: torch.Tensor, B: int, G: int) -> int:
-    """How many keys of all batch entries and key/value heads some query sees, of seen [b,h,N]."""
-    b, h, N = seen.shape
-    groups = seen.reshape(b, G, h // G, N).any(2) if h > 1 else seen
-    return int(groups.sum()) * (B * G // max(1, b * groups.shape[1]))
+    return seen(mask, sizes, {})
 
 
 def width(eqn: Eqn, D: int, E: int) -> int:

@@ -1,15 +1,13 @@
 """What a mask keeps, counted: pairs of query and key, rows that see any, tiles.
 
-Along the keys of one query a mask changes at few positions, its edges. Between two edges it is
-constant, so it is asked once for each run of keys, by its own `keep`, and never at every key:
-64k x 64k places under a window are some vectors of 64k numbers. A leaf tells its edges by `strip`;
-segments and flags have them where their data change. Where a leaf tells nothing, blocks of queries
-are asked by its `span` and `surely`, and each key that these leave open is a run of its own.
+Masks of strips have closed forms, whatever the sizes (`regions`). The others are counted run by
+run (`runs`), as long as that takes no more than a second or so; where it would, blocks of queries
+are asked what they may keep and what they surely keep, and the count is estimated from these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import final
 
 import torch
@@ -17,13 +15,13 @@ from attrs import evolve, frozen
 
 from attn_graph.canonical import EVERYTHING, canonical_mask
 from attn_graph.errors import GraphError
-from attn_graph.keys import Block, Place
-from attn_graph.masks import And, Band, Join, Keep, Mask, Not, Or, SameSegment
+from attn_graph.keys import Block
+from attn_graph.masks import And, Band, Mask, Not, Or
+from attn_graph.regions import Region, bounding, regions
+from attn_graph.runs import AT_ONCE, Budget, OverBudget, areas, kept, kept_in_tiles, parts
 from attn_graph.spec import TensorSpec
 
-AT_ONCE = 2**15 - 1  # numbers at a time; for more PyTorch wakes its threads, which takes longer
-MOST_OPEN = 2**22  # runs of a block in which a leaf leaves all keys open, however few its rows
-MOST_EDGES = 512  # of data along the keys; with more, blocks of queries are asked
+UNKNOWN = "before the data are known"
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -34,7 +32,9 @@ class Tiles:
     """How many tiles of a mask keep nothing, some and all of their places.
 
     Over all batch entries and heads. exact: false where tensors that decide were not given; a tile
-    is then empty or full only if it is so for whatever they hold.
+    is then empty or full only if it is so for whatever they hold. Also false where the mask is no
+    join of strips and counting would take longer than a second or so; then it is `estimated`, and
+    a tile is empty or full only where the mask's `span` and `surely` say so of many queries.
     """
 
     block: tuple[int, int]
@@ -42,6 +42,7 @@ class Tiles:
     mixed: int
     full: int
     exact: bool = True
+    estimated: bool = False
 
     @property
     def total(self) -> int:
@@ -49,7 +50,8 @@ class Tiles:
 
     def __str__(self) -> str:
         told = f"{self.empty} empty, {self.mixed} mixed, {self.full} full"
-        rest = "" if self.exact else ", before the data are known"
+        unsure = "estimated: some mixed may be empty or full" if self.estimated else UNKNOWN
+        rest = "" if self.exact else f", {unsure}"
         count, (rows, columns) = f"tile{'s' * (self.total != 1)}", self.block
         return f"{self.total} {count} of {rows} x {columns}: {told}{rest}"
 
@@ -64,41 +66,136 @@ def tiles(
     H: int = 1,
     data: Tensors | None = None,
 ) -> Tiles:
-    """Count the tiles of `block` queries x keys by what they keep, exactly.
+    """Count the tiles of `block` queries x keys by what they keep.
 
-    data: tensors that the mask reads, by name; without one, see `Tiles`. Raises GraphError for
-    tensors that do not fit, a block without places, or an alignment that was not said.
+    data: tensors that the mask reads, by name; without one, and where counting would take long,
+    see `Tiles`. Raises GraphError for tensors that do not fit, a block without places, or an
+    alignment that was not said.
     """
     if min(block) < 1:
         raise GraphError(f"tiles: block {block} holds no place; both sides must be at least 1")
     whole = Block(range(B), range(H), range(M), H, M, N, checked(mask, (B, H, M, N), data or {}))
     most, least = bounds(mask, whole)
-    some = (evolve(whole, rows=rows) for rows in rows_of_tiles(M, N, block))
-    found = [tiles_at(most, least, part, block) for part in some]
-    return Tiles(
-        block,
-        sum(part.empty for part in found),
-        sum(part.mixed for part in found),
-        sum(part.full for part in found),
-        exact=least == most,
+    exact, total = least == most, B * H * -(-M // block[0]) * -(-N // block[1])
+    pair = closed_forms(most, least, whole)
+    if pair is None:
+        try:
+            empty, full = tiles_by_runs(most, least, whole, block)
+            return Tiles(block, empty, total - empty - full, full, exact)
+        except OverBudget:
+            pair, exact = bounding_forms(most, least, whole, block[0]), False
+    outer, inner = pair
+    empty = total - sum(region.tiles(block) for region in outer)
+    full = total - sum(region.outside(N).tiles(block) for region in inner)
+    return Tiles(block, empty, total - empty - full, full, exact, not exact and least == most)
+
+
+Pair = tuple[list[Region], list[Region]]  # all that may be kept, and what surely is
+
+
+def closed_forms(most: Mask, least: Mask, block: Block) -> Pair | None:
+    """Where both are masks of strips, what they keep."""
+    outer = regions(most, block)
+    inner = outer if least == most or outer is None else regions(least, block)
+    return None if outer is None or inner is None else (outer, inner)
+
+
+def bounding_forms(most: Mask, least: Mask, block: Block, size: int) -> Pair:
+    """What they may keep, and surely keep, by lines of `size` queries."""
+    return [bounding(most, block, size, outer=True)], [bounding(least, block, size, outer=False)]
+
+
+def tiles_by_runs(most: Mask, least: Mask, block: Block, tile: tuple[int, int]) -> tuple[int, int]:
+    """How many tiles are empty, and full. Raises OverBudget."""
+    empty = full = 0
+    budget = Budget.of(block)
+    for rows in parts(block.rows, tile[0] * max(1, AT_ONCE // (block.N // tile[1] + 3))):
+        part = evolve(block, rows=rows)
+        places = kept_in_tiles(most, part, *tile, budget)
+        empty += int((places == 0).sum()) * alike(places, part)
+        if least != most:
+            places = kept_in_tiles(least, part, *tile, budget)
+        full += int((places == areas(len(rows), block.N, *tile)).sum()) * alike(places, part)
+    return empty, full
+
+
+def kinds_of_tiles(mask: Mask | None, block: Block, tile: tuple[int, int]) -> torch.Tensor:
+    """Of each tile of one batch entry and head 0: empty, 1: mixed, 2: full [lines, columns]."""
+    most, least = bounds(mask, block)
+    pair = closed_forms(most, least, block)
+    if pair is None:
+        try:
+            budget = Budget.of(block)
+            places, sure = (kept_in_tiles(x, block, *tile, budget)[0, 0] for x in (most, least))
+            return (places > 0).to(torch.int8) + (sure == areas(block.M, block.N, *tile))
+        except OverBudget:
+            pair = bounding_forms(most, least, block, tile[0])
+    outer, inner = pair
+    lacking = [region.outside(block.N) for region in inner]
+    return tiles_held(outer, block, tile) + 1 - tiles_held(lacking, block, tile)
+
+
+def tiles_held(found: Sequence[Region], block: Block, tile: tuple[int, int]) -> torch.Tensor:
+    """1 for each tile that holds a place of a region, else 0 [lines, columns]."""
+    lines, columns = -(-block.M // tile[0]), -(-block.N // tile[1])
+    held = torch.zeros(lines, columns, dtype=torch.int8, device="cpu")
+    for region in found:
+        for line in range(lines):
+            for start, stop in region.line(line, tile).intervals:
+                held[line, start:stop] = 1
+    return held
+
+
+@final
+@frozen
+class Seen:
+    """What a mask keeps, over all batch entries and heads: pairs, queries that see a key, and keys
+    of the key/value heads that are seen. exact: not only the most there can be. estimated: the
+    most there can be, since counting would take long."""
+
+    pairs: int
+    queries: int
+    keys: int
+    exact: bool
+    estimated: bool = False
+
+
+Sizes = tuple[int, int, int, int, int]  # B, H, G, M, N
+
+
+def seen(mask: Mask | None, sizes: Sizes, data: Tensors) -> Seen:
+    """Count what a mask keeps, given all, some or none of the tensors that it reads."""
+    B, H, G, M, N = sizes
+    whole = Block(range(B), range(H), range(M), H, M, N, checked(mask, (B, H, M, N), data))
+    most, least = bounds(mask, whole)
+    exact = most == least
+    found = regions(most, whole)
+    if found is None:
+        try:
+            return seen_by_runs(most, whole, G, exact)
+        except OverBudget:
+            found, exact = [bounding(most, whole, 1, outer=True)], False
+    return Seen(
+        sum(region.pairs for region in found),
+        sum(region.queries for region in found),
+        sum(region.count // max(1, H) * G * len(region.keys) for region in found),
+        exact,
+        not exact and most == least,
     )
 
 
-def rows_of_tiles(M: int, N: int, block: tuple[int, int]) -> Iterator[range]:
-    """Rows of whole tiles, so few that these are counted at once."""
-    return parts(range(M), block[0] * max(1, AT_ONCE // (N // block[1] + 3)))
+def seen_by_runs(mask: Mask, block: Block, G: int, exact: bool) -> Seen:
+    found = kept(mask, block, Budget.of(block))
+    each = alike(found.keys_of, block)
+    pairs, queries = int(found.keys_of.sum()) * each, int((found.keys_of > 0).sum()) * each
+    return Seen(pairs, queries, seen_keys(found.seen, len(block.batch), G), exact)
 
 
-def tiles_at(most: Mask, least: Mask, part: Block, block: tuple[int, int]) -> Tiles:
-    """The tiles of some rows, the first of which begins a tile."""
-    area = areas(len(part.rows), part.N, *block)
-    places = kept_in_tiles(most, part, *block)
-    empty = int((places == 0).sum()) * alike(places, part)
-    if least != most:
-        places = kept_in_tiles(least, part, *block)
-    full = int((places == area).sum()) * alike(places, part)
-    total = len(part.batch) * len(part.heads) * area.numel()
-    return Tiles(block, empty, total - empty - full, full)
+def seen_keys(seen: torch.Tensor, B: int, G: int) -> int:
+    """How many keys of all batch entries and key/value heads some query sees, of seen [b,h,N]."""
+    b, h, N = seen.shape
+    groups = seen.reshape(b, G, h // G, N).any(2) if h > 1 else seen
+    return int(groups.sum()) * (B * G // max(1, b * groups.shape[1]))
 
 
 def alike(found: torch.Tensor, block: Block) -> int:
@@ -119,7 +216,13 @@ def checked(
             problems += needs[name].problems(str(mask), name, type_, full)
     if problems:
         raise GraphError(*problems)
-    return {name: tensor.detach().to("cpu") for name, tensor in data.items()}
+    return {name: on_cpu(tensor) for name, tensor in data.items()}
+
+
+def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor on the CPU; lengths so wide that sums with positions do not overflow."""
+    wide = torch.int64 if tensor.ndim == 1 else tensor.dtype
+    return tensor.detach().to("cpu", wide)
 
 
 def bounds(mask: Mask | None, block: Block) -> tuple[Mask, Mask]:
@@ -151,253 +254,3 @@ def unragged(
     last = block.N - (0 if "q_lengths" in ragged else block.M)
     down, up = (first, last) if more else (last, first)
     return Band(None if low is None else low + down, None if high is None else high + up)
-
-
-def areas(M: int, N: int, rows: int, keys: int) -> torch.Tensor:
-    """Places of each tile [blocks of queries, blocks of keys]; the last ones may be smaller."""
-    sides = (
-        torch.tensor([min(size, count - at) for at in range(0, count, size)], dtype=torch.int64)
-        for count, size in ((M, rows), (N, keys))
-    )
-    return torch.outer(*sides)
-
-
-@final
-@frozen(eq=False)
-class Kept:
-    """keys_of: how many keys each query keeps [b,h,M]. seen: which keys any query keeps [b,h,N].
-
-    b, or h, is 1 where all batch entries, or heads, are alike.
-    """
-
-    keys_of: torch.Tensor
-    seen: torch.Tensor
-
-
-def kept(mask: Mask, block: Block) -> Kept:
-    """What a mask keeps, of all queries; `block` has all that it reads."""
-    entries, heads = varying(mask, block)
-    keys_of = zeros(len(entries), len(heads), block.M)
-    steps = zeros(len(entries), len(heads), block.N + 1)
-    for run in runs(mask, block):
-        lengths = torch.where(run.kept, run.stops - run.starts, 0).sum(-1)
-        keys_of[run.entries, :, run.rows.start : run.rows.stop] = lengths
-        _, starts, stops, weights = run.grouped(block.M)
-        for at, weight in ((starts, weights), (stops, -weights)):
-            steps[run.entries].scatter_add_(-1, at.flatten(2), weight.flatten(2))
-    return Kept(keys_of, steps.cumsum(-1)[..., : block.N] > 0)
-
-
-def kept_in_tiles(mask: Mask, block: Block, rows: int, keys: int) -> torch.Tensor:
-    """How many places each tile of rows x keys keeps [b, h, blocks of queries, blocks of keys].
-
-    The block's first query begins a tile.
-    The end of a run in tile t changes tile t by what lies from there to the tile's end, and every
-    later tile of that line by its whole width: two sums, of which the second is accumulated.
-    """
-    entries, heads = varying(mask, block)
-    lines, columns = -(-len(block.rows) // rows), -(-block.N // keys)
-    width = columns + 2  # a run may end at N, and the tile after that is the next
-    inside = zeros(len(entries), len(heads), lines * width)
-    after = torch.zeros_like(inside)
-    for run in runs(mask, block):
-        numbers, starts, stops, weights = run.grouped(rows)
-        for at, weight in ((starts, weights), (stops, -weights)):
-            tile = at // keys
-            index = ((numbers[:, None] - block.rows.start // rows) * width + tile).flatten(2)
-            left = (weight * ((tile + 1) * keys - at)).flatten(2)
-            inside[run.entries].scatter_add_(-1, index, left)
-            after[run.entries].scatter_add_(-1, index + 1, (weight * keys).flatten(2))
-    shape = (len(entries), len(heads), lines, width)
-    return (inside.view(shape) + after.view(shape).cumsum(-1))[..., :columns]
-
-
-def zeros(*shape: int) -> torch.Tensor:
-    return torch.zeros(shape, dtype=torch.int64, device="cpu")
-
-
-@final
-@frozen(eq=False)
-class Runs:
-    """Keys from starts to stops [b, h, rows or 1, runs], and which rows keep them.
-
-    kept: boolean [b, h, rows, runs]. entries: which of the batch entries that differ these are.
-    """
-
-    entries: slice
-    rows: range
-    starts: torch.Tensor
-    stops: torch.Tensor
-    kept: torch.Tensor
-
-    def grouped(self, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The runs of blocks of `size` queries: the blocks' numbers, starts, stops [b,h,n,runs],
-        and how many queries of a block keep each run. A block may come more than once."""
-        numbers = torch.arange(self.rows.start, self.rows.stop, device="cpu") // size
-        weights = self.kept.to(torch.int64)
-        if self.starts.shape[2] == 1:  # all rows have the same runs: count rows first
-            first, last = int(numbers[0]), int(numbers[-1])
-            b, h, _, count = weights.shape
-            sums = zeros(b, h, last - first + 1, count)
-            weights = sums.index_add_(2, numbers - first, weights)
-            numbers = torch.arange(first, last + 1, device="cpu")
-        starts, stops = (x.expand_as(weights) for x in (self.starts, self.stops))
-        return numbers, starts, stops, weights
-
-
-def runs(mask: Mask, block: Block) -> Iterator[Runs]:
-    """The keys of every query, cut where the mask may change, for some rows at a time."""
-    if is_empty(block):
-        return
-    entries, heads = varying(mask, block)
-    first = place(block, entries, heads, block.rows[:1])
-    told = {leaf: edges(leaf, first) for leaf in leaves(mask)}
-    silent = [leaf for leaf, found in told.items() if found is None]
-    if silent:
-        yield from asked_in_blocks(mask, silent, block, entries, heads)
-        return
-    count = sum(x.shape[-1] for found in told.values() for x in found or ())
-    for rows in parts(block.rows, AT_ONCE // (len(entries) * len(heads) * (1 + count))):
-        at = place(block, entries, heads, rows)
-        yield asked(
-            mask, at, rows, slice(None), [x for leaf in told for x in edges(leaf, at) or ()]
-        )
-
-
-def asked_in_blocks(
-    mask: Mask, silent: Sequence[Mask], block: Block, entries: range, heads: range
-) -> Iterator[Runs]:
-    """The same for a mask some of whose leaves do not tell their edges.
-
-    Where these leave more keys open than there are rows, runs that all rows share are fewer.
-    """
-    telling = [leaf for leaf in leaves(mask) if leaf not in silent]
-    for number, entry in enumerate(entries):
-        batch = range(entry, entry + 1)
-        for part, found in settled(silent, evolve(block, batch=batch, heads=heads)):
-            at = place(block, batch, heads, part.rows)
-            if sum(x.numel() for x in found) > len(part.rows):
-                found = [open_keys(mask, part)]
-            else:
-                found += [x for leaf in telling for x in edges(leaf, at) or ()]
-            yield asked(mask, at, part.rows, slice(number, number + 1), found)
-
-
-Opened = tuple[Block, list[torch.Tensor]]  # queries, and the keys that leaves leave open there
-
-
-def settled(silent: Sequence[Mask], block: Block, before: int | None = None) -> Iterator[Opened]:
-    """Parts so short that few keys are open, or about as many as were in twice as many rows."""
-    rows, found = block.rows, [open_keys(leaf, block) for leaf in silent]
-    count = sum(x.numel() for x in found)
-    size = len(block.heads) * len(rows) * count
-    stays = before is not None and 4 * count > 3 * before
-    if len(rows) == 1 or size <= AT_ONCE or (stays and size <= MOST_OPEN):
-        yield block, found
-        return
-    middle = (rows.start + rows.stop) // 2
-    for half in (range(rows.start, middle), range(middle, rows.stop)):
-        yield from settled(silent, evolve(block, rows=half), count)
-
-
-def leaves(mask: Mask) -> tuple[Mask, ...]:
-    """What a mask is joined from, each leaf once."""
-    if not isinstance(mask, Join):
-        return (mask,)
-    return tuple(dict.fromkeys(leaf for part in mask.parts for leaf in leaves(part)))
-
-
-def asked(
-    mask: Mask, at: Place, rows: range, entries: slice, found: Sequence[torch.Tensor]
-) -> Runs:
-    """The runs between these edges [b or 1, h or 1, rows or 1, any], and which are kept."""
-    all_found = (zeros(1, 1, 1, 1), *found)
-    lead = [max(sizes) for sizes in zip(*(x.shape[:3] for x in all_found), strict=True)]
-    starts = torch.cat([x.expand(*lead, -1) for x in all_found], -1).clamp(0, at.N).sort(-1).values
-    stops = torch.cat((starts[..., 1:], starts.new_full((*lead, 1), at.N)), -1)
-    kept = torch.as_tensor(mask.keep(evolve(at, j=starts.clamp(max=at.N - 1))))
-    shape = (at.b.numel(), at.h.numel(), len(rows), starts.shape[-1])
-    return Runs(entries, rows, starts, stops, kept.expand(shape))
-
-
-def is_empty(block: Block) -> bool:
-    return 0 in (len(block.batch), len(block.heads), len(block.rows), block.N)
-
-
-def varying(mask: Mask, block: Block) -> tuple[range, range]:
-    """The batch entries and heads to ask: one of those that are all alike."""
-    if is_empty(block):
-        return block.batch[:1], block.heads[:1]
-    first = Place.of(evolve(block, rows=block.rows[:1]), range(1), torch.device("cpu"))
-    b, h, _, _ = four_axes(torch.as_tensor(mask.keep(first))).shape
-    return block.batch[:b], block.heads[:h]
-
-
-def four_axes(x: torch.Tensor) -> torch.Tensor:
-    """[...] -> [b,h,i,j], axes of size 1 before its own."""
-    return x.reshape([1] * (4 - x.ndim) + [*x.shape])
-
-
-def place(block: Block, entries: range, heads: range, rows: range) -> Place:
-    """Where rows are asked, at any keys: what is read there is gathered."""
-    part = evolve(block, batch=entries, heads=heads, rows=rows)
-    return evolve(Place.of(part, range(1), torch.device("cpu")), ranges=None)
-
-
-def parts(rows: range, size: int) -> Iterator[range]:
-    """These rows in their order, at most `size` at a time, and at least one."""
-    size = max(1, size)
-    return (rows[at : at + size] for at in range(0, len(rows), size))
-
-
-def edges(leaf: Mask, at: Place) -> list[torch.Tensor] | None:
-    """Positions [b or 1, h or 1, rows or 1, any] that hold all at which a leaf changes along j.
-
-    None if it does not tell.
-    """
-    strip = leaf.strip(at)
-    if strip is None:
-        return data_edges(leaf, at) if isinstance(leaf, Keep | SameSegment) else None
-    low = None if strip.low is None else at.i + strip.low
-    high = None if strip.high is None else at.i + strip.high + 1
-    told = (torch.as_tensor(x) for x in (low, high, strip.keys) if x is not None)
-    return [four_axes(x.to(torch.int64)) for x in told]
-
-
-def data_edges(mask: Mask, at: Place) -> list[torch.Tensor] | None:
-    """The same for a leaf that depends on the key only by what it reads there."""
-    found = []
-    for name, data in mask.needs.items():
-        axes = tuple(slice(None) if axis in data.axes else None for axis in "bhij")
-        values = at.data[name][axes]
-        values = values[at.b.flatten()] if values.shape[0] > 1 else values
-        values = values[:, at.h.flatten()] if values.shape[1] > 1 else values
-        differs = values[..., 1:] != values[..., :-1]
-        most = int(differs.sum(-1).amax()) if differs.numel() else 0
-        if most and (values.shape[2] > 1 or most > MOST_EDGES):
-            return None
-        after = torch.arange(1, values.shape[3], device="cpu")
-        found.append(torch.where(differs, after, at.N).sort(-1).values[..., :most])
-    return [x for x in found if x.shape[-1]]
-
-
-def open_keys(mask: Mask, block: Block) -> torch.Tensor:
-    """Each key of which a block of queries does not say whether all or none keep it [1,1,1,any].
-
-    And the ends of the intervals of which it does.
-    """
-    spanned, sure = (
-        flags(keys.intervals, block.N) for keys in (mask.span(block), mask.surely(block))
-    )
-    unsure = spanned & ~sure
-    begins = unsure.clone()
-    begins[1:] |= unsure[:-1] | (sure[1:] != sure[:-1])
-    return begins.nonzero().reshape(1, 1, 1, -1)
-
-
-def flags(intervals: Sequence[tuple[int, int]], keys: int) -> torch.Tensor:
-    """[keys], true inside the intervals."""
-    found = torch.zeros(keys, dtype=torch.bool, device="cpu")
-    for start, stop in intervals:
-        found[start:stop] = True
-    return found

@@ -167,6 +167,7 @@ class AttentionGrad(Op):
     wants: tuple[bool, ...] = field(converter=flags)
     with_do: bool = True
     with_dlse: bool = False
+    is_gradient = True
 
     def __attrs_post_init__(self) -> None:
         given, needed = len(self.wants), len(self.attention.ranks)

@@ -10,13 +10,20 @@ import torch
 from attrs import frozen
 
 from attn_graph.errors import GraphError
-from attn_graph.spec import TensorSpec, ValueType
+from attn_graph.spec import FLOATS, TensorSpec, ValueType
 
 # Values are handles of whoever builds the graph, so that the IR needs to know nothing of builders.
 Values = Sequence[Any]
 Gradients = tuple[Any, ...]  # a value for each operand, or None
 # What `pull` emits with: an op and the values it reads, giving the op's results.
 Emit = Callable[..., tuple[Any, ...]]
+
+NO_SECOND = (
+    "a gradient has no gradient: second derivatives (double backward) are not built. They are "
+    "taken by create_graph=True, a penalty on gradients, Hessians and gradgradcheck; compute that "
+    "part by PyTorch's scaled_dot_product_attention under sdpa_kernel(SDPBackend.MATH), which has "
+    "them"
+)
 
 
 @frozen
@@ -30,6 +37,7 @@ class Op:
     names: ClassVar[tuple[str, ...]] = ("x",)  # of the results, when printed
     reads: ClassVar[int] = 1  # how many operands, from the first, `infer` reads
     roles: ClassVar[tuple[str, ...]] = ()  # a name for each operand, for those who read messages
+    is_gradient: ClassVar[bool] = False  # part of a gradient: it has no `pull`, so no gradient
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
@@ -121,6 +129,24 @@ class Graph:
     def output_types(self) -> tuple[ValueType, ...]:
         types = self.types
         return tuple(types[i] for i in self.outputs)
+
+    @property
+    def is_gradient(self) -> bool:
+        """Whether an equation is part of a gradient: there is no gradient of this graph then."""
+        return any(eqn.op.is_gradient for eqn in self.eqns)
+
+    @property
+    def gradient_problems(self) -> tuple[str, ...]:
+        """Why there is no gradient of this graph; none: there is."""
+        if self.is_gradient:
+            return (NO_SECOND,)
+        problems = (text for eqn in self.eqns for text in eqn.op.gradient_problems())
+        return tuple(dict.fromkeys(problems))
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether there is something to differentiate by, and a derivative of every step."""
+        return not self.gradient_problems and any(i.spec.dtype in FLOATS for i in self.inputs)
 
     def numbered(self) -> Iterator[tuple[Eqn, range]]:
         """Each equation with the numbers of its results."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -78,8 +78,7 @@ class Keys:
         return Keys(joined(sorted(self.intervals + other.intervals), gap=0))
 
     def __and__(self, other: Keys) -> Keys:
-        both = ((max(a, c), min(b, d)) for a, b in self.intervals for c, d in other.intervals)
-        return Keys(tuple(sorted((a, b) for a, b in both if a < b)))
+        return Keys(tuple(common(self.intervals, other.intervals)))
 
     def outside(self, keys: int) -> Keys:
         """The positions below `keys` that are not in this set."""
@@ -91,6 +90,11 @@ class Keys:
         """This set with every hole of at most `gap` positions filled."""
         return Keys(joined(self.intervals, gap))
 
+    @property
+    def hull(self) -> Keys:
+        """All positions from the first one in this set to the last."""
+        return Keys.between(self.intervals[0][0], self.intervals[-1][1]) if self.intervals else self
+
     def covers(self, start: int, stop: int) -> bool:
         return start >= stop or any(a <= start and stop <= b for a, b in self.intervals)
 
@@ -99,6 +103,18 @@ class Keys:
 
     def __contains__(self, key: int) -> bool:
         return any(a <= key < b for a, b in self.intervals)
+
+
+def common(
+    mine: Sequence[tuple[int, int]], others: Sequence[tuple[int, int]]
+) -> Iterator[tuple[int, int]]:
+    """What two sequences of sorted, disjoint intervals have in common, in one walk over both."""
+    m = n = 0
+    while m < len(mine) and n < len(others):
+        (a, b), (c, d) = mine[m], others[n]
+        if max(a, c) < min(b, d):
+            yield max(a, c), min(b, d)
+        m, n = (m + 1, n) if b < d else (m, n + 1)
 
 
 def joined(intervals: Iterable[tuple[int, int]], gap: int) -> tuple[tuple[int, int], ...]:

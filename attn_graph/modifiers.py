@@ -255,6 +255,7 @@ class Back(Op):
     modifier: Modifier
     names = ("ds",)
     reads = 2
+    is_gradient = True
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
@@ -276,6 +277,7 @@ class Collect(Op):
     """ds', operands -> the gradients of those operands of a modifier that have one."""
 
     modifier: Modifier
+    is_gradient = True
 
     @property
     def ranks(self) -> tuple[int | None, ...]:

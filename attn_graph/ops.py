@@ -113,6 +113,7 @@ class Unmasked(Op):
 
     names = ("ds",)
     reads = 2
+    is_gradient = True
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
@@ -174,6 +175,7 @@ class SoftmaxGrad(Op):
     """p, dp, dlse -> ds = p * (dp - sum_j p dp + dlse)."""
 
     names = ("ds",)
+    is_gradient = True
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
@@ -192,6 +194,7 @@ class SinkGrad(Op):
     """sinks, lse, p, dp, dlse -> dsinks [H] = sum_bi exp(sink - lse) * (dlse - sum_j p dp)."""
 
     names = ("dsinks",)
+    is_gradient = True
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
@@ -302,6 +305,7 @@ class WeighT(Op):
     scale: float = field(default=1.0, converter=number, validator=finite)
     names = ("dv",)
     reads = 3
+    is_gradient = True
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
@@ -322,6 +326,8 @@ class WeighT(Op):
 class Add(Op):
     """a + b."""
 
+    is_gradient = True
+
     @property
     def ranks(self) -> tuple[int | None, ...]:
         return None, None
@@ -341,6 +347,7 @@ class Zeros(Op):
     shape: tuple[int, ...]
     dtype: str
     names = ("zeros",)
+    is_gradient = True
 
     @property
     def ranks(self) -> tuple[int | None, ...]:

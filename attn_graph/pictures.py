@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attn_graph.counts import areas, bounds, checked, kept_in_tiles
+from attn_graph.counts import checked, kinds_of_tiles
 from attn_graph.errors import GraphError
 from attn_graph.keys import Block
 from attn_graph.masks import Mask
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 MARKS = "·▒█"  # nothing, some, all of a tile's places are kept
 MOST_MARKS = 64  # characters across a picture, unless tiles are asked for
+MOST_KINDS = 2**22  # tiles of a picture: more is more than a screen, or a page, has dots
+SIDE = 128  # queries and keys of a tile in a file, unless tiles are asked for
 DOTS = 200  # per inch of a PNG
 LIGHT = ("#ffffff", "#90caf9", "#1565c0")  # a tile's colour: empty, mixed, full
 DARK = ("#1e2129", "#3f6ea8", "#90caf9")
@@ -46,12 +48,17 @@ def kinds(
     """
     if min(tile) < 1 or min(at) < 0:
         raise GraphError(f"picture: tile {tile} must be at least (1, 1), and at {at} (0, 0)")
+    if -(-M // tile[0]) * -(-N // tile[1]) > MOST_KINDS:
+        side = -(-max(M, N) // int(MOST_KINDS**0.5))
+        raise GraphError(
+            f"picture: {M} x {N} places are too many tiles of {tile[0]} x {tile[1]}; "
+            f"the most are {MOST_KINDS}, as of {side} x {side}"
+        )
     b, h = at
     B, H = entries(mask, data or {}, b + 1, h + 1)
     given = checked(mask, (B, H, M, N), data or {})
     block = Block(range(b, b + 1), range(h, h + 1), range(M), H, M, N, given)
-    most, least = (kept_in_tiles(x, block, *tile)[0, 0] for x in bounds(mask, block))
-    return (most > 0).to(torch.int8) + (least == areas(M, N, *tile)).to(torch.int8)
+    return kinds_of_tiles(mask, block, tile)
 
 
 def entries(mask: Mask | None, data: Tensors, B: int, H: int) -> tuple[int, int]:
@@ -127,17 +134,20 @@ def draw_mask(
     M: int,
     N: int,
     *,
-    tile: tuple[int, int] = (128, 128),
+    tile: tuple[int, int] | None = None,
     at: tuple[int, int] = (0, 0),
     data: Tensors | None = None,
     dark: bool = False,
 ) -> None:
     """Write a picture of a mask's tiles: in white the empty ones, light the mixed, dark the full.
 
-    dark: for dark pages, where full tiles are the lightest and the background is transparent. The
-    other arguments are those of `picture`. Raises ImportError without matplotlib.
+    tile: by default 128 x 128, or as large as leaves no more than can be drawn. dark: for dark
+    pages, where full tiles are the lightest and the background is transparent. The other arguments
+    are those of `picture`. Raises ImportError without matplotlib.
     """
     made, axes = figure(5, 5.4, dark)
+    side = max(SIDE, -(-max(M, N) // int(MOST_KINDS**0.5)))
+    tile = tile or (side, side)
     found = kinds(mask, M, N, tile, at=at, data=data)
     colours = [[DARK[k] if dark else LIGHT[k] for k in line] for line in found.tolist()]
     axes.imshow(to_rgb(colours), extent=(0, N, M, 0), interpolation="nearest")

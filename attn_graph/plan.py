@@ -12,16 +12,14 @@ from torch.autograd import forward_ad
 from attn_graph.ambient import has_tangent, is_traced
 from attn_graph.backend import Executable
 from attn_graph.errors import GraphError, NoBackendError, PlanMismatchError, PlanTargetError
-from attn_graph.fused import AttentionGrad
 from attn_graph.ir import Graph
 from attn_graph.memory import Memory
 from attn_graph.reference import Verification, verified
-from attn_graph.spec import FLOATS, NAMES, TensorSpec
+from attn_graph.spec import NAMES, TensorSpec
 from attn_graph.target import Target
 from attn_graph.vjp import (
     backward,
     cotangent_specs,
-    gradient_problems,
     main_outputs,
     saved_specs,
     wanted_inputs,
@@ -250,12 +248,7 @@ class Plan:
     def has_gradient(self) -> bool:
         """Whether there is something to differentiate by, every step has a derivative, and this is
         no gradient itself."""
-        floating = any(i.spec.dtype in FLOATS for i in self.graph.inputs)
-        return (
-            floating
-            and not gradient_problems(self.graph)
-            and not any(isinstance(eqn.op, AttentionGrad) for eqn in self.graph.eqns)
-        )
+        return self.graph.has_gradient
 
     def memory(self) -> Memory:
         """Bytes that a call will need, and a training step's gradient, known before they run.

@@ -11,7 +11,6 @@ from attrs import frozen
 
 from attn_graph.backend import Backend, Executable, Options, RefusedError
 from attn_graph.errors import FallbackWarning, GraphError, NoBackendError, place, refusal
-from attn_graph.fused import AttentionGrad
 from attn_graph.ir import Graph
 from attn_graph.lowering import cudnn_backend, torch_cuda, torch_math, torch_sdpa, triton_flash
 from attn_graph.spec import NAMES
@@ -150,8 +149,7 @@ def fallen(graph: Graph, options: Options, refusals: Refusals) -> None:
 def preference(graph: Graph, target: Target, options: Options) -> tuple[Sequence[Backend], str]:
     """All backends in the order that suits graph and target, and what the order rests on."""
     dtype = NAMES[graph.inputs[0].spec.dtype] if graph.inputs else "f32"
-    backward = any(isinstance(eqn.op, AttentionGrad) for eqn in graph.eqns)
-    pass_ = "backward" if backward else "forward"
+    pass_ = "backward" if graph.is_gradient else "forward"
     if target.interprets:
         rest = [b for b in BACKENDS if b is not triton_flash.BACKEND]
         return (*rest, triton_flash.BACKEND), "Triton's interpreter is for tests, and comes last"

@@ -9,7 +9,7 @@ import torch
 from attrs import frozen
 
 from attn_graph.ambient import steady
-from attn_graph.fused import Attention, AttentionGrad
+from attn_graph.fused import Attention
 from attn_graph.ir import Graph, Op
 
 
@@ -74,8 +74,7 @@ def verified(
 
 
 def factor(graph: Graph, x: torch.Tensor) -> int:
-    gradient = any(isinstance(eqn.op, AttentionGrad) for eqn in graph.eqns)
-    return 3 if gradient and x.dtype in (torch.float16, torch.bfloat16) else 2
+    return 3 if graph.is_gradient and x.dtype in (torch.float16, torch.bfloat16) else 2
 
 
 def distance(x: torch.Tensor, ref: torch.Tensor) -> float:

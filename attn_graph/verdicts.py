@@ -11,11 +11,10 @@ from attn_graph.changes import Question, lifting
 from attn_graph.cost import cost
 from attn_graph.errors import NoBackendError
 from attn_graph.explanation import Explanation, Refusal, needed, tiles_of
-from attn_graph.fused import AttentionGrad
 from attn_graph.ir import Graph
 from attn_graph.planner import BACKENDS, tried
 from attn_graph.target import Target
-from attn_graph.vjp import gradient_problems, main_outputs
+from attn_graph.vjp import main_outputs
 
 Among = Sequence[Backend] | None
 Read = Callable[[Question], Graph]  # the graph of a question that is looked at: either pass
@@ -55,14 +54,10 @@ def gradients(question: Question) -> Iterator[Question]:
     """The gradient of a training step; where lse is an output beside others, then also the one
     through lse."""
     simple = question.forward()
-    if question.wants and not is_gradient(simple) and not gradient_problems(simple):
+    if question.wants and simple.has_gradient:
         yield question
         if main_outputs(simple) != simple.outputs:
             yield evolve(question, through_lse=True)
-
-
-def is_gradient(graph: Graph) -> bool:
-    return any(isinstance(eqn.op, AttentionGrad) for eqn in graph.eqns)
 
 
 def verdict(

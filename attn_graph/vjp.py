@@ -33,7 +33,8 @@ def vjp(
     declared as the outputs are: o in the memory order of q, all else in C order.
 
     Raises GraphError if `wants` names what is not a floating input, or `cotangents` what is no
-    output, and for a step of one's own that defines no gradient.
+    output, for a step of one's own that defines no gradient, and for a graph that is a gradient
+    itself.
     """
     check_graph(graph, "vjp")
     graph = simplify(graph)
@@ -60,15 +61,10 @@ def wanted_inputs(graph: Graph, wants: Sequence[str] | None) -> tuple[int, ...]:
     return tuple(floating[name] for name in names)
 
 
-def gradient_problems(graph: Graph) -> tuple[str, ...]:
-    """Why a graph runs forward alone; none: it has a gradient."""
-    return tuple(dict.fromkeys(text for eqn in graph.eqns for text in eqn.op.gradient_problems()))
-
-
 def check_gradient(graph: Graph) -> None:
-    """Raise GraphError for a graph that runs forward alone."""
-    if problems := gradient_problems(graph):
-        raise GraphError(*problems)
+    """Raise GraphError for a graph that has no gradient."""
+    if graph.gradient_problems:
+        raise GraphError(*graph.gradient_problems)
 
 
 def named_outputs(graph: Graph, cotangents: Sequence[str] | None) -> tuple[int, ...]:
@@ -151,7 +147,8 @@ def backward(
 ) -> Graph:
     """The backward of a simplified graph for some inputs; an output without cotangent has zero.
 
-    saved: the inputs and residuals as they come, where that is not as they are declared.
+    saved: the inputs and residuals as they come, where that is not as they are declared. Raises
+    GraphError for a graph that has no gradient.
     """
     check_gradient(graph)
     b, types, names = Builder(), graph.types, value_names(graph)

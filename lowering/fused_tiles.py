@@ -17,12 +17,13 @@ from attn_graph.lowering.device_code import Tracer
 from attn_graph.lowering.problem import Problem, flash_order, readable
 from attn_graph.lowering.symbols import Untraceable
 from attn_graph.lowering.tiles import (
+    MOST_TILES,
     POSITIONS,
     Part,
     Tile,
     cheapest,
     diagonal,
-    folded,
+    folded_tiles,
     grown,
     row_tiles,
 )
@@ -42,9 +43,9 @@ Scratches = Mapping[str, torch.Tensor]
 class FusedTiles:
     """Forward and backward of one problem: all that can be known before the call.
 
-    static: the tiles, where no data decides them. axes: which of "b" and "h" the addend depends
-    on beside i and j. width: the head size that is computed in, the larger of D and E; the smaller
-    is padded with zeros.
+    static: the tiles; None where data decides them, or there are more than planning lists. axes:
+    which of "b" and "h" the addend depends on beside i and j. width: the head size that is
+    computed in, the larger of D and E; the smaller is padded with zeros.
     """
 
     problem: Problem
@@ -115,9 +116,9 @@ class FusedTiles:
     def told(self) -> str:
         """How it runs, for `explain`."""
         if self.static is None:
-            return (
-                f"PyTorch's fused CPU kernel on tiles of {DATA_ROWS} queries; data picks the keys"
-            )
+            mask = self.problem.node.mask
+            why = "data picks the keys" if mask and mask.needs else "each call lists them"
+            return f"PyTorch's fused CPU kernel on tiles of {DATA_ROWS} queries; {why}"
         whole = self.problem.B * self.problem.M * self.problem.N
         area, calls = sum(t.area for t in self.static), sum(len(t.parts) for t in self.static)
         share = f"{100 * area / whole:.3g} % of the {self.problem.H * whole} scores"
@@ -315,7 +316,7 @@ def axes_of_mask(problem: Problem, given: Operands[TensorSpec]) -> str:
 
 @lru_cache(64)  # a backend is asked whether it takes a graph, and then lowers it
 def static_tiles(problem: Problem, axes: str) -> tuple[Tile, ...] | None:
-    """The tiles where no data decides them; None where it does."""
+    """The tiles; None where data decides them, or there are so many that each call lists them."""
     node, most = problem.node, DATA_ROWS * problem.N
     mask, bounded = node.mask, bool(node.modifiers)
     plain = diagonal(problem, mask)
@@ -325,11 +326,16 @@ def static_tiles(problem: Problem, axes: str) -> tuple[Tile, ...] | None:
         return None
     relative = mask is not None and mask.relative and all(m.relative for m in node.modifiers)
 
-    def tiles(rows: int) -> list[Tile]:
+    def tiles(rows: int) -> list[Tile] | None:
+        if mask is not None and relative and "b" not in axes:
+            return folded_tiles(problem, mask, rows, LEAST_FULL)
+        if rows * MOST_TILES < problem.M:
+            return None
         found = row_tiles(problem, mask, range(problem.B), rows, LEAST_FULL)
-        return folded(found) if relative and "b" not in axes else grown(found, most, bounded)
+        return grown(found, most, bounded)
 
-    return tuple(cheapest(problem, tiles))
+    found = cheapest(problem, tiles)
+    return None if found is None else tuple(found)
 
 
 def is_whole(tiles: Sequence[Tile], problem: Problem) -> bool:

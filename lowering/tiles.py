@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from itertools import groupby
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby, pairwise
 from typing import Literal, final
 
 import torch
@@ -12,6 +12,8 @@ from attrs import evolve, frozen
 from attn_graph.keys import Block, Keys
 from attn_graph.lowering.problem import Problem
 from attn_graph.masks import Band, Mask
+from attn_graph.regions import breaks
+from attn_graph.runs import leaves
 
 CALL_SECONDS = 60e-6  # of a small tile on a CPU: slicing, the kernel's start, copying the result
 FLOP_SECONDS = (
@@ -20,6 +22,7 @@ FLOP_SECONDS = (
 ROW_BLOCKS = (32, 64, 128, 256, 512)
 # Bytes a place that a mask or a modifier holds while it is asked: three vectors of positions.
 POSITIONS = 3 * torch.int64.itemsize
+MOST_TILES = 2**13  # listed while planning, which takes some tenths of a second; or each call does
 BRIDGE = 32  # keys: a hole this small costs less to compute than a tile to begin
 
 
@@ -92,10 +95,23 @@ def row_tiles(
     data: Mapping[str, torch.Tensor] | None = None,
 ) -> list[Tile]:
     """A tile for each block of `rows` queries."""
+    starts = range(0, problem.M, rows)
+    return [tile_at(problem, mask, batch, start, rows, least_full, data) for start in starts]
+
+
+def tile_at(
+    problem: Problem,
+    mask: Mask | None,
+    batch: range,
+    start: int,
+    rows: int,
+    least_full: int,
+    data: Mapping[str, torch.Tensor] | None = None,
+) -> Tile:
+    """The tile of the block of queries that begins at `start`."""
     H, M, N = problem.H, problem.M, problem.N
-    spans = [range(start, min(start + rows, M)) for start in range(0, M, rows)]
-    blocks = [Block(batch, range(H), span, H, M, N, data) for span in spans]
-    return [Tile(batch, x.rows, parts_of(mask, x, least_full)) for x in blocks]
+    block = Block(batch, range(H), range(start, min(start + rows, M)), H, M, N, data)
+    return Tile(batch, block.rows, parts_of(mask, block, least_full))
 
 
 def grown(tiles: list[Tile], most: int, bounded: bool) -> list[Tile]:
@@ -116,24 +132,80 @@ def grown(tiles: list[Tile], most: int, bounded: bool) -> list[Tile]:
     return out
 
 
-def folded(tiles: list[Tile]) -> list[Tile]:
-    """Runs of tiles that are one tile moved along the diagonal, made one with `repeat`.
+Same = tuple[Tile, int]  # a tile, and how many there are, each moved along the diagonal
 
-    Only for masks and modifiers that depend on j - i alone. Each batch entry gets its own.
+
+def folded_tiles(problem: Problem, mask: Mask, rows: int, least_full: int) -> list[Tile] | None:
+    """The same with runs of tiles that are one tile moved along the diagonal made one by `repeat`.
+
+    Only for masks and modifiers that depend on j - i alone. Each batch entry gets its own. None
+    where that leaves more than MOST_TILES.
     """
+    batch, changes = range(problem.B), changes_of(mask, problem)
+    if changes is None and rows * MOST_TILES < problem.M:
+        return None
+    found: list[Same] = []
+    for starts in runs_of_blocks(problem.M, rows, changes):
+        ends = [*starts[:2], starts[-1]]
+        tiles = [tile_at(problem, mask, batch, at, rows, least_full) for at in ends]
+        if len({outline(tile) for tile in tiles}) == 1:
+            found.append((tiles[0], len(starts)))
+        elif len(found) + len(starts) <= MOST_TILES:
+            found += [(tile_at(problem, mask, batch, at, rows, least_full), 1) for at in starts]
+        else:
+            return None
+    return folded(found)
+
+
+def changes_of(mask: Mask, problem: Problem) -> list[int] | None:
+    """The queries between which the tiles of bands are alike, or each another; None: unknown."""
+    if not all(isinstance(leaf, Band) for leaf in leaves(mask)):
+        return None
+    H, M, N = problem.H, problem.M, problem.N
+    return breaks(mask, Block(range(problem.B), range(H), range(M), H, M, N))
+
+
+def runs_of_blocks(M: int, rows: int, changes: Sequence[int] | None) -> list[range]:
+    """Where blocks of `rows` queries begin: those between two changes together, the others alone.
+
+    Between two changes of a mask all edges stand still or move along with the queries.
+    """
+    if changes is None:
+        return [range(at, at + 1) for at in range(0, M, rows)]
+    whole = [range(-(-a // rows) * rows, b // rows * rows, rows) for a, b in pairwise(changes)]
+    cut = {at // rows * rows for at in changes if at % rows}
+    return sorted(
+        (*filter(len, whole), *(range(at, at + 1) for at in cut)), key=lambda starts: starts.start
+    )
+
+
+def folded(tiles: Iterable[Same]) -> list[Tile] | None:
+    """Neighbours that are one tile moved along the diagonal, made one; None where many are left."""
     out: list[Tile] = []
-    for _, run in groupby(tiles, key=outline):
+    for _, run in groupby(tiles, key=lambda same: outline(same[0])):
         same = list(run)
-        first = same[0]
-        if len(same) > len(first.batch) and first.parts:
-            step = same[1].rows.start - first.rows.start if len(same) > 1 else 0
+        first, count = same[0][0], sum(count for _, count in same)
+        step = len(first.rows) if count > 1 else 0
+        if len(out) + min(count, len(first.batch)) > MOST_TILES:
+            return None
+        if not first.parts:
+            last, more = same[-1]
+            stop = last.rows.stop + (more - 1) * step
+            out.append(evolve(first, rows=range(first.rows.start, stop)))
+        elif count > len(first.batch):
             out += [
-                evolve(first, batch=range(b, b + 1), repeat=len(same), step=step)
-                for b in first.batch
+                evolve(first, batch=range(b, b + 1), repeat=count, step=step) for b in first.batch
             ]
         else:
-            out += same
+            out += [moved(first, n * step) for n in range(count)]
     return out
+
+
+def moved(tile: Tile, by: int) -> Tile:
+    """A tile so far along the diagonal."""
+    rows = range(tile.rows.start + by, tile.rows.stop + by)
+    parts = tuple(evolve(x, start=x.start + by, stop=x.stop + by) for x in tile.parts)
+    return evolve(tile, rows=rows, parts=parts)
 
 
 def outline(tile: Tile) -> tuple[object, ...]:
@@ -170,7 +242,8 @@ def seconds(problem: Problem, tiles: list[Tile]) -> float:
     return flops * FLOP_SECONDS + CALL_SECONDS * sum(len(tile.parts) for tile in tiles)
 
 
-def cheapest(problem: Problem, choices: Callable[[int], list[Tile]]) -> list[Tile]:
-    """The tiles of the row block that costs least."""
+def cheapest(problem: Problem, choices: Callable[[int], list[Tile] | None]) -> list[Tile] | None:
+    """The tiles of the row block that costs least; None where each gives too many tiles."""
     blocks = [rows for rows in ROW_BLOCKS if rows < 2 * problem.M] or [ROW_BLOCKS[0]]
-    return min((choices(rows) for rows in blocks), key=lambda tiles: seconds(problem, tiles))
+    found = [tiles for rows in blocks if (tiles := choices(rows)) is not None]
+    return min(found, key=lambda tiles: seconds(problem, tiles), default=None)

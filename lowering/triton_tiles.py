@@ -12,13 +12,13 @@ from typing import final
 import torch
 from attrs import frozen
 
-from attn_graph.counts import AT_ONCE
 from attn_graph.kernels.tiles import Tiling
 from attn_graph.keys import Block, Place
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.ranges import Extremes, Range, least, most
 from attn_graph.lowering.symbols import Array, Code, Numbers, Operand, Symbol, Untraceable
 from attn_graph.masks import Mask
+from attn_graph.runs import AT_ONCE
 from attn_graph.spec import TensorSpec, dense_strides
 
 MOST_TILES = 2**15  # in one list; a vector that one program can hold

@@ -128,16 +128,26 @@ def test_a_gradient_costs_what_its_forward_said() -> None:
     assert only.flops == 2 * own.pairs * (16 + 16)  # q k^T again, and p^T do
 
 
-def test_a_graph_that_does_not_fuse_counts_its_products() -> None:
-    def weights(q: ag.Value, k: ag.Value, v: ag.Value) -> tuple[ag.Value, ag.Value]:
-        p, _ = ag.scores(q, k).softmax()
-        return p.weigh(v), p
+def weights(q: ag.Value, k: ag.Value, v: ag.Value) -> tuple[ag.Value, ag.Value]:
+    """An attention that also gives its weights, and so stays in steps."""
+    p, _ = ag.scores(q, k).soft_cap(5.0).mask(ag.Causal()).softmax()
+    return p.weigh(v), p
 
+
+def test_a_graph_that_does_not_fuse_counts_its_products() -> None:
     cost = plan_of(ag.graph(weights, q=X, k=X, v=X)).cost()
     places = 2 * 4 * 96 * 96
     assert cost.forward.flops == 2 * places * (16 + 16)
     assert cost.backward is not None
-    assert cost.backward.flops >= 2 * cost.forward.flops
+    assert cost.backward.flops == 2 * places * (3 * 16 + 2 * 16)
+    assert str(cost).startswith("forward 4.719 Mflop")
+
+
+def test_a_gradient_in_steps_costs_what_its_forward_said() -> None:
+    forward, backward = ag.vjp(ag.graph(weights, q=X, k=X, v=X))
+    own = plan_of(backward).cost()
+    assert own.backward is None
+    assert own.forward == plan_of(forward).cost().backward
 
 
 def test_cost_says_which_tensors_it_takes() -> None:

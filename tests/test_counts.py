@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import final
+from functools import reduce
+from typing import Any, final
 
 import pytest
 import torch
 from attrs import evolve, frozen
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import attn_graph as ag
-from attn_graph import counts
+from attn_graph import counts, runs
 from attn_graph import masks as m
-from attn_graph.keys import Block, Place, Strip, Term
+from attn_graph.fused import Attention
+from attn_graph.keys import Block, Keys, Place, Strip, Term
+from attn_graph.lowering import tiles
+from attn_graph.lowering.problem import Problem
+from attn_graph.regions import Region, bounding, floor_sum, regions
+from attn_graph.runs import Budget, OverBudget
 from tests import plain_masks
 from tests.test_masks import Asked, asked
 
@@ -53,25 +60,41 @@ def brute(drawn: Asked, mask: m.Mask) -> torch.Tensor:
     return plain_masks.place_by_place(mask, drawn.sizes, drawn.data)
 
 
-def counted(drawn: Asked, mask: m.Mask) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys of each query [B,H,M], and the keys that any sees [B,H,N], by `kept`."""
+def whole_of(drawn: Asked) -> Block:
     B, H, M, N = drawn.sizes
-    whole = Block(range(B), range(H), range(M), H, M, N, drawn.data)
-    most, least = counts.bounds(mask, whole)
-    assert most == least
-    found = counts.kept(most, whole)
-    return found.keys_of.expand(B, H, M), found.seen.expand(B, H, N)
+    return Block(range(B), range(H), range(M), H, M, N, drawn.data)
 
 
 def check_counts(drawn: Asked, mask: m.Mask, block: tuple[int, int]) -> None:
+    """The tiles by whatever way is taken, and all else by each way that there is."""
     B, H, M, N = drawn.sizes
-    due = brute(drawn, mask)
-    keys_of, seen = counted(drawn, mask)
-    assert torch.equal(keys_of, due.sum(-1))
-    assert torch.equal(seen, due.any(2))
+    due, whole = brute(drawn, mask), whole_of(drawn)
+    most, least = counts.bounds(mask, whole)
+    assert most == least
     found = ag.tiles(mask, M, N, block=block, B=B, H=H, data=drawn.data)
     assert found.exact
     assert (found.empty, found.mixed, found.full) == tile_kinds(due, block)
+    check_runs(most, whole, due, block)
+    closed = regions(most, whole)
+    if closed is not None:
+        check_regions(closed, N, due, block)
+
+
+def check_runs(mask: m.Mask, whole: Block, due: torch.Tensor, block: tuple[int, int]) -> None:
+    found = runs.kept(mask, whole, Budget.of(whole))
+    assert torch.equal(found.keys_of.expand(due.shape[:3]), due.sum(-1))
+    assert torch.equal(found.seen.expand(due.any(2).shape), due.any(2))
+    empty, _, full = tile_kinds(due, block)
+    assert counts.tiles_by_runs(mask, mask, whole, block) == (empty, full)
+
+
+def check_regions(found: list[Region], N: int, due: torch.Tensor, block: tuple[int, int]) -> None:
+    assert sum(region.pairs for region in found) == due.sum()
+    assert sum(region.queries for region in found) == due.any(3).sum()
+    assert sum(region.count * len(region.keys) for region in found) == due.any(2).sum()
+    empty, mixed, full = tile_kinds(due, block)
+    assert sum(region.tiles(block) for region in found) == mixed + full
+    assert sum(region.outside(N).tiles(block) for region in found) == empty + mixed
 
 
 def tile_kinds(kept: torch.Tensor, block: tuple[int, int]) -> tuple[int, int, int]:
@@ -95,9 +118,10 @@ def test_counts_do_not_depend_on_how_many_are_made_at_once(
     drawn: Asked, block: tuple[int, int], most_edges: int, at_once: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(counts, "MOST_EDGES", most_edges)
+        patch.setattr(runs, "MOST_EDGES", most_edges)
+        patch.setattr(runs, "AT_ONCE", at_once)
         patch.setattr(counts, "AT_ONCE", at_once)
-        patch.setattr(counts, "MOST_OPEN", 2 * at_once)
+        patch.setattr(runs, "MOST_OPEN", 2 * at_once)
         check_counts(drawn, drawn.mask, block)
 
 
@@ -133,32 +157,183 @@ def test_without_its_data_a_mask_is_bounded(drawn: Asked, data: st.DataObject) -
     assert found.exact or given_names != set(names)
 
 
-def test_a_window_over_64k_positions_is_counted_in_no_time() -> None:
-    S, left = 65536, 4095
-    mask = ag.Causal() & ag.Window(left)
-    whole = Block(range(1), range(1), range(S), 1, S, S, {})
-    most, _ = counts.bounds(mask, whole)
+strips: st.SearchStrategy[m.Mask] = st.deferred(
+    lambda: st.one_of(
+        st.builds(m.Band, st.integers(-90, 90), st.integers(-90, 90)),
+        st.builds(m.Band, st.none(), st.integers(-90, 90)),
+        st.builds(m.Band, st.integers(-90, 90), st.none()),
+        st.builds(m.Prefix, st.integers(0, 90)),
+        st.just(m.KeyLengths()),
+        st.just(m.QueryLengths()),
+        st.just(m.Band(-9, 5, ("kv_lengths", "q_lengths"))),
+        st.builds(m.And, strips, strips),
+        st.builds(m.Or, strips, strips),
+        st.builds(m.Not, strips),
+    )
+)
+lengths = st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99)), min_size=1, max_size=4)
+STRIPED, CAUSAL = Striped(3), ag.Causal()
+middle, blocks = st.integers(1, 99), st.tuples(st.integers(1, 40), st.integers(1, 40))
+
+
+@many
+@given(strips, middle, middle, blocks, lengths)
+@example(m.Or(m.Band(None, -7), m.Not(m.Band(-9, None))), 97, 99, (13, 40), [(0, 0)])
+@example(m.Or(m.Band(-3, 0), m.Prefix(20)), 64, 80, (16, 16), [(0, 0)])
+def test_closed_forms_agree_with_counting_run_by_run(
+    mask: m.Mask, M: int, N: int, block: tuple[int, int], pairs: list[tuple[int, int]]
+) -> None:
+    q, k = (torch.tensor(x) for x in zip(*pairs, strict=True))
+    data = {"q_lengths": q.clamp(max=M), "kv_lengths": k.clamp(max=N)}
+    read = {name: data[name] for name in mask.needs}
+    whole = Block(range(len(pairs)), range(2), range(M), 2, M, N, read)
+    found = regions(mask, whole)
+    assert found is not None
+    kept = runs.kept(mask, whole, Budget.of(whole))
+    each = counts.alike(kept.keys_of, whole)
+    assert sum(region.pairs for region in found) == kept.keys_of.sum() * each
+    assert sum(region.queries for region in found) == (kept.keys_of > 0).sum() * each
+    assert sum(r.count * len(r.keys) for r in found) == kept.seen.sum() * each
+    lines, columns = -(-M // block[0]), -(-N // block[1])
+    total = len(pairs) * 2 * lines * columns
+    empty, full = counts.tiles_by_runs(mask, mask, whole, block)
+    assert total - sum(region.tiles(block) for region in found) == empty
+    assert total - sum(region.outside(N).tiles(block) for region in found) == full
+
+
+bands = st.recursive(
+    st.builds(m.Band, st.none() | st.integers(-90, 90), st.none() | st.integers(-90, 90)),
+    lambda x: st.builds(m.And, x, x) | st.builds(m.Or, x, x) | st.builds(m.Not, x),
+    max_leaves=4,
+)
+
+
+@many
+@given(bands, st.integers(1, 300), st.integers(1, 300), st.integers(1, 3), st.integers(1, 40))
+@example(m.Band(-3, 0), 300, 300, 2, 16)
+@example(m.And(m.Band(-9, 9), m.Not(m.Band(-2, 2))), 290, 77, 1, 7)
+def test_tiles_folded_at_once_are_those_listed_one_by_one(
+    mask: m.Mask, M: int, N: int, B: int, rows: int
+) -> None:
+    q, k = ag.TensorSpec((B, 1, M, 8), torch.float32), ag.TensorSpec((B, 1, N, 8), torch.float32)
+    problem = Problem.of(Attention(mask=mask), (q, k, k))
+    listed = tiles.row_tiles(problem, mask, range(B), rows, least_full=20)
+    assert tiles.folded_tiles(problem, mask, rows, 20) == tiles.folded((x, 1) for x in listed)
+
+
+@pytest.mark.parametrize("mask", [ag.Window(100), CAUSAL, CAUSAL | ag.Prefix(9), STRIPED], ids=str)
+@pytest.mark.parametrize("alibi", [False, True])
+def test_planning_lists_few_tiles_whatever_the_sizes(mask: m.Mask, alibi: bool) -> None:
+    x = ag.TensorSpec((1, 1, 10**9, 8), torch.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        made = Counter[str]()
+        tile = tiles.Tile
+
+        def noted(*args: Any) -> tiles.Tile:  # Any: fields of a tile
+            made["tiles"] += 1
+            return tile(*args)
+
+        patch.setattr(tiles, "Tile", noted)
+        ag.explain(ag.attention(x, x, x, mask=mask, alibi=alibi), target="cpu")
+    assert made["tiles"] <= 8 * tiles.MOST_TILES
+
+
+@given(st.integers(0, 40), st.integers(1, 40), st.integers(0, 90), st.integers(-90, 90))
+def test_floor_sum_is_the_sum(n: int, m: int, a: int, b: int) -> None:
+    assert floor_sum(n, m, a, b) == sum((a * t + b) // m for t in range(n))
+
+
+@given(asked(), sides, st.integers(1, 4))
+def test_bounds_by_few_blocks_lack_no_place_and_have_none_too_many(
+    drawn: Asked, block: tuple[int, int], most_layers: int
+) -> None:
+    due, whole = brute(drawn, drawn.mask), whole_of(drawn)
+    most, least = counts.bounds(drawn.mask, whole)
+    empty, _, full = tile_kinds(due, block)
+    total = sum(tile_kinds(due, block))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("attn_graph.regions.MOST_LAYERS", most_layers)
+        outer = bounding(most, whole, block[0], outer=True)
+        inner = bounding(least, whole, block[0], outer=False)
+    assert len(outer.layers) <= most_layers
+    assert outer.pairs >= due.sum() >= inner.pairs
+    assert outer.queries >= due.any(3).sum()
+    assert total - outer.tiles(block) <= empty
+    assert total - inner.outside(whole.N).tiles(block) <= full
+
+
+@final
+@frozen
+class Blocks(m.Mask):
+    """Query and key are in the same block: a leaf of one's own that tells its span."""
+
+    size: int
+
+    def keep(self, at: Place) -> Term:
+        return at.i // self.size == at.j // self.size
+
+    def span(self, block: Block) -> Keys:
+        first, last = block.rows[0] // self.size, block.rows[-1] // self.size
+        return Keys.between(first * self.size, min(block.N, (last + 1) * self.size))
+
+
+HUGE = 10**12
+WHATEVER = (
+    (CAUSAL, True),
+    (CAUSAL & (ag.Window(512) | ag.Prefix(64)), True),
+    (~ag.Window(1000, 1000) | (ag.Prefix(7) & ~ag.Window(5)), True),
+    (STRIPED & CAUSAL, False),
+    (Blocks(10**9) | ag.Prefix(10), False),
+    (reduce(m.Or, [ag.Window(3 * n, -3 * n) | ag.Prefix(n) for n in range(90)]), False),
+)
+
+
+@pytest.mark.parametrize(("mask", "exact"), WHATEVER, ids=lambda x: str(x)[:40])
+@pytest.mark.parametrize("size", [10**7, 99999999, HUGE])
+def test_work_is_bounded_whatever_the_sizes(mask: m.Mask, exact: bool, size: int) -> None:
     with counting() as calls:
-        found = int(counts.kept(most, whole).keys_of.sum())
-    assert found == (left + 1) * S - left * (left + 1) // 2
-    assert max(calls) <= counts.AT_ONCE
-    assert sum(calls) <= 8 * S
+        found = ag.tiles(mask, size, size, B=size, H=size)
+        seen = counts.seen(mask, (size, size, size, size, size), {})
+    assert sum(calls) <= runs.MOST_ASKED * runs.FEW_LEAVES
+    assert found.exact == seen.exact == exact
+    assert found.estimated == seen.estimated == (not exact)
+    assert found.total == size**2 * (-(-size // 128)) ** 2
+    if mask is CAUSAL:
+        assert seen.pairs == size**2 * size * (size + 1) // 2
+        assert found.mixed == size**2 * -(-size // 128)
+
+
+def test_a_span_of_ones_own_bounds_an_estimate() -> None:
+    mask = Blocks(10**9)
+    found = ag.tiles(mask, 10**11, 10**11)
+    assert found.estimated
+    assert found.empty > 0.9 * found.total
+    assert "estimated" in str(found)
+
+
+def test_a_mask_that_is_over_budget_says_so() -> None:
+    whole = Block(range(1), range(1), range(64), 1, 64, 64, {})
+    with pytest.raises(OverBudget):
+        runs.kept(STRIPED, whole, Budget(100))
 
 
 @contextmanager
 def counting() -> Iterator[list[int]]:
-    """How many places a band's `keep` was asked for in this block, call by call."""
+    """How many places each leaf's `keep` was asked for in this block, call by call."""
     calls: list[int] = []
-    before = m.Band.keep
+    with pytest.MonkeyPatch.context() as patch:
+        for leaf in (m.Band, m.Prefix, Striped, Blocks):
+            patch.setattr(leaf, "keep", noted(leaf.keep, calls))
+        yield calls
 
-    def keep(mask: m.Band, at: Place) -> Term:
-        found = before(mask, at)
+
+def noted(keep: Callable[..., Term], calls: list[int]) -> Callable[..., Term]:
+    def asked_(mask: m.Mask, at: Place) -> Term:
+        found = keep(mask, at)
         calls.append(found.numel())
         return found
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(m.Band, "keep", keep)
-        yield calls
+    return asked_
 
 
 def test_lengths_that_are_not_known_leave_the_triangle_that_they_could_fill() -> None:

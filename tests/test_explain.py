@@ -141,6 +141,20 @@ def test_inference_has_one_pass() -> None:
         ag.explain(graph, wants=("w",))
 
 
+@pytest.mark.parametrize("sizes", [(1, 1, 10**7, 64), (99999999,) * 4])
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_any_size_is_explained_exactly(target: Target, sizes: tuple[int, ...]) -> None:
+    B, H, M, _ = sizes
+    x = ag.TensorSpec(sizes, HALF)
+    found = ag.explain(ag.attention(x, x, x, mask=ag.Causal()), target=target)
+    assert found.cost is not None
+    assert found.cost.pairs == B * H * M * (M + 1) // 2
+    (tiles,) = found.tiles
+    assert (tiles.mixed, tiles.exact) == (B * H * -(-M // 128), True)
+    assert found.memory is not None
+    assert found.memory.outputs == 2 * B * H * M * sizes[3]
+
+
 def test_heads_that_are_not_grouped_are_a_way_out() -> None:
     few = ag.TensorSpec((2, 2, 512, 64), HALF)
     graph = ag.attention(X, few, few)

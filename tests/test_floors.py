@@ -30,7 +30,14 @@ FLOORS = (  # top first; a name, or `package.*` for the package and all its modu
     ),
     ("attn_graph.builder", "attn_graph.replay"),
     ("attn_graph.ops", "attn_graph.modifiers", "attn_graph.fused", "attn_graph.promises"),
-    ("attn_graph.masks", "attn_graph.canonical", "attn_graph.counts", "attn_graph.pictures"),
+    (
+        "attn_graph.masks",
+        "attn_graph.canonical",
+        "attn_graph.regions",
+        "attn_graph.runs",
+        "attn_graph.counts",
+        "attn_graph.pictures",
+    ),
     ("attn_graph.joins",),
     (
         "attn_graph.workspace",

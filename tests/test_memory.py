@@ -84,6 +84,18 @@ def test_memory_is_what_the_allocator_gives(
     del again
 
 
+@given(graph=shuffled_graphs(), seed=seeds)
+def test_memory_of_a_gradient_is_what_the_allocator_gives(graph: ag.Graph, seed: int) -> None:
+    _, backward = ag.vjp(graph)
+    plan = ag.compile(backward, target=CPU, workspace=ag.Workspace())
+    need, tensors = plan.memory(), tensors_for(backward, seed)
+    assert need.gradients == need.temporary_backward == need.workspace_backward == 0
+    plan(*tensors)
+    _, held, most = allocated(lambda: plan(*tensors))
+    assert held == need.outputs == sum(t.bytes for t in plan.graph.output_types)
+    assert most <= max(need.outputs, need.saved) + need.temporary_forward + SMALL
+
+
 X = ag.TensorSpec((1, 2, 384, 16), torch.float32)
 NUMBERS = ag.TensorSpec((1, 384), torch.int64)
 LONGER: dict[str, dict[str, Any]] = {

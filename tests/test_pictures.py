@@ -47,6 +47,16 @@ def test_a_large_mask_is_drawn_tile_by_tile() -> None:
     assert lines[:-1] == ["█" * i + "▒" + "·" * (63 - i) for i in range(64)]
 
 
+@pytest.mark.parametrize("size", [10**7, 10**12])
+def test_a_picture_of_any_size_takes_few_marks(size: int) -> None:
+    *lines, _ = ag.Causal().picture(size, size).splitlines()
+    assert lines == ["█" * i + "▒" + "·" * (63 - i) for i in range(64)]
+    most = pictures.kinds(ag.Causal() | ag.Prefix(1), size, size, (size // 2000, size // 2000))
+    assert most.numel() <= pictures.MOST_KINDS
+    with pytest.raises(ag.GraphError, match=r"too many tiles of 1 x 1; the most are 4194304"):
+        pictures.picture(ag.Causal(), size, size, tile=(1, 1))
+
+
 def test_data_of_one_batch_entry_and_head_are_drawn() -> None:
     lengths = torch.tensor([1, 3])
     assert ag.KeyLengths().picture(1, 4, kv_lengths=lengths).startswith("█···\n")

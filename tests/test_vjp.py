@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attn_graph as ag
+from attn_graph import text
 from attn_graph.fused import Attention, AttentionGrad
+from attn_graph.ir import Op
 from attn_graph.passes import canonicalise
 from attn_graph.reference import evaluate
 from attn_graph.replay import prune
@@ -303,3 +305,19 @@ def test_the_page_on_gradients_runs_and_both_ways_agree() -> None:
     by_hand = (said["dq"], said["dk"], said["dv"])
     assert all(torch.equal(x, due) for x, due in zip(by_hand, said["due"], strict=True))
     assert said["found"].through_lse is not None
+
+
+@pytest.mark.parametrize("op", text.OPS)
+def test_parts_of_gradients_are_the_ops_without_a_gradient(op: type[Op]) -> None:
+    assert op.is_gradient == (op.pull is Op.pull)
+
+
+@given(graph=st.one_of(graphs(), shuffled_graphs()))
+def test_a_gradient_is_explained_and_has_no_gradient(graph: ag.Graph) -> None:
+    _, backward = ag.vjp(graph)
+    assert backward.is_gradient
+    assert not backward.has_gradient
+    assert ag.explain(backward, target="cpu").backward is None
+    assert ag.compile(backward, target="cpu").explain().backward is None
+    with pytest.raises(ag.GraphError, match="a gradient has no gradient"):
+        ag.vjp(backward)

@@ -54,10 +54,9 @@ def mask(
     """
     found = mask_of(flags, expression)
     whole = found.aligned(flags["align"]) if found else None
-    tile = block or BLOCK
-    counted = ag.tiles(whole, queries, keys, block=tile)
+    counted = ag.tiles(whole, queries, keys, block=block or BLOCK)
     if out is not None:
-        drawn(out, lambda: draw_mask(out, whole, queries, keys, tile=tile))
+        drawn(out, lambda: draw_mask(out, whole, queries, keys, tile=block))
     if plain:
         show_json(to_dict(whole, queries, keys, counted))
         return
