@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 import torch
 from torch._C import (
-    DisableTorchFunction,
     _are_functorch_transforms_active,
     _DisableAutocast,
     _is_tracing,
@@ -38,8 +37,8 @@ def outside() -> Iterator[None]:
         torch.inference_mode(False),
         _disable_current_modes(),
         temporarily_clear_interpreter_stack(),
-        DisableTorchFunction(),
         without_autocast(),
+        torch.device("cpu"),
     ):
         yield
 

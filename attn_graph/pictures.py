@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -107,7 +107,7 @@ def figure(width: float, height: float, dark: bool = False) -> tuple[Figure, Axe
             "pictures in files are drawn by matplotlib, which is not installed; "
             "pip install 'attn-graph[plot]'"
         ) from error
-    inks = {
+    inks: Any = {  # Any: matplotlib's type names every key
         "text.color": INK,
         "axes.edgecolor": INK,
         "axes.labelcolor": INK,

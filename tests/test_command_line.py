@@ -249,7 +249,8 @@ def test_a_mask_is_told_to_programs() -> None:
         "queries": 256,
         "keys": 256,
         "tiles": {
-            "block": [64, 64], "empty": 6, "mixed": 4, "full": 6, "exact": True, "total": 16,
+            "block": [64, 64], "empty": 6, "mixed": 4, "full": 6, "exact": True,
+            "estimated": False, "total": 16,
         },
         "computed": 0.625,
     }  # fmt: skip

@@ -141,7 +141,7 @@ def test_inference_has_one_pass() -> None:
         ag.explain(graph, wants=("w",))
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 10**7, 64), (99999999,) * 4])
+@pytest.mark.parametrize("sizes", [(1, 1, 10**7, 64), (999, 9999, 99999999, 64)])
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 def test_any_size_is_explained_exactly(target: Target, sizes: tuple[int, ...]) -> None:
     B, H, M, _ = sizes

@@ -109,8 +109,8 @@ def test_forward_and_backward_share_one_arena_on_each_stream(backend: str) -> No
     leaves = leaves_for(CAUSAL, 1)
     torch.cuda.synchronize()
     step(plan, leaves)
-    (pull,) = plan.pulls.values()
-    need = max(plan.executable.workspace, pull.executable.workspace)
+    (pull,) = plan.memo.pulls.values()
+    need = max(plan.executable.workspace, pull.plan.executable.workspace)
     assert workspace.bytes == need > 0
     with torch.cuda.stream(torch.cuda.Stream()):
         step(plan, leaves)
