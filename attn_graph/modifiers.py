@@ -9,7 +9,7 @@ the op-by-op gradient and the blocked lowerings all run these three. A modifier 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, final
 
 import torch
@@ -19,7 +19,7 @@ from attn_graph.errors import GraphError, problems_of
 from attn_graph.ir import Emit, Gradients, Op, Values, called
 from attn_graph.keys import Block, Place, Term
 from attn_graph.masks import LENGTHS, Align, Data, alignment, names, offset
-from attn_graph.spec import FLOATS, INTEGERS, ValueType
+from attn_graph.spec import FLOATS, INTEGERS, NAMES, ValueType
 
 INF = float("inf")
 
@@ -34,6 +34,19 @@ def finite(_: object, attribute: Attribute[float], value: float) -> None:
         raise GraphError(f"{attribute.name} {value} must be finite")
 
 
+def beyond(value: float, dtype: torch.dtype) -> str:
+    """Why scores of a dtype can't be computed with a number; "" where they can.
+
+    Its inverse and its multiple by log2(e), which kernels use, are to be normal numbers as well.
+    """
+    most = 2.0**1022 if dtype == torch.float64 else 2.0**126
+    if abs(value) <= most:
+        return ""
+    return (
+        f"{value:g} is beyond {most:.3g}, the most that scores of {NAMES[dtype]} are computed with"
+    )
+
+
 @frozen
 class Modifier(Op):
     """s [B,H,M,N], operands -> s' [B,H,M,N]. A place at -inf is masked, and stays so."""
@@ -41,6 +54,7 @@ class Modifier(Op):
     names = ("s",)
     additive: ClassVar[bool] = False  # s' = s + addend(at)
     relative: ClassVar[bool] = True  # the step depends on b, h and j - i, not on i itself
+    hides: ClassVar[bool] = True  # the step may give -inf
 
     @property
     def needs(self) -> dict[str, Data]:
@@ -98,6 +112,17 @@ class Modifier(Op):
         return (emit(Back(self), results[0], grads[0], *operands[1:])[0], *found)
 
 
+def restoring(modifiers: Sequence[Modifier]) -> tuple[bool, ...]:
+    """For each step, whether -inf has to be put back after it: at places that an earlier step hid.
+
+    Adding a finite number leaves -inf where it is.
+    """
+    hidden = [any(m.hides for m in modifiers[:n]) for n in range(len(modifiers))]
+    return tuple(
+        before and (m.hides or not m.additive) for m, before in zip(modifiers, hidden, strict=True)
+    )
+
+
 def whole(s: torch.Tensor, data: Mapping[str, torch.Tensor]) -> Place:
     """Every place of a full score array."""
     B, H, M, N = s.shape
@@ -110,7 +135,15 @@ def whole(s: torch.Tensor, data: Mapping[str, torch.Tensor]) -> Place:
 class SoftCap(Modifier):
     """s -> cap * tanh(s / cap): scores never leave (-cap, cap)."""
 
+    hides = False
     cap: float = field(converter=float, validator=positive)
+
+    def problems(self, *types: ValueType) -> Iterator[str]:
+        yield from super().problems(*types)
+        if told := beyond(self.cap, types[0].dtype):
+            yield f"soft_cap: cap {told}"
+        elif told := beyond(1 / self.cap, types[0].dtype):
+            yield f"soft_cap: 1 / cap {told}"
 
     def change(self, s: torch.Tensor, at: Place) -> torch.Tensor:
         return s.div_(self.cap).tanh_().mul_(self.cap)
@@ -153,6 +186,7 @@ class Alibi(Modifier):
     """
 
     additive = True
+    hides = False
     default: bool = field(default=False, converter=bool)
     align: Align | None = field(default=None, validator=alignment)
     ragged: tuple[str, ...] = field(

@@ -8,10 +8,11 @@ from functools import partial
 import torch
 
 from attn_graph.backend import Backend, Executable, Options
-from attn_graph.fused import Attention, AttentionGrad
+from attn_graph.fused import AttentionGrad
 from attn_graph.ir import Graph
 from attn_graph.kernels.fused_cpu import INF, flash, flash_backward
 from attn_graph.lowering.problem import (
+    CLEARED,
     Problem,
     flash_order,
     other_equations,
@@ -21,6 +22,7 @@ from attn_graph.lowering.problem import (
 )
 from attn_graph.masks import Band
 from attn_graph.modifiers import Bias, Modifier
+from attn_graph.ops import clear_blind_rows
 from attn_graph.spec import NAMES, TensorSpec, memory_order
 from attn_graph.target import Target
 
@@ -40,7 +42,7 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[str]:
     if problem is None:
         yield other_equations(graph)
         return
-    yield from node_reasons(problem.node, (Bias,))
+    yield from node_reasons(problem, (Bias,))
     yield from size_reasons(problem)
     yield from operand_reasons(problem)
     if problem.grad is not None:
@@ -55,8 +57,9 @@ def switched_off(kernel: str, switch: str) -> str:
     )
 
 
-def node_reasons(node: Attention, rules: Sequence[type[Modifier]]) -> Iterator[str]:
+def node_reasons(problem: Problem, rules: Sequence[type[Modifier]]) -> Iterator[str]:
     """What is against an attention of a kernel that has rules for these modifiers, or for none."""
+    node = problem.node
     known = " and ".join(rule.__name__ for rule in rules)
     only = f"; the only modifier it has one for is {known}" if rules else ", nor for any other"
     for modifier in dict.fromkeys(type(m) for m in node.modifiers):
@@ -68,8 +71,8 @@ def node_reasons(node: Attention, rules: Sequence[type[Modifier]]) -> Iterator[s
         yield f"masks by {TOP_LEFT} (causal, top left) or not at all, and the mask is {node.mask}"
     elif node.mask is not None and Bias in rules and node.modifiers:
         yield "takes a bias or a causal mask, and the graph has both"
-    if node.mask is not None and node.scale <= 0:
-        yield f"masks before it scales, which needs a scale above 0, and it is {node.scale}"
+    if node.mask is not None and problem.low_scale:
+        yield f"masks before it scales, which needs a scale above 0, and it is {problem.low_scale}"
     if node.sinks:
         yield "has no sinks, and the graph has"
     if node.dropout:
@@ -155,15 +158,17 @@ def lower_forward(problem: Problem, graph: Graph) -> Executable:
 def lower_backward(problem: Problem, grad: AttentionGrad, graph: Graph) -> Executable:
     (eqn,) = graph.eqns
     node = problem.node
-    causal, scale = node.mask is not None, node.scale
+    causal, scale, blind = node.mask is not None, node.scale, problem.has_blind_rows
 
     def run(*tensors: torch.Tensor) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         own, o, lse, do, dlse = grad.split([tensors[i] for i in eqn.args])
         q, k, v, *rest = own
         bias = rest[0] if rest else None
-        if bias is not None:
-            lse = lse.masked_fill(lse == -INF, 0.0)
         do = torch.zeros_like(o) if do is None else do
+        if blind:
+            do = clear_blind_rows(do, lse)
+            dlse = None if dlse is None else clear_blind_rows(dlse, lse)
+            lse = lse.masked_fill(lse == -INF, 0.0)
         found = list(flash_backward(do, q, k, v, o, lse, 0.0, causal, attn_mask=bias, scale=scale))
         if dlse is not None:
             attend = partial(flash, dropout_p=0.0, is_causal=causal, attn_mask=bias, scale=scale)
@@ -177,7 +182,10 @@ def lower_backward(problem: Problem, grad: AttentionGrad, graph: Graph) -> Execu
         return returned(graph, made), ()
 
     more = sum(operand_bytes(s) for s in problem.specs[:2]) * (2 * grad.with_dlse)
-    return Executable(run, temporary=more, notes=("one call of PyTorch's fused CPU kernel",))
+    do = grad.split(problem.specs)[3]
+    cleared = operand_bytes(do) if do is not None and blind else 0
+    notes = ("one call of PyTorch's fused CPU kernel", *([CLEARED] if cleared else []))
+    return Executable(run, temporary=more + cleared, notes=notes)
 
 
 def operand_bytes(spec: TensorSpec) -> int:
