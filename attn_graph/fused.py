@@ -11,7 +11,7 @@ from attrs import field, frozen
 from attn_graph import masks, ops
 from attn_graph.errors import GraphError
 from attn_graph.ir import Emit, Gradients, Op, Values
-from attn_graph.modifiers import INF, Modifier, finite, whole
+from attn_graph.modifiers import INF, Modifier, finite, restoring, whole
 from attn_graph.spec import ValueType, number
 
 T = TypeVar("T")
@@ -91,6 +91,11 @@ class Attention(Op):
             *((False, False) if self.dropout else ()),
         )
 
+    @property
+    def restores(self) -> tuple[bool, ...]:
+        """For each modifier, whether -inf has to be put back after it."""
+        return restoring(self.modifiers)
+
     def split(self, operands: Sequence[T]) -> Operands[T]:
         """The operands by role."""
         q, k, v, *rest = operands
@@ -159,6 +164,7 @@ class AttentionGrad(Op):
         dq     = scale ds k,   dk = scale ds^T q
         dsinks = sum_bi exp(sink - lse) (dlse - delta)
 
+    A row that saw nothing, lse = -inf, adds 0 to every gradient, whatever do and dlse hold there.
     `wants` says which operands need one; `with_do` and `with_dlse` which cotangents are given,
     the others being zero.
     """
@@ -213,7 +219,8 @@ class AttentionGrad(Op):
         own, o, lse, do, dlse = self.split(operands)
         do = torch.zeros_like(o) if do is None else do
         dlse = torch.zeros_like(lse) if dlse is None else dlse
-        found = gradients(self.attention, own, o, lse, do.to(lse.dtype), dlse)
+        do, dlse = (ops.clear_blind_rows(x.to(lse.dtype), lse) for x in (do, dlse))
+        found = gradients(self.attention, own, o, lse, do, dlse)
         return tuple(g for g, wanted in zip(found, self.wants, strict=True) if wanted)
 
 
@@ -251,8 +258,7 @@ def gradients(
     (dk,) = ops.WeighT(node.scale).run(ds, given.q, given.k)
     tail: list[torch.Tensor | None] = [None for _ in given.mask]
     if given.sinks is not None:
-        share = torch.exp(given.sinks.to(lse.dtype)[:, None] - lse) * surplus
-        tail += [share.sum((0, 2)).to(given.sinks.dtype)]
+        tail += [ops.sink_gradient(given.sinks, lse, surplus)]
     tail += [None, None] if node.dropout else []
     return [dq, dk, dv, *extra, *tail]  # type: ignore[list-item]  # None only where none is wanted
 

@@ -10,7 +10,7 @@ one without `back` runs forward alone, and its gradient is refused.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, final
 
 import torch
@@ -20,7 +20,7 @@ from attn_graph.errors import GraphError, problems_of
 from attn_graph.ir import Emit, Gradients, Op, Values, called
 from attn_graph.keys import Block, Place, Term
 from attn_graph.masks import LENGTHS, Align, Data, alignment, names, offset
-from attn_graph.spec import FLOATS, INTEGERS, ValueType, number
+from attn_graph.spec import FLOATS, INTEGERS, NAMES, ValueType, number
 
 INF = float("inf")
 
@@ -35,6 +35,19 @@ def finite(_: object, attribute: Attribute[float], value: float) -> None:
         raise GraphError(f"{attribute.name} {value!r} must be a finite number")
 
 
+def beyond(value: float, dtype: torch.dtype) -> str:
+    """Why scores of a dtype can't be computed with a number; "" where they can.
+
+    Its inverse and its multiple by log2(e), which kernels use, are to be normal numbers as well.
+    """
+    most = 2.0**1022 if dtype == torch.float64 else 2.0**126
+    if abs(value) <= most:
+        return ""
+    return (
+        f"{value:g} is beyond {most:.3g}, the most that scores of {NAMES[dtype]} are computed with"
+    )
+
+
 @frozen
 class Modifier(Op):
     """s [B,H,M,N], operands -> s' [B,H,M,N]. A place at -inf is masked, and stays so.
@@ -46,6 +59,7 @@ class Modifier(Op):
     names = ("s",)
     additive: ClassVar[bool] = False  # s' = s + addend(at)
     relative: ClassVar[bool] = False  # the step depends on b, h and j - i, not on i itself
+    hides: ClassVar[bool] = True  # the step may give -inf
 
     @property
     def needs(self) -> dict[str, Data]:
@@ -133,6 +147,17 @@ def back_(modifier: Modifier, ds: torch.Tensor, s: torch.Tensor, at: Place) -> N
         ds.copy_(given)
 
 
+def restoring(modifiers: Sequence[Modifier]) -> tuple[bool, ...]:
+    """For each step, whether -inf has to be put back after it: at places that an earlier step hid.
+
+    Adding a finite number leaves -inf where it is.
+    """
+    hidden = [any(m.hides for m in modifiers[:n]) for n in range(len(modifiers))]
+    return tuple(
+        before and (m.hides or not m.additive) for m, before in zip(modifiers, hidden, strict=True)
+    )
+
+
 def whole(s: torch.Tensor, data: Mapping[str, torch.Tensor]) -> Place:
     """Every place of a full score array."""
     B, H, M, N = s.shape
@@ -146,7 +171,15 @@ class SoftCap(Modifier):
     """s -> cap * tanh(s / cap): scores never leave (-cap, cap)."""
 
     relative = True
+    hides = False
     cap: float = field(converter=number, validator=positive)
+
+    def problems(self, *types: ValueType) -> Iterator[str]:
+        yield from super().problems(*types)
+        if told := beyond(self.cap, types[0].dtype):
+            yield f"soft_cap: cap {told}"
+        elif told := beyond(1 / self.cap, types[0].dtype):
+            yield f"soft_cap: 1 / cap {told}"
 
     def change(self, s: torch.Tensor, at: Place) -> torch.Tensor:
         return s.div_(self.cap).tanh_().mul_(self.cap)
@@ -189,6 +222,7 @@ class Alibi(Modifier):
     """
 
     additive = True
+    hides = False
     default: bool = field(default=False, converter=bool)
     align: Align | None = field(default=None, validator=alignment)
     ragged: tuple[str, ...] = field(

@@ -16,7 +16,7 @@ from attn_graph.canonical import canonical_mask
 from attn_graph.errors import GraphError, problems_of
 from attn_graph.ir import Emit, Gradients, Op, Values
 from attn_graph.keys import Place
-from attn_graph.modifiers import INF, finite, whole
+from attn_graph.modifiers import INF, beyond, finite, whole
 from attn_graph.philox import counters, keep_
 from attn_graph.promises import mask_problems
 from attn_graph.spec import DTYPES, FLOATS, NAMES, ValueType, accumulator, number
@@ -57,6 +57,8 @@ class Scores(Op):
             yield f"scores: q {q} and k {k} disagree in dtype, {q.dtype} and {k.dtype}"
         if q.dtype not in FLOATS:
             yield f"scores: q {q} must be of {' or '.join(map(str, FLOATS))}"
+        if told := beyond(self.scale, accumulator(q.dtype)):
+            yield f"scores: scale {told}"
 
     def infer(self, q: ValueType, k: ValueType) -> tuple[ValueType]:
         return (ValueType((*q.shape[:3], k.shape[2]), accumulator(q.dtype)),)
@@ -172,7 +174,7 @@ class Softmax(Op):
 @final
 @frozen
 class SoftmaxGrad(Op):
-    """p, dp, dlse -> ds = p * (dp - sum_j p dp + dlse)."""
+    """p, dp, dlse -> ds = p * (dp - sum_j p dp + dlse); 0 where p is, whatever dp and dlse hold."""
 
     names = ("ds",)
     is_gradient = True
@@ -185,7 +187,8 @@ class SoftmaxGrad(Op):
         return (p,)
 
     def run(self, p: torch.Tensor, dp: torch.Tensor, dlse: torch.Tensor) -> tuple[torch.Tensor]:
-        return (p * (dp - (p * dp).sum(-1, keepdim=True) + dlse[..., None]),)
+        ds = p * (dp - (p * dp).sum(-1, keepdim=True) + dlse[..., None])
+        return (torch.where(p == 0, 0.0, ds),)
 
 
 @final
@@ -211,8 +214,25 @@ class SinkGrad(Op):
         dp: torch.Tensor,
         dlse: torch.Tensor,
     ) -> tuple[torch.Tensor]:
-        share = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
-        return ((share * (dlse - (p * dp).sum(-1))).sum((0, 2)).to(sinks.dtype),)
+        return (sink_gradient(sinks, lse, dlse - (p * dp).sum(-1)),)
+
+
+def sink_gradient(sinks: torch.Tensor, lse: torch.Tensor, surplus: torch.Tensor) -> torch.Tensor:
+    """dsinks [H] = sum_bi exp(sink - lse) surplus, of surplus = dlse - delta [B,H,M].
+
+    A row that saw nothing, its sink being -inf too, adds 0, whatever its surplus holds.
+    """
+    shares = torch.exp(sinks.to(lse.dtype)[:, None] - lse).mul_(surplus)
+    return shares.masked_fill_(lse == -INF, 0.0).sum((0, 2)).to(sinks.dtype)
+
+
+def clear_blind_rows(x: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """A copy of x [B,H,M] or [B,H,M,E] with 0 in the rows that saw nothing: where lse is -inf.
+
+    Cotangents go through it, so that what they hold in such rows, NaN included, reaches nothing.
+    """
+    blind = lse == -INF
+    return x.masked_fill(blind if x.ndim == lse.ndim else blind[..., None], 0.0)
 
 
 def share(_: object, attribute: object, rate: float) -> None:
@@ -300,7 +320,10 @@ class Weigh(Op):
 @final
 @frozen
 class WeighT(Op):
-    """p [B,H,M,N], x [B,H,M,E], like [B,G,N,E] -> scale * p^T x, added up in groups of heads."""
+    """p [B,H,M,N], x [B,H,M,E], like [B,G,N,E] -> scale * p^T x, added up in groups of heads.
+
+    A row of p that is all 0 adds 0, whatever x holds there.
+    """
 
     scale: float = field(default=1.0, converter=number, validator=finite)
     names = ("dv",)
@@ -316,7 +339,8 @@ class WeighT(Op):
 
     def run(self, p: torch.Tensor, x: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor]:
         B, G, N, E = like.shape
-        full = self.scale * (p.mT @ x.to(p.dtype))
+        weighed = x.to(p.dtype).masked_fill((p == 0).all(-1, keepdim=True), 0.0)
+        full = self.scale * (p.mT @ weighed)
         grouped = full.reshape(B, G, p.shape[1] // max(1, G), N, E)
         return (grouped.sum(2).to(like.dtype),)
 

@@ -11,6 +11,7 @@ from attrs import frozen
 from attn_graph.ambient import steady
 from attn_graph.fused import Attention
 from attn_graph.ir import Graph, Op
+from attn_graph.modifiers import INF
 
 
 def evaluate(
@@ -54,11 +55,11 @@ def verified(
 ) -> Verification:
     """Compare results with `evaluate` by the rule |x - ref| <= 2 max|low - ref| + 2 rounding.
 
-    low is the same formula with every step rounded to the inputs' dtype; rounding is what adding
-    and subtracting 0.3 in the result's dtype does to ref. FlashAttention's rule, and
-    FlashAttention-4's floor. Gradients in half precision may use 3 instead of the first 2. For
-    float64, where low would be ref itself, it is float32's error times 2^-29, the ratio of their
-    unit roundoffs.
+    low is the same formula with every step rounded to the inputs' dtype, numbers beyond its range
+    to as many digits; rounding is what adding and subtracting 0.3 in the result's dtype does to
+    ref. FlashAttention's rule, and FlashAttention-4's floor. Gradients in half precision may use 3
+    instead of the first 2. For float64, where low would be ref itself, it is float32's error times
+    2^-29, the ratio of their unit roundoffs.
     """
     exact = evaluate(graph, tensors)
     double = all(t.dtype == torch.float64 for t in tensors if t.is_floating_point())
@@ -78,8 +79,10 @@ def factor(graph: Graph, x: torch.Tensor) -> int:
 
 
 def distance(x: torch.Tensor, ref: torch.Tensor) -> float:
-    """max|x - ref|, where equal infinities are no distance."""
-    apart = torch.where(x.to(ref.dtype) == ref, 0.0, (x.to(ref.dtype) - ref).abs())
+    """max|x - ref|, where two equal infinities or two NaN are no distance, and one NaN is inf."""
+    x = x.to(ref.dtype)
+    same = (x == ref) | (x.isnan() & ref.isnan())
+    apart = torch.where(same, 0.0, (x - ref).abs()).nan_to_num(nan=INF, posinf=INF)
     return float(apart.max()) if apart.numel() else 0.0
 
 
@@ -89,10 +92,19 @@ def evaluate_low(graph: Graph, tensors: Sequence[torch.Tensor]) -> tuple[torch.T
 
     def step(op: Op, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         found = op.unfold(step, given) if isinstance(op, Attention) else op.run(*given)
-        return tuple(x.to(low).to(x.dtype) if x.is_floating_point() else x for x in found)
+        return tuple(rounded(x, low) if x.is_floating_point() else x for x in found)
 
     values = list(tensors)
     with steady(device_of(tensors)):
         for eqn in graph.eqns:
             values += step(eqn.op, *(values[i] for i in eqn.args))
     return tuple(values[i] for i in graph.outputs)
+
+
+def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x rounded to the digits of a dtype. Its range does not bound what a graph computes: scores of
+    float16 inputs may pass 65504."""
+    narrow = x.to(dtype).to(x.dtype)
+    digits, exponent = torch.frexp(x)
+    beyond = narrow.isinf() & x.isfinite()
+    return torch.where(beyond, torch.ldexp(digits.to(dtype).to(x.dtype), exponent), narrow)

@@ -15,6 +15,7 @@ from attn_graph.kernels.masks import (
     full_tile,
     head,
     key_tiles,
+    live_rows_at,
     mixed_tile,
     placed,
     query_tiles,
@@ -28,10 +29,14 @@ from attn_graph.kernels.masks import (
 
 @triton.jit
 def delta(
-    o_ptr, do_ptr, dlse_ptr, delta_ptr, o_strides, do_strides, dlse_strides, H, M,
-    E: tl.constexpr, WIDTH_E: tl.constexpr, BLOCK_M: tl.constexpr, UPCAST: tl.constexpr,
+    o_ptr, lse_ptr, do_ptr, dlse_ptr, delta_ptr, o_strides, do_strides, dlse_strides, H, M,
+    E: tl.constexpr, WIDTH_E: tl.constexpr, BLOCK_M: tl.constexpr, BLIND: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """o, do [B,H,M,E], dlse [B,H,M] -> delta [B,H,M] float32, C order. do or dlse may be absent."""
+    """o, do [B,H,M,E], dlse [B,H,M] -> delta [B,H,M] float32, C order. do or dlse may be absent.
+
+    BLIND: rows may have seen nothing. Their delta is 0, whatever do and dlse hold.
+    """
     block, h, b = placed(tl.cdiv(M, BLOCK_M), H)
     first = block * BLOCK_M
     row = tl.arange(0, BLOCK_M)
@@ -43,9 +48,11 @@ def delta(
     if dlse_ptr is not None:
         at = head(dlse_ptr, dlse_strides, b, h) + (first + row).to(tl.int64) * dlse_strides[2]
         total -= tl.load(at, mask=row < M - first, other=0.0)
-    tl.store(
-        delta_ptr + (tl.cast(b, tl.int64) * H + h) * M + first + row, total, mask=row < M - first
-    )
+    line = (tl.cast(b, tl.int64) * H + h) * M
+    if BLIND:
+        lse = statistics(lse_ptr + line, first, M, 0.0, BLOCK_M, False)
+        total = tl.where(lse == float("-inf"), 0.0, total)
+    tl.store(delta_ptr + line + first + row, total, mask=row < M - first)
 
 
 @triton.jit
@@ -86,19 +93,27 @@ def query_gradient(
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     KEEP: tl.constexpr, STRIP: tl.constexpr, CHANGE: tl.constexpr, BACK: tl.constexpr,
-    DROPOUT: tl.constexpr, LISTED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    DROPOUT: tl.constexpr, LISTED: tl.constexpr, BLIND: tl.constexpr, UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: dq [BLOCK_M,D] of one head, over all keys that its queries may see."""
+    """One program: dq [BLOCK_M,D] of one head, over all keys that its queries may see.
+
+    BLIND: whether rows may have seen nothing: 0 no, 1 where the mask hides all keys, and so in no
+    full tile, 2 anywhere.
+    """
     block, h, b = placed(tl.cdiv(M, BLOCK_M), H)
     first = block * BLOCK_M
     i = (first + tl.arange(0, BLOCK_M))[:, None]
     q = rows_of(q_ptr, q_strides, b, h, first, M, D, BLOCK_M, WIDTH_D, UPCAST)
-    do = q
-    if do_ptr is not None:
-        do = rows_of(do_ptr, do_strides, b, h, first, M, E, BLOCK_M, WIDTH_E, UPCAST)
     row = (tl.cast(b, tl.int64) * H + h) * M
     lse = base2(statistics(lse_ptr + row, first, M, float("-inf"), BLOCK_M, False))[:, None]
     surplus = statistics(delta_ptr + row, first, M, 0.0, BLOCK_M, False)[:, None]
+    do = q
+    if do_ptr is not None:
+        do_head = head(do_ptr, do_strides, b, h)
+        do = live_rows_at(
+            do_head, do_strides, first, M, lse, E, BLOCK_M, WIDTH_E, False, BLIND > 0, UPCAST
+        )
     k_head = head(k_ptr, k_strides, b, h // GROUP)
     v_head = head(v_ptr, v_strides, b, h // GROUP)
     dq = tl.zeros([BLOCK_M, WIDTH_D], tl.float32)
@@ -169,7 +184,8 @@ def key_gradient(
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     KEEP: tl.constexpr, STRIP: tl.constexpr, CHANGE: tl.constexpr, BACK: tl.constexpr,
-    DROPOUT: tl.constexpr, LISTED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    DROPOUT: tl.constexpr, LISTED: tl.constexpr, BLIND: tl.constexpr, UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: dk [BLOCK_N,D] and dv [BLOCK_N,E] of one key/value head.
 
@@ -207,7 +223,7 @@ def key_gradient(
                 n * BLOCK_M, first, j, dk_ptr, dv_ptr, do_ptr, seed_ptr, offset_ptr, data, numbers,
                 q_strides, do_strides, b, h, G * GROUP, M, N, scale, keep_scale, threshold,
                 D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
-                KEEP, CHANGE, BACK, DROPOUT, False, UPCAST, PRECISION,
+                KEEP, CHANGE, BACK, DROPOUT, False, BLIND > 1, UPCAST, PRECISION,
             )  # fmt: skip
         for t in range(mixed):
             n = mixed_tile(t, list_ptr, start, full_start, full_stop, full, LISTED)
@@ -216,7 +232,7 @@ def key_gradient(
                 n * BLOCK_M, first, j, dk_ptr, dv_ptr, do_ptr, seed_ptr, offset_ptr, data, numbers,
                 q_strides, do_strides, b, h, G * GROUP, M, N, scale, keep_scale, threshold,
                 D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
-                KEEP, CHANGE, BACK, DROPOUT, True, UPCAST, PRECISION,
+                KEEP, CHANGE, BACK, DROPOUT, True, BLIND > 0, UPCAST, PRECISION,
             )  # fmt: skip
     if dk_ptr is not None:
         dk_head = head(dk_ptr, dk_strides, b, g)
@@ -234,18 +250,21 @@ def add_key_gradient(
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     KEEP: tl.constexpr, CHANGE: tl.constexpr, BACK: tl.constexpr, DROPOUT: tl.constexpr,
-    MIXED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    MIXED: tl.constexpr, BLIND: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk + ds^T q, still to be scaled, and dv + (p z)^T do, over queries `query`.. ."""
     i = (query + tl.arange(0, BLOCK_M))[None, :]
     q = rows_at(q_head, q_strides, query, M, D, BLOCK_M, WIDTH_D, not MIXED, UPCAST)
     s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-    lse = base2(statistics(lse_row, query, M, float("-inf"), BLOCK_M, not MIXED))[None, :]
+    lse = base2(statistics(lse_row, query, M, float("-inf"), BLOCK_M, not MIXED))
     surplus = statistics(delta_row, query, M, 0.0, BLOCK_M, not MIXED)[None, :]
     do = q
     dp = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     if do_ptr is not None:
-        do = rows_at(do_head, do_strides, query, M, E, BLOCK_M, WIDTH_E, not MIXED, UPCAST)
+        do = live_rows_at(
+            do_head, do_strides, query, M, lse[:, None],
+            E, BLOCK_M, WIDTH_E, not MIXED, BLIND, UPCAST,
+        )  # fmt: skip
         if dk_ptr is not None:
             dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
     if DROPOUT:
@@ -253,8 +272,9 @@ def add_key_gradient(
         z = tl.trans(z)
         dp = tl.where(z, dp * keep_scale, 0.0)
     p, ds = pulled(
-        s, dp, lse, surplus, b, h, i, j, M, N, scale, data, numbers, CHANGE, KEEP, BACK, MIXED
-    )
+        s, dp, lse[None, :], surplus, b, h, i, j, M, N, scale, data, numbers,
+        CHANGE, KEEP, BACK, MIXED,
+    )  # fmt: skip
     if do_ptr is not None and dv_ptr is not None:
         if DROPOUT:
             p = tl.where(z, p * keep_scale, 0.0)

@@ -67,6 +67,22 @@ def rows_of(
 
 
 @triton.jit
+def live_rows_at(
+    ptr, strides, first, count, lse,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
+    BLIND: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """The same of one head; BLIND: with 0 in rows whose lse [ROWS,1] is +inf, see `base2`."""
+    if not BLIND:
+        return rows_at(ptr, strides, first, count, SIZE, ROWS, WIDTH, WHOLE, UPCAST)
+    at, _, col = row_pointers(ptr, strides, first, ROWS, WIDTH)
+    x = tl.load(at, mask=(lse != float("inf")) & (col < SIZE), other=0.0)
+    if UPCAST and ptr.dtype.element_ty == tl.bfloat16:
+        x = x.to(tl.float32)
+    return x
+
+
+@triton.jit
 def row_pointers(ptr, strides, first, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """Pointers [ROWS,WIDTH] to rows first.. of one head, and the numbers of rows and columns."""
     base = ptr + tl.cast(first, tl.int64) * strides[2]

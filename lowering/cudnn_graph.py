@@ -144,10 +144,17 @@ def forward(problem: Problem, lengths: Sequence[Slot], options: dict[str, Option
 def backward(problem: Problem, lengths: Sequence[Slot], options: dict[str, Option]) -> Call:
     assert problem.grad is not None
     _, o, _, do, _ = problem.grad.split(problem.specs)
-    results = [slot("o", "o", o)] + ([slot("dO", "do", do)] if do is not None else [])
+    results = [slot("o", "o", o)] + ([slot("dO", "do", cotangent(problem, do))] if do else [])
     inputs = (*operands(problem), *results, statistics(problem), *lengths)
     outputs = tuple(gradients(problem))
     return Call("sdpa_backward", inputs, outputs, tuple(options.items()))
+
+
+def cotangent(problem: Problem, do: TensorSpec) -> TensorSpec:
+    """do as cuDNN reads it: a dense copy, where rows that see nothing are cleared in it."""
+    if not problem.has_blind_rows:
+        return do
+    return TensorSpec(do.shape, do.dtype, dense_strides(do.shape, memory_order(do)))
 
 
 def operands(problem: Problem) -> Iterator[Slot]:

@@ -186,7 +186,7 @@ RULES = (
     ),
     Rule(
         "scale",
-        lambda c: once(c.problem.node.scale <= 0 and f"{c.problem.node.scale:g}"),
+        lambda c: once(c.problem.low_scale),
         "is not known to be right with a scale of 0 or below, and it is {it}",
         "kernels may take maxima before they scale, as FlashAttention's do",
         says="yes",

@@ -20,6 +20,7 @@ from attn_graph.lowering import cudnn_builder
 from attn_graph.lowering.cudnn_graph import Call, Slot
 from attn_graph.lowering.problem import (
     ALIGNED,
+    CLEARED,
     Problem,
     cotangent_bytes,
     cotangent_note,
@@ -30,6 +31,7 @@ from attn_graph.spec import NAMES, TensorSpec
 from attn_graph.workspace import Buffer, Scratch, Workspace
 
 LOG = logging.getLogger("attn_graph")
+INF = float("inf")
 Pack = Mapping[int, torch.Tensor]
 # What cuDNN reads packed, whatever it was told: vectors of few numbers, and lse, which another
 # backend may have saved otherwise.
@@ -93,7 +95,7 @@ class Run:
     spots: which input of the graph each of the call's is; None for what has to be made or may have
     to be copied. packs: which input the latter are, by their place in the call. blanks: shape,
     strides and dtype of each result, as we give it back. sums: which results cuDNN may add to what
-    it finds in.
+    it finds in. rows: which inputs of the graph do and lse are, where a query may see no key.
     """
 
     call: Call
@@ -106,6 +108,7 @@ class Run:
     packs: Mapping[int, int]
     blanks: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
     sums: tuple[int, ...]
+    rows: tuple[int, int] | None = None
     sizes: dict[tuple[str, torch.device], torch.Tensor] = field(factory=dict)
 
     @classmethod
@@ -125,9 +128,11 @@ class Run:
         packs = {n: spots[x.source] for n, x in enumerate(call.inputs) if x.source in PACKED}
         blanks = tuple(map(blank, call.outputs))
         sums = tuple(n for n, x in enumerate(call.outputs) if x.source == "dsinks")
+        rows = (spots["do"], spots["lse"]) if clears(problem) else None
         return cls(
-            call, problem, graph, workspace, scratch, execute, tuple(direct), packs, blanks, sums
-        )
+            call, problem, graph, workspace, scratch, execute, tuple(direct), packs, blanks, sums,
+            rows,
+        )  # fmt: skip
 
     def forward(
         self, *tensors: torch.Tensor
@@ -139,9 +144,19 @@ class Run:
         self, *tensors: torch.Tensor
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         assert self.problem.grad is not None
-        results = self.run(tensors)
+        results = self.run(tensors if self.rows is None else self.cleared(tensors, *self.rows))
         found = {x.source: t for x, t in zip(self.call.outputs, results, strict=True)}
         return returned(self.graph, [found[name] for name in self.problem.grad.names]), ()
+
+    def cleared(self, tensors: Sequence[torch.Tensor], do: int, lse: int) -> list[torch.Tensor]:
+        """The tensors, with a copy of do that is 0 in rows that see nothing, and an lse of +inf
+        there: for every score, exp(s - lse) is 0 then."""
+        found, blind = [*tensors], tensors[lse] == -INF
+        slot = next(x for x in self.call.inputs if x.source == "do")
+        copy = torch.empty_strided(slot.shape, slot.strides, dtype=slot.dtype, device=blind.device)
+        found[do] = copy.copy_(tensors[do]).masked_fill_(blind[..., None], 0.0)
+        found[lse] = tensors[lse].masked_fill(blind, INF)
+        return found
 
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The call's results."""
@@ -225,22 +240,31 @@ class Inference:
         return f"calls without gradients store no lse, by a plan of their own, {built}"
 
 
+def clears(problem: Problem) -> bool:
+    """Whether do is copied, to clear rows that see nothing."""
+    return problem.grad is not None and problem.grad.with_do and problem.has_blind_rows
+
+
 def temporary(call: Call, problem: Problem, graph: Graph) -> int:
-    """Bytes of gradients that cuDNN computes and nobody asked for, and of what is copied."""
+    """Bytes of gradients that cuDNN computes and nobody asked for, of copied vectors and
+    cotangents, and of do and lse where rows are cleared."""
     grad, vectors = problem.grad, copied(problem, graph)
     wanted = ("o", "lse") if grad is None else grad.names
     unasked = sum(x.bytes for x in call.outputs if x.source not in wanted)
-    small = sum(x.bytes for x in call.inputs if x.source in vectors)
-    return unasked + small + cotangent_bytes(problem)
+    made = {*vectors, *(("do", "lse") if clears(problem) else ())}
+    return (
+        unasked + sum(x.bytes for x in call.inputs if x.source in made) + cotangent_bytes(problem)
+    )
 
 
 def notes(problem: Problem, graph: Graph) -> tuple[str, ...]:
     """For `explain`."""
-    small = (
+    vectors = (
         f"{name} is copied to a dense {NAMES[PACKED[name]]} at each call"
         for name in copied(problem, graph)
     )
-    return (*small, *cotangent_note(problem, "is broadcast, or begins off 16 bytes"))
+    odd = cotangent_note(problem, "is broadcast, or begins off 16 bytes")
+    return (*vectors, *odd, *([CLEARED] if clears(problem) else []))
 
 
 def copied(problem: Problem, graph: Graph) -> list[str]:

@@ -22,6 +22,7 @@ from attn_graph.spec import TensorSpec
 
 WHERE = "b, h, i, j, M, N, data, numbers"
 UNBOUNDED = ("-FAR", "FAR", "N", "M")  # for what a strip leaves open; FAR is of kernels/masks.py
+INF = float("inf")
 LONG = 2**31 - 1  # the largest offset that 32 bits hold
 
 Arrays = Mapping[str, Array]
@@ -125,9 +126,13 @@ class Tracer:
 
     def chain(self, code: Code, s: Symbol) -> list[Symbol]:
         """The scores before, between and after the modifiers."""
-        at, steps = self.place(code), [s]
-        for modifier, data in zip(self.problem.node.modifiers, self.arrays(code)[0], strict=True):
-            steps.append(as_symbol(modifier.change(as_tensor(steps[-1]), at.reading(data))))
+        at, steps, node = self.place(code), [s], self.problem.node
+        for modifier, data, restores in zip(
+            node.modifiers, self.arrays(code)[0], node.restores, strict=True
+        ):
+            before = steps[-1]
+            after = as_symbol(modifier.change(as_tensor(before), at.reading(data)))
+            steps.append((before == -INF).where(-INF, after) if restores else after)
         return steps
 
     def change(self) -> str:
@@ -146,9 +151,12 @@ class Tracer:
         """ds before, between and after the modifiers."""
         at, found = self.place(code), [code.argument("ds", "float", "bhij")]
         node, arrays = self.problem.node, self.arrays(code)[0]
-        for modifier, data, after in [*zip(node.modifiers, arrays, steps[1:], strict=True)][::-1]:
-            before = modifier.back(as_tensor(found[0]), as_tensor(after), at.reading(data))
-            found.insert(0, as_symbol(before))
+        each = zip(node.modifiers, arrays, steps[1:], node.restores, strict=True)
+        for modifier, data, after, restores in reversed([*each]):
+            ds = as_symbol(modifier.back(as_tensor(found[0]), as_tensor(after), at.reading(data)))
+            if restores and not modifier.additive:
+                ds = (after == -INF).where(0.0, ds)
+            found.insert(0, ds)
         return found
 
     def collected(self) -> Iterator[tuple[int, Collected]]:

@@ -45,18 +45,21 @@ class FusedTiles:
 
     static: the tiles; None where data decides them, or there are more than planning lists. axes:
     which of "b" and "h" the addend depends on beside i and j. width: the head size that is
-    computed in, the larger of D and E; the smaller is padded with zeros.
+    computed in, the larger of D and E; the smaller is padded with zeros. blind: whether a query
+    may see no key.
     """
 
     problem: Problem
     static: tuple[Tile, ...] | None
     axes: str
     width: int
+    blind: bool
 
     @classmethod
     def plan(cls, problem: Problem) -> FusedTiles:
         axes = depends(problem)
-        return cls(problem, static_tiles(problem, axes), axes, max(problem.D, problem.E))
+        width, blind = max(problem.D, problem.E), problem.has_blind_rows
+        return cls(problem, static_tiles(problem, axes), axes, width, blind)
 
     def buffers(self) -> dict[str, Buffer]:
         """The scratch buffers: packed operands, one addend, and sums in wider precision."""
@@ -80,7 +83,10 @@ class FusedTiles:
         return found
 
     def packs(self, name: str, x: TensorSpec) -> bool:
-        """Whether the kernel can't read an operand where it lies: dtype, head size or strides."""
+        """Whether the kernel can't read an operand where it lies: dtype, head size or strides; or
+        rows of do that have to be cleared."""
+        if name == "do" and self.blind:
+            return True
         fits = (x.dtype, x.shape[3]) == (self.problem.wide, self.width)
         return not fits or not readable(x, like=name == "q")
 
@@ -180,7 +186,10 @@ class FusedTiles:
         given = p.node.split(own)
         q, k, v = (self.packed(n, x, scratch) for n, x in zip("qkv", own, strict=False))
         o, do = self.packed("o", o, scratch), self.packed("do", do, scratch)
-        finite = lse.masked_fill(lse == -INF, 0.0)
+        unseen = lse == -INF
+        finite = lse.masked_fill(unseen, 0.0)
+        if self.blind:
+            do.masked_fill_(unseen[..., None], 0.0)
         call, tiles = Call(self, given, scratch, q, k, v), self.tiles(given.mask)
         if is_whole(tiles, p):
             sums = call.pull(tiles[0], tiles[0].parts[0], o, finite, do)
@@ -265,8 +274,12 @@ class Call:
         h = p.H if "h" in self.tiles.axes else 1
         size = b * h * len(tile.rows) * len(part)
         sums = self.scratch["addend"][:size].view(b, h, len(tile.rows), len(part)).zero_()
-        for modifier, data in zip(p.node.modifiers, self.given.modifiers, strict=True):
+        steps = zip(p.node.modifiers, self.given.modifiers, p.node.restores, strict=True)
+        for modifier, data, restores in steps:
+            hidden = sums == -INF if restores else None
             change_(modifier, sums, at.reading(data))
+            if hidden is not None:
+                sums.masked_fill_(hidden, -INF)
         if part.kind == "mixed":
             assert p.node.mask is not None
             sums.masked_fill_(torch.as_tensor(p.node.mask.keep(at), device=CPU).logical_not(), -INF)

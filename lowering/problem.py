@@ -10,11 +10,22 @@ from attrs import frozen
 
 from attn_graph.fused import Attention, AttentionGrad
 from attn_graph.ir import Eqn, Graph
+from attn_graph.keys import Block, Place
+from attn_graph.masks import Mask
 from attn_graph.memory import shown
-from attn_graph.spec import TensorSpec, accumulator, dense_strides, memory_order, normalised
+from attn_graph.spec import (
+    NAMES,
+    TensorSpec,
+    accumulator,
+    dense_strides,
+    memory_order,
+    normalised,
+)
 
 T = TypeVar("T")
+CLEARED = "do is copied with 0 in rows that see nothing"  # a note of backends that do so
 ALIGNED = 16  # bytes, which kernels load at a time
+MOST_BLOCKS = 64  # of queries, for which a mask is asked whether they all see a key
 
 
 @final
@@ -74,11 +85,52 @@ class Problem:
         """Whether there is nothing to compute: no query or no key."""
         return 0 in (self.B, self.H, self.M, self.N)
 
+    @property
+    def low_scale(self) -> str:
+        """The scale, in words, if it is not above 0 or so small that the dtype of scores has no
+        normal number for it, which kernels may take for 0; "" if it is larger."""
+        scale = self.node.scale
+        if scale >= torch.finfo(self.wide).tiny:
+            return ""
+        return f"{scale or 0}" if scale <= 0 else f"{scale}, too little for {NAMES[self.wide]}"
+
+    @property
+    def has_blind_rows(self) -> bool:
+        """Whether a query may see no key, for all that is known before a call: then lse is -inf."""
+        return any(m.hides for m in self.node.modifiers) or self.mask_has_blind_rows
+
+    @property
+    def mask_has_blind_rows(self) -> bool:
+        """Whether the mask alone may leave a query no key."""
+        return self.node.mask is not None and not sees_everywhere(self.node.mask, self)
+
     def new_o(self, device: torch.device) -> torch.Tensor:
         """An uninitialised o [B,H,M,E], dense in the memory order of q."""
         shape = (self.B, self.H, self.M, self.E)
         strides = dense_strides(shape, memory_order(self.specs[0]))
         return torch.empty_strided(shape, strides, dtype=self.dtype, device=device)
+
+
+def sees_everywhere(mask: Mask, problem: Problem) -> bool:
+    """Whether the mask surely leaves every query a key; false where that takes long to find out.
+
+    Of a strip that no tensor moves, the first and the last query tell of all between them.
+    """
+    B, H, M, N = range(problem.B), range(problem.H), problem.M, problem.N
+    rows = [range(M)]
+    if not mask.needs and mask.strip(Place(0, 0, 0, 0, len(H), M, N)) is not None:
+        rows = [range(1), range(M - 1, M)]
+    for _ in range(MOST_BLOCKS):
+        if not rows:
+            return True
+        part = rows.pop()
+        if len(mask.surely(Block(B, H, part, len(H), M, N))):
+            continue
+        if len(part) == 1:
+            return False
+        middle = (part.start + part.stop) // 2
+        rows += [range(part.start, middle), range(middle, part.stop)]
+    return False
 
 
 def problems(graph: Graph) -> list[Problem]:

@@ -38,12 +38,18 @@ class Chunk:
 @final
 @frozen
 class ProductTiles:
-    """Forward and backward of one problem. A tile holds n = batch * groups products at a time."""
+    """Forward and backward of one problem. A tile holds n = batch * groups products at a time.
+
+    blind: whether a query may see no key. restores: for each modifier, whether -inf has to be put
+    back after it.
+    """
 
     problem: Problem
     rows: int
     batch: int
     groups: int
+    blind: bool
+    restores: tuple[bool, ...]
 
     @classmethod
     def plan(cls, problem: Problem) -> ProductTiles:
@@ -56,7 +62,7 @@ class ProductTiles:
         batch = (
             min(p.B, max(1, SCORES // (p.N * r * rows * groups))) if merges and not by_data else 1
         )
-        return cls(problem, rows, batch, groups)
+        return cls(problem, rows, batch, groups, p.has_blind_rows, p.node.restores)
 
     @property
     def r(self) -> int:
@@ -269,8 +275,11 @@ class Here:
         for i, (modifier, data) in enumerate(
             zip(node.modifiers, self.given.modifiers, strict=True)
         ):
+            hidden = s == -INF if self.tiles.restores[i] else None
             for _, piece, at in self.pieces(s):
                 change_(modifier, piece, at.reading(data))
+            if hidden is not None:
+                s.masked_fill_(hidden, -INF)
             keep(i, s)
         for part, piece, at in self.pieces(s):
             if part.kind == "mixed" and node.mask is not None:
@@ -344,6 +353,7 @@ class Here:
             self.cotangent(ds, surplus, p, v, o, do, dv)
         if dlse is not None:
             self.heads(surplus).sub_(self.rows_of(dlse)[..., None])
+            self.clear(surplus)
         ds.sub_(surplus).mul_(p)
         self.modifiers_back(ds, totals)
         sums = self.room("dq", q.shape[2])
@@ -351,12 +361,16 @@ class Here:
         self.rows_of(dq).copy_(self.heads(sums))
         products.add_transposed_(self.keys_of(dk), ds, q, node.scale)
 
+    def clear(self, x: torch.Tensor) -> torch.Tensor:
+        """x [n,L,.] with 0, in place, in the rows that saw nothing."""
+        return x.masked_fill_(self.room("lse", 1) == -INF, 0.0) if self.tiles.blind else x
+
     def cotangent(
         self, dp: torch.Tensor, delta: torch.Tensor, p: torch.Tensor, v: torch.Tensor,
         o: torch.Tensor, do: torch.Tensor, dv: torch.Tensor,
     ) -> None:  # fmt: skip
         """Fill dp and delta, and add to dv."""
-        results, cotangents = self.load("o", o), self.load("do", do)
+        results, cotangents = self.load("o", o), self.clear(self.load("do", do))
         torch.sum(results.mul_(cotangents), -1, keepdim=True, out=delta)
         products.scores_(dp, cotangents, self.keys_of(v), 1.0)
         if self.tiles.problem.node.dropout:
@@ -383,12 +397,16 @@ class Here:
         steps = [*zip(self.tiles.problem.node.modifiers, self.given.modifiers, totals, strict=True)]
         for i, (modifier, data, sums) in reversed([*enumerate(steps)]):
             results = self.room(f"step{i}" if f"step{i}" in self.scratch else "s", self.tile.keys)
+            restores = self.tiles.restores[i] and not modifier.additive
+            hidden = results == -INF if restores else None
             for (_, piece, at), (_, result, _) in zip(
                 self.pieces(ds), self.pieces(results), strict=True
             ):
                 if sums:
                     modifier.collect(sums, piece, at.reading(data))
                 back_(modifier, piece, result, at.reading(data))
+            if hidden is not None:
+                ds.masked_fill_(hidden, 0.0)
 
 
 def packs(spec: TensorSpec, problem: Problem) -> bool:

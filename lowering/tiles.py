@@ -219,14 +219,15 @@ def diagonal(problem: Problem, mask: Mask | None) -> list[Tile] | None:
 
     A diagonal `high` places right of the corner: every query keeps the first `high` keys, and the
     rest is a square triangle. Left of the corner: the first -high queries keep nothing. The kernel
-    masks before it scales, so a scale of 0 or less turns its -inf into NaN or inf: None then.
+    masks before it scales, so a scale of 0 or less turns its -inf into NaN or inf: None then, and
+    where the scale is too small to be sure.
     """
     B, M, N = range(problem.B), problem.M, problem.N
     if mask is None:
         return [Tile(B, range(M), (Part(0, N, "full"),))]
     if not isinstance(mask, Band) or mask.low is not None or mask.high is None:
         return None
-    if mask.ragged or problem.node.scale <= 0:
+    if mask.ragged or problem.low_scale:
         return None
     dead = min(M, max(0, -mask.high))
     seen = max(0, mask.high)

@@ -23,6 +23,7 @@ from attn_graph.kernels import fused_cuda
 from attn_graph.kernels.fused_cuda import Kernel
 from attn_graph.lowering.problem import (
     ALIGNED,
+    CLEARED,
     Problem,
     cotangent_bytes,
     cotangent_note,
@@ -35,6 +36,7 @@ from attn_graph.lowering.problem import (
 )
 from attn_graph.lowering.torch_sdpa import TOP_LEFT, node_reasons, through_lse
 from attn_graph.modifiers import Bias, Modifier
+from attn_graph.ops import clear_blind_rows
 from attn_graph.spec import NAMES, TensorSpec, dense_strides, memory_order
 from attn_graph.switches import KernelName
 from attn_graph.target import Target
@@ -83,7 +85,7 @@ class Variant:
         if problem is None:
             yield other_equations(graph)
             return
-        yield from node_reasons(problem.node, self.modifiers)
+        yield from node_reasons(problem, self.modifiers)
         yield from size_reasons(self, problem)
         yield from operand_reasons(problem)
         yield from self.reasons(problem, target, options)
@@ -120,8 +122,8 @@ def size_reasons(variant: Variant, problem: Problem) -> Reasons:
     step = ALIGNED // p.dtype.itemsize
     if p.D % step or p.E % step:
         yield f"needs head sizes that are multiples of {step}, and q has D = {p.D}, v has E = {p.E}"
-    if p.node.scale <= 0 and p.node.mask is None:
-        yield f"takes maxima before it scales: needs a scale above 0, and it is {p.node.scale}"
+    if p.low_scale and p.node.mask is None:
+        yield f"takes maxima before it scales: needs a scale above 0, and it is {p.low_scale}"
 
 
 def operand_reasons(problem: Problem) -> Reasons:
@@ -239,6 +241,9 @@ class Call:
     variant: Variant
     problem: Problem
     graph: Graph
+    blind: bool = field(  # whether a query may see no key
+        init=False, default=Factory(lambda call: call.problem.has_blind_rows, takes_self=True)
+    )
     due: tuple[int, ...] = field(  # strides of o
         init=False, default=Factory(lambda call: call.output.strides, takes_self=True)
     )
@@ -268,7 +273,11 @@ class Call:
         own, o, lse, do, dlse = grad.split([tidied(x) for x in self.operands(tensors)])
         own = tuple(on_boundary(x) if x.is_floating_point() else x for x in own)
         given = dict(zip(node.roles, own, strict=True))
-        o, do = on_boundary(o), torch.zeros_like(o) if do is None else on_boundary(do)
+        do = torch.zeros_like(o) if do is None else do
+        if self.blind:
+            do = tidied(clear_blind_rows(do, lse))
+            dlse = None if dlse is None else clear_blind_rows(dlse, lse)
+        o, do = on_boundary(o), on_boundary(do)
         q, k, v = own[:3]
         fixed = self.fixed(given)
         found = call.backward(do, q, k, v, o, lse, wants_bias=any(grad.wants[3:]), **fixed)
@@ -296,6 +305,12 @@ class Call:
             return {} if self.variant.layout(q) == memory_order(q) else {"o": self.output}
         return {n: x for n, x in named(p).items() if n in ("o", "do") and memory_order(x) != BSHD}
 
+    @property
+    def cleared_bytes(self) -> int:
+        """Bytes of the copy of do in which rows that see nothing are 0; 0 where none is made."""
+        do = named(self.problem).get("do")
+        return do.type.bytes if self.blind and do is not None else 0
+
     def notes(self) -> Iterator[str]:
         yield f"one call of PyTorch's {self.variant.kernel} kernel"
         if self.problem.grad is not None and self.problem.grad.with_dlse:
@@ -303,6 +318,8 @@ class Call:
         for name, spec in self.copied().items():
             yield f"{name} {spec} is copied: the kernel's rows lie in another order"
         yield from cotangent_note(self.problem, "begins off 16 bytes")
+        if self.cleared_bytes:
+            yield CLEARED
 
     def kept_forward(self) -> int:
         """Bytes that PyTorch allocates beside the outputs, at most."""
@@ -322,7 +339,7 @@ class Call:
         sums = 4 * rows * (p.D + 4) + (4 + p.dtype.itemsize) * keys * (p.D + p.E)
         more = sum(prod(x.shape) * x.dtype.itemsize for x in p.specs[:3]) * 3 * grad.with_dlse
         copies = sum(x.type.bytes for x in self.copied().values()) + cotangent_bytes(p)
-        return sums * (1 + grad.with_dlse) + more + copies
+        return sums * (1 + grad.with_dlse) + more + copies + self.cleared_bytes
 
 
 def tidied(x: torch.Tensor) -> torch.Tensor:

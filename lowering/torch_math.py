@@ -13,6 +13,7 @@ from typing import final
 import torch
 from attrs import frozen
 
+from attn_graph import ops
 from attn_graph.ambient import steady, without_autocast
 from attn_graph.backend import Backend, Executable, Options, switch
 from attn_graph.errors import PlanTargetError
@@ -193,8 +194,7 @@ def sink_gradient(grad: AttentionGrad, operands: Sequence[torch.Tensor]) -> torc
     surplus = torch.zeros_like(lse) if dlse is None else dlse.clone()
     if do is not None:
         surplus -= (do.to(lse.dtype) * o).sum(-1)
-    share = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
-    return surplus.mul_(share).sum((0, 2)).to(sinks.dtype)
+    return ops.sink_gradient(sinks, lse, surplus)
 
 
 BACKEND = Backend("math", why_not, lower)

@@ -8,10 +8,11 @@ from functools import partial
 import torch
 
 from attn_graph.backend import Backend, Executable, Options
-from attn_graph.fused import Attention, AttentionGrad
+from attn_graph.fused import AttentionGrad
 from attn_graph.ir import Graph
 from attn_graph.kernels.fused_cpu import INF, flash, flash_backward
 from attn_graph.lowering.problem import (
+    CLEARED,
     Problem,
     cotangent_bytes,
     cotangent_note,
@@ -23,6 +24,7 @@ from attn_graph.lowering.problem import (
 )
 from attn_graph.masks import Band
 from attn_graph.modifiers import Bias, Modifier
+from attn_graph.ops import clear_blind_rows
 from attn_graph.spec import NAMES, memory_order
 from attn_graph.target import Target
 
@@ -41,15 +43,16 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[str]:
     if problem is None:
         yield other_equations(graph)
         return
-    yield from node_reasons(problem.node, (Bias,))
+    yield from node_reasons(problem, (Bias,))
     yield from size_reasons(problem)
     yield from operand_reasons(problem)
     if problem.grad is not None:
         yield from gradient_reasons(problem, problem.grad)
 
 
-def node_reasons(node: Attention, rules: Sequence[type[Modifier]]) -> Iterator[str]:
+def node_reasons(problem: Problem, rules: Sequence[type[Modifier]]) -> Iterator[str]:
     """What is against an attention of a kernel that has rules for these modifiers, or for none."""
+    node = problem.node
     known = " and ".join(rule.__name__ for rule in rules)
     only = f"; the only modifier it has one for is {known}" if rules else ", nor for any other"
     for modifier in dict.fromkeys(type(m) for m in node.modifiers):
@@ -61,8 +64,8 @@ def node_reasons(node: Attention, rules: Sequence[type[Modifier]]) -> Iterator[s
         yield f"masks by {TOP_LEFT} (causal, top left) or not at all, and the mask is {node.mask}"
     elif node.mask is not None and Bias in rules and node.modifiers:
         yield "takes a bias or a causal mask, and the graph has both"
-    if node.mask is not None and node.scale <= 0:
-        yield f"masks before it scales, which needs a scale above 0, and it is {node.scale}"
+    if node.mask is not None and problem.low_scale:
+        yield f"masks before it scales, which needs a scale above 0, and it is {problem.low_scale}"
     if node.sinks:
         yield "has no sinks, and the graph has"
     if node.dropout:
@@ -148,7 +151,7 @@ def lower_forward(problem: Problem, graph: Graph) -> Executable:
 def lower_backward(problem: Problem, grad: AttentionGrad, graph: Graph) -> Executable:
     (eqn,) = graph.eqns
     node = problem.node
-    causal, scale = node.mask is not None, node.scale
+    causal, scale, blind = node.mask is not None, node.scale, problem.has_blind_rows
 
     def run_plain(*tensors: torch.Tensor) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         q, k, v, o, lse, do = tensors
@@ -158,9 +161,11 @@ def lower_backward(problem: Problem, grad: AttentionGrad, graph: Graph) -> Execu
         own, o, lse, do, dlse = grad.split([tensors[i] for i in eqn.args])
         q, k, v, *rest = own
         bias = rest[0] if rest else None
-        if bias is not None:
-            lse = lse.masked_fill(lse == -INF, 0.0)
         do = torch.zeros_like(o) if do is None else do
+        if blind:
+            do = clear_blind_rows(do, lse)
+            dlse = None if dlse is None else clear_blind_rows(dlse, lse)
+            lse = lse.masked_fill(lse == -INF, 0.0)
         found = list(flash_backward(do, q, k, v, o, lse, 0.0, causal, attn_mask=bias, scale=scale))
         if dlse is not None:
             attend = partial(flash, dropout_p=0.0, is_causal=causal, attn_mask=bias, scale=scale)
@@ -174,13 +179,16 @@ def lower_backward(problem: Problem, grad: AttentionGrad, graph: Graph) -> Execu
         return returned(graph, made), ()
 
     more = sum(s.type.bytes for s in problem.specs[:2]) * (2 * grad.with_dlse)
+    do = grad.split(problem.specs)[3]
+    cleared = do.type.bytes if do is not None and blind else 0
     whole = grad.wants == (True, True, True) and grad.with_do and not grad.with_dlse
-    plain = whole and eqn.args == tuple(range(6)) and graph.outputs == (6, 7, 8)
-    odd = "is broadcast, or has rows that lie apart or overlap"
+    plain = whole and eqn.args == tuple(range(6)) and graph.outputs == (6, 7, 8) and not blind
+    odd = cotangent_note(problem, "is broadcast, or has rows that lie apart or overlap")
+    notes = ("one call of PyTorch's fused CPU kernel", *odd, *([CLEARED] if cleared else []))
     return Executable(
         run_plain if plain else run,
-        temporary=more + cotangent_bytes(problem),
-        notes=("one call of PyTorch's fused CPU kernel", *cotangent_note(problem, odd)),
+        temporary=more + cleared + cotangent_bytes(problem),
+        notes=notes,
     )
 
 

@@ -14,6 +14,7 @@ from attn_graph.ambient import outside
 from attn_graph.backend import Backend, Executable, Options
 from attn_graph.ir import Graph
 from attn_graph.lowering.problem import Problem, other_equations, returned, returns_lse, sole
+from attn_graph.ops import sink_gradient
 from attn_graph.spec import NAMES, TensorSpec
 from attn_graph.switches import Precision
 from attn_graph.target import Target
@@ -28,7 +29,6 @@ LEAST_SM = 80
 WIDEST = 256
 POSITIONS = 2**30  # beyond all of them lies FAR of kernels/masks.py
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-INF = float("inf")
 Named = dict[str, Any]  # tensors by the names that launches give them
 
 
@@ -221,7 +221,7 @@ class Call:
             if problem.node.sinks:
                 at = problem.node.roles.index("sinks")
                 if grad.wants[at]:
-                    found[at] = sink_gradient(operands[at], named["lse"], scratch["delta"])
+                    found[at] = sink_gradient(operands[at], named["lse"], scratch["delta"].neg())
         made = [found[n] for n, wanted in enumerate(grad.wants) if wanted]
         return returned(self.graph, made), ()
 
@@ -261,12 +261,6 @@ def summed(sums: torch.Tensor, collected: Collected) -> torch.Tensor:
     over = [n for n, axis in enumerate(("b", "h", line)) if axis not in collected.axes]
     spec = collected.spec
     return (sums.sum(over) if over else sums).reshape(spec.shape).to(spec.dtype, copy=not over)
-
-
-def sink_gradient(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    """dsinks [H] = -sum_bi exp(sink - lse) delta, of rows that saw a key or a sink."""
-    share = torch.exp(sinks.to(torch.float32)[:, None] - lse.masked_fill(lse == -INF, INF))
-    return share.mul_(delta).sum((0, 2)).neg_().to(sinks.dtype)
 
 
 def variants(graph: Graph, target: Target, options: Options) -> tuple[str, ...]:

@@ -96,6 +96,12 @@ class Flash:
             "PRECISION": self.precision,
         } | self.strides("q", "k", "v")
 
+    @property
+    def blind(self) -> int:
+        """Whether a query may see no key: 0 no, 1 by the mask alone, 2 by a modifier too."""
+        hides = any(m.hides for m in self.problem.node.modifiers)
+        return 2 if hides else int(self.problem.mask_has_blind_rows)
+
     def strides(self, *names: str) -> Fixed:
         specs = self.specs()
         return {
@@ -229,7 +235,7 @@ class Flash:
             "o_strides": o,
             "sinks_stride": sinks.strides[0] if sinks else 0,
             "H": p.H,
-            "FOLD": p.node.scale > 0 and not p.node.modifiers,
+            "FOLD": not p.low_scale and not p.node.modifiers,
         }
         names = ("q", "k", "v", "o", "lse", "sinks", "seed", "offset")
         lines = blocks(p.M, tile.block_m) * p.H * p.B
@@ -250,7 +256,7 @@ class Flash:
 
     def delta(self) -> None:
         p, rows = self.problem, DELTA.block_m
-        pointers, absent = self.operands("o", "do", "dlse", "delta")
+        pointers, absent = self.operands("o", "lse", "do", "dlse", "delta")
         fixed = absent | {
             **self.strides("do", "dlse"),
             "H": p.H,
@@ -258,6 +264,7 @@ class Flash:
             "E": p.E,
             "WIDTH_E": padded(p.E),
             "BLOCK_M": rows,
+            "BLIND": p.has_blind_rows,
             "UPCAST": self.target.interprets,
         }
         lines = blocks(p.M, rows) * p.H * p.B
@@ -269,7 +276,8 @@ class Flash:
         p, tile = self.problem, self.tiling("query_gradient")
         lists, listed = self.listed(tile, by_keys=False)
         names = (*READ, "dq")
-        more = {"H": p.H, "dq_strides": gradient_strides(p.specs[0])} | self.strides("do") | listed
+        more = {"H": p.H, "dq_strides": gradient_strides(p.specs[0]), "BLIND": self.blind}
+        more |= self.strides("do") | listed
         lines = blocks(p.M, tile.block_m) * p.H * p.B
         texts = self.texts("keep", "strip", "change", "back")
         self.launch("query_gradient", lines, tile, names, more, texts, lists)
@@ -287,6 +295,7 @@ class Flash:
                 "G": p.G,
                 "dk_strides": gradient_strides(p.specs[1]),
                 "dv_strides": gradient_strides(p.specs[2]),
+                "BLIND": self.blind,
                 **self.strides("do"),
                 **listed,
             }

@@ -208,6 +208,11 @@ class Found:
     pz: Tensor
     o: Tensor
 
+    @property
+    def seen(self) -> tuple[Tensor, ...]:
+        """The steps, with 0 at places of -inf, where p is 0 however large the terms are."""
+        return tuple(s.masked_fill(self.steps[-1] == -INF, 0.0) for s in self.steps)
+
     def __getitem__(self, role: str) -> Tensor:
         value: Tensor = getattr(self, role)
         return value
@@ -225,7 +230,9 @@ def attend(c: Chain) -> Found:
     s = c.scale * torch.einsum("bhid,bhjd->bhij", c.q, per_head(c.k, H))
     steps = [s]
     for op, data in c.modifiers:
-        s = STEPS[type(op)](op, s, Where(c.sizes, data))
+        hidden = s == -INF  # and stays so
+        s = STEPS[type(op)](op, torch.where(hidden, 0.0, s), Where(c.sizes, data))
+        s = torch.where(hidden, -INF, s)
         steps.append(s)
     keep = torch.ones((), dtype=torch.bool)
     for mask, data in c.masks:
@@ -293,6 +300,21 @@ def gradients(
         name: torch.zeros_like(x) if g is None else g
         for (name, x), g in zip(leaves.items(), got, strict=True)
     }
+
+
+def poisoned(
+    graph: Graph, tensors: Sequence[Tensor], cotangents: Sequence[Tensor], seed: int
+) -> tuple[Tensor, ...]:
+    """The cotangents with NaN and infinities in rows that see nothing, where they count 0."""
+    blind = attend(chain_of(graph, cast(tensors, torch.float64))).lse == -INF
+    random = torch.Generator().manual_seed(seed)
+    poison = torch.tensor([math.nan, INF, -INF])[torch.randint(3, blind.shape, generator=random)]
+    columns = [x.dim() - blind.dim() for x in cotangents]
+    shapes = [(*blind.shape, *[1] * n) for n in columns]
+    return tuple(
+        torch.where(blind.view(n).to(x.device), poison.view(n).to(x), x)
+        for n, x in zip(shapes, cotangents, strict=True)
+    )
 
 
 # The rule.
@@ -392,7 +414,7 @@ def score_sizes(c: Chain, f: Found) -> Tensor:
     size = abs(c.scale) * torch.einsum(
         "bhid,bhjd->bhij", c.q.abs(), per_head(c.k.abs(), c.sizes[1])
     )
-    for (op, _), before, after in zip(c.modifiers, f.steps, f.steps[1:], strict=False):
+    for (op, _), before, after in zip(c.modifiers, f.seen, f.seen[1:], strict=False):
         added = (after - before).abs()
         size = size * slope(op, after) + after.abs() if isinstance(op, SoftCap) else size + added
     return size
@@ -443,7 +465,7 @@ def gradient_terms(
         found[id(x)] = found.get(id(x), NOTHING) + terms
 
     add(c.v, grouped(torch.einsum("bhij,bhie->bhje", inexact(c, f, f.pz), do), c.v))
-    for (op, data), after in reversed([*zip(c.modifiers, f.steps[1:], strict=True)]):
+    for (op, data), after in reversed([*zip(c.modifiers, f.seen[1:], strict=True)]):
         if isinstance(op, Bias):
             add(data["bias"], ds.sum_to_size(data["bias"].shape))
         if isinstance(op, Alibi) and not op.default:
@@ -455,6 +477,7 @@ def gradient_terms(
     if c.sinks is not None:
         off = forward_terms(c, f)["lse"] + c.sinks.abs()[:, None]  # as `inexact` has it
         share = torch.exp(c.sinks[:, None] - f.lse) * (1 + 2 * off)
+        share = torch.where(c.sinks[:, None] == -INF, 0.0, share)
         add(c.sinks, (share * surplus).sum((0, 2)))
     return found
 

@@ -333,7 +333,8 @@ def shuffled_graphs(draw: DrawFn, dtype: torch.dtype = torch.float32) -> Graph:
 def tensors_for(graph: Graph, seed: int, device: str = "cpu") -> tuple[torch.Tensor, ...]:
     """A tensor for each input: its shape, dtype and strides, and values that make sense there.
 
-    One seed in eight gives scores near -1e4, one in eight near +1e4.
+    One seed in eight gives scores near -1e4, one in eight near +1e4. Biases and sinks have -inf at
+    some places, and biases for whole queries.
     """
     random = torch.Generator().manual_seed(seed)
     shift = {6: EXTREME, 7: -EXTREME}.get(seed % 8, 0.0)
@@ -346,7 +347,21 @@ def tensors_for(graph: Graph, seed: int, device: str = "cpu") -> tuple[torch.Ten
         mean, spread = means.get(name, 0.0), SPREADS.get(name, 1.0)
         values = filler(i.spec.type, random, most.get(name, 2), mean, spread)
         found.append(laid_out(i.spec, values, random, device))
+        if name in ("bias", "sinks") and found[-1].numel():
+            hide(found[-1], random)
     return tuple(found)
+
+
+def hide(tensor: torch.Tensor, random: torch.Generator) -> None:
+    """Put -inf at some places of a bias or of sinks, or at all of some queries; mostly nowhere."""
+    kind = int(torch.randint(5, (), generator=random))
+    shape = {3: tensor.shape, 4: (*tensor.shape[:-1], 1)}.get(kind)
+    if shape is not None:
+        hidden = (torch.rand(shape, generator=random) < 0.3).expand(tensor.shape)
+        storage = tensor.as_strided((tensor.untyped_storage().size() // tensor.itemsize,), (1,), 0)
+        places = torch.arange(len(storage))
+        at = places.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())[hidden]
+        storage[at.to(tensor.device)] = -torch.inf  # axes of stride 0 can't be written through
 
 
 SPREADS = {"alibi": 0.3, "sinks": 2.0}

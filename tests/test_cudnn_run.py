@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 from hypothesis import assume, given
 
 import attn_graph as ag
@@ -86,7 +87,8 @@ def test_what_cudnn_is_told_means_what_the_graph_means(graph: Graph, seed: int) 
     back, names = gradient_of(simple, *cotangents)
     dues = plain.expected_gradients(graph, tensors, cotangents)
     assume(not refusals(back))
-    gradients = results(back, (*tensors, o, lse, *cotangents))
+    poisoned = plain.poisoned(graph, tensors, cotangents, seed)
+    gradients = results(back, (*tensors, o, lse, *poisoned))
     for name, gradient in zip(names, gradients, strict=True):
         dues[name].check(gradient)
 
@@ -253,3 +255,34 @@ def test_forward_and_backward_by_hand_read_as_training_does() -> None:
     dues = plain.expected_gradients(graph, (q, k, v), (do, None))
     for name, gradient in zip("qkv", gradients, strict=True):
         dues[name].check(gradient)
+
+
+def test_do_and_lse_are_cleared_where_lengths_may_hide_rows_which_is_told() -> None:
+    """What cuDNN makes of NaN in such rows, and of lse = -inf, nobody says."""
+    lengths = ag.TensorSpec((2,), torch.int32)
+    graph = ag.attention(X, X, X, kv_lengths=lengths)
+    forward = simplify(graph)
+    tensors = (*tensors_for(graph, 1)[:3], torch.tensor([0, 6], dtype=torch.int32))
+    tensors = (*map(aligned, tensors[:3]), tensors[3])
+    o, lse = modelled(forward).forward(*tensors)[1]
+    (do,) = cotangents_for(forward, 1)
+    back, _ = gradient_of(forward, do)
+    run = modelled(back)
+    seen: list[dict[str, torch.Tensor]] = []
+    model = run.execute
+
+    def execute(
+        pack: Mapping[int, torch.Tensor], room: torch.Tensor | None, device: torch.device
+    ) -> None:
+        seen.append({x.source: pack[n] for n, x in enumerate(run.call.inputs, start=1)})
+        model(pack, room, device)
+
+    poisoned = plain.poisoned(graph, tensors, (do,), 0)
+    found = evolve(run, execute=execute).backward(*tensors, o, lse, *poisoned)[0]
+    assert all(g.isfinite().all() for g in found)
+    assert torch.equal(seen[0]["do"], do.masked_fill(lse[..., None] == -torch.inf, 0))
+    assert (seen[0]["lse"][0] == torch.inf).all()
+    assert "do is copied with 0 in rows that see nothing" in notes(run.problem, back)
+    assert temporary(run.call, run.problem, back) == X.type.bytes + 4 * lse.numel()
+    whole, _ = gradient_of(simplify(ag.attention(X, X, X)), do)
+    assert not notes(modelled(whole).problem, whole)

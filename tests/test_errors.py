@@ -340,6 +340,27 @@ def test_a_gradient_is_told_when_what_it_reads_does_not_fit() -> None:
         assert any(told in problem for problem in caught.value.problems)
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"scale": 3.5e38}, "scores: scale 3.5e+38 is beyond 8.51e+37"),
+        ({"scale": -1e308}, "scores: scale -1e+308 is beyond 8.51e+37"),
+        ({"soft_cap": 3.5e38}, "soft_cap: cap 3.5e+38 is beyond 8.51e+37"),
+        ({"soft_cap": 1e-46}, r"soft_cap: 1 / cap 1e+46 is beyond 8.51e+37"),
+    ],
+)
+def test_numbers_that_float32_scores_have_no_room_for_are_refused(
+    options: dict[str, Any], told: str
+) -> None:
+    """Whatever the backend; float64 has room."""
+    with pytest.raises(ag.GraphError) as caught:
+        call(**options)()
+    assert [p for p in caught.value.problems if p.startswith(told)]
+    double = spec(1, 1, 4, 8, dtype=F64)
+    if abs(options.get("scale", 0)) < 1e300:
+        assert ag.attention(double, double, double, **options).eqns
+
+
 def test_gradients_are_of_floating_inputs_alone() -> None:
     graph = call(kv_lengths=spec(2, dtype=I64))()
     for wants in (["kv_lengths"], ["q", "nonsense"]):

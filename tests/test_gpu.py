@@ -48,7 +48,8 @@ def test_results_and_gradients_agree_with_the_formula(
         cotangents = cotangents_for(plan.graph, seed, "cuda")
         named = zip(plan.graph.inputs, leaves, strict=True)
         wanted = {i.name: t for i, t in named if t.requires_grad}
-        found = torch.autograd.grad(outputs, [*wanted.values()], cotangents, allow_unused=True)
+        poisoned = plain.poisoned(graph, tensors, cotangents, seed)
+        found = torch.autograd.grad(outputs, [*wanted.values()], poisoned, allow_unused=True)
     except ag.NoBackendError:
         reject()
     gradients = dict(zip(wanted, found, strict=True))
@@ -56,6 +57,37 @@ def test_results_and_gradients_agree_with_the_formula(
         gradient = gradients.get(name)
         if gradient is not None:
             due.check(gradient)
+
+
+@pytest.mark.parametrize("backend", ["triton", "math", "cudnn", "torch_efficient"])
+@pytest.mark.parametrize("kind", ["lengths", "bias"])
+def test_cotangents_count_nothing_in_rows_that_see_nothing(backend: str, kind: str) -> None:
+    """A whole batch entry sees nothing, and by the bias some queries of another."""
+    x = ag.TensorSpec((3, 4, 128, 64), torch.float16)
+    bias, lengths = torch.zeros(3, 1, 128, 128), torch.tensor([128, 0, 70], dtype=torch.int32)
+    bias[1], bias[2, :, 5:70] = -torch.inf, -torch.inf
+    data = lengths if kind == "lengths" else bias.half().expand(3, 4, 128, 128).contiguous()
+    name = "kv_lengths" if kind == "lengths" else "bias"
+    spec = ag.TensorSpec.like(data)
+    graph = ag.attention(
+        *(x, x, x),
+        kv_lengths=spec if kind == "lengths" else None,
+        bias=spec if kind == "bias" else None,
+    )
+    try:
+        plan = ag.compile(graph, backends=(backend,))
+    except ag.NoBackendError as error:
+        pytest.skip(str(error))
+    q, k, v = (t.detach().requires_grad_() for t in tensors_for(graph, 1, "cuda")[:3])
+    output = plan(q, k, v, **{name: data.cuda()})
+    assert isinstance(output, torch.Tensor)
+    tensors, cotangents = (q, k, v, data), cotangents_for(graph, 1, "cuda")
+    plain.expected(graph, tensors)[0].check(output)
+    poisoned = plain.poisoned(graph, tensors, cotangents, 1)
+    found = torch.autograd.grad(output, (q, k, v), poisoned)
+    dues = plain.expected_gradients(graph, tensors, cotangents)
+    for role, gradient in zip("qkv", found, strict=True):
+        dues[role].check(gradient)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

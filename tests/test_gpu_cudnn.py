@@ -38,7 +38,8 @@ def results(graph: Graph, seed: int) -> list[tuple[plain.Expected, torch.Tensor]
     assert isinstance(output, torch.Tensor)
     (do,) = cotangents_for(plan.graph, seed, "cuda")
     named = {i.name: t for i, t in zip(graph.inputs, leaves, strict=True) if t.requires_grad}
-    found = torch.autograd.grad(output, [*named.values()], do)
+    poisoned = plain.poisoned(graph, tensors, (do,), seed)
+    found = torch.autograd.grad(output, [*named.values()], poisoned)
     dues = plain.expected_gradients(graph, tensors, (do,))
     gradients = [(dues[name], x) for name, x in zip(named, found, strict=True)]
     return [(plain.expected(graph, tensors)[0], output), *gradients]

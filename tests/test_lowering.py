@@ -6,7 +6,7 @@ Run with TRITON_INTERPRET=1, as `make test` does too, these tests are Triton's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph.lowering.fused_tiles import FusedTiles
-from attn_graph.lowering.problem import problems
+from attn_graph.lowering.problem import problems, sole
+from attn_graph.modifiers import Bias
+from attn_graph.passes import simplify
 from attn_graph.vjp import result_spec
 from tests import plain
 from tests.strategies import (
@@ -27,6 +29,7 @@ from tests.strategies import (
     graphs,
     seeds,
     shapes,
+    shuffled_graphs,
     specs,
     tensors_for,
 )
@@ -78,8 +81,10 @@ def refused(error: ag.NoBackendError) -> NoReturn:
     reject()
 
 
-def called(plan: ag.Plan, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    found = plan(*tensors)
+def called(
+    plan: ag.Plan, tensors: Sequence[torch.Tensor], **named: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    found = plan(*tensors, **named)
     return found if isinstance(found, tuple) else (found,)
 
 
@@ -139,18 +144,198 @@ def test_gradients_agree_with_the_formula(
 ) -> None:
     """With dlse fed in; and, where there are two outputs, with either left out."""
     graph = data.draw(DRAWN[backend])
-    plan, tensors = planned(graph, backend), tensors_for(graph, seed)
-    cotangents: list[torch.Tensor | None] = [*cotangents_for(plan.graph, seed)]
+    check_gradients(planned(graph, backend), graph, seed, skipped)
+
+
+def check_gradients(
+    plan: ag.Plan, graph: ag.Graph, seed: int, skipped: int | None = None
+) -> dict[str, torch.Tensor]:
+    """Compare with the formula; in rows that see nothing cotangents are NaN or infinite."""
+    tensors = tensors_for(graph, seed)
+    drawn = cotangents_for(plan.graph, seed)
+    cotangents: list[torch.Tensor | None] = [*drawn]
+    poisoned: list[torch.Tensor | None] = [*plain.poisoned(graph, tensors, drawn, seed)]
     if skipped is not None and len(cotangents) == 2:
-        cotangents[skipped] = None
+        cotangents[skipped] = poisoned[skipped] = None
     try:
-        found = gradients(plan, tensors, cotangents)
+        found = gradients(plan, tensors, poisoned)
     except ag.NoBackendError as error:
         refused(error)
     for name, due in plain.expected_gradients(graph, tensors, cotangents).items():
         if name in found:
             due.check(found[name])
             assert found[name].isfinite().all() or not due.ref.isfinite().all()
+    return found
+
+
+@given(data=st.data(), seed=seeds)
+def test_steps_in_any_order_agree_with_the_formula(data: st.DataObject, seed: int) -> None:
+    """Biases of -inf before a soft cap among them, and more than one of a kind."""
+    graph = data.draw(shuffled_graphs())
+    if any(i.spec.dtype == torch.float64 for i in graph.inputs):
+        reject()  # the rule would want float64 of what float32 scores give
+    plan, tensors = planned(graph, NAMES[-1]), tensors_for(graph, seed)
+    for found, due in zip(called(plan, tensors), plain.expected(graph, tensors), strict=True):
+        due.check(found)
+    check_gradients(plan, graph, seed)
+
+
+def test_a_bias_of_minus_infinity_stays_so_under_a_soft_cap() -> None:
+    x, b = ag.TensorSpec((1, 2, 6, 8), torch.float32), ag.TensorSpec((1, 1, 6, 6), torch.float32)
+
+    def attend(**x: ag.Value) -> tuple[ag.Value, ag.Value]:
+        s = ag.scores(x["q"], x["k"]).then(Bias(), x["bias"]).soft_cap(2.0)
+        p, lse = s.then(Bias(), x["more"]).soft_cap(1.0).softmax()
+        return p.weigh(x["v"]), lse
+
+    graph = ag.graph(attend, q=x, k=x, v=x, bias=b, more=b)
+    *tensors, bias, more = tensors_for(graph, 1)
+    seen = torch.arange(6) < torch.tensor([[0], [6], [2], [5], [1], [3]])
+    tensors += [torch.where(seen, bias, -INF), torch.where(seen.flip(0), more, -INF)]
+    plan, given = planned(graph, NAMES[-1]), leaves(tensors)
+    outputs, cotangents = called(plan, given), cotangents_for(graph, 1)
+    for found, due in zip(outputs, plain.expected(graph, tensors), strict=True):
+        due.check(found)
+    dues = plain.expected_gradients(graph, tensors, cotangents).values()
+    gradients = torch.autograd.grad(outputs, given, cotangents)
+    for found, due in zip(gradients, dues, strict=True):
+        due.check(found)
+        assert found.isfinite().all()
+
+
+@pytest.mark.parametrize("modified", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_gradient_of_sinks_is_that_of_the_formula(dtype: torch.dtype, modified: bool) -> None:
+    """By both kinds of math's tiles; with a sink of -inf, where rows see nothing then."""
+    x = ag.TensorSpec((2, 3, 6, 8), dtype)
+    graph = ag.attention(
+        *(x, x, x),
+        mask=ag.Causal() & ag.QueryLengths(),
+        q_lengths=ag.TensorSpec((2,), torch.int64),
+        sinks=ag.TensorSpec((3,), torch.float32),
+        soft_cap=3.0 if modified else None,
+        stats=modified,
+    )
+    q, k, v, *_ = tensors_for(graph, 1)
+    names = [i.name for i in graph.inputs]
+    more = {"q_lengths": torch.tensor([4, 0]), "sinks": torch.tensor([0.5, -INF, 2.0])}
+    tensors = (q, k, v, *(more[name] for name in names[3:]))
+    cotangents = cotangents_for(graph, 2)
+    poisoned = plain.poisoned(graph, tensors, cotangents, 2)
+    found = gradients(planned(graph, NAMES[-1]), tensors, poisoned)
+    dues = plain.expected_gradients(graph, tensors, cotangents)
+    assert dues["sinks"].ref[[0, 2]].abs().min() > 0.1
+    assert dues["sinks"].ref[1] == 0
+    for name, due in dues.items():
+        due.check(found[name])
+
+
+@given(graph=graphs(stats=True), seed=seeds)
+def test_rows_that_are_said_to_see_a_key_do(graph: ag.Graph, seed: int) -> None:
+    problem = sole(simplify(graph))
+    assert problem is not None
+    if problem.is_empty or problem.has_blind_rows:
+        reject()
+    assert (plain.evaluate(graph, tensors_for(graph, seed))[1] > -INF).all()
+
+
+SEEING = (None, ag.Causal(), ag.Window(5), ag.Window(None, 0), ag.Prefix(1) | ag.Window(-3, 4))
+UNSEEING = (ag.Window(-3, 4), ag.Prefix(0), ~ag.Causal(), ag.Keep(), ag.KeyLengths())
+
+
+@pytest.mark.parametrize("mask", [*SEEING, *UNSEEING])
+@pytest.mark.parametrize("size", [8, 10**9])
+def test_what_no_row_needs_is_not_paid_for(mask: ag.Mask | None, size: int) -> None:
+    """Whether a query may see no key is told by the mask's algebra, for any sizes at once."""
+    x, needs = ag.TensorSpec((1, 1, size, 8), torch.float32), mask.needs if mask else {}
+    read = {"keep": ag.TensorSpec((1, 1, 1, 1), torch.bool)}
+    read |= {"kv_lengths": ag.TensorSpec((1,), torch.int64)}
+    specs: dict[str, Any] = {name: read[name] for name in needs}
+    problem = sole(simplify(ag.attention(x, x, x, mask=mask, **specs)))
+    assert problem is not None
+    assert problem.has_blind_rows == (mask in UNSEEING)
+
+
+BLIND: dict[str, dict[str, Any]] = {  # what leaves some queries without a key: 0 and 3 of 6
+    "lengths": {"q_lengths": torch.tensor([3, 0])},
+    "keep": {"keep": torch.tensor([0, 1, 1, 0, 1, 1])[None, None, :, None].repeat(2, 1, 1, 6) > 0},
+    "bias": {
+        "bias": torch.tensor([-INF, 1, 1, -INF, 1, 1])[None, None, :, None].repeat(2, 1, 1, 6)
+    },
+    "all of a bias": {"bias": torch.full((2, 1, 6, 6), -INF)},
+    "segments": {"segments": (torch.tensor([[0, 1, 1, 3, 1, 1]] * 2), torch.ones(2, 6).long())},
+}
+
+
+@pytest.mark.parametrize("backend", NAMES)
+@pytest.mark.parametrize("kind", BLIND)
+@pytest.mark.parametrize("stats", [True, False])
+def test_rows_that_see_nothing_take_nothing_from_a_loss(
+    backend: str, kind: str, stats: bool
+) -> None:
+    """`where(lse > -inf, lse**2, 0)` hands NaN back in such rows, as where's own gradient does."""
+    given = BLIND[kind]
+    if backend == "torch_sdpa" and "bias" not in given:
+        pytest.skip("PyTorch's CPU kernel has no such mask")
+    options = {n: spec_like(x) for n, x in given.items()}
+    x = ag.TensorSpec((2, 2, 6, 8), torch.float32)
+    plan = ag.compile(ag.attention(x, x, x, **options, stats=stats), backends=(backend,))
+    q, k, v = leaves(tuple(torch.randn(3, 2, 2, 6, 8, generator=torch.Generator().manual_seed(0))))
+    named = {n: t for n, t in given.items() if n != "segments"}
+    named |= dict(zip(("q_segments", "kv_segments"), given.get("segments", ()), strict=False))
+    o, *rest = called(plan, (q, k, v), **named)
+    blind = (o == 0).all(-1)
+    loss = torch.where(blind, 0.0, o.square().sum(-1).sqrt()).sum()  # 0 * inf in its gradient
+    if rest:
+        loss = loss + torch.where(rest[0] > -INF, rest[0] ** 2, 0).sum()
+    found = torch.autograd.grad(loss, (q, k, v))
+    assert blind.any()
+    assert all(g.isfinite().all() for g in found)
+    assert (found[0][blind] == 0).all()
+    assert blind.all() or all((g != 0).any() for g in found)
+
+
+def spec_like(x: Any) -> Any:  # Any: tensors, or a pair of them, and specs
+    return tuple(map(spec_like, x)) if isinstance(x, tuple) else ag.TensorSpec.like(x)
+
+
+@pytest.mark.parametrize("backend", NAMES)
+@pytest.mark.parametrize("scale", [0.0, -0.0, 1e-46, -1e-46, 1e-40, 5e-324])
+@pytest.mark.parametrize("mask", [None, ag.Causal(), ag.Window(3)])
+def test_scales_that_float32_takes_for_0_are_right_or_refused(
+    backend: str, scale: float, mask: ag.Mask | None
+) -> None:
+    x = ag.TensorSpec((1, 2, 20, 8), torch.float32)
+    graph = ag.attention(x, x, x, mask=mask, scale=scale, stats=True)
+    try:
+        plan = ag.compile(graph, target=CPU, backends=(backend,))
+    except ag.NoBackendError as error:
+        reasons = [r for _, found in error.refusals for r in found]
+        assert any("scale above 0" in r or "the mask is" in r for r in reasons)
+        return
+    tensors = tensors_for(graph, 1)
+    for found, due in zip(called(plan, tensors), plain.expected(graph, tensors), strict=True):
+        due.check(found)
+    check_gradients(plan, graph, 1)
+
+
+@pytest.mark.parametrize("backend", NAMES)
+def test_weights_made_of_a_large_lse_are_within_the_bound(backend: str) -> None:
+    """Scores of some hundreds, one of which outweighs the others: exp(s - lse) is of two roundings
+    that the plain formula has not."""
+    x = ag.TensorSpec((1, 2, 64, 256 if CPU.interprets else 1024), torch.float32)
+    graph = ag.attention(x, x, x, scale=2.5, stats=True)
+    check_gradients(planned(graph, backend), graph, 0)
+
+
+@pytest.mark.parametrize("cap", [2e-38, 8e37])
+def test_soft_caps_at_the_ends_of_what_is_taken_are_right(cap: float) -> None:
+    x = ag.TensorSpec((1, 2, 20, 8), torch.float32)
+    graph = ag.attention(x, x, x, soft_cap=cap, stats=True)
+    plan, tensors = planned(graph, NAMES[-1]), tensors_for(graph, 1)
+    for found, due in zip(called(plan, tensors), plain.expected(graph, tensors), strict=True):
+        due.check(found)
+    check_gradients(plan, graph, 1)
 
 
 @pytest.mark.parametrize("backend", NAMES)

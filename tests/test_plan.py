@@ -6,6 +6,7 @@ import gc
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from hypothesis import given
 
 import attn_graph as ag
+from attn_graph.reference import verified
 from tests.strategies import graphs, seeds, tensors_for
 
 CPU = ag.Target.of("cpu")
@@ -275,6 +277,28 @@ def test_explain_names_the_choice_its_cause_and_all_refusals() -> None:
         assert part in told
     assert "memory: outputs" in told
     assert "torch_sdpa: no, because it\n  - masks by" in told
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_verify_judges_scores_beyond_the_dtype_of_the_inputs(dtype: torch.dtype) -> None:
+    """float16 ends at 65504; the scores are float32."""
+    x = ag.TensorSpec((1, 2, 16, 64), dtype)
+    plan = ag.compile(ag.attention(x, x, x, scale=8.0, stats=True), target=CPU)
+    q, k, v = (torch.randn(x.shape, generator=torch.Generator().manual_seed(n)) for n in range(3))
+    given = [60 * q.to(dtype), 60 * k.to(dtype), v.to(dtype)]
+    found = plan.verify(*given)
+    assert plan(*given)[1].abs().max() > 65504
+    assert found.ok, found
+    assert all(isfinite(x) for x in (*found.errors, *found.allowed))
+
+
+def test_verify_tells_nan_from_a_number() -> None:
+    graph = ag.attention(X, X, X)
+    q, k, v = three()
+    q[..., 0, 0] = torch.nan
+    assert ag.compile(graph, target=CPU).verify(q, k, v).ok
+    assert not verified(graph, (q, k, v), [torch.zeros(v.shape)]).ok
+    assert not verified(graph, three(), [torch.full(v.shape, torch.nan)]).ok
 
 
 def test_verify_passes_right_results_and_catches_wrong_ones() -> None:

@@ -123,7 +123,8 @@ def test_by_the_kernels_contracts_results_and_gradients_agree_with_the_formula(
     cotangents = cotangents_for(plan.graph, seed)
     needs = [True, True, True, data.draw(st.booleans())]
     try:
-        gradients = pulled(plan, tensors, saved, cotangents, needs)
+        poisoned = plain.poisoned(graph, tensors, cotangents, seed)
+        gradients = pulled(plan, tensors, saved, poisoned, needs)
     except ag.NoBackendError:
         reject()
     for name, due in plain.expected_gradients(graph, tensors, cotangents).items():
@@ -143,10 +144,22 @@ def test_a_row_that_sees_nothing_is_zero_and_its_gradients_too() -> None:
     assert (o[:, :, [0, 33]] == 0).all()
     assert (lse[:, :, [0, 33]] == -torch.inf).all()
     wants = [True, True, True, False]
-    ones = torch.ones_like(o), torch.ones_like(lse)
-    found = pulled(plan, (q, k, v, bias), saved, ones, wants)
+    do, dlse = torch.ones_like(o), torch.ones_like(lse)
+    do[:, :, [0, 33]], dlse[:, :, [0, 33]] = torch.nan, torch.inf
+    found = pulled(plan, (q, k, v, bias), saved, (do, dlse), wants)
     assert (found["q"][:, :, [0, 33]] == 0).all()
     assert all(g.isfinite().all() for g in found.values())
+    assert all((g != 0).any() for g in found.values())
+
+
+def test_a_copy_of_do_is_made_where_a_bias_may_hide_rows_and_is_told() -> None:
+    x = spec(2, 4, 32, 64, layout="bshd")
+    biased, bare = (
+        plan_of(chain(x, x, x, **more), "torch_efficient")
+        for more in ({"bias": spec(2, 4, 32, 32)}, {})
+    )
+    assert "do is copied with 0 in rows that see nothing" in str(biased.vjp.explain())
+    assert "do is copied" not in str(bare.vjp.explain())
 
 
 @pytest.mark.parametrize("backend", NAMES)
@@ -410,7 +423,8 @@ def test_on_a_gpu_results_and_gradients_agree_and_pytorch_says_yes(
         found = plan(*leaves)
         outputs = found if isinstance(found, tuple) else (found,)
         cotangents = cotangents_for(plan.graph, seed, "cuda")
-        gradients = torch.autograd.grad(outputs, leaves, cotangents, allow_unused=True)
+        poisoned = plain.poisoned(graph, tensors, cotangents, seed)
+        gradients = torch.autograd.grad(outputs, leaves, poisoned, allow_unused=True)
     except ag.NoBackendError:
         reject()
     for output, due in zip(outputs, plain.expected(graph, tensors), strict=True):

@@ -74,9 +74,11 @@ def as_said(graph: ag.Graph, tensors: Tensors, cotangents: Tensors) -> dict[str,
 
 
 def check(graph: ag.Graph, tensors: Tensors, cotangents: Tensors) -> None:
+    """In rows that see nothing cotangents are NaN or infinite, and count 0."""
     due = plain.expected_gradients(graph, tensors, cotangents)
+    poisoned = plain.poisoned(graph, tensors, cotangents, 0)
     for gradients in (fused, stepwise, as_said):
-        found = gradients(graph, tensors, cotangents)
+        found = gradients(graph, tensors, poisoned)
         assert found.keys() == due.keys()
         for name, expected in due.items():
             expected.check(found[name].to(F64))
@@ -148,6 +150,21 @@ def test_a_gradient_in_the_graphs_own_dtypes_gives_what_it_infers(
     assert [(tuple(x.shape), x.dtype) for x in found] == [
         (t.shape, t.dtype) for t in back.output_types
     ]
+
+
+def test_a_sink_of_minus_infinity_takes_nothing_from_a_row_that_sees_nothing() -> None:
+    sinks = ag.TensorSpec((4,), F64)
+    graph = ag.attention(
+        *(X, X, X), q_lengths=ag.TensorSpec((2,), torch.int64), sinks=sinks, stats=True
+    )
+    assert [i.name for i in graph.inputs[3:]] == ["q_lengths", "sinks"]
+    lengths = torch.tensor([2, 0])
+    tensors = (
+        *tensors_for(graph, 0)[:3],
+        lengths,
+        torch.tensor([0.5, -torch.inf, 1.0, 0.0]).to(F64),
+    )
+    check(graph, tensors, cotangents_for(graph, 0))
 
 
 @pytest.mark.parametrize("sinks", [False, True])
