@@ -17,7 +17,7 @@ from attn_graph.canonical import EVERYTHING, canonical_mask
 from attn_graph.errors import GraphError
 from attn_graph.keys import Block
 from attn_graph.masks import And, Band, Mask, Not, Or
-from attn_graph.regions import Region, bounding, regions
+from attn_graph.regions import Region, bound_region, find_regions
 from attn_graph.runs import AT_ONCE, Budget, OverBudget, areas, kept, kept_in_tiles, parts
 from attn_graph.spec import TensorSpec
 
@@ -76,36 +76,41 @@ def tiles(
         raise GraphError(f"tiles: block {block} holds no place; both sides must be at least 1")
     whole = Block(range(B), range(H), range(M), H, M, N, checked(mask, (B, H, M, N), data or {}))
     most, least = bounds(mask, whole)
-    exact, total = least == most, B * H * -(-M // block[0]) * -(-N // block[1])
-    pair = closed_forms(most, least, whole)
+    total = B * H * -(-M // block[0]) * -(-N // block[1])
+    pair, estimated = find_both(most, least, whole), False
     if pair is None:
         try:
-            empty, full = tiles_by_runs(most, least, whole, block)
-            return Tiles(block, empty, total - empty - full, full, exact)
+            empty, full = count_tiles_by_runs(most, least, whole, block)
+            return Tiles(block, empty, total - empty - full, full, least == most)
         except OverBudget:
-            pair, exact = bounding_forms(most, least, whole, block[0]), False
+            pair, estimated = bound_both(most, least, whole, block[0]), True
     outer, inner = pair
     empty = total - sum(region.tiles(block) for region in outer)
     full = total - sum(region.outside(N).tiles(block) for region in inner)
-    return Tiles(block, empty, total - empty - full, full, exact, not exact and least == most)
+    exact = least == most and not estimated
+    return Tiles(block, empty, total - empty - full, full, exact, estimated)
 
 
 Pair = tuple[list[Region], list[Region]]  # all that may be kept, and what surely is
 
 
-def closed_forms(most: Mask, least: Mask, block: Block) -> Pair | None:
+def find_both(most: Mask, least: Mask, block: Block) -> Pair | None:
     """Where both are masks of strips, what they keep."""
-    outer = regions(most, block)
-    inner = outer if least == most or outer is None else regions(least, block)
+    outer = find_regions(most, block)
+    inner = outer if least == most or outer is None else find_regions(least, block)
     return None if outer is None or inner is None else (outer, inner)
 
 
-def bounding_forms(most: Mask, least: Mask, block: Block, size: int) -> Pair:
+def bound_both(most: Mask, least: Mask, block: Block, size: int) -> Pair:
     """What they may keep, and surely keep, by lines of `size` queries."""
-    return [bounding(most, block, size, outer=True)], [bounding(least, block, size, outer=False)]
+    return [bound_region(most, block, size, outer=True)], [
+        bound_region(least, block, size, outer=False)
+    ]
 
 
-def tiles_by_runs(most: Mask, least: Mask, block: Block, tile: tuple[int, int]) -> tuple[int, int]:
+def count_tiles_by_runs(
+    most: Mask, least: Mask, block: Block, tile: tuple[int, int]
+) -> tuple[int, int]:
     """How many tiles are empty, and full. Raises OverBudget."""
     empty = full = 0
     budget = Budget.of(block)
@@ -119,27 +124,27 @@ def tiles_by_runs(most: Mask, least: Mask, block: Block, tile: tuple[int, int]) 
     return empty, full
 
 
-def kinds_of_tiles(mask: Mask | None, block: Block, tile: tuple[int, int]) -> torch.Tensor:
+def classify_tiles(mask: Mask | None, block: Block, tile: tuple[int, int]) -> torch.Tensor:
     """Of each tile of one batch entry and head 0: empty, 1: mixed, 2: full [lines, columns]."""
     most, least = bounds(mask, block)
-    pair = closed_forms(most, least, block)
+    pair = find_both(most, least, block)
     if pair is None:
         try:
             budget = Budget.of(block)
             places, sure = (kept_in_tiles(x, block, *tile, budget)[0, 0] for x in (most, least))
             return (places > 0).to(torch.int8) + (sure == areas(block.M, block.N, *tile))
         except OverBudget:
-            pair = bounding_forms(most, least, block, tile[0])
+            pair = bound_both(most, least, block, tile[0])
     outer, inner = pair
     lacking = [region.outside(block.N) for region in inner]
-    return tiles_held(outer, block, tile) + 1 - tiles_held(lacking, block, tile)
+    return mark_tiles(outer, block, tile) + 1 - mark_tiles(lacking, block, tile)
 
 
-def tiles_held(found: Sequence[Region], block: Block, tile: tuple[int, int]) -> torch.Tensor:
+def mark_tiles(regions: Sequence[Region], block: Block, tile: tuple[int, int]) -> torch.Tensor:
     """1 for each tile that holds a place of a region, else 0 [lines, columns]."""
     lines, columns = -(-block.M // tile[0]), -(-block.N // tile[1])
     held = torch.zeros(lines, columns, dtype=torch.int8, device="cpu")
-    for region in found:
+    for region in regions:
         for line in range(lines):
             for start, stop in region.line(line, tile).intervals:
                 held[line, start:stop] = 1
@@ -168,27 +173,26 @@ def seen(mask: Mask | None, sizes: Sizes, data: Tensors) -> Seen:
     B, H, G, M, N = sizes
     whole = Block(range(B), range(H), range(M), H, M, N, checked(mask, (B, H, M, N), data))
     most, least = bounds(mask, whole)
-    exact = most == least
-    found = regions(most, whole)
-    if found is None:
+    regions, estimated = find_regions(most, whole), False
+    if regions is None:
         try:
-            return seen_by_runs(most, whole, G, exact)
+            return count_seen_by_runs(most, whole, G, most == least)
         except OverBudget:
-            found, exact = [bounding(most, whole, 1, outer=True)], False
+            regions, estimated = [bound_region(most, whole, 1, outer=True)], True
     return Seen(
-        sum(region.pairs for region in found),
-        sum(region.queries for region in found),
-        sum(region.count // max(1, H) * G * len(region.keys) for region in found),
-        exact,
-        not exact and most == least,
+        sum(region.pairs for region in regions),
+        sum(region.queries for region in regions),
+        sum(region.count // max(1, H) * G * len(region.keys) for region in regions),
+        most == least and not estimated,
+        estimated,
     )
 
 
-def seen_by_runs(mask: Mask, block: Block, G: int, exact: bool) -> Seen:
-    found = kept(mask, block, Budget.of(block))
-    each = alike(found.keys_of, block)
-    pairs, queries = int(found.keys_of.sum()) * each, int((found.keys_of > 0).sum()) * each
-    return Seen(pairs, queries, seen_keys(found.seen, len(block.batch), G), exact)
+def count_seen_by_runs(mask: Mask, block: Block, G: int, exact: bool) -> Seen:
+    counts = kept(mask, block, Budget.of(block))
+    each = alike(counts.keys_of, block)
+    pairs, queries = int(counts.keys_of.sum()) * each, int((counts.keys_of > 0).sum()) * each
+    return Seen(pairs, queries, seen_keys(counts.seen, len(block.batch), G), exact)
 
 
 def seen_keys(seen: torch.Tensor, B: int, G: int) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attn_graph.counts import checked, kinds_of_tiles
+from attn_graph.counts import checked, classify_tiles
 from attn_graph.errors import GraphError
 from attn_graph.keys import Block
 from attn_graph.masks import Mask
@@ -58,7 +58,7 @@ def kinds(
     B, H = entries(mask, data or {}, b + 1, h + 1)
     given = checked(mask, (B, H, M, N), data or {})
     block = Block(range(b, b + 1), range(h, h + 1), range(M), H, M, N, given)
-    return kinds_of_tiles(mask, block, tile)
+    return classify_tiles(mask, block, tile)
 
 
 def entries(mask: Mask | None, data: Tensors, B: int, H: int) -> tuple[int, int]:

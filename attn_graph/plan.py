@@ -272,7 +272,8 @@ class Plan:
 
         Exact for masks that no tensor decides, and for others with the tensors that do, by the
         names of the inputs: `plan.cost(kv_lengths=lengths)`. Without them it is the most there can
-        be. Raises GraphError for other tensors.
+        be, and so it is, and says so, where counting would take longer than a second. Raises
+        GraphError for other tensors.
         """
         from attn_graph.cost import cost
 

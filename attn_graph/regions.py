@@ -62,7 +62,7 @@ class Region:
     @property
     def pairs(self) -> int:
         return self.count * sum(
-            area(layer.rows, run) for layer in self.layers for run in layer.runs
+            count_places(layer.rows, run) for layer in self.layers for run in layer.runs
         )
 
     @property
@@ -73,17 +73,17 @@ class Region:
     @property
     def keys(self) -> Keys:
         """The keys that some query keeps. Edges move by one, so no run leaves out a key."""
-        found = (
+        intervals = (
             (start.of(layer.rows[0]), stop.of(layer.rows[-1]))
             for layer in self.layers
             for start, stop in layer.runs
         )
-        return Keys(joined(sorted(found), gap=0))
+        return Keys(joined(sorted(intervals), gap=0))
 
     def tiles(self, block: tuple[int, int]) -> int:
         """How many tiles of `block` queries x keys hold a place that is kept."""
         whole = sum(
-            tiles_of_lines(layer, whole_lines(layer, block[0]), block) for layer in self.layers
+            count_tiles(layer, whole_lines(layer, block[0]), block) for layer in self.layers
         )
         broken = {line for layer in self.layers for line in broken_lines(layer, block[0])}
         return self.count * (whole + sum(len(self.line(line, block)) for line in broken))
@@ -91,32 +91,32 @@ class Region:
     def line(self, number: int, block: tuple[int, int]) -> Keys:
         """The tiles, by number, of one line of tiles that hold a place that is kept."""
         rows, keys = block
-        found = []
+        intervals = []
         at = bisect_right(self.layers, number * rows, key=lambda layer: layer.rows.stop)
         for layer in takewhile(
             lambda layer: layer.rows.start < number * rows + rows, self.layers[at:]
         ):
             first = max(layer.rows.start, number * rows)
             last = min(layer.rows.stop, number * rows + rows) - 1
-            found += [
+            intervals += [
                 (start.of(first) // keys, (stop.of(last) - 1) // keys + 1)
                 for start, stop in layer.runs
             ]
-        return Keys(joined(sorted(found), gap=0))
+        return Keys(joined(sorted(intervals), gap=0))
 
     def outside(self, N: int) -> Region:
         """What is not kept."""
-        return evolve(self, layers=tuple(gaps(layer, N) for layer in self.layers))
+        return evolve(self, layers=tuple(complement_layer(layer, N) for layer in self.layers))
 
 
-def area(rows: range, run: Run) -> int:
+def count_places(rows: range, run: Run) -> int:
     """How many places a run has."""
     (start, stop), n = run, len(rows)
     first = stop.of(rows.start) - start.of(rows.start)
     return n * first + (stop.moves - start.moves) * (n * (n - 1) // 2)
 
 
-def gaps(layer: Layer, N: int) -> Layer:
+def complement_layer(layer: Layer, N: int) -> Layer:
     """The runs between those of a layer."""
     edges = [Edge(0), *(edge for run in layer.runs for edge in run), Edge(N)]
     first = layer.rows.start
@@ -138,25 +138,27 @@ def broken_lines(layer: Layer, size: int) -> set[int]:
     return {at // size for at in (layer.rows.start, layer.rows.stop) if at % size}
 
 
-def tiles_of_lines(layer: Layer, lines: range, block: tuple[int, int]) -> int:
+def count_tiles(layer: Layer, lines: range, block: tuple[int, int]) -> int:
     """How many tiles of whole lines hold a place of a layer's runs."""
     if not lines:
         return 0
     ends = [(start, Edge(stop.of(block[0] - 1) - 1, stop.moves)) for start, stop in layer.runs]
-    each = sum(tiles_between(first, last, lines, block) for first, last in ends)
+    each = sum(count_between(first, last, lines, block) for first, last in ends)
     shared = (
-        tiles_between(after[0], before[1], sharing(after[0], before[1], lines, block), block)
+        count_between(
+            after[0], before[1], find_shared_lines(after[0], before[1], lines, block), block
+        )
         for before, after in pairwise(ends)
     )
     return each - sum(shared)
 
 
-def tiles_between(first: Edge, last: Edge, lines: range, block: tuple[int, int]) -> int:
+def count_between(first: Edge, last: Edge, lines: range, block: tuple[int, int]) -> int:
     """How many tiles there are from the first one to the last one, over all lines."""
-    return tile_sum(last, lines, block) - tile_sum(first, lines, block) + len(lines)
+    return sum_tiles(last, lines, block) - sum_tiles(first, lines, block) + len(lines)
 
 
-def sharing(first: Edge, last: Edge, lines: range, block: tuple[int, int]) -> range:
+def find_shared_lines(first: Edge, last: Edge, lines: range, block: tuple[int, int]) -> range:
     """The lines in which a run that begins in tile `first` shares tiles up to `last` with the run
     before it. In the others the first lies beyond the last."""
     rows, keys = block
@@ -169,7 +171,7 @@ def sharing(first: Edge, last: Edge, lines: range, block: tuple[int, int]) -> ra
     return range(min(lines.start, end), min(lines.stop, end))
 
 
-def tile_sum(edge: Edge, lines: range, block: tuple[int, int]) -> int:
+def sum_tiles(edge: Edge, lines: range, block: tuple[int, int]) -> int:
     """The numbers of the tiles that an edge is in, summed over lines."""
     rows, keys = block
     if not edge.moves:
@@ -194,26 +196,26 @@ def floor_sum(n: int, m: int, a: int, b: int) -> int:
 # Regions.
 
 
-def regions(mask: Mask, block: Block) -> list[Region] | None:
+def find_regions(mask: Mask, block: Block) -> list[Region] | None:
     """What a mask of strips keeps, for each kind of batch entry; None for any other mask.
 
     And None for one with more edges than are worth it. `block` has all that the mask reads.
     """
     if 0 in (len(block.batch), len(block.heads), len(block.rows), block.N):
         return []
-    kinds = kinds_of_entries(mask, block)
-    if kinds is None or sum(points(strips, block) for _, _, strips in kinds) > MOST_POINTS:
+    kinds = group_entries(mask, block)
+    if kinds is None or sum(count_points(strips, block) for _, _, strips in kinds) > MOST_POINTS:
         return None
     return [
-        Region(count * len(block.heads), layers(mask, strips, entry_at(block, entry)))
+        Region(count * len(block.heads), find_layers(mask, strips, entry_at(block, entry)))
         for count, entry, strips in kinds
     ]
 
 
-def breaks(mask: Mask, block: Block) -> list[int] | None:
+def find_breaks(mask: Mask, block: Block) -> list[int] | None:
     """The queries, the first one and M among them, between which all edges of a mask of strips
     that are within 0 and N stand still or move along. None for other masks."""
-    kinds = kinds_of_entries(mask, block)
+    kinds = group_entries(mask, block)
     if kinds is None or len(kinds) > 1:
         return None
     (_, _, strips), M, N = kinds[0], block.M, block.N
@@ -231,23 +233,23 @@ Bounds = tuple[tuple[int | None, ...], ...]  # low, high, keys and rows of each 
 Kind = tuple[int, int, Bounds]  # how many batch entries are alike, the first of them, its strips
 
 
-def kinds_of_entries(mask: Mask, block: Block) -> list[Kind] | None:
+def group_entries(mask: Mask, block: Block) -> list[Kind] | None:
     """The batch entries by the strips of the mask; None where it is not made of strips."""
-    some = strips_of(mask, entry_at(block, *block.batch[:2]))
+    some = list_strips(mask, entry_at(block, *block.batch[:2]))
     if some is None:
         return None
     terms = [term for strip in some for term in bounds_of(strip)]
     batch = block.batch
-    if all(numel(term) == 1 for term in terms):
-        return [(len(batch), batch.start, bounds_of_entries(some, 1)[0])]
+    if all(count_elements(term) == 1 for term in terms):
+        return [(len(batch), batch.start, bound_entries(some, 1)[0])]
     if len(batch) > MOST_POINTS:
         return None
-    found = bounds_of_entries(strips_of(mask, entry_at(block, *batch)) or [], len(batch))
-    first = dict(zip(reversed(found), reversed(batch), strict=True))
-    return [(count, first[kind], kind) for kind, count in Counter(found).items()]
+    kinds = bound_entries(list_strips(mask, entry_at(block, *batch)) or [], len(batch))
+    first = dict(zip(reversed(kinds), reversed(batch), strict=True))
+    return [(count, first[kind], kind) for kind, count in Counter(kinds).items()]
 
 
-def numel(term: Term | None) -> int:
+def count_elements(term: Term | None) -> int:
     return 1 if term is None else torch.as_tensor(term).numel()
 
 
@@ -255,32 +257,32 @@ def bounds_of(strip: Strip) -> tuple[Term | None, ...]:
     return strip.low, strip.high, strip.keys, strip.rows
 
 
-def bounds_of_entries(strips: Sequence[Strip], entries: int) -> list[Bounds]:
+def bound_entries(strips: Sequence[Strip], entries: int) -> list[Bounds]:
     """The numbers that bound the strips, for each batch entry."""
-    columns = [[numbers(term, entries) for term in bounds_of(strip)] for strip in strips]
+    columns = [[list_bounds(term, entries) for term in bounds_of(strip)] for strip in strips]
     return [tuple(tuple(term[b] for term in strip) for strip in columns) for b in range(entries)]
 
 
-def numbers(term: Term | None, entries: int) -> list[int | None]:
+def list_bounds(term: Term | None, entries: int) -> list[int | None]:
     """A bound of each batch entry."""
     if term is None:
         return [None] * entries
-    found: list[int | None] = torch.as_tensor(term).flatten().expand(entries).tolist()
-    return found
+    bounds: list[int | None] = torch.as_tensor(term).flatten().expand(entries).tolist()
+    return bounds
 
 
-def strips_of(mask: Mask, at: Place) -> list[Strip] | None:
+def list_strips(mask: Mask, at: Place) -> list[Strip] | None:
     """The strips that a mask is joined from; None where one of its leaves is no strip."""
     if not isinstance(mask, Join):
         strip = mask.strip(at)
         return None if strip is None else [strip]
-    found: list[Strip] = []
+    all_strips: list[Strip] = []
     for part in mask.parts:
-        strips = strips_of(part, at)
+        strips = list_strips(part, at)
         if strips is None:
             return None
-        found += strips
-    return found
+        all_strips += strips
+    return all_strips
 
 
 @final
@@ -305,24 +307,24 @@ class Lines:
     def breaks(self, M: int, N: int) -> list[int]:
         """The queries at which an edge may come, go or meet another, and those after them."""
         crossings = {v - d for d in self.diagonals for v in (0, *self.keys, N)}
-        found = {*self.rows, *crossings, *(i + 1 for i in crossings)}
-        return [0, *sorted(i for i in found if 0 < i < M), M]
+        changes = {*self.rows, *crossings, *(i + 1 for i in crossings)}
+        return [0, *sorted(i for i in changes if 0 < i < M), M]
 
     def edges(self, i: int, N: int) -> list[Edge]:
         """The edges at query i, in order, each place once, from 0 to N."""
         moving = {i + d: Edge(d, 1) for d in self.diagonals if 0 < i + d < N}
-        found = {0: Edge(0)} | moving | {v: Edge(v) for v in self.keys} | {N: Edge(N)}
-        return [found[at] for at in sorted(found)]
+        edges = {0: Edge(0)} | moving | {v: Edge(v) for v in self.keys} | {N: Edge(N)}
+        return [edges[at] for at in sorted(edges)]
 
 
-def points(strips: Bounds, block: Block) -> int:
+def count_points(strips: Bounds, block: Block) -> int:
     """The most places at which a mask of these strips is asked."""
     lines = Lines.of(strips, block.M, block.N)
     d, v, u = len(lines.diagonals), len(lines.keys), len(lines.rows)
     return (2 * d * (v + 2) + u + 1) * (d + v + 1)
 
 
-def layers(mask: Mask, strips: Bounds, at: Place) -> tuple[Layer, ...]:
+def find_layers(mask: Mask, strips: Bounds, at: Place) -> tuple[Layer, ...]:
     """What a mask keeps in one batch entry."""
     lines = Lines.of(strips, at.M, at.N)
     rows = [range(a, b) for a, b in pairwise(lines.breaks(at.M, at.N))]
@@ -333,26 +335,26 @@ def layers(mask: Mask, strips: Bounds, at: Place) -> tuple[Layer, ...]:
         for edge in x[:-1]
     ]
     i, j = torch.tensor(where, device="cpu").unbind(1)
-    kept = torch.as_tensor(mask.keep(evolve(at, i=i, j=j))).expand(at.b.shape[:-1] + i.shape)
-    flags = iter(kept.flatten().tolist())
+    keep = torch.as_tensor(mask.keep(evolve(at, i=i, j=j))).expand(at.b.shape[:-1] + i.shape)
+    flags = iter(keep.flatten().tolist())
     return tuple(
-        Layer(part, merged((run for run in pairwise(x) if next(flags)), part.start))
+        Layer(part, merge_runs((run for run in pairwise(x) if next(flags)), part.start))
         for part, x in zip(rows, edges, strict=True)
     )
 
 
-def merged(runs: Iterable[Run], i: int) -> tuple[Run, ...]:
+def merge_runs(runs: Iterable[Run], i: int) -> tuple[Run, ...]:
     """The runs of a layer with those that touch made one."""
-    found: list[Run] = []
+    whole: list[Run] = []
     for start, stop in runs:
-        if found and found[-1][1].of(i) == start.of(i):
-            found[-1] = (found[-1][0], stop)
+        if whole and whole[-1][1].of(i) == start.of(i):
+            whole[-1] = (whole[-1][0], stop)
         else:
-            found.append((start, stop))
-    return tuple(found)
+            whole.append((start, stop))
+    return tuple(whole)
 
 
-def bounding(mask: Mask, block: Block, size: int, *, outer: bool) -> Region:
+def bound_region(mask: Mask, block: Block, size: int, *, outer: bool) -> Region:
     """All that a mask may keep, or what it surely keeps, asked of few blocks of queries.
 
     Each block is some lines of `size` queries. All batch entries are as one.
@@ -362,11 +364,11 @@ def bounding(mask: Mask, block: Block, size: int, *, outer: bool) -> Region:
     step = size * max(1, -(-lines // min(MOST_LAYERS, most)))
     return Region(
         len(block.batch) * len(block.heads),
-        tuple(bounding_layers(mask, block, step, outer)) if block.batch and block.heads else (),
+        tuple(bound_layers(mask, block, step, outer)) if block.batch and block.heads else (),
     )
 
 
-def bounding_layers(mask: Mask, block: Block, step: int, outer: bool) -> Iterator[Layer]:
+def bound_layers(mask: Mask, block: Block, step: int, outer: bool) -> Iterator[Layer]:
     for at in range(0, len(block.rows), step):
         part = evolve(block, rows=block.rows[at : at + step])
         keys = mask.span(part) if outer else mask.surely(part)

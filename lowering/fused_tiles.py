@@ -23,7 +23,7 @@ from attn_graph.lowering.tiles import (
     Tile,
     cheapest,
     diagonal,
-    folded_tiles,
+    fold_tiles,
     grown,
     row_tiles,
 )
@@ -341,7 +341,7 @@ def static_tiles(problem: Problem, axes: str) -> tuple[Tile, ...] | None:
 
     def tiles(rows: int) -> list[Tile] | None:
         if mask is not None and relative and "b" not in axes:
-            return folded_tiles(problem, mask, rows, LEAST_FULL)
+            return fold_tiles(problem, mask, rows, LEAST_FULL)
         if rows * MOST_TILES < problem.M:
             return None
         found = row_tiles(problem, mask, range(problem.B), rows, LEAST_FULL)

@@ -12,7 +12,7 @@ from attrs import evolve, frozen
 from attn_graph.keys import Block, Keys
 from attn_graph.lowering.problem import Problem
 from attn_graph.masks import Band, Mask
-from attn_graph.regions import breaks
+from attn_graph.regions import find_breaks
 from attn_graph.runs import leaves
 
 CALL_SECONDS = 60e-6  # of a small tile on a CPU: slicing, the kernel's start, copying the result
@@ -96,10 +96,10 @@ def row_tiles(
 ) -> list[Tile]:
     """A tile for each block of `rows` queries."""
     starts = range(0, problem.M, rows)
-    return [tile_at(problem, mask, batch, start, rows, least_full, data) for start in starts]
+    return [make_tile(problem, mask, batch, start, rows, least_full, data) for start in starts]
 
 
-def tile_at(
+def make_tile(
     problem: Problem,
     mask: Mask | None,
     batch: range,
@@ -135,37 +135,37 @@ def grown(tiles: list[Tile], most: int, bounded: bool) -> list[Tile]:
 Same = tuple[Tile, int]  # a tile, and how many there are, each moved along the diagonal
 
 
-def folded_tiles(problem: Problem, mask: Mask, rows: int, least_full: int) -> list[Tile] | None:
+def fold_tiles(problem: Problem, mask: Mask, rows: int, least_full: int) -> list[Tile] | None:
     """The same with runs of tiles that are one tile moved along the diagonal made one by `repeat`.
 
     Only for masks and modifiers that depend on j - i alone. Each batch entry gets its own. None
     where that leaves more than MOST_TILES.
     """
-    batch, changes = range(problem.B), changes_of(mask, problem)
+    batch, changes = range(problem.B), find_changes(mask, problem)
     if changes is None and rows * MOST_TILES < problem.M:
         return None
-    found: list[Same] = []
-    for starts in runs_of_blocks(problem.M, rows, changes):
+    runs: list[Same] = []
+    for starts in group_blocks(problem.M, rows, changes):
         ends = [*starts[:2], starts[-1]]
-        tiles = [tile_at(problem, mask, batch, at, rows, least_full) for at in ends]
+        tiles = [make_tile(problem, mask, batch, at, rows, least_full) for at in ends]
         if len({outline(tile) for tile in tiles}) == 1:
-            found.append((tiles[0], len(starts)))
-        elif len(found) + len(starts) <= MOST_TILES:
-            found += [(tile_at(problem, mask, batch, at, rows, least_full), 1) for at in starts]
+            runs.append((tiles[0], len(starts)))
+        elif len(runs) + len(starts) <= MOST_TILES:
+            runs += [(make_tile(problem, mask, batch, at, rows, least_full), 1) for at in starts]
         else:
             return None
-    return folded(found)
+    return folded(runs)
 
 
-def changes_of(mask: Mask, problem: Problem) -> list[int] | None:
+def find_changes(mask: Mask, problem: Problem) -> list[int] | None:
     """The queries between which the tiles of bands are alike, or each another; None: unknown."""
     if not all(isinstance(leaf, Band) for leaf in leaves(mask)):
         return None
     H, M, N = problem.H, problem.M, problem.N
-    return breaks(mask, Block(range(problem.B), range(H), range(M), H, M, N))
+    return find_breaks(mask, Block(range(problem.B), range(H), range(M), H, M, N))
 
 
-def runs_of_blocks(M: int, rows: int, changes: Sequence[int] | None) -> list[range]:
+def group_blocks(M: int, rows: int, changes: Sequence[int] | None) -> list[range]:
     """Where blocks of `rows` queries begin: those between two changes together, the others alone.
 
     Between two changes of a mask all edges stand still or move along with the queries.
@@ -197,11 +197,11 @@ def folded(tiles: Iterable[Same]) -> list[Tile] | None:
                 evolve(first, batch=range(b, b + 1), repeat=count, step=step) for b in first.batch
             ]
         else:
-            out += [moved(first, n * step) for n in range(count)]
+            out += [move_tile(first, n * step) for n in range(count)]
     return out
 
 
-def moved(tile: Tile, by: int) -> Tile:
+def move_tile(tile: Tile, by: int) -> Tile:
     """A tile so far along the diagonal."""
     rows = range(tile.rows.start + by, tile.rows.stop + by)
     parts = tuple(evolve(x, start=x.start + by, stop=x.stop + by) for x in tile.parts)
@@ -246,5 +246,5 @@ def seconds(problem: Problem, tiles: list[Tile]) -> float:
 def cheapest(problem: Problem, choices: Callable[[int], list[Tile] | None]) -> list[Tile] | None:
     """The tiles of the row block that costs least; None where each gives too many tiles."""
     blocks = [rows for rows in ROW_BLOCKS if rows < 2 * problem.M] or [ROW_BLOCKS[0]]
-    found = [tiles for rows in blocks if (tiles := choices(rows)) is not None]
-    return min(found, key=lambda tiles: seconds(problem, tiles), default=None)
+    lists = [tiles for rows in blocks if (tiles := choices(rows)) is not None]
+    return min(lists, key=lambda tiles: seconds(problem, tiles), default=None)

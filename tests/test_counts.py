@@ -21,7 +21,7 @@ from attn_graph.fused import Attention
 from attn_graph.keys import Block, Keys, Place, Strip, Term
 from attn_graph.lowering import tiles
 from attn_graph.lowering.problem import Problem
-from attn_graph.regions import Region, bounding, floor_sum, regions
+from attn_graph.regions import Region, bound_region, find_regions, floor_sum
 from attn_graph.runs import Budget, OverBudget
 from tests import plain_masks
 from tests.test_masks import Asked, asked
@@ -75,7 +75,7 @@ def check_counts(drawn: Asked, mask: m.Mask, block: tuple[int, int]) -> None:
     assert found.exact
     assert (found.empty, found.mixed, found.full) == tile_kinds(due, block)
     check_runs(most, whole, due, block)
-    closed = regions(most, whole)
+    closed = find_regions(most, whole)
     if closed is not None:
         check_regions(closed, N, due, block)
 
@@ -85,7 +85,7 @@ def check_runs(mask: m.Mask, whole: Block, due: torch.Tensor, block: tuple[int, 
     assert torch.equal(found.keys_of.expand(due.shape[:3]), due.sum(-1))
     assert torch.equal(found.seen.expand(due.any(2).shape), due.any(2))
     empty, _, full = tile_kinds(due, block)
-    assert counts.tiles_by_runs(mask, mask, whole, block) == (empty, full)
+    assert counts.count_tiles_by_runs(mask, mask, whole, block) == (empty, full)
 
 
 def check_regions(found: list[Region], N: int, due: torch.Tensor, block: tuple[int, int]) -> None:
@@ -187,7 +187,7 @@ def test_closed_forms_agree_with_counting_run_by_run(
     data = {"q_lengths": q.clamp(max=M), "kv_lengths": k.clamp(max=N)}
     read = {name: data[name] for name in mask.needs}
     whole = Block(range(len(pairs)), range(2), range(M), 2, M, N, read)
-    found = regions(mask, whole)
+    found = find_regions(mask, whole)
     assert found is not None
     kept = runs.kept(mask, whole, Budget.of(whole))
     each = counts.alike(kept.keys_of, whole)
@@ -196,7 +196,7 @@ def test_closed_forms_agree_with_counting_run_by_run(
     assert sum(r.count * len(r.keys) for r in found) == kept.seen.sum() * each
     lines, columns = -(-M // block[0]), -(-N // block[1])
     total = len(pairs) * 2 * lines * columns
-    empty, full = counts.tiles_by_runs(mask, mask, whole, block)
+    empty, full = counts.count_tiles_by_runs(mask, mask, whole, block)
     assert total - sum(region.tiles(block) for region in found) == empty
     assert total - sum(region.outside(N).tiles(block) for region in found) == full
 
@@ -218,7 +218,7 @@ def test_tiles_folded_at_once_are_those_listed_one_by_one(
     q, k = ag.TensorSpec((B, 1, M, 8), torch.float32), ag.TensorSpec((B, 1, N, 8), torch.float32)
     problem = Problem.of(Attention(mask=mask), (q, k, k))
     listed = tiles.row_tiles(problem, mask, range(B), rows, least_full=20)
-    assert tiles.folded_tiles(problem, mask, rows, 20) == tiles.folded((x, 1) for x in listed)
+    assert tiles.fold_tiles(problem, mask, rows, 20) == tiles.folded((x, 1) for x in listed)
 
 
 @pytest.mark.parametrize("mask", [ag.Window(100), CAUSAL, CAUSAL | ag.Prefix(9), STRIPED], ids=str)
@@ -229,11 +229,11 @@ def test_planning_lists_few_tiles_whatever_the_sizes(mask: m.Mask, alibi: bool) 
         made = Counter[str]()
         tile = tiles.Tile
 
-        def noted(*args: Any) -> tiles.Tile:  # Any: fields of a tile
+        def note(*args: Any) -> tiles.Tile:  # Any: fields of a tile
             made["tiles"] += 1
             return tile(*args)
 
-        patch.setattr(tiles, "Tile", noted)
+        patch.setattr(tiles, "Tile", note)
         ag.explain(ag.attention(x, x, x, mask=mask, alibi=alibi), target="cpu")
     assert made["tiles"] <= 8 * tiles.MOST_TILES
 
@@ -253,8 +253,8 @@ def test_bounds_by_few_blocks_lack_no_place_and_have_none_too_many(
     total = sum(tile_kinds(due, block))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("attn_graph.regions.MOST_LAYERS", most_layers)
-        outer = bounding(most, whole, block[0], outer=True)
-        inner = bounding(least, whole, block[0], outer=False)
+        outer = bound_region(most, whole, block[0], outer=True)
+        inner = bound_region(least, whole, block[0], outer=False)
     assert len(outer.layers) <= most_layers
     assert outer.pairs >= due.sum() >= inner.pairs
     assert outer.queries >= due.any(3).sum()
@@ -323,17 +323,17 @@ def counting() -> Iterator[list[int]]:
     calls: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         for leaf in (m.Band, m.Prefix, Striped, Blocks):
-            patch.setattr(leaf, "keep", noted(leaf.keep, calls))
+            patch.setattr(leaf, "keep", note_calls(leaf.keep, calls))
         yield calls
 
 
-def noted(keep: Callable[..., Term], calls: list[int]) -> Callable[..., Term]:
-    def asked_(mask: m.Mask, at: Place) -> Term:
+def note_calls(keep: Callable[..., Term], calls: list[int]) -> Callable[..., Term]:
+    def asks(mask: m.Mask, at: Place) -> Term:
         found = keep(mask, at)
         calls.append(found.numel())
         return found
 
-    return asked_
+    return asks
 
 
 def test_lengths_that_are_not_known_leave_the_triangle_that_they_could_fill() -> None:
