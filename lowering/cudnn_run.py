@@ -20,7 +20,6 @@ from attn_graph.lowering import cudnn_builder
 from attn_graph.lowering.cudnn_graph import Call, Slot
 from attn_graph.lowering.problem import (
     ALIGNED,
-    CLEARED,
     Problem,
     cotangent_bytes,
     cotangent_note,
@@ -247,11 +246,11 @@ def clears(problem: Problem) -> bool:
 
 def temporary(call: Call, problem: Problem, graph: Graph) -> int:
     """Bytes of gradients that cuDNN computes and nobody asked for, of copied vectors and
-    cotangents, and of do and lse where rows are cleared."""
+    cotangents, and of lse where rows are cleared."""
     grad, vectors = problem.grad, copied(problem, graph)
     wanted = ("o", "lse") if grad is None else grad.names
     unasked = sum(x.bytes for x in call.outputs if x.source not in wanted)
-    made = {*vectors, *(("do", "lse") if clears(problem) else ())}
+    made = {*vectors, *(("lse",) if clears(problem) else ())}
     return (
         unasked + sum(x.bytes for x in call.inputs if x.source in made) + cotangent_bytes(problem)
     )
@@ -264,7 +263,7 @@ def notes(problem: Problem, graph: Graph) -> tuple[str, ...]:
         for name in copied(problem, graph)
     )
     odd = cotangent_note(problem, "is broadcast, or begins off 16 bytes")
-    return (*vectors, *odd, *([CLEARED] if clears(problem) else []))
+    return (*vectors, *odd)
 
 
 def copied(problem: Problem, graph: Graph) -> list[str]:

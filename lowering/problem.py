@@ -23,7 +23,6 @@ from attn_graph.spec import (
 )
 
 T = TypeVar("T")
-CLEARED = "do is copied with 0 in rows that see nothing"  # a note of backends that do so
 ALIGNED = 16  # bytes, which kernels load at a time
 MOST_BLOCKS = 64  # of queries, for which a mask is asked whether they all see a key
 
@@ -204,9 +203,10 @@ def cotangent_bytes(problem: Problem) -> int:
 
 
 def cotangent_note(problem: Problem, cases: str) -> Iterator[str]:
-    """For `explain`: in which cases do is copied."""
+    """For `explain`: in which cases do is copied; where rows may see nothing, in all."""
     if count := cotangent_bytes(problem):
-        yield f"do is copied, {shown(count)}, where it {cases}"
+        where = "with 0 in rows that see nothing" if problem.has_blind_rows else f"where it {cases}"
+        yield f"do is copied, {shown(count)}, {where}"
 
 
 def on_boundary(x: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,6 @@ from attn_graph.kernels import fused_cuda
 from attn_graph.kernels.fused_cuda import Kernel
 from attn_graph.lowering.problem import (
     ALIGNED,
-    CLEARED,
     Problem,
     cotangent_bytes,
     cotangent_note,
@@ -305,12 +304,6 @@ class Call:
             return {} if self.variant.layout(q) == memory_order(q) else {"o": self.output}
         return {n: x for n, x in named(p).items() if n in ("o", "do") and memory_order(x) != BSHD}
 
-    @property
-    def cleared_bytes(self) -> int:
-        """Bytes of the copy of do in which rows that see nothing are 0; 0 where none is made."""
-        do = named(self.problem).get("do")
-        return do.type.bytes if self.blind and do is not None else 0
-
     def notes(self) -> Iterator[str]:
         yield f"one call of PyTorch's {self.variant.kernel} kernel"
         if self.problem.grad is not None and self.problem.grad.with_dlse:
@@ -318,8 +311,6 @@ class Call:
         for name, spec in self.copied().items():
             yield f"{name} {spec} is copied: the kernel's rows lie in another order"
         yield from cotangent_note(self.problem, "begins off 16 bytes")
-        if self.cleared_bytes:
-            yield CLEARED
 
     def kept_forward(self) -> int:
         """Bytes that PyTorch allocates beside the outputs, at most."""
@@ -339,7 +330,7 @@ class Call:
         sums = 4 * rows * (p.D + 4) + (4 + p.dtype.itemsize) * keys * (p.D + p.E)
         more = sum(prod(x.shape) * x.dtype.itemsize for x in p.specs[:3]) * 3 * grad.with_dlse
         copies = sum(x.type.bytes for x in self.copied().values()) + cotangent_bytes(p)
-        return sums * (1 + grad.with_dlse) + more + copies + self.cleared_bytes
+        return sums * (1 + grad.with_dlse) + more + copies
 
 
 def tidied(x: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,6 @@ from attn_graph.fused import AttentionGrad
 from attn_graph.ir import Graph
 from attn_graph.kernels.fused_cpu import INF, flash, flash_backward
 from attn_graph.lowering.problem import (
-    CLEARED,
     Problem,
     cotangent_bytes,
     cotangent_note,
@@ -179,16 +178,13 @@ def lower_backward(problem: Problem, grad: AttentionGrad, graph: Graph) -> Execu
         return returned(graph, made), ()
 
     more = sum(s.type.bytes for s in problem.specs[:2]) * (2 * grad.with_dlse)
-    do = grad.split(problem.specs)[3]
-    cleared = do.type.bytes if do is not None and blind else 0
     whole = grad.wants == (True, True, True) and grad.with_do and not grad.with_dlse
     plain = whole and eqn.args == tuple(range(6)) and graph.outputs == (6, 7, 8) and not blind
     odd = cotangent_note(problem, "is broadcast, or has rows that lie apart or overlap")
-    notes = ("one call of PyTorch's fused CPU kernel", *odd, *([CLEARED] if cleared else []))
     return Executable(
         run_plain if plain else run,
-        temporary=more + cleared + cotangent_bytes(problem),
-        notes=notes,
+        temporary=more + cotangent_bytes(problem),
+        notes=("one call of PyTorch's fused CPU kernel", *odd),
     )
 
 

@@ -158,8 +158,8 @@ def test_a_copy_of_do_is_made_where_a_bias_may_hide_rows_and_is_told() -> None:
         plan_of(chain(x, x, x, **more), "torch_efficient")
         for more in ({"bias": spec(2, 4, 32, 32)}, {})
     )
-    assert "do is copied with 0 in rows that see nothing" in str(biased.vjp.explain())
-    assert "do is copied" not in str(bare.vjp.explain())
+    told = [str(plan.vjp.explain()) for plan in (biased, bare)]
+    assert ["with 0 in rows that see nothing" in text for text in told] == [True, False]
 
 
 @pytest.mark.parametrize("backend", NAMES)
