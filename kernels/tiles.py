@@ -86,7 +86,7 @@ TABLE: dict[tuple[int, int, str], dict[int, tuple[Tiling, Tiling]]] = {
         16: (Tiling(128, 128, 8, 2), Tiling(64, 128, 8, 3)),
         32: (Tiling(128, 128, 8, 2), Tiling(32, 128, 8, 2)),
         64: (Tiling(32, 128, 8, 2), Tiling(32, 64, 8, 2)),
-        128: (Tiling(64, 64, 8, 2), Tiling(64, 64, 8, 2)),
+        128: (Tiling(64, 64, 8, 2), Tiling(32, 64, 8, 2)),
         256: (Tiling(16, 64, 8, 2, True), Tiling(16, 64, 8, 2, True)),
     },
     (80, 4, "forward"): {
