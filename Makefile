@@ -8,10 +8,10 @@ JOBS ?= 2
 BIN := .venv/bin
 PYTEST := $(BIN)/pytest -n $(JOBS) -m "not gpu"
 # Triton interprets kernels or compiles them, whichever it was imported for: two runs.
-INTERPRETED := $(addprefix tests/test_,calls.py extensions.py lowering.py triton.py)
+INTERPRETED := $(wildcard $(addprefix tests/*/test_,calls.py extensions.py lowering.py triton.py))
 TRITONS ?= 3.6.0 3.7.1 3.9.0
 CUDNNS ?= 9.19.0.56
-PLANNED := tests/test_cudnn_grid.py
+PLANNED := tests/lowering/test_cudnn_grid.py
 
 .PHONY: venv demo test deep tritons kernel-report cudnns cudnn-report lint docs bench clean
 
@@ -47,7 +47,7 @@ tritons: $(TRITONS:%=.tritons/%/tested)
 
 .PHONY: $(TRITONS:%=.tritons/%/tested)
 $(TRITONS:%=.tritons/%/tested): .tritons/%/tested: .tritons/%/installed
-	PYTHONPATH=.tritons/$* $(PYTEST) tests/test_kernels.py
+	PYTHONPATH=.tritons/$* $(PYTEST) tests/lowering/test_kernels.py
 	PYTHONPATH=.tritons/$* TRITON_INTERPRET=1 $(PYTEST) $(INTERPRETED)
 
 kernel-report: venv

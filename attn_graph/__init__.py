@@ -10,8 +10,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from attn_graph.backend import Backend, Executable, Fallback, Options, RefusedError
-from attn_graph.builder import Value, attention, graph, scores
-from attn_graph.cache import CacheInfo
 from attn_graph.compiler import avoid, cache_info, clear_cache, compile, explain, prefer
 from attn_graph.errors import (
     FallbackWarning,
@@ -20,9 +18,18 @@ from attn_graph.errors import (
     PlanMismatchError,
     PlanTargetError,
 )
-from attn_graph.ir import Graph
-from attn_graph.keys import Block, Keys, Place
-from attn_graph.masks import (
+from attn_graph.ir.builder import Value, attention, graph, scores
+from attn_graph.ir.graph import Graph
+from attn_graph.ir.parse import parse
+from attn_graph.ir.reference import evaluate
+from attn_graph.ir.vjp import vjp
+from attn_graph.machine.cache import CacheInfo
+from attn_graph.machine.sizes import Memory
+from attn_graph.machine.store import Store, default_store
+from attn_graph.machine.target import Target
+from attn_graph.machine.torch_switches import Precision, Switches
+from attn_graph.machine.workspace import Workspace, default_workspace
+from attn_graph.masks.leaves import (
     Causal,
     Data,
     Keep,
@@ -33,22 +40,15 @@ from attn_graph.masks import (
     SameSegment,
     Window,
 )
-from attn_graph.memory import Memory
+from attn_graph.masks.places import Block, Keys, Place
 from attn_graph.plan import Plan
-from attn_graph.planner import BACKENDS
-from attn_graph.reference import evaluate
+from attn_graph.planner.choose import BACKENDS
 from attn_graph.spec import TensorSpec
-from attn_graph.store import Store, default_store
-from attn_graph.switches import Precision, Switches
-from attn_graph.target import Target
-from attn_graph.text import parse
-from attn_graph.vjp import vjp
-from attn_graph.workspace import Workspace, default_workspace
 
 if TYPE_CHECKING:
-    from attn_graph.cost import Cost, Work
-    from attn_graph.counts import Tiles, tiles
-    from attn_graph.explanation import Explanation, Refusal
+    from attn_graph.masks.tiles import Tiles, tiles
+    from attn_graph.planner.cost import Cost, Work
+    from attn_graph.planner.explanation import Explanation, Refusal
 
 __version__ = "0.1.0"
 __all__ = [
@@ -108,12 +108,12 @@ __all__ = [
     "vjp",
 ]
 LATER = {  # imported when first asked for, by the module that has it
-    "Cost": "cost",
-    "Explanation": "explanation",
-    "Refusal": "explanation",
-    "Tiles": "counts",
-    "Work": "cost",
-    "tiles": "counts",
+    "Cost": "planner.cost",
+    "Explanation": "planner.explanation",
+    "Refusal": "planner.explanation",
+    "Tiles": "masks.tiles",
+    "Work": "planner.cost",
+    "tiles": "masks.tiles",
 }
 
 

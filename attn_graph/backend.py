@@ -8,12 +8,12 @@ from typing import Literal, final
 import torch
 from attrs import Factory, field, frozen
 
-from attn_graph.ir import Graph
-from attn_graph.memory import shown
-from attn_graph.store import Store
-from attn_graph.switches import LIBRARIES, KernelName, Precision, Switches
-from attn_graph.target import Target
-from attn_graph.workspace import Workspace, default_workspace
+from attn_graph.ir.graph import Graph
+from attn_graph.machine.sizes import shown
+from attn_graph.machine.store import Store
+from attn_graph.machine.target import Target
+from attn_graph.machine.torch_switches import LIBRARIES, KernelName, Precision, Switches
+from attn_graph.machine.workspace import Workspace, default_workspace
 
 Tensors = Sequence[torch.Tensor]
 Fallback = Literal["ignore", "warn", "raise"]

@@ -11,25 +11,25 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from attrs import evolve
 
-from attn_graph.ambient import outside
+from attn_graph.autograd import differentiable
 from attn_graph.backend import Backend, Executable, Fallback, Options
-from attn_graph.cache import Cache, CacheInfo
 from attn_graph.errors import GraphError, NoBackendError
-from attn_graph.ir import Graph, check_graph
-from attn_graph.memory import in_bytes
-from attn_graph.passes import simplify
+from attn_graph.ir.graph import Graph, check_graph
+from attn_graph.ir.passes import simplify
+from attn_graph.ir.vjp import backward, check_gradient, result_spec, wanted_inputs
+from attn_graph.machine.ambient import outside
+from attn_graph.machine.cache import Cache, CacheInfo
+from attn_graph.machine.sizes import in_bytes
+from attn_graph.machine.store import Store, default_store
+from attn_graph.machine.target import Target
+from attn_graph.machine.torch_switches import Precision, Switches, read
+from attn_graph.machine.workspace import Workspace, default_workspace
 from attn_graph.plan import Plan
-from attn_graph.planner import Choice, choose, lowered, named
+from attn_graph.planner.choose import Choice, choose, lowered, named
 from attn_graph.spec import TensorSpec
-from attn_graph.store import Store, default_store
-from attn_graph.switches import Precision, Switches, read
-from attn_graph.target import Target
-from attn_graph.torch_ops import differentiable
-from attn_graph.vjp import backward, check_gradient, result_spec, wanted_inputs
-from attn_graph.workspace import Workspace, default_workspace
 
 if TYPE_CHECKING:
-    from attn_graph.explanation import Explanation
+    from attn_graph.planner.explanation import Explanation
 
 CAPACITY = 1024  # plans; one is a few kilobytes
 
@@ -131,7 +131,7 @@ def explain(
     takes the graph, which is a graph to compile. Raises GraphError for an option that means
     nothing.
     """
-    from attn_graph.verdicts import explained
+    from attn_graph.planner.explain import explained
 
     check_graph(graph, "explain")
     among = preferred.get() if backends is None else listed("backends", backends)
@@ -290,7 +290,7 @@ def measured(
     graph: Graph, target: Target, options: Options, among: Sequence[Backend] | None
 ) -> tuple[Choice, Executable]:
     """`tuned`, which few ask for: importing the library does not import it."""
-    from attn_graph.tuning import tuned
+    from attn_graph.planner.tuning import tuned
 
     return tuned(graph, target, options, among)
 

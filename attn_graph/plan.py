@@ -9,25 +9,19 @@ import torch
 from attrs import Factory, define, evolve, field, frozen
 from torch.autograd import forward_ad
 
-from attn_graph.ambient import has_tangent, is_traced
 from attn_graph.backend import Executable
 from attn_graph.errors import GraphError, NoBackendError, PlanMismatchError, PlanTargetError
-from attn_graph.ir import Graph
-from attn_graph.memory import Memory
-from attn_graph.reference import Verification, verified
+from attn_graph.ir.graph import Graph
+from attn_graph.ir.reference import Verification, verified
+from attn_graph.ir.vjp import backward, cotangent_specs, main_outputs, saved_specs, wanted_inputs
+from attn_graph.machine.ambient import has_tangent, is_traced
+from attn_graph.machine.sizes import Memory
+from attn_graph.machine.target import Target
 from attn_graph.spec import NAMES, TensorSpec
-from attn_graph.target import Target
-from attn_graph.vjp import (
-    backward,
-    cotangent_specs,
-    main_outputs,
-    saved_specs,
-    wanted_inputs,
-)
 
 if TYPE_CHECKING:  # and imported where they are used: calls ask for none of it
-    from attn_graph.cost import Cost
-    from attn_graph.explanation import Explanation
+    from attn_graph.planner.cost import Cost
+    from attn_graph.planner.explanation import Explanation
 
 Tensors = tuple[torch.Tensor, ...]
 Look = list[object]  # of tensors: what a plan rests on, in a form that is quick to compare
@@ -260,7 +254,7 @@ class Plan:
 
     def memory_with(self, gradient: Plan | None) -> Memory:
         """Of this pass and of the gradient's."""
-        from attn_graph.explanation import needed
+        from attn_graph.planner.explanation import needed
 
         ahead = self.executable.foreseen
         if gradient is None:
@@ -275,7 +269,7 @@ class Plan:
         be, and so it is, and says so, where counting would take longer than a second. Raises
         GraphError for other tensors.
         """
-        from attn_graph.cost import cost
+        from attn_graph.planner.cost import cost
 
         return cost(self.graph, self.target, tensors, precision=self.precision)
 
@@ -297,7 +291,7 @@ class Plan:
         of kernels it compiles them. `attn_graph.explain` builds nothing, and says what would have
         to change for those that refuse.
         """
-        from attn_graph.explanation import tiles_of
+        from attn_graph.planner.explanation import tiles_of
 
         usual, every = main_outputs(self.graph), self.graph.outputs
         gradient = self.backward_side(usual) if self.has_gradient else None
@@ -315,7 +309,7 @@ class Plan:
 
         Where nobody does, that is the memory of this pass alone.
         """
-        from attn_graph.explanation import Explanation, Refusal
+        from attn_graph.planner.explanation import Explanation, Refusal
 
         specs = cotangent_specs(self.graph, outputs)
         try:
@@ -329,7 +323,7 @@ class Plan:
 
     def side(self) -> Explanation:
         """Of this pass alone: who runs it and how, and why the others don't."""
-        from attn_graph.explanation import Explanation, Refusal
+        from attn_graph.planner.explanation import Explanation, Refusal
 
         return Explanation(
             self.graph,

@@ -11,18 +11,18 @@ from typing import Any
 import torch
 
 import attn_graph as ag
-from attn_graph import changes, cost, explanation
-from attn_graph.lowering import fused_tiles
+from attn_graph.lowering.cpu import fused_tiles
+from attn_graph.planner import cost, explanation, remedies
 from benchmarks.timing import save, seconds
 
 MODELS = Path(__file__).parents[1] / "examples" / "models.py"
 ASKED = 100.0  # milliseconds
 ROUNDS = 3  # the least of them is what the work takes; others share the machine
 KNOWN = (  # what an explanation leaves for the next, of the same graph on another target say
-    changes.simplified,
-    changes.gradient,
-    changes.singles,
-    changes.edited,
+    remedies.simplified,
+    remedies.gradient,
+    remedies.singles,
+    remedies.edited,
     cost.foreseen,
     explanation.foreseen,
     fused_tiles.static_tiles,

@@ -19,9 +19,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import attn_graph as ag
-from attn_graph.lowering.cudnn_backend import described_for
-from attn_graph.lowering.cudnn_builder import planned
-from attn_graph.lowering.cudnn_run import Run, handle
+from attn_graph.lowering.cudnn.backend import described_for
+from attn_graph.lowering.cudnn.builder import planned
+from attn_graph.lowering.cudnn.run import Run, handle
 from benchmarks.timing import save
 
 Sizes = tuple[int, int, int, int]

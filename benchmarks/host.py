@@ -15,15 +15,15 @@ import torch
 import torch.nn.functional as F
 
 import attn_graph as ag
-from attn_graph.kernels.tiles import Tiling
-from attn_graph.lowering import cudnn_builder
-from attn_graph.lowering.cudnn_graph import described
-from attn_graph.lowering.cudnn_offline import description, driver
-from attn_graph.lowering.cudnn_plan import Built
-from attn_graph.lowering.cudnn_run import Run
+from attn_graph.ir.passes import simplify
+from attn_graph.kernels.tilings import Tiling
+from attn_graph.lowering.cudnn import builder as cudnn_builder
+from attn_graph.lowering.cudnn.graph import described
+from attn_graph.lowering.cudnn.offline import description, driver
+from attn_graph.lowering.cudnn.plan import Built
+from attn_graph.lowering.cudnn.run import Run
 from attn_graph.lowering.problem import sole
-from attn_graph.lowering.triton_tiles import static_lists
-from attn_graph.passes import simplify
+from attn_graph.lowering.triton.tile_lists import static_lists
 from benchmarks.timing import microseconds, save, seconds
 
 

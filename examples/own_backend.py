@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 import attn_graph as ag
-from attn_graph.fused import Attention
+from attn_graph.ir.attention import Attention
 from attn_graph.lowering.problem import sole
 
 Tensors = Sequence[torch.Tensor]

@@ -2,13 +2,13 @@
 
 With p = exp(s - lse), z what dropout keeps over 1 - rate, and delta = sum_e do o - dlse:
 dv = (p z)^T do, dp = (do v^T) z, ds = p (dp - delta) and back through the modifiers,
-dq = scale ds k, dk = scale ds^T q. The derivation stands in `attn_graph.fused`.
+dq = scale ds k, dk = scale ds^T q. The derivation stands in `attn_graph.ir.attention`.
 """
 
 import triton
 import triton.language as tl
 
-from attn_graph.kernels.masks import (
+from attn_graph.kernels.common import (
     LOG2E,
     counted,
     dropped,

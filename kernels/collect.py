@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from attn_graph.kernels.backward import base2, statistics
-from attn_graph.kernels.masks import (
+from attn_graph.kernels.common import (
     counted,
     dropped,
     head,

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from attn_graph.kernels.masks import (
+from attn_graph.kernels.common import (
     LN2,
     LOG2E,
     counted,

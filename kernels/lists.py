@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from attn_graph.kernels.masks import head, placed
+from attn_graph.kernels.common import head, placed
 
 
 @triton.jit

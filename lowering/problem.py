@@ -8,11 +8,11 @@ from typing import TypeVar, final
 import torch
 from attrs import frozen
 
-from attn_graph.fused import Attention, AttentionGrad
-from attn_graph.ir import Eqn, Graph
-from attn_graph.keys import Block, Place
-from attn_graph.masks import Mask
-from attn_graph.memory import shown
+from attn_graph.ir.attention import Attention, AttentionGrad
+from attn_graph.ir.graph import Eqn, Graph
+from attn_graph.machine.sizes import shown
+from attn_graph.masks.leaves import Mask
+from attn_graph.masks.places import Block, Place
 from attn_graph.spec import (
     NAMES,
     TensorSpec,

@@ -17,10 +17,13 @@ from attrs import Factory, field, frozen
 
 from attn_graph.backend import Backend, Executable, Options
 from attn_graph.errors import PlanMismatchError
-from attn_graph.fused import AttentionGrad
-from attn_graph.ir import Graph
+from attn_graph.ir.attention import AttentionGrad
+from attn_graph.ir.graph import Graph
+from attn_graph.ir.modifiers import Bias, Modifier
+from attn_graph.ir.ops import clear_blind_rows
 from attn_graph.kernels import fused_cuda
 from attn_graph.kernels.fused_cuda import Kernel
+from attn_graph.lowering.cpu.sdpa import TOP_LEFT, node_reasons, through_lse
 from attn_graph.lowering.problem import (
     ALIGNED,
     Problem,
@@ -33,12 +36,9 @@ from attn_graph.lowering.problem import (
     returned,
     sole,
 )
-from attn_graph.lowering.torch_sdpa import TOP_LEFT, node_reasons, through_lse
-from attn_graph.modifiers import Bias, Modifier
-from attn_graph.ops import clear_blind_rows
+from attn_graph.machine.target import Target
+from attn_graph.machine.torch_switches import KernelName
 from attn_graph.spec import NAMES, TensorSpec, dense_strides, memory_order
-from attn_graph.switches import KernelName
-from attn_graph.target import Target
 
 LEAST_SM, MOST_SM = 80, 121  # the range that sdp_utils.cpp names, without what is older than sm_80
 MOST_HEADS = 65535  # heads, and batch entries, are counted in axes y and z of CUDA's grid
@@ -209,9 +209,9 @@ def bias_gradient_reasons(problem: Problem, grad: AttentionGrad, bias: TensorSpe
 
 def cudnn_reasons(problem: Problem, target: Target, options: Options) -> Reasons:
     """Beyond cuDNN's own limits, which depend on its version and are told first."""
-    from attn_graph.lowering.cudnn_backend import ASSUMED, versions
-    from attn_graph.lowering.cudnn_case import Case
-    from attn_graph.lowering.cudnn_limits import reasons  # a large table; CPUs never ask it
+    from attn_graph.lowering.cudnn.backend import ASSUMED, versions
+    from attn_graph.lowering.cudnn.case import Case
+    from attn_graph.lowering.cudnn.limits import reasons  # a large table; CPUs never ask it
 
     p = problem
     if target.kind == "cuda" and p.node.modifiers == ():

@@ -28,7 +28,7 @@ settings.load_profile(PROFILE)
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`pytest --update-golden` writes the goldens instead of comparing with them.
 
-    The others are for tests/test_cudnn_grid.py.
+    The others are for tests/lowering/test_cudnn_grid.py.
     """
     parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden")
     parser.addoption("--cudnn-python", default=sys.executable, help="whose cuDNN to ask")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from tests.sources import HOMES, ROOT
+from tests.support.sources import HOMES, ROOT
 
 MEDIAN, P90, LONGEST, LONGEST_KERNEL = 6, 25, 60, 120  # lines of a function
 LONGEST_FILE = 500

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import attn_graph as ag
-from tests.sources import ROOT, loaded
+from tests.support.sources import ROOT, loaded
 
 WRITER = loaded(ROOT / "docs" / "generate" / "__main__.py")
 BLOCK = re.compile(r"```python\n(.*?)```\n(?:```text\n(.*?)```)?", re.DOTALL)

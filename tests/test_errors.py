@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import attn_graph as ag
-from attn_graph import ops
-from attn_graph.builder import Builder
 from attn_graph.errors import titled
+from attn_graph.ir import ops
+from attn_graph.ir.builder import Builder
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 I64 = torch.int64

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import attn_graph as ag
-from tests.sources import ROOT, loaded
+from tests.support.sources import ROOT, loaded
 
 HERE = ROOT / "examples"
 SHORT = ("hello", "explain", "own_mask", "own_backend")

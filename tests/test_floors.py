@@ -6,57 +6,25 @@ from fnmatch import fnmatch
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-from tests.sources import found
+from tests.support.sources import found
 
 FLOORS = (  # top first; a name, or `package.*` for the package and all its modules
     ("attn_graph.__main__",),
     ("attn_graph.cli.*",),
     ("attn_graph",),
-    ("attn_graph.compiler", "attn_graph.torch_ops"),
-    ("attn_graph.verdicts", "attn_graph.tuning"),
-    ("attn_graph.planner",),
-    ("attn_graph.lowering.*",),
-    ("attn_graph.kernels.*",),
+    ("attn_graph.compiler",),
+    ("attn_graph.autograd",),
     ("attn_graph.plan",),
-    ("attn_graph.explanation",),
-    ("attn_graph.changes",),
+    ("attn_graph.planner.*",),
+    ("attn_graph.lowering.torch_cuda",),
+    ("attn_graph.lowering.cpu.*", "attn_graph.lowering.triton.*", "attn_graph.lowering.cudnn.*"),
+    ("attn_graph.lowering", "attn_graph.lowering.problem", "attn_graph.lowering.reasons"),
     ("attn_graph.backend",),
-    (
-        "attn_graph.vjp",
-        "attn_graph.passes",
-        "attn_graph.text",
-        "attn_graph.reference",
-        "attn_graph.cost",
-    ),
-    ("attn_graph.builder", "attn_graph.replay"),
-    ("attn_graph.ops", "attn_graph.modifiers", "attn_graph.fused", "attn_graph.promises"),
-    (
-        "attn_graph.masks",
-        "attn_graph.canonical",
-        "attn_graph.regions",
-        "attn_graph.runs",
-        "attn_graph.counts",
-        "attn_graph.pictures",
-    ),
-    ("attn_graph.joins",),
-    (
-        "attn_graph.workspace",
-        "attn_graph.target",
-        "attn_graph.memory",
-        "attn_graph.cache",
-        "attn_graph.store",
-    ),
-    (
-        "attn_graph.ambient",
-        "attn_graph.timing",
-        "attn_graph.devices",
-        "attn_graph.ir",
-        "attn_graph.spec",
-        "attn_graph.errors",
-        "attn_graph.keys",
-        "attn_graph.switches",
-        "attn_graph.philox",
-    ),
+    ("attn_graph.ir.*",),
+    ("attn_graph.masks.*",),
+    ("attn_graph.machine.*", "attn_graph.kernels.*"),
+    ("attn_graph.spec",),
+    ("attn_graph.printing", "attn_graph.errors"),
 )
 MODULES = found("*.py")
 

@@ -5,7 +5,7 @@ import tomllib
 
 import pytest
 
-from tests.sources import HOMES, ROOT, found
+from tests.support.sources import HOMES, ROOT, found
 
 
 def test_every_source_folder_is_declared() -> None:

@@ -15,8 +15,8 @@ import torch
 from hypothesis import given
 
 import attn_graph as ag
-from attn_graph.reference import verified
-from tests.strategies import graphs, seeds, tensors_for
+from attn_graph.ir.reference import verified
+from tests.support.strategies import graphs, seeds, tensors_for
 
 CPU = ag.Target.of("cpu")
 X = ag.TensorSpec((2, 4, 16, 8), torch.float32)
@@ -88,7 +88,7 @@ def test_eight_threads_build_a_plan_once() -> None:
 
 
 def test_the_cache_gives_up_the_least_recently_used() -> None:
-    from attn_graph.cache import Cache
+    from attn_graph.machine.cache import Cache
 
     cache: Cache[str] = Cache(2)
     for key in ("a", "b"):

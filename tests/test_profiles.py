@@ -12,7 +12,7 @@ import pytest
 from hypothesis import settings
 
 from tests.conftest import EXAMPLES
-from tests.sources import ROOT
+from tests.support.sources import ROOT
 
 PROPERTY = """
 from hypothesis import given, strategies as st

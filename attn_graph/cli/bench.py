@@ -32,10 +32,10 @@ from attn_graph.cli.words import (
     show_json,
     table,
 )
-from attn_graph.cost import scaled
 from attn_graph.errors import refusal
-from attn_graph.memory import shown
-from attn_graph.pictures import draw_bars, draw_roofline
+from attn_graph.machine.sizes import shown
+from attn_graph.masks.pictures import draw_bars, draw_roofline
+from attn_graph.planner.cost import scaled
 from attn_graph.spec import NAMES
 
 Plot = Literal["roofline", "bars"]

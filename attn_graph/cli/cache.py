@@ -15,9 +15,9 @@ from attrs import asdict, evolve
 import attn_graph as ag
 from attn_graph.cli.explain import deterministic
 from attn_graph.cli.words import CODES, answering, as_json, example, no, show, show_json, table
-from attn_graph.devices import devices
-from attn_graph.memory import shown
-from attn_graph.store import Entry
+from attn_graph.machine.gpus import devices
+from attn_graph.machine.sizes import shown
+from attn_graph.machine.store import Entry
 
 LONGEST = 100  # characters of a key that is not known by its kind
 UNITS = {"d": 86400, "h": 3600, "min": 60, "s": 1}

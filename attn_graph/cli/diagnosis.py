@@ -17,17 +17,17 @@ from attrs import asdict, evolve, field, frozen
 
 import attn_graph as ag
 from attn_graph.backend import Backend, Options
-from attn_graph.changes import Question
-from attn_graph.devices import devices
-from attn_graph.lowering.cudnn_backend import versions
-from attn_graph.lowering.cudnn_case import Case
-from attn_graph.lowering.cudnn_limits import reasons
-from attn_graph.lowering.cudnn_offline import compiler, has_driver
-from attn_graph.lowering.cudnn_plan import READ_BY_CUDNN
+from attn_graph.lowering.cudnn.backend import versions
+from attn_graph.lowering.cudnn.case import Case
+from attn_graph.lowering.cudnn.limits import reasons
+from attn_graph.lowering.cudnn.offline import compiler, has_driver
+from attn_graph.lowering.cudnn.plan import READ_BY_CUDNN
 from attn_graph.lowering.problem import sole
+from attn_graph.machine.gpus import devices
+from attn_graph.machine.target import LIBRARIES, local_devices
+from attn_graph.machine.torch_switches import Switches, read
+from attn_graph.planner.remedies import Question
 from attn_graph.spec import DTYPES
-from attn_graph.switches import Switches, read
-from attn_graph.target import LIBRARIES, local_devices
 
 MODULES = {"triton": "triton", "nvidia-cudnn-frontend": "cudnn"}  # of which library, imported so
 VARIABLES = ("TRITON_INTERPRET", READ_BY_CUDNN)  # of the environment, that change what we do

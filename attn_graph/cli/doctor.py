@@ -14,9 +14,9 @@ import attn_graph as ag
 from attn_graph.cli.cache import counted
 from attn_graph.cli.diagnosis import Diagnosis, Machine, Verdict, diagnosed
 from attn_graph.cli.words import CODES, as_json, example, no, show, show_json, table
-from attn_graph.lowering.cudnn_offline import COMPILERS
-from attn_graph.memory import shown
-from attn_graph.target import CUDNN, PACKAGES, SYSTEM_CUDNN
+from attn_graph.lowering.cudnn.offline import COMPILERS
+from attn_graph.machine.sizes import shown
+from attn_graph.machine.target import CUDNN, PACKAGES, SYSTEM_CUDNN
 
 A_GPU = "a GPU"  # any of the table's, where they are alike
 

@@ -11,8 +11,8 @@ from rich.text import Text
 import attn_graph as ag
 from attn_graph.cli.flags import graph_flags, graph_of
 from attn_graph.cli.words import CODES, answering, as_json, example, no, show, show_json
-from attn_graph.devices import devices
-from attn_graph.switches import Precision
+from attn_graph.machine.gpus import devices
+from attn_graph.machine.torch_switches import Precision
 
 STYLES = {
     r"^ *\w+: chosen.*$": "green",

@@ -10,9 +10,9 @@ from typing import Any, TextIO, TypeVar
 import click
 
 import attn_graph as ag
-from attn_graph.masks import Mask
+from attn_graph.ir.parse import parse_mask
+from attn_graph.masks.leaves import Mask
 from attn_graph.spec import DTYPES, FLOATS, NAMES
-from attn_graph.text import parse_mask
 
 Command = TypeVar("Command", bound=Callable[..., None])
 Flags = Mapping[str, Any]  # by the names of the options below

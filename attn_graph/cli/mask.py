@@ -11,7 +11,7 @@ from attrs import asdict
 import attn_graph as ag
 from attn_graph.cli.flags import mask_flags, mask_of, read_block
 from attn_graph.cli.words import CODES, answering, as_json, drawn, example, out, show, show_json
-from attn_graph.pictures import draw_mask, picture
+from attn_graph.masks.pictures import draw_mask, picture
 
 BLOCK = (128, 128)
 

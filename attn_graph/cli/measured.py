@@ -10,11 +10,11 @@ import torch
 from attrs import asdict, frozen
 
 import attn_graph as ag
-from attn_graph.cost import cost, masks_inputs
+from attn_graph.ir.vjp import main_outputs
+from attn_graph.machine.timing import Job, samples
 from attn_graph.plan import Plan
-from attn_graph.timing import Job, samples
-from attn_graph.tuning import examples
-from attn_graph.vjp import main_outputs
+from attn_graph.planner.cost import cost, masks_inputs
+from attn_graph.planner.tuning import examples
 
 Pass = Literal["forward", "backward"]
 Tensors = Sequence[torch.Tensor]

@@ -44,7 +44,7 @@ def printed(line: str, found: Machine = MACHINES["cudnn"]) -> str:
     libraries = found.cpu.libraries
     with ExitStack() as patched:
         for name, value in {
-            "attn_graph.target.installed": lambda: libraries,
+            "attn_graph.machine.target.installed": lambda: libraries,
             "attn_graph.compiler.default_store": lambda: STORE,
             "attn_graph.default_store": lambda: STORE,
             "attn_graph.cli.diagnosis.Machine.here": lambda: found,

@@ -18,14 +18,14 @@ from itertools import product
 from pathlib import Path
 from statistics import median
 
-from attn_graph.lowering.cudnn_case import Pass, Version
-from attn_graph.lowering.cudnn_limits import RULES
-from attn_graph.lowering.cudnn_offline import Answer
-from attn_graph.lowering.cudnn_rules import BOTH, FIRST, LAST, Rule
+from attn_graph.lowering.cudnn.case import Pass, Version
+from attn_graph.lowering.cudnn.limits import RULES
+from attn_graph.lowering.cudnn.offline import Answer
+from attn_graph.lowering.cudnn.rules import BOTH, FIRST, LAST, Rule
 from docs.generate.pages import replace, row
-from tests.cudnn_grid import grid
-from tests.cudnn_questions import GPUS, Question, Verdict, answers, questions, versions
-from tests.test_cudnn_limits import ALONE, problem, sentences
+from tests.lowering.test_cudnn_limits import ALONE, problem, sentences
+from tests.support.cudnn_grid import grid
+from tests.support.cudnn_questions import GPUS, Question, Verdict, answers, questions, versions
 
 PAGE = Path(__file__).parents[1] / "reports" / "cudnn.md"
 BUILT = 90  # the compute capability that plans are built for; the others' are checked alone

@@ -19,10 +19,10 @@ import torch
 from attrs import frozen
 
 import attn_graph as ag
-from attn_graph.kernels.tiles import ARCHS, WIDTHS, Tiling
-from attn_graph.lowering.offline import LEAST_SHARED, SHARED, Machine, machines
+from attn_graph.kernels.tilings import ARCHS, WIDTHS, Tiling
 from attn_graph.lowering.problem import sole
-from attn_graph.lowering.triton_plan import Flash
+from attn_graph.lowering.triton.offline import LEAST_SHARED, SHARED, Machine, machines
+from attn_graph.lowering.triton.plan import Flash
 from attn_graph.spec import NAMES
 
 PAGE = Path(__file__).parents[1] / "reports" / "kernels.md"

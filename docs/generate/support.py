@@ -9,10 +9,14 @@ import torch
 from attrs import evolve
 
 import attn_graph as ag
-from attn_graph.lowering import cudnn_backend, torch_cuda, torch_math, torch_sdpa, triton_flash
-from attn_graph.passes import simplify
+from attn_graph.ir.passes import simplify
+from attn_graph.ir.vjp import backward, result_spec
+from attn_graph.lowering import torch_cuda
+from attn_graph.lowering.cpu import math as torch_math
+from attn_graph.lowering.cpu import sdpa as torch_sdpa
+from attn_graph.lowering.cudnn import backend as cudnn_backend
+from attn_graph.lowering.triton import backend as triton_flash
 from attn_graph.spec import FLOATS
-from attn_graph.vjp import backward, result_spec
 from docs.generate.pages import table
 
 CPU = evolve(ag.Target.of("cpu"), native=(), libraries=())  # the same words on every machine

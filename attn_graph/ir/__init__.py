@@ -1,0 +1,1 @@
+"""Graphs: what they are made of, how they are written, read, rewritten and differentiated."""

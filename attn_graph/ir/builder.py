@@ -1,0 +1,321 @@
+"""Grow a graph by calling it; everything that makes a graph makes it here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from keyword import iskeyword
+from typing import TypeVar, final
+
+import torch
+from attrs import define, field, frozen
+
+from attn_graph.errors import GraphError, caller
+from attn_graph.ir import ops
+from attn_graph.ir.graph import Eqn, Graph, Input, Op, called
+from attn_graph.ir.modifiers import Alibi, Bias, SoftCap
+from attn_graph.masks import leaves as masks
+from attn_graph.masks.leaves import Align
+from attn_graph.spec import FLOATS, TensorSpec, ValueType
+
+T = TypeVar("T")
+
+
+@final
+@frozen(eq=False)
+class Value:
+    """A handle on one value of the graph being built. Its methods add an equation each."""
+
+    builder: Builder = field(repr=False)
+    index: int
+
+    @property
+    def type(self) -> ValueType:
+        return self.builder.types[self.index]
+
+    def then(self, op: Op, *more: Value) -> Value:
+        """The one result of `op` on this value and `more`."""
+        (result,) = self.builder.emit(op, self, *more)
+        return result
+
+    def attempt(self, make: Callable[[], Op], *more: Value) -> Value:
+        """The result of the op that `make` gives; this value and a problem, if it gives none."""
+        op = self.builder.attempt(make)
+        return self if op is None else self.then(op, *more)
+
+    def soft_cap(self, cap: float) -> Value:
+        """Scores s -> cap * tanh(s / cap)."""
+        return self.attempt(lambda: SoftCap(cap))
+
+    def bias(self, bias: Value) -> Value:
+        """Scores s -> s + bias; bias [B,H,M,N], each axis full or 1."""
+        return self.then(Bias(), bias)
+
+    def alibi(
+        self, slopes: Value | None = None, *, align: Align | None = None, **lengths: Value
+    ) -> Value:
+        """Scores s -> s - slope * |i' - j|; the paper's slopes unless [H] or [B,H] are given.
+
+        `kv_lengths` and `q_lengths` move i' where `align` is "bottom_right".
+        """
+        ragged = masks.ragged_in(lengths)
+        per_batch = slopes is not None and len(slopes.type.shape) == 2
+        given = () if slopes is None else (slopes,)
+        for name in sorted(lengths.keys() - set(ragged)):
+            self.builder.problem(f"alibi: {name!r} is none of {', '.join(masks.LENGTHS)}")
+        more = (*given, *(lengths[name] for name in ragged))
+        return self.attempt(lambda: Alibi(slopes is None, align, ragged, per_batch), *more)
+
+    def mask(self, mask: masks.Mask, /, **data: Value) -> Value:
+        """Scores s -> s where `mask` keeps them, else -inf; `data` is what the mask reads."""
+        if not isinstance(mask, masks.Mask):
+            return self.attempt(lambda: ops.Mask(mask))
+        missing, unknown = mask.needs.keys() - data.keys(), data.keys() - mask.needs.keys()
+        for name in sorted(missing | unknown):
+            told = "is needed and not given" if name in missing else "is given and not needed"
+            self.builder.problem(f"mask: {name} {told} by {mask}")
+        return self if missing else self.then(ops.Mask(mask), *(data[n] for n in mask.needs))
+
+    def softmax(self, sinks: Value | None = None) -> tuple[Value, Value]:
+        """Scores s -> weights p [B,H,M,N] and lse [B,H,M]."""
+        given = () if sinks is None else (sinks,)
+        p, lse = self.builder.emit(ops.Softmax(sinks is not None), self, *given)
+        return p, lse
+
+    def dropout(self, rate: float, seed: Value, offset: Value) -> Value:
+        """Weights p -> p * z / (1 - rate)."""
+        return self.attempt(lambda: ops.Dropout(rate), seed, offset)
+
+    def weigh(self, v: Value) -> Value:
+        """Weights p [B,H,M,N] and v [B,G,N,E] -> o [B,H,M,E]."""
+        return self.then(ops.Weigh(), v)
+
+
+@final
+@define(eq=False)
+class Builder:
+    """The one mutable thing: the list of equations so far, and the problems with them.
+
+    trusts: what is emitted comes from a graph that was checked, as passes know, and is not again.
+    """
+
+    trusts: bool = False
+    inputs: list[Input] = field(factory=list)
+    eqns: list[Eqn] = field(factory=list)
+    types: list[ValueType] = field(factory=list)
+    problems: list[str] = field(factory=list)
+
+    def problem(self, *told: str) -> None:
+        """Remember what is wrong, with the line at which the user said it."""
+        self.problems += [f"{text} (at {caller()})" for text in told]
+
+    def attempt(self, make: Callable[[], T]) -> T | None:
+        """What `make` returns; its GraphErrors are remembered instead of raised."""
+        try:
+            return make()
+        except GraphError as error:
+            self.problem(*error.problems)
+            return None
+
+    def input(self, name: str, spec: TensorSpec) -> Value:
+        if not isinstance(spec, TensorSpec):
+            way_out = "say TensorSpec.like(tensor)"
+            self.problem(f"input {name!r} is a {type(spec).__name__}, not a TensorSpec; {way_out}")
+            self.check()
+        if self.eqns:
+            self.problem(f"input {name!r} comes after the first equation; declare inputs first")
+        if any(name == known.name for known in self.inputs):
+            self.problem(f"two inputs are named {name!r}; names are how a plan is called")
+        if not name.isidentifier() or iskeyword(name):
+            self.problem(f"input {name!r} is no Python name; a plan takes it as a keyword")
+        self.inputs.append(Input(name, spec))
+        self.types.append(spec.type)
+        return Value(self, len(self.types) - 1)
+
+    def emit(self, op: Op, *operands: Value) -> tuple[Value, ...]:
+        """The results of one more equation. Raises GraphError where they can't even have a type."""
+        types = [self.types[self.own(value).index] for value in operands]
+        if not self.trusts:
+            self.examine(op, types)
+        outs = op.infer(*types)
+        first = len(self.types)
+        self.eqns.append(Eqn(op, tuple(value.index for value in operands), outs))
+        self.types.extend(outs)
+        return tuple(Value(self, first + i) for i in range(len(outs)))
+
+    def examine(self, op: Op, types: Sequence[ValueType]) -> None:
+        """Remember what is wrong with an equation; raise where its results can have no types."""
+        misfits = rank_problems(op, types)
+        self.problem(*(misfits or op.problems(*types)))
+        if rank_problems(op, types[: op.reads], partial=True) or len(types) != len(op.ranks):
+            self.check()
+
+    def own(self, value: Value) -> Value:
+        if not isinstance(value, Value) or value.builder is not self:
+            raise GraphError(f"{value!r} is no value of the graph that is being built")
+        return value
+
+    def check(self) -> None:
+        """Raise what has been found wrong so far."""
+        if self.problems:
+            raise GraphError(*self.problems)
+
+    def build(self, *outputs: Value) -> Graph:
+        """The finished graph. Raises GraphError with every problem there was."""
+        indices = [self.own(value).index for value in outputs]
+        if not outputs:
+            self.problem("the graph returns nothing; return at least one value")
+        for place, index in enumerate(indices):
+            if index < len(self.inputs):
+                name = self.inputs[index].name
+                self.problem(f"output {place} is the input {name!r} itself and would alias it")
+            if index in indices[:place]:
+                self.problem(
+                    f"outputs {indices.index(index)} and {place} are one value and would alias"
+                )
+        self.check()
+        return self.graph(*outputs)
+
+    def graph(self, *outputs: Value) -> Graph:
+        """The graph as it stands; for passes, whose results need no second look."""
+        return Graph(tuple(self.inputs), tuple(self.eqns), tuple(v.index for v in outputs))
+
+
+def rank_problems(op: Op, types: Sequence[ValueType], *, partial: bool = False) -> list[str]:
+    """Operands whose number, or whose number of axes, is not what the op needs."""
+    ranks = op.ranks
+    pairs = [*zip(types, ranks, strict=False)]
+    fits = all(rank is None or len(type_.shape) == rank for type_, rank in pairs)
+    if fits and (partial or len(types) == len(ranks)):
+        return []
+    who, roles = called(type(op)), dict(enumerate(op.roles))
+    if len(types) != len(ranks) and not partial:
+        return [f"{who}: {len(types)} operands given, {len(ranks)} needed"]
+    return [
+        f"{who}: {roles.get(place, place)} {type_} has {len(type_.shape)} axes and needs {rank}"
+        for place, (type_, rank) in enumerate(pairs)
+        if rank is not None and len(type_.shape) != rank
+    ]
+
+
+def graph(fn: Callable[..., Value | tuple[Value, ...]], /, **specs: TensorSpec) -> Graph:
+    """Trace `fn`, called with one value per input, into a graph.
+
+    >>> def attend(q, k, v):
+    ...     p, lse = scores(q, k).soft_cap(30.0).mask(Causal()).softmax()
+    ...     return p.weigh(v), lse
+    >>> graph(attend, q=spec, k=spec, v=spec)
+
+    Raises GraphError with every problem there is, each at the line of `fn` that has it.
+    """
+    builder = Builder()
+    outputs = fn(**{name: builder.input(name, spec) for name, spec in specs.items()})
+    return builder.build(*(outputs if isinstance(outputs, tuple) else (outputs,)))
+
+
+def scores(q: Value, k: Value, *, scale: float | None = None) -> Value:
+    """q [B,H,M,D], k [B,G,N,D] -> scale * q k^T [B,H,M,N]; scale is 1/sqrt(D) unless given."""
+    given = default_scale(q.type) if scale is None else scale
+    return q.then(q.builder.attempt(lambda: ops.Scores(given)) or ops.Scores(), k)
+
+
+def default_scale(q: ValueType) -> float:
+    return 1 / math.sqrt(max(1, q.shape[-1] if q.shape else 1))
+
+
+def attention(
+    q: TensorSpec,
+    k: TensorSpec,
+    v: TensorSpec,
+    *,
+    scale: float | None = None,
+    mask: masks.Mask | None = None,
+    align: Align | None = None,
+    soft_cap: float | None = None,
+    bias: TensorSpec | None = None,
+    alibi: TensorSpec | bool | None = None,
+    keep: TensorSpec | None = None,
+    q_lengths: TensorSpec | None = None,
+    kv_lengths: TensorSpec | None = None,
+    segments: tuple[TensorSpec, TensorSpec] | None = None,
+    sinks: TensorSpec | None = None,
+    dropout: float = 0.0,
+    stats: bool = False,
+    **data: TensorSpec,
+) -> Graph:
+    """Attention as a graph: q [B,H,M,D], k [B,G,N,D], v [B,G,N,E] -> o [B,H,M,E].
+
+    The order of steps is soft cap, bias, ALiBi, mask. Each TensorSpec given adds an input of that
+    name, which the plan takes by keyword; `segments` adds `q_segments` [B,M] and `kv_segments`
+    [B,N]; `alibi=True` means the paper's slopes; `dropout` adds the numbers `seed` and `offset`.
+    `keep`, lengths and segments are joined to `mask` with `&` unless `mask` reads them itself.
+    `data` holds what further leaves of `mask` read. `align` is for every part of the graph that
+    compares positions and says nothing itself. `stats` also returns lse [B,H,M], the natural
+    logarithm of the softmax's denominator.
+
+    Raises GraphError with every problem there is.
+    """
+    b = Builder()
+    slopes = None if isinstance(alibi, bool) else alibi
+    given = {"bias": bias, "alibi": slopes, "keep": keep}
+    given |= {"kv_lengths": kv_lengths, "q_lengths": q_lengths, "sinks": sinks}
+    if segments is not None:
+        given["q_segments"], given["kv_segments"] = two_segments(segments)
+    if dropout:
+        given["seed"] = given["offset"] = TensorSpec((), torch.int64)
+    specs = {"q": q, "k": k, "v": v}
+    specs |= {name: spec for name, spec in (given | data).items() if spec is not None}
+    x = {name: b.input(name, spec) for name, spec in specs.items()}
+    b.problem(*dtype_problems(q, v, bias=bias, alibi=slopes, sinks=sinks))
+    whole = b.attempt(lambda: whole_mask(mask, x, align))
+    s = scores(x["q"], x["k"], scale=scale)
+    if soft_cap is not None:
+        s = s.soft_cap(soft_cap)
+    if "bias" in x:
+        s = s.bias(x["bias"])
+    if alibi is not None and alibi is not False:
+        moved = {n: x[n] for n in masks.ragged_in(x) if align == "bottom_right"}
+        s = s.alibi(x.get("alibi"), align=align, **moved)
+    if whole is not None:
+        s = s.mask(whole, **{name: x[name] for name in whole.needs if name in x})
+    for name in sorted(data.keys() - (whole.needs if whole else {}).keys()):
+        b.problem(f"attention: no option and no leaf of the mask is named {name!r}")
+    p, lse = s.softmax(x.get("sinks"))
+    if dropout:
+        p = p.dropout(dropout, x["seed"], x["offset"])
+    o = p.weigh(x["v"])
+    return b.build(*((o, lse) if stats else (o,)))
+
+
+def two_segments(segments: object) -> tuple[TensorSpec, TensorSpec]:
+    """The numbers of queries and those of keys. Raises GraphError for one spec, say."""
+    match segments:
+        case TensorSpec() as q, TensorSpec() as kv:
+            return q, kv
+    raise GraphError(
+        f"attention: segments {segments!r} are not two specs; say (q_segments, kv_segments)"
+    )
+
+
+def dtype_problems(q: TensorSpec, v: TensorSpec, **more: TensorSpec | None) -> Iterator[str]:
+    """What single steps can't see: they know scores and weights, which are in float32 or wider."""
+    if v.dtype != q.dtype:
+        yield f"attention: q {q} and v {v} disagree in dtype, {q.dtype} and {v.dtype}"
+    for name, x in more.items():
+        if x is not None and x.dtype in FLOATS and x.dtype not in (q.dtype, torch.float32):
+            yield f"attention: {name} {x} must be of q's {q.dtype} or of {torch.float32}"
+
+
+def whole_mask(
+    mask: masks.Mask | None, given: dict[str, Value], align: Align | None
+) -> masks.Mask | None:
+    """The mask with a leaf for every tensor that was given and that it does not read itself."""
+    if mask is not None:
+        masks.is_mask(None, None, mask)
+    leaves = (masks.Keep(), masks.KeyLengths(), masks.QueryLengths(), masks.SameSegment())
+    for leaf in leaves:
+        if leaf.needs.keys() <= given.keys() and not (
+            mask and leaf.needs.keys() & mask.needs.keys()
+        ):
+            mask = leaf if mask is None else mask & leaf
+    return mask.aligned(align) if mask else None

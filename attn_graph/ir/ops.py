@@ -1,0 +1,388 @@
+"""The ops, each with its whole machine-free meaning.
+
+Forward: Scores, the modifiers, Mask, Softmax, Dropout, Weigh. The others exist for gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import final
+
+import torch
+from attrs import field, frozen
+
+from attn_graph.errors import GraphError, problems_of
+from attn_graph.ir.graph import Emit, Gradients, Op, Values
+from attn_graph.ir.modifiers import INF, beyond, finite, whole
+from attn_graph.ir.philox import counters, keep_
+from attn_graph.ir.promises import mask_problems
+from attn_graph.masks import leaves
+from attn_graph.masks.canonical import canonical_mask
+from attn_graph.masks.places import Place
+from attn_graph.spec import DTYPES, FLOATS, NAMES, ValueType, accumulator, number
+
+
+def per_head(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """[B,G,N,D] -> [B,H,N,D]: query head h reads key/value head h // (H / G)."""
+    return x.repeat_interleave(heads // max(1, x.shape[1]), 1)
+
+
+@final
+@frozen
+class Scores(Op):
+    """q [B,H,M,D], k [B,G,N,D] -> scale * q k^T [B,H,M,N], in float32 or wider."""
+
+    scale: float = field(default=1.0, converter=number, validator=finite)
+    names = ("s",)
+    reads = 2
+    roles = ("q", "k")
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        return 4, 4
+
+    def problems(self, q: ValueType, k: ValueType) -> Iterator[str]:
+        for a, b, name in (
+            (q.shape[0], k.shape[0], "batch"),
+            (q.shape[3], k.shape[3], "head size"),
+        ):
+            if a != b:
+                yield f"scores: q {q} and k {k} disagree in {name}, {a} and {b}"
+        if q.shape[3] == 0:
+            yield f"scores: q {q} has head size 0; it is at least 1"
+        if (k.shape[1] == 0 and q.shape[1]) or (k.shape[1] and q.shape[1] % k.shape[1]):
+            told = f"{q.shape[1]} heads of q {q} are no multiple of {k.shape[1]} heads of k {k}"
+            yield f"scores: {told}"
+        if q.dtype != k.dtype:
+            yield f"scores: q {q} and k {k} disagree in dtype, {q.dtype} and {k.dtype}"
+        if q.dtype not in FLOATS:
+            yield f"scores: q {q} must be of {' or '.join(map(str, FLOATS))}"
+        if told := beyond(self.scale, accumulator(q.dtype)):
+            yield f"scores: scale {told}"
+
+    def infer(self, q: ValueType, k: ValueType) -> tuple[ValueType]:
+        return (ValueType((*q.shape[:3], k.shape[2]), accumulator(q.dtype)),)
+
+    def run(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor]:
+        wide = accumulator(q.dtype)
+        return (self.scale * (q.to(wide) @ per_head(k.to(wide), q.shape[1]).mT),)
+
+    def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
+        (q, k), (ds,) = operands, grads
+        return emit(Weigh(self.scale), ds, k)[0], emit(WeighT(self.scale), ds, q, k)[0]
+
+
+@final
+@frozen
+class Mask(Op):
+    """s [B,H,M,N], the mask's tensors -> s, with -inf where the mask does not keep."""
+
+    mask: leaves.Mask = field(validator=leaves.is_mask)
+    names = ("s",)
+
+    @property
+    def roles(self) -> tuple[str, ...]:  # type: ignore[override]  # a class's constant elsewhere
+        return ("s", *self.mask.needs)
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        return (4, *(None for _ in self.mask.needs))  # `Data` says how many axes
+
+    def problems(self, s: ValueType, *given: ValueType) -> Iterator[str]:
+        B, H, M, N = s.shape
+        sizes = {"b": B, "h": H, "i": M, "j": N}
+        for (name, data), type_ in zip(self.mask.needs.items(), given, strict=True):
+            yield from data.problems("mask", name, type_, sizes)
+        yield from mask_problems(self.mask, (B, H, M, N))
+        yield from problems_of(lambda: canonical_mask(self.mask, M, N))
+
+    def infer(self, s: ValueType, *given: ValueType) -> tuple[ValueType]:
+        return (s,)
+
+    def run(self, s: torch.Tensor, *given: torch.Tensor) -> tuple[torch.Tensor]:
+        kept = self.mask.keep(whole(s, dict(zip(self.mask.needs, given, strict=True))))
+        return (torch.where(kept, s, -INF),)
+
+    def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
+        nothing = (None,) * (len(operands) - 1)
+        return (emit(Unmasked(), results[0], grads[0])[0], *nothing)
+
+
+@final
+@frozen
+class Unmasked(Op):
+    """s, ds -> ds, with 0 where s is -inf."""
+
+    names = ("ds",)
+    reads = 2
+    is_gradient = True
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        return 4, 4
+
+    def infer(self, s: ValueType, ds: ValueType) -> tuple[ValueType]:
+        return (ds,)
+
+    def run(self, s: torch.Tensor, ds: torch.Tensor) -> tuple[torch.Tensor]:
+        return (torch.where(s == -INF, 0.0, ds),)
+
+
+@final
+@frozen
+class Softmax(Op):
+    """s [B,H,M,N] -> p = exp(s - lse), lse [B,H,M] = log sum_j exp(s).
+
+    Sinks [H], when given, add exp(sink) to the sum and no weight. A row that sees nothing
+    has p = 0 and lse = -inf.
+    """
+
+    sinks: bool = False
+    names = ("p", "lse")
+    roles = ("s", "sinks")
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        return (4, 1) if self.sinks else (4,)
+
+    def problems(self, s: ValueType, sinks: ValueType | None = None) -> Iterator[str]:
+        if sinks is not None:
+            yield from leaves.Data("h", FLOATS).problems(
+                "softmax", "sinks", sinks, {"h": s.shape[1]}
+            )
+
+    def infer(self, s: ValueType, sinks: ValueType | None = None) -> tuple[ValueType, ValueType]:
+        return s, ValueType(s.shape[:3], s.dtype)
+
+    def run(
+        self, s: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        lse = torch.logsumexp(s, -1) if s.shape[-1] else s.new_full(s.shape[:3], -INF)
+        if sinks is not None:
+            lse = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+        return torch.exp(s - lse.masked_fill(lse == -INF, 0.0)[..., None]), lse
+
+    def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
+        (p, lse), (dp, dlse) = results, grads
+        dp = dp if dp is not None else emit(Zeros.like(p.type))[0]
+        dlse = dlse if dlse is not None else emit(Zeros.like(lse.type))[0]
+        (ds,) = emit(SoftmaxGrad(), p, dp, dlse)
+        sinks = operands[1:]
+        return (ds, *(emit(SinkGrad(), x, lse, p, dp, dlse)[0] for x in sinks))
+
+
+@final
+@frozen
+class SoftmaxGrad(Op):
+    """p, dp, dlse -> ds = p * (dp - sum_j p dp + dlse); 0 where p is, whatever dp and dlse hold."""
+
+    names = ("ds",)
+    is_gradient = True
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        return 4, 4, 3
+
+    def infer(self, p: ValueType, dp: ValueType, dlse: ValueType) -> tuple[ValueType]:
+        return (p,)
+
+    def run(self, p: torch.Tensor, dp: torch.Tensor, dlse: torch.Tensor) -> tuple[torch.Tensor]:
+        ds = p * (dp - (p * dp).sum(-1, keepdim=True) + dlse[..., None])
+        return (torch.where(p == 0, 0.0, ds),)
+
+
+@final
+@frozen
+class SinkGrad(Op):
+    """sinks, lse, p, dp, dlse -> dsinks [H] = sum_bi exp(sink - lse) * (dlse - sum_j p dp)."""
+
+    names = ("dsinks",)
+    is_gradient = True
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        return 1, 3, 4, 4, 3
+
+    def infer(self, sinks: ValueType, *_: ValueType) -> tuple[ValueType]:
+        return (sinks,)
+
+    def run(
+        self,
+        sinks: torch.Tensor,
+        lse: torch.Tensor,
+        p: torch.Tensor,
+        dp: torch.Tensor,
+        dlse: torch.Tensor,
+    ) -> tuple[torch.Tensor]:
+        return (sink_gradient(sinks, lse, dlse - (p * dp).sum(-1)),)
+
+
+def sink_gradient(sinks: torch.Tensor, lse: torch.Tensor, surplus: torch.Tensor) -> torch.Tensor:
+    """dsinks [H] = sum_bi exp(sink - lse) surplus, of surplus = dlse - delta [B,H,M].
+
+    A row that saw nothing, its sink being -inf too, adds 0, whatever its surplus holds.
+    """
+    shares = torch.exp(sinks.to(lse.dtype)[:, None] - lse).mul_(surplus)
+    return shares.masked_fill_(lse == -INF, 0.0).sum((0, 2)).to(sinks.dtype)
+
+
+def clear_blind_rows(x: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """A copy of x [B,H,M] or [B,H,M,E] with 0 in the rows that saw nothing: where lse is -inf.
+
+    Cotangents go through it, so that what they hold in such rows, NaN included, reaches nothing.
+    """
+    blind = lse == -INF
+    return x.masked_fill(blind if x.ndim == lse.ndim else blind[..., None], 0.0)
+
+
+def share(_: object, attribute: object, rate: float) -> None:
+    if not (isinstance(rate, float) and 0 <= rate < 1):
+        raise GraphError(f"dropout: rate {rate!r} is not in [0, 1)")
+
+
+@final
+@frozen
+class Dropout(Op):
+    """p, seed, offset -> p * z / (1 - rate), z from Philox at (seed, offset; b, h, i, j)."""
+
+    rate: float = field(converter=number, validator=share)
+    names = ("p",)
+    roles = ("p", "seed", "offset")
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        return 4, 0, 0
+
+    def problems(self, p: ValueType, seed: ValueType, offset: ValueType) -> Iterator[str]:
+        for name, type_ in (("seed", seed), ("offset", offset)):
+            if type_ != ValueType((), torch.int64):
+                yield f"dropout: {name} {type_} must be i64[()], one number"
+
+    def infer(self, p: ValueType, seed: ValueType, offset: ValueType) -> tuple[ValueType]:
+        return (p,)
+
+    def run(self, p: torch.Tensor, seed: torch.Tensor, offset: torch.Tensor) -> tuple[torch.Tensor]:
+        at = whole(p, {})
+        return (p * kept(at, self.rate, int(seed), int(offset)) / (1 - self.rate),)
+
+    def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
+        return emit(self, grads[0], *operands[1:])[0], None, None
+
+
+def kept(at: Place, rate: float, seed: int, offset: int) -> torch.Tensor:
+    """z of a block, as booleans."""
+    assert at.ranges is not None
+    shape = [*map(len, at.ranges[:3]), len(counters(at.ranges[3]))]
+    six = [torch.empty(shape, dtype=torch.int64, device=at.b.device) for _ in range(6)]
+    bits = torch.empty([*shape[:3], 4 * shape[3]], dtype=torch.bool, device=at.b.device)
+    return keep_(bits, rate, seed, offset, at.ranges, at.H, six)
+
+
+@final
+@frozen
+class Weigh(Op):
+    """p [B,H,M,N], v [B,G,N,E] -> scale * p v [B,H,M,E], in v's dtype."""
+
+    scale: float = field(default=1.0, converter=number, validator=finite)
+    names = ("o",)
+    reads = 2
+    roles = ("p", "v")
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        return 4, 4
+
+    def problems(self, p: ValueType, v: ValueType) -> Iterator[str]:
+        for a, b, name in ((p.shape[0], v.shape[0], "batch"), (p.shape[3], v.shape[2], "keys")):
+            if a != b:
+                yield f"weigh: p {p} and v {v} disagree in {name}, {a} and {b}"
+        if (v.shape[1] == 0 and p.shape[1]) or (v.shape[1] and p.shape[1] % v.shape[1]):
+            told = f"{p.shape[1]} heads of p {p} are no multiple of {v.shape[1]} heads of v {v}"
+            yield f"weigh: {told}"
+        if v.shape[3] == 0:
+            yield f"weigh: v {v} has head size 0; it is at least 1"
+        if v.dtype in FLOATS and p.dtype != accumulator(v.dtype):
+            yield f"weigh: p {p} and v {v} disagree in dtype; p is in {accumulator(v.dtype)}"
+        if v.dtype not in FLOATS:
+            yield f"weigh: v {v} must be of {' or '.join(map(str, FLOATS))}"
+
+    def infer(self, p: ValueType, v: ValueType) -> tuple[ValueType]:
+        return (ValueType((*p.shape[:3], v.shape[3]), v.dtype),)
+
+    def run(self, p: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor]:
+        return ((self.scale * (p @ per_head(v.to(p.dtype), p.shape[1]))).to(v.dtype),)
+
+    def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
+        (p, v), (do,) = operands, grads
+        return emit(Scores(self.scale), do, v)[0], emit(WeighT(self.scale), p, do, v)[0]
+
+
+@final
+@frozen
+class WeighT(Op):
+    """p [B,H,M,N], x [B,H,M,E], like [B,G,N,E] -> scale * p^T x, added up in groups of heads.
+
+    A row of p that is all 0 adds 0, whatever x holds there.
+    """
+
+    scale: float = field(default=1.0, converter=number, validator=finite)
+    names = ("dv",)
+    reads = 3
+    is_gradient = True
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        return 4, 4, 4
+
+    def infer(self, p: ValueType, x: ValueType, like: ValueType) -> tuple[ValueType]:
+        return (like,)
+
+    def run(self, p: torch.Tensor, x: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor]:
+        B, G, N, E = like.shape
+        weighed = x.to(p.dtype).masked_fill((p == 0).all(-1, keepdim=True), 0.0)
+        full = self.scale * (p.mT @ weighed)
+        grouped = full.reshape(B, G, p.shape[1] // max(1, G), N, E)
+        return (grouped.sum(2).to(like.dtype),)
+
+
+@final
+@frozen
+class Add(Op):
+    """a + b."""
+
+    is_gradient = True
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        return None, None
+
+    def infer(self, a: ValueType, b: ValueType) -> tuple[ValueType]:
+        return (a,)
+
+    def run(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor]:
+        return (a + b,)
+
+
+@final
+@frozen
+class Zeros(Op):
+    """Zeros of a shape: the gradient of what is not used."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    names = ("zeros",)
+    is_gradient = True
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        return ()
+
+    @classmethod
+    def like(cls, type_: ValueType) -> Zeros:
+        return cls(type_.shape, NAMES[type_.dtype])
+
+    def infer(self) -> tuple[ValueType]:
+        return (ValueType(self.shape, DTYPES[self.dtype]),)
+
+    def run(self) -> tuple[torch.Tensor]:
+        return (torch.zeros(self.shape, dtype=DTYPES[self.dtype]),)

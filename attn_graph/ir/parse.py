@@ -1,0 +1,286 @@
+"""Graphs as text and back. The text is Python, so `ast` is the whole parser."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+
+from attn_graph.errors import GraphError
+from attn_graph.ir import modifiers, ops
+from attn_graph.ir.attention import Attention, AttentionGrad
+from attn_graph.ir.builder import Builder, Value
+from attn_graph.ir.graph import Graph, Op, called
+from attn_graph.masks import leaves as masks
+from attn_graph.masks.joins import And, Mask, Not, Or, flat, is_mask, joined
+from attn_graph.spec import DTYPES, TensorSpec
+
+OPS: tuple[type[Op], ...] = (
+    *(ops.Scores, ops.Mask, ops.Softmax, ops.Dropout, ops.Weigh),
+    *(ops.Unmasked, ops.SoftmaxGrad, ops.SinkGrad, ops.WeighT, ops.Add, ops.Zeros),
+    *(modifiers.Back, modifiers.Collect, *modifiers.MODIFIERS),
+    *(Attention, AttentionGrad),
+)
+
+
+CALLS = {called(op): op for op in OPS}
+
+
+def show(graph: Graph) -> str:
+    """Valid Python, one line an equation, that `parse` turns back into an equal graph."""
+    names = [i.name for i in graph.inputs]
+    inputs = ",\n".join(f"    {i.name}: {i.spec}" for i in graph.inputs)
+    lines = [f"def graph(\n{inputs},\n):" if names else "def graph():"]
+    for eqn in graph.eqns:
+        outs = list(fresh(eqn.op.names, names))
+        args = ", ".join([names[i] for i in eqn.args] + shown_fields(eqn.op))
+        types = ", ".join(map(str, eqn.outs))
+        names += outs
+        lines.append(f"    {', '.join(outs)} = {called(type(eqn.op))}({args})  # {types}")
+    return "\n".join([*lines, f"    return {', '.join(names[i] for i in graph.outputs)}"])
+
+
+def fresh(wanted: Iterable[str], taken: list[str]) -> Iterator[str]:
+    """Names for results: as wanted, or with the first free number."""
+    used = set(taken)
+    for name in wanted:
+        tries = (name if n == 1 else f"{name}{n}" for n in range(1, len(used) + 2))
+        free = next(t for t in tries if t not in used)
+        used.add(free)
+        yield free
+
+
+def shown_fields(value: Any) -> list[str]:  # Any: of an attrs class
+    """`name=value` for every field that differs from its default."""
+    return [
+        f"{f.name}={show_value(getattr(value, f.name))}"
+        for f in attrs.fields(type(value))
+        if f.default is attrs.NOTHING or getattr(value, f.name) != f.default
+    ]
+
+
+def show_value(value: object) -> str:
+    """A field's value as Python."""
+    match value:
+        case And():
+            return f"({' & '.join(map(show_value, flat(And, value)))})"
+        case Or():
+            return f"({' | '.join(map(show_value, flat(Or, value)))})"
+        case Not(a):
+            return f"~{show_value(a)}"
+        case tuple():
+            inner = ", ".join(map(show_value, value))
+            return f"({inner},)" if len(value) == 1 else f"({inner})"
+        case _ if attrs.has(type(value)):
+            return f"{type(value).__name__}({', '.join(shown_fields(value))})"
+        case _:
+            return repr(value)
+
+
+def parse(text: str, *, known: Iterable[type[Any]] = ()) -> Graph:  # Any: masks, modifiers or ops
+    """The graph that `str` printed: `parse(str(g)) == g`. Nothing of the text is executed.
+
+    `known` holds your own mask leaves, where the text names any. Raises GraphError for what is
+    not such a text, with the line.
+    """
+    return Parser({cls.__name__: cls for cls in (*masks.LEAVES, *OPS, *known)}).graph(text)
+
+
+def parse_mask(text: str, *, known: Iterable[type[Any]] = ()) -> Mask:  # Any: leaves
+    """The mask that a text such as `Causal() & (Window(64) | Prefix(4))` says, by `str` or by hand.
+
+    `known` holds your own leaves, where the text names any. Nothing of it is executed. Raises
+    GraphError for what is no mask.
+    """
+    parser = Parser({cls.__name__: cls for cls in (*masks.LEAVES, *known)})
+    try:
+        return parser.whole_mask(text)
+    except RecursionError as error:
+        raise GraphError("the mask has too many parts within parts to be read") from error
+    except GraphError as error:
+        leaves = ", ".join(map(form, parser.classes.values()))
+        joints = "joined with & (not `and`), | (not `or`) and ~ (not `not`)"
+        raise GraphError(f"{error}; a mask is made of {leaves}, {joints}") from error
+
+
+def form(leaf: type[Any]) -> str:  # Any: an attrs class
+    """ "Window(left, right, align)"."""
+    return f"{leaf.__name__}({', '.join(f.name for f in attrs.fields(leaf))})"
+
+
+def read(text: str, mode: str = "exec") -> Any:  # Any: an ast.Module, or another by the mode
+    """Python's syntax tree of a text. Raises GraphError where it has none."""
+    if not isinstance(text, str):
+        raise GraphError(f"expected text, got {type(text).__name__}")
+    try:
+        return ast.parse(text, mode=mode)
+    except SyntaxError as error:
+        raise GraphError(f"line {error.lineno or 1}: {error.msg}") from error
+    except (ValueError, RecursionError, MemoryError) as error:  # null bytes; 1000s of brackets
+        raise GraphError(f"the text can't be read: {error or type(error).__name__}") from error
+
+
+@attrs.frozen
+class Parser:
+    """Reads text with the classes it knows."""
+
+    classes: dict[str, type[Any]]
+
+    def whole_mask(self, text: str) -> Mask:
+        found = self.value(read(text.strip() if isinstance(text, str) else text, "eval").body)
+        if not isinstance(found, Mask):
+            raise GraphError(f"{text} is {found!r}, and no mask such as Causal() & Window(64)")
+        return found
+
+    def graph(self, text: str) -> Graph:
+        match read(text).body:
+            case [
+                ast.FunctionDef(
+                    args=ast.arguments(args=params), body=[*eqns, ast.Return(value=out) as last]
+                )
+            ]:
+                pass
+            case _:
+                raise GraphError("line 1: expected one `def graph(...)` that ends in `return`")
+        b, env = Builder(), dict[str, Value]()
+        for param in params:
+            with line(param.lineno):
+                env[param.arg] = b.input(param.arg, spec_of(param.annotation))
+                b.check()
+        for eqn in eqns:
+            with line(eqn.lineno):
+                env |= self.equation(b, env, eqn)
+                b.check()
+        with line(last.lineno):
+            return b.build(*(looked_up(env, n) for n in names_of(out)))
+
+    def equation(self, b: Builder, env: dict[str, Value], eqn: ast.stmt) -> dict[str, Value]:
+        """The values that an equation adds, by name."""
+        match eqn:
+            case ast.Assign(
+                targets=[target], value=ast.Call(func=ast.Name(id=name), args=args, keywords=kws)
+            ) if name in CALLS:
+                op = self.made(CALLS[name], kws)
+                outs = b.emit(op, *(looked_up(env, n) for a in args for n in names_of(a)))
+            case _:
+                raise GraphError("expected `x, ... = op(...)` of a known op")
+        if len(names := names_of(target)) != len(outs):
+            raise GraphError(f"{name} has {len(outs)} results, and {len(names)} are named")
+        return dict(zip(names, outs, strict=True))
+
+    def value(self, node: ast.expr) -> Any:  # Any: what a field of some class holds
+        match node:
+            case ast.BinOp(op=ast.BitAnd()):
+                return joined(And, map(self.mask, spine(node, ast.BitAnd)))
+            case ast.BinOp(op=ast.BitOr()):
+                return joined(Or, map(self.mask, spine(node, ast.BitOr)))
+            case ast.UnaryOp(ast.Invert(), operand):
+                return ~self.mask(operand)
+            case ast.Tuple(parts):
+                return tuple(map(self.value, parts))
+            case ast.Call(func=ast.Name(id=name), args=args, keywords=kws) if name in self.classes:
+                return self.made(self.classes[name], kws, args)
+            case _:
+                return literal(node)
+
+    def mask(self, node: ast.expr) -> Mask:
+        """A part of a join."""
+        part: Mask = self.value(node)
+        is_mask(None, None, part)
+        return part
+
+    def made(
+        self,
+        cls: type[Any],  # Any: an attrs class
+        keywords: list[ast.keyword],
+        inorder: Sequence[ast.expr] = (),
+    ) -> Any:  # Any: a cls
+        fields = {f.name: f.default is attrs.NOTHING for f in attrs.fields(cls)}
+        given = {k.arg or "**": self.value(k.value) for k in keywords}
+        first = dict(zip(fields, map(self.value, inorder), strict=False))
+        if len(inorder) > len(first) or first.keys() & given:
+            raise GraphError(f"{cls.__name__} takes {', '.join(fields) or 'nothing'}, each once")
+        given |= first
+        if unknown := given.keys() - fields:
+            raise GraphError(f"{cls.__name__} has no field {sorted(unknown)}; has {sorted(fields)}")
+        if missing := [name for name, needed in fields.items() if needed and name not in given]:
+            raise GraphError(f"{cls.__name__} needs {', '.join(missing)}")
+        try:
+            return cls(**given)
+        except GraphError:
+            raise
+        except (TypeError, ValueError, OverflowError) as error:  # of converters
+            raise GraphError(f"{cls.__name__}: {error}") from error
+
+
+def spine(node: ast.expr, op: type[ast.operator]) -> list[ast.expr]:
+    """The operands of a & b & c, which Python nests to the left."""
+    operands: list[ast.expr] = []
+    while isinstance(node, ast.BinOp) and isinstance(node.op, op):
+        operands.append(node.right)
+        node = node.left
+    return [node, *reversed(operands)]
+
+
+@contextmanager
+def line(number: int) -> Iterator[None]:
+    """What goes wrong in here goes wrong in this line of the text."""
+    try:
+        yield
+    except GraphError as error:
+        raise GraphError(*(f"line {number}: {told}" for told in error.problems)) from error
+
+
+def literal(node: ast.expr) -> Any:  # Any: whatever Python has literals for
+    try:
+        return ast.literal_eval(node)
+    except (TypeError, ValueError) as error:  # {[]: 1}; a call, or a name
+        raise GraphError(f"{ast.unparse(node)} is no known value") from error
+
+
+def spec_of(node: ast.expr | None) -> TensorSpec:
+    """`f16[2, 3]`, `f16[2, 3](strides=(1, 2))` or `i64[()]`."""
+    match node:
+        case ast.Subscript(value=ast.Name(id=name), slice=sizes) if name in DTYPES:
+            return TensorSpec(integers(sizes), DTYPES[name])
+        case ast.Call(
+            func=ast.Subscript() as dense,
+            args=[],
+            keywords=[ast.keyword(arg="strides", value=strides)],
+        ):
+            spec = spec_of(dense)
+            return TensorSpec(spec.shape, spec.dtype, integers(strides))
+        case _:
+            told = ast.unparse(node) if node else "no type"
+            raise GraphError(f"expected a type such as f16[2, 3], got {told}")
+
+
+def integers(node: ast.expr) -> tuple[int, ...]:
+    """Sizes or strides. Raises GraphError for what is neither."""
+    value = literal(node)
+    numbers = value if isinstance(value, tuple) else (value,)
+    if not all(type(number) is int for number in numbers):
+        raise GraphError(
+            f"{ast.unparse(node)} are no integers; sizes and strides are said such as "
+            "f16[2, 3](strides=(1, 2))"
+        )
+    return numbers
+
+
+def names_of(node: ast.expr | None) -> list[str]:
+    match node:
+        case ast.Tuple(parts):
+            return [name for part in parts for name in names_of(part)]
+        case ast.Name(id=name):
+            return [name]
+        case _:
+            raise GraphError(f"expected names, got {ast.unparse(node) if node else 'nothing'}")
+
+
+def looked_up(env: dict[str, Value], name: str) -> Value:
+    if name not in env:
+        raise GraphError(f"{name} is used before it is defined; known are {', '.join(env)}")
+    return env[name]

@@ -1,0 +1,200 @@
+"""Graph -> Graph: one form for all graphs that mean the same, then one op for the whole chain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+
+from attrs import evolve
+
+from attn_graph.ir import ops
+from attn_graph.ir.attention import Attention, AttentionGrad
+from attn_graph.ir.builder import Builder, Value
+from attn_graph.ir.graph import Eqn, Graph
+from attn_graph.ir.modifiers import Modifier
+from attn_graph.ir.rewrite import prune, replay
+from attn_graph.masks import leaves
+from attn_graph.masks.canonical import canonical_mask
+
+
+def canonicalise(graph: Graph) -> Graph:
+    """Alignments become offsets, masks come after modifiers, and masks in a row become one."""
+
+    def rule(b: Builder, eqn: Eqn, operands: tuple[Value, ...]) -> tuple[Value, ...] | None:
+        if isinstance(eqn.op, ops.Mask):
+            return (masked(b, eqn.op.mask, operands),)
+        if isinstance(eqn.op, Modifier):
+            return (modified(b, eqn.op, operands),)
+        return None
+
+    return replay(graph, rule)
+
+
+def masked(b: Builder, mask: leaves.Mask, operands: tuple[Value, ...]) -> Value:
+    """Scores under the mask in canonical form, joined with a mask that they are under already."""
+    s, *given = operands
+    canonical = canonical_mask(mask, *s.type.shape[2:])
+    if canonical is None:
+        return s
+    data = dict(zip(mask.needs, given, strict=True))
+    under = producer(b, s)
+    if under is not None and isinstance(under.op, ops.Mask):
+        first, *others = (Value(b, i) for i in under.args)
+        known = dict(zip(under.op.mask.needs, others, strict=True))
+        if all(known[name].index == data[name].index for name in known.keys() & data.keys()):
+            joined = canonical_mask(canonical & under.op.mask, *s.type.shape[2:])
+            assert joined is not None  # neither part keeps everything
+            canonical, s, data = joined, first, data | known
+    return s.mask(canonical, **{name: data[name] for name in canonical.needs})
+
+
+def modified(b: Builder, op: Modifier, operands: tuple[Value, ...]) -> Value:
+    """A modifier with its alignment resolved, moved before the mask that its scores are under."""
+    s, *given = operands
+    op = op.resolved(*s.type.shape[2:])
+    under = producer(b, s)
+    if under is None or not isinstance(under.op, ops.Mask):
+        return s.then(op, *given)
+    first, *data = (Value(b, i) for i in under.args)
+    return modified(b, op, (first, *given)).then(under.op, *data)
+
+
+def producer(b: Builder, value: Value) -> Eqn | None:
+    """The equation that a value comes from; None for an input."""
+    first = len(b.inputs)
+    for eqn in b.eqns:
+        if first <= value.index < first + len(eqn.outs):
+            return eqn
+        first += len(eqn.outs)
+    return None
+
+
+def fuse(graph: Graph) -> Graph:
+    """Every chain scores -> modifiers -> mask -> softmax -> dropout -> weigh becomes an Attention.
+
+    A chain whose scores or weights are used elsewhere too stays as it is, and so does one whose
+    lse is read before its o is there, or one of mixed dtypes: Attention has one dtype.
+    """
+    makers = {i: (eqn, outs) for eqn, outs in graph.numbered() for i in outs}
+    users, types = count_users(graph), graph.types
+    chains = {}
+    for eqn, (o,) in ((e, outs) for e, outs in graph.numbered() if isinstance(e.op, ops.Weigh)):
+        chain = chain_of(eqn, makers, users)
+        if chain is None or read_before(graph, chain[2], o):
+            continue
+        if len({types[i].dtype for i in chain[1][:3]}) == 1:
+            chains[o] = chain
+    return emit_chains(graph, chains) if chains else graph
+
+
+def read_before(graph: Graph, value: int, end: int) -> bool:
+    """Whether an equation before the one that gives `end` reads a value."""
+    return any(value in eqn.args for eqn, outs in graph.numbered() if outs[-1] < end)
+
+
+def count_users(graph: Graph) -> dict[int, int]:
+    """How often each value is read, outputs included."""
+    users: dict[int, int] = {}
+    for i in [*(i for eqn in graph.eqns for i in eqn.args), *graph.outputs]:
+        users[i] = users.get(i, 0) + 1
+    return users
+
+
+Makers = dict[int, tuple[Eqn, range]]
+Chain = tuple[Attention, tuple[int, ...], int]  # the op, its operands, and the old number of lse
+
+
+def chain_of(weigh: Eqn, makers: Makers, users: dict[int, int]) -> Chain | None:
+    """The chain that ends in this equation, if it is one."""
+    at, v = weigh.args
+    steps: list[Eqn] = []
+    while at in makers and users[at] == 1 and not isinstance(makers[at][0].op, ops.Scores):
+        eqn, outs = makers[at]
+        if at != outs[0]:
+            return None
+        steps.append(eqn)
+        if not eqn.args:
+            return None
+        at = eqn.args[0]
+    if at not in makers or users[at] != 1 or weigh.op != ops.Weigh():
+        return None
+    return assembled([makers[at][0], *reversed(steps)], v, makers)
+
+
+def assembled(steps: list[Eqn], v: int, makers: Makers) -> Chain | None:
+    """One Attention for equations in the order of the chain; None where they are in another."""
+    kinds = [next((k for k, t in enumerate(ORDER) if isinstance(e.op, t)), None) for e in steps]
+    if (
+        None in kinds
+        or kinds != sorted(kinds, key=lambda k: k or 0)
+        or any(kinds.count(k) > 1 for k in (2, 3, 4))
+    ):
+        return None
+    found = dict(zip(kinds, steps, strict=True))
+    first, modifiers = steps[0], [e for e in steps if isinstance(e.op, Modifier)]
+    if not isinstance(first.op, ops.Scores) or 3 not in found:
+        return None
+    mask, softmax, dropout = found.get(2), found[3], found.get(4)
+    dropout = None if dropout and dropout.op == ops.Dropout(0.0) else dropout
+    op = Attention(
+        first.op.scale,
+        tuple(e.op for e in modifiers if isinstance(e.op, Modifier)),
+        mask.op.mask if mask and isinstance(mask.op, ops.Mask) else None,
+        len(softmax.args) > 1,
+        dropout.op.rate if dropout and isinstance(dropout.op, ops.Dropout) else 0.0,
+    )
+    tails = [e for e in (*modifiers, mask, softmax, dropout) if e is not None]
+    operands = (*first.args, v, *(i for e in tails for i in e.args[1:]))
+    lse = next(outs[1] for e, outs in makers.values() if e is softmax)
+    return op, operands, lse
+
+
+ORDER = (ops.Scores, Modifier, ops.Mask, ops.Softmax, ops.Dropout)
+
+
+def emit_chains(graph: Graph, chains: dict[int, Chain]) -> Graph:
+    """The graph with each chain's results, o and lse, computed by its Attention."""
+    b = Builder(trusts=True)
+    values = {n: b.input(i.name, i.spec) for n, i in enumerate(graph.inputs)}
+    live = still_read(graph, chains)
+    for eqn, outs in graph.numbered():
+        if outs[0] in chains:
+            op, operands, lse = chains[outs[0]]
+            values[outs[0]], values[lse] = b.emit(op, *(values[i] for i in operands))
+        elif live & set(outs):
+            values.update(zip(outs, b.emit(eqn.op, *(values[i] for i in eqn.args)), strict=True))
+    return b.graph(*(values[i] for i in graph.outputs))
+
+
+def still_read(graph: Graph, chains: dict[int, Chain]) -> set[int]:
+    """The values that are read where each chain is one equation, at the place of its last."""
+    live, stats = set(graph.outputs), {lse for _, _, lse in chains.values()}
+    for eqn, outs in reversed([*graph.numbered()]):
+        if outs[0] in chains:
+            live |= set(chains[outs[0]][1])
+        elif live & set(outs) - stats:
+            live |= set(eqn.args)
+    return live - stats
+
+
+def narrow(graph: Graph) -> Graph:
+    """Attention gradients compute only what is read of them."""
+    users = count_users(graph)
+    b = Builder(trusts=True)
+    values = {n: b.input(i.name, i.spec) for n, i in enumerate(graph.inputs)}
+    for eqn, outs in graph.numbered():
+        op = eqn.op
+        if isinstance(op, AttentionGrad):
+            live = iter([i in users for i in outs])
+            op = evolve(op, wants=tuple(wanted and next(live) for wanted in op.wants))
+        found = iter(b.emit(op, *(values[i] for i in eqn.args)))
+        values |= {i: next(found) for i in outs if op is eqn.op or i in users}
+    return b.graph(*(values[i] for i in graph.outputs))
+
+
+PASSES: tuple[Callable[[Graph], Graph], ...] = (prune, canonicalise, fuse)
+
+
+def simplify(graph: Graph) -> Graph:
+    """All passes, in their order."""
+    return reduce(lambda g, run: run(g), PASSES, graph)

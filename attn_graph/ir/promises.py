@@ -1,0 +1,269 @@
+"""What masks and modifiers of your own say of themselves, checked on a small block of places.
+
+Backends believe what a definition says: that `keep` gives booleans, that no key outside of `span`
+is kept, that a step adds. A graph is built only of definitions that hold on a block which covers
+the first positions and the last of at most SIDE. Definitions of ours are proven by tests instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any, final
+
+import attrs
+import torch
+from attrs import evolve, frozen
+from torch.utils._python_dispatch import _disable_current_modes
+
+from attn_graph.errors import GraphError
+from attn_graph.ir.modifiers import Modifier
+from attn_graph.masks.joins import And, Data, Mask, Not, Or
+from attn_graph.masks.leaves import LEAVES, ragged_in
+from attn_graph.masks.places import Block, Keys, Place
+
+SIDE = 512  # queries and keys, at most, where nothing is read
+READ_SIDE = 64  # and where tensors are, which have to be made up
+CLOSE = 1e-9  # how far float64 may be off that was computed in two ways, in parts of its size
+CPU = torch.device("cpu")
+Sizes = tuple[int, int, int, int]  # B, H, M, N
+FAILURES = (RuntimeError, TypeError, ValueError)  # what tensors raise where a number was expected
+
+
+def mask_problems(mask: Mask, sizes: Sizes) -> Iterator[str]:
+    """What leaves of one's own, among the parts of a mask, say wrongly."""
+    if isinstance(mask, (And, Or, Not)):
+        for part in mask.parts:
+            yield from mask_problems(part, sizes)
+    elif type(mask) not in LEAVES:
+        yield from value_problems(mask) or checked_mask(mask, small(sizes, mask.needs))
+
+
+def modifier_problems(modifier: Modifier, sizes: Sizes) -> Iterator[str]:
+    """What a modifier of one's own says wrongly."""
+    yield from value_problems(modifier) or checked_modifier(modifier, small(sizes, {"s": None}))
+
+
+def small(sizes: Sizes, needs: Mapping[str, object]) -> Sizes:
+    """Sizes of the block that is checked: B, M and N are cut, H is not, since tables are by h."""
+    B, H, M, N = sizes
+    side = READ_SIDE if needs else SIDE
+    return min(B, 2), H, min(M, side), min(N, side)
+
+
+def value_problems(value: Mask | Modifier) -> list[str]:
+    """Why equal values would not mean the same: graphs, plans and figures are found by them."""
+    kind = type(value)
+    if "__attrs_attrs__" not in vars(kind):
+        return [
+            f"{kind.__name__}: the class has no fields of its own, and would share plans with "
+            "others of its kind; decorate it with @attrs.frozen"
+        ]
+    return [
+        f"{kind.__name__}: {field.name} is a {type(held).__name__}, and fields are numbers, texts "
+        "and tuples of them; tensors are named in `needs`"
+        for field in attrs.fields(kind)
+        if isinstance(held := getattr(value, field.name), list | dict | set | torch.Tensor)
+    ]
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Tensors are plain ones on the CPU, whatever modes the graph is built under."""
+    with _disable_current_modes(), CPU, torch.no_grad():
+        yield
+
+
+@lru_cache(256)
+def checked_mask(mask: Mask, sizes: Sizes) -> tuple[str, ...]:
+    """The problems with one leaf."""
+    if 0 in sizes:
+        return ()
+    with undisturbed():
+        try:
+            leaf = mask.resolved(sizes[2], sizes[3], ragged_in(mask.needs))
+        except GraphError:  # an alignment is not said, which the canonical form tells
+            return ()
+        return tuple(problems_of_mask(leaf, sizes))
+
+
+@lru_cache(256)
+def checked_modifier(modifier: Modifier, sizes: Sizes) -> tuple[str, ...]:
+    """The problems with one modifier."""
+    if 0 in sizes:
+        return ()
+    with undisturbed():
+        return tuple(problems_of_modifier(modifier, sizes))
+
+
+def attempt(who: str, run: Callable[[], Any]) -> tuple[Any, list[str]]:  # Any: what run returns
+    """What a definition gives; or None, and the problem that it fails."""
+    try:
+        return run(), []
+    except GraphError as error:
+        return None, [f"{who}: {text}" for text in error.problems]
+    except FAILURES as error:
+        return None, [
+            f"{who} fails on a block of places: {error}; write it with operators and methods, "
+            "&, | and ~ in place of `and`, `or` and `not`, and no `if`"
+        ]
+
+
+# Masks
+
+
+def problems_of_mask(mask: Mask, sizes: Sizes) -> Iterator[str]:
+    B, H, M, N = sizes
+    who, data = type(mask).__name__, made_up(mask.needs, sizes)
+    everywhere = Block(range(B), range(min(H, 2)), range(M), H, M, N, data)
+    kept, failures = attempt(f"{who}.keep", lambda: mask.keep(Place.of(everywhere, range(N), CPU)))
+    yield from failures
+    if failures:
+        return
+    if not isinstance(kept, bool) and getattr(kept, "dtype", None) != torch.bool:
+        given = getattr(kept, "dtype", type(kept).__name__)
+        yield f"{who}.keep gives {given}, and has to say true or false; compare: ... != 0"
+        return
+    flags = torch.as_tensor(kept).expand(B, min(H, 2), M, N)
+    lies = (problems_of_keys(mask, block, flags) for block in blocks_of(everywhere))
+    yield from next(filter(None, lies), ())
+    yield from problems_of_strip(mask, everywhere, flags)
+    shifted = flags[..., 1:, 1:] != flags[..., :-1, :-1]
+    if mask.relative and bool(shifted.any()):
+        yield f"{who} says relative = True, and keep does not depend on j - i alone"
+
+
+def blocks_of(everywhere: Block) -> Iterator[Block]:
+    """Some queries, before the tensors that are read are known and after."""
+    M = everywhere.M
+    for rows in (range(M), range(M // 2, min(M, M // 2 + 3)), range(max(0, M - 5), M)):
+        yield evolve(everywhere, rows=rows)
+        yield evolve(everywhere, rows=rows, data=None)
+
+
+def problems_of_keys(mask: Mask, block: Block, kept: torch.Tensor) -> list[str]:
+    """Keys that `span` leaves out or that `surely` has, and should not."""
+    who, queries = type(mask).__name__, f"queries {block.rows.start} to {block.rows.stop - 1}"
+    here = kept[:, :, block.rows.start : block.rows.stop].flatten(0, 2)
+    lacking = here.any(0) & ~held(mask.span(block), block.N)
+    wrong = held(mask.surely(block), block.N) & ~here.all(0)
+    lies = (
+        ("span", lacking, "lacks key {}, which one of them keeps"),
+        ("surely", wrong, "has key {}, which one of them does not keep"),
+    )
+    return [
+        f"{who}.{name} of {queries} {text.format(int(keys.nonzero()[0]))}"
+        for name, keys, text in lies
+        if keys.any()
+    ]
+
+
+def held(keys: Keys, count: int) -> torch.Tensor:
+    """For each position, whether it is in the set."""
+    flags = torch.zeros(count, dtype=torch.bool)
+    for start, stop in keys.intervals:
+        flags[max(0, start) : stop] = True
+    return flags
+
+
+def problems_of_strip(mask: Mask, block: Block, kept: torch.Tensor) -> Iterator[str]:
+    at = Place.of(block, range(block.N), CPU)
+    strip = mask.strip(at)
+    if strip is None:
+        return
+    bounds = (
+        strip.low is None or at.j - at.i >= strip.low,
+        strip.high is None or at.j - at.i <= strip.high,
+        strip.keys is None or at.j < strip.keys,
+        strip.rows is None or at.i < strip.rows,
+    )
+    inside = torch.ones_like(kept)
+    for bound in bounds:
+        inside = inside & bound
+    for b, h, i, j in (inside != kept).nonzero()[:1].tolist():
+        yield f"{type(mask).__name__}.strip is not what keep keeps: b={b}, h={h}, i={i}, j={j}"
+
+
+# Modifiers
+
+
+@final
+@frozen(eq=False)
+class Trial:
+    """A modifier, a block of places, and what is read there."""
+
+    modifier: Modifier
+    at: Place
+    shape: Sizes
+
+    @classmethod
+    def of(cls, modifier: Modifier, sizes: Sizes) -> Trial:
+        B, H, M, N = sizes
+        heads = range(min(H, 2))
+        block = Block(range(B), heads, range(M), H, M, N, made_up(modifier.needs, sizes))
+        return cls(modifier, Place.of(block, range(N), CPU), (B, len(heads), M, N))
+
+    def change(self, s: torch.Tensor) -> torch.Tensor:
+        return self.modifier.change(s.clone(), self.at)
+
+    def back(self, ds: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+        return self.modifier.back(ds.clone(), s.clone(), self.at)
+
+    def problems(self, name: str, run: Callable[[], Any]) -> list[str]:  # Any: is looked at
+        """What is wrong with a result that is to be a block of scores."""
+        who = f"{type(self.modifier).__name__}.{name}"
+        given, failures = attempt(who, run)
+        if failures:
+            return failures
+        if not isinstance(given, torch.Tensor):
+            return [f"{who} returns {type(given).__name__}, and has to return the new block"]
+        if given.shape != self.shape or not given.is_floating_point():
+            told = f"{given.dtype} {list(given.shape)}"
+            return [f"{who} returns {told} for a block of scores {list(self.shape)}"]
+        return []
+
+
+def problems_of_modifier(modifier: Modifier, sizes: Sizes) -> Iterator[str]:
+    trial, who = Trial.of(modifier, sizes), type(modifier).__name__
+    random = torch.Generator(CPU).manual_seed(0)
+    one, two = torch.randn(2, *trial.shape, generator=random, dtype=torch.float64).unbind()
+    problems = trial.problems("change", lambda: trial.change(one))
+    if not problems and not [*modifier.gradient_problems()]:
+        problems = trial.problems("back", lambda: trial.back(two, trial.change(one)))
+        if not problems and modifier.additive and apart(trial.back(two, one), two):
+            problems = [f"{who} says additive = True, and back is not ds itself"]
+    yield from problems
+    if problems:
+        return
+    if modifier.additive and apart(trial.change(one) - one, trial.change(two) - two):
+        yield f"{who} says additive = True, and change does not add the same to any score"
+    level = trial.change(torch.full(trial.shape, 0.5, dtype=torch.float64))
+    if modifier.relative and apart(level[..., 1:, 1:], level[..., :-1, :-1]):
+        yield f"{who} says relative = True, and change does not depend on j - i alone"
+
+
+def apart(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return not torch.allclose(a, b, rtol=CLOSE, atol=CLOSE, equal_nan=True)
+
+
+# What is read
+
+
+def made_up(needs: Mapping[str, Data], sizes: Sizes) -> dict[str, torch.Tensor]:
+    """A tensor for each that is read: any floats and flags, and integers up to the lesser side."""
+    random = torch.Generator(CPU).manual_seed(0)
+    full = dict(zip("bhij", sizes, strict=True))
+    return {
+        name: filled([full[axis] for axis in data.axes], data.dtypes, min(sizes[2:]), random)
+        for name, data in needs.items()
+    }
+
+
+def filled(
+    shape: list[int], dtypes: Iterable[torch.dtype], most: int, random: torch.Generator
+) -> torch.Tensor:
+    dtype = next(iter(dtypes))
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=random).to(dtype)
+    return torch.randint(most if dtype != torch.bool else 2, shape, generator=random).to(dtype)

@@ -1,0 +1,110 @@
+"""What a graph means, run: every equation's own `run`, in float64 if asked. Exact, slow, whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from attrs import frozen
+
+from attn_graph.ir.attention import Attention
+from attn_graph.ir.graph import Graph, Op
+from attn_graph.ir.modifiers import INF
+from attn_graph.machine.ambient import steady
+
+
+def evaluate(
+    graph: Graph, tensors: Sequence[torch.Tensor], dtype: torch.dtype | None = torch.float64
+) -> tuple[torch.Tensor, ...]:
+    """The outputs of a graph, floating inputs cast to `dtype` unless it is None."""
+    values = [t.to(dtype) if dtype and t.is_floating_point() else t for t in tensors]
+    with steady(device_of(tensors)):
+        for eqn in graph.eqns:
+            values += eqn.op.run(*(values[i] for i in eqn.args))
+    return tuple(values[i] for i in graph.outputs)
+
+
+def device_of(tensors: Sequence[torch.Tensor]) -> torch.device:
+    """Where a graph of these inputs runs."""
+    return tensors[0].device if tensors else torch.device("cpu")
+
+
+@final
+@frozen
+class Verification:
+    """How far results are from float64. `errors` and `allowed` hold one number an output."""
+
+    errors: tuple[float, ...]
+    allowed: tuple[float, ...]
+
+    @property
+    def ok(self) -> bool:
+        return all(e <= a for e, a in zip(self.errors, self.allowed, strict=True))
+
+    def __str__(self) -> str:
+        pairs = zip(self.errors, self.allowed, strict=True)
+        told = "; ".join(
+            f"output {i}: error {e:.3g}, allowed {a:.3g}" for i, (e, a) in enumerate(pairs)
+        )
+        return f"{'ok' if self.ok else 'WRONG'}: {told}"
+
+
+def verified(
+    graph: Graph, tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
+) -> Verification:
+    """Compare results with `evaluate` by the rule |x - ref| <= 2 max|low - ref| + 2 rounding.
+
+    low is the same formula with every step rounded to the inputs' dtype, numbers beyond its range
+    to as many digits; rounding is what adding and subtracting 0.3 in the result's dtype does to
+    ref. FlashAttention's rule, and FlashAttention-4's floor. Gradients in half precision may use 3
+    instead of the first 2. For float64, where low would be ref itself, it is float32's error times
+    2^-29, the ratio of their unit roundoffs.
+    """
+    exact = evaluate(graph, tensors)
+    double = all(t.dtype == torch.float64 for t in tensors if t.is_floating_point())
+    low = evaluate(graph, tensors, torch.float32) if double else evaluate_low(graph, tensors)
+    finer = 2.0**-29 if double else 1.0
+    errors = [distance(x, ref) for x, ref in zip(results, exact, strict=True)]
+    allowed = [
+        factor(graph, x) * distance(rough, ref) * finer
+        + 2 * distance((ref.to(x.dtype) + 0.3) - 0.3, ref)
+        for x, ref, rough in zip(results, exact, low, strict=True)
+    ]
+    return Verification(tuple(errors), tuple(allowed))
+
+
+def factor(graph: Graph, x: torch.Tensor) -> int:
+    return 3 if graph.is_gradient and x.dtype in (torch.float16, torch.bfloat16) else 2
+
+
+def distance(x: torch.Tensor, ref: torch.Tensor) -> float:
+    """max|x - ref|, where two equal infinities or two NaN are no distance, and one NaN is inf."""
+    x = x.to(ref.dtype)
+    same = (x == ref) | (x.isnan() & ref.isnan())
+    apart = torch.where(same, 0.0, (x - ref).abs()).nan_to_num(nan=INF, posinf=INF)
+    return float(apart.max()) if apart.numel() else 0.0
+
+
+def evaluate_low(graph: Graph, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The outputs, computed in single steps that each round to the dtype of the first input."""
+    low = next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)
+
+    def step(op: Op, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        found = op.unfold(step, given) if isinstance(op, Attention) else op.run(*given)
+        return tuple(rounded(x, low) if x.is_floating_point() else x for x in found)
+
+    values = list(tensors)
+    with steady(device_of(tensors)):
+        for eqn in graph.eqns:
+            values += step(eqn.op, *(values[i] for i in eqn.args))
+    return tuple(values[i] for i in graph.outputs)
+
+
+def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x rounded to the digits of a dtype. Its range does not bound what a graph computes: scores of
+    float16 inputs may pass 65504."""
+    narrow = x.to(dtype).to(x.dtype)
+    digits, exponent = torch.frexp(x)
+    beyond = narrow.isinf() & x.isfinite()
+    return torch.where(beyond, torch.ldexp(digits.to(dtype).to(x.dtype), exponent), narrow)

@@ -1,0 +1,36 @@
+"""Passes read a graph equation by equation and write a new one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from attn_graph.ir.builder import Builder, Value
+from attn_graph.ir.graph import Eqn, Graph
+
+Rule = Callable[[Builder, Eqn, tuple[Value, ...]], "Sequence[Value] | None"]
+
+
+def replay(graph: Graph, rule: Rule) -> Graph:
+    """A copy of `graph` in which `rule` has had the first word on every equation."""
+    b = Builder(trusts=True)
+    values = [b.input(i.name, i.spec) for i in graph.inputs]
+    for eqn in graph.eqns:
+        operands = tuple(values[i] for i in eqn.args)
+        values += rule(b, eqn, operands) or b.emit(eqn.op, *operands)
+    return prune(b.graph(*(values[i] for i in graph.outputs)))
+
+
+def prune(graph: Graph) -> Graph:
+    """Without the equations that no output needs."""
+    live = set(graph.outputs)
+    for eqn, outs in reversed([*graph.numbered()]):
+        if live & set(outs):
+            live |= set(eqn.args)
+    if all(live & set(outs) for _, outs in graph.numbered()):
+        return graph
+    b = Builder(trusts=True)
+    values = {n: b.input(i.name, i.spec) for n, i in enumerate(graph.inputs)}
+    for eqn, outs in graph.numbered():
+        if live & set(outs):
+            values.update(zip(outs, b.emit(eqn.op, *(values[i] for i in eqn.args)), strict=True))
+    return b.graph(*(values[i] for i in graph.outputs))

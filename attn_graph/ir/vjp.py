@@ -1,0 +1,176 @@
+"""Gradients as graphs: reverse mode over a graph, equation by equation."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+
+from attn_graph.errors import GraphError
+from attn_graph.ir import ops
+from attn_graph.ir.attention import Attention
+from attn_graph.ir.builder import Builder, Value
+from attn_graph.ir.graph import Graph, check_graph
+from attn_graph.ir.passes import narrow, simplify
+from attn_graph.ir.rewrite import prune
+from attn_graph.spec import FLOATS, TensorSpec, dense_strides, memory_order
+
+
+def vjp(
+    graph: Graph,
+    wants: Sequence[str] | None = None,
+    *,
+    cotangents: Sequence[str] | None = None,
+) -> tuple[Graph, Graph]:
+    """(forward, backward). Both are fused graphs; together they are the gradient of `graph`.
+
+    forward: the inputs -> the outputs, then the residuals that the backward reads (o and lse of
+    each attention, where they are not outputs already).
+    backward: the inputs, the residuals, the cotangents in the order of the outputs -> one gradient
+    per wanted input (by default every input of a floating dtype). An input that no output depends
+    on has zeros.
+    cotangents: the names of the outputs that have one, by default all; others count as zero.
+    With stats=True, `cotangents=("o",)` gives the backward of a step that uses o alone.
+    Residuals are named as `forward` names them; cotangents `d` and the output's name. Both are
+    declared as the outputs are: o in the memory order of q, all else in C order.
+
+    Raises GraphError if `wants` names what is not a floating input, or `cotangents` what is no
+    output, for a step of one's own that defines no gradient, and for a graph that is a gradient
+    itself.
+    """
+    check_graph(graph, "vjp")
+    graph = simplify(graph)
+    more = tuple(i for i in residuals(graph) if i not in graph.outputs)
+    forward = Graph(graph.inputs, graph.eqns, graph.outputs + more)
+    specs = cotangent_specs(graph, named_outputs(graph, cotangents))
+    return forward, backward(graph, wanted_inputs(graph, wants), specs)
+
+
+def wanted_inputs(graph: Graph, wants: Sequence[str] | None) -> tuple[int, ...]:
+    """The numbers of the inputs to differentiate by."""
+    if isinstance(wants, str):
+        raise GraphError(f"wants {wants!r} is one name: say ({wants!r},)")
+    if not isinstance(wants, Iterable | None):
+        raise GraphError(f"wants {wants!r} is no sequence of names of inputs")
+    floating = {i.name: n for n, i in enumerate(graph.inputs) if i.spec.dtype in FLOATS}
+    if wants is None:
+        return tuple(floating.values())
+    names = tuple(wants)
+    if unknown := [str(name) for name in names if name not in tuple(floating)]:
+        raise GraphError(
+            f"vjp: no floating input is named {', '.join(unknown)}; there are {', '.join(floating)}"
+        )
+    return tuple(floating[name] for name in names)
+
+
+def check_gradient(graph: Graph) -> None:
+    """Raise GraphError for a graph that has no gradient."""
+    if graph.gradient_problems:
+        raise GraphError(*graph.gradient_problems)
+
+
+def named_outputs(graph: Graph, cotangents: Sequence[str] | None) -> tuple[int, ...]:
+    """The outputs that have a cotangent."""
+    if isinstance(cotangents, str):
+        raise GraphError(f"cotangents {cotangents!r} is one name: say ({cotangents!r},)")
+    if cotangents is None:
+        return graph.outputs
+    names = value_names(graph)
+    outputs = {names[i]: i for i in graph.outputs}
+    if unknown := [name for name in cotangents if name not in outputs]:
+        raise GraphError(
+            f"vjp: no output is named {', '.join(unknown)}; there are {', '.join(outputs)}"
+        )
+    return tuple(outputs[name] for name in cotangents)
+
+
+def main_outputs(graph: Graph) -> tuple[int, ...]:
+    """The outputs that a training step usually has gradients of: all but lse, or lse alone."""
+    kinds = (Attention, ops.Softmax)
+    stats = {outs[1] for eqn, outs in graph.numbered() if isinstance(eqn.op, kinds)}
+    return tuple(i for i in graph.outputs if i not in stats) or graph.outputs
+
+
+def training_gradient(graph: Graph, wants: Sequence[str] | None = None) -> Graph:
+    """The backward of a simplified graph in a training step: by `main_outputs`."""
+    specs = cotangent_specs(graph, main_outputs(graph))
+    return backward(graph, wanted_inputs(graph, wants), specs)
+
+
+def cotangent_specs(graph: Graph, given: Container[int]) -> list[TensorSpec | None]:
+    """How each output's cotangent is laid out, or None where it is not given."""
+    return [result_spec(graph, i) if i in given else None for i in graph.outputs]
+
+
+def residuals(graph: Graph) -> tuple[int, ...]:
+    """The values of a fused graph that its backward reads instead of computing them again."""
+    return tuple(i for eqn, outs in graph.numbered() if isinstance(eqn.op, Attention) for i in outs)
+
+
+def result_spec(graph: Graph, i: int) -> TensorSpec:
+    """How value i is laid out when it is an output: o in the memory order of q, else C order."""
+    type_ = graph.types[i]
+    for eqn, outs in graph.numbered():
+        if (
+            isinstance(eqn.op, (Attention, ops.Weigh))
+            and i == outs[0]
+            and eqn.args[0] < len(graph.inputs)
+        ):
+            q = graph.inputs[eqn.args[0]].spec
+            return TensorSpec(type_.shape, type_.dtype, dense_strides(type_.shape, memory_order(q)))
+    return TensorSpec(type_.shape, type_.dtype)
+
+
+def value_names(graph: Graph) -> dict[int, str]:
+    """A distinct name for each value that an equation gives; `d` before it is distinct too."""
+    taken = {i.name for i in graph.inputs}
+    names = {}
+    for eqn, outs in graph.numbered():
+        for base, i in zip(eqn.op.names, outs, strict=True):
+            tries = (base if n == 1 else f"{base}{n}" for n in range(1, len(taken) + 2))
+            names[i] = next(name for name in tries if not {name, f"d{name}"} & taken)
+            taken |= {names[i], f"d{names[i]}"}
+    return names
+
+
+def saved_specs(graph: Graph) -> dict[str, TensorSpec]:
+    """What a simplified graph's backward reads beside cotangents, by name, as it is declared."""
+    names = value_names(graph)
+    return {i.name: i.spec for i in graph.inputs} | {
+        names[i]: result_spec(graph, i) for i in residuals(graph)
+    }
+
+
+def backward(
+    graph: Graph,
+    wants: Sequence[int],
+    cotangents: Sequence[TensorSpec | None],
+    saved: Sequence[TensorSpec] | None = None,
+) -> Graph:
+    """The backward of a simplified graph for some inputs; an output without cotangent has zero.
+
+    saved: the inputs and residuals as they come, where that is not as they are declared. Raises
+    GraphError for a graph that has no gradient.
+    """
+    check_gradient(graph)
+    b, types, names = Builder(), graph.types, value_names(graph)
+    declared = saved_specs(graph)
+    specs = declared.values() if saved is None else saved
+    numbers = (*range(len(graph.inputs)), *residuals(graph))
+    values = {
+        n: b.input(name, spec) for n, name, spec in zip(numbers, declared, specs, strict=True)
+    }
+    grads: dict[int, Value] = {}
+    for i, spec in zip(graph.outputs, cotangents, strict=True):
+        if spec is not None:
+            grads[i] = b.input(f"d{names[i]}", spec)
+    for eqn, outs in graph.numbered():
+        if outs[0] not in values:
+            values.update(zip(outs, b.emit(eqn.op, *(values[i] for i in eqn.args)), strict=True))
+    for eqn, outs in reversed([*graph.numbered()]):
+        if any(i in grads for i in outs):
+            operands, results = ([values[i] for i in x] for x in (eqn.args, outs))
+            found = eqn.op.pull(b.emit, operands, results, [grads.get(i) for i in outs])
+            for i, grad in zip(eqn.args, found, strict=True):
+                if grad is not None:
+                    grads[i] = grads[i].then(ops.Add(), grad) if i in grads else grad
+    outputs = [grads[i] if i in grads else b.emit(ops.Zeros.like(types[i]))[0] for i in wants]
+    return narrow(prune(b.graph(*outputs)))

@@ -1,0 +1,1 @@
+"""What planning knows of a machine, and the memory and caches that plans use on it."""

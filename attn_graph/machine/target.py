@@ -1,0 +1,211 @@
+"""Where a graph is to run: a device and the libraries on it, as a value."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Literal, final
+
+import torch
+from attrs import field, frozen
+
+from attn_graph.errors import GraphError
+from attn_graph.machine.ambient import outside
+from attn_graph.machine.gpus import Peaks, devices, product
+
+LOG = logging.getLogger("attn_graph")
+PACKAGES = ("torch", "triton", "nvidia-cudnn-frontend")
+CUDNN = (  # packages of which one is cuDNN itself; jit has the part that attention needs
+    "nvidia-cudnn-cu13",
+    "nvidia-cudnn-cu12",
+    "nvidia-cudnn-jit-cu13",
+    "nvidia-cudnn-jit-cu12",
+)
+SYSTEM_CUDNN = "cudnn"  # what PyTorch loads where pip installed none: a system's, or conda's
+LIBRARIES = (*PACKAGES, *CUDNN, SYSTEM_CUDNN)
+
+
+@final
+@frozen(cache_hash=True)
+class Target:
+    """A device and its libraries. Planning reads this value and never asks the machine again.
+
+    kind: "cpu" or "cuda". sm: compute capability, 90 for 9.0; 0 on a CPU. native: the half
+    precision dtypes, "f16" and "bf16", that the CPU's matrix instructions take as they are.
+    libraries: name and version of each that is installed. interprets: whether Triton's kernels
+    run on the CPU, slowly, because TRITON_INTERPRET=1 was set when Python started.
+
+    The rest is what costs are told from; None is not known. shared_memory: bytes that one program
+    may ask for. memory, l2: bytes. bandwidth: bytes/s. peaks: dtype and dense flop/s of matrix
+    products; "f32" is without TF32. driver: the version of CUDA that the GPU's driver knows, 13000
+    for 13.0, to which cuDNN ties plans that are built ahead. `attrs.evolve(Target.of("h200"),
+    bandwidth=4e12)` is a machine of your own.
+    """
+
+    name: str
+    kind: Literal["cpu", "cuda"]
+    sm: int = 0
+    native: tuple[str, ...] = ()
+    libraries: tuple[tuple[str, str], ...] = ()
+    interprets: bool = False
+    multiprocessors: int | None = field(default=None, kw_only=True)
+    shared_memory: int | None = field(default=None, kw_only=True)
+    shared_memory_per_sm: int | None = field(default=None, kw_only=True)
+    memory: int | None = field(default=None, kw_only=True)
+    bandwidth: float | None = field(default=None, kw_only=True)
+    l2: int | None = field(default=None, kw_only=True)
+    peaks: Peaks = field(default=(), kw_only=True)
+    driver: int | None = field(default=None, kw_only=True)
+
+    @classmethod
+    def here(cls, device: torch.device | str | None = None) -> Target:
+        """A device of this machine, by default the current GPU, or the CPU where PyTorch has none.
+
+        Equal GPUs are equal targets, and share plans. Raises GraphError for a device that is not
+        here.
+        """
+        if device is None:
+            return gpu(current()) if count() else cpu()
+        place = torch.device(device)
+        if place.type == "cpu":
+            return cpu()
+        index = current() if place.index is None else place.index
+        if place.type != "cuda" or index >= count():
+            known = ", ".join(map(str, local_devices()))
+            raise GraphError(f"device {str(place)!r} is not here; here are {known}")
+        return gpu(index)
+
+    @classmethod
+    def of(cls, name: str) -> Target:
+        """A machine by name, `cpu` or one of gpus.toml, with the libraries installed here.
+
+        Raises GraphError for an unknown name.
+        """
+        if name == "cpu":
+            return cpu()
+        if not isinstance(name, str) or name not in devices():
+            raise GraphError(f"target {name!r} is not known; known are cpu, {', '.join(devices())}")
+        device = devices()[name]
+        return cls(
+            name,
+            "cuda",
+            device.sm,
+            libraries=installed(),
+            multiprocessors=device.multiprocessors,
+            shared_memory=device.shared_memory,
+            shared_memory_per_sm=device.shared_memory_per_sm,
+            memory=device.memory,
+            bandwidth=device.bandwidth,
+            l2=device.l2,
+            peaks=device.peaks,
+        )
+
+    def peak(self, dtype: str) -> float | None:
+        """Dense flop/s of matrix products in a dtype, "bf16" say; None: not known."""
+        return dict(self.peaks).get(dtype)
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device of this machine that it describes, the current GPU before others; or None."""
+        return next((d for d in local_devices() if Target.here(d) == self), None)
+
+    def current(self) -> AbstractContextManager[object]:
+        """A block in which its device is the current one, where it is a GPU of this machine."""
+        device = self.device
+        elsewhere = device is not None and device.type == "cuda" and device.index != current()
+        return torch.cuda.device(device) if elsewhere else nullcontext()
+
+    def __str__(self) -> str:
+        told = f"{self.kind} sm_{self.sm}" if self.sm else self.kind
+        return self.name if self.name == told else f"{self.name} ({told})"
+
+
+@cache
+def count() -> int:
+    """How many GPUs PyTorch can use here."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def current() -> int:
+    """The current GPU of the calling thread; 0 before anything is on one, and after a fork."""
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+
+
+def local_devices() -> Iterator[torch.device]:
+    """This machine's GPUs, the current one first, and its CPU."""
+    now = current()
+    yield from (torch.device("cuda", n) for n in sorted(range(count()), key=lambda n: n != now))
+    yield torch.device("cpu")
+
+
+@cache
+@outside()
+def gpu(index: int) -> Target:
+    """A GPU as PyTorch tells it. Its rates are the table's, if that has the very product."""
+    found: Any = torch.cuda.get_device_properties(index)  # Any: PyTorch's stubs leave a field out
+    known = product(found.name)
+    return Target(
+        found.name,
+        "cuda",
+        10 * found.major + found.minor,
+        libraries=installed(),
+        interprets=interpreting(),
+        multiprocessors=found.multi_processor_count,
+        shared_memory=found.shared_memory_per_block_optin,
+        shared_memory_per_sm=found.shared_memory_per_multiprocessor,
+        memory=found.total_memory,
+        bandwidth=known.bandwidth if known else None,
+        l2=found.L2_cache_size,
+        peaks=known.peaks if known else (),
+    )
+
+
+@cache
+@outside()
+def cpu() -> Target:
+    """The CPU of this machine. What is native is what oneDNN, PyTorch's CPU library, says it is."""
+    found = []
+    if torch.backends.mkldnn.is_available():
+        if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            found.append("bf16")
+        if torch.ops.mkldnn._is_mkldnn_fp16_supported():
+            found.append("f16")
+    return Target("cpu", "cpu", 0, tuple(found), installed(), interpreting())
+
+
+def interpreting() -> bool:
+    """Whether Triton will interpret its kernels, by the values that Triton takes for true."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
+
+
+@cache
+def installed() -> tuple[tuple[str, str], ...]:
+    """Every library that is here, and its version."""
+    by_pip = [(name, version_of(name)) for name in (*PACKAGES, *CUDNN)]
+    has_cudnn = any(number for name, number in by_pip if name in CUDNN)
+    found = by_pip if has_cudnn else [*by_pip, (SYSTEM_CUDNN, system_cudnn())]
+    return tuple((name, number) for name, number in found if number)
+
+
+def version_of(library: str) -> str | None:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return None
+
+
+def system_cudnn() -> str | None:
+    """The version of the cuDNN that PyTorch loads, "9.20.0"; None where it has none."""
+    try:
+        number = torch.backends.cudnn.version()
+    except RuntimeError as error:  # it is older than the one that PyTorch was built with
+        LOG.warning("PyTorch does not load cuDNN: %s", error)
+        return None
+    if number is None:
+        return None
+    major, rest = divmod(number, 10000) if number >= 90000 else divmod(number, 1000)
+    return f"{major}.{rest // 100}.{rest % 100}"

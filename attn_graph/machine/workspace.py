@@ -1,0 +1,189 @@
+"""One arena for all plans: as large as the largest need, not the sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from math import prod
+from typing import final
+from weakref import ref
+
+import torch
+from attrs import define, field, frozen
+
+from attn_graph.machine.ambient import is_traced
+
+ALIGNMENT = 64  # bytes: a cache line, and more than any vector instruction needs
+MOST_LAYOUTS = 256  # layouts whose views an arena keeps ready
+
+Views = tuple[torch.Tensor, ...]
+
+
+@final
+@frozen
+class Buffer:
+    """One tensor that a plan needs while it runs: dense, contents undefined."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return -(-prod(self.shape) * self.dtype.itemsize // ALIGNMENT) * ALIGNMENT
+
+
+@final
+@frozen(cache_hash=True)
+class Scratch:
+    """All buffers of a plan, side by side."""
+
+    buffers: tuple[Buffer, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        return sum(buffer.bytes for buffer in self.buffers)
+
+    def views(self, memory: torch.Tensor) -> Views:
+        """The buffers as tensors in this memory of bytes."""
+        out, at = [], 0
+        with torch.inference_mode(False):  # else training could not write to them later
+            for buffer in self.buffers:
+                part = memory[at : at + prod(buffer.shape) * buffer.dtype.itemsize]
+                out.append(part.view(buffer.dtype).view(buffer.shape))
+                at += buffer.bytes
+        return tuple(out)
+
+
+@final
+@define(eq=False)
+class Arena:
+    """Memory that one run at a time works in, with the views made of it so far."""
+
+    device: torch.device
+    memory: torch.Tensor = field(init=False)
+    ready: dict[Scratch, Views] = field(init=False, factory=dict)
+
+    def __attrs_post_init__(self) -> None:
+        self.memory = allocate(0, self.device)
+
+    def views(self, scratch: Scratch) -> Views:
+        if scratch not in self.ready:
+            self.make_room(scratch.bytes)
+            self.ready[scratch] = scratch.views(self.memory)
+        return self.ready[scratch]
+
+    def make_room(self, need: int) -> None:
+        """Grow to this many bytes; what is held is given up first, so no run needs both at once."""
+        if need > self.memory.numel():
+            self.ready.clear()
+            self.memory = allocate(0, self.device)
+            self.memory = allocate(need, self.device)
+        if len(self.ready) >= MOST_LAYOUTS:
+            self.ready.clear()
+
+
+@final
+@define(eq=False)
+class Lease:
+    """An arena that is nobody else's for as long as a `with` block runs."""
+
+    arena: Arena
+    scratch: Scratch
+    idle: list[Arena]  # where the arena goes when the block ends
+
+    def __enter__(self) -> Views:
+        return self.arena.views(self.scratch)
+
+    def __exit__(self, *raised: object) -> None:
+        self.idle.append(self.arena)
+
+
+Place = tuple[torch.device, int]  # a device and a stream on it; CPU: stream 0
+
+
+@final
+@define(eq=False)
+class Workspace:
+    """Memory that plans share. It grows to the largest need and is given back by `release`.
+
+    Each device has its arenas, and on a GPU each stream, whatever thread calls: work on a stream
+    runs in the order in which it was launched, so forward and backward of all plans share one
+    arena there. Runs that are in progress at the same time (of other threads, or one within
+    another) take one each. A plan holds nothing in it between calls. While a CUDA graph is
+    captured, memory comes from that graph's own pool instead and lives as long as the graph, so
+    graphs may be replayed at once, and `release` does them no harm. By default all plans share
+    `default_workspace()`; make your own and pass it to `compile` to keep apart.
+    """
+
+    # No locks, which a fork could leave held: runs share these only by `append`, `pop`, `clear`,
+    # `copy` and `setdefault`, each of which is atomic, without the interpreter's lock too.
+    idle: dict[Place, list[Arena]] = field(factory=dict, init=False, repr=False)
+    arenas: list[ref[Arena]] = field(factory=list, init=False, repr=False)  # those in use too
+
+    def __reduce__(self) -> tuple[Callable[[], Workspace], tuple[()]]:
+        """Pickled it is another: the default one where it arrives, or a new one."""
+        return (default_workspace if self is DEFAULT else Workspace), ()
+
+    @property
+    def bytes(self) -> int:
+        """How much all arenas hold: of every thread, device and stream, in use or not.
+
+        Memory of captured CUDA graphs is not counted; the graphs hold it.
+        """
+        alive = (arena() for arena in tuple(self.arenas))
+        return sum(arena.memory.numel() for arena in alive if arena is not None)
+
+    def release(self) -> None:
+        """Give all memory back, whichever thread grew it.
+
+        Runs in progress are not disturbed: theirs goes when the last of them ends.
+        """
+        released, self.idle = self.idle, {}
+        for arenas in released.copy().values():
+            arenas.clear()  # and not the dict alone: runs in progress hold these lists
+
+    def lease(self, scratch: Scratch, device: torch.device) -> AbstractContextManager[Views]:
+        """The scratch's buffers, the caller's alone until the block ends.
+
+        Under a dispatch mode, a trace or a capture they are new memory, which nobody keeps but the
+        CUDA graph that is captured.
+        """
+        if is_traced():
+            return nullcontext(scratch.views(allocate(scratch.bytes, device)))
+        stream = 0
+        if device.type == "cuda":
+            if is_capturing(device):
+                return nullcontext(scratch.views(allocate(scratch.bytes, device)))
+            stream = torch.cuda.current_stream(device).cuda_stream
+        idle = self.idle.setdefault((device, stream), [])
+        try:
+            arena = idle.pop()
+        except IndexError:
+            arena = self.new_arena(device)
+        return Lease(arena, scratch, idle)
+
+    def new_arena(self, device: torch.device) -> Arena:
+        arena = Arena(device)
+        self.arenas.append(ref(arena, self.arenas.remove))
+        return arena
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured on the device's current stream."""
+    elsewhere = torch.cuda.current_device() != device.index
+    with torch.cuda.device(device) if elsewhere else nullcontext():
+        return torch.cuda.is_current_stream_capturing()
+
+
+def allocate(count: int, device: torch.device) -> torch.Tensor:
+    """So many bytes, which training can write to even if inference is the first to need them."""
+    with torch.inference_mode(False):
+        return torch.empty(count, dtype=torch.uint8, device=device)
+
+
+DEFAULT = Workspace()
+
+
+def default_workspace() -> Workspace:
+    """The workspace of every plan that was not given another."""
+    return DEFAULT

@@ -1,0 +1,73 @@
+"""One form for all masks that are seen to mean the same, so that they share a plan."""
+
+from __future__ import annotations
+
+from attn_graph.masks.leaves import And, Band, Join, Mask, Not, Or, joined, ragged_in
+from attn_graph.masks.places import Block, both
+
+EVERYTHING = Band()
+
+
+def canonical_mask(mask: Mask, M: int, N: int) -> Mask | None:
+    """The mask in one form: alignments are offsets, bands that meet are one, parts are sorted.
+
+    None where every query keeps every key. Raises GraphError where an alignment was not said.
+    """
+    simple = simplified(mask.resolved(M, N, ragged_in(mask.needs)), M, N)
+    return None if simple == EVERYTHING else simple
+
+
+def simplified(mask: Mask, M: int, N: int) -> Mask:
+    """An equal mask: flat joins without repeats, in the order of their text."""
+    simple = flattened(mask, M, N)
+    everywhere = Block(range(1), range(1), range(M), 1, M, N)
+    return EVERYTHING if simple.surely(everywhere).covers(0, N) else simple
+
+
+def flattened(mask: Mask, M: int, N: int) -> Mask:
+    """An equal mask: of simplified parts, but perhaps everything without saying so."""
+    match mask:
+        case Band(low, high, ()):
+            return trimmed(low, high, M, N)
+        case Not(a):
+            inner = simplified(a, M, N)
+            return inner.a if isinstance(inner, Not) else Not(inner)
+        case And() | Or():
+            parts = sorted(dict.fromkeys(flat(mask, type(mask), M, N)), key=str)
+            if isinstance(mask, And):
+                parts = met(parts)
+            return joined(type(mask), parts)
+        case _:
+            return mask
+
+
+def trimmed(low: int | None, high: int | None, M: int, N: int) -> Band:
+    """A band without the bounds that no place reaches: j - i is from 1 - M to N - 1.
+
+    Bounds that leave nothing are brought as near as they go, since integers of tensors end.
+    """
+    return Band(
+        None if low is None or low <= 1 - M else min(low, N),
+        None if high is None or high >= N - 1 else max(high, -M),
+    )
+
+
+def flat(mask: Mask, join: type[Join], M: int, N: int) -> list[Mask]:
+    """The parts of nested joins of one kind, each simplified."""
+    if isinstance(mask, join):
+        return [leaf for part in mask.parts for leaf in flat(part, join, M, N)]
+    simple = simplified(mask, M, N)
+    return flat(simple, join, M, N) if isinstance(simple, join) else [simple]
+
+
+def met(parts: list[Mask]) -> list[Mask]:
+    """Parts of a conjunction, with the bands of one alignment intersected."""
+    bands: dict[tuple[str, ...], Band] = {}
+    for part in parts:
+        if isinstance(part, Band):
+            other = bands.get(part.ragged, part)
+            low = both(max, part.low, other.low)
+            bands[part.ragged] = Band(low, both(min, part.high, other.high), part.ragged)
+    rest = [part for part in parts if not isinstance(part, Band)]
+    told = [part for part in (*bands.values(), *rest) if part != EVERYTHING]
+    return sorted(told, key=str) or [EVERYTHING]

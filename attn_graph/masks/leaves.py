@@ -1,0 +1,355 @@
+"""Which keys a query sees, as data: the leaves, which `&`, `|` and `~` join."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import final
+
+import torch
+from attrs import Attribute, evolve, field, frozen
+
+from attn_graph.errors import GraphError
+from attn_graph.masks.joins import Align, And, Data, Join, Mask, Not, Or, is_mask, joined
+from attn_graph.masks.places import Block, Keys, Place, Strip, Term
+from attn_graph.spec import integer
+
+__all__ = [
+    "LEAVES",
+    "LENGTHS",
+    "Align",
+    "And",
+    "Band",
+    "Causal",
+    "Data",
+    "Diagonal",
+    "Join",
+    "Keep",
+    "KeyLengths",
+    "Mask",
+    "Not",
+    "Or",
+    "Prefix",
+    "QueryLengths",
+    "SameSegment",
+    "Window",
+    "alignment",
+    "is_mask",
+    "joined",
+    "names",
+    "offset",
+    "ragged_in",
+]
+FARTHEST = 2**63 - 1  # positions: the largest integer of a tensor
+LENGTHS = ("kv_lengths", "q_lengths")  # the names that say where each sequence of a batch ends
+
+
+def names(values: Iterable[str]) -> tuple[str, ...]:
+    return tuple(values)
+
+
+def whole(value: float | None) -> int | None:
+    """A bound as an int; None stays None, and 2.5 is refused rather than rounded."""
+    bound = None if value is None else integer(value)
+    if bound is None and value is not None:
+        raise GraphError(f"mask: the bound {value!r} is not a whole number of positions")
+    return bound
+
+
+def reachable(value: float | None) -> int | None:
+    """A bound that a tensor of positions can be compared with."""
+    bound = whole(value)
+    if bound is not None and abs(bound) > FARTHEST:
+        raise GraphError(f"mask: the bound {bound} is farther than {FARTHEST}; None is unbounded")
+    return bound
+
+
+def nearer(value: float | None) -> int | None:
+    """A bound, moved to where it means the same and its sum with a position is an integer too."""
+    bound = whole(value)
+    return None if bound is None else max(-FARTHEST // 2, min(FARTHEST // 2, bound))
+
+
+def count(value: float) -> int:
+    """A number of positions, at least 0."""
+    length = reachable(value)
+    if length is None or length < 0:
+        raise GraphError(f"mask: Prefix({value}) is no length; a length is at least 0")
+    return length
+
+
+def alignment(_: object, __: Attribute[Align | None], value: object) -> None:
+    if value not in (None, "top_left", "bottom_right"):
+        raise GraphError(f'mask: align {value!r} is neither "top_left" nor "bottom_right"')
+
+
+def offset(align: Align | None, M: int, N: int, who: object) -> int:
+    """How far the diagonal lies right of the top left corner, for M queries and N keys."""
+    if align is None and M != N:
+        raise GraphError(
+            f"{who}: {M} queries and {N} keys, and where the diagonal lies is not said; "
+            'say align="top_left" (i sees j <= i) or align="bottom_right" (the last sees the last)'
+        )
+    return N - M if align == "bottom_right" else 0
+
+
+@final
+@frozen
+class Band(Mask):
+    """low <= j - i' <= high, both ends included, None unbounded: what alignments resolve to.
+
+    i' is i, or, where `ragged` names lengths, i + kv_lengths[b] - q_lengths[b].
+    """
+
+    low: int | None = field(default=None, converter=nearer)
+    high: int | None = field(default=None, converter=nearer)
+    ragged: tuple[str, ...] = field(default=(), converter=names)
+
+    @property
+    def relative(self) -> bool:  # type: ignore[override]  # a class's constant elsewhere
+        return not self.ragged
+
+    @property
+    def needs(self) -> dict[str, Data]:
+        return {name: Data("b") for name in self.ragged}
+
+    def keep(self, at: Place) -> Term:
+        gap = at.j - at.i - at.shift(self.ragged)
+        low = gap == gap if self.low is None else gap >= self.low
+        return low if self.high is None else low & (gap <= self.high)
+
+    def strip(self, at: Place) -> Strip:
+        shift = at.shift(self.ragged)
+        return Strip(
+            None if self.low is None else shift + self.low,
+            None if self.high is None else shift + self.high,
+        )
+
+    def span(self, block: Block) -> Keys:
+        shift = self.shifts(block)
+        if shift is None:
+            return block.all
+        first = 0 if self.low is None else block.rows.start + self.low + shift[0]
+        last = block.N - 1 if self.high is None else block.rows.stop - 1 + self.high + shift[1]
+        return Keys.between(max(0, first), min(block.N, last + 1))
+
+    def surely(self, block: Block) -> Keys:
+        shift = self.shifts(block)
+        if shift is None:
+            return block.none
+        first = 0 if self.low is None else block.rows.stop - 1 + self.low + shift[1]
+        last = block.N - 1 if self.high is None else block.rows.start + self.high + shift[0]
+        return Keys.between(max(0, first), min(block.N, last + 1))
+
+    def shifts(self, block: Block) -> tuple[int, int] | None:
+        """The least and the greatest offset of the block's batch entries; None: not known yet."""
+        if not self.ragged:
+            return 0, 0
+        ends = {"kv_lengths": (block.N, block.N), "q_lengths": (block.M, block.M)}
+        for name in self.ragged:
+            bounds = block.bounds(name, "b")
+            if bounds is None:
+                return None
+            ends[name] = bounds
+        (k0, k1), (q0, q1) = ends["kv_lengths"], ends["q_lengths"]
+        return k0 - q1, k1 - q0
+
+
+class Diagonal(Mask):
+    """Abstract: a leaf that compares positions. Its meaning is the band that `band` gives."""
+
+    __slots__ = ()
+    align: Align | None
+
+    def band(self, offset: int, ragged: tuple[str, ...]) -> Band:
+        raise NotImplementedError
+
+    def aligned(self, align: Align | None) -> Mask:
+        return evolve(self, align=self.align or align)  # type: ignore[call-arg]  # a leaf's field
+
+    def resolved(self, M: int, N: int, ragged: tuple[str, ...]) -> Mask:
+        moved = offset(self.align, M, N, self)
+        by_lengths = self.align == "bottom_right" and ragged
+        return self.band(0, ragged) if by_lengths else self.band(moved, ())
+
+    def keep(self, at: Place) -> Term:
+        return self.resolved(at.M, at.N, ragged_in(at.data)).keep(at)
+
+    def strip(self, at: Place) -> Strip | None:
+        return self.resolved(at.M, at.N, ragged_in(at.data)).strip(at)
+
+    def span(self, block: Block) -> Keys:
+        if block.data is None and self.align == "bottom_right":
+            return block.all  # lengths may yet move the diagonal
+        return self.resolved(block.M, block.N, ragged_in(block.data or ())).span(block)
+
+    def surely(self, block: Block) -> Keys:
+        if block.data is None and self.align == "bottom_right":
+            return block.none
+        return self.resolved(block.M, block.N, ragged_in(block.data or ())).surely(block)
+
+
+def ragged_in(names: Iterable[str]) -> tuple[str, ...]:
+    """The lengths among these names, in one order."""
+    names = tuple(names)
+    return tuple(name for name in LENGTHS if name in names)
+
+
+@final
+@frozen
+class Causal(Diagonal):
+    """Key j is at or before query i': j <= i'."""
+
+    align: Align | None = field(default=None, validator=alignment)
+
+    def band(self, offset: int, ragged: tuple[str, ...]) -> Band:
+        return Band(None, offset, ragged)
+
+
+@final
+@frozen
+class Window(Diagonal):
+    """Key j is at most `left` before and `right` after query i', both ends included.
+
+    None is unbounded. A bound may be negative as long as left + right >= 0.
+    """
+
+    left: int | None = field(converter=reachable)
+    right: int | None = field(default=0, converter=reachable)
+    align: Align | None = field(default=None, validator=alignment)
+
+    def __attrs_post_init__(self) -> None:
+        if self.left is not None and self.right is not None and self.left + self.right < 0:
+            raise GraphError(
+                f"mask: Window(left={self.left}, right={self.right}) holds no key, since it keeps "
+                f"i - {self.left} <= j <= i + {self.right}; left + right must be at least 0"
+            )
+
+    def band(self, offset: int, ragged: tuple[str, ...]) -> Band:
+        low = None if self.left is None else offset - self.left
+        return Band(low, None if self.right is None else offset + self.right, ragged)
+
+
+@final
+@frozen
+class Prefix(Mask):
+    """Key j is among the first `length`: every query sees them."""
+
+    length: int = field(converter=count)
+
+    def keep(self, at: Place) -> Term:
+        return at.j < self.length
+
+    def strip(self, at: Place) -> Strip:
+        return Strip(keys=self.length)
+
+    def span(self, block: Block) -> Keys:
+        return Keys.between(0, min(self.length, block.N))
+
+    def surely(self, block: Block) -> Keys:
+        return self.span(block)
+
+
+@final
+@frozen
+class KeyLengths(Mask):
+    """Key j is among the first kv_lengths[b]. Integers [B]."""
+
+    @property
+    def needs(self) -> dict[str, Data]:
+        return {"kv_lengths": Data("b")}
+
+    def keep(self, at: Place) -> Term:
+        return at.j < at.load("kv_lengths", at.b)
+
+    def strip(self, at: Place) -> Strip:
+        return Strip(keys=at.load("kv_lengths", at.b))
+
+    def span(self, block: Block) -> Keys:
+        bounds = block.bounds("kv_lengths", "b")
+        return Keys.between(0, min(bounds[1], block.N)) if bounds else block.all
+
+    def surely(self, block: Block) -> Keys:
+        bounds = block.bounds("kv_lengths", "b")
+        return Keys.between(0, min(bounds[0], block.N)) if bounds else block.none
+
+
+@final
+@frozen
+class QueryLengths(Mask):
+    """Query i is among the first q_lengths[b]; later ones see nothing. Integers [B]."""
+
+    @property
+    def needs(self) -> dict[str, Data]:
+        return {"q_lengths": Data("b")}
+
+    def keep(self, at: Place) -> Term:
+        return at.i < at.load("q_lengths", at.b)
+
+    def strip(self, at: Place) -> Strip:
+        return Strip(rows=at.load("q_lengths", at.b))
+
+    def span(self, block: Block) -> Keys:
+        bounds = block.bounds("q_lengths", "b")
+        return block.none if bounds and block.rows.start >= bounds[1] else block.all
+
+    def surely(self, block: Block) -> Keys:
+        bounds = block.bounds("q_lengths", "b")
+        return block.all if bounds and block.rows.stop <= bounds[0] else block.none
+
+
+@final
+@frozen
+class SameSegment(Mask):
+    """Query and key carry the same number: q_segments [B,M], kv_segments [B,N], integers."""
+
+    @property
+    def needs(self) -> dict[str, Data]:
+        return {"q_segments": Data("bi"), "kv_segments": Data("bj")}
+
+    def keep(self, at: Place) -> Term:
+        return at.load("q_segments", at.b, at.i) == at.load("kv_segments", at.b, at.j)
+
+    def span(self, block: Block) -> Keys:
+        bounds, segments = block.bounds("q_segments", "bi"), block.load("kv_segments", "bj")
+        if bounds is None or segments is None:
+            return block.all
+        return Keys.where(((segments >= bounds[0]) & (segments <= bounds[1])).any(0))
+
+    def surely(self, block: Block) -> Keys:
+        bounds, segments = block.bounds("q_segments", "bi"), block.load("kv_segments", "bj")
+        if bounds is None or segments is None or bounds[0] != bounds[1]:
+            return block.none
+        return Keys.where((segments == bounds[0]).all(0))
+
+
+@final
+@frozen
+class Keep(Mask):
+    """A boolean tensor says it: True may attend. [B,H,M,N], each axis full or 1.
+
+    Two such tensors in one mask need two names: `Keep("local") | Keep("global_")`.
+    """
+
+    name: str = "keep"
+
+    @property
+    def needs(self) -> dict[str, Data]:
+        return {self.name: Data("bhij", (torch.bool,), broadcasts=True)}
+
+    def keep(self, at: Place) -> Term:
+        return at.load(self.name, at.b, at.h, at.i, at.j)
+
+    def span(self, block: Block) -> Keys:
+        flags = block.load(self.name, "bhij")
+        if flags is None or 0 in flags.shape:
+            return block.all
+        return Keys.where(flags.flatten(0, 2).any(0).expand(block.N))
+
+    def surely(self, block: Block) -> Keys:
+        flags = block.load(self.name, "bhij")
+        if flags is None or 0 in flags.shape:
+            return block.none
+        return Keys.where(flags.flatten(0, 2).all(0).expand(block.N))
+
+
+LEAVES = (Causal, Window, Prefix, Keep, KeyLengths, QueryLengths, SameSegment, Band)

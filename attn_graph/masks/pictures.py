@@ -1,0 +1,223 @@
+"""Pictures: masks as text, and masks, rooflines and timings as files, by matplotlib.
+
+The figures take plain values and write PNG, SVG or what else the path's suffix says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attn_graph.errors import GraphError
+from attn_graph.masks.leaves import Mask
+from attn_graph.masks.places import Block
+from attn_graph.masks.tiles import checked, classify_tiles
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MARKS = "·▒█"  # nothing, some, all of a tile's places are kept
+MOST_MARKS = 64  # characters across a picture, unless tiles are asked for
+MOST_KINDS = 2**22  # tiles of a picture: more is more than a screen, or a page, has dots
+SIDE = 128  # queries and keys of a tile in a file, unless tiles are asked for
+DOTS = 200  # per inch of a PNG
+LIGHT = ("#ffffff", "#90caf9", "#1565c0")  # a tile's colour: empty, mixed, full
+DARK = ("#1e2129", "#3f6ea8", "#90caf9")
+INK = "#c9d1d9"  # lines and text on dark pages
+Tensors = Mapping[str, torch.Tensor]
+
+
+def kinds(
+    mask: Mask | None,
+    M: int,
+    N: int,
+    tile: tuple[int, int],
+    *,
+    at: tuple[int, int] = (0, 0),
+    data: Tensors | None = None,
+) -> torch.Tensor:
+    """For each tile of batch entry and head `at`, 0: empty, 1: mixed, 2: full [lines, columns].
+
+    Where tensors that decide are not given, a tile is mixed unless it is one for whatever they
+    hold. Raises GraphError for tensors that do not fit, and a tile without places.
+    """
+    if min(tile) < 1 or min(at) < 0:
+        raise GraphError(f"picture: tile {tile} must be at least (1, 1), and at {at} (0, 0)")
+    if -(-M // tile[0]) * -(-N // tile[1]) > MOST_KINDS:
+        side = -(-max(M, N) // int(MOST_KINDS**0.5))
+        raise GraphError(
+            f"picture: {M} x {N} places are too many tiles of {tile[0]} x {tile[1]}; "
+            f"the most are {MOST_KINDS}, as of {side} x {side}"
+        )
+    b, h = at
+    B, H = entries(mask, data or {}, b + 1, h + 1)
+    given = checked(mask, (B, H, M, N), data or {})
+    block = Block(range(b, b + 1), range(h, h + 1), range(M), H, M, N, given)
+    return classify_tiles(mask, block, tile)
+
+
+def entries(mask: Mask | None, data: Tensors, B: int, H: int) -> tuple[int, int]:
+    """How many batch entries and heads there are by the tensors, at least B and H."""
+    needs = mask.needs if mask else {}
+    sizes = {"b": B, "h": H}
+    for name, tensor in data.items():
+        axes = needs[name].axes if name in needs else ""
+        for axis, n in zip(axes, tensor.shape, strict=False):
+            if axis in sizes:
+                sizes[axis] = max(sizes[axis], n)
+    return sizes["b"], sizes["h"]
+
+
+def picture(
+    mask: Mask | None,
+    M: int,
+    N: int,
+    *,
+    tile: tuple[int, int] | None = None,
+    at: tuple[int, int] = (0, 0),
+    data: Tensors | None = None,
+) -> str:
+    """Which places a mask keeps, as text: queries down, keys across, a mark a tile.
+
+    tile: queries and keys a mark, by default as few as make a picture of 64 marks; (1, 1) where
+    that is each place. at: the batch entry and the head. data: tensors that the mask reads, by
+    name. Raises GraphError as `kinds` does.
+    """
+    side = -(-max(M, N, 1) // MOST_MARKS)
+    size = (side, side) if tile is None else tile
+    lines = ["".join(MARKS[k] for k in line) for line in kinds(mask, M, N, size, at=at, data=data)]
+    each = "place" if size == (1, 1) else f"tile of {size[0]} x {size[1]}"
+    legend = f"{M} queries down, {N} keys across, a mark a {each}: {MARKS[2]} kept"
+    legend += f", {MARKS[0]} not" if size == (1, 1) else f", {MARKS[1]} some, {MARKS[0]} none"
+    return "\n".join([*lines, legend])
+
+
+def figure(width: float, height: float, dark: bool = False) -> tuple[Figure, Axes]:
+    """An empty figure of so many inches, that no window shows. Raises ImportError."""
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            "pictures in files are drawn by matplotlib, which is not installed; "
+            "pip install 'attn-graph[plot]'"
+        ) from error
+    inks: Any = {  # Any: matplotlib's type names every key
+        "text.color": INK,
+        "axes.edgecolor": INK,
+        "axes.labelcolor": INK,
+        "xtick.color": INK,
+        "ytick.color": INK,
+    }
+    with rc_context(inks) if dark else nullcontext():
+        made = Figure(figsize=(width, height), layout="constrained")
+        return made, made.subplots()
+
+
+def write(made: Figure, path: str | Path, dark: bool = False) -> None:
+    """Save a figure; the same figure is the same file, and an SVG keeps its text as text."""
+    from matplotlib import rc_context
+
+    svg = Path(path).suffix.lower() == ".svg"
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "attn_graph"}):
+        made.savefig(path, dpi=DOTS, transparent=dark, metadata={"Date": None} if svg else None)
+
+
+def draw_mask(
+    path: str | Path,
+    mask: Mask | None,
+    M: int,
+    N: int,
+    *,
+    tile: tuple[int, int] | None = None,
+    at: tuple[int, int] = (0, 0),
+    data: Tensors | None = None,
+    dark: bool = False,
+) -> None:
+    """Write a picture of a mask's tiles: in white the empty ones, light the mixed, dark the full.
+
+    tile: by default 128 x 128, or as large as leaves no more than can be drawn. dark: for dark
+    pages, where full tiles are the lightest and the background is transparent. The other arguments
+    are those of `picture`. Raises ImportError without matplotlib.
+    """
+    made, axes = figure(5, 5.4, dark)
+    side = max(SIDE, -(-max(M, N) // int(MOST_KINDS**0.5)))
+    tile = tile or (side, side)
+    found = kinds(mask, M, N, tile, at=at, data=data)
+    colours = [[DARK[k] if dark else LIGHT[k] for k in line] for line in found.tolist()]
+    axes.imshow(to_rgb(colours), extent=(0, N, M, 0), interpolation="nearest")
+    counts = [int((found == kind).sum()) for kind in range(3)]
+    told = "{} empty, {} mixed, {} full".format(*counts)
+    axes.set_title(f"{mask}\n{told} tiles of {tile[0]} x {tile[1]}", fontsize=8, wrap=True)
+    axes.set_xlabel("key")
+    axes.set_ylabel("query")
+    write(made, path, dark)
+
+
+def to_rgb(colours: list[list[str]]) -> list[list[tuple[int, ...]]]:
+    """Red, green and blue from 0 to 255 of each "#rrggbb"."""
+    return [[tuple(bytes.fromhex(colour[1:])) for colour in line] for line in colours]
+
+
+def draw_roofline(
+    path: str | Path,
+    points: Mapping[str, tuple[float, float]],
+    *,
+    peak: float,
+    bandwidth: float,
+    title: str = "",
+) -> None:
+    """Write a roofline plot: the rate that a machine allows at each intensity, and what was done.
+
+    points: flop/B and flop/s by name. peak: flop/s. bandwidth: bytes/s. Raises ImportError without
+    matplotlib.
+    """
+    made, axes = figure(6, 4)
+    ridge = peak / bandwidth
+    across = [x for x, _ in points.values() if x > 0]
+    low, high = min([ridge, *across]) / 4, max([ridge, *across]) * 4
+    axes.loglog([low, ridge, high], [low * bandwidth, peak, peak], color="black")
+    for name, (intensity, rate) in points.items():
+        axes.loglog([intensity], [rate], "o", label=name)
+    axes.set_xlabel("flop / byte")
+    axes.set_ylabel("flop / s")
+    axes.set_title(title)
+    axes.grid(True, which="both", alpha=0.3)
+    if points:
+        axes.legend(fontsize=8)
+    write(made, path)
+
+
+def draw_bars(
+    path: str | Path,
+    rows: Sequence[tuple[str, Mapping[str, float]]],
+    *,
+    unit: str = "ms",
+    title: str = "",
+    dark: bool = False,
+) -> None:
+    """Write a bar chart: a group of bars for each row, a bar for each name in it, most on top.
+
+    rows: what was run, and a figure for each that ran it, in `unit`; one may be absent. dark: for
+    dark pages. Raises ImportError without matplotlib.
+    """
+    made, axes = figure(7, 1 + 0.5 * max(1, len(rows)), dark)
+    names = list(dict.fromkeys(name for _, figures in rows for name in figures))
+    height = 0.8 / max(1, len(names))
+    for n, name in enumerate(names):
+        places = [i + n * height for i, (_, figures) in enumerate(rows) if name in figures]
+        axes.barh(
+            places, [figures[name] for _, figures in rows if name in figures], height, label=name
+        )
+    axes.set_yticks([i + 0.4 - height / 2 for i in range(len(rows))], [job for job, _ in rows])
+    axes.invert_yaxis()
+    axes.set_xlabel(unit)
+    axes.set_title(title)
+    if len(names) > 1:
+        axes.legend(fontsize=8, frameon=False, labelcolor=INK if dark else "black")
+    write(made, path, dark)

@@ -1,0 +1,377 @@
+"""Masks of strips in closed form: the work grows with their edges, never with queries and keys.
+
+A strip is bounded by lines: keys before v, queries before u, diagonals j = i + d. Between the
+queries at which two lines cross, the edges of all strips come in the same order along the keys.
+There a mask is asked once for each run of keys between two edges, and what it keeps of all these
+queries, in places or in tiles, is a sum of arithmetic series. All sums are of Python's integers.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise, takewhile
+from typing import final
+
+import torch
+from attrs import evolve, frozen
+
+from attn_graph.masks.leaves import Join, Mask
+from attn_graph.masks.places import Block, Keys, Place, Strip, Term, joined
+
+MOST_POINTS = 2**17  # places at which a mask is asked, over all batch entries: a good half second
+MOST_LAYERS = 128  # blocks of queries for which a mask is bounded
+MOST_RUNS = 512  # of such a block
+MOST_READ = 2**21  # elements of data that these blocks read, if each reads all
+LEAST_LAYERS = 8  # however many that are
+
+
+@final
+@frozen
+class Edge:
+    """Where a run of keys begins or ends: at `at`, or, where `moves` is 1, at `at` + i."""
+
+    at: int
+    moves: int = 0
+
+    def of(self, i: int) -> int:
+        return self.at + self.moves * i
+
+
+Run = tuple[Edge, Edge]  # keys from the first edge to before the second; never none
+
+
+@final
+@frozen
+class Layer:
+    """Queries `rows` keep the keys of `runs`, which are in order and apart."""
+
+    rows: range
+    runs: tuple[Run, ...]
+
+
+@final
+@frozen
+class Region:
+    """What each of `count` pairs of batch entry and head keeps, in layers from the top."""
+
+    count: int
+    layers: tuple[Layer, ...]
+
+    @property
+    def pairs(self) -> int:
+        return self.count * sum(
+            count_places(layer.rows, run) for layer in self.layers for run in layer.runs
+        )
+
+    @property
+    def queries(self) -> int:
+        """How many queries keep a key."""
+        return self.count * sum(len(layer.rows) for layer in self.layers if layer.runs)
+
+    @property
+    def keys(self) -> Keys:
+        """The keys that some query keeps. Edges move by one, so no run leaves out a key."""
+        intervals = (
+            (start.of(layer.rows[0]), stop.of(layer.rows[-1]))
+            for layer in self.layers
+            for start, stop in layer.runs
+        )
+        return Keys(joined(sorted(intervals), gap=0))
+
+    def tiles(self, block: tuple[int, int]) -> int:
+        """How many tiles of `block` queries x keys hold a place that is kept."""
+        whole = sum(
+            count_tiles(layer, whole_lines(layer, block[0]), block) for layer in self.layers
+        )
+        broken = {line for layer in self.layers for line in broken_lines(layer, block[0])}
+        return self.count * (whole + sum(len(self.line(line, block)) for line in broken))
+
+    def line(self, number: int, block: tuple[int, int]) -> Keys:
+        """The tiles, by number, of one line of tiles that hold a place that is kept."""
+        rows, keys = block
+        intervals = []
+        at = bisect_right(self.layers, number * rows, key=lambda layer: layer.rows.stop)
+        for layer in takewhile(
+            lambda layer: layer.rows.start < number * rows + rows, self.layers[at:]
+        ):
+            first = max(layer.rows.start, number * rows)
+            last = min(layer.rows.stop, number * rows + rows) - 1
+            intervals += [
+                (start.of(first) // keys, (stop.of(last) - 1) // keys + 1)
+                for start, stop in layer.runs
+            ]
+        return Keys(joined(sorted(intervals), gap=0))
+
+    def outside(self, N: int) -> Region:
+        """What is not kept."""
+        return evolve(self, layers=tuple(complement_layer(layer, N) for layer in self.layers))
+
+
+def count_places(rows: range, run: Run) -> int:
+    """How many places a run has."""
+    (start, stop), n = run, len(rows)
+    first = stop.of(rows.start) - start.of(rows.start)
+    return n * first + (stop.moves - start.moves) * (n * (n - 1) // 2)
+
+
+def complement_layer(layer: Layer, N: int) -> Layer:
+    """The runs between those of a layer."""
+    edges = [Edge(0), *(edge for run in layer.runs for edge in run), Edge(N)]
+    first = layer.rows.start
+    pairs = zip(edges[::2], edges[1::2], strict=True)
+    return evolve(layer, runs=tuple((a, b) for a, b in pairs if a.of(first) < b.of(first)))
+
+
+# Tiles. In line t of tiles a run begins in tile start(t rows) // keys and ends in tile
+# (stop(t rows + rows - 1) - 1) // keys: both are (t rows + c) // keys or c // keys for some c.
+
+
+def whole_lines(layer: Layer, size: int) -> range:
+    """The lines of tiles whose queries are all in a layer."""
+    return range(-(-layer.rows.start // size), layer.rows.stop // size)
+
+
+def broken_lines(layer: Layer, size: int) -> set[int]:
+    """The lines of tiles that a layer shares with others, or with nothing."""
+    return {at // size for at in (layer.rows.start, layer.rows.stop) if at % size}
+
+
+def count_tiles(layer: Layer, lines: range, block: tuple[int, int]) -> int:
+    """How many tiles of whole lines hold a place of a layer's runs."""
+    if not lines:
+        return 0
+    ends = [(start, Edge(stop.of(block[0] - 1) - 1, stop.moves)) for start, stop in layer.runs]
+    each = sum(count_between(first, last, lines, block) for first, last in ends)
+    shared = (
+        count_between(
+            after[0], before[1], find_shared_lines(after[0], before[1], lines, block), block
+        )
+        for before, after in pairwise(ends)
+    )
+    return each - sum(shared)
+
+
+def count_between(first: Edge, last: Edge, lines: range, block: tuple[int, int]) -> int:
+    """How many tiles there are from the first one to the last one, over all lines."""
+    return sum_tiles(last, lines, block) - sum_tiles(first, lines, block) + len(lines)
+
+
+def find_shared_lines(first: Edge, last: Edge, lines: range, block: tuple[int, int]) -> range:
+    """The lines in which a run that begins in tile `first` shares tiles up to `last` with the run
+    before it. In the others the first lies beyond the last."""
+    rows, keys = block
+    if first.moves == last.moves:  # the numbers of their tiles differ by one of two neighbours
+        return lines if (last.at - first.at) // keys >= -1 else lines[:0]
+    if last.moves:
+        begin = -((last.at - first.at // keys * keys) // rows)
+        return range(max(lines.start, begin), max(lines.stop, begin))
+    end = ((last.at // keys + 1) * keys - 1 - first.at) // rows + 1
+    return range(min(lines.start, end), min(lines.stop, end))
+
+
+def sum_tiles(edge: Edge, lines: range, block: tuple[int, int]) -> int:
+    """The numbers of the tiles that an edge is in, summed over lines."""
+    rows, keys = block
+    if not edge.moves:
+        return len(lines) * (edge.at // keys)
+    return floor_sum(len(lines), keys, rows, edge.at + lines.start * rows)
+
+
+def floor_sum(n: int, m: int, a: int, b: int) -> int:
+    """The sum of (a t + b) // m for t from 0 to n - 1, in as many steps as Euclid needs for a, m.
+
+    What is left of a whole slope and a whole offset are the points below a flat line, and those
+    are counted along the other axis.
+    """
+    total = 0
+    while n > 0:
+        total += n * (n - 1) // 2 * (a // m) + n * (b // m)
+        n, b = divmod(a % m * n + b % m, m)
+        m, a = a % m, m
+    return total
+
+
+# Regions.
+
+
+def find_regions(mask: Mask, block: Block) -> list[Region] | None:
+    """What a mask of strips keeps, for each kind of batch entry; None for any other mask.
+
+    And None for one with more edges than are worth it. `block` has all that the mask reads.
+    """
+    if 0 in (len(block.batch), len(block.heads), len(block.rows), block.N):
+        return []
+    kinds = group_entries(mask, block)
+    if kinds is None or sum(count_points(strips, block) for _, _, strips in kinds) > MOST_POINTS:
+        return None
+    return [
+        Region(count * len(block.heads), find_layers(mask, strips, entry_at(block, entry)))
+        for count, entry, strips in kinds
+    ]
+
+
+def find_breaks(mask: Mask, block: Block) -> list[int] | None:
+    """The queries, the first one and M among them, between which all edges of a mask of strips
+    that are within 0 and N stand still or move along. None for other masks."""
+    kinds = group_entries(mask, block)
+    if kinds is None or len(kinds) > 1:
+        return None
+    (_, _, strips), M, N = kinds[0], block.M, block.N
+    return Lines.of(strips, M, N).breaks(M, N)
+
+
+def entry_at(block: Block, *entries: int) -> Place:
+    """Some batch entries, to be asked at any query and key."""
+    b = torch.tensor(entries, device="cpu").reshape(-1, 1, 1, 1)
+    zero = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device="cpu")
+    return Place(b, zero, zero, zero, block.H, block.M, block.N, block.data or {})
+
+
+Bounds = tuple[tuple[int | None, ...], ...]  # low, high, keys and rows of each strip
+Kind = tuple[int, int, Bounds]  # how many batch entries are alike, the first of them, its strips
+
+
+def group_entries(mask: Mask, block: Block) -> list[Kind] | None:
+    """The batch entries by the strips of the mask; None where it is not made of strips."""
+    some = list_strips(mask, entry_at(block, *block.batch[:2]))
+    if some is None:
+        return None
+    terms = [term for strip in some for term in bounds_of(strip)]
+    batch = block.batch
+    if all(count_elements(term) == 1 for term in terms):
+        return [(len(batch), batch.start, bound_entries(some, 1)[0])]
+    if len(batch) > MOST_POINTS:
+        return None
+    kinds = bound_entries(list_strips(mask, entry_at(block, *batch)) or [], len(batch))
+    first = dict(zip(reversed(kinds), reversed(batch), strict=True))
+    return [(count, first[kind], kind) for kind, count in Counter(kinds).items()]
+
+
+def count_elements(term: Term | None) -> int:
+    return 1 if term is None else torch.as_tensor(term).numel()
+
+
+def bounds_of(strip: Strip) -> tuple[Term | None, ...]:
+    return strip.low, strip.high, strip.keys, strip.rows
+
+
+def bound_entries(strips: Sequence[Strip], entries: int) -> list[Bounds]:
+    """The numbers that bound the strips, for each batch entry."""
+    columns = [[list_bounds(term, entries) for term in bounds_of(strip)] for strip in strips]
+    return [tuple(tuple(term[b] for term in strip) for strip in columns) for b in range(entries)]
+
+
+def list_bounds(term: Term | None, entries: int) -> list[int | None]:
+    """A bound of each batch entry."""
+    if term is None:
+        return [None] * entries
+    bounds: list[int | None] = torch.as_tensor(term).flatten().expand(entries).tolist()
+    return bounds
+
+
+def list_strips(mask: Mask, at: Place) -> list[Strip] | None:
+    """The strips that a mask is joined from; None where one of its leaves is no strip."""
+    if not isinstance(mask, Join):
+        strip = mask.strip(at)
+        return None if strip is None else [strip]
+    all_strips: list[Strip] = []
+    for part in mask.parts:
+        strips = list_strips(part, at)
+        if strips is None:
+            return None
+        all_strips += strips
+    return all_strips
+
+
+@final
+@frozen
+class Lines:
+    """The lines that bound strips: diagonals j = i + d, keys v and queries u, each once."""
+
+    diagonals: tuple[int, ...]
+    keys: tuple[int, ...]
+    rows: tuple[int, ...]
+
+    @classmethod
+    def of(cls, strips: Bounds, M: int, N: int) -> Lines:
+        lows, highs, keys, rows = zip(*strips, strict=True)
+        after = [high + 1 for high in highs if high is not None]
+        return cls(
+            tuple({d for d in (*lows, *after) if d is not None and -M < d < N}),
+            tuple({v for v in keys if v is not None and 0 < v < N}),
+            tuple({u for u in rows if u is not None and 0 < u < M}),
+        )
+
+    def breaks(self, M: int, N: int) -> list[int]:
+        """The queries at which an edge may come, go or meet another, and those after them."""
+        crossings = {v - d for d in self.diagonals for v in (0, *self.keys, N)}
+        changes = {*self.rows, *crossings, *(i + 1 for i in crossings)}
+        return [0, *sorted(i for i in changes if 0 < i < M), M]
+
+    def edges(self, i: int, N: int) -> list[Edge]:
+        """The edges at query i, in order, each place once, from 0 to N."""
+        moving = {i + d: Edge(d, 1) for d in self.diagonals if 0 < i + d < N}
+        edges = {0: Edge(0)} | moving | {v: Edge(v) for v in self.keys} | {N: Edge(N)}
+        return [edges[at] for at in sorted(edges)]
+
+
+def count_points(strips: Bounds, block: Block) -> int:
+    """The most places at which a mask of these strips is asked."""
+    lines = Lines.of(strips, block.M, block.N)
+    d, v, u = len(lines.diagonals), len(lines.keys), len(lines.rows)
+    return (2 * d * (v + 2) + u + 1) * (d + v + 1)
+
+
+def find_layers(mask: Mask, strips: Bounds, at: Place) -> tuple[Layer, ...]:
+    """What a mask keeps in one batch entry."""
+    lines = Lines.of(strips, at.M, at.N)
+    rows = [range(a, b) for a, b in pairwise(lines.breaks(at.M, at.N))]
+    edges = [lines.edges(part.start, at.N) for part in rows]
+    where = [
+        (part.start, edge.of(part.start))
+        for part, x in zip(rows, edges, strict=True)
+        for edge in x[:-1]
+    ]
+    i, j = torch.tensor(where, device="cpu").unbind(1)
+    keep = torch.as_tensor(mask.keep(evolve(at, i=i, j=j))).expand(at.b.shape[:-1] + i.shape)
+    flags = iter(keep.flatten().tolist())
+    return tuple(
+        Layer(part, merge_runs((run for run in pairwise(x) if next(flags)), part.start))
+        for part, x in zip(rows, edges, strict=True)
+    )
+
+
+def merge_runs(runs: Iterable[Run], i: int) -> tuple[Run, ...]:
+    """The runs of a layer with those that touch made one."""
+    whole: list[Run] = []
+    for start, stop in runs:
+        if whole and whole[-1][1].of(i) == start.of(i):
+            whole[-1] = (whole[-1][0], stop)
+        else:
+            whole.append((start, stop))
+    return tuple(whole)
+
+
+def bound_region(mask: Mask, block: Block, size: int, *, outer: bool) -> Region:
+    """All that a mask may keep, or what it surely keeps, asked of few blocks of queries.
+
+    Each block is some lines of `size` queries. All batch entries are as one.
+    """
+    lines, data = -(-len(block.rows) // size), (block.data or {}).values()
+    most = max(LEAST_LAYERS, MOST_READ // (1 + sum(x.numel() for x in data)))
+    step = size * max(1, -(-lines // min(MOST_LAYERS, most)))
+    return Region(
+        len(block.batch) * len(block.heads),
+        tuple(bound_layers(mask, block, step, outer)) if block.batch and block.heads else (),
+    )
+
+
+def bound_layers(mask: Mask, block: Block, step: int, outer: bool) -> Iterator[Layer]:
+    for at in range(0, len(block.rows), step):
+        part = evolve(block, rows=block.rows[at : at + step])
+        keys = mask.span(part) if outer else mask.surely(part)
+        if len(keys.intervals) > MOST_RUNS:
+            keys = keys.hull if outer else part.none
+        yield Layer(part.rows, tuple((Edge(a), Edge(b)) for a, b in keys.intervals))

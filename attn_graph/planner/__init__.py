@@ -1,0 +1,1 @@
+"""Who runs a graph and why, what that costs, and what would have to change."""

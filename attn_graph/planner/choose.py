@@ -1,0 +1,197 @@
+"""Who runs a graph, and why the others don't."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TypeVar, final
+from warnings import warn_explicit
+
+from attrs import frozen
+
+from attn_graph.backend import Backend, Executable, Options, RefusedError
+from attn_graph.errors import FallbackWarning, GraphError, NoBackendError, place, refusal
+from attn_graph.ir.graph import Graph
+from attn_graph.lowering import torch_cuda
+from attn_graph.lowering.cpu import math as torch_math
+from attn_graph.lowering.cpu import sdpa as torch_sdpa
+from attn_graph.lowering.cudnn import backend as cudnn_backend
+from attn_graph.lowering.triton import backend as triton_flash
+from attn_graph.machine.target import Target
+from attn_graph.machine.torch_switches import KernelName
+from attn_graph.spec import NAMES
+
+T = TypeVar("T")
+Refusals = tuple[tuple[str, tuple[str, ...]], ...]  # every reason against, by backend
+
+BACKENDS = (  # PyTorch's own kernels in PyTorch's own order of preference
+    cudnn_backend.BACKEND,
+    triton_flash.BACKEND,
+    torch_sdpa.BACKEND,
+    torch_cuda.FLASH,
+    torch_cuda.EFFICIENT,
+    torch_cuda.CUDNN,
+    torch_math.BACKEND,
+)
+
+# Which backends run on GPUs what sdpa_kernel calls so.
+BY_KERNEL: Mapping[KernelName, tuple[Backend, ...]] = {
+    "cudnn": (cudnn_backend.BACKEND, torch_cuda.CUDNN),
+    "flash": (torch_cuda.FLASH,),
+    "efficient": (torch_cuda.EFFICIENT,),
+    "math": (torch_math.BACKEND,),
+}
+
+# Where the blocked math lowering, which computes half precision in float32, beats PyTorch's own
+# half precision kernel on CPUs: by dtype and pass, and whether the CPU has the dtype natively.
+# Measured by benchmarks/choice.py; figures in benchmarks/results.
+MATH_IS_FASTER = {
+    ("f16", "forward", False),
+    ("f16", "backward", False),
+    ("f16", "forward", True),
+    ("f16", "backward", True),
+    ("bf16", "backward", False),
+}
+
+
+@final
+@frozen
+class Choice:
+    """What the planner decided: the backend, its cause, and every other's reasons against."""
+
+    backend: Backend
+    cause: str
+    refusals: Refusals = ()
+    also: tuple[str, ...] = ()
+
+    @property
+    def is_fallback(self) -> bool:
+        """Whether `math` runs because all the others, of which there is one at least, refused."""
+        return self.backend is torch_math.BACKEND and bool(self.refusals) and not self.also
+
+
+def lowered(
+    graph: Graph, target: Target, options: Options, among: Sequence[Backend] | None
+) -> tuple[Choice, Executable]:
+    """What runs the graph, and why that.
+
+    Raises NoBackendError as `choose` does.
+    """
+    return tried(graph, target, options, among, lambda b: b.lower(graph, target, options))
+
+
+def tried(
+    graph: Graph,
+    target: Target,
+    options: Options,
+    among: Sequence[Backend] | None,
+    attempt: Callable[[Backend], T],
+) -> tuple[Choice, T]:
+    """The first backend that takes the graph and with which the attempt succeeds; and its result.
+
+    A backend that finds reasons only then is passed over, like those that knew before. Raises
+    NoBackendError as `choose` does.
+    """
+    late: dict[str, tuple[str, ...]] = {}
+    while True:
+        choice = choose(graph, target, options, among, late)
+        try:
+            return choice, attempt(choice.backend)
+        except RefusedError as error:
+            late[choice.backend.name] = error.args
+
+
+def choose(
+    graph: Graph,
+    target: Target,
+    options: Options,
+    among: Sequence[Backend] | None,
+    late: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
+) -> Choice:
+    """The first backend, in order of preference, that has nothing against the graph.
+
+    late: reasons by backend that came up while it was lowered. Raises NoBackendError with every
+    backend's reasons where all refuse; warns or raises by on_fallback where only `math` is left.
+    """
+    if among is not None and not among:
+        raise GraphError(f"backends= names none; there are {', '.join(b.name for b in BACKENDS)}")
+    ordered, cause = (
+        (among, "it comes first in backends=")
+        if among is not None
+        else preference(graph, target, options)
+    )
+    reasons = [
+        (b, (*options.avoided(b.name), *(late.get(b.name) or b.why_not(graph, target, options))))
+        for b in ordered
+    ]
+    able = [b for b, against in reasons if not against]
+    refusals = tuple((b.name, against) for b, against in reasons if against)
+    if not able:
+        raise NoBackendError(graph, refusals)
+    first = able[0]
+    if len(able) == 1:
+        asked = " asked" if among is not None or options.avoid else ""
+        cause = f"it is the only one{asked} that takes the graph"
+    elif first is not ordered[0]:
+        cause = "it comes first of those that take the graph"
+    choice = Choice(first, cause, refusals, tuple(b.name for b in able[1:]))
+    if choice.is_fallback:
+        fallen(graph, options, refusals)
+    return choice
+
+
+def fallen(graph: Graph, options: Options, refusals: Refusals) -> None:
+    """Warn, at the line outside this package, or raise, as `on_fallback` says."""
+    title = "no fused backend takes this graph; `math` does"
+    if options.on_fallback == "raise":
+        raise NoBackendError(graph, refusals, f'{title}, and on_fallback is "raise"')
+    if options.on_fallback == "warn":
+        told = "\n".join(refusal(name, reasons) for name, reasons in refusals)
+        warn_explicit(f"{title} and will run it\n{told}", FallbackWarning, *place())
+
+
+def preference(graph: Graph, target: Target, options: Options) -> tuple[Sequence[Backend], str]:
+    """All backends in the order that suits graph and target, and what the order rests on."""
+    dtype = NAMES[graph.inputs[0].spec.dtype] if graph.inputs else "f32"
+    pass_ = "backward" if graph.is_gradient else "forward"
+    if target.interprets:
+        rest = [b for b in BACKENDS if b is not triton_flash.BACKEND]
+        return (*rest, triton_flash.BACKEND), "Triton's interpreter is for tests, and comes last"
+    if order := options.switches.order(target.kind, target.sm):
+        return by_priority(order), "it comes first in the order that sdpa_kernel set"
+    case = (dtype, pass_, dtype in target.native)
+    if target.kind == "cpu" and case in MATH_IS_FASTER:
+        rest = [b for b in BACKENDS if b is not torch_math.BACKEND]
+        return (
+            torch_math.BACKEND,
+            *rest,
+        ), f"it is the faster for {dtype} {pass_} on this kind of CPU"
+    if target.kind == "cuda" and not 90 <= target.sm < 110:
+        rest = [b for b in BACKENDS if b is not triton_flash.BACKEND]
+        return (triton_flash.BACKEND, *rest), "it comes before cuDNN on this kind of GPU"
+    return BACKENDS, "it comes first in the order of preference"
+
+
+def by_priority(order: Sequence[KernelName]) -> tuple[Backend, ...]:
+    """Backends with PyTorch's kernels in this order, cuDNN's own plans before PyTorch's of cuDNN.
+
+    What PyTorch does not have comes behind them, but before `math` where that is the last.
+    """
+    ranked = [backend for kernel in order for backend in BY_KERNEL[kernel]]
+    behind = len(ranked) - (order[-1] == "math")
+    others = [backend for backend in BACKENDS if backend not in ranked]
+    return (*ranked[:behind], *others, *ranked[behind:])
+
+
+def named(backends: Sequence[str | Backend]) -> tuple[Backend, ...]:
+    """Backends by name or as they are. Raises GraphError for a name that is not known."""
+    strangers = [b for b in backends if not isinstance(b, str | Backend)]
+    if strangers:
+        raise GraphError(f"{strangers[0]!r} is no Backend, nor the name of one")
+    known = {b.name: b for b in BACKENDS}
+    unknown = [b for b in backends if isinstance(b, str) and b not in known]
+    if unknown:
+        raise GraphError(
+            f"no backend is named {', '.join(map(repr, unknown))}; there are {', '.join(known)}"
+        )
+    return tuple(known[b] if isinstance(b, str) else b for b in backends)

@@ -1,0 +1,283 @@
+"""What a graph costs on a target, from its mask and its shapes: flops, bytes, and the least time.
+
+Counted are the matrix products over the pairs of query and key that the mask keeps, a product and
+a sum being 2 flops. Forward, q k^T and p v: 2 (D + E) a pair. Backward, the q k^T that is computed
+again, dp = do v^T, dv, dq and dk: 2 (3 D + 2 E) a pair, 2.5 times the forward where D = E. This is
+the count of FlashAttention's papers (arXiv 2307.08691, section 4.1) and of its benchmarks, with
+the mask exact where they take half for causal. Softmax and modifiers are not counted.
+
+Bytes are those of each operand and result of an attention, once: of q and what lies beside it only
+the rows that see a key, of k and v only the keys that are seen, of a bias [B,H,M,N] at most an
+element a pair. No kernel can move less; caches do not matter to that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from math import prod
+from typing import Any, final
+
+import torch
+from attrs import asdict, frozen
+
+from attn_graph.errors import GraphError
+from attn_graph.ir import ops
+from attn_graph.ir.attention import Attention, AttentionGrad
+from attn_graph.ir.graph import Eqn, Graph
+from attn_graph.ir.vjp import training_gradient
+from attn_graph.machine.sizes import shown
+from attn_graph.machine.target import Target
+from attn_graph.masks.leaves import Mask
+from attn_graph.masks.tiles import Seen, Sizes, seen
+from attn_graph.spec import NAMES, TensorSpec, ValueType
+
+HELD = 256  # counts of masks
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@final
+@frozen
+class Work:
+    """What one pass must do: flops, bytes, and the seconds that each takes at the target's peak.
+
+    None is a rate that the target does not tell.
+    """
+
+    flops: int
+    bytes: int
+    compute_seconds: float | None = None
+    memory_seconds: float | None = None
+
+    @property
+    def intensity(self) -> float:
+        """Flops a byte; 0 where nothing is moved."""
+        return self.flops / self.bytes if self.bytes else 0.0
+
+    @property
+    def seconds(self) -> float | None:
+        """The least time: the longer of computing and moving. None where either is not known."""
+        if self.compute_seconds is None or self.memory_seconds is None:
+            return None
+        return max(self.compute_seconds, self.memory_seconds)
+
+    @property
+    def bound(self) -> str | None:
+        """What the least time is spent on, "compute" or "memory"."""
+        if self.compute_seconds is None or self.memory_seconds is None:
+            return None
+        return "compute" if self.compute_seconds > self.memory_seconds else "memory"
+
+    def achieved(self, measured: float) -> float | None:
+        """The fraction of the target's peak that a pass of so many seconds achieves."""
+        return None if self.seconds is None else self.seconds / measured
+
+    def __str__(self) -> str:
+        told = f"{scaled(self.flops, 'flop')}, {shown(self.bytes)}, {self.intensity:.4g} flop/B"
+        if self.seconds is None:
+            return told
+        return f"{told}, at least {scaled(self.seconds, 's')}, bound by {self.bound}"
+
+
+@final
+@frozen
+class Cost:
+    """What a plan costs, over all batch entries and heads.
+
+    pairs: places [i,j] that the masks of attentions keep. places: all of them; 0 of a graph that
+    stays in steps, whose products take every place. exact: whether pairs, flops and
+    bytes are exact; where data decide and were not given, they are the most there can be, and so
+    they are, `estimated`, where a mask is no join of strips and counting would take long.
+    backward: of a training step, where lse has no gradient; None for a graph without gradients.
+    """
+
+    pairs: int
+    places: int
+    exact: bool
+    forward: Work
+    backward: Work | None
+    estimated: bool = False
+
+    def __str__(self) -> str:
+        most = "" if self.exact else "estimated, at most " if self.estimated else "at most "
+        told = f"forward {self.forward}"
+        if self.places:
+            share = f"{100 * self.pairs / self.places:.3g} %"
+            told = f"{most}{self.pairs} of {self.places} pairs ({share}); {told}"
+        told += "" if self.backward is None else f"; backward {self.backward}"
+        return told if self.exact else told.replace("at least", "at the roofline")
+
+    def to_dict(self) -> dict[str, Any]:  # Any: JSON
+        """All of it, and what follows: seconds, bound and intensity of each pass."""
+        found = asdict(self, recurse=False)
+        for name in ("forward", "backward"):
+            if (work := found[name]) is not None:
+                more = {"seconds": work.seconds, "bound": work.bound, "intensity": work.intensity}
+                found[name] = asdict(work) | more
+        return found
+
+
+def scaled(value: float, unit: str) -> str:
+    """1.5e9 -> "1.5 Gflop", 2e-6 -> "2 µs"."""
+    prefixes = {1e15: "P", 1e12: "T", 1e9: "G", 1e6: "M", 1e3: "k", 1.0: "", 1e-3: "m", 1e-6: "µ"}
+    size = next((size for size in prefixes if value >= size), 1e-9 if value else 1.0)
+    return f"{value / size:.4g} {prefixes.get(size, 'n')}{unit}"
+
+
+def cost(
+    graph: Graph,
+    target: Target,
+    tensors: Tensors | None = None,
+    *,
+    wants: Sequence[str] | None = None,
+    precision: str = "ieee",
+) -> Cost:
+    """What a simplified graph costs on a target.
+
+    tensors: inputs that the mask reads, by name; with all of them the count is exact. wants: the
+    inputs to differentiate by, by default all floating ones. precision: of float32 products, as
+    `compile` takes it. Raises GraphError for other tensors, and for tensors that do not fit.
+    """
+    given = named(graph, tensors or {})
+    forward = tuple(shares(graph, given))
+    backward = training_gradient(graph, wants) if graph.has_gradient and wants != () else None
+    return Cost(
+        sum(share.pairs for share in forward),
+        sum(share.places for share in forward),
+        all(share.exact for share in forward),
+        work(forward, graph, target, precision),
+        None
+        if backward is None
+        else work(tuple(shares(backward, given)), backward, target, precision),
+        any(share.estimated for share in forward),
+    )
+
+
+def named(graph: Graph, tensors: Tensors) -> Tensors:
+    """The tensors, if the graph has inputs of these names for its masks to read."""
+    read = {graph.inputs[i].name for eqn in graph.eqns for i in masks_inputs(graph, eqn).values()}
+    if unknown := [name for name in tensors if name not in read]:
+        told = ", ".join(sorted(read)) or "no input"
+        raise GraphError(f"cost: no mask reads {', '.join(unknown)}; the masks read {told}")
+    if others := [n for n, x in tensors.items() if not isinstance(x, torch.Tensor)]:
+        raise GraphError(f"cost: {others[0]} is a {type(tensors[others[0]]).__name__}, no tensor")
+    return tensors
+
+
+def masks_inputs(graph: Graph, eqn: Eqn) -> dict[str, int]:
+    """The number of the input that each tensor of an attention's mask is, by the mask's name."""
+    node = attention_of(eqn)
+    if node is None or node.mask is None:
+        return {}
+    found = node.split(eqn.args[: len(node.roles)]).mask
+    return {name: i for name, i in found.items() if i < len(graph.inputs)}
+
+
+def attention_of(eqn: Eqn) -> Attention | None:
+    """The attention that an equation is, or is the gradient of."""
+    op = eqn.op.attention if isinstance(eqn.op, AttentionGrad) else eqn.op
+    return op if isinstance(op, Attention) else None
+
+
+@final
+@frozen
+class Share:
+    """What one equation adds: flops and bytes, and pairs of places where it is an attention."""
+
+    flops: int
+    bytes: int
+    pairs: int = 0
+    places: int = 0
+    exact: bool = True
+    estimated: bool = False
+
+
+def work(parts: Sequence[Share], graph: Graph, target: Target, precision: str) -> Work:
+    """The sum of the parts, and its times at the target's peak for the dtype of the first input."""
+    flops, moved = sum(part.flops for part in parts), sum(part.bytes for part in parts)
+    dtype = NAMES[graph.inputs[0].spec.dtype] if graph.inputs else "f32"
+    peak = target.peak(precision if (dtype, precision) == ("f32", "tf32") else dtype)
+    return Work(
+        flops,
+        moved,
+        None if peak is None else flops / peak,
+        None if target.bandwidth is None else moved / target.bandwidth,
+    )
+
+
+def shares(graph: Graph, given: Tensors) -> Iterator[Share]:
+    """What each equation adds. A result that nothing reads is not written."""
+    read = {*graph.outputs, *(i for eqn in graph.eqns for i in eqn.args)}
+    specs = [i.spec for i in graph.inputs]
+    specs += [TensorSpec(t.shape, t.dtype) for t in graph.types[len(specs) :]]
+    for eqn, outs in graph.numbered():
+        operands = [specs[i] for i in eqn.args]
+        written = sum(specs[i].type.bytes for i in outs if i in read)
+        node = attention_of(eqn)
+        if node is None:
+            moved = sum(distinct(x) * x.dtype.itemsize for x in operands) + written
+            yield Share(products(eqn, [x.type for x in operands]), moved)
+        else:
+            names = {name: graph.inputs[i].name for name, i in masks_inputs(graph, eqn).items()}
+            data = {name: given[own] for name, own in names.items() if own in given}
+            yield attended(eqn, node, operands, data, written)
+
+
+def products(eqn: Eqn, operands: Sequence[ValueType]) -> int:
+    """Flops of an equation outside of any attention; 0 where it is no matrix product."""
+    match eqn.op:
+        case ops.Scores():
+            return 2 * prod(eqn.outs[0].shape) * operands[0].shape[-1]
+        case ops.Weigh() | ops.WeighT():
+            return 2 * prod(operands[0].shape) * operands[1].shape[-1]
+        case _:
+            return 0
+
+
+def distinct(spec: TensorSpec) -> int:
+    """How many elements of memory there are behind a spec: an axis of stride 0 is one element."""
+    if 0 in spec.shape:
+        return 0
+    pairs = [*zip(spec.shape, spec.strides, strict=True)]
+    reach = 1 + sum((n - 1) * stride for n, stride in pairs)  # less where axes overlap
+    return min(reach, prod(n for n, stride in pairs if stride))
+
+
+def attended(
+    eqn: Eqn, node: Attention, operands: Sequence[TensorSpec], data: Tensors, written: int
+) -> Share:
+    """What an attention, or its gradient, adds."""
+    (B, H, M, D), (_, G, N, _), E = operands[0].shape, operands[1].shape, operands[2].shape[3]
+    sizes = (B, H, G, M, N)
+    found = seen(node.mask, sizes, data) if data else foreseen(node.mask, sizes)
+    most: list[int | None] = [found.queries * D, found.keys * D, found.keys * E]
+    read = [data for modifier in node.modifiers for data in modifier.needs.values()]
+    most += [found.pairs if {"i", "j"} <= {*data.axes} else None for data in read]
+    most += [None] * (len(node.roles) - len(most))
+    most += [found.queries * (E if len(x.shape) == 4 else 1) for x in operands[len(node.roles) :]]
+    moved = sum(
+        (distinct(x) if cap is None else min(distinct(x), cap)) * x.dtype.itemsize
+        for x, cap in zip(operands, most, strict=True)
+    )
+    flops = 2 * found.pairs * width(eqn, D, E)
+    counted = found.pairs, B * H * M * N, found.exact, found.estimated
+    return Share(flops, moved + written, *counted)
+
+
+@lru_cache(HELD)
+def foreseen(mask: Mask | None, sizes: Sizes) -> Seen:
+    """The same before any data: forward and backward ask it, on every target."""
+    return seen(mask, sizes, {})
+
+
+def width(eqn: Eqn, D: int, E: int) -> int:
+    """The head sizes of all matrix products that an attention or its gradient takes, summed."""
+    op = eqn.op
+    if not isinstance(op, AttentionGrad):
+        return D + E
+    wants = dict(zip(op.attention.roles, op.wants, strict=True))
+    dv = E if wants["v"] and op.with_do else 0
+    others = any(wanted for role, wanted in wants.items() if role != "v")
+    dp = E if others and op.with_do else 0
+    return D + dp + dv + D * wants["q"] + D * wants["k"]

@@ -1,0 +1,110 @@
+"""Who would run a graph and why, before anything is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from attrs import evolve
+
+from attn_graph.backend import Backend, Foreseen, Options
+from attn_graph.errors import NoBackendError
+from attn_graph.ir.graph import Graph
+from attn_graph.ir.vjp import main_outputs
+from attn_graph.machine.target import Target
+from attn_graph.planner.choose import BACKENDS, tried
+from attn_graph.planner.cost import cost
+from attn_graph.planner.explanation import Explanation, Refusal, needed, tiles_of
+from attn_graph.planner.remedies import Question, lifting
+
+Among = Sequence[Backend] | None
+Read = Callable[[Question], Graph]  # the graph of a question that is looked at: either pass
+
+
+def explained(
+    graph: Graph,
+    target: Target,
+    options: Options,
+    among: Among,
+    wants: Sequence[str] | None = None,
+) -> Explanation:
+    """Both passes of a graph, with what would lift the refusals, and what it costs.
+
+    wants: the inputs to differentiate by, by default all floating ones; none: there is one pass.
+    """
+    question = Question.of(graph, options, wants)
+    simple = question.forward()
+    forward, ahead = verdict(question, Question.forward, target, among)
+
+    def step(gradient: Question) -> Explanation:
+        side, behind = verdict(gradient, Question.backward, target, among)
+        return evolve(side, memory=ahead and needed(simple, ahead, side.graph, behind))
+
+    backward, through_lse, *_ = (*map(step, gradients(question)), None, None)
+    return evolve(
+        forward,
+        backward=backward,
+        through_lse=through_lse,
+        tiles=tuple(tiles_of(simple)),
+        memory=backward.memory if backward else ahead and needed(simple, ahead),
+        cost=cost(simple, target, wants=question.wants, precision=options.precision),
+    )
+
+
+def gradients(question: Question) -> Iterator[Question]:
+    """The gradient of a training step; where lse is an output beside others, then also the one
+    through lse."""
+    simple = question.forward()
+    if question.wants and simple.has_gradient:
+        yield question
+        if main_outputs(simple) != simple.outputs:
+            yield evolve(question, through_lse=True)
+
+
+def verdict(
+    question: Question, read: Read, target: Target, among: Among
+) -> tuple[Explanation, Foreseen | None]:
+    """Who takes one pass, and what running it would need; None where nobody takes it."""
+    graph, asked = read(question), BACKENDS if among is None else among
+    by_name = {backend.name: backend for backend in asked}
+
+    def refusals(found: Sequence[tuple[str, tuple[str, ...]]]) -> tuple[Refusal, ...]:
+        return tuple(refusal(by_name[name], why, question, read, target) for name, why in found)
+
+    try:
+        choice, foreseen = tried(
+            graph,
+            target,
+            question.options,
+            among,
+            lambda backend: backend.foreseen(graph, target, question.options),
+        )
+    except NoBackendError as error:
+        cause = "all refuse"
+        return Explanation(graph, target, None, cause, refusals(error.refusals)), None
+    more = (
+        *foreseen.notes,
+        *question.options.notes(graph, target),
+        *uncertain(foreseen, question.options, choice.also),
+    )
+    name, cause, against = choice.backend.name, choice.cause, refusals(choice.refusals)
+    return Explanation(graph, target, name, cause, against, more, choice.also), foreseen
+
+
+def uncertain(foreseen: Foreseen, options: Options, also: Sequence[str]) -> Iterator[str]:
+    """What a workspace that only a built plan tells may change."""
+    if foreseen.workspace is None and options.max_workspace is not None:
+        rest = f"then {also[0]} runs it" if also else "then nobody runs it"
+        yield f"its built plan may need more workspace than max_workspace allows: {rest}"
+
+
+def refusal(
+    backend: Backend, reasons: tuple[str, ...], question: Question, read: Read, target: Target
+) -> Refusal:
+    """A backend's reasons against one pass, with the changes that lift them."""
+
+    def asks(other: Question) -> tuple[str, ...]:
+        against = backend.why_not(read(other), target, other.options)
+        return (*other.options.avoided(backend.name), *against)
+
+    lifts, smallest = lifting(question, reasons, asks)
+    return Refusal(backend.name, reasons, lifts, smallest)

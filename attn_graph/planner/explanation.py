@@ -1,0 +1,208 @@
+"""What is known before anything runs: text in a terminal, HTML in a notebook, a dict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from html import escape
+from textwrap import indent
+from typing import Any, final
+
+from attrs import asdict, evolve, frozen
+
+from attn_graph.backend import Foreseen
+from attn_graph.errors import refusal
+from attn_graph.ir.attention import Attention
+from attn_graph.ir.graph import Graph
+from attn_graph.ir.vjp import residuals
+from attn_graph.machine.sizes import Memory
+from attn_graph.machine.target import Target
+from attn_graph.masks.leaves import Mask
+from attn_graph.masks.tiles import Tiles, tiles
+from attn_graph.planner.cost import Cost
+from attn_graph.planner.remedies import Change
+
+HELD = 256  # counts of masks
+IF_LSE = "backward, if lse gets a gradient"
+
+
+@final
+@frozen
+class Refusal:
+    """A backend that does not take a graph: every reason, each a clause for "no, because it".
+
+    lifts: for each reason, what single changes lift it. smallest: the fewest changes after which
+    the backend takes the graph; None where none were found, or none were looked for.
+    """
+
+    backend: str
+    reasons: tuple[str, ...]
+    lifts: tuple[tuple[str, ...], ...] = ()
+    smallest: Change | None = None
+
+    def __str__(self) -> str:
+        ending = f"\n  {self.way_out}" if self.smallest else ""
+        return refusal(self.backend, tuple(self.told())) + ending
+
+    def told(self) -> Iterator[str]:
+        """Each reason, with what lifts it."""
+        for reason, texts in zip(
+            self.reasons, self.lifts or ((),) * len(self.reasons), strict=True
+        ):
+            yield f"{reason} (lifted by: {'; or '.join(texts)})" if texts else reason
+
+    @property
+    def way_out(self) -> str:
+        return f"it would with: {self.smallest}"
+
+    def to_dict(self) -> dict[str, Any]:  # Any: JSON
+        return {
+            "backend": self.backend,
+            "reasons": [*self.reasons],
+            "lifts": [[*texts] for texts in self.lifts],
+            "smallest": [*self.smallest.texts] if self.smallest else None,
+        }
+
+
+@final
+@frozen
+class Explanation:
+    """Who runs a graph on a target and why, why the others don't, and what it costs.
+
+    backend: None where all refuse. notes: how it runs. also: who could run it too. tiles: of each
+    attention's mask. memory: of both passes, None where nobody runs the forward; a backward that
+    nobody runs is not counted. backward: the same of the gradient that a training step runs, which
+    has gradients of all outputs but lse; memory and cost are with this one. through_lse: the same
+    of the gradient where lse has one too; None where lse is no output beside others.
+    """
+
+    graph: Graph
+    target: Target
+    backend: str | None
+    cause: str
+    refusals: tuple[Refusal, ...] = ()
+    notes: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
+    tiles: tuple[Tiles, ...] = ()
+    memory: Memory | None = None
+    cost: Cost | None = None
+    backward: Explanation | None = None
+    through_lse: Explanation | None = None
+
+    def __str__(self) -> str:
+        return "\n".join([str(self.graph), f"target: {self.target}", *self.told(), *self.figures()])
+
+    def told(self) -> Iterator[str]:
+        """Who runs it, who could, who not."""
+        chosen = f"{self.backend}: chosen, because {self.cause}"
+        yield chosen if self.backend else f"no backend takes it: {self.cause}"
+        yield from (f"  - {note}" for note in self.notes)
+        yield from (f"{name}: could run it too" for name in self.also)
+        yield from map(str, alike(self.refusals))
+        if self.backward:
+            yield "backward"
+            yield from (indent(line, "  ") for line in self.backward.told())
+        if self.apart:
+            yield IF_LSE
+            yield from (indent(line, "  ") for line in self.apart.told())
+
+    @property
+    def apart(self) -> Explanation | None:
+        """What `through_lse` says and `backward` does not: the choice, and refusals of its own."""
+        if self.through_lse is None or self.backward is None:
+            return None
+        known = {*map(str, self.backward.refusals)}
+        own = tuple(each for each in self.through_lse.refusals if str(each) not in known)
+        return evolve(self.through_lse, refusals=own)
+
+    def figures(self) -> Iterator[str]:
+        yield from (f"mask: {tiles}" for tiles in self.tiles)
+        if self.memory:
+            yield f"memory: {self.memory}"
+        if self.through_lse and self.through_lse.memory != self.memory:
+            yield f"memory, if lse gets a gradient: {self.through_lse.memory}"
+        if self.cost:
+            yield f"cost: {self.cost}"
+
+    def to_dict(self) -> dict[str, Any]:  # Any: JSON
+        """Plain numbers, texts, lists and dicts."""
+        return {
+            "graph": str(self.graph),
+            "target": str(self.target),
+            "backend": self.backend,
+            "cause": self.cause,
+            "notes": [*self.notes],
+            "also": [*self.also],
+            "refusals": [each.to_dict() for each in self.refusals],
+            "tiles": [asdict(each) for each in self.tiles],
+            "memory": asdict(self.memory) | {"peak": self.memory.peak} if self.memory else None,
+            "cost": self.cost.to_dict() if self.cost else None,
+            "backward": self.backward.to_dict() if self.backward else None,
+            "through_lse": self.through_lse.to_dict() if self.through_lse else None,
+        }
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the choice, then a row for each other backend, then the figures."""
+        sides = {"forward": self, "backward": self.backward, IF_LSE: self.apart}
+        parts = [
+            f"<pre>{escape(str(self.graph))}</pre>",
+            f"<p>target: {escape(str(self.target))}</p>",
+        ]
+        parts += [side.table(name) for name, side in sides.items() if side]
+        parts += [f"<p>{escape(line)}</p>" for line in self.figures()]
+        return "<div>" + "".join(parts) + "</div>"
+
+    def table(self, name: str) -> str:
+        if self.backend:
+            rows = [row(self.backend, f"chosen, because {self.cause}", self.notes)]
+        else:
+            rows = [row("no backend takes it", self.cause, ())]
+        rows += [row(other, "could run it too", ()) for other in self.also]
+        for each in alike(self.refusals):
+            more = (each.way_out,) if each.smallest else ()
+            rows.append(row(each.backend, "no, because it", (*each.told(), *more)))
+        return f"<h4>{name}</h4><table>{''.join(rows)}</table>"
+
+
+def alike(refusals: Iterable[Refusal]) -> Iterator[Refusal]:
+    """Those of the same reasons as one, by all their names."""
+    names: dict[Refusal, list[str]] = {}
+    for each in refusals:
+        names.setdefault(evolve(each, backend=""), []).append(each.backend)
+    return (evolve(each, backend=", ".join(told)) for each, told in names.items())
+
+
+def tiles_of(graph: Graph) -> Iterator[Tiles]:
+    """The tiles of each attention's mask, before any data."""
+    for eqn in graph.eqns:
+        if isinstance(eqn.op, Attention):
+            (B, H, M), N = graph.types[eqn.args[0]].shape[:3], graph.types[eqn.args[1]].shape[2]
+            yield foreseen(eqn.op.mask, M, N, B, H)
+
+
+@lru_cache(HELD)
+def foreseen(mask: Mask | None, M: int, N: int, B: int, H: int) -> Tiles:
+    """The tiles of a mask before any data: every target has the same."""
+    return tiles(mask, M, N, B=B, H=H)
+
+
+def needed(
+    graph: Graph, ahead: Foreseen, gradient: Graph | None = None, behind: Foreseen | None = None
+) -> Memory:
+    """What a simplified graph needs, by what its passes do; a backward that nobody runs nothing."""
+    types, both = graph.types, {"forward": ahead} | ({"backward": behind} if behind else {})
+    return Memory(
+        outputs=sum(t.bytes for t in graph.output_types),
+        saved=sum(types[i].bytes for i in residuals(graph)),
+        workspace_forward=ahead.workspace or 0,
+        workspace_backward=(behind.workspace or 0) if behind else 0,
+        temporary_forward=ahead.temporary,
+        temporary_backward=behind.temporary if behind else 0,
+        gradients=sum(t.bytes for t in gradient.output_types) if gradient and behind else 0,
+        untold=tuple(name for name, x in both.items() if x.workspace is None),
+    )
+
+
+def row(name: str, verdict: str, lines: Sequence[str]) -> str:
+    told = "".join(f"<li>{escape(line)}</li>" for line in lines)
+    return f"<tr><th>{escape(name)}</th><td>{escape(verdict)}<ul>{told}</ul></td></tr>"

@@ -1,0 +1,360 @@
+"""Ways to put a question differently, so that a backend that refused it may take it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import combinations
+from typing import Any, final
+
+import torch
+from attrs import evolve, frozen
+
+from attn_graph.backend import Options
+from attn_graph.errors import GraphError
+from attn_graph.ir import ops
+from attn_graph.ir.builder import Builder, Value
+from attn_graph.ir.graph import Eqn, Graph
+from attn_graph.ir.modifiers import Modifier
+from attn_graph.ir.passes import simplify
+from attn_graph.ir.vjp import backward, cotangent_specs, main_outputs, wanted_inputs
+from attn_graph.spec import NAMES, TensorSpec, dense_strides, memory_order
+
+MOST = 8  # changes that may follow one another
+PAIRS = 2  # so many changes at a time are tried in every combination; more, one after another
+STEP = 8  # head sizes that kernels take are multiples of it
+HELD = 512  # questions, and graphs of them: all backends ask the same; a question has some dozens
+
+
+@final
+@frozen
+class Question:
+    """Who runs a graph, and its gradient by `wants`, through lse or not?
+
+    through_lse: whether all outputs have a cotangent, or `main_outputs` alone.
+    """
+
+    graph: Graph
+    options: Options
+    wants: tuple[str, ...]
+    through_lse: bool = False
+
+    @classmethod
+    def of(cls, graph: Graph, options: Options, wants: Sequence[str] | None = None) -> Question:
+        """By every floating input, unless told by which. Raises GraphError for what is none."""
+        inputs = wanted_inputs(graph, wants)
+        return cls(graph, options, tuple(graph.inputs[n].name for n in inputs))
+
+    def forward(self) -> Graph:
+        return simplified(self.graph)
+
+    def backward(self) -> Graph:
+        """The gradient's graph; its cotangents lie as the outputs do."""
+        return gradient(self.forward(), self.wants, self.through_lse)
+
+
+@lru_cache(HELD)
+def simplified(graph: Graph) -> Graph:
+    return simplify(graph)
+
+
+@lru_cache(HELD)
+def gradient(graph: Graph, names: tuple[str, ...], through_lse: bool) -> Graph:
+    """The gradient's graph of a simplified graph, by its inputs of these names."""
+    wants = [n for n, i in enumerate(graph.inputs) if i.name in names]
+    given = graph.outputs if through_lse else main_outputs(graph)
+    return backward(graph, wants, cotangent_specs(graph, given))
+
+
+@final
+@frozen
+class Change:
+    """One or more changes of a graph or of what is asked beside it, and what is asked then."""
+
+    texts: tuple[str, ...]
+    question: Question
+
+    @property
+    def graph(self) -> Graph:
+        """The changed graph, to be compiled in place of the other."""
+        return self.question.graph
+
+    def __str__(self) -> str:
+        return ", ".join(self.texts)
+
+
+Edit = Callable[[Question], "Question | None"]  # None: nothing to change, or no graph then
+Respec = Callable[[TensorSpec], TensorSpec]
+Asks = Callable[[Question], Sequence[str]]  # every reason against
+
+
+def lifting(
+    question: Question, reasons: Sequence[str], asks: Asks
+) -> tuple[tuple[tuple[str, ...], ...], Change | None]:
+    """For each reason against, the single changes that lift it; and the least that lifts all.
+
+    A reason is lifted when none like it, numbers, specs and masks aside, is left.
+    """
+    before = skeletons(reasons)
+    left = {text: skeletons(asks(asked)) for text, _, asked in singles(question)}
+    lifted = tuple(lifters(skeleton(reason), left, before) for reason in reasons)
+    named = {text for texts in lifted for text in texts}
+    useful = [(text, edit) for text, edit, _ in singles(question) if text in named]
+    return lifted, least(question, useful, asks) if all(lifted) else None
+
+
+def lifters(
+    reason: str, left: Mapping[str, frozenset[str]], before: frozenset[str]
+) -> tuple[str, ...]:
+    """The changes after which a reason is gone: those that bring no other, if there are such."""
+    gone = [text for text, after in left.items() if reason not in after]
+    return tuple([text for text in gone if left[text] <= before] or gone)
+
+
+@lru_cache(HELD // 64)
+def singles(question: Question) -> tuple[tuple[str, Edit, Question], ...]:
+    """Every change that there is to make, and what is asked then."""
+    found = ((text, edit, edited(question, (edit,))) for text, edit in edits(question))
+    return tuple((text, edit, asked) for text, edit, asked in found if asked)
+
+
+def least(question: Question, useful: Sequence[tuple[str, Edit]], asks: Asks) -> Change | None:
+    """The fewest changes found with which there is no reason left; the gentler of as many."""
+    for count in range(1, PAIRS + 1):
+        for several in combinations(useful, count):
+            asked = edited(question, tuple(edit for _, edit in several))
+            if asked is not None and not asks(asked):
+                return Change(tuple(text for text, _ in several), asked)
+    return gathered(question, asks)
+
+
+def gathered(question: Question, asks: Asks) -> Change | None:
+    """One change after another, each the one that leaves least; then without those not needed."""
+    taken: list[tuple[str, Edit]] = []
+    asked, reasons = question, asks(question)
+    seen = {skeletons(reasons)}
+    while reasons and len(taken) < MOST:
+        tries = [(asks(then), text, edit, then) for text, edit, then in singles(asked)]
+        fresh = [x for x in tries if len(x[0]) <= len(reasons) and skeletons(x[0]) not in seen]
+        if not fresh:
+            return None
+        reasons, text, edit, asked = min(fresh, key=lambda x: len(x[0]))
+        seen.add(skeletons(reasons))
+        taken.append((text, edit))
+    if reasons:
+        return None
+    for each in taken[:]:
+        others = [other for other in taken if other is not each]
+        fewer = edited(question, tuple(edit for _, edit in others))
+        if fewer is not None and not asks(fewer):
+            taken, asked = others, fewer
+    return Change(tuple(text for text, _ in taken), asked)
+
+
+@lru_cache(HELD)
+def edited(question: Question, several: tuple[Edit, ...]) -> Question | None:
+    """What is asked after some changes; each backend tries many that others tried."""
+    if not several:
+        return question
+    *before, last = several
+    found = edited(question, tuple(before))
+    return None if found is None else last(found)
+
+
+def skeletons(reasons: Sequence[str]) -> frozenset[str]:
+    return frozenset(map(skeleton, reasons))
+
+
+def skeleton(reason: str) -> str:
+    """A reason without specs and numbers, which other changes may change."""
+    reason = reason.partition(", and the mask is")[0]
+    return re.sub(
+        r"\b(f16|bf16|f32|f64|i32|i64|bool)\b(\[.*?\](?=\W|$))?(\(strides=\(.*?\)\))?|[-+]?\d[\d.e+-]*",
+        "#",
+        reason,
+    )
+
+
+# The changes, gentlest first: where tensors lie, how they are counted, what else is asked, their
+# dtypes, their sizes, and last what the graph computes.
+
+
+def edits(question: Question) -> Iterator[tuple[str, Edit]]:
+    specs = {i.name: i.spec for i in question.graph.inputs}
+    for name, spec in specs.items():
+        if len(spec.shape) > 1 and densely(spec) != spec:
+            yield f"{name} dense", respec({name: densely})
+    if question.through_lse:
+        yield "no gradient through lse", lambda q: evolve(q, through_lse=False)
+    for name in question.wants:
+        if name not in ("q", "k", "v"):
+            yield f"no gradient of {name}", unwanting(name)
+    yield from option_edits(question.options)
+    yield from dtype_edits(specs)
+    yield from size_edits(specs)
+    yield from op_edits(question.graph)
+
+
+def respec(changed: Mapping[str, Respec]) -> Edit:
+    """These inputs declared otherwise. Edits read the inputs as they are by then."""
+
+    def edit(question: Question) -> Question | None:
+        now = {i.name: i.spec for i in question.graph.inputs}
+        specs = {name: change(now[name]) for name, change in changed.items() if name in now}
+        return regraphed(question, specs) if any(now[n] != x for n, x in specs.items()) else None
+
+    return edit
+
+
+def densely(spec: TensorSpec) -> TensorSpec:
+    """The same without gaps, in the same order of axes but that the last is innermost."""
+    return TensorSpec(spec.shape, spec.dtype, dense_strides(spec.shape, order_of(spec)))
+
+
+def order_of(spec: TensorSpec) -> tuple[int, ...]:
+    """The axes in memory order, the last one innermost."""
+    last = len(spec.shape) - 1
+    return (*(axis for axis in memory_order(spec) if axis != last), last)
+
+
+def wide(size: int) -> Respec:
+    """Another last size, without gaps."""
+
+    def change(spec: TensorSpec) -> TensorSpec:
+        shape = (*spec.shape[:-1], size)
+        return TensorSpec(shape, spec.dtype, dense_strides(shape, order_of(spec)))
+
+    return change
+
+
+def headed(heads: int) -> Respec:
+    """Another number of heads, without gaps."""
+
+    def change(spec: TensorSpec) -> TensorSpec:
+        shape = (spec.shape[0], heads, *spec.shape[2:])
+        return TensorSpec(shape, spec.dtype, dense_strides(shape, order_of(spec)))
+
+    return change
+
+
+def cast(dtype: torch.dtype) -> Respec:
+    return lambda spec: TensorSpec(spec.shape, dtype, spec.strides)
+
+
+def unwanting(name: str) -> Edit:
+    return lambda q: evolve(q, wants=tuple(x for x in q.wants if x != name))
+
+
+def option_edits(options: Options) -> Iterator[tuple[str, Edit]]:
+    if options.max_workspace is not None:
+        yield "max_workspace=None", reopt(max_workspace=None)
+    if options.deterministic:
+        yield "deterministic=False", reopt(deterministic=False)
+    if options.precision == "ieee":
+        yield 'precision="tf32"', reopt(precision="tf32")
+    if options.avoid:
+        yield "avoid nothing", reopt(avoid=())
+
+
+def reopt(**changed: Any) -> Edit:  # Any: fields of Options
+    return lambda q: evolve(q, options=evolve(q.options, **changed))
+
+
+def dtype_edits(specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, Edit]]:
+    """q, k, v and a bias like them in another dtype; a bias or sinks in theirs."""
+    main = specs["q"].dtype if "q" in specs else next(iter(specs.values())).dtype
+    alike = [name for name, x in specs.items() if x.dtype == main and len(x.shape) == 4]
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        if dtype != main:
+            yield f"{joined(alike)} in {NAMES[dtype]}", respec(dict.fromkeys(alike, cast(dtype)))
+    for name, wanted in (("bias", main), ("bias", torch.float32), ("sinks", torch.float32)):
+        if name in specs and specs[name].dtype != wanted:
+            yield f"{name} in {NAMES[wanted]}", respec({name: cast(wanted)})
+
+
+def joined(names: Sequence[str]) -> str:
+    """ "q, k and v"."""
+    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
+
+
+def size_edits(specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, Edit]]:
+    """Head sizes with zeros up to what kernels take, or up to each other; heads repeated."""
+    if not {"q", "k", "v"} <= specs.keys():
+        return
+    H = specs["q"].shape[1]
+    if specs["k"].shape[1] != H:
+        yield f"k and v repeated for all {H} heads", respec({"k": headed(H), "v": headed(H)})
+    D, E = specs["q"].shape[-1], specs["v"].shape[-1]
+    for d, e in dict.fromkeys(((up(D), up(E)), (up(max(D, E)), up(max(D, E))))):
+        if (d, e) != (D, E):
+            more = f" (o then has {e - E} more columns)" if e > E else ""
+            told = f"head sizes with zeros up to D = {d}, E = {e}{more}"
+            yield told, respec({"q": wide(d), "k": wide(d), "v": wide(e)})
+
+
+def up(size: int) -> int:
+    """The next multiple of what kernels want."""
+    return -(-size // STEP) * STEP
+
+
+def op_edits(graph: Graph) -> Iterator[tuple[str, Edit]]:
+    """Without steps of the graph: this changes what is computed."""
+    kinds = dict.fromkeys(type(eqn.op) for eqn in graph.eqns)
+    for kind in kinds:
+        if kind in (ops.Dropout, ops.Mask) or issubclass(kind, Modifier):
+            yield f"no {WORDS.get(kind, kind.__name__)}", dropping(kind)
+    if any(isinstance(eqn.op, ops.Softmax) and eqn.op.sinks for eqn in graph.eqns):
+        yield "no sinks", dropping(ops.Softmax)
+
+
+WORDS: dict[type, str] = {ops.Dropout: "dropout", ops.Mask: "mask"}
+
+
+def dropping(kind: type) -> Edit:
+    def edit(question: Question) -> Question | None:
+        return regraphed(question, {}, kind)
+
+    return edit
+
+
+def regraphed(
+    question: Question, specs: Mapping[str, TensorSpec], kind: type | None = None
+) -> Question | None:
+    """The question of a graph with other inputs, and without the steps of a kind."""
+    try:
+        graph = rebuilt(question.graph, specs, kind)
+    except GraphError:
+        return None
+    left = tuple(x for x in question.wants if x in {i.name for i in graph.inputs})
+    return evolve(question, graph=graph, wants=left)
+
+
+def rebuilt(graph: Graph, specs: Mapping[str, TensorSpec], kind: type | None) -> Graph:
+    b = Builder()
+    values: dict[int, Value] = {
+        n: b.input(i.name, specs.get(i.name, i.spec)) for n, i in enumerate(graph.inputs)
+    }
+    for eqn, outs in graph.numbered():
+        values.update(zip(outs, emitted(b, eqn, [values[i] for i in eqn.args], kind), strict=True))
+    b.check()
+    return without_idle(b.graph(*(values[i] for i in graph.outputs)))
+
+
+def emitted(b: Builder, eqn: Eqn, operands: list[Value], kind: type | None) -> Sequence[Value]:
+    """The equation again, or what it would be if it did nothing."""
+    if kind is None or not isinstance(eqn.op, kind):
+        return b.emit(eqn.op, *operands)
+    if isinstance(eqn.op, ops.Softmax):
+        return b.emit(ops.Softmax(), operands[0])
+    return operands[:1]
+
+
+def without_idle(graph: Graph) -> Graph:
+    """Without inputs that nothing reads."""
+    read = {i for eqn in graph.eqns for i in eqn.args} | {*graph.outputs}
+    b = Builder(trusts=True)
+    values = {n: b.input(i.name, i.spec) for n, i in enumerate(graph.inputs) if n in read}
+    for eqn, outs in graph.numbered():
+        values.update(zip(outs, b.emit(eqn.op, *(values[i] for i in eqn.args)), strict=True))
+    return b.graph(*(values[i] for i in graph.outputs))

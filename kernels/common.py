@@ -1,0 +1,282 @@
+"""What every kernel shares: where a program works, tiles of tensors, scores, and who is masked.
+
+The generated functions that kernels are given (`KEEP`, `CHANGE`, `BACK`, `STRIP`, see
+`lowering/triton/device_code.py`) take b and h as scalars, i and j as tensors that broadcast to the
+tile, `data` (pointers of the tensors that masks and modifiers read) and `numbers` (their strides,
+and integers of the masks).
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+FAR: tl.constexpr = tl.constexpr(1 << 30)  # beyond every position
+
+
+@triton.jit
+def placed(blocks, H):
+    """block, h, b of this program; blocks of one head are neighbours, so that they share its keys.
+
+    The last block comes first: under a causal mask it has the most to do.
+    """
+    pid = tl.program_id(0)
+    return blocks - 1 - pid % blocks, pid // blocks % H, pid // blocks // H
+
+
+@triton.jit
+def head(ptr, strides, b, h):
+    """Where x[b,h] begins, in 64 bits."""
+    return ptr + tl.cast(b, tl.int64) * strides[0] + tl.cast(h, tl.int64) * strides[1]
+
+
+@triton.jit
+def rows_at(
+    ptr, strides, first, count,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Rows first.. of one head [count,SIZE], as [ROWS,WIDTH]; 0 outside of it.
+
+    WHOLE: all ROWS rows are there. UPCAST: for an interpreter that computes no bfloat16; those
+    are float32 then.
+    """
+    at, row, col = row_pointers(ptr, strides, first, ROWS, WIDTH)
+    if WHOLE and SIZE == WIDTH:
+        x = tl.load(at)
+    elif WHOLE:
+        x = tl.load(at, mask=col < SIZE, other=0.0)
+    elif SIZE == WIDTH:
+        x = tl.load(at, mask=row < count - first, other=0.0)
+    else:
+        x = tl.load(at, mask=(row < count - first) & (col < SIZE), other=0.0)
+    if UPCAST and ptr.dtype.element_ty == tl.bfloat16:
+        x = x.to(tl.float32)
+    return x
+
+
+@triton.jit
+def rows_of(
+    ptr, strides, b, h, first, count,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Rows first.. of x[b,h] [count,SIZE], as [ROWS,WIDTH]; 0 outside of it."""
+    return rows_at(
+        head(ptr, strides, b, h), strides, first, count, SIZE, ROWS, WIDTH, False, UPCAST
+    )
+
+
+@triton.jit
+def live_rows_at(
+    ptr, strides, first, count, lse,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
+    BLIND: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """The same of one head; BLIND: with 0 in rows whose lse [ROWS,1] is +inf, see `base2`."""
+    if not BLIND:
+        return rows_at(ptr, strides, first, count, SIZE, ROWS, WIDTH, WHOLE, UPCAST)
+    at, _, col = row_pointers(ptr, strides, first, ROWS, WIDTH)
+    x = tl.load(at, mask=(lse != float("inf")) & (col < SIZE), other=0.0)
+    if UPCAST and ptr.dtype.element_ty == tl.bfloat16:
+        x = x.to(tl.float32)
+    return x
+
+
+@triton.jit
+def row_pointers(ptr, strides, first, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Pointers [ROWS,WIDTH] to rows first.. of one head, and the numbers of rows and columns."""
+    base = ptr + tl.cast(first, tl.int64) * strides[2]
+    row, col = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
+    return base + row * strides[2] + col * strides[3], row, col
+
+
+@triton.jit
+def store_rows(
+    ptr, strides, first, count, x,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Write x [ROWS,WIDTH], rounded once, to the rows first.. of one head [count,SIZE]."""
+    at, row, col = row_pointers(ptr, strides, first, ROWS, WIDTH)
+    kept = (row < count - first) & (col < SIZE)
+    tl.store(at, rounded(x, ptr.dtype.element_ty, UPCAST), mask=kept)
+
+
+@triton.jit
+def rounded(x, DTYPE: tl.constexpr, UPCAST: tl.constexpr):
+    """x float32 in DTYPE, to nearest, ties to even.
+
+    UPCAST: a bfloat16 as a float32, since the interpreter would truncate. Adding 0x7FFF and the
+    lowest bit that stays rounds the upper half of the word.
+    """
+    if UPCAST and tl.bfloat16 == DTYPE:
+        bits = x.to(tl.uint32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+    return x.to(DTYPE)
+
+
+@triton.jit
+def scored(
+    s, b, h, i, j, M, N, scale, data, numbers,
+    CHANGE: tl.constexpr, KEEP: tl.constexpr, MIXED: tl.constexpr,
+):  # fmt: skip
+    """Scores in base 2 from q k^T: scaled, modified, and -inf at masked places of a MIXED tile."""
+    if CHANGE is None:
+        s = s * (scale * LOG2E)
+    else:
+        s = CHANGE(s * scale, b, h, i, j, M, N, data, numbers) * LOG2E
+    return masked(s, b, h, i, j, M, N, data, numbers, KEEP, MIXED)
+
+
+@triton.jit
+def masked(s, b, h, i, j, M, N, data, numbers, KEEP: tl.constexpr, MIXED: tl.constexpr):
+    """s with -inf at the masked places of a MIXED tile, and past the last key.
+
+    Past the last query nothing is masked: what rows there get is never stored, and what they give
+    is 0, since their weights are (`base2` in kernels/backward.py).
+    """
+    if MIXED:
+        kept = j < N
+        if KEEP is not None:
+            kept = kept & KEEP(b, h, i, j, M, N, data, numbers)
+        s = tl.where(kept, s, float("-inf"))
+    return s
+
+
+@triton.jit
+def strip_of(b, M, N, data, numbers, STRIP: tl.constexpr):
+    """low, high, keys, rows: a place counts if low <= j - i <= high, j < keys and i < rows."""
+    low, high, keys, rows = -FAR, FAR, N, M
+    if STRIP is not None:
+        low, high, keys, rows = STRIP(b, M, N, data, numbers)
+        keys, rows = tl.minimum(keys, N), tl.minimum(rows, M)
+    return low, high, keys, rows
+
+
+@triton.jit
+def key_tiles(
+    block, b, M, N, data, numbers,
+    STRIP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """start, full_start, full_stop, stop: tiles of keys that a block of queries may keep.
+
+    Those from full_start to full_stop are kept whole.
+    """
+    low, high, keys, rows = strip_of(b, M, N, data, numbers, STRIP)
+    first = block * BLOCK_M
+    end = tl.minimum(first + BLOCK_M, M)
+    live = (high >= low) & (first < rows)
+    start = tl.maximum(first + low, 0)
+    stop = tl.where(live, tl.minimum(tl.minimum(end, rows) + high, keys), start)
+    sure = tl.maximum(end - 1 + low, 0)
+    surely = tl.where(live & (end <= rows), tl.minimum(first + high + 1, keys), sure)
+    return in_tiles(start, sure, surely, stop, BLOCK_N)
+
+
+@triton.jit
+def query_tiles(
+    block, b, M, N, data, numbers,
+    STRIP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """start, full_start, full_stop, stop: tiles of queries that may keep a block of keys."""
+    low, high, keys, rows = strip_of(b, M, N, data, numbers, STRIP)
+    first = block * BLOCK_N
+    end = tl.minimum(first + BLOCK_N, N)
+    live = (high >= low) & (first < keys)
+    start = tl.maximum(first - high, 0)
+    stop = tl.where(live, tl.minimum(tl.minimum(end, keys) - low, rows), start)
+    sure = tl.maximum(end - 1 - high, 0)
+    surely = tl.where(live & (end <= keys), tl.minimum(first - low + 1, rows), sure)
+    return in_tiles(start, sure, surely, stop, BLOCK_M)
+
+
+@triton.jit
+def in_tiles(start, sure, surely, stop, BLOCK: tl.constexpr):
+    """Positions [start, stop), and those in [sure, surely) that are kept whole, in tiles."""
+    stop = tl.maximum(stop, start)
+    start, stop = (
+        start // BLOCK,
+        tl.where(stop > start, (stop + BLOCK - 1) // BLOCK, start // BLOCK),
+    )
+    full_start = tl.minimum(tl.maximum((sure + BLOCK - 1) // BLOCK, start), stop)
+    full_stop = tl.maximum(tl.minimum(tl.maximum(surely, 0) // BLOCK, stop), full_start)
+    return start.to(tl.int32), full_start.to(tl.int32), full_stop.to(tl.int32), stop.to(tl.int32)
+
+
+@triton.jit
+def counted(lists_ptr, start, full_start, full_stop, stop, LISTED: tl.constexpr):
+    """How many full and how many mixed tiles there are."""
+    full, mixed = full_stop - full_start, stop - start - (full_stop - full_start)
+    if LISTED:
+        full, mixed = tl.load(lists_ptr), tl.load(lists_ptr + 1)
+    return full, mixed
+
+
+@triton.jit
+def full_tile(t, lists_ptr, full_start, LISTED: tl.constexpr):
+    """The t-th full tile."""
+    n = full_start + t
+    if LISTED:
+        n = tl.load(lists_ptr + 2 + t)
+    return n
+
+
+@triton.jit
+def mixed_tile(t, lists_ptr, start, full_start, full_stop, full, LISTED: tl.constexpr):
+    """The t-th mixed tile: those before the full ones, then those after them."""
+    n = start + t
+    n += tl.where(n >= full_start, full_stop - full_start, 0)
+    if LISTED:
+        n = tl.load(lists_ptr + 2 + full + t)
+    return n
+
+
+@triton.jit
+def dropped(
+    seed_ptr, offset_ptr, b, h, H, first_row, first_key, threshold,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """z [BLOCK_M,BLOCK_N], true where dropout keeps: the bits of `attn_graph.ir.philox`."""
+    seed, offset = tl.load(seed_ptr), tl.load(offset_ptr)
+    c0 = (first_key // 4 + tl.arange(0, BLOCK_N // 4)[None, :]).to(tl.uint32)
+    c1 = (first_row + tl.arange(0, BLOCK_M)[:, None]).to(tl.uint32)
+    zero = c0 * 0 + c1 * 0
+    c0, c1 = c0 + zero, c1 + zero
+    c2, c3 = tl.cast(b * H + h, tl.uint32) + zero, offset.to(tl.uint32) + zero
+    c0, c1, c2, c3 = philox(seed, c0, c1, c2, c3)
+    words = tl.join(tl.join(c0, c2), tl.join(c1, c3))  # the last axis is the lowest: 0 1, 2 3
+    return tl.reshape(words, (BLOCK_M, BLOCK_N)).to(tl.int64) >= threshold
+
+
+@triton.jit
+def philox(seed, c0, c1, c2, c3):
+    """Ten rounds of Philox 4x32 on counters of four words; see `attn_graph.ir.philox`."""
+    k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    for _ in tl.static_range(10):
+        p0, p1 = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
+        c0, c2 = (p1 >> 32).to(tl.uint32) ^ c1 ^ k0, (p0 >> 32).to(tl.uint32) ^ c3 ^ k1
+        c1, c3 = p1.to(tl.uint32), p0.to(tl.uint32)
+        k0, k1 = k0 + 0x9E3779B9, k1 + 0xBB67AE85
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def floor_div(a, b):
+    """Python's a // b; Triton's rounds towards 0."""
+    q = a // b
+    r = a - q * b
+    return q - ((r != 0) & ((r < 0) != (b < 0))).to(tl.int32)
+
+
+@triton.jit
+def tanh(x):
+    """To about 2 ulp in float32: Cephes' tanhf, a polynomial near 0, where the other cancels."""
+    x2 = tl.minimum(x * x, 1.0)
+    near = -5.70498872745e-3
+    near = near * x2 + 2.06390887954e-2
+    near = near * x2 - 5.37397155531e-2
+    near = near * x2 + 1.33314422036e-1
+    near = near * x2 - 3.33332819422e-1
+    e = tl.exp2(tl.abs(x) * (-2 * LOG2E))
+    far = 1 - 2 * e / (1 + e)
+    return tl.where(tl.abs(x) < 0.625, x + x * x2 * near, tl.where(x < 0, -far, far))

@@ -1,0 +1,1 @@
+"""Attention by PyTorch's own operations: its fused CPU kernel, and tiles on any device."""

@@ -1,0 +1,200 @@
+"""The fallback that takes everything: PyTorch's matrix products and, on CPUs, its fused kernel.
+
+Equation by equation. An attention runs on the tiles that its mask leaves, so that no more than a
+tile of scores ever exists; whatever is no attention runs as its own definition says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
+from typing import final
+
+import torch
+from attrs import frozen
+
+from attn_graph.backend import Backend, Executable, Options, switch
+from attn_graph.errors import PlanTargetError
+from attn_graph.ir import ops
+from attn_graph.ir.attention import Attention, AttentionGrad
+from attn_graph.ir.graph import Eqn, Graph, Op
+from attn_graph.lowering.cpu.fused_tiles import FusedTiles
+from attn_graph.lowering.cpu.product_tiles import ProductTiles
+from attn_graph.lowering.cpu.schedule import POSITIONS
+from attn_graph.lowering.problem import Problem, operand_specs
+from attn_graph.machine.ambient import steady, without_autocast
+from attn_graph.machine.target import Target
+from attn_graph.machine.torch_switches import rounds
+from attn_graph.machine.workspace import Scratch
+from attn_graph.spec import TensorSpec
+
+Tiles = FusedTiles | ProductTiles
+NOTHING = Scratch()
+MOST_PADDING = 2  # times the smaller head size: from there on padding costs more than it saves
+Work = Callable[..., Sequence[torch.Tensor]]  # of the device of a call, and of operands on it
+
+
+def why_not(graph: Graph, target: Target, options: Options) -> Iterator[str]:
+    yield from options.switched_off("math")
+    tilings = planned(graph, target, options)
+    need = max((Scratch(tuple(t.buffers().values())).bytes for t in tilings), default=0)
+    yield from options.over_workspace(need)
+    yield from options.rounded(graph, target)
+
+
+def planned(graph: Graph, target: Target, options: Options) -> list[Tiles]:
+    """How each attention of a graph would be tiled."""
+    return [t for eqn in graph.eqns if (t := tiles_of(graph, eqn, target, options)) is not None]
+
+
+def tiles_of(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Tiles | None:
+    """The tiling of one equation; None for what is no attention or has nothing to compute."""
+    if not isinstance(eqn.op, (Attention, AttentionGrad)):
+        return None
+    problem = Problem.of(eqn.op, operand_specs(graph, eqn))
+    if problem.is_empty:
+        return None
+    fused = options.switches.flash and fuses(problem, target)
+    return FusedTiles.plan(problem) if fused else ProductTiles.plan(problem)
+
+
+def fuses(problem: Problem, target: Target) -> bool:
+    """Whether PyTorch's fused CPU kernel can compute the tiles: it adds, and pulls to q, k, v."""
+    node, grad = problem.node, problem.grad
+    if target.kind != "cpu" or node.dropout or not all(m.additive for m in node.modifiers):
+        return False
+    sizes = problem.D, problem.E
+    if node.mask is not None and max(sizes) >= MOST_PADDING * min(sizes):
+        return False
+    if grad is None:
+        return True
+    trained = (name for m in node.modifiers for name in m.needs)
+    wanted = dict(zip(node.roles[3:], grad.wants[3:], strict=True))
+    return grad.with_do and not grad.with_dlse and not any(wanted[name] for name in trained)
+
+
+@final
+@frozen
+class Step:
+    """One equation, ready to run."""
+
+    call: Work
+    scratch: Scratch = NOTHING
+    temporary: int = 0
+    note: str | None = None
+
+
+def lower(graph: Graph, target: Target, options: Options) -> Executable:
+    steps = [step_of(graph, eqn, target, options) for eqn in graph.eqns]
+    plan = [(eqn.args, step.call) for eqn, step in zip(graph.eqns, steps, strict=True)]
+    attentions = [outs for eqn, outs in graph.numbered() if isinstance(eqn.op, Attention)]
+    saved = [i for outs in attentions for i in outs]
+    stats = {outs[1] for outs in attentions}
+    exact = options.exact(graph)
+
+    def run(*tensors: torch.Tensor) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        device = tensors[0].device if tensors else torch.device(target.kind)
+        if exact and rounds(target.kind):
+            raise PlanTargetError(
+                f'math was planned with precision "ieee", and now {switch(target.kind)}; '
+                "set it back, or compile again"
+            )
+        values = list(tensors)
+        for args, call in plan:
+            values += call(device, *[values[i] for i in args])
+        return handed_out(values, graph.outputs, stats), [values[i] for i in saved]
+
+    return Executable(
+        run,
+        max((step.scratch.bytes for step in steps), default=0),
+        max((step.temporary for step in steps), default=0) + between(graph, saved),
+        tuple(step.note for step in steps if step.note),
+    )
+
+
+def between(graph: Graph, saved: Sequence[int]) -> int:
+    """Bytes of the values between equations: neither inputs, nor returned, nor saved."""
+    kept = {*range(len(graph.inputs)), *graph.outputs, *saved}
+    return sum(t.bytes for i, t in enumerate(graph.types) if i not in kept)
+
+
+def handed_out(
+    values: Sequence[torch.Tensor], outputs: Sequence[int], stats: set[int]
+) -> list[torch.Tensor]:
+    """The outputs: lse in C order, and a value that is returned twice as two tensors."""
+    found: list[torch.Tensor] = []
+    for place, i in enumerate(outputs):
+        value = values[i].contiguous() if i in stats else values[i]
+        found.append(value.clone() if i in outputs[:place] else value)
+    return found
+
+
+def step_of(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Step:
+    tiles, op = tiles_of(graph, eqn, target, options), eqn.op
+    if tiles is None:
+        specs = operand_specs(graph, eqn)
+        return Step(defined(op, specs), temporary=needed_by_definition(eqn, specs))
+    buffers = tiles.buffers()
+    scratch = Scratch(tuple(buffers.values()))
+    names, work = tuple(buffers), forward if isinstance(op, Attention) else backward
+
+    def call(device: torch.device, *operands: torch.Tensor) -> Sequence[torch.Tensor]:
+        rooms = options.workspace.lease(scratch, device)
+        with torch.no_grad(), without_autocast(), rooms as views:
+            return work(tiles, operands, dict(zip(names, views, strict=True)))
+
+    return Step(call, scratch, tiles.temporary, tiles.told())
+
+
+def needed_by_definition(eqn: Eqn, specs: Sequence[TensorSpec]) -> int:
+    """Bytes that a definition allocates, estimated from above: copies of all that it reads and
+    gives in the widest dtype, and the places that a mask or a modifier is asked at."""
+    shapes = [*(s.shape for s in specs), *(t.shape for t in eqn.outs)]
+    most = max((n for shape in shapes for n in shape[2:]), default=0)
+    return 3 * torch.float64.itemsize * sum(map(prod, shapes)) + POSITIONS * most * most
+
+
+def defined(op: Op, specs: Sequence[TensorSpec]) -> Work:
+    """An equation by its definition: what is no attention, and attentions without a score."""
+
+    def call(device: torch.device, *operands: torch.Tensor) -> Sequence[torch.Tensor]:
+        with torch.no_grad(), steady(device):
+            results = op.run(*operands)
+            if isinstance(op, Attention):
+                return Problem.of(op, specs).new_o(device).copy_(results[0]), *results[1:]
+            return results
+
+    return call
+
+
+def forward(
+    tiles: Tiles, operands: Sequence[torch.Tensor], scratch: Mapping[str, torch.Tensor]
+) -> Sequence[torch.Tensor]:
+    return tiles.forward(operands, scratch)
+
+
+def backward(
+    tiles: Tiles, operands: Sequence[torch.Tensor], scratch: Mapping[str, torch.Tensor]
+) -> Sequence[torch.Tensor]:
+    """The wanted gradients, in the order of the operands."""
+    grad = tiles.problem.grad
+    assert grad is not None
+    found = tiles.backward(operands, scratch)
+    if grad.attention.sinks:
+        place = grad.attention.roles.index("sinks")
+        found[place] = sink_gradient(grad, operands) if grad.wants[place] else operands[place]
+    return [found[i] for i, wanted in enumerate(grad.wants) if wanted]
+
+
+def sink_gradient(grad: AttentionGrad, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+    """dsinks [H] = sum_bi exp(sink - lse) (dlse - delta)."""
+    own, o, lse, do, dlse = grad.split(operands)
+    sinks = grad.attention.split(own).sinks
+    assert sinks is not None
+    surplus = torch.zeros_like(lse) if dlse is None else dlse.clone()
+    if do is not None:
+        surplus -= (do.to(lse.dtype) * o).sum(-1)
+    return ops.sink_gradient(sinks, lse, surplus)
+
+
+BACKEND = Backend("math", why_not, lower)

@@ -1,0 +1,423 @@
+"""Attention by matrix products on tiles: every modifier, every gradient, on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import final
+
+import torch
+from attrs import frozen
+
+from attn_graph.ir.attention import Operands
+from attn_graph.ir.modifiers import back_, change_
+from attn_graph.ir.philox import counters, keep_
+from attn_graph.kernels import products
+from attn_graph.kernels.merging import sink_
+from attn_graph.lowering.cpu.schedule import POSITIONS, Part, Tile, parts_of
+from attn_graph.lowering.problem import Problem
+from attn_graph.machine.workspace import Buffer
+from attn_graph.masks.places import Block, Place, joined
+from attn_graph.spec import TensorSpec
+
+INF = float("inf")
+SCORES = 2**21  # scores held at a time: 8 MiB of float32, what a few cores find in a shared cache
+MOST_ROWS = 64
+LEAST_ROWS = 16
+LEAST_FULL = 64  # keys: on a longer run the mask is not evaluated
+
+
+@final
+@frozen
+class Chunk:
+    """Batch entries and key/value heads that are computed together."""
+
+    batch: range
+    groups: range
+
+
+@final
+@frozen
+class ProductTiles:
+    """Forward and backward of one problem. A tile holds n = batch * groups products at a time.
+
+    blind: whether a query may see no key. restores: for each modifier, whether -inf has to be put
+    back after it.
+    """
+
+    problem: Problem
+    rows: int
+    batch: int
+    groups: int
+    blind: bool
+    restores: tuple[bool, ...]
+
+    @classmethod
+    def plan(cls, problem: Problem) -> ProductTiles:
+        """Sizes that keep a tile's scores near SCORES: rows first, then heads, then batch."""
+        p, r = problem, problem.H // problem.G
+        rows = min(p.M, MOST_ROWS, max(LEAST_ROWS, SCORES // (p.N * r)))
+        groups = min(p.G, max(1, SCORES // (p.N * r * rows)))
+        merges = groups == p.G and all(merges_batch(s) or packs(s, p) for s in p.specs[1:3])
+        by_data = p.node.mask is not None and bool(p.node.mask.needs)
+        batch = (
+            min(p.B, max(1, SCORES // (p.N * r * rows * groups))) if merges and not by_data else 1
+        )
+        return cls(problem, rows, batch, groups, p.has_blind_rows, p.node.restores)
+
+    @property
+    def r(self) -> int:
+        """Query heads that share a key/value head."""
+        return self.problem.H // self.problem.G
+
+    def buffers(self) -> dict[str, Buffer]:
+        p, wide = self.problem, self.problem.wide
+        n, L = self.batch * self.groups, self.r * self.rows
+        found = {
+            name: Buffer(s.shape, wide)
+            for name, s in zip("kv", p.specs[1:3], strict=True)
+            if packs(s, p)
+        }
+        found |= {"q": Buffer((n * L * p.D,), wide), "s": Buffer((n * L * p.N,), wide)}
+        found |= {"o": Buffer((n * L * p.E,), wide)}
+        found |= {name: Buffer((n * L,), wide) for name in ("lse", "total")}
+        if p.node.dropout:
+            words = n * L * (p.N // 4 + 2)
+            found["kept"] = Buffer((4 * words,), torch.bool)
+            found |= {f"word{i}": Buffer((words,), torch.int64) for i in range(6)}
+            found["weights"] = found["s"]
+        if p.grad is not None:
+            found |= self.needed_backward(n, L)
+        return found
+
+    def needed_backward(self, n: int, L: int) -> dict[str, Buffer]:
+        p, wide = self.problem, self.problem.wide
+        found = {"ds": Buffer((n * L * p.N,), wide), "do": Buffer((n * L * p.E,), wide)}
+        found |= {"dq": Buffer((n * L * p.D,), wide), "delta": Buffer((n * L,), wide)}
+        steps = [i for i, m in enumerate(p.node.modifiers) if not m.additive]
+        found |= {f"step{i}": Buffer((n * L * p.N,), wide) for i in steps}
+        if p.dtype != wide:
+            found |= {
+                f"d{x}": Buffer(s.shape, wide) for x, s in zip("kv", p.specs[1:3], strict=True)
+            }
+        return found
+
+    @property
+    def temporary(self) -> int:
+        """Bytes that PyTorch allocates beside the workspace, at most: the places that are asked."""
+        p = self.problem
+        places = self.batch * self.rows * p.N
+        scores, node = places * self.groups * self.r, p.node
+        words = 2 * bool(node.modifiers) + bool(node.dropout)
+        asked = POSITIONS * places if node.mask or node.modifiers else 0
+        return asked + scores * (2 + words * p.wide.itemsize)
+
+    def told(self) -> str:
+        """How it runs, for `explain`."""
+        heads = self.groups * self.r
+        return f"matrix products on tiles of {self.batch} x {heads} heads x {self.rows} queries"
+
+    def chunks(self) -> Iterator[Chunk]:
+        p = self.problem
+        for b in range(0, p.B, self.batch):
+            for g in range(0, p.G, self.groups):
+                yield Chunk(range(b, min(b + self.batch, p.B)), range(g, min(g + self.groups, p.G)))
+
+    def tiles(self, chunk: Chunk, data: Mapping[str, torch.Tensor]) -> Iterator[Tile]:
+        p, mask = self.problem, self.problem.node.mask
+        for start in range(0, p.M, self.rows):
+            rows = range(start, min(start + self.rows, p.M))
+            block = Block(chunk.batch, self.heads(chunk), rows, p.H, p.M, p.N, data)
+            yield Tile(chunk.batch, rows, parts_of(mask, block, LEAST_FULL))
+
+    def heads(self, chunk: Chunk) -> range:
+        return range(chunk.groups.start * self.r, chunk.groups.stop * self.r)
+
+    def packed(
+        self, operands: Sequence[torch.Tensor], scratch: Mapping[str, torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """k and v as the products read them, in scratch if they must be."""
+        pairs = zip("kv", operands[1:3], strict=True)
+        return [scratch[name].copy_(x) if name in scratch else x for name, x in pairs]
+
+    def forward(
+        self, operands: Sequence[torch.Tensor], scratch: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """o, lse."""
+        p, given = self.problem, self.problem.node.split(operands)
+        k, v = self.packed(operands, scratch)
+        o = p.new_o(given.q.device)
+        lse = torch.empty((p.B, p.H, p.M), dtype=p.wide, device=o.device)
+        for chunk in self.chunks():
+            for tile in self.tiles(chunk, given.mask):
+                here = Here(self, chunk, tile, given, scratch)
+                here.attend(k, v, here.rows_of(o), here.rows_of(lse))
+        return o, lse
+
+    def backward(
+        self, operands: Sequence[torch.Tensor], scratch: Mapping[str, torch.Tensor]
+    ) -> dict[int, torch.Tensor]:
+        """The gradients of q, k, v and of the modifiers' tensors, by number of the operand."""
+        p = self.problem
+        assert p.grad is not None
+        own, o, lse, do, dlse = p.grad.split(operands)
+        given = p.node.split(own)
+        k, v = self.packed(operands, scratch)
+        dq = torch.empty(given.q.shape, dtype=p.dtype, device=o.device)
+        dk, dv = (
+            scratch[f"d{name}"].zero_()
+            if f"d{name}" in scratch
+            else torch.zeros_like(x, memory_format=torch.contiguous_format)
+            for name, x in zip("kv", (given.k, given.v), strict=True)
+        )
+        totals = self.totals(given)
+        for chunk in self.chunks():
+            for tile in self.tiles(chunk, given.mask):
+                here = Here(self, chunk, tile, given, scratch)
+                if tile.parts:
+                    here.pull(k, v, (o, lse, do, dlse), (dq, dk, dv), totals)
+                else:
+                    here.rows_of(dq).zero_()
+        found = {0: dq, 1: dk.to(p.dtype), 2: dv.to(p.dtype)}
+        return found | self.collected(given, totals)
+
+    def totals(self, given: Operands[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        """Zeros for the wanted gradients of the modifiers' tensors, one dict a modifier."""
+        node, out, at = self.problem.node, [], 3
+        for modifier, data in zip(node.modifiers, given.modifiers, strict=True):
+            wanted = {
+                name for i, name in enumerate(data, at) if self.wants(i) and name in modifier.trains
+            }
+            out.append(
+                {
+                    n: torch.zeros(data[n].shape, dtype=self.problem.wide, device=data[n].device)
+                    for n in wanted
+                }
+            )
+            at += len(data)
+        return out
+
+    def wants(self, operand: int) -> bool:
+        return self.problem.grad is not None and self.problem.grad.wants[operand]
+
+    def collected(
+        self, given: Operands[torch.Tensor], totals: Sequence[Mapping[str, torch.Tensor]]
+    ) -> dict[int, torch.Tensor]:
+        found: dict[int, torch.Tensor] = {}
+        at = 3
+        for data, sums in zip(given.modifiers, totals, strict=True):
+            found |= {i: sums[n].to(data[n].dtype) for i, n in enumerate(data, at) if n in sums}
+            at += len(data)
+        return found
+
+
+@final
+@frozen(eq=False)
+class Here:
+    """One tile of one chunk, with the buffers it computes in."""
+
+    tiles: ProductTiles
+    chunk: Chunk
+    tile: Tile
+    given: Operands[torch.Tensor]
+    scratch: Mapping[str, torch.Tensor]
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Batch entries, groups, query heads a group, queries."""
+        return len(self.chunk.batch), len(self.chunk.groups), self.tiles.r, len(self.tile.rows)
+
+    def room(self, name: str, last: int) -> torch.Tensor:
+        """A buffer as [n, L, last]."""
+        b, g, r, m = self.shape
+        return self.scratch[name][: b * g * r * m * last].view(b * g, r * m, last)
+
+    def heads(self, x: torch.Tensor) -> torch.Tensor:
+        """[n,L,S] as [batch,heads,rows,S]."""
+        b, g, r, m = self.shape
+        return x.view(b, g * r, m, -1)
+
+    def rows_of(self, x: torch.Tensor) -> torch.Tensor:
+        """This tile's queries of a whole tensor [B,H,M,...]."""
+        heads, batch, rows = self.tiles.heads(self.chunk), self.chunk.batch, self.tile.rows
+        return x[batch.start : batch.stop, heads.start : heads.stop, rows.start : rows.stop]
+
+    def load(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """This tile's queries of x [B,H,M,D], gathered in a buffer as [n,L,D]."""
+        room = self.room(name, x.shape[3])
+        self.heads(room).copy_(self.rows_of(x))
+        return room
+
+    def keys_of(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """The tile's keys of x [B,G,N,D], as [n,S,D] for each run of parts without a hole."""
+        b, g = self.chunk.batch, self.chunk.groups
+        here = x[b.start : b.stop, g.start : g.stop]
+        flat = here[0] if len(b) == 1 else here.flatten(0, 1)
+        return [
+            flat[:, a:b] for a, b in joined([(p.start, p.stop) for p in self.tile.parts], gap=0)
+        ]
+
+    def pieces(self, s: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor, Place]]:
+        """Each part of the scores [n,L,S] as [batch,heads,rows,keys], and where it is."""
+        p, four, at = self.tiles.problem, self.heads(s), 0
+        heads = self.tiles.heads(self.chunk)
+        block = Block(self.chunk.batch, heads, self.tile.rows, p.H, p.M, p.N, self.given.mask)
+        for part in self.tile.parts:
+            place = Place.of(block, range(part.start, part.stop), s.device)
+            yield part, four[..., at : at + len(part)], place
+            at += len(part)
+
+    def scores(
+        self, q: torch.Tensor, k: torch.Tensor, keep: Callable[[int, torch.Tensor], None]
+    ) -> torch.Tensor:
+        """The modified and masked scores. `keep` is told each step's result before the next."""
+        node, s = self.tiles.problem.node, self.room("s", self.tile.keys)
+        products.scores_(s, q, self.keys_of(k), node.scale)
+        for i, (modifier, data) in enumerate(
+            zip(node.modifiers, self.given.modifiers, strict=True)
+        ):
+            hidden = s == -INF if self.tiles.restores[i] else None
+            for _, piece, at in self.pieces(s):
+                change_(modifier, piece, at.reading(data))
+            if hidden is not None:
+                s.masked_fill_(hidden, -INF)
+            keep(i, s)
+        for part, piece, at in self.pieces(s):
+            if part.kind == "mixed" and node.mask is not None:
+                piece.masked_fill_(
+                    torch.as_tensor(node.mask.keep(at), device=s.device).logical_not(), -INF
+                )
+        return s
+
+    def dropped_(self, p: torch.Tensor) -> None:
+        """p -> p * z / (1 - rate)."""
+        node = self.tiles.problem.node
+        assert self.given.seed is not None
+        assert self.given.offset is not None
+        seed, offset = int(self.given.seed), int(self.given.offset)
+        for part, piece, at in self.pieces(p):
+            assert at.ranges is not None
+            words = (*piece.shape[:3], len(counters(range(part.start, part.stop))))
+            count = piece.shape[0] * piece.shape[1] * piece.shape[2] * words[3]
+            six = [self.scratch[f"word{i}"][:count].view(words) for i in range(6)]
+            bits = self.scratch["kept"][: 4 * count].view(*words[:3], 4 * words[3])
+            piece.mul_(keep_(bits, node.dropout, seed, offset, at.ranges, at.H, six))
+        p.div_(1 - node.dropout)
+
+    def attend(self, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor) -> None:
+        """Fill this tile's o and lse."""
+        sums, stats = self.room("o", o.shape[3]), self.room("lse", 1)
+        if self.tile.parts:
+            self.softmax(k, v, sums, stats)
+        else:
+            sums.zero_()
+            stats.fill_(-INF)
+        four, three = self.heads(sums), self.heads(stats)[..., 0]
+        if self.given.sinks is not None:
+            heads = self.tiles.heads(self.chunk)
+            sink_(four, three, self.given.sinks[heads.start : heads.stop])
+        o.copy_(four)
+        lse.copy_(three)
+
+    def softmax(self, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor) -> None:
+        """o [n,L,E] and lse [n,L,1] of a tile that has keys."""
+        s = self.scores(self.load("q", self.given.q), k, lambda i, s: None)
+        total = self.room("total", 1)
+        products.softmax_(s, lse, total)
+        if self.tiles.problem.node.dropout:
+            self.dropped_(s)
+        products.weigh_(o, s, self.keys_of(v))
+        o.div_(total)
+
+    def pull(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+        grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        totals: Sequence[Mapping[str, torch.Tensor]],
+    ) -> None:
+        """Add this tile's share of every gradient, by the formulas of AttentionGrad."""
+        (o, lse, do, dlse), (dq, dk, dv) = rows, grads
+        node = self.tiles.problem.node
+        q, kept = self.load("q", self.given.q), self.kept_steps()
+        p = self.scores(q, k, kept)
+        stats = self.room("lse", 1)
+        self.heads(stats).copy_(self.rows_of(lse)[..., None])
+        products.weights_(p, stats)
+        ds = self.room("ds", self.tile.keys)
+        surplus = self.room("delta", 1)
+        if do is None:
+            ds.zero_()
+            surplus.zero_()
+        else:
+            self.cotangent(ds, surplus, p, v, o, do, dv)
+        if dlse is not None:
+            self.heads(surplus).sub_(self.rows_of(dlse)[..., None])
+            self.clear(surplus)
+        ds.sub_(surplus).mul_(p)
+        self.modifiers_back(ds, totals)
+        sums = self.room("dq", q.shape[2])
+        products.weigh_(sums, ds, self.keys_of(k), node.scale)
+        self.rows_of(dq).copy_(self.heads(sums))
+        products.add_transposed_(self.keys_of(dk), ds, q, node.scale)
+
+    def clear(self, x: torch.Tensor) -> torch.Tensor:
+        """x [n,L,.] with 0, in place, in the rows that saw nothing."""
+        return x.masked_fill_(self.room("lse", 1) == -INF, 0.0) if self.tiles.blind else x
+
+    def cotangent(
+        self, dp: torch.Tensor, delta: torch.Tensor, p: torch.Tensor, v: torch.Tensor,
+        o: torch.Tensor, do: torch.Tensor, dv: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Fill dp and delta, and add to dv."""
+        results, cotangents = self.load("o", o), self.clear(self.load("do", do))
+        torch.sum(results.mul_(cotangents), -1, keepdim=True, out=delta)
+        products.scores_(dp, cotangents, self.keys_of(v), 1.0)
+        if self.tiles.problem.node.dropout:
+            self.dropped_(dp)
+        weights = p
+        if self.tiles.problem.node.dropout:
+            weights = self.room("weights", self.tile.keys).copy_(p)
+            self.dropped_(weights)
+        products.add_transposed_(self.keys_of(dv), weights, cotangents)
+
+    def kept_steps(self) -> Callable[[int, torch.Tensor], None]:
+        """Remembers the result of each modifier whose derivative needs it."""
+
+        def keep(i: int, s: torch.Tensor) -> None:
+            if f"step{i}" in self.scratch:
+                self.room(f"step{i}", self.tile.keys).copy_(s)
+
+        return keep
+
+    def modifiers_back(
+        self, ds: torch.Tensor, totals: Sequence[Mapping[str, torch.Tensor]]
+    ) -> None:
+        """ds of the last step -> ds of the products, collecting the modifiers' own gradients."""
+        steps = [*zip(self.tiles.problem.node.modifiers, self.given.modifiers, totals, strict=True)]
+        for i, (modifier, data, sums) in reversed([*enumerate(steps)]):
+            results = self.room(f"step{i}" if f"step{i}" in self.scratch else "s", self.tile.keys)
+            restores = self.tiles.restores[i] and not modifier.additive
+            hidden = results == -INF if restores else None
+            for (_, piece, at), (_, result, _) in zip(
+                self.pieces(ds), self.pieces(results), strict=True
+            ):
+                if sums:
+                    modifier.collect(sums, piece, at.reading(data))
+                back_(modifier, piece, result, at.reading(data))
+            if hidden is not None:
+                ds.masked_fill_(hidden, 0.0)
+
+
+def packs(spec: TensorSpec, problem: Problem) -> bool:
+    """Whether the products would copy an operand in secret: other dtype, or no unit stride."""
+    return spec.dtype != problem.wide or not spec.unit_last
+
+
+def merges_batch(spec: TensorSpec) -> bool:
+    """Whether batch and heads are one axis in memory."""
+    return (
+        spec.shape[0] <= 1
+        or spec.shape[1] <= 1
+        or spec.strides[0] == spec.shape[1] * spec.strides[1]
+    )

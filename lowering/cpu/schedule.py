@@ -1,0 +1,250 @@
+"""Which tiles of the score matrix are visited, from the algebra of masks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby, pairwise
+from typing import Literal, final
+
+import torch
+from attrs import evolve, frozen
+
+from attn_graph.lowering.problem import Problem
+from attn_graph.masks.leaves import Band, Mask
+from attn_graph.masks.places import Block, Keys
+from attn_graph.masks.regions import find_breaks
+from attn_graph.masks.runs import leaves
+
+CALL_SECONDS = 60e-6  # of a small tile on a CPU: slicing, the kernel's start, copying the result
+FLOP_SECONDS = (
+    1e-11  # of a multiplication or addition on 2 cores; only its ratio to the above counts
+)
+ROW_BLOCKS = (32, 64, 128, 256, 512)
+# Bytes a place that a mask or a modifier holds while it is asked: three vectors of positions.
+POSITIONS = 3 * torch.int64.itemsize
+MOST_TILES = 2**13  # listed while planning, which takes some tenths of a second; or each call does
+BRIDGE = 32  # keys: a hole this small costs less to compute than a tile to begin
+
+
+@final
+@frozen
+class Part:
+    """Neighbouring keys [start, stop) of a tile. full: every query keeps all of them; causal:
+    the first query keeps the first one, the next one more, and so on; mixed: the mask must say."""
+
+    start: int
+    stop: int
+    kind: Literal["full", "mixed", "causal"]
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@final
+@frozen
+class Tile:
+    """Queries `rows` of the batch entries `batch` against the keys of `parts`.
+
+    `repeat` > 1: the same again so many times in all, rows and keys moved by `step` each time.
+    """
+
+    batch: range
+    rows: range
+    parts: tuple[Part, ...]
+    repeat: int = 1
+    step: int = 0
+
+    @property
+    def keys(self) -> int:
+        return sum(map(len, self.parts))
+
+    @property
+    def area(self) -> int:
+        """Scores that are computed, for one head."""
+        return len(self.batch) * self.repeat * len(self.rows) * self.keys
+
+
+def parts_of(mask: Mask | None, block: Block, least_full: int) -> tuple[Part, ...]:
+    """The keys that a block of queries may keep; full runs of `least_full` keys stand alone."""
+    if mask is None:
+        return (Part(0, block.N, "full"),) if block.N else ()
+    span, sure = mask.span(block).bridged(BRIDGE), mask.surely(block)
+    return tuple(part for a, b in span.intervals for part in split(a, b, sure, least_full))
+
+
+def split(start: int, stop: int, sure: Keys, least_full: int) -> Iterator[Part]:
+    """One interval as full and mixed parts."""
+    if sure.covers(start, stop):
+        yield Part(start, stop, "full")
+        return
+    at = start
+    for a, b in (sure & Keys.between(start, stop)).intervals:
+        if b - a >= least_full:
+            yield from [Part(at, a, "mixed")] if at < a else []
+            yield Part(a, b, "full")
+            at = b
+    yield from [Part(at, stop, "mixed")] if at < stop else []
+
+
+def row_tiles(
+    problem: Problem,
+    mask: Mask | None,
+    batch: range,
+    rows: int,
+    least_full: int,
+    data: Mapping[str, torch.Tensor] | None = None,
+) -> list[Tile]:
+    """A tile for each block of `rows` queries."""
+    starts = range(0, problem.M, rows)
+    return [make_tile(problem, mask, batch, start, rows, least_full, data) for start in starts]
+
+
+def make_tile(
+    problem: Problem,
+    mask: Mask | None,
+    batch: range,
+    start: int,
+    rows: int,
+    least_full: int,
+    data: Mapping[str, torch.Tensor] | None = None,
+) -> Tile:
+    """The tile of the block of queries that begins at `start`."""
+    H, M, N = problem.H, problem.M, problem.N
+    block = Block(batch, range(H), range(start, min(start + rows, M)), H, M, N, data)
+    return Tile(batch, block.rows, parts_of(mask, block, least_full))
+
+
+def grown(tiles: list[Tile], most: int, bounded: bool) -> list[Tile]:
+    """Neighbours with the same keys made one, up to `most` scores where a mask must be asked.
+
+    `bounded`: full tiles too, since something else is added to their scores.
+    """
+    out: list[Tile] = []
+    for tile in tiles:
+        last = out[-1] if out else None
+        if last is not None and last.parts == tile.parts and last.batch == tile.batch:
+            joined = evolve(last, rows=range(last.rows.start, tile.rows.stop))
+            free = not bounded and all(p.kind == "full" for p in tile.parts)
+            if free or len(joined.rows) * joined.keys <= most:
+                out[-1] = joined
+                continue
+        out.append(tile)
+    return out
+
+
+Same = tuple[Tile, int]  # a tile, and how many there are, each moved along the diagonal
+
+
+def fold_tiles(problem: Problem, mask: Mask, rows: int, least_full: int) -> list[Tile] | None:
+    """The same with runs of tiles that are one tile moved along the diagonal made one by `repeat`.
+
+    Only for masks and modifiers that depend on j - i alone. Each batch entry gets its own. None
+    where that leaves more than MOST_TILES.
+    """
+    batch, changes = range(problem.B), find_changes(mask, problem)
+    if changes is None and rows * MOST_TILES < problem.M:
+        return None
+    runs: list[Same] = []
+    for starts in group_blocks(problem.M, rows, changes):
+        ends = [*starts[:2], starts[-1]]
+        tiles = [make_tile(problem, mask, batch, at, rows, least_full) for at in ends]
+        if len({outline(tile) for tile in tiles}) == 1:
+            runs.append((tiles[0], len(starts)))
+        elif len(runs) + len(starts) <= MOST_TILES:
+            runs += [(make_tile(problem, mask, batch, at, rows, least_full), 1) for at in starts]
+        else:
+            return None
+    return folded(runs)
+
+
+def find_changes(mask: Mask, problem: Problem) -> list[int] | None:
+    """The queries between which the tiles of bands are alike, or each another; None: unknown."""
+    if not all(isinstance(leaf, Band) for leaf in leaves(mask)):
+        return None
+    H, M, N = problem.H, problem.M, problem.N
+    return find_breaks(mask, Block(range(problem.B), range(H), range(M), H, M, N))
+
+
+def group_blocks(M: int, rows: int, changes: Sequence[int] | None) -> list[range]:
+    """Where blocks of `rows` queries begin: those between two changes together, the others alone.
+
+    Between two changes of a mask all edges stand still or move along with the queries.
+    """
+    if changes is None:
+        return [range(at, at + 1) for at in range(0, M, rows)]
+    whole = [range(-(-a // rows) * rows, b // rows * rows, rows) for a, b in pairwise(changes)]
+    cut = {at // rows * rows for at in changes if at % rows}
+    return sorted(
+        (*filter(len, whole), *(range(at, at + 1) for at in cut)), key=lambda starts: starts.start
+    )
+
+
+def folded(tiles: Iterable[Same]) -> list[Tile] | None:
+    """Neighbours that are one tile moved along the diagonal, made one; None where many are left."""
+    out: list[Tile] = []
+    for _, run in groupby(tiles, key=lambda same: outline(same[0])):
+        same = list(run)
+        first, count = same[0][0], sum(count for _, count in same)
+        step = len(first.rows) if count > 1 else 0
+        if len(out) + min(count, len(first.batch)) > MOST_TILES:
+            return None
+        if not first.parts:
+            last, more = same[-1]
+            stop = last.rows.stop + (more - 1) * step
+            out.append(evolve(first, rows=range(first.rows.start, stop)))
+        elif count > len(first.batch):
+            out += [
+                evolve(first, batch=range(b, b + 1), repeat=count, step=step) for b in first.batch
+            ]
+        else:
+            out += [move_tile(first, n * step) for n in range(count)]
+    return out
+
+
+def move_tile(tile: Tile, by: int) -> Tile:
+    """A tile so far along the diagonal."""
+    rows = range(tile.rows.start + by, tile.rows.stop + by)
+    parts = tuple(evolve(x, start=x.start + by, stop=x.stop + by) for x in tile.parts)
+    return evolve(tile, rows=rows, parts=parts)
+
+
+def outline(tile: Tile) -> tuple[object, ...]:
+    """What tiles that differ by a move along the diagonal have in common."""
+    at = tile.rows.start
+    return len(tile.rows), tuple((p.start - at, p.stop - at, p.kind) for p in tile.parts)
+
+
+def diagonal(problem: Problem, mask: Mask | None) -> list[Tile] | None:
+    """Tiles for no mask or a causal one, which the fused kernel knows itself.
+
+    A diagonal `high` places right of the corner: every query keeps the first `high` keys, and the
+    rest is a square triangle. Left of the corner: the first -high queries keep nothing. The kernel
+    masks before it scales, so a scale of 0 or less turns its -inf into NaN or inf: None then, and
+    where the scale is too small to be sure.
+    """
+    B, M, N = range(problem.B), problem.M, problem.N
+    if mask is None:
+        return [Tile(B, range(M), (Part(0, N, "full"),))]
+    if not isinstance(mask, Band) or mask.low is not None or mask.high is None:
+        return None
+    if mask.ragged or problem.low_scale:
+        return None
+    dead = min(M, max(0, -mask.high))
+    seen = max(0, mask.high)
+    parts = [Part(0, seen, "full")] if seen else []
+    tiles = [Tile(B, range(dead), ())] if dead else []
+    live = [Tile(B, range(dead, M), (*parts, Part(seen, N, "causal")))] if dead < M else []
+    return tiles + live
+
+
+def seconds(problem: Problem, tiles: list[Tile]) -> float:
+    """A rough time for these tiles: what they compute and how often they begin."""
+    flops = 2 * problem.H * (problem.D + problem.E) * sum(tile.area for tile in tiles)
+    return flops * FLOP_SECONDS + CALL_SECONDS * sum(len(tile.parts) for tile in tiles)
+
+
+def cheapest(problem: Problem, choices: Callable[[int], list[Tile] | None]) -> list[Tile] | None:
+    """The tiles of the row block that costs least; None where each gives too many tiles."""
+    blocks = [rows for rows in ROW_BLOCKS if rows < 2 * problem.M] or [ROW_BLOCKS[0]]
+    lists = [tiles for rows in blocks if (tiles := choices(rows)) is not None]
+    return min(lists, key=lambda tiles: seconds(problem, tiles), default=None)

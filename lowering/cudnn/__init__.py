@@ -1,0 +1,1 @@
+"""Attention by cuDNN's graphs."""

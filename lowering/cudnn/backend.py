@@ -1,0 +1,171 @@
+"""cuDNN: single attentions and their gradients on NVIDIA GPUs, in half precision.
+
+Whether it takes a graph is told by a table, on every machine; its plans are built here as well, for
+GPUs that are not there in a process beside a stand-in for their driver.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from attrs import evolve
+
+from attn_graph.backend import Backend, Executable, Foreseen, Options, RefusedError
+from attn_graph.ir.graph import Graph
+from attn_graph.lowering.problem import Problem, other_equations, returns_lse, sole
+from attn_graph.machine.target import CUDNN, SYSTEM_CUDNN, Target
+
+if TYPE_CHECKING:  # and imported where it is used: a large table, of which CPUs ask nothing
+    from attn_graph.lowering.cudnn.case import Case
+    from attn_graph.lowering.cudnn.graph import Call
+    from attn_graph.lowering.cudnn.run import Results
+
+FRONTEND = "nvidia-cudnn-frontend"
+# What is assumed of libraries that are not there, so that a graph's own reasons are told as well.
+ASSUMED = ((9, 20, 0), (1, 28, 0))
+
+
+def why_not(graph: Graph, target: Target, options: Options) -> Iterator[str]:
+    if target.kind != "cuda":
+        yield f"runs on NVIDIA GPUs, and the target is {target}"
+        return
+    yield from library_reasons(target)
+    yield from options.switched_off("cudnn")
+    problem = sole(graph)
+    if problem is None:
+        yield other_equations(graph)
+    else:
+        yield from problem_reasons(problem, target, options)
+
+
+def library_reasons(target: Target) -> Iterator[str]:
+    backend, frontend = versions(target)
+    if frontend is None:
+        yield f"needs {FRONTEND}, which is not installed; pip install 'attn-graph[cuda]'"
+    if backend is None:
+        yield (
+            "needs cuDNN, which is not installed; PyTorch's builds for CUDA bring it, and "
+            "pip install 'attn-graph[offline]' what plans without a GPU need of it"
+        )
+
+
+def problem_reasons(problem: Problem, target: Target, options: Options) -> Iterator[str]:
+    from attn_graph.lowering.cudnn.limits import reasons
+    from attn_graph.lowering.cudnn.memory import workspace
+
+    case = asked(problem, target, options)
+    against = [*reasons(case)]
+    yield from against
+    if not against and (need := workspace(case)) is not None:
+        yield from options.over_workspace(need)
+
+
+def asked(problem: Problem, target: Target, options: Options) -> Case:
+    from attn_graph.lowering.cudnn.case import Case
+
+    backend, frontend = versions(target)
+    pair = backend or ASSUMED[0], frontend or ASSUMED[1]
+    return Case(problem, target.sm, *pair, options.deterministic)
+
+
+def versions(target: Target) -> tuple[tuple[int, int, int] | None, tuple[int, int, int] | None]:
+    """Those of cuDNN and of its frontend; None for what the target has not."""
+    numbers = (version(target, name) for name in (*CUDNN, SYSTEM_CUDNN))
+    return next(filter(None, numbers), None), version(target, FRONTEND)
+
+
+def version(target: Target, library: str) -> tuple[int, int, int] | None:
+    """Major, minor and patch of a library of the target; None where it is not there."""
+    found = re.findall(r"\d+", dict(target.libraries).get(library, ""))[:3]
+    major, minor, patch = (*map(int, found), 0, 0, 0)[:3]
+    return (major, minor, patch) if found else None
+
+
+def lower(graph: Graph, target: Target, options: Options) -> Executable:
+    from attn_graph.lowering.cudnn.plan import built
+    from attn_graph.lowering.cudnn.run import Inference, Run, notes, temporary
+
+    problem, case, call = described_for(graph, target, options)
+    plan = built(call, target, (case.backend, case.frontend), options)
+    if over := [*options.over_workspace(plan.workspace)]:
+        raise RefusedError(*over)
+    run = Run.of(call, problem, graph, options.workspace, plan.workspace, plan.execute)
+    executable = Executable(
+        run.forward if problem.grad is None else run.backward,
+        plan.workspace,
+        temporary(call, problem, graph),
+        (str(plan), *notes(problem, graph)),
+        inspect=lambda: (f"built in {plan.seconds:.2f} s",),
+        text=lambda: f"{call}\n{plan}",
+    )
+    if problem.grad is not None or returns_lse(graph):
+        return executable
+    lean = Inference(run.forward, lambda: without_lse(graph, target, options, plan.workspace))
+    return evolve(
+        executable,
+        infer=lean,
+        prepare=lean.prepare,
+        inspect=lambda: (*executable.inspect(), str(lean)),
+    )
+
+
+def without_lse(
+    graph: Graph, target: Target, options: Options, most: int
+) -> Callable[..., Results]:
+    """The forward that stores no lse. Raises RefusedError where it needs more bytes than `most`,
+    which is what the plan is said to need."""
+    from attn_graph.lowering.cudnn.plan import built
+    from attn_graph.lowering.cudnn.run import Run
+
+    problem, case, call = described_for(graph, target, options, stats=False)
+    plan = built(call, target, (case.backend, case.frontend), options)
+    if plan.workspace > most:
+        raise RefusedError(f"needs a workspace of {plan.workspace} bytes then, and {most} with lse")
+    return Run.of(call, problem, graph, options.workspace, plan.workspace, plan.execute).forward
+
+
+def foresees(graph: Graph, target: Target, options: Options) -> Foreseen:
+    """The workspace by a stored plan, or where a formula has it; else only a built plan tells."""
+    from attn_graph.lowering.cudnn.memory import workspace
+    from attn_graph.lowering.cudnn.plan import stored
+    from attn_graph.lowering.cudnn.run import notes, temporary
+
+    problem, case, call = described_for(graph, target, options)
+    try:
+        plan = stored(call, target, (case.backend, case.frontend), options)
+    except RefusedError:  # of a GPU that is in no table: lowering will say so
+        plan = None
+    more = notes(problem, graph)
+    return Foreseen(
+        plan.workspace if plan else workspace(case),
+        temporary(call, problem, graph),
+        (str(plan), *more) if plan else more,
+    )
+
+
+def described_for(
+    graph: Graph, target: Target, options: Options, *, stats: bool = True
+) -> tuple[Problem, Case, Call]:
+    """The call that would run a graph that is taken; see `described` for `stats`."""
+    from attn_graph.lowering.cudnn.case import padded
+    from attn_graph.lowering.cudnn.graph import described
+
+    problem = sole(graph)
+    assert problem is not None  # why_not said so
+    case = asked(problem, target, options)
+    in_order = options.deterministic
+    call = described(problem, padded=padded(case), deterministic=in_order, stats=stats)
+    return problem, case, call
+
+
+def variants(graph: Graph, target: Target, options: Options) -> tuple[str, ...]:
+    """The other plans that cuDNN proposes, by its names for them."""
+    from attn_graph.lowering.cudnn.plan import built
+
+    _, case, call = described_for(graph, target, options)
+    return built(call, target, (case.backend, case.frontend), options).plans[1:]
+
+
+BACKEND = Backend("cudnn", why_not, lower, foresees, variants)

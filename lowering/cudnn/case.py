@@ -1,0 +1,122 @@
+"""One question to cuDNN: a problem, where it is to run, and what libraries are there."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Literal, final
+
+from attrs import frozen
+
+from attn_graph.lowering.cudnn.graph import statement
+from attn_graph.lowering.cudnn.masks import Diagonal, Stated
+from attn_graph.lowering.problem import Problem
+from attn_graph.spec import TensorSpec
+
+Version = tuple[int, int, int]
+Pass = Literal["forward", "backward"]
+
+
+@final
+@frozen
+class Case:
+    """One question: a problem, the compute capability (90 for 9.0) and the library versions."""
+
+    problem: Problem
+    sm: int
+    backend: Version
+    frontend: Version
+    deterministic: bool = False
+
+    @property
+    def pass_(self) -> Pass:
+        return "forward" if self.problem.grad is None else "backward"
+
+    @property
+    def cudnn(self) -> str:
+        """The version of cuDNN as people write it."""
+        return ".".join(map(str, self.backend))
+
+    @property
+    def front(self) -> str:
+        """The version of its frontend as people write it."""
+        return ".".join(map(str, self.frontend))
+
+    @cached_property
+    def stated(self) -> Stated:
+        """The mask in cuDNN's terms; no mask where it has none, which is a reason of its own."""
+        return statement(self.problem) or Stated()
+
+    @property
+    def diagonal(self) -> Diagonal:
+        return self.stated.diagonal
+
+    @property
+    def at_right(self) -> bool:
+        """Whether the diagonal ends in the bottom right corner, as cuDNN counts it."""
+        return self.diagonal.align == "bottom_right" and self.diagonal.right is not None
+
+    @property
+    def larger(self) -> int:
+        """The larger head size."""
+        return max(self.problem.D, self.problem.E)
+
+    @property
+    def wide_on_blackwell(self) -> bool:
+        """Whether Blackwell's kernel for head sizes of 256 is meant, which is always in order."""
+        return self.problem.D == self.problem.E == 256 and self.backend >= (9, 23, 0)
+
+    @property
+    def too_wide_for_blackwell(self) -> bool:
+        """Whether Blackwell's backward has no kernel for the head sizes."""
+        if self.problem.D == 192:
+            return self.problem.E != 128
+        return self.larger > 128 and not self.wide_on_blackwell
+
+    @property
+    def sums_in_order(self) -> bool:
+        """Whether Blackwell's backward is deterministic, asked for or not."""
+        return self.deterministic or self.wide_on_blackwell
+
+    @cached_property
+    def specs(self) -> dict[str, TensorSpec]:
+        """q, k, v and, of a backward, o and do."""
+        found = dict(zip("qkv", self.problem.specs, strict=False))
+        if self.problem.grad is not None:
+            _, o, _, do, _ = self.problem.grad.split(self.problem.specs)
+            found |= {"o": o} | ({"do": do} if do is not None else {})
+        return found
+
+    @property
+    def bias(self) -> TensorSpec | None:
+        return self.operand("bias")
+
+    def operand(self, role: str) -> TensorSpec | None:
+        """The spec of an operand, if the problem has it."""
+        named = zip(self.problem.node.roles, self.problem.specs, strict=False)
+        return next((spec for name, spec in named if name == role), None)
+
+    def wants(self, role: str) -> bool:
+        """Whether this is a backward that owes the gradient of an operand."""
+        grad = self.problem.grad
+        return grad is not None and f"d{role}" in grad.names
+
+    def has(self, kind: type) -> int:
+        """How many modifiers of a kind there are."""
+        return sum(isinstance(m, kind) for m in self.problem.node.modifiers)
+
+
+def padded(case: Case) -> bool:
+    """Whether a padding mask of full lengths is needed where no lengths are given.
+
+    It is the way round two errors of cuDNN's backward. Below 9.26 Hopper's kernel reads beyond the
+    keys when N leaves half a tile of 128 and no mask keeps it from there: dq becomes NaN where lse
+    is below -88.7 (pytorch/pytorch#196678). And with a single query dk and dv become NaN
+    (NVIDIA/cudnn-frontend#1072, in 9.25.1 and 9.26.0).
+    """
+    p, right = case.problem, case.diagonal.right
+    if case.pass_ == "forward" or case.stated.lengths:
+        return False
+    shift = p.N - p.M if case.diagonal.align == "bottom_right" else 0
+    beyond = right is None or p.M - 1 + right + shift >= p.N
+    half = 90 <= case.sm < 100 and case.backend < (9, 26, 0) and p.N % 128 == 64 and beyond
+    return half or p.M == 1

@@ -1,0 +1,216 @@
+"""An attention as a call of cuDNN's frontend, as data: for every machine to read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import Any, final
+
+import torch
+from attrs import frozen
+
+from attn_graph.ir.modifiers import Alibi, Bias, SoftCap
+from attn_graph.lowering.cudnn.masks import Stated
+from attn_graph.lowering.problem import Problem
+from attn_graph.spec import NAMES, TensorSpec, dense_strides, memory_order
+
+Option = float | bool | str | None
+
+
+@final
+@frozen
+class Slot:
+    """A tensor of a cuDNN graph: what the frontend calls it, and what we do.
+
+    source is the name of an operand or a result of ours; "M" and "N" are int32 [B,1,1,1] full of
+    that size. Lengths are read as dense int32, whatever the operand is.
+    """
+
+    argument: str
+    source: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def plain(self) -> dict[str, Any]:  # Any: JSON
+        return {
+            "argument": self.argument,
+            "shape": self.shape,
+            "strides": self.strides,
+            "dtype": NAMES[self.dtype],
+        }
+
+    def __str__(self) -> str:
+        name = NAMES[self.dtype]
+        sizes = ", ".join(map(str, self.shape))
+        return f"{self.argument}={self.source} {name}[{sizes}](strides={self.strides})"
+
+
+@final
+@frozen
+class Call:
+    """One call of the frontend, `sdpa` or `sdpa_backward`: its tensors and its options.
+
+    Tensors are numbered in order, inputs before outputs, from 1: these are cuDNN's uids.
+    """
+
+    name: str
+    inputs: tuple[Slot, ...]
+    outputs: tuple[Slot, ...]
+    options: tuple[tuple[str, Option], ...]
+
+    @property
+    def said(self) -> dict[str, Option]:
+        """The options that are set."""
+        return {k: v for k, v in self.options if v is not None and v is not False}
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        return self.inputs + self.outputs
+
+    @property
+    def plain(self) -> dict[str, Any]:  # Any: JSON
+        """All of it in numbers, texts and lists, for a program that knows no types of ours."""
+        slots = [x.plain | {"uid": uid} for uid, x in enumerate(self.slots, start=1)]
+        return {
+            "name": self.name,
+            "dtype": NAMES[self.inputs[0].dtype],
+            "inputs": slots[: len(self.inputs)],
+            "outputs": slots[len(self.inputs) :],
+            "options": self.said,
+        }
+
+    def __str__(self) -> str:
+        told = [*map(str, self.inputs), *(f"{k}={v!r}" for k, v in self.said.items())]
+        lines = "".join(f"  {line},\n" for line in told)
+        return f"{self.name}(\n{lines}) -> {', '.join(map(str, self.outputs))}"
+
+
+def described(
+    problem: Problem, *, padded: bool = False, deterministic: bool = False, stats: bool = True
+) -> Call:
+    """The call that computes a problem. The mask must be one that cuDNN can state.
+
+    padded: with a padding mask even where no lengths are given: then of full lengths. stats:
+    whether a forward stores lse.
+    """
+    stated = statement(problem)
+    assert stated is not None  # the table of limits said so
+    lengths = tuple(length_slots(problem, stated, padded))
+    caps = [m.cap for m in problem.node.modifiers if isinstance(m, SoftCap)]
+    options = {
+        "attn_scale": problem.node.scale,
+        "soft_cap": caps[0] if caps else None,
+        **band_options(stated),
+        "use_alibi_mask": any(isinstance(m, Alibi) for m in problem.node.modifiers),
+        "use_padding_mask": bool(lengths),
+    }
+    if problem.grad is None:
+        return forward(problem, lengths, options | {"generate_stats": stats})
+    return backward(problem, lengths, options | {"use_deterministic_algorithm": deterministic})
+
+
+def statement(problem: Problem) -> Stated | None:
+    """The mask in cuDNN's terms, if it has such."""
+    plain = bool(problem.node.modifiers)
+    return Stated.of(problem.node.mask, problem.M, problem.N, plain=plain)
+
+
+def band_options(stated: Stated) -> dict[str, Option]:
+    band = stated.diagonal
+    if band.left is None and band.right is None:
+        return {}
+    return {
+        "diagonal_alignment": band.align,
+        "diagonal_band_left_bound": band.left,
+        "diagonal_band_right_bound": band.right,
+    }
+
+
+def forward(problem: Problem, lengths: Sequence[Slot], options: dict[str, Option]) -> Call:
+    B, H, M, E = problem.B, problem.H, problem.M, problem.E
+    o = (B, H, M, E)
+    found = Slot("o", "o", o, dense_strides(o, memory_order(problem.specs[0])), problem.dtype)
+    inputs = (*operands(problem), *lengths)
+    outputs = (found, statistics(problem)) if options["generate_stats"] else (found,)
+    return Call("sdpa", inputs, outputs, tuple(options.items()))
+
+
+def backward(problem: Problem, lengths: Sequence[Slot], options: dict[str, Option]) -> Call:
+    assert problem.grad is not None
+    _, o, _, do, _ = problem.grad.split(problem.specs)
+    results = [slot("o", "o", o)] + ([slot("dO", "do", cotangent(problem, do))] if do else [])
+    inputs = (*operands(problem), *results, statistics(problem), *lengths)
+    outputs = tuple(gradients(problem))
+    return Call("sdpa_backward", inputs, outputs, tuple(options.items()))
+
+
+def cotangent(problem: Problem, do: TensorSpec) -> TensorSpec:
+    """do as cuDNN reads it: a dense copy, where rows that see nothing are cleared in it."""
+    if not problem.has_blind_rows:
+        return do
+    return TensorSpec(do.shape, do.dtype, dense_strides(do.shape, memory_order(do)))
+
+
+def operands(problem: Problem) -> Iterator[Slot]:
+    """What the attention itself reads, but for lengths."""
+    yield from (slot(x, x, spec) for x, spec in zip("qkv", problem.specs, strict=False))
+    given = problem.node.split(problem.specs)
+    for modifier, data in zip(problem.node.modifiers, given.modifiers, strict=True):
+        if isinstance(modifier, Bias):
+            yield slot("bias", "bias", data["bias"])
+    if given.sinks is not None:
+        yield per_head("sink_token", "sinks", problem.H)
+
+
+def statistics(problem: Problem) -> Slot:
+    """lse [B,H,M] as cuDNN has it: [B,H,M,1], packed, in float32."""
+    shape = (problem.B, problem.H, problem.M, 1)
+    return Slot("stats", "lse", shape, dense_strides(shape), torch.float32)
+
+
+def gradients(problem: Problem) -> Iterator[Slot]:
+    """dQ, dK, dV, which cuDNN always computes, and those of bias and sinks where wanted."""
+    assert problem.grad is not None
+    for source, spec in zip("qkv", problem.specs, strict=False):
+        strides = dense_strides(spec.shape, memory_order(spec))
+        yield Slot(f"d{source.upper()}", f"d{source}", spec.shape, strides, spec.dtype)
+    wanted = zip(problem.node.roles, problem.specs, problem.grad.wants, strict=False)
+    for role, spec, wants in wanted:
+        if wants and role == "bias":
+            yield Slot("dBias", "dbias", spec.shape, dense_strides(spec.shape), spec.dtype)
+        if wants and role == "sinks":
+            yield per_head("dSink_token", "dsinks", problem.H)
+
+
+def length_slots(problem: Problem, stated: Stated, padded: bool) -> Iterator[Slot]:
+    """Both lengths, if there is a padding mask: cuDNN takes none or two."""
+    if not stated.lengths and not padded:
+        return
+    shape = (problem.B, 1, 1, 1)
+    for argument, name, full in (
+        ("seq_len_q", "q_lengths", "M"),
+        ("seq_len_kv", "kv_lengths", "N"),
+    ):
+        source = name if name in stated.lengths else full
+        yield Slot(argument, source, shape, dense_strides(shape), torch.int32)
+
+
+def per_head(argument: str, source: str, H: int) -> Slot:
+    """A float32 for each head: [H] as cuDNN has it, [1,H,1,1]."""
+    shape = (1, H, 1, 1)
+    return Slot(argument, source, shape, dense_strides(shape), torch.float32)
+
+
+def slot(argument: str, source: str, spec: TensorSpec) -> Slot:
+    """An operand where it lies. Strides of axes of size 1 are what a dense outermost axis has."""
+    reach = max(1, *(n * s for n, s in zip(spec.shape, spec.strides, strict=True)))
+    strides = [s if n > 1 else reach for n, s in zip(spec.shape, spec.strides, strict=True)]
+    if spec.shape[-1] == 1:
+        strides[-1] = 1
+    return Slot(argument, source, spec.shape, tuple(strides), spec.dtype)

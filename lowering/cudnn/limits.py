@@ -1,0 +1,447 @@
+"""What cuDNN takes, as a table: every limit with where it holds, its words and its source.
+
+Head counts are no row: a graph's H is a multiple of its G already, and cuDNN asks for no more.
+Addresses are none either: that they are multiples of 16 bytes is checked when a plan is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from attn_graph.ir.modifiers import Alibi, Bias, SoftCap
+from attn_graph.lowering.cudnn.case import Case, padded
+from attn_graph.lowering.cudnn.masks import problems
+from attn_graph.lowering.cudnn.rules import (
+    BACKWARD,
+    FIRST,
+    FORWARD,
+    Rule,
+    alibi_unmasked,
+    bias_column,
+    dtype_of,
+    foreign_alibi,
+    late_soft_cap,
+    left_of_diagonal,
+    masked_soft_cap,
+    off_grid,
+    once,
+    other_modifiers,
+    split_rows,
+)
+
+# Where limits come from. The headers ship in the wheel of nvidia-cudnn-frontend, under
+# include/cudnn_frontend/node: version 1.28.0 was read.
+FORWARD_HEADER = "cudnn-frontend 1.28.0, sdpa_support_surface.h"
+BACKWARD_HEADER = "cudnn-frontend 1.28.0, scaled_dot_product_flash_attention.h"
+HEADERS = f"{FORWARD_HEADER} and {BACKWARD_HEADER}"
+MEASURED = "planned without a device, cuDNN 9.20.0"
+MEANING = "what a graph means"
+
+
+def reasons(case: Case) -> Iterator[str]:
+    """Every reason why cuDNN does not take a case; none means that it plans and is right."""
+    for rule in RULES:
+        yield from rule.reasons(case)
+
+
+LONGER = "M = {p.M}, N = {p.N}"
+WIDTHS = "q has D = {p.D}, v has E = {p.E}"
+
+RULES = (
+    Rule(
+        "architecture",
+        lambda c: once(c.sm < 80),
+        "needs compute capability sm_80, and the target has sm_{c.sm}",
+        FORWARD_HEADER,
+    ),
+    Rule(
+        "backend",
+        lambda c: (c.cudnn,),
+        "needs cuDNN 9.10.2, the first without known errors in attention, and has {it}",
+        HEADERS,
+        backend=(FIRST, (9, 10, 2)),
+    ),
+    Rule(
+        "frontend",
+        lambda c: (c.front,),
+        "needs nvidia-cudnn-frontend 1.28, the first that loads plans without running them, and "
+        "has {it}",
+        "cudnn-frontend 1.28.0, graph_interface.h: deserialize by device properties; cudnn.Handle",
+        frontend=(FIRST, (1, 28, 0)),
+        says="unasked",
+    ),
+    # What the graph computes
+    Rule(
+        "dtype",
+        lambda c: dtype_of(c.problem.specs[0], torch.float16, torch.bfloat16),
+        "computes in f16 and bf16, and the graph is in {it}",
+        "support matrix of cuDNN 9.20; float32 has a forward plan and no backward",
+        says="yes",
+    ),
+    Rule(
+        "sizes",
+        lambda c: once(c.problem.is_empty),
+        "needs sizes of at least 1, and B = {p.B}, H = {p.H}, " + LONGER,
+        MEASURED,
+        says="unasked",
+    ),
+    Rule(
+        "modifiers",
+        other_modifiers,
+        "has no rule for {it}; the modifiers it has one for are SoftCap, Bias and Alibi",
+        MEANING,
+        says="unasked",
+    ),
+    Rule(
+        "biases",
+        lambda c: once(c.has(Bias) > 1 and c.has(Bias)),
+        "adds one bias, and the graph has {it}",
+        MEANING,
+        says="unasked",
+    ),
+    Rule(
+        "soft_caps",
+        lambda c: once(c.has(SoftCap) > 1 and c.has(SoftCap)),
+        "caps scores once, and the graph has {it} soft caps",
+        MEANING,
+        says="unasked",
+    ),
+    Rule(
+        "soft_cap_order",
+        late_soft_cap,
+        "caps scores before a bias is added, and the graph caps them later",
+        MEANING,
+        says="unasked",
+    ),
+    Rule(
+        "soft_cap_mask",
+        masked_soft_cap,
+        "caps scores without any mask or ALiBi, and the mask is {it}",
+        f"{HEADERS}: score_mod excludes them",
+    ),
+    *(
+        Rule(
+            f"soft_cap_{name}",
+            lambda c: once(c.has(SoftCap)),
+            "goes back through a soft cap on sm_90 to sm_109, and the target has sm_{c.sm}",
+            MEASURED,
+            BACKWARD,
+            sm=sm,
+        )
+        for name, sm in (("ampere", (80, 90)), ("others", (110, 1000)))
+    ),
+    Rule(
+        "soft_cap_bias_gradient",
+        lambda c: once(c.has(SoftCap) and c.wants("bias")),
+        "gives no gradient of a bias beside a soft cap, and it is wanted",
+        MEASURED,
+        BACKWARD,
+    ),
+    Rule(
+        "soft_cap_way_round",
+        lambda c: once(c.has(SoftCap) and padded(c)),
+        "goes back through such lengths right only under a padding mask, which excludes a soft "
+        "cap, and " + LONGER,
+        "the errors that `padded` of cudnn_case.py goes round",
+        BACKWARD,
+        says="yes",
+    ),
+    Rule(
+        "alibis",
+        lambda c: once(c.has(Alibi) > 1 and c.has(Alibi)),
+        "adds ALiBi once, and the graph has it {it} times",
+        MEANING,
+        says="unasked",
+    ),
+    Rule(
+        "alibi",
+        foreign_alibi,
+        "has ALiBi by the paper's slopes along the top left diagonal, and the graph's has {it}",
+        "cudnn-frontend 1.28.0, utils/attn_score_modifiers.h",
+        says="unasked",
+    ),
+    Rule(
+        "alibi_mask",
+        alibi_unmasked,
+        "adds ALiBi under a causal mask at the top left alone, and the mask is {it}",
+        HEADERS,
+    ),
+    Rule(
+        "dropout",
+        lambda c: once(c.problem.node.dropout),
+        "draws dropout from a generator of its own, and the graph's, of rate {it}, is Philox "
+        "4x32-10 by place",
+        MEANING,
+        says="unasked",
+    ),
+    Rule("mask", lambda c: problems(c.problem.node.mask), "{it}", MEANING, says="unasked"),
+    Rule(
+        "query_lengths",
+        lambda c: once("q_lengths" in c.stated.lengths and c.problem.node.mask),
+        "promises nothing of rows beyond q_lengths, which are 0 here, and the mask is {it}",
+        "cudnn-frontend 1.23.0, test_mhas.py: o is not compared there",
+        says="yes",
+    ),
+    Rule(
+        "scale",
+        lambda c: once(c.problem.low_scale),
+        "is not known to be right with a scale of 0 or below, and it is {it}",
+        "kernels may take maxima before they scale, as FlashAttention's do",
+        says="yes",
+    ),
+    Rule(
+        "band_right",
+        lambda c: once((c.diagonal.right or 0) < 0 and c.problem.node.mask),
+        "masks by bands that reach the diagonal from the left, and the mask is {it}",
+        HEADERS,
+    ),
+    Rule(
+        "band_left",
+        left_of_diagonal,
+        "masks by bands that reach the diagonal from the right, and the mask is {it}",
+        BACKWARD_HEADER,
+        BACKWARD,
+    ),
+    Rule(
+        "band_left_forward",
+        left_of_diagonal,
+        "masks by bands that reach the diagonal from the right, and the mask is {it}",
+        "what the backward takes",
+        FORWARD,
+        says="yes",
+    ),
+    Rule(
+        "lse_gradient",
+        lambda c: once(c.problem.grad is not None and c.problem.grad.with_dlse),
+        "has no gradient through lse, and the graph has",
+        "the arguments of sdpa_backward",
+        BACKWARD,
+        says="unasked",
+    ),
+    Rule(
+        "no_cotangent",
+        lambda c: once(c.problem.grad is not None and not c.problem.grad.with_do),
+        "goes back from o, and the gradient of lse alone is wanted",
+        "the arguments of sdpa_backward",
+        BACKWARD,
+        says="unasked",
+    ),
+    # How operands look
+    Rule(
+        "head_multiple",
+        lambda c: once(c.problem.D % 8 or c.problem.E % 8),
+        "takes head sizes that are multiples of 8, and " + WIDTHS,
+        HEADERS,
+    ),
+    Rule(
+        "head_forward",
+        lambda c: once(c.larger > 256),
+        "takes head sizes up to 256, and " + WIDTHS,
+        "support matrix of cuDNN 9.20; kernels for Ampere run up to 512",
+        FORWARD,
+        says="yes",
+    ),
+    Rule(
+        "head_hopper",
+        lambda c: once(c.larger > 256),
+        "goes back through head sizes up to 256, and " + WIDTHS,
+        BACKWARD_HEADER,
+        BACKWARD,
+        sm=(90, 100),
+    ),
+    Rule(
+        "head_blackwell",
+        lambda c: once(c.too_wide_for_blackwell),
+        "goes back through head sizes up to 128, of D = 192 with E = 128, or from cuDNN 9.23 of "
+        "256, and " + WIDTHS,
+        BACKWARD_HEADER,
+        BACKWARD,
+        sm=(100, 110),
+    ),
+    *(
+        Rule(
+            f"head_{name}",
+            lambda c: once(c.larger > 128),
+            "goes back through head sizes up to 128 on sm_{c.sm}, and " + WIDTHS,
+            BACKWARD_HEADER,
+            BACKWARD,
+            sm=sm,
+        )
+        for name, sm in (("ampere", (80, 90)), ("others", (110, 1000)))
+    ),
+    Rule(
+        "head_9_11",
+        lambda c: once(
+            128 < c.problem.D <= 192
+            and 64 < c.problem.E <= 128
+            and c.problem.E != 128
+            and c.problem.D != 192
+        ),
+        "goes back through such head sizes by D = 192 with E = 128 alone below cuDNN 9.13, and "
+        + WIDTHS,
+        BACKWARD_HEADER,
+        BACKWARD,
+        sm=(90, 100),
+        backend=((9, 11, 0), (9, 13, 0)),
+    ),
+    Rule(
+        "unit_last",
+        split_rows,
+        "reads rows whose elements lie together, and {it[0]} is {it[1]}",
+        HEADERS,
+    ),
+    Rule(
+        "aligned_rows",
+        off_grid,
+        "reads rows that start on multiples of 16 bytes, and {it[0]} is {it[1]}",
+        "cudnn-frontend 1.32.0, scaled_dot_product_flash_attention.h: wrong output otherwise",
+        says="yes",
+    ),
+    Rule(
+        "bias_dtype",
+        lambda c: dtype_of(c.bias, c.problem.dtype, torch.float32),
+        "adds a bias of q's dtype or f32, and it is {it}",
+        MEANING,
+        says="yes",
+    ),
+    Rule(
+        "bias_rows",
+        lambda c: once(c.bias is not None and not c.bias.unit_last and c.bias),
+        "adds a bias whose keys lie together, and it is {it}",
+        "planned without a device: 9.20 crashes for sm_100, 9.27 refuses it for sm_90",
+        says="unasked",
+    ),
+    *(
+        Rule(
+            f"bias_column_{name}",
+            bias_column,
+            "goes back through a bias that differs by key, or by head alone, on sm_{c.sm}, and it "
+            "is {it}",
+            MEASURED,
+            BACKWARD,
+            sm=sm,
+        )
+        for name, sm in (("ampere", (80, 90)), ("others", (110, 1000)))
+    ),
+    Rule(
+        "bias_column_in_order",
+        lambda c: bias_column(c) if c.wants("bias") or c.sums_in_order else (),
+        "goes back deterministically, or to a bias, where that differs by key, or by head alone, "
+        "and it is {it}",
+        MEASURED,
+        BACKWARD,
+        sm=(100, 110),
+    ),
+    Rule(
+        "bias_gradient_192",
+        lambda c: once(c.wants("bias") and c.problem.D == 192),
+        "gives no gradient of a bias at D = 192 on Blackwell, and " + WIDTHS,
+        MEASURED,
+        BACKWARD,
+        sm=(100, 110),
+    ),
+    Rule(
+        "bias_gradient_dtype",
+        lambda c: dtype_of(c.bias, c.problem.dtype) if c.wants("bias") else (),
+        "gives a bias's gradient in q's dtype, and the bias is of {it}",
+        MEASURED,
+        BACKWARD,
+    ),
+    Rule(
+        "sinks_dtype",
+        lambda c: dtype_of(c.operand("sinks"), torch.float32),
+        "takes sinks of f32, and they are {it}",
+        MEANING,
+        says="unasked",
+    ),
+    # What goes together
+    Rule(
+        "one_by_one",
+        lambda c: once(c.problem.M == c.problem.N == 1),
+        "can't go back through one query and one key, and " + LONGER,
+        BACKWARD_HEADER,
+        BACKWARD,
+    ),
+    Rule(
+        "right_corner",
+        lambda c: once(c.at_right and not c.stated.lengths and c.problem.M > c.problem.N),
+        "masks from the bottom right where M <= N or lengths are given, and " + LONGER,
+        HEADERS,
+    ),
+    Rule(
+        "window_longer",
+        lambda c: once(
+            c.diagonal.left is not None and not c.stated.lengths and c.problem.M > c.problem.N
+        ),
+        "bounds a window on the left where M <= N or lengths are given, and " + LONGER,
+        HEADERS,
+    ),
+    Rule(
+        "right_corner_additions",
+        lambda c: once(c.at_right and (c.has(Bias) or c.has(Alibi)) and c.problem.node.mask),
+        "adds no bias under a mask from the bottom right, and the mask is {it}",
+        HEADERS,
+    ),
+    Rule(
+        "window_9_14_0",
+        lambda c: once(
+            c.diagonal.left is not None and c.diagonal.right is None and c.problem.N > 1024
+        ),
+        "is wrong in cuDNN 9.14.0 for windows without an end on the right over more than 1024 "
+        "keys, and N = {p.N}",
+        HEADERS,
+        backend=((9, 14, 0), (9, 14, 1)),
+    ),
+    Rule(
+        "sinks_version",
+        lambda c: once(c.problem.node.sinks),
+        "has sinks from cuDNN 9.13, and this is {c.cudnn}",
+        BACKWARD_HEADER,
+        backend=(FIRST, (9, 13, 0)),
+    ),
+    Rule(
+        "sinks_decode",
+        lambda c: once(c.problem.node.sinks and c.problem.M == 1),
+        "takes sinks with two queries or more, and M = 1",
+        FORWARD_HEADER,
+        FORWARD,
+    ),
+    Rule(
+        "sinks_in_order",
+        lambda c: once(c.deterministic and c.wants("sinks")),
+        "promises no order for the gradient of sinks, and deterministic=True asks for one",
+        "cudnn-frontend 1.23.0, test_mhas_v2.py: repeated runs are compared but for dSink",
+        BACKWARD,
+        says="yes",
+    ),
+    Rule(
+        "deterministic_blackwell",
+        lambda c: once(c.deterministic),
+        "is deterministic on Blackwell from cuDNN 9.18, and this is {c.cudnn}",
+        BACKWARD_HEADER,
+        BACKWARD,
+        sm=(100, 110),
+        backend=(FIRST, (9, 18, 0)),
+    ),
+    Rule(
+        "deterministic_bias",
+        lambda c: once(c.deterministic and c.bias),
+        "is deterministic on Blackwell with a bias from cuDNN 9.24, and the bias is {it}",
+        "planned without a device: its kernel does not compile in 9.19 and 9.20",
+        BACKWARD,
+        sm=(100, 110),
+        backend=(FIRST, (9, 24, 0)),
+        says="yes",
+    ),
+    Rule(
+        "deterministic_additions",
+        lambda c: once(c.sums_in_order and (c.wants("bias") or c.has(Alibi))),
+        "is deterministic on Blackwell, as it always is at D = E = 256, without ALiBi and without "
+        "the gradient of a bias, and the graph has one",
+        BACKWARD_HEADER,
+        BACKWARD,
+        sm=(100, 110),
+    ),
+)

@@ -1,0 +1,96 @@
+"""Masks in cuDNN's terms: a band along a diagonal, and lengths beyond which all is padding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import final
+
+from attrs import frozen
+
+from attn_graph.masks.leaves import LENGTHS, Align, And, Band, KeyLengths, Mask, QueryLengths
+
+ENDS = {KeyLengths(): "kv_lengths", QueryLengths(): "q_lengths"}
+
+
+@final
+@frozen
+class Diagonal:
+    """Query i' keeps keys i' - left < j <= i' + right: `left` counts the query's own place.
+
+    i' is i for "top_left". For "bottom_right" it is i + N - M, or, where lengths are given,
+    i + kv_lengths[b] - q_lengths[b], M and N standing for what is not. None is unbounded.
+    """
+
+    align: Align = "top_left"
+    left: int | None = None
+    right: int | None = None
+
+    @property
+    def is_sane(self) -> bool:
+        """Whether both bounds lie on their side of the diagonal, as cuDNN wants them."""
+        return (self.left is None or self.left >= 1) and (self.right is None or self.right >= 0)
+
+
+@final
+@frozen
+class Stated:
+    """A mask that cuDNN can state: its diagonal, and the lengths that it reads."""
+
+    diagonal: Diagonal = Diagonal()
+    lengths: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, mask: Mask | None, M: int, N: int, *, plain: bool = False) -> Stated | None:
+        """The exact translation of a canonical mask; None where there is none.
+
+        plain: keep to the top left corner where that says the same, since cuDNN adds biases to no
+        other alignment.
+        """
+        if problems(mask):
+            return None
+        leaves = conjuncts(mask)
+        lengths = tuple(name for name in LENGTHS if name in {ENDS.get(x) for x in leaves})
+        band = next((x for x in leaves if isinstance(x, Band)), Band())
+        return cls(diagonal(band, M, N, plain=plain or bool(lengths)), lengths)
+
+
+def conjuncts(mask: Mask | None) -> tuple[Mask, ...]:
+    """The parts that all have to keep a place."""
+    if isinstance(mask, And):
+        return *conjuncts(mask.a), *conjuncts(mask.b)
+    return () if mask is None else (mask,)
+
+
+def problems(mask: Mask | None) -> tuple[str, ...]:
+    """Why cuDNN can't state a mask; nothing where it can."""
+    return tuple(found(conjuncts(mask)))
+
+
+def found(leaves: tuple[Mask, ...]) -> Iterator[str]:
+    bands = [x for x in leaves if isinstance(x, Band)]
+    for leaf in leaves:
+        if leaf not in bands and leaf not in ENDS:
+            yield f"masks by one band and by lengths, joined with &, and the mask has {leaf}"
+    if len(bands) > 1:
+        yield f"masks by one band, and the mask has {' & '.join(map(str, bands))}"
+    given = {ENDS[x] for x in leaves if x in ENDS}
+    for band in bands:
+        if band.ragged and set(band.ragged) != given:
+            told = " and ".join(sorted(given)) or "nothing"
+            yield f"aligns a band by the lengths that end the sequences, {told}, and has {band}"
+
+
+def diagonal(band: Band, M: int, N: int, *, plain: bool) -> Diagonal:
+    """A band as cuDNN states it: at the corner that suits it, if there is one."""
+    if band.ragged:
+        return placed(band, "bottom_right", 0)
+    at_left, at_right = placed(band, "top_left", 0), placed(band, "bottom_right", N - M)
+    prefers_right = band.high == N - M != 0
+    tries = [at_left] if plain else [at_right, at_left] if prefers_right else [at_left, at_right]
+    return next((x for x in tries if x.is_sane), tries[0])
+
+
+def placed(band: Band, align: Align, shift: int) -> Diagonal:
+    """A band measured from the diagonal that lies `shift` right of the top left corner."""
+    left = None if band.low is None else 1 + shift - band.low
+    return Diagonal(align, left, None if band.high is None else band.high - shift)

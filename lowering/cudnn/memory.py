@@ -1,0 +1,39 @@
+"""The workspace that cuDNN's plans need, in bytes, where it can be told without a plan."""
+
+from __future__ import annotations
+
+from attn_graph.ir.modifiers import Alibi
+from attn_graph.lowering.cudnn.case import Case
+
+
+def workspace(case: Case) -> int | None:
+    """Bytes of workspace, where they are known without a plan: for Hopper's backward."""
+    hopper = 90 <= case.sm < 100 and case.backend < (9, 25, 0)
+    return hopper_backward(case) if hopper and case.pass_ == "backward" else None
+
+
+def hopper_backward(case: Case) -> int:
+    """Bytes that Hopper's backward kernel works in.
+
+    dq is summed in float32 [B,H,M,D]. In order, or for the gradient of a bias, ds is stored
+    instead, in half precision [B,H,M,N] with rows in tiles of 64 and keys in tiles of 128. Then
+    come delta [B,H,M], dk and dv for each query head where heads share them, and ALiBi's slopes.
+
+    Equals what cuDNN says of each plan that was built for docs/reports/cudnn.md.
+    """
+    p = case.problem
+    stores_ds = case.deterministic or case.wants("bias")
+    main = rounded(p.M, 64) * rounded(p.N, 128) * 2 if stores_ds else p.M * p.D * 4
+    shared = [p.B * p.H * p.N * n * 2 for n in (p.D, p.E) if p.H != p.G]
+    slopes = [4 * p.H for m in p.node.modifiers if isinstance(m, Alibi)]
+    return (
+        p.B * p.H * (main + p.M * 4)
+        + sum(rounded(n, 128) for n in shared)
+        + sum(rounded(n, 16) for n in slopes)
+        + 256
+    )
+
+
+def rounded(n: int, step: int) -> int:
+    """n, or the next multiple of `step`."""
+    return -(-n // step) * step

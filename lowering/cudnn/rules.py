@@ -1,0 +1,122 @@
+"""What a limit of cuDNN's is, and the ways to find what is against a case."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, final
+
+import torch
+from attrs import frozen
+
+from attn_graph.ir.modifiers import Alibi, Bias, SoftCap
+from attn_graph.lowering.cudnn.case import Case, Pass, Version
+from attn_graph.lowering.problem import misaligned
+from attn_graph.spec import NAMES, TensorSpec
+
+Says = Literal["no", "yes", "unasked"]
+BOTH: tuple[Pass, ...] = ("forward", "backward")
+BACKWARD: tuple[Pass, ...] = ("backward",)
+FORWARD: tuple[Pass, ...] = ("forward",)
+FIRST, LAST = (0, 0, 0), (999, 0, 0)
+
+Found = tuple[Any, ...]  # what a rule names in its sentence, once for each sentence
+
+
+@final
+@frozen
+class Rule:
+    """A limit: what is against a case, in words that complete "no, because it".
+
+    found: what each sentence tells; empty where nothing is wrong. sentence: a format of `it`, one
+    of the found, `c`, the case, and `p`, its problem. The rule holds for these passes, in these
+    compute capabilities and versions, ends not included. says: what cuDNN itself says to what the
+    rule refuses: "no"; "yes", but it computes wrongly or nobody vouches that it doesn't; or
+    "unasked", since it has no words for it, or crashes.
+    """
+
+    name: str
+    found: Callable[[Case], Found]
+    sentence: str
+    source: str
+    passes: tuple[Pass, ...] = BOTH
+    sm: tuple[int, int] = (0, 1000)
+    backend: tuple[Version, Version] = (FIRST, LAST)
+    frontend: tuple[Version, Version] = (FIRST, LAST)
+    says: Says = "no"
+
+    def holds(self, c: Case) -> bool:
+        """Whether the rule speaks of the case's pass, compute capability and versions."""
+        return (
+            c.pass_ in self.passes
+            and self.sm[0] <= c.sm < self.sm[1]
+            and self.backend[0] <= c.backend < self.backend[1]
+            and self.frontend[0] <= c.frontend < self.frontend[1]
+        )
+
+    def reasons(self, c: Case) -> Iterator[str]:
+        if self.holds(c):
+            for it in self.found(c):
+                yield self.sentence.format(it=it, c=c, p=c.problem)
+
+
+def dtype_of(spec: TensorSpec | None, *fitting: torch.dtype) -> Found:
+    """The dtype of an operand that is there and of none that fits."""
+    return () if spec is None or spec.dtype in fitting else (NAMES[spec.dtype],)
+
+
+def once(condition: object) -> Found:
+    """One sentence, where the condition holds."""
+    return (condition,) if condition else ()
+
+
+def other_modifiers(c: Case) -> Found:
+    kinds = dict.fromkeys(type(m) for m in c.problem.node.modifiers)
+    return tuple(kind.__name__ for kind in kinds if kind not in (SoftCap, Bias, Alibi))
+
+
+def foreign_alibi(c: Case) -> Found:
+    """ALiBi whose slopes or whose diagonal are not those that cuDNN has built in."""
+    all_alibi = [m for m in c.problem.node.modifiers if isinstance(m, Alibi)]
+    slopes = ["slopes of its own" for m in all_alibi if not m.default]
+    return (*slopes, *(f'align="{m.align}"' for m in all_alibi if m.align != "top_left"))
+
+
+def alibi_unmasked(c: Case) -> Found:
+    causal = c.diagonal.right == 0 and c.diagonal.align == "top_left"
+    return once(c.has(Alibi) and not causal and str(c.problem.node.mask))
+
+
+def left_of_diagonal(c: Case) -> Found:
+    """A left bound beyond the query's own place."""
+    left = c.diagonal.left
+    return once(left is not None and left < 1 and c.problem.node.mask)
+
+
+def split_rows(c: Case) -> Found:
+    return tuple((n, x) for n, x in c.specs.items() if not x.unit_last)
+
+
+def off_grid(c: Case) -> Found:
+    """Operands with rows that start off a multiple of 16 bytes."""
+    return tuple((n, x) for n, x in c.specs.items() if misaligned(x))
+
+
+def bias_column(c: Case) -> Found:
+    """A bias that is the same for all keys, unless it lies there head by head."""
+    if c.bias is None or c.bias.shape[3] > 1:
+        return ()
+    B, H, M, _ = c.bias.shape
+    by_head = M == 1 and (c.bias.strides[1] == 1 or B == H == 1)
+    return () if by_head else (c.bias,)
+
+
+def late_soft_cap(c: Case) -> Found:
+    """A soft cap after what is added to the scores."""
+    first = c.problem.node.modifiers[:1]
+    return once(c.has(SoftCap) and not any(isinstance(m, SoftCap) for m in first))
+
+
+def masked_soft_cap(c: Case) -> Found:
+    """What excludes a soft cap: any mask, and ALiBi, which needs one."""
+    mask = c.problem.node.mask
+    return once(c.has(SoftCap) and (mask is not None or c.has(Alibi)) and str(mask))

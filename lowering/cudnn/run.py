@@ -1,0 +1,315 @@
+"""cuDNN's plans at work: a handle for each thread and device, tensors by number, the workspace."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, final
+
+import torch
+from attrs import define, field, frozen
+
+from attn_graph.backend import RefusedError
+from attn_graph.errors import PlanMismatchError
+from attn_graph.ir.graph import Graph
+from attn_graph.lowering.cudnn import builder as cudnn_builder
+from attn_graph.lowering.cudnn.graph import Call, Slot
+from attn_graph.lowering.problem import (
+    ALIGNED,
+    Problem,
+    cotangent_bytes,
+    cotangent_note,
+    on_boundary,
+    returned,
+)
+from attn_graph.machine.ambient import outside
+from attn_graph.machine.workspace import Buffer, Scratch, Workspace
+from attn_graph.spec import NAMES, TensorSpec
+
+LOG = logging.getLogger("attn_graph")
+INF = float("inf")
+Pack = Mapping[int, torch.Tensor]
+# What cuDNN reads packed, whatever it was told: vectors of few numbers, and lse, which another
+# backend may have saved otherwise.
+PACKED = {
+    "q_lengths": torch.int32,
+    "kv_lengths": torch.int32,
+    "sinks": torch.float32,
+    "lse": torch.float32,
+}
+OURS = {"lse": slice(0, 3), "dsinks": slice(1, 2)}  # axes that cuDNN's results have more than ours
+
+
+class Handles(threading.local):
+    """Each thread's handles, by device: cuDNN's are not for sharing."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, Any] = {}
+
+
+HANDLES = Handles()
+
+
+def handle(device: torch.device) -> Any:  # Any: cuDNN's
+    """The calling thread's handle on a device, which works on the current stream."""
+    import cudnn
+
+    found = HANDLES.held.get(device.index)
+    if found is None:
+        with torch.cuda.device(device):
+            found = HANDLES.held[device.index] = cudnn.create_handle()
+        same = cudnn.Handle(found.backend_handle)
+        weakref.finalize(found, cudnn.destroy_handle, same).atexit = False  # when its thread ends
+    cudnn.set_stream(handle=found, stream=torch.cuda.current_stream(device).cuda_stream)
+    return found
+
+
+@final
+@frozen(eq=False)
+class Engine:
+    """A plan of cuDNN's, and its graphs on the devices for which it was loaded so far."""
+
+    plan: bytes
+    loaded: dict[int, Any] = field(factory=dict)
+
+    def __call__(self, pack: Pack, workspace: torch.Tensor | None, device: torch.device) -> None:
+        elsewhere = torch.cuda.current_device() != device.index
+        with torch.cuda.device(device) if elsewhere else nullcontext():
+            graph = self.loaded.get(device.index) or self.load(device.index)
+            graph.execute(pack, workspace, handle=handle(device))
+
+    def load(self, index: int) -> Any:  # Any: cuDNN's graph
+        """Load the plan for a device of this machine. Nothing runs, on no stream."""
+        return self.loaded.setdefault(index, cudnn_builder.loaded(self.plan, index))
+
+
+@final
+@frozen(eq=False)
+class Run:
+    """What runs a graph: the call's tensors, from ours and new ones, given to cuDNN.
+
+    spots: which input of the graph each of the call's is; None for what has to be made or may have
+    to be copied. packs: which input the latter are, by their place in the call. blanks: shape,
+    strides and dtype of each result, as we give it back. sums: which results cuDNN may add to what
+    it finds in. rows: which inputs of the graph do and lse are, where a query may see no key.
+    """
+
+    call: Call
+    problem: Problem
+    graph: Graph
+    workspace: Workspace
+    scratch: Scratch
+    execute: Callable[[Pack, torch.Tensor | None, torch.device], None]
+    spots: tuple[int | None, ...]
+    packs: Mapping[int, int]
+    blanks: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
+    sums: tuple[int, ...]
+    rows: tuple[int, int] | None = None
+    sizes: dict[tuple[str, torch.device], torch.Tensor] = field(factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        call: Call,
+        problem: Problem,
+        graph: Graph,
+        workspace: Workspace,
+        need: int,
+        execute: Callable[[Pack, torch.Tensor | None, torch.device], None],
+    ) -> Run:
+        """need: bytes of workspace."""
+        scratch = Scratch((Buffer((need,), torch.uint8),) if need else ())
+        spots = arguments(problem, graph)
+        direct = (None if x.source in PACKED else spots.get(x.source) for x in call.inputs)
+        packs = {n: spots[x.source] for n, x in enumerate(call.inputs) if x.source in PACKED}
+        blanks = tuple(map(blank, call.outputs))
+        sums = tuple(n for n, x in enumerate(call.outputs) if x.source == "dsinks")
+        rows = (spots["do"], spots["lse"]) if clears(problem) else None
+        return cls(
+            call, problem, graph, workspace, scratch, execute, tuple(direct), packs, blanks, sums,
+            rows,
+        )  # fmt: skip
+
+    def forward(
+        self, *tensors: torch.Tensor
+    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        both = self.run(tensors)
+        return returned(self.graph, both), both
+
+    def backward(
+        self, *tensors: torch.Tensor
+    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        assert self.problem.grad is not None
+        results = self.run(tensors if self.rows is None else self.cleared(tensors, *self.rows))
+        found = {x.source: t for x, t in zip(self.call.outputs, results, strict=True)}
+        return returned(self.graph, [found[name] for name in self.problem.grad.names]), ()
+
+    def cleared(self, tensors: Sequence[torch.Tensor], do: int, lse: int) -> list[torch.Tensor]:
+        """The tensors, with a copy of do that is 0 in rows that see nothing, and an lse of +inf
+        there: for every score, exp(s - lse) is 0 then."""
+        found, blind = [*tensors], tensors[lse] == -INF
+        slot = next(x for x in self.call.inputs if x.source == "do")
+        copy = torch.empty_strided(slot.shape, slot.strides, dtype=slot.dtype, device=blind.device)
+        found[do] = copy.copy_(tensors[do]).masked_fill_(blind[..., None], 0.0)
+        found[lse] = tensors[lse].masked_fill(blind, INF)
+        return found
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The call's results."""
+        device = tensors[0].device
+        given = [
+            self.special(n, tensors, device) if spot is None else tensors[spot]
+            for n, spot in enumerate(self.spots)
+        ]
+        if self.problem.grad is not None:  # nobody can clone what autograd hands over
+            given = [on_boundary(t) for t in given]
+        for t in given:
+            if t.data_ptr() % ALIGNED:
+                raise PlanMismatchError(*astray(self.call.inputs, given))
+        made = [
+            torch.empty_strided(shape, strides, dtype=dtype, device=device)
+            for shape, strides, dtype in self.blanks
+        ]
+        for n in self.sums:
+            made[n].zero_()
+        with self.workspace.lease(self.scratch, device) as views:
+            pack = dict(enumerate(given + made, start=1))
+            self.execute(pack, views[0] if views else None, device)
+        return made
+
+    def special(
+        self, n: int, tensors: Sequence[torch.Tensor], device: torch.device
+    ) -> torch.Tensor:
+        """What cuDNN reads packed; or lengths [B] where none are given: M or N."""
+        x = self.call.inputs[n]
+        if n in self.packs:
+            return readable(tensors[self.packs[n]], x.dtype)
+        size = self.sizes.get((x.source, device))
+        if size is None:
+            count = self.problem.M if x.source == "M" else self.problem.N
+            # From the host, which waits for it: another stream may be the next to read it.
+            with outside():
+                size = torch.full(x.shape[:1], count, dtype=torch.int32).to(device)
+            self.sizes[x.source, device] = size
+        return size
+
+
+Results = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]  # outputs, and what is saved
+
+
+@final
+@define(eq=False)
+class Inference:
+    """A forward that stores no lse: its plan is built when it is first needed.
+
+    saving: the forward that stores lse and is built already. It gives the same, and runs while a
+    stream is captured, where nothing can be built, and where cuDNN takes no other plan.
+    """
+
+    saving: Callable[..., Results]
+    build: Callable[[], Callable[..., Results]]
+    run: Callable[..., Results] | None = None
+    lock: threading.Lock = field(factory=threading.Lock, init=False)
+
+    def __call__(self, *tensors: torch.Tensor) -> Results:
+        run = self.run or self.choose(tensors[0].device)
+        return run(*tensors)
+
+    def choose(self, device: torch.device) -> Callable[..., Results]:
+        """What runs now, where no plan is built yet."""
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return self.saving
+        return self.prepare()
+
+    def prepare(self) -> Callable[..., Results]:
+        with self.lock:
+            if self.run is None:
+                try:
+                    self.run = self.build()
+                except RefusedError as error:
+                    LOG.warning("calls without gradients store lse: cuDNN %s", error)
+                    self.run = self.saving
+            return self.run
+
+    def __str__(self) -> str:
+        built = "built" if self.run else "built when first needed"
+        return f"calls without gradients store no lse, by a plan of their own, {built}"
+
+
+def clears(problem: Problem) -> bool:
+    """Whether do is copied, to clear rows that see nothing."""
+    return problem.grad is not None and problem.grad.with_do and problem.has_blind_rows
+
+
+def temporary(call: Call, problem: Problem, graph: Graph) -> int:
+    """Bytes of gradients that cuDNN computes and nobody asked for, of copied vectors and
+    cotangents, and of lse where rows are cleared."""
+    grad, vectors = problem.grad, copied(problem, graph)
+    wanted = ("o", "lse") if grad is None else grad.names
+    unasked = sum(x.bytes for x in call.outputs if x.source not in wanted)
+    made = {*vectors, *(("lse",) if clears(problem) else ())}
+    return (
+        unasked + sum(x.bytes for x in call.inputs if x.source in made) + cotangent_bytes(problem)
+    )
+
+
+def notes(problem: Problem, graph: Graph) -> tuple[str, ...]:
+    """For `explain`."""
+    vectors = (
+        f"{name} is copied to a dense {NAMES[PACKED[name]]} at each call"
+        for name in copied(problem, graph)
+    )
+    odd = cotangent_note(problem, "is broadcast, or begins off 16 bytes")
+    return (*vectors, *odd)
+
+
+def copied(problem: Problem, graph: Graph) -> list[str]:
+    """Vectors of a few numbers that cuDNN can't read as they are."""
+    spots = arguments(problem, graph).items()
+    specs = {name: graph.inputs[n].spec for name, n in spots if name in PACKED}
+    return [n for n, x in specs.items() if x.dtype != PACKED[n] or not packed(x)]
+
+
+def arguments(problem: Problem, graph: Graph) -> dict[str, int]:
+    """Which input of the graph each operand is, by name."""
+    return dict(zip(names(problem), graph.eqns[0].args, strict=True))
+
+
+def names(problem: Problem) -> tuple[str, ...]:
+    """The operands of an attention or of its gradient, in order."""
+    own, grad = problem.node.roles, problem.grad
+    if grad is None:
+        return own
+    return (*own, "o", "lse", *["do"] * grad.with_do, *["dlse"] * grad.with_dlse)
+
+
+def blank(x: Slot) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+    """Shape, strides and dtype of a result."""
+    axes = OURS.get(x.source, slice(None))
+    return x.shape[axes], x.strides[axes], x.dtype
+
+
+def packed(x: TensorSpec) -> bool:
+    """Whether the elements lie side by side, in C order."""
+    return x.is_dense
+
+
+def readable(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """As cuDNN reads it: of this dtype, packed, aligned. A copy where it is not."""
+    dense = x.dtype == dtype and x.is_contiguous()
+    if dense and not x.data_ptr() % ALIGNED:
+        return x
+    return torch.empty(x.shape, dtype=dtype, device=x.device).copy_(x)
+
+
+def astray(slots: Sequence[Slot], tensors: Sequence[torch.Tensor]) -> list[str]:
+    return [
+        f"{x.source}: expected an address that is a multiple of {ALIGNED} bytes, as cuDNN's plans "
+        f"take it to be, got one {t.data_ptr() % ALIGNED} bytes past; clone() it, or compile with "
+        "other backends="
+        for x, t in zip(slots, tensors, strict=True)
+        if t.data_ptr() % ALIGNED
+    ]

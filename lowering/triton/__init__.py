@@ -1,0 +1,1 @@
+"""Attention by our Triton kernels."""

@@ -1,0 +1,273 @@
+"""Attention by Triton's kernels: every mask and modifier of ours, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from attrs import Factory, field, frozen
+
+from attn_graph.backend import Backend, Executable, Options
+from attn_graph.ir.graph import Graph
+from attn_graph.ir.ops import sink_gradient
+from attn_graph.lowering.problem import Problem, other_equations, returned, returns_lse, sole
+from attn_graph.machine.ambient import outside
+from attn_graph.machine.target import Target
+from attn_graph.machine.torch_switches import Precision
+from attn_graph.spec import NAMES, TensorSpec
+
+if TYPE_CHECKING:  # and imported where they are used: machines without a GPU never ask for them
+    from attn_graph.lowering.triton.device_code import Collected
+    from attn_graph.lowering.triton.launches import Launch
+    from attn_graph.lowering.triton.offline import Machine
+    from attn_graph.lowering.triton.plan import Flash
+
+LEAST_SM = 80
+WIDEST = 256
+POSITIONS = 2**30  # beyond all of them lies FAR of kernels/common.py
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+Named = dict[str, Any]  # tensors by the names that launches give them
+
+
+def why_not(graph: Graph, target: Target, options: Options) -> Iterator[str]:
+    if target.kind == "cpu" and not target.interprets:
+        yield (
+            f"runs on NVIDIA GPUs, and the target is {target}; with TRITON_INTERPRET=1 set before "
+            "Python starts it runs here too, slowly"
+        )
+        return
+    found = [*target_reasons(target)]
+    problem = sole(graph)
+    if problem is None:
+        found.append(other_equations(graph))
+    else:
+        found += size_reasons(problem)
+    yield from found
+    if problem is not None and not found:
+        yield from plan_reasons(problem, target, options)
+
+
+def target_reasons(target: Target) -> Iterator[str]:
+    if target.kind == "cuda" and target.sm < LEAST_SM:
+        yield f"needs compute capability sm_{LEAST_SM}, and the target has sm_{target.sm}"
+    if "triton" not in dict(target.libraries):
+        yield "needs triton, which is not installed; pip install 'attn-graph[cuda]'"
+
+
+def size_reasons(problem: Problem) -> Iterator[str]:
+    if problem.dtype not in DTYPES:
+        yield f"computes in f16, bf16 and f32, and the graph is in {NAMES[problem.dtype]}"
+    if max(problem.D, problem.E) > WIDEST:
+        yield f"takes head sizes up to {WIDEST}, and q has D = {problem.D}, v has E = {problem.E}"
+    if problem.is_empty:
+        sizes = f"B = {problem.B}, H = {problem.H}, M = {problem.M}, N = {problem.N}"
+        yield f"needs sizes of at least 1, and {sizes}"
+    if max(problem.M, problem.N) >= POSITIONS:
+        yield f"counts positions below {POSITIONS}, and M = {problem.M}, N = {problem.N}"
+
+
+def plan_reasons(problem: Problem, target: Target, options: Options) -> Iterator[str]:
+    from attn_graph.lowering.triton.symbols import Untraceable
+
+    try:
+        plan = planned(problem, target, options.precision, options.variant)
+    except Untraceable as error:
+        yield f"has to trace the mask and the modifiers into a kernel, and could not: {error}"
+        return
+    yield from plan.reasons()
+    yield from options.over_workspace(plan.scratch.bytes)
+
+
+@lru_cache(maxsize=256)
+def planned(problem: Problem, target: Target, precision: Precision, variant: str | None) -> Flash:
+    """What `why_not` and `lower` both ask for."""
+    from attn_graph.lowering.triton.plan import Flash
+
+    return Flash.plan(problem, target, precision, variant)
+
+
+def lower(graph: Graph, target: Target, options: Options) -> Executable:
+    problem = sole(graph)
+    assert problem is not None  # why_not said so
+    flash = planned(problem, target, options.precision, options.variant)
+    call = Call(flash, graph, options)
+    run = call.forward if problem.grad is None else call.backward
+    return Executable(
+        run,
+        flash.scratch.bytes,
+        temporary(flash),
+        tuple(notes(flash, options.precision)),
+        inspect=lambda: tuple(map(str, machines(flash))),
+        text=lambda: generated(flash),
+        infer=run if problem.grad is not None or returns_lse(graph) else call.inference,
+    )
+
+
+def machines(flash: Flash) -> list[Machine]:
+    """The machine code of every launch; none where Triton interprets."""
+    from attn_graph.lowering.triton import offline
+    from attn_graph.lowering.triton.launches import interpreted
+
+    return [] if interpreted() else offline.machines(flash)
+
+
+def generated(flash: Flash) -> str:
+    """The functions that were made of the mask and the modifiers, then each kernel's PTX."""
+    texts = dict.fromkeys(text for launch in flash.launches for text in launch.texts.values())
+    return "\n".join([*filter(None, texts), *(machine.ptx for machine in machines(flash))])
+
+
+def temporary(flash: Flash) -> int:
+    """Bytes that PyTorch allocates, at most, while it adds up sums and the gradient of sinks."""
+    sums = sum(b.bytes for name, b in flash.buffers.items() if name.startswith("sums"))
+    delta = flash.buffers.get("delta")
+    return sums + (3 * delta.bytes if delta and flash.problem.node.sinks else 0)
+
+
+def notes(flash: Flash, precision: Precision) -> Iterator[str]:
+    """How it runs, for `explain`."""
+    if flash.problem.dtype == torch.float32 and precision != flash.precision:
+        yield "float32 products without TF32: its tiles would not fit this GPU's shared memory"
+    for launch in flash.launches:
+        sizes = [str(launch.fixed[n]) for n in ("BLOCK_M", "BLOCK_N") if n in launch.fixed]
+        tile = f"tiles of {' x '.join(sizes)}, " if len(sizes) == 2 else ""
+        work = f"{launch.warps} warps, {counted(launch.stages, 'stage')}"
+        yield f"{launch.kernel}: {counted(launch.grid, 'program')}, {tile}{work}"
+    for name, spec in flash.specs().items():
+        if len(spec.shape) < 4:
+            continue
+        if not copies_ahead(spec):
+            yield f"{name} {spec} is read without copies ahead: rows don't begin on 16 bytes"
+
+
+def counted(number: int, noun: str) -> str:
+    """ "1 stage", "2 stages"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def copies_ahead(spec: TensorSpec) -> bool:
+    """Whether tiles are copied asynchronously: elements lie together along the rows or across
+    them, and all else begins on 16 bytes. Read off machine code, by test_kernels."""
+    _, _, row, last = spec.strides
+    others = [s for s in spec.strides if s != 1]
+    return 1 in (row, last) and all(s * spec.dtype.itemsize % 16 == 0 for s in others)
+
+
+@final
+@frozen(eq=False)
+class Call:
+    """What runs a graph: its launches on tensors by name, in scratch from the workspace."""
+
+    flash: Flash
+    graph: Graph
+    options: Options
+    tables: dict[tuple[str, torch.device], torch.Tensor] = field(factory=dict)
+    storing_no_lse: tuple[Launch, ...] = field(
+        init=False, default=Factory(lambda call: call.flash.without_lse(), takes_self=True)
+    )
+
+    def forward(
+        self, *tensors: torch.Tensor
+    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        problem = self.flash.problem
+        operands = [tensors[i] for i in self.graph.eqns[0].args]
+        device = operands[0].device
+        o = problem.new_o(device)
+        lse = torch.empty(o.shape[:3], dtype=torch.float32, device=device)
+        with self.launched(self.flash.launches, {"o": o, "lse": lse}, operands):
+            pass
+        return returned(self.graph, (o, lse)), (o, lse)
+
+    def inference(
+        self, *tensors: torch.Tensor
+    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        """The forward of a graph that does not return lse, without it."""
+        operands = [tensors[i] for i in self.graph.eqns[0].args]
+        o = self.flash.problem.new_o(operands[0].device)
+        with self.launched(self.storing_no_lse, {"o": o}, operands):
+            pass
+        return returned(self.graph, (o,)), ()
+
+    def backward(
+        self, *tensors: torch.Tensor
+    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        problem = self.flash.problem
+        grad = problem.grad
+        assert grad is not None
+        operands, o, lse, do, dlse = grad.split([tensors[i] for i in self.graph.eqns[0].args])
+        device = o.device
+        found: dict[int, torch.Tensor] = {
+            n: self.flash.new_gradient(n, device) for n in range(3) if grad.wants[n]
+        }
+        whole = [n for n, x in self.flash.code.collected.items() if set("ij") <= set(x.axes)]
+        found |= {
+            n: torch.empty(problem.specs[n].shape, dtype=problem.specs[n].dtype, device=device)
+            for n in whole
+        }
+        named: Named = {f"grad{n}": x for n, x in found.items()} | {
+            "o": o,
+            "lse": lse.contiguous(),  # our own is; another backend may have saved it otherwise
+            "do": do,
+            "dlse": dlse,
+        }
+        named |= {"o.strides": o.stride()}
+        with self.launched(self.flash.launches, named, operands) as scratch:
+            for n, collected in self.flash.code.collected.items():
+                if n not in found:
+                    found[n] = summed(scratch[f"sums{n}"], collected)
+            if problem.node.sinks:
+                at = problem.node.roles.index("sinks")
+                if grad.wants[at]:
+                    found[at] = sink_gradient(operands[at], named["lse"], scratch["delta"].neg())
+        made = [found[n] for n, wanted in enumerate(grad.wants) if wanted]
+        return returned(self.graph, made), ()
+
+    @contextmanager
+    def launched(
+        self, launches: Sequence[Launch], named: Named, operands: Sequence[torch.Tensor]
+    ) -> Iterator[Mapping[str, torch.Tensor]]:
+        """Run launches on the operands of the attention and these tensors; the scratch."""
+        flash, device = self.flash, operands[0].device
+        flash.check()
+        given = flash.problem.node.split(operands)
+        named |= {"q": given.q, "k": given.k, "v": given.v}
+        named |= {"sinks": given.sinks, "seed": given.seed, "offset": given.offset}
+        data = (x for each in (*given.modifiers, given.mask) for x in each.values())
+        named |= {f"data.{k}": x for k, x in enumerate(data)}
+        named |= {name: self.table(name, device) for name in flash.tables}
+        with self.options.workspace.lease(flash.scratch, device) as views:
+            scratch = dict(zip(flash.buffers, views, strict=True))
+            named |= scratch
+            with torch.cuda.device_of(operands[0]):
+                for launch in launches:
+                    launch(named)
+            yield scratch
+
+    def table(self, name: str, device: torch.device) -> torch.Tensor:
+        """A list of tiles on a device, brought there once."""
+        table = self.tables.get((name, device))
+        if table is None:
+            with outside():
+                table = self.tables[name, device] = self.flash.tables[name].to(device)
+        return table
+
+
+def summed(sums: torch.Tensor, collected: Collected) -> torch.Tensor:
+    """A tensor's gradient from sums [B,H,M] or [B,H,N] of what it was read for."""
+    line = "j" if "j" in collected.axes else "i"
+    over = [n for n, axis in enumerate(("b", "h", line)) if axis not in collected.axes]
+    spec = collected.spec
+    return (sums.sum(over) if over else sums).reshape(spec.shape).to(spec.dtype, copy=not over)
+
+
+def variants(graph: Graph, target: Target, options: Options) -> tuple[str, ...]:
+    """Other tile shapes, warps and stages than the table's, each of one kind of change."""
+    from attn_graph.kernels.tilings import VARIANTS
+
+    return tuple(VARIANTS)
+
+
+BACKEND = Backend("triton", why_not, lower, variants=variants)

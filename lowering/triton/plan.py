@@ -1,0 +1,400 @@
+"""What Triton has to launch for one attention or its gradient, and the memory that takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import Any, final
+
+import torch
+from attrs import field, frozen
+
+from attn_graph.ir.philox import threshold
+from attn_graph.kernels.tilings import DELTA, LISTS, VARIANTS, Pass, Tiling, padded, tiling
+from attn_graph.lowering.problem import Problem
+from attn_graph.lowering.triton.device_code import LONG, Collected, DeviceCode, Tracer, read
+from attn_graph.lowering.triton.launches import Launch, check_interpreter
+from attn_graph.lowering.triton.symbols import Untraceable
+from attn_graph.lowering.triton.tile_lists import MOST_TILES, Ranged, blocks, static_lists
+from attn_graph.machine.target import Target
+from attn_graph.machine.torch_switches import Precision
+from attn_graph.machine.workspace import Buffer, Scratch
+from attn_graph.spec import TensorSpec, dense_strides, memory_order
+
+Fixed = dict[str, Any]  # arguments of a kernel
+Pointers = dict[str, str | tuple[str, ...]]  # names of tensors, by parameter of a kernel
+MOST_ROWS = 256  # of one tile
+ROOMY = (80, 87, 90, 100, 103)  # compute capabilities with 163 KiB of shared memory a program
+READ = ("q", "k", "v", "do", "lse", "delta", "seed", "offset")  # by every backward kernel
+GRADIENTS = {"dq": "grad0", "dk": "grad1", "dv": "grad2"}  # by number of the operand
+
+
+@final
+@frozen(eq=False)
+class Flash:
+    """Launches in order, by what name they read which tensor, and scratch buffers by name.
+
+    tables: lists of tiles that were made when planning, by name too.
+    """
+
+    problem: Problem
+    target: Target
+    code: DeviceCode
+    precision: Precision = "ieee"  # of products of float32
+    variant: str | None = None  # of the table's tilings, one of VARIANTS
+    launches: list[Launch] = field(factory=list)
+    buffers: dict[str, Buffer] = field(factory=dict)
+    tables: dict[str, torch.Tensor] = field(factory=dict)
+
+    @classmethod
+    def plan(
+        cls,
+        problem: Problem,
+        target: Target,
+        precision: Precision = "ieee",
+        variant: str | None = None,
+    ) -> Flash:
+        """Raises Untraceable where the mask or a modifier can't be made a kernel's."""
+        best = precision if takes_tf32(problem, target.sm) else "ieee"
+        found = cls(problem, target, Tracer.of(problem).code(), best, variant)
+        if problem.grad is None:
+            found.forward()
+        else:
+            found.backward()
+        return found
+
+    @property
+    def scratch(self) -> Scratch:
+        return Scratch(tuple(self.buffers.values()))
+
+    # Arguments that several kernels share
+
+    def tiling(self, pass_: Pass) -> Tiling:
+        p = self.problem
+        found = tiling(
+            self.target.sm, p.dtype.itemsize, padded(max(p.D, p.E)), pass_, bool(p.node.modifiers)
+        )
+        return found if self.variant is None else VARIANTS[self.variant](found)
+
+    def common(self) -> Fixed:
+        """Sizes and constants."""
+        p, rate = self.problem, self.problem.node.dropout
+        return {
+            "numbers": self.code.numbers or None,
+            "GROUP": p.H // p.G,
+            "M": p.M,
+            "N": p.N,
+            "scale": p.node.scale,
+            "keep_scale": 1 / (1 - rate) if rate < 1 else 0.0,
+            "threshold": threshold(rate),
+            "D": p.D,
+            "E": p.E,
+            "WIDTH_D": padded(p.D),
+            "WIDTH_E": padded(p.E),
+            "DROPOUT": rate > 0,
+            "UPCAST": self.target.interprets,
+            "PRECISION": self.precision,
+        } | self.strides("q", "k", "v")
+
+    @property
+    def blind(self) -> int:
+        """Whether a query may see no key: 0 no, 1 by the mask alone, 2 by a modifier too."""
+        hides = any(m.hides for m in self.problem.node.modifiers)
+        return 2 if hides else int(self.problem.mask_has_blind_rows)
+
+    def strides(self, *names: str) -> Fixed:
+        specs = self.specs()
+        return {
+            f"{name}_strides": specs[name].strides if name in specs else (0, 0, 0, 0)
+            for name in names
+        }
+
+    def specs(self) -> dict[str, TensorSpec]:
+        """The specs of the large operands, by name."""
+        p = self.problem
+        found = dict(zip("qkv", p.specs, strict=False))
+        if p.grad is not None:
+            _, _, _, do, dlse = p.grad.split(p.specs)
+            found |= {n: x for n, x in (("do", do), ("dlse", dlse)) if x is not None}
+        return found
+
+    def operands(self, *names: str) -> tuple[Pointers, Fixed]:
+        """Pointers by parameter, and None for those that this graph has not."""
+        there = {"q", "k", "v", "o", "lse", "delta", "dq", "dk", "dv"}
+        there |= set(self.specs()) | ({"seed", "offset"} if self.problem.node.dropout else set())
+        there |= {"sinks"} if self.problem.node.sinks else set()
+        pointers: Pointers = {
+            f"{name}_ptr": GRADIENTS.get(name, name) for name in names if name in there
+        }
+        absent: Fixed = {f"{name}_ptr": None for name in names if name not in there}
+        return pointers, absent
+
+    def data(self) -> tuple[str, ...]:
+        """Names of all that modifiers and the mask read, in the order of the operands."""
+        return tuple(f"data.{k}" for k in range(len(read(self.problem))))
+
+    def texts(self, *names: str) -> dict[str, str]:
+        """The generated functions, by parameter."""
+        return {name.upper(): getattr(self.code, name) for name in names}
+
+    # Lists of tiles
+
+    def listed(self, tiling: Tiling, by_keys: bool) -> tuple[Pointers, Fixed]:
+        """The list that a kernel walks: its pointer, or None where closed form does without."""
+        mask = self.problem.node.mask
+        if mask is None or self.code.strip:
+            return {}, {"lists_ptr": None, "lists_strides": (0, 0, 0), "LISTED": False}
+        name = f"lists{len(self.buffers) + len(self.tables)}"
+        try:
+            shape = self.ranged(name, tiling, by_keys) if mask.needs else None
+        except Untraceable:
+            shape = None  # then from `span` and `surely`, for whatever the data may be
+        if shape is None:
+            self.tables[name] = static_lists(self.problem, tiling, by_keys)
+            shape = (1, 1, *self.tables[name].shape)
+        strides = dense_strides(shape)[:3]
+        strides = tuple(s if n > 1 else 0 for n, s in zip(shape, strides, strict=False))
+        return {"lists_ptr": name}, {"lists_strides": strides, "LISTED": True}
+
+    def ranged(self, name: str, tiling: Tiling, by_keys: bool) -> tuple[int, ...]:
+        """Launch what makes the lists on the device; their shape."""
+        p = self.problem
+        ranged = Ranged.trace(p, tiling)
+        shape = ranged.shape(p, tiling, by_keys)
+        self.buffers[name] = Buffer(shape, torch.int32)
+        first = len(self.data()) - len(ranged.reads)
+        pairs = [
+            self.reduced(name, f"data.{first + k}", *x, tiling) for k, x in enumerate(ranged.reads)
+        ]
+        fixed = {
+            "numbers": ranged.numbers,
+            "lists_strides": dense_strides(shape)[:3],
+            "H": shape[1],
+            "M": p.M,
+            "N": p.N,
+            "BLOCK_M": tiling.block_m,
+            "BLOCK_N": tiling.block_n,
+            "TILES": max(16, 1 << (shape[3] - 3).bit_length()),
+            "BY_KEYS": by_keys,
+        }
+        pointers: Pointers = {"lists_ptr": name, "data": tuple(n for pair in pairs for n in pair)}
+        texts = {"CLASSIFY": ranged.source}
+        self.launches.append(
+            Launch("list_tiles", prod(shape[:3]), pointers, fixed, texts, *LISTS.options)
+        )
+        return shape
+
+    def reduced(
+        self, lists: str, name: str, spec: TensorSpec, axes: str, tiling: Tiling
+    ) -> tuple[str, str]:
+        """The names of the least and the most of each block of a tensor of the mask."""
+        if not set(axes) & set("ij"):
+            return name, name
+        full = dict(zip(axes, zip(spec.shape, spec.strides, strict=True), strict=True))
+        sizes, strides = zip(*(full.get(axis, (1, 0)) for axis in "bhij"), strict=True)
+        size = {"i": tiling.block_m, "j": tiling.block_n}
+        BI, BJ = (size[a] if full.get(a, (1, 0))[0] > 1 else 1 for a in "ij")
+        count = sizes[0] * sizes[1] * blocks(sizes[2], BI) * blocks(sizes[3], BJ)
+        names = f"{lists}.{name}.least", f"{lists}.{name}.most"
+        self.buffers.update({n: Buffer((count,), torch.int64) for n in names})
+        fixed = {
+            "strides": strides,
+            "H": sizes[1],
+            "rows": sizes[2],
+            "columns": sizes[3],
+            "BLOCK_I": BI,
+            "BLOCK_J": BJ,
+        }
+        pointers = {"x_ptr": name, "least_ptr": names[0], "most_ptr": names[1]}
+        self.launches.append(Launch("extremes", count, pointers, fixed, {}, *LISTS.options))
+        return names
+
+    # The passes
+
+    def launch(
+        self, kernel: str, lines: int, tiling: Tiling, names: tuple[str, ...], more: Fixed,
+        texts: dict[str, str], pointers: Pointers | None = None,
+    ) -> None:  # fmt: skip
+        """Add a launch of one program for each line."""
+        found, absent = self.operands(*names)
+        found |= pointers or {}
+        sizes = {"BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n}
+        fixed = self.common() | absent | sizes | more
+        if self.data():
+            found["data"] = self.data()
+        else:
+            fixed["data"] = None
+        self.launches.append(Launch(kernel, lines, found, fixed, texts, *tiling.options))
+
+    def forward(self) -> None:
+        p, tile = self.problem, self.tiling("forward")
+        lists, listed = self.listed(tile, by_keys=False)
+        o = dense_strides((p.B, p.H, p.M, p.E), memory_order(p.specs[0]))
+        sinks = p.node.split(p.specs).sinks
+        more = {
+            "o_strides": o,
+            "sinks_stride": sinks.strides[0] if sinks else 0,
+            "H": p.H,
+            "FOLD": not p.low_scale and not p.node.modifiers,
+        }
+        names = ("q", "k", "v", "o", "lse", "sinks", "seed", "offset")
+        lines = blocks(p.M, tile.block_m) * p.H * p.B
+        texts = self.texts("keep", "strip", "change")
+        self.launch("forward", lines, tile, names, more | listed, texts, lists)
+
+    def backward(self) -> None:
+        p = self.problem
+        assert p.grad is not None
+        self.buffers["delta"] = Buffer((p.B, p.H, p.M), torch.float32)
+        self.delta()
+        if p.grad.wants[0]:
+            self.query_gradient()
+        if p.grad.wants[1] or p.grad.wants[2]:
+            self.key_gradient()
+        for n, collected in self.code.collected.items():
+            self.collect(n, collected)
+
+    def delta(self) -> None:
+        p, rows = self.problem, DELTA.block_m
+        pointers, absent = self.operands("o", "lse", "do", "dlse", "delta")
+        fixed = absent | {
+            **self.strides("do", "dlse"),
+            "H": p.H,
+            "M": p.M,
+            "E": p.E,
+            "WIDTH_E": padded(p.E),
+            "BLOCK_M": rows,
+            "BLIND": p.has_blind_rows,
+            "UPCAST": self.target.interprets,
+        }
+        lines = blocks(p.M, rows) * p.H * p.B
+        self.launches.append(
+            Launch("delta", lines, pointers | {"o_strides": "o.strides"}, fixed, {}, *DELTA.options)
+        )
+
+    def query_gradient(self) -> None:
+        p, tile = self.problem, self.tiling("query_gradient")
+        lists, listed = self.listed(tile, by_keys=False)
+        names = (*READ, "dq")
+        more = {"H": p.H, "dq_strides": gradient_strides(p.specs[0]), "BLIND": self.blind}
+        more |= self.strides("do") | listed
+        lines = blocks(p.M, tile.block_m) * p.H * p.B
+        texts = self.texts("keep", "strip", "change", "back")
+        self.launch("query_gradient", lines, tile, names, more, texts, lists)
+
+    def key_gradient(self) -> None:
+        """dk and dv, in one launch or in two; one that is not wanted is not computed."""
+        p, tile = self.problem, self.tiling("key_gradient")
+        assert p.grad is not None
+        lists, listed = self.listed(tile, by_keys=True)
+        wanted = [name for name, n in (("dk", 1), ("dv", 2)) if p.grad.wants[n]]
+        for results in [[name] for name in wanted] if tile.apart else [wanted]:
+            names = (*READ, *results)
+            more: Fixed = {f"{name}_ptr": None for name in ("dk", "dv") if name not in results}
+            more |= {
+                "G": p.G,
+                "dk_strides": gradient_strides(p.specs[1]),
+                "dv_strides": gradient_strides(p.specs[2]),
+                "BLIND": self.blind,
+                **self.strides("do"),
+                **listed,
+            }
+            lines = blocks(p.N, tile.block_n) * p.G * p.B
+            texts = self.texts("keep", "strip", "change", "back")
+            self.launch("key_gradient", lines, tile, names, more, texts, lists)
+
+    def collect(self, n: int, collected: Collected) -> None:
+        """The gradient of operand n: whole, or as sums that are left to add up."""
+        tile = self.tiling("query_gradient")
+        texts = self.texts("keep", "strip", "change") | {"COLLECT": collected.source}
+        if set("ij") <= set(collected.axes):
+            self.collect_places(n, collected, tile, texts)
+        else:
+            self.collect_lines(n, "j" in collected.axes, tile, texts)
+
+    def collect_places(
+        self, n: int, collected: Collected, tile: Tiling, texts: dict[str, str]
+    ) -> None:
+        """One program for each tile of the gradient."""
+        p, axes = self.problem, collected.axes
+        more: Fixed = {
+            "B": p.B,
+            "H": p.H,
+            "PER_BATCH": "b" in axes,
+            "PER_HEAD": "h" in axes,
+            "out_strides": dense_strides(collected.spec.shape),
+            **self.strides("do"),
+        }
+        tiles = blocks(p.M, tile.block_m) * blocks(p.N, tile.block_n)
+        lines = tiles * (p.B if "b" in axes else 1) * (p.H if "h" in axes else 1)
+        pointers: Pointers = {"out_ptr": f"grad{n}"}
+        self.launch("collect_places", lines, tile, READ, more, texts, pointers)
+
+    def collect_lines(self, n: int, by_keys: bool, tile: Tiling, texts: dict[str, str]) -> None:
+        """One program for each block of queries, or of keys."""
+        p = self.problem
+        lists, listed = self.listed(tile, by_keys)
+        length, block = (p.N, tile.block_n) if by_keys else (p.M, tile.block_m)
+        self.buffers[f"sums{n}"] = Buffer((p.B, p.H, length), torch.float32)
+        more: Fixed = {"H": p.H, "BY_KEYS": by_keys, **self.strides("do"), **listed}
+        pointers = lists | {"out_ptr": f"sums{n}"}
+        lines = blocks(length, block) * p.H * p.B
+        self.launch("collect_lines", lines, tile, READ, more, texts, pointers)
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The dtype of each tensor that launches name."""
+        p = self.problem
+        found = dict.fromkeys(("q", "k", "v", "o", "do"), p.dtype)
+        found |= dict.fromkeys(("lse", "delta", "dlse"), torch.float32)
+        found |= dict.fromkeys(("seed", "offset"), torch.int64)
+        sinks = p.node.split(p.specs).sinks
+        found |= {"sinks": sinks.dtype} if sinks else {}
+        found |= {f"grad{n}": spec.dtype for n, spec in enumerate(p.specs)}
+        found |= {f"data.{k}": spec.dtype for k, spec in enumerate(read(p))}
+        found |= {name: buffer.dtype for name, buffer in self.buffers.items()}
+        return found | {name: table.dtype for name, table in self.tables.items()}
+
+    # For whoever runs it
+
+    def without_lse(self) -> tuple[Launch, ...]:
+        """The launches of a forward whose lse nobody reads."""
+        return tuple(
+            launch.without("lse_ptr") if launch.kernel == "forward" else launch
+            for launch in self.launches
+        )
+
+    def check(self) -> None:
+        """Raise RuntimeError where Triton interprets and the plan is to be compiled, or reverse."""
+        check_interpreter(self.target.interprets)
+
+    def new_gradient(self, n: int, device: torch.device) -> torch.Tensor:
+        """An uninitialised gradient of operand n: q, k or v."""
+        spec = self.problem.specs[n]
+        strides = gradient_strides(spec)
+        return torch.empty_strided(spec.shape, strides, dtype=spec.dtype, device=device)
+
+    # What is in the way
+
+    def reasons(self) -> Iterator[str]:
+        for name, spec in self.specs().items():
+            far = (MOST_ROWS - 1) * spec.strides[2] + (spec.shape[-1] - 1) * spec.strides[-1]
+            if far > LONG:
+                yield f"counts within a tile up to {LONG} elements, and {name} {spec} needs {far}"
+        most = max(launch.grid for launch in self.launches)
+        if most > LONG:
+            yield f"launches up to {LONG} programs, and {most} are needed"
+        tiles = max((launch.fixed.get("TILES", 0) for launch in self.launches), default=0)
+        if tiles > MOST_TILES:
+            yield f"lists {MOST_TILES} tiles a block at most where data decides, and has {tiles}"
+
+
+def takes_tf32(problem: Problem, sm: int) -> bool:
+    """Whether there are kernels with TF32: products of other dtypes have one precision, and tiles
+    256 wide take up to 163840 bytes of shared memory then, by their machine code."""
+    wide = padded(max(problem.D, problem.E)) > 128
+    return problem.dtype == torch.float32 and (not wide or sm in ROOMY)
+
+
+def gradient_strides(spec: TensorSpec) -> tuple[int, ...]:
+    """How the gradient of an operand lies: dense, in the operand's memory order."""
+    return dense_strides(spec.shape, memory_order(spec))

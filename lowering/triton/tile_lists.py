@@ -1,0 +1,131 @@
+"""Which tiles Triton's kernels visit: in closed form, from a list made once, or made each call.
+
+A mask that is a strip along the diagonal needs no list. One that no data decides gets a list when
+it is lowered, by `span` and `surely` of each block of queries. For the rest two small kernels make
+the lists on the device, from the least and the greatest of each block of what the mask reads.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from attrs import frozen
+
+from attn_graph.kernels.tilings import Tiling
+from attn_graph.lowering.problem import Problem
+from attn_graph.lowering.triton.intervals import Extremes, Range, least, most
+from attn_graph.lowering.triton.symbols import Array, Code, Numbers, Operand, Symbol, Untraceable
+from attn_graph.masks.leaves import Mask
+from attn_graph.masks.places import Block, Place
+from attn_graph.masks.runs import AT_ONCE
+from attn_graph.spec import TensorSpec, dense_strides
+
+MOST_TILES = 2**15  # in one list; a vector that one program can hold
+CLASSIFY = "b, h, i0, i1, j0, j1, x, y, data, numbers"
+
+
+def blocks(count: int, size: int) -> int:
+    return -(-count // size)
+
+
+def kinds(mask: Mask, problem: Problem, tiling: Tiling) -> torch.Tensor:
+    """For each tile, 0: empty, 1: mixed, 2: full; int8 [blocks of queries, blocks of keys]."""
+    BM, BN, M, N = tiling.block_m, tiling.block_n, problem.M, problem.N
+    found = torch.zeros(blocks(M, BM), blocks(N, BN), dtype=torch.int8, device="cpu")
+    for x, row in enumerate(found):
+        rows = range(x * BM, min((x + 1) * BM, M))
+        block = Block(range(problem.B), range(problem.H), rows, problem.H, M, N)
+        for a, b in mask.span(block).intervals:
+            row[a // BN : blocks(b, BN)] = 1
+        for a, b in mask.surely(block).intervals:
+            row[blocks(a, BN) : max(blocks(a, BN), b // BN)] = 2
+    return found
+
+
+def listed(kinds: torch.Tensor) -> torch.Tensor:
+    """A list for each row: how many are full, how many mixed, then the full, then the mixed."""
+    rows = max(1, AT_ONCE // (2 + kinds.shape[1]))
+    return torch.cat([*map(listed_at_once, kinds.split(rows))])
+
+
+def listed_at_once(kinds: torch.Tensor) -> torch.Tensor:
+    full, mixed = ((kinds == kind).sum(1, keepdim=True) for kind in (2, 1))
+    order = torch.argsort(kinds, dim=1, descending=True, stable=True)
+    return torch.cat((full, mixed, order), 1).to(torch.int32)
+
+
+def static_lists(problem: Problem, tiling: Tiling, by_keys: bool) -> torch.Tensor:
+    """The lists of all blocks of queries, or of keys, where no data is asked."""
+    assert problem.node.mask is not None
+    found = kinds(problem.node.mask, problem, tiling)
+    if by_keys:  # a last block of queries that is not whole must be masked; one of keys need not
+        short = problem.M % tiling.block_m > 0
+        found[-1] = found[-1].clamp(max=1) if short else found[-1]
+        return listed(found.mT.contiguous())
+    return listed(found)
+
+
+@final
+@frozen
+class Ranged:
+    """How lists are made on the device: the text of the function that classifies tiles, what it
+    reads, and which of "b" and "h" the lists depend on."""
+
+    source: str
+    numbers: tuple[int, ...]
+    axes: str
+    reads: tuple[tuple[TensorSpec, str], ...]  # spec and axes of each tensor of the mask
+
+    @classmethod
+    def trace(cls, problem: Problem, tiling: Tiling) -> Ranged:
+        """Raises Untraceable for a mask that interval arithmetic can't follow."""
+        mask, numbers, code = problem.node.mask, Numbers(), Code(Numbers())
+        code.numbers = numbers
+        assert mask is not None
+        given = problem.node.split(problem.specs).mask
+        i, j = (Range(*(code.argument(f"{a}{n}", axes=a) for n in "01")) for a in "ij")
+        x, y = code.argument("x", axes="i"), code.argument("y", axes="j")
+        places = {id(i): x, id(j): y}
+        data: dict[str, Extremes] = {}
+        for slot, (name, spec) in enumerate(given.items()):
+            axes = mask.needs[name].axes
+            shape, strides = reduced(spec, axes, tiling)
+            at = len(numbers.found)
+            numbers.found += strides
+            kind = spec.dtype if set(axes) <= set("bh") else torch.int64
+            ends = (Array(code, 2 * slot + k, shape, kind, at, False, {}) for k in (0, 1))
+            data[name] = Extremes(shape, next(ends), next(ends), places, spec.dtype == torch.bool)
+        b, h = code.argument("b"), code.argument("h")
+        kept = mask.keep(Place(b, h, i, j, problem.H, problem.M, problem.N, data))
+        bounds = [boolean(code, end(kept)) for end in (least, most)]
+        axes = "".join(a for a in "bh" if any(a in x.axes for x in bounds))
+        source = code.function("classify", CLASSIFY, *bounds)
+        reads = tuple((spec, mask.needs[name].axes) for name, spec in given.items())
+        return cls(source, tuple(numbers.found), axes, reads)
+
+    def shape(self, problem: Problem, tiling: Tiling, by_keys: bool) -> tuple[int, ...]:
+        """Of the lists: [B or 1, H or 1, blocks, 2 + tiles]."""
+        tiles = blocks(problem.M, tiling.block_m), blocks(problem.N, tiling.block_n)
+        lines, each = reversed(tiles) if by_keys else tiles
+        B = problem.B if "b" in self.axes else 1
+        return B, problem.H if "h" in self.axes else 1, lines, 2 + each
+
+
+def reduced(spec: TensorSpec, axes: str, tiling: Tiling) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides of a tensor with one element for each block of queries and of keys."""
+    if not set(axes) & set("ij"):
+        return spec.shape, spec.strides
+    size = {"i": tiling.block_m, "j": tiling.block_n}
+    shape = tuple(blocks(n, size.get(a, 1)) for a, n in zip(axes, spec.shape, strict=True))
+    return shape, dense_strides(shape)
+
+
+def boolean(code: Code, x: Operand) -> Symbol:
+    """True or false for each tile. Raises Untraceable for a number."""
+    if isinstance(x, Symbol) and x.kind != "bool":
+        raise Untraceable("tiles are found for masks that say true or false, not a number")
+    x0, y0 = code.argument("x", axes="i"), code.argument("y", axes="j")
+    everywhere = code.line("(x == x) & (y == y)", "bool", (x0, y0))
+    found: Symbol = everywhere & x
+    return found

@@ -1,0 +1,212 @@
+"""Odd input at every door is a GraphError in words, never an error of some line inside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import attn_graph as ag
+from attn_graph.cli.main import commands
+from attn_graph.ir.parse import parse_mask
+from attn_graph.masks import leaves as m
+from tests.support import plain
+from tests.support.strategies import tensors_for
+
+F32, I64 = torch.float32, torch.int64
+X = ag.TensorSpec((1, 2, 6, 8), F32)
+GRAPH = ag.attention(X, X, X)
+BACKWARD = ag.vjp(GRAPH)[1]
+CPU = ag.Target.of("cpu")
+
+
+def attend(**options: Any) -> Callable[[], object]:  # Any: options of `attention`, wrong ones
+    return lambda: ag.attention(X, X, X, **options)
+
+
+def compile_(**options: Any) -> Callable[[], object]:  # Any: options of `compile`, wrong ones
+    return lambda: ag.compile(GRAPH, **options)
+
+
+def parse(type_: str, step: str = "s = scores(q, q)") -> Callable[[], object]:
+    return lambda: ag.parse(f"def graph(\n    q: {type_},\n):\n    {step}\n    return s")
+
+
+def wants(given: str) -> Callable[[], object]:
+    return lambda: ag.parse(str(BACKWARD).replace("wants=(True, True, True)", f"wants={given}"))
+
+
+# What is called, and a word that must be in what is told.
+ODD: dict[str, tuple[Callable[[], Any], str]] = {
+    "a size None in text": (parse("f32[None, 2]"), "line 2: (None, 2) are no integers"),
+    "a size beyond all in text": (parse("f32[1e999, 2]"), "line 2: (1e309, 2) are no integers"),
+    "a letter for a size in text": (parse("f32['x']"), "line 2: 'x' are no integers"),
+    "an operand too many": (
+        parse("f32[1, 2, 6, 8]", "s = scores(q, q, q)"),
+        "line 4: scores: 3 operands given, 2 needed",
+    ),
+    "no operand": (parse("f32[1, 2, 6, 8]", "s = scores()"), "0 operands given, 2 needed"),
+    "wants too short": (wants("(True,)"), "1 wants for 3 operands"),
+    "wants too long": (wants("(True, True, True, True)"), "4 wants for 3 operands"),
+    "text that is none": (lambda: ag.parse(3), "expected text, got int"),  # type: ignore[arg-type]  # is wrong
+    "a mask's text that is none": (lambda: parse_mask(None), "expected text"),  # type: ignore[arg-type]  # is wrong
+    "a target without a hash": (compile_(target=[]), "target [] is no Target"),
+    "a target by number": (lambda: ag.Target.of([]), "target [] is not known"),  # type: ignore[arg-type]  # is wrong
+    "None among backends": (compile_(backends=[None]), "None is no Backend"),
+    "one backend": (compile_(backends="math"), "say ('math',)"),
+    "a number of backends": (compile_(backends=3), "backends=3"),
+    "a list among those to avoid": (compile_(avoid=[[]]), "[] is no Backend"),
+    "one to avoid": (compile_(avoid="math"), "avoid='math'"),
+    "None to prefer": (lambda: ag.prefer(None).__enter__(), "None is no Backend"),  # type: ignore[arg-type]  # is wrong
+    "a number for a workspace": (compile_(workspace=3), "workspace 3 is no Workspace"),
+    "a list for a workspace": (compile_(workspace=[]), "workspace [] is no Workspace"),
+    "a workspace beyond all": (compile_(max_workspace="9" * 400 + "GiB"), "size 999999999..."),
+    "a list of bytes": (compile_(max_workspace=[1]), "size [1]"),
+    "a list for a precision": (compile_(precision=[]), "precision []"),
+    "a dict for a fallback": (compile_(on_fallback={}), "on_fallback {}"),
+    "a list for a switch": (compile_(deterministic=[]), "deterministic []"),
+    "a text for a switch": (compile_(tune="yes"), "tune 'yes'"),
+    "a list for a cap": (attend(soft_cap=[1]), "cap [1] must be a number"),
+    "a letter for a cap": (attend(soft_cap="a"), "cap 'a' must be a number"),
+    "a letter for a scale": (attend(scale="a"), "scale 'a' must be a finite number"),
+    "a scale beyond all": (attend(scale=10**400), "must be a finite number"),
+    "a letter for a rate": (attend(dropout="a"), "rate 'a'"),
+    "no v": (lambda: ag.attention(X, X, None), "'v' is a NoneType"),  # type: ignore[arg-type]  # is wrong
+    "no q": (lambda: ag.attention(None, X, X), "'q' is a NoneType"),  # type: ignore[arg-type]  # is wrong
+    "segments of one kind": (
+        attend(segments=ag.TensorSpec((1, 6), I64)),
+        "(q_segments, kv_segments)",
+    ),
+    "three kinds of segments": (attend(segments=(1, 2, 3)), "segments (1, 2, 3)"),
+    "a bound beyond all tensors": (lambda: ag.Window(None, -(2**70)), "farther than"),
+    "a prefix beyond all tensors": (lambda: ag.Prefix(2**70), "farther than"),
+    "a letter for a bound": (lambda: ag.Window("a"), "the bound 'a'"),  # type: ignore[arg-type]  # is wrong
+    "a prefix of None": (lambda: ag.Prefix(None), "Prefix(None)"),  # type: ignore[arg-type]  # is wrong
+    "part of a size": (lambda: ag.TensorSpec((2.9, 3), F32), "(2.9, 3)"),  # type: ignore[arg-type]  # is wrong
+    "sizes as text": (lambda: ag.TensorSpec("2468", F32), "shape '2468'"),  # type: ignore[arg-type]  # is wrong
+    "strides as text": (lambda: ag.TensorSpec((2,), F32, "1"), "strides '1'"),  # type: ignore[arg-type]  # is wrong
+    "one number for a shape": (lambda: ag.TensorSpec(3, F32), "shape 3"),  # type: ignore[arg-type]  # is wrong
+    "a size beyond all": (lambda: ag.TensorSpec((2**70, 2), F32), "no tensor goes beyond"),
+    "a list for a dtype": (lambda: ag.TensorSpec((3,), []), "dtype []"),  # type: ignore[arg-type]  # is wrong
+    "a number for a layout": (
+        lambda: ag.TensorSpec((1, 2, 3, 4), F32, layout=3),  # type: ignore[arg-type]  # is wrong
+        "layout 3",
+    ),
+    "the spec of a number": (lambda: ag.TensorSpec.like(3), "3 is no tensor"),  # type: ignore[arg-type]  # is wrong
+    "outputs that nothing makes": (lambda: ag.Graph((), (), (3,)), "outputs (3,) of 0 values"),
+    "operands that nothing makes": (
+        lambda: ag.Graph(GRAPH.inputs, GRAPH.eqns[1:], (3,)),
+        "reads (3,) of 3 values",
+    ),
+    "wants by number": (lambda: ag.vjp(GRAPH, wants=3), "wants 3"),  # type: ignore[arg-type]  # is wrong
+    "a list among wants": (lambda: ag.vjp(GRAPH, wants=[[]]), "named []"),  # type: ignore[list-item]  # is wrong
+    "the gradient of no graph": (lambda: ag.vjp(3), "vjp: expected a Graph"),  # type: ignore[arg-type]  # is wrong
+    "axes that there are not": (lambda: ag.Data("bx"), "axes 'bx'"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_input_is_told_in_words(name: str) -> None:
+    attempt, words = ODD[name]
+    with pytest.raises(ag.GraphError) as caught:
+        attempt()
+    assert words in str(caught.value)
+
+
+def test_wants_may_come_from_anything_that_gives_names() -> None:
+    names: Any = (name for name in ("q", "v"))
+    assert ag.vjp(GRAPH, wants=names) == ag.vjp(GRAPH, wants=["q", "v"])
+
+
+@pytest.mark.parametrize("name", ["self", "fn", "mask", "tensors", "named"])
+def test_inputs_may_be_called_like_what_the_library_calls_its_own(name: str) -> None:
+    flags = ag.TensorSpec((1, 1, 6, 6), torch.bool)
+
+    def attend(**x: ag.Value) -> ag.Value:
+        s = ag.scores(x["q"], x["q"]).mask(ag.Keep(name), **{name: x[name]})
+        return s.softmax()[0].weigh(x["q"])
+
+    graph = ag.graph(attend, **{"q": X, name: flags})
+    assert ag.parse(str(graph)) == graph
+    q, keep = tensors_for(graph, 1)
+    plan = ag.compile(graph, target=CPU)
+    named = {"q": q, name: keep}
+    assert torch.equal(plan(**named), plan(q, keep))  # type: ignore[arg-type]  # has one output
+    assert plan.verify(**named).ok
+    assert plan.cost(**{name: keep}).forward.flops > 0
+    assert ag.Keep(name).picture(6, 6, **{name: keep})
+
+
+# Joins of many
+
+
+@pytest.mark.parametrize("kind", ["&", "|"])
+def test_hundreds_of_leaves_are_joined_planned_and_read_again(kind: str) -> None:
+    names = [f"keep{n}" for n in range(400)]
+    leaves: list[m.Mask] = [ag.Keep(name) for name in names]
+    mask = reduce(lambda a, b: a & b if kind == "&" else a | b, leaves)
+    flags = ag.TensorSpec((1, 1, 1, 6), torch.bool)
+    more: dict[str, Any] = dict.fromkeys(names, flags)
+    graph = ag.attention(X, X, X, mask=mask, **more)
+    assert ag.parse(str(graph)) == graph
+    assert parse_mask(str(mask)) == mask
+    tensors = tensors_for(graph, 3)
+    o = ag.compile(graph, target=CPU)(*tensors)
+    plain.expected(graph, tensors)[0].check(o)  # type: ignore[arg-type]  # has one output
+
+
+def test_joins_of_one_kind_are_one_whatever_the_brackets() -> None:
+    a, b, c, d = (ag.Keep(name) for name in "abcd")
+    assert (a & b) & (c & d) == a & (b & (c & d)) == ((a & b) & c) & d
+    assert str(a & b & c & d).count("(") == 1 + 4
+    assert (a & b | c) & d != a & (b | c & d)
+    assert ~~a == a
+
+
+def nested(depth: int) -> m.Mask:
+    mask: m.Mask = ag.Keep()
+    for n in range(depth):
+        mask = mask | ag.Window(n, 0) if n % 2 else mask & ~ag.Prefix(n)
+    return mask
+
+
+def test_joins_within_joins_are_planned_to_a_depth_and_refused_beyond() -> None:
+    with pytest.raises(ag.GraphError, match="more than 128 deep"):
+        nested(129)
+    graph = ag.attention(X, X, X, mask=nested(127), keep=ag.TensorSpec((1, 1, 6, 6), torch.bool))
+    assert ag.parse(str(graph)) == graph
+    assert ag.compile(graph, target=CPU).verify(*tensors_for(graph, 1)).ok
+
+
+@pytest.mark.parametrize("bound", [2**63 - 1, 2**62, 10**9])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_bounds_far_beyond_all_keys_keep_what_they_say(bound: int, sign: int) -> None:
+    def bounded(bound: int) -> ag.Graph:
+        far = ag.Window(None, sign * bound), ag.Window(-sign * bound, None)
+        mask = far[0] & ~ag.Causal() | far[1] & ag.Prefix(2) | ag.Window(bound, 0) & ag.Prefix(1)
+        return ag.attention(X, X, X, mask=mask)
+
+    graph = bounded(bound)
+    tensors = tensors_for(graph, 1)
+    due = plain.expected(bounded(1000), tensors)[0]
+    due.check(ag.compile(graph, target=CPU)(*tensors))  # type: ignore[arg-type]  # has one output
+    due.check(ag.evaluate(graph, tensors)[0].float())
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["explain", "graph\0.txt"],
+        ["mask", "8", "8", "Causal()", "--out", "mask\0.png"],
+        ["bench", "--q", "1,2,8,16", "--out", "\0/bench.png"],
+        ["cache", "list", "--folder", "cache\0"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_null_bytes_on_the_command_line_are_wrong_usage(command: list[str]) -> None:
+    result = CliRunner().invoke(commands, command)
+    assert (result.exit_code, "holds a null byte" in result.output) == (2, True)

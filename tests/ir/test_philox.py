@@ -1,0 +1,115 @@
+"""Philox 4x32-10: the published answers, and bits that depend on their place alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attn_graph.ir.ops import kept
+from attn_graph.ir.philox import counters, threshold, words
+from attn_graph.masks.places import Block, Place
+from tests.support import plain
+
+Words = tuple[int, int, int, int]
+ONES = 0xFFFFFFFF
+
+# Random123 (D. E. Shaw Research), tests/kat_vectors: key, counter, answer of philox4x32 10.
+KNOWN: list[tuple[tuple[int, int], Words, Words]] = [
+    ((0, 0), (0, 0, 0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((ONES, ONES), (ONES, ONES, ONES, ONES), (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0xA4093822, 0x299F31D0),
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+int64s = st.integers(-(2**63), 2**63 - 1)
+SIZES = (2, 3, 5, 11)
+
+
+def drawn(
+    ranges: tuple[range, range, range, range], rate: float, seed: int, offset: int
+) -> torch.Tensor:
+    """Which places of these ranges of [2,3,5,11] are kept."""
+    _, H, M, N = SIZES
+    b, h, i, j = ranges
+    return kept(Place.of(Block(b, h, i, H, M, N), j), rate, seed, offset)
+
+
+@st.composite
+def blocks(draw: st.DrawFn) -> tuple[range, range, range, range]:
+    starts = [draw(st.integers(0, n - 1)) for n in SIZES]
+    b, h, i, j = (
+        range(start, draw(st.integers(start + 1, n)))
+        for start, n in zip(starts, SIZES, strict=True)
+    )
+    return b, h, i, j
+
+
+@pytest.mark.parametrize(("key", "counter", "answer"), KNOWN)
+def test_the_published_answers_come_out(
+    key: tuple[int, int], counter: Words, answer: Words
+) -> None:
+    block, i, bh, offset = counter
+    seed, one = key[1] << 32 | key[0], range(1)
+    six = [torch.empty(1, 1, 1, 1, dtype=torch.int64) for _ in range(6)]
+    j = range(4 * block, 4 * block + 4)
+    found = words(seed, offset, range(bh, bh + 1), one, range(i, i + 1), j, 1, six)
+    assert tuple(int(word) for word in found) == answer
+    assert plain.philox(key, counter) == answer
+
+
+@given(blocks(), int64s, int64s)
+def test_any_block_draws_the_bits_of_the_whole(
+    ranges: tuple[range, range, range, range], seed: int, offset: int
+) -> None:
+    everything = range(SIZES[0]), range(SIZES[1]), range(SIZES[2]), range(SIZES[3])
+    whole = drawn(everything, 0.5, seed, offset)
+    index = tuple(slice(r.start, r.stop) for r in ranges)
+    assert torch.equal(drawn(ranges, 0.5, seed, offset), whole[index])
+
+
+@given(st.sampled_from([0.0, 0.1, 0.5, 0.9]), int64s, int64s)
+def test_the_bits_are_those_of_the_page(rate: float, seed: int, offset: int) -> None:
+    everything = range(SIZES[0]), range(SIZES[1]), range(SIZES[2]), range(SIZES[3])
+    due = plain.dropout(rate, seed, offset, SIZES)
+    assert torch.equal(drawn(everything, rate, seed, offset).double(), due)
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
+def test_the_share_that_is_kept_is_one_minus_the_rate(rate: float) -> None:
+    block = Block(range(4), range(4), range(64), 4, 64, 256)
+    bits = kept(Place.of(block, range(256)), rate, 1234, 5)
+    spread = (rate * (1 - rate) / bits.numel()) ** 0.5  # of the mean of independent bits
+    assert abs(float(bits.double().mean()) - (1 - rate)) < 4 * spread
+
+
+@pytest.mark.parametrize(("seed", "offset"), [(1, 0), (0, 1), (2**32, 0), (-1, 0), (0, -1)])
+def test_another_seed_or_offset_draws_other_bits(seed: int, offset: int) -> None:
+    everything = range(2), range(3), range(5), range(11)
+    assert not torch.equal(drawn(everything, 0.5, 0, 0), drawn(everything, 0.5, seed, offset))
+
+
+def test_no_two_places_share_a_word() -> None:
+    block = Block(range(2), range(3), range(5), 3, 5, 16)
+    place = Place.of(block, range(16))
+    assert place.ranges is not None
+    six = [torch.empty(2, 3, 5, 4, dtype=torch.int64) for _ in range(6)]
+    found = torch.stack(words(7, 0, *place.ranges, 3, six))
+    assert len(found.unique()) == found.numel()
+    assert found.min() >= 0
+    assert found.max() <= ONES
+
+
+def test_counters_cover_their_keys_four_by_four() -> None:
+    assert counters(range(3, 9)) == range(3)
+    assert counters(range(4, 8)) == range(1, 2)
+    assert len(counters(range(0))) == 0
+
+
+def test_the_threshold_leaves_the_share_of_words_that_is_kept() -> None:
+    assert threshold(0.0) == 0
+    assert threshold(0.5) == 2**31
+    assert threshold(1 - 2**-40) == 2**32

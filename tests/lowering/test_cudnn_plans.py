@@ -1,0 +1,457 @@
+"""Real plans of cuDNN's for GPUs that are not there: what they tell, and that they are kept."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from attrs import evolve
+
+import attn_graph as ag
+from attn_graph.lowering.cudnn import builder as cudnn_builder
+from attn_graph.lowering.cudnn import limits as cudnn_limits
+from attn_graph.lowering.cudnn import offline as cudnn_offline
+from attn_graph.lowering.cudnn import plan as cudnn_plan
+from attn_graph.lowering.cudnn.backend import asked
+from attn_graph.lowering.cudnn.memory import workspace
+from attn_graph.lowering.problem import sole
+from attn_graph.machine.store import Store
+from attn_graph.machine.target import Target
+
+pytestmark = pytest.mark.skipif(
+    find_spec("cudnn") is None, reason="needs nvidia-cudnn-frontend: make venv installs it"
+)
+X = ag.TensorSpec((2, 8, 1024, 128), torch.bfloat16, layout="bshd")
+CAUSAL = ag.attention(X, X, X, mask=ag.Causal())
+H200 = Target.of("h200")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path)
+
+
+def planned(graph: ag.Graph = CAUSAL, **options: object) -> ag.Plan:
+    return ag.compile(graph, **{"target": "h200", **options})  # type: ignore[arg-type]
+
+
+def refusal(error: pytest.ExceptionInfo[ag.NoBackendError]) -> str:
+    ((name, reasons),) = error.value.refusals
+    assert name == "cudnn"
+    return "\n".join(reasons)
+
+
+def test_a_plan_tells_who_runs_it_and_what_cudnn_was_asked(
+    golden: Callable[[object], None],
+) -> None:
+    """The GPU's real plan: cuDNN's engine, its knobs, and its number of bytes."""
+    plan = planned()
+    told = f"{plan.explain()}\n\n{plan.text()}\n\n{plan.vjp.text()}"
+    golden(re.sub(r"built in [0-9.]+ s", "built in 0.5 s", told))
+
+
+def test_forward_and_backward_by_hand_are_cudnns_like_those_of_training() -> None:
+    """With lse handed out, and whoever runs the backward in another notebook."""
+    graph = ag.attention(X, X, X, mask=ag.Causal(), stats=True)
+    forward, backward = ag.vjp(graph, cotangents=("o",))
+    assert [i.name for i in backward.inputs] == ["q", "k", "v", "o", "lse", "do"]
+    plan, there, back = planned(graph), planned(forward), planned(backward)
+    assert there is plan
+    assert back is plan.training_vjp
+    assert (there.backend, back.backend, plan.vjp.backend) == ("cudnn", "cudnn", "triton")
+
+
+def test_memory_and_explain_tell_of_the_backward_by_o_first(store: Store) -> None:
+    graph = ag.attention(X, X, X, mask=ag.Causal(), stats=True)
+    plan = planned(graph, store=store)
+    found = plan.explain()
+    assert found.backward is not None
+    assert found.through_lse is not None
+    assert (found.backward.backend, found.through_lse.backend) == ("cudnn", "triton")
+    assert plan.memory().workspace_backward == plan.training_vjp.executable.workspace
+    assert found.memory == plan.memory() != found.through_lse.memory
+
+
+@pytest.mark.parametrize("target", ["a100", "b200"])
+def test_each_kind_of_gpu_has_plans(target: str) -> None:
+    plan = planned(target=target, backends=("cudnn",))
+    assert plan.backend == plan.vjp.backend == "cudnn"
+    assert plan.memory().workspace_backward > 0
+
+
+def test_cudnn_comes_first_where_it_is_the_faster() -> None:
+    assert planned().backend == "cudnn"
+    assert planned(target="a100").backend == "triton"
+
+
+def test_the_workspace_is_cudnns_own_number(store: Store) -> None:
+    """Known before a plan is built, on Hopper; both are what `memory()` tells."""
+    plan = planned(store=store).vjp
+    problem = sole(plan.graph)
+    assert problem is not None
+    case = asked(problem, H200, ag.Options())
+    assert plan.executable.workspace == workspace(case) == 2 * 8 * 1024 * (128 * 4 + 4) + 256
+    assert planned(store=store).memory().workspace_backward == plan.executable.workspace
+
+
+def test_gigabytes_for_determinism_are_told_and_refused() -> None:
+    x = ag.TensorSpec((1, 32, 8192, 128), torch.bfloat16)
+    graph = ag.attention(x, x, x)
+    need = 32 * 8192 * (8192 * 2 + 4) + 256
+    plan = planned(graph, deterministic=True, backends=("cudnn",))
+    assert plan.memory().workspace_backward == need
+    assert "4.001 GiB backward" in str(plan.explain())
+    small = planned(graph, deterministic=True, backends=("cudnn",), max_workspace="1GiB")
+    with pytest.raises(ag.NoBackendError) as error:
+        _ = small.vjp
+    assert refusal(error) == (
+        f"needs a workspace of {need} bytes (4.001 GiB), max_workspace is {2**30} bytes (1 GiB)"
+    )
+
+
+def test_a_workspace_found_too_large_only_when_built_is_refused_too(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("attn_graph.lowering.cudnn.memory.workspace", lambda case: None)
+    plan = planned(store=store, max_workspace="1MiB", backends=("cudnn", "triton"))
+    reasons = dict(plan.vjp.refusals)["cudnn"]
+    assert plan.vjp.backend == "triton"
+    assert reasons == (
+        "needs a workspace of 8454400 bytes (8.063 MiB), max_workspace is 1048576 bytes (1 MiB)",
+    )
+
+
+def test_what_cudnn_declines_after_all_goes_to_the_next_backend(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With cuDNN's words, and a line in the log: the table has a gap."""
+    x = ag.TensorSpec((1, 2, 1, 64), torch.float16)
+    graph = ag.attention(x, x, x)
+    monkeypatch.setattr(cudnn_limits, "RULES", ())
+    plan = planned(graph, store=store, backends=("cudnn", "triton")).vjp
+    (reason,) = dict(plan.refusals)["cudnn"]
+    assert plan.backend == "triton"
+    assert reason.startswith("said itself, where no limit was known, at ")
+    assert reason.removeprefix("said itself, where no limit was known, at ") in caplog.text
+    assert caplog.records[0].levelno == logging.WARNING
+
+
+def test_other_exceptions_of_cudnns_are_bugs_and_crash(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = ag.attention(X, X, X)
+    monkeypatch.setattr(cudnn_offline, "description", lambda target: "{}")
+    monkeypatch.setattr(cudnn_plan, "description", lambda target: "{}")
+    with pytest.raises(RuntimeError, match="cuDNN's planner stopped with 1 at call 1 of 1"):
+        planned(graph, store=store)
+
+
+def test_a_stored_plan_is_the_one_that_was_built(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = planned(store=store)
+    told = first.explain()  # which plans the backward too
+    assert len([*store.held()]) == 2
+    ag.clear_cache()
+    monkeypatch.setattr(cudnn_plan, "build_away", None)
+    again = planned(store=store)
+    assert again is not first
+    assert (again.explain(), again.text()) == (told, first.text())
+
+
+def stored_calls(store: Store) -> list[tuple[str, list[str]]]:
+    """Of each stored plan, what is called and what it gives."""
+    calls = [json.loads(key.partition(" ")[2])["call"] for _, key in store.held() if key]
+    return sorted((call["name"], [x["argument"] for x in call["outputs"]]) for call in calls)
+
+
+def test_without_gradients_the_plan_is_one_that_stores_no_lse(store: Store) -> None:
+    """It is cuDNN's, and built when it is first needed; it needs no other workspace."""
+    plan = planned(store=store)
+    assert plan.infer is not plan.run
+    assert stored_calls(store) == [("sdpa", ["o", "stats"])]
+    plan.executable.prepare()
+    assert stored_calls(store) == [("sdpa", ["o"]), ("sdpa", ["o", "stats"])]
+    needs = {
+        cudnn_plan.Built.unpacked(store.get(key) or b"").workspace for _, key in store.held() if key
+    }
+    assert needs == {plan.executable.workspace}
+    with_lse = planned(ag.attention(X, X, X, stats=True), store=store)
+    assert with_lse.infer == with_lse.run
+    with_lse.executable.prepare()
+    assert len([*store.held()]) == 3
+
+
+def test_a_damaged_plan_is_built_again(store: Store) -> None:
+    first = planned(store=store)
+    path = store.path(next(key for _, key in store.held() if key))
+    path.write_bytes(path.read_bytes()[:-1])
+    assert next(store.held())[1] is None
+    ag.clear_cache()
+    assert planned(store=store).text() == first.text()
+    assert next(store.held())[1] is not None
+
+
+@pytest.mark.parametrize("data", [b"", b"3\n", b"{}\nplan", b"\xff\n"])
+def test_a_file_that_holds_no_plan_is_built_again(
+    store: Store, data: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = planned(store=store)
+    (key,) = (key for _, key in store.held() if key)
+    store.put(key, data)
+    ag.clear_cache()
+    assert planned(store=store).text() == first.text()
+    assert "it holds no plan of cuDNN's" in caplog.text
+    assert store.get(key) != data
+
+
+def test_nothing_is_kept_where_that_is_not_wanted(store: Store) -> None:
+    before = ag.default_store().bytes
+    planned(ag.attention(X, X, X, scale=0.3), store=False)
+    assert ag.default_store().bytes == before
+
+
+DESCRIBE = """
+import sys
+from pathlib import Path
+lowering, driver, folder = sys.argv[1:]
+sys.path[:0] = [lowering]
+import cudnn_builder
+cudnn_builder.stand_in(driver)
+import cudnn
+print(cudnn.create_device_properties(Path(folder, "device").read_text()).serialize())
+"""
+
+
+def test_cudnn_describes_a_device_as_we_do(tmp_path: Path) -> None:
+    """And as text, which is how the machine's own is read."""
+    due = cudnn_offline.description(H200)
+    (tmp_path / "device").write_text(due)
+    lowering = str(Path(cudnn_builder.__file__).parent)
+    folder = str(tmp_path)
+    program = (sys.executable, "-P", "-c", DESCRIBE, lowering, cudnn_offline.driver(folder), folder)
+    done = subprocess.run(program, check=True, capture_output=True, text=True)
+    assert json.loads(done.stdout) == json.loads(due)
+
+
+def test_the_machines_own_device_is_read_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Properties:
+        def serialize(self) -> str:
+            return '{"deviceName": "NVIDIA H200"}'
+
+    monkeypatch.setattr("cudnn.create_device_properties", lambda index: Properties())
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    assert json.loads(cudnn_plan.present()) == {"deviceName": "NVIDIA H200"}
+
+
+def test_a_machine_of_ones_own_is_planned_by_its_own_numbers() -> None:
+    mine = evolve(H200, multiprocessors=66, l2=2**20)
+    found = json.loads(cudnn_offline.description(mine))
+    assert (found["multiProcessorCount"], found["l2CacheSize"]) == (66, 2**20)
+
+
+NO_COMPILER = """
+#include <stdlib.h>
+int nvrtcVersion(int *major, int *minor) { *major = 13; *minor = 0; return 0; }
+#define NEVER(name) int name(void) { abort(); }
+NEVER(nvrtcCreateProgram) NEVER(nvrtcCompileProgram) NEVER(nvrtcDestroyProgram)
+NEVER(nvrtcGetProgramLogSize) NEVER(nvrtcGetProgramLog) NEVER(nvrtcGetErrorString)
+NEVER(nvrtcGetPTXSize) NEVER(nvrtcGetPTX) NEVER(nvrtcGetCUBINSize) NEVER(nvrtcGetCUBIN)
+NEVER(__nvrtcCPEx)
+"""
+LOAD = """
+import ctypes, sys
+from pathlib import Path
+lowering, driver, folder = sys.argv[1:]
+sys.path[:0] = [lowering]
+import cudnn_builder
+cudnn_builder.stand_in(driver)
+ctypes.CDLL(f"{folder}/libnvrtc.so.13", ctypes.RTLD_GLOBAL)
+device = Path(folder, "device").read_text()
+graph = cudnn_builder.loaded(Path(folder, "plan").read_bytes(), device)
+print(graph.get_workspace_size(), sorted(n.name for n in graph.get_behavior_notes()))
+"""
+
+
+def test_a_stored_plan_loads_without_compiling(store: Store, tmp_path: Path) -> None:
+    """In the compiler's place is a library that aborts when it is asked to compile."""
+    planned(store=store)
+    data = store.get(next(key for _, key in store.held() if key))
+    assert data is not None
+    built = cudnn_plan.Built.unpacked(data)
+    (tmp_path / "plan").write_bytes(built.data)
+    (tmp_path / "device").write_text(cudnn_offline.description(H200))
+    (tmp_path / "nvrtc.c").write_text(NO_COMPILER)
+    library = ("-shared", "-fPIC", "-Wl,-soname,libnvrtc.so.13", "-o", "libnvrtc.so.13", "nvrtc.c")
+    subprocess.run(("cc", *library), check=True, cwd=tmp_path)
+    lowering = str(Path(cudnn_builder.__file__).parent)
+    program = (
+        sys.executable,
+        "-P",
+        "-c",
+        LOAD,
+        lowering,
+        cudnn_offline.driver(str(tmp_path)),
+        str(tmp_path),
+    )
+    done = subprocess.run(program, check=True, capture_output=True, text=True)
+    assert done.stdout == f"{built.workspace} {[*built.notes]}\n"
+
+
+def test_a_plan_depends_on_all_that_its_key_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Called:
+        plain: ClassVar[dict[str, str]] = {"name": "sdpa"}
+
+    versions = ((9, 20, 0), (1, 28, 0))
+    device = cudnn_offline.description(H200)
+    key = cudnn_plan.key_of(Called, device, versions)  # type: ignore[arg-type]
+
+    class Other:
+        plain: ClassVar[dict[str, str]] = {"name": "sdpa_backward"}
+
+    monkeypatch.setenv(cudnn_plan.READ_BY_CUDNN, "0")
+    changed = cudnn_plan.key_of(Called, device, versions)  # type: ignore[arg-type]
+    monkeypatch.delenv(cudnn_plan.READ_BY_CUDNN)
+    named = cudnn_plan.key_of(Called, device, versions, "eng8_k24=6")  # type: ignore[arg-type]
+    other = cudnn_plan.key_of(Other, device, versions)  # type: ignore[arg-type]
+    others = [
+        (cudnn_offline.description(Target.of("b200")), versions),
+        (device, ((9, 19, 0), (1, 28, 0))),
+        (device, ((9, 20, 0), (1, 29, 0))),
+    ]
+    keys = {cudnn_plan.key_of(Called, *each) for each in others}  # type: ignore[arg-type]
+    assert len(keys | {key, changed, named, other}) == 7
+
+
+def changed(value: object) -> object:
+    """Another value of a device's property."""
+    if isinstance(value, str):
+        return f"{value} NVL"
+    return [changed(x) for x in value] if isinstance(value, list) else value + 1  # type: ignore[operator]  # a number
+
+
+DIFFER = """
+import json, sys
+from pathlib import Path
+lowering, driver, folder = sys.argv[1:]
+sys.path[:0] = [lowering]
+import cudnn_builder
+cudnn_builder.stand_in(driver)
+import cudnn
+plan = Path(folder, "plan").read_bytes()
+for name, device in json.loads(Path(folder, "devices").read_text()).items():
+    try:
+        cudnn_builder.loaded(plan, json.dumps(device))
+    except cudnn.cudnnGraphNotSupportedError:
+        print(name)
+"""
+
+
+def test_keys_hold_what_cudnn_compares_of_a_device_and_no_more(
+    store: Store, tmp_path: Path
+) -> None:
+    """Each property is changed by itself: where cuDNN takes the plan, the key is the same."""
+    planned(store=store)
+    key, data = next((key, store.get(key)) for _, key in store.held() if key)
+    assert data is not None
+    (tmp_path / "plan").write_bytes(cudnn_plan.Built.unpacked(data).data)
+    own = json.loads(cudnn_offline.description(H200))
+    others = {name: own | {name: changed(value)} for name, value in own.items()}
+    (tmp_path / "devices").write_text(json.dumps(others))
+    lowering, folder = str(Path(cudnn_builder.__file__).parent), str(tmp_path)
+    program = (sys.executable, "-P", "-c", DIFFER, lowering, cudnn_offline.driver(folder), folder)
+    done = subprocess.run(program, check=True, capture_output=True, text=True)
+    refused = set(done.stdout.split())
+    told = json.loads(key.partition(" ")[2])["device"]
+    assert refused == set(told)
+    assert told == {name: own[name] for name in refused}
+
+
+# What is missing is a reason.
+
+
+def test_no_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch, store: Store) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(ag.NoBackendError) as error:
+        planned(store=store, backends=("cudnn",))
+    assert "needs a C compiler, and none of cc, gcc, clang is on the path" in refusal(error)
+
+
+def test_a_compiler_that_fails_is_a_reason(monkeypatch: pytest.MonkeyPatch, store: Store) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: "/bin/false")
+    with pytest.raises(ag.NoBackendError) as error:
+        planned(store=store, backends=("cudnn",))
+    assert "which /bin/false can't build" in refusal(error)
+
+
+def test_no_frontend_here_is_a_reason(monkeypatch: pytest.MonkeyPatch, store: Store) -> None:
+    monkeypatch.setattr(cudnn_offline, "find_spec", lambda name: None)
+    with pytest.raises(ag.NoBackendError) as error:
+        planned(store=store, backends=("cudnn",))
+    assert "nvidia-cudnn-frontend, which is not installed here; pip install" in refusal(error)
+
+
+def test_other_versions_than_the_targets_are_a_reason(store: Store) -> None:
+    libraries = (("nvidia-cudnn-frontend", "1.28.0"), ("nvidia-cudnn-cu13", "9.24.0.43"))
+    with pytest.raises(ag.NoBackendError) as error:
+        planned(
+            store=store,
+            target=Target("h200", "cuda", 90, (), libraries),
+            backends=("cudnn",),
+        )
+    assert refusal(error).endswith("and the target has 9.24.0 and 1.28.0")
+
+
+def test_a_gpu_that_nobody_described_is_a_reason(store: Store) -> None:
+    target = Target("h20", "cuda", 90, (), H200.libraries)
+    with pytest.raises(ag.NoBackendError) as error:
+        planned(store=store, target=target, backends=("cudnn",))
+    assert refusal(error).startswith("plans for GPUs that are not there from a100, h100, h200")
+
+
+def test_such_a_gpu_is_explained_all_the_same() -> None:
+    found = ag.explain(CAUSAL, target=Target("h20", "cuda", 90, (), H200.libraries))
+    assert found.backend == "cudnn"
+    assert found.memory is not None
+    assert found.memory.untold == ("forward",)
+
+
+def test_a_stored_plan_that_cudnn_does_not_take_back_is_a_miss(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where it would be loaded."""
+    planned(store=store)
+    ag.clear_cache()
+    monkeypatch.setattr(cudnn_plan, "place", lambda target: cudnn_offline.description(H200))
+    monkeypatch.setattr(cudnn_plan, "is_here", lambda target: True)
+    monkeypatch.setattr(cudnn_plan, "loads", lambda built: False)
+    monkeypatch.setattr(cudnn_builder, "versions", lambda: {"backend": 91900, "frontend": "1.28.0"})
+    with pytest.raises(ag.NoBackendError) as error:
+        planned(store=store, backends=("cudnn",))
+    assert refusal(error).startswith("plans with cuDNN 9.19.0 and frontend 1.28.0 here, and the")
+
+
+def test_without_cudnn_all_else_works_and_it_is_told_what_to_install() -> None:
+    target = Target("h200", "cuda", 90, (), (("triton", "3.7.1"),))
+    plan = planned(target=target)
+    assert plan.backend == plan.vjp.backend == "triton"
+    told = "\n".join(dict(plan.refusals)["cudnn"])
+    assert "pip install 'attn-graph[cuda]'" in told
+    assert "pip install 'attn-graph[offline]'" in told
+
+
+def test_importing_the_library_imports_no_cudnn() -> None:
+    program = "import sys, attn_graph; print('cudnn' in sys.modules)"
+    done = subprocess.run(
+        (sys.executable, "-c", program), check=True, capture_output=True, text=True
+    )
+    assert done.stdout == "False\n"

@@ -1,0 +1,288 @@
+"""All that leads to cuDNN and back, with what its documentation says in its place."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import assume, given
+
+import attn_graph as ag
+from attn_graph.backend import Options, RefusedError
+from attn_graph.compiler import loses
+from attn_graph.ir.graph import Graph
+from attn_graph.ir.passes import simplify
+from attn_graph.ir.vjp import backward, result_spec
+from attn_graph.lowering.cudnn.backend import asked
+from attn_graph.lowering.cudnn.case import padded
+from attn_graph.lowering.cudnn.graph import described
+from attn_graph.lowering.cudnn.limits import reasons
+from attn_graph.lowering.cudnn.run import Inference, Run, notes, temporary
+from attn_graph.lowering.problem import returns_lse, sole
+from attn_graph.machine.target import Target
+from attn_graph.machine.workspace import Workspace
+from attn_graph.planner.choose import choose, named
+from attn_graph.spec import FLOATS
+from tests.support import plain
+from tests.support.cudnn_model import Model
+from tests.support.strategies import aligned, cotangents_for, cudnn_graphs, seeds, tensors_for
+
+VERSIONS = (
+    ("triton", "3.4"),
+    ("nvidia-cudnn-frontend", "1.28.0"),
+    ("nvidia-cudnn-cu13", "9.20.0.48"),
+)
+H200 = Target("h200", "cuda", 90, (), VERSIONS)
+X = ag.TensorSpec((2, 4, 6, 8), torch.float16)
+LONG = ag.TensorSpec((2, 4, 128, 64), torch.float16)
+
+
+def refusals(graph: Graph) -> list[str]:
+    problem = sole(graph)
+    assert problem is not None
+    return [*reasons(asked(problem, H200, Options()))]
+
+
+def modelled(graph: Graph, *, stats: bool = True) -> Run:
+    """How a simplified graph, one that cuDNN takes, would run; and without lse if not `stats`."""
+    problem = sole(graph)
+    assert problem is not None
+    assert not refusals(graph)
+    call = described(problem, padded=padded(asked(problem, H200, Options())), stats=stats)
+    return Run.of(call, problem, graph, Workspace(), 128, Model(call))
+
+
+def results(graph: Graph, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    run = modelled(graph)
+    return (run.forward if run.problem.grad is None else run.backward)(*tensors)[0]
+
+
+def gradient_of(graph: Graph, do: torch.Tensor) -> tuple[Graph, list[str]]:
+    """The backward graph by every floating input, and their names."""
+    wants = [n for n, i in enumerate(graph.inputs) if i.spec.dtype in FLOATS]
+    return backward(graph, wants, [ag.TensorSpec.like(do)]), [graph.inputs[n].name for n in wants]
+
+
+@given(graph=cudnn_graphs(), seed=seeds)
+def test_what_cudnn_is_told_means_what_the_graph_means(graph: Graph, seed: int) -> None:
+    simple = simplify(graph)
+    assume(not refusals(simple))
+    tensors = tuple(map(aligned, tensors_for(graph, seed)))
+    run = modelled(simple)
+    outputs, (o, lse) = run.forward(*tensors)
+    for found, due, i in zip(outputs, plain.expected(graph, tensors), simple.outputs, strict=True):
+        due.check(found)
+        assert ag.TensorSpec.like(found) == result_spec(simple, i)
+    if not returns_lse(simple):
+        lean = modelled(simple, stats=False).forward(*tensors)[0]
+        for one, other in zip(lean, outputs, strict=True):
+            assert torch.equal(one.nan_to_num(), other.nan_to_num())
+    cotangents = cotangents_for(simple, seed)
+    back, names = gradient_of(simple, *cotangents)
+    dues = plain.expected_gradients(graph, tensors, cotangents)
+    assume(not refusals(back))
+    poisoned = plain.poisoned(graph, tensors, cotangents, seed)
+    gradients = results(back, (*tensors, o, lse, *poisoned))
+    for name, gradient in zip(names, gradients, strict=True):
+        dues[name].check(gradient)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_an_address_off_16_bytes_is_an_error_that_says_so(name: str) -> None:
+    graph = simplify(ag.attention(X, X, X))
+    tensors = dict.fromkeys("qkv", torch.zeros(2, 4, 6, 8, dtype=torch.float16))
+    tensors[name] = torch.zeros(1 + X.type.bytes // 2, dtype=torch.float16)[1:].view(X.shape)
+    with pytest.raises(ag.PlanMismatchError, match=f"{name}: expected an address .* 2 bytes past"):
+        results(graph, [*tensors.values()])
+
+
+def off(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers and strides, beginning 2 bytes past a multiple of 16."""
+    room = torch.zeros(1 + x.numel(), dtype=x.dtype)
+    return room[1:].as_strided(x.shape, x.stride()).copy_(x)
+
+
+@pytest.mark.parametrize("name", ["q", "o", "do"])
+def test_what_autograd_hands_over_off_16_bytes_is_copied(name: str) -> None:
+    """Nobody can clone it there. That of do is told, and counted."""
+    graph = ag.attention(X, X, X)
+    forward = simplify(graph)
+    tensors = [torch.randn(X.shape, dtype=X.dtype) for _ in "qkv"]
+    o, lse = modelled(forward).forward(*tensors)[1]
+    do = torch.randn(X.shape, dtype=X.dtype)
+    back, names = gradient_of(forward, do)
+    given = dict(zip(("q", "k", "v", "o", "lse", "do"), (*tensors, o, lse, do), strict=True))
+    given[name] = off(given[name])
+    dues = plain.expected_gradients(graph, tensors, (do,))
+    for each, gradient in zip(names, results(back, [*given.values()]), strict=True):
+        dues[each].check(gradient)
+    problem = sole(back)
+    assert problem is not None
+    told = "do is copied, 768 B, where it is broadcast, or begins off 16 bytes"
+    assert notes(problem, back) == (told,)
+
+
+def test_a_cotangent_that_cudnn_refuses_does_not_change_who_runs_the_gradient() -> None:
+    """Of `o.sum()` it is one number, broadcast: it is laid out as o is, and cuDNN runs."""
+    plan = ag.compile(ag.attention(LONG, LONG, LONG), target=H200, backends=("triton",))
+    broadcast = ag.TensorSpec(LONG.shape, LONG.dtype, (0, 0, 0, 0))
+    ((*_, do),) = [plan.backward((0, 1, 2), [broadcast]).graph.inputs]
+    assert do.spec == broadcast
+    simple = simplify(plan.graph)
+    dense, odd = (backward(simple, (0, 1, 2), [x]) for x in (LONG, broadcast))
+    among = named(("cudnn", "triton"))
+    assert [c.backend.name for c in (choose(g, H200, Options(), among) for g in (dense, odd))] == [
+        "cudnn",
+        "triton",
+    ]
+    assert loses(odd, dense, H200, Options(), among)
+    assert not loses(odd, dense, H200, Options(), named(("triton",)))
+
+
+def test_lengths_are_read_where_they_lie_if_cudnn_can() -> None:
+    """Others are copied, which is told, and counted."""
+    for dtype, told in ((torch.int32, False), (torch.int64, True)):
+        graph = simplify(ag.attention(X, X, X, kv_lengths=ag.TensorSpec((2,), dtype)))
+        run = modelled(graph)
+        said = ("kv_lengths is copied to a dense i32 at each call",)
+        assert notes(run.problem, graph) == said * told
+        assert temporary(run.call, run.problem, graph) == 8 * told
+
+
+def test_gradients_that_nobody_asked_for_are_counted() -> None:
+    forward = simplify(ag.attention(X, X, X))
+    specs = [result_spec(forward, i) for i in forward.outputs]
+    run = modelled(backward(forward, [0], specs))
+    copy = X.type.bytes  # of do
+    assert temporary(run.call, run.problem, run.graph) == 2 * X.type.bytes + copy
+    found = run.backward(*(torch.zeros(i.spec.shape, dtype=i.spec.dtype) for i in run.graph.inputs))
+    assert [t.shape for t in found[0]] == [X.shape]
+
+
+def test_the_workspace_is_leased_and_no_more_than_told() -> None:
+    graph = simplify(ag.attention(X, X, X))
+    run = modelled(graph)
+    run.forward(*(torch.zeros(X.shape, dtype=X.dtype) for _ in range(3)))
+    assert run.workspace.bytes == 128
+
+
+def test_gradients_are_of_their_inputs_in_whatever_order() -> None:
+    graph = ag.attention(X, X, X)
+    forward = simplify(graph)
+    tensors = tuple(map(aligned, tensors_for(graph, 1)))
+    o, lse = modelled(forward).forward(*tensors)[1]
+    (do,) = cotangents_for(forward, 1)
+    dues = plain.expected_gradients(graph, tensors, (do,))
+    back = backward(forward, (2, 0), [ag.TensorSpec.like(do)])
+    dv, dq = results(back, (*tensors, o, lse, do))
+    dues["v"].check(dv)
+    dues["q"].check(dq)
+
+
+SAVING: Any = "saving"  # Any: what the two forwards of a plan give here
+LEAN: Any = "lean"
+ON_GPU: Any = SimpleNamespace(device=torch.device("cuda", 0))  # Any: a tensor there
+
+
+def test_what_stores_no_lse_is_built_once_when_first_needed() -> None:
+    built = []
+
+    def build() -> Callable[..., Any]:
+        built.append(1)
+        time.sleep(0.01)
+        return lambda *tensors: LEAN
+
+    lean = Inference(lambda *tensors: SAVING, build)
+    assert "built when first needed" in str(lean)
+    with ThreadPoolExecutor(4) as pool:
+        found = [*pool.map(lambda n: lean(torch.zeros(())), range(8))]
+    assert found == [LEAN] * 8
+    assert built == [1]
+    assert str(lean).endswith("built")
+
+
+def test_nothing_is_built_while_a_stream_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    captures = [True]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures[0])
+    lean = Inference(lambda *tensors: SAVING, lambda: lambda *tensors: LEAN)
+    assert lean(ON_GPU) == SAVING
+    captures[0] = False
+    assert lean(ON_GPU) == LEAN
+    captures[0] = True
+    assert lean(ON_GPU) == LEAN
+
+
+def test_where_cudnn_takes_no_other_plan_lse_is_stored_and_that_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def build() -> Callable[..., Any]:
+        raise RefusedError("said itself that it has none")
+
+    lean = Inference(lambda *tensors: SAVING, build)
+    assert [lean(torch.zeros(())) for _ in range(3)] == [SAVING] * 3
+    assert [record.message for record in caplog.records] == [
+        "calls without gradients store lse: cuDNN said itself that it has none"
+    ]
+
+
+def test_another_backends_lse_may_lie_anyhow() -> None:
+    """PyTorch's efficient kernel saves rows of more than M."""
+    graph = ag.attention(X, X, X)
+    forward = simplify(graph)
+    tensors = tuple(map(aligned, tensors_for(graph, 1)))
+    o, lse = modelled(forward).forward(*tensors)[1]
+    loose = torch.zeros(*lse.shape[:2], 32)[:, :, : lse.shape[2]].copy_(lse)
+    (do,) = cotangents_for(forward, 1)
+    back, names = gradient_of(forward, do)
+    dues = plain.expected_gradients(graph, tensors, (do,))
+    for name, gradient in zip(names, results(back, (*tensors, o, loose, do)), strict=True):
+        dues[name].check(gradient)
+
+
+def test_forward_and_backward_by_hand_read_as_training_does() -> None:
+    graph = ag.attention(X, X, X, mask=ag.Causal(), stats=True)
+    q, k, v = map(aligned, tensors_for(graph, 1))
+    do, _ = cotangents_for(graph, 1)
+    forward, backward_by_o = ag.vjp(graph, cotangents=("o",))
+    o, lse = results(forward, (q, k, v))
+    gradients = results(backward_by_o, (q, k, v, o, lse, do))
+    dues = plain.expected_gradients(graph, (q, k, v), (do, None))
+    for name, gradient in zip("qkv", gradients, strict=True):
+        dues[name].check(gradient)
+
+
+def test_do_and_lse_are_cleared_where_lengths_may_hide_rows_which_is_told() -> None:
+    """What cuDNN makes of NaN in such rows, and of lse = -inf, nobody says."""
+    lengths = ag.TensorSpec((2,), torch.int32)
+    graph = ag.attention(X, X, X, kv_lengths=lengths)
+    forward = simplify(graph)
+    tensors = (*tensors_for(graph, 1)[:3], torch.tensor([0, 6], dtype=torch.int32))
+    tensors = (*map(aligned, tensors[:3]), tensors[3])
+    o, lse = modelled(forward).forward(*tensors)[1]
+    (do,) = cotangents_for(forward, 1)
+    back, _ = gradient_of(forward, do)
+    run = modelled(back)
+    seen: list[dict[str, torch.Tensor]] = []
+    model = run.execute
+
+    def execute(
+        pack: Mapping[int, torch.Tensor], room: torch.Tensor | None, device: torch.device
+    ) -> None:
+        seen.append({x.source: pack[n] for n, x in enumerate(run.call.inputs, start=1)})
+        model(pack, room, device)
+
+    poisoned = plain.poisoned(graph, tensors, (do,), 0)
+    found = evolve(run, execute=execute).backward(*tensors, o, lse, *poisoned)[0]
+    assert all(g.isfinite().all() for g in found)
+    assert torch.equal(seen[0]["do"], do.masked_fill(lse[..., None] == -torch.inf, 0))
+    assert (seen[0]["lse"][0] == torch.inf).all()
+    assert notes(run.problem, back) == ("do is copied, 768 B, with 0 in rows that see nothing",)
+    assert temporary(run.call, run.problem, back) == X.type.bytes + 4 * lse.numel()
+    whole, _ = gradient_of(simplify(ag.attention(X, X, X)), do)
+    assert "with 0" not in "".join(notes(modelled(whole).problem, whole))

@@ -1,0 +1,332 @@
+"""On a real GPU: every backend that takes a graph agrees with the formula, trains and replays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, reject, settings
+from hypothesis import strategies as st
+from torch.autograd.graph import save_on_cpu
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import attn_graph as ag
+from tests.support import plain
+from tests.support.capture import replayed
+from tests.support.strategies import cotangents_for, graphs, seeds, shapes, tensors_for
+
+pytestmark = pytest.mark.gpu
+NAMES = ("triton", "math")
+HALF = (torch.float16, torch.bfloat16)
+DTYPES = (*HALF, torch.float32)
+
+
+def outputs_of(plan: ag.Plan, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    found = plan(*tensors)
+    return found if isinstance(found, tuple) else (found,)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("backend", NAMES)
+@given(data=st.data(), seed=seeds)
+@settings(max_examples=40)
+def test_results_and_gradients_agree_with_the_formula(
+    backend: str, dtype: torch.dtype, data: st.DataObject, seed: int
+) -> None:
+    graph = data.draw(graphs(shapes(most=200, heads=6), st.just(dtype)))
+    try:
+        plan = ag.compile(graph, backends=(backend,))
+        tensors = tensors_for(graph, seed, "cuda")
+        leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
+        outputs = outputs_of(plan, leaves)
+        for output, due in zip(outputs, plain.expected(graph, tensors), strict=True):
+            due.check(output)
+        cotangents = cotangents_for(plan.graph, seed, "cuda")
+        named = zip(plan.graph.inputs, leaves, strict=True)
+        wanted = {i.name: t for i, t in named if t.requires_grad}
+        poisoned = plain.poisoned(graph, tensors, cotangents, seed)
+        found = torch.autograd.grad(outputs, [*wanted.values()], poisoned, allow_unused=True)
+    except ag.NoBackendError:
+        reject()
+    gradients = dict(zip(wanted, found, strict=True))
+    for name, due in plain.expected_gradients(graph, tensors, cotangents).items():
+        gradient = gradients.get(name)
+        if gradient is not None:
+            due.check(gradient)
+
+
+@pytest.mark.parametrize("backend", ["triton", "math", "cudnn", "torch_efficient"])
+@pytest.mark.parametrize("kind", ["lengths", "bias"])
+def test_cotangents_count_nothing_in_rows_that_see_nothing(backend: str, kind: str) -> None:
+    """A whole batch entry sees nothing, and by the bias some queries of another."""
+    x = ag.TensorSpec((3, 4, 128, 64), torch.float16)
+    bias, lengths = torch.zeros(3, 1, 128, 128), torch.tensor([128, 0, 70], dtype=torch.int32)
+    bias[1], bias[2, :, 5:70] = -torch.inf, -torch.inf
+    data = lengths if kind == "lengths" else bias.half().expand(3, 4, 128, 128).contiguous()
+    name = "kv_lengths" if kind == "lengths" else "bias"
+    spec = ag.TensorSpec.like(data)
+    graph = ag.attention(
+        *(x, x, x),
+        kv_lengths=spec if kind == "lengths" else None,
+        bias=spec if kind == "bias" else None,
+    )
+    try:
+        plan = ag.compile(graph, backends=(backend,))
+    except ag.NoBackendError as error:
+        pytest.skip(str(error))
+    q, k, v = (t.detach().requires_grad_() for t in tensors_for(graph, 1, "cuda")[:3])
+    output = plan(q, k, v, **{name: data.cuda()})
+    assert isinstance(output, torch.Tensor)
+    tensors, cotangents = (q, k, v, data), cotangents_for(graph, 1, "cuda")
+    plain.expected(graph, tensors)[0].check(output)
+    poisoned = plain.poisoned(graph, tensors, cotangents, 1)
+    found = torch.autograd.grad(output, (q, k, v), poisoned)
+    dues = plain.expected_gradients(graph, tensors, cotangents)
+    for role, gradient in zip("qkv", found, strict=True):
+        dues[role].check(gradient)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [64, 80, 128, 256])
+@pytest.mark.parametrize("window", [None, 300])
+def test_long_sequences_agree_with_math(dtype: torch.dtype, size: int, window: int | None) -> None:
+    """Every tile of the table, many of them a program, against the blocked math backend."""
+    q = ag.TensorSpec((2, 4, 1500, size), dtype, layout="bshd")
+    k = ag.TensorSpec((2, 2, 2100, size), dtype, layout="bshd")
+    mask = ag.Causal() if window is None else ag.Causal() & ag.Window(window)
+    graph = ag.attention(q, k, k, mask=mask, align="bottom_right", stats=True)
+    exact = [ag.TensorSpec(x.shape, torch.float32, x.strides) for x in (q, k, k)]
+    wide = ag.attention(*exact, mask=mask, align="bottom_right", stats=True)
+    tensors = tensors_for(graph, 1, "cuda")
+    cotangents = cotangents_for(graph, 1, "cuda")
+    results = []
+    for one, backend in ((graph, "triton"), (wide, "math")):
+        leaves = [
+            torch.empty_strided(i.spec.shape, i.spec.strides, dtype=i.spec.dtype, device="cuda")
+            .copy_(t)
+            .requires_grad_()
+            for i, t in zip(one.inputs, tensors, strict=True)
+        ]
+        outputs = outputs_of(ag.compile(one, backends=(backend,)), leaves)
+        given = [d.to(o.dtype) for d, o in zip(cotangents, outputs, strict=True)]
+        results.append((*outputs, *torch.autograd.grad(outputs, leaves, given)))
+    most = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 2e-5}[dtype]
+    for a, b in zip(*results, strict=True):
+        assert ((a.float() - b.float()).abs().max() / b.abs().max()) < most
+
+
+def test_the_same_bits_every_run() -> None:
+    x = ag.TensorSpec((2, 8, 1024, 64), torch.bfloat16)
+    graph = ag.attention(x, x, x, mask=ag.Causal(), dropout=0.1, stats=True)
+    plan = ag.compile(graph, deterministic=True)
+    tensors = tensors_for(graph, 0, "cuda")
+    runs = []
+    for _ in range(3):
+        leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
+        outputs = outputs_of(plan, leaves)
+        ones = [torch.ones_like(o) for o in outputs]
+        runs.append((*outputs, *torch.autograd.grad(outputs, leaves[:3], ones)))
+    for one in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(runs[0], one, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["cudnn", "torch_flash", *NAMES])
+def test_saved_tensors_and_cotangents_of_any_layout_give_the_gradients(backend: str) -> None:
+    """Packed projections, offloaded; cotangents broadcast, turned, negated, off 16 bytes."""
+    qkv = torch.randn(2, 128, 3, 4, 64, device="cuda", dtype=torch.float16)
+    leaves = [x.transpose(1, 2).detach().requires_grad_() for x in qkv.unbind(2)]
+    specs = map(ag.TensorSpec.like, leaves)
+    plan = ag.compile(ag.attention(*specs, mask=ag.Causal()), backends=(backend,))
+    do = torch.randn(2, 4, 128, 64, device="cuda", dtype=torch.float16)
+    for hooks in (nullcontext, save_on_cpu):
+        for cotangent in (
+            do,
+            do[:1, :1, :1, :1].expand(do.shape),
+            do.mT.contiguous().mT,
+            torch._neg_view(do),
+            torch.cat((do.new_zeros(1), do.flatten()))[1:].view(do.shape),
+        ):
+            with hooks():
+                (o,) = outputs_of(plan, leaves)
+            found = torch.autograd.grad(o, leaves, cotangent)
+            given = (cotangent.resolve_neg().contiguous(),)
+            dues = plain.expected_gradients(plan.graph, [t.detach() for t in leaves], given)
+            for name, gradient in zip("qkv", found, strict=True):
+                dues[name].check(gradient)
+    assert {pull.plan.backend for pull in plan.memo.pulls.values()} == {backend}
+
+
+def test_captured_and_replayed() -> None:
+    """Forward and backward in one CUDA graph, replayed with other tensors in the same places."""
+    x = ag.TensorSpec((2, 8, 512, 64), torch.float16)
+    graph = ag.attention(x, x, x, mask=ag.Causal() | ag.Prefix(64))
+    plan = ag.compile(graph, backends=("triton",))
+    leaves = [torch.randn(2, 8, 512, 64, device="cuda").half().requires_grad_() for _ in "qkv"]
+    do = torch.randn(2, 8, 512, 64, device="cuda").half()
+
+    def step() -> tuple[torch.Tensor, ...]:
+        (o,) = outputs_of(plan, leaves)
+        return (o, *torch.autograd.grad(o, leaves, do))
+
+    results = replayed(step, leaves)
+    for a, b in zip(results, step(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_thousand_steps_of_training_end_where_math_ends() -> None:
+    losses = []
+    for backend in NAMES:
+        torch.manual_seed(0)
+        q, k, v, target = torch.randn(4, 1, 4, 256, 64, device="cuda").unbind()
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        optimizer = torch.optim.Adam(leaves, lr=1e-3)
+        x = ag.TensorSpec.like(q)
+        plan = ag.compile(ag.attention(x, x, x, mask=ag.Causal()), backends=(backend,))
+        found = []
+        for _ in range(1000):
+            loss = (outputs_of(plan, leaves)[0] - target).square().mean()
+            optimizer.zero_grad()
+            torch.autograd.backward(loss)
+            optimizer.step()
+            found.append(loss.item())
+        losses.append(found)
+    ours, math = losses
+    assert ours[-1] < 0.8 * ours[0]
+    assert abs(ours[-1] - math[-1]) < 1e-3 * math[-1]
+
+
+def test_over_two_to_the_31_elements() -> None:
+    """Heads that begin past 2^31 elements are found: the last one agrees with itself alone."""
+    B, S, D = 34, 2**19, 128  # 2.28e9 elements of half precision
+    free, _ = torch.cuda.mem_get_info()
+    if free < 3 * B * S * D:
+        pytest.skip(f"needs {3 * B * S * D} bytes of GPU memory, {free} are free")
+    x = torch.zeros(B, 1, S, D, dtype=torch.float16, device="cuda")
+    x[-1].normal_()
+    k = torch.randn(B, 1, 64, D, device="cuda").half()
+    spec, few = ag.TensorSpec.like(x), ag.TensorSpec.like(k)
+    (o,) = outputs_of(ag.compile(ag.attention(spec, few, few), backends=("triton",)), (x, k, k))
+    one, last = x[-1:].clone(), k[-1:].clone()
+    small = ag.attention(
+        ag.TensorSpec.like(one), ag.TensorSpec.like(last), ag.TensorSpec.like(last)
+    )
+    (alone,) = outputs_of(ag.compile(small, backends=("triton",)), (one, last, last))
+    assert torch.equal(o[-1:], alone)
+
+
+def test_the_fastest_is_measured(tmp_path: Path) -> None:
+    """All backends and their variants, some of whose tiles may not fit: those are passed over."""
+    x = ag.TensorSpec((1, 4, 1024, 128), torch.bfloat16)
+    graph = ag.attention(x, x, x, mask=ag.Causal())
+    plan = ag.compile(graph, tune=True, store=ag.Store(tmp_path))
+    for each in (plan, plan.vjp):
+        assert each.cause.startswith("it was the fastest when measured here: ")
+        assert "triton, half the keys" in each.cause
+    tensors = tensors_for(graph, 0, "cuda")
+    for output, due in zip(outputs_of(plan, tensors), plain.expected(graph, tensors), strict=True):
+        due.check(output)
+
+
+def equal_gpus() -> list[str]:
+    """This machine's GPUs of the current one's kind."""
+    here = ag.Target.here()
+    names = [f"cuda:{n}" for n in range(torch.cuda.device_count())]
+    equal = [name for name in names if ag.Target.here(name) == here]
+    if len(equal) < 2:
+        pytest.skip(f"needs two GPUs of a kind, and there is one {here.name}")
+    return equal
+
+
+@pytest.mark.parametrize("backend", [backend.name for backend in ag.BACKENDS])
+def test_equal_gpus_share_a_plan_whichever_is_current(backend: str) -> None:
+    """Forward and backward; kernels, handles and workspaces are those of the tensors' GPU."""
+    names = equal_gpus()
+    x = ag.TensorSpec((2, 4, 192, 64), torch.float16)
+    graph = ag.attention(x, x, x, mask=ag.Causal())
+    try:
+        plan = ag.compile(graph, backends=(backend,), precision="tf32")
+    except ag.NoBackendError as error:
+        pytest.skip(str(error))
+    for name in (*names, names[0]):
+        tensors = tensors_for(graph, 0, name)
+        leaves = [t.clone().requires_grad_() for t in tensors]
+        current = torch.cuda.current_device()
+        (o,) = outputs_of(plan, leaves)
+        (do,) = cotangents_for(plan.graph, 0, name)
+        gradients = torch.autograd.grad(o, leaves, do)
+        assert torch.cuda.current_device() == current
+        assert {t.device for t in (o, *gradients)} == {torch.device(name)}
+        plain.expected(graph, tensors)[0].check(o)
+        dues = plain.expected_gradients(graph, tensors, (do,))
+        for i, gradient in zip(graph.inputs, gradients, strict=True):
+            dues[i.name].check(gradient)
+        with torch.cuda.device(name):
+            assert ag.compile(graph, backends=(backend,), precision="tf32") is plan
+
+
+def test_another_kind_of_gpu_is_planned_for_apart() -> None:
+    here = ag.Target.here()
+    others = [f"cuda:{n}" for n in range(torch.cuda.device_count())]
+    others = [name for name in others if ag.Target.here(name) != here]
+    if not others:
+        pytest.skip(f"needs GPUs of two kinds, and there are only {here.name}")
+    x = ag.TensorSpec((2, 4, 192, 64), torch.float16)
+    graph = ag.attention(x, x, x, mask=ag.Causal())
+    tensors = tensors_for(graph, 0, others[0])
+    with pytest.raises(ag.PlanTargetError, match=f"target=Target.here\\('{others[0]}'\\)"):
+        ag.compile(graph)(*tensors)
+    plan = ag.compile(graph, target=ag.Target.here(others[0]))
+    (o,) = outputs_of(plan, tensors)
+    plain.expected(graph, tensors)[0].check(o)
+
+
+OURS = {  # by PyTorch's choice
+    SDPBackend.CUDNN_ATTENTION: {"cudnn", "torch_cudnn"},
+    SDPBackend.FLASH_ATTENTION: {"torch_flash"},
+    SDPBackend.EFFICIENT_ATTENTION: {"torch_efficient"},
+    SDPBackend.MATH: {"math"},
+}
+
+
+@pytest.mark.parametrize("kernels", [*permutations(OURS, 2), *permutations(OURS, 3)], ids=str)
+def test_in_an_order_that_sdpa_kernel_sets_runs_what_pytorch_runs(
+    kernels: tuple[SDPBackend, ...],
+) -> None:
+    """Of a graph that every one of its kernels takes; its own order is as if it were not said."""
+    q, k, v = torch.randn(3, 2, 4, 256, 64, device="cuda").half().unbind()
+    x = ag.TensorSpec.like(q)
+    graph = ag.attention(x, x, x)
+    with sdpa_kernel([*kernels], set_priority=True):
+        plan = ag.compile(graph)
+        theirs = torch._fused_sdp_choice(q, k, v)
+    if any("in the order that sdpa_kernel set" in note for note in plan.executable.notes):
+        (ours,) = (OURS[kernel] for kernel in kernels if kernel.value == theirs)
+        assert plan.backend in ours
+    allowed = set[str]().union(*(OURS[kernel] for kernel in kernels))
+    assert plan.backend in allowed | {"triton"}
+    plain.expected(graph, (q, k, v))[0].check(outputs_of(plan, (q, k, v))[0])
+
+
+@pytest.mark.parametrize("backend", ["triton", "math", "cudnn", "torch_efficient"])
+def test_a_bias_of_over_two_to_the_32_elements(backend: str) -> None:
+    """Who takes it reads its last rows where they lie: they agree with themselves alone."""
+    M, few, D = 2**16 + 64, 64, 64
+    free, _ = torch.cuda.mem_get_info()
+    if free < 3 * 2 * M * M:
+        pytest.skip(f"needs {3 * 2 * M * M} bytes of GPU memory, {free} are free")
+    x, bias = ag.TensorSpec((1, 1, M, D), torch.float16), ag.TensorSpec((1, 1, M, M), torch.float16)
+    graph = ag.attention(x, x, x, bias=bias)
+    try:
+        plan = ag.compile(graph, backends=(backend,))
+    except ag.NoBackendError as error:
+        pytest.skip(str(error))
+    q, k, v = torch.randn(3, 1, 1, M, D, device="cuda").half().unbind()
+    b = torch.empty(1, 1, M, M, dtype=torch.float16, device="cuda").normal_()
+    (o,) = outputs_of(plan, (q, k, v, b))
+    last = (q[:, :, -few:], k, v, b[:, :, -few:])
+    small = ag.attention(*map(ag.TensorSpec.like, last[:3]), bias=ag.TensorSpec.like(last[3]))
+    plain.expected(small, last)[0].check(o[:, :, -few:])

@@ -1,0 +1,152 @@
+"""Triton's kernels compiled for GPUs that are not there: nothing spills, the fast path is fast."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import version
+from typing import Any
+
+import pytest
+import torch
+from attrs import astuple
+
+import attn_graph as ag
+from attn_graph.kernels.tilings import ARCHS, TABLE, WIDTHS, padded
+from tests.support.sources import ROOT, loaded
+
+CPU = ag.Target.of("cpu")
+compiling = pytest.mark.skipif(
+    CPU.interprets, reason="with TRITON_INTERPRET=1 Triton compiles nothing"
+)
+
+
+def report() -> Any:  # Any: a module
+    """docs/generate/kernels.py, which is no package's."""
+    return loaded(ROOT / "docs" / "generate" / "kernels.py")
+
+
+REPORT = report()
+SUBSET = sorted(
+    {
+        *REPORT.cases(sms=(90,), variants=("causal", "bias")),  # every row of one architecture
+        *REPORT.cases(sms=(90,), widths=(128,), bytes_=(2,)),  # every variant
+        *REPORT.cases(sms=(80, 100), widths=(128,), bytes_=(2,), variants=("causal",)),
+    }
+)
+
+
+@cache
+def table() -> tuple[str, frozenset[str]]:
+    """The version of Triton that the committed table is of, and its lines."""
+    text = REPORT.PAGE.read_text(encoding="utf-8")
+    return text.split("with triton ")[1].split(",")[0], frozenset(text.splitlines())
+
+
+@compiling
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SUBSET, ids=lambda c: "-".join(map(str, astuple(c))))
+def test_kernels_are_clean_and_as_the_table_says(case: Any) -> None:
+    """The table is of one version of Triton; under others kernels are to be clean all the same."""
+    line, complaints = case.measured()
+    assert not complaints
+    made_with, lines = table()
+    if made_with == version("triton"):
+        assert line in lines, "run `make kernel-report`, and read the diff"
+
+
+def test_the_table_has_every_row() -> None:
+    _, lines = table()
+    rows = [line.split(" | ") for line in lines if line.startswith("| ") and line[2].isdigit()]
+    found = {(int(r[0][2:]), r[1], int(r[2]), r[3], r[4]) for r in rows}
+    names = {2: "bf16", 4: "f32"}
+    assert found == {(c.sm, names[c.bytes], c.size, c.pass_, c.variant) for c in REPORT.cases()}
+    assert {(sm, size) for sm, size, _ in TABLE} == {(sm, size) for sm in ARCHS for size in (2, 4)}
+    assert all(sorted(row) == list(WIDTHS) for row in TABLE.values())
+
+
+@pytest.mark.parametrize(("size", "width"), [(1, 16), (16, 16), (17, 32), (128, 128), (192, 256)])
+def test_head_sizes_are_padded_to_powers_of_two(size: int, width: int) -> None:
+    assert padded(size) == width
+
+
+@compiling
+@pytest.mark.slow
+def test_explain_reads_the_machine_code_of_a_gpu_that_is_not_there() -> None:
+    x = ag.TensorSpec((2, 8, 1024, 64), torch.bfloat16)
+    plan = ag.compile(ag.attention(x, x, x, mask=ag.Causal(), soft_cap=30.0), target="h200")
+    assert plan.backend == "triton"
+    told = str(plan.explain())
+    for kernel in ("forward", "query_gradient", "key_gradient"):
+        (line,) = (x for x in told.splitlines() if f"- {kernel}:" in x and "registers" in x)
+        assert "nothing spilled" in line
+        assert "wgmma" in line
+    text = plan.text()
+    assert ".target sm_90a" in text
+    assert "def keep(b, h, i, j, M, N, data, numbers):" in text
+
+
+@compiling
+def test_a_new_length_needs_no_new_kernel() -> None:
+    """What differs in sizes alone is compiled once: the texts and the constants are the same."""
+    plans = []
+    for M, N in ((512, 1024), (640, 1152)):
+        q, k = (ag.TensorSpec((2, 8, n, 64), torch.bfloat16) for n in (M, N))
+        mask = ag.Causal("bottom_right") & ag.Window(N // 4, align="bottom_right")
+        forward, _ = ag.vjp(ag.attention(q, k, k, mask=mask, alibi=True, align="bottom_right"))
+        problem = REPORT.sole(forward)
+        plans.append(REPORT.Flash.plan(problem, ag.Target.of("h200")))
+    (one,), (two,) = (plan.launches for plan in plans)
+    assert one.texts == two.texts
+    constants = [n for n in one.fixed if n.isupper() and n not in ("M", "N", "H")]
+    assert all(one.fixed[n] == two.fixed[n] for n in constants)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "f64": ({"dtype": torch.float64}, "computes in f16, bf16 and f32, and the graph is in f64"),
+    "head size": ({"size": 320}, "takes head sizes up to 256, and q has D = 320"),
+    "no keys": ({"keys": 0}, "needs sizes of at least 1, and B = 1, H = 2, M = 8, N = 0"),
+    "offsets": ({"step": 2**24}, "counts within a tile up to 2147483647 elements, and q"),
+}
+
+
+def graph(
+    dtype: torch.dtype = torch.float16, size: int = 16, keys: int = 8, step: int = 0
+) -> ag.Graph:
+    q = ag.TensorSpec((1, 2, 8, size), dtype, (8 * step, 8 * step, step, 1) if step else None)
+    k = ag.TensorSpec((1, 2, keys, size), dtype)
+    return ag.attention(q, k, k)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_it_can_not_do_it_refuses_with_the_number(name: str) -> None:
+    sizes, reason = REFUSED[name]
+    with pytest.raises(ag.NoBackendError) as error:
+        ag.compile(graph(**sizes), target="h200", backends=("triton",))
+    ((_, reasons),) = error.value.refusals
+    assert any(r.startswith(reason) for r in reasons), reasons
+
+
+def test_machines_without_it_are_told_what_is_missing() -> None:
+    bare = ag.Target("v100", "cuda", 70)
+    with pytest.raises(ag.NoBackendError) as error:
+        ag.compile(graph(), target=bare, backends=("triton",))
+    ((_, reasons),) = error.value.refusals
+    assert reasons == (
+        "needs compute capability sm_80, and the target has sm_70",
+        "needs triton, which is not installed; pip install 'attn-graph[cuda]'",
+    )
+
+
+def test_kernels_are_compiled_for_sinks_of_their_own_dtype() -> None:
+    x, sinks = ag.TensorSpec((1, 2, 64, 64), torch.bfloat16), ag.TensorSpec((2,), torch.bfloat16)
+    problem = REPORT.sole(ag.vjp(ag.attention(x, x, x, sinks=sinks))[0])
+    assert REPORT.Flash.plan(problem, ag.Target.of("h200")).dtypes()["sinks"] == torch.bfloat16
+
+
+def test_a_large_tensor_is_addressed_in_64_bits() -> None:
+    """Over 2^31 elements: heads and tiles begin at 64-bit offsets, a bias is read by them."""
+    x = ag.TensorSpec((1, 2, 65536, 128), torch.float16)
+    bias = ag.TensorSpec((1, 2, 65536, 65536), torch.float16)
+    problem = REPORT.sole(ag.vjp(ag.attention(x, x, x, bias=bias))[0])
+    flash = REPORT.Flash.plan(problem, ag.Target.of("h200"))
+    assert "(i).to(tl.int64) * numbers" in flash.code.change

@@ -1,0 +1,184 @@
+"""Laws that hold whatever the numbers are: two graphs, or two calls, that must agree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import attn_graph as ag
+from attn_graph.kernels.merging import merge_
+from tests.support import plain
+from tests.support.strategies import seeds
+
+CPU = ag.Target.of("cpu")
+B, H, G, M, N, D = 2, 4, 2, 24, 40, 8
+
+
+def normal(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def qkv(seed: int, keys: int = N) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return (
+        normal(seed, B, H, M, D),
+        normal(seed + 1, B, G, keys, D),
+        normal(seed + 2, B, G, keys, D),
+    )
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    **options: Any,  # Any: as `attention` has them
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """o, lse; tensors among the options are both declared and passed."""
+    tensors = {n: x for n, x in options.items() if isinstance(x, torch.Tensor)}
+    specs: Options = {n: ag.TensorSpec.like(x) for n, x in tensors.items()}
+    backends = options.pop("backends", None)
+    q_spec, k_spec, v_spec = map(ag.TensorSpec.like, (q, k, v))
+    graph = ag.attention(q_spec, k_spec, v_spec, stats=True, **(options | specs))
+    o, lse = ag.compile(graph, target=CPU, backends=backends)(q, k, v, **tensors)
+    return o, lse
+
+
+def apart(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...], size: float = 1.0) -> list[str]:
+    """Where they differ by more than float32 rounds away: the rule's floor, and 16 roundings."""
+    found = []
+    for n, (x, y) in enumerate(zip(a, b, strict=True)):
+        largest = float(torch.where(y.isinf(), 0.0, y.abs()).max())
+        floor = 2 * plain.distance((y + 0.3) - 0.3, y) + 16 * 2.0**-24 * size * largest
+        if not plain.distance(x, y) <= floor:
+            found.append(f"{n}: {plain.distance(x, y):.3g} apart, allowed {floor:.3g}")
+    return found
+
+
+Options = dict[str, Any]  # Any: options of `attention`
+OPTIONS: tuple[Options, ...] = (
+    {},
+    {"mask": ag.Causal("bottom_right")},
+    {"mask": ag.Window(5, 3, "top_left") | ag.Prefix(2)},
+    {"soft_cap": 2.0},
+)
+options = st.sampled_from(OPTIONS)
+
+
+@given(seed=seeds, chosen=options, axis=st.sampled_from((0, 1)))
+def test_permuting_batch_or_heads_permutes_the_result(
+    seed: int, chosen: Options, axis: int
+) -> None:
+    q, k, v = qkv(seed)
+    turned = tuple(x.flip(axis) for x in (q, k, v))
+    o, lse = attend(q, k, v, **chosen)
+    assert not apart(attend(*turned, **chosen), (o.flip(axis), lse.flip(axis)))
+
+
+@given(seed=seeds, more=st.integers(1, 70))
+def test_appending_masked_keys_changes_nothing(seed: int, more: int) -> None:
+    q, k, v = qkv(seed)
+    lengths = torch.tensor([N, N])
+    longer = [torch.cat([x, 100 * normal(seed + 9, B, G, more, D)], 2) for x in (k, v)]
+    assert not apart(attend(q, *longer, kv_lengths=lengths), attend(q, k, v))
+
+
+@given(seed=seeds, chosen=options)
+def test_o_is_linear_in_v(seed: int, chosen: Options) -> None:
+    q, k, v = qkv(seed)
+    w = normal(seed + 5, *v.shape)
+    both, _ = attend(q, k, 2 * v - 3 * w, **chosen)
+    assert not apart(
+        (both,), (2 * attend(q, k, v, **chosen)[0] - 3 * attend(q, k, w, **chosen)[0],), 8
+    )
+
+
+@given(seed=seeds, chosen=options, scale=st.sampled_from((0.5, 2.0, -1.0, 0.25)))
+def test_a_scale_of_scores_is_a_scale_of_q(seed: int, chosen: Options, scale: float) -> None:
+    q, k, v = qkv(seed)
+    assert not apart(
+        attend(q, k, v, scale=scale, **chosen), attend(scale * q, k, v, scale=1.0, **chosen)
+    )
+
+
+@given(seed=seeds, chosen=options)
+def test_grouped_heads_are_repeated_ones(seed: int, chosen: Options) -> None:
+    q, k, v = qkv(seed)
+    many = (x.repeat_interleave(H // G, 1) for x in (k, v))
+    assert not apart(attend(q, k, v, **chosen), attend(q, *many, **chosen))
+
+
+@given(seed=seeds, left=st.integers(N, 3 * N))
+def test_a_window_as_wide_as_all_keys_is_none(seed: int, left: int) -> None:
+    q, k, v = qkv(seed)
+    mask = ag.Window(left, left, "top_left")
+    wide = ag.attention(*map(ag.TensorSpec.like, (q, k, v)), mask=mask)
+    none = ag.attention(*map(ag.TensorSpec.like, (q, k, v)))
+    assert ag.compile(wide, target=CPU) is ag.compile(none, target=CPU)
+
+
+@given(seed=seeds)
+def test_top_left_is_bottom_right_where_queries_are_as_many_as_keys(seed: int) -> None:
+    x = ag.TensorSpec((B, H, M, D), torch.float32)
+    masks = (ag.Causal("top_left"), ag.Causal("bottom_right"), ag.Causal())
+    graphs = [ag.attention(x, x, x, mask=mask) for mask in masks]
+    plans = {id(ag.compile(g, target=CPU)) for g in graphs}
+    assert len(plans) == 1
+
+
+@given(seed=seeds, cut=st.integers(0, N))
+def test_keys_in_two_parts_merged_by_lse_are_the_whole(seed: int, cut: int) -> None:
+    q, k, v = qkv(seed)
+    o, lse = attend(q, k[:, :, :cut], v[:, :, :cut])
+    merge_(o, lse, *attend(q, k[:, :, cut:], v[:, :, cut:]))
+    assert not apart((o, lse), attend(q, k, v))
+
+
+@given(seed=seeds, shift=st.sampled_from((-1e4, -100.0, 50.0, 1e4)))
+def test_a_shift_of_all_scores_shifts_lse_alone(seed: int, shift: float) -> None:
+    q, k, v = qkv(seed)
+    bias = torch.full((1, 1, 1, 1), shift)
+    o, lse = attend(q, k, v, bias=bias)
+    plain_o, plain_lse = attend(q, k, v)
+    assert not apart((o, lse - shift), (plain_o, plain_lse), abs(shift))
+
+
+@pytest.mark.parametrize("backend", ["torch_sdpa", "math"])
+@given(seed=seeds, order=st.permutations(range(3)), chosen=st.sampled_from(OPTIONS[:1]))
+def test_layout_changes_nothing_bitwise(
+    backend: str, seed: int, order: list[int], chosen: Options
+) -> None:
+    q, k, v = qkv(seed)
+    back = [order.index(a) for a in range(3)] + [3]
+    laid = [x.permute(*order, 3).contiguous().permute(back) for x in (q, k, v)]
+    for a, b in zip(
+        attend(*laid, backends=(backend,), **chosen),
+        attend(q, k, v, backends=(backend,), **chosen),
+        strict=True,
+    ):
+        assert torch.equal(a, b)
+
+
+@given(seed=seeds, chosen=options, rate=st.sampled_from((0.0, 0.3)))
+def test_deterministic_plans_repeat_bitwise(seed: int, chosen: Options, rate: float) -> None:
+    q, k, v = (x.requires_grad_() for x in qkv(seed))
+    specs = map(ag.TensorSpec.like, (q, k, v))
+    plan = ag.compile(ag.attention(*specs, dropout=rate, **chosen), target=CPU, deterministic=True)
+    more = {n: torch.tensor(seed) for n in ("seed", "offset")} if rate else {}
+
+    def once() -> tuple[torch.Tensor, ...]:
+        o = plan(q, k, v, **more)
+        assert isinstance(o, torch.Tensor)
+        return (o, *torch.autograd.grad(o.square().sum(), (q, k, v)))
+
+    assert all(torch.equal(a, b) for a, b in zip(once(), once(), strict=True))
+
+
+@given(seed=seeds, chosen=options)
+def test_gradcheck_in_float64(seed: int, chosen: Options) -> None:
+    q, k, v = (x[:1, :, :5].double().requires_grad_() for x in qkv(seed))
+    k, v = (x[:, :1].detach().requires_grad_() for x in (k, v))
+    graph = ag.attention(*map(ag.TensorSpec.like, (q, k, v)), stats=True, **chosen)
+    assert torch.autograd.gradcheck(ag.compile(graph, target=CPU), (q, k, v), atol=1e-6)

@@ -1,0 +1,472 @@
+"""Every backend that takes a graph agrees with the formula, forward and backward.
+
+Run with TRITON_INTERPRET=1, as `make test` does too, these tests are Triton's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import given, reject, settings
+from hypothesis import strategies as st
+
+import attn_graph as ag
+from attn_graph.ir.modifiers import Bias
+from attn_graph.ir.passes import simplify
+from attn_graph.ir.vjp import result_spec
+from attn_graph.lowering.cpu.fused_tiles import FusedTiles
+from attn_graph.lowering.problem import problems, sole
+from tests.support import plain
+from tests.support.strategies import (
+    Shape,
+    bias_specs,
+    cotangents_for,
+    dtypes,
+    graphs,
+    seeds,
+    shapes,
+    shuffled_graphs,
+    specs,
+    tensors_for,
+)
+
+CPU = ag.Target.of("cpu")
+NAMES = ("triton",) if CPU.interprets else ("torch_sdpa", "math")
+INF = float("inf")
+
+
+@st.composite
+def simple_graphs(draw: st.DrawFn) -> ag.Graph:
+    """Near what one fused kernel takes: one head size, no mask or a causal one, perhaps a bias."""
+    x = draw(shapes().filter(lambda x: 0 not in (x.B, x.H, x.M, x.N)))
+    size = evolve(x, E=x.D)
+    dtype = draw(dtypes)
+    unit_last = [specs(n, dtype).filter(lambda s: s.unit_last) for n in (size.q, size.k, size.v)]
+    q, k, v = map(draw, unit_last)
+    biased = draw(st.booleans())
+    return ag.attention(
+        q, k, v,
+        scale=draw(st.sampled_from((None, 0.3, 2.0))),
+        mask=None if biased else draw(st.sampled_from((None, ag.Causal("top_left")))),
+        bias=draw(bias_specs(size, dtype)) if biased else None,
+        stats=draw(st.booleans()),
+    )  # fmt: skip
+
+
+DRAWN = {
+    "torch_sdpa": simple_graphs(),
+    "math": graphs(),
+    "triton": graphs(  # several tiles a side, but few heads: the interpreter is slow
+        shapes(most=80, heads=4), st.sampled_from((torch.float32, torch.float16, torch.bfloat16))
+    ),
+}
+
+
+def planned(graph: ag.Graph, backend: str) -> ag.Plan:
+    """The backend's plan; a graph that it refuses, with reasons, is not drawn."""
+    try:
+        return ag.compile(graph, target=CPU, backends=(backend,))
+    except ag.NoBackendError as error:
+        refused(error)
+
+
+def refused(error: ag.NoBackendError) -> NoReturn:
+    """A refusal has reasons; the graph is then not for this test."""
+    if not all(reasons for _, reasons in error.refusals):
+        raise AssertionError(f"a refusal without a reason: {error}")
+    reject()
+
+
+def called(
+    plan: ag.Plan, tensors: Sequence[torch.Tensor], **named: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    found = plan(*tensors, **named)
+    return found if isinstance(found, tuple) else (found,)
+
+
+def leaves(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The same tensors, strides and all, floating ones requiring grad."""
+    return tuple(t.detach().requires_grad_(t.is_floating_point()) for t in tensors)
+
+
+def gradients(
+    plan: ag.Plan, tensors: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor | None]
+) -> dict[str, torch.Tensor]:
+    """What autograd gives for each floating input, by name; unused outputs have no cotangent."""
+    given = leaves(tensors)
+    outputs = called(plan, given)
+    pairs = [(o, d) for o, d in zip(outputs, cotangents, strict=True) if d is not None]
+    wanted = {i.name: t for i, t in zip(plan.graph.inputs, given, strict=True) if t.requires_grad}
+    found = torch.autograd.grad(
+        [o for o, _ in pairs], [*wanted.values()], [d for _, d in pairs], allow_unused=True
+    )
+    return {n: g for (n, _), g in zip(wanted.items(), found, strict=True) if g is not None}
+
+
+@pytest.mark.parametrize("backend", NAMES)
+@given(data=st.data(), seed=seeds)
+def test_forward_agrees_with_the_formula(backend: str, data: st.DataObject, seed: int) -> None:
+    graph = data.draw(DRAWN[backend])
+    plan, tensors = planned(graph, backend), tensors_for(graph, seed)
+    before = [t.clone() for t in tensors]
+    outputs = called(plan, tensors)
+    for found, due in zip(outputs, plain.expected(graph, tensors), strict=True):
+        due.check(found)
+    assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
+    for found, i in zip(outputs, plan.graph.outputs, strict=True):
+        assert ag.TensorSpec.like(found) == result_spec(plan.graph, i)
+    storages = {t.untyped_storage().data_ptr() for t in tensors if t.numel()}
+    assert not any(o.untyped_storage().data_ptr() in storages for o in outputs if o.numel())
+
+
+@pytest.mark.parametrize("backend", NAMES)
+@given(data=st.data(), seed=seeds)
+@settings(max_examples=20)
+def test_whether_gradients_may_follow_changes_no_bit_of_a_result(
+    backend: str, data: st.DataObject, seed: int
+) -> None:
+    graph = data.draw(DRAWN[backend])
+    plan, tensors = planned(graph, backend), tensors_for(graph, seed)
+    without = called(plan, tensors)
+    for a, b in zip(without, called(plan, leaves(tensors)), strict=True):
+        assert torch.equal(a.nan_to_num(), b.nan_to_num())
+        assert a.stride() == b.stride()
+
+
+@pytest.mark.parametrize("backend", NAMES)
+@given(data=st.data(), seed=seeds, skipped=st.sampled_from((None, 0, 1)))
+def test_gradients_agree_with_the_formula(
+    backend: str, data: st.DataObject, seed: int, skipped: int | None
+) -> None:
+    """With dlse fed in; and, where there are two outputs, with either left out."""
+    graph = data.draw(DRAWN[backend])
+    check_gradients(planned(graph, backend), graph, seed, skipped)
+
+
+def check_gradients(
+    plan: ag.Plan, graph: ag.Graph, seed: int, skipped: int | None = None
+) -> dict[str, torch.Tensor]:
+    """Compare with the formula; in rows that see nothing cotangents are NaN or infinite."""
+    tensors = tensors_for(graph, seed)
+    drawn = cotangents_for(plan.graph, seed)
+    cotangents: list[torch.Tensor | None] = [*drawn]
+    poisoned: list[torch.Tensor | None] = [*plain.poisoned(graph, tensors, drawn, seed)]
+    if skipped is not None and len(cotangents) == 2:
+        cotangents[skipped] = poisoned[skipped] = None
+    try:
+        found = gradients(plan, tensors, poisoned)
+    except ag.NoBackendError as error:
+        refused(error)
+    for name, due in plain.expected_gradients(graph, tensors, cotangents).items():
+        if name in found:
+            due.check(found[name])
+            assert found[name].isfinite().all() or not due.ref.isfinite().all()
+    return found
+
+
+@given(data=st.data(), seed=seeds)
+def test_steps_in_any_order_agree_with_the_formula(data: st.DataObject, seed: int) -> None:
+    """Biases of -inf before a soft cap among them, and more than one of a kind."""
+    graph = data.draw(shuffled_graphs())
+    if any(i.spec.dtype == torch.float64 for i in graph.inputs):
+        reject()  # the rule would want float64 of what float32 scores give
+    plan, tensors = planned(graph, NAMES[-1]), tensors_for(graph, seed)
+    for found, due in zip(called(plan, tensors), plain.expected(graph, tensors), strict=True):
+        due.check(found)
+    check_gradients(plan, graph, seed)
+
+
+def test_a_bias_of_minus_infinity_stays_so_under_a_soft_cap() -> None:
+    x, b = ag.TensorSpec((1, 2, 6, 8), torch.float32), ag.TensorSpec((1, 1, 6, 6), torch.float32)
+
+    def attend(**x: ag.Value) -> tuple[ag.Value, ag.Value]:
+        s = ag.scores(x["q"], x["k"]).then(Bias(), x["bias"]).soft_cap(2.0)
+        p, lse = s.then(Bias(), x["more"]).soft_cap(1.0).softmax()
+        return p.weigh(x["v"]), lse
+
+    graph = ag.graph(attend, q=x, k=x, v=x, bias=b, more=b)
+    *tensors, bias, more = tensors_for(graph, 1)
+    seen = torch.arange(6) < torch.tensor([[0], [6], [2], [5], [1], [3]])
+    tensors += [torch.where(seen, bias, -INF), torch.where(seen.flip(0), more, -INF)]
+    plan, given = planned(graph, NAMES[-1]), leaves(tensors)
+    outputs, cotangents = called(plan, given), cotangents_for(graph, 1)
+    for found, due in zip(outputs, plain.expected(graph, tensors), strict=True):
+        due.check(found)
+    dues = plain.expected_gradients(graph, tensors, cotangents).values()
+    gradients = torch.autograd.grad(outputs, given, cotangents)
+    for found, due in zip(gradients, dues, strict=True):
+        due.check(found)
+        assert found.isfinite().all()
+
+
+@pytest.mark.parametrize("modified", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_gradient_of_sinks_is_that_of_the_formula(dtype: torch.dtype, modified: bool) -> None:
+    """By both kinds of math's tiles; with a sink of -inf, where rows see nothing then."""
+    x = ag.TensorSpec((2, 3, 6, 8), dtype)
+    graph = ag.attention(
+        *(x, x, x),
+        mask=ag.Causal() & ag.QueryLengths(),
+        q_lengths=ag.TensorSpec((2,), torch.int64),
+        sinks=ag.TensorSpec((3,), torch.float32),
+        soft_cap=3.0 if modified else None,
+        stats=modified,
+    )
+    q, k, v, *_ = tensors_for(graph, 1)
+    names = [i.name for i in graph.inputs]
+    more = {"q_lengths": torch.tensor([4, 0]), "sinks": torch.tensor([0.5, -INF, 2.0])}
+    tensors = (q, k, v, *(more[name] for name in names[3:]))
+    cotangents = cotangents_for(graph, 2)
+    poisoned = plain.poisoned(graph, tensors, cotangents, 2)
+    found = gradients(planned(graph, NAMES[-1]), tensors, poisoned)
+    dues = plain.expected_gradients(graph, tensors, cotangents)
+    assert dues["sinks"].ref[[0, 2]].abs().min() > 0.1
+    assert dues["sinks"].ref[1] == 0
+    for name, due in dues.items():
+        due.check(found[name])
+
+
+@given(graph=graphs(stats=True), seed=seeds)
+def test_rows_that_are_said_to_see_a_key_do(graph: ag.Graph, seed: int) -> None:
+    problem = sole(simplify(graph))
+    assert problem is not None
+    if problem.is_empty or problem.has_blind_rows:
+        reject()
+    assert (plain.evaluate(graph, tensors_for(graph, seed))[1] > -INF).all()
+
+
+SEEING = (None, ag.Causal(), ag.Window(5), ag.Window(None, 0), ag.Prefix(1) | ag.Window(-3, 4))
+UNSEEING = (ag.Window(-3, 4), ag.Prefix(0), ~ag.Causal(), ag.Keep(), ag.KeyLengths())
+
+
+@pytest.mark.parametrize("mask", [*SEEING, *UNSEEING])
+@pytest.mark.parametrize("size", [8, 10**9])
+def test_what_no_row_needs_is_not_paid_for(mask: ag.Mask | None, size: int) -> None:
+    """Whether a query may see no key is told by the mask's algebra, for any sizes at once."""
+    x, needs = ag.TensorSpec((1, 1, size, 8), torch.float32), mask.needs if mask else {}
+    read = {"keep": ag.TensorSpec((1, 1, 1, 1), torch.bool)}
+    read |= {"kv_lengths": ag.TensorSpec((1,), torch.int64)}
+    specs: dict[str, Any] = {name: read[name] for name in needs}
+    problem = sole(simplify(ag.attention(x, x, x, mask=mask, **specs)))
+    assert problem is not None
+    assert problem.has_blind_rows == (mask in UNSEEING)
+
+
+BLIND: dict[str, dict[str, Any]] = {  # what leaves some queries without a key: 0 and 3 of 6
+    "lengths": {"q_lengths": torch.tensor([3, 0])},
+    "keep": {"keep": torch.tensor([0, 1, 1, 0, 1, 1])[None, None, :, None].repeat(2, 1, 1, 6) > 0},
+    "bias": {
+        "bias": torch.tensor([-INF, 1, 1, -INF, 1, 1])[None, None, :, None].repeat(2, 1, 1, 6)
+    },
+    "all of a bias": {"bias": torch.full((2, 1, 6, 6), -INF)},
+    "segments": {"segments": (torch.tensor([[0, 1, 1, 3, 1, 1]] * 2), torch.ones(2, 6).long())},
+}
+
+
+@pytest.mark.parametrize("backend", NAMES)
+@pytest.mark.parametrize("kind", BLIND)
+@pytest.mark.parametrize("stats", [True, False])
+def test_rows_that_see_nothing_take_nothing_from_a_loss(
+    backend: str, kind: str, stats: bool
+) -> None:
+    """`where(lse > -inf, lse**2, 0)` hands NaN back in such rows, as where's own gradient does."""
+    given = BLIND[kind]
+    if backend == "torch_sdpa" and "bias" not in given:
+        pytest.skip("PyTorch's CPU kernel has no such mask")
+    options = {n: spec_like(x) for n, x in given.items()}
+    x = ag.TensorSpec((2, 2, 6, 8), torch.float32)
+    plan = ag.compile(ag.attention(x, x, x, **options, stats=stats), backends=(backend,))
+    q, k, v = leaves(tuple(torch.randn(3, 2, 2, 6, 8, generator=torch.Generator().manual_seed(0))))
+    named = {n: t for n, t in given.items() if n != "segments"}
+    named |= dict(zip(("q_segments", "kv_segments"), given.get("segments", ()), strict=False))
+    o, *rest = called(plan, (q, k, v), **named)
+    blind = (o == 0).all(-1)
+    loss = torch.where(blind, 0.0, o.square().sum(-1).sqrt()).sum()  # 0 * inf in its gradient
+    if rest:
+        loss = loss + torch.where(rest[0] > -INF, rest[0] ** 2, 0).sum()
+    found = torch.autograd.grad(loss, (q, k, v))
+    assert blind.any()
+    assert all(g.isfinite().all() for g in found)
+    assert (found[0][blind] == 0).all()
+    assert blind.all() or all((g != 0).any() for g in found)
+
+
+def spec_like(x: Any) -> Any:  # Any: tensors, or a pair of them, and specs
+    return tuple(map(spec_like, x)) if isinstance(x, tuple) else ag.TensorSpec.like(x)
+
+
+@pytest.mark.parametrize("backend", NAMES)
+@pytest.mark.parametrize("scale", [0.0, -0.0, 1e-46, -1e-46, 1e-40, 5e-324])
+@pytest.mark.parametrize("mask", [None, ag.Causal(), ag.Window(3)])
+def test_scales_that_float32_takes_for_0_are_right_or_refused(
+    backend: str, scale: float, mask: ag.Mask | None
+) -> None:
+    x = ag.TensorSpec((1, 2, 20, 8), torch.float32)
+    graph = ag.attention(x, x, x, mask=mask, scale=scale, stats=True)
+    try:
+        plan = ag.compile(graph, target=CPU, backends=(backend,))
+    except ag.NoBackendError as error:
+        reasons = [r for _, found in error.refusals for r in found]
+        assert any("scale above 0" in r or "the mask is" in r for r in reasons)
+        return
+    tensors = tensors_for(graph, 1)
+    for found, due in zip(called(plan, tensors), plain.expected(graph, tensors), strict=True):
+        due.check(found)
+    check_gradients(plan, graph, 1)
+
+
+@pytest.mark.parametrize("backend", NAMES)
+def test_weights_made_of_a_large_lse_are_within_the_bound(backend: str) -> None:
+    """Scores of some hundreds, one of which outweighs the others: exp(s - lse) is of two roundings
+    that the plain formula has not."""
+    x = ag.TensorSpec((1, 2, 64, 256 if CPU.interprets else 1024), torch.float32)
+    graph = ag.attention(x, x, x, scale=2.5, stats=True)
+    check_gradients(planned(graph, backend), graph, 0)
+
+
+@pytest.mark.parametrize("cap", [2e-38, 8e37])
+def test_soft_caps_at_the_ends_of_what_is_taken_are_right(cap: float) -> None:
+    x = ag.TensorSpec((1, 2, 20, 8), torch.float32)
+    graph = ag.attention(x, x, x, soft_cap=cap, stats=True)
+    plan, tensors = planned(graph, NAMES[-1]), tensors_for(graph, 1)
+    for found, due in zip(called(plan, tensors), plain.expected(graph, tensors), strict=True):
+        due.check(found)
+    check_gradients(plan, graph, 1)
+
+
+@pytest.mark.parametrize("backend", NAMES)
+@pytest.mark.parametrize("order", ["vkq", "kqv", "qvk"])
+def test_gradients_are_of_their_inputs_in_whatever_order(backend: str, order: str) -> None:
+    x = ag.TensorSpec((1, 2, 6, 8), torch.float32)
+
+    def attend(**given: ag.Value) -> ag.Value:
+        return ag.scores(given["q"], given["k"]).softmax()[0].weigh(given["v"])
+
+    graph = ag.graph(attend, **dict.fromkeys(order, x))
+    assert [i.name for i in graph.inputs] == [*order]
+    tensors = tensors_for(graph, 1)
+    cotangents = cotangents_for(graph, 1)
+    found = gradients(planned(graph, backend), tensors, cotangents)
+    dues = plain.expected_gradients(graph, tensors, cotangents)
+    for name in order:
+        dues[name].check(found[name])
+    _, back = ag.vjp(graph, wants=["v", "q"])
+    plan = ag.compile(back, target=CPU, backends=(backend,))
+    forward = ag.compile(ag.vjp(graph)[0], target=CPU, backends=(backend,))
+    dv, dq = plan(*tensors, *forward(*tensors), *cotangents)
+    dues["v"].check(dv)
+    dues["q"].check(dq)
+
+
+@pytest.mark.parametrize("backend", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_row_that_sees_nothing_is_zero_and_its_gradients_too(
+    backend: str, dtype: torch.dtype
+) -> None:
+    """By a mask where the backend has one, else by a bias of -inf."""
+    x, wide = ag.TensorSpec((2, 2, 6, 8), dtype), torch.float32 if dtype != torch.float64 else dtype
+    blind = torch.tensor([0, 3])
+    q, k, v = (torch.randn(2, 2, 6, 8, dtype=torch.float64).to(dtype) for _ in range(3))
+    bias = torch.zeros(1, 1, 6, 6, dtype=wide)
+    bias[:, :, blind] = -INF
+    if backend == "triton" and dtype == torch.float64:
+        pytest.skip("Triton's kernels compute in float32 at most")
+    if backend != "torch_sdpa":
+        spec = ag.TensorSpec.like(bias == 0)
+        graph = ag.attention(x, x, x, keep=spec, stats=True)
+        more = {"keep": bias == 0}
+    else:
+        graph = ag.attention(x, x, x, bias=ag.TensorSpec.like(bias), stats=True)
+        more = {"bias": bias}
+    plan = ag.compile(graph, target=CPU, backends=(backend,))
+    given = leaves((q, k, v))
+    o, lse = plan(*given, **more)
+    assert (o[:, :, blind] == 0).all()
+    assert (lse[:, :, blind] == -INF).all()
+    dq, dk, dv = torch.autograd.grad([o, lse], given, [torch.ones_like(o), torch.ones_like(lse)])
+    assert (dq[:, :, blind] == 0).all()
+    assert all(g.isfinite().all() for g in (dq, dk, dv))
+
+
+@pytest.mark.parametrize("backend", sorted({*NAMES} - {"torch_sdpa"}))
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sinks_and_slopes_are_taken_in_the_dtype_of_q(backend: str, dtype: torch.dtype) -> None:
+    x, logits = ag.TensorSpec((2, 4, 6, 8), dtype), ag.TensorSpec((4,), dtype, (3,))
+    slopes = ag.TensorSpec((2, 4), dtype)
+    graph = ag.attention(x, x, x, mask=ag.Causal(), alibi=slopes, sinks=logits, stats=True)
+    assert [i.name for i in graph.inputs] == ["q", "k", "v", "alibi", "sinks"]
+    plan, tensors = ag.compile(graph, target=CPU, backends=(backend,)), tensors_for(graph, 1)
+    for output, due in zip(called(plan, tensors), plain.expected(graph, tensors), strict=True):
+        due.check(output)
+    cotangents = cotangents_for(plan.graph, 2)
+    grads = gradients(plan, tensors, cotangents)
+    assert grads["alibi"].dtype == grads["sinks"].dtype == dtype
+    for name, due in plain.expected_gradients(graph, tensors, cotangents).items():
+        due.check(grads[name])
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0])
+def test_a_causal_mask_survives_scales_that_turn_infinity_around(scale: float) -> None:
+    """PyTorch's kernel masks before it scales: it must not be given such a graph."""
+    x = ag.TensorSpec((1, 1, 8, 4), torch.float32)
+    graph = ag.attention(x, x, x, mask=ag.Causal(), scale=scale, stats=True)
+    plan, tensors = ag.compile(graph, target=CPU), tensors_for(graph, 1)
+    assert plan.backend == "math"
+    assert any("scale above 0" in r for _, reasons in plan.refusals for r in reasons)
+    for found, due in zip(called(plan, tensors), plain.expected(graph, tensors), strict=True):
+        due.check(found)
+
+
+@given(seed=seeds, dtype=st.sampled_from((torch.float32, torch.float16)))
+def test_a_nan_stays_in_the_tiles_that_read_it(seed: int, dtype: torch.dtype) -> None:
+    """A NaN in key and value 200: rows that may see it have it, other tiles' rows are the same."""
+    x = ag.TensorSpec((1, 16, 256, 64), dtype)
+    graph = ag.attention(x, x, x, mask=ag.Causal() & ag.Window(3), stats=True)
+    plan = ag.compile(graph, target=CPU)
+    q, k, v = tensors_for(graph, seed * 8)
+    clean = called(plan, (q, k, v))
+    k[..., 200, :], v[..., 200, :] = float("nan"), float("nan")
+    dirty = called(plan, (q, k, v))
+    (problem,) = problems(plan.graph)
+    reading = torch.zeros(256, dtype=torch.bool)
+    for tile in FusedTiles.plan(problem).static or ():
+        for n in range(tile.repeat):
+            moved = range(tile.rows.start + n * tile.step, tile.rows.stop + n * tile.step)
+            parts = [range(p.start + n * tile.step, p.stop + n * tile.step) for p in tile.parts]
+            reading[moved.start : moved.stop] |= any(200 in part for part in parts)
+    assert reading[200:204].all()
+    assert not reading[:128].any()
+    for a, b in zip(clean, dirty, strict=True):
+        assert b[:, :, 200:204].isnan().all()
+        assert torch.equal(a[:, :, ~reading], b[:, :, ~reading])
+
+
+@given(data=st.data())
+def test_larger_shapes_agree_too(data: st.DataObject) -> None:
+    """Several tiles a side, so that folding, merging and overlapping windows are seen."""
+    large = [(1, 2, 1, 300, 300), (2, 4, 2, 130, 290), (1, 2, 2, 290, 130)]
+    if CPU.interprets:
+        large = [(1, 2, 1, 100, 100), (2, 1, 1, 33, 130), (1, 2, 2, 130, 33)]
+    B, H, G, M, N = data.draw(st.sampled_from(large))
+    sizes = st.just(Shape(B, H, G, M, N, 8, data.draw(st.sampled_from((8, 4)))))
+    graph = data.draw(graphs(sizes, st.sampled_from((torch.float32, torch.float16))))
+    graph = without_dropout(graph)
+    plan, tensors = planned(graph, NAMES[-1]), tensors_for(graph, data.draw(seeds))
+    for found, due in zip(called(plan, tensors), plain.expected(graph, tensors), strict=True):
+        due.check(found)
+    cotangents = cotangents_for(plan.graph, 3)
+    found_grads = gradients(plan, tensors, cotangents)
+    for name, due in plain.expected_gradients(graph, tensors, cotangents).items():
+        if name in found_grads:
+            due.check(found_grads[name])
+
+
+def without_dropout(graph: ag.Graph) -> ag.Graph:
+    """A scalar Philox over 10^5 places takes minutes; test_philox holds the bits of blocks."""
+    if any(i.name == "seed" for i in graph.inputs):
+        reject()
+    return graph

@@ -1,0 +1,417 @@
+"""What surrounds a call: looks of tensors, autograd's hooks and orders, PyTorch's ambient state."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import example, given
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import attn_graph as ag
+from tests.support import plain
+from tests.support.strategies import cotangents_for, graphs, seeds, tensors_for
+
+CPU = ag.Target.of("cpu")
+X = ag.TensorSpec((2, 4, 16, 8), torch.float32)
+NAMES = ("math", "torch_sdpa", *(("triton",) if CPU.interprets else ()))
+Leaves = Sequence[torch.Tensor]
+Route = Callable[[ag.Plan, Leaves], None]
+
+
+def leaves_of(graph: ag.Graph, seed: int = 0) -> list[torch.Tensor]:
+    return [t.detach().requires_grad_(t.is_floating_point()) for t in tensors_for(graph, seed)]
+
+
+def output_of(plan: ag.Plan, tensors: Leaves) -> torch.Tensor:
+    found = plan(*tensors)
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+def check_gradients(
+    graph: ag.Graph, leaves: Leaves, found: Sequence[torch.Tensor], do: torch.Tensor
+) -> None:
+    dues = plain.expected_gradients(graph, [t.detach() for t in leaves], (do,))
+    wanted = [i.name for i, t in zip(graph.inputs, leaves, strict=True) if t.requires_grad]
+    for name, gradient in zip(wanted, found, strict=True):
+        dues[name].check(gradient)
+
+
+# The look of tensors
+
+
+def turned(t: torch.Tensor) -> torch.Tensor:
+    return t.mT.contiguous().mT
+
+
+WRONG: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "shape": (lambda t: t[:1], "k: expected .*, got f32.1, 4, 16, 8"),
+    "strides": (turned, "k: expected .*, got f32.* 1, 16"),
+    "dtype": (torch.Tensor.double, "k: expected .*, got f64"),
+    "device": (lambda t: t.to("meta"), "k: expected a tensor on cpu, got one on meta"),
+    "negative bit": (torch._neg_view, r"k: expected its numbers .* pass k\.resolve_neg\(\)"),
+    "layout": (lambda t: t.to_sparse(), "k: expected a dense tensor"),
+    "no tensor": (torch.Tensor.tolist, "k: expected a tensor"),
+}
+
+
+@pytest.mark.parametrize("backend", NAMES)
+def test_every_call_is_compared_and_not_the_first_alone(backend: str) -> None:
+    """Right, then wrong in one thing, each in turn, then right again."""
+    plan = ag.compile(ag.attention(X, X, X), target=CPU, backends=(backend,))
+    q, k, v = tensors_for(plan.graph, 0)
+    due = output_of(plan, (q, k, v))
+    for spoil, told in WRONG.values():
+        with pytest.raises(ag.PlanMismatchError, match=told):
+            plan(q, spoil(k), v)
+        assert torch.equal(output_of(plan, (q, k, v)), due)
+
+
+# What autograd hands back
+
+
+def packed(dtype: torch.dtype = torch.float32) -> tuple[ag.Graph, list[torch.Tensor]]:
+    """Attention on the three parts of one packed tensor [B,S,3,H,D]."""
+    qkv = torch.randn(2, 16, 3, 4, 8, dtype=dtype, requires_grad=True)
+    q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))
+    specs = map(ag.TensorSpec.like, (q, k, v))
+    return ag.attention(*specs, mask=ag.Causal()), [q, k, v]
+
+
+def squeezed() -> saved_tensors_hooks:
+    return saved_tensors_hooks(lambda t: t.clone(memory_format=torch.contiguous_format), identity)
+
+
+def identity(t: torch.Tensor) -> torch.Tensor:
+    return t
+
+
+def shuffled() -> saved_tensors_hooks:
+    """Saved tensors come back with their last two axes turned in memory."""
+    return saved_tensors_hooks(identity, lambda t: turned(t) if t.ndim == 4 else t)
+
+
+@pytest.mark.parametrize("backend", NAMES)
+@pytest.mark.parametrize("hooks", [squeezed, save_on_cpu, shuffled])
+def test_saved_tensors_may_come_back_with_other_strides(
+    backend: str, hooks: Callable[[], AbstractContextManager[None]]
+) -> None:
+    graph, leaves = packed()
+    plan = ag.compile(graph, target=CPU, backends=(backend, "math"))
+    do = torch.randn(2, 4, 16, 8)
+    for around in (nullcontext, hooks, nullcontext):
+        with around():
+            o = output_of(plan, leaves)
+        check_gradients(graph, leaves, torch.autograd.grad(o, leaves, do), do)
+
+
+def test_a_saved_tensor_that_comes_back_as_another_is_refused() -> None:
+    plan = ag.compile(ag.attention(X, X, X), target=CPU)
+    for spoil, told in (
+        (torch.Tensor.half, "q: expected f32.*, got f16"),
+        (lambda t: t.to("meta"), "q: expected a tensor on cpu, got one on meta"),
+    ):
+        with saved_tensors_hooks(identity, spoil):
+            o = output_of(plan, leaves_of(plan.graph))
+        with pytest.raises(ag.PlanMismatchError, match=told):
+            o.sum().backward()
+
+
+def negated(x: torch.Tensor) -> torch.Tensor:
+    return torch._neg_view(-x)
+
+
+COTANGENTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "dense": lambda x: x,
+    "turned": turned,
+    "expanded": lambda x: x[:1, :1, :1, :1].expand(x.shape),
+    "one row": lambda x: x[:, :, :1].expand(x.shape),
+    "every other": lambda x: torch.stack((x, x), -1)[..., 0],
+    "negated": negated,
+    "off 16 bytes": lambda x: torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape),
+}
+
+
+@pytest.mark.parametrize("backend", NAMES)
+def test_cotangents_of_every_layout_in_turn_give_the_gradients(backend: str) -> None:
+    """One plan, so that a backward plan for one layout would be taken for another's."""
+    graph = ag.attention(X, X, X, mask=ag.Causal())
+    plan = ag.compile(graph, target=CPU, backends=(backend,))
+    leaves, do = leaves_of(graph), torch.randn(X.shape)
+    for lay in (*COTANGENTS.values(), *COTANGENTS.values()):
+        o = output_of(plan, leaves)
+        found = torch.autograd.grad(o, leaves, lay(do))
+        check_gradients(graph, leaves, found, lay(do).contiguous())
+    assert {pull.plan.backend for pull in plan.memo.pulls.values()} == {backend}
+
+
+def test_a_backward_plan_is_for_the_layout_of_its_cotangent() -> None:
+    """The kernels' own reading of strides may hide it where one plan runs for all."""
+    graph = ag.attention(X, X, X, mask=ag.Window(3))
+    plan = ag.compile(graph, target=CPU, backends=("math",))
+    leaves, do = leaves_of(graph), torch.randn(X.shape)
+    for name in ("dense", "turned", "expanded", "dense"):
+        given = COTANGENTS[name](do)
+        torch.autograd.grad(output_of(plan, leaves), leaves, given)
+        _, last = plan.memo.last
+        assert last is not None
+        assert last.plan.graph.inputs[-1].spec == ag.TensorSpec.like(given)
+    assert len(plan.memo.pulls) == 3
+
+
+def test_a_cotangent_is_copied_only_for_a_backend_that_needs_it() -> None:
+    """And what comes is planned for where the backend takes it; explain and memory tell."""
+    graph, told = ag.attention(X, X, X), "do is copied, 4 KiB, where it is broadcast"
+    anew = {}
+    for backend in ("math", "torch_sdpa"):
+        plan = ag.compile(graph, target=CPU, backends=(backend,))
+        output_of(plan, leaves_of(graph)).sum().backward()
+        (pull,) = plan.memo.pulls.values()
+        anew[backend] = len(pull.anew)
+        assert (told in str(plan.explain())) == bool(pull.anew)
+        assert plan.memory().temporary_backward >= X.type.bytes * len(pull.anew)
+    assert anew == {"math": 0, "torch_sdpa": 1}
+
+
+# Derivatives that are not there
+
+
+def penalty(plan: ag.Plan, leaves: Leaves) -> None:
+    o = output_of(plan, leaves)
+    (g,) = torch.autograd.grad(o.sum(), leaves[0], create_graph=True)
+    (o.sum() + 10 * (g.norm() - 1) ** 2).backward()
+
+
+def gradgrad(plan: ag.Plan, leaves: Leaves) -> None:
+    torch.autograd.gradgradcheck(plan, tuple(leaves))
+
+
+def hessian(plan: ag.Plan, leaves: Leaves) -> None:
+    q, k, v = leaves
+    torch.autograd.functional.hessian(lambda x: output_of(plan, (x, k, v)).sum(), q)
+
+
+def by_hand(plan: ag.Plan, leaves: Leaves) -> None:
+    forward, backward = ag.vjp(plan.graph)
+    found = ag.compile(forward, target=CPU)(*leaves)
+    first = ag.compile(backward, target=CPU)(*leaves, *found, torch.ones_like(found[0]))
+    first[0].sum().backward()
+
+
+def of_functions(plan: ag.Plan, leaves: Leaves) -> None:
+    torch.func.grad(lambda x: output_of(plan, (x, *leaves[1:])).sum())(leaves[0])
+
+
+def forward_mode(plan: ag.Plan, leaves: Leaves) -> None:
+    with forward_ad.dual_level(), torch.no_grad():
+        plan(forward_ad.make_dual(leaves[0], torch.ones_like(leaves[0])), *leaves[1:])
+
+
+def of_jvp(plan: ag.Plan, leaves: Leaves) -> None:
+    q, k, v = (t.detach() for t in leaves)
+    torch.func.jvp(lambda x: plan(x, k, v), (q,), (torch.ones_like(q),))
+
+
+ROUTES: dict[Route, str] = {
+    penalty: "second derivatives .* sdpa_kernel",
+    gradgrad: "second derivatives",
+    hessian: "second derivatives",
+    by_hand: "second derivatives",
+    of_functions: r"torch\.func's transforms .* torch\.autograd\.grad",
+    forward_mode: "forward mode .* reverse mode",
+    of_jvp: "forward mode .* reverse mode",
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's
+@pytest.mark.parametrize("backend", NAMES[:2])
+@pytest.mark.parametrize("route", ROUTES)
+def test_every_route_to_a_derivative_that_is_not_there_raises(backend: str, route: Route) -> None:
+    x = ag.TensorSpec((1, 1, 3, 2), torch.float64)
+    plan = ag.compile(ag.attention(x, x, x), target=CPU, backends=(backend,))
+    with pytest.raises(ag.GraphError, match=ROUTES[route]):
+        route(plan, leaves_of(plan.graph))
+
+
+def test_a_first_gradient_that_is_recorded_is_right() -> None:
+    graph = ag.attention(X, X, X)
+    plan = ag.compile(graph, target=CPU)
+    leaves, do = leaves_of(graph), torch.randn(X.shape)
+    found = torch.autograd.grad(output_of(plan, leaves), leaves, do, create_graph=True)
+    assert all(g.requires_grad for g in found)
+    check_gradients(graph, leaves, [g.detach() for g in found], do)
+
+
+def test_the_way_out_of_second_derivatives_has_them() -> None:
+    leaves = [torch.randn(1, 1, 3, 2, dtype=torch.float64, requires_grad=True) for _ in "qkv"]
+    with sdpa_kernel(SDPBackend.MATH):
+        assert torch.autograd.gradgradcheck(F.scaled_dot_product_attention, leaves)
+
+
+# Ambient state
+
+
+class Watch(TorchDispatchMode):
+    """A mode that sees every operation and changes none."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # torch's own
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+AMBIENT: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "default dtype": lambda: default_dtype(torch.bfloat16),
+    "default device": lambda: torch.device("meta"),
+    "dispatch mode": Watch,
+    "no grad": torch.no_grad,
+    "inference": torch.inference_mode,
+}
+IN_STEPS = ag.graph(
+    lambda q, k, v: (lambda p: (p.weigh(v), p))(ag.scores(q, k).softmax()[0]), q=X, k=X, v=X
+)
+SLOPES = ag.attention(*(ag.TensorSpec((1, 12, 5, 8), torch.float32),) * 3, alibi=True)
+
+
+def ran(graph: ag.Graph, tensors: Leaves, cotangents: Leaves) -> list[torch.Tensor]:
+    """Outputs, and gradients where they are recorded, of a plan that is made anew."""
+    ag.clear_cache()
+    plan = ag.compile(graph, target=CPU, workspace=ag.Workspace())
+    found = plan(*tensors)
+    outputs = [*found] if isinstance(found, tuple) else [found]
+    if not outputs[0].requires_grad:
+        return outputs
+    wanted = [t for t in tensors if t.requires_grad]
+    return [*outputs, *torch.autograd.grad(outputs, wanted, cotangents)]
+
+
+@pytest.mark.parametrize("name", AMBIENT)
+@given(graph=graphs(), seed=seeds)
+@example(graph=IN_STEPS, seed=0)
+@example(graph=SLOPES, seed=0)
+def test_no_ambient_state_changes_a_bit(name: str, graph: ag.Graph, seed: int) -> None:
+    leaves, cotangents = leaves_of(graph, seed), cotangents_for(graph, seed)
+    due = ran(graph, leaves, cotangents)
+    with AMBIENT[name]():
+        found = ran(graph, leaves, cotangents)
+    for a, b in zip(due, found, strict=False):  # gradients are not recorded under all
+        assert torch.equal(a, b)
+        assert a.dtype == b.dtype
+
+
+def test_verify_is_the_same_under_autocast() -> None:
+    plan = ag.compile(ag.attention(X, X, X), target=CPU)
+    tensors = tensors_for(plan.graph, 0)
+    due = plan.verify(*tensors)
+    with torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
+        assert plan.verify(*tensors) == due
+
+
+def fakes(plan: ag.Plan, tensors: Leaves) -> None:
+    with FakeTensorMode() as mode:
+        plan(*map(mode.from_tensor, tensors))
+
+
+def traces(plan: ag.Plan, tensors: Leaves) -> None:
+    again = [t + 1 for t in tensors]
+    traced = make_fx(lambda *t: plan(*t))(*tensors)
+    assert torch.equal(traced(*again), output_of(plan, again))
+
+
+def exports(plan: ag.Plan, tensors: Leaves) -> None:
+    class Wrapped(torch.nn.Module):
+        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return output_of(plan, (q, k, v))
+
+    torch.export.export(Wrapped(), tuple(tensors), strict=False)
+
+
+def transforms(plan: ag.Plan, tensors: Leaves) -> None:
+    torch.func.grad(lambda x: (output_of(plan, tensors).sum() * x).sum())(tensors[0])
+
+
+@pytest.mark.parametrize("trace", [fakes, traces, exports, transforms])
+@pytest.mark.parametrize("fresh", [True, False])
+def test_nothing_of_a_trace_stays_behind(trace: Route, fresh: bool) -> None:
+    """Neither in the arena, nor in what planning keeps: by a plan that was called before or not."""
+    ag.clear_cache()
+    workspace = ag.Workspace()
+    window = ag.attention(X, X, X, mask=ag.Causal() & ag.Window(5), alibi=True)
+    plan = ag.compile(window, target=CPU, backends=("math",), workspace=workspace)
+    tensors = tensors_for(window, 0)
+    if not fresh:
+        plan(*tensors)
+    held = workspace.bytes
+    trace(plan, tensors)
+    assert workspace.bytes == held or trace is traces  # which calls the plan itself, after
+    for graph in (window, ag.attention(X, X, X, soft_cap=3.0)):
+        other = ag.compile(graph, target=CPU, backends=("math",), workspace=workspace)
+        (due,) = plain.expected(graph, tensors)
+        due.check(output_of(other, tensors))
+
+
+def test_a_plan_made_under_fake_tensors_is_as_any() -> None:
+    """With triton its lists of tiles are tensors, which it keeps."""
+    mask = (ag.Causal() & ag.Window(5)) | ag.Prefix(2)
+    graph = ag.attention(X, X, X, mask=mask)
+    for backend in NAMES:
+        if backend == "torch_sdpa":
+            continue
+        ag.clear_cache()
+        with FakeTensorMode(), torch.device("meta"):
+            plan = ag.compile(graph, target=CPU, backends=(backend,))
+        tensors = tensors_for(graph, 0)
+        (due,) = plain.expected(graph, tensors)
+        due.check(output_of(plan, tensors))
+
+
+# Copies
+
+
+@pytest.mark.parametrize("target", ["cpu", "h200"])
+def test_a_plan_pickles_as_what_it_was_made_of(target: str) -> None:
+    workspace = ag.Workspace()
+    graph = ag.attention(X, X, X, mask=ag.Causal() & ag.Window(5), soft_cap=3.0)
+    plan = ag.compile(
+        graph, target=target, avoid=("torch_sdpa",), deterministic=True, workspace=workspace
+    )
+    for each in (plan, plan.vjp):
+        other = pickle.loads(pickle.dumps(each))
+        assert other is not each
+        assert (other.graph, other.target, other.backend) == (each.graph, each.target, each.backend)
+        assert dict(other.refusals)["torch_sdpa"] == dict(each.refusals)["torch_sdpa"]
+    if target == "cpu":
+        tensors = tensors_for(graph, 0)
+        there = pickle.loads(pickle.dumps(plan))
+        assert torch.equal(output_of(there, tensors), output_of(plan, tensors))
+
+
+def test_a_plan_of_the_shared_workspace_arrives_in_the_one_there() -> None:
+    plan = ag.compile(ag.attention(X, X, X), target=CPU)
+    assert pickle.loads(pickle.dumps(plan)) is plan  # planned again, and known
+
+
+def test_a_copy_of_a_plan_is_the_plan() -> None:
+    plan = ag.compile(ag.attention(X, X, X), target=CPU)
+    assert copy.deepcopy({"plan": plan})["plan"] is copy.copy(plan) is plan

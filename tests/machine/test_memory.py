@@ -1,0 +1,133 @@
+"""Memory of a long attention, measured from outside."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile
+
+import attn_graph as ag
+from attn_graph.ir.vjp import main_outputs, residuals
+from tests.support.sources import ROOT
+from tests.support.strategies import graphs, seeds, shuffled_graphs, tensors_for
+
+CPU = ag.Target.of("cpu")
+
+
+def allocated(job: Callable[[], object]) -> tuple[object, int, int]:
+    """What a job gives, and bytes by PyTorch's allocator: still held when it ends, and the most."""
+    activities = [ProfilerActivity.CPU]
+    # acc_events: else torch 2.11 warns that events of earlier cycles, of which there are none, go.
+    with profile(activities=activities, profile_memory=True, acc_events=True) as watched:
+        result = job()
+    profiler: Any = watched.profiler  # Any: PyTorch's stubs leave out bytes of an event
+    found = profiler.kineto_results.events()
+    held = most = 0
+    for event in sorted((e for e in found if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return result, held, most
+
+
+# Bytes that do not grow with what is drawn here, of at most 40 positions: single rows of positions
+# and statistics, and the block of scores that each thread of PyTorch's CPU kernel works in.
+SMALL = 2**14 * torch.get_num_threads()
+
+
+@given(
+    graph=st.one_of(graphs(), shuffled_graphs()),
+    seed=seeds,
+    backends=st.sampled_from([("math",), None]),
+    through_lse=st.booleans(),
+)
+def test_memory_is_what_the_allocator_gives(
+    graph: ag.Graph, seed: int, backends: tuple[str, ...] | None, through_lse: bool
+) -> None:
+    """Outputs, what is saved and gradients to the byte; what comes and goes from above."""
+    plan = ag.compile(graph, target=CPU, backends=backends, workspace=ag.Workspace())
+    other = plan.explain().through_lse if through_lse else None
+    need = plan.memory() if other is None else other.memory
+    assert need is not None
+    given = main_outputs(plan.graph) if other is None else plan.graph.outputs
+    tensors = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors_for(graph, seed)]
+    wanted = [t for t in tensors if t.requires_grad]
+
+    def forward() -> tuple[torch.Tensor, ...]:
+        found = plan(*tensors)
+        return found if isinstance(found, tuple) else (found,)
+
+    def backward() -> object:
+        return torch.autograd.grad(used, wanted, cotangents, retain_graph=True)
+
+    outputs = forward()
+    used = [o for o, i in zip(outputs, plan.graph.outputs, strict=True) if i in given]
+    cotangents = [torch.ones_like(o) for o in used]
+    backward()  # the arena is as large as it will be
+    again, held, most = allocated(forward)
+    copies = sum(o.nbytes for o in outputs[1:])  # lse is handed out in C order, a copy if need be
+    kept = {*plan.graph.outputs, *residuals(plan.graph)}
+    due = sum(plan.graph.types[i].bytes for i in kept)
+    assert due == max(need.outputs, need.saved)
+    assert held in (due, due + copies)
+    assert most <= due + copies + need.temporary_forward + SMALL
+    _, held, most = allocated(backward)
+    assert held == need.gradients
+    assert most <= need.gradients + need.temporary_backward + SMALL
+    del again
+
+
+@given(graph=shuffled_graphs(), seed=seeds)
+def test_memory_of_a_gradient_is_what_the_allocator_gives(graph: ag.Graph, seed: int) -> None:
+    _, backward = ag.vjp(graph)
+    plan = ag.compile(backward, target=CPU, workspace=ag.Workspace())
+    need, tensors = plan.memory(), tensors_for(backward, seed)
+    assert need.gradients == need.temporary_backward == need.workspace_backward == 0
+    plan(*tensors)
+    _, held, most = allocated(lambda: plan(*tensors))
+    assert held == need.outputs == sum(t.bytes for t in plan.graph.output_types)
+    assert most <= max(need.outputs, need.saved) + need.temporary_forward + SMALL
+
+
+X = ag.TensorSpec((1, 2, 384, 16), torch.float32)
+NUMBERS = ag.TensorSpec((1, 384), torch.int64)
+LONGER: dict[str, dict[str, Any]] = {
+    "window": {"mask": ag.Causal() & (ag.Window(9) | ag.Prefix(3))},
+    "segments": {"segments": (NUMBERS, NUMBERS)},
+    "alibi": {"alibi": True},
+    "slopes": {"alibi": ag.TensorSpec((1, 2), torch.float32)},
+    "soft cap": {"soft_cap": 3.0, "mask": ag.Causal()},
+    "dropout": {"dropout": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", LONGER)
+def test_what_a_longer_attention_allocates_is_told_from_above(name: str) -> None:
+    graph = ag.attention(X, X, X, **LONGER[name])
+    plan = ag.compile(graph, target=CPU, backends=("math",), workspace=ag.Workspace())
+    need, tensors = plan.memory(), tensors_for(graph, 1)
+    plan(*tensors)
+    with torch.no_grad():
+        _, held, most = allocated(lambda: plan(*tensors))
+    assert held == need.outputs
+    assert most <= need.saved + need.temporary_forward
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_long_attention_stays_within_a_few_tiles() -> None:
+    """16384 x 16384 scores of 8 heads would be 8 GiB; 200 MiB are allowed."""
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.memory"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    found = re.search(r"peak growth ([-\d.]+) MiB", done.stdout)
+    assert found is not None, done.stdout
+    assert float(found[1]) < 200, done.stdout

@@ -1,0 +1,363 @@
+"""What masks keep, counted: against every place asked one by one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import reduce
+from typing import Any, final
+
+import pytest
+import torch
+from attrs import evolve, frozen
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import attn_graph as ag
+from attn_graph.ir.attention import Attention
+from attn_graph.lowering.cpu import schedule
+from attn_graph.lowering.problem import Problem
+from attn_graph.masks import leaves as m
+from attn_graph.masks import runs
+from attn_graph.masks import tiles as counts
+from attn_graph.masks.places import Block, Keys, Place, Strip, Term
+from attn_graph.masks.regions import Region, bound_region, find_regions, floor_sum
+from attn_graph.masks.runs import Budget, OverBudget
+from tests.masks.test_masks import Asked, asked
+from tests.support import plain_masks
+
+many = settings(max_examples=4 * settings().max_examples)
+sides = st.tuples(st.integers(1, 6), st.integers(1, 6))
+
+
+@final
+@frozen
+class Striped(m.Mask):
+    """A leaf that tells nothing but what it keeps, by batch entry and head too."""
+
+    step: int
+
+    def keep(self, at: Place) -> Term:
+        return (at.j + at.i * at.b + at.h) % self.step == 0
+
+
+@final
+@frozen
+class Near(m.Mask):
+    """A leaf of one's own that tells its strip."""
+
+    reach: int
+
+    def keep(self, at: Place) -> Term:
+        return (at.j - at.i <= self.reach) & (at.i - at.j <= self.reach)
+
+    def strip(self, at: Place) -> Strip:
+        return Strip(-self.reach, self.reach)
+
+
+def brute(drawn: Asked, mask: m.Mask) -> torch.Tensor:
+    """Every place [B,H,M,N], asked one by one."""
+    return plain_masks.place_by_place(mask, drawn.sizes, drawn.data)
+
+
+def whole_of(drawn: Asked) -> Block:
+    B, H, M, N = drawn.sizes
+    return Block(range(B), range(H), range(M), H, M, N, drawn.data)
+
+
+def check_counts(drawn: Asked, mask: m.Mask, block: tuple[int, int]) -> None:
+    """The tiles by whatever way is taken, and all else by each way that there is."""
+    B, H, M, N = drawn.sizes
+    due, whole = brute(drawn, mask), whole_of(drawn)
+    most, least = counts.bounds(mask, whole)
+    assert most == least
+    found = ag.tiles(mask, M, N, block=block, B=B, H=H, data=drawn.data)
+    assert found.exact
+    assert (found.empty, found.mixed, found.full) == tile_kinds(due, block)
+    check_runs(most, whole, due, block)
+    closed = find_regions(most, whole)
+    if closed is not None:
+        check_regions(closed, N, due, block)
+
+
+def check_runs(mask: m.Mask, whole: Block, due: torch.Tensor, block: tuple[int, int]) -> None:
+    found = runs.kept(mask, whole, Budget.of(whole))
+    assert torch.equal(found.keys_of.expand(due.shape[:3]), due.sum(-1))
+    assert torch.equal(found.seen.expand(due.any(2).shape), due.any(2))
+    empty, _, full = tile_kinds(due, block)
+    assert counts.count_tiles_by_runs(mask, mask, whole, block) == (empty, full)
+
+
+def check_regions(found: list[Region], N: int, due: torch.Tensor, block: tuple[int, int]) -> None:
+    assert sum(region.pairs for region in found) == due.sum()
+    assert sum(region.queries for region in found) == due.any(3).sum()
+    assert sum(region.count * len(region.keys) for region in found) == due.any(2).sum()
+    empty, mixed, full = tile_kinds(due, block)
+    assert sum(region.tiles(block) for region in found) == mixed + full
+    assert sum(region.outside(N).tiles(block) for region in found) == empty + mixed
+
+
+def tile_kinds(kept: torch.Tensor, block: tuple[int, int]) -> tuple[int, int, int]:
+    """Tiles of [B,H,M,N] that are empty, mixed and full, one by one."""
+    tiles = [t for row in kept.split(block[0], 2) for t in row.split(block[1], 3)]
+    tiles = [t.flatten(2) for t in tiles if t.numel()]
+    full = sum(int(t.all(-1).sum()) for t in tiles)
+    empty = sum(int((~t).all(-1).sum()) for t in tiles)
+    return empty, sum(len(t.flatten(0, 1)) for t in tiles) - empty - full, full
+
+
+@many
+@given(asked(), sides)
+def test_counts_are_those_of_every_place_asked(drawn: Asked, block: tuple[int, int]) -> None:
+    check_counts(drawn, drawn.mask, block)
+
+
+@many
+@given(asked(), sides, st.integers(1, 4), st.integers(1, 40))
+def test_counts_do_not_depend_on_how_many_are_made_at_once(
+    drawn: Asked, block: tuple[int, int], most_edges: int, at_once: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runs, "MOST_EDGES", most_edges)
+        patch.setattr(runs, "AT_ONCE", at_once)
+        patch.setattr(counts, "AT_ONCE", at_once)
+        patch.setattr(runs, "MOST_OPEN", 2 * at_once)
+        check_counts(drawn, drawn.mask, block)
+
+
+@many
+@given(asked(), sides, st.integers(1, 4))
+def test_leaves_of_ones_own_are_counted_exactly(
+    drawn: Asked, block: tuple[int, int], size: int
+) -> None:
+    for own in (Striped(size), Near(size)):
+        check_counts(evolve(drawn, mask=own, data={}), own, block)
+        for mask in (own & drawn.mask, ~own | drawn.mask):
+            check_counts(drawn, mask, block)
+
+
+@many
+@given(asked(), st.data())
+def test_without_its_data_a_mask_is_bounded(drawn: Asked, data: st.DataObject) -> None:
+    """Whatever tensors are left out: the most lacks no place, the least has none too many."""
+    B, H, M, N = drawn.sizes
+    names = sorted(drawn.mask.needs)
+    given_names = data.draw(st.sets(st.sampled_from(names))) if names else set()
+    some = {name: drawn.data[name] for name in given_names}
+    mask = drawn.mask.resolved(M, N, m.ragged_in(drawn.mask.needs))
+    due = brute(drawn, mask)
+    whole = Block(range(B), range(H), range(M), H, M, N, some)
+    most, least = (brute(drawn, x) for x in counts.bounds(drawn.mask, whole))
+    assert (due & ~most).sum() == 0
+    assert (least & ~due).sum() == 0
+    found = ag.tiles(drawn.mask, M, N, block=(2, 3), B=B, H=H, data=some)
+    empty, _, full = tile_kinds(due, (2, 3))
+    assert found.empty <= empty
+    assert found.full <= full
+    assert found.exact or given_names != set(names)
+
+
+strips: st.SearchStrategy[m.Mask] = st.deferred(
+    lambda: st.one_of(
+        st.builds(m.Band, st.integers(-90, 90), st.integers(-90, 90)),
+        st.builds(m.Band, st.none(), st.integers(-90, 90)),
+        st.builds(m.Band, st.integers(-90, 90), st.none()),
+        st.builds(m.Prefix, st.integers(0, 90)),
+        st.just(m.KeyLengths()),
+        st.just(m.QueryLengths()),
+        st.just(m.Band(-9, 5, ("kv_lengths", "q_lengths"))),
+        st.builds(m.And, strips, strips),
+        st.builds(m.Or, strips, strips),
+        st.builds(m.Not, strips),
+    )
+)
+lengths = st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99)), min_size=1, max_size=4)
+STRIPED, CAUSAL = Striped(3), ag.Causal()
+middle, blocks = st.integers(1, 99), st.tuples(st.integers(1, 40), st.integers(1, 40))
+
+
+@many
+@given(strips, middle, middle, blocks, lengths)
+@example(m.Or(m.Band(None, -7), m.Not(m.Band(-9, None))), 97, 99, (13, 40), [(0, 0)])
+@example(m.Or(m.Band(-3, 0), m.Prefix(20)), 64, 80, (16, 16), [(0, 0)])
+def test_closed_forms_agree_with_counting_run_by_run(
+    mask: m.Mask, M: int, N: int, block: tuple[int, int], pairs: list[tuple[int, int]]
+) -> None:
+    q, k = (torch.tensor(x) for x in zip(*pairs, strict=True))
+    data = {"q_lengths": q.clamp(max=M), "kv_lengths": k.clamp(max=N)}
+    read = {name: data[name] for name in mask.needs}
+    whole = Block(range(len(pairs)), range(2), range(M), 2, M, N, read)
+    found = find_regions(mask, whole)
+    assert found is not None
+    kept = runs.kept(mask, whole, Budget.of(whole))
+    each = counts.alike(kept.keys_of, whole)
+    assert sum(region.pairs for region in found) == kept.keys_of.sum() * each
+    assert sum(region.queries for region in found) == (kept.keys_of > 0).sum() * each
+    assert sum(r.count * len(r.keys) for r in found) == kept.seen.sum() * each
+    lines, columns = -(-M // block[0]), -(-N // block[1])
+    total = len(pairs) * 2 * lines * columns
+    empty, full = counts.count_tiles_by_runs(mask, mask, whole, block)
+    assert total - sum(region.tiles(block) for region in found) == empty
+    assert total - sum(region.outside(N).tiles(block) for region in found) == full
+
+
+bands = st.recursive(
+    st.builds(m.Band, st.none() | st.integers(-90, 90), st.none() | st.integers(-90, 90)),
+    lambda x: st.builds(m.And, x, x) | st.builds(m.Or, x, x) | st.builds(m.Not, x),
+    max_leaves=4,
+)
+
+
+@many
+@given(bands, st.integers(1, 300), st.integers(1, 300), st.integers(1, 3), st.integers(1, 40))
+@example(m.Band(-3, 0), 300, 300, 2, 16)
+@example(m.And(m.Band(-9, 9), m.Not(m.Band(-2, 2))), 290, 77, 1, 7)
+def test_tiles_folded_at_once_are_those_listed_one_by_one(
+    mask: m.Mask, M: int, N: int, B: int, rows: int
+) -> None:
+    q, k = ag.TensorSpec((B, 1, M, 8), torch.float32), ag.TensorSpec((B, 1, N, 8), torch.float32)
+    problem = Problem.of(Attention(mask=mask), (q, k, k))
+    listed = schedule.row_tiles(problem, mask, range(B), rows, least_full=20)
+    assert schedule.fold_tiles(problem, mask, rows, 20) == schedule.folded((x, 1) for x in listed)
+
+
+@pytest.mark.parametrize("mask", [ag.Window(100), CAUSAL, CAUSAL | ag.Prefix(9), STRIPED], ids=str)
+@pytest.mark.parametrize("alibi", [False, True])
+def test_planning_lists_few_tiles_whatever_the_sizes(mask: m.Mask, alibi: bool) -> None:
+    x = ag.TensorSpec((1, 1, 10**9, 8), torch.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        made = Counter[str]()
+        tile = schedule.Tile
+
+        def note(*args: Any) -> schedule.Tile:  # Any: fields of a tile
+            made["tiles"] += 1
+            return tile(*args)
+
+        patch.setattr(schedule, "Tile", note)
+        ag.explain(ag.attention(x, x, x, mask=mask, alibi=alibi), target="cpu")
+    assert made["tiles"] <= 8 * schedule.MOST_TILES
+
+
+@given(st.integers(0, 40), st.integers(1, 40), st.integers(0, 90), st.integers(-90, 90))
+def test_floor_sum_is_the_sum(n: int, m: int, a: int, b: int) -> None:
+    assert floor_sum(n, m, a, b) == sum((a * t + b) // m for t in range(n))
+
+
+@given(asked(), sides, st.integers(1, 4))
+def test_bounds_by_few_blocks_lack_no_place_and_have_none_too_many(
+    drawn: Asked, block: tuple[int, int], most_layers: int
+) -> None:
+    due, whole = brute(drawn, drawn.mask), whole_of(drawn)
+    most, least = counts.bounds(drawn.mask, whole)
+    empty, _, full = tile_kinds(due, block)
+    total = sum(tile_kinds(due, block))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("attn_graph.regions.MOST_LAYERS", most_layers)
+        outer = bound_region(most, whole, block[0], outer=True)
+        inner = bound_region(least, whole, block[0], outer=False)
+    assert len(outer.layers) <= most_layers
+    assert outer.pairs >= due.sum() >= inner.pairs
+    assert outer.queries >= due.any(3).sum()
+    assert total - outer.tiles(block) <= empty
+    assert total - inner.outside(whole.N).tiles(block) <= full
+
+
+@final
+@frozen
+class Blocks(m.Mask):
+    """Query and key are in the same block: a leaf of one's own that tells its span."""
+
+    size: int
+
+    def keep(self, at: Place) -> Term:
+        return at.i // self.size == at.j // self.size
+
+    def span(self, block: Block) -> Keys:
+        first, last = block.rows[0] // self.size, block.rows[-1] // self.size
+        return Keys.between(first * self.size, min(block.N, (last + 1) * self.size))
+
+
+HUGE = 10**12
+WHATEVER = (
+    (CAUSAL, True),
+    (CAUSAL & (ag.Window(512) | ag.Prefix(64)), True),
+    (~ag.Window(1000, 1000) | (ag.Prefix(7) & ~ag.Window(5)), True),
+    (STRIPED & CAUSAL, False),
+    (Blocks(10**9) | ag.Prefix(10), False),
+    (reduce(m.Or, [ag.Window(3 * n, -3 * n) | ag.Prefix(n) for n in range(90)]), False),
+)
+
+
+@pytest.mark.parametrize(("mask", "exact"), WHATEVER, ids=lambda x: str(x)[:40])
+@pytest.mark.parametrize("size", [10**7, 99999999, HUGE])
+def test_work_is_bounded_whatever_the_sizes(mask: m.Mask, exact: bool, size: int) -> None:
+    with counting() as calls:
+        found = ag.tiles(mask, size, size, B=size, H=size)
+        seen = counts.seen(mask, (size, size, size, size, size), {})
+    assert sum(calls) <= runs.MOST_ASKED * runs.FEW_LEAVES
+    assert found.exact == seen.exact == exact
+    assert found.estimated == seen.estimated == (not exact)
+    assert found.total == size**2 * (-(-size // 128)) ** 2
+    if mask is CAUSAL:
+        assert seen.pairs == size**2 * size * (size + 1) // 2
+        assert found.mixed == size**2 * -(-size // 128)
+
+
+def test_a_span_of_ones_own_bounds_an_estimate() -> None:
+    mask = Blocks(10**9)
+    found = ag.tiles(mask, 10**11, 10**11)
+    assert found.estimated
+    assert found.empty > 0.9 * found.total
+    assert "estimated" in str(found)
+
+
+def test_a_mask_that_is_over_budget_says_so() -> None:
+    whole = Block(range(1), range(1), range(64), 1, 64, 64, {})
+    with pytest.raises(OverBudget):
+        runs.kept(STRIPED, whole, Budget(100))
+
+
+@contextmanager
+def counting() -> Iterator[list[int]]:
+    """How many places each leaf's `keep` was asked for in this block, call by call."""
+    calls: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for leaf in (m.Band, m.Prefix, Striped, Blocks):
+            patch.setattr(leaf, "keep", note_calls(leaf.keep, calls))
+        yield calls
+
+
+def note_calls(keep: Callable[..., Term], calls: list[int]) -> Callable[..., Term]:
+    def asks(mask: m.Mask, at: Place) -> Term:
+        found = keep(mask, at)
+        calls.append(found.numel())
+        return found
+
+    return asks
+
+
+def test_lengths_that_are_not_known_leave_the_triangle_that_they_could_fill() -> None:
+    mask = ag.Causal("bottom_right") & ag.KeyLengths()
+    found = ag.tiles(mask, 64, 128, block=(64, 64))
+    assert (found.empty, found.mixed, found.full, found.exact) == (0, 2, 0, False)
+    exact = ag.tiles(mask, 64, 128, block=(64, 64), data={"kv_lengths": torch.tensor([128])})
+    assert (exact.mixed, exact.full, exact.exact) == (1, 1, True)
+
+
+def test_tiles_say_what_is_wrong_with_their_arguments() -> None:
+    with pytest.raises(ag.GraphError, match=r"block \(0, 128\) holds no place"):
+        ag.tiles(ag.Causal(), 4, 4, block=(0, 128))
+    with pytest.raises(ag.GraphError, match="reads no keep; it reads kv_lengths"):
+        ag.tiles(ag.KeyLengths(), 4, 4, data={"keep": torch.ones(1, 1, 1, 4).bool()})
+    with pytest.raises(ag.GraphError, match="does not fit"):
+        ag.tiles(ag.KeyLengths(), 4, 4, B=2, data={"kv_lengths": torch.tensor([1])})
+    with pytest.raises(ag.GraphError, match="where the diagonal lies is not said"):
+        ag.tiles(ag.Causal(), 4, 8)
+
+
+def test_tiles_print_what_they_are() -> None:
+    assert str(ag.tiles(ag.Causal(), 256, 256)) == (
+        "4 tiles of 128 x 128: 1 empty, 2 mixed, 1 full"
+    )
+    assert str(evolve(ag.tiles(None, 1, 1), exact=False)).endswith("before the data are known")

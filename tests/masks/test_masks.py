@@ -1,0 +1,347 @@
+"""Masks: what they keep, what their blocks know about it, and the one form they are brought to."""
+
+from __future__ import annotations
+
+from itertools import pairwise, product
+
+import pytest
+import torch
+from attrs import evolve, frozen
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn
+
+import attn_graph as ag
+from attn_graph.masks import leaves as m
+from attn_graph.masks.canonical import canonical_mask
+from attn_graph.masks.places import Block, Keys, Place
+from tests.support import plain_masks, strategies
+from tests.support.strategies import Shape, data_specs, filler, laid_out, masks, shapes
+
+MOST = 10  # queries and keys: each place is asked one by one
+many = settings(max_examples=4 * settings().max_examples)  # a mask is cheap to draw and to ask
+
+
+@frozen
+class Asked:
+    """A mask, the sizes it is asked for, and the tensors it reads."""
+
+    mask: m.Mask
+    shape: Shape
+    data: dict[str, torch.Tensor]
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        return self.shape.B, self.shape.H, self.shape.M, self.shape.N
+
+    @property
+    def resolved(self) -> m.Mask:
+        """The mask with nothing left to say: lengths move the diagonal where both are there."""
+        return self.mask.resolved(self.shape.M, self.shape.N, m.ragged_in(self.mask.needs))
+
+    def block(self, batch: range, heads: range, rows: range, *, data: bool = True) -> Block:
+        x = self.shape
+        return Block(batch, heads, rows, x.H, x.M, x.N, self.data if data else None)
+
+    def kept(self, mask: m.Mask) -> torch.Tensor:
+        """Every place, asked one by one."""
+        return plain_masks.place_by_place(mask, self.sizes, self.data)
+
+
+@st.composite
+def asked(draw: DrawFn, kind: type[m.Mask] | None = None) -> Asked:
+    """Any expression, or one leaf of a kind."""
+    shape = draw(shapes(MOST))
+    aligned = strategies.alignments(shape, None)
+    mask = draw(masks(shape) if kind is None else strategies.LEAVES[kind](aligned))
+    random = torch.Generator().manual_seed(draw(strategies.seeds))
+    full = {"q_lengths": shape.M, "kv_lengths": shape.N}
+    data = {
+        name: laid_out(spec, filler(spec.type, random, full.get(name, 2), 0.0, 1.0), random)
+        for name, spec in draw(data_specs(mask.needs, shape)).items()
+    }
+    return Asked(mask, shape, data)
+
+
+@st.composite
+def ranges(draw: DrawFn, size: int) -> range:
+    """Some of so many, or all of them."""
+    if draw(st.booleans()):
+        return range(size)
+    start = draw(st.integers(0, max(0, size - 1)))
+    return range(start, draw(st.integers(min(size, start + 1), size)))
+
+
+@st.composite
+def blocks(draw: DrawFn, kind: type[m.Mask] | None = None) -> tuple[Asked, Block]:
+    """A mask and some of its queries, which are none only where there are none at all."""
+    drawn = draw(asked(kind))
+    B, H, M, _ = drawn.sizes
+    given = kind is not None or draw(st.booleans())
+    return drawn, drawn.block(draw(ranges(B)), draw(ranges(H)), draw(ranges(M)), data=given)
+
+
+def test_every_leaf_is_drawn_and_has_a_formula_of_its_own() -> None:
+    leaves = {
+        kind
+        for kind in vars(m).values()
+        if isinstance(kind, type) and issubclass(kind, m.Mask) and not issubclass(kind, m.Join)
+    }
+    assert leaves - {m.Mask, m.Diagonal} == set(m.LEAVES)
+    assert strategies.LEAVES.keys() == plain_masks.LEAVES.keys() == set(m.LEAVES)
+
+
+@many
+@given(asked())
+def test_asking_for_tensors_and_for_integers_gives_the_same(drawn: Asked) -> None:
+    B, H, M, N = drawn.sizes
+    everywhere = drawn.block(range(B), range(H), range(M))
+    found = drawn.mask.keep(Place.of(everywhere, range(N)))
+    one_by_one = drawn.kept(drawn.mask)
+    assert torch.equal(found.expand(B, H, M, N), one_by_one)
+
+
+@many
+@given(asked())
+def test_a_mask_keeps_what_the_page_says(drawn: Asked) -> None:
+    due = plain_masks.kept(drawn.mask, plain_masks.Where(drawn.sizes, drawn.data)).expand(
+        drawn.sizes
+    )
+    assert torch.equal(drawn.kept(drawn.mask), due)
+
+
+def check_block(mask: m.Mask, drawn: Asked, block: Block) -> None:
+    """span holds every key that is kept, surely only keys that all queries keep."""
+    kept = plain_masks.kept(drawn.mask, plain_masks.Where(drawn.sizes, drawn.data)).expand(
+        drawn.sizes
+    )
+    here = kept[block.batch.start : block.batch.stop, block.heads.start : block.heads.stop]
+    rows = here[:, :, block.rows.start : block.rows.stop].flatten(0, 2)
+    span, surely = mask.span(block), mask.surely(block)
+    for j in range(block.N):
+        assert j in span or not rows[:, j].any(), f"{mask}: some query keeps {j}, not in {span}"
+        assert j not in surely or rows[:, j].all(), f"{mask}: some query lacks {j} of {surely}"
+
+
+@many
+@given(blocks())
+def test_span_covers_what_is_kept_and_what_is_surely_kept_is_kept(
+    pair: tuple[Asked, Block],
+) -> None:
+    drawn, block = pair
+    check_block(drawn.mask, drawn, block)
+    check_block(drawn.resolved, drawn, block)
+    canonical = canonical_mask(drawn.mask, drawn.shape.M, drawn.shape.N)
+    if canonical is not None:
+        check_block(canonical, drawn, block)
+
+
+@pytest.mark.parametrize("kind", m.LEAVES)
+def test_each_leaf_alone_knows_its_blocks(kind: type[m.Mask]) -> None:
+    @many
+    @given(blocks(kind))
+    def check(pair: tuple[Asked, Block]) -> None:
+        check_block(pair[0].mask, *pair)
+        check_block(pair[0].resolved, *pair)
+
+    check()
+
+
+@many
+@given(blocks())
+def test_what_a_block_says_stays_true_for_the_blocks_inside_it(pair: tuple[Asked, Block]) -> None:
+    drawn, block = pair
+    span, surely = drawn.resolved.span(block), drawn.resolved.surely(block)
+    for i in block.rows:
+        inner = evolve(block, rows=range(i, i + 1))
+        assert (span & drawn.resolved.span(inner)) == drawn.resolved.span(inner)
+        assert (surely & drawn.resolved.surely(inner)) == surely
+
+
+@many
+@given(asked())
+def test_the_canonical_form_keeps_the_same_places(drawn: Asked) -> None:
+    canonical = canonical_mask(drawn.mask, drawn.shape.M, drawn.shape.N)
+    due = drawn.kept(drawn.mask)
+    assert torch.equal(torch.ones_like(due) if canonical is None else drawn.kept(canonical), due)
+
+
+@many
+@given(asked())
+def test_the_canonical_form_has_no_other_canonical_form(drawn: Asked) -> None:
+    M, N = drawn.shape.M, drawn.shape.N
+    canonical = canonical_mask(drawn.mask, M, N)
+    assert canonical is None or canonical_mask(canonical, M, N) == canonical
+
+
+@many
+@given(asked(), st.data())
+def test_loading_slices_gives_what_gathering_gives(drawn: Asked, data: st.DataObject) -> None:
+    B, H, M, N = drawn.sizes
+    block = drawn.block(*(data.draw(ranges(n)) for n in (B, H, M)))
+    sliced = Place.of(block, data.draw(ranges(N)))
+    gathered = evolve(sliced, ranges=None)
+    assert sliced.ranges is not None
+    shape = [*map(len, sliced.ranges)]
+    for name, reads in drawn.mask.needs.items():
+        index = [dict(zip("bhij", sliced.axes, strict=True))[x] for x in reads.axes]
+        a, b = sliced.load(name, *index), gathered.load(name, *index)
+        assert torch.equal(a.expand(shape), b.expand(shape))
+
+
+def test_loading_in_another_order_of_axes_gathers() -> None:
+    block = Block(range(2), range(1), range(3), 1, 3, 4, {"x": torch.arange(12).reshape(4, 3)})
+    place = Place.of(block, range(4))
+    assert torch.equal(place.load("x", place.j, place.i), torch.arange(12).reshape(4, 3).mT)
+    assert torch.equal(place.load("x", place.j, place.j % 3), torch.tensor([0, 4, 8, 9]))
+
+
+# The algebra of keys
+
+
+@st.composite
+def key_sets(draw: DrawFn) -> tuple[Keys, set[int]]:
+    flags = draw(st.lists(st.booleans(), min_size=12, max_size=12))
+    keys = Keys.where(torch.tensor(flags))
+    return keys, {j for j, flag in enumerate(flags) if flag}
+
+
+def same(keys: Keys, members: set[int]) -> bool:
+    """The same members, and intervals that are sorted, apart from each other and not empty."""
+    edges = [edge for interval in keys.intervals for edge in interval]
+    in_order = all(a < b for a, b in pairwise(edges))
+    return in_order and {j for j in range(-1, 20) if j in keys} == members
+
+
+@given(key_sets(), key_sets())
+def test_keys_are_joined_and_met_as_sets_are(
+    a: tuple[Keys, set[int]], b: tuple[Keys, set[int]]
+) -> None:
+    assert same(a[0], a[1])
+    assert same(a[0] | b[0], a[1] | b[1])
+    assert same(a[0] & b[0], a[1] & b[1])
+    assert same(a[0].outside(12), set(range(12)) - a[1])
+    assert len(a[0]) == len(a[1])
+    assert a[0].outside(12).outside(12) == a[0]
+    assert (a[0] | b[0]).outside(12) == a[0].outside(12) & b[0].outside(12)
+
+
+@given(key_sets(), st.integers(0, 5))
+def test_bridging_fills_the_holes_up_to_a_size_and_no_other(
+    drawn: tuple[Keys, set[int]], gap: int
+) -> None:
+    keys, members = drawn
+    bridged = keys.bridged(gap)
+    assert (bridged & keys) == keys
+    holes = [(b, c) for (_, b), (c, _) in zip(keys.intervals, keys.intervals[1:], strict=False)]
+    filled = {j for b, c in holes if c - b <= gap for j in range(b, c)}
+    assert same(bridged, members | filled)
+
+
+@given(key_sets(), st.integers(0, 12), st.integers(0, 12))
+def test_keys_cover_an_interval_when_they_hold_all_of_it(
+    drawn: tuple[Keys, set[int]], start: int, stop: int
+) -> None:
+    assert drawn[0].covers(start, stop) == (set(range(start, stop)) <= drawn[1])
+
+
+def test_keys_between_nothing_are_none() -> None:
+    assert Keys.between(3, 3) == Keys.between(4, 3) == Keys() == Keys.where(torch.zeros(0).bool())
+
+
+# One form
+
+
+A, B = m.Keep("a"), m.Keep("b")
+SAME = [
+    (A & B, B & A),
+    (A | B, B | A),
+    (A & (B & A), B & A),
+    (~~A, A),
+    (~(~A & ~A), A),
+    (m.Causal() & m.Window(4), m.Window(4, 0)),
+    (m.Causal() & m.Window(4, 9), m.Window(4)),
+    (m.Causal("top_left"), m.Causal("bottom_right")),
+    (m.Causal() & m.Window(8), m.Causal()),
+    (m.Causal() & m.Window(8, 8) & A, A & m.Causal()),
+    (m.Window(None, None) & A, A),
+    ((m.Window(None, None) | B) & A, A),
+    (m.Window(None, 0), m.Causal()),
+    (A | m.Window(9, None) | B, m.Window(7, 7)),
+    (m.Prefix(8), m.Window(7, 7)),
+]
+
+
+@pytest.mark.parametrize(("a", "b"), SAME, ids=str)
+def test_masks_that_are_one_have_one_form(a: m.Mask, b: m.Mask) -> None:
+    assert canonical_mask(a, 8, 8) == canonical_mask(b, 8, 8)
+
+
+@pytest.mark.parametrize("mask", [m.Window(7, 7), m.Window(None, 7), m.Prefix(9), m.Prefix(8)])
+def test_a_mask_that_keeps_everything_is_none(mask: m.Mask) -> None:
+    assert canonical_mask(mask, 8, 8) is None
+    assert canonical_mask(~mask, 8, 8) is not None
+
+
+@pytest.mark.parametrize("mask", [m.Window(6, 7), m.Window(7, 6), m.Prefix(7), m.Causal(), A])
+def test_a_mask_that_keeps_nearly_everything_is_not(mask: m.Mask) -> None:
+    assert canonical_mask(mask, 8, 8) is not None
+
+
+def test_bottom_right_lets_the_last_query_meet_the_last_key() -> None:
+    assert canonical_mask(m.Causal("bottom_right"), 3, 8) == m.Band(None, 5)
+    assert canonical_mask(m.Causal("top_left"), 3, 8) == m.Band(None, 0)
+    assert canonical_mask(m.Causal("bottom_right"), 8, 3) == m.Band(None, -5)
+
+
+def test_lengths_in_the_mask_move_its_diagonal() -> None:
+    mask = canonical_mask(m.Causal("bottom_right") & m.KeyLengths(), 4, 8)
+    assert mask == m.Band(None, 0, ("kv_lengths",)) & m.KeyLengths()
+    data = {"kv_lengths": torch.tensor([3, 8])}
+    kept = plain_masks.place_by_place(
+        m.Band(None, 0, ("kv_lengths",)) & m.KeyLengths(), (2, 1, 4, 8), data
+    )
+    assert kept[0, 0].sum(-1).tolist() == [0, 1, 2, 3]
+    assert kept[1, 0].sum(-1).tolist() == [5, 6, 7, 8]
+
+
+def test_bounds_that_say_the_same_are_the_same() -> None:
+    assert m.Window(4.0) == m.Window(4)
+    assert m.Window(True, 0) == m.Window(1, False)
+    assert str(m.Window(4.0, True)) == "Window(left=4, right=1)"
+    with pytest.raises(ag.GraphError, match=r"2\.5"):
+        m.Window(2.5)
+    with pytest.raises(ag.GraphError, match="inf"):
+        m.Prefix(float("inf"))
+
+
+def test_a_leaf_that_says_only_what_it_keeps_is_right_everywhere() -> None:
+    @frozen
+    class Even(m.Mask):
+        """Every second key."""
+
+        def keep(self, at: Place) -> object:
+            return at.j % 2 == 0
+
+    mask = Even() & m.Causal() | ~Even() & m.Prefix(2)
+    drawn = Asked(mask, Shape(1, 1, 1, 5, 5, 1, 1), {})
+    for i in range(5):
+        span, surely = (
+            f(drawn.block(range(1), range(1), range(i, i + 1))) for f in (mask.span, mask.surely)
+        )
+        for j in range(5):
+            kept = (j <= i) if j % 2 == 0 else j < 2
+            assert mask.keep(Place(0, 0, i, j, 1, 5, 5)) == kept
+            assert j in span or not kept
+            assert j not in surely or kept
+
+
+@pytest.mark.parametrize("align", ["top_left", "bottom_right"])
+@pytest.mark.parametrize(("M", "N"), [*product([1, 3, 5], [1, 4])])
+def test_a_graphs_alignment_holds_for_leaves_that_say_nothing(
+    M: int, N: int, align: m.Align
+) -> None:
+    said = m.Causal("top_left") & m.Window(2) | ~m.Causal()
+    left = m.Causal("top_left") & m.Window(2, 0, align) | ~m.Causal(align)
+    assert said.aligned(align) == left
+    assert canonical_mask(said.aligned(align), M, N) == canonical_mask(left, M, N)

@@ -1,0 +1,364 @@
+"""What is told before anything runs: true, complete, and with ways out that work."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
+
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import attn_graph as ag
+from attn_graph.backend import Options
+from attn_graph.machine.target import Target
+from attn_graph.planner.choose import BACKENDS
+from attn_graph.planner.explain import explained
+from attn_graph.planner.explanation import Explanation
+from attn_graph.planner.remedies import Question, edited, edits, skeleton
+from tests.support.strategies import cudnn_graphs, graphs, shapes
+
+CPU = Target.of("cpu")
+LIBRARIES = (
+    ("triton", "3.7.1"),
+    ("nvidia-cudnn-frontend", "1.28.0"),
+    ("nvidia-cudnn-cu13", "9.20.0.48"),
+)
+TARGETS = [
+    evolve(CPU, libraries=LIBRARIES, native=(), interprets=False),
+    *(evolve(Target.of(name), libraries=LIBRARIES) for name in ("a100", "h200", "b200")),
+]
+HALF, FLOAT = torch.bfloat16, torch.float32
+X = ag.TensorSpec((2, 8, 512, 64), HALF)
+READS: dict[str, Callable[[Question], ag.Graph]] = {
+    "forward": Question.forward,
+    "backward": Question.backward,
+    "through lse": Question.backward,
+}
+BUILDS = "cudnn"  # a plan of its takes half a second: tests/lowering/test_cudnn_grid.py asks it
+
+
+def sides(found: Explanation) -> Iterator[tuple[str, Explanation]]:
+    yield "forward", found
+    if found.backward:
+        yield "backward", found.backward
+    if found.through_lse:
+        yield "through lse", found.through_lse
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+@given(
+    graph=st.one_of(graphs(shapes(most=40, heads=8)), cudnn_graphs()),
+    deterministic=st.booleans(),
+    most=st.sampled_from([None, 0, 2**16]),
+    avoid=st.sampled_from([(), ("triton",), ("cudnn", "math")]),
+)
+@settings(max_examples=20 * settings().max_examples)
+def test_refusals_have_reasons_takers_lower_and_ways_out_work(
+    target: Target, graph: ag.Graph, deterministic: bool, most: int | None, avoid: tuple[str, ...]
+) -> None:
+    options = Options(deterministic, most, avoid=avoid)
+    found = explained(graph, target, options, None)
+    by_name = {backend.name: backend for backend in BACKENDS}
+    for pass_, side in sides(found):
+        question = evolve(Question.of(graph, options), through_lse=pass_ == "through lse")
+        takers = [*([side.backend] if side.backend else []), *side.also]
+        assert {*takers, *(r.backend for r in side.refusals)} == by_name.keys()
+        for name in takers:
+            if name != BUILDS:
+                by_name[name].lower(READS[pass_](question), target, options)
+        for each in side.refusals:
+            assert each.reasons
+            backend = by_name[each.backend]
+
+            def asks(other: Question, backend: ag.Backend = backend, p: str = pass_) -> list[str]:
+                against = backend.why_not(READS[p](other), target, other.options)
+                return [*other.options.avoided(backend.name), *against]
+
+            assert asks(question) == [*each.reasons]
+            by_text = dict(edits(question))
+            for reason, texts in zip(each.reasons, each.lifts, strict=True):
+                assert re.search(r"[,;:]", reason), "a limit and what was found"
+                for text in texts:
+                    changed = edited(question, (by_text[text],))
+                    assert changed is not None
+                    assert skeleton(reason) not in map(skeleton, asks(changed))
+            if each.smallest:
+                assert not asks(each.smallest.question)
+
+
+def test_nothing_is_raised_where_all_refuse() -> None:
+    graph = ag.attention(X, X, X, dropout=0.1)
+    found = ag.explain(graph, target=TARGETS[2], backends=("cudnn",))
+    assert found.backend is None
+    assert "no backend takes it: all refuse" in str(found)
+    (refusal,) = found.refusals
+    assert str(refusal.smallest) == "no dropout"
+
+
+def test_the_smallest_change_is_a_graph_that_can_be_compiled() -> None:
+    x = ag.TensorSpec((2, 4, 100, 20), FLOAT)
+    graph = ag.attention(x, x, x, mask=ag.Causal(), dropout=0.1)
+    (refusal,) = ag.explain(graph, target=TARGETS[2], backends=("cudnn",)).refusals
+    assert refusal.smallest is not None
+    assert {*refusal.smallest.texts} == {
+        "q, k and v in bf16",
+        "head sizes with zeros up to D = 24, E = 24 (o then has 4 more columns)",
+        "no dropout",
+    }
+    changed = refusal.smallest.graph
+    assert [i.name for i in changed.inputs] == ["q", "k", "v"]
+    assert ag.explain(changed, target=TARGETS[2]).backend == "cudnn"
+
+
+CHANGES = {
+    "k dense": ag.attention(X, ag.TensorSpec(X.shape, HALF, (2**19, 2**16, 128, 2)), X),
+    "no gradient through lse": ag.attention(X, X, X, stats=True),
+    "no gradient of bias": ag.attention(X, X, X, bias=ag.TensorSpec((1, 8, 512, 512), FLOAT)),
+    "bias in bf16": ag.attention(X, X, X, bias=ag.TensorSpec((1, 8, 512, 512), FLOAT)),
+    "q, k and v in bf16": ag.attention(*(ag.TensorSpec(X.shape, FLOAT),) * 3),
+    "no Alibi": ag.attention(X, X, X, alibi=True),
+    "no mask": ag.attention(X, X, X, mask=ag.Prefix(3)),
+    "no dropout": ag.attention(X, X, X, dropout=0.5),
+}
+
+
+def test_inference_has_one_pass() -> None:
+    graph = ag.attention(X, X, X, stats=True)
+    found = ag.explain(graph, target=TARGETS[2], wants=())
+    assert found.backward is None
+    assert found.cost is not None
+    assert found.cost.backward is None
+    assert found.memory is not None
+    assert found.memory.gradients == found.memory.workspace_backward == 0
+    assert "backward" not in str(found.cost)
+    with pytest.raises(ag.GraphError, match="no floating input is named w; there are q, k, v"):
+        ag.explain(graph, wants=("w",))
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 10**7, 64), (999, 9999, 99999999, 64)])
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_any_size_is_explained_exactly(target: Target, sizes: tuple[int, ...]) -> None:
+    B, H, M, _ = sizes
+    x = ag.TensorSpec(sizes, HALF)
+    found = ag.explain(ag.attention(x, x, x, mask=ag.Causal()), target=target)
+    assert found.cost is not None
+    assert found.cost.pairs == B * H * M * (M + 1) // 2
+    (tiles,) = found.tiles
+    assert (tiles.mixed, tiles.exact) == (B * H * -(-M // 128), True)
+    assert found.memory is not None
+    assert found.memory.outputs == 2 * B * H * M * sizes[3]
+
+
+def test_heads_that_are_not_grouped_are_a_way_out() -> None:
+    few = ag.TensorSpec((2, 2, 512, 64), HALF)
+    graph = ag.attention(X, few, few)
+    (refusal,) = ag.explain(graph, target=TARGETS[2], backends=("torch_cudnn",)).refusals
+    assert str(refusal.smallest) == "k and v repeated for all 8 heads"
+
+
+@pytest.mark.parametrize("text", CHANGES)
+def test_each_kind_of_change_is_named_where_it_helps(text: str) -> None:
+    found = ag.explain(CHANGES[text], target=TARGETS[2], backends=("cudnn",))
+    told = [x for _, side in sides(found) for r in side.refusals for x in r.lifts]
+    assert any(text in texts for texts in told)
+
+
+def test_an_explanation_says_the_same_in_every_form(golden: Callable[[object], None]) -> None:
+    graph = ag.attention(X, X, X, mask=ag.Causal() & ag.Window(63), soft_cap=30.0, stats=True)
+    found = ag.explain(graph, target=TARGETS[2])
+    golden(found)
+    told = json.loads(json.dumps(found.to_dict()))
+    assert told["backend"] == found.backend
+    assert [r["backend"] for r in told["refusals"]] == [r.backend for r in found.refusals]
+    assert told["memory"]["peak"] == found.memory.peak if found.memory else False
+    assert told["backward"]["backend"] == "triton"
+    assert told["through_lse"]["backend"] == "triton"
+    html = found._repr_html_()
+    read = Reader()
+    read.feed(html)
+    assert not read.open
+    for part in (found.cause, *(x for r in found.refusals for x in r.told())):
+        assert part in read.text
+    assert "it would with: no SoftCap" in read.text
+    assert "backward, if lse gets a gradient" in read.text
+    nobody = ag.explain(graph, target=TARGETS[2], backends=("cudnn",))._repr_html_()
+    assert "no backend takes it" in nobody
+    assert "chosen" not in nobody.partition("backward")[0]
+
+
+class Reader(HTMLParser):
+    """The text of a page, and the tags that are open at its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_a_plan_explains_itself_as_the_library_does() -> None:
+    """But for what only a lowered plan knows."""
+    graph = ag.attention(*(ag.TensorSpec((1, 2, 64, 16), FLOAT),) * 3, mask=ag.Window(3))
+    plan, found = ag.compile(graph, target=CPU).explain(), ag.explain(graph, target=CPU)
+    assert (plan.backend, plan.cause, plan.memory, plan.cost, plan.tiles) == (
+        found.backend, found.cause, found.memory, found.cost, found.tiles,
+    )  # fmt: skip
+    assert [r.reasons for r in plan.refusals] == [r.reasons for r in found.refusals]
+
+
+STATS = ag.attention(X, X, X, mask=ag.Causal(), stats=True)
+
+
+def test_the_backward_by_o_comes_first_and_the_one_through_lse_beside_it() -> None:
+    """What a step that uses o alone runs: lse is only handed out."""
+    found = ag.explain(STATS, target=TARGETS[2])
+    alone = ag.explain(ag.attention(X, X, X, mask=ag.Causal()), target=TARGETS[2])
+    assert found.backward is not None
+    assert found.through_lse is not None
+    assert alone.backward is not None
+    assert (found.backward.backend, found.through_lse.backend) == ("cudnn", "triton")
+    assert found.backward.graph == alone.backward.graph
+    assert found.memory is not None
+    assert found.through_lse.memory is not None
+    assert found.memory.workspace_backward > found.through_lse.memory.workspace_backward == 2**15
+    told = str(found)
+    assert told.index("\nbackward\n  cudnn: chosen") < told.index(
+        "\nbackward, if lse gets a gradient\n  triton: chosen"
+    )
+    assert f"\nmemory, if lse gets a gradient: {found.through_lse.memory}\n" in told
+    html = found._repr_html_()
+    assert html.index("<h4>backward</h4>") < html.index("<h4>backward, if lse gets a gradient</h4>")
+    assert found.to_dict()["memory"]["workspace_backward"] == found.memory.workspace_backward
+    assert found.to_dict()["through_lse"]["memory"]["workspace_backward"] == 2**15
+
+
+def test_refusals_are_told_once_where_lse_changes_nothing() -> None:
+    found = ag.explain(STATS, target=TARGETS[2], backends=("math", "torch_sdpa"))
+    ((refusal,), (other,)) = (x.refusals for _, x in [*sides(found)][1:])
+    assert refusal.reasons == other.reasons
+    assert f"\n  {refusal.backend}: no" in str(found).partition("\nbackward\n")[2]
+    told = str(found).partition("\nbackward, if lse gets a gradient\n")[2]
+    assert told.startswith(
+        "  math: chosen, because it is the only one asked that takes the graph\n"
+    )
+    assert refusal.reasons[0] not in told
+    assert refusal.reasons[0] not in found._repr_html_().partition("if lse gets")[2]
+
+
+def test_lse_alone_has_its_gradient() -> None:
+    def logsumexp(q: ag.Value, k: ag.Value) -> ag.Value:
+        return ag.scores(q, k).softmax()[1]
+
+    found = ag.explain(ag.graph(logsumexp, q=X, k=X), target=TARGETS[2])
+    assert found.through_lse is None
+    assert found.backward is not None
+    assert [i.name for i in found.backward.graph.inputs if i.name.startswith("d")] == ["dlse"]
+
+
+def test_a_plan_tells_of_the_backward_by_o_alone() -> None:
+    x = ag.TensorSpec((1, 2, 64, 16), FLOAT)
+    graph, plain = (ag.attention(x, x, x, stats=stats) for stats in (True, False))
+    some = ag.compile(graph, target=CPU, backends=("torch_sdpa", "math"), workspace=ag.Workspace())
+    other = ag.compile(plain, target=CPU, backends=("torch_sdpa", "math"))
+    found, due = some.explain(), other.explain()
+    assert some.memory().workspace_backward == other.memory().workspace_backward
+    assert found.backward is not None
+    assert due.backward is not None
+    assert found.backward.graph == due.backward.graph
+    assert found.through_lse is not None
+    assert found.through_lse.graph == some.vjp.graph
+    assert due.through_lse is None
+
+
+def test_a_gradient_through_lse_that_nobody_takes_is_no_error() -> None:
+    takes = ag.Backend("takes", refuses_lse, lambda *given: ag.Executable(tuple))
+    plan = ag.compile(STATS, target=CPU, backends=(takes,))
+    found = plan.explain()
+    assert found.backward is not None
+    assert found.backward.backend == "takes"
+    assert found.through_lse is not None
+    assert found.through_lse.backend is None
+    assert [r.reasons for r in found.through_lse.refusals] == [("has no gradient of lse",)]
+    assert plan.memory() == found.memory
+
+
+def refuses_lse(graph: ag.Graph, target: Target, options: Options) -> Iterator[str]:
+    if any(i.name == "dlse" for i in graph.inputs):
+        yield "has no gradient of lse"
+
+
+def test_who_runs_nothing_needs_no_workspace() -> None:
+    graph = ag.attention(X, X, X, dropout=0.1)
+    found = ag.explain(graph, target=TARGETS[2], backends=("cudnn",))
+    assert found.memory is None
+    assert "memory" not in str(found)
+    assert "workspace" not in str(found)
+
+
+def test_explaining_builds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attn_graph.lowering.cudnn.plan.built", None)
+    found = ag.explain(ag.attention(X, X, X), target=TARGETS[2])
+    assert found.backend == "cudnn"
+    assert found.memory is not None
+    assert found.memory.untold == ("forward",)
+    assert "workspace forward told by the built plan" in str(found)
+
+
+def test_a_change_is_no_way_out_if_the_same_limit_refuses_then() -> None:
+    """ALiBi needs a causal mask: without any it is refused as well."""
+    graph = ag.attention(X, X, X, alibi=True, mask=ag.Window(8, 8))
+    (refusal,) = ag.explain(graph, target=TARGETS[2], backends=("cudnn",), wants=()).refusals
+    assert refusal.lifts == (("no Alibi",),)
+
+
+def test_changes_that_only_show_after_others_are_found() -> None:
+    graph = ag.attention(X, X, X, bias=ag.TensorSpec((1, 8, 512, 512), HALF), stats=True)
+    found = ag.explain(graph, target=TARGETS[2], backends=("torch_cudnn",))
+    assert found.through_lse is not None
+    (refusal,) = found.through_lse.refusals
+    assert refusal.smallest is not None
+    assert {*refusal.smallest.texts} == {"no Bias", "no gradient through lse"}
+
+
+def test_an_unbuilt_plan_may_turn_out_too_large() -> None:
+    found = ag.explain(ag.attention(X, X, X), target=TARGETS[2], max_workspace=0)
+    assert found.notes == (
+        "its built plan may need more workspace than max_workspace allows: then triton runs it",
+    )
+
+
+def test_a_backend_that_refuses_only_when_it_lowers_is_explained() -> None:
+    def lower(graph: ag.Graph, target: Target, options: Options) -> ag.Executable:
+        raise ag.RefusedError("needs what shows late, and there is none")
+
+    late = ag.Backend("late", lambda *asked: (), lower)
+    found = ag.explain(CHANGES["no dropout"], target=CPU, backends=(late, "math"))
+    assert found.backend == "math"
+    assert [r.reasons for r in found.refusals] == [("needs what shows late, and there is none",)]
+
+
+def test_costs_are_of_the_wanted_gradients_and_of_the_precision() -> None:
+    graph = ag.attention(*(ag.TensorSpec(X.shape, FLOAT),) * 3)
+    whole = ag.explain(graph, target=TARGETS[2], precision="ieee").cost
+    part = ag.explain(graph, target=TARGETS[2], wants=("q",), precision="tf32").cost
+    assert whole is not None
+    assert part is not None
+    assert whole.backward is not None
+    assert part.backward is not None
+    assert part.backward.flops < whole.backward.flops
+    assert part.forward.flops == whole.forward.flops
+    assert (part.forward.compute_seconds or 1) < (whole.forward.compute_seconds or 0)

@@ -1,0 +1,1 @@
+"""What several tests use: drawn graphs, plain formulas, models of the runtime."""

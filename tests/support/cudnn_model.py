@@ -1,0 +1,138 @@
+"""What cuDNN's documentation says that its attention computes, on a CPU in float64.
+
+It stands where cuDNN would run a plan: it is given tensors by number and knows of them only what
+the call says, addresses and strides. So all that leads to cuDNN is tested without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import final
+
+import torch
+from attrs import frozen
+
+from attn_graph.lowering.cudnn.graph import Call, Slot
+from tests.support import plain
+
+Tensor = torch.Tensor
+INF = float("inf")
+
+
+@final
+@frozen
+class Model:
+    """Runs a call on what lies where the call says."""
+
+    call: Call
+
+    def __call__(
+        self, pack: Mapping[int, Tensor], workspace: Tensor | None, device: torch.device
+    ) -> None:
+        slots = {x.argument: (x, pack[n]) for n, x in enumerate(self.call.slots, start=1)}
+        views = {name: lying(x, t) for name, (x, t) in slots.items()}
+        outputs = {x.argument for x in self.call.outputs}
+        given = {name: x.double() for name, x in views.items() if name not in outputs}
+        computed = (forward if self.call.name == "sdpa" else backward)(self.options, given)
+        for name in outputs:
+            views[name].copy_(computed[name])
+
+    @property
+    def options(self) -> dict[str, float | bool | str | None]:
+        return self.call.said
+
+
+def lying(x: Slot, t: Tensor) -> Tensor:
+    """The memory of a tensor as the call says that it lies."""
+    assert t.dtype == x.dtype
+    return t.as_strided(x.shape, x.strides)
+
+
+Options = Mapping[str, float | bool | str | None]
+Named = Mapping[str, Tensor]
+
+
+def scores(options: Options, given: Named) -> Tensor:
+    """s [B,H,M,N] with all that is added, -inf where masked."""
+    q = given["q"]
+    k = plain.per_head(given["k"], q.shape[1])
+    scale = options["attn_scale"]
+    assert isinstance(scale, float)
+    s = capped(options, scale * (q @ k.mT)) + given.get("bias", torch.zeros(()))
+    i, j = torch.arange(s.shape[2])[:, None], torch.arange(s.shape[3])
+    if options.get("use_alibi_mask"):
+        slopes = torch.tensor(plain.slopes_of(s.shape[1]), dtype=s.dtype)
+        s = s + slopes[:, None, None] * (j - i)
+    return s.masked_fill(~kept(options, given, i, j), -INF)
+
+
+def capped(options: Options, s: Tensor) -> Tensor:
+    cap = options.get("soft_cap")
+    return cap * torch.tanh(s / cap) if isinstance(cap, float) else s
+
+
+def slope(options: Options, given: Named) -> Tensor:
+    """What the soft cap leaves of a gradient by the scores."""
+    cap, scale = options.get("soft_cap"), options["attn_scale"]
+    if not isinstance(cap, float):
+        return torch.ones(())
+    assert isinstance(scale, float)
+    s = scale * (given["q"] @ plain.per_head(given["k"], given["q"].shape[1]).mT)
+    return 1 - torch.tanh(s / cap) ** 2
+
+
+def kept(options: Options, given: Named, i: Tensor, j: Tensor) -> Tensor:
+    """Where both lengths and the band keep a place: [B or 1,1,M,N]."""
+    M, N = len(i), len(j)
+    rows = given.get("seq_len_q", torch.full((1, 1, 1, 1), M))
+    columns = given.get("seq_len_kv", torch.full((1, 1, 1, 1), N))
+    keep = (i < rows) & (j < columns)
+    right_end = options.get("diagonal_alignment") == "bottom_right"
+    at = i + (columns - rows if right_end else torch.zeros(()))
+    left, right = (options.get(f"diagonal_band_{side}_bound") for side in ("left", "right"))
+    if isinstance(left, int):
+        keep = keep & (j > at - left)
+    if isinstance(right, int):
+        keep = keep & (j <= at + right)
+    return keep
+
+
+def forward(options: Options, given: Named) -> dict[str, Tensor]:
+    s = scores(options, given)
+    sink = given.get("sink_token", torch.full((1, 1, 1, 1), -INF, dtype=s.dtype))
+    lse = torch.logaddexp(s.logsumexp(-1, keepdim=True), sink.expand(*s.shape[:3], 1))
+    lse = torch.where(s.isneginf().all(-1, keepdim=True) & sink.isneginf(), -INF, lse)
+    rows = given.get("seq_len_q", torch.full((1, 1, 1, 1), s.shape[2]))
+    lse = lse.masked_fill(torch.arange(s.shape[2])[:, None] >= rows, -INF)  # with sinks too
+    p = torch.exp(s - lse.masked_fill(lse == -INF, INF))
+    return {"o": p @ plain.per_head(given["v"], s.shape[1]), "stats": lse}
+
+
+def backward(options: Options, given: Named) -> dict[str, Tensor]:
+    s, lse = scores(options, given), given["stats"]
+    finite = lse.masked_fill(lse == -INF, INF)
+    p = torch.exp(s - finite)
+    q, do, G = given["q"], given["dO"], given["k"].shape[1]
+    k, v = (plain.per_head(given[name], q.shape[1]) for name in "kv")
+    delta = (do * given["o"]).sum(-1, keepdim=True)
+    ds = p * (do @ v.mT - delta)
+    scale = options["attn_scale"]
+    assert isinstance(scale, float)
+    inner = scale * slope(options, given) * ds
+    found = {
+        "dQ": inner @ k,
+        "dK": per_group(inner.mT @ q, G),
+        "dV": per_group(p.mT @ do, G),
+    }
+    if "bias" in given:
+        found["dBias"] = ds.sum_to_size(given["bias"].shape)
+    if "sink_token" in given:
+        share = torch.exp(given["sink_token"] - finite)
+        found["dSink_token"] = -(share * delta).sum((0, 2), keepdim=True)
+    return found
+
+
+def per_group(x: Tensor, G: int) -> Tensor:
+    """[B,H,N,D] -> [B,G,N,D]: the sum over the heads that share keys."""
+    B, H, *rest = x.shape
+    return x.view(B, G, H // G, *rest).sum(2)

@@ -1,0 +1,98 @@
+"""Masks in plain PyTorch: which places are kept, leaf by leaf, on whole arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
+from typing import Any
+
+import torch
+from attrs import frozen
+
+from attn_graph.masks import leaves
+from attn_graph.masks.places import Place
+
+INF = float("inf")
+Tensor = torch.Tensor
+Data = Mapping[str, Tensor]
+
+
+@frozen
+class Where:
+    """Every place of [B,H,M,N], and the tensors that say something about it."""
+
+    sizes: tuple[int, int, int, int]
+    data: Data
+
+    def axis(self, letter: str) -> Tensor:
+        place = "bhij".index(letter)
+        return torch.arange(self.sizes[place]).reshape([-1] + [1] * (3 - place))
+
+    def lengths(self, name: str) -> Tensor:
+        return self.data[name].reshape(-1, 1, 1, 1)
+
+    def moved(self, align: str | None, lengths: Sequence[str]) -> Tensor:
+        """i', the key that query i meets, given which lengths say where sequences end."""
+        i, (_, _, M, N) = self.axis("i"), self.sizes
+        if align != "bottom_right":
+            return i
+        last_key = self.lengths("kv_lengths") if "kv_lengths" in lengths else N
+        last_query = self.lengths("q_lengths") if "q_lengths" in lengths else M
+        return i + last_key - last_query
+
+
+def causal(mask: leaves.Causal, at: Where) -> Tensor:
+    return at.axis("j") <= at.moved(mask.align, [*at.data])
+
+
+def window(mask: leaves.Window, at: Where) -> Tensor:
+    left = INF if mask.left is None else mask.left
+    right = INF if mask.right is None else mask.right
+    i, j = at.moved(mask.align, [*at.data]), at.axis("j")
+    return (i - left <= j) & (j <= i + right)
+
+
+def band(mask: leaves.Band, at: Where) -> Tensor:
+    gap = at.axis("j") - (at.moved("bottom_right", mask.ragged) if mask.ragged else at.axis("i"))
+    low = -INF if mask.low is None else mask.low
+    return (low <= gap) & (gap <= (INF if mask.high is None else mask.high))
+
+
+def same_segment(mask: leaves.SameSegment, at: Where) -> Tensor:
+    q, k = at.data["q_segments"], at.data["kv_segments"]
+    return q[:, None, :, None] == k[:, None, None, :]
+
+
+LEAVES: dict[type[leaves.Mask], Callable[[Any, Where], Tensor]] = {
+    leaves.Causal: causal,
+    leaves.Window: window,
+    leaves.Band: band,
+    leaves.SameSegment: same_segment,
+    leaves.Prefix: lambda mask, at: at.axis("j") < mask.length,
+    leaves.Keep: lambda mask, at: at.data[mask.name],
+    leaves.KeyLengths: lambda mask, at: at.axis("j") < at.lengths("kv_lengths"),
+    leaves.QueryLengths: lambda mask, at: at.axis("i") < at.lengths("q_lengths"),
+}
+
+
+def kept(mask: leaves.Mask, at: Where) -> Tensor:
+    """True where the mask keeps, [B,H,M,N] or what broadcasts to it."""
+    match mask:
+        case leaves.And(a, b):
+            return kept(a, at) & kept(b, at)
+        case leaves.Or(a, b):
+            return kept(a, at) | kept(b, at)
+        case leaves.Not(a):
+            return ~kept(a, at)
+        case _ if type(mask) in LEAVES:
+            return LEAVES[type(mask)](mask, at)
+        case _:
+            return place_by_place(mask, at.sizes, at.data)
+
+
+def place_by_place(mask: leaves.Mask, sizes: tuple[int, int, int, int], data: Data) -> Tensor:
+    """The mask asked at every single place, in integers: slow, and what `keep` means."""
+    _, H, M, N = sizes
+    places = (Place(b, h, i, j, H, M, N, data) for b, h, i, j in product(*map(range, sizes)))
+    asked = [bool(mask.keep(place)) for place in places]
+    return torch.tensor(asked, dtype=torch.bool).reshape(sizes)

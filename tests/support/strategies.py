@@ -1,0 +1,490 @@
+"""What hypothesis draws: shapes, strides, masks, modifiers, graphs, and tensors for them.
+
+Descriptions are drawn by hypothesis and shrink; the elements of tensors come from a seeded
+`torch.Generator`, which is faster by far and no worse at finding bugs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from attrs import frozen
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn, SearchStrategy
+
+from attn_graph.ir import builder, ops
+from attn_graph.ir.attention import Attention
+from attn_graph.ir.builder import Value
+from attn_graph.ir.graph import Graph, Op
+from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
+from attn_graph.masks import leaves as m
+from attn_graph.spec import FLOATS, TensorSpec, ValueType, dense_strides
+
+T = TypeVar("T")
+DEPTH = 3  # of a mask's expression: joins within joins
+EXTREME = 1e4  # scores this far from 0, where exp(s) is 0 or inf in any dtype
+
+seeds: SearchStrategy[int] = st.integers(0, 2**16)
+dtypes: SearchStrategy[torch.dtype] = st.sampled_from(FLOATS)
+
+
+@frozen
+class Shape:
+    """Sizes of one attention, in the alphabet of docs/semantics.md. H is a multiple of G."""
+
+    B: int
+    H: int
+    G: int
+    M: int
+    N: int
+    D: int
+    E: int
+
+    @property
+    def q(self) -> tuple[int, int, int, int]:
+        return self.B, self.H, self.M, self.D
+
+    @property
+    def k(self) -> tuple[int, int, int, int]:
+        return self.B, self.G, self.N, self.D
+
+    @property
+    def v(self) -> tuple[int, int, int, int]:
+        return self.B, self.G, self.N, self.E
+
+    def full(self, axes: str) -> tuple[int, ...]:
+        """The sizes of axes named by letters of "bhij"."""
+        return tuple({"b": self.B, "h": self.H, "i": self.M, "j": self.N}[x] for x in axes)
+
+
+def positions(most: int) -> SearchStrategy[int]:
+    """How many queries or keys: mostly few, sometimes more than a block."""
+    few = st.integers(1, min(12, most))
+    return st.one_of(few, few, few, st.integers(1, most), st.just(1))
+
+
+widths: SearchStrategy[int] = st.sampled_from([4, 1, 2, 3, 5, 8, 16])
+
+
+@st.composite
+def shapes(draw: DrawFn, most: int = 40, heads: int = 36) -> Shape:
+    """Any sizes with M and N up to `most`: 0 and 1, M != N, grouped heads, E != D.
+
+    `heads`: up to so many of all batch entries together.
+    """
+    M, D = draw(positions(most)), draw(widths)
+    B, G, r = draw(
+        st.tuples(*map(st.sampled_from, ([1, 2, 1, 3], [1, 2, 1, 3], [1, 2, 1, 3, 4]))).filter(
+            lambda sizes: sizes[0] * sizes[1] * sizes[2] <= heads
+        )
+    )
+    sizes = {
+        "B": B,
+        "G": G,
+        "r": r,
+        "M": M,
+        "N": draw(st.one_of(st.just(M), positions(most))),
+        "D": D,
+        "E": draw(st.one_of(st.just(D), widths)),
+    }
+    if draw(st.integers(0, 9)) == 5:  # not an end of the range, which is drawn more often
+        sizes |= dict.fromkeys(draw(st.sets(st.sampled_from("BGrMN"), min_size=1, max_size=2)), 0)
+    return Shape(H=sizes["G"] * sizes.pop("r"), **sizes)
+
+
+# Layouts
+
+
+@st.composite
+def strides_of(draw: DrawFn, shape: Sequence[int]) -> tuple[int, ...]:
+    """Any strides >= 0: every order of the axes, gaps, slices, broadcast and overlapping axes."""
+    axes, rank = draw(orders(len(shape))), len(shape)
+    kind = draw(st.sampled_from(["dense", "dense", "packed", "gaps", "broadcast", "overlap"]))
+    strides, step = [0] * rank, draw(st.sampled_from([1, 1, 1, 2, 3])) if kind == "gaps" else 1
+    packed = draw(st.integers(0, max(0, rank - 1))) if kind == "packed" else -1
+    for place, axis in enumerate(reversed(axes)):
+        step *= 3 if place == packed else 1  # one of q, k, v side by side on this axis
+        strides[axis] = step
+        step *= max(1, shape[axis])
+        step += draw(st.integers(0, 3)) if kind == "gaps" else 0
+    if kind == "broadcast":
+        flat = draw(st.sets(st.integers(0, rank - 1))) if rank else set()
+        strides = [0 if axis in flat else s for axis, s in enumerate(strides)]
+    if kind == "overlap":
+        strides = [draw(st.integers(0, 5)) for _ in shape]
+    return tuple(strides)
+
+
+@st.composite
+def orders(draw: DrawFn, rank: int) -> tuple[int, ...]:
+    """Axes from the outermost in memory to the innermost; mostly the last one is innermost."""
+    if draw(st.integers(0, 4)) == 4:
+        return tuple(draw(st.permutations(range(rank))))
+    return (*draw(st.permutations(range(rank - 1))), *range(max(0, rank - 1), rank))
+
+
+@st.composite
+def specs(draw: DrawFn, shape: Sequence[int], dtype: torch.dtype) -> TensorSpec:
+    """A spec of this shape and dtype, in any layout."""
+    if draw(st.booleans()):
+        return TensorSpec(shape, dtype)
+    return TensorSpec(shape, dtype, draw(strides_of(shape)))
+
+
+@st.composite
+def broadcast(draw: DrawFn, shape: Sequence[int]) -> tuple[int, ...]:
+    """This shape with any of its axes 1."""
+    return tuple(draw(st.sampled_from([n, 1])) for n in shape)
+
+
+# Masks
+
+Aligned = SearchStrategy[m.Align | None]
+near = st.integers(-4, 12)
+bounds: SearchStrategy[int | None] = st.one_of(near, near, near, st.none())
+aligns: Aligned = st.sampled_from(["top_left", "bottom_right"])
+
+
+def bands(aligned: Aligned) -> SearchStrategy[m.Mask]:
+    lengths = st.sets(st.sampled_from(m.LENGTHS)).map(m.ragged_in)
+    return st.builds(m.Band, bounds, bounds, lengths)
+
+
+@st.composite
+def windows(draw: DrawFn, aligned: Aligned) -> m.Mask:
+    left, right = draw(bounds), draw(bounds)
+    if left is not None and right is not None:
+        right = max(right, -left)
+    return m.Window(left, right, draw(aligned))
+
+
+# A leaf that is declared and not drawn fails a test: `test_every_leaf_is_drawn`.
+LEAVES: dict[type[m.Mask], Callable[[Aligned], SearchStrategy[m.Mask]]] = {
+    m.Causal: lambda aligned: st.builds(m.Causal, aligned),
+    m.Window: windows,
+    m.Prefix: lambda _: st.builds(m.Prefix, st.integers(0, 12)),
+    m.Keep: lambda _: st.builds(m.Keep, st.sampled_from(["keep", "local"])),
+    m.KeyLengths: lambda _: st.just(m.KeyLengths()),
+    m.QueryLengths: lambda _: st.just(m.QueryLengths()),
+    m.SameSegment: lambda _: st.just(m.SameSegment()),
+    m.Band: bands,
+}
+
+
+def alignments(shape: Shape, align: m.Align | None) -> Aligned:
+    """What a leaf may say for itself, where `align` is said for the whole graph."""
+    return aligns if align is None and shape.M != shape.N else st.one_of(aligns, st.none())
+
+
+@st.composite
+def masks(draw: DrawFn, shape: Shape, align: m.Align | None = None, depth: int = DEPTH) -> m.Mask:
+    """An expression of any leaves with `&`, `|` and `~`."""
+    kind = draw(st.sampled_from(["leaf", "leaf", "&", "|", "~"])) if depth else "leaf"
+    if kind == "leaf":
+        leaf = LEAVES[draw(st.sampled_from(m.LEAVES))]
+        return draw(leaf(alignments(shape, align)))
+    a = draw(masks(shape, align, depth - 1))
+    if kind == "~":
+        return ~a
+    b = draw(masks(shape, align, depth - 1))
+    return a & b if kind == "&" else a | b
+
+
+@st.composite
+def data_specs(draw: DrawFn, needs: dict[str, m.Data], shape: Shape) -> dict[str, TensorSpec]:
+    """A spec for each tensor that a mask or a modifier reads."""
+    found = {}
+    for name, data in needs.items():
+        full = shape.full(data.axes)
+        sizes = draw(broadcast(full)) if data.broadcasts else full
+        found[name] = draw(specs(sizes, draw(st.sampled_from(data.dtypes))))
+    return found
+
+
+# Modifiers
+
+caps: SearchStrategy[float] = st.sampled_from([5.0, 30.0, 1.0, 0.25])
+scales: SearchStrategy[float | None] = st.sampled_from([None, None, None, 0.5, 3.0, 0.0, -0.7])
+rates: SearchStrategy[float] = st.sampled_from([0.1, 0.5, 0.9])
+
+
+def maybe(strategy: SearchStrategy[T]) -> SearchStrategy[T | None]:
+    """Absent twice as often as not, so that a graph of many options stays readable."""
+    return st.one_of(st.none(), st.none(), strategy)
+
+
+def bias_specs(shape: Shape, dtype: torch.dtype) -> SearchStrategy[TensorSpec]:
+    """[B,H,M,N], each axis full or 1, in q's dtype or float32."""
+    return st.tuples(
+        broadcast(shape.full("bhij")), st.sampled_from([dtype, torch.float32])
+    ).flatmap(lambda drawn: specs(*drawn))
+
+
+def slope_specs(shape: Shape, dtype: torch.dtype) -> SearchStrategy[TensorSpec]:
+    """[H] or [B,H], in q's dtype or float32."""
+    return st.tuples(
+        st.sampled_from([shape.full("h"), shape.full("bh")]),
+        st.sampled_from([dtype, torch.float32]),
+    ).flatmap(lambda drawn: specs(*drawn))
+
+
+def sink_specs(shape: Shape, dtype: torch.dtype) -> SearchStrategy[TensorSpec]:
+    """[H], in q's dtype or float32."""
+    return st.sampled_from([dtype, torch.float32]).flatmap(
+        lambda kind: specs(shape.full("h"), kind)
+    )
+
+
+@st.composite
+def modifiers(draw: DrawFn, shape: Shape) -> Modifier:
+    """Any one modifier, with an alignment where it needs one."""
+    align = draw(alignments(shape, None))
+    lengths = st.sets(st.sampled_from(m.LENGTHS)).map(m.ragged_in)
+    alibi = st.builds(Alibi, st.booleans(), st.just(align), lengths, st.booleans())
+    drawn: dict[type[Modifier], SearchStrategy[Modifier]] = {
+        SoftCap: st.builds(SoftCap, caps),
+        Bias: st.just(Bias()),
+        Alibi: alibi.filter(lambda op: not (op.default and op.per_batch)),
+    }
+    return draw(drawn[draw(st.sampled_from(sorted(drawn, key=lambda kind: kind.__name__)))])
+
+
+# Graphs
+
+
+@st.composite
+def graphs(
+    draw: DrawFn,
+    shape: SearchStrategy[Shape] | None = None,
+    dtype: SearchStrategy[torch.dtype] | None = None,
+    stats: bool | None = None,
+) -> Graph:
+    """`attention` over all that it takes. Not simplified: that is what its users do first."""
+    size = draw(shapes() if shape is None else shape)
+    kind = draw(dtypes if dtype is None else dtype)
+    q, k, v = (draw(specs(x, kind)) for x in (size.q, size.k, size.v))
+    options = draw(mask_options(size)) | draw(score_options(size, kind))
+    stats = draw(st.booleans()) if stats is None else stats
+    return builder.attention(q, k, v, **options, stats=stats)
+
+
+@st.composite
+def mask_options(draw: DrawFn, shape: Shape) -> dict[str, Any]:  # Any: options of `attention`
+    """mask=, align= and all that the mask reads; lengths, segments, keep= beside it or alone."""
+    align = draw(st.one_of(aligns, st.none()))
+    mask = draw(maybe(masks(shape, align)) if draw(st.booleans()) else masks(shape, align))
+    beside = draw(maybe(st.sampled_from([m.Keep(), m.KeyLengths(), m.SameSegment()])))
+    needs = (mask.needs if mask else {}) | (beside.needs if beside else {})
+    given: dict[str, Any] = draw(data_specs(needs, shape))
+    if "q_segments" in given:
+        given["segments"] = (given.pop("q_segments"), given.pop("kv_segments"))
+    return given | {"mask": mask, "align": align}
+
+
+@st.composite
+def score_options(
+    draw: DrawFn, shape: Shape, dtype: torch.dtype
+) -> dict[str, Any]:  # Any: options of `attention`
+    """scale=, soft_cap=, bias=, alibi=, sinks=, dropout=; align= where ALiBi needs one."""
+    alibi = draw(maybe(st.one_of(st.just(True), slope_specs(shape, dtype))))
+    align = draw(aligns) if alibi is not None and shape.M != shape.N else None
+    return {
+        "scale": draw(scales),
+        "soft_cap": draw(maybe(caps)),
+        "bias": draw(maybe(bias_specs(shape, dtype))),
+        "alibi": alibi,
+        "sinks": draw(maybe(sink_specs(shape, dtype))),
+        "dropout": draw(maybe(rates)) or 0.0,
+    } | ({"align": align} if align is not None else {})
+
+
+@st.composite
+def shuffled_graphs(draw: DrawFn, dtype: torch.dtype = torch.float32) -> Graph:
+    """Modifiers and masks in any order and number, which only single steps can say."""
+    size = draw(shapes(12))
+    inputs = {"q": size.q, "k": size.k, "v": size.v}
+    given = {name: TensorSpec(shape, dtype) for name, shape in inputs.items()}
+    steps: list[tuple[Op, list[str]]] = []
+    for n in range(draw(st.integers(1, 5))):
+        step: m.Mask | Modifier = draw(st.one_of(masks(size, depth=1), modifiers(size)))
+        found = draw(data_specs(step.needs, size))
+        shared = {name for name in found if given.get(name) == found[name] and draw(st.booleans())}
+        taken = given.keys() - shared
+        names = {name: f"{name}{n}" if name in taken else name for name in found}
+        given |= {names[name]: spec for name, spec in found.items()}
+        op = ops.Mask(step) if isinstance(step, m.Mask) else step
+        steps.append((op, [*names.values()]))
+
+    def attend(**x: Value) -> tuple[Value, Value]:
+        s = builder.scores(x["q"], x["k"])
+        for op, names in steps:
+            s = s.then(op, *(x[name] for name in names))
+        p, lse = s.softmax()
+        return p.weigh(x["v"]), lse
+
+    return builder.graph(attend, **given)
+
+
+# Tensors
+
+
+def tensors_for(graph: Graph, seed: int, device: str = "cpu") -> tuple[torch.Tensor, ...]:
+    """A tensor for each input: its shape, dtype and strides, and values that make sense there.
+
+    One seed in eight gives scores near -1e4, one in eight near +1e4. Biases and sinks have -inf at
+    some places, and biases for whole queries.
+    """
+    random = torch.Generator().manual_seed(seed)
+    shift = {6: EXTREME, 7: -EXTREME}.get(seed % 8, 0.0)
+    sizes = {i.name: i.spec.shape for i in graph.inputs}
+    most = {"q_lengths": sizes.get("q", (0,) * 4)[2], "kv_lengths": sizes.get("k", (0,) * 4)[2]}
+    means = centres(graph, shift)
+    found = []
+    for i in graph.inputs:
+        name = i.name.rstrip("0123456789")  # a second one of a kind
+        mean, spread = means.get(name, 0.0), SPREADS.get(name, 1.0)
+        values = filler(i.spec.type, random, most.get(name, 2), mean, spread)
+        found.append(laid_out(i.spec, values, random, device))
+        if name in ("bias", "sinks") and found[-1].numel():
+            hide(found[-1], random)
+    return tuple(found)
+
+
+def hide(tensor: torch.Tensor, random: torch.Generator) -> None:
+    """Put -inf at some places of a bias or of sinks, or at all of some queries; mostly nowhere."""
+    kind = int(torch.randint(5, (), generator=random))
+    shape = {3: tensor.shape, 4: (*tensor.shape[:-1], 1)}.get(kind)
+    if shape is not None:
+        hidden = (torch.rand(shape, generator=random) < 0.3).expand(tensor.shape)
+        storage = tensor.as_strided((tensor.untyped_storage().size() // tensor.itemsize,), (1,), 0)
+        places = torch.arange(len(storage))
+        at = places.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())[hidden]
+        storage[at.to(tensor.device)] = -torch.inf  # axes of stride 0 can't be written through
+
+
+SPREADS = {"alibi": 0.3, "sinks": 2.0}
+
+
+def centres(graph: Graph, shift: float) -> dict[str, float]:
+    """Means of q and k that make the mean score `shift`."""
+    scale = next((e.op.scale for e in graph.eqns if isinstance(e.op, (ops.Scores, Attention))), 0.0)
+    if not shift or not scale:
+        return {}
+    D = graph.inputs[0].spec.shape[-1]
+    size = (abs(shift) / (abs(scale) * D)) ** 0.5
+    return {"q": size, "k": size if (shift > 0) == (scale > 0) else -size}
+
+
+def filler(
+    type_: ValueType, random: torch.Generator, most: int, mean: float, spread: float
+) -> Callable[[int], torch.Tensor]:
+    """How many elements -> that many: normal, or lengths and segments up to `most`, or flags."""
+    kind = type_.dtype
+
+    def numbers(count: int) -> torch.Tensor:
+        if kind.is_floating_point:
+            drawn = torch.randn(count, generator=random, dtype=torch.float64)
+            return (drawn * spread + mean).to(kind)
+        if kind == torch.bool:  # few flags leave rows that see nothing
+            share = (0.1, 0.5, 0.9)[int(torch.randint(3, (), generator=random))]
+            return torch.rand(count, generator=random) < share
+        if not type_.shape:  # seed or offset: all 64 bits
+            return torch.randint(-(2**63), 2**63 - 1, (count,), generator=random)
+        return torch.randint(most + 1, (count,), generator=random).to(kind)
+
+    return numbers
+
+
+def laid_out(
+    spec: TensorSpec,
+    values: Callable[[int], torch.Tensor],
+    random: torch.Generator,
+    device: str = "cpu",
+) -> torch.Tensor:
+    """A tensor that meets the spec, anywhere in a storage; strides that mean nothing are odd."""
+    start, odd = (int(x) for x in torch.randint(0, 6, (2,), generator=random))
+    last = sum((n - 1) * s for n, s in zip(spec.shape, spec.strides, strict=True))
+    empty = 0 in spec.shape
+    storage = values(start + (0 if empty else last + 1)).to(device)
+    plain = dense_strides(spec.shape)
+    strides = [odd if empty or n == 1 else s for n, s in zip(spec.shape, spec.strides, strict=True)]
+    tensor = storage.as_strided(spec.shape, plain if empty and odd < 3 else strides, start)
+    assert TensorSpec.like(tensor) == spec
+    return tensor
+
+
+def cotangents_for(graph: Graph, seed: int, device: str = "cpu") -> tuple[torch.Tensor, ...]:
+    """A dense cotangent for each output, of its shape and dtype."""
+    random = torch.Generator().manual_seed(seed)
+    return tuple(
+        torch.randn(t.shape, generator=random, dtype=torch.float64).to(device, t.dtype)
+        for t in graph.output_types
+    )
+
+
+# What cuDNN is near to taking: half precision, head sizes of 8, rows on 16 bytes, masks with words.
+
+
+@st.composite
+def cudnn_graphs(draw: DrawFn, sizes: SearchStrategy[int] | None = None) -> Graph:
+    """Most are taken; sizes are those of M and N."""
+    length = st.integers(1, 20) if sizes is None else sizes
+    M, G = draw(length), draw(st.integers(1, 3))
+    N = draw(st.one_of(st.just(M), length))
+    D, E = draw(st.sampled_from([(8, 8), (16, 16), (24, 8), (8, 16), (64, 64)]))
+    shape = Shape(draw(st.integers(1, 3)), G * draw(st.integers(1, 3)), G, M, N, D, E)
+    dtype = draw(st.sampled_from([torch.float16, torch.bfloat16]))
+    kinds = (draw(spaced(x, dtype)) for x in (shape.q, shape.k, shape.v))
+    return builder.attention(*kinds, **draw(cudnn_options(shape, dtype)))
+
+
+@st.composite
+def cudnn_options(
+    draw: DrawFn, shape: Shape, dtype: torch.dtype
+) -> dict[str, Any]:  # Any: options of `attention`
+    align = draw(st.one_of(aligns, st.none()) if shape.M == shape.N else aligns)
+    window = st.builds(m.Window, st.integers(0, 9), st.sampled_from([0, 0, 3, None]))
+    mask = draw(maybe(st.one_of(st.just(m.Causal()), window)))
+    lengths = draw(maybe(st.sets(st.sampled_from(m.LENGTHS), min_size=1))) or ()
+    bias = draw(maybe(bias_shapes(shape))) if mask is None or align != "bottom_right" else None
+    kind = draw(st.sampled_from([dtype, dtype, torch.float32]))
+    return {
+        "mask": mask,
+        "align": align,
+        "scale": draw(scales),
+        "bias": None if bias is None else TensorSpec(bias, kind),
+        "alibi": draw(maybe(st.just(True))) if mask == m.Causal() else None,
+        "soft_cap": draw(maybe(caps)) if mask is None and not lengths else None,
+        "sinks": draw(maybe(sink_specs(shape, dtype))),
+    } | {name: draw(length_specs(shape)) for name in sorted(lengths)}
+
+
+def bias_shapes(shape: Shape) -> SearchStrategy[tuple[int, ...]]:
+    return broadcast(shape.full("bhij"))
+
+
+def length_specs(shape: Shape) -> SearchStrategy[TensorSpec]:
+    """[B] int32 or int64, dense or not."""
+    dtype = st.sampled_from([torch.int32, torch.int64])
+    return dtype.flatmap(lambda kind: specs(shape.full("b"), kind))
+
+
+@st.composite
+def spaced(draw: DrawFn, shape: Sequence[int], dtype: torch.dtype) -> TensorSpec:
+    """Any order of the outer axes, gaps of 8 elements, or one head or batch entry for all."""
+    strides, step = [0, 0, 0, 1], shape[-1] + 8 * draw(st.integers(0, 1))
+    for axis in draw(st.permutations(range(3))):
+        strides[axis] = step
+        step = step * shape[axis] + 8 * draw(st.integers(0, 1))
+    shared = draw(st.sampled_from([(), (), (), (0,), (1,), (0, 1)]))
+    return TensorSpec(shape, dtype, [0 if n in shared else s for n, s in enumerate(strides)])
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same, on an address that is a multiple of 16 bytes."""
+    shape, strides = tensor.shape, tensor.stride()
+    last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    storage = tensor.as_strided((last + 1,), (1,)).clone()
+    return storage.as_strided(shape, strides, 0)

@@ -1,0 +1,94 @@
+"""Small kernels and masks that only tests need."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import torch
+import triton
+import triton.language as tl
+from attrs import frozen
+
+import attn_graph as ag
+from attn_graph.ir.modifiers import Modifier
+from attn_graph.kernels.common import dropped, key_tiles, query_tiles
+from attn_graph.masks.leaves import Data
+
+
+@triton.jit
+def closed_form(
+    out_ptr, lines, M, N, data, numbers,
+    STRIP: tl.constexpr, BLOCK: tl.constexpr, BY_KEYS: tl.constexpr,
+):  # fmt: skip
+    """The four bounds of each batch entry and block of queries, or of keys; out [B,lines,4]."""
+    pid = tl.program_id(0)
+    b, line = pid // lines, pid % lines
+    if BY_KEYS:
+        bounds = query_tiles(line, b, M, N, data, numbers, STRIP, BLOCK, BLOCK)
+    else:
+        bounds = key_tiles(line, b, M, N, data, numbers, STRIP, BLOCK, BLOCK)
+    for n in tl.static_range(4):
+        tl.store(out_ptr + pid * 4 + n, bounds[n])
+
+
+@triton.jit
+def dropout_bits(
+    out_ptr, seed_ptr, offset_ptr, b, h, H, first_row, first_key, threshold, BLOCK: tl.constexpr
+):
+    """out [BLOCK,BLOCK]: which places of a tile are kept."""
+    z = dropped(seed_ptr, offset_ptr, b, h, H, first_row, first_key, threshold, BLOCK, BLOCK)
+    at = tl.arange(0, BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    tl.store(out_ptr + at, z.to(tl.int8))
+
+
+@final
+@frozen
+class Branching(ag.Mask):
+    """Decides with `if`, as no symbol can."""
+
+    def keep(self, at: ag.Place) -> Any:
+        return at.j <= at.i if bool((at.j >= 0).all()) else at.j == 0
+
+
+@final
+@frozen
+class Calling(ag.Mask):
+    """Calls a function of torch."""
+
+    def keep(self, at: ag.Place) -> Any:
+        return torch.where(at.j <= at.i, True, False)
+
+
+@final
+@frozen
+class Striped(ag.Mask):
+    """False where (i - j) // 3 is a multiple of 3, negative ones too."""
+
+    def keep(self, at: ag.Place) -> Any:
+        return (at.i - at.j) // 3 % 3 != 0
+
+
+@final
+@frozen
+class Sloped(Modifier):
+    """s + weight[h] * j, by two contributions: a modifier of one's own, with a gradient."""
+
+    additive = True
+    names = ("s",)
+
+    @property
+    def needs(self) -> dict[str, Data]:
+        return {"weight": Data("h", (torch.float32,))}
+
+    @property
+    def trains(self) -> tuple[str, ...]:
+        return ("weight",)
+
+    def change(self, s: Any, at: ag.Place) -> Any:
+        return s.add_(at.load("weight", at.h) * at.j)
+
+    def collect(self, totals: Any, ds: Any, at: ag.Place) -> None:
+        share = at.reading(totals).load("weight", at.h)
+        half = (ds * at.j).sum((2, 3))[..., None, None] * 0.5
+        share += half.sum_to_size(share.shape)
+        share += half.sum_to_size(share.shape)
