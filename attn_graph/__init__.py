@@ -29,7 +29,7 @@ from attn_graph.machine.store import Store, default_store
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision, Switches
 from attn_graph.machine.workspace import Workspace, default_workspace
-from attn_graph.masks.leaves import (
+from attn_graph.masks import (
     Causal,
     Data,
     Keep,

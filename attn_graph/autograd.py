@@ -14,7 +14,7 @@ from attn_graph.plan import Plan
 Context = Any  # autograd's own, on which torch puts what it likes
 
 
-class Call(torch.autograd.Function):
+class AutogradCall(torch.autograd.Function):
     """A plan's forward, with the plan of its gradient behind it.
 
     Where autograd records the backward too, that is a call of the gradient's plan like any other,
@@ -42,7 +42,7 @@ class Call(torch.autograd.Function):
 
 
 # Function.apply itself, without what it does for transforms: they are refused here.
-record = super(torch.autograd.Function, Call).apply
+record = super(torch.autograd.Function, AutogradCall).apply
 
 
 def differentiable(plan: Plan, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -9,7 +9,7 @@ import torch
 from attrs import Factory, field, frozen
 
 from attn_graph.ir.graph import Graph
-from attn_graph.machine.sizes import shown
+from attn_graph.machine.sizes import format_bytes
 from attn_graph.machine.store import Store
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import LIBRARIES, KernelName, Precision, Switches
@@ -60,8 +60,8 @@ class Options:
         most = self.max_workspace
         if most is not None and need > most:
             yield (
-                f"needs a workspace of {need} bytes ({shown(need)}), "
-                f"max_workspace is {most} bytes ({shown(most)})"
+                f"needs a workspace of {need} bytes ({format_bytes(need)}), "
+                f"max_workspace is {most} bytes ({format_bytes(most)})"
             )
 
     def avoided(self, name: str) -> Iterator[str]:
@@ -77,7 +77,8 @@ class Options:
     def rounded(self, graph: Graph, target: Target) -> Iterator[str]:
         """The reason against PyTorch's own float32 products, where its switch lets them round."""
         if self.exact(graph) and self.switches.precision(target.kind) != "ieee":
-            yield f'has PyTorch\'s float32 products, and precision is "ieee": {switch(target.kind)}'
+            name = switch_name(target.kind)
+            yield f'has PyTorch\'s float32 products, and precision is "ieee": {name}'
 
     def exact(self, graph: Graph) -> bool:
         """Whether float32 products must not be rounded. Half precision loses nothing by it."""
@@ -92,11 +93,11 @@ class Options:
         float32 = any(i.spec.dtype == torch.float32 for i in graph.inputs)
         by_switch = self.switches.precision(target.kind) == "tf32"
         if self.precision == "tf32" and float32 and (by_switch or target.kind == "cuda"):
-            whose = switch(target.kind) if by_switch else 'precision="tf32"'
+            whose = switch_name(target.kind) if by_switch else 'precision="tf32"'
             yield f"float32 products may round their inputs: {whose}"
 
 
-def switch(kind: str) -> str:
+def switch_name(kind: str) -> str:
     """Where PyTorch says how float32 products are rounded, as a clause."""
     return f"torch.backends.{LIBRARIES[kind]}.matmul.fp32_precision lets them round"
 

@@ -19,13 +19,13 @@ from attn_graph.ir.passes import simplify
 from attn_graph.ir.vjp import backward, check_gradient, result_spec, wanted_inputs
 from attn_graph.machine.ambient import outside
 from attn_graph.machine.cache import Cache, CacheInfo
-from attn_graph.machine.sizes import in_bytes
+from attn_graph.machine.sizes import parse_bytes
 from attn_graph.machine.store import Store, default_store
 from attn_graph.machine.target import Target
-from attn_graph.machine.torch_switches import Precision, Switches, read
+from attn_graph.machine.torch_switches import Precision, Switches, read_switches
 from attn_graph.machine.workspace import Workspace, default_workspace
 from attn_graph.plan import Plan
-from attn_graph.planner.choose import Choice, choose, lowered, named
+from attn_graph.planner.choose import Choice, choose, choose_and_lower, resolve_backends
 from attn_graph.spec import TensorSpec
 
 if TYPE_CHECKING:
@@ -85,25 +85,25 @@ def compile(
     Raises NoBackendError, with every backend's reasons, where none takes the graph; GraphError for
     an option that means nothing.
     """
-    among = preferred.get() if backends is None else listed("backends", backends)
-    shunned = (avoided.get() if backends is None else ()) + listed("avoid", avoid)
-    switches, where = read(), Target.here() if target is None else target
+    among = preferred.get() if backends is None else as_tuple("backends", backends)
+    shunned = (avoided.get() if backends is None else ()) + as_tuple("avoid", avoid)
+    switches, where = read_switches(), Target.here() if target is None else target
     asked = (
         graph, where, among, shunned, deterministic, precision, on_fallback, max_workspace,
         workspace, store, tune, switches,
     )  # fmt: skip
-    plan = known(asked) if isinstance(graph, Graph) else None
+    plan = find_known(asked) if isinstance(graph, Graph) else None
     if plan is None:
         check_graph(graph, "compile")
-        place = place_of(where)
+        place = resolve_target(where)
         options = Options(
-            workspace=workspace_of(workspace),
-            store=store_of(store),
+            workspace=resolve_workspace(workspace),
+            store=resolve_store(store),
             on_fallback=one_of("on_fallback", on_fallback, Fallback),
             tune=one_of("tune", tune, Switch),
             **constraints(place, switches, shunned, deterministic, precision, max_workspace),
         )
-        plan = planned(simplify(graph), place, options, among)
+        plan = plan_simplified(simplify(graph), place, options, among)
         calls.put(asked, plan)
     return plan
 
@@ -131,18 +131,20 @@ def explain(
     takes the graph, which is a graph to compile. Raises GraphError for an option that means
     nothing.
     """
-    from attn_graph.planner.explain import explained
+    from attn_graph.planner.explain import explain_graph
 
     check_graph(graph, "explain")
-    among = preferred.get() if backends is None else listed("backends", backends)
-    shunned = (avoided.get() if backends is None else ()) + listed("avoid", avoid)
-    place = place_of(target)
+    among = preferred.get() if backends is None else as_tuple("backends", backends)
+    shunned = (avoided.get() if backends is None else ()) + as_tuple("avoid", avoid)
+    place = resolve_target(target)
     options = Options(
-        store=store_of(store),
-        **constraints(place, read(), shunned, deterministic, precision, max_workspace),
+        store=resolve_store(store),
+        **constraints(place, read_switches(), shunned, deterministic, precision, max_workspace),
     )
     with outside(), place.current():
-        return explained(graph, place, options, None if among is None else named(among), wants)
+        return explain_graph(
+            graph, place, options, None if among is None else resolve_backends(among), wants
+        )
 
 
 def constraints(
@@ -156,18 +158,18 @@ def constraints(
     """What is asked of whoever runs a graph, PyTorch's switches among it."""
     return {
         "deterministic": one_of("deterministic", deterministic, Switch) or switches.deterministic,
-        "max_workspace": None if max_workspace is None else in_bytes(max_workspace),
+        "max_workspace": None if max_workspace is None else parse_bytes(max_workspace),
         "precision": one_of(
             "precision",
             switches.precision(target.kind) if precision is None else precision,
             Precision,
         ),
-        "avoid": names_of(shunned),
+        "avoid": backend_names(shunned),
         "switches": switches,
     }
 
 
-def known(asked: object) -> Plan | None:
+def find_known(asked: object) -> Plan | None:
     """The plan of a call that was made before; None for arguments that mean nothing, too."""
     try:
         return calls.get(asked)
@@ -175,28 +177,28 @@ def known(asked: object) -> Plan | None:
         return None
 
 
-def listed(name: str, backends: Sequence[str | Backend]) -> Backends:
+def as_tuple(name: str, backends: Sequence[str | Backend]) -> Backends:
     """Several backends as a tuple. Raises GraphError for one alone, or for none."""
     if isinstance(backends, str | Backend) or not isinstance(backends, Iterable):
         raise GraphError(f"{name}={backends!r} is no sequence of backends; say ({backends!r},)")
     return tuple(backends)
 
 
-def workspace_of(workspace: Workspace | None) -> Workspace:
+def resolve_workspace(workspace: Workspace | None) -> Workspace:
     """The workspace that is meant. Raises GraphError for what is none."""
     if workspace is not None and not isinstance(workspace, Workspace):
         raise GraphError(f"workspace {workspace!r} is no Workspace; bytes are for max_workspace")
     return workspace or default_workspace()
 
 
-def planned(graph: Graph, target: Target, options: Options, among: Backends | None) -> Plan:
+def plan_simplified(graph: Graph, target: Target, options: Options, among: Backends | None) -> Plan:
     """The plan of a simplified graph, built unless it is known."""
     return plans.built(
         (graph, target, options, among), lambda: build(graph, target, options, among)
     )
 
 
-def place_of(target: Target | str | None) -> Target:
+def resolve_target(target: Target | str | None) -> Target:
     """The target that is meant: by itself, by its name, or this machine's current device."""
     if target is None:
         return Target.here()
@@ -207,7 +209,7 @@ def place_of(target: Target | str | None) -> Target:
     return target
 
 
-def store_of(store: Store | str | os.PathLike[str] | bool) -> Store | None:
+def resolve_store(store: Store | str | os.PathLike[str] | bool) -> Store | None:
     """The store that is meant: the user's own, none, or one in a folder."""
     if isinstance(store, bool):
         return default_store() if store else None
@@ -227,9 +229,11 @@ def one_of(name: str, value: Value, values: object) -> Value:
 
 
 def build(graph: Graph, target: Target, options: Options, among: Backends | None) -> Plan:
-    asked = None if among is None else named(among)
+    asked = None if among is None else resolve_backends(among)
     with outside(), target.current():
-        choice, executable = (measured if options.tune else lowered)(graph, target, options, asked)
+        choice, executable = (choose_by_measuring if options.tune else choose_and_lower)(
+            graph, target, options, asked
+        )
 
     def gradient(
         wants: Sequence[int] | None = None,
@@ -243,8 +247,8 @@ def build(graph: Graph, target: Target, options: Options, among: Backends | None
         same = [None if x is None else own for x, own in zip(specs, dense, strict=True)]
         as_found, as_declared = (backward(graph, given, each, saved) for each in (specs, same))
         if as_found != as_declared and loses(as_found, as_declared, target, options, asked):
-            return planned(as_declared, target, options, among)
-        return planned(as_found, target, options, among)
+            return plan_simplified(as_declared, target, options, among)
+        return plan_simplified(as_found, target, options, among)
 
     return Plan(
         graph,
@@ -256,7 +260,7 @@ def build(graph: Graph, target: Target, options: Options, among: Backends | None
         evolve(executable, notes=(*executable.notes, *options.notes(graph, target), *alone(graph))),
         differentiable,
         gradient,
-        (planned, (graph, target, options, among)),
+        (plan_simplified, (graph, target, options, among)),
         options.precision,
     )
 
@@ -286,19 +290,19 @@ def best_backend(
         return None
 
 
-def measured(
+def choose_by_measuring(
     graph: Graph, target: Target, options: Options, among: Sequence[Backend] | None
 ) -> tuple[Choice, Executable]:
     """`tuned`, which few ask for: importing the library does not import it."""
-    from attn_graph.planner.tuning import tuned
+    from attn_graph.planner.tuning import choose_fastest
 
-    return tuned(graph, target, options, among)
+    return choose_fastest(graph, target, options, among)
 
 
 @contextmanager
 def prefer(*backends: str | Backend) -> Iterator[None]:
     """Within this block, in this context alone, `compile` uses these backends, in this order."""
-    named(backends)
+    resolve_backends(backends)
     token = preferred.set(backends)
     try:
         yield
@@ -312,16 +316,16 @@ def avoid(*backends: str | Backend) -> Iterator[None]:
 
     Blocks within blocks add up. Raises GraphError for a name that is not known.
     """
-    token = avoided.set((*avoided.get(), *names_of(backends)))
+    token = avoided.set((*avoided.get(), *backend_names(backends)))
     try:
         yield
     finally:
         avoided.reset(token)
 
 
-def names_of(backends: Sequence[str | Backend]) -> tuple[str, ...]:
+def backend_names(backends: Sequence[str | Backend]) -> tuple[str, ...]:
     """The names of backends, each once and sorted. Raises GraphError for one that is not known."""
-    return tuple(sorted({backend.name for backend in named(backends)}))
+    return tuple(sorted({backend.name for backend in resolve_backends(backends)}))
 
 
 def cache_info() -> CacheInfo:

@@ -16,7 +16,7 @@ class GraphError(ValueError):
 
     def __init__(self, *problems: str) -> None:
         self.problems = problems
-        super().__init__(titled(f"the graph has {len(problems)} problems", problems))
+        super().__init__(join_lines(f"the graph has {len(problems)} problems", problems))
 
 
 class NoBackendError(RuntimeError):
@@ -32,7 +32,7 @@ class NoBackendError(RuntimeError):
         title: str = "no backend takes this graph",
     ) -> None:
         self.refusals = tuple(refusals)
-        told = "\n".join(refusal(name, reasons) for name, reasons in self.refusals)
+        told = "\n".join(format_refusal(name, reasons) for name, reasons in self.refusals)
         super().__init__(f"{title}\n{told or 'none was asked'}\n{graph}")
 
 
@@ -46,7 +46,7 @@ class PlanMismatchError(ValueError):
     def __init__(self, *differences: str) -> None:
         self.differences = differences
         way_out = "pass tensors as declared, or compile a graph for these: TensorSpec.like(tensor)"
-        super().__init__(titled("the call differs from the plan", (*differences, way_out)))
+        super().__init__(join_lines("the call differs from the plan", (*differences, way_out)))
 
 
 class PlanTargetError(RuntimeError):
@@ -62,23 +62,23 @@ def problems_of(attempt: Callable[[], object]) -> tuple[str, ...]:
     return ()
 
 
-def titled(title: str, lines: tuple[str, ...]) -> str:
+def join_lines(title: str, lines: tuple[str, ...]) -> str:
     """One line alone, or a title and one indented line each."""
     return lines[0] if len(lines) == 1 else "\n  - ".join([title, *lines])
 
 
-def refusal(name: str, reasons: tuple[str, ...]) -> str:
+def format_refusal(name: str, reasons: tuple[str, ...]) -> str:
     """A backend's name and its reasons, as `explain` and the errors show them."""
     return "\n  - ".join([f"{name}: no, because it", *reasons])
 
 
-def caller() -> str:
+def user_line() -> str:
     """`file:line` of the nearest frame outside this package: where the user said it."""
-    file, line = place()
+    file, line = user_frame()
     return f"{file}:{line}"
 
 
-def place() -> tuple[str, int]:
+def user_frame() -> tuple[str, int]:
     """File and line of the nearest frame outside this package."""
     frame = sys._getframe(1)
     while frame.f_back and frame.f_code.co_filename.startswith(HOMES):

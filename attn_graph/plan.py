@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from attn_graph.backend import Executable
 from attn_graph.errors import GraphError, NoBackendError, PlanMismatchError, PlanTargetError
 from attn_graph.ir.graph import Graph
-from attn_graph.ir.reference import Verification, verified
+from attn_graph.ir.reference import Verification, compare
 from attn_graph.ir.vjp import backward, cotangent_specs, main_outputs, saved_specs, wanted_inputs
 from attn_graph.machine.ambient import has_tangent, is_traced
 from attn_graph.machine.sizes import Memory
@@ -254,12 +254,12 @@ class Plan:
 
     def memory_with(self, gradient: Plan | None) -> Memory:
         """Of this pass and of the gradient's."""
-        from attn_graph.planner.explanation import needed
+        from attn_graph.planner.explanation import sum_memory
 
         ahead = self.executable.foreseen
         if gradient is None:
-            return needed(self.graph, ahead)
-        return needed(self.graph, ahead, gradient.graph, gradient.executable.foreseen)
+            return sum_memory(self.graph, ahead)
+        return sum_memory(self.graph, ahead, gradient.graph, gradient.executable.foreseen)
 
     def cost(self, /, **tensors: torch.Tensor) -> Cost:
         """Flops and bytes that the masks leave, and the least time on the target.
@@ -278,7 +278,7 @@ class Plan:
         with torch.no_grad():
             given = self.arranged(tensors, named)
             self(*given)  # checks the tensors
-            return verified(self.graph, given, self.run(*given)[0])
+            return compare(self.graph, given, self.run(*given)[0])
 
     def text(self) -> str:
         """What was generated to run it, or how it runs. May change between versions."""
@@ -291,7 +291,7 @@ class Plan:
         of kernels it compiles them. `attn_graph.explain` builds nothing, and says what would have
         to change for those that refuse.
         """
-        from attn_graph.planner.explanation import tiles_of
+        from attn_graph.planner.explanation import mask_tiles
 
         usual, every = main_outputs(self.graph), self.graph.outputs
         gradient = self.backward_side(usual) if self.has_gradient else None
@@ -299,7 +299,7 @@ class Plan:
             self.side(),
             backward=gradient,
             through_lse=self.backward_side(every) if gradient and usual != every else None,
-            tiles=tuple(tiles_of(self.graph)),
+            tiles=tuple(mask_tiles(self.graph)),
             memory=gradient.memory if gradient else self.memory_with(None),
             cost=self.cost(),
         )

@@ -93,14 +93,14 @@ class TensorSpec:
         *,
         layout: str | None = None,
     ) -> None:
-        sizes = integers("shape", shape)
-        given = None if strides is None else integers("strides", strides)
+        sizes = as_integers("shape", shape)
+        given = None if strides is None else as_integers("strides", strides)
         problems = spec_problems(sizes, dtype, given, layout)
         if problems:
             raise GraphError(*problems)
         if given is None:
             given = dense_strides(sizes, [*map("bhsd".index, layout)] if layout else None)
-        self.__attrs_init__(sizes, dtype, normalised(sizes, given))  # pyright: ignore[reportAttributeAccessIssue]  # attrs makes it
+        self.__attrs_init__(sizes, dtype, normalise_strides(sizes, given))  # pyright: ignore[reportAttributeAccessIssue]  # attrs makes it
 
     @classmethod
     def like(cls, tensor: torch.Tensor) -> TensorSpec:
@@ -116,7 +116,7 @@ class TensorSpec:
     @property
     def is_dense(self) -> bool:
         """Whether the strides are the default ones: C order without gaps."""
-        return self.strides == normalised(self.shape, dense_strides(self.shape))
+        return self.strides == normalise_strides(self.shape, dense_strides(self.shape))
 
     @property
     def unit_last(self) -> bool:
@@ -133,7 +133,7 @@ class TensorSpec:
         return f"TensorSpec({self.shape}, {self.dtype}{tail})"
 
 
-def integers(name: str, values: object) -> tuple[int, ...]:
+def as_integers(name: str, values: object) -> tuple[int, ...]:
     """Sizes or strides. Raises GraphError for what is no sequence of whole numbers."""
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise GraphError(f"spec: {name} {values!r} is no sequence of sizes such as (2, 8, 512, 64)")
@@ -178,7 +178,7 @@ def dense_strides(shape: Sequence[int], order: Sequence[int] | None = None) -> t
     return tuple(strides)
 
 
-def normalised(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+def normalise_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
     """Strides with those that mean nothing set to 0."""
     empty = 0 in shape
     return tuple(0 if empty or n == 1 else s for n, s in zip(shape, strides, strict=True))

@@ -19,12 +19,12 @@ MODELS = Path(__file__).parents[1] / "examples" / "models.py"
 ASKED = 100.0  # milliseconds
 ROUNDS = 3  # the least of them is what the work takes; others share the machine
 KNOWN = (  # what an explanation leaves for the next, of the same graph on another target say
-    remedies.simplified,
-    remedies.gradient,
-    remedies.singles,
-    remedies.edited,
-    cost.foreseen,
-    explanation.foreseen,
+    remedies.simplify_once,
+    remedies.gradient_graph,
+    remedies.single_edits,
+    remedies.apply_edits,
+    cost.count_seen_once,
+    explanation.count_tiles_once,
     fused_tiles.static_tiles,
 )
 

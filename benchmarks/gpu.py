@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import attn_graph as ag
 from attn_graph.lowering.cudnn.backend import described_for
-from attn_graph.lowering.cudnn.builder import planned
+from attn_graph.lowering.cudnn.builder import build_graph
 from attn_graph.lowering.cudnn.run import Run, handle
 from benchmarks.timing import save
 
@@ -87,7 +87,7 @@ def raw(graph: ag.Graph, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
     problem, _, call = described_for(graph, ag.Target.here(), ag.Options())
     device = tensors[0].device
     its = handle(device)
-    plan = planned(call.plain, handle=its)
+    plan = build_graph(call.plain, handle=its)
     run = Run.of(call, problem, graph, ag.Workspace(), 0, lambda *given: packs.append(given[0]))
     packs: list[Any] = []
     (run.forward if problem.grad is None else run.backward)(*tensors)

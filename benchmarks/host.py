@@ -18,7 +18,7 @@ import attn_graph as ag
 from attn_graph.ir.passes import simplify
 from attn_graph.kernels.tilings import Tiling
 from attn_graph.lowering.cudnn import builder as cudnn_builder
-from attn_graph.lowering.cudnn.graph import described
+from attn_graph.lowering.cudnn.graph import describe_call
 from attn_graph.lowering.cudnn.offline import description, driver
 from attn_graph.lowering.cudnn.plan import Built
 from attn_graph.lowering.cudnn.run import Run
@@ -88,7 +88,7 @@ def short_call() -> Callable[[], object]:
     graph = simplify(causal(1))
     problem = sole(graph)
     assert problem is not None
-    run = Run.of(described(problem), problem, graph, ag.Workspace(), 256, lambda *given: None)
+    run = Run.of(describe_call(problem), problem, graph, ag.Workspace(), 256, lambda *given: None)
     tensors = [torch.empty(i.spec.shape, dtype=i.spec.dtype) for i in graph.inputs]
     return lambda: run.forward(*tensors)
 

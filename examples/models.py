@@ -152,7 +152,9 @@ MODELS: dict[str, ag.Graph] = {
 # fmt: on
 
 
-def explained(name: str, target: ag.Target | str, **more: Any) -> ag.Explanation:  # Any: options
+def explain_model(
+    name: str, target: ag.Target | str, **more: Any
+) -> ag.Explanation:  # Any: options
     """Of a model by its name; steps of generation have no gradients."""
     wants = () if name.endswith("-step") else None
     return ag.explain(MODELS[name], target=target, wants=wants, **more)
@@ -161,7 +163,7 @@ def explained(name: str, target: ag.Target | str, **more: Any) -> ag.Explanation
 def main() -> None:
     print(" " * 28 + "".join(f"{x:<12}" for x in TARGETS) + " peak, MiB  least, µs")
     for name in MODELS:
-        found = [explained(name, target) for target in TARGETS]
+        found = [explain_model(name, target) for target in TARGETS]
         told = "".join(f"{each.backend or 'none':<12}" for each in found)
         memory, cost = found[0].memory, found[0].cost
         assert memory is not None

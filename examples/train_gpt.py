@@ -72,7 +72,7 @@ def by_pytorch() -> list[Attend]:
     return [causal, windowed]
 
 
-def turned(x: Tensor, phases: Tensor) -> Tensor:
+def rotate(x: Tensor, phases: Tensor) -> Tensor:
     """RoPE: each pair of numbers of x [B,S,H,D] turned by an angle that grows with the position."""
     pairs = torch.view_as_complex(x.view(*x.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * phases).flatten(-2)
@@ -94,7 +94,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, phases: Tensor, attend: Attend) -> Tensor:
         heads = self.project(self.norm(x)).unflatten(-1, (-1, HEAD_DIM))
         q, k, v = heads.split((HEADS, KV_HEADS, KV_HEADS), dim=2)
-        q, k = turned(q, phases), turned(k, phases)
+        q, k = rotate(q, phases), rotate(k, phases)
         o: Tensor = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         x = x + self.gather(o.transpose(1, 2).flatten(2))
         changed: Tensor = x + self.mlp(x)
@@ -176,7 +176,7 @@ def now() -> float:
     return time.perf_counter()
 
 
-def encoded() -> tuple[Tensor, list[str]]:
+def encode() -> tuple[Tensor, list[str]]:
     """Python's help topics as numbers, and the characters that these stand for."""
     text = "\n".join(topics.values())
     characters = sorted(set(text))
@@ -254,7 +254,7 @@ def draw(ours: Run, theirs: Run, differences: list[float]) -> None:
 
 def main(steps: int = 160) -> None:
     console = Console()
-    text, characters = encoded()
+    text, characters = encode()
     train_text, held_out = text[:-HELD_OUT], text[-HELD_OUT:]
     ours = Run.start(by_attn_graph(), len(characters))
     theirs = Run.start(by_pytorch(), len(characters))

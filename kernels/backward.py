@@ -10,19 +10,19 @@ import triton.language as tl
 
 from attn_graph.kernels.common import (
     LOG2E,
-    counted,
-    dropped,
+    count_tiles,
+    dropout_keeps_tile,
     full_tile,
-    head,
+    head_ptr,
     key_tiles,
     live_rows_at,
     mixed_tile,
-    placed,
+    modify_scores,
+    place_program,
     query_tiles,
-    rounded,
+    round_to,
     rows_at,
     rows_of,
-    scored,
     store_rows,
 )
 
@@ -37,7 +37,7 @@ def delta(
 
     BLIND: rows may have seen nothing. Their delta is 0, whatever do and dlse hold.
     """
-    block, h, b = placed(tl.cdiv(M, BLOCK_M), H)
+    block, h, b = place_program(tl.cdiv(M, BLOCK_M), H)
     first = block * BLOCK_M
     row = tl.arange(0, BLOCK_M)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -46,17 +46,17 @@ def delta(
         do = rows_of(do_ptr, do_strides, b, h, first, M, E, BLOCK_M, WIDTH_E, UPCAST)
         total += tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     if dlse_ptr is not None:
-        at = head(dlse_ptr, dlse_strides, b, h) + (first + row).to(tl.int64) * dlse_strides[2]
+        at = head_ptr(dlse_ptr, dlse_strides, b, h) + (first + row).to(tl.int64) * dlse_strides[2]
         total -= tl.load(at, mask=row < M - first, other=0.0)
     line = (tl.cast(b, tl.int64) * H + h) * M
     if BLIND:
-        lse = statistics(lse_ptr + line, first, M, 0.0, BLOCK_M, False)
+        lse = load_statistics(lse_ptr + line, first, M, 0.0, BLOCK_M, False)
         total = tl.where(lse == float("-inf"), 0.0, total)
     tl.store(delta_ptr + line + first + row, total, mask=row < M - first)
 
 
 @triton.jit
-def statistics(ptr, first, M, other, BLOCK_M: tl.constexpr, WHOLE: tl.constexpr):
+def load_statistics(ptr, first, M, other, BLOCK_M: tl.constexpr, WHOLE: tl.constexpr):
     """Rows first.. of one head of x [B,H,M]."""
     row = tl.arange(0, BLOCK_M)
     if WHOLE:
@@ -71,12 +71,12 @@ def base2(lse):
 
 
 @triton.jit
-def pulled(
+def score_gradient(
     s, dp, lse, delta, b, h, i, j, M, N, scale, data, numbers,
     CHANGE: tl.constexpr, KEEP: tl.constexpr, BACK: tl.constexpr, MIXED: tl.constexpr,
 ):  # fmt: skip
     """p, and ds before the modifiers, of a tile; s = q k^T, lse in base 2; lse, delta broadcast."""
-    p = tl.exp2(scored(s, b, h, i, j, M, N, scale, data, numbers, CHANGE, KEEP, MIXED) - lse)
+    p = tl.exp2(modify_scores(s, b, h, i, j, M, N, scale, data, numbers, CHANGE, KEEP, MIXED) - lse)
     ds = p * (dp - delta)
     if BACK is not None:
         ds = BACK(ds, s * scale, b, h, i, j, M, N, data, numbers)
@@ -101,31 +101,31 @@ def query_gradient(
     BLIND: whether rows may have seen nothing: 0 no, 1 where the mask hides all keys, and so in no
     full tile, 2 anywhere.
     """
-    block, h, b = placed(tl.cdiv(M, BLOCK_M), H)
+    block, h, b = place_program(tl.cdiv(M, BLOCK_M), H)
     first = block * BLOCK_M
     i = (first + tl.arange(0, BLOCK_M))[:, None]
     q = rows_of(q_ptr, q_strides, b, h, first, M, D, BLOCK_M, WIDTH_D, UPCAST)
     row = (tl.cast(b, tl.int64) * H + h) * M
-    lse = base2(statistics(lse_ptr + row, first, M, float("-inf"), BLOCK_M, False))[:, None]
-    surplus = statistics(delta_ptr + row, first, M, 0.0, BLOCK_M, False)[:, None]
+    lse = base2(load_statistics(lse_ptr + row, first, M, float("-inf"), BLOCK_M, False))[:, None]
+    surplus = load_statistics(delta_ptr + row, first, M, 0.0, BLOCK_M, False)[:, None]
     do = q
     if do_ptr is not None:
-        do_head = head(do_ptr, do_strides, b, h)
+        do_head = head_ptr(do_ptr, do_strides, b, h)
         do = live_rows_at(
             do_head, do_strides, first, M, lse, E, BLOCK_M, WIDTH_E, False, BLIND > 0, UPCAST
         )
-    k_head = head(k_ptr, k_strides, b, h // GROUP)
-    v_head = head(v_ptr, v_strides, b, h // GROUP)
+    k_head = head_ptr(k_ptr, k_strides, b, h // GROUP)
+    v_head = head_ptr(v_ptr, v_strides, b, h // GROUP)
     dq = tl.zeros([BLOCK_M, WIDTH_D], tl.float32)
 
     if LISTED:
-        lists_ptr = head(lists_ptr, lists_strides, b, h) + block * lists_strides[2]
+        lists_ptr = head_ptr(lists_ptr, lists_strides, b, h) + block * lists_strides[2]
         start, full_start, full_stop, stop = 0, 0, 0, 0
     else:
         start, full_start, full_stop, stop = key_tiles(
             block, b, M, N, data, numbers, STRIP, BLOCK_M, BLOCK_N
         )
-    full, mixed = counted(lists_ptr, start, full_start, full_stop, stop, LISTED)
+    full, mixed = count_tiles(lists_ptr, start, full_start, full_stop, stop, LISTED)
     for t in range(full):
         n = full_tile(t, lists_ptr, full_start, LISTED)
         dq = add_query_gradient(
@@ -144,7 +144,7 @@ def query_gradient(
             D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
             KEEP, CHANGE, BACK, DROPOUT, True, UPCAST, PRECISION,
         )  # fmt: skip
-    dq_head = head(dq_ptr, dq_strides, b, h)
+    dq_head = head_ptr(dq_ptr, dq_strides, b, h)
     store_rows(dq_head, dq_strides, first, M, dq * scale, D, BLOCK_M, WIDTH_D, UPCAST)
 
 
@@ -167,12 +167,14 @@ def add_query_gradient(
         v = rows_at(v_head, v_strides, key, N, E, BLOCK_N, WIDTH_E, not MIXED, UPCAST)
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
     if DROPOUT:
-        z = dropped(seed_ptr, offset_ptr, b, h, H, first, key, threshold, BLOCK_M, BLOCK_N)
+        z = dropout_keeps_tile(
+            seed_ptr, offset_ptr, b, h, H, first, key, threshold, BLOCK_M, BLOCK_N
+        )
         dp = tl.where(z, dp * keep_scale, 0.0)
-    _, ds = pulled(
+    _, ds = score_gradient(
         s, dp, lse, surplus, b, h, i, j, M, N, scale, data, numbers, CHANGE, KEEP, BACK, MIXED
     )
-    return tl.dot(rounded(ds, k_head.dtype.element_ty, UPCAST), k, dq, input_precision=PRECISION)
+    return tl.dot(round_to(ds, k_head.dtype.element_ty, UPCAST), k, dq, input_precision=PRECISION)
 
 
 @triton.jit
@@ -193,7 +195,7 @@ def key_gradient(
     transposed, [BLOCK_N,BLOCK_M], so that weights enter the products as they are. Without dk_ptr
     or dv_ptr only the other is computed: both sums are too much for the registers at times.
     """
-    block, g, b = placed(tl.cdiv(N, BLOCK_N), G)
+    block, g, b = place_program(tl.cdiv(N, BLOCK_N), G)
     first = block * BLOCK_N
     j = (first + tl.arange(0, BLOCK_N))[:, None]
     k = rows_of(k_ptr, k_strides, b, g, first, N, D, BLOCK_N, WIDTH_D, UPCAST)
@@ -209,12 +211,12 @@ def key_gradient(
         h = g * GROUP + r
         list_ptr = lists_ptr
         if LISTED:
-            list_ptr = head(lists_ptr, lists_strides, b, h) + block * lists_strides[2]
-        full, mixed = counted(list_ptr, start, full_start, full_stop, stop, LISTED)
-        q_head = head(q_ptr, q_strides, b, h)
+            list_ptr = head_ptr(lists_ptr, lists_strides, b, h) + block * lists_strides[2]
+        full, mixed = count_tiles(list_ptr, start, full_start, full_stop, stop, LISTED)
+        q_head = head_ptr(q_ptr, q_strides, b, h)
         do_head = q_head
         if do_ptr is not None:
-            do_head = head(do_ptr, do_strides, b, h)
+            do_head = head_ptr(do_ptr, do_strides, b, h)
         row = (tl.cast(b, tl.int64) * (G * GROUP) + h) * M
         for t in range(full):
             n = full_tile(t, list_ptr, full_start, LISTED)
@@ -235,10 +237,10 @@ def key_gradient(
                 KEEP, CHANGE, BACK, DROPOUT, True, BLIND > 0, UPCAST, PRECISION,
             )  # fmt: skip
     if dk_ptr is not None:
-        dk_head = head(dk_ptr, dk_strides, b, g)
+        dk_head = head_ptr(dk_ptr, dk_strides, b, g)
         store_rows(dk_head, dk_strides, first, N, dk * scale, D, BLOCK_N, WIDTH_D, UPCAST)
     if dv_ptr is not None:
-        dv_head = head(dv_ptr, dv_strides, b, g)
+        dv_head = head_ptr(dv_ptr, dv_strides, b, g)
         store_rows(dv_head, dv_strides, first, N, dv, E, BLOCK_N, WIDTH_E, UPCAST)
 
 
@@ -256,8 +258,8 @@ def add_key_gradient(
     i = (query + tl.arange(0, BLOCK_M))[None, :]
     q = rows_at(q_head, q_strides, query, M, D, BLOCK_M, WIDTH_D, not MIXED, UPCAST)
     s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-    lse = base2(statistics(lse_row, query, M, float("-inf"), BLOCK_M, not MIXED))
-    surplus = statistics(delta_row, query, M, 0.0, BLOCK_M, not MIXED)[None, :]
+    lse = base2(load_statistics(lse_row, query, M, float("-inf"), BLOCK_M, not MIXED))
+    surplus = load_statistics(delta_row, query, M, 0.0, BLOCK_M, not MIXED)[None, :]
     do = q
     dp = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     if do_ptr is not None:
@@ -268,17 +270,21 @@ def add_key_gradient(
         if dk_ptr is not None:
             dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
     if DROPOUT:
-        z = dropped(seed_ptr, offset_ptr, b, h, H, query, first, threshold, BLOCK_M, BLOCK_N)
+        z = dropout_keeps_tile(
+            seed_ptr, offset_ptr, b, h, H, query, first, threshold, BLOCK_M, BLOCK_N
+        )
         z = tl.trans(z)
         dp = tl.where(z, dp * keep_scale, 0.0)
-    p, ds = pulled(
+    p, ds = score_gradient(
         s, dp, lse[None, :], surplus, b, h, i, j, M, N, scale, data, numbers,
         CHANGE, KEEP, BACK, MIXED,
     )  # fmt: skip
     if do_ptr is not None and dv_ptr is not None:
         if DROPOUT:
             p = tl.where(z, p * keep_scale, 0.0)
-        dv = tl.dot(rounded(p, do_head.dtype.element_ty, UPCAST), do, dv, input_precision=PRECISION)
+        dv = tl.dot(
+            round_to(p, do_head.dtype.element_ty, UPCAST), do, dv, input_precision=PRECISION
+        )
     if dk_ptr is not None:
-        dk = tl.dot(rounded(ds, q_head.dtype.element_ty, UPCAST), q, dk, input_precision=PRECISION)
+        dk = tl.dot(round_to(ds, q_head.dtype.element_ty, UPCAST), q, dk, input_precision=PRECISION)
     return dk, dv

@@ -8,17 +8,17 @@ queries or keys, by the caller over what is left.
 import triton
 import triton.language as tl
 
-from attn_graph.kernels.backward import base2, statistics
+from attn_graph.kernels.backward import base2, load_statistics
 from attn_graph.kernels.common import (
-    counted,
-    dropped,
-    head,
+    count_tiles,
+    dropout_keeps_tile,
+    head_ptr,
     key_tiles,
-    placed,
+    modify_scores,
+    place_program,
     query_tiles,
-    rounded,
+    round_to,
     rows_of,
-    scored,
 )
 
 
@@ -45,12 +45,14 @@ def contribution(
         v = rows_of(v_ptr, v_strides, b, g, key, N, E, BLOCK_N, WIDTH_E, UPCAST)
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
     if DROPOUT:
-        z = dropped(seed_ptr, offset_ptr, b, h, H, query, key, threshold, BLOCK_M, BLOCK_N)
+        z = dropout_keeps_tile(
+            seed_ptr, offset_ptr, b, h, H, query, key, threshold, BLOCK_M, BLOCK_N
+        )
         dp = tl.where(z, dp * keep_scale, 0.0)
     row = (tl.cast(b, tl.int64) * H + h) * M
-    lse = base2(statistics(lse_ptr + row, query, M, float("-inf"), BLOCK_M, False))[:, None]
-    surplus = statistics(delta_ptr + row, query, M, 0.0, BLOCK_M, False)[:, None]
-    p = tl.exp2(scored(s, b, h, i, j, M, N, scale, data, numbers, CHANGE, KEEP, True) - lse)
+    lse = base2(load_statistics(lse_ptr + row, query, M, float("-inf"), BLOCK_M, False))[:, None]
+    surplus = load_statistics(delta_ptr + row, query, M, 0.0, BLOCK_M, False)[:, None]
+    p = tl.exp2(modify_scores(s, b, h, i, j, M, N, scale, data, numbers, CHANGE, KEEP, True) - lse)
     given = COLLECT(p * (dp - surplus), s * scale, b, h, i, j, M, N, data, numbers)
     return tl.where(p == 0, 0.0, given)
 
@@ -90,9 +92,9 @@ def collect_places(
                 )  # fmt: skip
     i = (row * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
     j = (column * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
-    out = head(out_ptr, out_strides, tl.cast(b_first, tl.int32), tl.cast(h_first, tl.int32))
+    out = head_ptr(out_ptr, out_strides, tl.cast(b_first, tl.int32), tl.cast(h_first, tl.int32))
     at = out + i.to(tl.int64) * out_strides[2] + j.to(tl.int64) * out_strides[3]
-    tl.store(at, rounded(total, out_ptr.dtype.element_ty, UPCAST), mask=(i < M) & (j < N))
+    tl.store(at, round_to(total, out_ptr.dtype.element_ty, UPCAST), mask=(i < M) & (j < N))
 
 
 @triton.jit
@@ -111,10 +113,10 @@ def collect_lines(
     """
     length = N if BY_KEYS else M
     LINES: tl.constexpr = BLOCK_N if BY_KEYS else BLOCK_M
-    block, h, b = placed(tl.cdiv(length, LINES), H)
+    block, h, b = place_program(tl.cdiv(length, LINES), H)
     start, full_start, full_stop, stop = 0, 0, 0, 0
     if LISTED:
-        lists_ptr = head(lists_ptr, lists_strides, b, h) + block * lists_strides[2]
+        lists_ptr = head_ptr(lists_ptr, lists_strides, b, h) + block * lists_strides[2]
     elif BY_KEYS:
         start, full_start, full_stop, stop = query_tiles(
             block, b, M, N, data, numbers, STRIP, BLOCK_M, BLOCK_N
@@ -123,7 +125,7 @@ def collect_lines(
         start, full_start, full_stop, stop = key_tiles(
             block, b, M, N, data, numbers, STRIP, BLOCK_M, BLOCK_N
         )
-    full, mixed = counted(lists_ptr, start, full_start, full_stop, stop, LISTED)
+    full, mixed = count_tiles(lists_ptr, start, full_start, full_stop, stop, LISTED)
     total = tl.zeros([LINES], tl.float32)
     for t in range(full + mixed):
         n = start + t

@@ -15,7 +15,7 @@ FAR: tl.constexpr = tl.constexpr(1 << 30)  # beyond every position
 
 
 @triton.jit
-def placed(blocks, H):
+def place_program(blocks, H):
     """block, h, b of this program; blocks of one head are neighbours, so that they share its keys.
 
     The last block comes first: under a causal mask it has the most to do.
@@ -25,7 +25,7 @@ def placed(blocks, H):
 
 
 @triton.jit
-def head(ptr, strides, b, h):
+def head_ptr(ptr, strides, b, h):
     """Where x[b,h] begins, in 64 bits."""
     return ptr + tl.cast(b, tl.int64) * strides[0] + tl.cast(h, tl.int64) * strides[1]
 
@@ -62,7 +62,7 @@ def rows_of(
 ):  # fmt: skip
     """Rows first.. of x[b,h] [count,SIZE], as [ROWS,WIDTH]; 0 outside of it."""
     return rows_at(
-        head(ptr, strides, b, h), strides, first, count, SIZE, ROWS, WIDTH, False, UPCAST
+        head_ptr(ptr, strides, b, h), strides, first, count, SIZE, ROWS, WIDTH, False, UPCAST
     )
 
 
@@ -98,11 +98,11 @@ def store_rows(
     """Write x [ROWS,WIDTH], rounded once, to the rows first.. of one head [count,SIZE]."""
     at, row, col = row_pointers(ptr, strides, first, ROWS, WIDTH)
     kept = (row < count - first) & (col < SIZE)
-    tl.store(at, rounded(x, ptr.dtype.element_ty, UPCAST), mask=kept)
+    tl.store(at, round_to(x, ptr.dtype.element_ty, UPCAST), mask=kept)
 
 
 @triton.jit
-def rounded(x, DTYPE: tl.constexpr, UPCAST: tl.constexpr):
+def round_to(x, DTYPE: tl.constexpr, UPCAST: tl.constexpr):
     """x float32 in DTYPE, to nearest, ties to even.
 
     UPCAST: a bfloat16 as a float32, since the interpreter would truncate. Adding 0x7FFF and the
@@ -116,7 +116,7 @@ def rounded(x, DTYPE: tl.constexpr, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def scored(
+def modify_scores(
     s, b, h, i, j, M, N, scale, data, numbers,
     CHANGE: tl.constexpr, KEEP: tl.constexpr, MIXED: tl.constexpr,
 ):  # fmt: skip
@@ -125,11 +125,11 @@ def scored(
         s = s * (scale * LOG2E)
     else:
         s = CHANGE(s * scale, b, h, i, j, M, N, data, numbers) * LOG2E
-    return masked(s, b, h, i, j, M, N, data, numbers, KEEP, MIXED)
+    return mask_scores(s, b, h, i, j, M, N, data, numbers, KEEP, MIXED)
 
 
 @triton.jit
-def masked(s, b, h, i, j, M, N, data, numbers, KEEP: tl.constexpr, MIXED: tl.constexpr):
+def mask_scores(s, b, h, i, j, M, N, data, numbers, KEEP: tl.constexpr, MIXED: tl.constexpr):
     """s with -inf at the masked places of a MIXED tile, and past the last key.
 
     Past the last query nothing is masked: what rows there get is never stored, and what they give
@@ -204,7 +204,7 @@ def in_tiles(start, sure, surely, stop, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def counted(lists_ptr, start, full_start, full_stop, stop, LISTED: tl.constexpr):
+def count_tiles(lists_ptr, start, full_start, full_stop, stop, LISTED: tl.constexpr):
     """How many full and how many mixed tiles there are."""
     full, mixed = full_stop - full_start, stop - start - (full_stop - full_start)
     if LISTED:
@@ -232,7 +232,7 @@ def mixed_tile(t, lists_ptr, start, full_start, full_stop, full, LISTED: tl.cons
 
 
 @triton.jit
-def dropped(
+def dropout_keeps_tile(
     seed_ptr, offset_ptr, b, h, H, first_row, first_key, threshold,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip

@@ -6,18 +6,18 @@ import triton.language as tl
 from attn_graph.kernels.common import (
     LN2,
     LOG2E,
-    counted,
-    dropped,
+    count_tiles,
+    dropout_keeps_tile,
     full_tile,
-    head,
+    head_ptr,
     key_tiles,
-    masked,
+    mask_scores,
     mixed_tile,
-    placed,
-    rounded,
+    modify_scores,
+    place_program,
+    round_to,
     rows_at,
     rows_of,
-    scored,
     store_rows,
 )
 
@@ -39,24 +39,24 @@ def forward(
     are in base 2. FOLD: nothing changes the scores and scale > 0, so that scaling waits until after
     the maximum.
     """
-    block, h, b = placed(tl.cdiv(M, BLOCK_M), H)
+    block, h, b = place_program(tl.cdiv(M, BLOCK_M), H)
     first = block * BLOCK_M
     i = (first + tl.arange(0, BLOCK_M))[:, None]
     q = rows_of(q_ptr, q_strides, b, h, first, M, D, BLOCK_M, WIDTH_D, UPCAST)
-    k_head = head(k_ptr, k_strides, b, h // GROUP)
-    v_head = head(v_ptr, v_strides, b, h // GROUP)
+    k_head = head_ptr(k_ptr, k_strides, b, h // GROUP)
+    v_head = head_ptr(v_ptr, v_strides, b, h // GROUP)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, WIDTH_E], tl.float32)
 
     if LISTED:
-        lists_ptr = head(lists_ptr, lists_strides, b, h) + block * lists_strides[2]
+        lists_ptr = head_ptr(lists_ptr, lists_strides, b, h) + block * lists_strides[2]
         start, full_start, full_stop, stop = 0, 0, 0, 0
     else:
         start, full_start, full_stop, stop = key_tiles(
             block, b, M, N, data, numbers, STRIP, BLOCK_M, BLOCK_N
         )
-    full, mixed = counted(lists_ptr, start, full_start, full_stop, stop, LISTED)
+    full, mixed = count_tiles(lists_ptr, start, full_start, full_stop, stop, LISTED)
     for t in range(full):
         n = full_tile(t, lists_ptr, full_start, LISTED)
         acc, total, m = attend(
@@ -83,7 +83,7 @@ def forward(
     if DROPOUT:
         acc = acc * keep_scale
     acc = acc / total[:, None]
-    o_head = head(o_ptr, o_strides, b, h)
+    o_head = head_ptr(o_ptr, o_strides, b, h)
     store_rows(o_head, o_strides, first, M, acc, E, BLOCK_M, WIDTH_E, UPCAST)
     if lse_ptr is not None:
         row = tl.arange(0, BLOCK_M)
@@ -110,10 +110,10 @@ def attend(
     k = rows_at(k_head, k_strides, key, N, D, BLOCK_N, WIDTH_D, not MIXED, UPCAST)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if FOLD:
-        s = masked(s, b, h, i, j, M, N, data, numbers, KEEP, MIXED)
+        s = mask_scores(s, b, h, i, j, M, N, data, numbers, KEEP, MIXED)
         new = tl.maximum(m, tl.max(s, 1) * (scale * LOG2E))
     else:
-        s = scored(s, b, h, i, j, M, N, scale, data, numbers, CHANGE, KEEP, MIXED)
+        s = modify_scores(s, b, h, i, j, M, N, scale, data, numbers, CHANGE, KEEP, MIXED)
         new = tl.maximum(m, tl.max(s, 1))
     safe = new
     if MIXED or CHANGE is not None:
@@ -124,10 +124,12 @@ def attend(
     shrink = tl.exp2(m - safe)
     total = total * shrink + tl.sum(p, 1)
     if DROPOUT:
-        z = dropped(seed_ptr, offset_ptr, b, h, H, first, key, threshold, BLOCK_M, BLOCK_N)
+        z = dropout_keeps_tile(
+            seed_ptr, offset_ptr, b, h, H, first, key, threshold, BLOCK_M, BLOCK_N
+        )
         p = tl.where(z, p, 0.0)
     v = rows_at(v_head, v_strides, key, N, E, BLOCK_N, WIDTH_E, not MIXED, UPCAST)
-    p = rounded(p, v_head.dtype.element_ty, UPCAST)
+    p = round_to(p, v_head.dtype.element_ty, UPCAST)
     acc = tl.dot(p, v, acc * shrink[:, None], input_precision=PRECISION)
     return acc, total, new
 

@@ -15,7 +15,7 @@ flash = torch._scaled_dot_product_flash_attention_for_cpu  # pyright: ignore[rep
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
-def forward(
+def attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -33,7 +33,7 @@ def forward(
     return o, lse
 
 
-def backward(
+def attend_backward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,

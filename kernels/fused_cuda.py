@@ -73,13 +73,13 @@ def efficient_backward(
 ) -> Pulled:  # fmt: skip
     seed = torch.empty((), dtype=torch.int64, device=q.device)
     dq, dk, dv, dbias = aten._scaled_dot_product_efficient_attention_backward.default(
-        do, q, k, v, bias, o, padded(lse), seed, seed, 0.0, [True, True, True, wants_bias],
+        do, q, k, v, bias, o, pad_lse(lse), seed, seed, 0.0, [True, True, True, wants_bias],
         causal, scale=scale,
     )  # fmt: skip
     return dq, dk, dv, dbias.contiguous() if wants_bias else None
 
 
-def padded(lse: Tensor) -> Tensor:
+def pad_lse(lse: Tensor) -> Tensor:
     """lse [B,H,M] as the efficient kernel reads it: rows up to a multiple of ROWS, those beyond M
     infinite, so that they weigh nothing; finite in rows that see nothing."""
     M = lse.shape[2]

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from attn_graph.kernels.common import head, placed
+from attn_graph.kernels.common import head_ptr, place_program
 
 
 @triton.jit
@@ -26,7 +26,7 @@ def extremes(
     i = (x * BLOCK_I + tl.arange(0, BLOCK_I))[:, None]
     j = (y * BLOCK_J + tl.arange(0, BLOCK_J))[None, :]
     inside = (i < rows) & (j < columns)
-    at = head(x_ptr, strides, each // H, each % H)
+    at = head_ptr(x_ptr, strides, each // H, each % H)
     found = tl.load(
         at + i.to(tl.int64) * strides[2] + j.to(tl.int64) * strides[3], mask=inside, other=0
     )
@@ -49,7 +49,7 @@ def list_tiles(
     TILES: a power of two, and no less than there are tiles.
     """
     rows, columns = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    block, h, b = placed(columns if BY_KEYS else rows, H)
+    block, h, b = place_program(columns if BY_KEYS else rows, H)
     t = tl.arange(0, TILES)
     count = rows if BY_KEYS else columns
     near = tl.minimum(t, count - 1)
@@ -64,7 +64,7 @@ def list_tiles(
     mixed = some & (full == 0)
     ones, others = full.to(tl.int32), mixed.to(tl.int32)
     most = tl.sum(ones, 0)
-    lists_ptr = head(lists_ptr, lists_strides, b, h) + block * lists_strides[2]
+    lists_ptr = head_ptr(lists_ptr, lists_strides, b, h) + block * lists_strides[2]
     tl.store(lists_ptr, most)
     tl.store(lists_ptr + 1, tl.sum(others, 0))
     tl.store(lists_ptr + 1 + tl.cumsum(ones, 0), t, mask=full)

@@ -42,7 +42,7 @@ def tiling(sm: int, itemsize: int, width: int, pass_: Pass, modified: bool) -> T
     return TABLE[arch, itemsize, pass_][width][modified]
 
 
-def padded(size: int) -> int:
+def padded_head_size(size: int) -> int:
     """A head size as kernels hold it: a power of two, 16 at least, which matrix units ask for."""
     return max(16, 1 << (size - 1).bit_length())
 

@@ -10,8 +10,8 @@ from attrs import frozen
 
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.graph import Eqn, Graph
-from attn_graph.machine.sizes import shown
-from attn_graph.masks.leaves import Mask
+from attn_graph.machine.sizes import format_bytes
+from attn_graph.masks import Mask
 from attn_graph.masks.places import Block, Place
 from attn_graph.spec import (
     NAMES,
@@ -19,7 +19,7 @@ from attn_graph.spec import (
     accumulator,
     dense_strides,
     memory_order,
-    normalised,
+    normalise_strides,
 )
 
 T = TypeVar("T")
@@ -132,7 +132,7 @@ def sees_everywhere(mask: Mask, problem: Problem) -> bool:
     return False
 
 
-def problems(graph: Graph) -> list[Problem]:
+def problems_in(graph: Graph) -> list[Problem]:
     """Every attention and attention gradient of a graph."""
     return [
         Problem.of(eqn.op, operand_specs(graph, eqn))
@@ -150,7 +150,7 @@ def operand_specs(graph: Graph, eqn: Eqn) -> list[TensorSpec]:
 
 def sole(graph: Graph) -> Problem | None:
     """The problem of a graph that is one attention, or one attention's gradient, and no more."""
-    found = problems(graph)
+    found = problems_in(graph)
     return found[0] if len(found) == len(graph.eqns) == 1 else None
 
 
@@ -160,7 +160,7 @@ def other_equations(graph: Graph) -> str:
     return f"takes one attention, and the graph has {len(graph.eqns)} equations: {ops}"
 
 
-def returned(graph: Graph, results: Sequence[T]) -> list[T]:
+def select_outputs(graph: Graph, results: Sequence[T]) -> list[T]:
     """What a graph of one equation returns, in its order, of what that equation gives."""
     return [results[i - len(graph.inputs)] for i in graph.outputs]
 
@@ -170,7 +170,7 @@ def returns_lse(graph: Graph) -> bool:
     return len(graph.inputs) + 1 in graph.outputs
 
 
-def misaligned(spec: TensorSpec) -> bool:
+def is_misaligned(spec: TensorSpec) -> bool:
     """Whether some row, head or batch entry begins off a multiple of 16 bytes."""
     return any(s * spec.dtype.itemsize % ALIGNED for s in spec.strides[:-1])
 
@@ -178,11 +178,11 @@ def misaligned(spec: TensorSpec) -> bool:
 def flash_order(q: TensorSpec) -> tuple[int, ...]:
     """How PyTorch's fused CPU kernel lays out o: in q's memory order if q is dense, else bshd."""
     order = memory_order(q)
-    dense = normalised(q.shape, dense_strides(q.shape, order)) == q.strides
+    dense = normalise_strides(q.shape, dense_strides(q.shape, order)) == q.strides
     return order if dense else (0, 2, 1, 3)
 
 
-def readable(x: TensorSpec, *, like: bool = False) -> bool:
+def is_readable(x: TensorSpec, *, like: bool = False) -> bool:
     """Whether the fused CPU kernel reads x [B,H,L,D] where it lies.
 
     Each row of D elements lies together and no two rows overlap, or BLAS refuses them. Batch
@@ -206,7 +206,7 @@ def cotangent_note(problem: Problem, cases: str) -> Iterator[str]:
     """For `explain`: in which cases do is copied; where rows may see nothing, in all."""
     if count := cotangent_bytes(problem):
         where = "with 0 in rows that see nothing" if problem.has_blind_rows else f"where it {cases}"
-        yield f"do is copied, {shown(count)}, {where}"
+        yield f"do is copied, {format_bytes(count)}, {where}"
 
 
 def on_boundary(x: torch.Tensor) -> torch.Tensor:

@@ -30,10 +30,10 @@ from attn_graph.lowering.problem import (
     cotangent_bytes,
     cotangent_note,
     flash_order,
-    misaligned,
+    is_misaligned,
     on_boundary,
     other_equations,
-    returned,
+    select_outputs,
     sole,
 )
 from attn_graph.machine.target import Target
@@ -85,16 +85,16 @@ class Variant:
             yield other_equations(graph)
             return
         yield from node_reasons(problem, self.modifiers)
-        yield from size_reasons(self, problem)
-        yield from operand_reasons(problem)
+        yield from kernel_size_reasons(self, problem)
+        yield from kernel_operand_reasons(problem)
         yield from self.reasons(problem, target, options)
         if problem.grad is not None:
-            yield from gradient_reasons(self, problem, problem.grad)
+            yield from kernel_gradient_reasons(self, problem, problem.grad)
 
     def lower(self, graph: Graph, target: Target, options: Options) -> Executable:
         problem = sole(graph)
         assert problem is not None  # why_not said so
-        call = Call(self, problem, graph)
+        call = TorchKernelCall(self, problem, graph)
         if problem.grad is None:
             return Executable(call.forward, 0, call.kept_forward(), tuple(call.notes()))
         return Executable(call.backward, 0, call.kept_backward(), tuple(call.notes()))
@@ -106,7 +106,7 @@ def place_reasons(variant: Variant, target: Target, options: Options) -> Reasons
     yield from options.switched_off(variant.kernel)
 
 
-def size_reasons(variant: Variant, problem: Problem) -> Reasons:
+def kernel_size_reasons(variant: Variant, problem: Problem) -> Reasons:
     p = problem
     if p.dtype not in variant.dtypes:
         *most, last = (NAMES[d] for d in variant.dtypes)
@@ -125,15 +125,15 @@ def size_reasons(variant: Variant, problem: Problem) -> Reasons:
         yield f"takes maxima before it scales: needs a scale above 0, and it is {p.low_scale}"
 
 
-def operand_reasons(problem: Problem) -> Reasons:
-    for name, spec in named(problem).items():
+def kernel_operand_reasons(problem: Problem) -> Reasons:
+    for name, spec in operands_by_name(problem).items():
         if name in ("q", "k", "v", "bias") and not spec.unit_last:
             yield f"needs stride 1 along the last axis, and {name} is {spec}"
-        elif name in ("q", "k", "v", "bias") and misaligned(spec):
+        elif name in ("q", "k", "v", "bias") and is_misaligned(spec):
             yield f"reads {ALIGNED} bytes at a time, and rows of {name} {spec} start in between"
 
 
-def named(problem: Problem) -> dict[str, TensorSpec]:
+def operands_by_name(problem: Problem) -> dict[str, TensorSpec]:
     """The operands that the kernel reads, by name."""
     own, found = problem.specs, {}
     if problem.grad is not None:
@@ -142,7 +142,7 @@ def named(problem: Problem) -> dict[str, TensorSpec]:
     return dict(zip(problem.node.roles, own, strict=True)) | found
 
 
-def gradient_reasons(variant: Variant, problem: Problem, grad: AttentionGrad) -> Reasons:
+def kernel_gradient_reasons(variant: Variant, problem: Problem, grad: AttentionGrad) -> Reasons:
     for role in (r for r, w in zip(problem.node.roles, grad.wants, strict=True) if w):
         if role not in ("q", "k", "v") and not (role == "bias" and Bias in variant.modifiers):
             yield f"has gradients of q, k and v, and that of {role} is wanted"
@@ -183,7 +183,7 @@ def efficient_reasons(problem: Problem, target: Target, options: Options) -> Rea
         far = spec.shape[2] * spec.strides[2]
         if far > LONG:
             yield f"counts within a head up to {LONG} elements, and {name} {spec} needs {far}"
-    bias = named(p).get("bias")
+    bias = operands_by_name(p).get("bias")
     if bias is not None and bias.dtype != p.dtype:
         yield f"adds a bias of dtype {NAMES[p.dtype]}, and it is {NAMES[bias.dtype]}"
     if bias is not None and bias.shape[3] != p.N:
@@ -234,7 +234,7 @@ def cudnn_reasons(problem: Problem, target: Target, options: Options) -> Reasons
 
 @final
 @frozen(eq=False)
-class Call:
+class TorchKernelCall:
     """What runs a graph."""
 
     variant: Variant
@@ -253,13 +253,13 @@ class Call:
     def fixed(self, given: Mapping[str, torch.Tensor]) -> dict[str, Any]:  # Any: of three types
         """What both passes of the kernel are told besides the tensors."""
         p, bias = self.problem, given.get("bias")
-        whole = None if bias is None else tidied(bias.expand(p.B, p.H, p.M, p.N))
+        whole = None if bias is None else tidy_strides(bias.expand(p.B, p.H, p.M, p.N))
         return {"bias": whole, "causal": p.node.mask is not None, "scale": p.node.scale}
 
     def forward(self, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
         p, base = self.problem, len(self.graph.inputs)
-        given = dict(zip(p.node.roles, map(tidied, self.operands(tensors)), strict=True))
-        aligned(given)
+        given = dict(zip(p.node.roles, map(tidy_strides, self.operands(tensors)), strict=True))
+        check_aligned(given)
         o, lse = self.variant.call.forward(given["q"], given["k"], given["v"], **self.fixed(given))
         if o.stride() != self.due and TensorSpec.like(o) != self.output:
             o = p.new_o(o.device).copy_(o)
@@ -269,12 +269,12 @@ class Call:
     def backward(self, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
         node, grad, call = self.problem.node, self.problem.grad, self.variant.call
         assert grad is not None
-        own, o, lse, do, dlse = grad.split([tidied(x) for x in self.operands(tensors)])
+        own, o, lse, do, dlse = grad.split([tidy_strides(x) for x in self.operands(tensors)])
         own = tuple(on_boundary(x) if x.is_floating_point() else x for x in own)
         given = dict(zip(node.roles, own, strict=True))
         do = torch.zeros_like(o) if do is None else do
         if self.blind:
-            do = tidied(clear_blind_rows(do, lse))
+            do = tidy_strides(clear_blind_rows(do, lse))
             dlse = None if dlse is None else clear_blind_rows(dlse, lse)
         o, do = on_boundary(o), on_boundary(do)
         q, k, v = own[:3]
@@ -287,7 +287,7 @@ class Call:
             found[0].add_(dq)
             found[1].add_(dk)
         made = [g for g, w in zip(found, grad.wants, strict=False) if w and g is not None]
-        return returned(self.graph, made), ()
+        return select_outputs(self.graph, made), ()
 
     @property
     def output(self) -> TensorSpec:
@@ -302,7 +302,11 @@ class Call:
         q = p.specs[0]
         if p.grad is None:
             return {} if self.variant.layout(q) == memory_order(q) else {"o": self.output}
-        return {n: x for n, x in named(p).items() if n in ("o", "do") and memory_order(x) != BSHD}
+        return {
+            n: x
+            for n, x in operands_by_name(p).items()
+            if n in ("o", "do") and memory_order(x) != BSHD
+        }
 
     def notes(self) -> Iterator[str]:
         yield f"one call of PyTorch's {self.variant.kernel} kernel"
@@ -333,7 +337,7 @@ class Call:
         return sums * (1 + grad.with_dlse) + more + copies
 
 
-def tidied(x: torch.Tensor) -> torch.Tensor:
+def tidy_strides(x: torch.Tensor) -> torch.Tensor:
     """x with strides that fit the kernels where its own mean nothing: along axes of size 1."""
     if 1 not in x.shape or not x.ndim:
         return x
@@ -342,7 +346,7 @@ def tidied(x: torch.Tensor) -> torch.Tensor:
     return x.as_strided(x.shape, (*strides[:-1], 1 if x.shape[-1] == 1 else strides[-1]))
 
 
-def aligned(given: Mapping[str, torch.Tensor]) -> None:
+def check_aligned(given: Mapping[str, torch.Tensor]) -> None:
     """Raise PlanMismatchError for tensors that don't begin on ALIGNED bytes; specs don't say."""
     astray = [name for name, x in given.items() if x.is_floating_point() and x.data_ptr() % ALIGNED]
     if astray:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import attn_graph as ag
-from attn_graph.errors import titled
+from attn_graph.errors import join_lines
 from attn_graph.ir import ops
 from attn_graph.ir.builder import Builder
 
@@ -369,8 +369,8 @@ def test_gradients_are_of_floating_inputs_alone() -> None:
 
 
 def test_a_title_stands_above_several_problems_alone() -> None:
-    assert titled("two", ("a",)) == "a"
-    assert titled("two", ("a", "b")) == "two\n  - a\n  - b"
+    assert join_lines("two", ("a",)) == "a"
+    assert join_lines("two", ("a", "b")) == "two\n  - a\n  - b"
     assert str(ag.GraphError("a", "b")) == "the graph has 2 problems\n  - a\n  - b"
 
 

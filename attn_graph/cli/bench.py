@@ -16,26 +16,26 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 import attn_graph as ag
-from attn_graph.cli.explain import deterministic, names, split
+from attn_graph.cli.explain import deterministic, names, split_names
 from attn_graph.cli.flags import graph_flags, graph_of
-from attn_graph.cli.measured import Bench, Figure, measured
+from attn_graph.cli.measured import Bench, Figure, measure_graph
 from attn_graph.cli.words import (
     CODES,
     INTERRUPTED,
     answering,
     as_json,
-    drawn,
+    draw_to,
     example,
     no,
     out,
-    show,
     show_json,
+    show_text,
     table,
 )
-from attn_graph.errors import refusal
-from attn_graph.machine.sizes import shown
+from attn_graph.errors import format_refusal
+from attn_graph.machine.sizes import format_bytes
 from attn_graph.masks.pictures import draw_bars, draw_roofline
-from attn_graph.planner.cost import scaled
+from attn_graph.planner.cost import format_scaled
 from attn_graph.spec import NAMES
 
 Plot = Literal["roofline", "bars"]
@@ -53,7 +53,9 @@ def check_memory(graph: ag.Graph) -> None:
     need = sum(i.spec.type.bytes for i in graph.inputs)
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if need > there:
-        raise click.UsageError(f"the inputs are {shown(need)}, and this machine has {shown(there)}")
+        raise click.UsageError(
+            f"the inputs are {format_bytes(need)}, and this machine has {format_bytes(there)}"
+        )
 
 
 @click.command(
@@ -112,16 +114,16 @@ def bench(
     graph = graph_of(file, flags)
     check_memory(graph)
     place = ag.Target.of("cpu") if cpu else ag.Target.here()
-    dtype = dtype_of(graph)
+    dtype = graph_dtype(graph)
     rates = with_rates(place, dtype, peak, bandwidth)
     roofline = rates.peak(dtype) and rates.bandwidth
     if out and plot == "roofline" and not roofline:
         raise click.UsageError(f"{place} tells no rates: --peak and --bandwidth do, or --plot bars")
     with progress() as tell:
-        found = measured(
+        found = measure_graph(
             graph,
             place,
-            split(backends) or [backend.name for backend in ag.BACKENDS],
+            split_names(backends) or [backend.name for backend in ag.BACKENDS],
             rates=rates,
             deterministic=deterministic,
             backward=not forward_only,
@@ -131,15 +133,15 @@ def bench(
     if plain:
         show_json(found.to_dict())
     else:
-        show(*screen(found), wraps=False)
+        show_text(*bench_screen(found), wraps=False)
     if out and found.figures:
-        drawn(out, draw(out, found, dtype, bars=plot == "bars" or not roofline))
+        draw_to(out, draw_figures(out, found, dtype, bars=plot == "bars" or not roofline))
     if found.interrupted:
         raise click.exceptions.Exit(INTERRUPTED)
     no(not found.figures)
 
 
-def dtype_of(graph: ag.Graph) -> str:
+def graph_dtype(graph: ag.Graph) -> str:
     return NAMES[graph.inputs[0].spec.dtype] if graph.inputs else "f32"
 
 
@@ -162,14 +164,14 @@ def progress() -> Iterator[Callable[[str], None] | None]:
         yield status.update
 
 
-def screen(found: Bench) -> Iterator[RenderableType]:
+def bench_screen(found: Bench) -> Iterator[RenderableType]:
     yield Text(str(found.graph))
     yield Text(f"target: {found.target}, {torch.get_num_threads()} threads")
     if found.figures:
         columns = ("backend", "pass", "time", "rate", "of the roofline", "times the fastest")
-        yield table(columns, map(row, found.figures, slower(found)), columns[2:])
+        yield table(columns, map(figure_row, found.figures, slower(found)), columns[2:])
     for each in found.refusals:
-        yield Text(refusal(f"{each.backend}, {each.pass_}", each.reasons), "yellow")
+        yield Text(format_refusal(f"{each.backend}, {each.pass_}", each.reasons), "yellow")
     if found.interrupted:
         until = (
             "figures are of the runs until then" if found.figures else "nothing was measured yet"
@@ -183,13 +185,13 @@ def slower(found: Bench) -> Iterator[float]:
         yield each.seconds / min(f.seconds for f in found.figures if f.pass_ == each.pass_)
 
 
-def row(found: Figure, times: float) -> tuple[str, ...]:
+def figure_row(found: Figure, times: float) -> tuple[str, ...]:
     achieved = "not known" if found.achieved is None else f"{100 * found.achieved:.3g} %"
-    took, rate = scaled(found.seconds, "s"), scaled(found.rate, "flop/s")
+    took, rate = format_scaled(found.seconds, "s"), format_scaled(found.rate, "flop/s")
     return found.backend, found.pass_, took, rate, achieved, f"{times:.2f}"
 
 
-def draw(path: Path, found: Bench, dtype: str, *, bars: bool) -> Callable[[], None]:
+def draw_figures(path: Path, found: Bench, dtype: str, *, bars: bool) -> Callable[[], None]:
     """What draws the figures."""
     title, peak, bandwidth = str(found.target), found.target.peak(dtype), found.target.bandwidth
     if bars or peak is None or bandwidth is None:

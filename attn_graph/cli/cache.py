@@ -14,9 +14,9 @@ from attrs import asdict, evolve
 
 import attn_graph as ag
 from attn_graph.cli.explain import deterministic
-from attn_graph.cli.words import CODES, answering, as_json, example, no, show, show_json, table
+from attn_graph.cli.words import CODES, answering, as_json, example, no, show_json, show_text, table
 from attn_graph.machine.gpus import devices
-from attn_graph.machine.sizes import shown
+from attn_graph.machine.sizes import format_bytes
 from attn_graph.machine.store import Entry
 
 LONGEST = 100  # characters of a key that is not known by its kind
@@ -36,11 +36,11 @@ def read_driver(_: click.Context, __: click.Parameter, value: str) -> int:
     return int(found[1]) * 1000 + int(found[2]) * 10
 
 
-def store_of(folder: Path | None) -> ag.Store:
+def open_store(folder: Path | None) -> ag.Store:
     return ag.default_store() if folder is None else ag.Store(folder)
 
 
-def described(store: ag.Store) -> str:
+def describe_folder(store: ag.Store) -> str:
     """The folder, which nobody may have written to."""
     missing = "" if store.folder.is_dir() else " (there is no such folder yet)"
     return f"{store.folder}{missing}"
@@ -89,7 +89,7 @@ def cache() -> None:
 @click.option("--inference", is_flag=True, help="Nothing is trained: no backward.")
 @as_json
 @answering
-def build(
+def build_command(
     file: TextIO,
     target: str,
     folder: Path,
@@ -112,12 +112,14 @@ def build(
         except ag.NoBackendError as error:
             raise click.ClickException(str(error)) from error
         if not plain:
-            show(f"graph {n}: {', '.join(passes[-1])}", wraps=False)
+            show_text(f"graph {n}: {', '.join(passes[-1])}", wraps=False)
     files = len([*store.files()])
     if plain:
         show_json({"folder": str(folder), "graphs": passes, "files": files, "bytes": store.bytes})
     else:
-        show(f"{counted(files)}, {shown(store.bytes)}, in {store.folder}", wraps=False)
+        show_text(
+            f"{count_files(files)}, {format_bytes(store.bytes)}, in {store.folder}", wraps=False
+        )
 
 
 def read_graphs(file: TextIO) -> list[ag.Graph]:
@@ -148,16 +150,19 @@ def prepare(
 @as_json
 def list_(folder: Path | None, plain: bool) -> None:
     """Every file: its kind, its size, how long ago it was used, and what it is."""
-    store = store_of(folder)
+    store = open_store(folder)
     found = sorted(store.entries(), key=lambda entry: -entry.used)
     if plain:
-        show_json({**folder_of(store), "entries": [*map(to_dict, found)]})
+        show_json({**folder_of(store), "entries": [*map(entry_dict, found)]})
         return
     if found:
-        show(table(("kind", "size", "used", "what"), map(row, found), ("size", "used")))
-    total = shown(sum(entry.bytes for entry in found))
-    most = shown(store.most)
-    show(f"{counted(len(found))}, {total} of at most {most}, in {described(store)}", wraps=False)
+        show_text(table(("kind", "size", "used", "what"), map(entry_row, found), ("size", "used")))
+    total = format_bytes(sum(entry.bytes for entry in found))
+    most = format_bytes(store.most)
+    show_text(
+        f"{count_files(len(found))}, {total} of at most {most}, in {describe_folder(store)}",
+        wraps=False,
+    )
 
 
 @cache.command(epilog=example("attn-graph cache clear"))
@@ -165,12 +170,12 @@ def list_(folder: Path | None, plain: bool) -> None:
 @as_json
 def clear(folder: Path | None, plain: bool) -> None:
     """Delete every file. What is needed again is built again."""
-    store = store_of(folder)
-    place, deleted = described(store), store.clear()
+    store = open_store(folder)
+    place, deleted = describe_folder(store), store.clear()
     if plain:
         show_json({**folder_of(store), "deleted": deleted})
     else:
-        click.echo(f"{counted(deleted)} deleted from {place}")
+        click.echo(f"{count_files(deleted)} deleted from {place}")
 
 
 @cache.command(epilog=CODES + "\n\n" + example("attn-graph cache verify || attn-graph cache clear"))
@@ -180,40 +185,42 @@ def verify(folder: Path | None, plain: bool) -> None:
     """Read every file and check its checksum. Exits with 1 where one is damaged: such files are
     never used, and are replaced when they are needed.
     """
-    store = store_of(folder)
+    store = open_store(folder)
     found = [*store.entries()]
     damaged = [entry for entry in found if entry.key is None]
     if plain:
-        told = {"files": len(found), "damaged": [*map(to_dict, damaged)]}
+        told = {"files": len(found), "damaged": [*map(entry_dict, damaged)]}
         show_json({**folder_of(store), **told})
     else:
         for entry in damaged:
-            show(f"{entry.path}: {entry.unfit}", wraps=False)
-        click.echo(f"{counted(len(found))} in {described(store)}, {len(damaged)} of them damaged")
+            show_text(f"{entry.path}: {entry.unfit}", wraps=False)
+        click.echo(
+            f"{count_files(len(found))} in {describe_folder(store)}, {len(damaged)} of them damaged"
+        )
     no(bool(damaged))
 
 
-def counted(files: int) -> str:
+def count_files(files: int) -> str:
     return f"{files} file{'' if files == 1 else 's'}"
 
 
-def row(entry: Entry) -> tuple[str, str, str, str]:
-    kind, what = told(entry)
-    return kind, shown(entry.bytes), age(time.time() - entry.used), what
+def entry_row(entry: Entry) -> tuple[str, str, str, str]:
+    kind, what = describe_entry(entry)
+    return kind, format_bytes(entry.bytes), format_age(time.time() - entry.used), what
 
 
-def age(seconds: float) -> str:
+def format_age(seconds: float) -> str:
     """7300 -> "2 h"."""
     unit = next((unit for unit, size in UNITS.items() if seconds >= size), "s")
     return f"{max(0, int(seconds / UNITS[unit]))} {unit}"
 
 
-def to_dict(entry: Entry) -> dict[str, Any]:  # Any: JSON
-    kind, what = told(entry)
+def entry_dict(entry: Entry) -> dict[str, Any]:  # Any: JSON
+    kind, what = describe_entry(entry)
     return {**asdict(entry), "path": str(entry.path), "kind": kind, "what": what}
 
 
-def told(entry: Entry) -> tuple[str, str]:
+def describe_entry(entry: Entry) -> tuple[str, str]:
     """The kind of a file, the first word of its key, and what it is."""
     if entry.key is None:
         return "damaged", f"{entry.path.name}: {entry.unfit}"
@@ -224,7 +231,7 @@ def told(entry: Entry) -> tuple[str, str]:
         return kind, rest if len(rest) <= LONGEST else f"{rest[: LONGEST - 3]}..."
 
 
-def told_cudnn(rest: str) -> str:
+def describe_cudnn(rest: str) -> str:
     """ "sdpa bf16, q [2, 8, 1024, 64], k ..., for sm_90, 132 multiprocessors, cuDNN 9.20.0"."""
     key = json.loads(rest)
     call = key["call"]
@@ -235,11 +242,11 @@ def told_cudnn(rest: str) -> str:
     return f"{call['name']} {call['dtype']}, {', '.join(tensors)}, for {place}, cuDNN {cudnn}"
 
 
-def told_tune(rest: str) -> str:
+def describe_tune(rest: str) -> str:
     """ "q f32[1, 2, 64, 16], k ..., v ..., on cpu, 2 threads"."""
     key = json.loads(rest)
     inputs = [f"{x.name} {x.spec}" for x in ag.parse(key["graph"]).inputs[:3]]
     return f"{', '.join(inputs)}, on {key['target']}, {key['threads']} threads"
 
 
-KINDS = {"cudnn": told_cudnn, "tune": told_tune}
+KINDS = {"cudnn": describe_cudnn, "tune": describe_tune}

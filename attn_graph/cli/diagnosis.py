@@ -25,8 +25,8 @@ from attn_graph.lowering.cudnn.plan import READ_BY_CUDNN
 from attn_graph.lowering.problem import sole
 from attn_graph.machine.gpus import devices
 from attn_graph.machine.target import LIBRARIES, local_devices
-from attn_graph.machine.torch_switches import Switches, read
-from attn_graph.planner.remedies import Question
+from attn_graph.machine.torch_switches import Switches, read_switches
+from attn_graph.planner.remedies import Request
 from attn_graph.spec import DTYPES
 
 MODULES = {"triton": "triton", "nvidia-cudnn-frontend": "cudnn"}  # of which library, imported so
@@ -37,7 +37,7 @@ NEED = re.compile(r"([\w.-]+)\s*(==|>=)\s*([\d.]+)")
 
 @final
 @frozen
-class Machine:
+class Surroundings:
     """What a diagnosis rests on.
 
     target: what runs by default; others: GPUs of other kinds beside it. cuda: the CUDA that PyTorch
@@ -64,7 +64,7 @@ class Machine:
     others: tuple[ag.Target, ...] = ()
 
     @classmethod
-    def here(cls) -> Machine:
+    def here(cls) -> Surroundings:
         target, cpu = ag.Target.here(), ag.Target.of("cpu")
         return cls(
             target,
@@ -77,10 +77,10 @@ class Machine:
             torch.version.cuda,
             has_driver(),
             tuple(needs()),
-            tuple(name for name, _ in target.libraries if lost(name)),
+            tuple(name for name, _ in target.libraries if lacks_module(name)),
             compiler(),
             tuple((name, os.environ[name]) for name in VARIABLES if name in os.environ),
-            read(),
+            read_switches(),
             tuple(other_gpus(target)),
         )
 
@@ -132,7 +132,7 @@ def needs() -> Iterator[tuple[str, str]]:
                 yield who, need[0]
 
 
-def lost(library: str) -> bool:
+def lacks_module(library: str) -> bool:
     """Whether a library that is installed has no module."""
     return library in MODULES and find_spec(MODULES[library]) is None
 
@@ -149,7 +149,7 @@ class Verdict:
 
 @final
 @frozen
-class Kept:
+class StoreState:
     """The store: where, how many files of how many bytes in all, and how many are damaged."""
 
     folder: str
@@ -163,9 +163,9 @@ class Kept:
 class Diagnosis:
     """What `doctor` tells. problems: what is broken, with what helps; notes: what to know."""
 
-    machine: Machine
+    machine: Surroundings
     verdicts: tuple[Verdict, ...]
-    kept: Kept
+    kept: StoreState
     problems: tuple[str, ...]
     notes: tuple[str, ...]
 
@@ -183,29 +183,29 @@ class Diagnosis:
         return {"attn_graph": ag.__version__, "machine": machine, **told}
 
 
-def diagnosed(machine: Machine, store: ag.Store) -> Diagnosis:
+def diagnose(machine: Surroundings, store: ag.Store) -> Diagnosis:
     entries = [*store.entries()]
     damaged = sum(entry.key is None for entry in entries)
-    kept = Kept(str(store.folder), len(entries), sum(e.bytes for e in entries), damaged)
+    kept = StoreState(str(store.folder), len(entries), sum(e.bytes for e in entries), damaged)
     found = [
-        Verdict(backend.name, target.name, tuple(against(backend, target, machine.switches)))
+        Verdict(backend.name, target.name, tuple(target_reasons(backend, target, machine.switches)))
         for backend in ag.BACKENDS
         for target in machine.targets
     ]
-    wrong = (*problems(machine), *damage(kept))
-    return Diagnosis(machine, tuple(found), kept, wrong, tuple(notes(machine)))
+    wrong = (*find_problems(machine), *store_problems(kept))
+    return Diagnosis(machine, tuple(found), kept, wrong, tuple(useful_notes(machine)))
 
 
-def question(target: ag.Target, options: Options) -> Question:
+def plain_request(target: ag.Target, options: Options) -> Request:
     """A plain attention of the dtype that a target is used for."""
     x = ag.TensorSpec((1, 1, 128, 64), DTYPES["f16" if target.kind == "cuda" else "f32"])
-    return Question.of(ag.attention(x, x, x), options)
+    return Request.of(ag.attention(x, x, x), options)
 
 
-def against(backend: Backend, target: ag.Target, switches: Switches) -> Iterable[str]:
+def target_reasons(backend: Backend, target: ag.Target, switches: Switches) -> Iterable[str]:
     """Every reason against the plainest graph there is: so they are the target's, not a graph's."""
     precision = switches.precision(target.kind)
-    asked = question(target, Options(precision=precision, switches=switches))
+    asked = plain_request(target, Options(precision=precision, switches=switches))
     return dict.fromkeys(
         why
         for graph in (asked.forward(), asked.backward())
@@ -213,14 +213,14 @@ def against(backend: Backend, target: ag.Target, switches: Switches) -> Iterable
     )
 
 
-def problems(machine: Machine) -> Iterator[str]:
+def find_problems(machine: Surroundings) -> Iterator[str]:
     """What is broken."""
     libraries = dict(machine.cpu.libraries)
     for told in dict.fromkeys(version_reasons(machine.cpu)):
         yield f"cuDNN {told}; pip install -U 'attn-graph[cuda]'"
     for who, need in machine.needs:
         name, sign, wanted = NEED.fullmatch(need).groups()  # type: ignore[union-attr]  # matched
-        if name in libraries and not fits(libraries[name], sign, wanted):
+        if name in libraries and not satisfies(libraries[name], sign, wanted):
             yield f"{who} needs {need}, and {libraries[name]} is installed; pip install '{need}'"
     for name in machine.lost:
         yield (
@@ -229,7 +229,7 @@ def problems(machine: Machine) -> Iterator[str]:
         )
 
 
-def damage(kept: Kept) -> Iterator[str]:
+def store_problems(kept: StoreState) -> Iterator[str]:
     if kept.damaged:
         yield (
             f"{kept.damaged} of {kept.files} stored files are damaged, and are not used; "
@@ -242,20 +242,20 @@ def version_reasons(target: ag.Target) -> Iterator[str]:
     backend, frontend = versions(target)
     if backend is None or frontend is None:
         return
-    asked = question(ag.Target.of("h200"), Options())
+    asked = plain_request(ag.Target.of("h200"), Options())
     for graph in (asked.forward(), asked.backward()):
         problem = sole(graph)
         assert problem is not None  # it is one attention
         yield from reasons(Case(problem, HOPPER, backend, frontend))
 
 
-def fits(version: str, sign: str, wanted: str) -> bool:
+def satisfies(version: str, sign: str, wanted: str) -> bool:
     """Whether a version is the wanted one, or no older."""
     found, due = (tuple(map(int, re.findall(r"\d+", x))) for x in (version.split("+")[0], wanted))
     return found[: len(due)] == due if sign == "==" else found >= due
 
 
-def notes(machine: Machine) -> Iterator[str]:
+def useful_notes(machine: Surroundings) -> Iterator[str]:
     """What is not broken, and good to know."""
     if machine.cuda is None:
         driver = "NVIDIA's driver is here, and " if machine.driver else ""

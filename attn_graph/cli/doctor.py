@@ -11,11 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 import attn_graph as ag
-from attn_graph.cli.cache import counted
-from attn_graph.cli.diagnosis import Diagnosis, Machine, Verdict, diagnosed
-from attn_graph.cli.words import CODES, as_json, example, no, show, show_json, table
+from attn_graph.cli.cache import count_files
+from attn_graph.cli.diagnosis import Diagnosis, Surroundings, Verdict, diagnose
+from attn_graph.cli.words import CODES, as_json, example, no, show_json, show_text, table
 from attn_graph.lowering.cudnn.offline import COMPILERS
-from attn_graph.machine.sizes import shown
+from attn_graph.machine.sizes import format_bytes
 from attn_graph.machine.target import CUDNN, PACKAGES, SYSTEM_CUDNN
 
 A_GPU = "a GPU"  # any of the table's, where they are alike
@@ -32,21 +32,23 @@ def doctor(plain: bool) -> None:
     what is broken: libraries that are known not to work together, or that are lost, and damaged
     files. Exits with 1 where something is broken.
     """
-    found = diagnosed(Machine.here(), ag.default_store())
+    found = diagnose(Surroundings.here(), ag.default_store())
     if plain:
         show_json(found.to_dict())
     else:
-        show(*screen(found))
+        show_text(*doctor_screen(found))
     no(bool(found.problems))
 
 
-def screen(found: Diagnosis) -> Iterator[RenderableType]:
+def doctor_screen(found: Diagnosis) -> Iterator[RenderableType]:
     """All of it, the worst last, where eyes are."""
     machine = found.machine
     yield Text(f"attn_graph {ag.__version__}, Python {machine.python}, {machine.system}")
-    yield from section("Devices", pairs(devices(machine)))
+    yield from section("Devices", pairs(devices_section(machine)))
     yield from section("Libraries", pairs(libraries(machine)))
-    yield from section("Backends, for a plain attention, forward and backward", takers(found))
+    yield from section(
+        "Backends, for a plain attention, forward and backward", takers_section(found)
+    )
     yield from section("Why not", *refusals(found))
     yield from section("Plans", pairs(plans(found)))
     yield from section("Good to know", *map(item, found.notes))
@@ -75,7 +77,7 @@ def pairs(rows: Iterator[tuple[str, str]]) -> Table:
     return made
 
 
-def devices(machine: Machine) -> Iterator[tuple[str, str]]:
+def devices_section(machine: Surroundings) -> Iterator[tuple[str, str]]:
     built = f"built for CUDA {machine.cuda}" if machine.cuda else "built without CUDA"
     if not machine.gpus:
         yield "GPU", f"none that PyTorch can use, which is {built}"
@@ -86,7 +88,7 @@ def devices(machine: Machine) -> Iterator[tuple[str, str]]:
     yield "", f"{threads} threads of PyTorch's on {processors} logical processors"
 
 
-def libraries(machine: Machine) -> Iterator[tuple[str, str]]:
+def libraries(machine: Surroundings) -> Iterator[tuple[str, str]]:
     """Those that are here; of cuDNN's many packages only one is ever needed."""
     here = dict(machine.cpu.libraries)
     for name in PACKAGES:
@@ -100,7 +102,7 @@ def libraries(machine: Machine) -> Iterator[tuple[str, str]]:
         yield "cuDNN itself", "not installed"
 
 
-def takers(found: Diagnosis) -> Table:
+def takers_section(found: Diagnosis) -> Table:
     """Backends down, targets across, those together of which the same is true."""
     own = [target.name for target in found.machine.targets]
     columns: dict[tuple[bool, ...], list[str]] = {}
@@ -145,5 +147,5 @@ def plans(found: Diagnosis) -> Iterator[tuple[str, str]]:
         yield what, f"beside a stand-in for the driver, by {machine.compiler}"
     else:
         yield what, f"not without a C compiler: {', '.join(COMPILERS)}"
-    yield "kept on disk", f"{counted(kept.files)}, {shown(kept.bytes)}, in {kept.folder}"
+    yield "kept on disk", f"{count_files(kept.files)}, {format_bytes(kept.bytes)}, in {kept.folder}"
     yield from machine.variables

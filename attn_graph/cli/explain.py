@@ -10,7 +10,7 @@ from rich.text import Text
 
 import attn_graph as ag
 from attn_graph.cli.flags import graph_flags, graph_of
-from attn_graph.cli.words import CODES, answering, as_json, example, no, show, show_json
+from attn_graph.cli.words import CODES, answering, as_json, example, no, show_json, show_text
 from attn_graph.machine.gpus import devices
 from attn_graph.machine.torch_switches import Precision
 
@@ -31,7 +31,7 @@ precision = click.option(
 )
 
 
-def split(text: str | None) -> tuple[str, ...] | None:
+def split_names(text: str | None) -> tuple[str, ...] | None:
     """ "cudnn,math" as names."""
     return None if text is None else tuple(filter(None, re.split(r"[\s,]+", text)))
 
@@ -58,7 +58,7 @@ def split(text: str | None) -> tuple[str, ...] | None:
 @click.option("--max-workspace", metavar="SIZE", help="Bytes, or 1GiB say, of either pass.")
 @as_json
 @answering
-def explain(
+def explain_command(
     file: TextIO | None,
     targets: tuple[str, ...],
     backends: str | None,
@@ -81,8 +81,8 @@ def explain(
         ag.explain(
             graph,
             target=target,
-            backends=split(backends),
-            avoid=split(avoid) or (),
+            backends=split_names(backends),
+            avoid=split_names(avoid) or (),
             deterministic=deterministic,
             precision=precision,
             max_workspace=max_workspace,
@@ -93,11 +93,11 @@ def explain(
     if plain:
         show_json([each.to_dict() for each in found])
     else:
-        show(Text("\n\n").join(map(styled, found)), wraps=False)
+        show_text(Text("\n\n").join(map(style_text, found)), wraps=False)
     no(any(each.backend is None for each in found))
 
 
-def styled(found: ag.Explanation) -> Text:
+def style_text(found: ag.Explanation) -> Text:
     """The explanation's own text, with colours."""
     text = Text(str(found))
     for pattern, style in STYLES.items():

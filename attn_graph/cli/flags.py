@@ -11,7 +11,7 @@ import click
 
 import attn_graph as ag
 from attn_graph.ir.parse import parse_mask
-from attn_graph.masks.leaves import Mask
+from attn_graph.masks import Mask
 from attn_graph.spec import DTYPES, FLOATS, NAMES
 
 Command = TypeVar("Command", bound=Callable[..., None])
@@ -134,15 +134,15 @@ FILE = click.argument("file", type=click.File(encoding="utf-8"), required=False)
 
 def graph_flags(command: Command) -> Command:
     """The command with FILE and all flags that say a graph; `graph_of` reads them."""
-    return with_options(FILE(command), GRAPH)
+    return add_options(FILE(command), GRAPH)
 
 
 def mask_flags(command: Command) -> Command:
     """The command with the flags that say a mask; `mask_of` reads them."""
-    return with_options(command, MASK)
+    return add_options(command, MASK)
 
 
-def with_options(command: Command, options: tuple[Callable[[Command], Command], ...]) -> Command:
+def add_options(command: Command, options: tuple[Callable[[Command], Command], ...]) -> Command:
     return reduce(lambda made, option: option(made), reversed(options), command)
 
 
@@ -202,11 +202,11 @@ def data_of(mask: Mask | None, full: tuple[int, int, int, int]) -> dict[str, ag.
 
 def mask_of(flags: Flags, text: str | None = None) -> Mask | None:
     """What all flags, and a text, keep together; None where they say nothing."""
-    parts = [*parts_of(flags, text if text is not None else flags.get("mask"))]
+    parts = [*conjuncts_of(flags, text if text is not None else flags.get("mask"))]
     return reduce(lambda one, other: one & other, parts) if parts else None
 
 
-def parts_of(flags: Flags, text: str | None) -> Iterator[Mask]:
+def conjuncts_of(flags: Flags, text: str | None) -> Iterator[Mask]:
     """Masks that all have to keep a place."""
     bands: list[Mask] = [ag.Causal()] if flags["causal"] else []
     bands += [ag.Window(*flags["window"])] if flags["window"] else []

@@ -12,7 +12,7 @@ import attn_graph as ag
 from attn_graph.cli.bench import bench
 from attn_graph.cli.cache import cache
 from attn_graph.cli.doctor import doctor
-from attn_graph.cli.explain import explain
+from attn_graph.cli.explain import explain_command
 from attn_graph.cli.mask import mask
 from attn_graph.cli.words import CODES, INTERRUPTED, UNREAD, example
 
@@ -22,7 +22,7 @@ Answers come as text, in colours on a terminal, or as --json.
 """
 
 
-COMMANDS = (doctor, explain, mask, bench, cache)
+COMMANDS = (doctor, explain_command, mask, bench, cache)
 
 
 @final

@@ -10,7 +10,16 @@ from attrs import asdict
 
 import attn_graph as ag
 from attn_graph.cli.flags import mask_flags, mask_of, read_block
-from attn_graph.cli.words import CODES, answering, as_json, drawn, example, out, show, show_json
+from attn_graph.cli.words import (
+    CODES,
+    answering,
+    as_json,
+    draw_to,
+    example,
+    out,
+    show_json,
+    show_text,
+)
 from attn_graph.masks.pictures import draw_mask, picture
 
 BLOCK = (128, 128)
@@ -56,22 +65,22 @@ def mask(
     whole = found.aligned(flags["align"]) if found else None
     counted = ag.tiles(whole, queries, keys, block=block or BLOCK)
     if out is not None:
-        drawn(out, lambda: draw_mask(out, whole, queries, keys, tile=block))
+        draw_to(out, lambda: draw_mask(out, whole, queries, keys, tile=block))
     if plain:
-        show_json(to_dict(whole, queries, keys, counted))
+        show_json(mask_dict(whole, queries, keys, counted))
         return
     if out is None:
-        show(picture(whole, queries, keys, tile=block), wraps=False)
-    share = f"; {100 * computed(counted):.3g} % to compute"
-    show(f"{whole or 'no mask'}: {counted}{share}", wraps=False)
+        show_text(picture(whole, queries, keys, tile=block), wraps=False)
+    share = f"; {100 * computed_share(counted):.3g} % to compute"
+    show_text(f"{whole or 'no mask'}: {counted}{share}", wraps=False)
 
 
-def computed(tiles: ag.Tiles) -> float:
+def computed_share(tiles: ag.Tiles) -> float:
     """The share of the score matrix that is left to compute."""
     return (tiles.mixed + tiles.full) / tiles.total if tiles.total else 0.0
 
 
-def to_dict(
+def mask_dict(
     mask: ag.Mask | None, queries: int, keys: int, tiles: ag.Tiles
 ) -> dict[str, Any]:  # Any: JSON
     return {
@@ -79,5 +88,5 @@ def to_dict(
         "queries": queries,
         "keys": keys,
         "tiles": asdict(tiles) | {"total": tiles.total},
-        "computed": computed(tiles),
+        "computed": computed_share(tiles),
     }

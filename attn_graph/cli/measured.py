@@ -87,7 +87,7 @@ class Bench:
         }
 
 
-def measured(
+def measure_graph(
     graph: ag.Graph,
     target: ag.Target,
     backends: Sequence[str],
@@ -112,7 +112,7 @@ def measured(
         try:
             plan = ag.compile(graph, target=target, backends=(name,), deterministic=deterministic)
             tensors = examples(plan.graph, device)
-            due = due or costs(plan, rates or target, tensors)
+            due = due or count_costs(plan, rates or target, tensors)
             jobs[name, pass_] = forward_job(plan, tensors)
             pass_ = "backward"
             if backward and plan.has_gradient and plan.training_vjp:
@@ -122,7 +122,7 @@ def measured(
     told = {f"{name} {pass_}": job for (name, pass_), job in jobs.items()}
     runs = samples(told, seconds=seconds, device=device, progress=progress)
     taken, interrupted = until_interrupt(runs)
-    some = tuple(figures(jobs, taken, due)) if due else ()
+    some = tuple(collect_figures(jobs, taken, due)) if due else ()
     return Bench(graph, rates or target, some, tuple(refusals), interrupted)
 
 
@@ -137,7 +137,7 @@ def until_interrupt(runs: Iterable[tuple[str, float]]) -> tuple[dict[str, list[f
     return taken, False
 
 
-def figures(
+def collect_figures(
     jobs: Mapping[tuple[str, Pass], Job], taken: Mapping[str, Sequence[float]], cost: ag.Cost
 ) -> Iterator[Figure]:
     """The medians of what was measured."""
@@ -148,7 +148,7 @@ def figures(
             yield Figure(name, pass_, median(seconds), work)
 
 
-def costs(plan: Plan, rates: ag.Target, tensors: Tensors) -> ag.Cost:
+def count_costs(plan: Plan, rates: ag.Target, tensors: Tensors) -> ag.Cost:
     """What the graph costs with these very tensors."""
     read = {i for eqn in plan.graph.eqns for i in masks_inputs(plan.graph, eqn).values()}
     data = {plan.graph.inputs[i].name: tensors[i] for i in read}

@@ -57,13 +57,13 @@ def no(answer: bool = True) -> None:
         raise click.exceptions.Exit(1)
 
 
-def show(*parts: RenderableType, wraps: bool = True) -> None:
+def show_text(*parts: RenderableType, wraps: bool = True) -> None:
     """Print, to a terminal in colours. wraps: at the terminal's width, or where the text says."""
-    print(printed(*parts, wraps=wraps), flush=True)
+    print(printed_text(*parts, wraps=wraps), flush=True)
 
 
-def printed(*parts: RenderableType, wraps: bool = True) -> str:
-    """What `show` prints."""
+def printed_text(*parts: RenderableType, wraps: bool = True) -> str:
+    """What `show_text` prints."""
     wide = sys.stdout.isatty() or "COLUMNS" in os.environ
     console = Console(width=None if wide else PIPED, highlight=False, markup=False)
     with console.capture() as captured:
@@ -97,7 +97,7 @@ def picture_path(_: click.Context, __: click.Parameter, value: Path | None) -> P
     return value
 
 
-def drawn(path: Path, draw: Callable[[], None]) -> None:
+def draw_to(path: Path, draw: Callable[[], None]) -> None:
     """Draw to a path and say so. Without matplotlib the answer is no, and what to install."""
     try:
         draw()

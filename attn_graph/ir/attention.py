@@ -8,11 +8,11 @@ from typing import Any, Generic, TypeVar, final
 import torch
 from attrs import field, frozen
 
+from attn_graph import masks
 from attn_graph.errors import GraphError
 from attn_graph.ir import ops
 from attn_graph.ir.graph import Emit, Gradients, Op, Values
-from attn_graph.ir.modifiers import INF, Modifier, finite, restoring, whole
-from attn_graph.masks import leaves
+from attn_graph.ir.modifiers import INF, Modifier, every_place, finite, restoring
 from attn_graph.spec import ValueType, number
 
 T = TypeVar("T")
@@ -22,7 +22,7 @@ def in_order(steps: Iterable[Modifier]) -> tuple[Modifier, ...]:
     return tuple(steps)
 
 
-def flags(values: Iterable[bool]) -> tuple[bool, ...]:
+def as_flags(values: Iterable[bool]) -> tuple[bool, ...]:
     return tuple(map(bool, values))
 
 
@@ -51,7 +51,7 @@ class Attention(Op):
 
     scale: float = field(default=1.0, converter=number, validator=finite)
     modifiers: tuple[Modifier, ...] = field(default=(), converter=in_order)
-    mask: leaves.Mask | None = None
+    mask: masks.Mask | None = None
     sinks: bool = field(default=False, converter=bool)
     dropout: float = field(default=0.0, converter=number, validator=ops.share)
     names = ("o", "lse")
@@ -171,7 +171,7 @@ class AttentionGrad(Op):
     """
 
     attention: Attention
-    wants: tuple[bool, ...] = field(converter=flags)
+    wants: tuple[bool, ...] = field(converter=as_flags)
     with_do: bool = True
     with_dlse: bool = False
     is_gradient = True
@@ -221,11 +221,11 @@ class AttentionGrad(Op):
         do = torch.zeros_like(o) if do is None else do
         dlse = torch.zeros_like(lse) if dlse is None else dlse
         do, dlse = (ops.clear_blind_rows(x.to(lse.dtype), lse) for x in (do, dlse))
-        found = gradients(self.attention, own, o, lse, do, dlse)
+        found = compute_gradients(self.attention, own, o, lse, do, dlse)
         return tuple(g for g, wanted in zip(found, self.wants, strict=True) if wanted)
 
 
-def gradients(
+def compute_gradients(
     node: Attention,
     operands: Sequence[torch.Tensor],
     o: torch.Tensor,
@@ -242,7 +242,7 @@ def gradients(
     if node.mask:
         (s,) = ops.Mask(node.mask).run(s, *given.mask.values())
     p = torch.exp(s - lse.masked_fill(lse == -INF, 0.0)[..., None])
-    z = dropped(node, given, s)
+    z = dropout_factor(node, given, s)
     (dp,) = ops.Scores().run(do, given.v.to(do.dtype))
     surplus = dlse - (do * o).sum(-1)
     ds = p * (dp * z + surplus[..., None])
@@ -264,9 +264,9 @@ def gradients(
     return [dq, dk, dv, *extra, *tail]  # type: ignore[list-item]  # None only where none is wanted
 
 
-def dropped(node: Attention, given: Operands[torch.Tensor], s: torch.Tensor) -> torch.Tensor:
+def dropout_factor(node: Attention, given: Operands[torch.Tensor], s: torch.Tensor) -> torch.Tensor:
     """z / (1 - rate) of dropout, at every place of s."""
     if given.seed is None or given.offset is None:
         return s.new_ones(())
-    bits = ops.kept(whole(s, {}), node.dropout, int(given.seed), int(given.offset))
+    bits = ops.dropout_keeps(every_place(s, {}), node.dropout, int(given.seed), int(given.offset))
     return bits.to(s.dtype) / (1 - node.dropout)

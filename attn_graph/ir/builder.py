@@ -10,12 +10,12 @@ from typing import TypeVar, final
 import torch
 from attrs import define, field, frozen
 
-from attn_graph.errors import GraphError, caller
+from attn_graph import masks
+from attn_graph.errors import GraphError, user_line
 from attn_graph.ir import ops
-from attn_graph.ir.graph import Eqn, Graph, Input, Op, called
+from attn_graph.ir.graph import Eqn, Graph, Input, Op, op_name
 from attn_graph.ir.modifiers import Alibi, Bias, SoftCap
-from attn_graph.masks import leaves as masks
-from attn_graph.masks.leaves import Align
+from attn_graph.masks import Align
 from attn_graph.spec import FLOATS, TensorSpec, ValueType
 
 T = TypeVar("T")
@@ -107,7 +107,7 @@ class Builder:
 
     def problem(self, *told: str) -> None:
         """Remember what is wrong, with the line at which the user said it."""
-        self.problems += [f"{text} (at {caller()})" for text in told]
+        self.problems += [f"{text} (at {user_line()})" for text in told]
 
     def attempt(self, make: Callable[[], T]) -> T | None:
         """What `make` returns; its GraphErrors are remembered instead of raised."""
@@ -188,7 +188,7 @@ def rank_problems(op: Op, types: Sequence[ValueType], *, partial: bool = False) 
     fits = all(rank is None or len(type_.shape) == rank for type_, rank in pairs)
     if fits and (partial or len(types) == len(ranks)):
         return []
-    who, roles = called(type(op)), dict(enumerate(op.roles))
+    who, roles = op_name(type(op)), dict(enumerate(op.roles))
     if len(types) != len(ranks) and not partial:
         return [f"{who}: {len(types)} operands given, {len(ranks)} needed"]
     return [

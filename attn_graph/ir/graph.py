@@ -74,7 +74,7 @@ def check_graph(graph: object, name: str) -> None:
         )
 
 
-def called(op: type[Op]) -> str:
+def op_name(op: type[Op]) -> str:
     """What an op is called in text and messages: SoftCap is soft_cap."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", op.__name__).lower()
 
@@ -156,8 +156,8 @@ class Graph:
             first += len(eqn.outs)
 
     def __str__(self) -> str:
-        from attn_graph.ir.parse import show  # above this floor; printing alone looks up
+        from attn_graph.ir.parse import show_graph  # above this floor; printing alone looks up
 
-        return show(self)
+        return show_graph(self)
 
     __repr__ = __str__

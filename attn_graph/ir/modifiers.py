@@ -17,8 +17,8 @@ import torch
 from attrs import Attribute, evolve, field, frozen, validators
 
 from attn_graph.errors import GraphError, problems_of
-from attn_graph.ir.graph import Emit, Gradients, Op, Values, called
-from attn_graph.masks.leaves import LENGTHS, Align, Data, alignment, names, offset
+from attn_graph.ir.graph import Emit, Gradients, Op, Values, op_name
+from attn_graph.masks import LENGTHS, Align, Data, alignment, as_names, offset
 from attn_graph.masks.places import Block, Place, Term
 from attn_graph.spec import FLOATS, INTEGERS, NAMES, ValueType, number
 
@@ -110,7 +110,7 @@ class Modifier(Op):
         (B, H, M, N), given = types[0].shape, types[1:]
         sizes = {"b": B, "h": H, "i": M, "j": N}
         for (name, data), type_ in zip(self.needs.items(), given, strict=True):
-            yield from data.problems(called(type(self)), name, type_, sizes)
+            yield from data.problems(op_name(type(self)), name, type_, sizes)
         yield from problems_of(lambda: self.resolved(M, N))
         if type(self) not in MODIFIERS:
             from attn_graph.ir.promises import modifier_problems  # above this floor
@@ -121,7 +121,9 @@ class Modifier(Op):
         return (s,)
 
     def run(self, s: torch.Tensor, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        changed = self.change(s.clone(), whole(s, dict(zip(self.needs, operands, strict=True))))
+        changed = self.change(
+            s.clone(), every_place(s, dict(zip(self.needs, operands, strict=True)))
+        )
         return (torch.where(s == -INF, s, changed),)
 
     def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
@@ -158,7 +160,7 @@ def restoring(modifiers: Sequence[Modifier]) -> tuple[bool, ...]:
     )
 
 
-def whole(s: torch.Tensor, data: Mapping[str, torch.Tensor]) -> Place:
+def every_place(s: torch.Tensor, data: Mapping[str, torch.Tensor]) -> Place:
     """Every place of a full score array."""
     B, H, M, N = s.shape
     block = Block(range(B), range(H), range(M), H, M, N, data)
@@ -226,7 +228,7 @@ class Alibi(Modifier):
     default: bool = field(default=False, converter=bool)
     align: Align | None = field(default=None, validator=alignment)
     ragged: tuple[str, ...] = field(
-        default=(), converter=names, validator=validators.deep_iterable(validators.in_(LENGTHS))
+        default=(), converter=as_names, validator=validators.deep_iterable(validators.in_(LENGTHS))
     )
     per_batch: bool = field(default=False, converter=bool)
 
@@ -301,7 +303,7 @@ class Back(Op):
     def run(
         self, s: torch.Tensor, ds: torch.Tensor, *operands: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        at = whole(s, dict(zip(self.modifier.needs, operands, strict=True)))
+        at = every_place(s, dict(zip(self.modifier.needs, operands, strict=True)))
         return (torch.where(s == -INF, 0.0, self.modifier.back(ds.clone(), s.clone(), at)),)
 
 
@@ -336,5 +338,5 @@ class Collect(Op):
             name: torch.zeros(data[name].shape, dtype=ds.dtype, device=ds.device)
             for name in trained
         }
-        self.modifier.collect(totals, ds, whole(ds, data))
+        self.modifier.collect(totals, ds, every_place(ds, data))
         return tuple(totals[name].to(data[name].dtype) for name in trained)

@@ -11,12 +11,12 @@ from typing import final
 import torch
 from attrs import field, frozen
 
+from attn_graph import masks
 from attn_graph.errors import GraphError, problems_of
 from attn_graph.ir.graph import Emit, Gradients, Op, Values
-from attn_graph.ir.modifiers import INF, beyond, finite, whole
+from attn_graph.ir.modifiers import INF, beyond, every_place, finite
 from attn_graph.ir.philox import counters, keep_
 from attn_graph.ir.promises import mask_problems
-from attn_graph.masks import leaves
 from attn_graph.masks.canonical import canonical_mask
 from attn_graph.masks.places import Place
 from attn_graph.spec import DTYPES, FLOATS, NAMES, ValueType, accumulator, number
@@ -77,7 +77,7 @@ class Scores(Op):
 class Mask(Op):
     """s [B,H,M,N], the mask's tensors -> s, with -inf where the mask does not keep."""
 
-    mask: leaves.Mask = field(validator=leaves.is_mask)
+    mask: masks.Mask = field(validator=masks.is_mask)
     names = ("s",)
 
     @property
@@ -100,7 +100,7 @@ class Mask(Op):
         return (s,)
 
     def run(self, s: torch.Tensor, *given: torch.Tensor) -> tuple[torch.Tensor]:
-        kept = self.mask.keep(whole(s, dict(zip(self.mask.needs, given, strict=True))))
+        kept = self.mask.keep(every_place(s, dict(zip(self.mask.needs, given, strict=True))))
         return (torch.where(kept, s, -INF),)
 
     def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
@@ -147,7 +147,7 @@ class Softmax(Op):
 
     def problems(self, s: ValueType, sinks: ValueType | None = None) -> Iterator[str]:
         if sinks is not None:
-            yield from leaves.Data("h", FLOATS).problems(
+            yield from masks.Data("h", FLOATS).problems(
                 "softmax", "sinks", sinks, {"h": s.shape[1]}
             )
 
@@ -262,14 +262,14 @@ class Dropout(Op):
         return (p,)
 
     def run(self, p: torch.Tensor, seed: torch.Tensor, offset: torch.Tensor) -> tuple[torch.Tensor]:
-        at = whole(p, {})
-        return (p * kept(at, self.rate, int(seed), int(offset)) / (1 - self.rate),)
+        at = every_place(p, {})
+        return (p * dropout_keeps(at, self.rate, int(seed), int(offset)) / (1 - self.rate),)
 
     def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
         return emit(self, grads[0], *operands[1:])[0], None, None
 
 
-def kept(at: Place, rate: float, seed: int, offset: int) -> torch.Tensor:
+def dropout_keeps(at: Place, rate: float, seed: int, offset: int) -> torch.Tensor:
     """z of a block, as booleans."""
     assert at.ranges is not None
     shape = [*map(len, at.ranges[:3]), len(counters(at.ranges[3]))]

@@ -9,13 +9,13 @@ from typing import Any
 
 import attrs
 
+from attn_graph import masks
 from attn_graph.errors import GraphError
 from attn_graph.ir import modifiers, ops
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.builder import Builder, Value
-from attn_graph.ir.graph import Graph, Op, called
-from attn_graph.masks import leaves as masks
-from attn_graph.masks.joins import And, Mask, Not, Or, flat, is_mask, joined
+from attn_graph.ir.graph import Graph, Op, op_name
+from attn_graph.masks import And, Mask, Not, Or, flatten_join, is_mask, join_masks
 from attn_graph.spec import DTYPES, TensorSpec
 
 OPS: tuple[type[Op], ...] = (
@@ -26,10 +26,10 @@ OPS: tuple[type[Op], ...] = (
 )
 
 
-CALLS = {called(op): op for op in OPS}
+CALLS = {op_name(op): op for op in OPS}
 
 
-def show(graph: Graph) -> str:
+def show_graph(graph: Graph) -> str:
     """Valid Python, one line an equation, that `parse` turns back into an equal graph."""
     names = [i.name for i in graph.inputs]
     inputs = ",\n".join(f"    {i.name}: {i.spec}" for i in graph.inputs)
@@ -39,7 +39,7 @@ def show(graph: Graph) -> str:
         args = ", ".join([names[i] for i in eqn.args] + shown_fields(eqn.op))
         types = ", ".join(map(str, eqn.outs))
         names += outs
-        lines.append(f"    {', '.join(outs)} = {called(type(eqn.op))}({args})  # {types}")
+        lines.append(f"    {', '.join(outs)} = {op_name(type(eqn.op))}({args})  # {types}")
     return "\n".join([*lines, f"    return {', '.join(names[i] for i in graph.outputs)}"])
 
 
@@ -66,9 +66,9 @@ def show_value(value: object) -> str:
     """A field's value as Python."""
     match value:
         case And():
-            return f"({' & '.join(map(show_value, flat(And, value)))})"
+            return f"({' & '.join(map(show_value, flatten_join(And, value)))})"
         case Or():
-            return f"({' | '.join(map(show_value, flat(Or, value)))})"
+            return f"({' | '.join(map(show_value, flatten_join(Or, value)))})"
         case Not(a):
             return f"~{show_value(a)}"
         case tuple():
@@ -111,7 +111,7 @@ def form(leaf: type[Any]) -> str:  # Any: an attrs class
     return f"{leaf.__name__}({', '.join(f.name for f in attrs.fields(leaf))})"
 
 
-def read(text: str, mode: str = "exec") -> Any:  # Any: an ast.Module, or another by the mode
+def read_syntax(text: str, mode: str = "exec") -> Any:  # Any: an ast.Module, or another by the mode
     """Python's syntax tree of a text. Raises GraphError where it has none."""
     if not isinstance(text, str):
         raise GraphError(f"expected text, got {type(text).__name__}")
@@ -130,13 +130,15 @@ class Parser:
     classes: dict[str, type[Any]]
 
     def whole_mask(self, text: str) -> Mask:
-        found = self.value(read(text.strip() if isinstance(text, str) else text, "eval").body)
+        found = self.value(
+            read_syntax(text.strip() if isinstance(text, str) else text, "eval").body
+        )
         if not isinstance(found, Mask):
             raise GraphError(f"{text} is {found!r}, and no mask such as Causal() & Window(64)")
         return found
 
     def graph(self, text: str) -> Graph:
-        match read(text).body:
+        match read_syntax(text).body:
             case [
                 ast.FunctionDef(
                     args=ast.arguments(args=params), body=[*eqns, ast.Return(value=out) as last]
@@ -147,15 +149,15 @@ class Parser:
                 raise GraphError("line 1: expected one `def graph(...)` that ends in `return`")
         b, env = Builder(), dict[str, Value]()
         for param in params:
-            with line(param.lineno):
+            with at_line(param.lineno):
                 env[param.arg] = b.input(param.arg, spec_of(param.annotation))
                 b.check()
         for eqn in eqns:
-            with line(eqn.lineno):
+            with at_line(eqn.lineno):
                 env |= self.equation(b, env, eqn)
                 b.check()
-        with line(last.lineno):
-            return b.build(*(looked_up(env, n) for n in names_of(out)))
+        with at_line(last.lineno):
+            return b.build(*(look_up(env, n) for n in names_in(out)))
 
     def equation(self, b: Builder, env: dict[str, Value], eqn: ast.stmt) -> dict[str, Value]:
         """The values that an equation adds, by name."""
@@ -164,19 +166,19 @@ class Parser:
                 targets=[target], value=ast.Call(func=ast.Name(id=name), args=args, keywords=kws)
             ) if name in CALLS:
                 op = self.made(CALLS[name], kws)
-                outs = b.emit(op, *(looked_up(env, n) for a in args for n in names_of(a)))
+                outs = b.emit(op, *(look_up(env, n) for a in args for n in names_in(a)))
             case _:
                 raise GraphError("expected `x, ... = op(...)` of a known op")
-        if len(names := names_of(target)) != len(outs):
+        if len(names := names_in(target)) != len(outs):
             raise GraphError(f"{name} has {len(outs)} results, and {len(names)} are named")
         return dict(zip(names, outs, strict=True))
 
     def value(self, node: ast.expr) -> Any:  # Any: what a field of some class holds
         match node:
             case ast.BinOp(op=ast.BitAnd()):
-                return joined(And, map(self.mask, spine(node, ast.BitAnd)))
+                return join_masks(And, map(self.mask, spine(node, ast.BitAnd)))
             case ast.BinOp(op=ast.BitOr()):
-                return joined(Or, map(self.mask, spine(node, ast.BitOr)))
+                return join_masks(Or, map(self.mask, spine(node, ast.BitOr)))
             case ast.UnaryOp(ast.Invert(), operand):
                 return ~self.mask(operand)
             case ast.Tuple(parts):
@@ -184,7 +186,7 @@ class Parser:
             case ast.Call(func=ast.Name(id=name), args=args, keywords=kws) if name in self.classes:
                 return self.made(self.classes[name], kws, args)
             case _:
-                return literal(node)
+                return literal_value(node)
 
     def mask(self, node: ast.expr) -> Mask:
         """A part of a join."""
@@ -226,7 +228,7 @@ def spine(node: ast.expr, op: type[ast.operator]) -> list[ast.expr]:
 
 
 @contextmanager
-def line(number: int) -> Iterator[None]:
+def at_line(number: int) -> Iterator[None]:
     """What goes wrong in here goes wrong in this line of the text."""
     try:
         yield
@@ -234,7 +236,7 @@ def line(number: int) -> Iterator[None]:
         raise GraphError(*(f"line {number}: {told}" for told in error.problems)) from error
 
 
-def literal(node: ast.expr) -> Any:  # Any: whatever Python has literals for
+def literal_value(node: ast.expr) -> Any:  # Any: whatever Python has literals for
     try:
         return ast.literal_eval(node)
     except (TypeError, ValueError) as error:  # {[]: 1}; a call, or a name
@@ -245,22 +247,22 @@ def spec_of(node: ast.expr | None) -> TensorSpec:
     """`f16[2, 3]`, `f16[2, 3](strides=(1, 2))` or `i64[()]`."""
     match node:
         case ast.Subscript(value=ast.Name(id=name), slice=sizes) if name in DTYPES:
-            return TensorSpec(integers(sizes), DTYPES[name])
+            return TensorSpec(read_integers(sizes), DTYPES[name])
         case ast.Call(
             func=ast.Subscript() as dense,
             args=[],
             keywords=[ast.keyword(arg="strides", value=strides)],
         ):
             spec = spec_of(dense)
-            return TensorSpec(spec.shape, spec.dtype, integers(strides))
+            return TensorSpec(spec.shape, spec.dtype, read_integers(strides))
         case _:
             told = ast.unparse(node) if node else "no type"
             raise GraphError(f"expected a type such as f16[2, 3], got {told}")
 
 
-def integers(node: ast.expr) -> tuple[int, ...]:
+def read_integers(node: ast.expr) -> tuple[int, ...]:
     """Sizes or strides. Raises GraphError for what is neither."""
-    value = literal(node)
+    value = literal_value(node)
     numbers = value if isinstance(value, tuple) else (value,)
     if not all(type(number) is int for number in numbers):
         raise GraphError(
@@ -270,17 +272,17 @@ def integers(node: ast.expr) -> tuple[int, ...]:
     return numbers
 
 
-def names_of(node: ast.expr | None) -> list[str]:
+def names_in(node: ast.expr | None) -> list[str]:
     match node:
         case ast.Tuple(parts):
-            return [name for part in parts for name in names_of(part)]
+            return [name for part in parts for name in names_in(part)]
         case ast.Name(id=name):
             return [name]
         case _:
             raise GraphError(f"expected names, got {ast.unparse(node) if node else 'nothing'}")
 
 
-def looked_up(env: dict[str, Value], name: str) -> Value:
+def look_up(env: dict[str, Value], name: str) -> Value:
     if name not in env:
         raise GraphError(f"{name} is used before it is defined; known are {', '.join(env)}")
     return env[name]

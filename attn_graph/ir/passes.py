@@ -7,13 +7,13 @@ from functools import reduce
 
 from attrs import evolve
 
+from attn_graph import masks
 from attn_graph.ir import ops
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.builder import Builder, Value
 from attn_graph.ir.graph import Eqn, Graph
 from attn_graph.ir.modifiers import Modifier
 from attn_graph.ir.rewrite import prune, replay
-from attn_graph.masks import leaves
 from attn_graph.masks.canonical import canonical_mask
 
 
@@ -22,22 +22,22 @@ def canonicalise(graph: Graph) -> Graph:
 
     def rule(b: Builder, eqn: Eqn, operands: tuple[Value, ...]) -> tuple[Value, ...] | None:
         if isinstance(eqn.op, ops.Mask):
-            return (masked(b, eqn.op.mask, operands),)
+            return (emit_mask(b, eqn.op.mask, operands),)
         if isinstance(eqn.op, Modifier):
-            return (modified(b, eqn.op, operands),)
+            return (emit_modifier(b, eqn.op, operands),)
         return None
 
     return replay(graph, rule)
 
 
-def masked(b: Builder, mask: leaves.Mask, operands: tuple[Value, ...]) -> Value:
+def emit_mask(b: Builder, mask: masks.Mask, operands: tuple[Value, ...]) -> Value:
     """Scores under the mask in canonical form, joined with a mask that they are under already."""
     s, *given = operands
     canonical = canonical_mask(mask, *s.type.shape[2:])
     if canonical is None:
         return s
     data = dict(zip(mask.needs, given, strict=True))
-    under = producer(b, s)
+    under = producer_of(b, s)
     if under is not None and isinstance(under.op, ops.Mask):
         first, *others = (Value(b, i) for i in under.args)
         known = dict(zip(under.op.mask.needs, others, strict=True))
@@ -48,18 +48,18 @@ def masked(b: Builder, mask: leaves.Mask, operands: tuple[Value, ...]) -> Value:
     return s.mask(canonical, **{name: data[name] for name in canonical.needs})
 
 
-def modified(b: Builder, op: Modifier, operands: tuple[Value, ...]) -> Value:
+def emit_modifier(b: Builder, op: Modifier, operands: tuple[Value, ...]) -> Value:
     """A modifier with its alignment resolved, moved before the mask that its scores are under."""
     s, *given = operands
     op = op.resolved(*s.type.shape[2:])
-    under = producer(b, s)
+    under = producer_of(b, s)
     if under is None or not isinstance(under.op, ops.Mask):
         return s.then(op, *given)
     first, *data = (Value(b, i) for i in under.args)
-    return modified(b, op, (first, *given)).then(under.op, *data)
+    return emit_modifier(b, op, (first, *given)).then(under.op, *data)
 
 
-def producer(b: Builder, value: Value) -> Eqn | None:
+def producer_of(b: Builder, value: Value) -> Eqn | None:
     """The equation that a value comes from; None for an input."""
     first = len(b.inputs)
     for eqn in b.eqns:
@@ -118,10 +118,10 @@ def chain_of(weigh: Eqn, makers: Makers, users: dict[int, int]) -> Chain | None:
         at = eqn.args[0]
     if at not in makers or users[at] != 1 or weigh.op != ops.Weigh():
         return None
-    return assembled([makers[at][0], *reversed(steps)], v, makers)
+    return assemble([makers[at][0], *reversed(steps)], v, makers)
 
 
-def assembled(steps: list[Eqn], v: int, makers: Makers) -> Chain | None:
+def assemble(steps: list[Eqn], v: int, makers: Makers) -> Chain | None:
     """One Attention for equations in the order of the chain; None where they are in another."""
     kinds = [next((k for k, t in enumerate(ORDER) if isinstance(e.op, t)), None) for e in steps]
     if (
@@ -156,7 +156,7 @@ def emit_chains(graph: Graph, chains: dict[int, Chain]) -> Graph:
     """The graph with each chain's results, o and lse, computed by its Attention."""
     b = Builder(trusts=True)
     values = {n: b.input(i.name, i.spec) for n, i in enumerate(graph.inputs)}
-    live = still_read(graph, chains)
+    live = values_read(graph, chains)
     for eqn, outs in graph.numbered():
         if outs[0] in chains:
             op, operands, lse = chains[outs[0]]
@@ -166,7 +166,7 @@ def emit_chains(graph: Graph, chains: dict[int, Chain]) -> Graph:
     return b.graph(*(values[i] for i in graph.outputs))
 
 
-def still_read(graph: Graph, chains: dict[int, Chain]) -> set[int]:
+def values_read(graph: Graph, chains: dict[int, Chain]) -> set[int]:
     """The values that are read where each chain is one equation, at the place of its last."""
     live, stats = set(graph.outputs), {lse for _, _, lse in chains.values()}
     for eqn, outs in reversed([*graph.numbered()]):

@@ -28,7 +28,7 @@ def threshold(rate: float) -> int:
     return min(WORD + 1, round(rate * 2**32))
 
 
-def words(
+def random_words(
     seed: int,
     offset: int,
     b: range,
@@ -43,9 +43,9 @@ def words(
     `six` are int64 tensors of that shape to work in; the result is the first four of them.
     """
     c0, c1, c2, c3, p0, p1 = six
-    c0.copy_(line(counters(j), c0, 3))
-    c1.copy_(line(i, c1, 2))
-    c2.copy_(line(b, c2, 0) * H + line(h, c2, 1))
+    c0.copy_(lay_along(counters(j), c0, 3))
+    c1.copy_(lay_along(i, c1, 2))
+    c2.copy_(lay_along(b, c2, 0) * H + lay_along(h, c2, 1))
     c3.fill_(offset & WORD)
     low, high = seed & WORD, (seed >> 32) & WORD
     for _ in range(ROUNDS):
@@ -61,7 +61,7 @@ def words(
     return c0, c1, c2, c3
 
 
-def line(values: range, like: torch.Tensor, axis: int) -> torch.Tensor:
+def lay_along(values: range, like: torch.Tensor, axis: int) -> torch.Tensor:
     """A range laid along one of four axes."""
     flat = torch.arange(values.start, values.stop, device=like.device)
     return flat.reshape([-1 if a == axis else 1 for a in range(4)])
@@ -73,7 +73,7 @@ def keep_(
 ) -> torch.Tensor:  # fmt: skip
     """Fill the booleans `kept` [b,h,i,4 * counters(j)]; return the view that is ranges' keys."""
     b, h, i, j = ranges
-    for word, drawn in enumerate(words(seed, offset, b, h, i, j, H, six)):
+    for word, drawn in enumerate(random_words(seed, offset, b, h, i, j, H, six)):
         torch.ge(drawn, threshold(rate), out=kept[..., word::4])
     first = j.start - 4 * counters(j).start
     return kept[..., first : first + len(j)]

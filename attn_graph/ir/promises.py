@@ -19,8 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from attn_graph.errors import GraphError
 from attn_graph.ir.modifiers import Modifier
-from attn_graph.masks.joins import And, Data, Mask, Not, Or
-from attn_graph.masks.leaves import LEAVES, ragged_in
+from attn_graph.masks import LEAVES, And, Data, Mask, Not, Or, ragged_in
 from attn_graph.masks.places import Block, Keys, Place
 
 SIDE = 512  # queries and keys, at most, where nothing is read
@@ -61,15 +60,15 @@ def value_problems(value: Mask | Modifier) -> list[str]:
             "others of its kind; decorate it with @attrs.frozen"
         ]
     return [
-        f"{kind.__name__}: {field.name} is a {type(held).__name__}, and fields are numbers, texts "
+        f"{kind.__name__}: {field.name} is a {type(each).__name__}, and fields are numbers, texts "
         "and tuples of them; tensors are named in `needs`"
         for field in attrs.fields(kind)
-        if isinstance(held := getattr(value, field.name), list | dict | set | torch.Tensor)
+        if isinstance(each := getattr(value, field.name), list | dict | set | torch.Tensor)
     ]
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
+def without_modes() -> Iterator[None]:
     """Tensors are plain ones on the CPU, whatever modes the graph is built under."""
     with _disable_current_modes(), CPU, torch.no_grad():
         yield
@@ -80,7 +79,7 @@ def checked_mask(mask: Mask, sizes: Sizes) -> tuple[str, ...]:
     """The problems with one leaf."""
     if 0 in sizes:
         return ()
-    with undisturbed():
+    with without_modes():
         try:
             leaf = mask.resolved(sizes[2], sizes[3], ragged_in(mask.needs))
         except GraphError:  # an alignment is not said, which the canonical form tells
@@ -93,7 +92,7 @@ def checked_modifier(modifier: Modifier, sizes: Sizes) -> tuple[str, ...]:
     """The problems with one modifier."""
     if 0 in sizes:
         return ()
-    with undisturbed():
+    with without_modes():
         return tuple(problems_of_modifier(modifier, sizes))
 
 
@@ -146,8 +145,8 @@ def problems_of_keys(mask: Mask, block: Block, kept: torch.Tensor) -> list[str]:
     """Keys that `span` leaves out or that `surely` has, and should not."""
     who, queries = type(mask).__name__, f"queries {block.rows.start} to {block.rows.stop - 1}"
     here = kept[:, :, block.rows.start : block.rows.stop].flatten(0, 2)
-    lacking = here.any(0) & ~held(mask.span(block), block.N)
-    wrong = held(mask.surely(block), block.N) & ~here.all(0)
+    lacking = here.any(0) & ~contains(mask.span(block), block.N)
+    wrong = contains(mask.surely(block), block.N) & ~here.all(0)
     lies = (
         ("span", lacking, "lacks key {}, which one of them keeps"),
         ("surely", wrong, "has key {}, which one of them does not keep"),
@@ -159,7 +158,7 @@ def problems_of_keys(mask: Mask, block: Block, kept: torch.Tensor) -> list[str]:
     ]
 
 
-def held(keys: Keys, count: int) -> torch.Tensor:
+def contains(keys: Keys, count: int) -> torch.Tensor:
     """For each position, whether it is in the set."""
     flags = torch.zeros(count, dtype=torch.bool)
     for start, stop in keys.intervals:
@@ -255,12 +254,12 @@ def made_up(needs: Mapping[str, Data], sizes: Sizes) -> dict[str, torch.Tensor]:
     random = torch.Generator(CPU).manual_seed(0)
     full = dict(zip("bhij", sizes, strict=True))
     return {
-        name: filled([full[axis] for axis in data.axes], data.dtypes, min(sizes[2:]), random)
+        name: fill_random([full[axis] for axis in data.axes], data.dtypes, min(sizes[2:]), random)
         for name, data in needs.items()
     }
 
 
-def filled(
+def fill_random(
     shape: list[int], dtypes: Iterable[torch.dtype], most: int, random: torch.Generator
 ) -> torch.Tensor:
     dtype = next(iter(dtypes))

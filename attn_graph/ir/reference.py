@@ -50,7 +50,7 @@ class Verification:
         return f"{'ok' if self.ok else 'WRONG'}: {told}"
 
 
-def verified(
+def compare(
     graph: Graph, tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
 ) -> Verification:
     """Compare results with `evaluate` by the rule |x - ref| <= 2 max|low - ref| + 2 rounding.
@@ -92,7 +92,7 @@ def evaluate_low(graph: Graph, tensors: Sequence[torch.Tensor]) -> tuple[torch.T
 
     def step(op: Op, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         found = op.unfold(step, given) if isinstance(op, Attention) else op.run(*given)
-        return tuple(rounded(x, low) if x.is_floating_point() else x for x in found)
+        return tuple(round_digits(x, low) if x.is_floating_point() else x for x in found)
 
     values = list(tensors)
     with steady(device_of(tensors)):
@@ -101,7 +101,7 @@ def evaluate_low(graph: Graph, tensors: Sequence[torch.Tensor]) -> tuple[torch.T
     return tuple(values[i] for i in graph.outputs)
 
 
-def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def round_digits(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """x rounded to the digits of a dtype. Its range does not bound what a graph computes: scores of
     float16 inputs may pass 65504."""
     narrow = x.to(dtype).to(x.dtype)

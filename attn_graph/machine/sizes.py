@@ -46,24 +46,26 @@ class Memory:
         workspace = self.told("forward", self.workspace_forward)
         saved = ""
         if self.gradients:
-            saved = f"saved for backward {shown(self.saved)}, "
+            saved = f"saved for backward {format_bytes(self.saved)}, "
             workspace += f" and {self.told('backward', self.workspace_backward)}"
-        peak = f"{'at least ' if self.untold else ''}{shown(self.peak)}"
-        return f"outputs {shown(self.outputs)}, {saved}workspace {workspace}, peak {peak}"
+        peak = f"{'at least ' if self.untold else ''}{format_bytes(self.peak)}"
+        return f"outputs {format_bytes(self.outputs)}, {saved}workspace {workspace}, peak {peak}"
 
     def told(self, pass_: str, count: int) -> str:
         return (
-            f"{pass_} told by the built plan" if pass_ in self.untold else f"{shown(count)} {pass_}"
+            f"{pass_} told by the built plan"
+            if pass_ in self.untold
+            else f"{format_bytes(count)} {pass_}"
         )
 
 
-def shown(count: int) -> str:
+def format_bytes(count: int) -> str:
     """1536 -> "1.5 KiB"."""
     unit = next((u for u in ("TiB", "GiB", "MiB", "KiB") if count >= UNITS[u]), "B")
     return f"{count / UNITS[unit]:.4g} {unit}"
 
 
-def in_bytes(size: int | str) -> int:
+def parse_bytes(size: int | str) -> int:
     """A number of bytes, or text such as "1GiB" or "200 MiB". Raises GraphError for all else."""
     if type(size) is int and size >= 0:
         return size

@@ -67,7 +67,7 @@ class Store:
         """What `read` makes of the bytes under the key; None where it raises Unfit, too."""
         path = self.path(key)
         try:
-            name, data = opened(contents(path))
+            name, data = unseal(contents(path))
             if name != key:
                 raise Unfit("it holds another key")
             record = read(data)
@@ -86,7 +86,7 @@ class Store:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with NamedTemporaryFile(dir=self.folder, suffix=".part", delete=False) as file:
                 try:
-                    file.write(sealed(key, data))
+                    file.write(seal(key, data))
                     file.flush()
                     os.replace(file.name, self.path(key))
                 finally:
@@ -121,7 +121,7 @@ class Store:
         for path, stat in self.paths():
             key, unfit = None, None
             try:
-                key, _ = opened(contents(path))
+                key, _ = unseal(contents(path))
             except (OSError, Unfit) as error:
                 unfit = str(error)
             if key is not None and path != self.path(key):
@@ -153,14 +153,14 @@ def contents(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def sealed(key: str, data: bytes) -> bytes:
+def seal(key: str, data: bytes) -> bytes:
     """A file: magic, checksum, then the key by its length, then the data."""
     name = key.encode()
     body = len(name).to_bytes(8, "big") + name + data
     return MAGIC + sha256(body).digest() + body
 
 
-def opened(file: bytes) -> tuple[str, bytes]:
+def unseal(file: bytes) -> tuple[str, bytes]:
     """The key and the data of a file. Raises Unfit unless it is whole."""
     if not file.startswith(MAGIC):
         raise Unfit(f"it starts with {file[: len(MAGIC)]!r}, not with {MAGIC!r}")

@@ -69,12 +69,12 @@ class Target:
         here.
         """
         if device is None:
-            return gpu(current()) if count() else cpu()
+            return gpu(current_gpu()) if gpu_count() else describe_cpu()
         place = torch.device(device)
         if place.type == "cpu":
-            return cpu()
-        index = current() if place.index is None else place.index
-        if place.type != "cuda" or index >= count():
+            return describe_cpu()
+        index = current_gpu() if place.index is None else place.index
+        if place.type != "cuda" or index >= gpu_count():
             known = ", ".join(map(str, local_devices()))
             raise GraphError(f"device {str(place)!r} is not here; here are {known}")
         return gpu(index)
@@ -86,7 +86,7 @@ class Target:
         Raises GraphError for an unknown name.
         """
         if name == "cpu":
-            return cpu()
+            return describe_cpu()
         if not isinstance(name, str) or name not in devices():
             raise GraphError(f"target {name!r} is not known; known are cpu, {', '.join(devices())}")
         device = devices()[name]
@@ -94,7 +94,7 @@ class Target:
             name,
             "cuda",
             device.sm,
-            libraries=installed(),
+            libraries=installed_libraries(),
             multiprocessors=device.multiprocessors,
             shared_memory=device.shared_memory,
             shared_memory_per_sm=device.shared_memory_per_sm,
@@ -116,7 +116,7 @@ class Target:
     def current(self) -> AbstractContextManager[object]:
         """A block in which its device is the current one, where it is a GPU of this machine."""
         device = self.device
-        elsewhere = device is not None and device.type == "cuda" and device.index != current()
+        elsewhere = device is not None and device.type == "cuda" and device.index != current_gpu()
         return torch.cuda.device(device) if elsewhere else nullcontext()
 
     def __str__(self) -> str:
@@ -125,20 +125,20 @@ class Target:
 
 
 @cache
-def count() -> int:
+def gpu_count() -> int:
     """How many GPUs PyTorch can use here."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def current() -> int:
+def current_gpu() -> int:
     """The current GPU of the calling thread; 0 before anything is on one, and after a fork."""
     return torch.cuda.current_device() if torch.cuda.is_initialized() else 0
 
 
 def local_devices() -> Iterator[torch.device]:
     """This machine's GPUs, the current one first, and its CPU."""
-    now = current()
-    yield from (torch.device("cuda", n) for n in sorted(range(count()), key=lambda n: n != now))
+    now = current_gpu()
+    yield from (torch.device("cuda", n) for n in sorted(range(gpu_count()), key=lambda n: n != now))
     yield torch.device("cpu")
 
 
@@ -152,8 +152,8 @@ def gpu(index: int) -> Target:
         found.name,
         "cuda",
         10 * found.major + found.minor,
-        libraries=installed(),
-        interprets=interpreting(),
+        libraries=installed_libraries(),
+        interprets=triton_interprets(),
         multiprocessors=found.multi_processor_count,
         shared_memory=found.shared_memory_per_block_optin,
         shared_memory_per_sm=found.shared_memory_per_multiprocessor,
@@ -166,7 +166,7 @@ def gpu(index: int) -> Target:
 
 @cache
 @outside()
-def cpu() -> Target:
+def describe_cpu() -> Target:
     """The CPU of this machine. What is native is what oneDNN, PyTorch's CPU library, says it is."""
     found = []
     if torch.backends.mkldnn.is_available():
@@ -174,16 +174,16 @@ def cpu() -> Target:
             found.append("bf16")
         if torch.ops.mkldnn._is_mkldnn_fp16_supported():
             found.append("f16")
-    return Target("cpu", "cpu", 0, tuple(found), installed(), interpreting())
+    return Target("cpu", "cpu", 0, tuple(found), installed_libraries(), triton_interprets())
 
 
-def interpreting() -> bool:
+def triton_interprets() -> bool:
     """Whether Triton will interpret its kernels, by the values that Triton takes for true."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
 
 
 @cache
-def installed() -> tuple[tuple[str, str], ...]:
+def installed_libraries() -> tuple[tuple[str, str], ...]:
     """Every library that is here, and its version."""
     by_pip = [(name, version_of(name)) for name in (*PACKAGES, *CUDNN)]
     has_cudnn = any(number for name, number in by_pip if name in CUDNN)

@@ -89,7 +89,7 @@ class Switches(NamedTuple):
         return () if kind == "cpu" or ranked in own else ranked
 
 
-def read() -> Switches:
+def read_switches() -> Switches:
     """The switches as they stand now, in a microsecond or two."""
     return Switches(
         _get_deterministic_algorithms(),
@@ -105,6 +105,6 @@ def read() -> Switches:
     )
 
 
-def rounds(kind: str) -> bool:
+def products_round(kind: str) -> bool:
     """Whether PyTorch's float32 matrix products there may round, by either of its APIs, now."""
     return _get_fp32_precision_getter(LIBRARIES[kind], "matmul") in ROUNDED

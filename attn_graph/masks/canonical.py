@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from attn_graph.masks.leaves import And, Band, Join, Mask, Not, Or, joined, ragged_in
-from attn_graph.masks.places import Block, both
+from attn_graph.masks.joins import And, Join, Mask, Not, Or, join_masks
+from attn_graph.masks.leaves import Band, ragged_in
+from attn_graph.masks.places import Block, tighter
 
 EVERYTHING = Band()
 
@@ -13,35 +14,35 @@ def canonical_mask(mask: Mask, M: int, N: int) -> Mask | None:
 
     None where every query keeps every key. Raises GraphError where an alignment was not said.
     """
-    simple = simplified(mask.resolved(M, N, ragged_in(mask.needs)), M, N)
+    simple = simplify_mask(mask.resolved(M, N, ragged_in(mask.needs)), M, N)
     return None if simple == EVERYTHING else simple
 
 
-def simplified(mask: Mask, M: int, N: int) -> Mask:
+def simplify_mask(mask: Mask, M: int, N: int) -> Mask:
     """An equal mask: flat joins without repeats, in the order of their text."""
-    simple = flattened(mask, M, N)
+    simple = simplify_parts(mask, M, N)
     everywhere = Block(range(1), range(1), range(M), 1, M, N)
     return EVERYTHING if simple.surely(everywhere).covers(0, N) else simple
 
 
-def flattened(mask: Mask, M: int, N: int) -> Mask:
+def simplify_parts(mask: Mask, M: int, N: int) -> Mask:
     """An equal mask: of simplified parts, but perhaps everything without saying so."""
     match mask:
         case Band(low, high, ()):
-            return trimmed(low, high, M, N)
+            return trim_band(low, high, M, N)
         case Not(a):
-            inner = simplified(a, M, N)
+            inner = simplify_mask(a, M, N)
             return inner.a if isinstance(inner, Not) else Not(inner)
         case And() | Or():
-            parts = sorted(dict.fromkeys(flat(mask, type(mask), M, N)), key=str)
+            parts = sorted(dict.fromkeys(flatten_join(mask, type(mask), M, N)), key=str)
             if isinstance(mask, And):
-                parts = met(parts)
-            return joined(type(mask), parts)
+                parts = intersect_bands(parts)
+            return join_masks(type(mask), parts)
         case _:
             return mask
 
 
-def trimmed(low: int | None, high: int | None, M: int, N: int) -> Band:
+def trim_band(low: int | None, high: int | None, M: int, N: int) -> Band:
     """A band without the bounds that no place reaches: j - i is from 1 - M to N - 1.
 
     Bounds that leave nothing are brought as near as they go, since integers of tensors end.
@@ -52,22 +53,22 @@ def trimmed(low: int | None, high: int | None, M: int, N: int) -> Band:
     )
 
 
-def flat(mask: Mask, join: type[Join], M: int, N: int) -> list[Mask]:
+def flatten_join(mask: Mask, join: type[Join], M: int, N: int) -> list[Mask]:
     """The parts of nested joins of one kind, each simplified."""
     if isinstance(mask, join):
-        return [leaf for part in mask.parts for leaf in flat(part, join, M, N)]
-    simple = simplified(mask, M, N)
-    return flat(simple, join, M, N) if isinstance(simple, join) else [simple]
+        return [leaf for part in mask.parts for leaf in flatten_join(part, join, M, N)]
+    simple = simplify_mask(mask, M, N)
+    return flatten_join(simple, join, M, N) if isinstance(simple, join) else [simple]
 
 
-def met(parts: list[Mask]) -> list[Mask]:
+def intersect_bands(parts: list[Mask]) -> list[Mask]:
     """Parts of a conjunction, with the bands of one alignment intersected."""
     bands: dict[tuple[str, ...], Band] = {}
     for part in parts:
         if isinstance(part, Band):
             other = bands.get(part.ragged, part)
-            low = both(max, part.low, other.low)
-            bands[part.ragged] = Band(low, both(min, part.high, other.high), part.ragged)
+            low = tighter(max, part.low, other.low)
+            bands[part.ragged] = Band(low, tighter(min, part.high, other.high), part.ragged)
     rest = [part for part in parts if not isinstance(part, Band)]
     told = [part for part in (*bands.values(), *rest) if part != EVERYTHING]
     return sorted(told, key=str) or [EVERYTHING]

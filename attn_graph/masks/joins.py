@@ -96,10 +96,10 @@ class Mask:
         return picture(self, M, N, data=data)
 
     def __and__(self, other: Mask) -> Mask:
-        return joined(And, (self, other))
+        return join_masks(And, (self, other))
 
     def __or__(self, other: Mask) -> Mask:
-        return joined(Or, (self, other))
+        return join_masks(Or, (self, other))
 
     def __invert__(self) -> Mask:
         return self.a if isinstance(self, Not) else Not(self)
@@ -123,7 +123,7 @@ def nesting(join: Join) -> int:
 
 
 class Join(Mask):
-    """Abstract: a mask made of masks. Joins of one kind are kept flat, see `joined`."""
+    """Abstract: a mask made of masks. Joins of one kind are kept flat, see `join_masks`."""
 
     __slots__ = ()
     depth: int
@@ -154,19 +154,19 @@ class Join(Mask):
         return type(self)(*(part.resolved(M, N, ragged) for part in self.parts))
 
 
-def joined(kind: type[And] | type[Or], masks: Iterable[Mask]) -> Mask:
+def join_masks(kind: type[And] | type[Or], masks: Iterable[Mask]) -> Mask:
     """One join of all these masks, as a balanced tree: 1000 of them nest ten deep."""
-    parts = [part for mask in masks for part in flat(kind, mask)]
+    parts = [part for mask in masks for part in flatten_join(kind, mask)]
     while len(parts) > 1:
         pairs = [kind(*parts[n : n + 2]) for n in range(0, len(parts) - 1, 2)]
         parts = [*pairs, *parts[len(pairs) * 2 :]]
     return parts[0]
 
 
-def flat(kind: type[And] | type[Or], mask: Mask) -> list[Mask]:
+def flatten_join(kind: type[And] | type[Or], mask: Mask) -> list[Mask]:
     """The parts of nested joins of one kind, in their order."""
     if isinstance(mask, kind):
-        return [part for inner in mask.parts for part in flat(kind, inner)]
+        return [part for inner in mask.parts for part in flatten_join(kind, inner)]
     return [mask]
 
 

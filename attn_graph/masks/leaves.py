@@ -9,45 +9,19 @@ import torch
 from attrs import Attribute, evolve, field, frozen
 
 from attn_graph.errors import GraphError
-from attn_graph.masks.joins import Align, And, Data, Join, Mask, Not, Or, is_mask, joined
+from attn_graph.masks.joins import Align, Data, Mask
 from attn_graph.masks.places import Block, Keys, Place, Strip, Term
 from attn_graph.spec import integer
 
-__all__ = [
-    "LEAVES",
-    "LENGTHS",
-    "Align",
-    "And",
-    "Band",
-    "Causal",
-    "Data",
-    "Diagonal",
-    "Join",
-    "Keep",
-    "KeyLengths",
-    "Mask",
-    "Not",
-    "Or",
-    "Prefix",
-    "QueryLengths",
-    "SameSegment",
-    "Window",
-    "alignment",
-    "is_mask",
-    "joined",
-    "names",
-    "offset",
-    "ragged_in",
-]
 FARTHEST = 2**63 - 1  # positions: the largest integer of a tensor
 LENGTHS = ("kv_lengths", "q_lengths")  # the names that say where each sequence of a batch ends
 
 
-def names(values: Iterable[str]) -> tuple[str, ...]:
+def as_names(values: Iterable[str]) -> tuple[str, ...]:
     return tuple(values)
 
 
-def whole(value: float | None) -> int | None:
+def whole_bound(value: float | None) -> int | None:
     """A bound as an int; None stays None, and 2.5 is refused rather than rounded."""
     bound = None if value is None else integer(value)
     if bound is None and value is not None:
@@ -57,7 +31,7 @@ def whole(value: float | None) -> int | None:
 
 def reachable(value: float | None) -> int | None:
     """A bound that a tensor of positions can be compared with."""
-    bound = whole(value)
+    bound = whole_bound(value)
     if bound is not None and abs(bound) > FARTHEST:
         raise GraphError(f"mask: the bound {bound} is farther than {FARTHEST}; None is unbounded")
     return bound
@@ -65,11 +39,11 @@ def reachable(value: float | None) -> int | None:
 
 def nearer(value: float | None) -> int | None:
     """A bound, moved to where it means the same and its sum with a position is an integer too."""
-    bound = whole(value)
+    bound = whole_bound(value)
     return None if bound is None else max(-FARTHEST // 2, min(FARTHEST // 2, bound))
 
 
-def count(value: float) -> int:
+def whole_length(value: float) -> int:
     """A number of positions, at least 0."""
     length = reachable(value)
     if length is None or length < 0:
@@ -102,7 +76,7 @@ class Band(Mask):
 
     low: int | None = field(default=None, converter=nearer)
     high: int | None = field(default=None, converter=nearer)
-    ragged: tuple[str, ...] = field(default=(), converter=names)
+    ragged: tuple[str, ...] = field(default=(), converter=as_names)
 
     @property
     def relative(self) -> bool:  # type: ignore[override]  # a class's constant elsewhere
@@ -234,7 +208,7 @@ class Window(Diagonal):
 class Prefix(Mask):
     """Key j is among the first `length`: every query sees them."""
 
-    length: int = field(converter=count)
+    length: int = field(converter=whole_length)
 
     def keep(self, at: Place) -> Term:
         return at.j < self.length

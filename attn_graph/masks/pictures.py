@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attn_graph.errors import GraphError
-from attn_graph.masks.leaves import Mask
+from attn_graph.masks.joins import Mask
 from attn_graph.masks.places import Block
-from attn_graph.masks.tiles import checked, classify_tiles
+from attn_graph.masks.tiles import check_tensors, classify_tiles
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -56,7 +56,7 @@ def kinds(
         )
     b, h = at
     B, H = entries(mask, data or {}, b + 1, h + 1)
-    given = checked(mask, (B, H, M, N), data or {})
+    given = check_tensors(mask, (B, H, M, N), data or {})
     block = Block(range(b, b + 1), range(h, h + 1), range(M), H, M, N, given)
     return classify_tiles(mask, block, tile)
 

@@ -13,14 +13,14 @@ from attn_graph.errors import GraphError
 Term = Any  # an integer, a tensor, or a symbol of generated code: what Python's operators take
 
 
-def larger(a: Term, b: Term) -> Term:
+def maximum(a: Term, b: Term) -> Term:
     """The larger of two integers, or symbols."""
     if isinstance(a, int):
         return max(a, b) if isinstance(b, int) else b.maximum(a)
     return a.maximum(b)
 
 
-def smaller(a: Term, b: Term) -> Term:
+def minimum(a: Term, b: Term) -> Term:
     """The smaller of two integers, or symbols."""
     if isinstance(a, int):
         return min(a, b) if isinstance(b, int) else b.minimum(a)
@@ -43,14 +43,14 @@ class Strip:
 
     def __and__(self, other: Strip) -> Strip:
         return Strip(
-            both(larger, self.low, other.low),
-            both(smaller, self.high, other.high),
-            both(smaller, self.keys, other.keys),
-            both(smaller, self.rows, other.rows),
+            tighter(maximum, self.low, other.low),
+            tighter(minimum, self.high, other.high),
+            tighter(minimum, self.keys, other.keys),
+            tighter(minimum, self.rows, other.rows),
         )
 
 
-def both(choose: Callable[[Term, Term], Term], a: Term | None, b: Term | None) -> Term | None:
+def tighter(choose: Callable[[Term, Term], Term], a: Term | None, b: Term | None) -> Term | None:
     """The tighter of two bounds, where None is no bound."""
     return b if a is None else a if b is None else choose(a, b)
 
@@ -75,7 +75,7 @@ class Keys:
         return cls(tuple(zip(starts, [*stops, len(flags)], strict=False)))
 
     def __or__(self, other: Keys) -> Keys:
-        return Keys(joined(sorted(self.intervals + other.intervals), gap=0))
+        return Keys(join_intervals(sorted(self.intervals + other.intervals), gap=0))
 
     def __and__(self, other: Keys) -> Keys:
         return Keys(tuple(common(self.intervals, other.intervals)))
@@ -88,7 +88,7 @@ class Keys:
 
     def bridged(self, gap: int) -> Keys:
         """This set with every hole of at most `gap` positions filled."""
-        return Keys(joined(self.intervals, gap))
+        return Keys(join_intervals(self.intervals, gap))
 
     @property
     def hull(self) -> Keys:
@@ -117,7 +117,7 @@ def common(
         m, n = (m + 1, n) if b < d else (m, n + 1)
 
 
-def joined(intervals: Iterable[tuple[int, int]], gap: int) -> tuple[tuple[int, int], ...]:
+def join_intervals(intervals: Iterable[tuple[int, int]], gap: int) -> tuple[tuple[int, int], ...]:
     """Sorted intervals with those that touch, or lie at most `gap` apart, made one."""
     out: list[tuple[int, int]] = []
     for a, b in intervals:

@@ -17,8 +17,8 @@ from typing import final
 import torch
 from attrs import evolve, frozen
 
-from attn_graph.masks.leaves import Join, Mask
-from attn_graph.masks.places import Block, Keys, Place, Strip, Term, joined
+from attn_graph.masks.joins import Join, Mask
+from attn_graph.masks.places import Block, Keys, Place, Strip, Term, join_intervals
 
 MOST_POINTS = 2**17  # places at which a mask is asked, over all batch entries: a good half second
 MOST_LAYERS = 128  # blocks of queries for which a mask is bounded
@@ -78,7 +78,7 @@ class Region:
             for layer in self.layers
             for start, stop in layer.runs
         )
-        return Keys(joined(sorted(intervals), gap=0))
+        return Keys(join_intervals(sorted(intervals), gap=0))
 
     def tiles(self, block: tuple[int, int]) -> int:
         """How many tiles of `block` queries x keys hold a place that is kept."""
@@ -102,7 +102,7 @@ class Region:
                 (start.of(first) // keys, (stop.of(last) - 1) // keys + 1)
                 for start, stop in layer.runs
             ]
-        return Keys(joined(sorted(intervals), gap=0))
+        return Keys(join_intervals(sorted(intervals), gap=0))
 
     def outside(self, N: int) -> Region:
         """What is not kept."""

@@ -15,7 +15,8 @@ from typing import final
 import torch
 from attrs import define, evolve, frozen
 
-from attn_graph.masks.leaves import Join, Keep, Mask, SameSegment
+from attn_graph.masks.joins import Join, Mask
+from attn_graph.masks.leaves import Keep, SameSegment
 from attn_graph.masks.places import Block, Place
 
 AT_ONCE = 2**15 - 1  # numbers at a time; for more PyTorch wakes its threads, which takes longer
@@ -74,7 +75,7 @@ class Kept:
     seen: torch.Tensor
 
 
-def kept(mask: Mask, block: Block, budget: Budget) -> Kept:
+def count_kept(mask: Mask, block: Block, budget: Budget) -> Kept:
     """What a mask keeps, of all queries; `block` has all that it reads. Raises OverBudget."""
     entries, heads = varying(mask, block)
     budget.spend(PER_KEY * len(entries) * len(heads) * (block.M + block.N))
@@ -163,7 +164,7 @@ def runs(mask: Mask, block: Block, budget: Budget) -> Iterator[Runs]:
     budget.spend(each * len(block.rows) * max(1, len(told) // FEW_LEAVES))
     for rows in parts(block.rows, AT_ONCE // each):
         at = place(block, entries, heads, rows)
-        yield asked(
+        yield evaluate_runs(
             mask, at, rows, slice(None), [x for leaf in told for x in edges(leaf, at) or ()]
         )
 
@@ -183,19 +184,21 @@ def asked_in_blocks(
     telling = [leaf for leaf in leaves(mask) if leaf not in silent]
     for number, entry in enumerate(entries):
         batch = range(entry, entry + 1)
-        for part, found in settled(silent, evolve(block, batch=batch, heads=heads), budget):
+        for part, found in split_until_small(
+            silent, evolve(block, batch=batch, heads=heads), budget
+        ):
             at = place(block, batch, heads, part.rows)
             if sum(x.numel() for x in found) > len(part.rows):
                 found = [open_keys(mask, part, budget)]
             else:
                 found += [x for leaf in telling for x in edges(leaf, at) or ()]
-            yield asked(mask, at, part.rows, slice(number, number + 1), found)
+            yield evaluate_runs(mask, at, part.rows, slice(number, number + 1), found)
 
 
 Opened = tuple[Block, list[torch.Tensor]]  # queries, and the keys that leaves leave open there
 
 
-def settled(
+def split_until_small(
     silent: Sequence[Mask], block: Block, budget: Budget, before: int | None = None
 ) -> Iterator[Opened]:
     """Parts so short that few keys are open, or about as many as were in twice as many rows."""
@@ -209,7 +212,7 @@ def settled(
         return
     middle = (rows.start + rows.stop) // 2
     for half in (range(rows.start, middle), range(middle, rows.stop)):
-        yield from settled(silent, evolve(block, rows=half), budget, count)
+        yield from split_until_small(silent, evolve(block, rows=half), budget, count)
 
 
 def leaves(mask: Mask) -> tuple[Mask, ...]:
@@ -219,7 +222,7 @@ def leaves(mask: Mask) -> tuple[Mask, ...]:
     return tuple(dict.fromkeys(leaf for part in mask.parts for leaf in leaves(part)))
 
 
-def asked(
+def evaluate_runs(
     mask: Mask, at: Place, rows: range, entries: slice, found: Sequence[torch.Tensor]
 ) -> Runs:
     """The runs between these edges [b or 1, h or 1, rows or 1, any], and which are kept."""

@@ -15,10 +15,19 @@ from attrs import evolve, frozen
 
 from attn_graph.errors import GraphError
 from attn_graph.masks.canonical import EVERYTHING, canonical_mask
-from attn_graph.masks.leaves import And, Band, Mask, Not, Or
+from attn_graph.masks.joins import And, Mask, Not, Or
+from attn_graph.masks.leaves import Band
 from attn_graph.masks.places import Block
 from attn_graph.masks.regions import Region, bound_region, find_regions
-from attn_graph.masks.runs import AT_ONCE, Budget, OverBudget, areas, kept, kept_in_tiles, parts
+from attn_graph.masks.runs import (
+    AT_ONCE,
+    Budget,
+    OverBudget,
+    areas,
+    count_kept,
+    kept_in_tiles,
+    parts,
+)
 from attn_graph.spec import TensorSpec
 
 UNKNOWN = "before the data are known"
@@ -74,7 +83,9 @@ def tiles(
     """
     if min(block) < 1:
         raise GraphError(f"tiles: block {block} holds no place; both sides must be at least 1")
-    whole = Block(range(B), range(H), range(M), H, M, N, checked(mask, (B, H, M, N), data or {}))
+    whole = Block(
+        range(B), range(H), range(M), H, M, N, check_tensors(mask, (B, H, M, N), data or {})
+    )
     most, least = bounds(mask, whole)
     total = B * H * -(-M // block[0]) * -(-N // block[1])
     pair, estimated = find_both(most, least, whole), False
@@ -117,10 +128,10 @@ def count_tiles_by_runs(
     for rows in parts(block.rows, tile[0] * max(1, AT_ONCE // (block.N // tile[1] + 3))):
         part = evolve(block, rows=rows)
         places = kept_in_tiles(most, part, *tile, budget)
-        empty += int((places == 0).sum()) * alike(places, part)
+        empty += int((places == 0).sum()) * multiplicity(places, part)
         if least != most:
             places = kept_in_tiles(least, part, *tile, budget)
-        full += int((places == areas(len(rows), block.N, *tile)).sum()) * alike(places, part)
+        full += int((places == areas(len(rows), block.N, *tile)).sum()) * multiplicity(places, part)
     return empty, full
 
 
@@ -168,10 +179,10 @@ class Seen:
 Sizes = tuple[int, int, int, int, int]  # B, H, G, M, N
 
 
-def seen(mask: Mask | None, sizes: Sizes, data: Tensors) -> Seen:
+def count_seen(mask: Mask | None, sizes: Sizes, data: Tensors) -> Seen:
     """Count what a mask keeps, given all, some or none of the tensors that it reads."""
     B, H, G, M, N = sizes
-    whole = Block(range(B), range(H), range(M), H, M, N, checked(mask, (B, H, M, N), data))
+    whole = Block(range(B), range(H), range(M), H, M, N, check_tensors(mask, (B, H, M, N), data))
     most, least = bounds(mask, whole)
     regions, estimated = find_regions(most, whole), False
     if regions is None:
@@ -189,8 +200,8 @@ def seen(mask: Mask | None, sizes: Sizes, data: Tensors) -> Seen:
 
 
 def count_seen_by_runs(mask: Mask, block: Block, G: int, exact: bool) -> Seen:
-    counts = kept(mask, block, Budget.of(block))
-    each = alike(counts.keys_of, block)
+    counts = count_kept(mask, block, Budget.of(block))
+    each = multiplicity(counts.keys_of, block)
     pairs, queries = int(counts.keys_of.sum()) * each, int((counts.keys_of > 0).sum()) * each
     return Seen(pairs, queries, seen_keys(counts.seen, len(block.batch), G), exact)
 
@@ -202,12 +213,12 @@ def seen_keys(seen: torch.Tensor, B: int, G: int) -> int:
     return int(groups.sum()) * (B * G // max(1, b * groups.shape[1]))
 
 
-def alike(found: torch.Tensor, block: Block) -> int:
+def multiplicity(found: torch.Tensor, block: Block) -> int:
     """How many batch entries and heads each element of what was found [b,h,...] stands for."""
     return len(block.batch) * len(block.heads) // max(1, found.shape[0] * found.shape[1])
 
 
-def checked(
+def check_tensors(
     mask: Mask | None, sizes: tuple[int, int, int, int], data: Tensors
 ) -> dict[str, torch.Tensor]:
     """The tensors a mask reads, on the CPU. Raises GraphError for one that does not fit."""
@@ -232,25 +243,25 @@ def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 def bounds(mask: Mask | None, block: Block) -> tuple[Mask, Mask]:
     """Masks that read only what is given: one keeps no less than this, one no more."""
     simple = (mask and canonical_mask(mask, block.M, block.N)) or EVERYTHING
-    return loosened(simple, block, more=True), loosened(simple, block, more=False)
+    return relax(simple, block, more=True), relax(simple, block, more=False)
 
 
-def loosened(mask: Mask, block: Block, more: bool) -> Mask:
+def relax(mask: Mask, block: Block, more: bool) -> Mask:
     """A mask that reads only what is given, and keeps no less, or no more, for any other data."""
     if mask.needs.keys() <= (block.data or {}).keys():
         return mask
     match mask:
         case Not(a):
-            return Not(loosened(a, block, not more))
+            return Not(relax(a, block, not more))
         case And(a, b) | Or(a, b):
-            return type(mask)(loosened(a, block, more), loosened(b, block, more))
+            return type(mask)(relax(a, block, more), relax(b, block, more))
         case Band(low, high, ragged):
-            return unragged(low, high, ragged, block, more)
+            return relax_band(low, high, ragged, block, more)
         case _:
             return EVERYTHING if more else Not(EVERYTHING)
 
 
-def unragged(
+def relax_band(
     low: int | None, high: int | None, ragged: tuple[str, ...], block: Block, more: bool
 ) -> Band:
     """A band that lengths move, for any lengths from 0 to full: all of it that may be, or must."""

@@ -10,7 +10,13 @@ from warnings import warn_explicit
 from attrs import frozen
 
 from attn_graph.backend import Backend, Executable, Options, RefusedError
-from attn_graph.errors import FallbackWarning, GraphError, NoBackendError, place, refusal
+from attn_graph.errors import (
+    FallbackWarning,
+    GraphError,
+    NoBackendError,
+    format_refusal,
+    user_frame,
+)
 from attn_graph.ir.graph import Graph
 from attn_graph.lowering import torch_cuda
 from attn_graph.lowering.cpu import math as torch_math
@@ -70,17 +76,19 @@ class Choice:
         return self.backend is torch_math.BACKEND and bool(self.refusals) and not self.also
 
 
-def lowered(
+def choose_and_lower(
     graph: Graph, target: Target, options: Options, among: Sequence[Backend] | None
 ) -> tuple[Choice, Executable]:
     """What runs the graph, and why that.
 
     Raises NoBackendError as `choose` does.
     """
-    return tried(graph, target, options, among, lambda b: b.lower(graph, target, options))
+    return first_that_succeeds(
+        graph, target, options, among, lambda b: b.lower(graph, target, options)
+    )
 
 
-def tried(
+def first_that_succeeds(
     graph: Graph,
     target: Target,
     options: Options,
@@ -136,18 +144,18 @@ def choose(
         cause = "it comes first of those that take the graph"
     choice = Choice(first, cause, refusals, tuple(b.name for b in able[1:]))
     if choice.is_fallback:
-        fallen(graph, options, refusals)
+        report_fallback(graph, options, refusals)
     return choice
 
 
-def fallen(graph: Graph, options: Options, refusals: Refusals) -> None:
+def report_fallback(graph: Graph, options: Options, refusals: Refusals) -> None:
     """Warn, at the line outside this package, or raise, as `on_fallback` says."""
     title = "no fused backend takes this graph; `math` does"
     if options.on_fallback == "raise":
         raise NoBackendError(graph, refusals, f'{title}, and on_fallback is "raise"')
     if options.on_fallback == "warn":
-        told = "\n".join(refusal(name, reasons) for name, reasons in refusals)
-        warn_explicit(f"{title} and will run it\n{told}", FallbackWarning, *place())
+        told = "\n".join(format_refusal(name, reasons) for name, reasons in refusals)
+        warn_explicit(f"{title} and will run it\n{told}", FallbackWarning, *user_frame())
 
 
 def preference(graph: Graph, target: Target, options: Options) -> tuple[Sequence[Backend], str]:
@@ -183,7 +191,7 @@ def by_priority(order: Sequence[KernelName]) -> tuple[Backend, ...]:
     return (*ranked[:behind], *others, *ranked[behind:])
 
 
-def named(backends: Sequence[str | Backend]) -> tuple[Backend, ...]:
+def resolve_backends(backends: Sequence[str | Backend]) -> tuple[Backend, ...]:
     """Backends by name or as they are. Raises GraphError for a name that is not known."""
     strangers = [b for b in backends if not isinstance(b, str | Backend)]
     if strangers:

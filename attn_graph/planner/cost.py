@@ -26,10 +26,10 @@ from attn_graph.ir import ops
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.graph import Eqn, Graph
 from attn_graph.ir.vjp import training_gradient
-from attn_graph.machine.sizes import shown
+from attn_graph.machine.sizes import format_bytes
 from attn_graph.machine.target import Target
-from attn_graph.masks.leaves import Mask
-from attn_graph.masks.tiles import Seen, Sizes, seen
+from attn_graph.masks import Mask
+from attn_graph.masks.tiles import Seen, Sizes, count_seen
 from attn_graph.spec import NAMES, TensorSpec, ValueType
 
 HELD = 256  # counts of masks
@@ -74,10 +74,11 @@ class Work:
         return None if self.seconds is None else self.seconds / measured
 
     def __str__(self) -> str:
-        told = f"{scaled(self.flops, 'flop')}, {shown(self.bytes)}, {self.intensity:.4g} flop/B"
+        flops, moved = format_scaled(self.flops, "flop"), format_bytes(self.bytes)
+        text = f"{flops}, {moved}, {self.intensity:.4g} flop/B"
         if self.seconds is None:
-            return told
-        return f"{told}, at least {scaled(self.seconds, 's')}, bound by {self.bound}"
+            return text
+        return f"{text}, at least {format_scaled(self.seconds, 's')}, bound by {self.bound}"
 
 
 @final
@@ -118,7 +119,7 @@ class Cost:
         return found
 
 
-def scaled(value: float, unit: str) -> str:
+def format_scaled(value: float, unit: str) -> str:
     """1.5e9 -> "1.5 Gflop", 2e-6 -> "2 µs"."""
     prefixes = {1e15: "P", 1e12: "T", 1e9: "G", 1e6: "M", 1e3: "k", 1.0: "", 1e-3: "m", 1e-6: "µ"}
     size = next((size for size in prefixes if value >= size), 1e-9 if value else 1.0)
@@ -139,22 +140,22 @@ def cost(
     inputs to differentiate by, by default all floating ones. precision: of float32 products, as
     `compile` takes it. Raises GraphError for other tensors, and for tensors that do not fit.
     """
-    given = named(graph, tensors or {})
-    forward = tuple(shares(graph, given))
+    given = select_tensors(graph, tensors or {})
+    forward = tuple(shares_of(graph, given))
     backward = training_gradient(graph, wants) if graph.has_gradient and wants != () else None
     return Cost(
         sum(share.pairs for share in forward),
         sum(share.places for share in forward),
         all(share.exact for share in forward),
-        work(forward, graph, target, precision),
+        sum_work(forward, graph, target, precision),
         None
         if backward is None
-        else work(tuple(shares(backward, given)), backward, target, precision),
+        else sum_work(tuple(shares_of(backward, given)), backward, target, precision),
         any(share.estimated for share in forward),
     )
 
 
-def named(graph: Graph, tensors: Tensors) -> Tensors:
+def select_tensors(graph: Graph, tensors: Tensors) -> Tensors:
     """The tensors, if the graph has inputs of these names for its masks to read."""
     read = {graph.inputs[i].name for eqn in graph.eqns for i in masks_inputs(graph, eqn).values()}
     if unknown := [name for name in tensors if name not in read]:
@@ -193,7 +194,7 @@ class Share:
     estimated: bool = False
 
 
-def work(parts: Sequence[Share], graph: Graph, target: Target, precision: str) -> Work:
+def sum_work(parts: Sequence[Share], graph: Graph, target: Target, precision: str) -> Work:
     """The sum of the parts, and its times at the target's peak for the dtype of the first input."""
     flops, moved = sum(part.flops for part in parts), sum(part.bytes for part in parts)
     dtype = NAMES[graph.inputs[0].spec.dtype] if graph.inputs else "f32"
@@ -206,7 +207,7 @@ def work(parts: Sequence[Share], graph: Graph, target: Target, precision: str) -
     )
 
 
-def shares(graph: Graph, given: Tensors) -> Iterator[Share]:
+def shares_of(graph: Graph, given: Tensors) -> Iterator[Share]:
     """What each equation adds. A result that nothing reads is not written."""
     read = {*graph.outputs, *(i for eqn in graph.eqns for i in eqn.args)}
     specs = [i.spec for i in graph.inputs]
@@ -216,15 +217,15 @@ def shares(graph: Graph, given: Tensors) -> Iterator[Share]:
         written = sum(specs[i].type.bytes for i in outs if i in read)
         node = attention_of(eqn)
         if node is None:
-            moved = sum(distinct(x) * x.dtype.itemsize for x in operands) + written
-            yield Share(products(eqn, [x.type for x in operands]), moved)
+            moved = sum(distinct_elements(x) * x.dtype.itemsize for x in operands) + written
+            yield Share(product_flops(eqn, [x.type for x in operands]), moved)
         else:
             names = {name: graph.inputs[i].name for name, i in masks_inputs(graph, eqn).items()}
             data = {name: given[own] for name, own in names.items() if own in given}
-            yield attended(eqn, node, operands, data, written)
+            yield attention_share(eqn, node, operands, data, written)
 
 
-def products(eqn: Eqn, operands: Sequence[ValueType]) -> int:
+def product_flops(eqn: Eqn, operands: Sequence[ValueType]) -> int:
     """Flops of an equation outside of any attention; 0 where it is no matrix product."""
     match eqn.op:
         case ops.Scores():
@@ -235,7 +236,7 @@ def products(eqn: Eqn, operands: Sequence[ValueType]) -> int:
             return 0
 
 
-def distinct(spec: TensorSpec) -> int:
+def distinct_elements(spec: TensorSpec) -> int:
     """How many elements of memory there are behind a spec: an axis of stride 0 is one element."""
     if 0 in spec.shape:
         return 0
@@ -244,34 +245,34 @@ def distinct(spec: TensorSpec) -> int:
     return min(reach, prod(n for n, stride in pairs if stride))
 
 
-def attended(
+def attention_share(
     eqn: Eqn, node: Attention, operands: Sequence[TensorSpec], data: Tensors, written: int
 ) -> Share:
     """What an attention, or its gradient, adds."""
     (B, H, M, D), (_, G, N, _), E = operands[0].shape, operands[1].shape, operands[2].shape[3]
     sizes = (B, H, G, M, N)
-    found = seen(node.mask, sizes, data) if data else foreseen(node.mask, sizes)
+    found = count_seen(node.mask, sizes, data) if data else count_seen_once(node.mask, sizes)
     most: list[int | None] = [found.queries * D, found.keys * D, found.keys * E]
     read = [data for modifier in node.modifiers for data in modifier.needs.values()]
     most += [found.pairs if {"i", "j"} <= {*data.axes} else None for data in read]
     most += [None] * (len(node.roles) - len(most))
     most += [found.queries * (E if len(x.shape) == 4 else 1) for x in operands[len(node.roles) :]]
     moved = sum(
-        (distinct(x) if cap is None else min(distinct(x), cap)) * x.dtype.itemsize
+        (distinct_elements(x) if cap is None else min(distinct_elements(x), cap)) * x.dtype.itemsize
         for x, cap in zip(operands, most, strict=True)
     )
-    flops = 2 * found.pairs * width(eqn, D, E)
+    flops = 2 * found.pairs * summed_widths(eqn, D, E)
     counted = found.pairs, B * H * M * N, found.exact, found.estimated
     return Share(flops, moved + written, *counted)
 
 
 @lru_cache(HELD)
-def foreseen(mask: Mask | None, sizes: Sizes) -> Seen:
+def count_seen_once(mask: Mask | None, sizes: Sizes) -> Seen:
     """The same before any data: forward and backward ask it, on every target."""
-    return seen(mask, sizes, {})
+    return count_seen(mask, sizes, {})
 
 
-def width(eqn: Eqn, D: int, E: int) -> int:
+def summed_widths(eqn: Eqn, D: int, E: int) -> int:
     """The head sizes of all matrix products that an attention or its gradient takes, summed."""
     op = eqn.op
     if not isinstance(op, AttentionGrad):

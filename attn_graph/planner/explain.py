@@ -11,16 +11,16 @@ from attn_graph.errors import NoBackendError
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.vjp import main_outputs
 from attn_graph.machine.target import Target
-from attn_graph.planner.choose import BACKENDS, tried
+from attn_graph.planner.choose import BACKENDS, first_that_succeeds
 from attn_graph.planner.cost import cost
-from attn_graph.planner.explanation import Explanation, Refusal, needed, tiles_of
-from attn_graph.planner.remedies import Question, lifting
+from attn_graph.planner.explanation import Explanation, Refusal, mask_tiles, sum_memory
+from attn_graph.planner.remedies import Request, find_remedies
 
 Among = Sequence[Backend] | None
-Read = Callable[[Question], Graph]  # the graph of a question that is looked at: either pass
+Read = Callable[[Request], Graph]  # the graph of a question that is looked at: either pass
 
 
-def explained(
+def explain_graph(
     graph: Graph,
     target: Target,
     options: Options,
@@ -31,26 +31,26 @@ def explained(
 
     wants: the inputs to differentiate by, by default all floating ones; none: there is one pass.
     """
-    question = Question.of(graph, options, wants)
+    question = Request.of(graph, options, wants)
     simple = question.forward()
-    forward, ahead = verdict(question, Question.forward, target, among)
+    forward, ahead = explain_pass(question, Request.forward, target, among)
 
-    def step(gradient: Question) -> Explanation:
-        side, behind = verdict(gradient, Question.backward, target, among)
-        return evolve(side, memory=ahead and needed(simple, ahead, side.graph, behind))
+    def step(gradient: Request) -> Explanation:
+        side, behind = explain_pass(gradient, Request.backward, target, among)
+        return evolve(side, memory=ahead and sum_memory(simple, ahead, side.graph, behind))
 
     backward, through_lse, *_ = (*map(step, gradients(question)), None, None)
     return evolve(
         forward,
         backward=backward,
         through_lse=through_lse,
-        tiles=tuple(tiles_of(simple)),
-        memory=backward.memory if backward else ahead and needed(simple, ahead),
+        tiles=tuple(mask_tiles(simple)),
+        memory=backward.memory if backward else ahead and sum_memory(simple, ahead),
         cost=cost(simple, target, wants=question.wants, precision=options.precision),
     )
 
 
-def gradients(question: Question) -> Iterator[Question]:
+def gradients(question: Request) -> Iterator[Request]:
     """The gradient of a training step; where lse is an output beside others, then also the one
     through lse."""
     simple = question.forward()
@@ -60,18 +60,20 @@ def gradients(question: Question) -> Iterator[Question]:
             yield evolve(question, through_lse=True)
 
 
-def verdict(
-    question: Question, read: Read, target: Target, among: Among
+def explain_pass(
+    question: Request, read: Read, target: Target, among: Among
 ) -> tuple[Explanation, Foreseen | None]:
     """Who takes one pass, and what running it would need; None where nobody takes it."""
     graph, asked = read(question), BACKENDS if among is None else among
     by_name = {backend.name: backend for backend in asked}
 
     def refusals(found: Sequence[tuple[str, tuple[str, ...]]]) -> tuple[Refusal, ...]:
-        return tuple(refusal(by_name[name], why, question, read, target) for name, why in found)
+        return tuple(
+            explain_refusal(by_name[name], why, question, read, target) for name, why in found
+        )
 
     try:
-        choice, foreseen = tried(
+        choice, foreseen = first_that_succeeds(
             graph,
             target,
             question.options,
@@ -84,27 +86,27 @@ def verdict(
     more = (
         *foreseen.notes,
         *question.options.notes(graph, target),
-        *uncertain(foreseen, question.options, choice.also),
+        *uncertain_workspace(foreseen, question.options, choice.also),
     )
     name, cause, against = choice.backend.name, choice.cause, refusals(choice.refusals)
     return Explanation(graph, target, name, cause, against, more, choice.also), foreseen
 
 
-def uncertain(foreseen: Foreseen, options: Options, also: Sequence[str]) -> Iterator[str]:
+def uncertain_workspace(foreseen: Foreseen, options: Options, also: Sequence[str]) -> Iterator[str]:
     """What a workspace that only a built plan tells may change."""
     if foreseen.workspace is None and options.max_workspace is not None:
         rest = f"then {also[0]} runs it" if also else "then nobody runs it"
         yield f"its built plan may need more workspace than max_workspace allows: {rest}"
 
 
-def refusal(
-    backend: Backend, reasons: tuple[str, ...], question: Question, read: Read, target: Target
+def explain_refusal(
+    backend: Backend, reasons: tuple[str, ...], question: Request, read: Read, target: Target
 ) -> Refusal:
     """A backend's reasons against one pass, with the changes that lift them."""
 
-    def asks(other: Question) -> tuple[str, ...]:
+    def asks(other: Request) -> tuple[str, ...]:
         against = backend.why_not(read(other), target, other.options)
         return (*other.options.avoided(backend.name), *against)
 
-    lifts, smallest = lifting(question, reasons, asks)
+    lifts, smallest = find_remedies(question, reasons, asks)
     return Refusal(backend.name, reasons, lifts, smallest)

@@ -11,13 +11,13 @@ from typing import Any, final
 from attrs import asdict, evolve, frozen
 
 from attn_graph.backend import Foreseen
-from attn_graph.errors import refusal
+from attn_graph.errors import format_refusal
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.vjp import residuals
 from attn_graph.machine.sizes import Memory
 from attn_graph.machine.target import Target
-from attn_graph.masks.leaves import Mask
+from attn_graph.masks import Mask
 from attn_graph.masks.tiles import Tiles, tiles
 from attn_graph.planner.cost import Cost
 from attn_graph.planner.remedies import Change
@@ -42,7 +42,7 @@ class Refusal:
 
     def __str__(self) -> str:
         ending = f"\n  {self.way_out}" if self.smallest else ""
-        return refusal(self.backend, tuple(self.told())) + ending
+        return format_refusal(self.backend, tuple(self.told())) + ending
 
     def told(self) -> Iterator[str]:
         """Each reason, with what lifts it."""
@@ -98,7 +98,7 @@ class Explanation:
         yield chosen if self.backend else f"no backend takes it: {self.cause}"
         yield from (f"  - {note}" for note in self.notes)
         yield from (f"{name}: could run it too" for name in self.also)
-        yield from map(str, alike(self.refusals))
+        yield from map(str, group_alike(self.refusals))
         if self.backward:
             yield "backward"
             yield from (indent(line, "  ") for line in self.backward.told())
@@ -154,17 +154,17 @@ class Explanation:
 
     def table(self, name: str) -> str:
         if self.backend:
-            rows = [row(self.backend, f"chosen, because {self.cause}", self.notes)]
+            rows = [html_row(self.backend, f"chosen, because {self.cause}", self.notes)]
         else:
-            rows = [row("no backend takes it", self.cause, ())]
-        rows += [row(other, "could run it too", ()) for other in self.also]
-        for each in alike(self.refusals):
+            rows = [html_row("no backend takes it", self.cause, ())]
+        rows += [html_row(other, "could run it too", ()) for other in self.also]
+        for each in group_alike(self.refusals):
             more = (each.way_out,) if each.smallest else ()
-            rows.append(row(each.backend, "no, because it", (*each.told(), *more)))
+            rows.append(html_row(each.backend, "no, because it", (*each.told(), *more)))
         return f"<h4>{name}</h4><table>{''.join(rows)}</table>"
 
 
-def alike(refusals: Iterable[Refusal]) -> Iterator[Refusal]:
+def group_alike(refusals: Iterable[Refusal]) -> Iterator[Refusal]:
     """Those of the same reasons as one, by all their names."""
     names: dict[Refusal, list[str]] = {}
     for each in refusals:
@@ -172,21 +172,21 @@ def alike(refusals: Iterable[Refusal]) -> Iterator[Refusal]:
     return (evolve(each, backend=", ".join(told)) for each, told in names.items())
 
 
-def tiles_of(graph: Graph) -> Iterator[Tiles]:
+def mask_tiles(graph: Graph) -> Iterator[Tiles]:
     """The tiles of each attention's mask, before any data."""
     for eqn in graph.eqns:
         if isinstance(eqn.op, Attention):
             (B, H, M), N = graph.types[eqn.args[0]].shape[:3], graph.types[eqn.args[1]].shape[2]
-            yield foreseen(eqn.op.mask, M, N, B, H)
+            yield count_tiles_once(eqn.op.mask, M, N, B, H)
 
 
 @lru_cache(HELD)
-def foreseen(mask: Mask | None, M: int, N: int, B: int, H: int) -> Tiles:
+def count_tiles_once(mask: Mask | None, M: int, N: int, B: int, H: int) -> Tiles:
     """The tiles of a mask before any data: every target has the same."""
     return tiles(mask, M, N, B=B, H=H)
 
 
-def needed(
+def sum_memory(
     graph: Graph, ahead: Foreseen, gradient: Graph | None = None, behind: Foreseen | None = None
 ) -> Memory:
     """What a simplified graph needs, by what its passes do; a backward that nobody runs nothing."""
@@ -203,6 +203,6 @@ def needed(
     )
 
 
-def row(name: str, verdict: str, lines: Sequence[str]) -> str:
+def html_row(name: str, verdict: str, lines: Sequence[str]) -> str:
     told = "".join(f"<li>{escape(line)}</li>" for line in lines)
     return f"<tr><th>{escape(name)}</th><td>{escape(verdict)}<ul>{told}</ul></td></tr>"

@@ -29,7 +29,7 @@ HELD = 512  # questions, and graphs of them: all backends ask the same; a questi
 
 @final
 @frozen
-class Question:
+class Request:
     """Who runs a graph, and its gradient by `wants`, through lse or not?
 
     through_lse: whether all outputs have a cotangent, or `main_outputs` alone.
@@ -41,26 +41,26 @@ class Question:
     through_lse: bool = False
 
     @classmethod
-    def of(cls, graph: Graph, options: Options, wants: Sequence[str] | None = None) -> Question:
+    def of(cls, graph: Graph, options: Options, wants: Sequence[str] | None = None) -> Request:
         """By every floating input, unless told by which. Raises GraphError for what is none."""
         inputs = wanted_inputs(graph, wants)
         return cls(graph, options, tuple(graph.inputs[n].name for n in inputs))
 
     def forward(self) -> Graph:
-        return simplified(self.graph)
+        return simplify_once(self.graph)
 
     def backward(self) -> Graph:
         """The gradient's graph; its cotangents lie as the outputs do."""
-        return gradient(self.forward(), self.wants, self.through_lse)
+        return gradient_graph(self.forward(), self.wants, self.through_lse)
 
 
 @lru_cache(HELD)
-def simplified(graph: Graph) -> Graph:
+def simplify_once(graph: Graph) -> Graph:
     return simplify(graph)
 
 
 @lru_cache(HELD)
-def gradient(graph: Graph, names: tuple[str, ...], through_lse: bool) -> Graph:
+def gradient_graph(graph: Graph, names: tuple[str, ...], through_lse: bool) -> Graph:
     """The gradient's graph of a simplified graph, by its inputs of these names."""
     wants = [n for n, i in enumerate(graph.inputs) if i.name in names]
     given = graph.outputs if through_lse else main_outputs(graph)
@@ -73,7 +73,7 @@ class Change:
     """One or more changes of a graph or of what is asked beside it, and what is asked then."""
 
     texts: tuple[str, ...]
-    question: Question
+    question: Request
 
     @property
     def graph(self) -> Graph:
@@ -84,27 +84,27 @@ class Change:
         return ", ".join(self.texts)
 
 
-Edit = Callable[[Question], "Question | None"]  # None: nothing to change, or no graph then
+Edit = Callable[[Request], "Request | None"]  # None: nothing to change, or no graph then
 Respec = Callable[[TensorSpec], TensorSpec]
-Asks = Callable[[Question], Sequence[str]]  # every reason against
+Asks = Callable[[Request], Sequence[str]]  # every reason against
 
 
-def lifting(
-    question: Question, reasons: Sequence[str], asks: Asks
+def find_remedies(
+    question: Request, reasons: Sequence[str], asks: Asks
 ) -> tuple[tuple[tuple[str, ...], ...], Change | None]:
     """For each reason against, the single changes that lift it; and the least that lifts all.
 
     A reason is lifted when none like it, numbers, specs and masks aside, is left.
     """
     before = skeletons(reasons)
-    left = {text: skeletons(asks(asked)) for text, _, asked in singles(question)}
-    lifted = tuple(lifters(skeleton(reason), left, before) for reason in reasons)
+    left = {text: skeletons(asks(asked)) for text, _, asked in single_edits(question)}
+    lifted = tuple(remedies_of(skeleton(reason), left, before) for reason in reasons)
     named = {text for texts in lifted for text in texts}
-    useful = [(text, edit) for text, edit, _ in singles(question) if text in named]
-    return lifted, least(question, useful, asks) if all(lifted) else None
+    useful = [(text, edit) for text, edit, _ in single_edits(question) if text in named]
+    return lifted, smallest_change(question, useful, asks) if all(lifted) else None
 
 
-def lifters(
+def remedies_of(
     reason: str, left: Mapping[str, frozenset[str]], before: frozenset[str]
 ) -> tuple[str, ...]:
     """The changes after which a reason is gone: those that bring no other, if there are such."""
@@ -113,29 +113,31 @@ def lifters(
 
 
 @lru_cache(HELD // 64)
-def singles(question: Question) -> tuple[tuple[str, Edit, Question], ...]:
+def single_edits(question: Request) -> tuple[tuple[str, Edit, Request], ...]:
     """Every change that there is to make, and what is asked then."""
-    found = ((text, edit, edited(question, (edit,))) for text, edit in edits(question))
+    found = ((text, edit, apply_edits(question, (edit,))) for text, edit in edits(question))
     return tuple((text, edit, asked) for text, edit, asked in found if asked)
 
 
-def least(question: Question, useful: Sequence[tuple[str, Edit]], asks: Asks) -> Change | None:
+def smallest_change(
+    question: Request, useful: Sequence[tuple[str, Edit]], asks: Asks
+) -> Change | None:
     """The fewest changes found with which there is no reason left; the gentler of as many."""
     for count in range(1, PAIRS + 1):
         for several in combinations(useful, count):
-            asked = edited(question, tuple(edit for _, edit in several))
+            asked = apply_edits(question, tuple(edit for _, edit in several))
             if asked is not None and not asks(asked):
                 return Change(tuple(text for text, _ in several), asked)
-    return gathered(question, asks)
+    return search_greedily(question, asks)
 
 
-def gathered(question: Question, asks: Asks) -> Change | None:
+def search_greedily(question: Request, asks: Asks) -> Change | None:
     """One change after another, each the one that leaves least; then without those not needed."""
     taken: list[tuple[str, Edit]] = []
     asked, reasons = question, asks(question)
     seen = {skeletons(reasons)}
     while reasons and len(taken) < MOST:
-        tries = [(asks(then), text, edit, then) for text, edit, then in singles(asked)]
+        tries = [(asks(then), text, edit, then) for text, edit, then in single_edits(asked)]
         fresh = [x for x in tries if len(x[0]) <= len(reasons) and skeletons(x[0]) not in seen]
         if not fresh:
             return None
@@ -146,19 +148,19 @@ def gathered(question: Question, asks: Asks) -> Change | None:
         return None
     for each in taken[:]:
         others = [other for other in taken if other is not each]
-        fewer = edited(question, tuple(edit for _, edit in others))
+        fewer = apply_edits(question, tuple(edit for _, edit in others))
         if fewer is not None and not asks(fewer):
             taken, asked = others, fewer
     return Change(tuple(text for text, _ in taken), asked)
 
 
 @lru_cache(HELD)
-def edited(question: Question, several: tuple[Edit, ...]) -> Question | None:
+def apply_edits(question: Request, several: tuple[Edit, ...]) -> Request | None:
     """What is asked after some changes; each backend tries many that others tried."""
     if not several:
         return question
     *before, last = several
-    found = edited(question, tuple(before))
+    found = apply_edits(question, tuple(before))
     return None if found is None else last(found)
 
 
@@ -180,16 +182,16 @@ def skeleton(reason: str) -> str:
 # dtypes, their sizes, and last what the graph computes.
 
 
-def edits(question: Question) -> Iterator[tuple[str, Edit]]:
+def edits(question: Request) -> Iterator[tuple[str, Edit]]:
     specs = {i.name: i.spec for i in question.graph.inputs}
     for name, spec in specs.items():
-        if len(spec.shape) > 1 and densely(spec) != spec:
-            yield f"{name} dense", respec({name: densely})
+        if len(spec.shape) > 1 and make_dense(spec) != spec:
+            yield f"{name} dense", respec({name: make_dense})
     if question.through_lse:
         yield "no gradient through lse", lambda q: evolve(q, through_lse=False)
     for name in question.wants:
         if name not in ("q", "k", "v"):
-            yield f"no gradient of {name}", unwanting(name)
+            yield f"no gradient of {name}", without_gradient_of(name)
     yield from option_edits(question.options)
     yield from dtype_edits(specs)
     yield from size_edits(specs)
@@ -199,15 +201,17 @@ def edits(question: Question) -> Iterator[tuple[str, Edit]]:
 def respec(changed: Mapping[str, Respec]) -> Edit:
     """These inputs declared otherwise. Edits read the inputs as they are by then."""
 
-    def edit(question: Question) -> Question | None:
+    def edit(question: Request) -> Request | None:
         now = {i.name: i.spec for i in question.graph.inputs}
         specs = {name: change(now[name]) for name, change in changed.items() if name in now}
-        return regraphed(question, specs) if any(now[n] != x for n, x in specs.items()) else None
+        return (
+            rebuild_request(question, specs) if any(now[n] != x for n, x in specs.items()) else None
+        )
 
     return edit
 
 
-def densely(spec: TensorSpec) -> TensorSpec:
+def make_dense(spec: TensorSpec) -> TensorSpec:
     """The same without gaps, in the same order of axes but that the last is innermost."""
     return TensorSpec(spec.shape, spec.dtype, dense_strides(spec.shape, order_of(spec)))
 
@@ -218,7 +222,7 @@ def order_of(spec: TensorSpec) -> tuple[int, ...]:
     return (*(axis for axis in memory_order(spec) if axis != last), last)
 
 
-def wide(size: int) -> Respec:
+def with_last_size(size: int) -> Respec:
     """Another last size, without gaps."""
 
     def change(spec: TensorSpec) -> TensorSpec:
@@ -228,7 +232,7 @@ def wide(size: int) -> Respec:
     return change
 
 
-def headed(heads: int) -> Respec:
+def with_heads(heads: int) -> Respec:
     """Another number of heads, without gaps."""
 
     def change(spec: TensorSpec) -> TensorSpec:
@@ -238,26 +242,26 @@ def headed(heads: int) -> Respec:
     return change
 
 
-def cast(dtype: torch.dtype) -> Respec:
+def with_dtype(dtype: torch.dtype) -> Respec:
     return lambda spec: TensorSpec(spec.shape, dtype, spec.strides)
 
 
-def unwanting(name: str) -> Edit:
+def without_gradient_of(name: str) -> Edit:
     return lambda q: evolve(q, wants=tuple(x for x in q.wants if x != name))
 
 
 def option_edits(options: Options) -> Iterator[tuple[str, Edit]]:
     if options.max_workspace is not None:
-        yield "max_workspace=None", reopt(max_workspace=None)
+        yield "max_workspace=None", with_option(max_workspace=None)
     if options.deterministic:
-        yield "deterministic=False", reopt(deterministic=False)
+        yield "deterministic=False", with_option(deterministic=False)
     if options.precision == "ieee":
-        yield 'precision="tf32"', reopt(precision="tf32")
+        yield 'precision="tf32"', with_option(precision="tf32")
     if options.avoid:
-        yield "avoid nothing", reopt(avoid=())
+        yield "avoid nothing", with_option(avoid=())
 
 
-def reopt(**changed: Any) -> Edit:  # Any: fields of Options
+def with_option(**changed: Any) -> Edit:  # Any: fields of Options
     return lambda q: evolve(q, options=evolve(q.options, **changed))
 
 
@@ -267,13 +271,16 @@ def dtype_edits(specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, Edit]]:
     alike = [name for name, x in specs.items() if x.dtype == main and len(x.shape) == 4]
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         if dtype != main:
-            yield f"{joined(alike)} in {NAMES[dtype]}", respec(dict.fromkeys(alike, cast(dtype)))
+            yield (
+                f"{join_words(alike)} in {NAMES[dtype]}",
+                respec(dict.fromkeys(alike, with_dtype(dtype))),
+            )
     for name, wanted in (("bias", main), ("bias", torch.float32), ("sinks", torch.float32)):
         if name in specs and specs[name].dtype != wanted:
-            yield f"{name} in {NAMES[wanted]}", respec({name: cast(wanted)})
+            yield f"{name} in {NAMES[wanted]}", respec({name: with_dtype(wanted)})
 
 
-def joined(names: Sequence[str]) -> str:
+def join_words(names: Sequence[str]) -> str:
     """ "q, k and v"."""
     return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
 
@@ -284,16 +291,24 @@ def size_edits(specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, Edit]]:
         return
     H = specs["q"].shape[1]
     if specs["k"].shape[1] != H:
-        yield f"k and v repeated for all {H} heads", respec({"k": headed(H), "v": headed(H)})
+        yield (
+            f"k and v repeated for all {H} heads",
+            respec({"k": with_heads(H), "v": with_heads(H)}),
+        )
     D, E = specs["q"].shape[-1], specs["v"].shape[-1]
-    for d, e in dict.fromkeys(((up(D), up(E)), (up(max(D, E)), up(max(D, E))))):
+    for d, e in dict.fromkeys(
+        ((round_up(D), round_up(E)), (round_up(max(D, E)), round_up(max(D, E))))
+    ):
         if (d, e) != (D, E):
             more = f" (o then has {e - E} more columns)" if e > E else ""
             told = f"head sizes with zeros up to D = {d}, E = {e}{more}"
-            yield told, respec({"q": wide(d), "k": wide(d), "v": wide(e)})
+            yield (
+                told,
+                respec({"q": with_last_size(d), "k": with_last_size(d), "v": with_last_size(e)}),
+            )
 
 
-def up(size: int) -> int:
+def round_up(size: int) -> int:
     """The next multiple of what kernels want."""
     return -(-size // STEP) * STEP
 
@@ -303,45 +318,47 @@ def op_edits(graph: Graph) -> Iterator[tuple[str, Edit]]:
     kinds = dict.fromkeys(type(eqn.op) for eqn in graph.eqns)
     for kind in kinds:
         if kind in (ops.Dropout, ops.Mask) or issubclass(kind, Modifier):
-            yield f"no {WORDS.get(kind, kind.__name__)}", dropping(kind)
+            yield f"no {WORDS.get(kind, kind.__name__)}", without_steps(kind)
     if any(isinstance(eqn.op, ops.Softmax) and eqn.op.sinks for eqn in graph.eqns):
-        yield "no sinks", dropping(ops.Softmax)
+        yield "no sinks", without_steps(ops.Softmax)
 
 
 WORDS: dict[type, str] = {ops.Dropout: "dropout", ops.Mask: "mask"}
 
 
-def dropping(kind: type) -> Edit:
-    def edit(question: Question) -> Question | None:
-        return regraphed(question, {}, kind)
+def without_steps(kind: type) -> Edit:
+    def edit(question: Request) -> Request | None:
+        return rebuild_request(question, {}, kind)
 
     return edit
 
 
-def regraphed(
-    question: Question, specs: Mapping[str, TensorSpec], kind: type | None = None
-) -> Question | None:
+def rebuild_request(
+    question: Request, specs: Mapping[str, TensorSpec], kind: type | None = None
+) -> Request | None:
     """The question of a graph with other inputs, and without the steps of a kind."""
     try:
-        graph = rebuilt(question.graph, specs, kind)
+        graph = rebuild_graph(question.graph, specs, kind)
     except GraphError:
         return None
     left = tuple(x for x in question.wants if x in {i.name for i in graph.inputs})
     return evolve(question, graph=graph, wants=left)
 
 
-def rebuilt(graph: Graph, specs: Mapping[str, TensorSpec], kind: type | None) -> Graph:
+def rebuild_graph(graph: Graph, specs: Mapping[str, TensorSpec], kind: type | None) -> Graph:
     b = Builder()
     values: dict[int, Value] = {
         n: b.input(i.name, specs.get(i.name, i.spec)) for n, i in enumerate(graph.inputs)
     }
     for eqn, outs in graph.numbered():
-        values.update(zip(outs, emitted(b, eqn, [values[i] for i in eqn.args], kind), strict=True))
+        values.update(
+            zip(outs, emit_changed(b, eqn, [values[i] for i in eqn.args], kind), strict=True)
+        )
     b.check()
     return without_idle(b.graph(*(values[i] for i in graph.outputs)))
 
 
-def emitted(b: Builder, eqn: Eqn, operands: list[Value], kind: type | None) -> Sequence[Value]:
+def emit_changed(b: Builder, eqn: Eqn, operands: list[Value], kind: type | None) -> Sequence[Value]:
     """The equation again, or what it would be if it did nothing."""
     if kind is None or not isinstance(eqn.op, kind):
         return b.emit(eqn.op, *operands)

@@ -18,8 +18,8 @@ from attn_graph.ir.graph import Graph, Input
 from attn_graph.machine.store import Unfit
 from attn_graph.machine.target import Target
 from attn_graph.machine.timing import Job, Progress, samples
-from attn_graph.planner.choose import BACKENDS, Choice, choose, lowered
-from attn_graph.planner.cost import cost, scaled
+from attn_graph.planner.choose import BACKENDS, Choice, choose, choose_and_lower
+from attn_graph.planner.cost import cost, format_scaled
 from attn_graph.spec import TensorSpec
 
 FORM = 1  # of what is stored; another number makes all be measured anew
@@ -42,7 +42,7 @@ class Candidate:
         return self.backend.lower(graph, target, evolve(options, variant=self.variant))
 
 
-def tuned(
+def choose_fastest(
     graph: Graph, target: Target, options: Options, among: Sequence[Backend] | None
 ) -> tuple[Choice, Executable]:
     """The fastest of all that take the graph, by what is stored of them or measured now.
@@ -54,11 +54,11 @@ def tuned(
         raise GraphError(
             f"tune: measures on this machine, {Target.here()}, and the target is {target}"
         )
-    key, late = key_of(graph, target, options), dict[str, tuple[str, ...]]()
-    figures = recalled(key, options)
+    key, late = tuning_key(graph, target, options), dict[str, tuple[str, ...]]()
+    figures = recall(key, options)
     while True:
         choice = choose(graph, target, options, among, late)
-        able = takers(choice, BACKENDS if among is None else among)
+        able = all_takers(choice, BACKENDS if among is None else among)
         found = {c.name: c for b in able for c in candidates(b, graph, target, options)}
         missing = {name: c for name, c in found.items() if name not in figures}
         late |= measure(missing, graph, target, options, key, figures)
@@ -69,13 +69,13 @@ def tuned(
         if executable is not None:
             backend = found[name].backend
             also = tuple(b.name for b in able if b is not backend)
-            told = cause(
+            told = explain_choice(
                 figures,
                 found,
                 cost(graph, target, precision=options.precision).forward.achieved(figures[name]),
             )
             return evolve(choice, backend=backend, cause=told, also=also), executable
-    return lowered(graph, target, options, among)
+    return choose_and_lower(graph, target, options, among)
 
 
 def lowered_within(
@@ -89,7 +89,7 @@ def lowered_within(
     return None if [*options.over_workspace(found.workspace)] else found
 
 
-def takers(choice: Choice, among: Sequence[Backend]) -> list[Backend]:
+def all_takers(choice: Choice, among: Sequence[Backend]) -> list[Backend]:
     """All that take the graph, in the order of preference."""
     by_name = {backend.name: backend for backend in among}
     return [choice.backend, *(by_name[name] for name in choice.also)]
@@ -106,10 +106,10 @@ def candidates(
     yield from (Candidate(backend, name) for name in names)
 
 
-def cause(figures: Figures, found: Mapping[str, Candidate], achieved: float | None) -> str:
+def explain_choice(figures: Figures, found: Mapping[str, Candidate], achieved: float | None) -> str:
     """Why the first is chosen: all figures, the fastest first, and its part of the roofline."""
     ranked = sorted((n for n in found if n in figures), key=figures.__getitem__)
-    told = ", ".join(f"{name} {scaled(figures[name], 's')}" for name in ranked)
+    told = ", ".join(f"{name} {format_scaled(figures[name], 's')}" for name in ranked)
     share = "" if achieved is None else f"; that is {100 * achieved:.3g} % of the roofline"
     return f"it was the fastest when measured here: {told}{share}"
 
@@ -117,7 +117,7 @@ def cause(figures: Figures, found: Mapping[str, Candidate], achieved: float | No
 # What is stored.
 
 
-def key_of(graph: Graph, target: Target, options: Options) -> str:
+def tuning_key(graph: Graph, target: Target, options: Options) -> str:
     """All that the figures depend on, as a text."""
     told = {
         "form": FORM,
@@ -134,7 +134,7 @@ def key_of(graph: Graph, target: Target, options: Options) -> str:
     return f"tune {json.dumps(told, sort_keys=True)}"
 
 
-def recalled(key: str, options: Options) -> Figures:
+def recall(key: str, options: Options) -> Figures:
     """What was measured before; nothing where that is not kept."""
     return (options.store.load(key, figures_of) if options.store else None) or {}
 
@@ -167,7 +167,7 @@ def measure(
     from rich.console import Console
 
     device = target.device
-    assert device is not None  # `tuned` said so
+    assert device is not None  # `choose_fastest` said so
     tensors = examples(graph, device)
     taken: dict[str, list[float]] = {}
     with Console(stderr=True).status("tuning") as status:
@@ -219,14 +219,15 @@ def examples(graph: Graph, device: torch.device) -> list[torch.Tensor]:
     M, N = sizes["q"][2] if "q" in sizes else 1, sizes["k"][2] if "k" in sizes else 1
     full = {"q_lengths": M, "kv_lengths": N}
     return [
-        laid(i, full.get(i.name, 0), math.log(max(1, N)), random).to(device) for i in graph.inputs
+        make_tensor(i, full.get(i.name, 0), math.log(max(1, N)), random).to(device)
+        for i in graph.inputs
     ]
 
 
-def laid(x: Input, number: int, lse: float, random: torch.Generator) -> torch.Tensor:
+def make_tensor(x: Input, number: int, lse: float, random: torch.Generator) -> torch.Tensor:
     """A tensor of a spec: normal, or of one number, or of flags."""
     spec = x.spec
-    count = extent(spec)
+    count = elements_spanned(spec)
     if spec.dtype == torch.bool:
         values = torch.rand(count, generator=random) < 0.5
     elif not spec.dtype.is_floating_point:
@@ -238,7 +239,7 @@ def laid(x: Input, number: int, lse: float, random: torch.Generator) -> torch.Te
     return values.as_strided(spec.shape, spec.strides)
 
 
-def extent(spec: TensorSpec) -> int:
+def elements_spanned(spec: TensorSpec) -> int:
     """How many elements of memory a spec reaches over."""
     if 0 in spec.shape:
         return 0

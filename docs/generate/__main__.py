@@ -8,10 +8,10 @@ from docs.generate.pages import ROOT, Parts, fill
 PAGES: dict[str, Parts] = {
     "README.md": {
         "example": readme.example,
-        "explain": readme.explained,
+        "explain": readme.explain_example,
         "support": support.compact,
     },
-    "docs/support.md": {"support": support.numbered},
+    "docs/support.md": {"support": support.numbered_table},
     "docs/speed.md": {"rows": speed.all_rows},
     "docs/command-line.md": command_line.PARTS,
 }

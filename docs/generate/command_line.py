@@ -12,7 +12,7 @@ import click
 from click.testing import CliRunner
 
 import attn_graph as ag
-from attn_graph.cli.diagnosis import Machine
+from attn_graph.cli.diagnosis import Surroundings
 from attn_graph.cli.main import commands
 
 STORE = ag.Store("~/.cache/attn_graph")  # as it reads on the page; there is no such folder
@@ -22,10 +22,10 @@ CUDNN = (*TRITON, ("nvidia-cudnn-frontend", "1.28.0"), ("nvidia-cudnn-jit-cu13",
 WIDTH = {"COLUMNS": "100", "FORCE_COLOR": None, "TRITON_INTERPRET": None}
 
 
-def machine(libraries: tuple[tuple[str, str], ...]) -> Machine:
+def machine(libraries: tuple[tuple[str, str], ...]) -> Surroundings:
     """A machine without a GPU that has these libraries, as `Machine.here` found it on one."""
     cpu = ag.Target("cpu", "cpu", 0, ("bf16",), libraries)
-    return Machine(
+    return Surroundings(
         target=cpu,
         cpu=cpu,
         python="3.11.7",
@@ -39,15 +39,15 @@ def machine(libraries: tuple[tuple[str, str], ...]) -> Machine:
 MACHINES = {"torch": machine(TORCH), "triton": machine(TRITON), "cudnn": machine(CUDNN)}
 
 
-def printed(line: str, found: Machine = MACHINES["cudnn"]) -> str:
+def run_command(line: str, found: Surroundings = MACHINES["cudnn"]) -> str:
     """What a command prints on a machine with nothing stored."""
     libraries = found.cpu.libraries
     with ExitStack() as patched:
         for name, value in {
-            "attn_graph.machine.target.installed": lambda: libraries,
+            "attn_graph.machine.target.installed_libraries": lambda: libraries,
             "attn_graph.compiler.default_store": lambda: STORE,
             "attn_graph.default_store": lambda: STORE,
-            "attn_graph.cli.diagnosis.Machine.here": lambda: found,
+            "attn_graph.cli.diagnosis.Surroundings.here": lambda: found,
         }.items():
             patched.enter_context(patch(name, value))
         result = CliRunner(env=WIDTH).invoke(
@@ -57,19 +57,19 @@ def printed(line: str, found: Machine = MACHINES["cudnn"]) -> str:
     return result.output.rstrip("\n")
 
 
-def console(line: str, found: Machine = MACHINES["cudnn"]) -> str:
-    return f"```console\n$ {line}\n{printed(line, found)}\n```"
+def console(line: str, found: Surroundings = MACHINES["cudnn"]) -> str:
+    return f"```console\n$ {line}\n{run_command(line, found)}\n```"
 
 
 def helps() -> str:
     """Every command's --help."""
-    return "\n\n".join(console(f"{name} --help") for name in named("attn-graph", commands))
+    return "\n\n".join(console(f"{name} --help") for name in names_within("attn-graph", commands))
 
 
-def named(name: str, command: click.Command) -> list[str]:
+def names_within(name: str, command: click.Command) -> list[str]:
     """A command and all within it, as they are called."""
     inner = command.commands.items() if isinstance(command, click.Group) else ()
-    return [name, *(full for part, each in inner for full in named(f"{name} {part}", each))]
+    return [name, *(full for part, each in inner for full in names_within(f"{name} {part}", each))]
 
 
 PARTS: dict[str, Callable[[], str]] = {

@@ -75,7 +75,7 @@ def limit(rule: Rule) -> str:
     ranges = (
         span(map(str, rule.sm), ("0", "1000")),
         *(
-            span(map(dotted, ends), (dotted(FIRST), dotted(LAST)))
+            span(map(format_version, ends), (format_version(FIRST), format_version(LAST)))
             for ends in (rule.backend, rule.frontend)
         ),
     )
@@ -90,7 +90,7 @@ def span(ends: Iterable[str], widest: tuple[str, str]) -> str:
     return f"below {end}" if first == least else f"{first} to {end}"
 
 
-def dotted(version: Version) -> str:
+def format_version(version: Version) -> str:
     return ".".join(map(str, version))
 
 
@@ -102,7 +102,7 @@ def results(pythons: list[str]) -> tuple[str, list[str]]:
     places = [*product(pythons, GPUS)]
     jobs = [(python, versions(python), sm, n) for python, sm in places for n in range(PARTS)]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = [*pool.map(lambda job: answered(*job), jobs)]
+        found = [*pool.map(lambda job: answer_part(*job), jobs)]
     lines, wrong = [row(*COLUMNS), "|---" * len(COLUMNS) + "|"], list[str]()
     for n, (python, sm) in enumerate(places):
         at_place = [each for part in found[n * PARTS : (n + 1) * PARTS] for each in part]
@@ -111,7 +111,7 @@ def results(pythons: list[str]) -> tuple[str, list[str]]:
     return ASKED.format(graphs=len(grid()), built=GPUS[BUILT]) + "\n".join(lines), wrong
 
 
-def answered(python: str, libraries: tuple[Version, Version], sm: int, part: int) -> Answered:
+def answer_part(python: str, libraries: tuple[Version, Version], sm: int, part: int) -> Answered:
     """A part of the grid at one place: checked all of it, and built what is to be built."""
     given = questions(sm, libraries)[part::PARTS]
     building = [q for q in given if q.ours == "yes" and sm == BUILT]
@@ -132,7 +132,7 @@ def summary(python: str, sm: int, pass_: Pass, found: Answered) -> str:
     others = sum(bool(q.other_workspace(a)) for q, a in plans)
     built = (len(plans), f"{median(times):.2f}", f"{max(times):.2f}", others)
     return row(
-        *map(dotted, versions(python)),
+        *map(format_version, versions(python)),
         f"{GPUS[sm]}, sm_{sm}",
         pass_,
         *(counts[x] for x in VERDICTS),

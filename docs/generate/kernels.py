@@ -21,7 +21,7 @@ from attrs import frozen
 import attn_graph as ag
 from attn_graph.kernels.tilings import ARCHS, WIDTHS, Tiling
 from attn_graph.lowering.problem import sole
-from attn_graph.lowering.triton.offline import LEAST_SHARED, SHARED, Machine, machines
+from attn_graph.lowering.triton.offline import LEAST_SHARED, SHARED, MachineCode, machine_codes
 from attn_graph.lowering.triton.plan import Flash
 from attn_graph.spec import NAMES
 
@@ -69,7 +69,7 @@ class Case:
         }
         return ag.attention(x, x, x, **options[self.variant])
 
-    def machines(self) -> tuple[Tiling, list[Machine]]:
+    def machines(self) -> tuple[Tiling, list[MachineCode]]:
         """The tile, and the code of every launch of the pass."""
         forward, backward = ag.vjp(self.graph(), ["q", "k", "v"])
         problem = sole(forward if self.pass_ == "forward" else backward)
@@ -77,7 +77,7 @@ class Case:
         flash = Flash.plan(problem, ag.Target.of(TARGETS[self.sm]))
         launches = [launch for launch in flash.launches if launch.kernel == self.pass_]
         flash.launches[:] = launches
-        return flash.tiling(self.pass_), machines(flash)  # type: ignore[arg-type]  # one of PASSES
+        return flash.tiling(self.pass_), machine_codes(flash)  # type: ignore[arg-type]  # one of PASSES
 
     def measured(self) -> tuple[str, list[str]]:
         """The line of the table, and what is not clean."""
@@ -93,7 +93,7 @@ class Case:
         complaints = [f"{self}: {text}" for m in found for text in self.complaints(m)]
         return f"| {' | '.join(map(str, cells))} |", complaints
 
-    def complaints(self, machine: Machine) -> Iterator[str]:
+    def complaints(self, machine: MachineCode) -> Iterator[str]:
         """What is not clean about a kernel's machine code."""
         counts = dict(machine.instructions)
         limit = LEAST_SHARED if self.sm == 80 else SHARED[self.sm]  # 80 stands for 86 and 89 too
@@ -120,7 +120,7 @@ def cases(
     return [Case(*each) for each in product(sms, bytes_, widths, PASSES, variants)]
 
 
-def measured(all_cases: list[Case]) -> tuple[list[str], list[str]]:
+def measure_cases(all_cases: list[Case]) -> tuple[list[str], list[str]]:
     """The lines of cases, and all complaints; compiled on all cores."""
     with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
         found = [*pool.map(Case.measured, all_cases)]
@@ -128,7 +128,7 @@ def measured(all_cases: list[Case]) -> tuple[list[str], list[str]]:
 
 
 def main() -> None:
-    lines, complaints = measured(cases())
+    lines, complaints = measure_cases(cases())
     head = HEAD.format(triton=version("triton"))
     PAGE.write_text(head + "\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(complaints) or f"{len(lines)} kernels, all clean")

@@ -24,7 +24,7 @@ def example() -> str:
     return f"```python\n{EXAMPLE}```"
 
 
-def explained() -> str:
+def explain_example() -> str:
     """Who would run the example on an H200: eight lines of what `explain` says."""
     x = ag.TensorSpec((2, 8, 512, 64), torch.float16)
     mask = ag.Causal() & (ag.Window(64) | ag.Prefix(4))

@@ -109,7 +109,7 @@ def compact() -> str:
     return table(("graph", *COLUMNS), rows)
 
 
-def numbered() -> str:
+def numbered_table() -> str:
     """The same with a number at each refusal, and the reasons by number below."""
     reasons: dict[str, int] = {}
 

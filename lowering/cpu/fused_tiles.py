@@ -18,13 +18,13 @@ from attn_graph.lowering.cpu.schedule import (
     POSITIONS,
     Part,
     Tile,
-    cheapest,
-    diagonal,
+    choose_cheapest,
     fold_tiles,
-    grown,
+    join_neighbours,
+    plain_tiles,
     row_tiles,
 )
-from attn_graph.lowering.problem import Problem, flash_order, readable
+from attn_graph.lowering.problem import Problem, flash_order, is_readable
 from attn_graph.lowering.triton.device_code import Tracer
 from attn_graph.lowering.triton.symbols import Untraceable
 from attn_graph.machine.workspace import Buffer
@@ -88,7 +88,7 @@ class FusedTiles:
         if name == "do" and self.blind:
             return True
         fits = (x.dtype, x.shape[3]) == (self.problem.wide, self.width)
-        return not fits or not readable(x, like=name == "q")
+        return not fits or not is_readable(x, like=name == "q")
 
     @property
     def unpadded(self) -> bool:
@@ -139,7 +139,7 @@ class FusedTiles:
         found: list[Tile] = []
         for b in range(p.B):
             tiles = row_tiles(p, p.node.mask, range(b, b + 1), rows, LEAST_FULL, data)
-            found += grown(tiles, rows * p.N, bounded)
+            found += join_neighbours(tiles, rows * p.N, bounded)
         return found
 
     def packed(self, name: str, x: torch.Tensor, scratch: Scratches) -> torch.Tensor:
@@ -160,13 +160,13 @@ class FusedTiles:
         """o, lse."""
         p, given = self.problem, self.problem.node.split(operands)
         q, k, v = (self.packed(n, x, scratch) for n, x in zip("qkv", operands, strict=False))
-        call, tiles = Call(self, given, scratch, q, k, v), self.tiles(given.mask)
+        call, tiles = TileCall(self, given, scratch, q, k, v), self.tiles(given.mask)
         if is_whole(tiles, p) and self.unpadded and self.keeps_order():
             return call.attend(tiles[0])
         o, lse = p.new_o(CPU), torch.empty(q.shape[:3], dtype=p.wide, device=CPU)
         for tile in tiles:
             part, part_lse = call.attend(tile)
-            cut(o, tile).copy_(part[..., : p.E])
+            cut_tile(o, tile).copy_(part[..., : p.E])
             cut_rows(lse, tile).copy_(part_lse)
         return o, lse
 
@@ -190,7 +190,7 @@ class FusedTiles:
         finite = lse.masked_fill(unseen, 0.0)
         if self.blind:
             do.masked_fill_(unseen[..., None], 0.0)
-        call, tiles = Call(self, given, scratch, q, k, v), self.tiles(given.mask)
+        call, tiles = TileCall(self, given, scratch, q, k, v), self.tiles(given.mask)
         if is_whole(tiles, p):
             sums = call.pull(tiles[0], tiles[0].parts[0], o, finite, do)
         else:
@@ -202,7 +202,7 @@ class FusedTiles:
 
     def summed(
         self,
-        call: Call,
+        call: TileCall,
         tiles: Sequence[Tile],
         o: torch.Tensor,
         lse: torch.Tensor,
@@ -218,7 +218,7 @@ class FusedTiles:
         for tile in tiles:
             for part in tile.parts:
                 found = call.pull(tile, part, o, lse, do)
-                cut(dq, tile).add_(found[0])
+                cut_tile(dq, tile).add_(found[0])
                 add_windows(dk, found[1], tile, part)
                 add_windows(dv, found[2], tile, part)
         return dq, dk, dv
@@ -226,7 +226,7 @@ class FusedTiles:
 
 @final
 @frozen(eq=False)
-class Call:
+class TileCall:
     """One call's operands, packed."""
 
     tiles: FusedTiles
@@ -238,12 +238,12 @@ class Call:
 
     def attend(self, tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:
         """o and lse of one tile, its parts merged."""
-        rows, scale = cut(self.q, tile), self.tiles.problem.node.scale
+        rows, scale = cut_tile(self.q, tile), self.tiles.problem.node.scale
         found: tuple[torch.Tensor, torch.Tensor] | None = None
         for part in tile.parts:
-            k, v = cut(self.k, tile, part), cut(self.v, tile, part)
+            k, v = cut_tile(self.k, tile, part), cut_tile(self.v, tile, part)
             causal, addend = part.kind == "causal", self.addend(tile, part)
-            o, lse = fused_cpu.forward(rows, k, v, scale, causal, addend)
+            o, lse = fused_cpu.attend(rows, k, v, scale, causal, addend)
             if found is None:
                 found = o, lse
             else:
@@ -258,10 +258,10 @@ class Call:
         self, tile: Tile, part: Part, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """dq, dk, dv of one part of a tile."""
-        q, k, v = cut(self.q, tile), cut(self.k, tile, part), cut(self.v, tile, part)
+        q, k, v = cut_tile(self.q, tile), cut_tile(self.k, tile, part), cut_tile(self.v, tile, part)
         scale, addend = self.tiles.problem.node.scale, self.addend(tile, part)
-        rows = cut(do, tile), cut(o, tile), cut_rows(lse, tile)
-        return fused_cpu.backward(q, k, v, *rows, scale, part.kind == "causal", addend)
+        rows = cut_tile(do, tile), cut_tile(o, tile), cut_rows(lse, tile)
+        return fused_cpu.attend_backward(q, k, v, *rows, scale, part.kind == "causal", addend)
 
     def addend(self, tile: Tile, part: Part) -> torch.Tensor | None:
         """What is added to the scores: additive modifiers, and -inf where the mask drops a key."""
@@ -332,7 +332,7 @@ def static_tiles(problem: Problem, axes: str) -> tuple[Tile, ...] | None:
     """The tiles; None where data decides them, or there are so many that each call lists them."""
     node, most = problem.node, DATA_ROWS * problem.N
     mask, bounded = node.mask, bool(node.modifiers)
-    plain = diagonal(problem, mask)
+    plain = plain_tiles(problem, mask)
     if plain is not None and (not bounded or (mask is None and problem.M <= DATA_ROWS)):
         return tuple(plain)
     if mask is not None and mask.needs:
@@ -345,9 +345,9 @@ def static_tiles(problem: Problem, axes: str) -> tuple[Tile, ...] | None:
         if rows * MOST_TILES < problem.M:
             return None
         found = row_tiles(problem, mask, range(problem.B), rows, LEAST_FULL)
-        return grown(found, most, bounded)
+        return join_neighbours(found, most, bounded)
 
-    found = cheapest(problem, tiles)
+    found = choose_cheapest(problem, tiles)
     return None if found is None else tuple(found)
 
 
@@ -360,7 +360,7 @@ def is_whole(tiles: Sequence[Tile], problem: Problem) -> bool:
     return rows and keys and len(tile.batch) == problem.B
 
 
-def cut(x: torch.Tensor, tile: Tile, part: Part | None = None) -> torch.Tensor:
+def cut_tile(x: torch.Tensor, tile: Tile, part: Part | None = None) -> torch.Tensor:
     """A tile's rows of x [B,H,L,D], or a part's keys; repeats become the first axis. A view."""
     span = range(part.start, part.stop) if part else tile.rows
     if tile.repeat == 1:
@@ -373,15 +373,15 @@ def cut(x: torch.Tensor, tile: Tile, part: Part | None = None) -> torch.Tensor:
 
 def cut_rows(x: torch.Tensor, tile: Tile) -> torch.Tensor:
     """A tile's rows of x [B,H,M]."""
-    return cut(x[..., None], tile)[..., 0]
+    return cut_tile(x[..., None], tile)[..., 0]
 
 
 def add_windows(total: torch.Tensor, share: torch.Tensor, tile: Tile, part: Part) -> None:
     """total [B,G,N,D] += a part's gradient; windows that overlap are added in disjoint slices."""
     if tile.repeat == 1:
-        cut(total, tile, part).add_(share)
+        cut_tile(total, tile, part).add_(share)
         return
     for at in range(0, len(part), tile.step):
         stop = min(at + tile.step, len(part))
         piece = Part(part.start + at, part.start + stop, part.kind)
-        cut(total, tile, piece).add_(share[:, :, at:stop])
+        cut_tile(total, tile, piece).add_(share[:, :, at:stop])

@@ -13,7 +13,7 @@ from typing import final
 import torch
 from attrs import frozen
 
-from attn_graph.backend import Backend, Executable, Options, switch
+from attn_graph.backend import Backend, Executable, Options, switch_name
 from attn_graph.errors import PlanTargetError
 from attn_graph.ir import ops
 from attn_graph.ir.attention import Attention, AttentionGrad
@@ -24,7 +24,7 @@ from attn_graph.lowering.cpu.schedule import POSITIONS
 from attn_graph.lowering.problem import Problem, operand_specs
 from attn_graph.machine.ambient import steady, without_autocast
 from attn_graph.machine.target import Target
-from attn_graph.machine.torch_switches import rounds
+from attn_graph.machine.torch_switches import products_round
 from attn_graph.machine.workspace import Scratch
 from attn_graph.spec import TensorSpec
 
@@ -36,18 +36,18 @@ Work = Callable[..., Sequence[torch.Tensor]]  # of the device of a call, and of 
 
 def why_not(graph: Graph, target: Target, options: Options) -> Iterator[str]:
     yield from options.switched_off("math")
-    tilings = planned(graph, target, options)
+    tilings = plan_tiles(graph, target, options)
     need = max((Scratch(tuple(t.buffers().values())).bytes for t in tilings), default=0)
     yield from options.over_workspace(need)
     yield from options.rounded(graph, target)
 
 
-def planned(graph: Graph, target: Target, options: Options) -> list[Tiles]:
+def plan_tiles(graph: Graph, target: Target, options: Options) -> list[Tiles]:
     """How each attention of a graph would be tiled."""
-    return [t for eqn in graph.eqns if (t := tiles_of(graph, eqn, target, options)) is not None]
+    return [t for eqn in graph.eqns if (t := tilings_of(graph, eqn, target, options)) is not None]
 
 
-def tiles_of(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Tiles | None:
+def tilings_of(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Tiles | None:
     """The tiling of one equation; None for what is no attention or has nothing to compute."""
     if not isinstance(eqn.op, (Attention, AttentionGrad)):
         return None
@@ -94,31 +94,31 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
 
     def run(*tensors: torch.Tensor) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         device = tensors[0].device if tensors else torch.device(target.kind)
-        if exact and rounds(target.kind):
+        if exact and products_round(target.kind):
             raise PlanTargetError(
-                f'math was planned with precision "ieee", and now {switch(target.kind)}; '
+                f'math was planned with precision "ieee", and now {switch_name(target.kind)}; '
                 "set it back, or compile again"
             )
         values = list(tensors)
         for args, call in plan:
             values += call(device, *[values[i] for i in args])
-        return handed_out(values, graph.outputs, stats), [values[i] for i in saved]
+        return hand_out(values, graph.outputs, stats), [values[i] for i in saved]
 
     return Executable(
         run,
         max((step.scratch.bytes for step in steps), default=0),
-        max((step.temporary for step in steps), default=0) + between(graph, saved),
+        max((step.temporary for step in steps), default=0) + bytes_between(graph, saved),
         tuple(step.note for step in steps if step.note),
     )
 
 
-def between(graph: Graph, saved: Sequence[int]) -> int:
+def bytes_between(graph: Graph, saved: Sequence[int]) -> int:
     """Bytes of the values between equations: neither inputs, nor returned, nor saved."""
     kept = {*range(len(graph.inputs)), *graph.outputs, *saved}
     return sum(t.bytes for i, t in enumerate(graph.types) if i not in kept)
 
 
-def handed_out(
+def hand_out(
     values: Sequence[torch.Tensor], outputs: Sequence[int], stats: set[int]
 ) -> list[torch.Tensor]:
     """The outputs: lse in C order, and a value that is returned twice as two tensors."""
@@ -130,13 +130,13 @@ def handed_out(
 
 
 def step_of(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Step:
-    tiles, op = tiles_of(graph, eqn, target, options), eqn.op
+    tiles, op = tilings_of(graph, eqn, target, options), eqn.op
     if tiles is None:
         specs = operand_specs(graph, eqn)
-        return Step(defined(op, specs), temporary=needed_by_definition(eqn, specs))
+        return Step(run_definition(op, specs), temporary=needed_by_definition(eqn, specs))
     buffers = tiles.buffers()
     scratch = Scratch(tuple(buffers.values()))
-    names, work = tuple(buffers), forward if isinstance(op, Attention) else backward
+    names, work = tuple(buffers), run_forward if isinstance(op, Attention) else run_backward
 
     def call(device: torch.device, *operands: torch.Tensor) -> Sequence[torch.Tensor]:
         rooms = options.workspace.lease(scratch, device)
@@ -154,7 +154,7 @@ def needed_by_definition(eqn: Eqn, specs: Sequence[TensorSpec]) -> int:
     return 3 * torch.float64.itemsize * sum(map(prod, shapes)) + POSITIONS * most * most
 
 
-def defined(op: Op, specs: Sequence[TensorSpec]) -> Work:
+def run_definition(op: Op, specs: Sequence[TensorSpec]) -> Work:
     """An equation by its definition: what is no attention, and attentions without a score."""
 
     def call(device: torch.device, *operands: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -167,13 +167,13 @@ def defined(op: Op, specs: Sequence[TensorSpec]) -> Work:
     return call
 
 
-def forward(
+def run_forward(
     tiles: Tiles, operands: Sequence[torch.Tensor], scratch: Mapping[str, torch.Tensor]
 ) -> Sequence[torch.Tensor]:
     return tiles.forward(operands, scratch)
 
 
-def backward(
+def run_backward(
     tiles: Tiles, operands: Sequence[torch.Tensor], scratch: Mapping[str, torch.Tensor]
 ) -> Sequence[torch.Tensor]:
     """The wanted gradients, in the order of the operands."""
@@ -182,11 +182,11 @@ def backward(
     found = tiles.backward(operands, scratch)
     if grad.attention.sinks:
         place = grad.attention.roles.index("sinks")
-        found[place] = sink_gradient(grad, operands) if grad.wants[place] else operands[place]
+        found[place] = sink_gradient_of(grad, operands) if grad.wants[place] else operands[place]
     return [found[i] for i, wanted in enumerate(grad.wants) if wanted]
 
 
-def sink_gradient(grad: AttentionGrad, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+def sink_gradient_of(grad: AttentionGrad, operands: Sequence[torch.Tensor]) -> torch.Tensor:
     """dsinks [H] = sum_bi exp(sink - lse) (dlse - delta)."""
     own, o, lse, do, dlse = grad.split(operands)
     sinks = grad.attention.split(own).sinks

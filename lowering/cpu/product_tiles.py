@@ -16,7 +16,7 @@ from attn_graph.kernels.merging import sink_
 from attn_graph.lowering.cpu.schedule import POSITIONS, Part, Tile, parts_of
 from attn_graph.lowering.problem import Problem
 from attn_graph.machine.workspace import Buffer
-from attn_graph.masks.places import Block, Place, joined
+from attn_graph.masks.places import Block, Place, join_intervals
 from attn_graph.spec import TensorSpec
 
 INF = float("inf")
@@ -253,7 +253,8 @@ class Here:
         here = x[b.start : b.stop, g.start : g.stop]
         flat = here[0] if len(b) == 1 else here.flatten(0, 1)
         return [
-            flat[:, a:b] for a, b in joined([(p.start, p.stop) for p in self.tile.parts], gap=0)
+            flat[:, a:b]
+            for a, b in join_intervals([(p.start, p.stop) for p in self.tile.parts], gap=0)
         ]
 
     def pieces(self, s: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor, Place]]:

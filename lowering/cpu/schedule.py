@@ -10,7 +10,7 @@ import torch
 from attrs import evolve, frozen
 
 from attn_graph.lowering.problem import Problem
-from attn_graph.masks.leaves import Band, Mask
+from attn_graph.masks import Band, Mask
 from attn_graph.masks.places import Block, Keys
 from attn_graph.masks.regions import find_breaks
 from attn_graph.masks.runs import leaves
@@ -69,10 +69,10 @@ def parts_of(mask: Mask | None, block: Block, least_full: int) -> tuple[Part, ..
     if mask is None:
         return (Part(0, block.N, "full"),) if block.N else ()
     span, sure = mask.span(block).bridged(BRIDGE), mask.surely(block)
-    return tuple(part for a, b in span.intervals for part in split(a, b, sure, least_full))
+    return tuple(part for a, b in span.intervals for part in split_interval(a, b, sure, least_full))
 
 
-def split(start: int, stop: int, sure: Keys, least_full: int) -> Iterator[Part]:
+def split_interval(start: int, stop: int, sure: Keys, least_full: int) -> Iterator[Part]:
     """One interval as full and mixed parts."""
     if sure.covers(start, stop):
         yield Part(start, stop, "full")
@@ -114,7 +114,7 @@ def make_tile(
     return Tile(batch, block.rows, parts_of(mask, block, least_full))
 
 
-def grown(tiles: list[Tile], most: int, bounded: bool) -> list[Tile]:
+def join_neighbours(tiles: list[Tile], most: int, bounded: bool) -> list[Tile]:
     """Neighbours with the same keys made one, up to `most` scores where a mask must be asked.
 
     `bounded`: full tiles too, since something else is added to their scores.
@@ -154,7 +154,7 @@ def fold_tiles(problem: Problem, mask: Mask, rows: int, least_full: int) -> list
             runs += [(make_tile(problem, mask, batch, at, rows, least_full), 1) for at in starts]
         else:
             return None
-    return folded(runs)
+    return fold_diagonals(runs)
 
 
 def find_changes(mask: Mask, problem: Problem) -> list[int] | None:
@@ -179,7 +179,7 @@ def group_blocks(M: int, rows: int, changes: Sequence[int] | None) -> list[range
     )
 
 
-def folded(tiles: Iterable[Same]) -> list[Tile] | None:
+def fold_diagonals(tiles: Iterable[Same]) -> list[Tile] | None:
     """Neighbours that are one tile moved along the diagonal, made one; None where many are left."""
     out: list[Tile] = []
     for _, run in groupby(tiles, key=lambda same: outline(same[0])):
@@ -214,7 +214,7 @@ def outline(tile: Tile) -> tuple[object, ...]:
     return len(tile.rows), tuple((p.start - at, p.stop - at, p.kind) for p in tile.parts)
 
 
-def diagonal(problem: Problem, mask: Mask | None) -> list[Tile] | None:
+def plain_tiles(problem: Problem, mask: Mask | None) -> list[Tile] | None:
     """Tiles for no mask or a causal one, which the fused kernel knows itself.
 
     A diagonal `high` places right of the corner: every query keeps the first `high` keys, and the
@@ -237,14 +237,16 @@ def diagonal(problem: Problem, mask: Mask | None) -> list[Tile] | None:
     return tiles + live
 
 
-def seconds(problem: Problem, tiles: list[Tile]) -> float:
+def estimate_seconds(problem: Problem, tiles: list[Tile]) -> float:
     """A rough time for these tiles: what they compute and how often they begin."""
     flops = 2 * problem.H * (problem.D + problem.E) * sum(tile.area for tile in tiles)
     return flops * FLOP_SECONDS + CALL_SECONDS * sum(len(tile.parts) for tile in tiles)
 
 
-def cheapest(problem: Problem, choices: Callable[[int], list[Tile] | None]) -> list[Tile] | None:
+def choose_cheapest(
+    problem: Problem, choices: Callable[[int], list[Tile] | None]
+) -> list[Tile] | None:
     """The tiles of the row block that costs least; None where each gives too many tiles."""
     blocks = [rows for rows in ROW_BLOCKS if rows < 2 * problem.M] or [ROW_BLOCKS[0]]
     lists = [tiles for rows in blocks if (tiles := choices(rows)) is not None]
-    return min(lists, key=lambda tiles: seconds(problem, tiles), default=None)
+    return min(lists, key=lambda tiles: estimate_seconds(problem, tiles), default=None)

@@ -18,13 +18,13 @@ from attn_graph.lowering.problem import (
     cotangent_bytes,
     cotangent_note,
     flash_order,
+    is_readable,
     other_equations,
-    readable,
-    returned,
+    select_outputs,
     sole,
 )
 from attn_graph.machine.target import Target
-from attn_graph.masks.leaves import Band
+from attn_graph.masks import Band
 from attn_graph.spec import NAMES, memory_order
 
 TOP_LEFT = Band(None, 0)
@@ -43,7 +43,7 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[str]:
         yield other_equations(graph)
         return
     yield from node_reasons(problem, (Bias,))
-    yield from size_reasons(problem)
+    yield from cpu_size_reasons(problem)
     yield from operand_reasons(problem)
     if problem.grad is not None:
         yield from gradient_reasons(problem, problem.grad)
@@ -71,7 +71,7 @@ def node_reasons(problem: Problem, rules: Sequence[type[Modifier]]) -> Iterator[
         yield f"has no dropout, and the rate is {node.dropout}"
 
 
-def size_reasons(problem: Problem) -> Iterator[str]:
+def cpu_size_reasons(problem: Problem) -> Iterator[str]:
     if problem.D != problem.E:
         yield f"needs one head size, and q has D = {problem.D}, v has E = {problem.E}"
     if problem.is_empty:
@@ -86,7 +86,7 @@ def operand_reasons(problem: Problem) -> Iterator[str]:
         named |= {"o": o} | ({"do": do} if do is not None else {})
     for name in ("q", "k", "v", "o", "do"):
         spec = named.get(name)
-        if spec is not None and not readable(spec, like=name == "q"):
+        if spec is not None and not is_readable(spec, like=name == "q"):
             yield f"needs rows of {spec.shape[3]} that lie together and apart, and {name} is {spec}"
     bias = named.get("bias")
     if bias is not None and not bias.unit_last:
@@ -175,7 +175,7 @@ def lower_backward(problem: Problem, grad: AttentionGrad, graph: Graph) -> Execu
             found[0].add_(dq)
             found[1].add_(dk)
         made = [g for g, wanted in zip(found, grad.wants, strict=False) if wanted]
-        return returned(graph, made), ()
+        return select_outputs(graph, made), ()
 
     more = sum(s.type.bytes for s in problem.specs[:2]) * (2 * grad.with_dlse)
     whole = grad.wants == (True, True, True) and grad.with_do and not grad.with_dlse

@@ -19,7 +19,7 @@ from attn_graph.machine.target import CUDNN, SYSTEM_CUDNN, Target
 
 if TYPE_CHECKING:  # and imported where it is used: a large table, of which CPUs ask nothing
     from attn_graph.lowering.cudnn.case import Case
-    from attn_graph.lowering.cudnn.graph import Call
+    from attn_graph.lowering.cudnn.graph import CudnnCall
     from attn_graph.lowering.cudnn.run import Results
 
 FRONTEND = "nvidia-cudnn-frontend"
@@ -55,14 +55,14 @@ def problem_reasons(problem: Problem, target: Target, options: Options) -> Itera
     from attn_graph.lowering.cudnn.limits import reasons
     from attn_graph.lowering.cudnn.memory import workspace
 
-    case = asked(problem, target, options)
+    case = request_case(problem, target, options)
     against = [*reasons(case)]
     yield from against
     if not against and (need := workspace(case)) is not None:
         yield from options.over_workspace(need)
 
 
-def asked(problem: Problem, target: Target, options: Options) -> Case:
+def request_case(problem: Problem, target: Target, options: Options) -> Case:
     from attn_graph.lowering.cudnn.case import Case
 
     backend, frontend = versions(target)
@@ -84,19 +84,19 @@ def version(target: Target, library: str) -> tuple[int, int, int] | None:
 
 
 def lower(graph: Graph, target: Target, options: Options) -> Executable:
-    from attn_graph.lowering.cudnn.plan import built
-    from attn_graph.lowering.cudnn.run import Inference, Run, notes, temporary
+    from attn_graph.lowering.cudnn.plan import load_or_build
+    from attn_graph.lowering.cudnn.run import Inference, Run, run_notes, temporary_bytes
 
     problem, case, call = described_for(graph, target, options)
-    plan = built(call, target, (case.backend, case.frontend), options)
+    plan = load_or_build(call, target, (case.backend, case.frontend), options)
     if over := [*options.over_workspace(plan.workspace)]:
         raise RefusedError(*over)
     run = Run.of(call, problem, graph, options.workspace, plan.workspace, plan.execute)
     executable = Executable(
         run.forward if problem.grad is None else run.backward,
         plan.workspace,
-        temporary(call, problem, graph),
-        (str(plan), *notes(problem, graph)),
+        temporary_bytes(call, problem, graph),
+        (str(plan), *run_notes(problem, graph)),
         inspect=lambda: (f"built in {plan.seconds:.2f} s",),
         text=lambda: f"{call}\n{plan}",
     )
@@ -116,11 +116,11 @@ def without_lse(
 ) -> Callable[..., Results]:
     """The forward that stores no lse. Raises RefusedError where it needs more bytes than `most`,
     which is what the plan is said to need."""
-    from attn_graph.lowering.cudnn.plan import built
+    from attn_graph.lowering.cudnn.plan import load_or_build
     from attn_graph.lowering.cudnn.run import Run
 
     problem, case, call = described_for(graph, target, options, stats=False)
-    plan = built(call, target, (case.backend, case.frontend), options)
+    plan = load_or_build(call, target, (case.backend, case.frontend), options)
     if plan.workspace > most:
         raise RefusedError(f"needs a workspace of {plan.workspace} bytes then, and {most} with lse")
     return Run.of(call, problem, graph, options.workspace, plan.workspace, plan.execute).forward
@@ -129,43 +129,45 @@ def without_lse(
 def foresees(graph: Graph, target: Target, options: Options) -> Foreseen:
     """The workspace by a stored plan, or where a formula has it; else only a built plan tells."""
     from attn_graph.lowering.cudnn.memory import workspace
-    from attn_graph.lowering.cudnn.plan import stored
-    from attn_graph.lowering.cudnn.run import notes, temporary
+    from attn_graph.lowering.cudnn.plan import load_stored
+    from attn_graph.lowering.cudnn.run import run_notes, temporary_bytes
 
     problem, case, call = described_for(graph, target, options)
     try:
-        plan = stored(call, target, (case.backend, case.frontend), options)
+        plan = load_stored(call, target, (case.backend, case.frontend), options)
     except RefusedError:  # of a GPU that is in no table: lowering will say so
         plan = None
-    more = notes(problem, graph)
+    more = run_notes(problem, graph)
     return Foreseen(
         plan.workspace if plan else workspace(case),
-        temporary(call, problem, graph),
+        temporary_bytes(call, problem, graph),
         (str(plan), *more) if plan else more,
     )
 
 
 def described_for(
     graph: Graph, target: Target, options: Options, *, stats: bool = True
-) -> tuple[Problem, Case, Call]:
+) -> tuple[Problem, Case, CudnnCall]:
     """The call that would run a graph that is taken; see `described` for `stats`."""
-    from attn_graph.lowering.cudnn.case import padded
-    from attn_graph.lowering.cudnn.graph import described
+    from attn_graph.lowering.cudnn.case import needs_padding_mask
+    from attn_graph.lowering.cudnn.graph import describe_call
 
     problem = sole(graph)
     assert problem is not None  # why_not said so
-    case = asked(problem, target, options)
+    case = request_case(problem, target, options)
     in_order = options.deterministic
-    call = described(problem, padded=padded(case), deterministic=in_order, stats=stats)
+    call = describe_call(
+        problem, padded=needs_padding_mask(case), deterministic=in_order, stats=stats
+    )
     return problem, case, call
 
 
 def variants(graph: Graph, target: Target, options: Options) -> tuple[str, ...]:
     """The other plans that cuDNN proposes, by its names for them."""
-    from attn_graph.lowering.cudnn.plan import built
+    from attn_graph.lowering.cudnn.plan import load_or_build
 
     _, case, call = described_for(graph, target, options)
-    return built(call, target, (case.backend, case.frontend), options).plans[1:]
+    return load_or_build(call, target, (case.backend, case.frontend), options).plans[1:]
 
 
 BACKEND = Backend("cudnn", why_not, lower, foresees, variants)

@@ -34,7 +34,7 @@ class Declined(Exception):
         super().__init__(f"{stage}: {said}")
 
 
-def planned(
+def build_graph(
     call: Json,
     *,
     build: bool = True,
@@ -43,8 +43,8 @@ def planned(
 ) -> Any:  # Any: cuDNN's graph
     """The frontend's graph of a call (see `Call.plain`), with a plan built if wanted.
 
-    plan: one of `names`, in place of the first, which cuDNN takes to be the best. machine: what
-    `cudnn.pygraph` is told of where it will run: `handle`, or `sm_version` and `device_property`
+    plan: one of `plan_names`, in place of the first, which cuDNN takes to be the best. machine:
+    what `cudnn.pygraph` gets of where it will run: `handle`, or `sm_version` and `device_property`
     where there is no device. Raises Declined where cuDNN says no: by one of the three classes that
     it says so with, at one of the stages here.
     """
@@ -52,7 +52,7 @@ def planned(
 
     reached = "declare"
     try:
-        graph = declared(call, machine)
+        graph = declare(call, machine)
         for stage, step in stages(graph, build, plan):
             reached = stage
             step()
@@ -61,7 +61,7 @@ def planned(
     return graph
 
 
-def loaded(plan: bytes, device: int | str) -> Any:  # Any: cuDNN's graph
+def load_plan(plan: bytes, device: int | str) -> Any:  # Any: cuDNN's graph
     """A built plan as a graph to execute, for a GPU by its number or by its description.
 
     By the device's properties and without a handle: with one the frontend runs the plan once, in a
@@ -87,13 +87,13 @@ def stages(
     yield "create_execution_plans", lambda: graph.create_execution_plans(modes)
     yield "check_support", graph.check_support
     if plan is not None:
-        yield "select_plan", lambda: graph.select_plan(names(graph).index(plan))
+        yield "select_plan", lambda: graph.select_plan(plan_names(graph).index(plan))
     if build:
         policy = cudnn.build_plan_policy.HEURISTICS_CHOICE
         yield "build_plans", lambda: graph.build_plans(policy)
 
 
-def declared(call: Json, machine: Json) -> Any:  # Any: cuDNN's graph
+def declare(call: Json, machine: Json) -> Any:  # Any: cuDNN's graph
     import cudnn
 
     float32 = cudnn.data_type.FLOAT
@@ -110,9 +110,9 @@ def declared(call: Json, machine: Json) -> Any:  # Any: cuDNN's graph
     found = getattr(graph, name)(**tensors, **arguments(graph, call))
     for key, result in zip(results, found, strict=True):
         if key in outputs:
-            shaped(result, outputs[key])
+            set_layout(result, outputs[key])
     for key in outputs.keys() & tensors.keys():
-        shaped(tensors[key], outputs[key])
+        set_layout(tensors[key], outputs[key])
     return graph
 
 
@@ -127,7 +127,7 @@ def tensor(graph: Any, x: Json) -> Any:  # Any: cuDNN's
     return graph.tensor(**form, uid=x["uid"])
 
 
-def shaped(result: Any, x: Json) -> None:  # Any: cuDNN's
+def set_layout(result: Any, x: Json) -> None:  # Any: cuDNN's
     """Say how a result is to lie."""
     result.set_output(True).set_dim(x["shape"]).set_stride(x["strides"])
     result.set_data_type(dtype(x["dtype"])).set_uid(x["uid"])
@@ -168,14 +168,16 @@ def soft_cap(graph: Any, cap: float) -> tuple[Callable[..., Any], Callable[..., 
     return forward, backward
 
 
-def names(graph: Any) -> list[str]:  # Any: cuDNN's
+def plan_names(graph: Any) -> list[str]:  # Any: cuDNN's
     """The plans that cuDNN proposes, the best first as it takes them."""
     return [graph.get_plan_name_at_index(n) for n in range(graph.get_execution_plan_count())]
 
 
-def told(graph: Any, plan: str | None = None) -> dict[str, Any]:  # Any: cuDNN's graph, and JSON
+def describe_plan(
+    graph: Any, plan: str | None = None
+) -> dict[str, Any]:  # Any: cuDNN's graph, and JSON
     """What cuDNN says of the plan that it built."""
-    proposed = names(graph)
+    proposed = plan_names(graph)
     name = plan or proposed[0]
     _, knobs = graph.get_engine_and_knobs_at_index(proposed.index(name))
     return {
@@ -187,7 +189,7 @@ def told(graph: Any, plan: str | None = None) -> dict[str, Any]:  # Any: cuDNN's
     }
 
 
-def answer(request: Json, path: Path) -> dict[str, Any]:  # Any: JSON
+def answer_calls(request: Json, path: Path) -> dict[str, Any]:  # Any: JSON
     """The answer to one request; the plan itself goes to `path`."""
     import cudnn
 
@@ -195,14 +197,16 @@ def answer(request: Json, path: Path) -> dict[str, Any]:  # Any: JSON
     machine = {"sm_version": request["sm"], "device_property": device}
     start = time.perf_counter()
     try:
-        graph = planned(request["call"], build=request["build"], plan=request["plan"], **machine)
+        graph = build_graph(
+            request["call"], build=request["build"], plan=request["plan"], **machine
+        )
     except Declined as error:
         return {"stage": error.stage, "said": error.said}
     seconds = time.perf_counter() - start
     if not request["build"]:
         return {"seconds": seconds}
     path.write_bytes(bytes(graph.serialize()))
-    return told(graph, request["plan"]) | {"seconds": seconds}
+    return describe_plan(graph, request["plan"]) | {"seconds": seconds}
 
 
 def stand_in(path: str) -> None:
@@ -214,7 +218,7 @@ def stand_in(path: str) -> None:
         ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
 
 
-def versions() -> dict[str, Any]:  # Any: JSON
+def library_versions() -> dict[str, Any]:  # Any: JSON
     """Of the frontend, and of cuDNN itself: 0 where there is none."""
     import cudnn
 
@@ -230,9 +234,9 @@ def main(library: str, folder: str) -> None:
         stand_in(library)
     requests = json.loads(Path(folder, "requests.json").read_text())
     with Path(folder, "answers.jsonl").open("w") as answers:
-        print(json.dumps(versions()), file=answers, flush=True)
+        print(json.dumps(library_versions()), file=answers, flush=True)
         for n, request in enumerate(requests):
-            found = answer(request, Path(folder, f"{n}.plan"))
+            found = answer_calls(request, Path(folder, f"{n}.plan"))
             print(json.dumps(found), file=answers, flush=True)
 
 

@@ -8,7 +8,7 @@ from typing import Literal, final
 from attrs import frozen
 
 from attn_graph.lowering.cudnn.graph import statement
-from attn_graph.lowering.cudnn.masks import Diagonal, Stated
+from attn_graph.lowering.cudnn.masks import Stated, StatedBand
 from attn_graph.lowering.problem import Problem
 from attn_graph.spec import TensorSpec
 
@@ -47,7 +47,7 @@ class Case:
         return statement(self.problem) or Stated()
 
     @property
-    def diagonal(self) -> Diagonal:
+    def diagonal(self) -> StatedBand:
         return self.stated.diagonal
 
     @property
@@ -105,7 +105,7 @@ class Case:
         return sum(isinstance(m, kind) for m in self.problem.node.modifiers)
 
 
-def padded(case: Case) -> bool:
+def needs_padding_mask(case: Case) -> bool:
     """Whether a padding mask of full lengths is needed where no lengths are given.
 
     It is the way round two errors of cuDNN's backward. Below 9.26 Hopper's kernel reads beyond the

@@ -53,7 +53,7 @@ class Slot:
 
 @final
 @frozen
-class Call:
+class CudnnCall:
     """One call of the frontend, `sdpa` or `sdpa_backward`: its tensors and its options.
 
     Tensors are numbered in order, inputs before outputs, from 1: these are cuDNN's uids.
@@ -91,9 +91,9 @@ class Call:
         return f"{self.name}(\n{lines}) -> {', '.join(map(str, self.outputs))}"
 
 
-def described(
+def describe_call(
     problem: Problem, *, padded: bool = False, deterministic: bool = False, stats: bool = True
-) -> Call:
+) -> CudnnCall:
     """The call that computes a problem. The mask must be one that cuDNN can state.
 
     padded: with a padding mask even where no lengths are given: then of full lengths. stats:
@@ -111,8 +111,8 @@ def described(
         "use_padding_mask": bool(lengths),
     }
     if problem.grad is None:
-        return forward(problem, lengths, options | {"generate_stats": stats})
-    return backward(problem, lengths, options | {"use_deterministic_algorithm": deterministic})
+        return forward_call(problem, lengths, options | {"generate_stats": stats})
+    return backward_call(problem, lengths, options | {"use_deterministic_algorithm": deterministic})
 
 
 def statement(problem: Problem) -> Stated | None:
@@ -132,22 +132,26 @@ def band_options(stated: Stated) -> dict[str, Option]:
     }
 
 
-def forward(problem: Problem, lengths: Sequence[Slot], options: dict[str, Option]) -> Call:
+def forward_call(
+    problem: Problem, lengths: Sequence[Slot], options: dict[str, Option]
+) -> CudnnCall:
     B, H, M, E = problem.B, problem.H, problem.M, problem.E
     o = (B, H, M, E)
     found = Slot("o", "o", o, dense_strides(o, memory_order(problem.specs[0])), problem.dtype)
     inputs = (*operands(problem), *lengths)
-    outputs = (found, statistics(problem)) if options["generate_stats"] else (found,)
-    return Call("sdpa", inputs, outputs, tuple(options.items()))
+    outputs = (found, statistic_slots(problem)) if options["generate_stats"] else (found,)
+    return CudnnCall("sdpa", inputs, outputs, tuple(options.items()))
 
 
-def backward(problem: Problem, lengths: Sequence[Slot], options: dict[str, Option]) -> Call:
+def backward_call(
+    problem: Problem, lengths: Sequence[Slot], options: dict[str, Option]
+) -> CudnnCall:
     assert problem.grad is not None
     _, o, _, do, _ = problem.grad.split(problem.specs)
     results = [slot("o", "o", o)] + ([slot("dO", "do", cotangent(problem, do))] if do else [])
-    inputs = (*operands(problem), *results, statistics(problem), *lengths)
-    outputs = tuple(gradients(problem))
-    return Call("sdpa_backward", inputs, outputs, tuple(options.items()))
+    inputs = (*operands(problem), *results, statistic_slots(problem), *lengths)
+    outputs = tuple(gradient_slots(problem))
+    return CudnnCall("sdpa_backward", inputs, outputs, tuple(options.items()))
 
 
 def cotangent(problem: Problem, do: TensorSpec) -> TensorSpec:
@@ -165,16 +169,16 @@ def operands(problem: Problem) -> Iterator[Slot]:
         if isinstance(modifier, Bias):
             yield slot("bias", "bias", data["bias"])
     if given.sinks is not None:
-        yield per_head("sink_token", "sinks", problem.H)
+        yield per_head_slot("sink_token", "sinks", problem.H)
 
 
-def statistics(problem: Problem) -> Slot:
+def statistic_slots(problem: Problem) -> Slot:
     """lse [B,H,M] as cuDNN has it: [B,H,M,1], packed, in float32."""
     shape = (problem.B, problem.H, problem.M, 1)
     return Slot("stats", "lse", shape, dense_strides(shape), torch.float32)
 
 
-def gradients(problem: Problem) -> Iterator[Slot]:
+def gradient_slots(problem: Problem) -> Iterator[Slot]:
     """dQ, dK, dV, which cuDNN always computes, and those of bias and sinks where wanted."""
     assert problem.grad is not None
     for source, spec in zip("qkv", problem.specs, strict=False):
@@ -185,7 +189,7 @@ def gradients(problem: Problem) -> Iterator[Slot]:
         if wants and role == "bias":
             yield Slot("dBias", "dbias", spec.shape, dense_strides(spec.shape), spec.dtype)
         if wants and role == "sinks":
-            yield per_head("dSink_token", "dsinks", problem.H)
+            yield per_head_slot("dSink_token", "dsinks", problem.H)
 
 
 def length_slots(problem: Problem, stated: Stated, padded: bool) -> Iterator[Slot]:
@@ -201,7 +205,7 @@ def length_slots(problem: Problem, stated: Stated, padded: bool) -> Iterator[Slo
         yield Slot(argument, source, shape, dense_strides(shape), torch.int32)
 
 
-def per_head(argument: str, source: str, H: int) -> Slot:
+def per_head_slot(argument: str, source: str, H: int) -> Slot:
     """A float32 for each head: [H] as cuDNN has it, [1,H,1,1]."""
     shape = (1, H, 1, 1)
     return Slot(argument, source, shape, dense_strides(shape), torch.float32)

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import torch
 
 from attn_graph.ir.modifiers import Alibi, Bias, SoftCap
-from attn_graph.lowering.cudnn.case import Case, padded
-from attn_graph.lowering.cudnn.masks import problems
+from attn_graph.lowering.cudnn.case import Case, needs_padding_mask
+from attn_graph.lowering.cudnn.masks import mask_problems
 from attn_graph.lowering.cudnn.rules import (
     BACKWARD,
     FIRST,
@@ -20,7 +20,7 @@ from attn_graph.lowering.cudnn.rules import (
     Rule,
     alibi_unmasked,
     bias_column,
-    dtype_of,
+    dtype_name,
     foreign_alibi,
     late_soft_cap,
     left_of_diagonal,
@@ -75,7 +75,7 @@ RULES = (
     # What the graph computes
     Rule(
         "dtype",
-        lambda c: dtype_of(c.problem.specs[0], torch.float16, torch.bfloat16),
+        lambda c: dtype_name(c.problem.specs[0], torch.float16, torch.bfloat16),
         "computes in f16 and bf16, and the graph is in {it}",
         "support matrix of cuDNN 9.20; float32 has a forward plan and no backward",
         says="yes",
@@ -141,7 +141,7 @@ RULES = (
     ),
     Rule(
         "soft_cap_way_round",
-        lambda c: once(c.has(SoftCap) and padded(c)),
+        lambda c: once(c.has(SoftCap) and needs_padding_mask(c)),
         "goes back through such lengths right only under a padding mask, which excludes a soft "
         "cap, and " + LONGER,
         "the errors that `padded` of cudnn_case.py goes round",
@@ -176,7 +176,7 @@ RULES = (
         MEANING,
         says="unasked",
     ),
-    Rule("mask", lambda c: problems(c.problem.node.mask), "{it}", MEANING, says="unasked"),
+    Rule("mask", lambda c: mask_problems(c.problem.node.mask), "{it}", MEANING, says="unasked"),
     Rule(
         "query_lengths",
         lambda c: once("q_lengths" in c.stated.lengths and c.problem.node.mask),
@@ -301,7 +301,7 @@ RULES = (
     ),
     Rule(
         "bias_dtype",
-        lambda c: dtype_of(c.bias, c.problem.dtype, torch.float32),
+        lambda c: dtype_name(c.bias, c.problem.dtype, torch.float32),
         "adds a bias of q's dtype or f32, and it is {it}",
         MEANING,
         says="yes",
@@ -344,14 +344,14 @@ RULES = (
     ),
     Rule(
         "bias_gradient_dtype",
-        lambda c: dtype_of(c.bias, c.problem.dtype) if c.wants("bias") else (),
+        lambda c: dtype_name(c.bias, c.problem.dtype) if c.wants("bias") else (),
         "gives a bias's gradient in q's dtype, and the bias is of {it}",
         MEASURED,
         BACKWARD,
     ),
     Rule(
         "sinks_dtype",
-        lambda c: dtype_of(c.operand("sinks"), torch.float32),
+        lambda c: dtype_name(c.operand("sinks"), torch.float32),
         "takes sinks of f32, and they are {it}",
         MEANING,
         says="unasked",

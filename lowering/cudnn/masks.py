@@ -7,14 +7,14 @@ from typing import final
 
 from attrs import frozen
 
-from attn_graph.masks.leaves import LENGTHS, Align, And, Band, KeyLengths, Mask, QueryLengths
+from attn_graph.masks import LENGTHS, Align, And, Band, KeyLengths, Mask, QueryLengths
 
 ENDS = {KeyLengths(): "kv_lengths", QueryLengths(): "q_lengths"}
 
 
 @final
 @frozen
-class Diagonal:
+class StatedBand:
     """Query i' keeps keys i' - left < j <= i' + right: `left` counts the query's own place.
 
     i' is i for "top_left". For "bottom_right" it is i + N - M, or, where lengths are given,
@@ -36,7 +36,7 @@ class Diagonal:
 class Stated:
     """A mask that cuDNN can state: its diagonal, and the lengths that it reads."""
 
-    diagonal: Diagonal = Diagonal()
+    diagonal: StatedBand = StatedBand()
     lengths: tuple[str, ...] = ()
 
     @classmethod
@@ -46,12 +46,12 @@ class Stated:
         plain: keep to the top left corner where that says the same, since cuDNN adds biases to no
         other alignment.
         """
-        if problems(mask):
+        if mask_problems(mask):
             return None
         leaves = conjuncts(mask)
         lengths = tuple(name for name in LENGTHS if name in {ENDS.get(x) for x in leaves})
         band = next((x for x in leaves if isinstance(x, Band)), Band())
-        return cls(diagonal(band, M, N, plain=plain or bool(lengths)), lengths)
+        return cls(state_band(band, M, N, plain=plain or bool(lengths)), lengths)
 
 
 def conjuncts(mask: Mask | None) -> tuple[Mask, ...]:
@@ -61,12 +61,12 @@ def conjuncts(mask: Mask | None) -> tuple[Mask, ...]:
     return () if mask is None else (mask,)
 
 
-def problems(mask: Mask | None) -> tuple[str, ...]:
+def mask_problems(mask: Mask | None) -> tuple[str, ...]:
     """Why cuDNN can't state a mask; nothing where it can."""
-    return tuple(found(conjuncts(mask)))
+    return tuple(only_leaf(conjuncts(mask)))
 
 
-def found(leaves: tuple[Mask, ...]) -> Iterator[str]:
+def only_leaf(leaves: tuple[Mask, ...]) -> Iterator[str]:
     bands = [x for x in leaves if isinstance(x, Band)]
     for leaf in leaves:
         if leaf not in bands and leaf not in ENDS:
@@ -80,17 +80,17 @@ def found(leaves: tuple[Mask, ...]) -> Iterator[str]:
             yield f"aligns a band by the lengths that end the sequences, {told}, and has {band}"
 
 
-def diagonal(band: Band, M: int, N: int, *, plain: bool) -> Diagonal:
+def state_band(band: Band, M: int, N: int, *, plain: bool) -> StatedBand:
     """A band as cuDNN states it: at the corner that suits it, if there is one."""
     if band.ragged:
-        return placed(band, "bottom_right", 0)
-    at_left, at_right = placed(band, "top_left", 0), placed(band, "bottom_right", N - M)
+        return shift_band(band, "bottom_right", 0)
+    at_left, at_right = shift_band(band, "top_left", 0), shift_band(band, "bottom_right", N - M)
     prefers_right = band.high == N - M != 0
     tries = [at_left] if plain else [at_right, at_left] if prefers_right else [at_left, at_right]
     return next((x for x in tries if x.is_sane), tries[0])
 
 
-def placed(band: Band, align: Align, shift: int) -> Diagonal:
+def shift_band(band: Band, align: Align, shift: int) -> StatedBand:
     """A band measured from the diagonal that lies `shift` right of the top left corner."""
     left = None if band.low is None else 1 + shift - band.low
-    return Diagonal(align, left, None if band.high is None else band.high - shift)
+    return StatedBand(align, left, None if band.high is None else band.high - shift)

@@ -23,17 +23,17 @@ def hopper_backward(case: Case) -> int:
     """
     p = case.problem
     stores_ds = case.deterministic or case.wants("bias")
-    main = rounded(p.M, 64) * rounded(p.N, 128) * 2 if stores_ds else p.M * p.D * 4
+    main = round_up_to(p.M, 64) * round_up_to(p.N, 128) * 2 if stores_ds else p.M * p.D * 4
     shared = [p.B * p.H * p.N * n * 2 for n in (p.D, p.E) if p.H != p.G]
     slopes = [4 * p.H for m in p.node.modifiers if isinstance(m, Alibi)]
     return (
         p.B * p.H * (main + p.M * 4)
-        + sum(rounded(n, 128) for n in shared)
-        + sum(rounded(n, 16) for n in slopes)
+        + sum(round_up_to(n, 128) for n in shared)
+        + sum(round_up_to(n, 16) for n in slopes)
         + 256
     )
 
 
-def rounded(n: int, step: int) -> int:
+def round_up_to(n: int, step: int) -> int:
     """n, or the next multiple of `step`."""
     return -(-n // step) * step

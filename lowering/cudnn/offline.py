@@ -43,7 +43,7 @@ class Answer:
         return stage and f"{stage}: {self.told['said']}"
 
 
-def asked(
+def ask_cudnn(
     calls: Sequence[dict[str, Any]],  # Any: JSON, as `Call.plain` gives it
     device: str,
     sm: int,
@@ -76,18 +76,18 @@ def asked(
                 f"cuDNN's planner stopped with {done.returncode} at call {len(told)} of "
                 f"{len(calls)}: {done.stderr[-2000:]}"
             )
-        plans = [contents(Path(folder, f"{n}.plan")) for n in range(len(calls))]
-    return numbered(told[0]), [Answer(*each) for each in zip(told[1:], plans, strict=True)]
+        plans = [read_contents(Path(folder, f"{n}.plan")) for n in range(len(calls))]
+    return parse_versions(told[0]), [Answer(*each) for each in zip(told[1:], plans, strict=True)]
 
 
-def numbered(told: dict[str, Any]) -> tuple[Version, Version]:  # Any: JSON
+def parse_versions(told: dict[str, Any]) -> tuple[Version, Version]:  # Any: JSON
     """Of cuDNN, which tells 92000 for 9.20.0, and of its frontend."""
     n = told["backend"]
     major, minor, patch = map(int, told["frontend"].split(".")[:3])
     return (n // 10000, n // 100 % 100, n % 100), (major, minor, patch)
 
 
-def contents(path: Path) -> bytes:
+def read_contents(path: Path) -> bytes:
     return path.read_bytes() if path.exists() else b""
 
 
@@ -107,7 +107,7 @@ def check_frontend() -> None:
 
 def driver(folder: str) -> str:
     """The library that stands in for the GPU's driver, built in a folder; "-" for a real one."""
-    return "-" if has_driver() else stand_in(Path(folder))
+    return "-" if has_driver() else compile_stand_in(Path(folder))
 
 
 def compiler() -> str | None:
@@ -124,7 +124,7 @@ def has_driver() -> bool:
     return True
 
 
-def stand_in(folder: Path) -> str:
+def compile_stand_in(folder: Path) -> str:
     """Build it; that takes some hundredths of a second. Raises RefusedError where it can't be."""
     program = compiler()
     if program is None:

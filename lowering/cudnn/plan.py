@@ -15,8 +15,8 @@ from attrs import Factory, field, frozen
 from attn_graph.backend import Options, RefusedError
 from attn_graph.lowering.cudnn import builder as cudnn_builder
 from attn_graph.lowering.cudnn.case import Version
-from attn_graph.lowering.cudnn.graph import Call
-from attn_graph.lowering.cudnn.offline import asked, check_frontend, description, numbered
+from attn_graph.lowering.cudnn.graph import CudnnCall
+from attn_graph.lowering.cudnn.offline import ask_cudnn, check_frontend, description, parse_versions
 from attn_graph.lowering.cudnn.run import Engine, handle
 from attn_graph.machine.store import Unfit
 from attn_graph.machine.target import Target
@@ -101,34 +101,36 @@ class Built:
         return f"{self.engine}{knobs}: {self.workspace} bytes of workspace"
 
 
-def built(call: Call, target: Target, versions: tuple[Version, Version], options: Options) -> Built:
+def load_or_build(
+    call: CudnnCall, target: Target, versions: tuple[Version, Version], options: Options
+) -> Built:
     """The plan of a call for a target: from the store, or else built now, and stored.
 
     versions: those of cuDNN and of its frontend that the target has. Raises RefusedError where
     cuDNN takes the call no further, and where there is no way to ask it.
     """
-    kept = stored(call, target, versions, options)
+    kept = load_stored(call, target, versions, options)
     if kept is not None:
         return kept
     check_frontend()
-    device, plan = place(target), options.variant
+    device, plan = describe_device(target), options.variant
     if is_here(target):
-        check_versions(numbered(cudnn_builder.versions()), versions)
+        check_versions(parse_versions(cudnn_builder.library_versions()), versions)
         found = build_here(call, plan)
     else:
         found = build_away(call, device, target.sm, versions, plan)
     if options.store:
-        options.store.put(key_of(call, device, versions, plan), found.packed)
+        options.store.put(plan_key(call, device, versions, plan), found.packed)
     return found
 
 
-def stored(
-    call: Call, target: Target, versions: tuple[Version, Version], options: Options
+def load_stored(
+    call: CudnnCall, target: Target, versions: tuple[Version, Version], options: Options
 ) -> Built | None:
     """The plan, if the store has it, and if cuDNN loads it where it is to run."""
     if options.store is None:
         return None
-    key = key_of(call, place(target), versions, options.variant)
+    key = plan_key(call, describe_device(target), versions, options.variant)
     kept = options.store.load(key, Built.unpacked)
     return kept if kept is not None and (not is_here(target) or loads(kept)) else None
 
@@ -149,19 +151,19 @@ def is_here(target: Target) -> bool:
     return target.kind == "cuda" and target.device is not None
 
 
-def place(target: Target) -> str:
+def describe_device(target: Target) -> str:
     """The device as cuDNN reads of it."""
     return present() if is_here(target) else description(target)
 
 
-def key_of(
-    call: Call, device: str, versions: tuple[Version, Version], plan: str | None = None
+def plan_key(
+    call: CudnnCall, device: str, versions: tuple[Version, Version], plan: str | None = None
 ) -> str:
     """All that a plan depends on, as a text."""
     told = {
         "form": FORM,
         "call": call.plain,
-        "device": compared(device, versions[0]),
+        "device": compared_properties(device, versions[0]),
         "versions": versions,
         "plan": plan,
         READ_BY_CUDNN: os.environ.get(READ_BY_CUDNN),
@@ -169,7 +171,7 @@ def key_of(
     return f"cudnn {json.dumps(told, sort_keys=True)}"
 
 
-def compared(device: str, cudnn: Version) -> dict[str, Any]:  # Any: JSON
+def compared_properties(device: str, cudnn: Version) -> dict[str, Any]:  # Any: JSON
     """What a version of cuDNN compares of a device, out of its description."""
     properties = json.loads(device)
     names = COMPARED if cudnn < LATER else COMPARED + COMPARED_LATER
@@ -184,48 +186,49 @@ def present() -> str:
     return str(cudnn.create_device_properties(torch.cuda.current_device()).serialize())
 
 
-def build_here(call: Call, plan: str | None) -> Built:
+def build_here(call: CudnnCall, plan: str | None) -> Built:
     """Build for the machine's own GPU."""
     device = torch.device("cuda", torch.cuda.current_device())
     start = time.perf_counter()
     try:
-        graph = cudnn_builder.planned(call.plain, plan=plan, handle=handle(device))
+        graph = cudnn_builder.build_graph(call.plain, plan=plan, handle=handle(device))
     except cudnn_builder.Declined as error:
-        raise declined(str(error)) from error
+        raise gap_reason(str(error)) from error
     seconds = time.perf_counter() - start
-    told = cudnn_builder.told(graph, plan) | {"seconds": seconds}
+    told = cudnn_builder.describe_plan(graph, plan) | {"seconds": seconds}
     return Built.of(told, bytes(graph.serialize()))
 
 
 def build_away(
-    call: Call,
+    call: CudnnCall,
     device: str,
     sm: int,
     versions: tuple[Version, Version],
     plan: str | None = None,
 ) -> Built:
     """Build for a GPU that is not there."""
-    found, (answer,) = asked([call.plain], device, sm, plan=plan)
+    found, (answer,) = ask_cudnn([call.plain], device, sm, plan=plan)
     check_versions(found, versions)
     if answer.refusal:
-        raise declined(answer.refusal)
+        raise gap_reason(answer.refusal)
     return Built.of(answer.told, answer.plan)
 
 
 def check_versions(found: tuple[Version, Version], due: tuple[Version, Version]) -> None:
     """Raises RefusedError where cuDNN or its frontend are loaded in another version than said."""
     if found != due:
+        here, there = (tuple(map(format_version, pair)) for pair in (found, due))
         raise RefusedError(
-            f"plans with cuDNN {dotted(found[0])} and frontend {dotted(found[1])} here, and the "
-            f"target has {dotted(due[0])} and {dotted(due[1])}"
+            f"plans with cuDNN {here[0]} and frontend {here[1]} here, and the target has "
+            f"{there[0]} and {there[1]}"
         )
 
 
-def dotted(version: Version) -> str:
+def format_version(version: Version) -> str:
     return ".".join(map(str, version))
 
 
-def declined(said: str) -> RefusedError:
+def gap_reason(said: str) -> RefusedError:
     """The reason where cuDNN takes no call that the table of limits let pass: a gap of the table.
 
     It is logged, for it should be reported.

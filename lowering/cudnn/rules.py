@@ -10,7 +10,7 @@ from attrs import frozen
 
 from attn_graph.ir.modifiers import Alibi, Bias, SoftCap
 from attn_graph.lowering.cudnn.case import Case, Pass, Version
-from attn_graph.lowering.problem import misaligned
+from attn_graph.lowering.problem import is_misaligned
 from attn_graph.spec import NAMES, TensorSpec
 
 Says = Literal["no", "yes", "unasked"]
@@ -59,7 +59,7 @@ class Rule:
                 yield self.sentence.format(it=it, c=c, p=c.problem)
 
 
-def dtype_of(spec: TensorSpec | None, *fitting: torch.dtype) -> Found:
+def dtype_name(spec: TensorSpec | None, *fitting: torch.dtype) -> Found:
     """The dtype of an operand that is there and of none that fits."""
     return () if spec is None or spec.dtype in fitting else (NAMES[spec.dtype],)
 
@@ -98,7 +98,7 @@ def split_rows(c: Case) -> Found:
 
 def off_grid(c: Case) -> Found:
     """Operands with rows that start off a multiple of 16 bytes."""
-    return tuple((n, x) for n, x in c.specs.items() if misaligned(x))
+    return tuple((n, x) for n, x in c.specs.items() if is_misaligned(x))
 
 
 def bias_column(c: Case) -> Found:

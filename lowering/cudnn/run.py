@@ -16,14 +16,14 @@ from attn_graph.backend import RefusedError
 from attn_graph.errors import PlanMismatchError
 from attn_graph.ir.graph import Graph
 from attn_graph.lowering.cudnn import builder as cudnn_builder
-from attn_graph.lowering.cudnn.graph import Call, Slot
+from attn_graph.lowering.cudnn.graph import CudnnCall, Slot
 from attn_graph.lowering.problem import (
     ALIGNED,
     Problem,
     cotangent_bytes,
     cotangent_note,
     on_boundary,
-    returned,
+    select_outputs,
 )
 from attn_graph.machine.ambient import outside
 from attn_graph.machine.workspace import Buffer, Scratch, Workspace
@@ -83,7 +83,7 @@ class Engine:
 
     def load(self, index: int) -> Any:  # Any: cuDNN's graph
         """Load the plan for a device of this machine. Nothing runs, on no stream."""
-        return self.loaded.setdefault(index, cudnn_builder.loaded(self.plan, index))
+        return self.loaded.setdefault(index, cudnn_builder.load_plan(self.plan, index))
 
 
 @final
@@ -97,7 +97,7 @@ class Run:
     it finds in. rows: which inputs of the graph do and lse are, where a query may see no key.
     """
 
-    call: Call
+    call: CudnnCall
     problem: Problem
     graph: Graph
     workspace: Workspace
@@ -113,7 +113,7 @@ class Run:
     @classmethod
     def of(
         cls,
-        call: Call,
+        call: CudnnCall,
         problem: Problem,
         graph: Graph,
         workspace: Workspace,
@@ -122,7 +122,7 @@ class Run:
     ) -> Run:
         """need: bytes of workspace."""
         scratch = Scratch((Buffer((need,), torch.uint8),) if need else ())
-        spots = arguments(problem, graph)
+        spots = call_arguments(problem, graph)
         direct = (None if x.source in PACKED else spots.get(x.source) for x in call.inputs)
         packs = {n: spots[x.source] for n, x in enumerate(call.inputs) if x.source in PACKED}
         blanks = tuple(map(blank, call.outputs))
@@ -137,7 +137,7 @@ class Run:
         self, *tensors: torch.Tensor
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         both = self.run(tensors)
-        return returned(self.graph, both), both
+        return select_outputs(self.graph, both), both
 
     def backward(
         self, *tensors: torch.Tensor
@@ -145,7 +145,7 @@ class Run:
         assert self.problem.grad is not None
         results = self.run(tensors if self.rows is None else self.cleared(tensors, *self.rows))
         found = {x.source: t for x, t in zip(self.call.outputs, results, strict=True)}
-        return returned(self.graph, [found[name] for name in self.problem.grad.names]), ()
+        return select_outputs(self.graph, [found[name] for name in self.problem.grad.names]), ()
 
     def cleared(self, tensors: Sequence[torch.Tensor], do: int, lse: int) -> list[torch.Tensor]:
         """The tensors, with a copy of do that is 0 in rows that see nothing, and an lse of +inf
@@ -186,7 +186,7 @@ class Run:
         """What cuDNN reads packed; or lengths [B] where none are given: M or N."""
         x = self.call.inputs[n]
         if n in self.packs:
-            return readable(tensors[self.packs[n]], x.dtype)
+            return readable_vector(tensors[self.packs[n]], x.dtype)
         size = self.sizes.get((x.source, device))
         if size is None:
             count = self.problem.M if x.source == "M" else self.problem.N
@@ -244,10 +244,10 @@ def clears(problem: Problem) -> bool:
     return problem.grad is not None and problem.grad.with_do and problem.has_blind_rows
 
 
-def temporary(call: Call, problem: Problem, graph: Graph) -> int:
+def temporary_bytes(call: CudnnCall, problem: Problem, graph: Graph) -> int:
     """Bytes of gradients that cuDNN computes and nobody asked for, of copied vectors and
     cotangents, and of lse where rows are cleared."""
-    grad, vectors = problem.grad, copied(problem, graph)
+    grad, vectors = problem.grad, copied_vectors(problem, graph)
     wanted = ("o", "lse") if grad is None else grad.names
     unasked = sum(x.bytes for x in call.outputs if x.source not in wanted)
     made = {*vectors, *(("lse",) if clears(problem) else ())}
@@ -256,29 +256,29 @@ def temporary(call: Call, problem: Problem, graph: Graph) -> int:
     )
 
 
-def notes(problem: Problem, graph: Graph) -> tuple[str, ...]:
+def run_notes(problem: Problem, graph: Graph) -> tuple[str, ...]:
     """For `explain`."""
     vectors = (
         f"{name} is copied to a dense {NAMES[PACKED[name]]} at each call"
-        for name in copied(problem, graph)
+        for name in copied_vectors(problem, graph)
     )
     odd = cotangent_note(problem, "is broadcast, or begins off 16 bytes")
     return (*vectors, *odd)
 
 
-def copied(problem: Problem, graph: Graph) -> list[str]:
+def copied_vectors(problem: Problem, graph: Graph) -> list[str]:
     """Vectors of a few numbers that cuDNN can't read as they are."""
-    spots = arguments(problem, graph).items()
+    spots = call_arguments(problem, graph).items()
     specs = {name: graph.inputs[n].spec for name, n in spots if name in PACKED}
-    return [n for n, x in specs.items() if x.dtype != PACKED[n] or not packed(x)]
+    return [n for n, x in specs.items() if x.dtype != PACKED[n] or not is_packed(x)]
 
 
-def arguments(problem: Problem, graph: Graph) -> dict[str, int]:
+def call_arguments(problem: Problem, graph: Graph) -> dict[str, int]:
     """Which input of the graph each operand is, by name."""
-    return dict(zip(names(problem), graph.eqns[0].args, strict=True))
+    return dict(zip(operand_names(problem), graph.eqns[0].args, strict=True))
 
 
-def names(problem: Problem) -> tuple[str, ...]:
+def operand_names(problem: Problem) -> tuple[str, ...]:
     """The operands of an attention or of its gradient, in order."""
     own, grad = problem.node.roles, problem.grad
     if grad is None:
@@ -292,12 +292,12 @@ def blank(x: Slot) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
     return x.shape[axes], x.strides[axes], x.dtype
 
 
-def packed(x: TensorSpec) -> bool:
+def is_packed(x: TensorSpec) -> bool:
     """Whether the elements lie side by side, in C order."""
     return x.is_dense
 
 
-def readable(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def readable_vector(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """As cuDNN reads it: of this dtype, packed, aligned. A copy where it is not."""
     dense = x.dtype == dtype and x.is_contiguous()
     if dense and not x.data_ptr() % ALIGNED:

@@ -13,7 +13,7 @@ from attrs import Factory, field, frozen
 from attn_graph.backend import Backend, Executable, Options
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.ops import sink_gradient
-from attn_graph.lowering.problem import Problem, other_equations, returned, returns_lse, sole
+from attn_graph.lowering.problem import Problem, other_equations, returns_lse, select_outputs, sole
 from attn_graph.machine.ambient import outside
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision
@@ -22,7 +22,7 @@ from attn_graph.spec import NAMES, TensorSpec
 if TYPE_CHECKING:  # and imported where they are used: machines without a GPU never ask for them
     from attn_graph.lowering.triton.device_code import Collected
     from attn_graph.lowering.triton.launches import Launch
-    from attn_graph.lowering.triton.offline import Machine
+    from attn_graph.lowering.triton.offline import MachineCode
     from attn_graph.lowering.triton.plan import Flash
 
 LEAST_SM = 80
@@ -44,7 +44,7 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[str]:
     if problem is None:
         found.append(other_equations(graph))
     else:
-        found += size_reasons(problem)
+        found += triton_size_reasons(problem)
     yield from found
     if problem is not None and not found:
         yield from plan_reasons(problem, target, options)
@@ -57,7 +57,7 @@ def target_reasons(target: Target) -> Iterator[str]:
         yield "needs triton, which is not installed; pip install 'attn-graph[cuda]'"
 
 
-def size_reasons(problem: Problem) -> Iterator[str]:
+def triton_size_reasons(problem: Problem) -> Iterator[str]:
     if problem.dtype not in DTYPES:
         yield f"computes in f16, bf16 and f32, and the graph is in {NAMES[problem.dtype]}"
     if max(problem.D, problem.E) > WIDEST:
@@ -73,7 +73,7 @@ def plan_reasons(problem: Problem, target: Target, options: Options) -> Iterator
     from attn_graph.lowering.triton.symbols import Untraceable
 
     try:
-        plan = planned(problem, target, options.precision, options.variant)
+        plan = plan_flash(problem, target, options.precision, options.variant)
     except Untraceable as error:
         yield f"has to trace the mask and the modifiers into a kernel, and could not: {error}"
         return
@@ -82,7 +82,9 @@ def plan_reasons(problem: Problem, target: Target, options: Options) -> Iterator
 
 
 @lru_cache(maxsize=256)
-def planned(problem: Problem, target: Target, precision: Precision, variant: str | None) -> Flash:
+def plan_flash(
+    problem: Problem, target: Target, precision: Precision, variant: str | None
+) -> Flash:
     """What `why_not` and `lower` both ask for."""
     from attn_graph.lowering.triton.plan import Flash
 
@@ -92,50 +94,50 @@ def planned(problem: Problem, target: Target, precision: Precision, variant: str
 def lower(graph: Graph, target: Target, options: Options) -> Executable:
     problem = sole(graph)
     assert problem is not None  # why_not said so
-    flash = planned(problem, target, options.precision, options.variant)
-    call = Call(flash, graph, options)
+    flash = plan_flash(problem, target, options.precision, options.variant)
+    call = TritonCall(flash, graph, options)
     run = call.forward if problem.grad is None else call.backward
     return Executable(
         run,
         flash.scratch.bytes,
-        temporary(flash),
-        tuple(notes(flash, options.precision)),
-        inspect=lambda: tuple(map(str, machines(flash))),
-        text=lambda: generated(flash),
+        temporary_of(flash),
+        tuple(flash_notes(flash, options.precision)),
+        inspect=lambda: tuple(map(str, machines_of(flash))),
+        text=lambda: generated_text(flash),
         infer=run if problem.grad is not None or returns_lse(graph) else call.inference,
     )
 
 
-def machines(flash: Flash) -> list[Machine]:
+def machines_of(flash: Flash) -> list[MachineCode]:
     """The machine code of every launch; none where Triton interprets."""
     from attn_graph.lowering.triton import offline
-    from attn_graph.lowering.triton.launches import interpreted
+    from attn_graph.lowering.triton.launches import is_interpreting
 
-    return [] if interpreted() else offline.machines(flash)
+    return [] if is_interpreting() else offline.machine_codes(flash)
 
 
-def generated(flash: Flash) -> str:
+def generated_text(flash: Flash) -> str:
     """The functions that were made of the mask and the modifiers, then each kernel's PTX."""
     texts = dict.fromkeys(text for launch in flash.launches for text in launch.texts.values())
-    return "\n".join([*filter(None, texts), *(machine.ptx for machine in machines(flash))])
+    return "\n".join([*filter(None, texts), *(machine.ptx for machine in machines_of(flash))])
 
 
-def temporary(flash: Flash) -> int:
+def temporary_of(flash: Flash) -> int:
     """Bytes that PyTorch allocates, at most, while it adds up sums and the gradient of sinks."""
     sums = sum(b.bytes for name, b in flash.buffers.items() if name.startswith("sums"))
     delta = flash.buffers.get("delta")
     return sums + (3 * delta.bytes if delta and flash.problem.node.sinks else 0)
 
 
-def notes(flash: Flash, precision: Precision) -> Iterator[str]:
+def flash_notes(flash: Flash, precision: Precision) -> Iterator[str]:
     """How it runs, for `explain`."""
     if flash.problem.dtype == torch.float32 and precision != flash.precision:
         yield "float32 products without TF32: its tiles would not fit this GPU's shared memory"
     for launch in flash.launches:
         sizes = [str(launch.fixed[n]) for n in ("BLOCK_M", "BLOCK_N") if n in launch.fixed]
         tile = f"tiles of {' x '.join(sizes)}, " if len(sizes) == 2 else ""
-        work = f"{launch.warps} warps, {counted(launch.stages, 'stage')}"
-        yield f"{launch.kernel}: {counted(launch.grid, 'program')}, {tile}{work}"
+        work = f"{launch.warps} warps, {count_of(launch.stages, 'stage')}"
+        yield f"{launch.kernel}: {count_of(launch.grid, 'program')}, {tile}{work}"
     for name, spec in flash.specs().items():
         if len(spec.shape) < 4:
             continue
@@ -143,7 +145,7 @@ def notes(flash: Flash, precision: Precision) -> Iterator[str]:
             yield f"{name} {spec} is read without copies ahead: rows don't begin on 16 bytes"
 
 
-def counted(number: int, noun: str) -> str:
+def count_of(number: int, noun: str) -> str:
     """ "1 stage", "2 stages"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
@@ -158,7 +160,7 @@ def copies_ahead(spec: TensorSpec) -> bool:
 
 @final
 @frozen(eq=False)
-class Call:
+class TritonCall:
     """What runs a graph: its launches on tensors by name, in scratch from the workspace."""
 
     flash: Flash
@@ -179,7 +181,7 @@ class Call:
         lse = torch.empty(o.shape[:3], dtype=torch.float32, device=device)
         with self.launched(self.flash.launches, {"o": o, "lse": lse}, operands):
             pass
-        return returned(self.graph, (o, lse)), (o, lse)
+        return select_outputs(self.graph, (o, lse)), (o, lse)
 
     def inference(
         self, *tensors: torch.Tensor
@@ -189,7 +191,7 @@ class Call:
         o = self.flash.problem.new_o(operands[0].device)
         with self.launched(self.storing_no_lse, {"o": o}, operands):
             pass
-        return returned(self.graph, (o,)), ()
+        return select_outputs(self.graph, (o,)), ()
 
     def backward(
         self, *tensors: torch.Tensor
@@ -217,13 +219,13 @@ class Call:
         with self.launched(self.flash.launches, named, operands) as scratch:
             for n, collected in self.flash.code.collected.items():
                 if n not in found:
-                    found[n] = summed(scratch[f"sums{n}"], collected)
+                    found[n] = sum_collected(scratch[f"sums{n}"], collected)
             if problem.node.sinks:
                 at = problem.node.roles.index("sinks")
                 if grad.wants[at]:
                     found[at] = sink_gradient(operands[at], named["lse"], scratch["delta"].neg())
         made = [found[n] for n, wanted in enumerate(grad.wants) if wanted]
-        return returned(self.graph, made), ()
+        return select_outputs(self.graph, made), ()
 
     @contextmanager
     def launched(
@@ -255,7 +257,7 @@ class Call:
         return table
 
 
-def summed(sums: torch.Tensor, collected: Collected) -> torch.Tensor:
+def sum_collected(sums: torch.Tensor, collected: Collected) -> torch.Tensor:
     """A tensor's gradient from sums [B,H,M] or [B,H,N] of what it was read for."""
     line = "j" if "j" in collected.axes else "i"
     over = [n for n, axis in enumerate(("b", "h", line)) if axis not in collected.axes]

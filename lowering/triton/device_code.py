@@ -67,7 +67,7 @@ class Tracer:
 
     @classmethod
     def of(cls, problem: Problem) -> Tracer:
-        return cls(problem, Numbers([s for x in read(problem) for s in x.strides]))
+        return cls(problem, Numbers([s for x in read_specs(problem) for s in x.strides]))
 
     def code(self) -> DeviceCode:
         """Everything about the problem. Raises Untraceable where a definition can't be traced."""
@@ -101,7 +101,7 @@ class Tracer:
             return ""
         kept = mask.keep(self.place(code).reading(self.arrays(code)[1]))
         if not isinstance(kept, Symbol):
-            kept = everywhere(code, kept)
+            kept = constant_symbol(code, kept)
         return code.function("keep", WHERE, kept.truth())
 
     def strip(self) -> str:
@@ -139,11 +139,11 @@ class Tracer:
         code = Code(self.numbers)
         if not self.problem.node.modifiers:
             return ""
-        return code.function("change", f"s, {WHERE}", self.chain(code, scores(code))[-1])
+        return code.function("change", f"s, {WHERE}", self.chain(code, scores_code(code))[-1])
 
     def back(self) -> str:
         code = Code(self.numbers)
-        steps = self.chain(code, scores(code))
+        steps = self.chain(code, scores_code(code))
         ds = self.gradients(code, steps)[0]
         return code.function("back", f"ds, s, {WHERE}", ds) if ds.text != "ds" else ""
 
@@ -172,7 +172,7 @@ class Tracer:
         """What each place adds to the gradient of one tensor of modifier k."""
         code = Code(self.numbers)
         modifier = self.problem.node.modifiers[k]
-        ds = self.gradients(code, self.chain(code, scores(code)))[k + 1]
+        ds = self.gradients(code, self.chain(code, scores_code(code)))[k + 1]
         total, at = Total(spec.shape), self.place(code).reading(self.arrays(code)[0][k])
         modifier.collect({name: total}, as_tensor(ds), at)  # type: ignore[dict-item]  # a total
         given = total.sum[0] if total.sum else ds * 0.0
@@ -208,7 +208,7 @@ class Total:
         return self.__iadd__(-x)
 
 
-def scores(code: Code) -> Symbol:
+def scores_code(code: Code) -> Symbol:
     """The scores that functions are given."""
     return code.argument("s", "float", "bhij")
 
@@ -223,14 +223,14 @@ def as_symbol(x: Any) -> Symbol:  # Any: what a modifier's definition makes of a
     return x
 
 
-def everywhere(code: Code, kept: object) -> Symbol:
+def constant_symbol(code: Code, kept: object) -> Symbol:
     """A constant as a symbol of all places."""
     i, j = code.argument("i"), code.argument("j")
     same = code.line("(i == i) & (j == j)", "bool", (i, j))
     return same if kept else same ^ True
 
 
-def read(problem: Problem) -> list[TensorSpec]:
+def read_specs(problem: Problem) -> list[TensorSpec]:
     """The specs of all that modifiers and mask read, in the order of the operands."""
     given = problem.node.split(problem.specs)
     return [spec for operands in (*given.modifiers, given.mask) for spec in operands.values()]
@@ -242,7 +242,7 @@ def reach(spec: TensorSpec) -> int:
 
 
 @lru_cache(maxsize=1024)
-def compiled(text: str) -> Any:  # Any: a function of Triton
+def compile_text(text: str) -> Any:  # Any: a function of Triton
     """The Triton function of a text; its source can be read by Triton, and by a person."""
     import triton
     import triton.language as tl

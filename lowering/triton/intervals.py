@@ -13,7 +13,7 @@ from typing import Any, final
 from attrs import frozen
 
 from attn_graph.lowering.triton.symbols import Symbol, Untraceable
-from attn_graph.masks.places import larger, smaller
+from attn_graph.masks.places import maximum, minimum
 
 Operand = Any  # a range, a symbol, or a number
 WIDEST = 2**62  # integers beyond it are not expected anywhere
@@ -28,22 +28,22 @@ class Range:
     most: Operand
 
     def __add__(self, x: Operand) -> Range:
-        return Range(self.least + least(x), self.most + most(x))
+        return Range(self.least + lower_end(x), self.most + upper_end(x))
 
     __radd__ = __add__
 
     def __sub__(self, x: Operand) -> Range:
-        return Range(self.least - most(x), self.most - least(x))
+        return Range(self.least - upper_end(x), self.most - lower_end(x))
 
     def __rsub__(self, x: Operand) -> Range:
-        return Range(least(x) - self.most, most(x) - self.least)
+        return Range(lower_end(x) - self.most, upper_end(x) - self.least)
 
     def __neg__(self) -> Range:
         return Range(-self.most, -self.least)
 
     def __mul__(self, x: Operand) -> Range:
         ends = [a * b for a in (self.least, self.most) for b in ends_of(x)]
-        return Range(reduce(smaller, ends), reduce(larger, ends))
+        return Range(reduce(minimum, ends), reduce(maximum, ends))
 
     __rmul__ = __mul__
 
@@ -60,26 +60,26 @@ class Range:
 
     def abs(self) -> Range:
         straddles = (self.least <= 0) & (self.most >= 0)
-        far = larger(-self.least, self.most)
-        return Range(straddles.where(0, smaller(abs(self.least), abs(self.most))), far)
+        far = maximum(-self.least, self.most)
+        return Range(straddles.where(0, minimum(abs(self.least), abs(self.most))), far)
 
     __abs__ = abs
 
     def __lt__(self, x: Operand) -> Range:
-        return Range(self.most < least(x), self.least < most(x))
+        return Range(self.most < lower_end(x), self.least < upper_end(x))
 
     def __le__(self, x: Operand) -> Range:
-        return Range(self.most <= least(x), self.least <= most(x))
+        return Range(self.most <= lower_end(x), self.least <= upper_end(x))
 
     def __gt__(self, x: Operand) -> Range:
-        return Range(self.least > most(x), self.most > least(x))
+        return Range(self.least > upper_end(x), self.most > lower_end(x))
 
     def __ge__(self, x: Operand) -> Range:
-        return Range(self.least >= most(x), self.most >= least(x))
+        return Range(self.least >= upper_end(x), self.most >= lower_end(x))
 
     def __eq__(self, x: object) -> Range:  # type: ignore[override]  # as tensors do
-        one = (self.least == least(x)) & (self.most == most(x)) & (self.least == self.most)
-        return Range(one, (self.least <= most(x)) & (self.most >= least(x)))
+        one = (self.least == lower_end(x)) & (self.most == upper_end(x)) & (self.least == self.most)
+        return Range(one, (self.least <= upper_end(x)) & (self.most >= lower_end(x)))
 
     def __ne__(self, x: object) -> Range:  # type: ignore[override]  # as tensors do
         return (self == x) ^ True
@@ -87,12 +87,12 @@ class Range:
     __hash__ = None  # type: ignore[assignment]  # == makes a range
 
     def __and__(self, x: Operand) -> Range:
-        return Range(self.least & least(x), self.most & most(x))
+        return Range(self.least & lower_end(x), self.most & upper_end(x))
 
     __rand__ = __and__
 
     def __or__(self, x: Operand) -> Range:
-        return Range(self.least | least(x), self.most | most(x))
+        return Range(self.least | lower_end(x), self.most | upper_end(x))
 
     __ror__ = __or__
 
@@ -113,11 +113,11 @@ class Range:
         raise Untraceable("a range of a tile has no single value")
 
 
-def least(x: Operand) -> Operand:
+def lower_end(x: Operand) -> Operand:
     return x.least if isinstance(x, Range) else x
 
 
-def most(x: Operand) -> Operand:
+def upper_end(x: Operand) -> Operand:
     return x.most if isinstance(x, Range) else x
 
 

@@ -10,7 +10,7 @@ from typing import Any, final
 from attrs import evolve, frozen
 
 from attn_graph.backend import RefusedError
-from attn_graph.lowering.triton.device_code import compiled
+from attn_graph.lowering.triton.device_code import compile_text
 
 HOMES = {
     "forward": "forward",
@@ -38,7 +38,7 @@ def out_of_resources() -> Any:  # Any: a class of Triton's
 
 
 @cache
-def interpreted() -> bool:
+def is_interpreting() -> bool:
     """Whether Triton was imported to interpret kernels, and not to compile them."""
     from triton.runtime.jit import JITFunction
 
@@ -52,10 +52,10 @@ def check_interpreter(expected: bool) -> None:
 
     Raises RuntimeError if Triton was imported under another TRITON_INTERPRET than planning saw.
     """
-    if interpreted() != expected:
+    if is_interpreting() != expected:
         raise RuntimeError(
             f"this plan is for {'interpreted' if expected else 'compiled'} kernels, and Triton "
-            f"was imported to {'interpret' if interpreted() else 'compile'} them; set "
+            f"was imported to {'interpret' if is_interpreting() else 'compile'} them; set "
             "TRITON_INTERPRET before Python starts, or not at all"
         )
 
@@ -78,7 +78,7 @@ class Launch:
     stages: int
 
     def arguments(self, tensors: Tensors) -> dict[str, Any]:  # Any: as the kernel takes them
-        functions = {parameter: compiled(text) for parameter, text in self.texts.items()}
+        functions = {parameter: compile_text(text) for parameter, text in self.texts.items()}
         pointers = {
             parameter: tensors[x] if isinstance(x, str) else tuple(tensors[name] for name in x)
             for parameter, x in self.tensors.items()

@@ -35,7 +35,7 @@ INSTRUCTIONS = {  # in PTX: matrix products, and copies that run beside them
 
 @final
 @frozen
-class Machine:
+class MachineCode:
     """The machine code of one kernel.
 
     spilled: bytes of registers that were moved to memory, a thread. serialized: whether matrix
@@ -104,24 +104,24 @@ def driven(sm: int) -> Iterator[None]:
         driver._active = before
 
 
-def machines(flash: Flash) -> list[Machine]:
+def machine_codes(flash: Flash) -> list[MachineCode]:
     """The machine code of every launch, for the target's compute capability."""
     from triton.runtime.jit import MockTensor
 
     tensors: dict[str, Any] = {name: MockTensor(dtype) for name, dtype in flash.dtypes().items()}
     o = (flash.problem.B, flash.problem.H, flash.problem.M, flash.problem.E)
     tensors["o.strides"] = dense_strides(o, memory_order(flash.problem.specs[0]))
-    return [inspected(launch, tensors, flash.target.sm) for launch in flash.launches]
+    return [inspect_launch(launch, tensors, flash.target.sm) for launch in flash.launches]
 
 
-def inspected(launch: Launch, tensors: Tensors, sm: int) -> Machine:
+def inspect_launch(launch: Launch, tensors: Tensors, sm: int) -> MachineCode:
     """What the machine code of a launch's kernel says; `tensors` stand for the pointers."""
     with driven(sm):
         found = kernel(launch.kernel).warmup(grid=(1,), **launch.arguments(tensors))
     ptx: str = found.asm["ptx"]
     registers, spilled, waits = resources(found.asm["cubin"])
     counts = tuple((name, len(re.findall(form, ptx))) for name, form in INSTRUCTIONS.items())
-    return Machine(
+    return MachineCode(
         kernel=launch.kernel,
         registers=registers,
         shared=found.metadata.shared,

@@ -10,9 +10,17 @@ import torch
 from attrs import field, frozen
 
 from attn_graph.ir.philox import threshold
-from attn_graph.kernels.tilings import DELTA, LISTS, VARIANTS, Pass, Tiling, padded, tiling
+from attn_graph.kernels.tilings import (
+    DELTA,
+    LISTS,
+    VARIANTS,
+    Pass,
+    Tiling,
+    padded_head_size,
+    tiling,
+)
 from attn_graph.lowering.problem import Problem
-from attn_graph.lowering.triton.device_code import LONG, Collected, DeviceCode, Tracer, read
+from attn_graph.lowering.triton.device_code import LONG, Collected, DeviceCode, Tracer, read_specs
 from attn_graph.lowering.triton.launches import Launch, check_interpreter
 from attn_graph.lowering.triton.symbols import Untraceable
 from attn_graph.lowering.triton.tile_lists import MOST_TILES, Ranged, blocks, static_lists
@@ -72,7 +80,11 @@ class Flash:
     def tiling(self, pass_: Pass) -> Tiling:
         p = self.problem
         found = tiling(
-            self.target.sm, p.dtype.itemsize, padded(max(p.D, p.E)), pass_, bool(p.node.modifiers)
+            self.target.sm,
+            p.dtype.itemsize,
+            padded_head_size(max(p.D, p.E)),
+            pass_,
+            bool(p.node.modifiers),
         )
         return found if self.variant is None else VARIANTS[self.variant](found)
 
@@ -89,8 +101,8 @@ class Flash:
             "threshold": threshold(rate),
             "D": p.D,
             "E": p.E,
-            "WIDTH_D": padded(p.D),
-            "WIDTH_E": padded(p.E),
+            "WIDTH_D": padded_head_size(p.D),
+            "WIDTH_E": padded_head_size(p.E),
             "DROPOUT": rate > 0,
             "UPCAST": self.target.interprets,
             "PRECISION": self.precision,
@@ -131,7 +143,7 @@ class Flash:
 
     def data(self) -> tuple[str, ...]:
         """Names of all that modifiers and the mask read, in the order of the operands."""
-        return tuple(f"data.{k}" for k in range(len(read(self.problem))))
+        return tuple(f"data.{k}" for k in range(len(read_specs(self.problem))))
 
     def texts(self, *names: str) -> dict[str, str]:
         """The generated functions, by parameter."""
@@ -262,7 +274,7 @@ class Flash:
             "H": p.H,
             "M": p.M,
             "E": p.E,
-            "WIDTH_E": padded(p.E),
+            "WIDTH_E": padded_head_size(p.E),
             "BLOCK_M": rows,
             "BLIND": p.has_blind_rows,
             "UPCAST": self.target.interprets,
@@ -350,7 +362,7 @@ class Flash:
         sinks = p.node.split(p.specs).sinks
         found |= {"sinks": sinks.dtype} if sinks else {}
         found |= {f"grad{n}": spec.dtype for n, spec in enumerate(p.specs)}
-        found |= {f"data.{k}": spec.dtype for k, spec in enumerate(read(p))}
+        found |= {f"data.{k}": spec.dtype for k, spec in enumerate(read_specs(p))}
         found |= {name: buffer.dtype for name, buffer in self.buffers.items()}
         return found | {name: table.dtype for name, table in self.tables.items()}
 
@@ -391,7 +403,7 @@ class Flash:
 def takes_tf32(problem: Problem, sm: int) -> bool:
     """Whether there are kernels with TF32: products of other dtypes have one precision, and tiles
     256 wide take up to 163840 bytes of shared memory then, by their machine code."""
-    wide = padded(max(problem.D, problem.E)) > 128
+    wide = padded_head_size(max(problem.D, problem.E)) > 128
     return problem.dtype == torch.float32 and (not wide or sm in ROOMY)
 
 

@@ -66,11 +66,13 @@ class Code:
             if line in needed:
                 needed |= set(NAMES.findall(text))
                 body = f"    {line} = {text}\n{body}"
-        returned = ", ".join(x.text if isinstance(x, Symbol) else literal(x)[0] for x in results)
+        returned = ", ".join(
+            x.text if isinstance(x, Symbol) else code_literal(x)[0] for x in results
+        )
         return f"def {name}({arguments}):\n{body}    return {returned}\n"
 
 
-def literal(value: object) -> tuple[str, Kind]:
+def code_literal(value: object) -> tuple[str, Kind]:
     """A Python number in code."""
     if isinstance(value, bool):
         return str(value), "bool"
@@ -97,7 +99,7 @@ class Symbol:
         """Another operand's text and kind."""
         if isinstance(x, Symbol):
             return x.text, x.kind
-        text, kind = literal(x)
+        text, kind = code_literal(x)
         lifted = lift and kind == "int" and self.kind == "int"
         return (self.code.numbers.add(x) if lifted else text), kind
 
@@ -333,7 +335,7 @@ class Array:
         offset = [f"data[{self.slot}]"]
         for axis, x in enumerate(index):
             if not is_zero(x):
-                text = x.text if isinstance(x, Symbol) else literal(x)[0]
+                text = x.text if isinstance(x, Symbol) else code_literal(x)[0]
                 wide = f"({text}).to(tl.int64)" if self.is_long and isinstance(x, Symbol) else text
                 offset.append(f"{wide} * numbers[{self.at + axis}]")
         axes = {axis for x in index if isinstance(x, Symbol) for axis in x.axes}

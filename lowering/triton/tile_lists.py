@@ -14,9 +14,9 @@ from attrs import frozen
 
 from attn_graph.kernels.tilings import Tiling
 from attn_graph.lowering.problem import Problem
-from attn_graph.lowering.triton.intervals import Extremes, Range, least, most
+from attn_graph.lowering.triton.intervals import Extremes, Range, lower_end, upper_end
 from attn_graph.lowering.triton.symbols import Array, Code, Numbers, Operand, Symbol, Untraceable
-from attn_graph.masks.leaves import Mask
+from attn_graph.masks import Mask
 from attn_graph.masks.places import Block, Place
 from attn_graph.masks.runs import AT_ONCE
 from attn_graph.spec import TensorSpec, dense_strides
@@ -29,7 +29,7 @@ def blocks(count: int, size: int) -> int:
     return -(-count // size)
 
 
-def kinds(mask: Mask, problem: Problem, tiling: Tiling) -> torch.Tensor:
+def tile_kinds(mask: Mask, problem: Problem, tiling: Tiling) -> torch.Tensor:
     """For each tile, 0: empty, 1: mixed, 2: full; int8 [blocks of queries, blocks of keys]."""
     BM, BN, M, N = tiling.block_m, tiling.block_n, problem.M, problem.N
     found = torch.zeros(blocks(M, BM), blocks(N, BN), dtype=torch.int8, device="cpu")
@@ -43,13 +43,13 @@ def kinds(mask: Mask, problem: Problem, tiling: Tiling) -> torch.Tensor:
     return found
 
 
-def listed(kinds: torch.Tensor) -> torch.Tensor:
+def list_tiles_of(kinds: torch.Tensor) -> torch.Tensor:
     """A list for each row: how many are full, how many mixed, then the full, then the mixed."""
     rows = max(1, AT_ONCE // (2 + kinds.shape[1]))
-    return torch.cat([*map(listed_at_once, kinds.split(rows))])
+    return torch.cat([*map(list_at_once, kinds.split(rows))])
 
 
-def listed_at_once(kinds: torch.Tensor) -> torch.Tensor:
+def list_at_once(kinds: torch.Tensor) -> torch.Tensor:
     full, mixed = ((kinds == kind).sum(1, keepdim=True) for kind in (2, 1))
     order = torch.argsort(kinds, dim=1, descending=True, stable=True)
     return torch.cat((full, mixed, order), 1).to(torch.int32)
@@ -58,12 +58,12 @@ def listed_at_once(kinds: torch.Tensor) -> torch.Tensor:
 def static_lists(problem: Problem, tiling: Tiling, by_keys: bool) -> torch.Tensor:
     """The lists of all blocks of queries, or of keys, where no data is asked."""
     assert problem.node.mask is not None
-    found = kinds(problem.node.mask, problem, tiling)
+    found = tile_kinds(problem.node.mask, problem, tiling)
     if by_keys:  # a last block of queries that is not whole must be masked; one of keys need not
         short = problem.M % tiling.block_m > 0
         found[-1] = found[-1].clamp(max=1) if short else found[-1]
-        return listed(found.mT.contiguous())
-    return listed(found)
+        return list_tiles_of(found.mT.contiguous())
+    return list_tiles_of(found)
 
 
 @final
@@ -90,7 +90,7 @@ class Ranged:
         data: dict[str, Extremes] = {}
         for slot, (name, spec) in enumerate(given.items()):
             axes = mask.needs[name].axes
-            shape, strides = reduced(spec, axes, tiling)
+            shape, strides = reduced_shape(spec, axes, tiling)
             at = len(numbers.found)
             numbers.found += strides
             kind = spec.dtype if set(axes) <= set("bh") else torch.int64
@@ -98,7 +98,7 @@ class Ranged:
             data[name] = Extremes(shape, next(ends), next(ends), places, spec.dtype == torch.bool)
         b, h = code.argument("b"), code.argument("h")
         kept = mask.keep(Place(b, h, i, j, problem.H, problem.M, problem.N, data))
-        bounds = [boolean(code, end(kept)) for end in (least, most)]
+        bounds = [boolean(code, end(kept)) for end in (lower_end, upper_end)]
         axes = "".join(a for a in "bh" if any(a in x.axes for x in bounds))
         source = code.function("classify", CLASSIFY, *bounds)
         reads = tuple((spec, mask.needs[name].axes) for name, spec in given.items())
@@ -112,7 +112,9 @@ class Ranged:
         return B, problem.H if "h" in self.axes else 1, lines, 2 + each
 
 
-def reduced(spec: TensorSpec, axes: str, tiling: Tiling) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def reduced_shape(
+    spec: TensorSpec, axes: str, tiling: Tiling
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and strides of a tensor with one element for each block of queries and of keys."""
     if not set(axes) & set("ij"):
         return spec.shape, spec.strides

@@ -18,7 +18,7 @@ import torch
 from click.testing import CliRunner, Result
 
 import attn_graph as ag
-from attn_graph.cli.cache import age
+from attn_graph.cli.cache import format_age
 from attn_graph.cli.main import commands, main
 from attn_graph.machine.store import MAGIC
 from tests.support.sources import ROOT, loaded
@@ -364,7 +364,7 @@ def test_cache_lists_what_each_file_is(store: ag.Store) -> None:
     ("seconds", "text"), [(-3.0, "0 s"), (59.9, "59 s"), (7300, "2 h"), (1e6, "11 d")]
 )
 def test_ages_are_told_roughly(seconds: float, text: str) -> None:
-    assert age(seconds) == text
+    assert format_age(seconds) == text
 
 
 HALF = ag.attention(*(ag.TensorSpec((1, 2, 64, 16), torch.float16),) * 3)

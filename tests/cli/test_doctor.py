@@ -11,15 +11,21 @@ from attrs import evolve
 
 import attn_graph as ag
 from attn_graph.cli import diagnosis
-from attn_graph.cli.diagnosis import Diagnosis, Machine, diagnosed, problems, version_reasons
-from attn_graph.cli.doctor import screen
-from attn_graph.cli.words import printed
+from attn_graph.cli.diagnosis import (
+    Diagnosis,
+    Surroundings,
+    diagnose,
+    find_problems,
+    version_reasons,
+)
+from attn_graph.cli.doctor import doctor_screen
+from attn_graph.cli.words import printed_text
 from attn_graph.machine.gpus import devices
 from attn_graph.machine.torch_switches import Switches
 from tests.cli.test_command_line import page, run
 from tests.support.gpus import box
 
-MACHINES: dict[str, Machine] = page().MACHINES
+MACHINES: dict[str, Surroundings] = page().MACHINES
 EMPTY = ag.Store("absent")
 TORCH_ON_GPUS = {"torch_flash", "torch_efficient", "torch_cudnn", "math"}
 TAKERS = {
@@ -35,7 +41,7 @@ def takers(found: Diagnosis, target: str) -> set[str]:
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_who_runs_where_follows_from_the_libraries(name: str) -> None:
-    found = diagnosed(MACHINES[name], EMPTY)
+    found = diagnose(MACHINES[name], EMPTY)
     assert takers(found, "cpu") == {"torch_sdpa", "math"}
     for gpu in ("a100", "h200", "b200", "rtx4090"):
         assert takers(found, gpu) == TAKERS[name]
@@ -45,7 +51,7 @@ def test_who_runs_where_follows_from_the_libraries(name: str) -> None:
 
 
 def test_reasons_say_what_to_install() -> None:
-    told = printed(*screen(diagnosed(MACHINES["torch"], EMPTY)))
+    told = printed_text(*doctor_screen(diagnose(MACHINES["torch"], EMPTY)))
     assert "needs triton, which is not installed; pip install 'attn-graph[cuda]'" in told
     assert "needs nvidia-cudnn-frontend, which is not installed" in told
 
@@ -57,15 +63,15 @@ def test_a_gpu_comes_before_the_cpu() -> None:
     machine = evolve(
         MACHINES["cudnn"], target=gpu, gpus=("NVIDIA H200 (sm_90), 140 GiB",), cuda="13.0"
     )
-    found = diagnosed(machine, EMPTY)
+    found = diagnose(machine, EMPTY)
     assert found.verdicts[0].target == "NVIDIA H200"
     assert takers(found, "NVIDIA H200") == TAKERS["cudnn"]
-    told = printed(*screen(found))
+    told = printed_text(*doctor_screen(found))
     assert "NVIDIA H200 (sm_90), 140 GiB" in told
     assert "without CUDA" not in told
 
 
-def with_versions(**versions: str) -> Machine:
+def with_versions(**versions: str) -> Surroundings:
     """The machine that has all, with some libraries in other versions."""
     machine = MACHINES["cudnn"]
     found = dict(machine.cpu.libraries) | {n.replace("_", "-"): v for n, v in versions.items()}
@@ -78,8 +84,8 @@ def test_a_cudnn_that_pip_knows_nothing_of_is_told(cudnn: str) -> None:
     """As a system or conda brings it: PyTorch names its version."""
     libraries = [x for x in MACHINES["cudnn"].cpu.libraries if "cudnn-jit" not in x[0]]
     cpu = evolve(MACHINES["cudnn"].cpu, libraries=(*libraries, ("cudnn", cudnn)))
-    found = diagnosed(evolve(MACHINES["cudnn"], cpu=cpu, target=cpu), EMPTY)
-    told = printed(*screen(found))
+    found = diagnose(evolve(MACHINES["cudnn"], cpu=cpu, target=cpu), EMPTY)
+    told = printed_text(*doctor_screen(found))
     assert f"{cudnn}, which PyTorch loads" in told
     assert "not installed" not in told
     is_old = cudnn == "9.10.1"
@@ -97,7 +103,7 @@ def test_known_bad_versions_are_those_of_the_table(cudnn: str, frontend: str) ->
     assert ("needs cuDNN 9.10.2" in told) == (cudnn == "9.10.1")
     assert ("needs nvidia-cudnn-frontend 1.28" in told) == (frontend != "1.28.0")
     assert bool(told) == (cudnn == "9.10.1" or frontend != "1.28.0")
-    assert bool([*problems(machine)]) == bool(told)
+    assert bool([*find_problems(machine)]) == bool(told)
 
 
 NEEDS = {
@@ -113,15 +119,15 @@ NEEDS = {
 
 @pytest.mark.parametrize(("who", "need"), NEEDS)
 def test_what_libraries_ask_of_each_other_is_checked(who: str, need: str) -> None:
-    told = [*problems(evolve(MACHINES["cudnn"], needs=((who, need),)))]
+    told = [*find_problems(evolve(MACHINES["cudnn"], needs=((who, need),)))]
     assert tuple(each.split(";")[0] for each in told) == NEEDS[who, need]
 
 
 def test_a_library_without_its_module_is_broken() -> None:
     machine = evolve(MACHINES["triton"], lost=("triton",))
-    (told,) = problems(machine)
+    (told,) = find_problems(machine)
     assert told.startswith("triton 3.7.1 is installed, and its module triton is not found")
-    assert takers(diagnosed(machine, EMPTY), "h200") == TORCH_ON_GPUS
+    assert takers(diagnose(machine, EMPTY), "h200") == TORCH_ON_GPUS
 
 
 def test_damaged_files_are_told(tmp_path: Path) -> None:
@@ -129,9 +135,9 @@ def test_damaged_files_are_told(tmp_path: Path) -> None:
     store.put("a", b"")
     store.put("b", b"")
     store.path("b").write_bytes(b"damaged")
-    found = diagnosed(MACHINES["torch"], store)
+    found = diagnose(MACHINES["torch"], store)
     assert (found.kept.files, found.kept.damaged) == (2, 1)
-    told = printed(*screen(found))
+    told = printed_text(*doctor_screen(found))
     assert "1 of 2 stored files are damaged" in told
     assert told.endswith("something is broken")
 
@@ -147,8 +153,8 @@ def test_what_is_set_is_told() -> None:
         variables=(("TRITON_INTERPRET", "1"),),
         switches=Switches(flash=False, deterministic=True),
     )
-    found = diagnosed(machine, EMPTY)
-    told = printed(*screen(found))
+    found = diagnose(machine, EMPTY)
+    told = printed_text(*doctor_screen(found))
     for part in (
         "TRITON_INTERPRET                     1",
         "TRITON_INTERPRET is set",
@@ -158,7 +164,7 @@ def test_what_is_set_is_told() -> None:
     ):
         assert part in told
     assert takers(found, "cpu") == {"triton", "math"}
-    no_compiler = printed(*screen(diagnosed(evolve(machine, driver=False), EMPTY)))
+    no_compiler = printed_text(*doctor_screen(diagnose(evolve(machine, driver=False), EMPTY)))
     assert "not without a C compiler: cc, gcc, clang" in no_compiler
 
 
@@ -175,7 +181,7 @@ def takes(name: str, graph: ag.Graph, target: str) -> bool:
 def test_what_doctor_says_of_a_backend_is_what_compiling_finds(
     target: str, dtype: torch.dtype
 ) -> None:
-    found = diagnosed(Machine.here(), EMPTY)
+    found = diagnose(Surroundings.here(), EMPTY)
     if target != "cpu" and found.machine.compiler is None and not found.machine.driver:
         pytest.skip("plans of cuDNN need a C compiler, and there is none")
     graph = ag.attention(*(ag.TensorSpec((1, 2, 96, 32), dtype),) * 3)
@@ -189,17 +195,17 @@ def test_doctor_tells_of_this_very_machine(monkeypatch: pytest.MonkeyPatch) -> N
     assert result.exit_code == (1 if told["problems"] else 0)
     assert told["attn_graph"] == ag.__version__
     assert told["machine"]["libraries"] == dict(ag.Target.of("cpu").libraries)
-    here = Machine.here()
+    here = Surroundings.here()
     assert here.target == ag.Target.here()
     bad = evolve(here, lost=("torch",))
     monkeypatch.setitem(diagnosis.MODULES, "torch", "torch")
-    monkeypatch.setattr(Machine, "here", lambda: bad)
+    monkeypatch.setattr(Surroundings, "here", lambda: bad)
     assert run("doctor").exit_code == 1
 
 
 def test_every_kind_of_gpu_in_a_box_is_told_once() -> None:
     with box("h200", "a100", "h200", "a100"):
-        machine = Machine.here()
+        machine = Surroundings.here()
     names = [target.name for target in machine.targets]
     assert names[:3] == ["NVIDIA H200", devices()["a100"].product, "cpu"]
     assert len(machine.gpus) == 4

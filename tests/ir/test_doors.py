@@ -11,9 +11,9 @@ import torch
 from click.testing import CliRunner
 
 import attn_graph as ag
+from attn_graph import masks as m
 from attn_graph.cli.main import commands
 from attn_graph.ir.parse import parse_mask
-from attn_graph.masks import leaves as m
 from tests.support import plain
 from tests.support.strategies import tensors_for
 

@@ -14,12 +14,12 @@ import torch
 from hypothesis import given
 
 import attn_graph as ag
+from attn_graph import masks as m
 from attn_graph.ir import ops, parse
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.graph import Input, Op
 from attn_graph.ir.modifiers import Alibi, Back, Bias, Collect, SoftCap
 from attn_graph.ir.passes import simplify
-from attn_graph.masks import leaves as m
 from attn_graph.spec import DTYPES
 from tests.support.strategies import graphs
 

@@ -11,6 +11,7 @@ from attrs import frozen
 from hypothesis import given, settings
 
 import attn_graph as ag
+from attn_graph import masks as m
 from attn_graph.ir import builder, ops
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.builder import Value
@@ -19,7 +20,6 @@ from attn_graph.ir.modifiers import Modifier
 from attn_graph.ir.passes import PASSES, canonicalise, simplify
 from attn_graph.ir.reference import evaluate
 from attn_graph.ir.rewrite import prune, replay
-from attn_graph.masks import leaves as m
 from attn_graph.spec import TensorSpec, ValueType
 from tests.support import plain
 from tests.support.strategies import graphs, seeds, shuffled_graphs, tensors_for

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attn_graph.ir.ops import kept
-from attn_graph.ir.philox import counters, threshold, words
+from attn_graph.ir.ops import dropout_keeps
+from attn_graph.ir.philox import counters, random_words, threshold
 from attn_graph.masks.places import Block, Place
 from tests.support import plain
 
@@ -35,7 +35,7 @@ def drawn(
     """Which places of these ranges of [2,3,5,11] are kept."""
     _, H, M, N = SIZES
     b, h, i, j = ranges
-    return kept(Place.of(Block(b, h, i, H, M, N), j), rate, seed, offset)
+    return dropout_keeps(Place.of(Block(b, h, i, H, M, N), j), rate, seed, offset)
 
 
 @st.composite
@@ -56,7 +56,7 @@ def test_the_published_answers_come_out(
     seed, one = key[1] << 32 | key[0], range(1)
     six = [torch.empty(1, 1, 1, 1, dtype=torch.int64) for _ in range(6)]
     j = range(4 * block, 4 * block + 4)
-    found = words(seed, offset, range(bh, bh + 1), one, range(i, i + 1), j, 1, six)
+    found = random_words(seed, offset, range(bh, bh + 1), one, range(i, i + 1), j, 1, six)
     assert tuple(int(word) for word in found) == answer
     assert plain.philox(key, counter) == answer
 
@@ -81,7 +81,7 @@ def test_the_bits_are_those_of_the_page(rate: float, seed: int, offset: int) -> 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
 def test_the_share_that_is_kept_is_one_minus_the_rate(rate: float) -> None:
     block = Block(range(4), range(4), range(64), 4, 64, 256)
-    bits = kept(Place.of(block, range(256)), rate, 1234, 5)
+    bits = dropout_keeps(Place.of(block, range(256)), rate, 1234, 5)
     spread = (rate * (1 - rate) / bits.numel()) ** 0.5  # of the mean of independent bits
     assert abs(float(bits.double().mean()) - (1 - rate)) < 4 * spread
 
@@ -97,7 +97,7 @@ def test_no_two_places_share_a_word() -> None:
     place = Place.of(block, range(16))
     assert place.ranges is not None
     six = [torch.empty(2, 3, 5, 4, dtype=torch.int64) for _ in range(6)]
-    found = torch.stack(words(7, 0, *place.ranges, 3, six))
+    found = torch.stack(random_words(7, 0, *place.ranges, 3, six))
     assert len(found.unique()) == found.numel()
     assert found.min() >= 0
     assert found.max() <= ONES

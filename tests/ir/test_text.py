@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import attn_graph as ag
+from attn_graph import masks as m
 from attn_graph.ir import modifiers, ops, parse
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.graph import Op
 from attn_graph.ir.passes import canonicalise, simplify
 from attn_graph.ir.rewrite import prune
 from attn_graph.ir.vjp import backward, result_spec, wanted_inputs
-from attn_graph.masks import leaves as m
 from tests.support.strategies import graphs, masks, seeds, shapes
 
 SPEC = ag.TensorSpec((2, 4, 6, 8), torch.float16, layout="bshd")

@@ -12,13 +12,13 @@ from attrs import frozen
 import attn_graph as ag
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
-from attn_graph.lowering.cudnn.case import Case, Version, padded
-from attn_graph.lowering.cudnn.graph import described
+from attn_graph.lowering.cudnn.case import Case, Version, needs_padding_mask
+from attn_graph.lowering.cudnn.graph import describe_call
 from attn_graph.lowering.cudnn.limits import RULES, reasons
-from attn_graph.lowering.cudnn.masks import Diagonal, Stated, problems
+from attn_graph.lowering.cudnn.masks import Stated, StatedBand, mask_problems
 from attn_graph.lowering.problem import Problem
+from attn_graph.masks import Band, KeyLengths, QueryLengths
 from attn_graph.masks.canonical import canonical_mask
-from attn_graph.masks.leaves import Band, KeyLengths, QueryLengths
 from attn_graph.spec import TensorSpec
 
 HALF, FLOAT = torch.float16, torch.float32
@@ -222,7 +222,7 @@ def sentences(given: Problem, asked: dict[str, Any]) -> list[str]:
     return [text for rule in RULES for text in rule.reasons(case)]
 
 
-def keeps(stated: Diagonal, i: int, j: int, shift: int) -> bool:
+def keeps(stated: StatedBand, i: int, j: int, shift: int) -> bool:
     """Whether cuDNN's band keeps a place."""
     at = i + (shift if stated.align == "bottom_right" else 0)
     above = stated.left is None or j > at - stated.left
@@ -248,13 +248,13 @@ def test_masks_with_no_words_in_cudnn_have_reasons() -> None:
     ragged = Band(None, 0, ("kv_lengths",))
     for mask in (ag.Prefix(2), ~CAUSAL, ragged, CAUSAL & ragged & KeyLengths()):
         assert Stated.of(mask, 4, 4) is None
-        assert problems(mask)
+        assert mask_problems(mask)
 
 
 def test_lengths_are_told_whichever_are_given() -> None:
     for mask in (KeyLengths(), QueryLengths(), KeyLengths() & QueryLengths()):
         data = [TensorSpec((2,), torch.int32)] * len(mask.needs)
-        call = described(problem(mask=mask, data=data))
+        call = describe_call(problem(mask=mask, data=data))
         sources = {x.argument: x.source for x in call.inputs}
         key = "kv_lengths" if "kv_lengths" in mask.needs else "N"
         query = "q_lengths" if "q_lengths" in mask.needs else "M"
@@ -263,7 +263,7 @@ def test_lengths_are_told_whichever_are_given() -> None:
 
 def test_a_padding_mask_goes_round_known_errors() -> None:
     def asked(given: Problem, sm: int = 90, backend: Version = (9, 20, 0)) -> bool:
-        return padded(Case(given, sm, backend, KNOWN[1]))
+        return needs_padding_mask(Case(given, sm, backend, KNOWN[1]))
 
     half = problem(N=192, **BACK)
     assert asked(half)
@@ -273,14 +273,14 @@ def test_a_padding_mask_goes_round_known_errors() -> None:
     assert not asked(problem(M=192, N=192, mask=CAUSAL, **BACK))
     assert asked(problem(M=193, N=192, mask=CAUSAL, **BACK))
     assert asked(problem(M=1, **BACK), backend=(9, 26, 0))
-    sources = [x.source for x in described(half, padded=True).inputs]
+    sources = [x.source for x in describe_call(half, padded=True).inputs]
     assert {"M", "N"} <= {*sources}
 
 
 def test_a_call_prints_as_the_frontend_takes_it(golden: Any) -> None:
     golden(
         "\n".join(
-            str(described(problem(mask=Band(-7, 0), backward=backward, **bias(1, 4, 256, 256))))
+            str(describe_call(problem(mask=Band(-7, 0), backward=backward, **bias(1, 4, 256, 256))))
             for backward in (False, True)
         )
     )

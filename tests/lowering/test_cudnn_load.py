@@ -94,7 +94,7 @@ def fill(store: Store, target: Target) -> None:
     assert backend is not None
     assert frontend is not None
     _, _, call = described_for(GRAPH, target, Options())
-    key = cudnn_plan.key_of(call, cudnn_plan.present(), (backend, frontend))
+    key = cudnn_plan.plan_key(call, cudnn_plan.present(), (backend, frontend))
     store.put(key, Built.of(TOLD, b"plan").packed)
 
 

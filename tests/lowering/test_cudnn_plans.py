@@ -21,7 +21,7 @@ from attn_graph.lowering.cudnn import builder as cudnn_builder
 from attn_graph.lowering.cudnn import limits as cudnn_limits
 from attn_graph.lowering.cudnn import offline as cudnn_offline
 from attn_graph.lowering.cudnn import plan as cudnn_plan
-from attn_graph.lowering.cudnn.backend import asked
+from attn_graph.lowering.cudnn.backend import request_case
 from attn_graph.lowering.cudnn.memory import workspace
 from attn_graph.lowering.problem import sole
 from attn_graph.machine.store import Store
@@ -98,7 +98,7 @@ def test_the_workspace_is_cudnns_own_number(store: Store) -> None:
     plan = planned(store=store).vjp
     problem = sole(plan.graph)
     assert problem is not None
-    case = asked(problem, H200, ag.Options())
+    case = request_case(problem, H200, ag.Options())
     assert plan.executable.workspace == workspace(case) == 2 * 8 * 1024 * (128 * 4 + 4) + 256
     assert planned(store=store).memory().workspace_backward == plan.executable.workspace
 
@@ -313,22 +313,22 @@ def test_a_plan_depends_on_all_that_its_key_tells(monkeypatch: pytest.MonkeyPatc
 
     versions = ((9, 20, 0), (1, 28, 0))
     device = cudnn_offline.description(H200)
-    key = cudnn_plan.key_of(Called, device, versions)  # type: ignore[arg-type]
+    key = cudnn_plan.plan_key(Called, device, versions)  # type: ignore[arg-type]
 
     class Other:
         plain: ClassVar[dict[str, str]] = {"name": "sdpa_backward"}
 
     monkeypatch.setenv(cudnn_plan.READ_BY_CUDNN, "0")
-    changed = cudnn_plan.key_of(Called, device, versions)  # type: ignore[arg-type]
+    changed = cudnn_plan.plan_key(Called, device, versions)  # type: ignore[arg-type]
     monkeypatch.delenv(cudnn_plan.READ_BY_CUDNN)
-    named = cudnn_plan.key_of(Called, device, versions, "eng8_k24=6")  # type: ignore[arg-type]
-    other = cudnn_plan.key_of(Other, device, versions)  # type: ignore[arg-type]
+    named = cudnn_plan.plan_key(Called, device, versions, "eng8_k24=6")  # type: ignore[arg-type]
+    other = cudnn_plan.plan_key(Other, device, versions)  # type: ignore[arg-type]
     others = [
         (cudnn_offline.description(Target.of("b200")), versions),
         (device, ((9, 19, 0), (1, 28, 0))),
         (device, ((9, 20, 0), (1, 29, 0))),
     ]
-    keys = {cudnn_plan.key_of(Called, *each) for each in others}  # type: ignore[arg-type]
+    keys = {cudnn_plan.plan_key(Called, *each) for each in others}  # type: ignore[arg-type]
     assert len(keys | {key, changed, named, other}) == 7
 
 

@@ -19,15 +19,15 @@ from attn_graph.compiler import loses
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.vjp import backward, result_spec
-from attn_graph.lowering.cudnn.backend import asked
-from attn_graph.lowering.cudnn.case import padded
-from attn_graph.lowering.cudnn.graph import described
+from attn_graph.lowering.cudnn.backend import request_case
+from attn_graph.lowering.cudnn.case import needs_padding_mask
+from attn_graph.lowering.cudnn.graph import describe_call
 from attn_graph.lowering.cudnn.limits import reasons
-from attn_graph.lowering.cudnn.run import Inference, Run, notes, temporary
+from attn_graph.lowering.cudnn.run import Inference, Run, run_notes, temporary_bytes
 from attn_graph.lowering.problem import returns_lse, sole
 from attn_graph.machine.target import Target
 from attn_graph.machine.workspace import Workspace
-from attn_graph.planner.choose import choose, named
+from attn_graph.planner.choose import choose, resolve_backends
 from attn_graph.spec import FLOATS
 from tests.support import plain
 from tests.support.cudnn_model import Model
@@ -46,7 +46,7 @@ LONG = ag.TensorSpec((2, 4, 128, 64), torch.float16)
 def refusals(graph: Graph) -> list[str]:
     problem = sole(graph)
     assert problem is not None
-    return [*reasons(asked(problem, H200, Options()))]
+    return [*reasons(request_case(problem, H200, Options()))]
 
 
 def modelled(graph: Graph, *, stats: bool = True) -> Run:
@@ -54,7 +54,9 @@ def modelled(graph: Graph, *, stats: bool = True) -> Run:
     problem = sole(graph)
     assert problem is not None
     assert not refusals(graph)
-    call = described(problem, padded=padded(asked(problem, H200, Options())), stats=stats)
+    call = describe_call(
+        problem, padded=needs_padding_mask(request_case(problem, H200, Options())), stats=stats
+    )
     return Run.of(call, problem, graph, Workspace(), 128, Model(call))
 
 
@@ -125,7 +127,7 @@ def test_what_autograd_hands_over_off_16_bytes_is_copied(name: str) -> None:
     problem = sole(back)
     assert problem is not None
     told = "do is copied, 768 B, where it is broadcast, or begins off 16 bytes"
-    assert notes(problem, back) == (told,)
+    assert run_notes(problem, back) == (told,)
 
 
 def test_a_cotangent_that_cudnn_refuses_does_not_change_who_runs_the_gradient() -> None:
@@ -136,13 +138,13 @@ def test_a_cotangent_that_cudnn_refuses_does_not_change_who_runs_the_gradient() 
     assert do.spec == broadcast
     simple = simplify(plan.graph)
     dense, odd = (backward(simple, (0, 1, 2), [x]) for x in (LONG, broadcast))
-    among = named(("cudnn", "triton"))
+    among = resolve_backends(("cudnn", "triton"))
     assert [c.backend.name for c in (choose(g, H200, Options(), among) for g in (dense, odd))] == [
         "cudnn",
         "triton",
     ]
     assert loses(odd, dense, H200, Options(), among)
-    assert not loses(odd, dense, H200, Options(), named(("triton",)))
+    assert not loses(odd, dense, H200, Options(), resolve_backends(("triton",)))
 
 
 def test_lengths_are_read_where_they_lie_if_cudnn_can() -> None:
@@ -151,8 +153,8 @@ def test_lengths_are_read_where_they_lie_if_cudnn_can() -> None:
         graph = simplify(ag.attention(X, X, X, kv_lengths=ag.TensorSpec((2,), dtype)))
         run = modelled(graph)
         said = ("kv_lengths is copied to a dense i32 at each call",)
-        assert notes(run.problem, graph) == said * told
-        assert temporary(run.call, run.problem, graph) == 8 * told
+        assert run_notes(run.problem, graph) == said * told
+        assert temporary_bytes(run.call, run.problem, graph) == 8 * told
 
 
 def test_gradients_that_nobody_asked_for_are_counted() -> None:
@@ -160,7 +162,7 @@ def test_gradients_that_nobody_asked_for_are_counted() -> None:
     specs = [result_spec(forward, i) for i in forward.outputs]
     run = modelled(backward(forward, [0], specs))
     copy = X.type.bytes  # of do
-    assert temporary(run.call, run.problem, run.graph) == 2 * X.type.bytes + copy
+    assert temporary_bytes(run.call, run.problem, run.graph) == 2 * X.type.bytes + copy
     found = run.backward(*(torch.zeros(i.spec.shape, dtype=i.spec.dtype) for i in run.graph.inputs))
     assert [t.shape for t in found[0]] == [X.shape]
 
@@ -282,7 +284,7 @@ def test_do_and_lse_are_cleared_where_lengths_may_hide_rows_which_is_told() -> N
     assert all(g.isfinite().all() for g in found)
     assert torch.equal(seen[0]["do"], do.masked_fill(lse[..., None] == -torch.inf, 0))
     assert (seen[0]["lse"][0] == torch.inf).all()
-    assert notes(run.problem, back) == ("do is copied, 768 B, with 0 in rows that see nothing",)
-    assert temporary(run.call, run.problem, back) == X.type.bytes + 4 * lse.numel()
+    assert run_notes(run.problem, back) == ("do is copied, 768 B, with 0 in rows that see nothing",)
+    assert temporary_bytes(run.call, run.problem, back) == X.type.bytes + 4 * lse.numel()
     whole, _ = gradient_of(simplify(ag.attention(X, X, X)), do)
-    assert "with 0" not in "".join(notes(modelled(whole).problem, whole))
+    assert "with 0" not in "".join(run_notes(modelled(whole).problem, whole))

@@ -16,7 +16,7 @@ from attn_graph.ir.passes import simplify
 from attn_graph.lowering.cudnn import offline as cudnn_offline
 from attn_graph.lowering.cudnn import plan as cudnn_plan
 from attn_graph.lowering.cudnn.backend import versions
-from attn_graph.lowering.cudnn.graph import described
+from attn_graph.lowering.cudnn.graph import describe_call
 from attn_graph.lowering.cudnn.run import Engine, Run
 from attn_graph.lowering.problem import sole
 from attn_graph.machine.target import Target
@@ -76,7 +76,7 @@ def test_a_plan_built_away_from_its_gpu_runs_on_it() -> None:
     simple, here = simplify(graph), Target.here()
     problem = sole(simple)
     assert problem is not None
-    call, (backend, frontend) = described(problem), versions(here)
+    call, (backend, frontend) = describe_call(problem), versions(here)
     assert backend is not None
     assert frontend is not None
     pair = backend, frontend

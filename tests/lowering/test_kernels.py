@@ -11,7 +11,7 @@ import torch
 from attrs import astuple
 
 import attn_graph as ag
-from attn_graph.kernels.tilings import ARCHS, TABLE, WIDTHS, padded
+from attn_graph.kernels.tilings import ARCHS, TABLE, WIDTHS, padded_head_size
 from tests.support.sources import ROOT, loaded
 
 CPU = ag.Target.of("cpu")
@@ -66,7 +66,7 @@ def test_the_table_has_every_row() -> None:
 
 @pytest.mark.parametrize(("size", "width"), [(1, 16), (16, 16), (17, 32), (128, 128), (192, 256)])
 def test_head_sizes_are_padded_to_powers_of_two(size: int, width: int) -> None:
-    assert padded(size) == width
+    assert padded_head_size(size) == width
 
 
 @compiling

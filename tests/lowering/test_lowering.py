@@ -19,7 +19,7 @@ from attn_graph.ir.modifiers import Bias
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.vjp import result_spec
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
-from attn_graph.lowering.problem import problems, sole
+from attn_graph.lowering.problem import problems_in, sole
 from tests.support import plain
 from tests.support.strategies import (
     Shape,
@@ -431,7 +431,7 @@ def test_a_nan_stays_in_the_tiles_that_read_it(seed: int, dtype: torch.dtype) ->
     clean = called(plan, (q, k, v))
     k[..., 200, :], v[..., 200, :] = float("nan"), float("nan")
     dirty = called(plan, (q, k, v))
-    (problem,) = problems(plan.graph)
+    (problem,) = problems_in(plan.graph)
     reading = torch.zeros(256, dtype=torch.bool)
     for tile in FusedTiles.plan(problem).static or ():
         for n in range(tile.repeat):

@@ -22,10 +22,10 @@ from attn_graph.ir.vjp import backward, result_spec
 from attn_graph.kernels.tilings import INTERPRETED, VARIANTS
 from attn_graph.lowering.problem import Problem, sole
 from attn_graph.lowering.triton import backend as triton_flash
-from attn_graph.lowering.triton.device_code import compiled
+from attn_graph.lowering.triton.device_code import compile_text
 from attn_graph.lowering.triton.launches import Launch, check_interpreter
 from attn_graph.lowering.triton.plan import Flash, gradient_strides
-from attn_graph.lowering.triton.tile_lists import blocks, kinds
+from attn_graph.lowering.triton.tile_lists import blocks, tile_kinds
 from attn_graph.masks.places import Block, Place
 from attn_graph.spec import TensorSpec
 from tests.support import plain
@@ -172,7 +172,7 @@ def strip_tiles(
     out = torch.empty(problem.B, lines, 4, dtype=torch.int32)
     probes().closed_form[(problem.B * lines,)](
         out, lines, problem.M, problem.N, tuple(data), flash.code.numbers,
-        STRIP=compiled(flash.code.strip), BLOCK=32, BY_KEYS=by_keys,
+        STRIP=compile_text(flash.code.strip), BLOCK=32, BY_KEYS=by_keys,
     )  # fmt: skip
     return out
 
@@ -226,7 +226,7 @@ def test_every_tile_that_keeps_a_place_is_visited(
     if flash.code.strip:
         assert torch.equal(found > 0, some)
     elif not problem.node.mask.needs:
-        due = kinds(problem.node.mask, problem, INTERPRETED)
+        due = tile_kinds(problem.node.mask, problem, INTERPRETED)
         assert torch.equal(found > 0, (due > 0).expand(found.shape))
 
 
@@ -347,7 +347,7 @@ def test_dropout_draws_the_bits_of_math(
     )
     rows, keys = range(row * 32, row * 32 + 32), range(column * 32, column * 32 + 32)
     place = Place.of(Block(range(b, b + 1), range(h, h + 1), rows, 4, 192, 320), keys)
-    assert torch.equal(out.bool(), ops.kept(place, rate, seed, offset)[0, 0])
+    assert torch.equal(out.bool(), ops.dropout_keeps(place, rate, seed, offset)[0, 0])
 
 
 def test_the_workspace_is_what_memory_says() -> None:

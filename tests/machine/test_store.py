@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from attn_graph.machine.store import MAGIC, Store, Unfit, default_store, sealed
+from attn_graph.machine.store import MAGIC, Store, Unfit, default_store, seal
 from tests.support.forking import forks, in_child
 
 KEY, DATA = "cudnn {a graph, a device, versions}", bytes(range(256)) * 20
@@ -46,7 +46,7 @@ def test_a_damaged_file_is_a_miss_with_a_logged_reason(
     store: Store, where: int, change: int, cut: int
 ) -> None:
     """Any one byte, or any end cut off."""
-    whole = bytearray(sealed(KEY, DATA))
+    whole = bytearray(seal(KEY, DATA))
     other = bytearray(whole)
     other[where % len(whole)] ^= change
     for damaged in (bytes(other), bytes(whole[: cut % len(whole)])):
@@ -99,7 +99,7 @@ def test_a_fifo_is_a_miss_that_nobody_waits_for(store: Store) -> None:
 def test_a_folder_in_the_store_stays_and_hinders_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = Store(tmp_path, most=len(sealed("new", DATA)))
+    store = Store(tmp_path, most=len(seal("new", DATA)))
     folder = store.path(KEY)
     folder.mkdir()
     os.utime(folder, (100, 200))
@@ -118,7 +118,7 @@ def test_a_folder_in_the_store_stays_and_hinders_nothing(
 def test_a_file_that_cannot_be_given_up_does_not_keep_others(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = Store(tmp_path, most=len(sealed("2", DATA)))
+    store = Store(tmp_path, most=len(seal("2", DATA)))
     for n in range(2):
         Store(tmp_path).put(str(n), DATA)
         os.utime(store.path(str(n)), ns=(9 - n, 9 - n))
@@ -156,7 +156,7 @@ def test_what_a_reader_takes_for_unfit_is_a_miss(store: Store) -> None:
 
 
 def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
-    size = len(sealed("0", DATA))
+    size = len(seal("0", DATA))
     store = Store(tmp_path, most=3 * size)
     for n in range(3):
         store.put(str(n), DATA)
@@ -211,13 +211,13 @@ def test_entries_tell_what_is_there_and_what_is_wrong(store: Store) -> None:
     for key in ("whole", "cut", "foreign", "moved"):
         store.put(key, DATA)
     os.utime(store.path("whole"), (100, 200))
-    store.path("cut").write_bytes(sealed("cut", DATA)[:-1])
+    store.path("cut").write_bytes(seal("cut", DATA)[:-1])
     store.path("foreign").write_bytes(b"hello")
     os.replace(store.path("moved"), store.folder / "moved.plan")
     found = {entry.path: entry for entry in store.entries()}
     whole = found[store.path("whole")]
     assert (whole.key, whole.used, whole.unfit) == ("whole", 200, None)
-    assert whole.bytes == len(sealed("whole", DATA))
+    assert whole.bytes == len(seal("whole", DATA))
     wrong = {path.name: entry.unfit for path, entry in found.items() if entry.key is None}
     assert wrong == {
         store.path("cut").name: "its checksum is wrong",

@@ -14,7 +14,7 @@ from attrs import frozen
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from attn_graph.machine.store import Store, sealed
+from attn_graph.machine.store import Store, seal
 
 MOST = 700  # bytes: some files
 NAMES = tuple("abcde")
@@ -59,7 +59,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def keep(self, key: str, content: bytes) -> None:
         """What a put does to the model."""
-        self.held[key] = Held(content, len(sealed(key, content)), next(self.times))
+        self.held[key] = Held(content, len(seal(key, content)), next(self.times))
         self.trim_model()
 
     def trim_model(self) -> None:
@@ -130,7 +130,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(key=keys, other=keys, content=data)
     def be_of_another_key(self, key: str, other: str, content: bytes) -> None:
         if key != other:
-            self.vacate(key).write_bytes(sealed(other, content))
+            self.vacate(key).write_bytes(seal(other, content))
             self.spoil(key)
 
     @rule(key=keys, where=st.integers(0, 999), change=st.integers(1, 255))

@@ -195,7 +195,7 @@ def test_a_cudnn_that_pip_did_not_install_is_told(
     found = {"torch": "2.13.0", "nvidia-cudnn-frontend": "1.28.0"}
     monkeypatch.setattr(module, "version_of", found.get)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: number)
-    libraries = dict(module.installed.__wrapped__())
+    libraries = dict(module.installed_libraries.__wrapped__())
     assert libraries == found | ({"cudnn": told} if told else {})
 
 
@@ -205,7 +205,7 @@ def test_a_cudnn_that_pip_installed_is_told_as_pip_tells_it(
     found = {"nvidia-cudnn-cu13": "9.20.0.48"}
     monkeypatch.setattr(module, "version_of", found.get)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
-    assert dict(module.installed.__wrapped__()) == found
+    assert dict(module.installed_libraries.__wrapped__()) == found
 
 
 def test_a_cudnn_that_pytorch_does_not_load_is_none(
@@ -216,7 +216,7 @@ def test_a_cudnn_that_pytorch_does_not_load_is_none(
 
     monkeypatch.setattr(module, "version_of", lambda name: None)
     monkeypatch.setattr(torch.backends.cudnn, "version", version)
-    assert module.installed.__wrapped__() == ()
+    assert module.installed_libraries.__wrapped__() == ()
     assert "cuDNN version incompatibility" in caplog.text
 
 

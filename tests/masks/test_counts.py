@@ -15,10 +15,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import attn_graph as ag
+from attn_graph import masks as m
 from attn_graph.ir.attention import Attention
 from attn_graph.lowering.cpu import schedule
 from attn_graph.lowering.problem import Problem
-from attn_graph.masks import leaves as m
 from attn_graph.masks import runs
 from attn_graph.masks import tiles as counts
 from attn_graph.masks.places import Block, Keys, Place, Strip, Term
@@ -82,7 +82,7 @@ def check_counts(drawn: Asked, mask: m.Mask, block: tuple[int, int]) -> None:
 
 
 def check_runs(mask: m.Mask, whole: Block, due: torch.Tensor, block: tuple[int, int]) -> None:
-    found = runs.kept(mask, whole, Budget.of(whole))
+    found = runs.count_kept(mask, whole, Budget.of(whole))
     assert torch.equal(found.keys_of.expand(due.shape[:3]), due.sum(-1))
     assert torch.equal(found.seen.expand(due.any(2).shape), due.any(2))
     empty, _, full = tile_kinds(due, block)
@@ -190,8 +190,8 @@ def test_closed_forms_agree_with_counting_run_by_run(
     whole = Block(range(len(pairs)), range(2), range(M), 2, M, N, read)
     found = find_regions(mask, whole)
     assert found is not None
-    kept = runs.kept(mask, whole, Budget.of(whole))
-    each = counts.alike(kept.keys_of, whole)
+    kept = runs.count_kept(mask, whole, Budget.of(whole))
+    each = counts.multiplicity(kept.keys_of, whole)
     assert sum(region.pairs for region in found) == kept.keys_of.sum() * each
     assert sum(region.queries for region in found) == (kept.keys_of > 0).sum() * each
     assert sum(r.count * len(r.keys) for r in found) == kept.seen.sum() * each
@@ -219,7 +219,9 @@ def test_tiles_folded_at_once_are_those_listed_one_by_one(
     q, k = ag.TensorSpec((B, 1, M, 8), torch.float32), ag.TensorSpec((B, 1, N, 8), torch.float32)
     problem = Problem.of(Attention(mask=mask), (q, k, k))
     listed = schedule.row_tiles(problem, mask, range(B), rows, least_full=20)
-    assert schedule.fold_tiles(problem, mask, rows, 20) == schedule.folded((x, 1) for x in listed)
+    assert schedule.fold_tiles(problem, mask, rows, 20) == schedule.fold_diagonals(
+        (x, 1) for x in listed
+    )
 
 
 @pytest.mark.parametrize("mask", [ag.Window(100), CAUSAL, CAUSAL | ag.Prefix(9), STRIPED], ids=str)
@@ -294,7 +296,7 @@ WHATEVER = (
 def test_work_is_bounded_whatever_the_sizes(mask: m.Mask, exact: bool, size: int) -> None:
     with counting() as calls:
         found = ag.tiles(mask, size, size, B=size, H=size)
-        seen = counts.seen(mask, (size, size, size, size, size), {})
+        seen = counts.count_seen(mask, (size, size, size, size, size), {})
     assert sum(calls) <= runs.MOST_ASKED * runs.FEW_LEAVES
     assert found.exact == seen.exact == exact
     assert found.estimated == seen.estimated == (not exact)
@@ -315,7 +317,7 @@ def test_a_span_of_ones_own_bounds_an_estimate() -> None:
 def test_a_mask_that_is_over_budget_says_so() -> None:
     whole = Block(range(1), range(1), range(64), 1, 64, 64, {})
     with pytest.raises(OverBudget):
-        runs.kept(STRIPED, whole, Budget(100))
+        runs.count_kept(STRIPED, whole, Budget(100))
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
 import attn_graph as ag
-from attn_graph.masks import leaves as m
+from attn_graph import masks as m
 from attn_graph.masks.canonical import canonical_mask
 from attn_graph.masks.places import Block, Keys, Place
 from tests.support import plain_masks, strategies

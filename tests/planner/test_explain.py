@@ -17,9 +17,9 @@ import attn_graph as ag
 from attn_graph.backend import Options
 from attn_graph.machine.target import Target
 from attn_graph.planner.choose import BACKENDS
-from attn_graph.planner.explain import explained
+from attn_graph.planner.explain import explain_graph
 from attn_graph.planner.explanation import Explanation
-from attn_graph.planner.remedies import Question, edited, edits, skeleton
+from attn_graph.planner.remedies import Request, apply_edits, edits, skeleton
 from tests.support.strategies import cudnn_graphs, graphs, shapes
 
 CPU = Target.of("cpu")
@@ -34,10 +34,10 @@ TARGETS = [
 ]
 HALF, FLOAT = torch.bfloat16, torch.float32
 X = ag.TensorSpec((2, 8, 512, 64), HALF)
-READS: dict[str, Callable[[Question], ag.Graph]] = {
-    "forward": Question.forward,
-    "backward": Question.backward,
-    "through lse": Question.backward,
+READS: dict[str, Callable[[Request], ag.Graph]] = {
+    "forward": Request.forward,
+    "backward": Request.backward,
+    "through lse": Request.backward,
 }
 BUILDS = "cudnn"  # a plan of its takes half a second: tests/lowering/test_cudnn_grid.py asks it
 
@@ -63,10 +63,10 @@ def test_refusals_have_reasons_takers_lower_and_ways_out_work(
     target: Target, graph: ag.Graph, deterministic: bool, most: int | None, avoid: tuple[str, ...]
 ) -> None:
     options = Options(deterministic, most, avoid=avoid)
-    found = explained(graph, target, options, None)
+    found = explain_graph(graph, target, options, None)
     by_name = {backend.name: backend for backend in BACKENDS}
     for pass_, side in sides(found):
-        question = evolve(Question.of(graph, options), through_lse=pass_ == "through lse")
+        question = evolve(Request.of(graph, options), through_lse=pass_ == "through lse")
         takers = [*([side.backend] if side.backend else []), *side.also]
         assert {*takers, *(r.backend for r in side.refusals)} == by_name.keys()
         for name in takers:
@@ -76,7 +76,7 @@ def test_refusals_have_reasons_takers_lower_and_ways_out_work(
             assert each.reasons
             backend = by_name[each.backend]
 
-            def asks(other: Question, backend: ag.Backend = backend, p: str = pass_) -> list[str]:
+            def asks(other: Request, backend: ag.Backend = backend, p: str = pass_) -> list[str]:
                 against = backend.why_not(READS[p](other), target, other.options)
                 return [*other.options.avoided(backend.name), *against]
 
@@ -85,7 +85,7 @@ def test_refusals_have_reasons_takers_lower_and_ways_out_work(
             for reason, texts in zip(each.reasons, each.lifts, strict=True):
                 assert re.search(r"[,;:]", reason), "a limit and what was found"
                 for text in texts:
-                    changed = edited(question, (by_text[text],))
+                    changed = apply_edits(question, (by_text[text],))
                     assert changed is not None
                     assert skeleton(reason) not in map(skeleton, asks(changed))
             if each.smallest:
@@ -310,7 +310,7 @@ def test_who_runs_nothing_needs_no_workspace() -> None:
 
 
 def test_explaining_builds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attn_graph.lowering.cudnn.plan.built", None)
+    monkeypatch.setattr("attn_graph.lowering.cudnn.plan.load_or_build", None)
     found = ag.explain(ag.attention(X, X, X), target=TARGETS[2])
     assert found.backend == "cudnn"
     assert found.memory is not None

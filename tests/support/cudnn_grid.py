@@ -15,12 +15,12 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
+from attn_graph import masks as m
 from attn_graph.ir import builder
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.vjp import backward, result_spec, wanted_inputs
 from attn_graph.lowering.problem import Problem, sole
-from attn_graph.masks import leaves as m
 from attn_graph.spec import FLOATS, NAMES, TensorSpec
 from tests.support.strategies import Shape, maybe
 

@@ -12,7 +12,7 @@ from typing import final
 import torch
 from attrs import frozen
 
-from attn_graph.lowering.cudnn.graph import Call, Slot
+from attn_graph.lowering.cudnn.graph import CudnnCall, Slot
 from tests.support import plain
 
 Tensor = torch.Tensor
@@ -24,7 +24,7 @@ INF = float("inf")
 class Model:
     """Runs a call on what lies where the call says."""
 
-    call: Call
+    call: CudnnCall
 
     def __call__(
         self, pack: Mapping[int, Tensor], workspace: Tensor | None, device: torch.device

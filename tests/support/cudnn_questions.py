@@ -10,11 +10,11 @@ from typing import Literal, final
 
 from attrs import frozen
 
-from attn_graph.lowering.cudnn.case import Case, Version, padded
-from attn_graph.lowering.cudnn.graph import Call, described
+from attn_graph.lowering.cudnn.case import Case, Version, needs_padding_mask
+from attn_graph.lowering.cudnn.graph import CudnnCall, describe_call
 from attn_graph.lowering.cudnn.limits import RULES
 from attn_graph.lowering.cudnn.memory import hopper_backward
-from attn_graph.lowering.cudnn.offline import Answer, asked, description
+from attn_graph.lowering.cudnn.offline import Answer, ask_cudnn, description
 from attn_graph.lowering.cudnn.rules import Rule
 from attn_graph.lowering.problem import Problem
 from attn_graph.machine.target import Target
@@ -46,10 +46,10 @@ class Question:
         return "not asked" if "unasked" in says else "no" if "no" in says else "no, by choice"
 
     @property
-    def call(self) -> Call:
+    def call(self) -> CudnnCall:
         """As it is planned. What is refused gets no padding: cuDNN could take it for that."""
-        pad = padded(self.case) and self.ours != "no"
-        return described(self.case.problem, padded=pad, deterministic=self.case.deterministic)
+        pad = needs_padding_mask(self.case) and self.ours != "no"
+        return describe_call(self.case.problem, padded=pad, deterministic=self.case.deterministic)
 
     def verdict(self, answer: Answer) -> Verdict:
         """Ours and cuDNN's together. Who refuses by choice need not know whether cuDNN does."""
@@ -89,7 +89,7 @@ def problems() -> dict[tuple[Problem, bool], str]:
 @cache
 def versions(python: str = sys.executable) -> tuple[Version, Version]:
     """Those of cuDNN and of its frontend that a Python has."""
-    return asked((), description(Target.of("h200")), 90, python=python)[0]
+    return ask_cudnn((), description(Target.of("h200")), 90, python=python)[0]
 
 
 def questions(sm: int, libraries: tuple[Version, Version]) -> list[Question]:
@@ -115,7 +115,7 @@ def answered(given: Sequence[Question], build: bool, python: str) -> list[Answer
     sm, plain = given[0].case.sm, [q.call.plain for q in given]
     device = description(Target.of(GPUS[sm]))
     try:
-        return asked(plain, device, sm, build=build, python=python)[1]
+        return ask_cudnn(plain, device, sm, build=build, python=python)[1]
     except RuntimeError as error:
         raise RuntimeError(f"{error}\n{culprit(str(error), given)}") from error
 

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from attrs import frozen
 
+from attn_graph import masks
 from attn_graph.ir import ops
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.graph import Graph, Op
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
-from attn_graph.masks import leaves as masks
 from tests.support.plain_masks import Data, Where, kept
 
 INF = float("inf")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from attrs import frozen
 
-from attn_graph.masks import leaves
+from attn_graph import masks
 from attn_graph.masks.places import Place
 
 INF = float("inf")
@@ -41,48 +41,48 @@ class Where:
         return i + last_key - last_query
 
 
-def causal(mask: leaves.Causal, at: Where) -> Tensor:
+def causal(mask: masks.Causal, at: Where) -> Tensor:
     return at.axis("j") <= at.moved(mask.align, [*at.data])
 
 
-def window(mask: leaves.Window, at: Where) -> Tensor:
+def window(mask: masks.Window, at: Where) -> Tensor:
     left = INF if mask.left is None else mask.left
     right = INF if mask.right is None else mask.right
     i, j = at.moved(mask.align, [*at.data]), at.axis("j")
     return (i - left <= j) & (j <= i + right)
 
 
-def band(mask: leaves.Band, at: Where) -> Tensor:
+def band(mask: masks.Band, at: Where) -> Tensor:
     gap = at.axis("j") - (at.moved("bottom_right", mask.ragged) if mask.ragged else at.axis("i"))
     low = -INF if mask.low is None else mask.low
     return (low <= gap) & (gap <= (INF if mask.high is None else mask.high))
 
 
-def same_segment(mask: leaves.SameSegment, at: Where) -> Tensor:
+def same_segment(mask: masks.SameSegment, at: Where) -> Tensor:
     q, k = at.data["q_segments"], at.data["kv_segments"]
     return q[:, None, :, None] == k[:, None, None, :]
 
 
-LEAVES: dict[type[leaves.Mask], Callable[[Any, Where], Tensor]] = {
-    leaves.Causal: causal,
-    leaves.Window: window,
-    leaves.Band: band,
-    leaves.SameSegment: same_segment,
-    leaves.Prefix: lambda mask, at: at.axis("j") < mask.length,
-    leaves.Keep: lambda mask, at: at.data[mask.name],
-    leaves.KeyLengths: lambda mask, at: at.axis("j") < at.lengths("kv_lengths"),
-    leaves.QueryLengths: lambda mask, at: at.axis("i") < at.lengths("q_lengths"),
+LEAVES: dict[type[masks.Mask], Callable[[Any, Where], Tensor]] = {
+    masks.Causal: causal,
+    masks.Window: window,
+    masks.Band: band,
+    masks.SameSegment: same_segment,
+    masks.Prefix: lambda mask, at: at.axis("j") < mask.length,
+    masks.Keep: lambda mask, at: at.data[mask.name],
+    masks.KeyLengths: lambda mask, at: at.axis("j") < at.lengths("kv_lengths"),
+    masks.QueryLengths: lambda mask, at: at.axis("i") < at.lengths("q_lengths"),
 }
 
 
-def kept(mask: leaves.Mask, at: Where) -> Tensor:
+def kept(mask: masks.Mask, at: Where) -> Tensor:
     """True where the mask keeps, [B,H,M,N] or what broadcasts to it."""
     match mask:
-        case leaves.And(a, b):
+        case masks.And(a, b):
             return kept(a, at) & kept(b, at)
-        case leaves.Or(a, b):
+        case masks.Or(a, b):
             return kept(a, at) | kept(b, at)
-        case leaves.Not(a):
+        case masks.Not(a):
             return ~kept(a, at)
         case _ if type(mask) in LEAVES:
             return LEAVES[type(mask)](mask, at)
@@ -90,7 +90,7 @@ def kept(mask: leaves.Mask, at: Where) -> Tensor:
             return place_by_place(mask, at.sizes, at.data)
 
 
-def place_by_place(mask: leaves.Mask, sizes: tuple[int, int, int, int], data: Data) -> Tensor:
+def place_by_place(mask: masks.Mask, sizes: tuple[int, int, int, int], data: Data) -> Tensor:
     """The mask asked at every single place, in integers: slow, and what `keep` means."""
     _, H, M, N = sizes
     places = (Place(b, h, i, j, H, M, N, data) for b, h, i, j in product(*map(range, sizes)))

@@ -14,12 +14,12 @@ from attrs import frozen
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
+from attn_graph import masks as m
 from attn_graph.ir import builder, ops
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.builder import Value
 from attn_graph.ir.graph import Graph, Op
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
-from attn_graph.masks import leaves as m
 from attn_graph.spec import FLOATS, TensorSpec, ValueType, dense_strides
 
 T = TypeVar("T")

@@ -11,8 +11,8 @@ from attrs import frozen
 
 import attn_graph as ag
 from attn_graph.ir.modifiers import Modifier
-from attn_graph.kernels.common import dropped, key_tiles, query_tiles
-from attn_graph.masks.leaves import Data
+from attn_graph.kernels.common import dropout_keeps_tile, key_tiles, query_tiles
+from attn_graph.masks import Data
 
 
 @triton.jit
@@ -36,7 +36,9 @@ def dropout_bits(
     out_ptr, seed_ptr, offset_ptr, b, h, H, first_row, first_key, threshold, BLOCK: tl.constexpr
 ):
     """out [BLOCK,BLOCK]: which places of a tile are kept."""
-    z = dropped(seed_ptr, offset_ptr, b, h, H, first_row, first_key, threshold, BLOCK, BLOCK)
+    z = dropout_keeps_tile(
+        seed_ptr, offset_ptr, b, h, H, first_row, first_key, threshold, BLOCK, BLOCK
+    )
     at = tl.arange(0, BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     tl.store(out_ptr + at, z.to(tl.int8))
 
