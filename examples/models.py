@@ -152,9 +152,9 @@ MODELS: dict[str, ag.Graph] = {
 # fmt: on
 
 
-def explain_model(
+def explain_model(  # Any: options
     name: str, target: ag.Target | str, **more: Any
-) -> ag.Explanation:  # Any: options
+) -> ag.Explanation:
     """Of a model by its name; steps of generation have no gradients."""
     wants = () if name.endswith("-step") else None
     return ag.explain(MODELS[name], target=target, wants=wants, **more)
