@@ -98,9 +98,9 @@ import sys, time
 from pathlib import Path
 lowering, driver, folder = sys.argv[1:]
 sys.path[:0] = [lowering]
-import cudnn_builder
+import builder
 if driver != "-":
-    cudnn_builder.stand_in(driver)
+    builder.stand_in(driver)
 import cudnn
 device = cudnn.create_device_properties(Path(folder, "device").read_text())
 for path in sorted(Path(folder).glob("*.data")):

@@ -57,10 +57,10 @@ import sys
 from pathlib import Path
 lowering, driver, folder = sys.argv[1:]
 sys.path[:0] = [lowering]
-import cudnn_builder
-cudnn_builder.stand_in(driver)
+import builder
+builder.stand_in(driver)
 device = Path(folder, "device").read_text()
-graph = cudnn_builder.loaded(Path(folder, "plan").read_bytes(), device)
+graph = builder.load_plan(Path(folder, "plan").read_bytes(), device)
 print(graph.get_workspace_size())
 """
 needs_cudnn = pytest.mark.skipif(

@@ -225,8 +225,8 @@ import sys
 from pathlib import Path
 lowering, driver, folder = sys.argv[1:]
 sys.path[:0] = [lowering]
-import cudnn_builder
-cudnn_builder.stand_in(driver)
+import builder
+builder.stand_in(driver)
 import cudnn
 print(cudnn.create_device_properties(Path(folder, "device").read_text()).serialize())
 """
@@ -273,11 +273,11 @@ import ctypes, sys
 from pathlib import Path
 lowering, driver, folder = sys.argv[1:]
 sys.path[:0] = [lowering]
-import cudnn_builder
-cudnn_builder.stand_in(driver)
+import builder
+builder.stand_in(driver)
 ctypes.CDLL(f"{folder}/libnvrtc.so.13", ctypes.RTLD_GLOBAL)
 device = Path(folder, "device").read_text()
-graph = cudnn_builder.loaded(Path(folder, "plan").read_bytes(), device)
+graph = builder.load_plan(Path(folder, "plan").read_bytes(), device)
 print(graph.get_workspace_size(), sorted(n.name for n in graph.get_behavior_notes()))
 """
 
@@ -344,13 +344,13 @@ import json, sys
 from pathlib import Path
 lowering, driver, folder = sys.argv[1:]
 sys.path[:0] = [lowering]
-import cudnn_builder
-cudnn_builder.stand_in(driver)
+import builder
+builder.stand_in(driver)
 import cudnn
 plan = Path(folder, "plan").read_bytes()
 for name, device in json.loads(Path(folder, "devices").read_text()).items():
     try:
-        cudnn_builder.loaded(plan, json.dumps(device))
+        builder.load_plan(plan, json.dumps(device))
     except cudnn.cudnnGraphNotSupportedError:
         print(name)
 """
@@ -431,10 +431,12 @@ def test_a_stored_plan_that_cudnn_does_not_take_back_is_a_miss(
     """As on a GPU, where it would be loaded."""
     planned(store=store)
     ag.clear_cache()
-    monkeypatch.setattr(cudnn_plan, "place", lambda target: cudnn_offline.description(H200))
+    description = cudnn_offline.description(H200)
+    monkeypatch.setattr(cudnn_plan, "describe_device", lambda target: description)
     monkeypatch.setattr(cudnn_plan, "is_here", lambda target: True)
     monkeypatch.setattr(cudnn_plan, "loads", lambda built: False)
-    monkeypatch.setattr(cudnn_builder, "versions", lambda: {"backend": 91900, "frontend": "1.28.0"})
+    versions = {"backend": 91900, "frontend": "1.28.0"}
+    monkeypatch.setattr(cudnn_builder, "library_versions", lambda: versions)
     with pytest.raises(ag.NoBackendError) as error:
         planned(store=store, backends=("cudnn",))
     assert refusal(error).startswith("plans with cuDNN 9.19.0 and frontend 1.28.0 here, and the")
