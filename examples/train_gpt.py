@@ -73,13 +73,13 @@ def by_pytorch() -> list[Attend]:
 
 
 def rotate(x: Tensor, phases: Tensor) -> Tensor:
-    """RoPE: each pair of numbers of x [B,S,H,D] turned by an angle that grows with the position."""
+    """RoPE: turn each pair of numbers of x [B,S,H,D] by an angle that grows with the position."""
     pairs = torch.view_as_complex(x.view(*x.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * phases).flatten(-2)
 
 
 class Block(nn.Module):
-    """One layer: grouped-query attention, then an MLP, each on what a norm makes of x [B,S,W]."""
+    """One layer: grouped-query attention, then an MLP, each behind a norm; x [B,S,W]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class GPT(nn.Module):
 
 @dataclass
 class Run:
-    """A model in training: how it attends, and what each step took and gave."""
+    """A model in training: its attention, and the loss and the seconds of each step."""
 
     attends: list[Attend]
     model: GPT
@@ -170,7 +170,7 @@ class Run:
 
 
 def now() -> float:
-    """Seconds, once the device has done what it was given."""
+    """The time in seconds, once the device has finished its work."""
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
@@ -209,19 +209,19 @@ def train(runs: Sequence[Run], text: Tensor, steps: int, console: Console) -> in
 
 
 def attention_seconds(runs: Sequence[Run], times: int = 5) -> list[float]:
-    """What attention takes of a step, forward and backward, for each run. Turn by turn, medians."""
+    """Seconds of attention in a step, forward and backward, for each run; medians, in turn."""
     operands = [
         torch.empty_strided(s.shape, s.strides, device=DEVICE) for s in specs(BATCH, CONTEXT)
     ]
     q, k, v = (x.normal_().requires_grad_() for x in operands)
-    taken: list[list[float]] = [[] for _ in runs]
+    times_of: list[list[float]] = [[] for _ in runs]
     for _ in range(times):
-        for run, seconds in zip(runs, taken, strict=True):
+        for run, seconds in zip(runs, times_of, strict=True):
             start = now()
             for attend in run.attends:
                 attend(q, k, v).sum().backward()
             seconds.append((now() - start) * LAYERS / len(MASKS))
-    return [median(seconds) for seconds in taken]
+    return [median(seconds) for seconds in times_of]
 
 
 def table(ours: Run, theirs: Run, held_out: Tensor) -> Table:
@@ -234,10 +234,10 @@ def table(ours: Run, theirs: Run, held_out: Tensor) -> Table:
         "of which attention": [f"{1e3 * s:.0f} ms" for s in attention_seconds(runs)],
         "tokens/s": [f"{run.speed:,.0f}" for run in runs],
     }
-    found = Table("", "attn_graph", "scaled_dot_product_attention")
+    result = Table("", "attn_graph", "scaled_dot_product_attention")
     for name, (mine, other) in rows.items():
-        found.add_row(name, mine, other)
-    return found
+        result.add_row(name, mine, other)
+    return result
 
 
 def draw(ours: Run, theirs: Run, differences: list[float]) -> None:
