@@ -154,7 +154,8 @@ def frontend_options(graph: Any, call: Json) -> dict[str, Any]:  # Any: cuDNN's
 
 
 def soft_cap_functions(
-    graph: Any, cap: float
+    graph: Any,  # Any: cuDNN's, here and below
+    cap: float,
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:  # Any: same
     """s -> cap tanh(s / cap), and its gradient ds -> ds (1 - tanh(s / cap)^2), in cuDNN's ops."""
     import cudnn
