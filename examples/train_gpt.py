@@ -31,6 +31,7 @@ MASKS = (ag.Causal(), ag.Causal() & ag.Window(WINDOW - 1))  # of even and of odd
 RATE, WARMUP = 3e-3, 20  # the highest learning rate, and the steps that lead to it
 STEEPEST = 1.0  # a longer gradient is cut to this length
 HELD_OUT = 8 * CONTEXT  # characters at the end of the text, for the validation loss
+EVERY = 10  # steps between two lines, where the output is no terminal
 PICTURE = Path("train_gpt.png")
 
 # Training amplifies rounding, the more the higher the learning rate. At this one a model whose
@@ -196,15 +197,18 @@ def batches(text: Tensor, steps: int) -> Iterator[tuple[Tensor, float]]:
 def train(runs: Sequence[Run], text: Tensor, steps: int, console: Console) -> int:
     """Let the runs take turns, step by step. Plans built after the first step: should be none."""
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    told = TextColumn("loss {task.fields[loss]:.3f}, {task.fields[speed]:,.0f} tokens/s")
-    builds = 0
-    with Progress(*columns, told, console=console) as progress:
+    state = TextColumn("loss {task.fields[loss]:.3f}, {task.fields[speed]:,.0f} tokens/s")
+    builds, drawn = 0, console.is_terminal
+    with Progress(*columns, state, console=console, disable=not drawn) as progress:
         task = progress.add_task("", total=steps, loss=float("nan"), speed=0.0)
         for step, (piece, rate) in enumerate(batches(text, steps)):
             for run in runs:
                 run.step(piece, rate)
             builds = builds if step else ag.cache_info().builds
-            progress.update(task, advance=1, loss=runs[0].losses[-1], speed=runs[0].speed)
+            loss, speed = runs[0].losses[-1], runs[0].speed
+            progress.update(task, advance=1, loss=loss, speed=speed)
+            if not drawn and step % EVERY == 0:  # a pipe or a file gets lines, no bar
+                console.print(f"step {step + 1} of {steps}: loss {loss:.3f}, {speed:,.0f} tokens/s")
     return ag.cache_info().builds - builds
 
 
