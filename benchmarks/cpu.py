@@ -40,6 +40,7 @@ class Job:
 
 
 def qkv(sizes: Sizes, dtype: torch.dtype, E: int | None = None) -> tuple[torch.Tensor, ...]:
+    """Random q, k and v; E: the head size of v, by default D."""
     torch.manual_seed(0)
     B, H, S, D = sizes
     return tuple(torch.randn(B, H, S, n, dtype=dtype) for n in (D, D, E or D))
@@ -54,6 +55,7 @@ def make_job(
     named: dict[str, torch.Tensor] | None = None,
     **options: Any,
 ) -> Job:
+    """A job for tensors, with the options of `ag.attention`."""
     specs = [ag.TensorSpec.like(t) for t in tensors]
     return Job(name, ag.attention(*specs, **options), peer, tensors, least, backward, named or {})
 

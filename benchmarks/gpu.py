@@ -42,6 +42,7 @@ class Job:
 
 
 def qkv(sizes: Sizes, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Random q, k and v on the GPU that require gradients."""
     torch.manual_seed(0)
     return [torch.randn(sizes, device="cuda").to(dtype).requires_grad_() for _ in range(3)]
 

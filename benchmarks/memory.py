@@ -24,6 +24,7 @@ class Peak:
         return self
 
     def watch(self) -> None:
+        """Look once a millisecond, until the block ends."""
         while not self.stop.wait(0.001):
             self.most = max(self.most, resident_bytes())
 

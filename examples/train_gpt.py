@@ -93,6 +93,7 @@ class Block(nn.Module):
         nn.init.zeros_(outer.weight)
 
     def forward(self, x: Tensor, phases: Tensor, attend: Attend) -> Tensor:
+        """x [B,S,W] -> the same shape; attend: of this layer."""
         heads = self.project(self.norm(x)).unflatten(-1, (-1, HEAD_DIM))
         q, k, v = heads.split((HEADS, KV_HEADS, KV_HEADS), dim=2)
         q, k = rotate(q, phases), rotate(k, phases)
@@ -119,6 +120,7 @@ class GPT(nn.Module):
         nn.init.zeros_(self.guess.weight)  # at first every character is as likely
 
     def forward(self, tokens: Tensor, attends: Sequence[Attend]) -> Tensor:
+        """attends: of even and of odd layers."""
         x = self.embed(tokens)
         for layer, block in enumerate(self.blocks):
             x = block(x, self.phases[: tokens.shape[1]], attends[layer % 2])
@@ -143,12 +145,14 @@ class Run:
 
     @classmethod
     def start(cls, attends: list[Attend], vocabulary: int) -> "Run":
+        """A new model; all start equal."""
         torch.manual_seed(0)
         model = GPT(vocabulary).to(DEVICE)
         optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), fused=True)
         return cls(attends, model, optimizer)
 
     def step(self, text: Tensor, rate: float) -> None:
+        """Train on text [B,S+1] at a learning rate."""
         start = now()
         self.optimizer.param_groups[0]["lr"] = rate
         self.optimizer.zero_grad()
@@ -165,6 +169,7 @@ class Run:
         return BATCH * CONTEXT / median(self.seconds)
 
     def validation(self, held_out: Tensor) -> float:
+        """The mean loss over held-out text, in nats a character."""
         with torch.no_grad():
             parts = torch.split(held_out.unfold(0, CONTEXT + 1, CONTEXT), BATCH)
             return sum(self.model.loss(text, self.attends).item() for text in parts) / len(parts)
@@ -245,6 +250,7 @@ def table(ours: Run, theirs: Run, held_out: Tensor) -> Table:
 
 
 def draw(ours: Run, theirs: Run, differences: list[float]) -> None:
+    """Write both loss curves, and by how much they differ."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
     above.plot(theirs.losses, label="scaled_dot_product_attention", linewidth=3, alpha=0.4)

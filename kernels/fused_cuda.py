@@ -39,6 +39,7 @@ class Kernel:
 def flash_forward(
     q: Tensor, k: Tensor, v: Tensor, bias: None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
+    """`Kernel.forward` by FlashAttention, which takes no bias."""
     results = aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, causal, scale=scale)
     return results[0], results[1]
 
@@ -47,6 +48,7 @@ def flash_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
     bias: None, causal: bool, scale: float, wants_bias: bool,
 ) -> Gradients:  # fmt: skip
+    """`Kernel.backward` by FlashAttention."""
     seed = torch.empty(2, dtype=torch.uint64, device=q.device)
     dq, dk, dv = aten._scaled_dot_product_flash_attention_backward.default(
         do, q, k, v, o, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal,
@@ -58,6 +60,7 @@ def flash_backward(
 def efficient_forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
+    """`Kernel.forward` by the memory-efficient kernel."""
     results = aten._scaled_dot_product_efficient_attention.default(
         q, k, v, bias, True, 0.0, causal, scale=scale
     )
@@ -71,6 +74,7 @@ def efficient_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
     bias: Tensor | None, causal: bool, scale: float, wants_bias: bool,
 ) -> Gradients:  # fmt: skip
+    """`Kernel.backward` by the memory-efficient kernel."""
     seed = torch.empty((), dtype=torch.int64, device=q.device)
     dq, dk, dv, dbias = aten._scaled_dot_product_efficient_attention_backward.default(
         do, q, k, v, bias, o, pad_lse(lse), seed, seed, 0.0, [True, True, True, wants_bias],
@@ -91,6 +95,7 @@ def pad_lse(lse: Tensor) -> Tensor:
 def cudnn_forward(
     q: Tensor, k: Tensor, v: Tensor, bias: None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
+    """`Kernel.forward` by cuDNN through PyTorch, which takes no bias."""
     results = aten._scaled_dot_product_cudnn_attention.default(
         q, k, v, None, True, 0.0, causal, scale=scale
     )
@@ -101,6 +106,7 @@ def cudnn_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
     bias: None, causal: bool, scale: float, wants_bias: bool,
 ) -> Gradients:  # fmt: skip
+    """`Kernel.backward` by cuDNN through PyTorch."""
     seed = torch.empty((), dtype=torch.int64, device=q.device)
     lse = lse.contiguous()
     dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward.default(

@@ -45,34 +45,42 @@ class Problem:
 
     @property
     def B(self) -> int:
+        """Batch entries."""
         return self.specs[0].shape[0]
 
     @property
     def H(self) -> int:
+        """Query heads."""
         return self.specs[0].shape[1]
 
     @property
     def G(self) -> int:
+        """Key/value heads; H is a multiple of G."""
         return self.specs[1].shape[1]
 
     @property
     def M(self) -> int:
+        """Queries."""
         return self.specs[0].shape[2]
 
     @property
     def N(self) -> int:
+        """Keys."""
         return self.specs[1].shape[2]
 
     @property
     def D(self) -> int:
+        """The head size of q and k."""
         return self.specs[0].shape[3]
 
     @property
     def E(self) -> int:
+        """The head size of v."""
         return self.specs[2].shape[3]
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of q, k and v."""
         return self.specs[0].dtype
 
     @property

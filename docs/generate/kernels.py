@@ -56,6 +56,7 @@ class Case:
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of so many bytes."""
         return torch.bfloat16 if self.bytes == 2 else torch.float32
 
     def graph(self) -> ag.Graph:

@@ -42,6 +42,7 @@ COLUMNS = {
 
 
 def spec(*shape: int, dtype: torch.dtype = torch.float32) -> ag.TensorSpec:
+    """A dense tensor."""
     return ag.TensorSpec(shape, dtype)
 
 

@@ -120,12 +120,14 @@ def declare(call: Json, machine: Json) -> Any:  # Any: cuDNN's graph
 
 
 def cudnn_dtype(name: str) -> Any:  # Any: cuDNN's
+    """cuDNN's dtype by our short name."""
     import cudnn
 
     return getattr(cudnn.data_type, DTYPES[name])
 
 
 def declare_tensor(graph: Any, x: Json) -> Any:  # Any: cuDNN's
+    """A tensor of a call, declared in cuDNN's graph."""
     form = {"dim": x["shape"], "stride": x["strides"], "data_type": cudnn_dtype(x["dtype"])}
     return graph.tensor(**form, uid=x["uid"])
 

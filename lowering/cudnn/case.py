@@ -33,6 +33,7 @@ class Case:
 
     @property
     def pass_(self) -> Pass:
+        """Which pass the problem is."""
         return "forward" if self.problem.grad is None else "backward"
 
     @property

@@ -140,6 +140,7 @@ def band_options(mask: CudnnMask) -> dict[str, Option]:
 def forward_call(
     problem: Problem, lengths: Sequence[Slot], options: dict[str, Option]
 ) -> CudnnCall:
+    """The call of `sdpa`; options: those of both passes, and generate_stats."""
     B, H, M, E = problem.B, problem.H, problem.M, problem.E
     o = (B, H, M, E)
     output = Slot("o", "o", o, dense_strides(o, memory_order(problem.specs[0])), problem.dtype)
@@ -151,6 +152,7 @@ def forward_call(
 def backward_call(
     problem: Problem, lengths: Sequence[Slot], options: dict[str, Option]
 ) -> CudnnCall:
+    """The call of `sdpa_backward`; options: as the frontend takes them."""
     assert problem.grad is not None
     _, o, _, do, _ = problem.grad.split(problem.specs)
     results = [slot("o", "o", o)] + ([slot("dO", "do", cotangent_spec(problem, do))] if do else [])

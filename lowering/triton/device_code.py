@@ -70,6 +70,7 @@ class Tracer:
 
     @classmethod
     def of(cls, problem: Problem) -> Tracer:
+        """A tracer whose numbers begin with the strides of all tensors that are read."""
         return cls(problem, Numbers([s for x in read_specs(problem) for s in x.strides]))
 
     def trace(self) -> DeviceCode:
@@ -227,10 +228,12 @@ def scores_code(code: Code) -> Symbol:
 
 
 def as_tensor(x: Symbol) -> Any:  # Any: modifiers are written for tensors
+    """The same symbol, for definitions that are written for tensors."""
     return x
 
 
 def as_symbol(x: Any) -> Symbol:  # Any: whatever a modifier returns
+    """What a definition returned, as a symbol. Raises Untraceable for anything else."""
     if not isinstance(x, Symbol):
         raise Untraceable(f"a modifier returns {x!r}, which is not computed from the scores")
     return x

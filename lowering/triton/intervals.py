@@ -60,6 +60,7 @@ class Range:
         return Range(same.where(self.least % x, 0), same.where(self.most % x, x - 1))
 
     def abs(self) -> Range:
+        """The range of absolute values."""
         straddles = (self.least <= 0) & (self.most >= 0)
         far = maximum(-self.least, self.most)
         return Range(straddles.where(0, minimum(abs(self.least), abs(self.most))), far)
@@ -117,14 +118,17 @@ class Range:
 
 
 def lower_end(x: Operand) -> Operand:
+    """The least value of a range, or the value itself."""
     return x.least if isinstance(x, Range) else x
 
 
 def upper_end(x: Operand) -> Operand:
+    """The greatest value of a range, or the value itself."""
     return x.most if isinstance(x, Range) else x
 
 
 def ends_of(x: Operand) -> tuple[Operand, ...]:
+    """Both ends of a range, or the value itself."""
     return (x.least, x.most) if isinstance(x, Range) else (x,)
 
 

@@ -33,6 +33,7 @@ def load_kernel(name: str) -> Any:  # Any: a function of Triton
 
 @cache
 def out_of_resources_error() -> Any:  # Any: a class of Triton's
+    """Triton's error for tiles that a GPU has no room for."""
     from triton.runtime.errors import OutOfResources
 
     return OutOfResources

@@ -74,15 +74,19 @@ class Driver:
         self.target = GPUTarget("cuda", sm, 32)
 
     def get_current_target(self) -> Any:  # Any: Triton's
+        """The GPU to compile for."""
         return self.target
 
     def get_current_device(self) -> str:
+        """What Triton takes for the number of a device."""
         return f"sm_{self.sm}"  # not a device's number: Triton's cache uses this as a key
 
     def get_current_stream(self, device: object) -> int:
+        """A stream, which nothing is launched on."""
         return 0
 
     def get_active_torch_device(self) -> torch.device:
+        """The device of PyTorch's tensors."""
         return torch.device("cpu")
 
 

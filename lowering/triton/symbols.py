@@ -212,12 +212,15 @@ class Symbol:
         return self if self.kind == "bool" else self.unary("{0} != 0", "bool")
 
     def logical_not(self) -> Symbol:
+        """Whether it is 0."""
         return ~self.truth()
 
     def maximum(self, x: Operand) -> Symbol:
+        """The larger of both."""
         return self.binary("tl.maximum({0}, {1})", x, at_run_time=True)
 
     def minimum(self, x: Operand) -> Symbol:
+        """The smaller of both."""
         return self.binary("tl.minimum({0}, {1})", x, at_run_time=True)
 
     def where(self, yes: Operand, no: Operand) -> Symbol:
@@ -237,6 +240,7 @@ class Symbol:
         )
 
     def to(self, dtype: torch.dtype) -> Symbol:
+        """As float32 for every floating dtype, as int64 for all others."""
         if dtype.is_floating_point:
             return self.unary("({0}).to(tl.float32)", "float")
         return self.unary("({0}).to(tl.int64)", "int")
@@ -247,6 +251,7 @@ class Symbol:
         return self.__sub__(product) if value == -1 else self.__add__(value * product)
 
     def square(self) -> Symbol:
+        """self * self."""
         return self * self
 
     def ignore_axes(self, *_: object) -> Symbol:
@@ -268,12 +273,14 @@ class Symbol:
         raise Untraceable(f"generated code has no {name}(); it has {', '.join(sorted(KNOWN))}")
 
     def abs(self) -> Symbol:
+        """The absolute value."""
         return self.unary("tl.abs({0})")
 
     def __abs__(self) -> Symbol:
         return self.abs()
 
     def refuse(self, *_: object, **__: object) -> Any:  # Any: it always raises
+        """Raises Untraceable: a symbol has no value."""
         raise Untraceable(
             "a symbol of generated code has no value yet; use only operators and methods, "
             "no `if`, `and`, `or`, `not`, int() or functions of torch"
@@ -325,6 +332,7 @@ KNOWN = {
 
 
 def is_zero(x: object) -> bool:
+    """Whether x is the integer 0."""
     return isinstance(x, int) and x == 0
 
 
