@@ -14,8 +14,8 @@ from attn_graph.masks.pictures import picture_html
 
 def picture_masks(graph: Graph) -> Iterator[Html]:
     """The tiles of each mask before any data, as HTML; equal ones once."""
-    sized = dict.fromkeys(each for eqn in graph.eqns for each in masks_of(graph, eqn))
-    yield from (picture_html(*each) for each in sized)
+    masks = dict.fromkeys(each for eqn in graph.eqns for each in masks_of(graph, eqn))
+    yield from (picture_html(*each) for each in masks)
 
 
 def masks_of(graph: Graph, eqn: Eqn) -> Iterator[tuple[Mask, int, int]]:

@@ -20,10 +20,10 @@ def fill(text: str, parts: Parts) -> str:
 def replace(text: str, name: str, new: str) -> str:
     """The text with one part replaced. Raises ValueError where the text has no such part."""
     pattern = rf"(<!-- {re.escape(name)} -->\n).*?\n?(<!-- end -->)"
-    filled, count = re.subn(pattern, lambda m: f"{m[1]}{new}\n{m[2]}", text, flags=re.DOTALL)
+    text, count = re.subn(pattern, lambda m: f"{m[1]}{new}\n{m[2]}", text, flags=re.DOTALL)
     if not count:
         raise ValueError(f"the page has no part <!-- {name} -->")
-    return filled
+    return text
 
 
 def row(*cells: object) -> str:

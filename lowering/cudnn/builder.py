@@ -110,8 +110,8 @@ def declare(call: Json, machine: Json) -> Any:  # Any: cuDNN's graph
     outputs = {x["argument"]: x for x in call["outputs"]}
     operands = [*call["inputs"], *(x for key, x in outputs.items() if key not in results)]
     tensors = {x["argument"]: declare_tensor(graph, x) for x in operands}
-    declared = getattr(graph, name)(**tensors, **frontend_options(graph, call))
-    for key, result in zip(results, declared, strict=True):
+    tensors_out = getattr(graph, name)(**tensors, **frontend_options(graph, call))
+    for key, result in zip(results, tensors_out, strict=True):
         if key in outputs:
             set_layout(result, outputs[key])
     for key in outputs.keys() & tensors.keys():
@@ -127,7 +127,7 @@ def cudnn_dtype(name: str) -> Any:  # Any: cuDNN's
 
 
 def declare_tensor(graph: Any, x: Json) -> Any:  # Any: cuDNN's
-    """A tensor of a call, declared in cuDNN's graph."""
+    """A tensor of a call in cuDNN's graph."""
     form = {"dim": x["shape"], "stride": x["strides"], "data_type": cudnn_dtype(x["dtype"])}
     return graph.tensor(**form, uid=x["uid"])
 
@@ -186,11 +186,11 @@ def describe_plan(
     plan: str | None = None,
 ) -> dict[str, Any]:  # Any: JSON
     """What cuDNN reports of the plan that it built. workspace: bytes."""
-    proposed = plan_names(graph)
-    name = plan or proposed[0]
-    _, knobs = graph.get_engine_and_knobs_at_index(proposed.index(name))
+    names = plan_names(graph)
+    name = plan or names[0]
+    _, knobs = graph.get_engine_and_knobs_at_index(names.index(name))
     return {
-        "plans": proposed,
+        "plans": names,
         "engine": name.partition("_")[0],
         "knobs": sorted([knob.name, value] for knob, value in knobs.items()),
         "notes": sorted(note.name for note in graph.get_behavior_notes()),

@@ -100,8 +100,8 @@ class Case:
 
     def operand(self, role: str) -> TensorSpec | None:
         """The spec of an operand, if the problem has it."""
-        named = zip(self.problem.node.roles, self.problem.specs, strict=False)
-        return next((spec for name, spec in named if name == role), None)
+        pairs = zip(self.problem.node.roles, self.problem.specs, strict=False)
+        return next((spec for name, spec in pairs if name == role), None)
 
     def wants(self, role: str) -> bool:
         """Whether this is a backward that computes the gradient of an operand."""
