@@ -162,7 +162,7 @@ def import_milliseconds(runs: int = 5) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(describe_target=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--save", action="store_true", help="write benchmarks/results/host-<date>.json"
     )

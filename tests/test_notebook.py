@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from html import escape
 from html.parser import HTMLParser
 from typing import Any, final
 
@@ -150,10 +151,7 @@ def test_text_and_attributes_are_escaped_and_html_is_not(text: str, name: str) -
     page = Reader(html.page(html.element("p", inner, title=name), html.bullets([text])))
     assert not page.open
     assert [tag for tag, _ in page.tags] == ["div", "style", "p", "b", "ul", "li"]
-    assert (
-        page.tags[2][1]["title"]
-        == Reader(f'<p title="{html.escape(name)}"></p>').tags[0][1]["title"]
-    )
+    assert page.tags[2][1]["title"] == Reader(f'<p title="{escape(name)}"></p>').tags[0][1]["title"]
 
 
 def test_what_a_value_says_is_text_and_no_markup() -> None:

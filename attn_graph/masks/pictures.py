@@ -117,13 +117,14 @@ def telling_size(mask: Mask) -> int:
 
 def whole_numbers(value: object) -> Iterator[int]:
     """The integers in the fields of a mask, and of the masks in it."""
+    kind = type(value)
     if isinstance(value, int) and not isinstance(value, bool):
         yield abs(value)
     elif isinstance(value, tuple):
         for each in value:
             yield from whole_numbers(each)
-    elif has(type(value)):
-        yield from whole_numbers(tuple(getattr(value, each.name) for each in fields(type(value))))
+    elif has(kind):
+        yield from whole_numbers(tuple(getattr(value, x.name) for x in fields(kind) if x.init))
 
 
 def figure(width: float, height: float, dark: bool = False) -> tuple[Figure, Axes]:
