@@ -338,6 +338,18 @@ class Plan:
     def __repr__(self) -> str:
         return f"Plan({self.backend} on {self.target})\n{self.graph}"
 
+    def _repr_html_(self) -> str:
+        """For notebooks: who runs it and how, who does not, and the graph. It compiles nothing."""
+        from attn_graph import html
+
+        rows = [
+            (self.backend, html.verdict(f"chosen, because {self.cause}", self.executable.notes)),
+            *((name, html.verdict("could run it too")) for name in self.also),
+            *((name, html.verdict("no, because it", texts)) for name, texts in self.refusals),
+        ]
+        head = html.element("p", f"a plan for {self.target}")
+        return html.page(head, html.table(rows), html.Html(self.graph._repr_html_()))
+
 
 def check(
     tensors: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec], target: Target

@@ -115,5 +115,6 @@ def test_the_models_agree_while_they_train(
     example("train_gpt").main(steps=3)
     told = capsys.readouterr().out
     assert "validation loss" in told
+    assert told.startswith("step 1 of 3: loss ")  # no terminal, so lines in place of the bar
     assert "plans built after the first step: 0" in told
     assert (tmp_path / "train_gpt.png").read_bytes().startswith(b"\x89PNG")

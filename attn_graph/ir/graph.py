@@ -161,3 +161,10 @@ class Graph:
         return show_graph(self)
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the text, and the tiles of each mask before any data."""
+        from attn_graph import html
+        from attn_graph.ir.pictures import picture_masks
+
+        return html.page(html.code(self), *picture_masks(self))

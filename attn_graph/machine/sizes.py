@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import final
 
 from attrs import frozen
@@ -50,6 +51,28 @@ class Memory:
             workspace += f" and {self.told('backward', self.workspace_backward)}"
         peak = f"{'at least ' if self.untold else ''}{format_bytes(self.peak)}"
         return f"outputs {format_bytes(self.outputs)}, {saved}workspace {workspace}, peak {peak}"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: a bar for each kind of memory, as part of the peak, and their sum."""
+        from attn_graph import html
+
+        rows = [(name, html.Number(text), html.bar(share)) for name, text, share in self.shares()]
+        peak = f"{'at least ' if self.untold else ''}{format_bytes(self.peak)}"
+        return html.page(html.table([*rows, ("peak", html.Number(peak), "at one time")]))
+
+    def shares(self) -> Iterator[tuple[str, str, float]]:
+        """Each kind of memory in words, with its bytes in words and as a share of the peak."""
+        passes = ("forward", "backward") if self.gradients else ("forward",)
+        counts = {"outputs": self.outputs}
+        counts |= {"saved for backward": self.saved} if self.gradients else {}
+        for name in passes:
+            counts[f"workspace {name}"] = getattr(self, f"workspace_{name}")
+            counts[f"temporary {name}"] = getattr(self, f"temporary_{name}")
+        counts |= {"gradients": self.gradients} if self.gradients else {}
+        later = {f"workspace {name}" for name in self.untold}
+        for name, count in counts.items():
+            text = "told by the built plan" if name in later else format_bytes(count)
+            yield name, text, count / max(1, self.peak)
 
     def told(self, pass_: str, count: int) -> str:
         return (

@@ -95,6 +95,14 @@ class Mask:
 
         return picture(self, M, N, data=data)
 
+    def _repr_html_(self) -> str:
+        """For notebooks: the mask, and its tiles over enough positions that its bounds show."""
+        from attn_graph import html
+        from attn_graph.masks.pictures import picture_html, telling_size
+
+        size = telling_size(self)
+        return html.page(html.code(self), picture_html(self, size, size))
+
     def __and__(self, other: Mask) -> Mask:
         return join_masks(And, (self, other))
 

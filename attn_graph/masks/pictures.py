@@ -5,13 +5,15 @@ The figures take plain values and write PNG, SVG or what else the path's suffix 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from attrs import fields, has
 
+from attn_graph import html
 from attn_graph.errors import GraphError
 from attn_graph.masks.joins import Mask
 from attn_graph.masks.places import Block
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 MARKS = "·▒█"  # nothing, some, all of a tile's places are kept
 MOST_MARKS = 64  # characters across a picture, unless tiles are asked for
 MOST_KINDS = 2**22  # tiles of a picture: more is more than a screen, or a page, has dots
+MOST_POSITIONS = 2**20  # queries and keys of a mask's picture in a notebook
 SIDE = 128  # queries and keys of a tile in a file, unless tiles are asked for
 DOTS = 200  # per inch of a PNG
 LIGHT = ("#ffffff", "#90caf9", "#1565c0")  # a tile's colour: empty, mixed, full
@@ -95,6 +98,33 @@ def picture(
     legend = f"{M} queries down, {N} keys across, a mark a {each}: {MARKS[2]} kept"
     legend += f", {MARKS[0]} not" if size == (1, 1) else f", {MARKS[1]} some, {MARKS[0]} none"
     return "\n".join([*lines, legend])
+
+
+def picture_html(mask: Mask | None, M: int, N: int) -> html.Html:
+    """The tiles of a mask over M queries and N keys as HTML, 64 along the longer side."""
+    side = -(-max(M, N, 1) // MOST_MARKS)
+    found = kinds(mask, M, N, (side, side)).tolist()
+    each = "places" if side == 1 else f"tiles of {side} x {side}"
+    empty, mixed, full = (sum(line.count(kind) for line in found) for kind in range(3))
+    counts = f"{empty} empty, {mixed} mixed, {full} full"
+    return html.tile_picture(found, f"{M} queries down, {N} keys across; {each}: {counts}")
+
+
+def telling_size(mask: Mask) -> int:
+    """So many positions that each bound of a mask shows in its picture: four times the largest."""
+    return max(MOST_MARKS, min(4 * max(whole_numbers(mask), default=0), MOST_POSITIONS))
+
+
+def whole_numbers(value: object) -> Iterator[int]:
+    """The integers in the fields of a mask, and of the masks in it."""
+    kind = type(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        yield abs(value)
+    elif isinstance(value, tuple):
+        for each in value:
+            yield from whole_numbers(each)
+    elif has(kind):
+        yield from whole_numbers(tuple(getattr(value, x.name) for x in fields(kind) if x.init))
 
 
 def figure(width: float, height: float, dark: bool = False) -> tuple[Figure, Axes]:

@@ -69,16 +69,20 @@ class Work:
             return None
         return "compute" if self.compute_seconds > self.memory_seconds else "memory"
 
+    def figures(self) -> tuple[str, str, str, str, str]:
+        """Flops, bytes, intensity, least time and what bounds it, as text; "-": not known."""
+        time = "-" if self.seconds is None else format_scaled(self.seconds, "s")
+        flops, moved = format_scaled(self.flops, "flop"), format_bytes(self.bytes)
+        return flops, moved, f"{self.intensity:.4g}", time, self.bound or "-"
+
     def achieved(self, measured: float) -> float | None:
         """The fraction of the target's peak that a pass of so many seconds achieves."""
         return None if self.seconds is None else self.seconds / measured
 
     def __str__(self) -> str:
-        flops, moved = format_scaled(self.flops, "flop"), format_bytes(self.bytes)
-        text = f"{flops}, {moved}, {self.intensity:.4g} flop/B"
-        if self.seconds is None:
-            return text
-        return f"{text}, at least {format_scaled(self.seconds, 's')}, bound by {self.bound}"
+        flops, moved, intensity, time, bound = self.figures()
+        text = f"{flops}, {moved}, {intensity} flop/B"
+        return text if self.seconds is None else f"{text}, at least {time}, bound by {bound}"
 
 
 @final
@@ -101,13 +105,27 @@ class Cost:
     estimated: bool = False
 
     def __str__(self) -> str:
-        most = "" if self.exact else "estimated, at most " if self.estimated else "at most "
         told = f"forward {self.forward}"
         if self.places:
-            share = f"{100 * self.pairs / self.places:.3g} %"
-            told = f"{most}{self.pairs} of {self.places} pairs ({share}); {told}"
+            told = f"{self.pairs_text()}; {told}"
         told += "" if self.backward is None else f"; backward {self.backward}"
         return told if self.exact else told.replace("at least", "at the roofline")
+
+    def pairs_text(self) -> str:
+        """How many pairs the masks keep, of how many, and how sure that is."""
+        most = "" if self.exact else "estimated, at most " if self.estimated else "at most "
+        return f"{most}{self.pairs} of {self.places} pairs ({100 * self.pairs / self.places:.3g} %)"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: a row for each pass, and how many pairs the masks keep."""
+        from attn_graph import html
+
+        works = {"forward": self.forward} | ({"backward": self.backward} if self.backward else {})
+        least = "least time" if self.exact else "time at the roofline"
+        rows = [(name, *map(html.Number, work.figures())) for name, work in works.items()]
+        head = ("", *map(html.Number, ("flops", "bytes", "flop/B", least, "bound by")))
+        pairs = [html.element("p", self.pairs_text())] if self.places else []
+        return html.page(html.table(rows, head), *pairs)
 
     def to_dict(self) -> dict[str, Any]:  # Any: JSON
         """All of it, and what follows: seconds, bound and intensity of each pass."""

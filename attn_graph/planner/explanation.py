@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from html import escape
 from textwrap import indent
 from typing import Any, final
 
@@ -143,25 +142,25 @@ class Explanation:
 
     def _repr_html_(self) -> str:
         """For notebooks: the choice, then a row for each other backend, then the figures."""
+        from attn_graph import html
+
         sides = {"forward": self, "backward": self.backward, IF_LSE: self.apart}
-        parts = [
-            f"<pre>{escape(str(self.graph))}</pre>",
-            f"<p>target: {escape(str(self.target))}</p>",
-        ]
-        parts += [side.table(name) for name, side in sides.items() if side]
-        parts += [f"<p>{escape(line)}</p>" for line in self.figures()]
-        return "<div>" + "".join(parts) + "</div>"
+        parts = [html.code(self.graph), html.element("p", f"target: {self.target}")]
+        parts += [html.Html(side.table(name)) for name, side in sides.items() if side]
+        parts += [html.element("p", line) for line in self.figures()]
+        return html.page(*parts)
 
     def table(self, name: str) -> str:
-        if self.backend:
-            rows = [html_row(self.backend, f"chosen, because {self.cause}", self.notes)]
-        else:
-            rows = [html_row("no backend takes it", self.cause, ())]
-        rows += [html_row(other, "could run it too", ()) for other in self.also]
+        """Who runs one pass, who could, and why the others don't, as HTML."""
+        from attn_graph import html
+
+        chosen = html.verdict(f"chosen, because {self.cause}", self.notes)
+        rows = [(self.backend or "no backend takes it", chosen if self.backend else self.cause)]
+        rows += [(other, html.verdict("could run it too")) for other in self.also]
         for each in group_alike(self.refusals):
             more = (each.way_out,) if each.smallest else ()
-            rows.append(html_row(each.backend, "no, because it", (*each.told(), *more)))
-        return f"<h4>{name}</h4><table>{''.join(rows)}</table>"
+            rows.append((each.backend, html.verdict("no, because it", (*each.told(), *more))))
+        return html.element("h4", name) + html.table(rows)
 
 
 def group_alike(refusals: Iterable[Refusal]) -> Iterator[Refusal]:
@@ -201,8 +200,3 @@ def sum_memory(
         gradients=sum(t.bytes for t in gradient.output_types) if gradient and behind else 0,
         untold=tuple(name for name, x in both.items() if x.workspace is None),
     )
-
-
-def html_row(name: str, verdict: str, lines: Sequence[str]) -> str:
-    told = "".join(f"<li>{escape(line)}</li>" for line in lines)
-    return f"<tr><th>{escape(name)}</th><td>{escape(verdict)}<ul>{told}</ul></td></tr>"

@@ -20,7 +20,7 @@ from attn_graph.machine.torch_switches import Precision
 from attn_graph.spec import NAMES, TensorSpec
 
 if TYPE_CHECKING:  # and imported where they are used: machines without a GPU never ask for them
-    from attn_graph.lowering.triton.device_code import Collected
+    from attn_graph.lowering.triton.device_code import Contribution
     from attn_graph.lowering.triton.launches import Launch
     from attn_graph.lowering.triton.offline import MachineCode
     from attn_graph.lowering.triton.plan import Flash
@@ -113,7 +113,7 @@ def machines_of(flash: Flash) -> list[MachineCode]:
     from attn_graph.lowering.triton import offline
     from attn_graph.lowering.triton.launches import is_interpreting
 
-    return [] if is_interpreting() else offline.machine_codes(flash)
+    return [] if is_interpreting() else offline.compile_launches(flash)
 
 
 def generated_text(flash: Flash) -> str:
@@ -204,7 +204,7 @@ class TritonCall:
         found: dict[int, torch.Tensor] = {
             n: self.flash.new_gradient(n, device) for n in range(3) if grad.wants[n]
         }
-        whole = [n for n, x in self.flash.code.collected.items() if set("ij") <= set(x.axes)]
+        whole = [n for n, x in self.flash.code.contributions.items() if set("ij") <= set(x.axes)]
         found |= {
             n: torch.empty(problem.specs[n].shape, dtype=problem.specs[n].dtype, device=device)
             for n in whole
@@ -217,7 +217,7 @@ class TritonCall:
         }
         named |= {"o.strides": o.stride()}
         with self.launched(self.flash.launches, named, operands) as scratch:
-            for n, collected in self.flash.code.collected.items():
+            for n, collected in self.flash.code.contributions.items():
                 if n not in found:
                     found[n] = sum_collected(scratch[f"sums{n}"], collected)
             if problem.node.sinks:
@@ -257,7 +257,7 @@ class TritonCall:
         return table
 
 
-def sum_collected(sums: torch.Tensor, collected: Collected) -> torch.Tensor:
+def sum_collected(sums: torch.Tensor, collected: Contribution) -> torch.Tensor:
     """A tensor's gradient from sums [B,H,M] or [B,H,N] of what it was read for."""
     line = "j" if "j" in collected.axes else "i"
     over = [n for n, axis in enumerate(("b", "h", line)) if axis not in collected.axes]

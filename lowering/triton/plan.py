@@ -20,10 +20,16 @@ from attn_graph.kernels.tilings import (
     tiling,
 )
 from attn_graph.lowering.problem import Problem
-from attn_graph.lowering.triton.device_code import LONG, Collected, DeviceCode, Tracer, read_specs
+from attn_graph.lowering.triton.device_code import (
+    LONG,
+    Contribution,
+    DeviceCode,
+    Tracer,
+    read_specs,
+)
 from attn_graph.lowering.triton.launches import Launch, check_interpreter
 from attn_graph.lowering.triton.symbols import Untraceable
-from attn_graph.lowering.triton.tile_lists import MOST_TILES, Ranged, blocks, static_lists
+from attn_graph.lowering.triton.tile_lists import MOST_TILES, ListCode, blocks, list_ahead
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision
 from attn_graph.machine.workspace import Buffer, Scratch
@@ -64,7 +70,7 @@ class Flash:
     ) -> Flash:
         """Raises Untraceable where the mask or a modifier can't be made a kernel's."""
         best = precision if takes_tf32(problem, target.sm) else "ieee"
-        found = cls(problem, target, Tracer.of(problem).code(), best, variant)
+        found = cls(problem, target, Tracer.of(problem).trace(), best, variant)
         if problem.grad is None:
             found.forward()
         else:
@@ -162,7 +168,7 @@ class Flash:
         except Untraceable:
             shape = None  # then from `span` and `surely`, for whatever the data may be
         if shape is None:
-            self.tables[name] = static_lists(self.problem, tiling, by_keys)
+            self.tables[name] = list_ahead(self.problem, tiling, by_keys)
             shape = (1, 1, *self.tables[name].shape)
         strides = dense_strides(shape)[:3]
         strides = tuple(s if n > 1 else 0 for n, s in zip(shape, strides, strict=False))
@@ -171,7 +177,7 @@ class Flash:
     def ranged(self, name: str, tiling: Tiling, by_keys: bool) -> tuple[int, ...]:
         """Launch what makes the lists on the device; their shape."""
         p = self.problem
-        ranged = Ranged.trace(p, tiling)
+        ranged = ListCode.trace(p, tiling)
         shape = ranged.shape(p, tiling, by_keys)
         self.buffers[name] = Buffer(shape, torch.int32)
         first = len(self.data()) - len(ranged.reads)
@@ -263,7 +269,7 @@ class Flash:
             self.query_gradient()
         if p.grad.wants[1] or p.grad.wants[2]:
             self.key_gradient()
-        for n, collected in self.code.collected.items():
+        for n, collected in self.code.contributions.items():
             self.collect(n, collected)
 
     def delta(self) -> None:
@@ -315,7 +321,7 @@ class Flash:
             texts = self.texts("keep", "strip", "change", "back")
             self.launch("key_gradient", lines, tile, names, more, texts, lists)
 
-    def collect(self, n: int, collected: Collected) -> None:
+    def collect(self, n: int, collected: Contribution) -> None:
         """The gradient of operand n: whole, or as sums that are left to add up."""
         tile = self.tiling("query_gradient")
         texts = self.texts("keep", "strip", "change") | {"COLLECT": collected.source}
@@ -325,7 +331,7 @@ class Flash:
             self.collect_lines(n, "j" in collected.axes, tile, texts)
 
     def collect_places(
-        self, n: int, collected: Collected, tile: Tiling, texts: dict[str, str]
+        self, n: int, collected: Contribution, tile: Tiling, texts: dict[str, str]
     ) -> None:
         """One program for each tile of the gradient."""
         p, axes = self.problem, collected.axes

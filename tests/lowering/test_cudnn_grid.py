@@ -99,7 +99,7 @@ def test_where_cudnn_dies_the_error_tells_the_question(tmp_path: Path) -> None:
 def test_the_page_tells_the_limits_of_today() -> None:
     page = report()
     text = page.PAGE.read_text(encoding="utf-8")
-    assert text == page.replace(text, "limits", page.limits()), (
+    assert text == page.replace(text, "limits", page.limits_table()), (
         "run `.venv/bin/python -m docs.generate.cudnn`, and read the diff"
     )
     assert f"\n{len(grid())} graphs, " in text, "run `make cudnn-report`, and read the diff"

@@ -15,7 +15,7 @@ from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
 from attn_graph.lowering.cudnn.case import Case, Version, needs_padding_mask
 from attn_graph.lowering.cudnn.graph import describe_call
 from attn_graph.lowering.cudnn.limits import RULES, reasons
-from attn_graph.lowering.cudnn.masks import Stated, StatedBand, mask_problems
+from attn_graph.lowering.cudnn.masks import CudnnBand, CudnnMask, mask_problems
 from attn_graph.lowering.problem import Problem
 from attn_graph.masks import Band, KeyLengths, QueryLengths
 from attn_graph.masks.canonical import canonical_mask
@@ -222,7 +222,7 @@ def sentences(given: Problem, asked: dict[str, Any]) -> list[str]:
     return [text for rule in RULES for text in rule.reasons(case)]
 
 
-def keeps(stated: StatedBand, i: int, j: int, shift: int) -> bool:
+def keeps(stated: CudnnBand, i: int, j: int, shift: int) -> bool:
     """Whether cuDNN's band keeps a place."""
     at = i + (shift if stated.align == "bottom_right" else 0)
     above = stated.left is None or j > at - stated.left
@@ -237,7 +237,7 @@ def test_a_band_means_the_same_in_cudnns_terms(M: int, N: int, plain: bool) -> N
         if low is not None and high is not None and low > high:
             continue
         mask = canonical_mask(Band(low, high), M, N)
-        stated = Stated.of(mask, M, N, plain=plain)
+        stated = CudnnMask.of(mask, M, N, plain=plain)
         assert stated is not None
         for i, j in ((i, j) for i in range(M) for j in range(N)):
             kept = (low is None or j - i >= low) and (high is None or j - i <= high)
@@ -247,7 +247,7 @@ def test_a_band_means_the_same_in_cudnns_terms(M: int, N: int, plain: bool) -> N
 def test_masks_with_no_words_in_cudnn_have_reasons() -> None:
     ragged = Band(None, 0, ("kv_lengths",))
     for mask in (ag.Prefix(2), ~CAUSAL, ragged, CAUSAL & ragged & KeyLengths()):
-        assert Stated.of(mask, 4, 4) is None
+        assert CudnnMask.of(mask, 4, 4) is None
         assert mask_problems(mask)
 
 

@@ -25,7 +25,7 @@ from attn_graph.lowering.triton import backend as triton_flash
 from attn_graph.lowering.triton.device_code import compile_text
 from attn_graph.lowering.triton.launches import Launch, check_interpreter
 from attn_graph.lowering.triton.plan import Flash, gradient_strides
-from attn_graph.lowering.triton.tile_lists import blocks, tile_kinds
+from attn_graph.lowering.triton.tile_lists import blocks, classify_blocks
 from attn_graph.masks.places import Block, Place
 from attn_graph.spec import TensorSpec
 from tests.support import plain
@@ -226,7 +226,7 @@ def test_every_tile_that_keeps_a_place_is_visited(
     if flash.code.strip:
         assert torch.equal(found > 0, some)
     elif not problem.node.mask.needs:
-        due = tile_kinds(problem.node.mask, problem, INTERPRETED)
+        due = classify_blocks(problem.node.mask, problem, INTERPRETED)
         assert torch.equal(found > 0, (due > 0).expand(found.shape))
 
 
