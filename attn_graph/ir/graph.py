@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, final
 
 import torch
 from attrs import frozen
 
 from attn_graph.errors import GraphError
+from attn_graph.printing import show_call, show_fields
 from attn_graph.spec import FLOATS, TensorSpec, ValueType
 
 # Values are handles of whoever builds the graph, so that the IR needs to know nothing of builders.
@@ -64,6 +65,9 @@ class Op:
     def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
         """Emit the gradient of each operand; None for what has none. A None in grads is zero."""
         raise NotImplementedError
+
+    def __str__(self) -> str:
+        return show_call(self)
 
 
 def check_graph(graph: object, name: str) -> None:
@@ -156,8 +160,30 @@ class Graph:
             first += len(eqn.outs)
 
     def __str__(self) -> str:
-        from attn_graph.ir.parse import show_graph  # above this floor; printing alone looks up
-
         return show_graph(self)
 
     __repr__ = __str__
+
+
+def show_graph(graph: Graph) -> str:
+    """A graph as Python, one line an equation, which `parse` turns back into an equal graph."""
+    names = [i.name for i in graph.inputs]
+    inputs = ",\n".join(f"    {i.name}: {i.spec}" for i in graph.inputs)
+    lines = [f"def graph(\n{inputs},\n):" if names else "def graph():"]
+    for eqn in graph.eqns:
+        results = list(unused_names(eqn.op.names, names))
+        args = ", ".join([names[i] for i in eqn.args] + show_fields(eqn.op))
+        types = ", ".join(map(str, eqn.outs))
+        names += results
+        lines.append(f"    {', '.join(results)} = {op_name(type(eqn.op))}({args})  # {types}")
+    return "\n".join([*lines, f"    return {', '.join(names[i] for i in graph.outputs)}"])
+
+
+def unused_names(wanted: Iterable[str], taken: Iterable[str]) -> Iterator[str]:
+    """A name for each wanted one: itself, or itself with the lowest number that is not taken."""
+    used = set(taken)
+    for name in wanted:
+        tries = (name if n == 1 else f"{name}{n}" for n in range(1, len(used) + 2))
+        free = next(t for t in tries if t not in used)
+        used.add(free)
+        yield free

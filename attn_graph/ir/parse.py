@@ -1,4 +1,4 @@
-"""Graphs as text and back. The text is Python, so `ast` is the whole parser."""
+"""Reads the text of graphs and masks. The text is Python, so `ast` does the parsing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from attn_graph.ir import modifiers, ops
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.builder import Builder, Value
 from attn_graph.ir.graph import Graph, Op, op_name
-from attn_graph.masks import And, Mask, Not, Or, flatten_join, is_mask, join_masks
+from attn_graph.masks import And, Mask, Or, is_mask, join_masks
 from attn_graph.spec import DTYPES, TensorSpec
 
 OPS: tuple[type[Op], ...] = (
@@ -24,60 +24,7 @@ OPS: tuple[type[Op], ...] = (
     *(modifiers.Back, modifiers.Collect, *modifiers.MODIFIERS),
     *(Attention, AttentionGrad),
 )
-
-
 CALLS = {op_name(op): op for op in OPS}
-
-
-def show_graph(graph: Graph) -> str:
-    """Valid Python, one line an equation, that `parse` turns back into an equal graph."""
-    names = [i.name for i in graph.inputs]
-    inputs = ",\n".join(f"    {i.name}: {i.spec}" for i in graph.inputs)
-    lines = [f"def graph(\n{inputs},\n):" if names else "def graph():"]
-    for eqn in graph.eqns:
-        outs = list(fresh(eqn.op.names, names))
-        args = ", ".join([names[i] for i in eqn.args] + shown_fields(eqn.op))
-        types = ", ".join(map(str, eqn.outs))
-        names += outs
-        lines.append(f"    {', '.join(outs)} = {op_name(type(eqn.op))}({args})  # {types}")
-    return "\n".join([*lines, f"    return {', '.join(names[i] for i in graph.outputs)}"])
-
-
-def fresh(wanted: Iterable[str], taken: list[str]) -> Iterator[str]:
-    """Names for results: as wanted, or with the first free number."""
-    used = set(taken)
-    for name in wanted:
-        tries = (name if n == 1 else f"{name}{n}" for n in range(1, len(used) + 2))
-        free = next(t for t in tries if t not in used)
-        used.add(free)
-        yield free
-
-
-def shown_fields(value: Any) -> list[str]:  # Any: of an attrs class
-    """`name=value` for every field that differs from its default."""
-    return [
-        f"{f.name}={show_value(getattr(value, f.name))}"
-        for f in attrs.fields(type(value))
-        if f.default is attrs.NOTHING or getattr(value, f.name) != f.default
-    ]
-
-
-def show_value(value: object) -> str:
-    """A field's value as Python."""
-    match value:
-        case And():
-            return f"({' & '.join(map(show_value, flatten_join(And, value)))})"
-        case Or():
-            return f"({' | '.join(map(show_value, flatten_join(Or, value)))})"
-        case Not(a):
-            return f"~{show_value(a)}"
-        case tuple():
-            inner = ", ".join(map(show_value, value))
-            return f"({inner},)" if len(value) == 1 else f"({inner})"
-        case _ if attrs.has(type(value)):
-            return f"{type(value).__name__}({', '.join(shown_fields(value))})"
-        case _:
-            return repr(value)
 
 
 def parse(text: str, *, known: Iterable[type[Any]] = ()) -> Graph:  # Any: masks, modifiers or ops

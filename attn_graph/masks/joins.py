@@ -17,6 +17,7 @@ from attrs import Factory, field, frozen
 
 from attn_graph.errors import GraphError
 from attn_graph.masks.places import Block, Keys, Place, Strip, Term
+from attn_graph.printing import show_call
 from attn_graph.spec import INTEGERS, ValueType
 
 DEEPEST = 128  # joins within joins: each takes up to four of the thousand calls that Python nests
@@ -105,9 +106,7 @@ class Mask:
         return self.a if isinstance(self, Not) else Not(self)
 
     def __str__(self) -> str:
-        from attn_graph.ir.parse import show_value  # above this floor; printing looks up
-
-        return show_value(self)
+        return show_call(self)
 
 
 def is_mask(_: object, __: object, value: Mask) -> None:
@@ -196,6 +195,9 @@ class And(Join):
     def surely(self, block: Block) -> Keys:
         return self.a.surely(block) & self.b.surely(block)
 
+    def __str__(self) -> str:
+        return f"({' & '.join(map(str, flatten_join(And, self)))})"
+
 
 @final
 @frozen
@@ -219,6 +221,9 @@ class Or(Join):
     def surely(self, block: Block) -> Keys:
         return self.a.surely(block) | self.b.surely(block)
 
+    def __str__(self) -> str:
+        return f"({' | '.join(map(str, flatten_join(Or, self)))})"
+
 
 @final
 @frozen
@@ -240,3 +245,6 @@ class Not(Join):
 
     def surely(self, block: Block) -> Keys:
         return self.a.span(block).outside(block.N)
+
+    def __str__(self) -> str:
+        return f"~{self.a}"
