@@ -23,7 +23,7 @@ KNOWN = (  # what an explanation leaves for the next, of the same graph on anoth
     remedies.gradient_graph,
     remedies.single_edits,
     remedies.apply_edits,
-    cost.count_seen_once,
+    cost.count_pairs_once,
     explanation.count_tiles_once,
     fused_tiles.static_tiles,
 )

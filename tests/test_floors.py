@@ -6,7 +6,7 @@ from fnmatch import fnmatch
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-from tests.support.sources import found
+from tests.support.sources import source_files
 
 FLOORS = (  # top first; a name, or `package.*` for the package and all its modules
     ("attn_graph.__main__",),
@@ -26,7 +26,7 @@ FLOORS = (  # top first; a name, or `package.*` for the package and all its modu
     ("attn_graph.spec",),
     ("attn_graph.printing", "attn_graph.errors"),
 )
-MODULES = found("*.py")
+MODULES = source_files("*.py")
 
 
 def floor(module: str) -> int | None:

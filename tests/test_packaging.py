@@ -5,12 +5,12 @@ import tomllib
 
 import pytest
 
-from tests.support.sources import HOMES, ROOT, found
+from tests.support.sources import HOMES, ROOT, source_files
 
 
 def test_every_source_folder_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    assert found("__init__.py").keys() == set(project["tool"]["setuptools"]["packages"])
+    assert source_files("__init__.py").keys() == set(project["tool"]["setuptools"]["packages"])
 
 
 @pytest.mark.parametrize("name", ["kernels", "lowering"])

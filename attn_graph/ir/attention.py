@@ -12,7 +12,7 @@ from attn_graph import masks
 from attn_graph.errors import GraphError
 from attn_graph.ir import ops
 from attn_graph.ir.graph import Emit, Gradients, Op, Values
-from attn_graph.ir.modifiers import INF, Modifier, every_place, finite, restoring
+from attn_graph.ir.modifiers import INF, Modifier, every_place, find_restores, require_finite
 from attn_graph.spec import ValueType, number
 
 T = TypeVar("T")
@@ -49,7 +49,7 @@ class Attention(Op):
     The chain scores, modifiers, mask, softmax, dropout, weigh; `unfold` spells it out.
     """
 
-    scale: float = field(default=1.0, converter=number, validator=finite)
+    scale: float = field(default=1.0, converter=number, validator=require_finite)
     modifiers: tuple[Modifier, ...] = field(default=(), converter=in_order)
     mask: masks.Mask | None = None
     sinks: bool = field(default=False, converter=bool)
@@ -95,7 +95,7 @@ class Attention(Op):
     @property
     def restores(self) -> tuple[bool, ...]:
         """For each modifier, whether -inf has to be put back after it."""
-        return restoring(self.modifiers)
+        return find_restores(self.modifiers)
 
     def split(self, operands: Sequence[T]) -> Operands[T]:
         """The operands by role."""

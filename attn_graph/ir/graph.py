@@ -16,7 +16,7 @@ from attn_graph.spec import FLOATS, TensorSpec, ValueType
 # Values are handles of whoever builds the graph, so that the IR needs to know nothing of builders.
 Values = Sequence[Any]
 Gradients = tuple[Any, ...]  # a value for each operand, or None
-# What `pull` emits with: an op and the values it reads, giving the op's results.
+# How `pull` adds an equation: by an op and the values that it reads; it returns the results.
 Emit = Callable[..., tuple[Any, ...]]
 
 NO_SECOND = (
@@ -31,8 +31,8 @@ NO_SECOND = (
 class Op:
     """What an equation does. Fields are static parameters; tensors are the equation's operands.
 
-    A subclass states all that is true of it on any machine: `problems`, `infer`, `run`, `pull`.
-    What a backend makes of it stands with the backend.
+    A subclass states what is true of it on any machine: `problems`, `infer`, `run`, `pull`. How a
+    backend computes it is the backend's affair.
     """
 
     names: ClassVar[tuple[str, ...]] = ("x",)  # of the results, when printed
@@ -45,25 +45,25 @@ class Op:
         """How many axes each operand has; None: any number."""
         raise NotImplementedError
 
-    # Any in these three: leaves fix their arity, and type checkers let them for exactly this form.
+    # Any in these three: subclasses fix the number of operands, which this form alone allows.
     def problems(self, *args: Any, **kwargs: Any) -> Iterator[str]:  # Any: as above
-        """Everything that is wrong with operands of these types; none: the op means something."""
+        """Why operands of these types make no sense; none: they do."""
         yield from ()
 
     def infer(self, *args: Any, **kwargs: Any) -> tuple[ValueType, ...]:  # Any: as above
-        """The types of the results. Asked even where there are problems of size, not of rank."""
+        """The types of the results. Called where sizes may be wrong, but ranks are right."""
         raise NotImplementedError
 
     def gradient_problems(self) -> Iterator[str]:
-        """Why it runs forward alone; none: `pull` gives its gradient."""
+        """Why it has no gradient; none: `pull` emits it."""
         yield from ()
 
     def run(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:  # Any: as above
-        """The meaning, in torch; slow and exact."""
+        """The meaning, in PyTorch: exact and slow."""
         raise NotImplementedError
 
     def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
-        """Emit the gradient of each operand; None for what has none. A None in grads is zero."""
+        """Emit and return each operand's gradient, None for one without. None in grads is 0."""
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -71,7 +71,7 @@ class Op:
 
 
 def check_graph(graph: object, name: str) -> None:
-    """Raise GraphError for what is no graph."""
+    """Raise GraphError for what is no Graph. name: of the function that wants one."""
     if not isinstance(graph, Graph):
         raise GraphError(
             f"{name}: expected a Graph, got {type(graph).__name__}; see attention and graph"
@@ -131,12 +131,13 @@ class Graph:
 
     @property
     def output_types(self) -> tuple[ValueType, ...]:
+        """The type of each output."""
         types = self.types
         return tuple(types[i] for i in self.outputs)
 
     @property
     def is_gradient(self) -> bool:
-        """Whether an equation is part of a gradient: there is no gradient of this graph then."""
+        """Whether an equation is part of a gradient; then the graph has no gradient of its own."""
         return any(eqn.op.is_gradient for eqn in self.eqns)
 
     @property
@@ -149,7 +150,7 @@ class Graph:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether there is something to differentiate by, and a derivative of every step."""
+        """Whether it has a floating input, and a derivative of every step."""
         return not self.gradient_problems and any(i.spec.dtype in FLOATS for i in self.inputs)
 
     def numbered(self) -> Iterator[tuple[Eqn, range]]:

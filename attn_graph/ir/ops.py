@@ -14,9 +14,9 @@ from attrs import field, frozen
 from attn_graph import masks
 from attn_graph.errors import GraphError, problems_of
 from attn_graph.ir.graph import Emit, Gradients, Op, Values
-from attn_graph.ir.modifiers import INF, beyond, every_place, finite
+from attn_graph.ir.modifiers import INF, every_place, range_problem, require_finite
 from attn_graph.ir.philox import counters, keep_
-from attn_graph.ir.promises import mask_problems
+from attn_graph.ir.promises import leaf_promise_problems
 from attn_graph.masks.canonical import canonical_mask
 from attn_graph.masks.places import Place
 from attn_graph.spec import DTYPES, FLOATS, NAMES, ValueType, accumulator, number
@@ -32,7 +32,7 @@ def per_head(x: torch.Tensor, heads: int) -> torch.Tensor:
 class Scores(Op):
     """q [B,H,M,D], k [B,G,N,D] -> scale * q k^T [B,H,M,N], in float32 or wider."""
 
-    scale: float = field(default=1.0, converter=number, validator=finite)
+    scale: float = field(default=1.0, converter=number, validator=require_finite)
     names = ("s",)
     reads = 2
     roles = ("q", "k")
@@ -57,7 +57,7 @@ class Scores(Op):
             yield f"scores: q {q} and k {k} disagree in dtype, {q.dtype} and {k.dtype}"
         if q.dtype not in FLOATS:
             yield f"scores: q {q} must be of {' or '.join(map(str, FLOATS))}"
-        if told := beyond(self.scale, accumulator(q.dtype)):
+        if told := range_problem(self.scale, accumulator(q.dtype)):
             yield f"scores: scale {told}"
 
     def infer(self, q: ValueType, k: ValueType) -> tuple[ValueType]:
@@ -77,7 +77,7 @@ class Scores(Op):
 class Mask(Op):
     """s [B,H,M,N], the mask's tensors -> s, with -inf where the mask does not keep."""
 
-    mask: masks.Mask = field(validator=masks.is_mask)
+    mask: masks.Mask = field(validator=masks.require_mask)
     names = ("s",)
 
     @property
@@ -93,7 +93,7 @@ class Mask(Op):
         sizes = {"b": B, "h": H, "i": M, "j": N}
         for (name, data), type_ in zip(self.mask.needs.items(), given, strict=True):
             yield from data.problems("mask", name, type_, sizes)
-        yield from mask_problems(self.mask, (B, H, M, N))
+        yield from leaf_promise_problems(self.mask, (B, H, M, N))
         yield from problems_of(lambda: canonical_mask(self.mask, M, N))
 
     def infer(self, s: ValueType, *given: ValueType) -> tuple[ValueType]:
@@ -283,7 +283,7 @@ def dropout_keeps(at: Place, rate: float, seed: int, offset: int) -> torch.Tenso
 class Weigh(Op):
     """p [B,H,M,N], v [B,G,N,E] -> scale * p v [B,H,M,E], in v's dtype."""
 
-    scale: float = field(default=1.0, converter=number, validator=finite)
+    scale: float = field(default=1.0, converter=number, validator=require_finite)
     names = ("o",)
     reads = 2
     roles = ("p", "v")
@@ -325,7 +325,7 @@ class WeighT(Op):
     A row of p that is all 0 adds 0, whatever x holds there.
     """
 
-    scale: float = field(default=1.0, converter=number, validator=finite)
+    scale: float = field(default=1.0, converter=number, validator=require_finite)
     names = ("dv",)
     reads = 3
     is_gradient = True

@@ -29,7 +29,7 @@ from attn_graph.ir.vjp import training_gradient
 from attn_graph.machine.sizes import format_bytes
 from attn_graph.machine.target import Target
 from attn_graph.masks import Mask
-from attn_graph.masks.tiles import Seen, Sizes, count_seen
+from attn_graph.masks.tiles import Coverage, Sizes, count_pairs
 from attn_graph.spec import NAMES, TensorSpec, ValueType
 
 HELD = 256  # counts of masks
@@ -251,7 +251,7 @@ def attention_share(
     """What an attention, or its gradient, adds."""
     (B, H, M, D), (_, G, N, _), E = operands[0].shape, operands[1].shape, operands[2].shape[3]
     sizes = (B, H, G, M, N)
-    found = count_seen(node.mask, sizes, data) if data else count_seen_once(node.mask, sizes)
+    found = count_pairs(node.mask, sizes, data) if data else count_pairs_once(node.mask, sizes)
     most: list[int | None] = [found.queries * D, found.keys * D, found.keys * E]
     read = [data for modifier in node.modifiers for data in modifier.needs.values()]
     most += [found.pairs if {"i", "j"} <= {*data.axes} else None for data in read]
@@ -267,9 +267,9 @@ def attention_share(
 
 
 @lru_cache(HELD)
-def count_seen_once(mask: Mask | None, sizes: Sizes) -> Seen:
+def count_pairs_once(mask: Mask | None, sizes: Sizes) -> Coverage:
     """The same before any data: forward and backward ask it, on every target."""
-    return count_seen(mask, sizes, {})
+    return count_pairs(mask, sizes, {})
 
 
 def summed_widths(eqn: Eqn, D: int, E: int) -> int:

@@ -21,7 +21,7 @@ import attn_graph as ag
 from attn_graph.cli.cache import format_age
 from attn_graph.cli.main import commands, main
 from attn_graph.machine.store import MAGIC
-from tests.support.sources import ROOT, loaded
+from tests.support.sources import ROOT, load_file
 
 GRAPH = ag.attention(*(ag.TensorSpec((1, 2, 64, 16), torch.float32),) * 3, mask=ag.Causal())
 CALL = {
@@ -45,7 +45,7 @@ def run(*line: str, stdin: str | None = None) -> Result:
 
 def page() -> ModuleType:
     """docs/generate/command_line.py as a module."""
-    return loaded(ROOT / "docs" / "generate" / "command_line.py")
+    return load_file(ROOT / "docs" / "generate" / "command_line.py")
 
 
 def every(name: str, command: click.Command) -> list[tuple[str, click.Command]]:

@@ -60,7 +60,7 @@ sys.path[:0] = [lowering]
 import cudnn_builder
 cudnn_builder.stand_in(driver)
 device = Path(folder, "device").read_text()
-graph = cudnn_builder.loaded(Path(folder, "plan").read_bytes(), device)
+graph = cudnn_builder.load_file(Path(folder, "plan").read_bytes(), device)
 print(graph.get_workspace_size())
 """
 needs_cudnn = pytest.mark.skipif(

@@ -277,7 +277,7 @@ import cudnn_builder
 cudnn_builder.stand_in(driver)
 ctypes.CDLL(f"{folder}/libnvrtc.so.13", ctypes.RTLD_GLOBAL)
 device = Path(folder, "device").read_text()
-graph = cudnn_builder.loaded(Path(folder, "plan").read_bytes(), device)
+graph = cudnn_builder.load_file(Path(folder, "plan").read_bytes(), device)
 print(graph.get_workspace_size(), sorted(n.name for n in graph.get_behavior_notes()))
 """
 
@@ -350,7 +350,7 @@ import cudnn
 plan = Path(folder, "plan").read_bytes()
 for name, device in json.loads(Path(folder, "devices").read_text()).items():
     try:
-        cudnn_builder.loaded(plan, json.dumps(device))
+        cudnn_builder.load_file(plan, json.dumps(device))
     except cudnn.cudnnGraphNotSupportedError:
         print(name)
 """
