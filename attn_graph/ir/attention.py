@@ -13,7 +13,7 @@ from attn_graph.errors import GraphError
 from attn_graph.ir import ops
 from attn_graph.ir.graph import Emit, Gradients, Op, Values
 from attn_graph.ir.modifiers import INF, Modifier, every_place, find_restores, require_finite
-from attn_graph.spec import ValueType, number
+from attn_graph.spec import ValueType, to_number
 
 T = TypeVar("T")
 
@@ -49,11 +49,11 @@ class Attention(Op):
     The chain scores, modifiers, mask, softmax, dropout, weigh; `unfold` spells it out.
     """
 
-    scale: float = field(default=1.0, converter=number, validator=require_finite)
+    scale: float = field(default=1.0, converter=to_number, validator=require_finite)
     modifiers: tuple[Modifier, ...] = field(default=(), converter=in_order)
     mask: masks.Mask | None = None
     sinks: bool = field(default=False, converter=bool)
-    dropout: float = field(default=0.0, converter=number, validator=ops.share)
+    dropout: float = field(default=0.0, converter=to_number, validator=ops.share)
     names = ("o", "lse")
 
     @property

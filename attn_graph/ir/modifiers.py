@@ -3,8 +3,8 @@
 A modifier states its mathematics once, for a block of scores at any place: `change` (the step),
 `back` (its derivative) and `collect` (the gradient of its tensors). The reference, the op-by-op
 gradient and the blocked lowerings all run these three. A modifier that only adds (`additive`) has
-the derivative 1, and fused kernels may take it as a block of bias. Any other one without `back` runs
-forward alone, and its gradient is refused.
+the derivative 1, and fused kernels may take it as a block of bias. Any other
+without `back` runs forward alone, and its gradient is refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from attn_graph.errors import GraphError, problems_of
 from attn_graph.ir.graph import Emit, Gradients, Op, Values, op_name
 from attn_graph.masks import LENGTHS, Align, Data, as_names, diagonal_offset, require_alignment
 from attn_graph.masks.places import Block, Place, Term
-from attn_graph.spec import FLOATS, INTEGERS, NAMES, ValueType, number
+from attn_graph.spec import FLOATS, INTEGERS, NAMES, ValueType, to_number
 
 INF = float("inf")
 
@@ -179,7 +179,7 @@ class SoftCap(Modifier):
 
     relative = True
     hides = False
-    cap: float = field(converter=number, validator=require_positive)
+    cap: float = field(converter=to_number, validator=require_positive)
 
     def problems(self, *types: ValueType) -> Iterator[str]:
         yield from super().problems(*types)

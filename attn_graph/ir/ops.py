@@ -19,7 +19,7 @@ from attn_graph.ir.philox import counters, keep_
 from attn_graph.ir.promises import leaf_promise_problems
 from attn_graph.masks.canonical import canonical_mask
 from attn_graph.masks.places import Place
-from attn_graph.spec import DTYPES, FLOATS, NAMES, ValueType, accumulator, number
+from attn_graph.spec import DTYPES, FLOATS, NAMES, ValueType, accumulator, to_number
 
 
 def per_head(x: torch.Tensor, heads: int) -> torch.Tensor:
@@ -32,7 +32,7 @@ def per_head(x: torch.Tensor, heads: int) -> torch.Tensor:
 class Scores(Op):
     """q [B,H,M,D], k [B,G,N,D] -> scale * q k^T [B,H,M,N], in float32 or wider."""
 
-    scale: float = field(default=1.0, converter=number, validator=require_finite)
+    scale: float = field(default=1.0, converter=to_number, validator=require_finite)
     names = ("s",)
     reads = 2
     roles = ("q", "k")
@@ -245,7 +245,7 @@ def share(_: object, attribute: object, rate: float) -> None:
 class Dropout(Op):
     """p, seed, offset -> p * z / (1 - rate), z from Philox at (seed, offset; b, h, i, j)."""
 
-    rate: float = field(converter=number, validator=share)
+    rate: float = field(converter=to_number, validator=share)
     names = ("p",)
     roles = ("p", "seed", "offset")
 
@@ -283,7 +283,7 @@ def dropout_keeps(at: Place, rate: float, seed: int, offset: int) -> torch.Tenso
 class Weigh(Op):
     """p [B,H,M,N], v [B,G,N,E] -> scale * p v [B,H,M,E], in v's dtype."""
 
-    scale: float = field(default=1.0, converter=number, validator=require_finite)
+    scale: float = field(default=1.0, converter=to_number, validator=require_finite)
     names = ("o",)
     reads = 2
     roles = ("p", "v")
@@ -325,7 +325,7 @@ class WeighT(Op):
     A row of p that is all 0 adds 0, whatever x holds there.
     """
 
-    scale: float = field(default=1.0, converter=number, validator=require_finite)
+    scale: float = field(default=1.0, converter=to_number, validator=require_finite)
     names = ("dv",)
     reads = 3
     is_gradient = True

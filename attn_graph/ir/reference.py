@@ -11,7 +11,7 @@ from attrs import frozen
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.graph import Graph, Op
 from attn_graph.ir.modifiers import INF
-from attn_graph.machine.ambient import steady
+from attn_graph.machine.ambient import plain_ops_on
 
 
 def evaluate(
@@ -19,7 +19,7 @@ def evaluate(
 ) -> tuple[torch.Tensor, ...]:
     """The outputs of a graph; floating inputs are cast to `dtype` unless it is None."""
     values = [t.to(dtype) if dtype and t.is_floating_point() else t for t in tensors]
-    with steady(device_of(tensors)):
+    with plain_ops_on(device_of(tensors)):
         for eqn in graph.eqns:
             values += eqn.op.run(*(values[i] for i in eqn.args))
     return tuple(values[i] for i in graph.outputs)
@@ -97,7 +97,7 @@ def evaluate_low(graph: Graph, tensors: Sequence[torch.Tensor]) -> tuple[torch.T
         return tuple(round_digits(x, low) if x.is_floating_point() else x for x in results)
 
     values = list(tensors)
-    with steady(device_of(tensors)):
+    with plain_ops_on(device_of(tensors)):
         for eqn in graph.eqns:
             values += step(eqn.op, *(values[i] for i in eqn.args))
     return tuple(values[i] for i in graph.outputs)

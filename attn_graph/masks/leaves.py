@@ -11,7 +11,7 @@ from attrs import Attribute, evolve, field, frozen
 from attn_graph.errors import GraphError
 from attn_graph.masks.joins import Align, Data, Mask
 from attn_graph.masks.places import Block, Keys, Place, Strip, Term
-from attn_graph.spec import integer
+from attn_graph.spec import to_integer
 
 FARTHEST = 2**63 - 1  # positions: the largest integer of a tensor
 LENGTHS = ("kv_lengths", "q_lengths")  # the names that say where each sequence of a batch ends
@@ -24,7 +24,7 @@ def as_names(values: Iterable[str]) -> tuple[str, ...]:
 
 def to_whole(value: float | None) -> int | None:
     """A bound as an int; None stays None. Raises GraphError for 2.5, which it does not round."""
-    bound = None if value is None else integer(value)
+    bound = None if value is None else to_integer(value)
     if bound is None and value is not None:
         raise GraphError(f"mask: the bound {value!r} is not a whole number of positions")
     return bound

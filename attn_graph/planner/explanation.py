@@ -42,9 +42,9 @@ class Refusal:
 
     def __str__(self) -> str:
         ending = f"\n  {self.way_out}" if self.smallest else ""
-        return format_refusal(self.backend, tuple(self.told())) + ending
+        return format_refusal(self.backend, tuple(self.lines())) + ending
 
-    def told(self) -> Iterator[str]:
+    def lines(self) -> Iterator[str]:
         """Each reason, with what lifts it."""
         for reason, texts in zip(
             self.reasons, self.lifts or ((),) * len(self.reasons), strict=True
@@ -90,9 +90,11 @@ class Explanation:
     through_lse: Explanation | None = None
 
     def __str__(self) -> str:
-        return "\n".join([str(self.graph), f"target: {self.target}", *self.told(), *self.figures()])
+        return "\n".join(
+            [str(self.graph), f"target: {self.target}", *self.lines(), *self.figures()]
+        )
 
-    def told(self) -> Iterator[str]:
+    def lines(self) -> Iterator[str]:
         """Who runs it, who could, who not."""
         chosen = f"{self.backend}: chosen, because {self.cause}"
         yield chosen if self.backend else f"no backend takes it: {self.cause}"
@@ -101,10 +103,10 @@ class Explanation:
         yield from map(str, group_alike(self.refusals))
         if self.backward:
             yield "backward"
-            yield from (indent(line, "  ") for line in self.backward.told())
+            yield from (indent(line, "  ") for line in self.backward.lines())
         if self.apart:
             yield IF_LSE
-            yield from (indent(line, "  ") for line in self.apart.told())
+            yield from (indent(line, "  ") for line in self.apart.lines())
 
     @property
     def apart(self) -> Explanation | None:
@@ -160,7 +162,7 @@ class Explanation:
         rows += [html_row(other, "could run it too", ()) for other in self.also]
         for each in group_alike(self.refusals):
             more = (each.way_out,) if each.smallest else ()
-            rows.append(html_row(each.backend, "no, because it", (*each.told(), *more)))
+            rows.append(html_row(each.backend, "no, because it", (*each.lines(), *more)))
         return f"<h4>{name}</h4><table>{''.join(rows)}</table>"
 
 

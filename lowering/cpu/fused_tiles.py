@@ -119,7 +119,7 @@ class FusedTiles:
         asked = POSITIONS * b * self.most_scores() + 2 * (1 + p.wide.itemsize) * self.addends
         return asked + 2 * p.wide.itemsize * results
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """How it runs, for `explain`."""
         if self.static is None:
             mask = self.problem.node.mask

@@ -22,7 +22,7 @@ from attn_graph.lowering.cpu.fused_tiles import FusedTiles
 from attn_graph.lowering.cpu.product_tiles import ProductTiles
 from attn_graph.lowering.cpu.schedule import POSITIONS
 from attn_graph.lowering.problem import Problem, operand_specs
-from attn_graph.machine.ambient import steady, without_autocast
+from attn_graph.machine.ambient import plain_ops_on, without_autocast
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import products_round
 from attn_graph.machine.workspace import Scratch
@@ -143,7 +143,7 @@ def step_of(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Step:
         with torch.no_grad(), without_autocast(), rooms as views:
             return work(tiles, operands, dict(zip(names, views, strict=True)))
 
-    return Step(call, scratch, tiles.temporary, tiles.told())
+    return Step(call, scratch, tiles.temporary, tiles.summary())
 
 
 def needed_by_definition(eqn: Eqn, specs: Sequence[TensorSpec]) -> int:
@@ -158,7 +158,7 @@ def run_definition(op: Op, specs: Sequence[TensorSpec]) -> Work:
     """An equation by its definition: what is no attention, and attentions without a score."""
 
     def call(device: torch.device, *operands: torch.Tensor) -> Sequence[torch.Tensor]:
-        with torch.no_grad(), steady(device):
+        with torch.no_grad(), plain_ops_on(device):
             results = op.run(*operands)
             if isinstance(op, Attention):
                 return Problem.of(op, specs).new_o(device).copy_(results[0]), *results[1:]

@@ -111,7 +111,7 @@ class ProductTiles:
         asked = POSITIONS * places if node.mask or node.modifiers else 0
         return asked + scores * (2 + words * p.wide.itemsize)
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """How it runs, for `explain`."""
         heads = self.groups * self.r
         return f"matrix products on tiles of {self.batch} x {heads} heads x {self.rows} queries"
