@@ -229,6 +229,7 @@ def one_of(name: str, value: Value, values: object) -> Value:
 
 
 def build(graph: Graph, target: Target, options: Options, among: Backends | None) -> Plan:
+    """Choose a backend and make a plan of a simplified graph. Raises NoBackendError."""
     asked = None if among is None else resolve_backends(among)
     with neutral_state(), target.current():
         choice, executable = (choose_by_measuring if options.tune else choose_and_lower)(

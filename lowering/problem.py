@@ -38,40 +38,49 @@ class Problem:
 
     @classmethod
     def of(cls, op: Attention | AttentionGrad, specs: Sequence[TensorSpec]) -> Problem:
+        """The problem of an equation: its op and the specs of its operands."""
         if isinstance(op, AttentionGrad):
             return cls(op.attention, tuple(specs), op)
         return cls(op, tuple(specs))
 
     @property
     def B(self) -> int:
+        """Batch entries."""
         return self.specs[0].shape[0]
 
     @property
     def H(self) -> int:
+        """Query heads."""
         return self.specs[0].shape[1]
 
     @property
     def G(self) -> int:
+        """Key/value heads."""
         return self.specs[1].shape[1]
 
     @property
     def M(self) -> int:
+        """Queries."""
         return self.specs[0].shape[2]
 
     @property
     def N(self) -> int:
+        """Keys."""
         return self.specs[1].shape[2]
 
     @property
     def D(self) -> int:
+        """Head size of q and k."""
         return self.specs[0].shape[3]
 
     @property
     def E(self) -> int:
+        """Head size of v."""
         return self.specs[2].shape[3]
 
     @property
     def dtype(self) -> torch.dtype:
+        """Dtype of q."""
         return self.specs[0].dtype
 
     @property

@@ -4,7 +4,6 @@ import ast
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
 from graphlib import TopologicalSorter
-from pathlib import Path
 
 from tests.support.sources import source_files
 

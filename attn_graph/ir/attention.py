@@ -19,10 +19,12 @@ T = TypeVar("T")
 
 
 def in_order(steps: Iterable[Modifier]) -> tuple[Modifier, ...]:
+    """A converter: modifiers as a tuple."""
     return tuple(steps)
 
 
 def as_flags(values: Iterable[bool]) -> tuple[bool, ...]:
+    """A converter: booleans as a tuple."""
     return tuple(map(bool, values))
 
 
@@ -58,6 +60,7 @@ class Attention(Op):
 
     @property
     def reads(self) -> int:  # type: ignore[override]  # a class's constant elsewhere
+        """How many operands `infer` reads: all."""
         return len(self.ranks)
 
     @property
@@ -183,11 +186,13 @@ class AttentionGrad(Op):
 
     @property
     def names(self) -> tuple[str, ...]:  # type: ignore[override]  # a class's constant elsewhere
+        """A name for each gradient: dq of q."""
         named = zip(self.attention.roles, self.wants, strict=True)
         return tuple(f"d{role}" for role, wanted in named if wanted)
 
     @property
     def reads(self) -> int:  # type: ignore[override]  # a class's constant elsewhere
+        """How many operands `infer` reads: all."""
         return len(self.ranks)
 
     @property

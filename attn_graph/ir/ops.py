@@ -51,14 +51,14 @@ class Scores(Op):
         if q.shape[3] == 0:
             yield f"scores: q {q} has head size 0; it is at least 1"
         if (k.shape[1] == 0 and q.shape[1]) or (k.shape[1] and q.shape[1] % k.shape[1]):
-            told = f"{q.shape[1]} heads of q {q} are no multiple of {k.shape[1]} heads of k {k}"
-            yield f"scores: {told}"
+            problem = f"{q.shape[1]} heads of q {q} are no multiple of {k.shape[1]} heads of k {k}"
+            yield f"scores: {problem}"
         if q.dtype != k.dtype:
             yield f"scores: q {q} and k {k} disagree in dtype, {q.dtype} and {k.dtype}"
         if q.dtype not in FLOATS:
             yield f"scores: q {q} must be of {' or '.join(map(str, FLOATS))}"
-        if told := range_problem(self.scale, accumulator(q.dtype)):
-            yield f"scores: scale {told}"
+        if problem := range_problem(self.scale, accumulator(q.dtype)):
+            yield f"scores: scale {problem}"
 
     def infer(self, q: ValueType, k: ValueType) -> tuple[ValueType]:
         return (ValueType((*q.shape[:3], k.shape[2]), accumulator(q.dtype)),)
@@ -82,6 +82,7 @@ class Mask(Op):
 
     @property
     def roles(self) -> tuple[str, ...]:  # type: ignore[override]  # a class's constant elsewhere
+        """The name of each operand: s, then the tensors that the mask reads."""
         return ("s", *self.mask.needs)
 
     @property
@@ -236,6 +237,7 @@ def clear_blind_rows(x: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
 
 
 def share(_: object, attribute: object, rate: float) -> None:
+    """A validator. Raises GraphError for a rate outside [0, 1)."""
     if not (isinstance(rate, float) and 0 <= rate < 1):
         raise GraphError(f"dropout: rate {rate!r} is not in [0, 1)")
 
@@ -297,8 +299,8 @@ class Weigh(Op):
             if a != b:
                 yield f"weigh: p {p} and v {v} disagree in {name}, {a} and {b}"
         if (v.shape[1] == 0 and p.shape[1]) or (v.shape[1] and p.shape[1] % v.shape[1]):
-            told = f"{p.shape[1]} heads of p {p} are no multiple of {v.shape[1]} heads of v {v}"
-            yield f"weigh: {told}"
+            problem = f"{p.shape[1]} heads of p {p} are no multiple of {v.shape[1]} heads of v {v}"
+            yield f"weigh: {problem}"
         if v.shape[3] == 0:
             yield f"weigh: v {v} has head size 0; it is at least 1"
         if v.dtype in FLOATS and p.dtype != accumulator(v.dtype):
@@ -379,6 +381,7 @@ class Zeros(Op):
 
     @classmethod
     def like(cls, type_: ValueType) -> Zeros:
+        """The zeros of a type."""
         return cls(type_.shape, NAMES[type_.dtype])
 
     def infer(self) -> tuple[ValueType]:

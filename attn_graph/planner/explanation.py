@@ -53,9 +53,11 @@ class Refusal:
 
     @property
     def way_out(self) -> str:
+        """The smallest change after which the backend takes the graph, as text."""
         return f"it would with: {self.smallest}"
 
     def to_dict(self) -> dict[str, Any]:  # Any: JSON
+        """Plain texts, lists and dicts."""
         return {
             "backend": self.backend,
             "reasons": [*self.reasons],
@@ -118,6 +120,7 @@ class Explanation:
         return evolve(self.through_lse, refusals=own)
 
     def figures(self) -> Iterator[str]:
+        """Tiles, memory and cost, a line each."""
         yield from (f"mask: {tiles}" for tiles in self.tiles)
         if self.memory:
             yield f"memory: {self.memory}"
@@ -155,6 +158,7 @@ class Explanation:
         return "<div>" + "".join(parts) + "</div>"
 
     def table(self, name: str) -> str:
+        """The lines as rows of an HTML table. name: of the pass."""
         if self.backend:
             rows = [html_row(self.backend, f"chosen, because {self.cause}", self.notes)]
         else:
@@ -206,5 +210,6 @@ def sum_memory(
 
 
 def html_row(name: str, verdict: str, lines: Sequence[str]) -> str:
+    """A row of such a table."""
     told = "".join(f"<li>{escape(line)}</li>" for line in lines)
     return f"<tr><th>{escape(name)}</th><td>{escape(verdict)}<ul>{told}</ul></td></tr>"

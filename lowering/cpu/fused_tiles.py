@@ -57,6 +57,7 @@ class FusedTiles:
 
     @classmethod
     def plan(cls, problem: Problem) -> FusedTiles:
+        """The tiles of a problem, static where its mask does not depend on data."""
         axes = depends(problem)
         width, blind = max(problem.D, problem.E), problem.has_blind_rows
         return cls(problem, static_tiles(problem, axes), axes, width, blind)

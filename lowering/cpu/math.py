@@ -35,6 +35,7 @@ Work = Callable[..., Sequence[torch.Tensor]]  # of the device of a call, and of 
 
 
 def why_not(graph: Graph, target: Target, options: Options) -> Iterator[str]:
+    """Every reason against a graph: PyTorch's switches, the workspace, rounded products."""
     yield from options.switched_off("math")
     tilings = plan_tiles(graph, target, options)
     need = max((Scratch(tuple(t.buffers().values())).bytes for t in tilings), default=0)
@@ -85,6 +86,7 @@ class Step:
 
 
 def lower(graph: Graph, target: Target, options: Options) -> Executable:
+    """One step for each equation, run in order."""
     steps = [step_of(graph, eqn, target, options) for eqn in graph.eqns]
     plan = [(eqn.args, step.call) for eqn, step in zip(graph.eqns, steps, strict=True)]
     attentions = [outs for eqn, outs in graph.numbered() if isinstance(eqn.op, Attention)]
@@ -130,6 +132,7 @@ def hand_out(
 
 
 def step_of(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Step:
+    """How an equation runs: in tiles, or by its definition."""
     tiles, op = tilings_of(graph, eqn, target, options), eqn.op
     if tiles is None:
         specs = operand_specs(graph, eqn)
@@ -170,6 +173,7 @@ def run_definition(op: Op, specs: Sequence[TensorSpec]) -> Work:
 def run_forward(
     tiles: Tiles, operands: Sequence[torch.Tensor], scratch: Mapping[str, torch.Tensor]
 ) -> Sequence[torch.Tensor]:
+    """An attention in tiles."""
     return tiles.forward(operands, scratch)
 
 
