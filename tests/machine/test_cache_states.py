@@ -206,7 +206,7 @@ def test_a_fork_while_another_thread_builds_does_not_hang() -> None:
         return "parent"
 
     with ThreadPoolExecutor(1) as pool:
-        result = pool.submit(cache.built, "key", build)
+        result = pool.submit(cache.get_or_build, "key", build)
         started.wait()
         try:
             assert in_child(lambda: cache.get_or_build("key", lambda: "child") == "child")
