@@ -107,7 +107,7 @@ __all__ = [
     "tiles",
     "vjp",
 ]
-LATER = {  # imported when first asked for, by the module that has it
+LATER = {  # imported at first use, by the module that has it
     "Cost": "planner.cost",
     "Explanation": "planner.explanation",
     "Refusal": "planner.explanation",
@@ -118,7 +118,12 @@ LATER = {  # imported when first asked for, by the module that has it
 
 
 def __getattr__(name: str) -> object:
-    """The rest of the public names."""
+    """A public name of LATER. Raises AttributeError for any other."""
     if name not in LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{LATER[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    """The public names alone: what completion offers."""
+    return [*__all__, "__version__"]

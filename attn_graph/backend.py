@@ -144,6 +144,7 @@ class Executable:
 
     @property
     def foreseen(self) -> Foreseen:
+        """The needs of the lowered graph, which are exact."""
         return Foreseen(self.workspace, self.temporary, self.notes)
 
 

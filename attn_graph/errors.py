@@ -1,4 +1,4 @@
-"""The four ways in which a description, a call or a machine can be wrong, and one warning."""
+"""The errors of this package, one warning, and the text of both."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HOMES = tuple(
 
 
 class GraphError(ValueError):
-    """The description means nothing. `problems` holds every one that was found."""
+    """A description makes no sense. `problems` has every reason, one text each."""
 
     def __init__(self, *problems: str) -> None:
         self.problems = problems
@@ -20,7 +20,7 @@ class GraphError(ValueError):
 
 
 class NoBackendError(RuntimeError):
-    """No backend takes the graph. `refusals` holds every backend's reasons, by name.
+    """No backend takes the graph. `refusals` has each backend's name and all its reasons.
 
     Also raised, with another title, where only `math` takes it and on_fallback is "raise".
     """
@@ -32,16 +32,16 @@ class NoBackendError(RuntimeError):
         title: str = "no backend takes this graph",
     ) -> None:
         self.refusals = tuple(refusals)
-        told = "\n".join(format_refusal(name, reasons) for name, reasons in self.refusals)
-        super().__init__(f"{title}\n{told or 'none was asked'}\n{graph}")
+        lines = "\n".join(format_refusal(name, reasons) for name, reasons in self.refusals)
+        super().__init__(f"{title}\n{lines or 'no backend was tried'}\n{graph}")
 
 
 class FallbackWarning(UserWarning):
-    """`math` runs a graph that every other backend refused; the text holds every reason."""
+    """`math` runs a graph that every other backend refused; the text has every reason."""
 
 
 class PlanMismatchError(ValueError):
-    """A plan was called with other tensors than its graph declares. `differences` holds each."""
+    """A plan was called with other tensors than its graph declares. `differences` has each one."""
 
     def __init__(self, *differences: str) -> None:
         self.differences = differences
@@ -54,7 +54,7 @@ class PlanTargetError(RuntimeError):
 
 
 def problems_of(attempt: Callable[[], object]) -> tuple[str, ...]:
-    """What a GraphError of this attempt says; nothing where it succeeds."""
+    """The problems of the GraphError that `attempt` raises; none where it raises none."""
     try:
         attempt()
     except GraphError as error:
@@ -73,7 +73,7 @@ def format_refusal(name: str, reasons: tuple[str, ...]) -> str:
 
 
 def user_line() -> str:
-    """`file:line` of the nearest frame outside this package: where the user said it."""
+    """`file:line` of the nearest frame outside this package: the user's code."""
     file, line = user_frame()
     return f"{file}:{line}"
 

@@ -23,7 +23,7 @@ CACHES = (  # caches that an explanation fills for the next one
     remedies.gradient_graph,
     remedies.single_edits,
     remedies.apply_edits,
-    cost.count_seen_once,
+    cost.count_pairs_once,
     explanation.count_tiles_once,
     fused_tiles.static_tiles,
 )

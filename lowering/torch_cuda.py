@@ -76,6 +76,7 @@ class Variant:
         yield from dict.fromkeys(self.against(graph, target, options))
 
     def against(self, graph: Graph, target: Target, options: Options) -> Reasons:
+        """Every reason against a graph, some perhaps twice."""
         if target.kind != "cuda":
             yield f"runs on NVIDIA GPUs, and the target is {target}"
             return
@@ -92,6 +93,7 @@ class Variant:
             yield from kernel_gradient_reasons(self, problem, problem.grad)
 
     def lower(self, graph: Graph, target: Target, options: Options) -> Executable:
+        """One call of the kernel, or of its backward."""
         problem = sole(graph)
         assert problem is not None  # why_not said so
         call = TorchKernelCall(self, problem, graph)
@@ -101,12 +103,14 @@ class Variant:
 
 
 def place_reasons(variant: Variant, target: Target, options: Options) -> Reasons:
+    """Why the kernel does not run on a target."""
     if not LEAST_SM <= target.sm <= MOST_SM:
         yield f"runs on sm_{LEAST_SM} to sm_{MOST_SM}, and the target has sm_{target.sm}"
     yield from options.switched_off(variant.kernel)
 
 
 def kernel_size_reasons(variant: Variant, problem: Problem) -> Reasons:
+    """The dtypes and sizes that the kernel does not take."""
     p = problem
     if p.dtype not in variant.dtypes:
         *most, last = (NAMES[d] for d in variant.dtypes)
@@ -126,6 +130,7 @@ def kernel_size_reasons(variant: Variant, problem: Problem) -> Reasons:
 
 
 def kernel_operand_reasons(problem: Problem) -> Reasons:
+    """The strides of operands that the kernels do not take."""
     for name, spec in operands_by_name(problem).items():
         if name in ("q", "k", "v", "bias") and not spec.unit_last:
             yield f"needs stride 1 along the last axis, and {name} is {spec}"
@@ -135,20 +140,22 @@ def kernel_operand_reasons(problem: Problem) -> Reasons:
 
 def operands_by_name(problem: Problem) -> dict[str, TensorSpec]:
     """The operands that the kernel reads, by name."""
-    own, found = problem.specs, {}
+    own, results = problem.specs, {}
     if problem.grad is not None:
         own, o, _, do, _ = problem.grad.split(problem.specs)
-        found = {"o": o} | ({} if do is None else {"do": do})
-    return dict(zip(problem.node.roles, own, strict=True)) | found
+        results = {"o": o} | ({} if do is None else {"do": do})
+    return dict(zip(problem.node.roles, own, strict=True)) | results
 
 
 def kernel_gradient_reasons(variant: Variant, problem: Problem, grad: AttentionGrad) -> Reasons:
+    """The gradients that the kernel does not compute."""
     for role in (r for r, w in zip(problem.node.roles, grad.wants, strict=True) if w):
         if role not in ("q", "k", "v") and not (role == "bias" and Bias in variant.modifiers):
             yield f"has gradients of q, k and v, and that of {role} is wanted"
 
 
 def flash_reasons(problem: Problem, target: Target, options: Options) -> Reasons:
+    """What the flash kernel alone does not take."""
     p, impl = problem, options.switches.flash_impl
     if impl is not None:
         yield (
@@ -167,6 +174,7 @@ def flash_reasons(problem: Problem, target: Target, options: Options) -> Reasons
 
 
 def by_switch_alone(kernel: str) -> str:
+    """Why a kernel refuses deterministic=True."""
     return (
         f"has a deterministic gradient only while torch.use_deterministic_algorithms is on when it "
         f"runs, process-wide: the {kernel} kernel has no argument for it, and deterministic=True"
@@ -174,6 +182,7 @@ def by_switch_alone(kernel: str) -> str:
 
 
 def efficient_reasons(problem: Problem, target: Target, options: Options) -> Reasons:
+    """What the memory-efficient kernel alone does not take."""
     p = problem
     if p.dtype == torch.float32 and options.precision == "ieee":
         yield 'computes float32 products on TF32 tensor cores, three each, and precision is "ieee"'
@@ -200,6 +209,7 @@ def efficient_reasons(problem: Problem, target: Target, options: Options) -> Rea
 
 
 def bias_gradient_reasons(problem: Problem, grad: AttentionGrad, bias: TensorSpec) -> Reasons:
+    """The gradients of a bias that the memory-efficient kernel does not compute."""
     whole = (problem.B, problem.H, problem.M, problem.N)
     if bias.shape != whole:
         yield f"has the gradient of a bias of shape {list(whole)}, and it is {bias}"
@@ -248,6 +258,7 @@ class TorchKernelCall:
     )
 
     def operands(self, tensors: Tensors) -> Tensors:
+        """The equation's operands among a call's tensors."""
         return [tensors[i] for i in self.graph.eqns[0].args]
 
     def fixed(self, given: Mapping[str, torch.Tensor]) -> dict[str, Any]:  # Any: of three types
@@ -257,6 +268,7 @@ class TorchKernelCall:
         return {"bias": whole, "causal": p.node.mask is not None, "scale": p.node.scale}
 
     def forward(self, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
+        """The outputs of the forward kernel, and o and lse, which the backward needs."""
         p, base = self.problem, len(self.graph.inputs)
         given = dict(zip(p.node.roles, map(tidy_strides, self.operands(tensors)), strict=True))
         check_aligned(given)
@@ -267,6 +279,7 @@ class TorchKernelCall:
         return [o if i == base else lse.contiguous() for i in self.graph.outputs], both
 
     def backward(self, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
+        """The gradients of the backward kernel, in the order of the outputs."""
         node, grad, call = self.problem.node, self.problem.grad, self.variant.call
         assert grad is not None
         own, o, lse, do, dlse = grad.split([tidy_strides(x) for x in self.operands(tensors)])
@@ -279,15 +292,15 @@ class TorchKernelCall:
         o, do = on_boundary(o), on_boundary(do)
         q, k, v = own[:3]
         fixed = self.fixed(given)
-        found = call.backward(do, q, k, v, o, lse, wants_bias=any(grad.wants[3:]), **fixed)
+        gradients = call.backward(do, q, k, v, o, lse, wants_bias=any(grad.wants[3:]), **fixed)
         if dlse is not None:
             attend = partial(call.forward, **fixed)
             pull = partial(call.backward, wants_bias=False, **fixed)
             dq, dk = through_lse(attend, pull, q, k, lse, dlse, node.scale)
-            found[0].add_(dq)
-            found[1].add_(dk)
-        made = [g for g, w in zip(found, grad.wants, strict=False) if w and g is not None]
-        return select_outputs(self.graph, made), ()
+            gradients[0].add_(dq)
+            gradients[1].add_(dk)
+        wanted = [g for g, w in zip(gradients, grad.wants, strict=False) if w and g is not None]
+        return select_outputs(self.graph, wanted), ()
 
     @property
     def output(self) -> TensorSpec:
@@ -309,6 +322,7 @@ class TorchKernelCall:
         }
 
     def notes(self) -> Iterator[str]:
+        """How it runs, for `explain`."""
         yield f"one call of PyTorch's {self.variant.kernel} kernel"
         if self.problem.grad is not None and self.problem.grad.with_dlse:
             yield "the gradient through lse by one more call of each pass, with k in place of v"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import attn_graph as ag
-from tests.support.sources import ROOT, loaded
+from tests.support.sources import ROOT, load_file
 
 HERE = ROOT / "examples"
 SHORT = ("hello", "explain", "own_mask", "own_backend")
@@ -16,7 +16,7 @@ MOST_LINES = 60  # one idea: more would be two
 
 def example(name: str) -> ModuleType:
     """The example as a module, though the folder is no package."""
-    return loaded(HERE / f"{name}.py")
+    return load_file(HERE / f"{name}.py")
 
 
 def printed(name: str, capsys: pytest.CaptureFixture[str]) -> str:

@@ -9,13 +9,13 @@ import tomllib
 import pytest
 
 import attn_graph as ag
-from tests.support.sources import HOMES, ROOT, found
+from tests.support.sources import HOMES, ROOT, source_files
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
 def test_every_source_folder_is_declared() -> None:
-    assert found("__init__.py").keys() == set(PROJECT["tool"]["setuptools"]["packages"])
+    assert source_files("__init__.py").keys() == set(PROJECT["tool"]["setuptools"]["packages"])
 
 
 @pytest.mark.parametrize(

@@ -41,9 +41,9 @@ class Refusal:
 
     def __str__(self) -> str:
         ending = f"\n  {self.way_out}" if self.smallest else ""
-        return format_refusal(self.backend, tuple(self.told())) + ending
+        return format_refusal(self.backend, tuple(self.lines())) + ending
 
-    def told(self) -> Iterator[str]:
+    def lines(self) -> Iterator[str]:
         """Each reason, with what lifts it."""
         for reason, texts in zip(
             self.reasons, self.lifts or ((),) * len(self.reasons), strict=True
@@ -52,9 +52,11 @@ class Refusal:
 
     @property
     def way_out(self) -> str:
+        """The smallest change after which the backend takes the graph, as text."""
         return f"it would with: {self.smallest}"
 
     def to_dict(self) -> dict[str, Any]:  # Any: JSON
+        """Plain texts, lists and dicts."""
         return {
             "backend": self.backend,
             "reasons": [*self.reasons],
@@ -89,9 +91,11 @@ class Explanation:
     through_lse: Explanation | None = None
 
     def __str__(self) -> str:
-        return "\n".join([str(self.graph), f"target: {self.target}", *self.told(), *self.figures()])
+        return "\n".join(
+            [str(self.graph), f"target: {self.target}", *self.lines(), *self.figures()]
+        )
 
-    def told(self) -> Iterator[str]:
+    def lines(self) -> Iterator[str]:
         """Who runs it, who could, who not."""
         chosen = f"{self.backend}: chosen, because {self.cause}"
         yield chosen if self.backend else f"no backend takes it: {self.cause}"
@@ -100,10 +104,10 @@ class Explanation:
         yield from map(str, group_alike(self.refusals))
         if self.backward:
             yield "backward"
-            yield from (indent(line, "  ") for line in self.backward.told())
+            yield from (indent(line, "  ") for line in self.backward.lines())
         if self.apart:
             yield IF_LSE
-            yield from (indent(line, "  ") for line in self.apart.told())
+            yield from (indent(line, "  ") for line in self.apart.lines())
 
     @property
     def apart(self) -> Explanation | None:
@@ -115,6 +119,7 @@ class Explanation:
         return evolve(self.through_lse, refusals=own)
 
     def figures(self) -> Iterator[str]:
+        """Tiles, memory and cost, a line each."""
         yield from (f"mask: {tiles}" for tiles in self.tiles)
         if self.memory:
             yield f"memory: {self.memory}"
@@ -159,7 +164,7 @@ class Explanation:
         rows += [(other, html.verdict("could run it too")) for other in self.also]
         for each in group_alike(self.refusals):
             more = (each.way_out,) if each.smallest else ()
-            rows.append((each.backend, html.verdict("no, because it", (*each.told(), *more))))
+            rows.append((each.backend, html.verdict("no, because it", (*each.lines(), *more))))
         return html.element("h4", name) + html.table(rows)
 
 

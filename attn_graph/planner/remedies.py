@@ -47,6 +47,7 @@ class Request:
         return cls(graph, options, tuple(graph.inputs[n].name for n in inputs))
 
     def forward(self) -> Graph:
+        """The simplified graph."""
         return simplify_once(self.graph)
 
     def backward(self) -> Graph:
@@ -56,6 +57,7 @@ class Request:
 
 @lru_cache(HELD)
 def simplify_once(graph: Graph) -> Graph:
+    """The simplified graph, worked out once."""
     return simplify(graph)
 
 
@@ -165,6 +167,7 @@ def apply_edits(question: Request, several: tuple[Edit, ...]) -> Request | None:
 
 
 def skeletons(reasons: Sequence[str]) -> frozenset[str]:
+    """The reasons without specs and numbers."""
     return frozenset(map(skeleton, reasons))
 
 
@@ -183,6 +186,7 @@ def skeleton(reason: str) -> str:
 
 
 def edits(question: Request) -> Iterator[tuple[str, Edit]]:
+    """Every single edit of a request, by its text, the gentlest first."""
     specs = {i.name: i.spec for i in question.graph.inputs}
     for name, spec in specs.items():
         if len(spec.shape) > 1 and make_dense(spec) != spec:
@@ -243,14 +247,17 @@ def with_heads(heads: int) -> Respec:
 
 
 def with_dtype(dtype: torch.dtype) -> Respec:
+    """A change of a spec to another dtype."""
     return lambda spec: TensorSpec(spec.shape, dtype, spec.strides)
 
 
 def without_gradient_of(name: str) -> Edit:
+    """An edit that drops the gradient of an input."""
     return lambda q: evolve(q, wants=tuple(x for x in q.wants if x != name))
 
 
 def option_edits(options: Options) -> Iterator[tuple[str, Edit]]:
+    """Edits of options that refuse more than they have to."""
     if options.max_workspace is not None:
         yield "max_workspace=None", with_option(max_workspace=None)
     if options.deterministic:
@@ -262,6 +269,7 @@ def option_edits(options: Options) -> Iterator[tuple[str, Edit]]:
 
 
 def with_option(**changed: Any) -> Edit:  # Any: fields of Options
+    """An edit that sets options."""
     return lambda q: evolve(q, options=evolve(q.options, **changed))
 
 
@@ -327,6 +335,8 @@ WORDS: dict[type, str] = {ops.Dropout: "dropout", ops.Mask: "mask"}
 
 
 def without_steps(kind: type) -> Edit:
+    """An edit that drops the steps of a kind; None where the rest is no graph."""
+
     def edit(question: Request) -> Request | None:
         return rebuild_request(question, {}, kind)
 
@@ -346,6 +356,7 @@ def rebuild_request(
 
 
 def rebuild_graph(graph: Graph, specs: Mapping[str, TensorSpec], kind: type | None) -> Graph:
+    """The graph with other inputs and without the steps of a kind. Raises GraphError."""
     b = Builder()
     values: dict[int, Value] = {
         n: b.input(i.name, specs.get(i.name, i.spec)) for n, i in enumerate(graph.inputs)

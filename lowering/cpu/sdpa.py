@@ -33,6 +33,7 @@ Pulled = tuple[torch.Tensor, torch.Tensor, torch.Tensor, *tuple[torch.Tensor | N
 
 
 def why_not(graph: Graph, target: Target, options: Options) -> Iterator[str]:
+    """Every reason why PyTorch's CPU kernel does not run a graph."""
     if target.kind != "cpu":
         yield f"runs PyTorch's CPU kernel, and the target is {target}"
         return
@@ -72,6 +73,7 @@ def node_reasons(problem: Problem, rules: Sequence[type[Modifier]]) -> Iterator[
 
 
 def cpu_size_reasons(problem: Problem) -> Iterator[str]:
+    """The sizes that the kernel does not take."""
     if problem.D != problem.E:
         yield f"needs one head size, and q has D = {problem.D}, v has E = {problem.E}"
     if problem.is_empty:
@@ -80,6 +82,7 @@ def cpu_size_reasons(problem: Problem) -> Iterator[str]:
 
 
 def operand_reasons(problem: Problem) -> Iterator[str]:
+    """The strides and dtypes of operands that the kernel does not take."""
     named = dict(zip(problem.node.roles, problem.specs, strict=False))
     if problem.grad is not None:
         _, o, _, do, _ = problem.grad.split(problem.specs)
@@ -98,6 +101,7 @@ def operand_reasons(problem: Problem) -> Iterator[str]:
 
 
 def gradient_reasons(problem: Problem, grad: AttentionGrad) -> Iterator[str]:
+    """The gradients that the kernel does not compute."""
     wanted = [r for r, w in zip(problem.node.roles, grad.wants, strict=True) if w]
     for role in wanted:
         if role not in ("q", "k", "v"):
@@ -105,6 +109,7 @@ def gradient_reasons(problem: Problem, grad: AttentionGrad) -> Iterator[str]:
 
 
 def lower(graph: Graph, target: Target, options: Options) -> Executable:
+    """One call of the kernel, or of its backward."""
     problem = sole(graph)
     assert problem is not None  # why_not said so
     if problem.grad is None:
@@ -113,6 +118,7 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
 
 
 def lower_forward(problem: Problem, graph: Graph) -> Executable:
+    """The forward kernel, with as little around it as the graph allows."""
     (eqn,) = graph.eqns
     at_q, at_k, at_v, *rest = eqn.args
     causal, scale = problem.node.mask is not None, problem.node.scale
@@ -149,6 +155,7 @@ def lower_forward(problem: Problem, graph: Graph) -> Executable:
 
 
 def lower_backward(problem: Problem, grad: AttentionGrad, graph: Graph) -> Executable:
+    """The backward kernel, and another call of both where lse has a gradient."""
     (eqn,) = graph.eqns
     node = problem.node
     causal, scale, blind = node.mask is not None, node.scale, problem.has_blind_rows

@@ -14,7 +14,7 @@ from attn_graph.backend import Backend, Executable, Options
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.ops import sink_gradient
 from attn_graph.lowering.problem import Problem, other_equations, returns_lse, select_outputs, sole
-from attn_graph.machine.ambient import outside
+from attn_graph.machine.ambient import neutral_state
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision
 from attn_graph.spec import NAMES, TensorSpec
@@ -252,7 +252,7 @@ class TritonCall:
         """A list of tiles on a device, brought there once."""
         table = self.tables.get((name, device))
         if table is None:
-            with outside():
+            with neutral_state():
                 table = self.tables[name, device] = self.flash.tables[name].to(device)
         return table
 

@@ -12,7 +12,7 @@ from attrs import astuple
 
 import attn_graph as ag
 from attn_graph.kernels.tilings import ARCHS, TABLE, WIDTHS, padded_head_size
-from tests.support.sources import ROOT, loaded
+from tests.support.sources import ROOT, load_file
 
 CPU = ag.Target.of("cpu")
 compiling = pytest.mark.skipif(
@@ -22,7 +22,7 @@ compiling = pytest.mark.skipif(
 
 def report() -> Any:  # Any: a module
     """docs/generate/kernels.py, which is no package's."""
-    return loaded(ROOT / "docs" / "generate" / "kernels.py")
+    return load_file(ROOT / "docs" / "generate" / "kernels.py")
 
 
 REPORT = report()

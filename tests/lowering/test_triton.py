@@ -30,7 +30,7 @@ from attn_graph.masks.places import Block, Place
 from attn_graph.spec import TensorSpec
 from tests.support import plain
 from tests.support.plain_masks import Where, kept
-from tests.support.sources import ROOT, loaded
+from tests.support.sources import ROOT, load_file
 from tests.support.strategies import Shape, cotangents_for, data_specs, masks, seeds, tensors_for
 
 CPU = ag.Target.of("cpu")
@@ -265,7 +265,7 @@ def test_data_decides_tile_by_tile(by_keys: bool) -> None:
 
 
 def own_mask() -> Any:  # Any: a module
-    return loaded(ROOT / "examples" / "own_mask.py")
+    return load_file(ROOT / "examples" / "own_mask.py")
 
 
 def apart(graph: ag.Graph, tensors: tuple[torch.Tensor, ...]) -> list[str]:

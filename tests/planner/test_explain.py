@@ -183,7 +183,7 @@ def test_an_explanation_says_the_same_in_every_form(golden: Callable[[object], N
     read = Reader()
     read.feed(html)
     assert not read.open
-    for part in (found.cause, *(x for r in found.refusals for x in r.told())):
+    for part in (found.cause, *(x for r in found.refusals for x in r.lines())):
         assert part in read.text
     assert "it would with: no SoftCap" in read.text
     assert "backward, if lse gets a gradient" in read.text
