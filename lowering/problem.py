@@ -154,12 +154,6 @@ def sole(graph: Graph) -> Problem | None:
     return found[0] if len(found) == len(graph.eqns) == 1 else None
 
 
-def other_equations(graph: Graph) -> str:
-    """Why a backend of single attentions refuses a graph for which `sole` finds none."""
-    ops = ", ".join(type(eqn.op).__name__ for eqn in graph.eqns)
-    return f"takes one attention, and the graph has {len(graph.eqns)} equations: {ops}"
-
-
 def select_outputs(graph: Graph, results: Sequence[T]) -> list[T]:
     """What a graph of one equation returns, in its order, of what that equation gives."""
     return [results[i - len(graph.inputs)] for i in graph.outputs]

@@ -6,7 +6,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires
 from importlib.util import find_spec
 from pathlib import Path
@@ -140,11 +140,22 @@ def lacks_module(library: str) -> bool:
 @final
 @frozen
 class Verdict:
-    """Whether a backend takes a plain attention on a target, both passes; if not, every reason."""
+    """Whether a backend takes a plain attention on a target, both passes; if not, every reason.
+
+    keys: of the reasons.
+    """
 
     backend: str
     target: str
     reasons: tuple[str, ...]
+    keys: tuple[str, ...]
+
+    @classmethod
+    def of(cls, backend: Backend, target: ag.Target, switches: Switches) -> Verdict:
+        """A backend's verdict on the plainest graph there is."""
+        reasons = target_reasons(backend, target, switches)
+        texts, keys = tuple(map(str, reasons)), tuple(reason.key for reason in reasons)
+        return cls(backend.name, target.name, texts, keys)
 
 
 @final
@@ -188,7 +199,7 @@ def diagnose(machine: Surroundings, store: ag.Store) -> Diagnosis:
     damaged = sum(entry.key is None for entry in entries)
     kept = StoreState(str(store.folder), len(entries), sum(e.bytes for e in entries), damaged)
     found = [
-        Verdict(backend.name, target.name, tuple(target_reasons(backend, target, machine.switches)))
+        Verdict.of(backend, target, machine.switches)
         for backend in ag.BACKENDS
         for target in machine.targets
     ]
@@ -202,15 +213,18 @@ def plain_request(target: ag.Target, options: Options) -> Request:
     return Request.of(ag.attention(x, x, x), options)
 
 
-def target_reasons(backend: Backend, target: ag.Target, switches: Switches) -> Iterable[str]:
+def target_reasons(
+    backend: Backend, target: ag.Target, switches: Switches
+) -> tuple[ag.Reason, ...]:
     """Every reason against the plainest graph there is: so they are the target's, not a graph's."""
     precision = switches.precision(target.kind)
     asked = plain_request(target, Options(precision=precision, switches=switches))
-    return dict.fromkeys(
-        why
+    both = (
+        reason
         for graph in (asked.forward(), asked.backward())
-        for why in backend.why_not(graph, target, asked.options)
+        for reason in backend.reasons(graph, target, asked.options)
     )
+    return tuple(dict.fromkeys(both))
 
 
 def find_problems(machine: Surroundings) -> Iterator[str]:
@@ -237,7 +251,7 @@ def store_problems(kept: StoreState) -> Iterator[str]:
         )
 
 
-def version_reasons(target: ag.Target) -> Iterator[str]:
+def version_reasons(target: ag.Target) -> Iterator[ag.Reason]:
     """What is known against these versions of cuDNN and its frontend, whatever the graph is."""
     backend, frontend = versions(target)
     if backend is None or frontend is None:

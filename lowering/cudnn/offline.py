@@ -16,6 +16,7 @@ from typing import Any, final
 from attrs import evolve, frozen
 
 from attn_graph.backend import RefusedError
+from attn_graph.errors import Reason
 from attn_graph.lowering.cudnn import builder as cudnn_builder
 from attn_graph.lowering.cudnn.case import Version
 from attn_graph.machine.gpus import Device, devices
@@ -99,10 +100,9 @@ def lines(path: Path) -> Iterator[str]:
 def check_frontend() -> None:
     """Raises RefusedError where cuDNN's frontend can't be imported, whatever the target says."""
     if find_spec("cudnn") is None:
-        raise RefusedError(
-            "plans through nvidia-cudnn-frontend, which is not installed here; "
-            "pip install 'attn-graph[offline]'"
-        )
+        actual = "which is not installed here; pip install 'attn-graph[offline]'"
+        limit = "plans through nvidia-cudnn-frontend"
+        raise RefusedError(Reason("planning_frontend", limit, actual, "{limit}, {actual}"))
 
 
 def driver(folder: str) -> str:
@@ -128,17 +128,18 @@ def compile_stand_in(folder: Path) -> str:
     """Build it; that takes some hundredths of a second. Raises RefusedError where it can't be."""
     program = compiler()
     if program is None:
-        raise RefusedError(
-            "plans without a GPU through a stand-in for its driver, which needs a C compiler, and "
-            f"none of {', '.join(COMPILERS)} is on the path"
-        )
+        limit = "plans without a GPU through a stand-in for its driver, which needs a C compiler"
+        actual = f"none of {', '.join(COMPILERS)} is on the path"
+        raise RefusedError(Reason("c_compiler", limit, actual))
     name = "libcuda.so.1"
     options = ("-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", str(folder / name))
     done = subprocess.run(
         (program, *options, str(SOURCE)), capture_output=True, text=True, check=False
     )
     if done.returncode:
-        raise RefusedError(f"needs a stand-in driver, which {program} can't build: {done.stderr}")
+        actual = f"which {program} can't build: {done.stderr}"
+        limit = "needs a stand-in driver"
+        raise RefusedError(Reason("stand_in", limit, actual, "{limit}, {actual}"))
     return str(folder / name)
 
 
@@ -146,9 +147,8 @@ def description(target: Target) -> str:
     """A target as cuDNN reads of devices, in JSON. Raises RefusedError for one without a table."""
     device = devices().get(target.name)
     if device is None:
-        raise RefusedError(
-            f"plans for GPUs that are not there from {', '.join(devices())}, and not for {target}"
-        )
+        limit = f"plans for GPUs that are not there from {', '.join(devices())}"
+        raise RefusedError(Reason("absent_gpu", limit, f"not for {target}"))
     told = {name: getattr(target, name) for name in OVERLAID}
     own = {name: value for name, value in told.items() if value is not None}
     return json.dumps(properties(evolve(device, **own), target.driver or DRIVER))

@@ -13,6 +13,7 @@ import torch
 from attrs import Factory, field, frozen
 
 from attn_graph.backend import Options, RefusedError
+from attn_graph.errors import Reason
 from attn_graph.lowering.cudnn import builder as cudnn_builder
 from attn_graph.lowering.cudnn.case import Version
 from attn_graph.lowering.cudnn.graph import CudnnCall
@@ -218,10 +219,9 @@ def check_versions(found: tuple[Version, Version], due: tuple[Version, Version])
     """Raises RefusedError where cuDNN or its frontend are loaded in another version than said."""
     if found != due:
         here, there = (tuple(map(format_version, pair)) for pair in (found, due))
-        raise RefusedError(
-            f"plans with cuDNN {here[0]} and frontend {here[1]} here, and the target has "
-            f"{there[0]} and {there[1]}"
-        )
+        limit = f"plans with cuDNN {here[0]} and frontend {here[1]} here"
+        actual = f"the target has {there[0]} and {there[1]}"
+        raise RefusedError(Reason("loaded_versions", limit, actual))
 
 
 def format_version(version: Version) -> str:
@@ -234,4 +234,5 @@ def gap_reason(said: str) -> RefusedError:
     It is logged, for it should be reported.
     """
     LOG.warning("cuDNN declined a graph that attn_graph took it for able to run: %s", said)
-    return RefusedError(f"said itself, where no limit was known, at {said}")
+    limit = "said itself, where no limit was known"
+    return RefusedError(Reason("unknown_limit", limit, f"at {said}", "{limit}, {actual}"))

@@ -310,7 +310,7 @@ def test_scales_that_float32_takes_for_0_are_right_or_refused(
     try:
         plan = ag.compile(graph, target=CPU, backends=(backend,))
     except ag.NoBackendError as error:
-        reasons = [r for _, found in error.refusals for r in found]
+        reasons = [str(r) for _, against in error.refusals for r in against]
         assert any("scale above 0" in r or "the mask is" in r for r in reasons)
         return
     tensors = tensors_for(graph, 1)
@@ -416,7 +416,7 @@ def test_a_causal_mask_survives_scales_that_turn_infinity_around(scale: float) -
     graph = ag.attention(x, x, x, mask=ag.Causal(), scale=scale, stats=True)
     plan, tensors = ag.compile(graph, target=CPU), tensors_for(graph, 1)
     assert plan.backend == "math"
-    assert any("scale above 0" in r for _, reasons in plan.refusals for r in reasons)
+    assert any("scale above 0" in str(r) for _, reasons in plan.refusals for r in reasons)
     for found, due in zip(called(plan, tensors), plain.expected(graph, tensors), strict=True):
         due.check(found)
 
