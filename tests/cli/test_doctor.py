@@ -194,6 +194,8 @@ def test_doctor_tells_of_this_very_machine(monkeypatch: pytest.MonkeyPatch) -> N
     told = json.loads(result.output)
     assert result.exit_code == (1 if told["problems"] else 0)
     assert told["attn_graph"] == ag.__version__
+    assert all(len(each["keys"]) == len(each["reasons"]) for each in told["verdicts"])
+    assert any("device" in each["keys"] for each in told["verdicts"])
     assert told["machine"]["libraries"] == dict(ag.Target.of("cpu").libraries)
     here = Surroundings.here()
     assert here.target == ag.Target.here()
