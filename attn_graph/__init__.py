@@ -17,6 +17,7 @@ from attn_graph.errors import (
     NoBackendError,
     PlanMismatchError,
     PlanTargetError,
+    Reason,
 )
 from attn_graph.ir.builder import Value, attention, graph, scores
 from attn_graph.ir.graph import Graph
@@ -79,6 +80,7 @@ __all__ = [
     "Precision",
     "Prefix",
     "QueryLengths",
+    "Reason",
     "Refusal",
     "RefusedError",
     "SameSegment",

@@ -1,14 +1,41 @@
-"""The errors of this package, one warning, and the text of both."""
+"""What can be wrong: four errors, one warning, and the reasons that backends give."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import final
+
+from attrs import frozen
 
 HOMES = tuple(
     f"{Path(__file__).parent.parent / name}/" for name in ("attn_graph", "lowering", "kernels")
 )
+
+
+@final
+@frozen
+class Reason:
+    """Why a backend does not take a graph. `str(reason)` is a clause after "no, because it".
+
+    key: the name of the limit. Of one backend each sentence has its own key, which stays the same
+    when sizes, specs, masks and versions change. limit: what the backend takes, in words. actual:
+    what there is instead, in words. sentence: how the two are put together.
+    """
+
+    key: str
+    limit: str
+    actual: str = ""
+    sentence: str = "{limit}, and {actual}"
+
+    @classmethod
+    def of(cls, reason: Reason | str) -> Reason:
+        """A reason as it is; or a plain text, which is its own key."""
+        return reason if isinstance(reason, Reason) else cls(reason, reason, sentence="{limit}")
+
+    def __str__(self) -> str:
+        return self.sentence.format(limit=self.limit, actual=self.actual)
 
 
 class GraphError(ValueError):
@@ -28,7 +55,7 @@ class NoBackendError(RuntimeError):
     def __init__(
         self,
         graph: object,
-        refusals: Iterable[tuple[str, tuple[str, ...]]],
+        refusals: Iterable[tuple[str, tuple[Reason, ...]]],
         title: str = "no backend takes this graph",
     ) -> None:
         self.refusals = tuple(refusals)
@@ -67,9 +94,9 @@ def join_lines(title: str, lines: tuple[str, ...]) -> str:
     return lines[0] if len(lines) == 1 else "\n  - ".join([title, *lines])
 
 
-def format_refusal(name: str, reasons: tuple[str, ...]) -> str:
+def format_refusal(name: str, reasons: Iterable[object]) -> str:
     """A backend's name and its reasons, as `explain` and the errors show them."""
-    return "\n  - ".join([f"{name}: no, because it", *reasons])
+    return "\n  - ".join([f"{name}: no, because it", *map(str, reasons)])
 
 
 def user_line() -> str:

@@ -10,7 +10,13 @@ from attrs import Factory, define, evolve, field, frozen
 from torch.autograd import forward_ad
 
 from attn_graph.backend import Executable
-from attn_graph.errors import GraphError, NoBackendError, PlanMismatchError, PlanTargetError
+from attn_graph.errors import (
+    GraphError,
+    NoBackendError,
+    PlanMismatchError,
+    PlanTargetError,
+    Reason,
+)
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.reference import Verification, compare
 from attn_graph.ir.vjp import backward, cotangent_specs, main_outputs, saved_specs, wanted_inputs
@@ -69,7 +75,7 @@ class Plan:
     target: Target
     backend: str
     cause: str
-    refusals: tuple[tuple[str, tuple[str, ...]], ...]
+    refusals: tuple[tuple[str, tuple[Reason, ...]], ...]
     also: tuple[str, ...]
     executable: Executable
     differentiable: Callable[..., Tensors]  # runs it so that autograd knows

@@ -163,12 +163,6 @@ def sole(graph: Graph) -> Problem | None:
     return problems[0] if len(problems) == len(graph.eqns) == 1 else None
 
 
-def other_equations(graph: Graph) -> str:
-    """The reason of a backend that takes single attentions against any other graph."""
-    ops = ", ".join(type(eqn.op).__name__ for eqn in graph.eqns)
-    return f"takes one attention, and the graph has {len(graph.eqns)} equations: {ops}"
-
-
 def select_outputs(graph: Graph, results: Sequence[T]) -> list[T]:
     """The outputs of a graph of one equation, in order, from the results of that equation."""
     return [results[i - len(graph.inputs)] for i in graph.outputs]

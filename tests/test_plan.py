@@ -238,7 +238,7 @@ def test_no_backend_gives_every_backend_and_every_reason() -> None:
     graph = ag.attention(X, X, X, soft_cap=3.0, mask=ag.Prefix(3))
     with pytest.raises(ag.NoBackendError) as caught:
         ag.compile(graph, target=CPU, backends=("cudnn", "torch_sdpa"))
-    refusals = dict(caught.value.refusals)
+    refusals = {name: tuple(map(str, reasons)) for name, reasons in caught.value.refusals}
     assert refusals["cudnn"] == ("runs on NVIDIA GPUs, and the target is cpu",)
     assert any("SoftCap" in r for r in refusals["torch_sdpa"])
     assert any("Prefix" in r for r in refusals["torch_sdpa"])

@@ -6,7 +6,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires
 from importlib.util import find_spec
 from pathlib import Path
@@ -142,11 +142,22 @@ def lacks_module(library: str) -> bool:
 @final
 @frozen
 class Verdict:
-    """Every reason why a backend does not take a plain attention, in either pass, on a target."""
+    """Whether a backend takes a plain attention on a target, both passes; if not, every reason.
+
+    keys: of the reasons.
+    """
 
     backend: str
     target: str
     reasons: tuple[str, ...]
+    keys: tuple[str, ...]
+
+    @classmethod
+    def of(cls, backend: Backend, target: ag.Target, switches: Switches) -> Verdict:
+        """A backend's verdict on the plainest graph there is."""
+        reasons = reasons_on_target(backend, target, switches)
+        texts, keys = tuple(map(str, reasons)), tuple(reason.key for reason in reasons)
+        return cls(backend.name, target.name, texts, keys)
 
 
 @final
@@ -191,9 +202,7 @@ def diagnose(machine: Surroundings, store: ag.Store) -> Diagnosis:
     damaged = sum(entry.key is None for entry in entries)
     state = StoreState(str(store.folder), len(entries), sum(e.bytes for e in entries), damaged)
     verdicts = [
-        Verdict(
-            backend.name, target.name, tuple(reasons_on_target(backend, target, machine.switches))
-        )
+        Verdict.of(backend, target, machine.switches)
         for backend in ag.BACKENDS
         for target in machine.targets
     ]
@@ -207,15 +216,18 @@ def plain_request(target: ag.Target, options: Options) -> Request:
     return Request.of(ag.attention(x, x, x), options)
 
 
-def reasons_on_target(backend: Backend, target: ag.Target, switches: Switches) -> Iterable[str]:
-    """Every reason against a plain attention: those that the target causes, not the graph."""
+def reasons_on_target(
+    backend: Backend, target: ag.Target, switches: Switches
+) -> tuple[ag.Reason, ...]:
+    """Every reason against the plainest graph there is: so they are the target's, not a graph's."""
     precision = switches.precision(target.kind)
     request = plain_request(target, Options(precision=precision, switches=switches))
-    return dict.fromkeys(
-        why
+    both = (
+        reason
         for graph in (request.forward(), request.backward())
-        for why in backend.why_not(graph, target, request.options)
+        for reason in backend.reasons(graph, target, request.options)
     )
+    return tuple(dict.fromkeys(both))
 
 
 def find_problems(machine: Surroundings) -> Iterator[str]:
@@ -243,8 +255,8 @@ def store_problems(state: StoreState) -> Iterator[str]:
         )
 
 
-def version_reasons(target: ag.Target) -> Iterator[str]:
-    """Why these versions of cuDNN and its frontend do not work, whatever the graph is."""
+def version_reasons(target: ag.Target) -> Iterator[ag.Reason]:
+    """What is known against these versions of cuDNN and its frontend, whatever the graph is."""
     backend, frontend = versions(target)
     if backend is None or frontend is None:
         return

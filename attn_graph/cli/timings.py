@@ -55,11 +55,16 @@ class Figure:
 @final
 @frozen
 class Refused:
-    """A backend that does not take a pass, with every reason."""
+    """A backend that does not take a pass, with every reason and its key."""
 
     backend: str
     pass_: Pass
     reasons: tuple[str, ...]
+    keys: tuple[str, ...]
+
+    @classmethod
+    def of(cls, backend: str, pass_: Pass, reasons: Sequence[ag.Reason]) -> Refused:
+        return cls(backend, pass_, tuple(map(str, reasons)), tuple(x.key for x in reasons))
 
 
 @final
@@ -120,7 +125,7 @@ def measure_graph(
             if backward and plan.has_gradient and plan.training_vjp:
                 jobs[name, pass_] = backward_job(plan, tensors)
         except ag.NoBackendError as error:
-            refusals += [Refused(name, pass_, reasons) for _, reasons in error.refusals]
+            refusals += [Refused.of(name, pass_, reasons) for _, reasons in error.refusals]
     named_jobs = {f"{name} {pass_}": job for (name, pass_), job in jobs.items()}
     runs = samples(named_jobs, seconds=seconds, device=device, progress=progress)
     taken, interrupted = collect_until_interrupt(runs)

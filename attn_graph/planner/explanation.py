@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from textwrap import indent
 from typing import Any, final
@@ -10,7 +10,7 @@ from typing import Any, final
 from attrs import asdict, evolve, frozen
 
 from attn_graph.backend import Foreseen
-from attn_graph.errors import format_refusal
+from attn_graph.errors import Reason, format_refusal
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.vjp import residuals
@@ -19,9 +19,10 @@ from attn_graph.machine.target import Target
 from attn_graph.masks import Mask
 from attn_graph.masks.tiles import Tiles, tiles
 from attn_graph.planner.cost import Cost
-from attn_graph.planner.remedies import Change
+from attn_graph.planner.remedies import Change, Remedy
 
 HELD = 256  # counts of masks
+ELSE = "only by computing something else"
 IF_LSE = "backward, if lse gets a gradient"
 
 
@@ -31,38 +32,60 @@ class Refusal:
     """A backend that does not take a graph: every reason, each a clause for "no, because it".
 
     lifts: for each reason, what single changes lift it. smallest: the fewest changes after which
-    the backend takes the graph; None where none were found, or none were looked for.
+    the backend takes the graph, and the graph computes the same if that is possible; None where
+    none were found, or none were looked for.
     """
 
     backend: str
-    reasons: tuple[str, ...]
-    lifts: tuple[tuple[str, ...], ...] = ()
+    reasons: tuple[Reason, ...]
+    lifts: tuple[tuple[Remedy, ...], ...] = ()
     smallest: Change | None = None
 
     def __str__(self) -> str:
         ending = f"\n  {self.way_out}" if self.smallest else ""
-        return format_refusal(self.backend, tuple(self.lines())) + ending
+        return format_refusal(self.backend, self.lines()) + ending
 
     def lines(self) -> Iterator[str]:
         """Each reason, with what lifts it."""
-        for reason, texts in zip(
+        for reason, remedies in zip(
             self.reasons, self.lifts or ((),) * len(self.reasons), strict=True
         ):
-            yield f"{reason} (lifted by: {'; or '.join(texts)})" if texts else reason
+            yield f"{reason} ({format_remedies(remedies)})" if remedies else str(reason)
 
     @property
     def way_out(self) -> str:
-        """The smallest change after which the backend takes the graph, as text."""
-        return f"it would with: {self.smallest}"
+        """The smallest change in words."""
+        same, other = split_remedies(self.smallest.remedies if self.smallest else ())
+        if not other:
+            return f"it would with: {', '.join(same)}"
+        start = f"it would with: {', '.join(same)};" if same else "it would,"
+        return f"{start} but {ELSE}: {', '.join(other)}"
 
     def to_dict(self) -> dict[str, Any]:  # Any: JSON
-        """Plain texts, lists and dicts."""
+        """Texts, lists and dicts; `lifts_changing_result` has some of `lifts`, those apart."""
         return {
             "backend": self.backend,
-            "reasons": [*self.reasons],
-            "lifts": [[*texts] for texts in self.lifts],
+            "reasons": [*map(str, self.reasons)],
+            "keys": [reason.key for reason in self.reasons],
+            "lifts": [[*map(str, remedies)] for remedies in self.lifts],
+            "lifts_changing_result": [split_remedies(remedies)[1] for remedies in self.lifts],
             "smallest": [*self.smallest.texts] if self.smallest else None,
+            "smallest_changes_result": self.smallest.changes_result if self.smallest else None,
         }
+
+
+def split_remedies(remedies: Sequence[Remedy]) -> tuple[list[str], list[str]]:
+    """In words: those after which the result is the same, and those that change it."""
+    same = [remedy.text for remedy in remedies if not remedy.changes_result]
+    return same, [remedy.text for remedy in remedies if remedy.changes_result]
+
+
+def format_remedies(remedies: Sequence[Remedy]) -> str:
+    """What lifts a reason; apart from the rest, what does so by computing something else."""
+    same, other = ("; or ".join(texts) for texts in split_remedies(remedies))
+    if not same:
+        return f"{ELSE}: {other}"
+    return f"lifted by: {same}" + (f"; or {ELSE.removeprefix('only ')}: {other}" if other else "")
 
 
 @final

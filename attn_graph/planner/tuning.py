@@ -13,7 +13,7 @@ import torch
 from attrs import evolve, frozen
 
 from attn_graph.backend import Backend, Executable, Options, RefusedError
-from attn_graph.errors import GraphError
+from attn_graph.errors import GraphError, Reason
 from attn_graph.ir.graph import Graph, Input
 from attn_graph.machine.store import Unfit
 from attn_graph.machine.target import Target
@@ -56,7 +56,7 @@ def choose_fastest(
         raise GraphError(
             f"tune: measures on this machine, {Target.here()}, and the target is {target}"
         )
-    key, late = tuning_key(graph, target, options), dict[str, tuple[str, ...]]()
+    key, late = tuning_key(graph, target, options), dict[str, tuple[Reason, ...]]()
     figures = load_figures(key, options)
     while True:
         choice = choose(graph, target, options, among, late)
@@ -162,8 +162,8 @@ def measure(
     options: Options,
     key: str,
     figures: Figures,
-) -> dict[str, tuple[str, ...]]:
-    """Add the seconds of each candidate to the figures, and store them, even after an interrupt.
+) -> dict[str, tuple[Reason, ...]]:
+    """Add the seconds of each candidate to the figures, and keep them, even when interrupted.
 
     Returns the reasons of backends that turn out to refuse the graph, by name.
     """
@@ -194,13 +194,13 @@ def prepare_jobs(
     options: Options,
     tensors: Sequence[torch.Tensor],
     progress: Progress,
-) -> tuple[dict[str, Job], dict[str, tuple[str, ...]]]:
-    """A job for each candidate that runs here, and the reasons of backends that do not, by name.
+) -> tuple[dict[str, Job], dict[str, tuple[Reason, ...]]]:
+    """A job for each candidate that runs here, and the reasons of backends that don't.
 
     Some refuse only when they run. A variant that refuses is left out.
     """
     jobs: dict[str, Job] = {}
-    late: dict[str, tuple[str, ...]] = {}
+    late: dict[str, tuple[Reason, ...]] = {}
     for name, candidate in contenders.items():
         progress(f"{name}: building")
         try:
@@ -210,10 +210,17 @@ def prepare_jobs(
             executable.run(*tensors)
         except (RefusedError, torch.OutOfMemoryError) as error:
             if candidate.variant is None:
-                late[candidate.backend.name] = tuple(map(str, error.args))
+                late[candidate.backend.name] = late_reasons(error)
             continue
         jobs[name] = lambda run=executable.run: run(*tensors)  # type: ignore[misc]  # bound now
     return jobs, late
+
+
+def late_reasons(error: RefusedError | torch.OutOfMemoryError) -> tuple[Reason, ...]:
+    """Why a candidate that was tried does not run here."""
+    if isinstance(error, RefusedError):
+        return error.reasons
+    return tuple(Reason("memory", str(text), sentence="{limit}") for text in error.args)
 
 
 def examples(graph: Graph, device: torch.device) -> list[torch.Tensor]:

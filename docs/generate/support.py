@@ -82,12 +82,12 @@ def feature_graphs(dtype: torch.dtype) -> dict[str, ag.Graph]:
 def ask_backend(graph: ag.Graph, backend: ag.Backend, target: ag.Target) -> tuple[str, str]:
     """ "yes", "forward" or "no", and the first reason against what is not taken."""
     simple = simplify(graph)
-    if against := [*backend.why_not(simple, target, ag.Options())]:
+    if against := backend.reasons(simple, target, ag.Options()):
         return "no", f"it {against[0]}"
     wants = [n for n, i in enumerate(simple.inputs) if i.spec.dtype in FLOATS]
     cotangents = [result_spec(simple, i) for i in simple.outputs]
     back = simplify(backward(simple, wants, cotangents))
-    if against := [*backend.why_not(back, target, ag.Options())]:
+    if against := backend.reasons(back, target, ag.Options()):
         return "forward", f"backward: it {against[0]}"
     return "yes", ""
 

@@ -14,7 +14,7 @@ import torch
 from attrs import frozen
 
 from attn_graph.backend import Backend, Executable, Options, switch_name
-from attn_graph.errors import PlanTargetError
+from attn_graph.errors import PlanTargetError, Reason
 from attn_graph.ir import ops
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.graph import Eqn, Graph, Op
@@ -34,7 +34,7 @@ MOST_PADDING = 2  # times the smaller head size: from there on padding costs mor
 Work = Callable[..., Sequence[torch.Tensor]]  # of the device of a call, and of operands on it
 
 
-def why_not(graph: Graph, target: Target, options: Options) -> Iterator[str]:
+def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
     """Every reason against a graph: PyTorch's switches, the workspace, rounded products."""
     yield from options.switched_off("math")
     tilings = plan_tiles(graph, target, options)

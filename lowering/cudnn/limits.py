@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
+from attn_graph.errors import Reason
 from attn_graph.ir.modifiers import Alibi, Bias, SoftCap
 from attn_graph.lowering.cudnn.case import Case, needs_padding_mask
 from attn_graph.lowering.cudnn.masks import mask_problems
@@ -30,6 +31,14 @@ from attn_graph.lowering.cudnn.rules import (
     other_modifiers,
     split_rows,
 )
+from attn_graph.lowering.reasons import (
+    no_elements,
+    old_gpu,
+    other_dtype,
+    several_biases,
+    uneven_heads,
+    wide_heads,
+)
 
 # Where limits come from. The headers ship in the wheel of nvidia-cudnn-frontend, under
 # include/cudnn_frontend/node: version 1.28.0 was read.
@@ -40,8 +49,8 @@ MEASURED = "planned without a device, cuDNN 9.20.0"
 MEANING = "what a graph means"
 
 
-def reasons(case: Case) -> Iterator[str]:
-    """Every reason why cuDNN does not take a case. None: cuDNN builds a plan, and it is right."""
+def reasons(case: Case) -> Iterator[Reason]:
+    """Every reason why cuDNN does not take a case; none means that it plans and is right."""
     for rule in RULES:
         yield from rule.reasons(case)
 
@@ -52,8 +61,8 @@ WIDTHS = "q has D = {p.D}, v has E = {p.E}"
 RULES = (
     Rule(
         "architecture",
-        lambda c: once(c.sm < 80),
-        "needs compute capability sm_80, and the target has sm_{c.sm}",
+        lambda c: old_gpu(80, c.sm),
+        "{it}",
         FORWARD_HEADER,
     ),
     Rule(
@@ -75,29 +84,29 @@ RULES = (
     # What the graph computes
     Rule(
         "dtype",
-        lambda c: dtype_name(c.problem.specs[0], torch.float16, torch.bfloat16),
-        "computes in f16 and bf16, and the graph is in {it}",
+        lambda c: other_dtype(c.problem, (torch.float16, torch.bfloat16)),
+        "{it}",
         "support matrix of cuDNN 9.20; float32 has a forward plan and no backward",
         says="yes",
     ),
     Rule(
         "sizes",
-        lambda c: once(c.problem.is_empty),
-        "needs sizes of at least 1, and B = {p.B}, H = {p.H}, " + LONGER,
+        lambda c: no_elements(c.problem),
+        "{it}",
         MEASURED,
         says="unasked",
     ),
     Rule(
         "modifiers",
         other_modifiers,
-        "has no rule for {it}; the modifiers it has one for are SoftCap, Bias and Alibi",
+        "{it}",
         MEANING,
         says="unasked",
     ),
     Rule(
         "biases",
-        lambda c: once(c.count(Bias) > 1 and c.count(Bias)),
-        "adds one bias, and the graph has {it}",
+        lambda c: several_biases(c.count(Bias)),
+        "{it}",
         MEANING,
         says="unasked",
     ),
@@ -231,14 +240,14 @@ RULES = (
     # How operands look
     Rule(
         "head_multiple",
-        lambda c: once(c.problem.D % 8 or c.problem.E % 8),
-        "takes head sizes that are multiples of 8, and " + WIDTHS,
+        lambda c: uneven_heads(c.problem, 8),
+        "{it}",
         HEADERS,
     ),
     Rule(
         "head_forward",
-        lambda c: once(c.larger > 256),
-        "takes head sizes up to 256, and " + WIDTHS,
+        lambda c: wide_heads(c.problem, 256),
+        "{it}",
         "support matrix of cuDNN 9.20; kernels for Ampere run up to 512",
         FORWARD,
         says="yes",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import final
 
 from attrs import frozen
 
+from attn_graph.errors import Reason
 from attn_graph.masks import LENGTHS, Align, And, Band, KeyLengths, Mask, QueryLengths
 
 ENDS = {KeyLengths(): "kv_lengths", QueryLengths(): "q_lengths"}
@@ -61,24 +62,28 @@ def conjuncts(mask: Mask | None) -> tuple[Mask, ...]:
     return () if mask is None else (mask,)
 
 
-def mask_problems(mask: Mask | None) -> tuple[str, ...]:
-    """Why cuDNN cannot express a mask; empty if it can."""
-    return tuple(leaf_problems(conjuncts(mask)))
+def mask_problems(mask: Mask | None) -> tuple[Reason, ...]:
+    """Why cuDNN can't state a mask; nothing where it can."""
+    return tuple(leaf_reasons(conjuncts(mask)))
 
 
-def leaf_problems(leaves: tuple[Mask, ...]) -> Iterator[str]:
-    """The reasons against the parts of a mask."""
+def leaf_reasons(leaves: tuple[Mask, ...]) -> Iterator[Reason]:
     bands = [x for x in leaves if isinstance(x, Band)]
-    for leaf in leaves:
-        if leaf not in bands and leaf not in ENDS:
-            yield f"masks by one band and by lengths, joined with &, and the mask has {leaf}"
+    if foreign := [x for x in leaves if x not in bands and x not in ENDS]:
+        limit = "masks by one band and by lengths, joined with &"
+        yield Reason("mask_leaves", limit, f"the mask has {join_leaves(foreign)}")
     if len(bands) > 1:
-        yield f"masks by one band, and the mask has {' & '.join(map(str, bands))}"
-    ends = {ENDS[x] for x in leaves if x in ENDS}
-    for band in bands:
-        if band.ragged and set(band.ragged) != ends:
-            names = " and ".join(sorted(ends)) or "nothing"
-            yield f"aligns a band by the lengths that end the sequences, {names}, and has {band}"
+        yield Reason("mask_bands", "masks by one band", f"the mask has {join_leaves(bands)}")
+    given = {ENDS[x] for x in leaves if x in ENDS}
+    if stray := [x for x in bands if x.ragged and set(x.ragged) != given]:
+        names = " and ".join(sorted(given)) or "nothing"
+        limit = "aligns a band by the lengths that end the sequences"
+        actual = f"{names}, and has {join_leaves(stray)}"
+        yield Reason("mask_alignment", limit, actual, "{limit}, {actual}")
+
+
+def join_leaves(leaves: Sequence[Mask]) -> str:
+    return " & ".join(map(str, leaves))
 
 
 def translate_band(band: Band, M: int, N: int, *, plain: bool) -> CudnnBand:

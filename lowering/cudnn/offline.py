@@ -16,6 +16,7 @@ from typing import Any, final
 from attrs import evolve, frozen
 
 from attn_graph.backend import RefusedError
+from attn_graph.errors import Reason
 from attn_graph.lowering.cudnn import builder as cudnn_builder
 from attn_graph.lowering.cudnn.case import Version
 from attn_graph.machine.gpus import Device, devices
@@ -107,10 +108,9 @@ def read_lines(path: Path) -> Iterator[str]:
 def check_frontend() -> None:
     """Raises RefusedError if cuDNN's frontend is not installed in this process."""
     if find_spec("cudnn") is None:
-        raise RefusedError(
-            "plans through nvidia-cudnn-frontend, which is not installed here; "
-            "pip install 'attn-graph[offline]'"
-        )
+        actual = "which is not installed here; pip install 'attn-graph[offline]'"
+        limit = "plans through nvidia-cudnn-frontend"
+        raise RefusedError(Reason("planning_frontend", limit, actual, "{limit}, {actual}"))
 
 
 def driver_library(folder: str) -> str:
@@ -136,19 +136,18 @@ def compile_stand_in(folder: Path) -> str:
     """Build the stand-in, in some hundredths of a second; its path. Raises RefusedError."""
     program = compiler()
     if program is None:
-        raise RefusedError(
-            "plans without a GPU through a stand-in for its driver, which needs a C compiler, and "
-            f"none of {', '.join(COMPILERS)} is on the path"
-        )
+        limit = "plans without a GPU through a stand-in for its driver, which needs a C compiler"
+        actual = f"none of {', '.join(COMPILERS)} is on the path"
+        raise RefusedError(Reason("c_compiler", limit, actual))
     name = "libcuda.so.1"
     options = ("-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", str(folder / name))
     process = subprocess.run(
         (program, *options, str(SOURCE)), capture_output=True, text=True, check=False
     )
     if process.returncode:
-        raise RefusedError(
-            f"needs a stand-in driver, which {program} can't build: {process.stderr}"
-        )
+        actual = f"which {program} can't build: {process.stderr}"
+        limit = "needs a stand-in driver"
+        raise RefusedError(Reason("stand_in", limit, actual, "{limit}, {actual}"))
     return str(folder / name)
 
 
@@ -156,9 +155,8 @@ def describe_target(target: Target) -> str:
     """A target as cuDNN describes devices, in JSON. Raises RefusedError for an unknown GPU."""
     device = devices().get(target.name)
     if device is None:
-        raise RefusedError(
-            f"plans for GPUs that are not there from {', '.join(devices())}, and not for {target}"
-        )
+        limit = f"plans for GPUs that are not there from {', '.join(devices())}"
+        raise RefusedError(Reason("absent_gpu", limit, f"not for {target}"))
     fields = {name: getattr(target, name) for name in OVERLAID}
     own = {name: value for name, value in fields.items() if value is not None}
     return json.dumps(device_properties(evolve(device, **own), target.driver or DRIVER))

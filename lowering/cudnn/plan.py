@@ -13,6 +13,7 @@ import torch
 from attrs import Factory, field, frozen
 
 from attn_graph.backend import Options, RefusedError
+from attn_graph.errors import Reason
 from attn_graph.lowering.cudnn import builder as cudnn_builder
 from attn_graph.lowering.cudnn.case import Version
 from attn_graph.lowering.cudnn.graph import CudnnCall
@@ -231,10 +232,9 @@ def check_versions(loaded: tuple[Version, Version], planned: tuple[Version, Vers
     """Raises RefusedError if the loaded cuDNN and frontend are not those that the plan is for."""
     if loaded != planned:
         here, there = (tuple(map(format_version, pair)) for pair in (loaded, planned))
-        raise RefusedError(
-            f"plans with cuDNN {here[0]} and frontend {here[1]} here, and the target has "
-            f"{there[0]} and {there[1]}"
-        )
+        limit = f"plans with cuDNN {here[0]} and frontend {here[1]} here"
+        actual = f"the target has {there[0]} and {there[1]}"
+        raise RefusedError(Reason("loaded_versions", limit, actual))
 
 
 def format_version(version: Version) -> str:
@@ -248,4 +248,5 @@ def gap_reason(refusal: str) -> RefusedError:
     It is logged, since users should report it.
     """
     LOG.warning("cuDNN declined a graph that attn_graph took it for able to run: %s", refusal)
-    return RefusedError(f"said itself, where no limit was known, at {refusal}")
+    limit = "said itself, where no limit was known"
+    return RefusedError(Reason("unknown_limit", limit, f"at {refusal}", "{limit}, {actual}"))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, final
 
 import torch
 from attrs import frozen
 
+from attn_graph.errors import Reason
 from attn_graph.ir.modifiers import Alibi, Bias, SoftCap
 from attn_graph.lowering.cudnn.case import Case, Pass, Version
 from attn_graph.lowering.problem import is_misaligned
+from attn_graph.lowering.reasons import without_rule
 from attn_graph.spec import NAMES, TensorSpec
 
 Says = Literal["no", "yes", "unasked"]
@@ -27,15 +29,17 @@ Violations = tuple[Any, ...]  # what the sentence names; one sentence for each
 class Rule:
     """A limit, with a sentence that completes "no, because it ...".
 
-    violations: what of a case exceeds the limit; empty if nothing does. sentence: a format string
-    with `it`, one violation, `c`, the case, and `p`, its problem. source: where the limit is
-    documented, or how it was measured. passes, sm, backend, frontend: where the limit holds; ranges
-    exclude their ends. says: cuDNN's own answer to what the rule refuses: "no"; "yes", but the
-    result is wrong or unproven; "unasked", as it cannot be expressed, or crashes.
+    found: what each sentence tells; empty where nothing is wrong. A Reason is one by itself; of a
+    pair, the name of an operand and its spec, the name tells the keys of the sentences apart.
+    sentence: a format of `it`, one of the found, `c`, the case, and `p`, its problem: the limit,
+    ", and ", and what there is instead. The rule holds for these passes, in these
+    compute capabilities and versions, ends not included. says: what cuDNN itself says to what the
+    rule refuses: "no"; "yes", but it computes wrongly or nobody vouches that it doesn't; or
+    "unasked", since it has no words for it, or crashes.
     """
 
     name: str
-    violations: Callable[[Case], Violations]
+    found: Callable[[Case], Iterable[Any]]  # Any: what the rule's sentence has a place for
     sentence: str
     source: str
     passes: tuple[Pass, ...] = BOTH
@@ -53,11 +57,17 @@ class Rule:
             and self.frontend[0] <= c.frontend < self.frontend[1]
         )
 
-    def reasons(self, c: Case) -> Iterator[str]:
-        """One sentence for each violation."""
+    def reasons(self, c: Case) -> Iterator[Reason]:
+        """Every reason of this rule against a case."""
         if self.holds(c):
-            for it in self.violations(c):
-                yield self.sentence.format(it=it, c=c, p=c.problem)
+            for it in self.found(c):
+                yield it if isinstance(it, Reason) else self.reason(it, c)
+
+    def reason(self, it: object, c: Case) -> Reason:
+        """The sentence about one thing that is wrong."""
+        limit, _, actual = self.sentence.rpartition(", and ")
+        key = f"{self.name}.{it[0]}" if isinstance(it, tuple) else self.name
+        return Reason(key, *(part.format(it=it, c=c, p=c.problem) for part in (limit, actual)))
 
 
 def dtype_name(spec: TensorSpec | None, *fitting: torch.dtype) -> Violations:
@@ -73,14 +83,17 @@ def once(condition: object) -> Violations:
 def other_modifiers(c: Case) -> Violations:
     """Classes of modifiers that cuDNN has no counterpart of."""
     kinds = dict.fromkeys(type(m) for m in c.problem.node.modifiers)
-    return tuple(kind.__name__ for kind in kinds if kind not in (SoftCap, Bias, Alibi))
+    others = "; the modifiers it has one for are SoftCap, Bias and Alibi"
+    known = (SoftCap, Bias, Alibi)
+    return tuple(without_rule(kind.__name__, others) for kind in kinds if kind not in known)
 
 
 def foreign_alibi(c: Case) -> Violations:
     """ALiBi with other slopes or another diagonal than cuDNN's own."""
     all_alibi = [m for m in c.problem.node.modifiers if isinstance(m, Alibi)]
     slopes = ["slopes of its own" for m in all_alibi if not m.default]
-    return (*slopes, *(f'align="{m.align}"' for m in all_alibi if m.align != "top_left"))
+    aligned = [f'align="{m.align}"' for m in all_alibi if m.align != "top_left"]
+    return once(" and ".join(dict.fromkeys([*slopes, *aligned])))
 
 
 def alibi_unmasked(c: Case) -> Violations:

@@ -8,16 +8,26 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, final
 
 import torch
-from attrs import Factory, field, frozen
+from attrs import Factory, evolve, field, frozen
 
 from attn_graph.backend import Backend, Executable, Options
+from attn_graph.errors import Reason
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.ops import sink_gradient
-from attn_graph.lowering.problem import Problem, other_equations, returns_lse, select_outputs, sole
+from attn_graph.lowering.problem import Problem, returns_lse, select_outputs, sole
+from attn_graph.lowering.reasons import (
+    missing_library,
+    no_elements,
+    no_gpu,
+    old_gpu,
+    other_dtype,
+    other_equations,
+    wide_heads,
+)
 from attn_graph.machine.ambient import neutral_state
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision
-from attn_graph.spec import NAMES, TensorSpec
+from attn_graph.spec import TensorSpec
 
 if TYPE_CHECKING:  # and imported where they are used: machines without a GPU never ask for them
     from attn_graph.lowering.triton.device_code import Contribution
@@ -29,53 +39,49 @@ LEAST_SM = 80
 WIDEST = 256
 POSITIONS = 2**30  # beyond all of them lies FAR of kernels/common.py
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+INTERPRETER = "with TRITON_INTERPRET=1 set before Python starts it runs here too, slowly"
 Named = dict[str, Any]  # tensors by the names that launches give them
 
 
-def why_not(graph: Graph, target: Target, options: Options) -> Iterator[str]:
+def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
     if target.kind == "cpu" and not target.interprets:
-        yield (
-            f"runs on NVIDIA GPUs, and the target is {target}; with TRITON_INTERPRET=1 set before "
-            "Python starts it runs here too, slowly"
-        )
+        yield evolve(no_gpu(target), sentence=f"{{limit}}, and {{actual}}; {INTERPRETER}")
         return
-    found = [*target_reasons(target)]
+    against = [*target_reasons(target)]
     problem = sole(graph)
     if problem is None:
-        found.append(other_equations(graph))
+        against.append(other_equations(graph))
     else:
-        found += triton_size_reasons(problem)
-    yield from found
-    if problem is not None and not found:
+        against += triton_size_reasons(problem)
+    yield from against
+    if problem is not None and not against:
         yield from plan_reasons(problem, target, options)
 
 
-def target_reasons(target: Target) -> Iterator[str]:
-    if target.kind == "cuda" and target.sm < LEAST_SM:
-        yield f"needs compute capability sm_{LEAST_SM}, and the target has sm_{target.sm}"
+def target_reasons(target: Target) -> Iterator[Reason]:
+    if target.kind == "cuda":
+        yield from old_gpu(LEAST_SM, target.sm)
     if "triton" not in dict(target.libraries):
-        yield "needs triton, which is not installed; pip install 'attn-graph[cuda]'"
+        yield missing_library("triton", "pip install 'attn-graph[cuda]'")
 
 
-def triton_size_reasons(problem: Problem) -> Iterator[str]:
-    if problem.dtype not in DTYPES:
-        yield f"computes in f16, bf16 and f32, and the graph is in {NAMES[problem.dtype]}"
-    if max(problem.D, problem.E) > WIDEST:
-        yield f"takes head sizes up to {WIDEST}, and q has D = {problem.D}, v has E = {problem.E}"
-    if problem.is_empty:
-        sizes = f"B = {problem.B}, H = {problem.H}, M = {problem.M}, N = {problem.N}"
-        yield f"needs sizes of at least 1, and {sizes}"
+def triton_size_reasons(problem: Problem) -> Iterator[Reason]:
+    yield from other_dtype(problem, DTYPES)
+    yield from wide_heads(problem, WIDEST)
+    yield from no_elements(problem)
     if max(problem.M, problem.N) >= POSITIONS:
-        yield f"counts positions below {POSITIONS}, and M = {problem.M}, N = {problem.N}"
+        limit = f"counts positions below {POSITIONS}"
+        yield Reason("positions", limit, f"M = {problem.M}, N = {problem.N}")
 
 
-def plan_reasons(problem: Problem, target: Target, options: Options) -> Iterator[str]:
+def plan_reasons(problem: Problem, target: Target, options: Options) -> Iterator[Reason]:
     from attn_graph.lowering.triton.symbols import Untraceable
 
     try:
         plan = plan_flash(problem, target, options.precision, options.variant)
     except Untraceable as error:
-        yield f"has to trace the mask and the modifiers into a kernel, and could not: {error}"
+        limit = "has to trace the mask and the modifiers into a kernel"
+        yield Reason("trace", limit, f"could not: {error}")
         return
     yield from plan.reasons()
     yield from options.over_workspace(plan.scratch.bytes)

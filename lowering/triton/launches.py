@@ -10,6 +10,7 @@ from typing import Any, final
 from attrs import evolve, frozen
 
 from attn_graph.backend import RefusedError
+from attn_graph.errors import Reason
 from attn_graph.lowering.triton.device_code import compile_text
 
 HOMES = {
@@ -99,7 +100,7 @@ class Launch:
         try:
             load_kernel(self.kernel)[(self.grid,)](**self.arguments(tensors))
         except out_of_resources_error() as error:
-            raise RefusedError(
-                f"needs {error.required} of {error.name} for its tiles, of which the GPU has "
-                f"{error.limit}"
-            ) from error
+            need = f"needs {error.required} of {error.name} for its tiles"
+            most = f"of which the GPU has {error.limit}"
+            reason = Reason("tile_resources", most, need, "{actual}, {limit}")
+            raise RefusedError(reason) from error

@@ -9,6 +9,7 @@ from typing import Any, final
 import torch
 from attrs import field, frozen
 
+from attn_graph.errors import Reason
 from attn_graph.ir.philox import threshold
 from attn_graph.kernels.tilings import (
     DELTA,
@@ -393,17 +394,19 @@ class Flash:
 
     # What is in the way
 
-    def reasons(self) -> Iterator[str]:
+    def reasons(self) -> Iterator[Reason]:
         for name, spec in self.specs().items():
             far = (MOST_ROWS - 1) * spec.strides[2] + (spec.shape[-1] - 1) * spec.strides[-1]
             if far > LONG:
-                yield f"counts within a tile up to {LONG} elements, and {name} {spec} needs {far}"
+                limit = f"counts within a tile up to {LONG} elements"
+                yield Reason(f"tile_offsets.{name}", limit, f"{name} {spec} needs {far}")
         most = max(launch.grid for launch in self.launches)
         if most > LONG:
-            yield f"launches up to {LONG} programs, and {most} are needed"
+            yield Reason("programs", f"launches up to {LONG} programs", f"{most} are needed")
         tiles = max((launch.fixed.get("TILES", 0) for launch in self.launches), default=0)
         if tiles > MOST_TILES:
-            yield f"lists {MOST_TILES} tiles a block at most where data decides, and has {tiles}"
+            limit = f"lists {MOST_TILES} tiles a block at most where data decides"
+            yield Reason("listed_tiles", limit, f"has {tiles}")
 
 
 def takes_tf32(problem: Problem, sm: int) -> bool:

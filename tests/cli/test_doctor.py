@@ -99,7 +99,7 @@ def test_a_cudnn_that_pip_knows_nothing_of_is_told(cudnn: str) -> None:
 @pytest.mark.parametrize("cudnn", ["9.10.1", "9.10.2", "9.14.0", "9.20.0.48", "9.24.0"])
 def test_known_bad_versions_are_those_of_the_table(cudnn: str, frontend: str) -> None:
     machine = with_versions(nvidia_cudnn_frontend=frontend, nvidia_cudnn_jit_cu13=cudnn)
-    told = " ".join(version_reasons(machine.cpu))
+    told = " ".join(map(str, version_reasons(machine.cpu)))
     assert ("needs cuDNN 9.10.2" in told) == (cudnn == "9.10.1")
     assert ("needs nvidia-cudnn-frontend 1.28" in told) == (frontend != "1.28.0")
     assert bool(told) == (cudnn == "9.10.1" or frontend != "1.28.0")
@@ -194,6 +194,8 @@ def test_doctor_tells_of_this_very_machine(monkeypatch: pytest.MonkeyPatch) -> N
     told = json.loads(result.output)
     assert result.exit_code == (1 if told["problems"] else 0)
     assert told["attn_graph"] == ag.__version__
+    assert all(len(each["keys"]) == len(each["reasons"]) for each in told["verdicts"])
+    assert any("device" in each["keys"] for each in told["verdicts"])
     assert told["machine"]["libraries"] == dict(ag.Target.of("cpu").libraries)
     here = Surroundings.here()
     assert here.target == ag.Target.here()

@@ -219,7 +219,7 @@ def test_all_reasons_come_out(golden: Any) -> None:
 def sentences(given: Problem, asked: dict[str, Any]) -> list[str]:
     where = {"sm": 90, "backend": KNOWN[0], "frontend": KNOWN[1], **asked}
     case = Case(given, **where)
-    return [text for rule in RULES for text in rule.reasons(case)]
+    return [str(reason) for rule in RULES for reason in rule.reasons(case)]
 
 
 def keeps(stated: CudnnBand, i: int, j: int, shift: int) -> bool:
@@ -292,12 +292,13 @@ def test_a_plan_tells_what_cudnn_says_on_a_machine_without_it() -> None:
     graph = ag.attention(x, x, x, mask=ag.Causal(), dropout=0.5)
     libraries = (("nvidia-cudnn-frontend", "1.28.0"), ("nvidia-cudnn-cu13", "9.20.0.48"))
     target = ag.Target("h200", "cuda", 90, (), libraries)
-    told = dict(ag.compile(graph, target=target, backends=("cudnn", "math")).refusals)["cudnn"]
-    (reason,) = told
+    plan = ag.compile(graph, target=target, backends=("cudnn", "math"))
+    (reason,) = map(str, dict(plan.refusals)["cudnn"])
     assert reason.startswith("draws dropout from a generator of its own, and the graph's, of rate")
     with pytest.raises(ag.NoBackendError) as error:
         ag.compile(graph, target=ag.Target("v100", "cuda", 70), backends=("cudnn",))
-    ((_, told),) = error.value.refusals
+    ((_, refused),) = error.value.refusals
+    told = tuple(map(str, refused))
     assert told[0].startswith("needs nvidia-cudnn-frontend, which is not installed; pip install")
     assert told[1].startswith("needs cuDNN, which is not installed; PyTorch's builds for CUDA")
     assert told[2] == "needs compute capability sm_80, and the target has sm_70"

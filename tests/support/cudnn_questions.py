@@ -10,6 +10,7 @@ from typing import Literal, final
 
 from attrs import frozen
 
+from attn_graph.errors import Reason
 from attn_graph.lowering.cudnn.case import Case, Version, needs_padding_mask
 from attn_graph.lowering.cudnn.graph import CudnnCall, describe_call
 from attn_graph.lowering.cudnn.limits import RULES
@@ -33,7 +34,7 @@ class Question:
     case: Case
 
     @cached_property
-    def against(self) -> tuple[tuple[Rule, str], ...]:
+    def against(self) -> tuple[tuple[Rule, Reason], ...]:
         """Which rules refuse it, with their reasons."""
         return tuple((rule, why) for rule in RULES for why in rule.reasons(self.case))
 
