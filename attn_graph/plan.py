@@ -88,6 +88,9 @@ class Plan:
     single: bool = field(
         init=False, default=Factory(lambda plan: len(plan.graph.outputs) == 1, takes_self=True)
     )
+    constants: tuple[int, ...] = field(  # places of the outputs that have no gradient
+        init=False, default=Factory(lambda plan: constant_places(plan.graph), takes_self=True)
+    )
     memo: Memo = field(init=False, factory=Memo)
 
     def __call__(self, /, *tensors: torch.Tensor, **named: torch.Tensor) -> torch.Tensor | Tensors:
@@ -293,7 +296,7 @@ class Plan:
         """
         from attn_graph.planner.explanation import mask_tiles
 
-        usual, every = main_outputs(self.graph), self.graph.outputs
+        usual, every = main_outputs(self.graph), self.graph.differentiable_outputs
         gradient = self.backward_side(usual) if self.has_gradient else None
         return evolve(
             self.side(),
@@ -337,6 +340,12 @@ class Plan:
 
     def __repr__(self) -> str:
         return f"Plan({self.backend} on {self.target})\n{self.graph}"
+
+
+def constant_places(graph: Graph) -> tuple[int, ...]:
+    """Where among the outputs those stand that have no gradient."""
+    known = graph.differentiable_outputs
+    return tuple(place for place, i in enumerate(graph.outputs) if i not in known)
 
 
 def check(

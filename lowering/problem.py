@@ -165,9 +165,20 @@ def select_outputs(graph: Graph, results: Sequence[T]) -> list[T]:
     return [results[i - len(graph.inputs)] for i in graph.outputs]
 
 
+def output_names(graph: Graph) -> tuple[str, ...]:
+    """What a graph of one attention returns: the names of results, in its order."""
+    return tuple(select_outputs(graph, graph.eqns[0].op.names))
+
+
 def returns_lse(graph: Graph) -> bool:
     """Whether a graph of one attention returns its lse."""
-    return len(graph.inputs) + 1 in graph.outputs
+    return "lse" in output_names(graph)
+
+
+def statistic_reasons(problem: Problem) -> Iterator[str]:
+    """What is against an attention, for a kernel that gives lse and no other statistic."""
+    for name in problem.node.without_gradient:
+        yield f"gives lse and no other statistic, and the graph returns {name}"
 
 
 def is_misaligned(spec: TensorSpec) -> bool:

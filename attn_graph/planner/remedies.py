@@ -32,7 +32,7 @@ HELD = 512  # questions, and graphs of them: all backends ask the same; a questi
 class Request:
     """Who runs a graph, and its gradient by `wants`, through lse or not?
 
-    through_lse: whether all outputs have a cotangent, or `main_outputs` alone.
+    through_lse: whether all outputs that can have a cotangent have one, or `main_outputs` alone.
     """
 
     graph: Graph
@@ -63,7 +63,7 @@ def simplify_once(graph: Graph) -> Graph:
 def gradient_graph(graph: Graph, names: tuple[str, ...], through_lse: bool) -> Graph:
     """The gradient's graph of a simplified graph, by its inputs of these names."""
     wants = [n for n, i in enumerate(graph.inputs) if i.name in names]
-    given = graph.outputs if through_lse else main_outputs(graph)
+    given = graph.differentiable_outputs if through_lse else main_outputs(graph)
     return backward(graph, wants, cotangent_specs(graph, given))
 
 

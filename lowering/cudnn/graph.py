@@ -147,8 +147,9 @@ def backward_call(
     problem: Problem, lengths: Sequence[Slot], options: dict[str, Option]
 ) -> CudnnCall:
     assert problem.grad is not None
-    _, o, _, do, _ = problem.grad.split(problem.specs)
-    results = [slot("o", "o", o)] + ([slot("dO", "do", cotangent(problem, do))] if do else [])
+    given = problem.grad.split(problem.specs)
+    results = [slot("o", "o", given.o)]
+    results += [slot("dO", "do", cotangent(problem, given.do))] if given.do else []
     inputs = (*operands(problem), *results, statistic_slots(problem), *lengths)
     outputs = tuple(gradient_slots(problem))
     return CudnnCall("sdpa_backward", inputs, outputs, tuple(options.items()))
