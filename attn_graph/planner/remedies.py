@@ -18,6 +18,7 @@ from attn_graph.ir.builder import Builder, Value
 from attn_graph.ir.graph import Eqn, Graph
 from attn_graph.ir.modifiers import Modifier
 from attn_graph.ir.passes import simplify
+from attn_graph.ir.rewrite import prune
 from attn_graph.ir.vjp import backward, cotangent_specs, main_outputs, wanted_inputs
 from attn_graph.spec import NAMES, TensorSpec, dense_strides, memory_order
 
@@ -321,6 +322,9 @@ def op_edits(graph: Graph) -> Iterator[tuple[str, Edit]]:
             yield f"no {WORDS.get(kind, kind.__name__)}", without_steps(kind)
     if any(isinstance(eqn.op, ops.Softmax) and eqn.op.sinks for eqn in graph.eqns):
         yield "no sinks", without_steps(ops.Softmax)
+    for name, kind in ops.STATISTICS.items():
+        if kind in kinds:
+            yield f"no {name} among stats", without_outputs(kind)
 
 
 WORDS: dict[type, str] = {ops.Dropout: "dropout", ops.Mask: "mask"}
@@ -329,6 +333,20 @@ WORDS: dict[type, str] = {ops.Dropout: "dropout", ops.Mask: "mask"}
 def without_steps(kind: type) -> Edit:
     def edit(question: Request) -> Request | None:
         return rebuild_request(question, {}, kind)
+
+    return edit
+
+
+def without_outputs(kind: type) -> Edit:
+    """The graph without what the steps of a kind give."""
+
+    def edit(question: Request) -> Request | None:
+        graph = question.graph
+        gone = graph.named_results(lambda op: op.names if isinstance(op, kind) else ())
+        left = tuple(i for i in graph.outputs if i not in gone)
+        if not left or left == graph.outputs:
+            return None
+        return evolve(question, graph=prune(evolve(graph, outputs=left)))
 
     return edit
 
