@@ -175,10 +175,12 @@ def returns_lse(graph: Graph) -> bool:
     return "lse" in output_names(graph)
 
 
-def statistic_reasons(problem: Problem) -> Iterator[str]:
-    """What is against an attention, for a kernel that gives lse and no other statistic."""
-    for name in problem.node.without_gradient:
-        yield f"gives lse and no other statistic, and the graph returns {name}"
+def statistic_reasons(problem: Problem, given: Sequence[str] = ("lse",)) -> Iterator[str]:
+    """What is against an attention, for a kernel that gives these statistics and no others."""
+    known = " and ".join(given)
+    for name in problem.node.stats:
+        if name not in given:
+            yield f"gives {known} and no other statistic, and the graph returns {name}"
 
 
 def is_misaligned(spec: TensorSpec) -> bool:

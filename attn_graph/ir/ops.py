@@ -161,7 +161,7 @@ class MaxScores(Op):
 
 
 # The statistics of masked scores beside lse, which Softmax gives: an op for each, by the name of
-# its one result. An Attention gives those of them that are asked of it.
+# its one result. Keys at -inf count nothing in them, so that tiles may leave them out.
 STATISTICS: dict[str, type[Op]] = {"max": MaxScores}
 
 

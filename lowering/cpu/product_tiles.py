@@ -8,6 +8,7 @@ from typing import final
 import torch
 from attrs import frozen
 
+from attn_graph.ir import ops
 from attn_graph.ir.attention import GradientOperands, Operands
 from attn_graph.ir.modifiers import back_, change_
 from attn_graph.ir.philox import counters, keep_
@@ -79,7 +80,7 @@ class ProductTiles:
         }
         found |= {"q": Buffer((n * L * p.D,), wide), "s": Buffer((n * L * p.N,), wide)}
         found |= {"o": Buffer((n * L * p.E,), wide)}
-        found |= {name: Buffer((n * L,), wide) for name in (*p.node.stats, "total")}
+        found |= {name: Buffer((n * L,), wide) for name in ("lse", "total")}
         if p.node.dropout:
             words = n * L * (p.N // 4 + 2)
             found["kept"] = Buffer((4 * words,), torch.bool)
@@ -307,28 +308,34 @@ class Here:
 
     def attend(self, k: torch.Tensor, v: torch.Tensor, results: Mapping[str, torch.Tensor]) -> None:
         """Fill this tile's rows of the results, by name."""
-        node, E = self.tiles.problem.node, v.shape[3]
-        rooms = {"o": self.room("o", E)} | {name: self.room(name, 1) for name in node.stats}
+        o, lse = self.room("o", v.shape[3]), self.room("lse", 1)
         if self.tile.parts:
-            self.softmax(k, v, rooms)
+            self.softmax(k, v, o, lse, results)
         else:
-            for name, room in rooms.items():
-                room.fill_(0.0 if name == "o" else -INF)
-        views = {name: self.heads(room) for name, room in rooms.items()}
-        views |= {name: views[name][..., 0] for name in node.stats}
+            o.zero_()
+            lse.fill_(-INF)
+            self.take_statistics(o.new_empty((*results["lse"].shape, 0)), results)
+        four, three = self.heads(o), self.heads(lse)[..., 0]
         if self.given.sinks is not None:
             heads = self.tiles.heads(self.chunk)
-            sink_(views["o"], views["lse"], self.given.sinks[heads.start : heads.stop])
-        for name, view in views.items():
-            results[name].copy_(view)
+            sink_(four, three, self.given.sinks[heads.start : heads.stop])
+        results["o"].copy_(four)
+        results["lse"].copy_(three)
 
-    def softmax(self, k: torch.Tensor, v: torch.Tensor, rooms: Mapping[str, torch.Tensor]) -> None:
-        """Fill o [n,L,E] and the statistics [n,L,1] of a tile that has keys."""
+    def take_statistics(self, s: torch.Tensor, results: Mapping[str, torch.Tensor]) -> None:
+        """Fill the statistics beside lse, each by its own definition on this tile's scores."""
+        for name in self.tiles.problem.node.without_gradient:
+            results[name].copy_(ops.STATISTICS[name]().run(s)[0])
+
+    def softmax(
+        self, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
+        results: Mapping[str, torch.Tensor],
+    ) -> None:  # fmt: skip
+        """o [n,L,E] and lse [n,L,1] of a tile that has keys, and the statistics beside them."""
         s = self.scores(self.load("q", self.given.q), k, lambda i, s: None)
-        o, total = rooms["o"], self.room("total", 1)
-        if "max" in rooms:
-            torch.amax(s, -1, keepdim=True, out=rooms["max"])
-        products.softmax_(s, rooms["lse"], total)
+        self.take_statistics(self.heads(s), results)
+        total = self.room("total", 1)
+        products.softmax_(s, lse, total)
         if self.tiles.problem.node.dropout:
             self.dropped_(s)
         products.weigh_(o, s, self.keys_of(v))

@@ -21,6 +21,7 @@ from attn_graph.lowering.problem import (
     returns_lse,
     select_outputs,
     sole,
+    statistic_reasons,
 )
 from attn_graph.machine.ambient import outside
 from attn_graph.machine.target import Target
@@ -37,6 +38,7 @@ LEAST_SM = 80
 WIDEST = 256
 POSITIONS = 2**30  # beyond all of them lies FAR of kernels/common.py
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+STATISTICS = ("lse", "max")  # what the forward kernel stores beside o
 Named = dict[str, Any]  # tensors by the names that launches give them
 
 
@@ -53,6 +55,7 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[str]:
         found.append(other_equations(graph))
     else:
         found += triton_size_reasons(problem)
+        found += statistic_reasons(problem, STATISTICS)
     yield from found
     if problem is not None and not found:
         yield from plan_reasons(problem, target, options)
