@@ -94,6 +94,9 @@ class Plan:
     single: bool = field(
         init=False, default=Factory(lambda plan: len(plan.graph.outputs) == 1, takes_self=True)
     )
+    constants: tuple[int, ...] = field(  # places of the outputs that have no gradient
+        init=False, default=Factory(lambda plan: constant_places(plan.graph), takes_self=True)
+    )
     memo: Memo = field(init=False, factory=Memo)
 
     def __call__(self, /, *tensors: torch.Tensor, **named: torch.Tensor) -> torch.Tensor | Tensors:
@@ -299,7 +302,7 @@ class Plan:
         """
         from attn_graph.planner.explanation import mask_tiles
 
-        usual, every = main_outputs(self.graph), self.graph.outputs
+        usual, every = main_outputs(self.graph), self.graph.differentiable_outputs
         gradient = self.backward_side(usual) if self.has_gradient else None
         return evolve(
             self.side(),
@@ -355,6 +358,12 @@ class Plan:
         ]
         head = html.element("p", f"a plan for {self.target}")
         return html.page(head, html.table(rows), html.Html(self.graph._repr_html_()))
+
+
+def constant_places(graph: Graph) -> tuple[int, ...]:
+    """Where among the outputs those stand that have no gradient."""
+    known = graph.differentiable_outputs
+    return tuple(place for place, i in enumerate(graph.outputs) if i not in known)
 
 
 def check(

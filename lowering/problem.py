@@ -168,9 +168,14 @@ def select_outputs(graph: Graph, results: Sequence[T]) -> list[T]:
     return [results[i - len(graph.inputs)] for i in graph.outputs]
 
 
+def output_names(graph: Graph) -> tuple[str, ...]:
+    """What a graph of one attention returns: the names of results, in its order."""
+    return tuple(select_outputs(graph, graph.eqns[0].op.names))
+
+
 def returns_lse(graph: Graph) -> bool:
     """Whether a graph of one attention returns its lse."""
-    return len(graph.inputs) + 1 in graph.outputs
+    return "lse" in output_names(graph)
 
 
 def is_misaligned(spec: TensorSpec) -> bool:

@@ -45,6 +45,16 @@ class Op:
         """How many axes each operand has; None: any number."""
         raise NotImplementedError
 
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        """The results, by name, that describe a row of scores: losses seldom read them."""
+        return ()
+
+    @property
+    def without_gradient(self) -> tuple[str, ...]:
+        """The results, by name, that are never differentiated: they take no cotangent."""
+        return ()
+
     # Any in these three: subclasses fix the number of operands, which this form alone allows.
     def problems(self, *args: Any, **kwargs: Any) -> Iterator[str]:  # Any: as above
         """Why operands of these types make no sense; none: they do."""
@@ -145,6 +155,8 @@ class Graph:
         """Why there is no gradient of this graph; none: there is."""
         if self.is_gradient:
             return (NO_SECOND,)
+        if self.outputs and not self.differentiable_outputs:
+            return ("it returns nothing that has a gradient",)
         problems = (text for eqn in self.eqns for text in eqn.op.gradient_problems())
         return tuple(dict.fromkeys(problems))
 
@@ -152,6 +164,21 @@ class Graph:
     def has_gradient(self) -> bool:
         """Whether it has a floating input, and a derivative of every step."""
         return not self.gradient_problems and any(i.spec.dtype in FLOATS for i in self.inputs)
+
+    @property
+    def differentiable_outputs(self) -> tuple[int, ...]:
+        """The outputs that have a gradient; a cotangent is taken for no others."""
+        constant = self.named_results(lambda op: op.without_gradient)
+        return tuple(i for i in self.outputs if i not in constant)
+
+    def named_results(self, names: Callable[[Op], Sequence[str]]) -> frozenset[int]:
+        """The results that `names` selects of each equation's op, by number."""
+        return frozenset(
+            i
+            for eqn, outs in self.numbered()
+            for name, i in zip(eqn.op.names, outs, strict=True)
+            if name in names(eqn.op)
+        )
 
     def numbered(self) -> Iterator[tuple[Eqn, range]]:
         """Each equation with the numbers of its results."""

@@ -1,6 +1,7 @@
 """The ops, each with its whole machine-free meaning.
 
-Forward: Scores, the modifiers, Mask, Softmax, Dropout, Weigh. The others exist for gradients.
+Forward: Scores, the modifiers, Mask, MaxScores, Softmax, Dropout, Weigh. The others exist for
+gradients.
 """
 
 from __future__ import annotations
@@ -131,6 +132,54 @@ class Unmasked(Op):
 
 @final
 @frozen
+class MaxScores(Op):
+    """s [B,H,M,N] -> max [B,H,M] = max_j s, -inf for a row that sees nothing. Without gradient."""
+
+    names = ("max",)
+    roles = ("s",)
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        return (4,)
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        return self.names
+
+    @property
+    def without_gradient(self) -> tuple[str, ...]:
+        return self.names
+
+    def infer(self, s: ValueType) -> tuple[ValueType]:
+        return (ValueType(s.shape[:3], s.dtype),)
+
+    def run(self, s: torch.Tensor) -> tuple[torch.Tensor]:
+        return (s.amax(-1) if s.shape[-1] else s.new_full(s.shape[:3], -INF),)
+
+    def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
+        refuse_cotangents(self, grads)
+        return (None,)
+
+
+# The statistics of masked scores beside lse, which Softmax gives: an op for each, by the name of
+# its one result. Keys at -inf count nothing in them, so that tiles may leave them out.
+STATISTICS: dict[str, type[Op]] = {"max": MaxScores}
+
+
+def refuse_cotangents(op: Op, grads: Values) -> None:
+    """Raise GraphError where a result without gradient has a cotangent."""
+    given = dict(zip(op.names, grads, strict=True))
+    if names := [name for name in op.without_gradient if given[name] is not None]:
+        raise GraphError(*map(no_gradient, names))
+
+
+def no_gradient(name: str) -> str:
+    """Why a result takes no cotangent."""
+    return f"{name} is a statistic that is not differentiated; give it no cotangent"
+
+
+@final
+@frozen
 class Softmax(Op):
     """s [B,H,M,N] -> p = exp(s - lse), lse [B,H,M] = log sum_j exp(s).
 
@@ -141,6 +190,10 @@ class Softmax(Op):
     sinks: bool = False
     names = ("p", "lse")
     roles = ("s", "sinks")
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        return ("lse",)
 
     @property
     def ranks(self) -> tuple[int | None, ...]:

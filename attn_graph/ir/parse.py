@@ -19,7 +19,7 @@ from attn_graph.masks import And, Mask, Or, join_masks, require_mask
 from attn_graph.spec import DTYPES, TensorSpec
 
 OPS: tuple[type[Op], ...] = (
-    *(ops.Scores, ops.Mask, ops.Softmax, ops.Dropout, ops.Weigh),
+    *(ops.Scores, ops.Mask, *ops.STATISTICS.values(), ops.Softmax, ops.Dropout, ops.Weigh),
     *(ops.Unmasked, ops.SoftmaxGrad, ops.SinkGrad, ops.WeighT, ops.Add, ops.Zeros),
     *(modifiers.Back, modifiers.Collect, *modifiers.MODIFIERS),
     *(Attention, AttentionGrad),

@@ -220,7 +220,7 @@ def sum_memory(
     types, both = graph.types, {"forward": ahead} | ({"backward": behind} if behind else {})
     return Memory(
         outputs=sum(t.bytes for t in graph.output_types),
-        saved=sum(types[i].bytes for i in residuals(graph)),
+        saved=sum(types[i].bytes for i in saved_values(graph)),
         workspace_forward=ahead.workspace or 0,
         workspace_backward=(behind.workspace or 0) if behind else 0,
         temporary_forward=ahead.temporary,
@@ -228,3 +228,12 @@ def sum_memory(
         gradients=sum(t.bytes for t in gradient.output_types) if gradient and behind else 0,
         untold=tuple(name for name, x in both.items() if x.workspace is None),
     )
+
+
+def saved_values(graph: Graph) -> set[int]:
+    """The attentions' results that stay alive between forward and backward.
+
+    The backward reads them, or the graph returns them.
+    """
+    fused = {i for e, outs in graph.numbered() if isinstance(e.op, Attention) for i in outs}
+    return {*residuals(graph), *(fused & {*graph.outputs})}

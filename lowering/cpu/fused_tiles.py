@@ -9,7 +9,7 @@ from typing import final
 import torch
 from attrs import frozen
 
-from attn_graph.ir.attention import Operands
+from attn_graph.ir.attention import SAVED, Operands
 from attn_graph.ir.modifiers import change_
 from attn_graph.kernels import fused_cpu
 from attn_graph.kernels.merging import merge_, sink_
@@ -79,8 +79,8 @@ class FusedTiles:
         p = self.problem
         found = dict(zip("qkv", p.specs, strict=False))
         if p.grad is not None:
-            _, o, _, do, _ = p.grad.split(p.specs)
-            found |= {"o": o} | ({"do": do} if do is not None else {})
+            given = p.grad.split(p.specs)
+            found |= {"o": given.o} | ({"do": given.do} if given.do is not None else {})
         return found
 
     def packs(self, name: str, x: TensorSpec) -> bool:
@@ -157,19 +157,19 @@ class FusedTiles:
 
     def forward(
         self, operands: Sequence[torch.Tensor], scratch: Scratches
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """o, lse."""
+    ) -> dict[str, torch.Tensor]:
+        """o and lse, by name."""
         p, given = self.problem, self.problem.node.split(operands)
         q, k, v = (self.packed(n, x, scratch) for n, x in zip("qkv", operands, strict=False))
         call, tiles = TileCall(self, given, scratch, q, k, v), self.tiles(given.mask)
         if is_whole(tiles, p) and self.unpadded and self.keeps_order():
-            return call.attend(tiles[0])
+            return dict(zip(SAVED, call.attend(tiles[0]), strict=True))
         o, lse = p.new_o(CPU), torch.empty(q.shape[:3], dtype=p.wide, device=CPU)
         for tile in tiles:
             part, part_lse = call.attend(tile)
             cut_tile(o, tile).copy_(part[..., : p.E])
             cut_rows(lse, tile).copy_(part_lse)
-        return o, lse
+        return {"o": o, "lse": lse}
 
     def keeps_order(self) -> bool:
         """Whether the kernel lays o out in the memory order of q, given q where it lies."""
@@ -182,11 +182,11 @@ class FusedTiles:
         """The gradients of q, k and v, by number of the operand."""
         p = self.problem
         assert p.grad is not None
-        own, o, lse, do, _ = p.grad.split(operands)
-        assert do is not None  # without it only dlse is left, and that is not for this kernel
-        given = p.node.split(own)
-        q, k, v = (self.packed(n, x, scratch) for n, x in zip("qkv", own, strict=False))
-        o, do = self.packed("o", o, scratch), self.packed("do", do, scratch)
+        read = p.grad.split(operands)
+        assert read.do is not None  # else only dlse is left, and that is not for this kernel
+        given, lse = p.node.split(read.own), read.lse
+        q, k, v = (self.packed(n, x, scratch) for n, x in zip("qkv", read.own, strict=False))
+        o, do = self.packed("o", read.o, scratch), self.packed("do", read.do, scratch)
         unseen = lse == -INF
         finite = lse.masked_fill(unseen, 0.0)
         if self.blind:

@@ -16,8 +16,9 @@ from attrs import frozen
 from attn_graph.backend import Backend, Executable, Options, switch_name
 from attn_graph.errors import PlanTargetError, Reason
 from attn_graph.ir import ops
-from attn_graph.ir.attention import Attention, AttentionGrad
+from attn_graph.ir.attention import SAVED, Attention, AttentionGrad
 from attn_graph.ir.graph import Eqn, Graph, Op
+from attn_graph.ir.vjp import residuals, statistics
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
 from attn_graph.lowering.cpu.product_tiles import ProductTiles
 from attn_graph.lowering.cpu.schedule import POSITIONS
@@ -60,9 +61,12 @@ def tilings_of(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Tile
 
 
 def fuses(problem: Problem, target: Target) -> bool:
-    """Whether PyTorch's fused CPU kernel can compute the tiles: it adds, and pulls to q, k, v."""
+    """Whether PyTorch's fused CPU kernel can compute the tiles: it adds, gives o and lse, and
+    pulls to q, k, v."""
     node, grad = problem.node, problem.grad
     if target.kind != "cpu" or node.dropout or not all(m.additive for m in node.modifiers):
+        return False
+    if node.names != SAVED:
         return False
     sizes = problem.D, problem.E
     if node.mask is not None and max(sizes) >= MOST_PADDING * min(sizes):
@@ -89,9 +93,7 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
     """One step for each equation, run in order."""
     steps = [step_of(graph, eqn, target, options) for eqn in graph.eqns]
     plan = [(eqn.args, step.call) for eqn, step in zip(graph.eqns, steps, strict=True)]
-    attentions = [outs for eqn, outs in graph.numbered() if isinstance(eqn.op, Attention)]
-    saved = [i for outs in attentions for i in outs]
-    stats = {outs[1] for outs in attentions}
+    saved, stats = residuals(graph), statistics(graph)
     exact = options.exact(graph)
 
     def run(*tensors: torch.Tensor) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
@@ -121,9 +123,9 @@ def bytes_between(graph: Graph, saved: Sequence[int]) -> int:
 
 
 def hand_out(
-    values: Sequence[torch.Tensor], outputs: Sequence[int], stats: set[int]
+    values: Sequence[torch.Tensor], outputs: Sequence[int], stats: frozenset[int]
 ) -> list[torch.Tensor]:
-    """The outputs: lse in C order, and a value that is returned twice as two tensors."""
+    """The outputs: statistics in C order, and a value that is returned twice as two tensors."""
     found: list[torch.Tensor] = []
     for place, i in enumerate(outputs):
         value = values[i].contiguous() if i in stats else values[i]
@@ -173,8 +175,9 @@ def run_definition(op: Op, specs: Sequence[TensorSpec]) -> Work:
 def run_forward(
     tiles: Tiles, operands: Sequence[torch.Tensor], scratch: Mapping[str, torch.Tensor]
 ) -> Sequence[torch.Tensor]:
-    """An attention in tiles."""
-    return tiles.forward(operands, scratch)
+    """The results of an attention in tiles, in the order of their names."""
+    results = tiles.forward(operands, scratch)
+    return [results[name] for name in tiles.problem.node.names]
 
 
 def run_backward(
@@ -192,12 +195,12 @@ def run_backward(
 
 def sink_gradient_of(grad: AttentionGrad, operands: Sequence[torch.Tensor]) -> torch.Tensor:
     """dsinks [H] = sum_bi exp(sink - lse) (dlse - delta)."""
-    own, o, lse, do, dlse = grad.split(operands)
-    sinks = grad.attention.split(own).sinks
+    given = grad.split(operands)
+    sinks, lse = grad.attention.split(given.own).sinks, given.lse
     assert sinks is not None
-    surplus = torch.zeros_like(lse) if dlse is None else dlse.clone()
-    if do is not None:
-        surplus -= (do.to(lse.dtype) * o).sum(-1)
+    surplus = torch.zeros_like(lse) if given.dlse is None else given.dlse.clone()
+    if given.do is not None:
+        surplus -= (given.do.to(lse.dtype) * given.o).sum(-1)
     return ops.sink_gradient(sinks, lse, surplus)
 
 

@@ -8,7 +8,8 @@ from typing import final
 import torch
 from attrs import frozen
 
-from attn_graph.ir.attention import Operands
+from attn_graph.ir import ops
+from attn_graph.ir.attention import GradientOperands, Operands
 from attn_graph.ir.modifiers import back_, change_
 from attn_graph.ir.philox import counters, keep_
 from attn_graph.kernels import products
@@ -146,17 +147,18 @@ class ProductTiles:
 
     def forward(
         self, operands: Sequence[torch.Tensor], scratch: Mapping[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """o, lse."""
+    ) -> dict[str, torch.Tensor]:
+        """The results of the attention, by name."""
         p, given = self.problem, self.problem.node.split(operands)
         k, v = self.packed(operands, scratch)
-        o = p.new_o(given.q.device)
-        lse = torch.empty((p.B, p.H, p.M), dtype=p.wide, device=o.device)
+        o, shape = p.new_o(given.q.device), (p.B, p.H, p.M)
+        stats = {n: torch.empty(shape, dtype=p.wide, device=o.device) for n in p.node.stats}
+        results = {"o": o, **stats}
         for chunk in self.chunks():
             for tile in self.tiles(chunk, given.mask):
                 here = Here(self, chunk, tile, given, scratch)
-                here.attend(k, v, here.rows_of(o), here.rows_of(lse))
-        return o, lse
+                here.attend(k, v, {name: here.rows_of(x) for name, x in results.items()})
+        return results
 
     def backward(
         self, operands: Sequence[torch.Tensor], scratch: Mapping[str, torch.Tensor]
@@ -164,10 +166,10 @@ class ProductTiles:
         """The gradients of q, k, v and of the modifiers' tensors, by number of the operand."""
         p = self.problem
         assert p.grad is not None
-        own, o, lse, do, dlse = p.grad.split(operands)
-        given = p.node.split(own)
+        read = p.grad.split(operands)
+        given = p.node.split(read.own)
         k, v = self.packed(operands, scratch)
-        dq = torch.empty(given.q.shape, dtype=p.dtype, device=o.device)
+        dq = torch.empty(given.q.shape, dtype=p.dtype, device=given.q.device)
         dk, dv = (
             scratch[f"d{name}"].zero_()
             if f"d{name}" in scratch
@@ -179,7 +181,7 @@ class ProductTiles:
             for tile in self.tiles(chunk, given.mask):
                 here = Here(self, chunk, tile, given, scratch)
                 if tile.parts:
-                    here.pull(k, v, (o, lse, do, dlse), (dq, dk, dv), totals)
+                    here.pull(k, v, read, (dq, dk, dv), totals)
                 else:
                     here.rows_of(dq).zero_()
         found = {0: dq, 1: dk.to(p.dtype), 2: dv.to(p.dtype)}
@@ -311,24 +313,34 @@ class Here:
             piece.mul_(keep_(bits, node.dropout, seed, offset, at.ranges, at.H, six))
         p.div_(1 - node.dropout)
 
-    def attend(self, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor) -> None:
-        """Fill this tile's o and lse."""
-        sums, stats = self.room("o", o.shape[3]), self.room("lse", 1)
+    def attend(self, k: torch.Tensor, v: torch.Tensor, results: Mapping[str, torch.Tensor]) -> None:
+        """Fill this tile's rows of the results, by name."""
+        o, lse = self.room("o", v.shape[3]), self.room("lse", 1)
         if self.tile.parts:
-            self.softmax(k, v, sums, stats)
+            self.softmax(k, v, o, lse, results)
         else:
-            sums.zero_()
-            stats.fill_(-INF)
-        four, three = self.heads(sums), self.heads(stats)[..., 0]
+            o.zero_()
+            lse.fill_(-INF)
+            self.take_statistics(o.new_empty((*results["lse"].shape, 0)), results)
+        four, three = self.heads(o), self.heads(lse)[..., 0]
         if self.given.sinks is not None:
             heads = self.tiles.heads(self.chunk)
             sink_(four, three, self.given.sinks[heads.start : heads.stop])
-        o.copy_(four)
-        lse.copy_(three)
+        results["o"].copy_(four)
+        results["lse"].copy_(three)
 
-    def softmax(self, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor) -> None:
-        """o [n,L,E] and lse [n,L,1] of a tile that has keys."""
+    def take_statistics(self, s: torch.Tensor, results: Mapping[str, torch.Tensor]) -> None:
+        """Fill the statistics beside lse, each by its own definition on this tile's scores."""
+        for name in self.tiles.problem.node.without_gradient:
+            results[name].copy_(ops.STATISTICS[name]().run(s)[0])
+
+    def softmax(
+        self, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
+        results: Mapping[str, torch.Tensor],
+    ) -> None:  # fmt: skip
+        """o [n,L,E] and lse [n,L,1] of a tile that has keys, and the statistics beside them."""
         s = self.scores(self.load("q", self.given.q), k, lambda i, s: None)
+        self.take_statistics(self.heads(s), results)
         total = self.room("total", 1)
         products.softmax_(s, lse, total)
         if self.tiles.problem.node.dropout:
@@ -340,27 +352,27 @@ class Here:
         self,
         k: torch.Tensor,
         v: torch.Tensor,
-        rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+        read: GradientOperands[torch.Tensor],
         grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         totals: Sequence[Mapping[str, torch.Tensor]],
     ) -> None:
         """Add this tile's share of every gradient, by the formulas of AttentionGrad."""
-        (o, lse, do, dlse), (dq, dk, dv) = rows, grads
+        dq, dk, dv = grads
         node = self.tiles.problem.node
         q, kept = self.load("q", self.given.q), self.kept_steps()
         p = self.scores(q, k, kept)
         stats = self.room("lse", 1)
-        self.heads(stats).copy_(self.rows_of(lse)[..., None])
+        self.heads(stats).copy_(self.rows_of(read.lse)[..., None])
         products.weights_(p, stats)
         ds = self.room("ds", self.tile.keys)
         surplus = self.room("delta", 1)
-        if do is None:
+        if read.do is None:
             ds.zero_()
             surplus.zero_()
         else:
-            self.cotangent(ds, surplus, p, v, o, do, dv)
-        if dlse is not None:
-            self.heads(surplus).sub_(self.rows_of(dlse)[..., None])
+            self.cotangent(ds, surplus, p, v, read.o, read.do, dv)
+        if read.dlse is not None:
+            self.heads(surplus).sub_(self.rows_of(read.dlse)[..., None])
             self.clear(surplus)
         ds.sub_(surplus).mul_(p)
         self.modifiers_back(ds, totals)

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from typing import Any, final
 
 import torch
-from attrs import define, field, frozen
+from attrs import Factory, define, field, frozen
 
 from attn_graph.backend import RefusedError
 from attn_graph.errors import PlanMismatchError
@@ -23,6 +23,7 @@ from attn_graph.lowering.problem import (
     cotangent_bytes,
     cotangent_note,
     on_boundary,
+    output_names,
     select_outputs,
 )
 from attn_graph.machine.ambient import neutral_state
@@ -109,6 +110,9 @@ class Run:
     sums: tuple[int, ...]
     rows: tuple[int, int] | None = None
     sizes: dict[tuple[str, torch.device], torch.Tensor] = field(factory=dict)
+    names: tuple[str, ...] = field(  # of the results that are returned
+        init=False, default=Factory(lambda run: output_names(run.graph), takes_self=True)
+    )
 
     @classmethod
     def of(
@@ -136,8 +140,9 @@ class Run:
     def forward(
         self, *tensors: torch.Tensor
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        both = self.run(tensors)
-        return select_outputs(self.graph, both), both
+        made = self.run(tensors)
+        results = {x.source: t for x, t in zip(self.call.outputs, made, strict=True)}
+        return [results[name] for name in self.names], made
 
     def backward(
         self, *tensors: torch.Tensor

@@ -12,9 +12,10 @@ from attrs import Factory, evolve, field, frozen
 
 from attn_graph.backend import Backend, Executable, Options
 from attn_graph.errors import Reason
+from attn_graph.ir.attention import SAVED
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.ops import sink_gradient
-from attn_graph.lowering.problem import Problem, returns_lse, select_outputs, sole
+from attn_graph.lowering.problem import Problem, output_names, returns_lse, select_outputs, sole
 from attn_graph.lowering.reasons import (
     missing_library,
     no_elements,
@@ -22,6 +23,7 @@ from attn_graph.lowering.reasons import (
     old_gpu,
     other_dtype,
     other_equations,
+    other_statistics,
     wide_heads,
 )
 from attn_graph.machine.ambient import neutral_state
@@ -39,6 +41,7 @@ LEAST_SM = 80
 WIDEST = 256
 POSITIONS = 2**30  # beyond all of them lies FAR of kernels/common.py
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+STATISTICS = ("lse", "max")  # what the forward kernel stores beside o
 INTERPRETER = "with TRITON_INTERPRET=1 set before Python starts it runs here too, slowly"
 Named = dict[str, Any]  # tensors by the names that launches give them
 
@@ -53,6 +56,7 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
         against.append(other_equations(graph))
     else:
         against += triton_size_reasons(problem)
+        against += other_statistics(problem, STATISTICS)
     yield from against
     if problem is not None and not against:
         yield from plan_reasons(problem, target, options)
@@ -173,6 +177,9 @@ class TritonCall:
     graph: Graph
     options: Options
     tables: dict[tuple[str, torch.device], torch.Tensor] = field(factory=dict)
+    names: tuple[str, ...] = field(  # of the results that are returned
+        init=False, default=Factory(lambda call: output_names(call.graph), takes_self=True)
+    )
     storing_no_lse: tuple[Launch, ...] = field(
         init=False, default=Factory(lambda call: call.flash.without_lse(), takes_self=True)
     )
@@ -180,24 +187,29 @@ class TritonCall:
     def forward(
         self, *tensors: torch.Tensor
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        problem = self.flash.problem
-        operands = [tensors[i] for i in self.graph.eqns[0].args]
-        device = operands[0].device
-        o = problem.new_o(device)
-        lse = torch.empty(o.shape[:3], dtype=torch.float32, device=device)
-        with self.launched(self.flash.launches, {"o": o, "lse": lse}, operands):
-            pass
-        return select_outputs(self.graph, (o, lse)), (o, lse)
+        results = self.attend(self.flash.launches, tensors, self.flash.problem.node.stats)
+        return [results[name] for name in self.names], [results[name] for name in SAVED]
 
     def inference(
         self, *tensors: torch.Tensor
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         """The forward of a graph that does not return lse, without it."""
+        stats = [name for name in self.flash.problem.node.stats if name != "lse"]
+        results = self.attend(self.storing_no_lse, tensors, stats)
+        return [results[name] for name in self.names], ()
+
+    def attend(
+        self, launches: Sequence[Launch], tensors: Sequence[torch.Tensor], stats: Sequence[str]
+    ) -> Named:
+        """o and these statistics, by name."""
         operands = [tensors[i] for i in self.graph.eqns[0].args]
         o = self.flash.problem.new_o(operands[0].device)
-        with self.launched(self.storing_no_lse, {"o": o}, operands):
+        results: Named = {"o": o}
+        for name in stats:
+            results[name] = torch.empty(o.shape[:3], dtype=torch.float32, device=o.device)
+        with self.launched(launches, {**results}, operands):
             pass
-        return select_outputs(self.graph, (o,)), ()
+        return results
 
     def backward(
         self, *tensors: torch.Tensor
@@ -205,8 +217,8 @@ class TritonCall:
         problem = self.flash.problem
         grad = problem.grad
         assert grad is not None
-        operands, o, lse, do, dlse = grad.split([tensors[i] for i in self.graph.eqns[0].args])
-        device = o.device
+        read = grad.split([tensors[i] for i in self.graph.eqns[0].args])
+        operands, device = read.own, read.o.device
         found: dict[int, torch.Tensor] = {
             n: self.flash.new_gradient(n, device) for n in range(3) if grad.wants[n]
         }
@@ -216,12 +228,12 @@ class TritonCall:
             for n in whole
         }
         named: Named = {f"grad{n}": x for n, x in found.items()} | {
-            "o": o,
-            "lse": lse.contiguous(),  # our own is; another backend may have saved it otherwise
-            "do": do,
-            "dlse": dlse,
+            "o": read.o,
+            "lse": read.lse.contiguous(),  # ours is; another backend may have saved it otherwise
+            "do": read.do,
+            "dlse": read.dlse,
         }
-        named |= {"o.strides": o.stride()}
+        named |= {"o.strides": read.o.stride()}
         with self.launched(self.flash.launches, named, operands) as scratch:
             for n, collected in self.flash.code.contributions.items():
                 if n not in found:

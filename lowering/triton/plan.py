@@ -133,13 +133,14 @@ class Flash:
         p = self.problem
         found = dict(zip("qkv", p.specs, strict=False))
         if p.grad is not None:
-            _, _, _, do, dlse = p.grad.split(p.specs)
-            found |= {n: x for n, x in (("do", do), ("dlse", dlse)) if x is not None}
+            given = p.grad.split(p.specs)
+            cotangents = ("do", given.do), ("dlse", given.dlse)
+            found |= {name: x for name, x in cotangents if x is not None}
         return found
 
     def operands(self, *names: str) -> tuple[Pointers, Fixed]:
         """Pointers by parameter, and None for those that this graph has not."""
-        there = {"q", "k", "v", "o", "lse", "delta", "dq", "dk", "dv"}
+        there = {"q", "k", "v", "delta", "dq", "dk", "dv", *self.problem.node.names}
         there |= set(self.specs()) | ({"seed", "offset"} if self.problem.node.dropout else set())
         there |= {"sinks"} if self.problem.node.sinks else set()
         pointers: Pointers = {
@@ -256,7 +257,7 @@ class Flash:
             "H": p.H,
             "FOLD": not p.low_scale and not p.node.modifiers,
         }
-        names = ("q", "k", "v", "o", "lse", "sinks", "seed", "offset")
+        names = ("q", "k", "v", "o", "lse", "max", "sinks", "seed", "offset")
         lines = blocks(p.M, tile.block_m) * p.H * p.B
         texts = self.texts("keep", "strip", "change")
         self.launch("forward", lines, tile, names, more | listed, texts, lists)
@@ -364,7 +365,7 @@ class Flash:
         """The dtype of each tensor that launches name."""
         p = self.problem
         found = dict.fromkeys(("q", "k", "v", "o", "do"), p.dtype)
-        found |= dict.fromkeys(("lse", "delta", "dlse"), torch.float32)
+        found |= dict.fromkeys((*p.node.stats, "delta", "dlse"), torch.float32)
         found |= dict.fromkeys(("seed", "offset"), torch.int64)
         sinks = p.node.split(p.specs).sinks
         found |= {"sinks": sinks.dtype} if sinks else {}

@@ -21,6 +21,7 @@ from attn_graph.ir.reference import evaluate
 from attn_graph.ir.rewrite import prune
 from attn_graph.ir.vjp import (
     backward,
+    cotangent_specs,
     main_outputs,
     residuals,
     result_spec,
@@ -67,7 +68,7 @@ def stepwise(graph: ag.Graph, tensors: Tensors, cotangents: Tensors) -> dict[str
 
 def as_said(graph: ag.Graph, tensors: Tensors, cotangents: Tensors) -> dict[str, torch.Tensor]:
     """The gradients with nothing fused, and masks where they were said, which may be first."""
-    specs = [result_spec(graph, i) for i in graph.outputs]
+    specs = cotangent_specs(graph, graph.differentiable_outputs)
     back = backward(graph, wanted_inputs(graph, None), specs)
     assert not any(isinstance(eqn.op, AttentionGrad) for eqn in back.eqns)
     return pulled(graph, back, len(graph.outputs), tensors, cotangents)

@@ -174,7 +174,8 @@ def check_gradients(
     drawn = cotangents_for(plan.graph, seed)
     cotangents: list[torch.Tensor | None] = [*drawn]
     poisoned: list[torch.Tensor | None] = [*plain.poisoned(graph, tensors, drawn, seed)]
-    if skipped is not None and len(cotangents) == 2:
+    if skipped is not None and len(plan.graph.differentiable_outputs) == 2:
+        skipped = plan.graph.outputs.index(plan.graph.differentiable_outputs[skipped])
         cotangents[skipped] = poisoned[skipped] = None
     try:
         found = gradients(plan, tensors, poisoned)

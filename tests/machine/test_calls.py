@@ -303,7 +303,9 @@ def ran(graph: ag.Graph, tensors: Leaves, cotangents: Leaves) -> list[torch.Tens
     if not outputs[0].requires_grad:
         return outputs
     wanted = [t for t in tensors if t.requires_grad]
-    return [*outputs, *torch.autograd.grad(outputs, wanted, cotangents)]
+    pairs = [(o, d) for o, d in zip(outputs, cotangents, strict=True) if d is not None]
+    used, given = zip(*pairs, strict=True)
+    return [*outputs, *torch.autograd.grad(used, wanted, given)]
 
 
 @pytest.mark.parametrize("name", AMBIENT)

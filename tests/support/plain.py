@@ -87,6 +87,8 @@ def step(op: Op, given: list[Tensor], before: dict[str, Any]) -> dict[str, Any]:
         case ops.Mask(mask):
             data = dict(zip(mask.needs, given[1:], strict=True))
             return {"masks": (*before["masks"], (mask, data))}
+        case ops.MaxScores():
+            return {}
         case ops.Softmax():
             return {"sinks": given[1] if op.sinks else None}
         case ops.Dropout(rate):
@@ -120,18 +122,20 @@ def fused_step(op: Attention, given: list[Tensor]) -> dict[str, Any]:  # Any: as
 
 
 def roles(graph: Graph) -> list[str]:
-    """For each output of a graph, whether it is "p", "lse", "pz" (p with dropout) or "o"."""
+    """What each output of a graph is: "p", "lse", "max", "pz" (p with dropout) or "o"."""
     names: dict[int, str] = {}
     for eqn, outs in graph.numbered():
         match eqn.op:
             case ops.Softmax():
                 names |= zip(outs, ("p", "lse"), strict=True)
+            case ops.MaxScores():
+                names[outs[0]] = "max"
             case ops.Dropout():
                 names[outs[0]] = "pz"
             case ops.Weigh():
                 names[outs[0]] = "o"
             case Attention():
-                names |= zip(outs, ("o", "lse"), strict=True)
+                names |= zip(outs, ("o", *eqn.op.stats), strict=True)
     return [names[i] for i in graph.outputs]
 
 
@@ -206,6 +210,7 @@ class Found:
     p: Tensor
     z: Tensor  # of dropout, over 1 - rate
     lse: Tensor
+    max: Tensor
     pz: Tensor
     o: Tensor
 
@@ -244,7 +249,8 @@ def attend(c: Chain) -> Found:
     z = dropout(c.rate, c.seed, c.offset, c.sizes).to(s.dtype) / (1 - c.rate) if c.rate else None
     z = torch.ones_like(s) if z is None else z
     o = torch.einsum("bhij,bhje->bhie", p * z, per_head(c.v, H))
-    return Found(tuple(steps), p, z, lse, p * z, o)
+    largest = torch.where(keep, s, -INF).amax(-1) if N else s.new_full((B, H, M), -INF)
+    return Found(tuple(steps), p, z, lse, largest.detach(), p * z, o)
 
 
 def softmax(s: Tensor, keep: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -304,18 +310,18 @@ def gradients(
 
 
 def poisoned(
-    graph: Graph, tensors: Sequence[Tensor], cotangents: Sequence[Tensor], seed: int
-) -> tuple[Tensor, ...]:
+    graph: Graph, tensors: Sequence[Tensor], cotangents: Sequence[Any], seed: int
+) -> tuple[Any, ...]:  # Any: tensors, and None where there is no cotangent
     """The cotangents with NaN and infinities in rows that see nothing, where they count 0."""
     blind = attend(chain_of(graph, cast(tensors, torch.float64))).lse == -INF
     random = torch.Generator().manual_seed(seed)
     poison = torch.tensor([math.nan, INF, -INF])[torch.randint(3, blind.shape, generator=random)]
-    columns = [x.dim() - blind.dim() for x in cotangents]
-    shapes = [(*blind.shape, *[1] * n) for n in columns]
-    return tuple(
-        torch.where(blind.view(n).to(x.device), poison.view(n).to(x), x)
-        for n, x in zip(shapes, cotangents, strict=True)
-    )
+
+    def poison_rows(x: Tensor) -> Tensor:
+        shape = (*blind.shape, *[1] * (x.dim() - blind.dim()))
+        return torch.where(blind.view(shape).to(x.device), poison.view(shape).to(x), x)
+
+    return tuple(None if x is None else poison_rows(x) for x in cotangents)
 
 
 # The rule.
@@ -437,7 +443,8 @@ def forward_terms(c: Chain, f: Found) -> dict[str, Tensor]:
     seen = size.amax(-1) if size.shape[-1] else size.new_zeros(f.lse.shape)
     o = torch.einsum("bhij,bhje->bhie", inexact(c, f, f.pz), per_head(c.v.abs(), c.sizes[1]))
     lse = seen + torch.where(f.lse == -INF, 0.0, f.lse.abs())
-    return {"p": inexact(c, f, f.p), "pz": inexact(c, f, f.pz), "lse": lse, "o": o}
+    weights = {"p": inexact(c, f, f.p), "pz": inexact(c, f, f.pz)}
+    return {**weights, "lse": lse, "max": seen, "o": o}
 
 
 def slope(op: Modifier, after: Tensor) -> Tensor:

@@ -253,20 +253,22 @@ def modifiers(draw: DrawFn, shape: Shape) -> Modifier:
 
 # Graphs
 
+STATISTICS: tuple[bool | tuple[str, ...], ...] = (False, True, True, ("max",), ("max", "lse"))
+
 
 @st.composite
 def graphs(
     draw: DrawFn,
     shape: SearchStrategy[Shape] | None = None,
     dtype: SearchStrategy[torch.dtype] | None = None,
-    stats: bool | None = None,
+    stats: bool | tuple[str, ...] | None = None,
 ) -> Graph:
     """`attention` over all that it takes. Not simplified: that is what its users do first."""
     size = draw(shapes() if shape is None else shape)
     kind = draw(dtypes if dtype is None else dtype)
     q, k, v = (draw(specs(x, kind)) for x in (size.q, size.k, size.v))
     options = draw(mask_options(size)) | draw(score_options(size, kind))
-    stats = draw(st.booleans()) if stats is None else stats
+    stats = draw(st.sampled_from(STATISTICS)) if stats is None else stats
     return builder.attention(q, k, v, **options, stats=stats)
 
 
@@ -415,12 +417,16 @@ def laid_out(
     return tensor
 
 
-def cotangents_for(graph: Graph, seed: int, device: str = "cpu") -> tuple[torch.Tensor, ...]:
+def cotangents_for(
+    graph: Graph, seed: int, device: str = "cpu"
+) -> tuple[Any, ...]:  # Any: tensors, and None for an output that has no gradient
     """A dense cotangent for each output, of its shape and dtype."""
     random = torch.Generator().manual_seed(seed)
     return tuple(
         torch.randn(t.shape, generator=random, dtype=torch.float64).to(device, t.dtype)
-        for t in graph.output_types
+        if i in graph.differentiable_outputs
+        else None
+        for i, t in zip(graph.outputs, graph.output_types, strict=True)
     )
 
 
