@@ -21,7 +21,7 @@ from attn_graph.ir.graph import Input, Op
 from attn_graph.ir.modifiers import Alibi, Back, Bias, Collect, SoftCap
 from attn_graph.ir.passes import simplify
 from attn_graph.spec import DTYPES
-from tests.support.strategies import graphs
+from attn_graph.testing.strategies import graphs
 
 SPEC = ag.TensorSpec((2, 4, 6, 8), torch.float16, layout="bshd")
 GRAPH = ag.attention(

@@ -20,19 +20,18 @@ from attn_graph.ir.passes import simplify
 from attn_graph.ir.vjp import result_spec
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
 from attn_graph.lowering.problem import problems_in, sole
-from tests.support import plain
-from tests.support.strategies import (
+from attn_graph.testing import formula, rule
+from attn_graph.testing.strategies import (
     Shape,
     bias_specs,
-    cotangents_for,
     dtypes,
     graphs,
     seeds,
     shapes,
     shuffled_graphs,
     specs,
-    tensors_for,
 )
+from attn_graph.testing.tensors import cotangents_for, tensors_for
 
 CPU = ag.Target.of("cpu")
 NAMES = ("triton",) if CPU.interprets else ("torch_sdpa", "math")
@@ -114,7 +113,7 @@ def test_forward_agrees_with_the_formula(backend: str, data: st.DataObject, seed
     plan, tensors = planned(graph, backend), tensors_for(graph, seed)
     before = [t.clone() for t in tensors]
     outputs = called(plan, tensors)
-    for found, due in zip(outputs, plain.expected(graph, tensors), strict=True):
+    for found, due in zip(outputs, rule.expect_outputs(graph, tensors), strict=True):
         due.check(found)
     assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
     for found, i in zip(outputs, plan.graph.outputs, strict=True):
@@ -154,14 +153,14 @@ def check_gradients(
     tensors = tensors_for(graph, seed)
     drawn = cotangents_for(plan.graph, seed)
     cotangents: list[torch.Tensor | None] = [*drawn]
-    poisoned: list[torch.Tensor | None] = [*plain.poisoned(graph, tensors, drawn, seed)]
+    poisoned: list[torch.Tensor | None] = [*formula.poison_blind_rows(graph, tensors, drawn, seed)]
     if skipped is not None and len(cotangents) == 2:
         cotangents[skipped] = poisoned[skipped] = None
     try:
         found = gradients(plan, tensors, poisoned)
     except ag.NoBackendError as error:
         refused(error)
-    for name, due in plain.expected_gradients(graph, tensors, cotangents).items():
+    for name, due in rule.expect_gradients(graph, tensors, cotangents).items():
         if name in found:
             due.check(found[name])
             assert found[name].isfinite().all() or not due.ref.isfinite().all()
@@ -175,7 +174,7 @@ def test_steps_in_any_order_agree_with_the_formula(data: st.DataObject, seed: in
     if any(i.spec.dtype == torch.float64 for i in graph.inputs):
         reject()  # the rule would want float64 of what float32 scores give
     plan, tensors = planned(graph, NAMES[-1]), tensors_for(graph, seed)
-    for found, due in zip(called(plan, tensors), plain.expected(graph, tensors), strict=True):
+    for found, due in zip(called(plan, tensors), rule.expect_outputs(graph, tensors), strict=True):
         due.check(found)
     check_gradients(plan, graph, seed)
 
@@ -194,9 +193,9 @@ def test_a_bias_of_minus_infinity_stays_so_under_a_soft_cap() -> None:
     tensors += [torch.where(seen, bias, -INF), torch.where(seen.flip(0), more, -INF)]
     plan, given = planned(graph, NAMES[-1]), leaves(tensors)
     outputs, cotangents = called(plan, given), cotangents_for(graph, 1)
-    for found, due in zip(outputs, plain.expected(graph, tensors), strict=True):
+    for found, due in zip(outputs, rule.expect_outputs(graph, tensors), strict=True):
         due.check(found)
-    dues = plain.expected_gradients(graph, tensors, cotangents).values()
+    dues = rule.expect_gradients(graph, tensors, cotangents).values()
     gradients = torch.autograd.grad(outputs, given, cotangents)
     for found, due in zip(gradients, dues, strict=True):
         due.check(found)
@@ -221,9 +220,9 @@ def test_the_gradient_of_sinks_is_that_of_the_formula(dtype: torch.dtype, modifi
     more = {"q_lengths": torch.tensor([4, 0]), "sinks": torch.tensor([0.5, -INF, 2.0])}
     tensors = (q, k, v, *(more[name] for name in names[3:]))
     cotangents = cotangents_for(graph, 2)
-    poisoned = plain.poisoned(graph, tensors, cotangents, 2)
+    poisoned = formula.poison_blind_rows(graph, tensors, cotangents, 2)
     found = gradients(planned(graph, NAMES[-1]), tensors, poisoned)
-    dues = plain.expected_gradients(graph, tensors, cotangents)
+    dues = rule.expect_gradients(graph, tensors, cotangents)
     assert dues["sinks"].ref[[0, 2]].abs().min() > 0.1
     assert dues["sinks"].ref[1] == 0
     for name, due in dues.items():
@@ -236,7 +235,7 @@ def test_rows_that_are_said_to_see_a_key_do(graph: ag.Graph, seed: int) -> None:
     assert problem is not None
     if problem.is_empty or problem.has_blind_rows:
         reject()
-    assert (plain.evaluate(graph, tensors_for(graph, seed))[1] > -INF).all()
+    assert (formula.evaluate(graph, tensors_for(graph, seed))[1] > -INF).all()
 
 
 SEEING = (None, ag.Causal(), ag.Window(5), ag.Window(None, 0), ag.Prefix(1) | ag.Window(-3, 4))
@@ -314,7 +313,7 @@ def test_scales_that_float32_takes_for_0_are_right_or_refused(
         assert any("scale above 0" in r or "the mask is" in r for r in reasons)
         return
     tensors = tensors_for(graph, 1)
-    for found, due in zip(called(plan, tensors), plain.expected(graph, tensors), strict=True):
+    for found, due in zip(called(plan, tensors), rule.expect_outputs(graph, tensors), strict=True):
         due.check(found)
     check_gradients(plan, graph, 1)
 
@@ -333,7 +332,7 @@ def test_soft_caps_at_the_ends_of_what_is_taken_are_right(cap: float) -> None:
     x = ag.TensorSpec((1, 2, 20, 8), torch.float32)
     graph = ag.attention(x, x, x, soft_cap=cap, stats=True)
     plan, tensors = planned(graph, NAMES[-1]), tensors_for(graph, 1)
-    for found, due in zip(called(plan, tensors), plain.expected(graph, tensors), strict=True):
+    for found, due in zip(called(plan, tensors), rule.expect_outputs(graph, tensors), strict=True):
         due.check(found)
     check_gradients(plan, graph, 1)
 
@@ -351,7 +350,7 @@ def test_gradients_are_of_their_inputs_in_whatever_order(backend: str, order: st
     tensors = tensors_for(graph, 1)
     cotangents = cotangents_for(graph, 1)
     found = gradients(planned(graph, backend), tensors, cotangents)
-    dues = plain.expected_gradients(graph, tensors, cotangents)
+    dues = rule.expect_gradients(graph, tensors, cotangents)
     for name in order:
         dues[name].check(found[name])
     _, back = ag.vjp(graph, wants=["v", "q"])
@@ -400,12 +399,12 @@ def test_sinks_and_slopes_are_taken_in_the_dtype_of_q(backend: str, dtype: torch
     graph = ag.attention(x, x, x, mask=ag.Causal(), alibi=slopes, sinks=logits, stats=True)
     assert [i.name for i in graph.inputs] == ["q", "k", "v", "alibi", "sinks"]
     plan, tensors = ag.compile(graph, target=CPU, backends=(backend,)), tensors_for(graph, 1)
-    for output, due in zip(called(plan, tensors), plain.expected(graph, tensors), strict=True):
+    for output, due in zip(called(plan, tensors), rule.expect_outputs(graph, tensors), strict=True):
         due.check(output)
     cotangents = cotangents_for(plan.graph, 2)
     grads = gradients(plan, tensors, cotangents)
     assert grads["alibi"].dtype == grads["sinks"].dtype == dtype
-    for name, due in plain.expected_gradients(graph, tensors, cotangents).items():
+    for name, due in rule.expect_gradients(graph, tensors, cotangents).items():
         due.check(grads[name])
 
 
@@ -417,7 +416,7 @@ def test_a_causal_mask_survives_scales_that_turn_infinity_around(scale: float) -
     plan, tensors = ag.compile(graph, target=CPU), tensors_for(graph, 1)
     assert plan.backend == "math"
     assert any("scale above 0" in r for _, reasons in plan.refusals for r in reasons)
-    for found, due in zip(called(plan, tensors), plain.expected(graph, tensors), strict=True):
+    for found, due in zip(called(plan, tensors), rule.expect_outputs(graph, tensors), strict=True):
         due.check(found)
 
 
@@ -456,11 +455,11 @@ def test_larger_shapes_agree_too(data: st.DataObject) -> None:
     graph = data.draw(graphs(sizes, st.sampled_from((torch.float32, torch.float16))))
     graph = without_dropout(graph)
     plan, tensors = planned(graph, NAMES[-1]), tensors_for(graph, data.draw(seeds))
-    for found, due in zip(called(plan, tensors), plain.expected(graph, tensors), strict=True):
+    for found, due in zip(called(plan, tensors), rule.expect_outputs(graph, tensors), strict=True):
         due.check(found)
     cotangents = cotangents_for(plan.graph, 3)
     found_grads = gradients(plan, tensors, cotangents)
-    for name, due in plain.expected_gradients(graph, tensors, cotangents).items():
+    for name, due in rule.expect_gradients(graph, tensors, cotangents).items():
         if name in found_grads:
             due.check(found_grads[name])
 

@@ -15,8 +15,9 @@ import attn_graph as ag
 from attn_graph import masks as m
 from attn_graph.masks.canonical import canonical_mask
 from attn_graph.masks.places import Block, Keys, Place
-from tests.support import plain_masks, strategies
-from tests.support.strategies import Shape, data_specs, filler, laid_out, masks, shapes
+from attn_graph.testing import mask_formula, strategies
+from attn_graph.testing.strategies import Shape, data_specs, masks, shapes
+from attn_graph.testing.tensors import filler, lay_out
 
 MOST = 10  # queries and keys: each place is asked one by one
 many = settings(max_examples=4 * settings().max_examples)  # a mask is cheap to draw and to ask
@@ -45,7 +46,7 @@ class Asked:
 
     def kept(self, mask: m.Mask) -> torch.Tensor:
         """Every place, asked one by one."""
-        return plain_masks.place_by_place(mask, self.sizes, self.data)
+        return mask_formula.evaluate_place_by_place(mask, self.sizes, self.data)
 
 
 @st.composite
@@ -57,7 +58,7 @@ def asked(draw: DrawFn, kind: type[m.Mask] | None = None) -> Asked:
     random = torch.Generator().manual_seed(draw(strategies.seeds))
     full = {"q_lengths": shape.M, "kv_lengths": shape.N}
     data = {
-        name: laid_out(spec, filler(spec.type, random, full.get(name, 2), 0.0, 1.0), random)
+        name: lay_out(spec, filler(spec.type, random, full.get(name, 2), 0.0, 1.0), random)
         for name, spec in draw(data_specs(mask.needs, shape)).items()
     }
     return Asked(mask, shape, data)
@@ -88,7 +89,7 @@ def test_every_leaf_is_drawn_and_has_a_formula_of_its_own() -> None:
         if isinstance(kind, type) and issubclass(kind, m.Mask) and not issubclass(kind, m.Join)
     }
     assert leaves - {m.Mask, m.Diagonal} == set(m.LEAVES)
-    assert strategies.LEAVES.keys() == plain_masks.LEAVES.keys() == set(m.LEAVES)
+    assert strategies.LEAVES.keys() == mask_formula.LEAVES.keys() == set(m.LEAVES)
 
 
 @many
@@ -104,17 +105,17 @@ def test_asking_for_tensors_and_for_integers_gives_the_same(drawn: Asked) -> Non
 @many
 @given(asked())
 def test_a_mask_keeps_what_the_page_says(drawn: Asked) -> None:
-    due = plain_masks.kept(drawn.mask, plain_masks.Where(drawn.sizes, drawn.data)).expand(
-        drawn.sizes
-    )
+    due = mask_formula.evaluate_mask(
+        drawn.mask, mask_formula.Places(drawn.sizes, drawn.data)
+    ).expand(drawn.sizes)
     assert torch.equal(drawn.kept(drawn.mask), due)
 
 
 def check_block(mask: m.Mask, drawn: Asked, block: Block) -> None:
     """span holds every key that is kept, surely only keys that all queries keep."""
-    kept = plain_masks.kept(drawn.mask, plain_masks.Where(drawn.sizes, drawn.data)).expand(
-        drawn.sizes
-    )
+    kept = mask_formula.evaluate_mask(
+        drawn.mask, mask_formula.Places(drawn.sizes, drawn.data)
+    ).expand(drawn.sizes)
     here = kept[block.batch.start : block.batch.stop, block.heads.start : block.heads.stop]
     rows = here[:, :, block.rows.start : block.rows.stop].flatten(0, 2)
     span, surely = mask.span(block), mask.surely(block)
@@ -298,7 +299,7 @@ def test_lengths_in_the_mask_move_its_diagonal() -> None:
     mask = canonical_mask(m.Causal("bottom_right") & m.KeyLengths(), 4, 8)
     assert mask == m.Band(None, 0, ("kv_lengths",)) & m.KeyLengths()
     data = {"kv_lengths": torch.tensor([3, 8])}
-    kept = plain_masks.place_by_place(
+    kept = mask_formula.evaluate_place_by_place(
         m.Band(None, 0, ("kv_lengths",)) & m.KeyLengths(), (2, 1, 4, 8), data
     )
     assert kept[0, 0].sum(-1).tolist() == [0, 1, 2, 3]

@@ -20,7 +20,8 @@ from attn_graph.planner.choose import BACKENDS
 from attn_graph.planner.explain import explain_graph
 from attn_graph.planner.explanation import Explanation
 from attn_graph.planner.remedies import Request, apply_edits, edits, skeleton
-from tests.support.strategies import cudnn_graphs, graphs, shapes
+from attn_graph.testing.strategies import graphs, shapes
+from tests.support.cudnn_graphs import cudnn_graphs
 
 CPU = Target.of("cpu")
 LIBRARIES = (

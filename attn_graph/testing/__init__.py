@@ -1,0 +1,14 @@
+"""Checks for masks, modifiers and backends of your own: the ones that the library's own pass.
+
+`check_mask`, `check_modifier` and `check_backend` draw sizes, tensors and graphs by hypothesis and
+compare with the formula of docs/semantics.md in float64, by its accuracy rule. They raise
+AssertionError with what is wrong, both values, and the smallest example that shows it.
+"""
+
+try:
+    import hypothesis  # noqa: F401  # asked here, so that the error can say what to install
+except ModuleNotFoundError as error:
+    raise ImportError(
+        "attn_graph.testing needs hypothesis, which is not installed; "
+        "install it with: pip install 'attn-graph[testing]'"
+    ) from error
