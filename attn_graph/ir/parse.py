@@ -26,9 +26,6 @@ OPS: tuple[type[Op], ...] = (
 )
 
 
-CALLS = {op_name(op): op for op in OPS}
-
-
 def show_graph(graph: Graph) -> str:
     """Valid Python, one line an equation, that `parse` turns back into an equal graph."""
     names = [i.name for i in graph.inputs]
@@ -83,8 +80,8 @@ def show_value(value: object) -> str:
 def parse(text: str, *, known: Iterable[type[Any]] = ()) -> Graph:  # Any: masks, modifiers or ops
     """The graph that `str` printed: `parse(str(g)) == g`. Nothing of the text is executed.
 
-    `known` holds your own mask leaves, where the text names any. Raises GraphError for what is
-    not such a text, with the line.
+    `known` holds your own mask leaves, modifiers and other ops, where the text names any. Raises
+    GraphError for what is not such a text, with the line.
     """
     return Parser({cls.__name__: cls for cls in (*masks.LEAVES, *OPS, *known)}).graph(text)
 
@@ -129,6 +126,11 @@ class Parser:
 
     classes: dict[str, type[Any]]
 
+    @property
+    def calls(self) -> dict[str, type[Op]]:
+        """The ops, by the names that equations call."""
+        return {op_name(cls): cls for cls in self.classes.values() if issubclass(cls, Op)}
+
     def whole_mask(self, text: str) -> Mask:
         found = self.value(
             read_syntax(text.strip() if isinstance(text, str) else text, "eval").body
@@ -164,9 +166,11 @@ class Parser:
         match eqn:
             case ast.Assign(
                 targets=[target], value=ast.Call(func=ast.Name(id=name), args=args, keywords=kws)
-            ) if name in CALLS:
-                op = self.made(CALLS[name], kws)
+            ) if name in self.calls:
+                op = self.made(self.calls[name], kws)
                 outs = b.emit(op, *(look_up(env, n) for a in args for n in names_in(a)))
+            case ast.Assign(value=ast.Call(func=ast.Name(id=name))):
+                raise GraphError(f"op {name!r} is not known; parse(text, known=[...]) reads yours")
             case _:
                 raise GraphError("expected `x, ... = op(...)` of a known op")
         if len(names := names_in(target)) != len(outs):

@@ -204,7 +204,10 @@ def differentiate(
     """
     along = torch.ones_like(s) if tangents is None else torch.zeros_like(s)
     with torch.no_grad(), forward_ad.dual_level():
-        duals = {name: forward_ad.make_dual(data[name], x) for name, x in (tangents or {}).items()}
+        duals = {
+            name: forward_ad.make_dual(data[name].clone(memory_format=torch.contiguous_format), x)
+            for name, x in (tangents or {}).items()
+        }
         at = every_place(s, {**data, **duals})
         changed = op.change(forward_ad.make_dual(s.detach().clone(), along), at)
         tangent = forward_ad.unpack_dual(changed).tangent

@@ -85,12 +85,16 @@ class Expectation:
         luck = unit * float(self.terms.max()) if self.terms.numel() else 0.0
         return max(rule, 2 * luck + 2 * distance((self.ref.to(dtype) + 0.3) - 0.3, self.ref))
 
-    def check(self, x: Tensor) -> None:
-        """Raise AssertionError unless x is near enough, with the error and what is allowed."""
-        assert x.shape == self.ref.shape, f"{self.name}: {x.shape} is not {self.ref.shape}"
+    def check(self, x: Tensor, who: str = "") -> None:
+        """Raise AssertionError unless x is near enough, with the error and what is allowed.
+
+        who: what the message begins with.
+        """
+        name = f"{who}{self.name}"
+        assert x.shape == self.ref.shape, f"{name}: {x.shape} is not {self.ref.shape}"
         most, error = self.allowance(x.dtype), distance(x, self.ref)
-        assert most < INF, f"{self.name}: the rule can't judge, low is {self.low}"
-        message = f"{self.name}: error {error:.3g}, allowed {most:.3g}\n{x}\nis not\n{self.ref}"
+        assert most < INF, f"{name}: the rule can't judge, low is {self.low}"
+        message = f"{name}: error {error:.3g}, allowed {most:.3g}\n{x}\nis not\n{self.ref}"
         assert error <= most, message
 
 

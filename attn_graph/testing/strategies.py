@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
@@ -266,6 +266,28 @@ def graphs(
     options = draw(mask_options(size)) | draw(score_options(size, kind))
     stats = draw(st.booleans()) if stats is None else stats
     return builder.attention(q, k, v, **options, stats=stats)
+
+
+@st.composite
+def simple_graphs(
+    draw: DrawFn,
+    shape: SearchStrategy[Shape] | None = None,
+    dtype: SearchStrategy[torch.dtype] | None = None,
+) -> Graph:
+    """Near what one fused kernel takes: one head size, no mask or a causal one, perhaps a bias."""
+    x = draw((shapes() if shape is None else shape).filter(lambda x: 0 not in (x.B, x.H, x.M, x.N)))
+    size = evolve(x, E=x.D)
+    kind = draw(dtypes if dtype is None else dtype)
+    unit_last = [specs(n, kind).filter(lambda s: s.unit_last) for n in (size.q, size.k, size.v)]
+    q, k, v = map(draw, unit_last)
+    biased = draw(st.booleans())
+    return builder.attention(
+        q, k, v,
+        scale=draw(st.sampled_from((None, 0.3, 2.0))),
+        mask=None if biased else draw(st.sampled_from((None, m.Causal("top_left")))),
+        bias=draw(bias_specs(size, kind)) if biased else None,
+        stats=draw(st.booleans()),
+    )  # fmt: skip
 
 
 @st.composite
