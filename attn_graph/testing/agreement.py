@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.strategies import SearchStrategy
 
 from attn_graph.ir.graph import Graph
@@ -23,7 +23,10 @@ def search(check: Callable[..., None], **strategies: SearchStrategy[object]) -> 
     """Call `check` with drawn arguments, and raise what it raises, at the smallest that hypothesis
     finds. How many are drawn, and from which seed, is what hypothesis' profile says."""
     slow = settings(
-        deadline=None, report_multiple_bugs=False, suppress_health_check=[HealthCheck.too_slow]
+        deadline=None,
+        phases=set(Phase) - {Phase.explain},  # takes longer than all others
+        report_multiple_bugs=False,
+        suppress_health_check=[HealthCheck.too_slow],
     )
     slow(given(**strategies)(check))()
 
@@ -57,18 +60,15 @@ def check_outputs(plan: Plan, graph: Graph, tensors: Tensors) -> None:
     """Raise AssertionError unless a call gives what the formula says, in new and dense memory, and
     leaves its inputs as they are."""
     before, who = [t.clone() for t in tensors], f"{plan.backend}: "
+    dues = expect_outputs(graph, tensors)
     outputs = run_plan(plan, tensors)
-    for output, due, i in zip(
-        outputs, expect_outputs(graph, tensors), plan.graph.outputs, strict=True
-    ):
-        due.check(output, who)
-        spec = result_spec(plan.graph, i)
-        assert TensorSpec.like(output) == spec, (
-            f"{who}{due.name} is laid out as {TensorSpec.like(output)}, and should be {spec}"
-        )
-    storages = {t.untyped_storage().data_ptr() for t in tensors if t.numel()}
     for i, t, old in zip(graph.inputs, tensors, before, strict=True):
         assert torch.equal(t, old), f"{who}a call changed its input {i.name}\n{t}\nwas\n{old}"
+    for output, due, n in zip(outputs, dues, plan.graph.outputs, strict=True):
+        due.check(output, who)
+        spec, like = result_spec(plan.graph, n), TensorSpec.like(output)
+        assert like == spec, f"{who}{due.name} is laid out as {like}, and should be {spec}"
+    storages = {t.untyped_storage().data_ptr() for t in tensors if t.numel()}
     for output in outputs:
         shared = output.numel() and output.untyped_storage().data_ptr() in storages
         assert not shared, f"{who}an output lies in the memory of an input"

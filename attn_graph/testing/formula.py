@@ -8,14 +8,14 @@ formula beside its definition: it gives its `change`, and PyTorch differentiates
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import product
 from typing import Any
 
 import torch
 from attrs import frozen
-from torch.autograd import forward_ad
+from torch.autograd.graph import allow_mutation_on_saved_tensors
 
 from attn_graph import masks
 from attn_graph.ir import ops
@@ -26,6 +26,7 @@ from attn_graph.testing.mask_formula import Data, Places, evaluate_mask
 
 INF = float("inf")
 Tensor = torch.Tensor
+DENSE = torch.contiguous_format
 
 
 # What a graph says is to be computed.
@@ -187,44 +188,27 @@ class OwnStep(torch.autograd.Function):
         """The gradients of s and of every floating tensor that is read."""
         s, *tensors = ctx.saved_tensors
         data = dict(zip(ctx.names, tensors, strict=True))
-        ds = torch.where(grads[0] == 0, 0.0, grads[0] * differentiate(ctx.op, s, data))
-        more = [
-            sum_by_element(ctx.op, s, data, name, grads[0]) if needed else None
-            for name, needed in zip(ctx.names, ctx.needs_input_grad[3:], strict=True)
-        ]
-        return None, None, ds, *more
+        ds, more = differentiate(ctx.op, s, data, grads[0])
+        return None, None, ds, *(more.get(name) for name in ctx.names)
 
 
 def differentiate(
-    op: Modifier, s: Tensor, data: Data, tangents: Mapping[str, Tensor] | None = None
-) -> Tensor:
-    """The derivative of s' by s, or along tangents of the tensors that the step reads.
+    op: Modifier, s: Tensor, data: Data, ds: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The gradients of s and of each floating tensor that a step reads, given that of s'.
 
-    By PyTorch's forward mode, which follows operations in place too.
+    They follow from `change` alone, which may work in place.
     """
-    along = torch.ones_like(s) if tangents is None else torch.zeros_like(s)
-    with torch.no_grad(), forward_ad.dual_level():
-        duals = {
-            name: forward_ad.make_dual(data[name].clone(memory_format=torch.contiguous_format), x)
-            for name, x in (tangents or {}).items()
-        }
-        at = every_place(s, {**data, **duals})
-        changed = op.change(forward_ad.make_dual(s.detach().clone(), along), at)
-        tangent = forward_ad.unpack_dual(changed).tangent
-        return torch.zeros_like(s) if tangent is None else tangent.clone()
-
-
-def slopes_by_element(op: Modifier, s: Tensor, data: Data, name: str) -> Iterator[Tensor]:
-    """For each element of a tensor that the step reads, the derivative of s' by it."""
-    for unit in torch.eye(data[name].numel(), dtype=data[name].dtype):
-        yield differentiate(op, s, data, {name: unit.reshape(data[name].shape)})
-
-
-def sum_by_element(op: Modifier, s: Tensor, data: Data, name: str, ds: Tensor) -> Tensor:
-    """The gradient of a tensor that the step reads, given that of s'."""
-    slopes = slopes_by_element(op, s, data, name)
-    sums = [torch.where(ds == 0, 0.0, ds * slope).sum() for slope in slopes]
-    return torch.stack(sums).reshape(data[name].shape) if sums else torch.zeros_like(data[name])
+    with torch.enable_grad(), allow_mutation_on_saved_tensors():
+        x = s.detach().clone().requires_grad_()
+        read = {name: t.detach().clone(memory_format=DENSE) for name, t in data.items()}
+        leaves = {n: t.requires_grad_() for n, t in read.items() if t.is_floating_point()}
+        changed = op.change(x.clone(), every_place(x, read))
+        wanted = [x, *leaves.values()]
+        grads = torch.autograd.grad(
+            [changed + 0 * x], wanted, [ds], allow_unused=True, materialize_grads=True
+        )
+    return torch.where(ds == 0, 0.0, grads[0]), dict(zip(leaves, grads[1:], strict=True))
 
 
 # Dropout's generator, in Python's integers.

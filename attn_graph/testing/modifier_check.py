@@ -19,7 +19,7 @@ from attn_graph.machine.target import Target
 from attn_graph.masks.places import Block, Place
 from attn_graph.spec import TensorSpec
 from attn_graph.testing.agreement import check_gradients, check_outputs, search
-from attn_graph.testing.formula import differentiate, sum_by_element
+from attn_graph.testing.formula import differentiate
 from attn_graph.testing.mask_check import ranges
 from attn_graph.testing.strategies import Shape, data_specs, maybe, seeds, shapes
 from attn_graph.testing.strategies import masks as any_mask
@@ -168,7 +168,7 @@ def check_back(case: ModifierCase, parts: tuple[range, ...]) -> None:
     after = case.change()
     hidden, who = after == -INF, f"{case.op}.back"
     whole = case.op.back(case.ds.clone(), after.clone(), case.everywhere).masked_fill(hidden, 0.0)
-    due = (case.ds * differentiate(case.op, case.s, case.data)).masked_fill(hidden, 0.0)
+    due = differentiate(case.op, case.s, case.data, case.ds)[0].masked_fill(hidden, 0.0)
     compare(f"{who} of {describe(case)}", whole, "ds times the derivative of change", due)
     ds, s = (part_of(x, parts).clone() for x in (case.ds, after))
     block = case.op.back(ds, s, case.at(*parts)).masked_fill(part_of(hidden, parts), 0.0)
@@ -189,7 +189,7 @@ def check_collect(case: ModifierCase) -> None:
         ds = part_of(case.ds, (B, H, rows, N)).clone()
         if totals and len(rows):
             case.op.collect(totals, ds, case.at(B, H, rows, N))
+    _, sums = differentiate(case.op, case.s, case.data, case.ds)
     for name, total in totals.items():
-        due = 1 + sum_by_element(case.op, case.s, case.data, name, case.ds)
         what = f"{case.op}.collect of {describe(case)}, added to totals of 1: {name}"
-        compare(what, total, "1 and the sum of ds times the derivative of change", due)
+        compare(what, total, "1 and the sum of ds times the derivative of change", 1 + sums[name])

@@ -27,7 +27,6 @@ from attn_graph.testing.formula import (
     output_roles,
     per_head,
     read_chain,
-    slopes_by_element,
 )
 from attn_graph.testing.mask_formula import Data, Places
 
@@ -177,7 +176,9 @@ def slope(op: Modifier, data: Data, before: Tensor, after: Tensor) -> Tensor:
     """The size of the derivative of a step."""
     if isinstance(op, SoftCap):
         return 1 - (after / op.cap) ** 2
-    return torch.ones(()) if op.additive else differentiate(op, before, data).abs()
+    if op.additive:
+        return torch.ones(())
+    return differentiate(op, before, data, torch.ones_like(before))[0].abs()
 
 
 def gradient_terms(
@@ -226,8 +227,10 @@ def operand_terms(
     if isinstance(op, Alibi):
         far = ds * alibi_penalty(op, ds, Places(c.sizes, {**data, name: torch.ones(1, 1)}))
         return far.sum((2, 3)).sum_to_size(x.shape)
-    sums = [(ds * each.abs()).sum() for each in slopes_by_element(op, before, data, name)]
-    return torch.stack(sums).reshape(x.shape) if sums else torch.zeros_like(x)
+    places = torch.eye(ds.numel(), dtype=ds.dtype).reshape(ds.numel(), *ds.shape)
+    slopes = (differentiate(op, before, data, place)[1][name].abs() for place in places)
+    terms = (size * each for size, each in zip(ds.flatten(), slopes, strict=True))
+    return sum(terms, torch.zeros(x.shape, dtype=ds.dtype))
 
 
 def sum_groups(x: Tensor, like: Tensor) -> Tensor:
