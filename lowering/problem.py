@@ -30,7 +30,12 @@ MOST_BLOCKS = 64  # of queries, in which `sees_everywhere` looks for one that se
 @final
 @frozen
 class Problem:
-    """An Attention or its gradient, with the specs of its operands."""
+    """One attention or its gradient, with the specs of its operands: what most backends compute.
+
+    node: scale, modifiers, mask, sinks and dropout. specs: of q, k and v, then of what else is
+    read, by `node.roles`; of a gradient also o, lse and the cotangents that are given. grad: what
+    the gradient is wanted of; None for the forward pass.
+    """
 
     node: Attention
     specs: tuple[TensorSpec, ...]
@@ -87,6 +92,11 @@ class Problem:
     def wide(self) -> torch.dtype:
         """The dtype of scores and statistics, in which kernels accumulate."""
         return accumulator(self.dtype)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is softmax(scale q k^T) v and no more: no mask, modifier, sink or dropout."""
+        return self.node == Attention(self.node.scale)
 
     @property
     def is_empty(self) -> bool:
@@ -158,7 +168,7 @@ def operand_specs(graph: Graph, eqn: Eqn) -> list[TensorSpec]:
 
 
 def sole(graph: Graph) -> Problem | None:
-    """The problem of a graph that is one attention, or one attention's gradient, and no more."""
+    """The problem of a graph that is one attention, or one attention's gradient; None of others."""
     problems = problems_in(graph)
     return problems[0] if len(problems) == len(graph.eqns) == 1 else None
 

@@ -9,7 +9,7 @@ from tests.support.sources import source_files
 
 FLOORS = (  # top first; a name, or `package.*` for the package and all its modules
     ("attn_graph.__main__",),
-    ("attn_graph.cli.*",),
+    ("attn_graph.cli.*", "attn_graph.testing.*"),
     ("attn_graph",),
     ("attn_graph.compiler",),
     ("attn_graph.autograd",),

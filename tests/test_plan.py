@@ -19,7 +19,8 @@ from hypothesis import given
 import attn_graph as ag
 from attn_graph.errors import HOMES
 from attn_graph.ir.reference import compare
-from tests.support.strategies import graphs, seeds, tensors_for
+from attn_graph.testing.strategies import graphs, seeds
+from attn_graph.testing.tensors import tensors_for
 
 CPU = ag.Target.of("cpu")
 X = ag.TensorSpec((2, 4, 16, 8), torch.float32)

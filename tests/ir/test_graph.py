@@ -22,7 +22,7 @@ from attn_graph.ir.modifiers import Alibi, Back, Bias, Collect, SoftCap
 from attn_graph.ir.passes import simplify
 from attn_graph.printing import show_value
 from attn_graph.spec import DTYPES
-from tests.support.strategies import graphs
+from attn_graph.testing.strategies import graphs
 
 SPEC = ag.TensorSpec((2, 4, 6, 8), torch.float16, layout="bshd")
 GRAPH = ag.attention(

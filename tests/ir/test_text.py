@@ -21,7 +21,7 @@ from attn_graph.ir.graph import Op
 from attn_graph.ir.passes import canonicalise, simplify
 from attn_graph.ir.rewrite import prune
 from attn_graph.ir.vjp import backward, cotangent_specs, wanted_inputs
-from tests.support.strategies import graphs, masks, seeds, shapes
+from attn_graph.testing.strategies import graphs, masks, seeds, shapes
 
 SPEC = ag.TensorSpec((2, 4, 6, 8), torch.float16, layout="bshd")
 GRAPH = ag.attention(

@@ -24,8 +24,9 @@ from attn_graph.ir.passes import simplify
 from attn_graph.masks import Data
 from attn_graph.masks.places import Place
 from attn_graph.spec import FLOATS
-from tests.support import plain
-from tests.support.strategies import seeds, tensors_for
+from attn_graph.testing import rule
+from attn_graph.testing.strategies import seeds
+from attn_graph.testing.tensors import tensors_for
 
 CPU = ag.Target.of("cpu")
 BACKEND = "triton" if CPU.interprets else "math"
@@ -149,7 +150,7 @@ def test_it_is_of_scaled_and_modified_and_unmasked_scores(
     x = ag.TensorSpec((1, 2, 70, 8), torch.float32)
     graph = ag.attention(x, x, x, scale=scale, stats=("max",), **options)
     tensors = tensors_for(graph, 1)
-    for found, due in zip(run(graph, *tensors), plain.expected(graph, tensors), strict=True):
+    for found, due in zip(run(graph, *tensors), rule.expect_outputs(graph, tensors), strict=True):
         due.check(found)
 
 

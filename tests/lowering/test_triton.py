@@ -28,10 +28,11 @@ from attn_graph.lowering.triton.plan import Flash, gradient_strides
 from attn_graph.lowering.triton.tile_lists import blocks, classify_blocks
 from attn_graph.masks.places import Block, Place
 from attn_graph.spec import TensorSpec
-from tests.support import plain
-from tests.support.plain_masks import Where, kept
+from attn_graph.testing import rule
+from attn_graph.testing.mask_formula import Places, evaluate_mask
+from attn_graph.testing.strategies import Shape, data_specs, masks, seeds
+from attn_graph.testing.tensors import cotangents_for, tensors_for
 from tests.support.sources import ROOT, load_file
-from tests.support.strategies import Shape, cotangents_for, data_specs, masks, seeds, tensors_for
 
 CPU = ag.Target.of("cpu")
 NAN = float("nan")
@@ -115,7 +116,7 @@ def test_nothing_is_read_or_written_outside(
     }
     results = [result_spec(forward, i) for i in forward.outputs]
     launched(forward, named, dict(zip(("o", "lse"), results, strict=True)))
-    for name, due in zip(("o", "lse"), plain.expected(graph, tensors), strict=True):
+    for name, due in zip(("o", "lse"), rule.expect_outputs(graph, tensors), strict=True):
         due.check(named[name])
     cotangents = cotangents_for(forward, seed)
     for name, spec, x in zip(("do", "dlse"), results, cotangents, strict=True):
@@ -123,7 +124,7 @@ def test_nothing_is_read_or_written_outside(
     named["o.strides"] = named["o"].stride()
     places = (TensorSpec(s.shape, s.dtype, gradient_strides(s)) for s in specs)
     launched(backward, named, {f"grad{n}": spec for n, spec in enumerate(places)})
-    for n, due in enumerate(plain.expected_gradients(graph, tensors, cotangents).values()):
+    for n, due in enumerate(rule.expect_gradients(graph, tensors, cotangents).values()):
         due.check(named[f"grad{n}"])
 
 
@@ -191,7 +192,7 @@ def places_kept(graph: ag.Graph, tensors: dict[str, torch.Tensor]) -> torch.Tens
     problem = the(graph)
     sizes = problem.B, problem.H, problem.M, problem.N
     assert problem.node.mask is not None
-    return kept(problem.node.mask, Where(sizes, tensors)).expand(sizes)
+    return evaluate_mask(problem.node.mask, Places(sizes, tensors)).expand(sizes)
 
 
 @st.composite
@@ -413,10 +414,10 @@ def test_every_variant_of_the_tiles_computes_the_same(variant: str) -> None:
     cotangent_specs = [TensorSpec.like(d) for d in cotangents]
     options = Options(variant=variant)
     outputs, saved = triton_flash.lower(simple, CPU, options).run(*tensors)
-    for found, due in zip(outputs, plain.expected(graph, tensors), strict=True):
+    for found, due in zip(outputs, rule.expect_outputs(graph, tensors), strict=True):
         due.check(found)
     back = backward(simple, (0, 1, 2), cotangent_specs)
     gradients, _ = triton_flash.lower(back, CPU, options).run(*tensors, *saved, *cotangents)
-    dues = plain.expected_gradients(graph, tensors, cotangents)
+    dues = rule.expect_gradients(graph, tensors, cotangents)
     for name, found in zip("qkv", gradients, strict=True):
         dues[name].check(found)

@@ -16,8 +16,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import attn_graph as ag
 from attn_graph.ir.vjp import main_outputs, residuals
+from attn_graph.testing.strategies import graphs, seeds, shuffled_graphs
+from attn_graph.testing.tensors import tensors_for
 from tests.support.sources import ROOT
-from tests.support.strategies import graphs, seeds, shuffled_graphs, tensors_for
 
 CPU = ag.Target.of("cpu")
 

@@ -24,8 +24,8 @@ from attn_graph.masks import tiles as counts
 from attn_graph.masks.places import Block, Keys, Place, Strip, Term
 from attn_graph.masks.regions import Region, bound_region, find_regions, floor_sum
 from attn_graph.masks.runs import Budget, OverBudget
+from attn_graph.testing import mask_formula
 from tests.masks.test_masks import Asked, asked
-from tests.support import plain_masks
 
 many = settings(max_examples=4 * settings().max_examples)
 sides = st.tuples(st.integers(1, 6), st.integers(1, 6))
@@ -58,7 +58,7 @@ class Near(m.Mask):
 
 def brute(drawn: Asked, mask: m.Mask) -> torch.Tensor:
     """Every place [B,H,M,N], asked one by one."""
-    return plain_masks.place_by_place(mask, drawn.sizes, drawn.data)
+    return mask_formula.evaluate_place_by_place(mask, drawn.sizes, drawn.data)
 
 
 def whole_of(drawn: Asked) -> Block:
