@@ -119,7 +119,7 @@ class Parser:
                 op = self.make(self.calls[name], kws)
                 outs = b.emit(op, *(look_up(env, n) for a in args for n in names_in(a)))
             case ast.Assign(value=ast.Call(func=ast.Name(id=name))):
-                raise GraphError(f"op {name!r} is not known; parse(text, known=[...]) reads yours")
+                raise GraphError(f"{name} is no known op; parse(text, known=[...]) reads yours")
             case _:
                 raise GraphError("expected `x, ... = op(...)` of a known op")
         if len(names := names_in(target)) != len(outs):

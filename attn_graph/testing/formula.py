@@ -71,7 +71,9 @@ def read_chain(graph: Graph, tensors: Sequence[Tensor]) -> Chain:
 
 
 def read_step(
-    op: Op, given: list[Tensor], before: dict[str, Any]
+    op: Op,
+    given: list[Tensor],
+    before: dict[str, Any],  # Any: fields of a Chain
 ) -> dict[str, Any]:  # Any: as above
     """What one equation adds to a chain. Operands that are no inputs of the graph are not read."""
     match op:
