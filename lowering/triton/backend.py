@@ -14,7 +14,7 @@ from attn_graph.backend import Backend, Executable, Options
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.ops import sink_gradient
 from attn_graph.lowering.problem import Problem, other_equations, returns_lse, select_outputs, sole
-from attn_graph.machine.ambient import outside
+from attn_graph.machine.device_memo import DeviceMemo, copy_to
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision
 from attn_graph.spec import NAMES, TensorSpec
@@ -166,7 +166,7 @@ class TritonCall:
     flash: Flash
     graph: Graph
     options: Options
-    tables: dict[tuple[str, torch.device], torch.Tensor] = field(factory=dict)
+    tables: DeviceMemo[torch.Tensor] = field(factory=DeviceMemo, init=False)
     storing_no_lse: tuple[Launch, ...] = field(
         init=False, default=Factory(lambda call: call.flash.without_lse(), takes_self=True)
     )
@@ -250,11 +250,8 @@ class TritonCall:
 
     def table(self, name: str, device: torch.device) -> torch.Tensor:
         """A list of tiles on a device, brought there once."""
-        table = self.tables.get((name, device))
-        if table is None:
-            with outside():
-                table = self.tables[name, device] = self.flash.tables[name].to(device)
-        return table
+        host = self.flash.tables[name]
+        return self.tables.get((name, device), lambda: copy_to(device, host, "lists of tiles"))
 
 
 def sum_collected(sums: torch.Tensor, collected: Collected) -> torch.Tensor:
