@@ -12,8 +12,8 @@ from attn_graph import masks
 from attn_graph.errors import GraphError
 from attn_graph.ir import ops
 from attn_graph.ir.graph import Emit, Gradients, Op, Values
-from attn_graph.ir.modifiers import INF, Modifier, every_place, finite, restoring
-from attn_graph.spec import ValueType, number
+from attn_graph.ir.modifiers import Modifier, every_place, finite, restoring
+from attn_graph.spec import INF, ValueType, number
 
 T = TypeVar("T")
 
@@ -54,14 +54,17 @@ class Attention(Op):
     mask: masks.Mask | None = None
     sinks: bool = field(default=False, converter=bool)
     dropout: float = field(default=0.0, converter=number, validator=ops.share)
-    names = ("o", "lse")
 
     @property
-    def reads(self) -> int:  # type: ignore[override]  # a class's constant elsewhere
+    def names(self) -> tuple[str, ...]:
+        return ("o", "lse")
+
+    @property
+    def reads(self) -> int:
         return len(self.ranks)
 
     @property
-    def roles(self) -> tuple[str, ...]:  # type: ignore[override]  # a class's constant elsewhere
+    def roles(self) -> tuple[str, ...]:
         """A name for each operand, in order."""
         return (
             *("q", "k", "v"),
@@ -182,12 +185,12 @@ class AttentionGrad(Op):
             raise GraphError(f"attention_grad: {given} wants for {needed} operands; say each")
 
     @property
-    def names(self) -> tuple[str, ...]:  # type: ignore[override]  # a class's constant elsewhere
+    def names(self) -> tuple[str, ...]:
         named = zip(self.attention.roles, self.wants, strict=True)
         return tuple(f"d{role}" for role, wanted in named if wanted)
 
     @property
-    def reads(self) -> int:  # type: ignore[override]  # a class's constant elsewhere
+    def reads(self) -> int:
         return len(self.ranks)
 
     @property

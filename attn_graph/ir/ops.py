@@ -14,12 +14,12 @@ from attrs import field, frozen
 from attn_graph import masks
 from attn_graph.errors import GraphError, problems_of
 from attn_graph.ir.graph import Emit, Gradients, Op, Values
-from attn_graph.ir.modifiers import INF, beyond, every_place, finite
+from attn_graph.ir.modifiers import beyond, every_place, finite
 from attn_graph.ir.philox import counters, keep_
 from attn_graph.ir.promises import mask_problems
 from attn_graph.masks.canonical import canonical_mask
 from attn_graph.masks.places import Place
-from attn_graph.spec import DTYPES, FLOATS, NAMES, ValueType, accumulator, number
+from attn_graph.spec import DTYPES, FLOATS, INF, NAMES, ValueType, accumulator, number
 
 
 def per_head(x: torch.Tensor, heads: int) -> torch.Tensor:
@@ -33,9 +33,18 @@ class Scores(Op):
     """q [B,H,M,D], k [B,G,N,D] -> scale * q k^T [B,H,M,N], in float32 or wider."""
 
     scale: float = field(default=1.0, converter=number, validator=finite)
-    names = ("s",)
-    reads = 2
-    roles = ("q", "k")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("s",)
+
+    @property
+    def reads(self) -> int:
+        return 2
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return ("q", "k")
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
@@ -78,10 +87,13 @@ class Mask(Op):
     """s [B,H,M,N], the mask's tensors -> s, with -inf where the mask does not keep."""
 
     mask: masks.Mask = field(validator=masks.is_mask)
-    names = ("s",)
 
     @property
-    def roles(self) -> tuple[str, ...]:  # type: ignore[override]  # a class's constant elsewhere
+    def names(self) -> tuple[str, ...]:
+        return ("s",)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
         return ("s", *self.mask.needs)
 
     @property
@@ -113,9 +125,15 @@ class Mask(Op):
 class Unmasked(Op):
     """s, ds -> ds, with 0 where s is -inf."""
 
-    names = ("ds",)
-    reads = 2
     is_gradient = True
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("ds",)
+
+    @property
+    def reads(self) -> int:
+        return 2
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
@@ -138,8 +156,14 @@ class Softmax(Op):
     """
 
     sinks: bool = False
-    names = ("p", "lse")
-    roles = ("s", "sinks")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("p", "lse")
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return ("s", "sinks")
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
@@ -176,8 +200,11 @@ class Softmax(Op):
 class SoftmaxGrad(Op):
     """p, dp, dlse -> ds = p * (dp - sum_j p dp + dlse); 0 where p is, whatever dp and dlse hold."""
 
-    names = ("ds",)
     is_gradient = True
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("ds",)
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
@@ -196,8 +223,11 @@ class SoftmaxGrad(Op):
 class SinkGrad(Op):
     """sinks, lse, p, dp, dlse -> dsinks [H] = sum_bi exp(sink - lse) * (dlse - sum_j p dp)."""
 
-    names = ("dsinks",)
     is_gradient = True
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("dsinks",)
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
@@ -246,8 +276,14 @@ class Dropout(Op):
     """p, seed, offset -> p * z / (1 - rate), z from Philox at (seed, offset; b, h, i, j)."""
 
     rate: float = field(converter=number, validator=share)
-    names = ("p",)
-    roles = ("p", "seed", "offset")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("p",)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return ("p", "seed", "offset")
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
@@ -284,9 +320,18 @@ class Weigh(Op):
     """p [B,H,M,N], v [B,G,N,E] -> scale * p v [B,H,M,E], in v's dtype."""
 
     scale: float = field(default=1.0, converter=number, validator=finite)
-    names = ("o",)
-    reads = 2
-    roles = ("p", "v")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("o",)
+
+    @property
+    def reads(self) -> int:
+        return 2
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return ("p", "v")
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
@@ -326,9 +371,15 @@ class WeighT(Op):
     """
 
     scale: float = field(default=1.0, converter=number, validator=finite)
-    names = ("dv",)
-    reads = 3
     is_gradient = True
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("dv",)
+
+    @property
+    def reads(self) -> int:
+        return 3
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
@@ -370,8 +421,11 @@ class Zeros(Op):
 
     shape: tuple[int, ...]
     dtype: str
-    names = ("zeros",)
     is_gradient = True
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("zeros",)
 
     @property
     def ranks(self) -> tuple[int | None, ...]:

@@ -79,7 +79,7 @@ class Band(Mask):
     ragged: tuple[str, ...] = field(default=(), converter=as_names)
 
     @property
-    def relative(self) -> bool:  # type: ignore[override]  # a class's constant elsewhere
+    def relative(self) -> bool:
         return not self.ragged
 
     @property

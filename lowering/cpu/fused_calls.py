@@ -9,7 +9,6 @@ import torch
 from attrs import frozen
 
 from attn_graph.ir.attention import Operands
-from attn_graph.ir.modifiers import INF
 from attn_graph.kernels import fused_cpu
 from attn_graph.kernels.merging import merge_, sink_
 from attn_graph.lowering.cpu.fused_slots import (
@@ -25,6 +24,7 @@ from attn_graph.lowering.cpu.fused_slots import (
 )
 from attn_graph.lowering.cpu.fused_tiles import CPU, FusedTiles, Tensors
 from attn_graph.masks.places import Place
+from attn_graph.spec import INF
 
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

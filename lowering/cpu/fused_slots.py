@@ -15,11 +15,12 @@ import torch
 from attrs import frozen
 
 from attn_graph.ir.attention import Attention
-from attn_graph.ir.modifiers import INF, change_
+from attn_graph.ir.modifiers import change_
 from attn_graph.lowering.cpu.fused_tiles import CPU, FusedTiles
 from attn_graph.lowering.cpu.schedule import MOST_READY, Part, Tile, place_within
 from attn_graph.lowering.problem import Problem
 from attn_graph.masks.places import Block, Place
+from attn_graph.spec import INF
 
 Cut = Callable[[torch.Tensor], torch.Tensor]  # a view of some rows of x [B,H,L,...]
 Data = tuple[Mapping[str, torch.Tensor], ...]  # for each modifier, by name

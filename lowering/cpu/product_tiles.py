@@ -10,7 +10,7 @@ import torch
 from attrs import Factory, evolve, field, frozen
 
 from attn_graph.ir.attention import Operands
-from attn_graph.ir.modifiers import INF, back_, change_
+from attn_graph.ir.modifiers import back_, change_
 from attn_graph.ir.philox import counters, keep_
 from attn_graph.kernels import products
 from attn_graph.kernels.merging import sink_
@@ -25,7 +25,7 @@ from attn_graph.lowering.cpu.schedule import (
 from attn_graph.lowering.problem import Problem
 from attn_graph.machine.workspace import Buffer
 from attn_graph.masks.places import Block, Place, join_intervals
-from attn_graph.spec import TensorSpec
+from attn_graph.spec import INF, TensorSpec
 
 SCORES = 2**21  # scores held at a time: 8 MiB of float32, what a few cores find in a shared cache
 MOST_ROWS = 64

@@ -15,7 +15,6 @@ from attrs import define, field, frozen
 from attn_graph.backend import RefusedError
 from attn_graph.errors import PlanMismatchError
 from attn_graph.ir.graph import Graph
-from attn_graph.ir.modifiers import INF
 from attn_graph.lowering.cudnn import builder as cudnn_builder
 from attn_graph.lowering.cudnn.graph import CudnnCall, Slot
 from attn_graph.lowering.problem import (
@@ -29,7 +28,7 @@ from attn_graph.lowering.problem import (
 from attn_graph.machine.ambient import outside
 from attn_graph.machine.device_memo import DeviceMemo, copy_to
 from attn_graph.machine.workspace import Buffer, Scratch, Workspace
-from attn_graph.spec import NAMES, TensorSpec
+from attn_graph.spec import INF, NAMES, TensorSpec
 
 LOG = logging.getLogger("attn_graph")
 Pack = Mapping[int, torch.Tensor]
