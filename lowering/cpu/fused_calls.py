@@ -8,14 +8,13 @@ from typing import final
 import torch
 from attrs import frozen
 
-from attn_graph.ir.attention import Operands
+from attn_graph.ir.attention import Attention, Operands
 from attn_graph.kernels import fused_cpu
 from attn_graph.kernels.merging import merge_, sink_
 from attn_graph.lowering.cpu.fused_slots import (
     PartSlot,
     TileSlot,
     add_windows,
-    addend_shape,
     every_place,
     fill_addend,
     place_of,
@@ -36,7 +35,7 @@ class FusedRun:
 
     slots: the tiles; None where each call has to list them, or make them ready. whole: whether
     they are one call of the kernel. direct: whether what the kernel gives is o as it is due. made:
-    shape and strides of o. wide: what is computed in.
+    shape and strides of o. wide: what is computed in. restores: as Attention has it.
     """
 
     tiles: FusedTiles
@@ -45,13 +44,14 @@ class FusedRun:
     direct: bool
     made: tuple[tuple[int, ...], tuple[int, ...]]
     wide: torch.dtype
+    restores: tuple[bool, ...]
 
     @classmethod
     def of(cls, tiles: FusedTiles) -> FusedRun:
         p, slots = tiles.problem, ready_slots(tiles)
         direct = p.D <= p.E and tiles.keeps_order()
         whole = slots is not None and tiles.is_whole([slot.tile for slot in slots])
-        return cls(tiles, slots, whole, direct, p.layout_of_o, p.wide)
+        return cls(tiles, slots, whole, direct, p.layout_of_o, p.wide, p.node.restores)
 
     def listed(self, data: Tensors) -> tuple[Iterable[TileSlot], bool]:
         """The tiles of a call, given what the mask reads; whether they are one call of the kernel.
@@ -61,7 +61,7 @@ class FusedRun:
         if self.slots is not None:
             return self.slots, self.whole
         tiles = self.tiles.tiles(data)
-        slots = (tile_slot(self.tiles.problem, tile, None) for tile in tiles)
+        slots = (tile_slot(self.tiles, tile, None) for tile in tiles)
         return slots, self.tiles.is_whole(tiles)
 
     def packed(self, name: str, x: torch.Tensor, scratch: Tensors) -> torch.Tensor:
@@ -151,7 +151,7 @@ class FusedRun:
         ]
         given = p.node.split(own)
         at = every_place(p, given.mask) if "addend" in scratch else None
-        return TileCall(self.tiles, given, scratch, at, p.node.scale, q, k, v)
+        return TileCall(p.node, self.restores, given, scratch, at, q, k, v)
 
 
 @final
@@ -159,11 +159,11 @@ class FusedRun:
 class TileCall:
     """One call's operands, packed. at: every place, where something is added to scores."""
 
-    tiles: FusedTiles
+    node: Attention
+    restores: tuple[bool, ...]
     given: Operands[torch.Tensor]
     scratch: Tensors
     at: Place | None
-    scale: float
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
@@ -175,7 +175,7 @@ class TileCall:
         for part in slot.parts:
             k, v = part.keys(self.k), part.keys(self.v)
             addend = self.addend(slot, part) if part.makes else part.addend
-            o, lse = fused_cpu.attend(rows, k, v, self.scale, part.causal, addend)
+            o, lse = fused_cpu.attend(rows, k, v, self.node.scale, part.causal, addend)
             if results is None:
                 results = o, lse
             else:
@@ -193,16 +193,15 @@ class TileCall:
         operands = slot.rows(self.q), part.keys(self.k), part.keys(self.v)
         rows = slot.rows(do), slot.rows(o), slot.rows(lse)
         addend = self.addend(slot, part) if part.makes else part.addend
-        return fused_cpu.attend_backward(*operands, *rows, self.scale, part.causal, addend)
+        return fused_cpu.attend_backward(*operands, *rows, self.node.scale, part.causal, addend)
 
     def addend(self, slot: TileSlot, part: PartSlot) -> torch.Tensor:
         """What is added to the scores of a part, made in scratch."""
         assert self.at is not None
-        b, h, rows, keys = shape = addend_shape(self.tiles, slot.tile, part.part)
-        room = self.scratch["addend"][: b * h * rows * keys].view(shape)
+        room = self.scratch["addend"][: part.count].view(part.shape)
         at = place_of(self.at, slot.tile, part.part)
-        node, mixed = self.tiles.problem.node, part.part.kind == "mixed"
-        return fill_addend(room, node, self.given.modifiers, at, mixed)
+        node, mixed = self.node, part.part.kind == "mixed"
+        return fill_addend(room, node, self.given.modifiers, self.restores, at, mixed)
 
 
 def transpose(room: torch.Tensor, x: torch.Tensor) -> None:

@@ -6,8 +6,9 @@ that a call does little more in Python than to call the kernel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
+from math import prod
 from operator import itemgetter
 from typing import final
 
@@ -17,12 +18,11 @@ from attrs import frozen
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.modifiers import change_
 from attn_graph.lowering.cpu.fused_tiles import CPU, FusedTiles
-from attn_graph.lowering.cpu.schedule import MOST_READY, Part, Tile, place_within
+from attn_graph.lowering.cpu.schedule import MOST_READY, Cut, Part, Tile, place_within
 from attn_graph.lowering.problem import Problem
 from attn_graph.masks.places import Block, Place
 from attn_graph.spec import INF
 
-Cut = Callable[[torch.Tensor], torch.Tensor]  # a view of some rows of x [B,H,L,...]
 Data = tuple[Mapping[str, torch.Tensor], ...]  # for each modifier, by name
 Index = tuple[int, slice, slice]
 
@@ -34,7 +34,7 @@ class PartSlot:
 
     pieces: the same in pieces [start, stop) of which no two rows overlap, where tiles repeat.
     causal: whether query i keeps the keys up to i. addend: what is added to the scores, where the
-    plan holds it; makes: whether each call has to make it.
+    plan holds it; makes: whether each call has to make it, of what shape and how many elements.
     """
 
     part: Part
@@ -42,6 +42,8 @@ class PartSlot:
     pieces: tuple[tuple[int, int, Cut], ...]
     causal: bool
     makes: bool
+    shape: tuple[int, ...]
+    count: int
     addend: torch.Tensor | None = None
 
 
@@ -60,7 +62,7 @@ def ready_slots(tiles: FusedTiles) -> tuple[TileSlot, ...] | None:
     if tiles.static is None or sum(len(t.parts) for t in tiles.static) > MOST_READY:
         return None
     held = held_addends(tiles) if tiles.holds else None
-    return tuple(tile_slot(tiles.problem, tile, held) for tile in tiles.static)
+    return tuple(tile_slot(tiles, tile, held) for tile in tiles.static)
 
 
 def held_addends(tiles: FusedTiles) -> Iterator[torch.Tensor]:
@@ -71,26 +73,29 @@ def held_addends(tiles: FusedTiles) -> Iterator[torch.Tensor]:
     for tile, part in tiles.changed_parts():
         shape = addend_shape(tiles, tile, part)
         room = torch.empty(shape, dtype=p.wide, device=CPU)
-        yield fill_addend(room, p.node, nothing, place_of(at, tile, part), part.kind == "mixed")
+        place, mixed = place_of(at, tile, part), part.kind == "mixed"
+        yield fill_addend(room, p.node, nothing, p.node.restores, place, mixed)
 
 
-def tile_slot(problem: Problem, tile: Tile, held: Iterator[torch.Tensor] | None) -> TileSlot:
+def tile_slot(tiles: FusedTiles, tile: Tile, held: Iterator[torch.Tensor] | None) -> TileSlot:
     """held: the addends of this tile's parts come next."""
     return TileSlot(
         tile,
         cut_of(tile, tile.rows.start, tile.rows.stop),
-        tuple(part_slot(problem, tile, part, held) for part in tile.parts),
+        tuple(part_slot(tiles, tile, part, held) for part in tile.parts),
     )
 
 
 def part_slot(
-    problem: Problem, tile: Tile, part: Part, held: Iterator[torch.Tensor] | None
+    tiles: FusedTiles, tile: Tile, part: Part, held: Iterator[torch.Tensor] | None
 ) -> PartSlot:
-    adds = part.kind == "mixed" or bool(problem.node.modifiers)
+    adds = part.kind == "mixed" or bool(tiles.problem.node.modifiers)
     keys = cut_of(tile, part.start, part.stop)
     addend = next(held) if adds and held is not None else None
     makes, pieces = adds and addend is None, tuple(pieces_of(tile, part))
-    return PartSlot(part, keys, pieces, part.kind == "causal", makes, addend)
+    shape = addend_shape(tiles, tile, part)
+    causal = part.kind == "causal"
+    return PartSlot(part, keys, pieces, causal, makes, shape, prod(shape), addend)
 
 
 def cut_of(tile: Tile, start: int, stop: int) -> Cut:
@@ -149,11 +154,18 @@ def addend_shape(tiles: FusedTiles, tile: Tile, part: Part) -> tuple[int, int, i
 
 
 def fill_addend(
-    sums: torch.Tensor, node: Attention, data: Data, at: Place, mixed: bool
+    sums: torch.Tensor,
+    node: Attention,
+    data: Data,
+    restoring: tuple[bool, ...],
+    at: Place,
+    mixed: bool,
 ) -> torch.Tensor:
-    """sums = additive modifiers, and -inf where the mask drops a key. data: what modifiers read."""
+    """sums = additive modifiers, and -inf where the mask drops a key.
+
+    data: what modifiers read. restoring: after which of them -inf has to be put back.
+    """
     sums.zero_()
-    restoring = node.restores if node.modifiers else ()
     for modifier, given, restores in zip(node.modifiers, data, restoring, strict=True):
         hidden = sums == -INF if restores else None
         change_(modifier, sums, at.reading(given))

@@ -17,6 +17,7 @@ from attn_graph.kernels.merging import sink_
 from attn_graph.lowering.cpu.schedule import (
     MOST_READY,
     POSITIONS,
+    Cut,
     Part,
     Tile,
     parts_of,
@@ -55,8 +56,8 @@ class Slot:
     tile: Tile
     heads: range
     shape: tuple[int, int, int, int]
-    rows: itemgetter[torch.Tensor]
-    groups: itemgetter[torch.Tensor]
+    rows: Cut
+    groups: Cut
     runs: tuple[tuple[int, int], ...]
     keys: int = field(init=False, default=Factory(lambda slot: slot.tile.keys, takes_self=True))
 

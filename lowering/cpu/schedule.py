@@ -24,6 +24,7 @@ ROW_BLOCKS = (32, 64, 128, 256, 512)
 POSITIONS = 3 * torch.int64.itemsize
 MOST_TILES = 2**13  # listed while planning, which takes some tenths of a second; or each call does
 MOST_READY = 256  # made ready ahead of calls; beyond, Python's share of a call is small
+Cut = Callable[[torch.Tensor], torch.Tensor]  # a view of some rows of x [B,H,L,...]
 BRIDGE = 32  # keys: a hole this small costs less to compute than a tile to begin
 
 
