@@ -19,7 +19,6 @@ from attn_graph.errors import PlanTargetError
 from attn_graph.ir import ops
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.graph import Eqn, Graph, Op
-from attn_graph.lowering.cpu.fused_calls import FusedRun
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
 from attn_graph.lowering.cpu.product_tiles import ProductTiles
 from attn_graph.lowering.cpu.schedule import POSITIONS
@@ -132,6 +131,8 @@ def hand_out(
 
 
 def step_of(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Step:
+    from attn_graph.lowering.cpu.fused_calls import FusedRun  # planning needs it, importing not
+
     tiles, op = tilings_of(graph, eqn, target, options), eqn.op
     if tiles is None:
         specs = operand_specs(graph, eqn)
