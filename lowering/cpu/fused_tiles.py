@@ -22,8 +22,6 @@ from attn_graph.lowering.cpu.schedule import (
     row_tiles,
 )
 from attn_graph.lowering.problem import Problem, flash_order, is_readable
-from attn_graph.lowering.triton.device_code import Tracer
-from attn_graph.lowering.triton.symbols import Untraceable
 from attn_graph.machine.workspace import Buffer
 from attn_graph.masks.places import Block, Place
 from attn_graph.spec import TensorSpec, memory_order
@@ -178,6 +176,9 @@ def axes_of_modifiers(problem: Problem) -> str:
     """Found by tracing what they add; all, where that can't be traced."""
     if not problem.node.modifiers:
         return ""
+    from attn_graph.lowering.triton.device_code import Tracer  # few graphs need them
+    from attn_graph.lowering.triton.symbols import Untraceable
+
     try:
         return "".join(Tracer.of(problem).axes())
     except Untraceable:
