@@ -122,10 +122,15 @@ class Problem:
         """Whether the mask alone may leave a query no key."""
         return self.node.mask is not None and not sees_everywhere(self.node.mask, self)
 
-    def new_o(self, device: torch.device) -> torch.Tensor:
-        """An uninitialised o [B,H,M,E], dense in the memory order of q."""
+    @property
+    def layout_of_o(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shape and strides of o [B,H,M,E]: dense in the memory order of q."""
         shape = (self.B, self.H, self.M, self.E)
-        strides = dense_strides(shape, memory_order(self.specs[0]))
+        return shape, dense_strides(shape, memory_order(self.specs[0]))
+
+    def new_o(self, device: torch.device) -> torch.Tensor:
+        """An uninitialised o."""
+        shape, strides = self.layout_of_o
         return torch.empty_strided(shape, strides, dtype=self.dtype, device=device)
 
 

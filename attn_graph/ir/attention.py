@@ -12,8 +12,8 @@ from attn_graph import masks
 from attn_graph.errors import GraphError
 from attn_graph.ir import ops
 from attn_graph.ir.graph import Emit, Gradients, Op, Values
-from attn_graph.ir.modifiers import INF, Modifier, every_place, find_restores, require_finite
-from attn_graph.spec import ValueType, to_number
+from attn_graph.ir.modifiers import Modifier, every_place, find_restores, require_finite
+from attn_graph.spec import INF, ValueType, to_number
 
 T = TypeVar("T")
 SAVED = ("o", "lse")  # the results of an attention that its gradient reads
@@ -71,7 +71,7 @@ class Attention(Op):
     stats: tuple[str, ...] = field(default=("lse",), converter=sort_statistics)
 
     @property
-    def names(self) -> tuple[str, ...]:  # type: ignore[override]  # a class's constant elsewhere
+    def names(self) -> tuple[str, ...]:
         return ("o", *self.stats)
 
     @property
@@ -83,12 +83,12 @@ class Attention(Op):
         return tuple(name for name in self.stats if name not in SAVED)
 
     @property
-    def reads(self) -> int:  # type: ignore[override]  # a class's constant elsewhere
+    def reads(self) -> int:
         """How many operands `infer` reads: all."""
         return len(self.ranks)
 
     @property
-    def roles(self) -> tuple[str, ...]:  # type: ignore[override]  # a class's constant elsewhere
+    def roles(self) -> tuple[str, ...]:
         """A name for each operand, in order."""
         return (
             *("q", "k", "v"),
@@ -232,13 +232,13 @@ class AttentionGrad(Op):
             raise GraphError(f"attention_grad: {given} wants for {needed} operands; say each")
 
     @property
-    def names(self) -> tuple[str, ...]:  # type: ignore[override]  # a class's constant elsewhere
+    def names(self) -> tuple[str, ...]:
         """A name for each gradient: dq of q."""
         named = zip(self.attention.roles, self.wants, strict=True)
         return tuple(f"d{role}" for role, wanted in named if wanted)
 
     @property
-    def reads(self) -> int:  # type: ignore[override]  # a class's constant elsewhere
+    def reads(self) -> int:
         """How many operands `infer` reads: all."""
         return len(self.ranks)
 

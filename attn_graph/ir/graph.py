@@ -35,10 +35,22 @@ class Op:
     backend computes it is the backend's affair.
     """
 
-    names: ClassVar[tuple[str, ...]] = ("x",)  # of the results, when printed
-    reads: ClassVar[int] = 1  # how many operands, from the first, `infer` reads
-    roles: ClassVar[tuple[str, ...]] = ()  # a name for each operand, for those who read messages
     is_gradient: ClassVar[bool] = False  # part of a gradient: it has no `pull`, so no gradient
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What the results are called when printed."""
+        return ("x",)
+
+    @property
+    def reads(self) -> int:
+        """How many operands, from the first, `infer` reads."""
+        return 1
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """A name for each operand, for those who read messages."""
+        return ()
 
     @property
     def ranks(self) -> tuple[int | None, ...]:

@@ -10,7 +10,7 @@ the diagonal may say so by `strip`, and spares kernels a list of tiles.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import ClassVar, Literal, final
+from typing import Literal, final
 
 import torch
 from attrs import Factory, field, frozen
@@ -62,7 +62,10 @@ class Data:
 class Mask:
     """A boolean expression of (b, h, i, j). A leaf of your own is a `@final @frozen` subclass."""
 
-    relative: ClassVar[bool] = False  # whether `keep` depends on j - i alone
+    @property
+    def relative(self) -> bool:
+        """Whether `keep` depends on j - i alone."""
+        return False
 
     @property
     def needs(self) -> dict[str, Data]:
@@ -156,7 +159,7 @@ class Join(Mask):
         raise NotImplementedError
 
     @property
-    def relative(self) -> bool:  # type: ignore[override]  # a leaf's constant
+    def relative(self) -> bool:
         """Whether `keep` depends on j - i alone: where it does in all parts."""
         return all(part.relative for part in self.parts)
 

@@ -22,9 +22,9 @@ from attn_graph.ir import ops
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.graph import Graph, Op
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap, every_place
+from attn_graph.spec import INF
 from attn_graph.testing.mask_formula import Data, Places, evaluate_mask
 
-INF = float("inf")
 Tensor = torch.Tensor
 DENSE = torch.contiguous_format
 

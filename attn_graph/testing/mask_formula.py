@@ -11,8 +11,8 @@ from attrs import frozen
 
 from attn_graph import masks
 from attn_graph.masks.places import Place
+from attn_graph.spec import INF
 
-INF = float("inf")
 Tensor = torch.Tensor
 Data = Mapping[str, Tensor]
 

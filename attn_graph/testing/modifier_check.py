@@ -17,7 +17,7 @@ from attn_graph.ir.parse import parse
 from attn_graph.ir.promises import CLOSE
 from attn_graph.machine.target import Target
 from attn_graph.masks.places import Block, Place
-from attn_graph.spec import TensorSpec
+from attn_graph.spec import INF, TensorSpec
 from attn_graph.testing.agreement import check_gradients, check_outputs, search
 from attn_graph.testing.formula import differentiate
 from attn_graph.testing.mask_check import ranges
@@ -25,7 +25,6 @@ from attn_graph.testing.strategies import Shape, data_specs, maybe, seeds, shape
 from attn_graph.testing.strategies import masks as any_mask
 from attn_graph.testing.tensors import filler, lay_out, tensors_for
 
-INF = float("inf")
 MOST, HEADS = 6, 6  # queries and keys, heads of all batch entries: derivatives are by element
 
 

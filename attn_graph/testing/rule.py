@@ -13,8 +13,8 @@ from attrs import frozen
 
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
+from attn_graph.spec import INF
 from attn_graph.testing.formula import (
-    INF,
     Chain,
     Evaluation,
     Tensor,

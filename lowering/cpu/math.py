@@ -7,6 +7,7 @@ tile of scores ever exists; whatever is no attention runs as its own definition 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import final
 
@@ -135,18 +136,22 @@ def hand_out(
 
 def step_of(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Step:
     """How an equation runs: in tiles, or by its definition."""
+    from attn_graph.lowering.cpu.fused_calls import FusedRun  # planning needs it, importing not
+
     tiles, op = tilings_of(graph, eqn, target, options), eqn.op
     if tiles is None:
         specs = operand_specs(graph, eqn)
         return Step(run_definition(op, specs), temporary=needed_by_definition(eqn, specs))
     buffers = tiles.buffers()
     scratch = Scratch(tuple(buffers.values()))
-    names, work = tuple(buffers), run_forward if isinstance(op, Attention) else run_backward
+    names, forward = tuple(buffers), isinstance(op, Attention)
+    run = FusedRun.of(tiles) if isinstance(tiles, FusedTiles) else tiles.made_ready()
+    work = run.forward if forward else partial(run_backward, tiles.problem, run.backward)
 
     def call(device: torch.device, *operands: torch.Tensor) -> Sequence[torch.Tensor]:
         rooms = options.workspace.lease(scratch, device)
         with torch.no_grad(), without_autocast(), rooms as views:
-            return work(tiles, operands, dict(zip(names, views, strict=True)))
+            return work(operands, dict(zip(names, views, strict=True)))
 
     return Step(call, scratch, tiles.temporary, tiles.summary())
 
@@ -172,25 +177,21 @@ def run_definition(op: Op, specs: Sequence[TensorSpec]) -> Work:
     return call
 
 
-def run_forward(
-    tiles: Tiles, operands: Sequence[torch.Tensor], scratch: Mapping[str, torch.Tensor]
-) -> Sequence[torch.Tensor]:
-    """The results of an attention in tiles, in the order of their names."""
-    results = tiles.forward(operands, scratch)
-    return [results[name] for name in tiles.problem.node.names]
-
-
 def run_backward(
-    tiles: Tiles, operands: Sequence[torch.Tensor], scratch: Mapping[str, torch.Tensor]
+    problem: Problem,
+    backward: Callable[..., dict[int, torch.Tensor]],
+    operands: Sequence[torch.Tensor],
+    scratch: Mapping[str, torch.Tensor],
 ) -> Sequence[torch.Tensor]:
-    """The wanted gradients, in the order of the operands."""
-    grad = tiles.problem.grad
+    """The wanted gradients, in the order of the operands. backward: those of tiles, by number."""
+    grad = problem.grad
     assert grad is not None
-    found = tiles.backward(operands, scratch)
+    gradients = backward(operands, scratch)
     if grad.attention.sinks:
         place = grad.attention.roles.index("sinks")
-        found[place] = sink_gradient_of(grad, operands) if grad.wants[place] else operands[place]
-    return [found[i] for i, wanted in enumerate(grad.wants) if wanted]
+        wanted = grad.wants[place]
+        gradients[place] = sink_gradient_of(grad, operands) if wanted else operands[place]
+    return [gradients[i] for i, wanted in enumerate(grad.wants) if wanted]
 
 
 def sink_gradient_of(grad: AttentionGrad, operands: Sequence[torch.Tensor]) -> torch.Tensor:

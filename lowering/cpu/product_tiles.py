@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import final
 
 import torch
-from attrs import frozen
+from attrs import Factory, evolve, field, frozen
 
 from attn_graph.ir import ops
 from attn_graph.ir.attention import GradientOperands, Operands
@@ -14,13 +15,20 @@ from attn_graph.ir.modifiers import back_, change_
 from attn_graph.ir.philox import counters, keep_
 from attn_graph.kernels import products
 from attn_graph.kernels.merging import sink_
-from attn_graph.lowering.cpu.schedule import POSITIONS, Part, Tile, parts_of
+from attn_graph.lowering.cpu.schedule import (
+    MOST_READY,
+    POSITIONS,
+    Cut,
+    Part,
+    Tile,
+    parts_of,
+    place_within,
+)
 from attn_graph.lowering.problem import Problem
 from attn_graph.machine.workspace import Buffer
 from attn_graph.masks.places import Block, Place, join_intervals
-from attn_graph.spec import TensorSpec
+from attn_graph.spec import INF, TensorSpec
 
-INF = float("inf")
 SCORES = 2**21  # scores held at a time: 8 MiB of float32, what a few cores find in a shared cache
 MOST_ROWS = 64
 LEAST_ROWS = 16
@@ -37,12 +45,31 @@ class Chunk:
 
 
 @final
+@frozen(eq=False)
+class Slot:
+    """A tile of a chunk, made ready for calls.
+
+    heads: its query heads. shape: how many batch entries, groups, query heads a group and queries.
+    rows: cuts its queries out of x [B,H,M,...]. groups: cuts its batch entries and groups out of
+    x [B,G,N,D]. runs: its keys, in runs without a hole.
+    """
+
+    tile: Tile
+    heads: range
+    shape: tuple[int, int, int, int]
+    rows: Cut
+    groups: Cut
+    runs: tuple[tuple[int, int], ...]
+    keys: int = field(init=False, default=Factory(lambda slot: slot.tile.keys, takes_self=True))
+
+
+@final
 @frozen
 class ProductTiles:
     """Forward and backward of one problem. A tile holds n = batch * groups products at a time.
 
     blind: whether a query may see no key. restores: for each modifier, whether -inf has to be put
-    back after it.
+    back after it. ready: the tiles, where they are made ready ahead of calls.
     """
 
     problem: Problem
@@ -51,6 +78,7 @@ class ProductTiles:
     groups: int
     blind: bool
     restores: tuple[bool, ...]
+    ready: tuple[Slot, ...] | None = field(default=None, eq=False, repr=False)
 
     @classmethod
     def plan(cls, problem: Problem) -> ProductTiles:
@@ -112,6 +140,7 @@ class ProductTiles:
         scores, node = places * self.groups * self.r, p.node
         words = 2 * bool(node.modifiers) + bool(node.dropout)
         asked = POSITIONS * places if node.mask or node.modifiers else 0
+        asked += torch.int64.itemsize * (p.B + p.H + p.M + p.N)
         return asked + scores * (2 + words * p.wide.itemsize)
 
     def summary(self) -> str:
@@ -126,17 +155,42 @@ class ProductTiles:
             for g in range(0, p.G, self.groups):
                 yield Chunk(range(b, min(b + self.batch, p.B)), range(g, min(g + self.groups, p.G)))
 
-    def tiles(self, chunk: Chunk, data: Mapping[str, torch.Tensor]) -> Iterator[Tile]:
-        """The tiles of a chunk that its mask does not leave empty."""
-        p, mask = self.problem, self.problem.node.mask
-        for start in range(0, p.M, self.rows):
-            rows = range(start, min(start + self.rows, p.M))
-            block = Block(chunk.batch, self.heads(chunk), rows, p.H, p.M, p.N, data)
-            yield Tile(chunk.batch, rows, parts_of(mask, block, LEAST_FULL))
+    def made_ready(self) -> ProductTiles:
+        """The same with its tiles made ready, where no data decides them and they are few."""
+        p = self.problem
+        count = -(-p.B // self.batch) * -(-p.G // self.groups) * -(-p.M // self.rows)
+        if count > MOST_READY or (p.node.mask is not None and p.node.mask.needs):
+            return self
+        return evolve(self, ready=tuple(self.slots({})))
 
-    def heads(self, chunk: Chunk) -> range:
-        """The query heads of a chunk."""
-        return range(chunk.groups.start * self.r, chunk.groups.stop * self.r)
+    def slots(self, data: Mapping[str, torch.Tensor]) -> Iterator[Slot]:
+        """All tiles, given what the mask reads."""
+        p, r = self.problem, self.r
+        for chunk in self.chunks():
+            b, g = chunk.batch, chunk.groups
+            heads = range(g.start * r, g.stop * r)
+            for start in range(0, p.M, self.rows):
+                rows = range(start, min(start + self.rows, p.M))
+                block = Block(b, heads, rows, p.H, p.M, p.N, data)
+                tile = Tile(b, rows, parts_of(p.node.mask, block, LEAST_FULL))
+                yield Slot(
+                    tile,
+                    heads,
+                    (len(b), len(g), r, len(rows)),
+                    itemgetter(tuple(slice(x.start, x.stop) for x in (b, heads, rows))),
+                    itemgetter(tuple(slice(x.start, x.stop) for x in (b, g))),
+                    join_intervals([(x.start, x.stop) for x in tile.parts], gap=0),
+                )
+
+    def visits(
+        self, given: Operands[torch.Tensor], scratch: Mapping[str, torch.Tensor]
+    ) -> Iterator[Here]:
+        """Each tile of a call."""
+        p = self.problem
+        block = Block(range(p.B), range(p.H), range(p.M), p.H, p.M, p.N, given.mask)
+        at = Place.of(block, range(p.N), given.q.device)
+        for slot in self.slots(given.mask) if self.ready is None else self.ready:
+            yield Here(self, slot, given, scratch, tuple(places_of(at, slot)))
 
     def packed(
         self, operands: Sequence[torch.Tensor], scratch: Mapping[str, torch.Tensor]
@@ -147,18 +201,16 @@ class ProductTiles:
 
     def forward(
         self, operands: Sequence[torch.Tensor], scratch: Mapping[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
-        """The results of the attention, by name."""
+    ) -> tuple[torch.Tensor, ...]:
+        """The results of the attention, in the order of their names."""
         p, given = self.problem, self.problem.node.split(operands)
         k, v = self.packed(operands, scratch)
         o, shape = p.new_o(given.q.device), (p.B, p.H, p.M)
         stats = {n: torch.empty(shape, dtype=p.wide, device=o.device) for n in p.node.stats}
         results = {"o": o, **stats}
-        for chunk in self.chunks():
-            for tile in self.tiles(chunk, given.mask):
-                here = Here(self, chunk, tile, given, scratch)
-                here.attend(k, v, {name: here.rows_of(x) for name, x in results.items()})
-        return results
+        for here in self.visits(given, scratch):
+            here.attend(k, v, {name: here.slot.rows(x) for name, x in results.items()})
+        return tuple(results.values())
 
     def backward(
         self, operands: Sequence[torch.Tensor], scratch: Mapping[str, torch.Tensor]
@@ -177,13 +229,11 @@ class ProductTiles:
             for name, x in zip("kv", (given.k, given.v), strict=True)
         )
         totals = self.totals(given)
-        for chunk in self.chunks():
-            for tile in self.tiles(chunk, given.mask):
-                here = Here(self, chunk, tile, given, scratch)
-                if tile.parts:
-                    here.pull(k, v, read, (dq, dk, dv), totals)
-                else:
-                    here.rows_of(dq).zero_()
+        for here in self.visits(given, scratch):
+            if here.slot.tile.parts:
+                here.pull(k, v, read, (dq, dk, dv), totals)
+            else:
+                here.slot.rows(dq).zero_()
         found = {0: dq, 1: dk.to(p.dtype), 2: dv.to(p.dtype)}
         return found | self.collected(given, totals)
 
@@ -222,65 +272,49 @@ class ProductTiles:
 @final
 @frozen(eq=False)
 class Here:
-    """One tile of one chunk, with the buffers it computes in."""
+    """One tile of a call, with the buffers it computes in. places: of each of its parts."""
 
     tiles: ProductTiles
-    chunk: Chunk
-    tile: Tile
+    slot: Slot
     given: Operands[torch.Tensor]
     scratch: Mapping[str, torch.Tensor]
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """Batch entries, groups, query heads a group, queries."""
-        return len(self.chunk.batch), len(self.chunk.groups), self.tiles.r, len(self.tile.rows)
+    places: tuple[Place, ...]
 
     def room(self, name: str, last: int) -> torch.Tensor:
         """A buffer as [n, L, last]."""
-        b, g, r, m = self.shape
+        b, g, r, m = self.slot.shape
         return self.scratch[name][: b * g * r * m * last].view(b * g, r * m, last)
 
     def heads(self, x: torch.Tensor) -> torch.Tensor:
         """[n,L,S] as [batch,heads,rows,S]."""
-        b, g, r, m = self.shape
+        b, g, r, m = self.slot.shape
         return x.view(b, g * r, m, -1)
-
-    def rows_of(self, x: torch.Tensor) -> torch.Tensor:
-        """This tile's queries of a whole tensor [B,H,M,...]."""
-        heads, batch, rows = self.tiles.heads(self.chunk), self.chunk.batch, self.tile.rows
-        return x[batch.start : batch.stop, heads.start : heads.stop, rows.start : rows.stop]
 
     def load(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """This tile's queries of x [B,H,M,D], gathered in a buffer as [n,L,D]."""
         room = self.room(name, x.shape[3])
-        self.heads(room).copy_(self.rows_of(x))
+        self.heads(room).copy_(self.slot.rows(x))
         return room
 
     def keys_of(self, x: torch.Tensor) -> list[torch.Tensor]:
         """The tile's keys of x [B,G,N,D], as [n,S,D] for each run of parts without a hole."""
-        b, g = self.chunk.batch, self.chunk.groups
-        here = x[b.start : b.stop, g.start : g.stop]
-        flat = here[0] if len(b) == 1 else here.flatten(0, 1)
-        return [
-            flat[:, a:b]
-            for a, b in join_intervals([(p.start, p.stop) for p in self.tile.parts], gap=0)
-        ]
+        here = self.slot.groups(x)
+        flat = here[0] if self.slot.shape[0] == 1 else here.flatten(0, 1)
+        return [flat[:, a:b] for a, b in self.slot.runs]
 
     def pieces(self, s: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor, Place]]:
         """Each part of the scores [n,L,S] as [batch,heads,rows,keys], and where it is."""
-        p, four, at = self.tiles.problem, self.heads(s), 0
-        heads = self.tiles.heads(self.chunk)
-        block = Block(self.chunk.batch, heads, self.tile.rows, p.H, p.M, p.N, self.given.mask)
-        for part in self.tile.parts:
-            place = Place.of(block, range(part.start, part.stop), s.device)
-            yield part, four[..., at : at + len(part)], place
-            at += len(part)
+        four, at = self.heads(s), 0
+        for part, place in zip(self.slot.tile.parts, self.places, strict=True):
+            count = part.stop - part.start
+            yield part, four[..., at : at + count], place
+            at += count
 
     def scores(
         self, q: torch.Tensor, k: torch.Tensor, keep: Callable[[int, torch.Tensor], None]
     ) -> torch.Tensor:
         """The modified and masked scores. `keep` is told each step's result before the next."""
-        node, s = self.tiles.problem.node, self.room("s", self.tile.keys)
+        node, s = self.tiles.problem.node, self.room("s", self.slot.keys)
         products.scores_(s, q, self.keys_of(k), node.scale)
         for i, (modifier, data) in enumerate(
             zip(node.modifiers, self.given.modifiers, strict=True)
@@ -316,7 +350,7 @@ class Here:
     def attend(self, k: torch.Tensor, v: torch.Tensor, results: Mapping[str, torch.Tensor]) -> None:
         """Fill this tile's rows of the results, by name."""
         o, lse = self.room("o", v.shape[3]), self.room("lse", 1)
-        if self.tile.parts:
+        if self.slot.tile.parts:
             self.softmax(k, v, o, lse, results)
         else:
             o.zero_()
@@ -324,7 +358,7 @@ class Here:
             self.take_statistics(o.new_empty((*results["lse"].shape, 0)), results)
         four, three = self.heads(o), self.heads(lse)[..., 0]
         if self.given.sinks is not None:
-            heads = self.tiles.heads(self.chunk)
+            heads = self.slot.heads
             sink_(four, three, self.given.sinks[heads.start : heads.stop])
         results["o"].copy_(four)
         results["lse"].copy_(three)
@@ -362,9 +396,9 @@ class Here:
         q, kept = self.load("q", self.given.q), self.kept_steps()
         p = self.scores(q, k, kept)
         stats = self.room("lse", 1)
-        self.heads(stats).copy_(self.rows_of(read.lse)[..., None])
+        self.heads(stats).copy_(self.slot.rows(read.lse)[..., None])
         products.weights_(p, stats)
-        ds = self.room("ds", self.tile.keys)
+        ds = self.room("ds", self.slot.keys)
         surplus = self.room("delta", 1)
         if read.do is None:
             ds.zero_()
@@ -372,13 +406,13 @@ class Here:
         else:
             self.cotangent(ds, surplus, p, v, read.o, read.do, dv)
         if read.dlse is not None:
-            self.heads(surplus).sub_(self.rows_of(read.dlse)[..., None])
+            self.heads(surplus).sub_(self.slot.rows(read.dlse)[..., None])
             self.clear(surplus)
         ds.sub_(surplus).mul_(p)
         self.modifiers_back(ds, totals)
         sums = self.room("dq", q.shape[2])
         products.weigh_(sums, ds, self.keys_of(k), node.scale)
-        self.rows_of(dq).copy_(self.heads(sums))
+        self.slot.rows(dq).copy_(self.heads(sums))
         products.add_transposed_(self.keys_of(dk), ds, q, node.scale)
 
     def clear(self, x: torch.Tensor) -> torch.Tensor:
@@ -397,7 +431,7 @@ class Here:
             self.dropped_(dp)
         weights = p
         if self.tiles.problem.node.dropout:
-            weights = self.room("weights", self.tile.keys).copy_(p)
+            weights = self.room("weights", self.slot.keys).copy_(p)
             self.dropped_(weights)
         products.add_transposed_(self.keys_of(dv), weights, cotangents)
 
@@ -406,7 +440,7 @@ class Here:
 
         def keep(i: int, s: torch.Tensor) -> None:
             if f"step{i}" in self.scratch:
-                self.room(f"step{i}", self.tile.keys).copy_(s)
+                self.room(f"step{i}", self.slot.keys).copy_(s)
 
         return keep
 
@@ -416,7 +450,7 @@ class Here:
         """ds of the last step -> ds of the products, collecting the modifiers' own gradients."""
         steps = [*zip(self.tiles.problem.node.modifiers, self.given.modifiers, totals, strict=True)]
         for i, (modifier, data, sums) in reversed([*enumerate(steps)]):
-            results = self.room(f"step{i}" if f"step{i}" in self.scratch else "s", self.tile.keys)
+            results = self.room(f"step{i}" if f"step{i}" in self.scratch else "s", self.slot.keys)
             restores = self.tiles.restores[i] and not modifier.additive
             hidden = results == -INF if restores else None
             for (_, piece, at), (_, result, _) in zip(
@@ -427,6 +461,13 @@ class Here:
                 back_(modifier, piece, result, at.reading(data))
             if hidden is not None:
                 ds.masked_fill_(hidden, 0.0)
+
+
+def places_of(at: Place, slot: Slot) -> Iterator[Place]:
+    """Of all places those of each part of a tile."""
+    b, h, i = slot.tile.batch, slot.heads, slot.tile.rows
+    for part in slot.tile.parts:
+        yield place_within(at, b, h, i, range(part.start, part.stop))
 
 
 def packs(spec: TensorSpec, problem: Problem) -> bool:

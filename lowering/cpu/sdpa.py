@@ -13,7 +13,7 @@ from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.modifiers import Bias, Modifier
 from attn_graph.ir.ops import clear_blind_rows
-from attn_graph.kernels.fused_cpu import INF, flash, flash_backward
+from attn_graph.kernels.fused_cpu import flash, flash_backward
 from attn_graph.lowering.problem import (
     Problem,
     cotangent_bytes,
@@ -36,7 +36,7 @@ from attn_graph.lowering.reasons import (
 )
 from attn_graph.machine.target import Target
 from attn_graph.masks import Band
-from attn_graph.spec import NAMES, TensorSpec, memory_order
+from attn_graph.spec import INF, NAMES, TensorSpec, memory_order
 
 TOP_LEFT = Band(None, 0)
 Pair = tuple[torch.Tensor, torch.Tensor]

@@ -27,11 +27,11 @@ from attn_graph.lowering.problem import (
     select_outputs,
 )
 from attn_graph.machine.ambient import neutral_state
+from attn_graph.machine.device_memo import DeviceMemo, copy_to
 from attn_graph.machine.workspace import Buffer, Scratch, Workspace
-from attn_graph.spec import NAMES, TensorSpec
+from attn_graph.spec import INF, NAMES, TensorSpec
 
 LOG = logging.getLogger("attn_graph")
-INF = float("inf")
 Pack = Mapping[int, torch.Tensor]
 # What cuDNN reads packed, whatever it was told: vectors of few numbers, and lse, which another
 # backend may have saved otherwise.
@@ -74,17 +74,16 @@ class Engine:
     """A plan of cuDNN's, and its graphs on the devices for which it was loaded so far."""
 
     plan: bytes
-    loaded: dict[int, Any] = field(factory=dict)
+    graphs: DeviceMemo[Any] = field(factory=DeviceMemo, init=False)  # Any: cuDNN's
 
     def __call__(self, pack: Pack, workspace: torch.Tensor | None, device: torch.device) -> None:
         elsewhere = torch.cuda.current_device() != device.index
         with torch.cuda.device(device) if elsewhere else nullcontext():
-            graph = self.loaded.get(device.index) or self.load(device.index)
-            graph.execute(pack, workspace, handle=handle(device))
+            self.load(device.index).execute(pack, workspace, handle=handle(device))
 
     def load(self, index: int) -> Any:  # Any: cuDNN's graph
         """Load the plan for a device of this machine. Nothing runs, on no stream."""
-        return self.loaded.setdefault(index, cudnn_builder.load_plan(self.plan, index))
+        return self.graphs.get(index, lambda: cudnn_builder.load_plan(self.plan, index))
 
 
 @final
@@ -109,7 +108,7 @@ class Run:
     blanks: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
     sums: tuple[int, ...]
     rows: tuple[int, int] | None = None
-    sizes: dict[tuple[str, torch.device], torch.Tensor] = field(factory=dict)
+    sizes: DeviceMemo[torch.Tensor] = field(factory=DeviceMemo, init=False)
     names: tuple[str, ...] = field(  # of the results that are returned
         init=False, default=Factory(lambda run: output_names(run.graph), takes_self=True)
     )
@@ -192,14 +191,15 @@ class Run:
         x = self.call.inputs[n]
         if n in self.packs:
             return readable_vector(tensors[self.packs[n]], x.dtype)
-        size = self.sizes.get((x.source, device))
-        if size is None:
-            count = self.problem.M if x.source == "M" else self.problem.N
-            # From the host, which waits for it: another stream may be the next to read it.
-            with neutral_state():
-                size = torch.full(x.shape[:1], count, dtype=torch.int32).to(device)
-            self.sizes[x.source, device] = size
-        return size
+        count = self.problem.M if x.source == "M" else self.problem.N
+        return self.sizes.get((x.source, device), lambda: full_lengths(x, count, device))
+
+
+def full_lengths(x: Slot, count: int, device: torch.device) -> torch.Tensor:
+    """The length of each batch entry, where none is shorter than q or k."""
+    with neutral_state():
+        host = torch.full(x.shape[:1], count, dtype=torch.int32)
+    return copy_to(device, host, "lengths")
 
 
 Results = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]  # outputs, and what is saved

@@ -26,7 +26,7 @@ from attn_graph.lowering.reasons import (
     other_statistics,
     wide_heads,
 )
-from attn_graph.machine.ambient import neutral_state
+from attn_graph.machine.device_memo import DeviceMemo, copy_to
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision
 from attn_graph.spec import TensorSpec
@@ -176,7 +176,7 @@ class TritonCall:
     flash: Flash
     graph: Graph
     options: Options
-    tables: dict[tuple[str, torch.device], torch.Tensor] = field(factory=dict)
+    tables: DeviceMemo[torch.Tensor] = field(factory=DeviceMemo, init=False)
     names: tuple[str, ...] = field(  # of the results that are returned
         init=False, default=Factory(lambda call: output_names(call.graph), takes_self=True)
     )
@@ -268,11 +268,8 @@ class TritonCall:
 
     def table(self, name: str, device: torch.device) -> torch.Tensor:
         """A list of tiles on a device, brought there once."""
-        table = self.tables.get((name, device))
-        if table is None:
-            with neutral_state():
-                table = self.tables[name, device] = self.flash.tables[name].to(device)
-        return table
+        host = self.flash.tables[name]
+        return self.tables.get((name, device), lambda: copy_to(device, host, "lists of tiles"))
 
 
 def sum_collected(sums: torch.Tensor, collected: Contribution) -> torch.Tensor:

@@ -22,9 +22,9 @@ from attn_graph.ir.vjp import backward, result_spec
 from attn_graph.kernels.tilings import INTERPRETED, VARIANTS
 from attn_graph.lowering.problem import Problem, sole
 from attn_graph.lowering.triton import backend as triton_flash
-from attn_graph.lowering.triton.device_code import compile_text
+from attn_graph.lowering.triton.device_code import DeviceCode, Tracer, compile_text
 from attn_graph.lowering.triton.launches import Launch, check_interpreter
-from attn_graph.lowering.triton.plan import Flash, gradient_strides
+from attn_graph.lowering.triton.plan import Flash, FlashBuilder, gradient_strides
 from attn_graph.lowering.triton.tile_lists import blocks, classify_blocks
 from attn_graph.masks.places import Block, Place
 from attn_graph.spec import TensorSpec
@@ -134,10 +134,7 @@ def test_nothing_is_read_or_written_outside(
 def visited(graph: ag.Graph, tensors: dict[str, torch.Tensor], by_keys: bool) -> torch.Tensor:
     """For each tile, 0: not visited, 1: masked, 2: taken whole; [B,H,blocks of M,blocks of N]."""
     problem = the(graph)
-    flash = Flash.plan(problem, CPU)
-    flash.launches.clear()
-    flash.tables.clear()
-    flash.buffers.clear()
+    flash = FlashBuilder(problem, CPU, Tracer.of(problem).trace())
     pointer, fixed = flash.listed(INTERPRETED, by_keys)
     data = [tensors[name] for name in (problem.node.mask.needs if problem.node.mask else ())]
     lines, tiles = (blocks(n, 32) for n in (problem.M, problem.N))
@@ -158,7 +155,7 @@ def visited(graph: ag.Graph, tensors: dict[str, torch.Tensor], by_keys: bool) ->
             for n, t in enumerate(which[: full + mixed]):
                 found[(*at, t)] = 2 if n < full else 1
     else:
-        rows = strip_tiles(problem, flash, data, by_keys, lines)
+        rows = strip_tiles(problem, flash.code, data, by_keys, lines)
         for b, line in torch.cartesian_prod(torch.arange(problem.B), torch.arange(lines)).tolist():
             start, full_start, full_stop, stop = rows[b, line].tolist()
             found[b, :, line, start:stop] = 1
@@ -167,13 +164,13 @@ def visited(graph: ag.Graph, tensors: dict[str, torch.Tensor], by_keys: bool) ->
 
 
 def strip_tiles(
-    problem: Problem, flash: Flash, data: list[torch.Tensor], by_keys: bool, lines: int
+    problem: Problem, code: DeviceCode, data: list[torch.Tensor], by_keys: bool, lines: int
 ) -> torch.Tensor:
     """start, full_start, full_stop, stop of each batch entry and block, as kernels find them."""
     out = torch.empty(problem.B, lines, 4, dtype=torch.int32)
     probes().closed_form[(problem.B * lines,)](
-        out, lines, problem.M, problem.N, tuple(data), flash.code.numbers,
-        STRIP=compile_text(flash.code.strip), BLOCK=32, BY_KEYS=by_keys,
+        out, lines, problem.M, problem.N, tuple(data), code.numbers,
+        STRIP=compile_text(code.strip), BLOCK=32, BY_KEYS=by_keys,
     )  # fmt: skip
     return out
 
@@ -235,7 +232,7 @@ def test_a_window_at_64k_visits_less_than_a_hundredth() -> None:
     x = TensorSpec((1, 1, 65536, 16), torch.float16)
     graph = simplify(ag.attention(x, x, x, mask=ag.Causal() & ag.Window(256)))
     problem = the(graph)
-    rows = strip_tiles(problem, Flash.plan(problem, CPU), [], False, 2048)
+    rows = strip_tiles(problem, Flash.plan(problem, CPU).code, [], False, 2048)
     count = int((rows[..., 3] - rows[..., 0]).sum())
     assert count / 2048**2 < 0.01
     assert count == sum(i // 32 - max(0, i - 256) // 32 + 1 for i in range(0, 65536, 32))

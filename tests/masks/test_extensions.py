@@ -244,7 +244,9 @@ class Stripped(Leaf):
 @final
 @frozen
 class Relative(Leaf):
-    relative = True
+    @property
+    def relative(self) -> bool:
+        return True
 
 
 @final
@@ -367,7 +369,9 @@ class AddingBack(Step):
 @final
 @frozen
 class Diagonal(Step):
-    relative = True
+    @property
+    def relative(self) -> bool:
+        return True
 
     def change(self, s: torch.Tensor, at: ag.Place) -> Any:
         return s * (at.i + 1)
