@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
@@ -43,6 +43,13 @@ def allocated(job: Callable[[], object]) -> tuple[object, int, int]:
 SMALL = 2**14 * torch.get_num_threads()
 
 
+HALF = ag.TensorSpec((2, 12, 4, 16), torch.float16), ag.TensorSpec((2, 3, 4, 16), torch.float16)
+SINKS = ag.attention(
+    HALF[0], HALF[1], HALF[1], sinks=ag.TensorSpec((12,), torch.float16), stats=True
+)
+
+
+@example(graph=SINKS, seed=0, backends=("math",), through_lse=True)
 @given(
     graph=st.one_of(graphs(), shuffled_graphs()),
     seed=seeds,
