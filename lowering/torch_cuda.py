@@ -175,6 +175,7 @@ def flash_reasons(problem: Problem, target: Target, options: Options) -> Reasons
 
 
 def by_switch_alone(kernel: str) -> Reason:
+    """Where PyTorch rounds float32 only as its switch says."""
     return Reason(
         "deterministic",
         "has a deterministic gradient only while torch.use_deterministic_algorithms is on when it "

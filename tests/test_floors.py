@@ -23,7 +23,7 @@ FLOORS = (  # top first; a name, or `package.*` for the package and all its modu
     ("attn_graph.masks.*",),
     ("attn_graph.machine.*", "attn_graph.kernels.*"),
     ("attn_graph.spec",),
-    ("attn_graph.html", "attn_graph.printing", "attn_graph.errors"),
+    ("attn_graph.printing.*", "attn_graph.errors"),
 )
 MODULES = source_files("*.py")
 MOST_ROOMS = 20

@@ -153,14 +153,14 @@ class Attention(Op):
         return (*emit(ops.Weigh(), p, given.v), lse, *more)
 
     def problems(self, *types: ValueType) -> Iterator[str]:
-        found: list[str] = []
+        problems: list[str] = []
 
         def check(op: Op, *given: ValueType) -> tuple[ValueType, ...]:
-            found.extend(op.problems(*given))
+            problems.extend(op.problems(*given))
             return op.infer(*given)
 
         self.unfold(check, types)
-        yield from found
+        yield from problems
 
     def gradient_problems(self) -> Iterator[str]:
         for modifier in self.modifiers:
@@ -274,8 +274,8 @@ class AttentionGrad(Op):
         do = torch.zeros_like(given.o) if given.do is None else given.do
         dlse = torch.zeros_like(lse) if given.dlse is None else given.dlse
         do, dlse = (ops.clear_blind_rows(x.to(lse.dtype), lse) for x in (do, dlse))
-        found = compute_gradients(self.attention, given.own, given.o, lse, do, dlse)
-        return tuple(g for g, wanted in zip(found, self.wants, strict=True) if wanted)
+        gradients = compute_gradients(self.attention, given.own, given.o, lse, do, dlse)
+        return tuple(g for g, wanted in zip(gradients, self.wants, strict=True) if wanted)
 
 
 def compute_gradients(
@@ -303,10 +303,10 @@ def compute_gradients(
     for modifier, data, after in reversed(
         [*zip(node.modifiers, given.modifiers, steps[1:], strict=True)]
     ):
-        ds, *found = modifier.pull(
+        ds, *shares = modifier.pull(
             lambda op, *xs: op.run(*xs), (s, *data.values()), (after,), (ds,)
         )
-        extra = [*found, *extra]
+        extra = [*shares, *extra]
     (dv,) = ops.WeighT().run(p * z, do, given.v)
     (dq,) = ops.Weigh(node.scale).run(ds, given.k)
     (dk,) = ops.WeighT(node.scale).run(ds, given.q, given.k)

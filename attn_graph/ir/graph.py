@@ -10,7 +10,7 @@ import torch
 from attrs import frozen
 
 from attn_graph.errors import GraphError
-from attn_graph.printing import show_call, show_fields
+from attn_graph.printing.text import show_call, show_fields
 from attn_graph.spec import FLOATS, TensorSpec, ValueType
 
 # Values are handles of whoever builds the graph, so that the IR needs to know nothing of builders.
@@ -206,8 +206,8 @@ class Graph:
 
     def _repr_html_(self) -> str:
         """For notebooks: the text, and the tiles of each mask before any data."""
-        from attn_graph import html
         from attn_graph.ir.pictures import picture_masks
+        from attn_graph.printing import html
 
         return html.page(html.code(self), *picture_masks(self))
 

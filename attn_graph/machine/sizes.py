@@ -56,7 +56,7 @@ class Memory:
 
     def _repr_html_(self) -> str:
         """For notebooks: a bar for each kind of memory, as part of the peak, and their sum."""
-        from attn_graph import html
+        from attn_graph.printing import html
 
         rows = [(name, html.Number(text), html.bar(share)) for name, text, share in self.shares()]
         peak = f"{'at least ' if self.untold else ''}{format_bytes(self.peak)}"

@@ -17,7 +17,7 @@ from attrs import Factory, field, frozen
 
 from attn_graph.errors import GraphError
 from attn_graph.masks.places import Block, Keys, Place, Strip, Term
-from attn_graph.printing import show_call
+from attn_graph.printing.text import show_call
 from attn_graph.spec import INTEGERS, ValueType
 
 DEEPEST = 128  # joins within joins: each takes up to four of the thousand calls that Python nests
@@ -108,8 +108,8 @@ class Mask:
 
     def _repr_html_(self) -> str:
         """For notebooks: the mask, and its tiles over enough positions that its bounds show."""
-        from attn_graph import html
         from attn_graph.masks.pictures import picture_html, telling_size
+        from attn_graph.printing import html
 
         size = telling_size(self)
         return html.page(html.code(self), picture_html(self, size, size))

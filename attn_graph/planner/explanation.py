@@ -170,7 +170,7 @@ class Explanation:
 
     def _repr_html_(self) -> str:
         """For notebooks: the choice, then a row for each other backend, then the figures."""
-        from attn_graph import html
+        from attn_graph.printing import html
 
         sides = {"forward": self, "backward": self.backward, IF_LSE: self.apart}
         parts = [html.code(self.graph), html.element("p", f"target: {self.target}")]
@@ -180,7 +180,7 @@ class Explanation:
 
     def table(self, name: str) -> str:
         """Who runs one pass, who could, and why the others don't, as HTML."""
-        from attn_graph import html
+        from attn_graph.printing import html
 
         chosen = html.verdict(f"chosen, because {self.cause}", self.notes)
         rows = [(self.backend or "no backend takes it", chosen if self.backend else self.cause)]

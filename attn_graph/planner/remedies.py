@@ -135,6 +135,7 @@ def find_remedies(
 
 
 def keys(reasons: Sequence[Reason]) -> frozenset[str]:
+    """The keys of reasons."""
     return frozenset(reason.key for reason in reasons)
 
 

@@ -25,10 +25,12 @@ class Places:
     data: Data
 
     def axis(self, letter: str) -> Tensor:
+        """Positions laid along one axis."""
         place = "bhij".index(letter)
         return torch.arange(self.sizes[place]).reshape([-1] + [1] * (3 - place))
 
     def lengths(self, name: str) -> Tensor:
+        """Lengths of each batch entry."""
         return self.data[name].reshape(-1, 1, 1, 1)
 
     def aligned_rows(self, align: str | None, lengths: Sequence[str]) -> Tensor:
@@ -42,10 +44,12 @@ class Places:
 
 
 def causal(mask: masks.Causal, at: Places) -> Tensor:
+    """j <= i'."""
     return at.axis("j") <= at.aligned_rows(mask.align, [*at.data])
 
 
 def window(mask: masks.Window, at: Places) -> Tensor:
+    """i' - left <= j <= i' + right."""
     left = INF if mask.left is None else mask.left
     right = INF if mask.right is None else mask.right
     i, j = at.aligned_rows(mask.align, [*at.data]), at.axis("j")
@@ -53,6 +57,7 @@ def window(mask: masks.Window, at: Places) -> Tensor:
 
 
 def band(mask: masks.Band, at: Places) -> Tensor:
+    """low <= j - i' <= high."""
     gap = at.axis("j") - (
         at.aligned_rows("bottom_right", mask.ragged) if mask.ragged else at.axis("i")
     )
@@ -61,6 +66,7 @@ def band(mask: masks.Band, at: Places) -> Tensor:
 
 
 def same_segment(mask: masks.SameSegment, at: Places) -> Tensor:
+    """The numbers of query and key are the same."""
     q, k = at.data["q_segments"], at.data["kv_segments"]
     return q[:, None, :, None] == k[:, None, None, :]
 

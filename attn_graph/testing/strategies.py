@@ -42,14 +42,17 @@ class Shape:
 
     @property
     def q(self) -> tuple[int, int, int, int]:
+        """The shape of q [B,H,M,D]."""
         return self.B, self.H, self.M, self.D
 
     @property
     def k(self) -> tuple[int, int, int, int]:
+        """The shape of k [B,G,N,D]."""
         return self.B, self.G, self.N, self.D
 
     @property
     def v(self) -> tuple[int, int, int, int]:
+        """The shape of v [B,G,N,E]."""
         return self.B, self.G, self.N, self.E
 
     def full(self, axes: str) -> tuple[int, ...]:
@@ -146,12 +149,14 @@ aligns: Aligned = st.sampled_from(["top_left", "bottom_right"])
 
 
 def bands(aligned: Aligned) -> SearchStrategy[m.Mask]:
+    """Bands with any bounds, near and far."""
     lengths = st.sets(st.sampled_from(m.LENGTHS)).map(m.ragged_in)
     return st.builds(m.Band, bounds, bounds, lengths)
 
 
 @st.composite
 def windows(draw: DrawFn, aligned: Aligned) -> m.Mask:
+    """Windows that hold a key."""
     left, right = draw(bounds), draw(bounds)
     if left is not None and right is not None:
         right = max(right, -left)

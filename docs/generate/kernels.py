@@ -22,7 +22,7 @@ import attn_graph as ag
 from attn_graph.kernels.tilings import ARCHS, WIDTHS, Tiling
 from attn_graph.lowering.problem import sole
 from attn_graph.lowering.triton.offline import LEAST_SHARED, SHARED, MachineCode, compile_launches
-from attn_graph.lowering.triton.plan import Flash, tiling_of
+from attn_graph.lowering.triton.plan import Flash, choose_tiling
 from attn_graph.spec import NAMES
 
 PAGE = Path(__file__).parents[1] / "reports" / "kernels.md"
@@ -78,7 +78,7 @@ class Case:
         assert problem is not None
         flash = Flash.plan(problem, ag.Target.of(TARGETS[self.sm]))
         launches = tuple(launch for launch in flash.launches if launch.kernel == self.pass_)
-        tiling = tiling_of(problem, flash.target, self.pass_)  # type: ignore[arg-type]  # one of PASSES
+        tiling = choose_tiling(problem, flash.target, self.pass_)  # type: ignore[arg-type]  # one of PASSES
         return tiling, compile_launches(evolve(flash, launches=launches))
 
     def measure(self) -> tuple[str, list[str]]:

@@ -15,10 +15,10 @@ from attn_graph.lowering.cpu.fused_slots import (
     PartSlot,
     TileSlot,
     add_windows,
-    every_place,
+    all_places,
     fill_addend,
-    place_of,
     ready_slots,
+    slot_place,
     tile_slot,
 )
 from attn_graph.lowering.cpu.fused_tiles import CPU, FusedTiles, Tensors
@@ -48,6 +48,7 @@ class FusedRun:
 
     @classmethod
     def of(cls, tiles: FusedTiles) -> FusedRun:
+        """Tiles with all that can be made ready before a call."""
         p, slots = tiles.problem, ready_slots(tiles)
         direct = p.D <= p.E and tiles.keeps_order()
         whole = slots is not None and tiles.is_whole([slot.tile for slot in slots])
@@ -150,7 +151,7 @@ class FusedRun:
             for name, x in zip("qkv", own, strict=False)
         ]
         given = p.node.split(own)
-        at = every_place(p, given.mask) if "addend" in scratch else None
+        at = all_places(p, given.mask) if "addend" in scratch else None
         return TileCall(p.node, self.restores, given, scratch, at, q, k, v)
 
 
@@ -199,7 +200,7 @@ class TileCall:
         """What is added to the scores of a part, made in scratch."""
         assert self.at is not None
         room = self.scratch["addend"][: part.count].view(part.shape)
-        at = place_of(self.at, slot.tile, part.part)
+        at = slot_place(self.at, slot.tile, part.part)
         node, mixed = self.node, part.part.kind == "mixed"
         return fill_addend(room, node, self.given.modifiers, self.restores, at, mixed)
 

@@ -69,11 +69,11 @@ def held_addends(tiles: FusedTiles) -> Iterator[torch.Tensor]:
     """The addends of all parts that have one, in their order."""
     p = tiles.problem
     nothing: Data = tuple({} for _ in p.node.modifiers)
-    at = every_place(p, {})
+    at = all_places(p, {})
     for tile, part in tiles.changed_parts():
         shape = addend_shape(tiles, tile, part)
         room = torch.empty(shape, dtype=p.wide, device=CPU)
-        place, mixed = place_of(at, tile, part), part.kind == "mixed"
+        place, mixed = slot_place(at, tile, part), part.kind == "mixed"
         yield fill_addend(room, p.node, nothing, p.node.restores, place, mixed)
 
 
@@ -81,7 +81,7 @@ def tile_slot(tiles: FusedTiles, tile: Tile, held: Iterator[torch.Tensor] | None
     """held: the addends of this tile's parts come next."""
     return TileSlot(
         tile,
-        cut_of(tile, tile.rows.start, tile.rows.stop),
+        find_cut(tile, tile.rows.start, tile.rows.stop),
         tuple(part_slot(tiles, tile, part, held) for part in tile.parts),
     )
 
@@ -89,8 +89,9 @@ def tile_slot(tiles: FusedTiles, tile: Tile, held: Iterator[torch.Tensor] | None
 def part_slot(
     tiles: FusedTiles, tile: Tile, part: Part, held: Iterator[torch.Tensor] | None
 ) -> PartSlot:
+    """A part of a tile, ready to run."""
     adds = part.kind == "mixed" or bool(tiles.problem.node.modifiers)
-    keys = cut_of(tile, part.start, part.stop)
+    keys = find_cut(tile, part.start, part.stop)
     addend = next(held) if adds and held is not None else None
     makes, pieces = adds and addend is None, tuple(pieces_of(tile, part))
     shape = addend_shape(tiles, tile, part)
@@ -98,7 +99,7 @@ def part_slot(
     return PartSlot(part, keys, pieces, causal, makes, shape, prod(shape), addend)
 
 
-def cut_of(tile: Tile, start: int, stop: int) -> Cut:
+def find_cut(tile: Tile, start: int, stop: int) -> Cut:
     """A view of rows [start, stop) of a tile's batch entries; repeats become the first axis."""
     if tile.repeat == 1:
         batch = slice(tile.batch.start, tile.batch.stop)
@@ -116,11 +117,12 @@ def cut_windows(index: Index, repeat: int, step: int, x: torch.Tensor) -> torch.
 
 
 def pieces_of(tile: Tile, part: Part) -> Iterator[tuple[int, int, Cut]]:
+    """The pieces of a tile's addend, one for each run of keys."""
     if tile.repeat == 1:
         return
     for at in range(0, len(part), tile.step):
         stop = min(at + tile.step, len(part))
-        yield at, stop, cut_of(tile, part.start + at, part.start + stop)
+        yield at, stop, find_cut(tile, part.start + at, part.start + stop)
 
 
 def add_windows(total: torch.Tensor, share: torch.Tensor, slot: PartSlot) -> None:
@@ -134,20 +136,21 @@ def add_windows(total: torch.Tensor, share: torch.Tensor, slot: PartSlot) -> Non
 # What is added to the scores
 
 
-def every_place(problem: Problem, data: Mapping[str, torch.Tensor]) -> Place:
+def all_places(problem: Problem, data: Mapping[str, torch.Tensor]) -> Place:
     """All places of a problem. data: what its mask reads."""
     p = problem
     block = Block(range(p.B), range(p.H), range(p.M), p.H, p.M, p.N, data)
     return Place.of(block, range(p.N), CPU)
 
 
-def place_of(at: Place, tile: Tile, part: Part) -> Place:
+def slot_place(at: Place, tile: Tile, part: Part) -> Place:
     """Of all places those of a tile's part."""
     keys = range(part.start, part.stop)
     return place_within(at, tile.batch, range(at.H), tile.rows, keys)
 
 
 def addend_shape(tiles: FusedTiles, tile: Tile, part: Part) -> tuple[int, int, int, int]:
+    """The shape of an addend: 1 for batch or heads where it does not depend on them."""
     b = len(tile.batch) if "b" in tiles.axes else 1
     h = tiles.problem.H if "h" in tiles.axes else 1
     return b, h, len(tile.rows), len(part)

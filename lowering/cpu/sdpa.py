@@ -73,6 +73,7 @@ def node_reasons(problem: Problem, rules: Sequence[type[Modifier]]) -> Iterator[
 
 
 def modifier_reasons(node: Attention, rules: Sequence[type[Modifier]]) -> Iterator[Reason]:
+    """The modifiers that a kernel has no rule for."""
     known = " and ".join(rule.__name__ for rule in rules)
     others = f"; the only modifier it has one for is {known}" if rules else ", nor for any other"
     for modifier in dict.fromkeys(type(m) for m in node.modifiers):
@@ -82,6 +83,7 @@ def modifier_reasons(node: Attention, rules: Sequence[type[Modifier]]) -> Iterat
 
 
 def mask_reasons(problem: Problem, *, takes_bias: bool) -> Iterator[Reason]:
+    """The masks that a kernel does not take."""
     mask = problem.node.mask
     if mask not in (None, TOP_LEFT):
         limit = f"masks by {TOP_LEFT} (causal, top left) or not at all"
@@ -94,6 +96,7 @@ def mask_reasons(problem: Problem, *, takes_bias: bool) -> Iterator[Reason]:
 
 
 def operand_reasons(problem: Problem) -> Iterator[Reason]:
+    """The strides and dtypes of operands that the kernel does not take."""
     named = dict(zip(problem.node.roles, problem.specs, strict=False))
     if problem.grad is not None:
         given = problem.grad.split(problem.specs)
@@ -104,10 +107,11 @@ def operand_reasons(problem: Problem) -> Iterator[Reason]:
             limit = f"needs contiguous, non-overlapping rows of {spec.shape[3]} elements"
             yield Reason(f"rows.{name}", limit, f"{name} is {spec}")
     if "bias" in named:
-        yield from bias_reasons(named["bias"], problem.dtype)
+        yield from cpu_bias_reasons(named["bias"], problem.dtype)
 
 
-def bias_reasons(bias: TensorSpec, dtype: torch.dtype) -> Iterator[Reason]:
+def cpu_bias_reasons(bias: TensorSpec, dtype: torch.dtype) -> Iterator[Reason]:
+    """The strides and dtypes of a bias that the kernel does not take."""
     actual = f"it is {NAMES[bias.dtype]}"
     if not bias.unit_last:
         limit = "needs a bias with stride 1 along its last axis"

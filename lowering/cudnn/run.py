@@ -139,6 +139,7 @@ class Run:
     def forward(
         self, *tensors: torch.Tensor
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        """o, and lse where it is stored, of the operands."""
         made = self.run(tensors)
         results = {x.source: t for x, t in zip(self.call.outputs, made, strict=True)}
         return [results[name] for name in self.names], made
@@ -146,6 +147,7 @@ class Run:
     def backward(
         self, *tensors: torch.Tensor
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        """The wanted gradients of the operands, o, lse and the cotangents."""
         assert self.problem.grad is not None
         results = self.run(tensors if self.rows is None else self.cleared(tensors, *self.rows))
         found = {x.source: t for x, t in zip(self.call.outputs, results, strict=True)}
@@ -230,6 +232,7 @@ class Inference:
         return self.prepare()
 
     def prepare(self) -> Callable[..., Results]:
+        """Build the plan that stores no lse, once; what runs from now on."""
         with self.lock:
             if self.run is None:
                 try:
@@ -311,6 +314,7 @@ def readable_vector(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def astray(slots: Sequence[Slot], tensors: Sequence[torch.Tensor]) -> list[str]:
+    """What a call says of tensors that do not begin on 16 bytes."""
     return [
         f"{x.source}: expected an address that is a multiple of {ALIGNED} bytes, as cuDNN's plans "
         f"take it to be, got one {t.data_ptr() % ALIGNED} bytes past; clone() it, or compile with "

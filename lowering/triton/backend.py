@@ -47,6 +47,7 @@ Named = dict[str, Any]  # tensors by the names that launches give them
 
 
 def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
+    """Every reason against a graph: the target, the sizes, what can't be traced."""
     if target.kind == "cpu" and not target.interprets:
         yield evolve(no_gpu(target), sentence=f"{{limit}}, and {{actual}}; {INTERPRETER}")
         return
@@ -63,6 +64,7 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
 
 
 def target_reasons(target: Target) -> Iterator[Reason]:
+    """What a target lacks."""
     if target.kind == "cuda":
         yield from old_gpu(LEAST_SM, target.sm)
     if "triton" not in dict(target.libraries):
@@ -70,6 +72,7 @@ def target_reasons(target: Target) -> Iterator[Reason]:
 
 
 def triton_size_reasons(problem: Problem) -> Iterator[Reason]:
+    """The sizes and dtypes that the kernels do not take."""
     yield from other_dtype(problem, DTYPES)
     yield from wide_heads(problem, WIDEST)
     yield from no_elements(problem)
@@ -79,6 +82,7 @@ def triton_size_reasons(problem: Problem) -> Iterator[Reason]:
 
 
 def plan_reasons(problem: Problem, target: Target, options: Options) -> Iterator[Reason]:
+    """What shows only when the launches are planned."""
     from attn_graph.lowering.triton.symbols import Untraceable
 
     try:
@@ -102,6 +106,7 @@ def plan_flash(
 
 
 def lower(graph: Graph, target: Target, options: Options) -> Executable:
+    """The launches that run a graph."""
     problem = sole(graph)
     assert problem is not None  # why_not said so
     flash = plan_flash(problem, target, options.precision, options.variant)
@@ -187,6 +192,7 @@ class TritonCall:
     def forward(
         self, *tensors: torch.Tensor
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        """o and the statistics of the operands, and what is saved."""
         results = self.attend(self.flash.launches, tensors, self.flash.problem.node.stats)
         return [results[name] for name in self.names], [results[name] for name in SAVED]
 
@@ -214,6 +220,7 @@ class TritonCall:
     def backward(
         self, *tensors: torch.Tensor
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        """The wanted gradients of the operands, o, lse and the cotangents."""
         problem = self.flash.problem
         grad = problem.grad
         assert grad is not None

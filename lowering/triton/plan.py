@@ -78,6 +78,7 @@ class Flash:
 
     @property
     def scratch(self) -> Scratch:
+        """All scratch buffers, side by side."""
         return Scratch(tuple(self.buffers.values()))
 
     def specs(self) -> dict[str, TensorSpec]:
@@ -145,6 +146,7 @@ class FlashBuilder:
     tables: dict[str, torch.Tensor] = field(factory=dict)
 
     def build(self) -> Flash:
+        """The launches so far, as a value."""
         if self.problem.grad is None:
             self.forward()
         else:
@@ -162,7 +164,7 @@ class FlashBuilder:
     # Arguments that several kernels share
 
     def tiling(self, pass_: Pass) -> Tiling:
-        return tiling_of(self.problem, self.target, pass_, self.variant)
+        return choose_tiling(self.problem, self.target, pass_, self.variant)
 
     def common(self) -> Fixed:
         """Sizes and constants."""
@@ -433,7 +435,9 @@ def large_operands(problem: Problem) -> dict[str, TensorSpec]:
     return found
 
 
-def tiling_of(problem: Problem, target: Target, pass_: Pass, variant: str | None = None) -> Tiling:
+def choose_tiling(
+    problem: Problem, target: Target, pass_: Pass, variant: str | None = None
+) -> Tiling:
     """What the table has for a pass, or a variant of that."""
     p = problem
     width = padded_head_size(max(p.D, p.E))

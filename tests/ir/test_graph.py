@@ -20,7 +20,7 @@ from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.graph import Input, Op
 from attn_graph.ir.modifiers import Alibi, Back, Bias, Collect, SoftCap
 from attn_graph.ir.passes import simplify
-from attn_graph.printing import show_value
+from attn_graph.printing.text import show_value
 from attn_graph.spec import DTYPES
 from attn_graph.testing.strategies import graphs
 
