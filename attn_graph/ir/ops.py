@@ -1,8 +1,4 @@
-"""The ops, each with its whole machine-free meaning.
-
-Forward: Scores, the modifiers, Mask, MaxScores, Softmax, Dropout, Weigh. The others exist for
-gradients.
-"""
+"""The ops, each with its whole machine-free meaning; those with `is_gradient` are of gradients."""
 
 from __future__ import annotations
 

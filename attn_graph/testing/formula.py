@@ -364,7 +364,10 @@ def gradients(
 
 
 def poison_blind_rows(
-    graph: Graph, tensors: Sequence[Tensor], cotangents: Sequence[Any], seed: int
+    graph: Graph,
+    tensors: Sequence[Tensor],
+    cotangents: Sequence[Any],  # Any: tensors, and None
+    seed: int,
 ) -> tuple[Any, ...]:  # Any: tensors, and None where there is no cotangent
     """The cotangents with NaN and infinities in rows that see nothing, where they count 0."""
     blind = attend(read_chain(graph, cast(tensors, torch.float64))).lse == -INF

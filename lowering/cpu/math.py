@@ -153,7 +153,16 @@ def step_of(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Step:
         with torch.no_grad(), without_autocast(), rooms as views:
             return work(operands, dict(zip(names, views, strict=True)))
 
-    return Step(call, scratch, tiles.temporary, tiles.summary())
+    return Step(call, scratch, tiles.temporary + sink_bytes(tiles.problem), tiles.summary())
+
+
+def sink_bytes(problem: Problem) -> int:
+    """What `sink_gradient_of` allocates at one time: do and its product with o, in the dtype of
+    scores, and four numbers a row."""
+    grad = problem.grad
+    if grad is None or not dict(zip(grad.attention.roles, grad.wants, strict=True)).get("sinks"):
+        return 0
+    return problem.B * problem.H * problem.M * (2 * problem.E + 4) * problem.wide.itemsize
 
 
 def needed_by_definition(eqn: Eqn, specs: Sequence[TensorSpec]) -> int:

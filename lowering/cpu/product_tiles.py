@@ -46,7 +46,7 @@ class Chunk:
 
 @final
 @frozen(eq=False)
-class TileSlot:
+class ProductSlot:
     """A tile of a chunk, made ready for calls.
 
     heads: its query heads. shape: how many batch entries, groups, query heads a group and queries.
@@ -78,7 +78,7 @@ class ProductTiles:
     groups: int
     blind: bool
     restores: tuple[bool, ...]
-    ready: tuple[TileSlot, ...] | None = field(default=None, eq=False, repr=False)
+    ready: tuple[ProductSlot, ...] | None = field(default=None, eq=False, repr=False)
 
     @classmethod
     def plan(cls, problem: Problem) -> ProductTiles:
@@ -163,7 +163,7 @@ class ProductTiles:
             return self
         return evolve(self, ready=tuple(self.slots({})))
 
-    def slots(self, data: Mapping[str, torch.Tensor]) -> Iterator[TileSlot]:
+    def slots(self, data: Mapping[str, torch.Tensor]) -> Iterator[ProductSlot]:
         """All tiles, given what the mask reads."""
         p, r = self.problem, self.r
         for chunk in self.chunks():
@@ -173,7 +173,7 @@ class ProductTiles:
                 rows = range(start, min(start + self.rows, p.M))
                 block = Block(b, heads, rows, p.H, p.M, p.N, data)
                 tile = Tile(b, rows, parts_of(p.node.mask, block, LEAST_FULL))
-                yield TileSlot(
+                yield ProductSlot(
                     tile,
                     heads,
                     (len(b), len(g), r, len(rows)),
@@ -275,7 +275,7 @@ class Here:
     """One tile of a call, with the buffers it computes in. places: of each of its parts."""
 
     tiles: ProductTiles
-    slot: TileSlot
+    slot: ProductSlot
     given: Operands[torch.Tensor]
     scratch: Mapping[str, torch.Tensor]
     places: tuple[Place, ...]
@@ -463,7 +463,7 @@ class Here:
                 ds.masked_fill_(hidden, 0.0)
 
 
-def places_of(at: Place, slot: TileSlot) -> Iterator[Place]:
+def places_of(at: Place, slot: ProductSlot) -> Iterator[Place]:
     """Of all places those of each part of a tile."""
     b, h, i = slot.tile.batch, slot.heads, slot.tile.rows
     for part in slot.tile.parts:

@@ -164,6 +164,7 @@ class FlashBuilder:
     # Arguments that several kernels share
 
     def tiling(self, pass_: Pass) -> Tiling:
+        """The tile of a pass."""
         return choose_tiling(self.problem, self.target, pass_, self.variant)
 
     def common(self) -> Fixed:
@@ -310,6 +311,7 @@ class FlashBuilder:
         self.launches.append(Launch(kernel, lines, found, fixed, texts, *tiling.options))
 
     def forward(self) -> None:
+        """Add the launch of the forward."""
         p, tile = self.problem, self.tiling("forward")
         lists, listed = self.listed(tile, by_keys=False)
         o = dense_strides((p.B, p.H, p.M, p.E), memory_order(p.specs[0]))
@@ -326,6 +328,7 @@ class FlashBuilder:
         self.launch("forward", lines, tile, names, more | listed, texts, lists)
 
     def backward(self) -> None:
+        """Add the launches of the gradient."""
         p = self.problem
         assert p.grad is not None
         self.buffers["delta"] = Buffer((p.B, p.H, p.M), torch.float32)
@@ -338,6 +341,7 @@ class FlashBuilder:
             self.collect(n, collected)
 
     def delta(self) -> None:
+        """Add the launch that sums do o over each row."""
         p, rows = self.problem, DELTA.block_m
         pointers, absent = self.operands("o", "lse", "do", "dlse", "delta")
         fixed = absent | {
@@ -356,6 +360,7 @@ class FlashBuilder:
         )
 
     def query_gradient(self) -> None:
+        """Add the launch of dq."""
         p, tile = self.problem, self.tiling("query_gradient")
         lists, listed = self.listed(tile, by_keys=False)
         names = (*READ, "dq")
