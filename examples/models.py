@@ -152,8 +152,10 @@ MODELS: dict[str, ag.Graph] = {
 # fmt: on
 
 
-def explain_model(  # Any: options
-    name: str, target: ag.Target | str, **more: Any
+def explain_model(
+    name: str,
+    target: ag.Target | str,
+    **more: Any,  # Any: options
 ) -> ag.Explanation:
     """Of a model by its name; steps of generation have no gradients."""
     wants = () if name.endswith("-step") else None

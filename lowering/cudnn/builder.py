@@ -173,9 +173,10 @@ def plan_names(graph: Any) -> list[str]:  # Any: cuDNN's
     return [graph.get_plan_name_at_index(n) for n in range(graph.get_execution_plan_count())]
 
 
-def describe_plan(  # Any: cuDNN's graph, and JSON
-    graph: Any, plan: str | None = None
-) -> dict[str, Any]:
+def describe_plan(
+    graph: Any,  # Any: cuDNN's
+    plan: str | None = None,
+) -> dict[str, Any]:  # Any: JSON
     """What cuDNN says of the plan that it built."""
     proposed = plan_names(graph)
     name = plan or proposed[0]

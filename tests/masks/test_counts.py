@@ -255,7 +255,7 @@ def test_bounds_by_few_blocks_lack_no_place_and_have_none_too_many(
     empty, _, full = tile_kinds(due, block)
     total = sum(tile_kinds(due, block))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("attn_graph.regions.MOST_LAYERS", most_layers)
+        patch.setattr("attn_graph.masks.regions.MOST_LAYERS", most_layers)
         outer = bound_region(most, whole, block[0], outer=True)
         inner = bound_region(least, whole, block[0], outer=False)
     assert len(outer.layers) <= most_layers
