@@ -363,6 +363,17 @@ def test_gradients_are_of_their_inputs_in_whatever_order(backend: str, order: st
 
 
 @pytest.mark.parametrize("backend", NAMES)
+def test_an_input_that_no_step_reads_is_given_and_changes_nothing(backend: str) -> None:
+    """As lengths are, where the mask keeps everything whatever they say."""
+    x, numbers = ag.TensorSpec((2, 2, 6, 8), torch.float32), ag.TensorSpec((2,), torch.int64)
+    mask = ag.Prefix(6) | ag.KeyLengths()
+    graph = ag.attention(x, x, x, mask=mask, kv_lengths=numbers)
+    *tensors, lengths = tensors_for(graph, 1)
+    (found,) = called(planned(graph, backend), tensors, kv_lengths=lengths)
+    assert torch.equal(found, *called(planned(ag.attention(x, x, x), backend), tensors))
+
+
+@pytest.mark.parametrize("backend", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_a_row_that_sees_nothing_is_zero_and_its_gradients_too(
     backend: str, dtype: torch.dtype
