@@ -1,14 +1,16 @@
 """One-line faults, each put into a copy of the sources and caught by a test: `make mutants`.
 
 tests/mutants.toml lists them. A fault that no test catches either names its reason, or the run
-fails and says so. `python tests/mutants.py WORD ...` runs those whose file or text has a word.
+fails and says so. First all the tests run without a fault: those that fail by themselves catch
+nothing. `python tests/mutants.py WORD ...` runs those whose file or text has a word.
 """
 
 from __future__ import annotations
 
+import compileall
+import multiprocessing
 import os
 import shutil
-import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -17,15 +19,25 @@ from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 from tempfile import TemporaryDirectory
-from typing import Literal, final
+from typing import Literal, NoReturn, final
 
+import pytest
 from attrs import frozen
 
 ROOT = Path(__file__).parents[1]
 LIST = Path(__file__).with_name("mutants.toml")
 SOURCES = ("attn_graph", "kernels", "lowering", "tests", "docs", "examples", "benchmarks")
 FILES = ("pyproject.toml", "README.md", "Makefile")
-SECONDS = 600  # a fault that makes tests hang is caught
+SECONDS = 600  # of a fault's tests, which need some seconds: one that makes them hang is caught
+PROCESSES = multiprocessing.get_context("forkserver")  # which import PyTorch once for all
+PROCESSES.set_forkserver_preload(["torch._functorch.pyfunctorch", "hypothesis.strategies"])
+ENVIRONMENT = {  # of all processes
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "OMP_NUM_THREADS": "1",
+    "HYPOTHESIS_PROFILE": "unshrunk",
+}
+RAN = 100  # what exit codes of pytest begin from: 1 is also that of a process that fails by itself
+Tests = tuple[str, ...]  # by pytest's node ids
 Outcome = Literal["caught", "survived", "explained", "broken"]
 
 
@@ -41,7 +53,7 @@ class Fault:
     file: str
     old: str
     new: str
-    tests: tuple[str, ...]
+    tests: Tests
     interpreted: bool = False
     survives: str = ""
 
@@ -67,6 +79,7 @@ def copy_sources(to: Path) -> None:
         shutil.copytree(ROOT / name, to / name, symlinks=True, ignore=ignored)
     for name in FILES:
         shutil.copy(ROOT / name, to / name)
+    compileall.compile_dir(to, quiet=2)  # a file that is changed later is compiled anew
 
 
 @contextmanager
@@ -81,24 +94,61 @@ def put_in(fault: Fault, root: Path) -> Iterator[None]:
         path.write_bytes(before)
 
 
-def run_tests(fault: Fault, root: Path) -> int:
-    """pytest's exit code; 1 where it hangs."""
-    env = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
-    env |= {"OMP_NUM_THREADS": "1"} | ({"TRITON_INTERPRET": "1"} if fault.interpreted else {})
-    line = [sys.executable, "-m", "pytest", "-x", "-q", "-n0", "-m", "not gpu", *fault.tests]
-    try:
-        done = subprocess.run(line, cwd=root, env=env, capture_output=True, timeout=SECONDS)
-    except subprocess.TimeoutExpired:
-        return 1
-    return done.returncode
+def run_pytest(tests: Sequence[str], interpreted: bool, root: Path) -> NoReturn:
+    """Run tests in a copy, silently, and exit as pytest does."""
+    silence = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(silence, stream)
+    os.chdir(root)
+    sys.path.insert(0, str(root))
+    os.environ |= {"PYTHONPATH": str(root), "TRITON_INTERPRET": str(int(interpreted))}
+    sys.exit(
+        RAN
+        + pytest.main(
+            [
+                "-x",
+                "-q",
+                "-n0",
+                "-m",
+                "not gpu",
+                "-W",
+                "ignore::pytest.PytestAssertRewriteWarning",
+                *tests,
+            ]
+        )
+    )
+
+
+def run_tests(
+    tests: Sequence[str], interpreted: bool, root: Path, seconds: float | None = None
+) -> int:
+    """pytest's exit code from RAN on; negative where the tests crash or take longer."""
+    process = PROCESSES.Process(target=run_pytest, args=(tests, interpreted, root))
+    process.start()
+    process.join(seconds)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    assert process.exitcode is not None
+    return process.exitcode
+
+
+def check_without_faults(faults: Sequence[Fault], root: Path) -> None:
+    """Raise RuntimeError for tests that fail, or that are not there, where nothing is wrong."""
+    for interpreted in (False, True):
+        some = [fault for fault in faults if fault.interpreted == interpreted]
+        tests = sorted({test for fault in some for test in fault.tests})
+        if tests and run_tests(tests, interpreted, root) != RAN:
+            env = "TRITON_INTERPRET=1 " if interpreted else ""
+            raise RuntimeError(f"without any fault fails: {env}pytest {' '.join(tests)}")
 
 
 def outcome_of(fault: Fault, root: Path) -> Outcome:
     with put_in(fault, root):
-        code = run_tests(fault, root)
-    if code == 1:
+        code = run_tests(fault.tests, fault.interpreted, root, SECONDS)
+    if code == RAN + 1 or code < 0:
         return "caught"
-    if code != 0:
+    if code != RAN:
         return "broken"  # no test was run
     return "explained" if fault.survives else "survived"
 
@@ -110,11 +160,14 @@ def run_all(faults: Sequence[Fault], jobs: int) -> list[tuple[Fault, Outcome]]:
         for number in range(jobs):
             copy_sources(Path(folder) / str(number))
             copies.put(Path(folder) / str(number))
+        check_without_faults(faults, Path(folder) / "0")
 
         def run(fault: Fault) -> tuple[Fault, Outcome]:
             root = copies.get()
-            outcome = outcome_of(fault, root)
-            copies.put(root)
+            try:
+                outcome = outcome_of(fault, root)
+            finally:
+                copies.put(root)
             print(f"{outcome}: {fault}", flush=True)
             return fault, outcome
 
@@ -122,6 +175,7 @@ def run_all(faults: Sequence[Fault], jobs: int) -> list[tuple[Fault, Outcome]]:
 
 
 def main(*words: str) -> None:
+    os.environ |= ENVIRONMENT
     chosen = [f for f in read_faults() if not words or any(w in str(f) for w in words)]
     results = run_all(chosen, os.cpu_count() or 1)
     names: tuple[Outcome, ...] = ("caught", "explained", "survived", "broken")

@@ -171,6 +171,31 @@ def test_a_backward_plan_is_for_the_layout_of_its_cotangent() -> None:
     assert len(plan.memo.pulls) == 3
 
 
+def test_a_backward_plan_is_for_the_inputs_that_need_a_gradient() -> None:
+    graph, do = ag.attention(X, X, X), torch.randn(X.shape)
+    plan = ag.compile(graph, target=CPU)
+    for wanted in ((0,), (1,), (2,), (0, 1), (1, 2), (0,)):
+        leaves = [x.requires_grad_(n in wanted) for n, x in enumerate(tensors_for(graph, 0))]
+        found = torch.autograd.grad(output_of(plan, leaves), [leaves[n] for n in wanted], do)
+        check_gradients(graph, leaves, found, do)
+    assert len(plan.memo.pulls) == 5
+
+
+def test_a_backward_plan_is_for_the_outputs_that_have_a_cotangent() -> None:
+    """Two outputs of one shape, so that their cotangents look the same."""
+
+    def attend(q: ag.Value, k: ag.Value, v: ag.Value, w: ag.Value) -> tuple[ag.Value, ag.Value]:
+        p, _ = ag.scores(q, k).softmax()
+        return p.weigh(v), p.weigh(w)
+
+    graph, do = ag.graph(attend, q=X, k=X, v=X, w=X), torch.randn(X.shape)
+    plan, leaves = ag.compile(graph, target=CPU), leaves_of(graph)
+    for n in (0, 1, 0):
+        found = torch.autograd.grad(plan(*leaves)[n], [leaves[2 + n], leaves[3 - n]], do)
+        assert (found[0] != 0).all()
+        assert (found[1] == 0).all()
+
+
 def test_a_cotangent_is_copied_only_for_a_backend_that_needs_it() -> None:
     """And what comes is planned for where the backend takes it; explain and memory tell."""
     graph, told = ag.attention(X, X, X), "do is copied, 4 KiB, where it is broadcast"
