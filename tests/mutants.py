@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 LIST = Path(__file__).with_name("mutants.toml")
 SOURCES = ("attn_graph", "kernels", "lowering", "tests", "docs", "examples", "benchmarks")
 FILES = ("pyproject.toml", "README.md", "Makefile")
-SECONDS = 600  # of a fault's tests, which need some seconds: one that makes them hang is caught
+SECONDS = 600  # of a fault's tests, which need some seconds
 PROCESSES = multiprocessing.get_context("forkserver")  # which import PyTorch once for all
 PROCESSES.set_forkserver_preload(["torch._functorch.pyfunctorch", "hypothesis.strategies"])
 ENVIRONMENT = {  # of all processes
@@ -38,6 +38,7 @@ ENVIRONMENT = {  # of all processes
 }
 RAN = 100  # what exit codes of pytest begin from: 1 is also that of a process that fails by itself
 Tests = tuple[str, ...]  # by pytest's node ids
+# broken: no test ran, or not to its end, so that nothing is known.
 Outcome = Literal["caught", "survived", "explained", "broken"]
 
 
@@ -121,15 +122,15 @@ def run_pytest(tests: Sequence[str], interpreted: bool, root: Path) -> NoReturn:
 
 def run_tests(
     tests: Sequence[str], interpreted: bool, root: Path, seconds: float | None = None
-) -> int:
-    """pytest's exit code from RAN on; negative where the tests crash or take longer."""
+) -> int | None:
+    """pytest's exit code from RAN on, or below 0 where it crashes; None where it takes longer."""
     process = PROCESSES.Process(target=run_pytest, args=(tests, interpreted, root))
     process.start()
     process.join(seconds)
     if process.is_alive():
         process.kill()
         process.join()
-    assert process.exitcode is not None
+        return None
     return process.exitcode
 
 
@@ -146,10 +147,10 @@ def check_without_faults(faults: Sequence[Fault], root: Path) -> None:
 def outcome_of(fault: Fault, root: Path) -> Outcome:
     with put_in(fault, root):
         code = run_tests(fault.tests, fault.interpreted, root, SECONDS)
-    if code == RAN + 1 or code < 0:
-        return "caught"
+    if code is None or code not in (RAN, RAN + 1) and code >= 0:
+        return "broken"
     if code != RAN:
-        return "broken"  # no test was run
+        return "caught"
     return "explained" if fault.survives else "survived"
 
 

@@ -190,6 +190,21 @@ def test_a_row_that_sees_nothing_has_no_gradient_and_gives_none(sinks: bool) -> 
     assert all(x.isfinite().all() for x in found.values())
 
 
+@pytest.mark.parametrize("fill", [0.0, 7.0, torch.nan])
+def test_a_masked_score_that_is_handed_out_has_no_gradient(fill: float) -> None:
+    def attend(q: ag.Value, k: ag.Value, v: ag.Value) -> tuple[ag.Value, ag.Value]:
+        s = ag.scores(q, k).mask(ag.Causal())
+        return s.softmax()[0].weigh(v), s
+
+    graph = ag.graph(attend, q=X, k=X, v=X)
+    tensors, (do, ds) = tensors_for(graph, 0), cotangents_for(graph, 0)
+    found = [
+        fused(graph, tensors, (do, torch.where(torch.ones(5, 5).tril() > 0, ds, x)))
+        for x in (fill, 0.0)
+    ]
+    assert all(torch.equal(found[0][name], found[1][name]) for name in "qkv")
+
+
 def test_an_input_that_no_output_depends_on_has_zeros() -> None:
     def attend(q: ag.Value, k: ag.Value, v: ag.Value, spare: ag.Value) -> ag.Value:
         return ag.scores(q, k).softmax()[1]

@@ -15,6 +15,7 @@ from tests.support import plain
 from tests.support.strategies import seeds
 
 CPU = ag.Target.of("cpu")
+INF, NAN = float("inf"), float("nan")
 B, H, G, M, N, D = 2, 4, 2, 24, 40, 8
 
 
@@ -145,6 +146,31 @@ def test_a_shift_of_all_scores_shifts_lse_alone(seed: int, shift: float) -> None
     assert not apart((o, lse - shift), (plain_o, plain_lse), abs(shift))
 
 
+@pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize("more", [INF, NAN, 3.0])
+def test_what_is_added_to_a_masked_score_changes_nothing(cap: float | None, more: float) -> None:
+    """A bias of -inf masks, whatever the next bias holds there."""
+    x, bias = ag.TensorSpec((1, 2, 6, 8), torch.float32), torch.zeros(1, 1, 6, 6)
+    spec = ag.TensorSpec.like(bias)
+
+    def attend(**x: ag.Value) -> tuple[ag.Value, ag.Value]:
+        s = ag.scores(x["q"], x["k"]).bias(x["first"]).bias(x["second"])
+        p, lse = (s if cap is None else s.soft_cap(cap)).softmax()
+        return p.weigh(x["v"]), lse
+
+    graph = ag.graph(attend, q=x, k=x, v=x, first=spec, second=spec)
+    plan = ag.compile(graph, target=CPU)
+    hidden = torch.arange(6) > torch.tensor([[0], [3], [2], [5], [-1], [1]])
+    q, k, v = (normal(n, *x.shape).requires_grad_() for n in range(3))
+    results = []
+    for y in (0.0, more):
+        given = (q, k, v, bias.masked_fill(hidden, -INF), bias.masked_fill(hidden, y))
+        o, lse = plan(*given)
+        gradients = torch.autograd.grad((o.sum(), lse[lse > -INF].sum()), (q, k, v))
+        results.append((o.detach(), lse.detach(), *gradients))
+    assert not apart(*results)
+
+
 @pytest.mark.parametrize("backend", ["torch_sdpa", "math"])
 @given(seed=seeds, order=st.permutations(range(3)), chosen=st.sampled_from(OPTIONS[:1]))
 def test_layout_changes_nothing_bitwise(
@@ -182,3 +208,26 @@ def test_gradcheck_in_float64(seed: int, chosen: Options) -> None:
     k, v = (x[:, :1].detach().requires_grad_() for x in (k, v))
     graph = ag.attention(*map(ag.TensorSpec.like, (q, k, v)), stats=True, **chosen)
     assert torch.autograd.gradcheck(ag.compile(graph, target=CPU), (q, k, v), atol=1e-6)
+
+
+def test_a_value_that_is_returned_twice_is_two_tensors() -> None:
+    x = ag.TensorSpec((B, H, M, D), torch.float32)
+    graph = ag.attention(x, x, x)
+    twice = ag.Graph(graph.inputs, graph.eqns, graph.outputs * 2)
+    plan = ag.compile(twice, target=CPU, backends=("math",))
+    one, two = plan(*(normal(n, *x.shape) for n in range(3)))
+    assert torch.equal(one, two)
+    assert one.data_ptr() != two.data_ptr()
+
+
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_a_cotangent_is_left_as_it_was(cap: float | None) -> None:
+    """Where rows see nothing, a copy of it is cleared there."""
+    x, lengths = ag.TensorSpec((B, H, M, D), torch.float32), torch.tensor([3, 0])
+    graph = ag.attention(x, x, x, soft_cap=cap, q_lengths=ag.TensorSpec.like(lengths))
+    q, k, v, do = (normal(n, *x.shape) for n in range(4))
+    before = do.clone()
+    o = ag.compile(graph, target=CPU)(q.requires_grad_(), k, v, lengths)
+    assert isinstance(o, torch.Tensor)
+    o.backward(do)
+    assert torch.equal(do, before)

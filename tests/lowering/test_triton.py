@@ -297,6 +297,17 @@ def test_a_mask_of_a_user_runs_in_the_kernels_and_skips() -> None:
     assert (found_tiles > 0).sum() == some.sum() < 36  # of the 36 that are causal
 
 
+def test_masks_and_modifiers_read_nothing_beyond_the_last_query_and_key() -> None:
+    """Where a tile reaches over the edge: what is read there changes no result, so it is not seen."""
+    x, full = TensorSpec((1, 2, 70, 8), torch.float32), (1, 2, 70, 70)
+    keep, bias = TensorSpec(full, torch.bool), TensorSpec(full, torch.float32)
+    code = Flash.plan(the(simplify(ag.attention(x, x, x, keep=keep, bias=bias))), CPU).code
+    for text in (code.keep, code.change):
+        loads = [line for line in str(text).splitlines() if "tl.load(" in line]
+        assert loads
+        assert all("mask=(i < M) & (j < N), other=0)" in line for line in loads)
+
+
 def test_division_rounds_down_as_in_python() -> None:
     """Not towards 0, as Triton's does."""
     x = TensorSpec((1, 1, 40, 8), torch.float32)

@@ -100,7 +100,7 @@ def identity(t: torch.Tensor) -> torch.Tensor:
 
 def shuffled() -> saved_tensors_hooks:
     """Saved tensors come back with their last two axes turned in memory."""
-    return saved_tensors_hooks(identity, lambda t: turned(t) if t.ndim == 4 else t)
+    return saved_tensors_hooks(identity, lambda t: turned(t) if t.ndim > 2 else t)
 
 
 @pytest.mark.parametrize("backend", NAMES)

@@ -147,6 +147,15 @@ def test_each_leaf_alone_knows_its_blocks(kind: type[m.Mask]) -> None:
     check()
 
 
+def test_a_join_surely_keeps_what_its_parts_say_together() -> None:
+    """No less: a block of queries that a part keeps whole needs no mask."""
+    block = Block(range(1), range(1), range(40, 48), 1, 64, 64)
+    start, near, before = m.Prefix(8), m.Band(-9, 2), m.Prefix(40)
+    assert (start | near).surely(block) == Keys(((0, 8), (38, 43)))
+    assert (before & near).surely(block) == Keys.between(38, 40)
+    assert (~near).surely(block) == Keys(((0, 31), (50, 64)))
+
+
 @many
 @given(blocks())
 def test_what_a_block_says_stays_true_for_the_blocks_inside_it(pair: tuple[Asked, Block]) -> None:
