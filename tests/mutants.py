@@ -147,7 +147,7 @@ def check_without_faults(faults: Sequence[Fault], root: Path) -> None:
 def outcome_of(fault: Fault, root: Path) -> Outcome:
     with put_in(fault, root):
         code = run_tests(fault.tests, fault.interpreted, root, SECONDS)
-    if code is None or code not in (RAN, RAN + 1) and code >= 0:
+    if code is None or (code not in (RAN, RAN + 1) and code >= 0):
         return "broken"
     if code != RAN:
         return "caught"

@@ -6,11 +6,12 @@ import copy
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, final
 
 import pytest
 import torch
 import torch.nn.functional as F
+from attrs import frozen
 from hypothesis import example, given
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -20,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attn_graph as ag
+from attn_graph.ir.modifiers import Modifier
 from tests.support import plain
 from tests.support.strategies import cotangents_for, graphs, seeds, tensors_for
 
@@ -319,6 +321,25 @@ IN_STEPS = ag.graph(
 SLOPES = ag.attention(*(ag.TensorSpec((1, 12, 5, 8), torch.float32),) * 3, alibi=True)
 
 
+@final
+@frozen
+class Weighed(Modifier):
+    """A step of one's own that takes a product, which autocast would round."""
+
+    hides = False
+
+    def change(self, s: torch.Tensor, at: ag.Place) -> torch.Tensor:
+        return s * (s.new_full((1, 1), 1.001) @ s.new_full((1, 1), 2.0))
+
+    def back(self, ds: torch.Tensor, s: torch.Tensor, at: ag.Place) -> torch.Tensor:
+        return self.change(ds, at)
+
+
+WEIGHED = ag.graph(
+    lambda q, k, v: ag.scores(q, k).then(Weighed()).softmax()[0].weigh(v), q=X, k=X, v=X
+)
+
+
 def ran(graph: ag.Graph, tensors: Leaves, cotangents: Leaves) -> list[torch.Tensor]:
     """Outputs, and gradients where they are recorded, of a plan that is made anew."""
     ag.clear_cache()
@@ -335,6 +356,7 @@ def ran(graph: ag.Graph, tensors: Leaves, cotangents: Leaves) -> list[torch.Tens
 @given(graph=graphs(), seed=seeds)
 @example(graph=IN_STEPS, seed=0)
 @example(graph=SLOPES, seed=0)
+@example(graph=WEIGHED, seed=0)
 def test_no_ambient_state_changes_a_bit(name: str, graph: ag.Graph, seed: int) -> None:
     leaves, cotangents = leaves_of(graph, seed), cotangents_for(graph, seed)
     due = ran(graph, leaves, cotangents)

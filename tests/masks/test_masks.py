@@ -297,6 +297,13 @@ def test_a_mask_that_keeps_nearly_everything_is_not(mask: m.Mask) -> None:
     assert canonical_mask(mask, 8, 8) is not None
 
 
+@pytest.mark.parametrize("band", [m.Band(None, -8), m.Band(None, -99), m.Band(8, 9), m.Band(99)])
+def test_a_band_beyond_every_place_keeps_nothing_in_one_form(band: m.Band) -> None:
+    form = canonical_mask(band, 8, 8)
+    assert form is not None
+    assert not form.keep(Place.of(Block(range(1), range(1), range(8), 1, 8, 8), range(8))).any()
+
+
 def test_bottom_right_lets_the_last_query_meet_the_last_key() -> None:
     assert canonical_mask(m.Causal("bottom_right"), 3, 8) == m.Band(None, 5)
     assert canonical_mask(m.Causal("top_left"), 3, 8) == m.Band(None, 0)
