@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph.kernels.merging import merge_
+from attn_graph.machine.workspace import Buffer, Scratch
 from tests.support import plain
 from tests.support.strategies import seeds
 
@@ -231,3 +232,30 @@ def test_a_cotangent_is_left_as_it_was(cap: float | None) -> None:
     assert isinstance(o, torch.Tensor)
     o.backward(do)
     assert torch.equal(do, before)
+
+
+@pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_what_lay_in_the_workspace_before_reaches_no_result(
+    cap: float | None, dtype: torch.dtype
+) -> None:
+    """Nor a gradient: where head sizes differ, and where rows see nothing."""
+    q, k, _ = qkv(0)
+    tensors = [x.to(dtype).requires_grad_() for x in (q, k, normal(2, B, G, N, 5))]
+    lengths, whole = torch.tensor([3, 0]), Scratch((Buffer((2**20,), torch.uint8),))
+    specs = map(ag.TensorSpec.like, tensors)
+    graph = ag.attention(*specs, soft_cap=cap, q_lengths=ag.TensorSpec.like(lengths))
+    results = []
+    for number in (0, 255):  # of which bytes are all of NaN
+        ag.clear_cache()
+        workspace = ag.Workspace()
+        with workspace.lease(whole, torch.device("cpu")) as rooms:
+            rooms[0].fill_(number)
+        plan = ag.compile(graph, target=CPU, backends=("math",), workspace=workspace)
+        o = plan(*tensors, lengths)
+        assert isinstance(o, torch.Tensor)
+        results.append((o.detach(), *torch.autograd.grad(o.float().square().sum(), tensors)))
+        assert workspace.bytes == 2**20
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert (results[0][0][0, :, 3:] == 0).all()
+    assert (results[0][0][1] == 0).all()

@@ -156,6 +156,14 @@ def test_a_join_surely_keeps_what_its_parts_say_together() -> None:
     assert (~near).surely(block) == Keys(((0, 31), (50, 64)))
 
 
+def test_strips_that_are_joined_are_one_strip() -> None:
+    """With every bound of both, so that no tile beyond them is visited."""
+    strip = (m.Band(-9, 2) & m.Prefix(40) & m.Band(-3, 7)).strip(Place(0, 0, 0, 0, 1, 64, 64))
+    assert strip is not None
+    assert (strip.low, strip.high, strip.keys, strip.rows) == (-3, 2, 40, None)
+    assert (m.Prefix(40) & m.Keep()).strip(Place(0, 0, 0, 0, 1, 64, 64)) is None
+
+
 @many
 @given(blocks())
 def test_what_a_block_says_stays_true_for_the_blocks_inside_it(pair: tuple[Asked, Block]) -> None:
