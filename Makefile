@@ -1,4 +1,5 @@
-# Everything runs in .venv, with the versions of constraints.txt.
+# Everything runs in .venv, with the versions of constraints.txt. The demo needs only the library and
+# matplotlib; all else needs all of it.
 # On a machine with a GPU: make venv INSTALL=.[cuda] OFFLINE=
 PYTHON ?= python3
 INSTALL ?= .
@@ -6,6 +7,7 @@ INSTALL ?= .
 OFFLINE ?= nvidia-cuda-nvrtc nvidia-cudnn-frontend nvidia-cudnn-jit-cu13
 JOBS ?= 2
 BIN := .venv/bin
+PIP := $(BIN)/python -m pip install -q -c constraints.txt
 PYTEST := $(BIN)/pytest -n $(JOBS) -m "not gpu"
 # Triton interprets kernels or compiles them, whichever it was imported for: two runs.
 INTERPRETED := $(wildcard $(addprefix tests/*/test_,calls.py extensions.py lowering.py triton.py))
@@ -17,14 +19,20 @@ PLANNED := tests/lowering/test_cudnn_grid.py
 
 venv: .venv/installed
 
-.venv/installed: pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q -c constraints.txt --upgrade pip
-	$(BIN)/python -m pip install -q -c constraints.txt -e '$(INSTALL)' --group dev --group docs
-	test -z '$(OFFLINE)' || $(BIN)/python -m pip install -q -c constraints.txt --no-deps $(OFFLINE)
+$(BIN)/python:
+	$(PYTHON) -m venv .venv
+	$(PIP) --upgrade pip
+
+.venv/installed: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e '$(INSTALL)' --group dev --group docs
+	test -z '$(OFFLINE)' || $(PIP) --no-deps $(OFFLINE)
+	touch $@ .venv/demo
+
+.venv/demo: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e '$(INSTALL)' -e '.[examples]'
 	touch $@
 
-demo: venv
+demo: .venv/demo
 	$(BIN)/python examples/train_gpt.py
 
 test: venv

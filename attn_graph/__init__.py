@@ -17,6 +17,7 @@ from attn_graph.errors import (
     NoBackendError,
     PlanMismatchError,
     PlanTargetError,
+    Reason,
 )
 from attn_graph.ir.builder import Value, attention, graph, scores
 from attn_graph.ir.graph import Graph
@@ -79,6 +80,7 @@ __all__ = [
     "Precision",
     "Prefix",
     "QueryLengths",
+    "Reason",
     "Refusal",
     "RefusedError",
     "SameSegment",
@@ -107,7 +109,7 @@ __all__ = [
     "tiles",
     "vjp",
 ]
-LATER = {  # imported when first asked for, by the module that has it
+LATER = {  # imported at first use, by the module that has it
     "Cost": "planner.cost",
     "Explanation": "planner.explanation",
     "Refusal": "planner.explanation",
@@ -118,7 +120,12 @@ LATER = {  # imported when first asked for, by the module that has it
 
 
 def __getattr__(name: str) -> object:
-    """The rest of the public names."""
+    """A public name of LATER. Raises AttributeError for any other."""
     if name not in LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{LATER[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    """The public names alone: what completion offers."""
+    return [*__all__, "__version__"]

@@ -1,4 +1,4 @@
-"""Plans under PyTorch's autograd."""
+"""Plans as functions of PyTorch's autograd."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Context = Any  # autograd's own, on which torch puts what it likes
 
 
 class AutogradCall(torch.autograd.Function):
-    """A plan's forward, with the plan of its gradient behind it.
+    """A call of a plan that autograd records; its backward calls the plan of the gradient.
 
-    Where autograd records the backward too, that is a call of the gradient's plan like any other,
-    which has no gradient and says so when one is taken.
+    Where autograd records the backward too, the gradient of a gradient raises GraphError.
     """
 
     @staticmethod
     def forward(ctx: Context, plan: Plan, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The plan's outputs; inputs and intermediate results are saved for the backward."""
         outputs, saved = plan.run(*tensors)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *saved)
@@ -33,6 +33,7 @@ class AutogradCall(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # torch names ctx as it likes
         ctx: Context, *grads: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
+        """The gradient of each input that needs one, None for the plan and other inputs."""
         needs = ctx.needs_input_grad
         gradients = ctx.plan.pull(needs[1:], ctx.saved_tensors, grads)
         if all(needs[1:]):
@@ -41,11 +42,11 @@ class AutogradCall(torch.autograd.Function):
         return tuple(next(rest) if need else None for need in needs)
 
 
-# Function.apply itself, without what it does for transforms: they are refused here.
+# Function.apply itself, without its work for transforms, which are refused here.
 record = super(torch.autograd.Function, AutogradCall).apply
 
 
-def differentiable(plan: Plan, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def run_with_autograd(plan: Plan, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """The plan's outputs, differentiable by every input that requires grad.
 
     Raises GraphError under torch.func's transforms.

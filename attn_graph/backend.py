@@ -8,6 +8,7 @@ from typing import Literal, final
 import torch
 from attrs import Factory, field, frozen
 
+from attn_graph.errors import Reason
 from attn_graph.ir.graph import Graph
 from attn_graph.machine.sizes import format_bytes
 from attn_graph.machine.store import Store
@@ -30,6 +31,14 @@ class RefusedError(Exception):
 
     Its arguments are reasons, as `why_not` yields them.
     """
+
+    @property
+    def reasons(self) -> tuple[Reason, ...]:
+        """Its arguments as values."""
+        return tuple(map(Reason.of, self.args))
+
+    def __str__(self) -> str:
+        return "; ".join(map(str, self.args))
 
 
 @final
@@ -55,30 +64,34 @@ class Options:
     on_fallback: Fallback = "ignore"
     switches: Switches = field(factory=Switches)
 
-    def over_workspace(self, need: int) -> Iterator[str]:
+    def over_workspace(self, need: int) -> Iterator[Reason]:
         """The reason against a lowering that needs so many bytes, if they are too many."""
         most = self.max_workspace
         if most is not None and need > most:
-            yield (
-                f"needs a workspace of {need} bytes ({format_bytes(need)}), "
-                f"max_workspace is {most} bytes ({format_bytes(most)})"
+            yield Reason(
+                "workspace",
+                f"max_workspace is {most} bytes ({format_bytes(most)})",
+                f"needs a workspace of {need} bytes ({format_bytes(need)})",
+                "{actual}, {limit}",
             )
 
-    def avoided(self, name: str) -> Iterator[str]:
+    def avoided(self, name: str) -> Iterator[Reason]:
         """The reason against a backend that is not to run."""
         if name in self.avoid:
-            yield "is not to run: avoid names it, at the call or around it"
+            actual = "avoid names it, at the call or around it"
+            yield Reason("avoided", "is not to run", actual, "{limit}: {actual}")
 
-    def switched_off(self, kernel: KernelName) -> Iterator[str]:
+    def switched_off(self, kernel: KernelName) -> Iterator[Reason]:
         """The reason against a kernel of PyTorch's that this process has turned off."""
-        for way in self.switches.ways_off(kernel):
-            yield f"runs {WORDS[kernel]}, which this process has turned off, by {way}"
+        if ways := " and by ".join(self.switches.ways_off(kernel)):
+            actual = f"which this process has turned off, by {ways}"
+            yield Reason("switched_off", f"runs {WORDS[kernel]}", actual, "{limit}, {actual}")
 
-    def rounded(self, graph: Graph, target: Target) -> Iterator[str]:
+    def rounded(self, graph: Graph, target: Target) -> Iterator[Reason]:
         """The reason against PyTorch's own float32 products, where its switch lets them round."""
         if self.exact(graph) and self.switches.precision(target.kind) != "ieee":
-            name = switch_name(target.kind)
-            yield f'has PyTorch\'s float32 products, and precision is "ieee": {name}'
+            actual = f'precision is "ieee": {switch_name(target.kind)}'
+            yield Reason("rounded", "has PyTorch's float32 products", actual)
 
     def exact(self, graph: Graph) -> bool:
         """Whether float32 products must not be rounded. Half precision loses nothing by it."""
@@ -144,6 +157,7 @@ class Executable:
 
     @property
     def foreseen(self) -> Foreseen:
+        """The needs of the lowered graph, which are exact."""
         return Foreseen(self.workspace, self.temporary, self.notes)
 
 
@@ -157,18 +171,23 @@ def no_variants(graph: Graph, target: Target, options: Options) -> tuple[str, ..
 class Backend:
     """One way to run graphs: some functions and the name they answer to.
 
-    why_not: every reason against a graph on a target, each a clause that completes "no, because
-    it"; none means it takes the graph. lower: makes it run; called only where there is no reason,
-    and raises RefusedError for one that shows only then. foresees: what it would need, if lowering
-    takes long; else it is lowered to see. variants: names of other ways to lower it, which tuning
-    measures. All see the graph after all passes.
+    why_not: every reason against a graph on a target, each a Reason, or a plain text that completes
+    "no, because it" and is its own key; none means it takes the graph. lower: makes it run; called
+    only where there is no reason, and raises RefusedError for one that shows only then. foresees:
+    what it would need, if lowering takes long; else it is lowered to see. variants: names of other
+    ways to lower it, which tuning measures. All see the graph after all passes.
     """
 
     name: str
-    why_not: Callable[[Graph, Target, Options], Iterable[str]]
+    why_not: Callable[[Graph, Target, Options], Iterable[Reason | str]]
     lower: Callable[[Graph, Target, Options], Executable]
     foresees: Callable[[Graph, Target, Options], Foreseen] | None = None
     variants: Callable[[Graph, Target, Options], Sequence[str]] = no_variants
+
+    def reasons(self, graph: Graph, target: Target, options: Options) -> tuple[Reason, ...]:
+        """Every reason against a graph, those of the options among them; none: it takes it."""
+        against = self.why_not(graph, target, options)
+        return (*options.avoided(self.name), *map(Reason.of, against))
 
     def foreseen(self, graph: Graph, target: Target, options: Options) -> Foreseen:
         """What running a graph that it takes would need."""

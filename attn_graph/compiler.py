@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from attrs import evolve
 
-from attn_graph.autograd import differentiable
+from attn_graph.autograd import run_with_autograd
 from attn_graph.backend import Backend, Executable, Fallback, Options
 from attn_graph.errors import GraphError, NoBackendError
 from attn_graph.ir.graph import Graph, check_graph
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.vjp import backward, check_gradient, result_spec, wanted_inputs
-from attn_graph.machine.ambient import outside
+from attn_graph.machine.ambient import neutral_state
 from attn_graph.machine.cache import Cache, CacheInfo
 from attn_graph.machine.sizes import parse_bytes
 from attn_graph.machine.store import Store, default_store
@@ -141,7 +141,7 @@ def explain(
         store=resolve_store(store),
         **constraints(place, read_switches(), shunned, deterministic, precision, max_workspace),
     )
-    with outside(), place.current():
+    with neutral_state(), place.current():
         return explain_graph(
             graph, place, options, None if among is None else resolve_backends(among), wants
         )
@@ -193,7 +193,7 @@ def resolve_workspace(workspace: Workspace | None) -> Workspace:
 
 def plan_simplified(graph: Graph, target: Target, options: Options, among: Backends | None) -> Plan:
     """The plan of a simplified graph, built unless it is known."""
-    return plans.built(
+    return plans.get_or_build(
         (graph, target, options, among), lambda: build(graph, target, options, among)
     )
 
@@ -229,8 +229,9 @@ def one_of(name: str, value: Value, values: object) -> Value:
 
 
 def build(graph: Graph, target: Target, options: Options, among: Backends | None) -> Plan:
+    """Choose a backend and make a plan of a simplified graph. Raises NoBackendError."""
     asked = None if among is None else resolve_backends(among)
-    with outside(), target.current():
+    with neutral_state(), target.current():
         choice, executable = (choose_by_measuring if options.tune else choose_and_lower)(
             graph, target, options, asked
         )
@@ -258,7 +259,7 @@ def build(graph: Graph, target: Target, options: Options, among: Backends | None
         choice.refusals,
         choice.also,
         evolve(executable, notes=(*executable.notes, *options.notes(graph, target), *alone(graph))),
-        differentiable,
+        run_with_autograd,
         gradient,
         (plan_simplified, (graph, target, options, among)),
         options.precision,
@@ -284,7 +285,7 @@ def best_backend(
 ) -> Backend | None:
     """The backend that would be chosen; None where all refuse."""
     try:
-        with outside():
+        with neutral_state():
             return choose(graph, target, evolve(options, on_fallback="ignore"), among).backend
     except NoBackendError:
         return None

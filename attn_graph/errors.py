@@ -1,18 +1,45 @@
-"""The four ways in which a description, a call or a machine can be wrong, and one warning."""
+"""What can be wrong: four errors, one warning, and the reasons that backends give."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import final
+
+from attrs import frozen
 
 HOMES = tuple(
     f"{Path(__file__).parent.parent / name}/" for name in ("attn_graph", "lowering", "kernels")
 )
 
 
+@final
+@frozen
+class Reason:
+    """Why a backend does not take a graph. `str(reason)` is a clause after "no, because it".
+
+    key: the name of the limit. Of one backend each sentence has its own key, which stays the same
+    when sizes, specs, masks and versions change. limit: what the backend takes, in words. actual:
+    what there is instead, in words. sentence: how the two are put together.
+    """
+
+    key: str
+    limit: str
+    actual: str = ""
+    sentence: str = "{limit}, and {actual}"
+
+    @classmethod
+    def of(cls, reason: Reason | str) -> Reason:
+        """A reason as it is; or a plain text, which is its own key."""
+        return reason if isinstance(reason, Reason) else cls(reason, reason, sentence="{limit}")
+
+    def __str__(self) -> str:
+        return self.sentence.format(limit=self.limit, actual=self.actual)
+
+
 class GraphError(ValueError):
-    """The description means nothing. `problems` holds every one that was found."""
+    """A description makes no sense. `problems` has every reason, one text each."""
 
     def __init__(self, *problems: str) -> None:
         self.problems = problems
@@ -20,7 +47,7 @@ class GraphError(ValueError):
 
 
 class NoBackendError(RuntimeError):
-    """No backend takes the graph. `refusals` holds every backend's reasons, by name.
+    """No backend takes the graph. `refusals` has each backend's name and all its reasons.
 
     Also raised, with another title, where only `math` takes it and on_fallback is "raise".
     """
@@ -28,20 +55,20 @@ class NoBackendError(RuntimeError):
     def __init__(
         self,
         graph: object,
-        refusals: Iterable[tuple[str, tuple[str, ...]]],
+        refusals: Iterable[tuple[str, tuple[Reason, ...]]],
         title: str = "no backend takes this graph",
     ) -> None:
         self.refusals = tuple(refusals)
-        told = "\n".join(format_refusal(name, reasons) for name, reasons in self.refusals)
-        super().__init__(f"{title}\n{told or 'none was asked'}\n{graph}")
+        lines = "\n".join(format_refusal(name, reasons) for name, reasons in self.refusals)
+        super().__init__(f"{title}\n{lines or 'no backend was tried'}\n{graph}")
 
 
 class FallbackWarning(UserWarning):
-    """`math` runs a graph that every other backend refused; the text holds every reason."""
+    """`math` runs a graph that every other backend refused; the text has every reason."""
 
 
 class PlanMismatchError(ValueError):
-    """A plan was called with other tensors than its graph declares. `differences` holds each."""
+    """A plan was called with other tensors than its graph declares. `differences` has each one."""
 
     def __init__(self, *differences: str) -> None:
         self.differences = differences
@@ -54,7 +81,7 @@ class PlanTargetError(RuntimeError):
 
 
 def problems_of(attempt: Callable[[], object]) -> tuple[str, ...]:
-    """What a GraphError of this attempt says; nothing where it succeeds."""
+    """The problems of the GraphError that `attempt` raises; none where it raises none."""
     try:
         attempt()
     except GraphError as error:
@@ -67,13 +94,13 @@ def join_lines(title: str, lines: tuple[str, ...]) -> str:
     return lines[0] if len(lines) == 1 else "\n  - ".join([title, *lines])
 
 
-def format_refusal(name: str, reasons: tuple[str, ...]) -> str:
+def format_refusal(name: str, reasons: Iterable[object]) -> str:
     """A backend's name and its reasons, as `explain` and the errors show them."""
-    return "\n  - ".join([f"{name}: no, because it", *reasons])
+    return "\n  - ".join([f"{name}: no, because it", *map(str, reasons)])
 
 
 def user_line() -> str:
-    """`file:line` of the nearest frame outside this package: where the user said it."""
+    """`file:line` of the nearest frame outside this package: the user's code."""
     file, line = user_frame()
     return f"{file}:{line}"
 

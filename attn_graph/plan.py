@@ -10,7 +10,13 @@ from attrs import Factory, define, evolve, field, frozen
 from torch.autograd import forward_ad
 
 from attn_graph.backend import Executable
-from attn_graph.errors import GraphError, NoBackendError, PlanMismatchError, PlanTargetError
+from attn_graph.errors import (
+    GraphError,
+    NoBackendError,
+    PlanMismatchError,
+    PlanTargetError,
+    Reason,
+)
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.reference import Verification, compare
 from attn_graph.ir.vjp import backward, cotangent_specs, main_outputs, saved_specs, wanted_inputs
@@ -69,7 +75,7 @@ class Plan:
     target: Target
     backend: str
     cause: str
-    refusals: tuple[tuple[str, tuple[str, ...]], ...]
+    refusals: tuple[tuple[str, tuple[Reason, ...]], ...]
     also: tuple[str, ...]
     executable: Executable
     differentiable: Callable[..., Tensors]  # runs it so that autograd knows
@@ -337,6 +343,18 @@ class Plan:
 
     def __repr__(self) -> str:
         return f"Plan({self.backend} on {self.target})\n{self.graph}"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: who runs it and how, who does not, and the graph. It compiles nothing."""
+        from attn_graph import html
+
+        rows = [
+            (self.backend, html.verdict(f"chosen, because {self.cause}", self.executable.notes)),
+            *((name, html.verdict("could run it too")) for name in self.also),
+            *((name, html.verdict("no, because it", texts)) for name, texts in self.refusals),
+        ]
+        head = html.element("p", f"a plan for {self.target}")
+        return html.page(head, html.table(rows), html.Html(self.graph._repr_html_()))
 
 
 def check(

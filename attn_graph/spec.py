@@ -30,7 +30,7 @@ LAYOUTS = tuple("".join(letters) for letters in permutations("bhsd"))
 MOST = 2**63 - 1  # of one size or stride: what an integer of PyTorch holds
 
 
-def integer(value: object) -> int | None:
+def to_integer(value: object) -> int | None:
     """A whole number as an int, 2.0 too; None for anything else."""
     try:
         return index(value)  # type: ignore[arg-type]  # what has no index raises
@@ -39,8 +39,8 @@ def integer(value: object) -> int | None:
         return int(value) if whole else None  # type: ignore[call-overload]  # a number
 
 
-def number(value: Any) -> Any:  # Any: a float, unless what was given is no number
-    """A number as a float; anything else as it is, for a validator that can name it."""
+def to_number(value: Any) -> Any:  # Any: a float, unless the value is no number
+    """A number as a float; anything else unchanged, so that a validator can name it."""
     try:
         return value if isinstance(value, str) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -62,6 +62,7 @@ class ValueType:
 
     @property
     def bytes(self) -> int:
+        """The size of a dense tensor of this type."""
         return prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -104,13 +105,14 @@ class TensorSpec:
 
     @classmethod
     def like(cls, tensor: torch.Tensor) -> TensorSpec:
-        """The spec that this very tensor meets."""
+        """The spec of a tensor. Raises GraphError for anything else."""
         if not isinstance(tensor, torch.Tensor):
             raise GraphError(f"spec: {tensor!r} is no tensor, and the spec of one is asked for")
         return cls(tensor.shape, tensor.dtype, tensor.stride())
 
     @property
     def type(self) -> ValueType:
+        """Shape and dtype, without strides."""
         return ValueType(self.shape, self.dtype)
 
     @property
@@ -138,7 +140,7 @@ def as_integers(name: str, values: object) -> tuple[int, ...]:
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise GraphError(f"spec: {name} {values!r} is no sequence of sizes such as (2, 8, 512, 64)")
     given = tuple(values)
-    sizes = tuple(n for n in map(integer, given) if n is not None)
+    sizes = tuple(n for n in map(to_integer, given) if n is not None)
     if len(sizes) < len(given):
         raise GraphError(f"spec: {name} {given} has what is no whole number")
     return sizes
@@ -147,26 +149,26 @@ def as_integers(name: str, values: object) -> tuple[int, ...]:
 def spec_problems(
     shape: tuple[int, ...], dtype: object, strides: tuple[int, ...] | None, layout: str | None
 ) -> list[str]:
-    """Everything that keeps these from describing a tensor."""
-    found = []
+    """Why these describe no tensor."""
+    problems = []
     if not isinstance(dtype, torch.dtype) or dtype not in NAMES:
-        found.append(f"spec: dtype {dtype} is not one of {', '.join(map(str, NAMES))}")
+        problems.append(f"spec: dtype {dtype} is not one of {', '.join(map(str, NAMES))}")
     if any(n < 0 for n in shape):
-        found.append(f"spec: shape {shape} has a negative size; sizes are at least 0")
+        problems.append(f"spec: shape {shape} has a negative size; sizes are at least 0")
     if any(n > MOST for n in (*shape, *(strides or ()))):
-        found.append(f"spec: shape {shape}, strides {strides}: no tensor goes beyond {MOST}")
+        problems.append(f"spec: shape {shape}, strides {strides}: no tensor goes beyond {MOST}")
     if strides is not None and len(strides) != len(shape):
-        found.append(f"spec: {len(strides)} strides {strides} for {len(shape)} axes {shape}")
+        problems.append(f"spec: {len(strides)} strides {strides} for {len(shape)} axes {shape}")
     if strides is not None and any(n < 0 for n in strides):
-        found.append(f"spec: strides {strides} have a negative one; strides are at least 0")
+        problems.append(f"spec: strides {strides} have a negative one; strides are at least 0")
     if strides is not None and layout is not None:
-        found.append(f"spec: strides {strides} and layout {layout!r} both given; give one")
+        problems.append(f"spec: strides {strides} and layout {layout!r} both given; give one")
     if layout is not None and (layout not in LAYOUTS or len(shape) != 4):
-        found.append(
+        problems.append(
             f"spec: layout {layout!r} for {len(shape)} axes {shape}; "
             "a layout is an order of the letters of 'bhsd', for four axes"
         )
-    return found
+    return problems
 
 
 def dense_strides(shape: Sequence[int], order: Sequence[int] | None = None) -> tuple[int, ...]:
@@ -179,16 +181,16 @@ def dense_strides(shape: Sequence[int], order: Sequence[int] | None = None) -> t
 
 
 def normalise_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """Strides with those that mean nothing set to 0."""
+    """Strides, 0 for axes of size 1 and for tensors without elements, where they mean nothing."""
     empty = 0 in shape
     return tuple(0 if empty or n == 1 else s for n, s in zip(shape, strides, strict=True))
 
 
 def memory_order(spec: TensorSpec) -> tuple[int, ...]:
-    """Axes from the outermost in memory to the innermost; logical order where it can't be told."""
+    """Axes from the outermost in memory to the innermost; else in logical order."""
     axes = range(len(spec.shape))
     if any(s == 0 and n > 1 for n, s in zip(spec.shape, spec.strides, strict=True)):
         return tuple(axes)
-    told = [a for a in axes if spec.shape[a] > 1]
-    ranked = iter(sorted(told, key=lambda a: -spec.strides[a]))
-    return tuple(next(ranked) if a in told else a for a in axes)
+    long = [a for a in axes if spec.shape[a] > 1]
+    ranked = iter(sorted(long, key=lambda a: -spec.strides[a]))
+    return tuple(next(ranked) if a in long else a for a in axes)

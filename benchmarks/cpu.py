@@ -28,7 +28,7 @@ Attend = Callable[..., torch.Tensor]
 
 @frozen
 class Job:
-    """One comparison: our graph, the peer's function, the tensors, what is asked of the ratio."""
+    """One comparison: our graph, the peer's function, the tensors; least: the goal of the ratio."""
 
     name: str
     graph: ag.Graph
@@ -40,12 +40,13 @@ class Job:
 
 
 def qkv(sizes: Sizes, dtype: torch.dtype, E: int | None = None) -> tuple[torch.Tensor, ...]:
+    """Random q, k and v; E: the head size of v, by default D."""
     torch.manual_seed(0)
     B, H, S, D = sizes
     return tuple(torch.randn(B, H, S, n, dtype=dtype) for n in (D, D, E or D))
 
 
-def job(
+def make_job(
     name: str,
     tensors: tuple[torch.Tensor, ...],
     peer: Attend,
@@ -54,75 +55,77 @@ def job(
     named: dict[str, torch.Tensor] | None = None,
     **options: Any,
 ) -> Job:
+    """A job for tensors, with the options of `ag.attention`."""
     specs = [ag.TensorSpec.like(t) for t in tensors]
     return Job(name, ag.attention(*specs, **options), peer, tensors, least, backward, named or {})
 
 
 def plain_jobs() -> Iterator[Job]:
-    """What PyTorch's kernel takes as it is: we may lose nothing."""
+    """What PyTorch's kernel takes as it is: ours must not be slower."""
     for sizes in SHAPES:
         for causal in (False, True):
             peer = partial(F.scaled_dot_product_attention, is_causal=causal)
             mask = ag.Causal() if causal else None
-            told = f"float32 {'causal' if causal else 'full'} {sizes}"
-            yield job(told, qkv(sizes, torch.float32), peer, 0.97, mask=mask)
-            yield job(told, qkv(sizes, torch.float32), peer, 0.95, True, mask=mask)
+            name = f"float32 {'causal' if causal else 'full'} {sizes}"
+            yield make_job(name, qkv(sizes, torch.float32), peer, 0.97, mask=mask)
+            yield make_job(name, qkv(sizes, torch.float32), peer, 0.95, True, mask=mask)
 
 
 def half_jobs() -> Iterator[Job]:
+    """The same in float16 and bfloat16."""
     for dtype in (torch.float16, torch.bfloat16):
         for sizes in SHAPES:
             for causal in (False, True):
                 peer = partial(F.scaled_dot_product_attention, is_causal=causal)
                 mask = ag.Causal() if causal else None
-                told = f"{str(dtype)[6:]} {'causal' if causal else 'full'} {sizes}"
-                yield job(told, qkv(sizes, dtype), peer, mask=mask)
+                name = f"{str(dtype)[6:]} {'causal' if causal else 'full'} {sizes}"
+                yield make_job(name, qkv(sizes, dtype), peer, mask=mask)
     for dtype in (torch.float16, torch.bfloat16):
         peer = partial(F.scaled_dot_product_attention, is_causal=True)
         tensors = qkv((1, 8, 1024, 128), dtype)
-        told = f"{str(dtype)[6:]} causal (1, 8, 1024, 128)"
+        name = f"{str(dtype)[6:]} causal (1, 8, 1024, 128)"
         least = 8 if NAMES[dtype] == "bf16" and "bf16" not in ag.Target.of("cpu").native else None
-        yield job(told, tensors, peer, least, True, mask=ag.Causal())
+        yield make_job(name, tensors, peer, least, True, mask=ag.Causal())
 
 
 def window_jobs() -> Iterator[Job]:
-    """Masks that PyTorch must be given as a dense tensor."""
+    """Masks that PyTorch takes only as a dense tensor."""
     tensors, sizes = qkv((1, 4, 4096, 64), torch.float32), "(1, 4, 4096, 64)"
     i, j = torch.arange(4096)[:, None], torch.arange(4096)
     for left, least in ((64, 12.0), (255, 7.5)):
         peer = partial(F.scaled_dot_product_attention, attn_mask=(j <= i) & (j >= i - left))
-        mask, told = ag.Causal() & ag.Window(left), f"float32 causal & window {left} {sizes}"
-        yield job(told, tensors, peer, least, mask=mask)
-        yield job(told, tensors, peer, None, True, mask=mask)
+        mask, name = ag.Causal() & ag.Window(left), f"float32 causal & window {left} {sizes}"
+        yield make_job(name, tensors, peer, least, mask=mask)
+        yield make_job(name, tensors, peer, None, True, mask=mask)
     number = (torch.arange(4096) // 256)[None]
     peer = partial(F.scaled_dot_product_attention, attn_mask=number[0][:, None] == number[0])
     named = {"q_segments": number, "kv_segments": number}
     specs = (ag.TensorSpec.like(number), ag.TensorSpec.like(number))
-    told = f"float32 segments of 256 {sizes}"
-    yield job(told, tensors, peer, 6.0, False, named, segments=specs)
-    yield job(told, tensors, peer, None, True, named, segments=specs)
+    name = f"float32 segments of 256 {sizes}"
+    yield make_job(name, tensors, peer, 6.0, False, named, segments=specs)
+    yield make_job(name, tensors, peer, None, True, named, segments=specs)
 
 
 def odd_jobs() -> Iterator[Job]:
-    """What makes PyTorch leave its fused kernel."""
+    """What PyTorch's fused kernel does not take."""
     causal = partial(F.scaled_dot_product_attention, is_causal=True)
     q, k, v = qkv((4, 12, 1024, 128), torch.float32, E=64)
-    told = "float32 causal D=128, E=64 (4, 12, 1024)"
-    yield job(told, (q, k, v), causal, 2.6, mask=ag.Causal())
-    yield job(told, (q, k, v), causal, None, True, mask=ag.Causal())
+    name = "float32 causal D=128, E=64 (4, 12, 1024)"
+    yield make_job(name, (q, k, v), causal, 2.6, mask=ag.Causal())
+    yield make_job(name, (q, k, v), causal, None, True, mask=ag.Causal())
     q, k, v = qkv((4, 12, 1024, 64), torch.float32)
-    told = "float32 causal, q strided along its last axis (4, 12, 1024, 64)"
-    yield job(told, (q.mT.contiguous().mT, k, v), causal, 4.0, mask=ag.Causal())
+    name = "float32 causal, q strided along its last axis (4, 12, 1024, 64)"
+    yield make_job(name, (q.mT.contiguous().mT, k, v), causal, 4.0, mask=ag.Causal())
     capped = partial(eager_soft_cap, cap=30.0)
-    told = "float32 causal soft cap (4, 12, 1024, 64), peer: the eager formula"
+    name = "float32 causal soft cap (4, 12, 1024, 64), peer: the eager formula"
     for backward in (False, True):
-        yield job(told, (q, k, v), capped, 3.0, backward, mask=ag.Causal(), soft_cap=30.0)
+        yield make_job(name, (q, k, v), capped, 3.0, backward, mask=ag.Causal(), soft_cap=30.0)
 
 
 def eager_soft_cap(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cap: float
 ) -> torch.Tensor:
-    """SoftCap and Causal as one writes them in PyTorch."""
+    """Attention with SoftCap and Causal, written in plain PyTorch."""
     s = cap * torch.tanh(q @ k.mT / math.sqrt(q.shape[-1]) / cap)
     later = torch.ones(s.shape[-2:], dtype=torch.bool).triu(1)
     return torch.softmax(s.masked_fill(later, -math.inf), -1) @ v
@@ -131,8 +134,8 @@ def eager_soft_cap(
 GROUPS = {"plain": plain_jobs, "half": half_jobs, "window": window_jobs, "odd": odd_jobs}
 
 
-def measured(job: Job, runs: int) -> dict[str, Any]:
-    """One row: times, the ratio, and what was asked."""
+def measure_job(job: Job, runs: int) -> dict[str, Any]:
+    """One row: times, the ratio, and the goal."""
     plan = ag.compile(job.graph)
     tensors = [t.detach().requires_grad_(job.backward) for t in job.tensors]
     do = torch.randn_like(job.peer(*job.tensors))
@@ -149,30 +152,31 @@ def measured(job: Job, runs: int) -> dict[str, Any]:
         "ms": round(time.ours * 1e3, 2),
         "peer ms": round(time.peer * 1e3, 2),
         "ratio": round(time.ratio, 3),
-        "asked": job.least,
+        "goal": job.least,
     }
 
 
-def line(row: dict[str, Any]) -> str:
-    asked = f"  asked {row['asked']}" if row["asked"] else ""
+def format_row(row: dict[str, Any]) -> str:
+    """A row as a line of text."""
+    goal = f"  goal {row['goal']}" if row["goal"] else ""
     figures = f"{row['ratio']:7.2f}x {row['ms']:9.2f} ms  {row['backend']:10}"
-    return f"{figures} {row['job']}, {row['pass']}{asked}"
+    return f"{figures} {row['job']}, {row['pass']}{goal}"
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("groups", nargs="*", default=list(GROUPS), help=f"of {', '.join(GROUPS)}")
-    options.add_argument("--runs", type=int, default=9)
-    options.add_argument(
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("groups", nargs="*", default=list(GROUPS), help=f"of {', '.join(GROUPS)}")
+    parser.add_argument("--runs", type=int, default=9)
+    parser.add_argument(
         "--save", action="store_true", help="write benchmarks/results/cpu-<date>.json"
     )
-    given = options.parse_args()
+    options = parser.parse_args()
     rows = []
-    for group in given.groups:
+    for group in options.groups:
         for each in GROUPS[group]():
-            rows.append(measured(each, given.runs))
-            print(line(rows[-1]), flush=True)
-    if given.save:
+            rows.append(measure_job(each, options.runs))
+            print(format_row(rows[-1]), flush=True)
+    if options.save:
         print(save("cpu", rows))
 
 

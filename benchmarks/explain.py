@@ -1,4 +1,4 @@
-"""Time to explain: every model of examples/models.py on four machines, none of them here."""
+"""How long `explain` takes: each model of examples/models.py on its four machines."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from attn_graph.planner import cost, explanation, remedies
 from benchmarks.timing import save, seconds
 
 MODELS = Path(__file__).parents[1] / "examples" / "models.py"
-ASKED = 100.0  # milliseconds
-ROUNDS = 3  # the least of them is what the work takes; others share the machine
-KNOWN = (  # what an explanation leaves for the next, of the same graph on another target say
+GOAL = 100.0  # milliseconds
+ROUNDS = 3  # the least of them counts, since others share the machine
+CACHES = (  # caches that an explanation fills for the next one
     remedies.simplify_once,
     remedies.gradient_graph,
     remedies.single_edits,
     remedies.apply_edits,
-    cost.count_seen_once,
+    cost.count_pairs_once,
     explanation.count_tiles_once,
     fused_tiles.static_tiles,
 )
 
 
-def models() -> Any:
+def load_models() -> Any:
     """The example as a module, though its folder is no package."""
     spec = importlib.util.spec_from_file_location("examples_models", MODELS)
     assert spec is not None
@@ -39,10 +39,10 @@ def models() -> Any:
     return module
 
 
-def rows(threads: int) -> list[dict[str, Any]]:
+def measure_rows(threads: int) -> list[dict[str, Any]]:
     """Milliseconds of each explanation, after one of another graph for the same target."""
     torch.set_num_threads(threads)
-    table = models()
+    table = load_models()
     x = ag.TensorSpec((1, 1, 8, 8), torch.float16)
     for target in table.TARGETS:
         ag.explain(ag.attention(x, x, x), target=target, store=False)
@@ -54,45 +54,46 @@ def rows(threads: int) -> list[dict[str, Any]]:
 
 
 def times(graph: ag.Graph, target: str) -> dict[str, float]:
-    """new: once, where nothing is known of the graph. least: of some such. again: once more."""
-    told = [milliseconds(graph, target, forget=True) for _ in range(ROUNDS)]
+    """new: the first time, with empty caches. least: of ROUNDS such. again: with full caches."""
+    first = [milliseconds(graph, target, forget=True) for _ in range(ROUNDS)]
     again = milliseconds(graph, target, forget=False)
-    found = {"new_ms": told[0], "least_ms": min(told), "again_ms": again, "asked_ms": ASKED}
-    return {name: round(value, 2) for name, value in found.items()}
+    figures = {"new_ms": first[0], "least_ms": min(first), "again_ms": again, "goal_ms": GOAL}
+    return {name: round(value, 2) for name, value in figures.items()}
 
 
 def milliseconds(graph: ag.Graph, target: str, forget: bool) -> float:
-    for known in KNOWN if forget else ():
-        known.cache_clear()
+    """How long an explanation takes. forget: empty the caches first."""
+    for cache in CACHES if forget else ():
+        cache.cache_clear()
     return 1e3 * seconds(lambda: ag.explain(graph, target=target, store=False))
 
 
-def summary(found: list[dict[str, Any]]) -> str:
+def summary(rows: list[dict[str, Any]]) -> str:
     """The median and the slowest."""
-    told = [f"{found[0]['threads']} threads, {len(found)} explanations"]
+    parts = [f"{rows[0]['threads']} threads, {len(rows)} explanations"]
     for key in ("new_ms", "least_ms", "again_ms"):
-        most = max(found, key=lambda row: row[key])
-        middle = statistics.median(row[key] for row in found)
-        told.append(f"{key}: median {middle:.1f}, most {most[key]:.1f} ({most['job']})")
-    return "; ".join(told)
+        most = max(rows, key=lambda row: row[key])
+        middle = statistics.median(row[key] for row in rows)
+        parts.append(f"{key}: median {middle:.1f}, most {most[key]:.1f} ({most['job']})")
+    return "; ".join(parts)
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument(
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
         "--save", action="store_true", help="write benchmarks/results/explain-<date>.json"
     )
-    options.add_argument("--all", action="store_true", help="print every explanation's time")
-    given, most = options.parse_args(), torch.get_num_threads()
-    both = [rows(threads) for threads in dict.fromkeys((most, 1))]
-    for found in both:
-        for row in found if given.all else ():
+    parser.add_argument("--all", action="store_true", help="print every explanation's time")
+    options, most = parser.parse_args(), torch.get_num_threads()
+    runs = [measure_rows(threads) for threads in dict.fromkeys((most, 1))]
+    for rows in runs:
+        for row in rows if options.all else ():
             print(
                 f"{row['new_ms']:9.2f} {row['least_ms']:9.2f} {row['again_ms']:9.2f}  {row['job']}"
             )
-        print(summary(found))
-    if given.save:
-        print(save("explain", [row for found in both for row in found]))
+        print(summary(rows))
+    if options.save:
+        print(save("explain", [row for rows in runs for row in rows]))
 
 
 if __name__ == "__main__":

@@ -26,11 +26,11 @@ from benchmarks.timing import save
 
 Sizes = tuple[int, int, int, int]
 WINDOW = 1024
-# What others published of Triton's tutorial kernel, forward, full, D = 128, float16, H100, by S:
-# pytorch/benchmark#2391.
+# TFLOP/s of the kernel in Triton's tutorial by S: forward, full, D = 128, float16, on an H100.
+# Published in pytorch/benchmark#2391.
 TUTORIAL = {2048: 434, 16384: 477}
-# What is asked of ours on an H200, bfloat16, D = 128, S from 4096 on.
-ASKED = {("full", "forward"): 480, ("causal", "forward"): 430, ("full", "backward"): 320}
+# Goals in TFLOP/s on an H200, bfloat16, D = 128, S from 4096 on.
+GOALS = {("full", "forward"): 480, ("causal", "forward"): 430, ("full", "backward"): 320}
 
 
 @frozen
@@ -42,18 +42,21 @@ class Job:
 
 
 def qkv(sizes: Sizes, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Random q, k and v on the GPU that require gradients."""
     torch.manual_seed(0)
     return [torch.randn(sizes, device="cuda").to(dtype).requires_grad_() for _ in range(3)]
 
 
-def places(S: int, kind: str) -> int:
-    """How many places the mask keeps, of one head."""
+def count_places(S: int, kind: str) -> int:
+    """The number of places that the mask keeps in one head."""
     if kind == "full":
         return S * S
     return sum(min(i + 1, WINDOW if kind == "window" else S) for i in range(S))
 
 
-def attends(kind: str, tensors: list[torch.Tensor]) -> Iterator[tuple[str, Callable[..., Any]]]:
+def ways_to_attend(
+    kind: str, tensors: list[torch.Tensor]
+) -> Iterator[tuple[str, Callable[..., Any]]]:
     """Each way to compute it: a function of q, k, v."""
     S, specs = tensors[0].shape[2], [ag.TensorSpec.like(t) for t in tensors]
     masks = {"full": None, "causal": ag.Causal(), "window": ag.Causal() & ag.Window(WINDOW - 1)}
@@ -63,16 +66,18 @@ def attends(kind: str, tensors: list[torch.Tensor]) -> Iterator[tuple[str, Calla
     if kind != "window":
         for other in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
             yield f"SDPA {other.name.lower()}", peer(other, kind == "causal")
-    kept = {
+    keep = {
         "causal": lambda b, h, i, j: j <= i,
         "window": lambda b, h, i, j: (j <= i) & (j > i - WINDOW),
     }.get(kind)
-    blocks = create_block_mask(kept, None, None, S, S, device="cuda") if kept else None
+    blocks = create_block_mask(keep, None, None, S, S, device="cuda") if keep else None
     flex: Any = torch.compile(flex_attention, dynamic=False)
     yield "FlexAttention", lambda q, k, v: flex(q, k, v, block_mask=blocks)
 
 
 def peer(backend: SDPBackend, causal: bool) -> Callable[..., torch.Tensor]:
+    """PyTorch\'s function, by one of its kernels."""
+
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         with sdpa_kernel(backend):
             return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
@@ -80,15 +85,17 @@ def peer(backend: SDPBackend, causal: bool) -> Callable[..., torch.Tensor]:
     return attend
 
 
-def raw(graph: ag.Graph, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
-    """cuDNN's frontend by itself, with all that a call needs made beforehand."""
+def frontend_call(graph: ag.Graph, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
+    """A call of cuDNN's frontend alone, with everything that it needs made beforehand."""
     import cudnn
 
     problem, _, call = described_for(graph, ag.Target.here(), ag.Options())
     device = tensors[0].device
     its = handle(device)
     plan = build_graph(call.plain, handle=its)
-    run = Run.of(call, problem, graph, ag.Workspace(), 0, lambda *given: packs.append(given[0]))
+    run = Run.of(
+        call, problem, graph, ag.Workspace(), 0, lambda *arguments: packs.append(arguments[0])
+    )
     packs: list[Any] = []
     (run.forward if problem.grad is None else run.backward)(*tensors)
     workspace = torch.empty(plan.get_workspace_size(), dtype=torch.uint8, device=device)
@@ -108,11 +115,11 @@ def beside_raw(sizes: Sizes, causal: bool, runs: int) -> Iterator[dict[str, Any]
         ag.attention(*specs, mask=ag.Causal() if causal else None), backends=("cudnn",)
     )
     o, lse = plan.run(*tensors)[1]
-    for name, one, given in (
+    for name, one, operands in (
         ("forward", plan, tensors),
         ("backward", plan.vjp, [*tensors, o, lse, torch.randn_like(o)]),
     ):
-        ours, its = (lambda p=one, g=given: p(*g)), raw(one.graph, given)
+        ours, its = (lambda p=one, g=operands: p(*g)), frontend_call(one.graph, operands)
         times = milliseconds([Job("ours", ours), Job("raw", its)], runs)
         yield {
             "job": f"bf16 {'causal' if causal else 'full'} {sizes}",
@@ -120,10 +127,10 @@ def beside_raw(sizes: Sizes, causal: bool, runs: int) -> Iterator[dict[str, Any]
             "by": "attn_graph cudnn, beside cudnn.pygraph itself",
             "ms": round(times["ours"], 4),
             "of its speed": round(times["raw"] / times["ours"], 3),
-            "asked": 0.97,
+            "goal": 0.97,
             "host us": round(host_microseconds(ours), 1),
             "host us, raw": round(host_microseconds(its), 1),
-            "host asked": 15,
+            "host goal": 15,
         }
 
 
@@ -133,17 +140,17 @@ def host_microseconds(call: Callable[[], object], count: int = 200) -> float:
     start = time.perf_counter()
     for _ in range(count):
         call()
-    took = time.perf_counter() - start
+    seconds = time.perf_counter() - start
     torch.cuda.synchronize()
-    return took / count * 1e6
+    return seconds / count * 1e6
 
 
 def milliseconds(jobs: list[Job], runs: int) -> dict[str, float]:
-    """The median of each job, all of them in turn."""
+    """The median time of each job on the device; the jobs take turns."""
     for job in jobs:
         for _ in range(3):
             job.run()
-    found: dict[str, list[float]] = {job.name: [] for job in jobs}
+    times: dict[str, list[float]] = {job.name: [] for job in jobs}
     for _ in range(runs):
         for job in jobs:
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -151,16 +158,18 @@ def milliseconds(jobs: list[Job], runs: int) -> dict[str, float]:
             job.run()
             stop.record()
             torch.cuda.synchronize()
-            found[job.name].append(start.elapsed_time(stop))
-    return {name: statistics.median(times) for name, times in found.items()}
+            times[job.name].append(start.elapsed_time(stop))
+    return {name: statistics.median(each) for name, each in times.items()}
 
 
-def measured(sizes: Sizes, dtype: torch.dtype, kind: str, runs: int) -> Iterator[dict[str, Any]]:
+def measure_shape(
+    sizes: Sizes, dtype: torch.dtype, kind: str, runs: int
+) -> Iterator[dict[str, Any]]:
     """Rows of one shape: every way forward, then every way backward."""
     B, H, S, D = sizes
     tensors = qkv(sizes, dtype)
     do = torch.randn(sizes, device="cuda").to(dtype)
-    ways = [*attends(kind, tensors)]
+    ways = [*ways_to_attend(kind, tensors)]
     plain = [t.detach() for t in tensors]
     forward = [Job(name, lambda f=f: f(*plain)) for name, f in ways]  # type: ignore[misc]  # bound now
     outputs = [(name, f(*tensors)) for name, f in ways]
@@ -168,7 +177,7 @@ def measured(sizes: Sizes, dtype: torch.dtype, kind: str, runs: int) -> Iterator
         Job(name, lambda o=o: torch.autograd.grad(o, tensors, do, retain_graph=True))  # type: ignore[misc]  # bound now
         for name, o in outputs
     ]
-    flops = 4 * B * H * D * places(S, kind)
+    flops = 4 * B * H * D * count_places(S, kind)
     for pass_, jobs, work in (("forward", forward, flops), ("backward", backward, 2.5 * flops)):
         for name, ms in milliseconds(jobs, runs).items():
             yield {
@@ -177,7 +186,7 @@ def measured(sizes: Sizes, dtype: torch.dtype, kind: str, runs: int) -> Iterator
                 "by": name,
                 "ms": round(ms, 4),
                 "tflops": round(work / ms / 1e9, 1),
-                "asked": ASKED.get((kind, pass_)) if D == 128 and S >= 4096 else None,
+                "goal": GOALS.get((kind, pass_)) if D == 128 and S >= 4096 else None,
                 "tutorial": TUTORIAL.get(S)
                 if (kind, pass_, D) == ("full", "forward", 128)
                 else None,
@@ -185,24 +194,24 @@ def measured(sizes: Sizes, dtype: torch.dtype, kind: str, runs: int) -> Iterator
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--runs", type=int, default=20)
-    options.add_argument("--save", action="store_true", help="write benchmarks/results")
-    given = options.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results")
+    options = parser.parse_args()
     rows = []
     for sizes in ((1, 1, 64, 64), (2, 16, 4096, 128), (1, 16, 16384, 128)):
         for causal in (False, True):
-            for row in beside_raw(sizes, causal, given.runs):
+            for row in beside_raw(sizes, causal, options.runs):
                 print(*row.values(), flush=True)
                 rows.append(row)
     for S in (2048, 4096, 8192, 16384):
         for D in (64, 128):
             for kind in ("full", "causal", "window"):
                 sizes = (max(1, 16384 // S), 2048 // D, S, D)
-                for row in measured(sizes, torch.bfloat16, kind, given.runs):
+                for row in measure_shape(sizes, torch.bfloat16, kind, options.runs):
                     print(*row.values(), flush=True)
                     rows.append(row)
-    if given.save:
+    if options.save:
         print(save(torch.cuda.get_device_name().lower().replace(" ", "-"), rows))
 
 

@@ -19,16 +19,16 @@ from attn_graph.ir.passes import simplify
 from attn_graph.kernels.tilings import Tiling
 from attn_graph.lowering.cudnn import builder as cudnn_builder
 from attn_graph.lowering.cudnn.graph import describe_call
-from attn_graph.lowering.cudnn.offline import description, driver
-from attn_graph.lowering.cudnn.plan import Built
+from attn_graph.lowering.cudnn.offline import describe_target, driver_library
+from attn_graph.lowering.cudnn.plan import CudnnPlan
 from attn_graph.lowering.cudnn.run import Run
 from attn_graph.lowering.problem import sole
-from attn_graph.lowering.triton.tile_lists import static_lists
+from attn_graph.lowering.triton.tile_lists import list_ahead
 from benchmarks.timing import microseconds, save, seconds
 
 
-def rows() -> list[dict[str, Any]]:
-    """Microseconds of each call, with what is asked of it."""
+def measure_rows() -> list[dict[str, Any]]:
+    """Microseconds of each call, with its goal."""
     q, k, v = (torch.randn(1, 1, 1, 64) for _ in range(3))
     spec = ag.TensorSpec.like(q)
     graph = ag.attention(spec, spec, spec)
@@ -38,20 +38,24 @@ def rows() -> list[dict[str, Any]]:
     sdpa_grad = microseconds(lambda: F.scaled_dot_product_attention(q2, k2, v2))
     stats = ag.compile(ag.attention(spec, spec, spec, stats=True))
     return [
-        row("F.scaled_dot_product_attention", sdpa),
-        row("plan(q, k, v)", microseconds(lambda: plan(q, k, v)), sdpa + 3),
-        row("plan(q, k, v) with lse", microseconds(lambda: stats(q, k, v))),
-        row("F.scaled_dot_product_attention, requires_grad", sdpa_grad),
-        row("plan(q, k, v), requires_grad", microseconds(lambda: plan(q2, k2, v2)), sdpa_grad + 15),
-        row("compile(graph), cached", microseconds(lambda: ag.compile(graph)), 2),
-        row("import attn_graph, beyond torch (ms)", import_milliseconds(), 150),
-        row("compile(graph), a new length, triton on an H200", new_length("triton"), 300),
+        make_row("F.scaled_dot_product_attention", sdpa),
+        make_row("plan(q, k, v)", microseconds(lambda: plan(q, k, v)), sdpa + 3),
+        make_row("plan(q, k, v) with lse", microseconds(lambda: stats(q, k, v))),
+        make_row("F.scaled_dot_product_attention, requires_grad", sdpa_grad),
+        make_row(
+            "plan(q, k, v), requires_grad", microseconds(lambda: plan(q2, k2, v2)), sdpa_grad + 15
+        ),
+        make_row("compile(graph), cached", microseconds(lambda: ag.compile(graph)), 2),
+        make_row("import attn_graph, beyond torch (ms)", import_milliseconds(), 150),
+        make_row(
+            "compile(graph), a new length, triton on an H200", measure_new_length("triton"), 300
+        ),
         *cudnn_rows(),
-        row("tile lists of a mask, 64k x 64k (ms)", list_milliseconds(), 50),
+        make_row("tile lists of a mask, 64k x 64k (ms)", list_milliseconds(), 50),
     ]
 
 
-def new_length(backend: str, store: ag.Store | bool = False, count: int = 300) -> float:
+def measure_new_length(backend: str, store: ag.Store | bool = False, count: int = 300) -> float:
     """Microseconds to plan a causal graph of another length for an H200; the median."""
     times = []
     for n in range(1, count):
@@ -62,33 +66,36 @@ def new_length(backend: str, store: ag.Store | bool = False, count: int = 300) -
 
 
 def causal(length: int) -> ag.Graph:
+    """A causal attention in bfloat16."""
     spec = ag.TensorSpec((2, 8, length, 64), torch.bfloat16)
     return ag.attention(spec, spec, spec, mask=ag.Causal())
 
 
 def cudnn_rows() -> list[dict[str, Any]]:
-    """Plans of cuDNN's for an H200 that is not there, and a call up to where cuDNN takes over."""
+    """cuDNN's plans for an H200, and a call without its execution."""
     with TemporaryDirectory() as folder:
         store = ag.Store(folder)
-        built = new_length("cudnn", store, 10) / 1e3
+        built = measure_new_length("cudnn", store, 10) / 1e3
         ag.clear_cache()
-        known = new_length("cudnn", store, 10) / 1e3
-        loads = loading(store)
+        stored = measure_new_length("cudnn", store, 10) / 1e3
+        loads = measure_loads(store)
     return [
-        row("compile(graph), a new length, cudnn on an H200, built (ms)", built),
-        row("compile(graph), the same from the store (ms)", known, built / 30),
-        row("cuDNN loads that plan, the first of a process (ms)", loads[0], built / 30),
-        row("cuDNN loads that plan, each more (ms)", statistics.median(loads[1:]), built / 30),
-        row("a call of cuDNN's, up to where cuDNN takes over", microseconds(short_call()), 15),
+        make_row("compile(graph), a new length, cudnn on an H200, built (ms)", built),
+        make_row("compile(graph), the same from the store (ms)", stored, built / 30),
+        make_row("cuDNN loads that plan, the first of a process (ms)", loads[0], built / 30),
+        make_row("cuDNN loads that plan, each more (ms)", statistics.median(loads[1:]), built / 30),
+        make_row("a call of cuDNN's, up to where cuDNN takes over", microseconds(short_call()), 15),
     ]
 
 
 def short_call() -> Callable[[], object]:
-    """What a plan of cuDNN's does at a call, but for the execution."""
+    """What a plan of cuDNN's does in a call, without the execution."""
     graph = simplify(causal(1))
     problem = sole(graph)
     assert problem is not None
-    run = Run.of(describe_call(problem), problem, graph, ag.Workspace(), 256, lambda *given: None)
+    run = Run.of(
+        describe_call(problem), problem, graph, ag.Workspace(), 256, lambda *arguments: None
+    )
     tensors = [torch.empty(i.spec.shape, dtype=i.spec.dtype) for i in graph.inputs]
     return lambda: run.forward(*tensors)
 
@@ -98,9 +105,9 @@ import sys, time
 from pathlib import Path
 lowering, driver, folder = sys.argv[1:]
 sys.path[:0] = [lowering]
-import cudnn_builder
+import builder
 if driver != "-":
-    cudnn_builder.stand_in(driver)
+    builder.load_stand_in(driver)
 import cudnn
 device = cudnn.create_device_properties(Path(folder, "device").read_text())
 for path in sorted(Path(folder).glob("*.data")):
@@ -110,62 +117,60 @@ for path in sorted(Path(folder).glob("*.data")):
 """
 
 
-def loading(store: ag.Store) -> list[float]:
+def measure_loads(store: ag.Store) -> list[float]:
     """Milliseconds that cuDNN takes to load each stored plan, in a process of its own."""
     with TemporaryDirectory() as folder:
         for n, (_, key) in enumerate(store.held()):
             data = store.get(key or "")
             assert data is not None
-            Path(folder, f"{n}.data").write_bytes(Built.unpacked(data).data)
-        Path(folder, "device").write_text(description(ag.Target.of("h200")))
+            Path(folder, f"{n}.data").write_bytes(CudnnPlan.load(data).data)
+        Path(folder, "device").write_text(describe_target(ag.Target.of("h200")))
         lowering = str(Path(cudnn_builder.__file__).parent)
-        program = (sys.executable, "-P", "-c", LOAD, lowering, driver(folder), folder)
-        told = subprocess.run(program, check=True, capture_output=True, text=True).stdout
-    return [*map(float, told.split())]
+        program = (sys.executable, "-P", "-c", LOAD, lowering, driver_library(folder), folder)
+        output = subprocess.run(program, check=True, capture_output=True, text=True).stdout
+    return [*map(float, output.split())]
 
 
 def list_milliseconds() -> float:
-    """The longest of the lists by queries and by keys, of a mask that is no strip."""
+    """Milliseconds to list the tiles of a mask that is no strip: by queries or keys, the longer."""
     spec = ag.TensorSpec((1, 1, 65536, 128), torch.bfloat16)
     mask = ag.Causal() & (ag.Window(256) | ag.Prefix(64))
     problem = sole(simplify(ag.attention(spec, spec, spec, mask=mask)))
     assert problem is not None
     tile = Tiling(128, 64, 8, 3)
-    static_lists(problem, tile, by_keys=False)
+    list_ahead(problem, tile, by_keys=False)
     return 1e3 * max(
-        seconds(lambda by=by: static_lists(problem, tile, by))  # type: ignore[misc]  # bound now
+        seconds(lambda by=by: list_ahead(problem, tile, by))  # type: ignore[misc]  # bound now
         for by in (False, True)
     )
 
 
-def row(name: str, found: float, most: float | None = None) -> dict[str, Any]:
-    return {"job": name, "us": round(found, 2), "asked": most and round(most, 2)}
+def make_row(name: str, figure: float, goal: float | None = None) -> dict[str, Any]:
+    """A figure, in microseconds if the name says no other unit, and its goal."""
+    return {"job": name, "us": round(figure, 2), "goal": goal and round(goal, 2)}
 
 
 def import_milliseconds(runs: int = 5) -> float:
     """The least time that `import attn_graph` takes where torch is imported already."""
     code = "import torch, time; a = time.perf_counter(); import attn_graph"
     code += "; print(time.perf_counter() - a)"
-    told = [
+    runs_of_python = [
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         for _ in range(runs)
     ]
-    return min(float(x.stdout) for x in told) * 1e3
+    return min(float(x.stdout) for x in runs_of_python) * 1e3
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument(
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
         "--save", action="store_true", help="write benchmarks/results/host-<date>.json"
     )
-    given, found = options.parse_args(), rows()
-    for each in found:
-        print(
-            f"{each['us']:9.2f}  {each['job']}"
-            + (f"  asked {each['asked']}" if each["asked"] else "")
-        )
-    if given.save:
-        print(save("host", found))
+    options, rows = parser.parse_args(), measure_rows()
+    for row in rows:
+        print(f"{row['us']:9.2f}  {row['job']}" + (f"  goal {row['goal']}" if row["goal"] else ""))
+    if options.save:
+        print(save("host", rows))
 
 
 if __name__ == "__main__":

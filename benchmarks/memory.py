@@ -17,28 +17,30 @@ class Peak:
     """The largest resident size of this process while the block ran, in bytes."""
 
     def __enter__(self) -> Peak:
-        self.start = self.most = resident()
-        self.done = threading.Event()
-        self.watch = threading.Thread(target=self.look)
-        self.watch.start()
+        self.start = self.most = resident_bytes()
+        self.stop = threading.Event()
+        self.thread = threading.Thread(target=self.watch)
+        self.thread.start()
         return self
 
-    def look(self) -> None:
-        while not self.done.wait(0.001):
-            self.most = max(self.most, resident())
+    def watch(self) -> None:
+        """Look once a millisecond, until the block ends."""
+        while not self.stop.wait(0.001):
+            self.most = max(self.most, resident_bytes())
 
     def __exit__(self, *_: object) -> None:
-        self.most = max(self.most, resident())
-        self.done.set()
-        self.watch.join()
+        self.most = max(self.most, resident_bytes())
+        self.stop.set()
+        self.thread.join()
 
     @property
     def growth(self) -> int:
+        """By how many bytes."""
         return self.most - self.start
 
 
-def resident() -> int:
-    """Bytes of this process that are in memory. Linux."""
+def resident_bytes() -> int:
+    """Bytes of this process that are in memory; Linux only."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
@@ -49,18 +51,19 @@ def step(plan: ag.Plan, sizes: tuple[int, ...]) -> tuple[int, int]:
     with Peak() as peak:
         o = plan(q, k, v)
         assert isinstance(o, torch.Tensor)
-        found = (o, *torch.autograd.grad(o, (q, k, v), do))
-    return peak.growth, sum(x.numel() * x.itemsize for x in found)
+        results = (o, *torch.autograd.grad(o, (q, k, v), do))
+    return peak.growth, sum(x.numel() * x.itemsize for x in results)
 
 
-def capped(sizes: tuple[int, ...]) -> ag.Plan:
+def compile_soft_cap(sizes: tuple[int, ...]) -> ag.Plan:
+    """A plan of causal attention with a soft cap, which no fused kernel takes."""
     x = ag.TensorSpec(sizes, torch.float32)
     return ag.compile(ag.attention(x, x, x, mask=ag.Causal(), soft_cap=30.0), target="cpu")
 
 
 def main() -> None:
-    step(capped((1, 1, 64, 64)), (1, 1, 64, 64))  # threads, library buffers
-    plan, start = capped(SIZES), time.perf_counter()
+    step(compile_soft_cap((1, 1, 64, 64)), (1, 1, 64, 64))  # threads, library buffers
+    plan, start = compile_soft_cap(SIZES), time.perf_counter()
     growth, returned = step(plan, SIZES)
     print(f"soft cap, causal, float32 {SIZES}: {plan.memory()}")
     print(f"forward and backward in {time.perf_counter() - start:.1f} s")

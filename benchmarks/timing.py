@@ -1,4 +1,4 @@
-"""Ratios that can be trusted on a machine that others use too: interleaved runs, medians."""
+"""Timing that stays right on a shared machine: interleaved runs, medians of ratios."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RESULTS = Path(__file__).parent / "results"
 
 @frozen
 class Timing:
-    """Median seconds of ours and the peer's, from interleaved runs; a ratio over 1 is faster."""
+    """Median seconds of our job and of the peer's; a ratio over 1 means that ours is faster."""
 
     ours: float
     peer: float
@@ -40,13 +40,14 @@ def versus(ours: Job, peer: Job, runs: int = 9) -> Timing:
 
 
 def seconds(job: Job) -> float:
+    """How long one call takes."""
     start = time.perf_counter()
     job()
     return time.perf_counter() - start
 
 
 def microseconds(job: Job, calls: int = 2000, rounds: int = 15) -> float:
-    """The least mean time of a call over some rounds: what the host can do undisturbed."""
+    """The mean time of a call in the fastest of some rounds, the least disturbed one."""
     job()
 
     def mean() -> float:
@@ -77,16 +78,18 @@ def machine() -> dict[str, Any]:
 
 
 def cpu_lines() -> list[str]:
+    """What Linux says of the CPUs."""
     info = Path("/proc/cpuinfo")
     return info.read_text().splitlines() if info.exists() else []
 
 
 def commit() -> str:
-    done = subprocess.run(
+    """The commit of the checkout, short."""
+    process = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False,
         cwd=Path(__file__).parent,
     )  # fmt: skip
-    return done.stdout.strip()
+    return process.stdout.strip()
 
 
 def save(name: str, rows: Sequence[dict[str, Any]]) -> Path:

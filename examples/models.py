@@ -157,7 +157,7 @@ def explain_model(
     target: ag.Target | str,
     **more: Any,  # Any: options
 ) -> ag.Explanation:
-    """Of a model by its name; steps of generation have no gradients."""
+    """The explanation of a model by its name; steps of generation have no gradients."""
     wants = () if name.endswith("-step") else None
     return ag.explain(MODELS[name], target=target, wants=wants, **more)
 
@@ -165,13 +165,13 @@ def explain_model(
 def main() -> None:
     print(" " * 28 + "".join(f"{x:<12}" for x in TARGETS) + " peak, MiB  least, µs")
     for name in MODELS:
-        found = [explain_model(name, target) for target in TARGETS]
-        told = "".join(f"{each.backend or 'none':<12}" for each in found)
-        memory, cost = found[0].memory, found[0].cost
+        answers = [explain_model(name, target) for target in TARGETS]
+        names = "".join(f"{each.backend or 'none':<12}" for each in answers)
+        memory, cost = answers[0].memory, answers[0].cost
         assert memory is not None
         assert cost is not None
         seconds = cost.forward.seconds or 0.0
-        print(f"{name:<28}{told}{memory.peak / 2**20:10.4g} {1e6 * seconds:10.4g}")
+        print(f"{name:<28}{names}{memory.peak / 2**20:10.4g} {1e6 * seconds:10.4g}")
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ MASKS = (ag.Causal(), ag.Causal() & ag.Window(WINDOW - 1))  # of even and of odd
 RATE, WARMUP = 3e-3, 20  # the highest learning rate, and the steps that lead to it
 STEEPEST = 1.0  # a longer gradient is cut to this length
 HELD_OUT = 8 * CONTEXT  # characters at the end of the text, for the validation loss
+EVERY = 10  # steps between two lines, where the output is no terminal
 PICTURE = Path("train_gpt.png")
 
 # Training amplifies rounding, the more the higher the learning rate. At this one a model whose
@@ -73,13 +74,13 @@ def by_pytorch() -> list[Attend]:
 
 
 def rotate(x: Tensor, phases: Tensor) -> Tensor:
-    """RoPE: each pair of numbers of x [B,S,H,D] turned by an angle that grows with the position."""
+    """RoPE: turn each pair of numbers of x [B,S,H,D] by an angle that grows with the position."""
     pairs = torch.view_as_complex(x.view(*x.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * phases).flatten(-2)
 
 
 class Block(nn.Module):
-    """One layer: grouped-query attention, then an MLP, each on what a norm makes of x [B,S,W]."""
+    """One layer: grouped-query attention, then an MLP, each behind a norm; x [B,S,W]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,6 +93,7 @@ class Block(nn.Module):
         nn.init.zeros_(outer.weight)
 
     def forward(self, x: Tensor, phases: Tensor, attend: Attend) -> Tensor:
+        """x [B,S,W] -> the same shape; attend: of this layer."""
         heads = self.project(self.norm(x)).unflatten(-1, (-1, HEAD_DIM))
         q, k, v = heads.split((HEADS, KV_HEADS, KV_HEADS), dim=2)
         q, k = rotate(q, phases), rotate(k, phases)
@@ -118,6 +120,7 @@ class GPT(nn.Module):
         nn.init.zeros_(self.guess.weight)  # at first every character is as likely
 
     def forward(self, tokens: Tensor, attends: Sequence[Attend]) -> Tensor:
+        """attends: of even and of odd layers."""
         x = self.embed(tokens)
         for layer, block in enumerate(self.blocks):
             x = block(x, self.phases[: tokens.shape[1]], attends[layer % 2])
@@ -132,7 +135,7 @@ class GPT(nn.Module):
 
 @dataclass
 class Run:
-    """A model in training: how it attends, and what each step took and gave."""
+    """A model in training: its attention, and the loss and the seconds of each step."""
 
     attends: list[Attend]
     model: GPT
@@ -142,12 +145,14 @@ class Run:
 
     @classmethod
     def start(cls, attends: list[Attend], vocabulary: int) -> "Run":
+        """A new model; all start equal."""
         torch.manual_seed(0)
         model = GPT(vocabulary).to(DEVICE)
         optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), fused=True)
         return cls(attends, model, optimizer)
 
     def step(self, text: Tensor, rate: float) -> None:
+        """Train on text [B,S+1] at a learning rate."""
         start = now()
         self.optimizer.param_groups[0]["lr"] = rate
         self.optimizer.zero_grad()
@@ -164,13 +169,14 @@ class Run:
         return BATCH * CONTEXT / median(self.seconds)
 
     def validation(self, held_out: Tensor) -> float:
+        """The mean loss over held-out text, in nats a character."""
         with torch.no_grad():
             parts = torch.split(held_out.unfold(0, CONTEXT + 1, CONTEXT), BATCH)
             return sum(self.model.loss(text, self.attends).item() for text in parts) / len(parts)
 
 
 def now() -> float:
-    """Seconds, once the device has done what it was given."""
+    """The time in seconds, once the device has finished its work."""
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
@@ -196,32 +202,35 @@ def batches(text: Tensor, steps: int) -> Iterator[tuple[Tensor, float]]:
 def train(runs: Sequence[Run], text: Tensor, steps: int, console: Console) -> int:
     """Let the runs take turns, step by step. Plans built after the first step: should be none."""
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    told = TextColumn("loss {task.fields[loss]:.3f}, {task.fields[speed]:,.0f} tokens/s")
-    builds = 0
-    with Progress(*columns, told, console=console) as progress:
+    state = TextColumn("loss {task.fields[loss]:.3f}, {task.fields[speed]:,.0f} tokens/s")
+    builds, drawn = 0, console.is_terminal
+    with Progress(*columns, state, console=console, disable=not drawn) as progress:
         task = progress.add_task("", total=steps, loss=float("nan"), speed=0.0)
         for step, (piece, rate) in enumerate(batches(text, steps)):
             for run in runs:
                 run.step(piece, rate)
             builds = builds if step else ag.cache_info().builds
-            progress.update(task, advance=1, loss=runs[0].losses[-1], speed=runs[0].speed)
+            loss, speed = runs[0].losses[-1], runs[0].speed
+            progress.update(task, advance=1, loss=loss, speed=speed)
+            if not drawn and step % EVERY == 0:  # a pipe or a file gets lines, no bar
+                console.print(f"step {step + 1} of {steps}: loss {loss:.3f}, {speed:,.0f} tokens/s")
     return ag.cache_info().builds - builds
 
 
 def attention_seconds(runs: Sequence[Run], times: int = 5) -> list[float]:
-    """What attention takes of a step, forward and backward, for each run. Turn by turn, medians."""
+    """Seconds of attention in a step, forward and backward, for each run; medians, in turn."""
     operands = [
         torch.empty_strided(s.shape, s.strides, device=DEVICE) for s in specs(BATCH, CONTEXT)
     ]
     q, k, v = (x.normal_().requires_grad_() for x in operands)
-    taken: list[list[float]] = [[] for _ in runs]
+    times_of: list[list[float]] = [[] for _ in runs]
     for _ in range(times):
-        for run, seconds in zip(runs, taken, strict=True):
+        for run, seconds in zip(runs, times_of, strict=True):
             start = now()
             for attend in run.attends:
                 attend(q, k, v).sum().backward()
             seconds.append((now() - start) * LAYERS / len(MASKS))
-    return [median(seconds) for seconds in taken]
+    return [median(seconds) for seconds in times_of]
 
 
 def table(ours: Run, theirs: Run, held_out: Tensor) -> Table:
@@ -234,13 +243,14 @@ def table(ours: Run, theirs: Run, held_out: Tensor) -> Table:
         "of which attention": [f"{1e3 * s:.0f} ms" for s in attention_seconds(runs)],
         "tokens/s": [f"{run.speed:,.0f}" for run in runs],
     }
-    found = Table("", "attn_graph", "scaled_dot_product_attention")
+    result = Table("", "attn_graph", "scaled_dot_product_attention")
     for name, (mine, other) in rows.items():
-        found.add_row(name, mine, other)
-    return found
+        result.add_row(name, mine, other)
+    return result
 
 
 def draw(ours: Run, theirs: Run, differences: list[float]) -> None:
+    """Write both loss curves, and by how much they differ."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
     above.plot(theirs.losses, label="scaled_dot_product_attention", linewidth=3, alpha=0.4)

@@ -35,7 +35,7 @@ def delta(
 ):  # fmt: skip
     """o, do [B,H,M,E], dlse [B,H,M] -> delta [B,H,M] float32, C order. do or dlse may be absent.
 
-    BLIND: rows may have seen nothing. Their delta is 0, whatever do and dlse hold.
+    BLIND: rows may see no key. Their delta is 0, whatever do and dlse hold.
     """
     block, h, b = place_program(tl.cdiv(M, BLOCK_M), H)
     first = block * BLOCK_M
@@ -98,8 +98,8 @@ def query_gradient(
 ):  # fmt: skip
     """One program: dq [BLOCK_M,D] of one head, over all keys that its queries may see.
 
-    BLIND: whether rows may have seen nothing: 0 no, 1 where the mask hides all keys, and so in no
-    full tile, 2 anywhere.
+    BLIND: whether rows may see no key: 0 no, 1 only by the mask, and so never in a full tile, 2
+    by a modifier too.
     """
     block, h, b = place_program(tl.cdiv(M, BLOCK_M), H)
     first = block * BLOCK_M
@@ -191,9 +191,9 @@ def key_gradient(
 ):  # fmt: skip
     """One program: dk [BLOCK_N,D] and dv [BLOCK_N,E] of one key/value head.
 
-    Over all query heads that read it, and over all queries that may see its keys. Tiles lie
-    transposed, [BLOCK_N,BLOCK_M], so that weights enter the products as they are. Without dk_ptr
-    or dv_ptr only the other is computed: both sums are too much for the registers at times.
+    Sums over all query heads that read it and all queries that may see its keys. Tiles are
+    transposed, [BLOCK_N,BLOCK_M], so that weights enter the products untransposed. Without dk_ptr
+    or dv_ptr only the other is computed, for tiles where the registers cannot hold both sums.
     """
     block, g, b = place_program(tl.cdiv(N, BLOCK_N), G)
     first = block * BLOCK_N

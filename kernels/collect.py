@@ -1,8 +1,8 @@
-"""Gradients of what modifiers read: sums of a tile's contributions, recomputed, no atomics.
+"""Gradients of the tensors that modifiers read: contributions recomputed and summed, no atomics.
 
-COLLECT is generated: from ds of the last step it makes the contribution of each place to one
-tensor. What the tensor has one element for along an axis is summed along it: here over tiles of
-queries or keys, by the caller over what is left.
+COLLECT is generated: from ds it computes the contribution of each place to one tensor. Along axes
+where the tensor has one element contributions are summed: along queries or keys here, along the
+other axes by the caller.
 """
 
 import triton
@@ -53,8 +53,8 @@ def contribution(
     lse = base2(load_statistics(lse_ptr + row, query, M, float("-inf"), BLOCK_M, False))[:, None]
     surplus = load_statistics(delta_ptr + row, query, M, 0.0, BLOCK_M, False)[:, None]
     p = tl.exp2(modify_scores(s, b, h, i, j, M, N, scale, data, numbers, CHANGE, KEEP, True) - lse)
-    given = COLLECT(p * (dp - surplus), s * scale, b, h, i, j, M, N, data, numbers)
-    return tl.where(p == 0, 0.0, given)
+    share = COLLECT(p * (dp - surplus), s * scale, b, h, i, j, M, N, data, numbers)
+    return tl.where(p == 0, 0.0, share)
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def collect_places(
     KEEP: tl.constexpr, STRIP: tl.constexpr, CHANGE: tl.constexpr, COLLECT: tl.constexpr,
     DROPOUT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: one tile of a tensor [B or 1, H or 1, M, N], summed over what it has one of."""
+    """One program: one tile of a gradient [B or 1, H or 1, M, N], summed along axes of size 1."""
     rows, columns = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     pid = tl.program_id(0)
     column, row = pid % columns, pid // columns % rows
@@ -132,13 +132,13 @@ def collect_lines(
         if LISTED:
             n = tl.load(lists_ptr + 2 + t)
         row, column = (n, block) if BY_KEYS else (block, n)
-        given = contribution(
+        share = contribution(
             q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, seed_ptr, offset_ptr,
             data, numbers, q_strides, k_strides, v_strides, do_strides,
             b, h, H, GROUP, row * BLOCK_M, column * BLOCK_N, M, N, scale, keep_scale, threshold,
             D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
             KEEP, CHANGE, COLLECT, DROPOUT, UPCAST, PRECISION,
         )  # fmt: skip
-        total += tl.sum(given, 0 if BY_KEYS else 1)
+        total += tl.sum(share, 0 if BY_KEYS else 1)
     line = block * LINES + tl.arange(0, LINES)
     tl.store(out_ptr + (tl.cast(b, tl.int64) * H + h) * length + line, total, mask=line < length)

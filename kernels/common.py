@@ -1,4 +1,4 @@
-"""What every kernel shares: where a program works, tiles of tensors, scores, and who is masked.
+"""What kernels share: where a program works, tiles of tensors, scores, masks and dropout.
 
 The generated functions that kernels are given (`KEEP`, `CHANGE`, `BACK`, `STRIP`, see
 `lowering/triton/device_code.py`) take b and h as scalars, i and j as tensors that broadcast to the
@@ -16,7 +16,7 @@ FAR: tl.constexpr = tl.constexpr(1 << 30)  # beyond every position
 
 @triton.jit
 def place_program(blocks, H):
-    """block, h, b of this program; blocks of one head are neighbours, so that they share its keys.
+    """block, h, b of this program. Neighbours share a head, and so its keys in cache.
 
     The last block comes first: under a causal mask it has the most to do.
     """
@@ -26,7 +26,7 @@ def place_program(blocks, H):
 
 @triton.jit
 def head_ptr(ptr, strides, b, h):
-    """Where x[b,h] begins, in 64 bits."""
+    """The address of x[b,h], computed in 64 bits."""
     return ptr + tl.cast(b, tl.int64) * strides[0] + tl.cast(h, tl.int64) * strides[1]
 
 
@@ -38,8 +38,8 @@ def rows_at(
 ):  # fmt: skip
     """Rows first.. of one head [count,SIZE], as [ROWS,WIDTH]; 0 outside of it.
 
-    WHOLE: all ROWS rows are there. UPCAST: for an interpreter that computes no bfloat16; those
-    are float32 then.
+    WHOLE: all ROWS rows exist. UPCAST: bfloat16 becomes float32, for Triton's interpreter, which
+    can't compute in bfloat16.
     """
     at, row, col = row_pointers(ptr, strides, first, ROWS, WIDTH)
     if WHOLE and SIZE == WIDTH:
@@ -72,7 +72,7 @@ def live_rows_at(
     SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
     BLIND: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """The same of one head; BLIND: with 0 in rows whose lse [ROWS,1] is +inf, see `base2`."""
+    """The same as `rows_at`. BLIND: 0 also in rows whose lse [ROWS,1] is +inf, see `base2`."""
     if not BLIND:
         return rows_at(ptr, strides, first, count, SIZE, ROWS, WIDTH, WHOLE, UPCAST)
     at, _, col = row_pointers(ptr, strides, first, ROWS, WIDTH)
@@ -97,16 +97,16 @@ def store_rows(
 ):  # fmt: skip
     """Write x [ROWS,WIDTH], rounded once, to the rows first.. of one head [count,SIZE]."""
     at, row, col = row_pointers(ptr, strides, first, ROWS, WIDTH)
-    kept = (row < count - first) & (col < SIZE)
-    tl.store(at, round_to(x, ptr.dtype.element_ty, UPCAST), mask=kept)
+    inside = (row < count - first) & (col < SIZE)
+    tl.store(at, round_to(x, ptr.dtype.element_ty, UPCAST), mask=inside)
 
 
 @triton.jit
 def round_to(x, DTYPE: tl.constexpr, UPCAST: tl.constexpr):
     """x float32 in DTYPE, to nearest, ties to even.
 
-    UPCAST: a bfloat16 as a float32, since the interpreter would truncate. Adding 0x7FFF and the
-    lowest bit that stays rounds the upper half of the word.
+    UPCAST: bfloat16 is rounded here and stays float32, because Triton's interpreter truncates.
+    Adding 0x7FFF and the lowest bit of the upper half rounds that half.
     """
     if UPCAST and tl.bfloat16 == DTYPE:
         bits = x.to(tl.uint32, bitcast=True)
@@ -132,20 +132,20 @@ def modify_scores(
 def mask_scores(s, b, h, i, j, M, N, data, numbers, KEEP: tl.constexpr, MIXED: tl.constexpr):
     """s with -inf at the masked places of a MIXED tile, and past the last key.
 
-    Past the last query nothing is masked: what rows there get is never stored, and what they give
-    is 0, since their weights are (`base2` in kernels/backward.py).
+    Past the last query nothing is masked: results of those rows are never stored, and they add 0
+    to gradients, since their weights are 0 (`base2` in kernels/backward.py).
     """
     if MIXED:
-        kept = j < N
+        keep = j < N
         if KEEP is not None:
-            kept = kept & KEEP(b, h, i, j, M, N, data, numbers)
-        s = tl.where(kept, s, float("-inf"))
+            keep = keep & KEEP(b, h, i, j, M, N, data, numbers)
+        s = tl.where(keep, s, float("-inf"))
     return s
 
 
 @triton.jit
 def strip_of(b, M, N, data, numbers, STRIP: tl.constexpr):
-    """low, high, keys, rows: a place counts if low <= j - i <= high, j < keys and i < rows."""
+    """low, high, keys, rows: place i, j is kept if low <= j - i <= high, j < keys and i < rows."""
     low, high, keys, rows = -FAR, FAR, N, M
     if STRIP is not None:
         low, high, keys, rows = STRIP(b, M, N, data, numbers)
@@ -158,9 +158,9 @@ def key_tiles(
     block, b, M, N, data, numbers,
     STRIP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """start, full_start, full_stop, stop: tiles of keys that a block of queries may keep.
+    """start, full_start, full_stop, stop: the tiles of keys that a block of queries may see.
 
-    Those from full_start to full_stop are kept whole.
+    Of those from full_start to full_stop it sees every key.
     """
     low, high, keys, rows = strip_of(b, M, N, data, numbers, STRIP)
     first = block * BLOCK_M
@@ -178,7 +178,10 @@ def query_tiles(
     block, b, M, N, data, numbers,
     STRIP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """start, full_start, full_stop, stop: tiles of queries that may keep a block of keys."""
+    """start, full_start, full_stop, stop: the tiles of queries that may see a block of keys.
+
+    Those from full_start to full_stop see every key of it.
+    """
     low, high, keys, rows = strip_of(b, M, N, data, numbers, STRIP)
     first = block * BLOCK_N
     end = tl.minimum(first + BLOCK_N, N)
@@ -192,7 +195,7 @@ def query_tiles(
 
 @triton.jit
 def in_tiles(start, sure, surely, stop, BLOCK: tl.constexpr):
-    """Positions [start, stop), and those in [sure, surely) that are kept whole, in tiles."""
+    """Positions [start, stop) in tiles, and among these the tiles that lie in [sure, surely)."""
     stop = tl.maximum(stop, start)
     start, stop = (
         start // BLOCK,
@@ -205,7 +208,7 @@ def in_tiles(start, sure, surely, stop, BLOCK: tl.constexpr):
 
 @triton.jit
 def count_tiles(lists_ptr, start, full_start, full_stop, stop, LISTED: tl.constexpr):
-    """How many full and how many mixed tiles there are."""
+    """The number of full tiles and the number of mixed ones."""
     full, mixed = full_stop - full_start, stop - start - (full_stop - full_start)
     if LISTED:
         full, mixed = tl.load(lists_ptr), tl.load(lists_ptr + 1)
@@ -270,7 +273,10 @@ def floor_div(a, b):
 
 @triton.jit
 def tanh(x):
-    """To about 2 ulp in float32: Cephes' tanhf, a polynomial near 0, where the other cancels."""
+    """tanh to about 2 ulp in float32, after Cephes' tanhf.
+
+    Near 0 it is a polynomial, since 1 - 2 e / (1 + e) cancels there.
+    """
     x2 = tl.minimum(x * x, 1.0)
     near = -5.70498872745e-3
     near = near * x2 + 2.06390887954e-2

@@ -36,8 +36,8 @@ def forward(
 
     q [B,H,M,D], k [B,G,N,D], v [B,G,N,E] -> o [B,H,M,E], lse [B,H,M] (natural logarithm,
     float32, C order; not stored where lse_ptr is None). GROUP = H / G. Inside, scores and maxima
-    are in base 2. FOLD: nothing changes the scores and scale > 0, so that scaling waits until after
-    the maximum.
+    are in base 2. FOLD: without modifiers and with scale > 0 the maximum is taken before
+    scaling.
     """
     block, h, b = place_program(tl.cdiv(M, BLOCK_M), H)
     first = block * BLOCK_M

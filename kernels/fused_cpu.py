@@ -1,8 +1,8 @@
 """PyTorch's fused CPU attention on a tile: some queries against some neighbouring keys.
 
-The kernel computes a softmax without ever holding the scores. Three of its habits are mended or
-minded here. A row whose keys are all masked gets lse = 0; it is made -inf. Sizes of zero divide by
-zero inside; callers never pass them. A last stride other than 1 is read as 1; callers pack.
+The kernel computes a softmax without ever holding the scores. Three of its habits need
+care. It gives lse = 0 to a row whose keys are all masked: here that becomes -inf. It divides by
+zero for sizes of 0: callers never pass them. It takes every last stride for 1: callers pack.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def attend_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv of a tile. o and lse are of the whole row, so that tiles add up exactly.
 
-    lse must be finite: a row that sees nothing is given any finite number, its weights being 0.
+    lse must be finite: for a row that sees no key any finite number will do, its weights being 0.
     """
     dq, dk, dv = flash_backward(do, q, k, v, o, lse, 0.0, causal, attn_mask=addend, scale=scale)
     return dq, dk, dv

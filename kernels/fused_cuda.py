@@ -1,8 +1,8 @@
-"""PyTorch's three fused attention kernels for GPUs, behind one pair of functions each.
+"""PyTorch's three fused attention kernels for GPUs, each as one pair of functions.
 
-They compute a softmax without ever holding the scores. What differs between them is mended here:
-the padding of lse, rows that see nothing, arguments for dropout that nothing reads. What they do
-not take is told in lowering/torch_cuda.py; callers ask there first.
+They compute a softmax without ever holding the scores. The functions here hide how the kernels
+differ: the padding of lse, rows that see no key, arguments for dropout that nothing reads. The
+limits of the kernels stand in lowering/torch_cuda.py; callers check them first.
 """
 
 from __future__ import annotations
@@ -18,35 +18,37 @@ INF = float("inf")
 ROWS = 32  # the efficient kernel pads lse to a multiple, and reads the padding backward
 aten = torch.ops.aten
 Tensor = torch.Tensor
-Pulled = tuple[Tensor, Tensor, Tensor, Tensor | None]
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 @final
 @frozen
 class Kernel:
-    """One of them. Shapes: q, do, o [B,H,M,.], k, v [B,G,N,.], lse [B,H,M], bias [B,H,M,N] or None.
+    """One kernel. Shapes: q, do, o [B,H,M,.], k, v [B,G,N,.], lse [B,H,M], bias [B,H,M,N] or None.
 
     forward: q, k, v, bias, causal, scale -> o, lse: float32, natural logarithm, -inf where a row
-    sees nothing; rows may lie apart. backward: do, q, k, v, o, lse, bias, causal, scale, and
-    whether the gradient of the bias is wanted -> dq, dk, dv and that, or None; lse is the whole
-    row's, finite or -inf.
+    sees no key; rows may lie apart. backward: do, q, k, v, o, lse, bias, causal, scale, and
+    whether the gradient of the bias is wanted -> dq, dk, dv and dbias, or None; lse is that of the
+    whole row, finite or -inf.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
-    backward: Callable[..., Pulled]
+    backward: Callable[..., Gradients]
 
 
 def flash_forward(
     q: Tensor, k: Tensor, v: Tensor, bias: None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    found = aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, causal, scale=scale)
-    return found[0], found[1]
+    """`Kernel.forward` by FlashAttention, which takes no bias."""
+    results = aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, causal, scale=scale)
+    return results[0], results[1]
 
 
 def flash_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
     bias: None, causal: bool, scale: float, wants_bias: bool,
-) -> Pulled:  # fmt: skip
+) -> Gradients:  # fmt: skip
+    """`Kernel.backward` by FlashAttention."""
     seed = torch.empty(2, dtype=torch.uint64, device=q.device)
     dq, dk, dv = aten._scaled_dot_product_flash_attention_backward.default(
         do, q, k, v, o, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal,
@@ -58,19 +60,21 @@ def flash_backward(
 def efficient_forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    found = aten._scaled_dot_product_efficient_attention.default(
+    """`Kernel.forward` by the memory-efficient kernel."""
+    results = aten._scaled_dot_product_efficient_attention.default(
         q, k, v, bias, True, 0.0, causal, scale=scale
     )
-    lse = found[1][:, :, : q.shape[2]]
+    lse = results[1][:, :, : q.shape[2]]
     if bias is not None:  # a row whose keys are all masked gets lse = 0
         lse = lse.masked_fill(bias.amax(-1) == -INF, -INF)
-    return found[0], lse
+    return results[0], lse
 
 
 def efficient_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
     bias: Tensor | None, causal: bool, scale: float, wants_bias: bool,
-) -> Pulled:  # fmt: skip
+) -> Gradients:  # fmt: skip
+    """`Kernel.backward` by the memory-efficient kernel."""
     seed = torch.empty((), dtype=torch.int64, device=q.device)
     dq, dk, dv, dbias = aten._scaled_dot_product_efficient_attention_backward.default(
         do, q, k, v, bias, o, pad_lse(lse), seed, seed, 0.0, [True, True, True, wants_bias],
@@ -91,16 +95,18 @@ def pad_lse(lse: Tensor) -> Tensor:
 def cudnn_forward(
     q: Tensor, k: Tensor, v: Tensor, bias: None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    found = aten._scaled_dot_product_cudnn_attention.default(
+    """`Kernel.forward` by cuDNN through PyTorch, which takes no bias."""
+    results = aten._scaled_dot_product_cudnn_attention.default(
         q, k, v, None, True, 0.0, causal, scale=scale
     )
-    return found[0], found[1].view(q.shape[:3])
+    return results[0], results[1].view(q.shape[:3])
 
 
 def cudnn_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
     bias: None, causal: bool, scale: float, wants_bias: bool,
-) -> Pulled:  # fmt: skip
+) -> Gradients:  # fmt: skip
+    """`Kernel.backward` by cuDNN through PyTorch."""
     seed = torch.empty((), dtype=torch.int64, device=q.device)
     lse = lse.contiguous()
     dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward.default(
@@ -112,10 +118,10 @@ def cudnn_backward(
 
 @cache
 def has_column() -> bool:
-    """Whether this PyTorch's cuDNN attention has lse [B,H,M,1], as its shape function tells."""
+    """Whether this PyTorch's cuDNN attention has lse [B,H,M,1], by its shape function."""
     x: Any = torch.empty(1, 1, 8, 8, dtype=torch.float16, device="meta")  # Any: of torch.ops
-    found = aten._scaled_dot_product_cudnn_attention.default(x, x, x, None, True)
-    return bool(found[1].ndim == 4)
+    results = aten._scaled_dot_product_cudnn_attention.default(x, x, x, None, True)
+    return bool(results[1].ndim == 4)
 
 
 FLASH = Kernel(flash_forward, flash_backward)

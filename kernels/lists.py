@@ -1,4 +1,4 @@
-"""Lists of the tiles that a mask leaves, made on the device where data decides."""
+"""Lists the tiles that a mask leaves, on the device, where data decide."""
 
 import triton
 import triton.language as tl
@@ -18,7 +18,10 @@ def extremes(
     BLOCK_I: tl.constexpr,
     BLOCK_J: tl.constexpr,
 ):
-    """One program: the least and the most of a block of x [B,H,rows,columns]; int64, C order."""
+    """One program: the least and the greatest element of a block of x [B,H,rows,columns].
+
+    Both are int64, in C order by batch entry, head and block.
+    """
     blocks_i, blocks_j = tl.cdiv(rows, BLOCK_I), tl.cdiv(columns, BLOCK_J)
     pid = tl.program_id(0)
     x, y = pid // blocks_j % blocks_i, pid % blocks_j
@@ -27,12 +30,12 @@ def extremes(
     j = (y * BLOCK_J + tl.arange(0, BLOCK_J))[None, :]
     inside = (i < rows) & (j < columns)
     at = head_ptr(x_ptr, strides, each // H, each % H)
-    found = tl.load(
+    value = tl.load(
         at + i.to(tl.int64) * strides[2] + j.to(tl.int64) * strides[3], mask=inside, other=0
     )
-    found = found.to(tl.int64)
-    least = tl.where(inside, found, 0x7FFFFFFFFFFFFFFF)
-    most = tl.where(inside, found, -0x7FFFFFFFFFFFFFFF)
+    value = value.to(tl.int64)
+    least = tl.where(inside, value, 0x7FFFFFFFFFFFFFFF)
+    most = tl.where(inside, value, -0x7FFFFFFFFFFFFFFF)
     tl.store(least_ptr + pid, tl.min(tl.min(least, 1), 0))
     tl.store(most_ptr + pid, tl.max(tl.max(most, 1), 0))
 
@@ -46,7 +49,7 @@ def list_tiles(
     """One program: the tiles of one block of queries, or, BY_KEYS, of one block of keys.
 
     A list is the number of full tiles, the number of mixed ones, then the tiles, full ones first.
-    TILES: a power of two, and no less than there are tiles.
+    TILES: a power of two, at least the number of tiles.
     """
     rows, columns = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     block, h, b = place_program(columns if BY_KEYS else rows, H)
@@ -59,7 +62,7 @@ def list_tiles(
     full, some = CLASSIFY(b, h, i0, i1, j0, j1, x, y, data, numbers)
     whole = i0 + BLOCK_M <= M if BY_KEYS else j0 + BLOCK_N <= N
     inside = t < count
-    some = (some & inside) != 0  # of all tiles, should it be one truth for all so far
+    some = (some & inside) != 0  # a vector, even if CLASSIFY gives one scalar
     full = (full & some & whole) != 0
     mixed = some & (full == 0)
     ones, others = full.to(tl.int32), mixed.to(tl.int32)

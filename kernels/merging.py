@@ -1,4 +1,4 @@
-"""Joining softmaxes over disjoint sets of keys, exactly, by their lse."""
+"""Joins softmaxes over disjoint sets of keys, exactly, by their lse."""
 
 from __future__ import annotations
 

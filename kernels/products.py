@@ -1,6 +1,6 @@
-"""Attention on a tile by matrix products, the scores held: what no fused kernel can do.
+"""Attention on a tile by matrix products with its scores in memory, for what no fused kernel takes.
 
-Scores, weights and their gradients live in buffers that the caller brings. Batch entries and
+Scores, weights and their gradients lie in buffers that the caller passes. Batch entries and
 key/value heads are one axis n here, and the r query heads that share a key/value head lie beside
 the queries in L = r * rows: so each product is one batched matrix product without repeating keys.
 """

@@ -17,7 +17,7 @@ WIDTHS = (16, 32, 64, 128, 256)
 class Tiling:
     """BLOCK_M queries by BLOCK_N keys at a time, on `warps` warps, `stages` tiles in flight.
 
-    apart: dk and dv by a launch each, since the registers don't hold both sums.
+    apart: one launch for dk and one for dv, where the registers cannot hold both sums.
     """
 
     block_m: int
@@ -28,13 +28,16 @@ class Tiling:
 
     @property
     def options(self) -> tuple[int, int]:
+        """warps and stages."""
         return self.warps, self.stages
 
 
 def tiling(sm: int, itemsize: int, width: int, pass_: Pass, modified: bool) -> Tiling:
-    """The tiling for a GPU; sm 0 is Triton's interpreter, which is the slower the more tiles.
+    """The tiling of a kernel.
 
-    width: the larger of the padded head sizes. modified: whether modifiers change the scores.
+    sm: compute capability, 90 for 9.0; 0 is Triton's interpreter, which is faster with few tiles.
+    itemsize: bytes of an element. width: the larger of the padded head sizes. modified: whether
+    modifiers change the scores.
     """
     if sm == 0:
         return INTERPRETED
@@ -43,13 +46,13 @@ def tiling(sm: int, itemsize: int, width: int, pass_: Pass, modified: bool) -> T
 
 
 def padded_head_size(size: int) -> int:
-    """A head size as kernels hold it: a power of two, 16 at least, which matrix units ask for."""
+    """A head size as kernels hold it: a power of two, and at least 16, as matrix units need."""
     return max(16, 1 << (size - 1).bit_length())
 
 
 LEAST = 16  # queries or keys that matrix units take at a time
 
-# Other tilings than the table's, for those who measure: what becomes of each of a plan's.
+# Other tilings than the table's, for tuning: how each changes the tilings of a plan.
 VARIANTS: dict[str, Callable[[Tiling], Tiling]] = {
     "half the queries": lambda t: evolve(t, block_m=max(LEAST, t.block_m // 2)),
     "half the keys": lambda t: evolve(t, block_n=max(LEAST, t.block_n // 2)),
@@ -60,8 +63,8 @@ VARIANTS: dict[str, Callable[[Tiling], Tiling]] = {
     "a stage more": lambda t: evolve(t, stages=t.stages + 1),
 }
 INTERPRETED = Tiling(32, 32, 4, 1)
-DELTA = Tiling(64, 0, 4, 1)  # reads rows once, and no keys
-LISTS = Tiling(0, 0, 4, 1)  # the kernels that make lists, of whatever tiles
+DELTA = Tiling(64, 0, 4, 1)  # reads each row once, and no keys
+LISTS = Tiling(0, 0, 4, 1)  # for the kernels that make lists, which have no tiles of their own
 
 # (compute capability, bytes of an element, pass): width: tiles without and with modifiers. Each is
 # the largest of those tried that spills nothing, in any variant of docs/reports/kernels.md; under

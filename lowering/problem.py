@@ -23,8 +23,8 @@ from attn_graph.spec import (
 )
 
 T = TypeVar("T")
-ALIGNED = 16  # bytes, which kernels load at a time
-MOST_BLOCKS = 64  # of queries, for which a mask is asked whether they all see a key
+ALIGNED = 16  # bytes: the width of a kernel's loads
+MOST_BLOCKS = 64  # of queries, in which `sees_everywhere` looks for one that sees no key
 
 
 @final
@@ -38,45 +38,54 @@ class Problem:
 
     @classmethod
     def of(cls, op: Attention | AttentionGrad, specs: Sequence[TensorSpec]) -> Problem:
+        """specs: those of the operands, in their order."""
         if isinstance(op, AttentionGrad):
             return cls(op.attention, tuple(specs), op)
         return cls(op, tuple(specs))
 
     @property
     def B(self) -> int:
+        """Batch entries."""
         return self.specs[0].shape[0]
 
     @property
     def H(self) -> int:
+        """Query heads."""
         return self.specs[0].shape[1]
 
     @property
     def G(self) -> int:
+        """Key/value heads; H is a multiple of G."""
         return self.specs[1].shape[1]
 
     @property
     def M(self) -> int:
+        """Queries."""
         return self.specs[0].shape[2]
 
     @property
     def N(self) -> int:
+        """Keys."""
         return self.specs[1].shape[2]
 
     @property
     def D(self) -> int:
+        """The head size of q and k."""
         return self.specs[0].shape[3]
 
     @property
     def E(self) -> int:
+        """The head size of v."""
         return self.specs[2].shape[3]
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of q, k and v."""
         return self.specs[0].dtype
 
     @property
     def wide(self) -> torch.dtype:
-        """What is computed in: the dtype of scores and statistics."""
+        """The dtype of scores and statistics, in which kernels accumulate."""
         return accumulator(self.dtype)
 
     @property
@@ -86,8 +95,8 @@ class Problem:
 
     @property
     def low_scale(self) -> str:
-        """The scale, in words, if it is not above 0 or so small that the dtype of scores has no
-        normal number for it, which kernels may take for 0; "" if it is larger."""
+        """The scale as text if it is 0 or less, or below the least normal number of the dtype of
+        scores, which kernels may take for 0; "" for any larger scale."""
         scale = self.node.scale
         if scale >= torch.finfo(self.wide).tiny:
             return ""
@@ -95,7 +104,7 @@ class Problem:
 
     @property
     def has_blind_rows(self) -> bool:
-        """Whether a query may see no key, for all that is known before a call: then lse is -inf."""
+        """Whether a query may see no key, as far as is known before a call. Its lse is -inf."""
         return any(m.hides for m in self.node.modifiers) or self.mask_has_blind_rows
 
     @property
@@ -111,9 +120,9 @@ class Problem:
 
 
 def sees_everywhere(mask: Mask, problem: Problem) -> bool:
-    """Whether the mask surely leaves every query a key; false where that takes long to find out.
+    """Whether the mask surely leaves every query a key; false also if finding out takes long.
 
-    Of a strip that no tensor moves, the first and the last query tell of all between them.
+    For a strip without tensors it is enough to look at the first and the last query.
     """
     B, H, M, N = range(problem.B), range(problem.H), problem.M, problem.N
     rows = [range(M)]
@@ -150,18 +159,12 @@ def operand_specs(graph: Graph, eqn: Eqn) -> list[TensorSpec]:
 
 def sole(graph: Graph) -> Problem | None:
     """The problem of a graph that is one attention, or one attention's gradient, and no more."""
-    found = problems_in(graph)
-    return found[0] if len(found) == len(graph.eqns) == 1 else None
-
-
-def other_equations(graph: Graph) -> str:
-    """Why a backend of single attentions refuses a graph for which `sole` finds none."""
-    ops = ", ".join(type(eqn.op).__name__ for eqn in graph.eqns)
-    return f"takes one attention, and the graph has {len(graph.eqns)} equations: {ops}"
+    problems = problems_in(graph)
+    return problems[0] if len(problems) == len(graph.eqns) == 1 else None
 
 
 def select_outputs(graph: Graph, results: Sequence[T]) -> list[T]:
-    """What a graph of one equation returns, in its order, of what that equation gives."""
+    """The outputs of a graph of one equation, in order, from the results of that equation."""
     return [results[i - len(graph.inputs)] for i in graph.outputs]
 
 
@@ -171,12 +174,12 @@ def returns_lse(graph: Graph) -> bool:
 
 
 def is_misaligned(spec: TensorSpec) -> bool:
-    """Whether some row, head or batch entry begins off a multiple of 16 bytes."""
+    """Whether some row, head or batch entry does not begin at a multiple of 16 bytes."""
     return any(s * spec.dtype.itemsize % ALIGNED for s in spec.strides[:-1])
 
 
 def flash_order(q: TensorSpec) -> tuple[int, ...]:
-    """How PyTorch's fused CPU kernel lays out o: in q's memory order if q is dense, else bshd."""
+    """The memory order of o from PyTorch's fused CPU kernel: q's if q is dense, else bshd."""
     order = memory_order(q)
     dense = normalise_strides(q.shape, dense_strides(q.shape, order)) == q.strides
     return order if dense else (0, 2, 1, 3)
@@ -185,9 +188,9 @@ def flash_order(q: TensorSpec) -> tuple[int, ...]:
 def is_readable(x: TensorSpec, *, like: bool = False) -> bool:
     """Whether the fused CPU kernel reads x [B,H,L,D] where it lies.
 
-    Each row of D elements lies together and no two rows overlap, or BLAS refuses them. Batch
-    entries and heads may be one and the same (stride 0), but not in q, which the kernel lays out o
-    like: then it can lay o out with another axis than the last innermost, and writes astray.
+    BLAS needs contiguous, non-overlapping rows of D elements. Batch entries and heads may be
+    broadcast (stride 0), except in q (`like`): the kernel gives o the layout of q, and with a
+    stride of 0 it may put another axis than the last innermost and write to wrong places.
     """
     *outer, D = x.shape
     strides = [s for n, s in zip(outer, x.strides, strict=False) if n > 1]
@@ -196,21 +199,21 @@ def is_readable(x: TensorSpec, *, like: bool = False) -> bool:
 
 
 def cotangent_bytes(problem: Problem) -> int:
-    """What a copy of do takes, for a kernel that does not read it however it comes."""
+    """Bytes of a copy of do, for a kernel that cannot read every layout; 0 without do."""
     if problem.grad is None or not problem.grad.with_do:
         return 0
     return problem.B * problem.H * problem.M * problem.E * problem.dtype.itemsize
 
 
 def cotangent_note(problem: Problem, cases: str) -> Iterator[str]:
-    """For `explain`: in which cases do is copied; where rows may see nothing, in all."""
+    """For `explain`: in which cases do is copied; always, where rows may see no key."""
     if count := cotangent_bytes(problem):
         where = "with 0 in rows that see nothing" if problem.has_blind_rows else f"where it {cases}"
         yield f"do is copied, {format_bytes(count)}, {where}"
 
 
 def on_boundary(x: torch.Tensor) -> torch.Tensor:
-    """x, or where it begins off 16 bytes a copy with the same strides that does not."""
+    """x, or, if its address is no multiple of 16 bytes, a copy with the same strides."""
     if x.data_ptr() % ALIGNED == 0:
         return x
     reach = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))

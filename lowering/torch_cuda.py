@@ -16,8 +16,7 @@ import torch
 from attrs import Factory, field, frozen
 
 from attn_graph.backend import Backend, Executable, Options
-from attn_graph.errors import PlanMismatchError
-from attn_graph.ir.attention import AttentionGrad
+from attn_graph.errors import PlanMismatchError, Reason
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.modifiers import Bias, Modifier
 from attn_graph.ir.ops import clear_blind_rows
@@ -32,9 +31,18 @@ from attn_graph.lowering.problem import (
     flash_order,
     is_misaligned,
     on_boundary,
-    other_equations,
     select_outputs,
     sole,
+)
+from attn_graph.lowering.reasons import (
+    different_heads,
+    no_elements,
+    no_gpu,
+    other_dtype,
+    other_equations,
+    other_gradients,
+    uneven_heads,
+    wide_heads,
 )
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import KernelName
@@ -49,7 +57,8 @@ WRAPS = 2**32  # elements of a bias: github.com/pytorch/pytorch/issues/187227
 RIGHT = (9, 15, 1)  # github.com/pytorch/pytorch/issues/169849
 HALF = (torch.float16, torch.bfloat16)
 BSHD = (0, 2, 1, 3)
-Reasons = Iterator[str]
+IMPLIED = ("head_widest", "head_multiple")  # limits of cuDNN: those of PyTorch are as strict
+Reasons = Iterator[Reason]
 Tensors = Sequence[torch.Tensor]
 
 
@@ -76,8 +85,9 @@ class Variant:
         yield from dict.fromkeys(self.against(graph, target, options))
 
     def against(self, graph: Graph, target: Target, options: Options) -> Reasons:
+        """Every reason against a graph, some perhaps twice."""
         if target.kind != "cuda":
-            yield f"runs on NVIDIA GPUs, and the target is {target}"
+            yield no_gpu(target)
             return
         yield from place_reasons(self, target, options)
         problem = sole(graph)
@@ -88,10 +98,10 @@ class Variant:
         yield from kernel_size_reasons(self, problem)
         yield from kernel_operand_reasons(problem)
         yield from self.reasons(problem, target, options)
-        if problem.grad is not None:
-            yield from kernel_gradient_reasons(self, problem, problem.grad)
+        yield from other_gradients(problem, ("bias",) if Bias in self.modifiers else ())
 
     def lower(self, graph: Graph, target: Target, options: Options) -> Executable:
+        """One call of the kernel, or of its backward."""
         problem = sole(graph)
         assert problem is not None  # why_not said so
         call = TorchKernelCall(self, problem, graph)
@@ -101,110 +111,118 @@ class Variant:
 
 
 def place_reasons(variant: Variant, target: Target, options: Options) -> Reasons:
+    """Why the kernel does not run on a target."""
     if not LEAST_SM <= target.sm <= MOST_SM:
-        yield f"runs on sm_{LEAST_SM} to sm_{MOST_SM}, and the target has sm_{target.sm}"
+        limit = f"runs on sm_{LEAST_SM} to sm_{MOST_SM}"
+        yield Reason("architecture_range", limit, f"the target has sm_{target.sm}")
     yield from options.switched_off(variant.kernel)
 
 
 def kernel_size_reasons(variant: Variant, problem: Problem) -> Reasons:
+    """The dtypes and sizes that the kernel does not take."""
     p = problem
-    if p.dtype not in variant.dtypes:
-        *most, last = (NAMES[d] for d in variant.dtypes)
-        yield f"computes in {', '.join(most)} and {last}, and the graph is in {NAMES[p.dtype]}"
-    if p.is_empty:
-        sizes = f"B = {p.B}, H = {p.H}, M = {p.M}, N = {p.N}"
-        yield f"needs sizes of at least 1, and {sizes}"
+    yield from other_dtype(p, variant.dtypes)
+    yield from no_elements(p)
     if max(p.B, p.H) > MOST_HEADS:
-        yield f"takes up to {MOST_HEADS} batch entries and heads, and B = {p.B}, H = {p.H}"
-    if variant.widest is not None and max(p.D, p.E) > variant.widest:
-        yield f"takes head sizes up to {variant.widest}, and q has D = {p.D}, v has E = {p.E}"
-    step = ALIGNED // p.dtype.itemsize
-    if p.D % step or p.E % step:
-        yield f"needs head sizes that are multiples of {step}, and q has D = {p.D}, v has E = {p.E}"
+        limit = f"takes up to {MOST_HEADS} batch entries and heads"
+        yield Reason("grid", limit, f"B = {p.B}, H = {p.H}")
+    if variant.widest is not None:
+        yield from wide_heads(p, variant.widest)
+    yield from uneven_heads(p, ALIGNED // p.dtype.itemsize)
     if p.low_scale and p.node.mask is None:
-        yield f"takes maxima before it scales: needs a scale above 0, and it is {p.low_scale}"
+        limit = "takes maxima before it scales: needs a scale above 0"
+        yield Reason("unmasked_scale", limit, f"it is {p.low_scale}")
 
 
 def kernel_operand_reasons(problem: Problem) -> Reasons:
+    """The strides of operands that the kernels do not take."""
     for name, spec in operands_by_name(problem).items():
         if name in ("q", "k", "v", "bias") and not spec.unit_last:
-            yield f"needs stride 1 along the last axis, and {name} is {spec}"
+            limit = "needs stride 1 along the last axis"
+            yield Reason(f"stride.{name}", limit, f"{name} is {spec}")
         elif name in ("q", "k", "v", "bias") and is_misaligned(spec):
-            yield f"reads {ALIGNED} bytes at a time, and rows of {name} {spec} start in between"
+            limit = f"reads {ALIGNED} bytes at a time"
+            yield Reason(f"misaligned.{name}", limit, f"rows of {name} {spec} start in between")
 
 
 def operands_by_name(problem: Problem) -> dict[str, TensorSpec]:
     """The operands that the kernel reads, by name."""
-    own, found = problem.specs, {}
+    own, results = problem.specs, {}
     if problem.grad is not None:
         own, o, _, do, _ = problem.grad.split(problem.specs)
-        found = {"o": o} | ({} if do is None else {"do": do})
-    return dict(zip(problem.node.roles, own, strict=True)) | found
-
-
-def kernel_gradient_reasons(variant: Variant, problem: Problem, grad: AttentionGrad) -> Reasons:
-    for role in (r for r, w in zip(problem.node.roles, grad.wants, strict=True) if w):
-        if role not in ("q", "k", "v") and not (role == "bias" and Bias in variant.modifiers):
-            yield f"has gradients of q, k and v, and that of {role} is wanted"
+        results = {"o": o} | ({} if do is None else {"do": do})
+    return dict(zip(problem.node.roles, own, strict=True)) | results
 
 
 def flash_reasons(problem: Problem, target: Target, options: Options) -> Reasons:
+    """What the flash kernel alone does not take."""
     p, impl = problem, options.switches.flash_impl
     if impl is not None:
-        yield (
-            f"knows the limits of PyTorch's own flash kernel, and {impl!r} is activated in its "
-            "place; torch.nn.attention.restore_flash_attention_impl() takes it back"
-        )
-    if p.D != p.E:
-        yield f"needs one head size, and q has D = {p.D}, v has E = {p.E}"
+        way_out = "torch.nn.attention.restore_flash_attention_impl() takes it back"
+        actual = f"{impl!r} is activated in its place; {way_out}"
+        yield Reason("flash_impl", "knows the limits of PyTorch's own flash kernel", actual)
+    yield from different_heads(p)
     if p.node.mask == TOP_LEFT and p.M != p.N:
-        yield f"aligns a causal mask bottom right: needs M = N for top left, M = {p.M}, N = {p.N}"
+        limit = "aligns a causal mask bottom right: needs M = N for top left"
+        yield Reason("top_left", limit, f"M = {p.M}, N = {p.N}", "{limit}, {actual}")
     if p.grad is not None and options.deterministic:
         yield by_switch_alone("flash")
     narrow = 86 <= target.sm <= 89 or target.sm >= 120
     if p.grad is not None and narrow and 192 < p.D <= 224:
-        yield f"has no gradient for D from 193 to 224 on sm_{target.sm}, and D = {p.D}"
+        limit = f"has no gradient for D from 193 to 224 on sm_{target.sm}"
+        yield Reason("head_gradient", limit, f"D = {p.D}")
 
 
-def by_switch_alone(kernel: str) -> str:
-    return (
-        f"has a deterministic gradient only while torch.use_deterministic_algorithms is on when it "
-        f"runs, process-wide: the {kernel} kernel has no argument for it, and deterministic=True"
+def by_switch_alone(kernel: str) -> Reason:
+    return Reason(
+        "deterministic",
+        "has a deterministic gradient only while torch.use_deterministic_algorithms is on when it "
+        f"runs, process-wide: the {kernel} kernel has no argument for it",
+        "deterministic=True",
     )
 
 
 def efficient_reasons(problem: Problem, target: Target, options: Options) -> Reasons:
+    """What the memory-efficient kernel alone does not take."""
     p = problem
     if p.dtype == torch.float32 and options.precision == "ieee":
-        yield 'computes float32 products on TF32 tensor cores, three each, and precision is "ieee"'
+        limit = "computes float32 products on TF32 tensor cores, three each"
+        yield Reason("tf32", limit, 'precision is "ieee"')
     if p.G != p.H:
-        yield f"needs as many key/value heads as query heads, and G = {p.G}, H = {p.H}"
+        limit = "needs as many key/value heads as query heads"
+        yield Reason("grouped_heads", limit, f"G = {p.G}, H = {p.H}")
     for name, spec in zip("qkv", p.specs, strict=False):
         far = spec.shape[2] * spec.strides[2]
         if far > LONG:
-            yield f"counts within a head up to {LONG} elements, and {name} {spec} needs {far}"
-    bias = operands_by_name(p).get("bias")
-    if bias is not None and bias.dtype != p.dtype:
-        yield f"adds a bias of dtype {NAMES[p.dtype]}, and it is {NAMES[bias.dtype]}"
-    if bias is not None and bias.shape[3] != p.N:
-        yield f"needs a bias for every key, N = {p.N}, and it is {bias}"
-    if bias is not None and (far := bias.shape[2] * bias.strides[2]) > WRAPS:
-        yield (
-            f"reads wrong rows of a bias beyond {WRAPS} elements of a head (pytorch#187227), and "
-            f"{bias} needs {far}"
-        )
+            limit = f"counts within a head up to {LONG} elements"
+            yield Reason(f"head_offsets.{name}", limit, f"{name} {spec} needs {far}")
     if p.grad is not None and options.deterministic:
         yield by_switch_alone("efficient")
-    if p.grad is not None and bias is not None and any(p.grad.wants[3:]):
-        yield from bias_gradient_reasons(p, p.grad, bias)
+    bias = operands_by_name(p).get("bias")
+    if bias is not None:
+        yield from bias_reasons(p, bias)
 
 
-def bias_gradient_reasons(problem: Problem, grad: AttentionGrad, bias: TensorSpec) -> Reasons:
-    whole = (problem.B, problem.H, problem.M, problem.N)
+def bias_reasons(problem: Problem, bias: TensorSpec) -> Reasons:
+    """What is against a bias of the efficient kernel, and against its gradient."""
+    p = problem
+    if bias.dtype != p.dtype:
+        limit = f"adds a bias of dtype {NAMES[p.dtype]}"
+        yield Reason("bias_dtype", limit, f"it is {NAMES[bias.dtype]}")
+    if bias.shape[3] != p.N:
+        yield Reason("bias_keys", f"needs a bias for every key, N = {p.N}", f"it is {bias}")
+    if (far := bias.shape[2] * bias.strides[2]) > WRAPS:
+        limit = f"reads wrong rows of a bias beyond {WRAPS} elements of a head (pytorch#187227)"
+        yield Reason("bias_rows", limit, f"{bias} needs {far}")
+    if p.grad is None or not any(p.grad.wants[3:]):
+        return
+    whole = (p.B, p.H, p.M, p.N)
     if bias.shape != whole:
-        yield f"has the gradient of a bias of shape {list(whole)}, and it is {bias}"
-    if grad.with_dlse:
-        yield "has no gradient of a bias through lse, and the graph has"
+        limit = f"has the gradient of a bias of shape {list(whole)}"
+        yield Reason("bias_gradient_shape", limit, f"it is {bias}")
+    if p.grad.with_dlse:
+        limit = "has no gradient of a bias through lse"
+        yield Reason("bias_gradient_lse", limit, "the graph has")
 
 
 def cudnn_reasons(problem: Problem, target: Target, options: Options) -> Reasons:
@@ -215,21 +233,23 @@ def cudnn_reasons(problem: Problem, target: Target, options: Options) -> Reasons
 
     p = problem
     if target.kind == "cuda" and p.node.modifiers == ():
-        found = versions(target)[0] or ASSUMED[0]
+        loaded = versions(target)[0] or ASSUMED[0]
         own = ASSUMED[1]  # PyTorch has a frontend of its own inside
-        yield from reasons(Case(p, target.sm, found, own, False))
-        if found < RIGHT and (p.M % 128 or p.N % 128):
-            told = ".".join(map(str, found))
-            yield f"is right for lengths off 128 from cuDNN 9.15.1 on: {told}, M = {p.M}, N = {p.N}"
+        against = reasons(Case(p, target.sm, loaded, own, False))
+        yield from (reason for reason in against if reason.key not in IMPLIED)
+        if loaded < RIGHT and (p.M % 128 or p.N % 128):
+            limit = "is right for lengths off 128 from cuDNN 9.15.1 on"
+            actual = f"{'.'.join(map(str, loaded))}, M = {p.M}, N = {p.N}"
+            yield Reason("off_128", limit, actual, "{limit}: {actual}")
     if options.deterministic:
-        yield "is not deterministic, as PyTorch calls it itself, and deterministic=True"
+        limit = "is not deterministic, as PyTorch calls it itself"
+        yield Reason("deterministic", limit, "deterministic=True")
     if p.G != p.H:  # github.com/pytorch/pytorch/issues/193893
-        yield (
-            f"is not given grouped heads, which it was seen to get wrong (pytorch#193893): needs "
-            f"G = H, and G = {p.G}, H = {p.H}"
-        )
+        limit = "is not given grouped heads, which it was seen to get wrong (pytorch#193893): needs"
+        yield Reason("grouped_heads", f"{limit} G = H", f"G = {p.G}, H = {p.H}")
     if 1 in (p.M, p.N):  # N: sdp_utils.cpp; M: github.com/pytorch/pytorch/issues/138529
-        yield f"needs two queries and two keys at least, and M = {p.M}, N = {p.N}"
+        limit = "needs two queries and two keys at least"
+        yield Reason("single_position", limit, f"M = {p.M}, N = {p.N}")
 
 
 @final
@@ -248,6 +268,7 @@ class TorchKernelCall:
     )
 
     def operands(self, tensors: Tensors) -> Tensors:
+        """The equation's operands among a call's tensors."""
         return [tensors[i] for i in self.graph.eqns[0].args]
 
     def fixed(self, given: Mapping[str, torch.Tensor]) -> dict[str, Any]:  # Any: of three types
@@ -257,6 +278,7 @@ class TorchKernelCall:
         return {"bias": whole, "causal": p.node.mask is not None, "scale": p.node.scale}
 
     def forward(self, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
+        """The outputs of the forward kernel, and o and lse, which the backward needs."""
         p, base = self.problem, len(self.graph.inputs)
         given = dict(zip(p.node.roles, map(tidy_strides, self.operands(tensors)), strict=True))
         check_aligned(given)
@@ -267,6 +289,7 @@ class TorchKernelCall:
         return [o if i == base else lse.contiguous() for i in self.graph.outputs], both
 
     def backward(self, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
+        """The gradients of the backward kernel, in the order of the outputs."""
         node, grad, call = self.problem.node, self.problem.grad, self.variant.call
         assert grad is not None
         own, o, lse, do, dlse = grad.split([tidy_strides(x) for x in self.operands(tensors)])
@@ -279,15 +302,15 @@ class TorchKernelCall:
         o, do = on_boundary(o), on_boundary(do)
         q, k, v = own[:3]
         fixed = self.fixed(given)
-        found = call.backward(do, q, k, v, o, lse, wants_bias=any(grad.wants[3:]), **fixed)
+        gradients = call.backward(do, q, k, v, o, lse, wants_bias=any(grad.wants[3:]), **fixed)
         if dlse is not None:
             attend = partial(call.forward, **fixed)
             pull = partial(call.backward, wants_bias=False, **fixed)
             dq, dk = through_lse(attend, pull, q, k, lse, dlse, node.scale)
-            found[0].add_(dq)
-            found[1].add_(dk)
-        made = [g for g, w in zip(found, grad.wants, strict=False) if w and g is not None]
-        return select_outputs(self.graph, made), ()
+            gradients[0].add_(dq)
+            gradients[1].add_(dk)
+        wanted = [g for g, w in zip(gradients, grad.wants, strict=False) if w and g is not None]
+        return select_outputs(self.graph, wanted), ()
 
     @property
     def output(self) -> TensorSpec:
@@ -309,6 +332,7 @@ class TorchKernelCall:
         }
 
     def notes(self) -> Iterator[str]:
+        """How it runs, for `explain`."""
         yield f"one call of PyTorch's {self.variant.kernel} kernel"
         if self.problem.grad is not None and self.problem.grad.with_dlse:
             yield "the gradient through lse by one more call of each pass, with k in place of v"

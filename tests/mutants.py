@@ -38,6 +38,7 @@ ENVIRONMENT = {  # of all processes
 }
 RAN = 100  # what exit codes of pytest begin from: 1 is also that of a process that fails by itself
 Tests = tuple[str, ...]  # by pytest's node ids
+LOG = "pytest.log"  # in a copy
 # broken: no test ran, or not to its end, so that nothing is known.
 Outcome = Literal["caught", "survived", "explained", "broken"]
 
@@ -95,36 +96,31 @@ def put_in(fault: Fault, root: Path) -> Iterator[None]:
         path.write_bytes(before)
 
 
-def run_pytest(tests: Sequence[str], interpreted: bool, root: Path) -> NoReturn:
-    """Run tests in a copy, silently, and exit as pytest does."""
-    silence = os.open(os.devnull, os.O_WRONLY)
+def run_pytest(tests: Sequence[str], interpreted: bool, root: Path, log: Path) -> NoReturn:
+    """Run tests in a copy, what they print going to a file, and exit as pytest does."""
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
-        os.dup2(silence, stream)
+        os.dup2(output, stream)
     os.chdir(root)
     sys.path.insert(0, str(root))
     os.environ |= {"PYTHONPATH": str(root), "TRITON_INTERPRET": str(int(interpreted))}
-    sys.exit(
-        RAN
-        + pytest.main(
-            [
-                "-x",
-                "-q",
-                "-n0",
-                "-m",
-                "not gpu",
-                "-W",
-                "ignore::pytest.PytestAssertRewriteWarning",
-                *tests,
-            ]
-        )
-    )
+    options = [
+        "-x",
+        "-q",
+        "-n0",
+        "-m",
+        "not gpu",
+        "-W",
+        "ignore::pytest.PytestAssertRewriteWarning",
+    ]
+    sys.exit(RAN + pytest.main([*options, *tests]))
 
 
 def run_tests(
     tests: Sequence[str], interpreted: bool, root: Path, seconds: float | None = None
 ) -> int | None:
     """pytest's exit code from RAN on, or below 0 where it crashes; None where it takes longer."""
-    process = PROCESSES.Process(target=run_pytest, args=(tests, interpreted, root))
+    process = PROCESSES.Process(target=run_pytest, args=(tests, interpreted, root, root / LOG))
     process.start()
     process.join(seconds)
     if process.is_alive():
@@ -140,18 +136,16 @@ def check_without_faults(faults: Sequence[Fault], root: Path) -> None:
         some = [fault for fault in faults if fault.interpreted == interpreted]
         tests = sorted({test for fault in some for test in fault.tests})
         if tests and run_tests(tests, interpreted, root) != RAN:
-            env = "TRITON_INTERPRET=1 " if interpreted else ""
-            raise RuntimeError(f"without any fault fails: {env}pytest {' '.join(tests)}")
+            log = (root / LOG).read_text(encoding="utf-8", errors="replace")
+            raise RuntimeError(f"the tests fail without any fault:\n{log}")
 
 
 def outcome_of(fault: Fault, root: Path) -> Outcome:
     with put_in(fault, root):
         code = run_tests(fault.tests, fault.interpreted, root, SECONDS)
-    if code is None or (code not in (RAN, RAN + 1) and code >= 0):
-        return "broken"
-    if code != RAN:
-        return "caught"
-    return "explained" if fault.survives else "survived"
+    if code == RAN:
+        return "explained" if fault.survives else "survived"
+    return "caught" if code is not None and (code < 0 or code == RAN + 1) else "broken"
 
 
 def run_all(faults: Sequence[Fault], jobs: int) -> list[tuple[Fault, Outcome]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.support.sources import HOMES, ROOT
 
-MEDIAN, P90, LONGEST, LONGEST_KERNEL = 6, 25, 60, 120  # lines of a function
+MEDIAN, P90, LONGEST, LONGEST_KERNEL = 4, 15, 50, 120  # lines of a function
 LONGEST_FILE = 500
 FOLDERS = (*HOMES.values(), ROOT / "examples")
 TREES = {

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import attn_graph as ag
-from tests.support.sources import ROOT, loaded
+from tests.support.sources import ROOT, load_file
 
-WRITER = loaded(ROOT / "docs" / "generate" / "__main__.py")
+WRITER = load_file(ROOT / "docs" / "generate" / "__main__.py")
 BLOCK = re.compile(r"```python\n(.*?)```\n(?:```text\n(.*?)```)?", re.DOTALL)
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RUN = [page for page in PAGES if "```python\n" in page.read_text(encoding="utf-8")]

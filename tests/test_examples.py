@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import attn_graph as ag
-from tests.support.sources import ROOT, loaded
+from tests.support.sources import ROOT, load_file
 
 HERE = ROOT / "examples"
 SHORT = ("hello", "explain", "own_mask", "own_backend")
@@ -16,7 +16,7 @@ MOST_LINES = 60  # one idea: more would be two
 
 def example(name: str) -> ModuleType:
     """The example as a module, though the folder is no package."""
-    return loaded(HERE / f"{name}.py")
+    return load_file(HERE / f"{name}.py")
 
 
 def printed(name: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -115,5 +115,6 @@ def test_the_models_agree_while_they_train(
     example("train_gpt").main(steps=3)
     told = capsys.readouterr().out
     assert "validation loss" in told
+    assert told.startswith("step 1 of 3: loss ")  # no terminal, so lines in place of the bar
     assert "plans built after the first step: 0" in told
     assert (tmp_path / "train_gpt.png").read_bytes().startswith(b"\x89PNG")

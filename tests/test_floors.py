@@ -1,12 +1,11 @@
 """Imports point down: a module may import the floors below its own, never one above."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
 from graphlib import TopologicalSorter
-from pathlib import Path
 
-from tests.support.sources import found
+from tests.support.sources import source_files
 
 FLOORS = (  # top first; a name, or `package.*` for the package and all its modules
     ("attn_graph.__main__",),
@@ -24,9 +23,10 @@ FLOORS = (  # top first; a name, or `package.*` for the package and all its modu
     ("attn_graph.masks.*",),
     ("attn_graph.machine.*", "attn_graph.kernels.*"),
     ("attn_graph.spec",),
-    ("attn_graph.printing", "attn_graph.errors"),
+    ("attn_graph.html", "attn_graph.printing", "attn_graph.errors"),
 )
-MODULES = found("*.py")
+MODULES = source_files("*.py")
+MOST_ROOMS = 20
 
 
 def floor(module: str) -> int | None:
@@ -46,13 +46,10 @@ def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
                 yield from statements(getattr(node, inner, []))
 
 
-def imports(path: Path) -> set[str]:
-    """Our modules that `path` imports when it is imported itself.
-
-    What a function imports when it is called is free: printing looks up, optional libraries wait.
-    """
+def imports(nodes: Iterable[ast.AST]) -> set[str]:
+    """Our modules that these statements import."""
     named: set[str] = set()
-    for node in statements(ast.parse(path.read_text(encoding="utf-8")).body):
+    for node in nodes:
         if isinstance(node, ast.Import):
             named |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -61,7 +58,9 @@ def imports(path: Path) -> set[str]:
     return named & MODULES.keys()
 
 
-IMPORTS = {module: imports(path) for module, path in MODULES.items()}
+TREES = {module: ast.parse(path.read_text(encoding="utf-8")) for module, path in MODULES.items()}
+LOADS = {module: imports(statements(tree.body)) for module, tree in TREES.items()}
+IMPORTS = {module: imports(ast.walk(tree)) for module, tree in TREES.items()}  # of functions too
 FLOOR = {module: height for module in MODULES if (height := floor(module)) is not None}
 
 
@@ -81,5 +80,35 @@ def test_imports_point_down() -> None:
 
 
 def test_no_import_goes_in_a_circle() -> None:
-    order = TopologicalSorter(IMPORTS).static_order()  # a CycleError names the circle
+    order = TopologicalSorter(LOADS).static_order()  # a CycleError names the circle
     assert set(order) == MODULES.keys()
+
+
+def room(module: str) -> str:
+    """The package folder that a module lies in; a module at the top is a room by itself.
+
+    So is `lowering.torch_cuda`, a lowering in one file, beside the folders of the others.
+    """
+    path = MODULES[module]
+    folder = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    if module == "attn_graph.__main__":
+        return "attn_graph.cli"
+    alone = folder == "attn_graph" or module == "attn_graph.lowering.torch_cuda"
+    return module if alone else folder
+
+
+def arrows() -> dict[str, set[str]]:
+    """Room -> the other rooms that it imports from, when it is loaded or when it is called."""
+    rooms: dict[str, set[str]] = {room(module): set() for module in MODULES}
+    for module, others in IMPORTS.items():
+        rooms[room(module)] |= {room(other) for other in others} - {room(module)}
+    return rooms
+
+
+def test_the_house_has_few_rooms() -> None:
+    assert len(arrows()) <= MOST_ROOMS, sorted(arrows())
+
+
+def test_no_circle_crosses_a_room() -> None:
+    order = TopologicalSorter(arrows()).static_order()  # a CycleError names the circle
+    assert set(order) == arrows().keys()

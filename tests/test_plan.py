@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import re
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from math import isfinite
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ import torch
 from hypothesis import given
 
 import attn_graph as ag
+from attn_graph.errors import HOMES
 from attn_graph.ir.reference import compare
 from tests.support.strategies import graphs, seeds, tensors_for
 
@@ -235,7 +238,7 @@ def test_no_backend_gives_every_backend_and_every_reason() -> None:
     graph = ag.attention(X, X, X, soft_cap=3.0, mask=ag.Prefix(3))
     with pytest.raises(ag.NoBackendError) as caught:
         ag.compile(graph, target=CPU, backends=("cudnn", "torch_sdpa"))
-    refusals = dict(caught.value.refusals)
+    refusals = {name: tuple(map(str, reasons)) for name, reasons in caught.value.refusals}
     assert refusals["cudnn"] == ("runs on NVIDIA GPUs, and the target is cpu",)
     assert any("SoftCap" in r for r in refusals["torch_sdpa"])
     assert any("Prefix" in r for r in refusals["torch_sdpa"])
@@ -417,3 +420,27 @@ def test_what_is_no_graph_is_told_at_the_door() -> None:
             ask([1])  # type: ignore[arg-type]  # that is the point
     with pytest.raises(ag.GraphError, match=re.escape("wants 'q' is one name: say ('q',)")):
         ag.explain(ag.attention(X, X, X), wants="q")
+
+
+def test_a_call_without_gradient_passes_two_functions_of_ours() -> None:
+    """Plan.__call__ and what the backend lowered to; between them and the kernel lies nothing."""
+    plan = ag.compile(ag.attention(X, X, X, mask=ag.Causal()), target=CPU, backends=("torch_sdpa",))
+    tensors = three()
+    plan(*tensors)  # the first call checks them in full
+    calls: list[str] = []
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(HOMES):
+            calls.append(frame.f_code.co_name)
+
+    sys.setprofile(count)
+    try:
+        plan(*tensors)
+    finally:
+        sys.setprofile(None)
+    assert len(calls) == 2, calls
+
+
+def test_completion_offers_the_public_names_alone() -> None:
+    assert {*dir(ag)} == {*ag.__all__, "__version__"}
+    assert all(getattr(ag, name) is not None for name in dir(ag))

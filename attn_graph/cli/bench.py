@@ -1,4 +1,4 @@
-"""`attn-graph bench`: a graph by every backend of this machine, beside its roofline."""
+"""`attn-graph bench`: times a graph by every backend of this machine, beside its roofline."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from rich.text import Text
 import attn_graph as ag
 from attn_graph.cli.explain import deterministic, names, split_names
 from attn_graph.cli.flags import graph_flags, graph_of
-from attn_graph.cli.measured import Bench, Figure, measure_graph
-from attn_graph.cli.words import (
+from attn_graph.cli.output import (
     CODES,
     INTERRUPTED,
-    answering,
     as_json,
+    as_usage_errors,
     draw_to,
     example,
-    no,
+    exit_no_if,
+    make_table,
     out,
     show_json,
     show_text,
-    table,
 )
+from attn_graph.cli.timings import Bench, Figure, measure_graph
 from attn_graph.errors import format_refusal
 from attn_graph.machine.sizes import format_bytes
 from attn_graph.masks.pictures import draw_bars, draw_roofline
@@ -42,14 +42,14 @@ Plot = Literal["roofline", "bars"]
 
 
 def rate(context: click.Context, option: click.Parameter, value: float | None) -> float | None:
-    """A rate that can be divided by. Raises BadParameter for any other."""
+    """A click callback that reads a rate. Raises BadParameter unless it is above 0 and finite."""
     if value is not None and not 0 < value < math.inf:
         raise click.BadParameter(f"{value} is no rate: it must be above 0 and finite")
     return value
 
 
 def check_memory(graph: ag.Graph) -> None:
-    """Raises UsageError where the inputs alone are more than the machine holds."""
+    """Raise UsageError where the inputs alone need more memory than the machine has."""
     need = sum(i.spec.type.bytes for i in graph.inputs)
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if need > there:
@@ -74,13 +74,13 @@ def check_memory(graph: ag.Graph) -> None:
     help="About how long to measure, all runs together, warm-up not counted.",
 )  # fmt: skip
 @click.option(
-    "--peak", type=float, callback=rate, help="flop/s of this machine, where it does not tell them."
+    "--peak", type=float, callback=rate, help="flop/s of this machine, where they are not known."
 )
 @click.option(
     "--bandwidth",
     type=float,
     callback=rate,
-    help="bytes/s of its memory, where it does not tell them.",
+    help="bytes/s of its memory, where they are not known.",
 )
 @out
 @click.option(
@@ -88,7 +88,7 @@ def check_memory(graph: ag.Graph) -> None:
     help="What to draw; by default the roofline, and bars where the machine's rates are unknown.",
 )  # fmt: skip
 @as_json
-@answering
+@as_usage_errors
 def bench(
     file: TextIO | None,
     backends: str | None,
@@ -118,9 +118,11 @@ def bench(
     rates = with_rates(place, dtype, peak, bandwidth)
     roofline = rates.peak(dtype) and rates.bandwidth
     if out and plot == "roofline" and not roofline:
-        raise click.UsageError(f"{place} tells no rates: --peak and --bandwidth do, or --plot bars")
+        raise click.UsageError(
+            f"the rates of {place} are not known: give --peak and --bandwidth, or --plot bars"
+        )
     with progress() as tell:
-        found = measure_graph(
+        results = measure_graph(
             graph,
             place,
             split_names(backends) or [backend.name for backend in ag.BACKENDS],
@@ -131,31 +133,32 @@ def bench(
             progress=tell,
         )
     if plain:
-        show_json(found.to_dict())
+        show_json(results.to_dict())
     else:
-        show_text(*bench_screen(found), wraps=False)
-    if out and found.figures:
-        draw_to(out, draw_figures(out, found, dtype, bars=plot == "bars" or not roofline))
-    if found.interrupted:
+        show_text(*bench_screen(results), wraps=False)
+    if out and results.figures:
+        draw_to(out, draw_figures(out, results, dtype, bars=plot == "bars" or not roofline))
+    if results.interrupted:
         raise click.exceptions.Exit(INTERRUPTED)
-    no(not found.figures)
+    exit_no_if(not results.figures)
 
 
 def graph_dtype(graph: ag.Graph) -> str:
+    """The dtype of the first input, by name; f32 without inputs."""
     return NAMES[graph.inputs[0].spec.dtype] if graph.inputs else "f32"
 
 
 def with_rates(
     place: ag.Target, dtype: str, peak: float | None, bandwidth: float | None
 ) -> ag.Target:
-    """The machine with the rates that are given, in place of its own."""
+    """The machine with these rates in place of its own; None leaves its own."""
     peaks = ((dtype, peak),) if peak else place.peaks
     return evolve(place, peaks=peaks, bandwidth=bandwidth or place.bandwidth)
 
 
 @contextmanager
 def progress() -> Iterator[Callable[[str], None] | None]:
-    """A line that says what goes on, where somebody looks."""
+    """A context with a function that shows what goes on; None where there is no terminal."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield None
@@ -164,41 +167,47 @@ def progress() -> Iterator[Callable[[str], None] | None]:
         yield status.update
 
 
-def bench_screen(found: Bench) -> Iterator[RenderableType]:
-    yield Text(str(found.graph))
-    yield Text(f"target: {found.target}, {torch.get_num_threads()} threads")
-    if found.figures:
+def bench_screen(results: Bench) -> Iterator[RenderableType]:
+    """What `bench` prints: the graph, a table of figures, refusals."""
+    yield Text(str(results.graph))
+    yield Text(f"target: {results.target}, {torch.get_num_threads()} threads")
+    if results.figures:
         columns = ("backend", "pass", "time", "rate", "of the roofline", "times the fastest")
-        yield table(columns, map(figure_row, found.figures, slower(found)), columns[2:])
-    for each in found.refusals:
+        yield make_table(columns, map(figure_row, results.figures, slower(results)), columns[2:])
+    for each in results.refusals:
         yield Text(format_refusal(f"{each.backend}, {each.pass_}", each.reasons), "yellow")
-    if found.interrupted:
+    if results.interrupted:
         until = (
-            "figures are of the runs until then" if found.figures else "nothing was measured yet"
+            "figures are of the runs until then" if results.figures else "nothing was measured yet"
         )
         yield Text(f"interrupted: {until}", "yellow")
 
 
-def slower(found: Bench) -> Iterator[float]:
+def slower(results: Bench) -> Iterator[float]:
     """How many times the fastest of its pass each figure is."""
-    for each in found.figures:
-        yield each.seconds / min(f.seconds for f in found.figures if f.pass_ == each.pass_)
+    for each in results.figures:
+        yield each.seconds / min(f.seconds for f in results.figures if f.pass_ == each.pass_)
 
 
-def figure_row(found: Figure, times: float) -> tuple[str, ...]:
-    achieved = "not known" if found.achieved is None else f"{100 * found.achieved:.3g} %"
-    took, rate = format_scaled(found.seconds, "s"), format_scaled(found.rate, "flop/s")
-    return found.backend, found.pass_, took, rate, achieved, f"{times:.2f}"
+def figure_row(figure: Figure, times: float) -> tuple[str, ...]:
+    """A row of the table. times: how many times the fastest of its pass it took."""
+    achieved = "not known" if figure.achieved is None else f"{100 * figure.achieved:.3g} %"
+    took, rate = format_scaled(figure.seconds, "s"), format_scaled(figure.rate, "flop/s")
+    return figure.backend, figure.pass_, took, rate, achieved, f"{times:.2f}"
 
 
-def draw_figures(path: Path, found: Bench, dtype: str, *, bars: bool) -> Callable[[], None]:
-    """What draws the figures."""
-    title, peak, bandwidth = str(found.target), found.target.peak(dtype), found.target.bandwidth
+def draw_figures(path: Path, results: Bench, dtype: str, *, bars: bool) -> Callable[[], None]:
+    """A function that draws the figures to a path: a roofline, or bars without known rates."""
+    title, peak, bandwidth = (
+        str(results.target),
+        results.target.peak(dtype),
+        results.target.bandwidth,
+    )
     if bars or peak is None or bandwidth is None:
         rows = [
-            (pass_, {f.backend: 1e3 * f.seconds for f in found.figures if f.pass_ == pass_})
-            for pass_ in dict.fromkeys(f.pass_ for f in found.figures)
+            (pass_, {f.backend: 1e3 * f.seconds for f in results.figures if f.pass_ == pass_})
+            for pass_ in dict.fromkeys(f.pass_ for f in results.figures)
         ]
         return lambda: draw_bars(path, rows, title=title)
-    points = {f"{f.backend} {f.pass_}": (f.work.intensity, f.rate) for f in found.figures}
+    points = {f"{f.backend} {f.pass_}": (f.work.intensity, f.rate) for f in results.figures}
     return lambda: draw_roofline(path, points, peak=peak, bandwidth=bandwidth, title=title)

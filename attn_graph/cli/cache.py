@@ -1,4 +1,4 @@
-"""`attn-graph cache`: what is kept on disk, plan by plan, and what is built to be kept."""
+"""`attn-graph cache`: lists, clears, verifies and builds what is stored on disk."""
 
 from __future__ import annotations
 
@@ -14,12 +14,21 @@ from attrs import asdict, evolve
 
 import attn_graph as ag
 from attn_graph.cli.explain import deterministic
-from attn_graph.cli.words import CODES, answering, as_json, example, no, show_json, show_text, table
+from attn_graph.cli.output import (
+    CODES,
+    as_json,
+    as_usage_errors,
+    example,
+    exit_no_if,
+    make_table,
+    show_json,
+    show_text,
+)
 from attn_graph.machine.gpus import devices
 from attn_graph.machine.sizes import format_bytes
 from attn_graph.machine.store import Entry
 
-LONGEST = 100  # characters of a key that is not known by its kind
+LONGEST = 100  # characters shown of a key of an unknown kind
 UNITS = {"d": 86400, "h": 3600, "min": 60, "s": 1}
 
 folder = click.option(
@@ -29,24 +38,26 @@ folder = click.option(
 
 
 def read_driver(_: click.Context, __: click.Parameter, value: str) -> int:
-    """ "13.0" as 13000."""
-    found = re.fullmatch(r"(\d+)\.(\d)", value)
-    if found is None:
+    """A click callback that reads "13.0" as 13000."""
+    parts = re.fullmatch(r"(\d+)\.(\d)", value)
+    if parts is None:
         raise click.BadParameter(f"{value!r} is no version of CUDA such as 13.0")
-    return int(found[1]) * 1000 + int(found[2]) * 10
+    return int(parts[1]) * 1000 + int(parts[2]) * 10
 
 
 def open_store(folder: Path | None) -> ag.Store:
+    """The store in a folder, or the default one."""
     return ag.default_store() if folder is None else ag.Store(folder)
 
 
 def describe_folder(store: ag.Store) -> str:
-    """The folder, which nobody may have written to."""
+    """The path of the folder, and whether it does not exist yet."""
     missing = "" if store.folder.is_dir() else " (there is no such folder yet)"
     return f"{store.folder}{missing}"
 
 
 def folder_of(store: ag.Store) -> dict[str, Any]:  # Any: JSON
+    """The folder as --json shows it."""
     return {"folder": str(store.folder), "exists": store.folder.is_dir()}
 
 
@@ -88,7 +99,7 @@ def cache() -> None:
 @deterministic
 @click.option("--inference", is_flag=True, help="Nothing is trained: no backward.")
 @as_json
-@answering
+@as_usage_errors
 def build_command(
     file: TextIO,
     target: str,
@@ -118,12 +129,12 @@ def build_command(
         show_json({"folder": str(folder), "graphs": passes, "files": files, "bytes": store.bytes})
     else:
         show_text(
-            f"{count_files(files)}, {format_bytes(store.bytes)}, in {store.folder}", wraps=False
+            f"{files_text(files)}, {format_bytes(store.bytes)}, in {store.folder}", wraps=False
         )
 
 
 def read_graphs(file: TextIO) -> list[ag.Graph]:
-    """The graphs of a file. Raises GraphError for one that is none, UsageError where none is."""
+    """The graphs of a file. Raises GraphError for a wrong one, UsageError where there is none."""
     try:
         texts = [text for text in re.split(r"(?m)^(?=def graph\()", file.read()) if text.strip()]
     except UnicodeDecodeError as error:
@@ -136,7 +147,7 @@ def read_graphs(file: TextIO) -> list[ag.Graph]:
 def prepare(
     graph: ag.Graph, target: ag.Target, store: ag.Store, deterministic: bool, inference: bool
 ) -> Iterator[str]:
-    """Build all that calls will ask for, and tell who runs which pass."""
+    """Build all plans that calls will need; yield which backend runs which pass."""
     plan = ag.compile(graph, target=target, deterministic=deterministic, store=store)
     plan.executable.prepare()
     is_gradient = not plan.has_gradient
@@ -151,16 +162,18 @@ def prepare(
 def list_(folder: Path | None, plain: bool) -> None:
     """Every file: its kind, its size, how long ago it was used, and what it is."""
     store = open_store(folder)
-    found = sorted(store.entries(), key=lambda entry: -entry.used)
+    entries = sorted(store.entries(), key=lambda entry: -entry.used)
     if plain:
-        show_json({**folder_of(store), "entries": [*map(entry_dict, found)]})
+        show_json({**folder_of(store), "entries": [*map(entry_dict, entries)]})
         return
-    if found:
-        show_text(table(("kind", "size", "used", "what"), map(entry_row, found), ("size", "used")))
-    total = format_bytes(sum(entry.bytes for entry in found))
+    if entries:
+        show_text(
+            make_table(("kind", "size", "used", "what"), map(entry_row, entries), ("size", "used"))
+        )
+    total = format_bytes(sum(entry.bytes for entry in entries))
     most = format_bytes(store.most)
     show_text(
-        f"{count_files(len(found))}, {total} of at most {most}, in {describe_folder(store)}",
+        f"{files_text(len(entries))}, {total} of at most {most}, in {describe_folder(store)}",
         wraps=False,
     )
 
@@ -175,7 +188,7 @@ def clear(folder: Path | None, plain: bool) -> None:
     if plain:
         show_json({**folder_of(store), "deleted": deleted})
     else:
-        click.echo(f"{count_files(deleted)} deleted from {place}")
+        click.echo(f"{files_text(deleted)} deleted from {place}")
 
 
 @cache.command(epilog=CODES + "\n\n" + example("attn-graph cache verify || attn-graph cache clear"))
@@ -186,36 +199,40 @@ def verify(folder: Path | None, plain: bool) -> None:
     never used, and are replaced when they are needed.
     """
     store = open_store(folder)
-    found = [*store.entries()]
-    damaged = [entry for entry in found if entry.key is None]
+    entries = [*store.entries()]
+    damaged = [entry for entry in entries if entry.key is None]
     if plain:
-        told = {"files": len(found), "damaged": [*map(entry_dict, damaged)]}
-        show_json({**folder_of(store), **told})
+        counts = {"files": len(entries), "damaged": [*map(entry_dict, damaged)]}
+        show_json({**folder_of(store), **counts})
     else:
         for entry in damaged:
             show_text(f"{entry.path}: {entry.unfit}", wraps=False)
         click.echo(
-            f"{count_files(len(found))} in {describe_folder(store)}, {len(damaged)} of them damaged"
+            f"{files_text(len(entries))} in {describe_folder(store)}, "
+            f"{len(damaged)} of them damaged"
         )
-    no(bool(damaged))
+    exit_no_if(bool(damaged))
 
 
-def count_files(files: int) -> str:
+def files_text(files: int) -> str:
+    """ "1 file", "2 files"."""
     return f"{files} file{'' if files == 1 else 's'}"
 
 
 def entry_row(entry: Entry) -> tuple[str, str, str, str]:
+    """An entry as `list` shows it: kind, size, age, and what it is."""
     kind, what = describe_entry(entry)
     return kind, format_bytes(entry.bytes), format_age(time.time() - entry.used), what
 
 
 def format_age(seconds: float) -> str:
-    """7300 -> "2 h"."""
+    """Seconds in the largest whole unit: 7300 -> "2 h"."""
     unit = next((unit for unit, size in UNITS.items() if seconds >= size), "s")
     return f"{max(0, int(seconds / UNITS[unit]))} {unit}"
 
 
 def entry_dict(entry: Entry) -> dict[str, Any]:  # Any: JSON
+    """An entry as --json shows it."""
     kind, what = describe_entry(entry)
     return {**asdict(entry), "path": str(entry.path), "kind": kind, "what": what}
 
@@ -232,7 +249,7 @@ def describe_entry(entry: Entry) -> tuple[str, str]:
 
 
 def describe_cudnn(rest: str) -> str:
-    """ "sdpa bf16, q [2, 8, 1024, 64], k ..., for sm_90, 132 multiprocessors, cuDNN 9.20.0"."""
+    """A stored plan of cuDNN's as text: its call and the machine that it is for."""
     key = json.loads(rest)
     call = key["call"]
     tensors = [f"{x['argument']} {x['shape']}" for x in call["inputs"][:3]]
@@ -243,7 +260,7 @@ def describe_cudnn(rest: str) -> str:
 
 
 def describe_tune(rest: str) -> str:
-    """ "q f32[1, 2, 64, 16], k ..., v ..., on cpu, 2 threads"."""
+    """Stored figures as text: the graph's inputs and the machine that was measured."""
     key = json.loads(rest)
     inputs = [f"{x.name} {x.spec}" for x in ag.parse(key["graph"]).inputs[:3]]
     return f"{', '.join(inputs)}, on {key['target']}, {key['threads']} threads"

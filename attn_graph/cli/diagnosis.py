@@ -1,4 +1,4 @@
-"""What is on a machine, what runs there, and what is wrong with it: values, told by `doctor`."""
+"""Diagnoses a machine: what it has, what runs there, and what is wrong. `doctor` prints it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires
 from importlib.util import find_spec
 from pathlib import Path
@@ -38,13 +38,13 @@ NEED = re.compile(r"([\w.-]+)\s*(==|>=)\s*([\d.]+)")
 @final
 @frozen
 class Surroundings:
-    """What a diagnosis rests on.
+    """What a diagnosis depends on.
 
-    target: what runs by default; others: GPUs of other kinds beside it. cuda: the CUDA that PyTorch
-    is built for, if any. driver: whether NVIDIA's driver is there. needs: who, and what it needs,
-    such as ("torch", "triton==3.7.1"). lost: libraries that are installed and whose modules are not
-    found. compiler: of C. variables: of the environment, that are set. gpus: by name and memory.
-    threads: that PyTorch uses on the processor, and that the system gives.
+    target: where graphs run by default. others: GPUs of other kinds beside it. cuda: the CUDA that
+    PyTorch is built for, if any. driver: whether NVIDIA's driver is there. needs: a library and a
+    requirement of it, such as ("torch", "triton==3.7.1"). lost: installed libraries without their
+    modules. compiler: of C. variables: those of the environment that are set. gpus: as text.
+    threads: how many PyTorch uses on the CPU, and how many processors the process may use.
     """
 
     target: ag.Target
@@ -65,18 +65,19 @@ class Surroundings:
 
     @classmethod
     def here(cls) -> Surroundings:
+        """Those of this machine and process."""
         target, cpu = ag.Target.here(), ag.Target.of("cpu")
         return cls(
             target,
             cpu,
             platform.python_version(),
             f"{platform.system()} {platform.machine()}",
-            f"{processor()}, {torch.backends.cpu.get_cpu_capability()}",
-            (torch.get_num_threads(), processors()),
-            tuple(gpus()),
+            f"{processor_name()}, {torch.backends.cpu.get_cpu_capability()}",
+            (torch.get_num_threads(), count_processors()),
+            tuple(list_gpus()),
             torch.version.cuda,
             has_driver(),
-            tuple(needs()),
+            tuple(list_needs()),
             tuple(name for name, _ in target.libraries if lacks_module(name)),
             compiler(),
             tuple((name, os.environ[name]) for name in VARIABLES if name in os.environ),
@@ -86,11 +87,11 @@ class Surroundings:
 
     @property
     def targets(self) -> list[ag.Target]:
-        """This machine's own, then all of the table; each with the libraries that work here."""
+        """This machine's targets, then all of gpus.toml; each with the libraries that work here."""
         own = [self.target, *self.others] if self.target.kind == "cuda" else []
-        found = [*own, self.cpu, *map(ag.Target.of, devices())]
+        targets = [*own, self.cpu, *map(ag.Target.of, devices())]
         works = tuple(x for x in self.cpu.libraries if x[0] not in self.lost)
-        return [evolve(target, libraries=works) for target in found]
+        return [evolve(target, libraries=works) for target in targets]
 
 
 def other_gpus(target: ag.Target) -> Iterator[ag.Target]:
@@ -100,57 +101,69 @@ def other_gpus(target: ag.Target) -> Iterator[ag.Target]:
             yield kind
 
 
-def processors() -> int:
+def count_processors() -> int:
     """How many logical processors this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
-def processor() -> str:
-    """The CPU's name, as Linux tells it."""
+def processor_name() -> str:
+    """The CPU's name, by Linux or by Python."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor() or "unknown")
 
 
-def gpus() -> Iterator[str]:
+def list_gpus() -> Iterator[str]:
+    """Each GPU's name, compute capability and memory, as text."""
     for n in range(torch.cuda.device_count()):
-        found = torch.cuda.get_device_properties(n)
-        yield f"{found.name} (sm_{found.major}{found.minor}), {found.total_memory / 2**30:.4g} GiB"
+        gpu = torch.cuda.get_device_properties(n)
+        yield f"{gpu.name} (sm_{gpu.major}{gpu.minor}), {gpu.total_memory / 2**30:.4g} GiB"
 
 
-def needs() -> Iterator[tuple[str, str]]:
-    """What PyTorch and this library ask of the libraries that backends use."""
+def list_needs() -> Iterator[tuple[str, str]]:
+    """The requirements of PyTorch and of this library that name libraries of backends."""
     for who in ("torch", "attn-graph"):
         try:
-            asked = requires(who) or []
+            texts = requires(who) or []
         except PackageNotFoundError:  # run from a checkout
             continue
-        for text in asked:
+        for text in texts:
             need = NEED.match(text)
             if need and need[1] in LIBRARIES:
                 yield who, need[0]
 
 
 def lacks_module(library: str) -> bool:
-    """Whether a library that is installed has no module."""
+    """Whether the module of an installed library is missing."""
     return library in MODULES and find_spec(MODULES[library]) is None
 
 
 @final
 @frozen
 class Verdict:
-    """Whether a backend takes a plain attention on a target, both passes; if not, every reason."""
+    """Whether a backend takes a plain attention on a target, both passes; if not, every reason.
+
+    keys: of the reasons.
+    """
 
     backend: str
     target: str
     reasons: tuple[str, ...]
+    keys: tuple[str, ...]
+
+    @classmethod
+    def of(cls, backend: Backend, target: ag.Target, switches: Switches) -> Verdict:
+        """A backend's verdict on the plainest graph there is."""
+        reasons = reasons_on_target(backend, target, switches)
+        texts, keys = tuple(map(str, reasons)), tuple(reason.key for reason in reasons)
+        return cls(backend.name, target.name, texts, keys)
 
 
 @final
 @frozen
 class StoreState:
-    """The store: where, how many files of how many bytes in all, and how many are damaged."""
+    """The store: its folder, its files, their bytes in all, and how many files are damaged."""
 
     folder: str
     files: int
@@ -161,7 +174,7 @@ class StoreState:
 @final
 @frozen
 class Diagnosis:
-    """What `doctor` tells. problems: what is broken, with what helps; notes: what to know."""
+    """What `doctor` prints. problems: what is broken, and what helps; notes: what to know."""
 
     machine: Surroundings
     verdicts: tuple[Verdict, ...]
@@ -179,21 +192,22 @@ class Diagnosis:
             "libraries": dict(self.machine.cpu.libraries),
             "variables": dict(self.machine.variables),
         }
-        told = asdict(self, filter=lambda attribute, _: attribute.name != "machine")
-        return {"attn_graph": ag.__version__, "machine": machine, **told}
+        others = asdict(self, filter=lambda attribute, _: attribute.name != "machine")
+        return {"attn_graph": ag.__version__, "machine": machine, **others}
 
 
 def diagnose(machine: Surroundings, store: ag.Store) -> Diagnosis:
+    """Ask every backend for its reasons on every target, and look for what is broken."""
     entries = [*store.entries()]
     damaged = sum(entry.key is None for entry in entries)
-    kept = StoreState(str(store.folder), len(entries), sum(e.bytes for e in entries), damaged)
-    found = [
-        Verdict(backend.name, target.name, tuple(target_reasons(backend, target, machine.switches)))
+    state = StoreState(str(store.folder), len(entries), sum(e.bytes for e in entries), damaged)
+    verdicts = [
+        Verdict.of(backend, target, machine.switches)
         for backend in ag.BACKENDS
         for target in machine.targets
     ]
-    wrong = (*find_problems(machine), *store_problems(kept))
-    return Diagnosis(machine, tuple(found), kept, wrong, tuple(useful_notes(machine)))
+    problems = (*find_problems(machine), *store_problems(state))
+    return Diagnosis(machine, tuple(verdicts), state, problems, tuple(useful_notes(machine)))
 
 
 def plain_request(target: ag.Target, options: Options) -> Request:
@@ -202,22 +216,25 @@ def plain_request(target: ag.Target, options: Options) -> Request:
     return Request.of(ag.attention(x, x, x), options)
 
 
-def target_reasons(backend: Backend, target: ag.Target, switches: Switches) -> Iterable[str]:
+def reasons_on_target(
+    backend: Backend, target: ag.Target, switches: Switches
+) -> tuple[ag.Reason, ...]:
     """Every reason against the plainest graph there is: so they are the target's, not a graph's."""
     precision = switches.precision(target.kind)
-    asked = plain_request(target, Options(precision=precision, switches=switches))
-    return dict.fromkeys(
-        why
-        for graph in (asked.forward(), asked.backward())
-        for why in backend.why_not(graph, target, asked.options)
+    request = plain_request(target, Options(precision=precision, switches=switches))
+    both = (
+        reason
+        for graph in (request.forward(), request.backward())
+        for reason in backend.reasons(graph, target, request.options)
     )
+    return tuple(dict.fromkeys(both))
 
 
 def find_problems(machine: Surroundings) -> Iterator[str]:
     """What is broken."""
     libraries = dict(machine.cpu.libraries)
-    for told in dict.fromkeys(version_reasons(machine.cpu)):
-        yield f"cuDNN {told}; pip install -U 'attn-graph[cuda]'"
+    for text in dict.fromkeys(version_reasons(machine.cpu)):
+        yield f"cuDNN {text}; pip install -U 'attn-graph[cuda]'"
     for who, need in machine.needs:
         name, sign, wanted = NEED.fullmatch(need).groups()  # type: ignore[union-attr]  # matched
         if name in libraries and not satisfies(libraries[name], sign, wanted):
@@ -229,34 +246,37 @@ def find_problems(machine: Surroundings) -> Iterator[str]:
         )
 
 
-def store_problems(kept: StoreState) -> Iterator[str]:
-    if kept.damaged:
+def store_problems(state: StoreState) -> Iterator[str]:
+    """What is broken in the store."""
+    if state.damaged:
         yield (
-            f"{kept.damaged} of {kept.files} stored files are damaged, and are not used; "
+            f"{state.damaged} of {state.files} stored files are damaged, and are not used; "
             "attn-graph cache verify says which, attn-graph cache clear deletes all"
         )
 
 
-def version_reasons(target: ag.Target) -> Iterator[str]:
+def version_reasons(target: ag.Target) -> Iterator[ag.Reason]:
     """What is known against these versions of cuDNN and its frontend, whatever the graph is."""
     backend, frontend = versions(target)
     if backend is None or frontend is None:
         return
-    asked = plain_request(ag.Target.of("h200"), Options())
-    for graph in (asked.forward(), asked.backward()):
+    request = plain_request(ag.Target.of("h200"), Options())
+    for graph in (request.forward(), request.backward()):
         problem = sole(graph)
         assert problem is not None  # it is one attention
         yield from reasons(Case(problem, HOPPER, backend, frontend))
 
 
 def satisfies(version: str, sign: str, wanted: str) -> bool:
-    """Whether a version is the wanted one, or no older."""
-    found, due = (tuple(map(int, re.findall(r"\d+", x))) for x in (version.split("+")[0], wanted))
-    return found[: len(due)] == due if sign == "==" else found >= due
+    """Whether a version is the wanted one, or, for ">=", no older."""
+    numbers, needed = (
+        tuple(map(int, re.findall(r"\d+", x))) for x in (version.split("+")[0], wanted)
+    )
+    return numbers[: len(needed)] == needed if sign == "==" else numbers >= needed
 
 
 def useful_notes(machine: Surroundings) -> Iterator[str]:
-    """What is not broken, and good to know."""
+    """What is worth knowing and not broken."""
     if machine.cuda is None:
         driver = "NVIDIA's driver is here, and " if machine.driver else ""
         yield (

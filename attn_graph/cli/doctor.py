@@ -1,4 +1,4 @@
-"""`attn-graph doctor`: what is here, what runs, why the rest does not, and what is broken."""
+"""`attn-graph doctor`: what a machine has, what runs on it, why others do not, what is broken."""
 
 from __future__ import annotations
 
@@ -11,9 +11,17 @@ from rich.table import Table
 from rich.text import Text
 
 import attn_graph as ag
-from attn_graph.cli.cache import count_files
+from attn_graph.cli.cache import files_text
 from attn_graph.cli.diagnosis import Diagnosis, Surroundings, Verdict, diagnose
-from attn_graph.cli.words import CODES, as_json, example, no, show_json, show_text, table
+from attn_graph.cli.output import (
+    CODES,
+    as_json,
+    example,
+    exit_no_if,
+    make_table,
+    show_json,
+    show_text,
+)
 from attn_graph.lowering.cudnn.offline import COMPILERS
 from attn_graph.machine.sizes import format_bytes
 from attn_graph.machine.target import CUDNN, PACKAGES, SYSTEM_CUDNN
@@ -32,52 +40,54 @@ def doctor(plain: bool) -> None:
     what is broken: libraries that are known not to work together, or that are lost, and damaged
     files. Exits with 1 where something is broken.
     """
-    found = diagnose(Surroundings.here(), ag.default_store())
+    diagnosis = diagnose(Surroundings.here(), ag.default_store())
     if plain:
-        show_json(found.to_dict())
+        show_json(diagnosis.to_dict())
     else:
-        show_text(*doctor_screen(found))
-    no(bool(found.problems))
+        show_text(*doctor_screen(diagnosis))
+    exit_no_if(bool(diagnosis.problems))
 
 
-def doctor_screen(found: Diagnosis) -> Iterator[RenderableType]:
-    """All of it, the worst last, where eyes are."""
-    machine = found.machine
+def doctor_screen(diagnosis: Diagnosis) -> Iterator[RenderableType]:
+    """All sections of a diagnosis, the worst last, where a terminal ends."""
+    machine = diagnosis.machine
     yield Text(f"attn_graph {ag.__version__}, Python {machine.python}, {machine.system}")
-    yield from section("Devices", pairs(devices_section(machine)))
-    yield from section("Libraries", pairs(libraries(machine)))
+    yield from section("Devices", pair_grid(device_rows(machine)))
+    yield from section("Libraries", pair_grid(library_rows(machine)))
     yield from section(
-        "Backends, for a plain attention, forward and backward", takers_section(found)
+        "Backends, for a plain attention, forward and backward", backends_table(diagnosis)
     )
-    yield from section("Why not", *refusals(found))
-    yield from section("Plans", pairs(plans(found)))
-    yield from section("Good to know", *map(item, found.notes))
-    yield from section("Broken", *(item(told, "bold red") for told in found.problems))
-    yield Text("\nsomething is broken" if found.problems else "\nnothing is broken", "bold")
+    yield from section("Why not", *refusal_items(diagnosis))
+    yield from section("Plans", pair_grid(plan_rows(diagnosis)))
+    yield from section("Good to know", *map(item, diagnosis.notes))
+    yield from section("Broken", *(item(text, "bold red") for text in diagnosis.problems))
+    yield Text("\nsomething is broken" if diagnosis.problems else "\nnothing is broken", "bold")
 
 
 def section(title: str, *parts: RenderableType) -> Iterator[RenderableType]:
-    """A title and what stands under it, where there is anything."""
+    """A title and its parts, indented; nothing without parts."""
     if parts:
         yield Text(f"\n{title}", "bold")
         yield from (Padding(part, (0, 0, 0, 2), expand=False) for part in parts)
 
 
-def item(told: str, style: str = "") -> Table:
-    """One of a list; its further lines stand under its first word."""
-    made = Table.grid(padding=(0, 1))
-    made.add_row("-", Text(told, style))
-    return made
+def item(text: str, style: str = "") -> Table:
+    """An item of a list; its further lines begin under its first word."""
+    grid = Table.grid(padding=(0, 1))
+    grid.add_row("-", Text(text, style))
+    return grid
 
 
-def pairs(rows: Iterator[tuple[str, str]]) -> Table:
-    made = Table.grid(padding=(0, 2))
+def pair_grid(rows: Iterator[tuple[str, str]]) -> Table:
+    """Rows of a name and a text, in two columns."""
+    grid = Table.grid(padding=(0, 2))
     for row in rows:
-        made.add_row(*map(Text, row))
-    return made
+        grid.add_row(*map(Text, row))
+    return grid
 
 
-def devices_section(machine: Surroundings) -> Iterator[tuple[str, str]]:
+def device_rows(machine: Surroundings) -> Iterator[tuple[str, str]]:
+    """The GPUs and the CPU."""
     built = f"built for CUDA {machine.cuda}" if machine.cuda else "built without CUDA"
     if not machine.gpus:
         yield "GPU", f"none that PyTorch can use, which is {built}"
@@ -88,8 +98,8 @@ def devices_section(machine: Surroundings) -> Iterator[tuple[str, str]]:
     yield "", f"{threads} threads of PyTorch's on {processors} logical processors"
 
 
-def libraries(machine: Surroundings) -> Iterator[tuple[str, str]]:
-    """Those that are here; of cuDNN's many packages only one is ever needed."""
+def library_rows(machine: Surroundings) -> Iterator[tuple[str, str]]:
+    """The libraries and their versions; of cuDNN's packages only one is needed."""
     here = dict(machine.cpu.libraries)
     for name in PACKAGES:
         yield name, here.get(name, "not installed")
@@ -102,44 +112,48 @@ def libraries(machine: Surroundings) -> Iterator[tuple[str, str]]:
         yield "cuDNN itself", "not installed"
 
 
-def takers_section(found: Diagnosis) -> Table:
-    """Backends down, targets across, those together of which the same is true."""
-    own = [target.name for target in found.machine.targets]
+def backends_table(diagnosis: Diagnosis) -> Table:
+    """Which backend runs on which target; targets with the same answers share a column."""
+    own = [target.name for target in diagnosis.machine.targets]
     columns: dict[tuple[bool, ...], list[str]] = {}
     for name in own:
-        takes = tuple(not v.reasons for v in found.verdicts if v.target == name)
+        takes = tuple(not v.reasons for v in diagnosis.verdicts if v.target == name)
         columns.setdefault(takes, []).append(name)
     answers = [[mark(takes) for takes in column] for column in columns]
     names = [backend.name for backend in ag.BACKENDS]
     headers = [", ".join(together) for together in columns.values()]
-    return table(("", *headers), [(n, *row) for n, *row in zip(names, *answers, strict=True)])
+    return make_table(("", *headers), [(n, *row) for n, *row in zip(names, *answers, strict=True)])
 
 
 def mark(takes: bool) -> Text:
+    """Yes or no, in colour."""
     return Text("yes", "green") if takes else Text("no", "yellow")
 
 
-def refusals(found: Diagnosis) -> Iterator[RenderableType]:
-    """Every backend's reasons, once for all targets of which they are the same."""
-    told: dict[tuple[str, tuple[str, ...]], list[str]] = {}
-    full = {target.name: str(target) for target in found.machine.targets}
-    for verdict in found.verdicts:
+def refusal_items(diagnosis: Diagnosis) -> Iterator[RenderableType]:
+    """Every backend's reasons, once for all targets that share them."""
+    targets_of: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    full = {target.name: str(target) for target in diagnosis.machine.targets}
+    for verdict in diagnosis.verdicts:
         if verdict.reasons:
-            told.setdefault((verdict.backend, of_any(verdict, full)), []).append(verdict.target)
-    for (backend, reasons), targets in told.items():
+            targets_of.setdefault((verdict.backend, reasons_of_any_gpu(verdict, full)), []).append(
+                verdict.target
+            )
+    for (backend, reasons), targets in targets_of.items():
         yield Text(f"{backend} on {', '.join(targets)}: no, because it")
         yield from (Padding(item(why), (0, 0, 0, 2), expand=False) for why in reasons)
 
 
-def of_any(verdict: Verdict, full: dict[str, str]) -> tuple[str, ...]:
-    """The reasons, which may name the target, as they are for all GPUs alike."""
+def reasons_of_any_gpu(verdict: Verdict, full: dict[str, str]) -> tuple[str, ...]:
+    """The reasons, in which any GPU's name is "a GPU", so that they are equal for all GPUs."""
     if verdict.target == "cpu":
         return verdict.reasons
     return tuple(why.replace(full[verdict.target], A_GPU) for why in verdict.reasons)
 
 
-def plans(found: Diagnosis) -> Iterator[tuple[str, str]]:
-    machine, kept = found.machine, found.kept
+def plan_rows(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
+    """How cuDNN's plans for other machines are built, what is stored, which variables are set."""
+    machine, store = diagnosis.machine, diagnosis.kept
     what = "cuDNN's, for GPUs that are not here"
     if machine.driver:
         yield what, "beside NVIDIA's driver, which is here"
@@ -147,5 +161,8 @@ def plans(found: Diagnosis) -> Iterator[tuple[str, str]]:
         yield what, f"beside a stand-in for the driver, by {machine.compiler}"
     else:
         yield what, f"not without a C compiler: {', '.join(COMPILERS)}"
-    yield "kept on disk", f"{count_files(kept.files)}, {format_bytes(kept.bytes)}, in {kept.folder}"
+    yield (
+        "kept on disk",
+        f"{files_text(store.files)}, {format_bytes(store.bytes)}, in {store.folder}",
+    )
     yield from machine.variables

@@ -1,4 +1,4 @@
-"""`attn-graph explain`: who would run a graph, why, and at what cost."""
+"""`attn-graph explain`: which backend would run a graph, why, and at what cost."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ from rich.text import Text
 
 import attn_graph as ag
 from attn_graph.cli.flags import graph_flags, graph_of
-from attn_graph.cli.words import CODES, answering, as_json, example, no, show_json, show_text
+from attn_graph.cli.output import (
+    CODES,
+    as_json,
+    as_usage_errors,
+    example,
+    exit_no_if,
+    show_json,
+    show_text,
+)
 from attn_graph.machine.gpus import devices
 from attn_graph.machine.torch_switches import Precision
 
@@ -32,7 +40,7 @@ precision = click.option(
 
 
 def split_names(text: str | None) -> tuple[str, ...] | None:
-    """ "cudnn,math" as names."""
+    """The names in "cudnn,math"; None for None."""
     return None if text is None else tuple(filter(None, re.split(r"[\s,]+", text)))
 
 
@@ -57,7 +65,7 @@ def split_names(text: str | None) -> tuple[str, ...] | None:
 @click.option("--inference", is_flag=True, help="Nothing is trained: no backward.")
 @click.option("--max-workspace", metavar="SIZE", help="Bytes, or 1GiB say, of either pass.")
 @as_json
-@answering
+@as_usage_errors
 def explain_command(
     file: TextIO | None,
     targets: tuple[str, ...],
@@ -77,7 +85,7 @@ def explain_command(
     library prints it (- is stdin). Exits with 1 where no backend takes the graph.
     """
     graph = graph_of(file, flags)
-    found = [
+    explanations = [
         ag.explain(
             graph,
             target=target,
@@ -91,15 +99,15 @@ def explain_command(
         for target in targets or (None,)
     ]
     if plain:
-        show_json([each.to_dict() for each in found])
+        show_json([each.to_dict() for each in explanations])
     else:
-        show_text(Text("\n\n").join(map(style_text, found)), wraps=False)
-    no(any(each.backend is None for each in found))
+        show_text(Text("\n\n").join(map(style_text, explanations)), wraps=False)
+    exit_no_if(any(each.backend is None for each in explanations))
 
 
-def style_text(found: ag.Explanation) -> Text:
-    """The explanation's own text, with colours."""
-    text = Text(str(found))
+def style_text(explanation: ag.Explanation) -> Text:
+    """The text of an explanation, in colours."""
+    text = Text(str(explanation))
     for pattern, style in STYLES.items():
         text.highlight_regex(re.compile(pattern, re.MULTILINE), style)
     return text

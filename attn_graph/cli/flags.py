@@ -1,4 +1,4 @@
-"""Graphs and masks from flags, from files of their text, and from expressions."""
+"""Graphs and masks from flags, from files with their text, and from expressions."""
 
 from __future__ import annotations
 
@@ -23,49 +23,51 @@ OTHER_NAMES = {"bfloat16": "bf16"} | {
     f"{word}{bits}": f"f{bits}" for word in ("float", "fp") for bits in (16, 32, 64)
 }
 
-MOST = 2**40  # of one size: no machine holds more
+MOST = 2**40  # of one size: no machine has room for more
 
 
-def sizes(text: str) -> Sizes:
-    """ "2,8,1024,64" or "128x128"."""
+def parse_sizes(text: str) -> Sizes:
+    """The sizes of "2,8,1024,64" or "128x128". Raises BadParameter."""
     if not re.fullmatch(r"\s*\d+(\s*[,x]\s*\d+)*\s*", text):
         raise click.BadParameter(f"{text!r} is no list of sizes such as 2,8,1024,64")
-    found = tuple(map(int, re.findall(r"\d+", text)))
-    if max(found) > MOST:
-        raise click.BadParameter(f"{max(found)} is no size of this world: the most is {MOST}")
-    return found
+    numbers = tuple(map(int, re.findall(r"\d+", text)))
+    if max(numbers) > MOST:
+        raise click.BadParameter(f"{max(numbers)} is too large for a size: the most is {MOST}")
+    return numbers
 
 
-def reads(count: int, meaning: str) -> Read:
-    """A click callback that reads so many sizes."""
+def reads_sizes(count: int, meaning: str) -> Read:
+    """A click callback that reads `count` sizes of `meaning`."""
 
     def read(_: click.Context, __: click.Parameter, value: str | None) -> Sizes | None:
-        found = None if value is None else sizes(value)
-        if found is not None and len(found) != count:
-            raise click.BadParameter(f"{value} has {len(found)} sizes, and {meaning} has {count}")
-        return found
+        numbers = None if value is None else parse_sizes(value)
+        if numbers is not None and len(numbers) != count:
+            raise click.BadParameter(f"{value} has {len(numbers)} sizes, and {meaning} has {count}")
+        return numbers
 
     return read
 
 
 def read_window(_: click.Context, __: click.Parameter, value: str | None) -> Sizes | None:
-    """One bound or two."""
-    found = None if value is None else sizes(value)
-    if found is not None and len(found) > 2:
-        raise click.BadParameter(f"{value} has {len(found)} bounds: left, or left and right")
-    return found
+    """A click callback that reads one bound or two."""
+    numbers = None if value is None else parse_sizes(value)
+    if numbers is not None and len(numbers) > 2:
+        raise click.BadParameter(f"{value} has {len(numbers)} bounds: left, or left and right")
+    return numbers
 
 
 def read_block(_: click.Context, __: click.Parameter, value: str | None) -> Sizes | None:
-    """Two sides, or one for both."""
-    found = None if value is None else sizes(value)
-    if found is not None and len(found) > 2:
-        raise click.BadParameter(f"{value} has {len(found)} sizes, and a tile has 2, or 1 for both")
-    return found and (found * 2)[:2]
+    """A click callback that reads two sides, or one for both."""
+    numbers = None if value is None else parse_sizes(value)
+    if numbers is not None and len(numbers) > 2:
+        raise click.BadParameter(
+            f"{value} has {len(numbers)} sizes, and a tile has 2, or 1 for both"
+        )
+    return numbers and (numbers * 2)[:2]
 
 
-def dtype_name(text: str) -> str:
-    """ "float16" or "fp16" as "f16"."""
+def parse_dtype(text: str) -> str:
+    """The name of a floating dtype: "f16" for "float16" and "fp16" too. Raises BadParameter."""
     name = OTHER_NAMES.get(text, text)
     if name not in FLOAT_NAMES:
         raise click.BadParameter(f"{text!r} is none of {', '.join(FLOAT_NAMES)}")
@@ -73,20 +75,21 @@ def dtype_name(text: str) -> str:
 
 
 def read_dtype(_: click.Context, __: click.Parameter, value: str | None) -> str | None:
-    return None if value is None else dtype_name(value)
+    """A click callback that reads a floating dtype."""
+    return None if value is None else parse_dtype(value)
 
 
 def read_bias(
     _: click.Context, __: click.Parameter, value: str | None
 ) -> tuple[Sizes, str | None] | None:
-    """A shape, and a dtype where that is not q's: (sizes, dtype or None)."""
+    """A click callback that reads sizes and, after a colon, a dtype; None is q's."""
     if value is None:
         return None
     shape, colon, dtype = value.partition(":")
-    return sizes(shape), dtype_name(dtype) if colon else None
+    return parse_sizes(shape), parse_dtype(dtype) if colon else None
 
 
-AXES = reads(4, "[batch, heads, positions, head size]")
+AXES = reads_sizes(4, "[batch, heads, positions, head size]")
 MASK = (
     click.option("--causal", is_flag=True, help="Keys up to the query's own place."),
     click.option(
@@ -133,25 +136,26 @@ FILE = click.argument("file", type=click.File(encoding="utf-8"), required=False)
 
 
 def graph_flags(command: Command) -> Command:
-    """The command with FILE and all flags that say a graph; `graph_of` reads them."""
+    """The command with FILE and all flags that describe a graph; `graph_of` reads them."""
     return add_options(FILE(command), GRAPH)
 
 
 def mask_flags(command: Command) -> Command:
-    """The command with the flags that say a mask; `mask_of` reads them."""
+    """The command with the flags that describe a mask; `mask_of` reads them."""
     return add_options(command, MASK)
 
 
 def add_options(command: Command, options: tuple[Callable[[Command], Command], ...]) -> Command:
-    return reduce(lambda made, option: option(made), reversed(options), command)
+    """The command with these options, in their order."""
+    return reduce(lambda wrapped, option: option(wrapped), reversed(options), command)
 
 
 def graph_of(file: TextIO | None, flags: Flags) -> ag.Graph:
-    """The graph that a file or flags say. Raises UsageError for both or neither."""
-    said = [name for name, value in flags.items() if value not in (None, False)]
-    if file is not None and said:
-        told = ", ".join(f"--{name.replace('_', '-')}" for name in said)
-        raise click.UsageError(f"FILE says the graph, and {told} would say another")
+    """The graph of a file or of flags. Raises UsageError for both or neither."""
+    given = [name for name, value in flags.items() if value not in (None, False)]
+    if file is not None and given:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise click.UsageError(f"FILE says the graph, and {names} would say another")
     if file is not None:
         try:
             return ag.parse(graph_text(file.read()))
@@ -163,11 +167,12 @@ def graph_of(file: TextIO | None, flags: Flags) -> ag.Graph:
 
 
 def graph_text(text: str) -> str:
-    """The graph of a text, which may be all that `explain` printed: the graph comes first."""
+    """The part of a text that is a graph: all of it, or the first part of what `explain` prints."""
     return re.split(r"^target: ", click.unstyle(text), maxsplit=1, flags=re.MULTILINE)[0]
 
 
 def graph_of_flags(flags: Flags) -> ag.Graph:
+    """The graph of flags, --q among them. Raises GraphError."""
     q, k, v = flags["q"], flags["k"] or flags["q"], flags["v"] or flags["k"] or flags["q"]
     dtype = flags["dtype"] or "f32"
     mask = mask_of(flags)
@@ -201,13 +206,13 @@ def data_of(mask: Mask | None, full: tuple[int, int, int, int]) -> dict[str, ag.
 
 
 def mask_of(flags: Flags, text: str | None = None) -> Mask | None:
-    """What all flags, and a text, keep together; None where they say nothing."""
+    """The mask of all flags and a text, joined with &; None where there are none."""
     parts = [*conjuncts_of(flags, text if text is not None else flags.get("mask"))]
     return reduce(lambda one, other: one & other, parts) if parts else None
 
 
 def conjuncts_of(flags: Flags, text: str | None) -> Iterator[Mask]:
-    """Masks that all have to keep a place."""
+    """The masks, of flags and of a text, that have to keep a place all together."""
     bands: list[Mask] = [ag.Causal()] if flags["causal"] else []
     bands += [ag.Window(*flags["window"])] if flags["window"] else []
     band = reduce(lambda one, other: one & other, bands) if bands else None

@@ -14,7 +14,7 @@ from attn_graph.cli.cache import cache
 from attn_graph.cli.doctor import doctor
 from attn_graph.cli.explain import explain_command
 from attn_graph.cli.mask import mask
-from attn_graph.cli.words import CODES, INTERRUPTED, UNREAD, example
+from attn_graph.cli.output import CODES, INTERRUPTED, UNREAD, example
 
 HELP = """What will attention do on a machine, why, and at what cost?
 
@@ -27,9 +27,10 @@ COMMANDS = (doctor, explain_command, mask, bench, cache)
 
 @final
 class Commands(click.Group):
-    """The commands. A null byte, which no text or path has, is wrong usage of any."""
+    """The commands. An argument with a null byte is wrong usage of any of them."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse arguments. Raises UsageError for a null byte, which no text or path has."""
         if holding := [arg for arg in args if "\0" in arg]:
             raise click.UsageError(f"{holding[0]!r} holds a null byte")
         return super().parse_args(ctx, args)
@@ -51,12 +52,12 @@ commands = click.version_option(ag.__version__, prog_name="attn-graph")(
 def main() -> None:
     """Run the command that the process was called with, and exit."""
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # what the terminal has no letters for
+        sys.stdout.reconfigure(errors="replace")  # letters that the terminal does not have
     sys.exit(exit_code())
 
 
 def exit_code() -> int:
-    """Run the command, and say what goes wrong as click does, but for the codes it exits with."""
+    """Run the command, report errors as click does, and return the code to exit with."""
     try:
         return int(commands.main(prog_name="attn-graph", standalone_mode=False) or 0)
     except click.ClickException as error:

@@ -10,10 +10,10 @@ from attrs import asdict
 
 import attn_graph as ag
 from attn_graph.cli.flags import mask_flags, mask_of, read_block
-from attn_graph.cli.words import (
+from attn_graph.cli.output import (
     CODES,
-    answering,
     as_json,
+    as_usage_errors,
     draw_to,
     example,
     out,
@@ -44,7 +44,7 @@ BLOCK = (128, 128)
 )  # fmt: skip
 @out
 @as_json
-@answering
+@as_usage_errors
 def mask(
     queries: int,
     keys: int,
@@ -61,18 +61,18 @@ def mask(
     KeyLengths(), QueryLengths(), SameSegment(), Keep(), joined with &, | and ~. Flags are joined
     to it with &. What lengths and segments decide is shown as mixed.
     """
-    found = mask_of(flags, expression)
-    whole = found.aligned(flags["align"]) if found else None
-    counted = ag.tiles(whole, queries, keys, block=block or BLOCK)
+    joined = mask_of(flags, expression)
+    whole = joined.aligned(flags["align"]) if joined else None
+    tiles = ag.tiles(whole, queries, keys, block=block or BLOCK)
     if out is not None:
         draw_to(out, lambda: draw_mask(out, whole, queries, keys, tile=block))
     if plain:
-        show_json(mask_dict(whole, queries, keys, counted))
+        show_json(mask_dict(whole, queries, keys, tiles))
         return
     if out is None:
         show_text(picture(whole, queries, keys, tile=block), wraps=False)
-    share = f"; {100 * computed_share(counted):.3g} % to compute"
-    show_text(f"{whole or 'no mask'}: {counted}{share}", wraps=False)
+    share = f"; {100 * computed_share(tiles):.3g} % to compute"
+    show_text(f"{whole or 'no mask'}: {tiles}{share}", wraps=False)
 
 
 def computed_share(tiles: ag.Tiles) -> float:
@@ -83,6 +83,7 @@ def computed_share(tiles: ag.Tiles) -> float:
 def mask_dict(
     mask: ag.Mask | None, queries: int, keys: int, tiles: ag.Tiles
 ) -> dict[str, Any]:  # Any: JSON
+    """A mask and its tiles as --json shows them."""
     return {
         "mask": None if mask is None else str(mask),
         "queries": queries,

@@ -12,17 +12,19 @@ from attn_graph import masks
 from attn_graph.errors import GraphError
 from attn_graph.ir import ops
 from attn_graph.ir.graph import Emit, Gradients, Op, Values
-from attn_graph.ir.modifiers import INF, Modifier, every_place, finite, restoring
-from attn_graph.spec import ValueType, number
+from attn_graph.ir.modifiers import INF, Modifier, every_place, find_restores, require_finite
+from attn_graph.spec import ValueType, to_number
 
 T = TypeVar("T")
 
 
 def in_order(steps: Iterable[Modifier]) -> tuple[Modifier, ...]:
+    """A converter: modifiers as a tuple."""
     return tuple(steps)
 
 
 def as_flags(values: Iterable[bool]) -> tuple[bool, ...]:
+    """A converter: booleans as a tuple."""
     return tuple(map(bool, values))
 
 
@@ -49,15 +51,16 @@ class Attention(Op):
     The chain scores, modifiers, mask, softmax, dropout, weigh; `unfold` spells it out.
     """
 
-    scale: float = field(default=1.0, converter=number, validator=finite)
+    scale: float = field(default=1.0, converter=to_number, validator=require_finite)
     modifiers: tuple[Modifier, ...] = field(default=(), converter=in_order)
     mask: masks.Mask | None = None
     sinks: bool = field(default=False, converter=bool)
-    dropout: float = field(default=0.0, converter=number, validator=ops.share)
+    dropout: float = field(default=0.0, converter=to_number, validator=ops.share)
     names = ("o", "lse")
 
     @property
     def reads(self) -> int:  # type: ignore[override]  # a class's constant elsewhere
+        """How many operands `infer` reads: all."""
         return len(self.ranks)
 
     @property
@@ -95,7 +98,7 @@ class Attention(Op):
     @property
     def restores(self) -> tuple[bool, ...]:
         """For each modifier, whether -inf has to be put back after it."""
-        return restoring(self.modifiers)
+        return find_restores(self.modifiers)
 
     def split(self, operands: Sequence[T]) -> Operands[T]:
         """The operands by role."""
@@ -183,11 +186,13 @@ class AttentionGrad(Op):
 
     @property
     def names(self) -> tuple[str, ...]:  # type: ignore[override]  # a class's constant elsewhere
+        """A name for each gradient: dq of q."""
         named = zip(self.attention.roles, self.wants, strict=True)
         return tuple(f"d{role}" for role, wanted in named if wanted)
 
     @property
     def reads(self) -> int:  # type: ignore[override]  # a class's constant elsewhere
+        """How many operands `infer` reads: all."""
         return len(self.ranks)
 
     @property

@@ -1,4 +1,4 @@
-"""Grow a graph by calling it; everything that makes a graph makes it here."""
+"""Build graphs: by `attention`, by tracing a function with `graph`, or equation by equation."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ T = TypeVar("T")
 @final
 @frozen(eq=False)
 class Value:
-    """A handle on one value of the graph being built. Its methods add an equation each."""
+    """One value of a graph that is being built. Its methods add equations and return results."""
 
     builder: Builder = field(repr=False)
     index: int
 
     @property
     def type(self) -> ValueType:
+        """Shape and dtype of the value."""
         return self.builder.types[self.index]
 
     def then(self, op: Op, *more: Value) -> Value:
-        """The one result of `op` on this value and `more`."""
+        """The result of `op`, which has one, on this value and `more`. Raises GraphError."""
         (result,) = self.builder.emit(op, self, *more)
         return result
 
     def attempt(self, make: Callable[[], Op], *more: Value) -> Value:
-        """The result of the op that `make` gives; this value and a problem, if it gives none."""
+        """The result of the op that `make` returns; this value where it raises GraphError."""
         op = self.builder.attempt(make)
         return self if op is None else self.then(op, *more)
 
@@ -72,8 +73,8 @@ class Value:
             return self.attempt(lambda: ops.Mask(mask))
         missing, unknown = mask.needs.keys() - data.keys(), data.keys() - mask.needs.keys()
         for name in sorted(missing | unknown):
-            told = "is needed and not given" if name in missing else "is given and not needed"
-            self.builder.problem(f"mask: {name} {told} by {mask}")
+            fault = "is needed and not given" if name in missing else "is given and not needed"
+            self.builder.problem(f"mask: {name} {fault} by {mask}")
         return self if missing else self.then(ops.Mask(mask), *(data[n] for n in mask.needs))
 
     def softmax(self, sinks: Value | None = None) -> tuple[Value, Value]:
@@ -94,9 +95,9 @@ class Value:
 @final
 @define(eq=False)
 class Builder:
-    """The one mutable thing: the list of equations so far, and the problems with them.
+    """The equations of a graph so far, and the problems with them; the only mutable value here.
 
-    trusts: what is emitted comes from a graph that was checked, as passes know, and is not again.
+    trusts: equations come from a graph that was checked, and are not checked again.
     """
 
     trusts: bool = False
@@ -105,12 +106,12 @@ class Builder:
     types: list[ValueType] = field(factory=list)
     problems: list[str] = field(factory=list)
 
-    def problem(self, *told: str) -> None:
-        """Remember what is wrong, with the line at which the user said it."""
-        self.problems += [f"{text} (at {user_line()})" for text in told]
+    def problem(self, *texts: str) -> None:
+        """Remember problems, with the line of the user's code that causes them."""
+        self.problems += [f"{text} (at {user_line()})" for text in texts]
 
     def attempt(self, make: Callable[[], T]) -> T | None:
-        """What `make` returns; its GraphErrors are remembered instead of raised."""
+        """What `make` returns; None where it raises GraphError, whose problems are remembered."""
         try:
             return make()
         except GraphError as error:
@@ -118,6 +119,7 @@ class Builder:
             return None
 
     def input(self, name: str, spec: TensorSpec) -> Value:
+        """Add an input. Raises GraphError for what is no TensorSpec; remembers other problems."""
         if not isinstance(spec, TensorSpec):
             way_out = "say TensorSpec.like(tensor)"
             self.problem(f"input {name!r} is a {type(spec).__name__}, not a TensorSpec; {way_out}")
@@ -133,7 +135,7 @@ class Builder:
         return Value(self, len(self.types) - 1)
 
     def emit(self, op: Op, *operands: Value) -> tuple[Value, ...]:
-        """The results of one more equation. Raises GraphError where they can't even have a type."""
+        """Add an equation; return its results. Raises GraphError where they can have no types."""
         types = [self.types[self.own(value).index] for value in operands]
         if not self.trusts:
             self.examine(op, types)
@@ -144,19 +146,20 @@ class Builder:
         return tuple(Value(self, first + i) for i in range(len(outs)))
 
     def examine(self, op: Op, types: Sequence[ValueType]) -> None:
-        """Remember what is wrong with an equation; raise where its results can have no types."""
+        """Remember the problems of an equation; raise them where its results can have no types."""
         misfits = rank_problems(op, types)
         self.problem(*(misfits or op.problems(*types)))
         if rank_problems(op, types[: op.reads], partial=True) or len(types) != len(op.ranks):
             self.check()
 
     def own(self, value: Value) -> Value:
+        """The value. Raises GraphError unless it is one of this builder's."""
         if not isinstance(value, Value) or value.builder is not self:
             raise GraphError(f"{value!r} is no value of the graph that is being built")
         return value
 
     def check(self) -> None:
-        """Raise what has been found wrong so far."""
+        """Raise GraphError with the problems so far, if there are any."""
         if self.problems:
             raise GraphError(*self.problems)
 
@@ -177,7 +180,7 @@ class Builder:
         return self.graph(*outputs)
 
     def graph(self, *outputs: Value) -> Graph:
-        """The graph as it stands; for passes, whose results need no second look."""
+        """The graph so far, unchecked: for passes, which keep graphs correct."""
         return Graph(tuple(self.inputs), tuple(self.eqns), tuple(v.index for v in outputs))
 
 
@@ -220,6 +223,7 @@ def scores(q: Value, k: Value, *, scale: float | None = None) -> Value:
 
 
 def default_scale(q: ValueType) -> float:
+    """1 / sqrt(D), or 1 where q has no elements along D."""
     return 1 / math.sqrt(max(1, q.shape[-1] if q.shape else 1))
 
 
@@ -245,12 +249,12 @@ def attention(
 ) -> Graph:
     """Attention as a graph: q [B,H,M,D], k [B,G,N,D], v [B,G,N,E] -> o [B,H,M,E].
 
-    The order of steps is soft cap, bias, ALiBi, mask. Each TensorSpec given adds an input of that
-    name, which the plan takes by keyword; `segments` adds `q_segments` [B,M] and `kv_segments`
+    The order of steps is soft cap, bias, ALiBi, mask. Each TensorSpec adds an input, named as its
+    argument, which the plan takes by keyword; `segments` adds `q_segments` [B,M] and `kv_segments`
     [B,N]; `alibi=True` means the paper's slopes; `dropout` adds the numbers `seed` and `offset`.
     `keep`, lengths and segments are joined to `mask` with `&` unless `mask` reads them itself.
-    `data` holds what further leaves of `mask` read. `align` is for every part of the graph that
-    compares positions and says nothing itself. `stats` also returns lse [B,H,M], the natural
+    `data` has what further leaves of `mask` read. `align` is for every part of the graph that
+    compares positions and has no alignment. `stats` also returns lse [B,H,M], the natural
     logarithm of the softmax's denominator.
 
     Raises GraphError with every problem there is.
@@ -288,7 +292,7 @@ def attention(
 
 
 def two_segments(segments: object) -> tuple[TensorSpec, TensorSpec]:
-    """The numbers of queries and those of keys. Raises GraphError for one spec, say."""
+    """The specs of q_segments and kv_segments. Raises GraphError for anything but a pair."""
     match segments:
         case TensorSpec() as q, TensorSpec() as kv:
             return q, kv
@@ -298,7 +302,7 @@ def two_segments(segments: object) -> tuple[TensorSpec, TensorSpec]:
 
 
 def dtype_problems(q: TensorSpec, v: TensorSpec, **more: TensorSpec | None) -> Iterator[str]:
-    """What single steps can't see: they know scores and weights, which are in float32 or wider."""
+    """Dtypes that differ from q's. Single steps cannot see this: scores and weights are float32."""
     if v.dtype != q.dtype:
         yield f"attention: q {q} and v {v} disagree in dtype, {q.dtype} and {v.dtype}"
     for name, x in more.items():
@@ -309,9 +313,9 @@ def dtype_problems(q: TensorSpec, v: TensorSpec, **more: TensorSpec | None) -> I
 def whole_mask(
     mask: masks.Mask | None, given: dict[str, Value], align: Align | None
 ) -> masks.Mask | None:
-    """The mask with a leaf for every tensor that was given and that it does not read itself."""
+    """The mask joined, by &, with a leaf for each given tensor that it does not read itself."""
     if mask is not None:
-        masks.is_mask(None, None, mask)
+        masks.require_mask(None, None, mask)
     leaves = (masks.Keep(), masks.KeyLengths(), masks.QueryLengths(), masks.SameSegment())
     for leaf in leaves:
         if leaf.needs.keys() <= given.keys() and not (

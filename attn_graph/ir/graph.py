@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, final
 
 import torch
 from attrs import frozen
 
 from attn_graph.errors import GraphError
+from attn_graph.printing import show_call, show_fields
 from attn_graph.spec import FLOATS, TensorSpec, ValueType
 
 # Values are handles of whoever builds the graph, so that the IR needs to know nothing of builders.
 Values = Sequence[Any]
 Gradients = tuple[Any, ...]  # a value for each operand, or None
-# What `pull` emits with: an op and the values it reads, giving the op's results.
+# How `pull` adds an equation: by an op and the values that it reads; it returns the results.
 Emit = Callable[..., tuple[Any, ...]]
 
 NO_SECOND = (
@@ -30,8 +31,8 @@ NO_SECOND = (
 class Op:
     """What an equation does. Fields are static parameters; tensors are the equation's operands.
 
-    A subclass states all that is true of it on any machine: `problems`, `infer`, `run`, `pull`.
-    What a backend makes of it stands with the backend.
+    A subclass states what is true of it on any machine: `problems`, `infer`, `run`, `pull`. How a
+    backend computes it is the backend's affair.
     """
 
     names: ClassVar[tuple[str, ...]] = ("x",)  # of the results, when printed
@@ -44,30 +45,33 @@ class Op:
         """How many axes each operand has; None: any number."""
         raise NotImplementedError
 
-    # Any in these three: leaves fix their arity, and type checkers let them for exactly this form.
+    # Any in these three: subclasses fix the number of operands, which this form alone allows.
     def problems(self, *args: Any, **kwargs: Any) -> Iterator[str]:  # Any: as above
-        """Everything that is wrong with operands of these types; none: the op means something."""
+        """Why operands of these types make no sense; none: they do."""
         yield from ()
 
     def infer(self, *args: Any, **kwargs: Any) -> tuple[ValueType, ...]:  # Any: as above
-        """The types of the results. Asked even where there are problems of size, not of rank."""
+        """The types of the results. Called where sizes may be wrong, but ranks are right."""
         raise NotImplementedError
 
     def gradient_problems(self) -> Iterator[str]:
-        """Why it runs forward alone; none: `pull` gives its gradient."""
+        """Why it has no gradient; none: `pull` emits it."""
         yield from ()
 
     def run(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:  # Any: as above
-        """The meaning, in torch; slow and exact."""
+        """The meaning, in PyTorch: exact and slow."""
         raise NotImplementedError
 
     def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
-        """Emit the gradient of each operand; None for what has none. A None in grads is zero."""
+        """Emit and return each operand's gradient, None for one without. None in grads is 0."""
         raise NotImplementedError
+
+    def __str__(self) -> str:
+        return show_call(self)
 
 
 def check_graph(graph: object, name: str) -> None:
-    """Raise GraphError for what is no graph."""
+    """Raise GraphError for what is no Graph. name: of the function that wants one."""
     if not isinstance(graph, Graph):
         raise GraphError(
             f"{name}: expected a Graph, got {type(graph).__name__}; see attention and graph"
@@ -127,12 +131,13 @@ class Graph:
 
     @property
     def output_types(self) -> tuple[ValueType, ...]:
+        """The type of each output."""
         types = self.types
         return tuple(types[i] for i in self.outputs)
 
     @property
     def is_gradient(self) -> bool:
-        """Whether an equation is part of a gradient: there is no gradient of this graph then."""
+        """Whether an equation is part of a gradient; then the graph has no gradient of its own."""
         return any(eqn.op.is_gradient for eqn in self.eqns)
 
     @property
@@ -145,7 +150,7 @@ class Graph:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether there is something to differentiate by, and a derivative of every step."""
+        """Whether it has a floating input, and a derivative of every step."""
         return not self.gradient_problems and any(i.spec.dtype in FLOATS for i in self.inputs)
 
     def numbered(self) -> Iterator[tuple[Eqn, range]]:
@@ -156,8 +161,37 @@ class Graph:
             first += len(eqn.outs)
 
     def __str__(self) -> str:
-        from attn_graph.ir.parse import show_graph  # above this floor; printing alone looks up
-
         return show_graph(self)
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the text, and the tiles of each mask before any data."""
+        from attn_graph import html
+        from attn_graph.ir.pictures import picture_masks
+
+        return html.page(html.code(self), *picture_masks(self))
+
+
+def show_graph(graph: Graph) -> str:
+    """A graph as Python, one line an equation, which `parse` turns back into an equal graph."""
+    names = [i.name for i in graph.inputs]
+    inputs = ",\n".join(f"    {i.name}: {i.spec}" for i in graph.inputs)
+    lines = [f"def graph(\n{inputs},\n):" if names else "def graph():"]
+    for eqn in graph.eqns:
+        results = list(unused_names(eqn.op.names, names))
+        args = ", ".join([names[i] for i in eqn.args] + show_fields(eqn.op))
+        types = ", ".join(map(str, eqn.outs))
+        names += results
+        lines.append(f"    {', '.join(results)} = {op_name(type(eqn.op))}({args})  # {types}")
+    return "\n".join([*lines, f"    return {', '.join(names[i] for i in graph.outputs)}"])
+
+
+def unused_names(wanted: Iterable[str], taken: Iterable[str]) -> Iterator[str]:
+    """A name for each wanted one: itself, or itself with the lowest number that is not taken."""
+    used = set(taken)
+    for name in wanted:
+        tries = (name if n == 1 else f"{name}{n}" for n in range(1, len(used) + 2))
+        free = next(t for t in tries if t not in used)
+        used.add(free)
+        yield free

@@ -1,10 +1,10 @@
 """Score modifiers: pointwise steps s -> s' between scores and mask.
 
-A modifier states its mathematics once, on a block of scores wherever that block lies: `change`
-(the step), `back` (its derivative) and `collect` (the gradient of its tensors). The reference,
-the op-by-op gradient and the blocked lowerings all run these three. A modifier that only adds
-(`additive`) may be handed to fused kernels as a block of bias, and has the derivative 1. Any other
-one without `back` runs forward alone, and its gradient is refused.
+A modifier states its mathematics once, for a block of scores at any place: `change` (the step),
+`back` (its derivative) and `collect` (the gradient of its tensors). The reference, the op-by-op
+gradient and the blocked lowerings all run these three. A modifier that only adds (`additive`) has
+the derivative 1, and fused kernels may take it as a block of bias. Any other
+without `back` runs forward alone, and its gradient is refused.
 """
 
 from __future__ import annotations
@@ -18,27 +18,29 @@ from attrs import Attribute, evolve, field, frozen, validators
 
 from attn_graph.errors import GraphError, problems_of
 from attn_graph.ir.graph import Emit, Gradients, Op, Values, op_name
-from attn_graph.masks import LENGTHS, Align, Data, alignment, as_names, offset
+from attn_graph.masks import LENGTHS, Align, Data, as_names, diagonal_offset, require_alignment
 from attn_graph.masks.places import Block, Place, Term
-from attn_graph.spec import FLOATS, INTEGERS, NAMES, ValueType, number
+from attn_graph.spec import FLOATS, INTEGERS, NAMES, ValueType, to_number
 
 INF = float("inf")
 
 
-def positive(_: object, attribute: Attribute[float], value: float) -> None:
+def require_positive(_: object, attribute: Attribute[float], value: float) -> None:
+    """A validator. Raises GraphError for what is no positive, finite number."""
     if not (isinstance(value, float) and 0 < value < INF):
         raise GraphError(f"{attribute.name} {value!r} must be a number, positive and finite")
 
 
-def finite(_: object, attribute: Attribute[float], value: float) -> None:
+def require_finite(_: object, attribute: Attribute[float], value: float) -> None:
+    """A validator. Raises GraphError for what is no finite number."""
     if not (isinstance(value, float) and math.isfinite(value)):
         raise GraphError(f"{attribute.name} {value!r} must be a finite number")
 
 
-def beyond(value: float, dtype: torch.dtype) -> str:
-    """Why scores of a dtype can't be computed with a number; "" where they can.
+def range_problem(value: float, dtype: torch.dtype) -> str:
+    """Why scores of a dtype cannot be computed with a number; "" where they can.
 
-    Its inverse and its multiple by log2(e), which kernels use, are to be normal numbers as well.
+    Kernels also use its inverse and log2(e) times it, and these have to be normal numbers too.
     """
     most = 2.0**1022 if dtype == torch.float64 else 2.0**126
     if abs(value) <= most:
@@ -50,10 +52,10 @@ def beyond(value: float, dtype: torch.dtype) -> str:
 
 @frozen
 class Modifier(Op):
-    """s [B,H,M,N], operands -> s' [B,H,M,N]. A place at -inf is masked, and stays so.
+    """s [B,H,M,N], operands -> s' [B,H,M,N]. A score of -inf is masked and stays -inf.
 
-    One of your own is a `@final @frozen` subclass. What it says of itself is checked on a small
-    block when a graph is built with it.
+    A modifier of your own is a `@final @frozen` subclass. What it promises, by its fields and
+    methods, is checked on a small block when a graph is built with it.
     """
 
     names = ("s",)
@@ -68,11 +70,12 @@ class Modifier(Op):
 
     @property
     def trains(self) -> tuple[str, ...]:
-        """Those of them that have a gradient."""
+        """Those of `needs` that have a gradient, which `collect` adds up."""
         return ()
 
     @property
     def roles(self) -> tuple[str, ...]:  # type: ignore[override]  # a class's constant elsewhere
+        """The name of each operand: s, then the tensors that the step reads."""
         return ("s", *self.needs)
 
     @property
@@ -80,15 +83,15 @@ class Modifier(Op):
         return (4, *(None for _ in self.needs))  # `Data` says how many axes
 
     def resolved(self, M: int, N: int) -> Modifier:
-        """This step with its alignment turned into an offset."""
+        """This step for M queries and N keys. Raises GraphError where an alignment is missing."""
         return self
 
     def change(self, s: torch.Tensor, at: Place) -> torch.Tensor:
-        """s', in the memory of s or in memory of its own."""
+        """s' of a block of scores [b,h,i,j], in the memory of s or in new memory."""
         raise NotImplementedError
 
     def back(self, ds: torch.Tensor, s: torch.Tensor, at: Place) -> torch.Tensor:
-        """The gradient of the step's input; s is the step's result. May use the memory of both."""
+        """The gradient of the step's input. ds: that of its result s. May overwrite both."""
         if not self.additive:
             raise GraphError(*self.gradient_problems())
         return ds
@@ -98,7 +101,7 @@ class Modifier(Op):
         raise GraphError(*self.gradient_problems())
 
     def gradient_problems(self) -> Iterator[str]:
-        """Parts of the gradient that are not defined."""
+        """The parts of the gradient that the class does not define."""
         who = type(self).__name__
         if not self.additive and type(self).back is Modifier.back:
             yield f"{who} has no gradient: it is not additive, and defines no back(ds, s, at)"
@@ -113,9 +116,11 @@ class Modifier(Op):
             yield from data.problems(op_name(type(self)), name, type_, sizes)
         yield from problems_of(lambda: self.resolved(M, N))
         if type(self) not in MODIFIERS:
-            from attn_graph.ir.promises import modifier_problems  # above this floor
+            from attn_graph.ir.promises import (
+                modifier_promise_problems,  # which imports this module
+            )
 
-            yield from modifier_problems(self, (B, H, M, N))
+            yield from modifier_promise_problems(self, (B, H, M, N))
 
     def infer(self, s: ValueType, *_: ValueType) -> tuple[ValueType, ...]:
         return (s,)
@@ -128,31 +133,31 @@ class Modifier(Op):
 
     def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
         wanted = [i for i, name in enumerate(self.needs) if name in self.trains]
-        found: list[Any] = [None] * len(self.needs)
+        gradients: list[Any] = [None] * len(self.needs)
         if wanted:
             for i, total in zip(wanted, emit(Collect(self), grads[0], *operands[1:]), strict=True):
-                found[i] = total
-        return (emit(Back(self), results[0], grads[0], *operands[1:])[0], *found)
+                gradients[i] = total
+        return (emit(Back(self), results[0], grads[0], *operands[1:])[0], *gradients)
 
 
 def change_(modifier: Modifier, s: torch.Tensor, at: Place) -> None:
-    """s -> s' in the memory of s, wherever `change` puts its result."""
+    """Change a block of scores s in its own memory, wherever `change` puts its result."""
     changed = modifier.change(s, at)
     if changed is not s:
         s.copy_(changed)
 
 
 def back_(modifier: Modifier, ds: torch.Tensor, s: torch.Tensor, at: Place) -> None:
-    """ds of a step's result s -> ds of what it changed, in the memory of ds. Uses up s."""
-    given = modifier.back(ds, s, at)
-    if given is not ds:
-        ds.copy_(given)
+    """Turn ds of a step's result s into ds of its input, in the memory of ds. Overwrites s."""
+    gradient = modifier.back(ds, s, at)
+    if gradient is not ds:
+        ds.copy_(gradient)
 
 
-def restoring(modifiers: Sequence[Modifier]) -> tuple[bool, ...]:
-    """For each step, whether -inf has to be put back after it: at places that an earlier step hid.
+def find_restores(modifiers: Sequence[Modifier]) -> tuple[bool, ...]:
+    """For each step, whether -inf has to be restored after it, at places that an earlier step hid.
 
-    Adding a finite number leaves -inf where it is.
+    A step that adds finite numbers leaves -inf as it is.
     """
     hidden = [any(m.hides for m in modifiers[:n]) for n in range(len(modifiers))]
     return tuple(
@@ -161,7 +166,7 @@ def restoring(modifiers: Sequence[Modifier]) -> tuple[bool, ...]:
 
 
 def every_place(s: torch.Tensor, data: Mapping[str, torch.Tensor]) -> Place:
-    """Every place of a full score array."""
+    """The places of a whole array of scores s [B,H,M,N]. data: the tensors to read there."""
     B, H, M, N = s.shape
     block = Block(range(B), range(H), range(M), H, M, N, data)
     return Place.of(block, range(N), s.device)
@@ -174,14 +179,14 @@ class SoftCap(Modifier):
 
     relative = True
     hides = False
-    cap: float = field(converter=number, validator=positive)
+    cap: float = field(converter=to_number, validator=require_positive)
 
     def problems(self, *types: ValueType) -> Iterator[str]:
         yield from super().problems(*types)
-        if told := beyond(self.cap, types[0].dtype):
-            yield f"soft_cap: cap {told}"
-        elif told := beyond(1 / self.cap, types[0].dtype):
-            yield f"soft_cap: 1 / cap {told}"
+        if problem := range_problem(self.cap, types[0].dtype):
+            yield f"soft_cap: cap {problem}"
+        elif problem := range_problem(1 / self.cap, types[0].dtype):
+            yield f"soft_cap: 1 / cap {problem}"
 
     def change(self, s: torch.Tensor, at: Place) -> torch.Tensor:
         return s.div_(self.cap).tanh_().mul_(self.cap)
@@ -219,14 +224,14 @@ class Bias(Modifier):
 class Alibi(Modifier):
     """s -> s - slope[h] * |i' - j|; slopes [H] or [B,H], or the paper's for H heads.
 
-    The operand `alibi` holds the slopes, in q's dtype or float32; `default` asks for the paper's,
-    and there is then no operand. i' is the query's place by `align`.
+    The operand `alibi` has the slopes, in q's dtype or float32. `default`: the paper's slopes, and
+    no operand. i' is the query's position by `align`, moved by the lengths that `ragged` names.
     """
 
     additive = True
     hides = False
     default: bool = field(default=False, converter=bool)
-    align: Align | None = field(default=None, validator=alignment)
+    align: Align | None = field(default=None, validator=require_alignment)
     ragged: tuple[str, ...] = field(
         default=(), converter=as_names, validator=validators.deep_iterable(validators.in_(LENGTHS))
     )
@@ -234,6 +239,7 @@ class Alibi(Modifier):
 
     @property
     def relative(self) -> bool:  # type: ignore[override]  # a class's constant elsewhere
+        """Whether the step depends on j - i alone: unless lengths move it."""
         return not self.ragged
 
     @property
@@ -246,15 +252,17 @@ class Alibi(Modifier):
         return () if self.default else ("alibi",)
 
     def resolved(self, M: int, N: int) -> Modifier:
-        offset(self.align, M, N, "alibi")
+        diagonal_offset(self.align, M, N, "alibi")
         return evolve(self, align="top_left") if M == N and not self.ragged else self
 
     def distance(self, at: Place) -> Term:
+        """|i' - j| at a place."""
         ragged = self.ragged if self.align == "bottom_right" else ()
-        moved = at.shift(ragged) if ragged else offset(self.align, at.M, at.N, "alibi")
+        moved = at.shift(ragged) if ragged else diagonal_offset(self.align, at.M, at.N, "alibi")
         return (at.i + moved - at.j).abs()
 
     def slopes(self, at: Place) -> Term:
+        """The slope at a place, of its batch entry and head."""
         if self.default:
             return at.among(default_slopes(at.H), at.h)
         return at.load("alibi", at.b, at.h) if self.per_batch else at.load("alibi", at.h)
@@ -321,10 +329,12 @@ class Collect(Op):
 
     @property
     def reads(self) -> int:  # type: ignore[override]  # a class's constant elsewhere
+        """How many operands `infer` reads: all."""
         return len(self.ranks)
 
     @property
     def names(self) -> tuple[str, ...]:  # type: ignore[override]  # a class's constant elsewhere
+        """A name for each gradient: dbias of bias."""
         return tuple(f"d{name}" for name in self.modifier.trains)
 
     def infer(self, ds: ValueType, *types: ValueType) -> tuple[ValueType, ...]:

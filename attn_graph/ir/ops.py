@@ -14,12 +14,12 @@ from attrs import field, frozen
 from attn_graph import masks
 from attn_graph.errors import GraphError, problems_of
 from attn_graph.ir.graph import Emit, Gradients, Op, Values
-from attn_graph.ir.modifiers import INF, beyond, every_place, finite
+from attn_graph.ir.modifiers import INF, every_place, range_problem, require_finite
 from attn_graph.ir.philox import counters, keep_
-from attn_graph.ir.promises import mask_problems
+from attn_graph.ir.promises import leaf_promise_problems
 from attn_graph.masks.canonical import canonical_mask
 from attn_graph.masks.places import Place
-from attn_graph.spec import DTYPES, FLOATS, NAMES, ValueType, accumulator, number
+from attn_graph.spec import DTYPES, FLOATS, NAMES, ValueType, accumulator, to_number
 
 
 def per_head(x: torch.Tensor, heads: int) -> torch.Tensor:
@@ -32,7 +32,7 @@ def per_head(x: torch.Tensor, heads: int) -> torch.Tensor:
 class Scores(Op):
     """q [B,H,M,D], k [B,G,N,D] -> scale * q k^T [B,H,M,N], in float32 or wider."""
 
-    scale: float = field(default=1.0, converter=number, validator=finite)
+    scale: float = field(default=1.0, converter=to_number, validator=require_finite)
     names = ("s",)
     reads = 2
     roles = ("q", "k")
@@ -51,14 +51,14 @@ class Scores(Op):
         if q.shape[3] == 0:
             yield f"scores: q {q} has head size 0; it is at least 1"
         if (k.shape[1] == 0 and q.shape[1]) or (k.shape[1] and q.shape[1] % k.shape[1]):
-            told = f"{q.shape[1]} heads of q {q} are no multiple of {k.shape[1]} heads of k {k}"
-            yield f"scores: {told}"
+            problem = f"{q.shape[1]} heads of q {q} are no multiple of {k.shape[1]} heads of k {k}"
+            yield f"scores: {problem}"
         if q.dtype != k.dtype:
             yield f"scores: q {q} and k {k} disagree in dtype, {q.dtype} and {k.dtype}"
         if q.dtype not in FLOATS:
             yield f"scores: q {q} must be of {' or '.join(map(str, FLOATS))}"
-        if told := beyond(self.scale, accumulator(q.dtype)):
-            yield f"scores: scale {told}"
+        if problem := range_problem(self.scale, accumulator(q.dtype)):
+            yield f"scores: scale {problem}"
 
     def infer(self, q: ValueType, k: ValueType) -> tuple[ValueType]:
         return (ValueType((*q.shape[:3], k.shape[2]), accumulator(q.dtype)),)
@@ -77,11 +77,12 @@ class Scores(Op):
 class Mask(Op):
     """s [B,H,M,N], the mask's tensors -> s, with -inf where the mask does not keep."""
 
-    mask: masks.Mask = field(validator=masks.is_mask)
+    mask: masks.Mask = field(validator=masks.require_mask)
     names = ("s",)
 
     @property
     def roles(self) -> tuple[str, ...]:  # type: ignore[override]  # a class's constant elsewhere
+        """The name of each operand: s, then the tensors that the mask reads."""
         return ("s", *self.mask.needs)
 
     @property
@@ -93,7 +94,7 @@ class Mask(Op):
         sizes = {"b": B, "h": H, "i": M, "j": N}
         for (name, data), type_ in zip(self.mask.needs.items(), given, strict=True):
             yield from data.problems("mask", name, type_, sizes)
-        yield from mask_problems(self.mask, (B, H, M, N))
+        yield from leaf_promise_problems(self.mask, (B, H, M, N))
         yield from problems_of(lambda: canonical_mask(self.mask, M, N))
 
     def infer(self, s: ValueType, *given: ValueType) -> tuple[ValueType]:
@@ -236,6 +237,7 @@ def clear_blind_rows(x: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
 
 
 def share(_: object, attribute: object, rate: float) -> None:
+    """A validator. Raises GraphError for a rate outside [0, 1)."""
     if not (isinstance(rate, float) and 0 <= rate < 1):
         raise GraphError(f"dropout: rate {rate!r} is not in [0, 1)")
 
@@ -245,7 +247,7 @@ def share(_: object, attribute: object, rate: float) -> None:
 class Dropout(Op):
     """p, seed, offset -> p * z / (1 - rate), z from Philox at (seed, offset; b, h, i, j)."""
 
-    rate: float = field(converter=number, validator=share)
+    rate: float = field(converter=to_number, validator=share)
     names = ("p",)
     roles = ("p", "seed", "offset")
 
@@ -283,7 +285,7 @@ def dropout_keeps(at: Place, rate: float, seed: int, offset: int) -> torch.Tenso
 class Weigh(Op):
     """p [B,H,M,N], v [B,G,N,E] -> scale * p v [B,H,M,E], in v's dtype."""
 
-    scale: float = field(default=1.0, converter=number, validator=finite)
+    scale: float = field(default=1.0, converter=to_number, validator=require_finite)
     names = ("o",)
     reads = 2
     roles = ("p", "v")
@@ -297,8 +299,8 @@ class Weigh(Op):
             if a != b:
                 yield f"weigh: p {p} and v {v} disagree in {name}, {a} and {b}"
         if (v.shape[1] == 0 and p.shape[1]) or (v.shape[1] and p.shape[1] % v.shape[1]):
-            told = f"{p.shape[1]} heads of p {p} are no multiple of {v.shape[1]} heads of v {v}"
-            yield f"weigh: {told}"
+            problem = f"{p.shape[1]} heads of p {p} are no multiple of {v.shape[1]} heads of v {v}"
+            yield f"weigh: {problem}"
         if v.shape[3] == 0:
             yield f"weigh: v {v} has head size 0; it is at least 1"
         if v.dtype in FLOATS and p.dtype != accumulator(v.dtype):
@@ -325,7 +327,7 @@ class WeighT(Op):
     A row of p that is all 0 adds 0, whatever x holds there.
     """
 
-    scale: float = field(default=1.0, converter=number, validator=finite)
+    scale: float = field(default=1.0, converter=to_number, validator=require_finite)
     names = ("dv",)
     reads = 3
     is_gradient = True
@@ -379,6 +381,7 @@ class Zeros(Op):
 
     @classmethod
     def like(cls, type_: ValueType) -> Zeros:
+        """The zeros of a type."""
         return cls(type_.shape, NAMES[type_.dtype])
 
     def infer(self) -> tuple[ValueType]:

@@ -1,4 +1,4 @@
-"""Graphs as text and back. The text is Python, so `ast` is the whole parser."""
+"""Reads the text of graphs and masks. The text is Python, so `ast` does the parsing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from attn_graph.ir import modifiers, ops
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.builder import Builder, Value
 from attn_graph.ir.graph import Graph, Op, op_name
-from attn_graph.masks import And, Mask, Not, Or, flatten_join, is_mask, join_masks
+from attn_graph.masks import And, Mask, Or, join_masks, require_mask
 from attn_graph.spec import DTYPES, TensorSpec
 
 OPS: tuple[type[Op], ...] = (
@@ -24,76 +24,23 @@ OPS: tuple[type[Op], ...] = (
     *(modifiers.Back, modifiers.Collect, *modifiers.MODIFIERS),
     *(Attention, AttentionGrad),
 )
-
-
 CALLS = {op_name(op): op for op in OPS}
 
 
-def show_graph(graph: Graph) -> str:
-    """Valid Python, one line an equation, that `parse` turns back into an equal graph."""
-    names = [i.name for i in graph.inputs]
-    inputs = ",\n".join(f"    {i.name}: {i.spec}" for i in graph.inputs)
-    lines = [f"def graph(\n{inputs},\n):" if names else "def graph():"]
-    for eqn in graph.eqns:
-        outs = list(fresh(eqn.op.names, names))
-        args = ", ".join([names[i] for i in eqn.args] + shown_fields(eqn.op))
-        types = ", ".join(map(str, eqn.outs))
-        names += outs
-        lines.append(f"    {', '.join(outs)} = {op_name(type(eqn.op))}({args})  # {types}")
-    return "\n".join([*lines, f"    return {', '.join(names[i] for i in graph.outputs)}"])
-
-
-def fresh(wanted: Iterable[str], taken: list[str]) -> Iterator[str]:
-    """Names for results: as wanted, or with the first free number."""
-    used = set(taken)
-    for name in wanted:
-        tries = (name if n == 1 else f"{name}{n}" for n in range(1, len(used) + 2))
-        free = next(t for t in tries if t not in used)
-        used.add(free)
-        yield free
-
-
-def shown_fields(value: Any) -> list[str]:  # Any: of an attrs class
-    """`name=value` for every field that differs from its default."""
-    return [
-        f"{f.name}={show_value(getattr(value, f.name))}"
-        for f in attrs.fields(type(value))
-        if f.default is attrs.NOTHING or getattr(value, f.name) != f.default
-    ]
-
-
-def show_value(value: object) -> str:
-    """A field's value as Python."""
-    match value:
-        case And():
-            return f"({' & '.join(map(show_value, flatten_join(And, value)))})"
-        case Or():
-            return f"({' | '.join(map(show_value, flatten_join(Or, value)))})"
-        case Not(a):
-            return f"~{show_value(a)}"
-        case tuple():
-            inner = ", ".join(map(show_value, value))
-            return f"({inner},)" if len(value) == 1 else f"({inner})"
-        case _ if attrs.has(type(value)):
-            return f"{type(value).__name__}({', '.join(shown_fields(value))})"
-        case _:
-            return repr(value)
-
-
 def parse(text: str, *, known: Iterable[type[Any]] = ()) -> Graph:  # Any: masks, modifiers or ops
-    """The graph that `str` printed: `parse(str(g)) == g`. Nothing of the text is executed.
+    """The graph that a text, printed by `str`, describes: `parse(str(g)) == g`.
 
-    `known` holds your own mask leaves, where the text names any. Raises GraphError for what is
-    not such a text, with the line.
+    known: leaves of masks of your own that the text may name. Nothing of it is executed. Raises
+    GraphError for any other text, with the line.
     """
     return Parser({cls.__name__: cls for cls in (*masks.LEAVES, *OPS, *known)}).graph(text)
 
 
 def parse_mask(text: str, *, known: Iterable[type[Any]] = ()) -> Mask:  # Any: leaves
-    """The mask that a text such as `Causal() & (Window(64) | Prefix(4))` says, by `str` or by hand.
+    """The mask that a text such as `Causal() & (Window(64) | Prefix(4))` describes.
 
-    `known` holds your own leaves, where the text names any. Nothing of it is executed. Raises
-    GraphError for what is no mask.
+    known: leaves of your own that the text may name. Nothing of it is executed. Raises GraphError
+    for what is no mask.
     """
     parser = Parser({cls.__name__: cls for cls in (*masks.LEAVES, *known)})
     try:
@@ -101,18 +48,18 @@ def parse_mask(text: str, *, known: Iterable[type[Any]] = ()) -> Mask:  # Any: l
     except RecursionError as error:
         raise GraphError("the mask has too many parts within parts to be read") from error
     except GraphError as error:
-        leaves = ", ".join(map(form, parser.classes.values()))
+        leaves = ", ".join(map(signature, parser.classes.values()))
         joints = "joined with & (not `and`), | (not `or`) and ~ (not `not`)"
         raise GraphError(f"{error}; a mask is made of {leaves}, {joints}") from error
 
 
-def form(leaf: type[Any]) -> str:  # Any: an attrs class
+def signature(leaf: type[Any]) -> str:  # Any: an attrs class
     """ "Window(left, right, align)"."""
     return f"{leaf.__name__}({', '.join(f.name for f in attrs.fields(leaf))})"
 
 
 def read_syntax(text: str, mode: str = "exec") -> Any:  # Any: an ast.Module, or another by the mode
-    """Python's syntax tree of a text. Raises GraphError where it has none."""
+    """Python's syntax tree of a text. Raises GraphError for what is no Python."""
     if not isinstance(text, str):
         raise GraphError(f"expected text, got {type(text).__name__}")
     try:
@@ -125,19 +72,19 @@ def read_syntax(text: str, mode: str = "exec") -> Any:  # Any: an ast.Module, or
 
 @attrs.frozen
 class Parser:
-    """Reads text with the classes it knows."""
+    """Reads text. classes: those that it may name, by name."""
 
     classes: dict[str, type[Any]]
 
     def whole_mask(self, text: str) -> Mask:
-        found = self.value(
-            read_syntax(text.strip() if isinstance(text, str) else text, "eval").body
-        )
-        if not isinstance(found, Mask):
-            raise GraphError(f"{text} is {found!r}, and no mask such as Causal() & Window(64)")
-        return found
+        """The mask of a text. Raises GraphError for anything else."""
+        mask = self.value(read_syntax(text.strip() if isinstance(text, str) else text, "eval").body)
+        if not isinstance(mask, Mask):
+            raise GraphError(f"{text} is {mask!r}, and no mask such as Causal() & Window(64)")
+        return mask
 
     def graph(self, text: str) -> Graph:
+        """The graph of a text. Raises GraphError with the line that is wrong."""
         match read_syntax(text).body:
             case [
                 ast.FunctionDef(
@@ -149,23 +96,23 @@ class Parser:
                 raise GraphError("line 1: expected one `def graph(...)` that ends in `return`")
         b, env = Builder(), dict[str, Value]()
         for param in params:
-            with at_line(param.lineno):
+            with errors_at_line(param.lineno):
                 env[param.arg] = b.input(param.arg, spec_of(param.annotation))
                 b.check()
         for eqn in eqns:
-            with at_line(eqn.lineno):
+            with errors_at_line(eqn.lineno):
                 env |= self.equation(b, env, eqn)
                 b.check()
-        with at_line(last.lineno):
+        with errors_at_line(last.lineno):
             return b.build(*(look_up(env, n) for n in names_in(out)))
 
     def equation(self, b: Builder, env: dict[str, Value], eqn: ast.stmt) -> dict[str, Value]:
-        """The values that an equation adds, by name."""
+        """Add an equation to the builder; return the values that it names."""
         match eqn:
             case ast.Assign(
                 targets=[target], value=ast.Call(func=ast.Name(id=name), args=args, keywords=kws)
             ) if name in CALLS:
-                op = self.made(CALLS[name], kws)
+                op = self.make(CALLS[name], kws)
                 outs = b.emit(op, *(look_up(env, n) for a in args for n in names_in(a)))
             case _:
                 raise GraphError("expected `x, ... = op(...)` of a known op")
@@ -174,32 +121,34 @@ class Parser:
         return dict(zip(names, outs, strict=True))
 
     def value(self, node: ast.expr) -> Any:  # Any: what a field of some class holds
+        """The value of an expression: a mask, a tuple, a call of a known class, or a literal."""
         match node:
             case ast.BinOp(op=ast.BitAnd()):
-                return join_masks(And, map(self.mask, spine(node, ast.BitAnd)))
+                return join_masks(And, map(self.mask, flatten_operator(node, ast.BitAnd)))
             case ast.BinOp(op=ast.BitOr()):
-                return join_masks(Or, map(self.mask, spine(node, ast.BitOr)))
+                return join_masks(Or, map(self.mask, flatten_operator(node, ast.BitOr)))
             case ast.UnaryOp(ast.Invert(), operand):
                 return ~self.mask(operand)
             case ast.Tuple(parts):
                 return tuple(map(self.value, parts))
             case ast.Call(func=ast.Name(id=name), args=args, keywords=kws) if name in self.classes:
-                return self.made(self.classes[name], kws, args)
+                return self.make(self.classes[name], kws, args)
             case _:
                 return literal_value(node)
 
     def mask(self, node: ast.expr) -> Mask:
         """A part of a join."""
         part: Mask = self.value(node)
-        is_mask(None, None, part)
+        require_mask(None, None, part)
         return part
 
-    def made(
+    def make(
         self,
         cls: type[Any],  # Any: an attrs class
         keywords: list[ast.keyword],
         inorder: Sequence[ast.expr] = (),
     ) -> Any:  # Any: a cls
+        """A value of a class from the arguments of its call. Raises GraphError for wrong ones."""
         fields = {f.name: f.default is attrs.NOTHING for f in attrs.fields(cls)}
         given = {k.arg or "**": self.value(k.value) for k in keywords}
         first = dict(zip(fields, map(self.value, inorder), strict=False))
@@ -218,7 +167,7 @@ class Parser:
             raise GraphError(f"{cls.__name__}: {error}") from error
 
 
-def spine(node: ast.expr, op: type[ast.operator]) -> list[ast.expr]:
+def flatten_operator(node: ast.expr, op: type[ast.operator]) -> list[ast.expr]:
     """The operands of a & b & c, which Python nests to the left."""
     operands: list[ast.expr] = []
     while isinstance(node, ast.BinOp) and isinstance(node.op, op):
@@ -228,15 +177,16 @@ def spine(node: ast.expr, op: type[ast.operator]) -> list[ast.expr]:
 
 
 @contextmanager
-def at_line(number: int) -> Iterator[None]:
-    """What goes wrong in here goes wrong in this line of the text."""
+def errors_at_line(number: int) -> Iterator[None]:
+    """Add the number of a line of the text to GraphErrors that are raised within."""
     try:
         yield
     except GraphError as error:
-        raise GraphError(*(f"line {number}: {told}" for told in error.problems)) from error
+        raise GraphError(*(f"line {number}: {text}" for text in error.problems)) from error
 
 
 def literal_value(node: ast.expr) -> Any:  # Any: whatever Python has literals for
+    """The value of a literal. Raises GraphError for any other expression."""
     try:
         return ast.literal_eval(node)
     except (TypeError, ValueError) as error:  # {[]: 1}; a call, or a name
@@ -244,7 +194,7 @@ def literal_value(node: ast.expr) -> Any:  # Any: whatever Python has literals f
 
 
 def spec_of(node: ast.expr | None) -> TensorSpec:
-    """`f16[2, 3]`, `f16[2, 3](strides=(1, 2))` or `i64[()]`."""
+    """The spec of `f16[2, 3]`, `f16[2, 3](strides=(1, 2))` or `i64[()]`. Raises GraphError."""
     match node:
         case ast.Subscript(value=ast.Name(id=name), slice=sizes) if name in DTYPES:
             return TensorSpec(read_integers(sizes), DTYPES[name])
@@ -256,23 +206,24 @@ def spec_of(node: ast.expr | None) -> TensorSpec:
             spec = spec_of(dense)
             return TensorSpec(spec.shape, spec.dtype, read_integers(strides))
         case _:
-            told = ast.unparse(node) if node else "no type"
-            raise GraphError(f"expected a type such as f16[2, 3], got {told}")
+            text = ast.unparse(node) if node else "no type"
+            raise GraphError(f"expected a type such as f16[2, 3], got {text}")
 
 
 def read_integers(node: ast.expr) -> tuple[int, ...]:
-    """Sizes or strides. Raises GraphError for what is neither."""
+    """The integers of a size, of sizes or of strides. Raises GraphError for anything else."""
     value = literal_value(node)
     numbers = value if isinstance(value, tuple) else (value,)
     if not all(type(number) is int for number in numbers):
         raise GraphError(
-            f"{ast.unparse(node)} are no integers; sizes and strides are said such as "
+            f"{ast.unparse(node)} are no integers; write sizes and strides as in "
             "f16[2, 3](strides=(1, 2))"
         )
     return numbers
 
 
 def names_in(node: ast.expr | None) -> list[str]:
+    """The names of `x` or of `x, y`. Raises GraphError for anything else."""
     match node:
         case ast.Tuple(parts):
             return [name for part in parts for name in names_in(part)]
@@ -283,6 +234,7 @@ def names_in(node: ast.expr | None) -> list[str]:
 
 
 def look_up(env: dict[str, Value], name: str) -> Value:
+    """The value of a name. Raises GraphError for a name that no line before defines."""
     if name not in env:
         raise GraphError(f"{name} is used before it is defined; known are {', '.join(env)}")
     return env[name]

@@ -1,4 +1,4 @@
-"""Graph -> Graph: one form for all graphs that mean the same, then one op for the whole chain."""
+"""Passes from graph to graph: canonical masks and modifiers, then one op for a whole attention."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from attn_graph.masks.canonical import canonical_mask
 
 
 def canonicalise(graph: Graph) -> Graph:
-    """Alignments become offsets, masks come after modifiers, and masks in a row become one."""
+    """Turn alignments into offsets, move masks after modifiers, and join masks in a row."""
 
     def rule(b: Builder, eqn: Eqn, operands: tuple[Value, ...]) -> tuple[Value, ...] | None:
         if isinstance(eqn.op, ops.Mask):
@@ -31,7 +31,7 @@ def canonicalise(graph: Graph) -> Graph:
 
 
 def emit_mask(b: Builder, mask: masks.Mask, operands: tuple[Value, ...]) -> Value:
-    """Scores under the mask in canonical form, joined with a mask that they are under already."""
+    """Emit a mask in canonical form, joined with the mask that the scores are already under."""
     s, *given = operands
     canonical = canonical_mask(mask, *s.type.shape[2:])
     if canonical is None:
@@ -49,7 +49,7 @@ def emit_mask(b: Builder, mask: masks.Mask, operands: tuple[Value, ...]) -> Valu
 
 
 def emit_modifier(b: Builder, op: Modifier, operands: tuple[Value, ...]) -> Value:
-    """A modifier with its alignment resolved, moved before the mask that its scores are under."""
+    """Emit a modifier with its alignment resolved, before the mask that its scores are under."""
     s, *given = operands
     op = op.resolved(*s.type.shape[2:])
     under = producer_of(b, s)
@@ -70,10 +70,10 @@ def producer_of(b: Builder, value: Value) -> Eqn | None:
 
 
 def fuse(graph: Graph) -> Graph:
-    """Every chain scores -> modifiers -> mask -> softmax -> dropout -> weigh becomes an Attention.
+    """Turn each chain scores -> modifiers -> mask -> softmax -> dropout -> weigh into an Attention.
 
-    A chain whose scores or weights are used elsewhere too stays as it is, and so does one whose
-    lse is read before its o is there, or one of mixed dtypes: Attention has one dtype.
+    A chain stays as it is where its scores or weights are used elsewhere too, where its lse is read
+    before its o is computed, and where its dtypes differ: an Attention has one dtype.
     """
     makers = {i: (eqn, outs) for eqn, outs in graph.numbered() for i in outs}
     users, types = count_users(graph), graph.types
@@ -105,7 +105,7 @@ Chain = tuple[Attention, tuple[int, ...], int]  # the op, its operands, and the 
 
 
 def chain_of(weigh: Eqn, makers: Makers, users: dict[int, int]) -> Chain | None:
-    """The chain that ends in this equation, if it is one."""
+    """The chain that ends in an equation; None where it ends in no chain."""
     at, v = weigh.args
     steps: list[Eqn] = []
     while at in makers and users[at] == 1 and not isinstance(makers[at][0].op, ops.Scores):
@@ -122,7 +122,7 @@ def chain_of(weigh: Eqn, makers: Makers, users: dict[int, int]) -> Chain | None:
 
 
 def assemble(steps: list[Eqn], v: int, makers: Makers) -> Chain | None:
-    """One Attention for equations in the order of the chain; None where they are in another."""
+    """One Attention for the equations of a chain; None where their order is not a chain's."""
     kinds = [next((k for k, t in enumerate(ORDER) if isinstance(e.op, t)), None) for e in steps]
     if (
         None in kinds
@@ -130,11 +130,11 @@ def assemble(steps: list[Eqn], v: int, makers: Makers) -> Chain | None:
         or any(kinds.count(k) > 1 for k in (2, 3, 4))
     ):
         return None
-    found = dict(zip(kinds, steps, strict=True))
+    by_kind = dict(zip(kinds, steps, strict=True))
     first, modifiers = steps[0], [e for e in steps if isinstance(e.op, Modifier)]
-    if not isinstance(first.op, ops.Scores) or 3 not in found:
+    if not isinstance(first.op, ops.Scores) or 3 not in by_kind:
         return None
-    mask, softmax, dropout = found.get(2), found[3], found.get(4)
+    mask, softmax, dropout = by_kind.get(2), by_kind[3], by_kind.get(4)
     dropout = None if dropout and dropout.op == ops.Dropout(0.0) else dropout
     op = Attention(
         first.op.scale,
@@ -167,7 +167,7 @@ def emit_chains(graph: Graph, chains: dict[int, Chain]) -> Graph:
 
 
 def values_read(graph: Graph, chains: dict[int, Chain]) -> set[int]:
-    """The values that are read where each chain is one equation, at the place of its last."""
+    """The values that are read once each chain is one equation, in the place of its last one."""
     live, stats = set(graph.outputs), {lse for _, _, lse in chains.values()}
     for eqn, outs in reversed([*graph.numbered()]):
         if outs[0] in chains:
@@ -178,7 +178,7 @@ def values_read(graph: Graph, chains: dict[int, Chain]) -> set[int]:
 
 
 def narrow(graph: Graph) -> Graph:
-    """Attention gradients compute only what is read of them."""
+    """Let gradients of attention compute only the results that are read."""
     users = count_users(graph)
     b = Builder(trusts=True)
     values = {n: b.input(i.name, i.spec) for n, i in enumerate(graph.inputs)}
@@ -187,8 +187,8 @@ def narrow(graph: Graph) -> Graph:
         if isinstance(op, AttentionGrad):
             live = iter([i in users for i in outs])
             op = evolve(op, wants=tuple(wanted and next(live) for wanted in op.wants))
-        found = iter(b.emit(op, *(values[i] for i in eqn.args)))
-        values |= {i: next(found) for i in outs if op is eqn.op or i in users}
+        results = iter(b.emit(op, *(values[i] for i in eqn.args)))
+        values |= {i: next(results) for i in outs if op is eqn.op or i in users}
     return b.graph(*(values[i] for i in graph.outputs))
 
 
@@ -196,5 +196,5 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (prune, canonicalise, fuse)
 
 
 def simplify(graph: Graph) -> Graph:
-    """All passes, in their order."""
+    """Run all passes in their order."""
     return reduce(lambda g, run: run(g), PASSES, graph)

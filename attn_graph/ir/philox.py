@@ -3,7 +3,7 @@
 J. Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011. The key is the 64-bit
 seed; the counter is (j // 4, i, b * H + h, offset), and key j takes word j % 4 of the result. So a
 bit depends on its place alone, and every lowering, whatever its tiles, draws the same ones.
-Of `offset` the low 32 bits count.
+Only the low 32 bits of `offset` count.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def counters(keys: range) -> range:
 
 
 def threshold(rate: float) -> int:
-    """A word at or above it keeps its place: all but `rate` of the 2^32 words are."""
+    """The least word that keeps its weight: `rate` of the 2^32 words are below it."""
     return min(WORD + 1, round(rate * 2**32))
 
 
@@ -62,18 +62,21 @@ def random_words(
 
 
 def lay_along(values: range, like: torch.Tensor, axis: int) -> torch.Tensor:
-    """A range laid along one of four axes."""
+    """The numbers of a range as int64 along one of four axes, the others being 1."""
     flat = torch.arange(values.start, values.stop, device=like.device)
     return flat.reshape([-1 if a == axis else 1 for a in range(4)])
 
 
 def keep_(
-    kept: torch.Tensor, rate: float, seed: int, offset: int, ranges: Sequence[range], H: int,
+    keeps: torch.Tensor, rate: float, seed: int, offset: int, ranges: Sequence[range], H: int,
     six: Sequence[torch.Tensor],
 ) -> torch.Tensor:  # fmt: skip
-    """Fill the booleans `kept` [b,h,i,4 * counters(j)]; return the view that is ranges' keys."""
+    """Fill the booleans `keeps` [b,h,i,4 * counters(j)]: whether dropout keeps a weight.
+
+    Returns the view [b,h,i,j] of the keys of `ranges`. six: as for `random_words`.
+    """
     b, h, i, j = ranges
     for word, drawn in enumerate(random_words(seed, offset, b, h, i, j, H, six)):
-        torch.ge(drawn, threshold(rate), out=kept[..., word::4])
+        torch.ge(drawn, threshold(rate), out=keeps[..., word::4])
     first = j.start - 4 * counters(j).start
-    return kept[..., first : first + len(j)]
+    return keeps[..., first : first + len(j)]

@@ -1,8 +1,8 @@
-"""What masks and modifiers of your own say of themselves, checked on a small block of places.
+"""Checks what masks and modifiers of a user's own promise, on a small block of places.
 
-Backends believe what a definition says: that `keep` gives booleans, that no key outside of `span`
-is kept, that a step adds. A graph is built only of definitions that hold on a block which covers
-the first positions and the last of at most SIDE. Definitions of ours are proven by tests instead.
+Backends rely on these promises: that `keep` gives booleans, that no key outside of `span` is kept,
+that an additive step adds. A graph is built only where they hold on a block of at most SIDE queries
+and keys. The masks and modifiers of this package are proven by tests instead.
 """
 
 from __future__ import annotations
@@ -23,36 +23,38 @@ from attn_graph.masks import LEAVES, And, Data, Mask, Not, Or, ragged_in
 from attn_graph.masks.places import Block, Keys, Place
 
 SIDE = 512  # queries and keys, at most, where nothing is read
-READ_SIDE = 64  # and where tensors are, which have to be made up
-CLOSE = 1e-9  # how far float64 may be off that was computed in two ways, in parts of its size
+READ_SIDE = 64  # queries and keys, at most, where tensors are read, which have to be invented
+CLOSE = 1e-9  # relative error within which two ways to compute a float64 number are equal
 CPU = torch.device("cpu")
 Sizes = tuple[int, int, int, int]  # B, H, M, N
 FAILURES = (RuntimeError, TypeError, ValueError)  # what tensors raise where a number was expected
 
 
-def mask_problems(mask: Mask, sizes: Sizes) -> Iterator[str]:
-    """What leaves of one's own, among the parts of a mask, say wrongly."""
+def leaf_promise_problems(mask: Mask, sizes: Sizes) -> Iterator[str]:
+    """The broken promises of a user's own leaves, among the parts of a mask."""
     if isinstance(mask, (And, Or, Not)):
         for part in mask.parts:
-            yield from mask_problems(part, sizes)
+            yield from leaf_promise_problems(part, sizes)
     elif type(mask) not in LEAVES:
-        yield from value_problems(mask) or checked_mask(mask, small(sizes, mask.needs))
+        yield from value_problems(mask) or check_leaf(mask, checked_sizes(sizes, mask.needs))
 
 
-def modifier_problems(modifier: Modifier, sizes: Sizes) -> Iterator[str]:
-    """What a modifier of one's own says wrongly."""
-    yield from value_problems(modifier) or checked_modifier(modifier, small(sizes, {"s": None}))
+def modifier_promise_problems(modifier: Modifier, sizes: Sizes) -> Iterator[str]:
+    """The broken promises of a user's own modifier."""
+    yield from value_problems(modifier) or check_modifier_once(
+        modifier, checked_sizes(sizes, {"s": None})
+    )
 
 
-def small(sizes: Sizes, needs: Mapping[str, object]) -> Sizes:
-    """Sizes of the block that is checked: B, M and N are cut, H is not, since tables are by h."""
+def checked_sizes(sizes: Sizes, needs: Mapping[str, object]) -> Sizes:
+    """The sizes of the block to check. B, M and N are cut; H is not, since tables are by head."""
     B, H, M, N = sizes
     side = READ_SIDE if needs else SIDE
     return min(B, 2), H, min(M, side), min(N, side)
 
 
 def value_problems(value: Mask | Modifier) -> list[str]:
-    """Why equal values would not mean the same: graphs, plans and figures are found by them."""
+    """Why values that compare equal may differ in meaning: plans are looked up by these values."""
     kind = type(value)
     if "__attrs_attrs__" not in vars(kind):
         return [
@@ -69,27 +71,27 @@ def value_problems(value: Mask | Modifier) -> list[str]:
 
 @contextmanager
 def without_modes() -> Iterator[None]:
-    """Tensors are plain ones on the CPU, whatever modes the graph is built under."""
+    """Make plain tensors on the CPU, whatever modes of PyTorch surround the building of a graph."""
     with _disable_current_modes(), CPU, torch.no_grad():
         yield
 
 
 @lru_cache(256)
-def checked_mask(mask: Mask, sizes: Sizes) -> tuple[str, ...]:
-    """The problems with one leaf."""
+def check_leaf(mask: Mask, sizes: Sizes) -> tuple[str, ...]:
+    """The broken promises of one leaf, worked out once."""
     if 0 in sizes:
         return ()
     with without_modes():
         try:
             leaf = mask.resolved(sizes[2], sizes[3], ragged_in(mask.needs))
-        except GraphError:  # an alignment is not said, which the canonical form tells
+        except GraphError:  # a missing alignment, which the canonical form reports
             return ()
-        return tuple(problems_of_mask(leaf, sizes))
+        return tuple(problems_of_leaf(leaf, sizes))
 
 
 @lru_cache(256)
-def checked_modifier(modifier: Modifier, sizes: Sizes) -> tuple[str, ...]:
-    """The problems with one modifier."""
+def check_modifier_once(modifier: Modifier, sizes: Sizes) -> tuple[str, ...]:
+    """The broken promises of one modifier, worked out once."""
     if 0 in sizes:
         return ()
     with without_modes():
@@ -97,7 +99,7 @@ def checked_modifier(modifier: Modifier, sizes: Sizes) -> tuple[str, ...]:
 
 
 def attempt(who: str, run: Callable[[], Any]) -> tuple[Any, list[str]]:  # Any: what run returns
-    """What a definition gives; or None, and the problem that it fails."""
+    """What a definition returns and no problems; or None and why it fails."""
     try:
         return run(), []
     except GraphError as error:
@@ -112,9 +114,10 @@ def attempt(who: str, run: Callable[[], Any]) -> tuple[Any, list[str]]:  # Any: 
 # Masks
 
 
-def problems_of_mask(mask: Mask, sizes: Sizes) -> Iterator[str]:
+def problems_of_leaf(mask: Mask, sizes: Sizes) -> Iterator[str]:
+    """The promises that a resolved leaf breaks on a block of these sizes."""
     B, H, M, N = sizes
-    who, data = type(mask).__name__, made_up(mask.needs, sizes)
+    who, data = type(mask).__name__, invent_tensors(mask.needs, sizes)
     everywhere = Block(range(B), range(min(H, 2)), range(M), H, M, N, data)
     kept, failures = attempt(f"{who}.keep", lambda: mask.keep(Place.of(everywhere, range(N), CPU)))
     yield from failures
@@ -125,7 +128,7 @@ def problems_of_mask(mask: Mask, sizes: Sizes) -> Iterator[str]:
         yield f"{who}.keep gives {given}, and has to say true or false; compare: ... != 0"
         return
     flags = torch.as_tensor(kept).expand(B, min(H, 2), M, N)
-    lies = (problems_of_keys(mask, block, flags) for block in blocks_of(everywhere))
+    lies = (problems_of_keys(mask, block, flags) for block in sample_blocks(everywhere))
     yield from next(filter(None, lies), ())
     yield from problems_of_strip(mask, everywhere, flags)
     shifted = flags[..., 1:, 1:] != flags[..., :-1, :-1]
@@ -133,8 +136,8 @@ def problems_of_mask(mask: Mask, sizes: Sizes) -> Iterator[str]:
         yield f"{who} says relative = True, and keep does not depend on j - i alone"
 
 
-def blocks_of(everywhere: Block) -> Iterator[Block]:
-    """Some queries, before the tensors that are read are known and after."""
+def sample_blocks(everywhere: Block) -> Iterator[Block]:
+    """Blocks of some of the queries, each with the tensors that are read and without."""
     M = everywhere.M
     for rows in (range(M), range(M // 2, min(M, M // 2 + 3)), range(max(0, M - 5), M)):
         yield evolve(everywhere, rows=rows)
@@ -142,7 +145,7 @@ def blocks_of(everywhere: Block) -> Iterator[Block]:
 
 
 def problems_of_keys(mask: Mask, block: Block, kept: torch.Tensor) -> list[str]:
-    """Keys that `span` leaves out or that `surely` has, and should not."""
+    """Keys that `span` lacks, and keys that `surely` has, against what the block keeps."""
     who, queries = type(mask).__name__, f"queries {block.rows.start} to {block.rows.stop - 1}"
     here = kept[:, :, block.rows.start : block.rows.stop].flatten(0, 2)
     lacking = here.any(0) & ~contains(mask.span(block), block.N)
@@ -167,6 +170,7 @@ def contains(keys: Keys, count: int) -> torch.Tensor:
 
 
 def problems_of_strip(mask: Mask, block: Block, kept: torch.Tensor) -> Iterator[str]:
+    """The first place at which `strip` differs from what the block keeps."""
     at = Place.of(block, range(block.N), CPU)
     strip = mask.strip(at)
     if strip is None:
@@ -190,7 +194,7 @@ def problems_of_strip(mask: Mask, block: Block, kept: torch.Tensor) -> Iterator[
 @final
 @frozen(eq=False)
 class Trial:
-    """A modifier, a block of places, and what is read there."""
+    """A modifier, and the places of a block with the tensors to read there."""
 
     modifier: Modifier
     at: Place
@@ -198,19 +202,22 @@ class Trial:
 
     @classmethod
     def of(cls, modifier: Modifier, sizes: Sizes) -> Trial:
+        """A trial on a block of these sizes, with random tensors."""
         B, H, M, N = sizes
         heads = range(min(H, 2))
-        block = Block(range(B), heads, range(M), H, M, N, made_up(modifier.needs, sizes))
+        block = Block(range(B), heads, range(M), H, M, N, invent_tensors(modifier.needs, sizes))
         return cls(modifier, Place.of(block, range(N), CPU), (B, len(heads), M, N))
 
     def change(self, s: torch.Tensor) -> torch.Tensor:
+        """The step's result; s stays as it is."""
         return self.modifier.change(s.clone(), self.at)
 
     def back(self, ds: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+        """The step's gradient; ds and s stay as they are."""
         return self.modifier.back(ds.clone(), s.clone(), self.at)
 
     def problems(self, name: str, run: Callable[[], Any]) -> list[str]:  # Any: is looked at
-        """What is wrong with a result that is to be a block of scores."""
+        """Why what `run` returns is no block of scores. name: of the method that it calls."""
         who = f"{type(self.modifier).__name__}.{name}"
         given, failures = attempt(who, run)
         if failures:
@@ -218,39 +225,41 @@ class Trial:
         if not isinstance(given, torch.Tensor):
             return [f"{who} returns {type(given).__name__}, and has to return the new block"]
         if given.shape != self.shape or not given.is_floating_point():
-            told = f"{given.dtype} {list(given.shape)}"
-            return [f"{who} returns {told} for a block of scores {list(self.shape)}"]
+            returned = f"{given.dtype} {list(given.shape)}"
+            return [f"{who} returns {returned} for a block of scores {list(self.shape)}"]
         return []
 
 
 def problems_of_modifier(modifier: Modifier, sizes: Sizes) -> Iterator[str]:
+    """The promises that a modifier breaks on a block of these sizes."""
     trial, who = Trial.of(modifier, sizes), type(modifier).__name__
     random = torch.Generator(CPU).manual_seed(0)
     one, two = torch.randn(2, *trial.shape, generator=random, dtype=torch.float64).unbind()
     problems = trial.problems("change", lambda: trial.change(one))
     if not problems and not [*modifier.gradient_problems()]:
         problems = trial.problems("back", lambda: trial.back(two, trial.change(one)))
-        if not problems and modifier.additive and apart(trial.back(two, one), two):
+        if not problems and modifier.additive and differ(trial.back(two, one), two):
             problems = [f"{who} says additive = True, and back is not ds itself"]
     yield from problems
     if problems:
         return
-    if modifier.additive and apart(trial.change(one) - one, trial.change(two) - two):
+    if modifier.additive and differ(trial.change(one) - one, trial.change(two) - two):
         yield f"{who} says additive = True, and change does not add the same to any score"
     level = trial.change(torch.full(trial.shape, 0.5, dtype=torch.float64))
-    if modifier.relative and apart(level[..., 1:, 1:], level[..., :-1, :-1]):
+    if modifier.relative and differ(level[..., 1:, 1:], level[..., :-1, :-1]):
         yield f"{who} says relative = True, and change does not depend on j - i alone"
 
 
-def apart(a: torch.Tensor, b: torch.Tensor) -> bool:
+def differ(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors differ by more than rounding."""
     return not torch.allclose(a, b, rtol=CLOSE, atol=CLOSE, equal_nan=True)
 
 
 # What is read
 
 
-def made_up(needs: Mapping[str, Data], sizes: Sizes) -> dict[str, torch.Tensor]:
-    """A tensor for each that is read: any floats and flags, and integers up to the lesser side."""
+def invent_tensors(needs: Mapping[str, Data], sizes: Sizes) -> dict[str, torch.Tensor]:
+    """A random tensor for each name: floats, flags, and integers below the lesser of M and N."""
     random = torch.Generator(CPU).manual_seed(0)
     full = dict(zip("bhij", sizes, strict=True))
     return {
@@ -262,6 +271,7 @@ def made_up(needs: Mapping[str, Data], sizes: Sizes) -> dict[str, torch.Tensor]:
 def fill_random(
     shape: list[int], dtypes: Iterable[torch.dtype], most: int, random: torch.Generator
 ) -> torch.Tensor:
+    """A random tensor of the first of these dtypes; its integers are below `most`."""
     dtype = next(iter(dtypes))
     if dtype.is_floating_point:
         return torch.randn(shape, generator=random).to(dtype)

@@ -1,4 +1,4 @@
-"""What a graph means, run: every equation's own `run`, in float64 if asked. Exact, slow, whole."""
+"""Evaluates graphs by the `run` of each op, in float64 by default: exact, slow, the reference."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from attrs import frozen
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.graph import Graph, Op
 from attn_graph.ir.modifiers import INF
-from attn_graph.machine.ambient import steady
+from attn_graph.machine.ambient import plain_ops_on
 
 
 def evaluate(
     graph: Graph, tensors: Sequence[torch.Tensor], dtype: torch.dtype | None = torch.float64
 ) -> tuple[torch.Tensor, ...]:
-    """The outputs of a graph, floating inputs cast to `dtype` unless it is None."""
+    """The outputs of a graph; floating inputs are cast to `dtype` unless it is None."""
     values = [t.to(dtype) if dtype and t.is_floating_point() else t for t in tensors]
-    with steady(device_of(tensors)):
+    with plain_ops_on(device_of(tensors)):
         for eqn in graph.eqns:
             values += eqn.op.run(*(values[i] for i in eqn.args))
     return tuple(values[i] for i in graph.outputs)
@@ -40,14 +40,15 @@ class Verification:
 
     @property
     def ok(self) -> bool:
+        """Whether no error is larger than allowed."""
         return all(e <= a for e, a in zip(self.errors, self.allowed, strict=True))
 
     def __str__(self) -> str:
         pairs = zip(self.errors, self.allowed, strict=True)
-        told = "; ".join(
+        outputs = "; ".join(
             f"output {i}: error {e:.3g}, allowed {a:.3g}" for i, (e, a) in enumerate(pairs)
         )
-        return f"{'ok' if self.ok else 'WRONG'}: {told}"
+        return f"{'ok' if self.ok else 'WRONG'}: {outputs}"
 
 
 def compare(
@@ -55,11 +56,11 @@ def compare(
 ) -> Verification:
     """Compare results with `evaluate` by the rule |x - ref| <= 2 max|low - ref| + 2 rounding.
 
-    low is the same formula with every step rounded to the inputs' dtype, numbers beyond its range
-    to as many digits; rounding is what adding and subtracting 0.3 in the result's dtype does to
-    ref. FlashAttention's rule, and FlashAttention-4's floor. Gradients in half precision may use 3
-    instead of the first 2. For float64, where low would be ref itself, it is float32's error times
-    2^-29, the ratio of their unit roundoffs.
+    low is the same formula with every step rounded to the digits of the inputs' dtype; rounding is
+    what adding and subtracting 0.3 in the result's dtype does to ref. This is FlashAttention's rule
+    with FlashAttention-4's floor. Gradients in half precision may use 3 instead of the first 2. For
+    float64, where low would be ref itself, it is the error of float32 times 2^-29, the ratio of
+    their unit roundoffs.
     """
     exact = evaluate(graph, tensors)
     double = all(t.dtype == torch.float64 for t in tensors if t.is_floating_point())
@@ -75,11 +76,12 @@ def compare(
 
 
 def factor(graph: Graph, x: torch.Tensor) -> int:
+    """How many times the error of the low formula an output may have."""
     return 3 if graph.is_gradient and x.dtype in (torch.float16, torch.bfloat16) else 2
 
 
 def distance(x: torch.Tensor, ref: torch.Tensor) -> float:
-    """max|x - ref|, where two equal infinities or two NaN are no distance, and one NaN is inf."""
+    """max|x - ref|. Equal infinities, and two NaN, are at distance 0; one NaN is at inf."""
     x = x.to(ref.dtype)
     same = (x == ref) | (x.isnan() & ref.isnan())
     apart = torch.where(same, 0.0, (x - ref).abs()).nan_to_num(nan=INF, posinf=INF)
@@ -90,20 +92,20 @@ def evaluate_low(graph: Graph, tensors: Sequence[torch.Tensor]) -> tuple[torch.T
     """The outputs, computed in single steps that each round to the dtype of the first input."""
     low = next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)
 
-    def step(op: Op, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        found = op.unfold(step, given) if isinstance(op, Attention) else op.run(*given)
-        return tuple(round_digits(x, low) if x.is_floating_point() else x for x in found)
+    def step(op: Op, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        results = op.unfold(step, operands) if isinstance(op, Attention) else op.run(*operands)
+        return tuple(round_digits(x, low) if x.is_floating_point() else x for x in results)
 
     values = list(tensors)
-    with steady(device_of(tensors)):
+    with plain_ops_on(device_of(tensors)):
         for eqn in graph.eqns:
             values += step(eqn.op, *(values[i] for i in eqn.args))
     return tuple(values[i] for i in graph.outputs)
 
 
 def round_digits(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x rounded to the digits of a dtype. Its range does not bound what a graph computes: scores of
-    float16 inputs may pass 65504."""
+    """x rounded to the digits of a dtype, but not to its range: scores of float16 inputs may be
+    larger than 65504."""
     narrow = x.to(dtype).to(x.dtype)
     digits, exponent = torch.frexp(x)
     beyond = narrow.isinf() & x.isfinite()

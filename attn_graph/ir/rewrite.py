@@ -1,4 +1,4 @@
-"""Passes read a graph equation by equation and write a new one."""
+"""Rebuild a graph equation by equation: what passes are made of."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Rule = Callable[[Builder, Eqn, tuple[Value, ...]], "Sequence[Value] | None"]
 
 
 def replay(graph: Graph, rule: Rule) -> Graph:
-    """A copy of `graph` in which `rule` has had the first word on every equation."""
+    """Rebuild `graph`: `rule` may replace an equation; where it returns None, it is copied."""
     b = Builder(trusts=True)
     values = [b.input(i.name, i.spec) for i in graph.inputs]
     for eqn in graph.eqns:
@@ -21,7 +21,7 @@ def replay(graph: Graph, rule: Rule) -> Graph:
 
 
 def prune(graph: Graph) -> Graph:
-    """Without the equations that no output needs."""
+    """Rebuild `graph` without the equations that no output needs."""
     live = set(graph.outputs)
     for eqn, outs in reversed([*graph.numbered()]):
         if live & set(outs):

@@ -168,8 +168,8 @@ def backward(
     for eqn, outs in reversed([*graph.numbered()]):
         if any(i in grads for i in outs):
             operands, results = ([values[i] for i in x] for x in (eqn.args, outs))
-            found = eqn.op.pull(b.emit, operands, results, [grads.get(i) for i in outs])
-            for i, grad in zip(eqn.args, found, strict=True):
+            pulled = eqn.op.pull(b.emit, operands, results, [grads.get(i) for i in outs])
+            for i, grad in zip(eqn.args, pulled, strict=True):
                 if grad is not None:
                     grads[i] = grads[i].then(ops.Add(), grad) if i in grads else grad
     outputs = [grads[i] if i in grads else b.emit(ops.Zeros.like(types[i]))[0] for i in wants]

@@ -1,4 +1,4 @@
-"""PyTorch's state around a call, which must not reach numbers, nor what is kept between calls."""
+"""PyTorch's state around a call. It must change no number, and nothing that outlives the call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
-without_autocast = _DisableAutocast  # a context: operations run in the dtypes they are given
+without_autocast = _DisableAutocast  # a context in which operations keep the dtypes of tensors
 
 
 def is_traced() -> bool:
@@ -28,10 +28,10 @@ def is_traced() -> bool:
 
 
 @contextmanager
-def outside() -> Iterator[None]:
-    """Work as if nothing surrounded it: no modes, transforms, autocast, nor default device.
+def neutral_state() -> Iterator[None]:
+    """A context without modes, transforms, autocast and default device, whatever surrounds it.
 
-    For planning, whose tensors are kept. It can decorate a function.
+    For planning, whose tensors outlive the call. It can decorate a function.
     """
     with (
         torch.inference_mode(False),
@@ -44,8 +44,8 @@ def outside() -> Iterator[None]:
 
 
 @contextmanager
-def steady(device: torch.device) -> Iterator[None]:
-    """Run plain PyTorch without autocast, and make new tensors on `device`.
+def plain_ops_on(device: torch.device) -> Iterator[None]:
+    """A context without autocast, in which new tensors are on `device`.
 
     Dispatch modes stay: they may watch a computation, or trace it.
     """
@@ -54,7 +54,7 @@ def steady(device: torch.device) -> Iterator[None]:
 
 
 def has_tangent(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether forward mode differentiates by one of these tensors."""
+    """Whether one of these tensors has a tangent: forward mode differentiates by it."""
     return forward_ad._current_level >= 0 and any(
         forward_ad.unpack_dual(t).tangent is not None for t in tensors
     )

@@ -1,4 +1,4 @@
-"""A bounded cache that builds each thing once, even when threads ask for it together."""
+"""A bounded cache that builds each entry once, even where threads want it at the same time."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ T = TypeVar("T")
 class CacheInfo:
     """What the plan cache has done since it was cleared.
 
-    hits, misses: of `compile`, and of calls that ask for their backward plan. builds: plans built;
-    graphs that simplify to one graph share one. evictions: plans given up for newer ones. seconds:
-    spent building. size, capacity: plans held now, and at most. bytes: workspace that the largest
-    of them needs.
+    hits, misses: of `compile`, and of calls that look up their backward plan. builds: plans built;
+    graphs that simplify to one graph share one. evictions: plans dropped for newer ones. seconds:
+    spent building. size, capacity: plans in the cache now, and at most. bytes: workspace that
+    the largest of them needs.
     """
 
     hits: int
@@ -40,7 +40,7 @@ class CacheInfo:
 @final
 @define(eq=False)
 class Turn:
-    """Who builds an entry: one thread at a time. waiting: how many threads build or wait."""
+    """A lock for building one entry. waiting: how many threads build it or wait for it."""
 
     # The thread that builds may come back: a backend that compiles its own graph while it lowers
     # it gets RecursionError then, and does not wait for itself.
@@ -67,7 +67,7 @@ class Cache(Generic[T]):
         CACHES.add(self)
 
     def get(self, key: Hashable) -> T | None:
-        """The entry, now the most recent; None if there is none."""
+        """The entry of a key, which becomes the most recent; None if there is none."""
         with self.lock:
             entry = self.entries.get(key)
             if entry is None:
@@ -78,6 +78,7 @@ class Cache(Generic[T]):
             return entry
 
     def put(self, key: Hashable, entry: T) -> None:
+        """Store an entry, and drop the least recently used ones beyond the capacity."""
         with self.lock:
             self.entries[key] = entry
             self.entries.move_to_end(key)
@@ -85,8 +86,8 @@ class Cache(Generic[T]):
                 self.entries.popitem(last=False)
                 self.evictions += 1
 
-    def built(self, key: Hashable, build: Callable[[], T]) -> T:
-        """The entry; if there is none, one thread builds it and the others wait for that."""
+    def get_or_build(self, key: Hashable, build: Callable[[], T]) -> T:
+        """The entry of a key; if there is none, one thread builds it and others wait for it."""
         with self.turn(key):
             entry = self.get(key)
             if entry is None:
@@ -100,7 +101,7 @@ class Cache(Generic[T]):
 
     @contextmanager
     def turn(self, key: Hashable) -> Iterator[None]:
-        """Within this block no other thread is in it for the same key."""
+        """A context that one thread at a time is in, for each key."""
         with self.lock:
             turn = self.turns.setdefault(key, Turn())
             turn.waiting += 1
@@ -114,13 +115,14 @@ class Cache(Generic[T]):
                     del self.turns[key]
 
     def clear(self) -> None:
+        """Drop all entries and set all counts to 0."""
         with self.lock:
             self.entries.clear()
             self.hits = self.misses = self.builds = self.evictions = 0
             self.seconds = 0.0
 
     def unlock(self) -> None:
-        """Forget what threads hold: a forked process has none but the one that forked."""
+        """Replace all locks: in a forked process the threads that hold them do not exist."""
         self.lock = threading.RLock()
         self.turns = {}
 
@@ -129,6 +131,7 @@ CACHES: WeakSet[Cache[Any]] = WeakSet()  # Any: what each holds
 
 
 def unlock_all() -> None:
+    """Replace the locks of all caches, in a process that was just forked."""
     for each in CACHES:
         each.unlock()
 

@@ -15,7 +15,7 @@ Peaks = tuple[tuple[str, float], ...]  # (dtype, flop/s)
 @final
 @frozen
 class Device:
-    """What a GPU is, as far as planning asks. Fields as told at the top of gpus.toml."""
+    """A GPU as planning sees it. gpus.toml explains the fields at its top."""
 
     product: str
     sm: int
@@ -35,7 +35,7 @@ class Device:
 
 @cache
 def devices() -> dict[str, Device]:
-    """All of the table, by the name that `Target.of` takes."""
+    """All GPUs of the table, by the name that `Target.of` takes."""
     text = files("attn_graph.machine").joinpath("gpus.toml").read_text()
     return {
         name: Device(**fields | {"peaks": tuple(fields["peaks"].items())})
@@ -43,6 +43,6 @@ def devices() -> dict[str, Device]:
     }
 
 
-def product(name: str) -> Device | None:
-    """The device that drivers call by exactly this name: "NVIDIA H200 NVL" is another one."""
+def find_product(name: str) -> Device | None:
+    """The GPU that drivers call by exactly this name; None for any other, "NVIDIA H200 NVL" say."""
     return next((device for device in devices().values() if device.product == name), None)

@@ -1,8 +1,9 @@
-"""What a plan will need, in bytes, known before it runs."""
+"""Numbers of bytes: what a plan will need, and sizes as text."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import final
 
 from attrs import frozen
@@ -20,8 +21,8 @@ class Memory:
 
     outputs: what a call returns. saved: what stays alive between forward and backward, o and lse
     of each attention, outputs among them. workspace: the arena's part while it runs, to the byte.
-    temporary: what PyTorch allocates and frees during a call, estimated from above, but for the
-    block of scores, of some 100 KiB, that each thread of its fused CPU kernel works in.
+    temporary: what PyTorch allocates and frees during a call, an upper bound, without the block
+    of scores, of some 100 KiB, that each thread of its fused CPU kernel works in.
     `*_backward` is 0 for a graph without gradients. peak: the most of all this at one time.
     untold: passes, "forward" and "backward", whose workspace is known only when their plan is
     built; until then it counts 0.
@@ -38,20 +39,44 @@ class Memory:
 
     @property
     def peak(self) -> int:
+        """The most bytes in use at one time, on top of the inputs."""
         forward = max(self.outputs, self.saved) + self.workspace_forward + self.temporary_forward
         backward = self.saved + self.gradients + self.workspace_backward + self.temporary_backward
         return max(forward, backward if self.gradients else 0)
 
     def __str__(self) -> str:
-        workspace = self.told("forward", self.workspace_forward)
+        workspace = self.workspace_text("forward", self.workspace_forward)
         saved = ""
         if self.gradients:
             saved = f"saved for backward {format_bytes(self.saved)}, "
-            workspace += f" and {self.told('backward', self.workspace_backward)}"
+            workspace += f" and {self.workspace_text('backward', self.workspace_backward)}"
         peak = f"{'at least ' if self.untold else ''}{format_bytes(self.peak)}"
         return f"outputs {format_bytes(self.outputs)}, {saved}workspace {workspace}, peak {peak}"
 
-    def told(self, pass_: str, count: int) -> str:
+    def _repr_html_(self) -> str:
+        """For notebooks: a bar for each kind of memory, as part of the peak, and their sum."""
+        from attn_graph import html
+
+        rows = [(name, html.Number(text), html.bar(share)) for name, text, share in self.shares()]
+        peak = f"{'at least ' if self.untold else ''}{format_bytes(self.peak)}"
+        return html.page(html.table([*rows, ("peak", html.Number(peak), "at one time")]))
+
+    def shares(self) -> Iterator[tuple[str, str, float]]:
+        """Each kind of memory in words, with its bytes in words and as a share of the peak."""
+        passes = ("forward", "backward") if self.gradients else ("forward",)
+        counts = {"outputs": self.outputs}
+        counts |= {"saved for backward": self.saved} if self.gradients else {}
+        for name in passes:
+            counts[f"workspace {name}"] = getattr(self, f"workspace_{name}")
+            counts[f"temporary {name}"] = getattr(self, f"temporary_{name}")
+        counts |= {"gradients": self.gradients} if self.gradients else {}
+        later = {f"workspace {name}" for name in self.untold}
+        for name, count in counts.items():
+            text = "told by the built plan" if name in later else format_bytes(count)
+            yield name, text, count / max(1, self.peak)
+
+    def workspace_text(self, pass_: str, count: int) -> str:
+        """A pass with the bytes of its workspace, or that only the built plan knows them."""
         return (
             f"{pass_} told by the built plan"
             if pass_ in self.untold
@@ -60,25 +85,25 @@ class Memory:
 
 
 def format_bytes(count: int) -> str:
-    """1536 -> "1.5 KiB"."""
+    """Bytes as text: 1536 -> "1.5 KiB"."""
     unit = next((u for u in ("TiB", "GiB", "MiB", "KiB") if count >= UNITS[u]), "B")
     return f"{count / UNITS[unit]:.4g} {unit}"
 
 
 def parse_bytes(size: int | str) -> int:
-    """A number of bytes, or text such as "1GiB" or "200 MiB". Raises GraphError for all else."""
+    """Bytes of an integer, or of text such as "1GiB" or "200 MiB". Raises GraphError otherwise."""
     if type(size) is int and size >= 0:
         return size
     if not isinstance(size, str):
         raise GraphError(
             f"size {size!r} is no number of bytes from 0 on, nor a text such as '1GiB'"
         )
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
-    if found is None or found[2] not in UNITS:
+    parts = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
+    if parts is None or parts[2] not in UNITS:
         raise GraphError(
             f"size {size!r} is not a number with one of {', '.join(filter(None, UNITS))}"
         )
-    count = float(found[1]) * UNITS[found[2]]
+    count = float(parts[1]) * UNITS[parts[2]]
     if count == float("inf"):
         raise GraphError(f"size {size[:9]}... is more than any machine has")
     return int(count)

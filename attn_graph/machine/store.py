@@ -1,4 +1,4 @@
-"""What took long to make, kept on disk: plans that cuDNN built, choices that were measured."""
+"""A store on disk for what takes long to make: plans that cuDNN built, choices by measurement."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Unfit(Exception):
-    """A file is none of ours, or not as it was written, or not what its key says."""
+    """The file is foreign or corrupt, or has another key than its name says."""
 
 
 @final
@@ -31,8 +31,8 @@ class Unfit(Exception):
 class Entry:
     """A file of a store.
 
-    key: None where the file is not whole, and then `unfit` says what is wrong with it. used: when
-    it was put or got last, in seconds since 1970.
+    key: None where the file is corrupt; then `unfit` says why. used: when it was last written or
+    read, in seconds since 1970.
     """
 
     path: Path
@@ -45,26 +45,27 @@ class Entry:
 @final
 @frozen
 class Store:
-    """Bytes by key in a folder: at most `most` bytes of files, the least recently used go first.
+    """Bytes by key in a folder: at most `most` bytes of files; the least recently used go first.
 
-    A key is a text that tells all that matters; its sha256 names the file, and the file repeats it.
-    Each file has a checksum. Whatever is damaged, foreign or unreadable is a miss, with the reason
-    logged, and is replaced by the next `put`; folders in the folder stay, whatever their names.
-    Processes may share a folder: files appear whole.
+    A key is a text with all that the bytes depend on; its sha256 names the file, which repeats the
+    key. Each file has a checksum. A damaged, foreign or unreadable file counts as none, the reason
+    is logged, and the next `put` replaces it; folders in the folder stay, whatever their names.
+    Processes may share a folder: a file appears complete or not at all.
     """
 
     folder: Path = field(converter=Path)
     most: int = MOST
 
     def path(self, key: str) -> Path:
+        """The file of a key, whether it exists or not."""
         return self.folder / f"{sha256(key.encode()).hexdigest()}.plan"
 
     def get(self, key: str) -> bytes | None:
-        """What was put under the key; None if nothing was, or if it is not whole."""
+        """The bytes of a key; None if there is no file, or a corrupt one."""
         return self.load(key, bytes)
 
     def load(self, key: str, read: Callable[[bytes], T]) -> T | None:
-        """What `read` makes of the bytes under the key; None where it raises Unfit, too."""
+        """What `read` makes of the bytes of a key; None if there is no file, or it raises Unfit."""
         path = self.path(key)
         try:
             name, data = unseal(contents(path))
@@ -81,7 +82,7 @@ class Store:
         return record
 
     def put(self, key: str, data: bytes) -> None:
-        """Keep the bytes. Where the folder can't be written to, that is logged and all."""
+        """Store the bytes of a key. Where the folder cannot be written to, that is only logged."""
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with NamedTemporaryFile(dir=self.folder, suffix=".part", delete=False) as file:
@@ -96,7 +97,7 @@ class Store:
             LOG.warning("plan is not stored in %s: %s", self.folder, error)
 
     def trim(self) -> None:
-        """Give up the files that were not used for longest, until the rest is small enough."""
+        """Delete the least recently used files until the rest are at most `most` bytes."""
         total = 0
         for path, stat in sorted(self.files(), key=lambda pair: -pair[1].st_mtime_ns):
             total += stat.st_size
@@ -107,17 +108,17 @@ class Store:
                     LOG.warning("stored plan %s is not given up: %s", path, error)
 
     def paths(self) -> Iterator[tuple[Path, os.stat_result]]:
-        """Everything whose name is like that of our files."""
+        """The path and status of everything that is named like a file of the store."""
         for path in self.folder.glob("*.plan"):
             with suppress(FileNotFoundError):  # another process has just trimmed it
                 yield path, path.lstat()
 
     def files(self) -> Iterator[tuple[Path, os.stat_result]]:
-        """Everything but folders, which are none of ours."""
+        """The same without folders."""
         return ((path, stat) for path, stat in self.paths() if not S_ISDIR(stat.st_mode))
 
     def entries(self) -> Iterator[Entry]:
-        """Every file, read and checked, whole or not; folders in place of files too."""
+        """Every file, read and checked, corrupt ones and folders in place of files too."""
         for path, stat in self.paths():
             key, unfit = None, None
             try:
@@ -129,39 +130,39 @@ class Store:
             yield Entry(path, key, stat.st_size, stat.st_mtime, unfit)
 
     def held(self) -> Iterator[tuple[Path, str | None]]:
-        """Every file with its key, or with None if it is not whole."""
+        """Every file with its key; None for a corrupt one."""
         for entry in self.entries():
             yield entry.path, entry.key
 
     @property
     def bytes(self) -> int:
-        """How much the folder holds."""
+        """The size of all files."""
         return sum(stat.st_size for _, stat in self.files())
 
     def clear(self) -> int:
-        """Delete every file; how many there were."""
-        held = [path for path, _ in self.files()]
-        for path in (*held, *self.folder.glob("*.part")):
+        """Delete every file, and return how many there were."""
+        paths = [path for path, _ in self.files()]
+        for path in (*paths, *self.folder.glob("*.part")):
             path.unlink(missing_ok=True)
-        return len(held)
+        return len(paths)
 
 
 def contents(path: Path) -> bytes:
-    """The bytes of a file. Raises Unfit for anything else: to read from a FIFO may never end."""
+    """The bytes of a regular file. Raises Unfit for others: reading a FIFO might never end."""
     if not S_ISREG(path.stat().st_mode):
         raise Unfit("it is no regular file")
     return path.read_bytes()
 
 
 def seal(key: str, data: bytes) -> bytes:
-    """A file: magic, checksum, then the key by its length, then the data."""
+    """The bytes of a file: magic, checksum, length of the key, key, data."""
     name = key.encode()
     body = len(name).to_bytes(8, "big") + name + data
     return MAGIC + sha256(body).digest() + body
 
 
 def unseal(file: bytes) -> tuple[str, bytes]:
-    """The key and the data of a file. Raises Unfit unless it is whole."""
+    """The key and the data of a file's bytes. Raises Unfit where they are corrupt."""
     if not file.startswith(MAGIC):
         raise Unfit(f"it starts with {file[: len(MAGIC)]!r}, not with {MAGIC!r}")
     digest, body = file[len(MAGIC) : len(MAGIC) + 32], file[len(MAGIC) + 32 :]
@@ -178,7 +179,7 @@ def unseal(file: bytes) -> tuple[str, bytes]:
 
 @cache
 def default_store() -> Store:
-    """The store in the user's cache folder, which plans use unless told otherwise."""
+    """The store in the user's cache folder, which plans use unless they are given another."""
     from platformdirs import user_cache_path
 
     return Store(user_cache_path("attn_graph"))

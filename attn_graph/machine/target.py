@@ -14,8 +14,8 @@ import torch
 from attrs import field, frozen
 
 from attn_graph.errors import GraphError
-from attn_graph.machine.ambient import outside
-from attn_graph.machine.gpus import Peaks, devices, product
+from attn_graph.machine.ambient import neutral_state
+from attn_graph.machine.gpus import Peaks, devices, find_product
 
 LOG = logging.getLogger("attn_graph")
 PACKAGES = ("torch", "triton", "nvidia-cudnn-frontend")
@@ -32,18 +32,18 @@ LIBRARIES = (*PACKAGES, *CUDNN, SYSTEM_CUDNN)
 @final
 @frozen(cache_hash=True)
 class Target:
-    """A device and its libraries. Planning reads this value and never asks the machine again.
+    """A device and its libraries. Planning reads this value and never looks at the machine again.
 
     kind: "cpu" or "cuda". sm: compute capability, 90 for 9.0; 0 on a CPU. native: the half
     precision dtypes, "f16" and "bf16", that the CPU's matrix instructions take as they are.
     libraries: name and version of each that is installed. interprets: whether Triton's kernels
     run on the CPU, slowly, because TRITON_INTERPRET=1 was set when Python started.
 
-    The rest is what costs are told from; None is not known. shared_memory: bytes that one program
-    may ask for. memory, l2: bytes. bandwidth: bytes/s. peaks: dtype and dense flop/s of matrix
+    The rest is what costs follow from; None is not known. shared_memory: bytes that one program
+    may use. memory, l2: bytes. bandwidth: bytes/s. peaks: dtype and dense flop/s of matrix
     products; "f32" is without TF32. driver: the version of CUDA that the GPU's driver knows, 13000
-    for 13.0, to which cuDNN ties plans that are built ahead. `attrs.evolve(Target.of("h200"),
-    bandwidth=4e12)` is a machine of your own.
+    for 13.0; cuDNN's plans that are built ahead are for one such version.
+    `attrs.evolve(Target.of("h200"), bandwidth=4e12)` is a machine of your own.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Target:
         here.
         """
         if device is None:
-            return gpu(current_gpu()) if gpu_count() else describe_cpu()
+            return describe_gpu(current_gpu()) if gpu_count() else describe_cpu()
         place = torch.device(device)
         if place.type == "cpu":
             return describe_cpu()
@@ -77,7 +77,7 @@ class Target:
         if place.type != "cuda" or index >= gpu_count():
             known = ", ".join(map(str, local_devices()))
             raise GraphError(f"device {str(place)!r} is not here; here are {known}")
-        return gpu(index)
+        return describe_gpu(index)
 
     @classmethod
     def of(cls, name: str) -> Target:
@@ -110,18 +110,18 @@ class Target:
 
     @property
     def device(self) -> torch.device | None:
-        """The device of this machine that it describes, the current GPU before others; or None."""
+        """The device of this machine that it describes, if any; the current GPU before others."""
         return next((d for d in local_devices() if Target.here(d) == self), None)
 
     def current(self) -> AbstractContextManager[object]:
-        """A block in which its device is the current one, where it is a GPU of this machine."""
+        """A context in which its device is the current one, if it is a GPU of this machine."""
         device = self.device
         elsewhere = device is not None and device.type == "cuda" and device.index != current_gpu()
         return torch.cuda.device(device) if elsewhere else nullcontext()
 
     def __str__(self) -> str:
-        told = f"{self.kind} sm_{self.sm}" if self.sm else self.kind
-        return self.name if self.name == told else f"{self.name} ({told})"
+        kind = f"{self.kind} sm_{self.sm}" if self.sm else self.kind
+        return self.name if self.name == kind else f"{self.name} ({kind})"
 
 
 @cache
@@ -143,38 +143,38 @@ def local_devices() -> Iterator[torch.device]:
 
 
 @cache
-@outside()
-def gpu(index: int) -> Target:
-    """A GPU as PyTorch tells it. Its rates are the table's, if that has the very product."""
-    found: Any = torch.cuda.get_device_properties(index)  # Any: PyTorch's stubs leave a field out
-    known = product(found.name)
+@neutral_state()
+def describe_gpu(index: int) -> Target:
+    """A GPU of this machine. Its rates are those of the table, if that has this very product."""
+    gpu: Any = torch.cuda.get_device_properties(index)  # Any: PyTorch's stubs leave a field out
+    known = find_product(gpu.name)
     return Target(
-        found.name,
+        gpu.name,
         "cuda",
-        10 * found.major + found.minor,
+        10 * gpu.major + gpu.minor,
         libraries=installed_libraries(),
         interprets=triton_interprets(),
-        multiprocessors=found.multi_processor_count,
-        shared_memory=found.shared_memory_per_block_optin,
-        shared_memory_per_sm=found.shared_memory_per_multiprocessor,
-        memory=found.total_memory,
+        multiprocessors=gpu.multi_processor_count,
+        shared_memory=gpu.shared_memory_per_block_optin,
+        shared_memory_per_sm=gpu.shared_memory_per_multiprocessor,
+        memory=gpu.total_memory,
         bandwidth=known.bandwidth if known else None,
-        l2=found.L2_cache_size,
+        l2=gpu.L2_cache_size,
         peaks=known.peaks if known else (),
     )
 
 
 @cache
-@outside()
+@neutral_state()
 def describe_cpu() -> Target:
-    """The CPU of this machine. What is native is what oneDNN, PyTorch's CPU library, says it is."""
-    found = []
+    """The CPU of this machine. native: as oneDNN, PyTorch's CPU library, reports it."""
+    native = []
     if torch.backends.mkldnn.is_available():
         if torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            found.append("bf16")
+            native.append("bf16")
         if torch.ops.mkldnn._is_mkldnn_fp16_supported():
-            found.append("f16")
-    return Target("cpu", "cpu", 0, tuple(found), installed_libraries(), triton_interprets())
+            native.append("f16")
+    return Target("cpu", "cpu", 0, tuple(native), installed_libraries(), triton_interprets())
 
 
 def triton_interprets() -> bool:
@@ -184,14 +184,15 @@ def triton_interprets() -> bool:
 
 @cache
 def installed_libraries() -> tuple[tuple[str, str], ...]:
-    """Every library that is here, and its version."""
+    """The name and version of every library that is installed."""
     by_pip = [(name, version_of(name)) for name in (*PACKAGES, *CUDNN)]
     has_cudnn = any(number for name, number in by_pip if name in CUDNN)
-    found = by_pip if has_cudnn else [*by_pip, (SYSTEM_CUDNN, system_cudnn())]
-    return tuple((name, number) for name, number in found if number)
+    libraries = by_pip if has_cudnn else [*by_pip, (SYSTEM_CUDNN, system_cudnn())]
+    return tuple((name, number) for name, number in libraries if number)
 
 
 def version_of(library: str) -> str | None:
+    """The version of an installed package; None where it is not installed."""
     try:
         return version(library)
     except PackageNotFoundError:

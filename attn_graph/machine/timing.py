@@ -1,4 +1,4 @@
-"""How long jobs take beside each other on a machine that others use too: medians, interleaved."""
+"""Times jobs on a machine that others use too: jobs take turns, and medians count."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 Job = Callable[[], object]
 Progress = Callable[[str], None]
 LEAST_ROUNDS, MOST_ROUNDS = 3, 50
-LEAST_SAMPLE = 1e-3  # seconds; shorter jobs are called as often as makes that, and divided
+LEAST_SAMPLE = 1e-3  # seconds; shorter jobs are called several times a sample
 
 
 def medians(
@@ -22,7 +22,7 @@ def medians(
     device: torch.device | None = None,
     progress: Progress | None = None,
 ) -> dict[str, float]:
-    """Seconds that a call of each job takes: its median over the rounds of `samples`."""
+    """The seconds of one call of each job, by name: the median over the rounds of `samples`."""
     taken: dict[str, list[float]] = {name: [] for name in jobs}
     for name, each in samples(jobs, seconds=seconds, device=device, progress=progress):
         taken[name].append(each)
@@ -36,17 +36,17 @@ def samples(
     device: torch.device | None = None,
     progress: Progress | None = None,
 ) -> Iterator[tuple[str, float]]:
-    """A job's name and the seconds of one call, over rounds in which every job runs once.
+    """The name of a job and the seconds of one call, for each job in each of several rounds.
 
     Each job is called twice before, to warm up. Rounds go on until `seconds`, of all jobs
-    together, have passed: at least 3, at most 50. device: where the jobs run; on a CUDA device
-    its own events tell the time. progress: is told in words what goes on. Caches are warm: a job
-    finds what it read last time where that fits.
+    together, have passed: at least 3, at most 50. device: where the jobs run; a CUDA device is
+    timed by its own events. progress: called with a text of what goes on. Caches are warm: a job
+    may find in them what it read last time.
     """
-    tell, calls = progress or silently, {}
+    tell, calls = progress or ignore_progress, {}
     for name, job in jobs.items():
         tell(f"{name}: warming up")
-        calls[name] = often_enough(job, device)
+        calls[name] = calls_per_sample(job, device)
     start = time.perf_counter()
     for n in range(MOST_ROUNDS if jobs else 0):
         if n >= LEAST_ROUNDS and time.perf_counter() - start >= seconds:
@@ -56,12 +56,12 @@ def samples(
             yield name, sample(job, calls[name], device)
 
 
-def silently(told: str) -> None:
-    """Progress that nobody asked for."""
+def ignore_progress(_: str) -> None:
+    """The progress of those who want none."""
 
 
-def often_enough(job: Job, device: torch.device | None) -> int:
-    """How many calls make a sample, seen at the second call: the first may build and allocate."""
+def calls_per_sample(job: Job, device: torch.device | None) -> int:
+    """How many calls make a sample, by the time of the second: the first may build and allocate."""
     job()
     once = sample(job, 1, device)
     return max(1, math.ceil(LEAST_SAMPLE / max(once, 1e-7)))
@@ -78,7 +78,7 @@ def sample(job: Job, calls: int, device: torch.device | None) -> float:
 
 
 def sample_by_events(job: Job, calls: int, device: torch.device) -> float:
-    """The same on a GPU, from the first call's begin to the last one's end on its stream."""
+    """The same on a GPU, by events before the first call and after the last on its stream."""
     with torch.cuda.device(device):
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()

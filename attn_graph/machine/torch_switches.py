@@ -1,4 +1,4 @@
-"""PyTorch's process-wide switches that attention heeds, as a value: read once a call of compile."""
+"""PyTorch's process-wide switches that attention obeys, as a value, read once by each `compile`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch._C import (  # behind torch.backends and torch itself, and faster: a 
 
 Precision = Literal["ieee", "tf32"]
 KernelName = Literal["math", "flash", "efficient", "cudnn"]
-LIBRARIES = {"cuda": "cuda", "cpu": "mkldnn"}  # whose products they are: torch.backends.X.matmul
+LIBRARIES = {"cuda": "cuda", "cpu": "mkldnn"}  # torch.backends.X.matmul, by kind of device
 
 ROUNDED = ("tf32", "bf16")
 KERNELS: tuple[KernelName, ...] = ("math", "flash", "efficient", "cudnn")  # by number in SDPBackend
@@ -38,14 +38,14 @@ CUDNN_FIRST: tuple[KernelName, ...] = ("cudnn", "flash", "efficient", "math")
 
 # The name of the flash kernel that was activated in place of PyTorch's own; versions of PyTorch
 # that know no others have no such function.
-replaced: Callable[[], str | None] = getattr(
+active_flash_impl: Callable[[], str | None] = getattr(
     torch.nn.attention, "current_flash_attention_impl", lambda: None
 )
 
 
 @final
 class Switches(NamedTuple):
-    """What this process says by PyTorch's switches; docs/torch-controls.md lists them all.
+    """PyTorch's switches as this process has set them; docs/torch-controls.md lists them all.
 
     deterministic: torch.use_deterministic_algorithms, with warn_only or without. flash, efficient,
     cudnn, math: the kernels of scaled_dot_product_attention, which torch.nn.attention.sdpa_kernel
@@ -67,20 +67,20 @@ class Switches(NamedTuple):
     priority: tuple[int, ...] = tuple(map(KERNELS.index, USUAL))
 
     def precision(self, kind: str) -> Precision:
-        """What float32 products on a "cuda" or "cpu" are to be where nobody says it."""
+        """The default precision of float32 products on a "cuda" or "cpu" device."""
         return "tf32" if (self.tf32 if kind == "cuda" else self.onednn) else "ieee"
 
     def ways_off(self, kernel: KernelName) -> Iterator[str]:
-        """By which of its switches this process has turned a kernel off; none: it is on."""
+        """The switches by which this process has turned a kernel off; none: it is on."""
         if not getattr(self, kernel):
             yield f"sdpa_kernel or by torch.backends.cuda.{SETTERS[kernel]}(False)"
         if kernel == "cudnn" and not self.cudnn_library:
             yield "torch.backends.cudnn.enabled = False"
 
     def order(self, kind: str, sm: int) -> tuple[KernelName, ...]:
-        """The kernels that are on, in the order that sdpa_kernel gave them for a GPU.
+        """The kernels that are on, in the order that sdpa_kernel has set for GPUs.
 
-        Empty where it is PyTorch's own, and on CPUs, where PyTorch heeds no order.
+        Empty where that is PyTorch's own order, and on CPUs, where PyTorch has none.
         """
         numbers = (n for n in self.priority if n < len(KERNELS))
         ranked = tuple(KERNELS[n] for n in numbers if getattr(self, KERNELS[n]))
@@ -90,7 +90,7 @@ class Switches(NamedTuple):
 
 
 def read_switches() -> Switches:
-    """The switches as they stand now, in a microsecond or two."""
+    """The switches as they are now, in a microsecond or two."""
     return Switches(
         _get_deterministic_algorithms(),
         _get_flash_sdp_enabled(),
@@ -98,7 +98,7 @@ def read_switches() -> Switches:
         _get_cudnn_sdp_enabled(),
         _get_fp32_precision_getter("cuda", "matmul") in ROUNDED,
         _get_fp32_precision_getter("mkldnn", "matmul") in ROUNDED,
-        replaced(),
+        active_flash_impl(),
         _get_math_sdp_enabled(),
         _get_cudnn_enabled(),
         tuple(_get_sdp_priority_order()),
@@ -106,5 +106,5 @@ def read_switches() -> Switches:
 
 
 def products_round(kind: str) -> bool:
-    """Whether PyTorch's float32 matrix products there may round, by either of its APIs, now."""
+    """Whether PyTorch's float32 products on a "cuda" or "cpu" device may round their inputs now."""
     return _get_fp32_precision_getter(LIBRARIES[kind], "matmul") in ROUNDED

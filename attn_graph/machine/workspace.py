@@ -1,4 +1,4 @@
-"""One arena for all plans: as large as the largest need, not the sum."""
+"""Scratch memory that all plans share: as large as the largest need, not the sum of all."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ class Buffer:
 
     @property
     def bytes(self) -> int:
+        """Its size, rounded up to ALIGNMENT."""
         return -(-prod(self.shape) * self.dtype.itemsize // ALIGNMENT) * ALIGNMENT
 
 
@@ -41,6 +42,7 @@ class Scratch:
 
     @property
     def bytes(self) -> int:
+        """The size of all buffers."""
         return sum(buffer.bytes for buffer in self.buffers)
 
     def views(self, memory: torch.Tensor) -> Views:
@@ -57,7 +59,7 @@ class Scratch:
 @final
 @define(eq=False)
 class Arena:
-    """Memory that one run at a time works in, with the views made of it so far."""
+    """Memory in which one run at a time works, and the views of it by layout."""
 
     device: torch.device
     memory: torch.Tensor = field(init=False)
@@ -67,13 +69,14 @@ class Arena:
         self.memory = allocate(0, self.device)
 
     def views(self, scratch: Scratch) -> Views:
+        """The buffers of a plan as tensors in this memory, which grows where it is too small."""
         if scratch not in self.ready:
             self.make_room(scratch.bytes)
             self.ready[scratch] = scratch.views(self.memory)
         return self.ready[scratch]
 
     def make_room(self, need: int) -> None:
-        """Grow to this many bytes; what is held is given up first, so no run needs both at once."""
+        """Grow to so many bytes. The old memory is freed first: both never exist at once."""
         if need > self.memory.numel():
             self.ready.clear()
             self.memory = allocate(0, self.device)
@@ -85,7 +88,7 @@ class Arena:
 @final
 @define(eq=False)
 class Lease:
-    """An arena that is nobody else's for as long as a `with` block runs."""
+    """An arena that belongs to one `with` block while it runs."""
 
     arena: Arena
     scratch: Scratch
@@ -98,13 +101,13 @@ class Lease:
         self.idle.append(self.arena)
 
 
-Place = tuple[torch.device, int]  # a device and a stream on it; CPU: stream 0
+Stream = tuple[torch.device, int]  # a device and a stream on it; CPU: stream 0
 
 
 @final
 @define(eq=False)
 class Workspace:
-    """Memory that plans share. It grows to the largest need and is given back by `release`.
+    """Memory that plans share. It grows to the largest need; `release` frees it.
 
     Each device has its arenas, and on a GPU each stream, whatever thread calls: work on a stream
     runs in the order in which it was launched, so forward and backward of all plans share one
@@ -117,36 +120,36 @@ class Workspace:
 
     # No locks, which a fork could leave held: runs share these only by `append`, `pop`, `clear`,
     # `copy` and `setdefault`, each of which is atomic, without the interpreter's lock too.
-    idle: dict[Place, list[Arena]] = field(factory=dict, init=False, repr=False)
+    idle: dict[Stream, list[Arena]] = field(factory=dict, init=False, repr=False)
     arenas: list[ref[Arena]] = field(factory=list, init=False, repr=False)  # those in use too
 
     def __reduce__(self) -> tuple[Callable[[], Workspace], tuple[()]]:
-        """Pickled it is another: the default one where it arrives, or a new one."""
+        """Unpickle as another one: the default one for the default one, else a new one."""
         return (default_workspace if self is DEFAULT else Workspace), ()
 
     @property
     def bytes(self) -> int:
-        """How much all arenas hold: of every thread, device and stream, in use or not.
+        """The size of all arenas: of every thread, device and stream, in use or not.
 
-        Memory of captured CUDA graphs is not counted; the graphs hold it.
+        Memory of captured CUDA graphs is not counted; it is the graphs' own.
         """
         alive = (arena() for arena in tuple(self.arenas))
         return sum(arena.memory.numel() for arena in alive if arena is not None)
 
     def release(self) -> None:
-        """Give all memory back, whichever thread grew it.
+        """Free all memory, whichever thread allocated it.
 
-        Runs in progress are not disturbed: theirs goes when the last of them ends.
+        Runs in progress are not disturbed: their memory is freed when the last of them ends.
         """
         released, self.idle = self.idle, {}
         for arenas in released.copy().values():
             arenas.clear()  # and not the dict alone: runs in progress hold these lists
 
     def lease(self, scratch: Scratch, device: torch.device) -> AbstractContextManager[Views]:
-        """The scratch's buffers, the caller's alone until the block ends.
+        """A context with the buffers of a plan, which nobody else uses until it ends.
 
-        Under a dispatch mode, a trace or a capture they are new memory, which nobody keeps but the
-        CUDA graph that is captured.
+        Under a dispatch mode, a trace or a capture they are new memory, which only the captured
+        CUDA graph keeps.
         """
         if is_traced():
             return nullcontext(scratch.views(allocate(scratch.bytes, device)))
@@ -163,6 +166,7 @@ class Workspace:
         return Lease(arena, scratch, idle)
 
     def new_arena(self, device: torch.device) -> Arena:
+        """An empty arena, which `bytes` counts for as long as it exists."""
         arena = Arena(device)
         self.arenas.append(ref(arena, self.arenas.remove))
         return arena
@@ -176,7 +180,7 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def allocate(count: int, device: torch.device) -> torch.Tensor:
-    """So many bytes, which training can write to even if inference is the first to need them."""
+    """So many bytes as uint8, which training can write to even if inference allocates them."""
     with torch.inference_mode(False):
         return torch.empty(count, dtype=torch.uint8, device=device)
 

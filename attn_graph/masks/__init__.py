@@ -9,8 +9,8 @@ from attn_graph.masks.joins import (
     Not,
     Or,
     flatten_join,
-    is_mask,
     join_masks,
+    require_mask,
 )
 from attn_graph.masks.leaves import (
     LEAVES,
@@ -24,10 +24,10 @@ from attn_graph.masks.leaves import (
     QueryLengths,
     SameSegment,
     Window,
-    alignment,
     as_names,
-    offset,
+    diagonal_offset,
     ragged_in,
+    require_alignment,
 )
 
 __all__ = [
@@ -49,11 +49,11 @@ __all__ = [
     "QueryLengths",
     "SameSegment",
     "Window",
-    "alignment",
     "as_names",
+    "diagonal_offset",
     "flatten_join",
-    "is_mask",
     "join_masks",
-    "offset",
     "ragged_in",
+    "require_alignment",
+    "require_mask",
 ]

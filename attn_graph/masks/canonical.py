@@ -1,4 +1,4 @@
-"""One form for all masks that are seen to mean the same, so that they share a plan."""
+"""Masks that mean the same get one form where that is easy to see, so that they share a plan."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ EVERYTHING = Band()
 
 
 def canonical_mask(mask: Mask, M: int, N: int) -> Mask | None:
-    """The mask in one form: alignments are offsets, bands that meet are one, parts are sorted.
+    """The mask in one form: alignments are offsets, bands joined by `&` are one, parts are sorted.
 
-    None where every query keeps every key. Raises GraphError where an alignment was not said.
+    None where every query keeps every key. Raises GraphError where an alignment is missing.
     """
     simple = simplify_mask(mask.resolved(M, N, ragged_in(mask.needs)), M, N)
     return None if simple == EVERYTHING else simple
 
 
 def simplify_mask(mask: Mask, M: int, N: int) -> Mask:
-    """An equal mask: flat joins without repeats, in the order of their text."""
+    """An equal mask: EVERYTHING if it keeps every place, else nested joins of one kind are one."""
     simple = simplify_parts(mask, M, N)
     everywhere = Block(range(1), range(1), range(M), 1, M, N)
     return EVERYTHING if simple.surely(everywhere).covers(0, N) else simple
 
 
 def simplify_parts(mask: Mask, M: int, N: int) -> Mask:
-    """An equal mask: of simplified parts, but perhaps everything without saying so."""
+    """Simplify the parts of a mask. The result may keep every place without being EVERYTHING."""
     match mask:
         case Band(low, high, ()):
             return trim_band(low, high, M, N)
@@ -34,7 +34,7 @@ def simplify_parts(mask: Mask, M: int, N: int) -> Mask:
             inner = simplify_mask(a, M, N)
             return inner.a if isinstance(inner, Not) else Not(inner)
         case And() | Or():
-            parts = sorted(dict.fromkeys(flatten_join(mask, type(mask), M, N)), key=str)
+            parts = sorted(dict.fromkeys(simplified_parts(mask, type(mask), M, N)), key=str)
             if isinstance(mask, And):
                 parts = intersect_bands(parts)
             return join_masks(type(mask), parts)
@@ -45,7 +45,7 @@ def simplify_parts(mask: Mask, M: int, N: int) -> Mask:
 def trim_band(low: int | None, high: int | None, M: int, N: int) -> Band:
     """A band without the bounds that no place reaches: j - i is from 1 - M to N - 1.
 
-    Bounds that leave nothing are brought as near as they go, since integers of tensors end.
+    A bound that excludes every place becomes the nearest such bound, so that it fits into int64.
     """
     return Band(
         None if low is None or low <= 1 - M else min(low, N),
@@ -53,16 +53,16 @@ def trim_band(low: int | None, high: int | None, M: int, N: int) -> Band:
     )
 
 
-def flatten_join(mask: Mask, join: type[Join], M: int, N: int) -> list[Mask]:
-    """The parts of nested joins of one kind, each simplified."""
+def simplified_parts(mask: Mask, join: type[Join], M: int, N: int) -> list[Mask]:
+    """The parts of nested joins of one kind, each simplified by itself."""
     if isinstance(mask, join):
-        return [leaf for part in mask.parts for leaf in flatten_join(part, join, M, N)]
+        return [leaf for part in mask.parts for leaf in simplified_parts(part, join, M, N)]
     simple = simplify_mask(mask, M, N)
-    return flatten_join(simple, join, M, N) if isinstance(simple, join) else [simple]
+    return simplified_parts(simple, join, M, N) if isinstance(simple, join) else [simple]
 
 
 def intersect_bands(parts: list[Mask]) -> list[Mask]:
-    """Parts of a conjunction, with the bands of one alignment intersected."""
+    """The parts of an And, its bands replaced by their intersection, one for each `ragged`."""
     bands: dict[tuple[str, ...], Band] = {}
     for part in parts:
         if isinstance(part, Band):
@@ -70,5 +70,5 @@ def intersect_bands(parts: list[Mask]) -> list[Mask]:
             low = tighter(max, part.low, other.low)
             bands[part.ragged] = Band(low, tighter(min, part.high, other.high), part.ragged)
     rest = [part for part in parts if not isinstance(part, Band)]
-    told = [part for part in (*bands.values(), *rest) if part != EVERYTHING]
-    return sorted(told, key=str) or [EVERYTHING]
+    bounded = [part for part in (*bands.values(), *rest) if part != EVERYTHING]
+    return sorted(bounded, key=str) or [EVERYTHING]

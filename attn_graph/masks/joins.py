@@ -1,4 +1,4 @@
-"""What a mask is, and the joins `&`, `|` and `~` of masks. The leaves are in `masks`.
+"""What a mask is, and the joins `&`, `|` and `~` of masks. The leaves are in `leaves`.
 
 A mask says three things. `keep` is its meaning, exact, at one place. For a block of queries,
 `span` is every key that some query of the block may keep (never too small) and `surely` is keys
@@ -17,6 +17,7 @@ from attrs import Factory, field, frozen
 
 from attn_graph.errors import GraphError
 from attn_graph.masks.places import Block, Keys, Place, Strip, Term
+from attn_graph.printing import show_call
 from attn_graph.spec import INTEGERS, ValueType
 
 DEEPEST = 128  # joins within joins: each takes up to four of the thousand calls that Python nests
@@ -26,7 +27,10 @@ Align = Literal["top_left", "bottom_right"]
 @final
 @frozen
 class Data:
-    """A tensor that a mask reads: its axes, letters of "bhij", and the dtypes it may have."""
+    """A tensor that a mask or a modifier reads: its axes and the dtypes it may have.
+
+    axes: letters of "bhij", for batch entry, head, query and key. Raises GraphError for others.
+    """
 
     axes: str
     dtypes: tuple[torch.dtype, ...] = INTEGERS
@@ -39,7 +43,7 @@ class Data:
     def problems(
         self, who: str, name: str, type_: ValueType, sizes: dict[str, int]
     ) -> Iterator[str]:
-        """Everything that keeps a tensor of this type from being what is read."""
+        """Why a tensor of this type cannot be read. sizes: of the axes, by letter of "bhij"."""
         full = tuple(sizes[x] for x in self.axes)
         rank, needed = len(type_.shape), len(full)
         if rank != needed:
@@ -70,30 +74,42 @@ class Mask:
         raise NotImplementedError
 
     def span(self, block: Block) -> Keys:
-        """Keys that hold all that any query of the block keeps; all keys if unsure."""
+        """A set of keys, among them all that any query of the block keeps; all if unsure."""
         return block.all
 
     def surely(self, block: Block) -> Keys:
-        """Keys that every query of the block keeps; none if unsure."""
+        """A set of keys that every query of the block keeps; the empty set if unsure."""
         return block.none
 
     def strip(self, at: Place) -> Strip | None:
-        """This mask as a strip along the diagonal, if it is one: kernels need no list then."""
+        """This mask as a strip along the diagonal, if it is one; kernels list no tiles then."""
         return None
 
     def aligned(self, align: Align | None) -> Mask:
-        """This mask with `align` where it compares positions and says nothing itself."""
+        """This mask with `align` in every part that compares positions and has no alignment."""
         return self
 
     def resolved(self, M: int, N: int, ragged: tuple[str, ...]) -> Mask:
-        """This mask with alignments turned into offsets. Raises GraphError where none was said."""
+        """This mask with alignments turned into offsets, for M queries and N keys.
+
+        ragged: the lengths that the mask reads, which move bottom-right diagonals. Raises
+        GraphError where an alignment is needed and not given.
+        """
         return self
 
     def picture(self, M: int, N: int, /, **data: torch.Tensor) -> str:
         """Which of M x N places are kept, as text; data: what the mask reads. See `pictures`."""
-        from attn_graph.masks.pictures import picture  # above this floor, as for printing
+        from attn_graph.masks.pictures import picture  # which imports this module
 
         return picture(self, M, N, data=data)
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the mask, and its tiles over enough positions that its bounds show."""
+        from attn_graph import html
+        from attn_graph.masks.pictures import picture_html, telling_size
+
+        size = telling_size(self)
+        return html.page(html.code(self), picture_html(self, size, size))
 
     def __and__(self, other: Mask) -> Mask:
         return join_masks(And, (self, other))
@@ -105,12 +121,11 @@ class Mask:
         return self.a if isinstance(self, Not) else Not(self)
 
     def __str__(self) -> str:
-        from attn_graph.ir.parse import show_value  # above this floor; printing looks up
-
-        return show_value(self)
+        return show_call(self)
 
 
-def is_mask(_: object, __: object, value: Mask) -> None:
+def require_mask(_: object, __: object, value: Mask) -> None:
+    """A validator. Raises GraphError for what is no mask."""
     if not isinstance(value, Mask):
         raise GraphError(
             f"mask: {value!r} is no mask; write Causal(), say, or Causal() & Window(64)"
@@ -118,12 +133,12 @@ def is_mask(_: object, __: object, value: Mask) -> None:
 
 
 def nesting(join: Join) -> int:
-    """How many joins lie within one another."""
+    """How many joins lie within one another, counting this one."""
     return 1 + max(part.depth if isinstance(part, Join) else 0 for part in join.parts)
 
 
 class Join(Mask):
-    """Abstract: a mask made of masks. Joins of one kind are kept flat, see `join_masks`."""
+    """Abstract: a mask made of other masks. Nested joins of one kind are one, see `join_masks`."""
 
     __slots__ = ()
     depth: int
@@ -137,10 +152,12 @@ class Join(Mask):
 
     @property
     def parts(self) -> tuple[Mask, ...]:
+        """The masks that it joins."""
         raise NotImplementedError
 
     @property
     def relative(self) -> bool:  # type: ignore[override]  # a leaf's constant
+        """Whether `keep` depends on j - i alone: where it does in all parts."""
         return all(part.relative for part in self.parts)
 
     @property
@@ -175,8 +192,8 @@ def flatten_join(kind: type[And] | type[Or], mask: Mask) -> list[Mask]:
 class And(Join):
     """Both masks keep it."""
 
-    a: Mask = field(validator=is_mask)
-    b: Mask = field(validator=is_mask)
+    a: Mask = field(validator=require_mask)
+    b: Mask = field(validator=require_mask)
     depth: int = field(init=False, eq=False, repr=False, default=Factory(nesting, takes_self=True))
 
     @property
@@ -196,14 +213,17 @@ class And(Join):
     def surely(self, block: Block) -> Keys:
         return self.a.surely(block) & self.b.surely(block)
 
+    def __str__(self) -> str:
+        return f"({' & '.join(map(str, flatten_join(And, self)))})"
+
 
 @final
 @frozen
 class Or(Join):
     """One of the masks keeps it, or both."""
 
-    a: Mask = field(validator=is_mask)
-    b: Mask = field(validator=is_mask)
+    a: Mask = field(validator=require_mask)
+    b: Mask = field(validator=require_mask)
     depth: int = field(init=False, eq=False, repr=False, default=Factory(nesting, takes_self=True))
 
     @property
@@ -219,13 +239,16 @@ class Or(Join):
     def surely(self, block: Block) -> Keys:
         return self.a.surely(block) | self.b.surely(block)
 
+    def __str__(self) -> str:
+        return f"({' | '.join(map(str, flatten_join(Or, self)))})"
+
 
 @final
 @frozen
 class Not(Join):
     """The mask does not keep it."""
 
-    a: Mask = field(validator=is_mask)
+    a: Mask = field(validator=require_mask)
     depth: int = field(init=False, eq=False, repr=False, default=Factory(nesting, takes_self=True))
 
     @property
@@ -240,3 +263,6 @@ class Not(Join):
 
     def surely(self, block: Block) -> Keys:
         return self.a.span(block).outside(block.N)
+
+    def __str__(self) -> str:
+        return f"~{self.a}"

@@ -1,4 +1,4 @@
-"""Which keys a query sees, as data: the leaves, which `&`, `|` and `~` join."""
+"""The leaves: masks that say which keys a query sees, and which `&`, `|` and `~` join."""
 
 from __future__ import annotations
 
@@ -11,53 +11,58 @@ from attrs import Attribute, evolve, field, frozen
 from attn_graph.errors import GraphError
 from attn_graph.masks.joins import Align, Data, Mask
 from attn_graph.masks.places import Block, Keys, Place, Strip, Term
-from attn_graph.spec import integer
+from attn_graph.spec import to_integer
 
 FARTHEST = 2**63 - 1  # positions: the largest integer of a tensor
 LENGTHS = ("kv_lengths", "q_lengths")  # the names that say where each sequence of a batch ends
 
 
 def as_names(values: Iterable[str]) -> tuple[str, ...]:
+    """Names as a tuple: lists compare by identity, and fields of masks compare by value."""
     return tuple(values)
 
 
-def whole_bound(value: float | None) -> int | None:
-    """A bound as an int; None stays None, and 2.5 is refused rather than rounded."""
-    bound = None if value is None else integer(value)
+def to_whole(value: float | None) -> int | None:
+    """A bound as an int; None stays None. Raises GraphError for 2.5, which it does not round."""
+    bound = None if value is None else to_integer(value)
     if bound is None and value is not None:
         raise GraphError(f"mask: the bound {value!r} is not a whole number of positions")
     return bound
 
 
-def reachable(value: float | None) -> int | None:
-    """A bound that a tensor of positions can be compared with."""
-    bound = whole_bound(value)
+def to_reachable(value: float | None) -> int | None:
+    """A bound that fits into int64, so that tensors of positions can be compared with it."""
+    bound = to_whole(value)
     if bound is not None and abs(bound) > FARTHEST:
         raise GraphError(f"mask: the bound {bound} is farther than {FARTHEST}; None is unbounded")
     return bound
 
 
-def nearer(value: float | None) -> int | None:
-    """A bound, moved to where it means the same and its sum with a position is an integer too."""
-    bound = whole_bound(value)
+def to_nearest(value: float | None) -> int | None:
+    """A bound, cut so that its sum with any position fits into int64; it means the same."""
+    bound = to_whole(value)
     return None if bound is None else max(-FARTHEST // 2, min(FARTHEST // 2, bound))
 
 
-def whole_length(value: float) -> int:
-    """A number of positions, at least 0."""
-    length = reachable(value)
+def to_length(value: float) -> int:
+    """A number of positions. Raises GraphError for a negative one."""
+    length = to_reachable(value)
     if length is None or length < 0:
         raise GraphError(f"mask: Prefix({value}) is no length; a length is at least 0")
     return length
 
 
-def alignment(_: object, __: Attribute[Align | None], value: object) -> None:
+def require_alignment(_: object, __: Attribute[Align | None], value: object) -> None:
+    """A validator. Raises GraphError for an alignment that does not exist."""
     if value not in (None, "top_left", "bottom_right"):
         raise GraphError(f'mask: align {value!r} is neither "top_left" nor "bottom_right"')
 
 
-def offset(align: Align | None, M: int, N: int, who: object) -> int:
-    """How far the diagonal lies right of the top left corner, for M queries and N keys."""
+def diagonal_offset(align: Align | None, M: int, N: int, who: object) -> int:
+    """How far the diagonal lies to the right of the top left corner, for M queries and N keys.
+
+    Raises GraphError where M and N differ and no alignment is given.
+    """
     if align is None and M != N:
         raise GraphError(
             f"{who}: {M} queries and {N} keys, and where the diagonal lies is not said; "
@@ -69,17 +74,18 @@ def offset(align: Align | None, M: int, N: int, who: object) -> int:
 @final
 @frozen
 class Band(Mask):
-    """low <= j - i' <= high, both ends included, None unbounded: what alignments resolve to.
+    """low <= j - i' <= high, both ends included; None is no bound. Alignments resolve to it.
 
     i' is i, or, where `ragged` names lengths, i + kv_lengths[b] - q_lengths[b].
     """
 
-    low: int | None = field(default=None, converter=nearer)
-    high: int | None = field(default=None, converter=nearer)
+    low: int | None = field(default=None, converter=to_nearest)
+    high: int | None = field(default=None, converter=to_nearest)
     ragged: tuple[str, ...] = field(default=(), converter=as_names)
 
     @property
     def relative(self) -> bool:  # type: ignore[override]  # a class's constant elsewhere
+        """Whether `keep` depends on j - i alone: unless lengths move the band."""
         return not self.ragged
 
     @property
@@ -115,7 +121,7 @@ class Band(Mask):
         return Keys.between(max(0, first), min(block.N, last + 1))
 
     def shifts(self, block: Block) -> tuple[int, int] | None:
-        """The least and the greatest offset of the block's batch entries; None: not known yet."""
+        """The least and the greatest offset of the block's batch entries; None without data."""
         if not self.ragged:
             return 0, 0
         ends = {"kv_lengths": (block.N, block.N), "q_lengths": (block.M, block.M)}
@@ -129,19 +135,23 @@ class Band(Mask):
 
 
 class Diagonal(Mask):
-    """Abstract: a leaf that compares positions. Its meaning is the band that `band` gives."""
+    """Abstract: a leaf that compares positions. It means the band that `band` returns."""
 
     __slots__ = ()
     align: Align | None
 
     def band(self, offset: int, ragged: tuple[str, ...]) -> Band:
+        """The band that it means where the diagonal lies `offset` to the right.
+
+        ragged: the lengths that move the diagonal of each batch entry.
+        """
         raise NotImplementedError
 
     def aligned(self, align: Align | None) -> Mask:
         return evolve(self, align=self.align or align)  # type: ignore[call-arg]  # a leaf's field
 
     def resolved(self, M: int, N: int, ragged: tuple[str, ...]) -> Mask:
-        moved = offset(self.align, M, N, self)
+        moved = diagonal_offset(self.align, M, N, self)
         by_lengths = self.align == "bottom_right" and ragged
         return self.band(0, ragged) if by_lengths else self.band(moved, ())
 
@@ -153,7 +163,7 @@ class Diagonal(Mask):
 
     def span(self, block: Block) -> Keys:
         if block.data is None and self.align == "bottom_right":
-            return block.all  # lengths may yet move the diagonal
+            return block.all  # lengths that are not known yet may move the diagonal
         return self.resolved(block.M, block.N, ragged_in(block.data or ())).span(block)
 
     def surely(self, block: Block) -> Keys:
@@ -163,7 +173,7 @@ class Diagonal(Mask):
 
 
 def ragged_in(names: Iterable[str]) -> tuple[str, ...]:
-    """The lengths among these names, in one order."""
+    """The names of lengths among these, in the order of LENGTHS."""
     names = tuple(names)
     return tuple(name for name in LENGTHS if name in names)
 
@@ -173,7 +183,7 @@ def ragged_in(names: Iterable[str]) -> tuple[str, ...]:
 class Causal(Diagonal):
     """Key j is at or before query i': j <= i'."""
 
-    align: Align | None = field(default=None, validator=alignment)
+    align: Align | None = field(default=None, validator=require_alignment)
 
     def band(self, offset: int, ragged: tuple[str, ...]) -> Band:
         return Band(None, offset, ragged)
@@ -184,12 +194,12 @@ class Causal(Diagonal):
 class Window(Diagonal):
     """Key j is at most `left` before and `right` after query i', both ends included.
 
-    None is unbounded. A bound may be negative as long as left + right >= 0.
+    None is no bound. A bound may be negative as long as left + right >= 0.
     """
 
-    left: int | None = field(converter=reachable)
-    right: int | None = field(default=0, converter=reachable)
-    align: Align | None = field(default=None, validator=alignment)
+    left: int | None = field(converter=to_reachable)
+    right: int | None = field(default=0, converter=to_reachable)
+    align: Align | None = field(default=None, validator=require_alignment)
 
     def __attrs_post_init__(self) -> None:
         if self.left is not None and self.right is not None and self.left + self.right < 0:
@@ -208,7 +218,7 @@ class Window(Diagonal):
 class Prefix(Mask):
     """Key j is among the first `length`: every query sees them."""
 
-    length: int = field(converter=whole_length)
+    length: int = field(converter=to_length)
 
     def keep(self, at: Place) -> Term:
         return at.j < self.length
@@ -299,7 +309,7 @@ class SameSegment(Mask):
 @final
 @frozen
 class Keep(Mask):
-    """A boolean tensor says it: True may attend. [B,H,M,N], each axis full or 1.
+    """A boolean tensor decides: True may attend. [B,H,M,N], each axis full or 1.
 
     Two such tensors in one mask need two names: `Keep("local") | Keep("global_")`.
     """

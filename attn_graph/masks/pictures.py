@@ -1,17 +1,19 @@
 """Pictures: masks as text, and masks, rooflines and timings as files, by matplotlib.
 
-The figures take plain values and write PNG, SVG or what else the path's suffix says.
+The figures take plain values and write a PNG, an SVG, or whatever the path's suffix names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from attrs import fields, has
 
+from attn_graph import html
 from attn_graph.errors import GraphError
 from attn_graph.masks.joins import Mask
 from attn_graph.masks.places import Block
@@ -23,7 +25,8 @@ if TYPE_CHECKING:
 
 MARKS = "·▒█"  # nothing, some, all of a tile's places are kept
 MOST_MARKS = 64  # characters across a picture, unless tiles are asked for
-MOST_KINDS = 2**22  # tiles of a picture: more is more than a screen, or a page, has dots
+MOST_TILES = 2**22  # of a picture: a screen, or a page, has no more dots
+MOST_POSITIONS = 2**20  # queries and keys of a mask's picture in a notebook
 SIDE = 128  # queries and keys of a tile in a file, unless tiles are asked for
 DOTS = 200  # per inch of a PNG
 LIGHT = ("#ffffff", "#90caf9", "#1565c0")  # a tile's colour: empty, mixed, full
@@ -41,28 +44,29 @@ def kinds(
     at: tuple[int, int] = (0, 0),
     data: Tensors | None = None,
 ) -> torch.Tensor:
-    """For each tile of batch entry and head `at`, 0: empty, 1: mixed, 2: full [lines, columns].
+    """0 for each empty tile, 1 for a mixed one, 2 for a full one, of batch entry and head `at`.
 
-    Where tensors that decide are not given, a tile is mixed unless it is one for whatever they
-    hold. Raises GraphError for tensors that do not fit, and a tile without places.
+    int8 [lines, columns]. Where tensors that decide are not given, a tile is mixed unless it is
+    empty, or full, for all values of these. Raises GraphError for tensors that do not fit, a tile
+    without places, and more tiles than MOST_TILES.
     """
     if min(tile) < 1 or min(at) < 0:
         raise GraphError(f"picture: tile {tile} must be at least (1, 1), and at {at} (0, 0)")
-    if -(-M // tile[0]) * -(-N // tile[1]) > MOST_KINDS:
-        side = -(-max(M, N) // int(MOST_KINDS**0.5))
+    if -(-M // tile[0]) * -(-N // tile[1]) > MOST_TILES:
+        side = -(-max(M, N) // int(MOST_TILES**0.5))
         raise GraphError(
             f"picture: {M} x {N} places are too many tiles of {tile[0]} x {tile[1]}; "
-            f"the most are {MOST_KINDS}, as of {side} x {side}"
+            f"the most are {MOST_TILES}, as of {side} x {side}"
         )
     b, h = at
-    B, H = entries(mask, data or {}, b + 1, h + 1)
+    B, H = sizes_of_data(mask, data or {}, b + 1, h + 1)
     given = check_tensors(mask, (B, H, M, N), data or {})
     block = Block(range(b, b + 1), range(h, h + 1), range(M), H, M, N, given)
     return classify_tiles(mask, block, tile)
 
 
-def entries(mask: Mask | None, data: Tensors, B: int, H: int) -> tuple[int, int]:
-    """How many batch entries and heads there are by the tensors, at least B and H."""
+def sizes_of_data(mask: Mask | None, data: Tensors, B: int, H: int) -> tuple[int, int]:
+    """How many batch entries and heads the tensors have, at least B and H."""
     needs = mask.needs if mask else {}
     sizes = {"b": B, "h": H}
     for name, tensor in data.items():
@@ -84,9 +88,9 @@ def picture(
 ) -> str:
     """Which places a mask keeps, as text: queries down, keys across, a mark a tile.
 
-    tile: queries and keys a mark, by default as few as make a picture of 64 marks; (1, 1) where
-    that is each place. at: the batch entry and the head. data: tensors that the mask reads, by
-    name. Raises GraphError as `kinds` does.
+    tile: queries and keys of a mark, by default the smallest of which 64 marks make the picture.
+    at: the batch entry and the head. data: tensors that the mask reads, by name. Raises GraphError
+    as `kinds` does.
     """
     side = -(-max(M, N, 1) // MOST_MARKS)
     size = (side, side) if tile is None else tile
@@ -97,8 +101,35 @@ def picture(
     return "\n".join([*lines, legend])
 
 
+def picture_html(mask: Mask | None, M: int, N: int) -> html.Html:
+    """The tiles of a mask over M queries and N keys as HTML, 64 along the longer side."""
+    side = -(-max(M, N, 1) // MOST_MARKS)
+    found = kinds(mask, M, N, (side, side)).tolist()
+    each = "places" if side == 1 else f"tiles of {side} x {side}"
+    empty, mixed, full = (sum(line.count(kind) for line in found) for kind in range(3))
+    counts = f"{empty} empty, {mixed} mixed, {full} full"
+    return html.tile_picture(found, f"{M} queries down, {N} keys across; {each}: {counts}")
+
+
+def telling_size(mask: Mask) -> int:
+    """So many positions that each bound of a mask shows in its picture: four times the largest."""
+    return max(MOST_MARKS, min(4 * max(whole_numbers(mask), default=0), MOST_POSITIONS))
+
+
+def whole_numbers(value: object) -> Iterator[int]:
+    """The integers in the fields of a mask, and of the masks in it."""
+    kind = type(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        yield abs(value)
+    elif isinstance(value, tuple):
+        for each in value:
+            yield from whole_numbers(each)
+    elif has(kind):
+        yield from whole_numbers(tuple(getattr(value, x.name) for x in fields(kind) if x.init))
+
+
 def figure(width: float, height: float, dark: bool = False) -> tuple[Figure, Axes]:
-    """An empty figure of so many inches, that no window shows. Raises ImportError."""
+    """An empty figure of so many inches, which no window shows. Raises ImportError."""
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
@@ -115,17 +146,17 @@ def figure(width: float, height: float, dark: bool = False) -> tuple[Figure, Axe
         "ytick.color": INK,
     }
     with rc_context(inks) if dark else nullcontext():
-        made = Figure(figsize=(width, height), layout="constrained")
-        return made, made.subplots()
+        sheet = Figure(figsize=(width, height), layout="constrained")
+        return sheet, sheet.subplots()
 
 
-def write(made: Figure, path: str | Path, dark: bool = False) -> None:
+def write(sheet: Figure, path: str | Path, dark: bool = False) -> None:
     """Save a figure; the same figure is the same file, and an SVG keeps its text as text."""
     from matplotlib import rc_context
 
     svg = Path(path).suffix.lower() == ".svg"
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "attn_graph"}):
-        made.savefig(path, dpi=DOTS, transparent=dark, metadata={"Date": None} if svg else None)
+        sheet.savefig(path, dpi=DOTS, transparent=dark, metadata={"Date": None} if svg else None)
 
 
 def draw_mask(
@@ -141,22 +172,22 @@ def draw_mask(
 ) -> None:
     """Write a picture of a mask's tiles: in white the empty ones, light the mixed, dark the full.
 
-    tile: by default 128 x 128, or as large as leaves no more than can be drawn. dark: for dark
-    pages, where full tiles are the lightest and the background is transparent. The other arguments
+    tile: by default 128 x 128, or larger where that would be more tiles than a picture has. dark:
+    for dark pages: full tiles are the lightest, the background is transparent. The other arguments
     are those of `picture`. Raises ImportError without matplotlib.
     """
-    made, axes = figure(5, 5.4, dark)
-    side = max(SIDE, -(-max(M, N) // int(MOST_KINDS**0.5)))
+    sheet, axes = figure(5, 5.4, dark)
+    side = max(SIDE, -(-max(M, N) // int(MOST_TILES**0.5)))
     tile = tile or (side, side)
-    found = kinds(mask, M, N, tile, at=at, data=data)
-    colours = [[DARK[k] if dark else LIGHT[k] for k in line] for line in found.tolist()]
+    marks = kinds(mask, M, N, tile, at=at, data=data)
+    colours = [[DARK[k] if dark else LIGHT[k] for k in line] for line in marks.tolist()]
     axes.imshow(to_rgb(colours), extent=(0, N, M, 0), interpolation="nearest")
-    counts = [int((found == kind).sum()) for kind in range(3)]
-    told = "{} empty, {} mixed, {} full".format(*counts)
-    axes.set_title(f"{mask}\n{told} tiles of {tile[0]} x {tile[1]}", fontsize=8, wrap=True)
+    counts = [int((marks == kind).sum()) for kind in range(3)]
+    kept = "{} empty, {} mixed, {} full".format(*counts)
+    axes.set_title(f"{mask}\n{kept} tiles of {tile[0]} x {tile[1]}", fontsize=8, wrap=True)
     axes.set_xlabel("key")
     axes.set_ylabel("query")
-    write(made, path, dark)
+    write(sheet, path, dark)
 
 
 def to_rgb(colours: list[list[str]]) -> list[list[tuple[int, ...]]]:
@@ -177,7 +208,7 @@ def draw_roofline(
     points: flop/B and flop/s by name. peak: flop/s. bandwidth: bytes/s. Raises ImportError without
     matplotlib.
     """
-    made, axes = figure(6, 4)
+    sheet, axes = figure(6, 4)
     ridge = peak / bandwidth
     across = [x for x, _ in points.values() if x > 0]
     low, high = min([ridge, *across]) / 4, max([ridge, *across]) * 4
@@ -190,7 +221,7 @@ def draw_roofline(
     axes.grid(True, which="both", alpha=0.3)
     if points:
         axes.legend(fontsize=8)
-    write(made, path)
+    write(sheet, path)
 
 
 def draw_bars(
@@ -206,7 +237,7 @@ def draw_bars(
     rows: what was run, and a figure for each that ran it, in `unit`; one may be absent. dark: for
     dark pages. Raises ImportError without matplotlib.
     """
-    made, axes = figure(7, 1 + 0.5 * max(1, len(rows)), dark)
+    sheet, axes = figure(7, 1 + 0.5 * max(1, len(rows)), dark)
     names = list(dict.fromkeys(name for _, figures in rows for name in figures))
     height = 0.8 / max(1, len(names))
     for n, name in enumerate(names):
@@ -220,4 +251,4 @@ def draw_bars(
     axes.set_title(title)
     if len(names) > 1:
         axes.legend(fontsize=8, frameon=False, labelcolor=INK if dark else "black")
-    write(made, path, dark)
+    write(sheet, path, dark)

@@ -1,4 +1,4 @@
-"""Where masks are asked: sets of keys, blocks of queries, and places."""
+"""Where masks and modifiers are evaluated: sets of keys, blocks of queries, and places."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Term = Any  # an integer, a tensor, or a symbol of generated code: what Python's
 
 
 def maximum(a: Term, b: Term) -> Term:
-    """The larger of two integers, or symbols."""
+    """The larger of two integers, or of two symbols of generated code."""
     if isinstance(a, int):
         return max(a, b) if isinstance(b, int) else b.maximum(a)
     return a.maximum(b)
 
 
 def minimum(a: Term, b: Term) -> Term:
-    """The smaller of two integers, or symbols."""
+    """The smaller of two integers, or of two symbols of generated code."""
     if isinstance(a, int):
         return min(a, b) if isinstance(b, int) else b.minimum(a)
     return a.minimum(b)
@@ -32,8 +32,8 @@ def minimum(a: Term, b: Term) -> Term:
 class Strip:
     """Keys j of query i with low <= j - i <= high, j < keys and i < rows; None: no such bound.
 
-    The bounds are terms that depend on the batch entry alone. From them follow, in closed form,
-    the tiles that a block of queries may keep, and those that may keep a block of keys.
+    A bound is a term that depends on the batch entry alone. The bounds give in closed form which
+    tiles of keys a block of queries may keep, and which tiles of queries may keep a block of keys.
     """
 
     low: Term | None = None
@@ -64,6 +64,7 @@ class Keys:
 
     @classmethod
     def between(cls, start: int, stop: int) -> Keys:
+        """The positions from `start` to before `stop`; none where start >= stop."""
         return cls(((start, stop),) if start < stop else ())
 
     @classmethod
@@ -78,7 +79,7 @@ class Keys:
         return Keys(join_intervals(sorted(self.intervals + other.intervals), gap=0))
 
     def __and__(self, other: Keys) -> Keys:
-        return Keys(tuple(common(self.intervals, other.intervals)))
+        return Keys(tuple(intersect_intervals(self.intervals, other.intervals)))
 
     def outside(self, keys: int) -> Keys:
         """The positions below `keys` that are not in this set."""
@@ -96,6 +97,7 @@ class Keys:
         return Keys.between(self.intervals[0][0], self.intervals[-1][1]) if self.intervals else self
 
     def covers(self, start: int, stop: int) -> bool:
+        """Whether every position from `start` to before `stop` is in this set."""
         return start >= stop or any(a <= start and stop <= b for a, b in self.intervals)
 
     def __len__(self) -> int:
@@ -105,10 +107,10 @@ class Keys:
         return any(a <= key < b for a, b in self.intervals)
 
 
-def common(
+def intersect_intervals(
     mine: Sequence[tuple[int, int]], others: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[int, int]]:
-    """What two sequences of sorted, disjoint intervals have in common, in one walk over both."""
+    """The intersection of two sequences of sorted, disjoint intervals, in one walk over both."""
     m = n = 0
     while m < len(mine) and n < len(others):
         (a, b), (c, d) = mine[m], others[n]
@@ -118,7 +120,7 @@ def common(
 
 
 def join_intervals(intervals: Iterable[tuple[int, int]], gap: int) -> tuple[tuple[int, int], ...]:
-    """Sorted intervals with those that touch, or lie at most `gap` apart, made one."""
+    """Sorted intervals, merged where they overlap or lie at most `gap` apart."""
     out: list[tuple[int, int]] = []
     for a, b in intervals:
         if out and a <= out[-1][1] + gap:
@@ -133,8 +135,8 @@ def join_intervals(intervals: Iterable[tuple[int, int]], gap: int) -> tuple[tupl
 class Block:
     """Queries `rows` of the heads `heads` of the batch entries `batch`, against N keys.
 
-    `data` holds the tensors that the mask reads, by name; it is None while planning, when a mask
-    that depends on them must answer for every value they might have.
+    `data` has the tensors that the mask reads, by name. It is None while planning: then a mask must
+    answer for all values that its tensors might have.
     """
 
     batch: range
@@ -147,10 +149,12 @@ class Block:
 
     @property
     def all(self) -> Keys:
+        """All N keys."""
         return Keys.between(0, self.N)
 
     @property
     def none(self) -> Keys:
+        """The empty set of keys."""
         return Keys()
 
     def load(self, name: str, axes: str) -> torch.Tensor | None:
@@ -166,7 +170,7 @@ class Block:
         return tensor[tuple(index)]
 
     def bounds(self, name: str, axes: str) -> tuple[int, int] | None:
-        """The least and the greatest value of this block's part; None where nothing is known."""
+        """The least and the greatest value of this block's part of a tensor; None without data."""
         part = self.load(name, axes)
         if part is None or part.numel() == 0:
             return None
@@ -203,9 +207,10 @@ class Place:
         return cls(b, h, i, j, block.H, block.M, block.N, block.data or {}, ranges)
 
     def load(self, name: str, *index: Term) -> Term:
-        """The element of a tensor at `index`, a choice of b, h, i, j or what is made from them.
+        """The element of a tensor at `index`: some of b, h, i, j, or terms computed from them.
 
-        An axis of size 1 is broadcast. Indices that are this place's own are slices, not gathers.
+        An axis of size 1 is broadcast. Indices that are this place's own b, h, i, j become slices,
+        others gather. Raises GraphError for a tensor that `needs` does not name.
         """
         tensor = self.tensor(name, len(index))
         own = [axis for x in index for axis, y in enumerate(self.axes) if x is y]
@@ -218,7 +223,7 @@ class Place:
         return tensor[tuple(0 if n == 1 else x for x, n in zip(index, tensor.shape, strict=True))]
 
     def tensor(self, name: str, indices: int) -> Term:
-        """A tensor that is read. Raises GraphError for another number of indices than of axes."""
+        """The tensor of a name. Raises GraphError unless it has as many axes as `indices`."""
         if name not in self.data:
             known = ", ".join(self.data) or "nothing"
             raise GraphError(f"load: {name!r} is not among what `needs` names, {known}")
@@ -231,21 +236,25 @@ class Place:
         return tensor
 
     def among(self, values: Sequence[float], index: Term) -> Term:
-        """values[index], in float32."""
+        """values[index] in float32, where the index may be an integer, a tensor or a symbol."""
         if isinstance(index, torch.Tensor):
             return torch.tensor(values, dtype=torch.float32, device=index.device)[index]
         return values[index] if isinstance(index, int) else index.among(values)
 
     def reading(self, data: Mapping[str, Term]) -> Place:
-        """The same place, where other tensors are at hand."""
+        """The same place, with other tensors to read."""
         return evolve(self, data=data)
 
     @property
     def axes(self) -> tuple[Term, Term, Term, Term]:
+        """b, h, i and j."""
         return self.b, self.h, self.i, self.j
 
     def shift(self, ragged: tuple[str, ...]) -> Term:
-        """How far bottom-right alignment moves query i, when lengths say where sequences end."""
+        """kv_lengths[b] - q_lengths[b]: how far lengths move a bottom-right diagonal.
+
+        ragged: which of the two exist; N or M stands for the other. 0 where neither does.
+        """
         if not ragged:
             return 0
         keys = self.load("kv_lengths", self.b) if "kv_lengths" in ragged else self.N

@@ -1,9 +1,9 @@
-"""Masks of strips in closed form: the work grows with their edges, never with queries and keys.
+"""Counts masks made of strips in closed form: the work grows with their edges, not with M and N.
 
 A strip is bounded by lines: keys before v, queries before u, diagonals j = i + d. Between the
 queries at which two lines cross, the edges of all strips come in the same order along the keys.
-There a mask is asked once for each run of keys between two edges, and what it keeps of all these
-queries, in places or in tiles, is a sum of arithmetic series. All sums are of Python's integers.
+There a mask is evaluated once for each run of keys between two edges, and what it keeps of all
+these queries, in places or in tiles, is a sum of arithmetic series. All sums are Python integers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from attrs import evolve, frozen
 from attn_graph.masks.joins import Join, Mask
 from attn_graph.masks.places import Block, Keys, Place, Strip, Term, join_intervals
 
-MOST_POINTS = 2**17  # places at which a mask is asked, over all batch entries: a good half second
+MOST_POINTS = (
+    2**17
+)  # places at which a mask is evaluated, over all batch entries: a good half second
 MOST_LAYERS = 128  # blocks of queries for which a mask is bounded
 MOST_RUNS = 512  # of such a block
 MOST_READ = 2**21  # elements of data that these blocks read, if each reads all
@@ -36,16 +38,17 @@ class Edge:
     moves: int = 0
 
     def of(self, i: int) -> int:
+        """The key at which it lies for query i."""
         return self.at + self.moves * i
 
 
-Run = tuple[Edge, Edge]  # keys from the first edge to before the second; never none
+Run = tuple[Edge, Edge]  # keys from the first edge to before the second, at least one
 
 
 @final
 @frozen
 class Layer:
-    """Queries `rows` keep the keys of `runs`, which are in order and apart."""
+    """Queries `rows`, which keep the keys of `runs`; runs are sorted and do not touch."""
 
     rows: range
     runs: tuple[Run, ...]
@@ -54,13 +57,14 @@ class Layer:
 @final
 @frozen
 class Region:
-    """What each of `count` pairs of batch entry and head keeps, in layers from the top."""
+    """What each of `count` (batch entry, head) pairs keeps, in layers from the first query on."""
 
     count: int
     layers: tuple[Layer, ...]
 
     @property
     def pairs(self) -> int:
+        """How many pairs of query and key are kept."""
         return self.count * sum(
             count_places(layer.rows, run) for layer in self.layers for run in layer.runs
         )
@@ -72,7 +76,7 @@ class Region:
 
     @property
     def keys(self) -> Keys:
-        """The keys that some query keeps. Edges move by one, so no run leaves out a key."""
+        """The keys that some query keeps. Edges move by one a query, so runs leave no gaps."""
         intervals = (
             (start.of(layer.rows[0]), stop.of(layer.rows[-1]))
             for layer in self.layers
@@ -81,15 +85,15 @@ class Region:
         return Keys(join_intervals(sorted(intervals), gap=0))
 
     def tiles(self, block: tuple[int, int]) -> int:
-        """How many tiles of `block` queries x keys hold a place that is kept."""
+        """How many tiles of `block` queries x keys have a place that is kept."""
         whole = sum(
-            count_tiles(layer, whole_lines(layer, block[0]), block) for layer in self.layers
+            count_layer_tiles(layer, whole_lines(layer, block[0]), block) for layer in self.layers
         )
         broken = {line for layer in self.layers for line in broken_lines(layer, block[0])}
         return self.count * (whole + sum(len(self.line(line, block)) for line in broken))
 
     def line(self, number: int, block: tuple[int, int]) -> Keys:
-        """The tiles, by number, of one line of tiles that hold a place that is kept."""
+        """The tiles, by number, of one line of tiles that have a place that is kept."""
         rows, keys = block
         intervals = []
         at = bisect_right(self.layers, number * rows, key=lambda layer: layer.rows.stop)
@@ -105,7 +109,7 @@ class Region:
         return Keys(join_intervals(sorted(intervals), gap=0))
 
     def outside(self, N: int) -> Region:
-        """What is not kept."""
+        """The places that are not kept, of N keys."""
         return evolve(self, layers=tuple(complement_layer(layer, N) for layer in self.layers))
 
 
@@ -117,7 +121,7 @@ def count_places(rows: range, run: Run) -> int:
 
 
 def complement_layer(layer: Layer, N: int) -> Layer:
-    """The runs between those of a layer."""
+    """The layer of the keys, of N, that a layer leaves out."""
     edges = [Edge(0), *(edge for run in layer.runs for edge in run), Edge(N)]
     first = layer.rows.start
     pairs = zip(edges[::2], edges[1::2], strict=True)
@@ -134,12 +138,12 @@ def whole_lines(layer: Layer, size: int) -> range:
 
 
 def broken_lines(layer: Layer, size: int) -> set[int]:
-    """The lines of tiles that a layer shares with others, or with nothing."""
+    """The lines of tiles of which a layer has some of the queries, not all."""
     return {at // size for at in (layer.rows.start, layer.rows.stop) if at % size}
 
 
-def count_tiles(layer: Layer, lines: range, block: tuple[int, int]) -> int:
-    """How many tiles of whole lines hold a place of a layer's runs."""
+def count_layer_tiles(layer: Layer, lines: range, block: tuple[int, int]) -> int:
+    """How many tiles of whole lines have a place of a layer's runs."""
     if not lines:
         return 0
     ends = [(start, Edge(stop.of(block[0] - 1) - 1, stop.moves)) for start, stop in layer.runs]
@@ -182,8 +186,8 @@ def sum_tiles(edge: Edge, lines: range, block: tuple[int, int]) -> int:
 def floor_sum(n: int, m: int, a: int, b: int) -> int:
     """The sum of (a t + b) // m for t from 0 to n - 1, in as many steps as Euclid needs for a, m.
 
-    What is left of a whole slope and a whole offset are the points below a flat line, and those
-    are counted along the other axis.
+    Without the whole parts of slope and offset, the points below a line of slope under 1 remain;
+    they are counted along the other axis.
     """
     total = 0
     while n > 0:
@@ -197,9 +201,9 @@ def floor_sum(n: int, m: int, a: int, b: int) -> int:
 
 
 def find_regions(mask: Mask, block: Block) -> list[Region] | None:
-    """What a mask of strips keeps, for each kind of batch entry; None for any other mask.
+    """What a mask made of strips keeps, a region for each kind of batch entry.
 
-    And None for one with more edges than are worth it. `block` has all that the mask reads.
+    None for any other mask, and for one with too many edges. The block has all data.
     """
     if 0 in (len(block.batch), len(block.heads), len(block.rows), block.N):
         return []
@@ -213,8 +217,11 @@ def find_regions(mask: Mask, block: Block) -> list[Region] | None:
 
 
 def find_breaks(mask: Mask, block: Block) -> list[int] | None:
-    """The queries, the first one and M among them, between which all edges of a mask of strips
-    that are within 0 and N stand still or move along. None for other masks."""
+    """The queries at which a mask's edges come, go or cross, 0 and M among them.
+
+    Between two of them each edge stays where it is or moves by one key a query. None for a mask
+    that is not made of strips, or whose strips differ between batch entries.
+    """
     kinds = group_entries(mask, block)
     if kinds is None or len(kinds) > 1:
         return None
@@ -250,10 +257,12 @@ def group_entries(mask: Mask, block: Block) -> list[Kind] | None:
 
 
 def count_elements(term: Term | None) -> int:
+    """How many numbers a bound is: one, or one for each batch entry."""
     return 1 if term is None else torch.as_tensor(term).numel()
 
 
 def bounds_of(strip: Strip) -> tuple[Term | None, ...]:
+    """The four bounds of a strip, in the order of its fields."""
     return strip.low, strip.high, strip.keys, strip.rows
 
 
@@ -288,7 +297,7 @@ def list_strips(mask: Mask, at: Place) -> list[Strip] | None:
 @final
 @frozen
 class Lines:
-    """The lines that bound strips: diagonals j = i + d, keys v and queries u, each once."""
+    """The lines that bound strips, each once: diagonals j = i + d, keys v and queries u."""
 
     diagonals: tuple[int, ...]
     keys: tuple[int, ...]
@@ -296,6 +305,7 @@ class Lines:
 
     @classmethod
     def of(cls, strips: Bounds, M: int, N: int) -> Lines:
+        """The lines among M queries and N keys."""
         lows, highs, keys, rows = zip(*strips, strict=True)
         after = [high + 1 for high in highs if high is not None]
         return cls(
@@ -305,7 +315,7 @@ class Lines:
         )
 
     def breaks(self, M: int, N: int) -> list[int]:
-        """The queries at which an edge may come, go or meet another, and those after them."""
+        """The queries at which edges may come, go or cross, and the next ones; also 0 and M."""
         crossings = {v - d for d in self.diagonals for v in (0, *self.keys, N)}
         changes = {*self.rows, *crossings, *(i + 1 for i in crossings)}
         return [0, *sorted(i for i in changes if 0 < i < M), M]
@@ -318,14 +328,14 @@ class Lines:
 
 
 def count_points(strips: Bounds, block: Block) -> int:
-    """The most places at which a mask of these strips is asked."""
+    """An upper bound of the places at which a mask of these strips is evaluated."""
     lines = Lines.of(strips, block.M, block.N)
     d, v, u = len(lines.diagonals), len(lines.keys), len(lines.rows)
     return (2 * d * (v + 2) + u + 1) * (d + v + 1)
 
 
 def find_layers(mask: Mask, strips: Bounds, at: Place) -> tuple[Layer, ...]:
-    """What a mask keeps in one batch entry."""
+    """What a mask of these strips keeps in the batch entry of `at`."""
     lines = Lines.of(strips, at.M, at.N)
     rows = [range(a, b) for a, b in pairwise(lines.breaks(at.M, at.N))]
     edges = [lines.edges(part.start, at.N) for part in rows]
@@ -344,7 +354,7 @@ def find_layers(mask: Mask, strips: Bounds, at: Place) -> tuple[Layer, ...]:
 
 
 def merge_runs(runs: Iterable[Run], i: int) -> tuple[Run, ...]:
-    """The runs of a layer with those that touch made one."""
+    """The runs of a layer that begins at query i; runs that touch become one."""
     whole: list[Run] = []
     for start, stop in runs:
         if whole and whole[-1][1].of(i) == start.of(i):
@@ -355,9 +365,9 @@ def merge_runs(runs: Iterable[Run], i: int) -> tuple[Run, ...]:
 
 
 def bound_region(mask: Mask, block: Block, size: int, *, outer: bool) -> Region:
-    """All that a mask may keep, or what it surely keeps, asked of few blocks of queries.
+    """What a mask may keep at most, or, unless `outer`, surely keeps, by few blocks of queries.
 
-    Each block is some lines of `size` queries. All batch entries are as one.
+    Each block is one or more lines of `size` queries. All batch entries are taken as one.
     """
     lines, data = -(-len(block.rows) // size), (block.data or {}).values()
     most = max(LEAST_LAYERS, MOST_READ // (1 + sum(x.numel() for x in data)))
@@ -369,6 +379,7 @@ def bound_region(mask: Mask, block: Block, size: int, *, outer: bool) -> Region:
 
 
 def bound_layers(mask: Mask, block: Block, step: int, outer: bool) -> Iterator[Layer]:
+    """A layer for each `step` queries, by the mask's `span` or `surely` of them."""
     for at in range(0, len(block.rows), step):
         part = evolve(block, rows=block.rows[at : at + step])
         keys = mask.span(part) if outer else mask.surely(part)

@@ -1,8 +1,8 @@
-"""What a mask keeps, counted: pairs of query and key, rows that see any, tiles.
+"""Counts what a mask keeps: pairs of query and key, queries that see any key, tiles.
 
-Masks of strips have closed forms, whatever the sizes (`regions`). The others are counted run by
-run (`runs`), as long as that takes no more than a second or so; where it would, blocks of queries
-are asked what they may keep and what they surely keep, and the count is estimated from these.
+Masks made of strips have closed forms, whatever the sizes (`regions`). Others are counted run by
+run (`runs`) where that takes at most a second or so. Where it would take longer, the count is
+estimated from the `span` and `surely` of blocks of queries.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from attn_graph.masks.runs import (
     Budget,
     OverBudget,
     areas,
-    count_kept,
-    kept_in_tiles,
+    count_in_tiles,
+    count_keys,
     parts,
 )
 from attn_graph.spec import TensorSpec
@@ -40,10 +40,11 @@ Tensors = Mapping[str, torch.Tensor]
 class Tiles:
     """How many tiles of a mask keep nothing, some and all of their places.
 
-    Over all batch entries and heads. exact: false where tensors that decide were not given; a tile
-    is then empty or full only if it is so for whatever they hold. Also false where the mask is no
-    join of strips and counting would take longer than a second or so; then it is `estimated`, and
-    a tile is empty or full only where the mask's `span` and `surely` say so of many queries.
+    Over all batch entries and heads. exact: false where tensors that decide were not given; then
+    `empty` and `full` count the tiles that are so for all values of these tensors. estimated: the
+    mask is no join of strips, and an exact count would take longer than a second or so; then
+    `empty` and `full` count the tiles of which the mask's `span` and `surely` say it, for many
+    queries at once.
     """
 
     block: tuple[int, int]
@@ -55,14 +56,15 @@ class Tiles:
 
     @property
     def total(self) -> int:
+        """How many tiles there are."""
         return self.empty + self.mixed + self.full
 
     def __str__(self) -> str:
-        told = f"{self.empty} empty, {self.mixed} mixed, {self.full} full"
+        kinds = f"{self.empty} empty, {self.mixed} mixed, {self.full} full"
         unsure = "estimated: some mixed may be empty or full" if self.estimated else UNKNOWN
         rest = "" if self.exact else f", {unsure}"
         count, (rows, columns) = f"tile{'s' * (self.total != 1)}", self.block
-        return f"{self.total} {count} of {rows} x {columns}: {told}{rest}"
+        return f"{self.total} {count} of {rows} x {columns}: {kinds}{rest}"
 
 
 def tiles(
@@ -77,9 +79,9 @@ def tiles(
 ) -> Tiles:
     """Count the tiles of `block` queries x keys by what they keep.
 
-    data: tensors that the mask reads, by name; without one, and where counting would take long,
-    see `Tiles`. Raises GraphError for tensors that do not fit, a block without places, or an
-    alignment that was not said.
+    mask: None keeps every place. data: tensors that the mask reads, by name; `Tiles` says what is
+    counted without them. Raises GraphError for tensors that do not fit, a block without places,
+    or a missing alignment.
     """
     if min(block) < 1:
         raise GraphError(f"tiles: block {block} holds no place; both sides must be at least 1")
@@ -102,18 +104,18 @@ def tiles(
     return Tiles(block, empty, total - empty - full, full, exact, estimated)
 
 
-Pair = tuple[list[Region], list[Region]]  # all that may be kept, and what surely is
+Pair = tuple[list[Region], list[Region]]  # what may be kept, and what surely is
 
 
 def find_both(most: Mask, least: Mask, block: Block) -> Pair | None:
-    """Where both are masks of strips, what they keep."""
+    """What two masks keep, if both are made of strips; else None."""
     outer = find_regions(most, block)
     inner = outer if least == most or outer is None else find_regions(least, block)
     return None if outer is None or inner is None else (outer, inner)
 
 
 def bound_both(most: Mask, least: Mask, block: Block, size: int) -> Pair:
-    """What they may keep, and surely keep, by lines of `size` queries."""
+    """What `most` may keep and what `least` surely keeps, for each `size` queries."""
     return [bound_region(most, block, size, outer=True)], [
         bound_region(least, block, size, outer=False)
     ]
@@ -122,27 +124,30 @@ def bound_both(most: Mask, least: Mask, block: Block, size: int) -> Pair:
 def count_tiles_by_runs(
     most: Mask, least: Mask, block: Block, tile: tuple[int, int]
 ) -> tuple[int, int]:
-    """How many tiles are empty, and full. Raises OverBudget."""
+    """How many tiles of `most` are empty, and how many of `least` are full. Raises OverBudget."""
     empty = full = 0
     budget = Budget.of(block)
     for rows in parts(block.rows, tile[0] * max(1, AT_ONCE // (block.N // tile[1] + 3))):
         part = evolve(block, rows=rows)
-        places = kept_in_tiles(most, part, *tile, budget)
+        places = count_in_tiles(most, part, *tile, budget)
         empty += int((places == 0).sum()) * multiplicity(places, part)
         if least != most:
-            places = kept_in_tiles(least, part, *tile, budget)
+            places = count_in_tiles(least, part, *tile, budget)
         full += int((places == areas(len(rows), block.N, *tile)).sum()) * multiplicity(places, part)
     return empty, full
 
 
 def classify_tiles(mask: Mask | None, block: Block, tile: tuple[int, int]) -> torch.Tensor:
-    """Of each tile of one batch entry and head 0: empty, 1: mixed, 2: full [lines, columns]."""
+    """0 for each empty tile, 1 for a mixed one, 2 for a full one [lines, columns], int8.
+
+    block: all queries of one batch entry and head.
+    """
     most, least = bounds(mask, block)
     pair = find_both(most, least, block)
     if pair is None:
         try:
             budget = Budget.of(block)
-            places, sure = (kept_in_tiles(x, block, *tile, budget)[0, 0] for x in (most, least))
+            places, sure = (count_in_tiles(x, block, *tile, budget)[0, 0] for x in (most, least))
             return (places > 0).to(torch.int8) + (sure == areas(block.M, block.N, *tile))
         except OverBudget:
             pair = bound_both(most, least, block, tile[0])
@@ -152,22 +157,25 @@ def classify_tiles(mask: Mask | None, block: Block, tile: tuple[int, int]) -> to
 
 
 def mark_tiles(regions: Sequence[Region], block: Block, tile: tuple[int, int]) -> torch.Tensor:
-    """1 for each tile that holds a place of a region, else 0 [lines, columns]."""
+    """1 for each tile that has a place of a region, else 0 [lines, columns], int8."""
     lines, columns = -(-block.M // tile[0]), -(-block.N // tile[1])
-    held = torch.zeros(lines, columns, dtype=torch.int8, device="cpu")
+    marks = torch.zeros(lines, columns, dtype=torch.int8, device="cpu")
     for region in regions:
         for line in range(lines):
             for start, stop in region.line(line, tile).intervals:
-                held[line, start:stop] = 1
-    return held
+                marks[line, start:stop] = 1
+    return marks
 
 
 @final
 @frozen
-class Seen:
-    """What a mask keeps, over all batch entries and heads: pairs, queries that see a key, and keys
-    of the key/value heads that are seen. exact: not only the most there can be. estimated: the
-    most there can be, since counting would take long."""
+class Coverage:
+    """What a mask keeps, over all batch entries and heads.
+
+    pairs: of query and key. queries: those that see a key. keys: those that a query sees, over
+    key/value heads. exact: false where these are upper bounds, since data are not given, or since
+    they are `estimated`: an exact count would take too long.
+    """
 
     pairs: int
     queries: int
@@ -179,18 +187,21 @@ class Seen:
 Sizes = tuple[int, int, int, int, int]  # B, H, G, M, N
 
 
-def count_seen(mask: Mask | None, sizes: Sizes, data: Tensors) -> Seen:
-    """Count what a mask keeps, given all, some or none of the tensors that it reads."""
+def count_pairs(mask: Mask | None, sizes: Sizes, data: Tensors) -> Coverage:
+    """Count what a mask keeps, given all, some or none of the tensors that it reads.
+
+    Raises GraphError for tensors that do not fit.
+    """
     B, H, G, M, N = sizes
     whole = Block(range(B), range(H), range(M), H, M, N, check_tensors(mask, (B, H, M, N), data))
     most, least = bounds(mask, whole)
     regions, estimated = find_regions(most, whole), False
     if regions is None:
         try:
-            return count_seen_by_runs(most, whole, G, most == least)
+            return count_pairs_by_runs(most, whole, G, most == least)
         except OverBudget:
             regions, estimated = [bound_region(most, whole, 1, outer=True)], True
-    return Seen(
+    return Coverage(
         sum(region.pairs for region in regions),
         sum(region.queries for region in regions),
         sum(region.count // max(1, H) * G * len(region.keys) for region in regions),
@@ -199,32 +210,39 @@ def count_seen(mask: Mask | None, sizes: Sizes, data: Tensors) -> Seen:
     )
 
 
-def count_seen_by_runs(mask: Mask, block: Block, G: int, exact: bool) -> Seen:
-    counts = count_kept(mask, block, Budget.of(block))
+def count_pairs_by_runs(mask: Mask, block: Block, G: int, exact: bool) -> Coverage:
+    """The same, run by run. Raises OverBudget."""
+    counts = count_keys(mask, block, Budget.of(block))
     each = multiplicity(counts.keys_of, block)
     pairs, queries = int(counts.keys_of.sum()) * each, int((counts.keys_of > 0).sum()) * each
-    return Seen(pairs, queries, seen_keys(counts.seen, len(block.batch), G), exact)
+    return Coverage(pairs, queries, count_seen_keys(counts.seen, len(block.batch), G), exact)
 
 
-def seen_keys(seen: torch.Tensor, B: int, G: int) -> int:
-    """How many keys of all batch entries and key/value heads some query sees, of seen [b,h,N]."""
+def count_seen_keys(seen: torch.Tensor, B: int, G: int) -> int:
+    """How many keys some query sees, over B batch entries and G key/value heads.
+
+    seen: booleans [b,h,N], b and h being 1 where all entries or heads are alike.
+    """
     b, h, N = seen.shape
     groups = seen.reshape(b, G, h // G, N).any(2) if h > 1 else seen
     return int(groups.sum()) * (B * G // max(1, b * groups.shape[1]))
 
 
-def multiplicity(found: torch.Tensor, block: Block) -> int:
-    """How many batch entries and heads each element of what was found [b,h,...] stands for."""
-    return len(block.batch) * len(block.heads) // max(1, found.shape[0] * found.shape[1])
+def multiplicity(counts: torch.Tensor, block: Block) -> int:
+    """How many (batch entry, head) pairs one element of counts [b,h,...] represents."""
+    return len(block.batch) * len(block.heads) // max(1, counts.shape[0] * counts.shape[1])
 
 
 def check_tensors(
     mask: Mask | None, sizes: tuple[int, int, int, int], data: Tensors
 ) -> dict[str, torch.Tensor]:
-    """The tensors a mask reads, on the CPU. Raises GraphError for one that does not fit."""
+    """The tensors that a mask reads, on the CPU. Raises GraphError for one that does not fit.
+
+    sizes: B, H, M and N.
+    """
     needs, full = mask.needs if mask else {}, dict(zip("bhij", sizes, strict=True))
-    told = ", ".join(needs) or "nothing"
-    problems = [f"{mask}: reads no {name}; it reads {told}" for name in data if name not in needs]
+    names = ", ".join(needs) or "nothing"
+    problems = [f"{mask}: reads no {name}; it reads {names}" for name in data if name not in needs]
     for name, tensor in data.items():
         if name in needs:
             type_ = TensorSpec.like(tensor).type
@@ -235,19 +253,21 @@ def check_tensors(
 
 
 def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor on the CPU; lengths so wide that sums with positions do not overflow."""
+    """A tensor on the CPU; lengths as int64, so that sums with positions do not overflow."""
     wide = torch.int64 if tensor.ndim == 1 else tensor.dtype
     return tensor.detach().to("cpu", wide)
 
 
 def bounds(mask: Mask | None, block: Block) -> tuple[Mask, Mask]:
-    """Masks that read only what is given: one keeps no less than this, one no more."""
+    """Two masks that read only the block's data: one keeps no less than `mask`, one no more."""
     simple = (mask and canonical_mask(mask, block.M, block.N)) or EVERYTHING
     return relax(simple, block, more=True), relax(simple, block, more=False)
 
 
 def relax(mask: Mask, block: Block, more: bool) -> Mask:
-    """A mask that reads only what is given, and keeps no less, or no more, for any other data."""
+    """A mask that reads only the block's data. Whatever the missing data are, it keeps no less than
+    `mask`, or, unless `more`, it keeps no more.
+    """
     if mask.needs.keys() <= (block.data or {}).keys():
         return mask
     match mask:
@@ -264,7 +284,7 @@ def relax(mask: Mask, block: Block, more: bool) -> Mask:
 def relax_band(
     low: int | None, high: int | None, ragged: tuple[str, ...], block: Block, more: bool
 ) -> Band:
-    """A band that lengths move, for any lengths from 0 to full: all of it that may be, or must."""
+    """A band that no lengths move: the places that any lengths may keep, or all must keep."""
     first = (0 if "kv_lengths" in ragged else block.N) - block.M
     last = block.N - (0 if "q_lengths" in ragged else block.M)
     down, up = (first, last) if more else (last, first)

@@ -14,6 +14,7 @@ from attn_graph.errors import (
     FallbackWarning,
     GraphError,
     NoBackendError,
+    Reason,
     format_refusal,
     user_frame,
 )
@@ -28,7 +29,7 @@ from attn_graph.machine.torch_switches import KernelName
 from attn_graph.spec import NAMES
 
 T = TypeVar("T")
-Refusals = tuple[tuple[str, tuple[str, ...]], ...]  # every reason against, by backend
+Refusals = tuple[tuple[str, tuple[Reason, ...]], ...]  # every reason against, by backend
 
 BACKENDS = (  # PyTorch's own kernels in PyTorch's own order of preference
     cudnn_backend.BACKEND,
@@ -100,13 +101,13 @@ def first_that_succeeds(
     A backend that finds reasons only then is passed over, like those that knew before. Raises
     NoBackendError as `choose` does.
     """
-    late: dict[str, tuple[str, ...]] = {}
+    late: dict[str, tuple[Reason, ...]] = {}
     while True:
         choice = choose(graph, target, options, among, late)
         try:
             return choice, attempt(choice.backend)
         except RefusedError as error:
-            late[choice.backend.name] = error.args
+            late[choice.backend.name] = error.reasons
 
 
 def choose(
@@ -114,7 +115,7 @@ def choose(
     target: Target,
     options: Options,
     among: Sequence[Backend] | None,
-    late: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
+    late: Mapping[str, tuple[Reason, ...]] = MappingProxyType({}),
 ) -> Choice:
     """The first backend, in order of preference, that has nothing against the graph.
 
@@ -128,10 +129,7 @@ def choose(
         if among is not None
         else preference(graph, target, options)
     )
-    reasons = [
-        (b, (*options.avoided(b.name), *(late.get(b.name) or b.why_not(graph, target, options))))
-        for b in ordered
-    ]
+    reasons = [(b, late.get(b.name) or b.reasons(graph, target, options)) for b in ordered]
     able = [b for b, against in reasons if not against]
     refusals = tuple((b.name, against) for b, against in reasons if against)
     if not able:

@@ -1,14 +1,14 @@
 """What a graph costs on a target, from its mask and its shapes: flops, bytes, and the least time.
 
-Counted are the matrix products over the pairs of query and key that the mask keeps, a product and
-a sum being 2 flops. Forward, q k^T and p v: 2 (D + E) a pair. Backward, the q k^T that is computed
+Flops count matrix products over the pairs of query and key that the mask keeps, 2 flops for a
+product and a sum. Forward, q k^T and p v: 2 (D + E) a pair. Backward, the q k^T that is computed
 again, dp = do v^T, dv, dq and dk: 2 (3 D + 2 E) a pair, 2.5 times the forward where D = E. This is
 the count of FlashAttention's papers (arXiv 2307.08691, section 4.1) and of its benchmarks, with
 the mask exact where they take half for causal. Softmax and modifiers are not counted.
 
-Bytes are those of each operand and result of an attention, once: of q and what lies beside it only
-the rows that see a key, of k and v only the keys that are seen, of a bias [B,H,M,N] at most an
-element a pair. No kernel can move less; caches do not matter to that.
+Bytes count each operand and result of an attention once: of q, and tensors with its rows, only rows
+that see a key; of k and v only keys that are seen; of a bias [B,H,M,N] at most one element a pair.
+No kernel can move less, whatever its caches.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from attn_graph.ir.vjp import training_gradient
 from attn_graph.machine.sizes import format_bytes
 from attn_graph.machine.target import Target
 from attn_graph.masks import Mask
-from attn_graph.masks.tiles import Seen, Sizes, count_seen
+from attn_graph.masks.tiles import Coverage, Sizes, count_pairs
 from attn_graph.spec import NAMES, TensorSpec, ValueType
 
-HELD = 256  # counts of masks
+MOST_COUNTS = 256  # of masks, in the cache
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -42,7 +42,7 @@ Tensors = Mapping[str, torch.Tensor]
 class Work:
     """What one pass must do: flops, bytes, and the seconds that each takes at the target's peak.
 
-    None is a rate that the target does not tell.
+    Seconds are None where the target's rate is not known.
     """
 
     flops: int
@@ -69,16 +69,20 @@ class Work:
             return None
         return "compute" if self.compute_seconds > self.memory_seconds else "memory"
 
+    def figures(self) -> tuple[str, str, str, str, str]:
+        """Flops, bytes, intensity, least time and what bounds it, as text; "-": not known."""
+        time = "-" if self.seconds is None else format_scaled(self.seconds, "s")
+        flops, moved = format_scaled(self.flops, "flop"), format_bytes(self.bytes)
+        return flops, moved, f"{self.intensity:.4g}", time, self.bound or "-"
+
     def achieved(self, measured: float) -> float | None:
-        """The fraction of the target's peak that a pass of so many seconds achieves."""
+        """The least time as a fraction of `measured` seconds; None where it is not known."""
         return None if self.seconds is None else self.seconds / measured
 
     def __str__(self) -> str:
-        flops, moved = format_scaled(self.flops, "flop"), format_bytes(self.bytes)
-        text = f"{flops}, {moved}, {self.intensity:.4g} flop/B"
-        if self.seconds is None:
-            return text
-        return f"{text}, at least {format_scaled(self.seconds, 's')}, bound by {self.bound}"
+        flops, moved, intensity, time, bound = self.figures()
+        text = f"{flops}, {moved}, {intensity} flop/B"
+        return text if self.seconds is None else f"{text}, at least {time}, bound by {bound}"
 
 
 @final
@@ -87,9 +91,9 @@ class Cost:
     """What a plan costs, over all batch entries and heads.
 
     pairs: places [i,j] that the masks of attentions keep. places: all of them; 0 of a graph that
-    stays in steps, whose products take every place. exact: whether pairs, flops and
-    bytes are exact; where data decide and were not given, they are the most there can be, and so
-    they are, `estimated`, where a mask is no join of strips and counting would take long.
+    stays in steps, whose products take every place. exact: false where
+    pairs, flops and bytes are upper bounds, since data are not given, or since they are
+    `estimated`: a mask is no join of strips, and an exact count would take too long.
     backward: of a training step, where lse has no gradient; None for a graph without gradients.
     """
 
@@ -101,26 +105,40 @@ class Cost:
     estimated: bool = False
 
     def __str__(self) -> str:
-        most = "" if self.exact else "estimated, at most " if self.estimated else "at most "
-        told = f"forward {self.forward}"
+        text = f"forward {self.forward}"
         if self.places:
-            share = f"{100 * self.pairs / self.places:.3g} %"
-            told = f"{most}{self.pairs} of {self.places} pairs ({share}); {told}"
-        told += "" if self.backward is None else f"; backward {self.backward}"
-        return told if self.exact else told.replace("at least", "at the roofline")
+            text = f"{self.pairs_text()}; {text}"
+        text += "" if self.backward is None else f"; backward {self.backward}"
+        return text if self.exact else text.replace("at least", "at the roofline")
+
+    def pairs_text(self) -> str:
+        """How many pairs the masks keep, of how many, and how sure that is."""
+        most = "" if self.exact else "estimated, at most " if self.estimated else "at most "
+        return f"{most}{self.pairs} of {self.places} pairs ({100 * self.pairs / self.places:.3g} %)"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: a row for each pass, and how many pairs the masks keep."""
+        from attn_graph import html
+
+        works = {"forward": self.forward} | ({"backward": self.backward} if self.backward else {})
+        least = "least time" if self.exact else "time at the roofline"
+        rows = [(name, *map(html.Number, work.figures())) for name, work in works.items()]
+        head = ("", *map(html.Number, ("flops", "bytes", "flop/B", least, "bound by")))
+        pairs = [html.element("p", self.pairs_text())] if self.places else []
+        return html.page(html.table(rows, head), *pairs)
 
     def to_dict(self) -> dict[str, Any]:  # Any: JSON
-        """All of it, and what follows: seconds, bound and intensity of each pass."""
-        found = asdict(self, recurse=False)
+        """All fields, and seconds, bound and intensity of each pass."""
+        fields = asdict(self, recurse=False)
         for name in ("forward", "backward"):
-            if (work := found[name]) is not None:
+            if (work := fields[name]) is not None:
                 more = {"seconds": work.seconds, "bound": work.bound, "intensity": work.intensity}
-                found[name] = asdict(work) | more
-        return found
+                fields[name] = asdict(work) | more
+        return fields
 
 
 def format_scaled(value: float, unit: str) -> str:
-    """1.5e9 -> "1.5 Gflop", 2e-6 -> "2 µs"."""
+    """A number with a prefix of its unit: 1.5e9 -> "1.5 Gflop", 2e-6 -> "2 µs"."""
     prefixes = {1e15: "P", 1e12: "T", 1e9: "G", 1e6: "M", 1e3: "k", 1.0: "", 1e-3: "m", 1e-6: "µ"}
     size = next((size for size in prefixes if value >= size), 1e-9 if value else 1.0)
     return f"{value / size:.4g} {prefixes.get(size, 'n')}{unit}"
@@ -156,27 +174,27 @@ def cost(
 
 
 def select_tensors(graph: Graph, tensors: Tensors) -> Tensors:
-    """The tensors, if the graph has inputs of these names for its masks to read."""
+    """The tensors. Raises GraphError for one that no mask of the graph reads."""
     read = {graph.inputs[i].name for eqn in graph.eqns for i in masks_inputs(graph, eqn).values()}
     if unknown := [name for name in tensors if name not in read]:
-        told = ", ".join(sorted(read)) or "no input"
-        raise GraphError(f"cost: no mask reads {', '.join(unknown)}; the masks read {told}")
+        names = ", ".join(sorted(read)) or "no input"
+        raise GraphError(f"cost: no mask reads {', '.join(unknown)}; the masks read {names}")
     if others := [n for n, x in tensors.items() if not isinstance(x, torch.Tensor)]:
         raise GraphError(f"cost: {others[0]} is a {type(tensors[others[0]]).__name__}, no tensor")
     return tensors
 
 
 def masks_inputs(graph: Graph, eqn: Eqn) -> dict[str, int]:
-    """The number of the input that each tensor of an attention's mask is, by the mask's name."""
+    """The number of the input that is each tensor of an attention's mask, by its name there."""
     node = attention_of(eqn)
     if node is None or node.mask is None:
         return {}
-    found = node.split(eqn.args[: len(node.roles)]).mask
-    return {name: i for name, i in found.items() if i < len(graph.inputs)}
+    operands = node.split(eqn.args[: len(node.roles)]).mask
+    return {name: i for name, i in operands.items() if i < len(graph.inputs)}
 
 
 def attention_of(eqn: Eqn) -> Attention | None:
-    """The attention that an equation is, or is the gradient of."""
+    """The attention that an equation is, or is the gradient of; None for any other."""
     op = eqn.op.attention if isinstance(eqn.op, AttentionGrad) else eqn.op
     return op if isinstance(op, Attention) else None
 
@@ -184,7 +202,7 @@ def attention_of(eqn: Eqn) -> Attention | None:
 @final
 @frozen
 class Share:
-    """What one equation adds: flops and bytes, and pairs of places where it is an attention."""
+    """What one equation adds to a cost; pairs and places where it is an attention."""
 
     flops: int
     bytes: int
@@ -208,7 +226,7 @@ def sum_work(parts: Sequence[Share], graph: Graph, target: Target, precision: st
 
 
 def shares_of(graph: Graph, given: Tensors) -> Iterator[Share]:
-    """What each equation adds. A result that nothing reads is not written."""
+    """What each equation adds to the cost. A result that nothing reads is not written."""
     read = {*graph.outputs, *(i for eqn in graph.eqns for i in eqn.args)}
     specs = [i.spec for i in graph.inputs]
     specs += [TensorSpec(t.shape, t.dtype) for t in graph.types[len(specs) :]]
@@ -226,7 +244,7 @@ def shares_of(graph: Graph, given: Tensors) -> Iterator[Share]:
 
 
 def product_flops(eqn: Eqn, operands: Sequence[ValueType]) -> int:
-    """Flops of an equation outside of any attention; 0 where it is no matrix product."""
+    """Flops of an equation that is no attention; 0 where it is no matrix product."""
     match eqn.op:
         case ops.Scores():
             return 2 * prod(eqn.outs[0].shape) * operands[0].shape[-1]
@@ -237,7 +255,7 @@ def product_flops(eqn: Eqn, operands: Sequence[ValueType]) -> int:
 
 
 def distinct_elements(spec: TensorSpec) -> int:
-    """How many elements of memory there are behind a spec: an axis of stride 0 is one element."""
+    """How many elements of memory a spec reads: an axis of stride 0 has one."""
     if 0 in spec.shape:
         return 0
     pairs = [*zip(spec.shape, spec.strides, strict=True)]
@@ -248,32 +266,34 @@ def distinct_elements(spec: TensorSpec) -> int:
 def attention_share(
     eqn: Eqn, node: Attention, operands: Sequence[TensorSpec], data: Tensors, written: int
 ) -> Share:
-    """What an attention, or its gradient, adds."""
+    """What an attention, or its gradient, adds to the cost. written: bytes of the results."""
     (B, H, M, D), (_, G, N, _), E = operands[0].shape, operands[1].shape, operands[2].shape[3]
     sizes = (B, H, G, M, N)
-    found = count_seen(node.mask, sizes, data) if data else count_seen_once(node.mask, sizes)
-    most: list[int | None] = [found.queries * D, found.keys * D, found.keys * E]
+    coverage = count_pairs(node.mask, sizes, data) if data else count_pairs_once(node.mask, sizes)
+    most: list[int | None] = [coverage.queries * D, coverage.keys * D, coverage.keys * E]
     read = [data for modifier in node.modifiers for data in modifier.needs.values()]
-    most += [found.pairs if {"i", "j"} <= {*data.axes} else None for data in read]
+    most += [coverage.pairs if {"i", "j"} <= {*data.axes} else None for data in read]
     most += [None] * (len(node.roles) - len(most))
-    most += [found.queries * (E if len(x.shape) == 4 else 1) for x in operands[len(node.roles) :]]
+    most += [
+        coverage.queries * (E if len(x.shape) == 4 else 1) for x in operands[len(node.roles) :]
+    ]
     moved = sum(
         (distinct_elements(x) if cap is None else min(distinct_elements(x), cap)) * x.dtype.itemsize
         for x, cap in zip(operands, most, strict=True)
     )
-    flops = 2 * found.pairs * summed_widths(eqn, D, E)
-    counted = found.pairs, B * H * M * N, found.exact, found.estimated
-    return Share(flops, moved + written, *counted)
+    flops = 2 * coverage.pairs * summed_widths(eqn, D, E)
+    counts = coverage.pairs, B * H * M * N, coverage.exact, coverage.estimated
+    return Share(flops, moved + written, *counts)
 
 
-@lru_cache(HELD)
-def count_seen_once(mask: Mask | None, sizes: Sizes) -> Seen:
-    """The same before any data: forward and backward ask it, on every target."""
-    return count_seen(mask, sizes, {})
+@lru_cache(MOST_COUNTS)
+def count_pairs_once(mask: Mask | None, sizes: Sizes) -> Coverage:
+    """The same without data, once for forward and backward and all targets."""
+    return count_pairs(mask, sizes, {})
 
 
 def summed_widths(eqn: Eqn, D: int, E: int) -> int:
-    """The head sizes of all matrix products that an attention or its gradient takes, summed."""
+    """The sum of the head sizes of all matrix products of an attention or its gradient."""
     op = eqn.op
     if not isinstance(op, AttentionGrad):
         return D + E

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from attrs import evolve
 
 from attn_graph.backend import Backend, Foreseen, Options
-from attn_graph.errors import NoBackendError
+from attn_graph.errors import NoBackendError, Reason
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.vjp import main_outputs
 from attn_graph.machine.target import Target
-from attn_graph.planner.choose import BACKENDS, first_that_succeeds
+from attn_graph.planner.choose import BACKENDS, Refusals, first_that_succeeds
 from attn_graph.planner.cost import cost
 from attn_graph.planner.explanation import Explanation, Refusal, mask_tiles, sum_memory
 from attn_graph.planner.remedies import Request, find_remedies
@@ -67,9 +67,9 @@ def explain_pass(
     graph, asked = read(question), BACKENDS if among is None else among
     by_name = {backend.name: backend for backend in asked}
 
-    def refusals(found: Sequence[tuple[str, tuple[str, ...]]]) -> tuple[Refusal, ...]:
+    def refusals(against: Refusals) -> tuple[Refusal, ...]:
         return tuple(
-            explain_refusal(by_name[name], why, question, read, target) for name, why in found
+            explain_refusal(by_name[name], why, question, read, target) for name, why in against
         )
 
     try:
@@ -100,13 +100,12 @@ def uncertain_workspace(foreseen: Foreseen, options: Options, also: Sequence[str
 
 
 def explain_refusal(
-    backend: Backend, reasons: tuple[str, ...], question: Request, read: Read, target: Target
+    backend: Backend, reasons: tuple[Reason, ...], question: Request, read: Read, target: Target
 ) -> Refusal:
     """A backend's reasons against one pass, with the changes that lift them."""
 
-    def asks(other: Request) -> tuple[str, ...]:
-        against = backend.why_not(read(other), target, other.options)
-        return (*other.options.avoided(backend.name), *against)
+    def asks(other: Request) -> tuple[Reason, ...]:
+        return backend.reasons(read(other), target, other.options)
 
     lifts, smallest = find_remedies(question, reasons, asks)
     return Refusal(backend.name, reasons, lifts, smallest)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from html import escape
 from textwrap import indent
 from typing import Any, final
 
 from attrs import asdict, evolve, frozen
 
 from attn_graph.backend import Foreseen
-from attn_graph.errors import format_refusal
+from attn_graph.errors import Reason, format_refusal
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.vjp import residuals
@@ -20,9 +19,10 @@ from attn_graph.machine.target import Target
 from attn_graph.masks import Mask
 from attn_graph.masks.tiles import Tiles, tiles
 from attn_graph.planner.cost import Cost
-from attn_graph.planner.remedies import Change
+from attn_graph.planner.remedies import Change, Remedy
 
 HELD = 256  # counts of masks
+ELSE = "only by computing something else"
 IF_LSE = "backward, if lse gets a gradient"
 
 
@@ -32,36 +32,60 @@ class Refusal:
     """A backend that does not take a graph: every reason, each a clause for "no, because it".
 
     lifts: for each reason, what single changes lift it. smallest: the fewest changes after which
-    the backend takes the graph; None where none were found, or none were looked for.
+    the backend takes the graph, and the graph computes the same if that is possible; None where
+    none were found, or none were looked for.
     """
 
     backend: str
-    reasons: tuple[str, ...]
-    lifts: tuple[tuple[str, ...], ...] = ()
+    reasons: tuple[Reason, ...]
+    lifts: tuple[tuple[Remedy, ...], ...] = ()
     smallest: Change | None = None
 
     def __str__(self) -> str:
         ending = f"\n  {self.way_out}" if self.smallest else ""
-        return format_refusal(self.backend, tuple(self.told())) + ending
+        return format_refusal(self.backend, self.lines()) + ending
 
-    def told(self) -> Iterator[str]:
+    def lines(self) -> Iterator[str]:
         """Each reason, with what lifts it."""
-        for reason, texts in zip(
+        for reason, remedies in zip(
             self.reasons, self.lifts or ((),) * len(self.reasons), strict=True
         ):
-            yield f"{reason} (lifted by: {'; or '.join(texts)})" if texts else reason
+            yield f"{reason} ({format_remedies(remedies)})" if remedies else str(reason)
 
     @property
     def way_out(self) -> str:
-        return f"it would with: {self.smallest}"
+        """The smallest change in words."""
+        same, other = split_remedies(self.smallest.remedies if self.smallest else ())
+        if not other:
+            return f"it would with: {', '.join(same)}"
+        start = f"it would with: {', '.join(same)};" if same else "it would,"
+        return f"{start} but {ELSE}: {', '.join(other)}"
 
     def to_dict(self) -> dict[str, Any]:  # Any: JSON
+        """Texts, lists and dicts; `lifts_changing_result` has some of `lifts`, those apart."""
         return {
             "backend": self.backend,
-            "reasons": [*self.reasons],
-            "lifts": [[*texts] for texts in self.lifts],
+            "reasons": [*map(str, self.reasons)],
+            "keys": [reason.key for reason in self.reasons],
+            "lifts": [[*map(str, remedies)] for remedies in self.lifts],
+            "lifts_changing_result": [split_remedies(remedies)[1] for remedies in self.lifts],
             "smallest": [*self.smallest.texts] if self.smallest else None,
+            "smallest_changes_result": self.smallest.changes_result if self.smallest else None,
         }
+
+
+def split_remedies(remedies: Sequence[Remedy]) -> tuple[list[str], list[str]]:
+    """In words: those after which the result is the same, and those that change it."""
+    same = [remedy.text for remedy in remedies if not remedy.changes_result]
+    return same, [remedy.text for remedy in remedies if remedy.changes_result]
+
+
+def format_remedies(remedies: Sequence[Remedy]) -> str:
+    """What lifts a reason; apart from the rest, what does so by computing something else."""
+    same, other = ("; or ".join(texts) for texts in split_remedies(remedies))
+    if not same:
+        return f"{ELSE}: {other}"
+    return f"lifted by: {same}" + (f"; or {ELSE.removeprefix('only ')}: {other}" if other else "")
 
 
 @final
@@ -90,9 +114,11 @@ class Explanation:
     through_lse: Explanation | None = None
 
     def __str__(self) -> str:
-        return "\n".join([str(self.graph), f"target: {self.target}", *self.told(), *self.figures()])
+        return "\n".join(
+            [str(self.graph), f"target: {self.target}", *self.lines(), *self.figures()]
+        )
 
-    def told(self) -> Iterator[str]:
+    def lines(self) -> Iterator[str]:
         """Who runs it, who could, who not."""
         chosen = f"{self.backend}: chosen, because {self.cause}"
         yield chosen if self.backend else f"no backend takes it: {self.cause}"
@@ -101,10 +127,10 @@ class Explanation:
         yield from map(str, group_alike(self.refusals))
         if self.backward:
             yield "backward"
-            yield from (indent(line, "  ") for line in self.backward.told())
+            yield from (indent(line, "  ") for line in self.backward.lines())
         if self.apart:
             yield IF_LSE
-            yield from (indent(line, "  ") for line in self.apart.told())
+            yield from (indent(line, "  ") for line in self.apart.lines())
 
     @property
     def apart(self) -> Explanation | None:
@@ -116,6 +142,7 @@ class Explanation:
         return evolve(self.through_lse, refusals=own)
 
     def figures(self) -> Iterator[str]:
+        """Tiles, memory and cost, a line each."""
         yield from (f"mask: {tiles}" for tiles in self.tiles)
         if self.memory:
             yield f"memory: {self.memory}"
@@ -143,25 +170,25 @@ class Explanation:
 
     def _repr_html_(self) -> str:
         """For notebooks: the choice, then a row for each other backend, then the figures."""
+        from attn_graph import html
+
         sides = {"forward": self, "backward": self.backward, IF_LSE: self.apart}
-        parts = [
-            f"<pre>{escape(str(self.graph))}</pre>",
-            f"<p>target: {escape(str(self.target))}</p>",
-        ]
-        parts += [side.table(name) for name, side in sides.items() if side]
-        parts += [f"<p>{escape(line)}</p>" for line in self.figures()]
-        return "<div>" + "".join(parts) + "</div>"
+        parts = [html.code(self.graph), html.element("p", f"target: {self.target}")]
+        parts += [html.Html(side.table(name)) for name, side in sides.items() if side]
+        parts += [html.element("p", line) for line in self.figures()]
+        return html.page(*parts)
 
     def table(self, name: str) -> str:
-        if self.backend:
-            rows = [html_row(self.backend, f"chosen, because {self.cause}", self.notes)]
-        else:
-            rows = [html_row("no backend takes it", self.cause, ())]
-        rows += [html_row(other, "could run it too", ()) for other in self.also]
+        """Who runs one pass, who could, and why the others don't, as HTML."""
+        from attn_graph import html
+
+        chosen = html.verdict(f"chosen, because {self.cause}", self.notes)
+        rows = [(self.backend or "no backend takes it", chosen if self.backend else self.cause)]
+        rows += [(other, html.verdict("could run it too")) for other in self.also]
         for each in group_alike(self.refusals):
             more = (each.way_out,) if each.smallest else ()
-            rows.append(html_row(each.backend, "no, because it", (*each.told(), *more)))
-        return f"<h4>{name}</h4><table>{''.join(rows)}</table>"
+            rows.append((each.backend, html.verdict("no, because it", (*each.lines(), *more))))
+        return html.element("h4", name) + html.table(rows)
 
 
 def group_alike(refusals: Iterable[Refusal]) -> Iterator[Refusal]:
@@ -201,8 +228,3 @@ def sum_memory(
         gradients=sum(t.bytes for t in gradient.output_types) if gradient and behind else 0,
         untold=tuple(name for name, x in both.items() if x.workspace is None),
     )
-
-
-def html_row(name: str, verdict: str, lines: Sequence[str]) -> str:
-    told = "".join(f"<li>{escape(line)}</li>" for line in lines)
-    return f"<tr><th>{escape(name)}</th><td>{escape(verdict)}<ul>{told}</ul></td></tr>"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import combinations
@@ -12,7 +11,7 @@ import torch
 from attrs import evolve, frozen
 
 from attn_graph.backend import Options
-from attn_graph.errors import GraphError
+from attn_graph.errors import GraphError, Reason
 from attn_graph.ir import ops
 from attn_graph.ir.builder import Builder, Value
 from attn_graph.ir.graph import Eqn, Graph
@@ -47,6 +46,7 @@ class Request:
         return cls(graph, options, tuple(graph.inputs[n].name for n in inputs))
 
     def forward(self) -> Graph:
+        """The simplified graph."""
         return simplify_once(self.graph)
 
     def backward(self) -> Graph:
@@ -56,6 +56,7 @@ class Request:
 
 @lru_cache(HELD)
 def simplify_once(graph: Graph) -> Graph:
+    """The simplified graph, worked out once."""
     return simplify(graph)
 
 
@@ -69,10 +70,27 @@ def gradient_graph(graph: Graph, names: tuple[str, ...], through_lse: bool) -> G
 
 @final
 @frozen
+class Remedy:
+    """What would lift a reason, in words.
+
+    changes_result: whether the changed graph computes something else: it lacks a step, or it reads
+    rounded inputs. The others give the same numbers: tensors lie otherwise, zeros fill head sizes,
+    heads are repeated, an option allows more, or a gradient is not wanted.
+    """
+
+    text: str
+    changes_result: bool = False
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@final
+@frozen
 class Change:
     """One or more changes of a graph or of what is asked beside it, and what is asked then."""
 
-    texts: tuple[str, ...]
+    remedies: tuple[Remedy, ...]
     question: Request
 
     @property
@@ -80,78 +98,99 @@ class Change:
         """The changed graph, to be compiled in place of the other."""
         return self.question.graph
 
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The changes in words."""
+        return tuple(map(str, self.remedies))
+
+    @property
+    def changes_result(self) -> bool:
+        """Whether the changed graph computes something else."""
+        return any(each.changes_result for each in self.remedies)
+
     def __str__(self) -> str:
         return ", ".join(self.texts)
 
 
 Edit = Callable[[Request], "Request | None"]  # None: nothing to change, or no graph then
+Named = tuple[Remedy, Edit]
 Respec = Callable[[TensorSpec], TensorSpec]
-Asks = Callable[[Request], Sequence[str]]  # every reason against
+Asks = Callable[[Request], Sequence[Reason]]  # every reason against
 
 
 def find_remedies(
-    question: Request, reasons: Sequence[str], asks: Asks
-) -> tuple[tuple[tuple[str, ...], ...], Change | None]:
+    question: Request, reasons: Sequence[Reason], asks: Asks
+) -> tuple[tuple[tuple[Remedy, ...], ...], Change | None]:
     """For each reason against, the single changes that lift it; and the least that lifts all.
 
-    A reason is lifted when none like it, numbers, specs and masks aside, is left.
+    A reason is lifted when none with its key is left.
     """
-    before = skeletons(reasons)
-    left = {text: skeletons(asks(asked)) for text, _, asked in single_edits(question)}
-    lifted = tuple(remedies_of(skeleton(reason), left, before) for reason in reasons)
-    named = {text for texts in lifted for text in texts}
-    useful = [(text, edit) for text, edit, _ in single_edits(question) if text in named]
-    return lifted, smallest_change(question, useful, asks) if all(lifted) else None
+    before = keys(reasons)
+    left = {remedy: keys(asks(then)) for remedy, _, then in single_edits(question)}
+    lifts = tuple(remedies_of(reason.key, left, before) for reason in reasons)
+    useful = {remedy for each in lifts for remedy in each}
+    named = [(remedy, edit) for remedy, edit, _ in single_edits(question) if remedy in useful]
+    return lifts, smallest_change(question, named, asks) if all(lifts) else None
+
+
+def keys(reasons: Sequence[Reason]) -> frozenset[str]:
+    return frozenset(reason.key for reason in reasons)
 
 
 def remedies_of(
-    reason: str, left: Mapping[str, frozenset[str]], before: frozenset[str]
-) -> tuple[str, ...]:
+    key: str, left: Mapping[Remedy, frozenset[str]], before: frozenset[str]
+) -> tuple[Remedy, ...]:
     """The changes after which a reason is gone: those that bring no other, if there are such."""
-    gone = [text for text, after in left.items() if reason not in after]
-    return tuple([text for text in gone if left[text] <= before] or gone)
+    gone = [remedy for remedy, after in left.items() if key not in after]
+    return tuple([remedy for remedy in gone if left[remedy] <= before] or gone)
 
 
 @lru_cache(HELD // 64)
-def single_edits(question: Request) -> tuple[tuple[str, Edit, Request], ...]:
+def single_edits(question: Request) -> tuple[tuple[Remedy, Edit, Request], ...]:
     """Every change that there is to make, and what is asked then."""
-    found = ((text, edit, apply_edits(question, (edit,))) for text, edit in edits(question))
-    return tuple((text, edit, asked) for text, edit, asked in found if asked)
+    tries = ((remedy, edit, apply_edits(question, (edit,))) for remedy, edit in edits(question))
+    return tuple((remedy, edit, then) for remedy, edit, then in tries if then)
 
 
-def smallest_change(
-    question: Request, useful: Sequence[tuple[str, Edit]], asks: Asks
-) -> Change | None:
-    """The fewest changes found with which there is no reason left; the gentler of as many."""
-    for count in range(1, PAIRS + 1):
-        for several in combinations(useful, count):
-            asked = apply_edits(question, tuple(edit for _, edit in several))
-            if asked is not None and not asks(asked):
-                return Change(tuple(text for text, _ in several), asked)
+def smallest_change(question: Request, useful: Sequence[Named], asks: Asks) -> Change | None:
+    """The fewest changes after which no reason is left; the gentler of as many.
+
+    Up to PAIRS changes after which the graph computes the same come before all others.
+    """
+    for several in ordered_sets(useful):
+        then = apply_edits(question, tuple(edit for _, edit in several))
+        if then is not None and not asks(then):
+            return Change(tuple(remedy for remedy, _ in several), then)
     return search_greedily(question, asks)
+
+
+def ordered_sets(useful: Sequence[Named]) -> list[tuple[Named, ...]]:
+    """All sets of up to PAIRS changes: first those that compute the same, then by their number."""
+    sets = [x for count in range(1, PAIRS + 1) for x in combinations(useful, count)]
+    return sorted(sets, key=lambda several: any(remedy.changes_result for remedy, _ in several))
 
 
 def search_greedily(question: Request, asks: Asks) -> Change | None:
     """One change after another, each the one that leaves least; then without those not needed."""
-    taken: list[tuple[str, Edit]] = []
-    asked, reasons = question, asks(question)
-    seen = {skeletons(reasons)}
+    taken: list[Named] = []
+    now, reasons = question, asks(question)
+    seen = {keys(reasons)}
     while reasons and len(taken) < MOST:
-        tries = [(asks(then), text, edit, then) for text, edit, then in single_edits(asked)]
-        fresh = [x for x in tries if len(x[0]) <= len(reasons) and skeletons(x[0]) not in seen]
+        tries = [(asks(then), remedy, edit, then) for remedy, edit, then in single_edits(now)]
+        fresh = [x for x in tries if len(x[0]) <= len(reasons) and keys(x[0]) not in seen]
         if not fresh:
             return None
-        reasons, text, edit, asked = min(fresh, key=lambda x: len(x[0]))
-        seen.add(skeletons(reasons))
-        taken.append((text, edit))
+        reasons, remedy, edit, now = min(fresh, key=lambda x: len(x[0]))
+        seen.add(keys(reasons))
+        taken.append((remedy, edit))
     if reasons:
         return None
     for each in taken[:]:
         others = [other for other in taken if other is not each]
         fewer = apply_edits(question, tuple(edit for _, edit in others))
         if fewer is not None and not asks(fewer):
-            taken, asked = others, fewer
-    return Change(tuple(text for text, _ in taken), asked)
+            taken, now = others, fewer
+    return Change(tuple(remedy for remedy, _ in taken), now)
 
 
 @lru_cache(HELD)
@@ -160,38 +199,25 @@ def apply_edits(question: Request, several: tuple[Edit, ...]) -> Request | None:
     if not several:
         return question
     *before, last = several
-    found = apply_edits(question, tuple(before))
-    return None if found is None else last(found)
-
-
-def skeletons(reasons: Sequence[str]) -> frozenset[str]:
-    return frozenset(map(skeleton, reasons))
-
-
-def skeleton(reason: str) -> str:
-    """A reason without specs and numbers, which other changes may change."""
-    reason = reason.partition(", and the mask is")[0]
-    return re.sub(
-        r"\b(f16|bf16|f32|f64|i32|i64|bool)\b(\[.*?\](?=\W|$))?(\(strides=\(.*?\)\))?|[-+]?\d[\d.e+-]*",
-        "#",
-        reason,
-    )
+    then = apply_edits(question, tuple(before))
+    return None if then is None else last(then)
 
 
 # The changes, gentlest first: where tensors lie, how they are counted, what else is asked, their
 # dtypes, their sizes, and last what the graph computes.
 
 
-def edits(question: Request) -> Iterator[tuple[str, Edit]]:
+def edits(question: Request) -> Iterator[Named]:
+    """Every change that may help, with what it is in words."""
     specs = {i.name: i.spec for i in question.graph.inputs}
     for name, spec in specs.items():
         if len(spec.shape) > 1 and make_dense(spec) != spec:
-            yield f"{name} dense", respec({name: make_dense})
+            yield Remedy(f"{name} dense"), respec({name: make_dense})
     if question.through_lse:
-        yield "no gradient through lse", lambda q: evolve(q, through_lse=False)
+        yield Remedy("no gradient through lse"), lambda q: evolve(q, through_lse=False)
     for name in question.wants:
         if name not in ("q", "k", "v"):
-            yield f"no gradient of {name}", without_gradient_of(name)
+            yield Remedy(f"no gradient of {name}"), without_gradient_of(name)
     yield from option_edits(question.options)
     yield from dtype_edits(specs)
     yield from size_edits(specs)
@@ -243,41 +269,50 @@ def with_heads(heads: int) -> Respec:
 
 
 def with_dtype(dtype: torch.dtype) -> Respec:
+    """A change of a spec to another dtype."""
     return lambda spec: TensorSpec(spec.shape, dtype, spec.strides)
 
 
 def without_gradient_of(name: str) -> Edit:
+    """An edit that drops the gradient of an input."""
     return lambda q: evolve(q, wants=tuple(x for x in q.wants if x != name))
 
 
-def option_edits(options: Options) -> Iterator[tuple[str, Edit]]:
+def option_edits(options: Options) -> Iterator[Named]:
+    """Edits of options that refuse more than they have to."""
     if options.max_workspace is not None:
-        yield "max_workspace=None", with_option(max_workspace=None)
+        yield Remedy("max_workspace=None"), with_option(max_workspace=None)
     if options.deterministic:
-        yield "deterministic=False", with_option(deterministic=False)
+        yield Remedy("deterministic=False"), with_option(deterministic=False)
     if options.precision == "ieee":
-        yield 'precision="tf32"', with_option(precision="tf32")
+        yield Remedy('precision="tf32"'), with_option(precision="tf32")
     if options.avoid:
-        yield "avoid nothing", with_option(avoid=())
+        yield Remedy("avoid nothing"), with_option(avoid=())
 
 
 def with_option(**changed: Any) -> Edit:  # Any: fields of Options
+    """An edit that sets options."""
     return lambda q: evolve(q, options=evolve(q.options, **changed))
 
 
-def dtype_edits(specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, Edit]]:
+def dtype_edits(specs: Mapping[str, TensorSpec]) -> Iterator[Named]:
     """q, k, v and a bias like them in another dtype; a bias or sinks in theirs."""
     main = specs["q"].dtype if "q" in specs else next(iter(specs.values())).dtype
     alike = [name for name, x in specs.items() if x.dtype == main and len(x.shape) == 4]
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         if dtype != main:
-            yield (
-                f"{join_words(alike)} in {NAMES[dtype]}",
-                respec(dict.fromkeys(alike, with_dtype(dtype))),
-            )
+            text = f"{join_words(alike)} in {NAMES[dtype]}"
+            edit = respec(dict.fromkeys(alike, with_dtype(dtype)))
+            yield Remedy(text, rounds(main, dtype)), edit
     for name, wanted in (("bias", main), ("bias", torch.float32), ("sinks", torch.float32)):
         if name in specs and specs[name].dtype != wanted:
-            yield f"{name} in {NAMES[wanted]}", respec({name: with_dtype(wanted)})
+            remedy = Remedy(f"{name} in {NAMES[wanted]}", rounds(specs[name].dtype, wanted))
+            yield remedy, respec({name: with_dtype(wanted)})
+
+
+def rounds(given: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether a dtype lacks some of the numbers that another has."""
+    return torch.promote_types(given, wanted) != wanted
 
 
 def join_words(names: Sequence[str]) -> str:
@@ -285,27 +320,23 @@ def join_words(names: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
 
 
-def size_edits(specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, Edit]]:
+def size_edits(specs: Mapping[str, TensorSpec]) -> Iterator[Named]:
     """Head sizes with zeros up to what kernels take, or up to each other; heads repeated."""
     if not {"q", "k", "v"} <= specs.keys():
         return
     H = specs["q"].shape[1]
     if specs["k"].shape[1] != H:
-        yield (
-            f"k and v repeated for all {H} heads",
-            respec({"k": with_heads(H), "v": with_heads(H)}),
-        )
+        remedy = Remedy(f"k and v repeated for all {H} heads")
+        yield remedy, respec({"k": with_heads(H), "v": with_heads(H)})
     D, E = specs["q"].shape[-1], specs["v"].shape[-1]
     for d, e in dict.fromkeys(
         ((round_up(D), round_up(E)), (round_up(max(D, E)), round_up(max(D, E))))
     ):
         if (d, e) != (D, E):
             more = f" (o then has {e - E} more columns)" if e > E else ""
-            told = f"head sizes with zeros up to D = {d}, E = {e}{more}"
-            yield (
-                told,
-                respec({"q": with_last_size(d), "k": with_last_size(d), "v": with_last_size(e)}),
-            )
+            remedy = Remedy(f"head sizes with zeros up to D = {d}, E = {e}{more}")
+            sizes = {"q": with_last_size(d), "k": with_last_size(d), "v": with_last_size(e)}
+            yield remedy, respec(sizes)
 
 
 def round_up(size: int) -> int:
@@ -313,20 +344,22 @@ def round_up(size: int) -> int:
     return -(-size // STEP) * STEP
 
 
-def op_edits(graph: Graph) -> Iterator[tuple[str, Edit]]:
-    """Without steps of the graph: this changes what is computed."""
+def op_edits(graph: Graph) -> Iterator[Named]:
+    """Without steps of the graph."""
     kinds = dict.fromkeys(type(eqn.op) for eqn in graph.eqns)
     for kind in kinds:
         if kind in (ops.Dropout, ops.Mask) or issubclass(kind, Modifier):
-            yield f"no {WORDS.get(kind, kind.__name__)}", without_steps(kind)
+            yield Remedy(f"no {WORDS.get(kind, kind.__name__)}", True), without_steps(kind)
     if any(isinstance(eqn.op, ops.Softmax) and eqn.op.sinks for eqn in graph.eqns):
-        yield "no sinks", without_steps(ops.Softmax)
+        yield Remedy("no sinks", True), without_steps(ops.Softmax)
 
 
 WORDS: dict[type, str] = {ops.Dropout: "dropout", ops.Mask: "mask"}
 
 
 def without_steps(kind: type) -> Edit:
+    """An edit that drops the steps of a kind; None where the rest is no graph."""
+
     def edit(question: Request) -> Request | None:
         return rebuild_request(question, {}, kind)
 
@@ -346,6 +379,7 @@ def rebuild_request(
 
 
 def rebuild_graph(graph: Graph, specs: Mapping[str, TensorSpec], kind: type | None) -> Graph:
+    """The graph with other inputs and without the steps of a kind. Raises GraphError."""
     b = Builder()
     values: dict[int, Value] = {
         n: b.input(i.name, specs.get(i.name, i.spec)) for n, i in enumerate(graph.inputs)

@@ -1,4 +1,4 @@
-"""Choice by measurement: which backend, and which of its ways, is the fastest on this machine."""
+"""Chooses by measuring: the backend, and its variant, that is the fastest on this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from attrs import evolve, frozen
 
 from attn_graph.backend import Backend, Executable, Options, RefusedError
-from attn_graph.errors import GraphError
+from attn_graph.errors import GraphError, Reason
 from attn_graph.ir.graph import Graph, Input
 from attn_graph.machine.store import Unfit
 from attn_graph.machine.target import Target
@@ -22,75 +22,77 @@ from attn_graph.planner.choose import BACKENDS, Choice, choose, choose_and_lower
 from attn_graph.planner.cost import cost, format_scaled
 from attn_graph.spec import TensorSpec
 
-FORM = 1  # of what is stored; another number makes all be measured anew
+FORM = 1  # of what is stored; with another number all is measured again
 Figures = dict[str, float]  # seconds of a call, by candidate
 
 
 @final
 @frozen
 class Candidate:
-    """A backend, and which of its ways to lower a graph; None is its own choice."""
+    """A backend and a variant of its; None leaves the variant to the backend."""
 
     backend: Backend
     variant: str | None = None
 
     @property
     def name(self) -> str:
+        """The name by which its figures are stored and shown."""
         return self.backend.name if self.variant is None else f"{self.backend.name}, {self.variant}"
 
     def lower(self, graph: Graph, target: Target, options: Options) -> Executable:
+        """Lower the graph by this variant. Raises RefusedError."""
         return self.backend.lower(graph, target, evolve(options, variant=self.variant))
 
 
 def choose_fastest(
     graph: Graph, target: Target, options: Options, among: Sequence[Backend] | None
 ) -> tuple[Choice, Executable]:
-    """The fastest of all that take the graph, by what is stored of them or measured now.
+    """The fastest backend and variant that takes the graph, by stored figures or new ones.
 
-    Figures are stored as they come: what was measured before an interrupt is not measured again.
+    Figures are stored even after an interrupt: what was measured is not measured again.
     Raises GraphError for a target that is not this machine, NoBackendError as `choose` does.
     """
     if target.device is None:
         raise GraphError(
             f"tune: measures on this machine, {Target.here()}, and the target is {target}"
         )
-    key, late = tuning_key(graph, target, options), dict[str, tuple[str, ...]]()
-    figures = recall(key, options)
+    key, late = tuning_key(graph, target, options), dict[str, tuple[Reason, ...]]()
+    figures = load_figures(key, options)
     while True:
         choice = choose(graph, target, options, among, late)
-        able = all_takers(choice, BACKENDS if among is None else among)
-        found = {c.name: c for b in able for c in candidates(b, graph, target, options)}
-        missing = {name: c for name, c in found.items() if name not in figures}
+        able = backends_that_take(choice, BACKENDS if among is None else among)
+        contenders = {c.name: c for b in able for c in candidates(b, graph, target, options)}
+        missing = {name: c for name, c in contenders.items() if name not in figures}
         late |= measure(missing, graph, target, options, key, figures)
         if not late.keys() & {b.name for b in able}:
             break
-    for name in sorted((n for n in found if n in figures), key=figures.__getitem__):
-        executable = lowered_within(found[name], graph, target, options)
+    for name in sorted((n for n in contenders if n in figures), key=figures.__getitem__):
+        executable = lower_within_limit(contenders[name], graph, target, options)
         if executable is not None:
-            backend = found[name].backend
+            backend = contenders[name].backend
             also = tuple(b.name for b in able if b is not backend)
-            told = explain_choice(
+            text = explain_choice(
                 figures,
-                found,
+                contenders,
                 cost(graph, target, precision=options.precision).forward.achieved(figures[name]),
             )
-            return evolve(choice, backend=backend, cause=told, also=also), executable
+            return evolve(choice, backend=backend, cause=text, also=also), executable
     return choose_and_lower(graph, target, options, among)
 
 
-def lowered_within(
+def lower_within_limit(
     candidate: Candidate, graph: Graph, target: Target, options: Options
 ) -> Executable | None:
-    """The candidate, unless it refuses after all or needs a larger workspace than it may."""
+    """The lowered candidate; None where it refuses after all, or needs too large a workspace."""
     try:
-        found = candidate.lower(graph, target, options)
+        executable = candidate.lower(graph, target, options)
     except RefusedError:
         return None
-    return None if [*options.over_workspace(found.workspace)] else found
+    return None if [*options.over_workspace(executable.workspace)] else executable
 
 
-def all_takers(choice: Choice, among: Sequence[Backend]) -> list[Backend]:
-    """All that take the graph, in the order of preference."""
+def backends_that_take(choice: Choice, among: Sequence[Backend]) -> list[Backend]:
+    """All backends that take the graph, in the order of preference."""
     by_name = {backend.name: backend for backend in among}
     return [choice.backend, *(by_name[name] for name in choice.also)]
 
@@ -98,28 +100,31 @@ def all_takers(choice: Choice, among: Sequence[Backend]) -> list[Backend]:
 def candidates(
     backend: Backend, graph: Graph, target: Target, options: Options
 ) -> Iterator[Candidate]:
+    """A backend's own choice, then each of its variants for the graph."""
     yield Candidate(backend)
     try:
         names = backend.variants(graph, target, options)
-    except RefusedError:  # it finds out only now, and finds the same when it is lowered
+    except RefusedError:  # lowering raises it again, and then it is reported
         return
     yield from (Candidate(backend, name) for name in names)
 
 
-def explain_choice(figures: Figures, found: Mapping[str, Candidate], achieved: float | None) -> str:
-    """Why the first is chosen: all figures, the fastest first, and its part of the roofline."""
-    ranked = sorted((n for n in found if n in figures), key=figures.__getitem__)
-    told = ", ".join(f"{name} {format_scaled(figures[name], 's')}" for name in ranked)
+def explain_choice(
+    figures: Figures, contenders: Mapping[str, Candidate], achieved: float | None
+) -> str:
+    """The cause of a choice: all figures, the fastest first, and its share of the roofline."""
+    ranked = sorted((n for n in contenders if n in figures), key=figures.__getitem__)
+    text = ", ".join(f"{name} {format_scaled(figures[name], 's')}" for name in ranked)
     share = "" if achieved is None else f"; that is {100 * achieved:.3g} % of the roofline"
-    return f"it was the fastest when measured here: {told}{share}"
+    return f"it was the fastest when measured here: {text}{share}"
 
 
 # What is stored.
 
 
 def tuning_key(graph: Graph, target: Target, options: Options) -> str:
-    """All that the figures depend on, as a text."""
-    told = {
+    """The key of stored figures: all that they depend on, as a text."""
+    text = {
         "form": FORM,
         "graph": str(graph),
         "target": str(target),
@@ -131,16 +136,16 @@ def tuning_key(graph: Graph, target: Target, options: Options) -> str:
         "switches": str(options.switches),
         "max_workspace": options.max_workspace,
     }
-    return f"tune {json.dumps(told, sort_keys=True)}"
+    return f"tune {json.dumps(text, sort_keys=True)}"
 
 
-def recall(key: str, options: Options) -> Figures:
-    """What was measured before; nothing where that is not kept."""
-    return (options.store.load(key, figures_of) if options.store else None) or {}
+def load_figures(key: str, options: Options) -> Figures:
+    """The figures of a key that are stored; none without a store."""
+    return (options.store.load(key, read_figures) if options.store else None) or {}
 
 
-def figures_of(data: bytes) -> Figures:
-    """What `measure` stored. Raises Unfit for anything else."""
+def read_figures(data: bytes) -> Figures:
+    """The figures in bytes that `measure` stored. Raises Unfit for anything else."""
     try:
         return {str(name): float(seconds) for name, seconds in json.loads(data).items()}
     except (ValueError, TypeError, AttributeError) as error:
@@ -151,27 +156,27 @@ def figures_of(data: bytes) -> Figures:
 
 
 def measure(
-    found: Mapping[str, Candidate],
+    contenders: Mapping[str, Candidate],
     graph: Graph,
     target: Target,
     options: Options,
     key: str,
     figures: Figures,
-) -> dict[str, tuple[str, ...]]:
+) -> dict[str, tuple[Reason, ...]]:
     """Add the seconds of each candidate to the figures, and keep them, even when interrupted.
 
-    What backends have against the graph after all, by name.
+    Returns the reasons of backends that turn out to refuse the graph, by name.
     """
-    if not found:
+    if not contenders:
         return {}
     from rich.console import Console
 
     device = target.device
-    assert device is not None  # `choose_fastest` said so
+    assert device is not None  # `choose_fastest` raises otherwise
     tensors = examples(graph, device)
     taken: dict[str, list[float]] = {}
     with Console(stderr=True).status("tuning") as status:
-        jobs, late = able_jobs(found, graph, target, options, tensors, status.update)
+        jobs, late = prepare_jobs(contenders, graph, target, options, tensors, status.update)
         try:
             for name, seconds in samples(jobs, device=device, progress=status.update):
                 taken.setdefault(name, []).append(seconds)
@@ -182,21 +187,21 @@ def measure(
     return late
 
 
-def able_jobs(
-    found: Mapping[str, Candidate],
+def prepare_jobs(
+    contenders: Mapping[str, Candidate],
     graph: Graph,
     target: Target,
     options: Options,
     tensors: Sequence[torch.Tensor],
     progress: Progress,
-) -> tuple[dict[str, Job], dict[str, tuple[str, ...]]]:
+) -> tuple[dict[str, Job], dict[str, tuple[Reason, ...]]]:
     """A job for each candidate that runs here, and the reasons of backends that don't.
 
-    Some find out only when they run; a variant that does is left out.
+    Some refuse only when they run. A variant that refuses is left out.
     """
     jobs: dict[str, Job] = {}
-    late: dict[str, tuple[str, ...]] = {}
-    for name, candidate in found.items():
+    late: dict[str, tuple[Reason, ...]] = {}
+    for name, candidate in contenders.items():
         progress(f"{name}: building")
         try:
             executable = candidate.lower(graph, target, options)
@@ -205,15 +210,23 @@ def able_jobs(
             executable.run(*tensors)
         except (RefusedError, torch.OutOfMemoryError) as error:
             if candidate.variant is None:
-                late[candidate.backend.name] = tuple(map(str, error.args))
+                late[candidate.backend.name] = late_reasons(error)
             continue
         jobs[name] = lambda run=executable.run: run(*tensors)  # type: ignore[misc]  # bound now
     return jobs, late
 
 
+def late_reasons(error: RefusedError | torch.OutOfMemoryError) -> tuple[Reason, ...]:
+    """Why a candidate that was tried does not run here."""
+    if isinstance(error, RefusedError):
+        return error.reasons
+    return tuple(Reason("memory", str(text), sentence="{limit}") for text in error.args)
+
+
 def examples(graph: Graph, device: torch.device) -> list[torch.Tensor]:
-    """Tensors as the graph declares them, with values that make the usual work: lengths are full,
-    all is of one segment, half of all flags are set, lse is that of scores near 0."""
+    """Tensors as the graph declares them, whose values cause typical work: lengths are full, all is
+    one segment, half of all flags are true, lse is that of scores near 0.
+    """
     random = torch.Generator().manual_seed(0)
     sizes = {i.name: i.spec.shape for i in graph.inputs}
     M, N = sizes["q"][2] if "q" in sizes else 1, sizes["k"][2] if "k" in sizes else 1
@@ -225,7 +238,10 @@ def examples(graph: Graph, device: torch.device) -> list[torch.Tensor]:
 
 
 def make_tensor(x: Input, number: int, lse: float, random: torch.Generator) -> torch.Tensor:
-    """A tensor of a spec: normal, or of one number, or of flags."""
+    """A tensor of an input's spec: normal numbers, random flags, or `number` everywhere.
+
+    An input that is named lse is `lse` everywhere.
+    """
     spec = x.spec
     count = elements_spanned(spec)
     if spec.dtype == torch.bool:
@@ -240,7 +256,7 @@ def make_tensor(x: Input, number: int, lse: float, random: torch.Generator) -> t
 
 
 def elements_spanned(spec: TensorSpec) -> int:
-    """How many elements of memory a spec reaches over."""
+    """How many elements of memory lie from a tensor's first one to its last."""
     if 0 in spec.shape:
         return 0
     return 1 + sum((n - 1) * s for n, s in zip(spec.shape, spec.strides, strict=True))

@@ -22,8 +22,8 @@ CUDNN = (*TRITON, ("nvidia-cudnn-frontend", "1.28.0"), ("nvidia-cudnn-jit-cu13",
 WIDTH = {"COLUMNS": "100", "FORCE_COLOR": None, "TRITON_INTERPRET": None}
 
 
-def machine(libraries: tuple[tuple[str, str], ...]) -> Surroundings:
-    """A machine without a GPU that has these libraries, as `Machine.here` found it on one."""
+def make_machine(libraries: tuple[tuple[str, str], ...]) -> Surroundings:
+    """A machine without a GPU that has these libraries."""
     cpu = ag.Target("cpu", "cpu", 0, ("bf16",), libraries)
     return Surroundings(
         target=cpu,
@@ -36,20 +36,24 @@ def machine(libraries: tuple[tuple[str, str], ...]) -> Surroundings:
     )
 
 
-MACHINES = {"torch": machine(TORCH), "triton": machine(TRITON), "cudnn": machine(CUDNN)}
+MACHINES = {
+    "torch": make_machine(TORCH),
+    "triton": make_machine(TRITON),
+    "cudnn": make_machine(CUDNN),
+}
 
 
-def run_command(line: str, found: Surroundings = MACHINES["cudnn"]) -> str:
+def run_command(line: str, machine: Surroundings = MACHINES["cudnn"]) -> str:
     """What a command prints on a machine with nothing stored."""
-    libraries = found.cpu.libraries
-    with ExitStack() as patched:
+    libraries = machine.cpu.libraries
+    with ExitStack() as stack:
         for name, value in {
             "attn_graph.machine.target.installed_libraries": lambda: libraries,
             "attn_graph.compiler.default_store": lambda: STORE,
             "attn_graph.default_store": lambda: STORE,
-            "attn_graph.cli.diagnosis.Surroundings.here": lambda: found,
+            "attn_graph.cli.diagnosis.Surroundings.here": lambda: machine,
         }.items():
-            patched.enter_context(patch(name, value))
+            stack.enter_context(patch(name, value))
         result = CliRunner(env=WIDTH).invoke(
             commands, shlex.split(line)[1:], prog_name="attn-graph"
         )
@@ -57,25 +61,26 @@ def run_command(line: str, found: Surroundings = MACHINES["cudnn"]) -> str:
     return result.output.rstrip("\n")
 
 
-def console(line: str, found: Surroundings = MACHINES["cudnn"]) -> str:
-    return f"```console\n$ {line}\n{run_command(line, found)}\n```"
+def console(line: str, machine: Surroundings = MACHINES["cudnn"]) -> str:
+    """A command and what it prints, in Markdown."""
+    return f"```console\n$ {line}\n{run_command(line, machine)}\n```"
 
 
-def helps() -> str:
+def all_helps() -> str:
     """Every command's --help."""
     return "\n\n".join(console(f"{name} --help") for name in names_within("attn-graph", commands))
 
 
 def names_within(name: str, command: click.Command) -> list[str]:
-    """A command and all within it, as they are called."""
+    """The full names of a command and of all commands within it."""
     inner = command.commands.items() if isinstance(command, click.Group) else ()
     return [name, *(full for part, each in inner for full in names_within(f"{name} {part}", each))]
 
 
 PARTS: dict[str, Callable[[], str]] = {
     **{
-        f"doctor {name}": partial(console, "attn-graph doctor", found)
-        for name, found in MACHINES.items()
+        f"doctor {name}": partial(console, "attn-graph doctor", machine)
+        for name, machine in MACHINES.items()
     },
     "explain": partial(
         console,
@@ -86,5 +91,5 @@ PARTS: dict[str, Callable[[], str]] = {
         console,
         'attn-graph mask 2048 2048 "Causal() & (Window(512) | Prefix(128))" --block 128x64',
     ),
-    "help": helps,
+    "help": all_helps,
 }

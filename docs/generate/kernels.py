@@ -1,7 +1,7 @@
-"""Writes docs/reports/kernels.md, what the machine code of every kernel says: `make kernel-report`.
+"""Writes docs/reports/kernels.md, what the machine code of each kernel needs: `make kernel-report`.
 
-Kernels are compiled for GPUs that need not be there. A test compiles some of the cases again and
-fails where the table is not what comes out, or where a kernel is not clean.
+Kernels are compiled for GPUs that the machine need not have. A test compiles some of the cases
+again and fails if the table says otherwise, or if a kernel is not clean.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from attrs import frozen
 import attn_graph as ag
 from attn_graph.kernels.tilings import ARCHS, WIDTHS, Tiling
 from attn_graph.lowering.problem import sole
-from attn_graph.lowering.triton.offline import LEAST_SHARED, SHARED, MachineCode, machine_codes
+from attn_graph.lowering.triton.offline import LEAST_SHARED, SHARED, MachineCode, compile_launches
 from attn_graph.lowering.triton.plan import Flash
 from attn_graph.spec import NAMES
 
@@ -46,7 +46,7 @@ graphs that modify scores, which have tiles of their own; "window" is causal and
 @final
 @frozen(order=True)
 class Case:
-    """A kernel to compile."""
+    """A kernel to compile. bytes: of an element. size: D = E."""
 
     sm: int
     bytes: int
@@ -56,9 +56,11 @@ class Case:
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of so many bytes."""
         return torch.bfloat16 if self.bytes == 2 else torch.float32
 
     def graph(self) -> ag.Graph:
+        """An attention that runs the kernel."""
         x = ag.TensorSpec((B, H, S, self.size), self.dtype)
         options: dict[str, dict[str, Any]] = {
             "no mask": {},
@@ -69,28 +71,28 @@ class Case:
         }
         return ag.attention(x, x, x, **options[self.variant])
 
-    def machines(self) -> tuple[Tiling, list[MachineCode]]:
-        """The tile, and the code of every launch of the pass."""
+    def compile(self) -> tuple[Tiling, list[MachineCode]]:
+        """The tiling, and the machine code of every launch of the pass."""
         forward, backward = ag.vjp(self.graph(), ["q", "k", "v"])
         problem = sole(forward if self.pass_ == "forward" else backward)
         assert problem is not None
         flash = Flash.plan(problem, ag.Target.of(TARGETS[self.sm]))
         launches = [launch for launch in flash.launches if launch.kernel == self.pass_]
         flash.launches[:] = launches
-        return flash.tiling(self.pass_), machine_codes(flash)  # type: ignore[arg-type]  # one of PASSES
+        return flash.tiling(self.pass_), compile_launches(flash)  # type: ignore[arg-type]  # one of PASSES
 
-    def measured(self) -> tuple[str, list[str]]:
-        """The line of the table, and what is not clean."""
-        tile, found = self.machines()
-        worst = max(found, key=lambda m: (m.spilled, m.registers))
+    def measure(self) -> tuple[str, list[str]]:
+        """The row of the table, and what is not clean."""
+        tile, codes = self.compile()
+        worst = max(codes, key=lambda m: (m.spilled, m.registers))
         counts = ", ".join(f"{n} {name}" for name, n in worst.instructions if n)
         size = f"{tile.block_m} x {tile.block_n}, {tile.warps} warps, {tile.stages} stages"
         size += ", dk and dv apart" if tile.apart else ""
         cells = (
             *(self.sm, NAMES[self.dtype], self.size, self.pass_, self.variant, size),
-            *(worst.registers, max(m.shared for m in found), worst.spilled, counts),
+            *(worst.registers, max(m.shared for m in codes), worst.spilled, counts),
         )
-        complaints = [f"{self}: {text}" for m in found for text in self.complaints(m)]
+        complaints = [f"{self}: {text}" for m in codes for text in self.complaints(m)]
         return f"| {' | '.join(map(str, cells))} |", complaints
 
     def complaints(self, machine: MachineCode) -> Iterator[str]:
@@ -111,24 +113,25 @@ class Case:
             yield "no asynchronous copies"
 
 
-def cases(
+def all_cases(
     sms: Iterable[int] = ARCHS,
     widths: Iterable[int] = WIDTHS,
     variants: Iterable[str] = VARIANTS,
     bytes_: Iterable[int] = (2, 4),
 ) -> list[Case]:
+    """Every combination of these with the passes."""
     return [Case(*each) for each in product(sms, bytes_, widths, PASSES, variants)]
 
 
-def measure_cases(all_cases: list[Case]) -> tuple[list[str], list[str]]:
-    """The lines of cases, and all complaints; compiled on all cores."""
+def measure_cases(cases: list[Case]) -> tuple[list[str], list[str]]:
+    """The rows of cases, and all complaints; compiled on all cores."""
     with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
-        found = [*pool.map(Case.measured, all_cases)]
-    return [line for line, _ in found], [text for _, each in found for text in each]
+        results = [*pool.map(Case.measure, cases)]
+    return [line for line, _ in results], [text for _, each in results for text in each]
 
 
 def main() -> None:
-    lines, complaints = measure_cases(cases())
+    lines, complaints = measure_cases(all_cases())
     head = HEAD.format(triton=version("triton"))
     PAGE.write_text(head + "\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(complaints) or f"{len(lines)} kernels, all clean")

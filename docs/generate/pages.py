@@ -11,19 +11,19 @@ Parts = Mapping[str, Callable[[], str]]
 
 
 def fill(text: str, parts: Parts) -> str:
-    """The text with each of these parts made anew."""
+    """The text with each of these parts replaced."""
     for name, make in parts.items():
         text = replace(text, name, make())
     return text
 
 
-def replace(text: str, name: str, made: str) -> str:
+def replace(text: str, name: str, new: str) -> str:
     """The text with one part replaced. Raises ValueError where the text has no such part."""
     pattern = rf"(<!-- {re.escape(name)} -->\n).*?\n?(<!-- end -->)"
-    new, count = re.subn(pattern, lambda m: f"{m[1]}{made}\n{m[2]}", text, flags=re.DOTALL)
+    text, count = re.subn(pattern, lambda m: f"{m[1]}{new}\n{m[2]}", text, flags=re.DOTALL)
     if not count:
         raise ValueError(f"the page has no part <!-- {name} -->")
-    return new
+    return text
 
 
 def row(*cells: object) -> str:

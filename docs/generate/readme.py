@@ -1,4 +1,4 @@
-"""README's example with what it prints."""
+"""README's example with what `explain` prints."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ o, lse = plan(q, k, v)  # differentiable, lse as well as o
 
 
 def example() -> str:
+    """The example in Markdown."""
     return f"```python\n{EXAMPLE}```"
 
 
@@ -29,6 +30,6 @@ def explain_example() -> str:
     x = ag.TensorSpec((2, 8, 512, 64), torch.float16)
     mask = ag.Causal() & (ag.Window(64) | ag.Prefix(4))
     graph = ag.attention(x, x, x, mask=mask)
-    said = ag.explain(graph, target=GPU, backends=("cudnn", "triton"), wants=())
-    text = str(said).removeprefix(f"{said.graph}\n")
+    explanation = ag.explain(graph, target=GPU, backends=("cudnn", "triton"), wants=())
+    text = str(explanation).removeprefix(f"{explanation.graph}\n")
     return f"```text\n{text}\n```"

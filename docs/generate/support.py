@@ -1,4 +1,4 @@
-"""What each backend takes, by asking each about graphs that differ in one thing."""
+"""What each backend takes: its answers to graphs that differ in one feature each."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NAMES = {
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
 }
-# Backend, target, and the dtype of graphs whose dtype is not the question.
+# Backend, target, and the dtype of all graphs but those that vary it.
 COLUMNS = {
     "math": (torch_math.BACKEND, CPU, torch.float32),
     "torch_sdpa": (torch_sdpa.BACKEND, CPU, torch.float32),
@@ -42,11 +42,12 @@ COLUMNS = {
 
 
 def spec(*shape: int, dtype: torch.dtype = torch.float32) -> ag.TensorSpec:
+    """A dense tensor."""
     return ag.TensorSpec(shape, dtype)
 
 
-def features(dtype: torch.dtype) -> dict[str, ag.Graph]:
-    """Graphs by what is special about them, in a dtype where that is not the dtype."""
+def feature_graphs(dtype: torch.dtype) -> dict[str, ag.Graph]:
+    """Graphs by their feature; all in this dtype, but for those whose feature is the dtype."""
     x, few = spec(B, H, S, D, dtype=dtype), spec(B, H, 128, D, dtype=dtype)
     groups, narrow = spec(B, 2, S, D, dtype=dtype), spec(B, H, S, 32, dtype=dtype)
     strided = ag.TensorSpec(x.shape, dtype, (H * S * D, S * D, 1, S))
@@ -78,39 +79,39 @@ def features(dtype: torch.dtype) -> dict[str, ag.Graph]:
     }
 
 
-def answer(graph: ag.Graph, backend: ag.Backend, target: ag.Target) -> tuple[str, str]:
+def ask_backend(graph: ag.Graph, backend: ag.Backend, target: ag.Target) -> tuple[str, str]:
     """ "yes", "forward" or "no", and the first reason against what is not taken."""
     simple = simplify(graph)
-    if against := [*backend.why_not(simple, target, ag.Options())]:
+    if against := backend.reasons(simple, target, ag.Options()):
         return "no", f"it {against[0]}"
     wants = [n for n, i in enumerate(simple.inputs) if i.spec.dtype in FLOATS]
     cotangents = [result_spec(simple, i) for i in simple.outputs]
     back = simplify(backward(simple, wants, cotangents))
-    if against := [*backend.why_not(back, target, ag.Options())]:
+    if against := backend.reasons(back, target, ag.Options()):
         return "forward", f"backward: it {against[0]}"
     return "yes", ""
 
 
 @cache
-def answers() -> dict[str, dict[str, tuple[str, str]]]:
-    """By graph and backend."""
+def all_answers() -> dict[str, dict[str, tuple[str, str]]]:
+    """The answers by graph and backend."""
     return {
         name: {
-            column: answer(features(dtype)[name], backend, target)
+            column: ask_backend(feature_graphs(dtype)[name], backend, target)
             for column, (backend, target, dtype) in COLUMNS.items()
         }
-        for name in features(torch.float32)
+        for name in feature_graphs(torch.float32)
     }
 
 
 def compact() -> str:
     """yes, forward or no for each graph and backend."""
-    rows = [(name, *(word for word, _ in cells.values())) for name, cells in answers().items()]
+    rows = [(name, *(word for word, _ in cells.values())) for name, cells in all_answers().items()]
     return table(("graph", *COLUMNS), rows)
 
 
 def numbered_table() -> str:
-    """The same with a number at each refusal, and the reasons by number below."""
+    """The same with a number at each refusal, and a list of the reasons by number."""
     reasons: dict[str, int] = {}
 
     def cell(word: str, reason: str) -> str:
@@ -119,6 +120,8 @@ def numbered_table() -> str:
         number = reasons.setdefault(reason, len(reasons) + 1)
         return f"{word} [{number}](#reason-{number})"
 
-    rows = [(name, *(cell(*each) for each in cells.values())) for name, cells in answers().items()]
+    rows = [
+        (name, *(cell(*each) for each in cells.values())) for name, cells in all_answers().items()
+    ]
     listed = [f'{n}. <a id="reason-{n}"></a>{text}' for text, n in reasons.items()]
     return "\n".join([table(("graph", *COLUMNS), rows), "", *listed])

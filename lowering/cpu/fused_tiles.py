@@ -57,6 +57,7 @@ class FusedTiles:
 
     @classmethod
     def plan(cls, problem: Problem) -> FusedTiles:
+        """The tiles of a problem, static where its mask does not depend on data."""
         axes = depends(problem)
         width, blind = max(problem.D, problem.E), problem.has_blind_rows
         return cls(problem, static_tiles(problem, axes), axes, width, blind)
@@ -119,7 +120,7 @@ class FusedTiles:
         asked = POSITIONS * b * self.most_scores() + 2 * (1 + p.wide.itemsize) * self.addends
         return asked + 2 * p.wide.itemsize * results
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """How it runs, for `explain`."""
         if self.static is None:
             mask = self.problem.node.mask

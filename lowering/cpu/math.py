@@ -14,7 +14,7 @@ import torch
 from attrs import frozen
 
 from attn_graph.backend import Backend, Executable, Options, switch_name
-from attn_graph.errors import PlanTargetError
+from attn_graph.errors import PlanTargetError, Reason
 from attn_graph.ir import ops
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.graph import Eqn, Graph, Op
@@ -22,7 +22,7 @@ from attn_graph.lowering.cpu.fused_tiles import FusedTiles
 from attn_graph.lowering.cpu.product_tiles import ProductTiles
 from attn_graph.lowering.cpu.schedule import POSITIONS
 from attn_graph.lowering.problem import Problem, operand_specs
-from attn_graph.machine.ambient import steady, without_autocast
+from attn_graph.machine.ambient import plain_ops_on, without_autocast
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import products_round
 from attn_graph.machine.workspace import Scratch
@@ -34,7 +34,8 @@ MOST_PADDING = 2  # times the smaller head size: from there on padding costs mor
 Work = Callable[..., Sequence[torch.Tensor]]  # of the device of a call, and of operands on it
 
 
-def why_not(graph: Graph, target: Target, options: Options) -> Iterator[str]:
+def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
+    """Every reason against a graph: PyTorch's switches, the workspace, rounded products."""
     yield from options.switched_off("math")
     tilings = plan_tiles(graph, target, options)
     need = max((Scratch(tuple(t.buffers().values())).bytes for t in tilings), default=0)
@@ -85,6 +86,7 @@ class Step:
 
 
 def lower(graph: Graph, target: Target, options: Options) -> Executable:
+    """One step for each equation, run in order."""
     steps = [step_of(graph, eqn, target, options) for eqn in graph.eqns]
     plan = [(eqn.args, step.call) for eqn, step in zip(graph.eqns, steps, strict=True)]
     attentions = [outs for eqn, outs in graph.numbered() if isinstance(eqn.op, Attention)]
@@ -130,6 +132,7 @@ def hand_out(
 
 
 def step_of(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Step:
+    """How an equation runs: in tiles, or by its definition."""
     tiles, op = tilings_of(graph, eqn, target, options), eqn.op
     if tiles is None:
         specs = operand_specs(graph, eqn)
@@ -143,7 +146,7 @@ def step_of(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Step:
         with torch.no_grad(), without_autocast(), rooms as views:
             return work(tiles, operands, dict(zip(names, views, strict=True)))
 
-    return Step(call, scratch, tiles.temporary, tiles.told())
+    return Step(call, scratch, tiles.temporary, tiles.summary())
 
 
 def needed_by_definition(eqn: Eqn, specs: Sequence[TensorSpec]) -> int:
@@ -158,7 +161,7 @@ def run_definition(op: Op, specs: Sequence[TensorSpec]) -> Work:
     """An equation by its definition: what is no attention, and attentions without a score."""
 
     def call(device: torch.device, *operands: torch.Tensor) -> Sequence[torch.Tensor]:
-        with torch.no_grad(), steady(device):
+        with torch.no_grad(), plain_ops_on(device):
             results = op.run(*operands)
             if isinstance(op, Attention):
                 return Problem.of(op, specs).new_o(device).copy_(results[0]), *results[1:]
@@ -170,6 +173,7 @@ def run_definition(op: Op, specs: Sequence[TensorSpec]) -> Work:
 def run_forward(
     tiles: Tiles, operands: Sequence[torch.Tensor], scratch: Mapping[str, torch.Tensor]
 ) -> Sequence[torch.Tensor]:
+    """An attention in tiles."""
     return tiles.forward(operands, scratch)
 
 

@@ -70,6 +70,7 @@ class ProductTiles:
         return self.problem.H // self.problem.G
 
     def buffers(self) -> dict[str, Buffer]:
+        """The scratch buffers, by name."""
         p, wide = self.problem, self.problem.wide
         n, L = self.batch * self.groups, self.r * self.rows
         found = {
@@ -90,6 +91,7 @@ class ProductTiles:
         return found
 
     def needed_backward(self, n: int, L: int) -> dict[str, Buffer]:
+        """The scratch buffers that the gradient needs on top, for n heads and L rows a tile."""
         p, wide = self.problem, self.problem.wide
         found = {"ds": Buffer((n * L * p.N,), wide), "do": Buffer((n * L * p.E,), wide)}
         found |= {"dq": Buffer((n * L * p.D,), wide), "delta": Buffer((n * L,), wide)}
@@ -111,18 +113,20 @@ class ProductTiles:
         asked = POSITIONS * places if node.mask or node.modifiers else 0
         return asked + scores * (2 + words * p.wide.itemsize)
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """How it runs, for `explain`."""
         heads = self.groups * self.r
         return f"matrix products on tiles of {self.batch} x {heads} heads x {self.rows} queries"
 
     def chunks(self) -> Iterator[Chunk]:
+        """The batch entries and key/value heads that run together, in order."""
         p = self.problem
         for b in range(0, p.B, self.batch):
             for g in range(0, p.G, self.groups):
                 yield Chunk(range(b, min(b + self.batch, p.B)), range(g, min(g + self.groups, p.G)))
 
     def tiles(self, chunk: Chunk, data: Mapping[str, torch.Tensor]) -> Iterator[Tile]:
+        """The tiles of a chunk that its mask does not leave empty."""
         p, mask = self.problem, self.problem.node.mask
         for start in range(0, p.M, self.rows):
             rows = range(start, min(start + self.rows, p.M))
@@ -130,6 +134,7 @@ class ProductTiles:
             yield Tile(chunk.batch, rows, parts_of(mask, block, LEAST_FULL))
 
     def heads(self, chunk: Chunk) -> range:
+        """The query heads of a chunk."""
         return range(chunk.groups.start * self.r, chunk.groups.stop * self.r)
 
     def packed(
@@ -197,11 +202,13 @@ class ProductTiles:
         return out
 
     def wants(self, operand: int) -> bool:
+        """Whether the gradient of an operand is needed."""
         return self.problem.grad is not None and self.problem.grad.wants[operand]
 
     def collected(
         self, given: Operands[torch.Tensor], totals: Sequence[Mapping[str, torch.Tensor]]
     ) -> dict[int, torch.Tensor]:
+        """The gradients of the modifiers' operands, by number of the operand."""
         found: dict[int, torch.Tensor] = {}
         at = 3
         for data, sums in zip(given.modifiers, totals, strict=True):

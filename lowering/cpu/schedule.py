@@ -56,6 +56,7 @@ class Tile:
 
     @property
     def keys(self) -> int:
+        """How many keys are computed."""
         return sum(map(len, self.parts))
 
     @property

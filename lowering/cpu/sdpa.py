@@ -8,7 +8,8 @@ from functools import partial
 import torch
 
 from attn_graph.backend import Backend, Executable, Options
-from attn_graph.ir.attention import AttentionGrad
+from attn_graph.errors import Reason
+from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.modifiers import Bias, Modifier
 from attn_graph.ir.ops import clear_blind_rows
@@ -19,22 +20,31 @@ from attn_graph.lowering.problem import (
     cotangent_note,
     flash_order,
     is_readable,
-    other_equations,
     select_outputs,
     sole,
 )
+from attn_graph.lowering.reasons import (
+    different_heads,
+    no_elements,
+    other_device,
+    other_equations,
+    other_gradients,
+    several_biases,
+    without_rule,
+)
 from attn_graph.machine.target import Target
 from attn_graph.masks import Band
-from attn_graph.spec import NAMES, memory_order
+from attn_graph.spec import NAMES, TensorSpec, memory_order
 
 TOP_LEFT = Band(None, 0)
 Pair = tuple[torch.Tensor, torch.Tensor]
 Pulled = tuple[torch.Tensor, torch.Tensor, torch.Tensor, *tuple[torch.Tensor | None, ...]]
 
 
-def why_not(graph: Graph, target: Target, options: Options) -> Iterator[str]:
+def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
+    """Every reason why PyTorch's CPU kernel does not run a graph."""
     if target.kind != "cpu":
-        yield f"runs PyTorch's CPU kernel, and the target is {target}"
+        yield other_device("PyTorch's CPU kernel", target)
         return
     yield from options.switched_off("flash")
     yield from options.rounded(graph, target)
@@ -43,43 +53,44 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[str]:
         yield other_equations(graph)
         return
     yield from node_reasons(problem, (Bias,))
-    yield from cpu_size_reasons(problem)
+    yield from different_heads(problem)
+    yield from no_elements(problem)
     yield from operand_reasons(problem)
-    if problem.grad is not None:
-        yield from gradient_reasons(problem, problem.grad)
+    yield from other_gradients(problem)
 
 
-def node_reasons(problem: Problem, rules: Sequence[type[Modifier]]) -> Iterator[str]:
+def node_reasons(problem: Problem, rules: Sequence[type[Modifier]]) -> Iterator[Reason]:
     """What is against an attention of a kernel that has rules for these modifiers, or for none."""
-    node = problem.node
+    yield from modifier_reasons(problem.node, rules)
+    yield from mask_reasons(problem, takes_bias=Bias in rules)
+    if problem.node.sinks:
+        yield Reason("no_sinks", "has no sinks", "the graph has")
+    if problem.node.dropout:
+        yield Reason("no_dropout", "has no dropout", f"the rate is {problem.node.dropout}")
+
+
+def modifier_reasons(node: Attention, rules: Sequence[type[Modifier]]) -> Iterator[Reason]:
     known = " and ".join(rule.__name__ for rule in rules)
-    only = f"; the only modifier it has one for is {known}" if rules else ", nor for any other"
+    others = f"; the only modifier it has one for is {known}" if rules else ", nor for any other"
     for modifier in dict.fromkeys(type(m) for m in node.modifiers):
         if modifier not in rules:
-            yield f"has no rule for {modifier.__name__}{only}"
-    if sum(isinstance(m, Bias) for m in node.modifiers) > 1:
-        yield f"adds one bias, and the graph has {len(node.modifiers)}"
-    if node.mask not in (None, TOP_LEFT):
-        yield f"masks by {TOP_LEFT} (causal, top left) or not at all, and the mask is {node.mask}"
-    elif node.mask is not None and Bias in rules and node.modifiers:
-        yield "takes a bias or a causal mask, and the graph has both"
-    if node.mask is not None and problem.low_scale:
-        yield f"masks before it scales, which needs a scale above 0, and it is {problem.low_scale}"
-    if node.sinks:
-        yield "has no sinks, and the graph has"
-    if node.dropout:
-        yield f"has no dropout, and the rate is {node.dropout}"
+            yield without_rule(modifier.__name__, others)
+    yield from several_biases(sum(isinstance(m, Bias) for m in node.modifiers))
 
 
-def cpu_size_reasons(problem: Problem) -> Iterator[str]:
-    if problem.D != problem.E:
-        yield f"needs one head size, and q has D = {problem.D}, v has E = {problem.E}"
-    if problem.is_empty:
-        sizes = f"B = {problem.B}, H = {problem.H}, M = {problem.M}, N = {problem.N}"
-        yield f"needs sizes of at least 1, and {sizes}"
+def mask_reasons(problem: Problem, *, takes_bias: bool) -> Iterator[Reason]:
+    mask = problem.node.mask
+    if mask not in (None, TOP_LEFT):
+        limit = f"masks by {TOP_LEFT} (causal, top left) or not at all"
+        yield Reason("causal_alone", limit, f"the mask is {mask}")
+    elif mask is not None and takes_bias and problem.node.modifiers:
+        yield Reason("bias_beside_mask", "takes a bias or a causal mask", "the graph has both")
+    if mask is not None and problem.low_scale:
+        limit = "masks before it scales, which needs a scale above 0"
+        yield Reason("masked_scale", limit, f"it is {problem.low_scale}")
 
 
-def operand_reasons(problem: Problem) -> Iterator[str]:
+def operand_reasons(problem: Problem) -> Iterator[Reason]:
     named = dict(zip(problem.node.roles, problem.specs, strict=False))
     if problem.grad is not None:
         _, o, _, do, _ = problem.grad.split(problem.specs)
@@ -87,24 +98,25 @@ def operand_reasons(problem: Problem) -> Iterator[str]:
     for name in ("q", "k", "v", "o", "do"):
         spec = named.get(name)
         if spec is not None and not is_readable(spec, like=name == "q"):
-            yield f"needs rows of {spec.shape[3]} that lie together and apart, and {name} is {spec}"
-    bias = named.get("bias")
-    if bias is not None and not bias.unit_last:
-        yield f"needs a bias with stride 1 along its last axis, and it has {bias.strides[-1]}"
-    if bias is not None and bias.dtype not in (problem.dtype, torch.float32):
-        yield f"adds a bias of dtype {NAMES[problem.dtype]} or f32, and it is {NAMES[bias.dtype]}"
-    if bias is not None and problem.dtype == torch.float64 and bias.dtype != problem.dtype:
-        yield "adds a bias of dtype f64 to f64 scores, and it is f32"
+            limit = f"needs contiguous, non-overlapping rows of {spec.shape[3]} elements"
+            yield Reason(f"rows.{name}", limit, f"{name} is {spec}")
+    if "bias" in named:
+        yield from bias_reasons(named["bias"], problem.dtype)
 
 
-def gradient_reasons(problem: Problem, grad: AttentionGrad) -> Iterator[str]:
-    wanted = [r for r, w in zip(problem.node.roles, grad.wants, strict=True) if w]
-    for role in wanted:
-        if role not in ("q", "k", "v"):
-            yield f"has gradients of q, k and v, and that of {role} is wanted"
+def bias_reasons(bias: TensorSpec, dtype: torch.dtype) -> Iterator[Reason]:
+    actual = f"it is {NAMES[bias.dtype]}"
+    if not bias.unit_last:
+        limit = "needs a bias with stride 1 along its last axis"
+        yield Reason("bias_stride", limit, f"it has {bias.strides[-1]}")
+    if bias.dtype not in (dtype, torch.float32):
+        yield Reason("bias_dtype", f"adds a bias of dtype {NAMES[dtype]} or f32", actual)
+    elif dtype == torch.float64 and bias.dtype != dtype:
+        yield Reason("wide_bias_dtype", "adds a bias of dtype f64 to f64 scores", actual)
 
 
 def lower(graph: Graph, target: Target, options: Options) -> Executable:
+    """One call of the kernel, or of its backward."""
     problem = sole(graph)
     assert problem is not None  # why_not said so
     if problem.grad is None:
@@ -113,6 +125,7 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
 
 
 def lower_forward(problem: Problem, graph: Graph) -> Executable:
+    """The forward kernel, with as little around it as the graph allows."""
     (eqn,) = graph.eqns
     at_q, at_k, at_v, *rest = eqn.args
     causal, scale = problem.node.mask is not None, problem.node.scale
@@ -142,12 +155,14 @@ def lower_forward(problem: Problem, graph: Graph) -> Executable:
         found = flash(q, k, v, 0.0, causal, scale=scale)
         return found[:1], found
 
-    plain = base == 3 and eqn.args == (0, 1, 2) and not reorders and wanted == (0,)
+    alone = len(graph.inputs) == 3 and eqn.args == (0, 1, 2)  # a mask that simplified has data yet
+    plain = alone and not reorders and wanted == (0,)
     chosen = run_plain if plain else run_o if wanted == (0,) else run
     return Executable(chosen, notes=("one call of PyTorch's fused CPU kernel",))
 
 
 def lower_backward(problem: Problem, grad: AttentionGrad, graph: Graph) -> Executable:
+    """The backward kernel, and another call of both where lse has a gradient."""
     (eqn,) = graph.eqns
     node = problem.node
     causal, scale, blind = node.mask is not None, node.scale, problem.has_blind_rows

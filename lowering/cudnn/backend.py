@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING
 from attrs import evolve
 
 from attn_graph.backend import Backend, Executable, Foreseen, Options, RefusedError
+from attn_graph.errors import Reason
 from attn_graph.ir.graph import Graph
-from attn_graph.lowering.problem import Problem, other_equations, returns_lse, sole
+from attn_graph.lowering.problem import Problem, returns_lse, sole
+from attn_graph.lowering.reasons import missing_library, no_gpu, other_equations
 from attn_graph.machine.target import CUDNN, SYSTEM_CUDNN, Target
 
 if TYPE_CHECKING:  # and imported where it is used: a large table, of which CPUs ask nothing
@@ -27,9 +29,9 @@ FRONTEND = "nvidia-cudnn-frontend"
 ASSUMED = ((9, 20, 0), (1, 28, 0))
 
 
-def why_not(graph: Graph, target: Target, options: Options) -> Iterator[str]:
+def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
     if target.kind != "cuda":
-        yield f"runs on NVIDIA GPUs, and the target is {target}"
+        yield no_gpu(target)
         return
     yield from library_reasons(target)
     yield from options.switched_off("cudnn")
@@ -40,18 +42,19 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[str]:
         yield from problem_reasons(problem, target, options)
 
 
-def library_reasons(target: Target) -> Iterator[str]:
+def library_reasons(target: Target) -> Iterator[Reason]:
     backend, frontend = versions(target)
     if frontend is None:
-        yield f"needs {FRONTEND}, which is not installed; pip install 'attn-graph[cuda]'"
+        yield missing_library(FRONTEND, "pip install 'attn-graph[cuda]'")
     if backend is None:
-        yield (
-            "needs cuDNN, which is not installed; PyTorch's builds for CUDA bring it, and "
-            "pip install 'attn-graph[offline]' what plans without a GPU need of it"
+        yield missing_library(
+            "cuDNN",
+            "PyTorch's builds for CUDA bring it, and pip install 'attn-graph[offline]' what plans "
+            "without a GPU need of it",
         )
 
 
-def problem_reasons(problem: Problem, target: Target, options: Options) -> Iterator[str]:
+def problem_reasons(problem: Problem, target: Target, options: Options) -> Iterator[Reason]:
     from attn_graph.lowering.cudnn.limits import reasons
     from attn_graph.lowering.cudnn.memory import workspace
 
@@ -122,7 +125,10 @@ def without_lse(
     problem, case, call = described_for(graph, target, options, stats=False)
     plan = load_or_build(call, target, (case.backend, case.frontend), options)
     if plan.workspace > most:
-        raise RefusedError(f"needs a workspace of {plan.workspace} bytes then, and {most} with lse")
+        need = f"needs a workspace of {plan.workspace} bytes then"
+        raise RefusedError(
+            Reason("workspace_with_lse", f"{most} with lse", need, "{actual}, and {limit}")
+        )
     return Run.of(call, problem, graph, options.workspace, plan.workspace, plan.execute).forward
 
 

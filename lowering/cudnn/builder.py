@@ -1,11 +1,13 @@
-"""Makes cuDNN's plans of calls. It knows cuDNN and no other part of the library, so it also runs
-as a program of its own, for GPUs that are not there:
+"""Builds cuDNN's plans of calls.
 
-    python -P cudnn_builder.py STAND_IN FOLDER
+It imports no other part of the library, so it also runs as a program of its own, for GPUs that the
+machine does not have:
 
-reads FOLDER/requests.json, a list, writes an answer to each as a line of FOLDER/answers.jsonl and
-each plan that was built to FOLDER/<number>.plan. STAND_IN is the library that takes the place of
-a driver, or "-" where there is a real one.
+    python -P builder.py STAND_IN FOLDER
+
+reads the list in FOLDER/requests.json, writes the answer to each as a line of FOLDER/answers.jsonl
+and each plan to FOLDER/<number>.plan. STAND_IN is a library that takes the place of the driver, or
+"-" on a machine with a real one.
 """
 
 from __future__ import annotations
@@ -26,12 +28,12 @@ ALIGNMENTS = {"top_left": "TOP_LEFT", "bottom_right": "BOTTOM_RIGHT"}
 RESULTS = {"sdpa": ("o", "stats"), "sdpa_backward": ("dQ", "dK", "dV")}  # others are arguments
 
 
-class Declined(Exception):
-    """cuDNN takes a call no further: at which stage, and in its own words."""
+class DeclinedError(Exception):
+    """cuDNN refuses a call. stage: at which step. message: in its own words."""
 
-    def __init__(self, stage: str, said: str) -> None:
-        self.stage, self.said = stage, said
-        super().__init__(f"{stage}: {said}")
+    def __init__(self, stage: str, message: str) -> None:
+        self.stage, self.message = stage, message
+        super().__init__(f"{stage}: {message}")
 
 
 def build_graph(
@@ -41,31 +43,30 @@ def build_graph(
     plan: str | None = None,
     **machine: Any,  # Any: cuDNN's, in and out
 ) -> Any:  # Any: cuDNN's graph
-    """The frontend's graph of a call (see `Call.plain`), with a plan built if wanted.
+    """The frontend's graph of a call, given as `CudnnCall.plain`.
 
-    plan: one of `plan_names`, in place of the first, which cuDNN takes to be the best. machine:
-    what `cudnn.pygraph` gets of where it will run: `handle`, or `sm_version` and `device_property`
-    where there is no device. Raises Declined where cuDNN says no: by one of the three classes that
-    it says so with, at one of the stages here.
+    build: build a plan too. plan: which of `plan_names`; by default the first, cuDNN's favourite.
+    machine: arguments of `cudnn.pygraph` that say where it will run: `handle`, or without a device
+    `sm_version` and `device_property`. Raises DeclinedError if cuDNN refuses.
     """
     import cudnn
 
-    reached = "declare"
+    current = "declare"
     try:
         graph = declare(call, machine)
         for stage, step in stages(graph, build, plan):
-            reached = stage
+            current = stage
             step()
     except (cudnn.cudnnGraphNotSupportedError, ValueError, RuntimeError) as error:
-        raise Declined(reached, str(error)) from error
+        raise DeclinedError(current, str(error)) from error
     return graph
 
 
 def load_plan(plan: bytes, device: int | str) -> Any:  # Any: cuDNN's graph
-    """A built plan as a graph to execute, for a GPU by its number or by its description.
+    """Deserialize a plan as a graph to execute, for a GPU by its number or by its description.
 
-    By the device's properties and without a handle: with one the frontend runs the plan once, in a
-    capture of the handle's stream, on memory of its own. If that fails the stream stays captured.
+    It is given the device's properties and no handle: with a handle the frontend would run the plan
+    once, in a capture of the handle's stream, and the stream would stay captured if that failed.
     """
     import cudnn
 
@@ -79,6 +80,7 @@ def stages(
     build: bool,
     plan: str | None,
 ) -> Iterator[tuple[str, Callable[[], object]]]:
+    """The steps from a declared graph to a plan, by name; each can raise."""
     import cudnn
 
     modes = [cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK]
@@ -94,21 +96,22 @@ def stages(
 
 
 def declare(call: Json, machine: Json) -> Any:  # Any: cuDNN's graph
+    """The frontend's graph with tensors, operation and layouts declared."""
     import cudnn
 
     float32 = cudnn.data_type.FLOAT
     graph = cudnn.pygraph(
-        io_data_type=dtype(call["dtype"]),
+        io_data_type=cudnn_dtype(call["dtype"]),
         intermediate_data_type=float32,
         compute_data_type=float32,
         **machine,
     )
     name, results = call["name"], RESULTS[call["name"]]
     outputs = {x["argument"]: x for x in call["outputs"]}
-    given = [*call["inputs"], *(x for key, x in outputs.items() if key not in results)]
-    tensors = {x["argument"]: tensor(graph, x) for x in given}
-    found = getattr(graph, name)(**tensors, **arguments(graph, call))
-    for key, result in zip(results, found, strict=True):
+    operands = [*call["inputs"], *(x for key, x in outputs.items() if key not in results)]
+    tensors = {x["argument"]: declare_tensor(graph, x) for x in operands}
+    tensors_out = getattr(graph, name)(**tensors, **frontend_options(graph, call))
+    for key, result in zip(results, tensors_out, strict=True):
         if key in outputs:
             set_layout(result, outputs[key])
     for key in outputs.keys() & tensors.keys():
@@ -116,42 +119,47 @@ def declare(call: Json, machine: Json) -> Any:  # Any: cuDNN's graph
     return graph
 
 
-def dtype(name: str) -> Any:  # Any: cuDNN's
+def cudnn_dtype(name: str) -> Any:  # Any: cuDNN's
+    """cuDNN's dtype by our short name."""
     import cudnn
 
     return getattr(cudnn.data_type, DTYPES[name])
 
 
-def tensor(graph: Any, x: Json) -> Any:  # Any: cuDNN's
-    form = {"dim": x["shape"], "stride": x["strides"], "data_type": dtype(x["dtype"])}
+def declare_tensor(graph: Any, x: Json) -> Any:  # Any: cuDNN's
+    """A tensor of a call in cuDNN's graph."""
+    form = {"dim": x["shape"], "stride": x["strides"], "data_type": cudnn_dtype(x["dtype"])}
     return graph.tensor(**form, uid=x["uid"])
 
 
 def set_layout(result: Any, x: Json) -> None:  # Any: cuDNN's
-    """Say how a result is to lie."""
+    """Set shape, strides, dtype and number of a result."""
     result.set_output(True).set_dim(x["shape"]).set_stride(x["strides"])
-    result.set_data_type(dtype(x["dtype"])).set_uid(x["uid"])
+    result.set_data_type(cudnn_dtype(x["dtype"])).set_uid(x["uid"])
 
 
-def arguments(graph: Any, call: Json) -> dict[str, Any]:  # Any: cuDNN's
-    """The options as the frontend takes them."""
+def frontend_options(graph: Any, call: Json) -> dict[str, Any]:  # Any: cuDNN's
+    """The options of a call as the frontend takes them."""
     import cudnn
 
-    found = dict(call["options"])
+    options = dict(call["options"])
     if call["name"] == "sdpa":
-        found.setdefault("generate_stats", False)  # the frontend wants to be told
-    if align := found.get("diagonal_alignment"):
-        found["diagonal_alignment"] = getattr(cudnn.diagonal_alignment, ALIGNMENTS[align])
-    if cap := found.pop("soft_cap", None):
-        cap_scores, cap_gradients = soft_cap(graph, cap)
-        found["score_mod"] = cap_scores
+        options.setdefault("generate_stats", False)  # the frontend has no default
+    if align := options.get("diagonal_alignment"):
+        options["diagonal_alignment"] = getattr(cudnn.diagonal_alignment, ALIGNMENTS[align])
+    if cap := options.pop("soft_cap", None):
+        cap_scores, cap_gradients = soft_cap_functions(graph, cap)
+        options["score_mod"] = cap_scores
         if call["name"] == "sdpa_backward":
-            found["score_mod_bprop"] = cap_gradients
-    return found
+            options["score_mod_bprop"] = cap_gradients
+    return options
 
 
-def soft_cap(graph: Any, cap: float) -> tuple[Callable[..., Any], Callable[..., Any]]:  # Any: same
-    """s -> cap tanh(s / cap), and its gradient: ds -> ds (1 - tanh(s / cap)^2)."""
+def soft_cap_functions(
+    graph: Any,  # Any: cuDNN's, here and below
+    cap: float,
+) -> tuple[Callable[..., Any], Callable[..., Any]]:  # Any: same
+    """s -> cap tanh(s / cap), and its gradient ds -> ds (1 - tanh(s / cap)^2), in cuDNN's ops."""
     import cudnn
 
     number = cudnn.scalar_type.RUNTIME_PARAM
@@ -169,7 +177,7 @@ def soft_cap(graph: Any, cap: float) -> tuple[Callable[..., Any], Callable[..., 
 
 
 def plan_names(graph: Any) -> list[str]:  # Any: cuDNN's
-    """The plans that cuDNN proposes, the best first as it takes them."""
+    """The plans that cuDNN proposes, its favourite first."""
     return [graph.get_plan_name_at_index(n) for n in range(graph.get_execution_plan_count())]
 
 
@@ -177,12 +185,12 @@ def describe_plan(
     graph: Any,  # Any: cuDNN's
     plan: str | None = None,
 ) -> dict[str, Any]:  # Any: JSON
-    """What cuDNN says of the plan that it built."""
-    proposed = plan_names(graph)
-    name = plan or proposed[0]
-    _, knobs = graph.get_engine_and_knobs_at_index(proposed.index(name))
+    """What cuDNN reports of the plan that it built. workspace: bytes."""
+    names = plan_names(graph)
+    name = plan or names[0]
+    _, knobs = graph.get_engine_and_knobs_at_index(names.index(name))
     return {
-        "plans": proposed,
+        "plans": names,
         "engine": name.partition("_")[0],
         "knobs": sorted([knob.name, value] for knob, value in knobs.items()),
         "notes": sorted(note.name for note in graph.get_behavior_notes()),
@@ -190,8 +198,8 @@ def describe_plan(
     }
 
 
-def answer_calls(request: Json, path: Path) -> dict[str, Any]:  # Any: JSON
-    """The answer to one request; the plan itself goes to `path`."""
+def answer_request(request: Json, path: Path) -> dict[str, Any]:  # Any: JSON
+    """The answer to one request; the plan itself is written to `path`."""
     import cudnn
 
     device = cudnn.create_device_properties(request["device"])
@@ -201,8 +209,8 @@ def answer_calls(request: Json, path: Path) -> dict[str, Any]:  # Any: JSON
         graph = build_graph(
             request["call"], build=request["build"], plan=request["plan"], **machine
         )
-    except Declined as error:
-        return {"stage": error.stage, "said": error.said}
+    except DeclinedError as error:
+        return {"stage": error.stage, "message": error.message}
     seconds = time.perf_counter() - start
     if not request["build"]:
         return {"seconds": seconds}
@@ -210,8 +218,8 @@ def answer_calls(request: Json, path: Path) -> dict[str, Any]:  # Any: JSON
     return describe_plan(graph, request["plan"]) | {"seconds": seconds}
 
 
-def stand_in(path: str) -> None:
-    """Put a library in the driver's place, and load what cuDNN's compiler then looks for."""
+def load_stand_in(path: str) -> None:
+    """Load a library in place of the driver, and then what cuDNN's compiler looks for."""
     ctypes.CDLL(path, ctypes.RTLD_GLOBAL)
     spec = find_spec("cudnn")
     site = Path(spec.origin or "").parents[1] if spec else Path()
@@ -220,7 +228,7 @@ def stand_in(path: str) -> None:
 
 
 def library_versions() -> dict[str, Any]:  # Any: JSON
-    """Of the frontend, and of cuDNN itself: 0 where there is none."""
+    """The versions of the frontend, "1.28.0", and of cuDNN, 92000 for 9.20.0, 0 without one."""
     import cudnn
 
     try:
@@ -231,14 +239,15 @@ def library_versions() -> dict[str, Any]:  # Any: JSON
 
 
 def main(library: str, folder: str) -> None:
+    """Answer all requests in a folder."""
     if library != "-":
-        stand_in(library)
+        load_stand_in(library)
     requests = json.loads(Path(folder, "requests.json").read_text())
     with Path(folder, "answers.jsonl").open("w") as answers:
         print(json.dumps(library_versions()), file=answers, flush=True)
         for n, request in enumerate(requests):
-            found = answer_calls(request, Path(folder, f"{n}.plan"))
-            print(json.dumps(found), file=answers, flush=True)
+            answer = answer_request(request, Path(folder, f"{n}.plan"))
+            print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":

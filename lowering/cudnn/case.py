@@ -1,4 +1,4 @@
-"""One question to cuDNN: a problem, where it is to run, and what libraries are there."""
+"""What decides whether cuDNN takes a problem: the problem, the GPU, and the library versions."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Literal, final
 
 from attrs import frozen
 
-from attn_graph.lowering.cudnn.graph import statement
-from attn_graph.lowering.cudnn.masks import Stated, StatedBand
+from attn_graph.lowering.cudnn.graph import translate_mask
+from attn_graph.lowering.cudnn.masks import CudnnBand, CudnnMask
 from attn_graph.lowering.problem import Problem
 from attn_graph.spec import TensorSpec
 
@@ -19,7 +19,11 @@ Pass = Literal["forward", "backward"]
 @final
 @frozen
 class Case:
-    """One question: a problem, the compute capability (90 for 9.0) and the library versions."""
+    """A problem with where it is to run.
+
+    sm: the compute capability, 90 for 9.0. backend, frontend: versions of cuDNN and its frontend.
+    deterministic: whether equal calls must give equal bits.
+    """
 
     problem: Problem
     sm: int
@@ -29,6 +33,7 @@ class Case:
 
     @property
     def pass_(self) -> Pass:
+        """Which pass the problem is."""
         return "forward" if self.problem.grad is None else "backward"
 
     @property
@@ -42,17 +47,19 @@ class Case:
         return ".".join(map(str, self.frontend))
 
     @cached_property
-    def stated(self) -> Stated:
-        """The mask in cuDNN's terms; no mask where it has none, which is a reason of its own."""
-        return statement(self.problem) or Stated()
+    def mask(self) -> CudnnMask:
+        """The mask in cuDNN's terms. A mask without such a translation, which a rule of its own
+        refuses, counts as no mask."""
+        return translate_mask(self.problem) or CudnnMask()
 
     @property
-    def diagonal(self) -> StatedBand:
-        return self.stated.diagonal
+    def diagonal(self) -> CudnnBand:
+        """The band of the mask."""
+        return self.mask.diagonal
 
     @property
     def at_right(self) -> bool:
-        """Whether the diagonal ends in the bottom right corner, as cuDNN counts it."""
+        """Whether cuDNN measures a causal bound from the bottom right corner."""
         return self.diagonal.align == "bottom_right" and self.diagonal.right is not None
 
     @property
@@ -62,7 +69,7 @@ class Case:
 
     @property
     def wide_on_blackwell(self) -> bool:
-        """Whether Blackwell's kernel for head sizes of 256 is meant, which is always in order."""
+        """Whether Blackwell's backward runs its kernel for D = E = 256, which is deterministic."""
         return self.problem.D == self.problem.E == 256 and self.backend >= (9, 23, 0)
 
     @property
@@ -74,47 +81,48 @@ class Case:
 
     @property
     def sums_in_order(self) -> bool:
-        """Whether Blackwell's backward is deterministic, asked for or not."""
+        """Whether Blackwell's backward runs a deterministic kernel, by choice or not."""
         return self.deterministic or self.wide_on_blackwell
 
     @cached_property
     def specs(self) -> dict[str, TensorSpec]:
         """q, k, v and, of a backward, o and do."""
-        found = dict(zip("qkv", self.problem.specs, strict=False))
+        specs = dict(zip("qkv", self.problem.specs, strict=False))
         if self.problem.grad is not None:
             _, o, _, do, _ = self.problem.grad.split(self.problem.specs)
-            found |= {"o": o} | ({"do": do} if do is not None else {})
-        return found
+            specs |= {"o": o} | ({"do": do} if do is not None else {})
+        return specs
 
     @property
     def bias(self) -> TensorSpec | None:
+        """The spec of the bias, if there is one."""
         return self.operand("bias")
 
     def operand(self, role: str) -> TensorSpec | None:
         """The spec of an operand, if the problem has it."""
-        named = zip(self.problem.node.roles, self.problem.specs, strict=False)
-        return next((spec for name, spec in named if name == role), None)
+        pairs = zip(self.problem.node.roles, self.problem.specs, strict=False)
+        return next((spec for name, spec in pairs if name == role), None)
 
     def wants(self, role: str) -> bool:
-        """Whether this is a backward that owes the gradient of an operand."""
+        """Whether this is a backward that computes the gradient of an operand."""
         grad = self.problem.grad
         return grad is not None and f"d{role}" in grad.names
 
-    def has(self, kind: type) -> int:
-        """How many modifiers of a kind there are."""
+    def count(self, kind: type) -> int:
+        """The number of modifiers of a class."""
         return sum(isinstance(m, kind) for m in self.problem.node.modifiers)
 
 
 def needs_padding_mask(case: Case) -> bool:
-    """Whether a padding mask of full lengths is needed where no lengths are given.
+    """Whether the call needs a padding mask of full lengths, though no lengths are given.
 
-    It is the way round two errors of cuDNN's backward. Below 9.26 Hopper's kernel reads beyond the
-    keys when N leaves half a tile of 128 and no mask keeps it from there: dq becomes NaN where lse
+    It avoids two errors of cuDNN's backward. Below 9.26 Hopper's kernel reads beyond the
+    keys if N leaves half a tile of 128 and no mask hides that half: dq becomes NaN where lse
     is below -88.7 (pytorch/pytorch#196678). And with a single query dk and dv become NaN
     (NVIDIA/cudnn-frontend#1072, in 9.25.1 and 9.26.0).
     """
     p, right = case.problem, case.diagonal.right
-    if case.pass_ == "forward" or case.stated.lengths:
+    if case.pass_ == "forward" or case.mask.lengths:
         return False
     shift = p.N - p.M if case.diagonal.align == "bottom_right" else 0
     beyond = right is None or p.M - 1 + right + shift >= p.N

@@ -1,4 +1,4 @@
-"""An attention as a call of cuDNN's frontend, as data: for every machine to read."""
+"""An attention as a call of cuDNN's frontend: plain data, made without cuDNN."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from attrs import frozen
 
 from attn_graph.ir.modifiers import Alibi, Bias, SoftCap
-from attn_graph.lowering.cudnn.masks import Stated
+from attn_graph.lowering.cudnn.masks import CudnnMask
 from attn_graph.lowering.problem import Problem
 from attn_graph.spec import NAMES, TensorSpec, dense_strides, memory_order
 
@@ -20,10 +20,11 @@ Option = float | bool | str | None
 @final
 @frozen
 class Slot:
-    """A tensor of a cuDNN graph: what the frontend calls it, and what we do.
+    """A tensor of a cuDNN graph.
 
-    source is the name of an operand or a result of ours; "M" and "N" are int32 [B,1,1,1] full of
-    that size. Lengths are read as dense int32, whatever the operand is.
+    argument: the frontend's name for it. source: our name for the operand or result; "M" and "N"
+    stand for int32 [B,1,1,1] filled with that size. Lengths are always dense int32 here, whatever
+    the operand is. strides: in elements.
     """
 
     argument: str
@@ -34,10 +35,12 @@ class Slot:
 
     @property
     def bytes(self) -> int:
+        """What its elements take, in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
     @property
     def plain(self) -> dict[str, Any]:  # Any: JSON
+        """The same as JSON, without source."""
         return {
             "argument": self.argument,
             "shape": self.shape,
@@ -65,48 +68,49 @@ class CudnnCall:
     options: tuple[tuple[str, Option], ...]
 
     @property
-    def said(self) -> dict[str, Option]:
-        """The options that are set."""
+    def set_options(self) -> dict[str, Option]:
+        """The options that are neither None nor False."""
         return {k: v for k, v in self.options if v is not None and v is not False}
 
     @property
     def slots(self) -> tuple[Slot, ...]:
+        """All tensors, in the order of their numbers."""
         return self.inputs + self.outputs
 
     @property
     def plain(self) -> dict[str, Any]:  # Any: JSON
-        """All of it in numbers, texts and lists, for a program that knows no types of ours."""
+        """The call as JSON, for builder.py."""
         slots = [x.plain | {"uid": uid} for uid, x in enumerate(self.slots, start=1)]
         return {
             "name": self.name,
             "dtype": NAMES[self.inputs[0].dtype],
             "inputs": slots[: len(self.inputs)],
             "outputs": slots[len(self.inputs) :],
-            "options": self.said,
+            "options": self.set_options,
         }
 
     def __str__(self) -> str:
-        told = [*map(str, self.inputs), *(f"{k}={v!r}" for k, v in self.said.items())]
-        lines = "".join(f"  {line},\n" for line in told)
+        parts = [*map(str, self.inputs), *(f"{k}={v!r}" for k, v in self.set_options.items())]
+        lines = "".join(f"  {line},\n" for line in parts)
         return f"{self.name}(\n{lines}) -> {', '.join(map(str, self.outputs))}"
 
 
 def describe_call(
     problem: Problem, *, padded: bool = False, deterministic: bool = False, stats: bool = True
 ) -> CudnnCall:
-    """The call that computes a problem. The mask must be one that cuDNN can state.
+    """The call that computes a problem, whose mask cuDNN must be able to express.
 
-    padded: with a padding mask even where no lengths are given: then of full lengths. stats:
-    whether a forward stores lse.
+    padded: use a padding mask of full lengths even if no lengths are parts. stats: whether a
+    forward stores lse.
     """
-    stated = statement(problem)
-    assert stated is not None  # the table of limits said so
-    lengths = tuple(length_slots(problem, stated, padded))
+    mask = translate_mask(problem)
+    assert mask is not None  # the table of limits said so
+    lengths = tuple(length_slots(problem, mask, padded))
     caps = [m.cap for m in problem.node.modifiers if isinstance(m, SoftCap)]
     options = {
         "attn_scale": problem.node.scale,
         "soft_cap": caps[0] if caps else None,
-        **band_options(stated),
+        **band_options(mask),
         "use_alibi_mask": any(isinstance(m, Alibi) for m in problem.node.modifiers),
         "use_padding_mask": bool(lengths),
     }
@@ -115,14 +119,15 @@ def describe_call(
     return backward_call(problem, lengths, options | {"use_deterministic_algorithm": deterministic})
 
 
-def statement(problem: Problem) -> Stated | None:
-    """The mask in cuDNN's terms, if it has such."""
+def translate_mask(problem: Problem) -> CudnnMask | None:
+    """The problem's mask in cuDNN's terms; None if cuDNN cannot express it."""
     plain = bool(problem.node.modifiers)
-    return Stated.of(problem.node.mask, problem.M, problem.N, plain=plain)
+    return CudnnMask.of(problem.node.mask, problem.M, problem.N, plain=plain)
 
 
-def band_options(stated: Stated) -> dict[str, Option]:
-    band = stated.diagonal
+def band_options(mask: CudnnMask) -> dict[str, Option]:
+    """The options that state the band of a mask."""
+    band = mask.diagonal
     if band.left is None and band.right is None:
         return {}
     return {
@@ -135,51 +140,53 @@ def band_options(stated: Stated) -> dict[str, Option]:
 def forward_call(
     problem: Problem, lengths: Sequence[Slot], options: dict[str, Option]
 ) -> CudnnCall:
+    """The call of `sdpa`; options: those of both passes, and generate_stats."""
     B, H, M, E = problem.B, problem.H, problem.M, problem.E
     o = (B, H, M, E)
-    found = Slot("o", "o", o, dense_strides(o, memory_order(problem.specs[0])), problem.dtype)
-    inputs = (*operands(problem), *lengths)
-    outputs = (found, statistic_slots(problem)) if options["generate_stats"] else (found,)
+    output = Slot("o", "o", o, dense_strides(o, memory_order(problem.specs[0])), problem.dtype)
+    inputs = (*operand_slots(problem), *lengths)
+    outputs = (output, lse_slot(problem)) if options["generate_stats"] else (output,)
     return CudnnCall("sdpa", inputs, outputs, tuple(options.items()))
 
 
 def backward_call(
     problem: Problem, lengths: Sequence[Slot], options: dict[str, Option]
 ) -> CudnnCall:
+    """The call of `sdpa_backward`; options: as the frontend takes them."""
     assert problem.grad is not None
     _, o, _, do, _ = problem.grad.split(problem.specs)
-    results = [slot("o", "o", o)] + ([slot("dO", "do", cotangent(problem, do))] if do else [])
-    inputs = (*operands(problem), *results, statistic_slots(problem), *lengths)
+    results = [slot("o", "o", o)] + ([slot("dO", "do", cotangent_spec(problem, do))] if do else [])
+    inputs = (*operand_slots(problem), *results, lse_slot(problem), *lengths)
     outputs = tuple(gradient_slots(problem))
     return CudnnCall("sdpa_backward", inputs, outputs, tuple(options.items()))
 
 
-def cotangent(problem: Problem, do: TensorSpec) -> TensorSpec:
-    """do as cuDNN reads it: a dense copy, where rows that see nothing are cleared in it."""
+def cotangent_spec(problem: Problem, do: TensorSpec) -> TensorSpec:
+    """do as cuDNN reads it: where rows may see no key, a dense copy in which those rows are 0."""
     if not problem.has_blind_rows:
         return do
     return TensorSpec(do.shape, do.dtype, dense_strides(do.shape, memory_order(do)))
 
 
-def operands(problem: Problem) -> Iterator[Slot]:
-    """What the attention itself reads, but for lengths."""
+def operand_slots(problem: Problem) -> Iterator[Slot]:
+    """The operands of the attention itself, except lengths."""
     yield from (slot(x, x, spec) for x, spec in zip("qkv", problem.specs, strict=False))
-    given = problem.node.split(problem.specs)
-    for modifier, data in zip(problem.node.modifiers, given.modifiers, strict=True):
+    parts = problem.node.split(problem.specs)
+    for modifier, data in zip(problem.node.modifiers, parts.modifiers, strict=True):
         if isinstance(modifier, Bias):
             yield slot("bias", "bias", data["bias"])
-    if given.sinks is not None:
+    if parts.sinks is not None:
         yield per_head_slot("sink_token", "sinks", problem.H)
 
 
-def statistic_slots(problem: Problem) -> Slot:
+def lse_slot(problem: Problem) -> Slot:
     """lse [B,H,M] as cuDNN has it: [B,H,M,1], packed, in float32."""
     shape = (problem.B, problem.H, problem.M, 1)
     return Slot("stats", "lse", shape, dense_strides(shape), torch.float32)
 
 
 def gradient_slots(problem: Problem) -> Iterator[Slot]:
-    """dQ, dK, dV, which cuDNN always computes, and those of bias and sinks where wanted."""
+    """dQ, dK, dV, which cuDNN always computes, and the gradients of bias and sinks if wanted."""
     assert problem.grad is not None
     for source, spec in zip("qkv", problem.specs, strict=False):
         strides = dense_strides(spec.shape, memory_order(spec))
@@ -192,27 +199,27 @@ def gradient_slots(problem: Problem) -> Iterator[Slot]:
             yield per_head_slot("dSink_token", "dsinks", problem.H)
 
 
-def length_slots(problem: Problem, stated: Stated, padded: bool) -> Iterator[Slot]:
-    """Both lengths, if there is a padding mask: cuDNN takes none or two."""
-    if not stated.lengths and not padded:
+def length_slots(problem: Problem, mask: CudnnMask, padded: bool) -> Iterator[Slot]:
+    """The lengths of a padding mask: cuDNN takes both or none."""
+    if not mask.lengths and not padded:
         return
     shape = (problem.B, 1, 1, 1)
     for argument, name, full in (
         ("seq_len_q", "q_lengths", "M"),
         ("seq_len_kv", "kv_lengths", "N"),
     ):
-        source = name if name in stated.lengths else full
+        source = name if name in mask.lengths else full
         yield Slot(argument, source, shape, dense_strides(shape), torch.int32)
 
 
 def per_head_slot(argument: str, source: str, H: int) -> Slot:
-    """A float32 for each head: [H] as cuDNN has it, [1,H,1,1]."""
+    """A float32 for each head: our [H] as cuDNN's [1,H,1,1]."""
     shape = (1, H, 1, 1)
     return Slot(argument, source, shape, dense_strides(shape), torch.float32)
 
 
 def slot(argument: str, source: str, spec: TensorSpec) -> Slot:
-    """An operand where it lies. Strides of axes of size 1 are what a dense outermost axis has."""
+    """An operand with its own strides. Axes of size 1 get the stride of a dense outermost axis."""
     reach = max(1, *(n * s for n, s in zip(spec.shape, spec.strides, strict=True)))
     strides = [s if n > 1 else reach for n, s in zip(spec.shape, spec.strides, strict=True)]
     if spec.shape[-1] == 1:

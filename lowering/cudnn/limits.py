@@ -1,7 +1,7 @@
-"""What cuDNN takes, as a table: every limit with where it holds, its words and its source.
+"""The limits of cuDNN as a table: each with where it holds, its sentence and its source.
 
-Head counts are no row: a graph's H is a multiple of its G already, and cuDNN asks for no more.
-Addresses are none either: that they are multiples of 16 bytes is checked when a plan is called.
+Head counts have no row: in every graph H is a multiple of G, and cuDNN needs no more than that.
+Neither have addresses: a call checks that they are multiples of 16 bytes.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
+from attn_graph.errors import Reason
 from attn_graph.ir.modifiers import Alibi, Bias, SoftCap
 from attn_graph.lowering.cudnn.case import Case, needs_padding_mask
 from attn_graph.lowering.cudnn.masks import mask_problems
@@ -30,6 +31,14 @@ from attn_graph.lowering.cudnn.rules import (
     other_modifiers,
     split_rows,
 )
+from attn_graph.lowering.reasons import (
+    no_elements,
+    old_gpu,
+    other_dtype,
+    several_biases,
+    uneven_heads,
+    wide_heads,
+)
 
 # Where limits come from. The headers ship in the wheel of nvidia-cudnn-frontend, under
 # include/cudnn_frontend/node: version 1.28.0 was read.
@@ -40,7 +49,7 @@ MEASURED = "planned without a device, cuDNN 9.20.0"
 MEANING = "what a graph means"
 
 
-def reasons(case: Case) -> Iterator[str]:
+def reasons(case: Case) -> Iterator[Reason]:
     """Every reason why cuDNN does not take a case; none means that it plans and is right."""
     for rule in RULES:
         yield from rule.reasons(case)
@@ -52,8 +61,8 @@ WIDTHS = "q has D = {p.D}, v has E = {p.E}"
 RULES = (
     Rule(
         "architecture",
-        lambda c: once(c.sm < 80),
-        "needs compute capability sm_80, and the target has sm_{c.sm}",
+        lambda c: old_gpu(80, c.sm),
+        "{it}",
         FORWARD_HEADER,
     ),
     Rule(
@@ -75,35 +84,35 @@ RULES = (
     # What the graph computes
     Rule(
         "dtype",
-        lambda c: dtype_name(c.problem.specs[0], torch.float16, torch.bfloat16),
-        "computes in f16 and bf16, and the graph is in {it}",
+        lambda c: other_dtype(c.problem, (torch.float16, torch.bfloat16)),
+        "{it}",
         "support matrix of cuDNN 9.20; float32 has a forward plan and no backward",
         says="yes",
     ),
     Rule(
         "sizes",
-        lambda c: once(c.problem.is_empty),
-        "needs sizes of at least 1, and B = {p.B}, H = {p.H}, " + LONGER,
+        lambda c: no_elements(c.problem),
+        "{it}",
         MEASURED,
         says="unasked",
     ),
     Rule(
         "modifiers",
         other_modifiers,
-        "has no rule for {it}; the modifiers it has one for are SoftCap, Bias and Alibi",
+        "{it}",
         MEANING,
         says="unasked",
     ),
     Rule(
         "biases",
-        lambda c: once(c.has(Bias) > 1 and c.has(Bias)),
-        "adds one bias, and the graph has {it}",
+        lambda c: several_biases(c.count(Bias)),
+        "{it}",
         MEANING,
         says="unasked",
     ),
     Rule(
         "soft_caps",
-        lambda c: once(c.has(SoftCap) > 1 and c.has(SoftCap)),
+        lambda c: once(c.count(SoftCap) > 1 and c.count(SoftCap)),
         "caps scores once, and the graph has {it} soft caps",
         MEANING,
         says="unasked",
@@ -124,7 +133,7 @@ RULES = (
     *(
         Rule(
             f"soft_cap_{name}",
-            lambda c: once(c.has(SoftCap)),
+            lambda c: once(c.count(SoftCap)),
             "goes back through a soft cap on sm_90 to sm_109, and the target has sm_{c.sm}",
             MEASURED,
             BACKWARD,
@@ -134,23 +143,23 @@ RULES = (
     ),
     Rule(
         "soft_cap_bias_gradient",
-        lambda c: once(c.has(SoftCap) and c.wants("bias")),
+        lambda c: once(c.count(SoftCap) and c.wants("bias")),
         "gives no gradient of a bias beside a soft cap, and it is wanted",
         MEASURED,
         BACKWARD,
     ),
     Rule(
         "soft_cap_way_round",
-        lambda c: once(c.has(SoftCap) and needs_padding_mask(c)),
+        lambda c: once(c.count(SoftCap) and needs_padding_mask(c)),
         "goes back through such lengths right only under a padding mask, which excludes a soft "
         "cap, and " + LONGER,
-        "the errors that `padded` of cudnn_case.py goes round",
+        "the errors that `needs_padding_mask` of lowering/cudnn/case.py avoids",
         BACKWARD,
         says="yes",
     ),
     Rule(
         "alibis",
-        lambda c: once(c.has(Alibi) > 1 and c.has(Alibi)),
+        lambda c: once(c.count(Alibi) > 1 and c.count(Alibi)),
         "adds ALiBi once, and the graph has it {it} times",
         MEANING,
         says="unasked",
@@ -179,8 +188,8 @@ RULES = (
     Rule("mask", lambda c: mask_problems(c.problem.node.mask), "{it}", MEANING, says="unasked"),
     Rule(
         "query_lengths",
-        lambda c: once("q_lengths" in c.stated.lengths and c.problem.node.mask),
-        "promises nothing of rows beyond q_lengths, which are 0 here, and the mask is {it}",
+        lambda c: once("q_lengths" in c.mask.lengths and c.problem.node.mask),
+        "leaves rows beyond q_lengths undefined, which must be 0 here, and the mask is {it}",
         "cudnn-frontend 1.23.0, test_mhas.py: o is not compared there",
         says="yes",
     ),
@@ -231,14 +240,14 @@ RULES = (
     # How operands look
     Rule(
         "head_multiple",
-        lambda c: once(c.problem.D % 8 or c.problem.E % 8),
-        "takes head sizes that are multiples of 8, and " + WIDTHS,
+        lambda c: uneven_heads(c.problem, 8),
+        "{it}",
         HEADERS,
     ),
     Rule(
         "head_forward",
-        lambda c: once(c.larger > 256),
-        "takes head sizes up to 256, and " + WIDTHS,
+        lambda c: wide_heads(c.problem, 256),
+        "{it}",
         "support matrix of cuDNN 9.20; kernels for Ampere run up to 512",
         FORWARD,
         says="yes",
@@ -289,13 +298,13 @@ RULES = (
     Rule(
         "unit_last",
         split_rows,
-        "reads rows whose elements lie together, and {it[0]} is {it[1]}",
+        "needs rows of contiguous elements, and {it[0]} is {it[1]}",
         HEADERS,
     ),
     Rule(
         "aligned_rows",
         off_grid,
-        "reads rows that start on multiples of 16 bytes, and {it[0]} is {it[1]}",
+        "needs rows that start at multiples of 16 bytes, and {it[0]} is {it[1]}",
         "cudnn-frontend 1.32.0, scaled_dot_product_flash_attention.h: wrong output otherwise",
         says="yes",
     ),
@@ -309,7 +318,7 @@ RULES = (
     Rule(
         "bias_rows",
         lambda c: once(c.bias is not None and not c.bias.unit_last and c.bias),
-        "adds a bias whose keys lie together, and it is {it}",
+        "adds a bias with contiguous keys, and it is {it}",
         "planned without a device: 9.20 crashes for sm_100, 9.27 refuses it for sm_90",
         says="unasked",
     ),
@@ -366,21 +375,21 @@ RULES = (
     ),
     Rule(
         "right_corner",
-        lambda c: once(c.at_right and not c.stated.lengths and c.problem.M > c.problem.N),
+        lambda c: once(c.at_right and not c.mask.lengths and c.problem.M > c.problem.N),
         "masks from the bottom right where M <= N or lengths are given, and " + LONGER,
         HEADERS,
     ),
     Rule(
         "window_longer",
         lambda c: once(
-            c.diagonal.left is not None and not c.stated.lengths and c.problem.M > c.problem.N
+            c.diagonal.left is not None and not c.mask.lengths and c.problem.M > c.problem.N
         ),
         "bounds a window on the left where M <= N or lengths are given, and " + LONGER,
         HEADERS,
     ),
     Rule(
         "right_corner_additions",
-        lambda c: once(c.at_right and (c.has(Bias) or c.has(Alibi)) and c.problem.node.mask),
+        lambda c: once(c.at_right and (c.count(Bias) or c.count(Alibi)) and c.problem.node.mask),
         "adds no bias under a mask from the bottom right, and the mask is {it}",
         HEADERS,
     ),
@@ -437,7 +446,7 @@ RULES = (
     ),
     Rule(
         "deterministic_additions",
-        lambda c: once(c.sums_in_order and (c.wants("bias") or c.has(Alibi))),
+        lambda c: once(c.sums_in_order and (c.wants("bias") or c.count(Alibi))),
         "is deterministic on Blackwell, as it always is at D = E = 256, without ALiBi and without "
         "the gradient of a bias, and the graph has one",
         BACKWARD_HEADER,

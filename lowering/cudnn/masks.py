@@ -1,12 +1,13 @@
-"""Masks in cuDNN's terms: a band along a diagonal, and lengths beyond which all is padding."""
+"""Masks in cuDNN's terms: one band along a diagonal, and lengths beyond which all is padding."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import final
 
 from attrs import frozen
 
+from attn_graph.errors import Reason
 from attn_graph.masks import LENGTHS, Align, And, Band, KeyLengths, Mask, QueryLengths
 
 ENDS = {KeyLengths(): "kv_lengths", QueryLengths(): "q_lengths"}
@@ -14,11 +15,11 @@ ENDS = {KeyLengths(): "kv_lengths", QueryLengths(): "q_lengths"}
 
 @final
 @frozen
-class StatedBand:
+class CudnnBand:
     """Query i' keeps keys i' - left < j <= i' + right: `left` counts the query's own place.
 
     i' is i for "top_left". For "bottom_right" it is i + N - M, or, where lengths are given,
-    i + kv_lengths[b] - q_lengths[b], M and N standing for what is not. None is unbounded.
+    i + kv_lengths[b] - q_lengths[b], with M or N for the length that is not given. None: unbounded.
     """
 
     align: Align = "top_left"
@@ -27,31 +28,31 @@ class StatedBand:
 
     @property
     def is_sane(self) -> bool:
-        """Whether both bounds lie on their side of the diagonal, as cuDNN wants them."""
+        """Whether the diagonal lies within both bounds, as cuDNN needs."""
         return (self.left is None or self.left >= 1) and (self.right is None or self.right >= 0)
 
 
 @final
 @frozen
-class Stated:
-    """A mask that cuDNN can state: its diagonal, and the lengths that it reads."""
+class CudnnMask:
+    """A mask that cuDNN can express: its band, and the names of the lengths that it reads."""
 
-    diagonal: StatedBand = StatedBand()
+    diagonal: CudnnBand = CudnnBand()
     lengths: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, mask: Mask | None, M: int, N: int, *, plain: bool = False) -> Stated | None:
-        """The exact translation of a canonical mask; None where there is none.
+    def of(cls, mask: Mask | None, M: int, N: int, *, plain: bool = False) -> CudnnMask | None:
+        """The exact translation of a canonical mask; None if there is none.
 
-        plain: keep to the top left corner where that says the same, since cuDNN adds biases to no
-        other alignment.
+        plain: measure from the top left corner if that means the same, since cuDNN adds biases
+        under no other alignment.
         """
         if mask_problems(mask):
             return None
         leaves = conjuncts(mask)
         lengths = tuple(name for name in LENGTHS if name in {ENDS.get(x) for x in leaves})
         band = next((x for x in leaves if isinstance(x, Band)), Band())
-        return cls(state_band(band, M, N, plain=plain or bool(lengths)), lengths)
+        return cls(translate_band(band, M, N, plain=plain or bool(lengths)), lengths)
 
 
 def conjuncts(mask: Mask | None) -> tuple[Mask, ...]:
@@ -61,27 +62,32 @@ def conjuncts(mask: Mask | None) -> tuple[Mask, ...]:
     return () if mask is None else (mask,)
 
 
-def mask_problems(mask: Mask | None) -> tuple[str, ...]:
+def mask_problems(mask: Mask | None) -> tuple[Reason, ...]:
     """Why cuDNN can't state a mask; nothing where it can."""
-    return tuple(only_leaf(conjuncts(mask)))
+    return tuple(leaf_reasons(conjuncts(mask)))
 
 
-def only_leaf(leaves: tuple[Mask, ...]) -> Iterator[str]:
+def leaf_reasons(leaves: tuple[Mask, ...]) -> Iterator[Reason]:
     bands = [x for x in leaves if isinstance(x, Band)]
-    for leaf in leaves:
-        if leaf not in bands and leaf not in ENDS:
-            yield f"masks by one band and by lengths, joined with &, and the mask has {leaf}"
+    if foreign := [x for x in leaves if x not in bands and x not in ENDS]:
+        limit = "masks by one band and by lengths, joined with &"
+        yield Reason("mask_leaves", limit, f"the mask has {join_leaves(foreign)}")
     if len(bands) > 1:
-        yield f"masks by one band, and the mask has {' & '.join(map(str, bands))}"
+        yield Reason("mask_bands", "masks by one band", f"the mask has {join_leaves(bands)}")
     given = {ENDS[x] for x in leaves if x in ENDS}
-    for band in bands:
-        if band.ragged and set(band.ragged) != given:
-            told = " and ".join(sorted(given)) or "nothing"
-            yield f"aligns a band by the lengths that end the sequences, {told}, and has {band}"
+    if stray := [x for x in bands if x.ragged and set(x.ragged) != given]:
+        names = " and ".join(sorted(given)) or "nothing"
+        limit = "aligns a band by the lengths that end the sequences"
+        actual = f"{names}, and has {join_leaves(stray)}"
+        yield Reason("mask_alignment", limit, actual, "{limit}, {actual}")
 
 
-def state_band(band: Band, M: int, N: int, *, plain: bool) -> StatedBand:
-    """A band as cuDNN states it: at the corner that suits it, if there is one."""
+def join_leaves(leaves: Sequence[Mask]) -> str:
+    return " & ".join(map(str, leaves))
+
+
+def translate_band(band: Band, M: int, N: int, *, plain: bool) -> CudnnBand:
+    """A band in cuDNN's terms, measured from the corner that allows it."""
     if band.ragged:
         return shift_band(band, "bottom_right", 0)
     at_left, at_right = shift_band(band, "top_left", 0), shift_band(band, "bottom_right", N - M)
@@ -90,7 +96,7 @@ def state_band(band: Band, M: int, N: int, *, plain: bool) -> StatedBand:
     return next((x for x in tries if x.is_sane), tries[0])
 
 
-def shift_band(band: Band, align: Align, shift: int) -> StatedBand:
+def shift_band(band: Band, align: Align, shift: int) -> CudnnBand:
     """A band measured from the diagonal that lies `shift` right of the top left corner."""
     left = None if band.low is None else 1 + shift - band.low
-    return StatedBand(align, left, None if band.high is None else band.high - shift)
+    return CudnnBand(align, left, None if band.high is None else band.high - shift)

@@ -1,4 +1,4 @@
-"""The workspace that cuDNN's plans need, in bytes, where it can be told without a plan."""
+"""The workspace of cuDNN's plans, in bytes, where it is known without a plan."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from attn_graph.lowering.cudnn.case import Case
 
 
 def workspace(case: Case) -> int | None:
-    """Bytes of workspace, where they are known without a plan: for Hopper's backward."""
+    """Bytes of workspace; None if only a plan tells them, as for all but Hopper's backward."""
     hopper = 90 <= case.sm < 100 and case.backend < (9, 25, 0)
-    return hopper_backward(case) if hopper and case.pass_ == "backward" else None
+    return hopper_backward_bytes(case) if hopper and case.pass_ == "backward" else None
 
 
-def hopper_backward(case: Case) -> int:
-    """Bytes that Hopper's backward kernel works in.
+def hopper_backward_bytes(case: Case) -> int:
+    """Bytes of workspace of Hopper's backward kernel.
 
     dq is summed in float32 [B,H,M,D]. In order, or for the gradient of a bias, ds is stored
     instead, in half precision [B,H,M,N] with rows in tiles of 64 and keys in tiles of 128. Then
     come delta [B,H,M], dk and dv for each query head where heads share them, and ALiBi's slopes.
 
-    Equals what cuDNN says of each plan that was built for docs/reports/cudnn.md.
+    This equals what cuDNN reported of every plan that was built for docs/reports/cudnn.md.
     """
     p = case.problem
     stores_ds = case.deterministic or case.wants("bias")

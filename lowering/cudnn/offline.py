@@ -1,4 +1,4 @@
-"""cuDNN asked about GPUs that are not there: in a process of its own, beside a stand-in driver."""
+"""Plans of cuDNN for GPUs that the machine does not have: in a process with a stand-in driver."""
 
 from __future__ import annotations
 
@@ -16,35 +16,40 @@ from typing import Any, final
 from attrs import evolve, frozen
 
 from attn_graph.backend import RefusedError
+from attn_graph.errors import Reason
 from attn_graph.lowering.cudnn import builder as cudnn_builder
 from attn_graph.lowering.cudnn.case import Version
 from attn_graph.machine.gpus import Device, devices
 from attn_graph.machine.target import Target
 
 COMPILERS = ("cc", "gcc", "clang")
-OVERLAID = ("sm", "multiprocessors", "shared_memory", "memory", "l2")  # fields of Target's as well
-DRIVER = 13000  # CUDA 13.0, where a target does not say what its driver knows
-PATIENCE = 60  # seconds a call; a plan takes one or two
+OVERLAID = ("sm", "multiprocessors", "shared_memory", "memory", "l2")  # fields of Target too
+DRIVER = 13000  # CUDA 13.0, for targets without a driver version
+PATIENCE = 60  # seconds per call; building a plan takes one or two
 SOURCE = Path(__file__).with_name("stand_in.c")
 
 
 @final
 @frozen
 class Answer:
-    """What cuDNN said to one call: what it told of the plan it built, or where it stopped."""
+    """cuDNN's answer to one call.
 
-    told: dict[str, Any]  # Any: JSON
+    report: the answer of builder.py: what cuDNN reports of its plan, or the stage at which it
+    refused, with its message. plan: as cuDNN reads it back; empty without one.
+    """
+
+    report: dict[str, Any]  # Any: JSON
     plan: bytes
 
     @property
     def refusal(self) -> str | None:
-        """The stage at which cuDNN took it no further, and its words; None if it took it."""
-        stage = self.told.get("stage")
-        return stage and f"{stage}: {self.told['said']}"
+        """The stage at which cuDNN refused, and its message; None if it did not."""
+        stage = self.report.get("stage")
+        return stage and f"{stage}: {self.report['message']}"
 
 
 def ask_cudnn(
-    calls: Sequence[dict[str, Any]],  # Any: JSON, as `Call.plain` gives it
+    calls: Sequence[dict[str, Any]],  # Any: JSON, as `CudnnCall.plain` gives it
     device: str,
     sm: int,
     *,
@@ -54,69 +59,72 @@ def ask_cudnn(
 ) -> tuple[tuple[Version, Version], list[Answer]]:
     """cuDNN's version and its frontend's, and its answer to each call for a device.
 
-    device: its description, as `description` writes it. plan: see `cudnn_builder.planned`.
-    python: what runs cuDNN. Raises RefusedError where no such process can be had, RuntimeError
-    where it dies.
+    device: its description, as `describe_target` writes it. plan: see `build_graph`. python: the
+    interpreter that has cuDNN. Raises RefusedError if the stand-in driver can't be built,
+    RuntimeError if the process fails.
     """
-    asks = {"device": device, "sm": sm, "build": build, "plan": plan}
-    requests = [{"call": call, **asks} for call in calls]
+    common = {"device": device, "sm": sm, "build": build, "plan": plan}
+    requests = [{"call": call, **common} for call in calls]
     with TemporaryDirectory() as folder:
         Path(folder, "requests.json").write_text(json.dumps(requests))
-        program = (python, "-P", cudnn_builder.__file__, driver(folder), folder)
-        done = subprocess.run(
+        program = (python, "-P", cudnn_builder.__file__, driver_library(folder), folder)
+        process = subprocess.run(
             program,
             capture_output=True,
             text=True,
             check=False,
             timeout=PATIENCE * (1 + len(calls)),
         )
-        told = [json.loads(line) for line in lines(Path(folder, "answers.jsonl"))]
-        if done.returncode or len(told) != 1 + len(calls):
+        reports = [json.loads(line) for line in read_lines(Path(folder, "answers.jsonl"))]
+        if process.returncode or len(reports) != 1 + len(calls):
             raise RuntimeError(
-                f"cuDNN's planner stopped with {done.returncode} at call {len(told)} of "
-                f"{len(calls)}: {done.stderr[-2000:]}"
+                f"cuDNN's planner stopped with {process.returncode} at call {len(reports)} of "
+                f"{len(calls)}: {process.stderr[-2000:]}"
             )
         plans = [read_contents(Path(folder, f"{n}.plan")) for n in range(len(calls))]
-    return parse_versions(told[0]), [Answer(*each) for each in zip(told[1:], plans, strict=True)]
+    return parse_versions(reports[0]), [
+        Answer(*each) for each in zip(reports[1:], plans, strict=True)
+    ]
 
 
-def parse_versions(told: dict[str, Any]) -> tuple[Version, Version]:  # Any: JSON
-    """Of cuDNN, which tells 92000 for 9.20.0, and of its frontend."""
-    n = told["backend"]
-    major, minor, patch = map(int, told["frontend"].split(".")[:3])
+def parse_versions(numbers: dict[str, Any]) -> tuple[Version, Version]:  # Any: JSON
+    """The versions of cuDNN and of its frontend, from `builder.library_versions`."""
+    n = numbers["backend"]
+    major, minor, patch = map(int, numbers["frontend"].split(".")[:3])
     return (n // 10000, n // 100 % 100, n % 100), (major, minor, patch)
 
 
 def read_contents(path: Path) -> bytes:
+    """The bytes of a file; none if it does not exist."""
     return path.read_bytes() if path.exists() else b""
 
 
-def lines(path: Path) -> Iterator[str]:
+def read_lines(path: Path) -> Iterator[str]:
+    """The lines of a file; none if it does not exist."""
     if path.exists():
         yield from path.read_text().splitlines()
 
 
 def check_frontend() -> None:
-    """Raises RefusedError where cuDNN's frontend can't be imported, whatever the target says."""
+    """Raises RefusedError if cuDNN's frontend is not installed in this process."""
     if find_spec("cudnn") is None:
-        raise RefusedError(
-            "plans through nvidia-cudnn-frontend, which is not installed here; "
-            "pip install 'attn-graph[offline]'"
-        )
+        actual = "which is not installed here; pip install 'attn-graph[offline]'"
+        limit = "plans through nvidia-cudnn-frontend"
+        raise RefusedError(Reason("planning_frontend", limit, actual, "{limit}, {actual}"))
 
 
-def driver(folder: str) -> str:
-    """The library that stands in for the GPU's driver, built in a folder; "-" for a real one."""
+def driver_library(folder: str) -> str:
+    """The path of a stand-in driver, built in a folder; "-" if there is a real driver."""
     return "-" if has_driver() else compile_stand_in(Path(folder))
 
 
 def compiler() -> str | None:
-    """The C compiler that builds the stand-in, if there is one."""
+    """The path of the C compiler that builds the stand-in, if there is one."""
     return next(filter(None, map(shutil.which, COMPILERS)), None)
 
 
 def has_driver() -> bool:
-    """Whether the real driver is there."""
+    """Whether the machine has the driver of a GPU."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -125,39 +133,39 @@ def has_driver() -> bool:
 
 
 def compile_stand_in(folder: Path) -> str:
-    """Build it; that takes some hundredths of a second. Raises RefusedError where it can't be."""
+    """Build the stand-in, in some hundredths of a second; its path. Raises RefusedError."""
     program = compiler()
     if program is None:
-        raise RefusedError(
-            "plans without a GPU through a stand-in for its driver, which needs a C compiler, and "
-            f"none of {', '.join(COMPILERS)} is on the path"
-        )
+        limit = "plans without a GPU through a stand-in for its driver, which needs a C compiler"
+        actual = f"none of {', '.join(COMPILERS)} is on the path"
+        raise RefusedError(Reason("c_compiler", limit, actual))
     name = "libcuda.so.1"
     options = ("-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", str(folder / name))
-    done = subprocess.run(
+    process = subprocess.run(
         (program, *options, str(SOURCE)), capture_output=True, text=True, check=False
     )
-    if done.returncode:
-        raise RefusedError(f"needs a stand-in driver, which {program} can't build: {done.stderr}")
+    if process.returncode:
+        actual = f"which {program} can't build: {process.stderr}"
+        limit = "needs a stand-in driver"
+        raise RefusedError(Reason("stand_in", limit, actual, "{limit}, {actual}"))
     return str(folder / name)
 
 
-def description(target: Target) -> str:
-    """A target as cuDNN reads of devices, in JSON. Raises RefusedError for one without a table."""
+def describe_target(target: Target) -> str:
+    """A target as cuDNN describes devices, in JSON. Raises RefusedError for an unknown GPU."""
     device = devices().get(target.name)
     if device is None:
-        raise RefusedError(
-            f"plans for GPUs that are not there from {', '.join(devices())}, and not for {target}"
-        )
-    told = {name: getattr(target, name) for name in OVERLAID}
-    own = {name: value for name, value in told.items() if value is not None}
-    return json.dumps(properties(evolve(device, **own), target.driver or DRIVER))
+        limit = f"plans for GPUs that are not there from {', '.join(devices())}"
+        raise RefusedError(Reason("absent_gpu", limit, f"not for {target}"))
+    fields = {name: getattr(target, name) for name in OVERLAID}
+    own = {name: value for name, value in fields.items() if value is not None}
+    return json.dumps(device_properties(evolve(device, **own), target.driver or DRIVER))
 
 
-def properties(device: Device, driver: int) -> dict[str, Any]:  # Any: JSON
-    """All that cuDNN asks of a device; what is no field of ours is the same for all of them.
+def device_properties(device: Device, driver: int) -> dict[str, Any]:  # Any: JSON
+    """A device as cuDNN describes it. Numbers that are written here are the same for all GPUs.
 
-    driver: the version of CUDA that it knows, 13000 for 13.0.
+    driver: the version of CUDA of its driver, 13000 for 13.0.
     """
     return {
         "deviceName": device.product,

@@ -1,4 +1,4 @@
-"""cuDNN's plans: built once for a call, a device and the versions of both libraries, and kept."""
+"""cuDNN's plans: built once for a call, a device and the versions of both libraries, and stored."""
 
 from __future__ import annotations
 
@@ -13,20 +13,26 @@ import torch
 from attrs import Factory, field, frozen
 
 from attn_graph.backend import Options, RefusedError
+from attn_graph.errors import Reason
 from attn_graph.lowering.cudnn import builder as cudnn_builder
 from attn_graph.lowering.cudnn.case import Version
 from attn_graph.lowering.cudnn.graph import CudnnCall
-from attn_graph.lowering.cudnn.offline import ask_cudnn, check_frontend, description, parse_versions
+from attn_graph.lowering.cudnn.offline import (
+    ask_cudnn,
+    check_frontend,
+    describe_target,
+    parse_versions,
+)
 from attn_graph.lowering.cudnn.run import Engine, handle
 from attn_graph.machine.store import Unfit
 from attn_graph.machine.target import Target
 
 LOG = logging.getLogger("attn_graph")
-FORM = 3  # of what is stored; another number makes misses of what was stored before
+FORM = 3  # of the stored bytes; a new number makes all older files misses
 READ_BY_CUDNN = "CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT"  # the one variable that changes its plans
 
-# Of a device, what cuDNN compares before it takes a plan back: 9.20 was asked field by field, and
-# 9.28, which compares two more. So a plan serves every device that has these in common.
+# The properties of a device that cuDNN compares before it loads a plan. Each was tried alone under
+# 9.20 and 9.28, which compares two more. A plan serves every device that agrees in these.
 COMPARED = (
     "deviceVer",
     "driverVer",
@@ -47,11 +53,11 @@ LATER = (9, 25, 0)
 
 @final
 @frozen
-class Built:
-    """A plan that cuDNN built, with what it told of it.
+class CudnnPlan:
+    """A plan that cuDNN built, with what cuDNN reports of it.
 
-    plans: all that cuDNN proposed, by its names for them. engine, knobs: which of its kernels, in
-    its own terms. workspace: bytes. seconds: it took to build. data: the plan as cuDNN reads it
+    plans: the names of all that cuDNN proposed. engine, knobs, notes: which of its kernels runs, in
+    cuDNN's terms. workspace: bytes. seconds: that building took. data: the plan as cuDNN reads it
     back. execute: runs it.
     """
 
@@ -67,17 +73,24 @@ class Built:
     )
 
     @classmethod
-    def of(cls, told: Mapping[str, Any], data: bytes) -> Built:  # Any: JSON
-        knobs = tuple((name, value) for name, value in told["knobs"])
-        lists = tuple(told["plans"]), tuple(told["notes"])
+    def of(cls, report: Mapping[str, Any], data: bytes) -> CudnnPlan:  # Any: JSON
+        """report: from `builder.describe_plan`, and seconds."""
+        knobs = tuple((name, value) for name, value in report["knobs"])
+        lists = tuple(report["plans"]), tuple(report["notes"])
         return cls(
-            lists[0], told["engine"], knobs, lists[1], told["workspace"], told["seconds"], data
+            lists[0],
+            report["engine"],
+            knobs,
+            lists[1],
+            report["workspace"],
+            report["seconds"],
+            data,
         )
 
     @property
-    def packed(self) -> bytes:
-        """A line of JSON, then the plan."""
-        told = {
+    def stored(self) -> bytes:
+        """The bytes to store: a line of JSON, then the plan."""
+        report = {
             "plans": self.plans,
             "engine": self.engine,
             "knobs": self.knobs,
@@ -85,14 +98,14 @@ class Built:
             "workspace": self.workspace,
             "seconds": self.seconds,
         }
-        return json.dumps(told).encode() + b"\n" + self.data
+        return json.dumps(report).encode() + b"\n" + self.data
 
     @classmethod
-    def unpacked(cls, data: bytes) -> Built:
-        """The plan that was packed. Raises Unfit for other bytes."""
-        told, _, plan = data.partition(b"\n")
+    def load(cls, data: bytes) -> CudnnPlan:
+        """The plan that was stored so. Raises Unfit for other bytes."""
+        report, _, plan = data.partition(b"\n")
         try:
-            return cls.of(json.loads(told), plan)
+            return cls.of(json.loads(report), plan)
         except (ValueError, TypeError, LookupError) as error:
             raise Unfit(f"it holds no plan of cuDNN's: {error}") from error
 
@@ -103,44 +116,44 @@ class Built:
 
 def load_or_build(
     call: CudnnCall, target: Target, versions: tuple[Version, Version], options: Options
-) -> Built:
-    """The plan of a call for a target: from the store, or else built now, and stored.
+) -> CudnnPlan:
+    """The plan of a call for a target: from the store, else built now and stored.
 
-    versions: those of cuDNN and of its frontend that the target has. Raises RefusedError where
-    cuDNN takes the call no further, and where there is no way to ask it.
+    versions: the target's cuDNN and frontend. Raises RefusedError if cuDNN refuses the call, or if
+    it cannot run here.
     """
-    kept = load_stored(call, target, versions, options)
-    if kept is not None:
-        return kept
+    stored = load_stored(call, target, versions, options)
+    if stored is not None:
+        return stored
     check_frontend()
     device, plan = describe_device(target), options.variant
     if is_here(target):
         check_versions(parse_versions(cudnn_builder.library_versions()), versions)
-        found = build_here(call, plan)
+        built = build_here(call, plan)
     else:
-        found = build_away(call, device, target.sm, versions, plan)
+        built = build_away(call, device, target.sm, versions, plan)
     if options.store:
-        options.store.put(plan_key(call, device, versions, plan), found.packed)
-    return found
+        options.store.put(plan_key(call, device, versions, plan), built.stored)
+    return built
 
 
 def load_stored(
     call: CudnnCall, target: Target, versions: tuple[Version, Version], options: Options
-) -> Built | None:
-    """The plan, if the store has it, and if cuDNN loads it where it is to run."""
+) -> CudnnPlan | None:
+    """The plan from the store; None if there is none, or if cuDNN does not load it here."""
     if options.store is None:
         return None
     key = plan_key(call, describe_device(target), versions, options.variant)
-    kept = options.store.load(key, Built.unpacked)
-    return kept if kept is not None and (not is_here(target) or loads(kept)) else None
+    plan = options.store.load(key, CudnnPlan.load)
+    return plan if plan is not None and (not is_here(target) or loads(plan)) else None
 
 
-def loads(built: Built) -> bool:
-    """Whether cuDNN takes a stored plan back on the machine's own GPU."""
+def loads(plan: CudnnPlan) -> bool:
+    """Whether cuDNN loads a stored plan on the machine's own GPU; if not, that is logged."""
     import cudnn
 
     try:
-        built.execute.load(torch.cuda.current_device())
+        plan.execute.load(torch.cuda.current_device())
     except (cudnn.cudnnGraphNotSupportedError, RuntimeError) as error:
         LOG.warning("a stored plan of cuDNN's is not used: %s", error)
         return False
@@ -148,19 +161,20 @@ def loads(built: Built) -> bool:
 
 
 def is_here(target: Target) -> bool:
+    """Whether the target is a GPU of this machine."""
     return target.kind == "cuda" and target.device is not None
 
 
 def describe_device(target: Target) -> str:
-    """The device as cuDNN reads of it."""
-    return present() if is_here(target) else description(target)
+    """The target's device as cuDNN describes it, in JSON."""
+    return describe_own_gpu() if is_here(target) else describe_target(target)
 
 
 def plan_key(
     call: CudnnCall, device: str, versions: tuple[Version, Version], plan: str | None = None
 ) -> str:
-    """All that a plan depends on, as a text."""
-    told = {
+    """The key of a plan in the store: all that the plan depends on, as text."""
+    facts = {
         "form": FORM,
         "call": call.plain,
         "device": compared_properties(device, versions[0]),
@@ -168,17 +182,17 @@ def plan_key(
         "plan": plan,
         READ_BY_CUDNN: os.environ.get(READ_BY_CUDNN),
     }
-    return f"cudnn {json.dumps(told, sort_keys=True)}"
+    return f"cudnn {json.dumps(facts, sort_keys=True)}"
 
 
 def compared_properties(device: str, cudnn: Version) -> dict[str, Any]:  # Any: JSON
-    """What a version of cuDNN compares of a device, out of its description."""
+    """The properties that a version of cuDNN compares, out of a device's description."""
     properties = json.loads(device)
     names = COMPARED if cudnn < LATER else COMPARED + COMPARED_LATER
     return {name: properties.get(name) for name in names}
 
 
-def present() -> str:
+def describe_own_gpu() -> str:
     """The machine's own GPU as cuDNN describes it, in JSON."""
     check_frontend()
     import cudnn
@@ -186,17 +200,17 @@ def present() -> str:
     return str(cudnn.create_device_properties(torch.cuda.current_device()).serialize())
 
 
-def build_here(call: CudnnCall, plan: str | None) -> Built:
+def build_here(call: CudnnCall, plan: str | None) -> CudnnPlan:
     """Build for the machine's own GPU."""
     device = torch.device("cuda", torch.cuda.current_device())
     start = time.perf_counter()
     try:
         graph = cudnn_builder.build_graph(call.plain, plan=plan, handle=handle(device))
-    except cudnn_builder.Declined as error:
+    except cudnn_builder.DeclinedError as error:
         raise gap_reason(str(error)) from error
     seconds = time.perf_counter() - start
-    told = cudnn_builder.describe_plan(graph, plan) | {"seconds": seconds}
-    return Built.of(told, bytes(graph.serialize()))
+    report = cudnn_builder.describe_plan(graph, plan) | {"seconds": seconds}
+    return CudnnPlan.of(report, bytes(graph.serialize()))
 
 
 def build_away(
@@ -205,33 +219,34 @@ def build_away(
     sm: int,
     versions: tuple[Version, Version],
     plan: str | None = None,
-) -> Built:
-    """Build for a GPU that is not there."""
-    found, (answer,) = ask_cudnn([call.plain], device, sm, plan=plan)
-    check_versions(found, versions)
+) -> CudnnPlan:
+    """Build for a GPU that the machine does not have."""
+    loaded, (answer,) = ask_cudnn([call.plain], device, sm, plan=plan)
+    check_versions(loaded, versions)
     if answer.refusal:
         raise gap_reason(answer.refusal)
-    return Built.of(answer.told, answer.plan)
+    return CudnnPlan.of(answer.report, answer.plan)
 
 
-def check_versions(found: tuple[Version, Version], due: tuple[Version, Version]) -> None:
-    """Raises RefusedError where cuDNN or its frontend are loaded in another version than said."""
-    if found != due:
-        here, there = (tuple(map(format_version, pair)) for pair in (found, due))
-        raise RefusedError(
-            f"plans with cuDNN {here[0]} and frontend {here[1]} here, and the target has "
-            f"{there[0]} and {there[1]}"
-        )
+def check_versions(loaded: tuple[Version, Version], planned: tuple[Version, Version]) -> None:
+    """Raises RefusedError if the loaded cuDNN and frontend are not those that the plan is for."""
+    if loaded != planned:
+        here, there = (tuple(map(format_version, pair)) for pair in (loaded, planned))
+        limit = f"plans with cuDNN {here[0]} and frontend {here[1]} here"
+        actual = f"the target has {there[0]} and {there[1]}"
+        raise RefusedError(Reason("loaded_versions", limit, actual))
 
 
 def format_version(version: Version) -> str:
+    """(9, 20, 0) -> "9.20.0"."""
     return ".".join(map(str, version))
 
 
-def gap_reason(said: str) -> RefusedError:
-    """The reason where cuDNN takes no call that the table of limits let pass: a gap of the table.
+def gap_reason(refusal: str) -> RefusedError:
+    """cuDNN's refusal of a call that the table of limits let pass: the table has a gap.
 
-    It is logged, for it should be reported.
+    It is logged, since users should report it.
     """
-    LOG.warning("cuDNN declined a graph that attn_graph took it for able to run: %s", said)
-    return RefusedError(f"said itself, where no limit was known, at {said}")
+    LOG.warning("cuDNN declined a graph that attn_graph took it for able to run: %s", refusal)
+    limit = "said itself, where no limit was known"
+    return RefusedError(Reason("unknown_limit", limit, f"at {refusal}", "{limit}, {actual}"))

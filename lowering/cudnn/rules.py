@@ -1,16 +1,18 @@
-"""What a limit of cuDNN's is, and the ways to find what is against a case."""
+"""What a limit of cuDNN is, and the functions by which limits look for violations."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, final
 
 import torch
 from attrs import frozen
 
+from attn_graph.errors import Reason
 from attn_graph.ir.modifiers import Alibi, Bias, SoftCap
 from attn_graph.lowering.cudnn.case import Case, Pass, Version
 from attn_graph.lowering.problem import is_misaligned
+from attn_graph.lowering.reasons import without_rule
 from attn_graph.spec import NAMES, TensorSpec
 
 Says = Literal["no", "yes", "unasked"]
@@ -19,23 +21,25 @@ BACKWARD: tuple[Pass, ...] = ("backward",)
 FORWARD: tuple[Pass, ...] = ("forward",)
 FIRST, LAST = (0, 0, 0), (999, 0, 0)
 
-Found = tuple[Any, ...]  # what a rule names in its sentence, once for each sentence
+Violations = tuple[Any, ...]  # what the sentence names; one sentence for each
 
 
 @final
 @frozen
 class Rule:
-    """A limit: what is against a case, in words that complete "no, because it".
+    """A limit, with a sentence that completes "no, because it ...".
 
-    found: what each sentence tells; empty where nothing is wrong. sentence: a format of `it`, one
-    of the found, `c`, the case, and `p`, its problem. The rule holds for these passes, in these
+    found: what each sentence tells; empty where nothing is wrong. A Reason is one by itself; of a
+    pair, the name of an operand and its spec, the name tells the keys of the sentences apart.
+    sentence: a format of `it`, one of the found, `c`, the case, and `p`, its problem: the limit,
+    ", and ", and what there is instead. The rule holds for these passes, in these
     compute capabilities and versions, ends not included. says: what cuDNN itself says to what the
     rule refuses: "no"; "yes", but it computes wrongly or nobody vouches that it doesn't; or
     "unasked", since it has no words for it, or crashes.
     """
 
     name: str
-    found: Callable[[Case], Found]
+    found: Callable[[Case], Iterable[Any]]  # Any: what the rule's sentence has a place for
     sentence: str
     source: str
     passes: tuple[Pass, ...] = BOTH
@@ -45,7 +49,7 @@ class Rule:
     says: Says = "no"
 
     def holds(self, c: Case) -> bool:
-        """Whether the rule speaks of the case's pass, compute capability and versions."""
+        """Whether the limit applies to the case's pass, compute capability and versions."""
         return (
             c.pass_ in self.passes
             and self.sm[0] <= c.sm < self.sm[1]
@@ -53,56 +57,69 @@ class Rule:
             and self.frontend[0] <= c.frontend < self.frontend[1]
         )
 
-    def reasons(self, c: Case) -> Iterator[str]:
+    def reasons(self, c: Case) -> Iterator[Reason]:
+        """Every reason of this rule against a case."""
         if self.holds(c):
             for it in self.found(c):
-                yield self.sentence.format(it=it, c=c, p=c.problem)
+                yield it if isinstance(it, Reason) else self.reason(it, c)
+
+    def reason(self, it: object, c: Case) -> Reason:
+        """The sentence about one thing that is wrong."""
+        limit, _, actual = self.sentence.rpartition(", and ")
+        key = f"{self.name}.{it[0]}" if isinstance(it, tuple) else self.name
+        return Reason(key, *(part.format(it=it, c=c, p=c.problem) for part in (limit, actual)))
 
 
-def dtype_name(spec: TensorSpec | None, *fitting: torch.dtype) -> Found:
-    """The dtype of an operand that is there and of none that fits."""
+def dtype_name(spec: TensorSpec | None, *fitting: torch.dtype) -> Violations:
+    """The dtype of an operand, if it exists and none of `fitting` is its dtype."""
     return () if spec is None or spec.dtype in fitting else (NAMES[spec.dtype],)
 
 
-def once(condition: object) -> Found:
-    """One sentence, where the condition holds."""
+def once(condition: object) -> Violations:
+    """One violation if the condition is true; the condition itself is what the sentence names."""
     return (condition,) if condition else ()
 
 
-def other_modifiers(c: Case) -> Found:
+def other_modifiers(c: Case) -> Violations:
+    """Classes of modifiers that cuDNN has no counterpart of."""
     kinds = dict.fromkeys(type(m) for m in c.problem.node.modifiers)
-    return tuple(kind.__name__ for kind in kinds if kind not in (SoftCap, Bias, Alibi))
+    others = "; the modifiers it has one for are SoftCap, Bias and Alibi"
+    known = (SoftCap, Bias, Alibi)
+    return tuple(without_rule(kind.__name__, others) for kind in kinds if kind not in known)
 
 
-def foreign_alibi(c: Case) -> Found:
-    """ALiBi whose slopes or whose diagonal are not those that cuDNN has built in."""
+def foreign_alibi(c: Case) -> Violations:
+    """ALiBi with other slopes or another diagonal than cuDNN's own."""
     all_alibi = [m for m in c.problem.node.modifiers if isinstance(m, Alibi)]
     slopes = ["slopes of its own" for m in all_alibi if not m.default]
-    return (*slopes, *(f'align="{m.align}"' for m in all_alibi if m.align != "top_left"))
+    aligned = [f'align="{m.align}"' for m in all_alibi if m.align != "top_left"]
+    return once(" and ".join(dict.fromkeys([*slopes, *aligned])))
 
 
-def alibi_unmasked(c: Case) -> Found:
+def alibi_unmasked(c: Case) -> Violations:
+    """The mask, where ALiBi stands under any but a causal one at the top left."""
     causal = c.diagonal.right == 0 and c.diagonal.align == "top_left"
-    return once(c.has(Alibi) and not causal and str(c.problem.node.mask))
+    return once(c.count(Alibi) and not causal and str(c.problem.node.mask))
 
 
-def left_of_diagonal(c: Case) -> Found:
-    """A left bound beyond the query's own place."""
+def left_of_diagonal(c: Case) -> Violations:
+    """A left bound that excludes the query's own place."""
     left = c.diagonal.left
     return once(left is not None and left < 1 and c.problem.node.mask)
 
 
-def split_rows(c: Case) -> Found:
+def split_rows(c: Case) -> Violations:
+    """Operands whose last axis has a stride other than 1."""
     return tuple((n, x) for n, x in c.specs.items() if not x.unit_last)
 
 
-def off_grid(c: Case) -> Found:
-    """Operands with rows that start off a multiple of 16 bytes."""
+def off_grid(c: Case) -> Violations:
+    """Operands with rows that do not start at multiples of 16 bytes."""
     return tuple((n, x) for n, x in c.specs.items() if is_misaligned(x))
 
 
-def bias_column(c: Case) -> Found:
-    """A bias that is the same for all keys, unless it lies there head by head."""
+def bias_column(c: Case) -> Violations:
+    """A bias that is the same for all keys, unless it is one number per head, contiguous."""
     if c.bias is None or c.bias.shape[3] > 1:
         return ()
     B, H, M, _ = c.bias.shape
@@ -110,13 +127,13 @@ def bias_column(c: Case) -> Found:
     return () if by_head else (c.bias,)
 
 
-def late_soft_cap(c: Case) -> Found:
-    """A soft cap after what is added to the scores."""
+def late_soft_cap(c: Case) -> Violations:
+    """A soft cap that is not the first modifier."""
     first = c.problem.node.modifiers[:1]
-    return once(c.has(SoftCap) and not any(isinstance(m, SoftCap) for m in first))
+    return once(c.count(SoftCap) and not any(isinstance(m, SoftCap) for m in first))
 
 
-def masked_soft_cap(c: Case) -> Found:
-    """What excludes a soft cap: any mask, and ALiBi, which needs one."""
+def masked_soft_cap(c: Case) -> Violations:
+    """The mask, where there is a soft cap beside a mask or beside ALiBi, which needs a mask."""
     mask = c.problem.node.mask
-    return once(c.has(SoftCap) and (mask is not None or c.has(Alibi)) and str(mask))
+    return once(c.count(SoftCap) and (mask is not None or c.count(Alibi)) and str(mask))

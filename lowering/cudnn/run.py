@@ -25,7 +25,7 @@ from attn_graph.lowering.problem import (
     on_boundary,
     select_outputs,
 )
-from attn_graph.machine.ambient import outside
+from attn_graph.machine.ambient import neutral_state
 from attn_graph.machine.workspace import Buffer, Scratch, Workspace
 from attn_graph.spec import NAMES, TensorSpec
 
@@ -191,7 +191,7 @@ class Run:
         if size is None:
             count = self.problem.M if x.source == "M" else self.problem.N
             # From the host, which waits for it: another stream may be the next to read it.
-            with outside():
+            with neutral_state():
                 size = torch.full(x.shape[:1], count, dtype=torch.int32).to(device)
             self.sizes[x.source, device] = size
         return size

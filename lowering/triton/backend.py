@@ -8,19 +8,29 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, final
 
 import torch
-from attrs import Factory, field, frozen
+from attrs import Factory, evolve, field, frozen
 
 from attn_graph.backend import Backend, Executable, Options
+from attn_graph.errors import Reason
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.ops import sink_gradient
-from attn_graph.lowering.problem import Problem, other_equations, returns_lse, select_outputs, sole
-from attn_graph.machine.ambient import outside
+from attn_graph.lowering.problem import Problem, returns_lse, select_outputs, sole
+from attn_graph.lowering.reasons import (
+    missing_library,
+    no_elements,
+    no_gpu,
+    old_gpu,
+    other_dtype,
+    other_equations,
+    wide_heads,
+)
+from attn_graph.machine.ambient import neutral_state
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision
-from attn_graph.spec import NAMES, TensorSpec
+from attn_graph.spec import TensorSpec
 
 if TYPE_CHECKING:  # and imported where they are used: machines without a GPU never ask for them
-    from attn_graph.lowering.triton.device_code import Collected
+    from attn_graph.lowering.triton.device_code import Contribution
     from attn_graph.lowering.triton.launches import Launch
     from attn_graph.lowering.triton.offline import MachineCode
     from attn_graph.lowering.triton.plan import Flash
@@ -29,53 +39,49 @@ LEAST_SM = 80
 WIDEST = 256
 POSITIONS = 2**30  # beyond all of them lies FAR of kernels/common.py
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+INTERPRETER = "with TRITON_INTERPRET=1 set before Python starts it runs here too, slowly"
 Named = dict[str, Any]  # tensors by the names that launches give them
 
 
-def why_not(graph: Graph, target: Target, options: Options) -> Iterator[str]:
+def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
     if target.kind == "cpu" and not target.interprets:
-        yield (
-            f"runs on NVIDIA GPUs, and the target is {target}; with TRITON_INTERPRET=1 set before "
-            "Python starts it runs here too, slowly"
-        )
+        yield evolve(no_gpu(target), sentence=f"{{limit}}, and {{actual}}; {INTERPRETER}")
         return
-    found = [*target_reasons(target)]
+    against = [*target_reasons(target)]
     problem = sole(graph)
     if problem is None:
-        found.append(other_equations(graph))
+        against.append(other_equations(graph))
     else:
-        found += triton_size_reasons(problem)
-    yield from found
-    if problem is not None and not found:
+        against += triton_size_reasons(problem)
+    yield from against
+    if problem is not None and not against:
         yield from plan_reasons(problem, target, options)
 
 
-def target_reasons(target: Target) -> Iterator[str]:
-    if target.kind == "cuda" and target.sm < LEAST_SM:
-        yield f"needs compute capability sm_{LEAST_SM}, and the target has sm_{target.sm}"
+def target_reasons(target: Target) -> Iterator[Reason]:
+    if target.kind == "cuda":
+        yield from old_gpu(LEAST_SM, target.sm)
     if "triton" not in dict(target.libraries):
-        yield "needs triton, which is not installed; pip install 'attn-graph[cuda]'"
+        yield missing_library("triton", "pip install 'attn-graph[cuda]'")
 
 
-def triton_size_reasons(problem: Problem) -> Iterator[str]:
-    if problem.dtype not in DTYPES:
-        yield f"computes in f16, bf16 and f32, and the graph is in {NAMES[problem.dtype]}"
-    if max(problem.D, problem.E) > WIDEST:
-        yield f"takes head sizes up to {WIDEST}, and q has D = {problem.D}, v has E = {problem.E}"
-    if problem.is_empty:
-        sizes = f"B = {problem.B}, H = {problem.H}, M = {problem.M}, N = {problem.N}"
-        yield f"needs sizes of at least 1, and {sizes}"
+def triton_size_reasons(problem: Problem) -> Iterator[Reason]:
+    yield from other_dtype(problem, DTYPES)
+    yield from wide_heads(problem, WIDEST)
+    yield from no_elements(problem)
     if max(problem.M, problem.N) >= POSITIONS:
-        yield f"counts positions below {POSITIONS}, and M = {problem.M}, N = {problem.N}"
+        limit = f"counts positions below {POSITIONS}"
+        yield Reason("positions", limit, f"M = {problem.M}, N = {problem.N}")
 
 
-def plan_reasons(problem: Problem, target: Target, options: Options) -> Iterator[str]:
+def plan_reasons(problem: Problem, target: Target, options: Options) -> Iterator[Reason]:
     from attn_graph.lowering.triton.symbols import Untraceable
 
     try:
         plan = plan_flash(problem, target, options.precision, options.variant)
     except Untraceable as error:
-        yield f"has to trace the mask and the modifiers into a kernel, and could not: {error}"
+        limit = "has to trace the mask and the modifiers into a kernel"
+        yield Reason("trace", limit, f"could not: {error}")
         return
     yield from plan.reasons()
     yield from options.over_workspace(plan.scratch.bytes)
@@ -113,7 +119,7 @@ def machines_of(flash: Flash) -> list[MachineCode]:
     from attn_graph.lowering.triton import offline
     from attn_graph.lowering.triton.launches import is_interpreting
 
-    return [] if is_interpreting() else offline.machine_codes(flash)
+    return [] if is_interpreting() else offline.compile_launches(flash)
 
 
 def generated_text(flash: Flash) -> str:
@@ -204,7 +210,7 @@ class TritonCall:
         found: dict[int, torch.Tensor] = {
             n: self.flash.new_gradient(n, device) for n in range(3) if grad.wants[n]
         }
-        whole = [n for n, x in self.flash.code.collected.items() if set("ij") <= set(x.axes)]
+        whole = [n for n, x in self.flash.code.contributions.items() if set("ij") <= set(x.axes)]
         found |= {
             n: torch.empty(problem.specs[n].shape, dtype=problem.specs[n].dtype, device=device)
             for n in whole
@@ -217,7 +223,7 @@ class TritonCall:
         }
         named |= {"o.strides": o.stride()}
         with self.launched(self.flash.launches, named, operands) as scratch:
-            for n, collected in self.flash.code.collected.items():
+            for n, collected in self.flash.code.contributions.items():
                 if n not in found:
                     found[n] = sum_collected(scratch[f"sums{n}"], collected)
             if problem.node.sinks:
@@ -252,12 +258,12 @@ class TritonCall:
         """A list of tiles on a device, brought there once."""
         table = self.tables.get((name, device))
         if table is None:
-            with outside():
+            with neutral_state():
                 table = self.tables[name, device] = self.flash.tables[name].to(device)
         return table
 
 
-def sum_collected(sums: torch.Tensor, collected: Collected) -> torch.Tensor:
+def sum_collected(sums: torch.Tensor, collected: Contribution) -> torch.Tensor:
     """A tensor's gradient from sums [B,H,M] or [B,H,N] of what it was read for."""
     line = "j" if "j" in collected.axes else "i"
     over = [n for n, axis in enumerate(("b", "h", line)) if axis not in collected.axes]

@@ -1,8 +1,8 @@
 """Masks and modifiers as Triton functions, traced from the one definition that each has.
 
-Every function takes b and h, scalars, i and j, which broadcast to a tile, the sizes M and N, the
-pointers `data` and the integers `numbers`. Those whose text is equal are one function, so that a
-kernel is compiled once for all graphs that differ in lengths alone.
+Every function takes the scalars b and h, i and j that broadcast to a tile, the sizes M and N, the
+pointers `data` and the integers `numbers`. Equal texts give one function, so a kernel is compiled
+once for all graphs that differ only in lengths.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from attn_graph.masks.places import Place
 from attn_graph.spec import TensorSpec
 
 WHERE = "b, h, i, j, M, N, data, numbers"
-UNBOUNDED = ("-FAR", "FAR", "N", "M")  # for what a strip leaves open; FAR is of kernels/common.py
+UNBOUNDED = ("-FAR", "FAR", "N", "M")  # the bounds of an open strip; FAR: kernels/common.py
 INF = float("inf")
 LONG = 2**31 - 1  # the largest offset that 32 bits hold
 
@@ -30,9 +30,12 @@ Arrays = Mapping[str, Array]
 
 @final
 @frozen
-class Collected:
-    """The gradient of one tensor of a modifier: what each place adds, and along which axes it goes
-    there; along the others of "bhij" it is summed."""
+class Contribution:
+    """What each place adds to the gradient of one tensor that a modifier reads.
+
+    source: the text of the function that computes it. axes: those of "bhij" that the gradient has;
+    along the others contributions are summed. spec: of the tensor.
+    """
 
     source: str
     axes: str
@@ -42,11 +45,11 @@ class Collected:
 @final
 @frozen
 class DeviceCode:
-    """What kernels need to know of an attention's mask and modifiers.
+    """An attention's mask and modifiers as kernels take them.
 
-    `numbers`: the integers to pass. Texts of functions: keep, strip (low, high, keys, rows), change
-    (all modifiers), back (their derivative); "" where there is nothing to say. `collected`: by
-    number of the operand.
+    numbers: the integers to pass. Then texts of functions, "" for none: keep (the mask), strip (its
+    low, high, keys and rows), change (all modifiers), back (their derivative). contributions: by
+    number of the operand whose gradient they add up to.
     """
 
     numbers: tuple[int, ...]
@@ -54,7 +57,7 @@ class DeviceCode:
     strip: str = ""
     change: str = ""
     back: str = ""
-    collected: Mapping[int, Collected] = field(factory=dict, eq=False)
+    contributions: Mapping[int, Contribution] = field(factory=dict, eq=False)
 
 
 @final
@@ -67,60 +70,64 @@ class Tracer:
 
     @classmethod
     def of(cls, problem: Problem) -> Tracer:
+        """A tracer whose numbers begin with the strides of all tensors that are read."""
         return cls(problem, Numbers([s for x in read_specs(problem) for s in x.strides]))
 
-    def code(self) -> DeviceCode:
-        """Everything about the problem. Raises Untraceable where a definition can't be traced."""
-        found = {"keep": self.keep(), "strip": self.strip(), "change": self.change()}
+    def trace(self) -> DeviceCode:
+        """All functions of the problem. Raises Untraceable for code that cannot be traced."""
+        texts = {"keep": self.keep(), "strip": self.strip(), "change": self.change()}
         if self.problem.grad is not None:
-            found["back"] = self.back()
-        collected = dict(self.collected())
-        return DeviceCode(tuple(self.numbers.found), **found, collected=collected)
+            texts["back"] = self.back()
+        contributions = dict(self.contributions())
+        return DeviceCode(tuple(self.numbers.values), **texts, contributions=contributions)
 
     def place(self, code: Code) -> Place:
-        """The place of a tile's scores."""
+        """The symbols for a place: b, h, i and j."""
         b, h, i, j = (code.argument(axis) for axis in "bhij")
         return Place(b, h, i, j, self.problem.H, self.problem.M, self.problem.N)
 
     def arrays(self, code: Code) -> tuple[list[Arrays], Arrays]:
-        """What each modifier reads, and what the mask reads, by name."""
-        given = self.problem.node.split(self.problem.specs)
+        """The tensors that each modifier reads, and those that the mask reads, by name."""
+        operands = self.problem.node.split(self.problem.specs)
         slot, at = 0, 0
-        found: list[dict[str, Array]] = []
-        for operands in (*given.modifiers, given.mask):
-            found.append({})
-            for name, spec in operands.items():
+        arrays: list[dict[str, Array]] = []
+        for tensors in (*operands.modifiers, operands.mask):
+            arrays.append({})
+            for name, spec in tensors.items():
                 array = Array(code, slot, spec.shape, spec.dtype, at, reach(spec) > LONG)
-                found[-1][name] = array
+                arrays[-1][name] = array
                 slot, at = slot + 1, at + len(spec.shape)
-        return list(found[:-1]), found[-1]
+        return list(arrays[:-1]), arrays[-1]
 
     def keep(self) -> str:
+        """The mask's `keep`; "" without a mask."""
         mask, code = self.problem.node.mask, Code(self.numbers)
         if mask is None:
             return ""
-        kept = mask.keep(self.place(code).reading(self.arrays(code)[1]))
-        if not isinstance(kept, Symbol):
-            kept = constant_symbol(code, kept)
-        return code.function("keep", WHERE, kept.truth())
+        keep = mask.keep(self.place(code).reading(self.arrays(code)[1]))
+        if not isinstance(keep, Symbol):
+            keep = constant_symbol(code, keep)
+        return code.write_function("keep", WHERE, keep.truth())
 
     def strip(self) -> str:
-        """The mask's strip; "" where it is none."""
+        """The mask's strip; "" if the mask is none."""
         mask, code = self.problem.node.mask, Code(self.numbers)
         at = self.place(code).reading(self.arrays(code)[1])
         strip = mask.strip(at) if mask is not None else None
         if strip is None:
             return ""
         bounds = zip((strip.low, strip.high, strip.keys, strip.rows), UNBOUNDED, strict=True)
-        told = [self.runtime(code, x) if x is not None else code.argument(far) for x, far in bounds]
-        return code.function("strip", "b, M, N, data, numbers", *told)
+        values = [
+            self.runtime(code, x) if x is not None else code.argument(far) for x, far in bounds
+        ]
+        return code.write_function("strip", "b, M, N, data, numbers", *values)
 
     def runtime(self, code: Code, x: int | Symbol) -> Symbol:
-        """An integer as one that is read at run time."""
+        """An integer as a symbol that is read at run time."""
         return x if isinstance(x, Symbol) else code.argument(self.numbers.add(x), axes="b")
 
     def axes(self) -> frozenset[str]:
-        """Which of "bhij" the modifiers depend on, beside the scores."""
+        """The axes, of "bhij", on which the modifiers depend beyond the scores."""
         code = Code(self.numbers)
         return self.chain(code, code.argument("s", "float"))[-1].axes - {"s"}
 
@@ -136,31 +143,35 @@ class Tracer:
         return steps
 
     def change(self) -> str:
+        """All modifiers as one function of the scores; "" without modifiers."""
         code = Code(self.numbers)
         if not self.problem.node.modifiers:
             return ""
-        return code.function("change", f"s, {WHERE}", self.chain(code, scores_code(code))[-1])
+        return code.write_function("change", f"s, {WHERE}", self.chain(code, scores_code(code))[-1])
 
     def back(self) -> str:
+        """ds before the modifiers, of ds after them; "" if they are equal."""
         code = Code(self.numbers)
         steps = self.chain(code, scores_code(code))
         ds = self.gradients(code, steps)[0]
-        return code.function("back", f"ds, s, {WHERE}", ds) if ds.text != "ds" else ""
+        return code.write_function("back", f"ds, s, {WHERE}", ds) if ds.text != "ds" else ""
 
     def gradients(self, code: Code, steps: list[Symbol]) -> list[Symbol]:
         """ds before, between and after the modifiers."""
-        at, found = self.place(code), [code.argument("ds", "float", "bhij")]
+        at, steps_back = self.place(code), [code.argument("ds", "float", "bhij")]
         node, arrays = self.problem.node, self.arrays(code)[0]
         each = zip(node.modifiers, arrays, steps[1:], node.restores, strict=True)
         for modifier, data, after, restores in reversed([*each]):
-            ds = as_symbol(modifier.back(as_tensor(found[0]), as_tensor(after), at.reading(data)))
+            ds = as_symbol(
+                modifier.back(as_tensor(steps_back[0]), as_tensor(after), at.reading(data))
+            )
             if restores and not modifier.additive:
                 ds = (after == -INF).where(0.0, ds)
-            found.insert(0, ds)
-        return found
+            steps_back.insert(0, ds)
+        return steps_back
 
-    def collected(self) -> Iterator[tuple[int, Collected]]:
-        """The gradients that are wanted of what modifiers read, by number of the operand."""
+    def contributions(self) -> Iterator[tuple[int, Contribution]]:
+        """For each operand of a modifier whose gradient is wanted, its number and contribution."""
         problem, n = self.problem, 3
         for k, modifier in enumerate(problem.node.modifiers):
             for name in modifier.needs:
@@ -168,24 +179,25 @@ class Tracer:
                     yield n, self.collect(k, name, problem.specs[n])
                 n += 1
 
-    def collect(self, k: int, name: str, spec: TensorSpec) -> Collected:
-        """What each place adds to the gradient of one tensor of modifier k."""
+    def collect(self, k: int, name: str, spec: TensorSpec) -> Contribution:
+        """The contribution of each place to the gradient of one tensor of modifier k."""
         code = Code(self.numbers)
         modifier = self.problem.node.modifiers[k]
         ds = self.gradients(code, self.chain(code, scores_code(code)))[k + 1]
         total, at = Total(spec.shape), self.place(code).reading(self.arrays(code)[0][k])
         modifier.collect({name: total}, as_tensor(ds), at)  # type: ignore[dict-item]  # a total
-        given = total.sum[0] if total.sum else ds * 0.0
+        share = total.sum[0] if total.sum else ds * 0.0
         axes = "".join(a for a, n in zip(total.axes, spec.shape, strict=False) if n > 1)
-        return Collected(code.function("collect", f"ds, s, {WHERE}", given), axes, spec)
+        return Contribution(code.write_function("collect", f"ds, s, {WHERE}", share), axes, spec)
 
 
 @final
 @frozen(eq=False)
 class Total:
-    """Stands for the gradient of a tensor, while `collect` adds to it.
+    """What a modifier's `collect` takes for the gradient of a tensor, and adds to.
 
-    axes: at which of "bhij" it was read, in this order; "-" where it has one element.
+    sum: what was added so far, one symbol or none. axes: those of "bhij" at which it was read; "-"
+    for an axis of one element.
     """
 
     shape: tuple[int, ...]
@@ -196,7 +208,9 @@ class Total:
         axes = [x.text if isinstance(x, Symbol) else "-" for x in index]
         own = [axis for axis in axes if axis != "-"]
         if own != [axis for axis in "bhij" if axis in own] or self.axes not in ([], axes):
-            raise Untraceable(f"a gradient is collected at {axes}, and can be at b, h, i, j alone")
+            raise Untraceable(
+                f"a gradient is collected at {axes}, and only b, h, i, j in this order will do"
+            )
         self.axes[:] = axes
         return self
 
@@ -209,31 +223,33 @@ class Total:
 
 
 def scores_code(code: Code) -> Symbol:
-    """The scores that functions are given."""
+    """The parameter s of generated functions: the scores of a tile."""
     return code.argument("s", "float", "bhij")
 
 
-def as_tensor(x: Symbol) -> Any:  # Any: a modifier's definition takes it for a tensor
+def as_tensor(x: Symbol) -> Any:  # Any: modifiers are written for tensors
+    """The same symbol, for definitions that are written for tensors."""
     return x
 
 
-def as_symbol(x: Any) -> Symbol:  # Any: what a modifier's definition makes of a symbol
+def as_symbol(x: Any) -> Symbol:  # Any: whatever a modifier returns
+    """What a definition returned, as a symbol. Raises Untraceable for anything else."""
     if not isinstance(x, Symbol):
-        raise Untraceable(f"a modifier gives {x!r}, which is nothing made of the scores")
+        raise Untraceable(f"a modifier returns {x!r}, which is not computed from the scores")
     return x
 
 
-def constant_symbol(code: Code, kept: object) -> Symbol:
-    """A constant as a symbol of all places."""
+def constant_symbol(code: Code, value: object) -> Symbol:
+    """A boolean constant as a symbol with axes i and j."""
     i, j = code.argument("i"), code.argument("j")
-    same = code.line("(i == i) & (j == j)", "bool", (i, j))
-    return same if kept else same ^ True
+    same = code.add_line("(i == i) & (j == j)", "bool", (i, j))
+    return same if value else same ^ True
 
 
 def read_specs(problem: Problem) -> list[TensorSpec]:
-    """The specs of all that modifiers and mask read, in the order of the operands."""
-    given = problem.node.split(problem.specs)
-    return [spec for operands in (*given.modifiers, given.mask) for spec in operands.values()]
+    """The specs of the tensors that modifiers and mask read, in the order of the operands."""
+    operands = problem.node.split(problem.specs)
+    return [spec for tensors in (*operands.modifiers, operands.mask) for spec in tensors.values()]
 
 
 def reach(spec: TensorSpec) -> int:
@@ -243,7 +259,7 @@ def reach(spec: TensorSpec) -> int:
 
 @lru_cache(maxsize=1024)
 def compile_text(text: str) -> Any:  # Any: a function of Triton
-    """The Triton function of a text; its source can be read by Triton, and by a person."""
+    """The Triton function that a text defines. Triton and tracebacks can read its source."""
     import triton
     import triton.language as tl
 

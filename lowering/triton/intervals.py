@@ -1,8 +1,9 @@
-"""What an expression may be over a whole tile: interval arithmetic on symbols.
+"""Interval arithmetic on symbols: the least and the greatest value of an expression over a tile.
 
-A mask's `keep`, evaluated on ranges of i and j and on the least and greatest of what it reads,
-says whether a tile may keep a place and whether it surely keeps all: never wrong, at times too
-careful. So tiles are found on the device, where data decides, from the same one definition.
+A mask's `keep` is evaluated on the ranges of i and j in a tile, and on the least and greatest
+element of each tensor that it reads there. The result says whether the tile may keep a place and
+whether it surely keeps all. It is never wrong, but may call a tile mixed that is empty or full.
+So the one definition of a mask also lists its tiles on the device, where data decide them.
 """
 
 from __future__ import annotations
@@ -12,17 +13,17 @@ from typing import Any, final
 
 from attrs import frozen
 
-from attn_graph.lowering.triton.symbols import Symbol, Untraceable
+from attn_graph.lowering.triton.symbols import Array, Symbol, Untraceable
 from attn_graph.masks.places import maximum, minimum
 
 Operand = Any  # a range, a symbol, or a number
-WIDEST = 2**62  # integers beyond it are not expected anywhere
+WIDEST = 2**62  # no integer in a mask is expected to be larger
 
 
 @final
 @frozen(eq=False)
 class Range:
-    """Every value from `least` to `most`. Of booleans: true everywhere, and true somewhere."""
+    """Every value from `least` to `most`. Of booleans: whether true everywhere, and anywhere."""
 
     least: Operand
     most: Operand
@@ -59,6 +60,7 @@ class Range:
         return Range(same.where(self.least % x, 0), same.where(self.most % x, x - 1))
 
     def abs(self) -> Range:
+        """The range of absolute values."""
         straddles = (self.least <= 0) & (self.most >= 0)
         far = maximum(-self.least, self.most)
         return Range(straddles.where(0, minimum(abs(self.least), abs(self.most))), far)
@@ -98,7 +100,9 @@ class Range:
 
     def __xor__(self, x: Operand) -> Range:
         if x is not True:
-            raise Untraceable("tiles are found for masks of &, | and ~, and there is another ^")
+            raise Untraceable(
+                "lists of tiles are made for masks of &, | and ~, and this one has another ^"
+            )
         return Range(self.most ^ True, self.least ^ True)
 
     def __invert__(self) -> Range:
@@ -107,40 +111,50 @@ class Range:
     def __getattr__(self, name: str) -> Operand:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise Untraceable(f"tiles are not found through {name}()")
+        raise Untraceable(f"lists of tiles are not made through {name}()")
 
     def __bool__(self) -> bool:
         raise Untraceable("a range of a tile has no single value")
 
 
 def lower_end(x: Operand) -> Operand:
+    """The least value of a range, or the value itself."""
     return x.least if isinstance(x, Range) else x
 
 
 def upper_end(x: Operand) -> Operand:
+    """The greatest value of a range, or the value itself."""
     return x.most if isinstance(x, Range) else x
 
 
 def ends_of(x: Operand) -> tuple[Operand, ...]:
+    """Both ends of a range, or the value itself."""
     return (x.least, x.most) if isinstance(x, Range) else (x,)
 
 
 @final
 @frozen(eq=False)
 class Extremes:
-    """A tensor as the least and the greatest of each of its blocks, for `Place.load`."""
+    """What `Place.load` reads instead of a tensor: the least and greatest element of each block.
+
+    least, most: Arrays with one element per block, or twice the tensor itself if it has neither
+    axis "i" nor "j". blocks: for the range of i and that of j, by identity, the symbol that
+    numbers its blocks.
+    """
 
     shape: tuple[int, ...]
-    least: Any  # an Array of blocks, or the tensor's own
-    most: Any
-    blocks: dict[int, Symbol]  # the place among the blocks, by the identity of i's and j's ranges
+    least: Array
+    most: Array
+    blocks: dict[int, Symbol]
     is_bool: bool
 
     def __getitem__(self, index: tuple[Operand, ...]) -> Range:
         if any(isinstance(x, Range) and id(x) not in self.blocks for x in index):
-            raise Untraceable("tiles are found where a mask reads at i and j themselves")
+            raise Untraceable(
+                "lists of tiles are made where a mask reads its tensors at i and j themselves"
+            )
         at = tuple(self.blocks[id(x)] if isinstance(x, Range) else x for x in index)
-        found = Range(self.least[at], self.most[at])
-        if self.is_bool and found.least.kind != "bool":
-            return Range(found.least != 0, found.most != 0)
-        return found
+        values = Range(self.least[at], self.most[at])
+        if self.is_bool and values.least.kind != "bool":
+            return Range(values.least != 0, values.most != 0)
+        return values

@@ -1,4 +1,4 @@
-"""Launches of Triton kernels, as values: known when a plan is made, run with a call's tensors."""
+"""Launches of Triton kernels as values: made with a plan, run with the tensors of a call."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, final
 from attrs import evolve, frozen
 
 from attn_graph.backend import RefusedError
+from attn_graph.errors import Reason
 from attn_graph.lowering.triton.device_code import compile_text
 
 HOMES = {
@@ -22,16 +23,18 @@ HOMES = {
     "extremes": "lists",
     "list_tiles": "lists",
 }
-Tensors = Mapping[str, Any]  # tensors by name, tuples of them, or what stands for them
+Tensors = Mapping[str, Any]  # by name: tensors, tuples of tensors, or Triton's mock tensors
 
 
 @cache
-def kernel(name: str) -> Any:  # Any: a function of Triton
+def load_kernel(name: str) -> Any:  # Any: a function of Triton
+    """Import a kernel by its name."""
     return getattr(import_module(f"attn_graph.kernels.{HOMES[name]}"), name)
 
 
 @cache
-def out_of_resources() -> Any:  # Any: a class of Triton's
+def out_of_resources_error() -> Any:  # Any: a class of Triton's
+    """Triton's error for tiles that a GPU has no room for."""
     from triton.runtime.errors import OutOfResources
 
     return OutOfResources
@@ -39,18 +42,17 @@ def out_of_resources() -> Any:  # Any: a class of Triton's
 
 @cache
 def is_interpreting() -> bool:
-    """Whether Triton was imported to interpret kernels, and not to compile them."""
+    """Whether this process imported Triton with TRITON_INTERPRET=1."""
     from triton.runtime.jit import JITFunction
 
-    return not isinstance(kernel("forward"), JITFunction)
+    return not isinstance(load_kernel("forward"), JITFunction)
 
 
 @cache
 def check_interpreter(expected: bool) -> None:
-    """Kernels are planned one way or the other: compiled ones compute garbage in the interpreter,
-    which knows no bfloat16 and says nothing.
+    """Raises RuntimeError if kernels would not run as they were planned, interpreted or compiled.
 
-    Raises RuntimeError if Triton was imported under another TRITON_INTERPRET than planning saw.
+    The interpreter has no bfloat16: kernels planned to be compiled give garbage there, silently.
     """
     if is_interpreting() != expected:
         raise RuntimeError(
@@ -63,10 +65,11 @@ def check_interpreter(expected: bool) -> None:
 @final
 @frozen(eq=False)
 class Launch:
-    """One launch: which kernel, how many programs, and what is passed.
+    """One launch of a kernel.
 
-    tensors: the name of a tensor, or of several, for each pointer of the kernel. texts: generated
-    functions, by parameter. fixed: all other arguments.
+    grid: the number of programs. tensors: for each pointer of the kernel, the name of its tensor,
+    or the names of several. texts: the source of generated functions, by parameter. fixed: all
+    other arguments.
     """
 
     kernel: str
@@ -78,6 +81,7 @@ class Launch:
     stages: int
 
     def arguments(self, tensors: Tensors) -> dict[str, Any]:  # Any: as the kernel takes them
+        """All arguments of the kernel, by name."""
         functions = {parameter: compile_text(text) for parameter, text in self.texts.items()}
         pointers = {
             parameter: tensors[x] if isinstance(x, str) else tuple(tensors[name] for name in x)
@@ -87,16 +91,16 @@ class Launch:
         return {**pointers, **self.fixed, **functions, **options}
 
     def without(self, parameter: str) -> Launch:
-        """The same launch with None for a pointer: the kernel leaves out what is stored there."""
+        """The same launch with None for a pointer; the kernel then stores nothing there."""
         rest = {name: x for name, x in self.tensors.items() if name != parameter}
         return evolve(self, tensors=rest, fixed={**self.fixed, parameter: None})
 
     def __call__(self, tensors: Tensors) -> None:
-        """Raises RefusedError where the GPU has not what the tiles need: those of the table fit."""
+        """Launch it. Raises RefusedError if the GPU has too little memory for the tiles."""
         try:
-            kernel(self.kernel)[(self.grid,)](**self.arguments(tensors))
-        except out_of_resources() as error:
-            raise RefusedError(
-                f"needs {error.required} of {error.name} for its tiles, of which the GPU has "
-                f"{error.limit}"
-            ) from error
+            load_kernel(self.kernel)[(self.grid,)](**self.arguments(tensors))
+        except out_of_resources_error() as error:
+            need = f"needs {error.required} of {error.name} for its tiles"
+            most = f"of which the GPU has {error.limit}"
+            reason = Reason("tile_resources", most, need, "{actual}, {limit}")
+            raise RefusedError(reason) from error

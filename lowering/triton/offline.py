@@ -1,4 +1,4 @@
-"""Kernels compiled for a GPU that need not be there, and what their machine code says."""
+"""Compiles kernels for any GPU, here or not, and reads their machine code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, final
 import torch
 from attrs import frozen
 
-from attn_graph.lowering.triton.launches import Launch, Tensors, kernel
+from attn_graph.lowering.triton.launches import Launch, Tensors, load_kernel
 from attn_graph.lowering.triton.plan import Flash
 from attn_graph.spec import dense_strides, memory_order
 
@@ -36,10 +36,12 @@ INSTRUCTIONS = {  # in PTX: matrix products, and copies that run beside them
 @final
 @frozen
 class MachineCode:
-    """The machine code of one kernel.
+    """What the machine code of one kernel needs.
 
-    spilled: bytes of registers that were moved to memory, a thread. serialized: whether matrix
-    products of one warp group wait for each other, for want of registers.
+    registers: of one thread. shared: bytes of shared memory of one program. spilled: bytes of
+    registers of one thread that the compiler moved to memory. serialized: whether matrix products
+    of one warp group wait for each other because registers are short. instructions: how often each
+    kind of INSTRUCTIONS stands in the code.
     """
 
     kernel: str
@@ -52,18 +54,18 @@ class MachineCode:
     ptx: str
 
     def __str__(self) -> str:
-        found = ", ".join(f"{count} {name}" for name, count in self.instructions if count)
+        counts = ", ".join(f"{count} {name}" for name, count in self.instructions if count)
         worse = f", {self.spilled} bytes spilled" if self.spilled else ", nothing spilled"
         worse += ", matrix products serialized" if self.serialized else ""
         return (
             f"{self.kernel}: {self.registers} registers, {self.shared} bytes of shared memory"
-            f"{worse}; {found or 'no matrix instruction'}"
+            f"{worse}; {counts or 'no matrix instruction'}"
         )
 
 
 @final
 class Driver:
-    """Stands in for a GPU's driver while Triton compiles; it launches nothing."""
+    """What Triton takes for a GPU's driver while it compiles; it launches nothing."""
 
     def __init__(self, sm: int) -> None:
         from triton.backends.compiler import GPUTarget
@@ -72,23 +74,27 @@ class Driver:
         self.target = GPUTarget("cuda", sm, 32)
 
     def get_current_target(self) -> Any:  # Any: Triton's
+        """The GPU to compile for."""
         return self.target
 
     def get_current_device(self) -> str:
-        return f"sm_{self.sm}"  # no number of a device: Triton keeps what it compiled by it
+        """What Triton takes for the number of a device."""
+        return f"sm_{self.sm}"  # not a device's number: Triton's cache uses this as a key
 
     def get_current_stream(self, device: object) -> int:
+        """A stream, which nothing is launched on."""
         return 0
 
     def get_active_torch_device(self) -> torch.device:
+        """The device of PyTorch's tensors."""
         return torch.device("cpu")
 
 
 @contextmanager
-def driven(sm: int) -> Iterator[None]:
-    """Within this block Triton compiles for `sm`, whatever is in the machine.
+def compile_for(sm: int) -> Iterator[None]:
+    """Within this block Triton compiles for `sm`, whatever GPU the machine has.
 
-    For a GPU of another kind than the machine's, other threads must not launch kernels meanwhile.
+    If that is another kind of GPU, no other thread may launch kernels during the block.
     """
     from triton.runtime import driver
 
@@ -96,7 +102,7 @@ def driven(sm: int) -> Iterator[None]:
         yield
         return
     before = driver._active
-    stand_in: Any = Driver(sm)  # Any: Triton asks for its own base class, and for no more than this
+    stand_in: Any = Driver(sm)  # Any: Triton's annotation names its base class
     driver.set_active(stand_in)
     try:
         yield
@@ -104,8 +110,8 @@ def driven(sm: int) -> Iterator[None]:
         driver._active = before
 
 
-def machine_codes(flash: Flash) -> list[MachineCode]:
-    """The machine code of every launch, for the target's compute capability."""
+def compile_launches(flash: Flash) -> list[MachineCode]:
+    """Compile every launch for the target's compute capability; what each machine code needs."""
     from triton.runtime.jit import MockTensor
 
     tensors: dict[str, Any] = {name: MockTensor(dtype) for name, dtype in flash.dtypes().items()}
@@ -115,16 +121,16 @@ def machine_codes(flash: Flash) -> list[MachineCode]:
 
 
 def inspect_launch(launch: Launch, tensors: Tensors, sm: int) -> MachineCode:
-    """What the machine code of a launch's kernel says; `tensors` stand for the pointers."""
-    with driven(sm):
-        found = kernel(launch.kernel).warmup(grid=(1,), **launch.arguments(tensors))
-    ptx: str = found.asm["ptx"]
-    registers, spilled, waits = resources(found.asm["cubin"])
+    """Compile the kernel of one launch. tensors: mock tensors for its pointers."""
+    with compile_for(sm):
+        compiled = load_kernel(launch.kernel).warmup(grid=(1,), **launch.arguments(tensors))
+    ptx: str = compiled.asm["ptx"]
+    registers, spilled, waits = read_resources(compiled.asm["cubin"])
     counts = tuple((name, len(re.findall(form, ptx))) for name, form in INSTRUCTIONS.items())
     return MachineCode(
         kernel=launch.kernel,
         registers=registers,
-        shared=found.metadata.shared,
+        shared=compiled.metadata.shared,
         spilled=spilled,
         serialized=waits > len(re.findall(r"wgmma\.wait_group", ptx)),
         warps=launch.warps,
@@ -134,20 +140,24 @@ def inspect_launch(launch: Launch, tensors: Tensors, sm: int) -> MachineCode:
 
 
 @lru_cache(maxsize=1024)
-def resources(cubin: bytes) -> tuple[int, int, int]:
-    """Registers, bytes of stack, and waits for matrix products, by the tools in Triton's wheel."""
+def read_resources(cubin: bytes) -> tuple[int, int, int]:
+    """Registers and bytes of stack of a thread, and how many instructions wait for products.
+
+    Read by the tools that come in Triton's wheel.
+    """
     import triton
 
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with TemporaryDirectory() as away:
         path = Path(away) / f"{sha256(cubin).hexdigest()[:16]}.cubin"
         path.write_bytes(cubin)
-        usage = output(str(tools / "cuobjdump"), "-res-usage", str(path))
-        code = output(str(tools / "nvdisasm"), "-c", str(path))
+        usage = run_tool(str(tools / "cuobjdump"), "-res-usage", str(path))
+        code = run_tool(str(tools / "nvdisasm"), "-c", str(path))
     (registers,), (stack,) = (re.findall(rf"{name}:(\d+)", usage) for name in ("REG", "STACK"))
     spills = len(re.findall(r"\b(?:STL|LDL)\b", code))
     return int(registers), max(int(stack), spills), code.count("WARPGROUP.DEPBAR")
 
 
-def output(*command: str) -> str:
+def run_tool(*command: str) -> str:
+    """What a program prints. Raises CalledProcessError if it fails."""
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout

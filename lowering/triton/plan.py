@@ -9,6 +9,7 @@ from typing import Any, final
 import torch
 from attrs import field, frozen
 
+from attn_graph.errors import Reason
 from attn_graph.ir.philox import threshold
 from attn_graph.kernels.tilings import (
     DELTA,
@@ -20,10 +21,16 @@ from attn_graph.kernels.tilings import (
     tiling,
 )
 from attn_graph.lowering.problem import Problem
-from attn_graph.lowering.triton.device_code import LONG, Collected, DeviceCode, Tracer, read_specs
+from attn_graph.lowering.triton.device_code import (
+    LONG,
+    Contribution,
+    DeviceCode,
+    Tracer,
+    read_specs,
+)
 from attn_graph.lowering.triton.launches import Launch, check_interpreter
 from attn_graph.lowering.triton.symbols import Untraceable
-from attn_graph.lowering.triton.tile_lists import MOST_TILES, Ranged, blocks, static_lists
+from attn_graph.lowering.triton.tile_lists import MOST_TILES, ListCode, blocks, list_ahead
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision
 from attn_graph.machine.workspace import Buffer, Scratch
@@ -64,7 +71,7 @@ class Flash:
     ) -> Flash:
         """Raises Untraceable where the mask or a modifier can't be made a kernel's."""
         best = precision if takes_tf32(problem, target.sm) else "ieee"
-        found = cls(problem, target, Tracer.of(problem).code(), best, variant)
+        found = cls(problem, target, Tracer.of(problem).trace(), best, variant)
         if problem.grad is None:
             found.forward()
         else:
@@ -162,7 +169,7 @@ class Flash:
         except Untraceable:
             shape = None  # then from `span` and `surely`, for whatever the data may be
         if shape is None:
-            self.tables[name] = static_lists(self.problem, tiling, by_keys)
+            self.tables[name] = list_ahead(self.problem, tiling, by_keys)
             shape = (1, 1, *self.tables[name].shape)
         strides = dense_strides(shape)[:3]
         strides = tuple(s if n > 1 else 0 for n, s in zip(shape, strides, strict=False))
@@ -171,7 +178,7 @@ class Flash:
     def ranged(self, name: str, tiling: Tiling, by_keys: bool) -> tuple[int, ...]:
         """Launch what makes the lists on the device; their shape."""
         p = self.problem
-        ranged = Ranged.trace(p, tiling)
+        ranged = ListCode.trace(p, tiling)
         shape = ranged.shape(p, tiling, by_keys)
         self.buffers[name] = Buffer(shape, torch.int32)
         first = len(self.data()) - len(ranged.reads)
@@ -263,7 +270,7 @@ class Flash:
             self.query_gradient()
         if p.grad.wants[1] or p.grad.wants[2]:
             self.key_gradient()
-        for n, collected in self.code.collected.items():
+        for n, collected in self.code.contributions.items():
             self.collect(n, collected)
 
     def delta(self) -> None:
@@ -315,7 +322,7 @@ class Flash:
             texts = self.texts("keep", "strip", "change", "back")
             self.launch("key_gradient", lines, tile, names, more, texts, lists)
 
-    def collect(self, n: int, collected: Collected) -> None:
+    def collect(self, n: int, collected: Contribution) -> None:
         """The gradient of operand n: whole, or as sums that are left to add up."""
         tile = self.tiling("query_gradient")
         texts = self.texts("keep", "strip", "change") | {"COLLECT": collected.source}
@@ -325,7 +332,7 @@ class Flash:
             self.collect_lines(n, "j" in collected.axes, tile, texts)
 
     def collect_places(
-        self, n: int, collected: Collected, tile: Tiling, texts: dict[str, str]
+        self, n: int, collected: Contribution, tile: Tiling, texts: dict[str, str]
     ) -> None:
         """One program for each tile of the gradient."""
         p, axes = self.problem, collected.axes
@@ -387,17 +394,19 @@ class Flash:
 
     # What is in the way
 
-    def reasons(self) -> Iterator[str]:
+    def reasons(self) -> Iterator[Reason]:
         for name, spec in self.specs().items():
             far = (MOST_ROWS - 1) * spec.strides[2] + (spec.shape[-1] - 1) * spec.strides[-1]
             if far > LONG:
-                yield f"counts within a tile up to {LONG} elements, and {name} {spec} needs {far}"
+                limit = f"counts within a tile up to {LONG} elements"
+                yield Reason(f"tile_offsets.{name}", limit, f"{name} {spec} needs {far}")
         most = max(launch.grid for launch in self.launches)
         if most > LONG:
-            yield f"launches up to {LONG} programs, and {most} are needed"
+            yield Reason("programs", f"launches up to {LONG} programs", f"{most} are needed")
         tiles = max((launch.fixed.get("TILES", 0) for launch in self.launches), default=0)
         if tiles > MOST_TILES:
-            yield f"lists {MOST_TILES} tiles a block at most where data decides, and has {tiles}"
+            limit = f"lists {MOST_TILES} tiles a block at most where data decides"
+            yield Reason("listed_tiles", limit, f"has {tiles}")
 
 
 def takes_tf32(problem: Problem, sm: int) -> bool:

@@ -1,8 +1,8 @@
 """Symbols: values of generated code, so that one Python expression serves tensors and kernels.
 
-What a mask's `keep` or a modifier's `change` does to its arguments, with operators and with the
-methods that tensors have too, is written down as lines of Triton. Methods that end in `_` return
-the new value, as everywhere; a symbol itself never changes.
+The operators and tensor methods that a mask's `keep` or a modifier's `change` applies to symbols
+are recorded as lines of Triton. Methods that end in `_` return the new value; a symbol itself never
+changes.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from attrs import define, field, frozen
 
 Kind = Literal["int", "float", "bool"]
 Operand = Any  # a symbol, an integer, a float or a boolean
-NAMES = re.compile(r"\bx\d+")  # of lines
-LIMITS = {"i": "i < M", "j": "j < N"}  # where what depends on i or j may be read
+NAMES = re.compile(r"\bx\d+")  # the names that lines assign to
+LIMITS = {"i": "i < M", "j": "j < N"}  # of addresses that depend on i or j
 
 
 class Untraceable(TypeError):
-    """A mask or a modifier asks of its arguments what no generated code can do."""
+    """A mask or a modifier does something that generated code cannot do."""
 
 
 @final
@@ -34,53 +34,58 @@ class Numbers:
     kernel; one that multiplies or divides is part of the code, which a compiler turns into shifts.
     """
 
-    found: list[int] = field(factory=list)
+    values: list[int] = field(factory=list)
 
     def add(self, value: int) -> str:
-        self.found.append(value)
-        return f"numbers[{len(self.found) - 1}]"
+        """Append an integer; the code that reads it."""
+        self.values.append(value)
+        return f"numbers[{len(self.values) - 1}]"
 
 
 @final
 @define(eq=False)
 class Code:
-    """One function as it is written: lines, of which equal ones are written once."""
+    """The body of one function: its lines in order, equal lines once.
+
+    lines: the name that each expression is assigned to.
+    """
 
     numbers: Numbers
     lines: dict[str, str] = field(factory=dict)
 
-    def line(self, text: str, kind: Kind, reads: Iterable[object]) -> Symbol:
-        """The symbol of an expression."""
+    def add_line(self, text: str, kind: Kind, reads: Iterable[object]) -> Symbol:
+        """Assign an expression to a name; the symbol of that name. reads: its operands."""
         name = self.lines.setdefault(text, f"x{len(self.lines)}")
         axes = frozenset(axis for x in reads if isinstance(x, Symbol) for axis in x.axes)
         return Symbol(self, name, kind, axes)
 
     def argument(self, name: str, kind: Kind = "int", axes: str = "") -> Symbol:
+        """A parameter of the function as a symbol; without axes its name is its axis."""
         return Symbol(self, name, kind, frozenset(axes or name))
 
-    def function(self, name: str, arguments: str, *results: object) -> str:
-        """The text of a function that returns these symbols or numbers, and of no line more."""
+    def write_function(self, name: str, arguments: str, *results: object) -> str:
+        """The text of a function that returns symbols or numbers, with only the lines needed."""
         needed = {x.text for x in results if isinstance(x, Symbol)}
         body = ""
         for text, line in reversed(self.lines.items()):
             if line in needed:
                 needed |= set(NAMES.findall(text))
                 body = f"    {line} = {text}\n{body}"
-        returned = ", ".join(
+        outputs = ", ".join(
             x.text if isinstance(x, Symbol) else code_literal(x)[0] for x in results
         )
-        return f"def {name}({arguments}):\n{body}    return {returned}\n"
+        return f"def {name}({arguments}):\n{body}    return {outputs}\n"
 
 
 def code_literal(value: object) -> tuple[str, Kind]:
-    """A Python number in code."""
+    """A Python number as text, and its kind. Raises Untraceable for what is no number."""
     if isinstance(value, bool):
         return str(value), "bool"
     if isinstance(value, int):
         return str(value), "int"
     if isinstance(value, float):
         return (repr(value) if abs(value) < float("inf") else f'float("{value}")'), "float"
-    raise Untraceable(f"a symbol meets {value!r}, which is no number")
+    raise Untraceable(f"a symbol is combined with {value!r}, which is not a number")
 
 
 @final
@@ -95,33 +100,39 @@ class Symbol:
     dtype = torch.float32
     device = torch.device("cpu")
 
-    def operand(self, x: Operand, lift: bool) -> tuple[str, Kind]:
-        """Another operand's text and kind."""
+    def operand(self, x: Operand, at_run_time: bool) -> tuple[str, Kind]:
+        """The text and kind of another operand. at_run_time: read an integer from `numbers`."""
         if isinstance(x, Symbol):
             return x.text, x.kind
         text, kind = code_literal(x)
-        lifted = lift and kind == "int" and self.kind == "int"
-        return (self.code.numbers.add(x) if lifted else text), kind
+        reads = at_run_time and kind == "int" and self.kind == "int"
+        return (self.code.numbers.add(x) if reads else text), kind
 
-    def binary(self, form: str, x: Operand, kind: Kind | None = None, lift: bool = False) -> Symbol:
-        """`form` with {0} this symbol and {1} the other operand."""
-        text, other = self.operand(x, lift)
+    def binary(
+        self, form: str, x: Operand, kind: Kind | None = None, at_run_time: bool = False
+    ) -> Symbol:
+        """The value of `form`, where {0} is this symbol and {1} the other operand.
+
+        kind: of the result; by default the wider of both.
+        """
+        text, other = self.operand(x, at_run_time)
         wider: Kind = "float" if "float" in (self.kind, other) else self.kind
-        return self.code.line(form.format(self.text, text), kind or wider, (self, x))
+        return self.code.add_line(form.format(self.text, text), kind or wider, (self, x))
 
     def unary(self, form: str, kind: Kind | None = None) -> Symbol:
-        return self.code.line(form.format(self.text), kind or self.kind, (self,))
+        """The value of `form`, where {0} is this symbol."""
+        return self.code.add_line(form.format(self.text), kind or self.kind, (self,))
 
     def __add__(self, x: Operand) -> Symbol:
-        return self if is_zero(x) else self.binary("{0} + {1}", x, lift=True)
+        return self if is_zero(x) else self.binary("{0} + {1}", x, at_run_time=True)
 
     __radd__ = __add__
 
     def __sub__(self, x: Operand) -> Symbol:
-        return self if is_zero(x) else self.binary("{0} - {1}", x, lift=True)
+        return self if is_zero(x) else self.binary("{0} - {1}", x, at_run_time=True)
 
     def __rsub__(self, x: Operand) -> Symbol:
-        return self.binary("{1} - {0}", x, lift=True)
+        return self.binary("{1} - {0}", x, at_run_time=True)
 
     def __mul__(self, x: Operand) -> Symbol:
         return self.binary("{0} * {1}", x)
@@ -146,29 +157,29 @@ class Symbol:
         return self.__sub__((self // x) * x)
 
     def __rmod__(self, x: Operand) -> Symbol:
-        found: Symbol = x - (x // self) * self
-        return found
+        rest: Symbol = x - (x // self) * self
+        return rest
 
     def __neg__(self) -> Symbol:
         return self.unary("-{0}")
 
     def __lt__(self, x: Operand) -> Symbol:
-        return self.binary("{0} < {1}", x, "bool", lift=True)
+        return self.binary("{0} < {1}", x, "bool", at_run_time=True)
 
     def __le__(self, x: Operand) -> Symbol:
-        return self.binary("{0} <= {1}", x, "bool", lift=True)
+        return self.binary("{0} <= {1}", x, "bool", at_run_time=True)
 
     def __gt__(self, x: Operand) -> Symbol:
-        return self.binary("{0} > {1}", x, "bool", lift=True)
+        return self.binary("{0} > {1}", x, "bool", at_run_time=True)
 
     def __ge__(self, x: Operand) -> Symbol:
-        return self.binary("{0} >= {1}", x, "bool", lift=True)
+        return self.binary("{0} >= {1}", x, "bool", at_run_time=True)
 
     def __eq__(self, x: object) -> Symbol:  # type: ignore[override]  # as tensors do
-        return self.binary("{0} == {1}", x, "bool", lift=True)
+        return self.binary("{0} == {1}", x, "bool", at_run_time=True)
 
     def __ne__(self, x: object) -> Symbol:  # type: ignore[override]  # as tensors do
-        return self.binary("{0} != {1}", x, "bool", lift=True)
+        return self.binary("{0} != {1}", x, "bool", at_run_time=True)
 
     __hash__ = None  # type: ignore[assignment]  # == makes a symbol
 
@@ -201,22 +212,25 @@ class Symbol:
         return self if self.kind == "bool" else self.unary("{0} != 0", "bool")
 
     def logical_not(self) -> Symbol:
+        """Whether it is 0."""
         return ~self.truth()
 
     def maximum(self, x: Operand) -> Symbol:
-        return self.binary("tl.maximum({0}, {1})", x, lift=True)
+        """The larger of both."""
+        return self.binary("tl.maximum({0}, {1})", x, at_run_time=True)
 
     def minimum(self, x: Operand) -> Symbol:
-        return self.binary("tl.minimum({0}, {1})", x, lift=True)
+        """The smaller of both."""
+        return self.binary("tl.minimum({0}, {1})", x, at_run_time=True)
 
     def where(self, yes: Operand, no: Operand) -> Symbol:
         """`yes` where this is true, else `no`."""
-        (a, kind), (b, other) = (self.operand(x, lift=False) for x in (yes, no))
+        (a, kind), (b, other) = (self.operand(x, at_run_time=False) for x in (yes, no))
         wider: Kind = "float" if "float" in (kind, other) else kind
-        return self.code.line(f"tl.where({self.text}, {a}, {b})", wider, (self, yes, no))
+        return self.code.add_line(f"tl.where({self.text}, {a}, {b})", wider, (self, yes, no))
 
     def among(self, values: Sequence[float]) -> Symbol:
-        """values[self]."""
+        """values[self], for a symbol that counts from 0."""
         start = self.unary(
             f"{{0}} * 0.0 + {float(values[-1])!r}" if values else "{0} * 0.0", "float"
         )
@@ -226,6 +240,7 @@ class Symbol:
         )
 
     def to(self, dtype: torch.dtype) -> Symbol:
+        """As float32 for every floating dtype, as int64 for all others."""
         if dtype.is_floating_point:
             return self.unary("({0}).to(tl.float32)", "float")
         return self.unary("({0}).to(tl.int64)", "int")
@@ -236,16 +251,17 @@ class Symbol:
         return self.__sub__(product) if value == -1 else self.__add__(value * product)
 
     def square(self) -> Symbol:
+        """self * self."""
         return self * self
 
-    def collected(self, *_: object) -> Symbol:
-        """A sum over axes, or new axes: whoever adds contributions up does both."""
+    def ignore_axes(self, *_: object) -> Symbol:
+        """Sums over axes and new axes change nothing: the kernels sum contributions themselves."""
         return self
 
-    sum = sum_to_size = __getitem__ = collected
+    sum = sum_to_size = __getitem__ = ignore_axes
 
     def __getattr__(self, name: str) -> Callable[..., Symbol]:
-        """Methods in place, and the functions of Triton by their names in PyTorch."""
+        """Methods that end in `_`, and Triton's functions by their names in PyTorch."""
         if name in FUNCTIONS:
             return lambda: self.unary(FUNCTIONS[name], "float")
         if name in METHODS:
@@ -257,14 +273,16 @@ class Symbol:
         raise Untraceable(f"generated code has no {name}(); it has {', '.join(sorted(KNOWN))}")
 
     def abs(self) -> Symbol:
+        """The absolute value."""
         return self.unary("tl.abs({0})")
 
     def __abs__(self) -> Symbol:
         return self.abs()
 
-    def refuse(self, *_: object, **__: object) -> Any:  # Any: whatever was to come
+    def refuse(self, *_: object, **__: object) -> Any:  # Any: it always raises
+        """Raises Untraceable: a symbol has no value."""
         raise Untraceable(
-            "a symbol of generated code has no value yet; write with operators and methods alone, "
+            "a symbol of generated code has no value yet; use only operators and methods, "
             "no `if`, `and`, `or`, `not`, int() or functions of torch"
         )
 
@@ -273,10 +291,10 @@ class Symbol:
     @classmethod
     def __torch_function__(
         cls, function: object, types: object, *_: object, **__: object
-    ) -> Any:  # Any: whatever was to come
+    ) -> Any:  # Any: it always raises
         raise Untraceable(
             f"{getattr(function, '__name__', function)} of torch was called on a symbol of "
-            "generated code; write with operators and methods alone"
+            "generated code; use only operators and methods"
         )
 
 
@@ -314,13 +332,18 @@ KNOWN = {
 
 
 def is_zero(x: object) -> bool:
+    """Whether x is the integer 0."""
     return isinstance(x, int) and x == 0
 
 
 @final
 @frozen(eq=False)
 class Array:
-    """A tensor that generated code reads: data[slot], its strides in `numbers` from `at` on."""
+    """A tensor that generated code reads: the pointer data[slot].
+
+    at: where its strides begin in `numbers`. limits: for each axis, the condition under which a
+    place on it may be read.
+    """
 
     code: Code
     slot: int
@@ -331,7 +354,7 @@ class Array:
     limits: Mapping[str, str] = field(factory=lambda: LIMITS)
 
     def __getitem__(self, index: tuple[Operand, ...]) -> Symbol:
-        """The element at `index`; 0 at places past the last query or key."""
+        """The element at `index`; 0 past the last query or key."""
         offset = [f"data[{self.slot}]"]
         for axis, x in enumerate(index):
             if not is_zero(x):
@@ -340,10 +363,10 @@ class Array:
                 offset.append(f"{wide} * numbers[{self.at + axis}]")
         axes = {axis for x in index if isinstance(x, Symbol) for axis in x.axes}
         inside = " & ".join(f"({limit})" for axis, limit in self.limits.items() if axis in axes)
-        masked = f", mask={inside}, other=0" if inside else ""
-        load = f"tl.load({' + '.join(offset)}{masked})"
+        guard = f", mask={inside}, other=0" if inside else ""
+        load = f"tl.load({' + '.join(offset)}{guard})"
         if self.dtype == torch.bool:
-            return self.code.line(f"{load} != 0", "bool", index)
+            return self.code.add_line(f"{load} != 0", "bool", index)
         if self.dtype.is_floating_point:
-            return self.code.line(f"{load}.to(tl.float32)", "float", index)
-        return self.code.line(load, "int", index)
+            return self.code.add_line(f"{load}.to(tl.float32)", "float", index)
+        return self.code.add_line(load, "int", index)

@@ -1,8 +1,8 @@
 """Which tiles Triton's kernels visit: in closed form, from a list made once, or made each call.
 
-A mask that is a strip along the diagonal needs no list. One that no data decides gets a list when
-it is lowered, by `span` and `surely` of each block of queries. For the rest two small kernels make
-the lists on the device, from the least and the greatest of each block of what the mask reads.
+A mask that is a strip along the diagonal needs no list. A mask without tensors gets its lists when
+it is lowered, by `span` and `surely` of each block of queries. For all others two small kernels
+make the lists on the device, from the least and greatest element of each block of their tensors.
 """
 
 from __future__ import annotations
@@ -26,86 +26,93 @@ CLASSIFY = "b, h, i0, i1, j0, j1, x, y, data, numbers"
 
 
 def blocks(count: int, size: int) -> int:
+    """How many blocks of `size` positions cover `count` of them."""
     return -(-count // size)
 
 
-def tile_kinds(mask: Mask, problem: Problem, tiling: Tiling) -> torch.Tensor:
+def classify_blocks(mask: Mask, problem: Problem, tiling: Tiling) -> torch.Tensor:
     """For each tile, 0: empty, 1: mixed, 2: full; int8 [blocks of queries, blocks of keys]."""
     BM, BN, M, N = tiling.block_m, tiling.block_n, problem.M, problem.N
-    found = torch.zeros(blocks(M, BM), blocks(N, BN), dtype=torch.int8, device="cpu")
-    for x, row in enumerate(found):
+    kinds = torch.zeros(blocks(M, BM), blocks(N, BN), dtype=torch.int8, device="cpu")
+    for x, row in enumerate(kinds):
         rows = range(x * BM, min((x + 1) * BM, M))
         block = Block(range(problem.B), range(problem.H), rows, problem.H, M, N)
         for a, b in mask.span(block).intervals:
             row[a // BN : blocks(b, BN)] = 1
         for a, b in mask.surely(block).intervals:
             row[blocks(a, BN) : max(blocks(a, BN), b // BN)] = 2
-    return found
+    return kinds
 
 
 def list_tiles_of(kinds: torch.Tensor) -> torch.Tensor:
-    """A list for each row: how many are full, how many mixed, then the full, then the mixed."""
+    """A list for each row of `kinds`: how many tiles are full, how many mixed, then the full, then
+    the mixed, then the empty ones; int32 [rows, 2 + tiles]."""
     rows = max(1, AT_ONCE // (2 + kinds.shape[1]))
     return torch.cat([*map(list_at_once, kinds.split(rows))])
 
 
 def list_at_once(kinds: torch.Tensor) -> torch.Tensor:
+    """The same for so few rows that sorting them takes little memory."""
     full, mixed = ((kinds == kind).sum(1, keepdim=True) for kind in (2, 1))
     order = torch.argsort(kinds, dim=1, descending=True, stable=True)
     return torch.cat((full, mixed, order), 1).to(torch.int32)
 
 
-def static_lists(problem: Problem, tiling: Tiling, by_keys: bool) -> torch.Tensor:
-    """The lists of all blocks of queries, or of keys, where no data is asked."""
+def list_ahead(problem: Problem, tiling: Tiling, by_keys: bool) -> torch.Tensor:
+    """The lists of all blocks of queries, or of keys, for a mask without tensors."""
     assert problem.node.mask is not None
-    found = tile_kinds(problem.node.mask, problem, tiling)
-    if by_keys:  # a last block of queries that is not whole must be masked; one of keys need not
+    kinds = classify_blocks(problem.node.mask, problem, tiling)
+    if by_keys:  # a partial last block of queries must be masked, one of keys need not
         short = problem.M % tiling.block_m > 0
-        found[-1] = found[-1].clamp(max=1) if short else found[-1]
-        return list_tiles_of(found.mT.contiguous())
-    return list_tiles_of(found)
+        kinds[-1] = kinds[-1].clamp(max=1) if short else kinds[-1]
+        return list_tiles_of(kinds.mT.contiguous())
+    return list_tiles_of(kinds)
 
 
 @final
 @frozen
-class Ranged:
-    """How lists are made on the device: the text of the function that classifies tiles, what it
-    reads, and which of "b" and "h" the lists depend on."""
+class ListCode:
+    """How lists are made on the device.
+
+    source: the text of the function that classifies tiles. numbers: the integers that it reads.
+    axes: those of "bh" that the lists depend on. reads: the spec and the axes of each tensor of the
+    mask.
+    """
 
     source: str
     numbers: tuple[int, ...]
     axes: str
-    reads: tuple[tuple[TensorSpec, str], ...]  # spec and axes of each tensor of the mask
+    reads: tuple[tuple[TensorSpec, str], ...]
 
     @classmethod
-    def trace(cls, problem: Problem, tiling: Tiling) -> Ranged:
-        """Raises Untraceable for a mask that interval arithmetic can't follow."""
+    def trace(cls, problem: Problem, tiling: Tiling) -> ListCode:
+        """Trace the problem's mask. Raises Untraceable if interval arithmetic can't follow it."""
         mask, numbers, code = problem.node.mask, Numbers(), Code(Numbers())
         code.numbers = numbers
         assert mask is not None
-        given = problem.node.split(problem.specs).mask
+        operands = problem.node.split(problem.specs).mask
         i, j = (Range(*(code.argument(f"{a}{n}", axes=a) for n in "01")) for a in "ij")
         x, y = code.argument("x", axes="i"), code.argument("y", axes="j")
         places = {id(i): x, id(j): y}
         data: dict[str, Extremes] = {}
-        for slot, (name, spec) in enumerate(given.items()):
+        for slot, (name, spec) in enumerate(operands.items()):
             axes = mask.needs[name].axes
             shape, strides = reduced_shape(spec, axes, tiling)
-            at = len(numbers.found)
-            numbers.found += strides
+            at = len(numbers.values)
+            numbers.values += strides
             kind = spec.dtype if set(axes) <= set("bh") else torch.int64
             ends = (Array(code, 2 * slot + k, shape, kind, at, False, {}) for k in (0, 1))
             data[name] = Extremes(shape, next(ends), next(ends), places, spec.dtype == torch.bool)
         b, h = code.argument("b"), code.argument("h")
-        kept = mask.keep(Place(b, h, i, j, problem.H, problem.M, problem.N, data))
-        bounds = [boolean(code, end(kept)) for end in (lower_end, upper_end)]
+        keep = mask.keep(Place(b, h, i, j, problem.H, problem.M, problem.N, data))
+        bounds = [as_boolean(code, end(keep)) for end in (lower_end, upper_end)]
         axes = "".join(a for a in "bh" if any(a in x.axes for x in bounds))
-        source = code.function("classify", CLASSIFY, *bounds)
-        reads = tuple((spec, mask.needs[name].axes) for name, spec in given.items())
-        return cls(source, tuple(numbers.found), axes, reads)
+        source = code.write_function("classify", CLASSIFY, *bounds)
+        reads = tuple((spec, mask.needs[name].axes) for name, spec in operands.items())
+        return cls(source, tuple(numbers.values), axes, reads)
 
     def shape(self, problem: Problem, tiling: Tiling, by_keys: bool) -> tuple[int, ...]:
-        """Of the lists: [B or 1, H or 1, blocks, 2 + tiles]."""
+        """The shape of the lists: [B or 1, H or 1, blocks, 2 + tiles]."""
         tiles = blocks(problem.M, tiling.block_m), blocks(problem.N, tiling.block_n)
         lines, each = reversed(tiles) if by_keys else tiles
         B = problem.B if "b" in self.axes else 1
@@ -123,11 +130,11 @@ def reduced_shape(
     return shape, dense_strides(shape)
 
 
-def boolean(code: Code, x: Operand) -> Symbol:
-    """True or false for each tile. Raises Untraceable for a number."""
+def as_boolean(code: Code, x: Operand) -> Symbol:
+    """x as one boolean for each tile. Raises Untraceable for a number."""
     if isinstance(x, Symbol) and x.kind != "bool":
-        raise Untraceable("tiles are found for masks that say true or false, not a number")
+        raise Untraceable("lists of tiles are made for masks that give booleans, not numbers")
     x0, y0 = code.argument("x", axes="i"), code.argument("y", axes="j")
-    everywhere = code.line("(x == x) & (y == y)", "bool", (x0, y0))
-    found: Symbol = everywhere & x
-    return found
+    everywhere = code.add_line("(x == x) & (y == y)", "bool", (x0, y0))
+    answer: Symbol = everywhere & x
+    return answer

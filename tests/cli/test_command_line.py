@@ -21,7 +21,7 @@ import attn_graph as ag
 from attn_graph.cli.cache import format_age
 from attn_graph.cli.main import commands, main
 from attn_graph.machine.store import MAGIC
-from tests.support.sources import ROOT, loaded
+from tests.support.sources import ROOT, load_file
 
 GRAPH = ag.attention(*(ag.TensorSpec((1, 2, 64, 16), torch.float32),) * 3, mask=ag.Causal())
 CALL = {
@@ -45,7 +45,7 @@ def run(*line: str, stdin: str | None = None) -> Result:
 
 def page() -> ModuleType:
     """docs/generate/command_line.py as a module."""
-    return loaded(ROOT / "docs" / "generate" / "command_line.py")
+    return load_file(ROOT / "docs" / "generate" / "command_line.py")
 
 
 def every(name: str, command: click.Command) -> list[tuple[str, click.Command]]:
@@ -189,7 +189,7 @@ WRONG = {
     "mask 4 4 --block 0x3": "block (0, 3) holds no place",
     "mask 4 4 -o mask.txt": "mask.txt ends in none of .png, .svg, .pdf",
     "mask 4 4 -o nowhere/mask.png": "there is no folder nowhere",
-    "bench --q 1,2,8,8 --cpu -o x.svg --plot roofline": "cpu tells no rates",
+    "bench --q 1,2,8,8 --cpu -o x.svg --plot roofline": "the rates of cpu are not known",
     "cache": "Usage: attn-graph cache",
     "nothing": "No such command 'nothing'",
 }
@@ -501,7 +501,7 @@ def test_odd_input_is_wrong_usage(tmp_path: Path) -> None:
     (tmp_path / "bytes").write_bytes(bytes(range(256)))
     for line, told in (
         (("explain", str(tmp_path / "bytes")), "is no text"),
-        (("explain", "--q", "99999999999999999999,8,64,64"), "no size of this world"),
+        (("explain", "--q", "99999999999999999999,8,64,64"), "is too large for a size"),
         (("bench", "--q", "64,64,1000000,4096"), "and this machine has"),
         (("bench", *SMALL, "--peak", "nan"), "no rate"),
         (("bench", *SMALL, "--bandwidth", "-1"), "no rate"),

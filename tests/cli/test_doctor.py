@@ -19,7 +19,7 @@ from attn_graph.cli.diagnosis import (
     version_reasons,
 )
 from attn_graph.cli.doctor import doctor_screen
-from attn_graph.cli.words import printed_text
+from attn_graph.cli.output import render_text
 from attn_graph.machine.gpus import devices
 from attn_graph.machine.torch_switches import Switches
 from tests.cli.test_command_line import page, run
@@ -51,7 +51,7 @@ def test_who_runs_where_follows_from_the_libraries(name: str) -> None:
 
 
 def test_reasons_say_what_to_install() -> None:
-    told = printed_text(*doctor_screen(diagnose(MACHINES["torch"], EMPTY)))
+    told = render_text(*doctor_screen(diagnose(MACHINES["torch"], EMPTY)))
     assert "needs triton, which is not installed; pip install 'attn-graph[cuda]'" in told
     assert "needs nvidia-cudnn-frontend, which is not installed" in told
 
@@ -66,7 +66,7 @@ def test_a_gpu_comes_before_the_cpu() -> None:
     found = diagnose(machine, EMPTY)
     assert found.verdicts[0].target == "NVIDIA H200"
     assert takers(found, "NVIDIA H200") == TAKERS["cudnn"]
-    told = printed_text(*doctor_screen(found))
+    told = render_text(*doctor_screen(found))
     assert "NVIDIA H200 (sm_90), 140 GiB" in told
     assert "without CUDA" not in told
 
@@ -85,7 +85,7 @@ def test_a_cudnn_that_pip_knows_nothing_of_is_told(cudnn: str) -> None:
     libraries = [x for x in MACHINES["cudnn"].cpu.libraries if "cudnn-jit" not in x[0]]
     cpu = evolve(MACHINES["cudnn"].cpu, libraries=(*libraries, ("cudnn", cudnn)))
     found = diagnose(evolve(MACHINES["cudnn"], cpu=cpu, target=cpu), EMPTY)
-    told = printed_text(*doctor_screen(found))
+    told = render_text(*doctor_screen(found))
     assert f"{cudnn}, which PyTorch loads" in told
     assert "not installed" not in told
     is_old = cudnn == "9.10.1"
@@ -99,7 +99,7 @@ def test_a_cudnn_that_pip_knows_nothing_of_is_told(cudnn: str) -> None:
 @pytest.mark.parametrize("cudnn", ["9.10.1", "9.10.2", "9.14.0", "9.20.0.48", "9.24.0"])
 def test_known_bad_versions_are_those_of_the_table(cudnn: str, frontend: str) -> None:
     machine = with_versions(nvidia_cudnn_frontend=frontend, nvidia_cudnn_jit_cu13=cudnn)
-    told = " ".join(version_reasons(machine.cpu))
+    told = " ".join(map(str, version_reasons(machine.cpu)))
     assert ("needs cuDNN 9.10.2" in told) == (cudnn == "9.10.1")
     assert ("needs nvidia-cudnn-frontend 1.28" in told) == (frontend != "1.28.0")
     assert bool(told) == (cudnn == "9.10.1" or frontend != "1.28.0")
@@ -137,7 +137,7 @@ def test_damaged_files_are_told(tmp_path: Path) -> None:
     store.path("b").write_bytes(b"damaged")
     found = diagnose(MACHINES["torch"], store)
     assert (found.kept.files, found.kept.damaged) == (2, 1)
-    told = printed_text(*doctor_screen(found))
+    told = render_text(*doctor_screen(found))
     assert "1 of 2 stored files are damaged" in told
     assert told.endswith("something is broken")
 
@@ -154,7 +154,7 @@ def test_what_is_set_is_told() -> None:
         switches=Switches(flash=False, deterministic=True),
     )
     found = diagnose(machine, EMPTY)
-    told = printed_text(*doctor_screen(found))
+    told = render_text(*doctor_screen(found))
     for part in (
         "TRITON_INTERPRET                     1",
         "TRITON_INTERPRET is set",
@@ -164,7 +164,7 @@ def test_what_is_set_is_told() -> None:
     ):
         assert part in told
     assert takers(found, "cpu") == {"triton", "math"}
-    no_compiler = printed_text(*doctor_screen(diagnose(evolve(machine, driver=False), EMPTY)))
+    no_compiler = render_text(*doctor_screen(diagnose(evolve(machine, driver=False), EMPTY)))
     assert "not without a C compiler: cc, gcc, clang" in no_compiler
 
 
@@ -194,6 +194,8 @@ def test_doctor_tells_of_this_very_machine(monkeypatch: pytest.MonkeyPatch) -> N
     told = json.loads(result.output)
     assert result.exit_code == (1 if told["problems"] else 0)
     assert told["attn_graph"] == ag.__version__
+    assert all(len(each["keys"]) == len(each["reasons"]) for each in told["verdicts"])
+    assert any("device" in each["keys"] for each in told["verdicts"])
     assert told["machine"]["libraries"] == dict(ag.Target.of("cpu").libraries)
     here = Surroundings.here()
     assert here.target == ag.Target.here()

@@ -20,6 +20,7 @@ from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.graph import Input, Op
 from attn_graph.ir.modifiers import Alibi, Back, Bias, Collect, SoftCap
 from attn_graph.ir.passes import simplify
+from attn_graph.printing import show_value
 from attn_graph.spec import DTYPES
 from tests.support.strategies import graphs
 
@@ -157,15 +158,15 @@ def test_there_is_an_example_of_every_op_and_leaf() -> None:
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda x: type(x).__name__)
 def test_changing_any_one_field_makes_another_value(example: object) -> None:
-    told = parse.show_value(example)
+    told = show_value(example)
     for other in changes(example):
         assert other != example
         assert hash(other) != hash(example)
-        assert parse.show_value(other) != told
+        assert show_value(other) != told
 
 
 def test_the_kinds_of_ops_and_leaves_are_no_two_alike() -> None:
-    assert len(set(EXAMPLES)) == len({*map(parse.show_value, EXAMPLES)}) == len(EXAMPLES)
+    assert len(set(EXAMPLES)) == len({*map(show_value, EXAMPLES)}) == len(EXAMPLES)
 
 
 @given(graphs())

@@ -15,7 +15,7 @@ import pytest
 from attn_graph.lowering.cudnn.limits import RULES
 from tests.support.cudnn_grid import drawn, grid
 from tests.support.cudnn_questions import GPUS, answers, questions, versions
-from tests.support.sources import ROOT, loaded
+from tests.support.sources import ROOT, load_file
 
 LEAST = 400  # graphs in the grid
 PARTS = 4  # of the support check at one place
@@ -99,7 +99,7 @@ def test_where_cudnn_dies_the_error_tells_the_question(tmp_path: Path) -> None:
 def test_the_page_tells_the_limits_of_today() -> None:
     page = report()
     text = page.PAGE.read_text(encoding="utf-8")
-    assert text == page.replace(text, "limits", page.limits()), (
+    assert text == page.replace(text, "limits", page.limits_table()), (
         "run `.venv/bin/python -m docs.generate.cudnn`, and read the diff"
     )
     assert f"\n{len(grid())} graphs, " in text, "run `make cudnn-report`, and read the diff"
@@ -107,4 +107,4 @@ def test_the_page_tells_the_limits_of_today() -> None:
 
 def report() -> ModuleType:
     """docs/generate/cudnn.py."""
-    return loaded(ROOT / "docs" / "generate" / "cudnn.py")
+    return load_file(ROOT / "docs" / "generate" / "cudnn.py")

@@ -15,7 +15,7 @@ from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
 from attn_graph.lowering.cudnn.case import Case, Version, needs_padding_mask
 from attn_graph.lowering.cudnn.graph import describe_call
 from attn_graph.lowering.cudnn.limits import RULES, reasons
-from attn_graph.lowering.cudnn.masks import Stated, StatedBand, mask_problems
+from attn_graph.lowering.cudnn.masks import CudnnBand, CudnnMask, mask_problems
 from attn_graph.lowering.problem import Problem
 from attn_graph.masks import Band, KeyLengths, QueryLengths
 from attn_graph.masks.canonical import canonical_mask
@@ -219,10 +219,10 @@ def test_all_reasons_come_out(golden: Any) -> None:
 def sentences(given: Problem, asked: dict[str, Any]) -> list[str]:
     where = {"sm": 90, "backend": KNOWN[0], "frontend": KNOWN[1], **asked}
     case = Case(given, **where)
-    return [text for rule in RULES for text in rule.reasons(case)]
+    return [str(reason) for rule in RULES for reason in rule.reasons(case)]
 
 
-def keeps(stated: StatedBand, i: int, j: int, shift: int) -> bool:
+def keeps(stated: CudnnBand, i: int, j: int, shift: int) -> bool:
     """Whether cuDNN's band keeps a place."""
     at = i + (shift if stated.align == "bottom_right" else 0)
     above = stated.left is None or j > at - stated.left
@@ -237,7 +237,7 @@ def test_a_band_means_the_same_in_cudnns_terms(M: int, N: int, plain: bool) -> N
         if low is not None and high is not None and low > high:
             continue
         mask = canonical_mask(Band(low, high), M, N)
-        stated = Stated.of(mask, M, N, plain=plain)
+        stated = CudnnMask.of(mask, M, N, plain=plain)
         assert stated is not None
         for i, j in ((i, j) for i in range(M) for j in range(N)):
             kept = (low is None or j - i >= low) and (high is None or j - i <= high)
@@ -247,7 +247,7 @@ def test_a_band_means_the_same_in_cudnns_terms(M: int, N: int, plain: bool) -> N
 def test_masks_with_no_words_in_cudnn_have_reasons() -> None:
     ragged = Band(None, 0, ("kv_lengths",))
     for mask in (ag.Prefix(2), ~CAUSAL, ragged, CAUSAL & ragged & KeyLengths()):
-        assert Stated.of(mask, 4, 4) is None
+        assert CudnnMask.of(mask, 4, 4) is None
         assert mask_problems(mask)
 
 
@@ -292,12 +292,13 @@ def test_a_plan_tells_what_cudnn_says_on_a_machine_without_it() -> None:
     graph = ag.attention(x, x, x, mask=ag.Causal(), dropout=0.5)
     libraries = (("nvidia-cudnn-frontend", "1.28.0"), ("nvidia-cudnn-cu13", "9.20.0.48"))
     target = ag.Target("h200", "cuda", 90, (), libraries)
-    told = dict(ag.compile(graph, target=target, backends=("cudnn", "math")).refusals)["cudnn"]
-    (reason,) = told
+    plan = ag.compile(graph, target=target, backends=("cudnn", "math"))
+    (reason,) = map(str, dict(plan.refusals)["cudnn"])
     assert reason.startswith("draws dropout from a generator of its own, and the graph's, of rate")
     with pytest.raises(ag.NoBackendError) as error:
         ag.compile(graph, target=ag.Target("v100", "cuda", 70), backends=("cudnn",))
-    ((_, told),) = error.value.refusals
+    ((_, refused),) = error.value.refusals
+    told = tuple(map(str, refused))
     assert told[0].startswith("needs nvidia-cudnn-frontend, which is not installed; pip install")
     assert told[1].startswith("needs cuDNN, which is not installed; PyTorch's builds for CUDA")
     assert told[2] == "needs compute capability sm_80, and the target has sm_70"

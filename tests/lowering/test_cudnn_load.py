@@ -21,8 +21,8 @@ from attn_graph.lowering.cudnn import builder as cudnn_builder
 from attn_graph.lowering.cudnn import plan as cudnn_plan
 from attn_graph.lowering.cudnn import run as cudnn_run
 from attn_graph.lowering.cudnn.backend import described_for, versions
-from attn_graph.lowering.cudnn.offline import description, driver
-from attn_graph.lowering.cudnn.plan import Built
+from attn_graph.lowering.cudnn.offline import describe_target, driver_library
+from attn_graph.lowering.cudnn.plan import CudnnPlan
 from attn_graph.lowering.cudnn.run import Engine, Handles
 from attn_graph.machine.store import Store
 from attn_graph.machine.target import Target
@@ -57,10 +57,10 @@ import sys
 from pathlib import Path
 lowering, driver, folder = sys.argv[1:]
 sys.path[:0] = [lowering]
-import cudnn_builder
-cudnn_builder.stand_in(driver)
+import builder
+builder.load_stand_in(driver)
 device = Path(folder, "device").read_text()
-graph = cudnn_builder.loaded(Path(folder, "plan").read_bytes(), device)
+graph = builder.load_plan(Path(folder, "plan").read_bytes(), device)
 print(graph.get_workspace_size())
 """
 needs_cudnn = pytest.mark.skipif(
@@ -71,7 +71,7 @@ needs_cudnn = pytest.mark.skipif(
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     """An H200 with the frontend 1.28."""
-    found = Machine(description(Target.of("h200")))
+    found = Machine(describe_target(Target.of("h200")))
     become(monkeypatch, FIRST_WITH_HANDLES, found)
     return found
 
@@ -94,8 +94,8 @@ def fill(store: Store, target: Target) -> None:
     assert backend is not None
     assert frontend is not None
     _, _, call = described_for(GRAPH, target, Options())
-    key = cudnn_plan.plan_key(call, cudnn_plan.present(), (backend, frontend))
-    store.put(key, Built.of(TOLD, b"plan").packed)
+    key = cudnn_plan.plan_key(call, cudnn_plan.describe_own_gpu(), (backend, frontend))
+    store.put(key, CudnnPlan.of(TOLD, b"plan").stored)
 
 
 def test_loading_a_plan_runs_nothing_and_takes_no_memory(machine: Machine) -> None:
@@ -148,10 +148,10 @@ def test_cudnn_loads_a_plan_for_such_a_device(tmp_path: Path) -> None:
     plan = ag.compile(GRAPH, backends=("cudnn",), target="h200", store=Store(tmp_path))
     data = plan.executable.run.__self__.execute.plan  # type: ignore[attr-defined]  # a method
     (tmp_path / "plan").write_bytes(data)
-    there = json.loads(description(Target.of("h200"))) | OTHERS
+    there = json.loads(describe_target(Target.of("h200"))) | OTHERS
     (tmp_path / "device").write_text(json.dumps(there))
     lowering, folder = str(Path(cudnn_builder.__file__).parent), str(tmp_path)
-    program = (sys.executable, "-P", "-c", LOAD, lowering, driver(folder), folder)
+    program = (sys.executable, "-P", "-c", LOAD, lowering, driver_library(folder), folder)
     done = subprocess.run(program, check=True, capture_output=True, text=True)
     assert int(done.stdout) == plan.executable.workspace
 

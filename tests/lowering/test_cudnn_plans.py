@@ -47,7 +47,7 @@ def planned(graph: ag.Graph = CAUSAL, **options: object) -> ag.Plan:
 def refusal(error: pytest.ExceptionInfo[ag.NoBackendError]) -> str:
     ((name, reasons),) = error.value.refusals
     assert name == "cudnn"
-    return "\n".join(reasons)
+    return "\n".join(map(str, reasons))
 
 
 def test_a_plan_tells_who_runs_it_and_what_cudnn_was_asked(
@@ -125,7 +125,7 @@ def test_a_workspace_found_too_large_only_when_built_is_refused_too(
     plan = planned(store=store, max_workspace="1MiB", backends=("cudnn", "triton"))
     reasons = dict(plan.vjp.refusals)["cudnn"]
     assert plan.vjp.backend == "triton"
-    assert reasons == (
+    assert tuple(map(str, reasons)) == (
         "needs a workspace of 8454400 bytes (8.063 MiB), max_workspace is 1048576 bytes (1 MiB)",
     )
 
@@ -138,7 +138,7 @@ def test_what_cudnn_declines_after_all_goes_to_the_next_backend(
     graph = ag.attention(x, x, x)
     monkeypatch.setattr(cudnn_limits, "RULES", ())
     plan = planned(graph, store=store, backends=("cudnn", "triton")).vjp
-    (reason,) = dict(plan.refusals)["cudnn"]
+    (reason,) = map(str, dict(plan.refusals)["cudnn"])
     assert plan.backend == "triton"
     assert reason.startswith("said itself, where no limit was known, at ")
     assert reason.removeprefix("said itself, where no limit was known, at ") in caplog.text
@@ -149,8 +149,8 @@ def test_other_exceptions_of_cudnns_are_bugs_and_crash(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graph = ag.attention(X, X, X)
-    monkeypatch.setattr(cudnn_offline, "description", lambda target: "{}")
-    monkeypatch.setattr(cudnn_plan, "description", lambda target: "{}")
+    monkeypatch.setattr(cudnn_offline, "describe_target", lambda target: "{}")
+    monkeypatch.setattr(cudnn_plan, "describe_target", lambda target: "{}")
     with pytest.raises(RuntimeError, match="cuDNN's planner stopped with 1 at call 1 of 1"):
         planned(graph, store=store)
 
@@ -182,7 +182,7 @@ def test_without_gradients_the_plan_is_one_that_stores_no_lse(store: Store) -> N
     plan.executable.prepare()
     assert stored_calls(store) == [("sdpa", ["o"]), ("sdpa", ["o", "stats"])]
     needs = {
-        cudnn_plan.Built.unpacked(store.get(key) or b"").workspace for _, key in store.held() if key
+        cudnn_plan.CudnnPlan.load(store.get(key) or b"").workspace for _, key in store.held() if key
     }
     assert needs == {plan.executable.workspace}
     with_lse = planned(ag.attention(X, X, X, stats=True), store=store)
@@ -225,8 +225,8 @@ import sys
 from pathlib import Path
 lowering, driver, folder = sys.argv[1:]
 sys.path[:0] = [lowering]
-import cudnn_builder
-cudnn_builder.stand_in(driver)
+import builder
+builder.load_stand_in(driver)
 import cudnn
 print(cudnn.create_device_properties(Path(folder, "device").read_text()).serialize())
 """
@@ -234,11 +234,19 @@ print(cudnn.create_device_properties(Path(folder, "device").read_text()).seriali
 
 def test_cudnn_describes_a_device_as_we_do(tmp_path: Path) -> None:
     """And as text, which is how the machine's own is read."""
-    due = cudnn_offline.description(H200)
+    due = cudnn_offline.describe_target(H200)
     (tmp_path / "device").write_text(due)
     lowering = str(Path(cudnn_builder.__file__).parent)
     folder = str(tmp_path)
-    program = (sys.executable, "-P", "-c", DESCRIBE, lowering, cudnn_offline.driver(folder), folder)
+    program = (
+        sys.executable,
+        "-P",
+        "-c",
+        DESCRIBE,
+        lowering,
+        cudnn_offline.driver_library(folder),
+        folder,
+    )
     done = subprocess.run(program, check=True, capture_output=True, text=True)
     assert json.loads(done.stdout) == json.loads(due)
 
@@ -250,12 +258,12 @@ def test_the_machines_own_device_is_read_as_text(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("cudnn.create_device_properties", lambda index: Properties())
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
-    assert json.loads(cudnn_plan.present()) == {"deviceName": "NVIDIA H200"}
+    assert json.loads(cudnn_plan.describe_own_gpu()) == {"deviceName": "NVIDIA H200"}
 
 
 def test_a_machine_of_ones_own_is_planned_by_its_own_numbers() -> None:
     mine = evolve(H200, multiprocessors=66, l2=2**20)
-    found = json.loads(cudnn_offline.description(mine))
+    found = json.loads(cudnn_offline.describe_target(mine))
     assert (found["multiProcessorCount"], found["l2CacheSize"]) == (66, 2**20)
 
 
@@ -273,11 +281,11 @@ import ctypes, sys
 from pathlib import Path
 lowering, driver, folder = sys.argv[1:]
 sys.path[:0] = [lowering]
-import cudnn_builder
-cudnn_builder.stand_in(driver)
+import builder
+builder.load_stand_in(driver)
 ctypes.CDLL(f"{folder}/libnvrtc.so.13", ctypes.RTLD_GLOBAL)
 device = Path(folder, "device").read_text()
-graph = cudnn_builder.loaded(Path(folder, "plan").read_bytes(), device)
+graph = builder.load_plan(Path(folder, "plan").read_bytes(), device)
 print(graph.get_workspace_size(), sorted(n.name for n in graph.get_behavior_notes()))
 """
 
@@ -287,9 +295,9 @@ def test_a_stored_plan_loads_without_compiling(store: Store, tmp_path: Path) -> 
     planned(store=store)
     data = store.get(next(key for _, key in store.held() if key))
     assert data is not None
-    built = cudnn_plan.Built.unpacked(data)
+    built = cudnn_plan.CudnnPlan.load(data)
     (tmp_path / "plan").write_bytes(built.data)
-    (tmp_path / "device").write_text(cudnn_offline.description(H200))
+    (tmp_path / "device").write_text(cudnn_offline.describe_target(H200))
     (tmp_path / "nvrtc.c").write_text(NO_COMPILER)
     library = ("-shared", "-fPIC", "-Wl,-soname,libnvrtc.so.13", "-o", "libnvrtc.so.13", "nvrtc.c")
     subprocess.run(("cc", *library), check=True, cwd=tmp_path)
@@ -300,7 +308,7 @@ def test_a_stored_plan_loads_without_compiling(store: Store, tmp_path: Path) -> 
         "-c",
         LOAD,
         lowering,
-        cudnn_offline.driver(str(tmp_path)),
+        cudnn_offline.driver_library(str(tmp_path)),
         str(tmp_path),
     )
     done = subprocess.run(program, check=True, capture_output=True, text=True)
@@ -312,7 +320,7 @@ def test_a_plan_depends_on_all_that_its_key_tells(monkeypatch: pytest.MonkeyPatc
         plain: ClassVar[dict[str, str]] = {"name": "sdpa"}
 
     versions = ((9, 20, 0), (1, 28, 0))
-    device = cudnn_offline.description(H200)
+    device = cudnn_offline.describe_target(H200)
     key = cudnn_plan.plan_key(Called, device, versions)  # type: ignore[arg-type]
 
     class Other:
@@ -324,7 +332,7 @@ def test_a_plan_depends_on_all_that_its_key_tells(monkeypatch: pytest.MonkeyPatc
     named = cudnn_plan.plan_key(Called, device, versions, "eng8_k24=6")  # type: ignore[arg-type]
     other = cudnn_plan.plan_key(Other, device, versions)  # type: ignore[arg-type]
     others = [
-        (cudnn_offline.description(Target.of("b200")), versions),
+        (cudnn_offline.describe_target(Target.of("b200")), versions),
         (device, ((9, 19, 0), (1, 28, 0))),
         (device, ((9, 20, 0), (1, 29, 0))),
     ]
@@ -344,13 +352,13 @@ import json, sys
 from pathlib import Path
 lowering, driver, folder = sys.argv[1:]
 sys.path[:0] = [lowering]
-import cudnn_builder
-cudnn_builder.stand_in(driver)
+import builder
+builder.load_stand_in(driver)
 import cudnn
 plan = Path(folder, "plan").read_bytes()
 for name, device in json.loads(Path(folder, "devices").read_text()).items():
     try:
-        cudnn_builder.loaded(plan, json.dumps(device))
+        builder.load_plan(plan, json.dumps(device))
     except cudnn.cudnnGraphNotSupportedError:
         print(name)
 """
@@ -363,12 +371,20 @@ def test_keys_hold_what_cudnn_compares_of_a_device_and_no_more(
     planned(store=store)
     key, data = next((key, store.get(key)) for _, key in store.held() if key)
     assert data is not None
-    (tmp_path / "plan").write_bytes(cudnn_plan.Built.unpacked(data).data)
-    own = json.loads(cudnn_offline.description(H200))
+    (tmp_path / "plan").write_bytes(cudnn_plan.CudnnPlan.load(data).data)
+    own = json.loads(cudnn_offline.describe_target(H200))
     others = {name: own | {name: changed(value)} for name, value in own.items()}
     (tmp_path / "devices").write_text(json.dumps(others))
     lowering, folder = str(Path(cudnn_builder.__file__).parent), str(tmp_path)
-    program = (sys.executable, "-P", "-c", DIFFER, lowering, cudnn_offline.driver(folder), folder)
+    program = (
+        sys.executable,
+        "-P",
+        "-c",
+        DIFFER,
+        lowering,
+        cudnn_offline.driver_library(folder),
+        folder,
+    )
     done = subprocess.run(program, check=True, capture_output=True, text=True)
     refused = set(done.stdout.split())
     told = json.loads(key.partition(" ")[2])["device"]
@@ -431,10 +447,14 @@ def test_a_stored_plan_that_cudnn_does_not_take_back_is_a_miss(
     """As on a GPU, where it would be loaded."""
     planned(store=store)
     ag.clear_cache()
-    monkeypatch.setattr(cudnn_plan, "place", lambda target: cudnn_offline.description(H200))
+    monkeypatch.setattr(
+        cudnn_plan, "describe_device", lambda target: cudnn_offline.describe_target(H200)
+    )
     monkeypatch.setattr(cudnn_plan, "is_here", lambda target: True)
     monkeypatch.setattr(cudnn_plan, "loads", lambda built: False)
-    monkeypatch.setattr(cudnn_builder, "versions", lambda: {"backend": 91900, "frontend": "1.28.0"})
+    monkeypatch.setattr(
+        cudnn_builder, "library_versions", lambda: {"backend": 91900, "frontend": "1.28.0"}
+    )
     with pytest.raises(ag.NoBackendError) as error:
         planned(store=store, backends=("cudnn",))
     assert refusal(error).startswith("plans with cuDNN 9.19.0 and frontend 1.28.0 here, and the")
@@ -444,7 +464,7 @@ def test_without_cudnn_all_else_works_and_it_is_told_what_to_install() -> None:
     target = Target("h200", "cuda", 90, (), (("triton", "3.7.1"),))
     plan = planned(target=target)
     assert plan.backend == plan.vjp.backend == "triton"
-    told = "\n".join(dict(plan.refusals)["cudnn"])
+    told = "\n".join(map(str, dict(plan.refusals)["cudnn"]))
     assert "pip install 'attn-graph[cuda]'" in told
     assert "pip install 'attn-graph[offline]'" in told
 

@@ -16,6 +16,7 @@ from hypothesis import assume, example, given
 import attn_graph as ag
 from attn_graph.backend import Options, RefusedError
 from attn_graph.compiler import loses
+from attn_graph.errors import Reason
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.vjp import backward, result_spec
@@ -43,7 +44,7 @@ X = ag.TensorSpec((2, 4, 6, 8), torch.float16)
 LONG = ag.TensorSpec((2, 4, 128, 64), torch.float16)
 
 
-def refusals(graph: Graph) -> list[str]:
+def refusals(graph: Graph) -> list[Reason]:
     problem = sole(graph)
     assert problem is not None
     return [*reasons(request_case(problem, H200, Options()))]

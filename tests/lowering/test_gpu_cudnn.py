@@ -64,8 +64,8 @@ def test_the_table_of_devices_tells_what_cudnn_reads_off_this_one() -> None:
     )
     if not name:
         pytest.skip(f"{Target.here().name} is not in the table of devices")
-    found = json.loads(cudnn_plan.present())
-    told = json.loads(cudnn_offline.description(Target.of(name)))
+    found = json.loads(cudnn_plan.describe_own_gpu())
+    told = json.loads(cudnn_offline.describe_target(Target.of(name)))
     matter = set(cudnn_plan.COMPARED) - {"driverVer"}
     assert {key: found[key] for key in matter} == {key: told[key] for key in matter}
 
@@ -80,7 +80,7 @@ def test_a_plan_built_away_from_its_gpu_runs_on_it() -> None:
     assert backend is not None
     assert frontend is not None
     pair = backend, frontend
-    built = cudnn_plan.build_away(call, cudnn_plan.present(), here.sm, pair)
+    built = cudnn_plan.build_away(call, cudnn_plan.describe_own_gpu(), here.sm, pair)
     run = Run.of(call, problem, simple, Workspace(), built.workspace, Engine(built.data))
     tensors = tuple(map(aligned, tensors_for(graph, 1, "cuda")))
     plain.expected(graph, tensors)[0].check(run.forward(*tensors)[0][0])

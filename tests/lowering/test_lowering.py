@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 from attrs import evolve
-from hypothesis import given, reject, settings
+from hypothesis import given, reject
 from hypothesis import strategies as st
 
 import attn_graph as ag
@@ -124,8 +124,27 @@ def test_forward_agrees_with_the_formula(backend: str, data: st.DataObject, seed
 
 
 @pytest.mark.parametrize("backend", NAMES)
+def test_data_of_a_mask_that_keeps_everything_is_taken_and_not_read(backend: str) -> None:
+    x, lengths = ag.TensorSpec((1, 1, 1, 16), torch.bfloat16), ag.TensorSpec((1,), torch.int32)
+    graph = ag.graph(
+        lambda q, k, v, n: (
+            ag.scores(q, k).mask(ag.Causal() | ag.KeyLengths(), kv_lengths=n).softmax()[0].weigh(v)
+        ),
+        q=x,
+        k=x,
+        v=x,
+        n=lengths,
+    )
+    q, k, v = torch.randn(3, 1, 1, 1, 16, dtype=torch.bfloat16).requires_grad_().unbind()
+    o = planned(graph, backend)(q, k, v, torch.tensor([0], dtype=torch.int32))
+    assert isinstance(o, torch.Tensor)
+    assert torch.equal(o, v)
+    (dv,) = torch.autograd.grad(o.sum(), v)
+    assert torch.equal(dv, torch.ones_like(v))
+
+
+@pytest.mark.parametrize("backend", NAMES)
 @given(data=st.data(), seed=seeds)
-@settings(max_examples=20)
 def test_whether_gradients_may_follow_changes_no_bit_of_a_result(
     backend: str, data: st.DataObject, seed: int
 ) -> None:
@@ -310,7 +329,7 @@ def test_scales_that_float32_takes_for_0_are_right_or_refused(
     try:
         plan = ag.compile(graph, target=CPU, backends=(backend,))
     except ag.NoBackendError as error:
-        reasons = [r for _, found in error.refusals for r in found]
+        reasons = [str(r) for _, against in error.refusals for r in against]
         assert any("scale above 0" in r or "the mask is" in r for r in reasons)
         return
     tensors = tensors_for(graph, 1)
@@ -360,17 +379,6 @@ def test_gradients_are_of_their_inputs_in_whatever_order(backend: str, order: st
     dv, dq = plan(*tensors, *forward(*tensors), *cotangents)
     dues["v"].check(dv)
     dues["q"].check(dq)
-
-
-@pytest.mark.parametrize("backend", NAMES)
-def test_an_input_that_no_step_reads_is_given_and_changes_nothing(backend: str) -> None:
-    """As lengths are, where the mask keeps everything whatever they say."""
-    x, numbers = ag.TensorSpec((2, 2, 6, 8), torch.float32), ag.TensorSpec((2,), torch.int64)
-    mask = ag.Prefix(6) | ag.KeyLengths()
-    graph = ag.attention(x, x, x, mask=mask, kv_lengths=numbers)
-    *tensors, lengths = tensors_for(graph, 1)
-    (found,) = called(planned(graph, backend), tensors, kv_lengths=lengths)
-    assert torch.equal(found, *called(planned(ag.attention(x, x, x), backend), tensors))
 
 
 @pytest.mark.parametrize("backend", NAMES)
@@ -427,7 +435,7 @@ def test_a_causal_mask_survives_scales_that_turn_infinity_around(scale: float) -
     graph = ag.attention(x, x, x, mask=ag.Causal(), scale=scale, stats=True)
     plan, tensors = ag.compile(graph, target=CPU), tensors_for(graph, 1)
     assert plan.backend == "math"
-    assert any("scale above 0" in r for _, reasons in plan.refusals for r in reasons)
+    assert any("scale above 0" in str(r) for _, reasons in plan.refusals for r in reasons)
     for found, due in zip(called(plan, tensors), plain.expected(graph, tensors), strict=True):
         due.check(found)
 

@@ -25,12 +25,12 @@ from attn_graph.lowering.triton import backend as triton_flash
 from attn_graph.lowering.triton.device_code import compile_text
 from attn_graph.lowering.triton.launches import Launch, check_interpreter
 from attn_graph.lowering.triton.plan import Flash, gradient_strides
-from attn_graph.lowering.triton.tile_lists import blocks, tile_kinds
+from attn_graph.lowering.triton.tile_lists import blocks, classify_blocks
 from attn_graph.masks.places import Block, Place
 from attn_graph.spec import TensorSpec
 from tests.support import plain
 from tests.support.plain_masks import Where, kept
-from tests.support.sources import ROOT, loaded
+from tests.support.sources import ROOT, load_file
 from tests.support.strategies import Shape, cotangents_for, data_specs, masks, seeds, tensors_for
 
 CPU = ag.Target.of("cpu")
@@ -226,7 +226,7 @@ def test_every_tile_that_keeps_a_place_is_visited(
     if flash.code.strip:
         assert torch.equal(found > 0, some)
     elif not problem.node.mask.needs:
-        due = tile_kinds(problem.node.mask, problem, INTERPRETED)
+        due = classify_blocks(problem.node.mask, problem, INTERPRETED)
         assert torch.equal(found > 0, (due > 0).expand(found.shape))
 
 
@@ -273,7 +273,7 @@ def test_data_decides_tile_by_tile(by_keys: bool) -> None:
 
 
 def own_mask() -> Any:  # Any: a module
-    return loaded(ROOT / "examples" / "own_mask.py")
+    return load_file(ROOT / "examples" / "own_mask.py")
 
 
 def apart(graph: ag.Graph, tensors: tuple[torch.Tensor, ...]) -> list[str]:

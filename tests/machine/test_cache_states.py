@@ -90,7 +90,7 @@ class CacheMachine(RuleBasedStateMachine):
             finally:
                 alone.release()
 
-        results = at_once(callers, lambda: self.cache.built(key, build))
+        results = at_once(callers, lambda: self.cache.get_or_build(key, build))
         dues: list[str | None] = []
         fresh = iter(made)
         for _ in range(callers):
@@ -163,7 +163,7 @@ def test_after_a_failed_build_one_thread_builds_at_a_time() -> None:
             return name
 
         try:
-            results[name] = cache.built(key, build)
+            results[name] = cache.get_or_build(key, build)
         except BuildError:
             results[name] = "failed"
 
@@ -188,10 +188,10 @@ def test_a_build_that_asks_for_itself_does_not_wait_for_itself() -> None:
     cache: Cache[str] = Cache(3)
 
     def build() -> str:
-        return cache.built("key", build)
+        return cache.get_or_build("key", build)
 
     with pytest.raises(RecursionError):
-        cache.built("key", build)
+        cache.get_or_build("key", build)
     assert not cache.turns
 
 
@@ -206,10 +206,10 @@ def test_a_fork_while_another_thread_builds_does_not_hang() -> None:
         return "parent"
 
     with ThreadPoolExecutor(1) as pool:
-        result = pool.submit(cache.built, "key", build)
+        result = pool.submit(cache.get_or_build, "key", build)
         started.wait()
         try:
-            assert in_child(lambda: cache.built("key", lambda: "child") == "child")
+            assert in_child(lambda: cache.get_or_build("key", lambda: "child") == "child")
         finally:
             end.set()
         assert result.result() == "parent"

@@ -98,7 +98,7 @@ def check_counts(drawn: Asked, mask: m.Mask, block: tuple[int, int]) -> None:
 
 
 def check_runs(mask: m.Mask, whole: Block, due: torch.Tensor, block: tuple[int, int]) -> None:
-    found = runs.count_kept(mask, whole, Budget.of(whole))
+    found = runs.count_keys(mask, whole, Budget.of(whole))
     assert torch.equal(found.keys_of.expand(due.shape[:3]), due.sum(-1))
     assert torch.equal(found.seen.expand(due.any(2).shape), due.any(2))
     empty, _, full = tile_kinds(due, block)
@@ -206,7 +206,7 @@ def test_closed_forms_agree_with_counting_run_by_run(
     whole = Block(range(len(pairs)), range(2), range(M), 2, M, N, read)
     found = find_regions(mask, whole)
     assert found is not None
-    kept = runs.count_kept(mask, whole, Budget.of(whole))
+    kept = runs.count_keys(mask, whole, Budget.of(whole))
     each = counts.multiplicity(kept.keys_of, whole)
     assert sum(region.pairs for region in found) == kept.keys_of.sum() * each
     assert sum(region.queries for region in found) == (kept.keys_of > 0).sum() * each
@@ -321,8 +321,8 @@ WHATEVER = (
 def test_work_is_bounded_whatever_the_sizes(mask: m.Mask, exact: bool, size: int) -> None:
     with counting() as calls:
         found = ag.tiles(mask, size, size, B=size, H=size)
-        seen = counts.count_seen(mask, (size, size, size, size, size), {})
-    assert sum(calls) <= runs.MOST_ASKED * runs.FEW_LEAVES
+        seen = counts.count_pairs(mask, (size, size, size, size, size), {})
+    assert sum(calls) <= runs.MOST_EVALUATED * runs.FEW_LEAVES
     assert found.exact == seen.exact == exact
     assert found.estimated == seen.estimated == (not exact)
     assert found.total == size**2 * (-(-size // 128)) ** 2
@@ -342,7 +342,7 @@ def test_a_span_of_ones_own_bounds_an_estimate() -> None:
 def test_a_mask_that_is_over_budget_says_so() -> None:
     whole = Block(range(1), range(1), range(64), 1, 64, 64, {})
     with pytest.raises(OverBudget):
-        runs.count_kept(STRIPED, whole, Budget(100))
+        runs.count_keys(STRIPED, whole, Budget(100))
 
 
 @contextmanager

@@ -400,23 +400,23 @@ def test_a_modifier_that_does_not_hold_what_it_says_is_refused(modifier: Modifie
 
 
 def test_definitions_are_checked_once_whatever_the_length() -> None:
-    from attn_graph.ir.promises import checked_mask
+    from attn_graph.ir.promises import check_leaf
 
-    checked_mask.cache_clear()
+    check_leaf.cache_clear()
     for length in (1024, 2048, 4096):
         x = ag.TensorSpec((8, 4, length, 64), torch.bfloat16)
         ag.attention(x, x, x, mask=Leaf(64) & ag.Causal())
-    assert checked_mask.cache_info().misses == 1
+    assert check_leaf.cache_info().misses == 1
 
 
 def test_checks_are_made_under_any_mode() -> None:
     from torch._subclasses import FakeTensorMode
 
-    from attn_graph.ir.promises import checked_mask, checked_modifier
+    from attn_graph.ir.promises import check_leaf, check_modifier_once
 
     for mode in (FakeTensorMode(), torch.device("meta"), torch.inference_mode()):
-        checked_mask.cache_clear()
-        checked_modifier.cache_clear()
+        check_leaf.cache_clear()
+        check_modifier_once.cache_clear()
         with mode:
             graph_of(Rows(), Leaf(64), SMALL)
             with pytest.raises(ag.GraphError, match=r"Narrow\.span"):

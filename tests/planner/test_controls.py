@@ -42,7 +42,7 @@ def chosen(
 
 
 def reasons(plan: ag.Plan, backend: str) -> str:
-    return "\n".join(dict(plan.refusals).get(backend, ()))
+    return "\n".join(map(str, dict(plan.refusals).get(backend, ())))
 
 
 def elsewhere(call: Callable[[], str]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 
@@ -19,7 +18,8 @@ from attn_graph.machine.target import Target
 from attn_graph.planner.choose import BACKENDS
 from attn_graph.planner.explain import explain_graph
 from attn_graph.planner.explanation import Explanation
-from attn_graph.planner.remedies import Request, apply_edits, edits, skeleton
+from attn_graph.planner.remedies import Remedy, Request, apply_edits, edits
+from tests.support.reasons import skeleton
 from tests.support.strategies import cudnn_graphs, graphs, shapes
 
 CPU = Target.of("cpu")
@@ -76,17 +76,18 @@ def test_refusals_have_reasons_takers_lower_and_ways_out_work(
             assert each.reasons
             backend = by_name[each.backend]
 
-            def asks(other: Request, backend: ag.Backend = backend, p: str = pass_) -> list[str]:
-                against = backend.why_not(READS[p](other), target, other.options)
-                return [*other.options.avoided(backend.name), *against]
+            def asks(
+                other: Request, backend: ag.Backend = backend, p: str = pass_
+            ) -> tuple[ag.Reason, ...]:
+                return backend.reasons(READS[p](other), target, other.options)
 
-            assert asks(question) == [*each.reasons]
-            by_text = dict(edits(question))
-            for reason, texts in zip(each.reasons, each.lifts, strict=True):
-                assert re.search(r"[,;:]", reason), "a limit and what was found"
-                for text in texts:
-                    changed = apply_edits(question, (by_text[text],))
+            assert asks(question) == each.reasons
+            by_remedy = dict(edits(question))
+            for reason, remedies in zip(each.reasons, each.lifts, strict=True):
+                for remedy in remedies:
+                    changed = apply_edits(question, (by_remedy[remedy],))
                     assert changed is not None
+                    assert reason.key not in {x.key for x in asks(changed)}
                     assert skeleton(reason) not in map(skeleton, asks(changed))
             if each.smallest:
                 assert not asks(each.smallest.question)
@@ -165,8 +166,8 @@ def test_heads_that_are_not_grouped_are_a_way_out() -> None:
 @pytest.mark.parametrize("text", CHANGES)
 def test_each_kind_of_change_is_named_where_it_helps(text: str) -> None:
     found = ag.explain(CHANGES[text], target=TARGETS[2], backends=("cudnn",))
-    told = [x for _, side in sides(found) for r in side.refusals for x in r.lifts]
-    assert any(text in texts for texts in told)
+    lifts = [x for _, side in sides(found) for r in side.refusals for x in r.lifts]
+    assert any(text in map(str, remedies) for remedies in lifts)
 
 
 def test_an_explanation_says_the_same_in_every_form(golden: Callable[[object], None]) -> None:
@@ -183,9 +184,10 @@ def test_an_explanation_says_the_same_in_every_form(golden: Callable[[object], N
     read = Reader()
     read.feed(html)
     assert not read.open
-    for part in (found.cause, *(x for r in found.refusals for x in r.told())):
+    for part in (found.cause, *(x for r in found.refusals for x in r.lines())):
         assert part in read.text
-    assert "it would with: no SoftCap" in read.text
+    assert "(only by computing something else: no SoftCap; or no mask)" in read.text
+    assert "it would, but only by computing something else: no SoftCap" in read.text
     assert "backward, if lse gets a gradient" in read.text
     nobody = ag.explain(graph, target=TARGETS[2], backends=("cudnn",))._repr_html_()
     assert "no backend takes it" in nobody
@@ -255,8 +257,8 @@ def test_refusals_are_told_once_where_lse_changes_nothing() -> None:
     assert told.startswith(
         "  math: chosen, because it is the only one asked that takes the graph\n"
     )
-    assert refusal.reasons[0] not in told
-    assert refusal.reasons[0] not in found._repr_html_().partition("if lse gets")[2]
+    assert str(refusal.reasons[0]) not in told
+    assert str(refusal.reasons[0]) not in found._repr_html_().partition("if lse gets")[2]
 
 
 def test_lse_alone_has_its_gradient() -> None:
@@ -292,8 +294,11 @@ def test_a_gradient_through_lse_that_nobody_takes_is_no_error() -> None:
     assert found.backward.backend == "takes"
     assert found.through_lse is not None
     assert found.through_lse.backend is None
-    assert [r.reasons for r in found.through_lse.refusals] == [("has no gradient of lse",)]
+    assert [r.reasons for r in found.through_lse.refusals] == [(NO_LSE,)]
     assert plan.memory() == found.memory
+
+
+NO_LSE = ag.Reason.of("has no gradient of lse")
 
 
 def refuses_lse(graph: ag.Graph, target: Target, options: Options) -> Iterator[str]:
@@ -322,7 +327,7 @@ def test_a_change_is_no_way_out_if_the_same_limit_refuses_then() -> None:
     """ALiBi needs a causal mask: without any it is refused as well."""
     graph = ag.attention(X, X, X, alibi=True, mask=ag.Window(8, 8))
     (refusal,) = ag.explain(graph, target=TARGETS[2], backends=("cudnn",), wants=()).refusals
-    assert refusal.lifts == (("no Alibi",),)
+    assert refusal.lifts == ((Remedy("no Alibi", changes_result=True),),)
 
 
 def test_changes_that_only_show_after_others_are_found() -> None:
@@ -348,7 +353,8 @@ def test_a_backend_that_refuses_only_when_it_lowers_is_explained() -> None:
     late = ag.Backend("late", lambda *asked: (), lower)
     found = ag.explain(CHANGES["no dropout"], target=CPU, backends=(late, "math"))
     assert found.backend == "math"
-    assert [r.reasons for r in found.refusals] == [("needs what shows late, and there is none",)]
+    late_reason = ag.Reason.of("needs what shows late, and there is none")
+    assert [r.reasons for r in found.refusals] == [(late_reason,)]
 
 
 def test_costs_are_of_the_wanted_gradients_and_of_the_precision() -> None:

@@ -11,7 +11,7 @@ import attn_graph as ag
 from tests.test_examples import example
 
 MODELS: dict[str, ag.Graph] = example("models").MODELS
-EXPLAINED: Callable[..., ag.Explanation] = example("models").explained
+EXPLAINED: Callable[..., ag.Explanation] = example("models").explain_model
 LIBRARIES = (
     ("torch", "2.13.0"),
     ("triton", "3.7.1"),

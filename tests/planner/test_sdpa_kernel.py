@@ -81,7 +81,7 @@ def test_every_way_to_turn_cudnn_off_reaches_every_backend_that_is_cudnn(
     assert explained(graph, EQUIPPED).backend == "cudnn"
     with off():
         found = explained(graph, EQUIPPED)
-        against = {r.backend: " ".join(r.reasons) for r in found.refusals}
+        against = {r.backend: " ".join(map(str, r.reasons)) for r in found.refusals}
         for name in ("cudnn", "torch_cudnn"):
             assert re.search(
                 f"cuDNN's attention, which this process has turned off, .*{words}", against[name]

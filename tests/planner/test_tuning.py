@@ -179,7 +179,8 @@ def late(name: str) -> ag.Backend:
 def test_who_refuses_when_it_lowers_is_told(store: Store) -> None:
     plan = ag.compile(GRAPH, target=CPU, backends=(late("late"), SLOW), tune=True, store=store)
     assert plan.backend == "slow"
-    assert plan.refusals == (("late", ("needs what shows late, and there is none",)),)
+    reason = ag.Reason.of("needs what shows late, and there is none")
+    assert plan.refusals == (("late", (reason,)),)
     assert plan.also == ()
     with pytest.raises(ag.NoBackendError, match="needs what shows late"):
         ag.compile(GRAPH, target=CPU, backends=(late("late"),), tune=True, store=store)

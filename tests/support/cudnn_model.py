@@ -42,7 +42,7 @@ class Model:
 
     @property
     def options(self) -> dict[str, float | bool | str | None]:
-        return self.call.said
+        return self.call.set_options
 
 
 def lying(x: Slot, t: Tensor) -> Tensor:

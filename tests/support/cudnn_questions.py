@@ -10,11 +10,12 @@ from typing import Literal, final
 
 from attrs import frozen
 
+from attn_graph.errors import Reason
 from attn_graph.lowering.cudnn.case import Case, Version, needs_padding_mask
 from attn_graph.lowering.cudnn.graph import CudnnCall, describe_call
 from attn_graph.lowering.cudnn.limits import RULES
-from attn_graph.lowering.cudnn.memory import hopper_backward
-from attn_graph.lowering.cudnn.offline import Answer, ask_cudnn, description
+from attn_graph.lowering.cudnn.memory import hopper_backward_bytes
+from attn_graph.lowering.cudnn.offline import Answer, ask_cudnn, describe_target
 from attn_graph.lowering.cudnn.rules import Rule
 from attn_graph.lowering.problem import Problem
 from attn_graph.machine.target import Target
@@ -33,7 +34,7 @@ class Question:
     case: Case
 
     @cached_property
-    def against(self) -> tuple[tuple[Rule, str], ...]:
+    def against(self) -> tuple[tuple[Rule, Reason], ...]:
         """Which rules refuse it, with their reasons."""
         return tuple((rule, why) for rule in RULES for why in rule.reasons(self.case))
 
@@ -69,7 +70,7 @@ class Question:
         """Where we tell another workspace than cuDNN, which built the plan."""
         if self.case.pass_ == "forward" or not 90 <= self.case.sm < 100:
             return None
-        ours, theirs = hopper_backward(self.case), answer.told["workspace"]
+        ours, theirs = hopper_backward_bytes(self.case), answer.report["workspace"]
         return None if ours == theirs else f"{self.name}: {ours} bytes, cuDNN has {theirs}"
 
     def __str__(self) -> str:
@@ -89,7 +90,7 @@ def problems() -> dict[tuple[Problem, bool], str]:
 @cache
 def versions(python: str = sys.executable) -> tuple[Version, Version]:
     """Those of cuDNN and of its frontend that a Python has."""
-    return ask_cudnn((), description(Target.of("h200")), 90, python=python)[0]
+    return ask_cudnn((), describe_target(Target.of("h200")), 90, python=python)[0]
 
 
 def questions(sm: int, libraries: tuple[Version, Version]) -> list[Question]:
@@ -113,7 +114,7 @@ def answers(
 def answered(given: Sequence[Question], build: bool, python: str) -> list[Answer]:
     """cuDNN's answers; where it dies, an error that tells at which question."""
     sm, plain = given[0].case.sm, [q.call.plain for q in given]
-    device = description(Target.of(GPUS[sm]))
+    device = describe_target(Target.of(GPUS[sm]))
     try:
         return ask_cudnn(plain, device, sm, build=build, python=python)[1]
     except RuntimeError as error:

@@ -14,7 +14,7 @@ HOMES = {
 }
 
 
-def found(pattern: str) -> dict[str, Path]:
+def source_files(pattern: str) -> dict[str, Path]:
     """Module name -> file, for the files under HOMES whose name matches `pattern`."""
     return {
         ".".join([package, *path.relative_to(home).with_suffix("").parts]).removesuffix(
@@ -26,7 +26,7 @@ def found(pattern: str) -> dict[str, Path]:
     }
 
 
-def loaded(path: Path) -> ModuleType:
+def load_file(path: Path) -> ModuleType:
     """A file outside of all packages, as a module; it may import others from the root."""
     name = f"{path.parent.name}_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)

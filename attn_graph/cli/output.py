@@ -1,4 +1,4 @@
-"""How commands speak: errors in their own words, tables, JSON, and files to write."""
+"""What commands print: text, tables, JSON, errors, and pictures to files."""
 
 from __future__ import annotations
 
@@ -24,45 +24,45 @@ CODES = (
     "damaged, doctor found something broken, a library for it is not installed; 2, wrong usage; "
     "130, interrupted; 141, nobody reads the answer."
 )
-INTERRUPTED, UNREAD = 128 + 2, 128 + 13  # as shells tell of SIGINT and SIGPIPE
-PIPED = 100  # columns, where nobody says how wide what reads is
+INTERRUPTED, UNREAD = 128 + 2, 128 + 13  # as shells report SIGINT and SIGPIPE
+PIPED = 100  # columns, where the width is not known
 PICTURES = (".png", ".svg", ".pdf")
-SAID_AT = re.compile(r" \(at [^()]*:\d+\)$")  # the line of a program, which is click's here
+LINE = re.compile(r" \(at [^()]*:\d+\)$")  # of the calling program, which is click here
 
 as_json = click.option("--json", "plain", is_flag=True, help="As JSON, for programs.")
 
 
 def example(*lines: str) -> str:
-    """The end of a --help, as it is written here."""
+    """The end of a --help, with its line breaks."""
     return "\n".join(["\b", "Example:", *(f"  {line}" for line in lines)])
 
 
-def answering(run: Callable[P, None]) -> Callable[P, None]:
-    """A command for which what a GraphError says is wrong usage, in the error's own words."""
+def as_usage_errors(run: Callable[P, None]) -> Callable[P, None]:
+    """A command that reports a GraphError as wrong usage, by the error's own text."""
 
     @wraps(run)
-    def told(*args: P.args, **kwargs: P.kwargs) -> None:
+    def command(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             run(*args, **kwargs)
         except GraphError as error:
-            problems = (SAID_AT.sub("", problem) for problem in error.problems)
+            problems = (LINE.sub("", problem) for problem in error.problems)
             raise click.UsageError(str(GraphError(*problems))) from error
 
-    return told
+    return command
 
 
-def no(answer: bool = True) -> None:
-    """Exit with the code that says so, if the answer is no."""
-    if answer:
+def exit_no_if(answer_is_no: bool) -> None:
+    """Exit with 1 if the answer is no."""
+    if answer_is_no:
         raise click.exceptions.Exit(1)
 
 
 def show_text(*parts: RenderableType, wraps: bool = True) -> None:
-    """Print, to a terminal in colours. wraps: at the terminal's width, or where the text says."""
-    print(printed_text(*parts, wraps=wraps), flush=True)
+    """Print, in colours on a terminal. wraps: at its width, or only where the text breaks."""
+    print(render_text(*parts, wraps=wraps), flush=True)
 
 
-def printed_text(*parts: RenderableType, wraps: bool = True) -> str:
+def render_text(*parts: RenderableType, wraps: bool = True) -> str:
     """What `show_text` prints."""
     wide = sys.stdout.isatty() or "COLUMNS" in os.environ
     console = Console(width=None if wide else PIPED, highlight=False, markup=False)
@@ -72,24 +72,25 @@ def printed_text(*parts: RenderableType, wraps: bool = True) -> str:
     return "\n".join(line.rstrip() for line in captured.get().splitlines())  # tables end in spaces
 
 
-def show_json(told: object) -> None:
-    click.echo(json.dumps(told, indent=2))
+def show_json(answer: object) -> None:
+    """Print an answer as JSON."""
+    click.echo(json.dumps(answer, indent=2))
 
 
-def table(
+def make_table(
     columns: Sequence[str], rows: Iterable[Sequence[RenderableType]], numbers: Sequence[str] = ()
 ) -> Table:
-    """A table, whose columns of numbers stand at the right. Nothing is cut off."""
-    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold")
+    """A table. numbers: names of columns that are aligned at the right. Nothing is cut off."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold")
     for name in columns:
-        made.add_column(name, justify="right" if name in numbers else "left", overflow="fold")
+        table.add_column(name, justify="right" if name in numbers else "left", overflow="fold")
     for row in rows:
-        made.add_row(*row)
-    return made
+        table.add_row(*row)
+    return table
 
 
 def picture_path(_: click.Context, __: click.Parameter, value: Path | None) -> Path | None:
-    """A path to draw to, seen to be possible before anything takes long."""
+    """A path to draw to. Raises BadParameter for one that cannot be drawn to, before any work."""
     if value is not None and value.suffix.lower() not in PICTURES:
         raise click.BadParameter(f"{value} ends in none of {', '.join(PICTURES)}")
     if value is not None and not value.parent.is_dir():
@@ -98,7 +99,7 @@ def picture_path(_: click.Context, __: click.Parameter, value: Path | None) -> P
 
 
 def draw_to(path: Path, draw: Callable[[], None]) -> None:
-    """Draw to a path and say so. Without matplotlib the answer is no, and what to install."""
+    """Draw to a path and report it. Raises ClickException without matplotlib, or write access."""
     try:
         draw()
     except (ImportError, OSError) as error:

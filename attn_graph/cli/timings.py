@@ -1,4 +1,4 @@
-"""A graph timed by every backend that takes it on this machine."""
+"""Times a graph by every backend that takes it on this machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Tensors = Sequence[torch.Tensor]
 @final
 @frozen
 class Figure:
-    """What a pass took by a backend, in seconds, and what it had to do at least."""
+    """The seconds that a pass took by a backend, and the least work of that pass."""
 
     backend: str
     pass_: Pass
@@ -41,6 +41,7 @@ class Figure:
         return self.work.achieved(self.seconds)
 
     def to_dict(self) -> dict[str, Any]:  # Any: JSON
+        """All of it as --json shows it."""
         return {
             "backend": self.backend,
             "pass": self.pass_,
@@ -54,11 +55,16 @@ class Figure:
 @final
 @frozen
 class Refused:
-    """A backend that takes a pass not, with every reason."""
+    """A backend that does not take a pass, with every reason and its key."""
 
     backend: str
     pass_: Pass
     reasons: tuple[str, ...]
+    keys: tuple[str, ...]
+
+    @classmethod
+    def of(cls, backend: str, pass_: Pass, reasons: Sequence[ag.Reason]) -> Refused:
+        return cls(backend, pass_, tuple(map(str, reasons)), tuple(x.key for x in reasons))
 
 
 @final
@@ -66,7 +72,7 @@ class Refused:
 class Bench:
     """Figures of every backend that took the graph, and the others' reasons.
 
-    interrupted: whether Ctrl-C ended it, and the figures are of what was measured until then.
+    interrupted: whether Ctrl-C ended it; then the figures are of the runs until then.
     """
 
     graph: ag.Graph
@@ -76,6 +82,7 @@ class Bench:
     interrupted: bool = False
 
     def to_dict(self) -> dict[str, Any]:  # Any: JSON
+        """All of it as --json shows it."""
         return {
             "graph": str(self.graph),
             "target": str(self.target),
@@ -100,34 +107,36 @@ def measure_graph(
 ) -> Bench:
     """Time a graph by each backend that takes it, all passes of all of them in turn.
 
-    target: this machine. rates: the same with other rates, of which fractions are told.
+    target: this machine. rates: the same with other rates, for the fractions of the roofline.
     """
     device = target.device
     assert device is not None  # it is this machine's
     jobs: dict[tuple[str, Pass], Job] = {}
     refusals: list[Refused] = []
-    due: ag.Cost | None = None
+    costs: ag.Cost | None = None
     for name in backends:
         pass_: Pass = "forward"
         try:
             plan = ag.compile(graph, target=target, backends=(name,), deterministic=deterministic)
             tensors = examples(plan.graph, device)
-            due = due or count_costs(plan, rates or target, tensors)
+            costs = costs or count_costs(plan, rates or target, tensors)
             jobs[name, pass_] = forward_job(plan, tensors)
             pass_ = "backward"
             if backward and plan.has_gradient and plan.training_vjp:
                 jobs[name, pass_] = backward_job(plan, tensors)
         except ag.NoBackendError as error:
-            refusals += [Refused(name, pass_, reasons) for _, reasons in error.refusals]
-    told = {f"{name} {pass_}": job for (name, pass_), job in jobs.items()}
-    runs = samples(told, seconds=seconds, device=device, progress=progress)
-    taken, interrupted = until_interrupt(runs)
-    some = tuple(collect_figures(jobs, taken, due)) if due else ()
+            refusals += [Refused.of(name, pass_, reasons) for _, reasons in error.refusals]
+    named_jobs = {f"{name} {pass_}": job for (name, pass_), job in jobs.items()}
+    runs = samples(named_jobs, seconds=seconds, device=device, progress=progress)
+    taken, interrupted = collect_until_interrupt(runs)
+    some = tuple(collect_figures(jobs, taken, costs)) if costs else ()
     return Bench(graph, rates or target, some, tuple(refusals), interrupted)
 
 
-def until_interrupt(runs: Iterable[tuple[str, float]]) -> tuple[dict[str, list[float]], bool]:
-    """All runs by name, or those before Ctrl-C; and whether that came."""
+def collect_until_interrupt(
+    runs: Iterable[tuple[str, float]],
+) -> tuple[dict[str, list[float]], bool]:
+    """The seconds of all runs by name, until Ctrl-C; and whether that came."""
     taken: dict[str, list[float]] = {}
     try:
         for name, seconds in runs:
@@ -140,7 +149,7 @@ def until_interrupt(runs: Iterable[tuple[str, float]]) -> tuple[dict[str, list[f
 def collect_figures(
     jobs: Mapping[tuple[str, Pass], Job], taken: Mapping[str, Sequence[float]], cost: ag.Cost
 ) -> Iterator[Figure]:
-    """The medians of what was measured."""
+    """A figure for each pass that was measured: its median."""
     works = {"forward": cost.forward, "backward": cost.backward}
     for name, pass_ in jobs:
         seconds = taken.get(f"{name} {pass_}")
@@ -156,14 +165,15 @@ def count_costs(plan: Plan, rates: ag.Target, tensors: Tensors) -> ag.Cost:
 
 
 def forward_job(plan: Plan, tensors: Tensors) -> Job:
+    """A call of a plan."""
     return lambda: plan(*tensors)
 
 
 def backward_job(plan: Plan, tensors: Tensors) -> Job:
     """A training step's gradient by all floating inputs, by autograd; the forward has run once."""
     leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
-    found = plan(*leaves)
-    given = [found] if isinstance(found, torch.Tensor) else [*found]
+    results = plan(*leaves)
+    given = [results] if isinstance(results, torch.Tensor) else [*results]
     usual = main_outputs(plan.graph)
     outputs = [o for o, i in zip(given, plan.graph.outputs, strict=True) if i in usual]
     wanted = [leaf for leaf in leaves if leaf.requires_grad]

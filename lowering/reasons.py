@@ -1,0 +1,104 @@
+"""The reasons that several backends share: each sentence and its key stand here once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from attn_graph.errors import Reason
+from attn_graph.ir.graph import Graph
+from attn_graph.lowering.problem import Problem
+from attn_graph.machine.target import Target
+from attn_graph.spec import NAMES
+
+
+def other_device(runs: str, target: Target) -> Reason:
+    """Against a target of another kind; `runs` says what the backend runs, or where."""
+    return Reason("device", f"runs {runs}", f"the target is {target}")
+
+
+def no_gpu(target: Target) -> Reason:
+    """Against a target that is no NVIDIA GPU."""
+    return other_device("on NVIDIA GPUs", target)
+
+
+def old_gpu(least: int, sm: int) -> Iterator[Reason]:
+    """Against a GPU of a compute capability below `least`; both as 90 for 9.0."""
+    if sm < least:
+        limit = f"needs compute capability sm_{least}"
+        yield Reason("architecture", limit, f"the target has sm_{sm}")
+
+
+def missing_library(library: str, way_out: str) -> Reason:
+    """Against a target without a library; `way_out` says how to get it."""
+    actual = f"which is not installed; {way_out}"
+    return Reason(f"library.{library}", f"needs {library}", actual, "{limit}, {actual}")
+
+
+def other_equations(graph: Graph) -> Reason:
+    """Against a graph that is not one attention, nor one attention's gradient."""
+    ops = ", ".join(type(eqn.op).__name__ for eqn in graph.eqns)
+    actual = f"the graph has {len(graph.eqns)} equations: {ops}"
+    return Reason("equations", "takes one attention", actual)
+
+
+def without_rule(modifier: str, others: str) -> Reason:
+    """Against a modifier that the backend has no code for; `others` says which ones it has."""
+    return Reason(f"modifier.{modifier}", others, modifier, "has no rule for {actual}{limit}")
+
+
+def several_biases(count: int) -> Iterator[Reason]:
+    """Against more than one bias."""
+    if count > 1:
+        yield Reason("biases", "adds one bias", f"the graph has {count}")
+
+
+def no_elements(problem: Problem) -> Iterator[Reason]:
+    """Against a graph with nothing to compute."""
+    if problem.is_empty:
+        p = problem
+        actual = f"B = {p.B}, H = {p.H}, M = {p.M}, N = {p.N}"
+        yield Reason("sizes", "needs sizes of at least 1", actual)
+
+
+def other_dtype(problem: Problem, dtypes: Sequence[torch.dtype]) -> Iterator[Reason]:
+    """Against a dtype of q, k and v for which there is no kernel."""
+    if problem.dtype not in dtypes:
+        *most, last = (NAMES[dtype] for dtype in dtypes)
+        limit = f"computes in {', '.join(most)} and {last}"
+        yield Reason("dtype", limit, f"the graph is in {NAMES[problem.dtype]}")
+
+
+def wide_heads(problem: Problem, widest: int) -> Iterator[Reason]:
+    """Against head sizes above `widest`."""
+    if max(problem.D, problem.E) > widest:
+        yield Reason("head_widest", f"takes head sizes up to {widest}", head_sizes(problem))
+
+
+def uneven_heads(problem: Problem, step: int) -> Iterator[Reason]:
+    """Against head sizes that are no multiples of `step`."""
+    if problem.D % step or problem.E % step:
+        limit = f"needs head sizes that are multiples of {step}"
+        yield Reason("head_multiple", limit, head_sizes(problem))
+
+
+def different_heads(problem: Problem) -> Iterator[Reason]:
+    """Against a head size of v that is not that of q and k."""
+    if problem.D != problem.E:
+        yield Reason("head_equal", "needs one head size", head_sizes(problem))
+
+
+def head_sizes(problem: Problem) -> str:
+    """The head sizes of a problem, in words."""
+    return f"q has D = {problem.D}, v has E = {problem.E}"
+
+
+def other_gradients(problem: Problem, allowed: Sequence[str] = ()) -> Iterator[Reason]:
+    """Against gradients of anything but q, k, v and the roles `allowed`."""
+    if problem.grad is None:
+        return
+    for role, wanted in zip(problem.node.roles, problem.grad.wants, strict=True):
+        if wanted and role not in ("q", "k", "v", *allowed):
+            actual = f"that of {role} is wanted"
+            yield Reason(f"gradient.{role}", "has gradients of q, k and v", actual)

@@ -1,0 +1,186 @@
+"""Reasons as values: their keys, and the remedies that a change of result sets apart."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
+
+import attn_graph as ag
+from attn_graph.backend import Options
+from attn_graph.ir.ops import Dropout
+from attn_graph.planner.choose import BACKENDS
+from attn_graph.planner.explanation import Refusal, format_remedies
+from attn_graph.planner.remedies import Remedy, Request, edits
+from tests.planner.test_explain import TARGETS
+from tests.support.reasons import skeleton
+from tests.support.strategies import cudnn_graphs, graphs, shapes
+
+HALF = torch.bfloat16
+X = ag.TensorSpec((2, 8, 512, 64), HALF)
+OLD = ag.Target("v100", "cuda", 70)
+DRAWN = st.one_of(graphs(shapes(most=40, heads=8)), cudnn_graphs())
+SENTENCES: dict[tuple[str, str], str] = {}  # by backend and key, over all examples
+
+
+def passes(question: Request) -> Iterator[ag.Graph]:
+    yield question.forward()
+    if question.wants and question.forward().has_gradient:
+        yield question.backward()
+        yield evolve(question, through_lse=True).backward()
+
+
+@given(
+    graph=DRAWN,
+    target=st.sampled_from([*TARGETS, OLD]),
+    deterministic=st.booleans(),
+    most=st.sampled_from([None, 0]),
+)
+def test_a_key_stands_for_one_sentence_of_its_backend(
+    graph: ag.Graph, target: ag.Target, deterministic: bool, most: int | None
+) -> None:
+    options = Options(deterministic, most, avoid=("triton",))
+    for each in passes(Request.of(graph, options)):
+        for backend in BACKENDS:
+            reasons = backend.reasons(each, target, options)
+            assert len({reason.key for reason in reasons}) == len(reasons), reasons
+            assert len({*map(str, reasons)}) == len(reasons), reasons
+            for reason in reasons:
+                assert isinstance(reason, ag.Reason)
+                assert reason.limit
+                assert reason.actual
+                assert reason.actual in str(reason)
+                sentence = skeleton(reason.limit) + reason.sentence
+                assert SENTENCES.setdefault((backend.name, reason.key), sentence) == sentence
+
+
+ODD: dict[str, ag.Graph] = {
+    "sizes": ag.attention(ag.TensorSpec((2, 8, 0, 64), HALF), X, X),
+    "head_multiple": ag.attention(*(ag.TensorSpec((2, 8, 512, 20), HALF),) * 3),
+    "head_widest": ag.attention(*(ag.TensorSpec((2, 8, 512, 1024), HALF),) * 3),
+    "equations": ag.graph(lambda q, k: ag.scores(q, k).softmax()[1], q=X, k=X),
+}
+
+
+@pytest.mark.parametrize("key", ODD)
+def test_backends_with_the_same_limit_say_the_same(key: str) -> None:
+    graph = Request.of(ODD[key], Options()).forward()
+    reasons = [r for b in BACKENDS for r in b.reasons(graph, TARGETS[2], Options())]
+    texts = [skeleton(reason) for reason in reasons if reason.key == key]
+    assert len(texts) >= 2
+    assert len({*texts}) == 1
+
+
+def test_a_plain_text_is_a_reason_by_its_own_key() -> None:
+    """Whatever it contains, braces too."""
+
+    def why_not(*_: object) -> Iterator[str]:
+        yield "needs {nothing}, and there is {0}"
+
+    own = ag.Backend("own", why_not, lambda *_: ag.Executable(tuple))
+    with pytest.raises(ag.NoBackendError) as error:
+        ag.compile(ag.attention(X, X, X), target="cpu", backends=(own,))
+    ((_, (reason,)),) = error.value.refusals
+    assert str(reason) == reason.key == "needs {nothing}, and there is {0}"
+    assert "\n  - needs {nothing}, and there is {0}\n" in str(error.value)
+
+
+def test_a_late_refusal_keeps_its_key_and_takes_plain_texts_too() -> None:
+    reason = ag.Reason("licence", "needs a licence", "there is none")
+    error = ag.RefusedError(reason, "needs luck")
+    assert error.reasons == (reason, ag.Reason.of("needs luck"))
+    assert str(error) == "needs a licence, and there is none; needs luck"
+
+
+def test_keys_reach_dicts_and_stay_where_nobody_takes_the_graph() -> None:
+    graph = ag.attention(X, X, X, mask=ag.Prefix(3), dropout=0.1)
+    found = ag.explain(graph, target=TARGETS[2], backends=("cudnn", "torch_flash"))
+    for refusal, each in zip(found.refusals, found.to_dict()["refusals"], strict=True):
+        assert json.loads(json.dumps(each)) == each
+        assert each["reasons"] == [*map(str, refusal.reasons)]
+        assert each["keys"] == [reason.key for reason in refusal.reasons]
+        assert each["lifts_changing_result"] == each["lifts"]
+        assert each["smallest_changes_result"] is True
+    assert [r.key for r in found.refusals[0].reasons] == ["dropout", "mask_leaves"]
+    assert [r.key for r in found.refusals[1].reasons] == ["causal_alone", "no_dropout"]
+    with pytest.raises(ag.NoBackendError) as error:
+        ag.compile(graph, target=TARGETS[2], backends=("cudnn",))
+    ((_, reasons),) = error.value.refusals
+    assert [reason.key for reason in reasons] == ["dropout", "mask_leaves"]
+
+
+# Remedies
+
+
+@given(graph=DRAWN, deterministic=st.booleans())
+def test_remedies_that_do_not_change_the_result_leave_every_step_and_every_number(
+    graph: ag.Graph, deterministic: bool
+) -> None:
+    question = Request.of(graph, Options(deterministic))
+    for remedy, edit in edits(question):
+        after = edit(question)
+        if after is None:
+            continue
+        given = {i.name: i.spec.dtype for i in graph.inputs}
+        now = {i.name: i.spec.dtype for i in after.graph.inputs}
+        same_steps = [e.op for e in after.graph.eqns] == [e.op for e in graph.eqns]
+        exact = all(torch.promote_types(given[name], now[name]) == now[name] for name in now)
+        assert remedy.changes_result != (same_steps and exact), remedy
+
+
+def test_remedies_that_change_the_result_stand_apart() -> None:
+    same, other = Remedy("k dense"), Remedy("no mask", changes_result=True)
+    assert format_remedies((same,)) == "lifted by: k dense"
+    assert format_remedies((other,)) == "only by computing something else: no mask"
+    assert format_remedies((other, same)) == (
+        "lifted by: k dense; or by computing something else: no mask"
+    )
+
+
+def test_two_changes_that_keep_the_result_come_before_one_that_does_not() -> None:
+    strided = ag.TensorSpec(X.shape, HALF, (2**19, 2**16, 128, 2))
+    few = ag.TensorSpec((2, 2, 512, 64), HALF)
+    graph = ag.attention(strided, few, few, mask=ag.Prefix(3))
+    backend = ag.Backend("own", refuses_masks_over_odd_tensors, lambda *_: ag.Executable(tuple))
+    (refusal,) = ag.explain(graph, target="cpu", backends=(backend,), wants=()).refusals
+    assert refusal.lifts == (
+        (Remedy("q dense"), Remedy("no mask", changes_result=True)),
+        (Remedy("k and v repeated for all 8 heads"), Remedy("no mask", changes_result=True)),
+    )
+    assert refusal.way_out == "it would with: q dense, k and v repeated for all 8 heads"
+
+
+def refuses_masks_over_odd_tensors(
+    graph: ag.Graph, target: ag.Target, options: ag.Options
+) -> Iterator[ag.Reason]:
+    q, k, *_ = (i.spec for i in graph.inputs)
+    if "mask=" in str(graph) and not q.unit_last:
+        yield ag.Reason("odd_q", "masks a dense q", "it is not")
+    if "mask=" in str(graph) and q.shape[1] != k.shape[1]:
+        yield ag.Reason("odd_heads", "masks all heads", "some are shared")
+
+
+def test_the_way_out_says_when_the_result_would_be_another() -> None:
+    graph = ag.attention(X, X, X, dropout=0.1)
+    (refusal,) = ag.explain(graph, target=TARGETS[2], backends=("cudnn",), wants=()).refusals
+    assert any(isinstance(eqn.op, Dropout) for eqn in graph.eqns)
+    assert refusal.way_out == "it would, but only by computing something else: no dropout"
+    assert str(refusal).endswith(
+        " (only by computing something else: no dropout)\n"
+        "  it would, but only by computing something else: no dropout"
+    )
+    few = ag.TensorSpec((2, 2, 512, 64), HALF)
+    grouped = ag.attention(X, few, few, mask=ag.Prefix(3))
+    (other,) = ag.explain(grouped, target=TARGETS[2], backends=("torch_cudnn",), wants=()).refusals
+    assert other.way_out == (
+        "it would with: k and v repeated for all 8 heads; but only by computing something else: "
+        "no mask"
+    )
+    assert str(Refusal("own", (ag.Reason.of("never runs"),))) == (
+        "own: no, because it\n  - never runs"
+    )

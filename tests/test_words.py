@@ -1,0 +1,149 @@
+"""Words stay plain: functions by verbs, values by nouns, one name one meaning, all documented."""
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from itertools import chain
+from pathlib import Path
+
+from tests.support.sources import ROOT, source_files
+
+MODULES = source_files("*.py")
+OTHERS = [
+    path
+    for folder in ("docs/generate", "examples")
+    for path in sorted((ROOT / folder).glob("*.py"))
+]
+TREES = {
+    module: ast.parse(path.read_text(encoding="utf-8"))
+    for module, path in (MODULES | {str(path.relative_to(ROOT)): path for path in OTHERS}).items()
+}
+
+WORDS = re.compile(r"\w+")
+IRREGULAR = WORDS.findall(
+    "bound built chosen cut drawn driven fallen found given gone held kept known laid left lost "
+    "made met put said seen sent shown split taken thought told written"
+)
+PARTICLES = WORDS.findall(
+    "about after ahead apart as at away by down for in of off on out up when where with within"
+)
+NOT_PARTICIPLES = {  # a name that only looks like one, or is both: what it is here
+    "ragged_in": "an adjective: the lengths of sequences that end at different places",
+    "nesting": "a noun: how deep joins lie within one another",
+    "tiling": "a noun: the tile sizes of a kernel",
+}
+PARTICIPLE_SHARE = 0.03  # of all top-level functions
+TWO_MEANINGS = {  # a name that several modules define: why it may be
+    "Mask": "the op that applies a mask is called as its text is, `mask`",
+    "attend": "each set of kernels has its forward pass",
+    "backward": "each set of kernels has its backward pass",
+    "forward": "each set of kernels has its forward pass",
+    "lower": "what every backend does, by the protocol Backend",
+    "main": "where a program starts: the command line, and the process that builds a plan",
+    "variants": "what every backend may do, by the protocol Backend",
+    "why_not": "what every backend does, by the protocol Backend",
+}
+VAGUE = re.compile(r"\b(found|told)\b")
+MOST_VAGUE = 5  # in 1,000 lines
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def definitions() -> Iterator[tuple[str, Function | ast.ClassDef]]:
+    """Every function and class at the top of a module of the library."""
+    for module in MODULES:
+        for node in TREES[module].body:
+            if isinstance(node, Function | ast.ClassDef):
+                yield module, node
+
+
+def is_participle(word: str) -> bool:
+    return word in IRREGULAR or re.fullmatch(r"[a-z]{3,}(ed|ing)", word) is not None
+
+
+def is_bare_participle(name: str) -> bool:
+    """Whether a name is a participle that neither does something nor names a thing.
+
+    `settled` and `laid_out` are; `padded_size` is a noun with an adjective, `read_file` a verb.
+    """
+    first, *others = name.strip("_").split("_")
+    return is_participle(first) and name not in NOT_PARTICIPLES and {*others} <= {*PARTICLES}
+
+
+def test_functions_are_named_by_verbs_or_nouns() -> None:
+    names = [node.name for _, node in definitions() if isinstance(node, Function)]
+    bare = sorted({name for name in names if is_bare_participle(name)})
+    assert not bare, f"say what they do, or what they give: {', '.join(bare)}"
+    assert len(NOT_PARTICIPLES) <= PARTICIPLE_SHARE * len(names)
+
+
+def test_one_name_has_one_meaning() -> None:
+    homes = defaultdict(set)
+    for module, node in definitions():
+        homes[node.name].add(module)
+    wrong = [
+        f"{name} stands in {', '.join(sorted(modules))}"
+        for name, modules in homes.items()
+        if len(modules) > 1 and name not in TWO_MEANINGS
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_sentences_and_names_are_specific() -> None:
+    texts = [path_of(module).read_text(encoding="utf-8") for module in TREES]
+    lines = sum(len(text.splitlines()) for text in texts)
+    count = sum(len(VAGUE.findall(text)) for text in texts)
+    assert 1000 * count <= MOST_VAGUE * lines, (
+        f"found and told stand {count} times in {lines} lines"
+    )
+
+
+def path_of(module: str) -> Path:
+    return MODULES.get(module, ROOT / module)
+
+
+@cache
+def classes() -> dict[str, list[ast.ClassDef]]:
+    """All classes by name, which two modules may use."""
+    by_name = defaultdict(list)
+    for node in (node for tree in TREES.values() for node in ast.walk(tree)):
+        if isinstance(node, ast.ClassDef):
+            by_name[node.name].append(node)
+    return by_name
+
+
+def base_documents(owner: ast.ClassDef, name: str) -> bool:
+    """Whether a class that `owner` derives from has a docstring for its method `name`."""
+    bases = (ast.unparse(base).rsplit(".")[-1] for base in owner.bases)
+    return any(
+        base_documents(base, name)
+        or any(
+            isinstance(node, Function) and node.name == name and ast.get_docstring(node)
+            for node in base.body
+        )
+        for base in chain.from_iterable(classes()[base] for base in bases if base in classes())
+    )
+
+
+def undocumented(
+    body: list[ast.stmt], owner: ast.ClassDef | None = None
+) -> Iterator[tuple[int, str]]:
+    """Public functions, classes and methods without a docstring of their own or of a base's."""
+    for node in body:
+        if not isinstance(node, Function | ast.ClassDef) or node.name.startswith("_"):
+            continue
+        if not ast.get_docstring(node) and not (owner and base_documents(owner, node.name)):
+            yield node.lineno, f"{owner.name}.{node.name}" if owner else node.name
+        if isinstance(node, ast.ClassDef):
+            yield from undocumented(node.body, node)
+
+
+def test_everything_public_is_documented() -> None:
+    wrong = [
+        f"{MODULES[module].relative_to(ROOT)}:{line} {name}"
+        for module in MODULES
+        for line, name in undocumented(TREES[module].body)
+    ]
+    assert not wrong, "\n".join(wrong)
