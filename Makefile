@@ -15,7 +15,7 @@ TRITONS ?= 3.6.0 3.7.1 3.9.0
 CUDNNS ?= 9.19.0.56
 PLANNED := tests/lowering/test_cudnn_grid.py
 
-.PHONY: venv demo test deep tritons kernel-report cudnns cudnn-report lint docs bench clean
+.PHONY: venv demo test deep mutants tritons kernel-report cudnns cudnn-report lint docs bench clean
 
 venv: .venv/installed
 
@@ -44,6 +44,11 @@ test: venv
 deep: venv
 	HYPOTHESIS_PROFILE=deep $(PYTEST) $(SEED:%=--hypothesis-seed=%)
 	HYPOTHESIS_PROFILE=deep TRITON_INTERPRET=1 $(PYTEST) $(SEED:%=--hypothesis-seed=%) $(INTERPRETED)
+
+# Faults put into copies of the sources one by one, each for a test to see: some minutes.
+# FAULTS=words runs those whose file or text has one of them.
+mutants: venv
+	$(BIN)/python tests/mutants.py $(FAULTS)
 
 # The kernels' tests under other versions of Triton, each laid over the one in .venv.
 tritons: $(TRITONS:%=.tritons/%/tested)

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 STORED = TemporaryDirectory()  # no test reads what another run stored, nor leaves anything
 os.environ["XDG_CACHE_HOME"] = STORED.name
@@ -21,6 +21,9 @@ settings.register_profile(
 )
 settings.register_profile(
     "deep", max_examples=10 * EXAMPLES, derandomize=False, deadline=None, print_blob=True
+)
+settings.register_profile(  # the same examples; one that fails is not made smaller
+    "unshrunk", settings.get_profile("default"), phases=(Phase.explicit, Phase.generate)
 )
 settings.load_profile(PROFILE)
 

@@ -241,6 +241,25 @@ def test_one_call_and_single_steps_make_one_graph(graph: ag.Graph) -> None:
         assert simplify(said_step_by_step(graph, masked_first=masked_first)) == simplify(graph)
 
 
+def test_lengths_segments_and_flags_narrow_the_mask() -> None:
+    x, lengths, numbers, flags = (
+        ag.TensorSpec((1, 2, 4, 4), torch.float32),
+        ag.TensorSpec((1,), torch.int64),
+        ag.TensorSpec((1, 4), torch.int64),
+        ag.TensorSpec((1, 1, 4, 4), torch.bool),
+    )
+    for leaf, more in (
+        (m.KeyLengths(), {"kv_lengths": lengths}),
+        (m.QueryLengths(), {"q_lengths": lengths}),
+        (m.SameSegment(), {"segments": (numbers, numbers)}),
+        (m.Keep(), {"keep": flags}),
+    ):
+        options: dict[str, Any] = more
+        whole = ag.attention(x, x, x, mask=m.Causal() & leaf, **options)
+        parts = ag.attention(x, x, x, mask=m.Causal(), **options)
+        assert whole == parts
+
+
 @given(graphs())
 def test_simplifying_again_changes_nothing(graph: ag.Graph) -> None:
     assert simplify(simplify(graph)) == simplify(graph)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attn_graph as ag
-from attn_graph.ir import parse
+from attn_graph.ir import ops, parse
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.graph import Op
 from attn_graph.ir.passes import canonicalise
@@ -190,6 +190,28 @@ def test_a_row_that_sees_nothing_has_no_gradient_and_gives_none(sinks: bool) -> 
     assert (found["q"][:, :, 2] == 0).all()
     assert (found["bias"][:, :, 2] == 0).all()
     assert all(x.isfinite().all() for x in found.values())
+
+
+@pytest.mark.parametrize("fill", [0.0, 7.0, torch.nan])
+def test_a_masked_score_that_is_handed_out_has_no_gradient(fill: float) -> None:
+    def attend(q: ag.Value, k: ag.Value, v: ag.Value) -> tuple[ag.Value, ag.Value]:
+        s = ag.scores(q, k).mask(ag.Causal())
+        return s.softmax()[0].weigh(v), s
+
+    graph = ag.graph(attend, q=X, k=X, v=X)
+    tensors, (do, ds) = tensors_for(graph, 0), cotangents_for(graph, 0)
+    found = [
+        fused(graph, tensors, (do, torch.where(torch.ones(5, 5).tril() > 0, ds, x)))
+        for x in (fill, 0.0)
+    ]
+    assert all(torch.equal(found[0][name], found[1][name]) for name in "qkv")
+
+
+def test_scores_without_weight_have_no_gradient_whatever_cotangents_hold() -> None:
+    p = torch.tensor([[0.5, 0.5], [0.0, 0.0]])[None, None]
+    dp, dlse = torch.tensor([[1.0, 2.0], [torch.nan, torch.inf]]), torch.tensor([3.0, torch.nan])
+    (ds,) = ops.SoftmaxGrad().run(p, dp[None, None], dlse[None, None])
+    assert torch.equal(ds[0, 0], torch.tensor([[1.25, 1.75], [0.0, 0.0]]))
 
 
 def test_an_input_that_no_output_depends_on_has_zeros() -> None:

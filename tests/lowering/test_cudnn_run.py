@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 
 import attn_graph as ag
 from attn_graph.backend import Options, RefusedError
@@ -74,7 +74,17 @@ def gradient_of(graph: Graph, do: torch.Tensor) -> tuple[Graph, list[str]]:
     return backward(graph, wants, [ag.TensorSpec.like(do)]), [graph.inputs[n].name for n in wants]
 
 
+LENGTHS = ag.attention(
+    *(X, X, X),
+    mask=ag.Causal(),
+    kv_lengths=ag.TensorSpec((2,), torch.int64),
+    sinks=ag.TensorSpec((4,), torch.float32),
+)
+
+
 @given(graph=cudnn_graphs(), seed=seeds)
+@example(graph=LENGTHS, seed=0)
+@example(graph=LENGTHS, seed=3)
 def test_what_cudnn_is_told_means_what_the_graph_means(graph: Graph, seed: int) -> None:
     simple = simplify(graph)
     assume(not refusals(simple))
@@ -98,6 +108,19 @@ def test_what_cudnn_is_told_means_what_the_graph_means(graph: Graph, seed: int) 
     gradients = results(back, (*tensors, o, lse, *poisoned))
     for name, gradient in zip(names, gradients, strict=True):
         dues[name].check(gradient)
+
+
+def test_what_cudnn_adds_to_is_zero_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = simplify(LENGTHS)
+    tensors = tuple(map(aligned, tensors_for(graph, 0)))
+    (do,) = cotangents_for(graph, 0)
+    saved = modelled(graph).forward(*tensors)[1]
+    back, names = gradient_of(graph, do)
+    empty = torch.empty_strided
+    monkeypatch.setattr(torch, "empty_strided", lambda *x, **y: empty(*x, **y).fill_(9))
+    gradients = results(back, (*tensors, *saved, do))
+    due = rule.expect_gradients(graph, tensors, (do,))["sinks"]
+    due.check(gradients[names.index("sinks")])
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])

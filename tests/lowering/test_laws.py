@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph.kernels.merging import merge_
+from attn_graph.machine.workspace import Buffer, Scratch
 from attn_graph.testing import rule
 from attn_graph.testing.strategies import seeds
 
 CPU = ag.Target.of("cpu")
+INF, NAN = float("inf"), float("nan")
 B, H, G, M, N, D = 2, 4, 2, 24, 40, 8
 
 
@@ -145,6 +147,31 @@ def test_a_shift_of_all_scores_shifts_lse_alone(seed: int, shift: float) -> None
     assert not apart((o, lse - shift), (plain_o, plain_lse), abs(shift))
 
 
+@pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize("more", [INF, NAN, 3.0])
+def test_what_is_added_to_a_masked_score_changes_nothing(cap: float | None, more: float) -> None:
+    """A bias of -inf masks, whatever the next bias holds there."""
+    x, bias = ag.TensorSpec((1, 2, 6, 8), torch.float32), torch.zeros(1, 1, 6, 6)
+    spec = ag.TensorSpec.like(bias)
+
+    def attend(**x: ag.Value) -> tuple[ag.Value, ag.Value]:
+        s = ag.scores(x["q"], x["k"]).bias(x["first"]).bias(x["second"])
+        p, lse = (s if cap is None else s.soft_cap(cap)).softmax()
+        return p.weigh(x["v"]), lse
+
+    graph = ag.graph(attend, q=x, k=x, v=x, first=spec, second=spec)
+    plan = ag.compile(graph, target=CPU)
+    hidden = torch.arange(6) > torch.tensor([[0], [3], [2], [5], [-1], [1]])
+    q, k, v = (normal(n, *x.shape).requires_grad_() for n in range(3))
+    results = []
+    for y in (0.0, more):
+        given = (q, k, v, bias.masked_fill(hidden, -INF), bias.masked_fill(hidden, y))
+        o, lse = plan(*given)
+        gradients = torch.autograd.grad((o.sum(), lse[lse > -INF].sum()), (q, k, v))
+        results.append((o.detach(), lse.detach(), *gradients))
+    assert not apart(results[0], results[1])
+
+
 @pytest.mark.parametrize("backend", ["torch_sdpa", "math"])
 @given(seed=seeds, order=st.permutations(range(3)), chosen=st.sampled_from(OPTIONS[:1]))
 def test_layout_changes_nothing_bitwise(
@@ -182,3 +209,53 @@ def test_gradcheck_in_float64(seed: int, chosen: Options) -> None:
     k, v = (x[:, :1].detach().requires_grad_() for x in (k, v))
     graph = ag.attention(*map(ag.TensorSpec.like, (q, k, v)), stats=True, **chosen)
     assert torch.autograd.gradcheck(ag.compile(graph, target=CPU), (q, k, v), atol=1e-6)
+
+
+def test_a_value_that_is_returned_twice_is_two_tensors() -> None:
+    x = ag.TensorSpec((B, H, M, D), torch.float32)
+    graph = ag.attention(x, x, x)
+    twice = ag.Graph(graph.inputs, graph.eqns, graph.outputs * 2)
+    plan = ag.compile(twice, target=CPU, backends=("math",))
+    one, two = plan(*(normal(n, *x.shape) for n in range(3)))
+    assert torch.equal(one, two)
+    assert one.data_ptr() != two.data_ptr()
+
+
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_a_cotangent_is_left_as_it_was(cap: float | None) -> None:
+    """Where rows see nothing, a copy of it is cleared there."""
+    x, lengths = ag.TensorSpec((B, H, M, D), torch.float32), torch.tensor([3, 0])
+    graph = ag.attention(x, x, x, soft_cap=cap, q_lengths=ag.TensorSpec.like(lengths))
+    q, k, v, do = (normal(n, *x.shape) for n in range(4))
+    before = do.clone()
+    o = ag.compile(graph, target=CPU)(q.requires_grad_(), k, v, lengths)
+    assert isinstance(o, torch.Tensor)
+    o.backward(do)
+    assert torch.equal(do, before)
+
+
+@pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_what_lay_in_the_workspace_before_reaches_no_result(
+    cap: float | None, dtype: torch.dtype
+) -> None:
+    """Nor a gradient: where head sizes differ, and where rows see nothing."""
+    q, k, _ = qkv(0)
+    tensors = [x.to(dtype).requires_grad_() for x in (q, k, normal(2, B, G, N, 5))]
+    lengths, whole = torch.tensor([3, 0]), Scratch((Buffer((2**20,), torch.uint8),))
+    specs = map(ag.TensorSpec.like, tensors)
+    graph = ag.attention(*specs, soft_cap=cap, q_lengths=ag.TensorSpec.like(lengths))
+    results = []
+    for number in (0, 255):  # of which bytes are all of NaN
+        ag.clear_cache()
+        workspace = ag.Workspace()
+        with workspace.lease(whole, torch.device("cpu")) as rooms:
+            rooms[0].fill_(number)
+        plan = ag.compile(graph, target=CPU, backends=("math",), workspace=workspace)
+        o = plan(*tensors, lengths)
+        assert isinstance(o, torch.Tensor)
+        results.append((o.detach(), *torch.autograd.grad(o.float().square().sum(), tensors)))
+        assert workspace.bytes == 2**20
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert (results[0][0][0, :, 3:] == 0).all()
+    assert (results[0][0][1] == 0).all()

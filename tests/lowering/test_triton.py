@@ -228,6 +228,14 @@ def test_every_tile_that_keeps_a_place_is_visited(
         assert torch.equal(found > 0, (due > 0).expand(found.shape))
 
 
+def test_a_last_block_of_queries_that_is_not_whole_is_masked_by_keys() -> None:
+    x, y = TensorSpec((1, 1, 40, 4), torch.float32), TensorSpec((1, 1, 64, 4), torch.float32)
+    graph = simplify(ag.attention(x, y, y, mask=~ag.Prefix(2)))
+    found = visited(graph, {}, by_keys=True)
+    assert (found[:, :, 0] == torch.tensor([1, 2])).all()
+    assert (found[:, :, 1] == 1).all()
+
+
 def test_a_window_at_64k_visits_less_than_a_hundredth() -> None:
     x = TensorSpec((1, 1, 65536, 16), torch.float16)
     graph = simplify(ag.attention(x, x, x, mask=ag.Causal() & ag.Window(256)))
@@ -295,6 +303,17 @@ def test_a_mask_of_a_user_runs_in_the_kernels_and_skips() -> None:
     assert (found_tiles > 0).sum() == some.sum() < 36  # of the 36 that are causal
 
 
+def test_masks_and_modifiers_read_nothing_beyond_the_last_query_and_key() -> None:
+    """What is read where a tile reaches over the edge changes no result, so none would tell."""
+    x, full = TensorSpec((1, 2, 70, 8), torch.float32), (1, 2, 70, 70)
+    keep, bias = TensorSpec(full, torch.bool), TensorSpec(full, torch.float32)
+    code = Flash.plan(the(simplify(ag.attention(x, x, x, keep=keep, bias=bias))), CPU).code
+    for text in (code.keep, code.change):
+        loads = [line for line in str(text).splitlines() if "tl.load(" in line]
+        assert loads
+        assert all("mask=(i < M) & (j < N), other=0)" in line for line in loads)
+
+
 def test_division_rounds_down_as_in_python() -> None:
     """Not towards 0, as Triton's does."""
     x = TensorSpec((1, 1, 40, 8), torch.float32)
@@ -313,6 +332,43 @@ def test_a_modifier_of_a_user_runs_in_the_kernels_with_its_gradient() -> None:
     graph = ag.graph(attend, q=x, k=x, v=x, weight=weight)
     q, k, v, w = tensors_for(graph, 2)
     assert not apart(graph, (q, k, v, w * 0.01))
+
+
+def test_a_derivative_that_is_infinite_where_no_key_is_reaches_no_gradient() -> None:
+    x = TensorSpec((1, 2, 6, 8), torch.float32)
+
+    def attend(q: Any, k: Any, v: Any) -> Any:  # Any: values
+        p, lse = ag.scores(q, k).then(probes().Steep()).mask(ag.Causal()).softmax()
+        return p.weigh(v), lse
+
+    graph = ag.graph(attend, q=x, k=x, v=x)
+    q, k, v = tensors_for(graph, 2)
+    assert not apart(graph, (q.abs() / 5 + 1.25, k.abs() / 5 + 1.25, v))
+
+
+def test_a_bias_hides_rows_in_tiles_that_need_no_mask_too() -> None:
+    """Weights of such rows are 0, and their cotangents, NaN here, reach nothing."""
+    x, bias = TensorSpec((1, 1, 64, 16), torch.float32), torch.zeros(1, 1, 64, 64)
+    bias[:, :, 3:40] = -torch.inf
+    graph = ag.attention(x, x, x, bias=TensorSpec.like(bias))
+    tensors = [t.requires_grad_() for t in (*tensors_for(graph, 1)[:3], bias)]
+    do = torch.randn(x.shape).index_fill(2, torch.arange(3, 40), NAN)
+    results = []
+    for backend in ("triton", "math"):
+        o = ag.compile(graph, backends=(backend,))(*tensors)
+        assert isinstance(o, torch.Tensor)
+        results.append((o.detach(), *torch.autograd.grad(o, tensors, do)))
+    for found, due in zip(*results, strict=True):
+        assert torch.allclose(found, due, atol=2e-5, rtol=2e-5)
+
+
+def test_the_interpreter_rounds_to_bfloat16_as_pytorch_does() -> None:
+    exact = torch.randn(1024).bfloat16().float()
+    halfway = exact + exact.sign() * 2.0 ** (exact.abs().log2().floor() - 8)
+    for x in (torch.randn(1024), halfway):
+        out = torch.empty(1024)
+        probes().rounded[(1,)](x, out, SIZE=1024)
+        assert torch.equal(out, x.bfloat16().float())
 
 
 def test_what_can_not_be_traced_is_refused_with_a_reason() -> None:

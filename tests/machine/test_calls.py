@@ -6,11 +6,12 @@ import copy
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, final
 
 import pytest
 import torch
 import torch.nn.functional as F
+from attrs import frozen
 from hypothesis import example, given
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -20,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attn_graph as ag
+from attn_graph.ir.modifiers import Modifier
 from attn_graph.testing import rule
 from attn_graph.testing.strategies import graphs, seeds
 from attn_graph.testing.tensors import cotangents_for, tensors_for
@@ -101,7 +103,7 @@ def identity(t: torch.Tensor) -> torch.Tensor:
 
 def shuffled() -> saved_tensors_hooks:
     """Saved tensors come back with their last two axes turned in memory."""
-    return saved_tensors_hooks(identity, lambda t: turned(t) if t.ndim == 4 else t)
+    return saved_tensors_hooks(identity, lambda t: turned(t) if t.ndim > 2 else t)
 
 
 @pytest.mark.parametrize("backend", NAMES)
@@ -170,6 +172,31 @@ def test_a_backward_plan_is_for_the_layout_of_its_cotangent() -> None:
         assert last is not None
         assert last.plan.graph.inputs[-1].spec == ag.TensorSpec.like(given)
     assert len(plan.memo.pulls) == 3
+
+
+def test_a_backward_plan_is_for_the_inputs_that_need_a_gradient() -> None:
+    graph, do = ag.attention(X, X, X), torch.randn(X.shape)
+    plan = ag.compile(graph, target=CPU)
+    for wanted in ((0,), (1,), (2,), (0, 1), (1, 2), (0,)):
+        leaves = [x.requires_grad_(n in wanted) for n, x in enumerate(tensors_for(graph, 0))]
+        found = torch.autograd.grad(output_of(plan, leaves), [leaves[n] for n in wanted], do)
+        check_gradients(graph, leaves, found, do)
+    assert len(plan.memo.pulls) == 5
+
+
+def test_a_backward_plan_is_for_the_outputs_that_have_a_cotangent() -> None:
+    """Two outputs of one shape, so that their cotangents look the same."""
+
+    def attend(q: ag.Value, k: ag.Value, v: ag.Value, w: ag.Value) -> tuple[ag.Value, ag.Value]:
+        p, _ = ag.scores(q, k).softmax()
+        return p.weigh(v), p.weigh(w)
+
+    graph, do = ag.graph(attend, q=X, k=X, v=X, w=X), torch.randn(X.shape)
+    plan, leaves = ag.compile(graph, target=CPU), leaves_of(graph)
+    for n in (0, 1, 0):
+        found = torch.autograd.grad(plan(*leaves)[n], [leaves[2 + n], leaves[3 - n]], do)
+        assert (found[0] != 0).all()
+        assert (found[1] == 0).all()
 
 
 def test_a_cotangent_is_copied_only_for_a_backend_that_needs_it() -> None:
@@ -295,6 +322,25 @@ IN_STEPS = ag.graph(
 SLOPES = ag.attention(*(ag.TensorSpec((1, 12, 5, 8), torch.float32),) * 3, alibi=True)
 
 
+@final
+@frozen
+class Weighed(Modifier):
+    """A step of one's own that takes a product, which autocast would round."""
+
+    hides = False
+
+    def change(self, s: torch.Tensor, at: ag.Place) -> torch.Tensor:
+        return s * (s.new_full((1, 1), 1.001) @ s.new_full((1, 1), 2.0))
+
+    def back(self, ds: torch.Tensor, s: torch.Tensor, at: ag.Place) -> torch.Tensor:
+        return self.change(ds, at)
+
+
+WEIGHED = ag.graph(
+    lambda q, k, v: ag.scores(q, k).then(Weighed()).softmax()[0].weigh(v), q=X, k=X, v=X
+)
+
+
 def ran(graph: ag.Graph, tensors: Leaves, cotangents: Leaves) -> list[torch.Tensor]:
     """Outputs, and gradients where they are recorded, of a plan that is made anew."""
     ag.clear_cache()
@@ -313,6 +359,7 @@ def ran(graph: ag.Graph, tensors: Leaves, cotangents: Leaves) -> list[torch.Tens
 @given(graph=graphs(), seed=seeds)
 @example(graph=IN_STEPS, seed=0)
 @example(graph=SLOPES, seed=0)
+@example(graph=WEIGHED, seed=0)
 def test_no_ambient_state_changes_a_bit(name: str, graph: ag.Graph, seed: int) -> None:
     leaves, cotangents = leaves_of(graph, seed), cotangents_for(graph, seed)
     due = ran(graph, leaves, cotangents)

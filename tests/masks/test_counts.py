@@ -56,6 +56,22 @@ class Near(m.Mask):
         return Strip(-self.reach, self.reach)
 
 
+@final
+@frozen
+class Slab(m.Mask):
+    """A leaf of one's own that knows its keys of any block."""
+
+    stop: int
+
+    def keep(self, at: Place) -> Term:
+        return (at.j > 0) & (at.j < self.stop)
+
+    def span(self, block: Block) -> Keys:
+        return Keys.between(1, min(self.stop, block.N))
+
+    surely = span
+
+
 def brute(drawn: MaskCase, mask: m.Mask) -> torch.Tensor:
     """Every place [B,H,M,N], asked one by one."""
     return mask_formula.evaluate_place_by_place(mask, drawn.sizes, drawn.data)
@@ -131,7 +147,7 @@ def test_counts_do_not_depend_on_how_many_are_made_at_once(
 def test_leaves_of_ones_own_are_counted_exactly(
     drawn: MaskCase, block: tuple[int, int], size: int
 ) -> None:
-    for own in (Striped(size), Near(size)):
+    for own in (Striped(size), Near(size), Slab(size)):
         check_counts(evolve(drawn, mask=own, data={}), own, block)
         for mask in (own & drawn.mask, ~own | drawn.mask):
             check_counts(drawn, mask, block)
@@ -239,6 +255,15 @@ def test_planning_lists_few_tiles_whatever_the_sizes(mask: m.Mask, alibi: bool) 
         patch.setattr(schedule, "Tile", note)
         ag.explain(ag.attention(x, x, x, mask=mask, alibi=alibi), target="cpu")
     assert made["tiles"] <= 8 * schedule.MOST_TILES
+
+
+def test_a_window_of_any_length_is_one_tile_moved_along() -> None:
+    x = ag.TensorSpec((1, 1, 10**8, 8), torch.float32)
+    mask = m.Band(-100, 0)
+    tiles = schedule.fold_tiles(Problem.of(Attention(mask=mask), (x, x, x)), mask, 128, 64)
+    assert tiles is not None
+    assert len(tiles) < 5
+    assert sum(len(tile.rows) * tile.repeat for tile in tiles) == 10**8
 
 
 @given(st.integers(0, 40), st.integers(1, 40), st.integers(0, 90), st.integers(-90, 90))

@@ -78,6 +78,23 @@ def test_each_leaf_alone_knows_its_blocks(kind: type[m.Mask]) -> None:
     check()
 
 
+def test_a_join_surely_keeps_what_its_parts_say_together() -> None:
+    """No less: a block of queries that a part keeps whole needs no mask."""
+    block = Block(range(1), range(1), range(40, 48), 1, 64, 64)
+    start, near, before = m.Prefix(8), m.Band(-9, 2), m.Prefix(40)
+    assert (start | near).surely(block) == Keys(((0, 8), (38, 43)))
+    assert (before & near).surely(block) == Keys.between(38, 40)
+    assert (~near).surely(block) == Keys(((0, 31), (50, 64)))
+
+
+def test_strips_that_are_joined_are_one_strip() -> None:
+    """With every bound of both, so that no tile beyond them is visited."""
+    strip = (m.Band(-9, 2) & m.Prefix(40) & m.Band(-3, 7)).strip(Place(0, 0, 0, 0, 1, 64, 64))
+    assert strip is not None
+    assert (strip.low, strip.high, strip.keys, strip.rows) == (-3, 2, 40, None)
+    assert (m.Prefix(40) & m.Keep()).strip(Place(0, 0, 0, 0, 1, 64, 64)) is None
+
+
 @many
 @given(blocks(mask_cases()))
 def test_what_a_block_says_stays_true_for_the_blocks_inside_it(
@@ -221,6 +238,13 @@ def test_a_mask_that_keeps_everything_is_none(mask: m.Mask) -> None:
 @pytest.mark.parametrize("mask", [m.Window(6, 7), m.Window(7, 6), m.Prefix(7), m.Causal(), A])
 def test_a_mask_that_keeps_nearly_everything_is_not(mask: m.Mask) -> None:
     assert canonical_mask(mask, 8, 8) is not None
+
+
+@pytest.mark.parametrize("band", [m.Band(None, -8), m.Band(None, -99), m.Band(8, 9), m.Band(99)])
+def test_a_band_beyond_every_place_keeps_nothing_in_one_form(band: m.Band) -> None:
+    form = canonical_mask(band, 8, 8)
+    assert form is not None
+    assert not form.keep(Place.of(Block(range(1), range(1), range(8), 1, 8, 8), range(8))).any()
 
 
 def test_bottom_right_lets_the_last_query_meet_the_last_key() -> None:

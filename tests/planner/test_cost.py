@@ -80,11 +80,26 @@ def test_keys_that_no_query_sees_are_not_read() -> None:
     assert cost.forward.bytes == 2 * (2 * 8 * 64 + 2 * 2 * 256 * 64)
 
 
+def test_keys_that_one_head_of_a_group_sees_are_read() -> None:
+    q, k = (ag.TensorSpec((1, heads, 4, 8), torch.float32) for heads in (2, 1))
+    keep = torch.tensor([[0, 1, 1, 0], [0, 0, 1, 0]])[None, :, None] > 0
+    cost = plan_of(ag.attention(q, k, k, keep=ag.TensorSpec.like(keep))).cost(keep=keep)
+    assert cost.pairs == 4 * 3
+    assert cost.forward.bytes == 2 * q.type.bytes + 2 * 2 * 8 * 4 + keep.numel()
+
+
 def test_a_broadcast_tensor_is_read_once() -> None:
     flat = ag.TensorSpec((2, 4, 96, 16), torch.float32, (0, 0, 16, 1))
     x = ag.TensorSpec((2, 4, 96, 16), torch.float32)
     cost = plan_of(ag.attention(x, flat, flat)).cost()
     assert cost.forward.bytes == 4 * (2 * prod(x.shape) + 2 * 96 * 16)
+
+
+def test_gaps_between_elements_are_not_read() -> None:
+    x = ag.TensorSpec((2, 4, 96, 16), torch.float32)
+    dense, apart = (ag.TensorSpec((2, 96), torch.int64, (96 * n, n)) for n in (1, 4))
+    one, two = (plan_of(ag.attention(x, x, x, segments=(s, s))).cost() for s in (dense, apart))
+    assert one == two
 
 
 def test_a_bias_is_read_where_pairs_remain() -> None:

@@ -17,6 +17,7 @@ from attn_graph.testing import formula
 
 Tensor = torch.Tensor
 INF = float("inf")
+ADDED = ("dSink_token",)  # to what lies there before
 
 
 @final
@@ -35,7 +36,9 @@ class Model:
         given = {name: x.double() for name, x in views.items() if name not in outputs}
         computed = (forward if self.call.name == "sdpa" else backward)(self.options, given)
         for name in outputs:
-            views[name].copy_(computed[name])
+            if name not in ADDED:
+                views[name].zero_()
+            views[name].add_(computed[name])
 
     @property
     def options(self) -> dict[str, float | bool | str | None]:
@@ -84,6 +87,7 @@ def slope(options: Options, given: Named) -> Tensor:
 def kept(options: Options, given: Named, i: Tensor, j: Tensor) -> Tensor:
     """Where both lengths and the band keep a place: [B or 1,1,M,N]."""
     M, N = len(i), len(j)
+    assert ("seq_len_q" in given) == bool(options.get("use_padding_mask"))
     rows = given.get("seq_len_q", torch.full((1, 1, 1, 1), M))
     columns = given.get("seq_len_kv", torch.full((1, 1, 1, 1), N))
     keep = (i < rows) & (j < columns)

@@ -32,9 +32,15 @@ def heads(k: Tensor, q: Tensor) -> Tensor:
     return k.double().repeat_interleave(q.shape[1] // k.shape[1], 1)
 
 
+def check_aligned(*tensors: Tensor) -> None:
+    """Kernels load 16 bytes at a time, and fault where a tensor begins in between."""
+    assert not any(x.data_ptr() % 16 for x in tensors)
+
+
 def attend(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
+    check_aligned(q, k, v)
     s = scores(q, k, bias, causal, scale)
     lse = s.logsumexp(-1)
     p = torch.exp(s - lse.masked_fill(lse == -INF, 0.0)[..., None])
@@ -47,6 +53,7 @@ def pull(
     bias: Tensor | None, causal: bool, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv and the gradient of the scores, from the lse that is given."""
+    check_aligned(do, q, k, v, o)
     assert lse.isfinite().all()
     p = torch.exp(scores(q, k, bias, causal, scale) - lse[..., None])
     delta = (do.double() * o.double()).sum(-1, keepdim=True)

@@ -11,7 +11,7 @@ from attrs import frozen
 
 import attn_graph as ag
 from attn_graph.ir.modifiers import Modifier
-from attn_graph.kernels.common import dropout_keeps_tile, key_tiles, query_tiles
+from attn_graph.kernels.common import dropout_keeps_tile, key_tiles, query_tiles, round_to
 from attn_graph.masks import Data
 
 
@@ -41,6 +41,13 @@ def dropout_bits(
     )
     at = tl.arange(0, BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     tl.store(out_ptr + at, z.to(tl.int8))
+
+
+@triton.jit
+def rounded(x_ptr, out_ptr, SIZE: tl.constexpr):
+    """out [SIZE] float32: x in bfloat16, as the interpreter has it."""
+    at = tl.arange(0, SIZE)
+    tl.store(out_ptr + at, round_to(tl.load(x_ptr + at), tl.bfloat16, True))
 
 
 @final
@@ -94,3 +101,18 @@ class Sloped(Modifier):
         half = (ds * at.j).sum((2, 3))[..., None, None] * 0.5
         share += half.sum_to_size(share.shape)
         share += half.sum_to_size(share.shape)
+
+
+@final
+@frozen
+class Steep(Modifier):
+    """-exp(88 - 20 s): its derivative is too large for float32 at 0, which is the score of keys
+    that are not there."""
+
+    hides = False
+
+    def change(self, s: Any, at: ag.Place) -> Any:
+        return -(88.0 - 20.0 * s).exp()
+
+    def back(self, ds: Any, s: Any, at: ag.Place) -> Any:
+        return ds * (s * -20.0)
