@@ -13,6 +13,7 @@ from torch._C import (
     _len_torch_dispatch_stack,
 )
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._guards import detect_fake_mode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -51,6 +52,15 @@ def plain_ops_on(device: torch.device) -> Iterator[None]:
     """
     with without_autocast(), device:
         yield
+
+
+def constant_beside(constant: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that planning made, as operations on `tensor` take it: fake beside a fake one."""
+    mode = detect_fake_mode((tensor,)) if is_traced() else None
+    if mode is None or mode.allow_non_fake_inputs:
+        return constant
+    fake: torch.Tensor = mode.from_tensor(constant)
+    return fake
 
 
 def has_tangent(tensors: Sequence[torch.Tensor]) -> bool:

@@ -22,6 +22,7 @@ from attn_graph.lowering.cpu.fused_slots import (
     tile_slot,
 )
 from attn_graph.lowering.cpu.fused_tiles import CPU, FusedTiles, Tensors
+from attn_graph.machine.ambient import constant_beside
 from attn_graph.masks.places import Place
 from attn_graph.spec import INF
 
@@ -175,7 +176,7 @@ class TileCall:
         results: tuple[torch.Tensor, torch.Tensor] | None = None
         for part in slot.parts:
             k, v = part.keys(self.k), part.keys(self.v)
-            addend = self.addend(slot, part) if part.makes else part.addend
+            addend = self.addend(slot, part)
             o, lse = fused_cpu.attend(rows, k, v, self.node.scale, part.causal, addend)
             if results is None:
                 results = o, lse
@@ -193,11 +194,13 @@ class TileCall:
         """dq, dk, dv of one part of a tile."""
         operands = slot.rows(self.q), part.keys(self.k), part.keys(self.v)
         rows = slot.rows(do), slot.rows(o), slot.rows(lse)
-        addend = self.addend(slot, part) if part.makes else part.addend
+        addend = self.addend(slot, part)
         return fused_cpu.attend_backward(*operands, *rows, self.node.scale, part.causal, addend)
 
-    def addend(self, slot: TileSlot, part: PartSlot) -> torch.Tensor:
-        """What is added to the scores of a part, made in scratch."""
+    def addend(self, slot: TileSlot, part: PartSlot) -> torch.Tensor | None:
+        """What is added to the scores of a part: held since planning, or made in scratch."""
+        if not part.makes:
+            return None if part.addend is None else constant_beside(part.addend, self.q)
         assert self.at is not None
         room = self.scratch["addend"][: part.count].view(part.shape)
         at = slot_place(self.at, slot.tile, part.part)

@@ -194,6 +194,7 @@ class FlashBuilder:
         return 2 if hides else int(self.problem.mask_has_blind_rows)
 
     def strides(self, *names: str) -> Fixed:
+        """The strides of operands, as the kernels take them; 0 of those that are absent."""
         specs = large_operands(self.problem)
         return {
             f"{name}_strides": specs[name].strides if name in specs else (0, 0, 0, 0)
