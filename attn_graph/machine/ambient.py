@@ -56,7 +56,7 @@ def plain_ops_on(device: torch.device) -> Iterator[None]:
 
 def constant_beside(constant: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """A tensor that planning made, as operations on `tensor` take it: fake beside a fake one."""
-    mode = detect_fake_mode((tensor,)) if is_traced() else None
+    mode = detect_fake_mode((tensor,))
     if mode is None or mode.allow_non_fake_inputs:
         return constant
     fake: torch.Tensor = mode.from_tensor(constant)

@@ -22,7 +22,7 @@ from attn_graph.lowering.cpu.fused_slots import (
     tile_slot,
 )
 from attn_graph.lowering.cpu.fused_tiles import CPU, FusedTiles, Tensors
-from attn_graph.machine.ambient import constant_beside
+from attn_graph.machine.ambient import constant_beside, is_traced
 from attn_graph.masks.places import Place
 from attn_graph.spec import INF
 
@@ -153,13 +153,14 @@ class FusedRun:
         ]
         given = p.node.split(own)
         at = all_places(p, given.mask) if "addend" in scratch else None
-        return TileCall(p.node, self.restores, given, scratch, at, q, k, v)
+        return TileCall(p.node, self.restores, given, scratch, at, q, k, v, is_traced())
 
 
 @final
 @frozen(eq=False)
 class TileCall:
-    """One call's operands, packed. at: every place, where something is added to scores."""
+    """One call's operands, packed. at: every place, where something is added to scores. traced:
+    whether tensors of planning may have to be fake."""
 
     node: Attention
     restores: tuple[bool, ...]
@@ -169,6 +170,7 @@ class TileCall:
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
+    traced: bool
 
     def attend(self, slot: TileSlot) -> tuple[torch.Tensor, torch.Tensor]:
         """o and lse of one tile, its parts merged."""
@@ -176,7 +178,8 @@ class TileCall:
         results: tuple[torch.Tensor, torch.Tensor] | None = None
         for part in slot.parts:
             k, v = part.keys(self.k), part.keys(self.v)
-            addend = self.addend(slot, part)
+            makes = part.makes or self.traced
+            addend = self.addend(slot, part) if makes else part.addend
             o, lse = fused_cpu.attend(rows, k, v, self.node.scale, part.causal, addend)
             if results is None:
                 results = o, lse
@@ -194,7 +197,7 @@ class TileCall:
         """dq, dk, dv of one part of a tile."""
         operands = slot.rows(self.q), part.keys(self.k), part.keys(self.v)
         rows = slot.rows(do), slot.rows(o), slot.rows(lse)
-        addend = self.addend(slot, part)
+        addend = self.addend(slot, part) if part.makes or self.traced else part.addend
         return fused_cpu.attend_backward(*operands, *rows, self.node.scale, part.causal, addend)
 
     def addend(self, slot: TileSlot, part: PartSlot) -> torch.Tensor | None:
