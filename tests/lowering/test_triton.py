@@ -238,6 +238,14 @@ def test_a_last_block_of_queries_that_is_not_whole_is_masked_by_keys() -> None:
     assert (found[:, :, 1] == 1).all()
 
 
+def test_a_block_of_queries_that_lengths_end_in_is_masked() -> None:
+    x, lengths = TensorSpec((1, 1, 64, 4), torch.float32), torch.tensor([40])
+    graph = simplify(ag.attention(x, x, x, q_lengths=TensorSpec.like(lengths)))
+    for by_keys in (False, True):
+        found = visited(graph, {"q_lengths": lengths}, by_keys)
+        assert torch.equal(found[0, 0], torch.tensor([[2, 2], [1, 1]]))
+
+
 def test_a_window_at_64k_visits_less_than_a_hundredth() -> None:
     x = TensorSpec((1, 1, 65536, 16), torch.float16)
     graph = simplify(ag.attention(x, x, x, mask=ag.Causal() & ag.Window(256)))
