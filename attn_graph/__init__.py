@@ -21,9 +21,11 @@ from attn_graph.errors import (
 )
 from attn_graph.ir.builder import Value, attention, graph, scores
 from attn_graph.ir.graph import Graph
+from attn_graph.ir.modifiers import Modifier
 from attn_graph.ir.parse import parse
 from attn_graph.ir.reference import evaluate
 from attn_graph.ir.vjp import vjp
+from attn_graph.lowering.problem import Problem, sole
 from attn_graph.machine.cache import CacheInfo
 from attn_graph.machine.sizes import Memory
 from attn_graph.machine.store import Store, default_store
@@ -71,6 +73,7 @@ __all__ = [
     "Keys",
     "Mask",
     "Memory",
+    "Modifier",
     "NoBackendError",
     "Options",
     "Place",
@@ -79,6 +82,7 @@ __all__ = [
     "PlanTargetError",
     "Precision",
     "Prefix",
+    "Problem",
     "QueryLengths",
     "Reason",
     "Refusal",
@@ -106,6 +110,7 @@ __all__ = [
     "parse",
     "prefer",
     "scores",
+    "sole",
     "tiles",
     "vjp",
 ]
@@ -120,7 +125,9 @@ LATER = {  # imported at first use, by the module that has it
 
 
 def __getattr__(name: str) -> object:
-    """A public name of LATER. Raises AttributeError for any other."""
+    """A public name of LATER, or `testing`. Raises AttributeError for any other."""
+    if name == "testing":
+        return import_module(f"{__name__}.testing")
     if name not in LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{LATER[name]}"), name)

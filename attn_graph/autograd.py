@@ -27,6 +27,8 @@ class AutogradCall(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *saved)
         ctx.plan = plan
+        if plan.constants:
+            ctx.mark_non_differentiable(*(outputs[place] for place in plan.constants))
         return tuple(outputs)
 
     @staticmethod

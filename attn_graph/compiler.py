@@ -16,7 +16,13 @@ from attn_graph.backend import Backend, Executable, Fallback, Options
 from attn_graph.errors import GraphError, NoBackendError
 from attn_graph.ir.graph import Graph, check_graph
 from attn_graph.ir.passes import simplify
-from attn_graph.ir.vjp import backward, check_gradient, result_spec, wanted_inputs
+from attn_graph.ir.vjp import (
+    backward,
+    check_gradient,
+    cotangent_specs,
+    result_spec,
+    wanted_inputs,
+)
 from attn_graph.machine.ambient import neutral_state
 from attn_graph.machine.cache import Cache, CacheInfo
 from attn_graph.machine.sizes import parse_bytes
@@ -244,7 +250,8 @@ def build(graph: Graph, target: Target, options: Options, among: Backends | None
         check_gradient(graph)
         given = wanted_inputs(graph, None) if wants is None else wants
         dense = [result_spec(graph, i) for i in graph.outputs]
-        specs = dense if cotangents is None else cotangents
+        every = cotangent_specs(graph, graph.differentiable_outputs)
+        specs = every if cotangents is None else cotangents
         same = [None if x is None else own for x, own in zip(specs, dense, strict=True)]
         as_found, as_declared = (backward(graph, given, each, saved) for each in (specs, same))
         if as_found != as_declared and loses(as_found, as_declared, target, options, asked):

@@ -94,6 +94,9 @@ class Plan:
     single: bool = field(
         init=False, default=Factory(lambda plan: len(plan.graph.outputs) == 1, takes_self=True)
     )
+    constants: tuple[int, ...] = field(  # places of the outputs that have no gradient
+        init=False, default=Factory(lambda plan: constant_places(plan.graph), takes_self=True)
+    )
     memo: Memo = field(init=False, factory=Memo)
 
     def __call__(self, /, *tensors: torch.Tensor, **named: torch.Tensor) -> torch.Tensor | Tensors:
@@ -120,15 +123,17 @@ class Plan:
     def arranged(self, tensors: Tensors, named: Mapping[str, torch.Tensor]) -> Tensors:
         """Positional and named tensors in the order of the inputs."""
         names = [i.name for i in self.graph.inputs]
-        told = ", ".join(names)
+        known = ", ".join(names)
         given = dict(zip(names, tensors, strict=False))
         both = {**given, **named}
         differences = [f"{n}: given twice, by position and by name" for n in named if n in given]
-        differences += [f"{n}: is no input; the inputs are {told}" for n in named if n not in names]
+        differences += [
+            f"{n}: is no input; the inputs are {known}" for n in named if n not in names
+        ]
         missing = [i for i in self.graph.inputs if i.name not in both]
         differences += [f"{i.name}: expected {i.spec}, got nothing" for i in missing]
         if len(tensors) > len(names):
-            differences += [f"expected {len(names)} tensors ({told}), got {len(tensors)}"]
+            differences += [f"expected {len(names)} tensors ({known}), got {len(tensors)}"]
         if differences:
             raise PlanMismatchError(*differences)
         return tuple(both[name] for name in names)
@@ -173,7 +178,7 @@ class Plan:
         if pull is None or look != seen:
             pull = self.admit_pull(needs, saved, grads, look)
         for n, spec in pull.anew:
-            given[n] = laid_out(given[n], spec)
+            given[n] = copy_laid_as(given[n], spec)
         if torch.is_grad_enabled():
             return self.differentiable(pull.plan, (*saved, *given))
         return pull.plan.run(*saved, *given)[0]
@@ -204,14 +209,14 @@ class Plan:
         """Plan for what autograd hands back: saved tensors may have moved meanwhile."""
         declared = saved_specs(self.graph)
         named = dict(zip(declared, saved, strict=True))
-        found = {n: as_it_lies(declared[n], t) for n, t in named.items()}
-        check(named, found, self.target)
-        for name in [*found][self.count :]:
-            if len(found[name].shape) == 3:  # statistics are read in whatever order they lie
-                found[name] = declared[name]
+        actual = {n: as_it_lies(declared[n], t) for n, t in named.items()}
+        check(named, actual, self.target)
+        for name in [*actual][self.count :]:
+            if len(actual[name].shape) == 3:  # statistics are read in whatever order they lie
+                actual[name] = declared[name]
         wants = [i for i, need in enumerate(needs) if need]
         cotangents = [None if g is None else TensorSpec.like(g) for g in grads]
-        moved = None if found == declared else [*found.values()]
+        moved = None if actual == declared else [*actual.values()]
         plan = self.backward(wants, cotangents, moved)
         given = [g for g in grads if g is not None]
         inputs = plan.graph.inputs[len(saved) :]
@@ -299,7 +304,7 @@ class Plan:
         """
         from attn_graph.planner.explanation import mask_tiles
 
-        usual, every = main_outputs(self.graph), self.graph.outputs
+        usual, every = main_outputs(self.graph), self.graph.differentiable_outputs
         gradient = self.backward_side(usual) if self.has_gradient else None
         return evolve(
             self.side(),
@@ -346,7 +351,7 @@ class Plan:
 
     def _repr_html_(self) -> str:
         """For notebooks: who runs it and how, who does not, and the graph. It compiles nothing."""
-        from attn_graph import html
+        from attn_graph.printing import html
 
         rows = [
             (self.backend, html.verdict(f"chosen, because {self.cause}", self.executable.notes)),
@@ -357,11 +362,17 @@ class Plan:
         return html.page(head, html.table(rows), html.Html(self.graph._repr_html_()))
 
 
+def constant_places(graph: Graph) -> tuple[int, ...]:
+    """Where among the outputs those stand that have no gradient."""
+    known = graph.differentiable_outputs
+    return tuple(place for place, i in enumerate(graph.outputs) if i not in known)
+
+
 def check(
     tensors: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec], target: Target
 ) -> None:
     """Raise PlanMismatchError unless tensors are as declared, and on one device."""
-    differences = [x for n, t in tensors.items() for x in differing(n, specs[n], t, target)]
+    differences = [x for n, t in tensors.items() for x in find_differences(n, specs[n], t, target)]
     if not differences and len({t.device for t in tensors.values()}) > 1:
         places = ", ".join(f"{name} on {t.device}" for name, t in tensors.items())
         differences = [f"expected tensors on one device, got {places}"]
@@ -369,24 +380,26 @@ def check(
         raise PlanMismatchError(*differences)
 
 
-def differing(name: str, spec: TensorSpec, tensor: object, target: Target) -> list[str]:
+def find_differences(name: str, spec: TensorSpec, tensor: object, target: Target) -> list[str]:
     """What of a tensor is not as declared."""
     if not isinstance(tensor, torch.Tensor):
         return [f"{name}: expected a tensor {spec}, got {tensor!r}"]
     if tensor.layout != torch.strided or tensor.is_nested:
         return [f"{name}: expected a dense tensor {spec}, got one of layout {tensor.layout}"]
-    found = []
+    differences = []
     if tensor.dtype not in NAMES or TensorSpec.like(tensor) != spec:
         got = TensorSpec.like(tensor) if tensor.dtype in NAMES else tensor.dtype
-        found.append(f"{name}: expected {spec}, got {got}")
+        differences.append(f"{name}: expected {spec}, got {got}")
     if tensor.device.type != target.kind:
-        found.append(f"{name}: expected a tensor on {target.kind}, got one on {tensor.device}")
+        differences.append(
+            f"{name}: expected a tensor on {target.kind}, got one on {tensor.device}"
+        )
     if tensor.is_neg():
-        found.append(
+        differences.append(
             f"{name}: expected its numbers in memory, got a view with the negative bit, whose "
             f"memory holds them negated; pass {name}.resolve_neg()"
         )
-    return found
+    return differences
 
 
 def as_it_lies(declared: TensorSpec, tensor: torch.Tensor) -> TensorSpec:
@@ -396,7 +409,7 @@ def as_it_lies(declared: TensorSpec, tensor: torch.Tensor) -> TensorSpec:
     return TensorSpec(declared.shape, declared.dtype, tensor.stride())
 
 
-def laid_out(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+def copy_laid_as(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     """A copy in the layout of a spec."""
     room = torch.empty_strided(spec.shape, spec.strides, dtype=x.dtype, device=x.device)
     return room.copy_(x)

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import attn_graph as ag
-from attn_graph.lowering.cudnn.backend import described_for
+from attn_graph.lowering.cudnn.backend import describe_problem
 from attn_graph.lowering.cudnn.builder import build_graph
 from attn_graph.lowering.cudnn.run import Run, handle
 from benchmarks.timing import save
@@ -89,7 +89,7 @@ def frontend_call(graph: ag.Graph, tensors: Sequence[torch.Tensor]) -> Callable[
     """A call of cuDNN's frontend alone, with everything that it needs made beforehand."""
     import cudnn
 
-    problem, _, call = described_for(graph, ag.Target.here(), ag.Options())
+    problem, _, call = describe_problem(graph, ag.Target.here(), ag.Options())
     device = tensors[0].device
     its = handle(device)
     plan = build_graph(call.plain, handle=its)

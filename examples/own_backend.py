@@ -5,19 +5,17 @@ from collections.abc import Iterator, Sequence
 import torch
 
 import attn_graph as ag
-from attn_graph.ir.attention import Attention
-from attn_graph.lowering.problem import sole
 
 Tensors = Sequence[torch.Tensor]
 
 
 def why_not(graph: ag.Graph, target: ag.Target, options: ag.Options) -> Iterator[str]:
     """What it has no code for. A gradient is not for it: o and lse are all that one needs."""
-    problem = sole(graph)
+    problem = ag.sole(graph)
     if problem is None or problem.grad is not None:
         yield "computes one attention forward, and the graph is something else"
         return
-    if problem.node != Attention(problem.node.scale):
+    if not problem.is_plain:
         yield f"knows plain attention, without mask or modifiers, and this is {problem.node}"
     if problem.M != 1 or problem.is_empty:
         yield f"takes one query and at least one key, and M = {problem.M}, N = {problem.N}"
@@ -26,7 +24,7 @@ def why_not(graph: ag.Graph, target: ag.Target, options: ag.Options) -> Iterator
 
 
 def lower(graph: ag.Graph, target: ag.Target, options: ag.Options) -> ag.Executable:
-    problem, (eqn,), inputs = sole(graph), graph.eqns, len(graph.inputs)
+    problem, (eqn,), inputs = ag.sole(graph), graph.eqns, len(graph.inputs)
     assert problem is not None  # why_not said so
 
     def run(*tensors: torch.Tensor) -> tuple[Tensors, Tensors]:

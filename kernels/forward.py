@@ -24,7 +24,7 @@ from attn_graph.kernels.common import (
 
 @triton.jit
 def forward(
-    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, sinks_ptr, seed_ptr, offset_ptr, lists_ptr,
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, max_ptr, sinks_ptr, seed_ptr, offset_ptr, lists_ptr,
     data, numbers, q_strides, k_strides, v_strides, o_strides, lists_strides, sinks_stride,
     H, GROUP, M, N, scale, keep_scale, threshold,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
@@ -34,10 +34,10 @@ def forward(
 ):  # fmt: skip
     """One program: BLOCK_M queries of one head against all keys that they may see.
 
-    q [B,H,M,D], k [B,G,N,D], v [B,G,N,E] -> o [B,H,M,E], lse [B,H,M] (natural logarithm,
-    float32, C order; not stored where lse_ptr is None). GROUP = H / G. Inside, scores and maxima
-    are in base 2. FOLD: without modifiers and with scale > 0 the maximum is taken before
-    scaling.
+    q [B,H,M,D], k [B,G,N,D], v [B,G,N,E] -> o [B,H,M,E], lse [B,H,M] (natural logarithm), max
+    [B,H,M] (of the scores); both float32 in C order, and not stored where their pointer is None.
+    GROUP = H / G. Inside, scores and maxima are in base 2. FOLD: without modifiers and with scale
+    > 0 the maximum is taken before scaling.
     """
     block, h, b = place_program(tl.cdiv(M, BLOCK_M), H)
     first = block * BLOCK_M
@@ -74,6 +74,10 @@ def forward(
             KEEP, CHANGE, FOLD, DROPOUT, True, UPCAST, PRECISION,
         )  # fmt: skip
 
+    if max_ptr is not None:
+        # A maximum drops NaN, and the sum keeps it.
+        lost = (total != total) & (m != float("inf"))
+        store_statistic(max_ptr, tl.where(lost, total, m * LN2), b, h, H, first, M, BLOCK_M)
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + h * sinks_stride).to(tl.float32) * LOG2E
         acc, total, m = with_sink(acc, total, m, sink)
@@ -86,9 +90,15 @@ def forward(
     o_head = head_ptr(o_ptr, o_strides, b, h)
     store_rows(o_head, o_strides, first, M, acc, E, BLOCK_M, WIDTH_E, UPCAST)
     if lse_ptr is not None:
-        row = tl.arange(0, BLOCK_M)
-        lse_row = lse_ptr + (tl.cast(b, tl.int64) * H + h) * M + first
-        tl.store(lse_row + row, lse, mask=row < M - first)
+        store_statistic(lse_ptr, lse, b, h, H, first, M, BLOCK_M)
+
+
+@triton.jit
+def store_statistic(x_ptr, values, b, h, H, first, M, BLOCK_M: tl.constexpr):
+    """Store values [BLOCK_M] of queries `first`.. in x [B,H,M], which is in C order."""
+    row = tl.arange(0, BLOCK_M)
+    row_ptr = x_ptr + (tl.cast(b, tl.int64) * H + h) * M + first
+    tl.store(row_ptr + row, values, mask=row < M - first)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-INF = float("inf")
+from attn_graph.spec import INF
 
 flash = torch._scaled_dot_product_flash_attention_for_cpu  # pyright: ignore[reportPrivateImportUsage]  # the binding, which is faster than torch.ops
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default

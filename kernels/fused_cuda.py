@@ -14,7 +14,8 @@ from typing import Any, final
 import torch
 from attrs import frozen
 
-INF = float("inf")
+from attn_graph.spec import INF
+
 ROWS = 32  # the efficient kernel pads lse to a multiple, and reads the padding backward
 aten = torch.ops.aten
 Tensor = torch.Tensor

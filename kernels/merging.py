@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-INF = float("inf")
+from attn_graph.spec import INF
 
 
 def merge_(o: torch.Tensor, lse: torch.Tensor, o2: torch.Tensor, lse2: torch.Tensor) -> None:

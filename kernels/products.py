@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-INF = float("inf")
+from attn_graph.spec import INF
 
 
 def scores_(s: torch.Tensor, q: torch.Tensor, ks: Sequence[torch.Tensor], scale: float) -> None:

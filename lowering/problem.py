@@ -30,7 +30,12 @@ MOST_BLOCKS = 64  # of queries, in which `sees_everywhere` looks for one that se
 @final
 @frozen
 class Problem:
-    """An Attention or its gradient, with the specs of its operands."""
+    """One attention or its gradient, with the specs of its operands: what most backends compute.
+
+    node: scale, modifiers, mask, sinks and dropout. specs: of q, k and v, then of what else is
+    read, by `node.roles`; of a gradient also o, lse and the cotangents that are given. grad: what
+    the gradient is wanted of; None for the forward pass.
+    """
 
     node: Attention
     specs: tuple[TensorSpec, ...]
@@ -89,6 +94,11 @@ class Problem:
         return accumulator(self.dtype)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether it is softmax(scale q k^T) v and no more: no mask, modifier, sink or dropout."""
+        return self.node == Attention(self.node.scale)
+
+    @property
     def is_empty(self) -> bool:
         """Whether there is nothing to compute: no query or no key."""
         return 0 in (self.B, self.H, self.M, self.N)
@@ -112,10 +122,15 @@ class Problem:
         """Whether the mask alone may leave a query no key."""
         return self.node.mask is not None and not sees_everywhere(self.node.mask, self)
 
-    def new_o(self, device: torch.device) -> torch.Tensor:
-        """An uninitialised o [B,H,M,E], dense in the memory order of q."""
+    @property
+    def layout_of_o(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shape and strides of o [B,H,M,E]: dense in the memory order of q."""
         shape = (self.B, self.H, self.M, self.E)
-        strides = dense_strides(shape, memory_order(self.specs[0]))
+        return shape, dense_strides(shape, memory_order(self.specs[0]))
+
+    def new_o(self, device: torch.device) -> torch.Tensor:
+        """An uninitialised o."""
+        shape, strides = self.layout_of_o
         return torch.empty_strided(shape, strides, dtype=self.dtype, device=device)
 
 
@@ -158,7 +173,7 @@ def operand_specs(graph: Graph, eqn: Eqn) -> list[TensorSpec]:
 
 
 def sole(graph: Graph) -> Problem | None:
-    """The problem of a graph that is one attention, or one attention's gradient, and no more."""
+    """The problem of a graph that is one attention, or one attention's gradient; None of others."""
     problems = problems_in(graph)
     return problems[0] if len(problems) == len(graph.eqns) == 1 else None
 
@@ -168,9 +183,14 @@ def select_outputs(graph: Graph, results: Sequence[T]) -> list[T]:
     return [results[i - len(graph.inputs)] for i in graph.outputs]
 
 
+def output_names(graph: Graph) -> tuple[str, ...]:
+    """What a graph of one attention returns: the names of results, in its order."""
+    return tuple(select_outputs(graph, graph.eqns[0].op.names))
+
+
 def returns_lse(graph: Graph) -> bool:
     """Whether a graph of one attention returns its lse."""
-    return len(graph.inputs) + 1 in graph.outputs
+    return "lse" in output_names(graph)
 
 
 def is_misaligned(spec: TensorSpec) -> bool:

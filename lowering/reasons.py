@@ -102,3 +102,11 @@ def other_gradients(problem: Problem, allowed: Sequence[str] = ()) -> Iterator[R
         if wanted and role not in ("q", "k", "v", *allowed):
             actual = f"that of {role} is wanted"
             yield Reason(f"gradient.{role}", "has gradients of q, k and v", actual)
+
+
+def other_statistics(problem: Problem, known: Sequence[str] = ("lse",)) -> Iterator[Reason]:
+    """Against statistics that the kernel does not give; `known` are those that it gives."""
+    for name in problem.node.stats:
+        if name not in known:
+            limit = f"gives {' and '.join(known)} and no other statistic"
+            yield Reason("statistics", limit, f"the graph returns {name}")

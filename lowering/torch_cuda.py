@@ -31,6 +31,7 @@ from attn_graph.lowering.problem import (
     flash_order,
     is_misaligned,
     on_boundary,
+    output_names,
     select_outputs,
     sole,
 )
@@ -149,8 +150,8 @@ def operands_by_name(problem: Problem) -> dict[str, TensorSpec]:
     """The operands that the kernel reads, by name."""
     own, results = problem.specs, {}
     if problem.grad is not None:
-        own, o, _, do, _ = problem.grad.split(problem.specs)
-        results = {"o": o} | ({} if do is None else {"do": do})
+        given = problem.grad.split(problem.specs)
+        own, results = given.own, {"o": given.o} | ({} if given.do is None else {"do": given.do})
     return dict(zip(problem.node.roles, own, strict=True)) | results
 
 
@@ -174,6 +175,7 @@ def flash_reasons(problem: Problem, target: Target, options: Options) -> Reasons
 
 
 def by_switch_alone(kernel: str) -> Reason:
+    """Where PyTorch rounds float32 only as its switch says."""
     return Reason(
         "deterministic",
         "has a deterministic gradient only while torch.use_deterministic_algorithms is on when it "
@@ -263,6 +265,9 @@ class TorchKernelCall:
     blind: bool = field(  # whether a query may see no key
         init=False, default=Factory(lambda call: call.problem.has_blind_rows, takes_self=True)
     )
+    names: tuple[str, ...] = field(  # of the results that are returned
+        init=False, default=Factory(lambda call: output_names(call.graph), takes_self=True)
+    )
     due: tuple[int, ...] = field(  # strides of o
         init=False, default=Factory(lambda call: call.output.strides, takes_self=True)
     )
@@ -279,23 +284,23 @@ class TorchKernelCall:
 
     def forward(self, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
         """The outputs of the forward kernel, and o and lse, which the backward needs."""
-        p, base = self.problem, len(self.graph.inputs)
+        p = self.problem
         given = dict(zip(p.node.roles, map(tidy_strides, self.operands(tensors)), strict=True))
         check_aligned(given)
         o, lse = self.variant.call.forward(given["q"], given["k"], given["v"], **self.fixed(given))
         if o.stride() != self.due and TensorSpec.like(o) != self.output:
             o = p.new_o(o.device).copy_(o)
-        both = o, lse
-        return [o if i == base else lse.contiguous() for i in self.graph.outputs], both
+        return [o if name == "o" else lse.contiguous() for name in self.names], (o, lse)
 
     def backward(self, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
         """The gradients of the backward kernel, in the order of the outputs."""
         node, grad, call = self.problem.node, self.problem.grad, self.variant.call
         assert grad is not None
-        own, o, lse, do, dlse = grad.split([tidy_strides(x) for x in self.operands(tensors)])
-        own = tuple(on_boundary(x) if x.is_floating_point() else x for x in own)
+        read = grad.split([tidy_strides(x) for x in self.operands(tensors)])
+        o, lse, dlse = read.o, read.lse, read.dlse
+        own = tuple(on_boundary(x) if x.is_floating_point() else x for x in read.own)
         given = dict(zip(node.roles, own, strict=True))
-        do = torch.zeros_like(o) if do is None else do
+        do = torch.zeros_like(o) if read.do is None else read.do
         if self.blind:
             do = tidy_strides(clear_blind_rows(do, lse))
             dlse = None if dlse is None else clear_blind_rows(dlse, lse)

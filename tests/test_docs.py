@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import attn_graph as ag
+from attn_graph import testing
 from tests.support.sources import ROOT, load_file
 
 WRITER = load_file(ROOT / "docs" / "generate" / "__main__.py")
@@ -57,10 +58,11 @@ def test_every_public_name_has_an_example() -> None:
     shown = dict[str, str]()
     for page in (ROOT / "docs" / "reference").glob("*.md"):
         parts = re.split(
-            r"^(?:::: attn_graph\.|## `)(\w+).*$", page.read_text(), flags=re.MULTILINE
+            r"^(?:::: attn_graph\.|## `)([\w.]+).*$", page.read_text(), flags=re.MULTILINE
         )
         shown |= dict(zip(parts[1::2], parts[2::2], strict=True))
-    assert shown.keys() == set(ag.__all__)
+    tests = {f"testing.{name}" for name in testing.__all__ if name != "seeds"}
+    assert shown.keys() == {*ag.__all__, *tests, "seeds"}  # a value, which is shown by its name
     assert not [name for name, text in shown.items() if "```python" not in text]
 
 

@@ -5,12 +5,15 @@ from types import ModuleType
 
 import pytest
 import torch
+from attrs import evolve
+from hypothesis import strategies as st
 
 import attn_graph as ag
+from attn_graph import testing
 from tests.support.sources import ROOT, load_file
 
 HERE = ROOT / "examples"
-SHORT = ("hello", "explain", "own_mask", "own_backend")
+SHORT = ("hello", "explain", "own_mask", "own_modifier", "own_backend")
 MOST_LINES = 60  # one idea: more would be two
 
 
@@ -86,6 +89,29 @@ def test_a_mask_of_ones_own_says_the_same_thrice() -> None:
 def place(i: int, j: int, N: int) -> ag.Place:
     """Query i and key j of the only head."""
     return ag.Place(0, 0, i, j, 1, N, N)
+
+
+def test_a_mask_of_ones_own_passes_its_check() -> None:
+    testing.check_mask(example("own_mask").Blocks(3))
+
+
+def test_a_modifier_of_ones_own_is_trained(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed("own_modifier", capsys)
+    assert "fade(s, fade, reach=64.0)" in text
+    assert "dfade: tensor([" in text
+    assert "\nok: " in text
+
+
+def test_a_modifier_of_ones_own_passes_its_check() -> None:
+    fade = example("own_modifier").Fade
+    testing.check_modifier(fade(3))
+
+
+def test_a_backend_of_ones_own_passes_its_check() -> None:
+    module = example("own_backend")
+    mine = ag.Backend("decode", module.why_not, module.lower)
+    steps = testing.shapes().map(lambda shape: evolve(shape, M=1))
+    testing.check_backend(mine, graphs=testing.simple_graphs(steps, st.just(torch.float32)))
 
 
 def test_a_backend_of_ones_own_runs_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import attn_graph as ag
-from attn_graph import html
 from attn_graph.masks.pictures import MOST_MARKS, kinds, telling_size
+from attn_graph.printing import html
 
 X = ag.TensorSpec((2, 8, 512, 64), torch.float32)
 MASK = ag.Causal() & (ag.Window(64) | ag.Prefix(4))
@@ -176,5 +176,5 @@ def test_what_a_value_says_is_text_and_no_markup() -> None:
 
 
 def test_html_is_imported_only_when_it_is_asked_for() -> None:
-    program = "import sys, attn_graph; sys.exit('attn_graph.html' in sys.modules)"
+    program = "import sys, attn_graph; sys.exit('attn_graph.printing.html' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -19,7 +19,8 @@ from hypothesis import given
 import attn_graph as ag
 from attn_graph.errors import HOMES
 from attn_graph.ir.reference import compare
-from tests.support.strategies import graphs, seeds, tensors_for
+from attn_graph.testing.strategies import graphs, seeds
+from attn_graph.testing.tensors import tensors_for
 
 CPU = ag.Target.of("cpu")
 X = ag.TensorSpec((2, 4, 16, 8), torch.float32)
@@ -114,7 +115,11 @@ def test_memory_is_what_the_arena_holds_to_the_byte(graph: ag.Graph, seed: int) 
     outputs = plan(*given)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     assert sum(o.numel() * o.itemsize for o in outputs) == memory.outputs
-    torch.autograd.backward(outputs, [torch.ones_like(o) for o in outputs])
+    assert [o.requires_grad for o in outputs] == [
+        i in plan.graph.differentiable_outputs for i in plan.graph.outputs
+    ]
+    used = [o for o in outputs if o.requires_grad]
+    torch.autograd.backward(used, [torch.ones_like(o) for o in used])
     assert workspace.bytes == max(memory.workspace_forward, plan_backward(plan, given))
 
 

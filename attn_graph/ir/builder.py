@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from keyword import iskeyword
 from typing import TypeVar, final
 
@@ -76,6 +76,14 @@ class Value:
             fault = "is needed and not given" if name in missing else "is given and not needed"
             self.builder.problem(f"mask: {name} {fault} by {mask}")
         return self if missing else self.then(ops.Mask(mask), *(data[n] for n in mask.needs))
+
+    def max_scores(self) -> Value:
+        """Scores s -> max [B,H,M], the largest of each row; -inf where a row sees nothing.
+
+        On the scores that softmax reads, after the mask, it becomes a result of the one attention.
+        It has no gradient.
+        """
+        return self.then(ops.MaxScores())
 
     def softmax(self, sinks: Value | None = None) -> tuple[Value, Value]:
         """Scores s -> weights p [B,H,M,N] and lse [B,H,M]."""
@@ -244,7 +252,7 @@ def attention(
     segments: tuple[TensorSpec, TensorSpec] | None = None,
     sinks: TensorSpec | None = None,
     dropout: float = 0.0,
-    stats: bool = False,
+    stats: bool | Sequence[str] = False,
     **data: TensorSpec,
 ) -> Graph:
     """Attention as a graph: q [B,H,M,D], k [B,G,N,D], v [B,G,N,E] -> o [B,H,M,E].
@@ -254,8 +262,9 @@ def attention(
     [B,N]; `alibi=True` means the paper's slopes; `dropout` adds the numbers `seed` and `offset`.
     `keep`, lengths and segments are joined to `mask` with `&` unless `mask` reads them itself.
     `data` has what further leaves of `mask` read. `align` is for every part of the graph that
-    compares positions and has no alignment. `stats` also returns lse [B,H,M], the natural
-    logarithm of the softmax's denominator.
+    compares positions and has no alignment. `stats` names statistics [B,H,M] that are returned
+    after o, in that order: "lse", the natural logarithm of the softmax's denominator, and "max",
+    the largest score of each row, which has no gradient. True is ("lse",), False none.
 
     Raises GraphError with every problem there is.
     """
@@ -271,6 +280,7 @@ def attention(
     specs |= {name: spec for name, spec in (given | data).items() if spec is not None}
     x = {name: b.input(name, spec) for name, spec in specs.items()}
     b.problem(*dtype_problems(q, v, bias=bias, alibi=slopes, sinks=sinks))
+    names = b.attempt(lambda: statistic_names(stats)) or ()
     whole = b.attempt(lambda: whole_mask(mask, x, align))
     s = scores(x["q"], x["k"], scale=scale)
     if soft_cap is not None:
@@ -287,8 +297,23 @@ def attention(
     p, lse = s.softmax(x.get("sinks"))
     if dropout:
         p = p.dropout(dropout, x["seed"], x["offset"])
-    o = p.weigh(x["v"])
-    return b.build(*((o, lse) if stats else (o,)))
+    stats_of = {name: s.then(ops.STATISTICS[name]()) for name in names if name != "lse"}
+    stats_of |= {"lse": lse}
+    return b.build(p.weigh(x["v"]), *(stats_of[name] for name in names))
+
+
+def statistic_names(stats: object) -> tuple[str, ...]:
+    """The statistics that are wanted. Raises GraphError for what names none, or one twice."""
+    if isinstance(stats, bool):
+        return ("lse",) * stats
+    if isinstance(stats, str) or not isinstance(stats, Iterable):
+        raise GraphError(f"attention: stats {stats!r} is no sequence of names; say ('lse',)")
+    names, known = tuple(stats), ("lse", *ops.STATISTICS)
+    if unknown := [name for name in names if name not in known]:
+        raise GraphError(f"attention: stats {unknown[0]!r} is none of {', '.join(known)}")
+    if len({*names}) < len(names):
+        raise GraphError(f"attention: stats {names} name one statistic twice")
+    return names
 
 
 def two_segments(segments: object) -> tuple[TensorSpec, TensorSpec]:

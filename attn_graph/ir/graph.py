@@ -10,7 +10,7 @@ import torch
 from attrs import frozen
 
 from attn_graph.errors import GraphError
-from attn_graph.printing import show_call, show_fields
+from attn_graph.printing.text import show_call, show_fields
 from attn_graph.spec import FLOATS, TensorSpec, ValueType
 
 # Values are handles of whoever builds the graph, so that the IR needs to know nothing of builders.
@@ -35,15 +35,37 @@ class Op:
     backend computes it is the backend's affair.
     """
 
-    names: ClassVar[tuple[str, ...]] = ("x",)  # of the results, when printed
-    reads: ClassVar[int] = 1  # how many operands, from the first, `infer` reads
-    roles: ClassVar[tuple[str, ...]] = ()  # a name for each operand, for those who read messages
     is_gradient: ClassVar[bool] = False  # part of a gradient: it has no `pull`, so no gradient
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What the results are called when printed."""
+        return ("x",)
+
+    @property
+    def reads(self) -> int:
+        """How many operands, from the first, `infer` reads."""
+        return 1
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """A name for each operand, for those who read messages."""
+        return ()
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
         """How many axes each operand has; None: any number."""
         raise NotImplementedError
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        """The results, by name, that describe a row of scores: losses seldom read them."""
+        return ()
+
+    @property
+    def without_gradient(self) -> tuple[str, ...]:
+        """The results, by name, that are never differentiated: they take no cotangent."""
+        return ()
 
     # Any in these three: subclasses fix the number of operands, which this form alone allows.
     def problems(self, *args: Any, **kwargs: Any) -> Iterator[str]:  # Any: as above
@@ -145,6 +167,8 @@ class Graph:
         """Why there is no gradient of this graph; none: there is."""
         if self.is_gradient:
             return (NO_SECOND,)
+        if self.outputs and not self.differentiable_outputs:
+            return ("it returns nothing that has a gradient",)
         problems = (text for eqn in self.eqns for text in eqn.op.gradient_problems())
         return tuple(dict.fromkeys(problems))
 
@@ -152,6 +176,21 @@ class Graph:
     def has_gradient(self) -> bool:
         """Whether it has a floating input, and a derivative of every step."""
         return not self.gradient_problems and any(i.spec.dtype in FLOATS for i in self.inputs)
+
+    @property
+    def differentiable_outputs(self) -> tuple[int, ...]:
+        """The outputs that have a gradient; a cotangent is taken for no others."""
+        constant = self.named_results(lambda op: op.without_gradient)
+        return tuple(i for i in self.outputs if i not in constant)
+
+    def named_results(self, names: Callable[[Op], Sequence[str]]) -> frozenset[int]:
+        """The results that `names` selects of each equation's op, by number."""
+        return frozenset(
+            i
+            for eqn, outs in self.numbered()
+            for name, i in zip(eqn.op.names, outs, strict=True)
+            if name in names(eqn.op)
+        )
 
     def numbered(self) -> Iterator[tuple[Eqn, range]]:
         """Each equation with the numbers of its results."""
@@ -167,8 +206,8 @@ class Graph:
 
     def _repr_html_(self) -> str:
         """For notebooks: the text, and the tiles of each mask before any data."""
-        from attn_graph import html
         from attn_graph.ir.pictures import picture_masks
+        from attn_graph.printing import html
 
         return html.page(html.code(self), *picture_masks(self))
 

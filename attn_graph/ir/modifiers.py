@@ -20,9 +20,7 @@ from attn_graph.errors import GraphError, problems_of
 from attn_graph.ir.graph import Emit, Gradients, Op, Values, op_name
 from attn_graph.masks import LENGTHS, Align, Data, as_names, diagonal_offset, require_alignment
 from attn_graph.masks.places import Block, Place, Term
-from attn_graph.spec import FLOATS, INTEGERS, NAMES, ValueType, to_number
-
-INF = float("inf")
+from attn_graph.spec import FLOATS, INF, INTEGERS, NAMES, ValueType, to_number
 
 
 def require_positive(_: object, attribute: Attribute[float], value: float) -> None:
@@ -58,10 +56,17 @@ class Modifier(Op):
     methods, is checked on a small block when a graph is built with it.
     """
 
-    names = ("s",)
     additive: ClassVar[bool] = False  # s' = s + addend(at)
-    relative: ClassVar[bool] = False  # the step depends on b, h and j - i, not on i itself
     hides: ClassVar[bool] = True  # the step may give -inf
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("s",)
+
+    @property
+    def relative(self) -> bool:
+        """Whether the step depends on b, h and j - i, not on i itself."""
+        return False
 
     @property
     def needs(self) -> dict[str, Data]:
@@ -74,7 +79,7 @@ class Modifier(Op):
         return ()
 
     @property
-    def roles(self) -> tuple[str, ...]:  # type: ignore[override]  # a class's constant elsewhere
+    def roles(self) -> tuple[str, ...]:
         """The name of each operand: s, then the tensors that the step reads."""
         return ("s", *self.needs)
 
@@ -177,9 +182,12 @@ def every_place(s: torch.Tensor, data: Mapping[str, torch.Tensor]) -> Place:
 class SoftCap(Modifier):
     """s -> cap * tanh(s / cap): scores never leave (-cap, cap)."""
 
-    relative = True
     hides = False
     cap: float = field(converter=to_number, validator=require_positive)
+
+    @property
+    def relative(self) -> bool:
+        return True
 
     def problems(self, *types: ValueType) -> Iterator[str]:
         yield from super().problems(*types)
@@ -238,7 +246,7 @@ class Alibi(Modifier):
     per_batch: bool = field(default=False, converter=bool)
 
     @property
-    def relative(self) -> bool:  # type: ignore[override]  # a class's constant elsewhere
+    def relative(self) -> bool:
         """Whether the step depends on j - i alone: unless lengths move it."""
         return not self.ragged
 
@@ -297,9 +305,15 @@ class Back(Op):
     """s', ds', operands -> ds: a modifier's derivative; 0 at masked places."""
 
     modifier: Modifier
-    names = ("ds",)
-    reads = 2
     is_gradient = True
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("ds",)
+
+    @property
+    def reads(self) -> int:
+        return 2
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
@@ -328,12 +342,12 @@ class Collect(Op):
         return self.modifier.ranks
 
     @property
-    def reads(self) -> int:  # type: ignore[override]  # a class's constant elsewhere
+    def reads(self) -> int:
         """How many operands `infer` reads: all."""
         return len(self.ranks)
 
     @property
-    def names(self) -> tuple[str, ...]:  # type: ignore[override]  # a class's constant elsewhere
+    def names(self) -> tuple[str, ...]:
         """A name for each gradient: dbias of bias."""
         return tuple(f"d{name}" for name in self.modifier.trains)
 

@@ -1,7 +1,4 @@
-"""The ops, each with its whole machine-free meaning.
-
-Forward: Scores, the modifiers, Mask, Softmax, Dropout, Weigh. The others exist for gradients.
-"""
+"""The ops, each with its whole machine-free meaning; those with `is_gradient` are of gradients."""
 
 from __future__ import annotations
 
@@ -14,12 +11,12 @@ from attrs import field, frozen
 from attn_graph import masks
 from attn_graph.errors import GraphError, problems_of
 from attn_graph.ir.graph import Emit, Gradients, Op, Values
-from attn_graph.ir.modifiers import INF, every_place, range_problem, require_finite
+from attn_graph.ir.modifiers import every_place, range_problem, require_finite
 from attn_graph.ir.philox import counters, keep_
 from attn_graph.ir.promises import leaf_promise_problems
 from attn_graph.masks.canonical import canonical_mask
 from attn_graph.masks.places import Place
-from attn_graph.spec import DTYPES, FLOATS, NAMES, ValueType, accumulator, to_number
+from attn_graph.spec import DTYPES, FLOATS, INF, NAMES, ValueType, accumulator, to_number
 
 
 def per_head(x: torch.Tensor, heads: int) -> torch.Tensor:
@@ -33,9 +30,18 @@ class Scores(Op):
     """q [B,H,M,D], k [B,G,N,D] -> scale * q k^T [B,H,M,N], in float32 or wider."""
 
     scale: float = field(default=1.0, converter=to_number, validator=require_finite)
-    names = ("s",)
-    reads = 2
-    roles = ("q", "k")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("s",)
+
+    @property
+    def reads(self) -> int:
+        return 2
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return ("q", "k")
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
@@ -78,10 +84,13 @@ class Mask(Op):
     """s [B,H,M,N], the mask's tensors -> s, with -inf where the mask does not keep."""
 
     mask: masks.Mask = field(validator=masks.require_mask)
-    names = ("s",)
 
     @property
-    def roles(self) -> tuple[str, ...]:  # type: ignore[override]  # a class's constant elsewhere
+    def names(self) -> tuple[str, ...]:
+        return ("s",)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
         """The name of each operand: s, then the tensors that the mask reads."""
         return ("s", *self.mask.needs)
 
@@ -114,9 +123,15 @@ class Mask(Op):
 class Unmasked(Op):
     """s, ds -> ds, with 0 where s is -inf."""
 
-    names = ("ds",)
-    reads = 2
     is_gradient = True
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("ds",)
+
+    @property
+    def reads(self) -> int:
+        return 2
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
@@ -131,6 +146,59 @@ class Unmasked(Op):
 
 @final
 @frozen
+class MaxScores(Op):
+    """s [B,H,M,N] -> max [B,H,M] = max_j s, -inf for a row that sees nothing. Without gradient."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("max",)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return ("s",)
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        return (4,)
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        return self.names
+
+    @property
+    def without_gradient(self) -> tuple[str, ...]:
+        return self.names
+
+    def infer(self, s: ValueType) -> tuple[ValueType]:
+        return (ValueType(s.shape[:3], s.dtype),)
+
+    def run(self, s: torch.Tensor) -> tuple[torch.Tensor]:
+        return (s.amax(-1) if s.shape[-1] else s.new_full(s.shape[:3], -INF),)
+
+    def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
+        refuse_cotangents(self, grads)
+        return (None,)
+
+
+# The statistics of masked scores beside lse, which Softmax gives: an op for each, by the name of
+# its one result. Keys at -inf count nothing in them, so that tiles may leave them out.
+STATISTICS: dict[str, type[Op]] = {"max": MaxScores}
+
+
+def refuse_cotangents(op: Op, grads: Values) -> None:
+    """Raise GraphError where a result without gradient has a cotangent."""
+    given = dict(zip(op.names, grads, strict=True))
+    if names := [name for name in op.without_gradient if given[name] is not None]:
+        raise GraphError(*map(no_gradient, names))
+
+
+def no_gradient(name: str) -> str:
+    """Why a result takes no cotangent."""
+    return f"{name} is a statistic that is not differentiated; give it no cotangent"
+
+
+@final
+@frozen
 class Softmax(Op):
     """s [B,H,M,N] -> p = exp(s - lse), lse [B,H,M] = log sum_j exp(s).
 
@@ -139,8 +207,18 @@ class Softmax(Op):
     """
 
     sinks: bool = False
-    names = ("p", "lse")
-    roles = ("s", "sinks")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("p", "lse")
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return ("s", "sinks")
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        return ("lse",)
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
@@ -177,8 +255,11 @@ class Softmax(Op):
 class SoftmaxGrad(Op):
     """p, dp, dlse -> ds = p * (dp - sum_j p dp + dlse); 0 where p is, whatever dp and dlse hold."""
 
-    names = ("ds",)
     is_gradient = True
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("ds",)
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
@@ -197,8 +278,11 @@ class SoftmaxGrad(Op):
 class SinkGrad(Op):
     """sinks, lse, p, dp, dlse -> dsinks [H] = sum_bi exp(sink - lse) * (dlse - sum_j p dp)."""
 
-    names = ("dsinks",)
     is_gradient = True
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("dsinks",)
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
@@ -248,8 +332,14 @@ class Dropout(Op):
     """p, seed, offset -> p * z / (1 - rate), z from Philox at (seed, offset; b, h, i, j)."""
 
     rate: float = field(converter=to_number, validator=share)
-    names = ("p",)
-    roles = ("p", "seed", "offset")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("p",)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return ("p", "seed", "offset")
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
@@ -286,9 +376,18 @@ class Weigh(Op):
     """p [B,H,M,N], v [B,G,N,E] -> scale * p v [B,H,M,E], in v's dtype."""
 
     scale: float = field(default=1.0, converter=to_number, validator=require_finite)
-    names = ("o",)
-    reads = 2
-    roles = ("p", "v")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("o",)
+
+    @property
+    def reads(self) -> int:
+        return 2
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return ("p", "v")
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
@@ -328,9 +427,15 @@ class WeighT(Op):
     """
 
     scale: float = field(default=1.0, converter=to_number, validator=require_finite)
-    names = ("dv",)
-    reads = 3
     is_gradient = True
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("dv",)
+
+    @property
+    def reads(self) -> int:
+        return 3
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
@@ -372,8 +477,11 @@ class Zeros(Op):
 
     shape: tuple[int, ...]
     dtype: str
-    names = ("zeros",)
     is_gradient = True
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("zeros",)
 
     @property
     def ranks(self) -> tuple[int | None, ...]:

@@ -19,19 +19,18 @@ from attn_graph.masks import And, Mask, Or, join_masks, require_mask
 from attn_graph.spec import DTYPES, TensorSpec
 
 OPS: tuple[type[Op], ...] = (
-    *(ops.Scores, ops.Mask, ops.Softmax, ops.Dropout, ops.Weigh),
+    *(ops.Scores, ops.Mask, *ops.STATISTICS.values(), ops.Softmax, ops.Dropout, ops.Weigh),
     *(ops.Unmasked, ops.SoftmaxGrad, ops.SinkGrad, ops.WeighT, ops.Add, ops.Zeros),
     *(modifiers.Back, modifiers.Collect, *modifiers.MODIFIERS),
     *(Attention, AttentionGrad),
 )
-CALLS = {op_name(op): op for op in OPS}
 
 
 def parse(text: str, *, known: Iterable[type[Any]] = ()) -> Graph:  # Any: masks, modifiers or ops
     """The graph that a text, printed by `str`, describes: `parse(str(g)) == g`.
 
-    known: leaves of masks of your own that the text may name. Nothing of it is executed. Raises
-    GraphError for any other text, with the line.
+    known: leaves of masks, modifiers and other ops of your own that the text may name. Nothing of
+    it is executed. Raises GraphError for any other text, with the line.
     """
     return Parser({cls.__name__: cls for cls in (*masks.LEAVES, *OPS, *known)}).graph(text)
 
@@ -76,6 +75,11 @@ class Parser:
 
     classes: dict[str, type[Any]]
 
+    @property
+    def calls(self) -> dict[str, type[Op]]:
+        """The ops, by the names that equations call."""
+        return {op_name(cls): cls for cls in self.classes.values() if issubclass(cls, Op)}
+
     def whole_mask(self, text: str) -> Mask:
         """The mask of a text. Raises GraphError for anything else."""
         mask = self.value(read_syntax(text.strip() if isinstance(text, str) else text, "eval").body)
@@ -111,9 +115,11 @@ class Parser:
         match eqn:
             case ast.Assign(
                 targets=[target], value=ast.Call(func=ast.Name(id=name), args=args, keywords=kws)
-            ) if name in CALLS:
-                op = self.make(CALLS[name], kws)
+            ) if name in self.calls:
+                op = self.make(self.calls[name], kws)
                 outs = b.emit(op, *(look_up(env, n) for a in args for n in names_in(a)))
+            case ast.Assign(value=ast.Call(func=ast.Name(id=name))):
+                raise GraphError(f"{name} is no known op; parse(text, known=[...]) reads yours")
             case _:
                 raise GraphError("expected `x, ... = op(...)` of a known op")
         if len(names := names_in(target)) != len(outs):

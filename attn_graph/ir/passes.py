@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import reduce
+from typing import final
 
-from attrs import evolve
+from attrs import evolve, frozen
 
 from attn_graph import masks
 from attn_graph.ir import ops
@@ -72,24 +73,38 @@ def producer_of(b: Builder, value: Value) -> Eqn | None:
 def fuse(graph: Graph) -> Graph:
     """Turn each chain scores -> modifiers -> mask -> softmax -> dropout -> weigh into an Attention.
 
-    A chain stays as it is where its scores or weights are used elsewhere too, where its lse is read
-    before its o is computed, and where its dtypes differ: an Attention has one dtype.
+    A chain stays as it is where its scores or weights are used elsewhere too, except by statistics
+    of the scores that softmax reads; where one of its statistics is read before its o is computed;
+    and where its dtypes differ: an Attention has one dtype.
     """
     makers = {i: (eqn, outs) for eqn, outs in graph.numbered() for i in outs}
-    users, types = count_users(graph), graph.types
+    users, types, taken = count_users(graph), graph.types, row_statistics(graph)
+    for scores, statistics in taken.items():
+        users[scores] -= len(statistics)
     chains = {}
     for eqn, (o,) in ((e, outs) for e, outs in graph.numbered() if isinstance(e.op, ops.Weigh)):
-        chain = chain_of(eqn, makers, users)
-        if chain is None or read_before(graph, chain[2], o):
+        chain = chain_of(eqn, makers, users, taken)
+        if chain is None or read_before(graph, chain.statistics.values(), o):
             continue
-        if len({types[i].dtype for i in chain[1][:3]}) == 1:
+        if len({types[i].dtype for i in chain.operands[:3]}) == 1:
             chains[o] = chain
     return emit_chains(graph, chains) if chains else graph
 
 
-def read_before(graph: Graph, value: int, end: int) -> bool:
-    """Whether an equation before the one that gives `end` reads a value."""
-    return any(value in eqn.args for eqn, outs in graph.numbered() if outs[-1] < end)
+def read_before(graph: Graph, values: Iterable[int], end: int) -> bool:
+    """Whether an equation before the one that gives `end` reads one of the values."""
+    read = {i for eqn, outs in graph.numbered() if outs[-1] < end for i in eqn.args}
+    return not read.isdisjoint(values)
+
+
+def row_statistics(graph: Graph) -> Statistics:
+    """The statistics that are taken of the scores which each softmax reads."""
+    taken: Statistics = {e.args[0]: {} for e in graph.eqns if isinstance(e.op, ops.Softmax)}
+    for eqn, outs in graph.numbered():
+        for name, kind in ops.STATISTICS.items():
+            if isinstance(eqn.op, kind) and eqn.args[0] in taken:
+                taken[eqn.args[0]][name] = outs[0]
+    return taken
 
 
 def count_users(graph: Graph) -> dict[int, int]:
@@ -101,10 +116,20 @@ def count_users(graph: Graph) -> dict[int, int]:
 
 
 Makers = dict[int, tuple[Eqn, range]]
-Chain = tuple[Attention, tuple[int, ...], int]  # the op, its operands, and the old number of lse
+Statistics = dict[int, dict[str, int]]  # values by name, by the number of the scores
 
 
-def chain_of(weigh: Eqn, makers: Makers, users: dict[int, int]) -> Chain | None:
+@final
+@frozen
+class Chain:
+    """An attention in single steps: its op, its operands, and its statistics by name."""
+
+    op: Attention
+    operands: tuple[int, ...]
+    statistics: dict[str, int]
+
+
+def chain_of(weigh: Eqn, makers: Makers, users: dict[int, int], taken: Statistics) -> Chain | None:
     """The chain that ends in an equation; None where it ends in no chain."""
     at, v = weigh.args
     steps: list[Eqn] = []
@@ -118,10 +143,10 @@ def chain_of(weigh: Eqn, makers: Makers, users: dict[int, int]) -> Chain | None:
         at = eqn.args[0]
     if at not in makers or users[at] != 1 or weigh.op != ops.Weigh():
         return None
-    return assemble([makers[at][0], *reversed(steps)], v, makers)
+    return assemble([makers[at][0], *reversed(steps)], v, makers, taken)
 
 
-def assemble(steps: list[Eqn], v: int, makers: Makers) -> Chain | None:
+def assemble(steps: list[Eqn], v: int, makers: Makers, taken: Statistics) -> Chain | None:
     """One Attention for the equations of a chain; None where their order is not a chain's."""
     kinds = [next((k for k, t in enumerate(ORDER) if isinstance(e.op, t)), None) for e in steps]
     if (
@@ -142,25 +167,28 @@ def assemble(steps: list[Eqn], v: int, makers: Makers) -> Chain | None:
         mask.op.mask if mask and isinstance(mask.op, ops.Mask) else None,
         len(softmax.args) > 1,
         dropout.op.rate if dropout and isinstance(dropout.op, ops.Dropout) else 0.0,
+        ("lse", *taken[softmax.args[0]]),
     )
     tails = [e for e in (*modifiers, mask, softmax, dropout) if e is not None]
     operands = (*first.args, v, *(i for e in tails for i in e.args[1:]))
     lse = next(outs[1] for e, outs in makers.values() if e is softmax)
-    return op, operands, lse
+    return Chain(op, operands, {"lse": lse, **taken[softmax.args[0]]})
 
 
 ORDER = (ops.Scores, Modifier, ops.Mask, ops.Softmax, ops.Dropout)
 
 
 def emit_chains(graph: Graph, chains: dict[int, Chain]) -> Graph:
-    """The graph with each chain's results, o and lse, computed by its Attention."""
+    """The graph with each chain's results computed by its Attention."""
     b = Builder(trusts=True)
     values = {n: b.input(i.name, i.spec) for n, i in enumerate(graph.inputs)}
     live = values_read(graph, chains)
     for eqn, outs in graph.numbered():
         if outs[0] in chains:
-            op, operands, lse = chains[outs[0]]
-            values[outs[0]], values[lse] = b.emit(op, *(values[i] for i in operands))
+            chain = chains[outs[0]]
+            results = b.emit(chain.op, *(values[i] for i in chain.operands))
+            named = {"o": outs[0], **chain.statistics}
+            values |= {named[n]: x for n, x in zip(chain.op.names, results, strict=True)}
         elif live & set(outs):
             values.update(zip(outs, b.emit(eqn.op, *(values[i] for i in eqn.args)), strict=True))
     return b.graph(*(values[i] for i in graph.outputs))
@@ -168,10 +196,11 @@ def emit_chains(graph: Graph, chains: dict[int, Chain]) -> Graph:
 
 def values_read(graph: Graph, chains: dict[int, Chain]) -> set[int]:
     """The values that are read once each chain is one equation, in the place of its last one."""
-    live, stats = set(graph.outputs), {lse for _, _, lse in chains.values()}
+    live = set(graph.outputs)
+    stats = {i for chain in chains.values() for i in chain.statistics.values()}
     for eqn, outs in reversed([*graph.numbered()]):
         if outs[0] in chains:
-            live |= set(chains[outs[0]][1])
+            live |= set(chains[outs[0]].operands)
         elif live & set(outs) - stats:
             live |= set(eqn.args)
     return live - stats

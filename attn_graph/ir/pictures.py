@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from attn_graph.html import Html
 from attn_graph.ir import ops
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.graph import Eqn, Graph
 from attn_graph.masks import Mask
 from attn_graph.masks.pictures import picture_html
+from attn_graph.printing.html import Html
 
 
 def picture_masks(graph: Graph) -> Iterator[Html]:

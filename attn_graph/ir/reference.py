@@ -10,8 +10,8 @@ from attrs import frozen
 
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.graph import Graph, Op
-from attn_graph.ir.modifiers import INF
 from attn_graph.machine.ambient import plain_ops_on
+from attn_graph.spec import INF
 
 
 def evaluate(

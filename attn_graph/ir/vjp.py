@@ -6,7 +6,7 @@ from collections.abc import Container, Iterable, Sequence
 
 from attn_graph.errors import GraphError
 from attn_graph.ir import ops
-from attn_graph.ir.attention import Attention
+from attn_graph.ir.attention import SAVED, Attention
 from attn_graph.ir.builder import Builder, Value
 from attn_graph.ir.graph import Graph, check_graph
 from attn_graph.ir.passes import narrow, simplify
@@ -27,14 +27,15 @@ def vjp(
     backward: the inputs, the residuals, the cotangents in the order of the outputs -> one gradient
     per wanted input (by default every input of a floating dtype). An input that no output depends
     on has zeros.
-    cotangents: the names of the outputs that have one, by default all; others count as zero.
+    cotangents: the names of the outputs that have one, by default all that have a gradient; others
+    count as zero.
     With stats=True, `cotangents=("o",)` gives the backward of a step that uses o alone.
     Residuals are named as `forward` names them; cotangents `d` and the output's name. Both are
     declared as the outputs are: o in the memory order of q, all else in C order.
 
     Raises GraphError if `wants` names what is not a floating input, or `cotangents` what is no
-    output, for a step of one's own that defines no gradient, and for a graph that is a gradient
-    itself.
+    output or has no gradient, for a step of one's own that defines no gradient, and for a graph
+    that is a gradient itself.
     """
     check_graph(graph, "vjp")
     graph = simplify(graph)
@@ -67,12 +68,20 @@ def check_gradient(graph: Graph) -> None:
         raise GraphError(*graph.gradient_problems)
 
 
+def check_cotangents(graph: Graph, cotangents: Sequence[TensorSpec | None]) -> None:
+    """Raise GraphError where an output that has no gradient is given a cotangent."""
+    names, known = value_names(graph), graph.differentiable_outputs
+    given = [i for i, x in zip(graph.outputs, cotangents, strict=True) if x is not None]
+    if refused := [names[i] for i in given if i not in known]:
+        raise GraphError(*map(ops.no_gradient, refused))
+
+
 def named_outputs(graph: Graph, cotangents: Sequence[str] | None) -> tuple[int, ...]:
     """The outputs that have a cotangent."""
     if isinstance(cotangents, str):
         raise GraphError(f"cotangents {cotangents!r} is one name: say ({cotangents!r},)")
     if cotangents is None:
-        return graph.outputs
+        return graph.differentiable_outputs
     names = value_names(graph)
     outputs = {names[i]: i for i in graph.outputs}
     if unknown := [name for name in cotangents if name not in outputs]:
@@ -84,9 +93,13 @@ def named_outputs(graph: Graph, cotangents: Sequence[str] | None) -> tuple[int, 
 
 def main_outputs(graph: Graph) -> tuple[int, ...]:
     """The outputs that a training step usually has gradients of: all but lse, or lse alone."""
-    kinds = (Attention, ops.Softmax)
-    stats = {outs[1] for eqn, outs in graph.numbered() if isinstance(eqn.op, kinds)}
-    return tuple(i for i in graph.outputs if i not in stats) or graph.outputs
+    usual, stats = graph.differentiable_outputs, statistics(graph)
+    return tuple(i for i in usual if i not in stats) or usual
+
+
+def statistics(graph: Graph) -> frozenset[int]:
+    """The values that are statistics of rows, lse among them."""
+    return graph.named_results(lambda op: op.statistics)
 
 
 def training_gradient(graph: Graph, wants: Sequence[str] | None = None) -> Graph:
@@ -101,8 +114,18 @@ def cotangent_specs(graph: Graph, given: Container[int]) -> list[TensorSpec | No
 
 
 def residuals(graph: Graph) -> tuple[int, ...]:
-    """The values of a fused graph that its backward reads instead of computing them again."""
-    return tuple(i for eqn, outs in graph.numbered() if isinstance(eqn.op, Attention) for i in outs)
+    """The values of a fused graph that its backward reads instead of computing them again.
+
+    Of an attention o and lse, and other statistics where an equation reads them.
+    """
+    read = {i for eqn in graph.eqns for i in eqn.args}
+    return tuple(
+        i
+        for eqn, outs in graph.numbered()
+        if isinstance(eqn.op, Attention)
+        for name, i in zip(eqn.op.names, outs, strict=True)
+        if name in SAVED or i in read
+    )
 
 
 def result_spec(graph: Graph, i: int) -> TensorSpec:
@@ -148,9 +171,10 @@ def backward(
     """The backward of a simplified graph for some inputs; an output without cotangent has zero.
 
     saved: the inputs and residuals as they come, where that is not as they are declared. Raises
-    GraphError for a graph that has no gradient.
+    GraphError for a graph that has no gradient, and for a cotangent of an output that has none.
     """
     check_gradient(graph)
+    check_cotangents(graph, cotangents)
     b, types, names = Builder(), graph.types, value_names(graph)
     declared = saved_specs(graph)
     specs = declared.values() if saved is None else saved
@@ -167,7 +191,7 @@ def backward(
             values.update(zip(outs, b.emit(eqn.op, *(values[i] for i in eqn.args)), strict=True))
     for eqn, outs in reversed([*graph.numbered()]):
         if any(i in grads for i in outs):
-            operands, results = ([values[i] for i in x] for x in (eqn.args, outs))
+            operands, results = ([values.get(i) for i in x] for x in (eqn.args, outs))
             pulled = eqn.op.pull(b.emit, operands, results, [grads.get(i) for i in outs])
             for i, grad in zip(eqn.args, pulled, strict=True):
                 if grad is not None:

@@ -20,9 +20,10 @@ class Memory:
     """Bytes on top of the inputs.
 
     outputs: what a call returns. saved: what stays alive between forward and backward, o and lse
-    of each attention, outputs among them. workspace: the arena's part while it runs, to the byte.
-    temporary: what PyTorch allocates and frees during a call, an upper bound, without the block
-    of scores, of some 100 KiB, that each thread of its fused CPU kernel works in.
+    of each attention and statistics that it returns, outputs among them. workspace: the arena's
+    part while it runs, to the byte. temporary: what PyTorch allocates and frees during a call, an
+    upper bound, without the block of scores, of some 100 KiB, that each thread of its fused CPU
+    kernel works in.
     `*_backward` is 0 for a graph without gradients. peak: the most of all this at one time.
     untold: passes, "forward" and "backward", whose workspace is known only when their plan is
     built; until then it counts 0.
@@ -55,7 +56,7 @@ class Memory:
 
     def _repr_html_(self) -> str:
         """For notebooks: a bar for each kind of memory, as part of the peak, and their sum."""
-        from attn_graph import html
+        from attn_graph.printing import html
 
         rows = [(name, html.Number(text), html.bar(share)) for name, text, share in self.shares()]
         peak = f"{'at least ' if self.untold else ''}{format_bytes(self.peak)}"

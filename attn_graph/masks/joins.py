@@ -10,14 +10,14 @@ the diagonal may say so by `strip`, and spares kernels a list of tiles.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import ClassVar, Literal, final
+from typing import Literal, final
 
 import torch
 from attrs import Factory, field, frozen
 
 from attn_graph.errors import GraphError
 from attn_graph.masks.places import Block, Keys, Place, Strip, Term
-from attn_graph.printing import show_call
+from attn_graph.printing.text import show_call
 from attn_graph.spec import INTEGERS, ValueType
 
 DEEPEST = 128  # joins within joins: each takes up to four of the thousand calls that Python nests
@@ -62,7 +62,10 @@ class Data:
 class Mask:
     """A boolean expression of (b, h, i, j). A leaf of your own is a `@final @frozen` subclass."""
 
-    relative: ClassVar[bool] = False  # whether `keep` depends on j - i alone
+    @property
+    def relative(self) -> bool:
+        """Whether `keep` depends on j - i alone."""
+        return False
 
     @property
     def needs(self) -> dict[str, Data]:
@@ -105,8 +108,8 @@ class Mask:
 
     def _repr_html_(self) -> str:
         """For notebooks: the mask, and its tiles over enough positions that its bounds show."""
-        from attn_graph import html
         from attn_graph.masks.pictures import picture_html, telling_size
+        from attn_graph.printing import html
 
         size = telling_size(self)
         return html.page(html.code(self), picture_html(self, size, size))
@@ -156,7 +159,7 @@ class Join(Mask):
         raise NotImplementedError
 
     @property
-    def relative(self) -> bool:  # type: ignore[override]  # a leaf's constant
+    def relative(self) -> bool:
         """Whether `keep` depends on j - i alone: where it does in all parts."""
         return all(part.relative for part in self.parts)
 

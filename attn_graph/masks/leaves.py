@@ -84,7 +84,7 @@ class Band(Mask):
     ragged: tuple[str, ...] = field(default=(), converter=as_names)
 
     @property
-    def relative(self) -> bool:  # type: ignore[override]  # a class's constant elsewhere
+    def relative(self) -> bool:
         """Whether `keep` depends on j - i alone: unless lengths move the band."""
         return not self.ragged
 

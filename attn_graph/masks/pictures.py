@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import fields, has
 
-from attn_graph import html
 from attn_graph.errors import GraphError
 from attn_graph.masks.joins import Mask
 from attn_graph.masks.places import Block
 from attn_graph.masks.tiles import check_tensors, classify_tiles
+from attn_graph.printing import html
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

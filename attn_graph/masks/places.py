@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
-from attrs import evolve, field, frozen
+from attrs import field, frozen
 
 from attn_graph.errors import GraphError
 
@@ -243,7 +243,7 @@ class Place:
 
     def reading(self, data: Mapping[str, Term]) -> Place:
         """The same place, with other tensors to read."""
-        return evolve(self, data=data)
+        return Place(self.b, self.h, self.i, self.j, self.H, self.M, self.N, data, self.ranges)
 
     @property
     def axes(self) -> tuple[Term, Term, Term, Term]:

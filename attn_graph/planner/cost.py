@@ -118,7 +118,7 @@ class Cost:
 
     def _repr_html_(self) -> str:
         """For notebooks: a row for each pass, and how many pairs the masks keep."""
-        from attn_graph import html
+        from attn_graph.printing import html
 
         works = {"forward": self.forward} | ({"backward": self.backward} if self.backward else {})
         least = "least time" if self.exact else "time at the roofline"

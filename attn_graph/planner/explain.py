@@ -56,7 +56,7 @@ def gradients(question: Request) -> Iterator[Request]:
     simple = question.forward()
     if question.wants and simple.has_gradient:
         yield question
-        if main_outputs(simple) != simple.outputs:
+        if main_outputs(simple) != simple.differentiable_outputs:
             yield evolve(question, through_lse=True)
 
 

@@ -170,7 +170,7 @@ class Explanation:
 
     def _repr_html_(self) -> str:
         """For notebooks: the choice, then a row for each other backend, then the figures."""
-        from attn_graph import html
+        from attn_graph.printing import html
 
         sides = {"forward": self, "backward": self.backward, IF_LSE: self.apart}
         parts = [html.code(self.graph), html.element("p", f"target: {self.target}")]
@@ -180,7 +180,7 @@ class Explanation:
 
     def table(self, name: str) -> str:
         """Who runs one pass, who could, and why the others don't, as HTML."""
-        from attn_graph import html
+        from attn_graph.printing import html
 
         chosen = html.verdict(f"chosen, because {self.cause}", self.notes)
         rows = [(self.backend or "no backend takes it", chosen if self.backend else self.cause)]
@@ -220,7 +220,7 @@ def sum_memory(
     types, both = graph.types, {"forward": ahead} | ({"backward": behind} if behind else {})
     return Memory(
         outputs=sum(t.bytes for t in graph.output_types),
-        saved=sum(types[i].bytes for i in residuals(graph)),
+        saved=sum(types[i].bytes for i in saved_values(graph)),
         workspace_forward=ahead.workspace or 0,
         workspace_backward=(behind.workspace or 0) if behind else 0,
         temporary_forward=ahead.temporary,
@@ -228,3 +228,12 @@ def sum_memory(
         gradients=sum(t.bytes for t in gradient.output_types) if gradient and behind else 0,
         untold=tuple(name for name, x in both.items() if x.workspace is None),
     )
+
+
+def saved_values(graph: Graph) -> set[int]:
+    """The attentions' results that stay alive between forward and backward.
+
+    The backward reads them, or the graph returns them.
+    """
+    fused = {i for e, outs in graph.numbered() if isinstance(e.op, Attention) for i in outs}
+    return {*residuals(graph), *(fused & {*graph.outputs})}

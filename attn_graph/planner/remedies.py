@@ -17,6 +17,7 @@ from attn_graph.ir.builder import Builder, Value
 from attn_graph.ir.graph import Eqn, Graph
 from attn_graph.ir.modifiers import Modifier
 from attn_graph.ir.passes import simplify
+from attn_graph.ir.rewrite import prune
 from attn_graph.ir.vjp import backward, cotangent_specs, main_outputs, wanted_inputs
 from attn_graph.spec import NAMES, TensorSpec, dense_strides, memory_order
 
@@ -31,7 +32,7 @@ HELD = 512  # questions, and graphs of them: all backends ask the same; a questi
 class Request:
     """Who runs a graph, and its gradient by `wants`, through lse or not?
 
-    through_lse: whether all outputs have a cotangent, or `main_outputs` alone.
+    through_lse: whether all outputs that can have a cotangent have one, or `main_outputs` alone.
     """
 
     graph: Graph
@@ -64,7 +65,7 @@ def simplify_once(graph: Graph) -> Graph:
 def gradient_graph(graph: Graph, names: tuple[str, ...], through_lse: bool) -> Graph:
     """The gradient's graph of a simplified graph, by its inputs of these names."""
     wants = [n for n, i in enumerate(graph.inputs) if i.name in names]
-    given = graph.outputs if through_lse else main_outputs(graph)
+    given = graph.differentiable_outputs if through_lse else main_outputs(graph)
     return backward(graph, wants, cotangent_specs(graph, given))
 
 
@@ -134,6 +135,7 @@ def find_remedies(
 
 
 def keys(reasons: Sequence[Reason]) -> frozenset[str]:
+    """The keys of reasons."""
     return frozenset(reason.key for reason in reasons)
 
 
@@ -352,6 +354,9 @@ def op_edits(graph: Graph) -> Iterator[Named]:
             yield Remedy(f"no {WORDS.get(kind, kind.__name__)}", True), without_steps(kind)
     if any(isinstance(eqn.op, ops.Softmax) and eqn.op.sinks for eqn in graph.eqns):
         yield Remedy("no sinks", True), without_steps(ops.Softmax)
+    for name, kind in ops.STATISTICS.items():
+        if kind in kinds:
+            yield Remedy(f"no {name} among stats", True), without_outputs(kind)
 
 
 WORDS: dict[type, str] = {ops.Dropout: "dropout", ops.Mask: "mask"}
@@ -362,6 +367,20 @@ def without_steps(kind: type) -> Edit:
 
     def edit(question: Request) -> Request | None:
         return rebuild_request(question, {}, kind)
+
+    return edit
+
+
+def without_outputs(kind: type) -> Edit:
+    """The graph without what the steps of a kind give."""
+
+    def edit(question: Request) -> Request | None:
+        graph = question.graph
+        gone = graph.named_results(lambda op: op.names if isinstance(op, kind) else ())
+        left = tuple(i for i in graph.outputs if i not in gone)
+        if not left or left == graph.outputs:
+            return None
+        return evolve(question, graph=prune(evolve(graph, outputs=left)))
 
     return edit
 

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 
 import attn_graph as ag
 from attn_graph.kernels.tilings import ARCHS, WIDTHS, Tiling
 from attn_graph.lowering.problem import sole
 from attn_graph.lowering.triton.offline import LEAST_SHARED, SHARED, MachineCode, compile_launches
-from attn_graph.lowering.triton.plan import Flash
+from attn_graph.lowering.triton.plan import Flash, choose_tiling
 from attn_graph.spec import NAMES
 
 PAGE = Path(__file__).parents[1] / "reports" / "kernels.md"
@@ -77,9 +77,9 @@ class Case:
         problem = sole(forward if self.pass_ == "forward" else backward)
         assert problem is not None
         flash = Flash.plan(problem, ag.Target.of(TARGETS[self.sm]))
-        launches = [launch for launch in flash.launches if launch.kernel == self.pass_]
-        flash.launches[:] = launches
-        return flash.tiling(self.pass_), compile_launches(flash)  # type: ignore[arg-type]  # one of PASSES
+        launches = tuple(launch for launch in flash.launches if launch.kernel == self.pass_)
+        tiling = choose_tiling(problem, flash.target, self.pass_)  # type: ignore[arg-type]  # one of PASSES
+        return tiling, compile_launches(evolve(flash, launches=launches))
 
     def measure(self) -> tuple[str, list[str]]:
         """The row of the table, and what is not clean."""

@@ -1,8 +1,8 @@
-"""Attention on a CPU as a few calls of PyTorch's fused kernel, on the tiles the mask leaves."""
+"""Which tiles of an attention PyTorch's fused CPU kernel computes, and the memory that takes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import final
 
@@ -10,9 +10,6 @@ import torch
 from attrs import frozen
 
 from attn_graph.ir.attention import Operands
-from attn_graph.ir.modifiers import change_
-from attn_graph.kernels import fused_cpu
-from attn_graph.kernels.merging import merge_, sink_
 from attn_graph.lowering.cpu.schedule import (
     MOST_TILES,
     POSITIONS,
@@ -25,17 +22,15 @@ from attn_graph.lowering.cpu.schedule import (
     row_tiles,
 )
 from attn_graph.lowering.problem import Problem, flash_order, is_readable
-from attn_graph.lowering.triton.device_code import Tracer
-from attn_graph.lowering.triton.symbols import Untraceable
 from attn_graph.machine.workspace import Buffer
 from attn_graph.masks.places import Block, Place
 from attn_graph.spec import TensorSpec, memory_order
 
-INF = float("inf")
 LEAST_FULL = 2048  # keys: a longer run without mask is worth a call of its own and a merge
+MOST_HELD = 2**16  # elements of addends that a plan holds: 256 KiB of float32
 DATA_ROWS = 128  # queries a tile, where data decides which keys they keep
 CPU = torch.device("cpu")
-Scratches = Mapping[str, torch.Tensor]
+Tensors = Mapping[str, torch.Tensor]  # by name
 
 
 @final
@@ -79,8 +74,8 @@ class FusedTiles:
         p = self.problem
         found = dict(zip("qkv", p.specs, strict=False))
         if p.grad is not None:
-            _, o, _, do, _ = p.grad.split(p.specs)
-            found |= {"o": o} | ({"do": do} if do is not None else {})
+            given = p.grad.split(p.specs)
+            found |= {"o": given.o} | ({"do": given.do} if given.do is not None else {})
         return found
 
     def packs(self, name: str, x: TensorSpec) -> bool:
@@ -92,13 +87,27 @@ class FusedTiles:
         return not fits or not is_readable(x, like=name == "q")
 
     @property
-    def unpadded(self) -> bool:
-        """Whether o has the head size that is computed in."""
-        return self.problem.D <= self.problem.E
+    def holds(self) -> bool:
+        """Whether a plan holds all addends: they are small, and no tensor of a call matters."""
+        node = self.problem.node
+        needs = (*(m.needs for m in node.modifiers), node.mask.needs if node.mask else {})
+        if self.static is None or any(needs):
+            return False
+        b = self.problem.B if "b" in self.axes else 1
+        copies = b * (self.problem.H if "h" in self.axes else 1)
+        return copies * sum(len(t.rows) * len(x) for t, x in self.changed_parts()) <= MOST_HELD
+
+    def changed_parts(self) -> Iterator[tuple[Tile, Part]]:
+        """The static parts that have something added."""
+        everywhere = bool(self.problem.node.modifiers)
+        for tile in self.static or ():
+            yield from ((tile, x) for x in tile.parts if x.kind == "mixed" or everywhere)
 
     @property
     def addends(self) -> int:
-        """Elements of the largest addend; 0 where none is ever needed."""
+        """Elements of the largest addend that a call makes; 0 where it makes none."""
+        if self.holds:
+            return 0
         b = self.problem.B if "b" in self.axes and self.static is not None else 1
         return self.most_scores() * b * (self.problem.H if "h" in self.axes else 1)
 
@@ -107,8 +116,7 @@ class FusedTiles:
         p = self.problem
         if self.static is None:
             return min(DATA_ROWS, p.M) * p.N
-        parts = [(len(t.rows) * len(x), x.kind) for t in self.static for x in t.parts]
-        return max((n for n, kind in parts if kind == "mixed" or p.node.modifiers), default=0)
+        return max((len(t.rows) * len(x) for t, x in self.changed_parts()), default=0)
 
     @property
     def temporary(self) -> int:
@@ -117,8 +125,8 @@ class FusedTiles:
         rows, keys = p.B * p.H * p.M * (self.width + 2), p.B * p.G * p.N * self.width
         results = rows + (2 * keys if p.grad is not None else 0)
         b = p.B if "b" in self.axes and self.static is not None else 1
-        asked = POSITIONS * b * self.most_scores() + 2 * (1 + p.wide.itemsize) * self.addends
-        return asked + 2 * p.wide.itemsize * results
+        places = 0 if self.holds else POSITIONS * b * self.most_scores()
+        return places + 2 * (1 + p.wide.itemsize) * self.addends + 2 * p.wide.itemsize * results
 
     def summary(self) -> str:
         """How it runs, for `explain`."""
@@ -131,7 +139,7 @@ class FusedTiles:
         share = f"{100 * area / whole:.3g} % of the {self.problem.H * whole} scores"
         return f"{calls} call{'s' * (calls != 1)} of PyTorch's fused CPU kernel, {share}"
 
-    def tiles(self, data: Scratches) -> Sequence[Tile]:
+    def tiles(self, data: Tensors) -> Sequence[Tile]:
         """The tiles of a call, given what the mask reads."""
         if self.static is not None:
             return self.static
@@ -143,157 +151,18 @@ class FusedTiles:
             found += join_neighbours(tiles, rows * p.N, bounded)
         return found
 
-    def packed(self, name: str, x: torch.Tensor, scratch: Scratches) -> torch.Tensor:
-        """An operand as the kernel reads it, in scratch if it must be."""
-        if name not in scratch:
-            return x
-        room = scratch[name]
-        if x.stride(2) == 1 and x.shape[3] == self.width > 1:
-            transpose(room, x)
-        else:
-            room[..., : x.shape[3]].copy_(x)
-            room[..., x.shape[3] :].zero_()
-        return room
-
-    def forward(
-        self, operands: Sequence[torch.Tensor], scratch: Scratches
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """o, lse."""
-        p, given = self.problem, self.problem.node.split(operands)
-        q, k, v = (self.packed(n, x, scratch) for n, x in zip("qkv", operands, strict=False))
-        call, tiles = TileCall(self, given, scratch, q, k, v), self.tiles(given.mask)
-        if is_whole(tiles, p) and self.unpadded and self.keeps_order():
-            return call.attend(tiles[0])
-        o, lse = p.new_o(CPU), torch.empty(q.shape[:3], dtype=p.wide, device=CPU)
-        for tile in tiles:
-            part, part_lse = call.attend(tile)
-            cut_tile(o, tile).copy_(part[..., : p.E])
-            cut_rows(lse, tile).copy_(part_lse)
-        return o, lse
+    def is_whole(self, tiles: Sequence[Tile]) -> bool:
+        """Whether one tile of one part is the entire problem."""
+        if len(tiles) != 1 or len(tiles[0].parts) != 1 or tiles[0].repeat > 1:
+            return False
+        p, tile = self.problem, tiles[0]
+        rows, keys = len(tile.rows) == p.M, len(tile.parts[0]) == p.N
+        return rows and keys and len(tile.batch) == p.B
 
     def keeps_order(self) -> bool:
         """Whether the kernel lays o out in the memory order of q, given q where it lies."""
         q = self.problem.specs[0]
         return not self.packs("q", q) and flash_order(q) == memory_order(q)
-
-    def backward(
-        self, operands: Sequence[torch.Tensor], scratch: Scratches
-    ) -> dict[int, torch.Tensor]:
-        """The gradients of q, k and v, by number of the operand."""
-        p = self.problem
-        assert p.grad is not None
-        own, o, lse, do, _ = p.grad.split(operands)
-        assert do is not None  # without it only dlse is left, and that is not for this kernel
-        given = p.node.split(own)
-        q, k, v = (self.packed(n, x, scratch) for n, x in zip("qkv", own, strict=False))
-        o, do = self.packed("o", o, scratch), self.packed("do", do, scratch)
-        unseen = lse == -INF
-        finite = lse.masked_fill(unseen, 0.0)
-        if self.blind:
-            do.masked_fill_(unseen[..., None], 0.0)
-        call, tiles = TileCall(self, given, scratch, q, k, v), self.tiles(given.mask)
-        if is_whole(tiles, p):
-            sums = call.pull(tiles[0], tiles[0].parts[0], o, finite, do)
-        else:
-            sums = self.summed(call, tiles, o, finite, do)
-        return {
-            i: x[..., : spec.shape[3]].to(spec.dtype, copy=f"d{name}" in scratch)
-            for i, (name, spec, x) in enumerate(zip("qkv", p.specs, sums, strict=False))
-        }
-
-    def summed(
-        self,
-        call: TileCall,
-        tiles: Sequence[Tile],
-        o: torch.Tensor,
-        lse: torch.Tensor,
-        do: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """dq, dk, dv of all tiles, in wider precision and padded."""
-        dq, dk, dv = (
-            call.scratch[name].zero_()
-            if name in call.scratch
-            else torch.zeros(s.shape, dtype=s.dtype, device=CPU)
-            for name, s in zip(("dq", "dk", "dv"), self.problem.specs, strict=False)
-        )
-        for tile in tiles:
-            for part in tile.parts:
-                found = call.pull(tile, part, o, lse, do)
-                cut_tile(dq, tile).add_(found[0])
-                add_windows(dk, found[1], tile, part)
-                add_windows(dv, found[2], tile, part)
-        return dq, dk, dv
-
-
-@final
-@frozen(eq=False)
-class TileCall:
-    """One call's operands, packed."""
-
-    tiles: FusedTiles
-    given: Operands[torch.Tensor]
-    scratch: Scratches
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-
-    def attend(self, tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:
-        """o and lse of one tile, its parts merged."""
-        rows, scale = cut_tile(self.q, tile), self.tiles.problem.node.scale
-        found: tuple[torch.Tensor, torch.Tensor] | None = None
-        for part in tile.parts:
-            k, v = cut_tile(self.k, tile, part), cut_tile(self.v, tile, part)
-            causal, addend = part.kind == "causal", self.addend(tile, part)
-            o, lse = fused_cpu.attend(rows, k, v, scale, causal, addend)
-            if found is None:
-                found = o, lse
-            else:
-                merge_(*found, o, lse)
-        if found is None:
-            found = torch.zeros_like(rows), rows.new_full(rows.shape[:3], -INF)
-        if self.given.sinks is not None:
-            sink_(*found, self.given.sinks)
-        return found
-
-    def pull(
-        self, tile: Tile, part: Part, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """dq, dk, dv of one part of a tile."""
-        q, k, v = cut_tile(self.q, tile), cut_tile(self.k, tile, part), cut_tile(self.v, tile, part)
-        scale, addend = self.tiles.problem.node.scale, self.addend(tile, part)
-        rows = cut_tile(do, tile), cut_tile(o, tile), cut_rows(lse, tile)
-        return fused_cpu.attend_backward(q, k, v, *rows, scale, part.kind == "causal", addend)
-
-    def addend(self, tile: Tile, part: Part) -> torch.Tensor | None:
-        """What is added to the scores: additive modifiers, and -inf where the mask drops a key."""
-        p = self.tiles.problem
-        if part.kind != "mixed" and not p.node.modifiers:
-            return None
-        block = Block(tile.batch, range(p.H), tile.rows, p.H, p.M, p.N, self.given.mask)
-        at = Place.of(block, range(part.start, part.stop), CPU)
-        b = len(tile.batch) if "b" in self.tiles.axes else 1
-        h = p.H if "h" in self.tiles.axes else 1
-        size = b * h * len(tile.rows) * len(part)
-        sums = self.scratch["addend"][:size].view(b, h, len(tile.rows), len(part)).zero_()
-        steps = zip(p.node.modifiers, self.given.modifiers, p.node.restores, strict=True)
-        for modifier, data, restores in steps:
-            hidden = sums == -INF if restores else None
-            change_(modifier, sums, at.reading(data))
-            if hidden is not None:
-                sums.masked_fill_(hidden, -INF)
-        if part.kind == "mixed":
-            assert p.node.mask is not None
-            sums.masked_fill_(torch.as_tensor(p.node.mask.keep(at), device=CPU).logical_not(), -INF)
-        return sums
-
-
-def transpose(room: torch.Tensor, x: torch.Tensor) -> None:
-    """room = x, for x [B,H,L,D] that has its axes L and D in turned order in memory.
-
-    PyTorch copies one matrix that way in blocks, faster than all of them at once.
-    """
-    for to, each in zip(room.flatten(0, 1).unbind(), x.flatten(0, 1).unbind(), strict=True):
-        to.copy_(each)
 
 
 def depends(problem: Problem) -> str:
@@ -308,6 +177,9 @@ def axes_of_modifiers(problem: Problem) -> str:
     """Found by tracing what they add; all, where that can't be traced."""
     if not problem.node.modifiers:
         return ""
+    from attn_graph.lowering.triton.device_code import Tracer  # few graphs need them
+    from attn_graph.lowering.triton.symbols import Untraceable
+
     try:
         return "".join(Tracer.of(problem).axes())
     except Untraceable:
@@ -350,39 +222,3 @@ def static_tiles(problem: Problem, axes: str) -> tuple[Tile, ...] | None:
 
     found = choose_cheapest(problem, tiles)
     return None if found is None else tuple(found)
-
-
-def is_whole(tiles: Sequence[Tile], problem: Problem) -> bool:
-    """Whether one tile of one part is the entire problem."""
-    if len(tiles) != 1 or len(tiles[0].parts) != 1 or tiles[0].repeat > 1:
-        return False
-    tile = tiles[0]
-    rows, keys = len(tile.rows) == problem.M, len(tile.parts[0]) == problem.N
-    return rows and keys and len(tile.batch) == problem.B
-
-
-def cut_tile(x: torch.Tensor, tile: Tile, part: Part | None = None) -> torch.Tensor:
-    """A tile's rows of x [B,H,L,D], or a part's keys; repeats become the first axis. A view."""
-    span = range(part.start, part.stop) if part else tile.rows
-    if tile.repeat == 1:
-        return x[tile.batch.start : tile.batch.stop, :, span.start : span.stop]
-    first = x[tile.batch.start, :, span.start : span.stop]
-    h, m, d = first.stride()
-    shape = (tile.repeat, *first.shape)
-    return first.as_strided(shape, (tile.step * m, h, m, d), first.storage_offset())
-
-
-def cut_rows(x: torch.Tensor, tile: Tile) -> torch.Tensor:
-    """A tile's rows of x [B,H,M]."""
-    return cut_tile(x[..., None], tile)[..., 0]
-
-
-def add_windows(total: torch.Tensor, share: torch.Tensor, tile: Tile, part: Part) -> None:
-    """total [B,G,N,D] += a part's gradient; windows that overlap are added in disjoint slices."""
-    if tile.repeat == 1:
-        cut_tile(total, tile, part).add_(share)
-        return
-    for at in range(0, len(part), tile.step):
-        stop = min(at + tile.step, len(part))
-        piece = Part(part.start + at, part.start + stop, part.kind)
-        cut_tile(total, tile, piece).add_(share[:, :, at:stop])

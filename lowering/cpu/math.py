@@ -7,6 +7,7 @@ tile of scores ever exists; whatever is no attention runs as its own definition 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import final
 
@@ -16,8 +17,9 @@ from attrs import frozen
 from attn_graph.backend import Backend, Executable, Options, switch_name
 from attn_graph.errors import PlanTargetError, Reason
 from attn_graph.ir import ops
-from attn_graph.ir.attention import Attention, AttentionGrad
+from attn_graph.ir.attention import SAVED, Attention, AttentionGrad
 from attn_graph.ir.graph import Eqn, Graph, Op
+from attn_graph.ir.vjp import residuals, statistics
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
 from attn_graph.lowering.cpu.product_tiles import ProductTiles
 from attn_graph.lowering.cpu.schedule import POSITIONS
@@ -60,9 +62,12 @@ def tilings_of(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Tile
 
 
 def fuses(problem: Problem, target: Target) -> bool:
-    """Whether PyTorch's fused CPU kernel can compute the tiles: it adds, and pulls to q, k, v."""
+    """Whether PyTorch's fused CPU kernel can compute the tiles: it adds, gives o and lse, and
+    pulls to q, k, v."""
     node, grad = problem.node, problem.grad
     if target.kind != "cpu" or node.dropout or not all(m.additive for m in node.modifiers):
+        return False
+    if node.names != SAVED:
         return False
     sizes = problem.D, problem.E
     if node.mask is not None and max(sizes) >= MOST_PADDING * min(sizes):
@@ -89,9 +94,7 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
     """One step for each equation, run in order."""
     steps = [step_of(graph, eqn, target, options) for eqn in graph.eqns]
     plan = [(eqn.args, step.call) for eqn, step in zip(graph.eqns, steps, strict=True)]
-    attentions = [outs for eqn, outs in graph.numbered() if isinstance(eqn.op, Attention)]
-    saved = [i for outs in attentions for i in outs]
-    stats = {outs[1] for outs in attentions}
+    saved, stats = residuals(graph), statistics(graph)
     exact = options.exact(graph)
 
     def run(*tensors: torch.Tensor) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
@@ -121,9 +124,9 @@ def bytes_between(graph: Graph, saved: Sequence[int]) -> int:
 
 
 def hand_out(
-    values: Sequence[torch.Tensor], outputs: Sequence[int], stats: set[int]
+    values: Sequence[torch.Tensor], outputs: Sequence[int], stats: frozenset[int]
 ) -> list[torch.Tensor]:
-    """The outputs: lse in C order, and a value that is returned twice as two tensors."""
+    """The outputs: statistics in C order, and a value that is returned twice as two tensors."""
     found: list[torch.Tensor] = []
     for place, i in enumerate(outputs):
         value = values[i].contiguous() if i in stats else values[i]
@@ -133,20 +136,33 @@ def hand_out(
 
 def step_of(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Step:
     """How an equation runs: in tiles, or by its definition."""
+    from attn_graph.lowering.cpu.fused_calls import FusedRun  # planning needs it, importing not
+
     tiles, op = tilings_of(graph, eqn, target, options), eqn.op
     if tiles is None:
         specs = operand_specs(graph, eqn)
         return Step(run_definition(op, specs), temporary=needed_by_definition(eqn, specs))
     buffers = tiles.buffers()
     scratch = Scratch(tuple(buffers.values()))
-    names, work = tuple(buffers), run_forward if isinstance(op, Attention) else run_backward
+    names, forward = tuple(buffers), isinstance(op, Attention)
+    run = FusedRun.of(tiles) if isinstance(tiles, FusedTiles) else tiles.made_ready()
+    work = run.forward if forward else partial(run_backward, tiles.problem, run.backward)
 
     def call(device: torch.device, *operands: torch.Tensor) -> Sequence[torch.Tensor]:
         rooms = options.workspace.lease(scratch, device)
         with torch.no_grad(), without_autocast(), rooms as views:
-            return work(tiles, operands, dict(zip(names, views, strict=True)))
+            return work(operands, dict(zip(names, views, strict=True)))
 
-    return Step(call, scratch, tiles.temporary, tiles.summary())
+    return Step(call, scratch, tiles.temporary + sink_bytes(tiles.problem), tiles.summary())
+
+
+def sink_bytes(problem: Problem) -> int:
+    """What `sink_gradient_of` allocates at one time: do and its product with o, in the dtype of
+    scores, and four numbers a row."""
+    grad = problem.grad
+    if grad is None or not dict(zip(grad.attention.roles, grad.wants, strict=True)).get("sinks"):
+        return 0
+    return problem.B * problem.H * problem.M * (2 * problem.E + 4) * problem.wide.itemsize
 
 
 def needed_by_definition(eqn: Eqn, specs: Sequence[TensorSpec]) -> int:
@@ -170,34 +186,31 @@ def run_definition(op: Op, specs: Sequence[TensorSpec]) -> Work:
     return call
 
 
-def run_forward(
-    tiles: Tiles, operands: Sequence[torch.Tensor], scratch: Mapping[str, torch.Tensor]
-) -> Sequence[torch.Tensor]:
-    """An attention in tiles."""
-    return tiles.forward(operands, scratch)
-
-
 def run_backward(
-    tiles: Tiles, operands: Sequence[torch.Tensor], scratch: Mapping[str, torch.Tensor]
+    problem: Problem,
+    backward: Callable[..., dict[int, torch.Tensor]],
+    operands: Sequence[torch.Tensor],
+    scratch: Mapping[str, torch.Tensor],
 ) -> Sequence[torch.Tensor]:
-    """The wanted gradients, in the order of the operands."""
-    grad = tiles.problem.grad
+    """The wanted gradients, in the order of the operands. backward: those of tiles, by number."""
+    grad = problem.grad
     assert grad is not None
-    found = tiles.backward(operands, scratch)
+    gradients = backward(operands, scratch)
     if grad.attention.sinks:
         place = grad.attention.roles.index("sinks")
-        found[place] = sink_gradient_of(grad, operands) if grad.wants[place] else operands[place]
-    return [found[i] for i, wanted in enumerate(grad.wants) if wanted]
+        wanted = grad.wants[place]
+        gradients[place] = sink_gradient_of(grad, operands) if wanted else operands[place]
+    return [gradients[i] for i, wanted in enumerate(grad.wants) if wanted]
 
 
 def sink_gradient_of(grad: AttentionGrad, operands: Sequence[torch.Tensor]) -> torch.Tensor:
     """dsinks [H] = sum_bi exp(sink - lse) (dlse - delta)."""
-    own, o, lse, do, dlse = grad.split(operands)
-    sinks = grad.attention.split(own).sinks
+    given = grad.split(operands)
+    sinks, lse = grad.attention.split(given.own).sinks, given.lse
     assert sinks is not None
-    surplus = torch.zeros_like(lse) if dlse is None else dlse.clone()
-    if do is not None:
-        surplus -= (do.to(lse.dtype) * o).sum(-1)
+    surplus = torch.zeros_like(lse) if given.dlse is None else given.dlse.clone()
+    if given.do is not None:
+        surplus -= (given.do.to(lse.dtype) * given.o).sum(-1)
     return ops.sink_gradient(sinks, lse, surplus)
 
 

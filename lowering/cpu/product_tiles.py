@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import final
 
 import torch
-from attrs import frozen
+from attrs import Factory, evolve, field, frozen
 
-from attn_graph.ir.attention import Operands
+from attn_graph.ir import ops
+from attn_graph.ir.attention import GradientOperands, Operands
 from attn_graph.ir.modifiers import back_, change_
 from attn_graph.ir.philox import counters, keep_
 from attn_graph.kernels import products
 from attn_graph.kernels.merging import sink_
-from attn_graph.lowering.cpu.schedule import POSITIONS, Part, Tile, parts_of
+from attn_graph.lowering.cpu.schedule import (
+    MOST_READY,
+    POSITIONS,
+    Cut,
+    Part,
+    Tile,
+    parts_of,
+    place_within,
+)
 from attn_graph.lowering.problem import Problem
 from attn_graph.machine.workspace import Buffer
 from attn_graph.masks.places import Block, Place, join_intervals
-from attn_graph.spec import TensorSpec
+from attn_graph.spec import INF, TensorSpec
 
-INF = float("inf")
 SCORES = 2**21  # scores held at a time: 8 MiB of float32, what a few cores find in a shared cache
 MOST_ROWS = 64
 LEAST_ROWS = 16
@@ -36,12 +45,31 @@ class Chunk:
 
 
 @final
+@frozen(eq=False)
+class ProductSlot:
+    """A tile of a chunk, made ready for calls.
+
+    heads: its query heads. shape: how many batch entries, groups, query heads a group and queries.
+    rows: cuts its queries out of x [B,H,M,...]. groups: cuts its batch entries and groups out of
+    x [B,G,N,D]. runs: its keys, in runs without a hole.
+    """
+
+    tile: Tile
+    heads: range
+    shape: tuple[int, int, int, int]
+    rows: Cut
+    groups: Cut
+    runs: tuple[tuple[int, int], ...]
+    keys: int = field(init=False, default=Factory(lambda slot: slot.tile.keys, takes_self=True))
+
+
+@final
 @frozen
 class ProductTiles:
     """Forward and backward of one problem. A tile holds n = batch * groups products at a time.
 
     blind: whether a query may see no key. restores: for each modifier, whether -inf has to be put
-    back after it.
+    back after it. ready: the tiles, where they are made ready ahead of calls.
     """
 
     problem: Problem
@@ -50,6 +78,7 @@ class ProductTiles:
     groups: int
     blind: bool
     restores: tuple[bool, ...]
+    ready: tuple[ProductSlot, ...] | None = field(default=None, eq=False, repr=False)
 
     @classmethod
     def plan(cls, problem: Problem) -> ProductTiles:
@@ -111,6 +140,7 @@ class ProductTiles:
         scores, node = places * self.groups * self.r, p.node
         words = 2 * bool(node.modifiers) + bool(node.dropout)
         asked = POSITIONS * places if node.mask or node.modifiers else 0
+        asked += torch.int64.itemsize * (p.B + p.H + p.M + p.N)
         return asked + scores * (2 + words * p.wide.itemsize)
 
     def summary(self) -> str:
@@ -125,17 +155,42 @@ class ProductTiles:
             for g in range(0, p.G, self.groups):
                 yield Chunk(range(b, min(b + self.batch, p.B)), range(g, min(g + self.groups, p.G)))
 
-    def tiles(self, chunk: Chunk, data: Mapping[str, torch.Tensor]) -> Iterator[Tile]:
-        """The tiles of a chunk that its mask does not leave empty."""
-        p, mask = self.problem, self.problem.node.mask
-        for start in range(0, p.M, self.rows):
-            rows = range(start, min(start + self.rows, p.M))
-            block = Block(chunk.batch, self.heads(chunk), rows, p.H, p.M, p.N, data)
-            yield Tile(chunk.batch, rows, parts_of(mask, block, LEAST_FULL))
+    def made_ready(self) -> ProductTiles:
+        """The same with its tiles made ready, where no data decides them and they are few."""
+        p = self.problem
+        count = -(-p.B // self.batch) * -(-p.G // self.groups) * -(-p.M // self.rows)
+        if count > MOST_READY or (p.node.mask is not None and p.node.mask.needs):
+            return self
+        return evolve(self, ready=tuple(self.slots({})))
 
-    def heads(self, chunk: Chunk) -> range:
-        """The query heads of a chunk."""
-        return range(chunk.groups.start * self.r, chunk.groups.stop * self.r)
+    def slots(self, data: Mapping[str, torch.Tensor]) -> Iterator[ProductSlot]:
+        """All tiles, given what the mask reads."""
+        p, r = self.problem, self.r
+        for chunk in self.chunks():
+            b, g = chunk.batch, chunk.groups
+            heads = range(g.start * r, g.stop * r)
+            for start in range(0, p.M, self.rows):
+                rows = range(start, min(start + self.rows, p.M))
+                block = Block(b, heads, rows, p.H, p.M, p.N, data)
+                tile = Tile(b, rows, parts_of(p.node.mask, block, LEAST_FULL))
+                yield ProductSlot(
+                    tile,
+                    heads,
+                    (len(b), len(g), r, len(rows)),
+                    itemgetter(tuple(slice(x.start, x.stop) for x in (b, heads, rows))),
+                    itemgetter(tuple(slice(x.start, x.stop) for x in (b, g))),
+                    join_intervals([(x.start, x.stop) for x in tile.parts], gap=0),
+                )
+
+    def visits(
+        self, given: Operands[torch.Tensor], scratch: Mapping[str, torch.Tensor]
+    ) -> Iterator[Here]:
+        """Each tile of a call."""
+        p = self.problem
+        block = Block(range(p.B), range(p.H), range(p.M), p.H, p.M, p.N, given.mask)
+        at = Place.of(block, range(p.N), given.q.device)
+        for slot in self.slots(given.mask) if self.ready is None else self.ready:
+            yield Here(self, slot, given, scratch, tuple(places_of(at, slot)))
 
     def packed(
         self, operands: Sequence[torch.Tensor], scratch: Mapping[str, torch.Tensor]
@@ -146,17 +201,16 @@ class ProductTiles:
 
     def forward(
         self, operands: Sequence[torch.Tensor], scratch: Mapping[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """o, lse."""
+    ) -> tuple[torch.Tensor, ...]:
+        """The results of the attention, in the order of their names."""
         p, given = self.problem, self.problem.node.split(operands)
         k, v = self.packed(operands, scratch)
-        o = p.new_o(given.q.device)
-        lse = torch.empty((p.B, p.H, p.M), dtype=p.wide, device=o.device)
-        for chunk in self.chunks():
-            for tile in self.tiles(chunk, given.mask):
-                here = Here(self, chunk, tile, given, scratch)
-                here.attend(k, v, here.rows_of(o), here.rows_of(lse))
-        return o, lse
+        o, shape = p.new_o(given.q.device), (p.B, p.H, p.M)
+        stats = {n: torch.empty(shape, dtype=p.wide, device=o.device) for n in p.node.stats}
+        results = {"o": o, **stats}
+        for here in self.visits(given, scratch):
+            here.attend(k, v, {name: here.slot.rows(x) for name, x in results.items()})
+        return tuple(results.values())
 
     def backward(
         self, operands: Sequence[torch.Tensor], scratch: Mapping[str, torch.Tensor]
@@ -164,10 +218,10 @@ class ProductTiles:
         """The gradients of q, k, v and of the modifiers' tensors, by number of the operand."""
         p = self.problem
         assert p.grad is not None
-        own, o, lse, do, dlse = p.grad.split(operands)
-        given = p.node.split(own)
+        read = p.grad.split(operands)
+        given = p.node.split(read.own)
         k, v = self.packed(operands, scratch)
-        dq = torch.empty(given.q.shape, dtype=p.dtype, device=o.device)
+        dq = torch.empty(given.q.shape, dtype=p.dtype, device=given.q.device)
         dk, dv = (
             scratch[f"d{name}"].zero_()
             if f"d{name}" in scratch
@@ -175,13 +229,11 @@ class ProductTiles:
             for name, x in zip("kv", (given.k, given.v), strict=True)
         )
         totals = self.totals(given)
-        for chunk in self.chunks():
-            for tile in self.tiles(chunk, given.mask):
-                here = Here(self, chunk, tile, given, scratch)
-                if tile.parts:
-                    here.pull(k, v, (o, lse, do, dlse), (dq, dk, dv), totals)
-                else:
-                    here.rows_of(dq).zero_()
+        for here in self.visits(given, scratch):
+            if here.slot.tile.parts:
+                here.pull(k, v, read, (dq, dk, dv), totals)
+            else:
+                here.slot.rows(dq).zero_()
         found = {0: dq, 1: dk.to(p.dtype), 2: dv.to(p.dtype)}
         return found | self.collected(given, totals)
 
@@ -220,65 +272,49 @@ class ProductTiles:
 @final
 @frozen(eq=False)
 class Here:
-    """One tile of one chunk, with the buffers it computes in."""
+    """One tile of a call, with the buffers it computes in. places: of each of its parts."""
 
     tiles: ProductTiles
-    chunk: Chunk
-    tile: Tile
+    slot: ProductSlot
     given: Operands[torch.Tensor]
     scratch: Mapping[str, torch.Tensor]
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """Batch entries, groups, query heads a group, queries."""
-        return len(self.chunk.batch), len(self.chunk.groups), self.tiles.r, len(self.tile.rows)
+    places: tuple[Place, ...]
 
     def room(self, name: str, last: int) -> torch.Tensor:
         """A buffer as [n, L, last]."""
-        b, g, r, m = self.shape
+        b, g, r, m = self.slot.shape
         return self.scratch[name][: b * g * r * m * last].view(b * g, r * m, last)
 
     def heads(self, x: torch.Tensor) -> torch.Tensor:
         """[n,L,S] as [batch,heads,rows,S]."""
-        b, g, r, m = self.shape
+        b, g, r, m = self.slot.shape
         return x.view(b, g * r, m, -1)
-
-    def rows_of(self, x: torch.Tensor) -> torch.Tensor:
-        """This tile's queries of a whole tensor [B,H,M,...]."""
-        heads, batch, rows = self.tiles.heads(self.chunk), self.chunk.batch, self.tile.rows
-        return x[batch.start : batch.stop, heads.start : heads.stop, rows.start : rows.stop]
 
     def load(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """This tile's queries of x [B,H,M,D], gathered in a buffer as [n,L,D]."""
         room = self.room(name, x.shape[3])
-        self.heads(room).copy_(self.rows_of(x))
+        self.heads(room).copy_(self.slot.rows(x))
         return room
 
     def keys_of(self, x: torch.Tensor) -> list[torch.Tensor]:
         """The tile's keys of x [B,G,N,D], as [n,S,D] for each run of parts without a hole."""
-        b, g = self.chunk.batch, self.chunk.groups
-        here = x[b.start : b.stop, g.start : g.stop]
-        flat = here[0] if len(b) == 1 else here.flatten(0, 1)
-        return [
-            flat[:, a:b]
-            for a, b in join_intervals([(p.start, p.stop) for p in self.tile.parts], gap=0)
-        ]
+        here = self.slot.groups(x)
+        flat = here[0] if self.slot.shape[0] == 1 else here.flatten(0, 1)
+        return [flat[:, a:b] for a, b in self.slot.runs]
 
     def pieces(self, s: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor, Place]]:
         """Each part of the scores [n,L,S] as [batch,heads,rows,keys], and where it is."""
-        p, four, at = self.tiles.problem, self.heads(s), 0
-        heads = self.tiles.heads(self.chunk)
-        block = Block(self.chunk.batch, heads, self.tile.rows, p.H, p.M, p.N, self.given.mask)
-        for part in self.tile.parts:
-            place = Place.of(block, range(part.start, part.stop), s.device)
-            yield part, four[..., at : at + len(part)], place
-            at += len(part)
+        four, at = self.heads(s), 0
+        for part, place in zip(self.slot.tile.parts, self.places, strict=True):
+            count = part.stop - part.start
+            yield part, four[..., at : at + count], place
+            at += count
 
     def scores(
         self, q: torch.Tensor, k: torch.Tensor, keep: Callable[[int, torch.Tensor], None]
     ) -> torch.Tensor:
         """The modified and masked scores. `keep` is told each step's result before the next."""
-        node, s = self.tiles.problem.node, self.room("s", self.tile.keys)
+        node, s = self.tiles.problem.node, self.room("s", self.slot.keys)
         products.scores_(s, q, self.keys_of(k), node.scale)
         for i, (modifier, data) in enumerate(
             zip(node.modifiers, self.given.modifiers, strict=True)
@@ -311,24 +347,34 @@ class Here:
             piece.mul_(keep_(bits, node.dropout, seed, offset, at.ranges, at.H, six))
         p.div_(1 - node.dropout)
 
-    def attend(self, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor) -> None:
-        """Fill this tile's o and lse."""
-        sums, stats = self.room("o", o.shape[3]), self.room("lse", 1)
-        if self.tile.parts:
-            self.softmax(k, v, sums, stats)
+    def attend(self, k: torch.Tensor, v: torch.Tensor, results: Mapping[str, torch.Tensor]) -> None:
+        """Fill this tile's rows of the results, by name."""
+        o, lse = self.room("o", v.shape[3]), self.room("lse", 1)
+        if self.slot.tile.parts:
+            self.softmax(k, v, o, lse, results)
         else:
-            sums.zero_()
-            stats.fill_(-INF)
-        four, three = self.heads(sums), self.heads(stats)[..., 0]
+            o.zero_()
+            lse.fill_(-INF)
+            self.take_statistics(o.new_empty((*results["lse"].shape, 0)), results)
+        four, three = self.heads(o), self.heads(lse)[..., 0]
         if self.given.sinks is not None:
-            heads = self.tiles.heads(self.chunk)
+            heads = self.slot.heads
             sink_(four, three, self.given.sinks[heads.start : heads.stop])
-        o.copy_(four)
-        lse.copy_(three)
+        results["o"].copy_(four)
+        results["lse"].copy_(three)
 
-    def softmax(self, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor) -> None:
-        """o [n,L,E] and lse [n,L,1] of a tile that has keys."""
+    def take_statistics(self, s: torch.Tensor, results: Mapping[str, torch.Tensor]) -> None:
+        """Fill the statistics beside lse, each by its own definition on this tile's scores."""
+        for name in self.tiles.problem.node.without_gradient:
+            results[name].copy_(ops.STATISTICS[name]().run(s)[0])
+
+    def softmax(
+        self, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
+        results: Mapping[str, torch.Tensor],
+    ) -> None:  # fmt: skip
+        """o [n,L,E] and lse [n,L,1] of a tile that has keys, and the statistics beside them."""
         s = self.scores(self.load("q", self.given.q), k, lambda i, s: None)
+        self.take_statistics(self.heads(s), results)
         total = self.room("total", 1)
         products.softmax_(s, lse, total)
         if self.tiles.problem.node.dropout:
@@ -340,33 +386,33 @@ class Here:
         self,
         k: torch.Tensor,
         v: torch.Tensor,
-        rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+        read: GradientOperands[torch.Tensor],
         grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         totals: Sequence[Mapping[str, torch.Tensor]],
     ) -> None:
         """Add this tile's share of every gradient, by the formulas of AttentionGrad."""
-        (o, lse, do, dlse), (dq, dk, dv) = rows, grads
+        dq, dk, dv = grads
         node = self.tiles.problem.node
         q, kept = self.load("q", self.given.q), self.kept_steps()
         p = self.scores(q, k, kept)
         stats = self.room("lse", 1)
-        self.heads(stats).copy_(self.rows_of(lse)[..., None])
+        self.heads(stats).copy_(self.slot.rows(read.lse)[..., None])
         products.weights_(p, stats)
-        ds = self.room("ds", self.tile.keys)
+        ds = self.room("ds", self.slot.keys)
         surplus = self.room("delta", 1)
-        if do is None:
+        if read.do is None:
             ds.zero_()
             surplus.zero_()
         else:
-            self.cotangent(ds, surplus, p, v, o, do, dv)
-        if dlse is not None:
-            self.heads(surplus).sub_(self.rows_of(dlse)[..., None])
+            self.cotangent(ds, surplus, p, v, read.o, read.do, dv)
+        if read.dlse is not None:
+            self.heads(surplus).sub_(self.slot.rows(read.dlse)[..., None])
             self.clear(surplus)
         ds.sub_(surplus).mul_(p)
         self.modifiers_back(ds, totals)
         sums = self.room("dq", q.shape[2])
         products.weigh_(sums, ds, self.keys_of(k), node.scale)
-        self.rows_of(dq).copy_(self.heads(sums))
+        self.slot.rows(dq).copy_(self.heads(sums))
         products.add_transposed_(self.keys_of(dk), ds, q, node.scale)
 
     def clear(self, x: torch.Tensor) -> torch.Tensor:
@@ -385,7 +431,7 @@ class Here:
             self.dropped_(dp)
         weights = p
         if self.tiles.problem.node.dropout:
-            weights = self.room("weights", self.tile.keys).copy_(p)
+            weights = self.room("weights", self.slot.keys).copy_(p)
             self.dropped_(weights)
         products.add_transposed_(self.keys_of(dv), weights, cotangents)
 
@@ -394,7 +440,7 @@ class Here:
 
         def keep(i: int, s: torch.Tensor) -> None:
             if f"step{i}" in self.scratch:
-                self.room(f"step{i}", self.tile.keys).copy_(s)
+                self.room(f"step{i}", self.slot.keys).copy_(s)
 
         return keep
 
@@ -404,7 +450,7 @@ class Here:
         """ds of the last step -> ds of the products, collecting the modifiers' own gradients."""
         steps = [*zip(self.tiles.problem.node.modifiers, self.given.modifiers, totals, strict=True)]
         for i, (modifier, data, sums) in reversed([*enumerate(steps)]):
-            results = self.room(f"step{i}" if f"step{i}" in self.scratch else "s", self.tile.keys)
+            results = self.room(f"step{i}" if f"step{i}" in self.scratch else "s", self.slot.keys)
             restores = self.tiles.restores[i] and not modifier.additive
             hidden = results == -INF if restores else None
             for (_, piece, at), (_, result, _) in zip(
@@ -415,6 +461,13 @@ class Here:
                 back_(modifier, piece, result, at.reading(data))
             if hidden is not None:
                 ds.masked_fill_(hidden, 0.0)
+
+
+def places_of(at: Place, slot: ProductSlot) -> Iterator[Place]:
+    """Of all places those of each part of a tile."""
+    b, h, i = slot.tile.batch, slot.heads, slot.tile.rows
+    for part in slot.tile.parts:
+        yield place_within(at, b, h, i, range(part.start, part.stop))
 
 
 def packs(spec: TensorSpec, problem: Problem) -> bool:

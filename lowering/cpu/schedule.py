@@ -11,7 +11,7 @@ from attrs import evolve, frozen
 
 from attn_graph.lowering.problem import Problem
 from attn_graph.masks import Band, Mask
-from attn_graph.masks.places import Block, Keys
+from attn_graph.masks.places import Block, Keys, Place
 from attn_graph.masks.regions import find_breaks
 from attn_graph.masks.runs import leaves
 
@@ -23,6 +23,8 @@ ROW_BLOCKS = (32, 64, 128, 256, 512)
 # Bytes a place that a mask or a modifier holds while it is asked: three vectors of positions.
 POSITIONS = 3 * torch.int64.itemsize
 MOST_TILES = 2**13  # listed while planning, which takes some tenths of a second; or each call does
+MOST_READY = 256  # made ready ahead of calls; beyond, Python's share of a call is small
+Cut = Callable[[torch.Tensor], torch.Tensor]  # a view of some rows of x [B,H,L,...]
 BRIDGE = 32  # keys: a hole this small costs less to compute than a tile to begin
 
 
@@ -63,6 +65,18 @@ class Tile:
     def area(self) -> int:
         """Scores that are computed, for one head."""
         return len(self.batch) * self.repeat * len(self.rows) * self.keys
+
+
+def place_within(at: Place, b: range, h: range, i: range, j: range) -> Place:
+    """Of all places, those of these batch entries, heads, queries and keys; as views."""
+    return Place(
+        at.b[b.start : b.stop],
+        at.h[h.start : h.stop],
+        at.i[i.start : i.stop],
+        at.j[j.start : j.stop],
+        *(at.H, at.M, at.N, at.data),
+        (b, h, i, j),
+    )
 
 
 def parts_of(mask: Mask | None, block: Block, least_full: int) -> tuple[Part, ...]:

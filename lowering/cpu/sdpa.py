@@ -13,13 +13,14 @@ from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.modifiers import Bias, Modifier
 from attn_graph.ir.ops import clear_blind_rows
-from attn_graph.kernels.fused_cpu import INF, flash, flash_backward
+from attn_graph.kernels.fused_cpu import flash, flash_backward
 from attn_graph.lowering.problem import (
     Problem,
     cotangent_bytes,
     cotangent_note,
     flash_order,
     is_readable,
+    output_names,
     select_outputs,
     sole,
 )
@@ -29,12 +30,13 @@ from attn_graph.lowering.reasons import (
     other_device,
     other_equations,
     other_gradients,
+    other_statistics,
     several_biases,
     without_rule,
 )
 from attn_graph.machine.target import Target
 from attn_graph.masks import Band
-from attn_graph.spec import NAMES, TensorSpec, memory_order
+from attn_graph.spec import INF, NAMES, TensorSpec, memory_order
 
 TOP_LEFT = Band(None, 0)
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -67,9 +69,11 @@ def node_reasons(problem: Problem, rules: Sequence[type[Modifier]]) -> Iterator[
         yield Reason("no_sinks", "has no sinks", "the graph has")
     if problem.node.dropout:
         yield Reason("no_dropout", "has no dropout", f"the rate is {problem.node.dropout}")
+    yield from other_statistics(problem)
 
 
 def modifier_reasons(node: Attention, rules: Sequence[type[Modifier]]) -> Iterator[Reason]:
+    """The modifiers that a kernel has no rule for."""
     known = " and ".join(rule.__name__ for rule in rules)
     others = f"; the only modifier it has one for is {known}" if rules else ", nor for any other"
     for modifier in dict.fromkeys(type(m) for m in node.modifiers):
@@ -79,6 +83,7 @@ def modifier_reasons(node: Attention, rules: Sequence[type[Modifier]]) -> Iterat
 
 
 def mask_reasons(problem: Problem, *, takes_bias: bool) -> Iterator[Reason]:
+    """The masks that a kernel does not take."""
     mask = problem.node.mask
     if mask not in (None, TOP_LEFT):
         limit = f"masks by {TOP_LEFT} (causal, top left) or not at all"
@@ -91,20 +96,22 @@ def mask_reasons(problem: Problem, *, takes_bias: bool) -> Iterator[Reason]:
 
 
 def operand_reasons(problem: Problem) -> Iterator[Reason]:
+    """The strides and dtypes of operands that the kernel does not take."""
     named = dict(zip(problem.node.roles, problem.specs, strict=False))
     if problem.grad is not None:
-        _, o, _, do, _ = problem.grad.split(problem.specs)
-        named |= {"o": o} | ({"do": do} if do is not None else {})
+        given = problem.grad.split(problem.specs)
+        named |= {"o": given.o} | ({"do": given.do} if given.do is not None else {})
     for name in ("q", "k", "v", "o", "do"):
         spec = named.get(name)
         if spec is not None and not is_readable(spec, like=name == "q"):
             limit = f"needs contiguous, non-overlapping rows of {spec.shape[3]} elements"
             yield Reason(f"rows.{name}", limit, f"{name} is {spec}")
     if "bias" in named:
-        yield from bias_reasons(named["bias"], problem.dtype)
+        yield from cpu_bias_reasons(named["bias"], problem.dtype)
 
 
-def bias_reasons(bias: TensorSpec, dtype: torch.dtype) -> Iterator[Reason]:
+def cpu_bias_reasons(bias: TensorSpec, dtype: torch.dtype) -> Iterator[Reason]:
+    """The strides and dtypes of a bias that the kernel does not take."""
     actual = f"it is {NAMES[bias.dtype]}"
     if not bias.unit_last:
         limit = "needs a bias with stride 1 along its last axis"
@@ -129,8 +136,7 @@ def lower_forward(problem: Problem, graph: Graph) -> Executable:
     (eqn,) = graph.eqns
     at_q, at_k, at_v, *rest = eqn.args
     causal, scale = problem.node.mask is not None, problem.node.scale
-    base = len(graph.inputs)
-    wanted = tuple(i - base for i in graph.outputs)
+    names = output_names(graph)
     reorders = flash_order(problem.specs[0]) != memory_order(problem.specs[0])
 
     def attend(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -147,8 +153,8 @@ def lower_forward(problem: Problem, graph: Graph) -> Executable:
 
     def run(*tensors: torch.Tensor) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         o, lse = attend(*tensors)
-        both = o, lse.contiguous()
-        return [both[i] for i in wanted], both
+        results = {"o": o, "lse": lse.contiguous()}
+        return [results[name] for name in names], [*results.values()]
 
     def run_plain(*tensors: torch.Tensor) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         q, k, v = tensors
@@ -156,8 +162,8 @@ def lower_forward(problem: Problem, graph: Graph) -> Executable:
         return found[:1], found
 
     alone = len(graph.inputs) == 3 and eqn.args == (0, 1, 2)  # a mask that simplified has data yet
-    plain = alone and not reorders and wanted == (0,)
-    chosen = run_plain if plain else run_o if wanted == (0,) else run
+    plain = alone and not reorders and names == ("o",)
+    chosen = run_plain if plain else run_o if names == ("o",) else run
     return Executable(chosen, notes=("one call of PyTorch's fused CPU kernel",))
 
 
@@ -172,10 +178,11 @@ def lower_backward(problem: Problem, grad: AttentionGrad, graph: Graph) -> Execu
         return flash_backward(do, q, k, v, o, lse, 0.0, causal, scale=scale), ()
 
     def run(*tensors: torch.Tensor) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        own, o, lse, do, dlse = grad.split([tensors[i] for i in eqn.args])
-        q, k, v, *rest = own
+        given = grad.split([tensors[i] for i in eqn.args])
+        q, k, v, *rest = given.own
+        o, lse, dlse = given.o, given.lse, given.dlse
         bias = rest[0] if rest else None
-        do = torch.zeros_like(o) if do is None else do
+        do = torch.zeros_like(o) if given.do is None else given.do
         if blind:
             do = clear_blind_rows(do, lse)
             dlse = None if dlse is None else clear_blind_rows(dlse, lse)

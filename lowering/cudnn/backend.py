@@ -30,6 +30,7 @@ ASSUMED = ((9, 20, 0), (1, 28, 0))
 
 
 def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
+    """Every reason against a graph: the device, the libraries, the graph."""
     if target.kind != "cuda":
         yield no_gpu(target)
         return
@@ -43,6 +44,7 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
 
 
 def library_reasons(target: Target) -> Iterator[Reason]:
+    """What is missing of cuDNN and its frontend."""
     backend, frontend = versions(target)
     if frontend is None:
         yield missing_library(FRONTEND, "pip install 'attn-graph[cuda]'")
@@ -55,6 +57,7 @@ def library_reasons(target: Target) -> Iterator[Reason]:
 
 
 def problem_reasons(problem: Problem, target: Target, options: Options) -> Iterator[Reason]:
+    """The limits of cuDNN that a problem exceeds."""
     from attn_graph.lowering.cudnn.limits import reasons
     from attn_graph.lowering.cudnn.memory import workspace
 
@@ -66,6 +69,7 @@ def problem_reasons(problem: Problem, target: Target, options: Options) -> Itera
 
 
 def request_case(problem: Problem, target: Target, options: Options) -> Case:
+    """A problem with the versions and the GPU that limits depend on."""
     from attn_graph.lowering.cudnn.case import Case
 
     backend, frontend = versions(target)
@@ -87,10 +91,11 @@ def version(target: Target, library: str) -> tuple[int, int, int] | None:
 
 
 def lower(graph: Graph, target: Target, options: Options) -> Executable:
+    """The plan of cuDNN's that runs a graph. Raises RefusedError where cuDNN declines it."""
     from attn_graph.lowering.cudnn.plan import load_or_build
     from attn_graph.lowering.cudnn.run import Inference, Run, run_notes, temporary_bytes
 
-    problem, case, call = described_for(graph, target, options)
+    problem, case, call = describe_problem(graph, target, options)
     plan = load_or_build(call, target, (case.backend, case.frontend), options)
     if over := [*options.over_workspace(plan.workspace)]:
         raise RefusedError(*over)
@@ -122,7 +127,7 @@ def without_lse(
     from attn_graph.lowering.cudnn.plan import load_or_build
     from attn_graph.lowering.cudnn.run import Run
 
-    problem, case, call = described_for(graph, target, options, stats=False)
+    problem, case, call = describe_problem(graph, target, options, stats=False)
     plan = load_or_build(call, target, (case.backend, case.frontend), options)
     if plan.workspace > most:
         need = f"needs a workspace of {plan.workspace} bytes then"
@@ -138,7 +143,7 @@ def foresees(graph: Graph, target: Target, options: Options) -> Foreseen:
     from attn_graph.lowering.cudnn.plan import load_stored
     from attn_graph.lowering.cudnn.run import run_notes, temporary_bytes
 
-    problem, case, call = described_for(graph, target, options)
+    problem, case, call = describe_problem(graph, target, options)
     try:
         plan = load_stored(call, target, (case.backend, case.frontend), options)
     except RefusedError:  # of a GPU that is in no table: lowering will say so
@@ -151,7 +156,7 @@ def foresees(graph: Graph, target: Target, options: Options) -> Foreseen:
     )
 
 
-def described_for(
+def describe_problem(
     graph: Graph, target: Target, options: Options, *, stats: bool = True
 ) -> tuple[Problem, Case, CudnnCall]:
     """The call that would run a graph that is taken; see `described` for `stats`."""
@@ -172,7 +177,7 @@ def variants(graph: Graph, target: Target, options: Options) -> tuple[str, ...]:
     """The other plans that cuDNN proposes, by its names for them."""
     from attn_graph.lowering.cudnn.plan import load_or_build
 
-    _, case, call = described_for(graph, target, options)
+    _, case, call = describe_problem(graph, target, options)
     return load_or_build(call, target, (case.backend, case.frontend), options).plans[1:]
 
 

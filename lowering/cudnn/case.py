@@ -89,8 +89,8 @@ class Case:
         """q, k, v and, of a backward, o and do."""
         specs = dict(zip("qkv", self.problem.specs, strict=False))
         if self.problem.grad is not None:
-            _, o, _, do, _ = self.problem.grad.split(self.problem.specs)
-            specs |= {"o": o} | ({"do": do} if do is not None else {})
+            given = self.problem.grad.split(self.problem.specs)
+            specs |= {"o": given.o} | ({"do": given.do} if given.do is not None else {})
         return specs
 
     @property

@@ -154,8 +154,9 @@ def backward_call(
 ) -> CudnnCall:
     """The call of `sdpa_backward`; options: as the frontend takes them."""
     assert problem.grad is not None
-    _, o, _, do, _ = problem.grad.split(problem.specs)
-    results = [slot("o", "o", o)] + ([slot("dO", "do", cotangent_spec(problem, do))] if do else [])
+    given = problem.grad.split(problem.specs)
+    results = [slot("o", "o", given.o)]
+    results += [slot("dO", "do", cotangent_spec(problem, given.do))] if given.do else []
     inputs = (*operand_slots(problem), *results, lse_slot(problem), *lengths)
     outputs = tuple(gradient_slots(problem))
     return CudnnCall("sdpa_backward", inputs, outputs, tuple(options.items()))

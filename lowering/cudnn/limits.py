@@ -185,6 +185,14 @@ RULES = (
         MEANING,
         says="unasked",
     ),
+    Rule(
+        "statistics",
+        lambda c: c.problem.node.without_gradient,
+        "gives lse and no other statistic, and the graph returns {it}",
+        "what is built here; cuDNN has an output for it",
+        FORWARD,
+        says="unasked",
+    ),
     Rule("mask", lambda c: mask_problems(c.problem.node.mask), "{it}", MEANING, says="unasked"),
     Rule(
         "query_lengths",

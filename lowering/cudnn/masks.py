@@ -68,6 +68,7 @@ def mask_problems(mask: Mask | None) -> tuple[Reason, ...]:
 
 
 def leaf_reasons(leaves: tuple[Mask, ...]) -> Iterator[Reason]:
+    """The reasons against the parts of a mask."""
     bands = [x for x in leaves if isinstance(x, Band)]
     if foreign := [x for x in leaves if x not in bands and x not in ENDS]:
         limit = "masks by one band and by lengths, joined with &"
@@ -83,6 +84,7 @@ def leaf_reasons(leaves: tuple[Mask, ...]) -> Iterator[Reason]:
 
 
 def join_leaves(leaves: Sequence[Mask]) -> str:
+    """Parts of a mask as one text."""
     return " & ".join(map(str, leaves))
 
 

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from typing import Any, final
 
 import torch
-from attrs import define, field, frozen
+from attrs import Factory, define, field, frozen
 
 from attn_graph.backend import RefusedError
 from attn_graph.errors import PlanMismatchError
@@ -23,14 +23,15 @@ from attn_graph.lowering.problem import (
     cotangent_bytes,
     cotangent_note,
     on_boundary,
+    output_names,
     select_outputs,
 )
 from attn_graph.machine.ambient import neutral_state
+from attn_graph.machine.device_memo import DeviceMemo, copy_to
 from attn_graph.machine.workspace import Buffer, Scratch, Workspace
-from attn_graph.spec import NAMES, TensorSpec
+from attn_graph.spec import INF, NAMES, TensorSpec
 
 LOG = logging.getLogger("attn_graph")
-INF = float("inf")
 Pack = Mapping[int, torch.Tensor]
 # What cuDNN reads packed, whatever it was told: vectors of few numbers, and lse, which another
 # backend may have saved otherwise.
@@ -73,17 +74,16 @@ class Engine:
     """A plan of cuDNN's, and its graphs on the devices for which it was loaded so far."""
 
     plan: bytes
-    loaded: dict[int, Any] = field(factory=dict)
+    graphs: DeviceMemo[Any] = field(factory=DeviceMemo, init=False)  # Any: cuDNN's
 
     def __call__(self, pack: Pack, workspace: torch.Tensor | None, device: torch.device) -> None:
         elsewhere = torch.cuda.current_device() != device.index
         with torch.cuda.device(device) if elsewhere else nullcontext():
-            graph = self.loaded.get(device.index) or self.load(device.index)
-            graph.execute(pack, workspace, handle=handle(device))
+            self.load(device.index).execute(pack, workspace, handle=handle(device))
 
     def load(self, index: int) -> Any:  # Any: cuDNN's graph
         """Load the plan for a device of this machine. Nothing runs, on no stream."""
-        return self.loaded.setdefault(index, cudnn_builder.load_plan(self.plan, index))
+        return self.graphs.get(index, lambda: cudnn_builder.load_plan(self.plan, index))
 
 
 @final
@@ -108,7 +108,10 @@ class Run:
     blanks: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
     sums: tuple[int, ...]
     rows: tuple[int, int] | None = None
-    sizes: dict[tuple[str, torch.device], torch.Tensor] = field(factory=dict)
+    sizes: DeviceMemo[torch.Tensor] = field(factory=DeviceMemo, init=False)
+    names: tuple[str, ...] = field(  # of the results that are returned
+        init=False, default=Factory(lambda run: output_names(run.graph), takes_self=True)
+    )
 
     @classmethod
     def of(
@@ -136,12 +139,15 @@ class Run:
     def forward(
         self, *tensors: torch.Tensor
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        both = self.run(tensors)
-        return select_outputs(self.graph, both), both
+        """o, and lse where it is stored, of the operands."""
+        made = self.run(tensors)
+        results = {x.source: t for x, t in zip(self.call.outputs, made, strict=True)}
+        return [results[name] for name in self.names], made
 
     def backward(
         self, *tensors: torch.Tensor
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        """The wanted gradients of the operands, o, lse and the cotangents."""
         assert self.problem.grad is not None
         results = self.run(tensors if self.rows is None else self.cleared(tensors, *self.rows))
         found = {x.source: t for x, t in zip(self.call.outputs, results, strict=True)}
@@ -187,14 +193,15 @@ class Run:
         x = self.call.inputs[n]
         if n in self.packs:
             return readable_vector(tensors[self.packs[n]], x.dtype)
-        size = self.sizes.get((x.source, device))
-        if size is None:
-            count = self.problem.M if x.source == "M" else self.problem.N
-            # From the host, which waits for it: another stream may be the next to read it.
-            with neutral_state():
-                size = torch.full(x.shape[:1], count, dtype=torch.int32).to(device)
-            self.sizes[x.source, device] = size
-        return size
+        count = self.problem.M if x.source == "M" else self.problem.N
+        return self.sizes.get((x.source, device), lambda: full_lengths(x, count, device))
+
+
+def full_lengths(x: Slot, count: int, device: torch.device) -> torch.Tensor:
+    """The length of each batch entry, where none is shorter than q or k."""
+    with neutral_state():
+        host = torch.full(x.shape[:1], count, dtype=torch.int32)
+    return copy_to(device, host, "lengths")
 
 
 Results = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]  # outputs, and what is saved
@@ -225,6 +232,7 @@ class Inference:
         return self.prepare()
 
     def prepare(self) -> Callable[..., Results]:
+        """Build the plan that stores no lse, once; what runs from now on."""
         with self.lock:
             if self.run is None:
                 try:
@@ -306,6 +314,7 @@ def readable_vector(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def astray(slots: Sequence[Slot], tensors: Sequence[torch.Tensor]) -> list[str]:
+    """What a call says of tensors that do not begin on 16 bytes."""
     return [
         f"{x.source}: expected an address that is a multiple of {ALIGNED} bytes, as cuDNN's plans "
         f"take it to be, got one {t.data_ptr() % ALIGNED} bytes past; clone() it, or compile with "

@@ -12,9 +12,10 @@ from attrs import Factory, evolve, field, frozen
 
 from attn_graph.backend import Backend, Executable, Options
 from attn_graph.errors import Reason
+from attn_graph.ir.attention import SAVED
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.ops import sink_gradient
-from attn_graph.lowering.problem import Problem, returns_lse, select_outputs, sole
+from attn_graph.lowering.problem import Problem, output_names, returns_lse, select_outputs, sole
 from attn_graph.lowering.reasons import (
     missing_library,
     no_elements,
@@ -22,9 +23,10 @@ from attn_graph.lowering.reasons import (
     old_gpu,
     other_dtype,
     other_equations,
+    other_statistics,
     wide_heads,
 )
-from attn_graph.machine.ambient import neutral_state
+from attn_graph.machine.device_memo import DeviceMemo, copy_to
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision
 from attn_graph.spec import TensorSpec
@@ -39,11 +41,13 @@ LEAST_SM = 80
 WIDEST = 256
 POSITIONS = 2**30  # beyond all of them lies FAR of kernels/common.py
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+STATISTICS = ("lse", "max")  # what the forward kernel stores beside o
 INTERPRETER = "with TRITON_INTERPRET=1 set before Python starts it runs here too, slowly"
 Named = dict[str, Any]  # tensors by the names that launches give them
 
 
 def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
+    """Every reason against a graph: the target, the sizes, what can't be traced."""
     if target.kind == "cpu" and not target.interprets:
         yield evolve(no_gpu(target), sentence=f"{{limit}}, and {{actual}}; {INTERPRETER}")
         return
@@ -53,12 +57,14 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
         against.append(other_equations(graph))
     else:
         against += triton_size_reasons(problem)
+        against += other_statistics(problem, STATISTICS)
     yield from against
     if problem is not None and not against:
         yield from plan_reasons(problem, target, options)
 
 
 def target_reasons(target: Target) -> Iterator[Reason]:
+    """What a target lacks."""
     if target.kind == "cuda":
         yield from old_gpu(LEAST_SM, target.sm)
     if "triton" not in dict(target.libraries):
@@ -66,6 +72,7 @@ def target_reasons(target: Target) -> Iterator[Reason]:
 
 
 def triton_size_reasons(problem: Problem) -> Iterator[Reason]:
+    """The sizes and dtypes that the kernels do not take."""
     yield from other_dtype(problem, DTYPES)
     yield from wide_heads(problem, WIDEST)
     yield from no_elements(problem)
@@ -75,6 +82,7 @@ def triton_size_reasons(problem: Problem) -> Iterator[Reason]:
 
 
 def plan_reasons(problem: Problem, target: Target, options: Options) -> Iterator[Reason]:
+    """What shows only when the launches are planned."""
     from attn_graph.lowering.triton.symbols import Untraceable
 
     try:
@@ -98,6 +106,7 @@ def plan_flash(
 
 
 def lower(graph: Graph, target: Target, options: Options) -> Executable:
+    """The launches that run a graph."""
     problem = sole(graph)
     assert problem is not None  # why_not said so
     flash = plan_flash(problem, target, options.precision, options.variant)
@@ -172,7 +181,10 @@ class TritonCall:
     flash: Flash
     graph: Graph
     options: Options
-    tables: dict[tuple[str, torch.device], torch.Tensor] = field(factory=dict)
+    tables: DeviceMemo[torch.Tensor] = field(factory=DeviceMemo, init=False)
+    names: tuple[str, ...] = field(  # of the results that are returned
+        init=False, default=Factory(lambda call: output_names(call.graph), takes_self=True)
+    )
     storing_no_lse: tuple[Launch, ...] = field(
         init=False, default=Factory(lambda call: call.flash.without_lse(), takes_self=True)
     )
@@ -180,33 +192,40 @@ class TritonCall:
     def forward(
         self, *tensors: torch.Tensor
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        problem = self.flash.problem
-        operands = [tensors[i] for i in self.graph.eqns[0].args]
-        device = operands[0].device
-        o = problem.new_o(device)
-        lse = torch.empty(o.shape[:3], dtype=torch.float32, device=device)
-        with self.launched(self.flash.launches, {"o": o, "lse": lse}, operands):
-            pass
-        return select_outputs(self.graph, (o, lse)), (o, lse)
+        """o and the statistics of the operands, and what is saved."""
+        results = self.attend(self.flash.launches, tensors, self.flash.problem.node.stats)
+        return [results[name] for name in self.names], [results[name] for name in SAVED]
 
     def inference(
         self, *tensors: torch.Tensor
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         """The forward of a graph that does not return lse, without it."""
+        stats = [name for name in self.flash.problem.node.stats if name != "lse"]
+        results = self.attend(self.storing_no_lse, tensors, stats)
+        return [results[name] for name in self.names], ()
+
+    def attend(
+        self, launches: Sequence[Launch], tensors: Sequence[torch.Tensor], stats: Sequence[str]
+    ) -> Named:
+        """o and these statistics, by name."""
         operands = [tensors[i] for i in self.graph.eqns[0].args]
         o = self.flash.problem.new_o(operands[0].device)
-        with self.launched(self.storing_no_lse, {"o": o}, operands):
+        results: Named = {"o": o}
+        for name in stats:
+            results[name] = torch.empty(o.shape[:3], dtype=torch.float32, device=o.device)
+        with self.launched(launches, {**results}, operands):
             pass
-        return select_outputs(self.graph, (o,)), ()
+        return results
 
     def backward(
         self, *tensors: torch.Tensor
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        """The wanted gradients of the operands, o, lse and the cotangents."""
         problem = self.flash.problem
         grad = problem.grad
         assert grad is not None
-        operands, o, lse, do, dlse = grad.split([tensors[i] for i in self.graph.eqns[0].args])
-        device = o.device
+        read = grad.split([tensors[i] for i in self.graph.eqns[0].args])
+        operands, device = read.own, read.o.device
         found: dict[int, torch.Tensor] = {
             n: self.flash.new_gradient(n, device) for n in range(3) if grad.wants[n]
         }
@@ -216,12 +235,12 @@ class TritonCall:
             for n in whole
         }
         named: Named = {f"grad{n}": x for n, x in found.items()} | {
-            "o": o,
-            "lse": lse.contiguous(),  # our own is; another backend may have saved it otherwise
-            "do": do,
-            "dlse": dlse,
+            "o": read.o,
+            "lse": read.lse.contiguous(),  # ours is; another backend may have saved it otherwise
+            "do": read.do,
+            "dlse": read.dlse,
         }
-        named |= {"o.strides": o.stride()}
+        named |= {"o.strides": read.o.stride()}
         with self.launched(self.flash.launches, named, operands) as scratch:
             for n, collected in self.flash.code.contributions.items():
                 if n not in found:
@@ -256,11 +275,8 @@ class TritonCall:
 
     def table(self, name: str, device: torch.device) -> torch.Tensor:
         """A list of tiles on a device, brought there once."""
-        table = self.tables.get((name, device))
-        if table is None:
-            with neutral_state():
-                table = self.tables[name, device] = self.flash.tables[name].to(device)
-        return table
+        host = self.flash.tables[name]
+        return self.tables.get((name, device), lambda: copy_to(device, host, "lists of tiles"))
 
 
 def sum_collected(sums: torch.Tensor, collected: Contribution) -> torch.Tensor:

@@ -18,11 +18,10 @@ from attrs import field, frozen
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.triton.symbols import Array, Code, Numbers, Symbol, Untraceable
 from attn_graph.masks.places import Place
-from attn_graph.spec import TensorSpec
+from attn_graph.spec import INF, TensorSpec
 
 WHERE = "b, h, i, j, M, N, data, numbers"
 UNBOUNDED = ("-FAR", "FAR", "N", "M")  # the bounds of an open strip; FAR: kernels/common.py
-INF = float("inf")
 LONG = 2**31 - 1  # the largest offset that 32 bits hold
 
 Arrays = Mapping[str, Array]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any, final
 
 import torch
-from attrs import field, frozen
+from attrs import define, field, frozen
 
 from attn_graph.errors import Reason
 from attn_graph.ir.philox import threshold
@@ -49,17 +49,17 @@ GRADIENTS = {"dq": "grad0", "dk": "grad1", "dv": "grad2"}  # by number of the op
 class Flash:
     """Launches in order, by what name they read which tensor, and scratch buffers by name.
 
-    tables: lists of tiles that were made when planning, by name too.
+    precision: of products of float32. tables: lists of tiles that were made when planning, by
+    name too.
     """
 
     problem: Problem
     target: Target
     code: DeviceCode
-    precision: Precision = "ieee"  # of products of float32
-    variant: str | None = None  # of the table's tilings, one of VARIANTS
-    launches: list[Launch] = field(factory=list)
-    buffers: dict[str, Buffer] = field(factory=dict)
-    tables: dict[str, torch.Tensor] = field(factory=dict)
+    precision: Precision
+    launches: tuple[Launch, ...]
+    buffers: Mapping[str, Buffer]
+    tables: Mapping[str, torch.Tensor]
 
     @classmethod
     def plan(
@@ -69,31 +69,103 @@ class Flash:
         precision: Precision = "ieee",
         variant: str | None = None,
     ) -> Flash:
-        """Raises Untraceable where the mask or a modifier can't be made a kernel's."""
+        """variant: of the table's tilings, one of VARIANTS.
+
+        Raises Untraceable where the mask or a modifier can't be made a kernel's.
+        """
         best = precision if takes_tf32(problem, target.sm) else "ieee"
-        found = cls(problem, target, Tracer.of(problem).trace(), best, variant)
-        if problem.grad is None:
-            found.forward()
-        else:
-            found.backward()
-        return found
+        return FlashBuilder(problem, target, Tracer.of(problem).trace(), best, variant).build()
 
     @property
     def scratch(self) -> Scratch:
+        """All scratch buffers, side by side."""
         return Scratch(tuple(self.buffers.values()))
+
+    def specs(self) -> dict[str, TensorSpec]:
+        """The specs of the large operands, by name."""
+        return large_operands(self.problem)
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The dtype of each tensor that launches name."""
+        p = self.problem
+        found = dict.fromkeys(("q", "k", "v", "o", "do"), p.dtype)
+        found |= dict.fromkeys((*p.node.stats, "delta", "dlse"), torch.float32)
+        found |= dict.fromkeys(("seed", "offset"), torch.int64)
+        sinks = p.node.split(p.specs).sinks
+        found |= {"sinks": sinks.dtype} if sinks else {}
+        found |= {f"grad{n}": spec.dtype for n, spec in enumerate(p.specs)}
+        found |= {f"data.{k}": spec.dtype for k, spec in enumerate(read_specs(p))}
+        found |= {name: buffer.dtype for name, buffer in self.buffers.items()}
+        return found | {name: table.dtype for name, table in self.tables.items()}
+
+    def without_lse(self) -> tuple[Launch, ...]:
+        """The launches of a forward whose lse nobody reads."""
+        return tuple(
+            launch.without("lse_ptr") if launch.kernel == "forward" else launch
+            for launch in self.launches
+        )
+
+    def check(self) -> None:
+        """Raise RuntimeError where Triton interprets and the plan is to be compiled, or reverse."""
+        check_interpreter(self.target.interprets)
+
+    def new_gradient(self, n: int, device: torch.device) -> torch.Tensor:
+        """An uninitialised gradient of operand n: q, k or v."""
+        spec = self.problem.specs[n]
+        strides = gradient_strides(spec)
+        return torch.empty_strided(spec.shape, strides, dtype=spec.dtype, device=device)
+
+    def reasons(self) -> Iterator[Reason]:
+        """Why its launches do not fit what a kernel can address."""
+        for name, spec in self.specs().items():
+            far = (MOST_ROWS - 1) * spec.strides[2] + (spec.shape[-1] - 1) * spec.strides[-1]
+            if far > LONG:
+                limit = f"counts within a tile up to {LONG} elements"
+                yield Reason(f"tile_offsets.{name}", limit, f"{name} {spec} needs {far}")
+        most = max(launch.grid for launch in self.launches)
+        if most > LONG:
+            yield Reason("programs", f"launches up to {LONG} programs", f"{most} are needed")
+        tiles = max((launch.fixed.get("TILES", 0) for launch in self.launches), default=0)
+        if tiles > MOST_TILES:
+            limit = f"lists {MOST_TILES} tiles a block at most where data decides"
+            yield Reason("listed_tiles", limit, f"has {tiles}")
+
+
+@final
+@define(eq=False)
+class FlashBuilder:
+    """The list of launches while it grows. It never leaves `Flash.plan`."""
+
+    problem: Problem
+    target: Target
+    code: DeviceCode
+    precision: Precision = "ieee"
+    variant: str | None = None
+    launches: list[Launch] = field(factory=list)
+    buffers: dict[str, Buffer] = field(factory=dict)
+    tables: dict[str, torch.Tensor] = field(factory=dict)
+
+    def build(self) -> Flash:
+        """The launches so far, as a value."""
+        if self.problem.grad is None:
+            self.forward()
+        else:
+            self.backward()
+        return Flash(
+            self.problem,
+            self.target,
+            self.code,
+            self.precision,
+            tuple(self.launches),
+            self.buffers,
+            self.tables,
+        )
 
     # Arguments that several kernels share
 
     def tiling(self, pass_: Pass) -> Tiling:
-        p = self.problem
-        found = tiling(
-            self.target.sm,
-            p.dtype.itemsize,
-            padded_head_size(max(p.D, p.E)),
-            pass_,
-            bool(p.node.modifiers),
-        )
-        return found if self.variant is None else VARIANTS[self.variant](found)
+        """The tile of a pass."""
+        return choose_tiling(self.problem, self.target, pass_, self.variant)
 
     def common(self) -> Fixed:
         """Sizes and constants."""
@@ -122,25 +194,18 @@ class Flash:
         return 2 if hides else int(self.problem.mask_has_blind_rows)
 
     def strides(self, *names: str) -> Fixed:
-        specs = self.specs()
+        specs = large_operands(self.problem)
         return {
             f"{name}_strides": specs[name].strides if name in specs else (0, 0, 0, 0)
             for name in names
         }
 
-    def specs(self) -> dict[str, TensorSpec]:
-        """The specs of the large operands, by name."""
-        p = self.problem
-        found = dict(zip("qkv", p.specs, strict=False))
-        if p.grad is not None:
-            _, _, _, do, dlse = p.grad.split(p.specs)
-            found |= {n: x for n, x in (("do", do), ("dlse", dlse)) if x is not None}
-        return found
-
     def operands(self, *names: str) -> tuple[Pointers, Fixed]:
         """Pointers by parameter, and None for those that this graph has not."""
-        there = {"q", "k", "v", "o", "lse", "delta", "dq", "dk", "dv"}
-        there |= set(self.specs()) | ({"seed", "offset"} if self.problem.node.dropout else set())
+        there = {"q", "k", "v", "delta", "dq", "dk", "dv", *self.problem.node.names}
+        there |= set(large_operands(self.problem)) | (
+            {"seed", "offset"} if self.problem.node.dropout else set()
+        )
         there |= {"sinks"} if self.problem.node.sinks else set()
         pointers: Pointers = {
             f"{name}_ptr": GRADIENTS.get(name, name) for name in names if name in there
@@ -246,6 +311,7 @@ class Flash:
         self.launches.append(Launch(kernel, lines, found, fixed, texts, *tiling.options))
 
     def forward(self) -> None:
+        """Add the launch of the forward."""
         p, tile = self.problem, self.tiling("forward")
         lists, listed = self.listed(tile, by_keys=False)
         o = dense_strides((p.B, p.H, p.M, p.E), memory_order(p.specs[0]))
@@ -256,12 +322,13 @@ class Flash:
             "H": p.H,
             "FOLD": not p.low_scale and not p.node.modifiers,
         }
-        names = ("q", "k", "v", "o", "lse", "sinks", "seed", "offset")
+        names = ("q", "k", "v", "o", "lse", "max", "sinks", "seed", "offset")
         lines = blocks(p.M, tile.block_m) * p.H * p.B
         texts = self.texts("keep", "strip", "change")
         self.launch("forward", lines, tile, names, more | listed, texts, lists)
 
     def backward(self) -> None:
+        """Add the launches of the gradient."""
         p = self.problem
         assert p.grad is not None
         self.buffers["delta"] = Buffer((p.B, p.H, p.M), torch.float32)
@@ -274,6 +341,7 @@ class Flash:
             self.collect(n, collected)
 
     def delta(self) -> None:
+        """Add the launch that sums do o over each row."""
         p, rows = self.problem, DELTA.block_m
         pointers, absent = self.operands("o", "lse", "do", "dlse", "delta")
         fixed = absent | {
@@ -292,6 +360,7 @@ class Flash:
         )
 
     def query_gradient(self) -> None:
+        """Add the launch of dq."""
         p, tile = self.problem, self.tiling("query_gradient")
         lists, listed = self.listed(tile, by_keys=False)
         names = (*READ, "dq")
@@ -360,53 +429,25 @@ class Flash:
         lines = blocks(length, block) * p.H * p.B
         self.launch("collect_lines", lines, tile, READ, more, texts, pointers)
 
-    def dtypes(self) -> dict[str, torch.dtype]:
-        """The dtype of each tensor that launches name."""
-        p = self.problem
-        found = dict.fromkeys(("q", "k", "v", "o", "do"), p.dtype)
-        found |= dict.fromkeys(("lse", "delta", "dlse"), torch.float32)
-        found |= dict.fromkeys(("seed", "offset"), torch.int64)
-        sinks = p.node.split(p.specs).sinks
-        found |= {"sinks": sinks.dtype} if sinks else {}
-        found |= {f"grad{n}": spec.dtype for n, spec in enumerate(p.specs)}
-        found |= {f"data.{k}": spec.dtype for k, spec in enumerate(read_specs(p))}
-        found |= {name: buffer.dtype for name, buffer in self.buffers.items()}
-        return found | {name: table.dtype for name, table in self.tables.items()}
 
-    # For whoever runs it
+def large_operands(problem: Problem) -> dict[str, TensorSpec]:
+    """The specs of q, k, v, do and dlse, by name."""
+    found = dict(zip("qkv", problem.specs, strict=False))
+    if problem.grad is not None:
+        given = problem.grad.split(problem.specs)
+        cotangents = ("do", given.do), ("dlse", given.dlse)
+        found |= {name: x for name, x in cotangents if x is not None}
+    return found
 
-    def without_lse(self) -> tuple[Launch, ...]:
-        """The launches of a forward whose lse nobody reads."""
-        return tuple(
-            launch.without("lse_ptr") if launch.kernel == "forward" else launch
-            for launch in self.launches
-        )
 
-    def check(self) -> None:
-        """Raise RuntimeError where Triton interprets and the plan is to be compiled, or reverse."""
-        check_interpreter(self.target.interprets)
-
-    def new_gradient(self, n: int, device: torch.device) -> torch.Tensor:
-        """An uninitialised gradient of operand n: q, k or v."""
-        spec = self.problem.specs[n]
-        strides = gradient_strides(spec)
-        return torch.empty_strided(spec.shape, strides, dtype=spec.dtype, device=device)
-
-    # What is in the way
-
-    def reasons(self) -> Iterator[Reason]:
-        for name, spec in self.specs().items():
-            far = (MOST_ROWS - 1) * spec.strides[2] + (spec.shape[-1] - 1) * spec.strides[-1]
-            if far > LONG:
-                limit = f"counts within a tile up to {LONG} elements"
-                yield Reason(f"tile_offsets.{name}", limit, f"{name} {spec} needs {far}")
-        most = max(launch.grid for launch in self.launches)
-        if most > LONG:
-            yield Reason("programs", f"launches up to {LONG} programs", f"{most} are needed")
-        tiles = max((launch.fixed.get("TILES", 0) for launch in self.launches), default=0)
-        if tiles > MOST_TILES:
-            limit = f"lists {MOST_TILES} tiles a block at most where data decides"
-            yield Reason("listed_tiles", limit, f"has {tiles}")
+def choose_tiling(
+    problem: Problem, target: Target, pass_: Pass, variant: str | None = None
+) -> Tiling:
+    """What the table has for a pass, or a variant of that."""
+    p = problem
+    width = padded_head_size(max(p.D, p.E))
+    usual = tiling(target.sm, p.dtype.itemsize, width, pass_, bool(p.node.modifiers))
+    return usual if variant is None else VARIANTS[variant](usual)
 
 
 def takes_tf32(problem: Problem, sm: int) -> bool:

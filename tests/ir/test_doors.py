@@ -14,8 +14,8 @@ import attn_graph as ag
 from attn_graph import masks as m
 from attn_graph.cli.main import commands
 from attn_graph.ir.parse import parse_mask
-from tests.support import plain
-from tests.support.strategies import tensors_for
+from attn_graph.testing import rule
+from attn_graph.testing.tensors import tensors_for
 
 F32, I64 = torch.float32, torch.int64
 X = ag.TensorSpec((1, 2, 6, 8), F32)
@@ -156,7 +156,7 @@ def test_hundreds_of_leaves_are_joined_planned_and_read_again(kind: str) -> None
     assert parse_mask(str(mask)) == mask
     tensors = tensors_for(graph, 3)
     o = ag.compile(graph, target=CPU)(*tensors)
-    plain.expected(graph, tensors)[0].check(o)  # type: ignore[arg-type]  # has one output
+    rule.expect_outputs(graph, tensors)[0].check(o)  # type: ignore[arg-type]  # has one output
 
 
 def test_joins_of_one_kind_are_one_whatever_the_brackets() -> None:
@@ -192,7 +192,7 @@ def test_bounds_far_beyond_all_keys_keep_what_they_say(bound: int, sign: int) ->
 
     graph = bounded(bound)
     tensors = tensors_for(graph, 1)
-    due = plain.expected(bounded(1000), tensors)[0]
+    due = rule.expect_outputs(bounded(1000), tensors)[0]
     due.check(ag.compile(graph, target=CPU)(*tensors))  # type: ignore[arg-type]  # has one output
     due.check(ag.evaluate(graph, tensors)[0].float())
 

@@ -21,8 +21,9 @@ from attn_graph.ir.passes import PASSES, canonicalise, simplify
 from attn_graph.ir.reference import evaluate
 from attn_graph.ir.rewrite import prune, replay
 from attn_graph.spec import TensorSpec, ValueType
-from tests.support import plain
-from tests.support.strategies import graphs, seeds, shuffled_graphs, tensors_for
+from attn_graph.testing import rule
+from attn_graph.testing.strategies import graphs, seeds, shuffled_graphs
+from attn_graph.testing.tensors import tensors_for
 
 SOME = settings(max_examples=2 * settings().max_examples)
 F32, BOOL = torch.float32, torch.bool
@@ -41,8 +42,8 @@ def apart(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> list[str]:
             continue
         size = float(y.abs().nan_to_num(posinf=0.0).max()) if y.numel() else 0.0
         most = 2.0**-40 * max(1.0, size)
-        if not plain.distance(x, y) <= most:
-            found.append(f"{n}: {plain.distance(x, y):.3g} apart, allowed {most:.3g}")
+        if not rule.distance(x, y) <= most:
+            found.append(f"{n}: {rule.distance(x, y):.3g} apart, allowed {most:.3g}")
     return found
 
 
@@ -60,7 +61,7 @@ def check(graph: ag.Graph, tensors: Sequence[torch.Tensor]) -> None:
     """The graph, as it is and simplified, gives what the page says."""
     for run in (prune, simplify):
         found = evaluate(run(graph), tensors)
-        for x, due in zip(found, plain.expected(graph, tensors), strict=True):
+        for x, due in zip(found, rule.expect_outputs(graph, tensors), strict=True):
             due.check(x.to(torch.float64))
 
 

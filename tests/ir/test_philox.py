@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from attn_graph.ir.ops import dropout_keeps
 from attn_graph.ir.philox import counters, random_words, threshold
 from attn_graph.masks.places import Block, Place
-from tests.support import plain
+from attn_graph.testing import formula
 
 Words = tuple[int, int, int, int]
 ONES = 0xFFFFFFFF
@@ -58,7 +58,7 @@ def test_the_published_answers_come_out(
     j = range(4 * block, 4 * block + 4)
     found = random_words(seed, offset, range(bh, bh + 1), one, range(i, i + 1), j, 1, six)
     assert tuple(int(word) for word in found) == answer
-    assert plain.philox(key, counter) == answer
+    assert formula.philox(key, counter) == answer
 
 
 @given(blocks(), int64s, int64s)
@@ -74,7 +74,7 @@ def test_any_block_draws_the_bits_of_the_whole(
 @given(st.sampled_from([0.0, 0.1, 0.5, 0.9]), int64s, int64s)
 def test_the_bits_are_those_of_the_page(rate: float, seed: int, offset: int) -> None:
     everything = range(SIZES[0]), range(SIZES[1]), range(SIZES[2]), range(SIZES[3])
-    due = plain.dropout(rate, seed, offset, SIZES)
+    due = formula.draw_dropout(rate, seed, offset, SIZES)
     assert torch.equal(drawn(everything, rate, seed, offset).double(), due)
 
 

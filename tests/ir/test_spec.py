@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph.spec import DTYPES, NAMES, accumulator, memory_order
-from tests.support.strategies import dtypes, graphs, laid_out, seeds, specs, tensors_for
+from attn_graph.testing.strategies import dtypes, graphs, seeds, specs
+from attn_graph.testing.tensors import lay_out, tensors_for
 
 small = st.lists(st.integers(0, 4), max_size=5).map(tuple)
 any_specs = st.tuples(small, dtypes).flatmap(lambda drawn: specs(*drawn))
@@ -26,7 +27,7 @@ def test_the_spec_of_a_tensor_laid_out_by_a_spec_is_that_spec(
     spec: ag.TensorSpec, seed: int
 ) -> None:
     random = torch.Generator().manual_seed(seed)
-    made = laid_out(spec, lambda count: ones(count).to(spec.dtype), random)
+    made = lay_out(spec, lambda count: ones(count).to(spec.dtype), random)
     assert ag.TensorSpec.like(made) == spec
 
 

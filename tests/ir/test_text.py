@@ -20,8 +20,8 @@ from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.graph import Op
 from attn_graph.ir.passes import canonicalise, simplify
 from attn_graph.ir.rewrite import prune
-from attn_graph.ir.vjp import backward, result_spec, wanted_inputs
-from tests.support.strategies import graphs, masks, seeds, shapes
+from attn_graph.ir.vjp import backward, cotangent_specs, wanted_inputs
+from attn_graph.testing.strategies import graphs, masks, seeds, shapes
 
 SPEC = ag.TensorSpec((2, 4, 6, 8), torch.float16, layout="bshd")
 GRAPH = ag.attention(
@@ -49,7 +49,7 @@ def check(graph: ag.Graph) -> None:
 def stepwise_backward(graph: ag.Graph) -> ag.Graph:
     """The gradient by every single step, with nothing fused."""
     graph = canonicalise(prune(graph))
-    specs = [result_spec(graph, i) for i in graph.outputs]
+    specs = cotangent_specs(graph, graph.differentiable_outputs)
     return backward(graph, wanted_inputs(graph, None), specs)
 
 

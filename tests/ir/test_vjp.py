@@ -21,15 +21,17 @@ from attn_graph.ir.reference import evaluate
 from attn_graph.ir.rewrite import prune
 from attn_graph.ir.vjp import (
     backward,
+    cotangent_specs,
     main_outputs,
     residuals,
     result_spec,
     value_names,
     wanted_inputs,
 )
-from tests.support import plain
+from attn_graph.testing import formula, rule
+from attn_graph.testing.strategies import graphs, seeds, shuffled_graphs
+from attn_graph.testing.tensors import cotangents_for, tensors_for
 from tests.support.sources import ROOT
-from tests.support.strategies import cotangents_for, graphs, seeds, shuffled_graphs, tensors_for
 
 F64 = torch.float64
 SOME = settings(max_examples=2 * settings().max_examples)
@@ -67,7 +69,7 @@ def stepwise(graph: ag.Graph, tensors: Tensors, cotangents: Tensors) -> dict[str
 
 def as_said(graph: ag.Graph, tensors: Tensors, cotangents: Tensors) -> dict[str, torch.Tensor]:
     """The gradients with nothing fused, and masks where they were said, which may be first."""
-    specs = [result_spec(graph, i) for i in graph.outputs]
+    specs = cotangent_specs(graph, graph.differentiable_outputs)
     back = backward(graph, wanted_inputs(graph, None), specs)
     assert not any(isinstance(eqn.op, AttentionGrad) for eqn in back.eqns)
     return pulled(graph, back, len(graph.outputs), tensors, cotangents)
@@ -75,8 +77,8 @@ def as_said(graph: ag.Graph, tensors: Tensors, cotangents: Tensors) -> dict[str,
 
 def check(graph: ag.Graph, tensors: Tensors, cotangents: Tensors) -> None:
     """In rows that see nothing cotangents are NaN or infinite, and count 0."""
-    due = plain.expected_gradients(graph, tensors, cotangents)
-    poisoned = plain.poisoned(graph, tensors, cotangents, 0)
+    due = rule.expect_gradients(graph, tensors, cotangents)
+    poisoned = formula.poison_blind_rows(graph, tensors, cotangents, 0)
     for gradients in (fused, stepwise, as_said):
         found = gradients(graph, tensors, poisoned)
         assert found.keys() == due.keys()
@@ -108,7 +110,7 @@ def test_an_output_without_a_cotangent_has_a_cotangent_of_zero(
         forward, wanted_inputs(graph, None), [*specs, None, None][: len(forward.outputs)]
     )
     cotangents[without] = torch.zeros_like(cotangents[without])
-    due = plain.expected_gradients(graph, tensors, cotangents)
+    due = rule.expect_gradients(graph, tensors, cotangents)
     for name, found in pulled(forward, back, 2, tensors, cotangents).items():
         due[name].check(found.to(F64))
 
@@ -298,7 +300,7 @@ def test_cotangents_are_of_the_named_outputs_alone(given: str, told: str) -> Non
     tensors, cotangents = tensors_for(graph, 5), cotangents_for(graph, 5)
     kept = dict(zip(("o", "lse"), cotangents, strict=True))[given]
     found = evaluate(back, [*tensors, *evaluate(forward, tensors), kept])
-    due = plain.expected_gradients(
+    due = rule.expect_gradients(
         graph, tensors, [d if d is kept else torch.zeros_like(d) for d in cotangents]
     )
     for name, x in zip("qkv", found, strict=True):

@@ -132,6 +132,7 @@ ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "alibi_mask": ({"modifiers": (PAPERS,)}, {}),
     "dropout": ({"dropout": 0.1, "data": [SCALAR, SCALAR]}, {}),
+    "statistics": ({"stats": ("lse", "max")}, {}),
     "mask": ({"mask": ag.Prefix(3) | CAUSAL}, {}),
     "band_right": ({"mask": Band(None, -1)}, {}),
     "band_left": ({"mask": Band(1, None), **BACK}, {}),

@@ -20,7 +20,7 @@ from attn_graph.ir.passes import simplify
 from attn_graph.lowering.cudnn import builder as cudnn_builder
 from attn_graph.lowering.cudnn import plan as cudnn_plan
 from attn_graph.lowering.cudnn import run as cudnn_run
-from attn_graph.lowering.cudnn.backend import described_for, versions
+from attn_graph.lowering.cudnn.backend import describe_problem, versions
 from attn_graph.lowering.cudnn.offline import describe_target, driver_library
 from attn_graph.lowering.cudnn.plan import CudnnPlan
 from attn_graph.lowering.cudnn.run import Engine, Handles
@@ -93,7 +93,7 @@ def fill(store: Store, target: Target) -> None:
     backend, frontend = versions(target)
     assert backend is not None
     assert frontend is not None
-    _, _, call = described_for(GRAPH, target, Options())
+    _, _, call = describe_problem(GRAPH, target, Options())
     key = cudnn_plan.plan_key(call, cudnn_plan.describe_own_gpu(), (backend, frontend))
     store.put(key, CudnnPlan.of(TOLD, b"plan").stored)
 

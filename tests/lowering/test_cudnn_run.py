@@ -30,9 +30,11 @@ from attn_graph.machine.target import Target
 from attn_graph.machine.workspace import Workspace
 from attn_graph.planner.choose import choose, resolve_backends
 from attn_graph.spec import FLOATS
-from tests.support import plain
+from attn_graph.testing import formula, rule
+from attn_graph.testing.strategies import seeds
+from attn_graph.testing.tensors import cotangents_for, tensors_for
+from tests.support.cudnn_graphs import aligned, cudnn_graphs
 from tests.support.cudnn_model import Model
-from tests.support.strategies import aligned, cotangents_for, cudnn_graphs, seeds, tensors_for
 
 VERSIONS = (
     ("triton", "3.4"),
@@ -89,7 +91,9 @@ def test_what_cudnn_is_told_means_what_the_graph_means(graph: Graph, seed: int) 
     tensors = tuple(map(aligned, tensors_for(graph, seed)))
     run = modelled(simple)
     outputs, (o, lse) = run.forward(*tensors)
-    for found, due, i in zip(outputs, plain.expected(graph, tensors), simple.outputs, strict=True):
+    for found, due, i in zip(
+        outputs, rule.expect_outputs(graph, tensors), simple.outputs, strict=True
+    ):
         due.check(found)
         assert ag.TensorSpec.like(found) == result_spec(simple, i)
     if not returns_lse(simple):
@@ -98,9 +102,9 @@ def test_what_cudnn_is_told_means_what_the_graph_means(graph: Graph, seed: int) 
             assert torch.equal(one.nan_to_num(), other.nan_to_num())
     cotangents = cotangents_for(simple, seed)
     back, names = gradient_of(simple, *cotangents)
-    dues = plain.expected_gradients(graph, tensors, cotangents)
+    dues = rule.expect_gradients(graph, tensors, cotangents)
     assume(not refusals(back))
-    poisoned = plain.poisoned(graph, tensors, cotangents, seed)
+    poisoned = formula.poison_blind_rows(graph, tensors, cotangents, seed)
     gradients = results(back, (*tensors, o, lse, *poisoned))
     for name, gradient in zip(names, gradients, strict=True):
         dues[name].check(gradient)
@@ -115,7 +119,7 @@ def test_what_cudnn_adds_to_is_zero_before(monkeypatch: pytest.MonkeyPatch) -> N
     empty = torch.empty_strided
     monkeypatch.setattr(torch, "empty_strided", lambda *x, **y: empty(*x, **y).fill_(9))
     gradients = results(back, (*tensors, *saved, do))
-    due = plain.expected_gradients(graph, tensors, (do,))["sinks"]
+    due = rule.expect_gradients(graph, tensors, (do,))["sinks"]
     due.check(gradients[names.index("sinks")])
 
 
@@ -145,7 +149,7 @@ def test_what_autograd_hands_over_off_16_bytes_is_copied(name: str) -> None:
     back, names = gradient_of(forward, do)
     given = dict(zip(("q", "k", "v", "o", "lse", "do"), (*tensors, o, lse, do), strict=True))
     given[name] = off(given[name])
-    dues = plain.expected_gradients(graph, tensors, (do,))
+    dues = rule.expect_gradients(graph, tensors, (do,))
     for each, gradient in zip(names, results(back, [*given.values()]), strict=True):
         dues[each].check(gradient)
     problem = sole(back)
@@ -204,7 +208,7 @@ def test_gradients_are_of_their_inputs_in_whatever_order() -> None:
     tensors = tuple(map(aligned, tensors_for(graph, 1)))
     o, lse = modelled(forward).forward(*tensors)[1]
     (do,) = cotangents_for(forward, 1)
-    dues = plain.expected_gradients(graph, tensors, (do,))
+    dues = rule.expect_gradients(graph, tensors, (do,))
     back = backward(forward, (2, 0), [ag.TensorSpec.like(do)])
     dv, dq = results(back, (*tensors, o, lse, do))
     dues["v"].check(dv)
@@ -266,7 +270,7 @@ def test_another_backends_lse_may_lie_anyhow() -> None:
     loose = torch.zeros(*lse.shape[:2], 32)[:, :, : lse.shape[2]].copy_(lse)
     (do,) = cotangents_for(forward, 1)
     back, names = gradient_of(forward, do)
-    dues = plain.expected_gradients(graph, tensors, (do,))
+    dues = rule.expect_gradients(graph, tensors, (do,))
     for name, gradient in zip(names, results(back, (*tensors, o, loose, do)), strict=True):
         dues[name].check(gradient)
 
@@ -278,7 +282,7 @@ def test_forward_and_backward_by_hand_read_as_training_does() -> None:
     forward, backward_by_o = ag.vjp(graph, cotangents=("o",))
     o, lse = results(forward, (q, k, v))
     gradients = results(backward_by_o, (q, k, v, o, lse, do))
-    dues = plain.expected_gradients(graph, (q, k, v), (do, None))
+    dues = rule.expect_gradients(graph, (q, k, v), (do, None))
     for name, gradient in zip("qkv", gradients, strict=True):
         dues[name].check(gradient)
 
@@ -303,7 +307,7 @@ def test_do_and_lse_are_cleared_where_lengths_may_hide_rows_which_is_told() -> N
         seen.append({x.source: pack[n] for n, x in enumerate(run.call.inputs, start=1)})
         model(pack, room, device)
 
-    poisoned = plain.poisoned(graph, tensors, (do,), 0)
+    poisoned = formula.poison_blind_rows(graph, tensors, (do,), 0)
     found = evolve(run, execute=execute).backward(*tensors, o, lse, *poisoned)[0]
     assert all(g.isfinite().all() for g in found)
     assert torch.equal(seen[0]["do"], do.masked_fill(lse[..., None] == -torch.inf, 0))

@@ -15,9 +15,10 @@ from torch.autograd.graph import save_on_cpu
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attn_graph as ag
-from tests.support import plain
+from attn_graph.testing import formula, rule
+from attn_graph.testing.strategies import graphs, seeds, shapes
+from attn_graph.testing.tensors import cotangents_for, tensors_for
 from tests.support.capture import replayed
-from tests.support.strategies import cotangents_for, graphs, seeds, shapes, tensors_for
 
 pytestmark = pytest.mark.gpu
 NAMES = ("triton", "math")
@@ -43,17 +44,19 @@ def test_results_and_gradients_agree_with_the_formula(
         tensors = tensors_for(graph, seed, "cuda")
         leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
         outputs = outputs_of(plan, leaves)
-        for output, due in zip(outputs, plain.expected(graph, tensors), strict=True):
+        for output, due in zip(outputs, rule.expect_outputs(graph, tensors), strict=True):
             due.check(output)
         cotangents = cotangents_for(plan.graph, seed, "cuda")
         named = zip(plan.graph.inputs, leaves, strict=True)
         wanted = {i.name: t for i, t in named if t.requires_grad}
-        poisoned = plain.poisoned(graph, tensors, cotangents, seed)
-        found = torch.autograd.grad(outputs, [*wanted.values()], poisoned, allow_unused=True)
+        poisoned = formula.poison_blind_rows(graph, tensors, cotangents, seed)
+        pairs = [(o, d) for o, d in zip(outputs, poisoned, strict=True) if d is not None]
+        used, given = zip(*pairs, strict=True)
+        found = torch.autograd.grad(used, [*wanted.values()], given, allow_unused=True)
     except ag.NoBackendError:
         reject()
     gradients = dict(zip(wanted, found, strict=True))
-    for name, due in plain.expected_gradients(graph, tensors, cotangents).items():
+    for name, due in rule.expect_gradients(graph, tensors, cotangents).items():
         gradient = gradients.get(name)
         if gradient is not None:
             due.check(gradient)
@@ -82,10 +85,10 @@ def test_cotangents_count_nothing_in_rows_that_see_nothing(backend: str, kind: s
     output = plan(q, k, v, **{name: data.cuda()})
     assert isinstance(output, torch.Tensor)
     tensors, cotangents = (q, k, v, data), cotangents_for(graph, 1, "cuda")
-    plain.expected(graph, tensors)[0].check(output)
-    poisoned = plain.poisoned(graph, tensors, cotangents, 1)
+    rule.expect_outputs(graph, tensors)[0].check(output)
+    poisoned = formula.poison_blind_rows(graph, tensors, cotangents, 1)
     found = torch.autograd.grad(output, (q, k, v), poisoned)
-    dues = plain.expected_gradients(graph, tensors, cotangents)
+    dues = rule.expect_gradients(graph, tensors, cotangents)
     for role, gradient in zip("qkv", found, strict=True):
         dues[role].check(gradient)
 
@@ -154,7 +157,7 @@ def test_saved_tensors_and_cotangents_of_any_layout_give_the_gradients(backend: 
                 (o,) = outputs_of(plan, leaves)
             found = torch.autograd.grad(o, leaves, cotangent)
             given = (cotangent.resolve_neg().contiguous(),)
-            dues = plain.expected_gradients(plan.graph, [t.detach() for t in leaves], given)
+            dues = rule.expect_gradients(plan.graph, [t.detach() for t in leaves], given)
             for name, gradient in zip("qkv", found, strict=True):
                 dues[name].check(gradient)
     assert {pull.plan.backend for pull in plan.memo.pulls.values()} == {backend}
@@ -227,7 +230,9 @@ def test_the_fastest_is_measured(tmp_path: Path) -> None:
         assert each.cause.startswith("it was the fastest when measured here: ")
         assert "triton, half the keys" in each.cause
     tensors = tensors_for(graph, 0, "cuda")
-    for output, due in zip(outputs_of(plan, tensors), plain.expected(graph, tensors), strict=True):
+    for output, due in zip(
+        outputs_of(plan, tensors), rule.expect_outputs(graph, tensors), strict=True
+    ):
         due.check(output)
 
 
@@ -260,8 +265,8 @@ def test_equal_gpus_share_a_plan_whichever_is_current(backend: str) -> None:
         gradients = torch.autograd.grad(o, leaves, do)
         assert torch.cuda.current_device() == current
         assert {t.device for t in (o, *gradients)} == {torch.device(name)}
-        plain.expected(graph, tensors)[0].check(o)
-        dues = plain.expected_gradients(graph, tensors, (do,))
+        rule.expect_outputs(graph, tensors)[0].check(o)
+        dues = rule.expect_gradients(graph, tensors, (do,))
         for i, gradient in zip(graph.inputs, gradients, strict=True):
             dues[i.name].check(gradient)
         with torch.cuda.device(name):
@@ -281,7 +286,7 @@ def test_another_kind_of_gpu_is_planned_for_apart() -> None:
         ag.compile(graph)(*tensors)
     plan = ag.compile(graph, target=ag.Target.here(others[0]))
     (o,) = outputs_of(plan, tensors)
-    plain.expected(graph, tensors)[0].check(o)
+    rule.expect_outputs(graph, tensors)[0].check(o)
 
 
 OURS = {  # by PyTorch's choice
@@ -308,7 +313,7 @@ def test_in_an_order_that_sdpa_kernel_sets_runs_what_pytorch_runs(
         assert plan.backend in ours
     allowed = set[str]().union(*(OURS[kernel] for kernel in kernels))
     assert plan.backend in allowed | {"triton"}
-    plain.expected(graph, (q, k, v))[0].check(outputs_of(plan, (q, k, v))[0])
+    rule.expect_outputs(graph, (q, k, v))[0].check(outputs_of(plan, (q, k, v))[0])
 
 
 @pytest.mark.parametrize("backend", ["triton", "math", "cudnn", "torch_efficient"])
@@ -329,4 +334,20 @@ def test_a_bias_of_over_two_to_the_32_elements(backend: str) -> None:
     (o,) = outputs_of(plan, (q, k, v, b))
     last = (q[:, :, -few:], k, v, b[:, :, -few:])
     small = ag.attention(*map(ag.TensorSpec.like, last[:3]), bias=ag.TensorSpec.like(last[3]))
-    plain.expected(small, last)[0].check(o[:, :, -few:])
+    rule.expect_outputs(small, last)[0].check(o[:, :, -few:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("trained", [False, True])
+def test_the_largest_scores_of_long_rows_are_those_of_the_formula(
+    dtype: torch.dtype, trained: bool
+) -> None:
+    """With and without lse beside them, which a call after which no gradient follows leaves out."""
+    x = ag.TensorSpec((2, 4, 1000, 64), dtype)
+    graph = ag.attention(x, x, x, mask=ag.Causal() & ag.Window(300), scale=0.3, stats=("max",))
+    plan = ag.compile(graph)
+    assert plan.backend == "triton"
+    tensors = [t.requires_grad_(trained) for t in tensors_for(graph, 1, "cuda")]
+    outputs = outputs_of(plan, tensors)
+    for output, due in zip(outputs, rule.expect_outputs(graph, tensors), strict=True):
+        due.check(output)

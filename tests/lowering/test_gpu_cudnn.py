@@ -21,16 +21,18 @@ from attn_graph.lowering.cudnn.run import Engine, Run
 from attn_graph.lowering.problem import sole
 from attn_graph.machine.target import Target
 from attn_graph.machine.workspace import Workspace
-from tests.support import plain
+from attn_graph.testing import formula, rule
+from attn_graph.testing.strategies import seeds
+from attn_graph.testing.tensors import cotangents_for, tensors_for
 from tests.support.capture import replayed
-from tests.support.strategies import aligned, cotangents_for, cudnn_graphs, seeds, tensors_for
+from tests.support.cudnn_graphs import aligned, cudnn_graphs
 
 pytestmark = pytest.mark.gpu
 HALF = torch.float16
 lengths = st.sampled_from([1, 2, 5, 63, 64, 65, 127, 128, 129, 192, 257, 320])
 
 
-def results(graph: Graph, seed: int) -> list[tuple[plain.Expected, torch.Tensor]]:
+def results(graph: Graph, seed: int) -> list[tuple[rule.Expectation, torch.Tensor]]:
     """What cuDNN's plan gives, o and every gradient, beside what it should."""
     plan = ag.compile(graph, backends=("cudnn",))
     tensors = tuple(map(aligned, tensors_for(graph, seed, "cuda")))
@@ -39,11 +41,11 @@ def results(graph: Graph, seed: int) -> list[tuple[plain.Expected, torch.Tensor]
     assert isinstance(output, torch.Tensor)
     (do,) = cotangents_for(plan.graph, seed, "cuda")
     named = {i.name: t for i, t in zip(graph.inputs, leaves, strict=True) if t.requires_grad}
-    poisoned = plain.poisoned(graph, tensors, (do,), seed)
+    poisoned = formula.poison_blind_rows(graph, tensors, (do,), seed)
     found = torch.autograd.grad(output, [*named.values()], poisoned)
-    dues = plain.expected_gradients(graph, tensors, (do,))
+    dues = rule.expect_gradients(graph, tensors, (do,))
     gradients = [(dues[name], x) for name, x in zip(named, found, strict=True)]
-    return [(plain.expected(graph, tensors)[0], output), *gradients]
+    return [(rule.expect_outputs(graph, tensors)[0], output), *gradients]
 
 
 @given(graph=cudnn_graphs(lengths), seed=seeds)
@@ -83,7 +85,7 @@ def test_a_plan_built_away_from_its_gpu_runs_on_it() -> None:
     built = cudnn_plan.build_away(call, cudnn_plan.describe_own_gpu(), here.sm, pair)
     run = Run.of(call, problem, simple, Workspace(), built.workspace, Engine(built.data))
     tensors = tuple(map(aligned, tensors_for(graph, 1, "cuda")))
-    plain.expected(graph, tensors)[0].check(run.forward(*tensors)[0][0])
+    rule.expect_outputs(graph, tensors)[0].check(run.forward(*tensors)[0][0])
 
 
 @pytest.mark.parametrize("M", [64, 192, 320])
@@ -149,7 +151,7 @@ def test_captured_and_replayed_with_one_workspace() -> None:
         return (o, *torch.autograd.grad(o, leaves, do))
 
     results = replayed(step, leaves)
-    due = plain.expected(plan.graph, leaves)[0]
+    due = rule.expect_outputs(plan.graph, leaves)[0]
     due.check(results[0])
     again = step()
     for a, b in zip(results, again, strict=True):
@@ -196,7 +198,7 @@ def test_threads_and_streams_each_have_their_handle() -> None:
     graph = ag.attention(x, x, x)
     plan = ag.compile(graph, backends=("cudnn",))
     tensors = tuple(map(aligned, tensors_for(graph, 1, "cuda")))
-    (due,) = plain.expected(graph, tensors)
+    (due,) = rule.expect_outputs(graph, tensors)
 
     def call(n: int) -> torch.Tensor:
         with torch.cuda.stream(torch.cuda.Stream()):
@@ -220,8 +222,8 @@ def checked(graph: Graph, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Te
     (do,) = cotangents_for(plan.graph, 1, "cuda")
     wanted = {i.name: t for i, t in zip(graph.inputs, leaves, strict=True) if t.requires_grad}
     found = dict(zip(wanted, torch.autograd.grad(o, [*wanted.values()], do), strict=True))
-    plain.expected(graph, tensors)[0].check(o)
-    dues = plain.expected_gradients(graph, tensors, (do,))
+    rule.expect_outputs(graph, tensors)[0].check(o)
+    dues = rule.expect_gradients(graph, tensors, (do,))
     for name, gradient in found.items():
         dues[name].check(gradient)
         assert gradient.isfinite().all()
@@ -298,8 +300,8 @@ def test_over_two_to_the_31_elements() -> None:
     found = torch.autograd.grad(o, leaves, do)
     last = [t.detach()[-1:] for t in leaves]
     small = ag.attention(*map(ag.TensorSpec.like, last))
-    plain.expected(small, last)[0].check(o[-1:])
-    dues = plain.expected_gradients(small, last, (do[-1:],))
+    rule.expect_outputs(small, last)[0].check(o[-1:])
+    dues = rule.expect_gradients(small, last, (do[-1:],))
     for name, gradient in zip("qkv", found, strict=True):
         dues[name].check(gradient[-1:])
 
@@ -308,7 +310,7 @@ def test_calls_without_gradients_give_the_same_by_a_plan_that_stores_no_lse() ->
     x = ag.TensorSpec((2, 4, 200, 64), HALF)
     graph = ag.attention(x, x, x, mask=ag.Causal())
     plan, tensors = ag.compile(graph, backends=("cudnn",)), tensors_for(graph, 1, "cuda")
-    (due,) = plain.expected(graph, tensors)
+    (due,) = rule.expect_outputs(graph, tensors)
     leaves = [t.detach().requires_grad_() for t in tensors]
     with torch.no_grad():
         off = plan(*leaves)
@@ -332,4 +334,4 @@ def test_loading_a_plan_captures_nothing() -> None:
         assert not torch.cuda.is_current_stream_capturing()
     torch.cuda.synchronize()
     assert isinstance(found, torch.Tensor)
-    plain.expected(graph, tensors)[0].check(found)
+    rule.expect_outputs(graph, tensors)[0].check(found)

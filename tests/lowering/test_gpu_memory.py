@@ -10,9 +10,10 @@ import torch
 
 import attn_graph as ag
 from attn_graph.machine.workspace import Buffer, Scratch
-from tests.support import plain
+from attn_graph.testing import rule
+from attn_graph.testing.tensors import cotangents_for, tensors_for
 from tests.support.capture import captured
-from tests.support.strategies import aligned, cotangents_for, tensors_for
+from tests.support.cudnn_graphs import aligned
 
 pytestmark = pytest.mark.gpu
 BACKENDS = ("cudnn", "triton", "math")
@@ -49,9 +50,9 @@ def check(graph: ag.Graph, leaves: Leaves, results: Sequence[torch.Tensor], seed
     """By the formula, each result by the accuracy rule."""
     tensors = [t.detach() for t in leaves]
     (do,) = cotangents_for(graph, seed, "cuda")
-    gradients = plain.expected_gradients(graph, tensors, (do,))
+    gradients = rule.expect_gradients(graph, tensors, (do,))
     names = [i.name for i, t in zip(graph.inputs, leaves, strict=True) if t.requires_grad]
-    dues = [plain.expected(graph, tensors)[0], *(gradients[name] for name in names)]
+    dues = [rule.expect_outputs(graph, tensors)[0], *(gradients[name] for name in names)]
     for due, found in zip(dues, results, strict=True):
         due.check(found)
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import attn_graph as ag
 from attn_graph.kernels.merging import merge_
 from attn_graph.machine.workspace import Buffer, Scratch
-from tests.support import plain
-from tests.support.strategies import seeds
+from attn_graph.testing import rule
+from attn_graph.testing.strategies import seeds
 
 CPU = ag.Target.of("cpu")
 INF, NAN = float("inf"), float("nan")
@@ -53,9 +53,9 @@ def apart(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...], size: float 
     found = []
     for n, (x, y) in enumerate(zip(a, b, strict=True)):
         largest = float(torch.where(y.isinf(), 0.0, y.abs()).max())
-        floor = 2 * plain.distance((y + 0.3) - 0.3, y) + 16 * 2.0**-24 * size * largest
-        if not plain.distance(x, y) <= floor:
-            found.append(f"{n}: {plain.distance(x, y):.3g} apart, allowed {floor:.3g}")
+        floor = 2 * rule.distance((y + 0.3) - 0.3, y) + 16 * 2.0**-24 * size * largest
+        if not rule.distance(x, y) <= floor:
+            found.append(f"{n}: {rule.distance(x, y):.3g} apart, allowed {floor:.3g}")
     return found
 
 

@@ -5,56 +5,39 @@ Run with TRITON_INTERPRET=1, as `make test` does too, these tests are Triton's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import pytest
 import torch
-from attrs import evolve
 from hypothesis import given, reject
 from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph.ir.modifiers import Bias
 from attn_graph.ir.passes import simplify
-from attn_graph.ir.vjp import result_spec
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
 from attn_graph.lowering.problem import problems_in, sole
-from tests.support import plain
-from tests.support.strategies import (
+from attn_graph.testing import formula, rule
+from attn_graph.testing.agreement import (
+    as_leaves,
+    check_gradients,
+    check_outputs,
+    run_gradients,
+    run_plan,
+)
+from attn_graph.testing.strategies import (
     Shape,
-    bias_specs,
-    cotangents_for,
-    dtypes,
     graphs,
     seeds,
     shapes,
     shuffled_graphs,
-    specs,
-    tensors_for,
+    simple_graphs,
 )
+from attn_graph.testing.tensors import cotangents_for, tensors_for
 
 CPU = ag.Target.of("cpu")
 NAMES = ("triton",) if CPU.interprets else ("torch_sdpa", "math")
 INF = float("inf")
-
-
-@st.composite
-def simple_graphs(draw: st.DrawFn) -> ag.Graph:
-    """Near what one fused kernel takes: one head size, no mask or a causal one, perhaps a bias."""
-    x = draw(shapes().filter(lambda x: 0 not in (x.B, x.H, x.M, x.N)))
-    size = evolve(x, E=x.D)
-    dtype = draw(dtypes)
-    unit_last = [specs(n, dtype).filter(lambda s: s.unit_last) for n in (size.q, size.k, size.v)]
-    q, k, v = map(draw, unit_last)
-    biased = draw(st.booleans())
-    return ag.attention(
-        q, k, v,
-        scale=draw(st.sampled_from((None, 0.3, 2.0))),
-        mask=None if biased else draw(st.sampled_from((None, ag.Causal("top_left")))),
-        bias=draw(bias_specs(size, dtype)) if biased else None,
-        stats=draw(st.booleans()),
-    )  # fmt: skip
 
 
 DRAWN = {
@@ -81,46 +64,11 @@ def refused(error: ag.NoBackendError) -> NoReturn:
     reject()
 
 
-def called(
-    plan: ag.Plan, tensors: Sequence[torch.Tensor], **named: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    found = plan(*tensors, **named)
-    return found if isinstance(found, tuple) else (found,)
-
-
-def leaves(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The same tensors, strides and all, floating ones requiring grad."""
-    return tuple(t.detach().requires_grad_(t.is_floating_point()) for t in tensors)
-
-
-def gradients(
-    plan: ag.Plan, tensors: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor | None]
-) -> dict[str, torch.Tensor]:
-    """What autograd gives for each floating input, by name; unused outputs have no cotangent."""
-    given = leaves(tensors)
-    outputs = called(plan, given)
-    pairs = [(o, d) for o, d in zip(outputs, cotangents, strict=True) if d is not None]
-    wanted = {i.name: t for i, t in zip(plan.graph.inputs, given, strict=True) if t.requires_grad}
-    found = torch.autograd.grad(
-        [o for o, _ in pairs], [*wanted.values()], [d for _, d in pairs], allow_unused=True
-    )
-    return {n: g for (n, _), g in zip(wanted.items(), found, strict=True) if g is not None}
-
-
 @pytest.mark.parametrize("backend", NAMES)
 @given(data=st.data(), seed=seeds)
 def test_forward_agrees_with_the_formula(backend: str, data: st.DataObject, seed: int) -> None:
     graph = data.draw(DRAWN[backend])
-    plan, tensors = planned(graph, backend), tensors_for(graph, seed)
-    before = [t.clone() for t in tensors]
-    outputs = called(plan, tensors)
-    for found, due in zip(outputs, plain.expected(graph, tensors), strict=True):
-        due.check(found)
-    assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
-    for found, i in zip(outputs, plan.graph.outputs, strict=True):
-        assert ag.TensorSpec.like(found) == result_spec(plan.graph, i)
-    storages = {t.untyped_storage().data_ptr() for t in tensors if t.numel()}
-    assert not any(o.untyped_storage().data_ptr() in storages for o in outputs if o.numel())
+    check_outputs(planned(graph, backend), graph, tensors_for(graph, seed))
 
 
 @pytest.mark.parametrize("backend", NAMES)
@@ -150,8 +98,8 @@ def test_whether_gradients_may_follow_changes_no_bit_of_a_result(
 ) -> None:
     graph = data.draw(DRAWN[backend])
     plan, tensors = planned(graph, backend), tensors_for(graph, seed)
-    without = called(plan, tensors)
-    for a, b in zip(without, called(plan, leaves(tensors)), strict=True):
+    without = run_plan(plan, tensors)
+    for a, b in zip(without, run_plan(plan, as_leaves(tensors)), strict=True):
         assert torch.equal(a.nan_to_num(), b.nan_to_num())
         assert a.stride() == b.stride()
 
@@ -163,28 +111,17 @@ def test_gradients_agree_with_the_formula(
 ) -> None:
     """With dlse fed in; and, where there are two outputs, with either left out."""
     graph = data.draw(DRAWN[backend])
-    check_gradients(planned(graph, backend), graph, seed, skipped)
+    gradients_agree(planned(graph, backend), graph, seed, skipped)
 
 
-def check_gradients(
-    plan: ag.Plan, graph: ag.Graph, seed: int, skipped: int | None = None
+def gradients_agree(
+    plan: ag.Plan, graph: ag.Graph, seed: int, skip: int | None = None
 ) -> dict[str, torch.Tensor]:
-    """Compare with the formula; in rows that see nothing cotangents are NaN or infinite."""
-    tensors = tensors_for(graph, seed)
-    drawn = cotangents_for(plan.graph, seed)
-    cotangents: list[torch.Tensor | None] = [*drawn]
-    poisoned: list[torch.Tensor | None] = [*plain.poisoned(graph, tensors, drawn, seed)]
-    if skipped is not None and len(cotangents) == 2:
-        cotangents[skipped] = poisoned[skipped] = None
+    """Compare with the formula; a graph whose gradient is refused, with reasons, is not drawn."""
     try:
-        found = gradients(plan, tensors, poisoned)
+        return check_gradients(plan, graph, tensors_for(graph, seed), seed, skip=skip)
     except ag.NoBackendError as error:
         refused(error)
-    for name, due in plain.expected_gradients(graph, tensors, cotangents).items():
-        if name in found:
-            due.check(found[name])
-            assert found[name].isfinite().all() or not due.ref.isfinite().all()
-    return found
 
 
 @given(data=st.data(), seed=seeds)
@@ -194,9 +131,11 @@ def test_steps_in_any_order_agree_with_the_formula(data: st.DataObject, seed: in
     if any(i.spec.dtype == torch.float64 for i in graph.inputs):
         reject()  # the rule would want float64 of what float32 scores give
     plan, tensors = planned(graph, NAMES[-1]), tensors_for(graph, seed)
-    for found, due in zip(called(plan, tensors), plain.expected(graph, tensors), strict=True):
+    for found, due in zip(
+        run_plan(plan, tensors), rule.expect_outputs(graph, tensors), strict=True
+    ):
         due.check(found)
-    check_gradients(plan, graph, seed)
+    gradients_agree(plan, graph, seed)
 
 
 def test_a_bias_of_minus_infinity_stays_so_under_a_soft_cap() -> None:
@@ -211,11 +150,11 @@ def test_a_bias_of_minus_infinity_stays_so_under_a_soft_cap() -> None:
     *tensors, bias, more = tensors_for(graph, 1)
     seen = torch.arange(6) < torch.tensor([[0], [6], [2], [5], [1], [3]])
     tensors += [torch.where(seen, bias, -INF), torch.where(seen.flip(0), more, -INF)]
-    plan, given = planned(graph, NAMES[-1]), leaves(tensors)
-    outputs, cotangents = called(plan, given), cotangents_for(graph, 1)
-    for found, due in zip(outputs, plain.expected(graph, tensors), strict=True):
+    plan, given = planned(graph, NAMES[-1]), as_leaves(tensors)
+    outputs, cotangents = run_plan(plan, given), cotangents_for(graph, 1)
+    for found, due in zip(outputs, rule.expect_outputs(graph, tensors), strict=True):
         due.check(found)
-    dues = plain.expected_gradients(graph, tensors, cotangents).values()
+    dues = rule.expect_gradients(graph, tensors, cotangents).values()
     gradients = torch.autograd.grad(outputs, given, cotangents)
     for found, due in zip(gradients, dues, strict=True):
         due.check(found)
@@ -240,9 +179,9 @@ def test_the_gradient_of_sinks_is_that_of_the_formula(dtype: torch.dtype, modifi
     more = {"q_lengths": torch.tensor([4, 0]), "sinks": torch.tensor([0.5, -INF, 2.0])}
     tensors = (q, k, v, *(more[name] for name in names[3:]))
     cotangents = cotangents_for(graph, 2)
-    poisoned = plain.poisoned(graph, tensors, cotangents, 2)
-    found = gradients(planned(graph, NAMES[-1]), tensors, poisoned)
-    dues = plain.expected_gradients(graph, tensors, cotangents)
+    poisoned = formula.poison_blind_rows(graph, tensors, cotangents, 2)
+    found = run_gradients(planned(graph, NAMES[-1]), tensors, poisoned)
+    dues = rule.expect_gradients(graph, tensors, cotangents)
     assert dues["sinks"].ref[[0, 2]].abs().min() > 0.1
     assert dues["sinks"].ref[1] == 0
     for name, due in dues.items():
@@ -255,7 +194,7 @@ def test_rows_that_are_said_to_see_a_key_do(graph: ag.Graph, seed: int) -> None:
     assert problem is not None
     if problem.is_empty or problem.has_blind_rows:
         reject()
-    assert (plain.evaluate(graph, tensors_for(graph, seed))[1] > -INF).all()
+    assert (formula.evaluate(graph, tensors_for(graph, seed))[1] > -INF).all()
 
 
 SEEING = (None, ag.Causal(), ag.Window(5), ag.Window(None, 0), ag.Prefix(1) | ag.Window(-3, 4))
@@ -299,10 +238,12 @@ def test_rows_that_see_nothing_take_nothing_from_a_loss(
     options = {n: spec_like(x) for n, x in given.items()}
     x = ag.TensorSpec((2, 2, 6, 8), torch.float32)
     plan = ag.compile(ag.attention(x, x, x, **options, stats=stats), backends=(backend,))
-    q, k, v = leaves(tuple(torch.randn(3, 2, 2, 6, 8, generator=torch.Generator().manual_seed(0))))
+    q, k, v = as_leaves(
+        tuple(torch.randn(3, 2, 2, 6, 8, generator=torch.Generator().manual_seed(0)))
+    )
     named = {n: t for n, t in given.items() if n != "segments"}
     named |= dict(zip(("q_segments", "kv_segments"), given.get("segments", ()), strict=False))
-    o, *rest = called(plan, (q, k, v), **named)
+    o, *rest = run_plan(plan, (q, k, v), **named)
     blind = (o == 0).all(-1)
     loss = torch.where(blind, 0.0, o.square().sum(-1).sqrt()).sum()  # 0 * inf in its gradient
     if rest:
@@ -333,9 +274,11 @@ def test_scales_that_float32_takes_for_0_are_right_or_refused(
         assert any("scale above 0" in r or "the mask is" in r for r in reasons)
         return
     tensors = tensors_for(graph, 1)
-    for found, due in zip(called(plan, tensors), plain.expected(graph, tensors), strict=True):
+    for found, due in zip(
+        run_plan(plan, tensors), rule.expect_outputs(graph, tensors), strict=True
+    ):
         due.check(found)
-    check_gradients(plan, graph, 1)
+    gradients_agree(plan, graph, 1)
 
 
 @pytest.mark.parametrize("backend", NAMES)
@@ -344,7 +287,7 @@ def test_weights_made_of_a_large_lse_are_within_the_bound(backend: str) -> None:
     that the plain formula has not."""
     x = ag.TensorSpec((1, 2, 64, 256 if CPU.interprets else 1024), torch.float32)
     graph = ag.attention(x, x, x, scale=2.5, stats=True)
-    check_gradients(planned(graph, backend), graph, 0)
+    gradients_agree(planned(graph, backend), graph, 0)
 
 
 @pytest.mark.parametrize("cap", [2e-38, 8e37])
@@ -352,9 +295,11 @@ def test_soft_caps_at_the_ends_of_what_is_taken_are_right(cap: float) -> None:
     x = ag.TensorSpec((1, 2, 20, 8), torch.float32)
     graph = ag.attention(x, x, x, soft_cap=cap, stats=True)
     plan, tensors = planned(graph, NAMES[-1]), tensors_for(graph, 1)
-    for found, due in zip(called(plan, tensors), plain.expected(graph, tensors), strict=True):
+    for found, due in zip(
+        run_plan(plan, tensors), rule.expect_outputs(graph, tensors), strict=True
+    ):
         due.check(found)
-    check_gradients(plan, graph, 1)
+    gradients_agree(plan, graph, 1)
 
 
 @pytest.mark.parametrize("backend", NAMES)
@@ -369,8 +314,8 @@ def test_gradients_are_of_their_inputs_in_whatever_order(backend: str, order: st
     assert [i.name for i in graph.inputs] == [*order]
     tensors = tensors_for(graph, 1)
     cotangents = cotangents_for(graph, 1)
-    found = gradients(planned(graph, backend), tensors, cotangents)
-    dues = plain.expected_gradients(graph, tensors, cotangents)
+    found = run_gradients(planned(graph, backend), tensors, cotangents)
+    dues = rule.expect_gradients(graph, tensors, cotangents)
     for name in order:
         dues[name].check(found[name])
     _, back = ag.vjp(graph, wants=["v", "q"])
@@ -402,7 +347,7 @@ def test_a_row_that_sees_nothing_is_zero_and_its_gradients_too(
         graph = ag.attention(x, x, x, bias=ag.TensorSpec.like(bias), stats=True)
         more = {"bias": bias}
     plan = ag.compile(graph, target=CPU, backends=(backend,))
-    given = leaves((q, k, v))
+    given = as_leaves((q, k, v))
     o, lse = plan(*given, **more)
     assert (o[:, :, blind] == 0).all()
     assert (lse[:, :, blind] == -INF).all()
@@ -419,12 +364,14 @@ def test_sinks_and_slopes_are_taken_in_the_dtype_of_q(backend: str, dtype: torch
     graph = ag.attention(x, x, x, mask=ag.Causal(), alibi=slopes, sinks=logits, stats=True)
     assert [i.name for i in graph.inputs] == ["q", "k", "v", "alibi", "sinks"]
     plan, tensors = ag.compile(graph, target=CPU, backends=(backend,)), tensors_for(graph, 1)
-    for output, due in zip(called(plan, tensors), plain.expected(graph, tensors), strict=True):
+    for output, due in zip(
+        run_plan(plan, tensors), rule.expect_outputs(graph, tensors), strict=True
+    ):
         due.check(output)
     cotangents = cotangents_for(plan.graph, 2)
-    grads = gradients(plan, tensors, cotangents)
+    grads = run_gradients(plan, tensors, cotangents)
     assert grads["alibi"].dtype == grads["sinks"].dtype == dtype
-    for name, due in plain.expected_gradients(graph, tensors, cotangents).items():
+    for name, due in rule.expect_gradients(graph, tensors, cotangents).items():
         due.check(grads[name])
 
 
@@ -436,7 +383,9 @@ def test_a_causal_mask_survives_scales_that_turn_infinity_around(scale: float) -
     plan, tensors = ag.compile(graph, target=CPU), tensors_for(graph, 1)
     assert plan.backend == "math"
     assert any("scale above 0" in str(r) for _, reasons in plan.refusals for r in reasons)
-    for found, due in zip(called(plan, tensors), plain.expected(graph, tensors), strict=True):
+    for found, due in zip(
+        run_plan(plan, tensors), rule.expect_outputs(graph, tensors), strict=True
+    ):
         due.check(found)
 
 
@@ -447,9 +396,9 @@ def test_a_nan_stays_in_the_tiles_that_read_it(seed: int, dtype: torch.dtype) ->
     graph = ag.attention(x, x, x, mask=ag.Causal() & ag.Window(3), stats=True)
     plan = ag.compile(graph, target=CPU)
     q, k, v = tensors_for(graph, seed * 8)
-    clean = called(plan, (q, k, v))
+    clean = run_plan(plan, (q, k, v))
     k[..., 200, :], v[..., 200, :] = float("nan"), float("nan")
-    dirty = called(plan, (q, k, v))
+    dirty = run_plan(plan, (q, k, v))
     (problem,) = problems_in(plan.graph)
     reading = torch.zeros(256, dtype=torch.bool)
     for tile in FusedTiles.plan(problem).static or ():
@@ -475,11 +424,13 @@ def test_larger_shapes_agree_too(data: st.DataObject) -> None:
     graph = data.draw(graphs(sizes, st.sampled_from((torch.float32, torch.float16))))
     graph = without_dropout(graph)
     plan, tensors = planned(graph, NAMES[-1]), tensors_for(graph, data.draw(seeds))
-    for found, due in zip(called(plan, tensors), plain.expected(graph, tensors), strict=True):
+    for found, due in zip(
+        run_plan(plan, tensors), rule.expect_outputs(graph, tensors), strict=True
+    ):
         due.check(found)
     cotangents = cotangents_for(plan.graph, 3)
-    found_grads = gradients(plan, tensors, cotangents)
-    for name, due in plain.expected_gradients(graph, tensors, cotangents).items():
+    found_grads = run_gradients(plan, tensors, cotangents)
+    for name, due in rule.expect_gradients(graph, tensors, cotangents).items():
         if name in found_grads:
             due.check(found_grads[name])
 

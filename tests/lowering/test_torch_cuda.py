@@ -20,8 +20,9 @@ from torch.backends.cuda import (
 import attn_graph as ag
 from attn_graph.ir.vjp import result_spec
 from attn_graph.kernels import fused_cuda
-from tests.support import plain
-from tests.support.strategies import cotangents_for, seeds, tensors_for
+from attn_graph.testing import formula, rule
+from attn_graph.testing.strategies import seeds
+from attn_graph.testing.tensors import cotangents_for, tensors_for
 from tests.support.torch_kernels import PLAYED
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -116,18 +117,18 @@ def test_by_the_kernels_contracts_results_and_gradients_agree_with_the_formula(
         reject()
     tensors = aligned(graph, seed)
     outputs, saved = ran(plan, tensors)
-    for found, due in zip(outputs, plain.expected(graph, tensors), strict=True):
+    for found, due in zip(outputs, rule.expect_outputs(graph, tensors), strict=True):
         due.check(found)
     for found, i in zip(outputs, plan.graph.outputs, strict=True):
         assert ag.TensorSpec.like(found) == result_spec(plan.graph, i)
     cotangents = cotangents_for(plan.graph, seed)
     needs = [True, True, True, data.draw(st.booleans())]
     try:
-        poisoned = plain.poisoned(graph, tensors, cotangents, seed)
+        poisoned = formula.poison_blind_rows(graph, tensors, cotangents, seed)
         gradients = pulled(plan, tensors, saved, poisoned, needs)
     except ag.NoBackendError:
         reject()
-    for name, due in plain.expected_gradients(graph, tensors, cotangents).items():
+    for name, due in rule.expect_gradients(graph, tensors, cotangents).items():
         if name in gradients:
             due.check(gradients[name])
 
@@ -423,14 +424,14 @@ def test_on_a_gpu_results_and_gradients_agree_and_pytorch_says_yes(
         found = plan(*leaves)
         outputs = found if isinstance(found, tuple) else (found,)
         cotangents = cotangents_for(plan.graph, seed, "cuda")
-        poisoned = plain.poisoned(graph, tensors, cotangents, seed)
+        poisoned = formula.poison_blind_rows(graph, tensors, cotangents, seed)
         gradients = torch.autograd.grad(outputs, leaves, poisoned, allow_unused=True)
     except ag.NoBackendError:
         reject()
-    for output, due in zip(outputs, plain.expected(graph, tensors), strict=True):
+    for output, due in zip(outputs, rule.expect_outputs(graph, tensors), strict=True):
         due.check(output)
     named = dict(zip((i.name for i in graph.inputs), gradients, strict=True))
-    for name, due in plain.expected_gradients(graph, tensors, cotangents).items():
+    for name, due in rule.expect_gradients(graph, tensors, cotangents).items():
         gradient = named[name]
         if gradient is not None:
             due.check(gradient)

@@ -22,16 +22,17 @@ from attn_graph.ir.vjp import backward, result_spec
 from attn_graph.kernels.tilings import INTERPRETED, VARIANTS
 from attn_graph.lowering.problem import Problem, sole
 from attn_graph.lowering.triton import backend as triton_flash
-from attn_graph.lowering.triton.device_code import compile_text
+from attn_graph.lowering.triton.device_code import DeviceCode, Tracer, compile_text
 from attn_graph.lowering.triton.launches import Launch, check_interpreter
-from attn_graph.lowering.triton.plan import Flash, gradient_strides
+from attn_graph.lowering.triton.plan import Flash, FlashBuilder, gradient_strides
 from attn_graph.lowering.triton.tile_lists import blocks, classify_blocks
 from attn_graph.masks.places import Block, Place
 from attn_graph.spec import TensorSpec
-from tests.support import plain
-from tests.support.plain_masks import Where, kept
+from attn_graph.testing import rule
+from attn_graph.testing.mask_formula import Places, evaluate_mask
+from attn_graph.testing.strategies import Shape, data_specs, masks, seeds
+from attn_graph.testing.tensors import cotangents_for, tensors_for
 from tests.support.sources import ROOT, load_file
-from tests.support.strategies import Shape, cotangents_for, data_specs, masks, seeds, tensors_for
 
 CPU = ag.Target.of("cpu")
 NAN = float("nan")
@@ -115,7 +116,7 @@ def test_nothing_is_read_or_written_outside(
     }
     results = [result_spec(forward, i) for i in forward.outputs]
     launched(forward, named, dict(zip(("o", "lse"), results, strict=True)))
-    for name, due in zip(("o", "lse"), plain.expected(graph, tensors), strict=True):
+    for name, due in zip(("o", "lse"), rule.expect_outputs(graph, tensors), strict=True):
         due.check(named[name])
     cotangents = cotangents_for(forward, seed)
     for name, spec, x in zip(("do", "dlse"), results, cotangents, strict=True):
@@ -123,7 +124,7 @@ def test_nothing_is_read_or_written_outside(
     named["o.strides"] = named["o"].stride()
     places = (TensorSpec(s.shape, s.dtype, gradient_strides(s)) for s in specs)
     launched(backward, named, {f"grad{n}": spec for n, spec in enumerate(places)})
-    for n, due in enumerate(plain.expected_gradients(graph, tensors, cotangents).values()):
+    for n, due in enumerate(rule.expect_gradients(graph, tensors, cotangents).values()):
         due.check(named[f"grad{n}"])
 
 
@@ -133,10 +134,7 @@ def test_nothing_is_read_or_written_outside(
 def visited(graph: ag.Graph, tensors: dict[str, torch.Tensor], by_keys: bool) -> torch.Tensor:
     """For each tile, 0: not visited, 1: masked, 2: taken whole; [B,H,blocks of M,blocks of N]."""
     problem = the(graph)
-    flash = Flash.plan(problem, CPU)
-    flash.launches.clear()
-    flash.tables.clear()
-    flash.buffers.clear()
+    flash = FlashBuilder(problem, CPU, Tracer.of(problem).trace())
     pointer, fixed = flash.listed(INTERPRETED, by_keys)
     data = [tensors[name] for name in (problem.node.mask.needs if problem.node.mask else ())]
     lines, tiles = (blocks(n, 32) for n in (problem.M, problem.N))
@@ -157,7 +155,7 @@ def visited(graph: ag.Graph, tensors: dict[str, torch.Tensor], by_keys: bool) ->
             for n, t in enumerate(which[: full + mixed]):
                 found[(*at, t)] = 2 if n < full else 1
     else:
-        rows = strip_tiles(problem, flash, data, by_keys, lines)
+        rows = strip_tiles(problem, flash.code, data, by_keys, lines)
         for b, line in torch.cartesian_prod(torch.arange(problem.B), torch.arange(lines)).tolist():
             start, full_start, full_stop, stop = rows[b, line].tolist()
             found[b, :, line, start:stop] = 1
@@ -166,13 +164,13 @@ def visited(graph: ag.Graph, tensors: dict[str, torch.Tensor], by_keys: bool) ->
 
 
 def strip_tiles(
-    problem: Problem, flash: Flash, data: list[torch.Tensor], by_keys: bool, lines: int
+    problem: Problem, code: DeviceCode, data: list[torch.Tensor], by_keys: bool, lines: int
 ) -> torch.Tensor:
     """start, full_start, full_stop, stop of each batch entry and block, as kernels find them."""
     out = torch.empty(problem.B, lines, 4, dtype=torch.int32)
     probes().closed_form[(problem.B * lines,)](
-        out, lines, problem.M, problem.N, tuple(data), flash.code.numbers,
-        STRIP=compile_text(flash.code.strip), BLOCK=32, BY_KEYS=by_keys,
+        out, lines, problem.M, problem.N, tuple(data), code.numbers,
+        STRIP=compile_text(code.strip), BLOCK=32, BY_KEYS=by_keys,
     )  # fmt: skip
     return out
 
@@ -191,7 +189,7 @@ def places_kept(graph: ag.Graph, tensors: dict[str, torch.Tensor]) -> torch.Tens
     problem = the(graph)
     sizes = problem.B, problem.H, problem.M, problem.N
     assert problem.node.mask is not None
-    return kept(problem.node.mask, Where(sizes, tensors)).expand(sizes)
+    return evaluate_mask(problem.node.mask, Places(sizes, tensors)).expand(sizes)
 
 
 @st.composite
@@ -250,7 +248,7 @@ def test_a_window_at_64k_visits_less_than_a_hundredth() -> None:
     x = TensorSpec((1, 1, 65536, 16), torch.float16)
     graph = simplify(ag.attention(x, x, x, mask=ag.Causal() & ag.Window(256)))
     problem = the(graph)
-    rows = strip_tiles(problem, Flash.plan(problem, CPU), [], False, 2048)
+    rows = strip_tiles(problem, Flash.plan(problem, CPU).code, [], False, 2048)
     count = int((rows[..., 3] - rows[..., 0]).sum())
     assert count / 2048**2 < 0.01
     assert count == sum(i // 32 - max(0, i - 256) // 32 + 1 for i in range(0, 65536, 32))
@@ -477,10 +475,10 @@ def test_every_variant_of_the_tiles_computes_the_same(variant: str) -> None:
     cotangent_specs = [TensorSpec.like(d) for d in cotangents]
     options = Options(variant=variant)
     outputs, saved = triton_flash.lower(simple, CPU, options).run(*tensors)
-    for found, due in zip(outputs, plain.expected(graph, tensors), strict=True):
+    for found, due in zip(outputs, rule.expect_outputs(graph, tensors), strict=True):
         due.check(found)
     back = backward(simple, (0, 1, 2), cotangent_specs)
     gradients, _ = triton_flash.lower(back, CPU, options).run(*tensors, *saved, *cotangents)
-    dues = plain.expected_gradients(graph, tensors, cotangents)
+    dues = rule.expect_gradients(graph, tensors, cotangents)
     for name, found in zip("qkv", gradients, strict=True):
         dues[name].check(found)

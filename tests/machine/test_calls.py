@@ -22,8 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attn_graph as ag
 from attn_graph.ir.modifiers import Modifier
-from tests.support import plain
-from tests.support.strategies import cotangents_for, graphs, seeds, tensors_for
+from attn_graph.testing import rule
+from attn_graph.testing.strategies import graphs, seeds
+from attn_graph.testing.tensors import cotangents_for, tensors_for
 
 CPU = ag.Target.of("cpu")
 X = ag.TensorSpec((2, 4, 16, 8), torch.float32)
@@ -45,7 +46,7 @@ def output_of(plan: ag.Plan, tensors: Leaves) -> torch.Tensor:
 def check_gradients(
     graph: ag.Graph, leaves: Leaves, found: Sequence[torch.Tensor], do: torch.Tensor
 ) -> None:
-    dues = plain.expected_gradients(graph, [t.detach() for t in leaves], (do,))
+    dues = rule.expect_gradients(graph, [t.detach() for t in leaves], (do,))
     wanted = [i.name for i, t in zip(graph.inputs, leaves, strict=True) if t.requires_grad]
     for name, gradient in zip(wanted, found, strict=True):
         dues[name].check(gradient)
@@ -349,7 +350,9 @@ def ran(graph: ag.Graph, tensors: Leaves, cotangents: Leaves) -> list[torch.Tens
     if not outputs[0].requires_grad:
         return outputs
     wanted = [t for t in tensors if t.requires_grad]
-    return [*outputs, *torch.autograd.grad(outputs, wanted, cotangents)]
+    pairs = [(o, d) for o, d in zip(outputs, cotangents, strict=True) if d is not None]
+    used, given = zip(*pairs, strict=True)
+    return [*outputs, *torch.autograd.grad(used, wanted, given)]
 
 
 @pytest.mark.parametrize("name", AMBIENT)
@@ -414,7 +417,7 @@ def test_nothing_of_a_trace_stays_behind(trace: Route, fresh: bool) -> None:
     assert workspace.bytes == held or trace is traces  # which calls the plan itself, after
     for graph in (window, ag.attention(X, X, X, soft_cap=3.0)):
         other = ag.compile(graph, target=CPU, backends=("math",), workspace=workspace)
-        (due,) = plain.expected(graph, tensors)
+        (due,) = rule.expect_outputs(graph, tensors)
         due.check(output_of(other, tensors))
 
 
@@ -429,7 +432,7 @@ def test_a_plan_made_under_fake_tensors_is_as_any() -> None:
         with FakeTensorMode(), torch.device("meta"):
             plan = ag.compile(graph, target=CPU, backends=(backend,))
         tensors = tensors_for(graph, 0)
-        (due,) = plain.expected(graph, tensors)
+        (due,) = rule.expect_outputs(graph, tensors)
         due.check(output_of(plan, tensors))
 
 

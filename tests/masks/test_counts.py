@@ -24,8 +24,8 @@ from attn_graph.masks import tiles as counts
 from attn_graph.masks.places import Block, Keys, Place, Strip, Term
 from attn_graph.masks.regions import Region, bound_region, find_regions, floor_sum
 from attn_graph.masks.runs import Budget, OverBudget
-from tests.masks.test_masks import Asked, asked
-from tests.support import plain_masks
+from attn_graph.testing import mask_formula
+from attn_graph.testing.mask_check import MaskCase, mask_cases
 
 many = settings(max_examples=4 * settings().max_examples)
 sides = st.tuples(st.integers(1, 6), st.integers(1, 6))
@@ -72,17 +72,17 @@ class Slab(m.Mask):
     surely = span
 
 
-def brute(drawn: Asked, mask: m.Mask) -> torch.Tensor:
+def brute(drawn: MaskCase, mask: m.Mask) -> torch.Tensor:
     """Every place [B,H,M,N], asked one by one."""
-    return plain_masks.place_by_place(mask, drawn.sizes, drawn.data)
+    return mask_formula.evaluate_place_by_place(mask, drawn.sizes, drawn.data)
 
 
-def whole_of(drawn: Asked) -> Block:
+def whole_of(drawn: MaskCase) -> Block:
     B, H, M, N = drawn.sizes
     return Block(range(B), range(H), range(M), H, M, N, drawn.data)
 
 
-def check_counts(drawn: Asked, mask: m.Mask, block: tuple[int, int]) -> None:
+def check_counts(drawn: MaskCase, mask: m.Mask, block: tuple[int, int]) -> None:
     """The tiles by whatever way is taken, and all else by each way that there is."""
     B, H, M, N = drawn.sizes
     due, whole = brute(drawn, mask), whole_of(drawn)
@@ -124,15 +124,15 @@ def tile_kinds(kept: torch.Tensor, block: tuple[int, int]) -> tuple[int, int, in
 
 
 @many
-@given(asked(), sides)
-def test_counts_are_those_of_every_place_asked(drawn: Asked, block: tuple[int, int]) -> None:
+@given(mask_cases(), sides)
+def test_counts_are_those_of_every_place_asked(drawn: MaskCase, block: tuple[int, int]) -> None:
     check_counts(drawn, drawn.mask, block)
 
 
 @many
-@given(asked(), sides, st.integers(1, 4), st.integers(1, 40))
+@given(mask_cases(), sides, st.integers(1, 4), st.integers(1, 40))
 def test_counts_do_not_depend_on_how_many_are_made_at_once(
-    drawn: Asked, block: tuple[int, int], most_edges: int, at_once: int
+    drawn: MaskCase, block: tuple[int, int], most_edges: int, at_once: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runs, "MOST_EDGES", most_edges)
@@ -143,9 +143,9 @@ def test_counts_do_not_depend_on_how_many_are_made_at_once(
 
 
 @many
-@given(asked(), sides, st.integers(1, 4))
+@given(mask_cases(), sides, st.integers(1, 4))
 def test_leaves_of_ones_own_are_counted_exactly(
-    drawn: Asked, block: tuple[int, int], size: int
+    drawn: MaskCase, block: tuple[int, int], size: int
 ) -> None:
     for own in (Striped(size), Near(size), Slab(size)):
         check_counts(evolve(drawn, mask=own, data={}), own, block)
@@ -154,8 +154,8 @@ def test_leaves_of_ones_own_are_counted_exactly(
 
 
 @many
-@given(asked(), st.data())
-def test_without_its_data_a_mask_is_bounded(drawn: Asked, data: st.DataObject) -> None:
+@given(mask_cases(), st.data())
+def test_without_its_data_a_mask_is_bounded(drawn: MaskCase, data: st.DataObject) -> None:
     """Whatever tensors are left out: the most lacks no place, the least has none too many."""
     B, H, M, N = drawn.sizes
     names = sorted(drawn.mask.needs)
@@ -271,9 +271,9 @@ def test_floor_sum_is_the_sum(n: int, m: int, a: int, b: int) -> None:
     assert floor_sum(n, m, a, b) == sum((a * t + b) // m for t in range(n))
 
 
-@given(asked(), sides, st.integers(1, 4))
+@given(mask_cases(), sides, st.integers(1, 4))
 def test_bounds_by_few_blocks_lack_no_place_and_have_none_too_many(
-    drawn: Asked, block: tuple[int, int], most_layers: int
+    drawn: MaskCase, block: tuple[int, int], most_layers: int
 ) -> None:
     due, whole = brute(drawn, drawn.mask), whole_of(drawn)
     most, least = counts.bounds(drawn.mask, whole)

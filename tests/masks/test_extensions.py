@@ -16,7 +16,7 @@ import attn_graph as ag
 from attn_graph.ir.modifiers import Modifier
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
 from attn_graph.lowering.problem import sole
-from tests.support.strategies import tensors_for
+from attn_graph.testing.tensors import tensors_for
 
 CPU = ag.Target.of("cpu")
 BACKEND = "triton" if CPU.interprets else "math"
@@ -244,7 +244,9 @@ class Stripped(Leaf):
 @final
 @frozen
 class Relative(Leaf):
-    relative = True
+    @property
+    def relative(self) -> bool:
+        return True
 
 
 @final
@@ -367,7 +369,9 @@ class AddingBack(Step):
 @final
 @frozen
 class Diagonal(Step):
-    relative = True
+    @property
+    def relative(self) -> bool:
+        return True
 
     def change(self, s: torch.Tensor, at: ag.Place) -> Any:
         return s * (at.i + 1)

@@ -9,76 +9,24 @@ import torch
 from attrs import evolve, frozen
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.strategies import DrawFn
+from hypothesis.strategies import DrawFn, SearchStrategy
 
 import attn_graph as ag
 from attn_graph import masks as m
 from attn_graph.masks.canonical import canonical_mask
 from attn_graph.masks.places import Block, Keys, Place
-from tests.support import plain_masks, strategies
-from tests.support.strategies import Shape, data_specs, filler, laid_out, masks, shapes
+from attn_graph.testing import mask_formula, strategies
+from attn_graph.testing.mask_check import (
+    MaskCase,
+    blocks,
+    check_block,
+    check_keep,
+    mask_cases,
+    ranges,
+)
+from attn_graph.testing.strategies import Shape
 
-MOST = 10  # queries and keys: each place is asked one by one
-many = settings(max_examples=4 * settings().max_examples)  # a mask is cheap to draw and to ask
-
-
-@frozen
-class Asked:
-    """A mask, the sizes it is asked for, and the tensors it reads."""
-
-    mask: m.Mask
-    shape: Shape
-    data: dict[str, torch.Tensor]
-
-    @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        return self.shape.B, self.shape.H, self.shape.M, self.shape.N
-
-    @property
-    def resolved(self) -> m.Mask:
-        """The mask with nothing left to say: lengths move the diagonal where both are there."""
-        return self.mask.resolved(self.shape.M, self.shape.N, m.ragged_in(self.mask.needs))
-
-    def block(self, batch: range, heads: range, rows: range, *, data: bool = True) -> Block:
-        x = self.shape
-        return Block(batch, heads, rows, x.H, x.M, x.N, self.data if data else None)
-
-    def kept(self, mask: m.Mask) -> torch.Tensor:
-        """Every place, asked one by one."""
-        return plain_masks.place_by_place(mask, self.sizes, self.data)
-
-
-@st.composite
-def asked(draw: DrawFn, kind: type[m.Mask] | None = None) -> Asked:
-    """Any expression, or one leaf of a kind."""
-    shape = draw(shapes(MOST))
-    aligned = strategies.alignments(shape, None)
-    mask = draw(masks(shape) if kind is None else strategies.LEAVES[kind](aligned))
-    random = torch.Generator().manual_seed(draw(strategies.seeds))
-    full = {"q_lengths": shape.M, "kv_lengths": shape.N}
-    data = {
-        name: laid_out(spec, filler(spec.type, random, full.get(name, 2), 0.0, 1.0), random)
-        for name, spec in draw(data_specs(mask.needs, shape)).items()
-    }
-    return Asked(mask, shape, data)
-
-
-@st.composite
-def ranges(draw: DrawFn, size: int) -> range:
-    """Some of so many, or all of them."""
-    if draw(st.booleans()):
-        return range(size)
-    start = draw(st.integers(0, max(0, size - 1)))
-    return range(start, draw(st.integers(min(size, start + 1), size)))
-
-
-@st.composite
-def blocks(draw: DrawFn, kind: type[m.Mask] | None = None) -> tuple[Asked, Block]:
-    """A mask and some of its queries, which are none only where there are none at all."""
-    drawn = draw(asked(kind))
-    B, H, M, _ = drawn.sizes
-    given = kind is not None or draw(st.booleans())
-    return drawn, drawn.block(draw(ranges(B)), draw(ranges(H)), draw(ranges(M)), data=given)
+many = settings(max_examples=4 * settings().max_examples)  # a mask is cheap to draw and to evaluate
 
 
 def test_every_leaf_is_drawn_and_has_a_formula_of_its_own() -> None:
@@ -88,45 +36,25 @@ def test_every_leaf_is_drawn_and_has_a_formula_of_its_own() -> None:
         if isinstance(kind, type) and issubclass(kind, m.Mask) and not issubclass(kind, m.Join)
     }
     assert leaves - {m.Mask, m.Diagonal} == set(m.LEAVES)
-    assert strategies.LEAVES.keys() == plain_masks.LEAVES.keys() == set(m.LEAVES)
+    assert strategies.LEAVES.keys() == mask_formula.LEAVES.keys() == set(m.LEAVES)
 
 
 @many
-@given(asked())
-def test_asking_for_tensors_and_for_integers_gives_the_same(drawn: Asked) -> None:
-    B, H, M, N = drawn.sizes
-    everywhere = drawn.block(range(B), range(H), range(M))
-    found = drawn.mask.keep(Place.of(everywhere, range(N)))
-    one_by_one = drawn.kept(drawn.mask)
-    assert torch.equal(found.expand(B, H, M, N), one_by_one)
+@given(mask_cases())
+def test_asking_for_tensors_and_for_integers_gives_the_same(drawn: MaskCase) -> None:
+    check_keep(drawn)
 
 
 @many
-@given(asked())
-def test_a_mask_keeps_what_the_page_says(drawn: Asked) -> None:
-    due = plain_masks.kept(drawn.mask, plain_masks.Where(drawn.sizes, drawn.data)).expand(
-        drawn.sizes
-    )
-    assert torch.equal(drawn.kept(drawn.mask), due)
-
-
-def check_block(mask: m.Mask, drawn: Asked, block: Block) -> None:
-    """span holds every key that is kept, surely only keys that all queries keep."""
-    kept = plain_masks.kept(drawn.mask, plain_masks.Where(drawn.sizes, drawn.data)).expand(
-        drawn.sizes
-    )
-    here = kept[block.batch.start : block.batch.stop, block.heads.start : block.heads.stop]
-    rows = here[:, :, block.rows.start : block.rows.stop].flatten(0, 2)
-    span, surely = mask.span(block), mask.surely(block)
-    for j in range(block.N):
-        assert j in span or not rows[:, j].any(), f"{mask}: some query keeps {j}, not in {span}"
-        assert j not in surely or rows[:, j].all(), f"{mask}: some query lacks {j} of {surely}"
+@given(mask_cases())
+def test_a_mask_keeps_what_the_page_says(drawn: MaskCase) -> None:
+    assert torch.equal(drawn.evaluate_singly(drawn.mask), drawn.kept)
 
 
 @many
-@given(blocks())
+@given(blocks(mask_cases()))
 def test_span_covers_what_is_kept_and_what_is_surely_kept_is_kept(
-    pair: tuple[Asked, Block],
+    pair: tuple[MaskCase, Block],
 ) -> None:
     drawn, block = pair
     check_block(drawn.mask, drawn, block)
@@ -138,9 +66,12 @@ def test_span_covers_what_is_kept_and_what_is_surely_kept_is_kept(
 
 @pytest.mark.parametrize("kind", m.LEAVES)
 def test_each_leaf_alone_knows_its_blocks(kind: type[m.Mask]) -> None:
+    def leaf(shape: Shape) -> SearchStrategy[m.Mask]:
+        return strategies.LEAVES[kind](strategies.alignments(shape, None))
+
     @many
-    @given(blocks(kind))
-    def check(pair: tuple[Asked, Block]) -> None:
+    @given(blocks(mask_cases(leaf)))
+    def check(pair: tuple[MaskCase, Block]) -> None:
         check_block(pair[0].mask, *pair)
         check_block(pair[0].resolved, *pair)
 
@@ -165,8 +96,10 @@ def test_strips_that_are_joined_are_one_strip() -> None:
 
 
 @many
-@given(blocks())
-def test_what_a_block_says_stays_true_for_the_blocks_inside_it(pair: tuple[Asked, Block]) -> None:
+@given(blocks(mask_cases()))
+def test_what_a_block_says_stays_true_for_the_blocks_inside_it(
+    pair: tuple[MaskCase, Block],
+) -> None:
     drawn, block = pair
     span, surely = drawn.resolved.span(block), drawn.resolved.surely(block)
     for i in block.rows:
@@ -176,24 +109,26 @@ def test_what_a_block_says_stays_true_for_the_blocks_inside_it(pair: tuple[Asked
 
 
 @many
-@given(asked())
-def test_the_canonical_form_keeps_the_same_places(drawn: Asked) -> None:
+@given(mask_cases())
+def test_the_canonical_form_keeps_the_same_places(drawn: MaskCase) -> None:
     canonical = canonical_mask(drawn.mask, drawn.shape.M, drawn.shape.N)
-    due = drawn.kept(drawn.mask)
-    assert torch.equal(torch.ones_like(due) if canonical is None else drawn.kept(canonical), due)
+    due = drawn.evaluate_singly(drawn.mask)
+    assert torch.equal(
+        torch.ones_like(due) if canonical is None else drawn.evaluate_singly(canonical), due
+    )
 
 
 @many
-@given(asked())
-def test_the_canonical_form_has_no_other_canonical_form(drawn: Asked) -> None:
+@given(mask_cases())
+def test_the_canonical_form_has_no_other_canonical_form(drawn: MaskCase) -> None:
     M, N = drawn.shape.M, drawn.shape.N
     canonical = canonical_mask(drawn.mask, M, N)
     assert canonical is None or canonical_mask(canonical, M, N) == canonical
 
 
 @many
-@given(asked(), st.data())
-def test_loading_slices_gives_what_gathering_gives(drawn: Asked, data: st.DataObject) -> None:
+@given(mask_cases(), st.data())
+def test_loading_slices_gives_what_gathering_gives(drawn: MaskCase, data: st.DataObject) -> None:
     B, H, M, N = drawn.sizes
     block = drawn.block(*(data.draw(ranges(n)) for n in (B, H, M)))
     sliced = Place.of(block, data.draw(ranges(N)))
@@ -322,7 +257,7 @@ def test_lengths_in_the_mask_move_its_diagonal() -> None:
     mask = canonical_mask(m.Causal("bottom_right") & m.KeyLengths(), 4, 8)
     assert mask == m.Band(None, 0, ("kv_lengths",)) & m.KeyLengths()
     data = {"kv_lengths": torch.tensor([3, 8])}
-    kept = plain_masks.place_by_place(
+    kept = mask_formula.evaluate_place_by_place(
         m.Band(None, 0, ("kv_lengths",)) & m.KeyLengths(), (2, 1, 4, 8), data
     )
     assert kept[0, 0].sum(-1).tolist() == [0, 1, 2, 3]
@@ -348,7 +283,7 @@ def test_a_leaf_that_says_only_what_it_keeps_is_right_everywhere() -> None:
             return at.j % 2 == 0
 
     mask = Even() & m.Causal() | ~Even() & m.Prefix(2)
-    drawn = Asked(mask, Shape(1, 1, 1, 5, 5, 1, 1), {})
+    drawn = MaskCase(mask, Shape(1, 1, 1, 5, 5, 1, 1), {})
     for i in range(5):
         span, surely = (
             f(drawn.block(range(1), range(1), range(i, i + 1))) for f in (mask.span, mask.surely)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph.masks import pictures
+from attn_graph.testing.mask_check import MaskCase, mask_cases
 from tests.masks.test_counts import brute
-from tests.masks.test_masks import Asked, asked
 
 ROWS = (("full", {"ours": 2.0, "theirs": 3.0}), ("causal", {"ours": 1.0}))
 DRAWN: dict[str, Callable[[Path], None]] = {
@@ -72,8 +72,8 @@ def test_flags_of_one_head_are_drawn() -> None:
         assert text.splitlines()[0] == line
 
 
-@given(asked(), st.data())
-def test_a_picture_shows_what_is_kept(drawn: Asked, data: st.DataObject) -> None:
+@given(mask_cases(), st.data())
+def test_a_picture_shows_what_is_kept(drawn: MaskCase, data: st.DataObject) -> None:
     B, H, M, N = drawn.sizes
     if not B or not H:
         return

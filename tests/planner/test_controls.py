@@ -14,7 +14,7 @@ from attrs import evolve
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attn_graph as ag
-from tests.support.strategies import tensors_for
+from attn_graph.testing.tensors import tensors_for
 
 CPU, H200, L40S = (ag.Target.of(name) for name in ("cpu", "h200", "l40s"))
 X = ag.TensorSpec((2, 4, 16, 8), torch.float32)

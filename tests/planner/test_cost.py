@@ -13,8 +13,9 @@ from hypothesis import given
 import attn_graph as ag
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.graph import Graph
-from tests.support import plain_masks
-from tests.support.strategies import graphs, seeds, tensors_for
+from attn_graph.testing import mask_formula
+from attn_graph.testing.strategies import graphs, seeds
+from attn_graph.testing.tensors import tensors_for
 
 CPU = ag.Target.of("cpu")
 H200 = ag.Target.of("h200")
@@ -43,7 +44,7 @@ def test_pairs_and_flops_are_those_of_every_place_asked(graph: ag.Graph, seed: i
     given_data = mask_data(plan.graph, node, tensors)
     due = torch.ones(sizes, dtype=torch.bool)
     if node.mask is not None:
-        due = plain_masks.place_by_place(node.mask, sizes, given_data)
+        due = mask_formula.evaluate_place_by_place(node.mask, sizes, given_data)
     names = {plan.graph.inputs[i].name for i in node.split(eqn.args).mask.values()}
     cost = plan.cost(**{name: tensors[name] for name in names})
     assert cost.exact

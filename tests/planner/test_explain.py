@@ -19,8 +19,9 @@ from attn_graph.planner.choose import BACKENDS
 from attn_graph.planner.explain import explain_graph
 from attn_graph.planner.explanation import Explanation
 from attn_graph.planner.remedies import Remedy, Request, apply_edits, edits
+from attn_graph.testing.strategies import graphs, shapes
+from tests.support.cudnn_graphs import cudnn_graphs
 from tests.support.reasons import skeleton
-from tests.support.strategies import cudnn_graphs, graphs, shapes
 
 CPU = Target.of("cpu")
 LIBRARIES = (

@@ -17,9 +17,10 @@ from attn_graph.ir.ops import Dropout
 from attn_graph.planner.choose import BACKENDS
 from attn_graph.planner.explanation import Refusal, format_remedies
 from attn_graph.planner.remedies import Remedy, Request, edits
+from attn_graph.testing.strategies import graphs, shapes
 from tests.planner.test_explain import TARGETS
+from tests.support.cudnn_graphs import cudnn_graphs
 from tests.support.reasons import skeleton
-from tests.support.strategies import cudnn_graphs, graphs, shapes
 
 HALF = torch.bfloat16
 X = ag.TensorSpec((2, 8, 512, 64), HALF)

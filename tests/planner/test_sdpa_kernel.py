@@ -16,9 +16,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attn_graph as ag
 from attn_graph.machine.torch_switches import CUDNN_FIRST, KERNELS, USUAL, Switches
+from attn_graph.testing import rule
+from attn_graph.testing.tensors import tensors_for
 from tests.planner.test_controls import chosen, reasons, switched
-from tests.support import plain
-from tests.support.strategies import tensors_for
 
 CPU, H200 = (ag.Target.of(name) for name in ("cpu", "h200"))
 LIBRARIES = (
@@ -104,7 +104,7 @@ def test_where_only_math_is_on_a_cpu_runs_no_fused_kernel(monkeypatch: pytest.Mo
     tensors = [t.requires_grad_() for t in tensors_for(graph, 0)]
     outputs = plan(*tensors)
     assert isinstance(outputs, tuple)
-    for found, due in zip(outputs, plain.expected(graph, tensors), strict=True):
+    for found, due in zip(outputs, rule.expect_outputs(graph, tensors), strict=True):
         due.check(found.detach())
 
 

@@ -19,7 +19,7 @@ from attn_graph.lowering.cudnn import backend as cudnn_backend
 from attn_graph.machine.store import Store
 from attn_graph.machine.target import Target
 from attn_graph.planner import tuning
-from tests.support.strategies import graphs
+from attn_graph.testing.strategies import graphs
 
 CPU = Target.of("cpu")
 X = ag.TensorSpec((1, 2, 16, 8), torch.float32)

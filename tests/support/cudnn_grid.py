@@ -22,7 +22,7 @@ from attn_graph.ir.passes import simplify
 from attn_graph.ir.vjp import backward, result_spec, wanted_inputs
 from attn_graph.lowering.problem import Problem, sole
 from attn_graph.spec import FLOATS, NAMES, TensorSpec
-from tests.support.strategies import Shape, maybe
+from attn_graph.testing.strategies import Shape, maybe
 
 HALF, BRAIN, FLOAT = torch.float16, torch.bfloat16, torch.float32
 I32, I64 = torch.int32, torch.int64

@@ -13,7 +13,7 @@ import torch
 from attrs import frozen
 
 from attn_graph.lowering.cudnn.graph import CudnnCall, Slot
-from tests.support import plain
+from attn_graph.testing import formula
 
 Tensor = torch.Tensor
 INF = float("inf")
@@ -58,13 +58,13 @@ Named = Mapping[str, Tensor]
 def scores(options: Options, given: Named) -> Tensor:
     """s [B,H,M,N] with all that is added, -inf where masked."""
     q = given["q"]
-    k = plain.per_head(given["k"], q.shape[1])
+    k = formula.per_head(given["k"], q.shape[1])
     scale = options["attn_scale"]
     assert isinstance(scale, float)
     s = capped(options, scale * (q @ k.mT)) + given.get("bias", torch.zeros(()))
     i, j = torch.arange(s.shape[2])[:, None], torch.arange(s.shape[3])
     if options.get("use_alibi_mask"):
-        slopes = torch.tensor(plain.slopes_of(s.shape[1]), dtype=s.dtype)
+        slopes = torch.tensor(formula.alibi_slopes(s.shape[1]), dtype=s.dtype)
         s = s + slopes[:, None, None] * (j - i)
     return s.masked_fill(~kept(options, given, i, j), -INF)
 
@@ -80,7 +80,7 @@ def slope(options: Options, given: Named) -> Tensor:
     if not isinstance(cap, float):
         return torch.ones(())
     assert isinstance(scale, float)
-    s = scale * (given["q"] @ plain.per_head(given["k"], given["q"].shape[1]).mT)
+    s = scale * (given["q"] @ formula.per_head(given["k"], given["q"].shape[1]).mT)
     return 1 - torch.tanh(s / cap) ** 2
 
 
@@ -109,7 +109,7 @@ def forward(options: Options, given: Named) -> dict[str, Tensor]:
     rows = given.get("seq_len_q", torch.full((1, 1, 1, 1), s.shape[2]))
     lse = lse.masked_fill(torch.arange(s.shape[2])[:, None] >= rows, -INF)  # with sinks too
     p = torch.exp(s - lse.masked_fill(lse == -INF, INF))
-    return {"o": p @ plain.per_head(given["v"], s.shape[1]), "stats": lse}
+    return {"o": p @ formula.per_head(given["v"], s.shape[1]), "stats": lse}
 
 
 def backward(options: Options, given: Named) -> dict[str, Tensor]:
@@ -117,7 +117,7 @@ def backward(options: Options, given: Named) -> dict[str, Tensor]:
     finite = lse.masked_fill(lse == -INF, INF)
     p = torch.exp(s - finite)
     q, do, G = given["q"], given["dO"], given["k"].shape[1]
-    k, v = (plain.per_head(given[name], q.shape[1]) for name in "kv")
+    k, v = (formula.per_head(given[name], q.shape[1]) for name in "kv")
     delta = (do * given["o"]).sum(-1, keepdim=True)
     ds = p * (do @ v.mT - delta)
     scale = options["attn_scale"]

@@ -1,7 +1,7 @@
-"""What hypothesis draws: shapes, strides, masks, modifiers, graphs, and tensors for them.
+"""What hypothesis draws: shapes, specs in any strides, masks, modifiers and graphs.
 
-Descriptions are drawn by hypothesis and shrink; the elements of tensors come from a seeded
-`torch.Generator`, which is faster by far and no worse at finding bugs.
+The elements of tensors are not drawn: `tensors_for` takes them from a seeded `torch.Generator`,
+which is faster by far and no worse at finding bugs.
 """
 
 from __future__ import annotations
@@ -10,21 +10,19 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
 from attn_graph import masks as m
 from attn_graph.ir import builder, ops
-from attn_graph.ir.attention import Attention
 from attn_graph.ir.builder import Value
 from attn_graph.ir.graph import Graph, Op
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
-from attn_graph.spec import FLOATS, TensorSpec, ValueType, dense_strides
+from attn_graph.spec import FLOATS, TensorSpec
 
 T = TypeVar("T")
 DEPTH = 3  # of a mask's expression: joins within joins
-EXTREME = 1e4  # scores this far from 0, where exp(s) is 0 or inf in any dtype
 
 seeds: SearchStrategy[int] = st.integers(0, 2**16)
 dtypes: SearchStrategy[torch.dtype] = st.sampled_from(FLOATS)
@@ -44,14 +42,17 @@ class Shape:
 
     @property
     def q(self) -> tuple[int, int, int, int]:
+        """The shape of q [B,H,M,D]."""
         return self.B, self.H, self.M, self.D
 
     @property
     def k(self) -> tuple[int, int, int, int]:
+        """The shape of k [B,G,N,D]."""
         return self.B, self.G, self.N, self.D
 
     @property
     def v(self) -> tuple[int, int, int, int]:
+        """The shape of v [B,G,N,E]."""
         return self.B, self.G, self.N, self.E
 
     def full(self, axes: str) -> tuple[int, ...]:
@@ -148,19 +149,21 @@ aligns: Aligned = st.sampled_from(["top_left", "bottom_right"])
 
 
 def bands(aligned: Aligned) -> SearchStrategy[m.Mask]:
+    """Bands with any bounds, near and far."""
     lengths = st.sets(st.sampled_from(m.LENGTHS)).map(m.ragged_in)
     return st.builds(m.Band, bounds, bounds, lengths)
 
 
 @st.composite
 def windows(draw: DrawFn, aligned: Aligned) -> m.Mask:
+    """Windows that hold a key."""
     left, right = draw(bounds), draw(bounds)
     if left is not None and right is not None:
         right = max(right, -left)
     return m.Window(left, right, draw(aligned))
 
 
-# A leaf that is declared and not drawn fails a test: `test_every_leaf_is_drawn`.
+# Each leaf that the library has; a test fails where one is declared and not drawn.
 LEAVES: dict[type[m.Mask], Callable[[Aligned], SearchStrategy[m.Mask]]] = {
     m.Causal: lambda aligned: st.builds(m.Causal, aligned),
     m.Window: windows,
@@ -195,12 +198,12 @@ def masks(draw: DrawFn, shape: Shape, align: m.Align | None = None, depth: int =
 @st.composite
 def data_specs(draw: DrawFn, needs: dict[str, m.Data], shape: Shape) -> dict[str, TensorSpec]:
     """A spec for each tensor that a mask or a modifier reads."""
-    found = {}
+    given = {}
     for name, data in needs.items():
         full = shape.full(data.axes)
         sizes = draw(broadcast(full)) if data.broadcasts else full
-        found[name] = draw(specs(sizes, draw(st.sampled_from(data.dtypes))))
-    return found
+        given[name] = draw(specs(sizes, draw(st.sampled_from(data.dtypes))))
+    return given
 
 
 # Modifiers
@@ -253,21 +256,45 @@ def modifiers(draw: DrawFn, shape: Shape) -> Modifier:
 
 # Graphs
 
+STATISTICS: tuple[bool | tuple[str, ...], ...] = (False, True, True, ("max",), ("max", "lse"))
+
 
 @st.composite
 def graphs(
     draw: DrawFn,
     shape: SearchStrategy[Shape] | None = None,
     dtype: SearchStrategy[torch.dtype] | None = None,
-    stats: bool | None = None,
+    stats: bool | tuple[str, ...] | None = None,
 ) -> Graph:
     """`attention` over all that it takes. Not simplified: that is what its users do first."""
     size = draw(shapes() if shape is None else shape)
     kind = draw(dtypes if dtype is None else dtype)
     q, k, v = (draw(specs(x, kind)) for x in (size.q, size.k, size.v))
     options = draw(mask_options(size)) | draw(score_options(size, kind))
-    stats = draw(st.booleans()) if stats is None else stats
+    stats = draw(st.sampled_from(STATISTICS)) if stats is None else stats
     return builder.attention(q, k, v, **options, stats=stats)
+
+
+@st.composite
+def simple_graphs(
+    draw: DrawFn,
+    shape: SearchStrategy[Shape] | None = None,
+    dtype: SearchStrategy[torch.dtype] | None = None,
+) -> Graph:
+    """Near what one fused kernel takes: one head size, no mask or a causal one, perhaps a bias."""
+    x = draw((shapes() if shape is None else shape).filter(lambda x: 0 not in (x.B, x.H, x.M, x.N)))
+    size = evolve(x, E=x.D)
+    kind = draw(dtypes if dtype is None else dtype)
+    unit_last = [specs(n, kind).filter(lambda s: s.unit_last) for n in (size.q, size.k, size.v)]
+    q, k, v = map(draw, unit_last)
+    biased = draw(st.booleans())
+    return builder.attention(
+        q, k, v,
+        scale=draw(st.sampled_from((None, 0.3, 2.0))),
+        mask=None if biased else draw(st.sampled_from((None, m.Causal("top_left")))),
+        bias=draw(bias_specs(size, kind)) if biased else None,
+        stats=draw(st.booleans()),
+    )  # fmt: skip
 
 
 @st.composite
@@ -309,11 +336,11 @@ def shuffled_graphs(draw: DrawFn, dtype: torch.dtype = torch.float32) -> Graph:
     steps: list[tuple[Op, list[str]]] = []
     for n in range(draw(st.integers(1, 5))):
         step: m.Mask | Modifier = draw(st.one_of(masks(size, depth=1), modifiers(size)))
-        found = draw(data_specs(step.needs, size))
-        shared = {name for name in found if given.get(name) == found[name] and draw(st.booleans())}
+        needs = draw(data_specs(step.needs, size))
+        shared = {name for name in needs if given.get(name) == needs[name] and draw(st.booleans())}
         taken = given.keys() - shared
-        names = {name: f"{name}{n}" if name in taken else name for name in found}
-        given |= {names[name]: spec for name, spec in found.items()}
+        names = {name: f"{name}{n}" if name in taken else name for name in needs}
+        given |= {names[name]: spec for name, spec in needs.items()}
         op = ops.Mask(step) if isinstance(step, m.Mask) else step
         steps.append((op, [*names.values()]))
 
@@ -325,166 +352,3 @@ def shuffled_graphs(draw: DrawFn, dtype: torch.dtype = torch.float32) -> Graph:
         return p.weigh(x["v"]), lse
 
     return builder.graph(attend, **given)
-
-
-# Tensors
-
-
-def tensors_for(graph: Graph, seed: int, device: str = "cpu") -> tuple[torch.Tensor, ...]:
-    """A tensor for each input: its shape, dtype and strides, and values that make sense there.
-
-    One seed in eight gives scores near -1e4, one in eight near +1e4. Biases and sinks have -inf at
-    some places, and biases for whole queries.
-    """
-    random = torch.Generator().manual_seed(seed)
-    shift = {6: EXTREME, 7: -EXTREME}.get(seed % 8, 0.0)
-    sizes = {i.name: i.spec.shape for i in graph.inputs}
-    most = {"q_lengths": sizes.get("q", (0,) * 4)[2], "kv_lengths": sizes.get("k", (0,) * 4)[2]}
-    means = centres(graph, shift)
-    found = []
-    for i in graph.inputs:
-        name = i.name.rstrip("0123456789")  # a second one of a kind
-        mean, spread = means.get(name, 0.0), SPREADS.get(name, 1.0)
-        values = filler(i.spec.type, random, most.get(name, 2), mean, spread)
-        found.append(laid_out(i.spec, values, random, device))
-        if name in ("bias", "sinks") and found[-1].numel():
-            hide(found[-1], random)
-    return tuple(found)
-
-
-def hide(tensor: torch.Tensor, random: torch.Generator) -> None:
-    """Put -inf at some places of a bias or of sinks, or at all of some queries; mostly nowhere."""
-    kind = int(torch.randint(5, (), generator=random))
-    shape = {3: tensor.shape, 4: (*tensor.shape[:-1], 1)}.get(kind)
-    if shape is not None:
-        hidden = (torch.rand(shape, generator=random) < 0.3).expand(tensor.shape)
-        storage = tensor.as_strided((tensor.untyped_storage().size() // tensor.itemsize,), (1,), 0)
-        places = torch.arange(len(storage))
-        at = places.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())[hidden]
-        storage[at.to(tensor.device)] = -torch.inf  # axes of stride 0 can't be written through
-
-
-SPREADS = {"alibi": 0.3, "sinks": 2.0}
-
-
-def centres(graph: Graph, shift: float) -> dict[str, float]:
-    """Means of q and k that make the mean score `shift`."""
-    scale = next((e.op.scale for e in graph.eqns if isinstance(e.op, (ops.Scores, Attention))), 0.0)
-    if not shift or not scale:
-        return {}
-    D = graph.inputs[0].spec.shape[-1]
-    size = (abs(shift) / (abs(scale) * D)) ** 0.5
-    return {"q": size, "k": size if (shift > 0) == (scale > 0) else -size}
-
-
-def filler(
-    type_: ValueType, random: torch.Generator, most: int, mean: float, spread: float
-) -> Callable[[int], torch.Tensor]:
-    """How many elements -> that many: normal, or lengths and segments up to `most`, or flags."""
-    kind = type_.dtype
-
-    def numbers(count: int) -> torch.Tensor:
-        if kind.is_floating_point:
-            drawn = torch.randn(count, generator=random, dtype=torch.float64)
-            return (drawn * spread + mean).to(kind)
-        if kind == torch.bool:  # few flags leave rows that see nothing
-            share = (0.1, 0.5, 0.9)[int(torch.randint(3, (), generator=random))]
-            return torch.rand(count, generator=random) < share
-        if not type_.shape:  # seed or offset: all 64 bits
-            return torch.randint(-(2**63), 2**63 - 1, (count,), generator=random)
-        return torch.randint(most + 1, (count,), generator=random).to(kind)
-
-    return numbers
-
-
-def laid_out(
-    spec: TensorSpec,
-    values: Callable[[int], torch.Tensor],
-    random: torch.Generator,
-    device: str = "cpu",
-) -> torch.Tensor:
-    """A tensor that meets the spec, anywhere in a storage; strides that mean nothing are odd."""
-    start, odd = (int(x) for x in torch.randint(0, 6, (2,), generator=random))
-    last = sum((n - 1) * s for n, s in zip(spec.shape, spec.strides, strict=True))
-    empty = 0 in spec.shape
-    storage = values(start + (0 if empty else last + 1)).to(device)
-    plain = dense_strides(spec.shape)
-    strides = [odd if empty or n == 1 else s for n, s in zip(spec.shape, spec.strides, strict=True)]
-    tensor = storage.as_strided(spec.shape, plain if empty and odd < 3 else strides, start)
-    assert TensorSpec.like(tensor) == spec
-    return tensor
-
-
-def cotangents_for(graph: Graph, seed: int, device: str = "cpu") -> tuple[torch.Tensor, ...]:
-    """A dense cotangent for each output, of its shape and dtype."""
-    random = torch.Generator().manual_seed(seed)
-    return tuple(
-        torch.randn(t.shape, generator=random, dtype=torch.float64).to(device, t.dtype)
-        for t in graph.output_types
-    )
-
-
-# What cuDNN is near to taking: half precision, head sizes of 8, rows on 16 bytes, masks with words.
-
-
-@st.composite
-def cudnn_graphs(draw: DrawFn, sizes: SearchStrategy[int] | None = None) -> Graph:
-    """Most are taken; sizes are those of M and N."""
-    length = st.integers(1, 20) if sizes is None else sizes
-    M, G = draw(length), draw(st.integers(1, 3))
-    N = draw(st.one_of(st.just(M), length))
-    D, E = draw(st.sampled_from([(8, 8), (16, 16), (24, 8), (8, 16), (64, 64)]))
-    shape = Shape(draw(st.integers(1, 3)), G * draw(st.integers(1, 3)), G, M, N, D, E)
-    dtype = draw(st.sampled_from([torch.float16, torch.bfloat16]))
-    kinds = (draw(spaced(x, dtype)) for x in (shape.q, shape.k, shape.v))
-    return builder.attention(*kinds, **draw(cudnn_options(shape, dtype)))
-
-
-@st.composite
-def cudnn_options(
-    draw: DrawFn, shape: Shape, dtype: torch.dtype
-) -> dict[str, Any]:  # Any: options of `attention`
-    align = draw(st.one_of(aligns, st.none()) if shape.M == shape.N else aligns)
-    window = st.builds(m.Window, st.integers(0, 9), st.sampled_from([0, 0, 3, None]))
-    mask = draw(maybe(st.one_of(st.just(m.Causal()), window)))
-    lengths = draw(maybe(st.sets(st.sampled_from(m.LENGTHS), min_size=1))) or ()
-    bias = draw(maybe(bias_shapes(shape))) if mask is None or align != "bottom_right" else None
-    kind = draw(st.sampled_from([dtype, dtype, torch.float32]))
-    return {
-        "mask": mask,
-        "align": align,
-        "scale": draw(scales),
-        "bias": None if bias is None else TensorSpec(bias, kind),
-        "alibi": draw(maybe(st.just(True))) if mask == m.Causal() else None,
-        "soft_cap": draw(maybe(caps)) if mask is None and not lengths else None,
-        "sinks": draw(maybe(sink_specs(shape, dtype))),
-    } | {name: draw(length_specs(shape)) for name in sorted(lengths)}
-
-
-def bias_shapes(shape: Shape) -> SearchStrategy[tuple[int, ...]]:
-    return broadcast(shape.full("bhij"))
-
-
-def length_specs(shape: Shape) -> SearchStrategy[TensorSpec]:
-    """[B] int32 or int64, dense or not."""
-    dtype = st.sampled_from([torch.int32, torch.int64])
-    return dtype.flatmap(lambda kind: specs(shape.full("b"), kind))
-
-
-@st.composite
-def spaced(draw: DrawFn, shape: Sequence[int], dtype: torch.dtype) -> TensorSpec:
-    """Any order of the outer axes, gaps of 8 elements, or one head or batch entry for all."""
-    strides, step = [0, 0, 0, 1], shape[-1] + 8 * draw(st.integers(0, 1))
-    for axis in draw(st.permutations(range(3))):
-        strides[axis] = step
-        step = step * shape[axis] + 8 * draw(st.integers(0, 1))
-    shared = draw(st.sampled_from([(), (), (), (0,), (1,), (0, 1)]))
-    return TensorSpec(shape, dtype, [0 if n in shared else s for n, s in enumerate(strides)])
-
-
-def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """The same, on an address that is a multiple of 16 bytes."""
-    shape, strides = tensor.shape, tensor.stride()
-    last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-    storage = tensor.as_strided((last + 1,), (1,)).clone()
-    return storage.as_strided(shape, strides, 0)

@@ -11,27 +11,29 @@ from attrs import frozen
 
 from attn_graph import masks
 from attn_graph.masks.places import Place
+from attn_graph.spec import INF
 
-INF = float("inf")
 Tensor = torch.Tensor
 Data = Mapping[str, Tensor]
 
 
 @frozen
-class Where:
+class Places:
     """Every place of [B,H,M,N], and the tensors that say something about it."""
 
     sizes: tuple[int, int, int, int]
     data: Data
 
     def axis(self, letter: str) -> Tensor:
+        """Positions laid along one axis."""
         place = "bhij".index(letter)
         return torch.arange(self.sizes[place]).reshape([-1] + [1] * (3 - place))
 
     def lengths(self, name: str) -> Tensor:
+        """Lengths of each batch entry."""
         return self.data[name].reshape(-1, 1, 1, 1)
 
-    def moved(self, align: str | None, lengths: Sequence[str]) -> Tensor:
+    def aligned_rows(self, align: str | None, lengths: Sequence[str]) -> Tensor:
         """i', the key that query i meets, given which lengths say where sequences end."""
         i, (_, _, M, N) = self.axis("i"), self.sizes
         if align != "bottom_right":
@@ -41,29 +43,35 @@ class Where:
         return i + last_key - last_query
 
 
-def causal(mask: masks.Causal, at: Where) -> Tensor:
-    return at.axis("j") <= at.moved(mask.align, [*at.data])
+def causal(mask: masks.Causal, at: Places) -> Tensor:
+    """j <= i'."""
+    return at.axis("j") <= at.aligned_rows(mask.align, [*at.data])
 
 
-def window(mask: masks.Window, at: Where) -> Tensor:
+def window(mask: masks.Window, at: Places) -> Tensor:
+    """i' - left <= j <= i' + right."""
     left = INF if mask.left is None else mask.left
     right = INF if mask.right is None else mask.right
-    i, j = at.moved(mask.align, [*at.data]), at.axis("j")
+    i, j = at.aligned_rows(mask.align, [*at.data]), at.axis("j")
     return (i - left <= j) & (j <= i + right)
 
 
-def band(mask: masks.Band, at: Where) -> Tensor:
-    gap = at.axis("j") - (at.moved("bottom_right", mask.ragged) if mask.ragged else at.axis("i"))
+def band(mask: masks.Band, at: Places) -> Tensor:
+    """low <= j - i' <= high."""
+    gap = at.axis("j") - (
+        at.aligned_rows("bottom_right", mask.ragged) if mask.ragged else at.axis("i")
+    )
     low = -INF if mask.low is None else mask.low
     return (low <= gap) & (gap <= (INF if mask.high is None else mask.high))
 
 
-def same_segment(mask: masks.SameSegment, at: Where) -> Tensor:
+def same_segment(mask: masks.SameSegment, at: Places) -> Tensor:
+    """The numbers of query and key are the same."""
     q, k = at.data["q_segments"], at.data["kv_segments"]
     return q[:, None, :, None] == k[:, None, None, :]
 
 
-LEAVES: dict[type[masks.Mask], Callable[[Any, Where], Tensor]] = {
+LEAVES: dict[type[masks.Mask], Callable[[Any, Places], Tensor]] = {
     masks.Causal: causal,
     masks.Window: window,
     masks.Band: band,
@@ -75,24 +83,26 @@ LEAVES: dict[type[masks.Mask], Callable[[Any, Where], Tensor]] = {
 }
 
 
-def kept(mask: masks.Mask, at: Where) -> Tensor:
+def evaluate_mask(mask: masks.Mask, at: Places) -> Tensor:
     """True where the mask keeps, [B,H,M,N] or what broadcasts to it."""
     match mask:
         case masks.And(a, b):
-            return kept(a, at) & kept(b, at)
+            return evaluate_mask(a, at) & evaluate_mask(b, at)
         case masks.Or(a, b):
-            return kept(a, at) | kept(b, at)
+            return evaluate_mask(a, at) | evaluate_mask(b, at)
         case masks.Not(a):
-            return ~kept(a, at)
+            return ~evaluate_mask(a, at)
         case _ if type(mask) in LEAVES:
             return LEAVES[type(mask)](mask, at)
         case _:
-            return place_by_place(mask, at.sizes, at.data)
+            return evaluate_place_by_place(mask, at.sizes, at.data)
 
 
-def place_by_place(mask: masks.Mask, sizes: tuple[int, int, int, int], data: Data) -> Tensor:
+def evaluate_place_by_place(
+    mask: masks.Mask, sizes: tuple[int, int, int, int], data: Data
+) -> Tensor:
     """The mask asked at every single place, in integers: slow, and what `keep` means."""
     _, H, M, N = sizes
     places = (Place(b, h, i, j, H, M, N, data) for b, h, i, j in product(*map(range, sizes)))
-    asked = [bool(mask.keep(place)) for place in places]
-    return torch.tensor(asked, dtype=torch.bool).reshape(sizes)
+    answers = [bool(mask.keep(place)) for place in places]
+    return torch.tensor(answers, dtype=torch.bool).reshape(sizes)

@@ -1,0 +1,46 @@
+"""What a frozen value remembers of devices between calls: the one cell in it that is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar, final
+
+import torch
+from attrs import define, field
+
+from attn_graph.errors import PlanTargetError
+from attn_graph.machine.ambient import neutral_state
+from attn_graph.machine.workspace import is_capturing
+
+T = TypeVar("T")
+
+
+@final
+@define(eq=False)
+class DeviceMemo(Generic[T]):
+    """Things that are made for a device, or for a device and a name, when they are first needed.
+
+    Threads that need one at the same time may make it twice, and then share the first.
+    """
+
+    things: dict[Hashable, T] = field(factory=dict, init=False)
+
+    def get(self, key: Hashable, make: Callable[[], T]) -> T:
+        """The thing of this key; `make` makes it where there is none yet."""
+        thing = self.things.get(key)
+        return self.things.setdefault(key, make()) if thing is None else thing
+
+
+def copy_to(device: torch.device, host: torch.Tensor, what: str) -> torch.Tensor:
+    """A tensor of the host on a device, to be remembered: no mode, trace or capture holds it.
+
+    The host waits for the copy, for another stream may be the next to read it. Raises
+    PlanTargetError while a CUDA graph is captured, whose memory it would be.
+    """
+    if device.type == "cuda" and is_capturing(device):
+        raise PlanTargetError(
+            f"{what} are not on {device} yet, and nothing is copied there while a CUDA graph is "
+            "captured; call the plan once before the capture, and its gradient if that is captured"
+        )
+    with neutral_state():
+        return host.to(device)

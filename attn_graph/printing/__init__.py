@@ -1,0 +1,1 @@
+"""Values as the Python that makes them, and as HTML for notebooks."""

@@ -1,0 +1,97 @@
+"""Whether a plan gives what the formula says, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.strategies import SearchStrategy
+
+from attn_graph.ir.graph import Graph
+from attn_graph.ir.vjp import result_spec
+from attn_graph.plan import Plan
+from attn_graph.spec import TensorSpec
+from attn_graph.testing.formula import poison_blind_rows
+from attn_graph.testing.rule import expect_gradients, expect_outputs
+from attn_graph.testing.tensors import cotangents_for
+
+Tensors = Sequence[torch.Tensor]
+
+
+def search(check: Callable[..., None], **strategies: SearchStrategy[object]) -> None:
+    """Call `check` with drawn arguments, and raise what it raises, at the smallest that hypothesis
+    finds. How many are drawn, and from which seed, is what hypothesis' profile says."""
+    slow = settings(
+        deadline=None,
+        phases=set(Phase) - {Phase.explain},  # takes longer than all others
+        report_multiple_bugs=False,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    slow(given(**strategies)(check))()
+
+
+def run_plan(plan: Plan, tensors: Tensors, **named: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The outputs of a plan, as a tuple where there is one output too."""
+    outputs = plan(*tensors, **named)
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def as_leaves(tensors: Tensors) -> tuple[torch.Tensor, ...]:
+    """The same tensors, strides and all, floating ones requiring grad."""
+    return tuple(t.detach().requires_grad_(t.is_floating_point()) for t in tensors)
+
+
+def run_gradients(
+    plan: Plan, tensors: Tensors, cotangents: Sequence[torch.Tensor | None]
+) -> dict[str, torch.Tensor]:
+    """What autograd gives for each floating input, by name; a cotangent of None is not given."""
+    leaves = as_leaves(tensors)
+    outputs = run_plan(plan, leaves)
+    pairs = [(o, d) for o, d in zip(outputs, cotangents, strict=True) if d is not None]
+    wanted = {i.name: t for i, t in zip(plan.graph.inputs, leaves, strict=True) if t.requires_grad}
+    grads = torch.autograd.grad(
+        [o for o, _ in pairs], [*wanted.values()], [d for _, d in pairs], allow_unused=True
+    )
+    return {n: g for n, g in zip(wanted, grads, strict=True) if g is not None}
+
+
+def check_outputs(plan: Plan, graph: Graph, tensors: Tensors) -> None:
+    """Raise AssertionError unless a call gives what the formula says, in new and dense memory, and
+    leaves its inputs as they are."""
+    before, who = [t.clone() for t in tensors], f"{plan.backend}: "
+    dues = expect_outputs(graph, tensors)
+    outputs = run_plan(plan, tensors)
+    for i, t, old in zip(graph.inputs, tensors, before, strict=True):
+        assert torch.equal(t, old), f"{who}a call changed its input {i.name}\n{t}\nwas\n{old}"
+    for output, due, n in zip(outputs, dues, plan.graph.outputs, strict=True):
+        due.check(output, who)
+        spec, like = result_spec(plan.graph, n), TensorSpec.like(output)
+        assert like == spec, f"{who}{due.name} is laid out as {like}, and should be {spec}"
+    storages = {t.untyped_storage().data_ptr() for t in tensors if t.numel()}
+    for output in outputs:
+        shared = output.numel() and output.untyped_storage().data_ptr() in storages
+        assert not shared, f"{who}an output lies in the memory of an input"
+
+
+def check_gradients(
+    plan: Plan, graph: Graph, tensors: Tensors, seed: int, *, skip: int | None = None
+) -> dict[str, torch.Tensor]:
+    """The gradients that a plan gives. Raises AssertionError where they are not the formula's.
+
+    In rows that see nothing cotangents are NaN or infinite, and count 0. skip: of two outputs
+    that have a gradient, the one that none comes from.
+    """
+    drawn = cotangents_for(plan.graph, seed, str(tensors[0].device))
+    cotangents, poisoned = [*drawn], [*poison_blind_rows(graph, tensors, drawn, seed)]
+    if skip is not None and len(plan.graph.differentiable_outputs) == 2:
+        n = plan.graph.outputs.index(plan.graph.differentiable_outputs[skip])
+        cotangents[n] = poisoned[n] = None
+    grads = run_gradients(plan, tensors, poisoned)
+    for name, due in expect_gradients(graph, tensors, cotangents).items():
+        if name in grads:
+            due.check(grads[name], f"{plan.backend}: ")
+            assert grads[name].isfinite().all() or not due.ref.isfinite().all(), (
+                f"{plan.backend}: d{name} is not finite\n{grads[name]}\nis not\n{due.ref}"
+            )
+    return grads

@@ -1,0 +1,83 @@
+"""check_backend: whether a backend gives what the formula says for every graph that it takes."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
+
+from attn_graph.backend import Backend, Options
+from attn_graph.compiler import compile
+from attn_graph.ir.graph import Graph
+from attn_graph.ir.passes import simplify
+from attn_graph.machine.target import Target
+from attn_graph.plan import Plan
+from attn_graph.testing.agreement import check_gradients, check_outputs, search
+from attn_graph.testing.strategies import graphs as any_graph
+from attn_graph.testing.strategies import seeds, simple_graphs
+from attn_graph.testing.tensors import tensors_for
+
+
+def check_backend(
+    backend: Backend, target: Target | str = "cpu", *, graphs: SearchStrategy[Graph] | None = None
+) -> None:
+    """Raise AssertionError unless a backend does what it says, for every graph that it takes.
+
+    A graph is refused with reasons, the same when asked again; else it is lowered, and its outputs
+    and gradients are what the formula says: given do, dlse, or both, with NaN in the gaps of
+    tensors and in cotangents of rows that see nothing. A gradient that it refuses is computed by
+    `math`, from what its forward pass saves. Where the target is not this machine, graphs are
+    planned and nothing runs.
+
+    graphs: what is drawn, by default any graph and, as often, ones that most kernels take. It is
+    an AssertionError too if none is taken: then draw nearer to what the backend computes.
+    """
+    machine = Target.of(target) if isinstance(target, str) else target
+    runs, taken = is_here(machine), list[Graph]()
+
+    def check(graph: Graph, seed: int, skip: int | None) -> None:
+        plan = plan_graph(backend, graph, machine)
+        if plan is None:
+            return
+        taken.append(graph)
+        if runs:
+            check_runs(plan, graph, seed, skip, machine)
+
+    drawn = st.one_of(simple_graphs(), any_graph()) if graphs is None else graphs
+    search(check, graph=drawn, seed=seeds, skip=st.sampled_from((None, 0, 1)))
+    assert taken, f"{backend.name} took no graph that was drawn; give graphs= it is nearer to"
+
+
+def is_here(target: Target) -> bool:
+    """Whether plans for a target run on this machine."""
+    if target.kind == "cpu":
+        return True
+    return torch.cuda.is_available() and target == Target.here()
+
+
+def plan_graph(backend: Backend, graph: Graph, target: Target) -> Plan | None:
+    """The backend's plan, whose gradient `math` computes where the backend refuses it; None where
+    it refuses the graph. Raises AssertionError for a refusal without reasons, or with others the
+    second time."""
+    simple = simplify(graph)
+    once, again = ([*map(str, backend.why_not(simple, target, Options()))] for _ in range(2))
+    assert once == again, f"{backend.name} has the reasons {once}, and when asked again {again}"
+    names = (backend,) if backend.name == "math" else (backend, "math")
+    plan = compile(graph, target=target, backends=names)
+    if plan.backend == backend.name:
+        return plan
+    ((_, reasons),) = plan.refusals
+    texts = [*map(str, reasons)]
+    assert all(text.strip() for text in texts or [""]), (
+        f"{backend.name} refuses a graph, and its reasons are {texts}; each is a clause that "
+        f"completes 'no, because it'\n{graph}"
+    )
+    return None
+
+
+def check_runs(plan: Plan, graph: Graph, seed: int, skip: int | None, target: Target) -> None:
+    """Raise AssertionError unless a plan gives the formula's outputs and gradients."""
+    tensors = tensors_for(graph, seed, target.kind)
+    check_outputs(plan, graph, tensors)
+    if graph.has_gradient:
+        check_gradients(plan, graph, tensors, seed, skip=skip)

@@ -1,0 +1,381 @@
+"""What docs/semantics.md says, in plain PyTorch and whole arrays: the formula of one attention.
+
+Written from that page and from nothing else: of the library it reads the graph, not one op's code.
+Everything is out of place, so `torch.autograd` gives the gradients. A modifier of your own has no
+formula beside its definition: it gives its `change`, and PyTorch differentiates that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch.autograd.graph import allow_mutation_on_saved_tensors
+
+from attn_graph import masks
+from attn_graph.ir import ops
+from attn_graph.ir.attention import Attention
+from attn_graph.ir.graph import Graph, Op
+from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap, every_place
+from attn_graph.spec import INF
+from attn_graph.testing.mask_formula import Data, Places, evaluate_mask
+
+Tensor = torch.Tensor
+DENSE = torch.contiguous_format
+
+
+# What a graph says is to be computed.
+
+
+@frozen
+class Chain:
+    """One attention: its tensors by role, and what is done to the scores."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    modifiers: tuple[tuple[Modifier, Data], ...]
+    masks: tuple[tuple[masks.Mask, Data], ...]
+    sinks: Tensor | None
+    rate: float
+    seed: int
+    offset: int
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """B, H, M, N."""
+        B, H, M, _ = self.q.shape
+        return B, H, M, self.k.shape[2]
+
+
+def read_chain(graph: Graph, tensors: Sequence[Tensor]) -> Chain:
+    """The attention that a graph is, whether in single steps or as one op."""
+    values: dict[int, Tensor] = dict(enumerate(tensors))
+    fields: dict[str, Any] = {  # Any: those of a Chain
+        "modifiers": (),
+        "masks": (),
+        "sinks": None,
+        "rate": 0.0,
+        "seed": 0,
+        "offset": 0,
+    }
+    for eqn in graph.eqns:
+        fields |= read_step(eqn.op, [values.get(i, torch.empty(0)) for i in eqn.args], fields)
+    return Chain(**fields)
+
+
+def read_step(
+    op: Op,
+    given: list[Tensor],
+    before: dict[str, Any],  # Any: fields of a Chain
+) -> dict[str, Any]:  # Any: as above
+    """What one equation adds to a chain. Operands that are no inputs of the graph are not read."""
+    match op:
+        case ops.Scores(scale):
+            return {"q": given[0], "k": given[1], "scale": scale}
+        case Modifier():
+            data = dict(zip(op.needs, given[1:], strict=True))
+            return {"modifiers": (*before["modifiers"], (op, data))}
+        case ops.Mask(mask):
+            data = dict(zip(mask.needs, given[1:], strict=True))
+            return {"masks": (*before["masks"], (mask, data))}
+        case ops.Softmax():
+            return {"sinks": given[1] if op.sinks else None}
+        case ops.MaxScores():
+            return {}
+        case ops.Dropout(rate):
+            return {"rate": rate, "seed": int(given[1]), "offset": int(given[2])}
+        case ops.Weigh():
+            return {"v": given[1]}
+        case Attention():
+            return read_attention(op, given)
+        case _:
+            raise NotImplementedError(f"{op} is no part of one attention")
+
+
+def read_attention(op: Attention, given: list[Tensor]) -> dict[str, Any]:  # Any: as above
+    """All of a chain: q, k, v, then what modifiers, mask, sinks and dropout read, in that order."""
+    q, k, v, *rest = given
+    more = iter(rest)
+    modifiers = tuple((m, {name: next(more) for name in m.needs}) for m in op.modifiers)
+    under = [op.mask] if op.mask is not None else []
+    return {
+        "q": q,
+        "k": k,
+        "v": v,
+        "scale": op.scale,
+        "modifiers": modifiers,
+        "masks": tuple((m, {name: next(more) for name in m.needs}) for m in under),
+        "sinks": next(more) if op.sinks else None,
+        "rate": op.dropout,
+        "seed": int(next(more)) if op.dropout else 0,
+        "offset": int(next(more)) if op.dropout else 0,
+    }
+
+
+def output_roles(graph: Graph) -> list[str]:
+    """What each output of a graph is: "p", "lse", "max", "pz" (p with dropout) or "o"."""
+    names: dict[int, str] = {}
+    for eqn, outs in graph.numbered():
+        match eqn.op:
+            case ops.Softmax():
+                names |= zip(outs, ("p", "lse"), strict=True)
+            case ops.MaxScores():
+                names[outs[0]] = "max"
+            case ops.Dropout():
+                names[outs[0]] = "pz"
+            case ops.Weigh():
+                names[outs[0]] = "o"
+            case Attention():
+                names |= zip(outs, ("o", *eqn.op.stats), strict=True)
+    return [names[i] for i in graph.outputs]
+
+
+# The modifiers, each one step of the scores.
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """The slopes of the ALiBi paper, as its authors' code computes them."""
+    power = math.log2(heads) if heads else 0
+    if power == int(power):
+        first = 2 ** (-(2 ** -(power - 3)))
+        return [first ** (n + 1) for n in range(heads)]
+    below = 2 ** int(power)
+    return alibi_slopes(below) + alibi_slopes(2 * below)[0::2][: heads - below]
+
+
+def alibi_penalty(op: Alibi, s: Tensor, at: Places) -> Tensor:
+    """slope[h] * |i' - j|."""
+    slopes = torch.tensor(alibi_slopes(at.sizes[1])) if op.default else at.data["alibi"]
+    slopes = slopes.to(s.dtype)[..., None, None]
+    ragged = op.ragged if op.align == "bottom_right" else ()
+    return slopes * (at.aligned_rows(op.align, ragged) - at.axis("j")).abs().to(s.dtype)
+
+
+STEPS: dict[type[Modifier], Callable[[Any, Tensor, Places], Tensor]] = {
+    SoftCap: lambda op, s, at: op.cap * torch.tanh(s / op.cap),
+    Bias: lambda op, s, at: s + at.data["bias"].to(s.dtype),
+    Alibi: lambda op, s, at: s - alibi_penalty(op, s, at),
+}
+
+
+def apply_modifier(op: Modifier, s: Tensor, at: Places) -> Tensor:
+    """s -> s'."""
+    if type(op) in STEPS:
+        return STEPS[type(op)](op, s, at)
+    changed: Tensor = OwnStep.apply(op, tuple(at.data), s, *at.data.values())  # type: ignore[no-untyped-call]  # of PyTorch
+    return changed
+
+
+class OwnStep(torch.autograd.Function):
+    """The step of a modifier of your own, whose gradient follows from `change` alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # Any: PyTorch's, which keeps what backward reads
+        op: Modifier,
+        names: tuple[str, ...],
+        s: Tensor,
+        *tensors: Tensor,
+    ) -> Tensor:
+        """`change`, on every place at once."""
+        ctx.op, ctx.names = op, names
+        ctx.save_for_backward(s, *tensors)
+        return op.change(s.clone(), every_place(s, dict(zip(names, tensors, strict=True)))).to(s)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # Any: PyTorch's; None or gradients
+        """The gradients of s and of every floating tensor that is read."""
+        s, *tensors = ctx.saved_tensors
+        data = dict(zip(ctx.names, tensors, strict=True))
+        ds, more = differentiate(ctx.op, s, data, grads[0])
+        return None, None, ds, *(more.get(name) for name in ctx.names)
+
+
+def differentiate(
+    op: Modifier, s: Tensor, data: Data, ds: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The gradients of s and of each floating tensor that a step reads, given that of s'.
+
+    They follow from `change` alone, which may work in place.
+    """
+    with torch.enable_grad(), allow_mutation_on_saved_tensors():
+        x = s.detach().clone().requires_grad_()
+        read = {name: t.detach().clone(memory_format=DENSE) for name, t in data.items()}
+        leaves = {n: t.requires_grad_() for n, t in read.items() if t.is_floating_point()}
+        changed = op.change(x.clone(), every_place(x, read))
+        wanted = [x, *leaves.values()]
+        grads = torch.autograd.grad(
+            [changed + 0 * x], wanted, [ds], allow_unused=True, materialize_grads=True
+        )
+    return torch.where(ds == 0, 0.0, grads[0]), dict(zip(leaves, grads[1:], strict=True))
+
+
+# Dropout's generator, in Python's integers.
+
+
+def philox(key: tuple[int, int], counter: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+    """Philox 4x32-10 (Salmon et al., SC 2011), one block."""
+    word = 2**32
+    (k0, k1), (c0, c1, c2, c3) = key, counter
+    for _ in range(10):
+        high0, low0 = divmod(0xD2511F53 * c0, word)
+        high1, low1 = divmod(0xCD9E8D57 * c2, word)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + 0x9E3779B9) % word, (k1 + 0xBB67AE85) % word
+    return c0, c1, c2, c3
+
+
+@lru_cache(maxsize=16)  # float64 and the graph's dtype need the same dropout
+def draw_dropout(rate: float, seed: int, offset: int, sizes: tuple[int, int, int, int]) -> Tensor:
+    """z [B,H,M,N] in {0, 1}: place (b,h,i,j) draws word j % 4 at (j // 4, i, b H + h, offset)."""
+    B, H, M, N = sizes
+    key = (seed % 2**32, seed // 2**32 % 2**32)
+    rows = [
+        [
+            word
+            for block in range(-(-N // 4))
+            for word in philox(key, (block, i, bh, offset % 2**32))
+        ][:N]
+        for bh, i in product(range(B * H), range(M))
+    ]
+    words = torch.tensor(rows, dtype=torch.int64).reshape(sizes)
+    return (words >= round(rate * 2**32)).double()
+
+
+# The formula.
+
+
+@frozen
+class Evaluation:
+    """Every value of one attention that a graph may return, and those its gradient is made of."""
+
+    steps: tuple[Tensor, ...]  # scores, then the result of each modifier
+    p: Tensor
+    z: Tensor  # of dropout, over 1 - rate
+    lse: Tensor
+    max: Tensor
+    pz: Tensor
+    o: Tensor
+
+    @property
+    def finite_steps(self) -> tuple[Tensor, ...]:
+        """The steps, with 0 at places of -inf, where p is 0 however large the terms are."""
+        return tuple(s.masked_fill(self.steps[-1] == -INF, 0.0) for s in self.steps)
+
+    def __getitem__(self, role: str) -> Tensor:
+        value: Tensor = getattr(self, role)
+        return value
+
+
+def per_head(x: Tensor, heads: int) -> Tensor:
+    """Query head h reads key/value head h // r."""
+    r = heads // max(1, x.shape[1])
+    return x[:, [h // r for h in range(heads)]]
+
+
+def attend(c: Chain) -> Evaluation:
+    """The page's seven steps. Rows that see nothing, and no sink, have o = 0 and lse = -inf."""
+    B, H, M, N = c.sizes
+    s = c.scale * torch.einsum("bhid,bhjd->bhij", c.q, per_head(c.k, H))
+    steps = [s]
+    for op, data in c.modifiers:
+        hidden = s == -INF  # and stays so
+        s = apply_modifier(op, torch.where(hidden, 0.0, s), Places(c.sizes, data))
+        s = torch.where(hidden, -INF, s)
+        steps.append(s)
+    keep = torch.ones((), dtype=torch.bool)
+    for mask, data in c.masks:
+        keep = keep & evaluate_mask(mask, Places(c.sizes, data))
+    keep = keep.expand(B, H, M, N)
+    sinks = c.sinks.to(s.dtype)[:, None, None] if c.sinks is not None else None
+    p, lse = softmax(s, keep, sinks)
+    z = (
+        draw_dropout(c.rate, c.seed, c.offset, c.sizes).to(s.dtype) / (1 - c.rate)
+        if c.rate
+        else None
+    )
+    z = torch.ones_like(s) if z is None else z
+    o = torch.einsum("bhij,bhje->bhie", p * z, per_head(c.v, H))
+    largest = torch.where(keep, s, -INF).amax(-1) if N else s.new_full((B, H, M), -INF)
+    return Evaluation(tuple(steps), p, z, lse, largest.detach(), p * z, o)
+
+
+def softmax(s: Tensor, keep: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """p and lse. Nothing is ever divided by 0 or taken the log of, so no gradient is NaN."""
+    shown = torch.where(keep, s, -INF)
+    columns = torch.cat([shown, sinks.expand(*s.shape[:3], 1)], -1) if sinks is not None else shown
+    blind = (columns == -INF).all(-1, keepdim=True)
+    if not columns.shape[-1]:
+        return shown, s.new_full(s.shape[:3], -INF)
+    sums = torch.logsumexp(torch.where(blind, 0.0, columns), -1, keepdim=True)
+    return torch.exp(shown - sums), torch.where(blind, -INF, sums)[..., 0]
+
+
+def cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Inputs as the formula takes them: floats in `dtype`, and leaves of a new autograd graph."""
+    return [
+        x.detach().to("cpu", dtype).clone() if x.is_floating_point() else x.detach().cpu()
+        for x in tensors
+    ]
+
+
+def evaluate(
+    graph: Graph, tensors: Sequence[Tensor], dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, ...]:
+    """The outputs, every step of the formula in `dtype`."""
+    values = attend(read_chain(graph, cast(tensors, dtype)))
+    return tuple(values[role] for role in output_roles(graph))
+
+
+def gradients(
+    graph: Graph,
+    tensors: Sequence[Tensor],
+    cotangents: Sequence[Tensor | None],
+    dtype: torch.dtype = torch.float64,
+) -> dict[str, Tensor]:
+    """The gradient of every floating input, by its name; a cotangent of None is zero."""
+    given = cast(tensors, dtype)
+    leaves = {
+        i.name: x.requires_grad_()
+        for i, x in zip(graph.inputs, given, strict=True)
+        if x.is_floating_point()
+    }
+    values = attend(read_chain(graph, given))
+    pairs = [
+        (values[role], d.detach().to("cpu", dtype))
+        for role, d in zip(output_roles(graph), cotangents, strict=True)
+        if d is not None and values[role].requires_grad
+    ]
+    if not pairs:
+        return {name: torch.zeros_like(x) for name, x in leaves.items()}
+    outputs, dues = zip(*pairs, strict=True)
+    grads = torch.autograd.grad(outputs, [*leaves.values()], dues, allow_unused=True)
+    return {
+        name: torch.zeros_like(x) if g is None else g
+        for (name, x), g in zip(leaves.items(), grads, strict=True)
+    }
+
+
+def poison_blind_rows(
+    graph: Graph,
+    tensors: Sequence[Tensor],
+    cotangents: Sequence[Any],  # Any: tensors, and None
+    seed: int,
+) -> tuple[Any, ...]:  # Any: tensors, and None where there is no cotangent
+    """The cotangents with NaN and infinities in rows that see nothing, where they count 0."""
+    blind = attend(read_chain(graph, cast(tensors, torch.float64))).lse == -INF
+    random = torch.Generator().manual_seed(seed)
+    poison = torch.tensor([math.nan, INF, -INF])[torch.randint(3, blind.shape, generator=random)]
+
+    def poison_rows(x: Tensor) -> Tensor:
+        shape = (*blind.shape, *[1] * (x.dim() - blind.dim()))
+        return torch.where(blind.view(shape).to(x.device), poison.view(shape).to(x), x)
+
+    return tuple(None if x is None else poison_rows(x) for x in cotangents)

@@ -1,0 +1,210 @@
+"""check_mask: whether a mask holds what it says of itself, at any sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+
+import torch
+from attrs import evolve, frozen
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn, SearchStrategy
+
+from attn_graph import masks as m
+from attn_graph.backend import Backend
+from attn_graph.compiler import compile
+from attn_graph.errors import GraphError
+from attn_graph.ir.builder import Value, graph, scores
+from attn_graph.ir.graph import Graph
+from attn_graph.ir.parse import parse
+from attn_graph.ir.promises import contains
+from attn_graph.machine.target import Target
+from attn_graph.masks.places import Block, Keys, Place
+from attn_graph.spec import TensorSpec
+from attn_graph.testing import strategies
+from attn_graph.testing.agreement import check_gradients, check_outputs, search
+from attn_graph.testing.mask_formula import Places, evaluate_mask, evaluate_place_by_place
+from attn_graph.testing.strategies import Shape, data_specs, seeds, shapes
+from attn_graph.testing.tensors import filler, lay_out, tensors_for
+
+MOST = 10  # queries and keys, where each place is evaluated alone
+
+
+@frozen(eq=False)
+class MaskCase:
+    """A mask, the sizes it is evaluated for, and the tensors it reads."""
+
+    mask: m.Mask
+    shape: Shape
+    data: dict[str, torch.Tensor]
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """B, H, M, N."""
+        return self.shape.B, self.shape.H, self.shape.M, self.shape.N
+
+    @property
+    def resolved(self) -> m.Mask:
+        """The mask with its alignments turned into offsets."""
+        return self.mask.resolved(self.shape.M, self.shape.N, m.ragged_in(self.mask.needs))
+
+    @cached_property
+    def kept(self) -> torch.Tensor:
+        """Which places the mask keeps, [B,H,M,N], by the page; one of your own by its `keep`."""
+        return evaluate_mask(self.mask, Places(self.sizes, self.data)).expand(self.sizes)
+
+    def block(self, batch: range, heads: range, rows: range, *, data: bool = True) -> Block:
+        """Some of the queries, with the tensors that are read or before they are known."""
+        x = self.shape
+        return Block(batch, heads, rows, x.H, x.M, x.N, self.data if data else None)
+
+    def evaluate_singly(self, mask: m.Mask) -> torch.Tensor:
+        """Which places another mask keeps, by `keep` on integers."""
+        return evaluate_place_by_place(mask, self.sizes, self.data)
+
+
+def check_mask(
+    mask: m.Mask, *, backend: str | Backend = "math", target: Target | str = "cpu"
+) -> None:
+    """Raise AssertionError unless a mask holds what it says of itself, at any sizes.
+
+    `keep` gives the same for tensors as for integers; `span` of any block of queries lacks no key
+    that is kept, and `surely` has none that is not; `strip` and `relative` are true; the text of a
+    graph is parsed back; and attention under the mask, alone and in joins, is what the formula
+    says, in both passes of a backend. Tensors that the mask reads hold any value of their dtype
+    that is not negative, integers up to the number of positions.
+    """
+
+    def check_definition(case: MaskCase, data: bool) -> None:
+        check_keep(case)
+        batch, heads, rows = map(range, case.sizes[:3])
+        for part in (rows[a:b] for a in rows for b in range(a + 1, len(rows) + 1)):
+            check_block(case.mask, case, case.block(batch, heads, part, data=data))
+
+    def check_use(graph: Graph, seed: int) -> None:
+        again = parse(str(graph), known=[type(mask)])
+        assert again == graph, f"the text of a graph is read as another:\n{again}\nis not\n{graph}"
+        plan, tensors = compile(graph, target=target, backends=(backend,)), tensors_for(graph, seed)
+        check_outputs(plan, graph, tensors)
+        check_gradients(plan, graph, tensors, seed)
+
+    search(check_definition, case=mask_cases(lambda _: st.just(mask)), data=st.booleans())
+    search(check_use, graph=graphs_under(mask), seed=seeds)
+
+
+Choose = Callable[[Shape], SearchStrategy[m.Mask]]
+
+
+@st.composite
+def mask_cases(draw: DrawFn, choose: Choose = strategies.masks) -> MaskCase:
+    """A mask at sizes that it takes, and the tensors that it reads; by default any expression."""
+    shape = draw(shapes(MOST))
+    mask = draw(choose(shape))
+    shape = sizes_for(mask, shape)
+    random = torch.Generator().manual_seed(draw(seeds))
+    full = {"q_lengths": shape.M, "kv_lengths": shape.N}
+    most = draw(st.sampled_from([2, max(shape.M, shape.N)]))
+    data = {
+        name: lay_out(spec, filler(spec.type, random, full.get(name, most), 0.0, 1.0), random)
+        for name, spec in draw(data_specs(mask.needs, shape)).items()
+    }
+    return MaskCase(mask, shape, data)
+
+
+def sizes_for(mask: m.Mask, shape: Shape) -> Shape:
+    """These sizes, with N = M where the mask is refused at others: its alignment is not said."""
+    try:
+        mask.resolved(shape.M, shape.N, m.ragged_in(mask.needs))
+    except GraphError:
+        return evolve(shape, N=shape.M)
+    return shape
+
+
+@st.composite
+def ranges(draw: DrawFn, size: int) -> range:
+    """Some of so many, or all of them."""
+    if draw(st.booleans()):
+        return range(size)
+    start = draw(st.integers(0, max(0, size - 1)))
+    return range(start, draw(st.integers(min(size, start + 1), size)))
+
+
+@st.composite
+def blocks(draw: DrawFn, cases: SearchStrategy[MaskCase]) -> tuple[MaskCase, Block]:
+    """A mask and some queries, none only where there are none at all."""
+    case = draw(cases)
+    B, H, M, _ = case.sizes
+    data = draw(st.booleans())
+    return case, case.block(draw(ranges(B)), draw(ranges(H)), draw(ranges(M)), data=data)
+
+
+@st.composite
+def graphs_under(draw: DrawFn, mask: m.Mask) -> Graph:
+    """Attention under a mask, alone or joined with others."""
+    shape = sizes_for(mask, draw(shapes(MOST, heads=4)))
+    other = strategies.masks(shape, depth=0)
+    whole = draw(
+        st.one_of(
+            st.sampled_from([mask, ~mask]),
+            other.map(lambda each: mask & each),
+            other.map(lambda each: mask | each),
+        )
+    )
+    q, k, v = (TensorSpec(x, torch.float32) for x in (shape.q, shape.k, shape.v))
+
+    def attend(q: Value, k: Value, v: Value, **data: Value) -> tuple[Value, Value]:
+        p, lse = scores(q, k).mask(whole, **data).softmax()
+        return p.weigh(v), lse
+
+    data = draw(data_specs(whole.needs, shape))
+    try:
+        return graph(attend, q=q, k=k, v=v, **data)
+    except GraphError as error:
+        raise AssertionError(f"{mask}: {error}") from error
+
+
+def check_keep(case: MaskCase) -> None:
+    """Raise AssertionError unless `keep` gives the same for tensors as for integers."""
+    everywhere = case.block(*map(range, case.sizes[:3]))
+    together = case.mask.keep(Place.of(everywhere, range(case.shape.N)))
+    together = torch.as_tensor(together).expand(case.sizes)
+    singly = case.evaluate_singly(case.mask)
+    for b, h, i, j in (together != singly).nonzero()[:1].tolist():
+        raise AssertionError(
+            f"{case.mask}.keep at b={b}, h={h}, i={i}, j={j} of {case.shape} gives "
+            f"{bool(together[b, h, i, j])} in a block of tensors and "
+            f"{bool(singly[b, h, i, j])} for integers"
+        )
+
+
+def check_block(mask: m.Mask, case: MaskCase, block: Block) -> None:
+    """Raise AssertionError unless `span` of a block of queries holds every key that one of them
+    keeps, and `surely` only keys that all of them keep. `mask` keeps what the case's mask does."""
+    here = case.kept[block.batch.start : block.batch.stop, block.heads.start : block.heads.stop]
+    here = here[:, :, block.rows.start : block.rows.stop]
+    span, surely = mask.span(block), mask.surely(block)
+    lacking = here & ~contains(span, block.N)
+    wrong = ~here & contains(surely, block.N)
+    for name, keys, places, text in (
+        ("span", span, lacking, "lacks key {j}, which is kept"),
+        ("surely", surely, wrong, "has key {j}, which is not kept"),
+    ):
+        for b, h, i, j in places.nonzero()[:1].tolist():
+            b, h, i = block.batch[b], block.heads[h], block.rows[i]
+            raise AssertionError(
+                f"{mask}.{name} of {describe_block(block)} is {show_keys(keys)}: it "
+                f"{text.format(j=j)} at b={b}, h={h}, i={i}"
+            )
+
+
+def describe_block(block: Block) -> str:
+    """Which queries, in words."""
+    rows = f"queries {block.rows.start} to {block.rows.stop - 1} of {block.M}"
+    when = "" if block.data is not None else ", before tensors are known"
+    return f"{rows}, {block.N} keys{when}"
+
+
+def show_keys(keys: Keys) -> str:
+    """ "keys 0 to 3, 8 to 9"."""
+    parts = [f"{start} to {stop - 1}" for start, stop in keys.intervals]
+    return f"keys {', '.join(parts)}" if parts else "no keys"

@@ -1,0 +1,214 @@
+"""Attention on a CPU as a few calls of PyTorch's fused kernel, on the tiles the mask leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import final
+
+import torch
+from attrs import frozen
+
+from attn_graph.ir.attention import Attention, Operands
+from attn_graph.kernels import fused_cpu
+from attn_graph.kernels.merging import merge_, sink_
+from attn_graph.lowering.cpu.fused_slots import (
+    PartSlot,
+    TileSlot,
+    add_windows,
+    all_places,
+    fill_addend,
+    ready_slots,
+    slot_place,
+    tile_slot,
+)
+from attn_graph.lowering.cpu.fused_tiles import CPU, FusedTiles, Tensors
+from attn_graph.masks.places import Place
+from attn_graph.spec import INF
+
+Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@final
+@frozen(eq=False)
+class FusedRun:
+    """Runs an attention, or its gradient, on its tiles.
+
+    slots: the tiles; None where each call has to list them, or make them ready. whole: whether
+    they are one call of the kernel. direct: whether what the kernel gives is o as it is due. made:
+    shape and strides of o. wide: what is computed in. restores: as Attention has it.
+    """
+
+    tiles: FusedTiles
+    slots: tuple[TileSlot, ...] | None
+    whole: bool
+    direct: bool
+    made: tuple[tuple[int, ...], tuple[int, ...]]
+    wide: torch.dtype
+    restores: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, tiles: FusedTiles) -> FusedRun:
+        """Tiles with all that can be made ready before a call."""
+        p, slots = tiles.problem, ready_slots(tiles)
+        direct = p.D <= p.E and tiles.keeps_order()
+        whole = slots is not None and tiles.is_whole([slot.tile for slot in slots])
+        return cls(tiles, slots, whole, direct, p.layout_of_o, p.wide, p.node.restores)
+
+    def listed(self, data: Tensors) -> tuple[Iterable[TileSlot], bool]:
+        """The tiles of a call, given what the mask reads; whether they are one call of the kernel.
+
+        Those that were not made ready ahead are so in passing.
+        """
+        if self.slots is not None:
+            return self.slots, self.whole
+        tiles = self.tiles.tiles(data)
+        slots = (tile_slot(self.tiles, tile, None) for tile in tiles)
+        return slots, self.tiles.is_whole(tiles)
+
+    def packed(self, name: str, x: torch.Tensor, scratch: Tensors) -> torch.Tensor:
+        """An operand as the kernel reads it, in scratch if it must be."""
+        if name not in scratch:
+            return x
+        room = scratch[name]
+        if x.stride(2) == 1 and x.shape[3] == self.tiles.width > 1:
+            transpose(room, x)
+        else:
+            room[..., : x.shape[3]].copy_(x)
+            room[..., x.shape[3] :].zero_()
+        return room
+
+    def forward(
+        self, operands: Sequence[torch.Tensor], scratch: Tensors
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """o, lse."""
+        call = self.call(operands, scratch)
+        slots, whole = self.listed(call.given.mask)
+        if whole and self.direct:
+            (slot,) = slots
+            return call.attend(slot)
+        (shape, strides), E = self.made, operands[2].shape[3]
+        o = torch.empty_strided(shape, strides, dtype=operands[0].dtype, device=CPU)
+        lse = torch.empty(shape[:3], dtype=self.wide, device=CPU)
+        for slot in slots:
+            part, part_lse = call.attend(slot)
+            slot.rows(o).copy_(part[..., :E])
+            slot.rows(lse).copy_(part_lse)
+        return o, lse
+
+    def backward(
+        self, operands: Sequence[torch.Tensor], scratch: Tensors
+    ) -> dict[int, torch.Tensor]:
+        """The gradients of q, k and v, by number of the operand."""
+        p = self.tiles.problem
+        assert p.grad is not None
+        read = p.grad.split(operands)
+        assert read.do is not None  # else only dlse is left, and that is not for this kernel
+        call, lse = self.call(read.own, scratch), read.lse
+        o, do = self.packed("o", read.o, scratch), self.packed("do", read.do, scratch)
+        unseen = lse == -INF
+        finite = lse.masked_fill(unseen, 0.0)
+        if self.tiles.blind:
+            do.masked_fill_(unseen[..., None], 0.0)
+        slots, whole = self.listed(call.given.mask)
+        if whole:
+            (slot,) = slots
+            sums = call.pull(slot, slot.parts[0], o, finite, do)
+        else:
+            sums = self.summed(call, slots, o, finite, do)
+        return {
+            i: x[..., : spec.shape[3]].to(spec.dtype, copy=f"d{name}" in scratch)
+            for i, (name, spec, x) in enumerate(zip("qkv", p.specs, sums, strict=False))
+        }
+
+    def summed(
+        self,
+        call: TileCall,
+        slots: Iterable[TileSlot],
+        o: torch.Tensor,
+        lse: torch.Tensor,
+        do: torch.Tensor,
+    ) -> Triple:
+        """dq, dk, dv of all tiles, in wider precision and padded."""
+        dq, dk, dv = (
+            call.scratch[name].zero_()
+            if name in call.scratch
+            else torch.zeros(s.shape, dtype=s.dtype, device=CPU)
+            for name, s in zip(("dq", "dk", "dv"), self.tiles.problem.specs, strict=False)
+        )
+        for slot in slots:
+            for part in slot.parts:
+                shares = call.pull(slot, part, o, lse, do)
+                slot.rows(dq).add_(shares[0])
+                add_windows(dk, shares[1], part)
+                add_windows(dv, shares[2], part)
+        return dq, dk, dv
+
+    def call(self, own: Sequence[torch.Tensor], scratch: Tensors) -> TileCall:
+        """own: the attention's operands."""
+        p = self.tiles.problem
+        q, k, v = [
+            self.packed(name, x, scratch) if name in scratch else x
+            for name, x in zip("qkv", own, strict=False)
+        ]
+        given = p.node.split(own)
+        at = all_places(p, given.mask) if "addend" in scratch else None
+        return TileCall(p.node, self.restores, given, scratch, at, q, k, v)
+
+
+@final
+@frozen(eq=False)
+class TileCall:
+    """One call's operands, packed. at: every place, where something is added to scores."""
+
+    node: Attention
+    restores: tuple[bool, ...]
+    given: Operands[torch.Tensor]
+    scratch: Tensors
+    at: Place | None
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+    def attend(self, slot: TileSlot) -> tuple[torch.Tensor, torch.Tensor]:
+        """o and lse of one tile, its parts merged."""
+        rows = slot.rows(self.q)
+        results: tuple[torch.Tensor, torch.Tensor] | None = None
+        for part in slot.parts:
+            k, v = part.keys(self.k), part.keys(self.v)
+            addend = self.addend(slot, part) if part.makes else part.addend
+            o, lse = fused_cpu.attend(rows, k, v, self.node.scale, part.causal, addend)
+            if results is None:
+                results = o, lse
+            else:
+                merge_(*results, o, lse)
+        if results is None:
+            results = torch.zeros_like(rows), rows.new_full(rows.shape[:3], -INF)
+        if self.given.sinks is not None:
+            sink_(*results, self.given.sinks)
+        return results
+
+    def pull(
+        self, slot: TileSlot, part: PartSlot, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor
+    ) -> Triple:
+        """dq, dk, dv of one part of a tile."""
+        operands = slot.rows(self.q), part.keys(self.k), part.keys(self.v)
+        rows = slot.rows(do), slot.rows(o), slot.rows(lse)
+        addend = self.addend(slot, part) if part.makes else part.addend
+        return fused_cpu.attend_backward(*operands, *rows, self.node.scale, part.causal, addend)
+
+    def addend(self, slot: TileSlot, part: PartSlot) -> torch.Tensor:
+        """What is added to the scores of a part, made in scratch."""
+        assert self.at is not None
+        room = self.scratch["addend"][: part.count].view(part.shape)
+        at = slot_place(self.at, slot.tile, part.part)
+        node, mixed = self.node, part.part.kind == "mixed"
+        return fill_addend(room, node, self.given.modifiers, self.restores, at, mixed)
+
+
+def transpose(room: torch.Tensor, x: torch.Tensor) -> None:
+    """room = x, for x [B,H,L,D] that has its axes L and D in turned order in memory.
+
+    PyTorch copies one matrix that way in blocks, faster than all of them at once.
+    """
+    for to, each in zip(room.flatten(0, 1).unbind(), x.flatten(0, 1).unbind(), strict=True):
+        to.copy_(each)

@@ -1,0 +1,180 @@
+"""Tiles of the fused kernel, made ready for calls: what cuts them out, and what is added to them.
+
+All of it that no tensor of a call decides is worked out once, when the executable is built, so
+that a call does little more in Python than to call the kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from math import prod
+from operator import itemgetter
+from typing import final
+
+import torch
+from attrs import frozen
+
+from attn_graph.ir.attention import Attention
+from attn_graph.ir.modifiers import change_
+from attn_graph.lowering.cpu.fused_tiles import CPU, FusedTiles
+from attn_graph.lowering.cpu.schedule import MOST_READY, Cut, Part, Tile, place_within
+from attn_graph.lowering.problem import Problem
+from attn_graph.masks.places import Block, Place
+from attn_graph.spec import INF
+
+Data = tuple[Mapping[str, torch.Tensor], ...]  # for each modifier, by name
+Index = tuple[int, slice, slice]
+
+
+@final
+@frozen(eq=False)
+class PartSlot:
+    """A part of a tile. keys: cuts its keys out of x [B,G,N,D].
+
+    pieces: the same in pieces [start, stop) of which no two rows overlap, where tiles repeat.
+    causal: whether query i keeps the keys up to i. addend: what is added to the scores, where the
+    plan holds it; makes: whether each call has to make it, of what shape and how many elements.
+    """
+
+    part: Part
+    keys: Cut
+    pieces: tuple[tuple[int, int, Cut], ...]
+    causal: bool
+    makes: bool
+    shape: tuple[int, ...]
+    count: int
+    addend: torch.Tensor | None = None
+
+
+@final
+@frozen(eq=False)
+class TileSlot:
+    """A tile. rows: cuts its queries out of x [B,H,M,...]."""
+
+    tile: Tile
+    rows: Cut
+    parts: tuple[PartSlot, ...]
+
+
+def ready_slots(tiles: FusedTiles) -> tuple[TileSlot, ...] | None:
+    """The slots of the tiles; None where data decides the tiles, or there are too many."""
+    if tiles.static is None or sum(len(t.parts) for t in tiles.static) > MOST_READY:
+        return None
+    held = held_addends(tiles) if tiles.holds else None
+    return tuple(tile_slot(tiles, tile, held) for tile in tiles.static)
+
+
+def held_addends(tiles: FusedTiles) -> Iterator[torch.Tensor]:
+    """The addends of all parts that have one, in their order."""
+    p = tiles.problem
+    nothing: Data = tuple({} for _ in p.node.modifiers)
+    at = all_places(p, {})
+    for tile, part in tiles.changed_parts():
+        shape = addend_shape(tiles, tile, part)
+        room = torch.empty(shape, dtype=p.wide, device=CPU)
+        place, mixed = slot_place(at, tile, part), part.kind == "mixed"
+        yield fill_addend(room, p.node, nothing, p.node.restores, place, mixed)
+
+
+def tile_slot(tiles: FusedTiles, tile: Tile, held: Iterator[torch.Tensor] | None) -> TileSlot:
+    """held: the addends of this tile's parts come next."""
+    return TileSlot(
+        tile,
+        find_cut(tile, tile.rows.start, tile.rows.stop),
+        tuple(part_slot(tiles, tile, part, held) for part in tile.parts),
+    )
+
+
+def part_slot(
+    tiles: FusedTiles, tile: Tile, part: Part, held: Iterator[torch.Tensor] | None
+) -> PartSlot:
+    """A part of a tile, ready to run."""
+    adds = part.kind == "mixed" or bool(tiles.problem.node.modifiers)
+    keys = find_cut(tile, part.start, part.stop)
+    addend = next(held) if adds and held is not None else None
+    makes, pieces = adds and addend is None, tuple(pieces_of(tile, part))
+    shape = addend_shape(tiles, tile, part)
+    causal = part.kind == "causal"
+    return PartSlot(part, keys, pieces, causal, makes, shape, prod(shape), addend)
+
+
+def find_cut(tile: Tile, start: int, stop: int) -> Cut:
+    """A view of rows [start, stop) of a tile's batch entries; repeats become the first axis."""
+    if tile.repeat == 1:
+        batch = slice(tile.batch.start, tile.batch.stop)
+        return itemgetter((batch, slice(None), slice(start, stop)))
+    index = tile.batch.start, slice(None), slice(start, stop)
+    return partial(cut_windows, index, tile.repeat, tile.step)
+
+
+def cut_windows(index: Index, repeat: int, step: int, x: torch.Tensor) -> torch.Tensor:
+    """index: of the first of `repeat` windows, each `step` rows after the other."""
+    first = x[index]
+    h, m, *rest = first.stride()
+    strides = step * m, h, m, *rest
+    return first.as_strided((repeat, *first.shape), strides, first.storage_offset())
+
+
+def pieces_of(tile: Tile, part: Part) -> Iterator[tuple[int, int, Cut]]:
+    """The pieces of a tile's addend, one for each run of keys."""
+    if tile.repeat == 1:
+        return
+    for at in range(0, len(part), tile.step):
+        stop = min(at + tile.step, len(part))
+        yield at, stop, find_cut(tile, part.start + at, part.start + stop)
+
+
+def add_windows(total: torch.Tensor, share: torch.Tensor, slot: PartSlot) -> None:
+    """total [B,G,N,D] += a part's gradient; windows that overlap are added in disjoint slices."""
+    if not slot.pieces:
+        slot.keys(total).add_(share)
+    for start, stop, cut in slot.pieces:
+        cut(total).add_(share[:, :, start:stop])
+
+
+# What is added to the scores
+
+
+def all_places(problem: Problem, data: Mapping[str, torch.Tensor]) -> Place:
+    """All places of a problem. data: what its mask reads."""
+    p = problem
+    block = Block(range(p.B), range(p.H), range(p.M), p.H, p.M, p.N, data)
+    return Place.of(block, range(p.N), CPU)
+
+
+def slot_place(at: Place, tile: Tile, part: Part) -> Place:
+    """Of all places those of a tile's part."""
+    keys = range(part.start, part.stop)
+    return place_within(at, tile.batch, range(at.H), tile.rows, keys)
+
+
+def addend_shape(tiles: FusedTiles, tile: Tile, part: Part) -> tuple[int, int, int, int]:
+    """The shape of an addend: 1 for batch or heads where it does not depend on them."""
+    b = len(tile.batch) if "b" in tiles.axes else 1
+    h = tiles.problem.H if "h" in tiles.axes else 1
+    return b, h, len(tile.rows), len(part)
+
+
+def fill_addend(
+    sums: torch.Tensor,
+    node: Attention,
+    data: Data,
+    restores: tuple[bool, ...],
+    at: Place,
+    mixed: bool,
+) -> torch.Tensor:
+    """sums = additive modifiers, and -inf where the mask drops a key.
+
+    data: what modifiers read. restores: after which of them -inf has to be put back.
+    """
+    sums.zero_()
+    for modifier, given, restore in zip(node.modifiers, data, restores, strict=True):
+        hidden = sums == -INF if restore else None
+        change_(modifier, sums, at.reading(given))
+        if hidden is not None:
+            sums.masked_fill_(hidden, -INF)
+    if mixed:
+        assert node.mask is not None
+        sums.masked_fill_(torch.as_tensor(node.mask.keep(at), device=CPU).logical_not(), -INF)
+    return sums

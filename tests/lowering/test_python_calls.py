@@ -1,0 +1,66 @@
+"""How much Python a call runs: counted, not timed. What is known ahead is not worked out again."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import attn_graph as ag
+from attn_graph.lowering.cpu.math import plan_tiles
+from attn_graph.machine.target import Target
+from attn_graph.testing.tensors import tensors_for
+
+FIXED = 60  # calls, for a graph of no more parts than TILES
+TILES = 9
+PER_PART = 12  # a mask of two leaves and a join, or a modifier, asked at each call
+WINDOW = ag.Causal() & ag.Window(255)
+
+
+def python_calls(plan: ag.Plan, tensors: list[torch.Tensor]) -> int:
+    """How many functions of Python a call of the plan calls, the second time."""
+    count = 0
+
+    def profile(frame: object, event: str, argument: object) -> None:
+        nonlocal count
+        count += event == "call"
+
+    plan(*tensors)
+    sys.setprofile(profile)
+    try:
+        plan(*tensors)
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def masked(M: int, mask: ag.Mask, **options: Any) -> tuple[ag.Plan, list[torch.Tensor], int]:
+    """A plan of `math`, tensors for it, and how many parts its tiles have in all."""
+    x = ag.TensorSpec((1, 4, M, 64), torch.float32)
+    graph = ag.attention(x, x, x, mask=mask, **options)
+    plan = ag.compile(graph, backends=("math",), target=Target.of("cpu"))
+    (tiles,) = plan_tiles(plan.graph, plan.target, ag.Options())
+    parts = sum(len(tile.parts) for tile in getattr(tiles, "static", None) or ())
+    return plan, list(tensors_for(graph, 1)), parts
+
+
+def test_a_call_on_few_tiles_runs_little_python() -> None:
+    plan, tensors, parts = masked(1024, WINDOW)
+    assert parts == TILES
+    assert python_calls(plan, tensors) <= FIXED
+
+
+@pytest.mark.parametrize("M", [2048, 4096])
+@pytest.mark.parametrize("options", [{}, {"alibi": ag.TensorSpec((4,), torch.float32)}])
+def test_each_more_part_takes_a_few_calls_more(M: int, options: dict[str, Any]) -> None:
+    plan, tensors, parts = masked(M, ag.Causal() & (ag.Window(100) | ag.Prefix(40)), **options)
+    assert parts > TILES
+    assert python_calls(plan, tensors) <= FIXED + PER_PART * parts * (1 + len(options))
+
+
+def test_products_take_no_more_calls_than_a_tile_has_steps() -> None:
+    """Soft caps run by matrix products, 64 queries a tile."""
+    plan, tensors, _ = masked(1024, WINDOW, soft_cap=30.0)
+    assert python_calls(plan, tensors) <= FIXED + 64 * (1024 // 64)
