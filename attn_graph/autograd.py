@@ -45,7 +45,7 @@ class AutogradCall(torch.autograd.Function):
 
 
 # Function.apply itself, without its work for transforms, which are refused here.
-record = super(torch.autograd.Function, AutogradCall).apply
+record = super(torch.autograd.Function, AutogradCall).apply  # pyright: ignore[reportAttributeAccessIssue]  # of torch's C base class
 
 
 def run_with_autograd(plan: Plan, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -15,7 +15,6 @@ class Fade(ag.Modifier):
     """s -> s - fade[h] * d / (d + reach), d = |i - j|: far keys fade, but not without end."""
 
     additive = True  # s plus what does not depend on s, so the derivative by s is 1
-    relative = True  # the same wherever i - j is the same
     hides = False  # never -inf
     reach: float = field(converter=float)
 

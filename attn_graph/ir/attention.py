@@ -259,7 +259,9 @@ class AttentionGrad(Op):
         given = self.split(types)
         yield from self.attention.problems(*given.own)
         yield from self.attention.gradient_problems()
-        types_due = dict(zip(SAVED, self.attention.infer(*given.own), strict=True))
+        types_due: dict[str, ValueType] = dict(
+            zip(SAVED, self.attention.infer(*given.own), strict=True)
+        )
         for name in ("o", "lse", "do", "dlse"):
             type_, due = getattr(given, name), types_due[name.removeprefix("d")]
             if type_ is not None and type_ != due:

@@ -83,7 +83,8 @@ class Switches(NamedTuple):
         Empty where that is PyTorch's own order, and on CPUs, where PyTorch has none.
         """
         numbers = (n for n in self.priority if n < len(KERNELS))
-        ranked = tuple(KERNELS[n] for n in numbers if getattr(self, KERNELS[n]))
+        kernels: list[KernelName] = [KERNELS[n] for n in numbers if getattr(self, KERNELS[n])]
+        ranked = tuple(kernels)
         usual = (USUAL, CUDNN_FIRST) if 90 <= sm < 110 else (USUAL,)
         own = (tuple(k for k in each if k in ranked) for each in usual)
         return () if kind == "cpu" or ranked in own else ranked

@@ -298,7 +298,9 @@ def test_cotangents_are_of_the_named_outputs_alone(given: str, told: str) -> Non
     forward, back = ag.vjp(graph, cotangents=(given,))
     assert [i.name for i in back.inputs] == ["q", "k", "v", "o", "lse", told]
     tensors, cotangents = tensors_for(graph, 5), cotangents_for(graph, 5)
-    kept = dict(zip(("o", "lse"), cotangents, strict=True))[given]
+    named: dict[str, torch.Tensor | None] = dict(zip(("o", "lse"), cotangents, strict=True))
+    kept = named[given]
+    assert kept is not None
     found = evaluate(back, [*tensors, *evaluate(forward, tensors), kept])
     due = rule.expect_gradients(
         graph, tensors, [d if d is kept else torch.zeros_like(d) for d in cotangents]

@@ -147,7 +147,8 @@ def test_what_autograd_hands_over_off_16_bytes_is_copied(name: str) -> None:
     o, lse = modelled(forward).forward(*tensors)[1]
     do = torch.randn(X.shape, dtype=X.dtype)
     back, names = gradient_of(forward, do)
-    given = dict(zip(("q", "k", "v", "o", "lse", "do"), (*tensors, o, lse, do), strict=True))
+    roles = ("q", "k", "v", "o", "lse", "do")
+    given: dict[str, torch.Tensor] = dict(zip(roles, (*tensors, o, lse, do), strict=True))
     given[name] = off(given[name])
     dues = rule.expect_gradients(graph, tensors, (do,))
     for each, gradient in zip(names, results(back, [*given.values()]), strict=True):

@@ -150,7 +150,7 @@ def test_saved_tensors_and_cotangents_of_any_layout_give_the_gradients(backend: 
             do,
             do[:1, :1, :1, :1].expand(do.shape),
             do.mT.contiguous().mT,
-            torch._neg_view(do),
+            torch._neg_view(do),  # pyright: ignore[reportPrivateImportUsage]  # no public name
             torch.cat((do.new_zeros(1), do.flatten()))[1:].view(do.shape),
         ):
             with hooks():
@@ -307,7 +307,7 @@ def test_in_an_order_that_sdpa_kernel_sets_runs_what_pytorch_runs(
     graph = ag.attention(x, x, x)
     with sdpa_kernel([*kernels], set_priority=True):
         plan = ag.compile(graph)
-        theirs = torch._fused_sdp_choice(q, k, v)
+        theirs = torch._fused_sdp_choice(q, k, v)  # pyright: ignore[reportPrivateImportUsage]  # no public name
     if any("in the order that sdpa_kernel set" in note for note in plan.executable.notes):
         (ours,) = (OURS[kernel] for kernel in kernels if kernel.value == theirs)
         assert plan.backend in ours

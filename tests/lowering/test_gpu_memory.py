@@ -160,6 +160,7 @@ def test_captured_graphs_may_be_replayed_at_once(backend: str) -> None:
     workspace.release()
     streams = [torch.cuda.Stream() for _ in graphs]
     torch.cuda.synchronize()
+    eager = step(plan, jobs[0])
     for _ in range(50):
         for stream, (graph, _) in zip(streams, graphs, strict=True):
             with torch.cuda.stream(stream):

@@ -64,7 +64,10 @@ WRONG: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "strides": (turned, "k: expected .*, got f32.* 1, 16"),
     "dtype": (torch.Tensor.double, "k: expected .*, got f64"),
     "device": (lambda t: t.to("meta"), "k: expected a tensor on cpu, got one on meta"),
-    "negative bit": (torch._neg_view, r"k: expected its numbers .* pass k\.resolve_neg\(\)"),
+    "negative bit": (
+        torch._neg_view,  # pyright: ignore[reportPrivateImportUsage]  # no public name
+        r"k: expected its numbers .* pass k\.resolve_neg\(\)",
+    ),
     "layout": (lambda t: t.to_sparse(), "k: expected a dense tensor"),
     "no tensor": (torch.Tensor.tolist, "k: expected a tensor"),
 }
@@ -133,7 +136,7 @@ def test_a_saved_tensor_that_comes_back_as_another_is_refused() -> None:
 
 
 def negated(x: torch.Tensor) -> torch.Tensor:
-    return torch._neg_view(-x)
+    return torch._neg_view(-x)  # pyright: ignore[reportPrivateImportUsage]  # no public name
 
 
 COTANGENTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -83,7 +83,7 @@ def test_a_plain_text_is_a_reason_by_its_own_key() -> None:
     def why_not(*_: object) -> Iterator[str]:
         yield "needs {nothing}, and there is {0}"
 
-    own = ag.Backend("own", why_not, lambda *_: ag.Executable(tuple))
+    own = ag.Backend("own", why_not, lambda *_: ag.Executable(lambda *_: ((), ())))
     with pytest.raises(ag.NoBackendError) as error:
         ag.compile(ag.attention(X, X, X), target="cpu", backends=(own,))
     ((_, (reason,)),) = error.value.refusals
@@ -147,7 +147,9 @@ def test_two_changes_that_keep_the_result_come_before_one_that_does_not() -> Non
     strided = ag.TensorSpec(X.shape, HALF, (2**19, 2**16, 128, 2))
     few = ag.TensorSpec((2, 2, 512, 64), HALF)
     graph = ag.attention(strided, few, few, mask=ag.Prefix(3))
-    backend = ag.Backend("own", refuses_masks_over_odd_tensors, lambda *_: ag.Executable(tuple))
+    backend = ag.Backend(
+        "own", refuses_masks_over_odd_tensors, lambda *_: ag.Executable(lambda *_: ((), ()))
+    )
     (refusal,) = ag.explain(graph, target="cpu", backends=(backend,), wants=()).refusals
     assert refusal.lifts == (
         (Remedy("q dense"), Remedy("no mask", changes_result=True)),
