@@ -322,6 +322,12 @@ def test_masks_and_modifiers_read_nothing_beyond_the_last_query_and_key() -> Non
         assert all("mask=(i < M) & (j < N), other=0)" in line for line in loads)
 
 
+def test_query_heads_read_the_keys_and_values_of_their_group() -> None:
+    x, few = (TensorSpec((1, heads, 20, 8), torch.float32) for heads in (4, 2))
+    graph = ag.attention(x, few, few, stats=True)
+    assert not apart(graph, tensors_for(graph, 1))
+
+
 def test_division_rounds_down_as_in_python() -> None:
     """Not towards 0, as Triton's does."""
     x = TensorSpec((1, 1, 40, 8), torch.float32)
