@@ -364,6 +364,15 @@ for name, device in json.loads(Path(folder, "devices").read_text()).items():
 """
 
 
+def test_later_versions_of_cudnn_compare_more_of_a_device() -> None:
+    device = json.dumps({"memoryBusWidth": 6144, "smCountOrigin": 132, "deviceVer": 900})
+    before, after = (
+        cudnn_plan.compared_properties(device, version) for version in ((9, 24, 9), (9, 25, 0))
+    )
+    assert before["deviceVer"] == after["deviceVer"] == 900
+    assert after.items() - before.items() == {("memoryBusWidth", 6144), ("smCountOrigin", 132)}
+
+
 def test_keys_hold_what_cudnn_compares_of_a_device_and_no_more(
     store: Store, tmp_path: Path
 ) -> None:

@@ -236,6 +236,14 @@ def test_a_last_block_of_queries_that_is_not_whole_is_masked_by_keys() -> None:
     assert (found[:, :, 1] == 1).all()
 
 
+def test_a_block_of_queries_that_lengths_end_in_is_masked() -> None:
+    x, lengths = TensorSpec((1, 1, 64, 4), torch.float32), torch.tensor([40])
+    graph = simplify(ag.attention(x, x, x, q_lengths=TensorSpec.like(lengths)))
+    for by_keys in (False, True):
+        found = visited(graph, {"q_lengths": lengths}, by_keys)
+        assert torch.equal(found[0, 0], torch.tensor([[2, 2], [1, 1]]))
+
+
 def test_a_window_at_64k_visits_less_than_a_hundredth() -> None:
     x = TensorSpec((1, 1, 65536, 16), torch.float16)
     graph = simplify(ag.attention(x, x, x, mask=ag.Causal() & ag.Window(256)))
@@ -312,6 +320,12 @@ def test_masks_and_modifiers_read_nothing_beyond_the_last_query_and_key() -> Non
         loads = [line for line in str(text).splitlines() if "tl.load(" in line]
         assert loads
         assert all("mask=(i < M) & (j < N), other=0)" in line for line in loads)
+
+
+def test_query_heads_read_the_keys_and_values_of_their_group() -> None:
+    x, few = (TensorSpec((1, heads, 20, 8), torch.float32) for heads in (4, 2))
+    graph = ag.attention(x, few, few, stats=True)
+    assert not apart(graph, tensors_for(graph, 1))
 
 
 def test_division_rounds_down_as_in_python() -> None:

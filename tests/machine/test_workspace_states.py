@@ -18,6 +18,7 @@ import torch
 from attrs import define
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import attn_graph as ag
 from attn_graph.machine.workspace import Buffer, Scratch
@@ -308,6 +309,14 @@ def test_release_within_a_run_takes_effect_when_it_ends(
     outer.end()
     runtime.synchronize()
     assert workspace.bytes == runtime.held == 0
+
+
+def test_memory_of_a_dispatch_mode_is_not_kept(workspace: ag.Workspace) -> None:
+    with FakeTensorMode(), workspace.lease(scratch(640), CPU) as fakes:
+        assert isinstance(fakes[0], FakeTensor)
+    assert workspace.bytes == 0
+    with workspace.lease(scratch(640), CPU) as views:
+        assert not isinstance(views[0], FakeTensor)
 
 
 def test_to_grow_takes_no_more_than_the_larger_need(

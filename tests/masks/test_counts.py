@@ -257,6 +257,23 @@ def test_planning_lists_few_tiles_whatever_the_sizes(mask: m.Mask, alibi: bool) 
     assert made["tiles"] <= 8 * schedule.MOST_TILES
 
 
+def test_segments_in_any_order_are_counted() -> None:
+    numbers = {"q_segments": [[2, 0, 0, 1]], "kv_segments": [[2, 0, 1, 0]]}
+    data = {name: torch.tensor(values) for name, values in numbers.items()}
+    found = ag.tiles(m.SameSegment(), 4, 4, block=(1, 1), data=data)
+    assert (found.full, found.mixed, found.empty, found.exact) == (6, 0, 10, True)
+
+
+def test_a_long_run_of_keys_that_all_queries_keep_needs_no_mask() -> None:
+    block = Block(range(1), range(1), range(3000, 3128), 1, 6000, 6000)
+    parts = schedule.parts_of(m.Band(-3000, 0), block, 2048)
+    assert [(p.start, p.stop, p.kind) for p in parts] == [
+        (0, 127, "mixed"),
+        (127, 3001, "full"),
+        (3001, 3128, "mixed"),
+    ]
+
+
 def test_a_window_of_any_length_is_one_tile_moved_along() -> None:
     x = ag.TensorSpec((1, 1, 10**8, 8), torch.float32)
     mask = m.Band(-100, 0)

@@ -87,6 +87,14 @@ def test_a_join_surely_keeps_what_its_parts_say_together() -> None:
     assert (~near).surely(block) == Keys(((0, 31), (50, 64)))
 
 
+def test_lengths_move_a_band_by_the_least_and_the_most_that_they_say() -> None:
+    data = {"kv_lengths": torch.tensor([30, 34]), "q_lengths": torch.tensor([10, 20])}
+    block = Block(range(2), range(1), range(8, 10), 1, 64, 64, data)
+    band = m.Band(-20, 3, tuple(data))
+    assert band.span(block) == Keys.between(8 + 10 - 20, 9 + 24 + 3 + 1) & block.all
+    assert band.surely(block) == Keys.between(9 + 24 - 20, 8 + 10 + 3 + 1)
+
+
 def test_strips_that_are_joined_are_one_strip() -> None:
     """With every bound of both, so that no tile beyond them is visited."""
     strip = (m.Band(-9, 2) & m.Prefix(40) & m.Band(-3, 7)).strip(Place(0, 0, 0, 0, 1, 64, 64))
