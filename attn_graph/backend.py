@@ -44,7 +44,7 @@ class RefusedError(Exception):
 @final
 @frozen
 class Options:
-    """What `compile` was asked for besides the graph and the target.
+    """The arguments of `compile` besides the graph and the target.
 
     precision: of products of float32 tensors: "ieee", or "tf32", which permits less and commands
     nothing. avoid: names of backends that are not to run. on_fallback: what happens where `math`

@@ -43,7 +43,7 @@ Backends = tuple[str | Backend, ...]
 Value = TypeVar("Value")
 Switch = Literal[True, False]
 
-calls: Cache[Plan] = Cache(4 * CAPACITY)  # what `compile` was asked, word for word
+calls: Cache[Plan] = Cache(4 * CAPACITY)  # by the arguments of `compile`, as they are given
 plans: Cache[Plan] = Cache(CAPACITY)  # by simplified graph
 preferred: ContextVar[Backends | None] = ContextVar("preferred", default=None)
 avoided: ContextVar[tuple[str, ...]] = ContextVar("avoided", default=())
@@ -94,11 +94,11 @@ def compile(
     among = preferred.get() if backends is None else as_tuple("backends", backends)
     shunned = (avoided.get() if backends is None else ()) + as_tuple("avoid", avoid)
     switches, where = read_switches(), Target.here() if target is None else target
-    asked = (
+    request = (
         graph, where, among, shunned, deterministic, precision, on_fallback, max_workspace,
         workspace, store, tune, switches,
     )  # fmt: skip
-    plan = find_known(asked) if isinstance(graph, Graph) else None
+    plan = find_known(request) if isinstance(graph, Graph) else None
     if plan is None:
         check_graph(graph, "compile")
         place = resolve_target(where)
@@ -110,7 +110,7 @@ def compile(
             **constraints(place, switches, shunned, deterministic, precision, max_workspace),
         )
         plan = plan_simplified(simplify(graph), place, options, among)
-        calls.put(asked, plan)
+        calls.put(request, plan)
     return plan
 
 
@@ -133,7 +133,7 @@ def explain(
 
     Builds and compiles nothing, and takes some milliseconds. Raises nothing where all backends
     refuse: the explanation's backend is None then. For each reason against it names the changes of
-    the graph that lift it, and for each backend that refuses the least change found after which it
+    the graph that lift it, and for each backend that refuses the least change after which it
     takes the graph, which is a graph to compile. Raises GraphError for an option that means
     nothing.
     """
@@ -161,7 +161,7 @@ def constraints(
     precision: Precision | None,
     max_workspace: int | str | None,
 ) -> dict[str, Any]:  # Any: fields of Options
-    """What is asked of whoever runs a graph, PyTorch's switches among it."""
+    """What binds whoever runs a graph, PyTorch's switches among it."""
     return {
         "deterministic": one_of("deterministic", deterministic, Switch) or switches.deterministic,
         "max_workspace": None if max_workspace is None else parse_bytes(max_workspace),
@@ -175,10 +175,10 @@ def constraints(
     }
 
 
-def find_known(asked: object) -> Plan | None:
+def find_known(request: object) -> Plan | None:
     """The plan of a call that was made before; None for arguments that mean nothing, too."""
     try:
-        return calls.get(asked)
+        return calls.get(request)
     except TypeError:  # what has no hash is no option, and is refused when it is read
         return None
 
@@ -236,10 +236,10 @@ def one_of(name: str, value: Value, values: object) -> Value:
 
 def build(graph: Graph, target: Target, options: Options, among: Backends | None) -> Plan:
     """Choose a backend and make a plan of a simplified graph. Raises NoBackendError."""
-    asked = None if among is None else resolve_backends(among)
+    chosen = None if among is None else resolve_backends(among)
     with neutral_state(), target.current():
         choice, executable = (choose_by_measuring if options.tune else choose_and_lower)(
-            graph, target, options, asked
+            graph, target, options, chosen
         )
 
     def gradient(
@@ -254,7 +254,7 @@ def build(graph: Graph, target: Target, options: Options, among: Backends | None
         specs = every if cotangents is None else cotangents
         same = [None if x is None else own for x, own in zip(specs, dense, strict=True)]
         as_found, as_declared = (backward(graph, given, each, saved) for each in (specs, same))
-        if as_found != as_declared and loses(as_found, as_declared, target, options, asked):
+        if as_found != as_declared and loses(as_found, as_declared, target, options, chosen):
             return plan_simplified(as_declared, target, options, among)
         return plan_simplified(as_found, target, options, among)
 

@@ -77,6 +77,8 @@ def score_gradient(
 ):  # fmt: skip
     """p, and ds before the modifiers, of a tile; s = q k^T, lse in base 2; lse, delta broadcast."""
     p = tl.exp2(modify_scores(s, b, h, i, j, M, N, scale, data, numbers, CHANGE, KEEP, MIXED) - lse)
+    if MIXED and CHANGE is not None:  # past the last query a modifier may say +inf
+        p = tl.where(lse == float("inf"), 0.0, p)
     ds = p * (dp - delta)
     if BACK is not None:
         ds = BACK(ds, s * scale, b, h, i, j, M, N, data, numbers)

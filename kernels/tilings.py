@@ -132,7 +132,7 @@ TABLE: dict[tuple[int, int, str], dict[int, tuple[Tiling, Tiling]]] = {
         32: (Tiling(128, 128, 8, 2), Tiling(64, 128, 8, 3)),
         64: (Tiling(64, 128, 8, 3), Tiling(64, 128, 8, 3)),
         128: (Tiling(32, 128, 8, 2), Tiling(32, 64, 8, 2)),
-        256: (Tiling(32, 128, 8, 2, True), Tiling(32, 128, 8, 2, True)),
+        256: (Tiling(32, 128, 8, 2, True), Tiling(16, 128, 8, 2, True)),
     },
     (90, 4, "forward"): {
         16: (Tiling(64, 64, 8, 2), Tiling(64, 64, 8, 2)),

@@ -104,11 +104,11 @@ def picture(
 def picture_html(mask: Mask | None, M: int, N: int) -> html.Html:
     """The tiles of a mask over M queries and N keys as HTML, 64 along the longer side."""
     side = -(-max(M, N, 1) // MOST_MARKS)
-    found = kinds(mask, M, N, (side, side)).tolist()
+    tiles = kinds(mask, M, N, (side, side)).tolist()
     each = "places" if side == 1 else f"tiles of {side} x {side}"
-    empty, mixed, full = (sum(line.count(kind) for line in found) for kind in range(3))
+    empty, mixed, full = (sum(line.count(kind) for line in tiles) for kind in range(3))
     counts = f"{empty} empty, {mixed} mixed, {full} full"
-    return html.tile_picture(found, f"{M} queries down, {N} keys across; {each}: {counts}")
+    return html.tile_picture(tiles, f"{M} queries down, {N} keys across; {each}: {counts}")
 
 
 def telling_size(mask: Mask) -> int:

@@ -152,8 +152,8 @@ def report_fallback(graph: Graph, options: Options, refusals: Refusals) -> None:
     if options.on_fallback == "raise":
         raise NoBackendError(graph, refusals, f'{title}, and on_fallback is "raise"')
     if options.on_fallback == "warn":
-        told = "\n".join(format_refusal(name, reasons) for name, reasons in refusals)
-        warn_explicit(f"{title} and will run it\n{told}", FallbackWarning, *user_frame())
+        lines = "\n".join(format_refusal(name, reasons) for name, reasons in refusals)
+        warn_explicit(f"{title} and will run it\n{lines}", FallbackWarning, *user_frame())
 
 
 def preference(graph: Graph, target: Target, options: Options) -> tuple[Sequence[Backend], str]:

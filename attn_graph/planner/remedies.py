@@ -42,7 +42,7 @@ class Request:
 
     @classmethod
     def of(cls, graph: Graph, options: Options, wants: Sequence[str] | None = None) -> Request:
-        """By every floating input, unless told by which. Raises GraphError for what is none."""
+        """By every floating input unless `wants` names some. Raises GraphError for others."""
         inputs = wanted_inputs(graph, wants)
         return cls(graph, options, tuple(graph.inputs[n].name for n in inputs))
 
@@ -89,7 +89,7 @@ class Remedy:
 @final
 @frozen
 class Change:
-    """One or more changes of a graph or of what is asked beside it, and what is asked then."""
+    """One or more changes of a graph or of its options, and the request after them."""
 
     remedies: tuple[Remedy, ...]
     question: Request
@@ -149,7 +149,7 @@ def remedies_of(
 
 @lru_cache(HELD // 64)
 def single_edits(question: Request) -> tuple[tuple[Remedy, Edit, Request], ...]:
-    """Every change that there is to make, and what is asked then."""
+    """Every change that there is to make, and the request after it."""
     tries = ((remedy, edit, apply_edits(question, (edit,))) for remedy, edit in edits(question))
     return tuple((remedy, edit, then) for remedy, edit, then in tries if then)
 
@@ -197,7 +197,7 @@ def search_greedily(question: Request, asks: Asks) -> Change | None:
 
 @lru_cache(HELD)
 def apply_edits(question: Request, several: tuple[Edit, ...]) -> Request | None:
-    """What is asked after some changes; each backend tries many that others tried."""
+    """The request after some changes; each backend tries many that others tried."""
     if not several:
         return question
     *before, last = several
@@ -205,8 +205,8 @@ def apply_edits(question: Request, several: tuple[Edit, ...]) -> Request | None:
     return None if then is None else last(then)
 
 
-# The changes, gentlest first: where tensors lie, how they are counted, what else is asked, their
-# dtypes, their sizes, and last what the graph computes.
+# The changes, gentlest first: where tensors lie, how they are counted, which options stand beside
+# them, their dtypes, their sizes, and last what the graph computes.
 
 
 def edits(question: Request) -> Iterator[Named]:

@@ -66,17 +66,17 @@ class FusedTiles:
             packed |= {
                 n: s for n, s in sums.items() if (s.dtype, s.shape[3]) != (p.wide, self.width)
             }
-        found = {n: Buffer((*s.shape[:3], self.width), p.wide) for n, s in packed.items()}
-        return found | ({"addend": Buffer((self.addends,), p.wide)} if self.addends else {})
+        buffers = {n: Buffer((*s.shape[:3], self.width), p.wide) for n, s in packed.items()}
+        return buffers | ({"addend": Buffer((self.addends,), p.wide)} if self.addends else {})
 
     def operands(self) -> dict[str, TensorSpec]:
         """The large operands by name."""
         p = self.problem
-        found = dict(zip("qkv", p.specs, strict=False))
+        specs = dict(zip("qkv", p.specs, strict=False))
         if p.grad is not None:
             given = p.grad.split(p.specs)
-            found |= {"o": given.o} | ({"do": given.do} if given.do is not None else {})
-        return found
+            specs |= {"o": given.o} | ({"do": given.do} if given.do is not None else {})
+        return specs
 
     def packs(self, name: str, x: TensorSpec) -> bool:
         """Whether the kernel can't read an operand where it lies: dtype, head size or strides; or
@@ -145,11 +145,11 @@ class FusedTiles:
             return self.static
         p = self.problem
         rows, bounded = min(DATA_ROWS, p.M), bool(p.node.modifiers)
-        found: list[Tile] = []
+        tiles_of_all: list[Tile] = []
         for b in range(p.B):
             tiles = row_tiles(p, p.node.mask, range(b, b + 1), rows, LEAST_FULL, data)
-            found += join_neighbours(tiles, rows * p.N, bounded)
-        return found
+            tiles_of_all += join_neighbours(tiles, rows * p.N, bounded)
+        return tiles_of_all
 
     def is_whole(self, tiles: Sequence[Tile]) -> bool:
         """Whether one tile of one part is the entire problem."""
@@ -168,8 +168,8 @@ class FusedTiles:
 def depends(problem: Problem) -> str:
     """Which of "b" and "h" the mask and the modifiers depend on."""
     given = problem.node.split(problem.specs)
-    found = axes_of_modifiers(problem) + axes_of_mask(problem, given)
-    return "".join(axis for axis in "bh" if axis in found)
+    axes = axes_of_modifiers(problem) + axes_of_mask(problem, given)
+    return "".join(axis for axis in "bh" if axis in axes)
 
 
 @lru_cache(64)
@@ -217,8 +217,8 @@ def static_tiles(problem: Problem, axes: str) -> tuple[Tile, ...] | None:
             return fold_tiles(problem, mask, rows, LEAST_FULL)
         if rows * MOST_TILES < problem.M:
             return None
-        found = row_tiles(problem, mask, range(problem.B), rows, LEAST_FULL)
-        return join_neighbours(found, most, bounded)
+        in_rows = row_tiles(problem, mask, range(problem.B), rows, LEAST_FULL)
+        return join_neighbours(in_rows, most, bounded)
 
-    found = choose_cheapest(problem, tiles)
-    return None if found is None else tuple(found)
+    cheapest = choose_cheapest(problem, tiles)
+    return None if cheapest is None else tuple(cheapest)

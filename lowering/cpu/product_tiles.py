@@ -102,35 +102,35 @@ class ProductTiles:
         """The scratch buffers, by name."""
         p, wide = self.problem, self.problem.wide
         n, L = self.batch * self.groups, self.r * self.rows
-        found = {
+        buffers = {
             name: Buffer(s.shape, wide)
             for name, s in zip("kv", p.specs[1:3], strict=True)
             if packs(s, p)
         }
-        found |= {"q": Buffer((n * L * p.D,), wide), "s": Buffer((n * L * p.N,), wide)}
-        found |= {"o": Buffer((n * L * p.E,), wide)}
-        found |= {name: Buffer((n * L,), wide) for name in ("lse", "total")}
+        buffers |= {"q": Buffer((n * L * p.D,), wide), "s": Buffer((n * L * p.N,), wide)}
+        buffers |= {"o": Buffer((n * L * p.E,), wide)}
+        buffers |= {name: Buffer((n * L,), wide) for name in ("lse", "total")}
         if p.node.dropout:
             words = n * L * (p.N // 4 + 2)
-            found["kept"] = Buffer((4 * words,), torch.bool)
-            found |= {f"word{i}": Buffer((words,), torch.int64) for i in range(6)}
-            found["weights"] = found["s"]
+            buffers["kept"] = Buffer((4 * words,), torch.bool)
+            buffers |= {f"word{i}": Buffer((words,), torch.int64) for i in range(6)}
+            buffers["weights"] = buffers["s"]
         if p.grad is not None:
-            found |= self.needed_backward(n, L)
-        return found
+            buffers |= self.needed_backward(n, L)
+        return buffers
 
     def needed_backward(self, n: int, L: int) -> dict[str, Buffer]:
         """The scratch buffers that the gradient needs on top, for n heads and L rows a tile."""
         p, wide = self.problem, self.problem.wide
-        found = {"ds": Buffer((n * L * p.N,), wide), "do": Buffer((n * L * p.E,), wide)}
-        found |= {"dq": Buffer((n * L * p.D,), wide), "delta": Buffer((n * L,), wide)}
+        buffers = {"ds": Buffer((n * L * p.N,), wide), "do": Buffer((n * L * p.E,), wide)}
+        buffers |= {"dq": Buffer((n * L * p.D,), wide), "delta": Buffer((n * L,), wide)}
         steps = [i for i, m in enumerate(p.node.modifiers) if not m.additive]
-        found |= {f"step{i}": Buffer((n * L * p.N,), wide) for i in steps}
+        buffers |= {f"step{i}": Buffer((n * L * p.N,), wide) for i in steps}
         if p.dtype != wide:
-            found |= {
+            buffers |= {
                 f"d{x}": Buffer(s.shape, wide) for x, s in zip("kv", p.specs[1:3], strict=True)
             }
-        return found
+        return buffers
 
     @property
     def temporary(self) -> int:
@@ -139,9 +139,9 @@ class ProductTiles:
         places = self.batch * self.rows * p.N
         scores, node = places * self.groups * self.r, p.node
         words = 2 * bool(node.modifiers) + bool(node.dropout)
-        asked = POSITIONS * places if node.mask or node.modifiers else 0
-        asked += torch.int64.itemsize * (p.B + p.H + p.M + p.N)
-        return asked + scores * (2 + words * p.wide.itemsize)
+        places_bytes = POSITIONS * places if node.mask or node.modifiers else 0
+        places_bytes += torch.int64.itemsize * (p.B + p.H + p.M + p.N)
+        return places_bytes + scores * (2 + words * p.wide.itemsize)
 
     def summary(self) -> str:
         """How it runs, for `explain`."""
@@ -234,8 +234,8 @@ class ProductTiles:
                 here.pull(k, v, read, (dq, dk, dv), totals)
             else:
                 here.slot.rows(dq).zero_()
-        found = {0: dq, 1: dk.to(p.dtype), 2: dv.to(p.dtype)}
-        return found | self.collected(given, totals)
+        gradients = {0: dq, 1: dk.to(p.dtype), 2: dv.to(p.dtype)}
+        return gradients | self.collected(given, totals)
 
     def totals(self, given: Operands[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
         """Zeros for the wanted gradients of the modifiers' tensors, one dict a modifier."""
@@ -261,12 +261,12 @@ class ProductTiles:
         self, given: Operands[torch.Tensor], totals: Sequence[Mapping[str, torch.Tensor]]
     ) -> dict[int, torch.Tensor]:
         """The gradients of the modifiers' operands, by number of the operand."""
-        found: dict[int, torch.Tensor] = {}
+        gradients: dict[int, torch.Tensor] = {}
         at = 3
         for data, sums in zip(given.modifiers, totals, strict=True):
-            found |= {i: sums[n].to(data[n].dtype) for i, n in enumerate(data, at) if n in sums}
+            gradients |= {i: sums[n].to(data[n].dtype) for i, n in enumerate(data, at) if n in sums}
             at += len(data)
-        return found
+        return gradients
 
 
 @final

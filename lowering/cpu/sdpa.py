@@ -148,8 +148,8 @@ def lower_forward(problem: Problem, graph: Graph) -> Executable:
         return (problem.new_o(o.device).copy_(o) if reorders else o), lse
 
     def run_o(*tensors: torch.Tensor) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        found = attend(*tensors)
-        return found[:1], found
+        pair = attend(*tensors)
+        return pair[:1], pair
 
     def run(*tensors: torch.Tensor) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         o, lse = attend(*tensors)
@@ -158,8 +158,8 @@ def lower_forward(problem: Problem, graph: Graph) -> Executable:
 
     def run_plain(*tensors: torch.Tensor) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         q, k, v = tensors
-        found = flash(q, k, v, 0.0, causal, scale=scale)
-        return found[:1], found
+        pair = flash(q, k, v, 0.0, causal, scale=scale)
+        return pair[:1], pair
 
     alone = len(graph.inputs) == 3 and eqn.args == (0, 1, 2)  # a mask that simplified has data yet
     plain = alone and not reorders and names == ("o",)
@@ -187,16 +187,18 @@ def lower_backward(problem: Problem, grad: AttentionGrad, graph: Graph) -> Execu
             do = clear_blind_rows(do, lse)
             dlse = None if dlse is None else clear_blind_rows(dlse, lse)
             lse = lse.masked_fill(lse == -INF, 0.0)
-        found = list(flash_backward(do, q, k, v, o, lse, 0.0, causal, attn_mask=bias, scale=scale))
+        gradients = list(
+            flash_backward(do, q, k, v, o, lse, 0.0, causal, attn_mask=bias, scale=scale)
+        )
         if dlse is not None:
             attend = partial(flash, dropout_p=0.0, is_causal=causal, attn_mask=bias, scale=scale)
             pull = partial(
                 flash_backward, dropout_p=0.0, is_causal=causal, attn_mask=bias, scale=scale
             )
             dq, dk = through_lse(attend, pull, q, k, lse, dlse, scale)
-            found[0].add_(dq)
-            found[1].add_(dk)
-        made = [g for g, wanted in zip(found, grad.wants, strict=False) if wanted]
+            gradients[0].add_(dq)
+            gradients[1].add_(dk)
+        made = [g for g, wanted in zip(gradients, grad.wants, strict=False) if wanted]
         return select_outputs(graph, made), ()
 
     more = sum(s.type.bytes for s in problem.specs[:2]) * (2 * grad.with_dlse)

@@ -1,6 +1,6 @@
 """cuDNN: single attentions and their gradients on NVIDIA GPUs, in half precision.
 
-Whether it takes a graph is told by a table, on every machine; its plans are built here as well, for
+A table says whether it takes a graph, on every machine; its plans are built here as well, for
 GPUs that are not there in a process beside a stand-in for their driver.
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # and imported where it is used: a large table, of which CPUs
     from attn_graph.lowering.cudnn.run import Results
 
 FRONTEND = "nvidia-cudnn-frontend"
-# What is assumed of libraries that are not there, so that a graph's own reasons are told as well.
+# What is assumed of libraries that are not there, so that a graph's own reasons come out as well.
 ASSUMED = ((9, 20, 0), (1, 28, 0))
 
 
@@ -85,9 +85,9 @@ def versions(target: Target) -> tuple[tuple[int, int, int] | None, tuple[int, in
 
 def version(target: Target, library: str) -> tuple[int, int, int] | None:
     """Major, minor and patch of a library of the target; None where it is not there."""
-    found = re.findall(r"\d+", dict(target.libraries).get(library, ""))[:3]
-    major, minor, patch = (*map(int, found), 0, 0, 0)[:3]
-    return (major, minor, patch) if found else None
+    numbers = re.findall(r"\d+", dict(target.libraries).get(library, ""))[:3]
+    major, minor, patch = (*map(int, numbers), 0, 0, 0)[:3]
+    return (major, minor, patch) if numbers else None
 
 
 def lower(graph: Graph, target: Target, options: Options) -> Executable:

@@ -29,9 +29,10 @@ Violations = tuple[Any, ...]  # what the sentence names; one sentence for each
 class Rule:
     """A limit, with a sentence that completes "no, because it ...".
 
-    found: what each sentence tells; empty where nothing is wrong. A Reason is one by itself; of a
-    pair, the name of an operand and its spec, the name tells the keys of the sentences apart.
-    sentence: a format of `it`, one of the found, `c`, the case, and `p`, its problem: the limit,
+    violations: what of a case exceeds the limit; empty where nothing does. A Reason is one by
+    itself; of a pair, the name of an operand and its spec, the name tells the keys of the sentences
+    apart.
+    sentence: a format of `it`, one violation, `c`, the case, and `p`, its problem: the limit,
     ", and ", and what there is instead. The rule holds for these passes, in these
     compute capabilities and versions, ends not included. says: what cuDNN itself says to what the
     rule refuses: "no"; "yes", but it computes wrongly or nobody vouches that it doesn't; or
@@ -39,7 +40,7 @@ class Rule:
     """
 
     name: str
-    found: Callable[[Case], Iterable[Any]]  # Any: what the rule's sentence has a place for
+    violations: Callable[[Case], Iterable[Any]]  # Any: what the rule's sentence has a place for
     sentence: str
     source: str
     passes: tuple[Pass, ...] = BOTH
@@ -60,7 +61,7 @@ class Rule:
     def reasons(self, c: Case) -> Iterator[Reason]:
         """Every reason of this rule against a case."""
         if self.holds(c):
-            for it in self.found(c):
+            for it in self.violations(c):
                 yield it if isinstance(it, Reason) else self.reason(it, c)
 
     def reason(self, it: object, c: Case) -> Reason:

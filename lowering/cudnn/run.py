@@ -33,8 +33,8 @@ from attn_graph.spec import INF, NAMES, TensorSpec
 
 LOG = logging.getLogger("attn_graph")
 Pack = Mapping[int, torch.Tensor]
-# What cuDNN reads packed, whatever it was told: vectors of few numbers, and lse, which another
-# backend may have saved otherwise.
+# What cuDNN reads packed, whatever strides it was given: vectors of few numbers, and lse, which
+# another backend may have saved otherwise.
 PACKED = {
     "q_lengths": torch.int32,
     "kv_lengths": torch.int32,
@@ -58,14 +58,14 @@ def handle(device: torch.device) -> Any:  # Any: cuDNN's
     """The calling thread's handle on a device, which works on the current stream."""
     import cudnn
 
-    found = HANDLES.held.get(device.index)
-    if found is None:
+    own = HANDLES.held.get(device.index)
+    if own is None:
         with torch.cuda.device(device):
-            found = HANDLES.held[device.index] = cudnn.create_handle()
-        same = cudnn.Handle(found.backend_handle)
-        weakref.finalize(found, cudnn.destroy_handle, same).atexit = False  # when its thread ends
-    cudnn.set_stream(handle=found, stream=torch.cuda.current_stream(device).cuda_stream)
-    return found
+            own = HANDLES.held[device.index] = cudnn.create_handle()
+        same = cudnn.Handle(own.backend_handle)
+        weakref.finalize(own, cudnn.destroy_handle, same).atexit = False  # when its thread ends
+    cudnn.set_stream(handle=own, stream=torch.cuda.current_stream(device).cuda_stream)
+    return own
 
 
 @final
@@ -150,18 +150,18 @@ class Run:
         """The wanted gradients of the operands, o, lse and the cotangents."""
         assert self.problem.grad is not None
         results = self.run(tensors if self.rows is None else self.cleared(tensors, *self.rows))
-        found = {x.source: t for x, t in zip(self.call.outputs, results, strict=True)}
-        return select_outputs(self.graph, [found[name] for name in self.problem.grad.names]), ()
+        by_source = {x.source: t for x, t in zip(self.call.outputs, results, strict=True)}
+        return select_outputs(self.graph, [by_source[name] for name in self.problem.grad.names]), ()
 
     def cleared(self, tensors: Sequence[torch.Tensor], do: int, lse: int) -> list[torch.Tensor]:
         """The tensors, with a copy of do that is 0 in rows that see nothing, and an lse of +inf
         there: for every score, exp(s - lse) is 0 then."""
-        found, blind = [*tensors], tensors[lse] == -INF
+        cleared, blind = [*tensors], tensors[lse] == -INF
         slot = next(x for x in self.call.inputs if x.source == "do")
         copy = torch.empty_strided(slot.shape, slot.strides, dtype=slot.dtype, device=blind.device)
-        found[do] = copy.copy_(tensors[do]).masked_fill_(blind[..., None], 0.0)
-        found[lse] = tensors[lse].masked_fill(blind, INF)
-        return found
+        cleared[do] = copy.copy_(tensors[do]).masked_fill_(blind[..., None], 0.0)
+        cleared[lse] = tensors[lse].masked_fill(blind, INF)
+        return cleared
 
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The call's results."""

@@ -226,15 +226,15 @@ class TritonCall:
         assert grad is not None
         read = grad.split([tensors[i] for i in self.graph.eqns[0].args])
         operands, device = read.own, read.o.device
-        found: dict[int, torch.Tensor] = {
+        gradients: dict[int, torch.Tensor] = {
             n: self.flash.new_gradient(n, device) for n in range(3) if grad.wants[n]
         }
         whole = [n for n, x in self.flash.code.contributions.items() if set("ij") <= set(x.axes)]
-        found |= {
+        gradients |= {
             n: torch.empty(problem.specs[n].shape, dtype=problem.specs[n].dtype, device=device)
             for n in whole
         }
-        named: Named = {f"grad{n}": x for n, x in found.items()} | {
+        named: Named = {f"grad{n}": x for n, x in gradients.items()} | {
             "o": read.o,
             "lse": read.lse.contiguous(),  # ours is; another backend may have saved it otherwise
             "do": read.do,
@@ -243,13 +243,15 @@ class TritonCall:
         named |= {"o.strides": read.o.stride()}
         with self.launched(self.flash.launches, named, operands) as scratch:
             for n, collected in self.flash.code.contributions.items():
-                if n not in found:
-                    found[n] = sum_collected(scratch[f"sums{n}"], collected)
+                if n not in gradients:
+                    gradients[n] = sum_collected(scratch[f"sums{n}"], collected)
             if problem.node.sinks:
                 at = problem.node.roles.index("sinks")
                 if grad.wants[at]:
-                    found[at] = sink_gradient(operands[at], named["lse"], scratch["delta"].neg())
-        made = [found[n] for n, wanted in enumerate(grad.wants) if wanted]
+                    gradients[at] = sink_gradient(
+                        operands[at], named["lse"], scratch["delta"].neg()
+                    )
+        made = [gradients[n] for n, wanted in enumerate(grad.wants) if wanted]
         return select_outputs(self.graph, made), ()
 
     @contextmanager

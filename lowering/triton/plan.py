@@ -88,15 +88,15 @@ class Flash:
     def dtypes(self) -> dict[str, torch.dtype]:
         """The dtype of each tensor that launches name."""
         p = self.problem
-        found = dict.fromkeys(("q", "k", "v", "o", "do"), p.dtype)
-        found |= dict.fromkeys((*p.node.stats, "delta", "dlse"), torch.float32)
-        found |= dict.fromkeys(("seed", "offset"), torch.int64)
+        dtypes = dict.fromkeys(("q", "k", "v", "o", "do"), p.dtype)
+        dtypes |= dict.fromkeys((*p.node.stats, "delta", "dlse"), torch.float32)
+        dtypes |= dict.fromkeys(("seed", "offset"), torch.int64)
         sinks = p.node.split(p.specs).sinks
-        found |= {"sinks": sinks.dtype} if sinks else {}
-        found |= {f"grad{n}": spec.dtype for n, spec in enumerate(p.specs)}
-        found |= {f"data.{k}": spec.dtype for k, spec in enumerate(read_specs(p))}
-        found |= {name: buffer.dtype for name, buffer in self.buffers.items()}
-        return found | {name: table.dtype for name, table in self.tables.items()}
+        dtypes |= {"sinks": sinks.dtype} if sinks else {}
+        dtypes |= {f"grad{n}": spec.dtype for n, spec in enumerate(p.specs)}
+        dtypes |= {f"data.{k}": spec.dtype for k, spec in enumerate(read_specs(p))}
+        dtypes |= {name: buffer.dtype for name, buffer in self.buffers.items()}
+        return dtypes | {name: table.dtype for name, table in self.tables.items()}
 
     def without_lse(self) -> tuple[Launch, ...]:
         """The launches of a forward whose lse nobody reads."""
@@ -301,15 +301,15 @@ class FlashBuilder:
         texts: dict[str, str], pointers: Pointers | None = None,
     ) -> None:  # fmt: skip
         """Add a launch of one program for each line."""
-        found, absent = self.operands(*names)
-        found |= pointers or {}
+        named, absent = self.operands(*names)
+        named |= pointers or {}
         sizes = {"BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n}
         fixed = self.common() | absent | sizes | more
         if self.data():
-            found["data"] = self.data()
+            named["data"] = self.data()
         else:
             fixed["data"] = None
-        self.launches.append(Launch(kernel, lines, found, fixed, texts, *tiling.options))
+        self.launches.append(Launch(kernel, lines, named, fixed, texts, *tiling.options))
 
     def forward(self) -> None:
         """Add the launch of the forward."""
@@ -433,12 +433,12 @@ class FlashBuilder:
 
 def large_operands(problem: Problem) -> dict[str, TensorSpec]:
     """The specs of q, k, v, do and dlse, by name."""
-    found = dict(zip("qkv", problem.specs, strict=False))
+    specs = dict(zip("qkv", problem.specs, strict=False))
     if problem.grad is not None:
         given = problem.grad.split(problem.specs)
         cotangents = ("do", given.do), ("dlse", given.dlse)
-        found |= {name: x for name, x in cotangents if x is not None}
-    return found
+        specs |= {name: x for name, x in cotangents if x is not None}
+    return specs
 
 
 def choose_tiling(
