@@ -43,7 +43,7 @@ Value = TypeVar("Value")
 Switch = Literal[True, False]
 
 calls: Cache[Plan] = Cache(4 * CAPACITY)  # by the arguments of `compile`, as they are given
-plans: Cache[Plan] = Cache(CAPACITY)  # by simplified graph
+plans: Cache[Plan] = Cache(CAPACITY)  # by simplified graph, target, options and backends
 preferred: ContextVar[Backends | None] = ContextVar("preferred", default=None)
 avoided: ContextVar[tuple[str, ...]] = ContextVar("avoided", default=())
 
