@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, final
 
 import torch
@@ -32,6 +33,7 @@ if TYPE_CHECKING:  # and imported where they are used: calls ask for none of it
 
 Tensors = tuple[torch.Tensor, ...]
 Look = list[object]  # of tensors: what a plan rests on, in a form that is quick to compare
+requires_grad = attrgetter("requires_grad")
 MOST_PULLS = 64  # backward plans a plan keeps at hand; the cache holds them too
 
 
@@ -110,7 +112,7 @@ class Plan:
             self.admit(tensors, look)
         if forward_ad._current_level >= 0:
             refuse_tangents(tensors)
-        if torch.is_grad_enabled() and any([t.requires_grad for t in tensors]):
+        if torch.is_grad_enabled() and any(map(requires_grad, tensors)):
             outputs: Sequence[torch.Tensor] = run_with_autograd(self, tensors)
         else:
             outputs = self.infer(*tensors)[0]
