@@ -413,7 +413,8 @@ class Turned(Modifier):
         return ("table",)
 
     def change(self, s: torch.Tensor, at: ag.Place) -> torch.Tensor:
-        return s + at.load("table", at.j, at.h)
+        changed: torch.Tensor = s + at.load("table", at.j, at.h)
+        return changed
 
     def collect(self, totals: Mapping[str, torch.Tensor], ds: torch.Tensor, at: ag.Place) -> None:
         share = at.reading(totals).load("table", at.j, at.h)
