@@ -283,6 +283,13 @@ def test_scales_that_float32_takes_for_0_are_right_or_refused(
 
 
 @pytest.mark.parametrize("backend", NAMES)
+def test_gradients_come_through_lse_as_through_o(backend: str) -> None:
+    x = ag.TensorSpec((1, 2, 20, 8), torch.float32)
+    graph = ag.attention(x, x, x, mask=ag.Causal(), stats=True)
+    assert gradients_agree(planned(graph, backend), graph, 3).keys() == {"q", "k", "v"}
+
+
+@pytest.mark.parametrize("backend", NAMES)
 def test_weights_made_of_a_large_lse_are_within_the_bound(backend: str) -> None:
     """Scores of some hundreds, one of which outweighs the others: exp(s - lse) is of two roundings
     that the plain formula has not."""

@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import attn_graph as ag
-from attn_graph.machine.workspace import Buffer, Scratch
+from attn_graph.machine.workspace import ALIGNMENT, Buffer, Scratch
 from tests.support.cuda_model import DEVICE, CapturedGraph, Runtime, check, write
 from tests.support.forking import forks, in_child
 
@@ -282,6 +282,13 @@ def test_release_does_captured_graphs_no_harm(runtime: Runtime, workspace: ag.Wo
     runtime.finish(1)
     runtime.synchronize()
     assert runtime.done == 3 * KERNELS
+
+
+def test_buffers_begin_on_cache_lines(workspace: ag.Workspace) -> None:
+    buffers = (Buffer((3,), torch.uint8), Buffer((5,), torch.float32), Buffer((2,), torch.float64))
+    with workspace.lease(Scratch(buffers), CPU) as views:
+        first, *others = (view.data_ptr() for view in views)
+        assert [(at - first) % ALIGNMENT for at in others] == [0, 0]
 
 
 def test_a_dropped_graph_gives_its_memory_back(runtime: Runtime, workspace: ag.Workspace) -> None:
