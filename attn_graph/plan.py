@@ -104,6 +104,7 @@ class Plan:
     def __call__(self, /, *tensors: torch.Tensor, **named: torch.Tensor) -> torch.Tensor | Tensors:
         if named or len(tensors) != self.count:
             tensors = self.arranged(tensors, named)
+        look: Look
         try:
             look = look_at(tensors)
         except (AttributeError, RuntimeError):  # no tensor, or without strides: `admit` says which
