@@ -34,6 +34,11 @@ if TYPE_CHECKING:  # and imported where they are used: calls ask for none of it
 Tensors = tuple[torch.Tensor, ...]
 Look = list[object]  # of tensors: what a plan rests on, in a form that is quick to compare
 requires_grad = attrgetter("requires_grad")
+LOOKS: tuple[Callable[[torch.Tensor], object], ...] = (  # what a plan rests on, of each tensor
+    attrgetter("shape", "dtype", "device"),
+    torch.Tensor.stride,
+    torch.Tensor.is_neg,
+)
 MOST_PULLS = 64  # backward plans a plan keeps at hand; the cache holds them too
 
 
@@ -104,10 +109,11 @@ class Plan:
     def __call__(self, /, *tensors: torch.Tensor, **named: torch.Tensor) -> torch.Tensor | Tensors:
         if named or len(tensors) != self.count:
             tensors = self.arranged(tensors, named)
-        look: Look
+        look: Look = []
         try:
-            look = look_at(tensors)
-        except (AttributeError, RuntimeError):  # no tensor, or without strides: `admit` says which
+            for look_at in LOOKS:
+                look += map(look_at, tensors)
+        except (AttributeError, RuntimeError, TypeError):  # no tensor, or without strides: `admit`
             look = [None]
         if look != self.memo.call:
             self.admit(tensors, look)
@@ -173,7 +179,9 @@ class Plan:
         Where autograd records this too, they know that they have no gradient themselves.
         """
         given = [g for g in grads if g is not None]
-        look = [needs, *[g is None for g in grads], *look_at((*saved, *given))]
+        look: Look = [needs, *[g is None for g in grads]]
+        for look_at in LOOKS:
+            look += map(look_at, (*saved, *given))
         seen, pull = self.memo.last
         if pull is None or look != seen:
             pull = self.admit_pull(needs, saved, grads, look)
@@ -363,14 +371,6 @@ class Plan:
         ]
         head = html.element("p", f"a plan for {self.target}")
         return html.page(head, html.table(rows), html.Html(self.graph._repr_html_()))
-
-
-def look_at(tensors: Sequence[torch.Tensor]) -> Look:
-    """What a plan rests on, of each tensor."""
-    look: Look = []
-    for t in tensors:
-        look += t.shape, t.stride(), t.dtype, t.device, t.is_neg()
-    return look
 
 
 def constant_places(graph: Graph) -> tuple[int, ...]:
