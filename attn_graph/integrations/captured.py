@@ -36,14 +36,13 @@ class Captured:
             raise Unread("it indexes what is no captured tensor")
         axes = element.axes
         for index in indices:
-            letter = isinstance(index, Index) and index.text
-            if letter not in AXES or letter in axes:
-                text = write(index.text) if isinstance(index, Index) else index
+            text = write(index.text) if isinstance(index, Index) else str(index)
+            if text not in (*AXES,) or text in axes:
                 raise Unread(f"it reads a tensor at {text}, which is not b, h, q_idx or kv_idx")
-            axes += letter
+            axes += text
         return evolve(element, axes=axes)
 
-    def resolve(self, element: Element) -> Index | Real | Mask:
+    def resolve(self, element: Element) -> Any:  # Any: an Index, a Real or a Mask
         """What an element is: an integer, a real number or a boolean. Raises Unread for others."""
         tensor, axes = element.tensor, element.axes
         if not axes or len(axes) != tensor.dim():

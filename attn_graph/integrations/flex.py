@@ -218,8 +218,8 @@ class Reader:
         if node.kwargs:
             raise Unread(f"it calls {name}() with {', '.join(node.kwargs)}")
         if name == "getitem":
-            element, index = node.args
-            return self.captured.at(self.values.get(element), [*self.terms(index)])
+            (element,), index = self.terms(node.args[0]), node.args[1]
+            return self.captured.at(element, [*self.terms(index)])
         try:
             return self.apply(name, [self.operand(x) for x in node.args])
         except Unread as error:
@@ -228,7 +228,7 @@ class Reader:
             return self.apply(name, [self.dense_operand(x, name, error) for x in node.args])
 
     def terms(self, index: object) -> Iterator[Term]:
-        """The terms by which a captured tensor is indexed."""
+        """The values of one argument, which may be several."""
         for x in index if isinstance(index, tuple | list) else (index,):
             yield self.values[x] if isinstance(x, fx.Node) else x
 
@@ -251,7 +251,7 @@ class Reader:
             return self.keep(tensor, error)
         if name == "add":
             return self.captured.resolve(Element(tensor, AXES))
-        return self.captured.resolve(Element(-tensor, AXES)).negative()  # a sum is a bias
+        return self.captured.resolve(Element(-tensor, AXES)).negative()  # - - is a bias
 
     def reads_scores(self, node: fx.Node) -> bool:
         """Whether a step depends on the scores."""
@@ -292,7 +292,7 @@ class Reader:
         """A dense mask. Raises an error where it is not one of booleans."""
         if tensor.dtype != torch.bool:
             raise error
-        return self.captured.resolve(Element(tensor, AXES))
+        return as_mask(self.captured.resolve(Element(tensor, AXES)))
 
     def apply(self, name: str, operands: list[Term]) -> Term:
         """The result of an operation. Raises Unread for an operation that is not known."""

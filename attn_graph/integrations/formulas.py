@@ -102,8 +102,8 @@ def has_floats(node: ast.expr) -> bool:
 def place_names(at: Place, elements: Elements) -> dict[str, Term]:
     """What a formula may name at a place: b, h, i, j, abs, and the elements of its tensors."""
     axes = dict(zip(AXES, at.axes, strict=True))
-    elements = {name: at.load(name, *(axes[x] for x in own)) for name, own in elements}
-    return {**axes, "abs": abs, **elements}
+    loads = {name: at.load(name, *(axes[x] for x in own)) for name, own in elements}
+    return {**axes, "abs": abs, **loads}
 
 
 @final
@@ -172,7 +172,8 @@ class Addend(Modifier):
         return evaluate_formula(read_formula(self.text), names)
 
     def change(self, s: torch.Tensor, at: Place) -> torch.Tensor:
-        return s + self.term(at, s.dtype)
+        changed: torch.Tensor = s + self.term(at, s.dtype)
+        return changed
 
     def collect(self, totals: Mapping[str, torch.Tensor], ds: torch.Tensor, at: Place) -> None:
         """Of an element in which the term is linear: what it adds for 1 less what it adds for 0."""

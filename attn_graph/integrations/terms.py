@@ -182,14 +182,13 @@ def bound_distance(name: str, inner: Index, reach: int) -> Mask | None:
 
 def locate(affine: Affine) -> tuple[str, int, int] | None:
     """What is bounded (j - i, j, or nothing), the sign before it, and what is added to it."""
-    constant = affine.get("", 0)
     match {x: c for x, c in affine.items() if x and c}:
-        case {"i": i, "j": j, **rest} if not rest and i == -j and abs(j) == 1:
-            return "band", j, constant
-        case {"j": j, **rest} if not rest and abs(j) == 1:
-            return "keys", j, constant
-        case rest if not rest:
-            return "nothing", 1, constant
+        case {"i": -1, "j": 1} | {"i": 1, "j": -1} as both if len(both) == 2:
+            return "band", both["j"], affine.get("", 0)
+        case {"j": 1 | -1} as one if len(one) == 1:
+            return "keys", one["j"], affine.get("", 0)
+        case none if not none:
+            return "nothing", 1, affine.get("", 0)
     return None
 
 

@@ -100,7 +100,7 @@ def test_masks_that_flex_joins_are_joined() -> None:
     assert from_flex(mod) == (ag.Causal("top_left") | ag.Prefix(2), {})
 
 
-integers = st.deferred(
+integers: SearchStrategy[str] = st.deferred(
     lambda: st.one_of(
         st.sampled_from(["q", "k", "b", "h", "q - k", "k - q"]),
         st.sampled_from(
@@ -114,8 +114,8 @@ integers = st.deferred(
         st.builds("(-{})".format, integers),
     )
 )
-constants = st.integers(-4, 12)
-comparisons = st.builds(
+constants: SearchStrategy[int] = st.integers(-4, 12)
+comparisons: SearchStrategy[str] = st.builds(
     "({} {} {})".format,
     integers,
     st.sampled_from(["<", "<=", ">", ">=", "==", "!="]),
