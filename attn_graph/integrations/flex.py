@@ -184,7 +184,7 @@ class Inliner(fx.Tracer):
 @final
 @define(eq=False)
 class Reader:
-    """Elements one mod, step by step. A step that cannot be read has its `Unread` for a value."""
+    """Reads one mod, step by step. A step that cannot be read has its `Unread` for a value."""
 
     captured: Captured
     dense: bool
@@ -218,40 +218,53 @@ class Reader:
         if node.kwargs:
             raise Unread(f"it calls {name}() with {', '.join(node.kwargs)}")
         if name == "getitem":
-            (element,), index = self.terms(node.args[0]), node.args[1]
-            return self.captured.at(element, [*self.terms(index)])
+            (element,), indices = self.terms(node.args[0]), self.terms(node.args[1])
+            return self.captured.at(element, [*indices])
         try:
             return self.apply(name, [self.operand(x) for x in node.args])
         except Unread as error:
-            if not self.dense or name not in (*JOINS, *SUMS):
-                raise
-            return self.apply(name, [self.dense_operand(x, name, error) for x in node.args])
+            return self.apply(name, [*self.dense_operands(name, node.args, error)])
 
-    def terms(self, index: object) -> Iterator[Term]:
-        """The values of one argument, which may be several."""
-        for x in index if isinstance(index, tuple | list) else (index,):
-            yield self.values[x] if isinstance(x, fx.Node) else x
+    def terms(self, argument: object) -> Iterator[Term]:
+        """The values of one argument, which may be several. Raises Unread for one that has none."""
+        for x in argument if isinstance(argument, tuple | list) else (argument,):
+            value = self.values[x] if isinstance(x, fx.Node) else x
+            if isinstance(value, Unread):
+                raise value
+            yield value
 
     def operand(self, x: object) -> Term:
         """The value of an operand. Raises Unread for one that has none."""
-        value = self.values[x] if isinstance(x, fx.Node) else x
-        if isinstance(value, Unread):
-            raise value
+        (value,) = self.terms(x)
         return self.captured.resolve(value) if isinstance(value, Element) else value
 
-    def dense_operand(self, x: object, name: str, error: Unread) -> Term:
-        """The value of an operand of a join or a sum, as a tensor where it has no other."""
-        value = self.values[x] if isinstance(x, fx.Node) else x
-        if not isinstance(x, fx.Node) or isinstance(value, Score | Mask):
-            return value
-        if self.reads_scores(x) or (name in JOINS and not isinstance(value, Unread)):
+    def dense_operands(
+        self, name: str, arguments: Sequence[object], error: Unread
+    ) -> Iterator[Term]:
+        """The operands of a join, or of a sum with scores, as tensors where they have no value.
+
+        Raises the error where that is not allowed, and for what depends on the scores.
+        """
+        values = [self.values.get(x) for x in arguments if isinstance(x, fx.Node)]
+        adds = name in SUMS and any(isinstance(value, Score) for value in values)
+        if not self.dense or not (adds or name in JOINS):
             raise error
-        tensor = self.evaluate(self.submodule(x))
-        if name in JOINS:
-            return self.keep(tensor, error)
+        for x in arguments:
+            value = self.values[x] if isinstance(x, fx.Node) else x
+            if isinstance(value, Score) or not (adds or isinstance(value, Unread)):
+                yield self.operand(x)
+            elif not isinstance(x, fx.Node) or self.reads_scores(x):
+                raise error
+            elif adds:
+                yield self.dense_term(name, self.evaluate(self.submodule(x)))
+            else:
+                yield self.keep(self.evaluate(self.submodule(x)), error)
+
+    def dense_term(self, name: str, tensor: torch.Tensor) -> Term:
+        """What is added or subtracted: less its negative, so that either way it is a bias."""
         if name == "add":
             return self.captured.resolve(Element(tensor, AXES))
-        return self.captured.resolve(Element(-tensor, AXES)).negative()  # - - is a bias
+        return self.captured.resolve(Element(-tensor, AXES)).negative()
 
     def reads_scores(self, node: fx.Node) -> bool:
         """Whether a step depends on the scores."""

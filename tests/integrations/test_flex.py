@@ -184,9 +184,10 @@ def test_what_cannot_be_read_is_an_error_that_names_it_and_the_way_out(text: str
 
 
 def test_only_the_part_that_cannot_be_read_is_made_dense() -> None:
-    mod = mod_of("(q >= k) & (documents[k - 1] == 2) & ~(torch.sin(q) > 0)")
+    mod = mod_of("(q >= k) & (documents[k - 1] + q == 2) & ~(torch.sin(q) > 0) & flags[k]")
     mask, tensors = from_flex(mod, sizes=SIZES, dense=True)
-    assert str(mask) == "(Causal(align='top_left') & Keep() & ~Keep(name='keep_2'))"
+    leaves = "Causal(align='top_left') & Keep() & ~Keep(name='keep_2') & Keep(name='keep_3')"
+    assert str(mask) == f"({leaves})"
     assert torch.equal(keeps(mask, tensors), create_mask(mod, *SIZES, device="cpu"))
 
 
