@@ -195,7 +195,7 @@ class Reader:
         """What a mod returns for these arguments. Raises Unread where that cannot be read."""
         try:
             graph = self.tracer.trace(mod)
-        except (TraceError, TypeError) as error:  # `if`, `and`; int(), range() of a position
+        except (TraceError, TypeError, RuntimeError) as error:  # `if`; range(), len() of a position
             raise Unread(f"it cannot be traced: {error}") from error
         given = iter(arguments)
         for node in graph.nodes:
@@ -235,6 +235,8 @@ class Reader:
 
     def operand(self, x: object) -> Term:
         """The value of an operand. Raises Unread for one that has none."""
+        if isinstance(x, tuple | list):
+            raise Unread("it joins several terms into one")
         (value,) = self.terms(x)
         return self.captured.resolve(value) if isinstance(value, Element) else value
 
