@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from attrs import define, evolve, field
 
-from attn_graph.integrations.formulas import AXES, write
+from attn_graph.integrations.formulas import AXES, simplify_text
 from attn_graph.integrations.terms import MIRRORED, Element, Index, Real, Unread
 from attn_graph.masks import Keep, KeyLengths, Mask, QueryLengths, SameSegment
 from attn_graph.spec import INTEGERS
@@ -36,7 +36,7 @@ class Captured:
             raise Unread("it indexes what is no captured tensor")
         axes = element.axes
         for index in indices:
-            text = write(index.text) if isinstance(index, Index) else str(index)
+            text = simplify_text(index.text) if isinstance(index, Index) else str(index)
             if text not in (*AXES,) or text in axes:
                 raise Unread(f"it reads a tensor at {text}, which is not b, h, q_idx or kv_idx")
             axes += text

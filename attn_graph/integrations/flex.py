@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import create_mask
 
 from attn_graph.errors import GraphError
 from attn_graph.integrations.captured import Captured, Tensors
-from attn_graph.integrations.formulas import AXES, METHODS, write
+from attn_graph.integrations.formulas import AXES, METHODS, simplify_text
 from attn_graph.integrations.terms import (
     MIRRORED,
     Element,
@@ -161,7 +161,7 @@ def describe(term: Term) -> str:
     """A term in words."""
     match term:
         case Index(text) | Real(text):
-            return write(text)
+            return simplify_text(text)
         case Score():
             return "the scores"
     return str(term)

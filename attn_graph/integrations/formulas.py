@@ -60,7 +60,7 @@ def read_formula(text: str) -> ast.expr:
         raise GraphError(f"formula: {text!r} is no expression: {error}") from error
 
 
-def write(text: str) -> str:
+def simplify_text(text: str) -> str:
     """A formula without the parentheses that it does not need."""
     return ast.unparse(read_formula(text))
 

@@ -14,7 +14,7 @@ import torch
 from attrs import evolve, field, frozen
 
 from attn_graph.errors import GraphError
-from attn_graph.integrations.formulas import Addend, Elements, Formula, write
+from attn_graph.integrations.formulas import Addend, Elements, Formula, simplify_text
 from attn_graph.ir.modifiers import Modifier, SoftCap
 from attn_graph.masks import And, Causal, Mask, Or, Prefix, Window
 
@@ -134,7 +134,7 @@ def unite(a: Elements, b: Elements) -> Elements:
 def compare_indices(name: str, a: Index, b: Index) -> Mask:
     """The mask of a comparison: in closed form, or else a `Formula`."""
     return closed_form(name, a, b) or Formula(
-        write(f"{a.text} {SIGNS[name]} {b.text}"), unite(a.elements, b.elements)
+        simplify_text(f"{a.text} {SIGNS[name]} {b.text}"), unite(a.elements, b.elements)
     )
 
 
@@ -349,6 +349,6 @@ class Score:
     def plus(self, term: Real) -> Score:
         """Plus a term. Raises Unread for one that is not linear in a captured tensor."""
         try:
-            return self.then(Addend(write(term.text), term.elements, term.integers))
+            return self.then(Addend(simplify_text(term.text), term.elements, term.integers))
         except GraphError as error:
             raise Unread(str(error)) from error
