@@ -9,7 +9,6 @@ import torch
 from attrs import Factory, define, evolve, field, frozen
 from torch.autograd import forward_ad
 
-from attn_graph.backend import Executable
 from attn_graph.errors import (
     GraphError,
     NoBackendError,
@@ -20,7 +19,9 @@ from attn_graph.errors import (
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.reference import Verification, compare
 from attn_graph.ir.vjp import backward, cotangent_specs, main_outputs, saved_specs, wanted_inputs
+from attn_graph.lowering.backend import Executable
 from attn_graph.machine.ambient import has_tangent, is_traced
+from attn_graph.machine.autograd import run_with_autograd
 from attn_graph.machine.sizes import Memory
 from attn_graph.machine.target import Target
 from attn_graph.spec import NAMES, TensorSpec
@@ -78,7 +79,6 @@ class Plan:
     refusals: tuple[tuple[str, tuple[Reason, ...]], ...]
     also: tuple[str, ...]
     executable: Executable
-    differentiable: Callable[..., Tensors]  # runs it so that autograd knows
     backward: Callable[..., Plan]  # the plan of its gradient for some inputs and cotangents
     recipe: tuple[Callable[..., Plan], tuple[object, ...]]  # a function and what it made this of
     precision: str = "ieee"  # of float32 products
@@ -102,20 +102,16 @@ class Plan:
     def __call__(self, /, *tensors: torch.Tensor, **named: torch.Tensor) -> torch.Tensor | Tensors:
         if named or len(tensors) != self.count:
             tensors = self.arranged(tensors, named)
-        look: Look = []
-        wants = False
         try:
-            for t in tensors:
-                look += t.shape, t.stride(), t.dtype, t.device, t.is_neg()
-                wants = wants or t.requires_grad
+            look = look_at(tensors)
         except (AttributeError, RuntimeError):  # no tensor, or without strides: `admit` says which
             look = [None]
         if look != self.memo.call:
             self.admit(tensors, look)
         if forward_ad._current_level >= 0:
             refuse_tangents(tensors)
-        if wants and torch.is_grad_enabled():
-            outputs: Sequence[torch.Tensor] = self.differentiable(self, tensors)
+        if torch.is_grad_enabled() and any([t.requires_grad for t in tensors]):
+            outputs: Sequence[torch.Tensor] = run_with_autograd(self, tensors)
         else:
             outputs = self.infer(*tensors)[0]
         return outputs[0] if self.single else tuple(outputs)
@@ -164,29 +160,30 @@ class Plan:
             )
 
     def pull(
-        self, needs: Sequence[bool], saved: Tensors, grads: Sequence[torch.Tensor | None]
+        self,
+        needs: Sequence[bool],
+        saved: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor | None],
     ) -> Sequence[torch.Tensor]:
         """The gradients of the inputs marked in `needs`, from what the forward saved.
 
         Where autograd records this too, they know that they have no gradient themselves.
         """
         given = [g for g in grads if g is not None]
-        look: Look = [needs, *[g is None for g in grads]]
-        for t in (*saved, *given):
-            look += t.shape, t.stride(), t.dtype, t.device, t.is_neg()
+        look = [needs, *[g is None for g in grads], *look_at((*saved, *given))]
         seen, pull = self.memo.last
         if pull is None or look != seen:
             pull = self.admit_pull(needs, saved, grads, look)
         for n, spec in pull.anew:
             given[n] = copy_laid_as(given[n], spec)
         if torch.is_grad_enabled():
-            return self.differentiable(pull.plan, (*saved, *given))
+            return run_with_autograd(pull.plan, (*saved, *given))
         return pull.plan.run(*saved, *given)[0]
 
     def admit_pull(
         self,
         needs: Sequence[bool],
-        saved: Tensors,
+        saved: Sequence[torch.Tensor],
         grads: Sequence[torch.Tensor | None],
         look: Look,
     ) -> Pull:
@@ -204,7 +201,10 @@ class Plan:
         return pull
 
     def planned_pull(
-        self, needs: Sequence[bool], saved: Tensors, grads: Sequence[torch.Tensor | None]
+        self,
+        needs: Sequence[bool],
+        saved: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor | None],
     ) -> Pull:
         """Plan for what autograd hands back: saved tensors may have moved meanwhile."""
         declared = saved_specs(self.graph)
@@ -360,6 +360,14 @@ class Plan:
         ]
         head = html.element("p", f"a plan for {self.target}")
         return html.page(head, html.table(rows), html.Html(self.graph._repr_html_()))
+
+
+def look_at(tensors: Sequence[torch.Tensor]) -> Look:
+    """What a plan rests on, of each tensor."""
+    look: Look = []
+    for t in tensors:
+        look += t.shape, t.stride(), t.dtype, t.device, t.is_neg()
+    return look
 
 
 def constant_places(graph: Graph) -> tuple[int, ...]:
