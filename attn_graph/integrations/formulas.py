@@ -18,8 +18,9 @@ from attrs import field, frozen
 
 from attn_graph.errors import GraphError
 from attn_graph.ir.modifiers import Modifier
+from attn_graph.lowering.triton.intervals import Range
 from attn_graph.masks import Data, Mask
-from attn_graph.masks.places import Place, Term
+from attn_graph.masks.places import Block, Keys, Place, Term
 from attn_graph.spec import FLOATS
 
 AXES = "bhij"
@@ -44,11 +45,23 @@ COMPARISONS: dict[type[ast.AST], Apply] = {
     ast.NotEq: operator.ne,
 }
 METHODS = ("cos", "exp", "exp2", "log", "log2", "rsqrt", "sigmoid", "sin", "sqrt", "tanh")
+RESERVED = (*AXES, "abs", "real", *METHODS)
 
 
 def as_elements(values: Any) -> Elements:  # Any: pairs, of which a parser makes tuples
     """Pairs of names and axes as tuples, which compare by value."""
     return tuple((name, axes) for name, axes in values)
+
+
+def check_elements(elements: Elements) -> None:
+    """Raise GraphError for a name that means something else, and for axes in another order."""
+    for n, (name, axes) in enumerate(elements):
+        if not name.isidentifier() or name in RESERVED or name in dict(elements[:n]):
+            raise GraphError(f"formula: {name!r} is no name for a tensor, or one of another thing")
+        if list(axes) != sorted({*axes}, key=AXES.find):
+            raise GraphError(
+                f"formula: {name} has axes {axes!r}; say them in the order of {AXES!r}"
+            )
 
 
 @lru_cache(1024)
@@ -99,6 +112,19 @@ def has_floats(node: ast.expr) -> bool:
     )
 
 
+def block_range(block: Block, name: str, axes: str) -> Range | None:
+    """The least and the greatest element of a block's part of a tensor, for each key if it has any.
+
+    None where the tensor is not known, or has no element there.
+    """
+    part = block.load(name, axes)
+    if part is None or not part.numel():
+        return None
+    others = [axis for axis, letter in enumerate(axes) if letter != "j"]
+    part = part.cpu()
+    return Range(part.amin(others), part.amax(others)) if others else Range(part, part)
+
+
 def place_names(at: Place, elements: Elements) -> dict[str, Term]:
     """What a formula may name at a place: b, h, i, j, abs, and the elements of its tensors."""
     axes = dict(zip(AXES, at.axes, strict=True))
@@ -121,6 +147,7 @@ class Formula(Mask):
 
     def __attrs_post_init__(self) -> None:
         node = read_formula(self.text)
+        check_elements(self.elements)
         if not isinstance(node, ast.Compare) or has_floats(node):
             raise GraphError(f"formula: {self.text!r} is no comparison of integers")
         evaluate_formula(node, {**dict.fromkeys((*AXES, *dict(self.elements)), 1), "abs": abs})
@@ -131,6 +158,34 @@ class Formula(Mask):
 
     def keep(self, at: Place) -> Term:
         return evaluate_formula(read_formula(self.text), place_names(at, self.elements))
+
+    def span(self, block: Block) -> Keys:
+        bounds = self.bounds(block)
+        return block.all if bounds is None else Keys.where(bounds[1])
+
+    def surely(self, block: Block) -> Keys:
+        bounds = self.bounds(block)
+        return block.none if bounds is None else Keys.where(bounds[0])
+
+    def bounds(self, block: Block) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """For each key, whether surely all queries of a block keep it, and whether any may.
+
+        By interval arithmetic over the queries. None where it reads tensors that are not known, or
+        names b or h: a block for all batch entries and heads may name the first ones alone.
+        """
+        loads = [block_range(block, name, axes) for name, axes in self.elements]
+        known = [each for each in loads if each is not None]
+        names = {x.id for x in ast.walk(read_formula(self.text)) if isinstance(x, ast.Name)}
+        if len(known) < len(loads) or names & {"b", "h"}:
+            return None
+        ranges = dict(zip(dict(self.elements), known, strict=True))
+        ends = (block.rows.start, block.rows.stop - 1)
+        rows = Range(*(torch.tensor(end, device="cpu") for end in ends))
+        keys = torch.arange(block.N, device="cpu")
+        ranges |= {"i": rows, "j": Range(keys, keys)}
+        kept = evaluate_formula(read_formula(self.text), {**ranges, "abs": abs})
+        least, most = (kept.least, kept.most) if isinstance(kept, Range) else (kept, kept)
+        return tuple(torch.as_tensor(x).expand(block.N) for x in (least, most))  # type: ignore[return-value]  # two
 
 
 @final
@@ -151,6 +206,7 @@ class Addend(Modifier):
 
     def __attrs_post_init__(self) -> None:
         one, node = torch.ones((), device="cpu"), read_formula(self.text)
+        check_elements((*self.elements, *self.integers))
         names = (*AXES, *dict(self.elements), *dict(self.integers))
         evaluate_formula(node, {**dict.fromkeys(names, one), **functions_for(one.dtype)})
         if bent := [name for name, _ in self.elements if degree(node, name) > 1]:

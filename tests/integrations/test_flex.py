@@ -345,3 +345,19 @@ def test_an_addend_holds_what_a_modifier_promises(modifier: Addend) -> None:
 def test_a_formula_that_is_none_is_an_error(text: str, problem: str) -> None:
     with pytest.raises(GraphError, match=re.escape(problem)):
         Formula(text)
+
+
+@pytest.mark.parametrize(
+    ("elements", "problem"),
+    [
+        ([("t", "ji")], "t has axes 'ji'; say them in the order of 'bhij'"),
+        ([("t", "ix")], "t has axes 'ix'"),
+        ([("i", "j")], "'i' is no name for a tensor"),
+        ([("t", "i"), ("t", "j")], "'t' is no name for a tensor, or one of another thing"),
+    ],
+)
+def test_a_tensor_of_a_formula_has_a_name_and_axes_of_its_own(elements: Any, problem: str) -> None:
+    with pytest.raises(GraphError, match=re.escape(problem)):
+        Formula("t < i", elements)
+    with pytest.raises(GraphError, match=re.escape(problem)):
+        Addend("real(t)", elements)
