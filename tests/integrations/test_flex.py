@@ -14,10 +14,9 @@ from hypothesis.strategies import SearchStrategy
 from torch.nn.attention.flex_attention import and_masks, create_mask, noop_mask, or_masks
 
 import attn_graph as ag
-from attn_graph import testing
 from attn_graph.errors import GraphError
 from attn_graph.integrations.flex import from_flex, from_flex_score
-from attn_graph.integrations.formulas import Addend, Formula
+from attn_graph.integrations.formulas import Formula
 from attn_graph.masks.places import Block, Place
 
 Mod = Callable[..., Any]  # Any: what FlexAttention calls
@@ -298,66 +297,3 @@ def test_captured_tensors_keep_their_gradient() -> None:
     for tensor in tensors.values():
         assert tensor.data_ptr() == bias.data_ptr()
         assert tensor.requires_grad
-
-
-# What they are read as
-
-
-@pytest.mark.parametrize(
-    "mask",
-    [
-        Formula("i // 3 >= j // 3"),
-        Formula("abs(2 * i - j) % 4 <= h"),
-        Formula("pages_i == pages_j + b", (("pages_i", "bi"), ("pages_j", "bj"))),
-    ],
-    ids=str,
-)
-def test_a_formula_holds_what_a_mask_promises(mask: Formula) -> None:
-    testing.check_mask(mask)
-
-
-@pytest.mark.parametrize(
-    "modifier",
-    [
-        Addend("real(slope) * real(j - i) - slope / 2.0", (("slope", "bh"),)),
-        Addend("real(a) * real(b) + real(n)", (("a", "i"), ("b", "j")), (("n", "hj"),)),
-        Addend("exp2(-(real(h + 1) * 8.0 / 4.0)) * real(j - i)"),
-        Addend("-tanh(real(abs(i - j) % 3))"),
-    ],
-    ids=str,
-)
-def test_an_addend_holds_what_a_modifier_promises(modifier: Addend) -> None:
-    testing.check_modifier(modifier)
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("i +", "is no expression"),
-        ("i + j", "is no comparison of integers"),
-        ("i / 2 < j", "is no comparison of integers"),
-        ("i < page", "page is not read; it may name abs, b, h, i, j"),
-        ("i // j < 2", "divides by no positive integer"),
-        ("i < j < 3", "is not read"),
-        ("open(i) < 3", "is not read"),
-    ],
-)
-def test_a_formula_that_is_none_is_an_error(text: str, problem: str) -> None:
-    with pytest.raises(GraphError, match=re.escape(problem)):
-        Formula(text)
-
-
-@pytest.mark.parametrize(
-    ("elements", "problem"),
-    [
-        ([("t", "ji")], "t has axes 'ji'; say them in the order of 'bhij'"),
-        ([("t", "ix")], "t has axes 'ix'"),
-        ([("i", "j")], "'i' is no name for a tensor"),
-        ([("t", "i"), ("t", "j")], "'t' is no name for a tensor, or one of another thing"),
-    ],
-)
-def test_a_tensor_of_a_formula_has_a_name_and_axes_of_its_own(elements: Any, problem: str) -> None:
-    with pytest.raises(GraphError, match=re.escape(problem)):
-        Formula("t < i", elements)
-    with pytest.raises(GraphError, match=re.escape(problem)):
-        Addend("real(t)", elements)
