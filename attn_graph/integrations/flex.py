@@ -203,7 +203,7 @@ class Reader:
                 self.values[node] = next(given) if node.op == "placeholder" else self.value(node)
             except Unread as error:
                 self.values[node] = error
-        result = self.values[node]
+        result = self.values[graph.output_node()]
         if isinstance(result, Unread):
             raise result
         return result

@@ -48,7 +48,7 @@ def everywhere(data: dict[str, torch.Tensor], sizes: tuple[int, ...] = SIZES) ->
 def keeps(mask: ag.Mask, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     """Which places a mask keeps, [B,H,M,N]. The tensors are those that it declares."""
     types = {name: ag.TensorSpec.like(x).type for name, x in tensors.items()}
-    full = dict(zip("bhij", SIZES, strict=True))
+    full: dict[str, int] = dict(zip("bhij", SIZES, strict=True))
     for name, data in mask.needs.items():
         assert not [*data.problems("test", name, types[name], full)]
     return torch.as_tensor(mask.resolved(M, N, ()).keep(everywhere(tensors))).expand(SIZES)
