@@ -69,6 +69,9 @@ with paused_collector():
     from attn_graph.spec import TensorSpec
 
 if TYPE_CHECKING:
+    from attn_graph.integrations.flex import from_flex, from_flex_score
+    from attn_graph.integrations.formulas import Addend, Formula
+    from attn_graph.integrations.xformers import from_xformers
     from attn_graph.masks.tiles import Tiles, tiles
     from attn_graph.planner.cost import Cost, Work
     from attn_graph.planner.explanation import Explanation, Refusal
@@ -76,6 +79,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "BACKENDS",
+    "Addend",
     "Backend",
     "Block",
     "CacheInfo",
@@ -86,6 +90,7 @@ __all__ = [
     "Explanation",
     "Fallback",
     "FallbackWarning",
+    "Formula",
     "Graph",
     "GraphError",
     "Keep",
@@ -126,6 +131,9 @@ __all__ = [
     "default_workspace",
     "evaluate",
     "explain",
+    "from_flex",
+    "from_flex_score",
+    "from_xformers",
     "graph",
     "parse",
     "prefer",
@@ -135,11 +143,16 @@ __all__ = [
     "vjp",
 ]
 LATER = {  # imported at first use, by the module that has it
+    "Addend": "integrations.formulas",
     "Cost": "planner.cost",
     "Explanation": "planner.explanation",
+    "Formula": "integrations.formulas",
     "Refusal": "planner.explanation",
     "Tiles": "masks.tiles",
     "Work": "planner.cost",
+    "from_flex": "integrations.flex",
+    "from_flex_score": "integrations.flex",
+    "from_xformers": "integrations.xformers",
     "tiles": "masks.tiles",
 }
 

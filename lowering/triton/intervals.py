@@ -3,7 +3,8 @@
 A mask's `keep` is evaluated on the ranges of i and j in a tile, and on the least and greatest
 element of each tensor that it reads there. The result says whether the tile may keep a place and
 whether it surely keeps all. It is never wrong, but may call a tile mixed that is empty or full.
-So the one definition of a mask also lists its tiles on the device, where data decide them.
+So the one definition of a mask also lists its tiles on the device, where data decide them. Ends
+that are tensors give the same for many tiles at once.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from functools import reduce
 from typing import Any, final
 
+import torch
 from attrs import frozen
 
 from attn_graph.lowering.triton.symbols import Array, Symbol, Untraceable
@@ -57,13 +59,13 @@ class Range:
         if not isinstance(x, int) or x <= 0:
             return Range(-WIDEST, WIDEST)
         same = self.least // x == self.most // x
-        return Range(same.where(self.least % x, 0), same.where(self.most % x, x - 1))
+        return Range(select(same, self.least % x, 0), select(same, self.most % x, x - 1))
 
     def abs(self) -> Range:
         """The range of absolute values."""
         straddles = (self.least <= 0) & (self.most >= 0)
         far = maximum(-self.least, self.most)
-        return Range(straddles.where(0, minimum(abs(self.least), abs(self.most))), far)
+        return Range(select(straddles, 0, minimum(abs(self.least), abs(self.most))), far)
 
     __abs__ = abs
 
@@ -115,6 +117,13 @@ class Range:
 
     def __bool__(self) -> bool:
         raise Untraceable("a range of a tile has no single value")
+
+
+def select(condition: Operand, yes: Operand, no: Operand) -> Operand:
+    """`yes` where a condition holds, else `no`: of tensors, or of symbols."""
+    if isinstance(condition, torch.Tensor):
+        return torch.where(condition, yes, no)
+    return condition.where(yes, no)
 
 
 def lower_end(x: Operand) -> Operand:

@@ -1,0 +1,407 @@
+"""FlexAttention's mods in this library's terms: `from_flex` and `from_flex_score`.
+
+PyTorch's own tracer records what a mod computes. Masks and modifiers of ours take over what they
+have a name for, `Formula` and `Addend` the rest of the arithmetic of positions, and tensors that
+the mod captures become data. What cannot be read is made dense only where the caller says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
+from typing import Any, final
+
+import torch
+from attrs import define, field
+from torch import fx
+from torch.fx.proxy import TraceError
+from torch.nn.attention.flex_attention import create_mask
+
+from attn_graph.errors import GraphError
+from attn_graph.integrations.captured import Captured, Tensors
+from attn_graph.integrations.formulas import AXES, METHODS, simplify_text
+from attn_graph.integrations.terms import (
+    MIRRORED,
+    Element,
+    Index,
+    Real,
+    Score,
+    Unread,
+    absolute_index,
+    apply_method,
+    as_mask,
+    combine_indices,
+    combine_masks,
+    combine_reals,
+    compare_indices,
+    negate,
+    negate_index,
+)
+from attn_graph.ir.modifiers import Alibi, Bias, Modifier
+from attn_graph.masks import Mask
+
+Mod = Callable[..., Any]  # Any: tensors, or whatever stands for them
+Sizes = Sequence[int | None]
+Term = Any  # a value of `terms`, a mask, or a number
+
+ALIASES = {  # the names of torch's functions and of tensors' methods, less their underscores
+    "absolute": "abs",
+    "bitwise_and": "and",
+    "bitwise_not": "invert",
+    "bitwise_or": "or",
+    "bitwise_xor": "xor",
+    "div": "truediv",
+    "divide": "truediv",
+    "floor_divide": "floordiv",
+    "greater": "gt",
+    "greater_equal": "ge",
+    "less": "lt",
+    "less_equal": "le",
+    "logical_and": "and",
+    "logical_not": "invert",
+    "logical_or": "or",
+    "logical_xor": "xor",
+    "multiply": "mul",
+    "negative": "neg",
+    "not_equal": "ne",
+    "remainder": "mod",
+    "subtract": "sub",
+    "true_divide": "truediv",
+}
+SUMS = ("add", "sub")
+JOINS = ("and", "or", "xor", "invert", "output")
+WAY_OUT = "say dense=True and sizes=(B, H, M, N), which makes a tensor of that part"
+
+
+def from_flex(
+    mask_mod: Mod, *, sizes: Sizes | None = None, dense: bool = False
+) -> tuple[Mask, Tensors]:
+    """A mask that keeps what `mask_mod(b, h, q_idx, kv_idx)` keeps, and the tensors that it reads.
+
+    Comparisons of positions become `Causal`, `Window` and `Prefix`, and a `Formula` where these
+    have no name for it; equal numbers of documents `SameSegment`, captured lengths `KeyLengths` and
+    `QueryLengths`, captured booleans `Keep`. Captured tensors are returned by the names that the
+    graph declares and the plan takes, as views where their dtype allows; captured numbers are read
+    now, once.
+
+    sizes: B, H, M, N, where the mask is for these alone. B or H may be None where the mod does not
+    depend on it. Captured tensors that are longer are cut, and documents without a batch axis are
+    repeated. dense: what cannot be read becomes a boolean tensor [B,H,M,N]. Raises GraphError for
+    it otherwise, and says what it is.
+    """
+    reader = Reader(Captured(check_sizes(sizes, dense)), dense)
+    try:
+        result = reader.walk(lambda b, h, i, j: mask_mod(b, h, i, j), [*map(Index.axis, AXES)])
+    except Unread as error:
+        if not dense:
+            raise GraphError(f"from_flex: the mod is not read, since {error}; {WAY_OUT}") from error
+        result = reader.keep(reader.evaluate(mask_mod), error)
+    mask = require_boolean(result)
+    return mask, {name: reader.captured.tensors[name] for name in mask.needs}
+
+
+def from_flex_score(
+    score_mod: Mod, *, sizes: Sizes | None = None, dense: bool = False
+) -> tuple[tuple[Modifier, ...], Tensors]:
+    """Modifiers that do what `score_mod(s, b, h, q_idx, kv_idx)` does, and the tensors they read.
+
+    A tanh between a factor and its inverse is a `SoftCap`; a captured tensor's element that is
+    added is a `Bias`, with its gradient; slopes times |q_idx - kv_idx| that are subtracted are an
+    `Alibi`; any other arithmetic of positions and captured tensors that is added is an `Addend`.
+    The tensors are returned by the names in the modifiers' `needs`.
+
+    sizes: as of `from_flex`. dense: an added term that cannot be read, or whose tensors have a
+    gradient, becomes a `Bias` [B,H,M,N]. Raises GraphError for it otherwise, and for steps that do
+    not add: what hides keys, such as -inf, belongs into a mask_mod.
+    """
+    reader = Reader(Captured(check_sizes(sizes, dense)), dense)
+    names = [Score(), *map(Index.axis, AXES)]
+    try:
+        result = reader.walk(lambda s, b, h, i, j: score_mod(s, b, h, i, j), names)
+        modifiers = require_scores(result).finished().modifiers
+    except Unread as error:
+        raise GraphError(
+            f"from_flex_score: the mod is not read, since {error}; {WAY_OUT}, if it is added; "
+            "any other step is a modifier of your own, and what hides keys is a mask_mod"
+        ) from error
+    needs = (name for modifier in modifiers for name in modifier.needs)
+    return modifiers, {name: reader.captured.tensors[name] for name in needs}
+
+
+def check_sizes(sizes: Sizes | None, dense: bool) -> dict[str, int]:
+    """The given sizes by axis. Raises GraphError where they are not four, or M or N is missing."""
+    if sizes is None and not dense:
+        return {}
+    known = {x: n for x, n in zip(AXES, sizes or (), strict=False) if n is not None}
+    if len(sizes or ()) != len(AXES) or not {"i", "j"} <= known.keys():
+        raise GraphError(
+            f"from_flex: sizes {sizes} are not B, H, M, N, of which B and H alone may be None; "
+            "say sizes=(B, H, M, N)"
+        )
+    return known
+
+
+def require_boolean(result: Term) -> Mask:
+    """What a mask_mod returned as a mask. Raises GraphError for what is no boolean."""
+    if not isinstance(result, Mask | bool):
+        raise GraphError(
+            f"from_flex: the mod returns {describe(result)}, and has to say true or false"
+        )
+    return as_mask(result)
+
+
+def require_scores(result: Term) -> Score:
+    """What a score_mod returned. Raises Unread for what is no score."""
+    if not isinstance(result, Score):
+        raise Unread(f"it returns {describe(result)} and no score")
+    return result
+
+
+def describe(term: Term) -> str:
+    """A term in words."""
+    match term:
+        case Index(text) | Real(text):
+            return simplify_text(text)
+        case Score():
+            return "the scores"
+    return str(term)
+
+
+class Inliner(fx.Tracer):
+    """Records what a mod computes, through the modules and the parameters that it captures."""
+
+    def create_arg(self, a: Any) -> Any:  # Any: as of its base
+        """As of its base, which takes no parameter from outside of a module."""
+        if isinstance(a, torch.nn.Parameter) and not any(a is p for p in self.root.parameters()):
+            self.root.register_parameter(self.get_fresh_qualname("_parameter"), a)
+        return super().create_arg(a)
+
+    def call_module(self, m: Any, forward: Any, args: Any, kwargs: Any) -> Any:  # Any: as above
+        """What the module computes, in place of the module."""
+        return forward(*args, **kwargs)
+
+
+@final
+@define(eq=False)
+class Reader:
+    """Reads one mod, step by step. A step that cannot be read has its `Unread` for a value."""
+
+    captured: Captured
+    dense: bool
+    tracer: Inliner = field(factory=Inliner)
+    values: dict[fx.Node, Term] = field(factory=dict)
+
+    def walk(self, mod: Mod, arguments: Sequence[Term]) -> Term:
+        """What a mod returns for these arguments. Raises Unread where that cannot be read."""
+        try:
+            graph = self.tracer.trace(mod)
+        except (TraceError, TypeError, RuntimeError) as error:  # `if`; range(), len() of a position
+            raise Unread(f"it cannot be traced: {error}") from error
+        given = iter(arguments)
+        for node in graph.nodes:
+            try:
+                self.values[node] = next(given) if node.op == "placeholder" else self.value(node)
+            except Unread as error:
+                self.values[node] = error
+        result = self.values[graph.output_node()]
+        if isinstance(result, Unread):
+            raise result
+        return result
+
+    def value(self, node: fx.Node) -> Term:
+        """What a step computes."""
+        name = operation_name(node)
+        if node.op == "get_attr":
+            return Element(attrgetter(str(node.target))(self.tracer.root))
+        if name in ("new_ones", "new_zeros") and node.kwargs.get("dtype") is torch.bool:
+            return name == "new_ones"
+        if node.kwargs:
+            raise Unread(f"it calls {name}() with {', '.join(node.kwargs)}")
+        if name == "getitem":
+            (element,), indices = self.terms(node.args[0]), self.terms(node.args[1])
+            return self.captured.at(element, [*indices])
+        try:
+            return self.apply(name, [self.operand(x) for x in node.args])
+        except Unread as error:
+            return self.apply(name, [*self.dense_operands(name, node.args, error)])
+
+    def terms(self, argument: object) -> Iterator[Term]:
+        """The values of one argument, which may be several. Raises Unread for one that has none."""
+        for x in argument if isinstance(argument, tuple | list) else (argument,):
+            value = self.values[x] if isinstance(x, fx.Node) else x
+            if isinstance(value, Unread):
+                raise value
+            yield value
+
+    def operand(self, x: object) -> Term:
+        """The value of an operand. Raises Unread for one that has none."""
+        if isinstance(x, tuple | list):
+            raise Unread("it joins several terms into one")
+        (value,) = self.terms(x)
+        return self.captured.resolve(value) if isinstance(value, Element) else value
+
+    def dense_operands(
+        self, name: str, arguments: Sequence[object], error: Unread
+    ) -> Iterator[Term]:
+        """The operands of a join, or of a sum with scores, as tensors where they have no value.
+
+        Raises the error where that is not allowed, and for what depends on the scores.
+        """
+        values = [self.values.get(x) for x in arguments if isinstance(x, fx.Node)]
+        adds = name in SUMS and any(isinstance(value, Score) for value in values)
+        if not self.dense or not (adds or name in JOINS):
+            raise error
+        for x in arguments:
+            value = self.values[x] if isinstance(x, fx.Node) else x
+            if isinstance(value, Score) or not (adds or isinstance(value, Unread)):
+                yield self.operand(x)
+            elif not isinstance(x, fx.Node) or self.reads_scores(x):
+                raise error
+            elif adds:
+                yield self.dense_term(name, self.evaluate(self.submodule(x)))
+            else:
+                yield self.keep(self.evaluate(self.submodule(x)), error)
+
+    def dense_term(self, name: str, tensor: torch.Tensor) -> Term:
+        """What is added or subtracted: less its negative, so that either way it is a bias."""
+        if name == "add":
+            return self.captured.resolve(Element(tensor, AXES))
+        return self.captured.resolve(Element(-tensor, AXES)).negative()
+
+    def reads_scores(self, node: fx.Node) -> bool:
+        """Whether a step depends on the scores."""
+        if node.op == "placeholder":
+            return isinstance(self.values[node], Score)
+        return any(self.reads_scores(each) for each in node.all_input_nodes)
+
+    def submodule(self, node: fx.Node) -> Mod:
+        """The mod that returns what a step computes, of b, h, q_idx and kv_idx."""
+        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        for each in node.graph.nodes:
+            copies[each] = graph.node_copy(each, copies.__getitem__)
+            if each is node:
+                break
+        graph.output(copies[node])
+        module = fx.GraphModule(self.tracer.root, graph)
+        scores = [
+            torch.zeros((), device=self.device)
+            for each in self.values.values()
+            if isinstance(each, Score) and not each.modifiers
+        ][:1]
+        return lambda b, h, i, j: module(*scores, b, h, i, j)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the captured tensors are; PyTorch's default without any."""
+        captured = iter(self.tracer.tensor_attrs)
+        return next(
+            (x.device for x in captured if isinstance(x, torch.Tensor)), torch.get_default_device()
+        )
+
+    def evaluate(self, mod: Mod) -> torch.Tensor:
+        """What a mod gives at every place, [B,H,M,N], by PyTorch's own evaluation."""
+        B, H, M, N = (self.captured.sizes.get(x, 1) for x in AXES)
+        return create_mask(lambda b, h, i, j: mod(b, h, i, j), B, H, M, N, device=self.device)
+
+    def keep(self, tensor: torch.Tensor, error: Unread) -> Mask:
+        """A dense mask. Raises an error where it is not one of booleans."""
+        if tensor.dtype != torch.bool:
+            raise error
+        return as_mask(self.captured.resolve(Element(tensor, AXES)))
+
+    def apply(self, name: str, operands: list[Term]) -> Term:
+        """The result of an operation. Raises Unread for an operation that is not known."""
+        match name, operands:
+            case "output", [x]:
+                return x
+            case (("and" | "or" | "xor"), [Mask() | bool() as a, Mask() | bool() as b]):
+                return combine_masks(name, a, b)
+            case "invert", [Mask() | bool() as a]:
+                return negate(as_mask(a))
+            case "where", [Mask() as c, Mask() | bool() as a, Mask() | bool() as b]:
+                return combine_masks(
+                    "or", combine_masks("and", c, a), combine_masks("and", negate(c), b)
+                )
+            case (("add" | "sub" | "mul" | "truediv" | "tanh"), [*_]) if any(
+                isinstance(x, Score) for x in operands
+            ):
+                return self.apply_to_scores(name, operands)
+            case _, [a, b] if is_integer(a) and is_integer(b):
+                return self.apply_to_integers(name, Index.of(a), Index.of(b))
+            case "neg", [Index() as a]:
+                return negate_index(a)
+            case "abs", [Index() as a]:
+                return absolute_index(a)
+        return apply_to_numbers(name, operands)
+
+    def apply_to_integers(self, name: str, a: Index, b: Index) -> Mask | Index | Real:
+        """A comparison of integers, or their sum, product and the like."""
+        if name in MIRRORED:
+            return self.captured.compare(name, a, b) or compare_indices(name, a, b)
+        if name in ("add", "sub", "mul", "floordiv", "mod"):
+            return combine_indices(name, a, b)
+        return apply_to_numbers(name, [a, b])
+
+    def apply_to_scores(self, name: str, operands: list[Term]) -> Score:
+        """Scores after a sum, a product with a number, or tanh. Raises Unread for other steps."""
+        match name, operands:
+            case "tanh", [Score() as s]:
+                return s.tanh()
+            case ("mul", [Score() as s, int() | float() as x]) | (
+                "mul",
+                [int() | float() as x, Score() as s],
+            ):
+                return s.scaled(x)
+            case "truediv", [Score() as s, int() | float() as x] if x:
+                return s.scaled(1 / x)
+            case ("add", [Score() as s, x]) | ("add", [x, Score() as s]) if is_number(x):
+                return self.add(s, Real.of(x))
+            case "sub", [Score() as s, x] if is_number(x):
+                return self.add(s, Real.of(x).negative())
+        raise Unread(
+            f"no modifier does {name}() of scores and {', '.join(map(describe, operands))}"
+        )
+
+    def add(self, score: Score, term: Real) -> Score:
+        """Scores plus a term: as a bias or as ALiBi if it is one."""
+        element = term.element
+        if element is None:
+            return score.plus(term)
+        if not term.distance and term.sign > 0 and self.captured.claim("bias", element, AXES):
+            return score.then(Bias())
+        per_batch, is_slope = "b" in element.axes, {*element.axes} in ({"h"}, {"b", "h"})
+        if term.distance and term.sign < 0 and is_slope and self.captured.claim("alibi", element):
+            return score.then(Alibi(align="top_left", per_batch=per_batch))
+        return score.plus(term)
+
+
+def apply_to_numbers(name: str, operands: list[Term]) -> Real:
+    """The result of an operation on real numbers. Raises Unread for one that is not known."""
+    if all(map(is_number, operands)):
+        match name, operands:
+            case (("add" | "sub" | "mul" | "truediv"), [a, b]):
+                return combine_reals(name, a, b)
+            case "neg", [Real() as a]:
+                return a.negative()
+            case _, [a] if name in METHODS:
+                return apply_method(name, a)
+    raise Unread(f"it computes {name}() of {', '.join(map(describe, operands))}")
+
+
+def is_integer(x: Term) -> bool:
+    """Whether a term is an integer at a place, or one for all places."""
+    return isinstance(x, Index | int) and not isinstance(x, bool)
+
+
+def is_number(x: Term) -> bool:
+    """Whether a term is a number at a place, or one for all places."""
+    return isinstance(x, Index | Real | int | float) and not isinstance(x, bool)
+
+
+def operation_name(node: fx.Node) -> str:
+    """The name of what a step does, one for functions, methods and operators that do the same."""
+    target = node.op if node.op == "output" else node.target
+    name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
+    if node.op == "call_method" and name.endswith("_") and not name.startswith("__"):
+        return name  # it writes into its tensor
+    return ALIASES.get(name.strip("_"), name.strip("_"))

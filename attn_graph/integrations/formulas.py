@@ -1,0 +1,266 @@
+"""Masks and modifiers written as text: integer comparisons, and terms that are added to scores.
+
+They hold what a translated program computes and no leaf of the library has a name for. The text is
+Python's syntax, of which nothing is executed: operators and a few functions are applied to the
+place, so tensors, integers and symbols of generated code will do.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any, final
+
+import torch
+from attrs import field, frozen
+
+from attn_graph.errors import GraphError
+from attn_graph.ir.modifiers import Modifier
+from attn_graph.lowering.triton.intervals import Range
+from attn_graph.masks import Data, Mask
+from attn_graph.masks.places import Block, Keys, Place, Term
+from attn_graph.spec import FLOATS
+
+AXES = "bhij"
+Elements = tuple[tuple[str, str], ...]  # the name of each tensor, and its axes, letters of "bhij"
+Apply = Callable[..., Term]
+
+OPERATORS: dict[type[ast.AST], Apply] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.USub: operator.neg,
+}
+COMPARISONS: dict[type[ast.AST], Apply] = {
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+}
+METHODS = ("cos", "exp", "exp2", "log", "log2", "rsqrt", "sigmoid", "sin", "sqrt", "tanh")
+RESERVED = (*AXES, "abs", "real", *METHODS)
+
+
+def as_elements(values: Any) -> Elements:  # Any: pairs, of which a parser makes tuples
+    """Pairs of names and axes as tuples, which compare by value."""
+    return tuple((name, axes) for name, axes in values)
+
+
+def check_elements(elements: Elements) -> None:
+    """Raise GraphError for a name that means something else, and for axes in another order."""
+    for n, (name, axes) in enumerate(elements):
+        if not name.isidentifier() or name in RESERVED or name in dict(elements[:n]):
+            raise GraphError(f"formula: {name!r} is no name for a tensor, or one of another thing")
+        if list(axes) != sorted({*axes}, key=AXES.find):
+            raise GraphError(
+                f"formula: {name} has axes {axes!r}; say them in the order of {AXES!r}"
+            )
+
+
+@lru_cache(1024)
+def read_formula(text: str) -> ast.expr:
+    """The syntax of a formula. Raises GraphError for what is no expression of Python."""
+    try:
+        return ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError) as error:
+        raise GraphError(f"formula: {text!r} is no expression: {error}") from error
+
+
+def simplify_text(text: str) -> str:
+    """A formula without the parentheses that it does not need."""
+    return ast.unparse(read_formula(text))
+
+
+def evaluate_formula(node: ast.expr, names: Mapping[str, Term]) -> Term:
+    """The value of a formula, where names have these values. Raises GraphError for other syntax."""
+    match node:
+        case ast.Name(id=name) if name in names:
+            return names[name]
+        case ast.Constant(value=int() | float() as number):
+            return number
+        case ast.BinOp(_, ast.FloorDiv() | ast.Mod(), b) if not is_positive(b):
+            raise GraphError(f"formula: {ast.unparse(node)} divides by no positive integer")
+        case ast.BinOp(a, op, b) if type(op) in OPERATORS:
+            return OPERATORS[type(op)](*(evaluate_formula(x, names) for x in (a, b)))
+        case ast.UnaryOp(op, a) if type(op) in OPERATORS:
+            return OPERATORS[type(op)](evaluate_formula(a, names))
+        case ast.Compare(a, [op], [b]) if type(op) in COMPARISONS:
+            return COMPARISONS[type(op)](*(evaluate_formula(x, names) for x in (a, b)))
+        case ast.Call(ast.Name(id=name), [a], []) if name in names:
+            return names[name](evaluate_formula(a, names))
+    known = ", ".join(sorted(names))
+    raise GraphError(f"formula: {ast.unparse(node)} is not read; it may name {known}")
+
+
+def is_positive(node: ast.expr) -> bool:
+    """Whether it is a positive integer: another divisor may be 0, or rounds another way."""
+    return isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value > 0
+
+
+def has_floats(node: ast.expr) -> bool:
+    """Whether something in it is no integer."""
+    return any(
+        isinstance(x, ast.Div) or (isinstance(x, ast.Constant) and isinstance(x.value, float))
+        for x in ast.walk(node)
+    )
+
+
+def block_range(block: Block, name: str, axes: str) -> Range | None:
+    """The least and the greatest element of a block's part of a tensor, for each key if it has any.
+
+    None where the tensor is not known, or has no element there.
+    """
+    part = block.load(name, axes)
+    if part is None or not part.numel():
+        return None
+    others = [axis for axis, letter in enumerate(axes) if letter != "j"]
+    part = part.cpu()
+    return Range(part.amin(others), part.amax(others)) if others else Range(part, part)
+
+
+def place_names(at: Place, elements: Elements) -> dict[str, Term]:
+    """What a formula may name at a place: b, h, i, j, abs, and the elements of its tensors."""
+    axes = dict(zip(AXES, at.axes, strict=True))
+    loads = {name: at.load(name, *(axes[x] for x in own)) for name, own in elements}
+    return {**axes, "abs": abs, **loads}
+
+
+@final
+@frozen
+class Formula(Mask):
+    """A comparison of integers made of b, h, i, j: `Formula("i // 64 == j // 64")`.
+
+    elements: the name and the axes of each tensor of integers whose element at the place the text
+    names, such as (("page_i", "i"), ("page_j", "j")) of "page_i <= page_j". The text has + - * //
+    and %, abs(), and one comparison. Raises GraphError for any other.
+    """
+
+    text: str
+    elements: Elements = field(default=(), converter=as_elements)
+
+    def __attrs_post_init__(self) -> None:
+        node = read_formula(self.text)
+        check_elements(self.elements)
+        if not isinstance(node, ast.Compare) or has_floats(node):
+            raise GraphError(f"formula: {self.text!r} is no comparison of integers")
+        evaluate_formula(node, {**dict.fromkeys((*AXES, *dict(self.elements)), 1), "abs": abs})
+
+    @property
+    def needs(self) -> dict[str, Data]:
+        return {name: Data(axes) for name, axes in self.elements}
+
+    def keep(self, at: Place) -> Term:
+        return evaluate_formula(read_formula(self.text), place_names(at, self.elements))
+
+    def span(self, block: Block) -> Keys:
+        bounds = self.bounds(block)
+        return block.all if bounds is None else Keys.where(bounds[1])
+
+    def surely(self, block: Block) -> Keys:
+        bounds = self.bounds(block)
+        return block.none if bounds is None else Keys.where(bounds[0])
+
+    def bounds(self, block: Block) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """For each key, whether surely all queries of a block keep it, and whether any may.
+
+        By interval arithmetic over the queries. None where it reads tensors that are not known, or
+        names b or h: a block for all batch entries and heads may name the first ones alone.
+        """
+        loads = [block_range(block, name, axes) for name, axes in self.elements]
+        known = [each for each in loads if each is not None]
+        names = {x.id for x in ast.walk(read_formula(self.text)) if isinstance(x, ast.Name)}
+        if len(known) < len(loads) or names & {"b", "h"}:
+            return None
+        ranges = dict(zip(dict(self.elements), known, strict=True))
+        ends = (block.rows.start, block.rows.stop - 1)
+        rows = Range(*(torch.tensor(end, device="cpu") for end in ends))
+        keys = torch.arange(block.N, device="cpu")
+        ranges |= {"i": rows, "j": Range(keys, keys)}
+        kept = evaluate_formula(read_formula(self.text), {**ranges, "abs": abs})
+        least, most = (kept.least, kept.most) if isinstance(kept, Range) else (kept, kept)
+        return tuple(torch.as_tensor(x).expand(block.N) for x in (least, most))  # type: ignore[return-value]  # two
+
+
+@final
+@frozen
+class Addend(Modifier):
+    """s -> s + a term made of b, h, i, j: `Addend("real(slope) * real(j - i)", (("slope", "h"),))`.
+
+    elements: as of `Formula`, of tensors in q's dtype or float32, in each of which the term is
+    linear; they have a gradient. integers: the same of tensors of integers. `real` turns a number
+    into the scores' dtype; exp, exp2, log, sqrt, tanh and the like take real numbers. Raises
+    GraphError for any other text.
+    """
+
+    additive = True
+    text: str
+    elements: Elements = field(default=(), converter=as_elements)
+    integers: Elements = field(default=(), converter=as_elements)
+
+    def __attrs_post_init__(self) -> None:
+        one, node = torch.ones((), device="cpu"), read_formula(self.text)
+        check_elements((*self.elements, *self.integers))
+        names = (*AXES, *dict(self.elements), *dict(self.integers))
+        evaluate_formula(node, {**dict.fromkeys(names, one), **functions_for(one.dtype)})
+        if bent := [name for name, _ in self.elements if degree(node, name) > 1]:
+            raise GraphError(f"addend: {self.text!r} is not linear in {', '.join(bent)}")
+
+    @property
+    def needs(self) -> dict[str, Data]:
+        real = {name: Data(axes, FLOATS) for name, axes in self.elements}
+        return real | {name: Data(axes) for name, axes in self.integers}
+
+    @property
+    def trains(self) -> tuple[str, ...]:
+        return tuple(dict(self.elements))
+
+    def term(self, at: Place, dtype: torch.dtype, **values: float) -> Term:
+        """The term at a place. values: numbers in place of elements."""
+        elements = (*self.elements, *self.integers)
+        names = {**place_names(at, elements), **functions_for(dtype), **values}
+        return evaluate_formula(read_formula(self.text), names)
+
+    def change(self, s: torch.Tensor, at: Place) -> torch.Tensor:
+        changed: torch.Tensor = s + self.term(at, s.dtype)
+        return changed
+
+    def collect(self, totals: Mapping[str, torch.Tensor], ds: torch.Tensor, at: Place) -> None:
+        """Of an element in which the term is linear: what it adds for 1 less what it adds for 0."""
+        axes = dict(zip(AXES, at.axes, strict=True))
+        for name, own in self.elements:
+            if name in totals:
+                one, zero = (self.term(at, ds.dtype, **{name: x}) for x in (1.0, 0.0))
+                share = at.reading(totals).load(name, *(axes[x] for x in own))
+                share += (ds * (one - zero)).sum_to_size(share.shape)
+
+
+def degree(node: ast.expr, name: str) -> float:
+    """The degree of a formula as a polynomial in a name; infinity where it is none."""
+    match node:
+        case ast.Name(id=known):
+            return float(known == name)
+        case ast.BinOp(a, ast.Mult(), b):
+            return degree(a, name) + degree(b, name)
+        case ast.BinOp(a, ast.Div(), b) if not degree(b, name):
+            return degree(a, name)
+        case ast.BinOp(a, ast.Add() | ast.Sub(), b):
+            return max(degree(a, name), degree(b, name))
+        case ast.UnaryOp(_, a) | ast.Call(ast.Name(id="real"), [a]):
+            return degree(a, name)
+    return float("inf") if name in {x.id for x in ast.walk(node) if isinstance(x, ast.Name)} else 0
+
+
+def functions_for(dtype: torch.dtype) -> dict[str, Apply]:
+    """The functions of an `Addend`, for scores of a dtype."""
+    return {
+        "abs": abs,
+        "real": lambda x: x if isinstance(x, float) else x.to(dtype),
+        **{name: operator.methodcaller(name) for name in METHODS},
+    }

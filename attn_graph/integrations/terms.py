@@ -1,0 +1,354 @@
+"""What a mod of FlexAttention computes with: integers, real numbers and scores at a place.
+
+An integer that is affine in the positions compares to a mask of ours in closed form; any other
+keeps its text, of which a `Formula` is made. Booleans are masks from the start.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import final
+
+import torch
+from attrs import evolve, field, frozen
+
+from attn_graph.errors import GraphError
+from attn_graph.integrations.formulas import Addend, Elements, Formula, simplify_text
+from attn_graph.ir.modifiers import Modifier, SoftCap
+from attn_graph.masks import And, Causal, Mask, Or, Prefix, Window
+
+SIGNS = {
+    "add": "+", "sub": "-", "mul": "*", "floordiv": "//", "mod": "%", "truediv": "/",
+    "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=",
+}  # fmt: skip
+MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "ne"}
+EVERYTHING: Mask = Window(None, None, "top_left")
+NOTHING: Mask = ~EVERYTHING
+CLOSE = 1e-12  # relative: 1 / cap times cap, in float64
+
+Affine = Mapping[str, int]  # the coefficient of each axis; of "" the constant
+
+
+class Unread(Exception):
+    """Part of a mod has no translation; the text is a clause that says what and why."""
+
+
+@final
+@frozen(eq=False)
+class Element:
+    """The element of a captured tensor at some of b, h, i, j, one letter for each axis so far."""
+
+    tensor: torch.Tensor
+    axes: str = ""
+
+
+@final
+@frozen(eq=False)
+class Index:
+    """An integer at a place.
+
+    affine: None where it is not affine in b, h, i and j. inside: what it is the absolute value of.
+    element: the element of a tensor that it is.
+    """
+
+    text: str
+    elements: Elements = ()
+    affine: Affine | None = None
+    inside: Index | None = None
+    element: Element | None = None
+
+    @classmethod
+    def of(cls, x: Index | int) -> Index:
+        """An index, or a number as one."""
+        return x if isinstance(x, Index) else cls(f"({x})", affine={"": x})
+
+    @classmethod
+    def axis(cls, letter: str) -> Index:
+        """b, h, i or j itself."""
+        return cls(letter, affine={letter: 1})
+
+    def is_axis(self, letter: str) -> bool:
+        """Whether it is this axis, and nothing is added to it."""
+        return self.affine is not None and coefficients(self.affine) == {letter: 1}
+
+    @property
+    def number(self) -> int | None:
+        """The constant that it is, if it is one."""
+        if self.affine is None or any(c for x, c in self.affine.items() if x):
+            return None
+        return self.affine.get("", 0)
+
+    @property
+    def is_distance(self) -> bool:
+        """Whether it is |i - j|."""
+        inner = self.inside and self.inside.affine
+        return bool(inner) and coefficients(inner or {}) in ({"i": 1, "j": -1}, {"i": -1, "j": 1})
+
+
+def coefficients(affine: Affine) -> dict[str, int]:
+    """Those that are not 0."""
+    return {x: c for x, c in affine.items() if c}
+
+
+def add_affine(a: Affine | None, b: Affine | None, times: int = 1) -> Affine | None:
+    """a + times * b; None where one of them is not affine."""
+    if a is None or b is None:
+        return None
+    return {x: a.get(x, 0) + times * b.get(x, 0) for x in {**a, **b}}
+
+
+def combine_indices(name: str, x: Index | int, y: Index | int) -> Index:
+    """x + y, x - y, x * y, x // y or x % y. Raises Unread for a divisor that is not positive."""
+    a, b = Index.of(x), Index.of(y)
+    affine: Affine | None = None
+    match name:
+        case "add" | "sub":
+            affine = add_affine(a.affine, b.affine, 1 if name == "add" else -1)
+        case "mul":
+            n, other = (a.number, b) if a.number is not None else (b.number, a)
+            affine = add_affine({}, other.affine, n) if n is not None else None
+        case _ if b.number is None or b.number < 1:
+            raise Unread(f"it divides by {b.text}, which is no positive number")
+    return Index(f"({a.text} {SIGNS[name]} {b.text})", unite(a.elements, b.elements), affine)
+
+
+def negate_index(a: Index) -> Index:
+    """-a."""
+    return Index(f"(-{a.text})", a.elements, add_affine({}, a.affine, -1))
+
+
+def absolute_index(a: Index) -> Index:
+    """|a|."""
+    return Index(f"abs({a.text})", a.elements, inside=a)
+
+
+def unite(a: Elements, b: Elements) -> Elements:
+    """The tensors of both, each once."""
+    return tuple(dict.fromkeys((*a, *b)))
+
+
+# Comparisons
+
+
+def compare_indices(name: str, a: Index, b: Index) -> Mask:
+    """The mask of a comparison: in closed form, or else a `Formula`."""
+    return closed_form(name, a, b) or Formula(
+        simplify_text(f"{a.text} {SIGNS[name]} {b.text}"), unite(a.elements, b.elements)
+    )
+
+
+def closed_form(name: str, a: Index, b: Index) -> Mask | None:
+    """The comparison as bounds of j - i or of j; None where it is neither."""
+    if b.inside is not None and a.number is not None:
+        return closed_form(MIRRORED[name], b, a)
+    if name == "ne":
+        same = closed_form("eq", a, b)
+        return None if same is None else negate(same)
+    if a.inside is not None and b.number is not None:
+        return bound_distance(name, a.inside, b.number)
+    difference = add_affine(a.affine, b.affine, -1)
+    return None if difference is None else bound_difference(name, difference)
+
+
+def bound_difference(name: str, difference: Affine) -> Mask | None:
+    """Where an affine integer compares so to 0."""
+    match locate(difference):
+        case None:
+            return None
+        case kind, sign, constant:
+            low, high = interval(name if sign > 0 else MIRRORED[name], -sign * constant)
+            return region(kind, low, high)
+
+
+def bound_distance(name: str, inner: Index, reach: int) -> Mask | None:
+    """Where the absolute value of an integer compares so to a number."""
+    place = None if inner.affine is None else locate(inner.affine)
+    if place is None:
+        return None
+    kind, sign, constant = place
+
+    def within(most: int) -> Mask:
+        return region(kind, -most - sign * constant, most - sign * constant)
+
+    match name:
+        case "le" | "lt":
+            return within(reach - (name == "lt"))
+        case "ge" | "gt":
+            return negate(within(reach - (name == "ge")))
+        case _:
+            return join(And, within(reach), negate(within(reach - 1)))
+
+
+def locate(affine: Affine) -> tuple[str, int, int] | None:
+    """What is bounded (j - i, j, or nothing), the sign before it, and what is added to it."""
+    match {x: c for x, c in affine.items() if x and c}:
+        case {"i": -1, "j": 1} | {"i": 1, "j": -1} as both if len(both) == 2:
+            return "band", both["j"], affine.get("", 0)
+        case {"j": 1 | -1} as one if len(one) == 1:
+            return "keys", one["j"], affine.get("", 0)
+        case none if not none:
+            return "nothing", 1, affine.get("", 0)
+    return None
+
+
+def interval(name: str, t: int) -> tuple[int | None, int | None]:
+    """The least and the greatest integer that compares so to t; None is no bound."""
+    match name:
+        case "le" | "lt":
+            return None, t - (name == "lt")
+        case "ge" | "gt":
+            return t + (name == "gt"), None
+        case _:
+            return t, t
+
+
+def region(kind: str, low: int | None, high: int | None) -> Mask:
+    """The mask of all places where j - i, j or 0 is from `low` to `high`."""
+    if low is not None and high is not None and low > high:
+        return NOTHING
+    if kind == "nothing":
+        return EVERYTHING if (low or 0) <= 0 <= (high or 0) else NOTHING
+    if kind == "keys":
+        last = EVERYTHING if high is None else NOTHING if high < 0 else Prefix(high + 1)
+        return join(And, last, EVERYTHING if low is None or low <= 0 else ~Prefix(low))
+    if (low, high) == (None, 0):
+        return Causal("top_left")
+    return Window(None if low is None else -low, high, "top_left")
+
+
+# Booleans
+
+
+def negate(mask: Mask) -> Mask:
+    """Where a mask does not keep it: past the bound of a mask with one bound, as one of those."""
+    match mask:
+        case Causal():
+            return region("band", 1, None)
+        case Window(int() as left, None):
+            return region("band", None, -left - 1)
+        case Window(None, int() as right):
+            return region("band", right + 1, None)
+    return ~mask
+
+
+def join(kind: type[And] | type[Or], a: Mask, b: Mask) -> Mask:
+    """a & b or a | b, without parts that decide nothing or everything."""
+    neutral, absorbing = (EVERYTHING, NOTHING) if kind is And else (NOTHING, EVERYTHING)
+    if absorbing in (a, b):
+        return absorbing
+    if neutral in (a, b):
+        return b if a == neutral else a
+    return a & b if kind is And else a | b
+
+
+def combine_masks(name: str, x: Mask | bool, y: Mask | bool) -> Mask:
+    """x & y, x | y, or where one of them keeps it and not both."""
+    a, b = as_mask(x), as_mask(y)
+    if name == "xor":
+        return join(Or, join(And, a, negate(b)), join(And, negate(a), b))
+    return join(And if name == "and" else Or, a, b)
+
+
+def as_mask(x: Mask | bool) -> Mask:
+    """A mask, or a constant as one."""
+    return x if isinstance(x, Mask) else EVERYTHING if x else NOTHING
+
+
+# Real numbers and scores
+
+
+@final
+@frozen(eq=False)
+class Real:
+    """A real number at a place.
+
+    It is `sign` times the element of a tensor, if `element` says so, times |i - j| if `distance`
+    does. integers: the tensors of integers among those that it reads.
+    """
+
+    text: str
+    elements: Elements = ()
+    element: Element | None = None
+    distance: bool = False
+    sign: int = 1
+    integers: Elements = ()
+
+    @classmethod
+    def of(cls, x: Real | Index | float) -> Real:
+        """A number of any kind as a real one. Raises Unread for infinity and NaN."""
+        match x:
+            case Real():
+                return x
+            case Index():
+                return cls(f"real({x.text})", distance=x.is_distance, integers=x.elements)
+            case _ if math.isfinite(x):
+                return cls(f"({float(x)})")
+        raise Unread(f"it adds {x}; what hides keys belongs into a mask_mod")
+
+    def negative(self) -> Real:
+        """-self."""
+        return evolve(self, text=f"(-{self.text})", sign=-self.sign)
+
+
+def combine_reals(name: str, x: Real | Index | float, y: Real | Index | float) -> Real:
+    """x + y, x - y, x * y or x / y."""
+    a, b = Real.of(x), Real.of(y)
+    text, integers = f"({a.text} {SIGNS[name]} {b.text})", unite(a.integers, b.integers)
+    plain = Real(text, unite(a.elements, b.elements), integers=integers)
+    far = [each for each in (a, b) if each.distance and each.element is None]
+    slopes = [each for each in (a, b) if each.element is not None and not each.distance]
+    if name == "mul" and far and slopes:
+        return evolve(
+            plain, element=slopes[0].element, distance=True, sign=far[0].sign * slopes[0].sign
+        )
+    return plain
+
+
+def apply_method(name: str, x: Real | Index) -> Real:
+    """exp, sqrt, tanh and the like of a real number."""
+    a = Real.of(x)
+    return Real(f"{name}({a.text})", a.elements, integers=a.integers)
+
+
+@final
+@frozen(eq=False)
+class Score:
+    """The scores after these modifiers, and then outer * f(inner * s), f the identity or tanh."""
+
+    modifiers: tuple[Modifier, ...] = ()
+    inner: float = 1.0
+    is_tanh: bool = False
+    outer: float = field(default=1.0)
+
+    def scaled(self, factor: float) -> Score:
+        """Times a number."""
+        if self.is_tanh:
+            return evolve(self, outer=self.outer * factor)
+        return evolve(self, inner=self.inner * factor)
+
+    def tanh(self) -> Score:
+        """Their tanh. Raises Unread for a tanh of a tanh."""
+        if self.is_tanh:
+            return evolve(self.finished(), is_tanh=True)
+        return evolve(self, is_tanh=True)
+
+    def finished(self) -> Score:
+        """The same scores with a tanh as a soft cap. Raises Unread for scores that are scaled."""
+        if not math.isclose(self.inner * self.outer, 1, rel_tol=CLOSE):
+            factor = self.inner * self.outer
+            raise Unread(f"it multiplies the scores by {factor:g}; say scale= instead")
+        if not self.is_tanh:
+            return self
+        return Score((*self.modifiers, SoftCap(self.outer)))
+
+    def then(self, modifier: Modifier) -> Score:
+        """With one more modifier."""
+        return Score((*self.finished().modifiers, modifier))
+
+    def plus(self, term: Real) -> Score:
+        """Plus a term. Raises Unread for one that is not linear in a captured tensor."""
+        try:
+            return self.then(Addend(simplify_text(term.text), term.elements, term.integers))
+        except GraphError as error:
+            raise Unread(str(error)) from error

@@ -1,0 +1,152 @@
+"""xformers' attn_bias in this library's terms: `from_xformers`.
+
+The classes are known by their names, so that xformers need not be there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any, final
+
+import torch
+from attrs import frozen
+
+from attn_graph.errors import GraphError
+from attn_graph.integrations.formulas import Formula
+from attn_graph.masks import Align, Causal, Mask, SameSegment, Window
+
+Tensors = dict[str, torch.Tensor]
+Bias = Any  # a tensor, or a value of one of xformers' classes
+
+
+@final
+@frozen
+class Reach:
+    """How far a query of a block sees, as of `Window`, and where the block's diagonal begins."""
+
+    left: int | None
+    right: int | None
+    align: Align
+
+
+def from_xformers(attn_bias: Bias) -> tuple[Mask | None, Tensors]:
+    """The mask of an attn_bias of xformers, and the tensors that it reads, by their names here.
+
+    A tensor is a bias, without a mask. Blocks become documents in one row, numbered by
+    `q_segments` and `kv_segments` [1,T]; positions that no block has see nothing. Where blocks
+    lie on different diagonals, `diagonal` [T] says for each query where its own one is. Lengths
+    are read from the lists on the host. Raises GraphError for paged keys and for classes that are
+    not known.
+    """
+    name = type(attn_bias).__name__
+    if isinstance(attn_bias, torch.Tensor):
+        return None, {"bias": attn_bias}
+    if name not in REACHES:
+        known = ", ".join(REACHES)
+        raise GraphError(f"from_xformers: {name} is not known; known are {known}, and tensors")
+    reach = REACHES[name](attn_bias)
+    if hasattr(attn_bias, "q_seqinfo"):
+        return join_blocks(attn_bias, reach)
+    bias = {"bias": attn_bias._bias} if hasattr(attn_bias, "_bias") else {}
+    if (reach.left, reach.right) == (None, 0):
+        return Causal(reach.align), bias
+    return Window(reach.left, reach.right, reach.align), bias
+
+
+def whole_block(bias: Bias) -> Reach:
+    """Every query sees every key of its block."""
+    return Reach(None, None, "top_left")
+
+
+def causal(bias: Bias) -> Reach:
+    """From the top left corner of the block, over the keys of a window if there is one."""
+    window = getattr(bias, "_window_size", 0)
+    return Reach(window - 1 if window else None, 0, "top_left")
+
+
+def causal_to_the_end(bias: Bias) -> Reach:
+    """As `causal`, to the bottom right corner of the block."""
+    window = getattr(bias, "_window_size", 0)
+    return Reach(window - 1 if window else None, 0, "bottom_right")
+
+
+def local(bias: Bias) -> Reach:
+    """So many keys to the left and to the right of a diagonal to the bottom right corner."""
+    return Reach(bias.window_left, bias.window_right, "bottom_right")
+
+
+REACHES = {
+    "LowerTriangularMask": causal,
+    "LowerTriangularMaskWithTensorBias": causal,
+    "LowerTriangularFromBottomRightMask": causal_to_the_end,
+    "LowerTriangularFromBottomRightLocalAttentionMask": causal_to_the_end,
+    "LocalAttentionFromBottomRightMask": local,
+    "BlockDiagonalMask": whole_block,
+    "BlockDiagonalCausalMask": causal,
+    "BlockDiagonalCausalFromBottomRightMask": causal_to_the_end,
+    "BlockDiagonalCausalLocalAttentionMask": causal,
+    "BlockDiagonalCausalLocalAttentionFromBottomRightMask": causal_to_the_end,
+    "BlockDiagonalPaddedKeysMask": whole_block,
+    "BlockDiagonalCausalWithOffsetPaddedKeysMask": causal_to_the_end,
+    "BlockDiagonalCausalLocalAttentionPaddedKeysMask": causal_to_the_end,
+    "BlockDiagonalLocalAttentionPaddedKeysMask": local,
+    "BlockDiagonalGappyKeysMask": whole_block,
+    "BlockDiagonalCausalWithOffsetGappyKeysMask": causal_to_the_end,
+    "BlockDiagonalLocalAttentionFromBottomRightGappyKeysMask": local,
+}
+
+
+def join_blocks(bias: Bias, reach: Reach) -> tuple[Mask, Tensors]:
+    """The mask of blocks, each of them seen so far."""
+    queries, keys = ([*intervals(info)] for info in (bias.q_seqinfo, bias.k_seqinfo))
+    M, N = bias.q_seqinfo.seqstart_py[-1], bias.k_seqinfo.seqstart_py[-1]
+    device = bias.q_seqinfo.seqstart.device
+    tensors = {
+        "q_segments": number_blocks(queries, M, device),
+        "kv_segments": number_blocks(keys, N, device),
+    }
+    mask: Mask = SameSegment()
+    offsets = [
+        k0 - q0 + ((k1 - k0) - (q1 - q0) if reach.align == "bottom_right" else 0)
+        for (q0, q1), (k0, k1) in zip(queries, keys, strict=True)
+    ]
+    if reach.left is None and reach.right is None:
+        return mask, tensors
+    if len({*offsets}) <= 1:
+        return mask & shift(reach, offsets[0] if offsets else 0), tensors
+    diagonal = [i + c for c, block in zip(offsets, queries, strict=True) for i in range(*block)]
+    tensors["diagonal"] = torch.tensor(diagonal, dtype=torch.int32, device=device)
+    return join_bounds(mask, reach), tensors
+
+
+def shift(reach: Reach, offset: int) -> Mask:
+    """The reach on a diagonal that lies so far to the right."""
+    left = None if reach.left is None else reach.left - offset
+    right = None if reach.right is None else reach.right + offset
+    if (left, right) == (None, 0):
+        return Causal("top_left")
+    return Window(left, right, "top_left")
+
+
+def join_bounds(mask: Mask, reach: Reach) -> Mask:
+    """The mask, and the reach on diagonals that data say."""
+    where = (("diagonal", "i"),)
+    if reach.right is not None:
+        mask &= Formula(f"j <= diagonal + {reach.right}", where)
+    return mask if reach.left is None else mask & Formula(f"j >= diagonal - {reach.left}", where)
+
+
+def intervals(info: Any) -> Iterator[tuple[int, int]]:  # Any: xformers' description of lengths
+    """Where each sequence begins and ends; with padding and gaps it ends before the next begins."""
+    lengths = getattr(info, "seqlen_py", None)
+    for n, (start, stop) in enumerate(pairwise(info.seqstart_py)):
+        yield start, start + lengths[n] if lengths is not None else stop
+
+
+def number_blocks(blocks: list[tuple[int, int]], total: int, device: torch.device) -> torch.Tensor:
+    """The number of the block that each of `total` positions is in, int32 [1,T]; -1 in none."""
+    numbers = [-1] * total
+    for n, (start, stop) in enumerate(blocks):
+        numbers[start:stop] = [n] * (stop - start)
+    return torch.tensor([numbers], dtype=torch.int32, device=device)

@@ -1,0 +1,299 @@
+"""FlexAttention's mods are read as masks and modifiers that do the same, or are errors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
+from torch.nn.attention.flex_attention import and_masks, create_mask, noop_mask, or_masks
+
+import attn_graph as ag
+from attn_graph.errors import GraphError
+from attn_graph.integrations.flex import from_flex, from_flex_score
+from attn_graph.integrations.formulas import Formula
+from attn_graph.masks.places import Block, Place
+
+Mod = Callable[..., Any]  # Any: what FlexAttention calls
+B, H, M, N = 2, 3, 7, 9
+SIZES = (B, H, M, N)
+DATA = {  # what mods capture: numbers of documents, lengths, flags and tables
+    "documents": torch.tensor([0, 0, 1, 1, 1, 2, 2, 2, 3]),
+    "pages": torch.tensor([[0, 1, 1, 2, 2, 2, 0, 0, 1], [3, 3, 3, 1, 1, 0, 0, 2, 2]]),
+    "lengths": torch.tensor([4, 8]),
+    "heads": torch.tensor([1, 5, 3], dtype=torch.int32),
+    "flags": torch.tensor([True, False, True, True, False, True, False, False, True]),
+    "slopes": torch.tensor([0.5, 0.25, 0.125]),
+    "table": torch.linspace(-1, 1, 81).reshape(9, 9),
+}
+
+
+def mod_of(text: str, arguments: str = "b, h, q, k") -> Mod:
+    """The mod of a text, which a failure then shows."""
+    mod: Mod = eval(f"lambda {arguments}: {text}", {"torch": torch, **DATA})
+    return mod
+
+
+def everywhere(data: dict[str, torch.Tensor], sizes: tuple[int, ...] = SIZES) -> Place:
+    """All places of these sizes."""
+    b, h, m, n = sizes
+    return Place.of(Block(range(b), range(h), range(m), h, m, n, data), range(n))
+
+
+def keeps(mask: ag.Mask, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Which places a mask keeps, [B,H,M,N]. The tensors are those that it declares."""
+    types = {name: ag.TensorSpec.like(x).type for name, x in tensors.items()}
+    full: dict[str, int] = dict(zip("bhij", SIZES, strict=True))
+    for name, data in mask.needs.items():
+        assert not [*data.problems("test", name, types[name], full)]
+    return torch.as_tensor(mask.resolved(M, N, ()).keep(everywhere(tensors))).expand(SIZES)
+
+
+# Masks
+
+READ = {  # a mod, and what it is read as without sizes
+    "q >= k": "Causal(align='top_left')",
+    "~(q < k)": "Causal(align='top_left')",
+    "(q >= k) & (q - k <= 3)": "(Causal(align='top_left') & "
+    "Window(left=3, right=None, align='top_left'))",
+    "abs(q - k) < 3": "Window(left=2, right=2, align='top_left')",
+    "(q - k).abs() >= 3": "~Window(left=2, right=2, align='top_left')",
+    "q + 2 >= k": "Window(left=None, right=2, align='top_left')",
+    "q == k": "Window(left=0, align='top_left')",
+    "(k < 3) | (q >= k)": "(Prefix(length=3) | Causal(align='top_left'))",
+    "torch.logical_or(k <= 3, k > 5)": "(Prefix(length=4) | ~Prefix(length=6))",
+    "pages[b, q] == pages[b, k]": "SameSegment()",
+    "k < lengths[b]": "KeyLengths()",
+    "lengths[b] <= q": "~QueryLengths()",
+    "flags[k] & (q >= k)": "(Keep() & Causal(align='top_left'))",
+    "h % 2 == 0": "Formula(text='h % 2 == 0')",
+    "q // 4 >= k // 4": "Formula(text='i // 4 >= j // 4')",
+    "documents[q] == documents[k]": "Formula(text='tensor_i == tensor_j', "
+    "elements=(('tensor_i', 'i'), ('tensor_j', 'j')))",
+}
+
+
+@pytest.mark.parametrize("text", READ)
+def test_a_closed_form_is_read_as_the_mask_of_its_name(text: str) -> None:
+    mask, _ = from_flex(mod_of(text))
+    assert str(mask) == READ[text]
+
+
+def test_documents_without_a_batch_axis_are_segments_where_the_batch_is_known() -> None:
+    mod = mod_of("documents[q] == documents[k]")
+    mask, tensors = from_flex(mod, sizes=SIZES)
+    assert mask == ag.SameSegment()
+    assert tensors["q_segments"].shape == (B, M)
+    assert tensors["kv_segments"].shape == (B, N)
+    assert tensors["q_segments"].data_ptr() == DATA["documents"].data_ptr()
+    assert torch.equal(keeps(mask, tensors), create_mask(mod, *SIZES, device="cpu"))
+
+
+def test_masks_that_flex_joins_are_joined() -> None:
+    mod = and_masks(or_masks(mod_of("q >= k"), mod_of("k < 2")), noop_mask)
+    assert from_flex(mod) == (ag.Causal("top_left") | ag.Prefix(2), {})
+
+
+integers: SearchStrategy[str] = st.deferred(
+    lambda: st.one_of(
+        st.sampled_from(["q", "k", "b", "h", "q - k", "k - q"]),
+        st.sampled_from(
+            ["documents[q]", "documents[k]", "pages[b, q]", "pages[b][k]", "lengths[b]", "heads[h]"]
+        ),
+        st.builds("({} {} {})".format, integers, st.sampled_from("+-*"), constants),
+        st.builds("({} {} {})".format, constants, st.sampled_from("+-*"), integers),
+        st.builds("({} {} {})".format, integers, st.sampled_from("+-"), integers),
+        st.builds("({} {} {})".format, integers, st.sampled_from(["//", "%"]), st.integers(1, 5)),
+        st.builds("abs({})".format, integers),
+        st.builds("(-{})".format, integers),
+    )
+)
+constants: SearchStrategy[int] = st.integers(-4, 12)
+comparisons: SearchStrategy[str] = st.builds(
+    "({} {} {})".format,
+    integers,
+    st.sampled_from(["<", "<=", ">", ">=", "==", "!="]),
+    st.one_of(constants, integers),
+)
+booleans: SearchStrategy[str] = st.deferred(
+    lambda: st.one_of(
+        comparisons,
+        comparisons,
+        st.sampled_from(["flags[q]", "flags[k]"]),
+        st.builds("({} {} {})".format, booleans, st.sampled_from("&|^"), booleans),
+        st.builds("torch.logical_and({}, {})".format, booleans, booleans),
+        st.builds("torch.where({}, {}, {})".format, booleans, booleans, booleans),
+        st.builds("(~{})".format, booleans),
+    )
+)
+
+
+@given(booleans, st.booleans())
+def test_a_mask_keeps_what_the_mod_keeps(text: str, sized: bool) -> None:
+    mod = mod_of(text)
+    mask, tensors = from_flex(mod, sizes=SIZES if sized else None)
+    if not sized:  # what is not cut to a size is cut by the caller
+        tensors = {name: cut(x, mask.needs[name]) for name, x in tensors.items()}
+    assert torch.equal(keeps(mask, tensors), create_mask(mod, *SIZES, device="cpu"))
+
+
+def cut(x: torch.Tensor, data: ag.Data) -> torch.Tensor:
+    """A tensor whose axes are no longer than these places."""
+    full = dict(zip("bhij", SIZES, strict=True))
+    return x[tuple(slice(full[axis]) for axis in data.axes)]
+
+
+@given(booleans)
+def test_a_graph_under_a_mask_that_was_read_is_the_one_under_a_dense_mask(text: str) -> None:
+    mod = mod_of(text)
+    mask, tensors = from_flex(mod, sizes=SIZES)
+    q, k, v = (ag.TensorSpec((B, H, L, 4), torch.float64) for L in (M, N, N))
+    specs = {name: ag.TensorSpec.like(x) for name, x in tensors.items()}
+    graph = ag.attention(q, k, v, mask=mask, **specs)  # type: ignore[arg-type]  # by name
+    assert ag.parse(str(graph), known=[Formula]) == graph
+    x = dict(zip("qkv", (torch.randn(s.shape, dtype=s.dtype) for s in (q, k, v)), strict=True))
+    keep = create_mask(mod, *SIZES, device="cpu")
+    dense = ag.attention(q, k, v, keep=ag.TensorSpec.like(keep))
+    (o,) = (ag.compile(graph, backends=["math"])(**x, **tensors),)
+    torch.testing.assert_close(o, ag.compile(dense, backends=["math"])(**x, keep=keep))
+
+
+UNREAD = {  # a mod that cannot be read, and what is said of it
+    "q + k if q > 2 else k": "cannot be traced: symbolically traced variables",
+    "documents[q + 1] == 2": "reads a tensor at i + 1, which is not b, h, q_idx or kv_idx",
+    "documents == q": "reads a tensor [9] at 0 indices",
+    "torch.sin(q) > 0": "computes gt() of sin(real(i)), 0",
+    "q // k > 1": "divides by j, which is no positive number",
+    "(q.bitwise_left_shift(1)) > k": "computes bitwise_left_shift() of i, 1",
+    "torch.stack([q, k]).amax() > 2": "joins several terms into one",
+    "torch.clamp(q, min=2) > k": "calls clamp() with min",
+    "documents.to(torch.int8)[q] == 2": "reads a tensor of torch.int8",
+}
+
+
+@pytest.mark.parametrize("text", UNREAD)
+def test_what_cannot_be_read_is_an_error_that_names_it_and_the_way_out(text: str) -> None:
+    way_out = re.escape("say dense=True and sizes=(B, H, M, N)")
+    with pytest.raises(GraphError, match=f"{re.escape(UNREAD[text])}.*{way_out}"):
+        from_flex(mod_of(text), sizes=SIZES)
+
+
+def test_only_the_part_that_cannot_be_read_is_made_dense() -> None:
+    mod = mod_of("(q >= k) & (documents[k - 1] + q == 2) & ~(torch.sin(q) > 0) & flags[k]")
+    mask, tensors = from_flex(mod, sizes=SIZES, dense=True)
+    leaves = "Causal(align='top_left') & Keep() & ~Keep(name='keep_2') & Keep(name='keep_3')"
+    assert str(mask) == f"({leaves})"
+    assert torch.equal(keeps(mask, tensors), create_mask(mod, *SIZES, device="cpu"))
+
+
+def test_a_mod_that_cannot_be_traced_is_made_dense_as_a_whole() -> None:
+    class Choice(torch.nn.Module):
+        def forward(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+            return q + sum(range(q.dim())) >= k
+
+    choice = Choice()
+    mask, tensors = from_flex(choice, sizes=SIZES, dense=True)
+    assert mask == ag.Keep()
+    due = create_mask(lambda b, h, q, k: choice(b, h, q, k), *SIZES, device="cpu")
+    assert torch.equal(keeps(mask, tensors), due)
+
+
+@pytest.mark.parametrize("sizes", [None, (B, H), (B, H, None, N)])
+def test_dense_tensors_need_sizes(sizes: Any) -> None:
+    with pytest.raises(GraphError, match=r"say sizes=\(B, H, M, N\)"):
+        from_flex(mod_of("torch.sin(q) > 0"), sizes=sizes, dense=True)
+
+
+def test_a_mod_that_returns_a_number_is_an_error() -> None:
+    with pytest.raises(GraphError, match=r"the mod returns i \+ 1, and has to say true or false"):
+        from_flex(mod_of("q + 1"))
+
+
+# Scores
+
+STEPS = {  # a mod, and the modifiers that it is read as
+    "30 * torch.tanh(s / 30)": "SoftCap(cap=30.0)",
+    "torch.tanh(s * 0.25) * 4.0 + table[q, k]": "SoftCap(cap=4.0) Bias()",
+    "s + table[k, q]": "Bias()",
+    "s - slopes[h] * abs(q - k)": "Alibi(align='top_left')",
+    "s + -slopes[h] * (k - q).abs()": "Alibi(align='top_left')",
+    "s + slopes[h] * (k - q)": "Addend(text='real(tensor_h) * real(j - i)', "
+    "elements=(('tensor_h', 'h'),))",
+    "s + (q - k)": "Addend(text='real(i - j)')",
+    "s + torch.exp2(-((h + 1) * 8.0 / 3)) * (k - q)": "Addend("
+    "text='exp2(-(real(h + 1) * 8.0 / 3.0)) * real(j - i)')",
+    "s - documents[q] * 0.5": "Addend(text='-(real(tensor_i) * 0.5)', "
+    "integers=(('tensor_i', 'i'),))",
+    "s": "",
+}
+
+
+@pytest.fixture
+def double() -> Iterator[None]:
+    """float64 as PyTorch's default, in which a mod then computes."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("text", STEPS)
+def test_a_score_mod_is_read_as_modifiers_that_do_the_same(text: str) -> None:
+    mod = mod_of(text, "s, b, h, q, k")
+    modifiers, tensors = from_flex_score(mod, sizes=SIZES)
+    assert " ".join(map(str, modifiers)) == STEPS[text]
+    s = torch.randn(SIZES)
+    due = mod(s, *(torch.arange(n).reshape([-1] + [1] * (3 - x)) for x, n in enumerate(SIZES)))
+    for modifier in modifiers:
+        s = modifier.resolved(M, N).change(s.clone(), everywhere(tensors))
+    torch.testing.assert_close(s, due)
+
+
+REFUSED = {
+    "torch.where(q >= k, s, -float('inf'))": "computes where()",
+    "s * 2": "multiplies the scores by 2; say scale= instead",
+    "torch.sin(s)": "computes sin() of the scores",
+    "s + s": "no modifier does add() of scores and the scores, the scores",
+    "q + k": "returns i + j and no score",
+    "s + float('inf')": "adds inf",
+    "s + table[q - k, k]": "reads a tensor at i - j",
+    "s + torch.exp(table[q, k])": "is not linear in tensor_ij",
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_a_score_mod_that_is_no_modifier_is_an_error(text: str) -> None:
+    with pytest.raises(GraphError, match=f"{re.escape(REFUSED[text])}.*modifier of your own"):
+        from_flex_score(mod_of(text, "s, b, h, q, k"), sizes=SIZES)
+
+
+def test_a_term_with_a_gradient_is_an_error_or_a_dense_bias_with_the_same_gradient() -> None:
+    table = torch.nn.Parameter(torch.randn(2 * N))
+
+    def relative(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s - table[q - k + N] * 0.5
+
+    with pytest.raises(GraphError, match="reads a tensor at i - j"):
+        from_flex_score(relative, sizes=SIZES)
+    modifiers, tensors = from_flex_score(relative, sizes=SIZES, dense=True)
+    assert [type(each).__name__ for each in modifiers] == ["Bias"]
+    tensors["bias"].sum().backward()
+    counts = torch.zeros(2 * N)
+    for i in range(M):
+        for j in range(N):
+            counts[i - j + N] -= 0.5 * B * H
+    torch.testing.assert_close(table.grad, counts)
+
+
+def test_captured_tensors_keep_their_gradient() -> None:
+    bias = torch.nn.Parameter(torch.randn(M, N))
+    modifiers, tensors = from_flex_score(lambda s, b, h, q, k: s + bias[q, k] + bias[q, k] * 2)
+    assert [modifier.trains for modifier in modifiers] == [("bias",), ("tensor_ij",)]
+    for tensor in tensors.values():
+        assert tensor.data_ptr() == bias.data_ptr()
+        assert tensor.requires_grad

@@ -1,0 +1,157 @@
+"""Formulas are masks and modifiers like others, on CPUs and as generated code.
+
+Run with TRITON_INTERPRET=1, as `make test` does too, these tests are Triton's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import attn_graph as ag
+from attn_graph import testing
+from attn_graph.errors import GraphError
+from attn_graph.integrations.formulas import Addend, Formula
+from attn_graph.masks.places import Block, Place
+
+Step = Callable[[torch.Tensor, Place], torch.Tensor]
+Run = Callable[[dict[str, torch.Tensor]], torch.Tensor]
+
+CPU = ag.Target.of("cpu")
+BACKEND = "triton" if CPU.interprets else "math"
+S = 70  # positions: more than a tile
+X = ag.TensorSpec((2, 3, S, 8), torch.float32)
+SIZES = {"b": 2, "h": 3, "i": S, "j": S}
+
+MASKS = [
+    Formula("i // 3 >= j // 3"),
+    Formula("abs(2 * i - j) % 4 <= h"),
+    Formula("pages_i == pages_j + b", (("pages_i", "bi"), ("pages_j", "bj"))),
+]
+MODIFIERS = [
+    Addend("real(slope) * real(j - i) - slope / 2.0", (("slope", "bh"),)),
+    Addend("real(u) * real(w) + real(n)", (("u", "i"), ("w", "j")), (("n", "hj"),)),
+    Addend("exp2(-(real(h + 1) * 8.0 / 4.0)) * real(j - i)"),
+    Addend("-tanh(real(abs(i - j) % 3))"),
+]
+interpreted = pytest.mark.skipif(CPU.interprets, reason="draws sizes of 0, which triton refuses")
+
+
+@interpreted
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_a_formula_holds_what_a_mask_promises(mask: Formula) -> None:
+    testing.check_mask(mask)
+
+
+@interpreted
+@pytest.mark.parametrize("modifier", MODIFIERS, ids=str)
+def test_an_addend_holds_what_a_modifier_promises(modifier: Addend) -> None:
+    testing.check_modifier(modifier)
+
+
+def specs_of(needs: dict[str, ag.Data]) -> dict[str, ag.TensorSpec]:
+    """A spec for each tensor that is read; real ones in float32."""
+    return {
+        name: ag.TensorSpec(
+            tuple(SIZES[axis] for axis in data.axes),
+            torch.float32 if torch.float32 in data.dtypes else torch.int64,
+        )
+        for name, data in needs.items()
+    }
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_attention_under_a_formula_is_what_it_says(mask: Formula) -> None:
+    specs, whole = specs_of(mask.needs), mask | ag.Window(0, 0)  # by hand an empty row is NaN
+    graph = ag.attention(X, X, X, mask=whole, **specs)  # type: ignore[arg-type]  # by name
+    agree(graph, specs, lambda s, at: s.masked_fill(~whole.keep(at), float("-inf")))
+
+
+@pytest.mark.parametrize("modifier", MODIFIERS, ids=str)
+def test_attention_with_an_addend_and_its_gradients_are_what_they_say(modifier: Addend) -> None:
+    def attend(q: ag.Value, k: ag.Value, v: ag.Value, **data: ag.Value) -> ag.Value:
+        s = ag.scores(q, k).then(modifier, *(data[name] for name in modifier.needs))
+        return s.softmax()[0].weigh(v)
+
+    specs = specs_of(modifier.needs)
+    agree(ag.graph(attend, q=X, k=X, v=X, **specs), specs, modifier.change)
+
+
+def agree(graph: ag.Graph, specs: dict[str, ag.TensorSpec], step: Step) -> None:
+    """Hold a plan's output and gradients to plain attention in float64.
+
+    Scores up to 2^8 are off by 2^-16 in float32, and weights by as much of themselves.
+    """
+    names = ("q", "k", "v", *specs)
+    tensors = dict(zip(names, testing.tensors_for(graph, 0), strict=True))
+    plan = ag.compile(graph, target=CPU, backends=(BACKEND,))
+    results = differentiate(lambda x: plan(**x), tensors)  # type: ignore[arg-type,return-value]
+    exact = {name: x.double() if x.is_floating_point() else x for name, x in tensors.items()}
+    for x, due in zip(results, differentiate(lambda x: by_hand(x, step), exact), strict=True):
+        assert testing.distance(x, due) <= 2.0**-16 * max(1.0, float(due.abs().max()))
+
+
+def differentiate(run: Run, tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The output, and the gradients of all real tensors."""
+    real = {
+        name: x.detach().requires_grad_() for name, x in tensors.items() if x.is_floating_point()
+    }
+    o = run({**tensors, **real})
+    do = torch.randn(o.shape, generator=torch.Generator().manual_seed(1)).to(o.dtype)
+    return o.detach(), *torch.autograd.grad(o, [*real.values()], do)
+
+
+def by_hand(x: dict[str, torch.Tensor], step: Step) -> torch.Tensor:
+    """Plain attention with a step on all scores."""
+    B, H, M, _ = x["q"].shape
+    at = Place.of(Block(range(B), range(H), range(M), H, M, M, x), range(M))
+    return step(x["q"] @ x["k"].mT / X.shape[-1] ** 0.5, at).softmax(-1) @ x["v"]
+
+
+def test_a_formula_skips_what_it_empties() -> None:
+    mask = Formula("page_i == page_j", (("page_i", "i"), ("page_j", "j")))
+    pages = torch.arange(1024) // 256
+    counts = ag.tiles(mask, 1024, 1024, data={"page_i": pages, "page_j": pages})
+    assert str(counts) == "64 tiles of 128 x 128: 48 empty, 0 mixed, 16 full"
+    rows = ag.Block(range(1), range(1), range(256, 300), 1, 1024, 1024)
+    assert Formula("i // 256 == j // 256").span(rows) == ag.Keys.between(256, 512)
+    assert Formula("i // 256 == j // 256").surely(rows) == ag.Keys.between(256, 512)
+    assert mask.span(rows) == rows.all
+    assert Formula("i // 256 == h").span(rows) == rows.all
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("i +", "is no expression"),
+        ("i + j", "is no comparison of integers"),
+        ("i / 2 < j", "is no comparison of integers"),
+        ("i < page", "page is not read; it may name abs, b, h, i, j"),
+        ("i // j < 2", "divides by no positive integer"),
+        ("i < j < 3", "is not read"),
+        ("open(i) < 3", "is not read"),
+    ],
+)
+def test_a_formula_that_is_none_is_an_error(text: str, problem: str) -> None:
+    with pytest.raises(GraphError, match=re.escape(problem)):
+        Formula(text)
+
+
+@pytest.mark.parametrize(
+    ("elements", "problem"),
+    [
+        ([("t", "ji")], "t has axes 'ji'; say them in the order of 'bhij'"),
+        ([("t", "ix")], "t has axes 'ix'"),
+        ([("i", "j")], "'i' is no name for a tensor"),
+        ([("t", "i"), ("t", "j")], "'t' is no name for a tensor, or one of another thing"),
+    ],
+)
+def test_a_tensor_of_a_formula_has_a_name_and_axes_of_its_own(elements: Any, problem: str) -> None:
+    with pytest.raises(GraphError, match=re.escape(problem)):
+        Formula("t < i", elements)
+    with pytest.raises(GraphError, match=re.escape(problem)):
+        Addend("real(t)", elements)
