@@ -41,9 +41,12 @@ CAPACITY = 1024  # plans; one is a few kilobytes
 Backends = tuple[str | Backend, ...]
 Value = TypeVar("Value")
 Switch = Literal[True, False]
+Look = tuple[object, ...]  # of tensors, with all else that a plan for them depends on
+Names = tuple[str, ...]
 
 calls: Cache[Plan] = Cache(4 * CAPACITY)  # by the arguments of `compile`, as they are given
 plans: Cache[Plan] = Cache(CAPACITY)  # by simplified graph
+looks: dict[Look, tuple[Plan, Names]] = {}  # of calls without a plan: who runs such tensors
 preferred: ContextVar[Backends | None] = ContextVar("preferred", default=None)
 avoided: ContextVar[tuple[str, ...]] = ContextVar("avoided", default=())
 
@@ -354,3 +357,4 @@ def clear_cache() -> None:
     """Forget every plan and every count. Plans that you hold go on working."""
     calls.clear()
     plans.clear()
+    looks.clear()

@@ -112,6 +112,10 @@ class Plan:
             look = [None]
         if look != self.memo.call:
             self.admit(tensors, look)
+        return self.run_known(tensors, wants)
+
+    def run_known(self, tensors: Tensors, wants: bool) -> torch.Tensor | Tensors:
+        """The outputs for tensors that were checked. wants: whether one of them requires grad."""
         if forward_ad._current_level >= 0:
             refuse_tangents(tensors)
         if wants and torch.is_grad_enabled():
