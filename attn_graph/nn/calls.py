@@ -45,7 +45,7 @@ def attend_anew(
         return attend_by_op(q, k, v, named, options)
     tensors = {"q": q, "k": k, "v": v, **named}
     require_tensors(tensors)
-    if any(t.is_meta or is_watched(t) for t in tensors.values()):
+    if q.is_meta or any(map(is_watched, tensors.values())):
         return attend_by_op(q, k, v, named, options)
     if any(t.is_neg() for t in tensors.values()):
         q, k, v, *more = (t.resolve_neg() for t in tensors.values())
