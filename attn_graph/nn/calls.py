@@ -60,6 +60,8 @@ def attend_anew(
 def attend_by_op(q: Tensor, k: Tensor, v: Tensor, named: Named, options: Options) -> Outputs:
     """The same by an operator of PyTorch's: what traces and transforms calls needs one."""
     mask, scale, align, soft_cap, alibi, dropout, stats, backends, *rest = options
+    if mask is not None:  # a mask that torch.compile compares by its value, not by its identity
+        mask = mask.aligned(align)
     text = content_of_call(
         *(tuple(named), mask, exact(scale), align, exact(soft_cap), alibi, exact(dropout), stats),
         *(None if backends is None else tuple(backends), *rest),

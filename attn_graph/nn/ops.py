@@ -437,5 +437,5 @@ define_op(
 OP = torch.ops.attn_graph.attention.default
 OP_BACKWARD = torch.ops.attn_graph.attention_backward.default
 # So masks may be written inside of compiled code: they are made while it is traced.
-JOINS = ("__and__", "__or__", "__invert__")
-register_opaque_type(Mask, typ="value", members=dict.fromkeys(JOINS, MemberType.USE_REAL))
+METHODS = ("__and__", "__or__", "__invert__", "aligned")
+register_opaque_type(Mask, typ="value", members=dict.fromkeys(METHODS, MemberType.USE_REAL))
