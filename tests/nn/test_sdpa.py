@@ -18,6 +18,9 @@ from attn_graph.testing import rule
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 Call = Callable[..., torch.Tensor]
 
+sdpa: Call = scaled_dot_product_attention
+pytorch: Call = F.scaled_dot_product_attention
+
 
 def rand(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(shape, dtype=torch.float64).to(dtype)
@@ -37,7 +40,7 @@ def by_pytorch(
     args = [cast(x, dtype) for x in args]
     options = {name: cast(x, dtype) for name, x in options.items()}
     with sdpa_kernel(SDPBackend.MATH):
-        return results(F.scaled_dot_product_attention, args, options, do)
+        return results(pytorch, args, options, do)
 
 
 def leaves_of(args: Sequence[Any], options: dict[str, Any]) -> list[torch.Tensor]:
@@ -82,9 +85,9 @@ def check(args: Sequence[Any], options: dict[str, Any]) -> torch.Tensor:
     """Compare o and gradients with PyTorch's by the accuracy rule; return o."""
     dtype = args[0].dtype
     low = torch.float32 if dtype == torch.float64 else dtype
-    theirs = F.scaled_dot_product_attention(*args, **options)
+    theirs = pytorch(*args, **options)
     do = torch.randn(theirs.shape).to(dtype)
-    ours = results(scaled_dot_product_attention, args, options, do)
+    ours = results(sdpa, args, options, do)
     refs, lows = (by_pytorch(args, options, do, d) for d in (torch.float64, low))
     sizes = term_sizes(args, options, do)
     for n, (x, ref, near, size) in enumerate(zip(ours, refs, lows, sizes, strict=True)):
@@ -129,9 +132,9 @@ def ranks() -> dict[str, list[torch.Tensor]]:
 @pytest.mark.parametrize("name", ranks())
 def test_ranks_and_sizes_are_pytorch_s(name: str) -> None:
     args = ranks()[name]
-    theirs = F.scaled_dot_product_attention(*args)
+    theirs = pytorch(*args)
     if name == "D is 0":  # PyTorch's plain formula divides by 0 where its fused one doesn't
-        o = scaled_dot_product_attention(*args)
+        o = sdpa(*args)
         torch.testing.assert_close(o, theirs)
     else:
         o = check(args, {})
@@ -183,12 +186,10 @@ def test_is_causal_counts_from_the_top_left(length: int) -> None:
 def test_is_causal_and_a_mask_are_joined() -> None:
     """As PyTorch's fused kernel joins them in silence; its plain formula refuses both."""
     args, flags = qkv(), torch.rand(3, 5) < 0.8
-    both = scaled_dot_product_attention(*args, attn_mask=flags, is_causal=True)
+    both = sdpa(*args, attn_mask=flags, is_causal=True)
     triangle = torch.ones(3, 5, dtype=torch.bool).tril()
     torch.testing.assert_close(both, check(args, {"attn_mask": flags & triangle}))
-    torch.testing.assert_close(
-        both, F.scaled_dot_product_attention(*args, attn_mask=flags, is_causal=True)
-    )
+    torch.testing.assert_close(both, pytorch(*args, attn_mask=flags, is_causal=True))
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (2, 2), (1, 1), (2, 4), (4, 2), (1, 2)])
@@ -208,9 +209,7 @@ def test_layouts_and_strides_of_the_result_are_pytorch_s(dtype: torch.dtype) -> 
     bshd = [rand(2, 5, 4, 8, dtype=dtype).transpose(1, 2) for _ in range(3)]
     q = rand(1, 4, 5, 8, dtype=dtype).expand(2, 4, 5, 8)
     for args in (bshd, [q, *bshd[1:]], [x[:1, :1] for x in bshd]):
-        o, theirs = (
-            f(*args) for f in (scaled_dot_product_attention, F.scaled_dot_product_attention)
-        )
+        o, theirs = (f(*args) for f in (sdpa, pytorch))
         long = [axis for axis in range(4) if o.shape[axis] > 1]
         assert [o.stride(axis) for axis in long] == [theirs.stride(axis) for axis in long]
         torch.testing.assert_close(o, theirs, rtol=1e-2, atol=1e-2)
@@ -219,29 +218,29 @@ def test_layouts_and_strides_of_the_result_are_pytorch_s(dtype: torch.dtype) -> 
 def test_the_arguments_are_pytorch_s() -> None:
     q, k, v = qkv()
     flags = torch.ones(3, 5, dtype=torch.bool)
-    o = scaled_dot_product_attention(q, k, v, flags, 0.0, False, scale=0.5, enable_gqa=True)
+    o = sdpa(q, k, v, flags, 0.0, False, scale=0.5, enable_gqa=True)
     assert o.shape == (2, 4, 3, 8)
-    assert torch.equal(scaled_dot_product_attention(query=q, key=k, value=v, scale=0.5), o)
+    assert torch.equal(sdpa(query=q, key=k, value=v, scale=0.5), o)
     with pytest.raises(TypeError):
-        scaled_dot_product_attention(q, k, v, None, 0.0, False, 0.5)  # type: ignore[misc]
+        sdpa(q, k, v, None, 0.0, False, 0.5)
     with pytest.raises(TypeError, match="query is a list"):
-        scaled_dot_product_attention(q.tolist(), k, v)
+        sdpa(q.tolist(), k, v)
 
 
 def test_meta_tensors_have_results() -> None:
     q, k, v = (x.detach().to("meta") for x in qkv())
     for options in ({}, {"is_causal": True}, {"attn_mask": torch.ones(3, 5, device="meta")}):
-        o = scaled_dot_product_attention(q, k, v, **options)  # type: ignore[arg-type]
+        o = sdpa(q, k, v, **options)
         assert (o.shape, o.device.type) == ((2, 4, 3, 8), "meta")
 
 
 def test_autocast_casts_every_float_of_one_precision() -> None:
     args, mask = qkv(), rand(3, 5)
     with torch.autocast("cpu", torch.bfloat16):
-        o = scaled_dot_product_attention(*args, attn_mask=mask)
-        theirs = F.scaled_dot_product_attention(*args, attn_mask=mask)
-        double = scaled_dot_product_attention(*(x.double() for x in args))
-        mixed = scaled_dot_product_attention(args[0].half(), args[1].bfloat16(), args[2])
+        o = sdpa(*args, attn_mask=mask)
+        theirs = pytorch(*args, attn_mask=mask)
+        double = sdpa(*(x.double() for x in args))
+        mixed = sdpa(args[0].half(), args[1].bfloat16(), args[2])
     assert (o.dtype, mixed.dtype, double.dtype) == (theirs.dtype, theirs.dtype, torch.float64)
     torch.testing.assert_close(o, theirs)
 
@@ -252,7 +251,7 @@ def test_autocast_casts_every_float_of_one_precision() -> None:
 def test_dropout_of_everything_leaves_zeros_and_no_gradient() -> None:
     args = qkv()
     do = torch.full((2, 4, 3, 8), torch.inf)
-    o, *gradients = results(scaled_dot_product_attention, args, {"dropout_p": 1.0}, do)
+    o, *gradients = results(sdpa, args, {"dropout_p": 1.0}, do)
     assert not any(x.any() for x in (o, *gradients))
 
 
@@ -260,7 +259,7 @@ def test_manual_seed_rules_dropout() -> None:
     args = [torch.ones(2, 4, 64, 8) for _ in range(3)]
 
     def draw() -> torch.Tensor:
-        return scaled_dot_product_attention(*args, dropout_p=0.25)
+        return sdpa(*args, dropout_p=0.25)
 
     torch.manual_seed(1)
     one, two = draw(), draw()
@@ -270,10 +269,10 @@ def test_manual_seed_rules_dropout() -> None:
     assert not torch.equal(one, two)
     assert abs(float(one.mean()) - 1) < 0.05
     state = torch.get_rng_state()
-    scaled_dot_product_attention(*args, dropout_p=1.0)
+    sdpa(*args, dropout_p=1.0)
     assert not torch.equal(torch.get_rng_state(), state)
     state = torch.get_rng_state()
-    scaled_dot_product_attention(*args)
+    sdpa(*args)
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -281,17 +280,17 @@ def test_manual_seed_rules_dropout() -> None:
 
 
 def with_mask(mask: torch.Tensor) -> Callable[[], object]:
-    return lambda: scaled_dot_product_attention(*qkv(), attn_mask=mask)
+    return lambda: sdpa(*qkv(), attn_mask=mask)
 
 
 def changed(n: int, change: Callable[[torch.Tensor], torch.Tensor], **options: Any) -> Any:
     args = qkv()
     args[n] = change(args[n].detach())
-    return lambda: scaled_dot_product_attention(*args, **options)
+    return lambda: sdpa(*args, **options)
 
 
 def all_as(dtype: torch.dtype) -> Callable[[], object]:
-    return lambda: scaled_dot_product_attention(*(x.detach().to(dtype) for x in qkv()))
+    return lambda: sdpa(*(x.detach().to(dtype) for x in qkv()))
 
 
 REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
@@ -305,19 +304,17 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "a wider mask": (with_mask(torch.ones(3, 5).double()), TensorError, "has to be bool"),
     "a bfloat16 mask": (with_mask(torch.ones(3, 5).bfloat16()), TensorError, "has to be bool"),
     "heads 4 over 2": (
-        lambda: scaled_dot_product_attention(rand(2, 4, 3, 8), *[rand(2, 2, 5, 8)] * 2),
+        lambda: sdpa(rand(2, 4, 3, 8), *[rand(2, 2, 5, 8)] * 2),
         TensorError,
         "enable_gqa=True",
     ),
     "heads 4 over 3": (
-        lambda: scaled_dot_product_attention(
-            rand(2, 4, 3, 8), *[rand(2, 3, 5, 8)] * 2, enable_gqa=True
-        ),
+        lambda: sdpa(rand(2, 4, 3, 8), *[rand(2, 3, 5, 8)] * 2, enable_gqa=True),
         TensorError,
         "no divisors",
     ),
     "groups of two axes": (
-        lambda: scaled_dot_product_attention(*[rand(3, 8)] * 3, enable_gqa=True),
+        lambda: sdpa(*[rand(3, 8)] * 3, enable_gqa=True),
         TensorRankError,
         "needs 3",
     ),

@@ -30,7 +30,8 @@ def formula(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Causal attention, step by step, which PyTorch differentiates itself."""
     later = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).triu(1)
     s = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(later, -torch.inf)
-    return s.softmax(-1) @ v
+    o: torch.Tensor = s.softmax(-1) @ v
+    return o
 
 
 FORMS: dict[str, Attend] = {
@@ -88,7 +89,7 @@ def jacobian(attend: Attend) -> Any:
 
 def pulled_back(attend: Attend) -> Any:
     q, k, v = three()
-    o, pull = vjp(attend, q, k, v)
+    o, pull, *_ = vjp(attend, q, k, v)
     return o, pull(q)
 
 
@@ -209,7 +210,7 @@ def second_by_mode(attend: Attend) -> Any:
             return func(*args, **(kwargs or {}))
 
     leaves = [t.requires_grad_() for t in three()]
-    with Watch():
+    with Watch():  # type: ignore[no-untyped-call]  # torch's own
         o = attend(*leaves)
     (g,) = torch.autograd.grad(o.sin().sum(), leaves[:1], create_graph=True)
     return torch.autograd.grad(g.sum(), leaves)
@@ -230,7 +231,7 @@ def forward_jacobian(attend: Attend) -> Any:
     return jacfwd(lambda x: attend(x, k, v))(q)
 
 
-REFUSED = {
+REFUSED: dict[Callable[[Attend], Any], str] = {
     second: "second derivatives",
     second_by_mode: "second derivatives",
     whole_hessian: "second derivatives|forward mode",
