@@ -44,7 +44,7 @@ Switch = Literal[True, False]
 Look = tuple[object, ...]  # of tensors, with all else that a plan for them depends on
 
 calls: Cache[Plan] = Cache(4 * CAPACITY)  # by the arguments of `compile`, as they are given
-plans: Cache[Plan] = Cache(CAPACITY)  # by simplified graph
+plans: Cache[Plan] = Cache(CAPACITY)  # by simplified graph, target, options and backends
 looks: dict[Look, Plan] = {}  # of calls without a plan: who runs such tensors
 preferred: ContextVar[Backends | None] = ContextVar("preferred", default=None)
 avoided: ContextVar[tuple[str, ...]] = ContextVar("avoided", default=())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -34,6 +35,7 @@ if TYPE_CHECKING:  # and imported where they are used: calls ask for none of it
 
 Tensors = tuple[torch.Tensor, ...]
 Look = list[object]  # of tensors: what a plan rests on, in a form that is quick to compare
+requires_grad = attrgetter("requires_grad")
 MOST_PULLS = 64  # backward plans a plan keeps at hand; the cache holds them too
 
 
@@ -112,19 +114,15 @@ class Plan:
             or _len_torch_dispatch_stack()
         ):
             return self.call_op(tensors)
-        look: Look = []
-        wants = False
         try:
-            for t in tensors:
-                look += t.shape, t.stride(), t.dtype, t.device, t.is_neg()
-                wants = wants or t.requires_grad
+            look = look_at(tensors)
         except (AttributeError, RuntimeError):  # no tensor, or without strides: `admit` says which
             look = [None]
         if look != self.memo.call:
             self.admit(tensors, look)
         if forward_ad._current_level >= 0:
             refuse_tangents(tensors)
-        if wants and torch.is_grad_enabled():
+        if torch.is_grad_enabled() and any(map(requires_grad, tensors)):
             outputs: Sequence[torch.Tensor] = run_with_autograd(self, tensors)
         else:
             outputs = self.infer(*tensors)[0]
@@ -206,9 +204,7 @@ class Plan:
         Where autograd records this too, they know that they have no gradient themselves.
         """
         given = [g for g in grads if g is not None]
-        look: Look = [needs, *[g is None for g in grads]]
-        for t in (*saved, *given):
-            look += t.shape, t.stride(), t.dtype, t.device, t.is_neg()
+        look = [needs, *[g is None for g in grads], *look_at((*saved, *given))]
         seen, pull = self.memo.last
         if pull is None or look != seen:
             pull = self.admit_pull(needs, saved, grads, look)
@@ -410,6 +406,14 @@ def content_of(plan: Plan) -> str:
 
 
 content_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as assume_constant_result
+
+
+def look_at(tensors: Sequence[torch.Tensor]) -> Look:
+    """What a plan rests on, of each tensor."""
+    look: Look = []
+    for t in tensors:
+        look += t.shape, t.stride(), t.dtype, t.device, t.is_neg()
+    return look
 
 
 def constant_places(graph: Graph) -> tuple[int, ...]:

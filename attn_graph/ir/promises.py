@@ -216,6 +216,34 @@ class Trial:
         """The step's gradient; ds and s stay as they are."""
         return self.modifier.back(ds.clone(), s.clone(), self.at)
 
+    def lost_gradients(self, ds: torch.Tensor, s: torch.Tensor) -> list[str]:
+        """The trained tensors that the step depends on, and to whose gradient it adds nothing."""
+        data, names = self.at.data, self.modifier.trains
+        totals = {name: torch.zeros_like(data[name], dtype=torch.float64) for name in names}
+        self.modifier.collect(totals, ds.clone(), self.at)
+        before = self.change(s)
+        return [
+            name
+            for name, total in totals.items()
+            if not total.any() and differ(before, self.with_other(name).change(s))
+        ]
+
+    def problems_of_collect(self, s: torch.Tensor, ds: torch.Tensor) -> list[str]:
+        """Why gradients of the tensors would be lost."""
+        who = f"{type(self.modifier).__name__}.collect"
+        lost, failures = attempt(who, lambda: self.lost_gradients(ds, s))
+        return failures or [
+            f"{who} adds nothing to totals[{name!r}], and change depends on {name}; `load` gives a "
+            "part of it to add to where its indices are of at.b, at.h, at.i, at.j, in this order, "
+            f"and a copy elsewhere: add to totals[{name!r}] itself there"
+            for name in lost
+        ]
+
+    def with_other(self, name: str) -> Trial:
+        """The same trial with other numbers in one tensor."""
+        data = {**self.at.data, name: self.at.data[name] * 2 + 1}
+        return evolve(self, at=self.at.reading(data))
+
     def problems(self, name: str, run: Callable[[], Any]) -> list[str]:  # Any: is looked at
         """Why what `run` returns is no block of scores. name: of the method that it calls."""
         who = f"{type(self.modifier).__name__}.{name}"
@@ -240,6 +268,8 @@ def problems_of_modifier(modifier: Modifier, sizes: Sizes) -> Iterator[str]:
         problems = trial.problems("back", lambda: trial.back(two, trial.change(one)))
         if not problems and modifier.additive and differ(trial.back(two, one), two):
             problems = [f"{who} says additive = True, and back is not ds itself"]
+        if not problems and modifier.trains:
+            problems = trial.problems_of_collect(one, two)
     yield from problems
     if problems:
         return

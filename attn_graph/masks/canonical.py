@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from attn_graph.masks.joins import And, Join, Mask, Not, Or, join_masks
-from attn_graph.masks.leaves import Band, ragged_in
+from attn_graph.masks.leaves import LEAVES, Band, ragged_in
 from attn_graph.masks.places import Block, tighter
 
 EVERYTHING = Band()
@@ -21,8 +21,21 @@ def canonical_mask(mask: Mask, M: int, N: int) -> Mask | None:
 def simplify_mask(mask: Mask, M: int, N: int) -> Mask:
     """An equal mask: EVERYTHING if it keeps every place, else nested joins of one kind are one."""
     simple = simplify_parts(mask, M, N)
+    return EVERYTHING if keeps_everything(simple, M, N) else simple
+
+
+def keeps_everything(mask: Mask, M: int, N: int) -> bool:
+    """Whether a mask surely keeps every place, in all batch entries and heads.
+
+    One entry and one head stand for all, as in leaves of the library; others may differ there.
+    """
     everywhere = Block(range(1), range(1), range(M), 1, M, N)
-    return EVERYTHING if simple.surely(everywhere).covers(0, N) else simple
+    return is_ours(mask) and mask.surely(everywhere).covers(0, N)
+
+
+def is_ours(mask: Mask) -> bool:
+    """Whether all leaves of a mask are the library's."""
+    return all(map(is_ours, mask.parts)) if isinstance(mask, Join) else type(mask) in LEAVES
 
 
 def simplify_parts(mask: Mask, M: int, N: int) -> Mask:

@@ -5,7 +5,7 @@ Run with TRITON_INTERPRET=1, as `make test` does too, these tests are Triton's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
 import pytest
@@ -96,6 +96,18 @@ class Entries(Modifier):
         return s + torch.mul(at.b + at.h, at.j) * 0.01
 
 
+@final
+@frozen
+class Late(Modifier):
+    """Adds 1 / (S - i): infinite just past the last query, where kernels compute as well."""
+
+    additive = True
+
+    def change(self, s: torch.Tensor, at: ag.Place) -> torch.Tensor:
+        changed: torch.Tensor = s + 1.0 / (S - at.i).to(torch.float32)
+        return changed
+
+
 CHANGES: dict[Modifier, Change] = {
     Exponential(): lambda s, b, h, i: (s / 4).exp(),
     Squared(): lambda s, b, h, i: s * s * 0.01,
@@ -103,6 +115,7 @@ CHANGES: dict[Modifier, Change] = {
     Shifted(): lambda s, b, h, i: s + (i % 7 == 0) * torch.arange(S) * 0.02,
     Heads(): lambda s, b, h, i: s + h * torch.arange(S) * 0.01,
     Entries(): lambda s, b, h, i: s + (b + h) * torch.arange(S) * 0.01,
+    Late(): lambda s, b, h, i: s + 1.0 / (S - i),
 }
 TRACED = [m for m in CHANGES if not (BACKEND == "triton" and isinstance(m, Entries))]
 MASK = ag.Window(20, 5)
@@ -382,6 +395,64 @@ class Diagonal(Step):
 class Branching(Step):
     def change(self, s: torch.Tensor, at: ag.Place) -> Any:
         return s * 2 if at.i < at.j else s
+
+
+@final
+@frozen
+class Turned(Modifier):
+    """Adds table[j, h], of which `load` gives a copy."""
+
+    additive = True
+
+    @property
+    def needs(self) -> dict[str, ag.Data]:
+        return {"table": ag.Data("jh", (torch.float32,))}
+
+    @property
+    def trains(self) -> tuple[str, ...]:
+        return ("table",)
+
+    def change(self, s: torch.Tensor, at: ag.Place) -> torch.Tensor:
+        changed: torch.Tensor = s + at.load("table", at.j, at.h)
+        return changed
+
+    def collect(self, totals: Mapping[str, torch.Tensor], ds: torch.Tensor, at: ag.Place) -> None:
+        share = at.reading(totals).load("table", at.j, at.h)
+        share += ds.sum_to_size(share.shape)
+
+
+def test_a_gradient_that_is_added_to_a_copy_is_refused() -> None:
+    def attend(q: ag.Value, k: ag.Value, v: ag.Value, table: ag.Value) -> ag.Value:
+        return ag.scores(q, k).then(Turned(), table).softmax()[0].weigh(v)
+
+    table = ag.TensorSpec((6, SMALL.shape[1]), torch.float32)
+    with pytest.raises(ag.GraphError, match=r"Turned.collect adds nothing to totals\['table'\]"):
+        ag.graph(attend, q=SMALL, k=SMALL, v=SMALL, table=table)
+
+
+@final
+@frozen
+class FirstHeadAll(ag.Mask):
+    """Head 0 sees all keys, the others what came before."""
+
+    def keep(self, at: ag.Place) -> Any:
+        return (at.h == 0) | (at.j <= at.i)
+
+    def surely(self, block: ag.Block) -> ag.Keys:
+        last = block.N if block.heads == range(1) else block.rows.start + 1
+        return ag.Keys.between(0, last)
+
+
+def test_a_mask_that_one_head_keeps_whole_is_not_simplified_away() -> None:
+    graph = ag.attention(X, X, X, mask=FirstHeadAll())
+    plan = ag.compile(graph, target=CPU, backends=(BACKEND,))
+    assert plan.verify(*tensors_for(graph, 1)).ok
+    q, k, v = tensors_for(graph, 1)
+    causal = ag.compile(ag.attention(X, X, X, mask=ag.Causal()), target=CPU, backends=(BACKEND,))
+    o, due = plan(q, k, v), causal(q, k, v)
+    assert isinstance(o, torch.Tensor)
+    assert isinstance(due, torch.Tensor)
+    assert torch.allclose(o[:, 1:], due[:, 1:], atol=2e-5)
 
 
 WRONG_STEPS: dict[Modifier, str] = {
