@@ -187,15 +187,9 @@ def write_call(names: tuple[str, ...], options: dict[str, Any]) -> str:  # Any: 
     """The text of a call with these options. Raises GraphError."""
     mask: Mask | None = options["mask"]
     who = {name: options[name] for name in ("backends", "avoid")}
-    return show_call(
-        CallContent(
-            names,
-            **options
-            | {name: names_of(among) for name, among in who.items()}
-            | {"mask": None if mask is None else str(mask)},
-            own=name_own(mask, *who.values()),
-        )
-    )
+    said: dict[str, Any] = options | {name: names_of(among) for name, among in who.items()}
+    said |= {"mask": None if mask is None else str(mask), "own": name_own(mask, *who.values())}
+    return show_call(CallContent(names, **said))
 
 
 @lru_cache(MOST_TEXTS)

@@ -82,10 +82,10 @@ def test_it_is_the_plan_of_the_specs(name: str, seed: int) -> None:
     plan: Any = ag.compile(graph, target=CPU)
     named = {i.name: t.get(i.name, t["keep"]) for i in graph.inputs[3:]}
     due = plan(q, k, v, **named)
-    for _ in range(2):  # planned, then remembered
-        o, lse = attention(q, k, v, **options, stats=["lse"])
-        assert torch.equal(o, due[0])
-        assert torch.equal(lse, due[1])
+    attention(q, k, v, **options, stats=["lse"])  # planned, then remembered
+    o, lse = attention(q, k, v, **options, stats=["lse"])
+    assert torch.equal(o, due[0])
+    assert torch.equal(lse, due[1])
     for a, b in zip(*(torch.autograd.grad(x.sum(), leaves) for x in (o, due[0])), strict=True):
         assert torch.equal(a, b)
 
