@@ -7,6 +7,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,6 +25,7 @@ from attn_graph.lowering.cudnn.plan import CudnnPlan
 from attn_graph.lowering.cudnn.run import Run
 from attn_graph.lowering.problem import sole
 from attn_graph.lowering.triton.tile_lists import list_ahead
+from attn_graph.nn.functional import attention, scaled_dot_product_attention
 from benchmarks.timing import microseconds, save, seconds
 
 
@@ -45,6 +47,8 @@ def measure_rows() -> list[dict[str, Any]]:
         make_row(
             "plan(q, k, v), requires_grad", microseconds(lambda: plan(q2, k2, v2)), sdpa_grad + 15
         ),
+        *function_rows(),
+        *compiled_rows(),
         make_row("compile(graph), cached", microseconds(lambda: ag.compile(graph)), 2),
         make_row("import attn_graph, beyond torch (ms)", import_milliseconds(), 150),
         make_row(
@@ -53,6 +57,57 @@ def measure_rows() -> list[dict[str, Any]]:
         *cudnn_rows(),
         make_row("tile lists of a mask, 64k x 64k (ms)", list_milliseconds(), 50),
     ]
+
+
+def function_rows() -> list[dict[str, Any]]:
+    """The functions of tensors beside PyTorch's own, without gradient and with."""
+    forms: dict[str, Callable[..., Any]] = {
+        "attention(q, k, v)": attention,
+        "attention(q, k, v, mask=, kv_lengths=)": partial(
+            attention, mask=ag.Causal(), kv_lengths=torch.tensor([1])
+        ),
+        "our scaled_dot_product_attention": scaled_dot_product_attention,
+    }
+    tensors = [torch.randn(1, 1, 1, 64) for _ in "qkv"]
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    do = torch.ones(1, 1, 1, 64)
+
+    def train(attend: Callable[..., Any]) -> object:
+        return torch.autograd.grad(attend(*leaves), leaves, do)
+
+    goal = microseconds(lambda: F.scaled_dot_product_attention(*tensors)) + 4
+    both = microseconds(lambda: train(F.scaled_dot_product_attention))
+    return [
+        make_row("F.scaled_dot_product_attention, forward and backward", both),
+        *(make_row(n, microseconds(lambda f=f: f(*tensors)), goal) for n, f in forms.items()),  # type: ignore[misc]  # bound now
+        *(
+            make_row(f"{n}, forward and backward", microseconds(lambda f=f: train(f)), both + 10)  # type: ignore[misc]  # bound now
+            for n, f in forms.items()
+        ),
+    ]
+
+
+def compiled_rows() -> list[dict[str, Any]]:
+    """Calls of code that torch.compile made, without gradient."""
+    q, k, v = (torch.randn(1, 1, 1, 64) for _ in "qkv")
+    spec = ag.TensorSpec.like(q)
+    forms: dict[str, Callable[..., Any]] = {
+        "F.scaled_dot_product_attention": F.scaled_dot_product_attention,
+        "plan(q, k, v)": ag.compile(ag.attention(spec, spec, spec)),
+        "attention(q, k, v)": attention,
+    }
+    times = {n: microseconds(partial(compile_call(f), q, k, v)) for n, f in forms.items()}
+    goal = times["F.scaled_dot_product_attention"] + 10
+    return [make_row(f"compiled {n}", time, goal) for n, time in times.items()]
+
+
+def compile_call(attend: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls one, compiled by Inductor."""
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> object:
+        return attend(q, k, v)
+
+    return torch.compile(call, fullgraph=True)
 
 
 def measure_new_length(backend: str, store: ag.Store | bool = False, count: int = 300) -> float:
