@@ -1,0 +1,1 @@
+"""Other libraries' attention in this library's terms."""

@@ -1,0 +1,276 @@
+"""attn_graph as an attention implementation of transformers: import this module, and say so.
+
+>>> import attn_graph.integrations.transformers
+>>> model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="attn_graph")
+
+or `model.set_attn_implementation("attn_graph")` of a model that there is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from attrs import define, field
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from attn_graph.errors import GraphError
+from attn_graph.integrations.mask_functions import (
+    Frame,
+    UnreadableMaskError,
+    read_mask_function,
+)
+from attn_graph.ir.parse import parse_mask
+from attn_graph.masks import Causal, Mask
+from attn_graph.machine.ambient import is_traced
+
+NAME = "attn_graph"
+TOP_LEFT = Causal("top_left")
+Tensors = dict[str, Any]  # Any: a tensor, or the two of `segments`
+logger = logging.getLogger(__name__)
+
+
+PLANS = {}
+
+
+def attention(
+    q, k, v, *, mask=None, segments=None, dropout=0.0, scale=None, soft_cap=None, **named
+):
+    from attn_graph import TensorSpec, compile, attention
+
+    named = {n: t for n, t in named.items() if t is not None}
+    if segments is not None:
+        named["q_segments"], named["kv_segments"] = segments
+    if dropout:
+        for n in ("seed", "offset"):
+            named[n] = torch.randint(2**62, (), device=q.device)
+    s = TensorSpec.like
+    specs = {n: s(t) for n, t in named.items() if n not in ("seed", "offset")}
+    look = (s(q), s(k), s(v), mask, scale, soft_cap, dropout, tuple(specs.items()))
+    plan = PLANS.get(look)
+    if plan is None:
+        if segments is not None:
+            specs["segments"] = specs.pop("q_segments"), specs.pop("kv_segments")
+        plan = PLANS[look] = compile(
+            attention(
+                s(q),
+                s(k),
+                s(v),
+                mask=mask,
+                scale=scale,
+                soft_cap=soft_cap,
+                dropout=dropout,
+                **specs,
+            )
+        )
+    return plan(q, k, v, **named)
+
+
+@define(eq=False)
+class MaskDescription:
+    """What a layer masks: a mask as text, "" for none, and the tensors it reads, by their options.
+
+    It stands where transformers has a boolean tensor [B,1,M,N], and becomes that tensor, which the
+    log says, for a model that computes with it. arguments: what `sdpa_mask` makes the tensor of.
+    """
+
+    text: str
+    tensors: Tensors
+    arguments: Mapping[str, Any] = field(repr=False)  # Any: those of transformers
+    ndim = 4
+
+    @property
+    def shape(self) -> torch.Size:
+        """[B,1,M,N]."""
+        names = ("batch_size", "q_length", "kv_length")
+        B, M, N = (self.arguments[name] for name in names)
+        return torch.Size((B, 1, M, N))
+
+    def contiguous(self) -> MaskDescription:
+        """Itself."""
+        return self
+
+    def dense(self) -> Tensor:
+        """The boolean tensor [B,1,M,N] that transformers would make for SDPA."""
+        say_once("a model computes with the mask of a layer itself")
+        return dense_mask(self.arguments)
+
+    def to(self, device: torch.device | str | int, **_: object) -> MaskDescription:
+        """Its tensors on a device, as where a model is spread over several."""
+        moved = {
+            name: t.to(device) if isinstance(t, Tensor) else tuple(x.to(device) for x in t)
+            for name, t in self.tensors.items()
+        }
+        return MaskDescription(self.text, moved, {**self.arguments, "device": device})
+
+    def __getitem__(self, index: object) -> Tensor:
+        return self.dense()[index]  # type: ignore[index]  # whatever indexes a tensor
+
+    def __getattr__(self, name: str) -> Any:  # Any: whatever a tensor has
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.dense(), name)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],  # Any: whatever PyTorch's functions take and give
+        types: Sequence[type],
+        args: Sequence[Any] = (),  # Any: the same
+        kwargs: Mapping[str, Any] | None = None,  # Any: the same
+    ) -> Any:  # Any: the same
+        dense = [x.dense() if isinstance(x, cls) else x for x in args]
+        return func(*dense, **(kwargs or {}))
+
+
+def describe_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,  # Any: indices and flags
+    attention_mask: Tensor | MaskDescription | None = None,
+    use_vmap: bool = True,
+    device: torch.device | str = "cpu",
+    **others: object,
+) -> MaskDescription | Tensor:
+    """The mask interface: what a mask function and padding [B, tokens] mask, as data.
+
+    A mask function that can't be read, which the log says once, gives a boolean tensor [B,1,M,N].
+    use_vmap: transformers says so where a function is not its own alone.
+    """
+    if isinstance(attention_mask, MaskDescription):
+        return attention_mask  # `generate` makes masks before the model does
+    arguments = {
+        "batch_size": batch_size, "q_length": q_length, "kv_length": kv_length,
+        "q_offset": q_offset, "kv_offset": kv_offset, "mask_function": mask_function,
+        "attention_mask": attention_mask, "use_vmap": use_vmap, "device": device,
+    }  # fmt: skip
+    frame = Frame(q_length, kv_length, q_offset, kv_offset, device, trusts=not use_vmap)
+    try:
+        if use_vmap and torch.compiler.is_compiling():
+            raise UnreadableMaskError("is not transformers' own, and torch.compile traces it")
+        condition = read_mask_function(mask_function, frame)
+    except UnreadableMaskError as error:
+        say_once(f"a mask function {error}")
+        return dense_mask(arguments)
+    text, tensors = condition.whole(), Tensors()
+    if condition.segments is not None:
+        tensors["segments"] = tuple(x.expand(batch_size, -1) for x in condition.segments)
+    if "kv_lengths" in text:
+        tensors["kv_lengths"] = (frame.shift + q_length).expand(batch_size)
+    if attention_mask is not None:
+        tensors |= read_padding(attention_mask, frame)
+    return MaskDescription(text, tensors, arguments)
+
+
+def read_padding(attention_mask: Tensor, frame: Frame) -> Tensors:
+    """The keys that are no padding: all, or the first of each batch entry, or flags [B,1,1,N].
+
+    Which one is read from the tensor, except while a token is decoded on a GPU, where that would
+    wait for the device, and where calls are traced or captured: then they are flags.
+    """
+    end = frame.kv_offset + frame.N
+    flags = torch.nn.functional.pad(attention_mask, (0, max(0, end - attention_mask.shape[1])))
+    flags = flags[:, frame.kv_offset : end]
+    if is_readable_now(flags, frame.M):
+        lengths = flags.sum(1)
+        first = torch.arange(frame.N, device=flags.device) < lengths[:, None]
+        every, at_start = torch.stack([flags.all(), (flags == first).all()]).tolist()
+        if every:
+            return {}
+        if at_start and isinstance(frame.shift, int) and frame.shift == 0:
+            return {"kv_lengths": lengths}
+    return {"keep": flags[:, None, None]}
+
+
+def is_readable_now(tensor: Tensor, M: int) -> bool:
+    """Whether to read a tensor on the host, M tokens being computed."""
+    if torch.compiler.is_compiling() or is_traced():
+        return False
+    return tensor.device.type == "cpu" or (M > 1 and not torch.cuda.is_current_stream_capturing())
+
+
+def dense_mask(arguments: Mapping[str, Any]) -> Tensor:  # Any: those of transformers
+    """The boolean tensor [B,1,M,N] that transformers makes for SDPA."""
+    whole = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    mask: Tensor = sdpa_mask(**arguments, **whole)
+    return mask
+
+
+@torch.compiler.assume_constant_result
+@lru_cache(256)
+def say_once(what: str) -> None:
+    """Log what makes a mask dense: once, however often it comes."""
+    logger.warning(
+        "%s: the mask is a boolean tensor [B,1,M,N], and no tile of it is known to be empty "
+        "before it is read",
+        what,
+    )
+
+
+@torch.compiler.assume_constant_result
+@lru_cache(1024)
+def mask_of(text: str) -> Mask | None:
+    """The mask that a text describes; "" is none."""
+    return parse_mask(text) if text else None
+
+
+def attend_layer(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: MaskDescription | Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    output_attentions: bool | None = False,
+    **others: object,
+) -> tuple[Tensor, None]:
+    """The attention interface: query [B,H,M,D], key and value [B,G,N,D] -> [B,M,H,D], and None.
+
+    s_aux: sinks [H]. position_bias: [1 or B,H,M,N], differentiable. Raises GraphError where the
+    weights are wanted, which are never made.
+    """
+    if output_attentions:
+        raise GraphError(
+            "output_attentions: weights [B,H,M,N] are never made; for them say "
+            'model.set_attn_implementation("eager")'
+        )
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    mask, tensors = layer_mask(attention_mask, causal=causal and query.shape[2] > 1)
+    if position_bias is not None:
+        tensors["bias"] = position_bias + tensors["bias"] if "bias" in tensors else position_bias
+    o = attention(
+        query, key, value, mask=mask, scale=scaling, soft_cap=softcap, sinks=s_aux,
+        dropout=dropout, **tensors,
+    )  # fmt: skip
+    return o.transpose(1, 2).contiguous(), None
+
+
+def layer_mask(
+    attention_mask: MaskDescription | Tensor | None, *, causal: bool
+) -> tuple[Mask | None, Tensors]:
+    """The mask of a layer, and the tensors that it reads or, of a floating mask, adds.
+
+    causal: what holds where the model says nothing.
+    """
+    if attention_mask is None:
+        return (TOP_LEFT if causal else None), Tensors()
+    if isinstance(attention_mask, MaskDescription):
+        return mask_of(attention_mask.text), dict(attention_mask.tensors)
+    return None, {"keep" if attention_mask.dtype == torch.bool else "bias": attention_mask}
+
+
+AttentionInterface.register(NAME, attend_layer)
+AttentionMaskInterface.register(NAME, describe_mask)
