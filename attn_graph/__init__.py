@@ -9,7 +9,6 @@ gradients dq dk dv do ds dp. Shapes are logical, [B,H,M,D]; memory order is the 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from attn_graph.backend import Backend, Executable, Fallback, Options, RefusedError
 from attn_graph.compiler import avoid, cache_info, clear_cache, compile, explain, prefer
 from attn_graph.errors import (
     FallbackWarning,
@@ -25,6 +24,7 @@ from attn_graph.ir.modifiers import Modifier
 from attn_graph.ir.parse import parse
 from attn_graph.ir.reference import evaluate
 from attn_graph.ir.vjp import vjp
+from attn_graph.lowering.backend import Backend, Executable, Fallback, Options, RefusedError
 from attn_graph.lowering.problem import Problem, sole
 from attn_graph.machine.cache import CacheInfo
 from attn_graph.machine.sizes import Memory

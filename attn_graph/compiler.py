@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from attrs import evolve
 
-from attn_graph.autograd import run_with_autograd
-from attn_graph.backend import Backend, Executable, Fallback, Options
 from attn_graph.errors import GraphError, NoBackendError
 from attn_graph.ir.graph import Graph, check_graph
 from attn_graph.ir.passes import simplify
@@ -23,6 +21,7 @@ from attn_graph.ir.vjp import (
     result_spec,
     wanted_inputs,
 )
+from attn_graph.lowering.backend import Backend, Executable, Fallback, Options
 from attn_graph.machine.ambient import neutral_state
 from attn_graph.machine.cache import Cache, CacheInfo
 from attn_graph.machine.sizes import parse_bytes
@@ -42,9 +41,12 @@ CAPACITY = 1024  # plans; one is a few kilobytes
 Backends = tuple[str | Backend, ...]
 Value = TypeVar("Value")
 Switch = Literal[True, False]
+Look = tuple[object, ...]  # of tensors, with all else that a plan for them depends on
+Names = tuple[str, ...]
 
 calls: Cache[Plan] = Cache(4 * CAPACITY)  # by the arguments of `compile`, as they are given
 plans: Cache[Plan] = Cache(CAPACITY)  # by simplified graph
+looks: dict[Look, tuple[Plan, Names]] = {}  # of calls without a plan: who runs such tensors
 preferred: ContextVar[Backends | None] = ContextVar("preferred", default=None)
 avoided: ContextVar[tuple[str, ...]] = ContextVar("avoided", default=())
 
@@ -266,7 +268,6 @@ def build(graph: Graph, target: Target, options: Options, among: Backends | None
         choice.refusals,
         choice.also,
         evolve(executable, notes=(*executable.notes, *options.notes(graph, target), *alone(graph))),
-        run_with_autograd,
         gradient,
         (plan_simplified, (graph, target, options, among)),
         options.precision,
@@ -356,3 +357,4 @@ def clear_cache() -> None:
     """Forget every plan and every count. Plans that you hold go on working."""
     calls.clear()
     plans.clear()
+    looks.clear()

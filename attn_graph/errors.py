@@ -46,6 +46,18 @@ class GraphError(ValueError):
         super().__init__(join_lines(f"the graph has {len(problems)} problems", problems))
 
 
+class TensorError(GraphError, RuntimeError):
+    """Tensors make no sense together; a RuntimeError too, as PyTorch's own functions raise."""
+
+
+class TensorRankError(TensorError, IndexError):
+    """A tensor has too few axes; an IndexError too, as PyTorch's own functions raise."""
+
+
+class TensorDtypeError(TensorError, NotImplementedError):
+    """No attention is computed in this dtype; a NotImplementedError too, as in PyTorch."""
+
+
 class NoBackendError(RuntimeError):
     """No backend takes the graph. `refusals` has each backend's name and all its reasons.
 

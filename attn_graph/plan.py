@@ -9,7 +9,6 @@ import torch
 from attrs import Factory, define, evolve, field, frozen
 from torch.autograd import forward_ad
 
-from attn_graph.backend import Executable
 from attn_graph.errors import (
     GraphError,
     NoBackendError,
@@ -20,7 +19,9 @@ from attn_graph.errors import (
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.reference import Verification, compare
 from attn_graph.ir.vjp import backward, cotangent_specs, main_outputs, saved_specs, wanted_inputs
+from attn_graph.lowering.backend import Executable
 from attn_graph.machine.ambient import has_tangent, is_traced
+from attn_graph.machine.autograd import run_with_autograd
 from attn_graph.machine.sizes import Memory
 from attn_graph.machine.target import Target
 from attn_graph.spec import NAMES, TensorSpec
@@ -78,7 +79,6 @@ class Plan:
     refusals: tuple[tuple[str, tuple[Reason, ...]], ...]
     also: tuple[str, ...]
     executable: Executable
-    differentiable: Callable[..., Tensors]  # runs it so that autograd knows
     backward: Callable[..., Plan]  # the plan of its gradient for some inputs and cotangents
     recipe: tuple[Callable[..., Plan], tuple[object, ...]]  # a function and what it made this of
     precision: str = "ieee"  # of float32 products
@@ -112,10 +112,14 @@ class Plan:
             look = [None]
         if look != self.memo.call:
             self.admit(tensors, look)
+        return self.run_known(tensors, wants)
+
+    def run_known(self, tensors: Tensors, wants: bool) -> torch.Tensor | Tensors:
+        """The outputs for tensors that were checked. wants: whether one of them requires grad."""
         if forward_ad._current_level >= 0:
             refuse_tangents(tensors)
         if wants and torch.is_grad_enabled():
-            outputs: Sequence[torch.Tensor] = self.differentiable(self, tensors)
+            outputs: Sequence[torch.Tensor] = run_with_autograd(self, tensors)
         else:
             outputs = self.infer(*tensors)[0]
         return outputs[0] if self.single else tuple(outputs)
@@ -164,7 +168,10 @@ class Plan:
             )
 
     def pull(
-        self, needs: Sequence[bool], saved: Tensors, grads: Sequence[torch.Tensor | None]
+        self,
+        needs: Sequence[bool],
+        saved: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor | None],
     ) -> Sequence[torch.Tensor]:
         """The gradients of the inputs marked in `needs`, from what the forward saved.
 
@@ -180,13 +187,13 @@ class Plan:
         for n, spec in pull.anew:
             given[n] = copy_laid_as(given[n], spec)
         if torch.is_grad_enabled():
-            return self.differentiable(pull.plan, (*saved, *given))
+            return run_with_autograd(pull.plan, (*saved, *given))
         return pull.plan.run(*saved, *given)[0]
 
     def admit_pull(
         self,
         needs: Sequence[bool],
-        saved: Tensors,
+        saved: Sequence[torch.Tensor],
         grads: Sequence[torch.Tensor | None],
         look: Look,
     ) -> Pull:
@@ -204,7 +211,10 @@ class Plan:
         return pull
 
     def planned_pull(
-        self, needs: Sequence[bool], saved: Tensors, grads: Sequence[torch.Tensor | None]
+        self,
+        needs: Sequence[bool],
+        saved: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor | None],
     ) -> Pull:
         """Plan for what autograd hands back: saved tensors may have moved meanwhile."""
         declared = saved_specs(self.graph)

@@ -38,6 +38,7 @@ PARTICIPLE_SHARE = 0.03  # of all top-level functions
 TWO_MEANINGS = {  # a name that several modules define: why it may be
     "Mask": "the op that applies a mask is called as its text is, `mask`",
     "attend": "each set of kernels has its forward pass",
+    "attention": "a graph of specs, and the same of tensors, by the same options",
     "backward": "each set of kernels has its backward pass",
     "forward": "each set of kernels has its forward pass",
     "lower": "what every backend does, by the protocol Backend",

@@ -16,7 +16,7 @@ import torch
 from attrs import asdict, evolve, field, frozen
 
 import attn_graph as ag
-from attn_graph.backend import Backend, Options
+from attn_graph.lowering.backend import Backend, Options
 from attn_graph.lowering.cudnn.backend import versions
 from attn_graph.lowering.cudnn.case import Case
 from attn_graph.lowering.cudnn.limits import reasons

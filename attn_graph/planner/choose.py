@@ -9,7 +9,6 @@ from warnings import warn_explicit
 
 from attrs import frozen
 
-from attn_graph.backend import Backend, Executable, Options, RefusedError
 from attn_graph.errors import (
     FallbackWarning,
     GraphError,
@@ -20,6 +19,7 @@ from attn_graph.errors import (
 )
 from attn_graph.ir.graph import Graph
 from attn_graph.lowering import torch_cuda
+from attn_graph.lowering.backend import Backend, Executable, Options, RefusedError
 from attn_graph.lowering.cpu import math as torch_math
 from attn_graph.lowering.cpu import sdpa as torch_sdpa
 from attn_graph.lowering.cudnn import backend as cudnn_backend

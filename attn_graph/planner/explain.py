@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 from attrs import evolve
 
-from attn_graph.backend import Backend, Foreseen, Options
 from attn_graph.errors import NoBackendError, Reason
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.vjp import main_outputs
+from attn_graph.lowering.backend import Backend, Foreseen, Options
 from attn_graph.machine.target import Target
 from attn_graph.planner.choose import BACKENDS, Refusals, first_that_succeeds
 from attn_graph.planner.cost import cost

@@ -9,11 +9,11 @@ from typing import Any, final
 
 from attrs import asdict, evolve, frozen
 
-from attn_graph.backend import Foreseen
 from attn_graph.errors import Reason, format_refusal
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.vjp import residuals
+from attn_graph.lowering.backend import Foreseen
 from attn_graph.machine.sizes import Memory
 from attn_graph.machine.target import Target
 from attn_graph.masks import Mask

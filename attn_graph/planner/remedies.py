@@ -10,7 +10,6 @@ from typing import Any, final
 import torch
 from attrs import evolve, frozen
 
-from attn_graph.backend import Options
 from attn_graph.errors import GraphError, Reason
 from attn_graph.ir import ops
 from attn_graph.ir.builder import Builder, Value
@@ -19,6 +18,7 @@ from attn_graph.ir.modifiers import Modifier
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.rewrite import prune
 from attn_graph.ir.vjp import backward, cotangent_specs, main_outputs, wanted_inputs
+from attn_graph.lowering.backend import Options
 from attn_graph.spec import NAMES, TensorSpec, dense_strides, memory_order
 
 MOST = 8  # changes that may follow one another

@@ -12,9 +12,9 @@ from typing import final
 import torch
 from attrs import evolve, frozen
 
-from attn_graph.backend import Backend, Executable, Options, RefusedError
 from attn_graph.errors import GraphError, Reason
 from attn_graph.ir.graph import Graph, Input
+from attn_graph.lowering.backend import Backend, Executable, Options, RefusedError
 from attn_graph.machine.store import Unfit
 from attn_graph.machine.target import Target
 from attn_graph.machine.timing import Job, Progress, samples

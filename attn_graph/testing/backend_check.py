@@ -6,10 +6,10 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from attn_graph.backend import Backend, Options
 from attn_graph.compiler import compile
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.passes import simplify
+from attn_graph.lowering.backend import Backend, Options
 from attn_graph.machine.target import Target
 from attn_graph.plan import Plan
 from attn_graph.testing.agreement import check_gradients, check_outputs, search

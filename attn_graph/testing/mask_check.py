@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
 from attn_graph import masks as m
-from attn_graph.backend import Backend
 from attn_graph.compiler import compile
 from attn_graph.errors import GraphError
 from attn_graph.ir.builder import Value, graph, scores
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.parse import parse
 from attn_graph.ir.promises import contains
+from attn_graph.lowering.backend import Backend
 from attn_graph.machine.target import Target
 from attn_graph.masks.places import Block, Keys, Place
 from attn_graph.spec import TensorSpec

@@ -7,7 +7,6 @@ from attrs import evolve, frozen
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from attn_graph.backend import Backend
 from attn_graph.compiler import compile
 from attn_graph.errors import GraphError
 from attn_graph.ir.builder import Value, graph, scores
@@ -15,6 +14,7 @@ from attn_graph.ir.graph import Graph
 from attn_graph.ir.modifiers import Modifier
 from attn_graph.ir.parse import parse
 from attn_graph.ir.promises import CLOSE
+from attn_graph.lowering.backend import Backend
 from attn_graph.machine.target import Target
 from attn_graph.masks.places import Block, Place
 from attn_graph.spec import INF, TensorSpec

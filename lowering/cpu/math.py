@@ -14,12 +14,12 @@ from typing import final
 import torch
 from attrs import frozen
 
-from attn_graph.backend import Backend, Executable, Options, switch_name
 from attn_graph.errors import PlanTargetError, Reason
 from attn_graph.ir import ops
 from attn_graph.ir.attention import SAVED, Attention, AttentionGrad
 from attn_graph.ir.graph import Eqn, Graph, Op
 from attn_graph.ir.vjp import residuals, statistics
+from attn_graph.lowering.backend import Backend, Executable, Options, switch_name
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
 from attn_graph.lowering.cpu.product_tiles import ProductTiles
 from attn_graph.lowering.cpu.schedule import POSITIONS

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from attrs import evolve
 
-from attn_graph.backend import Backend, Executable, Foreseen, Options, RefusedError
 from attn_graph.errors import Reason
 from attn_graph.ir.graph import Graph
+from attn_graph.lowering.backend import Backend, Executable, Foreseen, Options, RefusedError
 from attn_graph.lowering.problem import Problem, returns_lse, sole
 from attn_graph.lowering.reasons import missing_library, no_gpu, other_equations
 from attn_graph.machine.target import CUDNN, SYSTEM_CUDNN, Target

@@ -12,8 +12,8 @@ from typing import Any, final
 import torch
 from attrs import Factory, field, frozen
 
-from attn_graph.backend import Options, RefusedError
 from attn_graph.errors import Reason
+from attn_graph.lowering.backend import Options, RefusedError
 from attn_graph.lowering.cudnn import builder as cudnn_builder
 from attn_graph.lowering.cudnn.case import Version
 from attn_graph.lowering.cudnn.graph import CudnnCall

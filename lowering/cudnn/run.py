@@ -12,9 +12,9 @@ from typing import Any, final
 import torch
 from attrs import Factory, define, field, frozen
 
-from attn_graph.backend import RefusedError
 from attn_graph.errors import PlanMismatchError
 from attn_graph.ir.graph import Graph
+from attn_graph.lowering.backend import RefusedError
 from attn_graph.lowering.cudnn import builder as cudnn_builder
 from attn_graph.lowering.cudnn.graph import CudnnCall, Slot
 from attn_graph.lowering.problem import (

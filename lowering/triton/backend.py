@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from attrs import Factory, evolve, field, frozen
 
-from attn_graph.backend import Backend, Executable, Options
 from attn_graph.errors import Reason
 from attn_graph.ir.attention import SAVED
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.ops import sink_gradient
+from attn_graph.lowering.backend import Backend, Executable, Options
 from attn_graph.lowering.problem import Problem, output_names, returns_lse, select_outputs, sole
 from attn_graph.lowering.reasons import (
     missing_library,

@@ -9,8 +9,8 @@ from typing import Any, final
 
 from attrs import evolve, frozen
 
-from attn_graph.backend import RefusedError
 from attn_graph.errors import Reason
+from attn_graph.lowering.backend import RefusedError
 from attn_graph.lowering.triton.device_code import compile_text
 
 HOMES = {

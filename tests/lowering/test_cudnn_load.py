@@ -15,8 +15,8 @@ import torch
 from attrs import evolve
 
 import attn_graph as ag
-from attn_graph.backend import Options
 from attn_graph.ir.passes import simplify
+from attn_graph.lowering.backend import Options
 from attn_graph.lowering.cudnn import builder as cudnn_builder
 from attn_graph.lowering.cudnn import plan as cudnn_plan
 from attn_graph.lowering.cudnn import run as cudnn_run

@@ -14,12 +14,12 @@ from attrs import evolve
 from hypothesis import assume, example, given
 
 import attn_graph as ag
-from attn_graph.backend import Options, RefusedError
 from attn_graph.compiler import loses
 from attn_graph.errors import Reason
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.vjp import backward, result_spec
+from attn_graph.lowering.backend import Options, RefusedError
 from attn_graph.lowering.cudnn.backend import request_case
 from attn_graph.lowering.cudnn.case import needs_padding_mask
 from attn_graph.lowering.cudnn.graph import describe_call

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attn_graph as ag
-from attn_graph.backend import Options
 from attn_graph.ir import ops
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.philox import threshold
 from attn_graph.ir.vjp import backward, result_spec
 from attn_graph.kernels.tilings import INTERPRETED, VARIANTS
+from attn_graph.lowering.backend import Options
 from attn_graph.lowering.problem import Problem, sole
 from attn_graph.lowering.triton import backend as triton_flash
 from attn_graph.lowering.triton.device_code import DeviceCode, Tracer, compile_text

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import attn_graph as ag
-from attn_graph.backend import Options
 from attn_graph.ir.passes import simplify
+from attn_graph.lowering.backend import Options
 from attn_graph.lowering.cudnn.graph import describe_call
 from attn_graph.lowering.cudnn.run import Run
 from attn_graph.lowering.problem import sole

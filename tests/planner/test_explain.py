@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attn_graph as ag
-from attn_graph.backend import Options
+from attn_graph.lowering.backend import Options
 from attn_graph.machine.target import Target
 from attn_graph.planner.choose import BACKENDS
 from attn_graph.planner.explain import explain_graph

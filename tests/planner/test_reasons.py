@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import attn_graph as ag
-from attn_graph.backend import Options
 from attn_graph.ir.ops import Dropout
+from attn_graph.lowering.backend import Options
 from attn_graph.planner.choose import BACKENDS
 from attn_graph.planner.explanation import Refusal, format_remedies
 from attn_graph.planner.remedies import Remedy, Request, edits

@@ -12,8 +12,8 @@ from attrs import evolve
 from hypothesis import given
 
 import attn_graph as ag
-from attn_graph.backend import Executable, Options
 from attn_graph.ir.passes import simplify
+from attn_graph.lowering.backend import Executable, Options
 from attn_graph.lowering.cpu import math as torch_math
 from attn_graph.lowering.cudnn import backend as cudnn_backend
 from attn_graph.machine.store import Store

@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch._C import _are_functorch_transforms_active
 
 from attn_graph.errors import GraphError
-from attn_graph.plan import Plan
 
 Context = Any  # autograd's own, on which torch puts what it likes
+Tensors = Sequence[torch.Tensor]
+
+
+class Recordable(Protocol):
+    """What autograd asks of a plan."""
+
+    @property
+    def constants(self) -> Sequence[int]:
+        """Places of the outputs that have no gradient."""
+        ...
+
+    def run(self, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
+        """The outputs, and what the backward reads beside the inputs."""
+        ...
+
+    def pull(
+        self, needs: Sequence[bool], saved: Tensors, grads: Sequence[torch.Tensor | None]
+    ) -> Tensors:
+        """The gradients of the inputs marked in `needs`."""
+        ...
 
 
 class AutogradCall(torch.autograd.Function):
@@ -21,7 +40,7 @@ class AutogradCall(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Context, plan: Plan, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Context, plan: Recordable, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The plan's outputs; inputs and intermediate results are saved for the backward."""
         outputs, saved = plan.run(*tensors)
         ctx.set_materialize_grads(False)
@@ -48,7 +67,7 @@ class AutogradCall(torch.autograd.Function):
 record = super(torch.autograd.Function, AutogradCall).apply  # pyright: ignore[reportAttributeAccessIssue]  # of torch's C base class
 
 
-def run_with_autograd(plan: Plan, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def run_with_autograd(plan: Recordable, tensors: Tensors) -> tuple[torch.Tensor, ...]:
     """The plan's outputs, differentiable by every input that requires grad.
 
     Raises GraphError under torch.func's transforms.

@@ -1,0 +1,137 @@
+"""Attention on tensors by options: planned when tensors look like none before, then remembered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _is_any_autocast_enabled
+
+from attn_graph import compiler
+from attn_graph.compiler import CAPACITY, Look, avoided, looks, preferred
+from attn_graph.errors import GraphError
+from attn_graph.ir import builder
+from attn_graph.machine.ambient import is_traced
+from attn_graph.machine.target import Target
+from attn_graph.machine.torch_switches import read_switches
+from attn_graph.plan import Plan
+from attn_graph.spec import TensorSpec
+
+# The options of a call, in this order: those of a graph, then those of `compile`.
+GRAPH_OPTIONS = ("mask", "scale", "align", "soft_cap", "alibi", "dropout", "stats")
+CHOICE = ("backends", "avoid", "deterministic", "precision", "on_fallback", "max_workspace")
+USUAL_CHOICE = (None, (), False, None, "ignore", None)
+SEED = ("seed", "offset")  # inputs that a graph with dropout has by itself
+MOST_SEED = 2**62  # numbers that are drawn for SEED are below it
+
+Outputs = Tensor | tuple[Tensor, ...]
+Named = Mapping[str, Tensor]  # tensors beside q, k and v, by name of the input
+Options = tuple[Any, ...]  # Any: a value for each of GRAPH_OPTIONS, then for each of CHOICE
+Anew = Callable[[Tensor, Tensor, Tensor, Named, Options, Look | None], Outputs]
+
+
+def attend_anew(
+    q: Tensor, k: Tensor, v: Tensor, named: Named, options: Options, look: Look | None
+) -> Outputs:
+    """Attention on tensors that look like none before. It is remembered, unless `look` is None."""
+    tensors = {"q": q, "k": k, "v": v, **named}
+    require_tensors(tensors)
+    if any(t.is_neg() for t in tensors.values()):
+        q, k, v, *more = (t.resolve_neg() for t in tensors.values())
+        return attend_as(q, k, v, dict(zip(named, more, strict=True)), options)
+    plan = new_plan(q, k, v, named, options)
+    outputs = plan(q, k, v, **named)
+    if look is not None:
+        if len(looks) >= CAPACITY:
+            looks.clear()
+        looks[look] = plan, tuple(i.name for i in plan.graph.inputs[3:])
+    return outputs
+
+
+def attend_as(
+    q: Tensor, k: Tensor, v: Tensor, named: Named, options: Options, anew: Anew = attend_anew
+) -> Outputs:
+    """Attention with these options.
+
+    anew: what computes it, and checks the tensors, where they look like none before.
+    """
+    if is_traced():
+        return anew(q, k, v, named, options, None)
+    if _is_any_autocast_enabled():
+        q, k, v, named = cast_inputs(q, k, v, named)
+    try:
+        look: Look = (
+            q.shape, q.stride(), q.dtype, q.device, q.is_neg(), q.__class__,
+            k.shape, k.stride(), k.dtype, k.device, k.is_neg(), k.__class__,
+            v.shape, v.stride(), v.dtype, v.device, v.is_neg(), v.__class__,
+            options, anew, read_switches(), preferred.get(), avoided.get(),
+        )  # fmt: skip
+        wants = q.requires_grad or k.requires_grad or v.requires_grad
+        for name, t in named.items():
+            look += name, t.shape, t.stride(), t.dtype, t.device, t.is_neg(), t.__class__
+            wants = wants or t.requires_grad
+        plan, names = looks[look]
+    except KeyError:
+        return anew(q, k, v, named, options, look)
+    except (AttributeError, RuntimeError, TypeError):  # no tensor, no strides, no hash
+        plain = tuple(map(as_hashable, options))
+        if plain != options:
+            return attend_as(q, k, v, named, plain, anew)
+        return anew(q, k, v, named, options, None)
+    if named:
+        return plan.run_known((q, k, v, *(named[name] for name in names)), wants)
+    return plan.run_known((q, k, v), wants)
+
+
+def new_plan(q: Tensor, k: Tensor, v: Tensor, named: Named, options: Options) -> Plan:
+    """The plan for tensors that look like these. Raises GraphError and NoBackendError."""
+    graph_options = dict(zip(GRAPH_OPTIONS, options, strict=False))
+    specs = {name: TensorSpec.like(t) for name, t in named.items()}
+    if graph_options["dropout"]:
+        specs = {name: spec for name, spec in specs.items() if name not in SEED}
+    graph = builder.attention(
+        TensorSpec.like(q), TensorSpec.like(k), TensorSpec.like(v), **graph_options | specs
+    )
+    choice = dict(zip(CHOICE, options[len(GRAPH_OPTIONS) :], strict=True))
+    return compiler.compile(graph, target=Target.here(q.device), **choice)
+
+
+def require_tensors(tensors: Named) -> None:
+    """Raise GraphError for what is no tensor."""
+    problems = (
+        f"attention: {name} is a {type(t).__name__}, not a tensor"
+        for name, t in tensors.items()
+        if not isinstance(t, Tensor)
+    )
+    if texts := tuple(problems):
+        raise GraphError(*texts)
+
+
+def as_hashable(value: object) -> object:
+    """A list as a tuple, anything else unchanged."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+def draw_seed(device: torch.device) -> dict[str, Tensor]:
+    """A seed and an offset for dropout, from the default generator of a device."""
+    numbers = torch.randint(MOST_SEED, (2,), dtype=torch.int64, device=device)
+    return dict(zip(SEED, numbers.unbind(), strict=True))
+
+
+def cast_inputs(
+    q: Tensor, k: Tensor, v: Tensor, named: Named
+) -> tuple[Tensor, Tensor, Tensor, Named]:
+    """q, k, v and the bias as autocast casts them for PyTorch's own attention."""
+    if "bias" in named:
+        named = {**named, "bias": cast_input(named["bias"])}
+    return cast_input(q), cast_input(k), cast_input(v), named
+
+
+def cast_input(x: Tensor) -> Tensor:
+    """A tensor in the dtype of autocast, if that is on for its device; float64 stays."""
+    kind = x.device.type
+    if x.dtype == torch.float64 or not x.is_floating_point() or not torch.is_autocast_enabled(kind):
+        return x
+    return x.to(torch.get_autocast_dtype(kind))

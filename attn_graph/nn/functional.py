@@ -1,0 +1,292 @@
+"""Attention as functions of tensors: no spec to write, no plan to keep."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attn_graph.compiler import Look
+from attn_graph.errors import (
+    GraphError,
+    PlanMismatchError,
+    TensorDtypeError,
+    TensorError,
+    TensorRankError,
+)
+from attn_graph.lowering.backend import Backend, Fallback
+from attn_graph.machine.torch_switches import Precision
+from attn_graph.masks import Align, Causal, Mask, Prefix
+from attn_graph.nn.calls import (
+    SEED,
+    USUAL_CHOICE,
+    Named,
+    Options,
+    Outputs,
+    attend_anew,
+    attend_as,
+    draw_seed,
+)
+from attn_graph.spec import FLOATS
+
+TOP_LEFT: Mask = Causal("top_left")
+NOTHING = Prefix(0)  # keeps no key
+NAMELESS: Named = {}
+ROLES = ("query", "key", "value")
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    mask: Mask | None = None,
+    align: Align | None = None,
+    soft_cap: float | None = None,
+    bias: Tensor | None = None,
+    alibi: Tensor | bool | None = None,
+    keep: Tensor | None = None,
+    q_lengths: Tensor | None = None,
+    kv_lengths: Tensor | None = None,
+    segments: tuple[Tensor, Tensor] | None = None,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
+    offset: Tensor | None = None,
+    stats: bool | Sequence[str] = False,
+    backends: Sequence[str | Backend] | None = None,
+    avoid: Sequence[str | Backend] = (),
+    deterministic: bool = False,
+    precision: Precision | None = None,
+    on_fallback: Fallback = "ignore",
+    max_workspace: int | str | None = None,
+    **data: Tensor,
+) -> Outputs:
+    """q [B,H,M,D], k [B,G,N,D], v [B,G,N,E] -> o [B,H,M,E], and the statistics that `stats` names.
+
+    Options as those of `attn_graph.attention`, with tensors where that takes specs, and those of
+    `attn_graph.compile` that say who may run it. `prefer`, `avoid` and PyTorch's switches count as
+    they do there. Plans are remembered by the looks of tensors: a call like an earlier one costs a
+    few microseconds more than `plan(q, k, v)`.
+
+    seed, offset: int64 numbers on q's device that decide what `dropout` drops. Where neither is
+    passed, both are drawn from that device's default generator, once a call.
+
+    Under autocast q, k, v and bias are cast as PyTorch casts them for its own attention; slopes and
+    sinks stay as they are. Differentiable, once, by each floating tensor. Raises GraphError where
+    tensors and options make no sense together, PlanMismatchError for tensors on several devices or
+    a seed that is no int64 number, NoBackendError where no backend takes them.
+    """
+    options = (
+        mask, scale, align, soft_cap, alibi is True, dropout, stats,
+        backends, avoid, deterministic, precision, on_fallback, max_workspace,
+    )  # fmt: skip
+    if segments is not None:
+        data["q_segments"], data["kv_segments"] = two_parts(segments)
+    if not (bias is alibi is keep is q_lengths is kv_lengths is sinks is seed is offset is None):
+        slopes = None if isinstance(alibi, bool) else alibi
+        more = {"bias": bias, "alibi": slopes, "keep": keep, "sinks": sinks}
+        more |= {"kv_lengths": kv_lengths, "q_lengths": q_lengths, "seed": seed, "offset": offset}
+        data |= {name: tensor for name, tensor in more.items() if tensor is not None}
+    if dropout and seed is None and offset is None:
+        data |= draw_seed(q.device)
+    return attend_as(q, k, v, data, options)
+
+
+def two_parts(segments: object) -> tuple[Tensor, Tensor]:
+    """The tensors q_segments and kv_segments. Raises GraphError for anything but a pair."""
+    match segments:
+        case Tensor() as q, Tensor() as kv:
+            return q, kv
+    raise GraphError(
+        f"attention: segments {segments!r} are not two tensors; say (q_segments, kv_segments)"
+    )
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """In place of `torch.nn.functional.scaled_dot_product_attention`: its arguments, its meaning.
+
+    query [...,M,D], key [...,N,D], value [...,N,E] -> [...,M,E], two axes or more, the leading ones
+    broadcast. attn_mask broadcasts to [...,M,N]: booleans, True for what may attend, or numbers
+    that are added to the scores, of query's dtype or float32. is_causal keeps j <= i, from the top
+    left, together with attn_mask where both are there. enable_gqa: key and value have fewer heads
+    (axis -3), each a divisor of query's. Seeds of dropout come from the default generator of the
+    device, so that `torch.manual_seed` decides them; what drops is not what PyTorch would drop.
+
+    Raises TensorError, a RuntimeError as PyTorch's are, where the tensors make no sense together;
+    so it does for keys and values of different lengths, which PyTorch lets through on CPUs.
+    """
+    return attend_like_torch(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, USUAL_CHOICE
+    )
+
+
+def attend_like_torch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    choice: Options,
+) -> Tensor:
+    """PyTorch's function by one of several backends. choice: values for `calls.CHOICE`."""
+    named, mask = NAMELESS, TOP_LEFT if is_causal else None
+    if attn_mask is not None:
+        named = {"keep" if attn_mask.dtype == torch.bool else "bias": attn_mask}
+    if dropout_p:
+        check_rate(dropout_p)
+        named = {**named, **draw_seed(query.device)}
+    if dropout_p == 1:  # drops everything, and leaves no gradient
+        named, mask, dropout_p = NAMELESS, NOTHING, 0.0
+    number = scale if scale is None else float(scale)
+    options = (mask, number, None, None, False, dropout_p, False, *choice)
+    try:
+        o = attend_as(query, key, value, named, options, GROUPED if enable_gqa else PLAIN)
+    except TensorError:
+        raise
+    except GraphError as error:
+        raise TensorError(*error.problems) from error
+    except PlanMismatchError as error:
+        raise TensorError(*error.differences) from error
+    assert isinstance(o, Tensor)  # without statistics
+    return o
+
+
+def check_rate(rate: float) -> None:
+    """Raise TensorError for what is no probability."""
+    if not 0 <= rate <= 1:
+        raise TensorError(f"attention: dropout_p has to be between 0 and 1, and is {rate}")
+
+
+def attend_shaped(
+    grouped: bool,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    named: Named,
+    options: Options,
+    look: Look | None,
+) -> Outputs:
+    """Attention on tensors as PyTorch takes them, brought to four axes; remembered if they are so.
+
+    grouped: whether k and v have heads of their own.
+    """
+    require_axes(q, k, v, grouped)
+    (M, D), (N, E) = q.shape[-2:], v.shape[-2:]
+    k2, v2 = equal_heads(q, k, v) if grouped else (k, v)
+    *outer, H, G = common_axes(q, k2, v2, grouped)
+    rank = max(q.ndim, k.ndim, v.ndim)
+    shape = (*outer, H, M, N)[-rank:]
+    more = {n: x if n in SEED else fit_mask(x, q.dtype, shape) for n, x in named.items()}
+    four = as_four(q, outer, H), as_four(k2, outer, G), as_four(v2, outer, G)
+    if 0 not in (D, E) and all(
+        map(operator.is_, (*four, *more.values()), (q, k, v, *named.values()))
+    ):
+        return attend_anew(q, k, v, named, options, look)
+    o = attend_as(*pad_empty(*four), more, options)
+    assert isinstance(o, Tensor)  # without statistics
+    return o[..., :E].reshape((*shape[:-1], E))
+
+
+PLAIN, GROUPED = partial(attend_shaped, False), partial(attend_shaped, True)
+
+
+def require_axes(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> None:
+    """Raise TensorError for tensors that PyTorch refuses, or should."""
+    least = 3 if grouped else 2
+    for name, t in zip(ROLES, (q, k, v), strict=True):
+        if not isinstance(t, Tensor):
+            raise TypeError(f"attention: {name} is a {type(t).__name__}, not a tensor")
+        if t.ndim < least:
+            kind = TensorRankError if grouped else TensorError
+            raise kind(f"attention: {name} {[*t.shape]} has {t.ndim} axes and needs {least}")
+        if t.is_complex() or (t.is_floating_point() and t.dtype not in FLOATS):
+            raise TensorDtypeError(f"attention: {name} is {t.dtype}, and known are {FLOATS}")
+    if k.shape[-2] != v.shape[-2] or k.shape[-1] != q.shape[-1]:
+        raise TensorError(
+            f"attention: query {[*q.shape]}, key {[*k.shape]} and value {[*v.shape]} disagree: key "
+            "needs the last size of query, and the last but one of value"
+        )
+
+
+def equal_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """k and v with as many heads as each other: where they differ, some are repeated in a copy."""
+    H, a, b = (x.shape[-3] for x in (q, k, v))
+    if a == b == H:
+        return k, v
+    if not a or not b or H % a or H % b:
+        raise TensorError(f"attention: query has {H} heads, and key {a} and value {b}: no divisors")
+    G = math.lcm(a, b)
+    return repeat_heads(k, G // a), repeat_heads(v, G // b)
+
+
+def repeat_heads(x: Tensor, times: int) -> Tensor:
+    """Each head so many times."""
+    return x if times == 1 else x.repeat_interleave(times, -3)
+
+
+def common_axes(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> tuple[int, ...]:
+    """The axes before the heads that all broadcast to, then H and G."""
+    heads = [x.shape[-3] if x.ndim > 2 else 1 for x in (q, k, v)]
+    try:
+        outer = torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
+        (H,) = heads[:1] if grouped else torch.broadcast_shapes(*((h,) for h in heads))
+    except RuntimeError as error:
+        shapes = (f"{n} {[*x.shape]}" for n, x in zip(ROLES, (q, k, v), strict=True))
+        raise TensorError(
+            f"attention: {', '.join(shapes)} do not broadcast; enable_gqa=True shares heads"
+        ) from error
+    return (*outer, H, heads[1] if grouped or heads[1] == heads[2] == 1 else H)
+
+
+def as_four(x: Tensor, outer: Sequence[int], heads: int) -> Tensor:
+    """x [...,M,D] as [B,heads,M,D], where B is all of `outer`: itself if it has these axes."""
+    shape = (*outer, heads, *x.shape[-2:])
+    if len(outer) == 1 and x.shape == shape:
+        return x
+    whole = x.expand(shape)
+    return whole.flatten(0, -4) if outer else whole.unsqueeze(0)
+
+
+def fit_mask(mask: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    """A mask for scores of this shape with four axes, each full or 1. Raises TensorError."""
+    if mask.ndim < 2:
+        raise TensorRankError(f"attention: attn_mask {[*mask.shape]} needs the two axes M and N")
+    if mask.dtype not in (torch.bool, torch.float32, dtype):
+        raise TensorError(
+            f"attention: attn_mask is {mask.dtype}; it has to be bool, float32, or {dtype} as query"
+        )
+    sizes = zip(reversed(mask.shape), reversed(shape), strict=False)
+    if mask.ndim > len(shape) or any(n not in (1, full) for n, full in sizes):
+        raise TensorError(
+            f"attention: attn_mask {[*mask.shape]} does not broadcast to scores {[*shape]}"
+        )
+    if len(shape) > 4 and mask.ndim > 3:
+        return mask.expand(*shape[:-3], *mask.shape[-3:]).flatten(0, -4)
+    return mask[(None,) * (4 - mask.ndim)]
+
+
+def pad_empty(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same with a head size of 1, of zeros, in place of 0."""
+    if not q.shape[-1]:
+        q, k = (F.pad(x, (0, 1)) for x in (q, k))
+    return q, k, v if v.shape[-1] else F.pad(v, (0, 1))

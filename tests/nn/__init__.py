@@ -1,0 +1,1 @@
+"""Tests of attn_graph.nn."""

@@ -1,0 +1,204 @@
+"""`attention` of tensors: what a plan of their specs gives, remembered by their looks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from attrs import frozen
+from hypothesis import given
+
+import attn_graph as ag
+from attn_graph.compiler import looks
+from attn_graph.nn.functional import attention, scaled_dot_product_attention
+from attn_graph.testing.strategies import seeds
+
+CPU = ag.Target.of("cpu")
+
+
+def tensors(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """One for each option that takes a tensor: B 2, H 4, G 2, M 6, N 7, D 8, E 5."""
+    g = torch.Generator().manual_seed(seed)
+    sizes = {
+        "q": (2, 4, 6, 8), "k": (2, 2, 7, 8), "v": (2, 2, 7, 5), "bias": (1, 4, 6, 7),
+        "alibi": (4,), "sinks": (4,),
+    }  # fmt: skip
+    floats = {n: torch.randn(s, generator=g).to(dtype) for n, s in sizes.items()}
+    return floats | {
+        "keep": torch.rand(2, 1, 6, 7, generator=g) < 0.7,
+        "q_lengths": torch.tensor([5, 6]),
+        "kv_lengths": torch.tensor([7, 3]),
+        "q_segments": torch.tensor([[0, 0, 1, 1, 1, 2]] * 2),
+        "kv_segments": torch.tensor([[0, 0, 1, 1, 1, 2, 2]] * 2),
+    }
+
+
+# Options, and the names of the tensors that they read beside q, k and v.
+CALLS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "plain": ({}, ()),
+    "scale": ({"scale": -0.5}, ()),
+    "mask": ({"mask": ag.Causal("bottom_right") & ag.Window(3, align="top_left")}, ()),
+    "align": ({"mask": ag.Causal(), "align": "bottom_right"}, ()),
+    "soft cap": ({"soft_cap": 2.0}, ()),
+    "bias": ({}, ("bias",)),
+    "paper's slopes": ({"alibi": True, "align": "top_left"}, ()),
+    "slopes": ({"align": "top_left"}, ("alibi",)),
+    "keep": ({}, ("keep",)),
+    "lengths": ({"mask": ag.Causal("bottom_right")}, ("q_lengths", "kv_lengths")),
+    "segments": ({}, ("q_segments", "kv_segments")),
+    "sinks": ({}, ("sinks",)),
+    "leaves of data": ({"mask": ag.Keep("one") | ag.Prefix(2)}, ("keep",)),
+    "all": ({"soft_cap": 3.0, "mask": ag.Causal("top_left")}, ("bias", "keep", "sinks")),
+}
+
+
+def o_of(*leaves: Any, **options: Any) -> torch.Tensor:  # Any: whatever `attention` takes
+    o = attention(*leaves, **options)
+    assert isinstance(o, torch.Tensor)
+    return o
+
+
+def options_of(name: str, t: dict[str, torch.Tensor]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options of a call of CALLS for the functional form, and those of its graph."""
+    options, names = CALLS[name]
+    if name == "leaves of data":
+        return options | {"one": t["keep"]}, options | {"one": ag.TensorSpec.like(t["keep"])}
+    read = {n: t[n] for n in names}
+    specs: dict[str, Any] = {n: ag.TensorSpec.like(x) for n, x in read.items()}
+    if name == "segments":
+        return {"segments": tuple(read.values())}, {"segments": tuple(specs.values())}
+    return options | read, options | specs
+
+
+@pytest.mark.parametrize("name", CALLS)
+@given(seed=seeds)
+def test_it_is_the_plan_of_the_specs(name: str, seed: int) -> None:
+    t = tensors(seed)
+    options, graph_options = options_of(name, t)
+    q, k, v = leaves = [t[n].requires_grad_() for n in "qkv"]
+    graph = ag.attention(*map(ag.TensorSpec.like, leaves), **graph_options, stats=True)
+    plan: Any = ag.compile(graph, target=CPU)
+    named = {i.name: t.get(i.name, t["keep"]) for i in graph.inputs[3:]}
+    due = plan(q, k, v, **named)
+    for _ in range(2):  # planned, then remembered
+        o, lse = attention(q, k, v, **options, stats=["lse"])
+        assert torch.equal(o, due[0])
+        assert torch.equal(lse, due[1])
+    for a, b in zip(*(torch.autograd.grad(x.sum(), leaves) for x in (o, due[0])), strict=True):
+        assert torch.equal(a, b)
+
+
+def entries(call: Callable[[], object]) -> int:
+    """How many looks a call adds."""
+    before = len(looks)
+    call()
+    return len(looks) - before
+
+
+def test_calls_that_look_alike_are_planned_once() -> None:
+    ag.clear_cache()
+    t = tensors()
+    q, k, v = (t[n] for n in "qkv")
+    assert entries(lambda: attention(q, k, v)) == 1
+    assert entries(lambda: attention(q.clone(), k, v, scale=None)) == 0
+    assert entries(lambda: attention(q, k, v, stats=["lse"])) == 1
+    assert entries(lambda: attention(q, k, v, stats=("lse",))) == 0
+    for change in (
+        lambda: attention(q[:, :, :5], k, v),
+        lambda: attention(q.mT.contiguous().mT, k, v),
+        lambda: attention(*(x.double() for x in (q, k, v))),
+        lambda: attention(q, k, v, scale=2.0),
+        lambda: attention(q, k, v, backends=("math",)),
+        lambda: attention(q, k, v, kv_lengths=t["kv_lengths"]),
+    ):
+        assert entries(change) == 1
+        assert entries(change) == 0
+    ag.clear_cache()
+    assert not looks
+
+
+@frozen
+class Even(ag.Mask):
+    """Keys at even places."""
+
+    def keep(self, at: ag.Place) -> Any:  # Any: a tensor, or a number
+        return at.j % 2 == 0
+
+
+def test_prefer_avoid_and_the_switches_count_as_for_compile() -> None:
+    q, k, v = (tensors()[n] for n in "qkv")
+    with ag.avoid("torch_sdpa", "math", "triton"), pytest.raises(ag.NoBackendError):
+        attention(q, k, v)
+    attention(q, k, v)
+    with ag.avoid("torch_sdpa", "math", "triton"), pytest.raises(ag.NoBackendError):
+        attention(q, k, v)
+    with ag.prefer("cudnn"), pytest.raises(ag.NoBackendError):
+        attention(q, k, v)
+    with pytest.raises(ag.NoBackendError):
+        attention(q, k, v, mask=Even(), backends=("torch_sdpa", "math"), on_fallback="raise")
+
+
+def test_autocast_casts_as_for_pytorch_s_own() -> None:
+    t = tensors()
+    q, k, v, bias, sinks = (t[n].requires_grad_() for n in ("q", "k", "v", "bias", "sinks"))
+    with torch.autocast("cpu", torch.bfloat16):
+        o = o_of(q, k, v, bias=bias, sinks=sinks)
+        assert o_of(*(x.double() for x in (q, k, v))).dtype == torch.float64
+    assert o.dtype == torch.bfloat16
+    due = o_of(*(x.bfloat16() for x in (q, k, v)), bias=bias.bfloat16(), sinks=sinks)
+    assert torch.equal(o, due)
+    o.sum().backward()
+    assert q.grad is not None
+    assert q.grad.dtype == torch.float32
+
+
+def test_dropout_draws_from_the_default_generator_once_a_call() -> None:
+    q, k, v = (tensors()[n] for n in "qkv")
+    torch.manual_seed(3)
+    a, b = o_of(q, k, v, dropout=0.5), o_of(q, k, v, dropout=0.5)
+    torch.manual_seed(3)
+    assert torch.equal(o_of(q, k, v, dropout=0.5), a)
+    assert not torch.equal(a, b)
+    number = {"seed": torch.tensor(5), "offset": torch.tensor(0)}
+    state = torch.get_rng_state()
+    one, two = (o_of(q, k, v, dropout=0.5, **number) for _ in range(2))
+    assert torch.equal(one, two)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_view_that_holds_numbers_negated_is_resolved() -> None:
+    q, k, v = (tensors()[n] for n in "qkv")
+    negated = torch._neg_view(-q)  # pyright: ignore[reportPrivateImportUsage]  # no public name
+    for _ in range(2):
+        assert torch.equal(o_of(negated, k, v), o_of(q, k, v))
+
+
+WRONG: dict[str, tuple[Callable[..., object], str]] = {
+    "no tensor": (lambda q, k, v: o_of(q.tolist(), k, v), "q is a list, not a tensor"),
+    "dtypes": (lambda q, k, v: o_of(q.double(), k, v), "disagree in dtype"),
+    "shapes": (lambda q, k, v: o_of(q, k[..., 1:], v), "disagree"),
+    "data": (lambda q, k, v: o_of(q, k, v, other=q), "no option and no leaf .* 'other'"),
+    "seed": (lambda q, k, v: o_of(q, k, v, seed=torch.tensor(1)), "named 'seed'"),
+    "segments": (lambda q, k, v: o_of(q, k, v, segments=q[0]), "are not two tensors"),
+    "option": (lambda q, k, v: o_of(q, k, v, on_fallback="no"), "on_fallback"),
+    "no hash": (lambda q, k, v: o_of(q, k, v, backends={}), "backends|no backend"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_nonsense_raises_and_is_not_remembered(name: str) -> None:
+    q, k, v = (tensors()[n] for n in "qkv")
+    call, text = WRONG[name]
+    before = len(looks)
+    for _ in range(2):
+        with pytest.raises((ag.GraphError, ag.NoBackendError), match=text):
+            call(q, k, v)
+    assert len(looks) == before
+
+
+def test_the_drop_in_function_is_pytorch_s() -> None:
+    q, k, v = (torch.randn(2, 3, 5, 8, dtype=torch.float64) for _ in range(3))
+    due = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(scaled_dot_product_attention(q, k, v, is_causal=True), due)
