@@ -27,48 +27,13 @@ from attn_graph.integrations.mask_functions import (
 )
 from attn_graph.ir.parse import parse_mask
 from attn_graph.masks import Causal, Mask
+from attn_graph.nn.functional import attention
 from attn_graph.machine.ambient import is_traced
 
 NAME = "attn_graph"
 TOP_LEFT = Causal("top_left")
 Tensors = dict[str, Any]  # Any: a tensor, or the two of `segments`
 logger = logging.getLogger(__name__)
-
-
-PLANS = {}
-
-
-def attention(
-    q, k, v, *, mask=None, segments=None, dropout=0.0, scale=None, soft_cap=None, **named
-):
-    from attn_graph import TensorSpec, compile, attention
-
-    named = {n: t for n, t in named.items() if t is not None}
-    if segments is not None:
-        named["q_segments"], named["kv_segments"] = segments
-    if dropout:
-        for n in ("seed", "offset"):
-            named[n] = torch.randint(2**62, (), device=q.device)
-    s = TensorSpec.like
-    specs = {n: s(t) for n, t in named.items() if n not in ("seed", "offset")}
-    look = (s(q), s(k), s(v), mask, scale, soft_cap, dropout, tuple(specs.items()))
-    plan = PLANS.get(look)
-    if plan is None:
-        if segments is not None:
-            specs["segments"] = specs.pop("q_segments"), specs.pop("kv_segments")
-        plan = PLANS[look] = compile(
-            attention(
-                s(q),
-                s(k),
-                s(v),
-                mask=mask,
-                scale=scale,
-                soft_cap=soft_cap,
-                dropout=dropout,
-                **specs,
-            )
-        )
-    return plan(q, k, v, **named)
 
 
 @define(eq=False)

@@ -9,7 +9,9 @@ import torch
 import transformers as hf
 from attrs import frozen
 from torch import Tensor, nn
+from transformers.masking_utils import eager_mask
 
+ROUGH = "rough"  # the name of `attend_roughly` in transformers
 VOCABULARY, WIDTH, HEADS, GROUPS, HEAD, LAYERS = 61, 32, 4, 2, 8, 2
 DECODER = {
     "vocab_size": VOCABULARY,
@@ -26,6 +28,44 @@ DECODER = {
 ENCODER = {name: DECODER[name] for name in DECODER if name != "num_key_value_heads"}
 ALTERNATING = ["sliding_attention", "full_attention"]
 WINDOW = 8
+
+
+def attend_roughly(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float = 1.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Eager attention whose p = exp(s - lse) are off by as much as they may be, at random.
+
+    s is known to u * t, t = |scale| sum|q k| + |bias|, lse to u * |lse|, and their difference is
+    rounded: p is off by 2 u (t + |lse|) of itself, as docs/semantics.md has it.
+    """
+    k, v = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    s, t = scaling * query @ k.mT, scaling * query.abs() @ k.abs().mT
+    if softcap is not None:
+        s = softcap * torch.tanh(s / softcap)
+    if position_bias is not None:
+        s, t = s + position_bias, t + position_bias.abs()
+    if attention_mask is not None:
+        s = s + attention_mask
+    lse = s.logsumexp(-1, keepdim=True)
+    if s_aux is not None:
+        lse = torch.logaddexp(lse, s_aux[:, None, None])
+    off = torch.finfo(s.dtype).eps * (t + lse.abs()).detach()
+    p = torch.exp(s - lse) * (1 + off * (2 * torch.rand_like(s) - 1))
+    return (p @ v).transpose(1, 2).contiguous(), None
+
+
+hf.AttentionInterface.register(ROUGH, attend_roughly)
+hf.AttentionMaskInterface.register(ROUGH, eager_mask)
 
 
 @frozen
