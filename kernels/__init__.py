@@ -1,15 +1,15 @@
 """Kernels: code that computes one piece of attention and knows nothing of graphs."""
 
-import sys
-from importlib.machinery import PathFinder
-from importlib.util import module_from_spec
-from pathlib import Path
-from typing import NoReturn
-
 if __name__ != "attn_graph.kernels":
-    # From a checkout's root, where this folder comes before Hugging Face's package `kernels`: that
-    # package instead, or, where there is none, a module without place and version, which
-    # transformers takes for "not installed".
+    # At a checkout's root this folder comes before Hugging Face's package `kernels`. So it gives
+    # way to that package, or, where there is none, stays without place and version: transformers
+    # takes such a module for one that is not installed.
+    import sys
+    from importlib.machinery import PathFinder
+    from importlib.util import module_from_spec
+    from pathlib import Path
+    from typing import NoReturn
+
     elsewhere = [p for p in sys.path if not (Path(p) / "attn_graph" / "kernels").is_symlink()]
     spec = PathFinder.find_spec(__name__, elsewhere)
     if spec is not None and spec.loader is not None and spec.has_location:

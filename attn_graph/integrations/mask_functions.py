@@ -66,7 +66,7 @@ class Frame:
         return Condition(f"Prefix({max(0, end - self.kv_offset)})")
 
 
-class Symbol:
+class MaskSymbol:
     """Abstract: what a mask function is called on, or computes. It has no value to branch on."""
 
     __slots__ = ()
@@ -85,21 +85,21 @@ class Symbol:
 
 
 @define(eq=False)
-class Axis(Symbol):
+class Axis(MaskSymbol):
     """The batch entry or the head, by which tensors are indexed."""
 
     letter: str
 
 
 @define(eq=False)
-class Element(Symbol):
+class Element(MaskSymbol):
     """The element of values [B] of the batch entry."""
 
     values: Tensor
 
 
 @define(eq=False)
-class Position(Symbol):
+class Position(MaskSymbol):
     """The token of a query or a key, or what a table has for it; or a difference of two of them.
 
     It is queries * (that of the query) + keys * (that of the key) + shift. table: a tensor that
@@ -216,7 +216,7 @@ class Position(Symbol):
 
 
 @define(eq=False)
-class Distance(Symbol):
+class Distance(MaskSymbol):
     """The absolute value of a difference of positions."""
 
     position: Position
@@ -231,7 +231,7 @@ class Distance(Symbol):
 
 
 @define(eq=False)
-class Condition(Symbol):
+class Condition(MaskSymbol):
     """A mask as text, and beside it pairs of one segment and rows, to be joined to it by &.
 
     segments: the numbers of queries [B or 1, M] and keys [B or 1, N]. joined: whether the text has
@@ -331,12 +331,15 @@ class ReadsOfTensors(TorchFunctionMode):
                 return Element(args[0])
             if len(where) == 2 and isinstance(where[1], Position):
                 return where[1].read(args[0])
-        if any(isinstance(x, Symbol) for x in args):
+        if any(isinstance(x, MaskSymbol) for x in args):
             raise UnreadableMaskError(f"calls {getattr(func, '__name__', func)} on a position")
         return func(*args, **(kwargs or {}))
 
 
-def read_mask_function(function: Callable[..., Any], frame: Frame) -> Condition:
+MaskFunction = Callable[..., Any]  # of b, h, i and j, which are tensors of indices or symbols
+
+
+def read_mask_function(function: MaskFunction, frame: Frame) -> Condition:
     """The mask that a function of (b, h, i, j) computes, as a condition whose rows are None.
 
     Raises UnreadableMaskError, whose text says what the function does that no mask says.

@@ -182,7 +182,7 @@ def say_once(what: str) -> None:
 
 @torch.compiler.assume_constant_result
 @lru_cache(1024)
-def mask_of(text: str) -> Mask | None:
+def read_mask(text: str) -> Mask | None:
     """The mask that a text describes; "" is none."""
     return parse_mask(text) if text else None
 
@@ -233,7 +233,7 @@ def layer_mask(
     if attention_mask is None:
         return (TOP_LEFT if causal else None), Tensors()
     if isinstance(attention_mask, MaskDescription):
-        return mask_of(attention_mask.text), dict(attention_mask.tensors)
+        return read_mask(attention_mask.text), dict(attention_mask.tensors)
     return None, {"keep" if attention_mask.dtype == torch.bool else "bias": attention_mask}
 
 
