@@ -58,7 +58,7 @@ def test_changes_since_the_release_are_listed_by_kind() -> None:
 
 def test_lowering_is_not_a_top_level_module(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])
-    with pytest.raises(ImportError, match="attn_graph.lowering"):
+    with pytest.raises(ImportError, match=r"attn_graph\.lowering"):
         __import__("lowering")
 
 

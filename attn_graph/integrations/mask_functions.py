@@ -81,6 +81,10 @@ class MaskSymbol:
     def __ne__(self, other: object) -> Any:  # Any: a symbol, where others give a bool
         raise UnreadableMaskError("compares with !=")
 
+    @classmethod
+    def __torch_function__(cls, func: Any, *_: object) -> NoReturn:  # Any: of PyTorch
+        raise UnreadableMaskError(f"calls {getattr(func, '__name__', func)} on a position")
+
     __hash__ = None  # type: ignore[assignment]  # as of everything that compares by other than value
 
 
@@ -331,8 +335,6 @@ class ReadsOfTensors(TorchFunctionMode):
                 return Element(args[0])
             if len(where) == 2 and isinstance(where[1], Position):
                 return where[1].read(args[0])
-        if any(isinstance(x, MaskSymbol) for x in args):
-            raise UnreadableMaskError(f"calls {getattr(func, '__name__', func)} on a position")
         return func(*args, **(kwargs or {}))
 
 

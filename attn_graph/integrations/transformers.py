@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any
 
@@ -19,21 +20,29 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+from attn_graph.compiler import explain
 from attn_graph.errors import GraphError
 from attn_graph.integrations.mask_functions import (
     Frame,
     UnreadableMaskError,
     read_mask_function,
 )
+from attn_graph.ir import builder
+from attn_graph.ir.graph import Graph
 from attn_graph.ir.parse import parse_mask
+from attn_graph.machine.ambient import is_traced
+from attn_graph.machine.target import Target
 from attn_graph.masks import Causal, Mask
 from attn_graph.nn.functional import attention
-from attn_graph.machine.ambient import is_traced
+from attn_graph.planner.explanation import Explanation
+from attn_graph.spec import TensorSpec
 
 NAME = "attn_graph"
 TOP_LEFT = Causal("top_left")
 Tensors = dict[str, Any]  # Any: a tensor, or the two of `segments`
 logger = logging.getLogger(__name__)
+layer_graphs: ContextVar[dict[torch.nn.Module, Graph] | None]  # while layers are explained
+layer_graphs = ContextVar("layer_graphs", default=None)
 
 
 @define(eq=False)
@@ -66,12 +75,12 @@ class MaskDescription:
         return dense_mask(self.arguments)
 
     def to(self, device: torch.device | str | int, **_: object) -> MaskDescription:
-        """Its tensors on a device, as where a model is spread over several."""
+        """Its tensors on a device, where a model is spread over several."""
         moved = {
-            name: t.to(device) if isinstance(t, Tensor) else tuple(x.to(device) for x in t)
-            for name, t in self.tensors.items()
+            name: x.to(device) if isinstance(x, Tensor) else tuple(each.to(device) for each in x)
+            for name, x in self.tensors.items()
         }
-        return MaskDescription(self.text, moved, {**self.arguments, "device": device})
+        return MaskDescription(self.text, moved, self.arguments)
 
     def __getitem__(self, index: object) -> Tensor:
         return self.dense()[index]  # type: ignore[index]  # whatever indexes a tensor
@@ -173,11 +182,7 @@ def dense_mask(arguments: Mapping[str, Any]) -> Tensor:  # Any: those of transfo
 @lru_cache(256)
 def say_once(what: str) -> None:
     """Log what makes a mask dense: once, however often it comes."""
-    logger.warning(
-        "%s: the mask is a boolean tensor [B,1,M,N], and no tile of it is known to be empty "
-        "before it is read",
-        what,
-    )
+    logger.warning("a mask is a boolean tensor [B,1,M,N], not data, since %s", what)
 
 
 @torch.compiler.assume_constant_result
@@ -216,10 +221,12 @@ def attend_layer(
     mask, tensors = layer_mask(attention_mask, causal=causal and query.shape[2] > 1)
     if position_bias is not None:
         tensors["bias"] = position_bias + tensors["bias"] if "bias" in tensors else position_bias
-    o = attention(
-        query, key, value, mask=mask, scale=scaling, soft_cap=softcap, sinks=s_aux,
-        dropout=dropout, **tensors,
-    )  # fmt: skip
+    if s_aux is not None:
+        tensors["sinks"] = s_aux
+    options = {"mask": mask, "scale": scaling, "soft_cap": softcap, "dropout": dropout}
+    if not torch.compiler.is_compiling() and (graphs := layer_graphs.get()) is not None:
+        graphs[module] = graph_of(query, key, value, tensors, options)
+    o = attention(query, key, value, **options, **tensors)
     return o.transpose(1, 2).contiguous(), None
 
 
@@ -235,6 +242,39 @@ def layer_mask(
     if isinstance(attention_mask, MaskDescription):
         return read_mask(attention_mask.text), dict(attention_mask.tensors)
     return None, {"keep" if attention_mask.dtype == torch.bool else "bias": attention_mask}
+
+
+def graph_of(
+    query: Tensor, key: Tensor, value: Tensor, tensors: Tensors, options: Mapping[str, Any]
+) -> Graph:
+    """The graph of a layer's call."""
+    specs = {
+        name: TensorSpec.like(x) if isinstance(x, Tensor) else tuple(map(TensorSpec.like, x))
+        for name, x in tensors.items()
+    }
+    return builder.attention(*map(TensorSpec.like, (query, key, value)), **options, **specs)
+
+
+def explain_layers(
+    model: torch.nn.Module, /, target: Target | str | None = None, **inputs: object
+) -> dict[str, Explanation]:
+    """Who runs the attention of each layer, by the layer's name, and why: see `attn_graph.explain`.
+
+    The model is called with `inputs` once, without gradients, on the machine that it is on.
+    target: where else the layers might run. Layers without attention of ours are left out.
+    """
+    token = layer_graphs.set({})
+    try:
+        with torch.no_grad():
+            model(**inputs)
+        graphs = layer_graphs.get() or {}
+    finally:
+        layer_graphs.reset(token)
+    return {
+        name: explain(graphs[module], target=target)
+        for name, module in model.named_modules()
+        if module in graphs
+    }
 
 
 AttentionInterface.register(NAME, attend_layer)

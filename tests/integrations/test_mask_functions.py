@@ -17,9 +17,14 @@ from attn_graph.masks.places import Block, Place
 
 pytest.importorskip("transformers", reason="needs transformers, the extra `transformers`")
 
-from transformers import masking_utils as hf  # noqa: E402
+from transformers import masking_utils as hf
 
-from attn_graph.integrations import transformers as integration  # noqa: E402
+from attn_graph.integrations import transformers as integration
+from attn_graph.integrations.mask_functions import (
+    Frame,
+    UnreadableMaskError,
+    read_mask_function,
+)
 
 B = 2
 MaskFunction = Callable[..., Any]
@@ -134,3 +139,88 @@ def test_a_mask_means_what_transformers_makes_of_it(call: Call) -> None:
     expected = hf.sdpa_mask(**call.arguments(), allow_is_causal_skip=False)
     assert torch.equal(dense(described, call.M, call.N), expected), described
     assert torch.equal(described.dense(), expected)
+
+
+def describe(function: MaskFunction, **changes: Any) -> Any:  # Any: as `describe_mask`
+    call = Call(4, 4, 0, 0, function, None)
+    return integration.describe_mask(**{**call.arguments(), **changes})
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (lambda b, h, i, j: i % 2 == j % 2, "does more than compare positions"),
+        (lambda b, h, i, j: TABLE[b, j] <= TABLE[b, i], "puts the numbers of a tensor in order"),
+        (lambda b, h, i, j: (TABLE[b, i] > 0) & (j <= i), "selects queries by a tensor"),
+        (lambda b, h, i, j: TABLE[b, j] > 0, "selects queries or keys by their numbers"),
+        (lambda b, h, i, j: i != j, "compares with !="),
+        (lambda b, h, i, j: torch.where(j <= i, True, False), "calls where on a position"),
+        (lambda b, h, i, j: h == 0, "compares what are no numbers of segments with =="),
+    ],
+)
+def test_what_no_mask_says_is_a_tensor_and_the_log_says_why_once(
+    function: MaskFunction, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    integration.say_once.cache_clear()
+    for _ in range(2):
+        mask = describe(function, use_vmap=True)
+    expected = describe(hf.causal_mask_function).arguments | {"mask_function": function}
+    assert torch.equal(mask, hf.sdpa_mask(**expected, allow_is_causal_skip=False))
+    (record,) = caplog.records
+    assert f"since a mask function {reason}" in record.message
+
+
+TABLE = torch.tensor([[0, 0, 1, 1], [2, 0, 1, 1]])
+
+
+def test_a_function_that_branches_is_not_read() -> None:
+    frame = Frame(4, 4, 0, 0, "cpu", trusts=False)
+    for function in (lambda b, h, i, j: j <= i or j < 2, lambda b, h, i, j: {i: j}[j] <= i):
+        with pytest.raises(UnreadableMaskError):
+            read_mask_function(function, frame)
+
+
+def test_a_model_that_computes_with_a_mask_gets_the_tensor(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    integration.say_once.cache_clear()
+    described, expected = describe(hf.causal_mask_function), torch.ones(4, 4).tril().bool()
+    assert described.shape == (B, 1, 4, 4)
+    assert described.contiguous() is described
+    assert torch.equal(described[0, 0], expected)
+    assert torch.equal(described.float()[1, 0], expected.float())
+    assert torch.equal(torch.zeros(4, 4) + described, expected.float().expand(B, 1, 4, 4))
+    assert torch.equal(torch.where(described, 1, 0), expected.long().expand(B, 1, 4, 4))
+    (record,) = caplog.records
+    assert "since a model computes with the mask of a layer itself" in record.message
+
+
+def test_a_description_is_made_once() -> None:
+    described = describe(hf.causal_mask_function)
+    assert describe(hf.causal_mask_function, attention_mask=described) is described
+    padded = describe(hf.causal_mask_function, attention_mask=torch.eye(B, 4).bool())
+    assert padded.to("meta").tensors["keep"].is_meta
+
+
+def test_nothing_is_read_from_a_device_while_it_decodes() -> None:
+    """Tensors without numbers, which can't be read."""
+    described = describe(
+        hf.sliding_window_causal_mask_function(2),
+        q_length=1,
+        q_offset=torch.tensor(3, device="meta"),
+        attention_mask=torch.ones(B, 4, dtype=torch.bool, device="meta"),
+        device="meta",
+    )
+    assert {n: t.shape for n, t in described.tensors.items()} == {
+        "kv_lengths": (B,),
+        "keep": (B, 1, 1, 4),
+    }
+
+
+@pytest.mark.parametrize(
+    ("flags", "names"),
+    [([1, 1, 1, 1], set()), ([1, 1, 0, 0], {"kv_lengths"}), ([0, 1, 1, 1], {"keep"})],
+)
+def test_padding_is_what_it_takes_to_say_it(flags: list[int], names: set[str]) -> None:
+    padding = torch.tensor([flags, [1, 1, 1, 1]]).bool()
+    assert describe(hf.causal_mask_function, attention_mask=padding).tensors.keys() == names

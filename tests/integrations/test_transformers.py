@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import attn_graph as ag
+from attn_graph.errors import GraphError
 from attn_graph.testing.rule import NOTHING, Expectation, distance
 
 pytest.importorskip("transformers", reason="needs transformers, the extra `transformers`")
 
-from attn_graph.integrations import transformers as integration  # noqa: E402
-from tests.support.models import FAMILIES, ROUGH, VOCABULARY  # noqa: E402
+from attn_graph.integrations import transformers as integration
+from tests.support.models import FAMILIES, ROUGH, VOCABULARY
 
 QUICK = ("Llama", "Gemma 2")  # the others are marked slow
 LENGTHS = (24, 17)  # tokens
@@ -205,3 +207,77 @@ def test_generation_gives_the_tokens_that_eager_gives(name: str, cache: str) -> 
     tokens = [model_of(name, each).generate(**batch, **how) for each in ("eager", "attn_graph")]
     assert tokens[0].shape[1] >= 64
     assert torch.equal(*tokens)
+
+
+@pytest.mark.parametrize("name", families("tokens", "text", "pairs"))
+def test_checkpointed_layers_have_the_same_gradients(name: str) -> None:
+    """With dropout, which is to drop the same when a layer is computed again."""
+    batch, mask = stack(draw_inputs(name))
+    results = []
+    for checkpointing in (False, True):
+        model = model_of(name, "attn_graph").train()
+        for module in model.modules():  # of attention, by the names that models have for it
+            for rate in ("attention_dropout", "dropout"):
+                if isinstance(getattr(module, rate, None), float):
+                    setattr(module, rate, 0.25)
+        if checkpointing:
+            model.activation_checkpointing_enable({"use_reentrant": False})
+        torch.manual_seed(3)
+        results.append(results_of(model, logits_of(model, **batch, attention_mask=mask)))
+    assert results[0].keys() == results[1].keys()
+    assert all(torch.equal(x, results[1][n]) for n, x in results[0].items())
+
+
+def test_dropout_follows_the_default_generator() -> None:
+    model = model_of("Llama", "attn_graph").train()
+    for layer in model.model.layers:  # type: ignore[union-attr]  # of transformers
+        layer.self_attn.attention_dropout = 0.5
+    inputs = draw_inputs("Llama", (24,))[0]
+
+    def call(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        return logits_of(model, **inputs)
+
+    assert torch.equal(call(1), call(1))
+    assert not torch.equal(call(1), call(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_a_mask_of_four_axes_is_taken_as_it_is(dtype: torch.dtype) -> None:
+    keep = torch.ones(24, 24).tril(2).bool()[None, None]
+    mask = keep if dtype == torch.bool else torch.zeros(1, 1, 24, 24).masked_fill(~keep, -1e9)
+    inputs = draw_inputs("Llama", (24,))[0]
+    added = torch.zeros(1, 1, 24, 24).masked_fill(~keep, torch.finfo(torch.float32).min)
+    expected = logits_of(model_of("Llama", "eager"), **inputs, attention_mask=added)
+    logits = logits_of(model_of("Llama", "attn_graph"), **inputs, attention_mask=mask)
+    torch.testing.assert_close(logits, expected)
+
+
+def test_weights_that_are_never_made_are_refused() -> None:
+    with pytest.raises(GraphError, match=r'output_attentions.*set_attn_implementation\("eager"\)'):
+        logits_of(
+            model_of("Llama", "attn_graph"), **draw_inputs("Llama")[0], output_attentions=True
+        )
+
+
+def test_layers_are_explained_by_name() -> None:
+    inputs = draw_inputs("Gemma 2", (24,))[0]
+    explanations = integration.explain_layers(
+        model_of("Gemma 2", "attn_graph"), target="h200", **inputs
+    )
+    assert [*explanations] == [f"model.layers.{n}.self_attn" for n in (0, 1)]
+    sliding, full = explanations.values()
+    assert "mask=Band(low=-7, high=0)" in str(sliding.graph)
+    assert "SoftCap(cap=50.0)" in str(full.graph)
+    assert full.target == ag.Target.of("h200")
+    assert integration.explain_layers(model_of("Gemma 2", "eager"), **inputs) == {}
+
+
+def test_a_new_length_needs_no_more_than_a_plan() -> None:
+    """One plan for all layers of a kind, and none for lengths that were there."""
+    model, ids = model_of("Gemma 2", "attn_graph"), draw_inputs("Gemma 2", (24,))[0]["input_ids"]
+    ag.clear_cache()
+    with torch.no_grad():
+        for length in (24, 23, 24, 23):
+            model(input_ids=ids[:, :length])
+    assert ag.cache_info().builds == 4  # a window and none, twice

@@ -120,7 +120,7 @@ FAMILIES = {
             layer_types=ALTERNATING,
         ),
         "tokens",
-    ),  # fmt: skip
+    ),
     "Gemma 3": Family(
         build(
             hf.Gemma3ForCausalLM,
@@ -132,7 +132,7 @@ FAMILIES = {
             layer_types=ALTERNATING,
         ),
         "tokens",
-    ),  # fmt: skip
+    ),
     "gpt-oss": Family(make_gpt_oss, "tokens", packs=False),
     "Whisper": Family(
         build(
@@ -157,7 +157,7 @@ FAMILIES = {
             begin_suppress_tokens=None,
         ),
         "speech",
-    ),  # fmt: skip
+    ),
     "ViT": Family(
         build(
             hf.ViTForImageClassification,
@@ -171,7 +171,7 @@ FAMILIES = {
             num_labels=5,
         ),
         "images",
-    ),  # fmt: skip
+    ),
     "T5": Family(
         build(
             hf.T5ForConditionalGeneration,
@@ -188,7 +188,7 @@ FAMILIES = {
             dropout_rate=0.0,
         ),
         "pairs",
-    ),  # fmt: skip
+    ),
     "BERT": Family(build(hf.BertForMaskedLM, hf.BertConfig, **ENCODER), "text"),
     "ModernBERT": Family(
         build(
@@ -201,5 +201,5 @@ FAMILIES = {
             sep_token_id=2,
         ),
         "text",
-    ),  # fmt: skip
+    ),
 }
