@@ -151,8 +151,8 @@ class Position(MaskSymbol):
             return Position(self.frame, self.queries, self.keys, 0, own, own)
         if not isinstance(other, int):
             return NotImplemented
-        own = None if self.own is None else self.own + other
-        return Position(self.frame, self.queries, self.keys, self.shift + other, self.table, own)
+        moved = None if self.own is None else self.own + other
+        return Position(self.frame, self.queries, self.keys, self.shift + other, self.table, moved)
 
     def __neg__(self) -> Position:
         own = None if self.own is None else -self.own

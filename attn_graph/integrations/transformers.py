@@ -40,6 +40,7 @@ from attn_graph.spec import TensorSpec
 NAME = "attn_graph"
 TOP_LEFT = Causal("top_left")
 Tensors = dict[str, Any]  # Any: a tensor, or the two of `segments`
+Options = dict[str, Any]  # Any: what `attention` takes that is no tensor
 logger = logging.getLogger(__name__)
 layer_graphs: ContextVar[dict[torch.nn.Module, Graph] | None]  # while layers are explained
 layer_graphs = ContextVar("layer_graphs", default=None)
@@ -137,8 +138,8 @@ def describe_mask(
     text, tensors = condition.whole(), Tensors()
     if condition.segments is not None:
         tensors["segments"] = tuple(x.expand(batch_size, -1) for x in condition.segments)
-    if "kv_lengths" in text:
-        tensors["kv_lengths"] = (frame.shift + q_length).expand(batch_size)
+    if "kv_lengths" in text:  # the offset is a tensor then
+        tensors["kv_lengths"] = torch.as_tensor(frame.shift + q_length).expand(batch_size)
     if attention_mask is not None:
         tensors |= read_padding(attention_mask, frame)
     return MaskDescription(text, tensors, arguments)
@@ -173,19 +174,19 @@ def is_readable_now(tensor: Tensor, M: int) -> bool:
 
 def dense_mask(arguments: Mapping[str, Any]) -> Tensor:  # Any: those of transformers
     """The boolean tensor [B,1,M,N] that transformers makes for SDPA."""
-    whole = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    mask: Tensor = sdpa_mask(**arguments, **whole)
+    mask: Tensor | None = sdpa_mask(**arguments, allow_is_causal_skip=False)
+    assert mask is not None  # as where it may be skipped
     return mask
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # of torch
 @lru_cache(256)
 def say_once(what: str) -> None:
     """Log what makes a mask dense: once, however often it comes."""
     logger.warning("a mask is a boolean tensor [B,1,M,N], not data, since %s", what)
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # of torch
 @lru_cache(1024)
 def read_mask(text: str) -> Mask | None:
     """The mask that a text describes; "" is none."""
@@ -223,10 +224,11 @@ def attend_layer(
         tensors["bias"] = position_bias + tensors["bias"] if "bias" in tensors else position_bias
     if s_aux is not None:
         tensors["sinks"] = s_aux
-    options = {"mask": mask, "scale": scaling, "soft_cap": softcap, "dropout": dropout}
+    options = Options(mask=mask, scale=scaling, soft_cap=softcap, dropout=dropout)
     if not torch.compiler.is_compiling() and (graphs := layer_graphs.get()) is not None:
-        graphs[module] = graph_of(query, key, value, tensors, options)
+        graphs[module] = make_layer_graph(query, key, value, tensors, options)
     o = attention(query, key, value, **options, **tensors)
+    assert isinstance(o, Tensor)  # without statistics
     return o.transpose(1, 2).contiguous(), None
 
 
@@ -244,19 +246,23 @@ def layer_mask(
     return None, {"keep" if attention_mask.dtype == torch.bool else "bias": attention_mask}
 
 
-def graph_of(
-    query: Tensor, key: Tensor, value: Tensor, tensors: Tensors, options: Mapping[str, Any]
+def make_layer_graph(
+    query: Tensor, key: Tensor, value: Tensor, tensors: Tensors, options: Options
 ) -> Graph:
     """The graph of a layer's call."""
-    specs = {
+    q, k, v = map(TensorSpec.like, (query, key, value))
+    specs: Options = {
         name: TensorSpec.like(x) if isinstance(x, Tensor) else tuple(map(TensorSpec.like, x))
         for name, x in tensors.items()
     }
-    return builder.attention(*map(TensorSpec.like, (query, key, value)), **options, **specs)
+    return builder.attention(q, k, v, **options, **specs)
 
 
 def explain_layers(
-    model: torch.nn.Module, /, target: Target | str | None = None, **inputs: object
+    model: torch.nn.Module,
+    /,
+    target: Target | str | None = None,
+    **inputs: Any,  # Any: what the model takes
 ) -> dict[str, Explanation]:
     """Who runs the attention of each layer, by the layer's name, and why: see `attn_graph.explain`.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,7 +26,8 @@ from attn_graph.integrations.mask_functions import (
 )
 
 B = 2
-MaskFunction = Callable[..., Any]
+TABLE = torch.tensor([[0, 0, 1, 1], [2, 0, 1, 1]])
+MaskFunction = Any  # of b, h, i and j
 Draw = st.DrawFn
 
 
@@ -129,14 +129,20 @@ def dense(described: integration.MaskDescription, M: int, N: int) -> Tensor:
     )
     mask = parse_mask(text)
     block = Block(range(B), range(1), range(M), 1, M, N, data)
-    return whole & mask.resolved(M, N, ()).keep(Place.of(block, range(N)))
+    keep: Tensor = mask.resolved(M, N, ()).keep(Place.of(block, range(N)))
+    return whole & keep
+
+
+def transformers_mask(arguments: dict[str, Any]) -> Any:  # Any: a tensor, None if it is skipped
+    """What transformers makes for SDPA."""
+    return hf.sdpa_mask(**arguments, allow_is_causal_skip=False)
 
 
 @given(calls())
 def test_a_mask_means_what_transformers_makes_of_it(call: Call) -> None:
     described = integration.describe_mask(**call.arguments())
     assert isinstance(described, integration.MaskDescription), described
-    expected = hf.sdpa_mask(**call.arguments(), allow_is_causal_skip=False)
+    expected = transformers_mask(call.arguments())
     assert torch.equal(dense(described, call.M, call.N), expected), described
     assert torch.equal(described.dense(), expected)
 
@@ -162,15 +168,11 @@ def test_what_no_mask_says_is_a_tensor_and_the_log_says_why_once(
     function: MaskFunction, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     integration.say_once.cache_clear()
-    for _ in range(2):
-        mask = describe(function, use_vmap=True)
-    expected = describe(hf.causal_mask_function).arguments | {"mask_function": function}
-    assert torch.equal(mask, hf.sdpa_mask(**expected, allow_is_causal_skip=False))
+    masks = [describe(function, use_vmap=True) for _ in range(2)]
+    arguments = describe(hf.causal_mask_function).arguments | {"mask_function": function}
+    assert torch.equal(masks[1], transformers_mask(arguments))
     (record,) = caplog.records
     assert f"since a mask function {reason}" in record.message
-
-
-TABLE = torch.tensor([[0, 0, 1, 1], [2, 0, 1, 1]])
 
 
 def test_a_function_that_branches_is_not_read() -> None:

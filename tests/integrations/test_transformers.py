@@ -16,12 +16,12 @@ from attn_graph.testing.rule import NOTHING, Expectation, distance
 pytest.importorskip("transformers", reason="needs transformers, the extra `transformers`")
 
 from attn_graph.integrations import transformers as integration
-from tests.support.models import FAMILIES, ROUGH, VOCABULARY
+from tests.support.models import FAMILIES, ROUGH, VOCABULARY, Model
 
 QUICK = ("Llama", "Gemma 2")  # the others are marked slow
 LENGTHS = (24, 17)  # tokens
 Inputs = dict[str, Tensor]
-Arrange = Callable[[nn.Module, list[Inputs]], Tensor]
+Arrange = Callable[[Model, list[Inputs]], Tensor]
 ROUNDINGS = 4
 
 
@@ -34,9 +34,9 @@ def families(*kinds: str) -> list[Any]:  # Any: parameters of pytest
     ]
 
 
-def model_of(name: str, implementation: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+def model_of(name: str, implementation: str, dtype: torch.dtype = torch.float32) -> Model:
     """A model of a family; those of one family have the same weights."""
-    model = FAMILIES[name].make().to(dtype)
+    model: Model = FAMILIES[name].make().to(dtype)
     model.set_attn_implementation(implementation)
     return model
 
@@ -61,7 +61,7 @@ def draw_inputs(name: str, lengths: tuple[int, ...] = LENGTHS) -> list[Inputs]:
     return [{"input_ids": tokens(n)} for n in lengths]
 
 
-def logits_of(model: nn.Module, **inputs: Any) -> Tensor:  # Any: arguments of a model
+def logits_of(model: Model, **inputs: Any) -> Tensor:  # Any: arguments of a model
     """The logits [B, ..., V] of a call."""
     dtype = next(model.parameters()).dtype
     cast = {
@@ -72,7 +72,7 @@ def logits_of(model: nn.Module, **inputs: Any) -> Tensor:  # Any: arguments of a
     return logits
 
 
-def alone(model: nn.Module, inputs: list[Inputs]) -> Tensor:
+def alone(model: Model, inputs: list[Inputs]) -> Tensor:
     """The logits [rows, V] of sequences, each computed by itself."""
     return torch.cat([logits_of(model, **each).flatten(0, -2) for each in inputs])
 
@@ -90,26 +90,26 @@ def stack(inputs: list[Inputs], *, left: bool = False) -> tuple[Inputs, Tensor]:
     return batch, (batch["input_ids"] != 0).long() if "input_ids" in batch else torch.ones(0)
 
 
-def whole(model: nn.Module, inputs: list[Inputs]) -> Tensor:
+def whole(model: Model, inputs: list[Inputs]) -> Tensor:
     """All in one batch, none of them padded."""
     return logits_of(model, **stack(inputs)[0]).flatten(0, -2)
 
 
-def padded_right(model: nn.Module, inputs: list[Inputs]) -> Tensor:
+def padded_right(model: Model, inputs: list[Inputs]) -> Tensor:
     """In one batch, padding being last."""
     batch, mask = stack(inputs)
     logits = logits_of(model, **batch, attention_mask=mask)
     return logits.flatten(0, 1) if "decoder_input_ids" in batch else logits[mask.bool()]
 
 
-def padded_left(model: nn.Module, inputs: list[Inputs]) -> Tensor:
+def padded_left(model: Model, inputs: list[Inputs]) -> Tensor:
     """In one batch, padding being first."""
     batch, mask = stack(inputs, left=True)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     return logits_of(model, **batch, attention_mask=mask, position_ids=positions)[mask.bool()]
 
 
-def packed(model: nn.Module, inputs: list[Inputs]) -> Tensor:
+def packed(model: Model, inputs: list[Inputs]) -> Tensor:
     """In one row, one after the other."""
     rows = [each["input_ids"][0] for each in inputs]
     positions = torch.cat([torch.arange(len(row)) for row in rows])[None]
@@ -117,7 +117,7 @@ def packed(model: nn.Module, inputs: list[Inputs]) -> Tensor:
     return logits_of(model, input_ids=packs, position_ids=positions, use_cache=False)[0]
 
 
-def cached(model: nn.Module, inputs: list[Inputs]) -> Tensor:
+def cached(model: Model, inputs: list[Inputs]) -> Tensor:
     """In parts of 10, 1 and the other tokens, which see those before them by a cache."""
     ids = stack(inputs)[0]["input_ids"]
     parts, memory = [], None
@@ -128,7 +128,7 @@ def cached(model: nn.Module, inputs: list[Inputs]) -> Tensor:
     return torch.cat(parts, 1).flatten(0, 1)
 
 
-def results_of(model: nn.Module, logits: Tensor) -> dict[str, Tensor]:
+def results_of(model: Model, logits: Tensor) -> dict[str, Tensor]:
     """The logits, and the gradient of their sum, weighted, by every parameter, by its name."""
     weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -230,7 +230,7 @@ def test_checkpointed_layers_have_the_same_gradients(name: str) -> None:
 
 def test_dropout_follows_the_default_generator() -> None:
     model = model_of("Llama", "attn_graph").train()
-    for layer in model.model.layers:  # type: ignore[union-attr]  # of transformers
+    for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.5
     inputs = draw_inputs("Llama", (24,))[0]
 
@@ -262,15 +262,14 @@ def test_weights_that_are_never_made_are_refused() -> None:
 
 def test_layers_are_explained_by_name() -> None:
     inputs = draw_inputs("Gemma 2", (24,))[0]
-    explanations = integration.explain_layers(
-        model_of("Gemma 2", "attn_graph"), target="h200", **inputs
-    )
+    model = model_of("Gemma 2", "attn_graph")
+    explanations = integration.explain_layers(model, "h200", **inputs)
     assert [*explanations] == [f"model.layers.{n}.self_attn" for n in (0, 1)]
     sliding, full = explanations.values()
     assert "mask=Band(low=-7, high=0)" in str(sliding.graph)
     assert "SoftCap(cap=50.0)" in str(full.graph)
     assert full.target == ag.Target.of("h200")
-    assert integration.explain_layers(model_of("Gemma 2", "eager"), **inputs) == {}
+    assert not integration.explain_layers(model_of("Gemma 2", "eager"), "h200", **inputs)
 
 
 def test_a_new_length_needs_no_more_than_a_plan() -> None:

@@ -11,6 +11,7 @@ from attrs import frozen
 from torch import Tensor, nn
 from transformers.masking_utils import eager_mask
 
+Model = Any  # of transformers
 ROUGH = "rough"  # the name of `attend_roughly` in transformers
 VOCABULARY, WIDTH, HEADS, GROUPS, HEAD, LAYERS = 61, 32, 4, 2, 8, 2
 DECODER = {
@@ -73,17 +74,17 @@ class Family:
     """Models of one kind. reads: what they are called with. packs: whether position ids that
     begin again separate sequences, of which transformers' gpt-oss does not tell the masks."""
 
-    make: Callable[[], nn.Module]
+    make: Callable[[], Model]
     reads: str
     packs: bool = True
 
 
-def build(model: type[Any], config: type[Any], **options: Any) -> Callable[[], nn.Module]:
+def build(model: type[Any], config: type[Any], **options: Any) -> Callable[[], Model]:
     """A function that makes a model with random weights, the same ones each time."""
 
-    def make() -> nn.Module:
+    def make() -> Model:
         torch.manual_seed(0)
-        made: nn.Module = model(config(**options, attn_implementation="eager"))
+        made = model(config(**options, attn_implementation="eager"))
         for parameter in made.parameters():  # sinks, position biases and norms are trained too
             nn.init.normal_(parameter, std=0.2 if parameter.ndim > 1 else 0.5)
         return made.eval()
@@ -91,7 +92,7 @@ def build(model: type[Any], config: type[Any], **options: Any) -> Callable[[], n
     return make
 
 
-def make_gpt_oss() -> nn.Module:
+def make_gpt_oss() -> Model:
     """gpt-oss, whose experts have no other product in float64."""
     model = build(
         hf.GptOssForCausalLM, hf.GptOssConfig, **DECODER, head_dim=HEAD, sliding_window=WINDOW,
