@@ -50,16 +50,21 @@ class Frame:
 
     def band(self, low: int | None, high: int | None) -> Condition:
         """The keys whose token is from `low` to `high` after the query's; None is no bound."""
-        shift, text = self.shift, f"Window({None if low is None else -low}, {high}"
+        shift = self.shift
         if isinstance(shift, Tensor):  # the last query's token is that of the last key
             text = f"Band({low}, {high}, ('kv_lengths',))"
             return Condition(f"({text} & KeyLengths())" if high is not None and high <= 0 else text)
-        if shift == 0:
-            return Condition(f"{text}, 'top_left')")
-        if shift == self.N - self.M:
-            return Condition(f"{text}, 'bottom_right')")
-        low, high = (None if end is None else end + shift for end in (low, high))
-        return Condition(f"Band({low}, {high})")
+        if low is not None and low + shift <= 1 - self.M:  # before the first key of every query
+            low = None
+        if high is not None and high + shift >= self.N - 1:
+            high = None
+        if low is high is None:
+            return Condition(EVERYTHING)
+        if shift != 0 and shift != self.N - self.M:
+            low, high = (None if end is None else end + shift for end in (low, high))
+            return Condition(f"Band({low}, {high})")
+        align = "top_left" if shift == 0 else "bottom_right"
+        return Condition(f"Window({None if low is None else -low}, {high}, {align!r})")
 
     def prefix(self, end: int) -> Condition:
         """The keys whose token is before `end`."""
