@@ -1,8 +1,7 @@
 """Mask functions `f(b, h, i, j) -> bool` of transformers, read as masks by calling them on symbols.
 
 The symbols know comparisons of positions, distances, chunks, and tensors indexed by positions;
-a function that does anything else is unreadable. A mask is put together as text, and what it reads
-as tensors: that works in eager mode and while torch.compile traces.
+a function that does anything else is unreadable. All of it can be traced by torch.compile.
 """
 
 from __future__ import annotations
@@ -15,7 +14,9 @@ from attrs import define
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-EVERYTHING, NOTHING = "", "Prefix(0)"
+from attn_graph.masks import Band, KeyLengths, Mask, Prefix, SameSegment, Window
+
+Pair = tuple[Tensor, Tensor]
 APART = 2**32  # more than there are segments of one kind, so that two numbers can be one
 
 
@@ -52,23 +53,25 @@ class Frame:
         """The keys whose token is from `low` to `high` after the query's; None is no bound."""
         shift = self.shift
         if isinstance(shift, Tensor):  # the last query's token is that of the last key
-            text = f"Band({low}, {high}, ('kv_lengths',))"
-            return Condition(f"({text} & KeyLengths())" if high is not None and high <= 0 else text)
+            band = Band(low, high, ("kv_lengths",))
+            none_later = high is not None and high <= 0
+            return Condition(band & KeyLengths() if none_later else band, lengths=True)
         if low is not None and low + shift <= 1 - self.M:  # before the first key of every query
             low = None
         if high is not None and high + shift >= self.N - 1:
             high = None
-        if low is high is None:
-            return Condition(EVERYTHING)
-        if shift != 0 and shift != self.N - self.M:
-            low, high = (None if end is None else end + shift for end in (low, high))
-            return Condition(f"Band({low}, {high})")
-        align = "top_left" if shift == 0 else "bottom_right"
-        return Condition(f"Window({None if low is None else -low}, {high}, {align!r})")
+        if low is None and high is None:
+            return Condition()
+        if shift == 0:
+            return Condition(Window(None if low is None else -low, high, "top_left"))
+        if shift == self.N - self.M:
+            return Condition(Window(None if low is None else -low, high, "bottom_right"))
+        low, high = (None if end is None else end + shift for end in (low, high))
+        return Condition(Band(low, high))
 
     def prefix(self, end: int) -> Condition:
         """The keys whose token is before `end`."""
-        return Condition(f"Prefix({max(0, end - self.kv_offset)})")
+        return Condition(Prefix(max(0, end - self.kv_offset)))
 
 
 class MaskSymbol:
@@ -124,11 +127,11 @@ class Position(MaskSymbol):
 
     def new_ones(self, *_: object, **__: object) -> Condition:
         """True, with which transformers begins `and`."""
-        return Condition(EVERYTHING)
+        return Condition()
 
-    def new_zeros(self, *_: object, **__: object) -> Condition:
+    def new_zeros(self, *_: object, **__: object) -> Nowhere:
         """False, with which transformers begins `or`."""
-        return Condition(NOTHING)
+        return Nowhere()
 
     def values(self) -> Tensor:
         """The numbers [B or 1, M or N] at this call's positions."""
@@ -196,9 +199,9 @@ class Position(MaskSymbol):
         if kind == (0, -1, True):
             return self.frame.prefix(1 - start)
         if kind == (1, 0, True) and start <= 0:  # tokens count from 0
-            return Condition(EVERYTHING)
+            return Condition()
         if self.own is not None and not self.keys:
-            return Condition(EVERYTHING, rows=self.own >= least)
+            return Condition(rows=self.own >= least)
         raise UnreadableMaskError("selects queries or keys by their numbers")
 
     def __ge__(self, other: object) -> Condition:
@@ -221,7 +224,7 @@ class Position(MaskSymbol):
         if not isinstance(other, Position) or self.queries == other.queries:
             raise UnreadableMaskError("compares what are no numbers of segments with ==")
         q, kv = (self, other) if self.queries else (other, self)
-        return Condition(EVERYTHING, (q.values(), kv.values()))
+        return Condition(segments=(q.values(), kv.values()))
 
 
 @define(eq=False)
@@ -240,69 +243,76 @@ class Distance(MaskSymbol):
 
 
 @define(eq=False)
-class Condition(MaskSymbol):
-    """A mask as text, and beside it pairs of one segment and rows, to be joined to it by &.
+class Nowhere(MaskSymbol):
+    """False everywhere, to which transformers joins conditions by |."""
 
-    segments: the numbers of queries [B or 1, M] and keys [B or 1, N]. joined: whether the text has
+    def __or__(self, other: object) -> Condition:
+        return as_condition(other)
+
+
+@define(eq=False)
+class Condition(MaskSymbol):
+    """A mask, None keeping everything, and beside it segments and rows, to be joined to it by &.
+
+    segments: the numbers of queries [B or 1, M] and keys [B or 1, N]. joined: whether the mask has
     them already. rows: which queries [B or 1, M] see anything, for segments alone can say that.
+    lengths: whether the mask reads kv_lengths, which are those of the frame.
     """
 
-    text: str
-    segments: tuple[Tensor, Tensor] | None = None
+    mask: Mask | None = None
+    segments: Pair | None = None
     joined: bool = False
     rows: Tensor | None = None
+    lengths: bool = False
 
     def to(self, *_: object) -> Condition:
         """Itself: there is nothing to move."""
         return self
 
-    def whole(self) -> str:
-        """The text with segments in it; "" keeps everything."""
+    def whole(self) -> Mask | None:
+        """The mask with segments in it."""
         if self.rows is not None:
             raise UnreadableMaskError("selects queries by a tensor")
         if self.segments is None or self.joined:
-            return self.text
-        return f"({self.text} & SameSegment())" if self.text else "SameSegment()"
+            return self.mask
+        return SameSegment() if self.mask is None else self.mask & SameSegment()
 
     def __and__(self, other: object) -> Condition:
         other = as_condition(other)
         if self.segments and other.segments and (self.joined or other.joined):
             raise UnreadableMaskError("joins several kinds of segments")
-        parts = [part for part in (self.text, other.text) if part]
-        text = f"({parts[0]} & {parts[1]})" if len(parts) == 2 else "".join(parts)
+        mask = self.mask or other.mask
+        if self.mask is not None and other.mask is not None:
+            mask = self.mask & other.mask
         segments = pair_numbers(self.segments, other.segments)
-        rows = all_rows(self.rows, other.rows)
-        joined = self.joined or other.joined
-        if rows is None or segments is None or joined:
-            return Condition(text, segments, joined, rows)
-        return Condition(text, drop_rows(segments, rows))
+        rows, joined = all_rows(self.rows, other.rows), self.joined or other.joined
+        if rows is not None and segments is not None and not joined:
+            segments, rows = drop_rows(segments, rows), None
+        return Condition(mask, segments, joined, rows, self.lengths or other.lengths)
 
     def __or__(self, other: object) -> Condition:
         other = as_condition(other)
         if self.segments and other.segments:
             raise UnreadableMaskError("joins several kinds of segments")
-        texts = self.whole(), other.whole()
-        if EVERYTHING in texts:
-            return Condition(EVERYTHING)
-        if NOTHING in texts:
-            return other if texts[0] == NOTHING else self
-        return Condition(f"({texts[0]} | {texts[1]})", self.segments or other.segments, True)
+        a, b = self.whole(), other.whole()
+        if a is None or b is None:
+            return Condition()
+        segments, lengths = self.segments or other.segments, self.lengths or other.lengths
+        return Condition(a | b, segments, True, lengths=lengths)
 
     def __invert__(self) -> Condition:
-        text = self.whole()
-        return Condition(f"~{text}" if text else NOTHING, self.segments, True)
+        mask = self.whole()
+        inverse = Prefix(0) if mask is None else ~mask
+        return Condition(inverse, self.segments, True, lengths=self.lengths)
 
 
 def as_condition(value: object) -> Condition:
     """A condition, also of a boolean number of PyTorch. Raises UnreadableMaskError for others."""
     if isinstance(value, Tensor) and value.numel() == 1:
-        return Condition(EVERYTHING if value else NOTHING)
+        return Condition(None if value else Prefix(0))
     if not isinstance(value, Condition):
         raise UnreadableMaskError(f"joins a condition with a {type(value).__name__}")
     return value
-
-
-Pair = tuple[Tensor, Tensor]
 
 
 def pair_numbers(a: Pair | None, b: Pair | None) -> Pair | None:

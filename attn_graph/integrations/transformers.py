@@ -29,7 +29,6 @@ from attn_graph.integrations.mask_functions import (
 )
 from attn_graph.ir import builder
 from attn_graph.ir.graph import Graph
-from attn_graph.ir.parse import parse_mask
 from attn_graph.machine.ambient import is_traced
 from attn_graph.machine.target import Target
 from attn_graph.masks import Causal, Mask
@@ -48,13 +47,13 @@ layer_graphs = ContextVar("layer_graphs", default=None)
 
 @define(eq=False)
 class MaskDescription:
-    """What a layer masks: a mask as text, "" for none, and the tensors it reads, by their options.
+    """What a layer masks: a mask, or none, and the tensors it reads, by the options they are.
 
     It stands where transformers has a boolean tensor [B,1,M,N], and becomes that tensor, which the
     log says, for a model that computes with it. arguments: what `sdpa_mask` makes the tensor of.
     """
 
-    text: str
+    mask: Mask | None
     tensors: Tensors
     arguments: Mapping[str, Any] = field(repr=False)  # Any: those of transformers
     ndim = 4
@@ -81,7 +80,7 @@ class MaskDescription:
             name: x.to(device) if isinstance(x, Tensor) else tuple(each.to(device) for each in x)
             for name, x in self.tensors.items()
         }
-        return MaskDescription(self.text, moved, self.arguments)
+        return MaskDescription(self.mask, moved, self.arguments)
 
     def __getitem__(self, index: object) -> Tensor:
         return self.dense()[index]  # type: ignore[index]  # whatever indexes a tensor
@@ -135,14 +134,14 @@ def describe_mask(
     except UnreadableMaskError as error:
         say_once(f"a mask function {error}")
         return dense_mask(arguments)
-    text, tensors = condition.whole(), Tensors()
+    tensors: Tensors = {}
     if condition.segments is not None:
         tensors["segments"] = tuple(x.expand(batch_size, -1) for x in condition.segments)
-    if "kv_lengths" in text:  # the offset is a tensor then
+    if condition.lengths:  # the offset is a tensor then
         tensors["kv_lengths"] = torch.as_tensor(frame.shift + q_length).expand(batch_size)
     if attention_mask is not None:
         tensors |= read_padding(attention_mask, frame)
-    return MaskDescription(text, tensors, arguments)
+    return MaskDescription(condition.whole(), tensors, arguments)
 
 
 def read_padding(attention_mask: Tensor, frame: Frame) -> Tensors:
@@ -179,18 +178,13 @@ def dense_mask(arguments: Mapping[str, Any]) -> Tensor:  # Any: those of transfo
     return mask
 
 
+log_once = lru_cache(256)(logger.warning)
+
+
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # of torch
-@lru_cache(256)
 def say_once(what: str) -> None:
     """Log what makes a mask dense: once, however often it comes."""
-    logger.warning("a mask is a boolean tensor [B,1,M,N], not data, since %s", what)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # of torch
-@lru_cache(1024)
-def read_mask(text: str) -> Mask | None:
-    """The mask that a text describes; "" is none."""
-    return parse_mask(text) if text else None
+    log_once("a mask is a boolean tensor [B,1,M,N], not data, since %s", what)
 
 
 def attend_layer(
@@ -224,7 +218,7 @@ def attend_layer(
         tensors["bias"] = position_bias + tensors["bias"] if "bias" in tensors else position_bias
     if s_aux is not None:
         tensors["sinks"] = s_aux
-    options = Options(mask=mask, scale=scaling, soft_cap=softcap, dropout=dropout)
+    options: Options = {"mask": mask, "scale": scaling, "soft_cap": softcap, "dropout": dropout}
     if not torch.compiler.is_compiling() and (graphs := layer_graphs.get()) is not None:
         graphs[module] = make_layer_graph(query, key, value, tensors, options)
     o = attention(query, key, value, **options, **tensors)
@@ -240,9 +234,9 @@ def layer_mask(
     causal: what holds where the model says nothing.
     """
     if attention_mask is None:
-        return (TOP_LEFT if causal else None), Tensors()
+        return (TOP_LEFT if causal else None), {}
     if isinstance(attention_mask, MaskDescription):
-        return read_mask(attention_mask.text), dict(attention_mask.tensors)
+        return attention_mask.mask, dict(attention_mask.tensors)
     return None, {"keep" if attention_mask.dtype == torch.bool else "bias": attention_mask}
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attn_graph.ir.parse import parse_mask
+from attn_graph.masks import Band, Keep, KeyLengths
 from attn_graph.masks.places import Block, Place
 
 pytest.importorskip("transformers", reason="needs transformers, the extra `transformers`")
@@ -121,16 +121,14 @@ def dense(described: integration.MaskDescription, M: int, N: int) -> Tensor:
     data = dict(described.tensors)
     if "segments" in data:
         data["q_segments"], data["kv_segments"] = data.pop("segments")
-    whole = torch.ones(B, 1, M, N, dtype=torch.bool)
-    text = " & ".join(
-        [described.text or "Band()"]
-        + ["Keep()"] * ("keep" in data)
-        + ["KeyLengths()"] * ("kv_lengths" in data and "kv_lengths" not in described.text)
-    )
-    mask = parse_mask(text)
+    mask = described.mask or Band()
+    if "keep" in data:
+        mask &= Keep()
+    if "kv_lengths" in data and "kv_lengths" not in mask.needs:
+        mask &= KeyLengths()
     block = Block(range(B), range(1), range(M), 1, M, N, data)
     keep: Tensor = mask.resolved(M, N, ()).keep(Place.of(block, range(N)))
-    return whole & keep
+    return torch.ones(B, 1, M, N, dtype=torch.bool) & keep
 
 
 def transformers_mask(arguments: dict[str, Any]) -> Any:  # Any: a tensor, None if it is skipped
@@ -167,7 +165,7 @@ def describe(function: MaskFunction, **changes: Any) -> Any:  # Any: as `describ
 def test_what_no_mask_says_is_a_tensor_and_the_log_says_why_once(
     function: MaskFunction, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    integration.say_once.cache_clear()
+    integration.log_once.cache_clear()
     masks = [describe(function, use_vmap=True) for _ in range(2)]
     arguments = describe(hf.causal_mask_function).arguments | {"mask_function": function}
     assert torch.equal(masks[1], transformers_mask(arguments))
@@ -185,7 +183,7 @@ def test_a_function_that_branches_is_not_read() -> None:
 def test_a_model_that_computes_with_a_mask_gets_the_tensor(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    integration.say_once.cache_clear()
+    integration.log_once.cache_clear()
     described, expected = describe(hf.causal_mask_function), torch.ones(4, 4).tril().bool()
     assert described.shape == (B, 1, 4, 4)
     assert described.contiguous() is described
