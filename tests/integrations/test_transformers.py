@@ -15,6 +15,9 @@ from attn_graph.testing.rule import NOTHING, Expectation, distance
 
 pytest.importorskip("transformers", reason="needs transformers, the extra `transformers`")
 
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import DynamicCache, StaticCache
+
 from attn_graph.integrations import transformers as integration
 from tests.support.models import FAMILIES, ROUGH, VOCABULARY, Model
 
@@ -280,3 +283,76 @@ def test_a_new_length_needs_no_more_than_a_plan() -> None:
         for length in (24, 23, 24, 23):
             model(input_ids=ids[:, :length])
     assert ag.cache_info().builds == 4  # a window and none, twice
+
+
+def check_compiled(name: str, backend: str) -> None:
+    """A compiled model gives what it gives otherwise, gradients too, and is compiled once."""
+    batch, mask = stack(draw_inputs(name))
+    more = {"attention_mask": mask} if mask.numel() else {}
+    model = model_of(name, "attn_graph")
+    if name == "gpt-oss":
+        model.set_experts_implementation("batched_mm")  # the other branches on numbers
+    expected = results_of(model, logits_of(model, **batch, **more))
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for _ in range(2):
+        results = results_of(model, compiled(**batch, **more).logits)
+    assert counter.frame_count == 1
+    exact = {} if backend == "inductor" else {"rtol": 0, "atol": 0}
+    for n, x in expected.items():
+        torch.testing.assert_close(results[n], x, **exact)
+
+
+def test_a_model_is_compiled_whole() -> None:
+    check_compiled("Llama", "eager")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_model_of_each_family_is_compiled_whole(name: str) -> None:
+    check_compiled(name, "aot_eager")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Inductor imports
+def test_inductor_compiles_a_model() -> None:
+    check_compiled("Llama", "inductor")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("use_cache", [True, False])  # without, masks are told of packing
+def test_lengths_become_symbols(use_cache: bool) -> None:
+    model, counter = model_of("Gemma 3", "attn_graph"), CompileCounterWithBackend("eager")
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    ids = stack(draw_inputs("Gemma 3", (30, 30)))[0]["input_ids"]
+    for length in (24, 23, 9, 30):
+        part = {"input_ids": ids[:, :length], "use_cache": use_cache}
+        assert torch.equal(compiled(**part).logits, model(**part).logits)
+    assert counter.frame_count == 2  # with a number, then with a symbol
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_a_decode_step_is_compiled_once(cache: str) -> None:
+    model, counter = model_of("Mistral", "attn_graph"), CompileCounterWithBackend("eager")
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    ids = stack(draw_inputs("Mistral", (30, 30)))[0]["input_ids"]
+    caches = [
+        DynamicCache(config=model.config)
+        if cache == "dynamic"
+        else StaticCache(config=model.config, max_cache_len=40)
+        for _ in range(2)
+    ]
+    with torch.no_grad():
+        for memory in caches:
+            model(input_ids=ids[:, :10], past_key_values=memory)
+        for n in range(10, 20):
+            logits = [
+                call(input_ids=ids[:, n : n + 1], past_key_values=memory).logits
+                for call, memory in zip((model, compiled), caches, strict=True)
+            ]
+            assert torch.equal(*logits)
+    assert counter.frame_count <= 2
