@@ -15,6 +15,7 @@ TESTS = {  # a column, and the test whose families it has
     "cached": "test_a_cache_changes_nothing",
     "generate": "test_generation_gives_the_tokens_that_eager_gives",
     "checkpointed": "test_checkpointed_layers_have_the_same_gradients",
+    "compiled": "test_a_model_of_each_family_is_compiled_whole",
 }
 
 
@@ -40,9 +41,8 @@ def models() -> str:
 def families_of(test: Any) -> set[str]:  # Any: a test that pytest knows
     """The families that a test is run with."""
     marks = (mark for mark in test.pytestmark if mark.name == "parametrize")
-    return {
-        each.values[0] for mark in marks if mark.args[0] == "name" for each in mark.args[1]
-    }
+    drawn = (each for mark in marks if mark.args[0] == "name" for each in mark.args[1])
+    return {each if isinstance(each, str) else each.values[0] for each in drawn}
 
 
 def graphs_of(tests: Any, name: str, model: Any) -> Iterator[Any]:  # Any: of the tests' module
