@@ -9,6 +9,7 @@ gradients dq dk dv do ds dp. Shapes are logical, [B,H,M,D]; memory order is the 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from attn_graph import nn as nn  # registers the operators, which plans call in traced code
 from attn_graph.compiler import avoid, cache_info, clear_cache, compile, explain, prefer
 from attn_graph.errors import (
     FallbackWarning,
@@ -17,6 +18,7 @@ from attn_graph.errors import (
     PlanMismatchError,
     PlanTargetError,
     Reason,
+    TensorError,
 )
 from attn_graph.ir.builder import Value, attention, graph, scores
 from attn_graph.ir.graph import Graph
@@ -44,7 +46,6 @@ from attn_graph.masks import (
     Window,
 )
 from attn_graph.masks.places import Block, Keys, Place
-from attn_graph.nn import ops as ops  # registers them: plans call them in traced code
 from attn_graph.plan import Plan
 from attn_graph.planner.choose import BACKENDS
 from attn_graph.spec import TensorSpec
@@ -92,6 +93,7 @@ __all__ = [
     "Store",
     "Switches",
     "Target",
+    "TensorError",
     "TensorSpec",
     "Tiles",
     "Value",

@@ -71,7 +71,9 @@ def test_every_public_name_has_an_example() -> None:
         )
         shown |= dict(zip(parts[1::2], parts[2::2], strict=True))
     tests = {f"testing.{name}" for name in testing.__all__ if name != "seeds"}
-    assert shown.keys() == {*ag.__all__, *tests, "seeds"}  # a value, which is shown by its name
+    functions = {f"nn.functional.{name}" for name in ag.nn.functional.__all__}
+    others = {"nn.ops.introduce", "seeds"}  # seeds is a value, which is shown by its name
+    assert shown.keys() == {*ag.__all__, *tests, *functions, *others}
     assert not [name for name, text in shown.items() if "```python" not in text]
 
 
