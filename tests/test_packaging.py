@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -55,11 +56,69 @@ def test_changes_since_the_release_are_listed_by_kind() -> None:
         assert set(heads) <= {f"### {kind}" for kind in ("Added", "Changed", "Fixed", "Removed")}
 
 
-@pytest.mark.parametrize("name", ["kernels", "lowering"])
-def test_folder_is_not_a_top_level_module(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lowering_is_not_a_top_level_module(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])
-    with pytest.raises(ImportError, match=f"attn_graph.{name}"):
-        __import__(name)
+    with pytest.raises(ImportError, match=r"attn_graph\.lowering"):
+        __import__("lowering")
+
+
+def run_at_root(code: str, *path: Path) -> str:
+    """What a program prints that is run in the root of the checkout, with more folders to import
+    from after it."""
+    own = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, *path)))}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=own, capture_output=True, text=True, check=False
+    )
+    assert not done.returncode, done.stderr
+    return done.stdout
+
+
+def test_kernels_at_the_root_looks_like_a_package_that_is_not_installed() -> None:
+    run_at_root(
+        "import kernels, sys\n"
+        "assert not hasattr(kernels, '__version__') and not hasattr(kernels, '__file__')\n"
+        "for code in ('from kernels import forward', 'import kernels.forward'):\n"
+        "    try: exec(code)\n"
+        "    except ImportError: continue\n"
+        "    sys.exit(code)\n"
+        "try: kernels.forward\n"
+        "except AttributeError as error: assert 'import attn_graph.kernels' in str(error)\n"
+        "import attn_graph.kernels.forward"
+    )
+
+
+@pytest.fixture
+def other_kernels(tmp_path: Path) -> Path:
+    """A folder with another package named kernels, as Hugging Face's is."""
+    package = tmp_path / "kernels"
+    package.mkdir()
+    (package / "__init__.py").write_text("from kernels.layer import use\n__version__ = '0.1'")
+    (package / "layer.py").write_text("use = 'theirs'")
+    return tmp_path
+
+
+def test_kernels_at_the_root_gives_way_to_the_package_of_that_name(other_kernels: Path) -> None:
+    printed = run_at_root(
+        "import kernels, kernels.layer, attn_graph.kernels.forward\n"
+        "print(kernels.use, kernels.__version__, kernels.layer.__file__)\n"
+        "print(attn_graph.kernels.__file__)",
+        other_kernels,
+    )
+    layer, ours = other_kernels / "kernels" / "layer.py", ROOT / "attn_graph/kernels/__init__.py"
+    assert printed.splitlines() == [f"theirs 0.1 {layer}", str(ours)]
+
+
+def test_two_checkouts_on_the_path_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    (tmp_path / "attn_graph").mkdir()
+    (tmp_path / "attn_graph" / "kernels").symlink_to(ROOT / "kernels")
+    (tmp_path / "kernels").symlink_to(ROOT / "kernels")
+    run_at_root("import kernels; assert not hasattr(kernels, '__file__')", tmp_path)
+
+
+def test_transformers_can_be_imported_at_the_root() -> None:
+    pytest.importorskip("transformers", reason="needs transformers, the extra `transformers`")
+    code = "from transformers.integrations import hub_kernels as x; print(x.is_kernels_available())"
+    assert run_at_root(code) == "False\n"
 
 
 @pytest.mark.parametrize("name", ["kernels", "lowering"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from docs.generate import assets, command_line, readme, speed, support
+from docs.generate import assets, command_line, hugging_face, readme, speed, support
 from docs.generate.pages import ROOT, Parts, fill
 
 PAGES: dict[str, Parts] = {
@@ -11,6 +11,7 @@ PAGES: dict[str, Parts] = {
         "explain": readme.explain_example,
         "support": support.compact,
     },
+    "docs/guides/hugging-face.md": {"models": hugging_face.models},
     "docs/support.md": {"support": support.numbered_table},
     "docs/speed.md": {"rows": speed.all_rows},
     "docs/command-line.md": command_line.PARTS,

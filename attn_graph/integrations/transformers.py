@@ -1,0 +1,281 @@
+"""attn_graph as an attention implementation of transformers: import this module, and say so.
+
+>>> import attn_graph.integrations.transformers
+>>> model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="attn_graph")
+
+or `model.set_attn_implementation("attn_graph")` of a model that there is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from functools import lru_cache
+from typing import Any
+
+import torch
+from attrs import define, field
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from attn_graph.compiler import explain
+from attn_graph.errors import GraphError
+from attn_graph.integrations.mask_functions import (
+    Frame,
+    UnreadableMaskError,
+    read_mask_function,
+)
+from attn_graph.ir import builder
+from attn_graph.ir.graph import Graph
+from attn_graph.machine.ambient import is_traced
+from attn_graph.machine.target import Target
+from attn_graph.masks import Causal, Mask
+from attn_graph.nn.functional import attention
+from attn_graph.planner.explanation import Explanation
+from attn_graph.spec import TensorSpec
+
+NAME = "attn_graph"
+TOP_LEFT = Causal("top_left")
+Tensors = dict[str, Any]  # Any: a tensor, or the two of `segments`
+Options = dict[str, Any]  # Any: what `attention` takes that is no tensor
+logger = logging.getLogger(__name__)
+layer_graphs: ContextVar[dict[torch.nn.Module, Graph] | None]  # while layers are explained
+layer_graphs = ContextVar("layer_graphs", default=None)
+
+
+@define(eq=False)
+class MaskDescription:
+    """What a layer masks: a mask, or none, and the tensors it reads, by the options they are.
+
+    It stands where transformers has a boolean tensor [B,1,M,N], and becomes that tensor, which the
+    log says, for a model that computes with it. arguments: what `sdpa_mask` makes the tensor of.
+    """
+
+    mask: Mask | None
+    tensors: Tensors
+    arguments: Mapping[str, Any] = field(repr=False)  # Any: those of transformers
+    ndim = 4
+
+    @property
+    def shape(self) -> torch.Size:
+        """[B,1,M,N]."""
+        names = ("batch_size", "q_length", "kv_length")
+        B, M, N = (self.arguments[name] for name in names)
+        return torch.Size((B, 1, M, N))
+
+    def contiguous(self) -> MaskDescription:
+        """Itself."""
+        return self
+
+    def dense(self) -> Tensor:
+        """The boolean tensor [B,1,M,N] that transformers would make for SDPA."""
+        say_once("a model computes with the mask of a layer itself")
+        return dense_mask(self.arguments)
+
+    def to(self, device: torch.device | str | int, **_: object) -> MaskDescription:
+        """Its tensors on a device, where a model is spread over several."""
+        moved = {
+            name: x.to(device) if isinstance(x, Tensor) else tuple(each.to(device) for each in x)
+            for name, x in self.tensors.items()
+        }
+        return MaskDescription(self.mask, moved, self.arguments)
+
+    def __getitem__(self, index: object) -> Tensor:
+        return self.dense()[index]  # type: ignore[index]  # whatever indexes a tensor
+
+    def __getattr__(self, name: str) -> Any:  # Any: whatever a tensor has
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.dense(), name)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],  # Any: whatever PyTorch's functions take and give
+        types: Sequence[type],
+        args: Sequence[Any] = (),  # Any: the same
+        kwargs: Mapping[str, Any] | None = None,  # Any: the same
+    ) -> Any:  # Any: the same
+        dense = [x.dense() if isinstance(x, cls) else x for x in args]
+        return func(*dense, **(kwargs or {}))
+
+
+def describe_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,  # Any: indices and flags
+    attention_mask: Tensor | MaskDescription | None = None,
+    use_vmap: bool = True,
+    device: torch.device | str = "cpu",
+    **others: object,
+) -> MaskDescription | Tensor:
+    """The mask interface: what a mask function and padding [B, tokens] mask, as data.
+
+    A mask function that can't be read, which the log says once, gives a boolean tensor [B,1,M,N].
+    use_vmap: transformers says so where a function is not its own alone.
+    """
+    if isinstance(attention_mask, MaskDescription):
+        return attention_mask  # `generate` makes masks before the model does
+    arguments = {
+        "batch_size": batch_size, "q_length": q_length, "kv_length": kv_length,
+        "q_offset": q_offset, "kv_offset": kv_offset, "mask_function": mask_function,
+        "attention_mask": attention_mask, "use_vmap": use_vmap, "device": device,
+    }  # fmt: skip
+    frame = Frame(q_length, kv_length, q_offset, kv_offset, device, trusts=not use_vmap)
+    try:
+        if use_vmap and torch.compiler.is_compiling():
+            raise UnreadableMaskError("is not transformers' own, and torch.compile traces it")
+        condition = read_mask_function(mask_function, frame)
+    except UnreadableMaskError as error:
+        say_once(f"a mask function {error}")
+        return dense_mask(arguments)
+    tensors: Tensors = {}
+    if condition.segments is not None:
+        tensors["segments"] = tuple(x.expand(batch_size, -1) for x in condition.segments)
+    if condition.lengths:  # the offset is a tensor then
+        tensors["kv_lengths"] = torch.as_tensor(frame.shift + q_length).expand(batch_size)
+    if attention_mask is not None:
+        tensors |= read_padding(attention_mask, frame)
+    return MaskDescription(condition.whole(), tensors, arguments)
+
+
+def read_padding(attention_mask: Tensor, frame: Frame) -> Tensors:
+    """The keys that are no padding: all, or the first of each batch entry, or flags [B,1,1,N].
+
+    Which one is read from the tensor, except while a token is decoded on a GPU, where that would
+    wait for the device, and where calls are traced or captured: then they are flags.
+    """
+    end = frame.kv_offset + frame.N
+    flags = torch.nn.functional.pad(attention_mask, (0, max(0, end - attention_mask.shape[1])))
+    flags = flags[:, frame.kv_offset : end]
+    if is_readable_now(flags, frame.M):
+        lengths = flags.sum(1)
+        first = torch.arange(frame.N, device=flags.device) < lengths[:, None]
+        every, at_start = torch.stack([flags.all(), (flags == first).all()]).tolist()
+        if every:
+            return {}
+        if at_start and isinstance(frame.shift, int) and frame.shift == 0:
+            return {"kv_lengths": lengths}
+    return {"keep": flags[:, None, None]}
+
+
+def is_readable_now(tensor: Tensor, M: int) -> bool:
+    """Whether to read a tensor on the host, M tokens being computed."""
+    if torch.compiler.is_compiling() or is_traced():
+        return False
+    return tensor.device.type == "cpu" or (M > 1 and not torch.cuda.is_current_stream_capturing())
+
+
+def dense_mask(arguments: Mapping[str, Any]) -> Tensor:  # Any: those of transformers
+    """The boolean tensor [B,1,M,N] that transformers makes for SDPA."""
+    mask: Tensor | None = sdpa_mask(**arguments, allow_is_causal_skip=False)
+    assert mask is not None  # as where it may be skipped
+    return mask
+
+
+log_once = lru_cache(256)(logger.warning)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # of torch
+def say_once(what: str) -> None:
+    """Log what makes a mask dense: once, however often it comes."""
+    log_once("a mask is a boolean tensor [B,1,M,N], not data, since %s", what)
+
+
+def attend_layer(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: MaskDescription | Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    output_attentions: bool | None = False,
+    **others: object,
+) -> tuple[Tensor, None]:
+    """The attention interface: query [B,H,M,D], key and value [B,G,N,D] -> [B,M,H,D], and None.
+
+    s_aux: sinks [H]. position_bias: [1 or B,H,M,N], differentiable. Raises GraphError where the
+    weights are wanted, which are never made.
+    """
+    if output_attentions:
+        raise GraphError(
+            "output_attentions: weights [B,H,M,N] are never made; for them say "
+            'model.set_attn_implementation("eager")'
+        )
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    mask, tensors = layer_mask(attention_mask, causal=causal and query.shape[2] > 1)
+    if position_bias is not None:
+        tensors["bias"] = position_bias + tensors["bias"] if "bias" in tensors else position_bias
+    if s_aux is not None:
+        tensors["sinks"] = s_aux
+    options: Options = {"mask": mask, "scale": scaling, "soft_cap": softcap, "dropout": dropout}
+    if not torch.compiler.is_compiling() and (graphs := layer_graphs.get()) is not None:
+        graphs[module] = make_layer_graph(query, key, value, tensors, options)
+    o = attention(query, key, value, **options, **tensors)
+    assert isinstance(o, Tensor)  # without statistics
+    return o.transpose(1, 2).contiguous(), None
+
+
+def layer_mask(
+    attention_mask: MaskDescription | Tensor | None, *, causal: bool
+) -> tuple[Mask | None, Tensors]:
+    """The mask of a layer, and the tensors that it reads or, of a floating mask, adds.
+
+    causal: what holds where the model says nothing.
+    """
+    if attention_mask is None:
+        return (TOP_LEFT if causal else None), {}
+    if isinstance(attention_mask, MaskDescription):
+        return attention_mask.mask, dict(attention_mask.tensors)
+    return None, {"keep" if attention_mask.dtype == torch.bool else "bias": attention_mask}
+
+
+def make_layer_graph(
+    query: Tensor, key: Tensor, value: Tensor, tensors: Tensors, options: Options
+) -> Graph:
+    """The graph of a layer's call."""
+    q, k, v = map(TensorSpec.like, (query, key, value))
+    specs: Options = {
+        name: TensorSpec.like(x) if isinstance(x, Tensor) else tuple(map(TensorSpec.like, x))
+        for name, x in tensors.items()
+    }
+    return builder.attention(q, k, v, **options, **specs)
+
+
+def explain_layers(
+    model: torch.nn.Module,
+    /,
+    target: Target | str | None = None,
+    **inputs: Any,  # Any: what the model takes
+) -> dict[str, Explanation]:
+    """Who runs the attention of each layer, by the layer's name, and why: see `attn_graph.explain`.
+
+    The model is called with `inputs` once, without gradients, on the machine that it is on.
+    target: where else the layers might run. Layers without attention of ours are left out.
+    """
+    token = layer_graphs.set({})
+    try:
+        with torch.no_grad():
+            model(**inputs)
+        graphs = layer_graphs.get() or {}
+    finally:
+        layer_graphs.reset(token)
+    return {
+        name: explain(graphs[module], target=target)
+        for name, module in model.named_modules()
+        if module in graphs
+    }
+
+
+AttentionInterface.register(NAME, attend_layer)
+AttentionMaskInterface.register(NAME, describe_mask)

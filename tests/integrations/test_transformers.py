@@ -1,0 +1,365 @@
+"""Models of transformers compute with attn_graph what they compute with their eager attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import attn_graph as ag
+from attn_graph.errors import GraphError
+from attn_graph.testing.rule import NOTHING, Expectation, distance
+
+pytest.importorskip("transformers", reason="needs transformers, the extra `transformers`")
+
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import DynamicCache, StaticCache
+
+from attn_graph.integrations import transformers as integration
+from tests.support.models import FAMILIES, ROUGH, VOCABULARY, Model
+
+QUICK = ("Llama", "Gemma 2")  # the others are marked slow
+LENGTHS = (24, 17)  # tokens
+Inputs = dict[str, Tensor]
+Arrange = Callable[[Model, list[Inputs]], Tensor]
+ROUNDINGS = 4
+
+
+def families(*kinds: str) -> list[Any]:  # Any: parameters of pytest
+    """The families whose models read one of these."""
+    return [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+        for name, family in FAMILIES.items()
+        if family.reads in kinds
+    ]
+
+
+def model_of(name: str, implementation: str, dtype: torch.dtype = torch.float32) -> Model:
+    """A model of a family; those of one family have the same weights."""
+    model: Model = FAMILIES[name].make().to(dtype)
+    model.set_attn_implementation(implementation)
+    return model
+
+
+def draw_inputs(name: str, lengths: tuple[int, ...] = LENGTHS) -> list[Inputs]:
+    """What a model of a family reads: one sequence each, of so many tokens where it has tokens."""
+    generator = torch.Generator().manual_seed(1)
+
+    def tokens(length: int) -> Tensor:
+        return torch.randint(3, VOCABULARY, (1, length), generator=generator)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(1, *shape, generator=generator)
+
+    match FAMILIES[name].reads:
+        case "speech":
+            return [{"input_features": numbers(8, 40), "decoder_input_ids": tokens(11)}] * 2
+        case "images":
+            return [{"pixel_values": numbers(3, 24, 24)}] * 2
+        case "pairs":
+            return [{"input_ids": tokens(n), "decoder_input_ids": tokens(11)} for n in lengths]
+    return [{"input_ids": tokens(n)} for n in lengths]
+
+
+def logits_of(model: Model, **inputs: Any) -> Tensor:  # Any: arguments of a model
+    """The logits [B, ..., V] of a call."""
+    dtype = next(model.parameters()).dtype
+    cast = {
+        name: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+        for name, x in inputs.items()
+    }
+    logits: Tensor = model(**cast).logits
+    return logits
+
+
+def alone(model: Model, inputs: list[Inputs]) -> Tensor:
+    """The logits [rows, V] of sequences, each computed by itself."""
+    return torch.cat([logits_of(model, **each).flatten(0, -2) for each in inputs])
+
+
+def stack(inputs: list[Inputs], *, left: bool = False) -> tuple[Inputs, Tensor]:
+    """One batch of sequences, token 0 being padding, and its padding mask [B, tokens]."""
+    batch = {
+        name: nn.utils.rnn.pad_sequence(
+            [each[name][0].flip(0) if left else each[name][0] for each in inputs], batch_first=True
+        )
+        for name in inputs[0]
+    }
+    if left:
+        batch = {name: x.flip(1) for name, x in batch.items()}
+    return batch, (batch["input_ids"] != 0).long() if "input_ids" in batch else torch.ones(0)
+
+
+def whole(model: Model, inputs: list[Inputs]) -> Tensor:
+    """All in one batch, none of them padded."""
+    return logits_of(model, **stack(inputs)[0]).flatten(0, -2)
+
+
+def padded_right(model: Model, inputs: list[Inputs]) -> Tensor:
+    """In one batch, padding being last."""
+    batch, mask = stack(inputs)
+    logits = logits_of(model, **batch, attention_mask=mask)
+    return logits.flatten(0, 1) if "decoder_input_ids" in batch else logits[mask.bool()]
+
+
+def padded_left(model: Model, inputs: list[Inputs]) -> Tensor:
+    """In one batch, padding being first."""
+    batch, mask = stack(inputs, left=True)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    return logits_of(model, **batch, attention_mask=mask, position_ids=positions)[mask.bool()]
+
+
+def packed(model: Model, inputs: list[Inputs]) -> Tensor:
+    """In one row, one after the other."""
+    rows = [each["input_ids"][0] for each in inputs]
+    positions = torch.cat([torch.arange(len(row)) for row in rows])[None]
+    packs = torch.cat(rows)[None]
+    return logits_of(model, input_ids=packs, position_ids=positions, use_cache=False)[0]
+
+
+def cached(model: Model, inputs: list[Inputs]) -> Tensor:
+    """In parts of 10, 1 and the other tokens, which see those before them by a cache."""
+    ids = stack(inputs)[0]["input_ids"]
+    parts, memory = [], None
+    for part in (ids[:, :10], ids[:, 10:11], ids[:, 11:]):
+        result = model(input_ids=part, past_key_values=memory, use_cache=True)
+        memory = result.past_key_values
+        parts.append(result.logits)
+    return torch.cat(parts, 1).flatten(0, 1)
+
+
+def results_of(model: Model, logits: Tensor) -> dict[str, Tensor]:
+    """The logits, and the gradient of their sum, weighted, by every parameter, by its name."""
+    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    total = (logits * weights.to(logits.dtype)).sum()
+    grads = torch.autograd.grad(total, [*named.values()], allow_unused=True)
+    used = {name: g for name, g in zip(named, grads, strict=True) if g is not None}
+    return {"logits": logits.detach(), **used}
+
+
+def roundings(name: str, arrange: Arrange, inputs: list[Inputs]) -> Iterator[dict[str, Tensor]]:
+    """Results in float32, each as right as another: of eager attention in both arrangements, and
+    with p and weights that are off as far as they are known, as if rounded the other way."""
+    for each in (alone, arrange):
+        model = model_of(name, "eager")
+        yield results_of(model, each(model, inputs))
+    for seed in range(ROUNDINGS):
+        model = model_of(name, ROUGH)
+        torch.manual_seed(seed)
+        for x in model.parameters():
+            x.data *= 1 + torch.randint(-1, 2, x.shape) * torch.finfo(x.dtype).eps
+        yield results_of(model, alone(model, inputs))
+
+
+def check_model(name: str, arrange: Arrange, inputs: list[Inputs]) -> None:
+    """Logits and gradients, arranged so, are those of eager attention on each sequence alone.
+
+    By the rule of docs/semantics.md, with `ref` from eager attention in float64. A model has tens
+    of results, and in some a single `low` is near by luck: here it is the farthest of several.
+    """
+    exact, model = model_of(name, "eager", torch.float64), model_of(name, "attn_graph")
+    refs = results_of(exact, alone(exact, inputs))
+    results = results_of(model, arrange(model, inputs))
+    lows = [*roundings(name, arrange, inputs)]
+    assert results.keys() == refs.keys()
+    for n, ref in refs.items():
+        low = max((each[n] for each in lows), key=lambda low: distance(low, ref))
+        assert n != "logits" or distance(low, ref) < 1e-4 * ref.abs().max(), "eager is another"
+        due = Expectation(n, ref, low, NOTHING, gradient=n != "logits")
+        due.check(results[n], f"{name}, {arrange.__name__}: ")
+
+
+@pytest.mark.parametrize("name", families("tokens", "text", "speech", "images", "pairs"))
+def test_logits_and_gradients_are_those_of_eager(name: str) -> None:
+    check_model(name, whole, draw_inputs(name, (24, 24)))
+
+
+@pytest.mark.parametrize("name", families("tokens", "text", "pairs"))
+def test_padding_at_the_end_changes_nothing(name: str) -> None:
+    check_model(name, padded_right, draw_inputs(name))
+
+
+@pytest.mark.parametrize("name", families("tokens"))
+def test_padding_at_the_start_changes_nothing(name: str) -> None:
+    check_model(name, padded_left, draw_inputs(name))
+
+
+@pytest.mark.parametrize("name", [p for p in families("tokens") if FAMILIES[p.values[0]].packs])
+def test_packed_sequences_do_not_see_each_other(name: str) -> None:
+    check_model(name, packed, draw_inputs(name))
+
+
+@pytest.mark.parametrize("name", families("tokens"))
+def test_a_cache_changes_nothing(name: str) -> None:
+    check_model(name, cached, draw_inputs(name, (24, 24)))
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", families("tokens", "speech", "pairs"))
+def test_generation_gives_the_tokens_that_eager_gives(name: str, cache: str) -> None:
+    inputs = draw_inputs(name)
+    batch, mask = stack(inputs, left=FAMILIES[name].reads == "tokens")
+    batch.pop("decoder_input_ids", None)
+    if mask.numel():
+        batch["attention_mask"] = mask
+    how = {"max_new_tokens": 64, "do_sample": False, "cache_implementation": cache}
+    tokens = [model_of(name, each).generate(**batch, **how) for each in ("eager", "attn_graph")]
+    assert tokens[0].shape[1] >= 64
+    assert torch.equal(*tokens)
+
+
+@pytest.mark.parametrize("name", families("tokens", "text", "pairs"))
+def test_checkpointed_layers_have_the_same_gradients(name: str) -> None:
+    """With dropout, which is to drop the same when a layer is computed again."""
+    batch, mask = stack(draw_inputs(name))
+    results = []
+    for checkpointing in (False, True):
+        model = model_of(name, "attn_graph").train()
+        for module in model.modules():  # of attention, by the names that models have for it
+            for rate in ("attention_dropout", "dropout"):
+                if isinstance(getattr(module, rate, None), float):
+                    setattr(module, rate, 0.25)
+        if checkpointing:
+            model.activation_checkpointing_enable({"use_reentrant": False})
+        torch.manual_seed(3)
+        results.append(results_of(model, logits_of(model, **batch, attention_mask=mask)))
+    assert results[0].keys() == results[1].keys()
+    assert all(torch.equal(x, results[1][n]) for n, x in results[0].items())
+
+
+def test_dropout_follows_the_default_generator() -> None:
+    model = model_of("Llama", "attn_graph").train()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    inputs = draw_inputs("Llama", (24,))[0]
+
+    def call(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        return logits_of(model, **inputs)
+
+    assert torch.equal(call(1), call(1))
+    assert not torch.equal(call(1), call(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_a_mask_of_four_axes_is_taken_as_it_is(dtype: torch.dtype) -> None:
+    keep = torch.ones(24, 24).tril(2).bool()[None, None]
+    mask = keep if dtype == torch.bool else torch.zeros(1, 1, 24, 24).masked_fill(~keep, -1e9)
+    inputs = draw_inputs("Llama", (24,))[0]
+    added = torch.zeros(1, 1, 24, 24).masked_fill(~keep, torch.finfo(torch.float32).min)
+    expected = logits_of(model_of("Llama", "eager"), **inputs, attention_mask=added)
+    logits = logits_of(model_of("Llama", "attn_graph"), **inputs, attention_mask=mask)
+    torch.testing.assert_close(logits, expected)
+
+
+def test_weights_that_are_never_made_are_refused() -> None:
+    with pytest.raises(GraphError, match=r'output_attentions.*set_attn_implementation\("eager"\)'):
+        logits_of(
+            model_of("Llama", "attn_graph"), **draw_inputs("Llama")[0], output_attentions=True
+        )
+
+
+def test_layers_are_explained_by_name() -> None:
+    inputs = draw_inputs("Gemma 2", (24,))[0]
+    model = model_of("Gemma 2", "attn_graph")
+    explanations = integration.explain_layers(model, "h200", **inputs)
+    assert [*explanations] == [f"model.layers.{n}.self_attn" for n in (0, 1)]
+    sliding, full = explanations.values()
+    assert "mask=Band(low=-7, high=0)" in str(sliding.graph)
+    assert "SoftCap(cap=50.0)" in str(full.graph)
+    assert full.target == ag.Target.of("h200")
+    assert not integration.explain_layers(model_of("Gemma 2", "eager"), "h200", **inputs)
+
+
+def test_a_new_length_needs_no_more_than_a_plan() -> None:
+    """One plan for all layers of a kind, and none for lengths that were there."""
+    model, ids = model_of("Gemma 2", "attn_graph"), draw_inputs("Gemma 2", (24,))[0]["input_ids"]
+    ag.clear_cache()
+    with torch.no_grad():
+        for length in (24, 23, 24, 23):
+            model(input_ids=ids[:, :length])
+    assert ag.cache_info().builds == 4  # a window and none, twice
+
+
+def check_compiled(name: str, backend: str) -> None:
+    """A compiled model gives what it gives otherwise, gradients too, and is compiled once."""
+    batch, mask = stack(draw_inputs(name))
+    more = {"attention_mask": mask} if mask.numel() else {}
+    model = model_of(name, "attn_graph")
+    if name == "gpt-oss":
+        model.set_experts_implementation("batched_mm")  # the other branches on numbers
+    expected = results_of(model, logits_of(model, **batch, **more))
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for _ in range(2):
+        results = results_of(model, compiled(**batch, **more).logits)
+        assert all(torch.equal(results[n], x) for n, x in expected.items())
+    assert counter.frame_count == 1
+
+
+def test_a_model_is_compiled_whole() -> None:
+    check_compiled("Llama", "eager")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_model_of_each_family_is_compiled_whole(name: str) -> None:
+    check_compiled(name, "aot_eager")
+
+
+def whole_by_inductor(model: Model, inputs: list[Inputs]) -> Tensor:
+    """All in one batch; what is not eager is compiled."""
+    if model.config._attn_implementation == "eager":
+        return whole(model, inputs)
+    torch.compiler.reset()
+    return whole(torch.compile(model, fullgraph=True), inputs)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Inductor imports
+def test_inductor_compiles_a_model() -> None:
+    """It fuses what is around attention, so it is near, and not the same."""
+    check_model("Llama", whole_by_inductor, draw_inputs("Llama", (24, 24)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("use_cache", [True, False])  # without, masks are told of packing
+def test_lengths_become_symbols(use_cache: bool) -> None:
+    model, counter = model_of("Gemma 3", "attn_graph"), CompileCounterWithBackend("eager")
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    ids = stack(draw_inputs("Gemma 3", (30, 30)))[0]["input_ids"]
+    for length in (24, 23, 9, 30):
+        part = {"input_ids": ids[:, :length], "use_cache": use_cache}
+        assert torch.equal(compiled(**part).logits, model(**part).logits)
+    assert counter.frame_count == 2  # with a number, then with a symbol
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_a_decode_step_is_compiled_once(cache: str) -> None:
+    model, counter = model_of("Mistral", "attn_graph"), CompileCounterWithBackend("eager")
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    ids = stack(draw_inputs("Mistral", (30, 30)))[0]["input_ids"]
+    caches = [
+        DynamicCache(config=model.config)
+        if cache == "dynamic"
+        else StaticCache(config=model.config, max_cache_len=40)
+        for _ in range(2)
+    ]
+    with torch.no_grad():
+        for memory in caches:
+            model(input_ids=ids[:, :10], past_key_values=memory)
+        for n in range(10, 20):
+            logits = [
+                call(input_ids=ids[:, n : n + 1], past_key_values=memory).logits
+                for call, memory in zip((model, compiled), caches, strict=True)
+            ]
+            assert torch.equal(*logits)
+    assert counter.frame_count <= 2
