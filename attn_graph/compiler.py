@@ -45,7 +45,7 @@ Look = tuple[object, ...]  # of tensors, with all else that a plan for them depe
 Names = tuple[str, ...]
 
 calls: Cache[Plan] = Cache(4 * CAPACITY)  # by the arguments of `compile`, as they are given
-plans: Cache[Plan] = Cache(CAPACITY)  # by simplified graph
+plans: Cache[Plan] = Cache(CAPACITY)  # by simplified graph, target, options and backends
 looks: dict[Look, tuple[Plan, Names]] = {}  # of calls without a plan: who runs such tensors
 preferred: ContextVar[Backends | None] = ContextVar("preferred", default=None)
 avoided: ContextVar[tuple[str, ...]] = ContextVar("avoided", default=())

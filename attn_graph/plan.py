@@ -102,12 +102,8 @@ class Plan:
     def __call__(self, /, *tensors: torch.Tensor, **named: torch.Tensor) -> torch.Tensor | Tensors:
         if named or len(tensors) != self.count:
             tensors = self.arranged(tensors, named)
-        look: Look = []
-        wants = False
         try:
-            for t in tensors:
-                look += t.shape, t.stride(), t.dtype, t.device, t.is_neg()
-                wants = wants or t.requires_grad
+            look = look_at(tensors)
         except (AttributeError, RuntimeError):  # no tensor, or without strides: `admit` says which
             look = [None]
         if look != self.memo.call:
@@ -118,7 +114,7 @@ class Plan:
         """The outputs for tensors that were checked. wants: whether one of them requires grad."""
         if forward_ad._current_level >= 0:
             refuse_tangents(tensors)
-        if wants and torch.is_grad_enabled():
+        if torch.is_grad_enabled() and any([t.requires_grad for t in tensors]):
             outputs: Sequence[torch.Tensor] = run_with_autograd(self, tensors)
         else:
             outputs = self.infer(*tensors)[0]
@@ -178,9 +174,7 @@ class Plan:
         Where autograd records this too, they know that they have no gradient themselves.
         """
         given = [g for g in grads if g is not None]
-        look: Look = [needs, *[g is None for g in grads]]
-        for t in (*saved, *given):
-            look += t.shape, t.stride(), t.dtype, t.device, t.is_neg()
+        look = [needs, *[g is None for g in grads], *look_at((*saved, *given))]
         seen, pull = self.memo.last
         if pull is None or look != seen:
             pull = self.admit_pull(needs, saved, grads, look)
@@ -370,6 +364,14 @@ class Plan:
         ]
         head = html.element("p", f"a plan for {self.target}")
         return html.page(head, html.table(rows), html.Html(self.graph._repr_html_()))
+
+
+def look_at(tensors: Sequence[torch.Tensor]) -> Look:
+    """What a plan rests on, of each tensor."""
+    look: Look = []
+    for t in tensors:
+        look += t.shape, t.stride(), t.dtype, t.device, t.is_neg()
+    return look
 
 
 def constant_places(graph: Graph) -> tuple[int, ...]:

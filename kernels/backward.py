@@ -74,10 +74,15 @@ def base2(lse):
 def score_gradient(
     s, dp, lse, delta, b, h, i, j, M, N, scale, data, numbers,
     CHANGE: tl.constexpr, KEEP: tl.constexpr, BACK: tl.constexpr, MIXED: tl.constexpr,
+    PAST: tl.constexpr,
 ):  # fmt: skip
-    """p, and ds before the modifiers, of a tile; s = q k^T, lse in base 2; lse, delta broadcast."""
+    """p, and ds before the modifiers, of a tile; s = q k^T, lse in base 2; lse, delta broadcast.
+
+    PAST: whether a row past the last query counts for other rows, so that its weights must be 0
+    even where a modifier says +inf.
+    """
     p = tl.exp2(modify_scores(s, b, h, i, j, M, N, scale, data, numbers, CHANGE, KEEP, MIXED) - lse)
-    if MIXED and CHANGE is not None:  # past the last query a modifier may say +inf
+    if PAST:
         p = tl.where(lse == float("inf"), 0.0, p)
     ds = p * (dp - delta)
     if BACK is not None:
@@ -174,8 +179,9 @@ def add_query_gradient(
         )
         dp = tl.where(z, dp * keep_scale, 0.0)
     _, ds = score_gradient(
-        s, dp, lse, surplus, b, h, i, j, M, N, scale, data, numbers, CHANGE, KEEP, BACK, MIXED
-    )
+        s, dp, lse, surplus, b, h, i, j, M, N, scale, data, numbers, CHANGE, KEEP, BACK, MIXED,
+        False,
+    )  # fmt: skip
     return tl.dot(round_to(ds, k_head.dtype.element_ty, UPCAST), k, dq, input_precision=PRECISION)
 
 
@@ -279,7 +285,7 @@ def add_key_gradient(
         dp = tl.where(z, dp * keep_scale, 0.0)
     p, ds = score_gradient(
         s, dp, lse[None, :], surplus, b, h, i, j, M, N, scale, data, numbers,
-        CHANGE, KEEP, BACK, MIXED,
+        CHANGE, KEEP, BACK, MIXED, MIXED and CHANGE is not None,
     )  # fmt: skip
     if do_ptr is not None and dv_ptr is not None:
         if DROPOUT:

@@ -18,6 +18,7 @@ from attn_graph import testing
 from attn_graph.ir.modifiers import MODIFIERS, Alibi, Bias, SoftCap
 from attn_graph.lowering.cpu.math import BACKEND as MATH
 from attn_graph.masks import LEAVES, Band
+from attn_graph.testing import strategies
 from tests.support.sources import ROOT
 
 CPU = ag.Target.of("cpu")
@@ -29,7 +30,7 @@ MASKS = (
 
 
 def test_every_leaf_and_every_modifier_of_ours_is_checked() -> None:
-    assert {*map(type, MASKS)} == {*LEAVES}
+    assert {*map(type, MASKS)} == {*strategies.LEAVES} == {*LEAVES}
     assert {*map(type, STEPS)} == {*MODIFIERS}
 
 

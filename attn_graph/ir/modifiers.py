@@ -299,12 +299,10 @@ def default_slopes(heads: int) -> list[float]:
 MODIFIERS = (SoftCap, Bias, Alibi)
 
 
-@final
 @frozen
-class Back(Op):
-    """s', ds', operands -> ds: a modifier's derivative; 0 at masked places."""
+class ScoreGradient(Op):
+    """s, ds', operands -> ds: from the gradient by scores after a step, that before it."""
 
-    modifier: Modifier
     is_gradient = True
 
     @property
@@ -315,12 +313,20 @@ class Back(Op):
     def reads(self) -> int:
         return 2
 
+    def infer(self, s: ValueType, ds: ValueType, *_: ValueType) -> tuple[ValueType, ...]:
+        return (ds,)
+
+
+@final
+@frozen
+class Back(ScoreGradient):
+    """s', ds', operands -> ds: a modifier's derivative; 0 at masked places."""
+
+    modifier: Modifier
+
     @property
     def ranks(self) -> tuple[int | None, ...]:
         return (4, *self.modifier.ranks)
-
-    def infer(self, s: ValueType, ds: ValueType, *_: ValueType) -> tuple[ValueType, ...]:
-        return (ds,)
 
     def run(
         self, s: torch.Tensor, ds: torch.Tensor, *operands: torch.Tensor

@@ -11,7 +11,7 @@ from attrs import field, frozen
 from attn_graph import masks
 from attn_graph.errors import GraphError, problems_of
 from attn_graph.ir.graph import Emit, Gradients, Op, Values
-from attn_graph.ir.modifiers import every_place, range_problem, require_finite
+from attn_graph.ir.modifiers import ScoreGradient, every_place, range_problem, require_finite
 from attn_graph.ir.philox import counters, keep_
 from attn_graph.ir.promises import leaf_promise_problems
 from attn_graph.masks.canonical import canonical_mask
@@ -120,25 +120,12 @@ class Mask(Op):
 
 @final
 @frozen
-class Unmasked(Op):
+class Unmasked(ScoreGradient):
     """s, ds -> ds, with 0 where s is -inf."""
-
-    is_gradient = True
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("ds",)
-
-    @property
-    def reads(self) -> int:
-        return 2
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
         return 4, 4
-
-    def infer(self, s: ValueType, ds: ValueType) -> tuple[ValueType]:
-        return (ds,)
 
     def run(self, s: torch.Tensor, ds: torch.Tensor) -> tuple[torch.Tensor]:
         return (torch.where(s == -INF, 0.0, ds),)

@@ -190,10 +190,9 @@ def flatten_join(kind: type[And] | type[Or], mask: Mask) -> list[Mask]:
     return [mask]
 
 
-@final
 @frozen
-class And(Join):
-    """Both masks keep it."""
+class Pair(Join):
+    """A join of two masks."""
 
     a: Mask = field(validator=require_mask)
     b: Mask = field(validator=require_mask)
@@ -202,6 +201,12 @@ class And(Join):
     @property
     def parts(self) -> tuple[Mask, ...]:
         return self.a, self.b
+
+
+@final
+@frozen
+class And(Pair):
+    """Both masks keep it."""
 
     def keep(self, at: Place) -> Term:
         return self.a.keep(at) & self.b.keep(at)
@@ -222,16 +227,8 @@ class And(Join):
 
 @final
 @frozen
-class Or(Join):
+class Or(Pair):
     """One of the masks keeps it, or both."""
-
-    a: Mask = field(validator=require_mask)
-    b: Mask = field(validator=require_mask)
-    depth: int = field(init=False, eq=False, repr=False, default=Factory(nesting, takes_self=True))
-
-    @property
-    def parts(self) -> tuple[Mask, ...]:
-        return self.a, self.b
 
     def keep(self, at: Place) -> Term:
         return self.a.keep(at) | self.b.keep(at)

@@ -104,11 +104,15 @@ def picture(
 def picture_html(mask: Mask | None, M: int, N: int) -> html.Html:
     """The tiles of a mask over M queries and N keys as HTML, 64 along the longer side."""
     side = -(-max(M, N, 1) // MOST_MARKS)
-    tiles = kinds(mask, M, N, (side, side)).tolist()
+    marks = kinds(mask, M, N, (side, side))
     each = "places" if side == 1 else f"tiles of {side} x {side}"
-    empty, mixed, full = (sum(line.count(kind) for line in tiles) for kind in range(3))
-    counts = f"{empty} empty, {mixed} mixed, {full} full"
-    return html.tile_picture(tiles, f"{M} queries down, {N} keys across; {each}: {counts}")
+    legend = f"{M} queries down, {N} keys across; {each}: {count_kinds(marks)}"
+    return html.tile_picture(marks.tolist(), legend)
+
+
+def count_kinds(marks: torch.Tensor) -> str:
+    """How many of these tiles are of which kind, as text."""
+    return "{} empty, {} mixed, {} full".format(*(int((marks == kind).sum()) for kind in range(3)))
 
 
 def telling_size(mask: Mask) -> int:
@@ -182,9 +186,9 @@ def draw_mask(
     marks = kinds(mask, M, N, tile, at=at, data=data)
     colours = [[DARK[k] if dark else LIGHT[k] for k in line] for line in marks.tolist()]
     axes.imshow(to_rgb(colours), extent=(0, N, M, 0), interpolation="nearest")
-    counts = [int((marks == kind).sum()) for kind in range(3)]
-    kept = "{} empty, {} mixed, {} full".format(*counts)
-    axes.set_title(f"{mask}\n{kept} tiles of {tile[0]} x {tile[1]}", fontsize=8, wrap=True)
+    axes.set_title(
+        f"{mask}\n{count_kinds(marks)} tiles of {tile[0]} x {tile[1]}", fontsize=8, wrap=True
+    )
     axes.set_xlabel("key")
     axes.set_ylabel("query")
     write(sheet, path, dark)

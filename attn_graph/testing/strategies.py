@@ -186,7 +186,7 @@ def masks(draw: DrawFn, shape: Shape, align: m.Align | None = None, depth: int =
     """An expression of any leaves with `&`, `|` and `~`."""
     kind = draw(st.sampled_from(["leaf", "leaf", "&", "|", "~"])) if depth else "leaf"
     if kind == "leaf":
-        leaf = LEAVES[draw(st.sampled_from(m.LEAVES))]
+        leaf = LEAVES[draw(st.sampled_from(tuple(LEAVES)))]
         return draw(leaf(alignments(shape, align)))
     a = draw(masks(shape, align, depth - 1))
     if kind == "~":

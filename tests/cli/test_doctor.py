@@ -22,7 +22,7 @@ from attn_graph.cli.doctor import doctor_screen
 from attn_graph.cli.output import render_text
 from attn_graph.machine.gpus import devices
 from attn_graph.machine.torch_switches import Switches
-from tests.cli.test_command_line import page, run
+from tests.support.command_line import page, run
 from tests.support.gpus import box
 
 MACHINES: dict[str, Surroundings] = page().MACHINES

@@ -26,7 +26,7 @@ from attn_graph.lowering.cudnn.plan import CudnnPlan
 from attn_graph.lowering.cudnn.run import Engine, Handles
 from attn_graph.machine.store import Store
 from attn_graph.machine.target import Target
-from tests.cli.test_command_line import run
+from tests.support.command_line import run
 from tests.support.cudnn_frontend import FIRST_WITH_HANDLES, MINORS, Machine, stand_in
 
 X = ag.TensorSpec((2, 8, 1024, 128), torch.bfloat16)

@@ -29,6 +29,7 @@ T = TypeVar("T")
 Place = int | None  # a stream; None: the CPU
 CPU = torch.device("cpu")
 COUNT = 2  # threads
+KERNELS = 4  # of a run: to each of its two buffers, one that writes and one that reads again
 threads = st.integers(0, COUNT - 1)
 streams = st.integers(0, 2)
 places = st.none() | streams
@@ -248,6 +249,7 @@ def test_graphs_captured_by_one_thread_may_be_replayed_at_once(
     for _ in range(4):
         for stream in range(2):
             runtime.advance(stream)
+    assert runtime.done == 3 * KERNELS  # each of which read what its own run wrote
 
 
 def test_a_graph_outlives_the_thread_that_captured_it(
@@ -265,6 +267,7 @@ def test_a_graph_outlives_the_thread_that_captured_it(
         step(runtime, workspace, 1, [640])
     runtime.finish(1)
     runtime.synchronize()
+    assert runtime.done == 3 * KERNELS
 
 
 def test_release_does_captured_graphs_no_harm(runtime: Runtime, workspace: ag.Workspace) -> None:
@@ -278,6 +281,7 @@ def test_release_does_captured_graphs_no_harm(runtime: Runtime, workspace: ag.Wo
         step(runtime, workspace, 1, [640])
     runtime.finish(1)
     runtime.synchronize()
+    assert runtime.done == 3 * KERNELS
 
 
 def test_a_dropped_graph_gives_its_memory_back(runtime: Runtime, workspace: ag.Workspace) -> None:

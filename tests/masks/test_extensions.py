@@ -96,6 +96,17 @@ class Entries(Modifier):
         return s + torch.mul(at.b + at.h, at.j) * 0.01
 
 
+@final
+@frozen
+class Late(Modifier):
+    """Adds 1 / (S - i): infinite just past the last query, where kernels compute as well."""
+
+    additive = True
+
+    def change(self, s: torch.Tensor, at: ag.Place) -> torch.Tensor:
+        return s + 1.0 / (S - at.i).to(torch.float32)
+
+
 CHANGES: dict[Modifier, Change] = {
     Exponential(): lambda s, b, h, i: (s / 4).exp(),
     Squared(): lambda s, b, h, i: s * s * 0.01,
@@ -103,6 +114,7 @@ CHANGES: dict[Modifier, Change] = {
     Shifted(): lambda s, b, h, i: s + (i % 7 == 0) * torch.arange(S) * 0.02,
     Heads(): lambda s, b, h, i: s + h * torch.arange(S) * 0.01,
     Entries(): lambda s, b, h, i: s + (b + h) * torch.arange(S) * 0.01,
+    Late(): lambda s, b, h, i: s + 1.0 / (S - i),
 }
 TRACED = [m for m in CHANGES if not (BACKEND == "triton" and isinstance(m, Entries))]
 MASK = ag.Window(20, 5)

@@ -62,6 +62,7 @@ class Runtime:
     captures: dict[int, CapturedGraph] = field(factory=dict)
     here: threading.local = field(factory=threading.local)
     held: int = 0  # bytes that tensors hold
+    done: int = 0  # kernels that ran
     numbers: Iterator[int] = field(factory=lambda: count(1000))  # of pools of captures
 
     @property
@@ -104,6 +105,7 @@ class Runtime:
         """Run the stream's next kernel, if there is one."""
         if self.queues[stream]:
             self.queues[stream].popleft()()
+            self.done += 1
 
     def finish(self, stream: int) -> None:
         while self.queues[stream]:
