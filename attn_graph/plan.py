@@ -102,8 +102,12 @@ class Plan:
     def __call__(self, /, *tensors: torch.Tensor, **named: torch.Tensor) -> torch.Tensor | Tensors:
         if named or len(tensors) != self.count:
             tensors = self.arranged(tensors, named)
+        look: Look = []
+        wants = False
         try:
-            look = look_at(tensors)
+            for t in tensors:
+                look += t.shape, t.stride(), t.dtype, t.device, t.is_neg()
+                wants = wants or t.requires_grad
         except (AttributeError, RuntimeError):  # no tensor, or without strides: `admit` says which
             look = [None]
         if look != self.memo.call:
@@ -114,7 +118,7 @@ class Plan:
         """The outputs for tensors that were checked. wants: whether one of them requires grad."""
         if forward_ad._current_level >= 0:
             refuse_tangents(tensors)
-        if torch.is_grad_enabled() and any([t.requires_grad for t in tensors]):
+        if wants and torch.is_grad_enabled():
             outputs: Sequence[torch.Tensor] = run_with_autograd(self, tensors)
         else:
             outputs = self.infer(*tensors)[0]
