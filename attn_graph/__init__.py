@@ -44,6 +44,7 @@ from attn_graph.masks import (
     Window,
 )
 from attn_graph.masks.places import Block, Keys, Place
+from attn_graph.nn import ops as ops  # registers them: plans call them in traced code
 from attn_graph.plan import Plan
 from attn_graph.planner.choose import BACKENDS
 from attn_graph.spec import TensorSpec

@@ -42,11 +42,10 @@ Backends = tuple[str | Backend, ...]
 Value = TypeVar("Value")
 Switch = Literal[True, False]
 Look = tuple[object, ...]  # of tensors, with all else that a plan for them depends on
-Names = tuple[str, ...]
 
 calls: Cache[Plan] = Cache(4 * CAPACITY)  # by the arguments of `compile`, as they are given
 plans: Cache[Plan] = Cache(CAPACITY)  # by simplified graph, target, options and backends
-looks: dict[Look, tuple[Plan, Names]] = {}  # of calls without a plan: who runs such tensors
+looks: dict[Look, Plan] = {}  # of calls without a plan: who runs such tensors
 preferred: ContextVar[Backends | None] = ContextVar("preferred", default=None)
 avoided: ContextVar[tuple[str, ...]] = ContextVar("avoided", default=())
 
@@ -197,6 +196,13 @@ def resolve_workspace(workspace: Workspace | None) -> Workspace:
     if workspace is not None and not isinstance(workspace, Workspace):
         raise GraphError(f"workspace {workspace!r} is no Workspace; bytes are for max_workspace")
     return workspace or default_workspace()
+
+
+def remember(look: Look, plan: Plan) -> None:
+    """Keep the plan of tensors that look so. Many looks share a plan, so all go at once."""
+    if len(looks) >= CAPACITY:
+        looks.clear()
+    looks[look] = plan
 
 
 def plan_simplified(graph: Graph, target: Target, options: Options, among: Backends | None) -> Plan:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from attrs import Factory, define, evolve, field, frozen
+from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 
 from attn_graph.errors import (
     GraphError,
@@ -50,11 +52,13 @@ class Memo:
     """What a plan remembers: the looks of tensors that it has checked, and backward plans.
 
     call: the look of the last call's tensors. last: that of the last backward's, and its plan.
+    content: the plan as text, once it was wanted.
     """
 
     call: Look = field(factory=list)
     last: tuple[Look, Pull | None] = ([], None)
     pulls: dict[tuple[object, ...], Pull] = field(factory=dict)
+    content: str = ""
 
 
 @final
@@ -80,7 +84,7 @@ class Plan:
     also: tuple[str, ...]
     executable: Executable
     backward: Callable[..., Plan]  # the plan of its gradient for some inputs and cotangents
-    recipe: tuple[Callable[..., Plan], tuple[object, ...]]  # a function and what it made this of
+    recipe: tuple[Callable[..., Plan], tuple[Any, ...]]  # Any: a function and what it made this of
     precision: str = "ieee"  # of float32 products
     run: Callable[..., tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = field(
         init=False, default=Factory(lambda plan: plan.executable.run, takes_self=True)
@@ -102,6 +106,12 @@ class Plan:
     def __call__(self, /, *tensors: torch.Tensor, **named: torch.Tensor) -> torch.Tensor | Tensors:
         if named or len(tensors) != self.count:
             tensors = self.arranged(tensors, named)
+        if (
+            is_dynamo_compiling()
+            or _are_functorch_transforms_active()
+            or _len_torch_dispatch_stack()
+        ):
+            return self.call_op(tensors)
         look: Look = []
         wants = False
         try:
@@ -112,16 +122,30 @@ class Plan:
             look = [None]
         if look != self.memo.call:
             self.admit(tensors, look)
-        return self.run_known(tensors, wants)
-
-    def run_known(self, tensors: Tensors, wants: bool) -> torch.Tensor | Tensors:
-        """The outputs for tensors that were checked. wants: whether one of them requires grad."""
         if forward_ad._current_level >= 0:
             refuse_tangents(tensors)
         if wants and torch.is_grad_enabled():
             outputs: Sequence[torch.Tensor] = run_with_autograd(self, tensors)
         else:
             outputs = self.infer(*tensors)[0]
+        return outputs[0] if self.single else tuple(outputs)
+
+    def run_known(self, tensors: Tensors, wants: bool) -> torch.Tensor | Tensors:
+        """The same for tensors that were checked. wants: whether one of them requires grad.
+
+        A call does this without calling it: each function of ours on its way is counted.
+        """
+        if forward_ad._current_level >= 0:
+            refuse_tangents(tensors)
+        if wants and torch.is_grad_enabled():
+            outputs: Sequence[torch.Tensor] = run_with_autograd(self, tensors)
+        else:
+            outputs = self.infer(*tensors)[0]
+        return outputs[0] if self.single else tuple(outputs)
+
+    def call_op(self, tensors: Tensors) -> torch.Tensor | Tensors:
+        """The same by an operator of PyTorch's: what traces and transforms calls needs one."""
+        outputs = torch.ops.attn_graph.attention(list(tensors), content_of(self))
         return outputs[0] if self.single else tuple(outputs)
 
     def arranged(self, tensors: Tensors, named: Mapping[str, torch.Tensor]) -> Tensors:
@@ -144,11 +168,15 @@ class Plan:
 
     def admit(self, tensors: Tensors, look: Look) -> None:
         """Check the tensors in full, and remember how such ones look."""
+        self.check_tensors(tensors)
+        if not is_traced():
+            self.memo.call = look
+
+    def check_tensors(self, tensors: Tensors) -> None:
+        """Raise PlanTargetError or PlanMismatchError unless the tensors are as declared."""
         self.check_device(tensors)
         specs = {i.name: i.spec for i in self.graph.inputs}
         check(dict(zip(specs, tensors, strict=True)), specs, self.target)
-        if not is_traced():
-            self.memo.call = look
 
     def check_device(self, tensors: Tensors) -> None:
         """Raise PlanTargetError for tensors on another kind of GPU than the plan is for."""
@@ -235,7 +263,7 @@ class Plan:
         )
         return Pull(plan, anew)
 
-    def __reduce__(self) -> tuple[Callable[..., Plan], tuple[object, ...]]:
+    def __reduce__(self) -> tuple[Callable[..., Plan], tuple[Any, ...]]:  # Any: of the recipe
         return self.recipe
 
     def __copy__(self) -> Plan:
@@ -376,6 +404,18 @@ def look_at(tensors: Sequence[torch.Tensor]) -> Look:
     for t in tensors:
         look += t.shape, t.stride(), t.dtype, t.device, t.is_neg()
     return look
+
+
+def content_of(plan: Plan) -> str:
+    """The plan as text. Raises PlanTargetError where it is for another machine than this one."""
+    from attn_graph.planner.content import write_plan
+
+    if not plan.memo.content:
+        plan.memo.content = write_plan(*plan.recipe[1])
+    return plan.memo.content
+
+
+content_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as assume_constant_result
 
 
 def constant_places(graph: Graph) -> tuple[int, ...]:

@@ -189,9 +189,17 @@ def normalise_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int
 
 def memory_order(spec: TensorSpec) -> tuple[int, ...]:
     """Axes from the outermost in memory to the innermost; else in logical order."""
-    axes = range(len(spec.shape))
-    if any(s == 0 and n > 1 for n, s in zip(spec.shape, spec.strides, strict=True)):
+    return order_axes(spec.shape, spec.strides)
+
+
+def order_axes(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """The same of sizes and strides, which may be symbolic. Strides of axes of size 1 don't count.
+
+    A tensor that broadcasts, or has no elements, is in logical order.
+    """
+    axes = range(len(shape))
+    if any(n == 0 or (s == 0 and n > 1) for n, s in zip(shape, strides, strict=True)):
         return tuple(axes)
-    long = [a for a in axes if spec.shape[a] > 1]
-    ranked = iter(sorted(long, key=lambda a: -spec.strides[a]))
+    long = [a for a in axes if shape[a] > 1]
+    ranked = iter(sorted(long, key=lambda a: -strides[a]))
     return tuple(next(ranked) if a in long else a for a in axes)

@@ -18,6 +18,10 @@ from attn_graph.ir.modifiers import Alibi, Bias, SoftCap
 from attn_graph.masks import Align
 from attn_graph.spec import FLOATS, TensorSpec, ValueType
 
+EXTRA = (  # the inputs that options of `attention` add, in their order; those of masks follow
+    *("bias", "alibi", "keep", "kv_lengths", "q_lengths", "sinks"),
+    *("q_segments", "kv_segments", "seed", "offset"),
+)
 T = TypeVar("T")
 
 
@@ -277,7 +281,8 @@ def attention(
     if dropout:
         given["seed"] = given["offset"] = TensorSpec((), torch.int64)
     specs = {"q": q, "k": k, "v": v}
-    specs |= {name: spec for name, spec in (given | data).items() if spec is not None}
+    more = {name: given.get(name) for name in EXTRA} | data
+    specs |= {name: spec for name, spec in more.items() if spec is not None}
     x = {name: b.input(name, spec) for name, spec in specs.items()}
     b.problem(*dtype_problems(q, v, bias=bias, alibi=slopes, sinks=sinks))
     names = b.attempt(lambda: statistic_names(stats)) or ()

@@ -70,11 +70,12 @@ record = super(torch.autograd.Function, AutogradCall).apply  # pyright: ignore[r
 def run_with_autograd(plan: Recordable, tensors: Tensors) -> tuple[torch.Tensor, ...]:
     """The plan's outputs, differentiable by every input that requires grad.
 
-    Raises GraphError under torch.func's transforms.
+    Raises GraphError under torch.func's transforms, under which calls go another way: this is the
+    backward of a call outside of them.
     """
     if _are_functorch_transforms_active():
         raise GraphError(
-            "a plan has no rule for torch.func's transforms (grad, vjp, jacrev, vmap of a "
-            "gradient); take the gradient by torch.autograd.grad, or by the plan `plan.vjp`"
+            "within a transform of torch.func a gradient is taken of a plan's call outside of it; "
+            "call the plan within the transform, or take the gradient without create_graph"
         )
     return record(plan, *tensors)  # type: ignore[no-any-return, no-untyped-call]  # of torch

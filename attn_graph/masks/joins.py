@@ -100,6 +100,10 @@ class Mask:
         """
         return self
 
+    def __fx_repr__(self) -> tuple[str, dict[str, type[Mask]]]:
+        """The text of a mask and the classes that it names, as torch.compile wants them."""
+        return str(self), {cls.__name__: cls for cls in leaf_classes(self)}
+
     def picture(self, M: int, N: int, /, **data: torch.Tensor) -> str:
         """Which of M x N places are kept, as text; data: what the mask reads. See `pictures`."""
         from attn_graph.masks.pictures import picture  # which imports this module
@@ -172,6 +176,15 @@ class Join(Mask):
 
     def resolved(self, M: int, N: int, ragged: tuple[str, ...]) -> Mask:
         return type(self)(*(part.resolved(M, N, ragged) for part in self.parts))
+
+
+def leaf_classes(mask: Mask) -> Iterator[type[Mask]]:
+    """The classes of the leaves of a mask."""
+    if isinstance(mask, Join):
+        for part in mask.parts:
+            yield from leaf_classes(part)
+    else:
+        yield type(mask)
 
 
 def join_masks(kind: type[And] | type[Or], masks: Iterable[Mask]) -> Mask:

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import _is_any_autocast_enabled
+from torch.compiler import is_dynamo_compiling
 
 from attn_graph import compiler
-from attn_graph.compiler import CAPACITY, Look, avoided, looks, preferred
+from attn_graph.compiler import Look, avoided, looks, preferred, remember
 from attn_graph.errors import GraphError
 from attn_graph.ir import builder
+from attn_graph.ir.graph import Graph
 from attn_graph.machine.ambient import is_traced
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import read_switches
@@ -22,13 +24,16 @@ from attn_graph.spec import TensorSpec
 # The options of a call, in this order: those of a graph, then those of `compile`.
 GRAPH_OPTIONS = ("mask", "scale", "align", "soft_cap", "alibi", "dropout", "stats")
 CHOICE = ("backends", "avoid", "deterministic", "precision", "on_fallback", "max_workspace")
+OPTIONS = (*GRAPH_OPTIONS, *CHOICE)
 USUAL_CHOICE = (None, (), False, None, "ignore", None)
 SEED = ("seed", "offset")  # inputs that a graph with dropout has by itself
+SEGMENTS = ("q_segments", "kv_segments")  # inputs that a graph takes as a pair
+NUMBERS = ("scale", "soft_cap", "dropout")  # options that are floats
 MOST_SEED = 2**62  # numbers that are drawn for SEED are below it
 
 Outputs = Tensor | tuple[Tensor, ...]
-Named = Mapping[str, Tensor]  # tensors beside q, k and v, by name of the input
-Options = tuple[Any, ...]  # Any: a value for each of GRAPH_OPTIONS, then for each of CHOICE
+Named = Mapping[str, Tensor]  # tensors beside q, k and v by name, in the order of the inputs
+Options = tuple[Any, ...]  # Any: a value for each of OPTIONS
 Anew = Callable[[Tensor, Tensor, Tensor, Named, Options, Look | None], Outputs]
 
 
@@ -36,18 +41,57 @@ def attend_anew(
     q: Tensor, k: Tensor, v: Tensor, named: Named, options: Options, look: Look | None
 ) -> Outputs:
     """Attention on tensors that look like none before. It is remembered, unless `look` is None."""
+    if is_dynamo_compiling() or is_traced():
+        return attend_by_op(q, k, v, named, options)
     tensors = {"q": q, "k": k, "v": v, **named}
     require_tensors(tensors)
+    if any(t.is_meta or is_watched(t) for t in tensors.values()):
+        return attend_by_op(q, k, v, named, options)
     if any(t.is_neg() for t in tensors.values()):
         q, k, v, *more = (t.resolve_neg() for t in tensors.values())
         return attend_as(q, k, v, dict(zip(named, more, strict=True)), options)
     plan = new_plan(q, k, v, named, options)
-    outputs = plan(q, k, v, **named)
+    outputs = plan(**tensors)
     if look is not None:
-        if len(looks) >= CAPACITY:
-            looks.clear()
-        looks[look] = plan, tuple(i.name for i in plan.graph.inputs[3:])
+        remember(look, plan)
     return outputs
+
+
+def attend_by_op(q: Tensor, k: Tensor, v: Tensor, named: Named, options: Options) -> Outputs:
+    """The same by an operator of PyTorch's: what traces and transforms calls needs one."""
+    mask, scale, align, soft_cap, alibi, dropout, stats, backends, *rest = options
+    text = content_of_call(
+        *(tuple(named), mask, exact(scale), align, exact(soft_cap), alibi, exact(dropout), stats),
+        *(None if backends is None else tuple(backends), *rest),
+    )
+    outputs = torch.ops.attn_graph.attention([q, k, v, *named.values()], text)
+    return tuple(outputs) if stats else outputs[0]
+
+
+def exact(number: float | None) -> str | None:
+    """A float as the text that has all its bits: as such torch.compile takes it for a constant."""
+    return None if number is None else float(number).hex()
+
+
+def content_of_call(names: tuple[str, ...], *options: object) -> str:
+    """The text of a call. options: as OPTIONS, floats as `exact` gives them."""
+    from attn_graph.planner.content import write_call
+
+    given = dict(zip(OPTIONS, options, strict=True))
+    return write_call(names, given | {n: number_of(given[n]) for n in NUMBERS})
+
+
+content_of_call._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as assume_constant_result
+
+
+def number_of(text: object) -> float | None:
+    """The float of a text that `exact` gave."""
+    return None if text is None else float.fromhex(str(text))
+
+
+def is_watched(t: Tensor) -> bool:
+    """Whether a tensor is of a class that sees each operation on it, as fake tensors are."""
+    return type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 def attend_as(
@@ -57,8 +101,8 @@ def attend_as(
 
     anew: what computes it, and checks the tensors, where they look like none before.
     """
-    if is_traced():
-        return anew(q, k, v, named, options, None)
+    if is_dynamo_compiling() or is_traced():
+        return anew(*cast_inputs(q, k, v, named), options, None)
     if _is_any_autocast_enabled():
         q, k, v, named = cast_inputs(q, k, v, named)
     try:
@@ -72,7 +116,7 @@ def attend_as(
         for name, t in named.items():
             look += name, t.shape, t.stride(), t.dtype, t.device, t.is_neg(), t.__class__
             wants = wants or t.requires_grad
-        plan, names = looks[look]
+        plan = looks[look]
     except KeyError:
         return anew(q, k, v, named, options, look)
     except (AttributeError, RuntimeError, TypeError):  # no tensor, no strides, no hash
@@ -80,22 +124,29 @@ def attend_as(
         if plain != options:
             return attend_as(q, k, v, named, plain, anew)
         return anew(q, k, v, named, options, None)
-    if named:
-        return plan.run_known((q, k, v, *(named[name] for name in names)), wants)
-    return plan.run_known((q, k, v), wants)
+    return plan.run_known((q, k, v, *named.values()) if named else (q, k, v), wants)
 
 
 def new_plan(q: Tensor, k: Tensor, v: Tensor, named: Named, options: Options) -> Plan:
     """The plan for tensors that look like these. Raises GraphError and NoBackendError."""
-    graph_options = dict(zip(GRAPH_OPTIONS, options, strict=False))
-    specs = {name: TensorSpec.like(t) for name, t in named.items()}
-    if graph_options["dropout"]:
-        specs = {name: spec for name, spec in specs.items() if name not in SEED}
-    graph = builder.attention(
-        TensorSpec.like(q), TensorSpec.like(k), TensorSpec.like(v), **graph_options | specs
-    )
-    choice = dict(zip(CHOICE, options[len(GRAPH_OPTIONS) :], strict=True))
+    tensors = {"q": q, "k": k, "v": v, **named}
+    given = dict(zip(OPTIONS, options, strict=True))
+    graph = make_graph({name: TensorSpec.like(t) for name, t in tensors.items()}, given)
+    choice = {name: given[name] for name in CHOICE}
     return compiler.compile(graph, target=Target.here(q.device), **choice)
+
+
+def make_graph(
+    specs: Mapping[str, TensorSpec],
+    options: Mapping[str, Any],  # Any: the values of OPTIONS
+) -> Graph:
+    """The graph of a call. specs: of all its tensors. options: by name. Raises GraphError."""
+    free = SEED if options["dropout"] else ()  # the graph has these by itself
+    given: dict[str, Any] = {name: options[name] for name in GRAPH_OPTIONS}
+    given |= {name: spec for name, spec in specs.items() if name not in free}
+    if given.keys() >= {*SEGMENTS}:
+        given["segments"] = tuple(given.pop(name) for name in SEGMENTS)
+    return builder.attention(**given)
 
 
 def require_tensors(tensors: Named) -> None:

@@ -19,11 +19,13 @@ from attn_graph.errors import (
     TensorError,
     TensorRankError,
 )
+from attn_graph.ir.builder import EXTRA
 from attn_graph.lowering.backend import Backend, Fallback
 from attn_graph.machine.torch_switches import Precision
 from attn_graph.masks import Align, Causal, Mask, Prefix
 from attn_graph.nn.calls import (
     GRAPH_OPTIONS,
+    SEGMENTS,
     USUAL_CHOICE,
     Named,
     Options,
@@ -93,15 +95,17 @@ def attention(
         mask, scale, align, soft_cap, alibi is True, dropout, stats,
         backends, avoid, deterministic, precision, on_fallback, max_workspace,
     )  # fmt: skip
-    if segments is not None:
-        data["q_segments"], data["kv_segments"] = two_parts(segments)
+    if dropout and seed is None and offset is None:
+        data |= draw_seed(q.device)
     if not (bias is alibi is keep is q_lengths is kv_lengths is sinks is seed is offset is None):
         slopes = None if isinstance(alibi, bool) else alibi
         more = {"bias": bias, "alibi": slopes, "keep": keep, "sinks": sinks}
         more |= {"kv_lengths": kv_lengths, "q_lengths": q_lengths, "seed": seed, "offset": offset}
         data |= {name: tensor for name, tensor in more.items() if tensor is not None}
-    if dropout and seed is None and offset is None:
-        data |= draw_seed(q.device)
+    if segments is not None:
+        data |= dict(zip(SEGMENTS, two_parts(segments), strict=True))
+    if data:  # in the order of the graph's inputs
+        data = {name: data.pop(name) for name in EXTRA if name in data} | data
     return attend_as(q, k, v, data, options)
 
 

@@ -1,0 +1,108 @@
+"""torch.func.vmap of the operators: the mapped axis becomes a part of the batch, or a loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from attn_graph.planner.content import CallContent, Content
+
+HEADWISE = ("sinks", "seed", "offset")  # their first axis, if any, is not the batch
+
+Op = Callable[..., list[Tensor]]
+Dims = Sequence[int | None]  # for each tensor the axis along which it is mapped
+
+
+@final
+@frozen(eq=False)
+class Mapped:
+    """The tensors of a call under vmap, the inputs first.
+
+    size: of the mapped axis. names: of the inputs beside q, k and v.
+    """
+
+    size: int
+    tensors: Sequence[Tensor]
+    dims: Dims
+    names: tuple[str, ...] = ()
+
+    @property
+    def shapes(self) -> list[list[int]]:
+        """The shapes without the mapped axis."""
+        return [
+            [n for axis, n in enumerate(t.shape) if axis != d]
+            for t, d in zip(self.tensors, self.dims, strict=True)
+        ]
+
+    @property
+    def batch(self) -> int:
+        """B, of one call."""
+        return self.shapes[0][0]
+
+    def has_batch(self, n: int) -> bool:
+        """Whether the first axis of tensor n is the batch, full or 1."""
+        name = dict(enumerate(self.names, 3)).get(n)
+        return name not in HEADWISE and not (name == "alibi" and len(self.shapes[n]) == 1)
+
+    def folds(self, needs: Sequence[bool]) -> bool:
+        """Whether one call with a longer batch computes all. needs: inputs that need gradients."""
+        shapes, batch = self.shapes, self.batch
+        mapped = [n for n, d in enumerate(self.dims) if d is not None]
+        wanted = [n for n, need in enumerate(needs) if need]
+        each_its_own = all(self.has_batch(n) and shapes[n][0] == batch for n in wanted)
+        return each_its_own and all(map(self.has_batch, mapped))
+
+    def folded(self) -> list[Tensor]:
+        """The tensors with the mapped axis in the batch."""
+        return [
+            self.fold(t, d) if self.has_batch(n) else t
+            for n, (t, d) in enumerate(zip(self.tensors, self.dims, strict=True))
+        ]
+
+    def fold(self, t: Tensor, d: int | None) -> Tensor:
+        """One of them."""
+        if d is None:
+            if t.ndim == 4 and t.shape[0] == 1 < self.batch:  # broadcasts, as it did
+                return t
+            return t.expand(self.size, *t.shape).flatten(0, 1)
+        front = t.movedim(d, 0)
+        return front.expand(self.size, self.batch, *front.shape[2:]).flatten(0, 1)
+
+    def slices(self) -> list[list[Tensor]]:
+        """The tensors of each call."""
+        return [
+            [
+                t if d is None else t.select(d, i)
+                for t, d in zip(self.tensors, self.dims, strict=True)
+            ]
+            for i in range(self.size)
+        ]
+
+
+def map_call(
+    op: Op,
+    content: Content,
+    mapped: Mapped,
+    needs: Sequence[bool],
+    *more: Any,  # Any: of the op
+) -> tuple[list[Tensor], list[int]]:
+    """The results for all, and the axis along which each is mapped: the first."""
+    if is_foldable(content) and mapped.folds(needs):
+        results = op(mapped.folded(), *more)
+        return [x.unflatten(0, (mapped.size, -1)) for x in results], [0] * len(results)
+    every = [op(tensors, *more) for tensors in mapped.slices()]
+    stacked = [torch.stack(each) for each in zip(*every, strict=True)]
+    return stacked, [0] * len(stacked)
+
+
+def is_foldable(content: Content) -> bool:
+    """Whether a longer batch computes for each entry what it would alone.
+
+    Not so for plans, whose sizes are fixed, for dropout, which counts entries, and for a user's
+    own masks, which may.
+    """
+    return isinstance(content, CallContent) and not content.own and not content.dropout

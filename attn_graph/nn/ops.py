@@ -1,0 +1,433 @@
+"""torch.ops.attn_graph: attention as operators of PyTorch, for code that is traced or transformed.
+
+`attention` takes tensors and the text of a plan, or of a call without one, and plans by what the
+tensors look like when it runs; `attention_backward` takes what that saved, and cotangents. What
+PyTorch wants of an operator is here: results for fake tensors, derivatives, batching.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any, final
+
+import torch
+from attrs import frozen
+from torch import Tensor
+from torch._C import _AutoDispatchBelowAutograd
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch._library.opaque_object import MemberType, register_opaque_type
+from torch.autograd.function import _SingleLevelFunction
+
+from attn_graph.compiler import Look, avoided, looks, plan_simplified, preferred, remember
+from attn_graph.errors import GraphError, PlanMismatchError, PlanTargetError
+from attn_graph.ir.attention import SAVED
+from attn_graph.ir.builder import statistic_names
+from attn_graph.ir.graph import NO_SECOND, Graph
+from attn_graph.ir.vjp import residuals, result_spec
+from attn_graph.lowering.backend import Backend
+from attn_graph.machine.target import Target
+from attn_graph.machine.torch_switches import read_switches
+from attn_graph.masks import Mask
+from attn_graph.nn.batching import Mapped, map_call
+from attn_graph.nn.calls import OPTIONS, make_graph, new_plan
+from attn_graph.plan import Plan, refuse_tangents
+from attn_graph.planner.content import MOST_TEXTS, OWN, CallContent, PlanContent, read_content
+from attn_graph.spec import (
+    TensorSpec,
+    ValueType,
+    accumulator,
+    dense_strides,
+    memory_order,
+    normalise_strides,
+    order_axes,
+)
+
+NAME = "attn_graph"
+DEVICES = ("CPU", "CUDA")
+
+Context = Any  # autograd's own, on which torch puts what it likes
+Tensors = Sequence[Tensor]
+
+
+# What a text says
+
+
+@final
+@frozen
+class Results:
+    """What `attention` returns: what a call does, then what the backward reads beside that.
+
+    count: how many a call returns. saved: the places of all that the backward reads. constants:
+    the places of those that have no gradient.
+    """
+
+    count: int
+    saved: tuple[int, ...]
+    constants: tuple[int, ...] = ()
+
+    @classmethod
+    def of_graph(cls, graph: Graph) -> Results:
+        """Of a plan's graph."""
+        known, outputs = graph.differentiable_outputs, graph.outputs
+        kept = residuals(graph)
+        every = outputs + tuple(i for i in kept if i not in outputs)
+        constants = tuple(place for place, i in enumerate(outputs) if i not in known)
+        return cls(len(outputs), tuple(map(every.index, kept)), constants)
+
+    @classmethod
+    def of_call(cls, content: CallContent) -> Results:
+        """Of a call without a plan."""
+        names = ("o", *statistic_names(content.stats))
+        every = names if "lse" in names else (*names, "lse")
+        constants = tuple(place for place, name in enumerate(names) if name not in SAVED)
+        return cls(len(names), tuple(map(every.index, SAVED)), constants)
+
+
+@lru_cache(MOST_TEXTS)
+def restore_graph(text: str) -> tuple[PlanContent, Graph]:
+    """A plan's text as a value, and its graph."""
+    content = read_content(text)
+    assert isinstance(content, PlanContent)
+    return content, content.restore()[0]
+
+
+@lru_cache(MOST_TEXTS)
+def results_of(text: str) -> Results:
+    """What the op returns for a text."""
+    content = read_content(text)
+    if isinstance(content, CallContent):
+        return Results.of_call(content)
+    return Results.of_graph(restore_graph(text)[1])
+
+
+def find_plan(tensors: Tensors, text: str) -> Plan:
+    """The plan of a text for tensors that look like these; checked in full where they are new."""
+    look: Look = (text, read_switches(), preferred.get(), avoided.get())
+    for t in tensors:
+        look += t.shape, t.stride(), t.dtype, t.device
+    plan = looks.get(look)
+    if plan is None:
+        plan = plan_anew(tensors, text)
+        remember(look, plan)
+    return plan
+
+
+def plan_anew(tensors: Tensors, text: str) -> Plan:
+    """The plan of a text for these tensors. Raises as `compile` and calls of plans do."""
+    content = read_content(text)
+    if isinstance(content, CallContent):
+        options, (q, k, v, *more) = content.restore(), tensors
+        named = dict(zip(content.names, more, strict=True))
+        plan = new_plan(q, k, v, named, tuple(options[name] for name in OPTIONS))
+    else:
+        here = Target.here(tensors[0].device) if tensors else Target.here()
+        require_target(content, here)
+        graph, choice, among = content.restore()
+        plan = plan_simplified(graph, here, choice, among)
+    plan.check_tensors(tuple(tensors))
+    return plan
+
+
+def require_target(content: PlanContent, here: Target) -> None:
+    """Raise PlanTargetError unless the plan is for this machine."""
+    if content.target != here.name:
+        raise PlanTargetError(f"the plan is for {content.target}, and the tensors are on {here}")
+
+
+# The computation
+
+
+def run_attention(tensors: Tensors, text: str, saves: bool = False) -> list[Tensor]:
+    """What a call returns; with `saves` what the backward reads as well."""
+    plan, results = find_plan(tensors, text), results_of(text)
+    with torch.no_grad():
+        if not saves:
+            return [*plan.infer(*tensors)[0]]
+        outputs, saved = plan.run(*tensors)
+    hidden = [t for t, place in zip(saved, results.saved, strict=True) if place >= results.count]
+    if not hidden:
+        return [*outputs]
+    layouts = result_layouts(plan.graph)[results.count :]
+    return [*outputs, *(lay(t, s) for t, (_, s) in zip(hidden, layouts, strict=True))]
+
+
+def run_gradient(
+    tensors: Tensors, text: str, needs: Sequence[bool], given: Sequence[bool]
+) -> list[Tensor]:
+    """The gradients of the inputs marked in `needs`, each dense in the order of its input.
+
+    tensors: the inputs, what `attention` saved, the cotangents that are marked in `given`.
+    """
+    count, known = len(needs), len(needs) + len(results_of(text).saved)
+    inputs, cotangents = tensors[:count], iter(tensors[known:])
+    grads = [next(cotangents) if each else None for each in given]
+    with torch.no_grad():
+        gradients = find_plan(inputs, text).pull(tuple(needs), tensors[:known], grads)
+    wanted = (t for t, need in zip(inputs, needs, strict=True) if need)
+    return [lay(g, strides_like(t)) for g, t in zip(gradients, wanted, strict=True)]
+
+
+def strides_like(x: Tensor) -> tuple[int, ...]:
+    """Dense strides in the memory order of a tensor."""
+    return dense_strides(x.shape, order_axes(x.shape, x.stride()))
+
+
+def lay(x: Tensor, strides: Sequence[int]) -> Tensor:
+    """A tensor with these dense strides: a copy where it has others."""
+    if normalise_strides(x.shape, x.stride()) == normalise_strides(x.shape, strides):
+        return x
+    return x.new_empty_strided(x.shape, strides).copy_(x)
+
+
+@lru_cache(MOST_TEXTS)
+def result_layouts(graph: Graph) -> tuple[tuple[ValueType, tuple[int, ...]], ...]:
+    """Type and strides of each result of the op for a plan's graph."""
+    every = (*graph.outputs, *(i for i in residuals(graph) if i not in graph.outputs))
+    specs = [result_spec(graph, i) for i in every]
+    return tuple((s.type, dense_strides(s.shape, memory_order(s))) for s in specs)
+
+
+# Results for fake tensors
+
+
+def fake_attention(tensors: Tensors, text: str, saves: bool = False) -> list[Tensor]:
+    """Empty results. Raises what calls raise, for sizes that may be symbolic."""
+    content, results = read_content(text), results_of(text)
+    if isinstance(content, CallContent):
+        every = [*fake_results(content, tensors)]
+    else:
+        graph = restore_graph(text)[1]
+        require_specs(graph, tensors)
+        every = [
+            tensors[0].new_empty_strided(type_.shape, strides, dtype=type_.dtype)
+            for type_, strides in result_layouts(graph)
+        ]
+    return every if saves else every[: results.count]
+
+
+def fake_results(content: CallContent, tensors: Tensors) -> Iterator[Tensor]:
+    """o in the memory order of q, then statistics in C order."""
+    require_fit(content, tensors)
+    q, v = tensors[0], tensors[2]
+    shape = (*q.shape[:3], v.shape[3])
+    yield q.new_empty_strided(shape, dense_strides(shape, order_axes(q.shape, q.stride())))
+    for _ in {*statistic_names(content.stats), "lse"}:
+        yield q.new_empty(shape[:3], dtype=accumulator(q.dtype))
+
+
+def require_specs(graph: Graph, tensors: Tensors) -> None:
+    """Raise PlanMismatchError for tensors other than a graph declares."""
+    differences = [
+        f"{i.name}: expected {i.spec}, got {t.dtype} {[*t.shape]} with strides {[*t.stride()]}"
+        for i, t in zip(graph.inputs, tensors, strict=True)
+        if (t.dtype, *t.shape) != (i.spec.dtype, *i.spec.shape)
+        or normalise_strides(t.shape, t.stride()) != i.spec.strides
+    ]
+    if differences:
+        raise PlanMismatchError(*differences)
+
+
+def require_fit(content: CallContent, tensors: Tensors) -> None:
+    """Raise GraphError for tensors that make no sense together; symbolic sizes by their example."""
+    names = ("q", "k", "v", *content.names)
+    specs = [example_spec(t) for t in tensors]
+    known = {name: spec for name, spec in zip(names, specs, strict=True) if spec is not None}
+    if len(known) == len(names):
+        make_graph(known, content.restore())
+
+
+def example_spec(t: Tensor) -> TensorSpec | None:
+    """A tensor's spec, by examples where sizes are symbols; None where a symbol has none."""
+    sizes = [example_of(n) for n in (*t.shape, *t.stride())]
+    numbers = [n for n in sizes if n is not None]
+    if len(numbers) < len(sizes):
+        return None
+    return TensorSpec(numbers[: t.ndim], t.dtype, numbers[t.ndim :])
+
+
+def example_of(size: int | torch.SymInt) -> int | None:
+    """A size, or the one that a symbol stands for while it is traced; None where it has none."""
+    if isinstance(size, torch.SymInt):
+        return size.node.hint if size.node.has_hint() else None
+    return size
+
+
+def fake_backward(
+    tensors: Tensors, text: str, needs: Sequence[bool], given: Sequence[bool]
+) -> list[Tensor]:
+    """Empty gradients."""
+    wanted = (t for t, need in zip(tensors, needs, strict=False) if need)
+    return [t.new_empty_strided(t.shape, strides_like(t)) for t in wanted]
+
+
+# Derivatives. Functions of one level of torch.func's, as PyTorch's own operators are: they see the
+# tensors of that level alone, and what they call is recorded by the levels around it.
+
+
+@contextmanager
+def below_autograd() -> Iterator[None]:
+    """A context for what a Function calls: levels of torch.func's around this one record it.
+
+    A Function turns recording off, for those as well.
+    """
+    with torch.enable_grad(), _AutoDispatchBelowAutograd():
+        yield
+
+
+class OpCall(_SingleLevelFunction):
+    """A call of `attention` that autograd records."""
+
+    @staticmethod
+    def forward(ctx: Context, text: str, saves: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """What the op returns; inputs, o and lse are saved."""
+        with below_autograd():
+            every = OP(tensors, text, True)
+        results = results_of(text)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, *(every[place] for place in results.saved))
+        ctx.mark_non_differentiable(*(every[place] for place in results.constants))
+        ctx.text, ctx.count = text, results.count
+        return tuple(every if saves else every[: results.count])
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The gradient of each input that needs one."""
+        if any(g is not None for g in grads[ctx.count :]):
+            raise GraphError(NO_SECOND)
+        needs, used = ctx.needs_input_grad[2:], grads[: ctx.count]
+        tensors = [*ctx.saved_tensors, *(g for g in used if g is not None)]
+        gradients = OP_BACKWARD(tensors, ctx.text, needs, [g is not None for g in used])
+        each = iter(gradients)
+        return None, None, *(next(each) if need else None for need in needs)
+
+
+class OpBackwardCall(_SingleLevelFunction):
+    """A call of `attention_backward` that autograd records, and has no derivative of."""
+
+    @staticmethod
+    def forward(
+        ctx: Context, text: str, needs: Sequence[bool], given: Sequence[bool], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        """The gradients."""
+        with below_autograd():
+            return tuple(OP_BACKWARD(tensors, text, needs, given))
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Raises GraphError."""
+        raise GraphError(NO_SECOND)
+
+
+def records(tensors: Tensors) -> bool:
+    """Whether autograd records a call on these tensors. Raises GraphError for tangents."""
+    refuse_tangents(tuple(tensors))
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+def record_attention(tensors: Tensors, text: str, saves: bool = False) -> list[Tensor]:
+    """`attention` under autograd."""
+    if records(tensors):
+        with enable_single_level_autograd_function():
+            return [*OpCall.apply(text, saves, *tensors)]  # type: ignore[attr-defined]  # of torch's C base class
+    with _AutoDispatchBelowAutograd():
+        return OP(tensors, text, saves)  # type: ignore[no-any-return]  # of torch
+
+
+def record_backward(
+    tensors: Tensors, text: str, needs: Sequence[bool], given: Sequence[bool]
+) -> list[Tensor]:
+    """`attention_backward` under autograd."""
+    if records(tensors):
+        with enable_single_level_autograd_function():
+            return [*OpBackwardCall.apply(text, needs, given, *tensors)]  # type: ignore[attr-defined]  # as above
+    with _AutoDispatchBelowAutograd():
+        return OP_BACKWARD(tensors, text, needs, given)  # type: ignore[no-any-return]  # of torch
+
+
+# vmap
+
+
+def batch_attention(
+    info: Any,  # PyTorch's, with the size of the mapped axis
+    dims: Any,  # for each argument the mapped axis, or None, or a list of these
+    tensors: Tensors,
+    text: str,
+    saves: bool = False,
+) -> tuple[list[Tensor], list[int]]:
+    """`attention` under vmap."""
+    mapped = Mapped(info.batch_size, tensors, dims[0], names_of_call(text))
+    return map_call(OP, read_content(text), mapped, (), text, saves)
+
+
+def batch_backward(
+    info: Any,  # as above
+    dims: Any,  # as above
+    tensors: Tensors,
+    text: str,
+    needs: Sequence[bool],
+    given: Sequence[bool],
+) -> tuple[list[Tensor], list[int]]:
+    """`attention_backward` under vmap."""
+    mapped = Mapped(info.batch_size, tensors, dims[0], names_of_call(text))
+    return map_call(OP_BACKWARD, read_content(text), mapped, needs, text, needs, given)
+
+
+def names_of_call(text: str) -> tuple[str, ...]:
+    """The tensors beside q, k and v; of a plan none, since it is not folded."""
+    content = read_content(text)
+    return content.names if isinstance(content, CallContent) else ()
+
+
+# What PyTorch is told
+
+
+def introduce(*things: type[Any] | Backend) -> None:  # Any: masks, modifiers or ops
+    """Make classes and backends of your own known before exported code runs that names them.
+
+    Not needed in a process that has called or compiled attention with them.
+    """
+    for thing in things:
+        OWN.number(thing.name if isinstance(thing, Backend) else thing.__name__, thing)
+
+
+def define_op(
+    name: str,
+    signature: str,
+    run: Callable[..., object],
+    record: Callable[..., object],
+    fake: Callable[..., object],
+    batch: Callable[..., object],
+) -> None:
+    """Define an operator of the library."""
+    LIBRARY.define(f"{name}{signature}", tags=(torch.Tag.pt2_compliant_tag,))
+    for device in DEVICES:
+        LIBRARY.impl(name, run, device)
+    LIBRARY.impl(name, record, "Autograd")
+    torch.library.register_fake(f"{NAME}::{name}", fake, lib=LIBRARY)
+    torch.library.register_vmap(f"{NAME}::{name}", batch, lib=LIBRARY)
+
+
+LIBRARY = torch.library.Library(NAME, "DEF")
+define_op(
+    "attention",
+    "(Tensor[] tensors, str text, bool saves=False) -> Tensor[]",
+    run_attention,
+    record_attention,
+    fake_attention,
+    batch_attention,
+)
+define_op(
+    "attention_backward",
+    "(Tensor[] tensors, str text, bool[] needs, bool[] given) -> Tensor[]",
+    run_gradient,
+    record_backward,
+    fake_backward,
+    batch_backward,
+)
+OP = torch.ops.attn_graph.attention.default
+OP_BACKWARD = torch.ops.attn_graph.attention_backward.default
+# So masks may be written inside of compiled code: they are made while it is traced.
+JOINS = ("__and__", "__or__", "__invert__")
+register_opaque_type(Mask, typ="value", members=dict.fromkeys(JOINS, MemberType.USE_REAL))

@@ -1,0 +1,275 @@
+"""What a plan is, or a call without one, as text: code that was compiled or exported keeps that.
+
+The text has all that was said about who runs what, so that it means the same in another process.
+What is a user's own, a class of masks or modifiers, a backend, a workspace, is named in it, and
+known to processes that have used it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import count
+from typing import Any, final
+from weakref import WeakValueDictionary
+
+import attrs
+from attrs import define, field, frozen
+
+from attn_graph.errors import GraphError, PlanTargetError
+from attn_graph.ir.graph import Graph, Op
+from attn_graph.ir.parse import OPS, Parser, parse, parse_mask, read_syntax
+from attn_graph.lowering.backend import Backend, Options
+from attn_graph.machine.store import Store, default_store
+from attn_graph.machine.target import Target
+from attn_graph.machine.torch_switches import Precision, Switches
+from attn_graph.machine.workspace import Workspace, default_workspace
+from attn_graph.masks import LEAVES, And, Mask, Not, Or
+from attn_graph.planner.choose import BACKENDS
+from attn_graph.printing.text import show_call
+
+MOST_TEXTS = 1024  # texts that are remembered as values
+OURS = {*LEAVES, *OPS, And, Or, Not, *BACKENDS}
+WORKSPACE = "workspace"
+
+Names = tuple[tuple[str, int], ...]  # of what is a user's own: a name, and which one of that name
+
+
+@final
+@define(eq=False)
+class Registry:
+    """What users made, by name and number: things of one name have several. It keeps none alive."""
+
+    things: WeakValueDictionary[tuple[str, int], Any] = field(factory=WeakValueDictionary)
+
+    def number(self, name: str, thing: object) -> int:
+        """The number of a thing, the lowest that is free where it has none."""
+        return next(n for n in count(1) if self.things.setdefault((name, n), thing) is thing)
+
+    def thing(self, name: str, number: int) -> Any:  # Any: a class, or a backend
+        """What was numbered so. Raises GraphError for what this process does not know."""
+        thing = self.things.get((name, number))
+        if thing is None:
+            raise GraphError(
+                f"{name} is a class or a backend of a user's own, which this process has not used; "
+                f"say attn_graph.nn.ops.introduce({name}) before code runs that names it"
+            )
+        return thing
+
+    def workspace(self, number: int) -> Workspace:
+        """The default one for 0, else the one of that number, which is made where there is none."""
+        if not number:
+            return default_workspace()
+        made = Workspace()
+        known: Workspace = self.things.setdefault((WORKSPACE, number), made)
+        return known
+
+
+OWN = Registry()
+
+
+@final
+@frozen
+class PlanContent:
+    """A plan: its simplified graph as text, and the options that decide who runs it.
+
+    target: the name of the machine. store: a folder, or whether it is the default one.
+    """
+
+    graph: str
+    target: str
+    backends: tuple[str, ...] | None = None
+    deterministic: bool = False
+    max_workspace: int | None = None
+    workspace: int = 0
+    store: str | bool = True
+    tune: bool = False
+    precision: Precision = "ieee"
+    avoid: tuple[str, ...] = ()
+    on_fallback: str = "ignore"
+    switches: tuple[Any, ...] = tuple(Switches())  # Any: values of Switches
+    own: Names = ()
+
+    def restore(self) -> tuple[Graph, Options, tuple[Backend, ...] | None]:
+        """The graph, its options, and the backends among which to choose."""
+        own = own_by_name(self.own)
+        options = Options(
+            workspace=OWN.workspace(self.workspace),
+            store=restore_store(self.store),
+            switches=Switches(*self.switches),
+            **{
+                name: getattr(self, name)
+                for name in (
+                    *("deterministic", "max_workspace", "tune"),
+                    *("precision", "avoid", "on_fallback"),
+                )
+            },
+        )
+        graph = parse(self.graph, known=classes_among(own))
+        return graph, options, backends_of(self.backends, own)
+
+
+@final
+@frozen
+class CallContent:
+    """A call of attention on tensors, without their shapes: its options, as the call has them.
+
+    names: of the tensors beside q, k and v, in their order. mask: as text.
+    """
+
+    names: tuple[str, ...] = ()
+    mask: str | None = None
+    scale: float | None = None
+    align: str | None = None
+    soft_cap: float | None = None
+    alibi: bool = False
+    dropout: float = 0.0
+    stats: tuple[str, ...] | bool = False
+    backends: tuple[str, ...] | None = None
+    avoid: tuple[str, ...] = ()
+    deterministic: bool = False
+    precision: Precision | None = None
+    on_fallback: str = "ignore"
+    max_workspace: int | str | None = None
+    own: Names = ()
+
+    def restore(self) -> dict[str, Any]:  # Any: whatever the call takes
+        """The options, by name."""
+        own = own_by_name(self.own)
+        options = {
+            f.name: getattr(self, f.name)
+            for f in attrs.fields(CallContent)
+            if f.name not in ("names", "own")
+        }
+        if self.mask is not None:
+            options["mask"] = parse_mask(self.mask, known=classes_among(own))
+        return options | {
+            "backends": backends_of(self.backends, own),
+            "avoid": backends_of(self.avoid, own),
+        }
+
+
+Content = PlanContent | CallContent
+READER = Parser({cls.__name__: cls for cls in (PlanContent, CallContent)})
+
+
+def write_plan(graph: Graph, target: Target, options: Options, among: Backends | None) -> str:
+    """The text of a plan. Raises PlanTargetError where it is for another machine than this one."""
+    if options.workspace is default_workspace():
+        workspace = 0
+    else:
+        workspace = OWN.number(WORKSPACE, options.workspace)
+    if target.device is None:
+        raise PlanTargetError(
+            f"the plan is for {target}, and code that is compiled or exported here runs on "
+            f"{Target.here()}; compile the graph for that"
+        )
+    return show_call(
+        PlanContent(
+            str(graph),
+            target.name,
+            names_of(among),
+            options.deterministic,
+            options.max_workspace,
+            workspace,
+            name_store(options.store),
+            options.tune,
+            options.precision,
+            options.avoid,
+            options.on_fallback,
+            tuple(options.switches),
+            name_own(*(eqn.op for eqn in graph.eqns), among),
+        )
+    )
+
+
+def write_call(names: tuple[str, ...], options: dict[str, Any]) -> str:  # Any: as `restore` gives
+    """The text of a call with these options. Raises GraphError."""
+    mask: Mask | None = options["mask"]
+    who = {name: options[name] for name in ("backends", "avoid")}
+    return show_call(
+        CallContent(
+            names,
+            **options
+            | {name: names_of(among) for name, among in who.items()}
+            | {"mask": None if mask is None else str(mask)},
+            own=name_own(mask, *who.values()),
+        )
+    )
+
+
+@lru_cache(MOST_TEXTS)
+def read_content(text: str) -> Content:
+    """What a text says. Raises GraphError for a text that is none of ours."""
+    content = READER.value(read_syntax(text, "eval").body)
+    if not isinstance(content, Content):
+        raise GraphError(f"{text!r} is neither a plan nor a call")
+    return content
+
+
+# What is a user's own
+
+
+Backends = Sequence[str | Backend]
+
+
+def names_of(backends: Backends | None) -> tuple[str, ...] | None:
+    """The names of backends."""
+    if backends is None:
+        return None
+    return tuple(b if isinstance(b, str) else b.name for b in backends)
+
+
+def name_own(*values: object) -> Names:
+    """The user's own among values and their parts, by name and number. Raises GraphError."""
+    own = dict.fromkeys(own_parts(values))
+    names = [thing.name if isinstance(thing, Backend) else thing.__name__ for thing in own]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise GraphError(f"two of your own are named {', '.join(sorted(twice))}; rename one")
+    return tuple((name, OWN.number(name, thing)) for name, thing in zip(names, own, strict=True))
+
+
+def own_parts(value: object) -> Iterator[Any]:  # Any: classes and backends
+    """Classes of masks and ops, and backends, that are none of ours."""
+    if isinstance(value, tuple | list):
+        for part in value:
+            yield from own_parts(part)
+    elif isinstance(value, Backend):
+        if value not in OURS:
+            yield value
+    elif isinstance(value, Mask | Op):
+        if type(value) not in OURS:
+            yield type(value)
+        yield from own_parts(tuple(getattr(value, f.name) for f in attrs.fields(type(value))))
+
+
+def own_by_name(names: Names) -> dict[str, Any]:  # Any: classes and backends
+    """The things of a text by name. Raises GraphError for those that this process has not used."""
+    return {name: OWN.thing(name, number) for name, number in names}
+
+
+def classes_among(own: dict[str, Any]) -> list[type[Any]]:  # Any: as above
+    """The classes of masks and ops among things by name."""
+    return [thing for thing in own.values() if isinstance(thing, type)]
+
+
+def backends_of(
+    names: tuple[str, ...] | None,
+    own: dict[str, Any],  # Any: as above
+) -> tuple[Any, ...] | None:  # Any: names of ours, and a user's own records
+    """Backends by name, a user's own as they are."""
+    return None if names is None else tuple(own.get(name, name) for name in names)
+
+
+def name_store(store: Store | None) -> str | bool:
+    """A store as text: its folder, or whether it is the default one."""
+    if store is None or store == default_store():
+        return store is not None
+    return str(store.folder)
+
+
+def restore_store(store: str | bool) -> Store | None:
+    """The store of a text."""
+    if isinstance(store, bool):
+        return default_store() if store else None
+    return Store(store)
