@@ -14,6 +14,7 @@ from attn_graph.masks import Align, Mask
 from attn_graph.nn.calls import Outputs
 from attn_graph.nn.functional import attention, scaled_dot_product_attention
 from attn_graph.nn.multihead import multi_head_attention
+from attn_graph.printing.text import show_value
 
 
 @final
@@ -57,7 +58,7 @@ class Attention(torch.nn.Module):
     def extra_repr(self) -> str:
         """The options that are not their defaults."""
         usual = (None, False, 0.0, (), "ignore")
-        return ", ".join(f"{n}={x!r}" for n, x in self.options.items() if x not in usual)
+        return ", ".join(f"{n}={show_value(x)}" for n, x in self.options.items() if x not in usual)
 
 
 @final

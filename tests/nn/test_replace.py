@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import scaled_dot_product_attention as by_name
 from torch.utils.checkpoint import checkpoint
 
@@ -336,3 +337,43 @@ def test_it_shows_nothing_of_traced_calls() -> None:
     with watched(recognize_masks=True) as report:
         make_fx(lambda q: F.scaled_dot_product_attention(q, q, q, CAUSAL))(qkv()[0])
     assert not report.rows
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("grad", [True, False])
+def test_compiled_regions_are_replaced(training: bool, grad: bool) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(5)
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    encoder = torch.nn.TransformerEncoder(layer, 2).train(training)
+    backend = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(encoder, fullgraph=True, backend=backend)
+    x = torch.randn(2, 6, 32)
+    with torch.set_grad_enabled(grad):
+        with ag.replace_sdpa(report=True, recognize_masks=True):
+            for _ in range(3):
+                o = compiled(x, mask=CAUSAL, is_causal=True)
+        due = encoder(x, mask=CAUSAL)
+    assert backend.frame_count == 1
+    nodes = [str(n.target) for g in backend.graphs for n in g.graph.nodes]
+    assert nodes.count("attn_graph.attention") == 2
+    assert not [name for name in nodes if "scaled_dot_product" in name or "encoder_layer" in name]
+    torch.testing.assert_close(o, due)
+
+
+def test_a_region_compiled_before_the_block_is_compiled_again_in_it() -> None:
+    torch._dynamo.reset()
+    q = qkv()[0].requires_grad_()
+    backend = CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(fullgraph=True, backend=backend)
+    def attend(q: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, q, q)
+
+    due = attend(q)
+    with ag.replace_sdpa():
+        o = attend(q)
+        o.sum().backward()
+    attend(q)
+    assert backend.frame_count == 2
+    torch.testing.assert_close(o, due)
