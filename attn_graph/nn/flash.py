@@ -58,8 +58,8 @@ def override_flash() -> Override:
             "false; on CPUs use `with attn_graph.replace_sdpa():`"
         )
     library = Library("aten", "IMPL")
-    library.impl("_scaled_dot_product_flash_attention", flash_forward, "CUDA")
-    library.impl("_scaled_dot_product_flash_attention_backward", flash_backward, "CUDA")
+    library.impl("_scaled_dot_product_flash_attention", forward_flash, "CUDA")
+    library.impl("_scaled_dot_product_flash_attention_backward", backward_flash, "CUDA")
     return Override(library)
 
 
@@ -71,7 +71,7 @@ def text_of(names: tuple[str, ...], causal: bool, scale: float | None, dropout: 
     return content_of_call(names, *options)
 
 
-def flash_forward(
+def forward_flash(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -92,7 +92,7 @@ def flash_forward(
     return o, lse, None, None, q.shape[2], k.shape[2], *two, nothing.to(q.dtype)
 
 
-def flash_backward(
+def backward_flash(
     do: Tensor,
     q: Tensor,
     k: Tensor,
@@ -113,10 +113,12 @@ def flash_backward(
     """dq, dk and dv."""
     seed = {"seed": philox_seed, "offset": philox_offset} if dropout_p else {}
     text = text_of((*seed,), is_causal, scale, dropout_p)
-    return gradients((q, k, v, *seed.values()), text, o, lse, do)
+    return pull_gradients((q, k, v, *seed.values()), text, o, lse, do)
 
 
-def gradients(inputs: Sequence[Tensor], text: str, o: Tensor, lse: Tensor, do: Tensor) -> Gradients:
+def pull_gradients(
+    inputs: Sequence[Tensor], text: str, o: Tensor, lse: Tensor, do: Tensor
+) -> Gradients:
     """dq, dk and dv of a call whose inputs these were."""
     needs = [n < 3 for n in range(len(inputs))]
     dq, dk, dv = run_gradient((*inputs, o, lse, do), text, needs, (True, False))

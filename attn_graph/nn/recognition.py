@@ -52,12 +52,12 @@ def recognize(mask: Tensor) -> Recognition | None:
     version, recognition = readings.get(view, (None, None))
     if version != mask._version:
         with torch.no_grad():
-            recognition = read_mask(mask)
+            recognition = read_places(mask)
         readings[view] = mask._version, recognition
     return recognition
 
 
-def read_mask(mask: Tensor) -> Recognition | None:
+def read_places(mask: Tensor) -> Recognition | None:
     """The same, by looking at every number."""
     keep = as_booleans(mask)
     if keep is None:

@@ -142,10 +142,10 @@ class Replacement(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        func: Callable[..., Any],  # Any: whatever torch's functions return
+        func: Callable[..., Any],  # Any: whatever PyTorch's functions return
         types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        args: tuple[Any, ...] = (),  # Any: and take
+        kwargs: dict[str, Any] | None = None,  # Any: as above
     ) -> Any:  # Any: as above
         """The two functions by plans, and every other one as it is."""
         named = kwargs or {}
@@ -156,8 +156,10 @@ class Replacement(TorchFunctionMode):
         return func(*args, **named)
 
     def attend_by_heads(
-        self, args: tuple[Any, ...], named: dict[str, Any]
-    ) -> tuple[Tensor, Tensor | None]:  # Any: what PyTorch's function takes
+        self,
+        args: tuple[Any, ...],  # Any: what PyTorch's function takes by position
+        named: dict[str, Any],  # Any: and by name
+    ) -> tuple[Tensor, Tensor | None]:
         """`F.multi_head_attention_forward`, whose attention is replaced."""
         name, query = "multi_head_attention_forward", args[0] if args else named["query"]
         more = args[NEED_WEIGHTS:]
@@ -167,15 +169,20 @@ class Replacement(TorchFunctionMode):
             return multi_head_attention(partial(self.attend_positional, name), *args, **named)
         self.leave(name, reason)
         run = partial(F.multi_head_attention_forward, *args, **named)
-        if self.report is None or is_watched():
+        if self.report is None or is_symbolic():
             return run()
         key, value = (args[n] if len(args) > n else named[r] for n, r in enumerate(ROLES[1:], 1))
         usage = Usage.of(name, query, key, value, "", None, (reason,))
         return self.report.time(usage, query.device, run)
 
     def attend_positional(
-        self, name: str, q: Tensor, k: Tensor, v: Tensor, *more: Any
-    ) -> Tensor:  # Any: a mask or None, the rate of dropout, and whether it is causal
+        self,
+        name: str,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *more: Any,  # Any: a mask or None, the rate of dropout, and whether it is causal
+    ) -> Tensor:
         """The attention of a layer with heads."""
         return self.attend(name, Arguments(q, k, v, *more))
 
@@ -188,11 +195,11 @@ class Replacement(TorchFunctionMode):
             follow_checkpoint(self, a.dropout_p)
         reason, kept = why_left(a.query, a.key, a.value), read_mask(a.attn_mask, a.is_causal)
         recognition = None
-        if self.recognizes and a.attn_mask is not None and not is_watched() and not reason:
+        if self.recognizes and a.attn_mask is not None and not is_symbolic() and not reason:
             recognition = recognize_for(a)
             kept = kept if recognition is None else as_kept(recognition, a)
         run = partial(self.compute, name, a, kept, reason)
-        if self.report is None or is_watched():
+        if self.report is None or is_symbolic():
             return run()
         plan, reasons = (None, (reason,)) if reason else self.plan_of(a, kept)
         usage = Usage.of(name, *a[:3], describe_mask(a, recognition), plan, reasons)
@@ -230,7 +237,7 @@ class Replacement(TorchFunctionMode):
             warn_explicit(text, FallbackWarning, *call_site())
 
 
-def is_watched() -> bool:
+def is_symbolic() -> bool:
     """Whether this call is traced or compiled: what it computes is then no number to look at."""
     return torch.compiler.is_compiling() or is_traced()
 

@@ -41,10 +41,10 @@ def test_the_operators_compute_what_pytorch_does(causal: bool) -> None:
     tensors = [torch.randn(2, 4, n, 8, generator=g) for n in (6, 7, 7)]
     do = torch.randn(2, 4, 6, 8, generator=g)
     ref, low = (pytorch_step(tensors, x, do, causal) for x in (torch.float64, torch.float32))
-    o, lse, *more = flash.flash_forward(*tensors, 0.0, causal, scale=0.3)
+    o, lse, *more = flash.forward_flash(*tensors, 0.0, causal, scale=0.3)
     assert more[2:4] == [6, 7]
     rest: Any = *more[2:4], 0.0, causal, *more[4:6]
-    gradients = flash.flash_backward(do, *tensors, o, lse, None, None, *rest, scale=0.3)
+    gradients = flash.backward_flash(do, *tensors, o, lse, None, None, *rest, scale=0.3)
     for x, due, near in zip((o, *gradients), ref, low, strict=True):
         assert distance(x, due) <= allowance(due, near, torch.float32)
 
@@ -52,9 +52,9 @@ def test_the_operators_compute_what_pytorch_does(causal: bool) -> None:
 def test_dropout_goes_back_by_the_numbers_that_went_forth() -> None:
     q = torch.randn(1, 2, 4, 8)
     torch.manual_seed(0)
-    o, lse, _, _, M, N, seed, offset, _ = flash.flash_forward(q, q, q, 0.5)
+    o, lse, _, _, M, N, seed, offset, _ = flash.forward_flash(q, q, q, 0.5)
     twice: Any = (q, q, q, o, lse, None, None, M, N, 0.5, False, seed, offset)
-    first, second = (flash.flash_backward(torch.ones_like(o), *twice) for _ in range(2))
+    first, second = (flash.backward_flash(torch.ones_like(o), *twice) for _ in range(2))
     assert torch.equal(first[0], second[0])
     torch.manual_seed(0)
     leaf = q.clone().requires_grad_()
@@ -67,7 +67,7 @@ def test_dropout_goes_back_by_the_numbers_that_went_forth() -> None:
 def test_what_it_has_not_raises() -> None:
     q = torch.randn(1, 2, 4, 8)
     with pytest.raises(ag.GraphError, match="return no debug mask"):
-        flash.flash_forward(q, q, q, 0.0, False, True)
+        flash.forward_flash(q, q, q, 0.0, False, True)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
