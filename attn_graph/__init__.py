@@ -50,7 +50,6 @@ from attn_graph.planner.choose import BACKENDS
 from attn_graph.spec import TensorSpec
 
 if TYPE_CHECKING:
-    from attn_graph import nn as nn
     from attn_graph.masks.tiles import Tiles, tiles
     from attn_graph.nn.replace import replace_sdpa
     from attn_graph.planner.cost import Cost, Work
@@ -127,13 +126,12 @@ LATER = {  # imported at first use, by the module that has it
     "replace_sdpa": "nn.replace",
     "tiles": "masks.tiles",
 }
-ROOMS = ("nn", "testing")  # imported at first use, too
 
 
 def __getattr__(name: str) -> object:
-    """A public name of LATER, or one of ROOMS. Raises AttributeError for any other."""
-    if name in ROOMS:
-        return import_module(f"{__name__}.{name}")
+    """A public name of LATER, or `testing`. Raises AttributeError for any other."""
+    if name == "testing":
+        return import_module(f"{__name__}.testing")
     if name not in LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{LATER[name]}"), name)
