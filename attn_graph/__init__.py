@@ -6,48 +6,68 @@ of v; i a query's position, j a key's. Tensors by role: q k v o lse, scores s, w
 gradients dq dk dv do ds dp. Shapes are logical, [B,H,M,D]; memory order is the strides' business.
 """
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from attn_graph.compiler import avoid, cache_info, clear_cache, compile, explain, prefer
-from attn_graph.errors import (
-    FallbackWarning,
-    GraphError,
-    NoBackendError,
-    PlanMismatchError,
-    PlanTargetError,
-    Reason,
-)
-from attn_graph.ir.builder import Value, attention, graph, scores
-from attn_graph.ir.graph import Graph
-from attn_graph.ir.modifiers import Modifier
-from attn_graph.ir.parse import parse
-from attn_graph.ir.reference import evaluate
-from attn_graph.ir.vjp import vjp
-from attn_graph.lowering.backend import Backend, Executable, Fallback, Options, RefusedError
-from attn_graph.lowering.problem import Problem, sole
-from attn_graph.machine.cache import CacheInfo
-from attn_graph.machine.sizes import Memory
-from attn_graph.machine.store import Store, default_store
-from attn_graph.machine.target import Target
-from attn_graph.machine.torch_switches import Precision, Switches
-from attn_graph.machine.workspace import Workspace, default_workspace
-from attn_graph.masks import (
-    Causal,
-    Data,
-    Keep,
-    KeyLengths,
-    Mask,
-    Prefix,
-    QueryLengths,
-    SameSegment,
-    Window,
-)
-from attn_graph.masks.places import Block, Keys, Place
-from attn_graph.nn import ops as ops  # registers them: plans call them in traced code
-from attn_graph.plan import Plan
-from attn_graph.planner.choose import BACKENDS
-from attn_graph.spec import TensorSpec
+
+@contextmanager
+def paused_collector() -> Iterator[None]:
+    """No garbage is collected within this block, where nearly all that is made is there to stay.
+
+    One full collection, of all that PyTorch made before, would take longer than this import.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+with paused_collector():
+    from attn_graph.compiler import avoid, cache_info, clear_cache, compile, explain, prefer
+    from attn_graph.errors import (
+        FallbackWarning,
+        GraphError,
+        NoBackendError,
+        PlanMismatchError,
+        PlanTargetError,
+        Reason,
+    )
+    from attn_graph.ir.builder import Value, attention, graph, scores
+    from attn_graph.ir.graph import Graph
+    from attn_graph.ir.modifiers import Modifier
+    from attn_graph.ir.parse import parse
+    from attn_graph.ir.reference import evaluate
+    from attn_graph.ir.vjp import vjp
+    from attn_graph.lowering.backend import Backend, Executable, Fallback, Options, RefusedError
+    from attn_graph.lowering.problem import Problem, sole
+    from attn_graph.machine.cache import CacheInfo
+    from attn_graph.machine.sizes import Memory
+    from attn_graph.machine.store import Store, default_store
+    from attn_graph.machine.target import Target
+    from attn_graph.machine.torch_switches import Precision, Switches
+    from attn_graph.machine.workspace import Workspace, default_workspace
+    from attn_graph.masks import (
+        Causal,
+        Data,
+        Keep,
+        KeyLengths,
+        Mask,
+        Prefix,
+        QueryLengths,
+        SameSegment,
+        Window,
+    )
+    from attn_graph.masks.places import Block, Keys, Place
+    from attn_graph.nn import ops as ops  # registers them: plans call them in traced code
+    from attn_graph.plan import Plan
+    from attn_graph.planner.choose import BACKENDS
+    from attn_graph.spec import TensorSpec
 
 if TYPE_CHECKING:
     from attn_graph.masks.tiles import Tiles, tiles

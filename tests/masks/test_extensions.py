@@ -104,7 +104,8 @@ class Late(Modifier):
     additive = True
 
     def change(self, s: torch.Tensor, at: ag.Place) -> torch.Tensor:
-        return s + 1.0 / (S - at.i).to(torch.float32)
+        changed: torch.Tensor = s + 1.0 / (S - at.i).to(torch.float32)
+        return changed
 
 
 CHANGES: dict[Modifier, Change] = {
