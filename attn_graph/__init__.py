@@ -29,6 +29,7 @@ def paused_collector() -> Iterator[None]:
 
 
 with paused_collector():
+    from attn_graph import nn as nn  # registers the operators, which plans call in traced code
     from attn_graph.compiler import avoid, cache_info, clear_cache, compile, explain, prefer
     from attn_graph.errors import (
         FallbackWarning,
@@ -37,6 +38,7 @@ with paused_collector():
         PlanMismatchError,
         PlanTargetError,
         Reason,
+        TensorError,
     )
     from attn_graph.ir.builder import Value, attention, graph, scores
     from attn_graph.ir.graph import Graph
@@ -64,7 +66,6 @@ with paused_collector():
         Window,
     )
     from attn_graph.masks.places import Block, Keys, Place
-    from attn_graph.nn import ops as ops  # registers them: plans call them in traced code
     from attn_graph.plan import Plan
     from attn_graph.planner.choose import BACKENDS
     from attn_graph.spec import TensorSpec
@@ -113,6 +114,7 @@ __all__ = [
     "Store",
     "Switches",
     "Target",
+    "TensorError",
     "TensorSpec",
     "Tiles",
     "Value",

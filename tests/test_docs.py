@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import attn_graph as ag
-from attn_graph import nn, testing
+from attn_graph import testing
 from tests.support.sources import ROOT, load_file
 
 WRITER = load_file(ROOT / "docs" / "generate" / "__main__.py")
@@ -62,14 +62,11 @@ def test_every_public_name_has_an_example() -> None:
         )
         shown |= dict(zip(parts[1::2], parts[2::2], strict=True))
     tests = {f"testing.{name}" for name in testing.__all__ if name != "seeds"}
-    models = {f"nn.{name}" for name in nn.__all__}
-    models |= {"nn.flash.register_flash_attention", "nn.report.Report"}
-    assert shown.keys() == {
-        *ag.__all__,
-        *tests,
-        *models,
-        "seeds",
-    }  # a value, which is shown by its name
+    functions = {f"nn.functional.{name}" for name in ag.nn.functional.__all__}
+    others = {"nn.ops.introduce", "seeds"}  # seeds is a value, which is shown by its name
+    others |= {"nn.Attention", "nn.MultiheadAttention", "nn.report.Report"}
+    others |= {"nn.flash.register_flash_attention"}
+    assert shown.keys() == {*ag.__all__, *tests, *functions, *others}
     assert not [name for name, text in shown.items() if "```python" not in text]
 
 

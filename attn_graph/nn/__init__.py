@@ -3,16 +3,17 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from attn_graph.nn import functional, ops
+
 if TYPE_CHECKING:
     from attn_graph.nn.modules import Attention, MultiheadAttention
 
-__all__ = ["Attention", "MultiheadAttention"]
+MODULES = ("Attention", "MultiheadAttention")  # imported at first use
+__all__ = ["Attention", "MultiheadAttention", "functional", "ops"]
 
 
 def __getattr__(name: str) -> object:
-    """A public name or `functional`, imported at first use. Raises AttributeError for others."""
-    if name == "functional":
-        return import_module(f"{__name__}.functional")
-    if name not in __all__:
+    """One of MODULES. Raises AttributeError for any other name."""
+    if name not in MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.modules"), name)

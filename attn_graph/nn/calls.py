@@ -47,7 +47,7 @@ def attend_anew(
         return attend_by_op(q, k, v, named, options)
     tensors = {"q": q, "k": k, "v": v, **named}
     require_tensors(tensors)
-    if any(t.is_meta or is_watched(t) for t in tensors.values()):
+    if q.is_meta or any(map(is_watched, tensors.values())):
         return attend_by_op(q, k, v, named, options)
     if any(t.is_neg() for t in tensors.values()):
         q, k, v, *more = (t.resolve_neg() for t in tensors.values())
@@ -64,6 +64,8 @@ def attend_by_op(q: Tensor, k: Tensor, v: Tensor, named: Named, options: Options
     if not is_dynamo_compiling():
         teach_counters()
     mask, scale, align, soft_cap, alibi, dropout, stats, backends, *rest = options
+    if mask is not None:  # a mask that torch.compile compares by its value, not by its identity
+        mask = mask.aligned(align)
     text = content_of_call(
         *(tuple(named), mask, exact(scale), align, exact(soft_cap), alibi, exact(dropout), stats),
         *(None if backends is None else tuple(backends), *rest),

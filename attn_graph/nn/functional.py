@@ -39,6 +39,8 @@ from attn_graph.nn.calls import (
 from attn_graph.plan import Plan
 from attn_graph.spec import FLOATS
 
+__all__ = ["attention", "scaled_dot_product_attention"]
+
 TOP_LEFT: Mask = Causal("top_left")
 NOTHING = Prefix(0)  # keeps no key
 NAMELESS: Named = {}
@@ -269,6 +271,10 @@ def require_axes(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> None:
     for name, t in zip(ROLES, (q, k, v), strict=True):
         if not isinstance(t, Tensor):
             raise TypeError(f"attention: {name} is a {type(t).__name__}, not a tensor")
+        if t.is_nested:
+            raise TensorError(
+                f"attention: {name} is nested; pass padded tensors and lengths, or packed segments"
+            )
         if t.ndim < least:
             kind = TensorRankError if grouped else TensorError
             raise kind(f"attention: {name} {[*t.shape]} has {t.ndim} axes and needs {least}")

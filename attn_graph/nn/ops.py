@@ -197,6 +197,7 @@ def result_layouts(graph: Graph) -> tuple[tuple[ValueType, tuple[int, ...]], ...
 def fake_attention(tensors: Tensors, text: str, saves: bool = False) -> list[Tensor]:
     """Empty results. Raises what calls raise, for sizes that may be symbolic."""
     content, results = read_content(text), results_of(text)
+    require_one_device(tensors)
     if isinstance(content, CallContent):
         every = [*fake_results(content, tensors)]
     else:
@@ -217,6 +218,13 @@ def fake_results(content: CallContent, tensors: Tensors) -> Iterator[Tensor]:
     yield q.new_empty_strided(shape, dense_strides(shape, order_axes(q.shape, q.stride())))
     for _ in {*statistic_names(content.stats), "lse"}:
         yield q.new_empty(shape[:3], dtype=accumulator(q.dtype))
+
+
+def require_one_device(tensors: Tensors) -> None:
+    """Raise PlanMismatchError for tensors on several devices."""
+    devices = dict.fromkeys(str(t.device) for t in tensors)
+    if len(devices) > 1:
+        raise PlanMismatchError(f"expected tensors on one device, got {', '.join(devices)}")
 
 
 def require_specs(graph: Graph, tensors: Tensors) -> None:
@@ -455,5 +463,5 @@ formulas[torch.ops.attn_graph.attention_backward] = backward_flops
 OP = torch.ops.attn_graph.attention.default
 OP_BACKWARD = torch.ops.attn_graph.attention_backward.default
 # So masks may be written inside of compiled code: they are made while it is traced.
-JOINS = ("__and__", "__or__", "__invert__")
-register_opaque_type(Mask, typ="value", members=dict.fromkeys(JOINS, MemberType.USE_REAL))
+METHODS = ("__and__", "__or__", "__invert__", "aligned")
+register_opaque_type(Mask, typ="value", members=dict.fromkeys(METHODS, MemberType.USE_REAL))

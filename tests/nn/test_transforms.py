@@ -1,0 +1,249 @@
+"""Plans and calls within torch.func's transforms: right derivatives, or a refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from attrs import frozen
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+
+import attn_graph as ag
+from attn_graph.nn.functional import attention, scaled_dot_product_attention
+
+CPU = ag.Target.of("cpu")
+X = ag.TensorSpec((2, 4, 5, 8), torch.float64)
+Attend = Callable[..., Any]
+
+
+@frozen
+class Odd(ag.Mask):
+    """Keys of batch entry b at places of the other parity: it counts batch entries."""
+
+    def keep(self, at: ag.Place) -> Any:  # Any: a tensor, or a number
+        return (at.j + at.b) % 2 == 1
+
+
+def formula(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Causal attention, step by step, which PyTorch differentiates itself."""
+    later = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).triu(1)
+    s = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(later, -torch.inf)
+    return s.softmax(-1) @ v
+
+
+FORMS: dict[str, Attend] = {
+    "plan": ag.compile(ag.attention(X, X, X, mask=ag.Causal()), target=CPU),
+    "call": lambda q, k, v: attention(q, k, v, mask=ag.Causal()),
+    "sdpa": lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True),
+}
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def three(*lead: int) -> list[torch.Tensor]:
+    return [randn(*lead, *X.shape) for _ in range(3)]
+
+
+def loss(attend: Attend) -> Attend:
+    return lambda *tensors: attend(*tensors).square().sum()
+
+
+def mapped(attend: Attend) -> Any:
+    q, k, v = three(3)
+    return vmap(attend)(q, k, v), vmap(attend, (0, None, 0))(q, k[0], v)
+
+
+def mapped_elsewhere(attend: Attend) -> Any:
+    q, k, v = three(3)
+    return vmap(attend, (1, None, None), out_dims=2)(q.movedim(0, 1).contiguous(), k[0], v[0])
+
+
+def gradient(attend: Attend) -> Any:
+    return grad(loss(attend), (0, 1, 2))(*three())
+
+
+def gradient_by_parameters(attend: Attend) -> Any:
+    """Of tensors that autograd records outside of the transform as well."""
+    leaves = [t.requires_grad_() for t in three()]
+    return [g.detach() for g in grad(loss(attend), (0, 2))(*leaves)]
+
+
+def mapped_gradients(attend: Attend) -> Any:
+    return vmap(grad(loss(attend), (0, 1, 2)))(*three(3))
+
+
+def gradients_of_one_mapped(attend: Attend) -> Any:
+    q, k, v = three(3)
+    return vmap(grad(loss(attend), (0, 1, 2)), (0, None, None))(q, k[0], v[0])
+
+
+def jacobian(attend: Attend) -> Any:
+    q, k, v = three()
+    return jacrev(lambda *t: attend(*t)[0, 0, :2, :2], (0, 1, 2))(q, k, v)
+
+
+def pulled_back(attend: Attend) -> Any:
+    q, k, v = three()
+    o, pull = vjp(attend, q, k, v)
+    return o, pull(q)
+
+
+def outside_of_a_pull(attend: Attend) -> Any:
+    """The outer derivative reads o alone: it is no second one."""
+    q, k, v = three()
+    return grad(lambda x: vjp(attend, x, k, v)[0].sin().sum())(q)
+
+
+def compiled_gradient(attend: Attend) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(grad(loss(attend), (0, 1)), fullgraph=True, backend="aot_eager")(*three())
+
+
+def compiled_map(attend: Attend) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(vmap(attend), fullgraph=True, backend="aot_eager")(*three(3))
+
+
+TRANSFORMS = (
+    *(mapped, mapped_elsewhere, gradient, gradient_by_parameters, mapped_gradients),
+    *(gradients_of_one_mapped, jacobian, pulled_back, outside_of_a_pull),
+    *(compiled_gradient, compiled_map),
+)
+
+
+def compare(transform: Callable[[Attend], Any], attend: Attend, reference: Attend) -> None:
+    """A transform of both, on equal tensors, gives the same."""
+    results = []
+    for each in (attend, reference):
+        torch.manual_seed(0)
+        results.append(transform(each))
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms_give_what_they_give_of_the_formula(
+    transform: Callable[[Attend], Any], form: str
+) -> None:
+    if (transform, form) == (mapped_elsewhere, "plan"):  # each q has gaps then, as none declared
+        with pytest.raises(ag.PlanMismatchError, match="q: expected"):
+            compare(transform, FORMS[form], formula)
+    else:
+        compare(transform, FORMS[form], formula)
+
+
+# Calls with more than q, k and v: each tensor mapped or not, and differentiated by or not.
+
+TENSORS: dict[str, Callable[..., torch.Tensor]] = {
+    "bias": lambda *n: randn(*n, 2, 4, 5, 5),
+    "bias of all entries": lambda *n: randn(*n, 1, 4, 5, 5),
+    "alibi": lambda *n: randn(*n, 4).abs(),
+    "alibi of each entry": lambda *n: randn(*n, 2, 4).abs(),
+    "sinks": lambda *n: randn(*n, 4),
+    "keep": lambda *n: torch.rand(*n, 1, 1, 5, 5) < 0.7,
+    "kv_lengths": lambda *n: torch.randint(1, 6, (*n, 2)),
+}
+
+
+@pytest.mark.parametrize("is_mapped", [False, True])
+@pytest.mark.parametrize("name", TENSORS)
+def test_vmap_is_a_loop_whatever_is_mapped(name: str, is_mapped: bool) -> None:
+    q, k, v = three(3)
+    x = TENSORS[name](3) if is_mapped else TENSORS[name]()
+    role = name.split()[0]
+
+    def one(q: torch.Tensor, x: torch.Tensor) -> Any:
+        o, lse = attention(q, k[0], v[0], align="top_left", stats=True, **{role: x})  # type: ignore[arg-type]
+        return o.sin().sum() + lse[..., :1].sum()
+
+    every = [(q[i], x[i] if is_mapped else x) for i in range(3)]
+    dims = (0, 0 if is_mapped else None)
+    torch.testing.assert_close(vmap(one, dims)(q, x), torch.stack([one(*a) for a in every]))
+    floats = (0, 1) if x.is_floating_point() else (0,)
+    due = [torch.stack(g) for g in zip(*(grad(one, floats)(*a) for a in every), strict=True)]
+    torch.testing.assert_close(vmap(grad(one, floats), dims)(q, x), tuple(due))
+
+
+def test_a_mask_that_counts_entries_counts_those_of_one_call() -> None:
+    q, k, v = three(3)
+
+    def one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        return attention(q, k, v, mask=Odd())
+
+    due = torch.stack([one(q[i], k[i], v[i]) for i in range(3)])
+    torch.testing.assert_close(vmap(one)(q, k, v), due)
+
+
+def test_dropout_under_vmap_is_as_randomness_says() -> None:
+    q, k, v = three(3)
+
+    def one(q: torch.Tensor) -> Any:
+        return attention(q, k[0], v[0], dropout=0.5)
+
+    same = vmap(one, randomness="same")(q[:1].expand_as(q))
+    torch.testing.assert_close(same[0], same[1])
+    different = vmap(one, randomness="different")(q[:1].expand_as(q))
+    assert not torch.equal(different[0], different[1])
+    with pytest.raises(RuntimeError, match="randomness"):
+        vmap(one)(q)
+
+
+# What is not there
+
+
+def second(attend: Attend) -> Any:
+    q, k, v = three()
+    return grad(lambda x: grad(lambda y: loss(attend)(y, k, v))(x).sum())(q)
+
+
+def second_by_mode(attend: Attend) -> Any:
+    """Under a dispatch mode a call goes through the operator, and autograd records it."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # torch's own
+            return func(*args, **(kwargs or {}))
+
+    leaves = [t.requires_grad_() for t in three()]
+    with Watch():
+        o = attend(*leaves)
+    (g,) = torch.autograd.grad(o.sin().sum(), leaves[:1], create_graph=True)
+    return torch.autograd.grad(g.sum(), leaves)
+
+
+def whole_hessian(attend: Attend) -> Any:
+    q, k, v = three()
+    return hessian(lambda x: loss(attend)(x, k, v))(q)
+
+
+def forward(attend: Attend) -> Any:
+    q, k, v = three()
+    return jvp(lambda x: attend(x, k, v), (q,), (q,))
+
+
+def forward_jacobian(attend: Attend) -> Any:
+    q, k, v = three()
+    return jacfwd(lambda x: attend(x, k, v))(q)
+
+
+REFUSED = {
+    second: "second derivatives",
+    second_by_mode: "second derivatives",
+    whole_hessian: "second derivatives|forward mode",
+    forward: "forward mode",
+    forward_jacobian: "forward mode",
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("transform", REFUSED)
+def test_derivatives_that_are_not_there_raise(
+    transform: Callable[[Attend], Any], form: str
+) -> None:
+    with pytest.raises(ag.GraphError, match=REFUSED[transform]):
+        transform(FORMS[form])
