@@ -75,7 +75,8 @@ def work(rank: int, path: str, wrap: Callable[[Block], torch.nn.Module]) -> None
     alone, batch = make()
     torch.stack([loss(alone, half) for half in batch.chunk(RANKS)]).mean().backward()
     model, _ = make()
-    loss(wrap(model), batch.chunk(RANKS)[rank]).backward()
+    wrapped = wrap(model)  # it has to outlive the backward
+    loss(wrapped, batch.chunk(RANKS)[rank]).backward()
     for (name, p), due in zip(model.named_parameters(), alone.parameters(), strict=True):
         assert p.grad is not None
         torch.testing.assert_close(whole(p.grad), due.grad, msg=lambda m, n=name: f"{n}: {m}")
