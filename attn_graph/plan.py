@@ -229,7 +229,9 @@ class Plan:
         Where autograd records this too, they know that they have no gradient themselves.
         """
         given = [g for g in grads if g is not None]
-        look = [needs, *[g is None for g in grads], *look_at((*saved, *given))]
+        look: Look = [needs, *[g is None for g in grads]]
+        for t in (*saved, *given):
+            look += t.shape, t.stride(), t.dtype, t.device, t.is_neg()
         seen, pull = self.memo.last
         if pull is None or look != seen:
             pull = self.admit_pull(needs, saved, grads, look)
@@ -420,14 +422,6 @@ class Plan:
         ]
         head = html.element("p", f"a plan for {self.target}")
         return html.page(head, html.table(rows), html.Html(self.graph._repr_html_()))
-
-
-def look_at(tensors: Sequence[torch.Tensor]) -> Look:
-    """What a plan rests on, of each tensor."""
-    look: Look = []
-    for t in tensors:
-        look += t.shape, t.stride(), t.dtype, t.device, t.is_neg()
-    return look
 
 
 def content_of(plan: Plan) -> str:

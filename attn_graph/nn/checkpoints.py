@@ -59,7 +59,8 @@ def surrounding_checkpoint() -> Recomputable | None:
     if hooks is None or getattr(hooks[0], "__qualname__", "") != PACK:
         return None
     pack = hooks[0]
-    frame: Recomputable = pack.__closure__[pack.__code__.co_freevars.index("frame")].cell_contents
+    cells = dict(zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True))
+    frame: Recomputable = cells["frame"].cell_contents
     return frame
 
 

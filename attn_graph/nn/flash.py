@@ -88,8 +88,8 @@ def forward_flash(
     text = text_of((*seed,), is_causal, scale, dropout_p)
     o, lse = run_attention((q, k, v, *seed.values()), text)
     nothing = torch.empty(0, dtype=torch.int64, device=q.device)
-    two = (*seed.values(),) or (nothing, nothing)
-    return o, lse, None, None, q.shape[2], k.shape[2], *two, nothing.to(q.dtype)
+    M, N, two = q.shape[2], k.shape[2], (seed.get("seed", nothing), seed.get("offset", nothing))
+    return o, lse, None, None, M, N, *two, nothing.to(q.dtype)
 
 
 def backward_flash(

@@ -48,7 +48,9 @@ def multi_head_attention(
     and query. Raises AssertionError and RuntimeError where PyTorch does.
     """
     assert not need_weights  # whoever calls this leaves those calls to PyTorch
-    batched = F._mha_shape_check(query, key, value, key_padding_mask, attn_mask, num_heads)
+    batched: bool = F._mha_shape_check(  # type: ignore[attr-defined]  # of torch.nn.functional
+        query, key, value, key_padding_mask, attn_mask, num_heads
+    )
     if not batched:
         same = key is query, value is key
         query = query.unsqueeze(1)
@@ -195,7 +197,8 @@ def append_places(mask: Tensor, more: int) -> Tensor:
 def as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """What a mask of PyTorch's layer adds to the scores: -inf where its booleans are True."""
     if mask.dtype == torch.bool:
-        return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -torch.inf)
+        numbers = torch.zeros_like(mask, dtype=dtype)
+        return numbers.masked_fill_(mask, -torch.inf)
     if not mask.is_floating_point():
         raise AssertionError(
             f"only bool and floating types of masks are supported, not {mask.dtype}"

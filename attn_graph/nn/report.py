@@ -59,11 +59,14 @@ class Usage:
         """Of a call with these tensors, at the nearest line outside PyTorch and this package."""
         file, line = call_site()
         tensors = query, key, value
+        q, k, v = map(describe, tensors)
         trains = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         return cls(
             f"{file}:{line}",
             function,
-            *map(describe, tensors),
+            q,
+            k,
+            v,
             mask,
             plan and plan.backend,
             backward_backend(plan) if plan and trains else None,

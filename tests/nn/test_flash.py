@@ -30,7 +30,7 @@ def pytorch_step(
     tensors: list[torch.Tensor], dtype: torch.dtype, do: torch.Tensor, causal: bool
 ) -> list[torch.Tensor]:
     """o, dq, dk and dv by PyTorch."""
-    leaves = [x.detach().to(dtype).requires_grad_() for x in tensors]
+    leaves: list[Any] = [x.detach().to(dtype).requires_grad_() for x in tensors]
     o = F.scaled_dot_product_attention(*leaves, is_causal=causal, scale=0.3)
     return [o.detach(), *torch.autograd.grad(o, leaves, do.to(dtype))]
 
@@ -38,7 +38,7 @@ def pytorch_step(
 @pytest.mark.parametrize("causal", [True, False])
 def test_the_operators_compute_what_pytorch_does(causal: bool) -> None:
     g = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(2, 4, n, 8, generator=g) for n in (6, 7, 7)]
+    tensors: list[Any] = [torch.randn(2, 4, n, 8, generator=g) for n in (6, 7, 7)]
     do = torch.randn(2, 4, 6, 8, generator=g)
     ref, low = (pytorch_step(tensors, x, do, causal) for x in (torch.float64, torch.float32))
     o, lse, *more = flash.forward_flash(*tensors, 0.0, causal, scale=0.3)
@@ -58,7 +58,7 @@ def test_dropout_goes_back_by_the_numbers_that_went_forth() -> None:
     assert torch.equal(first[0], second[0])
     torch.manual_seed(0)
     leaf = q.clone().requires_grad_()
-    due = ag.nn.functional.attention(leaf, q, q, dropout=0.5)
+    due: Any = ag.nn.functional.attention(leaf, q, q, dropout=0.5)
     assert torch.equal(o, due)
     (dq,) = torch.autograd.grad(due.sum(), leaf)
     assert torch.equal(first[0], dq)

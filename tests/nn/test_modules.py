@@ -170,7 +170,7 @@ def test_attention_keeps_its_options_and_takes_tensors() -> None:
 
 def test_dropout_of_attention_counts_in_training_alone() -> None:
     q = torch.randn(1, 2, 6, 8)
-    module = Attention(dropout=0.5)
+    module: Any = Attention(dropout=0.5)
     assert not torch.equal(module(q, q, q), module(q, q, q))
     module.eval()
     assert torch.equal(module(q, q, q), attention(q, q, q))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ def distances(M: int, N: int) -> torch.Tensor:
 def dense(r: recognition.Recognition, B: int, M: int, N: int) -> torch.Tensor:
     """All places of a recognition, [B,1,M,N], by the formula of attention itself."""
     q, k, v = torch.zeros(B, 1, M, 1), torch.zeros(B, 1, N, 1), torch.eye(N).expand(B, 1, N, N)
-    lengths = {} if r.kv_lengths is None else {"kv_lengths": r.kv_lengths.expand(B)}
+    lengths: dict[str, Any] = {} if r.kv_lengths is None else {"kv_lengths": r.kv_lengths.expand(B)}
     from attn_graph.nn.functional import attention
 
     o = attention(q, k, v, mask=r.mask, backends=("math",), **lengths)

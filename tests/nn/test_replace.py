@@ -31,7 +31,7 @@ def watched(**options: Any) -> Iterator[Report]:
         yield report
 
 
-def qkv(*shape: int, seed: int = 0) -> list[torch.Tensor]:
+def qkv(*shape: int, seed: int = 0) -> list[Any]:  # Any: tensors
     """Three tensors of one shape, by default [2,4,6,8]."""
     g = torch.Generator().manual_seed(seed)
     return [torch.randn(shape or (2, 4, 6, 8), generator=g) for _ in range(3)]
