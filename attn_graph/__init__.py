@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from attn_graph.integrations.formulas import Addend, Formula
     from attn_graph.integrations.xformers import from_xformers
     from attn_graph.masks.tiles import Tiles, tiles
+    from attn_graph.nn.replace import replace_sdpa
     from attn_graph.planner.cost import Cost, Work
     from attn_graph.planner.explanation import Explanation, Refusal
 
@@ -140,6 +141,7 @@ __all__ = [
     "graph",
     "parse",
     "prefer",
+    "replace_sdpa",
     "scores",
     "sole",
     "tiles",
@@ -156,6 +158,7 @@ LATER = {  # imported at first use, by the module that has it
     "from_flex": "integrations.flex",
     "from_flex_score": "integrations.flex",
     "from_xformers": "integrations.xformers",
+    "replace_sdpa": "nn.replace",
     "tiles": "masks.tiles",
 }
 

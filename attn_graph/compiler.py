@@ -30,6 +30,7 @@ from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision, Switches, read_switches
 from attn_graph.machine.workspace import Workspace, default_workspace
 from attn_graph.plan import Plan
+from attn_graph.planner.builds import BuildLog
 from attn_graph.planner.choose import Choice, choose, choose_and_lower, resolve_backends
 from attn_graph.spec import TensorSpec
 
@@ -46,6 +47,7 @@ Look = tuple[object, ...]  # of tensors, with all else that a plan for them depe
 calls: Cache[Plan] = Cache(4 * CAPACITY)  # by the arguments of `compile`, as they are given
 plans: Cache[Plan] = Cache(CAPACITY)  # by simplified graph, target, options and backends
 looks: dict[Look, Plan] = {}  # of calls without a plan: who runs such tensors
+build_log = BuildLog()
 preferred: ContextVar[Backends | None] = ContextVar("preferred", default=None)
 avoided: ContextVar[tuple[str, ...]] = ContextVar("avoided", default=())
 
@@ -245,6 +247,7 @@ def one_of(name: str, value: Value, values: object) -> Value:
 def build(graph: Graph, target: Target, options: Options, among: Backends | None) -> Plan:
     """Choose a backend and make a plan of a simplified graph. Raises NoBackendError."""
     chosen = None if among is None else resolve_backends(among)
+    build_log.add(graph)
     with neutral_state(), target.current():
         choice, executable = (choose_by_measuring if options.tune else choose_and_lower)(
             graph, target, options, chosen
@@ -364,3 +367,4 @@ def clear_cache() -> None:
     calls.clear()
     plans.clear()
     looks.clear()
+    build_log.clear()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 from attrs import Factory, define, evolve, field, frozen
 from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, profiler
 from torch.compiler import is_dynamo_compiling
 
 from attn_graph.errors import (
@@ -25,6 +26,7 @@ from attn_graph.ir.vjp import backward, cotangent_specs, main_outputs, saved_spe
 from attn_graph.lowering.backend import Executable
 from attn_graph.machine.ambient import has_tangent, is_traced
 from attn_graph.machine.autograd import run_with_autograd
+from attn_graph.machine.flop_counters import teach_counters
 from attn_graph.machine.sizes import Memory
 from attn_graph.machine.target import Target
 from attn_graph.spec import NAMES, TensorSpec
@@ -51,6 +53,12 @@ class Pull:
 
     plan: Plan
     anew: tuple[tuple[int, TensorSpec], ...] = ()
+
+    def run(self, tensors: Tensors) -> Sequence[torch.Tensor]:
+        """The gradients. Where autograd records, they know that they have none themselves."""
+        if torch.is_grad_enabled():
+            return run_with_autograd(self.plan, tensors)
+        return self.plan.run(*tensors)[0]
 
 
 @final
@@ -127,6 +135,8 @@ class Plan:
             look = [None]
         if look != self.memo.call:
             self.admit(tensors, look)
+        if profiler._is_profiler_enabled:
+            return self.run_profiled(tensors, any(map(requires_grad, tensors)))
         if forward_ad._current_level >= 0:
             refuse_tangents(tensors)
         if torch.is_grad_enabled() and any(map(requires_grad, tensors)):
@@ -148,8 +158,21 @@ class Plan:
             outputs = self.infer(*tensors)[0]
         return outputs[0] if self.single else tuple(outputs)
 
+    def run_profiled(self, tensors: Tensors, wants: bool) -> torch.Tensor | Tensors:
+        """The same under a name, which PyTorch's profilers and NVTX show."""
+        with self.named_in_profiles("forward"):
+            return self.run_known(tensors, wants)
+
+    def named_in_profiles(self, side: str) -> AbstractContextManager[object]:
+        """A context that PyTorch's profilers show as `attn_graph.<backend> <side>`."""
+        if not profiler._is_profiler_enabled:
+            return nullcontext()
+        return profiler.record_function(f"attn_graph.{self.backend} {side}")
+
     def call_op(self, tensors: Tensors) -> torch.Tensor | Tensors:
         """The same by an operator of PyTorch's: what traces and transforms calls needs one."""
+        if not is_dynamo_compiling():
+            teach_counters()
         outputs = torch.ops.attn_graph.attention(list(tensors), content_of(self))
         return outputs[0] if self.single else tuple(outputs)
 
@@ -212,16 +235,22 @@ class Plan:
         """
         given = [g for g in grads if g is not None]
         look: Look = [needs, *[g is None for g in grads]]
+<<<<<<< HEAD
         for look_at in LOOKS:
             look += map(look_at, (*saved, *given))
+=======
+        for t in (*saved, *given):
+            look += t.shape, t.stride(), t.dtype, t.device, t.is_neg()
+>>>>>>> around
         seen, pull = self.memo.last
         if pull is None or look != seen:
             pull = self.admit_pull(needs, saved, grads, look)
         for n, spec in pull.anew:
             given[n] = copy_laid_as(given[n], spec)
-        if torch.is_grad_enabled():
-            return run_with_autograd(pull.plan, (*saved, *given))
-        return pull.plan.run(*saved, *given)[0]
+        if profiler._is_profiler_enabled:
+            with pull.plan.named_in_profiles("backward"):
+                return pull.run((*saved, *given))
+        return pull.run((*saved, *given))
 
     def admit_pull(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import subprocess
 import sys
@@ -51,8 +52,11 @@ def measure_rows() -> list[dict[str, Any]]:
         *compiled_rows(),
         make_row("compile(graph), cached", microseconds(lambda: ag.compile(graph)), 2),
         make_row("import attn_graph, beyond torch (ms)", import_milliseconds(), 150),
-        make_row(
-            "compile(graph), a new length, triton on an H200", measure_new_length("triton"), 300
+        *(
+            make_row(
+                f"compile(graph), new M and N, {who} on {target}", measure_new(who, target), 250
+            )
+            for who, target in (("math", "cpu"), ("torch_sdpa", "cpu"), ("triton", "h200"))
         ),
         *cudnn_rows(),
         make_row("tile lists of a mask, 64k x 64k (ms)", list_milliseconds(), 50),
@@ -110,7 +114,7 @@ def compile_call(attend: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(call, fullgraph=True)
 
 
-def measure_new_length(backend: str, store: ag.Store | bool = False, count: int = 300) -> float:
+def measure_new_length(backend: str, store: ag.Store, count: int) -> float:
     """Microseconds to plan a causal graph of another length for an H200; the median."""
     times = []
     for n in range(1, count):
@@ -120,10 +124,22 @@ def measure_new_length(backend: str, store: ag.Store | bool = False, count: int 
     return statistics.median(times) * 1e6
 
 
-def causal(length: int) -> ag.Graph:
-    """A causal attention in bfloat16."""
-    spec = ag.TensorSpec((2, 8, length, 64), torch.bfloat16)
-    return ag.attention(spec, spec, spec, mask=ag.Causal())
+def measure_new(backend: str, target: str, count: int = 300) -> float:
+    """Microseconds to plan a causal graph of lengths that were not there before; the median."""
+    ag.clear_cache()
+    numbers, times = random.Random(0), []
+    for _ in range(count):
+        M, N = numbers.randrange(1, 4096), numbers.randrange(1, 4096)
+        graph = causal(M, N, torch.float32 if target == "cpu" else torch.bfloat16)
+        options: dict[str, Any] = {"target": target, "backends": (backend,), "store": False}
+        times.append(seconds(lambda graph=graph, o=options: ag.compile(graph, **o)))  # type: ignore[misc]  # bound now
+    return statistics.median(times) * 1e6
+
+
+def causal(M: int, N: int | None = None, dtype: torch.dtype = torch.bfloat16) -> ag.Graph:
+    """A causal attention, by default of as many keys as queries."""
+    q, k = (ag.TensorSpec((2, 8, n, 64), dtype) for n in (M, M if N is None else N))
+    return ag.attention(q, k, k, mask=ag.Causal("top_left"))
 
 
 def cudnn_rows() -> list[dict[str, Any]]:

@@ -28,7 +28,7 @@ MOST_BLOCKS = 64  # of queries, in which `sees_everywhere` looks for one that se
 
 
 @final
-@frozen
+@frozen(cache_hash=True)
 class Problem:
     """One attention or its gradient, with the specs of its operands: what most backends compute.
 

@@ -36,6 +36,8 @@ NOT_PARTICIPLES = {  # a name that only looks like one, or is both: what it is h
 }
 PARTICIPLE_SHARE = 0.03  # of all top-level functions
 TWO_MEANINGS = {  # a name that several modules define: why it may be
+    "__getattr__": "a package's names that are imported at first use",
+    "Attention": "the op, and the module that has its options",
     "Mask": "the op that applies a mask is called as its text is, `mask`",
     "attend": "each set of kernels has its forward pass",
     "attention": "a graph of specs, and the same of tensors, by the same options",

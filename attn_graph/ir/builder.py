@@ -132,6 +132,14 @@ class Builder:
 
     def input(self, name: str, spec: TensorSpec) -> Value:
         """Add an input. Raises GraphError for what is no TensorSpec; remembers other problems."""
+        if not self.trusts:
+            self.examine_input(name, spec)
+        self.inputs.append(Input(name, spec))
+        self.types.append(spec.type)
+        return Value(self, len(self.types) - 1)
+
+    def examine_input(self, name: str, spec: TensorSpec) -> None:
+        """Remember the problems of an input; raise them where it is no TensorSpec."""
         if not isinstance(spec, TensorSpec):
             way_out = "say TensorSpec.like(tensor)"
             self.problem(f"input {name!r} is a {type(spec).__name__}, not a TensorSpec; {way_out}")
@@ -142,9 +150,6 @@ class Builder:
             self.problem(f"two inputs are named {name!r}; names are how a plan is called")
         if not name.isidentifier() or iskeyword(name):
             self.problem(f"input {name!r} is no Python name; a plan takes it as a keyword")
-        self.inputs.append(Input(name, spec))
-        self.types.append(spec.type)
-        return Value(self, len(self.types) - 1)
 
     def emit(self, op: Op, *operands: Value) -> tuple[Value, ...]:
         """Add an equation; return its results. Raises GraphError where they can have no types."""

@@ -22,15 +22,17 @@ def replay(graph: Graph, rule: Rule) -> Graph:
 
 def prune(graph: Graph) -> Graph:
     """Rebuild `graph` without the equations that no output needs."""
-    live = set(graph.outputs)
+    live, needed = set(graph.outputs), True
     for eqn, outs in reversed([*graph.numbered()]):
-        if live & set(outs):
-            live |= set(eqn.args)
-    if all(live & set(outs) for _, outs in graph.numbered()):
+        if live.isdisjoint(outs):
+            needed = False
+        else:
+            live.update(eqn.args)
+    if needed:
         return graph
     b = Builder(trusts=True)
     values = {n: b.input(i.name, i.spec) for n, i in enumerate(graph.inputs)}
     for eqn, outs in graph.numbered():
-        if live & set(outs):
+        if not live.isdisjoint(outs):
             values.update(zip(outs, b.emit(eqn.op, *(values[i] for i in eqn.args)), strict=True))
     return b.graph(*(values[i] for i in graph.outputs))

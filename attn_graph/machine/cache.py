@@ -36,6 +36,11 @@ class CacheInfo:
     capacity: int
     bytes: int
 
+    @property
+    def seconds_each(self) -> float:
+        """The mean seconds that a plan took to build; 0 where none was built."""
+        return self.seconds / self.builds if self.builds else 0.0
+
 
 @final
 @define(eq=False)

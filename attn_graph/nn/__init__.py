@@ -1,5 +1,19 @@
 """Attention as PyTorch's users call it: with tensors, no spec and no plan to keep."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from attn_graph.nn import functional, ops
 
-__all__ = ["functional", "ops"]
+if TYPE_CHECKING:
+    from attn_graph.nn.modules import Attention, MultiheadAttention
+
+MODULES = ("Attention", "MultiheadAttention")  # imported at first use
+__all__ = ["Attention", "MultiheadAttention", "functional", "ops"]
+
+
+def __getattr__(name: str) -> object:
+    """One of MODULES. Raises AttributeError for any other name."""
+    if name not in MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.modules"), name)

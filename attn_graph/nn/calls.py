@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import _is_any_autocast_enabled
+from torch.autograd import profiler
 from torch.compiler import is_dynamo_compiling
 
 from attn_graph import compiler
@@ -16,6 +17,7 @@ from attn_graph.errors import GraphError
 from attn_graph.ir import builder
 from attn_graph.ir.graph import Graph
 from attn_graph.machine.ambient import is_traced
+from attn_graph.machine.flop_counters import teach_counters
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import read_switches
 from attn_graph.plan import Plan
@@ -59,6 +61,8 @@ def attend_anew(
 
 def attend_by_op(q: Tensor, k: Tensor, v: Tensor, named: Named, options: Options) -> Outputs:
     """The same by an operator of PyTorch's: what traces and transforms calls needs one."""
+    if not is_dynamo_compiling():
+        teach_counters()
     mask, scale, align, soft_cap, alibi, dropout, stats, backends, *rest = options
     if mask is not None:  # a mask that torch.compile compares by its value, not by its identity
         mask = mask.aligned(align)
@@ -126,7 +130,10 @@ def attend_as(
         if plain != options:
             return attend_as(q, k, v, named, plain, anew)
         return anew(q, k, v, named, options, None)
-    return plan.run_known((q, k, v, *named.values()) if named else (q, k, v), wants)
+    tensors = (q, k, v, *named.values()) if named else (q, k, v)
+    if profiler._is_profiler_enabled:
+        return plan.run_profiled(tensors, wants)
+    return plan.run_known(tensors, wants)
 
 
 def new_plan(q: Tensor, k: Tensor, v: Tensor, named: Named, options: Options) -> Plan:

@@ -24,7 +24,7 @@ from attn_graph.lowering.backend import Backend, Fallback
 from attn_graph.machine.torch_switches import Precision
 from attn_graph.masks import Align, Causal, Mask, Prefix
 from attn_graph.nn.calls import (
-    SEED,
+    GRAPH_OPTIONS,
     SEGMENTS,
     USUAL_CHOICE,
     Named,
@@ -32,8 +32,11 @@ from attn_graph.nn.calls import (
     Outputs,
     attend_anew,
     attend_as,
+    cast_inputs,
     draw_seed,
+    new_plan,
 )
+from attn_graph.plan import Plan
 from attn_graph.spec import FLOATS
 
 __all__ = ["attention", "scaled_dot_product_attention"]
@@ -41,7 +44,10 @@ __all__ = ["attention", "scaled_dot_product_attention"]
 TOP_LEFT: Mask = Causal("top_left")
 NOTHING = Prefix(0)  # keeps no key
 NAMELESS: Named = {}
+Kept = tuple[Mask | None, Named]  # what is not masked: by position, and by tensors
 ROLES = ("query", "key", "value")
+FITTED = ("keep", "bias")  # tensors that broadcast to the scores
+DROPOUT = GRAPH_OPTIONS.index("dropout")
 
 
 def attention(
@@ -138,33 +144,27 @@ def scaled_dot_product_attention(
     Raises TensorError, a RuntimeError as PyTorch's are, where the tensors make no sense together;
     so it does for keys and values of different lengths, which PyTorch lets through on CPUs.
     """
-    return attend_like_torch(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, USUAL_CHOICE
-    )
+    kept = read_mask(attn_mask, is_causal)
+    return attend_like_torch(query, key, value, kept, dropout_p, scale, enable_gqa, USUAL_CHOICE)
 
 
 def attend_like_torch(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None,
+    kept: Kept,
     dropout_p: float,
-    is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
     choice: Options,
 ) -> Tensor:
-    """PyTorch's function by one of several backends. choice: values for `calls.CHOICE`."""
-    named, mask = NAMELESS, TOP_LEFT if is_causal else None
-    if attn_mask is not None:
-        named = {"keep" if attn_mask.dtype == torch.bool else "bias": attn_mask}
-    if dropout_p:
-        check_rate(dropout_p)
+    """PyTorch's function by one of several backends.
+
+    kept: what `read_mask` gives, or lengths in place of a mask. choice: values for `calls.CHOICE`.
+    """
+    named, options = read_options(kept, dropout_p, scale, choice)
+    if options[DROPOUT]:
         named = {**named, **draw_seed(query.device)}
-    if dropout_p == 1:  # drops everything, and leaves no gradient
-        named, mask, dropout_p = NAMELESS, NOTHING, 0.0
-    number = scale if scale is None else float(scale)
-    options = (mask, number, None, None, False, dropout_p, False, *choice)
     try:
         o = attend_as(query, key, value, named, options, GROUPED if enable_gqa else PLAIN)
     except TensorError:
@@ -175,6 +175,44 @@ def attend_like_torch(
         raise TensorError(*error.differences) from error
     assert isinstance(o, Tensor)  # without statistics
     return o
+
+
+def plan_like_torch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kept: Kept,
+    dropout_p: float,
+    scale: float | None,
+    enable_gqa: bool,
+    choice: Options,
+) -> Plan:
+    """The plan that `attend_like_torch` runs. Raises what that raises before it computes."""
+    named, options = read_options(kept, dropout_p, scale, choice)
+    query, key, value, named = cast_inputs(query, key, value, named)
+    four, more, _ = bring_to_four(enable_gqa, query, key, value, named)
+    return new_plan(*pad_empty(*four), more, options)
+
+
+def read_mask(attn_mask: Tensor | None, is_causal: bool) -> Kept:
+    """The mask of positions, and the tensors beside q, k and v, that PyTorch's arguments mean."""
+    mask = TOP_LEFT if is_causal else None
+    if attn_mask is None:
+        return mask, NAMELESS
+    return mask, {"keep" if attn_mask.dtype == torch.bool else "bias": attn_mask}
+
+
+def read_options(
+    kept: Kept, dropout_p: float, scale: float | None, choice: Options
+) -> tuple[Named, Options]:
+    """The named tensors and the options of `attend_as`. Raises TensorError for a wrong rate."""
+    mask, named = kept
+    if dropout_p:
+        check_rate(dropout_p)
+    if dropout_p == 1:  # drops everything, and leaves no gradient
+        named, mask, dropout_p = NAMELESS, NOTHING, 0.0
+    number = scale if scale is None else float(scale)
+    return named, (mask, number, None, None, False, dropout_p, False, *choice)
 
 
 def check_rate(rate: float) -> None:
@@ -196,14 +234,8 @@ def attend_shaped(
 
     grouped: whether k and v have heads of their own.
     """
-    require_axes(q, k, v, grouped)
-    (M, D), (N, E) = q.shape[-2:], v.shape[-2:]
-    k2, v2 = equal_heads(q, k, v) if grouped else (k, v)
-    *outer, H, G = common_axes(q, k2, v2, grouped)
-    rank = max(q.ndim, k.ndim, v.ndim)
-    shape = (*outer, H, M, N)[-rank:]
-    more = {n: x if n in SEED else fit_mask(x, q.dtype, shape) for n, x in named.items()}
-    four = as_four(q, outer, H), as_four(k2, outer, G), as_four(v2, outer, G)
+    four, more, shape = bring_to_four(grouped, q, k, v, named)
+    D, E = q.shape[-1], v.shape[-1]
     if 0 not in (D, E) and all(
         map(operator.is_, (*four, *more.values()), (q, k, v, *named.values()))
     ):
@@ -211,6 +243,23 @@ def attend_shaped(
     o = attend_as(*pad_empty(*four), more, options)
     assert isinstance(o, Tensor)  # without statistics
     return o[..., :E].reshape((*shape[:-1], E))
+
+
+def bring_to_four(
+    grouped: bool, q: Tensor, k: Tensor, v: Tensor, named: Named
+) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Tensor], tuple[int, ...]]:
+    """q, k and v with four axes; the named tensors that fit them; the scores' shape before that.
+
+    Raises TensorError for tensors that PyTorch refuses, or should.
+    """
+    require_axes(q, k, v, grouped)
+    M, N = q.shape[-2], v.shape[-2]
+    k2, v2 = equal_heads(q, k, v) if grouped else (k, v)
+    *outer, H, G = common_axes(q, k2, v2, grouped)
+    rank = max(q.ndim, k.ndim, v.ndim)
+    shape = (*outer, H, M, N)[-rank:]
+    more = {n: fit_mask(x, q.dtype, shape) if n in FITTED else x for n, x in named.items()}
+    return (as_four(q, outer, H), as_four(k2, outer, G), as_four(v2, outer, G)), more, shape
 
 
 PLAIN, GROUPED = partial(attend_shaped, False), partial(attend_shaped, True)

@@ -27,11 +27,13 @@ from attn_graph.ir.builder import statistic_names
 from attn_graph.ir.graph import NO_SECOND, Graph
 from attn_graph.ir.vjp import residuals, result_spec
 from attn_graph.lowering.backend import Backend
+from attn_graph.machine.flop_counters import formulas
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import read_switches
 from attn_graph.masks import Mask
 from attn_graph.nn.batching import Mapped, map_call
 from attn_graph.nn.calls import OPTIONS, make_graph, new_plan
+from attn_graph.nn.flops import count_flops, count_gradient_flops
 from attn_graph.plan import Plan, refuse_tangents
 from attn_graph.planner.content import MOST_TEXTS, OWN, CallContent, PlanContent, read_content
 from attn_graph.spec import (
@@ -142,7 +144,7 @@ def require_target(content: PlanContent, here: Target) -> None:
 def run_attention(tensors: Tensors, text: str, saves: bool = False) -> list[Tensor]:
     """What a call returns; with `saves` what the backward reads as well."""
     plan, results = find_plan(tensors, text), results_of(text)
-    with torch.no_grad():
+    with torch.no_grad(), plan.named_in_profiles("forward"):
         if not saves:
             return [*plan.infer(*tensors)[0]]
         outputs, saved = plan.run(*tensors)
@@ -388,6 +390,28 @@ def names_of_call(text: str) -> tuple[str, ...]:
     return content.names if isinstance(content, CallContent) else ()
 
 
+# Counting
+
+
+def forward_flops(
+    tensors: Tensors, text: str, saves: bool = False, *, out_val: object = None
+) -> int:
+    """The flops of `attention`, for PyTorch's counter."""
+    return count_flops(find_plan(tensors, text))
+
+
+def backward_flops(
+    tensors: Tensors,
+    text: str,
+    needs: Sequence[bool],
+    given: Sequence[bool],
+    *,
+    out_val: object = None,
+) -> int:
+    """The flops of `attention_backward`."""
+    return count_gradient_flops(find_plan(tensors[: len(needs)], text), tuple(needs))
+
+
 # What PyTorch is told
 
 
@@ -434,6 +458,8 @@ define_op(
     fake_backward,
     batch_backward,
 )
+formulas[torch.ops.attn_graph.attention] = forward_flops
+formulas[torch.ops.attn_graph.attention_backward] = backward_flops
 OP = torch.ops.attn_graph.attention.default
 OP_BACKWARD = torch.ops.attn_graph.attention_backward.default
 # So masks may be written inside of compiled code: they are made while it is traced.

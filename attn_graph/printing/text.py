@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -31,4 +32,13 @@ def show_fields(value: Any) -> list[str]:  # Any: of an attrs class
         f"{field.name}={show_value(getattr(value, field.name))}"
         for field in attrs.fields(type(value))
         if field.default is attrs.NOTHING or getattr(value, field.name) != field.default
+    ]
+
+
+def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of cells in columns, two spaces apart; nothing behind the last cell of a line."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
     ]

@@ -23,6 +23,7 @@ from attn_graph.lowering.cpu.schedule import (
 )
 from attn_graph.lowering.problem import Problem, flash_order, is_readable
 from attn_graph.machine.workspace import Buffer
+from attn_graph.masks import Mask
 from attn_graph.masks.places import Block, Place
 from attn_graph.spec import TensorSpec, memory_order
 
@@ -51,6 +52,7 @@ class FusedTiles:
     blind: bool
 
     @classmethod
+    @lru_cache(64)  # a backend is asked whether it takes a graph, and then lowers it
     def plan(cls, problem: Problem) -> FusedTiles:
         """The tiles of a problem, static where its mask does not depend on data."""
         axes = depends(problem)
@@ -187,20 +189,34 @@ def axes_of_modifiers(problem: Problem) -> str:
 
 
 def axes_of_mask(problem: Problem, given: Operands[TensorSpec]) -> str:
-    """Found by asking the mask at a few places: what it returns is as large as what it reads."""
-    if problem.node.mask is None:
+    """Which of "b" and "h" the mask depends on."""
+    mask, sizes = problem.node.mask, (problem.B, problem.H, problem.M, problem.N)
+    if mask is None:
         return ""
+    if not mask.needs:  # what it is made of does not grow with sizes
+        return probe_axes(mask, tuple(min(2, n) for n in sizes))
     data = {
         n: torch.zeros((), dtype=s.dtype, device=CPU).expand(s.shape) for n, s in given.mask.items()
     }
-    b, h, i, j = (range(min(2, n)) for n in (problem.B, problem.H, problem.M, problem.N))
-    block = Block(b, h, i, problem.H, problem.M, problem.N, data)
-    kept = torch.as_tensor(problem.node.mask.keep(Place.of(block, j, CPU)), device=CPU)
+    return probe_axes_with(mask, sizes, data)
+
+
+@lru_cache(64)
+def probe_axes(mask: Mask, sizes: tuple[int, ...]) -> str:
+    """The same of a mask that reads no tensors."""
+    return probe_axes_with(mask, sizes, {})
+
+
+def probe_axes_with(mask: Mask, sizes: tuple[int, ...], data: Mapping[str, torch.Tensor]) -> str:
+    """Found by asking a mask at a few places: what it returns is as large as what it reads."""
+    _, H, M, N = sizes
+    b, h, i, j = (range(min(2, n)) for n in sizes)
+    block = Block(b, h, i, H, M, N, data)
+    kept = torch.as_tensor(mask.keep(Place.of(block, j, CPU)), device=CPU)
     shape = (1,) * (4 - kept.ndim) + tuple(kept.shape)
     return "".join(axis for axis, n in zip("bh", shape, strict=False) if n > 1)
 
 
-@lru_cache(64)  # a backend is asked whether it takes a graph, and then lowers it
 def static_tiles(problem: Problem, axes: str) -> tuple[Tile, ...] | None:
     """The tiles; None where data decides them, or there are so many that each call lists them."""
     node, most = problem.node, DATA_ROWS * problem.N

@@ -1,0 +1,72 @@
+"""Modes of the forward in what `torch.utils.checkpoint` computes again: PyTorch drops them."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Protocol, final
+
+import torch
+from attrs import frozen
+from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction, _checkpoint_hook
+
+from attn_graph.errors import TensorError
+
+# The hook that a checkpoint packs tensors by; its variable `frame` has what is computed again.
+PACK = f"{_checkpoint_hook.__init__.__qualname__}.<locals>.pack_hook"
+REENTRANT = CheckpointFunction.forward.__code__
+
+
+class Recomputable(Protocol):
+    """A checkpoint, as far as it is read and written here."""
+
+    recompute_fn: Any  # Any: takes what the checkpointed function takes
+
+
+@final
+@frozen(eq=False)
+class Recomputation:
+    """What a checkpoint computes again, within a mode."""
+
+    function: Any  # Any: as above
+    mode: TorchFunctionMode
+
+    def __call__(self, *args: Any) -> None:  # Any: as above
+        with self.mode:
+            self.function(*args)
+
+
+def follow_checkpoint(mode: TorchFunctionMode, dropout: float) -> None:
+    """Let the checkpoint that surrounds this call, if any, recompute it within `mode`.
+
+    Raises TensorError for dropout in a reentrant one: it recomputes without the mode, and PyTorch
+    would drop other places than the forward did.
+    """
+    frame = surrounding_checkpoint()
+    if frame is not None and not isinstance(frame.recompute_fn, Recomputation):
+        frame.recompute_fn = Recomputation(frame.recompute_fn, mode)
+    if dropout and not torch.is_grad_enabled() and is_reentrant():
+        raise TensorError(
+            f"attention: dropout_p {dropout} in a checkpoint with use_reentrant=True would drop "
+            "other places when it is recomputed; say use_reentrant=False"
+        )
+
+
+def surrounding_checkpoint() -> Recomputable | None:
+    """The checkpoint whose hooks pack the tensors that autograd saves now."""
+    hooks = _top_saved_tensors_default_hooks(True)
+    if hooks is None or getattr(hooks[0], "__qualname__", "") != PACK:
+        return None
+    pack = hooks[0]
+    cells = dict(zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True))
+    frame: Recomputable = cells["frame"].cell_contents
+    return frame
+
+
+def is_reentrant() -> bool:
+    """Whether this runs in the forward of a reentrant checkpoint."""
+    frame = sys._getframe(1)
+    while frame.f_back and frame.f_code is not REENTRANT:
+        frame = frame.f_back
+    return frame.f_code is REENTRANT

@@ -1,0 +1,125 @@
+"""Plans in place of PyTorch's flash kernel, through PyTorch's own registry of such kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import final
+
+import torch
+from attrs import frozen
+from torch import Tensor
+from torch.library import Library
+from torch.nn.attention import register_flash_attention_impl
+
+from attn_graph.errors import GraphError, PlanTargetError
+from attn_graph.nn.calls import USUAL_CHOICE, content_of_call, draw_seed, exact
+from attn_graph.nn.functional import TOP_LEFT
+from attn_graph.nn.ops import run_attention, run_gradient
+
+NAME = "attn_graph"  # in PyTorch's registry
+MOST_TEXTS = 256
+Forward = tuple[Tensor, Tensor, None, None, int, int, Tensor, Tensor, Tensor]
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+def register_flash_attention() -> None:
+    """Make plans known to PyTorch's registry of flash kernels, as "attn_graph".
+
+    After it `torch.nn.attention.activate_flash_attention_impl("attn_graph")` lets plans compute, in
+    the whole process, what `scaled_dot_product_attention` sends to its flash kernel for GPUs, until
+    `restore_flash_attention_impl()`. What is sent there PyTorch decides before: half precision
+    without a mask. `attn_graph.replace_sdpa` replaces the rest as well, in a block.
+
+    A call that no backend takes raises NoBackendError, for the registry knows no way back; one of
+    the backends, `torch_flash`, is that kernel, and refuses meanwhile. On CPUs plans are built of
+    PyTorch's flash kernel: where there is no GPU, activating raises PlanTargetError.
+    """
+    register_flash_attention_impl(NAME, register_fn=override_flash)
+
+
+@final
+@frozen(eq=False)
+class Override:
+    """PyTorch's flash operators, computed by plans until it is removed."""
+
+    library: Library
+
+    def remove(self) -> None:
+        """Let PyTorch's own kernels run again."""
+        self.library._destroy()
+
+
+def override_flash() -> Override:
+    """Let plans compute PyTorch's flash operators for GPUs, in this process."""
+    if not torch.cuda.is_available():
+        raise PlanTargetError(
+            "plans replace PyTorch's flash kernel for GPUs, and torch.cuda.is_available() is "
+            "false; on CPUs use `with attn_graph.replace_sdpa():`"
+        )
+    library = Library("aten", "IMPL")
+    library.impl("_scaled_dot_product_flash_attention", forward_flash, "CUDA")
+    library.impl("_scaled_dot_product_flash_attention_backward", backward_flash, "CUDA")
+    return Override(library)
+
+
+@lru_cache(MOST_TEXTS)
+def text_of(names: tuple[str, ...], causal: bool, scale: float | None, dropout: float) -> str:
+    """The content of a call of PyTorch's flash kernel, with lse."""
+    mask, rate = TOP_LEFT if causal else None, exact(dropout)
+    options = mask, exact(scale), None, None, None, rate, ("lse",), *USUAL_CHOICE
+    return content_of_call(names, *options)
+
+
+def forward_flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> Forward:
+    """o and lse, and what PyTorch hands to the backward; seed and offset of dropout among it."""
+    if return_debug_mask:
+        raise GraphError("attention: plans return no debug mask; say return_debug_mask=False")
+    seed = draw_seed(q.device) if dropout_p else {}
+    text = text_of((*seed,), is_causal, scale, dropout_p)
+    o, lse = run_attention((q, k, v, *seed.values()), text)
+    nothing = torch.empty(0, dtype=torch.int64, device=q.device)
+    M, N, two = q.shape[2], k.shape[2], (seed.get("seed", nothing), seed.get("offset", nothing))
+    return o, lse, None, None, M, N, *two, nothing.to(q.dtype)
+
+
+def backward_flash(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    *,
+    scale: float | None = None,
+) -> Gradients:
+    """dq, dk and dv."""
+    seed = {"seed": philox_seed, "offset": philox_offset} if dropout_p else {}
+    text = text_of((*seed,), is_causal, scale, dropout_p)
+    return pull_gradients((q, k, v, *seed.values()), text, o, lse, do)
+
+
+def pull_gradients(
+    inputs: Sequence[Tensor], text: str, o: Tensor, lse: Tensor, do: Tensor
+) -> Gradients:
+    """dq, dk and dv of a call whose inputs these were."""
+    needs = [n < 3 for n in range(len(inputs))]
+    dq, dk, dv = run_gradient((*inputs, o, lse, do), text, needs, (True, False))
+    return dq, dk, dv

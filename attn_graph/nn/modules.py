@@ -1,0 +1,129 @@
+"""Attention as modules of PyTorch's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from attn_graph.lowering.backend import Backend, Fallback
+from attn_graph.machine.torch_switches import Precision
+from attn_graph.masks import Align, Mask
+from attn_graph.nn.calls import Outputs
+from attn_graph.nn.functional import attention, scaled_dot_product_attention
+from attn_graph.nn.multihead import multi_head_attention
+from attn_graph.printing.text import show_value
+
+
+@final
+class Attention(torch.nn.Module):
+    """`attn_graph.nn.functional.attention` with options that stay; it has no parameters.
+
+    Options as there. `forward(q, k, v, **tensors)` takes the tensors that it takes: bias, keep,
+    lengths, segments, sinks, slopes and whatever the mask reads. dropout counts in training alone.
+    """
+
+    def __init__(
+        self,
+        *,
+        mask: Mask | None = None,
+        scale: float | None = None,
+        align: Align | None = None,
+        soft_cap: float | None = None,
+        alibi: bool = False,
+        dropout: float = 0.0,
+        stats: bool | Sequence[str] = False,
+        backends: Sequence[str | Backend] | None = None,
+        avoid: Sequence[str | Backend] = (),
+        deterministic: bool = False,
+        precision: Precision | None = None,
+        on_fallback: Fallback = "ignore",
+        max_workspace: int | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.options: dict[str, Any] = {  # Any: a value for each
+            "mask": mask, "scale": scale, "align": align, "soft_cap": soft_cap,
+            "alibi": alibi or None, "dropout": dropout, "stats": stats, "backends": backends,
+            "avoid": avoid, "deterministic": deterministic, "precision": precision,
+            "on_fallback": on_fallback, "max_workspace": max_workspace,
+        }  # fmt: skip
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, **tensors: Any) -> Outputs:  # Any: or two
+        """q [B,H,M,D], k [B,G,N,D], v [B,G,N,E] -> o [B,H,M,E], and the statistics."""
+        options = self.options if self.training else {**self.options, "dropout": 0.0}
+        return attention(q, k, v, **(options | tensors))
+
+    def extra_repr(self) -> str:
+        """The options that are not their defaults."""
+        usual = (None, False, 0.0, (), "ignore")
+        return ", ".join(f"{n}={show_value(x)}" for n, x in self.options.items() if x not in usual)
+
+
+@final
+class MultiheadAttention(torch.nn.MultiheadAttention):
+    """`torch.nn.MultiheadAttention`, parameter for parameter; attention is computed by plans.
+
+    State dicts of PyTorch's module load, and its arguments mean the same. With need_weights=True,
+    the default as in PyTorch, the call is PyTorch's own, for no fused kernel holds the weights
+    [B,H,M,N]; ask for need_weights=False. Dropout drops other places than PyTorch's, by seeds from
+    the default generator. PyTorch's Transformer layers go past the module where they fuse a whole
+    layer, in eval mode without gradient; `attn_graph.replace_sdpa` covers those.
+    """
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Output as query is laid out, and the weights or None. Arguments as PyTorch's.
+
+        Raises AssertionError, RuntimeError and TensorError as PyTorch's module and function do.
+        """
+        if need_weights:
+            return super().forward(
+                query, key, value, key_padding_mask, need_weights, attn_mask,
+                average_attn_weights, is_causal,
+            )  # fmt: skip
+        turned = self.batch_first and query.ndim == 3
+        if turned:
+            query, key, value = transpose_alike(query, key, value)
+        o, _ = multi_head_attention(
+            scaled_dot_product_attention,
+            query,
+            key,
+            value,
+            self.embed_dim,
+            self.num_heads,
+            self.in_proj_weight,
+            self.in_proj_bias,
+            self.bias_k,
+            self.bias_v,
+            self.add_zero_attn,
+            self.dropout,
+            self.out_proj.weight,
+            self.out_proj.bias,
+            training=self.training,
+            key_padding_mask=key_padding_mask,
+            attn_mask=attn_mask,
+            use_separate_proj_weight=not self._qkv_same_embed_dim,
+            q_proj_weight=self.q_proj_weight,
+            k_proj_weight=self.k_proj_weight,
+            v_proj_weight=self.v_proj_weight,
+            is_causal=is_causal,
+        )
+        return (o.transpose(0, 1) if turned else o), None
+
+
+def transpose_alike(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The three with their first axes swapped; what was one tensor stays one."""
+    q = query.transpose(0, 1)
+    k = q if key is query else key.transpose(0, 1)
+    return q, k, k if value is key else value.transpose(0, 1)

@@ -1,0 +1,124 @@
+"""Dense masks that say what a mask of ours says: a band, a prefix, a padding at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from typing import final
+
+import torch
+from attrs import frozen
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from attn_graph.masks import Causal, Mask, Prefix, Window
+
+Reading = tuple[int, "Recognition | None"]
+
+
+@final
+@frozen(eq=False)
+class Recognition:
+    """What a dense mask [B,1,M,N] keeps: places of `mask`, before the ends `kv_lengths` [B].
+
+    None: all places, all keys.
+    """
+
+    mask: Mask | None = None
+    kv_lengths: Tensor | None = None
+
+    def __str__(self) -> str:
+        parts = [] if self.mask is None else [str(self.mask)]
+        parts += [] if self.kv_lengths is None else ["kv_lengths"]
+        return " & ".join(parts) or "all places"
+
+
+# By tensor that owns the numbers: what its views said, and how often they had been written then.
+memory: MutableMapping[Tensor, dict[object, Reading]] = WeakIdKeyDictionary()
+
+
+def recognize(mask: Tensor) -> Recognition | None:
+    """What a mask [...,M,N] of 2 to 4 axes says as data; None where it says something else.
+
+    It holds booleans, or numbers of which each is 0 or -inf. All of it is read, for which the host
+    waits, and remembered for this tensor until it is written.
+    """
+    if mask.requires_grad or not 2 <= mask.ndim <= 4 or not mask.numel() or mask.is_inference():
+        return None
+    owner = mask if mask._base is None else mask._base
+    readings, view = (
+        memory.setdefault(owner, {}),
+        (mask.shape, mask.stride(), mask.storage_offset()),
+    )
+    version, recognition = readings.get(view, (None, None))
+    if version != mask._version:
+        with torch.no_grad():
+            recognition = read_places(mask)
+        readings[view] = mask._version, recognition
+    return recognition
+
+
+def read_places(mask: Tensor) -> Recognition | None:
+    """The same, by looking at every number."""
+    keep = as_booleans(mask)
+    if keep is None:
+        return None
+    keep = keep[(None,) * (4 - keep.ndim)]
+    if not torch.equal(keep, keep[:, :1].expand_as(keep)):  # heads differ
+        return None
+    keep = keep[:, 0]
+    kept, j = keep.any(1), torch.arange(keep.shape[-1], device=keep.device)
+    ends = kept.sum(-1)
+    if not torch.equal(kept, j < ends[:, None]):
+        return None
+    before = j < ends[:, None, None]
+    for leaf, places in list_candidates(keep[int(ends.argmax())], int(ends.max())):
+        if torch.equal(keep, places.expand_as(keep)):
+            return Recognition(leaf)
+        if torch.equal(keep, places & before):
+            return with_ends(leaf, ends)
+    return None
+
+
+def as_booleans(mask: Tensor) -> Tensor | None:
+    """True for what is kept; None for numbers other than 0 and -inf."""
+    if mask.dtype == torch.bool:
+        return mask
+    keep = mask == 0
+    return keep if bool((keep | (mask == -torch.inf)).all()) else None
+
+
+def with_ends(leaf: Mask | None, ends: Tensor) -> Recognition:
+    """A mask of positions, up to the same key or to one for each entry of the batch."""
+    first = int(ends[0])
+    if bool((ends != first).any()):
+        return Recognition(leaf, ends.to(torch.int32))
+    return Recognition(Prefix(first) if leaf is None else leaf & Prefix(first))
+
+
+def list_candidates(keep: Tensor, end: int) -> Iterator[tuple[Mask | None, Tensor]]:
+    """Masks of positions that keep [M,N] may be, with all places that each keeps.
+
+    end: the key before which `keep` is to be looked at; behind it all may be padding.
+    """
+    M, N = keep.shape
+    i, j = (torch.arange(n, device=keep.device) for n in (M, N))
+    distance = j - i[:, None]
+    yield None, torch.ones_like(keep)
+    among = distance[:, :end][keep[:, :end]]
+    if not among.numel():
+        return
+    low, high = int(among.min()), int(among.max())
+    left = None if low == 1 - M else -low
+    right = None if high == end - 1 else high
+    if (left, right) != (None, None):
+        yield band(left, right), (distance >= low) & ((distance <= high) | (right is None))
+    first = int(keep[0].sum())
+    for offset in {0, N - M}:
+        yield band(None, offset) | Prefix(first), (distance <= offset) | (j < first)
+
+
+def band(left: int | None, right: int | None) -> Mask:
+    """The mask of these distances from i. Aligned by the corner, it does not move with lengths."""
+    if left is None and right == 0:
+        return Causal("top_left")
+    return Window(left, right, align="top_left")

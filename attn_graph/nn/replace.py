@@ -1,0 +1,287 @@
+"""A whole model's attention by plans, without a change of the model."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple, final
+from warnings import warn_explicit
+
+import torch
+import torch.nn.functional as F
+from attrs import define, field
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from attn_graph.errors import FallbackWarning, NoBackendError, TensorError
+from attn_graph.lowering.backend import Backend, Fallback
+from attn_graph.machine.ambient import is_traced
+from attn_graph.machine.torch_switches import Precision
+from attn_graph.nn.calls import CHOICE, Options
+from attn_graph.nn.checkpoints import follow_checkpoint
+from attn_graph.nn.functional import (
+    ROLES,
+    TOP_LEFT,
+    Kept,
+    attend_like_torch,
+    plan_like_torch,
+    read_mask,
+)
+from attn_graph.nn.multihead import multi_head_attention
+from attn_graph.nn.recognition import Recognition, recognize
+from attn_graph.nn.report import Report, Usage, call_site
+from attn_graph.plan import Plan
+
+NEED_WEIGHTS = 15  # its place among the arguments of F.multi_head_attention_forward
+WEIGHTS = "need_weights=True returns the weights, which fused kernels never hold"
+DEVICES = ("cpu", "cuda")
+ON_FALLBACK = CHOICE.index("on_fallback")
+
+
+@contextmanager
+def replace_sdpa(
+    *,
+    backends: Sequence[str | Backend] | None = None,
+    avoid: Sequence[str | Backend] = (),
+    deterministic: bool = False,
+    precision: Precision | None = None,
+    on_fallback: Fallback = "ignore",
+    max_workspace: int | str | None = None,
+    recognize_masks: bool = False,
+    report: bool = False,
+) -> Iterator[Report | None]:
+    """Within this block, in this thread, PyTorch's attention is computed by plans.
+
+    That is `torch.nn.functional.scaled_dot_product_attention`, by whatever name it was imported,
+    and `multi_head_attention_forward`, which `torch.nn.MultiheadAttention` and the Transformer
+    layers call; compiled regions that run in the block too. torch.utils.checkpoint recomputes as
+    in the forward, in the block or after it; with use_reentrant=True by PyTorch's attention, so
+    that dropout there raises TensorError. It is a decorator as well.
+
+    Options as those of `attn_graph.compile`. What PyTorch computes itself as before: calls that no
+    backend takes, nested tensors, wrapper subclasses such as DTensor, devices other than "cpu" and
+    "cuda", and layers whose weights are to be returned (need_weights=True). on_fallback says what
+    happens there, as where only `math` takes a call: "ignore" it; "warn"; or "raise", TensorError
+    or NoBackendError.
+
+    recognize_masks: dense masks that are a band, a prefix or a padding at the end are read, once a
+    tensor, for which the host waits, and run as masks of positions and lengths; not in compiled
+    regions. report: `as` gives a `Report`, a table of the calls; compiled regions are not in it.
+
+    Fused Transformer layers of PyTorch's, which would pass it by, are off in the whole process
+    meanwhile. Raises what `scaled_dot_product_attention` of `attn_graph.nn.functional` raises.
+    """
+    # In the order of CHOICE.
+    choice = as_key(backends), as_key(avoid), deterministic, precision, on_fallback, max_workspace
+    table = Report() if report else None
+    with PASSING_BY.off(), Replacement(choice, recognize_masks, table):
+        yield table
+
+
+def as_key(backends: Sequence[str | Backend] | None) -> Sequence[str | Backend] | None:
+    """Several backends as what has a hash; what is no list is refused where it is used."""
+    return tuple(backends) if isinstance(backends, list) else backends
+
+
+@final
+@define(eq=False)
+class FusedLayers:
+    """PyTorch's switch of its fused Transformer layers, off while any block is open."""
+
+    blocks: int = field(default=0, init=False)
+    before: bool = field(default=True, init=False)
+    lock: threading.Lock = field(factory=threading.Lock, init=False)
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """A context in which they are off. The last of several to end sets the switch back."""
+        switch = torch.backends.mha
+        with self.lock:
+            if not self.blocks:
+                self.before = switch.get_fastpath_enabled()
+                switch.set_fastpath_enabled(False)
+            self.blocks += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.blocks -= 1
+                if not self.blocks:
+                    switch.set_fastpath_enabled(self.before)
+
+
+PASSING_BY = FusedLayers()
+
+
+@final
+class Arguments(NamedTuple):
+    """The arguments of `torch.nn.functional.scaled_dot_product_attention`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+
+@final
+class Replacement(TorchFunctionMode):
+    """The mode behind `replace_sdpa`; `choice` are values for `calls.CHOICE`."""
+
+    def __init__(self, choice: Options, recognizes: bool, report: Report | None) -> None:
+        super().__init__()
+        self.choice = choice
+        self.recognizes = recognizes
+        self.report = report
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],  # Any: whatever PyTorch's functions return
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),  # Any: and take
+        kwargs: dict[str, Any] | None = None,  # Any: as above
+    ) -> Any:  # Any: as above
+        """The two functions by plans, and every other one as it is."""
+        named = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return self.attend("scaled_dot_product_attention", Arguments(*args, **named))
+        if func is F.multi_head_attention_forward:
+            return self.attend_by_heads(args, named)
+        return func(*args, **named)
+
+    def attend_by_heads(
+        self,
+        args: tuple[Any, ...],  # Any: what PyTorch's function takes by position
+        named: dict[str, Any],  # Any: and by name
+    ) -> tuple[Tensor, Tensor | None]:
+        """`F.multi_head_attention_forward`, whose attention is replaced."""
+        name, query = "multi_head_attention_forward", args[0] if args else named["query"]
+        more = args[NEED_WEIGHTS:]
+        needs = more[0] if more else named.get("need_weights", True)
+        reason = WEIGHTS if needs else why_left(query, query, query)
+        if reason is None:
+            return multi_head_attention(partial(self.attend_positional, name), *args, **named)
+        self.leave(name, reason)
+        run = partial(F.multi_head_attention_forward, *args, **named)
+        if self.report is None or is_symbolic():
+            return run()
+        key, value = (args[n] if len(args) > n else named[r] for n, r in enumerate(ROLES[1:], 1))
+        usage = Usage.of(name, query, key, value, "", None, (reason,))
+        return self.report.time(usage, query.device, run)
+
+    def attend_positional(
+        self,
+        name: str,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *more: Any,  # Any: a mask or None, the rate of dropout, and whether it is causal
+    ) -> Tensor:
+        """The attention of a layer with heads."""
+        return self.attend(name, Arguments(q, k, v, *more))
+
+    def attend(self, name: str, a: Arguments) -> Tensor:
+        """Attention by a plan, or by PyTorch; reported, if that is wanted.
+
+        name: of PyTorch's function that was called.
+        """
+        if not torch.compiler.is_compiling():
+            follow_checkpoint(self, a.dropout_p)
+        reason, kept = why_left(a.query, a.key, a.value), read_mask(a.attn_mask, a.is_causal)
+        recognition = None
+        if self.recognizes and a.attn_mask is not None and not is_symbolic() and not reason:
+            recognition = recognize_for(a)
+            kept = kept if recognition is None else as_kept(recognition, a)
+        run = partial(self.compute, name, a, kept, reason)
+        if self.report is None or is_symbolic():
+            return run()
+        plan, reasons = (None, (reason,)) if reason else self.plan_of(a, kept)
+        usage = Usage.of(name, *a[:3], describe_mask(a, recognition), plan, reasons)
+        return self.report.time(usage, a.query.device, run)
+
+    def compute(self, name: str, a: Arguments, kept: Kept, reason: str | None) -> Tensor:
+        """Attention by a plan, or by PyTorch where there is a reason, or no plan takes it."""
+        if reason is None:
+            try:
+                return attend_like_torch(*self.planned_arguments(a, kept))
+            except NoBackendError:
+                if self.choice[ON_FALLBACK] == "raise":
+                    raise
+                reason = "no backend takes it"
+        self.leave(name, reason)
+        return F.scaled_dot_product_attention(*a[:6], scale=a.scale, enable_gqa=a.enable_gqa)
+
+    def plan_of(self, a: Arguments, kept: Kept) -> tuple[Plan | None, tuple[str, ...]]:
+        """The plan of a call; or None, and the reasons why there is none."""
+        try:
+            return plan_like_torch(*self.planned_arguments(a, kept)), ()
+        except NoBackendError as error:
+            return None, tuple(f"{name} {each}" for name, all_ in error.refusals for each in all_)
+
+    def planned_arguments(self, a: Arguments, kept: Kept) -> tuple[Any, ...]:  # Any: one of each
+        """The arguments of `attend_like_torch`."""
+        return *a[:3], kept, a.dropout_p, a.scale, a.enable_gqa, self.choice
+
+    def leave(self, name: str, reason: str) -> None:
+        """Say that PyTorch computes a call itself, as `on_fallback` wants."""
+        text = f"{name} stays PyTorch's: {reason}"
+        if self.choice[ON_FALLBACK] == "raise":
+            raise TensorError(f'{text}; and on_fallback is "raise"')
+        if self.choice[ON_FALLBACK] == "warn":
+            warn_explicit(text, FallbackWarning, *call_site())
+
+
+def is_symbolic() -> bool:
+    """Whether this call is traced or compiled: what it computes is then no number to look at."""
+    return torch.compiler.is_compiling() or is_traced()
+
+
+def why_left(*tensors: Tensor) -> str | None:
+    """Why PyTorch computes attention on these tensors itself; None: it need not."""
+    for t in tensors:
+        if t.is_nested:
+            return "nested tensors"
+        if is_traceable_wrapper_subclass(t):
+            return f"{type(t).__name__} wraps other tensors"
+        if t.device.type not in DEVICES:
+            return f"tensors on {t.device.type}"
+    return None
+
+
+def recognize_for(a: Arguments) -> Recognition | None:
+    """What the dense mask of a call says as data; None too where batches differ."""
+    q, k, v, mask = a[:4]
+    assert mask is not None
+    if not q.ndim == k.ndim == v.ndim == 4 or not len(q) == len(k) == len(v):
+        return None
+    M, N = q.shape[2], k.shape[2]
+    if mask.ndim < 2 or mask.shape[-1] != N or mask.shape[-2] not in (1, M):
+        return None
+    return recognize(mask.expand(*mask.shape[:-2], M, N))
+
+
+def as_kept(recognition: Recognition, a: Arguments) -> Kept:
+    """The mask of positions and the lengths, with is_causal."""
+    masks = [m for m in (recognition.mask, TOP_LEFT if a.is_causal else None) if m is not None]
+    mask = masks[0] & masks[1] if len(masks) == 2 else next(iter(masks), None)
+    if recognition.kv_lengths is None:
+        return mask, {}
+    lengths = recognition.kv_lengths
+    return mask, {
+        "kv_lengths": lengths if len(lengths) == len(a.query) else lengths.expand(len(a.query))
+    }
+
+
+def describe_mask(a: Arguments, recognition: Recognition | None) -> str:
+    """The mask of a call in words, and what stands for it."""
+    parts = ["is_causal"] if a.is_causal else []
+    if a.attn_mask is not None:
+        dense = f"{'keep' if a.attn_mask.dtype == torch.bool else 'bias'} {[*a.attn_mask.shape]}"
+        parts += [f"{dense}, recognised as {recognition}" if recognition else dense]
+    return " and ".join(parts) or "none"

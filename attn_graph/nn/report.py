@@ -1,0 +1,247 @@
+"""What ran a model's attention: a table of call sites, as text, HTML and data."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, final
+
+import torch
+from attrs import define, field, frozen
+from torch import Tensor
+
+from attn_graph.errors import HOMES, NoBackendError
+from attn_graph.plan import Plan
+from attn_graph.printing.text import align_columns
+from attn_graph.spec import NAMES
+
+MOST_TIMES = 100  # of a row: its first calls, so that a long run takes no memory
+HEAD = ("call site", "calls", "query", "key", "value", "mask", "run by", "ms", "first ms")
+TORCH = f"{Path(torch.__file__).parent}/"
+
+Result = TypeVar("Result")
+Time = Callable[[], float]  # seconds, once they are known
+
+
+@final
+@frozen
+class Usage:
+    """One kind of call: where, of which function, on what, and who runs it.
+
+    query, key, value: dtype and shape. backend, backward: who runs each pass; None: PyTorch itself,
+    and no gradient. reasons: why PyTorch runs it.
+    """
+
+    site: str
+    function: str
+    query: str
+    key: str
+    value: str
+    mask: str
+    backend: str | None
+    backward: str | None
+    reasons: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls,
+        function: str,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: str,
+        plan: Plan | None,
+        reasons: tuple[str, ...],
+    ) -> Usage:
+        """Of a call with these tensors, at the nearest line outside PyTorch and this package."""
+        file, line = call_site()
+        tensors = query, key, value
+        q, k, v = map(describe, tensors)
+        trains = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        return cls(
+            f"{file}:{line}",
+            function,
+            q,
+            k,
+            v,
+            mask,
+            plan and plan.backend,
+            backward_backend(plan) if plan and trains else None,
+            reasons,
+        )
+
+    @property
+    def who(self) -> str:
+        """Who runs it, in a cell of a table."""
+        if self.backend is None:
+            return "PyTorch"
+        same = self.backward in (None, self.backend)
+        return self.backend if same else f"{self.backend}, backward {self.backward}"
+
+
+@final
+@frozen
+class Row:
+    """Calls of one kind. seconds: the median of the first hundred forward passes.
+
+    first: of the first call, which plans. None: not timed, as under CUDA graph capture.
+    """
+
+    usage: Usage
+    calls: int
+    seconds: float | None
+    first: float | None
+
+    def cells(self) -> tuple[str, ...]:
+        """As HEAD has them."""
+        u = self.usage
+        name = f"{shorten(u.site)} {u.function}"
+        times = (format_milliseconds(x) for x in (self.seconds, self.first))
+        return name, str(self.calls), u.query, u.key, u.value, u.mask, u.who, *times
+
+    def to_dict(self) -> dict[str, Any]:  # Any: JSON
+        """Plain numbers, texts and lists."""
+        names = ("site", "function", "query", "key", "value", "mask", "backend", "backward")
+        texts = {name: getattr(self.usage, name) for name in names}
+        figures = {"calls": self.calls, "seconds": self.seconds, "first": self.first}
+        return texts | {"reasons": [*self.usage.reasons]} | figures
+
+
+@final
+@define(eq=False)
+class Tally:
+    """How many calls there were, and how long the first of them took."""
+
+    calls: int = 0
+    times: list[Time] = field(factory=list)
+
+
+@final
+@define(eq=False)
+class Report:
+    """The attention of a model that ran under `replace_sdpa(report=True)`, call site by call site.
+
+    Prints as text, shows as HTML in a notebook, and gives `to_dict()`. It grows while the block
+    runs; times of GPUs are waited for when it is read.
+    """
+
+    tallies: dict[Usage, Tally] = field(factory=dict, init=False)
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """One for each kind of call, in the order in which they came first."""
+        return tuple(summarize(usage, tally) for usage, tally in [*self.tallies.items()])
+
+    def time(self, usage: Usage, device: torch.device, job: Callable[[], Result]) -> Result:
+        """The result of a job, which is counted and timed."""
+        tally = self.tallies.setdefault(usage, Tally())
+        tally.calls += 1
+        if len(tally.times) >= MOST_TIMES:
+            return job()
+        result, seconds = run_timed(job, device)
+        if seconds is not None:
+            tally.times.append(seconds)
+        return result
+
+    def lines(self) -> Iterator[str]:
+        """A summary, the table, and the reasons for what was left to PyTorch."""
+        rows = self.rows
+        left = [row for row in rows if row.usage.backend is None]
+        yield f"{count_calls(rows)} calls of attention, {count_calls(left)} left to PyTorch"
+        if rows:
+            yield from align_columns([HEAD, *(row.cells() for row in rows)])
+        for row in left:
+            yield f"{row.usage.site} stays PyTorch's, because"
+            yield from (f"  - {reason}" for reason in row.usage.reasons)
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def to_dict(self) -> dict[str, Any]:  # Any: JSON
+        """Plain numbers, texts, lists and dicts."""
+        return {"rows": [row.to_dict() for row in self.rows]}
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the same table."""
+        from attn_graph.printing import html
+
+        rows = [
+            (*cells[:6], html.verdict(cells[6], row.usage.reasons), *map(html.Number, cells[7:]))
+            for row in self.rows
+            for cells in [row.cells()]
+        ]
+        summary = next(self.lines())
+        return html.page(html.element("p", summary), html.table(rows, HEAD))
+
+
+def shorten(site: str) -> str:
+    """A site without all folders but the last."""
+    return "/".join(Path(site).parts[-2:])
+
+
+def count_calls(rows: Sequence[Row]) -> int:
+    """The calls of some rows together."""
+    return sum(row.calls for row in rows)
+
+
+def summarize(usage: Usage, tally: Tally) -> Row:
+    """A row; it waits for GPUs that still run."""
+    times = [each() for each in [*tally.times]]
+    tally.times[: len(times)] = [lambda x=x: x for x in times]  # type: ignore[misc]  # bound now
+    if not times:
+        return Row(usage, tally.calls, None, None)
+    return Row(usage, tally.calls, statistics.median(times), times[0])
+
+
+def run_timed(job: Callable[[], Result], device: torch.device) -> tuple[Result, Time | None]:
+    """The result of a job and its seconds; by events on a GPU, unless a CUDA graph is captured."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        result = job()
+        seconds = time.perf_counter() - start
+        return result, lambda: seconds
+    if torch.cuda.is_current_stream_capturing():
+        return job(), None
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with torch.cuda.device(device):
+        first.record()
+        result = job()
+        last.record()
+
+    def wait() -> float:
+        last.synchronize()
+        return float(first.elapsed_time(last)) / 1e3
+
+    return result, wait
+
+
+def backward_backend(plan: Plan) -> str | None:
+    """Who runs the gradient of a training step."""
+    if not plan.has_gradient:
+        return None
+    try:
+        return plan.training_vjp.backend
+    except NoBackendError:
+        return "nobody"
+
+
+def describe(x: Tensor) -> str:
+    """Dtype and shape of a tensor, such as `f32[2, 8, 64, 64]`."""
+    shape = "nested" if x.is_nested else [*x.shape]
+    return f"{NAMES.get(x.dtype, x.dtype)}{shape}"
+
+
+def format_milliseconds(seconds: float | None) -> str:
+    """Seconds as milliseconds, three digits behind the point."""
+    return "" if seconds is None else f"{1e3 * seconds:.3f}"
+
+
+def call_site() -> tuple[str, int]:
+    """File and line of the nearest frame outside PyTorch and this package."""
+    frame = sys._getframe(1)
+    while frame.f_back and frame.f_code.co_filename.startswith((*HOMES, TORCH)):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno

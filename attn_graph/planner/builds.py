@@ -1,0 +1,83 @@
+"""Plans that keep being built: which of the inputs varies, said once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import final
+
+from attrs import define, field
+
+from attn_graph.ir.graph import Graph, Input, op_name
+
+MANY = 64  # plans of one kind, after which it is said
+MOST_KINDS = 64  # kinds of graphs that are counted at one time
+WAY_OUT = (
+    "Pad to few sizes and pass what is real as kv_lengths and q_lengths, and few plans do; "
+    "attn_graph.cache_info() says what building costs"
+)
+
+logger = logging.getLogger("attn_graph")
+
+Kind = tuple[object, ...]  # of graphs: steps and inputs without sizes
+
+
+@final
+@define(eq=False)
+class BuildLog:
+    """Builds by kind of graph, until one kind has had many and it was said.
+
+    A kind keeps its graphs until then. Threads may count a build twice or not at all.
+    """
+
+    kinds: dict[Kind, list[Graph]] = field(factory=dict)
+    silent: bool = False
+
+    def add(self, graph: Graph) -> None:
+        """Count a build, and log the hint if it is one too many of its kind."""
+        if self.silent:
+            return
+        if len(self.kinds) >= MOST_KINDS:
+            self.kinds.clear()
+        graphs = self.kinds.setdefault(kind_of(graph), [])
+        graphs.append(graph)
+        if len(graphs) >= MANY:
+            self.silent = True
+            self.kinds.clear()
+            logger.warning("%s", hint(graphs))
+
+    def clear(self) -> None:
+        """Count from nothing, and say it again."""
+        self.kinds.clear()
+        self.silent = False
+
+
+def kind_of(graph: Graph) -> Kind:
+    """What graphs have in common that differ in sizes, strides and numbers alone."""
+    names = tuple((i.name, i.spec.dtype, len(i.spec.shape)) for i in graph.inputs)
+    return names, tuple([eqn.op.__class__ for eqn in graph.eqns])
+
+
+def hint(graphs: Sequence[Graph]) -> str:
+    """What varies among graphs of one kind, and what to do."""
+    columns = zip(*(graph.inputs for graph in graphs), strict=True)
+    varying = [text for inputs in columns for text in describe_variation(inputs)]
+    what = ", ".join(varying or list_varying_ops(graphs)) or "an option"
+    return f"{len(graphs)} plans were built that differ only in {what}. {WAY_OUT}"
+
+
+def describe_variation(inputs: Sequence[Input]) -> Iterator[str]:
+    """The shape of an input with a * for each size that varies, or its strides; nothing if none."""
+    sizes = [set(each) for each in zip(*(i.spec.shape for i in inputs), strict=True)]
+    if any(len(each) > 1 for each in sizes):
+        text = ", ".join("*" if len(each) > 1 else str(*each) for each in sizes)
+        yield f"{inputs[0].name} [{text}]"
+    elif len({i.spec.strides for i in inputs}) > 1:
+        yield f"the strides of {inputs[0].name}"
+
+
+def list_varying_ops(graphs: Sequence[Graph]) -> list[str]:
+    """The steps whose numbers vary."""
+    columns = zip(*(graph.eqns for graph in graphs), strict=True)
+    varying = (eqns[0].op for eqns in columns if len({eqn.op for eqn in eqns}) > 1)
+    return [f"the numbers of {op_name(type(op))}" for op in varying]

@@ -1,0 +1,132 @@
+"""Dense masks that are read as masks of positions and lengths."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+import attn_graph as ag
+from attn_graph.masks import Causal, Prefix, Window
+from attn_graph.nn import recognition
+from attn_graph.nn.recognition import recognize
+
+sizes = st.integers(1, 9)
+
+
+def distances(M: int, N: int) -> torch.Tensor:
+    return torch.arange(N) - torch.arange(M)[:, None]
+
+
+def dense(r: recognition.Recognition, B: int, M: int, N: int) -> torch.Tensor:
+    """All places of a recognition, [B,1,M,N], by the formula of attention itself."""
+    q, k, v = torch.zeros(B, 1, M, 1), torch.zeros(B, 1, N, 1), torch.eye(N).expand(B, 1, N, N)
+    lengths: dict[str, Any] = {} if r.kv_lengths is None else {"kv_lengths": r.kv_lengths.expand(B)}
+    from attn_graph.nn.functional import attention
+
+    o = attention(q, k, v, mask=r.mask, backends=("math",), **lengths)
+    assert isinstance(o, torch.Tensor)
+    return o > 0
+
+
+@given(M=sizes, N=sizes, low=st.integers(-9, 9), width=st.integers(0, 9), data=st.data())
+def test_bands_with_padding_are_recognised_and_mean_the_same(
+    M: int, N: int, low: int, width: int, data: st.DataObject
+) -> None:
+    d = distances(M, N)
+    keep = (d >= low) & (d <= low + width)
+    ends = torch.tensor(data.draw(st.lists(st.integers(0, N), min_size=1, max_size=3)))
+    mask = (keep & (torch.arange(N) < ends[:, None, None]))[:, None]
+    r = recognize(mask)
+    if r is not None:
+        assert torch.equal(dense(r, len(ends), M, N), mask)
+    else:  # keys at the start that nobody sees are no padding, nor is what a window cuts off
+        assert not keep.any(0).all() or not keep.all()
+
+
+@given(bits=st.lists(st.booleans(), min_size=1, max_size=24), N=st.integers(1, 5))
+def test_what_is_recognised_means_the_same(bits: list[bool], N: int) -> None:
+    M = max(1, len(bits) // N)
+    mask = torch.tensor((bits * N)[: M * N]).view(M, N)
+    r = recognize(mask)
+    assert r is None or torch.equal(dense(r, 1, M, N)[0, 0], mask)
+
+
+d = distances(8, 8)
+lengths = torch.tensor([8, 5, 0])[:, None, None, None]
+KNOWN: dict[str, tuple[torch.Tensor, object, list[int] | None]] = {
+    "all": (torch.ones(8, 8).bool(), None, None),
+    "causal": (d <= 0, Causal("top_left"), None),
+    "numbers": (torch.zeros(8, 8).masked_fill(d > 0, -torch.inf), Causal("top_left"), None),
+    "bottom right": (distances(3, 8) <= 5, Window(None, 5, "top_left"), None),
+    "window": ((d <= 0) & (d >= -2), Window(2, 0, "top_left"), None),
+    "prefix": (torch.arange(8).expand(8, 8) < 3, Prefix(3), None),
+    "prefix and causal": ((d <= 0) | (torch.arange(8) < 3), Causal("top_left") | Prefix(3), None),
+    "padding": ((torch.arange(8) < lengths).expand(3, 1, 8, 8), None, [8, 5, 0]),
+    "padded causal": ((d <= 0) & (torch.arange(8) < lengths), Causal("top_left"), [8, 5, 0]),
+    "heads": (torch.stack([d <= 0, d <= 0]), Causal("top_left"), None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_usual_masks_are_recognised(name: str) -> None:
+    mask, leaf, ends = KNOWN[name]
+    r = recognize(mask)
+    assert r is not None
+    assert r.mask == leaf
+    assert (None if r.kv_lengths is None else r.kv_lengths.tolist()) == ends
+
+
+def test_other_masks_stay_as_they_are() -> None:
+    odd = (d <= 0).clone()
+    odd[3, 1] = False
+    finite = torch.zeros(8, 8).masked_fill(d > 0, -1e9)
+    left = (torch.arange(8) >= lengths // 2).expand(3, 1, 8, 8)
+    heads = torch.stack([d <= 0, d >= 0])
+    for mask in (odd, finite, left, heads, finite.clone().requires_grad_(), torch.ones(0, 8)):
+        assert recognize(mask) is None
+
+
+def test_a_mask_is_read_once_until_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = []
+    read = recognition.read_places
+    monkeypatch.setattr(recognition, "read_places", lambda m: reads.append(1) or read(m))
+    mask = (d <= 0).clone()
+    for _ in range(2):
+        first, view = recognize(mask), recognize(mask[None].expand(2, 8, 8))
+    assert first is not None
+    assert view is not None
+    assert len(reads) == 2
+    mask[3, 1] = False
+    assert recognize(mask) is None
+    assert len(reads) == 3
+
+
+def test_masks_that_are_gone_are_forgotten() -> None:
+    before = len(recognition.memory)
+    mask = (d <= 0).clone()
+    recognize(mask)
+    assert len(recognition.memory) == before + 1
+    del mask
+    gc.collect()
+    assert len(recognition.memory) == before
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_the_result_is_that_of_the_dense_mask_and_the_report_says_so(name: str) -> None:
+    mask = KNOWN[name][0]
+    M, N = mask.shape[-2:]
+    g = torch.Generator().manual_seed(0)
+    q, k = torch.randn(3, 2, M, 4, generator=g), torch.randn(3, 2, N, 4, generator=g)
+    due = F.scaled_dot_product_attention(q, k, k, mask)
+    for recognizes in (True, False):
+        with ag.replace_sdpa(recognize_masks=recognizes, report=True) as report:
+            o = F.scaled_dot_product_attention(q, k, k, mask)
+        torch.testing.assert_close(o, due)
+        assert report is not None
+        assert ("recognised as" in report.rows[0].usage.mask) == recognizes
