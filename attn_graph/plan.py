@@ -235,13 +235,8 @@ class Plan:
         """
         given = [g for g in grads if g is not None]
         look: Look = [needs, *[g is None for g in grads]]
-<<<<<<< HEAD
         for look_at in LOOKS:
             look += map(look_at, (*saved, *given))
-=======
-        for t in (*saved, *given):
-            look += t.shape, t.stride(), t.dtype, t.device, t.is_neg()
->>>>>>> around
         seen, pull = self.memo.last
         if pull is None or look != seen:
             pull = self.admit_pull(needs, saved, grads, look)
