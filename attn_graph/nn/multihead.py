@@ -148,7 +148,8 @@ def append_bias(k: Tensor, v: Tensor, bias_k: Tensor | None, bias_v: Tensor | No
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
     """x [M,B,H*D] as [B,H,M,D], without a copy."""
-    return x.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3)
+    apart: Tensor = x.unflatten(-1, (heads, -1))
+    return apart.permute(1, 2, 0, 3)
 
 
 def replace_static(k: Tensor, v: Tensor, static_k: Tensor | None, static_v: Tensor | None) -> Pair:
@@ -198,7 +199,8 @@ def as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """What a mask of PyTorch's layer adds to the scores: -inf where its booleans are True."""
     if mask.dtype == torch.bool:
         numbers = torch.zeros_like(mask, dtype=dtype)
-        return numbers.masked_fill_(mask, -torch.inf)
+        numbers.masked_fill_(mask, -torch.inf)
+        return numbers
     if not mask.is_floating_point():
         raise AssertionError(
             f"only bool and floating types of masks are supported, not {mask.dtype}"

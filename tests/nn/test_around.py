@@ -177,7 +177,7 @@ def test_plans_are_pickled_as_what_they_were_made_of() -> None:
     ag.clear_cache()
     anew = pickle.loads(pickle.dumps(plan))
     assert anew is not plan
-    assert (anew.graph, anew.backend) == (plan.graph, plan.backend)  # type: ignore[attr-defined]  # a plan
+    assert (anew.graph, anew.backend) == (plan.graph, plan.backend)
     assert torch.equal(anew(*tensors()), plan(*tensors()))
     assert copy.deepcopy(plan) is plan
 

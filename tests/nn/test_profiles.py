@@ -26,7 +26,7 @@ def step(form: str) -> None:
     if form == "plan":
         PLAN(*tensors()).sum().backward()
     else:
-        o = attention(*tensors(), mask=ag.Causal())  # type: ignore[misc]  # three tensors
+        o = attention(*tensors(), mask=ag.Causal())
         assert isinstance(o, torch.Tensor)
         o.sum().backward()
 

@@ -235,7 +235,7 @@ def test_nonsense_raises_as_in_pytorch() -> None:
         with pytest.raises(RuntimeError):
             F.scaled_dot_product_attention(q, k[..., 1:], v)
         with pytest.raises(TypeError):
-            F.scaled_dot_product_attention(q, k, v, None, 0.0, False, 2.0)  # type: ignore[misc]
+            F.scaled_dot_product_attention(q, k, v, None, 0.0, False, 2.0)
         layer = torch.nn.MultiheadAttention(8, 2)
         x = torch.randn(3, 2, 8)
         with pytest.raises(RuntimeError, match="Need attn_mask"):
