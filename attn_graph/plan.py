@@ -113,7 +113,7 @@ class Plan:
         try:
             for look_at in LOOKS:
                 look += map(look_at, tensors)
-        except (AttributeError, RuntimeError, TypeError):  # no tensor, or without strides: `admit`
+        except (AttributeError, RuntimeError, TypeError):  # `admit` says what is no dense tensor
             look = [None]
         if look != self.memo.call:
             self.admit(tensors, look)

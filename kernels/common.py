@@ -133,7 +133,7 @@ def mask_scores(s, b, h, i, j, M, N, data, numbers, KEEP: tl.constexpr, MIXED: t
     """s with -inf at the masked places of a MIXED tile, and past the last key.
 
     Past the last query nothing is masked: results of those rows are never stored, and they add 0
-    to gradients, since their weights are 0 (`base2` in kernels/backward.py).
+    to gradients, since their weights are 0 (`base2` and PAST in kernels/backward.py).
     """
     if MIXED:
         keep = j < N

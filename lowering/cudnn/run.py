@@ -156,12 +156,12 @@ class Run:
     def cleared(self, tensors: Sequence[torch.Tensor], do: int, lse: int) -> list[torch.Tensor]:
         """The tensors, with a copy of do that is 0 in rows that see nothing, and an lse of +inf
         there: for every score, exp(s - lse) is 0 then."""
-        cleared, blind = [*tensors], tensors[lse] == -INF
+        clean, blind = [*tensors], tensors[lse] == -INF
         slot = next(x for x in self.call.inputs if x.source == "do")
         copy = torch.empty_strided(slot.shape, slot.strides, dtype=slot.dtype, device=blind.device)
-        cleared[do] = copy.copy_(tensors[do]).masked_fill_(blind[..., None], 0.0)
-        cleared[lse] = tensors[lse].masked_fill(blind, INF)
-        return cleared
+        clean[do] = copy.copy_(tensors[do]).masked_fill_(blind[..., None], 0.0)
+        clean[lse] = tensors[lse].masked_fill(blind, INF)
+        return clean
 
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The call's results."""
