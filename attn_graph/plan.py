@@ -296,7 +296,10 @@ class Plan:
         return cost(self.graph, self.target, tensors, precision=self.precision)
 
     def verify(self, /, *tensors: torch.Tensor, **named: torch.Tensor) -> Verification:
-        """Run the plan on these tensors and compare with float64 by the rule of `verified`."""
+        """Run the plan on these tensors and compare with float64 by the rule of docs/semantics.md.
+
+        Where one key outweighs all others its allowance is less than that page's: see there.
+        """
         with torch.no_grad():
             given = self.arranged(tensors, named)
             self(*given)  # checks the tensors
