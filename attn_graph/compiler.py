@@ -311,7 +311,7 @@ def best_backend(
 def choose_by_measuring(
     graph: Graph, target: Target, options: Options, among: Sequence[Backend] | None
 ) -> tuple[Choice, Executable]:
-    """`tuned`, which few ask for: importing the library does not import it."""
+    """`choose_fastest`, which few ask for: importing the library does not import it."""
     from attn_graph.planner.tuning import choose_fastest
 
     return choose_fastest(graph, target, options, among)

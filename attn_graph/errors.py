@@ -89,7 +89,8 @@ class PlanMismatchError(ValueError):
 
 
 class PlanTargetError(RuntimeError):
-    """A plan for another machine was called on this one."""
+    """A plan cannot run where it is called: it is for another machine, or a CUDA graph is captured
+    before its first call."""
 
 
 def problems_of(attempt: Callable[[], object]) -> tuple[str, ...]:

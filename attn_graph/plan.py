@@ -131,7 +131,7 @@ class Plan:
         try:
             for look_at in LOOKS:
                 look += map(look_at, tensors)
-        except (AttributeError, RuntimeError, TypeError):  # no tensor, or without strides: `admit`
+        except (AttributeError, RuntimeError, TypeError):  # `admit` says what is no dense tensor
             look = [None]
         if look != self.memo.call:
             self.admit(tensors, look)
@@ -352,7 +352,10 @@ class Plan:
         return cost(self.graph, self.target, tensors, precision=self.precision)
 
     def verify(self, /, *tensors: torch.Tensor, **named: torch.Tensor) -> Verification:
-        """Run the plan on these tensors and compare with float64 by the rule of `verified`."""
+        """Run the plan on these tensors and compare with float64 by the rule of docs/semantics.md.
+
+        Where one key outweighs all others its allowance is less than that page's: see there.
+        """
         with torch.no_grad():
             given = self.arranged(tensors, named)
             self(*given)  # checks the tensors

@@ -76,7 +76,7 @@ def ways_to_attend(
 
 
 def peer(backend: SDPBackend, causal: bool) -> Callable[..., torch.Tensor]:
-    """PyTorch\'s function, by one of its kernels."""
+    """PyTorch's function, by one of its kernels."""
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         with sdpa_kernel(backend):

@@ -8,13 +8,12 @@ other axes by the caller.
 import triton
 import triton.language as tl
 
-from attn_graph.kernels.backward import base2, load_statistics
+from attn_graph.kernels.backward import base2, load_statistics, score_gradient
 from attn_graph.kernels.common import (
     count_tiles,
     dropout_keeps_tile,
     head_ptr,
     key_tiles,
-    modify_scores,
     place_program,
     query_tiles,
     round_to,
@@ -52,9 +51,11 @@ def contribution(
     row = (tl.cast(b, tl.int64) * H + h) * M
     lse = base2(load_statistics(lse_ptr + row, query, M, float("-inf"), BLOCK_M, False))[:, None]
     surplus = load_statistics(delta_ptr + row, query, M, 0.0, BLOCK_M, False)[:, None]
-    p = tl.exp2(modify_scores(s, b, h, i, j, M, N, scale, data, numbers, CHANGE, KEEP, True) - lse)
-    share = COLLECT(p * (dp - surplus), s * scale, b, h, i, j, M, N, data, numbers)
-    return tl.where(p == 0, 0.0, share)
+    _, share = score_gradient(
+        s, dp, lse, surplus, b, h, i, j, M, N, scale, data, numbers, CHANGE, KEEP, COLLECT, True,
+        False,
+    )  # fmt: skip
+    return share
 
 
 @triton.jit

@@ -18,7 +18,8 @@ FAR: tl.constexpr = tl.constexpr(1 << 30)  # beyond every position
 def place_program(blocks, H):
     """block, h, b of this program. Neighbours share a head, and so its keys in cache.
 
-    The last block comes first: under a causal mask it has the most to do.
+    The last block comes first: of queries it has the most to do under a causal mask, of keys the
+    least.
     """
     pid = tl.program_id(0)
     return blocks - 1 - pid % blocks, pid // blocks % H, pid // blocks // H
@@ -133,7 +134,8 @@ def mask_scores(s, b, h, i, j, M, N, data, numbers, KEEP: tl.constexpr, MIXED: t
     """s with -inf at the masked places of a MIXED tile, and past the last key.
 
     Past the last query nothing is masked: results of those rows are never stored, and they add 0
-    to gradients, since their weights are 0 (`base2` in kernels/backward.py).
+    to gradients, since their weights are 0 (`base2` and PAST in kernels/backward.py) where k is
+    finite; what is not finite in k spreads over the rows of its own tile.
     """
     if MIXED:
         keep = j < N

@@ -10,6 +10,13 @@ from attrs import evolve, frozen
 Pass = Literal["forward", "query_gradient", "key_gradient"]
 ARCHS = (80, 90, 100)
 WIDTHS = (16, 32, 64, 128, 256)
+# Bytes of shared memory that one program may ask for: CUDA C++ Programming Guide, "Technical
+# Specifications per Compute Capability", less the 1 KiB that the system keeps.
+SHARED = {
+    80: 166912, 86: 101376, 87: 166912, 89: 101376,
+    90: 232448, 100: 232448, 103: 232448, 120: 101376,
+}  # fmt: skip
+LEAST_SHARED = min(SHARED.values())
 
 
 @final
@@ -50,6 +57,11 @@ def padded_head_size(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
+def shared_memory(sm: int) -> int:
+    """Bytes of shared memory that one program may ask for, or the least of all if it is unknown."""
+    return SHARED.get(sm, LEAST_SHARED)
+
+
 LEAST = 16  # queries or keys that matrix units take at a time
 
 # Other tilings than the table's, for tuning: how each changes the tilings of a plan.
@@ -67,9 +79,9 @@ DELTA = Tiling(64, 0, 4, 1)  # reads each row once, and no keys
 LISTS = Tiling(0, 0, 4, 1)  # for the kernels that make lists, which have no tiles of their own
 
 # (compute capability, bytes of an element, pass): width: tiles without and with modifiers. Each is
-# the largest of those tried that spills nothing, in any variant of docs/reports/kernels.md; under
-# Triton 3.7.1, and those of 90 under 3.6.0 and 3.9.0 too. The rows of 80 also serve 86, 89 and 120,
-# which have less shared memory, and fit there.
+# the largest of those tried that spills nothing, in any variant of docs/reports/kernels.md under
+# Triton 3.7.1; a test compiles part of 90 again, under other versions too. The rows of 100 serve
+# all up to 119, those of 80 every other, and fit where there is less shared memory.
 TABLE: dict[tuple[int, int, str], dict[int, tuple[Tiling, Tiling]]] = {
     (80, 2, "forward"): {
         16: (Tiling(128, 128, 8, 3), Tiling(128, 128, 8, 3)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar, final
 
 import torch
@@ -199,7 +199,7 @@ def is_misaligned(spec: TensorSpec) -> bool:
 
 
 def flash_order(q: TensorSpec) -> tuple[int, ...]:
-    """The memory order of o from PyTorch's fused CPU kernel: q's if q is dense, else bshd."""
+    """The memory order of o from PyTorch's flash kernels: q's if q is dense, else bshd."""
     order = memory_order(q)
     dense = normalise_strides(q.shape, dense_strides(q.shape, order)) == q.strides
     return order if dense else (0, 2, 1, 3)
@@ -230,6 +230,16 @@ def cotangent_note(problem: Problem, cases: str) -> Iterator[str]:
     if count := cotangent_bytes(problem):
         where = "with 0 in rows that see nothing" if problem.has_blind_rows else f"where it {cases}"
         yield f"do is copied, {format_bytes(count)}, {where}"
+
+
+def find_misplaced(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+    """What is wrong with tensors that do not begin on 16 bytes, as kernels take them to do."""
+    return [
+        f"{name}: expected an address that is a multiple of {ALIGNED} bytes, got one "
+        f"{x.data_ptr() % ALIGNED} bytes past; clone() it, or compile with other backends="
+        for name, x in named
+        if x.data_ptr() % ALIGNED
+    ]
 
 
 def on_boundary(x: torch.Tensor) -> torch.Tensor:

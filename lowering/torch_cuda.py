@@ -28,6 +28,7 @@ from attn_graph.lowering.problem import (
     Problem,
     cotangent_bytes,
     cotangent_note,
+    find_misplaced,
     flash_order,
     is_misaligned,
     on_boundary,
@@ -47,7 +48,7 @@ from attn_graph.lowering.reasons import (
 )
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import KernelName
-from attn_graph.spec import NAMES, TensorSpec, dense_strides, memory_order
+from attn_graph.spec import NAMES, TensorSpec, memory_order
 
 LEAST_SM, MOST_SM = 80, 121  # the range that sdp_utils.cpp names, without what is older than sm_80
 MOST_HEADS = 65535  # heads, and batch entries, are counted in axes y and z of CUDA's grid
@@ -56,6 +57,7 @@ FEW_BLOCKS = 256  # of 64 queries: with as many no GPU of today splits the keys
 LONG = 2**31 - 1
 WRAPS = 2**32  # elements of a bias: github.com/pytorch/pytorch/issues/187227
 RIGHT = (9, 15, 1)  # github.com/pytorch/pytorch/issues/169849
+TOO_WIDE = range(193, 225)  # head sizes whose flash backward has no room in small shared memory
 HALF = (torch.float16, torch.bfloat16)
 BSHD = (0, 2, 1, 3)
 IMPLIED = ("head_widest", "head_multiple")  # limits of cuDNN: those of PyTorch are as strict
@@ -168,14 +170,14 @@ def flash_reasons(problem: Problem, target: Target, options: Options) -> Reasons
         yield Reason("top_left", limit, f"M = {p.M}, N = {p.N}", "{limit}, {actual}")
     if p.grad is not None and options.deterministic:
         yield by_switch_alone("flash")
-    narrow = 86 <= target.sm <= 89 or target.sm >= 120
-    if p.grad is not None and narrow and 192 < p.D <= 224:
-        limit = f"has no gradient for D from 193 to 224 on sm_{target.sm}"
+    small = 86 <= target.sm <= 89 or target.sm >= 120
+    if p.grad is not None and small and p.D in TOO_WIDE:
+        limit = f"has no gradient for D from {TOO_WIDE[0]} to {TOO_WIDE[-1]} on sm_{target.sm}"
         yield Reason("head_gradient", limit, f"D = {p.D}")
 
 
 def by_switch_alone(kernel: str) -> Reason:
-    """Where PyTorch rounds float32 only as its switch says."""
+    """Against deterministic=True, of a gradient that is so only by PyTorch's switch."""
     return Reason(
         "deterministic",
         "has a deterministic gradient only while torch.use_deterministic_algorithms is on when it "
@@ -234,13 +236,13 @@ def cudnn_reasons(problem: Problem, target: Target, options: Options) -> Reasons
     from attn_graph.lowering.cudnn.limits import reasons  # a large table; CPUs never ask it
 
     p = problem
-    if target.kind == "cuda" and p.node.modifiers == ():
+    if p.node.modifiers == ():
         loaded = versions(target)[0] or ASSUMED[0]
         own = ASSUMED[1]  # PyTorch has a frontend of its own inside
         against = reasons(Case(p, target.sm, loaded, own, False))
         yield from (reason for reason in against if reason.key not in IMPLIED)
         if loaded < RIGHT and (p.M % 128 or p.N % 128):
-            limit = "is right for lengths off 128 from cuDNN 9.15.1 on"
+            limit = f"is right for lengths off 128 from cuDNN {'.'.join(map(str, RIGHT))} on"
             actual = f"{'.'.join(map(str, loaded))}, M = {p.M}, N = {p.N}"
             yield Reason("off_128", limit, actual, "{limit}: {actual}")
     if options.deterministic:
@@ -320,9 +322,8 @@ class TorchKernelCall:
     @property
     def output(self) -> TensorSpec:
         """o as it is handed out: dense, in the memory order of q."""
-        p = self.problem
-        shape = (p.B, p.H, p.M, p.E)
-        return TensorSpec(shape, p.dtype, dense_strides(shape, memory_order(p.specs[0])))
+        shape, strides = self.problem.layout_of_o
+        return TensorSpec(shape, self.problem.dtype, strides)
 
     def copied(self) -> dict[str, TensorSpec]:
         """What PyTorch, or this, copies because it lies in another order than the kernel's."""
@@ -377,15 +378,8 @@ def tidy_strides(x: torch.Tensor) -> torch.Tensor:
 
 def check_aligned(given: Mapping[str, torch.Tensor]) -> None:
     """Raise PlanMismatchError for tensors that don't begin on ALIGNED bytes; specs don't say."""
-    astray = [name for name, x in given.items() if x.is_floating_point() and x.data_ptr() % ALIGNED]
-    if astray:
-        raise PlanMismatchError(
-            *(
-                f"{name}: expected an address that is a multiple of {ALIGNED} bytes, "
-                f"got {given[name].data_ptr()}"
-                for name in astray
-            )
-        )
+    if texts := find_misplaced((n, x) for n, x in given.items() if x.is_floating_point()):
+        raise PlanMismatchError(*texts)
 
 
 FLASH_KERNEL = Variant("flash", fused_cuda.FLASH, flash_reasons, widest=256)

@@ -14,6 +14,7 @@ import attn_graph as ag
 from attn_graph.errors import join_lines
 from attn_graph.ir import ops
 from attn_graph.ir.builder import Builder
+from attn_graph.ir.modifiers import Alibi
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 I64 = torch.int64
@@ -338,6 +339,11 @@ def test_a_gradient_is_told_when_what_it_reads_does_not_fit() -> None:
     for name in ("o", "do"):
         told = f"attention_grad: {name} f16[2, 4, 6, 9] should be f16[2, 4, 6, 8]"
         assert any(told in problem for problem in caught.value.problems)
+
+
+def test_lengths_of_other_names_are_refused() -> None:
+    with pytest.raises(ag.GraphError, match=r"'x' is none of kv_lengths, q_lengths"):
+        Alibi(True, ragged=("x",))
 
 
 @pytest.mark.parametrize(

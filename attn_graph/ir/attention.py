@@ -21,11 +21,10 @@ SAVED = ("o", "lse")  # the results of an attention that its gradient reads
 
 def sort_statistics(names: Iterable[str]) -> tuple[str, ...]:
     """The statistics in their one order. Raises GraphError unless lse and known ones are named."""
-    known = ("lse", *ops.STATISTICS)
     given = tuple(names)
-    if "lse" not in given or not {*given} <= {*known}:
-        raise GraphError(f"attention: stats {given} are not lse and any of {', '.join(known[1:])}")
-    return tuple(name for name in known if name in given)
+    if "lse" not in given or not {*given} <= {*ops.ROW_RESULTS}:
+        raise GraphError(f"attention: stats {given} are not lse and some of {ops.ROW_RESULTS}")
+    return tuple(name for name in ops.ROW_RESULTS if name in given)
 
 
 def in_order(steps: Iterable[Modifier]) -> tuple[Modifier, ...]:

@@ -318,9 +318,9 @@ def statistic_names(stats: object) -> tuple[str, ...]:
         return ("lse",) * stats
     if isinstance(stats, str) or not isinstance(stats, Iterable):
         raise GraphError(f"attention: stats {stats!r} is no sequence of names; say ('lse',)")
-    names, known = tuple(stats), ("lse", *ops.STATISTICS)
-    if unknown := [name for name in names if name not in known]:
-        raise GraphError(f"attention: stats {unknown[0]!r} is none of {', '.join(known)}")
+    names = tuple(stats)
+    if unknown := [name for name in names if name not in ops.ROW_RESULTS]:
+        raise GraphError(f"attention: stats {unknown[0]!r} is none of {', '.join(ops.ROW_RESULTS)}")
     if len({*names}) < len(names):
         raise GraphError(f"attention: stats {names} name one statistic twice")
     return names

@@ -14,11 +14,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, final
 
 import torch
-from attrs import Attribute, evolve, field, frozen, validators
+from attrs import Attribute, evolve, field, frozen
 
 from attn_graph.errors import GraphError, problems_of
 from attn_graph.ir.graph import Emit, Gradients, Op, Values, op_name
-from attn_graph.masks import LENGTHS, Align, Data, as_names, diagonal_offset, require_alignment
+from attn_graph.masks import (
+    Align,
+    Data,
+    as_names,
+    diagonal_offset,
+    require_alignment,
+    require_lengths,
+)
 from attn_graph.masks.places import Block, Place, Term
 from attn_graph.spec import FLOATS, INF, INTEGERS, NAMES, ValueType, to_number
 
@@ -240,9 +247,7 @@ class Alibi(Modifier):
     hides = False
     default: bool = field(default=False, converter=bool)
     align: Align | None = field(default=None, validator=require_alignment)
-    ragged: tuple[str, ...] = field(
-        default=(), converter=as_names, validator=validators.deep_iterable(validators.in_(LENGTHS))
-    )
+    ragged: tuple[str, ...] = field(default=(), converter=as_names, validator=require_lengths)
     per_batch: bool = field(default=False, converter=bool)
 
     @property

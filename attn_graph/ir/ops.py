@@ -170,6 +170,7 @@ class MaxScores(Op):
 # The statistics of masked scores beside lse, which Softmax gives: an op for each, by the name of
 # its one result. Keys at -inf count nothing in them, so that tiles may leave them out.
 STATISTICS: dict[str, type[Op]] = {"max": MaxScores}
+ROW_RESULTS = ("lse", *STATISTICS)  # what `stats` may name, in their one order
 
 
 def refuse_cotangents(op: Op, grads: Values) -> None:

@@ -8,19 +8,19 @@ and keys. The masks and modifiers of this package are proven by tests instead.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, final
 
 import attrs
 import torch
 from attrs import evolve, frozen
-from torch.utils._python_dispatch import _disable_current_modes
 
 from attn_graph.errors import GraphError
 from attn_graph.ir.modifiers import Modifier
+from attn_graph.machine.ambient import neutral_state
 from attn_graph.masks import LEAVES, And, Data, Mask, Not, Or, ragged_in
-from attn_graph.masks.places import Block, Keys, Place
+from attn_graph.masks.places import Block, Place
+from attn_graph.masks.runs import flags
 
 SIDE = 512  # queries and keys, at most, where nothing is read
 READ_SIDE = 64  # queries and keys, at most, where tensors are read, which have to be invented
@@ -69,19 +69,12 @@ def value_problems(value: Mask | Modifier) -> list[str]:
     ]
 
 
-@contextmanager
-def without_modes() -> Iterator[None]:
-    """Make plain tensors on the CPU, whatever modes of PyTorch surround the building of a graph."""
-    with _disable_current_modes(), CPU, torch.no_grad():
-        yield
-
-
 @lru_cache(256)
 def check_leaf(mask: Mask, sizes: Sizes) -> tuple[str, ...]:
     """The broken promises of one leaf, worked out once."""
     if 0 in sizes:
         return ()
-    with without_modes():
+    with neutral_state(), torch.no_grad():
         try:
             leaf = mask.resolved(sizes[2], sizes[3], ragged_in(mask.needs))
         except GraphError:  # a missing alignment, which the canonical form reports
@@ -94,7 +87,7 @@ def check_modifier_once(modifier: Modifier, sizes: Sizes) -> tuple[str, ...]:
     """The broken promises of one modifier, worked out once."""
     if 0 in sizes:
         return ()
-    with without_modes():
+    with neutral_state(), torch.no_grad():
         return tuple(problems_of_modifier(modifier, sizes))
 
 
@@ -145,11 +138,22 @@ def sample_blocks(everywhere: Block) -> Iterator[Block]:
 
 
 def problems_of_keys(mask: Mask, block: Block, kept: torch.Tensor) -> list[str]:
-    """Keys that `span` lacks, and keys that `surely` has, against what the block keeps."""
+    """Keys that `span` lacks, keys that `surely` has against what the block keeps, and positions
+    that are no keys."""
     who, queries = type(mask).__name__, f"queries {block.rows.start} to {block.rows.stop - 1}"
+    some, every = mask.span(block).intervals, mask.surely(block).intervals
+    strange = [
+        f"{who}.{name} of {queries} has keys {start} to {stop - 1}, and there are 0 to "
+        f"{block.N - 1}; cut it: keys & block.all"
+        for name, intervals in (("span", some), ("surely", every))
+        for start, stop in intervals
+        if start < 0 or stop > block.N
+    ]
+    if strange:
+        return strange
     here = kept[:, :, block.rows.start : block.rows.stop].flatten(0, 2)
-    lacking = here.any(0) & ~contains(mask.span(block), block.N)
-    wrong = contains(mask.surely(block), block.N) & ~here.all(0)
+    lacking = here.any(0) & ~flags(some, block.N)
+    wrong = flags(every, block.N) & ~here.all(0)
     lies = (
         ("span", lacking, "lacks key {}, which one of them keeps"),
         ("surely", wrong, "has key {}, which one of them does not keep"),
@@ -159,14 +163,6 @@ def problems_of_keys(mask: Mask, block: Block, kept: torch.Tensor) -> list[str]:
         for name, keys, text in lies
         if keys.any()
     ]
-
-
-def contains(keys: Keys, count: int) -> torch.Tensor:
-    """For each position, whether it is in the set."""
-    flags = torch.zeros(count, dtype=torch.bool)
-    for start, stop in keys.intervals:
-        flags[max(0, start) : stop] = True
-    return flags
 
 
 def problems_of_strip(mask: Mask, block: Block, kept: torch.Tensor) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from attn_graph.errors import GraphError
 from attn_graph.ir import ops
@@ -47,19 +47,33 @@ def vjp(
 
 def wanted_inputs(graph: Graph, wants: Sequence[str] | None) -> tuple[int, ...]:
     """The numbers of the inputs to differentiate by."""
-    if isinstance(wants, str):
-        raise GraphError(f"wants {wants!r} is one name: say ({wants!r},)")
-    if not isinstance(wants, Iterable | None):
-        raise GraphError(f"wants {wants!r} is no sequence of names of inputs")
     floating = {i.name: n for n, i in enumerate(graph.inputs) if i.spec.dtype in FLOATS}
-    if wants is None:
-        return tuple(floating.values())
-    names = tuple(wants)
-    if unknown := [str(name) for name in names if name not in tuple(floating)]:
+    return (
+        tuple(floating.values())
+        if wants is None
+        else numbers_of("wants", "floating input", wants, floating)
+    )
+
+
+def numbers_of(
+    option: str, kind: str, names: Sequence[str], known: Mapping[str, int]
+) -> tuple[int, ...]:
+    """The numbers of values by name. Raises GraphError for what is no sequence of known names.
+
+    kind: what such values are called.
+    """
+    if isinstance(names, str):
+        raise GraphError(f"{option} {names!r} is one name: say ({names!r},)")
+    if not isinstance(names, Iterable):
         raise GraphError(
-            f"vjp: no floating input is named {', '.join(unknown)}; there are {', '.join(floating)}"
+            f"{option} {names!r} is no sequence of names; there are {', '.join(known)}"
         )
-    return tuple(floating[name] for name in names)
+    several = tuple(names)
+    if unknown := [str(name) for name in several if name not in tuple(known)]:
+        raise GraphError(
+            f"vjp: no {kind} is named {', '.join(unknown)}; there are {', '.join(known)}"
+        )
+    return tuple(known[name] for name in several)
 
 
 def check_gradient(graph: Graph) -> None:
@@ -78,17 +92,10 @@ def check_cotangents(graph: Graph, cotangents: Sequence[TensorSpec | None]) -> N
 
 def named_outputs(graph: Graph, cotangents: Sequence[str] | None) -> tuple[int, ...]:
     """The outputs that have a cotangent."""
-    if isinstance(cotangents, str):
-        raise GraphError(f"cotangents {cotangents!r} is one name: say ({cotangents!r},)")
     if cotangents is None:
         return graph.differentiable_outputs
     names = value_names(graph)
-    outputs = {names[i]: i for i in graph.outputs}
-    if unknown := [name for name in cotangents if name not in outputs]:
-        raise GraphError(
-            f"vjp: no output is named {', '.join(unknown)}; there are {', '.join(outputs)}"
-        )
-    return tuple(outputs[name] for name in cotangents)
+    return numbers_of("cotangents", "output", cotangents, {names[i]: i for i in graph.outputs})
 
 
 def main_outputs(graph: Graph) -> tuple[int, ...]:

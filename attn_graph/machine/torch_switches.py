@@ -35,6 +35,7 @@ SETTERS: dict[
 # process's first call of scaled_dot_product_attention there.
 USUAL: tuple[KernelName, ...] = ("flash", "efficient", "math", "cudnn")
 CUDNN_FIRST: tuple[KernelName, ...] = ("cudnn", "flash", "efficient", "math")
+PUTS_CUDNN_FIRST = range(90, 110)  # compute capabilities
 
 # The name of the flash kernel that was activated in place of PyTorch's own; versions of PyTorch
 # that know no others have no such function.
@@ -85,7 +86,7 @@ class Switches(NamedTuple):
         numbers = (n for n in self.priority if n < len(KERNELS))
         kernels: list[KernelName] = [KERNELS[n] for n in numbers if getattr(self, KERNELS[n])]
         ranked = tuple(kernels)
-        usual = (USUAL, CUDNN_FIRST) if 90 <= sm < 110 else (USUAL,)
+        usual = (USUAL, CUDNN_FIRST) if sm in PUTS_CUDNN_FIRST else (USUAL,)
         own = (tuple(k for k in each if k in ranked) for each in usual)
         return () if kind == "cpu" or ranked in own else ranked
 

@@ -28,6 +28,7 @@ from attn_graph.masks.leaves import (
     diagonal_offset,
     ragged_in,
     require_alignment,
+    require_lengths,
 )
 
 __all__ = [
@@ -55,5 +56,6 @@ __all__ = [
     "join_masks",
     "ragged_in",
     "require_alignment",
+    "require_lengths",
     "require_mask",
 ]

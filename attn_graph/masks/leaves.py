@@ -52,6 +52,12 @@ def to_length(value: float) -> int:
     return length
 
 
+def require_lengths(_: object, __: Attribute[tuple[str, ...]], names: tuple[str, ...]) -> None:
+    """A validator. Raises GraphError for names that are none of LENGTHS."""
+    if strangers := [name for name in names if name not in LENGTHS]:
+        raise GraphError(f"lengths: {strangers[0]!r} is none of {', '.join(LENGTHS)}")
+
+
 def require_alignment(_: object, __: Attribute[Align | None], value: object) -> None:
     """A validator. Raises GraphError for an alignment that does not exist."""
     if value not in (None, "top_left", "bottom_right"):

@@ -41,6 +41,8 @@ BACKENDS = (  # PyTorch's own kernels in PyTorch's own order of preference
     torch_math.BACKEND,
 )
 
+CUDNN_BEFORE_TRITON = range(90, 110)  # compute capabilities
+
 # Which backends run on GPUs what sdpa_kernel calls so.
 BY_KERNEL: Mapping[KernelName, tuple[Backend, ...]] = {
     "cudnn": (cudnn_backend.BACKEND, torch_cuda.CUDNN),
@@ -51,7 +53,7 @@ BY_KERNEL: Mapping[KernelName, tuple[Backend, ...]] = {
 
 # Where the blocked math lowering, which computes half precision in float32, beats PyTorch's own
 # half precision kernel on CPUs: by dtype and pass, and whether the CPU has the dtype natively.
-# Measured by benchmarks/choice.py; figures in benchmarks/results.
+# Measured by benchmarks/choice.py; benchmarks/results has the figures of a CPU with native bf16.
 MATH_IS_FASTER = {
     ("f16", "forward", False),
     ("f16", "backward", False),
@@ -172,7 +174,7 @@ def preference(graph: Graph, target: Target, options: Options) -> tuple[Sequence
             torch_math.BACKEND,
             *rest,
         ), f"it is the faster for {dtype} {pass_} on this kind of CPU"
-    if target.kind == "cuda" and not 90 <= target.sm < 110:
+    if target.kind == "cuda" and target.sm not in CUDNN_BEFORE_TRITON:
         rest = [b for b in BACKENDS if b is not triton_flash.BACKEND]
         return (triton_flash.BACKEND, *rest), "it comes before cuDNN on this kind of GPU"
     return BACKENDS, "it comes first in the order of preference"
@@ -193,7 +195,8 @@ def resolve_backends(backends: Sequence[str | Backend]) -> tuple[Backend, ...]:
     """Backends by name or as they are. Raises GraphError for a name that is not known."""
     strangers = [b for b in backends if not isinstance(b, str | Backend)]
     if strangers:
-        raise GraphError(f"{strangers[0]!r} is no Backend, nor the name of one")
+        names = ", ".join(b.name for b in BACKENDS)
+        raise GraphError(f"{strangers[0]!r} is no Backend, nor the name of one; there are {names}")
     known = {b.name: b for b in BACKENDS}
     unknown = [b for b in backends if isinstance(b, str) and b not in known]
     if unknown:

@@ -89,9 +89,9 @@ def check_gradients(
         cotangents[n] = poisoned[n] = None
     grads = run_gradients(plan, tensors, poisoned)
     for name, due in expect_gradients(graph, tensors, cotangents).items():
-        if name in grads:
-            due.check(grads[name], f"{plan.backend}: ")
-            assert grads[name].isfinite().all() or not due.ref.isfinite().all(), (
-                f"{plan.backend}: d{name} is not finite\n{grads[name]}\nis not\n{due.ref}"
-            )
+        assert name in grads, f"{plan.backend}: no d{name}; the formula gives\n{due.ref}"
+        due.check(grads[name], f"{plan.backend}: ")
+        assert grads[name].isfinite().all() or not due.ref.isfinite().all(), (
+            f"{plan.backend}: d{name} is not finite\n{grads[name]}\nis not\n{due.ref}"
+        )
     return grads

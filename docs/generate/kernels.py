@@ -19,9 +19,9 @@ import torch
 from attrs import evolve, frozen
 
 import attn_graph as ag
-from attn_graph.kernels.tilings import ARCHS, WIDTHS, Tiling
+from attn_graph.kernels.tilings import ARCHS, LEAST_SHARED, SHARED, WIDTHS, Tiling
 from attn_graph.lowering.problem import sole
-from attn_graph.lowering.triton.offline import LEAST_SHARED, SHARED, MachineCode, compile_launches
+from attn_graph.lowering.triton.offline import MachineCode, compile_launches
 from attn_graph.lowering.triton.plan import Flash, choose_tiling
 from attn_graph.spec import NAMES
 

@@ -147,11 +147,11 @@ class FusedTiles:
             return self.static
         p = self.problem
         rows, bounded = min(DATA_ROWS, p.M), bool(p.node.modifiers)
-        tiles_of_all: list[Tile] = []
+        all_tiles: list[Tile] = []
         for b in range(p.B):
             tiles = row_tiles(p, p.node.mask, range(b, b + 1), rows, LEAST_FULL, data)
-            tiles_of_all += join_neighbours(tiles, rows * p.N, bounded)
-        return tiles_of_all
+            all_tiles += join_neighbours(tiles, rows * p.N, bounded)
+        return all_tiles
 
     def is_whole(self, tiles: Sequence[Tile]) -> bool:
         """Whether one tile of one part is the entire problem."""

@@ -127,11 +127,11 @@ def hand_out(
     values: Sequence[torch.Tensor], outputs: Sequence[int], stats: frozenset[int]
 ) -> list[torch.Tensor]:
     """The outputs: statistics in C order, and a value that is returned twice as two tensors."""
-    handed: list[torch.Tensor] = []
+    results: list[torch.Tensor] = []
     for place, i in enumerate(outputs):
         value = values[i].contiguous() if i in stats else values[i]
-        handed.append(value.clone() if i in outputs[:place] else value)
-    return handed
+        results.append(value.clone() if i in outputs[:place] else value)
+    return results
 
 
 def step_of(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Step:

@@ -139,9 +139,9 @@ class ProductTiles:
         places = self.batch * self.rows * p.N
         scores, node = places * self.groups * self.r, p.node
         words = 2 * bool(node.modifiers) + bool(node.dropout)
-        places_bytes = POSITIONS * places if node.mask or node.modifiers else 0
-        places_bytes += torch.int64.itemsize * (p.B + p.H + p.M + p.N)
-        return places_bytes + scores * (2 + words * p.wide.itemsize)
+        position_bytes = POSITIONS * places if node.mask or node.modifiers else 0
+        position_bytes += torch.int64.itemsize * (p.B + p.H + p.M + p.N)
+        return position_bytes + scores * (2 + words * p.wide.itemsize)
 
     def summary(self) -> str:
         """How it runs, for `explain`."""

@@ -141,9 +141,7 @@ def forward_call(
     problem: Problem, lengths: Sequence[Slot], options: dict[str, Option]
 ) -> CudnnCall:
     """The call of `sdpa`; options: those of both passes, and generate_stats."""
-    B, H, M, E = problem.B, problem.H, problem.M, problem.E
-    o = (B, H, M, E)
-    output = Slot("o", "o", o, dense_strides(o, memory_order(problem.specs[0])), problem.dtype)
+    output = Slot("o", "o", *problem.layout_of_o, problem.dtype)
     inputs = (*operand_slots(problem), *lengths)
     outputs = (output, lse_slot(problem)) if options["generate_stats"] else (output,)
     return CudnnCall("sdpa", inputs, outputs, tuple(options.items()))

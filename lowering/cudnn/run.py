@@ -22,6 +22,7 @@ from attn_graph.lowering.problem import (
     Problem,
     cotangent_bytes,
     cotangent_note,
+    find_misplaced,
     on_boundary,
     output_names,
     select_outputs,
@@ -156,12 +157,12 @@ class Run:
     def cleared(self, tensors: Sequence[torch.Tensor], do: int, lse: int) -> list[torch.Tensor]:
         """The tensors, with a copy of do that is 0 in rows that see nothing, and an lse of +inf
         there: for every score, exp(s - lse) is 0 then."""
-        cleared, blind = [*tensors], tensors[lse] == -INF
+        clean, blind = [*tensors], tensors[lse] == -INF
         slot = next(x for x in self.call.inputs if x.source == "do")
         copy = torch.empty_strided(slot.shape, slot.strides, dtype=slot.dtype, device=blind.device)
-        cleared[do] = copy.copy_(tensors[do]).masked_fill_(blind[..., None], 0.0)
-        cleared[lse] = tensors[lse].masked_fill(blind, INF)
-        return cleared
+        clean[do] = copy.copy_(tensors[do]).masked_fill_(blind[..., None], 0.0)
+        clean[lse] = tensors[lse].masked_fill(blind, INF)
+        return clean
 
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The call's results."""
@@ -174,7 +175,8 @@ class Run:
             given = [on_boundary(t) for t in given]
         for t in given:
             if t.data_ptr() % ALIGNED:
-                raise PlanMismatchError(*astray(self.call.inputs, given))
+                sources = (x.source for x in self.call.inputs)
+                raise PlanMismatchError(*find_misplaced(zip(sources, given, strict=True)))
         made = [
             torch.empty_strided(shape, strides, dtype=dtype, device=device)
             for shape, strides, dtype in self.blanks
@@ -311,14 +313,3 @@ def readable_vector(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if dense and not x.data_ptr() % ALIGNED:
         return x
     return torch.empty(x.shape, dtype=dtype, device=x.device).copy_(x)
-
-
-def astray(slots: Sequence[Slot], tensors: Sequence[torch.Tensor]) -> list[str]:
-    """What a call says of tensors that do not begin on 16 bytes."""
-    return [
-        f"{x.source}: expected an address that is a multiple of {ALIGNED} bytes, as cuDNN's plans "
-        f"take it to be, got one {t.data_ptr() % ALIGNED} bytes past; clone() it, or compile with "
-        "other backends="
-        for x, t in zip(slots, tensors, strict=True)
-        if t.data_ptr() % ALIGNED
-    ]

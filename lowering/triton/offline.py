@@ -17,12 +17,6 @@ from attrs import frozen
 
 from attn_graph.lowering.triton.launches import Launch, Tensors, load_kernel
 from attn_graph.lowering.triton.plan import Flash
-from attn_graph.spec import dense_strides, memory_order
-
-# Bytes of shared memory that one program may ask for: CUDA C++ Programming Guide, "Technical
-# Specifications per Compute Capability", less the 1 KiB that the system keeps.
-SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 103: 232448, 120: 101376}
-LEAST_SHARED = 101376
 
 INSTRUCTIONS = {  # in PTX: matrix products, and copies that run beside them
     "wgmma": r"wgmma\.mma_async",
@@ -115,8 +109,7 @@ def compile_launches(flash: Flash) -> list[MachineCode]:
     from triton.runtime.jit import MockTensor
 
     tensors: dict[str, Any] = {name: MockTensor(dtype) for name, dtype in flash.dtypes().items()}
-    o = (flash.problem.B, flash.problem.H, flash.problem.M, flash.problem.E)
-    tensors["o.strides"] = dense_strides(o, memory_order(flash.problem.specs[0]))
+    tensors["o.strides"] = flash.problem.layout_of_o[1]
     return [inspect_launch(launch, tensors, flash.target.sm) for launch in flash.launches]
 
 

@@ -18,6 +18,7 @@ from attn_graph.kernels.tilings import (
     Pass,
     Tiling,
     padded_head_size,
+    shared_memory,
     tiling,
 )
 from attn_graph.lowering.problem import Problem
@@ -39,7 +40,7 @@ from attn_graph.spec import TensorSpec, dense_strides, memory_order
 Fixed = dict[str, Any]  # arguments of a kernel
 Pointers = dict[str, str | tuple[str, ...]]  # names of tensors, by parameter of a kernel
 MOST_ROWS = 256  # of one tile
-ROOMY = (80, 87, 90, 100, 103)  # compute capabilities with 163 KiB of shared memory a program
+WIDE_TF32 = 163840  # bytes of shared memory that tiles 256 wide take with TF32, by machine code
 READ = ("q", "k", "v", "do", "lse", "delta", "seed", "offset")  # by every backward kernel
 GRADIENTS = {"dq": "grad0", "dk": "grad1", "dv": "grad2"}  # by number of the operand
 
@@ -125,10 +126,11 @@ class Flash:
         most = max(launch.grid for launch in self.launches)
         if most > LONG:
             yield Reason("programs", f"launches up to {LONG} programs", f"{most} are needed")
-        tiles = max((launch.fixed.get("TILES", 0) for launch in self.launches), default=0)
+        lists = (x.shape for n, x in self.buffers.items() if n.startswith("lists") and "." not in n)
+        tiles = max((shape[-1] - 2 for shape in lists), default=0)  # after two counts
         if tiles > MOST_TILES:
             limit = f"lists {MOST_TILES} tiles a block at most where data decides"
-            yield Reason("listed_tiles", limit, f"has {tiles}")
+            yield Reason("listed_tiles", limit, f"{tiles} are needed")
 
 
 @final
@@ -146,7 +148,7 @@ class FlashBuilder:
     tables: dict[str, torch.Tensor] = field(factory=dict)
 
     def build(self) -> Flash:
-        """The launches so far, as a value."""
+        """Add every launch of the problem; the whole as a value."""
         if self.problem.grad is None:
             self.forward()
         else:
@@ -305,6 +307,8 @@ class FlashBuilder:
         named |= pointers or {}
         sizes = {"BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n}
         fixed = self.common() | absent | sizes | more
+        if "do" in names:
+            fixed |= self.strides("do")
         if self.data():
             named["data"] = self.data()
         else:
@@ -315,10 +319,9 @@ class FlashBuilder:
         """Add the launch of the forward."""
         p, tile = self.problem, self.tiling("forward")
         lists, listed = self.listed(tile, by_keys=False)
-        o = dense_strides((p.B, p.H, p.M, p.E), memory_order(p.specs[0]))
         sinks = p.node.split(p.specs).sinks
         more = {
-            "o_strides": o,
+            "o_strides": p.layout_of_o[1],
             "sinks_stride": sinks.strides[0] if sinks else 0,
             "H": p.H,
             "FOLD": not p.low_scale and not p.node.modifiers,
@@ -365,8 +368,8 @@ class FlashBuilder:
         p, tile = self.problem, self.tiling("query_gradient")
         lists, listed = self.listed(tile, by_keys=False)
         names = (*READ, "dq")
-        more = {"H": p.H, "dq_strides": gradient_strides(p.specs[0]), "BLIND": self.blind}
-        more |= self.strides("do") | listed
+        own = {"H": p.H, "dq_strides": gradient_strides(p.specs[0]), "BLIND": self.blind}
+        more = own | listed
         lines = blocks(p.M, tile.block_m) * p.H * p.B
         texts = self.texts("keep", "strip", "change", "back")
         self.launch("query_gradient", lines, tile, names, more, texts, lists)
@@ -385,7 +388,6 @@ class FlashBuilder:
                 "dk_strides": gradient_strides(p.specs[1]),
                 "dv_strides": gradient_strides(p.specs[2]),
                 "BLIND": self.blind,
-                **self.strides("do"),
                 **listed,
             }
             lines = blocks(p.N, tile.block_n) * p.G * p.B
@@ -412,7 +414,6 @@ class FlashBuilder:
             "PER_BATCH": "b" in axes,
             "PER_HEAD": "h" in axes,
             "out_strides": dense_strides(collected.spec.shape),
-            **self.strides("do"),
         }
         tiles = blocks(p.M, tile.block_m) * blocks(p.N, tile.block_n)
         lines = tiles * (p.B if "b" in axes else 1) * (p.H if "h" in axes else 1)
@@ -425,7 +426,7 @@ class FlashBuilder:
         lists, listed = self.listed(tile, by_keys)
         length, block = (p.N, tile.block_n) if by_keys else (p.M, tile.block_m)
         self.buffers[f"sums{n}"] = Buffer((p.B, p.H, length), torch.float32)
-        more: Fixed = {"H": p.H, "BY_KEYS": by_keys, **self.strides("do"), **listed}
+        more: Fixed = {"H": p.H, "BY_KEYS": by_keys, **listed}
         pointers = lists | {"out_ptr": f"sums{n}"}
         lines = blocks(length, block) * p.H * p.B
         self.launch("collect_lines", lines, tile, READ, more, texts, pointers)
@@ -452,10 +453,10 @@ def choose_tiling(
 
 
 def takes_tf32(problem: Problem, sm: int) -> bool:
-    """Whether there are kernels with TF32: products of other dtypes have one precision, and tiles
-    256 wide take up to 163840 bytes of shared memory then, by their machine code."""
+    """Whether there are kernels with TF32: products of other dtypes have one precision, and wide
+    tiles need much shared memory then."""
     wide = padded_head_size(max(problem.D, problem.E)) > 128
-    return problem.dtype == torch.float32 and (not wide or sm in ROOMY)
+    return problem.dtype == torch.float32 and (not wide or shared_memory(sm) >= WIDE_TF32)
 
 
 def gradient_strides(spec: TensorSpec) -> tuple[int, ...]:

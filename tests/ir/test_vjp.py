@@ -315,6 +315,13 @@ def test_all_outputs_have_cotangents_unless_some_are_named() -> None:
     assert ag.vjp(ag.attention(X, X, X), cotangents=("o",)) == ag.vjp(ag.attention(X, X, X))
 
 
+@pytest.mark.parametrize("strange", [5, [5], "o"])
+def test_cotangents_are_a_sequence_of_names(strange: Any) -> None:
+    x = ag.TensorSpec((1, 2, 4, 8), torch.float32)
+    with pytest.raises(ag.GraphError, match=r"5|say \('o',\)"):
+        ag.vjp(ag.attention(x, x, x), cotangents=strange)
+
+
 def test_a_cotangent_of_no_output_means_nothing() -> None:
     with pytest.raises(ag.GraphError, match="no output is named lse; there are o"):
         ag.vjp(ag.attention(X, X, X), cotangents=("o", "lse"))

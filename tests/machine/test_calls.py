@@ -70,6 +70,7 @@ WRONG: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     ),
     "layout": (lambda t: t.to_sparse(), "k: expected a dense tensor"),
     "no tensor": (torch.Tensor.tolist, "k: expected a tensor"),
+    "looks like one": (lambda t: t.detach().numpy(), "k: expected a tensor"),
 }
 
 

@@ -10,7 +10,7 @@ import torch
 from attrs import evolve
 
 import attn_graph as ag
-from attn_graph.lowering.triton.offline import SHARED
+from attn_graph.kernels.tilings import SHARED
 from attn_graph.machine import target as module
 from attn_graph.machine.gpus import devices
 from tests.support.gpus import box, placed

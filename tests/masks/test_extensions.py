@@ -242,6 +242,13 @@ class Narrow(Leaf):
 
 @final
 @frozen
+class Early(Leaf):
+    def span(self, block: ag.Block) -> ag.Keys:
+        return ag.Keys.between(block.rows.start - 3, block.rows.stop)
+
+
+@final
+@frozen
 class Sure(Leaf):
     def surely(self, block: ag.Block) -> ag.Keys:
         return ag.Keys.between(block.rows.start, block.rows.start + 1)
@@ -282,6 +289,19 @@ class Unnamed(Leaf):
 
 @final
 @frozen
+class Limited(Leaf):
+    """Reads a tensor, and holds what it says."""
+
+    @property
+    def needs(self) -> dict[str, ag.Data]:
+        return {"limits": ag.Data("b")}
+
+    def keep(self, at: ag.Place) -> Any:
+        return at.j <= at.load("limits", at.b)
+
+
+@final
+@frozen
 class ByLengths(Leaf):
     """Lies where data is known alone."""
 
@@ -307,6 +327,7 @@ WRONG_MASKS: dict[str, tuple[Callable[[], ag.Mask], str]] = {
     "numbers": (Numbered, "Numbered.keep gives torch.int64, and has to say true or false"),
     "numbers under ~": (lambda: ~Numbered() & ag.Causal(), "Numbered.keep gives torch.int64"),
     "Python's and": (Anded, "Anded.keep fails on a block of places"),
+    "span of no keys": (Early, "Early.span of queries 0 to 5 has keys -3 to 5"),
     "span too small": (Narrow, "Narrow.span of queries 1 to 5 lacks key 0"),
     "span too small with data": (ByLengths, "ByLengths.span of queries"),
     "surely too large": (Sure, "Sure.surely of queries 0 to 5 has key 0"),
@@ -482,6 +503,19 @@ def test_definitions_are_checked_once_whatever_the_length() -> None:
         x = ag.TensorSpec((8, 4, length, 64), torch.bfloat16)
         ag.attention(x, x, x, mask=Leaf(64) & ag.Causal())
     assert check_leaf.cache_info().misses == 1
+
+
+def test_checks_that_need_tensors_are_made_under_a_transform() -> None:
+    from attn_graph.ir.promises import check_leaf
+
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        graphs.append(ag.attention(SMALL, SMALL, SMALL, mask=Limited(), limits=LIMITS["limits"]))
+        return x
+
+    check_leaf.cache_clear()
+    graphs: list[ag.Graph] = []
+    torch.vmap(attend)(torch.zeros(2))
+    assert [i.name for i in graphs[0].inputs] == ["q", "k", "v", "limits"]
 
 
 def test_checks_are_made_under_any_mode() -> None:
