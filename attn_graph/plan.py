@@ -14,7 +14,6 @@ from torch.autograd import forward_ad, profiler
 from torch.compiler import is_dynamo_compiling
 
 from attn_graph.errors import (
-    GraphError,
     NoBackendError,
     PlanMismatchError,
     PlanTargetError,
@@ -24,12 +23,18 @@ from attn_graph.ir.graph import Graph
 from attn_graph.ir.reference import Verification, compare
 from attn_graph.ir.vjp import backward, cotangent_specs, main_outputs, saved_specs, wanted_inputs
 from attn_graph.lowering.backend import Executable
-from attn_graph.machine.ambient import has_tangent, is_traced
+from attn_graph.machine.ambient import is_traced
 from attn_graph.machine.autograd import run_with_autograd
 from attn_graph.machine.flop_counters import teach_counters
 from attn_graph.machine.sizes import Memory
 from attn_graph.machine.target import Target
-from attn_graph.spec import NAMES, TensorSpec
+from attn_graph.machine.tensors import (
+    as_it_lies,
+    copy_laid_as,
+    refuse_tangents,
+    require_as_declared,
+)
+from attn_graph.spec import TensorSpec
 
 if TYPE_CHECKING:  # and imported where they are used: calls ask for none of it
     from attn_graph.planner.cost import Cost
@@ -204,7 +209,7 @@ class Plan:
         """Raise PlanTargetError or PlanMismatchError unless the tensors are as declared."""
         self.check_device(tensors)
         specs = {i.name: i.spec for i in self.graph.inputs}
-        check(dict(zip(specs, tensors, strict=True)), specs, self.target)
+        require_as_declared(dict(zip(specs, tensors, strict=True)), specs, self.target)
 
     def check_device(self, tensors: Tensors) -> None:
         """Raise PlanTargetError for tensors on another kind of GPU than the plan is for."""
@@ -277,7 +282,7 @@ class Plan:
         declared = saved_specs(self.graph)
         named = dict(zip(declared, saved, strict=True))
         actual = {n: as_it_lies(declared[n], t) for n, t in named.items()}
-        check(named, actual, self.target)
+        require_as_declared(named, actual, self.target)
         for name in [*actual][self.count :]:
             if len(actual[name].shape) == 3:  # statistics are read in whatever order they lie
                 actual[name] = declared[name]
@@ -448,59 +453,3 @@ def constant_places(graph: Graph) -> tuple[int, ...]:
     """Where among the outputs those stand that have no gradient."""
     known = graph.differentiable_outputs
     return tuple(place for place, i in enumerate(graph.outputs) if i not in known)
-
-
-def check(
-    tensors: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec], target: Target
-) -> None:
-    """Raise PlanMismatchError unless tensors are as declared, and on one device."""
-    differences = [x for n, t in tensors.items() for x in find_differences(n, specs[n], t, target)]
-    if not differences and len({t.device for t in tensors.values()}) > 1:
-        places = ", ".join(f"{name} on {t.device}" for name, t in tensors.items())
-        differences = [f"expected tensors on one device, got {places}"]
-    if differences:
-        raise PlanMismatchError(*differences)
-
-
-def find_differences(name: str, spec: TensorSpec, tensor: object, target: Target) -> list[str]:
-    """What of a tensor is not as declared."""
-    if not isinstance(tensor, torch.Tensor):
-        return [f"{name}: expected a tensor {spec}, got {tensor!r}"]
-    if tensor.layout != torch.strided or tensor.is_nested:
-        return [f"{name}: expected a dense tensor {spec}, got one of layout {tensor.layout}"]
-    differences = []
-    if tensor.dtype not in NAMES or TensorSpec.like(tensor) != spec:
-        got = TensorSpec.like(tensor) if tensor.dtype in NAMES else tensor.dtype
-        differences.append(f"{name}: expected {spec}, got {got}")
-    if tensor.device.type != target.kind:
-        differences.append(
-            f"{name}: expected a tensor on {target.kind}, got one on {tensor.device}"
-        )
-    if tensor.is_neg():
-        differences.append(
-            f"{name}: expected its numbers in memory, got a view with the negative bit, whose "
-            f"memory holds them negated; pass {name}.resolve_neg()"
-        )
-    return differences
-
-
-def as_it_lies(declared: TensorSpec, tensor: torch.Tensor) -> TensorSpec:
-    """A declared spec with the strides of the tensor that autograd hands back for it."""
-    if tensor.shape != declared.shape:
-        return declared
-    return TensorSpec(declared.shape, declared.dtype, tensor.stride())
-
-
-def copy_laid_as(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """A copy in the layout of a spec."""
-    room = torch.empty_strided(spec.shape, spec.strides, dtype=x.dtype, device=x.device)
-    return room.copy_(x)
-
-
-def refuse_tangents(tensors: Tensors) -> None:
-    """Raise GraphError where forward mode would differentiate: kernels drop tangents."""
-    if has_tangent(tensors):
-        raise GraphError(
-            "a plan has no forward mode derivative, which torch.func.jvp, jacfwd and "
-            "torch.autograd.forward_ad take; use reverse mode: torch.autograd.grad"
-        )

@@ -18,7 +18,7 @@ from benchmarks.timing import save, seconds
 MODELS = Path(__file__).parents[1] / "examples" / "models.py"
 GOAL = 100.0  # milliseconds
 ROUNDS = 3  # the least of them counts, since others share the machine
-CACHES = (  # caches that an explanation fills for the next one
+CACHES: tuple[Any, ...] = (  # lru caches that an explanation fills for the next one
     remedies.simplify_once,
     remedies.gradient_graph,
     remedies.single_edits,

@@ -72,7 +72,7 @@ def function_rows() -> list[dict[str, Any]]:
         ),
         "our scaled_dot_product_attention": scaled_dot_product_attention,
     }
-    tensors = [torch.randn(1, 1, 1, 64) for _ in "qkv"]
+    tensors: list[Any] = [torch.randn(1, 1, 1, 64) for _ in "qkv"]
     leaves = [t.clone().requires_grad_() for t in tensors]
     do = torch.ones(1, 1, 1, 64)
 

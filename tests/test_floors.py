@@ -11,6 +11,8 @@ FLOORS = (  # top first; a name, or `package.*` for the package and all its modu
     ("attn_graph.__main__",),
     ("attn_graph.cli.*", "attn_graph.testing.*"),
     ("attn_graph",),
+    ("attn_graph.integrations.*",),
+    ("attn_graph.nn.*",),
     ("attn_graph.compiler",),
     ("attn_graph.plan",),
     ("attn_graph.planner.*",),

@@ -145,7 +145,7 @@ def require_boolean(result: Term) -> Mask:
     """What a mask_mod returned as a mask. Raises GraphError for what is no boolean."""
     if not isinstance(result, Mask | bool):
         raise GraphError(
-            f"from_flex: the mod returns {describe(result)}, and has to say true or false"
+            f"from_flex: the mod returns {describe_term(result)}, and has to say true or false"
         )
     return as_mask(result)
 
@@ -153,11 +153,11 @@ def require_boolean(result: Term) -> Mask:
 def require_scores(result: Term) -> Score:
     """What a score_mod returned. Raises Unread for what is no score."""
     if not isinstance(result, Score):
-        raise Unread(f"it returns {describe(result)} and no score")
+        raise Unread(f"it returns {describe_term(result)} and no score")
     return result
 
 
-def describe(term: Term) -> str:
+def describe_term(term: Term) -> str:
     """A term in words."""
     match term:
         case Index(text) | Real(text):
@@ -359,7 +359,7 @@ class Reader:
             case "sub", [Score() as s, x] if is_number(x):
                 return self.add(s, Real.of(x).negative())
         raise Unread(
-            f"no modifier does {name}() of scores and {', '.join(map(describe, operands))}"
+            f"no modifier does {name}() of scores and {', '.join(map(describe_term, operands))}"
         )
 
     def add(self, score: Score, term: Real) -> Score:
@@ -385,7 +385,7 @@ def apply_to_numbers(name: str, operands: list[Term]) -> Real:
                 return a.negative()
             case _, [a] if name in METHODS:
                 return apply_method(name, a)
-    raise Unread(f"it computes {name}() of {', '.join(map(describe, operands))}")
+    raise Unread(f"it computes {name}() of {', '.join(map(describe_term, operands))}")
 
 
 def is_integer(x: Term) -> bool:

@@ -104,7 +104,7 @@ class Axis(MaskSymbol):
 
 
 @define(eq=False)
-class Element(MaskSymbol):
+class BatchValue(MaskSymbol):
     """The element of values [B] of the batch entry."""
 
     values: Tensor
@@ -154,7 +154,7 @@ class Position(MaskSymbol):
         return Position(frame, self.queries, self.keys, 0, table, own)
 
     def __add__(self, other: object) -> Position:
-        if isinstance(other, Element):
+        if isinstance(other, BatchValue):
             own = self.values() + other.values[:, None]
             return Position(self.frame, self.queries, self.keys, 0, own, own)
         if not isinstance(other, int):
@@ -167,8 +167,8 @@ class Position(MaskSymbol):
         return Position(self.frame, -self.queries, -self.keys, -self.shift, self.table, own)
 
     def __sub__(self, other: object) -> Position:
-        if isinstance(other, Element):
-            return self + Element(-other.values)
+        if isinstance(other, BatchValue):
+            return self + BatchValue(-other.values)
         if isinstance(other, int):
             return self + -other
         if not isinstance(other, Position):
@@ -347,7 +347,7 @@ class ReadsOfTensors(TorchFunctionMode):
         if func is Tensor.__getitem__:
             where = args[1] if isinstance(args[1], tuple) else (args[1],)
             if len(where) == 1 and isinstance(where[0], Axis) and args[0].ndim == 1:
-                return Element(args[0])
+                return BatchValue(args[0])
             if len(where) == 2 and isinstance(where[1], Position):
                 return where[1].read(args[0])
         return func(*args, **(kwargs or {}))

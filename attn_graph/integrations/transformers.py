@@ -102,7 +102,7 @@ class MaskDescription:
         return func(*dense, **(kwargs or {}))
 
 
-def describe_mask(
+def decode_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
@@ -278,4 +278,4 @@ def explain_layers(
 
 
 AttentionInterface.register(NAME, attend_layer)
-AttentionMaskInterface.register(NAME, describe_mask)
+AttentionMaskInterface.register(NAME, decode_mask)

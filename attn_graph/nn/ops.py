@@ -29,12 +29,13 @@ from attn_graph.ir.vjp import residuals, result_spec
 from attn_graph.lowering.backend import Backend
 from attn_graph.machine.flop_counters import formulas
 from attn_graph.machine.target import Target
+from attn_graph.machine.tensors import refuse_tangents
 from attn_graph.machine.torch_switches import read_switches
 from attn_graph.masks import Mask
 from attn_graph.nn.batching import Mapped, map_call
 from attn_graph.nn.calls import OPTIONS, make_graph, new_plan
 from attn_graph.nn.flops import count_flops, count_gradient_flops
-from attn_graph.plan import Plan, refuse_tangents
+from attn_graph.plan import Plan
 from attn_graph.planner.content import MOST_TEXTS, OWN, CallContent, PlanContent, read_content
 from attn_graph.spec import (
     TensorSpec,
@@ -332,7 +333,7 @@ class OpBackwardCall(_SingleLevelFunction):
 
 def records(tensors: Tensors) -> bool:
     """Whether autograd records a call on these tensors. Raises GraphError for tangents."""
-    refuse_tangents(tuple(tensors))
+    refuse_tangents(tensors)
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 

@@ -59,7 +59,7 @@ class Usage:
         """Of a call with these tensors, at the nearest line outside PyTorch and this package."""
         file, line = call_site()
         tensors = query, key, value
-        q, k, v = map(describe, tensors)
+        q, k, v = map(describe_tensor, tensors)
         trains = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         return cls(
             f"{file}:{line}",
@@ -228,7 +228,7 @@ def backward_backend(plan: Plan) -> str | None:
         return "nobody"
 
 
-def describe(x: Tensor) -> str:
+def describe_tensor(x: Tensor) -> str:
     """Dtype and shape of a tensor, such as `f32[2, 8, 64, 64]`."""
     shape = "nested" if x.is_nested else [*x.shape]
     return f"{NAMES.get(x.dtype, x.dtype)}{shape}"

@@ -138,16 +138,16 @@ def transformers_mask(arguments: dict[str, Any]) -> Any:  # Any: a tensor, None 
 
 @given(calls())
 def test_a_mask_means_what_transformers_makes_of_it(call: Call) -> None:
-    described = integration.describe_mask(**call.arguments())
+    described = integration.decode_mask(**call.arguments())
     assert isinstance(described, integration.MaskDescription), described
     expected = transformers_mask(call.arguments())
     assert torch.equal(dense(described, call.M, call.N), expected), described
     assert torch.equal(described.dense(), expected)
 
 
-def describe(function: MaskFunction, **changes: Any) -> Any:  # Any: as `describe_mask`
+def describe(function: MaskFunction, **changes: Any) -> Any:  # Any: as `decode_mask`
     call = Call(4, 4, 0, 0, function, None)
-    return integration.describe_mask(**{**call.arguments(), **changes})
+    return integration.decode_mask(**{**call.arguments(), **changes})
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,8 @@ def pytorch_step(
 ) -> list[torch.Tensor]:
     """o, dq, dk and dv by PyTorch."""
     leaves: list[Any] = [x.detach().to(dtype).requires_grad_() for x in tensors]
-    o = F.scaled_dot_product_attention(*leaves, is_causal=causal, scale=0.3)
+    q, k, v = leaves
+    o = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=0.3)
     return [o.detach(), *torch.autograd.grad(o, leaves, do.to(dtype))]
 
 
@@ -41,10 +42,11 @@ def test_the_operators_compute_what_pytorch_does(causal: bool) -> None:
     tensors: list[Any] = [torch.randn(2, 4, n, 8, generator=g) for n in (6, 7, 7)]
     do = torch.randn(2, 4, 6, 8, generator=g)
     ref, low = (pytorch_step(tensors, x, do, causal) for x in (torch.float64, torch.float32))
-    o, lse, *more = flash.forward_flash(*tensors, 0.0, causal, scale=0.3)
+    q, k, v = tensors
+    o, lse, *more = flash.forward_flash(q, k, v, 0.0, causal, scale=0.3)
     assert more[2:4] == [6, 7]
     rest: Any = *more[2:4], 0.0, causal, *more[4:6]
-    gradients = flash.backward_flash(do, *tensors, o, lse, None, None, *rest, scale=0.3)
+    gradients = flash.backward_flash(do, q, k, v, o, lse, None, None, *rest, scale=0.3)
     for x, due, near in zip((o, *gradients), ref, low, strict=True):
         assert distance(x, due) <= allowance(due, near, torch.float32)
 

@@ -49,7 +49,8 @@ def test_direct_calls_are_replaced_by_whatever_name() -> None:
         inner = torch.nn.functional.scaled_dot_product_attention(query=q, key=k, value=v, scale=2)
     F.scaled_dot_product_attention(q, k, v)
     assert backends(report) == ["torch_sdpa"] * 3
-    for o, options in zip((*outputs, inner), ({"is_causal": True}, {}, {"scale": 2}), strict=True):
+    given: list[dict[str, Any]] = [{"is_causal": True}, {}, {"scale": 2}]
+    for o, options in zip((*outputs, inner), given, strict=True):
         torch.testing.assert_close(o, F.scaled_dot_product_attention(q, k, v, **options))
 
 
@@ -91,13 +92,14 @@ def test_multihead_attention_is_pytorch_s(
     layer = torch.nn.MultiheadAttention(32, 4, batch_first=batch_first, **more)
     x = torch.randn(2, 6, 32) if batch_first else torch.randn(6, 2, 32)
 
-    def run(model: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        dtype = inputs[0].dtype
+    def run(model: Any, inputs: Sequence[torch.Tensor]) -> Any:
+        (x,) = inputs
+        dtype = x.dtype
         masks = {
             n: m.to(dtype) if isinstance(m, torch.Tensor) and m.is_floating_point() else m
             for n, m in MASKS[name].items()
         }
-        o, weights = model(*inputs * 3, need_weights=False, **masks)
+        o, weights = model(x, x, x, need_weights=False, **masks)
         assert weights is None
         return o
 
@@ -186,6 +188,12 @@ def test_it_decorates_a_function() -> None:
             call()
 
 
+def as_nested(x: torch.Tensor) -> Any:
+    """Two sequences of several lengths, of x [2,H,M,D]."""
+    parts = [x[0].transpose(0, 1), x[1].transpose(0, 1)[:3]]
+    return torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
+
+
 LEFT: dict[str, tuple[Callable[[], object], str]] = {
     "meta": (
         lambda: F.scaled_dot_product_attention(*(x.to("meta") for x in qkv())),
@@ -193,8 +201,7 @@ LEFT: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "nested": (
         lambda: F.scaled_dot_product_attention(
-            *(torch.nested.nested_tensor([x[0], x[1, :, :3]], layout=torch.jagged).transpose(1, 2)
-              for x in (y.transpose(1, 2) for y in qkv()))
+            *map(as_nested, qkv())
         ),
         "nested tensors",
     ),
@@ -323,9 +330,9 @@ def test_the_report_counts_times_and_prints() -> None:
 
 
 def test_the_report_names_who_runs_the_backward() -> None:
-    leaves = [x.requires_grad_() for x in qkv()]
+    q, k, v = (x.requires_grad_() for x in qkv())
     with watched() as report:
-        F.scaled_dot_product_attention(*leaves, torch.zeros(6, 6))
+        F.scaled_dot_product_attention(q, k, v, torch.zeros(6, 6))
     (row,) = report.rows
     assert row.usage.backward is not None
     assert row.usage.backward in row.usage.who or row.usage.backend == row.usage.backward

@@ -1,0 +1,68 @@
+"""Real tensors held to what a plan is for: their specs, their device, their derivatives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from attn_graph.errors import GraphError, PlanMismatchError
+from attn_graph.machine.ambient import has_tangent
+from attn_graph.machine.target import Target
+from attn_graph.spec import NAMES, TensorSpec
+
+
+def require_as_declared(
+    tensors: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec], target: Target
+) -> None:
+    """Raise PlanMismatchError unless tensors are as declared, and on one device."""
+    differences = [x for n, t in tensors.items() for x in find_differences(n, specs[n], t, target)]
+    if not differences and len({t.device for t in tensors.values()}) > 1:
+        places = ", ".join(f"{name} on {t.device}" for name, t in tensors.items())
+        differences = [f"expected tensors on one device, got {places}"]
+    if differences:
+        raise PlanMismatchError(*differences)
+
+
+def find_differences(name: str, spec: TensorSpec, tensor: object, target: Target) -> list[str]:
+    """What of a tensor is not as declared."""
+    if not isinstance(tensor, torch.Tensor):
+        return [f"{name}: expected a tensor {spec}, got {tensor!r}"]
+    if tensor.layout != torch.strided or tensor.is_nested:
+        return [f"{name}: expected a dense tensor {spec}, got one of layout {tensor.layout}"]
+    differences = []
+    if tensor.dtype not in NAMES or TensorSpec.like(tensor) != spec:
+        got = TensorSpec.like(tensor) if tensor.dtype in NAMES else tensor.dtype
+        differences.append(f"{name}: expected {spec}, got {got}")
+    if tensor.device.type != target.kind:
+        differences.append(
+            f"{name}: expected a tensor on {target.kind}, got one on {tensor.device}"
+        )
+    if tensor.is_neg():
+        differences.append(
+            f"{name}: expected its numbers in memory, got a view with the negative bit, whose "
+            f"memory holds them negated; pass {name}.resolve_neg()"
+        )
+    return differences
+
+
+def as_it_lies(declared: TensorSpec, tensor: torch.Tensor) -> TensorSpec:
+    """A declared spec with the strides of the tensor that autograd hands back for it."""
+    if tensor.shape != declared.shape:
+        return declared
+    return TensorSpec(declared.shape, declared.dtype, tensor.stride())
+
+
+def copy_laid_as(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """A copy in the layout of a spec."""
+    room = torch.empty_strided(spec.shape, spec.strides, dtype=x.dtype, device=x.device)
+    return room.copy_(x)
+
+
+def refuse_tangents(tensors: Sequence[torch.Tensor]) -> None:
+    """Raise GraphError where forward mode would differentiate: kernels drop tangents."""
+    if has_tangent(tensors):
+        raise GraphError(
+            "a plan has no forward mode derivative, which torch.func.jvp, jacfwd and "
+            "torch.autograd.forward_ad take; use reverse mode: torch.autograd.grad"
+        )
