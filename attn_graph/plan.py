@@ -31,6 +31,8 @@ from attn_graph.machine.target import Target
 from attn_graph.machine.tensors import (
     as_it_lies,
     copy_laid_as,
+    is_watched,
+    refuse_distributed,
     refuse_tangents,
     require_as_declared,
 )
@@ -44,7 +46,7 @@ Tensors = tuple[torch.Tensor, ...]
 Look = list[object]  # of tensors: what a plan rests on, in a form that is quick to compare
 requires_grad = attrgetter("requires_grad")
 LOOKS: tuple[Callable[[torch.Tensor], object], ...] = (  # what a plan rests on, of each tensor
-    attrgetter("shape", "dtype", "device"),
+    attrgetter("shape", "dtype", "device", "__class__"),
     torch.Tensor.stride,
     torch.Tensor.is_neg,
 )
@@ -139,6 +141,8 @@ class Plan:
         except (AttributeError, RuntimeError, TypeError):  # `admit` says what is no dense tensor
             look = [None]
         if look != self.memo.call:
+            if any(map(is_watched, tensors)):
+                return self.call_op(tensors)
             self.admit(tensors, look)
         if profiler._is_profiler_enabled:
             return self.run_profiled(tensors, any(map(requires_grad, tensors)))
@@ -176,6 +180,7 @@ class Plan:
 
     def call_op(self, tensors: Tensors) -> torch.Tensor | Tensors:
         """The same by an operator of PyTorch's: what traces and transforms calls needs one."""
+        refuse_distributed(self.named(tensors))
         if not is_dynamo_compiling():
             teach_counters()
         outputs = torch.ops.attn_graph.attention(list(tensors), content_of(self))
@@ -209,7 +214,11 @@ class Plan:
         """Raise PlanTargetError or PlanMismatchError unless the tensors are as declared."""
         self.check_device(tensors)
         specs = {i.name: i.spec for i in self.graph.inputs}
-        require_as_declared(dict(zip(specs, tensors, strict=True)), specs, self.target)
+        require_as_declared(self.named(tensors), specs, self.target)
+
+    def named(self, tensors: Tensors) -> dict[str, torch.Tensor]:
+        """The tensors of a call by their names."""
+        return {i.name: t for i, t in zip(self.graph.inputs, tensors, strict=True)}
 
     def check_device(self, tensors: Tensors) -> None:
         """Raise PlanTargetError for tensors on another kind of GPU than the plan is for."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -10,6 +11,31 @@ from attn_graph.errors import GraphError, PlanMismatchError
 from attn_graph.machine.ambient import has_tangent
 from attn_graph.machine.target import Target
 from attn_graph.spec import NAMES, TensorSpec
+
+DTENSORS = "torch.distributed.tensor"  # slow to import: whoever has a DTensor has imported it
+
+
+def is_watched(t: object) -> bool:
+    """Whether this is a tensor of a class that sees each operation on it, as fake tensors are."""
+    return (
+        isinstance(t, torch.Tensor)
+        and type(t).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    )
+
+
+def is_distributed(t: torch.Tensor) -> bool:
+    """Whether a tensor is a DTensor."""
+    module = sys.modules.get(DTENSORS)
+    return module is not None and isinstance(t, module.DTensor)
+
+
+def refuse_distributed(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise PlanMismatchError for DTensors: a plan is for tensors of one process."""
+    if names := [name for name, t in tensors.items() if is_distributed(t)]:
+        raise PlanMismatchError(
+            *(f"{name}: expected a tensor of this process, got a DTensor" for name in names),
+            "attn_graph.nn.functional.attention takes DTensors; a plan takes each one's to_local()",
+        )
 
 
 def require_as_declared(

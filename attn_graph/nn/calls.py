@@ -13,13 +13,15 @@ from torch.compiler import is_dynamo_compiling
 
 from attn_graph import compiler
 from attn_graph.compiler import Look, avoided, looks, preferred, remember
-from attn_graph.errors import GraphError
+from attn_graph.errors import GraphError, TensorError
 from attn_graph.ir import builder
 from attn_graph.ir.graph import Graph
 from attn_graph.machine.ambient import is_traced
 from attn_graph.machine.flop_counters import teach_counters
 from attn_graph.machine.target import Target
+from attn_graph.machine.tensors import is_distributed, is_watched
 from attn_graph.machine.torch_switches import read_switches
+from attn_graph.nn.sharding import attend_in_parts
 from attn_graph.plan import Plan
 from attn_graph.spec import TensorSpec
 
@@ -43,9 +45,11 @@ def attend_anew(
     q: Tensor, k: Tensor, v: Tensor, named: Named, options: Options, look: Look | None
 ) -> Outputs:
     """Attention on tensors that look like none before. It is remembered, unless `look` is None."""
+    tensors = {"q": q, "k": k, "v": v, **named}
+    if any(map(is_distributed, tensors.values())):
+        return attend_distributed(tensors, options)
     if is_dynamo_compiling() or is_traced():
         return attend_by_op(q, k, v, named, options)
-    tensors = {"q": q, "k": k, "v": v, **named}
     require_tensors(tensors)
     if q.is_meta or any(map(is_watched, tensors.values())):
         return attend_by_op(q, k, v, named, options)
@@ -74,6 +78,24 @@ def attend_by_op(q: Tensor, k: Tensor, v: Tensor, named: Named, options: Options
     return tuple(outputs) if stats else outputs[0]
 
 
+def attend_distributed(tensors: Named, options: Options) -> Outputs:
+    """The same on DTensors. Raises TensorError for dropout, whose places are those of the whole."""
+    given = dict(zip(OPTIONS, options, strict=True))
+    if given["dropout"]:
+        raise TensorError(
+            "attention: dropout of DTensors is not computed: what drops is decided by the place in "
+            "the whole batch; drop elements of the output instead, or pass local tensors"
+        )
+    whole = {"h": "slopes are those of all heads; pass alibi= as a DTensor [H]"}
+    whole = whole if given["alibi"] else {}
+
+    def attend(parts: Named) -> Outputs:
+        named = {name: t for name, t in parts.items() if name not in ("q", "k", "v")}
+        return attend_as(parts["q"], parts["k"], parts["v"], named, options)
+
+    return attend_in_parts(tensors, given["mask"], whole, attend)
+
+
 def exact(number: float | None) -> str | None:
     """A float as the text that has all its bits: as such torch.compile takes it for a constant."""
     return None if number is None else float(number).hex()
@@ -93,11 +115,6 @@ content_of_call._dynamo_marked_constant = True  # type: ignore[attr-defined]  # 
 def number_of(text: object) -> float | None:
     """The float of a text that `exact` gave."""
     return None if text is None else float.fromhex(str(text))
-
-
-def is_watched(t: Tensor) -> bool:
-    """Whether a tensor is of a class that sees each operation on it, as fake tensors are."""
-    return type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 def attend_as(

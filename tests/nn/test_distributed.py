@@ -9,13 +9,24 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from attrs import frozen
 from torch import multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
 import attn_graph as ag
 from attn_graph.nn import Attention, MultiheadAttention
+from attn_graph.nn.functional import attention, scaled_dot_product_attention
 
 RANKS = 2
 pytestmark = pytest.mark.slow
@@ -72,10 +83,15 @@ def whole(x: torch.Tensor) -> torch.Tensor:
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
-def work(rank: int, path: str, wrap: Callable[[Block], torch.nn.Module]) -> None:
-    """One process: its half of the batch, and the gradients of the whole to compare with."""
+def join(rank: int, path: str) -> None:
+    """Make this process one of RANKS."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=RANKS)
+
+
+def work(rank: int, path: str, wrap: Callable[[Block], torch.nn.Module]) -> None:
+    """One process: its half of the batch, and the gradients of the whole to compare with."""
+    join(rank, path)
     alone, batch = make()
     torch.stack([loss(alone, half) for half in batch.chunk(RANKS)]).mean().backward()
     model, _ = make()
@@ -93,3 +109,113 @@ def test_gradients_are_those_of_one_process(
 ) -> None:
     spawn: Any = multiprocessing.spawn  # type: ignore[attr-defined]  # PyTorch lists it nowhere
     spawn(work, (str(tmp_path / "store"), wrap), nprocs=RANKS)
+
+
+# DTensors
+
+INPUTS = ("q", "k", "v", "bias", "lengths")
+
+
+def draw() -> dict[str, Any]:
+    """q [2,4,6,8], k and v of two heads, a bias for all entries, and lengths."""
+    g = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(2, n, 6, 8, generator=g) for n in (4, 2, 2))
+    bias = torch.randn(1, 4, 6, 6, generator=g)
+    return dict(zip(INPUTS, (q, k, v, bias, torch.tensor([4, 6])), strict=True))
+
+
+def attend(q: Any, k: Any, v: Any, bias: Any, lengths: Any) -> Any:  # Any: tensors
+    """o and lse, of tensors or DTensors."""
+    options: dict[str, Any] = {"stats": True}
+    return attention(q, k, v, mask=ag.Causal(), bias=bias, kv_lengths=lengths, **options)
+
+
+def compute(tensors: dict[str, Any], function: Callable[..., Any]) -> list[Any]:
+    """o, lse and the gradients of q, k, v and the bias."""
+    leaves = {n: t.detach().requires_grad_(t.is_floating_point()) for n, t in tensors.items()}
+    o, lse = function(**leaves)
+    wanted = [t for t in leaves.values() if t.requires_grad]
+    loss = (o * o).sum() + (lse * lse).sum()
+    return [o.detach(), lse.detach(), *torch.autograd.grad(loss, wanted)]
+
+
+def place(tensors: dict[str, Any], places: list[Placement], replicated: tuple[str, ...]) -> Any:
+    """The tensors as DTensors, some of them whole in every process."""
+    mesh = init_device_mesh("cpu", (RANKS,))
+    return {
+        name: distribute_tensor(t, mesh, [Replicate()] if name in replicated else places)
+        for name, t in tensors.items()
+    }
+
+
+def compare_parts(places: list[Placement], due: list[Any]) -> None:
+    """Results of parts are those of the whole, and nothing is communicated for them."""
+    sharded = place(draw(), places, ("bias", "lengths"))
+    with CommDebugMode() as communication:
+        attend(**sharded)
+    assert not communication.get_total_counts()
+    torch._dynamo.reset()
+    for function in (attend, torch.compile(attend, fullgraph=True, backend="aot_eager")):
+        results = compute(sharded, function)
+        assert results[0].placements == results[2].placements == tuple(places)
+        for x, ref in zip(results, due, strict=True):
+            torch.testing.assert_close(x.full_tensor(), ref)
+    o = scaled_dot_product_attention(*(sharded[n] for n in "qkv"), enable_gqa=True)
+    assert o.placements == tuple(places)  # type: ignore[attr-defined]  # a DTensor
+
+
+@frozen
+class Odd(ag.Mask):
+    """A mask of a user's own."""
+
+    def keep(self, at: ag.Place) -> Any:
+        return at.i % 2 == at.j % 2
+
+
+def refuse_parts(tensors: dict[str, Any]) -> None:
+    """What parts can't compute is refused with both placements and the way out."""
+    mesh = init_device_mesh("cpu", (RANKS,))
+    qkv = [tensors[n] for n in "qkv"]
+    others: list[Placement] = [Shard(2), Partial()]
+    queries, sums = ([DTensor.from_local(x, mesh, [p]) for x in qkv] for p in others)
+    heads, batch = ([distribute_tensor(x, mesh, [Shard(n)]) for x in qkv] for n in (1, 0))
+    whole = [distribute_tensor(x, mesh, [Replicate()]) for x in qkv]
+    single = [distribute_tensor(x[:, :1], mesh, [Shard(0)]) for x in qkv[1:]]
+    three = [distribute_tensor(torch.zeros(3, 1, 2, 2), mesh, [Shard(0)])] * 3
+    spec = ag.TensorSpec.like(qkv[0])
+    plan = ag.compile(ag.attention(spec, spec, spec))
+    plan(qkv[0], qkv[0], qkv[0])  # it compares each call's tensors with these
+    calls: dict[str, Callable[[], object]] = {
+        r"q is S\(2\), k is S\(2\).*redistribute": lambda: attention(*queries),
+        r"q is P\(sum\)": lambda: attention(*sums),
+        r"q is S\(1\), k is S\(0\), v is S\(0\)": lambda: attention(heads[0], *batch[1:]),
+        "bias is a plain tensor": lambda: attention(*heads, bias=tensors["bias"]),
+        "dropout of DTensors": lambda: attention(*heads, dropout=0.5),
+        "slopes are those of all heads": lambda: attention(*heads, alibi=True),
+        "Odd may keep others": lambda: attention(*batch, mask=Odd()),
+        "can't be divided into 2 equal parts": lambda: attention(*three),
+        "to_local": lambda: plan(heads[0], heads[0], heads[0]),
+    }
+    for text, call in calls.items():
+        with pytest.raises(ValueError, match=text):
+            call()
+    o: Any = attention(batch[0], *single)
+    assert o.placements == (Shard(0),)
+    due: Any = attention(qkv[0], *(x[:, :1] for x in qkv[1:]))
+    assert torch.equal(o.full_tensor(), due)
+    assert attention(*whole, mask=Odd()).placements == (Replicate(),)  # type: ignore[union-attr]  # a DTensor
+
+
+def work_in_parts(rank: int, path: str) -> None:
+    """One process."""
+    join(rank, path)
+    due = compute(draw(), attend)
+    for placement in (Shard(0), Shard(1), Replicate()):
+        compare_parts([placement], due)
+    refuse_parts(draw())
+    dist.destroy_process_group()
+
+
+def test_parts_of_the_batch_and_of_heads_need_no_other_process(tmp_path: Path) -> None:
+    spawn: Any = multiprocessing.spawn  # type: ignore[attr-defined]  # as above
+    spawn(work_in_parts, (str(tmp_path / "store"),), nprocs=RANKS)

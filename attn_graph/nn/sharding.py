@@ -1,0 +1,149 @@
+"""Attention on DTensors: each process computes its part of the batch or of the heads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from attn_graph.errors import TensorError
+from attn_graph.machine.tensors import is_distributed
+from attn_graph.masks import LEAVES, Join, Mask
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor, Placement
+
+PARTS = {"b": "the batch", "h": "the heads"}  # axes whose parts have nothing to do with each other
+AXES = {  # of the tensors that calls take, by the letters of docs/semantics.md
+    name: tuple(letters)
+    for name, letters in {
+        "q": "bhid", "k": "bhjd", "v": "bhje", "bias": "bhij", "keep": "bhij", "sinks": "h",
+        "kv_lengths": "b", "q_lengths": "b", "q_segments": "bi", "kv_segments": "bj",
+    }.items()
+}  # fmt: skip
+RESULT = ("b", "h", "i", "e")
+
+Axes = tuple[str, ...]
+Letters = tuple[str | None, ...]  # for each axis of the mesh that of the tensors which it divides
+Local = Callable[[Mapping[str, Tensor]], Tensor | tuple[Tensor, ...]]
+
+
+def attend_in_parts(
+    tensors: Mapping[str, Any],  # Any: DTensors
+    mask: Mask | None,
+    whole: Mapping[str, str],
+    attend: Local,
+) -> Tensor | tuple[Tensor, ...]:
+    """What `attend` computes of each process's parts, as DTensors. Nothing is communicated.
+
+    mask: that of the call. whole: axes that can't be divided, and why. Raises TensorError for
+    these, and for placements with which a process would need numbers of others.
+    """
+    from torch.distributed.tensor import DTensor
+
+    require_one_mesh(tensors)
+    axes = {name: axes_of(name, t, mask) for name, t in tensors.items()}
+    mesh = tensors["q"].device_mesh
+    letters = tuple(divided_axis(n, tensors, axes) for n in range(mesh.ndim))
+    for letter in dict.fromkeys(x for x in letters if x):
+        if why := whole.get(letter) or own_leaf(mask):
+            raise TensorError(f"attention: {PARTS[letter]} can't be divided: {why}")
+        require_equal_parts(letter, letters, tensors, axes)
+    outputs = attend({name: local_part(t, axes[name], letters) for name, t in tensors.items()})
+    places = placements(RESULT, letters)
+    if isinstance(outputs, Tensor):
+        return DTensor.from_local(outputs, mesh, places, run_check=False)
+    return tuple(DTensor.from_local(x, mesh, places, run_check=False) for x in outputs)
+
+
+def require_one_mesh(tensors: Mapping[str, Any]) -> None:  # Any: DTensors, or not
+    """Raise TensorError unless all tensors are DTensors of one mesh."""
+    mesh = next(t.device_mesh for t in tensors.values() if is_distributed(t))
+    for name, t in tensors.items():
+        if not is_distributed(t):
+            raise TensorError(
+                f"attention: {name} is a plain tensor beside DTensors; say "
+                f"distribute_tensor({name}, device_mesh, placements)"
+            )
+        if t.device_mesh != mesh:
+            raise TensorError(f"attention: {name} is on {t.device_mesh}, and others on {mesh}")
+
+
+def axes_of(name: str, t: Tensor, mask: Mask | None) -> Axes:
+    """The letters of a tensor's axes, - for one of size 1 along which it broadcasts."""
+    if name in AXES:
+        letters = AXES[name]
+    elif name == "alibi":
+        letters = ("b", "h")[2 - t.ndim :]
+    else:
+        needs = {} if mask is None else mask.needs
+        letters = tuple(needs[name].axes) if name in needs else ("?",) * t.ndim
+    return tuple("-" if n == 1 else x for n, x in zip(t.shape, letters, strict=False))
+
+
+def divided_axis(n: int, tensors: Mapping[str, DTensor], axes: Mapping[str, Axes]) -> str | None:
+    """The letter of the axis that axis n of the mesh divides. Raises TensorError for several."""
+    places = {name: t.placements[n] for name, t in tensors.items()}
+    divided = {name: p for name, p in places.items() if not p.is_replicate()}
+    letters = {read_placement(p, axes[name]) for name, p in divided.items()}
+    if not letters:
+        return None
+    if len(letters) > 1 or not letters <= PARTS.keys():
+        raise TensorError(
+            f"attention: {', '.join(f'{name} is {p}' for name, p in places.items())} along axis "
+            f"{n} of {tensors['q'].device_mesh}; each process computes a part of {PARTS['b']} "
+            f"(axis 0 of q, k, v) or of {PARTS['h']} (axis 1): redistribute those that differ"
+        )
+    return letters.pop()
+
+
+def read_placement(place: Any, axes: Axes) -> str:  # Any: PyTorch's placements
+    """The letter of the axis that a placement divides; the placement where it is no plain shard."""
+    return axes[place.dim] if place.is_shard() else str(place)
+
+
+def require_equal_parts(
+    letter: str, letters: Letters, tensors: Mapping[str, DTensor], axes: Mapping[str, Axes]
+) -> None:
+    """Raise TensorError where processes would have more and less of an axis, or nothing."""
+    mesh = tensors["q"].device_mesh
+    parts = math.prod([mesh.size(n) for n, x in enumerate(letters) if x == letter])
+    for name, t in tensors.items():
+        if letter in axes[name] and t.shape[axes[name].index(letter)] % parts:
+            raise TensorError(
+                f"attention: {PARTS[letter]} of {name} {[*t.shape]} can't be divided into {parts} "
+                "equal parts"
+            )
+
+
+def own_leaf(mask: Mask | None) -> str | None:
+    """Why a mask needs to know which part it is in: a user's own may read the entry or the head."""
+    if isinstance(mask, Join):
+        return next(filter(None, map(own_leaf, mask.parts)), None)
+    if mask is None or isinstance(mask, LEAVES):
+        return None
+    return f"{type(mask).__name__} may keep others in each batch entry and head"
+
+
+def placements(axes: Axes, letters: Letters) -> tuple[Placement, ...]:
+    """Where a tensor with these axes is divided, and whole elsewhere."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    return tuple(Shard(axes.index(x)) if x and x in axes else Replicate() for x in letters)
+
+
+def local_part(t: DTensor, axes: Axes, letters: Letters) -> Tensor:
+    """This process's part of a tensor; one that is replicated is cut.
+
+    What all processes read has a gradient that is the sum of theirs.
+    """
+    from torch.distributed.tensor import Partial
+
+    places = placements(axes, letters)
+    gradients = [
+        Partial() if letter and place.is_replicate() else place
+        for letter, place in zip(letters, places, strict=True)
+    ]
+    return t.redistribute(placements=places).to_local(grad_placements=gradients)
