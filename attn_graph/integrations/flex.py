@@ -18,10 +18,10 @@ from torch.fx.proxy import TraceError
 from torch.nn.attention.flex_attention import create_mask
 
 from attn_graph.errors import GraphError
+from attn_graph.integrations.affine import MIRRORED
 from attn_graph.integrations.captured import Captured, Tensors
 from attn_graph.integrations.formulas import AXES, METHODS, simplify_text
 from attn_graph.integrations.terms import (
-    MIRRORED,
     Element,
     Index,
     Real,
