@@ -14,13 +14,20 @@ from attn_graph.masks import Align, Causal, Mask, Window
 
 Affine = Mapping[str, int]  # the coefficient of each axis; of "" the constant
 Kind = Literal["band", "keys", "all"]
+Shape = Literal["band", "keys", "queries", "constant"]
+SHAPES: dict[Shape, Affine] = {  # where the coefficient of j, or else of i, is 1
+    "band": {"i": -1, "j": 1},
+    "keys": {"j": 1},
+    "queries": {"i": 1},
+    "constant": {},
+}
 MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "ne"}
 
 
-class Region(NamedTuple):
-    """Where j - i (a band) or j (of keys) is from `low` to `high`, both included; None: no bound.
+class Bounds(NamedTuple):
+    """Places where j - i, of a band, or j, of keys, is from `low` to `high`, both included.
 
-    outside: the other places instead. Of kind "all" it is all places, and none if `outside`.
+    None is no bound. outside: the other places. Kind "all" is all places, or none if `outside`.
     """
 
     kind: Kind
@@ -39,7 +46,7 @@ def add_affine(a: Affine, b: Affine, times: int = 1) -> Affine:
     return {x: a.get(x, 0) + times * b.get(x, 0) for x in {**a, **b}}
 
 
-def bound_difference(name: str, difference: Affine) -> Region | None:
+def bound_difference(name: str, difference: Affine) -> Bounds | None:
     """Where an affine integer compares so to 0; None where that selects some of the queries.
 
     name: of a comparison, as the module `operator` has it. Sums of i and j other than their
@@ -48,18 +55,18 @@ def bound_difference(name: str, difference: Affine) -> Region | None:
     place = locate(difference)
     if place is None:
         return None
-    kind, sign, constant = place
+    shape, sign, constant = place
     low, high = interval(name if sign > 0 else MIRRORED[name], -sign * constant)
-    if kind == "band" or kind == "keys":
-        return Region(kind, low, high, name == "ne")
-    last = math.inf if kind == "queries" else 0  # of the numbers from 0 that it may be
+    if shape == "band" or shape == "keys":
+        return Bounds(shape, low, high, name == "ne")
+    last = math.inf if shape == "queries" else 0  # of the numbers from 0 that it may be
     if (low or 0) <= 0 and (high is None or high >= last):
-        return Region("all", outside=name == "ne")
+        return Bounds("all", outside=name == "ne")
     empty = (high is not None and high < 0) or (low or 0) > last
-    return Region("all", outside=name != "ne") if empty else None
+    return Bounds("all", outside=name != "ne") if empty else None
 
 
-def bound_distance(name: str, inner: Affine, reach: int) -> Region | None:
+def bound_distance(name: str, inner: Affine, reach: int) -> Bounds | None:
     """Where the absolute value of an affine integer compares so to a number; None: as above.
 
     None for == and != as well.
@@ -67,28 +74,23 @@ def bound_distance(name: str, inner: Affine, reach: int) -> Region | None:
     place = locate(inner)
     if place is None or name in ("eq", "ne"):
         return None
-    kind, sign, constant = place
-    if kind == "queries" or kind == "constant":
+    shape, sign, constant = place
+    if shape == "queries" or shape == "constant":
         return None
     most, outside = reach - (name in ("lt", "ge")), name in ("ge", "gt")
     if most < 0:
-        return Region("all", outside=not outside)
-    return Region(kind, -most - sign * constant, most - sign * constant, outside)
+        return Bounds("all", outside=not outside)
+    return Bounds(shape, -most - sign * constant, most - sign * constant, outside)
 
 
-def locate(
-    affine: Affine,
-) -> tuple[Literal["band", "keys", "queries", "constant"], int, int] | None:
-    """What is bounded (j - i, j, i, or no axis), the sign before it, and what is added to it."""
-    axes, constant = {x: c for x, c in affine.items() if x and c}, affine.get("", 0)
+def locate(affine: Affine) -> tuple[Shape, int, int] | None:
+    """The shape of an affine integer, the sign before that, and what is added to it."""
+    axes = {x: c for x, c in affine.items() if x and c}
     sign = axes.get("j") or axes.get("i") or 1
-    if axes == {"i": -sign, "j": sign} and abs(sign) == 1:
-        return "band", sign, constant
-    if axes == {"j": sign} and abs(sign) == 1:
-        return "keys", sign, constant
-    if axes == {"i": sign} and abs(sign) == 1:
-        return "queries", sign, constant
-    return None if axes else ("constant", 1, constant)
+    for shape, known in SHAPES.items():
+        if {x: sign * c for x, c in axes.items()} == known:
+            return shape, sign, affine.get("", 0)
+    return None
 
 
 def interval(name: str, t: int) -> tuple[int | None, int | None]:

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from attn_graph.integrations.affine import (
     Affine,
-    Region,
+    Bounds,
     add_affine,
     bound_difference,
     bound_distance,
@@ -68,19 +68,19 @@ class Frame:
 
         Raises UnreadableMaskError where that selects some of the queries.
         """
-        region = bound_difference(name, affine)
-        if region is None:
+        bounds = bound_difference(name, affine)
+        if bounds is None:
             raise UnreadableMaskError(SELECTION)
-        return self.condition(region)
+        return self.condition(bounds)
 
-    def condition(self, region: Region) -> Condition:
-        """The places of a region of tokens."""
+    def condition(self, bounds: Bounds) -> Condition:
+        """The places whose tokens are within bounds."""
         condition = Condition()
-        if region.kind == "band":
-            condition = self.band(region.low, region.high)
-        elif region.kind == "keys":
-            condition = self.keys(region.low, region.high)
-        return ~condition if region.outside else condition
+        if bounds.kind == "band":
+            condition = self.band(bounds.low, bounds.high)
+        elif bounds.kind == "keys":
+            condition = self.keys(bounds.low, bounds.high)
+        return ~condition if bounds.outside else condition
 
     def band(self, low: int | None, high: int | None) -> Condition:
         """The keys whose token is from `low` to `high` after the query's; None is no bound."""
@@ -291,10 +291,10 @@ class Distance(MaskSymbol):
         """In closed form, with an integer."""
         if not isinstance(other, int):
             return super().compare(name, other)
-        region = bound_distance(name, self.difference.affine, other)
-        if region is None:
+        bounds = bound_distance(name, self.difference.affine, other)
+        if bounds is None:
             raise UnreadableMaskError("compares a distance with what is no bound of it")
-        return self.difference.frame.condition(region)
+        return self.difference.frame.condition(bounds)
 
 
 @define(eq=False)

@@ -16,16 +16,17 @@ from attn_graph.errors import GraphError
 from attn_graph.integrations.affine import (
     MIRRORED,
     Affine,
-    Region,
+    Bounds,
     add_affine,
     bound_difference,
     bound_distance,
     coefficients,
     diagonal_mask,
 )
-from attn_graph.integrations.formulas import Addend, Elements, Formula, simplify_text
+from attn_graph.ir.addends import Addend
 from attn_graph.ir.modifiers import Modifier, SoftCap
 from attn_graph.masks import And, Causal, Mask, Or, Prefix, Window
+from attn_graph.masks.formulas import Elements, Formula, simplify_text
 
 SIGNS = {
     "add": "+", "sub": "-", "mul": "*", "floordiv": "//", "mod": "%", "truediv": "/",
@@ -143,25 +144,23 @@ def closed_form(name: str, a: Index, b: Index) -> Mask | None:
     """The comparison as bounds of j - i or of j; None where it is neither."""
     if b.inside is not None and a.number is not None:
         return closed_form(MIRRORED[name], b, a)
-    region = None
+    bounds = None
     if a.inside is not None and a.inside.affine is not None and b.number is not None:
-        region = bound_distance(name, a.inside.affine, b.number)
+        bounds = bound_distance(name, a.inside.affine, b.number)
     elif (difference := combine_affine(a, b, -1)) is not None:
-        region = bound_difference(name, difference)
-    return None if region is None else mask_of_region(region)
+        bounds = bound_difference(name, difference)
+    return None if bounds is None else mask_of_bounds(bounds)
 
 
-def mask_of_region(region: Region) -> Mask:
-    """The mask of the places of a region."""
-    match region:
-        case ("band", low, high, _):
-            mask = diagonal_mask(low, high, "top_left")
-        case ("keys", low, high, _):
-            last = EVERYTHING if high is None else NOTHING if high < 0 else Prefix(high + 1)
-            mask = join(And, last, EVERYTHING if low is None or low <= 0 else ~Prefix(low))
-        case _:
-            mask = EVERYTHING
-    return negate(mask) if region.outside else mask
+def mask_of_bounds(bounds: Bounds) -> Mask:
+    """The mask of the places within bounds."""
+    low, high, mask = bounds.low, bounds.high, EVERYTHING
+    if bounds.kind == "band":
+        mask = diagonal_mask(low, high, "top_left")
+    elif bounds.kind == "keys":
+        last = EVERYTHING if high is None else NOTHING if high < 0 else Prefix(high + 1)
+        mask = join(And, last, EVERYTHING if low is None or low <= 0 else ~Prefix(low))
+    return negate(mask) if bounds.outside else mask
 
 
 # Booleans

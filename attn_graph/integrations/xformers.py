@@ -14,8 +14,8 @@ from attrs import frozen
 
 from attn_graph.errors import GraphError
 from attn_graph.integrations.affine import diagonal_mask
-from attn_graph.integrations.formulas import Formula
 from attn_graph.masks import Align, Mask, SameSegment
+from attn_graph.masks.formulas import Formula
 
 Tensors = dict[str, torch.Tensor]
 Bias = Any  # a tensor, or a value of one of xformers' classes
