@@ -72,8 +72,9 @@ with paused_collector():
 
 if TYPE_CHECKING:
     from attn_graph.integrations.flex import from_flex, from_flex_score
-    from attn_graph.integrations.formulas import Addend, Formula
     from attn_graph.integrations.xformers import from_xformers
+    from attn_graph.ir.addends import Addend
+    from attn_graph.masks.formulas import Formula
     from attn_graph.masks.tiles import Tiles, tiles
     from attn_graph.nn.replace import replace_sdpa
     from attn_graph.planner.cost import Cost, Work
@@ -148,10 +149,10 @@ __all__ = [
     "vjp",
 ]
 LATER = {  # imported at first use, by the module that has it
-    "Addend": "integrations.formulas",
+    "Addend": "ir.addends",
     "Cost": "planner.cost",
     "Explanation": "planner.explanation",
-    "Formula": "integrations.formulas",
+    "Formula": "masks.formulas",
     "Refusal": "planner.explanation",
     "Tiles": "masks.tiles",
     "Work": "planner.cost",

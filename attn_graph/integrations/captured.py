@@ -9,9 +9,10 @@ from typing import Any, final
 import torch
 from attrs import define, evolve, field
 
-from attn_graph.integrations.formulas import AXES, simplify_text
-from attn_graph.integrations.terms import MIRRORED, Element, Index, Real, Unread
+from attn_graph.integrations.affine import MIRRORED
+from attn_graph.integrations.terms import Element, Index, Real, Unread
 from attn_graph.masks import Keep, KeyLengths, Mask, QueryLengths, SameSegment
+from attn_graph.masks.formulas import AXES, simplify_text
 from attn_graph.spec import INTEGERS
 
 Tensors = dict[str, torch.Tensor]

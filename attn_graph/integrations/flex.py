@@ -18,10 +18,9 @@ from torch.fx.proxy import TraceError
 from torch.nn.attention.flex_attention import create_mask
 
 from attn_graph.errors import GraphError
+from attn_graph.integrations.affine import MIRRORED
 from attn_graph.integrations.captured import Captured, Tensors
-from attn_graph.integrations.formulas import AXES, METHODS, simplify_text
 from attn_graph.integrations.terms import (
-    MIRRORED,
     Element,
     Index,
     Real,
@@ -39,6 +38,7 @@ from attn_graph.integrations.terms import (
 )
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier
 from attn_graph.masks import Mask
+from attn_graph.masks.formulas import AXES, METHODS, simplify_text
 
 Mod = Callable[..., Any]  # Any: tensors, or whatever stands for them
 Sizes = Sequence[int | None]

@@ -6,6 +6,7 @@ a function that does anything else is unreadable. All of it can be traced by tor
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -14,8 +15,17 @@ from attrs import define
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from attn_graph.masks import Band, KeyLengths, Mask, Prefix, SameSegment, Window
+from attn_graph.integrations.affine import (
+    Affine,
+    Bounds,
+    add_affine,
+    bound_difference,
+    bound_distance,
+    diagonal_mask,
+)
+from attn_graph.masks import Band, KeyLengths, Mask, Prefix, SameSegment
 
+SELECTION = "selects queries or keys by their numbers"
 Pair = tuple[Tensor, Tensor]
 APART = 2**32  # more than there are segments of one kind, so that two numbers can be one
 
@@ -44,10 +54,33 @@ class Frame:
         """How many tokens the first query lies after the first key."""
         return self.q_offset - self.kv_offset
 
-    def tokens(self, *, of_queries: bool) -> Tensor:
-        """The token [M] of each query, or [N] of each key."""
-        count, first = (self.M, self.q_offset) if of_queries else (self.N, self.kv_offset)
+    def extent(self, axis: str) -> tuple[int, int | Tensor]:
+        """How many queries, "i", or keys, "j", there are, and which token the first of them is."""
+        return (self.M, self.q_offset) if axis == "i" else (self.N, self.kv_offset)
+
+    def tokens(self, axis: str) -> Tensor:
+        """The token [M] of each query, "i", or [N] of each key, "j"."""
+        count, first = self.extent(axis)
         return torch.arange(count, device=self.device) + first
+
+    def compare(self, name: str, affine: Affine) -> Condition:
+        """Where an integer that is affine in the tokens i and j compares so to 0.
+
+        Raises UnreadableMaskError where that selects some of the queries.
+        """
+        bounds = bound_difference(name, affine)
+        if bounds is None:
+            raise UnreadableMaskError(SELECTION)
+        return self.condition(bounds)
+
+    def condition(self, bounds: Bounds) -> Condition:
+        """The places whose tokens are within bounds."""
+        condition = Condition()
+        if bounds.kind == "band":
+            condition = self.band(bounds.low, bounds.high)
+        elif bounds.kind == "keys":
+            condition = self.keys(bounds.low, bounds.high)
+        return ~condition if bounds.outside else condition
 
     def band(self, low: int | None, high: int | None) -> Condition:
         """The keys whose token is from `low` to `high` after the query's; None is no bound."""
@@ -63,15 +96,20 @@ class Frame:
         if low is None and high is None:
             return Condition()
         if shift == 0:
-            return Condition(Window(None if low is None else -low, high, "top_left"))
+            return Condition(diagonal_mask(low, high, "top_left"))
         if shift == self.N - self.M:
-            return Condition(Window(None if low is None else -low, high, "bottom_right"))
+            return Condition(diagonal_mask(low, high, "bottom_right"))
         low, high = (None if end is None else end + shift for end in (low, high))
         return Condition(Band(low, high))
 
-    def prefix(self, end: int) -> Condition:
-        """The keys whose token is before `end`."""
-        return Condition(Prefix(max(0, end - self.kv_offset)))
+    def keys(self, low: int | None, high: int | None) -> Condition:
+        """The keys whose token is from `low` to `high`; None is no bound."""
+        condition = Condition()
+        if high is not None:
+            condition = Condition(Prefix(max(0, high + 1 - self.kv_offset)))
+        if low is not None:
+            condition &= Condition(~Prefix(max(0, low - self.kv_offset)))
+        return condition
 
 
 class MaskSymbol:
@@ -83,11 +121,30 @@ class MaskSymbol:
     def __bool__(self) -> NoReturn:
         raise UnreadableMaskError("branches on a position")
 
+    def compare(self, name: str, other: object) -> Condition:
+        """Where it compares so, by the name of a function of `operator`.
+
+        Raises UnreadableMaskError where no mask says that.
+        """
+        raise UnreadableMaskError("compares what is no position")
+
+    def __lt__(self, other: object) -> Condition:
+        return self.compare("lt", other)
+
+    def __le__(self, other: object) -> Condition:
+        return self.compare("le", other)
+
+    def __gt__(self, other: object) -> Condition:
+        return self.compare("gt", other)
+
+    def __ge__(self, other: object) -> Condition:
+        return self.compare("ge", other)
+
     def __eq__(self, other: object) -> Any:  # Any: a symbol, where others give a bool
-        raise UnreadableMaskError("compares what are no numbers of segments with ==")
+        return self.compare("eq", other)
 
     def __ne__(self, other: object) -> Any:  # Any: a symbol, where others give a bool
-        raise UnreadableMaskError("compares with !=")
+        return self.compare("ne", other)
 
     @classmethod
     def __torch_function__(cls, func: Any, *_: object) -> NoReturn:  # Any: of PyTorch
@@ -112,15 +169,14 @@ class BatchValue(MaskSymbol):
 
 @define(eq=False)
 class Position(MaskSymbol):
-    """The token of a query or a key, or what a table has for it; or a difference of two of them.
+    """The token of a query or a key, or what a table has for it.
 
-    It is queries * (that of the query) + keys * (that of the key) + shift. table: a tensor that
-    was read at the token. own: the numbers [B or 1, M or N] where they are not the tokens.
+    axis: "i" of a query, "j" of a key. shift: what is added to the token. table: a tensor that was
+    read at the token. own: the numbers [B or 1, M or N] where they are not the tokens.
     """
 
     frame: Frame
-    queries: int
-    keys: int
+    axis: str
     shift: int = 0
     table: Tensor | None = None
     own: Tensor | None = None
@@ -135,111 +191,110 @@ class Position(MaskSymbol):
 
     def values(self) -> Tensor:
         """The numbers [B or 1, M or N] at this call's positions."""
-        if abs(self.queries) + abs(self.keys) != 1:
-            raise UnreadableMaskError("computes with differences of positions")
-        if self.own is not None:
-            return self.own
-        return self.frame.tokens(of_queries=self.keys == 0)[None] + self.shift
+        return self.frame.tokens(self.axis)[None] + self.shift if self.own is None else self.own
+
+    def with_numbers(self, own: Tensor) -> Position:
+        """Other numbers at the same positions, which no other position compares to by order."""
+        return Position(self.frame, self.axis, 0, own, own)
 
     def read(self, table: Tensor) -> Position:
         """The entry of table [B, tokens] at the token."""
         if self.own is not None or table.ndim != 2:
             raise UnreadableMaskError("indexes by what is no position")
-        frame = self.frame
-        count, first = (frame.M, frame.q_offset) if self.queries else (frame.N, frame.kv_offset)
+        count, first = self.frame.extent(self.axis)
         if isinstance(first, Tensor):
             own = table[:, self.values()[0]]
         else:
             own = table[:, first + self.shift : first + self.shift + count]
-        return Position(frame, self.queries, self.keys, 0, table, own)
+        return Position(self.frame, self.axis, 0, table, own)
 
     def __add__(self, other: object) -> Position:
         if isinstance(other, BatchValue):
-            own = self.values() + other.values[:, None]
-            return Position(self.frame, self.queries, self.keys, 0, own, own)
+            return self.with_numbers(self.values() + other.values[:, None])
         if not isinstance(other, int):
             return NotImplemented
-        moved = None if self.own is None else self.own + other
-        return Position(self.frame, self.queries, self.keys, self.shift + other, self.table, moved)
+        own = None if self.own is None else self.own + other
+        return Position(self.frame, self.axis, self.shift + other, self.table, own)
 
-    def __neg__(self) -> Position:
-        own = None if self.own is None else -self.own
-        return Position(self.frame, -self.queries, -self.keys, -self.shift, self.table, own)
-
-    def __sub__(self, other: object) -> Position:
+    def __sub__(self, other: object) -> Any:  # Any: of two positions their difference
+        if isinstance(other, Position):
+            return self.minus(other)
         if isinstance(other, BatchValue):
             return self + BatchValue(-other.values)
-        if isinstance(other, int):
-            return self + -other
-        if not isinstance(other, Position):
-            return NotImplemented
+        return self + -other if isinstance(other, int) else NotImplemented
+
+    def minus(self, other: Position) -> Difference:
+        """How far it is after another one. Raises UnreadableMaskError where numbers differ."""
         if self.table is not other.table or not (self.table is None or self.frame.trusts):
             raise UnreadableMaskError("puts the numbers of a tensor in order")
-        queries, keys = self.queries - other.queries, self.keys - other.keys
-        return Position(self.frame, queries, keys, self.shift - other.shift)
-
-    def __abs__(self) -> Distance:
-        return Distance(self)
+        ends = add_affine({self.axis: 1}, {other.axis: 1}, -1)
+        return Difference(self.frame, {**ends, "": self.shift - other.shift})
 
     def __floordiv__(self, size: object) -> Position:
         if not isinstance(size, int):
             return NotImplemented
-        own = self.values() // size
-        return Position(self.frame, self.queries, self.keys, 0, own, own)
+        return self.with_numbers(self.values() // size)
 
-    def at_least(self, least: int) -> Condition:
-        """Where it is `least` or more."""
-        start, kind = least - self.shift, (self.queries, self.keys, self.own is None)
-        if kind == (-1, 1, True):
-            return self.frame.band(start, None)
-        if kind == (1, -1, True):
-            return self.frame.band(None, -start)
-        if kind == (0, 1, True):
-            return ~self.frame.prefix(start)
-        if kind == (0, -1, True):
-            return self.frame.prefix(1 - start)
-        if kind == (1, 0, True) and start <= 0:  # tokens count from 0
-            return Condition()
-        if self.own is not None and not self.keys:
-            return Condition(rows=self.own >= least)
-        raise UnreadableMaskError("selects queries or keys by their numbers")
-
-    def __ge__(self, other: object) -> Condition:
+    def compare(self, name: str, other: object) -> Condition:
+        """In closed form; by equal numbers of queries and keys; or by numbers of queries."""
         if isinstance(other, Position):
-            return (self - other).at_least(0)
-        return self.at_least(other) if isinstance(other, int) else NotImplemented
+            if name in ("eq", "ne") and self.axis != other.axis and self.has_numbers(other):
+                q, kv = (self, other) if self.axis == "i" else (other, self)
+                same = Condition(segments=(q.values(), kv.values()))
+                return same if name == "eq" else ~same
+            return self.minus(other).compare(name, 0)
+        if not isinstance(other, int):
+            return super().compare(name, other)
+        if self.own is None:
+            return self.frame.compare(name, {self.axis: 1, "": self.shift - other})
+        if self.axis == "j":
+            raise UnreadableMaskError(SELECTION)
+        return Condition(rows=getattr(operator, name)(self.own, other))
 
-    def __le__(self, other: object) -> Condition:
-        if isinstance(other, Position):
-            return other >= self
-        return (-self).at_least(-other) if isinstance(other, int) else NotImplemented
+    def has_numbers(self, other: Position) -> bool:
+        """Whether this one or another one has other numbers than the tokens."""
+        return self.own is not None or other.own is not None
 
-    def __gt__(self, other: object) -> Condition:
-        return self >= other + 1 if isinstance(other, int | Position) else NotImplemented
 
-    def __lt__(self, other: object) -> Condition:
-        return self <= other + -1 if isinstance(other, int | Position) else NotImplemented
+@define(eq=False)
+class Difference(MaskSymbol):
+    """How far a token is after another one: affine in the tokens i and j."""
 
-    def __eq__(self, other: object) -> Any:  # Any: a symbol, where others give a bool
-        if not isinstance(other, Position) or self.queries == other.queries:
-            raise UnreadableMaskError("compares what are no numbers of segments with ==")
-        q, kv = (self, other) if self.queries else (other, self)
-        return Condition(segments=(q.values(), kv.values()))
+    frame: Frame
+    affine: Affine
+
+    def __add__(self, other: object) -> Difference:
+        if not isinstance(other, int):
+            return NotImplemented
+        return Difference(self.frame, add_affine(self.affine, {"": other}))
+
+    def __sub__(self, other: object) -> Difference:
+        return self + -other if isinstance(other, int) else NotImplemented
+
+    def __abs__(self) -> Distance:
+        return Distance(self)
+
+    def compare(self, name: str, other: object) -> Condition:
+        """In closed form, with an integer."""
+        if not isinstance(other, int):
+            return super().compare(name, other)
+        return self.frame.compare(name, add_affine(self.affine, {"": -other}))
 
 
 @define(eq=False)
 class Distance(MaskSymbol):
-    """The absolute value of a difference of positions."""
+    """The absolute value of a difference."""
 
-    position: Position
+    difference: Difference
 
-    def __le__(self, most: object) -> Condition:
-        if not isinstance(most, int):
-            return NotImplemented
-        return (self.position <= most) & (self.position >= -most)
-
-    def __lt__(self, end: object) -> Condition:
-        return self <= end - 1 if isinstance(end, int) else NotImplemented
+    def compare(self, name: str, other: object) -> Condition:
+        """In closed form, with an integer."""
+        if not isinstance(other, int):
+            return super().compare(name, other)
+        bounds = bound_distance(name, self.difference.affine, other)
+        if bounds is None:
+            raise UnreadableMaskError("compares a distance with what is no bound of it")
+        return self.difference.frame.condition(bounds)
 
 
 @define(eq=False)
@@ -362,7 +417,7 @@ def read_mask_function(function: MaskFunction, frame: Frame) -> Condition:
     Raises UnreadableMaskError, whose text says what the function does that no mask says.
     """
     b, h = Axis("b"), Axis("h")
-    i, j = Position(frame, 1, 0), Position(frame, 0, 1)
+    i, j = Position(frame, "i"), Position(frame, "j")
     try:
         with ReadsOfTensors():
             condition = as_condition(function(b, h, i, j))

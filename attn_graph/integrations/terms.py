@@ -7,27 +7,34 @@ keeps its text, of which a `Formula` is made. Booleans are masks from the start.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import final
 
 import torch
 from attrs import evolve, field, frozen
 
 from attn_graph.errors import GraphError
-from attn_graph.integrations.formulas import Addend, Elements, Formula, simplify_text
+from attn_graph.integrations.affine import (
+    MIRRORED,
+    Affine,
+    Bounds,
+    add_affine,
+    bound_difference,
+    bound_distance,
+    coefficients,
+    diagonal_mask,
+)
+from attn_graph.ir.addends import Addend
 from attn_graph.ir.modifiers import Modifier, SoftCap
 from attn_graph.masks import And, Causal, Mask, Or, Prefix, Window
+from attn_graph.masks.formulas import Elements, Formula, simplify_text
 
 SIGNS = {
     "add": "+", "sub": "-", "mul": "*", "floordiv": "//", "mod": "%", "truediv": "/",
     "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=",
 }  # fmt: skip
-MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "ne"}
 EVERYTHING: Mask = Window(None, None, "top_left")
 NOTHING: Mask = ~EVERYTHING
 CLOSE = 1e-12  # relative: 1 / cap times cap, in float64
-
-Affine = Mapping[str, int]  # the coefficient of each axis; of "" the constant
 
 
 class Unread(Exception):
@@ -86,36 +93,31 @@ class Index:
         return bool(inner) and coefficients(inner or {}) in ({"i": 1, "j": -1}, {"i": -1, "j": 1})
 
 
-def coefficients(affine: Affine) -> dict[str, int]:
-    """Those that are not 0."""
-    return {x: c for x, c in affine.items() if c}
-
-
-def add_affine(a: Affine | None, b: Affine | None, times: int = 1) -> Affine | None:
-    """a + times * b; None where one of them is not affine."""
-    if a is None or b is None:
-        return None
-    return {x: a.get(x, 0) + times * b.get(x, 0) for x in {**a, **b}}
-
-
 def combine_indices(name: str, x: Index | int, y: Index | int) -> Index:
     """x + y, x - y, x * y, x // y or x % y. Raises Unread for a divisor that is not positive."""
     a, b = Index.of(x), Index.of(y)
     affine: Affine | None = None
     match name:
         case "add" | "sub":
-            affine = add_affine(a.affine, b.affine, 1 if name == "add" else -1)
+            affine = combine_affine(a, b, 1 if name == "add" else -1)
         case "mul":
             n, other = (a.number, b) if a.number is not None else (b.number, a)
-            affine = add_affine({}, other.affine, n) if n is not None else None
+            affine = None if n is None else combine_affine(Index.of(0), other, n)
         case _ if b.number is None or b.number < 1:
             raise Unread(f"it divides by {b.text}, which is no positive number")
     return Index(f"({a.text} {SIGNS[name]} {b.text})", unite(a.elements, b.elements), affine)
 
 
+def combine_affine(a: Index, b: Index, times: int) -> Affine | None:
+    """a + times * b; None where one of them is not affine."""
+    if a.affine is None or b.affine is None:
+        return None
+    return add_affine(a.affine, b.affine, times)
+
+
 def negate_index(a: Index) -> Index:
     """-a."""
-    return Index(f"(-{a.text})", a.elements, add_affine({}, a.affine, -1))
+    return Index(f"(-{a.text})", a.elements, combine_affine(Index.of(0), a, -1))
 
 
 def absolute_index(a: Index) -> Index:
@@ -142,79 +144,23 @@ def closed_form(name: str, a: Index, b: Index) -> Mask | None:
     """The comparison as bounds of j - i or of j; None where it is neither."""
     if b.inside is not None and a.number is not None:
         return closed_form(MIRRORED[name], b, a)
-    if name == "ne":
-        same = closed_form("eq", a, b)
-        return None if same is None else negate(same)
-    if a.inside is not None and b.number is not None:
-        return bound_distance(name, a.inside, b.number)
-    difference = add_affine(a.affine, b.affine, -1)
-    return None if difference is None else bound_difference(name, difference)
+    bounds = None
+    if a.inside is not None and a.inside.affine is not None and b.number is not None:
+        bounds = bound_distance(name, a.inside.affine, b.number)
+    elif (difference := combine_affine(a, b, -1)) is not None:
+        bounds = bound_difference(name, difference)
+    return None if bounds is None else mask_of_bounds(bounds)
 
 
-def bound_difference(name: str, difference: Affine) -> Mask | None:
-    """Where an affine integer compares so to 0."""
-    match locate(difference):
-        case None:
-            return None
-        case kind, sign, constant:
-            low, high = interval(name if sign > 0 else MIRRORED[name], -sign * constant)
-            return region(kind, low, high)
-
-
-def bound_distance(name: str, inner: Index, reach: int) -> Mask | None:
-    """Where the absolute value of an integer compares so to a number."""
-    place = None if inner.affine is None else locate(inner.affine)
-    if place is None:
-        return None
-    kind, sign, constant = place
-
-    def within(most: int) -> Mask:
-        return region(kind, -most - sign * constant, most - sign * constant)
-
-    match name:
-        case "le" | "lt":
-            return within(reach - (name == "lt"))
-        case "ge" | "gt":
-            return negate(within(reach - (name == "ge")))
-        case _:
-            return join(And, within(reach), negate(within(reach - 1)))
-
-
-def locate(affine: Affine) -> tuple[str, int, int] | None:
-    """What is bounded (j - i, j, or nothing), the sign before it, and what is added to it."""
-    match {x: c for x, c in affine.items() if x and c}:
-        case {"i": -1, "j": 1} | {"i": 1, "j": -1} as both if len(both) == 2:
-            return "band", both["j"], affine.get("", 0)
-        case {"j": 1 | -1} as one if len(one) == 1:
-            return "keys", one["j"], affine.get("", 0)
-        case none if not none:
-            return "nothing", 1, affine.get("", 0)
-    return None
-
-
-def interval(name: str, t: int) -> tuple[int | None, int | None]:
-    """The least and the greatest integer that compares so to t; None is no bound."""
-    match name:
-        case "le" | "lt":
-            return None, t - (name == "lt")
-        case "ge" | "gt":
-            return t + (name == "gt"), None
-        case _:
-            return t, t
-
-
-def region(kind: str, low: int | None, high: int | None) -> Mask:
-    """The mask of all places where j - i, j or 0 is from `low` to `high`."""
-    if low is not None and high is not None and low > high:
-        return NOTHING
-    if kind == "nothing":
-        return EVERYTHING if (low or 0) <= 0 <= (high or 0) else NOTHING
-    if kind == "keys":
+def mask_of_bounds(bounds: Bounds) -> Mask:
+    """The mask of the places within bounds."""
+    low, high, mask = bounds.low, bounds.high, EVERYTHING
+    if bounds.kind == "band":
+        mask = diagonal_mask(low, high, "top_left")
+    elif bounds.kind == "keys":
         last = EVERYTHING if high is None else NOTHING if high < 0 else Prefix(high + 1)
-        return join(And, last, EVERYTHING if low is None or low <= 0 else ~Prefix(low))
-    if (low, high) == (None, 0):
-        return Causal("top_left")
-    return Window(None if low is None else -low, high, "top_left")
+        mask = join(And, last, EVERYTHING if low is None or low <= 0 else ~Prefix(low))
+    return negate(mask) if bounds.outside else mask
 
 
 # Booleans
@@ -224,11 +170,11 @@ def negate(mask: Mask) -> Mask:
     """Where a mask does not keep it: past the bound of a mask with one bound, as one of those."""
     match mask:
         case Causal():
-            return region("band", 1, None)
+            return diagonal_mask(1, None, "top_left")
         case Window(int() as left, None):
-            return region("band", None, -left - 1)
+            return diagonal_mask(None, -left - 1, "top_left")
         case Window(None, int() as right):
-            return region("band", right + 1, None)
+            return diagonal_mask(right + 1, None, "top_left")
     return ~mask
 
 

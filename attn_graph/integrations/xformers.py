@@ -13,8 +13,9 @@ import torch
 from attrs import frozen
 
 from attn_graph.errors import GraphError
-from attn_graph.integrations.formulas import Formula
-from attn_graph.masks import Align, Causal, Mask, SameSegment, Window
+from attn_graph.integrations.affine import diagonal_mask
+from attn_graph.masks import Align, Mask, SameSegment
+from attn_graph.masks.formulas import Formula
 
 Tensors = dict[str, torch.Tensor]
 Bias = Any  # a tensor, or a value of one of xformers' classes
@@ -49,9 +50,7 @@ def from_xformers(attn_bias: Bias) -> tuple[Mask | None, Tensors]:
     if hasattr(attn_bias, "q_seqinfo"):
         return join_blocks(attn_bias, reach)
     bias = {"bias": attn_bias._bias} if hasattr(attn_bias, "_bias") else {}
-    if (reach.left, reach.right) == (None, 0):
-        return Causal(reach.align), bias
-    return Window(reach.left, reach.right, reach.align), bias
+    return place_reach(reach, reach.align), bias
 
 
 def whole_block(bias: Bias) -> Reach:
@@ -114,19 +113,16 @@ def join_blocks(bias: Bias, reach: Reach) -> tuple[Mask, Tensors]:
     if reach.left is None and reach.right is None:
         return mask, tensors
     if len({*offsets}) <= 1:
-        return mask & shift(reach, offsets[0] if offsets else 0), tensors
+        return mask & place_reach(reach, "top_left", *offsets[:1]), tensors
     diagonal = [i + c for c, block in zip(offsets, queries, strict=True) for i in range(*block)]
     tensors["diagonal"] = torch.tensor(diagonal, dtype=torch.int32, device=device)
     return join_bounds(mask, reach), tensors
 
 
-def shift(reach: Reach, offset: int) -> Mask:
-    """The reach on a diagonal that lies so far to the right."""
-    left = None if reach.left is None else reach.left - offset
-    right = None if reach.right is None else reach.right + offset
-    if (left, right) == (None, 0):
-        return Causal("top_left")
-    return Window(left, right, "top_left")
+def place_reach(reach: Reach, align: Align, offset: int = 0) -> Mask:
+    """The reach on a diagonal that lies `offset` to the right of the one that `align` names."""
+    low = None if reach.left is None else offset - reach.left
+    return diagonal_mask(low, None if reach.right is None else offset + reach.right, align)
 
 
 def join_bounds(mask: Mask, reach: Reach) -> Mask:

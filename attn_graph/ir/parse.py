@@ -32,7 +32,8 @@ def parse(text: str, *, known: Iterable[type[Any]] = ()) -> Graph:  # Any: masks
     known: leaves of masks, modifiers and other ops of your own that the text may name. Nothing of
     it is executed. Raises GraphError for any other text, with the line.
     """
-    return Parser({cls.__name__: cls for cls in (*masks.LEAVES, *OPS, *known)}).graph(text)
+    classes = (*masks.LEAVES, *OPS, *formulas_in(text), *known)
+    return Parser({cls.__name__: cls for cls in classes}).graph(text)
 
 
 def parse_mask(text: str, *, known: Iterable[type[Any]] = ()) -> Mask:  # Any: leaves
@@ -41,7 +42,8 @@ def parse_mask(text: str, *, known: Iterable[type[Any]] = ()) -> Mask:  # Any: l
     known: leaves of your own that the text may name. Nothing of it is executed. Raises GraphError
     for what is no mask.
     """
-    parser = Parser({cls.__name__: cls for cls in (*masks.LEAVES, *known)})
+    classes = (*masks.LEAVES, *formulas_in(text), *known)
+    parser = Parser({cls.__name__: cls for cls in classes if issubclass(cls, Mask)})
     try:
         return parser.whole_mask(text)
     except RecursionError as error:
@@ -50,6 +52,15 @@ def parse_mask(text: str, *, known: Iterable[type[Any]] = ()) -> Mask:  # Any: l
         leaves = ", ".join(map(signature, parser.classes.values()))
         joints = "joined with & (not `and`), | (not `or`) and ~ (not `not`)"
         raise GraphError(f"{error}; a mask is made of {leaves}, {joints}") from error
+
+
+def formulas_in(text: str) -> Iterator[type[Any]]:  # Any: masks and modifiers
+    """Formula and Addend where a text may name them; most do not, and they are imported here."""
+    if isinstance(text, str) and ("Formula" in text or "Addend" in text):
+        from attn_graph.ir.addends import Addend
+        from attn_graph.masks.formulas import Formula
+
+        yield from (Formula, Addend)
 
 
 def signature(leaf: type[Any]) -> str:  # Any: an attrs class

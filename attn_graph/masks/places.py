@@ -13,6 +13,10 @@ from attn_graph.errors import GraphError
 Term = Any  # an integer, a tensor, or a symbol of generated code: what Python's operators take
 
 
+class Untraceable(TypeError):
+    """A mask or a modifier does something that generated code cannot do."""
+
+
 def maximum(a: Term, b: Term) -> Term:
     """The larger of two integers, or of two symbols of generated code."""
     if isinstance(a, int):

@@ -18,18 +18,18 @@ from attrs import define, field, frozen
 
 from attn_graph.errors import GraphError, PlanTargetError
 from attn_graph.ir.graph import Graph, Op
-from attn_graph.ir.parse import OPS, Parser, parse, parse_mask, read_syntax
+from attn_graph.ir.parse import Parser, parse, parse_mask, read_syntax
 from attn_graph.lowering.backend import Backend, Options
 from attn_graph.machine.store import Store, default_store
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision, Switches
 from attn_graph.machine.workspace import Workspace, default_workspace
-from attn_graph.masks import LEAVES, And, Mask, Not, Or
+from attn_graph.masks import Mask
 from attn_graph.planner.choose import BACKENDS
 from attn_graph.printing.text import show_call
 
 MOST_TEXTS = 1024  # texts that are remembered as values
-OURS = {*LEAVES, *OPS, And, Or, Not, *BACKENDS}
+PACKAGE = __name__.partition(".")[0]
 WORKSPACE = "workspace"
 
 Names = tuple[tuple[str, int], ...]  # of what is a user's own: a name, and which one of that name
@@ -229,10 +229,10 @@ def own_parts(value: object) -> Iterator[Any]:  # Any: classes and backends
         for part in value:
             yield from own_parts(part)
     elif isinstance(value, Backend):
-        if value not in OURS:
+        if value not in BACKENDS:
             yield value
     elif isinstance(value, Mask | Op):
-        if type(value) not in OURS:
+        if type(value).__module__.partition(".")[0] != PACKAGE:
             yield type(value)
         yield from own_parts(tuple(getattr(value, f.name) for f in attrs.fields(type(value))))
 

@@ -180,7 +180,7 @@ def axes_of_modifiers(problem: Problem) -> str:
     if not problem.node.modifiers:
         return ""
     from attn_graph.lowering.triton.device_code import Tracer  # few graphs need them
-    from attn_graph.lowering.triton.symbols import Untraceable
+    from attn_graph.masks.places import Untraceable
 
     try:
         return "".join(Tracer.of(problem).axes())

@@ -83,7 +83,7 @@ def triton_size_reasons(problem: Problem) -> Iterator[Reason]:
 
 def plan_reasons(problem: Problem, target: Target, options: Options) -> Iterator[Reason]:
     """What shows only when the launches are planned."""
-    from attn_graph.lowering.triton.symbols import Untraceable
+    from attn_graph.masks.places import Untraceable
 
     try:
         plan = plan_flash(problem, target, options.precision, options.variant)

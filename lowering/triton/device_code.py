@@ -16,8 +16,8 @@ from typing import Any, final
 from attrs import field, frozen
 
 from attn_graph.lowering.problem import Problem
-from attn_graph.lowering.triton.symbols import Array, Code, Numbers, Symbol, Untraceable
-from attn_graph.masks.places import Place
+from attn_graph.lowering.triton.symbols import Array, Code, Numbers, Symbol
+from attn_graph.masks.places import Place, Untraceable
 from attn_graph.spec import INF, TensorSpec
 
 WHERE = "b, h, i, j, M, N, data, numbers"

@@ -30,11 +30,11 @@ from attn_graph.lowering.triton.device_code import (
     read_specs,
 )
 from attn_graph.lowering.triton.launches import Launch, check_interpreter
-from attn_graph.lowering.triton.symbols import Untraceable
 from attn_graph.lowering.triton.tile_lists import MOST_TILES, ListCode, blocks, list_ahead
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision
 from attn_graph.machine.workspace import Buffer, Scratch
+from attn_graph.masks.places import Untraceable
 from attn_graph.spec import TensorSpec, dense_strides, memory_order
 
 Fixed = dict[str, Any]  # arguments of a kernel

@@ -15,14 +15,12 @@ from typing import Any, Literal, final
 import torch
 from attrs import define, field, frozen
 
+from attn_graph.masks.places import Untraceable
+
 Kind = Literal["int", "float", "bool"]
 Operand = Any  # a symbol, an integer, a float or a boolean
 NAMES = re.compile(r"\bx\d+")  # the names that lines assign to
 LIMITS = {"i": "i < M", "j": "j < N"}  # of addresses that depend on i or j
-
-
-class Untraceable(TypeError):
-    """A mask or a modifier does something that generated code cannot do."""
 
 
 @final

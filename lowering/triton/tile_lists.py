@@ -14,10 +14,10 @@ from attrs import frozen
 
 from attn_graph.kernels.tilings import Tiling
 from attn_graph.lowering.problem import Problem
-from attn_graph.lowering.triton.intervals import Extremes, Range, lower_end, upper_end
-from attn_graph.lowering.triton.symbols import Array, Code, Numbers, Operand, Symbol, Untraceable
+from attn_graph.lowering.triton.symbols import Array, Code, Numbers, Operand, Symbol
 from attn_graph.masks import Mask
-from attn_graph.masks.places import Block, Place
+from attn_graph.masks.intervals import Range, lower_end, upper_end
+from attn_graph.masks.places import Block, Place, Untraceable
 from attn_graph.masks.runs import AT_ONCE
 from attn_graph.spec import TensorSpec, dense_strides
 
@@ -138,3 +138,31 @@ def as_boolean(code: Code, x: Operand) -> Symbol:
     everywhere = code.add_line("(x == x) & (y == y)", "bool", (x0, y0))
     answer: Symbol = everywhere & x
     return answer
+
+
+@final
+@frozen(eq=False)
+class Extremes:
+    """What `Place.load` reads instead of a tensor: the least and greatest element of each block.
+
+    least, most: Arrays with one element per block, or twice the tensor itself if it has neither
+    axis "i" nor "j". blocks: for the range of i and that of j, by identity, the symbol that
+    numbers its blocks.
+    """
+
+    shape: tuple[int, ...]
+    least: Array
+    most: Array
+    blocks: dict[int, Symbol]
+    is_bool: bool
+
+    def __getitem__(self, index: tuple[Operand, ...]) -> Range:
+        if any(isinstance(x, Range) and id(x) not in self.blocks for x in index):
+            raise Untraceable(
+                "lists of tiles are made where a mask reads its tensors at i and j themselves"
+            )
+        at = tuple(self.blocks[id(x)] if isinstance(x, Range) else x for x in index)
+        values = Range(self.least[at], self.most[at])
+        if self.is_bool and values.least.kind != "bool":
+            return Range(values.least != 0, values.most != 0)
+        return values

@@ -78,6 +78,9 @@ def functions(draw: Draw, tokens: int, *, packs: bool) -> MaskFunction:
                 hf.sliding_window_bidirectional_mask_function(size),
                 hf.or_masks(hf.causal_mask_function, lambda b, h, i, j: j < size),
                 hf.and_masks(hf.causal_mask_function, lambda b, h, i, j: size <= j),
+                lambda b, h, i, j: (i != j) & (abs(j - i) > size - 2),
+                lambda b, h, i, j: (abs(j - i + 1) <= size) | ((i - j) - size == 1),
+                lambda b, h, i, j: (i == j - size) | (j == size) | (size - 2 > i - j),
             ]
         )
     )
@@ -157,9 +160,13 @@ def describe(function: MaskFunction, **changes: Any) -> Any:  # Any: as `decode_
         (lambda b, h, i, j: TABLE[b, j] <= TABLE[b, i], "puts the numbers of a tensor in order"),
         (lambda b, h, i, j: (TABLE[b, i] > 0) & (j <= i), "selects queries by a tensor"),
         (lambda b, h, i, j: TABLE[b, j] > 0, "selects queries or keys by their numbers"),
-        (lambda b, h, i, j: i != j, "compares with !="),
+        (lambda b, h, i, j: j <= TABLE[b, i], "puts the numbers of a tensor in order"),
+        (lambda b, h, i, j: abs(i - j) == 2, "compares a distance with what is no bound of it"),
+        (lambda b, h, i, j: abs(i) // 2 <= j, "does more than compare positions"),
         (lambda b, h, i, j: torch.where(j <= i, True, False), "calls where on a position"),
-        (lambda b, h, i, j: h == 0, "compares what are no numbers of segments with =="),
+        (lambda b, h, i, j: h == 0, "compares what is no position"),
+        (lambda b, h, i, j: j - i < TABLE[b, j], "compares what is no position"),
+        (lambda b, h, i, j: j <= 0.5 * TABLE[0, 0], "compares what is no position"),
     ],
 )
 def test_what_no_mask_says_is_a_tensor_and_the_log_says_why_once(

@@ -15,8 +15,11 @@ import torch
 import attn_graph as ag
 from attn_graph import testing
 from attn_graph.errors import GraphError
-from attn_graph.integrations.formulas import Addend, Formula
+from attn_graph.ir.addends import Addend
+from attn_graph.ir.passes import simplify
+from attn_graph.masks.formulas import Formula
 from attn_graph.masks.places import Block, Place
+from attn_graph.planner.content import CallContent, read_content, write_call
 
 Step = Callable[[torch.Tensor, Place], torch.Tensor]
 Run = Callable[[dict[str, torch.Tensor]], torch.Tensor]
@@ -110,6 +113,29 @@ def by_hand(x: dict[str, torch.Tensor], step: Step) -> torch.Tensor:
     B, H, M, _ = x["q"].shape
     at = Place.of(Block(range(B), range(H), range(M), H, M, M, x), range(M))
     return step(x["q"] @ x["k"].mT / X.shape[-1] ** 0.5, at).softmax(-1) @ x["v"]
+
+
+@pytest.mark.parametrize("modifier", MODIFIERS, ids=str)
+def test_the_text_of_a_graph_with_formulas_is_all_that_it_takes_to_read_it(
+    modifier: Addend,
+) -> None:
+    def attend(q: ag.Value, k: ag.Value, v: ag.Value, **data: ag.Value) -> ag.Value:
+        s = ag.scores(q, k).then(modifier, *(data[name] for name in modifier.needs))
+        return s.mask(MASKS[0] | MASKS[1]).softmax()[0].weigh(v)
+
+    graph = ag.graph(attend, q=X, k=X, v=X, **specs_of(modifier.needs))
+    for each in (graph, simplify(graph), ag.vjp(graph)[1]):
+        assert ag.parse(str(each)) == each
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_the_text_of_a_call_with_a_formula_names_nothing_of_a_user(mask: Formula) -> None:
+    content = read_content(
+        write_call((), {"mask": mask & ag.Causal(), "backends": (), "avoid": ()})
+    )
+    assert isinstance(content, CallContent)
+    assert content.own == ()
+    assert content.restore()["mask"] == mask & ag.Causal()
 
 
 def test_a_formula_skips_what_it_empties() -> None:

@@ -15,8 +15,7 @@ from typing import Any, final
 import torch
 from attrs import frozen
 
-from attn_graph.lowering.triton.symbols import Array, Symbol, Untraceable
-from attn_graph.masks.places import maximum, minimum
+from attn_graph.masks.places import Untraceable, maximum, minimum
 
 Operand = Any  # a range, a symbol, or a number
 WIDEST = 2**62  # no integer in a mask is expected to be larger
@@ -139,31 +138,3 @@ def upper_end(x: Operand) -> Operand:
 def ends_of(x: Operand) -> tuple[Operand, ...]:
     """Both ends of a range, or the value itself."""
     return (x.least, x.most) if isinstance(x, Range) else (x,)
-
-
-@final
-@frozen(eq=False)
-class Extremes:
-    """What `Place.load` reads instead of a tensor: the least and greatest element of each block.
-
-    least, most: Arrays with one element per block, or twice the tensor itself if it has neither
-    axis "i" nor "j". blocks: for the range of i and that of j, by identity, the symbol that
-    numbers its blocks.
-    """
-
-    shape: tuple[int, ...]
-    least: Array
-    most: Array
-    blocks: dict[int, Symbol]
-    is_bool: bool
-
-    def __getitem__(self, index: tuple[Operand, ...]) -> Range:
-        if any(isinstance(x, Range) and id(x) not in self.blocks for x in index):
-            raise Untraceable(
-                "lists of tiles are made where a mask reads its tensors at i and j themselves"
-            )
-        at = tuple(self.blocks[id(x)] if isinstance(x, Range) else x for x in index)
-        values = Range(self.least[at], self.most[at])
-        if self.is_bool and values.least.kind != "bool":
-            return Range(values.least != 0, values.most != 0)
-        return values

@@ -1,8 +1,7 @@
-"""Masks and modifiers written as text: integer comparisons, and terms that are added to scores.
+"""Masks written as text: comparisons of integers, for what no other leaf has a name.
 
-They hold what a translated program computes and no leaf of the library has a name for. The text is
-Python's syntax, of which nothing is executed: operators and a few functions are applied to the
-place, so tensors, integers and symbols of generated code will do.
+The text is Python's syntax, of which nothing is executed: operators and a few functions are applied
+to the place, so tensors, integers and symbols of generated code will do.
 """
 
 from __future__ import annotations
@@ -17,11 +16,9 @@ import torch
 from attrs import field, frozen
 
 from attn_graph.errors import GraphError
-from attn_graph.ir.modifiers import Modifier
-from attn_graph.lowering.triton.intervals import Range
-from attn_graph.masks import Data, Mask
+from attn_graph.masks.intervals import Range
+from attn_graph.masks.joins import Data, Mask
 from attn_graph.masks.places import Block, Keys, Place, Term
-from attn_graph.spec import FLOATS
 
 AXES = "bhij"
 Elements = tuple[tuple[str, str], ...]  # the name of each tensor, and its axes, letters of "bhij"
@@ -186,81 +183,3 @@ class Formula(Mask):
         kept = evaluate_formula(read_formula(self.text), {**ranges, "abs": abs})
         least, most = (kept.least, kept.most) if isinstance(kept, Range) else (kept, kept)
         return tuple(torch.as_tensor(x).expand(block.N) for x in (least, most))  # type: ignore[return-value]  # two
-
-
-@final
-@frozen
-class Addend(Modifier):
-    """s -> s + a term made of b, h, i, j: `Addend("real(slope) * real(j - i)", (("slope", "h"),))`.
-
-    elements: as of `Formula`, of tensors in q's dtype or float32, in each of which the term is
-    linear; they have a gradient. integers: the same of tensors of integers. `real` turns a number
-    into the scores' dtype; exp, exp2, log, sqrt, tanh and the like take real numbers. Raises
-    GraphError for any other text.
-    """
-
-    additive = True
-    text: str
-    elements: Elements = field(default=(), converter=as_elements)
-    integers: Elements = field(default=(), converter=as_elements)
-
-    def __attrs_post_init__(self) -> None:
-        one, node = torch.ones((), device="cpu"), read_formula(self.text)
-        check_elements((*self.elements, *self.integers))
-        names = (*AXES, *dict(self.elements), *dict(self.integers))
-        evaluate_formula(node, {**dict.fromkeys(names, one), **functions_for(one.dtype)})
-        if bent := [name for name, _ in self.elements if degree(node, name) > 1]:
-            raise GraphError(f"addend: {self.text!r} is not linear in {', '.join(bent)}")
-
-    @property
-    def needs(self) -> dict[str, Data]:
-        real = {name: Data(axes, FLOATS) for name, axes in self.elements}
-        return real | {name: Data(axes) for name, axes in self.integers}
-
-    @property
-    def trains(self) -> tuple[str, ...]:
-        return tuple(dict(self.elements))
-
-    def term(self, at: Place, dtype: torch.dtype, **values: float) -> Term:
-        """The term at a place. values: numbers in place of elements."""
-        elements = (*self.elements, *self.integers)
-        names = {**place_names(at, elements), **functions_for(dtype), **values}
-        return evaluate_formula(read_formula(self.text), names)
-
-    def change(self, s: torch.Tensor, at: Place) -> torch.Tensor:
-        changed: torch.Tensor = s + self.term(at, s.dtype)
-        return changed
-
-    def collect(self, totals: Mapping[str, torch.Tensor], ds: torch.Tensor, at: Place) -> None:
-        """Of an element in which the term is linear: what it adds for 1 less what it adds for 0."""
-        axes = dict(zip(AXES, at.axes, strict=True))
-        for name, own in self.elements:
-            if name in totals:
-                one, zero = (self.term(at, ds.dtype, **{name: x}) for x in (1.0, 0.0))
-                share = at.reading(totals).load(name, *(axes[x] for x in own))
-                share += (ds * (one - zero)).sum_to_size(share.shape)
-
-
-def degree(node: ast.expr, name: str) -> float:
-    """The degree of a formula as a polynomial in a name; infinity where it is none."""
-    match node:
-        case ast.Name(id=known):
-            return float(known == name)
-        case ast.BinOp(a, ast.Mult(), b):
-            return degree(a, name) + degree(b, name)
-        case ast.BinOp(a, ast.Div(), b) if not degree(b, name):
-            return degree(a, name)
-        case ast.BinOp(a, ast.Add() | ast.Sub(), b):
-            return max(degree(a, name), degree(b, name))
-        case ast.UnaryOp(_, a) | ast.Call(ast.Name(id="real"), [a]):
-            return degree(a, name)
-    return float("inf") if name in {x.id for x in ast.walk(node) if isinstance(x, ast.Name)} else 0
-
-
-def functions_for(dtype: torch.dtype) -> dict[str, Apply]:
-    """The functions of an `Addend`, for scores of a dtype."""
-    return {
-        "abs": abs,
-        "real": lambda x: x if isinstance(x, float) else x.to(dtype),
-        **{name: operator.methodcaller(name) for name in METHODS},
-    }

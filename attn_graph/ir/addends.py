@@ -1,0 +1,106 @@
+"""Terms written as text that are added to scores: see `attn_graph.masks.formulas`."""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Mapping
+from typing import final
+
+import torch
+from attrs import field, frozen
+
+from attn_graph.errors import GraphError
+from attn_graph.ir.modifiers import Modifier
+from attn_graph.masks import Data
+from attn_graph.masks.formulas import (
+    AXES,
+    METHODS,
+    Apply,
+    Elements,
+    as_elements,
+    check_elements,
+    evaluate_formula,
+    place_names,
+    read_formula,
+)
+from attn_graph.masks.places import Place, Term
+from attn_graph.spec import FLOATS
+
+
+@final
+@frozen
+class Addend(Modifier):
+    """s -> s + a term made of b, h, i, j: `Addend("real(slope) * real(j - i)", (("slope", "h"),))`.
+
+    elements: as of `Formula`, of tensors in q's dtype or float32, in each of which the term is
+    linear; they have a gradient. integers: the same of tensors of integers. `real` turns a number
+    into the scores' dtype; exp, exp2, log, sqrt, tanh and the like take real numbers. Raises
+    GraphError for any other text.
+    """
+
+    additive = True
+    text: str
+    elements: Elements = field(default=(), converter=as_elements)
+    integers: Elements = field(default=(), converter=as_elements)
+
+    def __attrs_post_init__(self) -> None:
+        one, node = torch.ones((), device="cpu"), read_formula(self.text)
+        check_elements((*self.elements, *self.integers))
+        names = (*AXES, *dict(self.elements), *dict(self.integers))
+        evaluate_formula(node, {**dict.fromkeys(names, one), **functions_for(one.dtype)})
+        if bent := [name for name, _ in self.elements if degree(node, name) > 1]:
+            raise GraphError(f"addend: {self.text!r} is not linear in {', '.join(bent)}")
+
+    @property
+    def needs(self) -> dict[str, Data]:
+        real = {name: Data(axes, FLOATS) for name, axes in self.elements}
+        return real | {name: Data(axes) for name, axes in self.integers}
+
+    @property
+    def trains(self) -> tuple[str, ...]:
+        return tuple(dict(self.elements))
+
+    def term(self, at: Place, dtype: torch.dtype, **values: float) -> Term:
+        """The term at a place. values: numbers in place of elements."""
+        elements = (*self.elements, *self.integers)
+        names = {**place_names(at, elements), **functions_for(dtype), **values}
+        return evaluate_formula(read_formula(self.text), names)
+
+    def change(self, s: torch.Tensor, at: Place) -> torch.Tensor:
+        changed: torch.Tensor = s + self.term(at, s.dtype)
+        return changed
+
+    def collect(self, totals: Mapping[str, torch.Tensor], ds: torch.Tensor, at: Place) -> None:
+        """Of an element in which the term is linear: what it adds for 1 less what it adds for 0."""
+        axes = dict(zip(AXES, at.axes, strict=True))
+        for name, own in self.elements:
+            if name in totals:
+                one, zero = (self.term(at, ds.dtype, **{name: x}) for x in (1.0, 0.0))
+                share = at.reading(totals).load(name, *(axes[x] for x in own))
+                share += (ds * (one - zero)).sum_to_size(share.shape)
+
+
+def degree(node: ast.expr, name: str) -> float:
+    """The degree of a formula as a polynomial in a name; infinity where it is none."""
+    match node:
+        case ast.Name(id=known):
+            return float(known == name)
+        case ast.BinOp(a, ast.Mult(), b):
+            return degree(a, name) + degree(b, name)
+        case ast.BinOp(a, ast.Div(), b) if not degree(b, name):
+            return degree(a, name)
+        case ast.BinOp(a, ast.Add() | ast.Sub(), b):
+            return max(degree(a, name), degree(b, name))
+        case ast.UnaryOp(_, a) | ast.Call(ast.Name(id="real"), [a]):
+            return degree(a, name)
+    return float("inf") if name in {x.id for x in ast.walk(node) if isinstance(x, ast.Name)} else 0
+
+
+def functions_for(dtype: torch.dtype) -> dict[str, Apply]:
+    """The functions of an `Addend`, for scores of a dtype."""
+    return {
+        "abs": abs,
+        "real": lambda x: x if isinstance(x, float) else x.to(dtype),
+        **{name: operator.methodcaller(name) for name in METHODS},
+    }
