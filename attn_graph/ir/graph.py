@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import Any, ClassVar, final
 
 import torch
@@ -146,7 +147,7 @@ class Graph:
         if any(not 0 <= i < count for i in self.outputs):
             raise GraphError(f"graph: outputs {self.outputs} of {count} values")
 
-    @property
+    @cached_property
     def types(self) -> tuple[ValueType, ...]:
         """The type of every value, by its number."""
         return (*(i.spec.type for i in self.inputs), *(t for e in self.eqns for t in e.outs))

@@ -2,12 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import final
+
+from attrs import define, field
 
 from attn_graph.ir.builder import Builder, Value
-from attn_graph.ir.graph import Eqn, Graph
+from attn_graph.ir.graph import Eqn, Graph, Op
 
 Rule = Callable[[Builder, Eqn, tuple[Value, ...]], "Sequence[Value] | None"]
+
+
+@final
+@define(eq=False)
+class Copy:
+    """A graph that is made of values of another one, whose types they keep.
+
+    numbers: those of the values here, by their numbers there.
+    """
+
+    graph: Graph
+    eqns: list[Eqn] = field(factory=list)
+    numbers: dict[int, int] = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.numbers = {n: n for n in range(len(self.graph.inputs))}
+
+    def add(self, op: Op, args: Iterable[int], outs: Sequence[int]) -> None:
+        """Add an equation. args, outs: what it reads and gives, numbered as in the other graph."""
+        types, numbers = self.graph.types, self.numbers
+        self.eqns.append(Eqn(op, tuple(numbers[i] for i in args), tuple(types[i] for i in outs)))
+        for i in outs:
+            numbers[i] = len(numbers)
+
+    def finish(self) -> Graph:
+        """The graph, with the outputs of the other one."""
+        outputs = tuple(self.numbers[i] for i in self.graph.outputs)
+        return Graph(self.graph.inputs, tuple(self.eqns), outputs)
 
 
 def replay(graph: Graph, rule: Rule) -> Graph:
@@ -30,9 +61,8 @@ def prune(graph: Graph) -> Graph:
             live.update(eqn.args)
     if needed:
         return graph
-    b = Builder(trusts=True)
-    values = {n: b.input(i.name, i.spec) for n, i in enumerate(graph.inputs)}
+    copy = Copy(graph)
     for eqn, outs in graph.numbered():
         if not live.isdisjoint(outs):
-            values.update(zip(outs, b.emit(eqn.op, *(values[i] for i in eqn.args)), strict=True))
-    return b.graph(*(values[i] for i in graph.outputs))
+            copy.add(eqn.op, eqn.args, outs)
+    return copy.finish()
