@@ -47,7 +47,7 @@ def emit_mask(b: Builder, mask: masks.Mask, operands: tuple[Value, ...]) -> Valu
             joined = canonical_mask(canonical & under.op.mask, *s.type.shape[2:])
             assert joined is not None  # neither part keeps everything
             canonical, s, data = joined, first, data | known
-    return s.mask(canonical, **{name: data[name] for name in canonical.needs})
+    return s.then(ops.Mask(canonical), *(data[name] for name in canonical.needs))
 
 
 def emit_modifier(b: Builder, op: Modifier, operands: tuple[Value, ...]) -> Value:
@@ -145,6 +145,13 @@ class Climb:
         self.at = eqn.args[0]
         return Link(eqn.op, eqn.args)
 
+    def steps(self, kind: type[Kind]) -> list[Link[Kind]]:
+        """All of this kind that follow one another, in their order."""
+        links: list[Link[Kind]] = []
+        while link := self.step(kind):
+            links.insert(0, link)
+        return links
+
 
 @final
 @frozen
@@ -161,7 +168,7 @@ def chain_of(weigh: Eqn, climb: Climb, taken: Statistics) -> Chain | None:
     dropout = climb.step(ops.Dropout)
     p, softmax = climb.at, climb.step(ops.Softmax)
     s, mask = climb.at, climb.step(ops.Mask)
-    modifiers = [*reversed([*iter(lambda: climb.step(Modifier), None)])]  # type: ignore[type-abstract]  # any
+    modifiers = climb.steps(Modifier)
     scores = climb.step(ops.Scores)
     if softmax is None or scores is None or weigh.op != ops.Weigh():
         return None

@@ -47,7 +47,7 @@ def replay(graph: Graph, rule: Rule) -> Graph:
     values = [b.input(i.name, i.spec) for i in graph.inputs]
     for eqn in graph.eqns:
         operands = tuple(values[i] for i in eqn.args)
-        values += rule(b, eqn, operands) or b.emit(eqn.op, *operands)
+        values += rule(b, eqn, operands) or b.add(eqn.op, operands, eqn.outs)
     return prune(b.graph(*(values[i] for i in graph.outputs)))
 
 

@@ -115,7 +115,7 @@ class Target:
 
     def current(self) -> AbstractContextManager[object]:
         """A context in which its device is the current one, if it is a GPU of this machine."""
-        device = self.device
+        device = self.device if gpu_count() else None
         elsewhere = device is not None and device.type == "cuda" and device.index != current_gpu()
         return torch.cuda.device(device) if elsewhere else nullcontext()
 
