@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from itertools import permutations
 from math import prod
 from numbers import Real
@@ -111,7 +112,7 @@ class TensorSpec:
             raise GraphError(f"spec: {tensor!r} is no tensor, and the spec of one is asked for")
         return cls(tensor.shape, tensor.dtype, tensor.stride())
 
-    @property
+    @cached_property
     def type(self) -> ValueType:
         """Shape and dtype, without strides."""
         return ValueType(self.shape, self.dtype)

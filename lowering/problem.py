@@ -9,7 +9,7 @@ from typing import TypeVar, final
 import torch
 from attrs import frozen
 
-from attn_graph.ir.attention import Attention, AttentionGrad
+from attn_graph.ir.attention import Attention, AttentionGrad, Operands
 from attn_graph.ir.graph import Eqn, Graph
 from attn_graph.machine.sizes import format_bytes
 from attn_graph.masks import Mask
@@ -48,6 +48,11 @@ class Problem:
         if isinstance(op, AttentionGrad):
             return cls(op.attention, tuple(specs), op)
         return cls(op, tuple(specs))
+
+    @cached_property
+    def by_role(self) -> Operands[TensorSpec]:
+        """The specs of the attention's own operands."""
+        return self.node.split(self.specs)
 
     @property
     def B(self) -> int:
@@ -168,9 +173,11 @@ def problems_in(graph: Graph) -> list[Problem]:
 
 def operand_specs(graph: Graph, eqn: Eqn) -> list[TensorSpec]:
     """How an equation's operands are laid out: inputs as declared, values inside in C order."""
-    specs, types = [i.spec for i in graph.inputs], graph.types
+    inputs = graph.inputs
     return [
-        specs[i] if i < len(specs) else TensorSpec(types[i].shape, types[i].dtype)
+        inputs[i].spec
+        if i < len(inputs)
+        else TensorSpec(graph.types[i].shape, graph.types[i].dtype)
         for i in eqn.args
     ]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import reduce
 from typing import Generic, TypeVar, final
 
@@ -78,31 +78,30 @@ def fuse(graph: Graph) -> Graph:
     of the scores that softmax reads; where one of its statistics is read before its o is computed;
     and where its dtypes differ: an Attention has one dtype.
     """
-    equations = [*graph.numbered()]
-    makers = {outs[0]: eqn for eqn, outs in equations}
-    users, taken = count_users(graph), row_statistics(equations)
+    makers = {outs[0]: eqn for eqn, outs in graph.numbered}
+    users, taken = count_users(graph), row_statistics(graph)
     for scores, statistics in taken.items():
         users[scores] -= len(statistics)
     chains = {}
-    for eqn, (o,) in ((e, outs) for e, outs in equations if isinstance(e.op, ops.Weigh)):
+    for eqn, (o,) in ((e, outs) for e, outs in graph.numbered if isinstance(e.op, ops.Weigh)):
         chain = chain_of(eqn, Climb(makers, users, eqn.args[0]), taken)
-        if chain is None or read_before(equations, chain.statistics.values(), o):
+        if chain is None or read_before(graph, chain.statistics.values(), o):
             continue
         if len({graph.types[i].dtype for i in chain.operands[:3]}) == 1:
             chains[o] = chain
     return replace_chains(graph, chains) if chains else graph
 
 
-def read_before(equations: Equations, values: Iterable[int], end: int) -> bool:
+def read_before(graph: Graph, values: Iterable[int], end: int) -> bool:
     """Whether an equation before the one that gives `end` reads one of the values."""
-    read = {i for eqn, outs in equations if outs[-1] < end for i in eqn.args}
+    read = {i for eqn, outs in graph.numbered if outs[-1] < end for i in eqn.args}
     return not read.isdisjoint(values)
 
 
-def row_statistics(equations: Equations) -> Statistics:
+def row_statistics(graph: Graph) -> Statistics:
     """The statistics that are taken of the scores which each softmax reads."""
-    taken: Statistics = {e.args[0]: {} for e, _ in equations if isinstance(e.op, ops.Softmax)}
-    for eqn, outs in equations:
+    taken: Statistics = {e.args[0]: {} for e in graph.eqns if isinstance(e.op, ops.Softmax)}
+    for eqn, outs in graph.numbered:
         for name, kind in ops.STATISTICS.items():
             if isinstance(eqn.op, kind) and eqn.args[0] in taken:
                 taken[eqn.args[0]][name] = outs[0]
@@ -114,7 +113,6 @@ def count_users(graph: Graph) -> Counter[int]:
     return Counter([*(i for eqn in graph.eqns for i in eqn.args), *graph.outputs])
 
 
-Equations = Sequence[tuple[Eqn, range]]  # each with the numbers of its results
 Statistics = dict[int, dict[str, int]]  # values by name, by the number of the scores
 Kind = TypeVar("Kind", bound=Op)
 
@@ -189,7 +187,7 @@ def chain_of(weigh: Eqn, climb: Climb, taken: Statistics) -> Chain | None:
 def replace_chains(graph: Graph, chains: Mapping[int, Chain]) -> Graph:
     """The graph with each chain's results computed by its Attention."""
     copy, live = Copy(graph), values_read(graph, chains)
-    for eqn, outs in graph.numbered():
+    for eqn, outs in graph.numbered:
         if outs[0] in chains:
             chain = chains[outs[0]]
             results = {"o": outs[0], **chain.statistics}
@@ -203,7 +201,7 @@ def values_read(graph: Graph, chains: Mapping[int, Chain]) -> set[int]:
     """The values that are read once each chain is one equation, in the place of its last one."""
     live = set(graph.outputs)
     stats = {i for chain in chains.values() for i in chain.statistics.values()}
-    for eqn, outs in reversed([*graph.numbered()]):
+    for eqn, outs in reversed(graph.numbered):
         if outs[0] in chains:
             live |= set(chains[outs[0]].operands)
         elif live & set(outs) - stats:
@@ -214,7 +212,7 @@ def values_read(graph: Graph, chains: Mapping[int, Chain]) -> set[int]:
 def narrow(graph: Graph) -> Graph:
     """Let gradients of attention compute only the results that are read."""
     users, copy = count_users(graph), Copy(graph)
-    for eqn, outs in graph.numbered():
+    for eqn, outs in graph.numbered:
         if isinstance(eqn.op, AttentionGrad):
             live = iter([i in users for i in outs])
             op = evolve(eqn.op, wants=tuple(wanted and next(live) for wanted in eqn.op.wants))

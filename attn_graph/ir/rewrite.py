@@ -43,8 +43,8 @@ class Copy:
 
 def replay(graph: Graph, rule: Rule) -> Graph:
     """Rebuild `graph`: `rule` may replace an equation; where it returns None, it is copied."""
-    b = Builder(trusts=True)
-    values = [b.input(i.name, i.spec) for i in graph.inputs]
+    b = Builder(True, [*graph.inputs], types=[*graph.types[: len(graph.inputs)]])
+    values = [Value(b, n) for n in range(len(graph.inputs))]
     for eqn in graph.eqns:
         operands = tuple(values[i] for i in eqn.args)
         values += rule(b, eqn, operands) or b.add(eqn.op, operands, eqn.outs)
@@ -54,7 +54,7 @@ def replay(graph: Graph, rule: Rule) -> Graph:
 def prune(graph: Graph) -> Graph:
     """Rebuild `graph` without the equations that no output needs."""
     live, needed = set(graph.outputs), True
-    for eqn, outs in reversed([*graph.numbered()]):
+    for eqn, outs in reversed(graph.numbered):
         if live.isdisjoint(outs):
             needed = False
         else:
@@ -62,7 +62,7 @@ def prune(graph: Graph) -> Graph:
     if needed:
         return graph
     copy = Copy(graph)
-    for eqn, outs in graph.numbered():
+    for eqn, outs in graph.numbered:
         if not live.isdisjoint(outs):
             copy.add(eqn.op, eqn.args, outs)
     return copy.finish()

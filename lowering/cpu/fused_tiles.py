@@ -93,7 +93,7 @@ class FusedTiles:
         fits = (x.dtype, x.shape[3]) == (self.problem.wide, self.width)
         return not fits or not is_readable(x, like=name == "q")
 
-    @property
+    @cached_property
     def holds(self) -> bool:
         """Whether a plan holds all addends: they are small, and no tensor of a call matters."""
         node = self.problem.node
@@ -174,7 +174,7 @@ class FusedTiles:
 
 def depends(problem: Problem) -> str:
     """Which of "b" and "h" the mask and the modifiers depend on."""
-    given = problem.node.split(problem.specs)
+    given = problem.by_role
     axes = axes_of_modifiers(problem) + axes_of_mask(problem, given)
     return "".join(axis for axis in "bh" if axis in axes)
 
