@@ -44,7 +44,7 @@ Value = TypeVar("Value")
 Switch = Literal[True, False]
 Look = tuple[object, ...]  # of tensors, with all else that a plan for them depends on
 
-calls: Cache[Plan] = Cache(4 * CAPACITY)  # by the arguments of `compile`, as they are given
+calls: Cache[Plan] = Cache(CAPACITY)  # by the arguments of `compile`, as they are given
 plans: Cache[Plan] = Cache(CAPACITY)  # by simplified graph, target, options and backends
 looks: dict[Look, Plan] = {}  # of calls without a plan: who runs such tensors
 build_log = BuildLog()
