@@ -44,7 +44,7 @@ Value = TypeVar("Value")
 Switch = Literal[True, False]
 Look = tuple[object, ...]  # of tensors, with all else that a plan for them depends on
 
-calls: Cache[Plan] = Cache(4 * CAPACITY)  # by the arguments of `compile`, as they are given
+calls: Cache[Plan] = Cache(CAPACITY)  # by the arguments of `compile`, as they are given
 plans: Cache[Plan] = Cache(CAPACITY)  # by simplified graph, target, options and backends
 looks: dict[Look, Plan] = {}  # of calls without a plan: who runs such tensors
 build_log = BuildLog()
@@ -276,11 +276,16 @@ def build(graph: Graph, target: Target, options: Options, among: Backends | None
         choice.cause,
         choice.refusals,
         choice.also,
-        evolve(executable, notes=(*executable.notes, *options.notes(graph, target), *alone(graph))),
+        with_notes(executable, (*options.notes(graph, target), *alone(graph))),
         gradient,
         (plan_simplified, (graph, target, options, among)),
         options.precision,
     )
+
+
+def with_notes(executable: Executable, notes: tuple[str, ...]) -> Executable:
+    """An executable that says more of how it runs."""
+    return evolve(executable, notes=(*executable.notes, *notes)) if notes else executable
 
 
 def alone(graph: Graph) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from itertools import permutations
 from math import prod
 from numbers import Real
@@ -111,7 +112,7 @@ class TensorSpec:
             raise GraphError(f"spec: {tensor!r} is no tensor, and the spec of one is asked for")
         return cls(tensor.shape, tensor.dtype, tensor.stride())
 
-    @property
+    @cached_property
     def type(self) -> ValueType:
         """Shape and dtype, without strides."""
         return ValueType(self.shape, self.dtype)
@@ -141,7 +142,7 @@ def as_integers(name: str, values: object) -> tuple[int, ...]:
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise GraphError(f"spec: {name} {values!r} is no sequence of sizes such as (2, 8, 512, 64)")
     given = tuple(values)
-    sizes = tuple(n for n in map(to_integer, given) if n is not None)
+    sizes = tuple([n for n in map(to_integer, given) if n is not None])
     if len(sizes) < len(given):
         raise GraphError(f"spec: {name} {given} has what is no whole number")
     return sizes
@@ -154,13 +155,13 @@ def spec_problems(
     problems = []
     if not isinstance(dtype, torch.dtype) or dtype not in NAMES:
         problems.append(f"spec: dtype {dtype} is not one of {', '.join(map(str, NAMES))}")
-    if any(n < 0 for n in shape):
+    if min(shape, default=0) < 0:
         problems.append(f"spec: shape {shape} has a negative size; sizes are at least 0")
-    if any(n > MOST for n in (*shape, *(strides or ()))):
+    if max((*shape, *(strides or ())), default=0) > MOST:
         problems.append(f"spec: shape {shape}, strides {strides}: no tensor goes beyond {MOST}")
     if strides is not None and len(strides) != len(shape):
         problems.append(f"spec: {len(strides)} strides {strides} for {len(shape)} axes {shape}")
-    if strides is not None and any(n < 0 for n in strides):
+    if strides and min(strides) < 0:
         problems.append(f"spec: strides {strides} have a negative one; strides are at least 0")
     if strides is not None and layout is not None:
         problems.append(f"spec: strides {strides} and layout {layout!r} both given; give one")
@@ -184,7 +185,8 @@ def dense_strides(shape: Sequence[int], order: Sequence[int] | None = None) -> t
 def normalise_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
     """Strides, 0 for axes of size 1 and for tensors without elements, where they mean nothing."""
     empty = 0 in shape
-    return tuple(0 if empty or n == 1 else s for n, s in zip(shape, strides, strict=True))
+    pairs = zip(shape, strides, strict=True)
+    return tuple([0 if empty or n == 1 else s for n, s in pairs])
 
 
 def memory_order(spec: TensorSpec) -> tuple[int, ...]:

@@ -7,11 +7,13 @@ import random
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +29,7 @@ from attn_graph.lowering.cudnn.run import Run
 from attn_graph.lowering.problem import sole
 from attn_graph.lowering.triton.tile_lists import list_ahead
 from attn_graph.nn.functional import attention, scaled_dot_product_attention
-from benchmarks.timing import microseconds, save, seconds
+from benchmarks.timing import Job, microseconds, save, seconds
 
 
 def measure_rows() -> list[dict[str, Any]]:
@@ -58,6 +60,7 @@ def measure_rows() -> list[dict[str, Any]]:
             )
             for who, target in (("math", "cpu"), ("torch_sdpa", "cpu"), ("triton", "h200"))
         ),
+        make_row("a Hugging Face layer of a new length, planned", measure_layer(), 300),
         *cudnn_rows(),
         make_row("tile lists of a mask, 64k x 64k (ms)", list_milliseconds(), 50),
     ]
@@ -116,24 +119,48 @@ def compile_call(attend: Callable[..., Any]) -> Callable[..., Any]:
 
 def measure_new_length(backend: str, store: ag.Store, count: int) -> float:
     """Microseconds to plan a causal graph of another length for an H200; the median."""
-    times = []
-    for n in range(1, count):
-        graph = causal(8 * n + 1)
-        options: dict[str, Any] = {"target": "h200", "backends": (backend,), "store": store}
-        times.append(seconds(lambda graph=graph, o=options: ag.compile(graph, **o)))  # type: ignore[misc]  # bound now
-    return statistics.median(times) * 1e6
+    plan = partial(ag.compile, target="h200", backends=(backend,), store=store)
+    jobs = (partial(plan, causal(8 * n + 1)) for n in range(1, count))
+    return statistics.median(map(seconds, jobs)) * 1e6
 
 
 def measure_new(backend: str, target: str, count: int = 300) -> float:
     """Microseconds to plan a causal graph of lengths that were not there before; the median."""
     ag.clear_cache()
-    numbers, times = random.Random(0), []
-    for _ in range(count):
-        M, N = numbers.randrange(1, 4096), numbers.randrange(1, 4096)
-        graph = causal(M, N, torch.float32 if target == "cpu" else torch.bfloat16)
-        options: dict[str, Any] = {"target": target, "backends": (backend,), "store": False}
-        times.append(seconds(lambda graph=graph, o=options: ag.compile(graph, **o)))  # type: ignore[misc]  # bound now
-    return statistics.median(times) * 1e6
+    plan = partial(ag.compile, target=target, backends=(backend,), store=False)
+    dtype = torch.float32 if target == "cpu" else torch.bfloat16
+    length = partial(random.Random(0).randrange, 1, 4096)
+    return median_microseconds(
+        partial(plan, causal(length(), length(), dtype)) for _ in range(count)
+    )
+
+
+def measure_layer(count: int = 300) -> float:
+    """Microseconds to plan a layer of a Hugging Face model for a length that was not there before,
+    without what the plan computes; the median."""
+    from attn_graph.integrations.transformers import attend_layer, decode_mask
+
+    layer, lengths = torch.nn.Module(), random.Random(0).sample(range(1, 4096), count)
+
+    def call(M: int) -> Job:
+        q, k = (torch.empty(1, M, heads, 64).transpose(1, 2) for heads in (8, 2))
+        return partial(attend_layer, layer, q, k, k, decode_mask(1, M, M), scaling=0.125)
+
+    ag.clear_cache()
+    with patch.object(ag.Plan, "__call__", lambda plan, **tensors: tensors["q"]):
+        return median_microseconds(map(call, lengths))
+
+
+def median_microseconds(jobs: Iterable[Job]) -> float:
+    """The median time of the CPU, whatever else it does, on jobs that are each done once."""
+    return statistics.median(cpu_seconds(job) for job in jobs) * 1e6
+
+
+def cpu_seconds(job: Job) -> float:
+    """How long this thread computes in one call."""
+    start = time.thread_time()
+    job()
+    return time.thread_time() - start
 
 
 def causal(M: int, N: int | None = None, dtype: torch.dtype = torch.bfloat16) -> ag.Graph:

@@ -42,7 +42,7 @@ class RefusedError(Exception):
 
 
 @final
-@frozen
+@frozen(cache_hash=True)
 class Options:
     """The arguments of `compile` besides the graph and the target.
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property, lru_cache
 from typing import TypeVar, final
 
 import torch
 from attrs import frozen
 
-from attn_graph.ir.attention import Attention, AttentionGrad
+from attn_graph.ir.attention import Attention, AttentionGrad, Operands
 from attn_graph.ir.graph import Eqn, Graph
 from attn_graph.machine.sizes import format_bytes
 from attn_graph.masks import Mask
@@ -47,6 +48,11 @@ class Problem:
         if isinstance(op, AttentionGrad):
             return cls(op.attention, tuple(specs), op)
         return cls(op, tuple(specs))
+
+    @cached_property
+    def by_role(self) -> Operands[TensorSpec]:
+        """The specs of the attention's own operands."""
+        return self.node.split(self.specs)
 
     @property
     def B(self) -> int:
@@ -112,12 +118,12 @@ class Problem:
             return ""
         return f"{scale or 0}" if scale <= 0 else f"{scale}, too little for {NAMES[self.wide]}"
 
-    @property
+    @cached_property
     def has_blind_rows(self) -> bool:
         """Whether a query may see no key, as far as is known before a call. Its lse is -inf."""
         return any(m.hides for m in self.node.modifiers) or self.mask_has_blind_rows
 
-    @property
+    @cached_property
     def mask_has_blind_rows(self) -> bool:
         """Whether the mask alone may leave a query no key."""
         return self.node.mask is not None and not sees_everywhere(self.node.mask, self)
@@ -167,11 +173,16 @@ def problems_in(graph: Graph) -> list[Problem]:
 
 def operand_specs(graph: Graph, eqn: Eqn) -> list[TensorSpec]:
     """How an equation's operands are laid out: inputs as declared, values inside in C order."""
-    specs = [i.spec for i in graph.inputs]
-    specs += [TensorSpec(t.shape, t.dtype) for t in graph.types[len(specs) :]]
-    return [specs[i] for i in eqn.args]
+    inputs = graph.inputs
+    return [
+        inputs[i].spec
+        if i < len(inputs)
+        else TensorSpec(graph.types[i].shape, graph.types[i].dtype)
+        for i in eqn.args
+    ]
 
 
+@lru_cache(64)  # every backend asks for it, and again when it lowers the graph
 def sole(graph: Graph) -> Problem | None:
     """The problem of a graph that is one attention, or one attention's gradient; None of others."""
     problems = problems_in(graph)

@@ -22,6 +22,10 @@ EXTRA = (  # the inputs that options of `attention` add, in their order; those o
     *("bias", "alibi", "keep", "kv_lengths", "q_lengths", "sinks"),
     *("q_segments", "kv_segments", "seed", "offset"),
 )
+JOINED: dict[masks.Mask, frozenset[str]] = {  # to a mask, by & : the tensors that each reads
+    leaf: frozenset(leaf.needs)
+    for leaf in (masks.Keep(), masks.KeyLengths(), masks.QueryLengths(), masks.SameSegment())
+}
 T = TypeVar("T")
 
 
@@ -156,17 +160,24 @@ class Builder:
         types = [self.types[self.own(value).index] for value in operands]
         if not self.trusts:
             self.examine(op, types)
-        outs = op.infer(*types)
+        return self.add(op, operands, op.infer(*types))
+
+    def add(
+        self, op: Op, operands: Sequence[Value], outs: tuple[ValueType, ...]
+    ) -> tuple[Value, ...]:
+        """Add an equation whose results have these types; return them."""
         first = len(self.types)
-        self.eqns.append(Eqn(op, tuple(value.index for value in operands), outs))
+        self.eqns.append(Eqn(op, tuple([value.index for value in operands]), outs))
         self.types.extend(outs)
-        return tuple(Value(self, first + i) for i in range(len(outs)))
+        return tuple([Value(self, first + i) for i in range(len(outs))])
 
     def examine(self, op: Op, types: Sequence[ValueType]) -> None:
         """Remember the problems of an equation; raise them where its results can have no types."""
         misfits = rank_problems(op, types)
         self.problem(*(misfits or op.problems(*types)))
-        if rank_problems(op, types[: op.reads], partial=True) or len(types) != len(op.ranks):
+        if misfits and (
+            rank_problems(op, types[: op.reads], partial=True) or len(types) != len(op.ranks)
+        ):
             self.check()
 
     def own(self, value: Value) -> Value:
@@ -351,10 +362,7 @@ def whole_mask(
     """The mask joined, by &, with a leaf for each given tensor that it does not read itself."""
     if mask is not None:
         masks.require_mask(None, None, mask)
-    leaves = (masks.Keep(), masks.KeyLengths(), masks.QueryLengths(), masks.SameSegment())
-    for leaf in leaves:
-        if leaf.needs.keys() <= given.keys() and not (
-            mask and leaf.needs.keys() & mask.needs.keys()
-        ):
+    for leaf, names in JOINED.items():
+        if names <= given.keys() and not (mask and names & mask.needs.keys()):
             mask = leaf if mask is None else mask & leaf
     return mask.aligned(align) if mask else None

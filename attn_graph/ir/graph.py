@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
+from itertools import accumulate, pairwise, starmap
 from typing import Any, ClassVar, final
 
 import torch
@@ -140,16 +142,16 @@ class Graph:
     def __attrs_post_init__(self) -> None:
         count = len(self.inputs)
         for n, eqn in enumerate(self.eqns):
-            if any(not 0 <= i < count for i in eqn.args):
+            if eqn.args and not 0 <= min(eqn.args) <= max(eqn.args) < count:
                 raise GraphError(f"graph: equation {n} reads {eqn.args} of {count} values so far")
             count += len(eqn.outs)
         if any(not 0 <= i < count for i in self.outputs):
             raise GraphError(f"graph: outputs {self.outputs} of {count} values")
 
-    @property
+    @cached_property
     def types(self) -> tuple[ValueType, ...]:
         """The type of every value, by its number."""
-        return (*(i.spec.type for i in self.inputs), *(t for e in self.eqns for t in e.outs))
+        return tuple([i.spec.type for i in self.inputs] + [t for e in self.eqns for t in e.outs])
 
     @property
     def output_types(self) -> tuple[ValueType, ...]:
@@ -177,7 +179,7 @@ class Graph:
         """Whether it has a floating input, and a derivative of every step."""
         return not self.gradient_problems and any(i.spec.dtype in FLOATS for i in self.inputs)
 
-    @property
+    @cached_property
     def differentiable_outputs(self) -> tuple[int, ...]:
         """The outputs that have a gradient; a cotangent is taken for no others."""
         constant = self.named_results(lambda op: op.without_gradient)
@@ -187,17 +189,17 @@ class Graph:
         """The results that `names` selects of each equation's op, by number."""
         return frozenset(
             i
-            for eqn, outs in self.numbered()
+            for eqn, outs in self.numbered
+            if (chosen := names(eqn.op))
             for name, i in zip(eqn.op.names, outs, strict=True)
-            if name in names(eqn.op)
+            if name in chosen
         )
 
-    def numbered(self) -> Iterator[tuple[Eqn, range]]:
+    @cached_property
+    def numbered(self) -> tuple[tuple[Eqn, range], ...]:
         """Each equation with the numbers of its results."""
-        first = len(self.inputs)
-        for eqn in self.eqns:
-            yield eqn, range(first, first + len(eqn.outs))
-            first += len(eqn.outs)
+        ends = [*accumulate((len(eqn.outs) for eqn in self.eqns), initial=len(self.inputs))]
+        return tuple(zip(self.eqns, starmap(range, pairwise(ends)), strict=True))
 
     def __str__(self) -> str:
         return show_graph(self)

@@ -103,8 +103,8 @@ class Mask(Op):
         sizes = {"b": B, "h": H, "i": M, "j": N}
         for (name, data), type_ in zip(self.mask.needs.items(), given, strict=True):
             yield from data.problems("mask", name, type_, sizes)
-        yield from leaf_promise_problems(self.mask, (B, H, M, N))
-        yield from problems_of(lambda: canonical_mask(self.mask, M, N))
+        broken = [*leaf_promise_problems(self.mask, (B, H, M, N))]
+        yield from broken or problems_of(lambda: canonical_mask(self.mask, M, N))
 
     def infer(self, s: ValueType, *given: ValueType) -> tuple[ValueType]:
         return (s,)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from functools import reduce
-from typing import final
+from typing import Generic, TypeVar, final
 
-from attrs import evolve, frozen
+from attrs import define, evolve, frozen
 
 from attn_graph import masks
 from attn_graph.ir import ops
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.builder import Builder, Value
-from attn_graph.ir.graph import Eqn, Graph
+from attn_graph.ir.graph import Eqn, Graph, Op
 from attn_graph.ir.modifiers import Modifier
-from attn_graph.ir.rewrite import prune, replay
+from attn_graph.ir.rewrite import Copy, replay
 from attn_graph.masks.canonical import canonical_mask
 
 
@@ -46,7 +47,7 @@ def emit_mask(b: Builder, mask: masks.Mask, operands: tuple[Value, ...]) -> Valu
             joined = canonical_mask(canonical & under.op.mask, *s.type.shape[2:])
             assert joined is not None  # neither part keeps everything
             canonical, s, data = joined, first, data | known
-    return s.mask(canonical, **{name: data[name] for name in canonical.needs})
+    return s.then(ops.Mask(canonical), *(data[name] for name in canonical.needs))
 
 
 def emit_modifier(b: Builder, op: Modifier, operands: tuple[Value, ...]) -> Value:
@@ -77,46 +78,77 @@ def fuse(graph: Graph) -> Graph:
     of the scores that softmax reads; where one of its statistics is read before its o is computed;
     and where its dtypes differ: an Attention has one dtype.
     """
-    makers = {i: (eqn, outs) for eqn, outs in graph.numbered() for i in outs}
-    users, types, taken = count_users(graph), graph.types, row_statistics(graph)
+    makers = {outs[0]: eqn for eqn, outs in graph.numbered}
+    users, taken = count_users(graph), row_statistics(graph)
     for scores, statistics in taken.items():
         users[scores] -= len(statistics)
     chains = {}
-    for eqn, (o,) in ((e, outs) for e, outs in graph.numbered() if isinstance(e.op, ops.Weigh)):
-        chain = chain_of(eqn, makers, users, taken)
+    for eqn, (o,) in ((e, outs) for e, outs in graph.numbered if isinstance(e.op, ops.Weigh)):
+        chain = chain_of(eqn, Climb(makers, users, eqn.args[0]), taken)
         if chain is None or read_before(graph, chain.statistics.values(), o):
             continue
-        if len({types[i].dtype for i in chain.operands[:3]}) == 1:
+        if len({graph.types[i].dtype for i in chain.operands[:3]}) == 1:
             chains[o] = chain
-    return emit_chains(graph, chains) if chains else graph
+    return replace_chains(graph, chains) if chains else graph
 
 
 def read_before(graph: Graph, values: Iterable[int], end: int) -> bool:
     """Whether an equation before the one that gives `end` reads one of the values."""
-    read = {i for eqn, outs in graph.numbered() if outs[-1] < end for i in eqn.args}
+    read = {i for eqn, outs in graph.numbered if outs[-1] < end for i in eqn.args}
     return not read.isdisjoint(values)
 
 
 def row_statistics(graph: Graph) -> Statistics:
     """The statistics that are taken of the scores which each softmax reads."""
     taken: Statistics = {e.args[0]: {} for e in graph.eqns if isinstance(e.op, ops.Softmax)}
-    for eqn, outs in graph.numbered():
+    for eqn, outs in graph.numbered:
         for name, kind in ops.STATISTICS.items():
             if isinstance(eqn.op, kind) and eqn.args[0] in taken:
                 taken[eqn.args[0]][name] = outs[0]
     return taken
 
 
-def count_users(graph: Graph) -> dict[int, int]:
+def count_users(graph: Graph) -> Counter[int]:
     """How often each value is read, outputs included."""
-    users: dict[int, int] = {}
-    for i in [*(i for eqn in graph.eqns for i in eqn.args), *graph.outputs]:
-        users[i] = users.get(i, 0) + 1
-    return users
+    return Counter([*(i for eqn in graph.eqns for i in eqn.args), *graph.outputs])
 
 
-Makers = dict[int, tuple[Eqn, range]]
 Statistics = dict[int, dict[str, int]]  # values by name, by the number of the scores
+Kind = TypeVar("Kind", bound=Op)
+
+
+@final
+@frozen
+class Link(Generic[Kind]):
+    """An equation of a chain."""
+
+    op: Kind
+    args: tuple[int, ...]
+
+
+@final
+@define(eq=False)
+class Climb:
+    """The way up a chain, from the value `at` by equations whose first result is read once."""
+
+    makers: Mapping[int, Eqn]  # by the first result
+    users: Mapping[int, int]
+    at: int
+
+    def step(self, kind: type[Kind]) -> Link[Kind] | None:
+        """The equation that gives `at`, if it has an op of this kind: then up to what it reads."""
+        eqn = self.makers.get(self.at)
+        if eqn is None or not isinstance(eqn.op, kind) or self.users[self.at] != 1:
+            return None
+        self.at = eqn.args[0]
+        return Link(eqn.op, eqn.args)
+
+    def steps(self, kind: type[Kind]) -> list[Link[Kind]]:
+        """All of this kind that follow one another, in their order."""
+        links: list[Link[Kind]] = []
+        while link := self.step(kind):
+            links.insert(0, link)
+        return links
 
 
 @final
@@ -129,76 +161,47 @@ class Chain:
     statistics: dict[str, int]
 
 
-def chain_of(weigh: Eqn, makers: Makers, users: dict[int, int], taken: Statistics) -> Chain | None:
+def chain_of(weigh: Eqn, climb: Climb, taken: Statistics) -> Chain | None:
     """The chain that ends in an equation; None where it ends in no chain."""
-    at, v = weigh.args
-    steps: list[Eqn] = []
-    while at in makers and users[at] == 1 and not isinstance(makers[at][0].op, ops.Scores):
-        eqn, outs = makers[at]
-        if at != outs[0]:
-            return None
-        steps.append(eqn)
-        if not eqn.args:
-            return None
-        at = eqn.args[0]
-    if at not in makers or users[at] != 1 or weigh.op != ops.Weigh():
+    dropout = climb.step(ops.Dropout)
+    p, softmax = climb.at, climb.step(ops.Softmax)
+    s, mask = climb.at, climb.step(ops.Mask)
+    modifiers = climb.steps(Modifier)
+    scores = climb.step(ops.Scores)
+    if softmax is None or scores is None or weigh.op != ops.Weigh():
         return None
-    return assemble([makers[at][0], *reversed(steps)], v, makers, taken)
-
-
-def assemble(steps: list[Eqn], v: int, makers: Makers, taken: Statistics) -> Chain | None:
-    """One Attention for the equations of a chain; None where their order is not a chain's."""
-    kinds = [next((k for k, t in enumerate(ORDER) if isinstance(e.op, t)), None) for e in steps]
-    if (
-        None in kinds
-        or kinds != sorted(kinds, key=lambda k: k or 0)
-        or any(kinds.count(k) > 1 for k in (2, 3, 4))
-    ):
-        return None
-    by_kind = dict(zip(kinds, steps, strict=True))
-    first, modifiers = steps[0], [e for e in steps if isinstance(e.op, Modifier)]
-    if not isinstance(first.op, ops.Scores) or 3 not in by_kind:
-        return None
-    mask, softmax, dropout = by_kind.get(2), by_kind[3], by_kind.get(4)
-    dropout = None if dropout and dropout.op == ops.Dropout(0.0) else dropout
+    drops = dropout is not None and dropout.op.rate > 0
     op = Attention(
-        first.op.scale,
-        tuple(e.op for e in modifiers if isinstance(e.op, Modifier)),
-        mask.op.mask if mask and isinstance(mask.op, ops.Mask) else None,
-        len(softmax.args) > 1,
-        dropout.op.rate if dropout and isinstance(dropout.op, ops.Dropout) else 0.0,
-        ("lse", *taken[softmax.args[0]]),
+        scores.op.scale,
+        tuple(link.op for link in modifiers),
+        mask.op.mask if mask else None,
+        softmax.op.sinks,
+        dropout.op.rate if dropout and drops else 0.0,
+        ("lse", *taken[s]),
     )
-    tails = [e for e in (*modifiers, mask, softmax, dropout) if e is not None]
-    operands = (*first.args, v, *(i for e in tails for i in e.args[1:]))
-    lse = next(outs[1] for e, outs in makers.values() if e is softmax)
-    return Chain(op, operands, {"lse": lse, **taken[softmax.args[0]]})
+    tails = [link for link in (*modifiers, mask, softmax, dropout if drops else None) if link]
+    operands = (*scores.args, weigh.args[1], *(i for link in tails for i in link.args[1:]))
+    return Chain(op, operands, {"lse": p + 1, **taken[s]})
 
 
-ORDER = (ops.Scores, Modifier, ops.Mask, ops.Softmax, ops.Dropout)
-
-
-def emit_chains(graph: Graph, chains: dict[int, Chain]) -> Graph:
+def replace_chains(graph: Graph, chains: Mapping[int, Chain]) -> Graph:
     """The graph with each chain's results computed by its Attention."""
-    b = Builder(trusts=True)
-    values = {n: b.input(i.name, i.spec) for n, i in enumerate(graph.inputs)}
-    live = values_read(graph, chains)
-    for eqn, outs in graph.numbered():
+    copy, live = Copy(graph), values_read(graph, chains)
+    for eqn, outs in graph.numbered:
         if outs[0] in chains:
             chain = chains[outs[0]]
-            results = b.emit(chain.op, *(values[i] for i in chain.operands))
-            named = {"o": outs[0], **chain.statistics}
-            values |= {named[n]: x for n, x in zip(chain.op.names, results, strict=True)}
-        elif live & set(outs):
-            values.update(zip(outs, b.emit(eqn.op, *(values[i] for i in eqn.args)), strict=True))
-    return b.graph(*(values[i] for i in graph.outputs))
+            results = {"o": outs[0], **chain.statistics}
+            copy.add(chain.op, chain.operands, [results[name] for name in chain.op.names])
+        elif not live.isdisjoint(outs):
+            copy.add(eqn.op, eqn.args, outs)
+    return copy.finish()
 
 
-def values_read(graph: Graph, chains: dict[int, Chain]) -> set[int]:
+def values_read(graph: Graph, chains: Mapping[int, Chain]) -> set[int]:
     """The values that are read once each chain is one equation, in the place of its last one."""
     live = set(graph.outputs)
     stats = {i for chain in chains.values() for i in chain.statistics.values()}
-    for eqn, outs in reversed([*graph.numbered()]):
+    for eqn, outs in reversed(graph.numbered):
         if outs[0] in chains:
             live |= set(chains[outs[0]].operands)
         elif live & set(outs) - stats:
@@ -208,20 +211,18 @@ def values_read(graph: Graph, chains: dict[int, Chain]) -> set[int]:
 
 def narrow(graph: Graph) -> Graph:
     """Let gradients of attention compute only the results that are read."""
-    users = count_users(graph)
-    b = Builder(trusts=True)
-    values = {n: b.input(i.name, i.spec) for n, i in enumerate(graph.inputs)}
-    for eqn, outs in graph.numbered():
-        op = eqn.op
-        if isinstance(op, AttentionGrad):
+    users, copy = count_users(graph), Copy(graph)
+    for eqn, outs in graph.numbered:
+        if isinstance(eqn.op, AttentionGrad):
             live = iter([i in users for i in outs])
-            op = evolve(op, wants=tuple(wanted and next(live) for wanted in op.wants))
-        results = iter(b.emit(op, *(values[i] for i in eqn.args)))
-        values |= {i: next(results) for i in outs if op is eqn.op or i in users}
-    return b.graph(*(values[i] for i in graph.outputs))
+            op = evolve(eqn.op, wants=tuple(wanted and next(live) for wanted in eqn.op.wants))
+            copy.add(op, eqn.args, [i for i in outs if i in users])
+        else:
+            copy.add(eqn.op, eqn.args, outs)
+    return copy.finish()
 
 
-PASSES: tuple[Callable[[Graph], Graph], ...] = (prune, canonicalise, fuse)
+PASSES: tuple[Callable[[Graph], Graph], ...] = (canonicalise, fuse)
 
 
 def simplify(graph: Graph) -> Graph:

@@ -2,37 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import final
+
+from attrs import define, field
 
 from attn_graph.ir.builder import Builder, Value
-from attn_graph.ir.graph import Eqn, Graph
+from attn_graph.ir.graph import Eqn, Graph, Op
 
 Rule = Callable[[Builder, Eqn, tuple[Value, ...]], "Sequence[Value] | None"]
 
 
+@final
+@define(eq=False)
+class Copy:
+    """A graph that is made of values of another one, whose types they keep.
+
+    numbers: those of the values here, by their numbers there.
+    """
+
+    graph: Graph
+    eqns: list[Eqn] = field(factory=list)
+    numbers: dict[int, int] = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.numbers = {n: n for n in range(len(self.graph.inputs))}
+
+    def add(self, op: Op, args: Iterable[int], outs: Sequence[int]) -> None:
+        """Add an equation. args, outs: what it reads and gives, numbered as in the other graph."""
+        types, numbers = self.graph.types, self.numbers
+        self.eqns.append(Eqn(op, tuple(numbers[i] for i in args), tuple(types[i] for i in outs)))
+        for i in outs:
+            numbers[i] = len(numbers)
+
+    def finish(self) -> Graph:
+        """The graph, with the outputs of the other one."""
+        outputs = tuple(self.numbers[i] for i in self.graph.outputs)
+        return Graph(self.graph.inputs, tuple(self.eqns), outputs)
+
+
 def replay(graph: Graph, rule: Rule) -> Graph:
     """Rebuild `graph`: `rule` may replace an equation; where it returns None, it is copied."""
-    b = Builder(trusts=True)
-    values = [b.input(i.name, i.spec) for i in graph.inputs]
+    b = Builder(True, [*graph.inputs], types=[*graph.types[: len(graph.inputs)]])
+    values = [Value(b, n) for n in range(len(graph.inputs))]
     for eqn in graph.eqns:
         operands = tuple(values[i] for i in eqn.args)
-        values += rule(b, eqn, operands) or b.emit(eqn.op, *operands)
+        values += rule(b, eqn, operands) or b.add(eqn.op, operands, eqn.outs)
     return prune(b.graph(*(values[i] for i in graph.outputs)))
 
 
 def prune(graph: Graph) -> Graph:
     """Rebuild `graph` without the equations that no output needs."""
     live, needed = set(graph.outputs), True
-    for eqn, outs in reversed([*graph.numbered()]):
+    for eqn, outs in reversed(graph.numbered):
         if live.isdisjoint(outs):
             needed = False
         else:
             live.update(eqn.args)
     if needed:
         return graph
-    b = Builder(trusts=True)
-    values = {n: b.input(i.name, i.spec) for n, i in enumerate(graph.inputs)}
-    for eqn, outs in graph.numbered():
+    copy = Copy(graph)
+    for eqn, outs in graph.numbered:
         if not live.isdisjoint(outs):
-            values.update(zip(outs, b.emit(eqn.op, *(values[i] for i in eqn.args)), strict=True))
-    return b.graph(*(values[i] for i in graph.outputs))
+            copy.add(eqn.op, eqn.args, outs)
+    return copy.finish()

@@ -128,7 +128,7 @@ def residuals(graph: Graph) -> tuple[int, ...]:
     read = {i for eqn in graph.eqns for i in eqn.args}
     return tuple(
         i
-        for eqn, outs in graph.numbered()
+        for eqn, outs in graph.numbered
         if isinstance(eqn.op, Attention)
         for name, i in zip(eqn.op.names, outs, strict=True)
         if name in SAVED or i in read
@@ -138,7 +138,7 @@ def residuals(graph: Graph) -> tuple[int, ...]:
 def result_spec(graph: Graph, i: int) -> TensorSpec:
     """How value i is laid out when it is an output: o in the memory order of q, else C order."""
     type_ = graph.types[i]
-    for eqn, outs in graph.numbered():
+    for eqn, outs in graph.numbered:
         if (
             isinstance(eqn.op, (Attention, ops.Weigh))
             and i == outs[0]
@@ -153,7 +153,7 @@ def value_names(graph: Graph) -> dict[int, str]:
     """A distinct name for each value that an equation gives; `d` before it is distinct too."""
     taken = {i.name for i in graph.inputs}
     names = {}
-    for eqn, outs in graph.numbered():
+    for eqn, outs in graph.numbered:
         for base, i in zip(eqn.op.names, outs, strict=True):
             tries = (base if n == 1 else f"{base}{n}" for n in range(1, len(taken) + 2))
             names[i] = next(name for name in tries if not {name, f"d{name}"} & taken)
@@ -193,10 +193,10 @@ def backward(
     for i, spec in zip(graph.outputs, cotangents, strict=True):
         if spec is not None:
             grads[i] = b.input(f"d{names[i]}", spec)
-    for eqn, outs in graph.numbered():
+    for eqn, outs in graph.numbered:
         if outs[0] not in values:
             values.update(zip(outs, b.emit(eqn.op, *(values[i] for i in eqn.args)), strict=True))
-    for eqn, outs in reversed([*graph.numbered()]):
+    for eqn, outs in reversed(graph.numbered):
         if any(i in grads for i in outs):
             operands, results = ([values.get(i) for i in x] for x in (eqn.args, outs))
             pulled = eqn.op.pull(b.emit, operands, results, [grads.get(i) for i in outs])

@@ -9,11 +9,14 @@ import torch
 from torch._C import (
     _are_functorch_transforms_active,
     _DisableAutocast,
+    _is_any_autocast_enabled,
     _is_tracing,
     _len_torch_dispatch_stack,
+    _len_torch_function_stack,
 )
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import detect_fake_mode
+from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -28,12 +31,27 @@ def is_traced() -> bool:
     return bool(_len_torch_dispatch_stack() or _are_functorch_transforms_active() or _is_tracing())
 
 
+def is_neutral() -> bool:
+    """Whether there are no modes, transforms and autocast now, and no default device."""
+    return not (
+        torch.is_inference_mode_enabled()
+        or _is_any_autocast_enabled()
+        or _are_functorch_transforms_active()
+        or _len_torch_function_stack()  # a default device is on it
+        or _len_torch_dispatch_stack()
+        or _len_torch_dispatch_stack_pre_dispatch()
+    )
+
+
 @contextmanager
 def neutral_state() -> Iterator[None]:
     """A context without modes, transforms, autocast and default device, whatever surrounds it.
 
     For planning, whose tensors outlive the call. It can decorate a function.
     """
+    if is_neutral():  # as it mostly is
+        yield
+        return
     with (
         torch.inference_mode(False),
         _disable_current_modes(),

@@ -89,20 +89,7 @@ class Target:
             return describe_cpu()
         if not isinstance(name, str) or name not in devices():
             raise GraphError(f"target {name!r} is not known; known are cpu, {', '.join(devices())}")
-        device = devices()[name]
-        return cls(
-            name,
-            "cuda",
-            device.sm,
-            libraries=installed_libraries(),
-            multiprocessors=device.multiprocessors,
-            shared_memory=device.shared_memory,
-            shared_memory_per_sm=device.shared_memory_per_sm,
-            memory=device.memory,
-            bandwidth=device.bandwidth,
-            l2=device.l2,
-            peaks=device.peaks,
-        )
+        return describe_product(name)
 
     def peak(self, dtype: str) -> float | None:
         """Dense flop/s of matrix products in a dtype, "bf16" say; None: not known."""
@@ -115,7 +102,7 @@ class Target:
 
     def current(self) -> AbstractContextManager[object]:
         """A context in which its device is the current one, if it is a GPU of this machine."""
-        device = self.device
+        device = self.device if gpu_count() else None
         elsewhere = device is not None and device.type == "cuda" and device.index != current_gpu()
         return torch.cuda.device(device) if elsewhere else nullcontext()
 
@@ -140,6 +127,25 @@ def local_devices() -> Iterator[torch.device]:
     now = current_gpu()
     yield from (torch.device("cuda", n) for n in sorted(range(gpu_count()), key=lambda n: n != now))
     yield torch.device("cpu")
+
+
+@cache
+def describe_product(name: str) -> Target:
+    """A GPU of the table, with the libraries installed here."""
+    device = devices()[name]
+    return Target(
+        name,
+        "cuda",
+        device.sm,
+        libraries=installed_libraries(),
+        multiprocessors=device.multiprocessors,
+        shared_memory=device.shared_memory,
+        shared_memory_per_sm=device.shared_memory_per_sm,
+        memory=device.memory,
+        bandwidth=device.bandwidth,
+        l2=device.l2,
+        peaks=device.peaks,
+    )
 
 
 @cache

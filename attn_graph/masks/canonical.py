@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from attn_graph.masks.joins import And, Join, Mask, Not, Or, join_masks
 from attn_graph.masks.leaves import LEAVES, Band, ragged_in
 from attn_graph.masks.places import Block, tighter
@@ -9,6 +11,7 @@ from attn_graph.masks.places import Block, tighter
 EVERYTHING = Band()
 
 
+@lru_cache(256)  # a graph is checked by it, and simplified
 def canonical_mask(mask: Mask, M: int, N: int) -> Mask | None:
     """The mask in one form: alignments are offsets, bands joined by `&` are one, parts are sorted.
 

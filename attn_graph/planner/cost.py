@@ -230,7 +230,7 @@ def shares_of(graph: Graph, given: Tensors) -> Iterator[Share]:
     read = {*graph.outputs, *(i for eqn in graph.eqns for i in eqn.args)}
     specs = [i.spec for i in graph.inputs]
     specs += [TensorSpec(t.shape, t.dtype) for t in graph.types[len(specs) :]]
-    for eqn, outs in graph.numbered():
+    for eqn, outs in graph.numbered:
         operands = [specs[i] for i in eqn.args]
         written = sum(specs[i].type.bytes for i in outs if i in read)
         node = attention_of(eqn)

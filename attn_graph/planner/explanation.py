@@ -235,5 +235,5 @@ def saved_values(graph: Graph) -> set[int]:
 
     The backward reads them, or the graph returns them.
     """
-    fused = {i for e, outs in graph.numbered() if isinstance(e.op, Attention) for i in outs}
+    fused = {i for e, outs in graph.numbered if isinstance(e.op, Attention) for i in outs}
     return {*residuals(graph), *(fused & {*graph.outputs})}

@@ -403,7 +403,7 @@ def rebuild_graph(graph: Graph, specs: Mapping[str, TensorSpec], kind: type | No
     values: dict[int, Value] = {
         n: b.input(i.name, specs.get(i.name, i.spec)) for n, i in enumerate(graph.inputs)
     }
-    for eqn, outs in graph.numbered():
+    for eqn, outs in graph.numbered:
         values.update(
             zip(outs, emit_changed(b, eqn, [values[i] for i in eqn.args], kind), strict=True)
         )
@@ -425,6 +425,6 @@ def without_idle(graph: Graph) -> Graph:
     read = {i for eqn in graph.eqns for i in eqn.args} | {*graph.outputs}
     b = Builder(trusts=True)
     values = {n: b.input(i.name, i.spec) for n, i in enumerate(graph.inputs) if n in read}
-    for eqn, outs in graph.numbered():
+    for eqn, outs in graph.numbered:
         values.update(zip(outs, b.emit(eqn.op, *(values[i] for i in eqn.args)), strict=True))
     return b.graph(*(values[i] for i in graph.outputs))

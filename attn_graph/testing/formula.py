@@ -122,7 +122,7 @@ def read_attention(op: Attention, given: list[Tensor]) -> dict[str, Any]:  # Any
 def output_roles(graph: Graph) -> list[str]:
     """What each output of a graph is: "p", "lse", "max", "pz" (p with dropout) or "o"."""
     names: dict[int, str] = {}
-    for eqn, outs in graph.numbered():
+    for eqn, outs in graph.numbered:
         match eqn.op:
             case ops.Softmax():
                 names |= zip(outs, ("p", "lse"), strict=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import final
 
 import torch
@@ -22,7 +22,7 @@ from attn_graph.lowering.cpu.schedule import (
     row_tiles,
 )
 from attn_graph.lowering.problem import Problem, flash_order, is_readable
-from attn_graph.machine.workspace import Buffer
+from attn_graph.machine.workspace import Buffer, Scratch
 from attn_graph.masks import Mask
 from attn_graph.masks.places import Block, Place
 from attn_graph.spec import TensorSpec, memory_order
@@ -52,13 +52,13 @@ class FusedTiles:
     blind: bool
 
     @classmethod
-    @lru_cache(64)  # a backend is asked whether it takes a graph, and then lowers it
     def plan(cls, problem: Problem) -> FusedTiles:
         """The tiles of a problem, static where its mask does not depend on data."""
         axes = depends(problem)
         width, blind = max(problem.D, problem.E), problem.has_blind_rows
         return cls(problem, static_tiles(problem, axes), axes, width, blind)
 
+    @cached_property
     def buffers(self) -> dict[str, Buffer]:
         """The scratch buffers: packed operands, one addend, and sums in wider precision."""
         p = self.problem
@@ -70,6 +70,11 @@ class FusedTiles:
             }
         buffers = {n: Buffer((*s.shape[:3], self.width), p.wide) for n, s in packed.items()}
         return buffers | ({"addend": Buffer((self.addends,), p.wide)} if self.addends else {})
+
+    @cached_property
+    def scratch(self) -> Scratch:
+        """The same side by side."""
+        return Scratch(tuple(self.buffers.values()))
 
     def operands(self) -> dict[str, TensorSpec]:
         """The large operands by name."""
@@ -88,7 +93,7 @@ class FusedTiles:
         fits = (x.dtype, x.shape[3]) == (self.problem.wide, self.width)
         return not fits or not is_readable(x, like=name == "q")
 
-    @property
+    @cached_property
     def holds(self) -> bool:
         """Whether a plan holds all addends: they are small, and no tensor of a call matters."""
         node = self.problem.node
@@ -169,7 +174,7 @@ class FusedTiles:
 
 def depends(problem: Problem) -> str:
     """Which of "b" and "h" the mask and the modifiers depend on."""
-    given = problem.node.split(problem.specs)
+    given = problem.by_role
     axes = axes_of_modifiers(problem) + axes_of_mask(problem, given)
     return "".join(axis for axis in "bh" if axis in axes)
 

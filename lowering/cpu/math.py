@@ -7,7 +7,7 @@ tile of scores ever exists; whatever is no attention runs as its own definition 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from math import prod
 from typing import final
 
@@ -40,32 +40,36 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
     """Every reason against a graph: PyTorch's switches, the workspace, rounded products."""
     yield from options.switched_off("math")
     tilings = plan_tiles(graph, target, options)
-    need = max((Scratch(tuple(t.buffers().values())).bytes for t in tilings), default=0)
-    yield from options.over_workspace(need)
+    yield from options.over_workspace(max((t.scratch.bytes for t in tilings if t), default=0))
     yield from options.rounded(graph, target)
 
 
-def plan_tiles(graph: Graph, target: Target, options: Options) -> list[Tiles]:
-    """How each attention of a graph would be tiled."""
-    return [t for eqn in graph.eqns if (t := tilings_of(graph, eqn, target, options)) is not None]
+def plan_tiles(graph: Graph, target: Target, options: Options) -> tuple[Tiles | None, ...]:
+    """How each equation is tiled; None for what is no attention or has nothing to compute."""
+    return tile_equations(graph, fused=target.kind == "cpu" and options.switches.flash)
 
 
-def tilings_of(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Tiles | None:
-    """The tiling of one equation; None for what is no attention or has nothing to compute."""
+@lru_cache(64)  # `why_not` asks for it, and `lower` again
+def tile_equations(graph: Graph, *, fused: bool) -> tuple[Tiles | None, ...]:
+    """The same. fused: whether PyTorch's fused CPU kernel may run."""
+    return tuple([tile_equation(graph, eqn, fused) for eqn in graph.eqns])
+
+
+def tile_equation(graph: Graph, eqn: Eqn, fused: bool) -> Tiles | None:
+    """The same of one equation."""
     if not isinstance(eqn.op, (Attention, AttentionGrad)):
         return None
     problem = Problem.of(eqn.op, operand_specs(graph, eqn))
     if problem.is_empty:
         return None
-    fused = options.switches.flash and fuses(problem, target)
-    return FusedTiles.plan(problem) if fused else ProductTiles.plan(problem)
+    return (FusedTiles if fused and fuses(problem) else ProductTiles).plan(problem)
 
 
-def fuses(problem: Problem, target: Target) -> bool:
+def fuses(problem: Problem) -> bool:
     """Whether PyTorch's fused CPU kernel can compute the tiles: it adds, gives o and lse, and
     pulls to q, k, v."""
     node, grad = problem.node, problem.grad
-    if target.kind != "cpu" or node.dropout or not all(m.additive for m in node.modifiers):
+    if node.dropout or not all(m.additive for m in node.modifiers):
         return False
     if node.names != SAVED:
         return False
@@ -92,7 +96,8 @@ class Step:
 
 def lower(graph: Graph, target: Target, options: Options) -> Executable:
     """One step for each equation, run in order."""
-    steps = [step_of(graph, eqn, target, options) for eqn in graph.eqns]
+    tilings = plan_tiles(graph, target, options)
+    steps = [step_of(graph, *x, options) for x in zip(graph.eqns, tilings, strict=True)]
     plan = [(eqn.args, step.call) for eqn, step in zip(graph.eqns, steps, strict=True)]
     saved, stats = residuals(graph), statistics(graph)
     exact = options.exact(graph)
@@ -134,18 +139,16 @@ def hand_out(
     return results
 
 
-def step_of(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Step:
+def step_of(graph: Graph, eqn: Eqn, tiles: Tiles | None, options: Options) -> Step:
     """How an equation runs: in tiles, or by its definition."""
     from attn_graph.lowering.cpu.fused_calls import FusedRun  # planning needs it, importing not
 
-    tiles, op = tilings_of(graph, eqn, target, options), eqn.op
     if tiles is None:
         specs = operand_specs(graph, eqn)
-        return Step(run_definition(op, specs), temporary=needed_by_definition(eqn, specs))
-    buffers = tiles.buffers()
-    scratch = Scratch(tuple(buffers.values()))
-    names, forward = tuple(buffers), isinstance(op, Attention)
+        return Step(run_definition(eqn.op, specs), temporary=needed_by_definition(eqn, specs))
+    scratch, names = tiles.scratch, tuple(tiles.buffers)
     run = FusedRun.of(tiles) if isinstance(tiles, FusedTiles) else tiles.made_ready()
+    forward = tiles.problem.grad is None
     work = run.forward if forward else partial(run_backward, tiles.problem, run.backward)
 
     def call(device: torch.device, *operands: torch.Tensor) -> Sequence[torch.Tensor]:

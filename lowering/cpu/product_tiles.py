@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from operator import itemgetter
 from typing import final
 
@@ -25,7 +26,7 @@ from attn_graph.lowering.cpu.schedule import (
     place_within,
 )
 from attn_graph.lowering.problem import Problem
-from attn_graph.machine.workspace import Buffer
+from attn_graph.machine.workspace import Buffer, Scratch
 from attn_graph.masks.places import Block, Place, join_intervals
 from attn_graph.spec import INF, TensorSpec
 
@@ -98,6 +99,7 @@ class ProductTiles:
         """Query heads that share a key/value head."""
         return self.problem.H // self.problem.G
 
+    @cached_property
     def buffers(self) -> dict[str, Buffer]:
         """The scratch buffers, by name."""
         p, wide = self.problem, self.problem.wide
@@ -118,6 +120,11 @@ class ProductTiles:
         if p.grad is not None:
             buffers |= self.needed_backward(n, L)
         return buffers
+
+    @cached_property
+    def scratch(self) -> Scratch:
+        """The same side by side."""
+        return Scratch(tuple(self.buffers.values()))
 
     def needed_backward(self, n: int, L: int) -> dict[str, Buffer]:
         """The scratch buffers that the gradient needs on top, for n heads and L rows a tile."""

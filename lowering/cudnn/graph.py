@@ -170,7 +170,7 @@ def cotangent_spec(problem: Problem, do: TensorSpec) -> TensorSpec:
 def operand_slots(problem: Problem) -> Iterator[Slot]:
     """The operands of the attention itself, except lengths."""
     yield from (slot(x, x, spec) for x, spec in zip("qkv", problem.specs, strict=False))
-    parts = problem.node.split(problem.specs)
+    parts = problem.by_role
     for modifier, data in zip(problem.node.modifiers, parts.modifiers, strict=True):
         if isinstance(modifier, Bias):
             yield slot("bias", "bias", data["bias"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -185,9 +185,11 @@ class TritonCall:
     names: tuple[str, ...] = field(  # of the results that are returned
         init=False, default=Factory(lambda call: output_names(call.graph), takes_self=True)
     )
-    storing_no_lse: tuple[Launch, ...] = field(
-        init=False, default=Factory(lambda call: call.flash.without_lse(), takes_self=True)
-    )
+
+    @cached_property
+    def storing_no_lse(self) -> tuple[Launch, ...]:
+        """The launches where nobody reads lse."""
+        return self.flash.without_lse()
 
     def forward(
         self, *tensors: torch.Tensor

@@ -87,7 +87,7 @@ class Tracer:
 
     def arrays(self, code: Code) -> tuple[list[Arrays], Arrays]:
         """The tensors that each modifier reads, and those that the mask reads, by name."""
-        operands = self.problem.node.split(self.problem.specs)
+        operands = self.problem.by_role
         slot, at = 0, 0
         arrays: list[dict[str, Array]] = []
         for tensors in (*operands.modifiers, operands.mask):
@@ -247,7 +247,7 @@ def constant_symbol(code: Code, value: object) -> Symbol:
 
 def read_specs(problem: Problem) -> list[TensorSpec]:
     """The specs of the tensors that modifiers and mask read, in the order of the operands."""
-    operands = problem.node.split(problem.specs)
+    operands = problem.by_role
     return [spec for tensors in (*operands.modifiers, operands.mask) for spec in tensors.values()]
 
 

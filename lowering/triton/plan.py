@@ -92,7 +92,7 @@ class Flash:
         dtypes = dict.fromkeys(("q", "k", "v", "o", "do"), p.dtype)
         dtypes |= dict.fromkeys((*p.node.stats, "delta", "dlse"), torch.float32)
         dtypes |= dict.fromkeys(("seed", "offset"), torch.int64)
-        sinks = p.node.split(p.specs).sinks
+        sinks = p.by_role.sinks
         dtypes |= {"sinks": sinks.dtype} if sinks else {}
         dtypes |= {f"grad{n}": spec.dtype for n, spec in enumerate(p.specs)}
         dtypes |= {f"data.{k}": spec.dtype for k, spec in enumerate(read_specs(p))}
@@ -319,7 +319,7 @@ class FlashBuilder:
         """Add the launch of the forward."""
         p, tile = self.problem, self.tiling("forward")
         lists, listed = self.listed(tile, by_keys=False)
-        sinks = p.node.split(p.specs).sinks
+        sinks = p.by_role.sinks
         more = {
             "o_strides": p.layout_of_o[1],
             "sinks_stride": sinks.strides[0] if sinks else 0,

@@ -90,7 +90,7 @@ class ListCode:
         mask, numbers, code = problem.node.mask, Numbers(), Code(Numbers())
         code.numbers = numbers
         assert mask is not None
-        operands = problem.node.split(problem.specs).mask
+        operands = problem.by_role.mask
         i, j = (Range(*(code.argument(f"{a}{n}", axes=a) for n in "01")) for a in "ij")
         x, y = code.argument("x", axes="i"), code.argument("y", axes="j")
         places = {id(i): x, id(j): y}

@@ -278,6 +278,6 @@ def test_alignments_that_mean_the_same_make_one_graph() -> None:
 def test_a_graph_knows_the_types_of_its_values() -> None:
     types = GRAPH.types
     assert [*map(str, GRAPH.output_types)] == ["f16[2, 4, 6, 8]", "f32[2, 4, 6]"]
-    for eqn, outs in GRAPH.numbered():
+    for eqn, outs in GRAPH.numbered:
         assert eqn.outs == tuple(types[i] for i in outs)
         assert eqn.op.infer(*(types[i] for i in eqn.args)) == eqn.outs

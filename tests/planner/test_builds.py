@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import random
+import sys
 
 import pytest
 import torch
@@ -97,8 +98,8 @@ def test_a_loop_over_lengths_holds_no_more_than_the_caches_do(
         return sum(type(x) is ag.Plan for x in gc.get_objects())
 
     before = live()
-    for cache in (plans, calls):
-        monkeypatch.setattr(cache, "capacity", 16)
+    for cache in (plans, calls):  # a 64th of each
+        monkeypatch.setattr(cache, "capacity", cache.capacity // 64)
     counts = []
     for n, (M, N) in enumerate(lengths(150)):
         ag.compile(graph(M, N, mask=ag.Causal("top_left")), target="cpu", backends=("math",))
@@ -106,3 +107,29 @@ def test_a_loop_over_lengths_holds_no_more_than_the_caches_do(
             counts.append(live() - before)
     assert counts[0] == counts[1] <= 16
     assert len(looks) == 0
+
+
+def unbounded_sizes() -> dict[str, int]:
+    """How many results each function of the package holds that forgets none."""
+    functions = {
+        f"{f.__module__}.{f.__qualname__}": f
+        for name, module in [*sys.modules.items()]
+        if name.startswith("attn_graph")
+        for f in vars(module).values()
+        if hasattr(f, "cache_parameters") and f.cache_parameters()["maxsize"] is None
+    }
+    return {name: f.cache_info().currsize for name, f in functions.items()}
+
+
+@pytest.mark.parametrize(
+    ("backend", "target"), [("math", "cpu"), ("torch_sdpa", "cpu"), ("triton", "h200")]
+)
+def test_what_is_never_forgotten_does_not_grow_with_lengths(backend: str, target: str) -> None:
+    sizes = []
+    for M, N in lengths(40):
+        q, k = (ag.TensorSpec((1, 2, n, 64), torch.float32) for n in (M, N))
+        causal = ag.attention(q, k, k, mask=ag.Causal("top_left"))
+        ag.compile(causal, target=target, backends=(backend,), store=False)
+        sizes.append(unbounded_sizes())
+    assert sizes[9]
+    assert sizes[9] == sizes[-1]
