@@ -28,6 +28,7 @@ class Timing:
     ours: float
     peer: float
     ratio: float  # the median of each pair's ratio, so that drift cancels
+    least_ratio: float  # of the fastest runs, which others on the machine disturbed least
 
 
 def versus(ours: Job, peer: Job, runs: int = 9) -> Timing:
@@ -36,7 +37,8 @@ def versus(ours: Job, peer: Job, runs: int = 9) -> Timing:
     peer()
     pairs = [(seconds(ours), seconds(peer)) for _ in range(runs)]
     mine, theirs = (statistics.median(x) for x in zip(*pairs, strict=True))
-    return Timing(mine, theirs, statistics.median(p / o for o, p in pairs))
+    least = [min(x) for x in zip(*pairs, strict=True)]
+    return Timing(mine, theirs, statistics.median(p / o for o, p in pairs), least[1] / least[0])
 
 
 def seconds(job: Job) -> float:
