@@ -20,8 +20,10 @@ from benchmarks.timing import save, versus
 TOKENS = 4096
 PEERS = ("eager", "sdpa")
 GOAL = 2
-FEATURES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "pad_token_id": 0}
 Model = Any  # of transformers
+FEATURES: dict[str, Any] = {  # Any: what a config takes
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "pad_token_id": 0,
+}  # fmt: skip
 Call = Callable[[], torch.Tensor]
 
 
@@ -68,7 +70,8 @@ def layer_call(job: Job, implementation: str, *, backward: bool) -> Call:
     torch.manual_seed(0)
     model = job.make()
     model.set_attn_implementation(implementation)
-    layer, calls = model.model.layers[job.layer].self_attn, []
+    layer = model.model.layers[job.layer].self_attn
+    calls: list[Any] = []  # Any: arguments by place, and by name
     hook = layer.register_forward_pre_hook(
         lambda _, args, named: calls.append((args, named)), with_kwargs=True
     )
@@ -130,7 +133,7 @@ def main() -> None:
                 rows.append(row)
                 print(format_row(row), flush=True)
     if options.save:
-        print(save("models", rows))
+        print(save("models", rows, transformers=hf.__version__))
 
 
 if __name__ == "__main__":

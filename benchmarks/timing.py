@@ -94,9 +94,9 @@ def commit() -> str:
     return process.stdout.strip()
 
 
-def save(name: str, rows: Sequence[dict[str, Any]]) -> Path:
-    """Write rows with the machine beside them."""
+def save(name: str, rows: Sequence[dict[str, Any]], **more: str) -> Path:
+    """Write rows with the machine beside them, and what else says where they are from."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}-{date.today().isoformat()}.json"
-    path.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+    path.write_text(json.dumps({"machine": machine() | more, "rows": rows}, indent=1) + "\n")
     return path

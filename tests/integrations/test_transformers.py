@@ -162,7 +162,7 @@ def packed_by_lengths(model: Model, inputs: list[Inputs]) -> Tensor:
 
 def cached(model: Model, inputs: list[Inputs], memory: Any = None) -> Tensor:
     """In parts of 10, 1 and the other tokens, which see those before them by a cache."""
-    batch = stack(inputs)
+    batch: dict[str, Any] = {**stack(inputs)}  # Any: tensors, or several
     name = "decoder_input_ids" if "decoder_input_ids" in batch else "input_ids"
     parts, ids = [], batch.pop(name)
     for part in (ids[:, :10], ids[:, 10:11], ids[:, 11:]):
@@ -396,9 +396,9 @@ def test_layers_are_explained_by_name() -> None:
 
 def test_layers_are_explained_where_the_model_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not for the GPU that the machine may have besides."""
-    targets = []
+    targets: list[ag.Target] = []
     monkeypatch.setattr(integration, "explain", lambda graph, target: targets.append(target))
-    integration.explain_layers(model_of("Llama", "attn_graph"), **draw_inputs("Llama")[0])
+    integration.explain_layers(model_of("Llama", "attn_graph"), None, **draw_inputs("Llama")[0])
     assert targets == [ag.Target.of("cpu")] * LAYERS
 
 
