@@ -32,7 +32,7 @@ def where(benchmark: str = "cpu") -> str:
 
 def all_rows() -> str:
     """Every row, with its machine."""
-    rows = [
+    rows: list[tuple[object, ...]] = [
         (row["job"], row["pass"], *(f"{row[x]:.1f}" for x in ("ms", "peer ms")), ratio(row))
         for row in newest()[1]["rows"]
     ]
@@ -41,7 +41,7 @@ def all_rows() -> str:
 
 def model_rows() -> str:
     """The attention of layers, with the machine; without the peers that refuse a model."""
-    rows = [
+    rows: list[tuple[object, ...]] = [
         (
             row["job"],
             row["pass"],
