@@ -28,6 +28,7 @@ class Timing:
     ours: float
     peer: float
     ratio: float  # the median of each pair's ratio, so that drift cancels
+    least_ratio: float  # of the fastest runs, which others on the machine disturbed least
 
 
 def versus(ours: Job, peer: Job, runs: int = 9) -> Timing:
@@ -36,7 +37,8 @@ def versus(ours: Job, peer: Job, runs: int = 9) -> Timing:
     peer()
     pairs = [(seconds(ours), seconds(peer)) for _ in range(runs)]
     mine, theirs = (statistics.median(x) for x in zip(*pairs, strict=True))
-    return Timing(mine, theirs, statistics.median(p / o for o, p in pairs))
+    least = [min(x) for x in zip(*pairs, strict=True)]
+    return Timing(mine, theirs, statistics.median(p / o for o, p in pairs), least[1] / least[0])
 
 
 def seconds(job: Job) -> float:
@@ -92,9 +94,9 @@ def commit() -> str:
     return process.stdout.strip()
 
 
-def save(name: str, rows: Sequence[dict[str, Any]]) -> Path:
-    """Write rows with the machine beside them."""
+def save(name: str, rows: Sequence[dict[str, Any]], **more: str) -> Path:
+    """Write rows with the machine beside them, and what else says where they are from."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}-{date.today().isoformat()}.json"
-    path.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+    path.write_text(json.dumps({"machine": machine() | more, "rows": rows}, indent=1) + "\n")
     return path

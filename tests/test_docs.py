@@ -19,7 +19,10 @@ WRITER = load_file(ROOT / "docs" / "generate" / "__main__.py")
 BLOCK = re.compile(r"```python\n(.*?)```\n(?:```text\n(.*?)```)?", re.DOTALL)
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RUN = [page for page in PAGES if "```python\n" in page.read_text(encoding="utf-8")]
-NEEDS = {"docs/guides/hugging-face.md": "transformers"}  # beside what the library needs
+NEEDS = {  # beside what the library needs
+    "docs/first-five-minutes.md": "transformers",
+    "docs/guides/hugging-face.md": "transformers",
+}
 AGAIN = "run `.venv/bin/python -m docs.generate`, and read the diff"
 
 

@@ -31,7 +31,7 @@ from attn_graph.ir import builder
 from attn_graph.ir.graph import Graph
 from attn_graph.machine.ambient import is_traced
 from attn_graph.machine.target import Target
-from attn_graph.masks import Causal, Mask
+from attn_graph.masks import Causal, Mask, SameSegment
 from attn_graph.nn.functional import attention
 from attn_graph.planner.explanation import Explanation
 from attn_graph.spec import TensorSpec
@@ -41,7 +41,8 @@ TOP_LEFT = Causal("top_left")
 Tensors = dict[str, Any]  # Any: a tensor, or the two of `segments`
 Options = dict[str, Any]  # Any: what `attention` takes that is no tensor
 logger = logging.getLogger(__name__)
-layer_graphs: ContextVar[dict[torch.nn.Module, Graph] | None]  # while layers are explained
+LayerGraphs = dict[torch.nn.Module, tuple[Graph, torch.device]]
+layer_graphs: ContextVar[LayerGraphs | None]  # while layers are explained
 layer_graphs = ContextVar("layer_graphs", default=None)
 
 
@@ -200,12 +201,15 @@ def attend_layer(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     output_attentions: bool | None = False,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
     """The attention interface: query [B,H,M,D], key and value [B,G,N,D] -> [B,M,H,D], and None.
 
-    s_aux: sinks [H]. position_bias: [1 or B,H,M,N], differentiable. Raises GraphError where the
-    weights are wanted, which are never made.
+    s_aux: sinks [H]. position_bias: [1 or B,H,M,N], differentiable. cu_seq_lens_q, cu_seq_lens_k:
+    where documents in a row begin and end, [documents + 1]. Raises GraphError where the weights are
+    wanted, which are never made, and for documents in a row whose keys are not its queries'.
     """
     if output_attentions:
         raise GraphError(
@@ -214,13 +218,17 @@ def attend_layer(
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     mask, tensors = layer_mask(attention_mask, causal=causal and query.shape[2] > 1)
+    if cu_seq_lens_q is not None and cu_seq_lens_k is not None and "segments" not in tensors:
+        mask = SameSegment() if mask is None else mask & SameSegment()
+        tensors["segments"] = number_documents(query, key, cu_seq_lens_q, cu_seq_lens_k)
     if position_bias is not None:
         tensors["bias"] = position_bias + tensors["bias"] if "bias" in tensors else position_bias
     if s_aux is not None:
         tensors["sinks"] = s_aux
     options: Options = {"mask": mask, "scale": scaling, "soft_cap": softcap, "dropout": dropout}
     if not torch.compiler.is_compiling() and (graphs := layer_graphs.get()) is not None:
-        graphs[module] = make_layer_graph(query, key, value, tensors, options)
+        graph = make_layer_graph(query, key, value, tensors, options)
+        graphs[module] = graph, query.device
     o = attention(query, key, value, **options, **tensors)
     assert isinstance(o, Tensor)  # without statistics
     return o.transpose(1, 2).contiguous(), None
@@ -238,6 +246,24 @@ def layer_mask(
     if isinstance(attention_mask, MaskDescription):
         return attention_mask.mask, dict(attention_mask.tensors)
     return None, {"keep" if attention_mask.dtype == torch.bool else "bias": attention_mask}
+
+
+def number_documents(
+    query: Tensor, key: Tensor, q_ends: Tensor, kv_ends: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The document of each query [B,M] and key [B,N], by cumulative lengths over all rows.
+
+    Raises GraphError where M and N differ: the place of a query in its document is not known then.
+    """
+    (B, _, M, _), N = query.shape, key.shape[2]
+    if M != N:
+        raise GraphError(
+            f"cu_seq_lens_q: documents in a row need as many keys as queries, and there are {N} "
+            f"keys and {M} queries; call the model with use_cache=False, or without cu_seq_lens_q"
+        )
+    token = torch.arange(B * M, device=query.device, dtype=q_ends.dtype).view(B, M)
+    q, kv = (torch.bucketize(token, ends[1:], right=True) for ends in (q_ends, kv_ends))
+    return q, kv
 
 
 def make_layer_graph(
@@ -260,8 +286,8 @@ def explain_layers(
 ) -> dict[str, Explanation]:
     """Who runs the attention of each layer, by the layer's name, and why: see `attn_graph.explain`.
 
-    The model is called with `inputs` once, without gradients, on the machine that it is on.
-    target: where else the layers might run. Layers without attention of ours are left out.
+    The model is called with `inputs` once, without gradients, where it is. target: where else the
+    layers might run, by default there too. Layers without attention of ours are left out.
     """
     token = layer_graphs.set({})
     try:
@@ -270,11 +296,12 @@ def explain_layers(
         graphs = layer_graphs.get() or {}
     finally:
         layer_graphs.reset(token)
-    return {
-        name: explain(graphs[module], target=target)
-        for name, module in model.named_modules()
-        if module in graphs
-    }
+    explanations = {}
+    for name, module in model.named_modules():
+        if module in graphs:
+            graph, device = graphs[module]
+            explanations[name] = explain(graph, target=target or Target.here(device))
+    return explanations
 
 
 AttentionInterface.register(NAME, attend_layer)

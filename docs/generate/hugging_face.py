@@ -12,7 +12,9 @@ TESTS = {  # a column, and the test whose families it has
     "padded right": "test_padding_at_the_end_changes_nothing",
     "padded left": "test_padding_at_the_start_changes_nothing",
     "packed": "test_packed_sequences_do_not_see_each_other",
+    "packed by lengths": "test_cumulative_lengths_separate_packed_sequences",
     "cached": "test_a_cache_changes_nothing",
+    "static cache": "test_a_cache_of_fixed_size_changes_nothing",
     "generate": "test_generation_gives_the_tokens_that_eager_gives",
     "checkpointed": "test_checkpointed_layers_have_the_same_gradients",
     "compiled": "test_a_model_of_each_family_is_compiled_whole",
@@ -47,7 +49,7 @@ def families_of(test: Any) -> set[str]:  # Any: a test that pytest knows
 
 def graphs_of(tests: Any, name: str, model: Any) -> Iterator[Any]:  # Any: of the tests' module
     """The graphs of a model's layers, of one batch."""
-    batch, _ = tests.stack(tests.draw_inputs(name, (24, 24)))
+    batch = tests.stack(tests.draw_inputs(name, (24, 24)))
     explained = tests.integration.explain_layers(model, "cpu", **batch)
     return (each.graph for each in explained.values())
 

@@ -1,4 +1,4 @@
-"""The newest saved figures of benchmarks/cpu.py, as a table and as bars."""
+"""The newest saved figures of benchmarks/cpu.py, as a table and as bars, and of models.py."""
 
 from __future__ import annotations
 
@@ -11,30 +11,48 @@ from docs.generate.pages import ROOT, table
 
 RESULTS = ROOT / "benchmarks" / "results"
 HEAD = ("job", "pass", "ours, ms", "PyTorch, ms", "times faster")
+MODELS_HEAD = ("layer", "pass", "beside", "ours, ms", "its, ms", "times faster")
 SAME = 0.1  # a ratio within this of 1 is neither gain nor loss
 
 
-def newest() -> tuple[str, Any]:  # Any: JSON
+def newest(benchmark: str = "cpu") -> tuple[str, Any]:  # Any: JSON
     """The file's name and what it holds."""
-    path = sorted(RESULTS.glob("cpu-*.json"))[-1]
+    path = sorted(RESULTS.glob(f"{benchmark}-*.json"))[-1]
     return path.name, json.loads(path.read_text(encoding="utf-8"))
 
 
-def where() -> str:
+def where(benchmark: str = "cpu") -> str:
     """The machine and versions of the figures."""
-    name, saved = newest()
+    name, saved = newest(benchmark)
     at = saved["machine"]
-    machine = f"{at['cpu']} ({at['capability']}), {at['threads']} threads, Python {at['python']}"
+    threads = f"{at['threads']} thread{'s' * (at['threads'] != 1)}"
+    machine = f"{at['cpu']} ({at['capability']}), {threads}, Python {at['python']}"
     return f"Measured on {machine}, torch {at['libraries']['torch']}; `benchmarks/results/{name}`."
 
 
 def all_rows() -> str:
     """Every row, with its machine."""
-    rows = [
+    rows: list[tuple[object, ...]] = [
         (row["job"], row["pass"], *(f"{row[x]:.1f}" for x in ("ms", "peer ms")), ratio(row))
         for row in newest()[1]["rows"]
     ]
     return f"{where()}\n\n{table(HEAD, rows)}"
+
+
+def model_rows() -> str:
+    """The attention of layers, with the machine; without the peers that refuse a model."""
+    rows: list[tuple[object, ...]] = [
+        (
+            row["job"],
+            row["pass"],
+            row["peer"],
+            *(f"{row[x]:.0f}" for x in ("ms", "peer ms")),
+            ratio(row),
+        )
+        for row in newest("models")[1]["rows"]
+        if "refused" not in row
+    ]
+    return f"{where('models')}\n\n{table(MODELS_HEAD, rows)}"
 
 
 def ratio(row: Any) -> str:  # Any: JSON

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import attn_graph as ag
 from attn_graph.errors import GraphError
@@ -19,7 +20,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DynamicCache, StaticCache
 
 from attn_graph.integrations import transformers as integration
-from tests.support.models import FAMILIES, ROUGH, VOCABULARY, Model
+from attn_graph.nn.functional import attention
+from tests.support.models import FAMILIES, LAYERS, ROUGH, VOCABULARY, Model
 
 QUICK = ("Llama", "Gemma 2")  # the others are marked slow
 LENGTHS = (24, 17)  # tokens
@@ -44,8 +46,17 @@ def model_of(name: str, implementation: str, dtype: torch.dtype = torch.float32)
     return model
 
 
+@pytest.fixture(autouse=True)
+def no_dense_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every mask of these models is data; none becomes a tensor [B,1,M,N]."""
+    monkeypatch.setattr(integration, "dense_mask", lambda arguments: pytest.fail("a dense mask"))
+
+
 def draw_inputs(name: str, lengths: tuple[int, ...] = LENGTHS) -> list[Inputs]:
-    """What a model of a family reads: one sequence each, of so many tokens where it has tokens."""
+    """What a model of a family reads: one sequence each, of so many tokens where it has tokens.
+
+    A decoder beside an encoder reads fewer.
+    """
     generator = torch.Generator().manual_seed(1)
 
     def tokens(length: int) -> Tensor:
@@ -56,11 +67,15 @@ def draw_inputs(name: str, lengths: tuple[int, ...] = LENGTHS) -> list[Inputs]:
 
     match FAMILIES[name].reads:
         case "speech":
-            return [{"input_features": numbers(8, 40), "decoder_input_ids": tokens(11)}] * 2
+            sounds = [numbers(8, 40) for _ in lengths]
+            return [
+                {"input_features": x, "decoder_input_ids": tokens(n - 6)}
+                for x, n in zip(sounds, lengths, strict=True)
+            ]
         case "images":
             return [{"pixel_values": numbers(3, 24, 24)}] * 2
         case "pairs":
-            return [{"input_ids": tokens(n), "decoder_input_ids": tokens(11)} for n in lengths]
+            return [{"input_ids": tokens(n), "decoder_input_ids": tokens(n - 6)} for n in lengths]
     return [{"input_ids": tokens(n)} for n in lengths]
 
 
@@ -80,59 +95,97 @@ def alone(model: Model, inputs: list[Inputs]) -> Tensor:
     return torch.cat([logits_of(model, **each).flatten(0, -2) for each in inputs])
 
 
-def stack(inputs: list[Inputs], *, left: bool = False) -> tuple[Inputs, Tensor]:
-    """One batch of sequences, token 0 being padding, and its padding mask [B, tokens]."""
+def stack(inputs: list[Inputs], *, left: bool = False) -> Inputs:
+    """One batch of sequences, token 0 being padding."""
     batch = {
         name: nn.utils.rnn.pad_sequence(
             [each[name][0].flip(0) if left else each[name][0] for each in inputs], batch_first=True
         )
         for name in inputs[0]
     }
-    if left:
-        batch = {name: x.flip(1) for name, x in batch.items()}
-    return batch, (batch["input_ids"] != 0).long() if "input_ids" in batch else torch.ones(0)
+    return {name: x.flip(1) for name, x in batch.items()} if left else batch
+
+
+def padding_of(batch: Inputs) -> Inputs:
+    """The masks [B, tokens] of what is no padding, by the names that models have for them."""
+    return {
+        name.replace("input_ids", "attention_mask"): (x != 0).long()
+        for name, x in batch.items()
+        if name.endswith("input_ids")
+    }
 
 
 def whole(model: Model, inputs: list[Inputs]) -> Tensor:
     """All in one batch, none of them padded."""
-    return logits_of(model, **stack(inputs)[0]).flatten(0, -2)
+    return logits_of(model, **stack(inputs)).flatten(0, -2)
 
 
 def padded_right(model: Model, inputs: list[Inputs]) -> Tensor:
     """In one batch, padding being last."""
-    batch, mask = stack(inputs)
-    logits = logits_of(model, **batch, attention_mask=mask)
-    return logits.flatten(0, 1) if "decoder_input_ids" in batch else logits[mask.bool()]
+    batch = stack(inputs)
+    padding = padding_of(batch)
+    *_, rows = padding.values()  # of the decoder, where there is one
+    return logits_of(model, **batch, **padding)[rows.bool()]
 
 
 def padded_left(model: Model, inputs: list[Inputs]) -> Tensor:
     """In one batch, padding being first."""
-    batch, mask = stack(inputs, left=True)
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    return logits_of(model, **batch, attention_mask=mask, position_ids=positions)[mask.bool()]
+    batch = stack(inputs, left=True)
+    padding = padding_of(batch)
+    *_, rows = padding.values()  # of the decoder, where there is one
+    positions = {"position_ids": (rows.cumsum(1) - 1).clamp(min=0)}
+    if "decoder_input_ids" in batch:  # T5's positions are differences
+        speaks = "input_features" in batch
+        positions = {"decoder_position_ids": positions["position_ids"]} if speaks else {}
+    return logits_of(model, **batch, **padding, **positions)[rows.bool()]
+
+
+def pack(inputs: list[Inputs]) -> Inputs:
+    """One row of sequences, one after the other, with the place of each token in its own."""
+    rows = [each["input_ids"][0] for each in inputs]
+    positions = torch.cat([torch.arange(len(row)) for row in rows])
+    return {"input_ids": torch.cat(rows)[None], "position_ids": positions[None]}
 
 
 def packed(model: Model, inputs: list[Inputs]) -> Tensor:
-    """In one row, one after the other."""
-    rows = [each["input_ids"][0] for each in inputs]
-    positions = torch.cat([torch.arange(len(row)) for row in rows])[None]
-    packs = torch.cat(rows)[None]
-    return logits_of(model, input_ids=packs, position_ids=positions, use_cache=False)[0]
+    """In one row, separated by places that begin again."""
+    return logits_of(model, **pack(inputs), use_cache=False)[0]
 
 
-def cached(model: Model, inputs: list[Inputs]) -> Tensor:
+def packed_by_lengths(model: Model, inputs: list[Inputs]) -> Tensor:
+    """In one row, separated by the arguments of flash attention, which eager attention ignores."""
+    if model.config._attn_implementation != "attn_graph":
+        return alone(model, inputs)
+    ends = torch.tensor([0, *(each["input_ids"].shape[1] for each in inputs)]).cumsum(0).int()
+    return logits_of(model, **pack(inputs), cu_seq_lens_q=ends, cu_seq_lens_k=ends)[0]
+
+
+def cached(model: Model, inputs: list[Inputs], memory: Any = None) -> Tensor:
     """In parts of 10, 1 and the other tokens, which see those before them by a cache."""
-    ids = stack(inputs)[0]["input_ids"]
-    parts, memory = [], None
+    batch: dict[str, Any] = {**stack(inputs)}  # Any: tensors, or several
+    name = "decoder_input_ids" if "decoder_input_ids" in batch else "input_ids"
+    parts, ids = [], batch.pop(name)
     for part in (ids[:, :10], ids[:, 10:11], ids[:, 11:]):
-        result = model(input_ids=part, past_key_values=memory, use_cache=True)
+        result = model(**batch, **{name: part}, past_key_values=memory, use_cache=True)
         memory = result.past_key_values
         parts.append(result.logits)
+        if name == "decoder_input_ids":  # what is encoded once
+            batch = {"encoder_outputs": (result.encoder_last_hidden_state,)}
     return torch.cat(parts, 1).flatten(0, 1)
 
 
+def cached_at_fixed_size(model: Model, inputs: list[Inputs]) -> Tensor:
+    """The same, in a cache whose fill is a number on the device."""
+    return cached(model, inputs, StaticCache(config=model.config, max_cache_len=40))
+
+
 def results_of(model: Model, logits: Tensor) -> dict[str, Tensor]:
-    """The logits, and the gradient of their sum, weighted, by every parameter, by its name."""
+    """The logits, and the gradient of their sum, weighted, by every parameter, by its name.
+
+    Without gradients where the model was called under `no_grad`.
+    """
+    if not logits.requires_grad:
+        return {"logits": logits}
     weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     total = (logits * weights.to(logits.dtype)).sum()
@@ -178,12 +231,12 @@ def test_logits_and_gradients_are_those_of_eager(name: str) -> None:
     check_model(name, whole, draw_inputs(name, (24, 24)))
 
 
-@pytest.mark.parametrize("name", families("tokens", "text", "pairs"))
+@pytest.mark.parametrize("name", families("tokens", "text", "speech", "pairs"))
 def test_padding_at_the_end_changes_nothing(name: str) -> None:
     check_model(name, padded_right, draw_inputs(name))
 
 
-@pytest.mark.parametrize("name", families("tokens"))
+@pytest.mark.parametrize("name", families("tokens", "text", "speech", "pairs"))
 def test_padding_at_the_start_changes_nothing(name: str) -> None:
     check_model(name, padded_left, draw_inputs(name))
 
@@ -193,29 +246,89 @@ def test_packed_sequences_do_not_see_each_other(name: str) -> None:
     check_model(name, packed, draw_inputs(name))
 
 
-@pytest.mark.parametrize("name", families("tokens"))
+@pytest.mark.parametrize("name", families("tokens", "text"))
+def test_cumulative_lengths_separate_packed_sequences(name: str) -> None:
+    check_model(name, packed_by_lengths, draw_inputs(name))
+
+
+def test_cumulative_lengths_are_refused_where_keys_are_not_the_queries() -> None:
+    model, ids = model_of("Llama", "attn_graph"), draw_inputs("Llama", (24,))[0]["input_ids"]
+    ends, memory = torch.tensor([0, 12, 24]), DynamicCache(config=model.config)
+    model(input_ids=ids, past_key_values=memory)
+    with pytest.raises(GraphError, match=r"cu_seq_lens_q.*25 keys and 1 queries.*use_cache=False"):
+        model(input_ids=ids[:, :1], past_key_values=memory, cu_seq_lens_q=ends, cu_seq_lens_k=ends)
+
+
+@pytest.mark.parametrize("name", families("tokens", "speech", "pairs"))
 def test_a_cache_changes_nothing(name: str) -> None:
     check_model(name, cached, draw_inputs(name, (24, 24)))
+
+
+@pytest.mark.parametrize("name", families("tokens"))
+def test_a_cache_of_fixed_size_changes_nothing(name: str) -> None:
+    with torch.no_grad():  # it is written in place
+        check_model(name, cached_at_fixed_size, draw_inputs(name, (24, 24)))
+
+
+class NoReads(TorchFunctionMode):
+    """While it is on, no element of a tensor may be read on the host."""
+
+    READS = (
+        Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.nonzero, Tensor.__bool__, Tensor.__int__,
+        Tensor.__index__, Tensor.__float__, torch.nonzero, torch.equal,
+    )  # fmt: skip
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],  # Any: whatever PyTorch's functions take and give
+        types: Sequence[type],
+        args: Sequence[Any] = (),  # Any: the same
+        kwargs: Mapping[str, Any] | None = None,  # Any: the same
+    ) -> Any:  # Any: the same
+        assert func not in self.READS, f"{func} reads from the device"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_decode_step_reads_nothing_from_the_device(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a cache of fixed size, and padding. On a GPU, for which `is_readable_now` answers here;
+    what the CPU's kernels read of their own tensors does not count."""
+
+    def attend(*args: Any, **options: Any) -> Any:  # Any: those of `attention`
+        with torch._C.DisableTorchFunction():
+            return attention(*args, **options)
+
+    monkeypatch.setattr(integration, "attention", attend)
+    monkeypatch.setattr(integration, "is_readable_now", lambda tensor, M: M > 1)
+    model, batch = model_of(name, "attn_graph"), stack(draw_inputs(name), left=True)
+    ids, keep = batch["input_ids"], padding_of(batch)["attention_mask"]
+    memory = StaticCache(config=model.config, max_cache_len=40)
+    with torch.no_grad():
+        model(input_ids=ids[:, :20], attention_mask=keep[:, :20], past_key_values=memory)
+        for n in (20, 21):
+            step = {"input_ids": ids[:, n : n + 1], "attention_mask": keep[:, : n + 1]}
+            with NoReads():
+                model(**step, past_key_values=memory)
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", families("tokens", "speech", "pairs"))
 def test_generation_gives_the_tokens_that_eager_gives(name: str, cache: str) -> None:
-    inputs = draw_inputs(name)
-    batch, mask = stack(inputs, left=FAMILIES[name].reads == "tokens")
+    batch = stack(draw_inputs(name), left=FAMILIES[name].reads == "tokens")
     batch.pop("decoder_input_ids", None)
-    if mask.numel():
-        batch["attention_mask"] = mask
+    batch |= padding_of(batch)
     how = {"max_new_tokens": 64, "do_sample": False, "cache_implementation": cache}
     tokens = [model_of(name, each).generate(**batch, **how) for each in ("eager", "attn_graph")]
     assert tokens[0].shape[1] >= 64
     assert torch.equal(*tokens)
 
 
-@pytest.mark.parametrize("name", families("tokens", "text", "pairs"))
+@pytest.mark.parametrize("name", families("tokens", "text", "speech", "images", "pairs"))
 def test_checkpointed_layers_have_the_same_gradients(name: str) -> None:
     """With dropout, which is to drop the same when a layer is computed again."""
-    batch, mask = stack(draw_inputs(name))
+    batch = stack(draw_inputs(name))
     results = []
     for checkpointing in (False, True):
         model = model_of(name, "attn_graph").train()
@@ -226,7 +339,7 @@ def test_checkpointed_layers_have_the_same_gradients(name: str) -> None:
         if checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
         torch.manual_seed(3)
-        results.append(results_of(model, logits_of(model, **batch, attention_mask=mask)))
+        results.append(results_of(model, logits_of(model, **batch, **padding_of(batch))))
     assert results[0].keys() == results[1].keys()
     assert all(torch.equal(x, results[1][n]) for n, x in results[0].items())
 
@@ -263,6 +376,12 @@ def test_weights_that_are_never_made_are_refused() -> None:
         )
 
 
+def test_continuous_batching_is_refused_by_transformers() -> None:
+    """Whose list of implementations is fixed: the day it is not, the guide is to say so."""
+    with pytest.raises(ValueError, match="attn_graph is not supported for continuous batching"):
+        model_of("Llama", "attn_graph").generate_batch(inputs=[[3, 4, 5]])
+
+
 def test_layers_are_explained_by_name() -> None:
     inputs = draw_inputs("Gemma 2", (24,))[0]
     model = model_of("Gemma 2", "attn_graph")
@@ -273,6 +392,14 @@ def test_layers_are_explained_by_name() -> None:
     assert "SoftCap(cap=50.0)" in str(full.graph)
     assert full.target == ag.Target.of("h200")
     assert not integration.explain_layers(model_of("Gemma 2", "eager"), "h200", **inputs)
+
+
+def test_layers_are_explained_where_the_model_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for the GPU that the machine may have besides."""
+    targets: list[ag.Target] = []
+    monkeypatch.setattr(integration, "explain", lambda graph, target: targets.append(target))
+    integration.explain_layers(model_of("Llama", "attn_graph"), None, **draw_inputs("Llama")[0])
+    assert targets == [ag.Target.of("cpu")] * LAYERS
 
 
 def test_a_new_length_needs_no_more_than_a_plan() -> None:
@@ -287,17 +414,17 @@ def test_a_new_length_needs_no_more_than_a_plan() -> None:
 
 def check_compiled(name: str, backend: str) -> None:
     """A compiled model gives what it gives otherwise, gradients too, and is compiled once."""
-    batch, mask = stack(draw_inputs(name))
-    more = {"attention_mask": mask} if mask.numel() else {}
+    batch = stack(draw_inputs(name))
+    batch |= padding_of(batch)
     model = model_of(name, "attn_graph")
     if name == "gpt-oss":
         model.set_experts_implementation("batched_mm")  # the other branches on numbers
-    expected = results_of(model, logits_of(model, **batch, **more))
+    expected = results_of(model, logits_of(model, **batch))
     torch.compiler.reset()
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     for _ in range(2):
-        results = results_of(model, compiled(**batch, **more).logits)
+        results = results_of(model, compiled(**batch).logits)
         assert all(torch.equal(results[n], x) for n, x in expected.items())
     assert counter.frame_count == 1
 
@@ -333,7 +460,7 @@ def test_lengths_become_symbols(use_cache: bool) -> None:
     model, counter = model_of("Gemma 3", "attn_graph"), CompileCounterWithBackend("eager")
     torch.compiler.reset()
     compiled = torch.compile(model, fullgraph=True, backend=counter)
-    ids = stack(draw_inputs("Gemma 3", (30, 30)))[0]["input_ids"]
+    ids = stack(draw_inputs("Gemma 3", (30, 30)))["input_ids"]
     for length in (24, 23, 9, 30):
         part = {"input_ids": ids[:, :length], "use_cache": use_cache}
         assert torch.equal(compiled(**part).logits, model(**part).logits)
@@ -346,7 +473,7 @@ def test_a_decode_step_is_compiled_once(cache: str) -> None:
     model, counter = model_of("Mistral", "attn_graph"), CompileCounterWithBackend("eager")
     torch.compiler.reset()
     compiled = torch.compile(model, fullgraph=True, backend=counter)
-    ids = stack(draw_inputs("Mistral", (30, 30)))[0]["input_ids"]
+    ids = stack(draw_inputs("Mistral", (30, 30)))["input_ids"]
     caches = [
         DynamicCache(config=model.config)
         if cache == "dynamic"
