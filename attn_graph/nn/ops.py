@@ -20,7 +20,15 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch._library.opaque_object import MemberType, register_opaque_type
 from torch.autograd.function import _SingleLevelFunction
 
-from attn_graph.compiler import Look, avoided, looks, plan_simplified, preferred, remember
+from attn_graph.compiler import (
+    Key,
+    avoided,
+    plan_simplified,
+    preferred,
+    recall,
+    recent,
+    remember,
+)
 from attn_graph.errors import GraphError, PlanMismatchError, PlanTargetError
 from attn_graph.ir.attention import SAVED
 from attn_graph.ir.builder import statistic_names
@@ -30,7 +38,7 @@ from attn_graph.lowering.backend import Backend
 from attn_graph.machine.flop_counters import formulas
 from attn_graph.machine.target import Target
 from attn_graph.machine.tensors import refuse_tangents
-from attn_graph.machine.torch_switches import read_switches
+from attn_graph.machine.torch_switches import raw_switches
 from attn_graph.masks import Mask
 from attn_graph.nn.batching import Mapped, map_call
 from attn_graph.nn.calls import OPTIONS, make_graph, new_plan
@@ -107,13 +115,15 @@ def results_of(text: str) -> Results:
 
 def find_plan(tensors: Tensors, text: str) -> Plan:
     """The plan of a text for tensors that look like these; checked in full where they are new."""
-    look: Look = (text, read_switches(), preferred.get(), avoided.get())
-    for t in tensors:
-        look += t.shape, t.stride(), t.dtype, t.device
-    plan = looks.get(look)
-    if plan is None:
-        plan = plan_anew(tensors, text)
-        remember(look, plan)
+    key: Key = (text, len(tensors), raw_switches(), preferred.get(), avoided.get())
+    plan = recent.get(key)
+    if plan is not None and plan.memo.call[0](*tensors):
+        return plan
+    known = recall(key, tensors)
+    plan = plan_anew(tensors, text) if known is None else known
+    plan.admit(tuple(tensors))
+    if known is None:
+        remember(key, tensors, plan)
     return plan
 
 
@@ -129,7 +139,6 @@ def plan_anew(tensors: Tensors, text: str) -> Plan:
         require_target(content, here)
         graph, choice, among = content.restore()
         plan = plan_simplified(graph, here, choice, among)
-    plan.check_tensors(tuple(tensors))
     return plan
 
 
