@@ -111,8 +111,9 @@ def attend_as(
         return anew(*cast_inputs(q, k, v, named), options, None)
     if _is_any_autocast_enabled():
         q, k, v, named = cast_inputs(q, k, v, named)
+    names = tuple(named) if named else ()
     tensors = (q, k, v, *named.values()) if named else (q, k, v)
-    key: Key = (options, anew, *named, raw_switches(), preferred.get(), avoided.get())
+    key: Key = (options, anew, names, raw_switches(), preferred.get(), avoided.get())
     try:
         plan = recent.get(key)
     except TypeError:  # an option has no hash
