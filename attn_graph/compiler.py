@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
+import torch
 from attrs import evolve
 
 from attn_graph.errors import GraphError, NoBackendError
@@ -24,6 +25,7 @@ from attn_graph.ir.vjp import (
 from attn_graph.lowering.backend import Backend, Executable, Fallback, Options
 from attn_graph.machine.ambient import neutral_state
 from attn_graph.machine.cache import Cache, CacheInfo
+from attn_graph.machine.likeness import look_at
 from attn_graph.machine.sizes import parse_bytes
 from attn_graph.machine.store import Store, default_store
 from attn_graph.machine.target import Target
@@ -42,11 +44,12 @@ CAPACITY = 1024  # plans; one is a few kilobytes
 Backends = tuple[str | Backend, ...]
 Value = TypeVar("Value")
 Switch = Literal[True, False]
-Look = tuple[object, ...]  # of tensors, with all else that a plan for them depends on
+Key = tuple[object, ...]  # all that a plan depends on beside tensors; with their looks, on all
 
 calls: Cache[Plan] = Cache(CAPACITY)  # by the arguments of `compile`, as they are given
 plans: Cache[Plan] = Cache(CAPACITY)  # by simplified graph, target, options and backends
-looks: dict[Look, Plan] = {}  # of calls without a plan: who runs such tensors
+looks: dict[Key, Plan] = {}  # of calls without a plan: who runs such tensors
+recent: dict[Key, Plan] = {}  # of those: who ran last where all but the tensors was so
 build_log = BuildLog()
 preferred: ContextVar[Backends | None] = ContextVar("preferred", default=None)
 avoided: ContextVar[tuple[str, ...]] = ContextVar("avoided", default=())
@@ -200,11 +203,28 @@ def resolve_workspace(workspace: Workspace | None) -> Workspace:
     return workspace or default_workspace()
 
 
-def remember(look: Look, plan: Plan) -> None:
-    """Keep the plan of tensors that look so. Many looks share a plan, so all go at once."""
+def recall(key: Key, tensors: Sequence[torch.Tensor]) -> Plan | None:
+    """The plan of an earlier call with this key and such tensors. It is the recent one from now."""
+    try:
+        plan = looks.get(with_looks(key, tensors))
+    except TypeError:  # sizes that are symbols have no hash
+        return None
+    if plan is not None:
+        recent[key] = plan
+    return plan
+
+
+def remember(key: Key, tensors: Sequence[torch.Tensor], plan: Plan) -> None:
+    """Keep the plan of a call. Many share a plan, so all go at once."""
     if len(looks) >= CAPACITY:
         looks.clear()
-    looks[look] = plan
+        recent.clear()
+    looks[with_looks(key, tensors)] = recent[key] = plan
+
+
+def with_looks(key: Key, tensors: Sequence[torch.Tensor]) -> Key:
+    """The key of a call, and what its tensors look like."""
+    return (*key, *map(look_at, tensors), *map(type, tensors))
 
 
 def plan_simplified(graph: Graph, target: Target, options: Options, among: Backends | None) -> Plan:
@@ -372,4 +392,5 @@ def clear_cache() -> None:
     calls.clear()
     plans.clear()
     looks.clear()
+    recent.clear()
     build_log.clear()

@@ -24,15 +24,15 @@ from attn_graph.ir.reference import Verification, compare
 from attn_graph.ir.vjp import backward, cotangent_specs, main_outputs, saved_specs, wanted_inputs
 from attn_graph.lowering.backend import Executable
 from attn_graph.machine.ambient import is_traced
-from attn_graph.machine.autograd import run_with_autograd
+from attn_graph.machine.autograd import record, run_with_autograd
 from attn_graph.machine.flop_counters import teach_counters
+from attn_graph.machine.likeness import Check, Look, likeness, look_at, never
 from attn_graph.machine.sizes import Memory
 from attn_graph.machine.target import Target
 from attn_graph.machine.tensors import (
     as_it_lies,
     copy_laid_as,
-    is_watched,
-    refuse_distributed,
+    is_distributed,
     refuse_tangents,
     require_as_declared,
 )
@@ -43,13 +43,8 @@ if TYPE_CHECKING:  # and imported where they are used: calls ask for none of it
     from attn_graph.planner.explanation import Explanation
 
 Tensors = tuple[torch.Tensor, ...]
-Look = list[object]  # of tensors: what a plan rests on, in a form that is quick to compare
+Pattern = tuple[object, ...]  # of a backward: which inputs need a gradient, which outputs have none
 requires_grad = attrgetter("requires_grad")
-LOOKS: tuple[Callable[[torch.Tensor], object], ...] = (  # what a plan rests on, of each tensor
-    attrgetter("shape", "dtype", "device", "__class__"),
-    torch.Tensor.stride,
-    torch.Tensor.is_neg,
-)
 MOST_PULLS = 64  # backward plans a plan keeps at hand; the cache holds them too
 
 
@@ -61,6 +56,12 @@ class Pull:
     plan: Plan
     anew: tuple[tuple[int, TensorSpec], ...] = ()
 
+    def lay_out(self, cotangents: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The cotangents as the plan needs them."""
+        for n, spec in self.anew:
+            cotangents[n] = copy_laid_as(cotangents[n], spec)
+        return cotangents
+
     def run(self, tensors: Tensors) -> Sequence[torch.Tensor]:
         """The gradients. Where autograd records, they know that they have none themselves."""
         if torch.is_grad_enabled():
@@ -71,14 +72,16 @@ class Pull:
 @final
 @define(eq=False)
 class Memo:
-    """What a plan remembers: the looks of tensors that it has checked, and backward plans.
+    """What a plan remembers: tensors that it has checked, by their likeness, and backward plans.
 
-    call: the look of the last call's tensors. last: that of the last backward's, and its plan.
-    content: the plan as text, once it was wanted.
+    looks: of the last call's tensors. call: their likeness, and whether one requires grad. pull:
+    the likeness of the last backward's, its pattern and plan. content: the plan as text, once it
+    was wanted.
     """
 
-    call: Look = field(factory=list)
-    last: tuple[Look, Pull | None] = ([], None)
+    looks: list[Look | None] = field(factory=list)
+    call: tuple[Check, bool] = (never, False)
+    pull: tuple[Check, Pattern, Pull | None] = (never, (), None)
     pulls: dict[tuple[object, ...], Pull] = field(factory=dict)
     content: str = ""
 
@@ -134,22 +137,15 @@ class Plan:
             or _len_torch_dispatch_stack()
         ):
             return self.call_op(tensors)
-        look: Look = []
-        try:
-            for look_at in LOOKS:
-                look += map(look_at, tensors)
-        except (AttributeError, RuntimeError, TypeError):  # `admit` says what is no dense tensor
-            look = [None]
-        if look != self.memo.call:
-            if any(map(is_watched, tensors)):
-                return self.call_op(tensors)
-            self.admit(tensors, look)
+        check, wants = self.memo.call
+        if not check(*tensors):
+            wants = self.admit(tensors)
         if profiler._is_profiler_enabled:
-            return self.run_profiled(tensors, any(map(requires_grad, tensors)))
+            return self.run_profiled(tensors, wants)
         if forward_ad._current_level >= 0:
             refuse_tangents(tensors)
-        if torch.is_grad_enabled() and any(map(requires_grad, tensors)):
-            outputs: Sequence[torch.Tensor] = run_with_autograd(self, tensors)
+        if wants and torch.is_grad_enabled():
+            outputs: Sequence[torch.Tensor] = record(self, *tensors)  # type: ignore[no-untyped-call]  # of torch
         else:
             outputs = self.infer(*tensors)[0]
         return outputs[0] if self.single else tuple(outputs)
@@ -162,7 +158,7 @@ class Plan:
         if forward_ad._current_level >= 0:
             refuse_tangents(tensors)
         if wants and torch.is_grad_enabled():
-            outputs: Sequence[torch.Tensor] = run_with_autograd(self, tensors)
+            outputs: Sequence[torch.Tensor] = record(self, *tensors)  # type: ignore[no-untyped-call]  # of torch
         else:
             outputs = self.infer(*tensors)[0]
         return outputs[0] if self.single else tuple(outputs)
@@ -180,7 +176,6 @@ class Plan:
 
     def call_op(self, tensors: Tensors) -> torch.Tensor | Tensors:
         """The same by an operator of PyTorch's: what traces and transforms calls needs one."""
-        refuse_distributed(self.named(tensors))
         if not is_dynamo_compiling():
             teach_counters()
         outputs = torch.ops.attn_graph.attention(list(tensors), content_of(self))
@@ -204,21 +199,24 @@ class Plan:
             raise PlanMismatchError(*differences)
         return tuple(both[name] for name in names)
 
-    def admit(self, tensors: Tensors, look: Look) -> None:
-        """Check the tensors in full, and remember how such ones look."""
-        self.check_tensors(tensors)
+    def admit(self, tensors: Tensors) -> bool:
+        """Whether one of the tensors requires grad. They are checked, unless they look as the last.
+
+        Their likeness is remembered.
+        """
+        looks = [*map(look_at, tensors)]
+        if looks != self.memo.looks or any(map(is_distributed, tensors)):
+            self.check_tensors(tensors)
+        wants = any(map(requires_grad, tensors))
         if not is_traced():
-            self.memo.call = look
+            self.memo.looks, self.memo.call = looks, (likeness(tensors), wants)
+        return wants
 
     def check_tensors(self, tensors: Tensors) -> None:
         """Raise PlanTargetError or PlanMismatchError unless the tensors are as declared."""
         self.check_device(tensors)
         specs = {i.name: i.spec for i in self.graph.inputs}
-        require_as_declared(self.named(tensors), specs, self.target)
-
-    def named(self, tensors: Tensors) -> dict[str, torch.Tensor]:
-        """The tensors of a call by their names."""
-        return {i.name: t for i, t in zip(self.graph.inputs, tensors, strict=True)}
+        require_as_declared(dict(zip(specs, tensors, strict=True)), specs, self.target)
 
     def check_device(self, tensors: Tensors) -> None:
         """Raise PlanTargetError for tensors on another kind of GPU than the plan is for."""
@@ -239,7 +237,7 @@ class Plan:
 
     def pull(
         self,
-        needs: Sequence[bool],
+        needs: tuple[bool, ...],
         saved: Sequence[torch.Tensor],
         grads: Sequence[torch.Tensor | None],
     ) -> Sequence[torch.Tensor]:
@@ -248,37 +246,37 @@ class Plan:
         Where autograd records this too, they know that they have no gradient themselves.
         """
         given = [g for g in grads if g is not None]
-        look: Look = [needs, *[g is None for g in grads]]
-        for look_at in LOOKS:
-            look += map(look_at, (*saved, *given))
-        seen, pull = self.memo.last
-        if pull is None or look != seen:
-            pull = self.admit_pull(needs, saved, grads, look)
-        for n, spec in pull.anew:
-            given[n] = copy_laid_as(given[n], spec)
+        tensors = (*saved, *given)
+        pattern = needs if len(given) == len(grads) else (*needs, *[g is None for g in grads])
+        check, last, pull = self.memo.pull
+        if pull is None or pattern != last or not check(*tensors):
+            pull = self.admit_pull(needs, saved, grads, pattern)
+        if pull.anew:
+            tensors = (*saved, *pull.lay_out(given))
         if profiler._is_profiler_enabled:
             with pull.plan.named_in_profiles("backward"):
-                return pull.run((*saved, *given))
-        return pull.run((*saved, *given))
+                return pull.run(tensors)
+        return pull.run(tensors)
 
     def admit_pull(
         self,
         needs: Sequence[bool],
         saved: Sequence[torch.Tensor],
         grads: Sequence[torch.Tensor | None],
-        look: Look,
+        pattern: Pattern,
     ) -> Pull:
-        """The backward plan for tensors that look like this; it is remembered."""
+        """The backward plan for tensors like these; it is remembered."""
         if is_traced():
             return self.planned_pull(needs, saved, grads)
-        key = tuple(look)
+        tensors = (*saved, *(g for g in grads if g is not None))
+        key = (*pattern, *map(look_at, tensors))
         pull = self.memo.pulls.get(key)
         if pull is None:
             pull = self.planned_pull(needs, saved, grads)
             if len(self.memo.pulls) >= MOST_PULLS:
                 self.memo.pulls.clear()
             self.memo.pulls[key] = pull
-        self.memo.last = look, pull
+        self.memo.pull = likeness(tensors), pattern, pull
         return pull
 
     def planned_pull(

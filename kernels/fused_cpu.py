@@ -12,7 +12,9 @@ import torch
 from attn_graph.spec import INF
 
 flash = torch._scaled_dot_product_flash_attention_for_cpu  # pyright: ignore[reportPrivateImportUsage]  # the binding, which is faster than torch.ops
-flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+flash_backward = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default._op
+)  # what calling it calls
 
 
 def attend(

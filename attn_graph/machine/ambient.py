@@ -28,7 +28,7 @@ def is_traced() -> bool:
 
     It may then be fake, wrapped or a part of someone's graph, and must not outlive the call.
     """
-    return bool(_len_torch_dispatch_stack() or _are_functorch_transforms_active() or _is_tracing())
+    return _len_torch_dispatch_stack() > 0 or _are_functorch_transforms_active() or _is_tracing()
 
 
 def is_neutral() -> bool:

@@ -27,7 +27,7 @@ class Recordable(Protocol):
         ...
 
     def pull(
-        self, needs: Sequence[bool], saved: Tensors, grads: Sequence[torch.Tensor | None]
+        self, needs: tuple[bool, ...], saved: Tensors, grads: Sequence[torch.Tensor | None]
     ) -> Tensors:
         """The gradients of the inputs marked in `needs`."""
         ...
@@ -55,13 +55,16 @@ class AutogradCall(torch.autograd.Function):
         ctx: Context, *grads: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         """The gradient of each input that needs one, None for the plan and other inputs."""
-        needs = ctx.needs_input_grad
-        gradients = ctx.plan.pull(needs[1:], ctx.saved_tensors, grads)
-        if all(needs[1:]):
+        needs = ctx.needs_input_grad[1:]
+        gradients = ctx.plan.pull(needs, ctx.saved_tensors, grads)
+        if False not in needs:
             return (None, *gradients)
         rest = iter(gradients)
-        return tuple(next(rest) if need else None for need in needs)
+        return None, *(next(rest) if need else None for need in needs)
 
+
+# The engine calls this. PyTorch's own looks at each call for what the class has: vjp, or boxes.
+AutogradCall._backward_cls.apply = AutogradCall.backward  # type: ignore[attr-defined]  # made by torch
 
 # Function.apply itself, without its work for transforms, which are refused here.
 record = super(torch.autograd.Function, AutogradCall).apply  # pyright: ignore[reportAttributeAccessIssue]  # of torch's C base class

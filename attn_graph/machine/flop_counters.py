@@ -22,4 +22,4 @@ def teach_counters() -> None:
     module.flop_registry.update(formulas)
     for mode in _get_current_dispatch_mode_stack():
         if isinstance(mode, module._FlopCounterMode):
-            mode.counter.flop_registry.update(formulas)
+            mode.counter.flop_registry.update(formulas)  # pyright: ignore[reportAttributeAccessIssue]  # of a class that is looked up

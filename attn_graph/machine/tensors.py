@@ -19,7 +19,7 @@ def is_watched(t: object) -> bool:
     """Whether this is a tensor of a class that sees each operation on it, as fake tensors are."""
     return (
         isinstance(t, torch.Tensor)
-        and type(t).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+        and type(t).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__  # pyright: ignore[reportAttributeAccessIssue]  # of torch's stubs
     )
 
 
@@ -27,15 +27,6 @@ def is_distributed(t: torch.Tensor) -> bool:
     """Whether a tensor is a DTensor."""
     module = sys.modules.get(DTENSORS)
     return module is not None and isinstance(t, module.DTensor)
-
-
-def refuse_distributed(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise PlanMismatchError for DTensors: a plan is for tensors of one process."""
-    if names := [name for name, t in tensors.items() if is_distributed(t)]:
-        raise PlanMismatchError(
-            *(f"{name}: expected a tensor of this process, got a DTensor" for name in names),
-            "attn_graph.nn.functional.attention takes DTensors; a plan takes each one's to_local()",
-        )
 
 
 def require_as_declared(
@@ -54,6 +45,11 @@ def find_differences(name: str, spec: TensorSpec, tensor: object, target: Target
     """What of a tensor is not as declared."""
     if not isinstance(tensor, torch.Tensor):
         return [f"{name}: expected a tensor {spec}, got {tensor!r}"]
+    if is_distributed(tensor):
+        return [
+            f"{name}: expected a tensor of this process, got a DTensor; pass {name}.to_local(), or "
+            "call attn_graph.nn.functional.attention, which takes DTensors"
+        ]
     if tensor.layout != torch.strided or tensor.is_nested:
         return [f"{name}: expected a dense tensor {spec}, got one of layout {tensor.layout}"]
     differences = []

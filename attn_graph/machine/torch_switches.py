@@ -21,6 +21,10 @@ Precision = Literal["ieee", "tf32"]
 KernelName = Literal["math", "flash", "efficient", "cudnn"]
 LIBRARIES = {"cuda": "cuda", "cpu": "mkldnn"}  # torch.backends.X.matmul, by kind of device
 
+RawSwitches = tuple[
+    bool, bool, bool, bool, str, str, str | None, bool, bool, tuple[int, ...]
+]  # in the order of Switches
+
 ROUNDED = ("tf32", "bf16")
 KERNELS: tuple[KernelName, ...] = ("math", "flash", "efficient", "cudnn")  # by number in SDPBackend
 SETTERS: dict[
@@ -92,14 +96,23 @@ class Switches(NamedTuple):
 
 
 def read_switches() -> Switches:
-    """The switches as they are now, in a microsecond or two."""
-    return Switches(
+    """The switches as they are now."""
+    deterministic, flash, efficient, cudnn, cuda, mkldnn, impl, math, library, order = (
+        raw_switches()
+    )
+    rounds = (cuda in ROUNDED, mkldnn in ROUNDED)
+    return Switches(deterministic, flash, efficient, cudnn, *rounds, impl, math, library, order)
+
+
+def raw_switches() -> RawSwitches:
+    """What PyTorch says of each switch, in half a microsecond: for every call to compare."""
+    return (
         _get_deterministic_algorithms(),
         _get_flash_sdp_enabled(),
         _get_mem_efficient_sdp_enabled(),
         _get_cudnn_sdp_enabled(),
-        _get_fp32_precision_getter("cuda", "matmul") in ROUNDED,
-        _get_fp32_precision_getter("mkldnn", "matmul") in ROUNDED,
+        _get_fp32_precision_getter("cuda", "matmul"),
+        _get_fp32_precision_getter("mkldnn", "matmul"),
         active_flash_impl(),
         _get_math_sdp_enabled(),
         _get_cudnn_enabled(),

@@ -12,7 +12,7 @@ from torch.autograd import profiler
 from torch.compiler import is_dynamo_compiling
 
 from attn_graph import compiler
-from attn_graph.compiler import Look, avoided, looks, preferred, remember
+from attn_graph.compiler import Key, avoided, preferred, recall, recent, remember
 from attn_graph.errors import GraphError, TensorError
 from attn_graph.ir import builder
 from attn_graph.ir.graph import Graph
@@ -20,7 +20,7 @@ from attn_graph.machine.ambient import is_traced
 from attn_graph.machine.flop_counters import teach_counters
 from attn_graph.machine.target import Target
 from attn_graph.machine.tensors import is_distributed, is_watched
-from attn_graph.machine.torch_switches import read_switches
+from attn_graph.machine.torch_switches import raw_switches
 from attn_graph.nn.sharding import attend_in_parts
 from attn_graph.plan import Plan
 from attn_graph.spec import TensorSpec
@@ -38,13 +38,13 @@ MOST_SEED = 2**62  # numbers that are drawn for SEED are below it
 Outputs = Tensor | tuple[Tensor, ...]
 Named = Mapping[str, Tensor]  # tensors beside q, k and v by name, in the order of the inputs
 Options = tuple[Any, ...]  # Any: a value for each of OPTIONS
-Anew = Callable[[Tensor, Tensor, Tensor, Named, Options, Look | None], Outputs]
+Anew = Callable[[Tensor, Tensor, Tensor, Named, Options, Key | None], Outputs]
 
 
 def attend_anew(
-    q: Tensor, k: Tensor, v: Tensor, named: Named, options: Options, look: Look | None
+    q: Tensor, k: Tensor, v: Tensor, named: Named, options: Options, key: Key | None
 ) -> Outputs:
-    """Attention on tensors that look like none before. It is remembered, unless `look` is None."""
+    """Attention on tensors that look like none before. It is remembered, unless `key` is None."""
     tensors = {"q": q, "k": k, "v": v, **named}
     if any(map(is_distributed, tensors.values())):
         return attend_distributed(tensors, options)
@@ -58,8 +58,8 @@ def attend_anew(
         return attend_as(q, k, v, dict(zip(named, more, strict=True)), options)
     plan = new_plan(q, k, v, named, options)
     outputs = plan(**tensors)
-    if look is not None:
-        remember(look, plan)
+    if key is not None:
+        remember(key, (*tensors.values(),), plan)
     return outputs
 
 
@@ -128,35 +128,39 @@ def attend_as(
         return anew(*cast_inputs(q, k, v, named), options, None)
     if _is_any_autocast_enabled():
         q, k, v, named = cast_inputs(q, k, v, named)
-    try:
-        look: Look = (
-            q.shape, q.stride(), q.dtype, q.device, q.is_neg(), q.__class__,
-            k.shape, k.stride(), k.dtype, k.device, k.is_neg(), k.__class__,
-            v.shape, v.stride(), v.dtype, v.device, v.is_neg(), v.__class__,
-            options, anew, read_switches(), preferred.get(), avoided.get(),
-        )  # fmt: skip
-        wants = q.requires_grad or k.requires_grad or v.requires_grad
-        for name, t in named.items():
-            look += name, t.shape, t.stride(), t.dtype, t.device, t.is_neg(), t.__class__
-            wants = wants or t.requires_grad
-        plan = looks[look]
-    except KeyError:
-        return anew(q, k, v, named, options, look)
-    except (AttributeError, RuntimeError, TypeError):  # no tensor, no strides, no hash
-        plain = tuple(map(as_hashable, options))
-        if plain != options:
-            return attend_as(q, k, v, named, plain, anew)
-        return anew(q, k, v, named, options, None)
+    names = tuple(named) if named else ()
     tensors = (q, k, v, *named.values()) if named else (q, k, v)
-    if profiler._is_profiler_enabled:
-        return plan.run_profiled(tensors, wants)
-    return plan.run_known(tensors, wants)
+    key: Key = (options, anew, names, raw_switches(), preferred.get(), avoided.get())
+    try:
+        plan = recent.get(key)
+    except TypeError:  # an option has no hash
+        return attend_unhashed(q, k, v, named, options, anew)
+    if plan is not None:
+        check, wants = plan.memo.call
+        if check(*tensors):
+            if profiler._is_profiler_enabled:
+                return plan.run_profiled(tensors, wants)
+            return plan.run_known(tensors, wants)
+        plan = recall(key, tensors)
+    if plan is not None:
+        return plan(*tensors)
+    return anew(q, k, v, named, options, key)
+
+
+def attend_unhashed(
+    q: Tensor, k: Tensor, v: Tensor, named: Named, options: Options, anew: Anew
+) -> Outputs:
+    """The same where an option has no hash: a list is as good as a tuple."""
+    plain = tuple(tuple(x) if isinstance(x, list) else x for x in options)
+    if plain != options:
+        return attend_as(q, k, v, named, plain, anew)
+    return anew(q, k, v, named, options, None)
 
 
 def new_plan(q: Tensor, k: Tensor, v: Tensor, named: Named, options: Options) -> Plan:
     """The plan for tensors that look like these. Raises GraphError and NoBackendError."""
     tensors = {"q": q, "k": k, "v": v, **named}
-    given = dict(zip(OPTIONS, options, strict=True))
+    given: dict[str, Any] = dict(zip(OPTIONS, options, strict=True))
     graph = make_graph({name: TensorSpec.like(t) for name, t in tensors.items()}, given)
     choice = {name: given[name] for name in CHOICE}
     return compiler.compile(graph, target=Target.here(q.device), **choice)
@@ -184,11 +188,6 @@ def require_tensors(tensors: Named) -> None:
     )
     if texts := tuple(problems):
         raise GraphError(*texts)
-
-
-def as_hashable(value: object) -> object:
-    """A list as a tuple, anything else unchanged."""
-    return tuple(value) if isinstance(value, list) else value
 
 
 def draw_seed(device: torch.device) -> dict[str, Tensor]:

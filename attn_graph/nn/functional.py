@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attn_graph.compiler import Look
+from attn_graph.compiler import Key
 from attn_graph.errors import (
     GraphError,
     PlanMismatchError,
@@ -228,7 +228,7 @@ def attend_shaped(
     v: Tensor,
     named: Named,
     options: Options,
-    look: Look | None,
+    key: Key | None,
 ) -> Outputs:
     """Attention on tensors as PyTorch takes them, brought to four axes; remembered if they are so.
 
@@ -239,7 +239,7 @@ def attend_shaped(
     if 0 not in (D, E) and all(
         map(operator.is_, (*four, *more.values()), (q, k, v, *named.values()))
     ):
-        return attend_anew(q, k, v, named, options, look)
+        return attend_anew(q, k, v, named, options, key)
     o = attend_as(*pad_empty(*four), more, options)
     assert isinstance(o, Tensor)  # without statistics
     return o[..., :E].reshape((*shape[:-1], E))

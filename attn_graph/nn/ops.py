@@ -20,17 +20,27 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch._library.opaque_object import MemberType, register_opaque_type
 from torch.autograd.function import _SingleLevelFunction
 
-from attn_graph.compiler import Look, avoided, looks, plan_simplified, preferred, remember
+from attn_graph.compiler import (
+    Key,
+    avoided,
+    plan_simplified,
+    preferred,
+    recall,
+    recent,
+    remember,
+)
 from attn_graph.errors import GraphError, PlanMismatchError, PlanTargetError
 from attn_graph.ir.attention import SAVED
 from attn_graph.ir.builder import statistic_names
 from attn_graph.ir.graph import NO_SECOND, Graph
 from attn_graph.ir.vjp import residuals, result_spec
 from attn_graph.lowering.backend import Backend
+from attn_graph.machine.ambient import is_traced
 from attn_graph.machine.flop_counters import formulas
+from attn_graph.machine.likeness import OWN_CLASSES
 from attn_graph.machine.target import Target
 from attn_graph.machine.tensors import refuse_tangents
-from attn_graph.machine.torch_switches import read_switches
+from attn_graph.machine.torch_switches import raw_switches
 from attn_graph.masks import Mask
 from attn_graph.nn.batching import Mapped, map_call
 from attn_graph.nn.calls import OPTIONS, make_graph, new_plan
@@ -48,7 +58,7 @@ from attn_graph.spec import (
 )
 
 NAME = "attn_graph"
-DEVICES = ("CPU", "CUDA")
+KINDS = ("cpu", "cuda")  # of devices
 
 Context = Any  # autograd's own, on which torch puts what it likes
 Tensors = Sequence[Tensor]
@@ -107,13 +117,15 @@ def results_of(text: str) -> Results:
 
 def find_plan(tensors: Tensors, text: str) -> Plan:
     """The plan of a text for tensors that look like these; checked in full where they are new."""
-    look: Look = (text, read_switches(), preferred.get(), avoided.get())
-    for t in tensors:
-        look += t.shape, t.stride(), t.dtype, t.device
-    plan = looks.get(look)
-    if plan is None:
-        plan = plan_anew(tensors, text)
-        remember(look, plan)
+    key: Key = (text, len(tensors), raw_switches(), preferred.get(), avoided.get())
+    plan = recent.get(key)
+    if plan is not None and plan.memo.call[0](*tensors):
+        return plan
+    known = recall(key, tensors)
+    plan = plan_anew(tensors, text) if known is None else known
+    plan.admit(tuple(tensors))
+    if known is None:
+        remember(key, tensors, plan)
     return plan
 
 
@@ -129,7 +141,6 @@ def plan_anew(tensors: Tensors, text: str) -> Plan:
         require_target(content, here)
         graph, choice, among = content.restore()
         plan = plan_simplified(graph, here, choice, among)
-    plan.check_tensors(tuple(tensors))
     return plan
 
 
@@ -144,11 +155,12 @@ def require_target(content: PlanContent, here: Target) -> None:
 
 def run_attention(tensors: Tensors, text: str, saves: bool = False) -> list[Tensor]:
     """What a call returns; with `saves` what the backward reads as well."""
-    plan, results = find_plan(tensors, text), results_of(text)
-    with torch.no_grad(), plan.named_in_profiles("forward"):
+    plan = find_plan(tensors, text)
+    with plan.named_in_profiles("forward"):  # autograd records nothing here: see record_attention
         if not saves:
             return [*plan.infer(*tensors)[0]]
         outputs, saved = plan.run(*tensors)
+    results = results_of(text)
     hidden = [t for t, place in zip(saved, results.saved, strict=True) if place >= results.count]
     if not hidden:
         return [*outputs]
@@ -169,16 +181,23 @@ def run_gradient(
     with torch.no_grad():
         gradients = find_plan(inputs, text).pull(tuple(needs), tensors[:known], grads)
     wanted = (t for t, need in zip(inputs, needs, strict=True) if need)
-    return [lay(g, strides_like(t)) for g, t in zip(gradients, wanted, strict=True)]
+    return [
+        lay(g, known_strides(t.shape, t.stride())) for g, t in zip(gradients, wanted, strict=True)
+    ]
 
 
-def strides_like(x: Tensor) -> tuple[int, ...]:
-    """Dense strides in the memory order of a tensor."""
-    return dense_strides(x.shape, order_axes(x.shape, x.stride()))
+def strides_like(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """Dense strides in the memory order of others."""
+    return dense_strides(shape, order_axes(shape, strides))
 
 
-def lay(x: Tensor, strides: Sequence[int]) -> Tensor:
+known_strides = lru_cache(MOST_TEXTS)(strides_like)  # for numbers; symbols have no hash
+
+
+def lay(x: Tensor, strides: tuple[int, ...]) -> Tensor:
     """A tensor with these dense strides: a copy where it has others."""
+    if x.stride() == strides:
+        return x
     if normalise_strides(x.shape, x.stride()) == normalise_strides(x.shape, strides):
         return x
     return x.new_empty_strided(x.shape, strides).copy_(x)
@@ -270,7 +289,7 @@ def fake_backward(
 ) -> list[Tensor]:
     """Empty gradients."""
     wanted = (t for t, need in zip(tensors, needs, strict=False) if need)
-    return [t.new_empty_strided(t.shape, strides_like(t)) for t in wanted]
+    return [t.new_empty_strided(t.shape, strides_like(t.shape, t.stride())) for t in wanted]
 
 
 # Derivatives. Functions of one level of torch.func's, as PyTorch's own operators are: they see the
@@ -337,11 +356,20 @@ def records(tensors: Tensors) -> bool:
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
+def is_bare(tensors: Tensors) -> bool:
+    """Whether nothing stands between autograd and the computation: then it needs no dispatch."""
+    return not is_traced() and all(
+        type(t) in OWN_CLASSES and t.device.type in KINDS and not t.is_neg() for t in tensors
+    )
+
+
 def record_attention(tensors: Tensors, text: str, saves: bool = False) -> list[Tensor]:
     """`attention` under autograd."""
     if records(tensors):
         with enable_single_level_autograd_function():
             return [*OpCall.apply(text, saves, *tensors)]  # type: ignore[attr-defined]  # of torch's C base class
+    if is_bare(tensors):
+        return run_attention(tensors, text, saves)
     with _AutoDispatchBelowAutograd():
         return OP(tensors, text, saves)  # type: ignore[no-any-return]  # of torch
 
@@ -353,6 +381,8 @@ def record_backward(
     if records(tensors):
         with enable_single_level_autograd_function():
             return [*OpBackwardCall.apply(text, needs, given, *tensors)]  # type: ignore[attr-defined]  # as above
+    if is_bare(tensors):
+        return run_gradient(tensors, text, needs, given)
     with _AutoDispatchBelowAutograd():
         return OP_BACKWARD(tensors, text, needs, given)  # type: ignore[no-any-return]  # of torch
 
@@ -435,8 +465,8 @@ def define_op(
 ) -> None:
     """Define an operator of the library."""
     LIBRARY.define(f"{name}{signature}", tags=(torch.Tag.pt2_compliant_tag,))
-    for device in DEVICES:
-        LIBRARY.impl(name, run, device)
+    for kind in KINDS:
+        LIBRARY.impl(name, run, kind.upper())
     LIBRARY.impl(name, record, "Autograd")
     torch.library.register_fake(f"{NAME}::{name}", fake, lib=LIBRARY)
     torch.library.register_vmap(f"{NAME}::{name}", batch, lib=LIBRARY)

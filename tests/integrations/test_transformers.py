@@ -412,7 +412,7 @@ def test_a_new_length_needs_no_more_than_a_plan() -> None:
     assert ag.cache_info().builds == 4  # a window and none, twice
 
 
-def check_compiled(name: str, backend: str) -> None:
+def check_compiled(name: str, backend: str, steps: int = 2) -> None:
     """A compiled model gives what it gives otherwise, gradients too, and is compiled once."""
     batch = stack(draw_inputs(name))
     batch |= padding_of(batch)
@@ -423,14 +423,14 @@ def check_compiled(name: str, backend: str) -> None:
     torch.compiler.reset()
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(model, fullgraph=True, backend=counter)
-    for _ in range(2):
+    for _ in range(steps):
         results = results_of(model, compiled(**batch).logits)
         assert all(torch.equal(results[n], x) for n, x in expected.items())
     assert counter.frame_count == 1
 
 
 def test_a_model_is_compiled_whole() -> None:
-    check_compiled("Llama", "eager")
+    check_compiled("Llama", "eager", steps=20)
 
 
 @pytest.mark.slow

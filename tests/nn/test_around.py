@@ -171,7 +171,7 @@ def test_autocast_leaves_plans_alone_and_casts_for_functions() -> None:
 
 
 def test_plans_are_pickled_as_what_they_were_made_of() -> None:
-    plan = by_plan("math")
+    plan: Any = by_plan("math")
     other = pickle.loads(pickle.dumps(plan))
     assert other is plan  # the cache knows it
     ag.clear_cache()
@@ -192,7 +192,7 @@ def run_here(plan: Run, connection: Any) -> None:  # Any: of multiprocessing
 def test_a_spawned_process_gets_the_plan() -> None:
     context = multiprocessing.get_context("spawn")
     mine, theirs = context.Pipe()
-    plan = by_plan("math")
+    plan: Any = by_plan("math")
     process = context.Process(target=run_here, args=(plan, theirs))
     process.start()
     result = torch.from_numpy(mine.recv())

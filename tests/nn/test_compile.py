@@ -345,11 +345,9 @@ def test_scales_are_constants() -> None:
         assert torch.equal(compiled(q, scale), attend(q, scale))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("form", ["plan", "call"])
-def test_the_demo_s_gpt_compiles(form: str, backend: str) -> None:
+def demo_loss(form: str) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+    """The demo's model, and its loss by a form of attention on a text [1,65]."""
     demo = load_file(ROOT / "examples" / "train_gpt.py")
-    text = torch.randint(30, (1, 65))
     model = demo.GPT(30)
     for p in model.parameters():
         nn.init.normal_(p, std=0.05)
@@ -359,10 +357,28 @@ def test_the_demo_s_gpt_compiles(form: str, backend: str) -> None:
         result: Tensor = model.loss(text, attends)
         return result
 
+    return model, loss
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("form", ["plan", "call"])
+def test_the_demo_s_gpt_compiles(form: str, backend: str) -> None:
+    model, loss = demo_loss(form)
+    text = torch.randint(30, (1, 65))
     due = gradients(model, loss, text)
     compiled = torch.compile(loss, fullgraph=True, backend=backend)
     for a, b in zip(gradients(model, compiled, text), due, strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("form", ["plan", "call"])
+def test_the_demo_s_gpt_is_one_frame_for_twenty_steps(form: str) -> None:
+    _, loss = demo_loss(form)
+    frames = Frames()
+    compiled = torch.compile(loss, fullgraph=True, backend=frames)
+    for _ in range(20):
+        compiled(torch.randint(30, (1, 65))).backward()
+    assert frames.count == 1
 
 
 def call_of(mask: ag.Mask) -> Attend:

@@ -80,7 +80,7 @@ def shard(model: Block) -> torch.nn.Module:
 
 def whole(x: torch.Tensor) -> torch.Tensor:
     """A tensor of one process, or gathered from all."""
-    return x.full_tensor() if hasattr(x, "full_tensor") else x
+    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def join(rank: int, path: str) -> None:

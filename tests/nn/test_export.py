@@ -16,7 +16,10 @@ from attn_graph.nn.functional import attention, scaled_dot_product_attention
 from tests.support.sources import ROOT
 
 CPU = ag.Target.of("cpu")
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+pytestmark = [  # of torch's own
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
+]
 
 
 class Call(nn.Module):

@@ -154,6 +154,46 @@ def test_autocast_casts_as_for_pytorch_s_own() -> None:
     assert q.grad.dtype == torch.float32
 
 
+def test_the_dtype_of_autocast_counts_at_every_call() -> None:
+    q, k, v = (tensors(dtype=torch.bfloat16)[n] for n in "qkv")
+    for dtype in (torch.bfloat16, torch.bfloat16, torch.float16, torch.bfloat16):
+        with torch.autocast("cpu", dtype):
+            assert o_of(q, k, v).dtype == dtype
+        assert o_of(q, k, v).dtype == torch.bfloat16
+
+
+def test_whether_autograd_records_is_asked_at_every_call() -> None:
+    q, k, v = (tensors()[n] for n in "qkv")
+    leaf = q.clone().requires_grad_()
+    for _ in range(3):
+        assert not o_of(q, k, v).requires_grad
+        assert o_of(leaf, k, v).requires_grad
+        with torch.no_grad():
+            assert not o_of(leaf, k, v).requires_grad
+        with torch.inference_mode():
+            assert o_of(leaf, k, v).is_inference()
+
+
+def test_calls_that_alternate_get_what_each_of_them_gets_alone() -> None:
+    t = tensors()
+    q, k, v = (t[n] for n in "qkv")
+    calls: list[Callable[[], torch.Tensor]] = [
+        lambda: o_of(q, k, v),
+        lambda: o_of(q[:, :, 1:], k, v),
+        lambda: o_of(q.double(), k.double(), v.double()),
+        lambda: o_of(q.mT.contiguous().mT, k, v),
+        lambda: o_of(q, k, v, mask=ag.Causal("top_left")),
+        lambda: o_of(q, k, v, keep=t["keep"]),
+    ]
+    dues = []
+    for call in calls:
+        ag.clear_cache()
+        dues.append(call())
+    for _ in range(3):
+        for call, due in zip(calls, dues, strict=True):
+            assert torch.equal(call(), due)
+
+
 def test_dropout_draws_from_the_default_generator_once_a_call() -> None:
     q, k, v = (tensors()[n] for n in "qkv")
     torch.manual_seed(3)

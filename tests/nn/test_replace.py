@@ -358,8 +358,7 @@ def test_compiled_regions_are_replaced(training: bool, grad: bool) -> None:
     x = torch.randn(2, 6, 32)
     with torch.set_grad_enabled(grad):
         with ag.replace_sdpa(report=True, recognize_masks=True):
-            for _ in range(3):
-                o = compiled(x, mask=CAUSAL, is_causal=True)
+            *_, o = (compiled(x, mask=CAUSAL, is_causal=True) for _ in range(3))
         due = encoder(x, mask=CAUSAL)
     assert backend.frame_count == 1
     nodes = [str(n.target) for g in backend.graphs for n in g.graph.nodes]

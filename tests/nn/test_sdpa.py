@@ -190,6 +190,11 @@ def test_is_causal_and_a_mask_are_joined() -> None:
     triangle = torch.ones(3, 5, dtype=torch.bool).tril()
     torch.testing.assert_close(both, check(args, {"attn_mask": flags & triangle}))
     torch.testing.assert_close(both, pytorch(*args, attn_mask=flags, is_causal=True))
+    numbers = rand(3, 5)
+    added = sdpa(*args, attn_mask=numbers, is_causal=True)
+    torch.testing.assert_close(added, pytorch(*args, attn_mask=numbers, is_causal=True))
+    with sdpa_kernel(SDPBackend.MATH), pytest.raises(RuntimeError, match="Explicit attn_mask"):
+        pytorch(*args, attn_mask=flags, is_causal=True)
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (2, 2), (1, 1), (2, 4), (4, 2), (1, 2)])
@@ -324,6 +329,13 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "integers": (all_as(torch.int32), TensorError, "must be of"),
     "complex numbers": (all_as(torch.complex64), TensorDtypeError, "complex64"),
     "float8": (all_as(torch.float8_e4m3fn), TensorDtypeError, "float8"),
+    "nested tensors": (
+        lambda: sdpa(
+            *[torch.nested.as_nested_tensor([rand(4, 3, 8)] * 2, layout=torch.jagged)] * 3
+        ),
+        TensorError,
+        "query is nested; pass padded tensors and lengths, or packed segments",
+    ),
     "dropout above 1": (changed(0, abs, dropout_p=1.5), TensorError, "between 0 and 1"),
     "dropout below 0": (changed(0, abs, dropout_p=-0.5), TensorError, "between 0 and 1"),
     "an infinite scale": (changed(0, abs, scale=torch.inf), TensorError, "finite"),
