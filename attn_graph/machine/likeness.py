@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch._C._dynamo.guards import TensorGuards
@@ -27,11 +28,25 @@ def likeness(tensors: Sequence[torch.Tensor]) -> Check:
     """
     if not {*map(type, tensors)} <= {*OWN_CLASSES}:
         return never
-    return TensorGuards(
-        *tensors,
-        dynamic_dims_sizes=[[*t.shape] for t in tensors],  # type: ignore[misc]  # torch's stubs are wrong
-        dynamic_dims_strides=[[*t.stride()] for t in tensors],  # type: ignore[misc]  # as above
+    firsts = [next(n for n, other in enumerate(tensors) if other is t) for t in tensors]
+    each = [t for n, t in enumerate(tensors) if firsts[n] == n]
+    check: Check = TensorGuards(
+        *each,
+        dynamic_dims_sizes=[[*t.shape] for t in each],  # type: ignore[misc]  # torch's stubs are wrong
+        dynamic_dims_strides=[[*t.stride()] for t in each],  # type: ignore[misc]  # as above
     ).check
+    return check if len(each) == len(tensors) else partial(check_repeated, check, firsts)
+
+
+def check_repeated(check: Check, firsts: Sequence[int], *tensors: torch.Tensor) -> bool:
+    """The same where a tensor is passed several times, which PyTorch's check refuses.
+
+    firsts: for each tensor the place where it is passed first.
+    """
+    for t, n in zip(tensors, firsts, strict=True):
+        if t is not tensors[n]:
+            return False
+    return check(*[tensors[n] for n in dict.fromkeys(firsts)])
 
 
 def look_at(t: object) -> Look | None:

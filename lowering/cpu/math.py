@@ -39,8 +39,9 @@ Work = Callable[..., Sequence[torch.Tensor]]  # of the device of a call, and of 
 def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
     """Every reason against a graph: PyTorch's switches, the workspace, rounded products."""
     yield from options.switched_off("math")
-    tilings = plan_tiles(graph, target, options)
-    yield from options.over_workspace(max((t.scratch.bytes for t in tilings if t), default=0))
+    if options.max_workspace is not None:  # tiling takes time, and another backend may run it
+        tilings = plan_tiles(graph, target, options)
+        yield from options.over_workspace(max((t.scratch.bytes for t in tilings if t), default=0))
     yield from options.rounded(graph, target)
 
 

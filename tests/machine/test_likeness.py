@@ -68,6 +68,17 @@ def test_the_thread_s_state_sets_apart_where_tensors_would_be_others() -> None:
             assert not check(*tensors)
 
 
+def test_a_tensor_may_be_passed_several_times() -> None:
+    x, y, z = three()
+    check = likeness([x, y, x])
+    assert check(x, y, x)
+    assert check(y, z, y)
+    assert not check(x, y, z)
+    assert not check(x.double(), y, x.double())
+    assert not check(*[x.mT.contiguous().mT] * 2, x)
+    assert not likeness([x, y, z])(x, y, x)  # another likeness takes it
+
+
 def test_classes_of_users_never_pass() -> None:
     """They are known by their place in memory, where another may be later."""
     t = torch.randn(3).as_subclass(Own)
