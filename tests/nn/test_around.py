@@ -195,6 +195,7 @@ def test_a_spawned_process_gets_the_plan() -> None:
     plan: Any = by_plan("math")
     process = context.Process(target=run_here, args=(plan, theirs))
     process.start()
+    theirs.close()  # so that `recv` raises where the process ends early
     result = torch.from_numpy(mine.recv())
     process.join()
     assert torch.equal(result, plan(*tensors()).detach())
