@@ -9,13 +9,14 @@ JOBS ?= 2
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -q -c constraints.txt
 PYTEST := $(BIN)/pytest -n $(JOBS) -m "not gpu"
+QUICK := $(BIN)/pytest -n $(JOBS) -m "not gpu and not slow"
 # Triton interprets kernels or compiles them, whichever it was imported for: two runs.
 INTERPRETED := $(wildcard $(addprefix tests/*/test_,calls.py extensions.py formulas.py lowering.py triton.py))
 TRITONS ?= 3.6.0 3.7.1 3.9.0
 CUDNNS ?= 9.19.0.56
 PLANNED := tests/lowering/test_cudnn_grid.py
 
-.PHONY: venv demo test deep mutants tritons kernel-report cudnns cudnn-report lint docs bench clean
+.PHONY: venv demo test slow deep mutants tritons kernel-report cudnns cudnn-report lint docs bench clean
 
 venv: .venv/installed
 
@@ -36,8 +37,12 @@ demo: .venv/demo
 	$(BIN)/python examples/train_gpt.py
 
 test: venv
-	$(PYTEST)
-	TRITON_INTERPRET=1 $(PYTEST) $(INTERPRETED)
+	$(QUICK)
+	TRITON_INTERPRET=1 $(QUICK) $(INTERPRETED)
+
+# Those that take over ten seconds each: kernels compiled, models compiled, several processes.
+slow: venv
+	$(BIN)/pytest -n $(JOBS) -m "slow and not gpu"
 
 # Ten times as many examples, random: for a nightly job. Each run prints its seed; a failure comes
 # again with SEED=... of that run.
