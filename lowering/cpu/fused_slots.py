@@ -69,11 +69,10 @@ def held_addends(tiles: FusedTiles) -> Iterator[torch.Tensor]:
     """The addends of all parts that have one, in their order."""
     p = tiles.problem
     nothing: Data = tuple({} for _ in p.node.modifiers)
-    at = all_places(p, {})
     for tile, part in tiles.changed_parts():
         shape = addend_shape(tiles, tile, part)
         room = torch.empty(shape, dtype=p.wide, device=CPU)
-        place, mixed = slot_place(at, tile, part), part.kind == "mixed"
+        place, mixed = part_places(p, tile, part), part.kind == "mixed"
         yield fill_addend(room, p.node, nothing, p.node.restores, place, mixed)
 
 
@@ -141,6 +140,13 @@ def all_places(problem: Problem, data: Mapping[str, torch.Tensor]) -> Place:
     p = problem
     block = Block(range(p.B), range(p.H), range(p.M), p.H, p.M, p.N, data)
     return Place.of(block, range(p.N), CPU)
+
+
+def part_places(problem: Problem, tile: Tile, part: Part) -> Place:
+    """The places of a tile's part, where no data is read."""
+    p = problem
+    block = Block(tile.batch, range(p.H), tile.rows, p.H, p.M, p.N, {})
+    return Place.of(block, range(part.start, part.stop), CPU)
 
 
 def slot_place(at: Place, tile: Tile, part: Part) -> Place:

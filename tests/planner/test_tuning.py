@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -62,7 +63,7 @@ def test_the_fastest_variant_of_the_fastest_backend_is_chosen(store: Store) -> N
     assert plan.backend == "varied"
     assert plan.also == ("slow",)
     assert plan.cause.startswith("it was the fastest when measured here: varied, quick ")
-    assert ", varied 3" in plan.cause
+    assert re.search(r", varied \d", plan.cause)
     assert plan.cause in str(plan.explain())
     q, k, v = torch.randn(3, *X.shape).unbind()
     assert plan.verify(q, k, v).ok
