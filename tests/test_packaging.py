@@ -74,7 +74,7 @@ def run_at_root(code: str, *path: Path) -> str:
 
 
 def test_kernels_at_the_root_looks_like_a_package_that_is_not_installed() -> None:
-    run_at_root(
+    output = run_at_root(
         "import kernels, sys\n"
         "assert not hasattr(kernels, '__version__') and not hasattr(kernels, '__file__')\n"
         "for code in ('from kernels import forward', 'import kernels.forward'):\n"
@@ -83,8 +83,10 @@ def test_kernels_at_the_root_looks_like_a_package_that_is_not_installed() -> Non
         "    sys.exit(code)\n"
         "try: kernels.forward\n"
         "except AttributeError as error: assert 'import attn_graph.kernels' in str(error)\n"
-        "import attn_graph.kernels.forward"
+        "import attn_graph.kernels.forward\n"
+        "print('all as it should be')"
     )
+    assert output == "all as it should be\n"
 
 
 @pytest.fixture

@@ -29,6 +29,7 @@ from attn_graph.nn import Attention, MultiheadAttention
 from attn_graph.nn.functional import attention, scaled_dot_product_attention
 
 RANKS = 2
+ALL = [f"store.{rank}" for rank in range(RANKS)]
 pytestmark = pytest.mark.slow
 
 
@@ -89,8 +90,24 @@ def join(rank: int, path: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=RANKS)
 
 
+def leave(rank: int, path: str) -> None:
+    """End this process's part, and leave a file that says so."""
+    dist.destroy_process_group()
+    Path(f"{path}.{rank}").touch()
+
+
+def spawn(work: Callable[..., None], path: Path, *more: Any) -> list[str]:  # Any: what `work` takes
+    """Run RANKS processes to their end. The names of those that left a file."""
+    start: Any = multiprocessing.spawn  # type: ignore[attr-defined]  # PyTorch lists it nowhere
+    start(work, (str(path / "store"), *more), nprocs=RANKS)
+    return sorted(file.name for file in path.glob("store.*"))
+
+
 def work(rank: int, path: str, wrap: Callable[[Block], torch.nn.Module]) -> None:
-    """One process: its half of the batch, and the gradients of the whole to compare with."""
+    """One process: its half of the batch, and the gradients of the whole to compare with.
+
+    Having compared all, it leaves a file.
+    """
     join(rank, path)
     alone, batch = make()
     torch.stack([loss(alone, half) for half in batch.chunk(RANKS)]).mean().backward()
@@ -100,15 +117,14 @@ def work(rank: int, path: str, wrap: Callable[[Block], torch.nn.Module]) -> None
     for (name, p), due in zip(model.named_parameters(), alone.parameters(), strict=True):
         assert p.grad is not None
         torch.testing.assert_close(whole(p.grad), due.grad, msg=f"the gradient of {name}")
-    dist.destroy_process_group()
+    leave(rank, path)
 
 
 @pytest.mark.parametrize("wrap", [replicate, replicate_compiled, shard])
 def test_gradients_are_those_of_one_process(
     wrap: Callable[[Block], torch.nn.Module], tmp_path: Path
 ) -> None:
-    spawn: Any = multiprocessing.spawn  # type: ignore[attr-defined]  # PyTorch lists it nowhere
-    spawn(work, (str(tmp_path / "store"), wrap), nprocs=RANKS)
+    assert spawn(work, tmp_path, wrap) == ALL
 
 
 # DTensors
@@ -213,9 +229,8 @@ def work_in_parts(rank: int, path: str) -> None:
     for placement in (Shard(0), Shard(1), Replicate()):
         compare_parts([placement], due)
     refuse_parts(draw())
-    dist.destroy_process_group()
+    leave(rank, path)
 
 
 def test_parts_of_the_batch_and_of_heads_need_no_other_process(tmp_path: Path) -> None:
-    spawn: Any = multiprocessing.spawn  # type: ignore[attr-defined]  # as above
-    spawn(work_in_parts, (str(tmp_path / "store"),), nprocs=RANKS)
+    assert spawn(work_in_parts, tmp_path) == ALL

@@ -51,12 +51,11 @@ def test_compiled_code_is_named_too() -> None:
 
 
 def test_nothing_is_named_where_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise AssertionError("a name was made")
-
-    monkeypatch.setattr(profiler, "record_function", fail)
+    names: list[object] = []
+    monkeypatch.setattr(profiler, "record_function", names.append)
     step("plan")
     step("function")
+    assert not names
 
 
 def test_nvtx_shows_the_same_names(monkeypatch: pytest.MonkeyPatch) -> None:
