@@ -245,7 +245,10 @@ class Plan:
 
         Where autograd records this too, they know that they have no gradient themselves.
         """
-        given = [g for g in grads if g is not None]
+        if len(grads) == 1 and (do := grads[0]) is not None:  # as mostly
+            given = [do]
+        else:
+            given = [g for g in grads if g is not None]
         tensors = (*saved, *given)
         pattern = needs if len(given) == len(grads) else (*needs, *[g is None for g in grads])
         check, last, pull = self.memo.pull

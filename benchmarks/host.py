@@ -29,28 +29,16 @@ from attn_graph.lowering.cudnn.run import Run
 from attn_graph.lowering.problem import sole
 from attn_graph.lowering.triton.tile_lists import list_ahead
 from attn_graph.nn.functional import attention, scaled_dot_product_attention
-from benchmarks.timing import Job, microseconds, save, seconds
+from benchmarks.timing import Job, microseconds, microseconds_in_turn, save, seconds
+
+SDPA = "F.scaled_dot_product_attention"
 
 
 def measure_rows() -> list[dict[str, Any]]:
     """Microseconds of each call, with its goal."""
-    q, k, v = (torch.randn(1, 1, 1, 64) for _ in range(3))
-    spec = ag.TensorSpec.like(q)
-    graph = ag.attention(spec, spec, spec)
-    plan = ag.compile(graph)
-    q2, k2, v2 = (t.clone().requires_grad_() for t in (q, k, v))
-    sdpa = microseconds(lambda: F.scaled_dot_product_attention(q, k, v))
-    sdpa_grad = microseconds(lambda: F.scaled_dot_product_attention(q2, k2, v2))
-    stats = ag.compile(ag.attention(spec, spec, spec, stats=True))
+    graph = causal(1)
     return [
-        make_row("F.scaled_dot_product_attention", sdpa),
-        make_row("plan(q, k, v)", microseconds(lambda: plan(q, k, v)), sdpa + 3),
-        make_row("plan(q, k, v) with lse", microseconds(lambda: stats(q, k, v))),
-        make_row("F.scaled_dot_product_attention, requires_grad", sdpa_grad),
-        make_row(
-            "plan(q, k, v), requires_grad", microseconds(lambda: plan(q2, k2, v2)), sdpa_grad + 15
-        ),
-        *function_rows(),
+        *call_rows(),
         *compiled_rows(),
         make_row("compile(graph), cached", microseconds(lambda: ag.compile(graph)), 2),
         make_row("import attn_graph, beyond torch (ms)", import_milliseconds(), 150),
@@ -66,46 +54,57 @@ def measure_rows() -> list[dict[str, Any]]:
     ]
 
 
-def function_rows() -> list[dict[str, Any]]:
-    """The functions of tensors beside PyTorch's own, without gradient and with."""
-    forms: dict[str, Callable[..., Any]] = {
+def make_forms() -> dict[str, Callable[..., Any]]:
+    """What calls attention: PyTorch's function, plans, and ours of tensors."""
+    spec = ag.TensorSpec((1, 1, 1, 64), torch.float32)
+    return {
+        SDPA: F.scaled_dot_product_attention,
+        "plan(q, k, v)": ag.compile(ag.attention(spec, spec, spec)),
+        "plan(q, k, v) with lse": ag.compile(ag.attention(spec, spec, spec, stats=True)),
         "attention(q, k, v)": attention,
         "attention(q, k, v, mask=, kv_lengths=)": partial(
             attention, mask=ag.Causal(), kv_lengths=torch.tensor([1])
         ),
         "our scaled_dot_product_attention": scaled_dot_product_attention,
     }
-    tensors: list[Any] = [torch.randn(1, 1, 1, 64) for _ in "qkv"]
-    leaves = [t.clone().requires_grad_() for t in tensors]
+
+
+def call_rows() -> list[dict[str, Any]]:
+    """Eager calls beside PyTorch's own: without gradient, recorded by autograd, and both passes."""
+    tensors = [torch.randn(1, 1, 1, 64) for _ in "qkv"]
+    leaves: list[Any] = [t.clone().requires_grad_() for t in tensors]
     do = torch.ones(1, 1, 1, 64)
 
     def train(attend: Callable[..., Any]) -> object:
-        return torch.autograd.grad(attend(*leaves), leaves, do)
+        o = attend(*leaves)
+        return torch.autograd.grad(o[0] if isinstance(o, tuple) else o, leaves, do)
 
-    goal = microseconds(lambda: F.scaled_dot_product_attention(*tensors)) + 4
-    both = microseconds(lambda: train(F.scaled_dot_product_attention))
+    forms = make_forms()
     return [
-        make_row("F.scaled_dot_product_attention, forward and backward", both),
-        *(make_row(n, microseconds(lambda f=f: f(*tensors)), goal) for n, f in forms.items()),  # type: ignore[misc]  # bound now
-        *(
-            make_row(f"{n}, forward and backward", microseconds(lambda f=f: train(f)), both + 10)  # type: ignore[misc]  # bound now
-            for n, f in forms.items()
+        *rows_beside("", {n: partial(f, *tensors) for n, f in forms.items()}, 4),
+        *rows_beside(", requires_grad", {n: partial(f, *leaves) for n, f in forms.items()}, 15),
+        *rows_beside(
+            ", forward and backward", {n: partial(train, f) for n, f in forms.items()}, 10
         ),
+    ]
+
+
+def rows_beside(ending: str, jobs: dict[str, Job], more: float) -> list[dict[str, Any]]:
+    """A row for each job, measured in turn; the goal is so much more than PyTorch's own takes."""
+    times = microseconds_in_turn(jobs)
+    return [
+        make_row(n + ending, time, None if n == SDPA else times[SDPA] + more)
+        for n, time in times.items()
     ]
 
 
 def compiled_rows() -> list[dict[str, Any]]:
     """Calls of code that torch.compile made, without gradient."""
-    q, k, v = (torch.randn(1, 1, 1, 64) for _ in "qkv")
-    spec = ag.TensorSpec.like(q)
-    forms: dict[str, Callable[..., Any]] = {
-        "F.scaled_dot_product_attention": F.scaled_dot_product_attention,
-        "plan(q, k, v)": ag.compile(ag.attention(spec, spec, spec)),
-        "attention(q, k, v)": attention,
-    }
-    times = {n: microseconds(partial(compile_call(f), q, k, v)) for n, f in forms.items()}
-    goal = times["F.scaled_dot_product_attention"] + 10
-    return [make_row(f"compiled {n}", time, goal) for n, time in times.items()]
+    tensors = [torch.randn(1, 1, 1, 64) for _ in "qkv"]
+    names = (SDPA, "plan(q, k, v)", "attention(q, k, v)", "our scaled_dot_product_attention")
+    forms = make_forms()
+    jobs: dict[str, Job] = {n: partial(compile_call(forms[n]), *tensors) for n in names}
+    return rows_beside(", compiled", jobs, 10)
 
 
 def compile_call(attend: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,25 @@ def seconds(job: Job) -> float:
     start = time.perf_counter()
     job()
     return time.perf_counter() - start
+
+
+def microseconds_in_turn(
+    jobs: Mapping[str, Job], calls: int = 100, rounds: int = 200
+) -> dict[str, float]:
+    """The time of this thread in a call of each job, by name.
+
+    All take turns, so that what slows the machine down slows all; of the rounds the tenth
+    percentile counts, which others on the machine disturbed little.
+    """
+    times: dict[str, list[float]] = {name: [] for name in jobs}
+    for _ in range(rounds):
+        for name, job in jobs.items():
+            job()
+            start = time.thread_time()
+            for _ in range(calls):
+                job()
+            times[name].append(time.thread_time() - start)
+    return {n: sorted(x)[rounds // 10] / calls * 1e6 for n, x in times.items()}
 
 
 def microseconds(job: Job, calls: int = 2000, rounds: int = 15) -> float:

@@ -104,8 +104,25 @@ def read_switches() -> Switches:
     return Switches(deterministic, flash, efficient, cudnn, *rounds, impl, math, library, order)
 
 
+def switches_that_count(on_cpu: bool) -> tuple[object, ...]:
+    """The switches that decide who runs attention there, in a fraction of a microsecond: for every
+    call to compare. Those of GPUs' products and of the order of their kernels say nothing on CPUs.
+    """
+    if not on_cpu:
+        return raw_switches()
+    return (
+        _get_deterministic_algorithms(),
+        _get_flash_sdp_enabled(),
+        _get_mem_efficient_sdp_enabled(),
+        _get_cudnn_sdp_enabled(),
+        _get_fp32_precision_getter("mkldnn", "matmul"),
+        _get_math_sdp_enabled(),
+        _get_cudnn_enabled(),
+    )
+
+
 def raw_switches() -> RawSwitches:
-    """What PyTorch says of each switch, in half a microsecond: for every call to compare."""
+    """What PyTorch says of each switch."""
     return (
         _get_deterministic_algorithms(),
         _get_flash_sdp_enabled(),

@@ -20,7 +20,7 @@ from attn_graph.machine.ambient import is_traced
 from attn_graph.machine.flop_counters import teach_counters
 from attn_graph.machine.target import Target
 from attn_graph.machine.tensors import is_distributed, is_watched
-from attn_graph.machine.torch_switches import raw_switches
+from attn_graph.machine.torch_switches import switches_that_count
 from attn_graph.nn.sharding import attend_in_parts
 from attn_graph.plan import Plan
 from attn_graph.spec import TensorSpec
@@ -130,7 +130,8 @@ def attend_as(
         q, k, v, named = cast_inputs(q, k, v, named)
     names = tuple(named) if named else ()
     tensors = (q, k, v, *named.values()) if named else (q, k, v)
-    key: Key = (options, anew, names, raw_switches(), preferred.get(), avoided.get())
+    switches = switches_that_count(getattr(q, "is_cpu", False))
+    key: Key = (options, anew, names, switches, preferred.get(), avoided.get())
     try:
         plan = recent.get(key)
     except TypeError:  # an option has no hash

@@ -40,7 +40,7 @@ from attn_graph.machine.flop_counters import formulas
 from attn_graph.machine.likeness import OWN_CLASSES
 from attn_graph.machine.target import Target
 from attn_graph.machine.tensors import refuse_tangents
-from attn_graph.machine.torch_switches import raw_switches
+from attn_graph.machine.torch_switches import switches_that_count
 from attn_graph.masks import Mask
 from attn_graph.nn.batching import Mapped, map_call
 from attn_graph.nn.calls import OPTIONS, make_graph, new_plan
@@ -117,7 +117,9 @@ def results_of(text: str) -> Results:
 
 def find_plan(tensors: Tensors, text: str) -> Plan:
     """The plan of a text for tensors that look like these; checked in full where they are new."""
-    key: Key = (text, len(tensors), raw_switches(), preferred.get(), avoided.get())
+    count = len(tensors)
+    switches = switches_that_count(count > 0 and tensors[0].is_cpu)
+    key: Key = (text, count, switches, preferred.get(), avoided.get())
     plan = recent.get(key)
     if plan is not None and plan.memo.call[0](*tensors):
         return plan
