@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from attn_graph.masks.joins import And, Join, Mask, Not, Or, join_masks
-from attn_graph.masks.leaves import LEAVES, Band, ragged_in
+from attn_graph.masks.leaves import LEAVES, Band, KeyLengths, ragged_in
 from attn_graph.masks.places import Block, tighter
 
 EVERYTHING = Band()
@@ -46,6 +46,8 @@ def simplify_parts(mask: Mask, M: int, N: int) -> Mask:
     match mask:
         case Band(low, high, ()):
             return trim_band(low, high, M, N)
+        case Band(None, 0, ("kv_lengths",)) if M == 1:  # the one query is the last of its keys
+            return KeyLengths()
         case Not(a):
             inner = simplify_mask(a, M, N)
             return inner.a if isinstance(inner, Not) else Not(inner)

@@ -23,6 +23,7 @@ from attn_graph.lowering.backend import Backend, Executable, Options, switch_nam
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
 from attn_graph.lowering.cpu.product_tiles import ProductTiles
 from attn_graph.lowering.cpu.schedule import POSITIONS
+from attn_graph.lowering.folding import folds_heads
 from attn_graph.lowering.problem import Problem, operand_specs
 from attn_graph.machine.ambient import plain_ops_on, without_autocast
 from attn_graph.machine.target import Target
@@ -218,4 +219,4 @@ def sink_gradient_of(grad: AttentionGrad, operands: Sequence[torch.Tensor]) -> t
     return ops.sink_gradient(sinks, lse, surplus)
 
 
-BACKEND = Backend("math", why_not, lower)
+BACKEND = folds_heads(Backend("math", why_not, lower), "cpu")

@@ -14,6 +14,7 @@ from attn_graph.ir.modifiers import Bias, Modifier
 from attn_graph.ir.ops import clear_blind_rows
 from attn_graph.kernels.fused_cpu import flash, flash_backward
 from attn_graph.lowering.backend import Backend, Executable, Options
+from attn_graph.lowering.folding import folds_heads
 from attn_graph.lowering.problem import (
     Problem,
     cotangent_bytes,
@@ -229,4 +230,4 @@ def through_lse(
     return mean.mul_(weight), dk
 
 
-BACKEND = Backend("torch_sdpa", why_not, lower)
+BACKEND = folds_heads(Backend("torch_sdpa", why_not, lower), "cpu")

@@ -1,0 +1,162 @@
+"""Query heads that share a key/value head, as rows of one head, which is then read once for all.
+
+q [B,H,M,D] is viewed as [B,G,rM,D], r = H/G heads one below the other, where no mask and no
+modifier tells these rows apart: in a decoding step, say, which has one query and grouped heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache, partial
+from typing import final
+
+import torch
+from attrs import evolve, frozen
+
+from attn_graph.errors import Reason
+from attn_graph.ir.builder import Builder
+from attn_graph.ir.graph import Graph
+from attn_graph.ir.modifiers import SoftCap
+from attn_graph.ir.vjp import residuals
+from attn_graph.lowering.backend import Backend, Executable, Options, Tensors
+from attn_graph.lowering.problem import Problem, sole
+from attn_graph.machine.target import Target
+from attn_graph.masks import Keep, KeyLengths, Mask, Prefix
+from attn_graph.masks.runs import leaves
+from attn_graph.spec import TensorSpec, dense_strides, memory_order, normalise_strides
+
+Shape = tuple[int, ...]
+Run = Callable[..., tuple[Tensors, Tensors]]
+
+
+@final
+@frozen
+class Folding:
+    """A graph with its heads folded.
+
+    inputs: the shape of each input as it reads them. outputs, saved: the shapes of what the graph
+    before returns and saves.
+    """
+
+    graph: Graph
+    inputs: tuple[Shape, ...]
+    outputs: tuple[Shape, ...]
+    saved: tuple[Shape, ...]
+
+    def run(self, run: Run, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
+        """Run the folded graph on tensors of the graph before, and give what that gives."""
+        outputs, saved = run(*map(as_shaped, tensors, self.inputs))
+        views = [*map(as_shaped, outputs, self.outputs)]
+        same = {id(x): view for x, view in zip(outputs, views, strict=True)}
+        for x, shape in zip(saved, self.saved, strict=False):
+            if id(x) not in same:
+                same[id(x)] = as_shaped(x, shape)
+        return views, [same[id(x)] for x in saved]
+
+    def infer(self, run: Run, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
+        """The same where nothing need be saved."""
+        outputs, _ = run(*map(as_shaped, tensors, self.inputs))
+        return [*map(as_shaped, outputs, self.outputs)], ()
+
+
+def as_shaped(x: torch.Tensor, shape: Shape) -> torch.Tensor:
+    """A tensor with its heads folded or not. Statistics and dq are copied where no view will do."""
+    return x if x.shape == shape else x.reshape(shape)
+
+
+def folds_heads(backend: Backend, kind: str) -> Backend:
+    """The same backend, which on devices of a kind gets graphs with their heads folded."""
+
+    def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason | str]:
+        folding = fold_heads(graph) if target.kind == kind else None
+        yield from backend.why_not(folding.graph if folding else graph, target, options)
+
+    def lower(graph: Graph, target: Target, options: Options) -> Executable:
+        folding = fold_heads(graph) if target.kind == kind else None
+        if folding is None:
+            return backend.lower(graph, target, options)
+        return unfold(backend.lower(folding.graph, target, options), folding)
+
+    return evolve(backend, why_not=why_not, lower=lower)
+
+
+def unfold(executable: Executable, folding: Folding) -> Executable:
+    """What runs a folded graph, for the graph before."""
+    results = zip(folding.outputs, folding.graph.output_types, strict=True)
+    copied = sum(type_.bytes for shape, type_ in results if type_.shape != shape)
+    (q, *_), (shape, *_) = folding.graph.inputs, folding.inputs
+    return evolve(
+        executable,
+        run=partial(folding.run, executable.run),
+        infer=partial(folding.infer, executable.infer),
+        temporary=executable.temporary + copied,
+        notes=(*executable.notes, f"heads that share keys are rows of one: {q.name} is {[*shape]}"),
+    )
+
+
+@lru_cache(64)  # backends ask for it, and again when one lowers the graph
+def fold_heads(graph: Graph) -> Folding | None:
+    """A graph of one attention, or one gradient, with heads folded; None where it can't be."""
+    problem = sole(graph)
+    if problem is None or problem.is_empty or problem.H == problem.G or tells_rows_apart(problem):
+        return None
+    (eqn,) = graph.eqns
+    own = len(problem.node.ranks)
+    rows = {eqn.args[0], *eqn.args[own:]}
+    if not rows.isdisjoint(eqn.args[1:own]) or not keeps_order(problem):
+        return None
+    specs = [
+        fold_spec(i.spec, problem) if n in rows else i.spec for n, i in enumerate(graph.inputs)
+    ]
+    if None in specs:
+        return None
+    b = Builder()
+    values = [b.input(i.name, s) for i, s in zip(graph.inputs, specs, strict=True) if s is not None]
+    values += b.emit(eqn.op, *(values[i] for i in eqn.args))
+    return Folding(
+        b.graph(*(values[i] for i in graph.outputs)),
+        tuple(s.shape for s in specs if s is not None),
+        tuple(t.shape for t in graph.output_types),
+        tuple(graph.types[i].shape for i in residuals(graph)),
+    )
+
+
+def tells_rows_apart(problem: Problem) -> bool:
+    """Whether a step of an attention depends on the query or on its head."""
+    node = problem.node
+    if node.sinks or node.dropout or not all(isinstance(m, SoftCap) for m in node.modifiers):
+        return True
+    return node.mask is not None and any(
+        reads_rows(leaf, problem.by_role.mask) for leaf in leaves(node.mask)
+    )
+
+
+def reads_rows(leaf: Mask, data: Mapping[str, TensorSpec]) -> bool:
+    """Whether a leaf of a mask may depend on the query or on its head."""
+    if isinstance(leaf, Keep):
+        return data[leaf.name].shape[1:3] != (1, 1)
+    return not isinstance(leaf, (KeyLengths, Prefix))
+
+
+def fold_spec(spec: TensorSpec, problem: Problem) -> TensorSpec | None:
+    """How x [B,H,M,...] lies as [B,G,rM,...]; None where that is no view of it."""
+    B, H, M, *last = spec.shape
+    step, head, row, *inner = spec.strides
+    if M > 1 and head != M * row:
+        return None
+    r = H // problem.G
+    strides = (step, r * head, head if M == 1 else row, *inner)
+    return TensorSpec((B, problem.G, r * M, *last), spec.dtype, strides)
+
+
+def keeps_order(problem: Problem) -> bool:
+    """Whether o, which lies in the memory order of q as that is folded, lies in q's own as well."""
+    q = fold_spec(problem.specs[0], problem)
+    if q is None:
+        return False
+    shape, strides = problem.layout_of_o
+    folded = (problem.B, problem.G, q.shape[2], problem.E)
+    own = TensorSpec(shape, problem.dtype, strides)
+    lies = normalise_strides(folded, dense_strides(folded, memory_order(q)))
+    due = fold_spec(own, problem)
+    return due is not None and due.strides == lies
