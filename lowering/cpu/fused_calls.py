@@ -26,6 +26,7 @@ from attn_graph.machine.ambient import constant_beside, is_traced
 from attn_graph.masks.places import Place
 from attn_graph.spec import INF
 
+MOST_POSITIONS = 2**14  # that a plan holds: 128 KiB of int64
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -36,7 +37,8 @@ class FusedRun:
 
     slots: the tiles; None where each call has to list them, or make them ready. whole: whether
     they are one call of the kernel. direct: whether what the kernel gives is o as it is due. made:
-    shape and strides of o. wide: what is computed in. restores: as Attention has it.
+    shape and strides of o. wide: what is computed in. restores: as Attention has it. at: every
+    place, without data; None where each call makes them.
     """
 
     tiles: FusedTiles
@@ -46,6 +48,7 @@ class FusedRun:
     made: tuple[tuple[int, ...], tuple[int, ...]]
     wide: torch.dtype
     restores: tuple[bool, ...]
+    at: Place | None
 
     @classmethod
     def of(cls, tiles: FusedTiles) -> FusedRun:
@@ -53,7 +56,9 @@ class FusedRun:
         p, slots = tiles.problem, ready_slots(tiles)
         direct = p.D <= p.E and tiles.keeps_order()
         whole = slots is not None and tiles.is_whole([slot.tile for slot in slots])
-        return cls(tiles, slots, whole, direct, p.layout_of_o, p.wide, p.node.restores)
+        few = p.B + p.H + p.M + p.N <= MOST_POSITIONS
+        at = all_places(p, {}) if few and tiles.addends else None
+        return cls(tiles, slots, whole, direct, p.layout_of_o, p.wide, p.node.restores, at)
 
     def listed(self, data: Tensors) -> tuple[Iterable[TileSlot], bool]:
         """The tiles of a call, given what the mask reads; whether they are one call of the kernel.
@@ -152,8 +157,12 @@ class FusedRun:
             for name, x in zip("qkv", own, strict=False)
         ]
         given = p.node.split(own)
-        at = all_places(p, given.mask) if "addend" in scratch else None
-        return TileCall(p.node, self.restores, given, scratch, at, q, k, v, is_traced())
+        traced = is_traced()
+        at = None
+        if "addend" in scratch:
+            ready = None if traced else self.at
+            at = all_places(p, given.mask) if ready is None else ready.reading(given.mask)
+        return TileCall(p.node, self.restores, given, scratch, at, q, k, v, traced)
 
 
 @final

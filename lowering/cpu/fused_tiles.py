@@ -11,11 +11,13 @@ from attrs import frozen
 
 from attn_graph.ir.attention import Operands
 from attn_graph.lowering.cpu.schedule import (
+    CALL_SECONDS,
     MOST_TILES,
     POSITIONS,
     Part,
     Tile,
     choose_cheapest,
+    estimate_seconds,
     fold_tiles,
     join_neighbours,
     plain_tiles,
@@ -172,6 +174,18 @@ class FusedTiles:
         return not self.packs("q", q) and flash_order(q) == memory_order(q)
 
 
+def whole_tile(problem: Problem) -> Tile:
+    """All scores as one tile, in which the mask is asked everywhere."""
+    return Tile(range(problem.B), range(problem.M), (Part(0, problem.N, "mixed"),))
+
+
+def is_small(problem: Problem) -> bool:
+    """Whether it takes longer to look in each batch entry for what a mask leaves than to compute
+    all: half of it in vain, say."""
+    looks = problem.B * -(-problem.M // DATA_ROWS)
+    return estimate_seconds(problem, [whole_tile(problem)]) <= 2 * looks * CALL_SECONDS
+
+
 def depends(problem: Problem) -> str:
     """Which of "b" and "h" the mask and the modifiers depend on."""
     given = problem.by_role
@@ -230,7 +244,7 @@ def static_tiles(problem: Problem, axes: str) -> tuple[Tile, ...] | None:
     if plain is not None and (not bounded or (mask is None and problem.M <= DATA_ROWS)):
         return tuple(plain)
     if mask is not None and mask.needs:
-        return None
+        return (whole_tile(problem),) if is_small(problem) else None
     relative = mask is not None and mask.relative and all(m.relative for m in node.modifiers)
 
     def tiles(rows: int) -> list[Tile] | None:

@@ -112,10 +112,11 @@ def test_q_is_viewed_and_never_copied(layout: str, M: int, due: object) -> None:
 
 
 def test_a_call_hands_the_kernel_q_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    from attn_graph.kernels import fused_cpu
     from attn_graph.lowering.cpu import sdpa
 
     addresses: list[int] = []
-    flash: Callable[..., Any] = sdpa.flash
+    flash: Callable[..., Any] = fused_cpu.flash
 
     def look(q: torch.Tensor, *rest: Any, **more: Any) -> Any:
         addresses.append(q.data_ptr())

@@ -64,3 +64,21 @@ def test_products_take_no_more_calls_than_a_tile_has_steps() -> None:
     """Soft caps run by matrix products, 64 queries a tile."""
     plan, tensors, _ = masked(1024, WINDOW, soft_cap=30.0)
     assert python_calls(plan, tensors) <= FIXED + 64 * (1024 // 64)
+
+
+def test_where_lengths_leave_few_scores_all_are_one_tile() -> None:
+    q, k = (ag.TensorSpec((8, 4, n, 64), torch.float32) for n in (1, 128))
+    lengths = ag.TensorSpec((8,), torch.int64)
+    graph = ag.attention(q, k, k, mask=ag.KeyLengths(), kv_lengths=lengths)
+    plan = ag.compile(graph, backends=("math",), target=Target.of("cpu"))
+    assert python_calls(plan, [*tensors_for(graph, 1)]) <= FIXED
+
+
+def test_where_lengths_leave_out_much_each_entry_has_its_own_tiles() -> None:
+    q = ag.TensorSpec((8, 4, 1024, 64), torch.float32)
+    lengths = ag.TensorSpec((8,), torch.int64)
+    graph = ag.attention(q, q, q, mask=ag.KeyLengths(), kv_lengths=lengths)
+    (tiles,) = plan_tiles(
+        ag.compile(graph, backends=("math",)).graph, Target.of("cpu"), ag.Options()
+    )
+    assert getattr(tiles, "static", ()) is None
