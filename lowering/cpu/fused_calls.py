@@ -191,7 +191,7 @@ class TileCall:
             addend = self.addend(slot, part) if makes else part.addend
             o, lse = fused_cpu.attend(rows, k, v, self.node.scale, part.causal, addend)
             if results is None:
-                results = o, lse
+                results = (o.to(lse.dtype) if self.joins(slot) else o), lse
             else:
                 merge_(*results, o, lse)
         if results is None:
@@ -199,6 +199,10 @@ class TileCall:
         if self.given.sinks is not None:
             sink_(*results, self.given.sinks)
         return results
+
+    def joins(self, slot: TileSlot) -> bool:
+        """Whether results of the kernel are changed afterwards, which half precision is not for."""
+        return len(slot.parts) > 1 or self.given.sinks is not None
 
     def pull(
         self, slot: TileSlot, part: PartSlot, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor

@@ -61,6 +61,12 @@ class FusedTiles:
         return cls(problem, static_tiles(problem, axes), axes, width, blind)
 
     @cached_property
+    def computes(self) -> torch.dtype:
+        """The dtype that the kernel reads and gives: bfloat16 as it is, but not for a gradient."""
+        p = self.problem
+        return p.dtype if p.dtype == torch.bfloat16 and p.grad is None else p.wide
+
+    @cached_property
     def buffers(self) -> dict[str, Buffer]:
         """The scratch buffers: packed operands, one addend, and sums in wider precision."""
         p = self.problem
@@ -70,7 +76,7 @@ class FusedTiles:
             packed |= {
                 n: s for n, s in sums.items() if (s.dtype, s.shape[3]) != (p.wide, self.width)
             }
-        buffers = {n: Buffer((*s.shape[:3], self.width), p.wide) for n, s in packed.items()}
+        buffers = {n: Buffer((*s.shape[:3], self.width), self.computes) for n, s in packed.items()}
         return buffers | ({"addend": Buffer((self.addends,), p.wide)} if self.addends else {})
 
     @cached_property
@@ -92,7 +98,7 @@ class FusedTiles:
         rows of do that have to be cleared."""
         if name == "do" and self.blind:
             return True
-        fits = (x.dtype, x.shape[3]) == (self.problem.wide, self.width)
+        fits = (x.dtype, x.shape[3]) == (self.computes, self.width)
         return not fits or not is_readable(x, like=name == "q")
 
     @cached_property
