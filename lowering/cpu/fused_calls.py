@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import prod
 from typing import final
 
 import torch
@@ -73,15 +74,7 @@ class FusedRun:
 
     def packed(self, name: str, x: torch.Tensor, scratch: Tensors) -> torch.Tensor:
         """An operand as the kernel reads it, in scratch if it must be."""
-        if name not in scratch:
-            return x
-        room = scratch[name]
-        if x.stride(2) == 1 and x.shape[3] == self.tiles.width > 1:
-            transpose(room, x)
-        else:
-            room[..., : x.shape[3]].copy_(x)
-            room[..., x.shape[3] :].zero_()
-        return room
+        return fill(scratch[name], x) if name in scratch else x
 
     def forward(
         self, operands: Sequence[torch.Tensor], scratch: Tensors
@@ -152,8 +145,9 @@ class FusedRun:
     def call(self, own: Sequence[torch.Tensor], scratch: Tensors) -> TileCall:
         """own: the attention's operands."""
         p = self.tiles.problem
+        by_part = self.tiles.keys_a_part is not None
         q, k, v = [
-            self.packed(name, x, scratch) if name in scratch else x
+            x if by_part and name != "q" else self.packed(name, x, scratch)
             for name, x in zip("qkv", own, strict=False)
         ]
         given = p.node.split(own)
@@ -162,14 +156,15 @@ class FusedRun:
         if "addend" in scratch:
             ready = None if traced else self.at
             at = all_places(p, given.mask) if ready is None else ready.reading(given.mask)
-        return TileCall(p.node, self.restores, given, scratch, at, q, k, v, traced)
+        return TileCall(p.node, self.restores, given, scratch, at, q, k, v, by_part, traced)
 
 
 @final
 @frozen(eq=False)
 class TileCall:
-    """One call's operands, packed. at: every place, where something is added to scores. traced:
-    whether tensors of planning may have to be fake."""
+    """One call's operands, packed. at: every place, where something is added to scores. by_part:
+    whether k and v are packed a part at a time. traced: whether tensors of planning may have to be
+    fake."""
 
     node: Attention
     restores: tuple[bool, ...]
@@ -179,19 +174,23 @@ class TileCall:
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
+    by_part: bool
     traced: bool
 
     def attend(self, slot: TileSlot) -> tuple[torch.Tensor, torch.Tensor]:
         """o and lse of one tile, its parts merged."""
         rows = slot.rows(self.q)
+        alone = len(slot.parts) == 1 and self.given.sinks is None  # else results change
         results: tuple[torch.Tensor, torch.Tensor] | None = None
         for part in slot.parts:
             k, v = part.keys(self.k), part.keys(self.v)
+            if self.by_part:
+                k, v = self.filled("k", k), self.filled("v", v)
             makes = part.makes or self.traced
             addend = self.addend(slot, part) if makes else part.addend
             o, lse = fused_cpu.attend(rows, k, v, self.node.scale, part.causal, addend)
             if results is None:
-                results = (o.to(lse.dtype) if self.joins(slot) else o), lse
+                results = o if alone else o.to(lse.dtype), lse
             else:
                 merge_(*results, o, lse)
         if results is None:
@@ -200,9 +199,13 @@ class TileCall:
             sink_(*results, self.given.sinks)
         return results
 
-    def joins(self, slot: TileSlot) -> bool:
-        """Whether results of the kernel are changed afterwards, which half precision is not for."""
-        return len(slot.parts) > 1 or self.given.sinks is not None
+    def filled(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """Keys or values of a part as the kernel reads them."""
+        if name not in self.scratch:
+            return x
+        room = self.scratch[name]
+        shape = (*x.shape[:3], room.shape[3])
+        return fill(room.flatten()[: prod(shape)].view(shape), x)
 
     def pull(
         self, slot: TileSlot, part: PartSlot, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor
@@ -222,6 +225,16 @@ class TileCall:
         at = slot_place(self.at, slot.tile, part.part)
         node, mixed = self.node, part.part.kind == "mixed"
         return fill_addend(room, node, self.given.modifiers, self.restores, at, mixed)
+
+
+def fill(room: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """room = x [B,H,L,...] in the room's dtype, with zeros where the room's last axis is longer."""
+    if x.stride(2) == 1 and x.shape[3] == room.shape[3] > 1:
+        transpose(room, x)
+    else:
+        room[..., : x.shape[3]].copy_(x)
+        room[..., x.shape[3] :].zero_()
+    return room
 
 
 def transpose(room: torch.Tensor, x: torch.Tensor) -> None:

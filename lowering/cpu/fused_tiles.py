@@ -7,7 +7,7 @@ from functools import cached_property, lru_cache
 from typing import final
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 
 from attn_graph.ir.attention import Operands
 from attn_graph.lowering.cpu.schedule import (
@@ -22,6 +22,7 @@ from attn_graph.lowering.cpu.schedule import (
     join_neighbours,
     plain_tiles,
     row_tiles,
+    shorten_parts,
 )
 from attn_graph.lowering.problem import Problem, flash_order, is_readable
 from attn_graph.machine.workspace import Buffer, Scratch
@@ -30,6 +31,9 @@ from attn_graph.masks.places import Block, Place
 from attn_graph.spec import TensorSpec, memory_order
 
 LEAST_FULL = 2048  # keys: a longer run without mask is worth a call of its own and a merge
+FEW_QUERIES = 64  # for which k and v are read once or twice
+MOST_PACKED = 2**23  # bytes of k and v that such queries have packed at a time
+LEAST_KEYS = 256  # packed at a time: fewer take longer to merge than to compute
 MOST_HELD = 2**16  # elements of addends that a plan holds: 256 KiB of float32
 DATA_ROWS = 128  # queries a tile, where data decides which keys they keep
 CPU = torch.device("cpu")
@@ -58,13 +62,35 @@ class FusedTiles:
         """The tiles of a problem, static where its mask does not depend on data."""
         axes = depends(problem)
         width, blind = max(problem.D, problem.E), problem.has_blind_rows
-        return cls(problem, static_tiles(problem, axes), axes, width, blind)
+        plain = cls(problem, static_tiles(problem, axes), axes, width, blind)
+        return plain.with_shorter_parts() if plain.static and plain.keys_a_part else plain
 
     @cached_property
     def computes(self) -> torch.dtype:
         """The dtype that the kernel reads and gives: bfloat16 as it is, but not for a gradient."""
         p = self.problem
         return p.dtype if p.dtype == torch.bfloat16 and p.grad is None else p.wide
+
+    @cached_property
+    def keys_a_part(self) -> int | None:
+        """The most keys of a part, where k and v are packed a part at a time: where few queries
+        read so many keys that a copy of all would be large. None: they are packed at once, or lie
+        as the kernel reads them."""
+        p = self.problem
+        specs = dict(zip("kv", p.specs[1:3], strict=True))
+        row = p.G * self.width * self.computes.itemsize * sum(self.packs(*x) for x in specs.items())
+        repeats = any(tile.repeat > 1 for tile in self.static or ())
+        if p.grad is not None or p.M > FEW_QUERIES or repeats or p.B * p.N * row <= MOST_PACKED:
+            return None
+        return max(LEAST_KEYS, MOST_PACKED // (row * (1 if self.static is None else p.B)))
+
+    def with_shorter_parts(self) -> FusedTiles:
+        """The same, its parts no longer than `keys_a_part`."""
+        assert self.static is not None
+        assert self.keys_a_part is not None
+        return evolve(
+            self, static=tuple(shorten_parts(tile, self.keys_a_part) for tile in self.static)
+        )
 
     @cached_property
     def buffers(self) -> dict[str, Buffer]:
@@ -76,8 +102,15 @@ class FusedTiles:
             packed |= {
                 n: s for n, s in sums.items() if (s.dtype, s.shape[3]) != (p.wide, self.width)
             }
-        buffers = {n: Buffer((*s.shape[:3], self.width), self.computes) for n, s in packed.items()}
+        buffers = {n: self.packed_buffer(n, s) for n, s in packed.items()}
         return buffers | ({"addend": Buffer((self.addends,), p.wide)} if self.addends else {})
+
+    def packed_buffer(self, name: str, spec: TensorSpec) -> Buffer:
+        """Room for an operand, or for a part of it."""
+        B, H, L, _ = spec.shape
+        if name in ("k", "v") and self.keys_a_part is not None:
+            B, L = 1 if self.static is None else B, self.keys_a_part
+        return Buffer((B, H, L, self.width), self.computes)
 
     @cached_property
     def scratch(self) -> Scratch:
@@ -130,7 +163,7 @@ class FusedTiles:
         """The most scores of one head that have something added."""
         p = self.problem
         if self.static is None:
-            return min(DATA_ROWS, p.M) * p.N
+            return min(DATA_ROWS, p.M) * min(p.N, self.keys_a_part or p.N)
         return max((len(t.rows) * len(x) for t, x in self.changed_parts()), default=0)
 
     @property
@@ -164,6 +197,8 @@ class FusedTiles:
         for b in range(p.B):
             tiles = row_tiles(p, p.node.mask, range(b, b + 1), rows, LEAST_FULL, data)
             all_tiles += join_neighbours(tiles, rows * p.N, bounded)
+        if self.keys_a_part is not None:
+            all_tiles = [shorten_parts(tile, self.keys_a_part) for tile in all_tiles]
         return all_tiles
 
     def is_whole(self, tiles: Sequence[Tile]) -> bool:

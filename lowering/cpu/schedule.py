@@ -129,6 +129,18 @@ def make_tile(
     return Tile(batch, block.rows, parts_of(mask, block, least_full))
 
 
+def shorten_parts(tile: Tile, most: int) -> Tile:
+    """A tile with no part of more than `most` keys, which is no less than its queries are."""
+    parts: list[Part] = []
+    for part in tile.parts:
+        if part.kind == "causal":  # the last query keeps as many keys as there are queries
+            parts.append(evolve(part, stop=min(part.stop, part.start + len(tile.rows))))
+        else:
+            cuts = range(part.start, part.stop, most)
+            parts += [evolve(part, start=at, stop=min(at + most, part.stop)) for at in cuts]
+    return evolve(tile, parts=tuple(parts))
+
+
 def join_neighbours(tiles: list[Tile], most: int, bounded: bool) -> list[Tile]:
     """Neighbours with the same keys made one, up to `most` scores where a mask must be asked.
 
