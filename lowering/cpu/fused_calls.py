@@ -21,10 +21,11 @@ from attn_graph.lowering.cpu.fused_slots import (
     slot_place,
     tile_slot,
 )
-from attn_graph.lowering.cpu.fused_tiles import CPU, FusedTiles, Tensors
+from attn_graph.lowering.cpu.fused_tiles import CPU, FusedTiles
+from attn_graph.lowering.cpu.schedule import Tensors
 from attn_graph.machine.ambient import constant_beside, is_traced
 from attn_graph.masks.places import Place
-from attn_graph.spec import INF
+from attn_graph.spec import INF, TensorSpec
 
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -105,11 +106,9 @@ class FusedRun:
         read = p.grad.split(operands)
         assert read.do is not None  # else only dlse is left, and that is not for this kernel
         call, lse = self.call(read.own, scratch), read.lse
-        o, do = self.packed("o", read.o, scratch), self.packed("do", read.do, scratch)
         unseen = lse == -INF
         finite = lse.masked_fill(unseen, 0.0)
-        if self.tiles.blind:
-            do.masked_fill_(unseen[..., None], 0.0)
+        o, do = self.packed("o", read.o, scratch), self.seen(read.do, unseen, scratch)
         slots, whole = self.listed(call.given.mask)
         if whole:
             (slot,) = slots
@@ -120,6 +119,14 @@ class FusedRun:
             i: x[..., : spec.shape[3]].to(spec.dtype, copy=f"d{name}" in scratch)
             for i, (name, spec, x) in enumerate(zip("qkv", p.specs, sums, strict=False))
         }
+
+    def seen(self, do: torch.Tensor, unseen: torch.Tensor, scratch: Tensors) -> torch.Tensor:
+        """do as the kernel reads it, 0 in rows that see no key."""
+        clears = self.tiles.blind and (is_traced() or bool(unseen.any()))
+        if not clears and self.tiles.reads("do", TensorSpec.like(do)):
+            return do
+        room = self.packed("do", do, scratch)
+        return room.masked_fill_(unseen[..., None], 0.0) if clears else room
 
     def summed(
         self,
@@ -180,7 +187,8 @@ class TileCall:
             k, v = part.keys(self.k), part.keys(self.v)
             makes = part.makes or self.traced
             addend = self.addend(slot, part) if makes else part.addend
-            o, lse = fused_cpu.attend(rows, k, v, self.node.scale, part.causal, addend)
+            unseen = self.unseen(part, addend) if part.empties else None
+            o, lse = fused_cpu.attend(rows, k, v, self.node.scale, part.causal, addend, unseen)
             if results is None:
                 results = o, lse
             else:
@@ -199,6 +207,13 @@ class TileCall:
         rows = slot.rows(do), slot.rows(o), slot.rows(lse)
         addend = self.addend(slot, part) if part.makes or self.traced else part.addend
         return fused_cpu.attend_backward(*operands, *rows, self.node.scale, part.causal, addend)
+
+    def unseen(self, part: PartSlot, addend: torch.Tensor | None) -> torch.Tensor | None:
+        """The rows that see none of a part's keys: held since planning, or read off its addend."""
+        if part.makes:
+            assert addend is not None
+            return fused_cpu.find_unseen(addend)
+        return None if part.unseen is None else constant_beside(part.unseen, self.q)
 
     def addend(self, slot: TileSlot, part: PartSlot) -> torch.Tensor | None:
         """What is added to the scores of a part: held since planning, or made in scratch."""

@@ -9,11 +9,17 @@ from typing import final
 import torch
 from attrs import frozen
 
-from attn_graph.ir.attention import Operands
+from attn_graph.lowering.cpu.layer_tiles import (
+    POINTS_A_CALL,
+    find_layers_of,
+    takes_layers,
+    tile_layers,
+)
 from attn_graph.lowering.cpu.schedule import (
     MOST_TILES,
     POSITIONS,
     Part,
+    Tensors,
     Tile,
     choose_cheapest,
     fold_tiles,
@@ -25,13 +31,13 @@ from attn_graph.lowering.problem import Problem, flash_order, is_readable
 from attn_graph.machine.workspace import Buffer, Scratch
 from attn_graph.masks import Mask
 from attn_graph.masks.places import Block, Place
+from attn_graph.masks.regions import MOST_POINTS
 from attn_graph.spec import TensorSpec, memory_order
 
 LEAST_FULL = 2048  # keys: a longer run without mask is worth a call of its own and a merge
 MOST_HELD = 2**16  # elements of addends that a plan holds: 256 KiB of float32
 DATA_ROWS = 128  # queries a tile, where data decides which keys they keep
 CPU = torch.device("cpu")
-Tensors = Mapping[str, torch.Tensor]  # by name
 
 
 @final
@@ -42,7 +48,7 @@ class FusedTiles:
     static: the tiles; None where data decides them, or there are more than planning lists. axes:
     which of "b" and "h" the addend depends on beside i and j. width: the head size that is
     computed in, the larger of D and E; the smaller is padded with zeros. blind: whether a query
-    may see no key.
+    may see no key. layered: whether calls cut their tiles out of what the data exactly keep.
     """
 
     problem: Problem
@@ -50,13 +56,16 @@ class FusedTiles:
     axes: str
     width: int
     blind: bool
+    layered: bool
 
     @classmethod
     def plan(cls, problem: Problem) -> FusedTiles:
         """The tiles of a problem, static where its mask does not depend on data."""
         axes = depends(problem)
         width, blind = max(problem.D, problem.E), problem.has_blind_rows
-        return cls(problem, static_tiles(problem, axes), axes, width, blind)
+        static = static_tiles(problem, axes)
+        layered = static is None and takes_layers(problem, shapes_of_data(problem))
+        return cls(problem, static, axes, width, blind, layered)
 
     @cached_property
     def buffers(self) -> dict[str, Buffer]:
@@ -88,10 +97,12 @@ class FusedTiles:
     def packs(self, name: str, x: TensorSpec) -> bool:
         """Whether the kernel can't read an operand where it lies: dtype, head size or strides; or
         rows of do that have to be cleared."""
-        if name == "do" and self.blind:
-            return True
+        return (name == "do" and self.blind) or not self.reads(name, x)
+
+    def reads(self, name: str, x: TensorSpec) -> bool:
+        """Whether the kernel can read an operand where it lies."""
         fits = (x.dtype, x.shape[3]) == (self.problem.wide, self.width)
-        return not fits or not is_readable(x, like=name == "q")
+        return fits and is_readable(x, like=name == "q")
 
     @cached_property
     def holds(self) -> bool:
@@ -140,7 +151,8 @@ class FusedTiles:
         if self.static is None:
             mask = self.problem.node.mask
             why = "data picks the keys" if mask and mask.needs else "each call lists them"
-            return f"PyTorch's fused CPU kernel on tiles of {DATA_ROWS} queries; {why}"
+            kinds = "rectangles and triangles, else on " if self.layered else ""
+            return f"PyTorch's fused CPU kernel on {kinds}tiles of {DATA_ROWS} queries; {why}"
         whole = self.problem.B * self.problem.M * self.problem.N
         area, calls = sum(t.area for t in self.static), sum(len(t.parts) for t in self.static)
         share = f"{100 * area / whole:.3g} % of the {self.problem.H * whole} scores"
@@ -152,6 +164,10 @@ class FusedTiles:
             return self.static
         p = self.problem
         rows, bounded = min(DATA_ROWS, p.M), bool(p.node.modifiers)
+        kept = find_layers_of(p, data, POINTS_A_CALL) if self.layered else None
+        tiles = None if kept is None else tile_layers(p, kept, rows, LEAST_FULL, single=True)
+        if tiles is not None:
+            return tiles
         all_tiles: list[Tile] = []
         for b in range(p.B):
             tiles = row_tiles(p, p.node.mask, range(b, b + 1), rows, LEAST_FULL, data)
@@ -174,8 +190,7 @@ class FusedTiles:
 
 def depends(problem: Problem) -> str:
     """Which of "b" and "h" the mask and the modifiers depend on."""
-    given = problem.by_role
-    axes = axes_of_modifiers(problem) + axes_of_mask(problem, given)
+    axes = axes_of_modifiers(problem) + axes_of_mask(problem)
     return "".join(axis for axis in "bh" if axis in axes)
 
 
@@ -193,17 +208,22 @@ def axes_of_modifiers(problem: Problem) -> str:
         return "bh"
 
 
-def axes_of_mask(problem: Problem, given: Operands[TensorSpec]) -> str:
+def axes_of_mask(problem: Problem) -> str:
     """Which of "b" and "h" the mask depends on."""
     mask, sizes = problem.node.mask, (problem.B, problem.H, problem.M, problem.N)
     if mask is None:
         return ""
     if not mask.needs:  # what it is made of does not grow with sizes
         return probe_axes(mask, tuple(min(2, n) for n in sizes))
-    data = {
-        n: torch.zeros((), dtype=s.dtype, device=CPU).expand(s.shape) for n, s in given.mask.items()
+    return probe_axes_with(mask, sizes, shapes_of_data(problem))
+
+
+def shapes_of_data(problem: Problem) -> Tensors:
+    """Zeros of the shapes of what the mask reads, for questions that no value decides."""
+    return {
+        n: torch.zeros((), dtype=s.dtype, device=CPU).expand(s.shape)
+        for n, s in problem.by_role.mask.items()
     }
-    return probe_axes_with(mask, sizes, data)
 
 
 @lru_cache(64)
@@ -241,5 +261,10 @@ def static_tiles(problem: Problem, axes: str) -> tuple[Tile, ...] | None:
         in_rows = row_tiles(problem, mask, range(problem.B), rows, LEAST_FULL)
         return join_neighbours(in_rows, most, bounded)
 
-    cheapest = choose_cheapest(problem, tiles)
+    kept = find_layers_of(problem, {}, MOST_POINTS) if takes_layers(problem, {}) else None
+
+    def exact(rows: int) -> list[Tile] | None:
+        return None if kept is None else tile_layers(problem, kept, rows, LEAST_FULL, single=False)
+
+    cheapest = choose_cheapest(problem, tiles, exact)
     return None if cheapest is None else tuple(cheapest)
