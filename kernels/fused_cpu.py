@@ -24,15 +24,23 @@ def attend(
     scale: float,
     causal: bool = False,
     addend: torch.Tensor | None = None,
+    unseen: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q [B,H,M,D], k and v [B,G,N,D], addend broadcasts to [B,H,M,N] -> o, lse [B,H,M].
 
     The addend is added to the scores; where it is -inf a key is masked. `causal` keeps j <= i.
+    unseen: rows whose keys are all masked, broadcasts to [B,H,M]; None where there are none.
     """
     o, lse = flash(q, k, v, 0.0, causal, attn_mask=addend, scale=scale)
-    if addend is not None:
-        lse = lse.masked_fill(addend.amax(-1) == -INF, -INF)
-    return o, lse
+    return o, lse if unseen is None else lse.masked_fill(unseen, -INF)
+
+
+def find_unseen(addend: torch.Tensor) -> torch.Tensor:
+    """Rows of an addend [...,M,N] that mask all keys, [...,M].
+
+    Read off the numbers: `any` of booleans takes twenty times longer.
+    """
+    return addend.amax(-1) == -INF
 
 
 def attend_backward(

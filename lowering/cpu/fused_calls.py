@@ -22,10 +22,11 @@ from attn_graph.lowering.cpu.fused_slots import (
     slot_place,
     tile_slot,
 )
-from attn_graph.lowering.cpu.fused_tiles import CPU, FusedTiles, Tensors
+from attn_graph.lowering.cpu.fused_tiles import CPU, FusedTiles
+from attn_graph.lowering.cpu.schedule import Tensors
 from attn_graph.machine.ambient import constant_beside, is_traced
 from attn_graph.masks.places import Place
-from attn_graph.spec import INF
+from attn_graph.spec import INF, TensorSpec
 
 MOST_POSITIONS = 2**14  # that a plan holds: 128 KiB of int64
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -72,10 +73,6 @@ class FusedRun:
         slots = (tile_slot(self.tiles, tile, None) for tile in tiles)
         return slots, self.tiles.is_whole(tiles)
 
-    def packed(self, name: str, x: torch.Tensor, scratch: Tensors) -> torch.Tensor:
-        """An operand as the kernel reads it, in scratch if it must be."""
-        return fill(scratch[name], x) if name in scratch else x
-
     def forward(
         self, operands: Sequence[torch.Tensor], scratch: Tensors
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,11 +100,10 @@ class FusedRun:
         read = p.grad.split(operands)
         assert read.do is not None  # else only dlse is left, and that is not for this kernel
         call, lse = self.call(read.own, scratch), read.lse
-        o, do = self.packed("o", read.o, scratch), self.packed("do", read.do, scratch)
         unseen = lse == -INF
         finite = lse.masked_fill(unseen, 0.0)
-        if self.tiles.blind:
-            do.masked_fill_(unseen[..., None], 0.0)
+        o = fill(scratch["o"], read.o) if "o" in scratch else read.o
+        do = self.seen(read.do, unseen, scratch)
         slots, whole = self.listed(call.given.mask)
         if whole:
             (slot,) = slots
@@ -118,6 +114,14 @@ class FusedRun:
             i: x[..., : spec.shape[3]].to(spec.dtype, copy=f"d{name}" in scratch)
             for i, (name, spec, x) in enumerate(zip("qkv", p.specs, sums, strict=False))
         }
+
+    def seen(self, do: torch.Tensor, unseen: torch.Tensor, scratch: Tensors) -> torch.Tensor:
+        """do as the kernel reads it, 0 in rows that see no key."""
+        clears = self.tiles.blind and (is_traced() or bool(unseen.any()))
+        if not clears and self.tiles.reads("do", TensorSpec.like(do)):
+            return do
+        room = fill(scratch["do"], do)
+        return room.masked_fill_(unseen[..., None], 0.0) if clears else room
 
     def summed(
         self,
@@ -147,7 +151,7 @@ class FusedRun:
         p = self.tiles.problem
         by_part = self.tiles.keys_a_part is not None
         q, k, v = [
-            x if by_part and name != "q" else self.packed(name, x, scratch)
+            x if name not in scratch or (by_part and name != "q") else fill(scratch[name], x)
             for name, x in zip("qkv", own, strict=False)
         ]
         given = p.node.split(own)
@@ -188,7 +192,8 @@ class TileCall:
                 k, v = self.filled("k", k), self.filled("v", v)
             makes = part.makes or self.traced
             addend = self.addend(slot, part) if makes else part.addend
-            o, lse = fused_cpu.attend(rows, k, v, self.node.scale, part.causal, addend)
+            unseen = self.unseen(part, addend) if part.empties else None
+            o, lse = fused_cpu.attend(rows, k, v, self.node.scale, part.causal, addend, unseen)
             if results is None:
                 results = o if alone else o.to(lse.dtype), lse
             else:
@@ -215,6 +220,13 @@ class TileCall:
         rows = slot.rows(do), slot.rows(o), slot.rows(lse)
         addend = self.addend(slot, part) if part.makes or self.traced else part.addend
         return fused_cpu.attend_backward(*operands, *rows, self.node.scale, part.causal, addend)
+
+    def unseen(self, part: PartSlot, addend: torch.Tensor | None) -> torch.Tensor | None:
+        """The rows that see none of a part's keys: held since planning, or read off its addend."""
+        if part.makes:
+            assert addend is not None
+            return fused_cpu.find_unseen(addend)
+        return None if part.unseen is None else constant_beside(part.unseen, self.q)
 
     def addend(self, slot: TileSlot, part: PartSlot) -> torch.Tensor | None:
         """What is added to the scores of a part: held since planning, or made in scratch."""

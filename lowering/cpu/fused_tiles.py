@@ -9,12 +9,18 @@ from typing import final
 import torch
 from attrs import evolve, frozen
 
-from attn_graph.ir.attention import Operands
+from attn_graph.lowering.cpu.layer_tiles import (
+    POINTS_A_CALL,
+    find_layers_of,
+    takes_layers,
+    tile_layers,
+)
 from attn_graph.lowering.cpu.schedule import (
     CALL_SECONDS,
     MOST_TILES,
     POSITIONS,
     Part,
+    Tensors,
     Tile,
     choose_cheapest,
     estimate_seconds,
@@ -28,16 +34,16 @@ from attn_graph.lowering.problem import Problem, flash_order, is_readable
 from attn_graph.machine.workspace import Buffer, Scratch
 from attn_graph.masks import Mask
 from attn_graph.masks.places import Block, Place
+from attn_graph.masks.regions import MOST_POINTS
 from attn_graph.spec import TensorSpec, memory_order
 
 LEAST_FULL = 2048  # keys: a longer run without mask is worth a call of its own and a merge
 FEW_QUERIES = 64  # for which k and v are read once or twice
 MOST_PACKED = 2**23  # bytes of k and v that such queries have packed at a time
-LEAST_KEYS = 256  # packed at a time: fewer take longer to merge than to compute
+LEAST_KEYS = FEW_QUERIES  # packed at a time
 MOST_HELD = 2**16  # elements of addends that a plan holds: 256 KiB of float32
 DATA_ROWS = 128  # queries a tile, where data decides which keys they keep
 CPU = torch.device("cpu")
-Tensors = Mapping[str, torch.Tensor]  # by name
 
 
 @final
@@ -48,7 +54,7 @@ class FusedTiles:
     static: the tiles; None where data decides them, or there are more than planning lists. axes:
     which of "b" and "h" the addend depends on beside i and j. width: the head size that is
     computed in, the larger of D and E; the smaller is padded with zeros. blind: whether a query
-    may see no key.
+    may see no key. layered: whether calls cut their tiles out of what the data exactly keep.
     """
 
     problem: Problem
@@ -56,13 +62,16 @@ class FusedTiles:
     axes: str
     width: int
     blind: bool
+    layered: bool
 
     @classmethod
     def plan(cls, problem: Problem) -> FusedTiles:
         """The tiles of a problem, static where its mask does not depend on data."""
         axes = depends(problem)
         width, blind = max(problem.D, problem.E), problem.has_blind_rows
-        plain = cls(problem, static_tiles(problem, axes), axes, width, blind)
+        static = static_tiles(problem, axes)
+        layered = static is None and takes_layers(problem, shapes_of_data(problem))
+        plain = cls(problem, static, axes, width, blind, layered)
         return plain.with_shorter_parts() if plain.static and plain.keys_a_part else plain
 
     @cached_property
@@ -82,7 +91,7 @@ class FusedTiles:
         repeats = any(tile.repeat > 1 for tile in self.static or ())
         if p.grad is not None or p.M > FEW_QUERIES or repeats or p.B * p.N * row <= MOST_PACKED:
             return None
-        return max(LEAST_KEYS, MOST_PACKED // (row * (1 if self.static is None else p.B)))
+        return max(LEAST_KEYS, MOST_PACKED // (row * p.B))
 
     def with_shorter_parts(self) -> FusedTiles:
         """The same, its parts no longer than `keys_a_part`."""
@@ -109,7 +118,7 @@ class FusedTiles:
         """Room for an operand, or for a part of it."""
         B, H, L, _ = spec.shape
         if name in ("k", "v") and self.keys_a_part is not None:
-            B, L = 1 if self.static is None else B, self.keys_a_part
+            L = self.keys_a_part
         return Buffer((B, H, L, self.width), self.computes)
 
     @cached_property
@@ -129,10 +138,12 @@ class FusedTiles:
     def packs(self, name: str, x: TensorSpec) -> bool:
         """Whether the kernel can't read an operand where it lies: dtype, head size or strides; or
         rows of do that have to be cleared."""
-        if name == "do" and self.blind:
-            return True
+        return (name == "do" and self.blind) or not self.reads(name, x)
+
+    def reads(self, name: str, x: TensorSpec) -> bool:
+        """Whether the kernel can read an operand where it lies."""
         fits = (x.dtype, x.shape[3]) == (self.computes, self.width)
-        return not fits or not is_readable(x, like=name == "q")
+        return fits and is_readable(x, like=name == "q")
 
     @cached_property
     def holds(self) -> bool:
@@ -181,7 +192,8 @@ class FusedTiles:
         if self.static is None:
             mask = self.problem.node.mask
             why = "data picks the keys" if mask and mask.needs else "each call lists them"
-            return f"PyTorch's fused CPU kernel on tiles of {DATA_ROWS} queries; {why}"
+            kinds = "rectangles and triangles, else on " if self.layered else ""
+            return f"PyTorch's fused CPU kernel on {kinds}tiles of {DATA_ROWS} queries; {why}"
         whole = self.problem.B * self.problem.M * self.problem.N
         area, calls = sum(t.area for t in self.static), sum(len(t.parts) for t in self.static)
         share = f"{100 * area / whole:.3g} % of the {self.problem.H * whole} scores"
@@ -191,14 +203,22 @@ class FusedTiles:
         """The tiles of a call, given what the mask reads."""
         if self.static is not None:
             return self.static
+        tiles = self.tiles_by_data(data)
+        most = self.keys_a_part
+        return tiles if most is None else [shorten_parts(tile, most) for tile in tiles]
+
+    def tiles_by_data(self, data: Tensors) -> list[Tile]:
+        """The same where planning did not list them."""
         p = self.problem
         rows, bounded = min(DATA_ROWS, p.M), bool(p.node.modifiers)
+        kept = find_layers_of(p, data, POINTS_A_CALL) if self.layered else None
+        tiles = None if kept is None else tile_layers(p, kept, rows, LEAST_FULL, single=True)
+        if tiles is not None:
+            return tiles
         all_tiles: list[Tile] = []
         for b in range(p.B):
             tiles = row_tiles(p, p.node.mask, range(b, b + 1), rows, LEAST_FULL, data)
             all_tiles += join_neighbours(tiles, rows * p.N, bounded)
-        if self.keys_a_part is not None:
-            all_tiles = [shorten_parts(tile, self.keys_a_part) for tile in all_tiles]
         return all_tiles
 
     def is_whole(self, tiles: Sequence[Tile]) -> bool:
@@ -229,8 +249,7 @@ def is_small(problem: Problem) -> bool:
 
 def depends(problem: Problem) -> str:
     """Which of "b" and "h" the mask and the modifiers depend on."""
-    given = problem.by_role
-    axes = axes_of_modifiers(problem) + axes_of_mask(problem, given)
+    axes = axes_of_modifiers(problem) + axes_of_mask(problem)
     return "".join(axis for axis in "bh" if axis in axes)
 
 
@@ -248,17 +267,22 @@ def axes_of_modifiers(problem: Problem) -> str:
         return "bh"
 
 
-def axes_of_mask(problem: Problem, given: Operands[TensorSpec]) -> str:
+def axes_of_mask(problem: Problem) -> str:
     """Which of "b" and "h" the mask depends on."""
     mask, sizes = problem.node.mask, (problem.B, problem.H, problem.M, problem.N)
     if mask is None:
         return ""
     if not mask.needs:  # what it is made of does not grow with sizes
         return probe_axes(mask, tuple(min(2, n) for n in sizes))
-    data = {
-        n: torch.zeros((), dtype=s.dtype, device=CPU).expand(s.shape) for n, s in given.mask.items()
+    return probe_axes_with(mask, sizes, shapes_of_data(problem))
+
+
+def shapes_of_data(problem: Problem) -> Tensors:
+    """Zeros of the shapes of what the mask reads, for questions that no value decides."""
+    return {
+        n: torch.zeros((), dtype=s.dtype, device=CPU).expand(s.shape)
+        for n, s in problem.by_role.mask.items()
     }
-    return probe_axes_with(mask, sizes, data)
 
 
 @lru_cache(64)
@@ -296,5 +320,10 @@ def static_tiles(problem: Problem, axes: str) -> tuple[Tile, ...] | None:
         in_rows = row_tiles(problem, mask, range(problem.B), rows, LEAST_FULL)
         return join_neighbours(in_rows, most, bounded)
 
-    cheapest = choose_cheapest(problem, tiles)
+    kept = find_layers_of(problem, {}, MOST_POINTS) if takes_layers(problem, {}) else None
+
+    def exact(rows: int) -> list[Tile] | None:
+        return None if kept is None else tile_layers(problem, kept, rows, LEAST_FULL, single=False)
+
+    cheapest = choose_cheapest(problem, tiles, exact)
     return None if cheapest is None else tuple(cheapest)

@@ -19,11 +19,18 @@ CALL_SECONDS = 60e-6  # of a small tile on a CPU: slicing, the kernel's start, c
 FLOP_SECONDS = (
     1e-11  # of a multiplication or addition on 2 cores; only its ratio to the above counts
 )
+PULL_FLOPS = 3  # times those of the forward pass, in the time that they take
+PART_ROWS = 16  # queries that take as long as what a part does for each key, whatever its queries
+CAUSAL_KEYS = 200  # keys that take as long as the kernel's own causal mask takes for each query
+ADDED_SECONDS = 3e-10  # of reading and adding one number to a score, beside its product
+MADE_SECONDS = 1e-9  # of an addend's number that each call makes
+MERGE_SECONDS = 4e-10  # of an element of o, where a part of a tile is merged with another
 ROW_BLOCKS = (32, 64, 128, 256, 512)
 # Bytes a place that a mask or a modifier holds while it is asked: three vectors of positions.
 POSITIONS = 3 * torch.int64.itemsize
 MOST_TILES = 2**13  # listed while planning, which takes some tenths of a second; or each call does
 MOST_READY = 256  # made ready ahead of calls; beyond, Python's share of a call is small
+Tensors = Mapping[str, torch.Tensor]  # by name
 Cut = Callable[[torch.Tensor], torch.Tensor]  # a view of some rows of x [B,H,L,...]
 BRIDGE = 32  # keys: a hole this small costs less to compute than a tile to begin
 
@@ -40,6 +47,14 @@ class Part:
 
     def __len__(self) -> int:
         return self.stop - self.start
+
+    def area(self, rows: int) -> int:
+        """Scores that are computed for so many queries; of a causal part those that are kept."""
+        keys = len(self)
+        if self.kind != "causal":
+            return rows * keys
+        side = min(rows, keys)
+        return side * (side + 1) // 2 + (rows - side) * keys
 
 
 @final
@@ -63,8 +78,9 @@ class Tile:
 
     @property
     def area(self) -> int:
-        """Scores that are computed, for one head."""
-        return len(self.batch) * self.repeat * len(self.rows) * self.keys
+        """Scores that are computed, for one head; of a causal part those that are kept."""
+        rows = len(self.rows)
+        return len(self.batch) * self.repeat * sum(part.area(rows) for part in self.parts)
 
 
 def place_within(at: Place, b: range, h: range, i: range, j: range) -> Place:
@@ -264,16 +280,39 @@ def plain_tiles(problem: Problem, mask: Mask | None) -> list[Tile] | None:
     return tiles + live
 
 
-def estimate_seconds(problem: Problem, tiles: list[Tile]) -> float:
-    """A rough time for these tiles: what they compute and how often they begin."""
-    flops = 2 * problem.H * (problem.D + problem.E) * sum(tile.area for tile in tiles)
-    return flops * FLOP_SECONDS + CALL_SECONDS * sum(len(tile.parts) for tile in tiles)
+def estimate_seconds(problem: Problem, tiles: Iterable[Tile]) -> float:
+    """A rough time for these tiles: what they compute, add and merge, and how often they begin."""
+    return sum(estimate_tile(problem, tile) for tile in tiles)
+
+
+def estimate_tile(problem: Problem, tile: Tile) -> float:
+    """The same of one tile."""
+    H, D, E = problem.H, problem.D, problem.E
+    copies, rows = len(tile.batch) * tile.repeat, len(tile.rows)
+    each = 2 * (D + E) * FLOP_SECONDS * (1 if problem.grad is None else PULL_FLOPS)
+    adding = [x for x in tile.parts if x.kind == "mixed" or problem.node.modifiers]
+    added = sum(rows * len(x) for x in adding)
+    merged = max(0, len(tile.parts) - 1) * rows * E
+    return (
+        CALL_SECONDS * len(tile.parts)
+        + copies * H * each * sum(weigh_part(part, rows) for part in tile.parts)
+        + copies * H * (ADDED_SECONDS * added + MERGE_SECONDS * merged)
+        + MADE_SECONDS * added
+    )
+
+
+def weigh_part(part: Part, rows: int) -> int:
+    """The scores of a part, and what else the kernel does, as if it were scores."""
+    whole = rows * len(part)
+    masked = part.area(rows) + CAUSAL_KEYS * rows
+    return (min(whole, masked) if part.kind == "causal" else whole) + PART_ROWS * len(part)
 
 
 def choose_cheapest(
-    problem: Problem, choices: Callable[[int], list[Tile] | None]
+    problem: Problem, *choices: Callable[[int], list[Tile] | None]
 ) -> list[Tile] | None:
-    """The tiles of the row block that costs least; None where each gives too many tiles."""
+    """The tiles of the choice and the row block that cost least; None where each gives too many."""
     blocks = [rows for rows in ROW_BLOCKS if rows < 2 * problem.M] or [ROW_BLOCKS[0]]
-    lists = [tiles for rows in blocks if (tiles := choices(rows)) is not None]
+    every = (choose(rows) for rows in blocks for choose in choices)
+    lists = [tiles for tiles in every if tiles is not None]
     return min(lists, key=lambda tiles: estimate_seconds(problem, tiles), default=None)

@@ -1,0 +1,191 @@
+"""What each batch entry keeps, as rectangles and triangles: layers of queries, exact.
+
+For masks made of strips, and for documents (`SameSegment`) that are and-ed with one strip. The
+work grows with edges and documents, not with queries and keys; data are read once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby, pairwise
+from typing import cast
+
+import torch
+
+from attn_graph.masks.joins import And, Mask, flatten_join, join_masks
+from attn_graph.masks.leaves import SameSegment
+from attn_graph.masks.places import Block, Strip
+from attn_graph.masks.regions import (
+    Bounds,
+    Edge,
+    Layer,
+    Run,
+    bound_entries,
+    count_points,
+    entry_at,
+    find_layers,
+    list_strips,
+)
+
+LEAST_DOCUMENT = 16  # queries or keys, on average; smaller documents are not cut out one by one
+Bound = tuple[int | None, ...]  # of one strip: low, high, keys and rows
+Document = tuple[range, range]  # queries, and the keys that carry their number
+Kept = tuple[range, tuple[Layer, ...]]  # neighbouring batch entries, and what each of them keeps
+
+
+def is_layered(mask: Mask, block: Block) -> bool:
+    """Whether a mask is made of strips, or of documents and one strip. The block has all data,
+    of which the values do not matter."""
+    at = entry_at(block, *block.batch[:1])
+    segmented, rest = split_documents(mask)
+    if segmented:
+        return rest is None or rest.strip(at) is not None
+    return list_strips(mask, at) is not None
+
+
+def list_layers(mask: Mask, block: Block, most_points: int) -> list[Kept] | None:
+    """What the batch entries keep; neighbours that keep the same are one.
+
+    None where this is not known exactly, where it takes evaluating the mask at more than
+    `most_points` places, and for documents that are small or in pieces. The block has all data.
+    """
+    segmented, rest = split_documents(mask)
+    if segmented:
+        return cut_documents(rest, block)
+    at = entry_at(block, *block.batch)
+    whole = mask.strip(at)
+    strips = list_strips(mask, at) if whole is None else [whole]
+    if strips is None:
+        return None
+    kinds = [*group_equal(bound_entries(strips, len(block.batch)), block.batch)]
+    rows, keys = range(block.M), range(block.N)
+    if whole is not None:
+        return [(b, join_layers(layers_of_strip(kind[0], rows, keys))) for b, kind in kinds]
+    if sum(count_points(kind, block) for _, kind in kinds) > most_points:
+        return None
+    return [
+        (b, join_layers(find_layers(mask, kind, entry_at(block, b.start)))) for b, kind in kinds
+    ]
+
+
+def group_equal(kinds: Sequence[Bounds], batch: range) -> Iterator[tuple[range, Bounds]]:
+    """Neighbouring batch entries of the same kind."""
+    at = batch.start
+    for kind, same in groupby(kinds):
+        count = sum(1 for _ in same)
+        yield range(at, at + count), kind
+        at += count
+
+
+def layers_of_strip(bounds: Bound, rows: range, keys: range) -> Iterator[Layer]:
+    """What a strip keeps of some queries and keys.
+
+    Query i keeps the keys from the larger of keys.start and i + low up to the smaller of keys.stop
+    and i + high + 1. It is cut where one of these takes over from the other, and where none is
+    left or the first one comes.
+    """
+    low, high, least, last = bounds
+    k0, k1 = keys.start, keys.stop if least is None else min(keys.stop, least)
+    seen = rows.stop if last is None else max(rows.start, min(rows.stop, last))
+    cuts = {rows.start, rows.stop, seen}
+    cuts |= set() if low is None else {k0 - low, k1 - low}
+    cuts |= set() if high is None else {k0 - high, k1 - high - 1}
+    for a, b in pairwise(sorted(i for i in cuts if rows.start <= i <= rows.stop)):
+        start = Edge(k0) if low is None or a + low < k0 else Edge(low, 1)
+        stop = Edge(k1) if high is None or a + high + 1 >= k1 else Edge(high + 1, 1)
+        alive = a < seen and start.of(a) < stop.of(a)
+        yield Layer(range(a, b), ((start, stop),) if alive else ())
+
+
+def join_layers(layers: Iterable[Layer]) -> tuple[Layer, ...]:
+    """The same with neighbours made one where each edge of both lies on one line."""
+    out: list[Layer] = []
+    for layer in layers:
+        runs = join_runs(out[-1], layer) if out else None
+        if runs is None:
+            out.append(layer)
+        else:
+            out[-1] = Layer(range(out[-1].rows.start, layer.rows.stop), runs)
+    return tuple(out)
+
+
+def join_runs(above: Layer, below: Layer) -> tuple[Run, ...] | None:
+    """The runs of two neighbouring layers as one; None where they are not on the same lines."""
+    if len(above.runs) != len(below.runs):
+        return None
+    pairs = zip(sum(above.runs, ()), sum(below.runs, ()), strict=True)
+    edges = [join_edges(a, b, above.rows, below.rows) for a, b in pairs]
+    if None in edges:
+        return None
+    sure = cast("list[Edge]", edges)
+    return tuple(zip(sure[::2], sure[1::2], strict=True))
+
+
+def join_edges(a: Edge, b: Edge, above: range, below: range) -> Edge | None:
+    """One edge for both; of a single query it is open whether its edge moves."""
+    if a == b or (len(below) == 1 and a.of(below.start) == b.of(below.start)):
+        return a
+    return b if len(above) == 1 and a.of(above.start) == b.of(above.start) else None
+
+
+# Documents.
+
+
+def split_documents(mask: Mask) -> tuple[bool, Mask | None]:
+    """Whether a mask is documents and-ed with something else, and that; None for nothing else."""
+    parts = flatten_join(And, mask)
+    rest = [part for part in parts if not isinstance(part, SameSegment)]
+    return len(rest) < len(parts), join_masks(And, rest) if rest else None
+
+
+def cut_documents(rest: Mask | None, block: Block) -> list[Kept] | None:
+    """The layers of documents, within which `rest` decides; None where it is not one strip."""
+    strip = Strip() if rest is None else rest.strip(entry_at(block, *block.batch))
+    documents = None if strip is None else list_documents(block)
+    if strip is None or documents is None:
+        return None
+    bounds = [kind[0] for kind in bound_entries([strip], len(block.batch))]
+    kept: list[Kept] = []
+    at = block.batch.start
+    for (bound, pieces), same in groupby(zip(bounds, documents, strict=True)):
+        count = sum(1 for _ in same)
+        layers = (x for rows, keys in pieces for x in layers_of_strip(bound, rows, keys))
+        kept.append((range(at, at + count), join_layers(layers)))
+        at += count
+    return kept
+
+
+def list_documents(block: Block) -> list[tuple[Document, ...]] | None:
+    """The documents of each batch entry; None where they are small, or a number of keys comes
+    again after others."""
+    q, kv = (block.load(name, axes) for name, axes in (("q_segments", "bi"), ("kv_segments", "bj")))
+    assert q is not None
+    assert kv is not None
+    queries = list_pieces(q)
+    keys = queries if kv is q else list_pieces(kv)
+    if queries is None or keys is None:
+        return None
+    none, documents = range(0), []
+    for own, others in zip(queries, keys, strict=True):
+        by_number = dict(others)
+        if len(by_number) < len(others):
+            return None
+        documents.append(tuple((rows, by_number.get(number, none)) for number, rows in own))
+    return documents
+
+
+def list_pieces(numbers: torch.Tensor) -> list[list[tuple[int, range]]] | None:
+    """Of each row of numbers [B,L] the runs of equal ones; None where they are many."""
+    B, L = numbers.shape
+    first = torch.ones(B, 1, dtype=torch.bool, device=numbers.device)
+    begins = torch.cat((first, numbers[:, 1:] != numbers[:, :-1]), 1)
+    entries, starts = begins.nonzero().unbind(1)
+    if len(starts) > B + B * L // LEAST_DOCUMENT:
+        return None
+    each = zip(entries.tolist(), starts.tolist(), numbers[entries, starts].tolist(), strict=True)
+    pieces = []
+    for _, group in groupby(each, key=lambda piece: piece[0]):
+        own = [*group]
+        ends = [*(start for _, start, _ in own[1:]), L]
+        pieces.append([(n, range(at, end)) for (_, at, n), end in zip(own, ends, strict=True)])
+    return pieces

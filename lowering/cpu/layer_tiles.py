@@ -1,0 +1,142 @@
+"""Tiles made of what a mask exactly keeps: rectangles and triangles, which need no addend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from attn_graph.lowering.cpu.schedule import (
+    BRIDGE,
+    MOST_TILES,
+    Part,
+    Tensors,
+    Tile,
+    estimate_tile,
+)
+from attn_graph.lowering.problem import Problem
+from attn_graph.masks import Mask
+from attn_graph.masks.layers import Kept, is_layered, list_layers
+from attn_graph.masks.places import Block, join_intervals
+from attn_graph.masks.regions import Layer, Run
+
+POINTS_A_CALL = 2**12  # places at which a call may evaluate a mask to list layers: some 5 ms
+
+
+def takes_layers(problem: Problem, data: Tensors) -> bool:
+    """Whether tiles may be made of layers, data being of the right shapes.
+
+    With a modifier each part has an addend anyway. For low scales see `plain_tiles`.
+    """
+    node = problem.node
+    if node.mask is None or node.modifiers or problem.low_scale or problem.is_empty:
+        return False
+    return is_layered(node.mask, whole_block(problem, data))
+
+
+def whole_block(problem: Problem, data: Tensors) -> Block:
+    """All places of a problem, with what its mask reads."""
+    p = problem
+    return Block(range(p.B), range(p.H), range(p.M), p.H, p.M, p.N, data)
+
+
+def find_layers_of(problem: Problem, data: Tensors, most_points: int) -> list[Kept] | None:
+    """What each batch entry keeps; None where it is not known, or has too many edges."""
+    mask = problem.node.mask
+    assert isinstance(mask, Mask)
+    return list_layers(mask, whole_block(problem, data), most_points)
+
+
+def tile_layers(
+    problem: Problem, kept: Iterable[Kept], rows: int, least_full: int, *, single: bool
+) -> list[Tile] | None:
+    """Tiles of layers; None where they are too many.
+
+    rows: the most queries of a tile that needs an addend. single: such a tile has one batch entry.
+    """
+    tiles: list[Tile] = []
+    for batch, layers in kept:
+        own: list[Tile] = []
+        for layer in layers:
+            if not stands_still(layer) and rows * MOST_TILES < len(layer.rows):
+                return None
+            own += tiles_of_layer(batch, layer, rows, least_full, single=single)
+        tiles += join_small(problem, own, rows, single=single)
+        if len(tiles) > MOST_TILES:
+            return None
+    return tiles
+
+
+def stands_still(layer: Layer) -> bool:
+    """Whether all runs begin at one key for all queries, so that none needs an addend."""
+    return all(start.moves == 0 for start, _ in layer.runs)
+
+
+def tiles_of_layer(
+    batch: range, layer: Layer, rows: int, least_full: int, *, single: bool
+) -> Iterator[Tile]:
+    """The tiles of one layer: one, or blocks of `rows` queries where a run's first key moves."""
+    if stands_still(layer):
+        yield Tile(
+            batch, layer.rows, tuple(x for run in layer.runs for x in exact_parts(run, layer.rows))
+        )
+        return
+    entries = [range(b, b + 1) for b in batch] if single else [batch]
+    for at in range(0, len(layer.rows), rows):
+        block = layer.rows[at : at + rows]
+        parts = block_parts(layer.runs, block, least_full)
+        yield from (Tile(entry, block, parts) for entry in entries)
+
+
+def exact_parts(run: Run, rows: range) -> Iterator[Part]:
+    """A run that begins at one key: what all queries keep, and a triangle where its end moves.
+
+    The triangle's first key is the last one of the first query, so no query of it keeps nothing.
+    """
+    start, stop = run
+    first, last = stop.of(rows.start), stop.of(rows[-1])
+    begin, full = start.of(rows.start), first - 1 if first < last else first
+    if begin < full:
+        yield Part(begin, full, "full")
+    if first < last:
+        yield Part(full, last, "causal")
+
+
+def block_parts(runs: Sequence[Run], rows: range, least_full: int) -> tuple[Part, ...]:
+    """Parts of a block of queries some of whose runs begin later from query to query."""
+    a, b = rows[0], rows[-1]
+    pieces = join_intervals([(start.of(a), stop.of(b)) for start, stop in runs], BRIDGE)
+    sure = [(start.of(b), stop.of(a)) for start, stop in runs]
+    parts: list[Part] = []
+    for begin, end in pieces:
+        at = begin
+        for x, y in sure:
+            if begin <= x and y <= end and y - x >= least_full:
+                parts += [Part(at, x, "mixed")] if at < x else []
+                parts.append(Part(x, y, "full"))
+                at = y
+        parts += [Part(at, end, "mixed")] if at < end else []
+    return tuple(parts)
+
+
+def join_small(problem: Problem, tiles: Iterable[Tile], rows: int, *, single: bool) -> list[Tile]:
+    """Neighbours made one tile with an addend, of at most `rows` queries, where that costs less.
+
+    A call of the kernel takes as long as many scores, so small tiles are better one larger.
+    """
+    out: list[Tile] = []
+    for tile in tiles:
+        last = out[-1] if out else None
+        if last is not None and not (single and len(tile.batch) > 1):
+            joined = join_mixed(last, tile)
+            apart = estimate_tile(problem, last) + estimate_tile(problem, tile)
+            if len(joined.rows) <= rows and estimate_tile(problem, joined) < apart:
+                out[-1] = joined
+                continue
+        out.append(tile)
+    return out
+
+
+def join_mixed(above: Tile, below: Tile) -> Tile:
+    """Two neighbours as one tile, for which the mask has to say what it keeps."""
+    keys = sorted((part.start, part.stop) for part in (*above.parts, *below.parts))
+    parts = tuple(Part(a, b, "mixed") for a, b in join_intervals(keys, BRIDGE))
+    return Tile(above.batch, range(above.rows.start, below.rows.stop), parts)
