@@ -34,7 +34,7 @@ from attn_graph.masks.places import Block, Place
 from attn_graph.masks.regions import MOST_POINTS
 from attn_graph.spec import TensorSpec, memory_order
 
-LEAST_FULL = 2048  # keys: a longer run without mask is worth a call of its own and a merge
+LEAST_FULL = 512  # keys: a longer run without mask is worth a call of its own and a merge
 MOST_HELD = 2**16  # elements of addends that a plan holds: 256 KiB of float32
 DATA_ROWS = 128  # queries a tile, where data decides which keys they keep
 CPU = torch.device("cpu")

@@ -124,19 +124,23 @@ def join_small(problem: Problem, tiles: Iterable[Tile], rows: int, *, single: bo
     """
     out: list[Tile] = []
     for tile in tiles:
-        last = out[-1] if out else None
-        if last is not None and not (single and len(tile.batch) > 1):
-            joined = join_mixed(last, tile)
-            apart = estimate_tile(problem, last) + estimate_tile(problem, tile)
-            if len(joined.rows) <= rows and estimate_tile(problem, joined) < apart:
+        joined = join_mixed(out[-1], tile, rows) if out else None
+        if joined is not None and not (single and len(tile.batch) > 1):
+            apart = estimate_tile(problem, out[-1]) + estimate_tile(problem, tile)
+            if estimate_tile(problem, joined) < apart:
                 out[-1] = joined
                 continue
         out.append(tile)
     return out
 
 
-def join_mixed(above: Tile, below: Tile) -> Tile:
-    """Two neighbours as one tile, for which the mask has to say what it keeps."""
+def join_mixed(above: Tile, below: Tile, rows: int) -> Tile | None:
+    """Two tiles as one, for which the mask has to say what it keeps; None where they are no
+    neighbours, or have more than `rows` queries."""
+    joined = range(above.rows.start, below.rows.stop)
+    apart = above.batch != below.batch or above.rows.stop != below.rows.start
+    if apart or len(joined) > rows:
+        return None
     keys = sorted((part.start, part.stop) for part in (*above.parts, *below.parts))
     parts = tuple(Part(a, b, "mixed") for a, b in join_intervals(keys, BRIDGE))
-    return Tile(above.batch, range(above.rows.start, below.rows.stop), parts)
+    return Tile(above.batch, joined, parts)
