@@ -140,7 +140,7 @@ class FusedTiles:
     def temporary(self) -> int:
         """Bytes beside the workspace, at most: a tile's results, and the places that are asked."""
         p = self.problem
-        rows, keys = p.B * p.H * p.M * (self.width + 2), p.B * p.G * p.N * self.width
+        rows, keys = p.B * p.H * p.M * (self.width + 4), p.B * p.G * p.N * self.width
         results = rows + (2 * keys if p.grad is not None else 0)
         b = p.B if "b" in self.axes and self.static is not None else 1
         places = 0 if self.holds else POSITIONS * b * self.most_scores()

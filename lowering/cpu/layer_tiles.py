@@ -29,10 +29,10 @@ def takes_layers(problem: Problem, data: Tensors) -> bool:
     node = problem.node
     if node.mask is None or node.modifiers or problem.low_scale or problem.is_empty:
         return False
-    return is_layered(node.mask, whole_block(problem, data))
+    return is_layered(node.mask, block_of_problem(problem, data))
 
 
-def whole_block(problem: Problem, data: Tensors) -> Block:
+def block_of_problem(problem: Problem, data: Tensors) -> Block:
     """All places of a problem, with what its mask reads."""
     p = problem
     return Block(range(p.B), range(p.H), range(p.M), p.H, p.M, p.N, data)
@@ -42,7 +42,7 @@ def find_layers_of(problem: Problem, data: Tensors, most_points: int) -> list[Ke
     """What each batch entry keeps; None where it is not known, or has too many edges."""
     mask = problem.node.mask
     assert isinstance(mask, Mask)
-    return list_layers(mask, whole_block(problem, data), most_points)
+    return list_layers(mask, block_of_problem(problem, data), most_points)
 
 
 def tile_layers(

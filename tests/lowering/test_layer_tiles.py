@@ -57,10 +57,11 @@ conjunctions = st.lists(leaves, max_size=2).map(
 
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64])
 def test_bounds_far_beyond_lengths_are_none(kind: torch.dtype) -> None:
-    lengths = {name: torch.tensor([3, 7], dtype=kind) for name in m.LENGTHS}
+    lengths = {name: torch.tensor([3, 3], dtype=kind) for name in m.LENGTHS}
     mask = m.Band(-(2**40), 2**40, m.LENGTHS)
     found = list_layers(mask, Block(range(2), range(1), range(9), 1, 9, 8, lengths), 10**6)
-    assert found == [(range(b, b + 1), (Layer(range(9), ((Edge(0), Edge(8)),)),)) for b in (0, 1)]
+    assert found is not None
+    assert [layers for _, layers in found] == [(Layer(range(9), ((Edge(0), Edge(8)),)),)]
 
 
 def numbers(draw: st.DrawFn, most: int, *, in_order: bool) -> list[int]:
@@ -110,7 +111,7 @@ def problem_of(mask: m.Mask, M: int, N: int, data: Data, scale: float = 1.0) -> 
     return Problem.of(Attention(scale, mask=mask), (q, k, k, *read))
 
 
-@settings(max_examples=100)
+@settings(max_examples=2 * settings().max_examples)
 @example((m.Band(None, 0) & m.Band(None, 0, m.LENGTHS), 2, 3, ENDS))
 @given(cases())
 def test_layers_are_what_the_mask_keeps(case: Case) -> None:
@@ -136,7 +137,7 @@ def keeps(tile: Tile, part: Part) -> torch.Tensor:
     return whole.tril() if part.kind == "causal" else whole
 
 
-@settings(max_examples=100)
+@settings(max_examples=2 * settings().max_examples)
 @example((m.Band(0, None), 1, 1, {}), 0.0)
 @given(cases(), st.sampled_from((0.0, schedule.CALL_SECONDS)))
 def test_tiles_of_layers_have_each_place_once(case: Case, call_seconds: float) -> None:
@@ -164,7 +165,6 @@ def test_tiles_of_layers_have_each_place_once(case: Case, call_seconds: float) -
         assert torch.equal(seen, due.to(torch.int64))
 
 
-@settings(max_examples=30)
 @given(
     cases(),
     st.sampled_from((torch.float32, torch.float16, torch.float64)),
