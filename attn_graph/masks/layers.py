@@ -11,9 +11,10 @@ from itertools import groupby, pairwise
 from typing import cast
 
 import torch
+from attrs import evolve
 
 from attn_graph.masks.joins import And, Mask, flatten_join, join_masks
-from attn_graph.masks.leaves import SameSegment
+from attn_graph.masks.leaves import LENGTHS, SameSegment
 from attn_graph.masks.places import Block, Strip
 from attn_graph.masks.regions import (
     Bounds,
@@ -49,6 +50,7 @@ def list_layers(mask: Mask, block: Block, most_points: int) -> list[Kept] | None
     None where this is not known exactly, where it takes evaluating the mask at more than
     `most_points` places, and for documents that are small or in pieces. The block has all data.
     """
+    block = evolve(block, data={n: widen(n, x) for n, x in (block.data or {}).items()})
     segmented, rest = split_documents(mask)
     if segmented:
         return cut_documents(rest, block)
@@ -66,6 +68,11 @@ def list_layers(mask: Mask, block: Block, most_points: int) -> list[Kept] | None
     return [
         (b, join_layers(find_layers(mask, kind, entry_at(block, b.start)))) for b, kind in kinds
     ]
+
+
+def widen(name: str, x: torch.Tensor) -> torch.Tensor:
+    """Lengths in int64, into which their sums with any bound fit."""
+    return x.to(torch.int64) if name in LENGTHS else x
 
 
 def group_equal(kinds: Sequence[Bounds], batch: range) -> Iterator[tuple[range, Bounds]]:
@@ -162,7 +169,7 @@ def list_documents(block: Block) -> list[tuple[Document, ...]] | None:
     assert q is not None
     assert kv is not None
     queries = list_pieces(q)
-    keys = queries if kv is q else list_pieces(kv)
+    keys = queries if torch.equal(q, kv) else list_pieces(kv)
     if queries is None or keys is None:
         return None
     none, documents = range(0), []

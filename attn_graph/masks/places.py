@@ -18,17 +18,17 @@ class Untraceable(TypeError):
 
 
 def maximum(a: Term, b: Term) -> Term:
-    """The larger of two integers, or of two symbols of generated code."""
+    """The larger of two terms, one of which may be an integer."""
     if isinstance(a, int):
-        return max(a, b) if isinstance(b, int) else b.maximum(a)
-    return a.maximum(b)
+        return max(a, b) if isinstance(b, int) else maximum(b, a)
+    return a.clamp(min=b) if isinstance(a, torch.Tensor) else a.maximum(b)
 
 
 def minimum(a: Term, b: Term) -> Term:
-    """The smaller of two integers, or of two symbols of generated code."""
+    """The smaller of two terms, one of which may be an integer."""
     if isinstance(a, int):
-        return min(a, b) if isinstance(b, int) else b.minimum(a)
-    return a.minimum(b)
+        return min(a, b) if isinstance(b, int) else minimum(b, a)
+    return a.clamp(max=b) if isinstance(a, torch.Tensor) else a.minimum(b)
 
 
 @final

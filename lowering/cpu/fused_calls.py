@@ -56,7 +56,8 @@ class FusedRun:
     def of(cls, tiles: FusedTiles) -> FusedRun:
         """Tiles with all that can be made ready before a call."""
         p, slots = tiles.problem, ready_slots(tiles)
-        direct = p.D <= p.E and tiles.keeps_order()
+        joins = p.node.sinks and tiles.computes != p.wide
+        direct = p.D <= p.E and tiles.keeps_order() and not joins
         whole = slots is not None and tiles.is_whole([slot.tile for slot in slots])
         few = p.B + p.H + p.M + p.N <= MOST_POSITIONS
         at = all_places(p, {}) if few and tiles.addends else None
@@ -133,15 +134,20 @@ class FusedRun:
     ) -> Triple:
         """dq, dk, dv of all tiles, in wider precision and padded."""
         dq, dk, dv = (
-            call.scratch[name].zero_()
+            call.scratch[name]
             if name in call.scratch
-            else torch.zeros(s.shape, dtype=s.dtype, device=CPU)
+            else torch.empty(s.shape, dtype=s.dtype, device=CPU)
             for name, s in zip(("dq", "dk", "dv"), self.tiles.problem.specs, strict=False)
         )
+        dk.zero_()
+        dv.zero_()
         for slot in slots:
-            for part in slot.parts:
+            rows = slot.rows(dq)  # no other tile has them
+            if not slot.parts:
+                rows.zero_()
+            for number, part in enumerate(slot.parts):
                 shares = call.pull(slot, part, o, lse, do)
-                slot.rows(dq).add_(shares[0])
+                rows.add_(shares[0]) if number else rows.copy_(shares[0])
                 add_windows(dk, shares[1], part)
                 add_windows(dv, shares[2], part)
         return dq, dk, dv

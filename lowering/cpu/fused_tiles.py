@@ -37,7 +37,7 @@ from attn_graph.masks.places import Block, Place
 from attn_graph.masks.regions import MOST_POINTS
 from attn_graph.spec import TensorSpec, memory_order
 
-LEAST_FULL = 2048  # keys: a longer run without mask is worth a call of its own and a merge
+LEAST_FULL = 512  # keys: a longer run without mask is worth a call of its own and a merge
 FEW_QUERIES = 64  # for which k and v are read once or twice
 MOST_PACKED = 2**23  # bytes of k and v that such queries have packed at a time
 LEAST_KEYS = FEW_QUERIES  # packed at a time
@@ -181,7 +181,7 @@ class FusedTiles:
     def temporary(self) -> int:
         """Bytes beside the workspace, at most: a tile's results, and the places that are asked."""
         p = self.problem
-        rows, keys = p.B * p.H * p.M * (self.width + 2), p.B * p.G * p.N * self.width
+        rows, keys = p.B * p.H * p.M * (self.width + 4), p.B * p.G * p.N * self.width
         results = rows + (2 * keys if p.grad is not None else 0)
         b = p.B if "b" in self.axes and self.static is not None else 1
         places = 0 if self.holds else POSITIONS * b * self.most_scores()

@@ -29,10 +29,10 @@ def takes_layers(problem: Problem, data: Tensors) -> bool:
     node = problem.node
     if node.mask is None or node.modifiers or problem.low_scale or problem.is_empty:
         return False
-    return is_layered(node.mask, whole_block(problem, data))
+    return is_layered(node.mask, block_of_problem(problem, data))
 
 
-def whole_block(problem: Problem, data: Tensors) -> Block:
+def block_of_problem(problem: Problem, data: Tensors) -> Block:
     """All places of a problem, with what its mask reads."""
     p = problem
     return Block(range(p.B), range(p.H), range(p.M), p.H, p.M, p.N, data)
@@ -42,7 +42,7 @@ def find_layers_of(problem: Problem, data: Tensors, most_points: int) -> list[Ke
     """What each batch entry keeps; None where it is not known, or has too many edges."""
     mask = problem.node.mask
     assert isinstance(mask, Mask)
-    return list_layers(mask, whole_block(problem, data), most_points)
+    return list_layers(mask, block_of_problem(problem, data), most_points)
 
 
 def tile_layers(
@@ -124,19 +124,23 @@ def join_small(problem: Problem, tiles: Iterable[Tile], rows: int, *, single: bo
     """
     out: list[Tile] = []
     for tile in tiles:
-        last = out[-1] if out else None
-        if last is not None and not (single and len(tile.batch) > 1):
-            joined = join_mixed(last, tile)
-            apart = estimate_tile(problem, last) + estimate_tile(problem, tile)
-            if len(joined.rows) <= rows and estimate_tile(problem, joined) < apart:
+        joined = join_mixed(out[-1], tile, rows) if out else None
+        if joined is not None and not (single and len(tile.batch) > 1):
+            apart = estimate_tile(problem, out[-1]) + estimate_tile(problem, tile)
+            if estimate_tile(problem, joined) < apart:
                 out[-1] = joined
                 continue
         out.append(tile)
     return out
 
 
-def join_mixed(above: Tile, below: Tile) -> Tile:
-    """Two neighbours as one tile, for which the mask has to say what it keeps."""
+def join_mixed(above: Tile, below: Tile, rows: int) -> Tile | None:
+    """Two tiles as one, for which the mask has to say what it keeps; None where they are no
+    neighbours, or have more than `rows` queries."""
+    joined = range(above.rows.start, below.rows.stop)
+    apart = above.batch != below.batch or above.rows.stop != below.rows.start
+    if apart or len(joined) > rows:
+        return None
     keys = sorted((part.start, part.stop) for part in (*above.parts, *below.parts))
     parts = tuple(Part(a, b, "mixed") for a, b in join_intervals(keys, BRIDGE))
-    return Tile(above.batch, range(above.rows.start, below.rows.stop), parts)
+    return Tile(above.batch, joined, parts)

@@ -21,7 +21,7 @@ FLOP_SECONDS = (
 )
 PULL_FLOPS = 3  # times those of the forward pass, in the time that they take
 PART_ROWS = 16  # queries that take as long as what a part does for each key, whatever its queries
-CAUSAL_KEYS = 200  # keys that take as long as the kernel's own causal mask takes for each query
+CAUSAL_KEYS = 150  # keys that take as long as the kernel's own causal mask takes for each query
 ADDED_SECONDS = 3e-10  # of reading and adding one number to a score, beside its product
 MADE_SECONDS = 1e-9  # of an addend's number that each call makes
 MERGE_SECONDS = 4e-10  # of an element of o, where a part of a tile is merged with another
