@@ -152,7 +152,7 @@ def attend_by_length(job: Job, x: Operands) -> torch.Tensor:
 
 
 def make_flex(job: Job, x: Operands, *, compiled: bool = True) -> Attend:
-    """FlexAttention, compiled for the job, with its mask of blocks."""
+    """FlexAttention, compiled for the job, with its mask of blocks; else as a formula."""
     (B, _, M, _), N = job.sizes, job.N
     seen, blocks = visible_places(job, x), None
     if seen is not None:
@@ -168,7 +168,8 @@ def make_flex(job: Job, x: Operands, *, compiled: bool = True) -> Attend:
         o: torch.Tensor = call(x["q"], x["k"], x["v"], score_mod=change)
         return o
 
-    attend(x)
+    if compiled:
+        attend(x)
     return attend
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 import attn_graph as ag
 
 SIZES = (1, 8, 16384, 64)
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else each profile prints two lines
 
 
 class Peak:
