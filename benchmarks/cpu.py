@@ -1,181 +1,189 @@
-"""attn_graph against `F.scaled_dot_product_attention` given the same job, on this CPU."""
+"""attn_graph against every way to do the same job in PyTorch, on this CPU.
+
+All ways of a job run in turn in one process. `ratio` says how many times as fast as the best of
+the others ours is: wall time, the median of each run's ratio. Where other programs share the
+machine, the ratio of the fastest runs, which they disturbed least, says more.
+"""
 
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Callable, Iterator
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from attrs import field, frozen
+from attrs import frozen
 
 import attn_graph as ag
-from attn_graph.spec import NAMES
-from benchmarks.timing import save, versus
-
-Sizes = tuple[int, int, int, int]
-SHAPES: tuple[Sizes, ...] = (
-    (4, 12, 1024, 64),
-    (1, 8, 4096, 64),
-    (1, 8, 2048, 128),
-    (8, 12, 256, 64),
+from benchmarks.cpu_jobs import (
+    BEST,
+    BF16,
+    F32,
+    GROUPS,
+    Job,
+    Operands,
+    make_graph,
+    make_operands,
 )
-Attend = Callable[..., torch.Tensor]
+from benchmarks.cpu_peers import Attend, make_peers
+from benchmarks.memory import peak_bytes
+from benchmarks.timing import save, seconds_in_turn
+
+OURS = "attn_graph"
+SIDE = 1024  # of the matrices whose product is timed
+Row = dict[str, Any]
 
 
 @frozen
-class Job:
-    """One comparison: our graph, the peer's function, the tensors; least: the goal of the ratio."""
+class Yardstick:
+    """What the machine can do at best, beside what the job needs of it: work in `unit` of 1e9."""
 
     name: str
-    graph: ag.Graph
-    peer: Attend
-    tensors: tuple[torch.Tensor, ...]
-    least: float | None = None
-    backward: bool = False
-    named: dict[str, torch.Tensor] = field(factory=dict)
+    unit: str
+    work: float  # of the job
+    own_work: float  # of the yardstick
+    run: Callable[[], object]
 
 
-def qkv(sizes: Sizes, dtype: torch.dtype, E: int | None = None) -> tuple[torch.Tensor, ...]:
-    """Random q, k and v; E: the head size of v, by default D."""
-    torch.manual_seed(0)
-    B, H, S, D = sizes
-    return tuple(torch.randn(B, H, S, n, dtype=dtype) for n in (D, D, E or D))
+def find_yardstick(job: Job) -> Yardstick | None:
+    """A product of matrices for full attention, reading as many bytes for one query."""
+    (B, H, M, D), G, N, E = job.sizes, job.G, job.N, job.E
+    if not job.is_plain:
+        return None
+    if M == 1:
+        count = B * G * N * (D + E) * job.dtype.itemsize
+        memory = torch.ones(count // 4)
+        return Yardstick("read", "GB/s", count, count, memory.sum)
+    if job.dtype not in (F32, BF16):
+        return None
+    work = 2 * B * H * M * N * (D + E) * (3.5 if job.backward else 1)
+    a, b = torch.randn(2, SIDE, SIDE, dtype=job.dtype).unbind()
+    return Yardstick("gemm", "GFLOP/s", work, 2 * SIDE**3, partial(torch.mm, a, b))
 
 
-def make_job(
-    name: str,
-    tensors: tuple[torch.Tensor, ...],
-    peer: Attend,
-    least: float | None = None,
-    backward: bool = False,
-    named: dict[str, torch.Tensor] | None = None,
-    **options: Any,
-) -> Job:
-    """A job for tensors, with the options of `ag.attention`."""
-    specs = [ag.TensorSpec.like(t) for t in tensors]
-    return Job(name, ag.attention(*specs, **options), peer, tensors, least, backward, named or {})
+def make_cotangent(job: Job) -> torch.Tensor:
+    """A random gradient of o, or that of `o.sum()`: one number, seen as many."""
+    B, H, M, _ = job.sizes
+    o = torch.ones((), dtype=job.dtype).expand(B, H, M, job.E)
+    return o if job.expanded else torch.randn_like(o, memory_format=torch.contiguous_format)
 
 
-def plain_jobs() -> Iterator[Job]:
-    """What PyTorch's kernel takes as it is: ours must not be slower."""
-    for sizes in SHAPES:
-        for causal in (False, True):
-            peer = partial(F.scaled_dot_product_attention, is_causal=causal)
-            mask = ag.Causal() if causal else None
-            name = f"float32 {'causal' if causal else 'full'} {sizes}"
-            yield make_job(name, qkv(sizes, torch.float32), peer, 0.97, mask=mask)
-            yield make_job(name, qkv(sizes, torch.float32), peer, 0.95, True, mask=mask)
+def run_pass(job: Job, attend: Attend, x: Operands, do: torch.Tensor) -> object:
+    """One call: the output, or the gradients of what has one."""
+    o = attend(x)
+    if not job.backward:
+        return o
+    return torch.autograd.grad(o, [t for t in x.values() if t.requires_grad], do)
 
 
-def half_jobs() -> Iterator[Job]:
-    """The same in float16 and bfloat16."""
-    for dtype in (torch.float16, torch.bfloat16):
-        for sizes in SHAPES:
-            for causal in (False, True):
-                peer = partial(F.scaled_dot_product_attention, is_causal=causal)
-                mask = ag.Causal() if causal else None
-                name = f"{str(dtype)[6:]} {'causal' if causal else 'full'} {sizes}"
-                yield make_job(name, qkv(sizes, dtype), peer, mask=mask)
-    for dtype in (torch.float16, torch.bfloat16):
-        peer = partial(F.scaled_dot_product_attention, is_causal=True)
-        tensors = qkv((1, 8, 1024, 128), dtype)
-        name = f"{str(dtype)[6:]} causal (1, 8, 1024, 128)"
-        least = 8 if NAMES[dtype] == "bf16" and "bf16" not in ag.Target.of("cpu").native else None
-        yield make_job(name, tensors, peer, least, True, mask=ag.Causal())
+def call_plan(plan: ag.Plan, x: Operands) -> torch.Tensor:
+    """Ours."""
+    q, k, v, *_ = x.values()
+    o = plan(q, k, v, **{name: x[name] for name in x if name not in ("q", "k", "v")})
+    assert isinstance(o, torch.Tensor)
+    return o
 
 
-def window_jobs() -> Iterator[Job]:
-    """Masks that PyTorch takes only as a dense tensor."""
-    tensors, sizes = qkv((1, 4, 4096, 64), torch.float32), "(1, 4, 4096, 64)"
-    i, j = torch.arange(4096)[:, None], torch.arange(4096)
-    for left, least in ((64, 12.0), (255, 7.5)):
-        peer = partial(F.scaled_dot_product_attention, attn_mask=(j <= i) & (j >= i - left))
-        mask, name = ag.Causal() & ag.Window(left), f"float32 causal & window {left} {sizes}"
-        yield make_job(name, tensors, peer, least, mask=mask)
-        yield make_job(name, tensors, peer, None, True, mask=mask)
-    number = (torch.arange(4096) // 256)[None]
-    peer = partial(F.scaled_dot_product_attention, attn_mask=number[0][:, None] == number[0])
-    named = {"q_segments": number, "kv_segments": number}
-    specs = (ag.TensorSpec.like(number), ag.TensorSpec.like(number))
-    name = f"float32 segments of 256 {sizes}"
-    yield make_job(name, tensors, peer, 6.0, False, named, segments=specs)
-    yield make_job(name, tensors, peer, None, True, named, segments=specs)
-
-
-def odd_jobs() -> Iterator[Job]:
-    """What PyTorch's fused kernel does not take."""
-    causal = partial(F.scaled_dot_product_attention, is_causal=True)
-    q, k, v = qkv((4, 12, 1024, 128), torch.float32, E=64)
-    name = "float32 causal D=128, E=64 (4, 12, 1024)"
-    yield make_job(name, (q, k, v), causal, 2.6, mask=ag.Causal())
-    yield make_job(name, (q, k, v), causal, None, True, mask=ag.Causal())
-    q, k, v = qkv((4, 12, 1024, 64), torch.float32)
-    name = "float32 causal, q strided along its last axis (4, 12, 1024, 64)"
-    yield make_job(name, (q.mT.contiguous().mT, k, v), causal, 4.0, mask=ag.Causal())
-    capped = partial(eager_soft_cap, cap=30.0)
-    name = "float32 causal soft cap (4, 12, 1024, 64), peer: the eager formula"
-    for backward in (False, True):
-        yield make_job(name, (q, k, v), capped, 3.0, backward, mask=ag.Causal(), soft_cap=30.0)
-
-
-def eager_soft_cap(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cap: float
-) -> torch.Tensor:
-    """Attention with SoftCap and Causal, written in plain PyTorch."""
-    s = cap * torch.tanh(q @ k.mT / math.sqrt(q.shape[-1]) / cap)
-    later = torch.ones(s.shape[-2:], dtype=torch.bool).triu(1)
-    return torch.softmax(s.masked_fill(later, -math.inf), -1) @ v
-
-
-GROUPS = {"plain": plain_jobs, "half": half_jobs, "window": window_jobs, "odd": odd_jobs}
-
-
-def measure_job(job: Job, runs: int) -> dict[str, Any]:
-    """One row: times, the ratio, and the goal."""
-    plan = ag.compile(job.graph)
-    tensors = [t.detach().requires_grad_(job.backward) for t in job.tensors]
-    do = torch.randn_like(job.peer(*job.tensors))
-
-    def run(attend: Attend | ag.Plan, **named: torch.Tensor) -> object:
-        o = attend(*tensors, **named)
-        return torch.autograd.grad(o, tensors, do) if job.backward else o
-
-    time = versus(partial(run, plan, **job.named), partial(run, job.peer), runs)
-    return {
+def measure_job(job: Job, runs: int, *, compiled: bool = False) -> Row:
+    """One row: times and memory of ours and of the peers, the ratios, and the goal."""
+    x, do = make_operands(job), make_cotangent(job)
+    workspace = ag.Workspace()
+    plan = ag.compile(make_graph(job, x), workspace=workspace)
+    ways: dict[str, Attend] = {OURS: partial(call_plan, plan)}
+    ways |= make_peers(job, x, compiled=compiled)
+    calls = {name: partial(run_pass, job, attend, x, do) for name, attend in ways.items()}
+    yardstick = find_yardstick(job)
+    extra = {yardstick.name: yardstick.run} if yardstick else {}
+    times = seconds_in_turn(calls | extra, runs)
+    row = {
         "job": job.name,
         "pass": "forward+backward" if job.backward else "forward",
+        "threads": torch.get_num_threads(),
         "backend": plan.backend,
-        "ms": round(time.ours * 1e3, 2),
-        "peer ms": round(time.peer * 1e3, 2),
-        "ratio": round(time.ratio, 3),
-        "goal": job.least,
+    }
+    row |= compare_times(job, {name: times[name] for name in calls})
+    if yardstick:
+        row |= rate_work(yardstick, times)
+    workspace.release()
+    return row | {"MiB": peak_mebibytes(calls[OURS])} | sdpa_memory(calls)
+
+
+def compare_times(job: Job, times: Mapping[str, Sequence[float]]) -> Row:
+    """Our time beside the best peer's, how many times as fast as each ours is, and the goal."""
+    medians = {name: statistics.median(each) for name, each in times.items()}
+    ratios = {name: ratio(times[OURS], each) for name, each in times.items() if name != OURS}
+    best = min(ratios, key=lambda name: medians[name])
+    return {
+        "ms": round(medians[OURS] * 1e3, 4),
+        "peer": best,
+        "peer ms": round(medians[best] * 1e3, 4),
+        "ratio": ratios[best],
+        "ratio of the fastest": round(min(times[best]) / min(times[OURS]), 3),
+        "ratios": ratios,
+        "goal": job.goal,
+        "beside": job.beside,
+        "reached": ratios[best if job.beside == BEST else job.beside] >= job.goal,
     }
 
 
-def format_row(row: dict[str, Any]) -> str:
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """The median of each run's ratio, so that drift cancels; of medians where one ran once."""
+    if len(ours) != len(theirs):
+        return round(statistics.median(theirs) / statistics.median(ours), 3)
+    return round(statistics.median(t / o for o, t in zip(ours, theirs, strict=True)), 3)
+
+
+def rate_work(yardstick: Yardstick, times: Mapping[str, Sequence[float]]) -> Row:
+    """What ours does in a second, and the yardstick beside it."""
+    ours, own = (statistics.median(times[name]) for name in (OURS, yardstick.name))
+    return {
+        yardstick.unit: round(yardstick.work / ours / 1e9, 2),
+        f"{yardstick.name} {yardstick.unit}": round(yardstick.own_work / own / 1e9, 2),
+    }
+
+
+def peak_mebibytes(call: Callable[[], object]) -> float:
+    """The most memory of a call above its inputs and outputs, workspaces that are new included."""
+    return round(peak_bytes(call) / 2**20, 2)
+
+
+def sdpa_memory(calls: Mapping[str, Callable[[], object]]) -> Row:
+    """The same of SDPA, where it can do the job."""
+    return {"sdpa MiB": peak_mebibytes(calls["sdpa"])} if "sdpa" in calls else {}
+
+
+def format_row(row: Row) -> str:
     """A row as a line of text."""
-    goal = f"  goal {row['goal']}" if row["goal"] else ""
-    figures = f"{row['ratio']:7.2f}x {row['ms']:9.2f} ms  {row['backend']:10}"
-    return f"{figures} {row['job']}, {row['pass']}{goal}"
+    others = "; ".join(f"{name} {x:.2f}" for name, x in row["ratios"].items())
+    rates = " ".join(f"{row[x]} {x}" for x in row if x.endswith("/s"))
+    goal = f"goal {row['goal']} of {row['beside']}{'' if row['reached'] else ', missed'}"
+    memory = f"{row['MiB']} MiB ({row.get('sdpa MiB', '-')})"
+    times = f"{row['ratio']:7.2f}x {row['ms']:9.3f} ms {row['peer ms']:9.3f} ms"
+    about = f"{row['job']}, {row['pass']}, {row['threads']} threads: {row['backend']}"
+    fastest = f"{row['ratio of the fastest']:.2f} of the fastest"
+    return "  ".join(filter(None, (times, about, f"[{others}]", goal, memory, rates, fastest)))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("groups", nargs="*", default=list(GROUPS), help=f"of {', '.join(GROUPS)}")
     parser.add_argument("--runs", type=int, default=9)
+    parser.add_argument("--threads", type=int, nargs="+", default=[torch.get_num_threads()])
+    parser.add_argument(
+        "--flex", action="store_true", help="FlexAttention too, which compiles for seconds a job"
+    )
     parser.add_argument(
         "--save", action="store_true", help="write benchmarks/results/cpu-<date>.json"
     )
-    options = parser.parse_args()
-    rows = []
-    for group in options.groups:
-        for each in GROUPS[group]():
-            rows.append(measure_job(each, options.runs))
-            print(format_row(rows[-1]), flush=True)
+    options, rows = parser.parse_args(), []
+    for threads in options.threads:
+        torch.set_num_threads(threads)
+        for group in options.groups:
+            for job in GROUPS[group]():
+                rows.append(measure_job(job, options.runs, compiled=options.flex))
+                print(format_row(rows[-1]), flush=True)
     if options.save:
         print(save("cpu", rows))
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 import attn_graph as ag
 
 SIZES = (1, 8, 16384, 64)
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else each profile prints two lines
 
 
 class Peak:
@@ -44,6 +50,24 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
+def peak_bytes(job: Callable[[], object]) -> int:
+    """The most that a call allocates at once through PyTorch, above the results that it returns."""
+    activities = [ProfilerActivity.CPU]
+    # acc_events: else torch 2.11 warns that events of earlier cycles, of which there are none, go.
+    with profile(activities=activities, profile_memory=True, acc_events=True) as watched:
+        results = job()
+    profiler: Any = watched.profiler  # Any: PyTorch's stubs leave out bytes of an event
+    events = [e for e in profiler.kineto_results.events() if e.name() == "[memory]"]
+    sizes: list[int] = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
+    return max(accumulate(sizes, initial=0)) - bytes_of(results)
+
+
+def bytes_of(results: object) -> int:
+    """The bytes of a tensor, or of several."""
+    tensors = results if isinstance(results, tuple) else (results,)
+    return sum(x.numel() * x.itemsize for x in tensors)
+
+
 def step(plan: ag.Plan, sizes: tuple[int, ...]) -> tuple[int, int]:
     """Peak growth of a forward and backward, and the bytes of what they return."""
     q, k, v = (torch.randn(sizes, requires_grad=True) for _ in range(3))
@@ -52,7 +76,7 @@ def step(plan: ag.Plan, sizes: tuple[int, ...]) -> tuple[int, int]:
         o = plan(q, k, v)
         assert isinstance(o, torch.Tensor)
         results = (o, *torch.autograd.grad(o, (q, k, v), do))
-    return peak.growth, sum(x.numel() * x.itemsize for x in results)
+    return peak.growth, bytes_of(results)
 
 
 def compile_soft_cap(sizes: tuple[int, ...]) -> ag.Plan:

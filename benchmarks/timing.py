@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ import attn_graph as ag
 
 Job = Callable[[], object]
 RESULTS = Path(__file__).parent / "results"
+SHORTEST, CACHED = 2e-3, 0.05  # seconds
+SLOW = 4
 
 
 @frozen
@@ -39,6 +42,30 @@ def versus(ours: Job, peer: Job, runs: int = 9) -> Timing:
     mine, theirs = (statistics.median(x) for x in zip(*pairs, strict=True))
     least = [min(x) for x in zip(*pairs, strict=True)]
     return Timing(mine, theirs, statistics.median(p / o for o, p in pairs), least[1] / least[0])
+
+
+def seconds_in_turn(jobs: Mapping[str, Job], runs: int = 9) -> dict[str, list[float]]:
+    """Seconds of a call in each run, by name; the jobs take turns, after a warm-up of all.
+
+    A run repeats a job until SHORTEST is full, by what its first call took; a job that takes less
+    than CACHED is called once before its turn, else its caches would be those of its neighbour. A
+    job whose first call took SLOW times as long as the fastest job's has no run but that one.
+    """
+    first = {name: seconds(job) for name, job in jobs.items()}
+    most = max(CACHED, SLOW * min(first.values()))
+    counts = {name: int(SHORTEST / time) + 1 for name, time in first.items() if time < most}
+    times: dict[str, list[float]] = {name: [] for name in counts}
+    for _ in range(runs):
+        for name, count in counts.items():
+            repeat(jobs[name], first[name] < CACHED)
+            times[name].append(seconds(partial(repeat, jobs[name], count)) / count)
+    return {name: times.get(name, [first[name]]) for name in jobs}
+
+
+def repeat(job: Job, count: int) -> None:
+    """Call a job so many times."""
+    for _ in range(count):
+        job()
 
 
 def seconds(job: Job) -> float:

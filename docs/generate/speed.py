@@ -12,6 +12,8 @@ from docs.generate.pages import ROOT, table
 RESULTS = ROOT / "benchmarks" / "results"
 HEAD = ("job", "pass", "ours, ms", "PyTorch, ms", "times faster")
 MODELS_HEAD = ("layer", "pass", "beside", "ours, ms", "its, ms", "times faster")
+BEST = "Each is beside the fastest of several ways to do the job in PyTorch, which is named."
+BEST_HEAD = ("job", "pass", "threads", "ours, ms", "the fastest", "its, ms", "times faster")
 SAME = 0.1  # a ratio within this of 1 is neither gain nor loss
 
 
@@ -25,18 +27,33 @@ def where(benchmark: str = "cpu") -> str:
     """The machine and versions of the figures."""
     name, saved = newest(benchmark)
     at = saved["machine"]
-    threads = f"{at['threads']} thread{'s' * (at['threads'] != 1)}"
+    counts = sorted({row.get("threads", at["threads"]) for row in saved["rows"]})
+    threads = f"{' and '.join(map(str, counts))} thread{'s' * (counts != [1])}"
     machine = f"{at['cpu']} ({at['capability']}), {threads}, Python {at['python']}"
     return f"Measured on {machine}, torch {at['libraries']['torch']}; `benchmarks/results/{name}`."
 
 
 def all_rows() -> str:
-    """Every row, with its machine."""
+    """Every row, with its machine; where rows name a peer, beside that one, else SDPA."""
+    saved = newest()[1]["rows"]
+    if any("peer" in row for row in saved):
+        return f"{where()} {BEST}\n\n{table(BEST_HEAD, [*map(beside_best, saved)])}"
     rows: list[tuple[object, ...]] = [
         (row["job"], row["pass"], *(f"{row[x]:.1f}" for x in ("ms", "peer ms")), ratio(row))
-        for row in newest()[1]["rows"]
+        for row in saved
     ]
     return f"{where()}\n\n{table(HEAD, rows)}"
+
+
+def beside_best(row: Any) -> tuple[object, ...]:  # Any: JSON
+    """A row of the table that names the peer."""
+    ours, its = (f"{row[x]:.{decimals(row[x])}f}" for x in ("ms", "peer ms"))
+    return row["job"], row["pass"], row["threads"], ours, row["peer"], its, ratio(row)
+
+
+def decimals(ms: float) -> int:
+    """How many a time in milliseconds is written with: short ones down to the microsecond."""
+    return 3 if ms < 1 else 1
 
 
 def model_rows() -> str:

@@ -1,0 +1,96 @@
+"""What `benchmarks/cpu.py` compares is the same job, done in several ways."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from attrs import evolve
+
+import attn_graph as ag
+from benchmarks import timing
+from benchmarks.cpu import OURS, Row, call_plan, format_row, make_cotangent, measure_job, run_pass
+from benchmarks.cpu_jobs import BEST, F32, GROUPS, Job, make_graph, make_operands, shrink_job
+from benchmarks.cpu_peers import PEERS, make_flex, make_peers
+from benchmarks.memory import peak_bytes
+from docs.generate import speed
+
+JOBS = [job for group in GROUPS.values() for job in group()]
+SMALL = {evolve(job, title="", goal=1, beside=BEST): job for job in map(shrink_job, JOBS)}
+NEAR = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # a few roundings
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads would wait for each other longer than such small tensors take."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_each_row_has_its_own_name() -> None:
+    names = [(job.name, job.backward) for job in JOBS]
+    assert len(names) == len({*names})
+
+
+def test_each_job_has_the_peer_of_its_goal() -> None:
+    for job in JOBS:
+        peers = [name for name, peer in PEERS.items() if peer.fits(job) and not peer.compiles]
+        assert peers, job
+        assert job.beside in (BEST, *peers), job
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("job", SMALL.values(), ids=lambda job: f"{job.name}, {job.backward}")
+def test_all_peers_do_the_same_job(job: Job) -> None:
+    x, do = make_operands(job), make_cotangent(job)
+    plan = ag.compile(make_graph(job, x), target="cpu")
+    ways = make_peers(job, x)
+    if PEERS["flex"].fits(job) and job.dtype == F32:  # each takes a third of a second
+        ways["flex"] = make_flex(job, x, compiled=False)
+    ours = run_pass(job, partial(call_plan, plan), x, do)
+    near = NEAR[job.dtype]
+    for name, attend in ways.items():
+        theirs = run_pass(job, attend, x, do)
+        say = partial("{}: {}".format, name)
+        torch.testing.assert_close(theirs, ours, rtol=near, atol=near, msg=say)
+
+
+def test_a_row_says_what_was_compared() -> None:
+    row = measure_job(Job("full", F32, (1, 4, 32, 8), key_heads=2, backward=True), runs=2)
+    assert {*row["ratios"]} == {"sdpa", "sdpa, heads folded", "formula"}
+    assert row["ratio"] == row["ratios"][row["peer"]]
+    assert row["reached"] == (row["ratio"] >= row["goal"])
+    assert row["gemm GFLOP/s"] > row["GFLOP/s"] > 0
+    assert OURS not in row["ratios"]
+    assert row["job"] in format_row(row)
+
+
+def test_a_decode_row_says_how_fast_it_reads() -> None:
+    row: Row = measure_job(Job("decode", F32, (1, 4, 1, 8), keys=512), runs=1)
+    assert row["GB/s"] > 0
+    assert row["read GB/s"] > 0
+
+
+def test_memory_counts_what_comes_and_goes() -> None:
+    x = torch.ones(2**18)
+    few = 2**7  # numbers that operators make of scalars
+    assert peak_bytes(lambda: x + 1) < few
+    assert 0 <= peak_bytes(lambda: (x + 1) * 2) - 2**20 < few
+    assert 0 <= peak_bytes(lambda: ((x + 1) * 2).sum()) - 2 * 2**20 < few
+
+
+def test_the_page_names_the_best_peer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And reads files of before there were several, which test_docs.py holds the page to."""
+    row = measure_job(Job("causal | prefix 9", F32, (1, 2, 16, 8), causal=True, prefix=9), runs=1)
+    monkeypatch.setattr(timing, "RESULTS", tmp_path)
+    monkeypatch.setattr(speed, "RESULTS", tmp_path)
+    short = {"threads": 1, "ms": 0.1234, "peer ms": 2.34, "ratio": 18.963}
+    timing.save("cpu", [row | short, row | {"threads": 2}])
+    text = speed.all_rows()
+    assert "1 and 2 threads" in text
+    assert f"forward | 1 | 0.123 | {row['peer']} | 2.3 | 18.96 |" in text
