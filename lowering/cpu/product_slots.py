@@ -23,6 +23,8 @@ SCORES = 2**20
 MOST_ROWS = 64
 # Without one no score is wasted, and long products are up to a tenth faster.
 UNMASKED_ROWS = 256
+PLACES = 2**18  # at which modifiers are evaluated at a time, of up to POSITIONS bytes each
+DROPOUT_SCORES = SCORES // 2  # its random words take three times the memory of the scores
 LEAST_ROWS = 16
 LEAST_ROWS = 16
 LEAST_FULL = 64  # keys: on a longer run the mask is not evaluated
@@ -62,14 +64,22 @@ def choose_sizes(problem: Problem) -> tuple[int, int, int]:
     """Queries, batch entries and key/value heads of a tile: so many that its scores are near
     SCORES, rows first, then heads, then batch."""
     p, r, mask = problem, problem.H // problem.G, problem.node.mask
-    most = MOST_ROWS if mask else UNMASKED_ROWS
-    rows = min(p.M, most, max(LEAST_ROWS, SCORES // (p.N * r)))
+    scores = DROPOUT_SCORES if p.node.dropout else SCORES
+    most = MOST_ROWS if mask else find_unmasked_rows(p)
+    rows = min(p.M, most, max(LEAST_ROWS, scores // (p.N * r)))
     one = find_reach(p, rows) * r * rows  # scores of a key/value head
-    groups = min(p.G, max(1, SCORES // one))
+    groups = min(p.G, max(1, scores // one))
     merges = groups == p.G and all(merges_batch(s) or packs(s, p) for s in p.specs[1:3])
     by_data = mask is not None and bool(mask.needs)
-    batch = min(p.B, max(1, SCORES // (one * groups))) if merges and not by_data else 1
+    batch = min(p.B, max(1, scores // (one * groups))) if merges and not by_data else 1
     return rows, batch, groups
+
+
+def find_unmasked_rows(problem: Problem) -> int:
+    """The most queries of a tile without a mask."""
+    if not problem.node.modifiers:
+        return UNMASKED_ROWS
+    return min(UNMASKED_ROWS, max(MOST_ROWS, PLACES // problem.N))
 
 
 def list_chunks(problem: Problem, batch: int, groups: int) -> Iterator[Chunk]:

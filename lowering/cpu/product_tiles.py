@@ -81,7 +81,6 @@ class ProductTiles:
             words = n * L * (keys // 4 + 2)
             buffers["kept"] = Buffer((4 * words,), torch.bool)
             buffers |= {f"word{i}": Buffer((words,), torch.int64) for i in range(6)}
-            buffers["weights"] = buffers["s"]
         if p.grad is not None:
             buffers |= self.needed_backward(n, L)
         return buffers
@@ -96,6 +95,8 @@ class ProductTiles:
         p, wide = self.problem, self.problem.wide
         buffers = {"ds": Buffer((n * L * self.reach,), wide), "do": Buffer((n * L * p.E,), wide)}
         buffers |= {"dq": Buffer((n * L * p.D,), wide), "delta": Buffer((n * L,), wide)}
+        if p.node.dropout:
+            buffers["weights"] = buffers["ds"]
         steps = [i for i, m in enumerate(p.node.modifiers) if not m.additive]
         buffers |= {f"step{i}": Buffer((n * L * self.reach,), wide) for i in steps}
         if p.dtype != wide:
@@ -110,8 +111,9 @@ class ProductTiles:
         p = self.problem
         places = self.batch * self.rows * self.reach
         scores, node = places * self.groups * self.r, p.node
-        words = 2 * bool(node.modifiers) + bool(node.dropout)
-        position_bytes = POSITIONS * places if node.mask or node.modifiers else 0
+        asked = node.modifiers[int(self.cap is not None) :]
+        words = 2 * bool(asked) + bool(node.dropout)
+        position_bytes = POSITIONS * places if node.mask or asked else 0
         position_bytes += torch.int64.itemsize * (p.B + p.H + p.M + p.N)
         return position_bytes + scores * (2 + words * p.wide.itemsize)
 
