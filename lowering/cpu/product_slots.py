@@ -14,10 +14,10 @@ from attn_graph.lowering.problem import Problem
 from attn_graph.masks.places import Block, join_intervals
 from attn_graph.spec import TensorSpec
 
-# Scores held at a time, 4 MiB of float32: a shared cache holds them. Timed on 2 cores with 1 MiB of
-# their own each, shapes from 64 to 4096 keys: 2^21 is as fast within 3 %, with twice the memory;
-# 2^19 takes 1.1 times as long, 2^17 1.5 times. Products and tanh take most of the time, which a
-# nearer cache does not shorten, and each tile costs 30 calls of PyTorch.
+# Scores held at a time, 4 MiB of float32, which a shared cache holds. Timed by one thread whose own
+# cache has 1 MiB, shapes from 64 to 4096 keys: 2^21 is no faster, with twice the memory; 2^19 takes
+# up to 1.1 times as long, 2^17 1.5 times. Products and tanh take most of the time, which a nearer
+# cache does not shorten, and each tile costs 30 calls of PyTorch.
 SCORES = 2**20
 # With a mask: 64 of 1024 causal queries compute 1.06 times the scores that count, 256 of them 1.25.
 MOST_ROWS = 64
