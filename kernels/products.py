@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from attn_graph.spec import INF
+LOG2_E = 1.4426950408889634
 
 
 def scores_(s: torch.Tensor, q: torch.Tensor, ks: Sequence[torch.Tensor], scale: float) -> None:
@@ -23,21 +23,42 @@ def scores_(s: torch.Tensor, q: torch.Tensor, ks: Sequence[torch.Tensor], scale:
         at += k.shape[1]
 
 
+def capped_scores_(
+    s: torch.Tensor, t: torch.Tensor, q: torch.Tensor, ks: Sequence[torch.Tensor],
+    scale: float, cap: float,
+) -> None:  # fmt: skip
+    """t [n,L,S] = tanh(scale * q k^T / cap), and s = cap * t, which may be the same memory.
+
+    The products divide by the cap themselves, and s is written from t: two passes fewer.
+    """
+    scores_(t, q, ks, scale / cap)
+    torch.mul(t.tanh_(), cap, out=s)
+
+
+def cap_back_(ds: torch.Tensor, t: torch.Tensor) -> None:
+    """ds -> ds * (1 - t^2): the gradient by the scores before a soft cap, t = tanh(s / cap)."""
+    torch.ops.aten.tanh_backward.grad_input(ds, t, grad_input=ds)
+
+
+def exp_(s: torch.Tensor, top: torch.Tensor) -> None:
+    """s -> exp(s - top), and zeros in a row with top [n,L,1] = -inf.
+
+    As a power of two: PyTorch's `exp` on CPUs takes twice as long, and for -inf or a result below
+    the normal numbers up to 60 times as long.
+    """
+    s.sub_(top.clamp(min=torch.finfo(top.dtype).min)).mul_(LOG2_E).exp2_()
+
+
 def softmax_(s: torch.Tensor, lse: torch.Tensor, total: torch.Tensor) -> None:
     """s -> exp(s - max); total [n,L,1] = their sum; lse [n,L,1] = max + log(total).
 
     A row of -inf becomes zeros with lse = -inf and total = 1, so that dividing by it is safe.
     """
     torch.amax(s, -1, keepdim=True, out=lse)
-    s.sub_(lse.masked_fill(lse == -INF, 0.0)).exp_()
+    exp_(s, lse)
     torch.sum(s, -1, keepdim=True, out=total)
     lse.add_(total.log())
     total.masked_fill_(total == 0.0, 1.0)
-
-
-def weights_(s: torch.Tensor, lse: torch.Tensor) -> None:
-    """s -> p = exp(s - lse), with lse [n,L,1] of the whole row."""
-    s.sub_(lse.masked_fill(lse == -INF, 0.0)).exp_()
 
 
 def weigh_(

@@ -4,64 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from operator import itemgetter
+from itertools import islice
 from typing import final
 
 import torch
-from attrs import Factory, evolve, field, frozen
+from attrs import frozen
 
 from attn_graph.ir import ops
 from attn_graph.ir.attention import GradientOperands, Operands
-from attn_graph.ir.modifiers import back_, change_
+from attn_graph.ir.modifiers import SoftCap, back_, change_
 from attn_graph.ir.philox import counters, keep_
 from attn_graph.kernels import products
 from attn_graph.kernels.merging import sink_
-from attn_graph.lowering.cpu.schedule import (
-    MOST_READY,
-    POSITIONS,
-    Cut,
-    Part,
-    Tile,
-    parts_of,
-    place_within,
-)
+from attn_graph.lowering.cpu.product_slots import ProductSlot, choose_sizes, list_slots, packs
+from attn_graph.lowering.cpu.schedule import MOST_READY, POSITIONS, Part, place_within
 from attn_graph.lowering.problem import Problem
 from attn_graph.machine.workspace import Buffer, Scratch
-from attn_graph.masks.places import Block, Place, join_intervals
-from attn_graph.spec import INF, TensorSpec
+from attn_graph.masks.places import Block, Place
+from attn_graph.spec import INF
 
-SCORES = 2**21  # scores held at a time: 8 MiB of float32, what a few cores find in a shared cache
-MOST_ROWS = 64
-LEAST_ROWS = 16
-LEAST_FULL = 64  # keys: on a longer run the mask is not evaluated
-
-
-@final
-@frozen
-class Chunk:
-    """Batch entries and key/value heads that are computed together."""
-
-    batch: range
-    groups: range
-
-
-@final
-@frozen(eq=False)
-class ProductSlot:
-    """A tile of a chunk, made ready for calls.
-
-    heads: its query heads. shape: how many batch entries, groups, query heads a group and queries.
-    rows: cuts its queries out of x [B,H,M,...]. groups: cuts its batch entries and groups out of
-    x [B,G,N,D]. runs: its keys, in runs without a hole.
-    """
-
-    tile: Tile
-    heads: range
-    shape: tuple[int, int, int, int]
-    rows: Cut
-    groups: Cut
-    runs: tuple[tuple[int, int], ...]
-    keys: int = field(init=False, default=Factory(lambda slot: slot.tile.keys, takes_self=True))
+MOST_CAP = 2.0**64  # beyond, scale / cap may be too small a number for the products
 
 
 @final
@@ -70,7 +32,7 @@ class ProductTiles:
     """Forward and backward of one problem. A tile holds n = batch * groups products at a time.
 
     blind: whether a query may see no key. restores: for each modifier, whether -inf has to be put
-    back after it. ready: the tiles, where they are made ready ahead of calls.
+    back after it. reach: the most keys of a tile.
     """
 
     problem: Problem
@@ -79,20 +41,23 @@ class ProductTiles:
     groups: int
     blind: bool
     restores: tuple[bool, ...]
-    ready: tuple[ProductSlot, ...] | None = field(default=None, eq=False, repr=False)
 
     @classmethod
     def plan(cls, problem: Problem) -> ProductTiles:
-        """Sizes that keep a tile's scores near SCORES: rows first, then heads, then batch."""
-        p, r = problem, problem.H // problem.G
-        rows = min(p.M, MOST_ROWS, max(LEAST_ROWS, SCORES // (p.N * r)))
-        groups = min(p.G, max(1, SCORES // (p.N * r * rows)))
-        merges = groups == p.G and all(merges_batch(s) or packs(s, p) for s in p.specs[1:3])
-        by_data = p.node.mask is not None and bool(p.node.mask.needs)
-        batch = (
-            min(p.B, max(1, SCORES // (p.N * r * rows * groups))) if merges and not by_data else 1
-        )
-        return cls(problem, rows, batch, groups, p.has_blind_rows, p.node.restores)
+        """The tiles of a problem, of sizes chosen for it alone."""
+        sizes = choose_sizes(problem)
+        return cls(problem, *sizes, problem.has_blind_rows, problem.node.restores)
+
+    @cached_property
+    def cap(self) -> float | None:
+        """The cap of a soft cap that comes first, which the products divide by themselves."""
+        first, *_ = *self.problem.node.modifiers, None
+        return first.cap if isinstance(first, SoftCap) and first.cap <= MOST_CAP else None
+
+    @cached_property
+    def more(self) -> tuple[str, ...]:
+        """The statistics beside lse."""
+        return self.problem.node.without_gradient
 
     @property
     def r(self) -> int:
@@ -102,21 +67,20 @@ class ProductTiles:
     @cached_property
     def buffers(self) -> dict[str, Buffer]:
         """The scratch buffers, by name."""
-        p, wide = self.problem, self.problem.wide
+        p, wide, keys = self.problem, self.problem.wide, self.reach
         n, L = self.batch * self.groups, self.r * self.rows
         buffers = {
             name: Buffer(s.shape, wide)
             for name, s in zip("kv", p.specs[1:3], strict=True)
             if packs(s, p)
         }
-        buffers |= {"q": Buffer((n * L * p.D,), wide), "s": Buffer((n * L * p.N,), wide)}
+        buffers |= {"q": Buffer((n * L * p.D,), wide), "s": Buffer((n * L * keys,), wide)}
         buffers |= {"o": Buffer((n * L * p.E,), wide)}
         buffers |= {name: Buffer((n * L,), wide) for name in ("lse", "total")}
         if p.node.dropout:
-            words = n * L * (p.N // 4 + 2)
+            words = n * L * (keys // 4 + 2)
             buffers["kept"] = Buffer((4 * words,), torch.bool)
             buffers |= {f"word{i}": Buffer((words,), torch.int64) for i in range(6)}
-            buffers["weights"] = buffers["s"]
         if p.grad is not None:
             buffers |= self.needed_backward(n, L)
         return buffers
@@ -129,10 +93,12 @@ class ProductTiles:
     def needed_backward(self, n: int, L: int) -> dict[str, Buffer]:
         """The scratch buffers that the gradient needs on top, for n heads and L rows a tile."""
         p, wide = self.problem, self.problem.wide
-        buffers = {"ds": Buffer((n * L * p.N,), wide), "do": Buffer((n * L * p.E,), wide)}
+        buffers = {"ds": Buffer((n * L * self.reach,), wide), "do": Buffer((n * L * p.E,), wide)}
         buffers |= {"dq": Buffer((n * L * p.D,), wide), "delta": Buffer((n * L,), wide)}
+        if p.node.dropout:
+            buffers["weights"] = buffers["ds"]
         steps = [i for i, m in enumerate(p.node.modifiers) if not m.additive]
-        buffers |= {f"step{i}": Buffer((n * L * p.N,), wide) for i in steps}
+        buffers |= {f"step{i}": Buffer((n * L * self.reach,), wide) for i in steps}
         if p.dtype != wide:
             buffers |= {
                 f"d{x}": Buffer(s.shape, wide) for x, s in zip("kv", p.specs[1:3], strict=True)
@@ -143,10 +109,11 @@ class ProductTiles:
     def temporary(self) -> int:
         """Bytes that PyTorch allocates beside the workspace, at most: the places that are asked."""
         p = self.problem
-        places = self.batch * self.rows * p.N
+        places = self.batch * self.rows * self.reach
         scores, node = places * self.groups * self.r, p.node
-        words = 2 * bool(node.modifiers) + bool(node.dropout)
-        position_bytes = POSITIONS * places if node.mask or node.modifiers else 0
+        asked = node.modifiers[int(self.cap is not None) :]
+        words = 2 * bool(asked) + bool(node.dropout)
+        position_bytes = POSITIONS * places if node.mask or asked else 0
         position_bytes += torch.int64.itemsize * (p.B + p.H + p.M + p.N)
         return position_bytes + scores * (2 + words * p.wide.itemsize)
 
@@ -155,39 +122,30 @@ class ProductTiles:
         heads = self.groups * self.r
         return f"matrix products on tiles of {self.batch} x {heads} heads x {self.rows} queries"
 
-    def chunks(self) -> Iterator[Chunk]:
-        """The batch entries and key/value heads that run together, in order."""
-        p = self.problem
-        for b in range(0, p.B, self.batch):
-            for g in range(0, p.G, self.groups):
-                yield Chunk(range(b, min(b + self.batch, p.B)), range(g, min(g + self.groups, p.G)))
-
     def made_ready(self) -> ProductTiles:
-        """The same with its tiles made ready, where no data decides them and they are few."""
+        """The same, with its tiles listed now and not by the first call."""
+        assert self.listed is None or self.listed
+        return self
+
+    @cached_property
+    def listed(self) -> tuple[ProductSlot, ...] | None:
+        """The tiles, where no data decides them and they are few; else each call lists them."""
         p = self.problem
         count = -(-p.B // self.batch) * -(-p.G // self.groups) * -(-p.M // self.rows)
         if count > MOST_READY or (p.node.mask is not None and p.node.mask.needs):
-            return self
-        return evolve(self, ready=tuple(self.slots({})))
+            return None
+        return tuple(self.slots({}))
+
+    @cached_property
+    def reach(self) -> int:
+        """The most keys of a tile: of the listed ones, or all."""
+        if self.listed is None:
+            return self.problem.N
+        return max(slot.keys for slot in self.listed)
 
     def slots(self, data: Mapping[str, torch.Tensor]) -> Iterator[ProductSlot]:
         """All tiles, given what the mask reads."""
-        p, r = self.problem, self.r
-        for chunk in self.chunks():
-            b, g = chunk.batch, chunk.groups
-            heads = range(g.start * r, g.stop * r)
-            for start in range(0, p.M, self.rows):
-                rows = range(start, min(start + self.rows, p.M))
-                block = Block(b, heads, rows, p.H, p.M, p.N, data)
-                tile = Tile(b, rows, parts_of(p.node.mask, block, LEAST_FULL))
-                yield ProductSlot(
-                    tile,
-                    heads,
-                    (len(b), len(g), r, len(rows)),
-                    itemgetter(tuple(slice(x.start, x.stop) for x in (b, heads, rows))),
-                    itemgetter(tuple(slice(x.start, x.stop) for x in (b, g))),
-                    join_intervals([(x.start, x.stop) for x in tile.parts], gap=0),
-                )
+        return list_slots(self.problem, self.rows, self.batch, self.groups, data)
 
     def visits(
         self, given: Operands[torch.Tensor], scratch: Mapping[str, torch.Tensor]
@@ -196,8 +154,8 @@ class ProductTiles:
         p = self.problem
         block = Block(range(p.B), range(p.H), range(p.M), p.H, p.M, p.N, given.mask)
         at = Place.of(block, range(p.N), given.q.device)
-        for slot in self.slots(given.mask) if self.ready is None else self.ready:
-            yield Here(self, slot, given, scratch, tuple(places_of(at, slot)))
+        for slot in self.slots(given.mask) if self.listed is None else self.listed:
+            yield Here(self, slot, given, scratch, at)
 
     def packed(
         self, operands: Sequence[torch.Tensor], scratch: Mapping[str, torch.Tensor]
@@ -279,13 +237,13 @@ class ProductTiles:
 @final
 @frozen(eq=False)
 class Here:
-    """One tile of a call, with the buffers it computes in. places: of each of its parts."""
+    """One tile of a call, with the buffers it computes in. places: all, not its own alone."""
 
     tiles: ProductTiles
     slot: ProductSlot
     given: Operands[torch.Tensor]
     scratch: Mapping[str, torch.Tensor]
-    places: tuple[Place, ...]
+    places: Place
 
     def room(self, name: str, last: int) -> torch.Tensor:
         """A buffer as [n, L, last]."""
@@ -309,34 +267,42 @@ class Here:
         flat = here[0] if self.slot.shape[0] == 1 else here.flatten(0, 1)
         return [flat[:, a:b] for a, b in self.slot.runs]
 
-    def pieces(self, s: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor, Place]]:
-        """Each part of the scores [n,L,S] as [batch,heads,rows,keys], and where it is."""
+    def place(self, part: Part) -> Place:
+        """Where a part of this tile is."""
+        tile = self.slot.tile
+        keys = range(part.start, part.stop)
+        return place_within(self.places, tile.batch, self.slot.heads, tile.rows, keys)
+
+    def pieces(self, s: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor]]:
+        """Each part of the scores [n,L,S] as [batch,heads,rows,keys]."""
         four, at = self.heads(s), 0
-        for part, place in zip(self.slot.tile.parts, self.places, strict=True):
-            count = part.stop - part.start
-            yield part, four[..., at : at + count], place
-            at += count
+        for part in self.slot.tile.parts:
+            yield part, four[..., at : at + len(part)]
+            at += len(part)
 
     def scores(
-        self, q: torch.Tensor, k: torch.Tensor, keep: Callable[[int, torch.Tensor], None]
+        self, q: torch.Tensor, k: torch.Tensor, save: Callable[[int, torch.Tensor], None]
     ) -> torch.Tensor:
-        """The modified and masked scores. `keep` is told each step's result before the next."""
+        """The modified and masked scores. `save` gets each step's result before the next."""
         node, s = self.tiles.problem.node, self.room("s", self.slot.keys)
-        products.scores_(s, q, self.keys_of(k), node.scale)
-        for i, (modifier, data) in enumerate(
-            zip(node.modifiers, self.given.modifiers, strict=True)
-        ):
+        keys, cap = self.keys_of(k), self.tiles.cap
+        if cap is None:
+            products.scores_(s, q, keys, node.scale)
+        else:
+            room = self.room("step0", self.slot.keys) if "step0" in self.scratch else s
+            products.capped_scores_(s, room, q, keys, node.scale, cap)
+        steps = enumerate(zip(node.modifiers, self.given.modifiers, strict=True))
+        for i, (modifier, data) in islice(steps, int(cap is not None), None):
             hidden = s == -INF if self.tiles.restores[i] else None
-            for _, piece, at in self.pieces(s):
-                change_(modifier, piece, at.reading(data))
+            for part, piece in self.pieces(s):
+                change_(modifier, piece, self.place(part).reading(data))
             if hidden is not None:
                 s.masked_fill_(hidden, -INF)
-            keep(i, s)
-        for part, piece, at in self.pieces(s):
-            if part.kind == "mixed" and node.mask is not None:
-                piece.masked_fill_(
-                    torch.as_tensor(node.mask.keep(at), device=s.device).logical_not(), -INF
-                )
+            save(i, s)
+        for at, part in self.slot.mixed:
+            assert node.mask is not None
+            keep = torch.as_tensor(node.mask.keep(self.place(part)), device=s.device)
+            self.heads(s)[..., at : at + len(part)].masked_fill_(keep.logical_not(), -INF)
         return s
 
     def dropped_(self, p: torch.Tensor) -> None:
@@ -345,7 +311,8 @@ class Here:
         assert self.given.seed is not None
         assert self.given.offset is not None
         seed, offset = int(self.given.seed), int(self.given.offset)
-        for part, piece, at in self.pieces(p):
+        for part, piece in self.pieces(p):
+            at = self.place(part)
             assert at.ranges is not None
             words = (*piece.shape[:3], len(counters(range(part.start, part.stop))))
             count = piece.shape[0] * piece.shape[1] * piece.shape[2] * words[3]
@@ -372,7 +339,7 @@ class Here:
 
     def take_statistics(self, s: torch.Tensor, results: Mapping[str, torch.Tensor]) -> None:
         """Fill the statistics beside lse, each by its own definition on this tile's scores."""
-        for name in self.tiles.problem.node.without_gradient:
+        for name in self.tiles.more:
             results[name].copy_(ops.STATISTICS[name]().run(s)[0])
 
     def softmax(
@@ -404,7 +371,7 @@ class Here:
         p = self.scores(q, k, kept)
         stats = self.room("lse", 1)
         self.heads(stats).copy_(self.slot.rows(read.lse)[..., None])
-        products.weights_(p, stats)
+        products.exp_(p, stats)
         ds = self.room("ds", self.slot.keys)
         surplus = self.room("delta", 1)
         if read.do is None:
@@ -457,35 +424,18 @@ class Here:
         """ds of the last step -> ds of the products, collecting the modifiers' own gradients."""
         steps = [*zip(self.tiles.problem.node.modifiers, self.given.modifiers, totals, strict=True)]
         for i, (modifier, data, sums) in reversed([*enumerate(steps)]):
+            if i == 0 and self.tiles.cap is not None:
+                products.cap_back_(ds, self.room("step0", self.slot.keys))
+                break
             results = self.room(f"step{i}" if f"step{i}" in self.scratch else "s", self.slot.keys)
             restores = self.tiles.restores[i] and not modifier.additive
             hidden = results == -INF if restores else None
-            for (_, piece, at), (_, result, _) in zip(
+            for (part, piece), (_, result) in zip(
                 self.pieces(ds), self.pieces(results), strict=True
             ):
+                at = self.place(part).reading(data)
                 if sums:
-                    modifier.collect(sums, piece, at.reading(data))
-                back_(modifier, piece, result, at.reading(data))
+                    modifier.collect(sums, piece, at)
+                back_(modifier, piece, result, at)
             if hidden is not None:
                 ds.masked_fill_(hidden, 0.0)
-
-
-def places_of(at: Place, slot: ProductSlot) -> Iterator[Place]:
-    """Of all places those of each part of a tile."""
-    b, h, i = slot.tile.batch, slot.heads, slot.tile.rows
-    for part in slot.tile.parts:
-        yield place_within(at, b, h, i, range(part.start, part.stop))
-
-
-def packs(spec: TensorSpec, problem: Problem) -> bool:
-    """Whether the products would copy an operand in secret: other dtype, or no unit stride."""
-    return spec.dtype != problem.wide or not spec.unit_last
-
-
-def merges_batch(spec: TensorSpec) -> bool:
-    """Whether batch and heads are one axis in memory."""
-    return (
-        spec.shape[0] <= 1
-        or spec.shape[1] <= 1
-        or spec.strides[0] == spec.shape[1] * spec.strides[1]
-    )
