@@ -101,7 +101,7 @@ docs: venv
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: venv
-	$(BIN)/python benchmarks/cpu.py
+	$(BIN)/python -m benchmarks.cpu
 
 clean:
 	rm -rf build dist site *.egg-info htmlcov .coverage* .hypothesis .*_cache .tritons .cudnns

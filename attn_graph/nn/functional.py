@@ -148,11 +148,6 @@ def scaled_dot_product_attention(
     return attend_like_torch(query, key, value, kept, dropout_p, scale, enable_gqa, USUAL_CHOICE)
 
 
-# torch.compile takes it as it is: what it reads of ours needs no guard, and each guard costs a call
-# of compiled code some tens of nanoseconds.
-torch.compiler.allow_in_graph(scaled_dot_product_attention)
-
-
 def attend_like_torch(
     query: Tensor,
     key: Tensor,
