@@ -51,10 +51,14 @@ def visible_places(job: Job, x: Operands) -> torch.Tensor | None:
 
 
 def alibi_addend(job: Job) -> torch.Tensor:
-    """-slope |i - j| of every head [H,M,N]; the slopes are the paper's for a power of 2 heads."""
+    """-slope |i - j| [1,H,M,N], slopes as the paper has them for a power of 2 heads.
+
+    Of three axes alone, SDPA's fused kernel would not take it.
+    """
     i, j = torch.arange(job.sizes[2])[:, None], torch.arange(job.N)
     H = job.sizes[1]
-    return -(2.0 ** (-8 * torch.arange(1, H + 1) / H))[:, None, None] * (i - j).abs()
+    slopes = 2.0 ** (-8 * torch.arange(1, H + 1) / H)
+    return -slopes[None, :, None, None] * (i - j).abs()
 
 
 def dense_addend(job: Job, x: Operands) -> torch.Tensor:
