@@ -209,9 +209,9 @@ def run_backward(
 
 
 def sink_gradient_of(grad: AttentionGrad, operands: Sequence[torch.Tensor]) -> torch.Tensor:
-    """dsinks [H] = sum_bi exp(sink - lse) (dlse - delta)."""
+    """dsinks [H] = sum_bi exp(sink - lse) (dlse - delta), the same bits however lse lies."""
     given = grad.split(operands)
-    sinks, lse = grad.attention.split(given.own).sinks, given.lse
+    sinks, lse = grad.attention.split(given.own).sinks, given.lse.contiguous()
     assert sinks is not None
     surplus = torch.zeros_like(lse) if given.dlse is None else given.dlse.clone()
     if given.do is not None:
