@@ -149,7 +149,7 @@ def step_of(graph: Graph, eqn: Eqn, tiles: Tiles | None, options: Options) -> St
         specs = operand_specs(graph, eqn)
         return Step(run_definition(eqn.op, specs), temporary=needed_by_definition(eqn, specs))
     scratch, names = tiles.scratch, tuple(tiles.buffers)
-    run = FusedRun.of(tiles) if isinstance(tiles, FusedTiles) else tiles.made_ready()
+    run = FusedRun.of(tiles) if isinstance(tiles, FusedTiles) else tiles
     forward = tiles.problem.grad is None
     work = run.forward if forward else partial(run_backward, tiles.problem, run.backward)
 

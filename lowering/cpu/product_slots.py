@@ -26,7 +26,6 @@ UNMASKED_ROWS = 256
 PLACES = 2**18  # at which modifiers are evaluated at a time, of up to POSITIONS bytes each
 DROPOUT_SCORES = SCORES // 2  # its random words take three times the memory of the scores
 LEAST_ROWS = 16
-LEAST_ROWS = 16
 LEAST_FULL = 64  # keys: on a longer run the mask is not evaluated
 
 

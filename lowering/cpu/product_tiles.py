@@ -122,11 +122,6 @@ class ProductTiles:
         heads = self.groups * self.r
         return f"matrix products on tiles of {self.batch} x {heads} heads x {self.rows} queries"
 
-    def made_ready(self) -> ProductTiles:
-        """The same, with its tiles listed now and not by the first call."""
-        assert self.listed is None or self.listed
-        return self
-
     @cached_property
     def listed(self) -> tuple[ProductSlot, ...] | None:
         """The tiles, where no data decides them and they are few; else each call lists them."""
