@@ -25,8 +25,17 @@ def is_watched(t: object) -> bool:
 
 def is_distributed(t: torch.Tensor) -> bool:
     """Whether a tensor is a DTensor."""
+    kind = dtensor_class()
+    return kind is not None and isinstance(t, kind)
+
+
+def dtensor_class() -> type | None:
+    """The class of DTensors; None where nobody can have one, having imported none."""
     module = sys.modules.get(DTENSORS)
-    return module is not None and isinstance(t, module.DTensor)
+    return None if module is None else module.DTensor
+
+
+dtensor_class._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as assume_constant_result
 
 
 def require_as_declared(

@@ -37,7 +37,7 @@ MOST_SEED = 2**62  # numbers that are drawn for SEED are below it
 
 Outputs = Tensor | tuple[Tensor, ...]
 Named = Mapping[str, Tensor]  # tensors beside q, k and v by name, in the order of the inputs
-Options = tuple[Any, ...]  # Any: a value for each of OPTIONS
+Options = tuple[Any, ...]  # Any: a value for each of OPTIONS; without those of CHOICE, the usual
 Anew = Callable[[Tensor, Tensor, Tensor, Named, Options, Key | None], Outputs]
 
 
@@ -67,12 +67,12 @@ def attend_by_op(q: Tensor, k: Tensor, v: Tensor, named: Named, options: Options
     """The same by an operator of PyTorch's: what traces and transforms calls needs one."""
     if not is_dynamo_compiling():
         teach_counters()
-    mask, scale, align, soft_cap, alibi, dropout, stats, backends, *rest = options
+    mask, scale, align, soft_cap, alibi, dropout, stats, *choice = options
     if mask is not None:  # a mask that torch.compile compares by its value, not by its identity
         mask = mask.aligned(align)
     text = content_of_call(
         *(tuple(named), mask, exact(scale), align, exact(soft_cap), alibi, exact(dropout), stats),
-        *(None if backends is None else tuple(backends), *rest),
+        *(tuple(x) if isinstance(x, list) else x for x in choice),
     )
     outputs = torch.ops.attn_graph.attention([q, k, v, *named.values()], text)
     return tuple(outputs) if stats else outputs[0]
@@ -80,7 +80,7 @@ def attend_by_op(q: Tensor, k: Tensor, v: Tensor, named: Named, options: Options
 
 def attend_distributed(tensors: Named, options: Options) -> Outputs:
     """The same on DTensors. Raises TensorError for dropout, whose places are those of the whole."""
-    given = dict(zip(OPTIONS, options, strict=True))
+    given = named_options(options)
     if given["dropout"]:
         raise TensorError(
             "attention: dropout of DTensors is not computed: what drops is decided by the place in "
@@ -96,16 +96,22 @@ def attend_distributed(tensors: Named, options: Options) -> Outputs:
     return attend_in_parts(tensors, given["mask"], whole, attend)
 
 
+def named_options(options: Options) -> dict[str, Any]:  # Any: the values of OPTIONS
+    """Options by name, the usual ones for those that are left out."""
+    whole = options if len(options) == len(OPTIONS) else (*options, *USUAL_CHOICE)
+    return dict(zip(OPTIONS, whole, strict=True))
+
+
 def exact(number: float | None) -> str | None:
     """A float as the text that has all its bits: as such torch.compile takes it for a constant."""
     return None if number is None else float(number).hex()
 
 
 def content_of_call(names: tuple[str, ...], *options: object) -> str:
-    """The text of a call. options: as OPTIONS, floats as `exact` gives them."""
+    """The text of a call. options: as Options, floats as `exact` gives them."""
     from attn_graph.planner.content import write_call
 
-    given = dict(zip(OPTIONS, options, strict=True))
+    given = named_options(options)
     return write_call(names, given | {n: number_of(given[n]) for n in NUMBERS})
 
 
@@ -161,7 +167,7 @@ def attend_unhashed(
 def new_plan(q: Tensor, k: Tensor, v: Tensor, named: Named, options: Options) -> Plan:
     """The plan for tensors that look like these. Raises GraphError and NoBackendError."""
     tensors = {"q": q, "k": k, "v": v, **named}
-    given: dict[str, Any] = dict(zip(OPTIONS, options, strict=True))
+    given = named_options(options)
     graph = make_graph({name: TensorSpec.like(t) for name, t in tensors.items()}, given)
     choice = {name: given[name] for name in CHOICE}
     return compiler.compile(graph, target=Target.here(q.device), **choice)

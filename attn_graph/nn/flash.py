@@ -13,7 +13,7 @@ from torch.library import Library
 from torch.nn.attention import register_flash_attention_impl
 
 from attn_graph.errors import GraphError, PlanTargetError
-from attn_graph.nn.calls import USUAL_CHOICE, content_of_call, draw_seed, exact
+from attn_graph.nn.calls import content_of_call, draw_seed, exact
 from attn_graph.nn.functional import TOP_LEFT
 from attn_graph.nn.ops import run_attention, run_gradient
 
@@ -67,7 +67,7 @@ def override_flash() -> Override:
 def text_of(names: tuple[str, ...], causal: bool, scale: float | None, dropout: float) -> str:
     """The content of a call of PyTorch's flash kernel, with lse."""
     mask, rate = TOP_LEFT if causal else None, exact(dropout)
-    options = mask, exact(scale), None, None, None, rate, ("lse",), *USUAL_CHOICE
+    options = mask, exact(scale), None, None, None, rate, ("lse",)
     return content_of_call(names, *options)
 
 

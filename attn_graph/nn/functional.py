@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +25,6 @@ from attn_graph.masks import Align, Causal, Mask, Prefix
 from attn_graph.nn.calls import (
     GRAPH_OPTIONS,
     SEGMENTS,
-    USUAL_CHOICE,
     Named,
     Options,
     Outputs,
@@ -145,7 +143,7 @@ def scaled_dot_product_attention(
     so it does for keys and values of different lengths, which PyTorch lets through on CPUs.
     """
     kept = read_mask(attn_mask, is_causal)
-    return attend_like_torch(query, key, value, kept, dropout_p, scale, enable_gqa, USUAL_CHOICE)
+    return attend_like_torch(query, key, value, kept, dropout_p, scale, enable_gqa, ())
 
 
 def attend_like_torch(
@@ -160,13 +158,16 @@ def attend_like_torch(
 ) -> Tensor:
     """PyTorch's function by one of several backends.
 
-    kept: what `read_mask` gives, or lengths in place of a mask. choice: values for `calls.CHOICE`.
+    kept: what `read_mask` gives, or lengths in place of a mask. choice: values for
+    `calls.CHOICE`, or () for the usual ones.
     """
     named, options = read_options(kept, dropout_p, scale, choice)
     if options[DROPOUT]:
         named = {**named, **draw_seed(query.device)}
     try:
-        o = attend_as(query, key, value, named, options, GROUPED if enable_gqa else PLAIN)
+        o = attend_as(
+            query, key, value, named, options, attend_grouped if enable_gqa else attend_plain
+        )
     except TensorError:
         raise
     except GraphError as error:
@@ -262,7 +263,18 @@ def bring_to_four(
     return (as_four(q, outer, H), as_four(k2, outer, G), as_four(v2, outer, G)), more, shape
 
 
-PLAIN, GROUPED = partial(attend_shaped, False), partial(attend_shaped, True)
+def attend_plain(
+    q: Tensor, k: Tensor, v: Tensor, named: Named, options: Options, key: Key | None
+) -> Outputs:
+    """The same, k and v having q's heads."""
+    return attend_shaped(False, q, k, v, named, options, key)
+
+
+def attend_grouped(
+    q: Tensor, k: Tensor, v: Tensor, named: Named, options: Options, key: Key | None
+) -> Outputs:
+    """The same, k and v having heads of their own."""
+    return attend_shaped(True, q, k, v, named, options, key)
 
 
 def require_axes(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> None:
@@ -278,13 +290,21 @@ def require_axes(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> None:
         if t.ndim < least:
             kind = TensorRankError if grouped else TensorError
             raise kind(f"attention: {name} {[*t.shape]} has {t.ndim} axes and needs {least}")
-        if t.is_complex() or (t.is_floating_point() and t.dtype not in FLOATS):
+        if t.is_complex() or (t.is_floating_point() and not is_known(t.dtype)):
             raise TensorDtypeError(f"attention: {name} is {t.dtype}, and known are {FLOATS}")
     if k.shape[-2] != v.shape[-2] or k.shape[-1] != q.shape[-1]:
         raise TensorError(
             f"attention: query {[*q.shape]}, key {[*k.shape]} and value {[*v.shape]} disagree: key "
             "needs the last size of query, and the last but one of value"
         )
+
+
+def is_known(dtype: torch.dtype) -> bool:
+    """Whether attention is computed on tensors of this floating dtype."""
+    return dtype in FLOATS
+
+
+is_known._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as assume_constant_result
 
 
 def equal_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -146,7 +146,9 @@ def test_tiles_of_layers_have_each_place_once(case: Case, call_seconds: float) -
         patch.setattr(schedule, "CALL_SECONDS", call_seconds)
         problem = problem_of(mask, M, N, data)
         kept = layer_tiles.find_layers_of(problem, data, 10**6)
-        tiles = kept and layer_tiles.tile_layers(problem, kept, 40, 8, single=True)
+        tiles = None
+        if kept is not None:
+            tiles = layer_tiles.tile_layers(problem, kept, 40, 8, single=True)
     due = kept_by(mask, M, N, data)
     seen, rows = torch.zeros(due.shape, dtype=torch.int64), torch.zeros(due.shape[:2])
     for tile in tiles or ():

@@ -167,6 +167,7 @@ def test_cotangents_of_every_layout_in_turn_give_the_gradients(backend: str) -> 
 def test_a_backward_plan_is_for_the_layout_of_its_cotangent() -> None:
     """The kernels' own reading of strides may hide it where one plan runs for all."""
     graph = ag.attention(X, X, X, mask=ag.Window(3))
+    ag.clear_cache()  # of the plan that others may have called
     plan = ag.compile(graph, target=CPU, backends=("math",))
     leaves, do = leaves_of(graph), torch.randn(X.shape)
     for name in ("dense", "turned", "expanded", "dense"):
@@ -180,6 +181,7 @@ def test_a_backward_plan_is_for_the_layout_of_its_cotangent() -> None:
 
 def test_a_backward_plan_is_for_the_inputs_that_need_a_gradient() -> None:
     graph, do = ag.attention(X, X, X), torch.randn(X.shape)
+    ag.clear_cache()  # of the plan that others may have called
     plan = ag.compile(graph, target=CPU)
     for wanted in ((0,), (1,), (2,), (0, 1), (1, 2), (0,)):
         leaves = [x.requires_grad_(n in wanted) for n, x in enumerate(tensors_for(graph, 0))]
