@@ -99,6 +99,9 @@ def test_the_last_query_of_a_cache_sees_all_of_it() -> None:
     options: dict[str, Any] = {"kv_lengths": LENGTHS, "mask": ag.Causal("bottom_right")}
     graph = make_graph(1, **options)
     assert simplify(graph) == simplify(make_graph(1, mask=ag.KeyLengths(), kv_lengths=LENGTHS))
+    assert simplify(make_graph(2, **options)) != simplify(
+        make_graph(2, mask=ag.KeyLengths(), kv_lengths=LENGTHS)
+    )
     assert folded(graph) == (2, 2, 3, 8)
     assert folded(make_graph(1, mask=ag.Causal("bottom_right"))) == (2, 2, 3, 8)
 
