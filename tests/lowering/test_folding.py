@@ -114,6 +114,12 @@ def test_q_is_viewed_and_never_copied(layout: str, M: int, due: object) -> None:
     assert folded(make_graph(M, layout)) == due
 
 
+def test_heads_with_a_gap_between_them_stay() -> None:
+    q = ag.TensorSpec((2, 6, 3, 8), torch.float32, (288, 48, 8, 1))
+    k = ag.TensorSpec((2, 2, 9, 8), torch.float32)
+    assert folded(ag.attention(q, k, k)) is None
+
+
 def test_a_call_hands_the_kernel_q_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     from attn_graph.kernels import fused_cpu
     from attn_graph.lowering.cpu import sdpa

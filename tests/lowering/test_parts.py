@@ -62,6 +62,18 @@ def test_parts_add_up_to_the_whole(name: str, E: int, layout: str) -> None:
         check_outputs(plan, graph, tensors_for(graph, seed))
 
 
+@pytest.mark.parametrize("name", ["lengths", "padding"])
+@pytest.mark.usefixtures("little_room")
+def test_parts_of_tiles_that_data_decide_add_up_too(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused_tiles, "CALL_SECONDS", 0.0)  # else all scores are one tile
+    graph = make_graph(stats=True, **OPTIONS[name])
+    plan = ag.compile(graph, target=CPU, backends=("math",))
+    for seed in range(3):
+        check_outputs(plan, graph, tensors_for(graph, seed))
+
+
 def test_a_long_cache_in_half_precision_takes_some_megabytes() -> None:
     for options in ({}, OPTIONS["lengths"]):
         graph = make_graph(M=1, N=2**20, **options)
