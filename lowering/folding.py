@@ -65,7 +65,10 @@ def as_shaped(x: torch.Tensor, shape: Shape) -> torch.Tensor:
 
 
 def folds_heads(backend: Backend, kind: str) -> Backend:
-    """The same backend, which on devices of a kind gets graphs with their heads folded."""
+    """The same backend, which on devices of a kind gets graphs with their heads folded.
+
+    For backends without `foresees` and `variants`, which would see the graph as it was.
+    """
 
     def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason | str]:
         folding = fold_heads(graph) if target.kind == kind else None
@@ -84,13 +87,14 @@ def unfold(executable: Executable, folding: Folding) -> Executable:
     """What runs a folded graph, for the graph before."""
     results = zip(folding.outputs, folding.graph.output_types, strict=True)
     copied = sum(type_.bytes for shape, type_ in results if type_.shape != shape)
-    (q, *_), (shape, *_) = folding.graph.inputs, folding.inputs
+    (eqn,) = folding.graph.eqns
+    q, shape = folding.graph.inputs[eqn.args[0]].name, folding.inputs[eqn.args[0]]
     return evolve(
         executable,
         run=partial(folding.run, executable.run),
         infer=partial(folding.infer, executable.infer),
         temporary=executable.temporary + copied,
-        notes=(*executable.notes, f"heads that share keys are rows of one: {q.name} is {[*shape]}"),
+        notes=(*executable.notes, f"heads that share keys are rows of one: {q} is {[*shape]}"),
     )
 
 

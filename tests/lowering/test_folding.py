@@ -114,6 +114,17 @@ def test_q_is_viewed_and_never_copied(layout: str, M: int, due: object) -> None:
     assert folded(make_graph(M, layout)) == due
 
 
+def test_inputs_may_come_in_any_order() -> None:
+    def attend(k: ag.Value, query: ag.Value) -> ag.Value:
+        return ag.scores(query, k).softmax()[0].weigh(k)
+
+    q, k = ag.TensorSpec((2, 6, 3, 8), torch.float32), ag.TensorSpec((2, 2, 9, 8), torch.float32)
+    graph = ag.graph(attend, k=k, query=q)
+    plan = ag.compile(graph, target=CPU)
+    assert "heads that share keys are rows of one: query is [2, 2, 9, 8]" in plan.executable.notes
+    check_outputs(plan, graph, tensors_for(graph, 0))
+
+
 def test_heads_with_a_gap_between_them_stay() -> None:
     q = ag.TensorSpec((2, 6, 3, 8), torch.float32, (288, 48, 8, 1))
     k = ag.TensorSpec((2, 2, 9, 8), torch.float32)
