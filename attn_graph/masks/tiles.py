@@ -210,6 +210,15 @@ def count_pairs(mask: Mask | None, sizes: Sizes, data: Tensors) -> Coverage:
     )
 
 
+def most_pairs(mask: Mask | None, sizes: Sizes) -> int:
+    """At most how many pairs a mask keeps, in closed form: of strips as `count_pairs` counts them
+    without data, of any other mask all there are."""
+    B, H, _, M, N = sizes
+    whole = Block(range(B), range(H), range(M), H, M, N, {})
+    regions = find_regions(bounds(mask, whole)[0], whole)
+    return B * H * M * N if regions is None else sum(region.pairs for region in regions)
+
+
 def count_pairs_by_runs(mask: Mask, block: Block, G: int, exact: bool) -> Coverage:
     """The same, run by run. Raises OverBudget."""
     counts = count_keys(mask, block, Budget.of(block))

@@ -26,6 +26,8 @@ from attn_graph.lowering.cudnn import backend as cudnn_backend
 from attn_graph.lowering.triton import backend as triton_flash
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import KernelName
+from attn_graph.planner.cost import format_scaled
+from attn_graph.planner.predict import rank
 from attn_graph.spec import NAMES
 
 T = TypeVar("T")
@@ -41,7 +43,9 @@ BACKENDS = (  # PyTorch's own kernels in PyTorch's own order of preference
     torch_math.BACKEND,
 )
 
-CUDNN_BEFORE_TRITON = range(90, 110)  # compute capabilities
+CUDNN_BEFORE_TRITON = range(90, 110)  # compute capabilities, where no time is predicted
+PREDICTED = "it is predicted to be the fastest"
+FIRST_ABLE = "it comes first of those that take the graph"
 
 # Which backends run on GPUs what sdpa_kernel calls so.
 BY_KERNEL: Mapping[KernelName, tuple[Backend, ...]] = {
@@ -140,12 +144,21 @@ def choose(
     if len(able) == 1:
         asked = " asked" if among is not None or options.avoid else ""
         cause = f"it is the only one{asked} that takes the graph"
+    elif cause is PREDICTED:
+        times = rank(graph, target, [b.name for b in able])
+        figures = ", ".join(f"{name} {format_rough(x)}" for name, x in times.items())
+        cause = f"{cause}: {figures}" if len(times) > 1 else FIRST_ABLE
     elif first is not ordered[0]:
-        cause = "it comes first of those that take the graph"
+        cause = FIRST_ABLE
     choice = Choice(first, cause, refusals, tuple(b.name for b in able[1:]))
     if choice.is_fallback:
         report_fallback(graph, options, refusals)
     return choice
+
+
+def format_rough(seconds: float) -> str:
+    """Predicted seconds to two digits: "1.3 ms"."""
+    return format_scaled(float(f"{seconds:.2g}"), "s")
 
 
 def report_fallback(graph: Graph, options: Options, refusals: Refusals) -> None:
@@ -174,10 +187,21 @@ def preference(graph: Graph, target: Target, options: Options) -> tuple[Sequence
             torch_math.BACKEND,
             *rest,
         ), f"it is the faster for {dtype} {pass_} on this kind of CPU"
-    if target.kind == "cuda" and target.sm not in CUDNN_BEFORE_TRITON:
-        rest = [b for b in BACKENDS if b is not triton_flash.BACKEND]
-        return (triton_flash.BACKEND, *rest), "it comes before cuDNN on this kind of GPU"
+    if target.kind == "cuda":
+        return by_prediction(graph, target)
     return BACKENDS, "it comes first in the order of preference"
+
+
+def by_prediction(graph: Graph, target: Target) -> tuple[Sequence[Backend], str]:
+    """Those first whose time is predicted, the fastest before others; where none is, the usual."""
+    by_name = {backend.name: backend for backend in BACKENDS}
+    if times := rank(graph, target, [*by_name]):
+        ahead = [by_name[name] for name in times]
+        return (*ahead, *(b for b in BACKENDS if b not in ahead)), PREDICTED
+    if target.sm in CUDNN_BEFORE_TRITON:
+        return BACKENDS, "it comes first in the order of preference"
+    rest = [b for b in BACKENDS if b is not triton_flash.BACKEND]
+    return (triton_flash.BACKEND, *rest), "it comes before cuDNN on this kind of GPU"
 
 
 def by_priority(order: Sequence[KernelName]) -> tuple[Backend, ...]:

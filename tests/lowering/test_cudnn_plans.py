@@ -90,7 +90,7 @@ def test_each_kind_of_gpu_has_plans(target: str) -> None:
 
 def test_cudnn_comes_first_where_it_is_the_faster() -> None:
     assert planned().backend == "cudnn"
-    assert planned(target="a100").backend == "triton"
+    assert planned(target="a100").backend == "torch_flash"
 
 
 def test_the_workspace_is_cudnns_own_number(store: Store) -> None:
