@@ -32,7 +32,8 @@ from attn_graph.compiler import (
 from attn_graph.errors import GraphError, PlanMismatchError, PlanTargetError
 from attn_graph.ir.attention import SAVED
 from attn_graph.ir.builder import statistic_names
-from attn_graph.ir.graph import NO_SECOND, Graph
+from attn_graph.ir.graph import Graph
+from attn_graph.ir.tangents import NO_THIRD as NO_SECOND
 from attn_graph.ir.vjp import residuals, result_spec
 from attn_graph.lowering.backend import Backend
 from attn_graph.machine.ambient import is_traced
