@@ -40,7 +40,7 @@ from attn_graph.machine.ambient import is_traced
 from attn_graph.machine.flop_counters import formulas
 from attn_graph.machine.likeness import OWN_CLASSES
 from attn_graph.machine.target import Target
-from attn_graph.machine.tensors import refuse_tangents
+
 from attn_graph.machine.torch_switches import switches_that_count
 from attn_graph.masks import Mask
 from attn_graph.nn.batching import Mapped, map_call
@@ -355,7 +355,7 @@ class OpBackwardCall(_SingleLevelFunction):
 
 def records(tensors: Tensors) -> bool:
     """Whether autograd records a call on these tensors. Raises GraphError for tangents."""
-    refuse_tangents(tensors)
+
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
