@@ -186,7 +186,11 @@ class Plan:
         forward mode. tangents: by the number of the input; others are 0."""
         if not self.graph.carried <= tangents.keys():  # of o and lse both, or they are computed
             tangents = {n: t for n, t in tangents.items() if n not in self.graph.carried}
-        found = self.push_plan(tangents)(*primals, *tangents.values())
+        inputs = [*primals]
+        for n in self.graph.carried:  # autograd hands them back as the forward laid them
+            if TensorSpec.like(inputs[n]) != self.graph.inputs[n].spec:
+                inputs[n] = copy_laid_as(inputs[n], self.graph.inputs[n].spec)
+        found = self.push_plan(tangents)(*inputs, *tangents.values())
         count = len(self.graph.outputs)
         assert isinstance(found, tuple)  # at least a result and its tangent
         each = iter(found[count:])

@@ -17,7 +17,7 @@ LOG2_E = 1.4426950408889634
 def scores_(
     s: torch.Tensor, q: torch.Tensor, ks: Sequence[torch.Tensor], scale: float, beta: int = 0
 ) -> None:
-    """s [n,L,S] = beta * s + scale * q k^T; q [n,L,D], the keys in pieces [n,Si,D] that make up S."""
+    """s [n,L,S] = beta * s + scale * q k^T; q [n,L,D], the keys in pieces [n,Si,D], making up S."""
     at = 0
     for k in ks:
         part = s[..., at : at + k.shape[1]]

@@ -150,9 +150,9 @@ class WeighT(Op):
 @final
 @frozen
 class SoftmaxJvp(Op):
-    """p, lse, ts, [sinks, tsinks] -> tp = p (ts - tlse), tlse = sum_j p ts + exp(sinks - lse) tsinks.
+    """p, lse, ts, [sinks, tsinks] -> tp = p (ts - tlse), tlse = sum_j p ts + exp(sinks - lse) tsinks
 
-    ts and tsinks are the tangents of the scores and of the sinks.
+    of the tangents ts of the scores and tsinks of the sinks.
     """
 
     sinks: bool = False
@@ -242,6 +242,9 @@ Pair = tuple[torch.Tensor, torch.Tensor]  # a value and its tangent
 
 
 def sink_gradient_tangent(sinks: Pair, lse: Pair, surplus: Pair) -> torch.Tensor:
-    """The tangent of `sink_gradient`: sum_bi exp(sink - lse) ((tsink - tlse) g + tg), g the surplus."""
+    """The tangent of `sink_gradient`: sum_bi exp(sink - lse) ((tsink - tlse) g + tg).
+
+    g is the surplus. Each argument is a value and its tangent.
+    """
     moved = sinks[1].to(lse[0].dtype)[:, None] - lse[1]
     return sink_gradient(sinks[0], lse[0], moved * surplus[0] + surplus[1])

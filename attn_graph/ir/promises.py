@@ -8,7 +8,7 @@ and keys. The masks and modifiers of this package are proven by tests instead.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, final
 
 import attrs
@@ -296,7 +296,7 @@ def check_tangents_once(modifier: Modifier, sizes: Sizes) -> tuple[str, ...]:
         trial, who = Trial.of(modifier.resolved(*sizes[2:]), sizes), type(modifier).__name__
         problems: list[str] = []
         for check in (problems_of_spread, problems_of_bend):
-            more, failures = attempt(f"{who}'s derivative", lambda: check(trial))
+            more, failures = attempt(f"{who}'s derivative", partial(check, trial))
             problems += failures or more
         return tuple(problems)
 

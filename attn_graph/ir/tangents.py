@@ -38,9 +38,8 @@ from attn_graph.spec import INF, ValueType
 T = TypeVar("T")
 MOVED = ("to", "tlse")  # the tangents of what a gradient reads
 NO_THIRD = (
-    "third derivatives are not built, of which this is a part: forward mode over a second "
-    "derivative, or reverse mode over one. There are jvp and vjp of an attention, jvp and vjp of "
-    "its vjp, and vjp of its jvp"
+    "third derivatives are not built: forward or reverse mode over a second derivative. There are "
+    "jvp and vjp of an attention, jvp and vjp of its vjp, and vjp of its jvp"
 )
 NO_SECOND_PUSH = (
     "jvp of a jvp is not built: take jvp of the vjp, which gives every second derivative, as "
@@ -66,7 +65,7 @@ def run_op(op: Op, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def check_flags(name: str, node: Attention, flags: Sequence[bool]) -> None:
-    """Raise GraphError unless there is a flag for each operand, and none for one without tangent."""
+    """Raise GraphError unless each operand has a flag, false for one that can have no tangent."""
     if len(flags) != len(node.ranks):
         problem = f"{len(flags)} tangents for {len(node.ranks)} operands; say each"
         raise GraphError(f"{name}: {problem}")
@@ -192,7 +191,7 @@ class AttentionJvp(Op):
         return (*results, (to - tlse[..., None] * o).to(results[0].dtype), tlse)
 
     def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
-        """By what cotangents of to and tlse alone are, and second derivatives along the tangents."""
+        """The tangents' gradients are first ones; the others are second derivatives along them."""
         ops.refuse_cotangents(self, grads)
         node, (own, moved) = self.attention, self.split(operands)
         saved, given = (dict(zip(self.names, x, strict=True)) for x in (results, grads))

@@ -58,8 +58,8 @@ def wanted_inputs(graph: Graph, wants: Sequence[str] | None) -> tuple[int, ...]:
     }
     if own := [graph.inputs[n].name for n in carried if graph.inputs[n].name in (wants or ())]:
         raise GraphError(
-            f"vjp: {', '.join(sorted(own))}: what the forward hands over moves with its inputs, and "
-            "has no gradient of its own"
+            f"vjp: no gradient by {', '.join(sorted(own))}, which the forward hands over: it moves "
+            "with the other inputs"
         )
     return (
         tuple(floating.values())

@@ -71,7 +71,6 @@ class AutogradCall(torch.autograd.Function):
         rest = iter(gradients)
         return None, *(next(rest) if need else None for need in needs)
 
-
     @staticmethod
     def jvp(ctx: Context, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """The tangent of each output: results of a plan, which autograd records in its turn."""
@@ -108,7 +107,7 @@ def run_with_autograd(plan: Recordable, tensors: Tensors) -> tuple[torch.Tensor,
 def split_tangents(
     tensors: Tensors,
 ) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
-    """Tensors without their tangents, and the tangents by place; those known to be 0 are left out."""
+    """Tensors without their tangents, and the tangents by place, but for those known to be 0."""
     pairs = [forward_ad.unpack_dual(t) for t in tensors]
     tangents = {n: t for n, (_, t) in enumerate(pairs) if t is not None and not t._is_zerotensor()}
     return [primal for primal, _ in pairs], tangents

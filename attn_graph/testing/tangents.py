@@ -1,4 +1,4 @@
-"""What forward mode should give: PyTorch's derivatives of the formula, and how far off is allowed."""
+"""What forward mode should give: PyTorch's derivatives of the formula, by the accuracy rule."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DERIVED = ("o", "lse")  # the results that have a derivative
 
 @frozen
 class Directions:
-    """Where a point and cotangents move: tangents of inputs by name, cotangents and their tangents."""
+    """Tangents of inputs by name; cotangents of o and lse, and their tangents."""
 
     tangents: Named
     do: Tensor
@@ -182,7 +182,7 @@ class Sizes:
         return to + tlse[..., None] * torch.einsum(weigh, z, per_head(c.v.abs(), H)), tlse
 
     def pulled(self, along: Directions, rounding: float) -> dict[str, Tensor]:
-        """Of the tangent of each input's gradient, by name. rounding: of o and to, which are read."""
+        """Of the tangents of gradients, by input. rounding: of o and to, which are read."""
         c, f, H = self.c, self.f, self.c.sizes[1]
         do, dlse, tdo, tdlse = (x.abs() for x in (along.do, along.dlse, along.tdo, along.tdlse))
         ts, (to, tlse) = self.scores(), self.pushed()

@@ -105,7 +105,7 @@ class TangentTiles:
         return self.push_gradient(self.op, self.op.split(operands), scratch)
 
     def pack(self, own: Sequence[Maybe], scratch: Tensors, before: str = "") -> list[Maybe]:
-        """k and v, or their tangents, as the products read them. before: of their buffers' names."""
+        """k and v, or their tangents, as products read them. before: of the names of buffers."""
         named = zip((f"{before}k", f"{before}v"), own[1:3], strict=True)
         return [
             scratch[name].copy_(x) if x is not None and name in scratch else x for name, x in named
@@ -395,7 +395,7 @@ def pull_weights(
 def back_through(
     here: Here, ds: torch.Tensor, tds: torch.Tensor, totals: Sequence[Mapping[str, torch.Tensor]]
 ) -> None:
-    """ds and tds of the last step -> those of the products; the modifiers' tensors are collected."""
+    """ds and tds of the last step -> those of the products, with the modifiers' gradients."""
     keys, cap = here.slot.keys, here.tiles.cap
     for i, modifier in reversed([*enumerate(here.tiles.problem.node.modifiers)]):
         if modifier.additive:
