@@ -42,6 +42,7 @@ with paused_collector():
     )
     from attn_graph.ir.builder import Value, attention, graph, scores
     from attn_graph.ir.graph import Graph
+    from attn_graph.ir.jvp import jvp
     from attn_graph.ir.modifiers import Modifier
     from attn_graph.ir.parse import parse
     from attn_graph.ir.reference import evaluate
@@ -140,6 +141,7 @@ __all__ = [
     "from_flex_score",
     "from_xformers",
     "graph",
+    "jvp",
     "parse",
     "prefer",
     "replace_sdpa",

@@ -20,11 +20,12 @@ from attn_graph.errors import (
     Reason,
 )
 from attn_graph.ir.graph import Graph
+from attn_graph.ir.jvp import jvp, push_graph
 from attn_graph.ir.reference import Verification, compare
 from attn_graph.ir.vjp import backward, cotangent_specs, main_outputs, saved_specs, wanted_inputs
 from attn_graph.lowering.backend import Executable
-from attn_graph.machine.ambient import is_traced
-from attn_graph.machine.autograd import record, run_with_autograd
+from attn_graph.machine.ambient import has_tangent, is_traced
+from attn_graph.machine.autograd import record, run_with_autograd, split_tangents
 from attn_graph.machine.flop_counters import teach_counters
 from attn_graph.machine.likeness import Check, Look, likeness, look_at, never
 from attn_graph.machine.sizes import Memory
@@ -33,7 +34,6 @@ from attn_graph.machine.tensors import (
     as_it_lies,
     copy_laid_as,
     is_distributed,
-    refuse_tangents,
     require_as_declared,
 )
 from attn_graph.spec import TensorSpec
@@ -63,10 +63,18 @@ class Pull:
         return cotangents
 
     def run(self, tensors: Tensors) -> Sequence[torch.Tensor]:
-        """The gradients. Where autograd records, they know that they have none themselves."""
-        if torch.is_grad_enabled():
-            return run_with_autograd(self.plan, tensors)
+        """The gradients. Where autograd differentiates them, they are differentiable themselves."""
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+            return self.run_differentiable(tensors)
         return self.plan.run(*tensors)[0]
+
+    def run_differentiable(self, tensors: Tensors) -> Sequence[torch.Tensor]:
+        """The same in a graph of autograd's, or with tangents."""
+        if torch.is_grad_enabled():
+            carried = self.plan.graph.carried
+            held = [t.detach() if n in carried else t for n, t in enumerate(tensors)]
+            return run_with_autograd(self.plan, held)
+        return self.plan.push(tensors) if has_tangent(tensors) else self.plan.run(*tensors)[0]
 
 
 @final
@@ -75,14 +83,15 @@ class Memo:
     """What a plan remembers: tensors that it has checked, by their likeness, and backward plans.
 
     looks: of the last call's tensors. call: their likeness, and whether one requires grad. pull:
-    the likeness of the last backward's, its pattern and plan. content: the plan as text, once it
-    was wanted.
+    the likeness of the last backward's, its pattern and plan. pushes: the plans of forward mode.
+    content: the plan as text, once it was wanted.
     """
 
     looks: list[Look | None] = field(factory=list)
     call: tuple[Check, bool] = (never, False)
     pull: tuple[Check, Pattern, Pull | None] = (never, (), None)
     pulls: dict[tuple[object, ...], Pull] = field(factory=dict)
+    pushes: dict[tuple[object, ...], Plan] = field(factory=dict)
     content: str = ""
 
 
@@ -92,10 +101,10 @@ class Plan:
     """How a graph runs on a target. Made by `compile`; immutable, shared by threads, reusable.
 
     Call it with the graph's inputs, by position or by name; it returns the one output, or a tuple.
-    Where an input requires grad, the results are differentiable by PyTorch's autograd, once. Raises
-    PlanMismatchError for tensors other than declared, PlanTargetError for a plan of another
-    machine, or of another kind of GPU than the tensors are on, GraphError for derivatives that it
-    has not.
+    Where an input requires grad, the results are differentiable by PyTorch's autograd, twice, and
+    by its forward mode. Raises PlanMismatchError for tensors other than declared, PlanTargetError
+    for a plan of another machine, or of another kind of GPU than the tensors are on, GraphError for
+    derivatives that it has not.
 
     It pickles as graph, target and options, and is planned again where it arrives. A copy, deep or
     not, is the plan itself.
@@ -142,10 +151,10 @@ class Plan:
             wants = self.admit(tensors)
         if profiler._is_profiler_enabled:
             return self.run_profiled(tensors, wants)
-        if forward_ad._current_level >= 0:
-            refuse_tangents(tensors)
         if wants and torch.is_grad_enabled():
             outputs: Sequence[torch.Tensor] = record(self, *tensors)  # type: ignore[no-untyped-call]  # of torch
+        elif forward_ad._current_level >= 0 and has_tangent(tensors):
+            outputs = self.push(tensors)
         else:
             outputs = self.infer(*tensors)[0]
         return outputs[0] if self.single else tuple(outputs)
@@ -155,13 +164,56 @@ class Plan:
 
         A call does this without calling it: each function of ours on its way is counted.
         """
-        if forward_ad._current_level >= 0:
-            refuse_tangents(tensors)
         if wants and torch.is_grad_enabled():
             outputs: Sequence[torch.Tensor] = record(self, *tensors)  # type: ignore[no-untyped-call]  # of torch
+        elif forward_ad._current_level >= 0 and has_tangent(tensors):
+            outputs = self.push(tensors)
         else:
             outputs = self.infer(*tensors)[0]
         return outputs[0] if self.single else tuple(outputs)
+
+    def push(self, tensors: Tensors) -> Tensors:
+        """The outputs with their tangents."""
+        primals, tangents = split_tangents(tensors)
+        outputs, moved = self.push_outputs(primals, tangents)
+        pairs = zip(outputs, moved, strict=True)
+        return tuple(x if t is None else forward_ad.make_dual(x, t) for x, t in pairs)
+
+    def push_outputs(
+        self, primals: Sequence[torch.Tensor], tangents: Mapping[int, torch.Tensor]
+    ) -> tuple[Tensors, tuple[torch.Tensor | None, ...]]:
+        """The outputs, and the tangent of each, None for one without gradient; by the plan of
+        forward mode. tangents: by the number of the input; others are 0."""
+        if not self.graph.carried <= tangents.keys():  # of o and lse both, or they are computed
+            tangents = {n: t for n, t in tangents.items() if n not in self.graph.carried}
+        inputs = [*primals]
+        for n in self.graph.carried:  # autograd hands them back as the forward laid them
+            if TensorSpec.like(inputs[n]) != self.graph.inputs[n].spec:
+                inputs[n] = copy_laid_as(inputs[n], self.graph.inputs[n].spec)
+        found = self.push_plan(tangents)(*inputs, *tangents.values())
+        count = len(self.graph.outputs)
+        assert isinstance(found, tuple)  # at least a result and its tangent
+        each = iter(found[count:])
+        places = range(count)
+        moved = tuple(None if place in self.constants else next(each) for place in places)
+        return tuple(found[:count]), moved
+
+    def push_plan(self, tangents: Mapping[int, torch.Tensor]) -> Plan:
+        """The plan of forward mode for tangents like these."""
+        key = (*tangents, *map(look_at, tangents.values()))
+        plan = self.memo.pushes.get(key)
+        if plan is None:
+            specs = [*map(TensorSpec.like, tangents.values())]
+            plan = self.plan_graph(push_graph(self.graph, [*tangents], specs))
+            if len(self.memo.pushes) >= MOST_PULLS:
+                self.memo.pushes.clear()
+            self.memo.pushes[key] = plan
+        return plan
+
+    def plan_graph(self, graph: Graph) -> Plan:
+        """The plan of another graph, with the same target and options."""
+        make, (_, *rest) = self.recipe
+        return make(graph, *rest)
 
     def run_profiled(self, tensors: Tensors, wants: bool) -> torch.Tensor | Tensors:
         """The same under a name, which PyTorch's profilers and NVTX show."""
@@ -243,7 +295,7 @@ class Plan:
     ) -> Sequence[torch.Tensor]:
         """The gradients of the inputs marked in `needs`, from what the forward saved.
 
-        Where autograd records this too, they know that they have no gradient themselves.
+        Where autograd records this too, they are differentiable themselves.
         """
         if len(grads) == 1 and (do := grads[0]) is not None:  # as mostly
             given = [do]
@@ -322,9 +374,14 @@ class Plan:
     def vjp(self) -> Plan:
         """The plan of the gradient by every floating input; see `attn_graph.vjp` for its inputs.
 
-        Raises GraphError for a plan that is a gradient itself.
+        That of a gradient is its second derivative. Raises GraphError for a plan that is one.
         """
         return self.backward()
+
+    @property
+    def jvp(self) -> Plan:
+        """The plan of forward mode by every floating input; see `attn_graph.jvp` for its inputs."""
+        return self.plan_graph(jvp(self.graph))
 
     @property
     def training_vjp(self) -> Plan:

@@ -14,12 +14,14 @@ import torch
 LOG2_E = 1.4426950408889634
 
 
-def scores_(s: torch.Tensor, q: torch.Tensor, ks: Sequence[torch.Tensor], scale: float) -> None:
-    """s [n,L,S] = scale * q k^T; q [n,L,D], the keys in pieces [n,Si,D] that make up S."""
+def scores_(
+    s: torch.Tensor, q: torch.Tensor, ks: Sequence[torch.Tensor], scale: float, beta: int = 0
+) -> None:
+    """s [n,L,S] = beta * s + scale * q k^T; q [n,L,D], the keys in pieces [n,Si,D], making up S."""
     at = 0
     for k in ks:
         part = s[..., at : at + k.shape[1]]
-        torch.baddbmm(part, q, k.mT, beta=0, alpha=scale, out=part)
+        torch.baddbmm(part, q, k.mT, beta=beta, alpha=scale, out=part)
         at += k.shape[1]
 
 
@@ -38,6 +40,11 @@ def capped_scores_(
 def cap_back_(ds: torch.Tensor, t: torch.Tensor) -> None:
     """ds -> ds * (1 - t^2): the gradient by the scores before a soft cap, t = tanh(s / cap)."""
     torch.ops.aten.tanh_backward.grad_input(ds, t, grad_input=ds)
+
+
+def bend_cap_(t: torch.Tensor, ds: torch.Tensor, tanh: torch.Tensor, cap: float) -> None:
+    """t -> -2 ds tanh t / cap: what ds gains as scores after a soft cap, cap * tanh, move by t."""
+    t.mul_(ds).mul_(tanh).mul_(-2 / cap)
 
 
 def exp_(s: torch.Tensor, top: torch.Tensor) -> None:
@@ -62,13 +69,13 @@ def softmax_(s: torch.Tensor, lse: torch.Tensor, total: torch.Tensor) -> None:
 
 
 def weigh_(
-    o: torch.Tensor, p: torch.Tensor, vs: Sequence[torch.Tensor], scale: float = 1.0
+    o: torch.Tensor, p: torch.Tensor, vs: Sequence[torch.Tensor], scale: float = 1.0, beta: int = 0
 ) -> None:
-    """o [n,L,E] = scale * p v; p [n,L,S], the values in pieces [n,Si,E]."""
+    """o [n,L,E] = beta * o + scale * p v; p [n,L,S], the values in pieces [n,Si,E]."""
     at = 0
     for v in vs:
         part = p[..., at : at + v.shape[1]]
-        torch.baddbmm(o, part, v, beta=int(at > 0), alpha=scale, out=o)
+        torch.baddbmm(o, part, v, beta=1 if at else beta, alpha=scale, out=o)
         at += v.shape[1]
 
 

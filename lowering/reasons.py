@@ -8,9 +8,12 @@ import torch
 
 from attn_graph.errors import Reason
 from attn_graph.ir.graph import Graph
+from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp
 from attn_graph.lowering.problem import Problem
 from attn_graph.machine.target import Target
 from attn_graph.spec import NAMES
+
+DERIVED = (AttentionJvp, AttentionGradJvp)  # ops of forward mode
 
 
 def other_device(runs: str, target: Target) -> Reason:
@@ -38,6 +41,9 @@ def missing_library(library: str, way_out: str) -> Reason:
 
 def other_equations(graph: Graph) -> Reason:
     """Against a graph that is not one attention, nor one attention's gradient."""
+    if tangents := [eqn.op for eqn in graph.eqns if isinstance(eqn.op, DERIVED)]:
+        actual = f"the graph has {', '.join(type(op).__name__ for op in tangents)}; math takes it"
+        return Reason("tangents", "computes no tangents", actual)
     ops = ", ".join(type(eqn.op).__name__ for eqn in graph.eqns)
     actual = f"the graph has {len(graph.eqns)} equations: {ops}"
     return Reason("equations", "takes one attention", actual)

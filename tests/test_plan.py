@@ -323,10 +323,14 @@ def test_verify_passes_right_results_and_catches_wrong_ones() -> None:
     assert str(found).startswith("WRONG")
 
 
-def test_a_gradient_of_a_gradient_is_refused() -> None:
+def test_a_gradient_of_a_second_derivative_is_refused() -> None:
     plan = ag.compile(ag.attention(X, X, X), target=CPU)
-    with pytest.raises(ag.GraphError, match=r"second derivatives .* are not built"):
-        _ = plan.vjp.vjp
+    assert plan.vjp.vjp.backend == plan.jvp.vjp.backend == plan.vjp.jvp.backend == "math"
+    for second in (plan.vjp.vjp, plan.vjp.jvp, plan.jvp.vjp):
+        with pytest.raises(ag.GraphError, match="third derivatives are not built"):
+            _ = second.vjp
+    with pytest.raises(ag.GraphError, match="jvp of a jvp is not built"):
+        _ = plan.jvp.jvp
 
 
 def test_the_pair_of_vjp_is_what_autograd_runs() -> None:

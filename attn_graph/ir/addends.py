@@ -80,6 +80,18 @@ class Addend(Modifier):
                 share = at.reading(totals).load(name, *(axes[x] for x in own))
                 share += (ds * (one - zero)).sum_to_size(share.shape)
 
+    def spread(
+        self, ts: torch.Tensor, tangents: Mapping[str, torch.Tensor], at: Place
+    ) -> torch.Tensor:
+        """Each moved element, times what the term gains as it goes from 0 to 1."""
+        axes = dict(zip(AXES, at.axes, strict=True))
+        for name, own in self.elements:
+            if name in tangents:
+                moved = at.reading(tangents).load(name, *(axes[x] for x in own)).to(ts.dtype)
+                one, zero = (self.term(at, ts.dtype, **{name: x}) for x in (1.0, 0.0))
+                ts = ts.add_(moved * (one - zero))
+        return ts
+
 
 def degree(node: ast.expr, name: str) -> float:
     """The degree of a formula as a polynomial in a name; infinity where it is none."""

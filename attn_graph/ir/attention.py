@@ -11,8 +11,10 @@ from attrs import evolve, field, frozen
 from attn_graph import masks
 from attn_graph.errors import GraphError
 from attn_graph.ir import ops
+from attn_graph.ir.checks import require_finite
+from attn_graph.ir.gradient_ops import WeighT, clear_blind_rows, sink_gradient
 from attn_graph.ir.graph import Emit, Gradients, Op, Values
-from attn_graph.ir.modifiers import Modifier, every_place, find_restores, require_finite
+from attn_graph.ir.modifiers import Modifier, every_place, find_restores
 from attn_graph.spec import INF, ValueType, to_number
 
 T = TypeVar("T")
@@ -80,6 +82,10 @@ class Attention(Op):
     @property
     def without_gradient(self) -> tuple[str, ...]:
         return tuple(name for name in self.stats if name not in SAVED)
+
+    @property
+    def saved(self) -> tuple[str, ...]:
+        return SAVED
 
     @property
     def reads(self) -> int:
@@ -165,6 +171,9 @@ class Attention(Op):
         for modifier in self.modifiers:
             yield from modifier.gradient_problems()
 
+    def push_problems(self) -> Iterator[str]:
+        yield from self.gradient_problems()
+
     def infer(self, *types: ValueType) -> tuple[ValueType, ...]:
         return self.unfold(lambda op, *given: op.infer(*given), types)
 
@@ -179,6 +188,12 @@ class Attention(Op):
         read = (*(saved[name] for name in SAVED), *(g for g in cotangents if g is not None))
         made = iter(emit(gradient, *operands, *read))
         return tuple(next(made) if wanted else None for wanted in self.trains)
+
+    def push(self, emit: Emit, operands: Values, results: Values, tangents: Values) -> Gradients:
+        from attn_graph.ir.tangents import push_attention  # which imports this module
+
+        moved = dict(zip(SAVED, push_attention(self, emit, operands, tangents)[-2:], strict=False))
+        return tuple(moved.get(name) for name in self.names)
 
 
 @final
@@ -266,6 +281,18 @@ class AttentionGrad(Op):
             if type_ is not None and type_ != due:
                 yield f"attention_grad: {name} {type_} should be {due}"
 
+    @property
+    def carried(self) -> tuple[int, ...]:
+        n = len(self.wants)
+        return n, n + 1
+
+    def gradient_problems(self) -> Iterator[str]:
+        for modifier in self.attention.modifiers:
+            yield from modifier.second_problems()
+
+    def push_problems(self) -> Iterator[str]:
+        yield from self.gradient_problems()
+
     def infer(self, *types: ValueType) -> tuple[ValueType, ...]:
         return tuple(t for t, wanted in zip(types, self.wants, strict=False) if wanted)
 
@@ -274,9 +301,42 @@ class AttentionGrad(Op):
         lse = given.lse
         do = torch.zeros_like(given.o) if given.do is None else given.do
         dlse = torch.zeros_like(lse) if given.dlse is None else given.dlse
-        do, dlse = (ops.clear_blind_rows(x.to(lse.dtype), lse) for x in (do, dlse))
+        do, dlse = (clear_blind_rows(x.to(lse.dtype), lse) for x in (do, dlse))
         gradients = compute_gradients(self.attention, given.own, given.o, lse, do, dlse)
         return tuple(g for g, wanted in zip(gradients, self.wants, strict=True) if wanted)
+
+    def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
+        """By what the tangents of all are if q, k, v, ... move along the cotangents of dq, dk, ...
+
+        The second derivative is symmetric. o and lse move with q, k and v: they have no gradient.
+        """
+        from attn_graph.ir.tangents import AttentionGradJvp, present, push_attention, some
+
+        node, each = self.attention, iter(grads)
+        moved = [next(each) if wanted else None for wanted in self.wants]
+        own = operands[: len(moved)]
+        to, tlse = push_attention(node, emit, own, moved)[-2:]
+        op = AttentionGradJvp(evolve(self, wants=node.trains), present(moved))
+        made = iter(emit(op, *operands, to, tlse, *some(moved)))
+        gradients = (next(made) if trained else None for trained in node.trains)
+        cotangents = (*((to,) * self.with_do), *((tlse,) * self.with_dlse))
+        return (*gradients, None, None, *cotangents)
+
+    def push(self, emit: Emit, operands: Values, results: Values, tangents: Values) -> Gradients:
+        """o and lse move with q, k and v: their tangents are taken as given, or computed."""
+        from attn_graph.ir.tangents import AttentionGradJvp, present, push_attention, some
+
+        given, x = self.split(tangents), self.split(operands)
+        pairs = zip(given.own, self.attention.trains, strict=True)
+        moved, turned = [t if has else None for t, has in pairs], (given.do, given.dlse)
+        if not some(moved):
+            alone = evolve(self, with_do=given.do is not None, with_dlse=given.dlse is not None)
+            return emit(alone, *x.own, x.o, x.lse, *some(turned))
+        to, tlse = given.o, given.lse
+        if to is None or tlse is None:
+            to, tlse = push_attention(self.attention, emit, x.own, moved)[-2:]
+        op = AttentionGradJvp(self, present(moved), *present(turned))
+        return emit(op, *operands, to, tlse, *some(moved), *some(turned))
 
 
 def compute_gradients(
@@ -308,12 +368,12 @@ def compute_gradients(
             lambda op, *xs: op.run(*xs), (s, *data.values()), (after,), (ds,)
         )
         extra = [*shares, *extra]
-    (dv,) = ops.WeighT().run(p * z, do, given.v)
+    (dv,) = WeighT().run(p * z, do, given.v)
     (dq,) = ops.Weigh(node.scale).run(ds, given.k)
-    (dk,) = ops.WeighT(node.scale).run(ds, given.q, given.k)
+    (dk,) = WeighT(node.scale).run(ds, given.q, given.k)
     tail: list[torch.Tensor | None] = [None for _ in given.mask]
     if given.sinks is not None:
-        tail += [ops.sink_gradient(given.sinks, lse, surplus)]
+        tail += [sink_gradient(given.sinks, lse, surplus)]
     tail += [None, None] if node.dropout else []
     return [dq, dk, dv, *extra, *tail]  # type: ignore[list-item]  # None only where none is wanted
 

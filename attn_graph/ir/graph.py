@@ -21,13 +21,6 @@ Gradients = tuple[Any, ...]  # a value for each operand, or None
 # How `pull` adds an equation: by an op and the values that it reads; it returns the results.
 Emit = Callable[..., tuple[Any, ...]]
 
-NO_SECOND = (
-    "a gradient has no gradient: second derivatives (double backward) are not built. They are "
-    "taken by create_graph=True, a penalty on gradients, Hessians and gradgradcheck; compute that "
-    "part by PyTorch's scaled_dot_product_attention under sdpa_kernel(SDPBackend.MATH), which has "
-    "them"
-)
-
 
 @frozen
 class Op:
@@ -37,7 +30,7 @@ class Op:
     backend computes it is the backend's affair.
     """
 
-    is_gradient: ClassVar[bool] = False  # part of a gradient: it has no `pull`, so no gradient
+    is_gradient: ClassVar[bool] = False  # part of a derivative
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -65,6 +58,19 @@ class Op:
         return ()
 
     @property
+    def saved(self) -> tuple[str, ...]:
+        """The results, by name, that its derivatives read instead of computing them again."""
+        return ()
+
+    @property
+    def carried(self) -> tuple[int, ...]:
+        """The operands, by place, that are results of the op that this is a derivative of.
+
+        They move with the other operands, and have no derivative of their own.
+        """
+        return ()
+
+    @property
     def without_gradient(self) -> tuple[str, ...]:
         """The results, by name, that are never differentiated: they take no cotangent."""
         return ()
@@ -80,7 +86,22 @@ class Op:
 
     def gradient_problems(self) -> Iterator[str]:
         """Why it has no gradient; none: `pull` emits it."""
-        yield from ()
+        if type(self).pull is Op.pull:
+            yield (
+                f"{type(self).__name__} has no gradient: derivatives in single steps have no "
+                "reverse mode; take jvp of the vjp, which gives every second derivative"
+                if self.is_gradient
+                else f"{type(self).__name__} has no gradient: it defines no pull"
+            )
+
+    def push_problems(self) -> Iterator[str]:
+        """Why it has no tangents; none: `push` emits them."""
+        if type(self).push is Op.push:
+            yield (
+                f"{type(self).__name__} has no tangents: it is of a second derivative, or of a jvp"
+                if self.is_gradient
+                else f"{type(self).__name__} has no tangents: it defines no push"
+            )
 
     def run(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:  # Any: as above
         """The meaning, in PyTorch: exact and slow."""
@@ -88,6 +109,10 @@ class Op:
 
     def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
         """Emit and return each operand's gradient, None for one without. None in grads is 0."""
+        raise NotImplementedError
+
+    def push(self, emit: Emit, operands: Values, results: Values, tangents: Values) -> Gradients:
+        """Emit and return each result's tangent, None for zero. None in tangents is 0."""
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -161,14 +186,12 @@ class Graph:
 
     @property
     def is_gradient(self) -> bool:
-        """Whether an equation is part of a gradient; then the graph has no gradient of its own."""
+        """Whether an equation is part of a derivative."""
         return any(eqn.op.is_gradient for eqn in self.eqns)
 
     @property
     def gradient_problems(self) -> tuple[str, ...]:
         """Why there is no gradient of this graph; none: there is."""
-        if self.is_gradient:
-            return (NO_SECOND,)
         if self.outputs and not self.differentiable_outputs:
             return ("it returns nothing that has a gradient",)
         problems = (text for eqn in self.eqns for text in eqn.op.gradient_problems())
@@ -176,8 +199,16 @@ class Graph:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether it has a floating input, and a derivative of every step."""
-        return not self.gradient_problems and any(i.spec.dtype in FLOATS for i in self.inputs)
+        """Whether a step of training has a gradient of it: it has a floating input, a derivative
+        of every step, and is no derivative itself."""
+        floating = any(i.spec.dtype in FLOATS for i in self.inputs)
+        return floating and not self.is_gradient and not self.gradient_problems
+
+    @property
+    def carried(self) -> frozenset[int]:
+        """The inputs that are results of what this is a derivative of; see `Op.carried`."""
+        read = {eqn.args[n] for eqn in self.eqns for n in eqn.op.carried}
+        return frozenset(i for i in read if i < len(self.inputs))
 
     @cached_property
     def differentiable_outputs(self) -> tuple[int, ...]:

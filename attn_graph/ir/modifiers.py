@@ -5,6 +5,10 @@ A modifier states its mathematics once, for a block of scores at any place: `cha
 gradient and the blocked lowerings all run these three. A modifier that only adds (`additive`) has
 the derivative 1, and fused kernels may take it as a block of bias. Any other
 without `back` runs forward alone, and its gradient is refused.
+
+Forward mode needs no more of most: a step is pointwise, so that `back` also turns the tangent of
+its scores into that of its result. `spread` is what the tangents of its tensors add, `bend` the
+derivative of `back`; PyTorch differentiates `change` and `back` for those who define neither.
 """
 
 from __future__ import annotations
@@ -14,10 +18,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, final
 
 import torch
-from attrs import Attribute, evolve, field, frozen
+from attrs import evolve, field, frozen
 
 from attn_graph.errors import GraphError, problems_of
+from attn_graph.ir.checks import range_problem, require_positive
 from attn_graph.ir.graph import Emit, Gradients, Op, Values, op_name
+from attn_graph.ir.sums import add_up, apply
+from attn_graph.ir.tracing import trace_along, trace_along_data
 from attn_graph.masks import (
     Align,
     Data,
@@ -27,32 +34,7 @@ from attn_graph.masks import (
     require_lengths,
 )
 from attn_graph.masks.places import Block, Place, Term
-from attn_graph.spec import FLOATS, INF, INTEGERS, NAMES, ValueType, to_number
-
-
-def require_positive(_: object, attribute: Attribute[float], value: float) -> None:
-    """A validator. Raises GraphError for what is no positive, finite number."""
-    if not (isinstance(value, float) and 0 < value < INF):
-        raise GraphError(f"{attribute.name} {value!r} must be a number, positive and finite")
-
-
-def require_finite(_: object, attribute: Attribute[float], value: float) -> None:
-    """A validator. Raises GraphError for what is no finite number."""
-    if not (isinstance(value, float) and math.isfinite(value)):
-        raise GraphError(f"{attribute.name} {value!r} must be a finite number")
-
-
-def range_problem(value: float, dtype: torch.dtype) -> str:
-    """Why scores of a dtype cannot be computed with a number; "" where they can.
-
-    Kernels also use its inverse and log2(e) times it, and these have to be normal numbers too.
-    """
-    most = 2.0**1022 if dtype == torch.float64 else 2.0**126
-    if abs(value) <= most:
-        return ""
-    return (
-        f"{value:g} is beyond {most:.3g}, the most that scores of {NAMES[dtype]} are computed with"
-    )
+from attn_graph.spec import FLOATS, INF, INTEGERS, ValueType, to_number
 
 
 @frozen
@@ -112,6 +94,42 @@ class Modifier(Op):
         """Add this block's share of the gradient of the operands named in `totals`."""
         raise GraphError(*self.gradient_problems())
 
+    def spread(
+        self, ts: torch.Tensor, tangents: Mapping[str, torch.Tensor], at: Place
+    ) -> torch.Tensor:
+        """ts and what the tangents of some trained tensors add to it, in the memory of ts or in new
+        memory. ts: the tangent of the result. This is `collect` read the other way."""
+        data = {n: x for n, x in at.data.items() if isinstance(x, torch.Tensor)}
+        zeros = torch.zeros_like(ts)
+        return ts.add_(
+            trace_along_data(lambda s, x: self.change(s, at.reading(x)), zeros, data, tangents)
+        )
+
+    def bend(
+        self, ds: torch.Tensor, t: torch.Tensor, s: torch.Tensor, at: Place
+    ) -> torch.Tensor | None:
+        """The tangent of back(ds, s, at) as s moves by t, ds staying; None: it is 0.
+
+        It is new memory, or that of t, which may be overwritten; ds and s stay as they are.
+        """
+        if self.additive:
+            return None
+        return trace_along(lambda s: self.back(ds.clone(), s, at), s, t)
+
+    def push_problems(self) -> Iterator[str]:
+        yield from self.gradient_problems()
+
+    def second_problems(self) -> Iterator[str]:
+        """Why it has no second derivative, beside why it has no gradient."""
+        yield from self.gradient_problems()
+        if self.trains and not self.additive and type(self).bend is Modifier.bend:
+            read = ", ".join(self.trains)
+            who = type(self).__name__
+            yield (
+                f"{who} has no second derivative: it is not additive, trains {read}, and defines "
+                "no bend(ds, t, s, at)"
+            )
+
     def gradient_problems(self) -> Iterator[str]:
         """The parts of the gradient that the class does not define."""
         who = type(self).__name__
@@ -150,6 +168,16 @@ class Modifier(Op):
             for i, total in zip(wanted, emit(Collect(self), grads[0], *operands[1:]), strict=True):
                 gradients[i] = total
         return (emit(Back(self), results[0], grads[0], *operands[1:])[0], *gradients)
+
+    def push(self, emit: Emit, operands: Values, results: Values, tangents: Values) -> Gradients:
+        (s,), (ts, *moved), data = results, tangents, operands[1:]
+        pairs = zip(self.needs, moved, strict=True)
+        given = {name: x for name, x in pairs if x is not None and name in self.trains}
+        through = apply(emit, Back(self), s, ts, *data)
+        if not given:
+            return (through,)
+        added = emit(Spread(self, tuple(given)), s, *data, *given.values())[0]
+        return (add_up(emit, through, added),)
 
 
 def change_(modifier: Modifier, s: torch.Tensor, at: Place) -> None:
@@ -210,6 +238,10 @@ class SoftCap(Modifier):
         """ds * (1 - (s' / cap)^2)."""
         return ds.addcmul_(ds, s.div_(self.cap).square_(), value=-1)
 
+    def bend(self, ds: torch.Tensor, t: torch.Tensor, s: torch.Tensor, at: Place) -> torch.Tensor:
+        """-2 ds (s' / cap^2) t."""
+        return t.mul_(ds).mul_(s).mul_(-2 / self.cap / self.cap)
+
 
 @final
 @frozen
@@ -232,6 +264,11 @@ class Bias(Modifier):
     def collect(self, totals: Mapping[str, torch.Tensor], ds: torch.Tensor, at: Place) -> None:
         share = at.reading(totals).load("bias", at.b, at.h, at.i, at.j)
         share += ds.sum_to_size(share.shape)
+
+    def spread(
+        self, ts: torch.Tensor, tangents: Mapping[str, torch.Tensor], at: Place
+    ) -> torch.Tensor:
+        return self.change(ts, at.reading(tangents))
 
 
 @final
@@ -288,6 +325,11 @@ class Alibi(Modifier):
         share = at.reading(totals).load("alibi", *((at.b, at.h) if self.per_batch else (at.h,)))
         share -= far[..., None, None].sum_to_size(share.shape)
 
+    def spread(
+        self, ts: torch.Tensor, tangents: Mapping[str, torch.Tensor], at: Place
+    ) -> torch.Tensor:
+        return self.change(ts, at.reading({**at.data, **tangents}))
+
 
 def default_slopes(heads: int) -> list[float]:
     """The slopes of "Train Short, Test Long" (Press et al., 2022), for any number of heads.
@@ -339,6 +381,73 @@ class Back(ScoreGradient):
         at = every_place(s, dict(zip(self.modifier.needs, operands, strict=True)))
         return (torch.where(s == -INF, 0.0, self.modifier.back(ds.clone(), s.clone(), at)),)
 
+    def push(self, emit: Emit, operands: Values, results: Values, tangents: Values) -> Gradients:
+        (s, ds, *data), (ts, tds, *_) = operands, tangents
+        bent = (
+            None if self.modifier.additive else apply(emit, Bend(self.modifier), s, ds, ts, *data)
+        )
+        return (add_up(emit, apply(emit, self, s, tds, *data), bent),)
+
+    def push_problems(self) -> Iterator[str]:
+        yield from self.modifier.second_problems()
+
+
+@final
+@frozen
+class Bend(Op):
+    """s', ds', ts', operands -> the tangent of `Back` as s' moves by ts'; 0 at masked places."""
+
+    modifier: Modifier
+    is_gradient = True
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("tds",)
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        return (4, 4, *self.modifier.ranks)
+
+    def infer(self, s: ValueType, *_: ValueType) -> tuple[ValueType, ...]:
+        return (s,)
+
+    def run(
+        self, s: torch.Tensor, ds: torch.Tensor, ts: torch.Tensor, *operands: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        at = every_place(s, dict(zip(self.modifier.needs, operands, strict=True)))
+        bent = self.modifier.bend(ds, ts.clone(), s, at)
+        bent = torch.zeros_like(ds) if bent is None else bent
+        return (torch.where(s == -INF, 0.0, bent),)
+
+
+@final
+@frozen
+class Spread(Op):
+    """s', operands, tangents of those `given` -> what they add to the tangent of s'."""
+
+    modifier: Modifier
+    given: tuple[str, ...] = field(converter=as_names)
+    is_gradient = True
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("ts",)
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        known = dict(zip(self.modifier.needs, self.modifier.ranks[1:], strict=True))
+        return (*self.modifier.ranks, *(known[name] for name in self.given))
+
+    def infer(self, s: ValueType, *_: ValueType) -> tuple[ValueType, ...]:
+        return (s,)
+
+    def run(self, s: torch.Tensor, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        count = len(self.modifier.needs)
+        at = every_place(s, dict(zip(self.modifier.needs, operands[:count], strict=True)))
+        moved = dict(zip(self.given, operands[count:], strict=True))
+        added = self.modifier.spread(torch.zeros_like(s), moved, at)
+        return (torch.where(s == -INF, 0.0, added),)
+
 
 @final
 @frozen
@@ -375,3 +484,9 @@ class Collect(Op):
         }
         self.modifier.collect(totals, ds, every_place(ds, data))
         return tuple(totals[name].to(data[name].dtype) for name in trained)
+
+    def push(self, emit: Emit, operands: Values, results: Values, tangents: Values) -> Gradients:
+        """The sums are linear in ds, and no trained tensor is in them: see `promises`."""
+        if tangents[0] is None:
+            return (None,) * len(results)
+        return emit(self, tangents[0], *operands[1:])

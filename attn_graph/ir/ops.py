@@ -1,4 +1,4 @@
-"""The ops, each with its whole machine-free meaning; those with `is_gradient` are of gradients."""
+"""The steps of attention, each with its whole machine-free meaning and its derivatives."""
 
 from __future__ import annotations
 
@@ -10,13 +10,22 @@ from attrs import field, frozen
 
 from attn_graph import masks
 from attn_graph.errors import GraphError, problems_of
+from attn_graph.ir.checks import range_problem, require_finite
+from attn_graph.ir.gradient_ops import (
+    SinkGrad,
+    SoftmaxGrad,
+    SoftmaxJvp,
+    Unmasked,
+    WeighT,
+)
 from attn_graph.ir.graph import Emit, Gradients, Op, Values
-from attn_graph.ir.modifiers import ScoreGradient, every_place, range_problem, require_finite
+from attn_graph.ir.modifiers import every_place
 from attn_graph.ir.philox import counters, keep_
 from attn_graph.ir.promises import leaf_promise_problems
+from attn_graph.ir.sums import Zeros, add_up, apply
 from attn_graph.masks.canonical import canonical_mask
 from attn_graph.masks.places import Place
-from attn_graph.spec import DTYPES, FLOATS, INF, NAMES, ValueType, accumulator, to_number
+from attn_graph.spec import FLOATS, INF, ValueType, accumulator, to_number
 
 
 def per_head(x: torch.Tensor, heads: int) -> torch.Tensor:
@@ -77,6 +86,10 @@ class Scores(Op):
         (q, k), (ds,) = operands, grads
         return emit(Weigh(self.scale), ds, k)[0], emit(WeighT(self.scale), ds, q, k)[0]
 
+    def push(self, emit: Emit, operands: Values, results: Values, tangents: Values) -> Gradients:
+        (q, k), (tq, tk) = operands, tangents
+        return (add_up(emit, apply(emit, self, tq, k), apply(emit, self, q, tk)),)
+
 
 @final
 @frozen
@@ -117,18 +130,8 @@ class Mask(Op):
         nothing = (None,) * (len(operands) - 1)
         return (emit(Unmasked(), results[0], grads[0])[0], *nothing)
 
-
-@final
-@frozen
-class Unmasked(ScoreGradient):
-    """s, ds -> ds, with 0 where s is -inf."""
-
-    @property
-    def ranks(self) -> tuple[int | None, ...]:
-        return 4, 4
-
-    def run(self, s: torch.Tensor, ds: torch.Tensor) -> tuple[torch.Tensor]:
-        return (torch.where(s == -INF, 0.0, ds),)
+    def push(self, emit: Emit, operands: Values, results: Values, tangents: Values) -> Gradients:
+        return (apply(emit, Unmasked(), results[0], tangents[0]),)
 
 
 @final
@@ -164,6 +167,9 @@ class MaxScores(Op):
 
     def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
         refuse_cotangents(self, grads)
+        return (None,)
+
+    def push(self, emit: Emit, operands: Values, results: Values, tangents: Values) -> Gradients:
         return (None,)
 
 
@@ -237,75 +243,11 @@ class Softmax(Op):
         sinks = operands[1:]
         return (ds, *(emit(SinkGrad(), x, lse, p, dp, dlse)[0] for x in sinks))
 
-
-@final
-@frozen
-class SoftmaxGrad(Op):
-    """p, dp, dlse -> ds = p * (dp - sum_j p dp + dlse); 0 where p is, whatever dp and dlse hold."""
-
-    is_gradient = True
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("ds",)
-
-    @property
-    def ranks(self) -> tuple[int | None, ...]:
-        return 4, 4, 3
-
-    def infer(self, p: ValueType, dp: ValueType, dlse: ValueType) -> tuple[ValueType]:
-        return (p,)
-
-    def run(self, p: torch.Tensor, dp: torch.Tensor, dlse: torch.Tensor) -> tuple[torch.Tensor]:
-        ds = p * (dp - (p * dp).sum(-1, keepdim=True) + dlse[..., None])
-        return (torch.where(p == 0, 0.0, ds),)
-
-
-@final
-@frozen
-class SinkGrad(Op):
-    """sinks, lse, p, dp, dlse -> dsinks [H] = sum_bi exp(sink - lse) * (dlse - sum_j p dp)."""
-
-    is_gradient = True
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("dsinks",)
-
-    @property
-    def ranks(self) -> tuple[int | None, ...]:
-        return 1, 3, 4, 4, 3
-
-    def infer(self, sinks: ValueType, *_: ValueType) -> tuple[ValueType]:
-        return (sinks,)
-
-    def run(
-        self,
-        sinks: torch.Tensor,
-        lse: torch.Tensor,
-        p: torch.Tensor,
-        dp: torch.Tensor,
-        dlse: torch.Tensor,
-    ) -> tuple[torch.Tensor]:
-        return (sink_gradient(sinks, lse, dlse - (p * dp).sum(-1)),)
-
-
-def sink_gradient(sinks: torch.Tensor, lse: torch.Tensor, surplus: torch.Tensor) -> torch.Tensor:
-    """dsinks [H] = sum_bi exp(sink - lse) surplus, of surplus = dlse - delta [B,H,M].
-
-    A row that saw nothing, its sink being -inf too, adds 0, whatever its surplus holds.
-    """
-    shares = torch.exp(sinks.to(lse.dtype)[:, None] - lse).mul_(surplus)
-    return shares.masked_fill_(lse == -INF, 0.0).sum((0, 2)).to(sinks.dtype)
-
-
-def clear_blind_rows(x: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    """A copy of x [B,H,M] or [B,H,M,E] with 0 in the rows that saw nothing: where lse is -inf.
-
-    Cotangents go through it, so that what they hold in such rows, NaN included, reaches nothing.
-    """
-    blind = lse == -INF
-    return x.masked_fill(blind if x.ndim == lse.ndim else blind[..., None], 0.0)
+    def push(self, emit: Emit, operands: Values, results: Values, tangents: Values) -> Gradients:
+        (p, lse), (ts, *moved) = results, tangents
+        ts = emit(Zeros.like(p.type))[0] if ts is None else ts
+        sinks = [operands[1], *moved] if moved and moved[0] is not None else []
+        return emit(SoftmaxJvp(bool(sinks)), p, lse, ts, *sinks)
 
 
 def share(_: object, attribute: object, rate: float) -> None:
@@ -347,6 +289,9 @@ class Dropout(Op):
 
     def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
         return emit(self, grads[0], *operands[1:])[0], None, None
+
+    def push(self, emit: Emit, operands: Values, results: Values, tangents: Values) -> Gradients:
+        return (apply(emit, self, tangents[0], *operands[1:]),)
 
 
 def dropout_keeps(at: Place, rate: float, seed: int, offset: int) -> torch.Tensor:
@@ -405,83 +350,6 @@ class Weigh(Op):
         (p, v), (do,) = operands, grads
         return emit(Scores(self.scale), do, v)[0], emit(WeighT(self.scale), p, do, v)[0]
 
-
-@final
-@frozen
-class WeighT(Op):
-    """p [B,H,M,N], x [B,H,M,E], like [B,G,N,E] -> scale * p^T x, added up in groups of heads.
-
-    A row of p that is all 0 adds 0, whatever x holds there.
-    """
-
-    scale: float = field(default=1.0, converter=to_number, validator=require_finite)
-    is_gradient = True
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("dv",)
-
-    @property
-    def reads(self) -> int:
-        return 3
-
-    @property
-    def ranks(self) -> tuple[int | None, ...]:
-        return 4, 4, 4
-
-    def infer(self, p: ValueType, x: ValueType, like: ValueType) -> tuple[ValueType]:
-        return (like,)
-
-    def run(self, p: torch.Tensor, x: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor]:
-        B, G, N, E = like.shape
-        weighed = x.to(p.dtype).masked_fill((p == 0).all(-1, keepdim=True), 0.0)
-        full = self.scale * (p.mT @ weighed)
-        grouped = full.reshape(B, G, p.shape[1] // max(1, G), N, E)
-        return (grouped.sum(2).to(like.dtype),)
-
-
-@final
-@frozen
-class Add(Op):
-    """a + b."""
-
-    is_gradient = True
-
-    @property
-    def ranks(self) -> tuple[int | None, ...]:
-        return None, None
-
-    def infer(self, a: ValueType, b: ValueType) -> tuple[ValueType]:
-        return (a,)
-
-    def run(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor]:
-        return (a + b,)
-
-
-@final
-@frozen
-class Zeros(Op):
-    """Zeros of a shape: the gradient of what is not used."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    is_gradient = True
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("zeros",)
-
-    @property
-    def ranks(self) -> tuple[int | None, ...]:
-        return ()
-
-    @classmethod
-    def like(cls, type_: ValueType) -> Zeros:
-        """The zeros of a type."""
-        return cls(type_.shape, NAMES[type_.dtype])
-
-    def infer(self) -> tuple[ValueType]:
-        return (ValueType(self.shape, DTYPES[self.dtype]),)
-
-    def run(self) -> tuple[torch.Tensor]:
-        return (torch.zeros(self.shape, dtype=DTYPES[self.dtype]),)
+    def push(self, emit: Emit, operands: Values, results: Values, tangents: Values) -> Gradients:
+        (p, v), (tp, tv) = operands, tangents
+        return (add_up(emit, apply(emit, self, tp, v), apply(emit, self, p, tv)),)

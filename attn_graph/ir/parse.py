@@ -11,18 +11,20 @@ import attrs
 
 from attn_graph import masks
 from attn_graph.errors import GraphError
-from attn_graph.ir import modifiers, ops
+from attn_graph.ir import gradient_ops, modifiers, ops, sums
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.builder import Builder, Value
 from attn_graph.ir.graph import Graph, Op, op_name
+from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp
 from attn_graph.masks import And, Mask, Or, join_masks, require_mask
 from attn_graph.spec import DTYPES, TensorSpec
 
 OPS: tuple[type[Op], ...] = (
     *(ops.Scores, ops.Mask, *ops.STATISTICS.values(), ops.Softmax, ops.Dropout, ops.Weigh),
-    *(ops.Unmasked, ops.SoftmaxGrad, ops.SinkGrad, ops.WeighT, ops.Add, ops.Zeros),
-    *(modifiers.Back, modifiers.Collect, *modifiers.MODIFIERS),
-    *(Attention, AttentionGrad),
+    *(gradient_ops.Unmasked, gradient_ops.SoftmaxGrad, gradient_ops.SinkGrad, gradient_ops.WeighT),
+    *(gradient_ops.SoftmaxJvp, gradient_ops.SoftmaxGradJvp, gradient_ops.SinkGradJvp),
+    *(sums.Add, sums.Zeros, modifiers.Back, modifiers.Collect, modifiers.Bend, modifiers.Spread),
+    *(*modifiers.MODIFIERS, Attention, AttentionGrad, AttentionJvp, AttentionGradJvp),
 )
 
 

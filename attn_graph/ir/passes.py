@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Generic, TypeVar, final
 
@@ -16,6 +16,7 @@ from attn_graph.ir.builder import Builder, Value
 from attn_graph.ir.graph import Eqn, Graph, Op
 from attn_graph.ir.modifiers import Modifier
 from attn_graph.ir.rewrite import Copy, replay
+from attn_graph.ir.tangents import AttentionGradJvp
 from attn_graph.masks.canonical import canonical_mask
 
 
@@ -213,13 +214,24 @@ def narrow(graph: Graph) -> Graph:
     """Let gradients of attention compute only the results that are read."""
     users, copy = count_users(graph), Copy(graph)
     for eqn, outs in graph.numbered:
-        if isinstance(eqn.op, AttentionGrad):
-            live = iter([i in users for i in outs])
-            op = evolve(eqn.op, wants=tuple(wanted and next(live) for wanted in eqn.op.wants))
+        if isinstance(eqn.op, AttentionGrad | AttentionGradJvp):
+            op = select_results(eqn.op, [i in users for i in outs])
             copy.add(op, eqn.args, [i for i in outs if i in users])
         else:
             copy.add(eqn.op, eqn.args, outs)
     return copy.finish()
+
+
+def select_results(
+    op: AttentionGrad | AttentionGradJvp, read: Sequence[bool]
+) -> AttentionGrad | AttentionGradJvp:
+    """The same op with those of its results alone that are read."""
+    if isinstance(op, AttentionGradJvp):
+        grad = select_results(op.grad, read)
+        assert isinstance(grad, AttentionGrad)
+        return evolve(op, grad=grad)
+    live = iter(read)
+    return evolve(op, wants=tuple(wanted and next(live) for wanted in op.wants))
 
 
 PASSES: tuple[Callable[[Graph], Graph], ...] = (canonicalise, fuse)

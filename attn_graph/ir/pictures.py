@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from attn_graph.ir import ops
-from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.graph import Eqn, Graph
+from attn_graph.ir.tangents import attention_in
 from attn_graph.masks import Mask
 from attn_graph.masks.pictures import picture_html
 from attn_graph.printing.html import Html
@@ -20,9 +20,9 @@ def picture_masks(graph: Graph) -> Iterator[Html]:
 
 def masks_of(graph: Graph, eqn: Eqn) -> Iterator[tuple[Mask, int, int]]:
     """The mask of an equation, if it has one, with the numbers of queries and keys."""
-    op = eqn.op.attention if isinstance(eqn.op, AttentionGrad) else eqn.op
+    op, node = eqn.op, attention_in(eqn.op)
     shapes = [graph.types[i].shape for i in eqn.args[:2]]
-    if isinstance(op, Attention) and op.mask is not None:
-        yield op.mask, shapes[0][2], shapes[1][2]
+    if node is not None and node.mask is not None:
+        yield node.mask, shapes[0][2], shapes[1][2]
     elif isinstance(op, ops.Mask):
         yield op.mask, shapes[0][2], shapes[0][3]

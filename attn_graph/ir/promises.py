@@ -8,7 +8,7 @@ and keys. The masks and modifiers of this package are proven by tests instead.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, final
 
 import attrs
@@ -25,6 +25,7 @@ from attn_graph.masks.runs import flags
 SIDE = 512  # queries and keys, at most, where nothing is read
 READ_SIDE = 64  # queries and keys, at most, where tensors are read, which have to be invented
 CLOSE = 1e-9  # relative error within which two ways to compute a float64 number are equal
+STEP = 1e-6  # of differences, in float64: their error is near its square
 CPU = torch.device("cpu")
 Sizes = tuple[int, int, int, int]  # B, H, M, N
 FAILURES = (RuntimeError, TypeError, ValueError)  # what tensors raise where a number was expected
@@ -214,15 +215,19 @@ class Trial:
 
     def lost_gradients(self, ds: torch.Tensor, s: torch.Tensor) -> list[str]:
         """The trained tensors that the step depends on, and to whose gradient it adds nothing."""
-        data, names = self.at.data, self.modifier.trains
-        totals = {name: torch.zeros_like(data[name], dtype=torch.float64) for name in names}
-        self.modifier.collect(totals, ds.clone(), self.at)
-        before = self.change(s)
+        totals, before = self.collected(ds), self.change(s)
         return [
             name
             for name, total in totals.items()
             if not total.any() and differ(before, self.with_other(name).change(s))
         ]
+
+    def collected(self, ds: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What `collect` adds to zeros, by name."""
+        names = self.modifier.trains
+        totals = {n: torch.zeros_like(self.at.data[n], dtype=torch.float64) for n in names}
+        self.modifier.collect(totals, ds.clone(), self.at)
+        return totals
 
     def problems_of_collect(self, s: torch.Tensor, ds: torch.Tensor) -> list[str]:
         """Why gradients of the tensors would be lost."""
@@ -276,9 +281,61 @@ def problems_of_modifier(modifier: Modifier, sizes: Sizes) -> Iterator[str]:
         yield f"{who} says relative = True, and change does not depend on j - i alone"
 
 
-def differ(a: torch.Tensor, b: torch.Tensor) -> bool:
+def tangent_promise_problems(modifier: Modifier, sizes: Sizes) -> Iterator[str]:
+    """Why tangents through a user's own modifier, which PyTorch may trace, would be wrong."""
+    from attn_graph.ir.modifiers import MODIFIERS
+
+    if type(modifier) not in MODIFIERS and 0 not in sizes:
+        yield from check_tangents_once(modifier, checked_sizes(sizes, modifier.needs))
+
+
+@lru_cache(256)
+def check_tangents_once(modifier: Modifier, sizes: Sizes) -> tuple[str, ...]:
+    """The same, worked out once."""
+    with neutral_state(), torch.no_grad():
+        trial, who = Trial.of(modifier.resolved(*sizes[2:]), sizes), type(modifier).__name__
+        problems: list[str] = []
+        for check in (problems_of_spread, problems_of_bend):
+            more, failures = attempt(f"{who}'s derivative", partial(check, trial))
+            problems += failures or more
+        return tuple(problems)
+
+
+def problems_of_spread(trial: Trial) -> list[str]:
+    """Why `spread` is not `collect` read the other way, which may read no trained tensor."""
+    who, names = type(trial.modifier).__name__, trial.modifier.trains
+    if not names:
+        return []
+    data, random = trial.at.data, torch.Generator(CPU).manual_seed(1)
+    ds = torch.randn(trial.shape, generator=random, dtype=torch.float64)
+    moves = {n: torch.randn(data[n].shape, generator=random).to(data[n].dtype) for n in names}
+    sums = trial.collected(ds)
+    pulled = sum((sums[n] * moves[n]).sum() for n in names)
+    pushed = trial.modifier.spread(torch.zeros_like(ds), moves, trial.at)
+    if differ((ds * pushed).sum(), torch.as_tensor(pulled), 1e-4):
+        return [f"{who}.spread is not the tangent of which {who}.collect is the gradient"]
+    others = [trial.with_other(name).collected(ds) for name in names]
+    if any(differ(other[n], sums[n], 1e-4) for other in others for n in names):
+        return [f"{who}.collect depends on what it trains: change has to be linear in that"]
+    return []
+
+
+def problems_of_bend(trial: Trial) -> list[str]:
+    """Why `bend` is not the derivative of `back`, which is that by differences."""
+    random, modifier = torch.Generator(CPU).manual_seed(2), trial.modifier
+    s, ds, t = torch.randn(3, *trial.shape, generator=random, dtype=torch.float64).unbind()
+    s = trial.change(s)
+    bent = modifier.bend(ds.clone(), t.clone(), s.clone(), trial.at)
+    ahead, behind = (trial.back(ds, s + step * t) for step in (STEP, -STEP))
+    due = (ahead - behind) / (2 * STEP)
+    if differ(torch.zeros_like(due) if bent is None else bent, due, 1e-4):
+        return [f"{type(modifier).__name__}.bend is not the derivative of back by s"]
+    return []
+
+
+def differ(a: torch.Tensor, b: torch.Tensor, close: float = CLOSE) -> bool:
     """Whether two tensors differ by more than rounding."""
-    return not torch.allclose(a, b, rtol=CLOSE, atol=CLOSE, equal_nan=True)
+    return not torch.allclose(a.to(b.dtype), b, rtol=close, atol=close, equal_nan=True)
 
 
 # What is read

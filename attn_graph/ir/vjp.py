@@ -6,11 +6,13 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 
 from attn_graph.errors import GraphError
 from attn_graph.ir import ops
-from attn_graph.ir.attention import SAVED, Attention
+from attn_graph.ir.attention import Attention
 from attn_graph.ir.builder import Builder, Value
 from attn_graph.ir.graph import Graph, check_graph
 from attn_graph.ir.passes import narrow, simplify
 from attn_graph.ir.rewrite import prune
+from attn_graph.ir.sums import Add, Zeros
+from attn_graph.ir.tangents import AttentionJvp
 from attn_graph.spec import FLOATS, TensorSpec, dense_strides, memory_order
 
 
@@ -33,9 +35,12 @@ def vjp(
     Residuals are named as `forward` names them; cotangents `d` and the output's name. Both are
     declared as the outputs are: o in the memory order of q, all else in C order.
 
+    The backward of a vjp's backward, or of a jvp, is a graph too, in as little memory. o and lse of
+    the first, which move with its other inputs, have no gradient of their own.
+
     Raises GraphError if `wants` names what is not a floating input, or `cotangents` what is no
     output or has no gradient, for a step of one's own that defines no gradient, and for a graph
-    that is a gradient itself.
+    that is a second derivative itself.
     """
     check_graph(graph, "vjp")
     graph = simplify(graph)
@@ -46,8 +51,16 @@ def vjp(
 
 
 def wanted_inputs(graph: Graph, wants: Sequence[str] | None) -> tuple[int, ...]:
-    """The numbers of the inputs to differentiate by."""
-    floating = {i.name: n for n, i in enumerate(graph.inputs) if i.spec.dtype in FLOATS}
+    """The numbers of the inputs to differentiate by. Raises GraphError for wrong names."""
+    carried = graph.carried
+    floating = {
+        i.name: n for n, i in enumerate(graph.inputs) if i.spec.dtype in FLOATS and n not in carried
+    }
+    if own := [graph.inputs[n].name for n in carried if graph.inputs[n].name in (wants or ())]:
+        raise GraphError(
+            f"vjp: no gradient by {', '.join(sorted(own))}, which the forward hands over: it moves "
+            "with the other inputs"
+        )
     return (
         tuple(floating.values())
         if wants is None
@@ -56,11 +69,11 @@ def wanted_inputs(graph: Graph, wants: Sequence[str] | None) -> tuple[int, ...]:
 
 
 def numbers_of(
-    option: str, kind: str, names: Sequence[str], known: Mapping[str, int]
+    option: str, kind: str, names: Sequence[str], known: Mapping[str, int], who: str = "vjp"
 ) -> tuple[int, ...]:
     """The numbers of values by name. Raises GraphError for what is no sequence of known names.
 
-    kind: what such values are called.
+    kind: what such values are called. who: the function that takes the option.
     """
     if isinstance(names, str):
         raise GraphError(f"{option} {names!r} is one name: say ({names!r},)")
@@ -71,7 +84,7 @@ def numbers_of(
     several = tuple(names)
     if unknown := [str(name) for name in several if name not in tuple(known)]:
         raise GraphError(
-            f"vjp: no {kind} is named {', '.join(unknown)}; there are {', '.join(known)}"
+            f"{who}: no {kind} is named {', '.join(unknown)}; there are {', '.join(known)}"
         )
     return tuple(known[name] for name in several)
 
@@ -129,19 +142,21 @@ def residuals(graph: Graph) -> tuple[int, ...]:
     return tuple(
         i
         for eqn, outs in graph.numbered
-        if isinstance(eqn.op, Attention)
+        if eqn.op.saved
         for name, i in zip(eqn.op.names, outs, strict=True)
-        if name in SAVED or i in read
+        if name in eqn.op.saved or i in read
     )
 
 
 def result_spec(graph: Graph, i: int) -> TensorSpec:
-    """How value i is laid out when it is an output: o in the memory order of q, else C order."""
+    """How value i is laid out when it is an output: o, and its tangent, in the memory order of q,
+    else C order."""
     type_ = graph.types[i]
     for eqn, outs in graph.numbered:
         if (
-            isinstance(eqn.op, (Attention, ops.Weigh))
-            and i == outs[0]
+            isinstance(eqn.op, (Attention, AttentionJvp, ops.Weigh))
+            and i in outs
+            and eqn.op.names[i - outs[0]] in ("o", "to")
             and eqn.args[0] < len(graph.inputs)
         ):
             q = graph.inputs[eqn.args[0]].spec
@@ -202,6 +217,6 @@ def backward(
             pulled = eqn.op.pull(b.emit, operands, results, [grads.get(i) for i in outs])
             for i, grad in zip(eqn.args, pulled, strict=True):
                 if grad is not None:
-                    grads[i] = grads[i].then(ops.Add(), grad) if i in grads else grad
-    outputs = [grads[i] if i in grads else b.emit(ops.Zeros.like(types[i]))[0] for i in wants]
+                    grads[i] = grads[i].then(Add(), grad) if i in grads else grad
+    outputs = [grads[i] if i in grads else b.emit(Zeros.like(types[i]))[0] for i in wants]
     return narrow(prune(b.graph(*outputs)))

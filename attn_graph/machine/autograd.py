@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch._C import _are_functorch_transforms_active
+from torch.autograd import forward_ad
 
 from attn_graph.errors import GraphError
 
@@ -32,11 +33,17 @@ class Recordable(Protocol):
         """The gradients of the inputs marked in `needs`."""
         ...
 
+    def push_outputs(
+        self, primals: Tensors, tangents: Mapping[int, torch.Tensor]
+    ) -> tuple[Tensors, tuple[torch.Tensor | None, ...]]:
+        """The outputs, and the tangent of each, from those of some inputs."""
+        ...
+
 
 class AutogradCall(torch.autograd.Function):
     """A call of a plan that autograd records; its backward calls the plan of the gradient.
 
-    Where autograd records the backward too, the gradient of a gradient raises GraphError.
+    Where autograd records the backward too, that is a call of the gradient's plan, recorded alike.
     """
 
     @staticmethod
@@ -46,6 +53,8 @@ class AutogradCall(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *saved)
         ctx.plan = plan
+        if forward_ad._current_level >= 0:
+            ctx.save_for_forward(*tensors)
         if plan.constants:
             ctx.mark_non_differentiable(*(outputs[place] for place in plan.constants))
         return tuple(outputs)
@@ -61,6 +70,14 @@ class AutogradCall(torch.autograd.Function):
             return (None, *gradients)
         rest = iter(gradients)
         return None, *(next(rest) if need else None for need in needs)
+
+    @staticmethod
+    def jvp(ctx: Context, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """The tangent of each output: results of a plan, which autograd records in its turn."""
+        primals, _ = split_tangents(ctx.saved_for_forward)
+        given = enumerate(tangents[1:])
+        moved = {n: t for n, t in given if t is not None and not t._is_zerotensor()}
+        return ctx.plan.push_outputs(primals, moved)[1]  # type: ignore[no-any-return]  # of a Recordable
 
 
 # The engine calls this. PyTorch's own looks at each call for what the class has: vjp, or boxes.
@@ -82,3 +99,15 @@ def run_with_autograd(plan: Recordable, tensors: Tensors) -> tuple[torch.Tensor,
             "call the plan within the transform, or take the gradient without create_graph"
         )
     return record(plan, *tensors)  # type: ignore[no-any-return, no-untyped-call]  # of torch
+
+
+# Forward mode
+
+
+def split_tangents(
+    tensors: Tensors,
+) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
+    """Tensors without their tangents, and the tangents by place, but for those known to be 0."""
+    pairs = [forward_ad.unpack_dual(t) for t in tensors]
+    tangents = {n: t for n, (_, t) in enumerate(pairs) if t is not None and not t._is_zerotensor()}
+    return [primal for primal, _ in pairs], tangents

@@ -1,14 +1,13 @@
-"""Real tensors held to what a plan is for: their specs, their device, their derivatives."""
+"""Real tensors held to what a plan is for: their specs and their device."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
-from attn_graph.errors import GraphError, PlanMismatchError
-from attn_graph.machine.ambient import has_tangent
+from attn_graph.errors import PlanMismatchError
 from attn_graph.machine.target import Target
 from attn_graph.spec import NAMES, TensorSpec
 
@@ -88,12 +87,3 @@ def copy_laid_as(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     """A copy in the layout of a spec."""
     room = torch.empty_strided(spec.shape, spec.strides, dtype=x.dtype, device=x.device)
     return room.copy_(x)
-
-
-def refuse_tangents(tensors: Sequence[torch.Tensor]) -> None:
-    """Raise GraphError where forward mode would differentiate: kernels drop tangents."""
-    if has_tangent(tensors):
-        raise GraphError(
-            "a plan has no forward mode derivative, which torch.func.jvp, jacfwd and "
-            "torch.autograd.forward_ad take; use reverse mode: torch.autograd.grad"
-        )

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, final
+from typing import Any
 
 import torch
-from attrs import frozen
 from torch import Tensor
 from torch._C import _AutoDispatchBelowAutograd
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch._library.opaque_object import MemberType, register_opaque_type
+from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
 from attn_graph.compiler import (
@@ -30,21 +30,22 @@ from attn_graph.compiler import (
     remember,
 )
 from attn_graph.errors import GraphError, PlanMismatchError, PlanTargetError
-from attn_graph.ir.attention import SAVED
 from attn_graph.ir.builder import statistic_names
-from attn_graph.ir.graph import NO_SECOND, Graph
+from attn_graph.ir.graph import Graph
 from attn_graph.ir.vjp import residuals, result_spec
 from attn_graph.lowering.backend import Backend
-from attn_graph.machine.ambient import is_traced
+from attn_graph.machine.ambient import has_tangent, is_traced
+from attn_graph.machine.autograd import split_tangents
 from attn_graph.machine.flop_counters import formulas
 from attn_graph.machine.likeness import OWN_CLASSES
 from attn_graph.machine.target import Target
-from attn_graph.machine.tensors import refuse_tangents
 from attn_graph.machine.torch_switches import switches_that_count
 from attn_graph.masks import Mask
 from attn_graph.nn.batching import Mapped, map_call
 from attn_graph.nn.calls import OPTIONS, make_graph, new_plan
+from attn_graph.nn.derivatives import select_moving, write_gradient, write_tangents
 from attn_graph.nn.flops import count_flops, count_gradient_flops
+from attn_graph.nn.results import is_plan, restore_graph, results_of
 from attn_graph.plan import Plan
 from attn_graph.planner.content import MOST_TEXTS, OWN, CallContent, PlanContent, read_content
 from attn_graph.spec import (
@@ -62,57 +63,6 @@ KINDS = ("cpu", "cuda")  # of devices
 
 Context = Any  # autograd's own, on which torch puts what it likes
 Tensors = Sequence[Tensor]
-
-
-# What a text says
-
-
-@final
-@frozen
-class Results:
-    """What `attention` returns: what a call does, then what the backward reads beside that.
-
-    count: how many a call returns. saved: the places of all that the backward reads. constants:
-    the places of those that have no gradient.
-    """
-
-    count: int
-    saved: tuple[int, ...]
-    constants: tuple[int, ...] = ()
-
-    @classmethod
-    def of_graph(cls, graph: Graph) -> Results:
-        """Of a plan's graph."""
-        known, outputs = graph.differentiable_outputs, graph.outputs
-        kept = residuals(graph)
-        every = outputs + tuple(i for i in kept if i not in outputs)
-        constants = tuple(place for place, i in enumerate(outputs) if i not in known)
-        return cls(len(outputs), tuple(map(every.index, kept)), constants)
-
-    @classmethod
-    def of_call(cls, content: CallContent) -> Results:
-        """Of a call without a plan."""
-        names = ("o", *statistic_names(content.stats))
-        every = names if "lse" in names else (*names, "lse")
-        constants = tuple(place for place, name in enumerate(names) if name not in SAVED)
-        return cls(len(names), tuple(map(every.index, SAVED)), constants)
-
-
-@lru_cache(MOST_TEXTS)
-def restore_graph(text: str) -> tuple[PlanContent, Graph]:
-    """A plan's text as a value, and its graph."""
-    content = read_content(text)
-    assert isinstance(content, PlanContent)
-    return content, content.restore()[0]
-
-
-@lru_cache(MOST_TEXTS)
-def results_of(text: str) -> Results:
-    """What the op returns for a text."""
-    content = read_content(text)
-    if isinstance(content, CallContent):
-        return Results.of_call(content)
-    return Results.of_graph(restore_graph(text)[1])
 
 
 def find_plan(tensors: Tensors, text: str) -> Plan:
@@ -302,9 +252,9 @@ def fake_backward(
 def below_autograd() -> Iterator[None]:
     """A context for what a Function calls: levels of torch.func's around this one record it.
 
-    A Function turns recording off, for those as well.
+    A Function turns recording and forward mode off, for those as well.
     """
-    with torch.enable_grad(), _AutoDispatchBelowAutograd():
+    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True), _AutoDispatchBelowAutograd():
         yield
 
 
@@ -326,9 +276,9 @@ class OpCall(_SingleLevelFunction):
     @staticmethod
     def backward(ctx: Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """The gradient of each input that needs one."""
-        if any(g is not None for g in grads[ctx.count :]):
-            raise GraphError(NO_SECOND)
-        needs, used = ctx.needs_input_grad[2:], grads[: ctx.count]
+        used = grads[: ctx.count]  # o and lse beyond are read by gradients, with which they move
+        fixed = restore_graph(ctx.text)[1].carried if is_plan(ctx.text) else ()
+        needs = [need and n not in fixed for n, need in enumerate(ctx.needs_input_grad[2:])]
         tensors = [*ctx.saved_tensors, *(g for g in used if g is not None)]
         gradients = OP_BACKWARD(tensors, ctx.text, needs, [g is not None for g in used])
         each = iter(gradients)
@@ -336,25 +286,53 @@ class OpCall(_SingleLevelFunction):
 
 
 class OpBackwardCall(_SingleLevelFunction):
-    """A call of `attention_backward` that autograd records, and has no derivative of."""
+    """A call of `attention_backward` that autograd records; its own gradient is that of a plan."""
 
     @staticmethod
     def forward(
         ctx: Context, text: str, needs: Sequence[bool], given: Sequence[bool], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         """The gradients."""
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+        ctx.call = text, needs, given
         with below_autograd():
             return tuple(OP_BACKWARD(tensors, text, needs, given))
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Raises GraphError."""
-        raise GraphError(NO_SECOND)
+        """The gradient of each tensor that needs one; o and lse move with the others."""
+        tensors, (text, needs, given) = ctx.saved_tensors, ctx.call
+        own = write_gradient(plan_anew(tensors[: len(needs)], text), tensors, needs, given)
+        fixed = restore_graph(own)[1].carried
+        wants = [need and n not in fixed for n, need in enumerate(ctx.needs_input_grad[3:])]
+        used = [g for g in grads if g is not None]
+        made = iter(OP_BACKWARD([*tensors, *used], own, wants, [g is not None for g in grads]))
+        return None, None, None, *(next(made) if want else None for want in wants)
+
+
+def push_op(tensors: Tensors, text: str, saves: bool) -> list[Tensor]:
+    """`attention` on tensors with tangents: a call of the plan of forward mode."""
+    if records(tensors):
+        raise GraphError(
+            "within a dispatch mode, tensors that require grad and have tangents at once are not "
+            "differentiated by both: leave the mode, or nest transforms of torch.func"
+        )
+    primals, tangents = split_tangents(tensors)
+    plan = plan_anew(primals, text)
+    moved = select_moving(plan.graph, tangents)
+    results = results_of(text)
+    every = OP([*primals, *moved.values()], write_tangents(plan, moved, saves))
+    count = len(result_layouts(plan.graph)) if saves else results.count
+    each = iter(every[count:])
+    return [
+        x if place in results.constants else forward_ad.make_dual(x, next(each))
+        for place, x in enumerate(every[:count])
+    ]
 
 
 def records(tensors: Tensors) -> bool:
-    """Whether autograd records a call on these tensors. Raises GraphError for tangents."""
-    refuse_tangents(tensors)
+    """Whether autograd records a call on these tensors."""
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
@@ -367,6 +345,8 @@ def is_bare(tensors: Tensors) -> bool:
 
 def record_attention(tensors: Tensors, text: str, saves: bool = False) -> list[Tensor]:
     """`attention` under autograd."""
+    if has_tangent(tensors):
+        return push_op(tensors, text, saves)
     if records(tensors):
         with enable_single_level_autograd_function():
             return [*OpCall.apply(text, saves, *tensors)]  # type: ignore[attr-defined]  # of torch's C base class
@@ -380,6 +360,9 @@ def record_backward(
     tensors: Tensors, text: str, needs: Sequence[bool], given: Sequence[bool]
 ) -> list[Tensor]:
     """`attention_backward` under autograd."""
+    if has_tangent(tensors):
+        plan = plan_anew(tensors[: len(needs)], text)
+        return push_op(tensors, write_gradient(plan, tensors, needs, given), False)
     if records(tensors):
         with enable_single_level_autograd_function():
             return [*OpBackwardCall.apply(text, needs, given, *tensors)]  # type: ignore[attr-defined]  # as above

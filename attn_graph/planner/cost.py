@@ -2,7 +2,8 @@
 
 Flops count matrix products over the pairs of query and key that the mask keeps, 2 flops for a
 product and a sum. Forward, q k^T and p v: 2 (D + E) a pair. Backward, the q k^T that is computed
-again, dp = do v^T, dv, dq and dk: 2 (3 D + 2 E) a pair, 2.5 times the forward where D = E. This is
+again, dp = do v^T, dv, dq and dk: 2 (3 D + 2 E) a pair, 2.5 times the forward where D = E. Forward
+mode with tangents of q, k and v: 2 (3 D + 3 E), three times the forward. This is
 the count of FlashAttention's papers (arXiv 2307.08691, section 4.1) and of its benchmarks, with
 the mask exact where they take half for causal. Softmax and modifiers are not counted.
 
@@ -24,7 +25,9 @@ from attrs import asdict, frozen
 from attn_graph.errors import GraphError
 from attn_graph.ir import ops
 from attn_graph.ir.attention import Attention, AttentionGrad
-from attn_graph.ir.graph import Eqn, Graph
+from attn_graph.ir.gradient_ops import WeighT
+from attn_graph.ir.graph import Eqn, Graph, Op
+from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp, attention_in
 from attn_graph.ir.vjp import training_gradient
 from attn_graph.machine.sizes import format_bytes
 from attn_graph.machine.target import Target
@@ -186,17 +189,11 @@ def select_tensors(graph: Graph, tensors: Tensors) -> Tensors:
 
 def masks_inputs(graph: Graph, eqn: Eqn) -> dict[str, int]:
     """The number of the input that is each tensor of an attention's mask, by its name there."""
-    node = attention_of(eqn)
+    node = attention_in(eqn.op)
     if node is None or node.mask is None:
         return {}
     operands = node.split(eqn.args[: len(node.roles)]).mask
     return {name: i for name, i in operands.items() if i < len(graph.inputs)}
-
-
-def attention_of(eqn: Eqn) -> Attention | None:
-    """The attention that an equation is, or is the gradient of; None for any other."""
-    op = eqn.op.attention if isinstance(eqn.op, AttentionGrad) else eqn.op
-    return op if isinstance(op, Attention) else None
 
 
 @final
@@ -233,7 +230,7 @@ def shares_of(graph: Graph, given: Tensors) -> Iterator[Share]:
     for eqn, outs in graph.numbered:
         operands = [specs[i] for i in eqn.args]
         written = sum(specs[i].type.bytes for i in outs if i in read)
-        node = attention_of(eqn)
+        node = attention_in(eqn.op)
         if node is None:
             moved = sum(distinct_elements(x) * x.dtype.itemsize for x in operands) + written
             yield Share(product_flops(eqn, [x.type for x in operands]), moved)
@@ -248,7 +245,7 @@ def product_flops(eqn: Eqn, operands: Sequence[ValueType]) -> int:
     match eqn.op:
         case ops.Scores():
             return 2 * prod(eqn.outs[0].shape) * operands[0].shape[-1]
-        case ops.Weigh() | ops.WeighT():
+        case ops.Weigh() | WeighT():
             return 2 * prod(operands[0].shape) * operands[1].shape[-1]
         case _:
             return 0
@@ -274,8 +271,10 @@ def attention_share(
     read = [data for modifier in node.modifiers for data in modifier.needs.values()]
     most += [coverage.pairs if {"i", "j"} <= {*data.axes} else None for data in read]
     most += [None] * (len(node.roles) - len(most))
+    more = zip(operands[len(most) :], counterparts(eqn.op), strict=True)
     most += [
-        coverage.queries * (E if len(x.shape) == 4 else 1) for x in operands[len(node.roles) :]
+        coverage.queries * (E if len(x.shape) == 4 else 1) if own is None else most[own]
+        for x, own in more
     ]
     moved = sum(
         (distinct_elements(x) if cap is None else min(distinct_elements(x), cap)) * x.dtype.itemsize
@@ -292,11 +291,39 @@ def count_pairs_once(mask: Mask | None, sizes: Sizes) -> Coverage:
     return count_pairs(mask, sizes, {})
 
 
+def counterparts(op: Op) -> list[int | None]:
+    """For each operand beside those of an attention itself, which of them it is the tangent of;
+    None for o, lse, cotangents and their tangents, which have the rows of q."""
+    match op:
+        case AttentionGrad():
+            return [None] * (len(op.ranks) - len(op.wants))
+        case AttentionJvp():
+            return [i for i, flag in enumerate(op.tangents) if flag]
+        case AttentionGradJvp():
+            own = [i for i, flag in enumerate(op.tangents) if flag]
+            saved = len(op.grad.ranks) + 2 - len(op.tangents)
+            return [*[None] * saved, *own, *[None] * (op.with_tdo + op.with_tdlse)]
+        case _:
+            return []
+
+
 def summed_widths(eqn: Eqn, D: int, E: int) -> int:
-    """The sum of the head sizes of all matrix products of an attention or its gradient."""
+    """The sum of the head sizes of all matrix products of an attention or a derivative of it."""
     op = eqn.op
-    if not isinstance(op, AttentionGrad):
-        return D + E
+    match op:
+        case AttentionGrad():
+            return gradient_widths(op, D, E)
+        case AttentionJvp(tangents=(tq, tk, tv, *_)):
+            return D * (1 + tq + tk) + E * (2 + tv)
+        case AttentionGradJvp(tangents=(tq, tk, tv, *_), grad=grad):
+            cotangents = E * (2 * grad.with_do + 2 * op.with_tdo + (tv and grad.with_do))
+            return D * (1 + tq + tk) + cotangents + D * (2 + tk + tq)
+        case _:
+            return D + E
+
+
+def gradient_widths(op: AttentionGrad, D: int, E: int) -> int:
+    """The same of a gradient: products for what is not wanted are left out."""
     wants = dict(zip(op.attention.roles, op.wants, strict=True))
     dv = E if wants["v"] and op.with_do else 0
     others = any(wanted for role, wanted in wants.items() if role != "v")

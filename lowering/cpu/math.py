@@ -15,14 +15,16 @@ import torch
 from attrs import frozen
 
 from attn_graph.errors import PlanTargetError, Reason
-from attn_graph.ir import ops
 from attn_graph.ir.attention import SAVED, Attention, AttentionGrad
+from attn_graph.ir.gradient_ops import sink_gradient
 from attn_graph.ir.graph import Eqn, Graph, Op
+from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp
 from attn_graph.ir.vjp import residuals, statistics
 from attn_graph.lowering.backend import Backend, Executable, Options, switch_name
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
 from attn_graph.lowering.cpu.product_tiles import ProductTiles
 from attn_graph.lowering.cpu.schedule import POSITIONS
+from attn_graph.lowering.cpu.tangent_tiles import TangentTiles
 from attn_graph.lowering.folding import folds_heads
 from attn_graph.lowering.problem import Problem, operand_specs
 from attn_graph.machine.ambient import plain_ops_on, without_autocast
@@ -31,7 +33,7 @@ from attn_graph.machine.torch_switches import products_round
 from attn_graph.machine.workspace import Scratch
 from attn_graph.spec import TensorSpec
 
-Tiles = FusedTiles | ProductTiles
+Tiles = FusedTiles | ProductTiles | TangentTiles
 NOTHING = Scratch()
 MOST_PADDING = 2  # times the smaller head size: from there on padding costs more than it saves
 Work = Callable[..., Sequence[torch.Tensor]]  # of the device of a call, and of operands on it
@@ -59,9 +61,13 @@ def tile_equations(graph: Graph, *, fused: bool) -> tuple[Tiles | None, ...]:
 
 def tile_equation(graph: Graph, eqn: Eqn, fused: bool) -> Tiles | None:
     """The same of one equation."""
+    specs = operand_specs(graph, eqn)
+    if isinstance(eqn.op, (AttentionJvp, AttentionGradJvp)):
+        empty = 0 in (*specs[0].shape, *specs[1].shape)
+        return None if empty else TangentTiles.plan(eqn.op, specs)
     if not isinstance(eqn.op, (Attention, AttentionGrad)):
         return None
-    problem = Problem.of(eqn.op, operand_specs(graph, eqn))
+    problem = Problem.of(eqn.op, specs)
     if problem.is_empty:
         return None
     return (FusedTiles if fused and fuses(problem) else ProductTiles).plan(problem)
@@ -149,16 +155,21 @@ def step_of(graph: Graph, eqn: Eqn, tiles: Tiles | None, options: Options) -> St
         specs = operand_specs(graph, eqn)
         return Step(run_definition(eqn.op, specs), temporary=needed_by_definition(eqn, specs))
     scratch, names = tiles.scratch, tuple(tiles.buffers)
-    run = FusedRun.of(tiles) if isinstance(tiles, FusedTiles) else tiles
-    forward = tiles.problem.grad is None
-    work = run.forward if forward else partial(run_backward, tiles.problem, run.backward)
+    work: Work
+    if isinstance(tiles, TangentTiles):
+        work = tiles.run
+    else:
+        run = FusedRun.of(tiles) if isinstance(tiles, FusedTiles) else tiles
+        forward = tiles.problem.grad is None
+        work = run.forward if forward else partial(run_backward, tiles.problem, run.backward)
 
     def call(device: torch.device, *operands: torch.Tensor) -> Sequence[torch.Tensor]:
         rooms = options.workspace.lease(scratch, device)
         with torch.no_grad(), without_autocast(), rooms as views:
             return work(operands, dict(zip(names, views, strict=True)))
 
-    return Step(call, scratch, tiles.temporary + sink_bytes(tiles.problem), tiles.summary())
+    more = 0 if isinstance(tiles, TangentTiles) else sink_bytes(tiles.problem)
+    return Step(call, scratch, tiles.temporary + more, tiles.summary())
 
 
 def sink_bytes(problem: Problem) -> int:
@@ -186,6 +197,10 @@ def run_definition(op: Op, specs: Sequence[TensorSpec]) -> Work:
             results = op.run(*operands)
             if isinstance(op, Attention):
                 return Problem.of(op, specs).new_o(device).copy_(results[0]), *results[1:]
+            if isinstance(op, AttentionJvp):  # o and to in the memory order of q
+                like = Problem.of(op.attention, specs).new_o
+                named = zip(op.names, results, strict=True)
+                return [like(device).copy_(x) if n in ("o", "to") else x for n, x in named]
             return results
 
     return call
@@ -216,7 +231,7 @@ def sink_gradient_of(grad: AttentionGrad, operands: Sequence[torch.Tensor]) -> t
     surplus = torch.zeros_like(lse) if given.dlse is None else given.dlse.clone()
     if given.do is not None:
         surplus -= (given.do.to(lse.dtype) * given.o).sum(-1)
-    return ops.sink_gradient(sinks, lse, surplus)
+    return sink_gradient(sinks, lse, surplus)
 
 
 BACKEND = folds_heads(Backend("math", why_not, lower), "cpu")

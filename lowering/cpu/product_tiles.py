@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import islice
 from typing import final
 
 import torch
@@ -279,6 +278,15 @@ class Here:
         self, q: torch.Tensor, k: torch.Tensor, save: Callable[[int, torch.Tensor], None]
     ) -> torch.Tensor:
         """The modified and masked scores. `save` gets each step's result before the next."""
+        s = self.multiply(q, k)
+        for i in range(int(self.tiles.cap is not None), len(self.given.modifiers)):
+            self.change_(i, s)
+            save(i, s)
+        self.mask_(s)
+        return s
+
+    def multiply(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        """The products, after a soft cap that they divide by themselves; tanh is in step0."""
         node, s = self.tiles.problem.node, self.room("s", self.slot.keys)
         keys, cap = self.keys_of(k), self.tiles.cap
         if cap is None:
@@ -286,35 +294,44 @@ class Here:
         else:
             room = self.room("step0", self.slot.keys) if "step0" in self.scratch else s
             products.capped_scores_(s, room, q, keys, node.scale, cap)
-        steps = enumerate(zip(node.modifiers, self.given.modifiers, strict=True))
-        for i, (modifier, data) in islice(steps, int(cap is not None), None):
-            hidden = s == -INF if self.tiles.restores[i] else None
-            for part, piece in self.pieces(s):
-                change_(modifier, piece, self.place(part).reading(data))
-            if hidden is not None:
-                s.masked_fill_(hidden, -INF)
-            save(i, s)
+        return s
+
+    def change_(self, i: int, s: torch.Tensor) -> None:
+        """Run a modifier on the scores, in their memory."""
+        modifier, data = self.tiles.problem.node.modifiers[i], self.given.modifiers[i]
+        hidden = s == -INF if self.tiles.restores[i] else None
+        for part, piece in self.pieces(s):
+            change_(modifier, piece, self.place(part).reading(data))
+        if hidden is not None:
+            s.masked_fill_(hidden, -INF)
+
+    def mask_(self, s: torch.Tensor) -> None:
+        """Put -inf where the mask does not keep."""
+        node = self.tiles.problem.node
         for at, part in self.slot.mixed:
             assert node.mask is not None
             keep = torch.as_tensor(node.mask.keep(self.place(part)), device=s.device)
             self.heads(s)[..., at : at + len(part)].masked_fill_(keep.logical_not(), -INF)
-        return s
 
-    def dropped_(self, p: torch.Tensor) -> None:
-        """p -> p * z / (1 - rate)."""
+    def dropped_(self, *weights: torch.Tensor) -> None:
+        """p -> p * z / (1 - rate), of each p, by the same z."""
         node = self.tiles.problem.node
         assert self.given.seed is not None
         assert self.given.offset is not None
         seed, offset = int(self.given.seed), int(self.given.offset)
-        for part, piece in self.pieces(p):
+        for several in zip(*map(self.pieces, weights), strict=True):
+            part, piece = several[0]
             at = self.place(part)
             assert at.ranges is not None
             words = (*piece.shape[:3], len(counters(range(part.start, part.stop))))
             count = piece.shape[0] * piece.shape[1] * piece.shape[2] * words[3]
             six = [self.scratch[f"word{i}"][:count].view(words) for i in range(6)]
             bits = self.scratch["kept"][: 4 * count].view(*words[:3], 4 * words[3])
-            piece.mul_(keep_(bits, node.dropout, seed, offset, at.ranges, at.H, six))
-        p.div_(1 - node.dropout)
+            keep = keep_(bits, node.dropout, seed, offset, at.ranges, at.H, six)
+            for _, each in several:
+                each.mul_(keep)
+        for p in weights:
+            p.div_(1 - node.dropout)
 
     def attend(self, k: torch.Tensor, v: torch.Tensor, results: Mapping[str, torch.Tensor]) -> None:
         """Fill this tile's rows of the results, by name."""

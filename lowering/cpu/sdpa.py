@@ -9,9 +9,9 @@ import torch
 
 from attn_graph.errors import Reason
 from attn_graph.ir.attention import Attention, AttentionGrad
+from attn_graph.ir.gradient_ops import clear_blind_rows
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.modifiers import Bias, Modifier
-from attn_graph.ir.ops import clear_blind_rows
 from attn_graph.kernels.fused_cpu import flash, flash_backward
 from attn_graph.lowering.backend import Backend, Executable, Options
 from attn_graph.lowering.folding import folds_heads

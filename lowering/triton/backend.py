@@ -12,8 +12,8 @@ from attrs import Factory, evolve, field, frozen
 
 from attn_graph.errors import Reason
 from attn_graph.ir.attention import SAVED
+from attn_graph.ir.gradient_ops import sink_gradient
 from attn_graph.ir.graph import Graph
-from attn_graph.ir.ops import sink_gradient
 from attn_graph.lowering.backend import Backend, Executable, Options
 from attn_graph.lowering.problem import Problem, output_names, returns_lse, select_outputs, sole
 from attn_graph.lowering.reasons import (

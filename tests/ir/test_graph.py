@@ -17,9 +17,20 @@ import attn_graph as ag
 from attn_graph import masks as m
 from attn_graph.ir import ops, parse
 from attn_graph.ir.attention import Attention, AttentionGrad
+from attn_graph.ir.gradient_ops import (
+    SinkGrad,
+    SinkGradJvp,
+    SoftmaxGrad,
+    SoftmaxGradJvp,
+    SoftmaxJvp,
+    Unmasked,
+    WeighT,
+)
 from attn_graph.ir.graph import Input, Op
-from attn_graph.ir.modifiers import Alibi, Back, Bias, Collect, SoftCap
+from attn_graph.ir.modifiers import Alibi, Back, Bend, Bias, Collect, SoftCap, Spread
 from attn_graph.ir.passes import simplify
+from attn_graph.ir.sums import Add, Zeros
+from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp
 from attn_graph.printing.text import show_value
 from attn_graph.spec import DTYPES
 from attn_graph.testing.strategies import graphs
@@ -152,12 +163,15 @@ EXAMPLES = (
         ops.MaxScores(),
         ops.Dropout(0.5),
         ops.Weigh(),
-        ops.WeighT(),
-        ops.Unmasked(),
-        ops.SoftmaxGrad(),
+        WeighT(),
+        Unmasked(),
+        SoftmaxGrad(),
     ),
-    *(ops.SinkGrad(), ops.Add(), ops.Zeros((2, 3), "f32"), ATTENTION),
+    *(SinkGrad(), Add(), Zeros((2, 3), "f32"), ATTENTION),
+    *(SoftmaxJvp(), SoftmaxGradJvp(), SinkGradJvp(), Bend(SoftCap(3.0)), Spread(Bias(), ("bias",))),
     AttentionGrad(ATTENTION, (True,) * 6),
+    AttentionJvp(ATTENTION, (True,) * 4 + (False,) * 2),
+    AttentionGradJvp(AttentionGrad(ATTENTION, (True,) * 6), (True,) * 4 + (False,) * 2),
 )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from attrs import frozen
+from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import attn_graph as ag
@@ -109,10 +110,70 @@ def compiled_map(attend: Attend) -> Any:
     return torch.compile(vmap(attend), fullgraph=True, backend="aot_eager")(*three(3))
 
 
+def second(attend: Attend) -> Any:
+    q, k, v = three()
+    return grad(lambda x: grad(lambda y: loss(attend)(y, k, v))(x).sum())(q)
+
+
+def second_by_mode(attend: Attend) -> Any:
+    """Under a dispatch mode a call goes through the operator, and autograd records it."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # torch's own
+            return func(*args, **(kwargs or {}))
+
+    leaves = [t.requires_grad_() for t in three()]
+    with Watch():  # type: ignore[no-untyped-call]  # torch's own
+        o = attend(*leaves)
+    (g,) = torch.autograd.grad(o.sin().sum(), leaves[:1], create_graph=True)
+    return torch.autograd.grad(g.sum(), leaves)
+
+
+def forward(attend: Attend) -> Any:
+    q, k, v = three()
+    return jvp(lambda x: attend(x, k, v), (q,), (q,))
+
+
+def forward_jacobian(attend: Attend) -> Any:
+    q, k, v = three()
+    return jacfwd(lambda x: attend(x, k, v))(q)
+
+
+def forward_over_reverse(attend: Attend) -> Any:
+    q, k, v = three()
+    return jvp(grad(loss(attend), (0, 1, 2)), (q, k, v), (k, v, q))
+
+
+def reverse_over_forward(attend: Attend) -> Any:
+    def moved(*tensors: torch.Tensor) -> torch.Tensor:
+        q, k, v = tensors
+        found: torch.Tensor = jvp(attend, (q, k, v), (k, v, q))[1]
+        return found.square().sum()
+
+    return grad(moved, (0, 1, 2))(*three())
+
+
+def penalty(attend: Attend) -> Any:
+    """Double backward by all three at once."""
+    slopes = grad(loss(attend), (0, 1, 2))
+    return grad(lambda *t: sum(g.sin().sum() for g in slopes(*t)), (0, 1, 2))(*three())
+
+
+def mapped_tangents(attend: Attend) -> Any:
+    return vmap(lambda q, k, v: jvp(attend, (q, k, v), (k, v, q)))(*three(3))
+
+
+def part_of_a_hessian(attend: Attend) -> Any:
+    q, k, v = three()
+    return hessian(lambda x: loss(attend)(torch.cat([q[:, :, :4], x], 2), k, v))(q[:, :, 4:])
+
+
 TRANSFORMS = (
     *(mapped, mapped_elsewhere, gradient, gradient_by_parameters, mapped_gradients),
     *(gradients_of_one_mapped, jacobian, pulled_back, outside_of_a_pull),
-    *(compiled_gradient, compiled_map),
+    *(compiled_gradient, compiled_map, second, second_by_mode, forward, forward_jacobian),
+    *(forward_over_reverse, reverse_over_forward, penalty, mapped_tangents, part_of_a_hessian),
 )
 
 
@@ -196,51 +257,23 @@ def test_dropout_under_vmap_is_as_randomness_says() -> None:
 # What is not there
 
 
-def second(attend: Attend) -> Any:
+def twice_forward(attend: Attend) -> Any:
     q, k, v = three()
-    return grad(lambda x: grad(lambda y: loss(attend)(y, k, v))(x).sum())(q)
+    return jvp(lambda x: jvp(lambda y: attend(y, k, v), (x,), (k,))[1], (q,), (q,))
 
 
-def second_by_mode(attend: Attend) -> Any:
-    """Under a dispatch mode a call goes through the operator, and autograd records it."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # torch's own
-            return func(*args, **(kwargs or {}))
-
-    leaves = [t.requires_grad_() for t in three()]
-    with Watch():  # type: ignore[no-untyped-call]  # torch's own
-        o = attend(*leaves)
-    (g,) = torch.autograd.grad(o.sin().sum(), leaves[:1], create_graph=True)
-    return torch.autograd.grad(g.sum(), leaves)
-
-
-def whole_hessian(attend: Attend) -> Any:
+def thrice(attend: Attend) -> Any:
     q, k, v = three()
-    return hessian(lambda x: loss(attend)(x, k, v))(q)
-
-
-def forward(attend: Attend) -> Any:
-    q, k, v = three()
-    return jvp(lambda x: attend(x, k, v), (q,), (q,))
-
-
-def forward_jacobian(attend: Attend) -> Any:
-    q, k, v = three()
-    return jacfwd(lambda x: attend(x, k, v))(q)
+    slope = grad(lambda x: loss(attend)(x, k, v))
+    return grad(lambda x: jvp(slope, (x,), (k,))[1].sum())(q)
 
 
 REFUSED: dict[Callable[[Attend], Any], str] = {
-    second: "second derivatives",
-    second_by_mode: "second derivatives",
-    whole_hessian: "second derivatives|forward mode",
-    forward: "forward mode",
-    forward_jacobian: "forward mode",
+    twice_forward: "jvp of a jvp",
+    thrice: "third derivatives",
 }
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("transform", REFUSED)
 def test_derivatives_that_are_not_there_raise(
@@ -248,3 +281,17 @@ def test_derivatives_that_are_not_there_raise(
 ) -> None:
     with pytest.raises(ag.GraphError, match=REFUSED[transform]):
         transform(FORMS[form])
+
+
+def test_tangents_of_what_requires_grad_are_refused_under_a_mode() -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # torch's own
+            return func(*args, **(kwargs or {}))
+
+    q, k, v = (t.requires_grad_() for t in three())
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q, k.detach())
+        with Watch(), pytest.raises(ag.GraphError, match="leave the mode"):  # type: ignore[no-untyped-call]  # torch's own
+            FORMS["plan"](dual, k, v)

@@ -1,0 +1,250 @@
+"""The ops that derivatives of single steps are made of, each with its own derivative."""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from attrs import field, frozen
+
+from attn_graph.ir.checks import require_finite
+from attn_graph.ir.graph import Emit, Gradients, Op, Values
+from attn_graph.ir.modifiers import ScoreGradient
+from attn_graph.ir.sums import add_up, apply, fill
+from attn_graph.spec import INF, ValueType, to_number
+
+
+@final
+@frozen
+class Unmasked(ScoreGradient):
+    """s, ds -> ds, with 0 where s is -inf."""
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        return 4, 4
+
+    def run(self, s: torch.Tensor, ds: torch.Tensor) -> tuple[torch.Tensor]:
+        return (torch.where(s == -INF, 0.0, ds),)
+
+    def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
+        return None, emit(self, operands[0], grads[0])[0]
+
+    def push(self, emit: Emit, operands: Values, results: Values, tangents: Values) -> Gradients:
+        return (None if tangents[1] is None else emit(self, operands[0], tangents[1])[0],)
+
+
+@final
+@frozen
+class SoftmaxGrad(Op):
+    """p, dp, dlse -> ds = p * (dp - sum_j p dp + dlse); 0 where p is, whatever dp and dlse hold."""
+
+    is_gradient = True
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("ds",)
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        return 4, 4, 3
+
+    def infer(self, p: ValueType, dp: ValueType, dlse: ValueType) -> tuple[ValueType]:
+        return (p,)
+
+    def run(self, p: torch.Tensor, dp: torch.Tensor, dlse: torch.Tensor) -> tuple[torch.Tensor]:
+        ds = p * (dp - (p * dp).sum(-1, keepdim=True) + dlse[..., None])
+        return (torch.where(p == 0, 0.0, ds),)
+
+    def push(self, emit: Emit, operands: Values, results: Values, tangents: Values) -> Gradients:
+        return emit(SoftmaxGradJvp(), *operands, *fill(emit, operands, tangents))
+
+
+@final
+@frozen
+class SinkGrad(Op):
+    """sinks, lse, p, dp, dlse -> dsinks [H] = sum_bi exp(sink - lse) * (dlse - sum_j p dp)."""
+
+    is_gradient = True
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("dsinks",)
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        return 1, 3, 4, 4, 3
+
+    def infer(self, sinks: ValueType, *_: ValueType) -> tuple[ValueType]:
+        return (sinks,)
+
+    def run(
+        self,
+        sinks: torch.Tensor,
+        lse: torch.Tensor,
+        p: torch.Tensor,
+        dp: torch.Tensor,
+        dlse: torch.Tensor,
+    ) -> tuple[torch.Tensor]:
+        return (sink_gradient(sinks, lse, dlse - (p * dp).sum(-1)),)
+
+    def push(self, emit: Emit, operands: Values, results: Values, tangents: Values) -> Gradients:
+        return emit(SinkGradJvp(), *operands, *fill(emit, operands, tangents))
+
+
+def sink_gradient(sinks: torch.Tensor, lse: torch.Tensor, surplus: torch.Tensor) -> torch.Tensor:
+    """dsinks [H] = sum_bi exp(sink - lse) surplus, of surplus = dlse - delta [B,H,M].
+
+    A row that saw nothing, its sink being -inf too, adds 0, whatever its surplus holds.
+    """
+    shares = torch.exp(sinks.to(lse.dtype)[:, None] - lse).mul_(surplus)
+    return shares.masked_fill_(lse == -INF, 0.0).sum((0, 2)).to(sinks.dtype)
+
+
+def clear_blind_rows(x: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """A copy of x [B,H,M] or [B,H,M,E] with 0 in the rows that saw nothing: where lse is -inf.
+
+    Cotangents go through it, so that what they hold in such rows, NaN included, reaches nothing.
+    """
+    blind = lse == -INF
+    return x.masked_fill(blind if x.ndim == lse.ndim else blind[..., None], 0.0)
+
+
+@final
+@frozen
+class WeighT(Op):
+    """p [B,H,M,N], x [B,H,M,E], like [B,G,N,E] -> scale * p^T x, added up in groups of heads.
+
+    A row of p that is all 0 adds 0, whatever x holds there.
+    """
+
+    scale: float = field(default=1.0, converter=to_number, validator=require_finite)
+    is_gradient = True
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("dv",)
+
+    @property
+    def reads(self) -> int:
+        return 3
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        return 4, 4, 4
+
+    def infer(self, p: ValueType, x: ValueType, like: ValueType) -> tuple[ValueType]:
+        return (like,)
+
+    def run(self, p: torch.Tensor, x: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor]:
+        B, G, N, E = like.shape
+        weighed = x.to(p.dtype).masked_fill((p == 0).all(-1, keepdim=True), 0.0)
+        full = self.scale * (p.mT @ weighed)
+        grouped = full.reshape(B, G, p.shape[1] // max(1, G), N, E)
+        return (grouped.sum(2).to(like.dtype),)
+
+    def push(self, emit: Emit, operands: Values, results: Values, tangents: Values) -> Gradients:
+        (p, x, like), (tp, tx, _) = operands, tangents
+        return (add_up(emit, apply(emit, self, tp, x, like), apply(emit, self, p, tx, like)),)
+
+
+@final
+@frozen
+class SoftmaxJvp(Op):
+    """p, lse, ts, [sinks, tsinks] -> tp = p (ts - tlse), tlse = sum_j p ts + exp(sinks - lse) tsinks
+
+    of the tangents ts of the scores and tsinks of the sinks.
+    """
+
+    sinks: bool = False
+    is_gradient = True
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return "tp", "tlse"
+
+    @property
+    def reads(self) -> int:
+        return 2
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        return (4, 3, 4, 1, 1) if self.sinks else (4, 3, 4)
+
+    def infer(self, p: ValueType, lse: ValueType, *_: ValueType) -> tuple[ValueType, ValueType]:
+        return p, lse
+
+    def run(
+        self, p: torch.Tensor, lse: torch.Tensor, ts: torch.Tensor, *sinks: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ts = ts.masked_fill(p == 0, 0.0)
+        tlse = (p * ts).sum(-1)
+        if sinks:
+            tlse = tlse + sink_tangent(*sinks, lse)
+        return p * (ts - tlse[..., None]), tlse
+
+
+def sink_tangent(sinks: torch.Tensor, tangent: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """What the tangent of sinks [H] adds to that of lse [B,H,M]: exp(sinks - lse) tsinks."""
+    shares = torch.exp(sinks.to(lse.dtype)[:, None] - lse).masked_fill_(lse == -INF, 0.0)
+    return shares.mul_(tangent.to(lse.dtype)[:, None])
+
+
+@final
+@frozen
+class SoftmaxGradJvp(Op):
+    """p, dp, dlse, tp, tdp, tdlse -> tds, the tangent of ds = p (dp - sum_j p dp + dlse)."""
+
+    is_gradient = True
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("tds",)
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        return 4, 4, 3, 4, 4, 3
+
+    def infer(self, p: ValueType, *_: ValueType) -> tuple[ValueType]:
+        return (p,)
+
+    def run(self, *operands: torch.Tensor) -> tuple[torch.Tensor]:
+        p, dp, dlse, tp, tdp, tdlse = operands
+        g = dp - (p * dp).sum(-1, keepdim=True) + dlse[..., None]
+        tg = tdp - (tp * dp + p * tdp).sum(-1, keepdim=True) + tdlse[..., None]
+        return (torch.where(p == 0, 0.0, tp * g + p * tg),)
+
+
+@final
+@frozen
+class SinkGradJvp(Op):
+    """sinks, lse, p, dp, dlse and the tangent of each -> that of dsinks, as SinkGrad gives it."""
+
+    is_gradient = True
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("tdsinks",)
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        return (1, 3, 4, 4, 3) * 2
+
+    def infer(self, sinks: ValueType, *_: ValueType) -> tuple[ValueType]:
+        return (sinks,)
+
+    def run(self, *operands: torch.Tensor) -> tuple[torch.Tensor]:
+        (sinks, lse, p, dp, dlse), (tsinks, tlse, tp, tdp, tdlse) = operands[:5], operands[5:]
+        g, tg = dlse - (p * dp).sum(-1), tdlse - (tp * dp + p * tdp).sum(-1)
+        return (sink_gradient_tangent((sinks, tsinks), (lse, tlse), (g, tg)),)
+
+
+Pair = tuple[torch.Tensor, torch.Tensor]  # a value and its tangent
+
+
+def sink_gradient_tangent(sinks: Pair, lse: Pair, surplus: Pair) -> torch.Tensor:
+    """The tangent of `sink_gradient`: sum_bi exp(sink - lse) ((tsink - tlse) g + tg).
+
+    g is the surplus. Each argument is a value and its tangent.
+    """
+    moved = sinks[1].to(lse[0].dtype)[:, None] - lse[1]
+    return sink_gradient(sinks[0], lse[0], moved * surplus[0] + surplus[1])

@@ -1,0 +1,89 @@
+"""Sums of derivatives: the two ops that they are made of, and None for zero."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import torch
+from attrs import frozen
+
+from attn_graph.ir.graph import Emit, Gradients, Op, Values
+from attn_graph.spec import DTYPES, NAMES, ValueType
+
+
+@final
+@frozen
+class Add(Op):
+    """a + b."""
+
+    is_gradient = True
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        return None, None
+
+    def infer(self, a: ValueType, b: ValueType) -> tuple[ValueType]:
+        return (a,)
+
+    def run(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor]:
+        return (a + b,)
+
+    def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
+        return grads[0], grads[0]
+
+    def push(self, emit: Emit, operands: Values, results: Values, tangents: Values) -> Gradients:
+        return (add_up(emit, *tangents),)
+
+
+@final
+@frozen
+class Zeros(Op):
+    """Zeros of a shape: the gradient of what is not used."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    is_gradient = True
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("zeros",)
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        return ()
+
+    @classmethod
+    def like(cls, type_: ValueType) -> Zeros:
+        """The zeros of a type."""
+        return cls(type_.shape, NAMES[type_.dtype])
+
+    def infer(self) -> tuple[ValueType]:
+        return (ValueType(self.shape, DTYPES[self.dtype]),)
+
+    def run(self) -> tuple[torch.Tensor]:
+        return (torch.zeros(self.shape, dtype=DTYPES[self.dtype]),)
+
+    def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
+        return ()
+
+    def push(self, emit: Emit, operands: Values, results: Values, tangents: Values) -> Gradients:
+        return (None,)
+
+
+def fill(emit: Emit, values: Values, tangents: Values) -> list[Any]:  # Any: values
+    """The tangents of values, zeros for those that are None."""
+    pairs = zip(values, tangents, strict=True)
+    return [emit(Zeros.like(x.type))[0] if t is None else t for x, t in pairs]
+
+
+def apply(emit: Emit, op: Op, *operands: Any) -> Any | None:  # Any: values
+    """The one result of an op that is linear in each operand; None, for 0, where one is None."""
+    return None if any(x is None for x in operands) else emit(op, *operands)[0]
+
+
+def add_up(emit: Emit, *terms: Any) -> Any | None:  # Any: values
+    """The sum of terms, those that are None being 0; None where all are."""
+    total, *more = [x for x in terms if x is not None] or [None]
+    for x in more:
+        (total,) = emit(Add(), total, x)
+    return total

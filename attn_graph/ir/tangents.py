@@ -1,0 +1,454 @@
+"""Forward mode through a whole attention, and through its gradient, each as one op.
+
+With two of them every second derivative is a graph: that of a gradient in a direction, forward over
+reverse, is AttentionGradJvp, and so is double backward, since second derivatives are symmetric: the
+cotangents of dq, dk and dv are directions in which q, k and v move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Generic, TypeVar, final
+
+import torch
+from attrs import evolve, field, frozen
+
+from attn_graph.errors import GraphError
+from attn_graph.ir import ops
+from attn_graph.ir.attention import (
+    SAVED,
+    Attention,
+    AttentionGrad,
+    GradientOperands,
+    as_flags,
+    dropout_factor,
+)
+from attn_graph.ir.gradient_ops import (
+    WeighT,
+    clear_blind_rows,
+    sink_gradient_tangent,
+    sink_tangent,
+)
+from attn_graph.ir.graph import Emit, Gradients, Op, Values
+from attn_graph.ir.modifiers import Back, Collect, Modifier
+from attn_graph.ir.promises import tangent_promise_problems
+from attn_graph.ir.sums import add_up, apply
+from attn_graph.spec import INF, ValueType
+
+T = TypeVar("T")
+MOVED = ("to", "tlse")  # the tangents of what a gradient reads
+NO_THIRD = (
+    "third derivatives are not built: forward or reverse mode over a second derivative. There are "
+    "jvp and vjp of an attention, jvp and vjp of its vjp, and vjp of its jvp"
+)
+NO_SECOND_PUSH = (
+    "jvp of a jvp is not built: take jvp of the vjp, which gives every second derivative, as "
+    "torch.func.jacfwd over jacrev does"
+)
+
+
+def attention_in(op: Op) -> Attention | None:
+    """The attention that an op is, or is a derivative of; None for any other."""
+    match op:
+        case Attention():
+            return op
+        case AttentionGrad(attention=node) | AttentionJvp(attention=node):
+            return node
+        case AttentionGradJvp(grad=grad):
+            return grad.attention
+    return None
+
+
+def run_op(op: Op, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What derivatives emit by, where equations are computed at once."""
+    return op.run(*operands)
+
+
+def check_flags(name: str, node: Attention, flags: Sequence[bool]) -> None:
+    """Raise GraphError unless each operand has a flag, false for one that can have no tangent."""
+    if len(flags) != len(node.ranks):
+        problem = f"{len(flags)} tangents for {len(node.ranks)} operands; say each"
+        raise GraphError(f"{name}: {problem}")
+    pairs = zip(node.roles, flags, node.trains, strict=True)
+    if fixed := [role for role, flag, trained in pairs if flag and not trained]:
+        raise GraphError(f"{name}: {', '.join(fixed)} can have no tangent")
+
+
+def spread_flags(flags: Iterable[bool], tangents: Iterable[T]) -> tuple[T | None, ...]:
+    """The tangents that are flagged, in the places of their operands; None for the others."""
+    each = iter(tangents)
+    return tuple(next(each) if flag else None for flag in flags)
+
+
+def promise_problems(node: Attention, types: Sequence[ValueType]) -> Iterator[str]:
+    """The broken promises of the tangents of a user's own modifiers."""
+    (B, H, M, _), N = types[0].shape, types[1].shape[2]
+    for modifier in node.modifiers:
+        yield from modifier.second_problems()
+        yield from tangent_promise_problems(modifier, (B, H, M, N))
+
+
+def misfits(
+    who: str, names: Sequence[str], types: Sequence[ValueType | None], due: Sequence[ValueType]
+) -> Iterator[str]:
+    """Tangents of other types than what they are of."""
+    for name, type_, own in zip(names, types, due, strict=True):
+        if type_ is not None and type_ != own:
+            yield f"{who}: {name} {type_} should be {own}"
+
+
+@final
+@frozen
+class AttentionJvp(Op):
+    """The operands of an Attention, tangents of those flagged -> o, lse, ..., to, tlse.
+
+    With r the products, p = exp(s - lse) and z the kept places of dropout over (1 - rate):
+
+        tr   = scale (tq k^T + q tk^T)
+        ts   = tr, forward through the modifiers; 0 where s is -inf
+        tlse = sum_j p ts + exp(sinks - lse) tsinks
+        to   = sum_j (p z) (ts v + tv) - tlse o
+
+    `tangents` says which operands have one; the others stay as they are.
+    """
+
+    attention: Attention
+    tangents: tuple[bool, ...] = field(converter=as_flags)
+    is_gradient = True
+
+    def __attrs_post_init__(self) -> None:
+        check_flags("attention_jvp", self.attention, self.tangents)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*self.attention.names, *MOVED)
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        return (*self.attention.statistics, "tlse")
+
+    @property
+    def without_gradient(self) -> tuple[str, ...]:
+        return self.attention.without_gradient
+
+    @property
+    def saved(self) -> tuple[str, ...]:
+        return (*SAVED, *MOVED)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        own = self.attention.roles
+        return (*own, *(f"t{x}" for x, flag in zip(own, self.tangents, strict=True) if flag))
+
+    @property
+    def reads(self) -> int:
+        """How many operands `infer` reads: all."""
+        return len(self.ranks)
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        own = self.attention.ranks
+        return (*own, *(n for n, flag in zip(own, self.tangents, strict=True) if flag))
+
+    def split(self, operands: Sequence[T]) -> tuple[tuple[T, ...], tuple[T | None, ...]]:
+        """The attention's own operands, and the tangent of each, or None."""
+        n = len(self.attention.ranks)
+        return tuple(operands[:n]), spread_flags(self.tangents, operands[n:])
+
+    def problems(self, *types: ValueType) -> Iterator[str]:
+        own, moved = self.split(types)
+        yield from self.attention.problems(*own)
+        yield from misfits("attention_jvp", [f"t{x}" for x in self.attention.roles], moved, own)
+        yield from promise_problems(self.attention, types)
+
+    def gradient_problems(self) -> Iterator[str]:
+        for modifier in self.attention.modifiers:
+            yield from modifier.second_problems()
+
+    def push_problems(self) -> Iterator[str]:
+        yield NO_SECOND_PUSH
+
+    def infer(self, *types: ValueType) -> tuple[ValueType, ...]:
+        results = self.attention.infer(*types[: len(self.attention.ranks)])
+        return (*results, *results[:2])
+
+    def run(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        own, moved = self.split(operands)
+        results = self.attention.run(*own)
+        given, tangents = self.attention.split(own), self.attention.split(moved)
+        wide = results[1].dtype
+        lse = results[1].to(wide)
+        steps, ts = push_scores(self.attention, own, moved)
+        p = torch.exp(steps[-1] - lse.masked_fill(lse == -INF, 0.0)[..., None])
+        tlse = (p * ts[-1]).sum(-1)
+        if given.sinks is not None and tangents.sinks is not None:
+            tlse = tlse + sink_tangent(given.sinks, tangents.sinks, lse)
+        weights = p * dropout_factor(self.attention, given, p)
+        (to,) = ops.Weigh().run(weights * ts[-1], given.v.to(wide))
+        if tangents.v is not None:
+            to = to + ops.Weigh().run(weights, tangents.v.to(wide))[0]
+        (o,) = ops.Weigh().run(weights, given.v.to(wide))
+        return (*results, (to - tlse[..., None] * o).to(results[0].dtype), tlse)
+
+    def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
+        """The tangents' gradients are first ones; the others are second derivatives along them."""
+        ops.refuse_cotangents(self, grads)
+        node, (own, moved) = self.attention, self.split(operands)
+        saved, given = (dict(zip(self.names, x, strict=True)) for x in (results, grads))
+        usual, second = ([given[name] for name in names] for names in (SAVED, MOVED))
+        read = [*own, *(saved[name] for name in SAVED)]
+        if all(x is None for x in second):
+            made = emit(AttentionGrad(node, node.trains, *present(usual)), *read, *some(usual))
+            return (*spread_flags(node.trains, made), *(None for _ in some(moved)))
+        alone = emit(AttentionGrad(node, self.tangents, *present(second)), *read, *some(second))
+        grad = AttentionGrad(node, node.trains, *present(second))
+        along = AttentionGradJvp(grad, self.tangents, *present(usual))
+        moves = [*(saved[name] for name in MOVED), *some(moved), *some(usual)]
+        made = emit(along, *read, *some(second), *moves)
+        return (*spread_flags(node.trains, made), *alone)
+
+
+def present(values: Values) -> tuple[bool, ...]:
+    """Which values are there."""
+    return tuple(x is not None for x in values)
+
+
+def some(values: Values) -> list[Any]:  # Any: values
+    """The values that are there."""
+    return [x for x in values if x is not None]
+
+
+def push_attention(node: Attention, emit: Emit, operands: Values, tangents: Values) -> Values:
+    """The results of an AttentionJvp; none where no operand has a tangent."""
+    moved = [t if trained else None for t, trained in zip(tangents, node.trains, strict=True)]
+    if not some(moved):
+        return ()
+    return emit(AttentionJvp(node, present(moved)), *operands, *some(moved))
+
+
+def push_scores(
+    node: Attention, own: Sequence[torch.Tensor], moved: Sequence[torch.Tensor | None]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The products, the scores after each modifier, and after the mask; and the tangent of each."""
+    given, tangents = node.split(own), node.split(moved)
+    scores = ops.Scores(node.scale)
+    (s,) = scores.run(given.q, given.k)
+    (t,) = scores.push(run_op, (given.q, given.k), (s,), (tangents.q, tangents.k))
+    steps, ts = [s], [torch.zeros_like(s) if t is None else t]
+    for modifier, data, moves in zip(
+        node.modifiers, given.modifiers, tangents.modifiers, strict=True
+    ):
+        operands = (steps[-1], *data.values())
+        results = modifier.run(*operands)
+        (t,) = modifier.push(run_op, operands, results, (ts[-1], *moves.values()))
+        steps += results
+        ts.append(t)
+    if node.mask:
+        steps += ops.Mask(node.mask).run(steps[-1], *given.mask.values())
+        ts.append(ts[-1])
+    ts[-1] = ts[-1].masked_fill(steps[-1] == -INF, 0.0)
+    return steps, ts
+
+
+@final
+@frozen
+class GradientTangents(Generic[T]):
+    """What an AttentionGradJvp reads: the gradient's operands, and the tangents of them.
+
+    own: of the attention's operands, None for those without.
+    """
+
+    read: GradientOperands[T]
+    to: T
+    tlse: T
+    own: tuple[T | None, ...]
+    tdo: T | None
+    tdlse: T | None
+
+
+@final
+@frozen
+class AttentionGradJvp(Op):
+    """The operands of an AttentionGrad, to, tlse, tangents -> the tangent of each gradient.
+
+    With the letters of AttentionGrad and AttentionJvp, and g = dp - delta + dlse:
+
+        tp     = p (ts - tlse)
+        tdp    = (tdo v^T + do tv^T) z
+        tdelta = sum_e (tdo o + do to)
+        tg     = tdp - tdelta + tdlse,   tds = tp g + p tg   then back through the modifiers
+        tdq    = scale (tds k + ds tk),  tdk = scale (tds^T q + ds^T tq)
+        tdv    = (tp z)^T do + (p z)^T tdo
+        tdsinks = sum_bi exp(sinks - lse) ((tsinks - tlse) (dlse - delta) + tdlse - tdelta)
+
+    `tangents` says which operands of the attention have one, `with_tdo` and `with_tdlse` whether
+    the cotangents do.
+    """
+
+    grad: AttentionGrad
+    tangents: tuple[bool, ...] = field(converter=as_flags)
+    with_tdo: bool = False
+    with_tdlse: bool = False
+    is_gradient = True
+
+    def __attrs_post_init__(self) -> None:
+        check_flags("attention_grad_jvp", self.grad.attention, self.tangents)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(f"t{name}" for name in self.grad.names)
+
+    @property
+    def reads(self) -> int:
+        """How many operands `infer` reads: all."""
+        return len(self.ranks)
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        own = self.grad.attention.ranks
+        moved = (n for n, flag in zip(own, self.tangents, strict=True) if flag)
+        return (
+            *(*self.grad.ranks, 4, 3, *moved),
+            *(*((4,) * self.with_tdo), *((3,) * self.with_tdlse)),
+        )
+
+    def split(self, operands: Sequence[T]) -> GradientTangents[T]:
+        """The operands by role."""
+        n = len(self.grad.ranks)
+        (to, tlse, *moved), count = operands[n:], sum(self.tangents)
+        rest = iter(moved[count:])
+        return GradientTangents(
+            self.grad.split(operands[:n]),
+            to,
+            tlse,
+            spread_flags(self.tangents, moved),
+            next(rest) if self.with_tdo else None,
+            next(rest) if self.with_tdlse else None,
+        )
+
+    def problems(self, *types: ValueType) -> Iterator[str]:
+        given, node = self.split(types), self.grad.attention
+        yield from self.grad.problems(*types[: len(self.grad.ranks)])
+        o, lse = node.infer(*given.read.own)
+        moved = [*given.own, given.to, given.tlse, given.tdo, given.tdlse]
+        names = [*(f"t{x}" for x in node.roles), *MOVED, "tdo", "tdlse"]
+        due = [*given.read.own, o, lse, o, lse]
+        yield from misfits("attention_grad_jvp", names, moved, due)
+        yield from promise_problems(node, types)
+
+    @property
+    def carried(self) -> tuple[int, ...]:
+        n = len(self.grad.ranks)
+        return (*self.grad.carried, n, n + 1)
+
+    def gradient_problems(self) -> Iterator[str]:
+        yield NO_THIRD
+
+    def push_problems(self) -> Iterator[str]:
+        yield NO_THIRD
+
+    def infer(self, *types: ValueType) -> tuple[ValueType, ...]:
+        return self.grad.infer(*types[: len(self.grad.ranks)])
+
+    def run(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        tangents = gradient_tangents(self.grad.attention, cleared(self.split(operands)))
+        wanted = zip(tangents, self.grad.wants, strict=True)
+        return tuple(t for t, want in wanted if want and t is not None)
+
+
+def cleared(given: GradientTangents[torch.Tensor]) -> GradientTangents[torch.Tensor]:
+    """The same with all of o's and lse's shapes in lse's dtype, 0 in rows that saw nothing."""
+    read, lse = given.read, given.read.lse
+
+    def clear(x: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+        x = torch.zeros_like(like) if x is None else x
+        return clear_blind_rows(x.to(lse.dtype), lse)
+
+    return GradientTangents(
+        evolve(read, o=read.o.to(lse.dtype), do=clear(read.do, read.o), dlse=clear(read.dlse, lse)),
+        clear(given.to, read.o),
+        clear(given.tlse, lse),
+        given.own,
+        clear(given.tdo, read.o),
+        clear(given.tdlse, lse),
+    )
+
+
+def gradient_tangents(
+    node: Attention, x: GradientTangents[torch.Tensor]
+) -> list[torch.Tensor | None]:
+    """The formulas of AttentionGradJvp on whole arrays, for every operand that has a gradient."""
+    given, moved, read = node.split(x.read.own), node.split(x.own), x.read
+    do, dlse, tdo, tdlse = read.do, read.dlse, x.tdo, x.tdlse
+    assert do is not None and dlse is not None and tdo is not None and tdlse is not None  # noqa: PT018
+    steps, ts = push_scores(node, read.own, x.own)
+    wide, lse = read.lse.dtype, read.lse
+    p = torch.exp(steps[-1] - lse.masked_fill(lse == -INF, 0.0)[..., None])
+    tp = p * (ts[-1] - x.tlse[..., None])
+    z, v = dropout_factor(node, given, p), given.v.to(wide)
+    tv = None if moved.v is None else moved.v.to(wide)
+    (dp,), dots = ops.Scores().run(do, v), ops.Scores()
+    tdp = dots.run(tdo, v)[0] + (0.0 if tv is None else dots.run(do, tv)[0])
+    g, tg = dlse - (do * read.o).sum(-1), tdlse - (tdo * read.o + do * x.to).sum(-1)
+    rows, trows = dp * z + g[..., None], tdp * z + tg[..., None]
+    pair = back_through(node, x.read.own, (steps, ts), (p * rows, tp * rows + p * trows))
+    (ds, tds), extra = pair
+    transpose, weigh = WeighT(node.scale), ops.Weigh(node.scale)
+    tdq = add_up(run_op, *weigh.run(tds, given.k), apply(run_op, weigh, ds, moved.k))
+    tdk = add_up(
+        run_op,
+        *transpose.run(tds, given.q, given.k),
+        apply(run_op, transpose, ds, moved.q, given.k),
+    )
+    tdv = WeighT().run(tp * z, do, given.v)[0] + WeighT().run(p * z, tdo, given.v)[0]
+    tail: list[torch.Tensor | None] = [None for _ in given.mask]
+    if given.sinks is not None:
+        tsinks = torch.zeros_like(given.sinks) if moved.sinks is None else moved.sinks
+        tail += [sink_gradient_tangent((given.sinks, tsinks), (lse, x.tlse), (g, tg))]
+    tail += [None, None] if node.dropout else []
+    return [tdq, tdk, tdv, *extra, *tail]
+
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def back_through(
+    node: Attention,
+    own: Sequence[torch.Tensor],
+    scores: tuple[list[torch.Tensor], list[torch.Tensor]],
+    grads: Pair,
+) -> tuple[Pair, list[torch.Tensor | None]]:
+    """ds and tds of the products, from those of the masked scores; and the tangents of the
+    gradients of the modifiers' tensors. scores: as `push_scores` gives them."""
+    ds, tds = grads
+    extra: list[torch.Tensor | None] = []
+    steps = [
+        *zip(node.modifiers, node.split(own).modifiers, *scores_after(node, scores), strict=True)
+    ]
+    for modifier, data, s, t in reversed(steps):
+        extra = [*collected(modifier, tds, data), *extra]
+        back = Back(modifier)
+        results = back.run(s, ds, *data.values())
+        nothing = (None,) * len(data)
+        (tds,) = back.push(run_op, (s, ds, *data.values()), results, (t, tds, *nothing))
+        (ds,) = results
+    return (ds, tds), extra
+
+
+def scores_after(
+    node: Attention, scores: tuple[list[torch.Tensor], list[torch.Tensor]]
+) -> Iterator[list[torch.Tensor]]:
+    """The scores after each modifier, and their tangents."""
+    for each in scores:
+        yield each[1 : 1 + len(node.modifiers)]
+
+
+def collected(
+    modifier: Modifier, tds: torch.Tensor, data: dict[str, torch.Tensor]
+) -> list[torch.Tensor | None]:
+    """The tangent of the gradient of each tensor that a modifier reads."""
+    trained = modifier.trains
+    sums = dict(
+        zip(trained, Collect(modifier).run(tds, *data.values()) if trained else (), strict=True)
+    )
+    return [sums.get(name) for name in data]

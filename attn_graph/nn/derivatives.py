@@ -1,0 +1,54 @@
+"""The derivatives of a call as texts of plans, which the operators run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from attn_graph.ir.graph import Graph
+from attn_graph.ir.jvp import push_graph
+from attn_graph.ir.vjp import backward, residuals
+from attn_graph.plan import Plan
+from attn_graph.planner.content import write_plan
+from attn_graph.spec import TensorSpec
+
+Tensors = Sequence[Tensor]
+
+
+def with_residuals(graph: Graph) -> Graph:
+    """The graph, which also returns what its backward reads."""
+    more = tuple(i for i in residuals(graph) if i not in graph.outputs)
+    return Graph(graph.inputs, graph.eqns, graph.outputs + more)
+
+
+def write_gradient(
+    plan: Plan, tensors: Tensors, needs: Sequence[bool], given: Sequence[bool]
+) -> str:
+    """The text of a plan's gradient. tensors: as `attention_backward` takes them."""
+    count = len(needs)
+    cotangents = iter(tensors[count + len(residuals(plan.graph)) :])
+    specs = [TensorSpec.like(next(cotangents)) if each else None for each in given]
+    wants = [n for n, need in enumerate(needs) if need]
+    saved = [*map(TensorSpec.like, tensors[: count + len(residuals(plan.graph))])]
+    return write_like(plan, backward(plan.graph, wants, specs, saved))
+
+
+def write_tangents(plan: Plan, tangents: Mapping[int, Tensor], saves: bool) -> str:
+    """The text of a plan's forward mode. saves: whether what the backward reads is returned."""
+    graph = with_residuals(plan.graph) if saves else plan.graph
+    specs = [TensorSpec.like(t) for t in tangents.values()]
+    return write_like(plan, push_graph(graph, [*tangents], specs))
+
+
+def write_like(plan: Plan, graph: Graph) -> str:
+    """The text of a graph's plan with the target and options of another."""
+    _, *rest = plan.recipe[1]
+    return write_plan(graph, *rest)
+
+
+def select_moving(graph: Graph, tangents: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
+    """The tangents, without those of o and lse unless both are there."""
+    if graph.carried <= tangents.keys():
+        return tangents
+    return {n: t for n, t in tangents.items() if n not in graph.carried}

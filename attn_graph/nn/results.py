@@ -1,0 +1,67 @@
+"""What the operators return for a text."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import final
+
+from attrs import frozen
+
+from attn_graph.ir.attention import SAVED
+from attn_graph.ir.builder import statistic_names
+from attn_graph.ir.graph import Graph
+from attn_graph.ir.vjp import residuals
+from attn_graph.planner.content import MOST_TEXTS, CallContent, PlanContent, read_content
+
+
+@final
+@frozen
+class Results:
+    """What `attention` returns: what a call does, then what the backward reads beside that.
+
+    count: how many a call returns. saved: the places of all that the backward reads. constants:
+    the places of those that have no gradient.
+    """
+
+    count: int
+    saved: tuple[int, ...]
+    constants: tuple[int, ...] = ()
+
+    @classmethod
+    def of_graph(cls, graph: Graph) -> Results:
+        """Of a plan's graph."""
+        known, outputs = graph.differentiable_outputs, graph.outputs
+        kept = residuals(graph)
+        every = outputs + tuple(i for i in kept if i not in outputs)
+        constants = tuple(place for place, i in enumerate(outputs) if i not in known)
+        return cls(len(outputs), tuple(map(every.index, kept)), constants)
+
+    @classmethod
+    def of_call(cls, content: CallContent) -> Results:
+        """Of a call without a plan."""
+        names = ("o", *statistic_names(content.stats))
+        every = names if "lse" in names else (*names, "lse")
+        constants = tuple(place for place, name in enumerate(names) if name not in SAVED)
+        return cls(len(names), tuple(map(every.index, SAVED)), constants)
+
+
+@lru_cache(MOST_TEXTS)
+def restore_graph(text: str) -> tuple[PlanContent, Graph]:
+    """A plan's text as a value, and its graph."""
+    content = read_content(text)
+    assert isinstance(content, PlanContent)
+    return content, content.restore()[0]
+
+
+@lru_cache(MOST_TEXTS)
+def results_of(text: str) -> Results:
+    """What the op returns for a text."""
+    content = read_content(text)
+    if isinstance(content, CallContent):
+        return Results.of_call(content)
+    return Results.of_graph(restore_graph(text)[1])
+
+
+def is_plan(text: str) -> bool:
+    """Whether a text is that of a plan, not of a call without one."""
+    return isinstance(read_content(text), PlanContent)

@@ -1,0 +1,453 @@
+"""Forward mode on tiles, by matrix products: tangents of an attention, and of its gradient.
+
+Beside each block of scores lies the block of its tangents. Products, places, masks and dropout are
+those of `product_tiles`; no more than some tiles of scores ever exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import final
+
+import torch
+from attrs import frozen
+
+from attn_graph.ir.attention import Operands
+from attn_graph.ir.modifiers import MODIFIERS, Modifier, back_
+from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp, GradientTangents
+from attn_graph.kernels import products
+from attn_graph.kernels.merging import sink_
+from attn_graph.lowering.cpu.product_slots import packs
+from attn_graph.lowering.cpu.product_tiles import Here, ProductTiles
+from attn_graph.lowering.problem import Problem
+from attn_graph.machine.workspace import Buffer, Scratch
+from attn_graph.masks.places import Place
+from attn_graph.spec import INF, TensorSpec
+
+TRACED = 8  # blocks of scores, at most, that PyTorch holds while it differentiates a step
+ADDED = 3  # the same of a step's own tangent: the block, its distances, their product
+Tensors = Mapping[str, torch.Tensor]
+Maybe = torch.Tensor | None
+
+
+@final
+@frozen
+class TangentTiles:
+    """The tiles of an AttentionJvp or an AttentionGradJvp. tiles: of what it is the tangent of.
+
+    moved: how the tangent of each operand of the attention lies; None for those without.
+    """
+
+    op: AttentionJvp | AttentionGradJvp
+    tiles: ProductTiles
+    moved: tuple[TensorSpec | None, ...]
+
+    @classmethod
+    def plan(cls, op: AttentionJvp | AttentionGradJvp, specs: Sequence[TensorSpec]) -> TangentTiles:
+        """specs: those of the operands, in their order."""
+        if isinstance(op, AttentionJvp):
+            own, moved = op.split(specs)
+            return cls(op, ProductTiles.plan(Problem(op.attention, own)), moved)
+        read = tuple(specs[: len(op.grad.ranks)])
+        tiles = ProductTiles.plan(Problem(op.grad.attention, read, op.grad))
+        return cls(op, tiles, op.split(specs).own)
+
+    @property
+    def problem(self) -> Problem:
+        """The attention, or the gradient, that is differentiated."""
+        return self.tiles.problem
+
+    @cached_property
+    def buffers(self) -> dict[str, Buffer]:
+        """The scratch buffers, by name."""
+        p, wide, tiles = self.problem, self.problem.wide, self.tiles
+        rows = tiles.batch * tiles.groups * tiles.r * tiles.rows
+        block = Buffer((rows * tiles.reach,), wide)
+        buffers = {name: x for name, x in tiles.buffers.items() if name != "weights"}
+        for name, spec in zip("kv", self.moved[1:3], strict=True):
+            if spec is not None and packs(spec, p):
+                buffers[f"t{name}"] = Buffer(spec.shape, wide)
+        buffers |= {"ts": block, "tq": Buffer((rows * p.D,), wide)}
+        buffers |= {"to": Buffer((rows * p.E,), wide), "mu": Buffer((rows,), wide)}
+        steps = [i for i, m in enumerate(p.node.modifiers) if not m.additive]
+        buffers |= {f"step{i}": block for i in steps if i == 0 or p.grad is not None}
+        if any(i or tiles.cap is None for i in steps):
+            buffers["scrap"] = block
+        if p.grad is not None:
+            buffers |= {f"tstep{i}": block for i in steps} | {"tds": block, "pu": block}
+            buffers |= {"tdo": buffers["do"], "tdelta": Buffer((rows,), wide)}
+        return buffers
+
+    @cached_property
+    def scratch(self) -> Scratch:
+        """The same side by side."""
+        return Scratch(tuple(self.buffers.values()))
+
+    @property
+    def temporary(self) -> int:
+        """Bytes that PyTorch allocates beside the workspace, at most."""
+        tiles, p = self.tiles, self.problem
+        rows = tiles.batch * tiles.groups * tiles.r * tiles.rows
+        traced = any(type(m) not in MODIFIERS for m in p.node.modifiers)
+        blocks = (TRACED if traced else 0) + (ADDED if p.node.modifiers else 0)
+        vectors = 8 * (rows + p.H) * p.wide.itemsize if p.node.sinks else 0
+        return tiles.temporary + rows * tiles.reach * (1 + blocks * p.wide.itemsize) + vectors
+
+    def summary(self) -> str:
+        """How it runs, for `explain`."""
+        return f"tangents by {self.tiles.summary()}"
+
+    def run(self, operands: Sequence[torch.Tensor], scratch: Tensors) -> Sequence[torch.Tensor]:
+        """The results of the op, in the order of their names."""
+        if isinstance(self.op, AttentionJvp):
+            return self.push(*self.op.split(operands), scratch)
+        return self.push_gradient(self.op, self.op.split(operands), scratch)
+
+    def pack(self, own: Sequence[Maybe], scratch: Tensors, before: str = "") -> list[Maybe]:
+        """k and v, or their tangents, as products read them. before: of the names of buffers."""
+        named = zip((f"{before}k", f"{before}v"), own[1:3], strict=True)
+        return [
+            scratch[name].copy_(x) if x is not None and name in scratch else x for name, x in named
+        ]
+
+    def push(
+        self, own: Sequence[torch.Tensor], moved: Sequence[Maybe], scratch: Tensors
+    ) -> tuple[torch.Tensor, ...]:
+        """The results of the attention and their tangents."""
+        p, given = self.problem, self.problem.node.split(own)
+        moves = Moves(
+            *self.pack(own, scratch), *self.pack(moved, scratch, "t"), p.node.split(moved)
+        )  # type: ignore[arg-type]  # k and v are there
+        device, shape = given.q.device, (p.B, p.H, p.M)
+        stats = (*p.node.stats, "tlse")
+        results = {"o": p.new_o(device), "to": p.new_o(device)}
+        results |= {n: torch.empty(shape, dtype=p.wide, device=device) for n in stats}
+        for here in self.tiles.visits(given, scratch):
+            rows = {name: here.slot.rows(x) for name, x in results.items()}
+            attend(here, moves, rows)
+        return tuple(results[name] for name in self.op.names)
+
+    def push_gradient(
+        self, op: AttentionGradJvp, x: GradientTangents[torch.Tensor], scratch: Tensors
+    ) -> list[torch.Tensor]:
+        """The tangents of the wanted gradients."""
+        p, own = self.problem, x.read.own
+        given = p.node.split(own)
+        moves = Moves(
+            *self.pack(own, scratch), *self.pack(x.own, scratch, "t"), p.node.split(x.own)
+        )  # type: ignore[arg-type]  # as above
+        sums = Sums(
+            torch.empty(given.q.shape, dtype=p.dtype, device=given.q.device),
+            *(
+                scratch[name].zero_()
+                if (name := f"d{letter}") in scratch
+                else torch.zeros_like(t, memory_format=torch.contiguous_format)
+                for letter, t in zip("kv", own[1:3], strict=True)
+            ),
+            self.tiles.totals(given),
+            None if given.sinks is None else torch.zeros_like(given.sinks, dtype=p.wide),
+        )
+        for here in self.tiles.visits(given, scratch):
+            push_back(here, moves, x, sums)
+        found = {0: sums.dq, 1: sums.dk.to(p.dtype), 2: sums.dv.to(p.dtype)}
+        found |= self.tiles.collected(given, sums.totals)
+        if given.sinks is not None and sums.sinks is not None:
+            found[p.node.roles.index("sinks")] = sums.sinks.to(given.sinks.dtype)
+        return [found[i] for i, wanted in enumerate(op.grad.wants) if wanted]
+
+
+@final
+@frozen(eq=False)
+class Moves:
+    """k and v and their tangents as products read them, and the tangents of all operands."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    tk: Maybe
+    tv: Maybe
+    given: Operands[Maybe]
+
+
+@final
+@frozen(eq=False)
+class Sums:
+    """Tangents of gradients, to which each tile adds its share."""
+
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+    totals: list[dict[str, torch.Tensor]]
+    sinks: Maybe
+
+
+def push_scores(here: Here, moves: Moves, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The modified and masked scores [n,L,S], and their tangents, 0 where masked."""
+    node, ts, moved = here.tiles.problem.node, here.room("ts", here.slot.keys), moves.given
+    if moved.q is None and moves.tk is None:
+        ts.zero_()
+    if moved.q is not None:
+        tq = here.load("tq", moved.q)
+        products.scores_(ts, tq, here.keys_of(moves.k), node.scale)
+    if moves.tk is not None:
+        beta = int(moved.q is not None)
+        products.scores_(ts, q, here.keys_of(moves.tk), node.scale, beta)
+    s = here.multiply(q, moves.k)
+    for i, modifier in enumerate(node.modifiers):
+        push_step(here, i, modifier, s, ts, moved.modifiers[i])
+        if f"tstep{i}" in here.scratch:
+            here.room(f"tstep{i}", here.slot.keys).copy_(ts)
+    here.mask_(s)
+    if any(m.hides for m in node.modifiers):
+        ts.masked_fill_(s == -INF, 0.0)
+    else:
+        for at, part in here.slot.mixed:
+            piece = slice(at, at + len(part))
+            ts[..., piece].masked_fill_(s[..., piece] == -INF, 0.0)
+    return s, ts
+
+
+def push_step(
+    here: Here, i: int, modifier: Modifier, s: torch.Tensor, ts: torch.Tensor,
+    moved: Mapping[str, Maybe],
+) -> None:  # fmt: skip
+    """Take the scores, and their tangents, through a modifier, in their memory."""
+    keys, data = here.slot.keys, here.given.modifiers[i]
+    if i == 0 and here.tiles.cap is not None:
+        products.cap_back_(ts, here.room("step0", keys))
+        return
+    here.change_(i, s)
+    if f"step{i}" in here.scratch:
+        here.room(f"step{i}", keys).copy_(s)
+    copy = None if modifier.additive else here.room("scrap", keys).copy_(s)
+    tangents = {name: t for name, t in moved.items() if t is not None}
+    for (part, piece), each in zip(here.pieces(ts), pieces_of(here, copy), strict=True):
+        at = here.place(part).reading(data)
+        if each is not None:
+            back_(modifier, piece, each, at)
+        if tangents:
+            spread_(modifier, piece, tangents, at)
+
+
+def spread_(modifier: Modifier, ts: torch.Tensor, tangents: Tensors, at: Place) -> None:
+    """Add what tangents of a step's tensors add to ts, in its memory."""
+    moved = modifier.spread(ts, tangents, at)
+    if moved is not ts:
+        ts.copy_(moved)
+
+
+def pieces_of(here: Here, s: Maybe) -> Iterator[Maybe]:
+    """Each part of a block of scores, or None for each part where there is none."""
+    if s is None:
+        yield from (None for _ in here.slot.tile.parts)
+    else:
+        yield from (piece for _, piece in here.pieces(s))
+
+
+def attend(here: Here, moves: Moves, results: Tensors) -> None:
+    """Fill this tile's rows of the results and of their tangents, by name."""
+    E = here.tiles.problem.E
+    o, to = here.room("o", E), here.room("to", E)
+    lse, mu = here.room("lse", 1), here.room("mu", 1)
+    if here.slot.tile.parts:
+        softmax(here, moves, (o, to), (lse, mu), results)
+    else:
+        for x in (o, to, mu):
+            x.zero_()
+        lse.fill_(-INF)
+        here.take_statistics(o.new_empty((*results["lse"].shape, 0)), results)
+    if here.given.sinks is not None:
+        push_sinks(here, moves.given.sinks, (o, to), (lse, mu))
+    to.addcmul_(o, mu, value=-1)
+    results["o"].copy_(here.heads(o))
+    results["to"].copy_(here.heads(to))
+    results["lse"].copy_(here.heads(lse)[..., 0])
+    results["tlse"].copy_(here.heads(mu)[..., 0])
+
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def softmax(here: Here, moves: Moves, outs: Pair, stats: Pair, results: Tensors) -> None:
+    """o [n,L,E] and sum_j p z (ts v + tv); lse [n,L,1] and sum_j p ts; without sinks."""
+    (o, to), (lse, mu), total = outs, stats, here.room("total", 1)
+    s, ts = push_scores(here, moves, here.load("q", here.given.q))
+    here.take_statistics(here.heads(s), results)
+    products.softmax_(s, lse, total)
+    ts.mul_(s)
+    torch.sum(ts, -1, keepdim=True, out=mu)
+    if here.tiles.problem.node.dropout:
+        here.dropped_(s, ts)
+    values = here.keys_of(moves.v)
+    products.weigh_(o, s, values)
+    products.weigh_(to, ts, values)
+    if moves.tv is not None:
+        products.weigh_(to, s, here.keys_of(moves.tv), beta=1)
+    for x in (o, to, mu):
+        x.div_(total)
+
+
+def push_sinks(here: Here, moved: Maybe, outs: Pair, stats: Pair) -> None:
+    """Join sinks, and their tangents where they have some."""
+    (o, to), (lse, mu) = outs, stats
+    heads = slice(here.slot.heads.start, here.slot.heads.stop)
+    sinks, three = here.given.sinks, here.heads(lse)[..., 0]
+    assert sinks is not None
+    before = three.clone()
+    sink_(here.heads(o), three, sinks[heads])
+    least = torch.finfo(lse.dtype).min
+    kept = torch.exp(before - three.clamp(min=least))
+    here.heads(to).mul_(kept[..., None])
+    here.heads(mu)[..., 0].mul_(kept)
+    if moved is not None:
+        wide = sinks[heads].to(lse.dtype)[:, None]
+        shares = torch.exp(wide - three.clamp(min=least))
+        here.heads(mu)[..., 0].addcmul_(shares, moved[heads].to(lse.dtype)[:, None])
+
+
+def push_back(here: Here, moves: Moves, x: GradientTangents[torch.Tensor], sums: Sums) -> None:
+    """Add this tile's share of every tangent, by the formulas of AttentionGradJvp."""
+    lse, mu = here.room("lse", 1), here.room("mu", 1)
+    here.heads(lse).copy_(here.slot.rows(x.read.lse)[..., None])
+    here.heads(mu).copy_(here.slot.rows(x.tlse)[..., None])
+    here.clear(mu)
+    surplus = find_surplus(here, x)
+    if sums.sinks is not None:
+        add_sinks(here, moves.given.sinks, surplus, sums.sinks)
+    if not here.slot.tile.parts:
+        here.slot.rows(sums.dq).zero_()
+        return
+    q = here.load("q", here.given.q)
+    p, u = push_scores(here, moves, q)
+    products.exp_(p, lse)
+    u.sub_(mu)
+    ds, tds = pull_weights(here, moves, x, (p, u), surplus)
+    pu = here.room("pu", here.slot.keys)
+    if here.tiles.problem.node.dropout:
+        here.dropped_(p, pu)
+    dv = here.keys_of(sums.dv)
+    if x.read.do is not None:
+        products.add_transposed_(dv, pu, here.room("do", here.tiles.problem.E))
+    if x.tdo is not None:
+        products.add_transposed_(dv, p, here.room("tdo", here.tiles.problem.E))
+    back_through(here, ds, tds, sums.totals)
+    pull_products(here, moves, (q, ds, tds), sums)
+
+
+def find_surplus(here: Here, x: GradientTangents[torch.Tensor]) -> Pair:
+    """delta - dlse and its tangent, [n,L,1]; and do and tdo in their rooms, 0 in blind rows."""
+    E, delta, tdelta = here.tiles.problem.E, here.room("delta", 1), here.room("tdelta", 1)
+    read, pairs = x.read, ((delta, x.read.dlse), (tdelta, x.tdlse))
+    for each in (delta, tdelta):
+        each.zero_()
+    o, products_of = here.load("o", read.o), here.room("to", E)
+    if read.do is not None:
+        do = here.clear(here.load("do", read.do))
+        to = here.clear(here.load("to", x.to)).mul_(do)
+        torch.sum(to, -1, keepdim=True, out=tdelta)
+        torch.sum(torch.mul(do, o, out=products_of), -1, keepdim=True, out=delta)
+    if x.tdo is not None:
+        tdo = here.clear(here.load("tdo", x.tdo))
+        tdelta.add_(torch.mul(tdo, o, out=products_of).sum(-1, keepdim=True))
+    for each, cotangent in pairs:
+        if cotangent is not None:
+            here.heads(each).sub_(here.slot.rows(cotangent)[..., None])
+            here.clear(each)
+    return delta, tdelta
+
+
+def add_sinks(here: Here, moved: Maybe, surplus: Pair, total: torch.Tensor) -> None:
+    """Add sum_bi exp(sinks - lse) ((tsinks - tlse) g + tg), g being minus the surplus."""
+    heads = slice(here.slot.heads.start, here.slot.heads.stop)
+    lse, mu = (here.heads(here.room(name, 1))[..., 0] for name in ("lse", "mu"))
+    g, tg = (here.heads(x)[..., 0] for x in surplus)
+    sinks = here.given.sinks
+    assert sinks is not None
+    shares = torch.exp(sinks[heads].to(lse.dtype)[:, None] - lse)
+    shares.masked_fill_(lse == -INF, 0.0)
+    moves = -mu if moved is None else moved[heads].to(lse.dtype)[:, None] - mu
+    total[heads] -= shares.mul_(moves.mul_(g).add_(tg)).sum((0, 2))
+
+
+def pull_weights(
+    here: Here, moves: Moves, x: GradientTangents[torch.Tensor], weights: Pair, surplus: Pair
+) -> Pair:
+    """ds = p g and tds = p u g + p tg, of the masked scores; p u in its room."""
+    keys, (p, u) = here.slot.keys, weights
+    ds, tds = here.room("ds", keys), here.room("tds", keys)
+    values, E = here.keys_of(moves.v), here.tiles.problem.E
+    for block, cotangent, name in ((ds, x.read.do, "do"), (tds, x.tdo, "tdo")):
+        if cotangent is None:
+            block.zero_()
+        else:
+            products.scores_(block, here.room(name, E), values, 1.0)
+    if x.read.do is not None and moves.tv is not None:
+        products.scores_(tds, here.room("do", E), here.keys_of(moves.tv), 1.0, beta=1)
+    if here.tiles.problem.node.dropout:
+        here.dropped_(ds, tds)
+    pu = torch.mul(p, u, out=here.room("pu", keys))
+    for block, each in zip((ds, tds), surplus, strict=True):
+        block.sub_(each)
+    tds.mul_(p).addcmul_(pu, ds)
+    return ds.mul_(p), tds
+
+
+def back_through(
+    here: Here, ds: torch.Tensor, tds: torch.Tensor, totals: Sequence[Mapping[str, torch.Tensor]]
+) -> None:
+    """ds and tds of the last step -> those of the products, with the modifiers' gradients."""
+    keys, cap = here.slot.keys, here.tiles.cap
+    for i, modifier in reversed([*enumerate(here.tiles.problem.node.modifiers)]):
+        if modifier.additive:
+            for part, piece in here.pieces(tds) if totals[i] else ():
+                modifier.collect(
+                    totals[i], piece, here.place(part).reading(here.given.modifiers[i])
+                )
+            continue
+        s, t = here.room(f"step{i}", keys), here.room(f"tstep{i}", keys)
+        if i == 0 and cap is not None:
+            products.bend_cap_(t, ds, s, cap)
+            products.cap_back_(tds, s)
+            products.cap_back_(ds, s)
+            tds.add_(t)
+        else:
+            bend_step(here, i, modifier, (ds, tds), (s, t), totals[i])
+
+
+def bend_step(
+    here: Here, i: int, modifier: Modifier, grads: Pair, steps: Pair,
+    totals: Mapping[str, torch.Tensor],
+) -> None:  # fmt: skip
+    """The same through one modifier that is not additive, from its results and their tangents."""
+    (ds, tds), (s, t) = grads, steps
+    hidden = s == -INF if here.tiles.restores[i] else None
+    copy = here.room("scrap", here.slot.keys).copy_(s)
+    blocks = [(piece for _, piece in here.pieces(x)) for x in (ds, tds, s, t, copy)]
+    for part, one, two, result, moved, again in zip(here.slot.tile.parts, *blocks, strict=True):
+        at = here.place(part).reading(here.given.modifiers[i])
+        if totals:
+            modifier.collect(totals, two, at)
+        bent = modifier.bend(one, moved, result, at)
+        back_(modifier, two, again, at)
+        if bent is not None:
+            two.add_(bent)
+        back_(modifier, one, result, at)
+    if hidden is not None:
+        for x in (ds, tds):
+            x.masked_fill_(hidden, 0.0)
+
+
+def pull_products(
+    here: Here, moves: Moves, blocks: tuple[torch.Tensor, torch.Tensor, torch.Tensor], sums: Sums
+) -> None:
+    """tdq = scale (tds k + ds tk), and tdk = scale (tds^T q + ds^T tq), which is added up."""
+    (q, ds, tds), scale = blocks, here.tiles.problem.node.scale
+    dq = here.room("dq", q.shape[2])
+    products.weigh_(dq, tds, here.keys_of(moves.k), scale)
+    if moves.tk is not None:
+        products.weigh_(dq, ds, here.keys_of(moves.tk), scale, beta=1)
+    here.slot.rows(sums.dq).copy_(here.heads(dq))
+    dk = here.keys_of(sums.dk)
+    products.add_transposed_(dk, tds, q, scale)
+    if moves.given.q is not None:
+        products.add_transposed_(dk, ds, here.room("tq", q.shape[2]), scale)

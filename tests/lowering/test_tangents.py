@@ -1,0 +1,104 @@
+"""Forward mode and second derivatives on tiles agree with PyTorch's derivatives of the formula."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import attn_graph as ag
+from attn_graph.ir.jvp import tangent_spec
+from attn_graph.machine.tensors import copy_laid_as
+from attn_graph.spec import FLOATS
+from attn_graph.testing.strategies import graphs, seeds
+from attn_graph.testing.tangents import (
+    Directions,
+    expect_gradient_tangents,
+    expect_tangents,
+)
+from attn_graph.testing.tensors import tensors_for
+
+CPU = ag.Target.of("cpu")
+Tensor = torch.Tensor
+
+
+def subset(graph: ag.Graph, seed: int) -> tuple[str, ...]:
+    """Some of the floating inputs, at least one."""
+    names = [i.name for i in graph.inputs if i.spec.dtype in FLOATS]
+    chosen = tuple(name for n, name in enumerate(names) if seed >> n & 1)
+    return chosen or tuple(names)
+
+
+def draw_moves(graph: ag.Graph, names: Sequence[str], seed: int) -> dict[str, Tensor]:
+    """Tangents of some inputs, laid out as they are declared."""
+    random = torch.Generator().manual_seed(seed)
+    specs = {i.name: tangent_spec(i.spec) for i in graph.inputs if i.name in names}
+    return {
+        name: copy_laid_as(torch.randn(x.shape, generator=random).to(x.dtype), x)
+        for name, x in specs.items()
+    }
+
+
+def only_derived(graph: ag.Graph) -> ag.Graph:
+    """The same attention, which returns o and lse."""
+    fused = ag.vjp(graph)[0]
+    first = len(fused.inputs)
+    return ag.Graph(fused.inputs, fused.eqns, (first, first + 1))
+
+
+@given(graph=graphs(), seed=seeds)
+def test_tangents_agree_with_the_formula(graph: ag.Graph, seed: int) -> None:
+    tensors = tensors_for(graph, seed)
+    attention = only_derived(graph)
+    names = subset(graph, seed)
+    moves = draw_moves(graph, names, seed)
+    plan = ag.compile(ag.jvp(attention, names), target=CPU)
+    results = plan(*tensors, *moves.values())
+    plain = ag.compile(attention, target=CPU, backends=("math",))(*tensors)
+    for x, due in zip(results, plain, strict=False):
+        assert ag.TensorSpec.like(x) == ag.TensorSpec.like(due)
+    for x, due in zip(results[2:], expect_tangents(attention, tensors, moves), strict=True):
+        due.check(x)
+
+
+@given(graph=graphs(), seed=seeds, given_too=st.booleans())
+def test_tangents_of_gradients_agree_with_the_formula(
+    graph: ag.Graph, seed: int, given_too: bool
+) -> None:
+    tensors, attention = tensors_for(graph, seed), only_derived(graph)
+    names = subset(graph, seed)
+    moves = draw_moves(graph, names, seed)
+    o, lse, to, tlse = ag.compile(ag.jvp(attention, names), target=CPU)(*tensors, *moves.values())
+    random = torch.Generator().manual_seed(seed)
+    do, tdo, dlse, tdlse = (
+        torch.empty_like(x).copy_(torch.randn(x.shape, generator=random)) for x in (o, o, lse, lse)
+    )
+    _, backward = ag.vjp(attention)
+    saved, moved = ("o", "lse"), {**moves, "o": to, "lse": tlse}
+    named = {
+        **moves,
+        **({x: moved[x] for x in saved} if given_too else {}),
+        "do": tdo,
+        "dlse": tdlse,
+    }
+    graph_of = ag.jvp(backward, tuple(named))
+    results = ag.compile(graph_of, target=CPU)(*tensors, o, lse, do, dlse, *named.values())
+    due = expect_gradient_tangents(attention, tensors, Directions(moves, do, dlse, tdo, tdlse))
+    half = len(graph_of.outputs) // 2
+    for x, each in zip(results[half:], due.values(), strict=True):
+        each.check(x)
+
+
+X = ag.TensorSpec((1, 2, 8, 4), torch.float32)
+
+
+@pytest.mark.parametrize("backend", [b.name for b in ag.BACKENDS if b.name != "math"])
+def test_the_other_backends_say_that_they_compute_no_tangents(backend: str) -> None:
+    target = "cpu" if backend == "torch_sdpa" else "h200"
+    forward, backward = ag.vjp(ag.attention(X, X, X))
+    for graph in (ag.jvp(forward), ag.jvp(backward), ag.vjp(backward)[1]):
+        with pytest.raises(ag.NoBackendError, match="computes no tangents"):
+            ag.compile(graph, target=target, backends=(backend,))
