@@ -13,8 +13,9 @@ import pytest
 
 import attn_graph as ag
 from attn_graph import testing
+from attn_graph.nn.tracing import KEEPS_CONSTANTS
 from tests.support.sources import ROOT, load_file
-from tests.support.tracing import KEEPS_CONSTANTS, WHY
+from tests.support.tracing import WHY
 
 WRITER = load_file(ROOT / "docs" / "generate" / "__main__.py")
 BLOCK = re.compile(r"```python\n(.*?)```\n(?:```text\n(.*?)```)?", re.DOTALL)

@@ -26,8 +26,10 @@ def test_code_compiles_with_a_call_in_it_whichever_torch_this_is() -> None:
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         o = plan(2 * q, k, v)
+        windowed = attention(q, k, v, mask=ag.Causal() & ag.Window(4))
         assert isinstance(o, torch.Tensor)
-        return o + attention(q, k, v, mask=ag.Causal() & ag.Window(4)).exp()
+        assert isinstance(windowed, torch.Tensor)
+        return o + windowed.exp()
 
     torch._dynamo.reset()
     outputs = [run(*leaves) for run in (torch.compile(attend, backend="aot_eager"), attend)]
