@@ -16,7 +16,7 @@ TRITONS ?= 3.6.0 3.7.1 3.9.0
 CUDNNS ?= 9.19.0.56
 PLANNED := tests/lowering/test_cudnn_grid.py
 
-.PHONY: venv demo test slow deep mutants tritons kernel-report cudnns cudnn-report lint docs bench clean
+.PHONY: venv demo test slow deep mutants tritons kernel-report cudnns cudnn-report lint docs bench gpu clean
 
 venv: .venv/installed
 
@@ -103,6 +103,11 @@ docs: venv
 bench: venv
 	$(BIN)/python -m benchmarks.cpu
 
+# On a machine with a GPU, by its own Python, torch and triton, without a network: WHEELS is a
+# folder with what it lacks. The same command goes on after an interruption; ITEMS names some.
+gpu:
+	$(PYTHON) -m benchmarks.gpu $(WHEELS:%=--wheels %) $(OUT:%=--out %) $(ITEMS)
+
 clean:
-	rm -rf build dist site *.egg-info htmlcov .coverage* .hypothesis .*_cache .tritons .cudnns
+	rm -rf build dist site *.egg-info htmlcov .coverage* .hypothesis .*_cache .tritons .cudnns .gpu
 	find . -path ./.venv -prune -o -name __pycache__ -exec rm -rf {} +

@@ -31,6 +31,7 @@ from attn_graph.lowering.triton.tile_lists import list_ahead
 from attn_graph.nn.functional import attention, scaled_dot_product_attention
 from benchmarks.timing import Job, microseconds, microseconds_in_turn, save, seconds
 
+CPU = torch.device("cpu")
 SDPA = "F.scaled_dot_product_attention"
 
 
@@ -54,32 +55,39 @@ def measure_rows() -> list[dict[str, Any]]:
     ]
 
 
-def make_forms() -> dict[str, Callable[..., Any]]:
+def make_forms(
+    place: torch.device = CPU, dtype: torch.dtype = torch.float32
+) -> dict[str, Callable[..., Any]]:
     """What calls attention: PyTorch's function, plans, and ours of tensors."""
-    spec = ag.TensorSpec((1, 1, 1, 64), torch.float32)
+    spec, target = ag.TensorSpec((1, 1, 1, 64), dtype), ag.Target.here(place)
+    lengths = torch.ones(1, dtype=torch.int32, device=place)
     return {
         SDPA: F.scaled_dot_product_attention,
-        "plan(q, k, v)": ag.compile(ag.attention(spec, spec, spec)),
-        "plan(q, k, v) with lse": ag.compile(ag.attention(spec, spec, spec, stats=True)),
+        "plan(q, k, v)": ag.compile(ag.attention(spec, spec, spec), target=target),
+        "plan(q, k, v) with lse": ag.compile(
+            ag.attention(spec, spec, spec, stats=True), target=target
+        ),
         "attention(q, k, v)": attention,
         "attention(q, k, v, mask=, kv_lengths=)": partial(
-            attention, mask=ag.Causal(), kv_lengths=torch.tensor([1])
+            attention, mask=ag.Causal(), kv_lengths=lengths
         ),
         "our scaled_dot_product_attention": scaled_dot_product_attention,
     }
 
 
-def call_rows() -> list[dict[str, Any]]:
+def call_rows(
+    place: torch.device = CPU, dtype: torch.dtype = torch.float32
+) -> list[dict[str, Any]]:
     """Eager calls beside PyTorch's own: without gradient, recorded by autograd, and both passes."""
-    tensors = [torch.randn(1, 1, 1, 64) for _ in "qkv"]
+    tensors = [torch.randn(1, 1, 1, 64, device=place).to(dtype) for _ in "qkv"]
     leaves: list[Any] = [t.clone().requires_grad_() for t in tensors]
-    do = torch.ones(1, 1, 1, 64)
+    do = torch.ones(1, 1, 1, 64, dtype=dtype, device=place)
 
     def train(attend: Callable[..., Any]) -> object:
         o = attend(*leaves)
         return torch.autograd.grad(o[0] if isinstance(o, tuple) else o, leaves, do)
 
-    forms = make_forms()
+    forms = make_forms(place, dtype)
     return [
         *rows_beside("", {n: partial(f, *tensors) for n, f in forms.items()}, 4),
         *rows_beside(", requires_grad", {n: partial(f, *leaves) for n, f in forms.items()}, 15),

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch._C import _AutoDispatchBelowAutograd
 from torch._functorch.utils import enable_single_level_autograd_function
-from torch._library.opaque_object import MemberType, register_opaque_type
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
@@ -40,12 +39,12 @@ from attn_graph.machine.flop_counters import formulas
 from attn_graph.machine.likeness import OWN_CLASSES
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import switches_that_count
-from attn_graph.masks import Mask
 from attn_graph.nn.batching import Mapped, map_call
 from attn_graph.nn.calls import OPTIONS, make_graph, new_plan
 from attn_graph.nn.derivatives import select_moving, write_gradient, write_tangents
 from attn_graph.nn.flops import count_flops, count_gradient_flops
 from attn_graph.nn.results import is_plan, restore_graph, results_of
+from attn_graph.nn.tracing import register_masks
 from attn_graph.plan import Plan
 from attn_graph.planner.content import MOST_TEXTS, OWN, CallContent, PlanContent, read_content
 from attn_graph.spec import (
@@ -478,6 +477,4 @@ formulas[torch.ops.attn_graph.attention] = forward_flops
 formulas[torch.ops.attn_graph.attention_backward] = backward_flops
 OP = torch.ops.attn_graph.attention.default
 OP_BACKWARD = torch.ops.attn_graph.attention_backward.default
-# So masks may be written inside of compiled code: they are made while it is traced.
-METHODS = ("__and__", "__or__", "__invert__", "aligned")
-register_opaque_type(Mask, typ="value", members=dict.fromkeys(METHODS, MemberType.USE_REAL))
+register_masks()

@@ -22,6 +22,7 @@ from transformers import DynamicCache, StaticCache
 from attn_graph.integrations import transformers as integration
 from attn_graph.nn.functional import attention
 from tests.support.models import FAMILIES, LAYERS, ROUGH, VOCABULARY, Model
+from tests.support.tracing import traces
 
 QUICK = ("Llama", "Gemma 2")  # the others are marked slow
 LENGTHS = (24, 17)  # tokens
@@ -436,12 +437,14 @@ def check_compiled(name: str, backend: str, steps: int = 2) -> None:
     assert counter.frame_count == 1
 
 
+@traces
 def test_a_model_is_compiled_whole() -> None:
     check_compiled("Llama", "eager", steps=20)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
+@traces
 def test_a_model_of_each_family_is_compiled_whole(name: str) -> None:
     check_compiled(name, "aot_eager")
 
@@ -456,6 +459,7 @@ def whole_by_inductor(model: Model, inputs: list[Inputs]) -> Tensor:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Inductor imports
+@traces
 def test_inductor_compiles_a_model() -> None:
     """It fuses what is around attention, so it is near, and not the same."""
     check_model("Llama", whole_by_inductor, draw_inputs("Llama", (24, 24)))
@@ -463,6 +467,7 @@ def test_inductor_compiles_a_model() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("use_cache", [True, False])  # without, masks are told of packing
+@traces
 def test_lengths_become_symbols(use_cache: bool) -> None:
     model, counter = model_of("Gemma 3", "attn_graph"), CompileCounterWithBackend("eager")
     torch.compiler.reset()
@@ -476,6 +481,7 @@ def test_lengths_become_symbols(use_cache: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
+@traces
 def test_a_decode_step_is_compiled_once(cache: str) -> None:
     model, counter = model_of("Mistral", "attn_graph"), CompileCounterWithBackend("eager")
     torch.compiler.reset()

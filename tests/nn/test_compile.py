@@ -24,12 +24,14 @@ from torch.utils.checkpoint import (
 import attn_graph as ag
 from attn_graph.nn.functional import attention, scaled_dot_product_attention
 from tests.support.sources import ROOT, load_file
+from tests.support.tracing import traces
 
 CPU = ag.Target.of("cpu")
 X = ag.TensorSpec((2, 4, 16, 8), torch.float32)
 Attend = Callable[..., Any]
 
-pytestmark = [  # of torch's own, while it compiles
+pytestmark = [  # and warnings of torch's own, while it compiles
+    traces,
     pytest.mark.filterwarnings("ignore:.*does not support code generation for complex:UserWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
 ]

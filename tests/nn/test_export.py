@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import attn_graph as ag
 from attn_graph.nn.functional import attention, scaled_dot_product_attention
 from tests.support.sources import ROOT
+from tests.support.tracing import traces
 
 CPU = ag.Target.of("cpu")
 pytestmark = [  # of torch's own
@@ -66,7 +67,7 @@ def stored(program: torch.export.ExportedProgram) -> io.BytesIO:
     return file
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=traces)])
 @pytest.mark.parametrize("kind", [Call, Planned])
 def test_an_exported_program_comes_back_from_a_file(kind: type[nn.Module], strict: bool) -> None:
     module = kind()
@@ -105,6 +106,7 @@ def check_elsewhere(file: Path, tensors: tuple[Tensor, ...], due: Tensor) -> Non
     subprocess.run(program, check=True, cwd=ROOT)
 
 
+@traces
 def test_another_process_runs_what_was_exported(tmp_path: Path) -> None:
     file, tensors = tmp_path / "model.bin", inputs(21)
     file.write_bytes(stored(exported(Call())).getvalue())

@@ -14,6 +14,7 @@ import attn_graph as ag
 from attn_graph.nn import Attention, MultiheadAttention
 from attn_graph.nn.functional import attention
 from tests.support.like_torch import check_like_torch
+from tests.support.tracing import traces
 
 B, M, N, WIDTH, HEADS = 2, 5, 7, 32, 4
 PADDING = torch.arange(N) >= torch.tensor([[N], [4]])
@@ -177,6 +178,7 @@ def test_dropout_of_attention_counts_in_training_alone() -> None:
     assert torch.equal(module(q, q, q), due)
 
 
+@traces
 def test_modules_compile_as_a_whole() -> None:
     torch._dynamo.reset()
     _, ours = pair(batch_first=True)

@@ -12,9 +12,11 @@ from torch.autograd import profiler
 
 import attn_graph as ag
 from attn_graph.nn.functional import attention
+from tests.support.tracing import traces
 
 SPEC = ag.TensorSpec((2, 4, 16, 8), torch.float32)
 PLAN: Any = ag.compile(ag.attention(SPEC, SPEC, SPEC, mask=ag.Causal()), target="cpu")
+ACTIVITIES = [torch.profiler.ProfilerActivity.CPU]  # with acc_events: without, torch 2.11 warns
 
 
 def tensors() -> list[torch.Tensor]:
@@ -33,7 +35,7 @@ def step(form: str) -> None:
 
 @pytest.mark.parametrize("form", ["plan", "function"])
 def test_profiles_name_backend_and_pass(form: str) -> None:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=ACTIVITIES, acc_events=True) as profile:
         step(form)
     names = [event.key for event in profile.key_averages()]
     backends = PLAN.backend, PLAN.vjp.backend
@@ -41,11 +43,12 @@ def test_profiles_name_backend_and_pass(form: str) -> None:
         assert names.count(name) == 1
 
 
+@traces
 def test_compiled_code_is_named_too() -> None:
     compiled = torch.compile(lambda q: PLAN(q, q, q), fullgraph=True, backend="aot_eager")
     q = torch.randn(2, 4, 16, 8)
     compiled(q)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=ACTIVITIES, acc_events=True) as profile:
         compiled(q)
     assert f"attn_graph.{PLAN.backend} forward" in [e.key for e in profile.key_averages()]
 

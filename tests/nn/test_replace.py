@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import attn_graph as ag
 from attn_graph.nn.report import MOST_TIMES, Report
 from tests.support.like_torch import check_like_torch
+from tests.support.tracing import traces
 
 PADDING = torch.tensor([[False] * 6, [False] * 4 + [True] * 2])
 CAUSAL = torch.nn.Transformer.generate_square_subsequent_mask(6)
@@ -348,6 +349,7 @@ def test_it_shows_nothing_of_traced_calls() -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("grad", [True, False])
+@traces
 def test_compiled_regions_are_replaced(training: bool, grad: bool) -> None:
     torch._dynamo.reset()
     torch.manual_seed(5)
@@ -367,6 +369,7 @@ def test_compiled_regions_are_replaced(training: bool, grad: bool) -> None:
     torch.testing.assert_close(o, due)
 
 
+@traces
 def test_a_region_compiled_before_the_block_is_compiled_again_in_it() -> None:
     torch._dynamo.reset()
     q = qkv()[0].requires_grad_()

@@ -13,6 +13,7 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import attn_graph as ag
 from attn_graph.nn.functional import attention, scaled_dot_product_attention
+from tests.support.tracing import traces
 
 CPU = ag.Target.of("cpu")
 X = ag.TensorSpec((2, 4, 5, 8), torch.float64)
@@ -172,8 +173,9 @@ def part_of_a_hessian(attend: Attend) -> Any:
 TRANSFORMS = (
     *(mapped, mapped_elsewhere, gradient, gradient_by_parameters, mapped_gradients),
     *(gradients_of_one_mapped, jacobian, pulled_back, outside_of_a_pull),
-    *(compiled_gradient, compiled_map, second, second_by_mode, forward, forward_jacobian),
-    *(forward_over_reverse, reverse_over_forward, penalty, mapped_tangents, part_of_a_hessian),
+    *(pytest.param(x, marks=traces) for x in (compiled_gradient, compiled_map)),
+    *(second, second_by_mode, forward, forward_jacobian, forward_over_reverse),
+    *(reverse_over_forward, penalty, mapped_tangents, part_of_a_hessian),
 )
 
 

@@ -1,0 +1,32 @@
+"""What torch.compile makes of masks and plans: constants of the code that it traces."""
+
+from __future__ import annotations
+
+from torch._library import opaque_object
+
+from attn_graph.masks import Mask
+
+# Whether it takes masks, of any class, and plans for constants: from torch 2.12 on.
+KEEPS_CONSTANTS = hasattr(opaque_object, "_resolve_opaque_type_info")
+METHODS = ("__and__", "__or__", "__invert__", "aligned")  # of masks, that compiled code may call
+UNTRACED = ("attn_graph", "attn_graph.lowering", "attn_graph.kernels")  # each a folder of its own
+
+
+def register_masks() -> None:
+    """Let masks be written inside of compiled code: they are made while it is traced.
+
+    Where torch.compile can't, it leaves out the library, and compiles the code around calls.
+    """
+    if KEEPS_CONSTANTS:
+        members = dict.fromkeys(METHODS, opaque_object.MemberType.USE_REAL)
+        opaque_object.register_opaque_type(Mask, typ="value", members=members)
+    else:
+        leave_untraced()
+
+
+def leave_untraced() -> None:
+    """Let torch.compile run the library's functions as they are, between what it compiles."""
+    from torch._dynamo import trace_rules
+
+    for package in UNTRACED:
+        trace_rules.add(package)

@@ -1,0 +1,156 @@
+"""The device that items run on: all that they ask of CUDA, so that a rehearsal can play it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, final
+
+import torch
+from attrs import evolve, field, frozen
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import flex_attention
+
+import attn_graph as ag
+from attn_graph.lowering.backend import Options
+from attn_graph.planner.choose import BACKENDS
+from attn_graph.planner.tuning import examples
+from benchmarks.gpu.cases import Case
+
+Call = Callable[[], Any]  # Any: tensors, or nothing
+Attend = Callable[..., Any]  # of q, k and v
+Tensors = Sequence[torch.Tensor]
+COLD_BYTES = 2**29  # zeroing them empties the L2 cache, and gives the host some 100 us of lead
+WARM_UPS = 3
+
+
+class Device(ABC):
+    """What items ask of a device. place: where tensors lie. target: what plans are made for."""
+
+    place: torch.device
+    target: ag.Target
+
+    @abstractmethod
+    def fit(self, case: Case) -> Case:
+        """The case as it runs here: a stand-in may plan the case and run a smaller one."""
+
+    @abstractmethod
+    def compile(self, graph: ag.Graph, backend: str) -> ag.Plan:
+        """A plan by one backend. Raises NoBackendError."""
+
+    @abstractmethod
+    def lower(self, graph: ag.Graph, backend: str, variant: str | None) -> Call:
+        """A call of a graph on tensors of its own, by a variant. Raises RefusedError."""
+
+    @abstractmethod
+    def milliseconds(self, calls: Mapping[str, Call], runs: int) -> dict[str, float]:
+        """The median device time of each call; the calls take turns."""
+
+    @abstractmethod
+    def host_microseconds(self, call: Call) -> float:
+        """How long a call keeps the host."""
+
+    @abstractmethod
+    def sdpa(self, kernel: SDPBackend) -> AbstractContextManager[Any]:
+        """A context in which PyTorch's function runs by one of its kernels."""
+
+    @abstractmethod
+    def flex(self) -> Attend:
+        """FlexAttention, compiled anew."""
+
+    @abstractmethod
+    def frontend(self, graph: ag.Graph, tensors: Tensors) -> Call:
+        """A call of cuDNN's frontend alone."""
+
+    @abstractmethod
+    def capture(self, step: Call) -> tuple[Call, Tensors]:
+        """A replay of a step as a CUDA graph, and the tensors that hold its results."""
+
+    @abstractmethod
+    def replay_together(self, replays: Sequence[Call]) -> None:
+        """Replay each on a stream of its own, all at the same time."""
+
+
+@final
+@frozen
+class Gpu(Device):
+    """The current GPU of this machine."""
+
+    place: torch.device = field(factory=lambda: torch.device("cuda", torch.cuda.current_device()))
+    target: ag.Target = field(factory=ag.Target.here)
+    streams: dict[int, torch.cuda.Stream] = field(factory=dict[int, torch.cuda.Stream])
+
+    def fit(self, case: Case) -> Case:
+        return case
+
+    def compile(self, graph: ag.Graph, backend: str) -> ag.Plan:
+        return ag.compile(graph, backends=(backend,))
+
+    def lower(self, graph: ag.Graph, backend: str, variant: str | None) -> Call:
+        (found,) = (b for b in BACKENDS if b.name == backend)
+        executable = found.lower(graph, self.target, evolve(Options(), variant=variant))
+        tensors = examples(graph, self.place)
+        return lambda: executable.run(*tensors)
+
+    def milliseconds(self, calls: Mapping[str, Call], runs: int) -> dict[str, float]:
+        for call in calls.values():
+            for _ in range(WARM_UPS):
+                call()
+        cold = torch.empty(COLD_BYTES, dtype=torch.uint8, device=self.place)
+        events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in calls}
+        for _ in range(runs):
+            for name, call in calls.items():
+                cold.zero_()
+                start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                call()
+                stop.record()
+                events[name].append((start, stop))
+        torch.cuda.synchronize()
+        return {n: statistics.median(a.elapsed_time(b) for a, b in x) for n, x in events.items()}
+
+    def host_microseconds(self, call: Call, count: int = 200) -> float:
+        call()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(count):
+            call()
+        seconds = time.perf_counter() - start
+        torch.cuda.synchronize()
+        return seconds / count * 1e6
+
+    def sdpa(self, kernel: SDPBackend) -> AbstractContextManager[Any]:
+        return sdpa_kernel(kernel)
+
+    def flex(self) -> Attend:
+        torch._dynamo.reset()  # else the ninth case would not be compiled
+        return torch.compile(flex_attention, dynamic=False)
+
+    def frontend(self, graph: ag.Graph, tensors: Tensors) -> Call:
+        from benchmarks.gpu.frontend import frontend_call
+
+        return frontend_call(graph, self.target, tensors)
+
+    def capture(self, step: Call) -> tuple[Call, Tensors]:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            step()  # warms up: all is compiled or loaded
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=side):
+                results = step()
+        torch.cuda.synchronize()
+        return graph.replay, results
+
+    def replay_together(self, replays: Sequence[Call]) -> None:
+        main = torch.cuda.current_stream()
+        for n, replay in enumerate(replays):
+            stream = self.streams.setdefault(n, torch.cuda.Stream())
+            stream.wait_stream(main)
+            with torch.cuda.stream(stream):
+                replay()
+        for n in range(len(replays)):
+            main.wait_stream(self.streams[n])
