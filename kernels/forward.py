@@ -84,9 +84,7 @@ def forward(
     blind = total == 0  # rows that saw nothing
     total = tl.where(blind, 1.0, total)
     lse = tl.where(blind, float("-inf"), (m + tl.log2(total)) * LN2)
-    if DROPOUT:
-        acc = acc * keep_scale
-    acc = acc / total[:, None]
+    acc = acc * (keep_scale / total)[:, None]  # one division for each row; 1 / total: no dropout
     o_head = head_ptr(o_ptr, o_strides, b, h)
     store_rows(o_head, o_strides, first, M, acc, E, BLOCK_M, WIDTH_E, UPCAST)
     if lse_ptr is not None:

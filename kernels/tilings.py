@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, final
+from typing import Literal, final, get_args
 
 from attrs import evolve, frozen
 
 Pass = Literal["forward", "query_gradient", "key_gradient"]
-ARCHS = (80, 90, 100)
+ARCHS = (80, 90, 100, 120)
 WIDTHS = (16, 32, 64, 128, 256)
 # Bytes of shared memory that one program may ask for: CUDA C++ Programming Guide, "Technical
 # Specifications per Compute Capability", less the 1 KiB that the system keeps.
@@ -48,8 +48,17 @@ def tiling(sm: int, itemsize: int, width: int, pass_: Pass, modified: bool) -> T
     """
     if sm == 0:
         return INTERPRETED
-    arch = sm if sm in (90, 100) else 100 if 100 < sm < 120 else 80
-    return TABLE[arch, itemsize, pass_][width][modified]
+    return TABLE[table_arch(sm), itemsize, pass_][width][modified]
+
+
+def table_arch(sm: int) -> int:
+    """The compute capability whose rows of the table serve another.
+
+    100 serves up to 119, which have its matrix units; 120 all with as little shared memory.
+    """
+    if sm == 90 or 100 <= sm < 120:
+        return min(sm, 100)
+    return 120 if shared_memory(sm) == SHARED[120] else 80
 
 
 def padded_head_size(size: int) -> int:
@@ -78,30 +87,32 @@ INTERPRETED = Tiling(32, 32, 4, 1)
 DELTA = Tiling(64, 0, 4, 1)  # reads each row once, and no keys
 LISTS = Tiling(0, 0, 4, 1)  # for the kernels that make lists, which have no tiles of their own
 
-# (compute capability, bytes of an element, pass): width: tiles without and with modifiers. Each is
-# the largest of those tried that spills nothing, in any variant of docs/reports/kernels.md under
-# Triton 3.7.1; a test compiles part of 90 again, under other versions too. The rows of 100 serve
-# all up to 119, those of 80 every other, and fit where there is less shared memory.
+# (compute capability, bytes of an element, pass): width: tiles without and with modifiers. In half
+# precision and 64 or 128 wide, those of 80, 90 and 120 are what lowering/triton/predict.py predicts
+# to be fastest of some candidates: most resident warps, then fewest instructions for a score, and a
+# few spilled registers where the whole wins. All others are the largest of those tried that spilled
+# nothing under Triton 3.7.1. docs/reports/kernels.md has what most of them compile to, and a test
+# compiles part of it again, under other versions too.
 TABLE: dict[tuple[int, int, str], dict[int, tuple[Tiling, Tiling]]] = {
     (80, 2, "forward"): {
         16: (Tiling(128, 128, 8, 3), Tiling(128, 128, 8, 3)),
         32: (Tiling(128, 128, 8, 3), Tiling(128, 64, 8, 2)),
-        64: (Tiling(128, 64, 8, 3), Tiling(128, 128, 8, 2)),
-        128: (Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 2)),
+        64: (Tiling(128, 64, 4, 2), Tiling(128, 128, 8, 2)),
+        128: (Tiling(128, 64, 8, 2), Tiling(128, 64, 8, 2)),
         256: (Tiling(64, 32, 8, 2), Tiling(64, 32, 8, 2)),
     },
     (80, 2, "query_gradient"): {
         16: (Tiling(128, 128, 8, 2), Tiling(128, 128, 8, 2)),
         32: (Tiling(128, 64, 8, 3), Tiling(128, 64, 8, 3)),
-        64: (Tiling(128, 64, 8, 3), Tiling(128, 64, 8, 3)),
-        128: (Tiling(64, 64, 4, 2), Tiling(64, 64, 4, 2)),
+        64: (Tiling(128, 64, 8, 2), Tiling(128, 64, 8, 2)),
+        128: (Tiling(64, 32, 4, 2), Tiling(64, 64, 4, 2)),
         256: (Tiling(32, 32, 8, 2), Tiling(32, 32, 8, 2)),
     },
     (80, 2, "key_gradient"): {
         16: (Tiling(128, 128, 8, 2), Tiling(64, 128, 8, 3)),
         32: (Tiling(128, 128, 8, 2), Tiling(32, 128, 8, 2)),
-        64: (Tiling(32, 128, 8, 2), Tiling(32, 64, 8, 2)),
-        128: (Tiling(64, 64, 8, 2), Tiling(32, 64, 8, 2)),
+        64: (Tiling(64, 64, 4, 2), Tiling(64, 64, 4, 2)),
+        128: (Tiling(64, 64, 8, 2), Tiling(64, 64, 8, 2)),
         256: (Tiling(16, 64, 8, 2, True), Tiling(16, 64, 8, 2, True)),
     },
     (80, 4, "forward"): {
@@ -128,22 +139,22 @@ TABLE: dict[tuple[int, int, str], dict[int, tuple[Tiling, Tiling]]] = {
     (90, 2, "forward"): {
         16: (Tiling(128, 128, 8, 3), Tiling(128, 128, 8, 3)),
         32: (Tiling(128, 128, 8, 3), Tiling(128, 128, 8, 3)),
-        64: (Tiling(128, 128, 8, 3), Tiling(128, 64, 8, 3)),
-        128: (Tiling(128, 64, 8, 3), Tiling(128, 128, 8, 2)),
+        64: (Tiling(128, 64, 4, 2), Tiling(64, 64, 4, 2)),
+        128: (Tiling(128, 128, 8, 2), Tiling(128, 128, 8, 2)),
         256: (Tiling(64, 64, 8, 2), Tiling(64, 32, 8, 2)),
     },
     (90, 2, "query_gradient"): {
         16: (Tiling(128, 128, 8, 2), Tiling(128, 128, 8, 2)),
         32: (Tiling(128, 128, 8, 2), Tiling(128, 128, 8, 2)),
-        64: (Tiling(128, 128, 8, 2), Tiling(128, 128, 8, 2)),
-        128: (Tiling(128, 64, 8, 3), Tiling(128, 64, 8, 2)),
+        64: (Tiling(64, 64, 4, 2), Tiling(64, 64, 4, 2)),
+        128: (Tiling(128, 64, 8, 2), Tiling(128, 64, 8, 2)),
         256: (Tiling(64, 32, 8, 2), Tiling(64, 32, 8, 2)),
     },
     (90, 2, "key_gradient"): {
         16: (Tiling(128, 128, 8, 2), Tiling(64, 128, 8, 3)),
         32: (Tiling(128, 128, 8, 2), Tiling(64, 128, 8, 3)),
-        64: (Tiling(64, 128, 8, 3), Tiling(64, 128, 8, 3)),
-        128: (Tiling(32, 128, 8, 2), Tiling(32, 64, 8, 2)),
+        64: (Tiling(64, 64, 4, 2), Tiling(64, 64, 4, 2)),
+        128: (Tiling(64, 128, 8, 2), Tiling(64, 128, 8, 2)),
         256: (Tiling(32, 128, 8, 2, True), Tiling(16, 128, 8, 2, True)),
     },
     (90, 4, "forward"): {
@@ -209,4 +220,27 @@ TABLE: dict[tuple[int, int, str], dict[int, tuple[Tiling, Tiling]]] = {
         128: (Tiling(32, 32, 8, 2), Tiling(16, 32, 8, 2)),
         256: (Tiling(32, 16, 8, 2, True), Tiling(32, 16, 8, 2, True)),
     },
+    (120, 2, "forward"): {
+        16: (Tiling(128, 128, 8, 3), Tiling(128, 128, 8, 3)),
+        32: (Tiling(128, 128, 8, 3), Tiling(128, 64, 8, 2)),
+        64: (Tiling(128, 64, 8, 2), Tiling(128, 64, 8, 2)),
+        128: (Tiling(128, 64, 8, 2), Tiling(128, 32, 8, 2)),
+        256: (Tiling(64, 32, 8, 2), Tiling(64, 32, 8, 2)),
+    },
+    (120, 2, "query_gradient"): {
+        16: (Tiling(128, 128, 8, 2), Tiling(128, 128, 8, 2)),
+        32: (Tiling(128, 64, 8, 3), Tiling(128, 64, 8, 3)),
+        64: (Tiling(128, 64, 8, 2), Tiling(128, 64, 8, 2)),
+        128: (Tiling(128, 32, 8, 2), Tiling(128, 32, 8, 2)),
+        256: (Tiling(32, 32, 8, 2), Tiling(32, 32, 8, 2)),
+    },
+    (120, 2, "key_gradient"): {
+        16: (Tiling(128, 128, 8, 2), Tiling(64, 128, 8, 3)),
+        32: (Tiling(128, 128, 8, 2), Tiling(32, 128, 8, 2)),
+        64: (Tiling(32, 128, 8, 2), Tiling(32, 128, 8, 2)),
+        128: (Tiling(64, 64, 8, 2), Tiling(64, 64, 8, 2)),
+        256: (Tiling(16, 64, 8, 2, True), Tiling(16, 64, 8, 2, True)),
+    },
 }
+# Float32 has no matrix units here, and 80's tiles fit the least shared memory.
+TABLE |= {(120, 4, pass_): TABLE[80, 4, pass_] for pass_ in get_args(Pass)}

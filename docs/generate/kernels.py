@@ -7,7 +7,7 @@ again and fails if the table says otherwise, or if a kernel is not clean.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import version
 from itertools import product
@@ -19,28 +19,80 @@ import torch
 from attrs import evolve, frozen
 
 import attn_graph as ag
-from attn_graph.kernels.tilings import ARCHS, LEAST_SHARED, SHARED, WIDTHS, Tiling
-from attn_graph.lowering.problem import sole
+from attn_graph.kernels.tilings import ARCHS, SHARED, Tiling, padded_head_size
+from attn_graph.lowering.problem import Problem, sole
 from attn_graph.lowering.triton.offline import MachineCode, compile_launches
 from attn_graph.lowering.triton.plan import Flash, choose_tiling
+from attn_graph.lowering.triton.predict import (
+    BALANCE,
+    PROCESSORS,
+    Clocks,
+    Processor,
+    TileWork,
+    predict_clocks,
+    slots_per_score,
+)
+from attn_graph.lowering.triton.tile_lists import blocks, classify_blocks
+from attn_graph.masks.places import Block, Place
 from attn_graph.spec import NAMES
 
 PAGE = Path(__file__).parents[1] / "reports" / "kernels.md"
-TARGETS = {80: "a100", 90: "h200", 100: "b200"}
-PASSES = ("forward", "query_gradient", "key_gradient")
+TARGETS = {80: "a100", 89: "l40s", 90: "h200", 100: "b200", 120: "b200"}  # 120: but for its sm
+PRODUCTS = {"forward": 2, "query_gradient": 3, "key_gradient": 4}  # of matrices, by pass
+PASSES = tuple(PRODUCTS)
 B, H, S = 2, 4, 4096
-VARIANTS = ("no mask", "causal", "window", "bias", "soft cap")
+JOBS = int(os.environ.get("JOBS", os.cpu_count() or 1))
+SPILLS = 6  # one in so many instructions of a loop may move a register to memory or back
+VARIANTS = (
+    *("no mask", "causal", "window", "bias", "soft cap", "alibi", "dropout", "segments", "prefix"),
+    *("grouped heads", "sinks", "lengths", "boolean mask"),
+)
 HEAD = """\
 # What the kernels compile to
 
-Written by `make kernel-report` with triton {triton}, without a GPU. Each line is a kernel for one
-compute capability, dtype, head size (D = E) and pass; registers are those of one thread, shared
-memory and spills in bytes, instructions as they stand in the code. "bias" and "soft cap" stand for
-graphs that modify scores, which have tiles of their own; "window" is causal and 256 keys wide.
+Written by `make kernel-report` with triton {triton}, without a GPU. Each line of the second table
+is a kernel for one compute capability, dtype, head size (D = E) and pass. Registers are those of
+one thread, shared memory and spills in bytes; "in the loop" says how many instructions of the loop
+over full tiles move a spilled register. "programs" are resident on one multiprocessor, with so
+many "warps". "slots" are instructions of one lane for each score, in full tiles and in mixed ones.
 
-| sm | dtype | D | pass | variant | tile | registers | shared | spilled | instructions |
+TFLOP/s are predicted by the model of `attn_graph/lowering/triton/predict.py`, which says what it
+was compared with and what not: of full tiles alone, and of the whole kernel with 4096 queries and
+keys, counting only pairs that the mask keeps ("-": data decide). They assume that the busiest
+multiprocessor has {balance} of the mean work. sm_80 is an A100, 89 an L40S, 90 an H200, 100 a
+B200, 120 an RTX PRO 6000. Tiles of 120 serve 86 and 89 too.
+
+"window" is causal and 256 keys wide; "prefix" causal, or among the first 256 keys; "alibi" to
+"lengths" are causal besides; "grouped heads" are four query heads to one of keys.
+
+{summary}
+
+| {columns} |
+|{dashes}|
+"""
+COLUMNS = (
+    *("sm", "dtype", "D", "pass", "variant", "tile", "registers", "shared", "spilled"),
+    *("in the loop", "programs", "warps", "slots", "instructions", "TFLOP/s, full", "whole"),
+)
+SUMMARY = """\
+| sm | D | forward | causal | soft cap | window | backward | causal | soft cap | window |
 |---|---|---|---|---|---|---|---|---|---|
 """
+
+
+@final
+@frozen
+class Row:
+    """What compiling a case gave.
+
+    text: the line of the page. seconds, flop: of the whole kernel, for the pairs that the mask
+    keeps; 0 where data decide. complaints: what is not clean.
+    """
+
+    text: str
+    seconds: float
+    flop: float
+    complaints: tuple[str, ...]
 
 
 @final
@@ -62,79 +114,199 @@ class Case:
     def graph(self) -> ag.Graph:
         """An attention that runs the kernel."""
         x = ag.TensorSpec((B, H, S, self.size), self.dtype)
+        k = ag.TensorSpec((B, H // 4, S, self.size), self.dtype)
+        segments = ag.TensorSpec((B, S), torch.int32)
+        causal = {"mask": ag.Causal()}
         options: dict[str, dict[str, Any]] = {
             "no mask": {},
-            "causal": {"mask": ag.Causal()},
+            "causal": causal,
             "window": {"mask": ag.Causal() & ag.Window(255)},
             "bias": {"bias": ag.TensorSpec((1, H, S, S), self.dtype)},
             "soft cap": {"soft_cap": 30.0},
+            "alibi": causal | {"alibi": True},
+            "dropout": causal | {"dropout": 0.1},
+            "segments": causal | {"segments": (segments, segments)},
+            "prefix": {"mask": ag.Causal() | ag.Prefix(256)},
+            "grouped heads": causal,
+            "sinks": causal | {"sinks": ag.TensorSpec((H,), torch.float32)},
+            "lengths": causal | {"kv_lengths": ag.TensorSpec((B,), torch.int32)},
+            "boolean mask": {"keep": ag.TensorSpec((B, 1, S, S), torch.bool)},
         }
-        return ag.attention(x, x, x, **options[self.variant])
+        keys = k if self.variant == "grouped heads" else x
+        return ag.attention(x, keys, keys, **options[self.variant])
 
-    def compile(self) -> tuple[Tiling, list[MachineCode]]:
-        """The tiling, and the machine code of every launch of the pass."""
+    def problem(self) -> Problem:
+        """The attention or its gradient, whichever the pass is of."""
         forward, backward = ag.vjp(self.graph(), ["q", "k", "v"])
         problem = sole(forward if self.pass_ == "forward" else backward)
         assert problem is not None
-        flash = Flash.plan(problem, ag.Target.of(TARGETS[self.sm]))
-        launches = tuple(launch for launch in flash.launches if launch.kernel == self.pass_)
-        tiling = choose_tiling(problem, flash.target, self.pass_)  # type: ignore[arg-type]  # one of PASSES
-        return tiling, compile_launches(evolve(flash, launches=launches))
+        return problem
 
-    def measure(self) -> tuple[str, list[str]]:
-        """The row of the table, and what is not clean."""
-        tile, codes = self.compile()
-        worst = max(codes, key=lambda m: (m.spilled, m.registers))
-        counts = ", ".join(f"{n} {name}" for name, n in worst.instructions if n)
-        size = f"{tile.block_m} x {tile.block_n}, {tile.warps} warps, {tile.stages} stages"
-        size += ", dk and dv apart" if tile.apart else ""
-        cells = (
-            *(self.sm, NAMES[self.dtype], self.size, self.pass_, self.variant, size),
-            *(worst.registers, max(m.shared for m in codes), worst.spilled, counts),
+    def compile(self) -> tuple[Problem, Tiling, list[MachineCode]]:
+        """The problem, its tiling, and the machine code of every launch of the pass."""
+        target = evolve(ag.Target.of(TARGETS[self.sm]), sm=self.sm)
+        problem = self.problem()
+        flash = Flash.plan(problem, target)
+        launches = tuple(launch for launch in flash.launches if launch.kernel == self.pass_)
+        tile = choose_tiling(problem, target, self.pass_)  # type: ignore[arg-type]  # one of PASSES
+        return problem, tile, compile_launches(evolve(flash, launches=launches))
+
+    def measure(self) -> Row:
+        """Compile it: the row of the page."""
+        problem, tile, codes = self.compile()
+        at, flop = PROCESSORS[self.sm], 2 * PRODUCTS[self.pass_] * self.size
+        full, *more = (self.clocks_of(m, tile, len(codes)) for m in codes)
+        clocks = sum(more, start=full)
+        whole = seconds_and_pairs(clocks, at, problem, tile, self.pass_ == "key_gradient")
+        seconds, pairs = whole or (0.0, 0)
+        scores = tile.block_m * tile.block_n
+        rates = (
+            f"{flop * scores / clocks.full * at.count * at.clock / 1e12:.0f}",
+            f"{flop * pairs / seconds / 1e12:.0f}" if whole else "-",
         )
-        complaints = [f"{self}: {text}" for m in codes for text in self.complaints(m)]
-        return f"| {' | '.join(map(str, cells))} |", complaints
+        cells = (
+            *(self.sm, NAMES[self.dtype], self.size, self.pass_, self.variant, show_tile(tile)),
+            *self.resources(codes, scores),
+            *rates,
+        )
+        complaints = tuple(f"{self}: {text}" for m in codes for text in self.complaints(m))
+        return Row(f"| {' | '.join(map(str, cells))} |", seconds, flop * pairs, complaints)
+
+    def programs(self, machine: MachineCode) -> int:
+        """How many programs of a kernel are resident."""
+        return PROCESSORS[self.sm].programs(machine.registers, machine.warps, machine.shared)
+
+    def clocks_of(self, machine: MachineCode, tile: Tiling, launches: int) -> Clocks:
+        """What a kernel, one of `launches` that share the pass's products, takes."""
+        width = padded_head_size(self.size)
+        rows = tile.block_m if self.pass_ == "key_gradient" else tile.block_n
+        flop = 2 * PRODUCTS[self.pass_] * tile.block_m * tile.block_n * width / launches
+        work = TileWork(flop if self.bytes == 2 else 0, 2 * rows * width * self.bytes)
+        at = PROCESSORS[self.sm]
+        return predict_clocks(at, machine.body, work, machine.warps, self.programs(machine))
+
+    def resources(self, codes: list[MachineCode], scores: int) -> Iterator[object]:
+        """The cells from registers to slots, of all launches of the pass, and instructions."""
+        worst = max(codes, key=lambda m: (m.spilled, m.registers))
+        yield worst.registers
+        yield max(m.shared for m in codes)
+        yield worst.spilled
+        yield max(m.body.full.spills for m in codes)
+        programs = min(map(self.programs, codes))
+        yield programs
+        yield programs * worst.warps
+        full, mixed = (
+            sum(slots_per_score(loop, worst.warps, scores) for loop in loops)
+            for loops in ([m.body.full for m in codes], [m.body.mixed for m in codes])
+        )
+        yield f"{full:.1f} / {mixed:.1f}"
+        yield ", ".join(f"{n} {name}" for name, n in worst.instructions if n)
 
     def complaints(self, machine: MachineCode) -> Iterator[str]:
         """What is not clean about a kernel's machine code."""
         counts = dict(machine.instructions)
-        limit = LEAST_SHARED if self.sm == 80 else SHARED[self.sm]  # 80 stands for 86 and 89 too
-        if machine.spilled:
-            yield f"{machine.spilled} bytes spilled"
+        limit = SHARED[self.sm]
+        loop = machine.body.full
+        if loop.spills * SPILLS > loop.issued:
+            yield f"{loop.spills} of the {loop.issued} instructions of its loop move registers"
         if machine.serialized:
             yield "matrix products are serialized"
         if machine.shared > limit:
             yield f"{machine.shared} bytes of shared memory, {limit} are there"
         if machine.registers * 32 * machine.warps > 65536:
             yield f"{machine.registers} registers on {machine.warps} warps, 65536 are there"
-        if self.bytes == 2 and not counts[{80: "mma", 90: "wgmma", 100: "tcgen05"}[self.sm]]:
+        kind = {90: "wgmma", 100: "tcgen05"}.get(self.sm, "mma")
+        if self.bytes == 2 and not counts[kind]:
             yield f"not this architecture's matrix instructions: {counts}"
         if not counts["cp.async"] and not counts["tma"]:
             yield "no asynchronous copies"
 
 
-def all_cases(
-    sms: Iterable[int] = ARCHS,
-    widths: Iterable[int] = WIDTHS,
-    variants: Iterable[str] = VARIANTS,
-    bytes_: Iterable[int] = (2, 4),
-) -> list[Case]:
-    """Every combination of these with the passes."""
-    return [Case(*each) for each in product(sms, bytes_, widths, PASSES, variants)]
+def show_tile(tile: Tiling) -> str:
+    """A tiling in words."""
+    size = f"{tile.block_m} x {tile.block_n}, {tile.warps} warps, {tile.stages} stages"
+    return size + (", dk and dv apart" if tile.apart else "")
 
 
-def measure_cases(cases: list[Case]) -> tuple[list[str], list[str]]:
-    """The rows of cases, and all complaints; compiled on all cores."""
-    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
-        results = [*pool.map(Case.measure, cases)]
-    return [line for line, _ in results], [text for _, each in results for text in each]
+def seconds_and_pairs(
+    clocks: Clocks, at: Processor, problem: Problem, tile: Tiling, by_keys: bool
+) -> tuple[float, int] | None:
+    """The time of a whole kernel, and how many pairs its mask keeps; None where data decide."""
+    p, mask = problem, problem.node.mask
+    lines = blocks(p.N, tile.block_n) if by_keys else blocks(p.M, tile.block_m)
+    heads = p.B * p.H
+    if mask is None:
+        tiles = blocks(p.M, tile.block_m) * blocks(p.N, tile.block_n)
+        return clocks.seconds(at, heads * tiles, 0, heads * lines), heads * p.M * p.N
+    if mask.needs:
+        return None
+    kinds = classify_blocks(mask, p, tile)
+    full, mixed = (int((kinds == kind).sum()) * heads for kind in (2, 1))
+    places = Block(range(1), range(1), range(p.M), p.H, p.M, p.N)
+    kept = torch.as_tensor(mask.keep(Place.of(places, range(p.N))))
+    return clocks.seconds(at, full, mixed, heads * lines), heads * int(kept.sum())
+
+
+def all_cases() -> list[Case]:
+    """The kernels of the page: head sizes of 64 and 128 in half precision on sm_90 by all variants,
+    elsewhere by some, and of other sizes and float32 the most used."""
+    kinds: tuple[tuple[tuple[int, ...], tuple[int, ...], tuple[str, ...], int], ...] = (
+        ((90,), (64, 128), VARIANTS, 2),
+        ((80, 100, 120), (64, 128), ("no mask", "causal", "soft cap"), 2),
+        ((90,), (96, 256), ("causal", "soft cap"), 2),
+        ((90,), (16, 32), ("causal",), 2),
+        ((89,), (128,), ("causal",), 2),
+        ((80, 90), (64, 128), ("causal",), 4),
+    )
+    return sorted(
+        Case(sm, size, width, pass_, variant)
+        for sms, widths, variants, size in kinds
+        for sm, width, pass_, variant in product(sms, widths, PASSES, variants)
+    )
+
+
+def summarize(rows: dict[Case, Row]) -> str:
+    """TFLOP/s of whole kernels in half precision: forward, then dq, dk and dv together."""
+    lines = []
+    for sm, size in product(ARCHS, (64, 128)):
+        rates = [
+            whole_rate([rows.get(Case(sm, 2, size, each, variant)) for each in passes])
+            for passes in (PASSES[:1], PASSES[1:])
+            for variant in ("no mask", "causal", "soft cap", "window")
+        ]
+        lines.append(f"| {' | '.join(map(str, (sm, size, *rates)))} |")
+    return SUMMARY + "\n".join(lines)
+
+
+def whole_rate(rows: list[Row | None]) -> str:
+    """TFLOP/s of a forward, or of both kernels of a gradient. A gradient counts five products for
+    the three of dq and the four of dk and dv, which compute two of them again."""
+    there = [row for row in rows if row is not None]
+    if not there:
+        return "-"
+    flop = there[0].flop * (1 if len(there) == 1 else 5 / 3)
+    return f"{flop / sum(row.seconds for row in there) / 1e12:.0f}"
+
+
+def measure_cases(cases: list[Case]) -> dict[Case, Row]:
+    """The row of each case; compiled on all cores."""
+    with ProcessPoolExecutor(JOBS, get_context("spawn")) as pool:
+        return dict(zip(cases, pool.map(Case.measure, cases), strict=True))
 
 
 def main() -> None:
-    lines, complaints = measure_cases(all_cases())
-    head = HEAD.format(triton=version("triton"))
-    PAGE.write_text(head + "\n".join(lines) + "\n", encoding="utf-8")
-    print("\n".join(complaints) or f"{len(lines)} kernels, all clean")
+    rows = measure_cases(all_cases())
+    head = HEAD.format(
+        triton=version("triton"),
+        balance=BALANCE,
+        summary=summarize(rows),
+        columns=" | ".join(COLUMNS),
+        dashes="|".join("---" for _ in COLUMNS),
+    )
+    text = head + "\n".join(row.text for row in rows.values()) + "\n"
+    PAGE.write_text(text, encoding="utf-8")
+    complaints = [text for row in rows.values() for text in row.complaints]
+    print("\n".join(complaints) or f"{len(rows)} kernels, all clean")
     raise SystemExit(bool(complaints))
 
 

@@ -16,7 +16,14 @@ from typing import Any, final
 from attrs import field, frozen
 
 from attn_graph.lowering.problem import Problem
-from attn_graph.lowering.triton.symbols import Array, Code, Numbers, Symbol
+from attn_graph.lowering.triton.bounds import keep_by_bounds
+from attn_graph.lowering.triton.symbols import (
+    HALF_FUNCTIONS,
+    Array,
+    Code,
+    Numbers,
+    Symbol,
+)
 from attn_graph.masks.places import Place, Untraceable
 from attn_graph.spec import INF, TensorSpec
 
@@ -46,13 +53,15 @@ class Contribution:
 class DeviceCode:
     """An attention's mask and modifiers as kernels take them.
 
-    numbers: the integers to pass. Then texts of functions, "" for none: keep (the mask), strip (its
-    low, high, keys and rows), change (all modifiers), back (their derivative). contributions: by
-    number of the operand whose gradient they add up to.
+    numbers: the integers to pass. Then texts of functions, "" for none: keep (the mask, false past
+    the last key), keep_by_keys (the same for tiles whose rows are keys), strip (its low, high, keys
+    and rows), change (all modifiers), back (their derivative). contributions: by number of the
+    operand whose gradient they add up to.
     """
 
     numbers: tuple[int, ...]
     keep: str = ""
+    keep_by_keys: str = ""
     strip: str = ""
     change: str = ""
     back: str = ""
@@ -74,11 +83,16 @@ class Tracer:
 
     def trace(self) -> DeviceCode:
         """All functions of the problem. Raises Untraceable for code that cannot be traced."""
-        texts = {"keep": self.keep(), "strip": self.strip(), "change": self.change()}
+        texts = {"keep": self.keep(False), "strip": self.strip(), "change": self.change()}
         if self.problem.grad is not None:
-            texts["back"] = self.back()
+            texts |= {"keep_by_keys": self.keep(True), "back": self.back()}
         contributions = dict(self.contributions())
         return DeviceCode(tuple(self.numbers.values), **texts, contributions=contributions)
+
+    def start(self) -> Code:
+        """The code of a function, still empty."""
+        half = self.problem.dtype.itemsize == 2
+        return Code(self.numbers, HALF_FUNCTIONS if half else {})
 
     def place(self, code: Code) -> Place:
         """The symbols for a place: b, h, i and j."""
@@ -98,19 +112,17 @@ class Tracer:
                 slot, at = slot + 1, at + len(spec.shape)
         return list(arrays[:-1]), arrays[-1]
 
-    def keep(self) -> str:
-        """The mask's `keep`; "" without a mask."""
-        mask, code = self.problem.node.mask, Code(self.numbers)
+    def keep(self, by_keys: bool) -> str:
+        """The mask's `keep`, for tiles whose rows are queries or keys; "" without a mask."""
+        mask, code = self.problem.node.mask, self.start()
         if mask is None:
             return ""
-        keep = mask.keep(self.place(code).reading(self.arrays(code)[1]))
-        if not isinstance(keep, Symbol):
-            keep = constant_symbol(code, keep)
-        return code.write_function("keep", WHERE, keep.truth())
+        at = self.place(code).reading(self.arrays(code)[1])
+        return code.write_function("keep", WHERE, keep_by_bounds(mask, at, code, by_keys))
 
     def strip(self) -> str:
         """The mask's strip; "" if the mask is none."""
-        mask, code = self.problem.node.mask, Code(self.numbers)
+        mask, code = self.problem.node.mask, self.start()
         at = self.place(code).reading(self.arrays(code)[1])
         strip = mask.strip(at) if mask is not None else None
         if strip is None:
@@ -127,7 +139,7 @@ class Tracer:
 
     def axes(self) -> frozenset[str]:
         """The axes, of "bhij", on which the modifiers depend beyond the scores."""
-        code = Code(self.numbers)
+        code = self.start()
         return self.chain(code, code.argument("s", "float"))[-1].axes - {"s"}
 
     def chain(self, code: Code, s: Symbol) -> list[Symbol]:
@@ -143,14 +155,14 @@ class Tracer:
 
     def change(self) -> str:
         """All modifiers as one function of the scores; "" without modifiers."""
-        code = Code(self.numbers)
+        code = self.start()
         if not self.problem.node.modifiers:
             return ""
         return code.write_function("change", f"s, {WHERE}", self.chain(code, scores_code(code))[-1])
 
     def back(self) -> str:
         """ds before the modifiers, of ds after them; "" if they are equal."""
-        code = Code(self.numbers)
+        code = self.start()
         steps = self.chain(code, scores_code(code))
         ds = self.gradients(code, steps)[0]
         return code.write_function("back", f"ds, s, {WHERE}", ds) if ds.text != "ds" else ""
@@ -180,7 +192,7 @@ class Tracer:
 
     def collect(self, k: int, name: str, spec: TensorSpec) -> Contribution:
         """The contribution of each place to the gradient of one tensor of modifier k."""
-        code = Code(self.numbers)
+        code = self.start()
         modifier = self.problem.node.modifiers[k]
         ds = self.gradients(code, self.chain(code, scores_code(code)))[k + 1]
         total, at = Total(spec.shape), self.place(code).reading(self.arrays(code)[0][k])
@@ -238,13 +250,6 @@ def as_symbol(x: Any) -> Symbol:  # Any: whatever a modifier returns
     return x
 
 
-def constant_symbol(code: Code, value: object) -> Symbol:
-    """A boolean constant as a symbol with axes i and j."""
-    i, j = code.argument("i"), code.argument("j")
-    same = code.add_line("(i == i) & (j == j)", "bool", (i, j))
-    return same if value else same ^ True
-
-
 def read_specs(problem: Problem) -> list[TensorSpec]:
     """The specs of the tensors that modifiers and mask read, in the order of the operands."""
     operands = problem.by_role
@@ -262,16 +267,25 @@ def compile_text(text: str) -> Any:  # Any: a function of Triton
     import triton
     import triton.language as tl
 
-    from attn_graph.kernels import common
-
     if not text:
         return None
     name = f"<attn_graph {sha256(text.encode()).hexdigest()[:16]}>"
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
-    names: dict[str, Any] = {"__name__": __name__, "tl": tl}
-    names |= {"FAR": common.FAR, "floor_div": common.floor_div, "tanh": common.tanh}
+    names: dict[str, Any] = {"__name__": __name__, "tl": tl, **called_functions()}
     exec(compile(text, name, "exec"), names)
     function = next(
         names[line.split("(")[0][4:]] for line in text.splitlines() if line[:4] == "def "
     )
     return triton.jit(function)
+
+
+def called_functions() -> dict[str, Any]:  # Any: functions of Triton
+    """What generated code calls, by name. The interpreter has no instructions of hardware, and
+    takes the precise tanh for all dtypes."""
+    from triton.runtime.jit import JITFunction
+
+    from attn_graph.kernels import common
+
+    fast_tanh = common.fast_tanh if isinstance(common.tanh, JITFunction) else common.tanh
+    names = {"floor_div": common.floor_div, "tanh": common.tanh, "fast_tanh": fast_tanh}
+    return names | {"FAR": common.FAR}

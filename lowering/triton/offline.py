@@ -17,6 +17,7 @@ from attrs import frozen
 
 from attn_graph.lowering.triton.launches import Launch, Tensors, load_kernel
 from attn_graph.lowering.triton.plan import Flash
+from attn_graph.lowering.triton.sass import Body, read_body
 
 INSTRUCTIONS = {  # in PTX: matrix products, and copies that run beside them
     "wgmma": r"wgmma\.mma_async",
@@ -35,7 +36,7 @@ class MachineCode:
     registers: of one thread. shared: bytes of shared memory of one program. spilled: bytes of
     registers of one thread that the compiler moved to memory. serialized: whether matrix products
     of one warp group wait for each other because registers are short. instructions: how often each
-    kind of INSTRUCTIONS stands in the code.
+    kind of INSTRUCTIONS stands in the code. body: its loops.
     """
 
     kernel: str
@@ -45,6 +46,7 @@ class MachineCode:
     serialized: bool
     warps: int
     instructions: tuple[tuple[str, int], ...]
+    body: Body
     ptx: str
 
     def __str__(self) -> str:
@@ -118,7 +120,7 @@ def inspect_launch(launch: Launch, tensors: Tensors, sm: int) -> MachineCode:
     with compile_for(sm):
         compiled = load_kernel(launch.kernel).warmup(grid=(1,), **launch.arguments(tensors))
     ptx: str = compiled.asm["ptx"]
-    registers, spilled, waits = read_resources(compiled.asm["cubin"])
+    registers, spilled, waits, body = read_resources(compiled.asm["cubin"])
     counts = tuple((name, len(re.findall(form, ptx))) for name, form in INSTRUCTIONS.items())
     return MachineCode(
         kernel=launch.kernel,
@@ -128,13 +130,14 @@ def inspect_launch(launch: Launch, tensors: Tensors, sm: int) -> MachineCode:
         serialized=waits > len(re.findall(r"wgmma\.wait_group", ptx)),
         warps=launch.warps,
         instructions=counts,
+        body=body,
         ptx=ptx,
     )
 
 
 @lru_cache(maxsize=1024)
-def read_resources(cubin: bytes) -> tuple[int, int, int]:
-    """Registers and bytes of stack of a thread, and how many instructions wait for products.
+def read_resources(cubin: bytes) -> tuple[int, int, int, Body]:
+    """Registers and bytes of stack of a thread, how many instructions wait for products, and loops.
 
     Read by the tools that come in Triton's wheel.
     """
@@ -148,7 +151,8 @@ def read_resources(cubin: bytes) -> tuple[int, int, int]:
         code = run_tool(str(tools / "nvdisasm"), "-c", str(path))
     (registers,), (stack,) = (re.findall(rf"{name}:(\d+)", usage) for name in ("REG", "STACK"))
     spills = len(re.findall(r"\b(?:STL|LDL)\b", code))
-    return int(registers), max(int(stack), spills), code.count("WARPGROUP.DEPBAR")
+    waits = code.count("WARPGROUP.DEPBAR")
+    return int(registers), max(int(stack), spills), waits, read_body(code)
 
 
 def run_tool(*command: str) -> str:

@@ -391,7 +391,7 @@ class FlashBuilder:
                 **listed,
             }
             lines = blocks(p.N, tile.block_n) * p.G * p.B
-            texts = self.texts("keep", "strip", "change", "back")
+            texts = self.texts("strip", "change", "back") | {"KEEP": self.code.keep_by_keys}
             self.launch("key_gradient", lines, tile, names, more, texts, lists)
 
     def collect(self, n: int, collected: Contribution) -> None:

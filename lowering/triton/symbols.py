@@ -45,10 +45,12 @@ class Numbers:
 class Code:
     """The body of one function: its lines in order, equal lines once.
 
-    lines: the name that each expression is assigned to.
+    functions: those to take instead of FUNCTIONS. lines: the name that each expression is assigned
+    to.
     """
 
     numbers: Numbers
+    functions: Mapping[str, str] = field(factory=dict)
     lines: dict[str, str] = field(factory=dict)
 
     def add_line(self, text: str, kind: Kind, reads: Iterable[object]) -> Symbol:
@@ -261,7 +263,7 @@ class Symbol:
     def __getattr__(self, name: str) -> Callable[..., Symbol]:
         """Methods that end in `_`, and Triton's functions by their names in PyTorch."""
         if name in FUNCTIONS:
-            return lambda: self.unary(FUNCTIONS[name], "float")
+            return lambda: self.unary(self.code.functions.get(name, FUNCTIONS[name]), "float")
         if name in METHODS:
             return getattr(self, METHODS[name])  # type: ignore[no-any-return]  # a method
         if name.endswith("_") and not name.startswith("_"):
@@ -308,6 +310,9 @@ FUNCTIONS = {
     "sigmoid": "tl.sigmoid({0})",
     "tanh": "tanh({0})",
 }
+# Of float16 and bfloat16, whose own rounding of a score is no smaller than the error of this:
+# docs/semantics.md, "Accuracy".
+HALF_FUNCTIONS = {"tanh": "fast_tanh({0})"}
 METHODS = {
     "add": "__add__",
     "sub": "__sub__",

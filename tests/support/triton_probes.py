@@ -11,7 +11,13 @@ from attrs import frozen
 
 import attn_graph as ag
 from attn_graph.ir.modifiers import Modifier
-from attn_graph.kernels.common import dropout_keeps_tile, key_tiles, query_tiles, round_to
+from attn_graph.kernels.common import (
+    dropout_keeps_tile,
+    key_tiles,
+    query_tiles,
+    round_to,
+    tanh,
+)
 from attn_graph.masks import Data
 
 
@@ -116,3 +122,11 @@ class Steep(Modifier):
 
     def back(self, ds: Any, s: Any, at: ag.Place) -> Any:
         return ds * (s * -20.0)
+
+
+@triton.jit
+def rough_tanh(x):
+    """tanh with the largest error that `fast_tanh` may have, 2^-11 of it, up or down by a bit of x
+    that is as good as drawn."""
+    up = ((x.to(tl.int32, bitcast=True) * 40503) >> 9) & 1
+    return tanh(x) * (1 + tl.where(up == 1, 1.0, -1.0) * 0.00048828125)

@@ -1,0 +1,144 @@
+"""Masks as one comparison of each place: the first and last key of each query, or the reverse.
+
+The instructions that a mixed tile takes beyond a full one are those of each of its places. With
+`first` and `last` computed once for each row of a tile, `j <= last` or `j >= first` is one
+instruction. So is a window: as unsigned numbers, j - first < count compares both ends at once,
+since what lies before `first` wraps around and is more than every count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import final
+
+from attrs import frozen
+
+from attn_graph.lowering.triton.symbols import Code, Symbol
+from attn_graph.masks import Mask
+from attn_graph.masks.joins import And, Or, flatten_join
+from attn_graph.masks.places import Place, Strip, Term, maximum, minimum, tighter
+
+FAR = 1 << 30  # beyond every position, as in kernels/common.py
+
+
+@final
+@frozen(eq=False)
+class RowBounds:
+    """The positions from `first` to `last`, both included, of each row of a tile; None: no bound.
+
+    The rows are queries and the positions keys, or the reverse.
+    """
+
+    first: Symbol | None = None
+    last: Symbol | None = None
+
+    def __and__(self, other: RowBounds) -> RowBounds:
+        first = tighter(maximum, self.first, other.first)
+        return RowBounds(first, tighter(minimum, self.last, other.last))
+
+    def __or__(self, other: RowBounds) -> RowBounds | None:
+        """The positions of both; None where these may lie apart."""
+        if self.first is None and other.first is None:
+            return RowBounds(last=looser(maximum, self.last, other.last))
+        if self.last is None and other.last is None:
+            return RowBounds(first=looser(minimum, self.first, other.first))
+        return None
+
+    def in_queries(self, row: Symbol) -> RowBounds:
+        """These keys of queries where `row` is true, and none of others."""
+        return RowBounds(self.first, row.where(FAR if self.last is None else self.last, -1))
+
+    def in_keys(self, row: Symbol) -> RowBounds:
+        """These queries of keys where `row` is true, and none of others."""
+        return RowBounds(row.where(0 if self.first is None else self.first, FAR), self.last)
+
+    def holds(self, x: Symbol) -> Symbol:
+        """Whether positions x are among these, which have a bound."""
+        if self.first is None:
+            return x <= self.last
+        if self.last is None:
+            return x >= self.first
+        count = (self.last - self.first).unary("tl.maximum({0} + 1, 0).to(tl.uint32)")
+        return (x - self.first).unary("({0}).to(tl.uint32)") < count
+
+
+def looser(
+    choose: Callable[[Symbol, Symbol], Symbol], a: Symbol | None, b: Symbol | None
+) -> Symbol | None:
+    """The looser of two bounds, where None is no bound."""
+    return None if a is None or b is None else choose(a, b)
+
+
+def keep_by_bounds(mask: Mask, at: Place, code: Code, by_keys: bool) -> Symbol:
+    """Whether query at.i sees key at.j and there is such a key, by few comparisons of a place.
+
+    by_keys: the rows of tiles are keys. Parts of the mask without bounds are compared by `keep`.
+    """
+    bounds, kept = RowBounds(), []
+    for part in flatten_join(And, mask):
+        closed = row_bounds(part, at, code, by_keys)
+        if closed is None:
+            kept.append(part.keep(at))
+        else:
+            bounds &= closed
+    N = code.argument("N", axes="-")
+    inside = bounds.in_keys(at.j < N) if by_keys else bounds & RowBounds(last=N.unary("{0} - 1"))
+    keep = inside.holds(at.i if by_keys else at.j)
+    for each in kept:
+        keep &= each if isinstance(each, bool) else each.truth()
+    return keep
+
+
+def row_bounds(mask: Mask, at: Place, code: Code, by_keys: bool) -> RowBounds | None:
+    """The bounds of a mask; None where it has none in closed form."""
+    strip = mask.strip(at)
+    if strip is not None:
+        return (strip_by_keys if by_keys else strip_by_queries)(strip, at, code)
+    if not isinstance(mask, And | Or):
+        return None
+    a, b = (row_bounds(part, at, code, by_keys) for part in mask.parts)
+    if a is None or b is None:
+        return None
+    return a & b if isinstance(mask, And) else a | b
+
+
+def strip_by_queries(strip: Strip, at: Place, code: Code) -> RowBounds:
+    """The first and last key of each query."""
+    low, high = (near(x, at, code) for x in (strip.low, strip.high))
+    bounds = RowBounds(None if low is None else at.i + low, None if high is None else at.i + high)
+    if strip.keys is not None:
+        bounds &= RowBounds(last=end(strip.keys, at.N, "N", code).unary("{0} - 1"))
+    if strip.rows is not None:
+        bounds = bounds.in_queries(at.i < end(strip.rows, at.M, "M", code))
+    return bounds
+
+
+def strip_by_keys(strip: Strip, at: Place, code: Code) -> RowBounds:
+    """The first and last query of each key."""
+    low, high = (near(x, at, code) for x in (strip.low, strip.high))
+    bounds = RowBounds(None if high is None else at.j - high, None if low is None else at.j - low)
+    if strip.rows is not None:
+        bounds &= RowBounds(last=end(strip.rows, at.M, "M", code).unary("{0} - 1"))
+    if strip.keys is not None:
+        bounds = bounds.in_keys(at.j < end(strip.keys, at.N, "N", code))
+    return bounds
+
+
+def near(x: Term | None, at: Place, code: Code) -> Term | None:
+    """A bound of j - i in 32 bits, which hold every such distance between -M and N."""
+    if not isinstance(x, Symbol):
+        return None if x is None else max(-at.M, min(x, at.N))
+    least, most = code.argument("-M", axes="-"), code.argument("N", axes="-")
+    return in_32_bits(x.maximum(least).minimum(most))
+
+
+def end(x: Term, size: int, name: str, code: Code) -> Symbol:
+    """The end of a sequence in 32 bits, at most its `size`, which is the argument `name`."""
+    if not isinstance(x, Symbol):
+        return code.argument(code.numbers.add(max(0, min(x, size))), axes="-")
+    return in_32_bits(x.minimum(code.argument(name, axes="-")).unary("tl.maximum({0}, 0)"))
+
+
+def in_32_bits(x: Symbol) -> Symbol:
+    """An integer that is known to be small."""
+    return x.unary("({0}).to(tl.int32)")
