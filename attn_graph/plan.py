@@ -435,7 +435,9 @@ class Plan:
 
     def text(self) -> str:
         """What was generated to run it, or how it runs. May change between versions."""
-        return self.executable.text() or "\n".join(self.executable.notes)
+        return self.executable.text() or "\n".join(
+            (*self.executable.notes, *self.executable.launches())
+        )
 
     def explain(self) -> Explanation:
         """Who runs the graph and why, how, every reason why others don't, and what it costs.
@@ -484,7 +486,7 @@ class Plan:
             self.backend,
             self.cause,
             tuple(Refusal(name, reasons) for name, reasons in self.refusals),
-            (*self.executable.notes, *self.executable.inspect()),
+            (*self.executable.notes, *self.executable.launches(), *self.executable.inspect()),
             self.also,
         )
 
@@ -495,8 +497,9 @@ class Plan:
         """For notebooks: who runs it and how, who does not, and the graph. It compiles nothing."""
         from attn_graph.printing import html
 
+        notes = (*self.executable.notes, *self.executable.launches())
         rows = [
-            (self.backend, html.verdict(f"chosen, because {self.cause}", self.executable.notes)),
+            (self.backend, html.verdict(f"chosen, because {self.cause}", notes)),
             *((name, html.verdict("could run it too")) for name in self.also),
             *((name, html.verdict("no, because it", texts)) for name, texts in self.refusals),
         ]

@@ -10,11 +10,14 @@ import triton.language as tl
 
 from attn_graph.kernels.common import (
     LOG2E,
+    SIZES,
     count_tiles,
     dropout_keeps_tile,
+    even_length,
     full_tile,
     head_ptr,
     key_tiles,
+    listed_block,
     live_rows_at,
     mixed_tile,
     modify_scores,
@@ -27,7 +30,7 @@ from attn_graph.kernels.common import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def delta(
     o_ptr, lse_ptr, do_ptr, dlse_ptr, delta_ptr, o_strides, do_strides, dlse_strides, H, M,
     E: tl.constexpr, WIDTH_E: tl.constexpr, BLOCK_M: tl.constexpr, BLIND: tl.constexpr,
@@ -37,7 +40,7 @@ def delta(
 
     BLIND: rows may see no key. Their delta is 0, whatever do and dlse hold.
     """
-    block, h, b = place_program(tl.cdiv(M, BLOCK_M), H)
+    block, h, b = place_program(tl.cdiv(M, BLOCK_M), H, 1, False)
     first = block * BLOCK_M
     row = tl.arange(0, BLOCK_M)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -92,13 +95,14 @@ def score_gradient(
     return p, ds
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def query_gradient(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, seed_ptr, offset_ptr, lists_ptr,
     data, numbers, q_strides, k_strides, v_strides, do_strides, dq_strides, lists_strides,
-    H, GROUP, M, N, scale, keep_scale, threshold,
+    H, GROUP, M, N, TOGETHER, scale, keep_scale, threshold,
+    EVEN: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LAST_FIRST: tl.constexpr,
     KEEP: tl.constexpr, STRIP: tl.constexpr, CHANGE: tl.constexpr, BACK: tl.constexpr,
     DROPOUT: tl.constexpr, LISTED: tl.constexpr, BLIND: tl.constexpr, UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -108,7 +112,9 @@ def query_gradient(
     BLIND: whether rows may see no key: 0 no, 1 only by the mask, and so never in a full tile, 2
     by a modifier too.
     """
-    block, h, b = place_program(tl.cdiv(M, BLOCK_M), H)
+    N = even_length(N, EVEN)
+    place, h, b = place_program(tl.cdiv(M, BLOCK_M), H, TOGETHER, LAST_FIRST)
+    block = listed_block(place, lists_ptr, lists_strides, LISTED)
     first = block * BLOCK_M
     i = (first + tl.arange(0, BLOCK_M))[:, None]
     q = rows_of(q_ptr, q_strides, b, h, first, M, D, BLOCK_M, WIDTH_D, UPCAST)
@@ -126,7 +132,7 @@ def query_gradient(
     dq = tl.zeros([BLOCK_M, WIDTH_D], tl.float32)
 
     if LISTED:
-        lists_ptr = head_ptr(lists_ptr, lists_strides, b, h) + block * lists_strides[2]
+        lists_ptr = head_ptr(lists_ptr, lists_strides, b, h) + place * lists_strides[2]
         start, full_start, full_stop, stop = 0, 0, 0, 0
     else:
         start, full_start, full_stop, stop = key_tiles(
@@ -185,25 +191,32 @@ def add_query_gradient(
     return tl.dot(round_to(ds, k_head.dtype.element_ty, UPCAST), k, dq, input_precision=PRECISION)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def key_gradient(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
     seed_ptr, offset_ptr, lists_ptr, data, numbers,
     q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, lists_strides,
-    G, GROUP, M, N, scale, keep_scale, threshold,
+    G, GROUP, SPLITS, M, N, TOGETHER, scale, keep_scale, threshold,
+    EVEN: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LAST_FIRST: tl.constexpr, GROUPED: tl.constexpr,
     KEEP: tl.constexpr, STRIP: tl.constexpr, CHANGE: tl.constexpr, BACK: tl.constexpr,
     DROPOUT: tl.constexpr, LISTED: tl.constexpr, BLIND: tl.constexpr, UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: dk [BLOCK_N,D] and dv [BLOCK_N,E] of one key/value head.
+    """One program: dk [BLOCK_N,D] and dv [BLOCK_N,E] from a part of the query heads of a k/v head.
 
-    Sums over all query heads that read it and all queries that may see its keys. Tiles are
-    transposed, [BLOCK_N,BLOCK_M], so that weights enter the products untransposed. Without dk_ptr
-    or dv_ptr only the other is computed, for tiles where the registers cannot hold both sums.
+    Sums over these heads and all queries that may see its keys. SPLITS: how many programs share
+    the GROUP query heads; dk and dv then have G * SPLITS heads, which `sum_parts` adds up. Tiles
+    are transposed, [BLOCK_N,BLOCK_M], so that weights enter the products untransposed. Without
+    dk_ptr or dv_ptr only the other is computed, for tiles where the registers cannot hold both
+    sums. GROUPED: whether GROUP is not 1; a loop less takes fewer registers.
     """
-    block, g, b = place_program(tl.cdiv(N, BLOCK_N), G)
+    N = even_length(N, EVEN)
+    place, part, b = place_program(tl.cdiv(N, BLOCK_N), G * SPLITS, TOGETHER, LAST_FIRST)
+    block = listed_block(place, lists_ptr, lists_strides, LISTED)
+    g, split = part // SPLITS, part % SPLITS
+    each = tl.cdiv(GROUP, SPLITS)
     first = block * BLOCK_N
     j = (first + tl.arange(0, BLOCK_N))[:, None]
     k = rows_of(k_ptr, k_strides, b, g, first, N, D, BLOCK_N, WIDTH_D, UPCAST)
@@ -215,11 +228,11 @@ def key_gradient(
         start, full_start, full_stop, stop = query_tiles(
             block, b, M, N, data, numbers, STRIP, BLOCK_M, BLOCK_N
         )
-    for r in range(GROUP):
-        h = g * GROUP + r
+    for r in range(tl.minimum(each, GROUP - split * each) if GROUPED else 1):
+        h = g * GROUP + split * each + r
         list_ptr = lists_ptr
         if LISTED:
-            list_ptr = head_ptr(lists_ptr, lists_strides, b, h) + block * lists_strides[2]
+            list_ptr = head_ptr(lists_ptr, lists_strides, b, h) + place * lists_strides[2]
         full, mixed = count_tiles(list_ptr, start, full_start, full_stop, stop, LISTED)
         q_head = head_ptr(q_ptr, q_strides, b, h)
         do_head = q_head
@@ -245,10 +258,10 @@ def key_gradient(
                 KEEP, CHANGE, BACK, DROPOUT, True, BLIND > 0, UPCAST, PRECISION,
             )  # fmt: skip
     if dk_ptr is not None:
-        dk_head = head_ptr(dk_ptr, dk_strides, b, g)
+        dk_head = head_ptr(dk_ptr, dk_strides, b, part)
         store_rows(dk_head, dk_strides, first, N, dk * scale, D, BLOCK_N, WIDTH_D, UPCAST)
     if dv_ptr is not None:
-        dv_head = head_ptr(dv_ptr, dv_strides, b, g)
+        dv_head = head_ptr(dv_ptr, dv_strides, b, part)
         store_rows(dv_head, dv_strides, first, N, dv, E, BLOCK_N, WIDTH_E, UPCAST)
 
 
@@ -296,3 +309,19 @@ def add_key_gradient(
     if dk_ptr is not None:
         dk = tl.dot(round_to(ds, q_head.dtype.element_ty, UPCAST), q, dk, input_precision=PRECISION)
     return dk, dv
+
+
+@triton.jit(do_not_specialize=("G", "SUMMANDS", "N"))
+def sum_parts(
+    parts_ptr, out_ptr, parts_strides, out_strides, G, SUMMANDS, N,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """parts [B,G*SUMMANDS,N,SIZE] float32 -> out [B,G,N,SIZE]: sums of SUMMANDS heads, in order."""
+    block, g, b = place_program(tl.cdiv(N, BLOCK_N), G, 1, False)
+    first = block * BLOCK_N
+    total = tl.zeros([BLOCK_N, WIDTH], tl.float32)
+    for n in range(SUMMANDS):
+        part = g * SUMMANDS + n
+        total += rows_of(parts_ptr, parts_strides, b, part, first, N, SIZE, BLOCK_N, WIDTH, UPCAST)
+    out_head = head_ptr(out_ptr, out_strides, b, g)
+    store_rows(out_head, out_strides, first, N, total, SIZE, BLOCK_N, WIDTH, UPCAST)

@@ -10,10 +10,13 @@ import triton.language as tl
 
 from attn_graph.kernels.backward import base2, load_statistics, score_gradient
 from attn_graph.kernels.common import (
+    SIZES,
     count_tiles,
     dropout_keeps_tile,
+    even_length,
     head_ptr,
     key_tiles,
+    listed_block,
     place_program,
     query_tiles,
     round_to,
@@ -58,17 +61,19 @@ def contribution(
     return share
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("B", *SIZES))
 def collect_places(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, out_ptr, seed_ptr, offset_ptr,
     data, numbers, q_strides, k_strides, v_strides, do_strides, out_strides,
     B, H, GROUP, M, N, scale, keep_scale, threshold,
+    EVEN: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PER_BATCH: tl.constexpr, PER_HEAD: tl.constexpr,
     KEEP: tl.constexpr, STRIP: tl.constexpr, CHANGE: tl.constexpr, COLLECT: tl.constexpr,
     DROPOUT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: one tile of a gradient [B or 1, H or 1, M, N], summed along axes of size 1."""
+    N = even_length(N, EVEN)
     rows, columns = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     pid = tl.program_id(0)
     column, row = pid % columns, pid // columns % rows
@@ -98,11 +103,12 @@ def collect_places(
     tl.store(at, round_to(total, out_ptr.dtype.element_ty, UPCAST), mask=(i < M) & (j < N))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def collect_lines(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, out_ptr, seed_ptr, offset_ptr, lists_ptr,
     data, numbers, q_strides, k_strides, v_strides, do_strides, lists_strides,
     H, GROUP, M, N, scale, keep_scale, threshold,
+    EVEN: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BY_KEYS: tl.constexpr,
     KEEP: tl.constexpr, STRIP: tl.constexpr, CHANGE: tl.constexpr, COLLECT: tl.constexpr,
@@ -112,12 +118,14 @@ def collect_lines(
 
     out [B,H,M] or [B,H,N], float32, C order.
     """
+    N = even_length(N, EVEN)
     length = N if BY_KEYS else M
     LINES: tl.constexpr = BLOCK_N if BY_KEYS else BLOCK_M
-    block, h, b = place_program(tl.cdiv(length, LINES), H)
+    place, h, b = place_program(tl.cdiv(length, LINES), H, 1, not (LISTED or BY_KEYS))
+    block = listed_block(place, lists_ptr, lists_strides, LISTED)
     start, full_start, full_stop, stop = 0, 0, 0, 0
     if LISTED:
-        lists_ptr = head_ptr(lists_ptr, lists_strides, b, h) + block * lists_strides[2]
+        lists_ptr = head_ptr(lists_ptr, lists_strides, b, h) + place * lists_strides[2]
     elif BY_KEYS:
         start, full_start, full_stop, stop = query_tiles(
             block, b, M, N, data, numbers, STRIP, BLOCK_M, BLOCK_N
@@ -131,7 +139,7 @@ def collect_lines(
     for t in range(full + mixed):
         n = start + t
         if LISTED:
-            n = tl.load(lists_ptr + 2 + t)
+            n = tl.load(lists_ptr + 3 + t)
         row, column = (n, block) if BY_KEYS else (block, n)
         share = contribution(
             q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, seed_ptr, offset_ptr,

@@ -12,17 +12,49 @@ import triton.language as tl
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 FAR: tl.constexpr = tl.constexpr(1 << 30)  # beyond every position
+# Parameters of which no kernel is made for 1 or for multiples of 16 apart: it would gain nothing.
+SIZES = ("H", "G", "GROUP", "SPLITS", "M", "N", "TOGETHER", "threshold")
 
 
 @triton.jit
-def place_program(blocks, H):
-    """block, h, b of this program. Neighbours share a head, and so its keys in cache.
+def place_program(blocks, H, TOGETHER, LAST_FIRST: tl.constexpr):
+    """block, h, b of this program: all blocks of TOGETHER heads, then those of as many others.
 
-    The last block comes first: of queries it has the most to do under a causal mask, of keys the
-    least.
+    Of these heads, whose keys and values are to stay in cache, the same block comes one after
+    another; blocks come from the first to the last, or, LAST_FIRST, the other way around, so that
+    what takes longest is begun first.
     """
     pid = tl.program_id(0)
-    return blocks - 1 - pid % blocks, pid // blocks % H, pid // blocks // H
+    earlier = pid // (blocks * TOGETHER) * TOGETHER
+    heads = tl.minimum(TOGETHER, tl.num_programs(0) // blocks - earlier)
+    rest = pid - earlier * blocks
+    block, head = rest // heads, earlier + rest % heads
+    if LAST_FIRST:
+        block = blocks - 1 - block
+    return block, head % H, head // H
+
+
+@triton.jit
+def listed_block(place, lists_ptr, lists_strides, LISTED: tl.constexpr):
+    """The block at a place of the order: a list begins with the block that it is for.
+
+    Lists of all heads are in one order.
+    """
+    block = place
+    if LISTED:
+        block = tl.load(lists_ptr + place * lists_strides[2])
+    return block
+
+
+@triton.jit
+def even_length(N, EVEN: tl.constexpr):
+    """N. EVEN: it is a multiple of 16, and the compiler sees that it is.
+
+    Then `j < N` is one for 16 keys, and rows of biases and masks are loaded many at once.
+    """
+    if EVEN:
+        N = N // 16 * 16
+    return N
 
 
 @triton.jit
@@ -213,7 +245,7 @@ def count_tiles(lists_ptr, start, full_start, full_stop, stop, LISTED: tl.conste
     """The number of full tiles and the number of mixed ones."""
     full, mixed = full_stop - full_start, stop - start - (full_stop - full_start)
     if LISTED:
-        full, mixed = tl.load(lists_ptr), tl.load(lists_ptr + 1)
+        full, mixed = tl.load(lists_ptr + 1), tl.load(lists_ptr + 2)
     return full, mixed
 
 
@@ -222,7 +254,7 @@ def full_tile(t, lists_ptr, full_start, LISTED: tl.constexpr):
     """The t-th full tile."""
     n = full_start + t
     if LISTED:
-        n = tl.load(lists_ptr + 2 + t)
+        n = tl.load(lists_ptr + 3 + t)
     return n
 
 
@@ -232,7 +264,7 @@ def mixed_tile(t, lists_ptr, start, full_start, full_stop, full, LISTED: tl.cons
     n = start + t
     n += tl.where(n >= full_start, full_stop - full_start, 0)
     if LISTED:
-        n = tl.load(lists_ptr + 2 + full + t)
+        n = tl.load(lists_ptr + 3 + full + t)
     return n
 
 

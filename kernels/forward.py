@@ -6,11 +6,14 @@ import triton.language as tl
 from attn_graph.kernels.common import (
     LN2,
     LOG2E,
+    SIZES,
     count_tiles,
     dropout_keeps_tile,
+    even_length,
     full_tile,
     head_ptr,
     key_tiles,
+    listed_block,
     mask_scores,
     mixed_tile,
     modify_scores,
@@ -22,13 +25,14 @@ from attn_graph.kernels.common import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("sinks_stride", *SIZES))
 def forward(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, max_ptr, sinks_ptr, seed_ptr, offset_ptr, lists_ptr,
     data, numbers, q_strides, k_strides, v_strides, o_strides, lists_strides, sinks_stride,
-    H, GROUP, M, N, scale, keep_scale, threshold,
+    H, GROUP, M, N, TOGETHER, scale, keep_scale, threshold,
+    EVEN: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LAST_FIRST: tl.constexpr,
     KEEP: tl.constexpr, STRIP: tl.constexpr, CHANGE: tl.constexpr, FOLD: tl.constexpr,
     DROPOUT: tl.constexpr, LISTED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -39,7 +43,9 @@ def forward(
     GROUP = H / G. Inside, scores and maxima are in base 2. FOLD: without modifiers and with scale
     > 0 the maximum is taken before scaling.
     """
-    block, h, b = place_program(tl.cdiv(M, BLOCK_M), H)
+    N = even_length(N, EVEN)
+    place, h, b = place_program(tl.cdiv(M, BLOCK_M), H, TOGETHER, LAST_FIRST)
+    block = listed_block(place, lists_ptr, lists_strides, LISTED)
     first = block * BLOCK_M
     i = (first + tl.arange(0, BLOCK_M))[:, None]
     q = rows_of(q_ptr, q_strides, b, h, first, M, D, BLOCK_M, WIDTH_D, UPCAST)
@@ -50,7 +56,7 @@ def forward(
     acc = tl.zeros([BLOCK_M, WIDTH_E], tl.float32)
 
     if LISTED:
-        lists_ptr = head_ptr(lists_ptr, lists_strides, b, h) + block * lists_strides[2]
+        lists_ptr = head_ptr(lists_ptr, lists_strides, b, h) + place * lists_strides[2]
         start, full_start, full_stop, stop = 0, 0, 0, 0
     else:
         start, full_start, full_stop, stop = key_tiles(

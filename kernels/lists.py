@@ -3,10 +3,10 @@
 import triton
 import triton.language as tl
 
-from attn_graph.kernels.common import head_ptr, place_program
+from attn_graph.kernels.common import SIZES, head_ptr, place_program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("H", "rows", "columns"))
 def extremes(
     x_ptr,
     least_ptr,
@@ -40,7 +40,7 @@ def extremes(
     tl.store(most_ptr + pid, tl.max(tl.max(most, 1), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def list_tiles(
     lists_ptr, data, numbers, lists_strides, H, M, N,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr, BY_KEYS: tl.constexpr,
@@ -48,11 +48,12 @@ def list_tiles(
 ):  # fmt: skip
     """One program: the tiles of one block of queries, or, BY_KEYS, of one block of keys.
 
-    A list is the number of full tiles, the number of mixed ones, then the tiles, full ones first.
+    A list is its block, the number of full tiles, the number of mixed ones, then the tiles, full
+    ones first.
     TILES: a power of two, at least the number of tiles.
     """
     rows, columns = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    block, h, b = place_program(columns if BY_KEYS else rows, H)
+    block, h, b = place_program(columns if BY_KEYS else rows, H, 1, False)
     t = tl.arange(0, TILES)
     count = rows if BY_KEYS else columns
     near = tl.minimum(t, count - 1)
@@ -68,7 +69,8 @@ def list_tiles(
     ones, others = full.to(tl.int32), mixed.to(tl.int32)
     most = tl.sum(ones, 0)
     lists_ptr = head_ptr(lists_ptr, lists_strides, b, h) + block * lists_strides[2]
-    tl.store(lists_ptr, most)
-    tl.store(lists_ptr + 1, tl.sum(others, 0))
-    tl.store(lists_ptr + 1 + tl.cumsum(ones, 0), t, mask=full)
-    tl.store(lists_ptr + 1 + most + tl.cumsum(others, 0), t, mask=mixed)
+    tl.store(lists_ptr, block)
+    tl.store(lists_ptr + 1, most)
+    tl.store(lists_ptr + 2, tl.sum(others, 0))
+    tl.store(lists_ptr + 2 + tl.cumsum(ones, 0), t, mask=full)
+    tl.store(lists_ptr + 2 + most + tl.cumsum(others, 0), t, mask=mixed)

@@ -85,6 +85,7 @@ VARIANTS: dict[str, Callable[[Tiling], Tiling]] = {
 }
 INTERPRETED = Tiling(32, 32, 4, 1)
 DELTA = Tiling(64, 0, 4, 1)  # reads each row once, and no keys
+SUMS = Tiling(0, 16, 4, 1)  # adds up heads; each of so many rows is read once
 LISTS = Tiling(0, 0, 4, 1)  # for the kernels that make lists, which have no tiles of their own
 
 # (compute capability, bytes of an element, pass): width: tiles without and with modifiers. In half

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, final
 
 import torch
-from attrs import Factory, field, frozen
+from attrs import Factory, evolve, field, frozen
 
 from attn_graph.errors import Reason
 from attn_graph.ir.graph import Graph
@@ -140,8 +140,9 @@ class Executable:
     infer: as `run`, for calls after which no gradient can be asked for: nothing need be saved. By
     default it is `run` itself. prepare: builds what `infer` else builds at its first call.
     workspace: bytes leased while either runs. temporary: bytes that kernels allocate on their own,
-    estimated from above. notes: what `explain` adds about how it runs; `inspect` more of that, and
-    `text` what was generated, where that takes compiling: both are called only when asked for.
+    estimated from above. notes: what `explain` adds about how it runs; `launches` more of that,
+    where it takes simulating, `inspect` more, and `text` what was generated, where that takes
+    compiling: these are called only when asked for.
     """
 
     run: Callable[..., tuple[Tensors, Tensors]]
@@ -154,6 +155,7 @@ class Executable:
         default=Factory(lambda executable: executable.run, takes_self=True), kw_only=True
     )
     prepare: Callable[[], object] = field(default=tuple, kw_only=True)
+    launches: Callable[[], tuple[str, ...]] = field(default=tuple, kw_only=True)
 
     @property
     def foreseen(self) -> Foreseen:
@@ -193,4 +195,5 @@ class Backend:
         """What running a graph that it takes would need."""
         if self.foresees is not None:
             return self.foresees(graph, target, options)
-        return self.lower(graph, target, options).foreseen
+        lowered = self.lower(graph, target, options)
+        return evolve(lowered.foreseen, notes=(*lowered.notes, *lowered.launches()))

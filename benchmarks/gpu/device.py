@@ -90,8 +90,8 @@ class Gpu(Device):
         return ag.compile(graph, backends=(backend,))
 
     def lower(self, graph: ag.Graph, backend: str, variant: str | None) -> Call:
-        (found,) = (b for b in BACKENDS if b.name == backend)
-        executable = found.lower(graph, self.target, evolve(Options(), variant=variant))
+        (chosen,) = (b for b in BACKENDS if b.name == backend)
+        executable = chosen.lower(graph, self.target, evolve(Options(), variant=variant))
         tensors = examples(graph, self.place)
         return lambda: executable.run(*tensors)
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # and imported where they are used: machines without a GPU ne
 
 LEAST_SM = 80
 WIDEST = 256
+MOST_ROWS = 256  # of one tile
 POSITIONS = 2**30  # beyond all of them lies FAR of kernels/common.py
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 STATISTICS = ("lse", "max")  # what the forward kernel stores beside o
@@ -86,30 +87,57 @@ def plan_reasons(problem: Problem, target: Target, options: Options) -> Iterator
     from attn_graph.masks.places import Untraceable
 
     try:
-        plan = plan_flash(problem, target, options.precision, options.variant)
+        plan = plan_flash(problem, target, options)
     except Untraceable as error:
         limit = "has to trace the mask and the modifiers into a kernel"
         yield Reason("trace", limit, f"could not: {error}")
         return
-    yield from plan.reasons()
+    yield from address_reasons(plan)
     yield from options.over_workspace(plan.scratch.bytes)
 
 
-@lru_cache(maxsize=256)
-def plan_flash(
-    problem: Problem, target: Target, precision: Precision, variant: str | None
-) -> Flash:
+def address_reasons(flash: Flash) -> Iterator[Reason]:
+    """Why launches do not fit what a kernel can address."""
+    from attn_graph.lowering.triton.device_code import LONG
+    from attn_graph.lowering.triton.tile_lists import MOST_TILES, most_listed
+
+    for name, spec in flash.specs().items():
+        far = (MOST_ROWS - 1) * spec.strides[2] + (spec.shape[-1] - 1) * spec.strides[-1]
+        if far > LONG:
+            limit = f"counts within a tile up to {LONG} elements"
+            yield Reason(f"tile_offsets.{name}", limit, f"{name} {spec} needs {far}")
+    most = max(launch.grid for launch in flash.launches)
+    if most > LONG:
+        yield Reason("programs", f"launches up to {LONG} programs", f"{most} are needed")
+    tiles = max(
+        (most_listed(x.fixed) for x in flash.launches if x.kernel == "list_tiles"), default=0
+    )
+    if tiles > MOST_TILES:
+        limit = f"lists {MOST_TILES} tiles a block at most where data decides"
+        yield Reason("listed_tiles", limit, f"{tiles} are needed")
+
+
+def plan_flash(problem: Problem, target: Target, options: Options) -> Flash:
     """What `why_not` and `lower` both ask for."""
+    most = options.max_workspace if problem.grad is not None else None
+    return plan_once(problem, target, options.precision, options.variant, most)
+
+
+@lru_cache(maxsize=256)
+def plan_once(
+    problem: Problem, target: Target, precision: Precision, variant: str | None, most: int | None
+) -> Flash:
+    """The launches, planned once."""
     from attn_graph.lowering.triton.plan import Flash
 
-    return Flash.plan(problem, target, precision, variant)
+    return Flash.plan(problem, target, precision, variant, most)
 
 
 def lower(graph: Graph, target: Target, options: Options) -> Executable:
     """The launches that run a graph."""
     problem = sole(graph)
     assert problem is not None  # why_not said so
-    flash = plan_flash(problem, target, options.precision, options.variant)
+    flash = plan_flash(problem, target, options)
     call = TritonCall(flash, graph, options)
     run = call.forward if problem.grad is None else call.backward
     return Executable(
@@ -117,6 +145,7 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
         flash.scratch.bytes,
         temporary_of(flash),
         tuple(flash_notes(flash, options.precision)),
+        launches=lambda: tuple(launch_notes(flash)),
         inspect=lambda: tuple(map(str, machines_of(flash))),
         text=lambda: generated_text(flash),
         infer=run if problem.grad is not None or returns_lse(graph) else call.inference,
@@ -148,16 +177,45 @@ def flash_notes(flash: Flash, precision: Precision) -> Iterator[str]:
     """How it runs, for `explain`."""
     if flash.problem.dtype == torch.float32 and precision != flash.precision:
         yield "float32 products without TF32: its tiles would not fit this GPU's shared memory"
-    for launch in flash.launches:
-        sizes = [str(launch.fixed[n]) for n in ("BLOCK_M", "BLOCK_N") if n in launch.fixed]
-        tile = f"tiles of {' x '.join(sizes)}, " if len(sizes) == 2 else ""
-        work = f"{launch.warps} warps, {count_of(launch.stages, 'stage')}"
-        yield f"{launch.kernel}: {count_of(launch.grid, 'program')}, {tile}{work}"
+    if flash.division:
+        yield flash.division
     for name, spec in flash.specs().items():
         if len(spec.shape) < 4:
             continue
         if not copies_ahead(spec):
             yield f"{name} {spec} is read without copies ahead: rows don't begin on 16 bytes"
+
+
+def describe_balance(flash: Flash, launch: Launch) -> str:
+    """ "3.9 waves, balance 1.02" of a launch, as far as known before data; "" of short ones."""
+    from attn_graph.kernels.tilings import Tiling
+    from attn_graph.lowering.triton.programs import arrange, block_costs, places_of
+
+    if "LAST_FIRST" not in launch.fixed:
+        return ""
+    fixed, lists = launch.fixed, str(launch.tensors.get("lists_ptr"))
+    tile = Tiling(fixed["BLOCK_M"], fixed["BLOCK_N"], launch.warps, launch.stages)
+    places = places_of(flash.problem, flash.target, tile)
+    if places is None:
+        return ""
+    by_keys, table = launch.kernel == "key_gradient", flash.tables.get(lists)
+    if lists in flash.buffers or not (costs := block_costs(flash.problem, tile, by_keys, table)):
+        return f"{launch.grid / places:.3g} waves, balance up to the data"
+    heads, each = launch.grid // len(costs), 1
+    if by_keys:
+        each = -(-fixed["GROUP"] // fixed["SPLITS"])
+    return arrange(costs, tile, heads, each, fixed["TOGETHER"]).figures(places)
+
+
+def launch_notes(flash: Flash) -> Iterator[str]:
+    """What it launches, for `explain`: how many programs and how evenly they fill the GPU."""
+    for launch in flash.launches:
+        sizes = [str(launch.fixed[n]) for n in ("BLOCK_M", "BLOCK_N") if n in launch.fixed]
+        tile = f"tiles of {' x '.join(sizes)}, " if len(sizes) == 2 else ""
+        work = f"{launch.warps} warps, {count_of(launch.stages, 'stage')}"
+        figures = describe_balance(flash, launch)
+        programs = ", ".join(filter(None, (count_of(launch.grid, "program"), figures)))
+        yield f"{launch.kernel}: {programs}, {tile}{work}"
 
 
 def count_of(number: int, noun: str) -> str:

@@ -71,15 +71,24 @@ class DeviceCode:
 @final
 @frozen(eq=False)
 class Tracer:
-    """Traces one problem's mask and modifiers."""
+    """Traces one problem's mask and modifiers.
+
+    strides: the code of the strides of each tensor that is read.
+    """
 
     problem: Problem
     numbers: Numbers
+    strides: tuple[tuple[str, ...], ...]
 
     @classmethod
     def of(cls, problem: Problem) -> Tracer:
         """A tracer whose numbers begin with the strides of all tensors that are read."""
-        return cls(problem, Numbers([s for x in read_specs(problem) for s in x.strides]))
+        numbers = Numbers()
+        strides = tuple(
+            numbers.add_strides(spec.strides, kernels_apart={"i", "j"} <= {*axes})
+            for spec, axes in zip(read_specs(problem), read_axes(problem), strict=True)
+        )
+        return cls(problem, numbers, strides)
 
     def trace(self) -> DeviceCode:
         """All functions of the problem. Raises Untraceable for code that cannot be traced."""
@@ -102,14 +111,14 @@ class Tracer:
     def arrays(self, code: Code) -> tuple[list[Arrays], Arrays]:
         """The tensors that each modifier reads, and those that the mask reads, by name."""
         operands = self.problem.by_role
-        slot, at = 0, 0
+        slot = 0
         arrays: list[dict[str, Array]] = []
         for tensors in (*operands.modifiers, operands.mask):
             arrays.append({})
             for name, spec in tensors.items():
-                array = Array(code, slot, spec.shape, spec.dtype, at, reach(spec) > LONG)
-                arrays[-1][name] = array
-                slot, at = slot + 1, at + len(spec.shape)
+                far, strides = reach(spec) > LONG, self.strides[slot]
+                arrays[-1][name] = Array(code, slot, spec.shape, spec.dtype, strides, far)
+                slot += 1
         return list(arrays[:-1]), arrays[-1]
 
     def keep(self, by_keys: bool) -> str:
@@ -254,6 +263,13 @@ def read_specs(problem: Problem) -> list[TensorSpec]:
     """The specs of the tensors that modifiers and mask read, in the order of the operands."""
     operands = problem.by_role
     return [spec for tensors in (*operands.modifiers, operands.mask) for spec in tensors.values()]
+
+
+def read_axes(problem: Problem) -> list[str]:
+    """The axes, of "bhij", of the same tensors."""
+    node, operands = problem.node, problem.by_role
+    each = [*zip(node.modifiers, operands.modifiers, strict=True), (node.mask, operands.mask)]
+    return [x.needs[name].axes for x, tensors in each if x is not None for name in tensors]
 
 
 def reach(spec: TensorSpec) -> int:

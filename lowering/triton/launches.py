@@ -18,6 +18,7 @@ HOMES = {
     "delta": "backward",
     "query_gradient": "backward",
     "key_gradient": "backward",
+    "sum_parts": "backward",
     "collect_places": "collect",
     "collect_lines": "collect",
     "extremes": "lists",

@@ -2,45 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from math import prod
 from typing import Any, final
 
 import torch
 from attrs import define, field, frozen
 
-from attn_graph.errors import Reason
 from attn_graph.ir.philox import threshold
 from attn_graph.kernels.tilings import (
     DELTA,
     LISTS,
+    SUMS,
     VARIANTS,
     Pass,
     Tiling,
     padded_head_size,
-    shared_memory,
     tiling,
 )
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.triton.device_code import (
-    LONG,
     Contribution,
     DeviceCode,
     Tracer,
+    read_axes,
     read_specs,
 )
 from attn_graph.lowering.triton.launches import Launch, check_interpreter
-from attn_graph.lowering.triton.tile_lists import MOST_TILES, ListCode, blocks, list_ahead
+from attn_graph.lowering.triton.operands import gradient_strides, large_operands, takes_tf32
+from attn_graph.lowering.triton.programs import (
+    begins_last,
+    block_costs,
+    dense_costs,
+    divide_group,
+    heads_together,
+)
+from attn_graph.lowering.triton.symbols import SPECIAL
+from attn_graph.lowering.triton.tile_lists import (
+    HEAD,
+    ListCode,
+    blocks,
+    list_ahead,
+    list_room,
+)
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision
 from attn_graph.machine.workspace import Buffer, Scratch
 from attn_graph.masks.places import Untraceable
-from attn_graph.spec import TensorSpec, dense_strides, memory_order
+from attn_graph.spec import TensorSpec, dense_strides
 
 Fixed = dict[str, Any]  # arguments of a kernel
 Pointers = dict[str, str | tuple[str, ...]]  # names of tensors, by parameter of a kernel
-MOST_ROWS = 256  # of one tile
-WIDE_TF32 = 163840  # bytes of shared memory that tiles 256 wide take with TF32, by machine code
 READ = ("q", "k", "v", "do", "lse", "delta", "seed", "offset")  # by every backward kernel
 GRADIENTS = {"dq": "grad0", "dk": "grad1", "dv": "grad2"}  # by number of the operand
 
@@ -51,7 +63,7 @@ class Flash:
     """Launches in order, by what name they read which tensor, and scratch buffers by name.
 
     precision: of products of float32. tables: lists of tiles that were made when planning, by
-    name too.
+    name too. division: what `explain` says of how query heads of a group are divided.
     """
 
     problem: Problem
@@ -61,6 +73,7 @@ class Flash:
     launches: tuple[Launch, ...]
     buffers: Mapping[str, Buffer]
     tables: Mapping[str, torch.Tensor]
+    division: str = ""
 
     @classmethod
     def plan(
@@ -69,13 +82,16 @@ class Flash:
         target: Target,
         precision: Precision = "ieee",
         variant: str | None = None,
+        most: int | None = None,
     ) -> Flash:
-        """variant: of the table's tilings, one of VARIANTS.
+        """variant: of the table's tilings, one of VARIANTS. most: bytes of scratch that it should
+        not exceed if it can do with less.
 
         Raises Untraceable where the mask or a modifier can't be made a kernel's.
         """
         best = precision if takes_tf32(problem, target.sm) else "ieee"
-        return FlashBuilder(problem, target, Tracer.of(problem).trace(), best, variant).build()
+        code = Tracer.of(problem).trace()
+        return FlashBuilder(problem, target, code, best, variant, most).build()
 
     @property
     def scratch(self) -> Scratch:
@@ -116,22 +132,6 @@ class Flash:
         strides = gradient_strides(spec)
         return torch.empty_strided(spec.shape, strides, dtype=spec.dtype, device=device)
 
-    def reasons(self) -> Iterator[Reason]:
-        """Why its launches do not fit what a kernel can address."""
-        for name, spec in self.specs().items():
-            far = (MOST_ROWS - 1) * spec.strides[2] + (spec.shape[-1] - 1) * spec.strides[-1]
-            if far > LONG:
-                limit = f"counts within a tile up to {LONG} elements"
-                yield Reason(f"tile_offsets.{name}", limit, f"{name} {spec} needs {far}")
-        most = max(launch.grid for launch in self.launches)
-        if most > LONG:
-            yield Reason("programs", f"launches up to {LONG} programs", f"{most} are needed")
-        lists = (x.shape for n, x in self.buffers.items() if n.startswith("lists") and "." not in n)
-        tiles = max((shape[-1] - 2 for shape in lists), default=0)  # after two counts
-        if tiles > MOST_TILES:
-            limit = f"lists {MOST_TILES} tiles a block at most where data decides"
-            yield Reason("listed_tiles", limit, f"{tiles} are needed")
-
 
 @final
 @define(eq=False)
@@ -143,6 +143,8 @@ class FlashBuilder:
     code: DeviceCode
     precision: Precision = "ieee"
     variant: str | None = None
+    most: int | None = None
+    division: str = ""
     launches: list[Launch] = field(factory=list)
     buffers: dict[str, Buffer] = field(factory=dict)
     tables: dict[str, torch.Tensor] = field(factory=dict)
@@ -153,15 +155,8 @@ class FlashBuilder:
             self.forward()
         else:
             self.backward()
-        return Flash(
-            self.problem,
-            self.target,
-            self.code,
-            self.precision,
-            tuple(self.launches),
-            self.buffers,
-            self.tables,
-        )
+        made = tuple(self.launches), self.buffers, self.tables, self.division
+        return Flash(self.problem, self.target, self.code, self.precision, *made)
 
     # Arguments that several kernels share
 
@@ -177,6 +172,7 @@ class FlashBuilder:
             "GROUP": p.H // p.G,
             "M": p.M,
             "N": p.N,
+            "EVEN": p.N % SPECIAL == 0 and any({"i", "j"} <= {*axes} for axes in read_axes(p)),
             "scale": p.node.scale,
             "keep_scale": 1 / (1 - rate) if rate < 1 else 0.0,
             "threshold": threshold(rate),
@@ -224,7 +220,18 @@ class FlashBuilder:
         """The generated functions, by parameter."""
         return {name.upper(): getattr(self.code, name) for name in names}
 
-    # Lists of tiles
+    # The order of programs, and lists of tiles
+
+    def order(self, tiling: Tiling, by_keys: bool, pointers: Pointers, splits: int = 1) -> Fixed:
+        """How many heads are walked together, and which block comes first.
+
+        pointers: those of the lists, which lie in order if they were made when planning.
+        """
+        sorted_ = str(pointers.get("lists_ptr")) in self.tables
+        return {
+            "TOGETHER": heads_together(self.problem, self.target, tiling, by_keys, splits),
+            "LAST_FIRST": not sorted_ and begins_last(self.problem, by_keys),
+        }
 
     def listed(self, tiling: Tiling, by_keys: bool) -> tuple[Pointers, Fixed]:
         """The list that a kernel walks: its pointer, or None where closed form does without."""
@@ -261,7 +268,7 @@ class FlashBuilder:
             "N": p.N,
             "BLOCK_M": tiling.block_m,
             "BLOCK_N": tiling.block_n,
-            "TILES": max(16, 1 << (shape[3] - 3).bit_length()),
+            "TILES": list_room(shape[3] - HEAD),
             "BY_KEYS": by_keys,
         }
         pointers: Pointers = {"lists_ptr": name, "data": tuple(n for pair in pairs for n in pair)}
@@ -327,6 +334,7 @@ class FlashBuilder:
             "FOLD": not p.low_scale and not p.node.modifiers,
         }
         names = ("q", "k", "v", "o", "lse", "max", "sinks", "seed", "offset")
+        more |= self.order(tile, by_keys=False, pointers=lists)
         lines = blocks(p.M, tile.block_m) * p.H * p.B
         texts = self.texts("keep", "strip", "change")
         self.launch("forward", lines, tile, names, more | listed, texts, lists)
@@ -339,10 +347,10 @@ class FlashBuilder:
         self.delta()
         if p.grad.wants[0]:
             self.query_gradient()
-        if p.grad.wants[1] or p.grad.wants[2]:
-            self.key_gradient()
         for n, collected in self.code.contributions.items():
             self.collect(n, collected)
+        if p.grad.wants[1] or p.grad.wants[2]:
+            self.key_gradient()  # the last: its sums take of max_workspace what is left
 
     def delta(self) -> None:
         """Add the launch that sums do o over each row."""
@@ -368,8 +376,8 @@ class FlashBuilder:
         p, tile = self.problem, self.tiling("query_gradient")
         lists, listed = self.listed(tile, by_keys=False)
         names = (*READ, "dq")
-        own = {"H": p.H, "dq_strides": gradient_strides(p.specs[0]), "BLIND": self.blind}
-        more = own | listed
+        more = {"H": p.H, "dq_strides": gradient_strides(p.specs[0]), "BLIND": self.blind}
+        more |= listed | self.order(tile, by_keys=False, pointers=lists)
         lines = blocks(p.M, tile.block_m) * p.H * p.B
         texts = self.texts("keep", "strip", "change", "back")
         self.launch("query_gradient", lines, tile, names, more, texts, lists)
@@ -379,20 +387,66 @@ class FlashBuilder:
         p, tile = self.problem, self.tiling("key_gradient")
         assert p.grad is not None
         lists, listed = self.listed(tile, by_keys=True)
-        wanted = [name for name, n in (("dk", 1), ("dv", 2)) if p.grad.wants[n]]
-        for results in [[name] for name in wanted] if tile.apart else [wanted]:
-            names = (*READ, *results)
-            more: Fixed = {f"{name}_ptr": None for name in ("dk", "dv") if name not in results}
-            more |= {
-                "G": p.G,
-                "dk_strides": gradient_strides(p.specs[1]),
-                "dv_strides": gradient_strides(p.specs[2]),
-                "BLIND": self.blind,
-                **listed,
-            }
-            lines = blocks(p.N, tile.block_n) * p.G * p.B
-            texts = self.texts("strip", "change", "back") | {"KEEP": self.code.keep_by_keys}
-            self.launch("key_gradient", lines, tile, names, more, texts, lists)
+        splits = self.split(tile, lists)
+        wanted = {name: n for n, name in enumerate(("dk", "dv"), start=1) if p.grad.wants[n]}
+        order = self.order(tile, by_keys=True, pointers=lists, splits=splits)
+        if splits > 1:
+            for name, n in wanted.items():
+                shape = (p.B, p.G * splits, p.N, p.specs[n].shape[3])
+                self.buffers[f"parts.{name}"] = Buffer(shape, torch.float32)
+        for results in [[name] for name in wanted] if tile.apart else [list(wanted)]:
+            self.key_gradient_of(results, tile, splits, lists, listed | order)
+        for name, n in wanted.items():
+            if f"parts.{name}" in self.buffers:
+                self.sum_parts(f"parts.{name}", n)
+
+    def split(self, tile: Tiling, lists: Pointers) -> int:
+        """Among how many programs of dk and dv the query heads of a group are divided."""
+        p, table = self.problem, self.tables.get(str(lists.get("lists_ptr")))
+        if p.H == p.G:
+            return 1
+        costs = block_costs(p, tile, True, table) or dense_costs(p, tile, True)
+        room = (
+            None if self.most is None else self.most - Scratch(tuple(self.buffers.values())).bytes
+        )
+        division = divide_group(p, self.target, tile, costs, room)
+        self.division = division.note
+        return division.splits
+
+    def key_gradient_of(
+        self, results: list[str], tile: Tiling, splits: int, lists: Pointers, more: Fixed
+    ) -> None:
+        """Add the launch of dk, of dv or of both: themselves, or sums over parts of a group."""
+        p = self.problem
+        parts = {name: self.buffers.get(f"parts.{name}") for name in ("dk", "dv")}
+        strides = {
+            f"{name}_strides": dense_strides(part.shape) if part else gradient_strides(p.specs[n])
+            for n, (name, part) in enumerate(parts.items(), start=1)
+        }
+        more = more | strides | {f"{name}_ptr": None for name in parts if name not in results}
+        more |= {"G": p.G, "SPLITS": splits, "GROUPED": p.H > p.G, "BLIND": self.blind}
+        pointers = lists | {f"{name}_ptr": f"parts.{name}" for name in results if parts[name]}
+        lines = blocks(p.N, tile.block_n) * p.G * splits * p.B
+        texts = self.texts("strip", "change", "back") | {"KEEP": self.code.keep_by_keys}
+        self.launch("key_gradient", lines, tile, (*READ, *results), more, texts, pointers)
+
+    def sum_parts(self, name: str, n: int) -> None:
+        """Add the launch that makes the gradient of k or v, operand n, of sums by query heads."""
+        p, spec, parts = self.problem, self.problem.specs[n], self.buffers[name]
+        fixed = {
+            "parts_strides": dense_strides(parts.shape),
+            "out_strides": gradient_strides(spec),
+            "G": p.G,
+            "SUMMANDS": parts.shape[1] // p.G,
+            "N": p.N,
+            "SIZE": spec.shape[3],
+            "WIDTH": padded_head_size(spec.shape[3]),
+            "BLOCK_N": SUMS.block_n,
+            "UPCAST": self.target.interprets,
+        }
+        pointers: Pointers = {"parts_ptr": name, "out_ptr": f"grad{n}"}
+        lines = blocks(p.N, SUMS.block_n) * p.G * p.B
+        self.launches.append(Launch("sum_parts", lines, pointers, fixed, {}, *SUMS.options))
 
     def collect(self, n: int, collected: Contribution) -> None:
         """The gradient of operand n: whole, or as sums that are left to add up."""
@@ -432,16 +486,6 @@ class FlashBuilder:
         self.launch("collect_lines", lines, tile, READ, more, texts, pointers)
 
 
-def large_operands(problem: Problem) -> dict[str, TensorSpec]:
-    """The specs of q, k, v, do and dlse, by name."""
-    specs = dict(zip("qkv", problem.specs, strict=False))
-    if problem.grad is not None:
-        given = problem.grad.split(problem.specs)
-        cotangents = ("do", given.do), ("dlse", given.dlse)
-        specs |= {name: x for name, x in cotangents if x is not None}
-    return specs
-
-
 def choose_tiling(
     problem: Problem, target: Target, pass_: Pass, variant: str | None = None
 ) -> Tiling:
@@ -450,15 +494,3 @@ def choose_tiling(
     width = padded_head_size(max(p.D, p.E))
     usual = tiling(target.sm, p.dtype.itemsize, width, pass_, bool(p.node.modifiers))
     return usual if variant is None else VARIANTS[variant](usual)
-
-
-def takes_tf32(problem: Problem, sm: int) -> bool:
-    """Whether there are kernels with TF32: products of other dtypes have one precision, and wide
-    tiles need much shared memory then."""
-    wide = padded_head_size(max(problem.D, problem.E)) > 128
-    return problem.dtype == torch.float32 and (not wide or shared_memory(sm) >= WIDE_TF32)
-
-
-def gradient_strides(spec: TensorSpec) -> tuple[int, ...]:
-    """How the gradient of an operand lies: dense, in the operand's memory order."""
-    return dense_strides(spec.shape, memory_order(spec))

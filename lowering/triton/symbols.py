@@ -19,6 +19,7 @@ from attn_graph.masks.places import Untraceable
 
 Kind = Literal["int", "float", "bool"]
 Operand = Any  # a symbol, an integer, a float or a boolean
+SPECIAL = 16  # Triton makes kernels apart for integers that are a multiple of it
 NAMES = re.compile(r"\bx\d+")  # the names that lines assign to
 LIMITS = {"i": "i < M", "j": "j < N"}  # of addresses that depend on i or j
 
@@ -35,9 +36,26 @@ class Numbers:
     values: list[int] = field(factory=list)
 
     def add(self, value: int) -> str:
-        """Append an integer; the code that reads it."""
-        self.values.append(value)
-        return f"numbers[{len(self.values) - 1}]"
+        """Append an integer; the code that reads it.
+
+        It is passed as 4 value + 2, which is neither 1 nor a multiple of 16: for these Triton
+        makes kernels of their own, and in tuples can't be told not to.
+        """
+        self.values.append(4 * value + 2)
+        return f"(numbers[{len(self.values) - 1}] >> 2)"
+
+    def add_strides(self, strides: Sequence[int], *, kernels_apart: bool) -> tuple[str, ...]:
+        """Append the strides of a tensor but those of 1; the code of each.
+
+        kernels_apart: where all are multiples of 16 there is a kernel that knows it, and loads
+        several elements at once.
+        """
+        if kernels_apart and all(s % SPECIAL == 0 for s in strides if s != 1):
+            start = len(self.values)
+            self.values += [s for s in strides if s != 1]
+            texts = (f"numbers[{n}]" for n in range(start, len(self.values)))
+            return tuple("1" if s == 1 else next(texts) for s in strides)
+        return tuple("1" if s == 1 else self.add(s) for s in strides)
 
 
 @final
@@ -344,26 +362,26 @@ def is_zero(x: object) -> bool:
 class Array:
     """A tensor that generated code reads: the pointer data[slot].
 
-    at: where its strides begin in `numbers`. limits: for each axis, the condition under which a
-    place on it may be read.
+    strides: the code of each. limits: for each axis, the condition under which a place on it may be
+    read.
     """
 
     code: Code
     slot: int
     shape: tuple[int, ...]
     dtype: torch.dtype
-    at: int
+    strides: tuple[str, ...]
     is_long: bool  # whether offsets need 64 bits
     limits: Mapping[str, str] = field(factory=lambda: LIMITS)
 
     def __getitem__(self, index: tuple[Operand, ...]) -> Symbol:
         """The element at `index`; 0 past the last query or key."""
         offset = [f"data[{self.slot}]"]
-        for axis, x in enumerate(index):
+        for stride, x in zip(self.strides, index, strict=True):
             if not is_zero(x):
                 text = x.text if isinstance(x, Symbol) else code_literal(x)[0]
                 wide = f"({text}).to(tl.int64)" if self.is_long and isinstance(x, Symbol) else text
-                offset.append(f"{wide} * numbers[{self.at + axis}]")
+                offset.append(wide if stride == "1" else f"{wide} * {stride}")
         axes = {axis for x in index if isinstance(x, Symbol) for axis in x.axes}
         inside = " & ".join(f"({limit})" for axis, limit in self.limits.items() if axis in axes)
         guard = f", mask={inside}, other=0" if inside else ""

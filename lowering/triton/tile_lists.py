@@ -7,6 +7,7 @@ make the lists on the device, from the least and greatest element of each block 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import final
 
 import torch
@@ -14,6 +15,7 @@ from attrs import frozen
 
 from attn_graph.kernels.tilings import Tiling
 from attn_graph.lowering.problem import Problem
+from attn_graph.lowering.triton.programs import MIXED
 from attn_graph.lowering.triton.symbols import Array, Code, Numbers, Operand, Symbol
 from attn_graph.masks import Mask
 from attn_graph.masks.intervals import Range, lower_end, upper_end
@@ -22,6 +24,7 @@ from attn_graph.masks.runs import AT_ONCE
 from attn_graph.spec import TensorSpec, dense_strides
 
 MOST_TILES = 2**15  # in one list; a vector that one program can hold
+HEAD = 3  # what a list begins with: its block, and how many tiles are full and mixed
 CLASSIFY = "b, h, i0, i1, j0, j1, x, y, data, numbers"
 
 
@@ -45,17 +48,28 @@ def classify_blocks(mask: Mask, problem: Problem, tiling: Tiling) -> torch.Tenso
 
 
 def list_tiles_of(kinds: torch.Tensor) -> torch.Tensor:
-    """A list for each row of `kinds`: how many tiles are full, how many mixed, then the full, then
-    the mixed, then the empty ones; int32 [rows, 2 + tiles]."""
-    rows = max(1, AT_ONCE // (2 + kinds.shape[1]))
-    return torch.cat([*map(list_at_once, kinds.split(rows))])
+    """A list for each row of `kinds`, the longest first: the row's number, how many tiles are full,
+    how many mixed, then the full, then the mixed, then the empty ones; int32 [rows, at least 3 +
+    tiles]."""
+    rows = max(1, AT_ONCE // (HEAD + kinds.shape[1]))
+    lists = torch.cat([*map(list_at_once, kinds.split(rows))])
+    lists[:, 0] = torch.arange(len(kinds), device="cpu")
+    longest = torch.argsort(lists[:, 1] + MIXED * lists[:, 2], descending=True, stable=True)
+    return lists[longest]
 
 
 def list_at_once(kinds: torch.Tensor) -> torch.Tensor:
-    """The same for so few rows that sorting them takes little memory."""
-    full, mixed = ((kinds == kind).sum(1, keepdim=True) for kind in (2, 1))
+    """The lists of so few rows that sorting them takes little memory, without their numbers."""
+    lists = torch.zeros(len(kinds), list_width(kinds.shape[1]), dtype=torch.int32, device="cpu")
+    lists[:, 1], lists[:, 2] = ((kinds == kind).sum(1) for kind in (2, 1))
     order = torch.argsort(kinds, dim=1, descending=True, stable=True)
-    return torch.cat((full, mixed, order), 1).to(torch.int32)
+    lists[:, HEAD : HEAD + kinds.shape[1]] = order
+    return lists
+
+
+def list_width(tiles: int) -> int:
+    """Elements of a list: a multiple of 16, so that one kernel serves every number of tiles."""
+    return 16 * blocks(HEAD + tiles, 16)
 
 
 def list_ahead(problem: Problem, tiling: Tiling, by_keys: bool) -> torch.Tensor:
@@ -67,6 +81,17 @@ def list_ahead(problem: Problem, tiling: Tiling, by_keys: bool) -> torch.Tensor:
         kinds[-1] = kinds[-1].clamp(max=1) if short else kinds[-1]
         return list_tiles_of(kinds.mT.contiguous())
     return list_tiles_of(kinds)
+
+
+def most_listed(fixed: Mapping[str, int]) -> int:
+    """How many tiles a block may have to visit. fixed: the arguments of `list_tiles`."""
+    length, size = ("M", "BLOCK_M") if fixed["BY_KEYS"] else ("N", "BLOCK_N")
+    return blocks(fixed[length], fixed[size])
+
+
+def list_room(tiles: int) -> int:
+    """How many tiles a program that lists them holds: of few sizes, since each is a kernel."""
+    return next(room for room in (2**6, 2**9, 2**12, MOST_TILES) if room >= min(tiles, MOST_TILES))
 
 
 @final
@@ -98,10 +123,9 @@ class ListCode:
         for slot, (name, spec) in enumerate(operands.items()):
             axes = mask.needs[name].axes
             shape, strides = reduced_shape(spec, axes, tiling)
-            at = len(numbers.values)
-            numbers.values += strides
+            texts = numbers.add_strides(strides, kernels_apart=False)
             kind = spec.dtype if set(axes) <= set("bh") else torch.int64
-            ends = (Array(code, 2 * slot + k, shape, kind, at, False, {}) for k in (0, 1))
+            ends = (Array(code, 2 * slot + k, shape, kind, texts, False, {}) for k in (0, 1))
             data[name] = Extremes(shape, next(ends), next(ends), places, spec.dtype == torch.bool)
         b, h = code.argument("b"), code.argument("h")
         keep = mask.keep(Place(b, h, i, j, problem.H, problem.M, problem.N, data))
@@ -112,11 +136,11 @@ class ListCode:
         return cls(source, tuple(numbers.values), axes, reads)
 
     def shape(self, problem: Problem, tiling: Tiling, by_keys: bool) -> tuple[int, ...]:
-        """The shape of the lists: [B or 1, H or 1, blocks, 2 + tiles]."""
+        """The shape of the lists: [B or 1, H or 1, blocks, at least 3 + tiles]."""
         tiles = blocks(problem.M, tiling.block_m), blocks(problem.N, tiling.block_n)
         lines, each = reversed(tiles) if by_keys else tiles
         B = problem.B if "b" in self.axes else 1
-        return B, problem.H if "h" in self.axes else 1, lines, 2 + each
+        return B, problem.H if "h" in self.axes else 1, lines, list_width(each)
 
 
 def reduced_shape(

@@ -24,8 +24,9 @@ from attn_graph.lowering.problem import Problem, sole
 from attn_graph.lowering.triton import backend as triton_flash
 from attn_graph.lowering.triton.device_code import DeviceCode, Tracer, compile_text
 from attn_graph.lowering.triton.launches import Launch, check_interpreter
-from attn_graph.lowering.triton.plan import Flash, FlashBuilder, gradient_strides
-from attn_graph.lowering.triton.tile_lists import blocks, classify_blocks
+from attn_graph.lowering.triton.operands import gradient_strides
+from attn_graph.lowering.triton.plan import Flash, FlashBuilder
+from attn_graph.lowering.triton.tile_lists import blocks, classify_blocks, list_width
 from attn_graph.masks.places import Block, Place
 from attn_graph.spec import TensorSpec
 from attn_graph.testing import rule
@@ -145,15 +146,16 @@ def visited(graph: ag.Graph, tensors: dict[str, torch.Tensor], by_keys: bool) ->
         named |= {n: torch.empty(b.shape, dtype=b.dtype) for n, b in flash.buffers.items()}
         for launch in flash.launches:
             launch(named)
-        lists = named[str(pointer["lists_ptr"])].reshape(-1, lines, tiles + 2)
+        lists = named[str(pointer["lists_ptr"])].reshape(-1, lines, list_width(tiles))
         lists = lists.as_strided(
-            (problem.B, problem.H, lines, tiles + 2), (*fixed["lists_strides"], 1)
+            (problem.B, problem.H, lines, list_width(tiles)), (*fixed["lists_strides"], 1)
         )
         for at in torch.cartesian_prod(*map(torch.arange, found.shape[:3])).tolist():
-            full, mixed, *which = lists[tuple(at)].tolist()
+            b, h, place = at
+            block, full, mixed, *which = lists[b, h, place].tolist()
             assert len(set(which[: full + mixed])) == full + mixed
             for n, t in enumerate(which[: full + mixed]):
-                found[(*at, t)] = 2 if n < full else 1
+                found[b, h, block, t] = 2 if n < full else 1
     else:
         rows = strip_tiles(problem, flash.code, data, by_keys, lines)
         for b, line in torch.cartesian_prod(torch.arange(problem.B), torch.arange(lines)).tolist():

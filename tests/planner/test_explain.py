@@ -343,7 +343,8 @@ def test_changes_that_only_show_after_others_are_found() -> None:
 def test_an_unbuilt_plan_may_turn_out_too_large() -> None:
     found = ag.explain(ag.attention(X, X, X), target=TARGETS[2], max_workspace=0)
     assert found.notes == (
-        "its built plan may need more workspace than max_workspace allows: then torch_cudnn runs it",
+        "its built plan may need more workspace than max_workspace allows: then torch_cudnn runs "
+        "it",
     )
 
 

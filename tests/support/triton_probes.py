@@ -14,6 +14,7 @@ from attn_graph.ir.modifiers import Modifier
 from attn_graph.kernels.common import (
     dropout_keeps_tile,
     key_tiles,
+    place_program,
     query_tiles,
     round_to,
     tanh,
@@ -35,6 +36,14 @@ def closed_form(
         bounds = key_tiles(line, b, M, N, data, numbers, STRIP, BLOCK, BLOCK)
     for n in tl.static_range(4):
         tl.store(out_ptr + pid * 4 + n, bounds[n])
+
+
+@triton.jit
+def places(out_ptr, blocks, H, TOGETHER, LAST_FIRST: tl.constexpr):
+    """The block, h and b of each program; out [programs,3]."""
+    place = place_program(blocks, H, TOGETHER, LAST_FIRST)
+    for n in tl.static_range(3):
+        tl.store(out_ptr + tl.program_id(0) * 3 + n, place[n])
 
 
 @triton.jit

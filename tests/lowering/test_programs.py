@@ -1,0 +1,342 @@
+"""The number and the order of programs: how evenly they fill a GPU, and what they compute."""
+
+from __future__ import annotations
+
+import heapq
+import importlib
+from collections.abc import Callable
+from itertools import pairwise, product
+from typing import Any, final
+
+import pytest
+import torch
+from attrs import evolve, frozen
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import attn_graph as ag
+from attn_graph.ir.passes import simplify
+from attn_graph.kernels.tilings import Tiling
+from attn_graph.lowering.backend import Options
+from attn_graph.lowering.problem import sole
+from attn_graph.lowering.triton.backend import describe_balance, launch_notes, plan_flash
+from attn_graph.lowering.triton.launches import Launch, load_kernel
+from attn_graph.lowering.triton.offline import compile_for
+from attn_graph.lowering.triton.plan import Flash
+from attn_graph.lowering.triton.programs import (
+    Programs,
+    arrange,
+    block_costs,
+    count_strip_tiles,
+    places_of,
+    static_strip,
+)
+from attn_graph.machine.gpus import devices
+from attn_graph.testing import rule
+from attn_graph.testing.agreement import run_gradients
+from attn_graph.testing.mask_formula import Places, evaluate_mask
+from attn_graph.testing.tensors import cotangents_for, tensors_for
+
+CPU = ag.Target.of("cpu")
+GPUS = [*devices()]
+LONG = ("forward", "query_gradient", "key_gradient")
+interpreting = pytest.mark.skipif(
+    not CPU.interprets, reason="needs TRITON_INTERPRET=1 before Python starts, as in `make test`"
+)
+compiling = pytest.mark.skipif(
+    CPU.interprets, reason="with TRITON_INTERPRET=1 Triton compiles nothing"
+)
+
+
+def flashes(graph: ag.Graph, target: ag.Target, options: Options | None = None) -> list[Flash]:
+    """The plans of both passes."""
+    problems = [sole(simplify(x)) for x in ag.vjp(graph, ["q", "k", "v"])]
+    return [plan_flash(p, target, options or Options()) for p in problems if p is not None]
+
+
+def attention(
+    B: int, H: int, G: int, M: int, N: int, D: int = 128, **more: Any
+) -> ag.Graph:  # Any: masks and the like
+    q, k = (ag.TensorSpec((B, n, s, D), torch.bfloat16) for n, s in ((H, M), (G, N)))
+    return ag.attention(q, k, k, **more)
+
+
+def programs_of(flash: Flash, launch: Launch) -> tuple[Programs, int]:
+    """The programs of a launch, and the places that they run on."""
+    fixed = launch.fixed
+    tile = Tiling(fixed["BLOCK_M"], fixed["BLOCK_N"], launch.warps, launch.stages)
+    table = flash.tables.get(str(launch.tensors.get("lists_ptr")))
+    costs = block_costs(flash.problem, tile, launch.kernel == "key_gradient", table)
+    places = places_of(flash.problem, flash.target, tile)
+    assert costs is not None
+    assert places is not None
+    heads, each = (
+        launch.grid // len(costs),
+        -(-fixed["GROUP"] // fixed.get("SPLITS", fixed["GROUP"])),
+    )
+    return arrange(costs, tile, heads, each, fixed["TOGETHER"]), places
+
+
+def least_makespan(programs: Programs, places: int) -> float:
+    """What no order of these programs can be below: the mean; the longest; and, of the n * places
+    + 1 longest, the n + 1 shortest, which some place has to run."""
+    costs = sorted(programs.in_order(), reverse=True)
+    some = (
+        sum(costs[n * places - n : n * places + 1])
+        for n in range(1, (len(costs) - 1) // places + 1)
+    )
+    return max(programs.total / places, costs[0], *some, 0.0)
+
+
+@final
+@frozen
+class Documents(ag.Mask):
+    """Causal within documents of a size: no strip, so its tiles are listed."""
+
+    size: int
+
+    def keep(self, at: ag.Place) -> Any:
+        return (at.i // self.size == at.j // self.size) & (at.j <= at.i)
+
+
+MASKS: dict[str, ag.Mask | None] = {
+    "causal": ag.Causal(),
+    "full": None,
+    "window": ag.Causal() & ag.Window(1024),
+    "documents": Documents(1500),
+}
+
+
+@compiling  # the same, interpreted
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("name", MASKS)
+def test_programs_fill_every_gpu(gpu: str, name: str) -> None:
+    """A launch of 4 waves or more takes at most 1.05 times what any order of its programs must.
+
+    With 20, or 4 of a causal mask, that is 1.05 times the mean of all places; else equal programs
+    may end in a partial wave. Of fewer waves it is 4/3, Graham's bound for the longest first.
+    """
+    for B, (H, G), S in product((1, 4), ((8, 1), (32, 8), (32, 32)), (2048, 8192)):
+        for flash in flashes(attention(B, H, G, S, S, mask=MASKS[name]), ag.Target.of(gpu)):
+            for launch in (x for x in flash.launches if x.kernel in LONG):
+                programs, places = programs_of(flash, launch)
+                case = f"{launch.kernel} {B} {H} {G} {S}: {describe_balance(flash, launch)}"
+                makespan = programs.makespan(places)
+                waves = programs.count / places
+                most = 1.05 if waves >= 4 else 4 / 3
+                assert makespan <= most * least_makespan(programs, places), case
+                if waves >= (4 if name == "causal" else 20):
+                    assert programs.balance(places) <= 1.05, case
+
+
+@pytest.mark.parametrize("gpu", ["h100", "h200"])
+def test_one_group_of_heads_fills_a_gpu_in_the_backward(gpu: str) -> None:
+    """One program for each block of keys took 7.4 times the mean; see docs/architecture.md."""
+    graph = attention(1, 8, 1, 4096, 4096, mask=ag.Causal())
+    _, backward = flashes(graph, ag.Target.of(gpu))
+    launch = next(x for x in backward.launches if x.kernel == "key_gradient")
+    programs, places = programs_of(backward, launch)
+    assert programs.balance(places) <= 1.05
+    undivided = arrange([8 * cost for cost in programs.costs], Tiling(32, 128, 8, 2), 1, 1, 1)
+    assert undivided.balance(places) > 4
+
+
+def test_a_division_that_gains_nothing_takes_no_memory() -> None:
+    for B, H, G, S in ((4, 32, 8, 4096), (1, 32, 32, 1024), (8, 64, 8, 4096)):
+        _, backward = flashes(attention(B, H, G, S, S, mask=ag.Causal()), ag.Target.of("h200"))
+        assert [*backward.buffers] == ["delta"]
+        assert not backward.division
+
+
+def test_sums_take_of_max_workspace_what_is_left() -> None:
+    """With less memory programs walk more heads, and `explain` says why."""
+    graph, target = attention(1, 8, 1, 4096, 4096, mask=ag.Causal()), ag.Target.of("h200")
+    whole = flashes(graph, target)[1].scratch.bytes
+    splits = []
+    for most in (None, whole, whole - 1, whole // 2, 2**20):
+        flash = flashes(graph, target, Options(max_workspace=most))[1]
+        assert flash.scratch.bytes <= (whole if most is None else most)
+        splits.append(next(x for x in flash.launches if x.kernel == "key_gradient").fixed["SPLITS"])
+        limited = most is not None and most < whole
+        assert ("which max_workspace does not allow" in flash.division) == limited
+    assert splits == [8, 8, 4, 2, 1]
+
+
+def test_explain_tells_programs_waves_and_balance() -> None:
+    graph = attention(1, 8, 1, 4096, 4096, mask=ag.Causal())
+    plan = ag.explain(graph, target="h200", backends=("triton",))
+    assert plan.backward is not None
+    (line,) = (x for x in plan.backward.notes if x.startswith("key_gradient: 256 programs"))
+    assert line.startswith("key_gradient: 256 programs, 1.94 waves, balance 1.0")
+    assert sum(x.startswith("sum_parts: 256 programs") for x in plan.backward.notes) == 2
+    lengths = ag.TensorSpec((1,), torch.int32)
+    forward, _ = flashes(attention(1, 8, 1, 4096, 4096, kv_lengths=lengths), ag.Target.of("h200"))
+    assert "1.94 waves, balance up to the data" in next(launch_notes(forward))
+    unknown = evolve(ag.Target.of("h200"), multiprocessors=None)
+    forward, _ = flashes(graph, unknown)
+    assert next(launch_notes(forward)).startswith("forward: 256 programs, tiles")
+
+
+@given(
+    M=st.integers(1, 300),
+    N=st.integers(1, 300),
+    tile=st.sampled_from(((32, 64), (64, 32), (16, 16))),
+    by_keys=st.booleans(),
+    mask=st.sampled_from(
+        (ag.Causal(), ag.Causal("bottom_right"), ag.Window(70, 5), ag.Window(0, 90))
+    ),
+)
+def test_tiles_of_strips_are_counted_as_kernels_walk_them(
+    M: int, N: int, tile: tuple[int, int], by_keys: bool, mask: ag.Mask
+) -> None:
+    """Against the places that the mask keeps; a last tile that is not whole counts as mixed."""
+    problem = sole(simplify(attention(1, 1, 1, M, N, 16, mask=mask, align="top_left")))
+    assert problem is not None
+    strip = static_strip(problem)
+    assert strip is not None
+    kept = torch.ones(M, N, dtype=torch.bool)
+    if problem.node.mask is not None:
+        kept = evaluate_mask(problem.node.mask, Places((1, 1, M, N), {})).expand(1, 1, M, N)[0, 0]
+    lines, (size, width) = (kept.T, tile[::-1]) if by_keys else (kept, tile)
+    tiles = [[*row.split(width, 1)] for row in lines.split(size)]
+    full = [sum(bool(x.all()) and x.shape[1] == width for x in row) for row in tiles]
+    some = [sum(bool(x.any()) for x in row) for row in tiles]
+    counted = count_strip_tiles(strip, problem, Tiling(*tile, 4, 1), by_keys)
+    assert (counted[0].tolist(), (counted[0] + counted[1]).tolist()) == (full, some)
+
+
+@given(
+    costs=st.lists(st.integers(1, 9).map(float), min_size=1, max_size=9),
+    heads=st.integers(1, 9),
+    together=st.integers(1, 9),
+    places=st.integers(1, 12),
+)
+def test_the_makespan_is_that_of_the_places_clocks(
+    costs: list[float], heads: int, together: int, places: int
+) -> None:
+    """Simulated anew, by events; and estimates lie between what no order beats and twice that."""
+    programs = Programs(tuple(costs), heads, min(heads, together))
+    waiting, now = [*programs.in_order()], 0.0
+    running: list[float] = []
+    assert len(waiting) == programs.count
+    assert sum(waiting) == programs.total
+    while waiting or running:
+        while waiting and len(running) < places:
+            heapq.heappush(running, now + waiting.pop(0))
+        now = heapq.heappop(running)
+    assert programs.makespan(places) == now
+    assert least_makespan(programs, places) <= now
+    assert programs.quick_makespan(places) >= programs.total / places
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_blocks_with_the_most_to_do_begin(gpu: str) -> None:
+    """In closed form and in lists, of queries and of keys."""
+    c = ag.Causal()
+    for mask in (c, ~c, c & ag.Window(512), c | ag.Prefix(300), Documents(700), None):
+        for flash in flashes(attention(2, 4, 2, 4096, 4096, mask=mask), ag.Target.of(gpu)):
+            for launch in (x for x in flash.launches if x.kernel in LONG):
+                costs = programs_of(flash, launch)[0].costs
+                assert all(a >= b for a, b in pairwise(costs)), (mask, launch.kernel, costs)
+
+
+@given(
+    blocks=st.integers(1, 7), H=st.integers(1, 5), B=st.integers(1, 3), last_first=st.booleans(),
+    data=st.data(),
+)  # fmt: skip
+@settings(max_examples=20)
+@interpreting
+def test_every_block_of_every_head_has_its_program(
+    blocks: int, H: int, B: int, last_first: bool, data: st.DataObject
+) -> None:
+    """Once, and in the order that the simulation takes: of `together` heads by block."""
+    together = data.draw(st.integers(1, B * H))
+    out = torch.empty(blocks * H * B, 3, dtype=torch.int32)
+    importlib.import_module("tests.support.triton_probes").places[(len(out),)](
+        out, blocks, H, together, LAST_FIRST=last_first
+    )
+    order = range(blocks)[::-1] if last_first else range(blocks)
+    heads = [divmod(n, H)[::-1] for n in range(B * H)]
+    due = [
+        [block, *head]
+        for start in range(0, B * H, together)
+        for block in order
+        for head in heads[start : start + together]
+    ]
+    assert out.tolist() == due
+
+
+@interpreting
+@pytest.mark.parametrize(
+    ("dtype", "heads", "N", "splits"),
+    [(torch.bfloat16, 4, 42, 2), (torch.float16, 4, 43, 4), (torch.float32, 3, 42, 2)],
+)
+def test_gradients_agree_however_a_group_is_divided(
+    dtype: torch.dtype, heads: int, N: int, splits: int
+) -> None:
+    """Evenly or not, and are the same bits every time. The interpreter goes by sizes."""
+    specs = [
+        ag.TensorSpec((1, h, s, d), dtype) for h, s, d in ((heads, 40, 8), (1, N, 8), (1, N, 20))
+    ]
+    graph = ag.attention(*specs, mask=ag.Causal("bottom_right"), stats=True)
+    backward = flashes(graph, CPU)[1]
+    (launch,) = (x for x in backward.launches if x.kernel == "key_gradient")
+    assert launch.fixed["SPLITS"] == splits
+    plan, tensors = ag.compile(graph, backends=("triton",)), tensors_for(graph, 3)
+    cotangents = cotangents_for(graph, 4)
+    first, again = (run_gradients(plan, tensors, cotangents) for _ in range(2))
+    for name, due in rule.expect_gradients(graph, tensors, cotangents).items():
+        due.check(first[name])
+        assert torch.equal(first[name], again[name])
+
+
+# Compiles
+
+SHAPES = [  # B, H, G, M, N
+    (*heads, *lengths)
+    for heads in ((2, 8, 8), (2, 16, 2), (4, 16, 16), (3, 32, 8), (2, 2, 1))
+    for lengths in (
+        (512, 512), (640, 1152), (1000, 1000), (77, 777), (4096, 4096), (333, 4096), (16, 17),
+        (2048, 2049),
+    )
+]  # fmt: skip
+LAST = ag.Causal("bottom_right")
+VARIETIES: dict[str, tuple[int, Callable[[int, int, int], dict[str, Any]]]] = {
+    "none": (3, lambda B, M, N: {}),
+    "causal": (3, lambda B, M, N: {"mask": LAST}),
+    "window": (3, lambda B, M, N: {"mask": LAST & ag.Window(3 + N // 4, align="bottom_right")}),
+    "listed": (3, lambda B, M, N: {"mask": LAST | ag.Prefix(1 + N // 8)}),
+    "lengths": (3, lambda B, M, N: {"kv_lengths": ag.TensorSpec((B,), torch.int32)}),
+    # with rows on multiples of 16, several elements are loaded at once, and else not
+    "bias": (6, lambda B, M, N: {"bias": ag.TensorSpec((1, 1, M, N), torch.bfloat16)}),
+}
+
+
+@compiling
+@pytest.mark.parametrize("name", VARIETIES)
+def test_new_shapes_need_few_new_kernels(name: str) -> None:
+    """At most 3 of each for 40 shapes: Triton's key, as launches with their arguments make it.
+
+    Three are of dk and dv: of one head, of all of a group, and of a part of one, in float32.
+    """
+    knobs = importlib.import_module("triton").knobs.runtime
+    mock = importlib.import_module("triton.runtime.jit").MockTensor
+    most, more = VARIETIES[name]
+    keys: dict[str, set[str]] = {}
+
+    def note_key(*, key: str, fn: Any, **_: object) -> bool:
+        keys.setdefault(fn.name, set()).add(key)
+        return True  # it need not be compiled
+
+    with pytest.MonkeyPatch.context() as patch, compile_for(90):
+        patch.setattr(knobs, "jit_cache_hook", note_key)
+        for B, H, G, M, N in SHAPES:
+            graph = attention(B, H, G, M, N, 64, **more(B, M, N))
+            for flash in flashes(graph, ag.Target.of("h200")):
+                tensors: dict[str, Any] = {n: mock(dtype) for n, dtype in flash.dtypes().items()}
+                tensors["o.strides"] = flash.problem.layout_of_o[1]
+                for launch in flash.launches:
+                    load_kernel(launch.kernel).warmup(grid=(1,), **launch.arguments(tensors))
+    assert {"forward", "query_gradient", "key_gradient"} <= {n.split(".")[-1] for n in keys}
+    counts = {n: len(found) for n, found in keys.items()}
+    assert all(count <= (most if "key_" in n else most // 3) for n, count in counts.items()), counts
