@@ -67,27 +67,28 @@ def gluon_forward(
             block, b, M, N, data, numbers, STRIP, CONSUMERS * ROWS, BLOCK_N
         )
     full, mixed = count_tiles(lists_ptr, start, full_start, full_stop, stop, LISTED)
-    if LISTED:  # past the two counts; of an empty list the first count, 0, serves as its tile
-        lists_ptr += gl.where(full + mixed == 0, 0, 2)
-    if MASKED:  # queries that see no tile visit one, in which all is masked
-        mixed = gl.where(full + mixed == 0, 1, mixed)
+    if MASKED:  # queries that see no tile visit one past the last key, where all is 0 and masked
+        blind, past = full + mixed == 0, gl.cdiv(N, BLOCK_N)
+        start, mixed = gl.where(blind, past, start), gl.where(blind, 1, mixed)
+        full_start = gl.where(blind, past, full_start)
+        full_stop = gl.where(blind, past, full_stop)
+    if LISTED:  # past the two counts; an empty list has its first count, 0, for a tile
+        lists_ptr += gl.where(start > 0, 0, 2)
     tiles = start, full_start, full_stop, full, mixed
-    place = b, h, block * (CONSUMERS * ROWS), H, GROUP, M, N
-
-    q, k, v = allocate(q_desc, CONSUMERS), allocate(k_desc, STAGES), allocate(v_desc, STAGES)
-    q_ready = barriers(CONSUMERS, 1)
-    k_ready, k_free = barriers(STAGES, 1), barriers(STAGES, CONSUMERS)
-    v_ready, v_free = barriers(STAGES, 1), barriers(STAGES, CONSUMERS)
+    first = block * (CONSUMERS * ROWS)
+    queries = allocate(q_desc, CONSUMERS), barriers(CONSUMERS, 1)
+    keys = allocate(k_desc, STAGES), barriers(STAGES, 1), barriers(STAGES, CONSUMERS)
+    values = allocate(v_desc, STAGES), barriers(STAGES, 1), barriers(STAGES, CONSUMERS)
     fence_async_shared()
-    buffers = q, q_ready, k, k_ready, k_free, v, v_ready, v_free
-    outputs = o_ptr, lse_ptr, max_ptr, sinks_ptr, o_strides, sinks_stride
+    inputs = queries, keys, values
+    outputs = o_ptr, lse_ptr, max_ptr, sinks_ptr, o_strides, sinks_stride, H
     gl.warp_specialize(
         [
-            (consume, (0, buffers, outputs, lists_ptr, tiles, place, data, numbers, scale,
-                       E, BLOCK_N, STAGES, KEEP, CHANGE, FOLD, LISTED, MASKED)),
-            (consume, (1, buffers, outputs, lists_ptr, tiles, place, data, numbers, scale,
-                       E, BLOCK_N, STAGES, KEEP, CHANGE, FOLD, LISTED, MASKED)),
-            (load, (q_desc, k_desc, v_desc, buffers, lists_ptr, tiles, place,
+            (consume, (0, inputs, outputs, lists_ptr, tiles, (b, h, first, M, N), data, numbers,
+                       scale, E, BLOCK_N, STAGES, KEEP, CHANGE, FOLD, LISTED, MASKED)),
+            (consume, (1, inputs, outputs, lists_ptr, tiles, (b, h, first + ROWS, M, N), data,
+                       numbers, scale, E, BLOCK_N, STAGES, KEEP, CHANGE, FOLD, LISTED, MASKED)),
+            (load, (q_desc, k_desc, v_desc, inputs, lists_ptr, tiles, b, h, h // GROUP, first,
                     BLOCK_N, STAGES, LISTED, MASKED)),
         ],
         [WARPS, 1],
@@ -98,7 +99,9 @@ def gluon_forward(
 @gluon.jit
 def allocate(desc, COUNT: gl.constexpr):
     """Buffers in shared memory for COUNT tiles of a descriptor."""
-    return gl.allocate_shared_memory(desc.dtype, [COUNT] + desc.block_shape, desc.layout)
+    return gl.allocate_shared_memory(
+        desc.dtype, [COUNT, 1, 1, desc.block_shape[2], desc.block_shape[3]], desc.layout
+    )
 
 
 @gluon.jit
@@ -124,7 +127,7 @@ def tile_at(t, lists_ptr, tiles, LISTED: gl.constexpr, MASKED: gl.constexpr):
     """
     start, full_start, full_stop, full, mixed = tiles
     if LISTED:
-        n = gl.load(lists_ptr + gl.where(t < mixed, full + t, t - mixed))
+        n = start + gl.load(lists_ptr + gl.where(t < mixed, full + t, t - mixed))
     elif MASKED:
         behind = gl.where(start + t >= full_start, full_stop - full_start, 0)
         n = gl.where(t < mixed, start + t + behind, full_start + t - mixed)
@@ -135,17 +138,17 @@ def tile_at(t, lists_ptr, tiles, LISTED: gl.constexpr, MASKED: gl.constexpr):
 
 @gluon.jit
 def load(
-    q_desc, k_desc, v_desc, buffers, lists_ptr, tiles, place,
+    q_desc, k_desc, v_desc, inputs, lists_ptr, tiles, b, h, g, first,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, LISTED: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """The loader: copies the queries of each consumer, then each tile of keys and of values."""
-    b, h, first, H, GROUP, M, N = place
-    q, q_ready, k, k_ready, k_free, v, v_ready, v_free = buffers
+    queries, keys, values = inputs
+    q, q_ready = queries
+    k, k_ready, k_free = keys
+    v, v_ready, v_free = values
     for c in gl.static_range(CONSUMERS):
         copy(q_desc, b, h, first + c * ROWS, q_ready.index(c), q.index(c))
-    full, mixed = tiles[3], tiles[4]
-    g = h // GROUP
-    for t in range(full + mixed):
+    for t in range(tiles[3] + tiles[4]):
         n = tile_at(t, lists_ptr, tiles, LISTED, MASKED)
         at, phase = t % STAGES, t // STAGES & 1
         mbarrier.wait(k_free.index(at), phase ^ 1)
@@ -163,21 +166,21 @@ def copy(desc, b, h, row, ready, buffer):
 
 @gluon.jit
 def consume(
-    which: gl.constexpr, buffers, outputs, lists_ptr, tiles, place, data, numbers, scale,
+    which: gl.constexpr, inputs, outputs, lists_ptr, tiles, own, data, numbers, scale,
     E: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     KEEP: gl.constexpr, CHANGE: gl.constexpr, FOLD: gl.constexpr,
     LISTED: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """A consumer: ROWS queries against all tiles, and their results."""
-    b, h, first, H, GROUP, M, N = place
-    q, q_ready, k, k_ready, k_free, v, v_ready, v_free = buffers
-    full, mixed = tiles[3], tiles[4]
-    count = full + mixed
+    queries, keys, values = inputs
+    q, q_ready = queries
+    k, k_ready, k_free = keys
+    v, v_ready, _ = values
+    mixed = tiles[4]
+    count = tiles[3] + mixed
     WIDTH: gl.constexpr = v.shape[4]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 16])
-    first += which * ROWS
-    own = b, h, first, M, N
     m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
     total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
     acc = gl.zeros([ROWS, WIDTH], gl.float32, SUMS)
@@ -188,7 +191,7 @@ def consume(
     n = tile_at(0, lists_ptr, tiles, LISTED, MASKED)
     s = warpgroup_mma_wait(0, [scores(q, k, 0, SCORES, BLOCK_N)])
     mbarrier.arrive(k_free.index(0), count=1)
-    p, m, total, shrink = softmax(
+    p, m, total, _ = softmax(
         s, m, total, n * BLOCK_N, own, data, numbers, scale, SCORES, KEEP, CHANGE, FOLD, MASKED
     )
     p = as_operand(p, v.dtype, SUMS)
@@ -197,13 +200,13 @@ def consume(
         for t in range(1, mixed):
             n = tile_at(t, lists_ptr, tiles, LISTED, MASKED)
             p, acc, m, total = step(
-                t, count, n * BLOCK_N, q, p, acc, m, total, buffers, own, data, numbers, scale,
+                t, count, n * BLOCK_N, q, p, acc, m, total, inputs, own, data, numbers, scale,
                 SCORES, SUMS, BLOCK_N, STAGES, KEEP, CHANGE, FOLD, True,
             )  # fmt: skip
     for t in range(gl.maximum(mixed, 1), count):
         n = tile_at(t, lists_ptr, tiles, LISTED, MASKED)
         p, acc, m, total = step(
-            t, count, n * BLOCK_N, q, p, acc, m, total, buffers, own, data, numbers, scale,
+            t, count, n * BLOCK_N, q, p, acc, m, total, inputs, own, data, numbers, scale,
             SCORES, SUMS, BLOCK_N, STAGES, KEEP, CHANGE, FOLD, False,
         )  # fmt: skip
     last = count - 1
@@ -211,7 +214,7 @@ def consume(
     acc = warpgroup_mma_wait(
         0, [warpgroup_mma(p, flat(v.index(last % STAGES)), acc, is_async=True)]
     )
-    store(acc, m, total, outputs, b, h, first, H, M, E, SUMS)
+    store(acc, m, total, outputs, own, E, SUMS)
 
 
 @gluon.jit
@@ -230,7 +233,7 @@ def as_operand(p, DTYPE: gl.constexpr, SUMS: gl.constexpr):
 
 @gluon.jit
 def step(
-    t, count, key, q, p, acc, m, total, buffers, own, data, numbers, scale,
+    t, count, key, q, p, acc, m, total, inputs, own, data, numbers, scale,
     SCORES: gl.constexpr, SUMS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     KEEP: gl.constexpr, CHANGE: gl.constexpr, FOLD: gl.constexpr, MIXED: gl.constexpr,
 ):  # fmt: skip
@@ -239,7 +242,9 @@ def step(
     The wait for the next keys stands between the exponentials and the wait for the second product:
     it is a branch, without which the compiler moves that second wait before the exponentials.
     """
-    _, _, k, k_ready, k_free, v, v_ready, v_free = buffers
+    _, keys, values = inputs
+    k, k_ready, k_free = keys
+    v, v_ready, v_free = values
     issued = scores(q, k, t % STAGES, SCORES, BLOCK_N)
     u = t - 1
     mbarrier.wait(v_ready.index(u % STAGES), u // STAGES & 1)
@@ -292,9 +297,10 @@ def softmax(
 
 
 @gluon.jit
-def store(acc, m, total, outputs, b, h, first, H, M, E: gl.constexpr, SUMS: gl.constexpr):
+def store(acc, m, total, outputs, own, E: gl.constexpr, SUMS: gl.constexpr):
     """Store o and the statistics of ROWS queries."""
-    o_ptr, lse_ptr, max_ptr, sinks_ptr, o_strides, sinks_stride = outputs
+    o_ptr, lse_ptr, max_ptr, sinks_ptr, o_strides, sinks_stride, H = outputs
+    b, h, first, M, _ = own
     row = gl.arange(0, ROWS, layout=m.type.layout)
     at = (gl.cast(b, gl.int64) * H + h) * M + first + row
     if max_ptr is not None:
