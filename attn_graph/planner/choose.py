@@ -26,6 +26,7 @@ from attn_graph.lowering.cudnn import backend as cudnn_backend
 from attn_graph.lowering.triton import backend as triton_flash
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import KernelName
+from attn_graph.planner.self_check import known_reasons, lower_checked
 from attn_graph.spec import NAMES
 
 T = TypeVar("T")
@@ -87,7 +88,7 @@ def choose_and_lower(
     Raises NoBackendError as `choose` does.
     """
     return first_that_succeeds(
-        graph, target, options, among, lambda b: b.lower(graph, target, options)
+        graph, target, options, among, lambda b: lower_checked(b, graph, target, options)
     )
 
 
@@ -131,7 +132,7 @@ def choose(
         if among is not None
         else preference(graph, target, options)
     )
-    reasons = [(b, late.get(b.name) or b.reasons(graph, target, options)) for b in ordered]
+    reasons = [(b, late.get(b.name) or known_reasons(b, graph, target, options)) for b in ordered]
     able = [b for b, against in reasons if not against]
     refusals = tuple((b.name, against) for b, against in reasons if against)
     if not able:
