@@ -44,7 +44,7 @@ CONSUMER_REGISTERS: gl.constexpr = gl.constexpr(240)  # of a thread, and
 LOADER_REGISTERS: gl.constexpr = gl.constexpr(24)  # 2 * 128 * 240 + 128 * 24 fit into 65536
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["H", "M", "N"])  # another length needs no other kernel
 def gluon_forward(
     q_desc, k_desc, v_desc, o_ptr, lse_ptr, max_ptr, sinks_ptr, lists_ptr,
     data, numbers, o_strides, lists_strides, sinks_stride, H, GROUP, M, N, scale,
@@ -76,9 +76,8 @@ def gluon_forward(
         lists_ptr += gl.where(start > 0, 0, 2)
     tiles = start, full_start, full_stop, full, mixed
     first = block * (CONSUMERS * ROWS)
-    queries = allocate(q_desc, CONSUMERS), barriers(CONSUMERS, 1)
-    keys = allocate(k_desc, STAGES), barriers(STAGES, 1), barriers(STAGES, CONSUMERS)
-    values = allocate(v_desc, STAGES), barriers(STAGES, 1), barriers(STAGES, CONSUMERS)
+    queries = make_buffers(q_desc, CONSUMERS), make_barriers(CONSUMERS, 1)
+    keys, values = make_ring(k_desc, STAGES), make_ring(v_desc, STAGES)
     fence_async_shared()
     inputs = queries, keys, values
     outputs = o_ptr, lse_ptr, max_ptr, sinks_ptr, o_strides, sinks_stride, H
@@ -97,7 +96,13 @@ def gluon_forward(
 
 
 @gluon.jit
-def allocate(desc, COUNT: gl.constexpr):
+def make_ring(desc, COUNT: gl.constexpr):
+    """COUNT buffers that are used in turn, and their barriers, `ready` and `free`."""
+    return make_buffers(desc, COUNT), make_barriers(COUNT, 1), make_barriers(COUNT, CONSUMERS)
+
+
+@gluon.jit
+def make_buffers(desc, COUNT: gl.constexpr):
     """Buffers in shared memory for COUNT tiles of a descriptor."""
     return gl.allocate_shared_memory(
         desc.dtype, [COUNT, 1, 1, desc.block_shape[2], desc.block_shape[3]], desc.layout
@@ -105,7 +110,7 @@ def allocate(desc, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     """COUNT mbarriers, each of which waits for ARRIVALS."""
     bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for n in gl.static_range(COUNT):
@@ -189,7 +194,7 @@ def consume(
     mbarrier.wait(q_ready.index(which), 0)
     mbarrier.wait(k_ready.index(0), 0)
     n = tile_at(0, lists_ptr, tiles, LISTED, MASKED)
-    s = warpgroup_mma_wait(0, [scores(q, k, 0, SCORES, BLOCK_N)])
+    s = warpgroup_mma_wait(0, [multiply_keys(q, k, 0, SCORES, BLOCK_N)])
     mbarrier.arrive(k_free.index(0), count=1)
     p, m, total, _ = softmax(
         s, m, total, n * BLOCK_N, own, data, numbers, scale, SCORES, KEEP, CHANGE, FOLD, MASKED
@@ -218,7 +223,7 @@ def consume(
 
 
 @gluon.jit
-def scores(q, k, at, SCORES: gl.constexpr, BLOCK_N: gl.constexpr):
+def multiply_keys(q, k, at, SCORES: gl.constexpr, BLOCK_N: gl.constexpr):
     """Issue q times the keys of a buffer: scores [ROWS,BLOCK_N]."""
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
     keys = flat(k.index(at)).permute((1, 0))
@@ -245,7 +250,7 @@ def step(
     _, keys, values = inputs
     k, k_ready, k_free = keys
     v, v_ready, v_free = values
-    issued = scores(q, k, t % STAGES, SCORES, BLOCK_N)
+    issued = multiply_keys(q, k, t % STAGES, SCORES, BLOCK_N)
     u = t - 1
     mbarrier.wait(v_ready.index(u % STAGES), u // STAGES & 1)
     summed = warpgroup_mma(p, flat(v.index(u % STAGES)), acc, is_async=True)

@@ -24,6 +24,7 @@ from attn_graph.lowering.cpu import math as torch_math
 from attn_graph.lowering.cpu import sdpa as torch_sdpa
 from attn_graph.lowering.cudnn import backend as cudnn_backend
 from attn_graph.lowering.triton import backend as triton_flash
+from attn_graph.lowering.triton import gluon as triton_gluon
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import KernelName
 from attn_graph.planner.self_check import known_reasons, lower_checked
@@ -35,6 +36,7 @@ Refusals = tuple[tuple[str, tuple[Reason, ...]], ...]  # every reason against, b
 BACKENDS = (  # PyTorch's own kernels in PyTorch's own order of preference
     cudnn_backend.BACKEND,
     triton_flash.BACKEND,
+    triton_gluon.BACKEND,
     torch_sdpa.BACKEND,
     torch_cuda.FLASH,
     torch_cuda.EFFICIENT,

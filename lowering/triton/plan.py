@@ -39,6 +39,7 @@ from attn_graph.spec import TensorSpec, dense_strides, memory_order
 
 Fixed = dict[str, Any]  # arguments of a kernel
 Pointers = dict[str, str | tuple[str, ...]]  # names of tensors, by parameter of a kernel
+FORWARDS = ("forward", "gluon_forward")  # kernels that store lse, where a pointer is given
 MOST_ROWS = 256  # of one tile
 WIDE_TF32 = 163840  # bytes of shared memory that tiles 256 wide take with TF32, by machine code
 READ = ("q", "k", "v", "do", "lse", "delta", "seed", "offset")  # by every backward kernel
@@ -102,7 +103,7 @@ class Flash:
     def without_lse(self) -> tuple[Launch, ...]:
         """The launches of a forward whose lse nobody reads."""
         return tuple(
-            launch.without("lse_ptr") if launch.kernel == "forward" else launch
+            launch.without("lse_ptr") if launch.kernel in FORWARDS else launch
             for launch in self.launches
         )
 
@@ -153,6 +154,10 @@ class FlashBuilder:
             self.forward()
         else:
             self.backward()
+        return self.finish()
+
+    def finish(self) -> Flash:
+        """What was added so far, as a value."""
         return Flash(
             self.problem,
             self.target,
