@@ -22,7 +22,6 @@ from attn_graph.machine.target import Target
 from attn_graph.planner.self_check import Proof
 from attn_graph.planner.tuning import elements_spanned, make_tensor
 
-RUNS = 2  # of each graph: what comes of a race need not come every time
 GRACE = 5.0  # seconds that a killed process has to end
 PROGRAM = "from attn_graph.planner.device_test import run_request; run_request()"
 
@@ -101,10 +100,10 @@ def try_graph(
     options = Options()
     if against := backend.reasons(graph, target, options):
         raise RefusedError(*against)
-    run = backend.lower(graph, target, options).run
+    executable = backend.lower(graph, target, options)
     host = tensors_of(graph)
     tensors = [tensor.to(device) for tensor in host]
-    for _ in range(RUNS):
+    for run in (executable.run, executable.infer, executable.run):  # races need not show at once
         outputs, _ = run(*tensors)
         verification = compare(graph, host, [output.cpu() for output in outputs])
         for error, allowed in zip(verification.errors, verification.allowed, strict=True):

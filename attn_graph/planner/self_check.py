@@ -21,7 +21,14 @@ from attrs import asdict, evolve, frozen
 
 from attn_graph.errors import Reason, SelfCheckWarning, user_frame
 from attn_graph.ir.graph import Graph
-from attn_graph.lowering.backend import Backend, DeviceTest, Executable, Options, RefusedError
+from attn_graph.lowering.backend import (
+    Backend,
+    DeviceTest,
+    Executable,
+    Options,
+    RefusedError,
+    no_device_test,
+)
 from attn_graph.machine.cache import Cache
 from attn_graph.machine.store import Store, Unfit
 from attn_graph.machine.target import Target
@@ -139,8 +146,10 @@ def known_reasons(
     """Every reason against a graph; without any, a check on this device that is known to fail."""
     if against := backend.reasons(graph, target, options):
         return against
+    if backend.device_test is no_device_test or target.device is None:
+        return ()
     check = find_check(backend, graph, target, options)
-    proof = check.recall() if check and target.device is not None else None
+    proof = check.recall() if check else None
     return tuple(check.reasons(proof)) if check and proof else ()
 
 

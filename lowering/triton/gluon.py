@@ -1,7 +1,7 @@
 """Attention forward on Hopper GPUs by a kernel in Gluon, Triton's lower level.
 
 It takes what the `triton` backend takes, as far as the copy engine (TMA) reads its tensors. No
-interpreter runs Gluon, so a device is to have proven the kernel before it computes anything there.
+interpreter runs Gluon, so the kernel is checked on a device before it computes anything there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from attn_graph.errors import Reason
 from attn_graph.ir.graph import Graph
-from attn_graph.lowering.backend import Backend, Executable, Options
+from attn_graph.lowering.backend import Backend, DeviceTest, Executable, Options
 from attn_graph.lowering.problem import Problem, is_misaligned, returns_lse, sole
 from attn_graph.lowering.reasons import (
     missing_library,
@@ -78,7 +78,6 @@ def gluon_target_reasons(target: Target) -> Iterator[Reason]:
     if target.interprets:
         limit = "can't be interpreted"
         yield Reason("interpreter", limit, "TRITON_INTERPRET=1 was set before Python started")
-    yield from unproven(target)
 
 
 def other_version(version: str) -> Iterator[Reason]:
@@ -88,13 +87,6 @@ def other_version(version: str) -> Iterator[Reason]:
     if numbers and not first <= numbers <= last:
         known = " to ".join(".".join(map(str, each)) for each in VERSIONS)
         yield Reason("version.triton", f"is written for triton {known}", f"{version} is installed")
-
-
-def unproven(target: Target) -> Iterator[Reason]:
-    """Against a device of this machine, where nothing has shown yet that the kernel is right."""
-    if target.device is not None:
-        limit = "runs only where a check on the device itself has passed"
-        yield Reason("self_check", limit, f"none has on {target}")
 
 
 def gluon_problem_reasons(problem: Problem) -> Iterator[Reason]:
@@ -172,4 +164,14 @@ def describe_launch(flash: Flash) -> str:
     )
 
 
-BACKEND = Backend("gluon", why_not, lower)
+@lru_cache(maxsize=256)
+def device_test(graph: Graph, target: Target, options: Options) -> DeviceTest:
+    """What has to come out right on a device before a graph runs there."""
+    from attn_graph.lowering.triton.gluon_check import make_device_test
+
+    problem = sole(graph)
+    assert problem is not None  # why_not said so
+    return make_device_test(graph, plan_gluon(problem, target))
+
+
+BACKEND = Backend("gluon", why_not, lower, device_test=device_test)

@@ -112,10 +112,54 @@ def test_targets_that_it_does_not_run_on_are_told_why(key: str) -> None:
     assert against(graph(), target)[key].startswith(text)
 
 
-def test_no_device_of_this_machine_runs_it_unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not against(graph())
-    monkeypatch.setattr(ag.Target, "device", torch.device("cuda", 0))
-    assert set(against(graph())) == {"self_check"}
+CHECKED: dict[str, ag.Graph] = {
+    "causal": graph(mask=ag.Causal(), stats=True),
+    "window and soft cap": graph(4, 8, 70, 96, mask=ag.Window(9), soft_cap=3.0),
+    "documents": graph(
+        segments=(ag.TensorSpec((1, 256), torch.int32), ag.TensorSpec((1, 256), torch.int32))
+    ),
+    "lengths and sinks": graph(
+        mask=ag.KeyLengths(),
+        kv_lengths=ag.TensorSpec((1,), torch.int32),
+        sinks=ag.TensorSpec((2,), torch.float32),
+    ),
+    "bias": graph(bias=ag.TensorSpec((1, 2, 1, 256), torch.float32)),
+    "whole tiles": graph(1, 2, 256, 64),
+}
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_a_device_is_given_small_graphs_of_the_same_variant(name: str) -> None:
+    simple = simplify(CHECKED[name])
+    test = gluon.BACKEND.device_test(simple, H200, ag.Options())
+    assert test is not None
+    assert len(test.graphs) == 4
+    for small in test.graphs:
+        assert ag.parse(str(small)) == small
+        assert not gluon.BACKEND.reasons(small, H200, ag.Options())
+        again = gluon.BACKEND.device_test(small, H200, ag.Options())
+        assert again is not None
+        assert again.variant == test.variant
+        sizes = [n for i in small.inputs for n in i.spec.shape]
+        assert max(sizes) <= 9 * 128
+
+
+def test_variants_differ_by_what_is_compiled_and_by_no_number_that_is_passed() -> None:
+    def variant(**options: Any) -> str:
+        test = gluon.BACKEND.device_test(simplify(graph(**options)), H200, ag.Options())
+        assert test is not None
+        return test.variant
+
+    near, far, prefix = ag.Window(9), ag.Window(90), ag.Causal() | ag.Prefix(20)
+    assert variant(mask=near) == variant(mask=far)
+    others: list[dict[str, Any]] = [
+        {},
+        {"mask": near},
+        {"mask": prefix},
+        {"dtype": torch.float16},
+        {"soft_cap": 2.0},
+    ]
+    assert len({variant(**each) for each in others}) == len(others)
 
 
 def test_elsewhere_it_comes_behind_what_has_run() -> None:

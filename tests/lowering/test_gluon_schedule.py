@@ -26,6 +26,7 @@ from attn_graph.ir.passes import simplify
 from attn_graph.kernels import gluon_forward as source
 from attn_graph.lowering.problem import Problem, sole
 from attn_graph.lowering.triton.device_code import Tracer, compile_text
+from attn_graph.lowering.triton.gluon_plan import plan_launches
 from attn_graph.lowering.triton.tile_lists import list_tiles_of
 from attn_graph.testing.mask_formula import Places, evaluate_mask
 from attn_graph.testing.rule import expect_outputs
@@ -253,6 +254,23 @@ def test_bfloat16_obeys_the_rule_too(tiles: int, stages: int, order: int, data: 
 def test_every_number_of_tiles_and_stages(tiles: int) -> None:
     for stages in (2, 3, 4):
         check(graph_of("causal", tiles, tiles % 3), tiles, stages, stages)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_kernel_is_called_here_as_its_backend_calls_it(case: str) -> None:
+    simple = simplify(graph_of(case, 8, 0))
+    problem = sole(simple)
+    assert problem is not None
+    operands = [tensors_for(simple, 0)[i] for i in simple.eqns[0].args]
+    here = arguments(problem, operands, 2)
+    launch = plan_launches(problem, ag.Target.of("h200")).launches[-1]
+    there = {**launch.fixed} | {name: compile_text(text) for name, text in launch.texts.items()}
+    of_tiles = {"BLOCK_N", "STAGES", "lists_strides"}  # larger ones there
+    common = here.keys() & there.keys() - of_tiles
+    assert {"M", "scale", "KEEP", "STRIP", "FOLD", "LISTED", "MASKED"} <= common
+    assert {name: here[name] for name in common} == {name: there[name] for name in common}
+    pointers = {*launch.tensors, *launch.descriptors, "lse_ptr", "o_ptr"}
+    assert here.keys() | {"lse_ptr", "o_ptr"} == there.keys() | pointers
 
 
 # Kernels that are wrong: whoever changes the kernel learns here that a mistake is seen.
