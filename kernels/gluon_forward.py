@@ -44,7 +44,7 @@ CONSUMER_REGISTERS: gl.constexpr = gl.constexpr(240)  # of a thread, and
 LOADER_REGISTERS: gl.constexpr = gl.constexpr(24)  # 2 * 128 * 240 + 128 * 24 fit into 65536
 
 
-@gluon.jit(do_not_specialize=["H", "M", "N"])  # another length needs no other kernel
+@gluon.jit(do_not_specialize=["H", "M"])
 def gluon_forward(
     q_desc, k_desc, v_desc, o_ptr, lse_ptr, max_ptr, sinks_ptr, lists_ptr,
     data, numbers, o_strides, lists_strides, sinks_stride, H, GROUP, M, N, scale,
@@ -80,7 +80,15 @@ def gluon_forward(
     keys, values = make_ring(k_desc, STAGES), make_ring(v_desc, STAGES)
     fence_async_shared()
     inputs = queries, keys, values
-    outputs = o_ptr, lse_ptr, max_ptr, sinks_ptr, o_strides, sinks_stride, H
+    o_ptr = head_ptr(o_ptr, o_strides, b, h)
+    row = (gl.cast(b, gl.int64) * H + h) * M
+    if lse_ptr is not None:
+        lse_ptr += row
+    if max_ptr is not None:
+        max_ptr += row
+    if sinks_ptr is not None:
+        sinks_ptr += h * sinks_stride
+    outputs = o_ptr, o_strides[2], o_strides[3], lse_ptr, max_ptr, sinks_ptr  # of this head
     gl.warp_specialize(
         [
             (consume, (0, inputs, outputs, lists_ptr, tiles, (b, h, first, M, N), data, numbers,
@@ -304,17 +312,16 @@ def softmax(
 @gluon.jit
 def store(acc, m, total, outputs, own, E: gl.constexpr, SUMS: gl.constexpr):
     """Store o and the statistics of ROWS queries."""
-    o_ptr, lse_ptr, max_ptr, sinks_ptr, o_strides, sinks_stride, H = outputs
-    b, h, first, M, _ = own
+    o_ptr, stride_m, stride_e, lse_ptr, max_ptr, sink_ptr = outputs
+    _, _, first, M, _ = own
     row = gl.arange(0, ROWS, layout=m.type.layout)
-    at = (gl.cast(b, gl.int64) * H + h) * M + first + row
     if max_ptr is not None:
         # A maximum drops NaN, and the sum keeps it.
         lost = (total != total) & (m != float("inf"))
-        gl.store(max_ptr + at, gl.where(lost, total, m * LN2), mask=row < M - first)
+        gl.store(max_ptr + first + row, gl.where(lost, total, m * LN2), mask=row < M - first)
     shrink = 1.0
-    if sinks_ptr is not None:
-        sink = gl.load(sinks_ptr + h * sinks_stride).to(gl.float32) * LOG2E
+    if sink_ptr is not None:
+        sink = gl.load(sink_ptr).to(gl.float32) * LOG2E
         new = gl.maximum(m, sink)
         safe = gl.where(new == float("-inf"), 0.0, new)
         shrink = gl.exp2(m - safe)
@@ -324,11 +331,10 @@ def store(acc, m, total, outputs, own, E: gl.constexpr, SUMS: gl.constexpr):
     total = gl.where(blind, 1.0, total)
     if lse_ptr is not None:
         lse = gl.where(blind, float("-inf"), (m + gl.log2(total)) * LN2)
-        gl.store(lse_ptr + at, lse, mask=row < M - first)
+        gl.store(lse_ptr + first + row, lse, mask=row < M - first)
     acc = acc * by_rows(shrink / total, SUMS)
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SUMS))[:, None]
     column = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, SUMS))[None, :]
-    o_head = head_ptr(o_ptr, o_strides, b, h) + gl.cast(first, gl.int64) * o_strides[2]
+    at = o_ptr + gl.cast(first, gl.int64) * stride_m + row * stride_m + column * stride_e
     inside = (row < M - first) & (column < E)
-    at = o_head + row * o_strides[2] + column * o_strides[3]
     gl.store(at, acc.to(o_ptr.dtype.element_ty), mask=inside)

@@ -53,7 +53,8 @@ waits means that softmax runs beside the product of weights and values.
 The last column is a prediction, not a measurement: the busiest unit's clocks times 1.5 and 1.3, at
 1.65 GHz on 132 multiprocessors. By the same measure FlashAttention 3's published forward on an H100
 (648 TFLOP/s at D = 128, 497 at D = 64) takes 1.4 and 1.7 times its busiest unit; so at D = 64 the
-lower figure is the likelier, or less. Start and end of a program are not in it.
+lower figure is the likelier, or less. Start and end of a program are not in it. Where N is no
+multiple of 16 a register is spilled at D = 128, once before and once behind the loops.
 
 | triton | D | variant | tile | loop | shared | spilled | instructions | beside | clocks | TFLOP/s |
 |---|---|---|---|---|---|---|---|---|---|---|

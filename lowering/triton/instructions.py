@@ -47,7 +47,8 @@ def read_loops(code: str) -> list[Loop]:
     Threads that wait for memory do so behind the code, and branch back to it: these are no loops.
     """
     instructions, labels = parse_instructions(code)
-    registers = [*accumulate((set_registers(each) for each in instructions), lambda a, b: b or a)]
+    counts = map(read_registers, instructions)
+    registers = [*accumulate(counts, keep_last)]
     spans = [
         (labels[target], end)
         for end, (name, arguments) in enumerate(instructions)
@@ -71,10 +72,15 @@ def parse_instructions(code: str) -> tuple[list[Instruction], dict[str, int]]:
     return instructions, labels
 
 
-def set_registers(instruction: Instruction) -> int:
+def read_registers(instruction: Instruction) -> int:
     """How many registers a thread has behind an instruction; 0: as many as before."""
     name, arguments = instruction
     return int(arguments.split(",")[-1], 16) if name.startswith(REGISTERS) else 0
+
+
+def keep_last(before: int, now: int) -> int:
+    """The registers of a thread, as they were or as they are set now."""
+    return now or before
 
 
 def overlaps(body: list[Instruction]) -> bool:
