@@ -28,6 +28,7 @@ from attn_graph.lowering.problem import Problem, sole
 from attn_graph.lowering.triton.device_code import Tracer, compile_text
 from attn_graph.lowering.triton.gluon_plan import plan_launches
 from attn_graph.lowering.triton.tile_lists import list_tiles_of
+from attn_graph.masks import Align
 from attn_graph.testing.mask_formula import Places, evaluate_mask
 from attn_graph.testing.rule import expect_outputs
 from attn_graph.testing.strategies import seeds
@@ -68,7 +69,7 @@ def graph_of(case: str, tiles: int, short: int, dtype: torch.dtype = HALF) -> ag
         options["segments"] = tuple(ag.TensorSpec((B, n), torch.int32) for n in (M, N))
     if "kv_lengths" in needs:
         options["kv_lengths"] = ag.TensorSpec((B,), torch.int32)
-    align: ag.masks.Align = "bottom_right" if M != N and case != "prefix" else "top_left"
+    align: Align = "bottom_right" if M != N and case != "prefix" else "top_left"
     return ag.attention(q, k, v, **options, align=align, stats=True)
 
 
@@ -278,11 +279,11 @@ def test_the_kernel_is_called_here_as_its_backend_calls_it(case: str) -> None:
 WAIT_VALUES = "    mbarrier.wait(v_ready.index(u % STAGES), u // STAGES & 1)\n"
 WAIT_SCORES = "    s = warpgroup_mma_wait(1, [issued])\n"
 FIRST_SCORES = """\
-    s = warpgroup_mma_wait(0, [scores(q, k, 0, SCORES, BLOCK_N)])
+    s = warpgroup_mma_wait(0, [multiply_keys(q, k, 0, SCORES, BLOCK_N)])
     mbarrier.arrive(k_free.index(0), count=1)
 """
 FREED_FIRST = """\
-    issued = scores(q, k, 0, SCORES, BLOCK_N)
+    issued = multiply_keys(q, k, 0, SCORES, BLOCK_N)
     mbarrier.arrive(k_free.index(0), count=1)
     s = warpgroup_mma_wait(0, [issued])
 """

@@ -380,7 +380,9 @@ class Facade:
 def translate(x: Any) -> Any:
     """An object that a kernel names or is given, as it is on this machine."""
     if isinstance(x, KernelInterface):
-        return stand_in(x.fn) if x.fn.__module__.startswith("triton.") else plain_function(x.fn)
+        function: Any = vars(x)["fn"]
+        is_theirs = function.__module__.startswith("triton.")
+        return stand_in(function) if is_theirs else plain_function(function)
     if isinstance(x, ModuleType) and x.__name__.startswith("triton"):
         return Facade(x)
     if type(x).__name__ == "constexpr":
