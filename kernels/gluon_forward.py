@@ -13,7 +13,7 @@ allocate_shared_memory (index, reshape, permute), mbarrier (init, expect, wait, 
 (async_copy_global_to_shared), fence_async_shared, warp_specialize, warpgroup_mma (asynchronous)
 and its wait; arange, zeros, full, where, maximum, max, sum, exp2, log2, cast, convert_layout, load
 and store. The functions of kernels/common.py that it calls compute scalars, or one element at a
-time. The same names stand in Triton 3.6 to 3.9.
+time. The same names stand in Triton 3.6 to 3.9, but for the copy's, see `start_copy`.
 """
 
 from triton.experimental import gluon
@@ -174,7 +174,22 @@ def load(
 def copy(desc, b, h, row, ready, buffer):
     """Start to copy rows row.. of x[b,h] to a buffer; `ready` counts the bytes."""
     mbarrier.expect(ready, desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(desc, [b, h, row, 0], ready, buffer)
+    start_copy(desc, b, h, row, ready, buffer)
+
+
+if hasattr(tma, "async_load"):  # as Triton 3.9 calls it
+
+    @gluon.jit
+    def start_copy(desc, b, h, row, ready, buffer):
+        """Let the copy engine fill a buffer with rows row.. of x[b,h]."""
+        tma.async_load(desc, [b, h, row, 0], ready, buffer)
+
+else:
+
+    @gluon.jit
+    def start_copy(desc, b, h, row, ready, buffer):
+        """Let the copy engine fill a buffer with rows row.. of x[b,h]."""
+        tma.async_copy_global_to_shared(desc, [b, h, row, 0], ready, buffer)
 
 
 @gluon.jit

@@ -53,8 +53,9 @@ waits means that softmax runs beside the product of weights and values.
 The last column is a prediction, not a measurement: the busiest unit's clocks times 1.5 and 1.3, at
 1.65 GHz on 132 multiprocessors. By the same measure FlashAttention 3's published forward on an H100
 (648 TFLOP/s at D = 128, 497 at D = 64) takes 1.4 and 1.7 times its busiest unit; so at D = 64 the
-lower figure is the likelier, or less. Start and end of a program are not in it. Where N is no
-multiple of 16 a register is spilled at D = 128, once before and once behind the loops.
+lower figure is the likelier, or less. Start and end of a program are not in it. What is spilled,
+in bytes of a thread, is spilled outside of the loops; where N is no multiple of 16 that is one
+register at D = 128.
 
 | triton | D | variant | tile | loop | shared | spilled | instructions | beside | clocks | TFLOP/s |
 |---|---|---|---|---|---|---|---|---|---|---|
@@ -124,8 +125,6 @@ def busiest(loop: Loop) -> int:
 
 def complaints(machine: MachineCode, loops: list[Loop]) -> Iterator[str]:
     """What is not clean about the kernel's machine code."""
-    if machine.spilled:
-        yield f"{machine.spilled} bytes spilled"
     if machine.serialized:
         yield "matrix products are serialized"
     if len(loops) not in (GROUPS, 2 * GROUPS):
@@ -133,6 +132,8 @@ def complaints(machine: MachineCode, loops: list[Loop]) -> Iterator[str]:
     for loop in loops:
         if loop.beside < loop.functions:
             yield f"{loop.functions - loop.beside} exponentials do not run beside a product"
+        if loop.spills:
+            yield f"{loop.spills} instructions of a loop spill registers"
         if loop.registers != REGISTERS:
             yield f"{loop.registers} registers, {REGISTERS} are to be set"
 

@@ -31,7 +31,7 @@ class Loop:
 
     registers: of a thread. instructions: of one warp and tile. flop: of the products of the group
     and tile. functions: exponentials and the like, of one warp and tile; beside: how many of them
-    stand where a product runs.
+    stand where a product runs. spills: instructions that move registers to memory or back.
     """
 
     registers: int
@@ -39,6 +39,7 @@ class Loop:
     flop: int
     functions: int
     beside: int
+    spills: int = 0
 
 
 def read_loops(code: str) -> list[Loop]:
@@ -92,6 +93,7 @@ def overlaps(body: list[Instruction]) -> bool:
 def read_loop(body: list[Instruction], registers: int) -> Loop:
     """The figures of a loop."""
     inside, functions, beside, flop = False, 0, 0, 0
+    spills = sum(name.startswith(("STL", "LDL")) for name, _ in body)
     for name, arguments in body:
         if name.startswith(WAIT):
             inside = arguments.strip() == WAIT_FOR_SCORES
@@ -100,4 +102,4 @@ def read_loop(body: list[Instruction], registers: int) -> Loop:
         elif sizes := SIZES.match(name):
             m, n, k = map(int, sizes.groups())
             flop += 2 * m * n * k
-    return Loop(registers, len(body), flop, functions, beside)
+    return Loop(registers, len(body), flop, functions, beside, spills)
