@@ -338,6 +338,7 @@ BY_MODULE: dict[str, dict[str, Callable[..., Any]]] = {
     },
     "tma": {
         "async_copy_global_to_shared": copy_in,
+        "async_load": copy_in,
         "async_copy_shared_to_global": copy_out,
         "store_wait": store_wait,
     },
