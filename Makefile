@@ -16,7 +16,7 @@ TRITONS ?= 3.6.0 3.7.1 3.9.0
 CUDNNS ?= 9.19.0.56
 PLANNED := tests/lowering/test_cudnn_grid.py
 
-.PHONY: venv demo test slow deep mutants tritons kernel-report cudnns cudnn-report lint docs bench gpu clean
+.PHONY: venv demo test slow deep mutants tritons kernel-report gluon-report cudnns cudnn-report lint docs bench gpu clean
 
 venv: .venv/installed
 
@@ -70,6 +70,13 @@ $(TRITONS:%=.tritons/%/tested): .tritons/%/tested: .tritons/%/installed
 
 kernel-report: venv
 	$(BIN)/python -m docs.generate.kernels
+
+# The rows of each version of Triton, by that version.
+gluon-report: $(TRITONS:%=.tritons/%/reported)
+
+.PHONY: $(TRITONS:%=.tritons/%/reported)
+$(TRITONS:%=.tritons/%/reported): .tritons/%/reported: .tritons/%/installed
+	PYTHONPATH=.tritons/$* $(BIN)/python -m docs.generate.gluon
 
 # All plans of cuDNN's grid under other versions of cuDNN, each in a venv of its own, and last
 # under the one in .venv.

@@ -38,6 +38,7 @@ with paused_collector():
         PlanMismatchError,
         PlanTargetError,
         Reason,
+        SelfCheckWarning,
         TensorError,
     )
     from attn_graph.ir.builder import Value, attention, graph, scores
@@ -47,7 +48,14 @@ with paused_collector():
     from attn_graph.ir.parse import parse
     from attn_graph.ir.reference import evaluate
     from attn_graph.ir.vjp import vjp
-    from attn_graph.lowering.backend import Backend, Executable, Fallback, Options, RefusedError
+    from attn_graph.lowering.backend import (
+        Backend,
+        DeviceTest,
+        Executable,
+        Fallback,
+        Options,
+        RefusedError,
+    )
     from attn_graph.lowering.problem import Problem, sole
     from attn_graph.machine.cache import CacheInfo
     from attn_graph.machine.sizes import Memory
@@ -91,6 +99,7 @@ __all__ = [
     "Causal",
     "Cost",
     "Data",
+    "DeviceTest",
     "Executable",
     "Explanation",
     "Fallback",
@@ -118,6 +127,7 @@ __all__ = [
     "Refusal",
     "RefusedError",
     "SameSegment",
+    "SelfCheckWarning",
     "Store",
     "Switches",
     "Target",

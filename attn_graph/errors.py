@@ -1,4 +1,4 @@
-"""What can be wrong: four errors, one warning, and the reasons that backends give."""
+"""What can be wrong: four errors, two warnings, and the reasons that backends give."""
 
 from __future__ import annotations
 
@@ -77,6 +77,10 @@ class NoBackendError(RuntimeError):
 
 class FallbackWarning(UserWarning):
     """`math` runs a graph that every other backend refused; the text has every reason."""
+
+
+class SelfCheckWarning(UserWarning):
+    """A backend is not used on a device, because its self-check there failed; the text has why."""
 
 
 class PlanMismatchError(ValueError):

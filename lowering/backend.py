@@ -170,6 +170,28 @@ def no_variants(graph: Graph, target: Target, options: Options) -> tuple[str, ..
 
 @final
 @frozen
+class DeviceTest:
+    """What has to come out right on a device before a kernel is used there.
+
+    For kernels that no test can run without their device. home: where a new process finds the
+    backend, "module:NAME". variant: the kernel's, with all that its machine code depends on beside
+    device, libraries and its source. graphs: small ones that the variant runs, in the form in which
+    backends see them, of ops of this library's. seconds: all of it may take, compiling too.
+    """
+
+    home: str
+    variant: str
+    graphs: tuple[Graph, ...]
+    seconds: float = 300.0
+
+
+def no_device_test(graph: Graph, target: Target, options: Options) -> DeviceTest | None:
+    """A backend that tests have run."""
+    return None
+
+
+@final
+@frozen
 class Backend:
     """One way to run graphs: some functions and the name they answer to.
 
@@ -177,7 +199,9 @@ class Backend:
     "no, because it" and is its own key; none means it takes the graph. lower: makes it run; called
     only where there is no reason, and raises RefusedError for one that shows only then. foresees:
     what it would need, if lowering takes long; else it is lowered to see. variants: names of other
-    ways to lower it, which tuning measures. All see the graph after all passes.
+    ways to lower it, which tuning measures. device_test: what has to pass on a device of this
+    machine before the backend runs the graph there; None: nothing. All see the graph after all
+    passes.
     """
 
     name: str
@@ -185,6 +209,7 @@ class Backend:
     lower: Callable[[Graph, Target, Options], Executable]
     foresees: Callable[[Graph, Target, Options], Foreseen] | None = None
     variants: Callable[[Graph, Target, Options], Sequence[str]] = no_variants
+    device_test: Callable[[Graph, Target, Options], DeviceTest | None] = no_device_test
 
     def reasons(self, graph: Graph, target: Target, options: Options) -> tuple[Reason, ...]:
         """Every reason against a graph, those of the options among them; none: it takes it."""

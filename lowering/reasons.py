@@ -116,3 +116,9 @@ def other_statistics(problem: Problem, known: Sequence[str] = ("lse",)) -> Itera
         if name not in known:
             limit = f"gives {' and '.join(known)} and no other statistic"
             yield Reason("statistics", limit, f"the graph returns {name}")
+
+
+def untraceable(error: Exception) -> Reason:
+    """Against a mask or a modifier that kernels can't be generated from."""
+    limit = "has to trace the mask and the modifiers into a kernel"
+    return Reason("trace", limit, f"could not: {error}")

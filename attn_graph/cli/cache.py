@@ -27,6 +27,7 @@ from attn_graph.cli.output import (
 from attn_graph.machine.gpus import devices
 from attn_graph.machine.sizes import format_bytes
 from attn_graph.machine.store import Entry
+from attn_graph.planner.self_check import describe_check
 
 LONGEST = 100  # characters shown of a key of an unknown kind
 UNITS = {"d": 86400, "h": 3600, "min": 60, "s": 1}
@@ -66,7 +67,8 @@ def folder_of(store: ag.Store) -> dict[str, Any]:  # Any: JSON
     epilog=CODES + "\n\n" + example("attn-graph cache list", "attn-graph cache verify --json"),
 )
 def cache() -> None:
-    """What took long to make, and is kept on disk: plans that cuDNN built, and measured choices."""
+    """What took long to make, and is kept on disk: plans that cuDNN built, measured choices, and
+    the outcomes of self-checks."""
 
 
 @cache.command(
@@ -266,4 +268,4 @@ def describe_tune(rest: str) -> str:
     return f"{', '.join(inputs)}, on {key['target']}, {key['threads']} threads"
 
 
-KINDS = {"cudnn": describe_cudnn, "tune": describe_tune}
+KINDS = {"check": describe_check, "cudnn": describe_cudnn, "tune": describe_tune}

@@ -27,6 +27,7 @@ from attn_graph.machine.gpus import devices
 from attn_graph.machine.target import LIBRARIES, local_devices
 from attn_graph.machine.torch_switches import Switches, read_switches
 from attn_graph.planner.remedies import Request
+from attn_graph.planner.self_check import describe_check, stored_proofs
 from attn_graph.spec import DTYPES
 
 MODULES = {"triton": "triton", "nvidia-cudnn-frontend": "cudnn"}  # of which library, imported so
@@ -174,11 +175,14 @@ class StoreState:
 @final
 @frozen
 class Diagnosis:
-    """What `doctor` prints. problems: what is broken, and what helps; notes: what to know."""
+    """What `doctor` prints. checks: each stored self-check and its outcome, as texts. problems:
+    what is broken, and what helps; notes: what to know.
+    """
 
     machine: Surroundings
     verdicts: tuple[Verdict, ...]
     kept: StoreState
+    checks: tuple[tuple[str, str], ...]
     problems: tuple[str, ...]
     notes: tuple[str, ...]
 
@@ -207,7 +211,11 @@ def diagnose(machine: Surroundings, store: ag.Store) -> Diagnosis:
         for target in machine.targets
     ]
     problems = (*find_problems(machine), *store_problems(state))
-    return Diagnosis(machine, tuple(verdicts), state, problems, tuple(useful_notes(machine)))
+    checks = tuple(
+        (describe_check(key.partition(" ")[2]), str(proof)) for key, proof in stored_proofs(store)
+    )
+    notes = tuple(useful_notes(machine))
+    return Diagnosis(machine, tuple(verdicts), state, checks, problems, notes)
 
 
 def plain_request(target: ag.Target, options: Options) -> Request:

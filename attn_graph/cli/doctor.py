@@ -36,9 +36,9 @@ A_GPU = "a GPU"  # any of the table's, where they are alike
 @as_json
 def doctor(plain: bool) -> None:
     """Devices, libraries and versions; which backends work here and would on the GPUs that the
-    library knows, with the reasons of those that do not; what is kept on disk; what is set; and
-    what is broken: libraries that are known not to work together, or that are lost, and damaged
-    files. Exits with 1 where something is broken.
+    library knows, with the reasons of those that do not; what is kept on disk, with the outcomes of
+    self-checks; what is set; and what is broken: libraries that are known not to work together, or
+    that are lost, and damaged files. Exits with 1 where something is broken.
     """
     diagnosis = diagnose(Surroundings.here(), ag.default_store())
     if plain:
@@ -59,6 +59,8 @@ def doctor_screen(diagnosis: Diagnosis) -> Iterator[RenderableType]:
     )
     yield from section("Why not", *refusal_items(diagnosis))
     yield from section("Plans", pair_grid(plan_rows(diagnosis)))
+    if diagnosis.checks:
+        yield from section("Self-checks", pair_grid(iter(diagnosis.checks)))
     yield from section("Good to know", *map(item, diagnosis.notes))
     yield from section("Broken", *(item(text, "bold red") for text in diagnosis.problems))
     yield Text("\nsomething is broken" if diagnosis.problems else "\nnothing is broken", "bold")

@@ -24,10 +24,12 @@ from attn_graph.lowering.cpu import math as torch_math
 from attn_graph.lowering.cpu import sdpa as torch_sdpa
 from attn_graph.lowering.cudnn import backend as cudnn_backend
 from attn_graph.lowering.triton import backend as triton_flash
+from attn_graph.lowering.triton import gluon as triton_gluon
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import KernelName
 from attn_graph.planner.cost import format_scaled
 from attn_graph.planner.predict import rank
+from attn_graph.planner.self_check import known_reasons, lower_checked
 from attn_graph.spec import NAMES
 
 T = TypeVar("T")
@@ -36,6 +38,7 @@ Refusals = tuple[tuple[str, tuple[Reason, ...]], ...]  # every reason against, b
 BACKENDS = (  # PyTorch's own kernels in PyTorch's own order of preference
     cudnn_backend.BACKEND,
     triton_flash.BACKEND,
+    triton_gluon.BACKEND,
     torch_sdpa.BACKEND,
     torch_cuda.FLASH,
     torch_cuda.EFFICIENT,
@@ -91,7 +94,7 @@ def choose_and_lower(
     Raises NoBackendError as `choose` does.
     """
     return first_that_succeeds(
-        graph, target, options, among, lambda b: b.lower(graph, target, options)
+        graph, target, options, among, lambda b: lower_checked(b, graph, target, options)
     )
 
 
@@ -135,7 +138,7 @@ def choose(
         if among is not None
         else preference(graph, target, options)
     )
-    reasons = [(b, late.get(b.name) or b.reasons(graph, target, options)) for b in ordered]
+    reasons = [(b, late.get(b.name) or known_reasons(b, graph, target, options)) for b in ordered]
     able = [b for b, against in reasons if not against]
     refusals = tuple((b.name, against) for b, against in reasons if against)
     if not able:

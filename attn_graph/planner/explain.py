@@ -15,6 +15,7 @@ from attn_graph.planner.choose import BACKENDS, Refusals, first_that_succeeds
 from attn_graph.planner.cost import cost
 from attn_graph.planner.explanation import Explanation, Refusal, mask_tiles, sum_memory
 from attn_graph.planner.remedies import Request, find_remedies
+from attn_graph.planner.self_check import check_notes, known_reasons
 
 Among = Sequence[Backend] | None
 Read = Callable[[Request], Graph]  # the graph of a question that is looked at: either pass
@@ -85,6 +86,7 @@ def explain_pass(
         return Explanation(graph, target, None, cause, refusals(error.refusals)), None
     more = (
         *foreseen.notes,
+        *check_notes(by_name[choice.backend.name], graph, target, question.options),
         *question.options.notes(graph, target),
         *uncertain_workspace(foreseen, question.options, choice.also),
     )
@@ -105,7 +107,7 @@ def explain_refusal(
     """A backend's reasons against one pass, with the changes that lift them."""
 
     def asks(other: Request) -> tuple[Reason, ...]:
-        return backend.reasons(read(other), target, other.options)
+        return known_reasons(backend, read(other), target, other.options)
 
     lifts, smallest = find_remedies(question, reasons, asks)
     return Refusal(backend.name, reasons, lifts, smallest)

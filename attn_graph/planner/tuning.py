@@ -20,6 +20,7 @@ from attn_graph.machine.target import Target
 from attn_graph.machine.timing import Job, Progress, samples
 from attn_graph.planner.choose import BACKENDS, Choice, choose, choose_and_lower
 from attn_graph.planner.cost import cost, format_scaled
+from attn_graph.planner.self_check import lower_checked
 from attn_graph.spec import TensorSpec
 
 FORM = 1  # of what is stored; with another number all is measured again
@@ -41,7 +42,7 @@ class Candidate:
 
     def lower(self, graph: Graph, target: Target, options: Options) -> Executable:
         """Lower the graph by this variant. Raises RefusedError."""
-        return self.backend.lower(graph, target, evolve(options, variant=self.variant))
+        return lower_checked(self.backend, graph, target, evolve(options, variant=self.variant))
 
 
 def choose_fastest(

@@ -24,6 +24,7 @@ from attn_graph.lowering.reasons import (
     other_dtype,
     other_equations,
     other_statistics,
+    untraceable,
     wide_heads,
 )
 from attn_graph.machine.device_memo import DeviceMemo, copy_to
@@ -89,8 +90,7 @@ def plan_reasons(problem: Problem, target: Target, options: Options) -> Iterator
     try:
         plan = plan_flash(problem, target, options)
     except Untraceable as error:
-        limit = "has to trace the mask and the modifiers into a kernel"
-        yield Reason("trace", limit, f"could not: {error}")
+        yield untraceable(error)
         return
     yield from address_reasons(plan)
     yield from options.over_workspace(plan.scratch.bytes)

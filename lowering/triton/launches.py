@@ -7,14 +7,17 @@ from functools import cache
 from importlib import import_module
 from typing import Any, final
 
-from attrs import evolve, frozen
+import torch
+from attrs import evolve, field, frozen
 
-from attn_graph.errors import Reason
+from attn_graph.errors import PlanMismatchError, Reason
 from attn_graph.lowering.backend import RefusedError
+from attn_graph.lowering.problem import find_misplaced
 from attn_graph.lowering.triton.device_code import compile_text
 
 HOMES = {
     "forward": "forward",
+    "gluon_forward": "gluon_forward",
     "delta": "backward",
     "query_gradient": "backward",
     "key_gradient": "backward",
@@ -64,13 +67,37 @@ def check_interpreter(expected: bool) -> None:
 
 
 @final
+@frozen
+class Descriptor:
+    """A tensor of half precision in tiles, as the copy engine of Hopper GPUs (TMA) takes it.
+
+    tensor: its name. tile: the sizes of a tile; what lies outside of the tensor is 0 in it.
+    """
+
+    tensor: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    tile: tuple[int, ...]
+
+    def of(self, tensor: torch.Tensor) -> Any:  # Any: Triton's
+        """The kernel's argument. Raises PlanMismatchError where the tensor begins off 16 bytes."""
+        from triton.experimental.gluon.language import NVMMASharedLayout
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        if problems := find_misplaced([(self.tensor, tensor)]):
+            raise PlanMismatchError(*problems)
+        layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(self.tile))
+        return TensorDescriptor(tensor, [*self.shape], [*self.strides], [*self.tile], layout)
+
+
+@final
 @frozen(eq=False)
 class Launch:
     """One launch of a kernel.
 
     grid: the number of programs. tensors: for each pointer of the kernel, the name of its tensor,
     or the names of several. texts: the source of generated functions, by parameter. fixed: all
-    other arguments.
+    other arguments but the descriptors, by parameter too.
     """
 
     kernel: str
@@ -80,6 +107,7 @@ class Launch:
     texts: Mapping[str, str]
     warps: int
     stages: int
+    descriptors: Mapping[str, Descriptor] = field(factory=dict)
 
     def arguments(self, tensors: Tensors) -> dict[str, Any]:  # Any: as the kernel takes them
         """All arguments of the kernel, by name."""
@@ -88,8 +116,9 @@ class Launch:
             parameter: tensors[x] if isinstance(x, str) else tuple(tensors[name] for name in x)
             for parameter, x in self.tensors.items()
         }
+        tiled = {parameter: x.of(tensors[x.tensor]) for parameter, x in self.descriptors.items()}
         options = {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
-        return {**pointers, **self.fixed, **functions, **options}
+        return {**pointers, **tiled, **self.fixed, **functions, **options}
 
     def without(self, parameter: str) -> Launch:
         """The same launch with None for a pointer; the kernel then stores nothing there."""

@@ -108,17 +108,27 @@ def compile_for(sm: int) -> Iterator[None]:
 
 def compile_launches(flash: Flash) -> list[MachineCode]:
     """Compile every launch for the target's compute capability; what each machine code needs."""
-    from triton.runtime.jit import MockTensor
-
-    tensors: dict[str, Any] = {name: MockTensor(dtype) for name, dtype in flash.dtypes().items()}
-    tensors["o.strides"] = flash.problem.layout_of_o[1]
+    tensors = mock_tensors(flash)
     return [inspect_launch(launch, tensors, flash.target.sm) for launch in flash.launches]
 
 
-def inspect_launch(launch: Launch, tensors: Tensors, sm: int) -> MachineCode:
+def mock_tensors(flash: Flash) -> dict[str, Any]:  # Any: Triton's
+    """What stands for the tensors that launches name, while they are compiled."""
+    from triton.runtime.jit import MockTensor
+
+    tensors: dict[str, Any] = {name: MockTensor(dtype) for name, dtype in flash.dtypes().items()}
+    return tensors | {"o.strides": flash.problem.layout_of_o[1]}
+
+
+def compile_launch(launch: Launch, tensors: Tensors, sm: int) -> Any:  # Any: Triton's
     """Compile the kernel of one launch. tensors: mock tensors for its pointers."""
     with compile_for(sm):
-        compiled = load_kernel(launch.kernel).warmup(grid=(1,), **launch.arguments(tensors))
+        return load_kernel(launch.kernel).warmup(grid=(1,), **launch.arguments(tensors))
+
+
+def inspect_launch(launch: Launch, tensors: Tensors, sm: int) -> MachineCode:
+    """Compile the kernel of one launch; what its machine code needs."""
+    compiled = compile_launch(launch, tensors, sm)
     ptx: str = compiled.asm["ptx"]
     registers, spilled, waits, body = read_resources(compiled.asm["cubin"])
     counts = tuple((name, len(re.findall(form, ptx))) for name, form in INSTRUCTIONS.items())
@@ -138,9 +148,16 @@ def inspect_launch(launch: Launch, tensors: Tensors, sm: int) -> MachineCode:
 @lru_cache(maxsize=1024)
 def read_resources(cubin: bytes) -> tuple[int, int, int, Body]:
     """Registers and bytes of stack of a thread, how many instructions wait for products, and loops.
-
-    Read by the tools that come in Triton's wheel.
     """
+    usage, code = disassemble(cubin)
+    (registers,), (stack,) = (re.findall(rf"{name}:(\d+)", usage) for name in ("REG", "STACK"))
+    spills = len(re.findall(r"\b(?:STL|LDL)\b", code))
+    waits = code.count("WARPGROUP.DEPBAR")
+    return int(registers), max(int(stack), spills), waits, read_body(code)
+
+
+def disassemble(cubin: bytes) -> tuple[str, str]:
+    """What a kernel uses, and its instructions, as the tools in Triton's wheel print them."""
     import triton
 
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -148,11 +165,7 @@ def read_resources(cubin: bytes) -> tuple[int, int, int, Body]:
         path = Path(away) / f"{sha256(cubin).hexdigest()[:16]}.cubin"
         path.write_bytes(cubin)
         usage = run_tool(str(tools / "cuobjdump"), "-res-usage", str(path))
-        code = run_tool(str(tools / "nvdisasm"), "-c", str(path))
-    (registers,), (stack,) = (re.findall(rf"{name}:(\d+)", usage) for name in ("REG", "STACK"))
-    spills = len(re.findall(r"\b(?:STL|LDL)\b", code))
-    waits = code.count("WARPGROUP.DEPBAR")
-    return int(registers), max(int(stack), spills), waits, read_body(code)
+        return usage, run_tool(str(tools / "nvdisasm"), "-c", str(path))
 
 
 def run_tool(*command: str) -> str:

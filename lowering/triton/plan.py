@@ -53,6 +53,7 @@ from attn_graph.spec import TensorSpec, dense_strides
 
 Fixed = dict[str, Any]  # arguments of a kernel
 Pointers = dict[str, str | tuple[str, ...]]  # names of tensors, by parameter of a kernel
+FORWARDS = ("forward", "gluon_forward")  # kernels that store lse, where a pointer is given
 READ = ("q", "k", "v", "do", "lse", "delta", "seed", "offset")  # by every backward kernel
 GRADIENTS = {"dq": "grad0", "dk": "grad1", "dv": "grad2"}  # by number of the operand
 
@@ -118,7 +119,7 @@ class Flash:
     def without_lse(self) -> tuple[Launch, ...]:
         """The launches of a forward whose lse nobody reads."""
         return tuple(
-            launch.without("lse_ptr") if launch.kernel == "forward" else launch
+            launch.without("lse_ptr") if launch.kernel in FORWARDS else launch
             for launch in self.launches
         )
 
@@ -155,6 +156,10 @@ class FlashBuilder:
             self.forward()
         else:
             self.backward()
+        return self.finish()
+
+    def finish(self) -> Flash:
+        """What was added so far, as a value."""
         made = tuple(self.launches), self.buffers, self.tables, self.division
         return Flash(self.problem, self.target, self.code, self.precision, *made)
 

@@ -1,0 +1,127 @@
+"""The run of a self-check: small graphs in a process of their own, by their texts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib import import_module
+
+import torch
+
+from attn_graph.ir.graph import Graph, Input
+from attn_graph.ir.parse import parse
+from attn_graph.ir.reference import compare
+from attn_graph.lowering.backend import Backend, DeviceTest, Options, RefusedError
+from attn_graph.machine.target import Target
+from attn_graph.planner.self_check import Proof
+from attn_graph.planner.tuning import elements_spanned, make_tensor
+
+GRACE = 5.0  # seconds that a killed process has to end
+PROGRAM = "from attn_graph.planner.device_test import run_request; run_request()"
+
+
+def try_graphs(test: DeviceTest, target: Target) -> Proof:
+    """Run the test's graphs on a device of this machine, in a new process; what came of it."""
+    request = {
+        "home": test.home,
+        "graphs": [*map(str, test.graphs)],
+        "device": str(target.device),
+    }
+    start = time.monotonic()
+    try:
+        failure, shares = run_process(json.dumps(request), test.seconds)
+    except OSError as error:
+        failure, shares = f"could not start a process: {error}", ()
+    if not failure and not all(share <= 1 for share in shares):
+        worst = max(shares)
+        failure = f"is wrong: an error is {worst:.3g} times what the accuracy rule allows"
+    return Proof(failure, shares, time.monotonic() - start)
+
+
+def run_process(request: str, seconds: float) -> tuple[str, tuple[float, ...]]:
+    """How a process with this request failed, "" if it did not; and the shares that it gave."""
+    process = subprocess.Popen(
+        (sys.executable, "-P", "-c", PROGRAM),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        start_new_session=True,  # so that its compilers can be ended with it
+    )
+    try:
+        output, errors = process.communicate(request, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        end_process(process)
+        return f"had not ended after {seconds:g} s", ()
+    if process.returncode:
+        last = next((line for line in reversed(errors.splitlines()) if line.strip()), "no message")
+        return f"ended with {process.returncode}: {last.strip()}", ()
+    return "", tuple(json.loads(output.splitlines()[-1]))
+
+
+def end_process(process: subprocess.Popen[str]) -> None:
+    """Kill a process and those that it started, without waiting for one that the driver holds."""
+    if sys.platform == "win32":
+        process.kill()
+    else:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    with suppress(subprocess.TimeoutExpired):
+        process.communicate(timeout=GRACE)
+
+
+# In the new process.
+
+
+def run_request() -> None:
+    """Read a request, run its graphs and print the largest share of each."""
+    request = json.load(sys.stdin)
+    module, _, name = request["home"].partition(":")
+    backend, device = getattr(import_module(module), name), torch.device(request["device"])
+    target = Target.here(device)
+    with target.current(), torch.no_grad():
+        shares = [
+            max(try_graph(backend, parse(text), target, device)) for text in request["graphs"]
+        ]
+    print(json.dumps(shares))
+
+
+def try_graph(
+    backend: Backend, graph: Graph, target: Target, device: torch.device
+) -> Iterator[float]:
+    """The errors of each run, as shares of what is allowed. Raises RefusedError if it refuses."""
+    options = Options()
+    if against := backend.reasons(graph, target, options):
+        raise RefusedError(*against)
+    executable = backend.lower(graph, target, options)
+    host = tensors_of(graph)
+    tensors = [tensor.to(device) for tensor in host]
+    for run in (executable.run, executable.infer, executable.run):  # races need not show at once
+        outputs, _ = run(*tensors)
+        verification = compare(graph, host, [output.cpu() for output in outputs])
+        for error, allowed in zip(verification.errors, verification.allowed, strict=True):
+            yield error / allowed if allowed else float(error > 0) * float("inf") if error else 0.0
+
+
+def tensors_of(graph: Graph) -> list[torch.Tensor]:
+    """Tensors as the graph declares them: normal numbers, and integers that differ by place."""
+    random = torch.Generator().manual_seed(0)
+    sizes = {i.name: i.spec.shape for i in graph.inputs}
+    most = {"q_lengths": sizes["q"][2], "kv_lengths": sizes["k"][2]} if "q" in sizes else {}
+    return [tensor_of(i, most.get(i.name, 3), random) for i in graph.inputs]
+
+
+def tensor_of(x: Input, most: int, random: torch.Generator) -> torch.Tensor:
+    """A tensor of an input's spec; integers rise from 0 to `most`, as segments do."""
+    if x.spec.dtype == torch.bool or x.spec.dtype.is_floating_point:
+        return make_tensor(x, 0, 0.0, random)
+    numbers = torch.randint(most + 1, (elements_spanned(x.spec),), generator=random)
+    values = numbers.sort().values.to(x.spec.dtype)
+    return values.as_strided(x.spec.shape, x.spec.strides)

@@ -1,0 +1,221 @@
+"""Self-checks: a kernel that only its device can run is tried there before it is used there.
+
+Once for a device, its driver, the libraries' versions and the kernel's variant, small graphs run in
+a process of their own (`planner/device_test.py`): a kernel that hangs, or breaks its CUDA context,
+harms nobody. Their results are compared with float64 by the accuracy rule, and what comes of it is
+stored. Where the check fails the backend refuses, and the next one runs.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Iterator
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import final
+from warnings import warn_explicit
+
+from attrs import asdict, evolve, frozen
+
+from attn_graph.errors import Reason, SelfCheckWarning, user_frame
+from attn_graph.ir.graph import Graph
+from attn_graph.lowering.backend import (
+    Backend,
+    DeviceTest,
+    Executable,
+    Options,
+    RefusedError,
+    no_device_test,
+)
+from attn_graph.machine.cache import Cache
+from attn_graph.machine.store import Store, Unfit
+from attn_graph.machine.target import Target
+
+FORM = 1  # of what is stored; with another number all is checked again
+KIND = "check"  # the first word of a key in the store
+DRIVER = Path("/proc/driver/nvidia/version")  # where Linux tells the version of NVIDIA's driver
+AGAIN = "`attn-graph cache clear` has it checked again"
+
+
+@final
+@frozen
+class Proof:
+    """What a self-check gave.
+
+    failure: what went wrong, as a clause after "it"; "" if nothing did. shares: of each graph the
+    largest error, as a share of what the accuracy rule allows. seconds: it took.
+    """
+
+    failure: str = ""
+    shares: tuple[float, ...] = ()
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        if self.failure:
+            return f"failed: it {self.failure}"
+        graphs = f"{len(self.shares)} graph{'' if len(self.shares) == 1 else 's'}"
+        most = max(self.shares, default=0.0)
+        return f"passed on {graphs}, errors up to {100 * most:.3g} % of what is allowed"
+
+
+proofs: Cache[Proof] = Cache(1024)  # of this process, by folder of the store and key
+
+
+@final
+@frozen
+class SelfCheck:
+    """One check that a backend needs before it may run on a device of this machine."""
+
+    backend: str
+    test: DeviceTest
+    target: Target
+    store: Store | None
+
+    @property
+    def key(self) -> str:
+        """All that the outcome depends on, as a text."""
+        graphs = "\n".join(map(str, self.test.graphs))
+        text = {
+            "form": FORM,
+            "backend": self.backend,
+            "variant": self.test.variant,
+            "graphs": sha256(graphs.encode()).hexdigest(),
+            "target": str(self.target),
+            "driver": driver_version(),
+            "libraries": self.target.libraries,
+            "machine": platform.node(),
+            "kernels": kernel_digest(),
+        }
+        return f"{KIND} {json.dumps(text, sort_keys=True)}"
+
+    @property
+    def place(self) -> tuple[object, str]:
+        """Its key among `proofs`."""
+        return self.store.folder if self.store else None, self.key
+
+    def recall(self) -> Proof | None:
+        """The outcome, where it is known; it is warned of a failure once in a process."""
+        known = proofs.get(self.place)
+        if known is None and self.store is not None:
+            known = self.store.load(self.key, read_proof)
+            if known is not None:
+                self.remember(known)
+        return known
+
+    def prove(self) -> Proof:
+        """The outcome; of a check that runs now, if it is not known yet."""
+        with proofs.turn(self.place):
+            known = self.recall()
+            if known is None:
+                from attn_graph.planner.device_test import try_graphs
+
+                known = try_graphs(self.test, self.target)
+                if self.store is not None:
+                    self.store.put(self.key, json.dumps(asdict(known)).encode())
+                self.remember(known)
+        return known
+
+    def remember(self, proof: Proof) -> None:
+        """Keep the outcome in this process. Warns, at the line outside this package, of failure."""
+        proofs.put(self.place, proof)
+        if proof.failure:
+            text = f"{self.backend} is not used on {self.target}: its self-check, of the variant"
+            text = f"{text} {self.test.variant!r}, failed: it {proof.failure}; {AGAIN}"
+            warn_explicit(text, SelfCheckWarning, *user_frame())
+
+    def reasons(self, proof: Proof) -> Iterator[Reason]:
+        """The reason against the backend, where the check failed."""
+        if proof.failure:
+            limit = "runs only where its self-check passes"
+            yield Reason("self_check", limit, f"on {self.target} it {proof.failure}; {AGAIN}")
+
+
+def find_check(
+    backend: Backend, graph: Graph, target: Target, options: Options
+) -> SelfCheck | None:
+    """The check that must pass before a backend runs a graph; None: it needs none."""
+    test = backend.device_test(graph, target, options)
+    return None if test is None else SelfCheck(backend.name, test, target, options.store)
+
+
+def known_reasons(
+    backend: Backend, graph: Graph, target: Target, options: Options
+) -> tuple[Reason, ...]:
+    """Every reason against a graph; without any, a check on this device that is known to fail."""
+    if against := backend.reasons(graph, target, options):
+        return against
+    if backend.device_test is no_device_test or target.device is None:
+        return ()
+    check = find_check(backend, graph, target, options)
+    proof = check.recall() if check else None
+    return tuple(check.reasons(proof)) if check and proof else ()
+
+
+def lower_checked(backend: Backend, graph: Graph, target: Target, options: Options) -> Executable:
+    """The lowered graph, once its kernel is checked on the device, if it is here.
+
+    Raises RefusedError where the check fails.
+    """
+    check = find_check(backend, graph, target, options)
+    if check and target.device is not None and (against := [*check.reasons(check.prove())]):
+        raise RefusedError(*against)
+    executable = backend.lower(graph, target, options)
+    notes = tuple(check_notes(backend, graph, target, options))
+    return evolve(executable, notes=(*executable.notes, *notes)) if notes else executable
+
+
+def check_notes(backend: Backend, graph: Graph, target: Target, options: Options) -> Iterator[str]:
+    """For `explain`: how the check went, or when it will be."""
+    check = find_check(backend, graph, target, options)
+    if check is None:
+        return
+    here = target.device is not None
+    proof = check.recall() if here else None
+    if proof is not None:
+        yield f"self-check on this device: {proof}"
+    else:
+        where = "on this device" if here else "on the device itself"
+        yield f"a self-check {where} comes before its first use; where it fails, the next one runs"
+
+
+def read_proof(data: bytes) -> Proof:
+    """The outcome in bytes that `prove` stored. Raises Unfit for anything else."""
+    try:
+        fields = json.loads(data)
+        return Proof(
+            str(fields["failure"]), tuple(map(float, fields["shares"])), float(fields["seconds"])
+        )
+    except (ValueError, TypeError, KeyError) as error:
+        raise Unfit(f"it holds no outcome of a check: {error}") from error
+
+
+def stored_proofs(store: Store) -> Iterator[tuple[str, Proof]]:
+    """Every outcome in a store, by its key."""
+    for _, key in store.held():
+        if key is not None and key.startswith(f"{KIND} "):
+            proof = store.load(key, read_proof)
+            if proof is not None:
+                yield key, proof
+
+
+def describe_check(rest: str) -> str:
+    """A key in words, without its first: backend, variant and device."""
+    key = json.loads(rest)
+    return f"{key['backend']}, {key['variant']}, on {key['target']}"
+
+
+@cache
+def driver_version() -> str:
+    """What NVIDIA's driver says of itself; "" where there is none."""
+    return DRIVER.read_text().partition("\n")[0] if DRIVER.exists() else ""
+
+
+@cache
+def kernel_digest() -> str:
+    """A digest of the kernels' source: other kernels are checked anew."""
+    from attn_graph import kernels
+
+    files = sorted(Path(kernels.__file__).parent.glob("*.py"))
+    return sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]

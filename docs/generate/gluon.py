@@ -1,0 +1,167 @@
+"""Writes docs/reports/gluon.md, what the Gluon kernel compiles to: `make gluon-report`.
+
+Each run writes the rows of the version of Triton that it imports and leaves those of others. A test
+compiles some of the cases again, and fails if the page says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import version
+from itertools import product
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from attrs import frozen
+
+import attn_graph as ag
+from attn_graph.ir.passes import simplify
+from attn_graph.lowering.problem import sole
+from attn_graph.lowering.triton.gluon_plan import plan_launches
+from attn_graph.lowering.triton.instructions import Loop, read_loops
+from attn_graph.lowering.triton.offline import (
+    MachineCode,
+    compile_launch,
+    disassemble,
+    inspect_launch,
+    mock_tensors,
+)
+
+PAGE = Path(__file__).parents[1] / "reports" / "gluon.md"
+SIZES = (64, 128)
+VARIANTS = ("full", "causal", "window", "prefix", "segments", "soft cap")
+B, H, S = 2, 8, 4096
+GROUPS = 2  # of four warps, which share a multiprocessor's four schedulers
+TENSOR = 4096  # flop of wgmma in half precision, a clock and multiprocessor
+FUNCTION = 8  # clocks of a scheduler's special function unit for one instruction
+CLOCK, MULTIPROCESSORS = 1.65e9, 132  # Hz under such a load, and those of an H200
+LEAST, MOST = 1.3, 1.5  # clocks of a tile, as multiples of those of its busiest unit
+REGISTERS = 240  # that a thread of a group is to have
+MOST_SPILLS = 2  # instructions of a loop, for one register: Triton 3.9 does so, others not at all
+HEAD = """\
+# What the Gluon kernel compiles to
+
+Written by `make gluon-report`, without a GPU, for compute capability 9.0 in bf16, B = 2, H = 8,
+M = N = 4096; "window" is causal and 256 keys wide, "prefix" causal with 512 keys that all see.
+
+Of each loop over tiles, read from the machine code: instructions of one warp and tile, how many of
+its exponentials (and the like) stand between the wait for the scores and the wait for the sums, and
+the clocks of the busiest unit for the tiles of both groups of warps: tensor cores 4096 flop, four
+schedulers one instruction each, special functions 16 a clock. Every exponential between the two
+waits means that softmax runs beside the product of weights and values.
+
+The last column is a prediction, not a measurement: the busiest unit's clocks times 1.5 and 1.3, at
+1.65 GHz on 132 multiprocessors. By the same measure FlashAttention 3's published forward on an H100
+(648 TFLOP/s at D = 128, 497 at D = 64) takes 1.4 and 1.7 times its busiest unit; so at D = 64 the
+lower figure is the likelier, or less. Start and end of a program are not in it. What is spilled,
+in bytes of a thread, is spilled outside of the loops, but for one register a tile of masked kernels
+at D = 128 under Triton 3.9.0; where N is no multiple of 16 one is spilled under all, outside.
+
+| triton | D | variant | tile | loop | shared | spilled | instructions | beside | clocks | TFLOP/s |
+|---|---|---|---|---|---|---|---|---|---|---|
+"""
+
+
+@final
+@frozen(order=True)
+class Case:
+    """A kernel to compile. size: D = E."""
+
+    size: int
+    variant: str
+
+    def graph(self) -> ag.Graph:
+        """An attention that runs the kernel."""
+        x = ag.TensorSpec((B, H, S, self.size), torch.bfloat16)
+        ids = ag.TensorSpec((B, S), torch.int64)
+        options: dict[str, dict[str, Any]] = {
+            "full": {},
+            "causal": {"mask": ag.Causal()},
+            "window": {"mask": ag.Causal() & ag.Window(255)},
+            "prefix": {"mask": ag.Causal() | ag.Prefix(512)},
+            "segments": {"segments": (ids, ids)},
+            "soft cap": {"soft_cap": 30.0},
+        }
+        return ag.attention(x, x, x, **options[self.variant])
+
+    def compile(self) -> tuple[MachineCode, list[Loop]]:
+        """What the machine code needs, and its loops over tiles."""
+        problem = sole(simplify(self.graph()))
+        assert problem is not None
+        flash = plan_launches(problem, ag.Target.of("h200"))
+        launch, tensors = flash.launches[-1], mock_tensors(flash)
+        machine = inspect_launch(launch, tensors, flash.target.sm)
+        cubin = compile_launch(launch, tensors, flash.target.sm).asm["cubin"]
+        return machine, read_loops(disassemble(cubin)[1])
+
+    def measure(self) -> tuple[list[str], list[str]]:
+        """The rows of the table, and what is not as it should be."""
+        machine, loops = self.compile()
+        kinds = ("mixed", "full") if len(loops) == 2 * GROUPS else ("full",)
+        rows = [
+            self.row(machine, kind, max(loops[n :: len(kinds)], key=busiest))
+            for n, kind in enumerate(kinds)
+        ]
+        return rows, [f"{self}: {text}" for text in complaints(machine, loops)]
+
+    def row(self, machine: MachineCode, kind: str, loop: Loop) -> str:
+        """A line of the table."""
+        keys = loop.flop // (4 * 64 * self.size)
+        clocks = busiest(loop)
+        rates = [GROUPS * loop.flop / (f * clocks) * CLOCK * MULTIPROCESSORS for f in (MOST, LEAST)]
+        cells = (
+            *(version("triton"), self.size, self.variant, f"128 x {keys}", kind, machine.shared),
+            *(machine.spilled, loop.instructions, f"{loop.beside} of {loop.functions}", clocks),
+            " to ".join(f"{rate / 1e12:.0f}" for rate in rates),
+        )
+        return f"| {' | '.join(map(str, cells))} |"
+
+
+def busiest(loop: Loop) -> int:
+    """Clocks of the busiest unit for the tiles of all groups."""
+    each = loop.flop // TENSOR, loop.instructions, FUNCTION * loop.functions
+    return GROUPS * max(each)
+
+
+def complaints(machine: MachineCode, loops: list[Loop]) -> Iterator[str]:
+    """What is not clean about the kernel's machine code."""
+    if machine.serialized:
+        yield "matrix products are serialized"
+    if len(loops) not in (GROUPS, 2 * GROUPS):
+        yield f"{len(loops)} loops where softmax can run beside a product"
+    for loop in loops:
+        if loop.beside < loop.functions:
+            yield f"{loop.functions - loop.beside} exponentials do not run beside a product"
+        if loop.spills > MOST_SPILLS:
+            yield f"{loop.spills} instructions of a loop spill registers"
+        if loop.registers != REGISTERS:
+            yield f"{loop.registers} registers, {REGISTERS} are to be set"
+
+
+def all_cases() -> list[Case]:
+    """Every head size with every variant."""
+    return [Case(*each) for each in product(SIZES, VARIANTS)]
+
+
+def rows_of_others() -> list[str]:
+    """The rows of the page that are of other versions of Triton."""
+    lines = PAGE.read_text(encoding="utf-8").splitlines() if PAGE.exists() else []
+    own = f"| {version('triton')} |"
+    return [x for x in lines if x.startswith("| ") and x[2].isdigit() and not x.startswith(own)]
+
+
+def main() -> None:
+    results = [case.measure() for case in all_cases()]
+    own = [row for rows, _ in results for row in rows]
+    pages = [rows_of_others(), own]
+    pages.sort(key=lambda rows: rows[:1])
+    lines = [row for rows in pages for row in rows]
+    PAGE.write_text(HEAD + "\n".join(lines) + "\n", encoding="utf-8")
+    wrong = [text for _, each in results for text in each]
+    print("\n".join(wrong) or f"{len(results)} kernels, all clean")
+    raise SystemExit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,355 @@
+"""The forward kernel for Hopper: softmax runs beside the matrix products, copies beside both.
+
+A program has three parts that run at once. The loader, one warp, copies tiles of keys and values
+to shared memory by the copy engine (TMA), as far ahead as there are buffers. Two consumers of four
+warps, with ROWS queries each, multiply and take softmax. A consumer issues the scores of tile t,
+then the weights of tile t - 1 times values, and takes the softmax of t while the second runs.
+
+Each buffer has two mbarriers. `ready` counts the loader and the bytes that arrive, `free` the
+consumers that are done; the n-th use of a buffer has phase n & 1 of both.
+
+Gluon is Triton's lower level, and Triton's interpreter can't run it. What this kernel uses of it:
+allocate_shared_memory (index, reshape, permute), mbarrier (init, expect, wait, arrive), tma
+(async_copy_global_to_shared), fence_async_shared, warp_specialize, warpgroup_mma (asynchronous)
+and its wait; arange, zeros, full, where, maximum, max, sum, exp2, log2, cast, convert_layout, load
+and store. The functions of kernels/common.py that it calls compute scalars, or one element at a
+time. The same names stand in Triton 3.6 to 3.9, but for the copy's, see `start_copy`.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from attn_graph.kernels.common import (
+    LN2,
+    LOG2E,
+    count_tiles,
+    head_ptr,
+    key_tiles,
+    mask_scores,
+    modify_scores,
+    place_program,
+)
+
+CONSUMERS: gl.constexpr = gl.constexpr(2)
+ROWS: gl.constexpr = gl.constexpr(64)  # queries of one consumer: what wgmma takes at a time
+WARPS: gl.constexpr = gl.constexpr(4)  # of one consumer
+CONSUMER_REGISTERS: gl.constexpr = gl.constexpr(240)  # of a thread, and
+LOADER_REGISTERS: gl.constexpr = gl.constexpr(24)  # 2 * 128 * 240 + 128 * 24 fit into 65536
+
+
+@gluon.jit(do_not_specialize=["H", "M"])
+def gluon_forward(
+    q_desc, k_desc, v_desc, o_ptr, lse_ptr, max_ptr, sinks_ptr, lists_ptr,
+    data, numbers, o_strides, lists_strides, sinks_stride, H, GROUP, M, N, scale,
+    E: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    KEEP: gl.constexpr, STRIP: gl.constexpr, CHANGE: gl.constexpr, FOLD: gl.constexpr,
+    LISTED: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """One program: CONSUMERS * ROWS queries of one head against all keys that they may see.
+
+    q [B,H,M,D], k [B,G,N,D], v [B,G,N,E] by descriptors of tiles [1,1,ROWS or BLOCK_N,width], in
+    which what lies outside is 0 -> o [B,H,M,E], lse and max [B,H,M]; the rest as in
+    kernels/forward.py. MASKED: whether a tile may be mixed; without, each is full.
+    """
+    block, h, b = place_program(gl.cdiv(M, CONSUMERS * ROWS), H)
+    if LISTED:
+        lists_ptr = head_ptr(lists_ptr, lists_strides, b, h) + block * lists_strides[2]
+        start, full_start, full_stop, stop = 0, 0, 0, 0
+    else:
+        start, full_start, full_stop, stop = key_tiles(
+            block, b, M, N, data, numbers, STRIP, CONSUMERS * ROWS, BLOCK_N
+        )
+    full, mixed = count_tiles(lists_ptr, start, full_start, full_stop, stop, LISTED)
+    if MASKED:  # queries that see no tile visit one past the last key, where all is 0 and masked
+        blind, past = full + mixed == 0, gl.cdiv(N, BLOCK_N)
+        start, mixed = gl.where(blind, past, start), gl.where(blind, 1, mixed)
+        full_start = gl.where(blind, past, full_start)
+        full_stop = gl.where(blind, past, full_stop)
+    if LISTED:  # past the two counts; an empty list has its first count, 0, for a tile
+        lists_ptr += gl.where(start > 0, 0, 2)
+    tiles = start, full_start, full_stop, full, mixed
+    first = block * (CONSUMERS * ROWS)
+    queries = make_buffers(q_desc, CONSUMERS), make_barriers(CONSUMERS, 1)
+    keys, values = make_ring(k_desc, STAGES), make_ring(v_desc, STAGES)
+    fence_async_shared()
+    inputs = queries, keys, values
+    o_ptr = head_ptr(o_ptr, o_strides, b, h)
+    row = (gl.cast(b, gl.int64) * H + h) * M
+    if lse_ptr is not None:
+        lse_ptr += row
+    if max_ptr is not None:
+        max_ptr += row
+    if sinks_ptr is not None:
+        sinks_ptr += h * sinks_stride
+    outputs = o_ptr, o_strides[2], o_strides[3], lse_ptr, max_ptr, sinks_ptr  # of this head
+    gl.warp_specialize(
+        [
+            (consume, (0, inputs, outputs, lists_ptr, tiles, (b, h, first, M, N), data, numbers,
+                       scale, E, BLOCK_N, STAGES, KEEP, CHANGE, FOLD, LISTED, MASKED)),
+            (consume, (1, inputs, outputs, lists_ptr, tiles, (b, h, first + ROWS, M, N), data,
+                       numbers, scale, E, BLOCK_N, STAGES, KEEP, CHANGE, FOLD, LISTED, MASKED)),
+            (load, (q_desc, k_desc, v_desc, inputs, lists_ptr, tiles, b, h, h // GROUP, first,
+                    BLOCK_N, STAGES, LISTED, MASKED)),
+        ],
+        [WARPS, 1],
+        [CONSUMER_REGISTERS, LOADER_REGISTERS],
+    )  # fmt: skip
+
+
+@gluon.jit
+def make_ring(desc, COUNT: gl.constexpr):
+    """COUNT buffers that are used in turn, and their barriers, `ready` and `free`."""
+    return make_buffers(desc, COUNT), make_barriers(COUNT, 1), make_barriers(COUNT, CONSUMERS)
+
+
+@gluon.jit
+def make_buffers(desc, COUNT: gl.constexpr):
+    """Buffers in shared memory for COUNT tiles of a descriptor."""
+    return gl.allocate_shared_memory(
+        desc.dtype, [COUNT, 1, 1, desc.block_shape[2], desc.block_shape[3]], desc.layout
+    )
+
+
+@gluon.jit
+def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """COUNT mbarriers, each of which waits for ARRIVALS."""
+    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for n in gl.static_range(COUNT):
+        mbarrier.init(bars.index(n), count=ARRIVALS)
+    return bars
+
+
+@gluon.jit
+def flat(buffer):
+    """A tile in shared memory [1,1,rows,width] as [rows,width]."""
+    return buffer.reshape([buffer.shape[2], buffer.shape[3]])
+
+
+@gluon.jit
+def tile_at(t, lists_ptr, tiles, LISTED: gl.constexpr, MASKED: gl.constexpr):
+    """The tile that is visited t-th: first the mixed ones, then the full ones.
+
+    Most masks have few mixed tiles, and the first is not in a loop.
+    """
+    start, full_start, full_stop, full, mixed = tiles
+    if LISTED:
+        n = start + gl.load(lists_ptr + gl.where(t < mixed, full + t, t - mixed))
+    elif MASKED:
+        behind = gl.where(start + t >= full_start, full_stop - full_start, 0)
+        n = gl.where(t < mixed, start + t + behind, full_start + t - mixed)
+    else:
+        n = t
+    return n
+
+
+@gluon.jit
+def load(
+    q_desc, k_desc, v_desc, inputs, lists_ptr, tiles, b, h, g, first,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, LISTED: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """The loader: copies the queries of each consumer, then each tile of keys and of values."""
+    queries, keys, values = inputs
+    q, q_ready = queries
+    k, k_ready, k_free = keys
+    v, v_ready, v_free = values
+    for c in gl.static_range(CONSUMERS):
+        copy(q_desc, b, h, first + c * ROWS, q_ready.index(c), q.index(c))
+    for t in range(tiles[3] + tiles[4]):
+        n = tile_at(t, lists_ptr, tiles, LISTED, MASKED)
+        at, phase = t % STAGES, t // STAGES & 1
+        mbarrier.wait(k_free.index(at), phase ^ 1)
+        copy(k_desc, b, g, n * BLOCK_N, k_ready.index(at), k.index(at))
+        mbarrier.wait(v_free.index(at), phase ^ 1)
+        copy(v_desc, b, g, n * BLOCK_N, v_ready.index(at), v.index(at))
+
+
+@gluon.jit
+def copy(desc, b, h, row, ready, buffer):
+    """Start to copy rows row.. of x[b,h] to a buffer; `ready` counts the bytes."""
+    mbarrier.expect(ready, desc.block_type.nbytes)
+    start_copy(desc, b, h, row, ready, buffer)
+
+
+if hasattr(tma, "async_load"):  # as Triton 3.9 calls it
+
+    @gluon.jit
+    def start_copy(desc, b, h, row, ready, buffer):
+        """Let the copy engine fill a buffer with rows row.. of x[b,h]."""
+        tma.async_load(desc, [b, h, row, 0], ready, buffer)
+
+else:
+
+    @gluon.jit
+    def start_copy(desc, b, h, row, ready, buffer):
+        """Let the copy engine fill a buffer with rows row.. of x[b,h]."""
+        tma.async_copy_global_to_shared(desc, [b, h, row, 0], ready, buffer)
+
+
+@gluon.jit
+def consume(
+    which: gl.constexpr, inputs, outputs, lists_ptr, tiles, own, data, numbers, scale,
+    E: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    KEEP: gl.constexpr, CHANGE: gl.constexpr, FOLD: gl.constexpr,
+    LISTED: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """A consumer: ROWS queries against all tiles, and their results."""
+    queries, keys, values = inputs
+    q, q_ready = queries
+    k, k_ready, k_free = keys
+    v, v_ready, _ = values
+    mixed = tiles[4]
+    count = tiles[3] + mixed
+    WIDTH: gl.constexpr = v.shape[4]
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 16])
+    m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+    total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
+    acc = gl.zeros([ROWS, WIDTH], gl.float32, SUMS)
+
+    q = flat(q.index(which))
+    mbarrier.wait(q_ready.index(which), 0)
+    mbarrier.wait(k_ready.index(0), 0)
+    n = tile_at(0, lists_ptr, tiles, LISTED, MASKED)
+    s = warpgroup_mma_wait(0, [multiply_keys(q, k, 0, SCORES, BLOCK_N)])
+    mbarrier.arrive(k_free.index(0), count=1)
+    p, m, total, _ = softmax(
+        s, m, total, n * BLOCK_N, own, data, numbers, scale, SCORES, KEEP, CHANGE, FOLD, MASKED
+    )
+    p = as_operand(p, v.dtype, SUMS)
+    mbarrier.wait(k_ready.index(1), 0, pred=count > 1)
+    if MASKED:
+        for t in range(1, mixed):
+            n = tile_at(t, lists_ptr, tiles, LISTED, MASKED)
+            p, acc, m, total = step(
+                t, count, n * BLOCK_N, q, p, acc, m, total, inputs, own, data, numbers, scale,
+                SCORES, SUMS, BLOCK_N, STAGES, KEEP, CHANGE, FOLD, True,
+            )  # fmt: skip
+    for t in range(gl.maximum(mixed, 1), count):
+        n = tile_at(t, lists_ptr, tiles, LISTED, MASKED)
+        p, acc, m, total = step(
+            t, count, n * BLOCK_N, q, p, acc, m, total, inputs, own, data, numbers, scale,
+            SCORES, SUMS, BLOCK_N, STAGES, KEEP, CHANGE, FOLD, False,
+        )  # fmt: skip
+    last = count - 1
+    mbarrier.wait(v_ready.index(last % STAGES), last // STAGES & 1)
+    acc = warpgroup_mma_wait(
+        0, [warpgroup_mma(p, flat(v.index(last % STAGES)), acc, is_async=True)]
+    )
+    store(acc, m, total, outputs, own, E, SUMS)
+
+
+@gluon.jit
+def multiply_keys(q, k, at, SCORES: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Issue q times the keys of a buffer: scores [ROWS,BLOCK_N]."""
+    zero = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
+    keys = flat(k.index(at)).permute((1, 0))
+    return warpgroup_mma(q, keys, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def as_operand(p, DTYPE: gl.constexpr, SUMS: gl.constexpr):
+    """Weights as the left operand of a product; they stay in registers."""
+    return gl.convert_layout(p.to(DTYPE), gl.DotOperandLayout(0, SUMS, 2))
+
+
+@gluon.jit
+def step(
+    t, count, key, q, p, acc, m, total, inputs, own, data, numbers, scale,
+    SCORES: gl.constexpr, SUMS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    KEEP: gl.constexpr, CHANGE: gl.constexpr, FOLD: gl.constexpr, MIXED: gl.constexpr,
+):  # fmt: skip
+    """The scores and weights of tile t, and acc with the values of tile t - 1 and its weights p.
+
+    The wait for the next keys stands between the exponentials and the wait for the second product:
+    it is a branch, without which the compiler moves that second wait before the exponentials.
+    """
+    _, keys, values = inputs
+    k, k_ready, k_free = keys
+    v, v_ready, v_free = values
+    issued = multiply_keys(q, k, t % STAGES, SCORES, BLOCK_N)
+    u = t - 1
+    mbarrier.wait(v_ready.index(u % STAGES), u // STAGES & 1)
+    summed = warpgroup_mma(p, flat(v.index(u % STAGES)), acc, is_async=True)
+    s = warpgroup_mma_wait(1, [issued])
+    mbarrier.arrive(k_free.index(t % STAGES), count=1)
+    weights, m, total, shrink = softmax(
+        s, m, total, key, own, data, numbers, scale, SCORES, KEEP, CHANGE, FOLD, MIXED
+    )
+    following = as_operand(weights, v.dtype, SUMS)
+    w = t + 1
+    mbarrier.wait(k_ready.index(w % STAGES), w // STAGES & 1, pred=w < count)
+    acc, p, following = warpgroup_mma_wait(0, [summed, p, following])
+    mbarrier.arrive(v_free.index(u % STAGES), count=1)
+    acc = acc * by_rows(shrink, SUMS)
+    return following, acc, m, total
+
+
+@gluon.jit
+def by_rows(x, SUMS: gl.constexpr):
+    """x [ROWS] as [ROWS,1] beside acc."""
+    return gl.convert_layout(x, gl.SliceLayout(1, SUMS))[:, None]
+
+
+@gluon.jit
+def softmax(
+    s, m, total, key, own, data, numbers, scale, SCORES: gl.constexpr,
+    KEEP: gl.constexpr, CHANGE: gl.constexpr, FOLD: gl.constexpr, MIXED: gl.constexpr,
+):  # fmt: skip
+    """One step of the online softmax over keys `key`.. : weights, m, total, and what shrinks acc.
+
+    As `attend` in kernels/forward.py.
+    """
+    b, h, first, M, N = own
+    i = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))[:, None]
+    j = key + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, SCORES))[None, :]
+    if FOLD:
+        s = mask_scores(s, b, h, i, j, M, N, data, numbers, KEEP, MIXED)
+        new = gl.maximum(m, gl.max(s, 1) * (scale * LOG2E))
+        s = s * (scale * LOG2E)
+    else:
+        s = modify_scores(s, b, h, i, j, M, N, scale, data, numbers, CHANGE, KEEP, MIXED)
+        new = gl.maximum(m, gl.max(s, 1))
+    safe = new
+    if MIXED or CHANGE is not None:
+        safe = gl.where(new == float("-inf"), 0.0, new)
+    p = gl.exp2(s - safe[:, None])
+    shrink = gl.exp2(m - safe)
+    return p, new, total * shrink + gl.sum(p, 1), shrink
+
+
+@gluon.jit
+def store(acc, m, total, outputs, own, E: gl.constexpr, SUMS: gl.constexpr):
+    """Store o and the statistics of ROWS queries."""
+    o_ptr, stride_m, stride_e, lse_ptr, max_ptr, sink_ptr = outputs
+    _, _, first, M, _ = own
+    row = gl.arange(0, ROWS, layout=m.type.layout)
+    if max_ptr is not None:
+        # A maximum drops NaN, and the sum keeps it.
+        lost = (total != total) & (m != float("inf"))
+        gl.store(max_ptr + first + row, gl.where(lost, total, m * LN2), mask=row < M - first)
+    shrink = 1.0
+    if sink_ptr is not None:
+        sink = gl.load(sink_ptr).to(gl.float32) * LOG2E
+        new = gl.maximum(m, sink)
+        safe = gl.where(new == float("-inf"), 0.0, new)
+        shrink = gl.exp2(m - safe)
+        total = total * shrink + gl.exp2(sink - safe)
+        m = new
+    blind = total == 0  # rows that saw nothing
+    total = gl.where(blind, 1.0, total)
+    if lse_ptr is not None:
+        lse = gl.where(blind, float("-inf"), (m + gl.log2(total)) * LN2)
+        gl.store(lse_ptr + first + row, lse, mask=row < M - first)
+    acc = acc * by_rows(shrink / total, SUMS)
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SUMS))[:, None]
+    column = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, SUMS))[None, :]
+    at = o_ptr + gl.cast(first, gl.int64) * stride_m + row * stride_m + column * stride_e
+    inside = (row < M - first) & (column < E)
+    gl.store(at, acc.to(o_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,177 @@
+"""Attention forward on Hopper GPUs by a kernel in Gluon, Triton's lower level.
+
+It takes what the `triton` backend takes, as far as the copy engine (TMA) reads its tensors. No
+interpreter runs Gluon, so the kernel is checked on a device before it computes anything there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from attn_graph.errors import Reason
+from attn_graph.ir.graph import Graph
+from attn_graph.lowering.backend import Backend, DeviceTest, Executable, Options
+from attn_graph.lowering.problem import Problem, is_misaligned, returns_lse, sole
+from attn_graph.lowering.reasons import (
+    missing_library,
+    no_elements,
+    other_device,
+    other_dtype,
+    other_equations,
+    other_statistics,
+    untraceable,
+    wide_heads,
+)
+from attn_graph.lowering.triton.backend import (
+    POSITIONS,
+    STATISTICS,
+    TritonCall,
+    count_of,
+    generated_text,
+    machines_of,
+)
+from attn_graph.machine.target import Target
+from attn_graph.masks.places import Untraceable
+from attn_graph.spec import TensorSpec
+
+if TYPE_CHECKING:  # and imported where it is used: machines without a GPU never ask for it
+    from attn_graph.lowering.triton.plan import Flash
+
+SM = 90
+VERSIONS = ((3, 6), (3, 9))  # of Triton: the first and the last whose Gluon has these names
+DTYPES = (torch.float16, torch.bfloat16)
+WIDEST = 256
+ALIGNED = 16  # bytes that TMA needs strides to be multiples of
+
+
+def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
+    """Every reason against a graph: the target, the sizes, what can't be traced."""
+    against = [*gluon_target_reasons(target)]
+    problem = sole(graph)
+    if problem is None:
+        against.append(other_equations(graph))
+    else:
+        against += gluon_problem_reasons(problem)
+    yield from against
+    if problem is not None and not against:
+        yield from gluon_plan_reasons(problem, target, options)
+
+
+def gluon_target_reasons(target: Target) -> Iterator[Reason]:
+    """What a target lacks."""
+    if target.kind != "cuda":
+        yield other_device("on GPUs of compute capability 9.0", target)
+        return
+    if target.sm != SM:
+        limit = f"has instructions of compute capability sm_{SM} alone"
+        yield Reason("architecture", limit, f"the target has sm_{target.sm}")
+    libraries = dict(target.libraries)
+    if "triton" not in libraries:
+        yield missing_library("triton", "pip install 'attn-graph[cuda]'")
+    else:
+        yield from other_version(libraries["triton"])
+    if target.interprets:
+        limit = "can't be interpreted"
+        yield Reason("interpreter", limit, "TRITON_INTERPRET=1 was set before Python started")
+
+
+def other_version(version: str) -> Iterator[Reason]:
+    """Against a version of Triton with another Gluon, which is no stable interface."""
+    numbers = tuple(map(int, re.findall(r"\d+", version)[:2]))
+    first, last = VERSIONS
+    if numbers and not first <= numbers <= last:
+        known = " to ".join(".".join(map(str, each)) for each in VERSIONS)
+        yield Reason("version.triton", f"is written for triton {known}", f"{version} is installed")
+
+
+def gluon_problem_reasons(problem: Problem) -> Iterator[Reason]:
+    """What the kernel does not compute."""
+    if problem.grad is not None:
+        yield Reason("backward", "computes no gradients", "the graph is one")
+    yield from other_dtype(problem, DTYPES)
+    yield from wide_heads(problem, WIDEST)
+    yield from no_elements(problem)
+    if max(problem.M, problem.N) >= POSITIONS:
+        limit = f"counts positions below {POSITIONS}"
+        yield Reason("positions", limit, f"M = {problem.M}, N = {problem.N}")
+    yield from other_statistics(problem, STATISTICS)
+    if problem.node.dropout:
+        yield Reason("dropout", "has no dropout", f"the graph drops {problem.node.dropout}")
+    for name, spec in zip("qkv", problem.specs, strict=False):
+        yield from layout_reasons(name, spec)
+
+
+def layout_reasons(name: str, spec: TensorSpec) -> Iterator[Reason]:
+    """Why TMA can't read a tensor where it lies."""
+    if not spec.unit_last:
+        limit = "copies rows whose elements lie side by side"
+        yield Reason(f"last_stride.{name}", limit, f"{name} is {spec}")
+    elif is_misaligned(spec):
+        limit = f"copies rows that begin at multiples of {ALIGNED} bytes"
+        yield Reason(f"strides.{name}", limit, f"{name} is {spec}")
+    if any(n > 1 and s == 0 for n, s in zip(spec.shape, spec.strides, strict=True)):
+        limit = "copies tensors whose elements have each their own place"
+        yield Reason(f"broadcast.{name}", limit, f"{name} is {spec}")
+
+
+def gluon_plan_reasons(problem: Problem, target: Target, options: Options) -> Iterator[Reason]:
+    """What shows only when the launches are planned."""
+    try:
+        flash = plan_gluon(problem, target)
+    except Untraceable as error:
+        yield untraceable(error)
+        return
+    yield from flash.reasons()
+    yield from options.over_workspace(flash.scratch.bytes)
+
+
+@lru_cache(maxsize=256)
+def plan_gluon(problem: Problem, target: Target) -> Flash:
+    """What `why_not` and `lower` both ask for."""
+    from attn_graph.lowering.triton.gluon_plan import plan_launches
+
+    return plan_launches(problem, target)
+
+
+def lower(graph: Graph, target: Target, options: Options) -> Executable:
+    """The launches that run a graph."""
+    problem = sole(graph)
+    assert problem is not None  # why_not said so
+    flash = plan_gluon(problem, target)
+    call = TritonCall(flash, graph, options)
+    return Executable(
+        call.forward,
+        flash.scratch.bytes,
+        notes=(describe_launch(flash),),
+        inspect=lambda: tuple(map(str, machines_of(flash))),
+        text=lambda: generated_text(flash),
+        infer=call.forward if returns_lse(graph) else call.inference,
+    )
+
+
+def describe_launch(flash: Flash) -> str:
+    """How the kernel runs, for `explain`."""
+    launch = flash.launches[-1]
+    queries, keys = (launch.descriptors[name].tile[2] for name in ("q_desc", "k_desc"))
+    return (
+        f"{launch.kernel}: {count_of(launch.grid, 'program')}, two groups of {launch.warps} warps "
+        f"with tiles of {queries} x {keys} each, one warp that copies {launch.stages} tiles ahead"
+    )
+
+
+@lru_cache(maxsize=256)
+def device_test(graph: Graph, target: Target, options: Options) -> DeviceTest:
+    """What has to come out right on a device before a graph runs there."""
+    from attn_graph.lowering.triton.gluon_check import make_device_test
+
+    problem = sole(graph)
+    assert problem is not None  # why_not said so
+    return make_device_test(graph, plan_gluon(problem, target))
+
+
+BACKEND = Backend("gluon", why_not, lower, device_test=device_test)

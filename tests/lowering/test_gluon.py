@@ -1,0 +1,288 @@
+"""The Gluon kernel: what it refuses, what is launched, and what it compiles to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from attrs import astuple, evolve
+
+import attn_graph as ag
+from attn_graph.errors import PlanMismatchError
+from attn_graph.ir.passes import simplify
+from attn_graph.lowering.problem import sole
+from attn_graph.lowering.triton import gluon
+from attn_graph.lowering.triton.gluon_plan import plan_launches
+from attn_graph.lowering.triton.instructions import Loop, read_loops
+from attn_graph.lowering.triton.launches import Descriptor
+from attn_graph.lowering.triton.offline import compile_launches
+from attn_graph.lowering.triton.plan import Flash
+from tests.support.sources import ROOT, load_file
+
+CPU = ag.Target.of("cpu")
+H200 = evolve(ag.Target.of("h200"), libraries=(("triton", "3.7.1"),))
+REPORT: Any = load_file(ROOT / "docs" / "generate" / "gluon.py")  # Any: a module
+compiling = pytest.mark.skipif(
+    CPU.interprets, reason="with TRITON_INTERPRET=1 Triton compiles nothing"
+)
+
+
+def graph(
+    *shape: int,
+    strides: tuple[int, ...] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    **o: Any,
+) -> ag.Graph:
+    """An attention whose q, k and v are alike."""
+    x = ag.TensorSpec(shape or (1, 2, 256, 64), dtype, strides)
+    return ag.attention(x, x, x, **o)
+
+
+def against(graph: ag.Graph, target: ag.Target = H200) -> dict[str, str]:
+    """The reasons against a graph, by key."""
+    reasons = gluon.BACKEND.reasons(simplify(graph), target, ag.Options())
+    return {reason.key: str(reason) for reason in reasons}
+
+
+def planned(graph: ag.Graph) -> Flash:
+    """The launches of a graph."""
+    problem = sole(simplify(graph))
+    assert problem is not None
+    return plan_launches(problem, H200)
+
+
+LONG = (1, 2, 256, 64)
+REFUSED: dict[str, tuple[ag.Graph, str]] = {
+    "dtype": (graph(dtype=torch.float32), "computes in f16 and bf16, and the graph is in f32"),
+    "dropout": (graph(dropout=0.5), "has no dropout, and the graph drops 0.5"),
+    "head_widest": (
+        graph(1, 2, 64, 320),
+        "takes head sizes up to 256, and q has D = 320, v has E = 320",
+    ),
+    "last_stride.q": (
+        graph(*LONG, strides=(2 * 256 * 64, 256 * 64, 1, 256)),
+        "copies rows whose elements lie side by side, and q is",
+    ),
+    "strides.k": (
+        graph(*LONG, strides=(2 * 256 * 68, 256 * 68, 68, 1)),
+        "copies rows that begin at multiples of 16 bytes, and k is",
+    ),
+    "broadcast.v": (
+        graph(*LONG, strides=(0, 0, 64, 1)),
+        "copies tensors whose elements have each their own place, and v is",
+    ),
+    "sizes": (graph(1, 2, 0, 64), "needs sizes of at least 1"),
+}
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_what_it_can_not_do_it_refuses_with_the_number(key: str) -> None:
+    described, text = REFUSED[key]
+    assert against(described)[key].startswith(text)
+
+
+def test_it_has_no_backward() -> None:
+    forward, backward = ag.vjp(graph())
+    assert not against(forward)
+    assert against(backward) == {"backward": "computes no gradients, and the graph is one"}
+
+
+TARGETS: dict[str, tuple[ag.Target, str]] = {
+    "architecture": (
+        evolve(H200, sm=100),
+        "has instructions of compute capability sm_90 alone, and the target has sm_100",
+    ),
+    "device": (CPU, "runs on GPUs of compute capability 9.0, and the target is cpu"),
+    "library.triton": (evolve(H200, libraries=()), "needs triton, which is not installed"),
+    "version.triton": (
+        evolve(H200, libraries=(("triton", "3.10.1"),)),
+        "is written for triton 3.6 to 3.9, and 3.10.1 is installed",
+    ),
+    "interpreter": (
+        evolve(H200, interprets=True),
+        "can't be interpreted, and TRITON_INTERPRET=1 was set before Python started",
+    ),
+}
+
+
+@pytest.mark.parametrize("key", TARGETS)
+def test_targets_that_it_does_not_run_on_are_told_why(key: str) -> None:
+    target, text = TARGETS[key]
+    assert against(graph(), target)[key].startswith(text)
+
+
+CHECKED: dict[str, ag.Graph] = {
+    "causal": graph(mask=ag.Causal(), stats=True),
+    "window and soft cap": graph(4, 8, 70, 96, mask=ag.Window(9), soft_cap=3.0),
+    "documents": graph(
+        segments=(ag.TensorSpec((1, 256), torch.int32), ag.TensorSpec((1, 256), torch.int32))
+    ),
+    "lengths and sinks": graph(
+        mask=ag.KeyLengths(),
+        kv_lengths=ag.TensorSpec((1,), torch.int32),
+        sinks=ag.TensorSpec((2,), torch.float32),
+    ),
+    "bias": graph(bias=ag.TensorSpec((1, 2, 1, 256), torch.float32)),
+    "whole tiles": graph(1, 2, 256, 64),
+}
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_a_device_is_given_small_graphs_of_the_same_variant(name: str) -> None:
+    simple = simplify(CHECKED[name])
+    test = gluon.BACKEND.device_test(simple, H200, ag.Options())
+    assert test is not None
+    assert len(test.graphs) == 4
+    for small in test.graphs:
+        assert ag.parse(str(small)) == small
+        assert not gluon.BACKEND.reasons(small, H200, ag.Options())
+        again = gluon.BACKEND.device_test(small, H200, ag.Options())
+        assert again is not None
+        assert again.variant == test.variant
+        sizes = [n for i in small.inputs for n in i.spec.shape]
+        assert max(sizes) <= 9 * 128
+
+
+def test_variants_differ_by_what_is_compiled_and_by_no_number_that_is_passed() -> None:
+    def variant(**options: Any) -> str:
+        test = gluon.BACKEND.device_test(simplify(graph(**options)), H200, ag.Options())
+        assert test is not None
+        return test.variant
+
+    near, far, prefix = ag.Window(9), ag.Window(90), ag.Causal() | ag.Prefix(20)
+    assert variant(mask=near) == variant(mask=far)
+    others: list[dict[str, Any]] = [
+        {},
+        {"mask": near},
+        {"mask": prefix},
+        {"dtype": torch.float16},
+        {"soft_cap": 2.0},
+    ]
+    assert len({variant(**each) for each in others}) == len(others)
+
+
+def test_elsewhere_it_comes_behind_what_has_run() -> None:
+    explanation = ag.explain(graph(), target=H200, wants=())
+    assert explanation.backend == "triton"
+    assert "gluon" in explanation.also
+    asked = ag.explain(graph(), target=H200, wants=(), backends=("gluon",))
+    assert asked.backend == "gluon"
+    assert "two groups of 4 warps with tiles of 64 x 128 each" in str(asked)
+
+
+def test_descriptors_are_of_the_operands_as_they_lie() -> None:
+    q = ag.TensorSpec((2, 8, 100, 96), torch.float16, (100 * 8 * 96, 96, 8 * 96, 1))
+    k = ag.TensorSpec((2, 2, 300, 96), torch.float16)
+    v = ag.TensorSpec((2, 2, 300, 40), torch.float16)
+    (launch,) = planned(ag.attention(q, k, v)).launches
+    assert launch.descriptors == {
+        "q_desc": Descriptor("q", q.shape, q.strides, (1, 1, 64, 128)),
+        "k_desc": Descriptor("k", k.shape, k.strides, (1, 1, 128, 128)),
+        "v_desc": Descriptor("v", v.shape, v.strides, (1, 1, 128, 64)),
+    }
+    assert launch.fixed["GROUP"] == 4
+    assert launch.fixed["MASKED"]  # 300 keys end within a tile
+    assert launch.grid == 2 * 8
+
+
+def test_only_whole_tiles_without_a_mask_go_unmasked() -> None:
+    (whole,), (causal,) = (planned(graph(mask=m)).launches for m in (None, ag.Causal()))
+    assert not whole.fixed["MASKED"]
+    assert causal.fixed["MASKED"]
+
+
+def test_lists_are_made_in_memory_that_is_declared() -> None:
+    ids = ag.TensorSpec((1, 256), torch.int64)
+    described = graph(segments=(ids, ids))
+    plan = ag.compile(described, target=H200, backends=("gluon",), store=False)
+    flash = planned(described)
+    assert [launch.kernel for launch in flash.launches][-1] == "gluon_forward"
+    assert flash.launches[-1].fixed["LISTED"]
+    assert plan.executable.workspace == flash.scratch.bytes > 0
+
+
+def test_an_address_off_16_bytes_raises() -> None:
+    x = torch.zeros(1 + 64 * 64, dtype=torch.float16)[1:].view(1, 1, 64, 64)
+    described = Descriptor("k", (1, 1, 64, 64), x.stride(), (1, 1, 64, 64))
+    with pytest.raises(PlanMismatchError, match="k: expected an address that is a multiple of 16"):
+        described.of(x)
+
+
+ORDER = """
+        /*0000*/  USETMAXREG.DEALLOC.CTAPOOL 0xf0 ;
+.L_x_1:
+        /*0010*/  HGMMA.64x128x16.F32.BF16 R24, gdesc[UR16], RZ, !UPT, gsb0 ;
+        /*0020*/  HGMMA.64x64x16.F32.BF16 R88, R152, gdesc[UR20].tnspB, R88, gsb0 ;
+        /*0030*/  WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
+        /*0040*/  MUFU.EX2 R1, R2 ;
+.L_x_2:
+        /*0050*/  @!P1 MUFU.EX2 R3, R4 ;
+        /*0060*/  WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0070*/  MUFU.EX2 R5, R6 ;
+        /*0080*/  @P0 BRA `(.L_x_1) ;
+        /*0090*/  USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0x100 ;
+.L_x_3:
+        /*00a0*/  SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR5], RZ ;
+        /*00b0*/  @!P1 BRA `(.L_x_3) ;
+        /*00c0*/  BRA `(.L_x_2) ;
+"""
+
+
+def test_what_stands_between_the_two_waits_runs_beside_a_product() -> None:
+    flop = 2 * 64 * 16 * (128 + 64)
+    assert read_loops(ORDER) == [
+        Loop(registers=240, instructions=8, flop=flop, functions=3, beside=2)
+    ]
+
+
+def test_a_page_tells_what_is_not_clean() -> None:
+    machine = REPORT.MachineCode("forward", 168, 0, 8, True, 4, (), "")
+    loop = Loop(registers=168, instructions=8, flop=1, functions=3, beside=2, spills=4)
+    assert list(REPORT.complaints(machine, [loop])) == [
+        "matrix products are serialized",
+        "1 loops where softmax can run beside a product",
+        "1 exponentials do not run beside a product",
+        "4 instructions of a loop spill registers",
+        "168 registers, 240 are to be set",
+    ]
+
+
+def page_rows() -> list[str]:
+    """The table's lines."""
+    text = REPORT.PAGE.read_text(encoding="utf-8")
+    return [x for x in text.splitlines() if x.startswith("| ") and x[2].isdigit()]
+
+
+def test_the_page_has_every_row_of_every_version() -> None:
+    found = {tuple(row.split(" | ")[:3]) for row in page_rows()}
+    cases = {(str(c.size), c.variant) for c in REPORT.all_cases()}
+    assert found == {(f"| {v}", *c) for v in VERSIONS for c in cases}
+    spilled = {tuple(row.split(" | ")[0:7:6]) for row in page_rows()}
+    assert {("| 3.6.0", "0"), ("| 3.7.1", "0")} == {x for x in spilled if x[0] != "| 3.9.0"}
+
+
+VERSIONS = ("3.6.0", "3.7.1", "3.9.0")  # of Triton
+SUBSET = [REPORT.Case(64, "causal"), REPORT.Case(128, "full"), REPORT.Case(128, "segments")]
+
+
+@compiling
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SUBSET, ids=lambda c: "-".join(map(str, astuple(c))))
+def test_softmax_runs_beside_the_products(case: Any) -> None:
+    rows, complaints = case.measure()
+    assert not complaints
+    if REPORT.version("triton") in VERSIONS:
+        assert set(rows) <= set(page_rows()), "run `make gluon-report`, and read the diff"
+
+
+@compiling
+@pytest.mark.slow
+def test_wide_heads_fit() -> None:
+    flash = planned(
+        graph(1, 2, 256, 256, mask=ag.Causal(), sinks=ag.TensorSpec((2,), torch.float32))
+    )
+    (machine,) = compile_launches(flash)
+    assert machine.spilled == 0
+    assert not machine.serialized
+    assert machine.shared <= 232448

@@ -1,0 +1,342 @@
+"""The kernel of kernels/gluon_forward.py on an emulated multiprocessor: its schedule, its numbers.
+
+The kernel's own functions run, see tests/support/gluon_machine.py; whatever order things happen in,
+nothing may wait for ever, be overwritten before it is read or read before it is there, each tile is
+visited once, and results obey the accuracy rule.
+"""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from attrs import frozen
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import attn_graph as ag
+from attn_graph.ir.passes import simplify
+from attn_graph.lowering.problem import Problem, sole
+from attn_graph.lowering.triton.device_code import Tracer, compile_text
+from attn_graph.lowering.triton.gluon_plan import plan_launches
+from attn_graph.lowering.triton.tile_lists import list_tiles_of
+from attn_graph.masks import Align
+from attn_graph.testing.mask_formula import Places, evaluate_mask
+from attn_graph.testing.rule import expect_outputs
+from attn_graph.testing.strategies import seeds
+from attn_graph.testing.tensors import tensors_for
+
+pytest.importorskip("triton", reason="needs triton, which is for Linux alone")
+
+from triton.experimental.gluon import language as gl
+
+from attn_graph.kernels import gluon_forward as source
+from tests.support.gluon_instructions import Descriptor, run_kernel
+from tests.support.gluon_machine import Machine
+from tests.support.gluon_values import Memory, Pointer
+
+DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32,
+          torch.int32: gl.int32, torch.int64: gl.int64, torch.bool: gl.int1}  # fmt: skip
+BLOCK_N, WIDTH = 16, 16
+BLOCK_M = 128  # two consumers of 64 rows
+
+
+HALF = torch.float16
+CASES: dict[str, dict[str, Any]] = {  # options of `attention`, by what the kernel does with them
+    "full": {},
+    "causal": {"mask": ag.Causal()},
+    "window": {"mask": ag.Window(37, 2)},
+    "behind all keys": {"mask": ag.Window(left=None, right=-90)},
+    "prefix": {"mask": ag.Causal() | ag.Prefix(20)},
+    "documents": {"mask": ag.Causal() & ag.SameSegment()},
+    "lengths": {"mask": ag.KeyLengths()},
+    "soft cap": {"mask": ag.Causal(), "soft_cap": 3.0},
+    "sinks": {"sinks": ag.TensorSpec((2,), torch.float32)},
+}
+
+
+def graph_of(case: str, tiles: int, short: int, dtype: torch.dtype = HALF) -> ag.Graph:
+    """One case with so many tiles of keys, the last `short` keys shorter, for 1 or 2 blocks."""
+    N = BLOCK_N * tiles - short
+    B, H, G, M = (1, 2, 1, 70) if case != "causal" else (1, 1, 1, 160)
+    q, k, v = (ag.TensorSpec(x, dtype) for x in ((B, H, M, 16), (B, G, N, 16), (B, G, N, 12)))
+    q = ag.TensorSpec((B, H, M, 16), dtype, (H * M * 16, 16, H * 16, 1))  # heads side by side
+    options = dict(CASES[case])
+    needs = options["mask"].needs if "mask" in options else {}
+    if "q_segments" in needs:
+        options["segments"] = tuple(ag.TensorSpec((B, n), torch.int32) for n in (M, N))
+    if "kv_lengths" in needs:
+        options["kv_lengths"] = ag.TensorSpec((B,), torch.int32)
+    align: Align = "bottom_right" if M != N and case != "prefix" else "top_left"
+    return ag.attention(q, k, v, **options, align=align, stats=True)
+
+
+@frozen
+class Run:
+    """What a kernel gave, and what each of its programs multiplied: (part, left, right)."""
+
+    o: torch.Tensor
+    lse: torch.Tensor
+    multiplied: dict[int, list[tuple[str, str, str]]]
+    once: bool  # whether every element of o and lse was stored once
+
+
+def memory(name: str, x: torch.Tensor) -> Pointer:
+    """A tensor in the machine's memory."""
+    whole = x.untyped_storage().nbytes() // x.itemsize
+    flat = x.as_strided((whole,), (1,), 0)
+    data = (flat.float() if x.dtype == torch.bfloat16 else flat).numpy()
+    return Pointer(Memory(name, data, DTYPES[x.dtype]), np.asarray(x.storage_offset()))
+
+
+def descriptor(name: str, x: torch.Tensor, rows: int) -> Descriptor:
+    """What copies `rows` rows of a head at once."""
+    at = memory(name, x)
+    return Descriptor(at, tuple(x.shape), x.stride(), [1, 1, rows, WIDTH])
+
+
+def tile_kinds(problem: Problem, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    """2 for a tile whose every place is kept, 1 for some, 0 for none [B,H,blocks,tiles]."""
+    p = problem
+    sizes = p.B, p.H, p.M, p.N
+    mask = p.node.mask
+    keep = evaluate_mask(mask, Places(sizes, tensors)) if mask else torch.ones((), dtype=torch.bool)
+    keep = keep.expand(sizes)
+    columns = -p.N % BLOCK_N
+    rows = -p.M % BLOCK_M
+    kept = torch.nn.functional.pad(keep.byte(), (0, columns, 0, rows)).unfold(2, BLOCK_M, BLOCK_M)
+    some = kept.unfold(3, BLOCK_N, BLOCK_N).amax((-1, -2))
+    filled = torch.nn.functional.pad(keep.byte(), (0, 0, 0, rows), value=1)
+    filled = torch.nn.functional.pad(filled, (0, columns))
+    whole = filled.unfold(2, BLOCK_M, BLOCK_M).unfold(3, BLOCK_N, BLOCK_N).amin((-1, -2))
+    return some.int() + whole.int()
+
+
+def lists_of(kinds: torch.Tensor) -> torch.Tensor:
+    """The list of tiles of each block; behind it lies a number that no tile has."""
+    flat = kinds.flatten(0, 2)
+    lists = list_tiles_of(flat)
+    counts = 2 + lists[:, :1] + lists[:, 1:2]
+    lists = torch.where(torch.arange(lists.shape[1]) < counts, lists, 2**20)
+    return lists.reshape(*kinds.shape[:3], -1)
+
+
+def arguments(problem: Problem, operands: Sequence[torch.Tensor], stages: int) -> dict[str, Any]:
+    """What the kernel is called with, but for its results."""
+    p, node = problem, problem.node
+    given, code = node.split(operands), Tracer.of(problem).trace()
+    mask = given.mask
+    data = [x for each in (*given.modifiers, mask) for x in each.values()]
+    listed = node.mask is not None and not code.strip
+    lists = lists_of(tile_kinds(problem, mask)) if listed else torch.zeros(1, 1, 1, 2)
+    return {
+        "q_desc": descriptor("q", given.q, 64),
+        "k_desc": descriptor("k", given.k, BLOCK_N),
+        "v_desc": descriptor("v", given.v, BLOCK_N),
+        "max_ptr": None,
+        "sinks_ptr": None if given.sinks is None else memory("sinks", given.sinks),
+        "lists_ptr": memory("lists", lists.int()) if listed else None,
+        "data": tuple(memory(f"data {n}", x) for n, x in enumerate(data)) or None,
+        "numbers": code.numbers or None,
+        "o_strides": p.layout_of_o[1],
+        "lists_strides": lists.stride()[:3],
+        "sinks_stride": 0 if given.sinks is None else given.sinks.stride(0),
+        "H": p.H,
+        "GROUP": p.H // p.G,
+        "M": p.M,
+        "N": p.N,
+        "scale": node.scale,
+        "E": p.E,
+        "BLOCK_N": BLOCK_N,
+        "STAGES": stages,
+        "KEEP": compile_text(code.keep),
+        "STRIP": compile_text(code.strip),
+        "CHANGE": compile_text(code.change),
+        "FOLD": not p.low_scale and not node.modifiers,
+        "LISTED": listed,
+        "MASKED": node.mask is not None or p.N % BLOCK_N > 0,
+    }
+
+
+def emulate(
+    graph: ag.Graph, tensors: Sequence[torch.Tensor], seed: int, stages: int, module: Any = source
+) -> Run:
+    """All programs of the kernel, one after the other. Raises Fault for what its schedule does."""
+    problem = sole(graph)
+    assert problem is not None
+    p = problem
+    shape, strides = p.layout_of_o
+    o = torch.full((int(np.prod(shape)),), torch.nan, dtype=p.dtype).as_strided(shape, strides)
+    lse = torch.full(shape[:3], torch.nan)
+    results = {"o_ptr": memory("o", o), "lse_ptr": memory("lse", lse)}
+    fixed = arguments(p, [tensors[i] for i in graph.eqns[0].args], stages)
+    multiplied = {}
+    for program in range(p.B * p.H * -(-p.M // BLOCK_M)):
+        machine = Machine(seed + program, (program, 0, 0))
+        run_kernel(machine, module.gluon_forward, **fixed, **results)
+        multiplied[program] = machine.multiplied
+    if p.dtype == torch.bfloat16:
+        o.untyped_storage().copy_(
+            torch.from_numpy(results["o_ptr"].memory.data).bfloat16().untyped_storage()
+        )
+    once = all((x.memory.writes == 1).all() for x in results.values())
+    return Run(o, lse, multiplied, once)
+
+
+def check_visits(run: Run, problem: Problem, tensors: dict[str, torch.Tensor]) -> None:
+    """Raise AssertionError unless each consumer sees each tile with an unmasked place once."""
+    p, kinds = problem, tile_kinds(problem, tensors)
+    blocks = kinds.shape[2]
+    for program, products in run.multiplied.items():
+        block, h, b = (
+            blocks - 1 - program % blocks,
+            program // blocks % p.H,
+            program // blocks // p.H,
+        )
+        needed = {BLOCK_N * int(t) for t in kinds[b, h, block].nonzero()}
+        parts = {part for part, _, _ in products}
+        assert len(parts) == 2, parts
+        rows = set()
+        for part in parts:
+            own = [(left, right) for who, left, right in products if who == part]
+            keys = [right for left, right in own if left != "registers"]
+            values = [right for left, right in own if left == "registers"]
+            queries = {left for left, _ in own} - {"registers"}
+            assert len(queries) == 1
+            rows |= queries
+            seen = [int(text.split(", ")[2]) for text in keys]
+            assert keys == [f"k [{b}, {h * p.G // p.H}, {n}, 0]" for n in seen]
+            assert values == [f"v [{b}, {h * p.G // p.H}, {n}, 0]" for n in seen]
+            assert len(seen) == len({*seen}), f"{part} visits a tile twice: {seen}"
+            assert {*seen} >= needed, f"{part} visits {seen} and not {needed}"
+        assert rows == {f"q [{b}, {h}, {block * BLOCK_M + 64 * c}, 0]" for c in (0, 1)}
+
+
+def check(graph: ag.Graph, data: int, seed: int, stages: int, module: Any = source) -> Run:
+    """Raise unless the kernel runs without a fault, visits each tile and gives what it should."""
+    simple = simplify(graph)
+    problem = sole(simple)
+    assert problem is not None
+    tensors = tensors_for(simple, data)
+    run = emulate(simple, tensors, seed, stages, module)
+    assert run.once
+    named = problem.node.split([tensors[i] for i in simple.eqns[0].args])
+    check_visits(run, problem, named.mask)
+    results = {"o": run.o, "lse": run.lse}
+    for due in expect_outputs(simple, tensors):
+        due.check(results[due.name])
+    return run
+
+
+tile_counts = st.integers(1, 20)
+short = st.integers(0, 15)
+stages = st.integers(2, 4)
+
+
+@pytest.mark.parametrize("case", CASES)
+@settings(max_examples=5)
+@given(tiles=tile_counts, short=short, stages=stages, order=seeds, data=seeds)
+def test_the_kernel_is_right_in_any_order_of_events(
+    case: str, tiles: int, short: int, stages: int, order: int, data: int
+) -> None:
+    check(graph_of(case, tiles, short), data, order, stages)
+
+
+@settings(max_examples=4)
+@given(tiles=tile_counts, stages=stages, order=seeds, data=seeds)
+def test_bfloat16_obeys_the_rule_too(tiles: int, stages: int, order: int, data: int) -> None:
+    check(graph_of("soft cap", tiles, 0, torch.bfloat16), data, order, stages)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tiles", range(1, 21))
+def test_every_number_of_tiles_and_stages(tiles: int) -> None:
+    for stages in (2, 3, 4):
+        check(graph_of("causal", tiles, tiles % 3), tiles, stages, stages)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_kernel_is_called_here_as_its_backend_calls_it(case: str) -> None:
+    simple = simplify(graph_of(case, 8, 0))
+    problem = sole(simple)
+    assert problem is not None
+    operands = [tensors_for(simple, 0)[i] for i in simple.eqns[0].args]
+    here = arguments(problem, operands, 2)
+    launch = plan_launches(problem, ag.Target.of("h200")).launches[-1]
+    there = {**launch.fixed} | {name: compile_text(text) for name, text in launch.texts.items()}
+    of_tiles = {"BLOCK_N", "STAGES", "lists_strides"}  # larger ones there
+    common = here.keys() & there.keys() - of_tiles
+    assert {"M", "scale", "KEEP", "STRIP", "FOLD", "LISTED", "MASKED"} <= common
+    assert {name: here[name] for name in common} == {name: there[name] for name in common}
+    pointers = {*launch.tensors, *launch.descriptors, "lse_ptr", "o_ptr"}
+    assert here.keys() | {"lse_ptr", "o_ptr"} == there.keys() | pointers
+
+
+# Kernels that are wrong: whoever changes the kernel learns here that a mistake is seen.
+
+WAIT_VALUES = "    mbarrier.wait(v_ready.index(u % STAGES), u // STAGES & 1)\n"
+WAIT_SCORES = "    s = warpgroup_mma_wait(1, [issued])\n"
+FIRST_SCORES = """\
+    s = warpgroup_mma_wait(0, [multiply_keys(q, k, 0, SCORES, BLOCK_N)])
+    mbarrier.arrive(k_free.index(0), count=1)
+"""
+FREED_FIRST = """\
+    issued = multiply_keys(q, k, 0, SCORES, BLOCK_N)
+    mbarrier.arrive(k_free.index(0), count=1)
+    s = warpgroup_mma_wait(0, [issued])
+"""
+WAIT_SUMS = "    acc, p, following = warpgroup_mma_wait(0, [summed, p, following])\n"
+FREE_VALUES = "    mbarrier.arrive(v_free.index(u % STAGES), count=1)\n"
+WAIT_KEYS = "    mbarrier.wait(k_ready.index(w % STAGES), w // STAGES & 1, pred=w < count)\n"
+WAIT_QUERIES = "    mbarrier.wait(q_ready.index(which), 0)\n"
+REUSE_KEYS = "        mbarrier.wait(k_free.index(at), phase ^ 1)\n"
+REUSE_VALUES = "        mbarrier.wait(v_free.index(at), phase ^ 1)\n"
+MISTAKES: dict[str, tuple[str, str, str]] = {  # what is wrong: the text, what replaces it, fault
+    "no wait for values": (WAIT_VALUES, "", "by then"),
+    "no wait for keys": (WAIT_KEYS, "", "by then"),
+    "no wait for queries": (WAIT_QUERIES, "", "by then"),
+    "keys overwritten": (REUSE_KEYS, "", "by then"),
+    "values overwritten": (REUSE_VALUES, "", "by then"),
+    "keys of another phase": (REUSE_KEYS, REUSE_KEYS.replace(" ^ 1", ""), "deadlock"),
+    "values of another phase": (WAIT_VALUES, WAIT_VALUES.replace("& 1", "& 1 ^ 1"), "deadlock"),
+    "keys freed too early": (FIRST_SCORES, FREED_FIRST, "by then"),
+    "values freed too early": (WAIT_SUMS + FREE_VALUES, FREE_VALUES + WAIT_SUMS, "by then"),
+    "values never freed": (FREE_VALUES, "", "deadlock"),
+    "scores read too early": (WAIT_SCORES, WAIT_SCORES.replace("1,", "2,"), "no wait has ended"),
+    "sums read too early": (WAIT_SUMS, WAIT_SUMS.replace("0,", "1,"), "no wait has ended"),
+    "fewer bytes": ("desc.block_type.nbytes", "desc.block_type.nbytes // 2", "deadlock"),
+    "more bytes": ("desc.block_type.nbytes", "desc.block_type.nbytes + 16", "deadlock"),
+    "other buffers": ("at, phase = t % STAGES", "at, phase = (t + 1) % STAGES", "deadlock"),
+    "a tile twice": (
+        "full_start + t - mixed",
+        "full_start + gl.maximum(t - mixed - 1, 0)",
+        "twice",
+    ),
+    "a tile less": ("count = tiles[3] + mixed", "count = tiles[3] + mixed - 1", "and not"),
+}
+
+
+def edited(text: str, by: str) -> ModuleType:
+    """The kernel's module with one text replaced."""
+    whole = inspect.getsource(source)
+    assert whole.count(text) == 1, f"{text!r} stands {whole.count(text)} times in the kernel"
+    changed = whole.replace(text, by)
+    name = f"<gluon_forward with {by!r} for {text!r}>"
+    linecache.cache[name] = (len(changed), None, changed.splitlines(keepends=True), name)
+    module = ModuleType(source.__name__)
+    exec(compile(changed, name, "exec"), module.__dict__)
+    return module
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_seen(mistake: str) -> None:
+    text, by, fault = MISTAKES[mistake]
+    kernel = edited(text, by)
+    with pytest.raises(AssertionError, match=fault):
+        check(graph_of("causal", 7, 0), 1, 1, 2, kernel)

@@ -1,0 +1,231 @@
+"""A backend that needs a self-check runs only where it has passed; why not is said once."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from attrs import evolve
+
+import attn_graph as ag
+from attn_graph.planner import device_test, self_check
+from attn_graph.planner.self_check import Proof, find_check, proofs
+from tests.support.checked_backends import (
+    CRASHES,
+    GRAPH,
+    HANGS,
+    RAISES,
+    RIGHT,
+    TRIALS,
+    WRONG,
+    X,
+)
+from tests.support.command_line import run as run_command
+
+CPU = ag.Target.of("cpu")
+FINE = Proof("", (0.25, 0.5), 1.0)
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    """No plan and no outcome from before."""
+    ag.clear_cache()
+    proofs.clear()
+    yield
+    ag.clear_cache()
+    proofs.clear()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ag.Store:
+    return ag.Store(tmp_path)
+
+
+@pytest.fixture
+def outcomes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Checks that start no process and pass; each adds the name of its variant."""
+    asked: list[str] = []
+
+    def try_graphs(test: ag.DeviceTest, target: ag.Target) -> Proof:
+        asked.append(test.variant)
+        return FINE
+
+    monkeypatch.setattr(device_test, "try_graphs", try_graphs)
+    return asked
+
+
+def compile_with(backend: ag.Backend, store: ag.Store | bool, **options: object) -> ag.Plan:
+    return ag.compile(GRAPH, target=CPU, backends=(backend, "math"), store=store, **options)  # type: ignore[arg-type]  # of compile
+
+
+def test_the_graphs_of_these_tests_parse_back() -> None:
+    for graph in TRIALS:
+        assert ag.parse(str(graph)) == graph
+
+
+def test_what_is_right_runs_and_says_so(store: ag.Store) -> None:
+    plan = compile_with(RIGHT, store)
+    assert plan.backend == "right"
+    (note,) = (note for note in plan.executable.notes if "self-check" in note)
+    assert note.startswith("self-check on this device: passed on 2 graphs, errors up to ")
+    assert note in str(plan.explain())
+    q, k, v = torch.randn(3, *X.shape).unbind()
+    assert plan.verify(q, k, v).ok
+
+
+@pytest.mark.parametrize(
+    ("backend", "why"),
+    [
+        (WRONG, r"it is wrong: an error is \S+ times what the accuracy rule allows"),
+        (HANGS, "it had not ended after 0.5 s"),
+        (RAISES, "it ended with 1: RuntimeError: misaligned address"),
+    ],
+)
+def test_what_is_wrong_hangs_or_raises_does_not_run(
+    backend: ag.Backend, why: str, store: ag.Store
+) -> None:
+    with pytest.warns(ag.SelfCheckWarning, match=f"{backend.name} is not used on cpu: .*{why}"):
+        plan = compile_with(backend, store)
+    assert plan.backend == "math"
+    ((name, (reason,)),) = plan.refusals
+    assert (name, reason.key) == (backend.name, "self_check")
+    assert str(reason).startswith("runs only where its self-check passes, and on cpu it ")
+    q, k, v = torch.randn(3, *X.shape).unbind()
+    assert plan.verify(q, k, v).ok
+
+
+@pytest.mark.slow
+def test_what_ends_its_process_does_not_run(store: ag.Store) -> None:
+    with pytest.warns(ag.SelfCheckWarning, match="it ended with 3: no message"):
+        assert compile_with(CRASHES, store).backend == "math"
+
+
+def test_an_outcome_is_remembered_and_warned_of_once_a_process(
+    store: ag.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_test, "try_graphs", lambda *_: Proof("had not ended after 300 s"))
+    with pytest.warns(ag.SelfCheckWarning) as caught:
+        compile_with(WRONG, store)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    monkeypatch.delattr(device_test, "try_graphs")  # nothing is checked again
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for deterministic in (True, False):
+            ag.clear_cache()
+            assert compile_with(WRONG, store, deterministic=deterministic).backend == "math"
+    proofs.clear()
+    ag.clear_cache()
+    with pytest.warns(ag.SelfCheckWarning, match="had not ended after 300 s"):  # another process
+        assert compile_with(WRONG, store).backend == "math"
+
+
+def test_without_a_store_it_is_checked_once_a_process(outcomes: list[str]) -> None:
+    for deterministic in (True, False):
+        assert compile_with(RIGHT, False, deterministic=deterministic).backend == "right"
+    assert outcomes == ["its only one"]
+
+
+@pytest.mark.parametrize("change", ["driver", "library", "kernel", "variant"])
+def test_another_version_is_checked_anew(
+    change: str, store: ag.Store, outcomes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_with(RIGHT, store)
+    ag.clear_cache()
+    backend, key = RIGHT, self_check.SelfCheck.key
+    if change == "driver":
+        monkeypatch.setattr(self_check, "driver_version", lambda: "NVRM version: 999")
+    elif change == "kernel":
+        monkeypatch.setattr(self_check, "kernel_digest", lambda: "other")
+    elif change == "library":
+        newer = (("triton", "99.0"),)
+        monkeypatch.setattr(
+            self_check.SelfCheck,
+            "key",
+            property(lambda own: key.fget(evolve(own, target=evolve(own.target, libraries=newer)))),  # type: ignore[attr-defined]  # a property
+        )
+    else:
+        one = RIGHT.device_test(GRAPH, CPU, ag.Options())
+        assert one is not None
+        backend = evolve(RIGHT, device_test=lambda *_: evolve(one, variant="another"))
+    assert compile_with(backend, store).backend == "right"
+    assert len(outcomes) == 2
+    proofs.clear()
+    ag.clear_cache()
+    assert compile_with(backend, store).backend == "right"
+    assert len(outcomes) == 2  # both are stored
+
+
+@pytest.mark.parametrize(
+    "damage", [b"", b"{}", b"3", b"null", b'{"failure": "", "shares": 3, "seconds": 1}', None]
+)
+def test_a_damaged_record_is_checked_anew(
+    damage: bytes | None, store: ag.Store, outcomes: list[str]
+) -> None:
+    check = find_check(RIGHT, GRAPH, CPU, ag.Options(store=store))
+    assert check is not None
+    if damage is None:
+        check.prove()
+        proofs.clear()
+        store.path(check.key).write_bytes(b"garbage")
+        outcomes.clear()
+    else:
+        store.put(check.key, damage)
+    assert compile_with(RIGHT, store).backend == "right"
+    assert outcomes == ["its only one"]
+    assert [proof for _, proof in self_check.stored_proofs(store)] == [FINE]
+
+
+def test_explaining_checks_nothing_and_says_when_it_will_be(
+    store: ag.Store, outcomes: list[str]
+) -> None:
+    def explain(target: ag.Target) -> str:
+        return str(ag.explain(GRAPH, target=target, backends=(RIGHT, "math"), store=store))
+
+    assert "a self-check on this device comes before its first use" in explain(CPU)
+    assert "a self-check on the device itself comes before" in explain(ag.Target.of("h200"))
+    assert not outcomes
+    compile_with(RIGHT, store)
+    assert "self-check on this device: passed on 2 graphs, errors up to 50 % of" in explain(CPU)
+
+
+def test_explaining_knows_a_failure_that_is_stored(
+    store: ag.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_test, "try_graphs", lambda *_: Proof("is wrong"))
+    with pytest.warns(ag.SelfCheckWarning):
+        compile_with(WRONG, store)
+    text = str(ag.explain(GRAPH, target=CPU, backends=(WRONG, "math"), store=store))
+    assert "math: chosen, because it is the only one asked that takes the graph" in text
+    assert "runs only where its self-check passes, and on cpu it is wrong; `attn-graph" in text
+
+
+def test_a_plan_for_another_machine_needs_no_check_here(outcomes: list[str]) -> None:
+    plan = ag.compile(GRAPH, target="h200", backends=(RIGHT,))
+    assert plan.backend == "right"
+    assert not outcomes
+
+
+def test_tuning_measures_only_what_is_checked(
+    store: ag.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_test, "try_graphs", lambda *_: Proof("is wrong"))
+    with pytest.warns(ag.SelfCheckWarning):
+        plan = compile_with(HANGS, store, tune=True)
+    assert plan.backend == "math"
+
+
+def test_commands_list_and_clear_outcomes(store: ag.Store, outcomes: list[str]) -> None:
+    compile_with(RIGHT, store)
+    folder = ("--folder", str(store.folder))
+    (entry,) = json.loads(run_command("cache", "list", *folder, "--json").output)["entries"]
+    assert (entry["kind"], entry["what"]) == ("check", "right, its only one, on cpu")
+    assert "1 file deleted" in run_command("cache", "clear", *folder).output
+    proofs.clear()
+    ag.clear_cache()
+    compile_with(RIGHT, store)
+    assert len(outcomes) == 2

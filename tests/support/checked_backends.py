@@ -1,0 +1,74 @@
+"""Backends that need a self-check: one that is right, and some that are not."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from attrs import evolve
+
+import attn_graph as ag
+from attn_graph.ir.passes import simplify
+from attn_graph.lowering.cpu import math as torch_math
+
+X = ag.TensorSpec((1, 2, 16, 8), torch.float32)
+SMALL = ag.TensorSpec((1, 2, 5, 4), torch.float32)
+DOCUMENTS = ag.TensorSpec((1, 5), torch.int32)
+GRAPH = ag.attention(X, X, X, mask=ag.Causal(), stats=True)
+TRIALS = (
+    simplify(ag.attention(SMALL, SMALL, SMALL, mask=ag.Causal(), stats=True)),
+    simplify(ag.attention(SMALL, SMALL, SMALL, segments=(DOCUMENTS, DOCUMENTS), soft_cap=2.0)),
+)
+Run = Callable[..., Any]
+
+
+def needing_check(name: str, change: Callable[[Run], Run], seconds: float = 100.0) -> ag.Backend:
+    """math by another name, with something done to what it runs."""
+
+    def lower(graph: ag.Graph, target: ag.Target, options: ag.Options) -> ag.Executable:
+        plain = torch_math.BACKEND.lower(graph, target, options)
+        return evolve(plain, run=change(plain.run), infer=change(plain.run))
+
+    def device_test(graph: ag.Graph, target: ag.Target, options: ag.Options) -> ag.DeviceTest:
+        return ag.DeviceTest(f"{__name__}:{name.upper()}", "its only one", TRIALS, seconds)
+
+    return ag.Backend(name, lambda *_: (), lower, device_test=device_test)
+
+
+def spoil(run: Run) -> Run:
+    """Adds a little to every output."""
+
+    def spoiled(*tensors: torch.Tensor) -> Any:
+        outputs, saved = run(*tensors)
+        return [output + 1e-3 for output in outputs], saved
+
+    return spoiled
+
+
+def hang(run: Run) -> Run:
+    """Never ends."""
+    return lambda *tensors: time.sleep(1000)
+
+
+def crash(run: Run) -> Run:
+    """Ends the process, as a kernel that breaks its context may."""
+    return lambda *tensors: os._exit(3)
+
+
+def fail(run: Run) -> Run:
+    """Raises."""
+
+    def failing(*tensors: torch.Tensor) -> Any:
+        raise RuntimeError("misaligned address")
+
+    return failing
+
+
+RIGHT = needing_check("right", lambda run: run)
+WRONG = needing_check("wrong", spoil)
+HANGS = needing_check("hangs", hang, seconds=0.5)
+CRASHES = needing_check("crashes", crash)
+RAISES = needing_check("raises", fail)
