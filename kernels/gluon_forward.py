@@ -32,6 +32,7 @@ from attn_graph.kernels.common import (
     count_tiles,
     head_ptr,
     key_tiles,
+    listed_block,
     mask_scores,
     modify_scores,
     place_program,
@@ -44,11 +45,11 @@ CONSUMER_REGISTERS: gl.constexpr = gl.constexpr(240)  # of a thread, and
 LOADER_REGISTERS: gl.constexpr = gl.constexpr(24)  # 2 * 128 * 240 + 128 * 24 fit into 65536
 
 
-@gluon.jit(do_not_specialize=["H", "M"])
+@gluon.jit(do_not_specialize=["H", "M", "TOGETHER"])
 def gluon_forward(
     q_desc, k_desc, v_desc, o_ptr, lse_ptr, max_ptr, sinks_ptr, lists_ptr,
-    data, numbers, o_strides, lists_strides, sinks_stride, H, GROUP, M, N, scale,
-    E: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    data, numbers, o_strides, lists_strides, sinks_stride, H, GROUP, M, N, TOGETHER, scale,
+    E: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, LAST_FIRST: gl.constexpr,
     KEEP: gl.constexpr, STRIP: gl.constexpr, CHANGE: gl.constexpr, FOLD: gl.constexpr,
     LISTED: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
@@ -58,9 +59,10 @@ def gluon_forward(
     which what lies outside is 0 -> o [B,H,M,E], lse and max [B,H,M]; the rest as in
     kernels/forward.py. MASKED: whether a tile may be mixed; without, each is full.
     """
-    block, h, b = place_program(gl.cdiv(M, CONSUMERS * ROWS), H)
+    place, h, b = place_program(gl.cdiv(M, CONSUMERS * ROWS), H, TOGETHER, LAST_FIRST)
+    block = listed_block(place, lists_ptr, lists_strides, LISTED)
     if LISTED:
-        lists_ptr = head_ptr(lists_ptr, lists_strides, b, h) + block * lists_strides[2]
+        lists_ptr = head_ptr(lists_ptr, lists_strides, b, h) + place * lists_strides[2]
         start, full_start, full_stop, stop = 0, 0, 0, 0
     else:
         start, full_start, full_stop, stop = key_tiles(
@@ -72,8 +74,8 @@ def gluon_forward(
         start, mixed = gl.where(blind, past, start), gl.where(blind, 1, mixed)
         full_start = gl.where(blind, past, full_start)
         full_stop = gl.where(blind, past, full_stop)
-    if LISTED:  # past the two counts; an empty list has its first count, 0, for a tile
-        lists_ptr += gl.where(start > 0, 0, 2)
+    if LISTED:  # past block and counts; an empty list has its first count, 0, for a tile
+        lists_ptr += gl.where(start > 0, 1, 3)
     tiles = start, full_start, full_stop, full, mixed
     first = block * (CONSUMERS * ROWS)
     queries = make_buffers(q_desc, CONSUMERS), make_barriers(CONSUMERS, 1)

@@ -31,6 +31,7 @@ from attn_graph.lowering.triton.backend import (
     POSITIONS,
     STATISTICS,
     TritonCall,
+    address_reasons,
     count_of,
     generated_text,
     machines_of,
@@ -126,7 +127,7 @@ def gluon_plan_reasons(problem: Problem, target: Target, options: Options) -> It
     except Untraceable as error:
         yield untraceable(error)
         return
-    yield from flash.reasons()
+    yield from address_reasons(flash)
     yield from options.over_workspace(flash.scratch.bytes)
 
 

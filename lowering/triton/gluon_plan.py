@@ -39,7 +39,10 @@ def plan_launches(problem: Problem, target: Target) -> Flash:
             "gluon_forward",
             blocks(problem.M, tile.block_m) * problem.H * problem.B,
             pointers | lists,
-            absent | listed | fixed_arguments(builder, tile),
+            absent
+            | listed
+            | fixed_arguments(builder, tile)
+            | builder.order(tile, by_keys=False, pointers=lists),
             builder.texts("keep", "strip", "change"),
             *tile.options,
             descriptors=describe_operands(problem, tile),

@@ -147,8 +147,7 @@ def inspect_launch(launch: Launch, tensors: Tensors, sm: int) -> MachineCode:
 
 @lru_cache(maxsize=1024)
 def read_resources(cubin: bytes) -> tuple[int, int, int, Body]:
-    """Registers and bytes of stack of a thread, how many instructions wait for products, and loops.
-    """
+    """Registers and bytes of stack of a thread, instructions that wait for products, and loops."""
     usage, code = disassemble(cubin)
     (registers,), (stack,) = (re.findall(rf"{name}:(\d+)", usage) for name in ("REG", "STACK"))
     spills = len(re.findall(r"\b(?:STL|LDL)\b", code))

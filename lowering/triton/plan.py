@@ -411,9 +411,8 @@ class FlashBuilder:
         if p.H == p.G:
             return 1
         costs = block_costs(p, tile, True, table) or dense_costs(p, tile, True)
-        room = (
-            None if self.most is None else self.most - Scratch(tuple(self.buffers.values())).bytes
-        )
+        used = Scratch(tuple(self.buffers.values())).bytes
+        room = None if self.most is None else self.most - used
         division = divide_group(p, self.target, tile, costs, room)
         self.division = division.note
         return division.splits

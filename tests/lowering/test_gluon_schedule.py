@@ -25,7 +25,7 @@ from attn_graph.ir.passes import simplify
 from attn_graph.lowering.problem import Problem, sole
 from attn_graph.lowering.triton.device_code import Tracer, compile_text
 from attn_graph.lowering.triton.gluon_plan import plan_launches
-from attn_graph.lowering.triton.tile_lists import list_tiles_of
+from attn_graph.lowering.triton.tile_lists import HEAD, list_at_once
 from attn_graph.masks import Align
 from attn_graph.testing.mask_formula import Places, evaluate_mask
 from attn_graph.testing.rule import expect_outputs
@@ -121,8 +121,9 @@ def tile_kinds(problem: Problem, tensors: dict[str, torch.Tensor]) -> torch.Tens
 def lists_of(kinds: torch.Tensor) -> torch.Tensor:
     """The list of tiles of each block; behind it lies a number that no tile has."""
     flat = kinds.flatten(0, 2)
-    lists = list_tiles_of(flat)
-    counts = 2 + lists[:, :1] + lists[:, 1:2]
+    lists = list_at_once(flat)
+    lists[:, 0] = torch.arange(len(flat)) % kinds.shape[2]
+    counts = HEAD + lists[:, 1:2] + lists[:, 2:3]
     lists = torch.where(torch.arange(lists.shape[1]) < counts, lists, 2**20)
     return lists.reshape(*kinds.shape[:3], -1)
 
@@ -134,7 +135,7 @@ def arguments(problem: Problem, operands: Sequence[torch.Tensor], stages: int) -
     mask = given.mask
     data = [x for each in (*given.modifiers, mask) for x in each.values()]
     listed = node.mask is not None and not code.strip
-    lists = lists_of(tile_kinds(problem, mask)) if listed else torch.zeros(1, 1, 1, 2)
+    lists = lists_of(tile_kinds(problem, mask)) if listed else torch.zeros(1, 1, 1, HEAD)
     return {
         "q_desc": descriptor("q", given.q, 64),
         "k_desc": descriptor("k", given.k, BLOCK_N),
@@ -151,6 +152,8 @@ def arguments(problem: Problem, operands: Sequence[torch.Tensor], stages: int) -
         "GROUP": p.H // p.G,
         "M": p.M,
         "N": p.N,
+        "TOGETHER": 1,
+        "LAST_FIRST": True,
         "scale": node.scale,
         "E": p.E,
         "BLOCK_N": BLOCK_N,
@@ -177,8 +180,9 @@ def emulate(
     results = {"o_ptr": memory("o", o), "lse_ptr": memory("lse", lse)}
     fixed = arguments(p, [tensors[i] for i in graph.eqns[0].args], stages)
     multiplied = {}
-    for program in range(p.B * p.H * -(-p.M // BLOCK_M)):
-        machine = Machine(seed + program, (program, 0, 0))
+    count = p.B * p.H * -(-p.M // BLOCK_M)
+    for program in range(count):
+        machine = Machine(seed + program, (program, 0, 0), (count, 1, 1))
         run_kernel(machine, module.gluon_forward, **fixed, **results)
         multiplied[program] = machine.multiplied
     if p.dtype == torch.bfloat16:
@@ -270,7 +274,8 @@ def test_the_kernel_is_called_here_as_its_backend_calls_it(case: str) -> None:
     here = arguments(problem, operands, 2)
     launch = plan_launches(problem, ag.Target.of("h200")).launches[-1]
     there = {**launch.fixed} | {name: compile_text(text) for name, text in launch.texts.items()}
-    of_tiles = {"BLOCK_N", "STAGES", "lists_strides"}  # larger ones there
+    of_tiles = {"BLOCK_N", "STAGES", "lists_strides"}  # larger ones there, and in another order
+    of_tiles |= {"TOGETHER", "LAST_FIRST"}
     common = here.keys() & there.keys() - of_tiles
     assert {"M", "scale", "KEEP", "STRIP", "FOLD", "LISTED", "MASKED"} <= common
     assert {name: here[name] for name in common} == {name: there[name] for name in common}
