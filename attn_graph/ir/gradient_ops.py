@@ -150,9 +150,9 @@ class WeighT(Op):
 @final
 @frozen
 class SoftmaxJvp(Op):
-    """p, lse, ts, [sinks, tsinks] -> tp = p (ts - tlse), tlse = sum_j p ts + exp(sinks - lse) tsinks
+    """p, lse, ts, [sinks, tsinks] -> tp = p (ts - tlse), tlse = sum_j p ts + p(sink) tsinks,
 
-    of the tangents ts of the scores and tsinks of the sinks.
+    of the tangents ts of the scores and tsinks of the sinks; p(sink) = exp(sinks - lse).
     """
 
     sinks: bool = False
@@ -179,7 +179,7 @@ class SoftmaxJvp(Op):
         ts = ts.masked_fill(p == 0, 0.0)
         tlse = (p * ts).sum(-1)
         if sinks:
-            tlse = tlse + sink_tangent(*sinks, lse)
+            tlse = tlse + sink_tangent(sinks[0], sinks[1], lse)
         return p * (ts - tlse[..., None]), tlse
 
 

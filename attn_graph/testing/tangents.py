@@ -72,7 +72,7 @@ def push_formula(
     moves = {
         n: tangents[n].to(dtype) if n in tangents else torch.zeros_like(x) for n, x in known.items()
     }
-    results, moved = jvp(formula_at(graph, given), (known,), (moves,))
+    results, moved = jvp(formula_at(graph, given), (known,), (moves,))[:2]
     return (*results, *moved)
 
 
@@ -96,15 +96,13 @@ def push_gradient_formula(
 
 def expect_tangents(
     graph: Graph, tensors: Sequence[Tensor], tangents: Named
-) -> tuple[Expectation, Expectation]:
+) -> tuple[Expectation, ...]:
     """What the tangents of o and lse should be, within the accuracy rule."""
-    refs, lows = (
-        push_formula(graph, tensors, tangents, x)[2:] for x in (torch.float64, low_dtype(graph))
-    )
+    refs = push_formula(graph, tensors, tangents, torch.float64)[2:]
+    lows = push_formula(graph, tensors, tangents, low_dtype(graph))[2:]
     sizes = Sizes.of(graph, tensors, tangents)
     terms = zip(("to", "tlse"), refs, lows, sizes.pushed(), strict=True)
-    to, tlse = (Expectation(name, ref, low, size, True) for name, ref, low, size in terms)
-    return to, tlse
+    return tuple(Expectation(name, ref, low, size, True) for name, ref, low, size in terms)
 
 
 def expect_gradient_tangents(

@@ -104,21 +104,25 @@ class TangentTiles:
             return self.push(*self.op.split(operands), scratch)
         return self.push_gradient(self.op, self.op.split(operands), scratch)
 
-    def pack(self, own: Sequence[Maybe], scratch: Tensors, before: str = "") -> list[Maybe]:
-        """k and v, or their tangents, as products read them. before: of the names of buffers."""
-        named = zip((f"{before}k", f"{before}v"), own[1:3], strict=True)
-        return [
-            scratch[name].copy_(x) if x is not None and name in scratch else x for name, x in named
-        ]
+    def moves(self, own: Sequence[torch.Tensor], moved: Sequence[Maybe], scratch: Tensors) -> Moves:
+        """k, v and their tangents as products read them, in scratch if they must be."""
+
+        def pack(name: str, x: torch.Tensor) -> torch.Tensor:
+            return scratch[name].copy_(x) if name in scratch else x
+
+        k, v = pack("k", own[1]), pack("v", own[2])
+        tk, tv = (
+            None if x is None else pack(name, x)
+            for name, x in zip(("tk", "tv"), moved[1:3], strict=True)
+        )
+        return Moves(k, v, tk, tv, self.problem.node.split(moved))
 
     def push(
         self, own: Sequence[torch.Tensor], moved: Sequence[Maybe], scratch: Tensors
     ) -> tuple[torch.Tensor, ...]:
         """The results of the attention and their tangents."""
         p, given = self.problem, self.problem.node.split(own)
-        moves = Moves(
-            *self.pack(own, scratch), *self.pack(moved, scratch, "t"), p.node.split(moved)
-        )  # type: ignore[arg-type]  # k and v are there
+        moves = self.moves(own, moved, scratch)
         device, shape = given.q.device, (p.B, p.H, p.M)
         stats = (*p.node.stats, "tlse")
         results = {"o": p.new_o(device), "to": p.new_o(device)}
@@ -134,17 +138,17 @@ class TangentTiles:
         """The tangents of the wanted gradients."""
         p, own = self.problem, x.read.own
         given = p.node.split(own)
-        moves = Moves(
-            *self.pack(own, scratch), *self.pack(x.own, scratch, "t"), p.node.split(x.own)
-        )  # type: ignore[arg-type]  # as above
+        moves = self.moves(own, x.own, scratch)
+        dk, dv = (
+            scratch[name].zero_()
+            if name in scratch
+            else torch.zeros_like(t, memory_format=torch.contiguous_format)
+            for name, t in zip(("dk", "dv"), own[1:3], strict=True)
+        )
         sums = Sums(
             torch.empty(given.q.shape, dtype=p.dtype, device=given.q.device),
-            *(
-                scratch[name].zero_()
-                if (name := f"d{letter}") in scratch
-                else torch.zeros_like(t, memory_format=torch.contiguous_format)
-                for letter, t in zip("kv", own[1:3], strict=True)
-            ),
+            dk,
+            dv,
             self.tiles.totals(given),
             None if given.sinks is None else torch.zeros_like(given.sinks, dtype=p.wide),
         )
