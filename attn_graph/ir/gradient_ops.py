@@ -10,7 +10,7 @@ from attrs import field, frozen
 from attn_graph.ir.checks import require_finite
 from attn_graph.ir.graph import Emit, Gradients, Op, Values
 from attn_graph.ir.modifiers import ScoreGradient
-from attn_graph.ir.sums import add_up, apply, fill
+from attn_graph.ir.sums import add_up, apply, fill_zeros
 from attn_graph.spec import INF, ValueType, to_number
 
 
@@ -56,7 +56,7 @@ class SoftmaxGrad(Op):
         return (torch.where(p == 0, 0.0, ds),)
 
     def push(self, emit: Emit, operands: Values, results: Values, tangents: Values) -> Gradients:
-        return emit(SoftmaxGradJvp(), *operands, *fill(emit, operands, tangents))
+        return emit(SoftmaxGradJvp(), *operands, *fill_zeros(emit, operands, tangents))
 
 
 @final
@@ -88,7 +88,7 @@ class SinkGrad(Op):
         return (sink_gradient(sinks, lse, dlse - (p * dp).sum(-1)),)
 
     def push(self, emit: Emit, operands: Values, results: Values, tangents: Values) -> Gradients:
-        return emit(SinkGradJvp(), *operands, *fill(emit, operands, tangents))
+        return emit(SinkGradJvp(), *operands, *fill_zeros(emit, operands, tangents))
 
 
 def sink_gradient(sinks: torch.Tensor, lse: torch.Tensor, surplus: torch.Tensor) -> torch.Tensor:

@@ -351,12 +351,12 @@ class AttentionGradJvp(Op):
         return self.grad.infer(*types[: len(self.grad.ranks)])
 
     def run(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        tangents = gradient_tangents(self.grad.attention, cleared(self.split(operands)))
+        tangents = gradient_tangents(self.grad.attention, clear_cotangents(self.split(operands)))
         wanted = zip(tangents, self.grad.wants, strict=True)
         return tuple(t for t, want in wanted if want and t is not None)
 
 
-def cleared(given: GradientTangents[torch.Tensor]) -> GradientTangents[torch.Tensor]:
+def clear_cotangents(given: GradientTangents[torch.Tensor]) -> GradientTangents[torch.Tensor]:
     """The same with all of o's and lse's shapes in lse's dtype, 0 in rows that saw nothing."""
     read, lse = given.read, given.read.lse
 
@@ -426,7 +426,7 @@ def back_through(
         *zip(node.modifiers, node.split(own).modifiers, *scores_after(node, scores), strict=True)
     ]
     for modifier, data, s, t in reversed(steps):
-        extra = [*collected(modifier, tds, data), *extra]
+        extra = [*collect_tangents(modifier, tds, data), *extra]
         back = Back(modifier)
         results = back.run(s, ds, *data.values())
         nothing = (None,) * len(data)
@@ -443,7 +443,7 @@ def scores_after(
         yield each[1 : 1 + len(node.modifiers)]
 
 
-def collected(
+def collect_tangents(
     modifier: Modifier, tds: torch.Tensor, data: dict[str, torch.Tensor]
 ) -> list[torch.Tensor | None]:
     """The tangent of the gradient of each tensor that a modifier reads."""

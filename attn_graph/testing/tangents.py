@@ -57,7 +57,7 @@ def formula_at(graph: Graph, tensors: Sequence[Tensor]) -> Callable[..., tuple[T
     return call
 
 
-def floating(graph: Graph, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+def floating_inputs(graph: Graph, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
     """The floating inputs, by name."""
     pairs = zip(graph.inputs, tensors, strict=True)
     return {i.name: x for i, x in pairs if x.is_floating_point()}
@@ -68,7 +68,7 @@ def push_formula(
 ) -> tuple[Tensor, ...]:
     """o, lse, to and tlse by PyTorch's forward mode over the formula, every step in `dtype`."""
     given = cast(tensors, dtype)
-    known = floating(graph, given)
+    known = floating_inputs(graph, given)
     moves = {
         n: tangents[n].to(dtype) if n in tangents else torch.zeros_like(x) for n, x in known.items()
     }
@@ -81,7 +81,7 @@ def push_gradient_formula(
 ) -> dict[str, Tensor]:
     """The tangent of the gradient of each floating input: forward over reverse, in `dtype`."""
     given, along = cast(tensors, dtype), along.to(dtype)
-    known, call = floating(graph, given), formula_at(graph, given)
+    known, call = floating_inputs(graph, given), formula_at(graph, given)
     zeros = {n: torch.zeros_like(x) for n, x in known.items()}
 
     def gradient(moving: Named, do: Tensor, dlse: Tensor) -> Named:

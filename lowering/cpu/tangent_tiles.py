@@ -185,7 +185,9 @@ class Sums:
     sinks: Maybe
 
 
-def push_scores(here: Here, moves: Moves, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def push_tile_scores(
+    here: Here, moves: Moves, q: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The modified and masked scores [n,L,S], and their tangents, 0 where masked."""
     node, ts, moved = here.tiles.problem.node, here.room("ts", here.slot.keys), moves.given
     if moved.q is None and moves.tk is None:
@@ -225,7 +227,7 @@ def push_step(
         here.room(f"step{i}", keys).copy_(s)
     copy = None if modifier.additive else here.room("scrap", keys).copy_(s)
     tangents = {name: t for name, t in moved.items() if t is not None}
-    for (part, piece), each in zip(here.pieces(ts), pieces_of(here, copy), strict=True):
+    for (part, piece), each in zip(here.pieces(ts), optional_pieces(here, copy), strict=True):
         at = here.place(part).reading(data)
         if each is not None:
             back_(modifier, piece, each, at)
@@ -240,7 +242,7 @@ def spread_(modifier: Modifier, ts: torch.Tensor, tangents: Tensors, at: Place) 
         ts.copy_(moved)
 
 
-def pieces_of(here: Here, s: Maybe) -> Iterator[Maybe]:
+def optional_pieces(here: Here, s: Maybe) -> Iterator[Maybe]:
     """Each part of a block of scores, or None for each part where there is none."""
     if s is None:
         yield from (None for _ in here.slot.tile.parts)
@@ -275,7 +277,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 def softmax(here: Here, moves: Moves, outs: Pair, stats: Pair, results: Tensors) -> None:
     """o [n,L,E] and sum_j p z (ts v + tv); lse [n,L,1] and sum_j p ts; without sinks."""
     (o, to), (lse, mu), total = outs, stats, here.room("total", 1)
-    s, ts = push_scores(here, moves, here.load("q", here.given.q))
+    s, ts = push_tile_scores(here, moves, here.load("q", here.given.q))
     here.take_statistics(here.heads(s), results)
     products.softmax_(s, lse, total)
     ts.mul_(s)
@@ -322,7 +324,7 @@ def push_back(here: Here, moves: Moves, x: GradientTangents[torch.Tensor], sums:
         here.slot.rows(sums.dq).zero_()
         return
     q = here.load("q", here.given.q)
-    p, u = push_scores(here, moves, q)
+    p, u = push_tile_scores(here, moves, q)
     products.exp_(p, lse)
     u.sub_(mu)
     ds, tds = pull_weights(here, moves, x, (p, u), surplus)
@@ -334,7 +336,7 @@ def push_back(here: Here, moves: Moves, x: GradientTangents[torch.Tensor], sums:
         products.add_transposed_(dv, pu, here.room("do", here.tiles.problem.E))
     if x.tdo is not None:
         products.add_transposed_(dv, p, here.room("tdo", here.tiles.problem.E))
-    back_through(here, ds, tds, sums.totals)
+    pull_steps(here, ds, tds, sums.totals)
     pull_products(here, moves, (q, ds, tds), sums)
 
 
@@ -396,7 +398,7 @@ def pull_weights(
     return ds.mul_(p), tds
 
 
-def back_through(
+def pull_steps(
     here: Here, ds: torch.Tensor, tds: torch.Tensor, totals: Sequence[Mapping[str, torch.Tensor]]
 ) -> None:
     """ds and tds of the last step -> those of the products, with the modifiers' gradients."""
