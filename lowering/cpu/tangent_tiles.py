@@ -198,12 +198,11 @@ def push_tile_scores(
     if moves.tk is not None:
         beta = int(moved.q is not None)
         products.scores_(ts, q, here.keys_of(moves.tk), node.scale, beta)
-    s = here.multiply(q, moves.k)
-    for i, modifier in enumerate(node.modifiers):
-        push_step(here, i, modifier, s, ts, moved.modifiers[i])
-        if f"tstep{i}" in here.scratch:
-            here.room(f"tstep{i}", here.slot.keys).copy_(ts)
-    here.mask_(s)
+
+    def push(i: int, s: torch.Tensor) -> None:
+        push_step(here, i, s, ts, moved.modifiers[i])
+
+    s = here.scores(q, moves.k, push, lambda: push(0, ts))
     if any(m.hides for m in node.modifiers):
         ts.masked_fill_(s == -INF, 0.0)
     else:
@@ -214,25 +213,26 @@ def push_tile_scores(
 
 
 def push_step(
-    here: Here, i: int, modifier: Modifier, s: torch.Tensor, ts: torch.Tensor,
-    moved: Mapping[str, Maybe],
-) -> None:  # fmt: skip
-    """Take the scores, and their tangents, through a modifier, in their memory."""
+    here: Here, i: int, s: torch.Tensor, ts: torch.Tensor, moved: Mapping[str, Maybe]
+) -> None:
+    """Take the tangents of scores through a modifier that gave s, and remember what is bent."""
     keys, data = here.slot.keys, here.given.modifiers[i]
+    modifier = here.tiles.problem.node.modifiers[i]
     if i == 0 and here.tiles.cap is not None:
         products.cap_back_(ts, here.room("step0", keys))
-        return
-    here.change_(i, s)
-    if f"step{i}" in here.scratch:
-        here.room(f"step{i}", keys).copy_(s)
-    copy = None if modifier.additive else here.room("scrap", keys).copy_(s)
-    tangents = {name: t for name, t in moved.items() if t is not None}
-    for (part, piece), each in zip(here.pieces(ts), optional_pieces(here, copy), strict=True):
-        at = here.place(part).reading(data)
-        if each is not None:
-            back_(modifier, piece, each, at)
-        if tangents:
-            spread_(modifier, piece, tangents, at)
+    else:
+        if f"step{i}" in here.scratch:
+            here.room(f"step{i}", keys).copy_(s)
+        copy = None if modifier.additive else here.room("scrap", keys).copy_(s)
+        tangents = {name: t for name, t in moved.items() if t is not None}
+        for (part, piece), each in zip(here.pieces(ts), optional_pieces(here, copy), strict=True):
+            at = here.place(part).reading(data)
+            if each is not None:
+                back_(modifier, piece, each, at)
+            if tangents:
+                spread_(modifier, piece, tangents, at)
+    if f"tstep{i}" in here.scratch:
+        here.room(f"tstep{i}", keys).copy_(ts)
 
 
 def spread_(modifier: Modifier, ts: torch.Tensor, tangents: Tensors, at: Place) -> None:
