@@ -84,7 +84,6 @@ def promise_problems(node: Attention, types: Sequence[ValueType]) -> Iterator[st
     """The broken promises of the tangents of a user's own modifiers."""
     (B, H, M, _), N = types[0].shape, types[1].shape[2]
     for modifier in node.modifiers:
-        yield from modifier.second_problems()
         yield from tangent_promise_problems(modifier, (B, H, M, N))
 
 
@@ -334,6 +333,8 @@ class AttentionGradJvp(Op):
         names = [*(f"t{x}" for x in node.roles), *MOVED, "tdo", "tdlse"]
         due = [*given.read.own, o, lse, o, lse]
         yield from misfits("attention_grad_jvp", names, moved, due)
+        for modifier in node.modifiers:
+            yield from modifier.second_problems()
         yield from promise_problems(node, types)
 
     @property
