@@ -15,7 +15,6 @@ from torch.compiler import is_dynamo_compiling
 
 from attn_graph.errors import (
     NoBackendError,
-    PlanMismatchError,
     PlanTargetError,
     Reason,
 )
@@ -25,15 +24,17 @@ from attn_graph.ir.reference import Verification, compare
 from attn_graph.ir.vjp import backward, cotangent_specs, main_outputs, saved_specs, wanted_inputs
 from attn_graph.lowering.backend import Executable
 from attn_graph.machine.ambient import has_tangent, is_traced
-from attn_graph.machine.autograd import record, run_with_autograd, split_tangents
+from attn_graph.machine.autograd import record, run_with_autograd, select_moving, split_tangents
 from attn_graph.machine.flop_counters import teach_counters
 from attn_graph.machine.likeness import Check, Look, likeness, look_at, never
 from attn_graph.machine.sizes import Memory
 from attn_graph.machine.target import Target
 from attn_graph.machine.tensors import (
+    arrange,
     as_it_lies,
     copy_laid_as,
     is_distributed,
+    lay_as,
     require_as_declared,
 )
 from attn_graph.spec import TensorSpec
@@ -64,17 +65,13 @@ class Pull:
 
     def run(self, tensors: Tensors) -> Sequence[torch.Tensor]:
         """The gradients. Where autograd differentiates them, they are differentiable themselves."""
-        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
-            return self.run_differentiable(tensors)
-        return self.plan.run(*tensors)[0]
-
-    def run_differentiable(self, tensors: Tensors) -> Sequence[torch.Tensor]:
-        """The same in a graph of autograd's, or with tangents."""
         if torch.is_grad_enabled():
             carried = self.plan.graph.carried
             held = [t.detach() if n in carried else t for n, t in enumerate(tensors)]
             return run_with_autograd(self.plan, held)
-        return self.plan.push(tensors) if has_tangent(tensors) else self.plan.run(*tensors)[0]
+        if forward_ad._current_level >= 0 and has_tangent(tensors):
+            return self.plan.push(tensors)
+        return self.plan.run(*tensors)[0]
 
 
 @final
@@ -174,8 +171,7 @@ class Plan:
 
     def push(self, tensors: Tensors) -> Tensors:
         """The outputs with their tangents."""
-        primals, tangents = split_tangents(tensors)
-        outputs, moved = self.push_outputs(primals, tangents)
+        outputs, moved = self.push_outputs(*split_tangents(tensors))
         pairs = zip(outputs, moved, strict=True)
         return tuple(x if t is None else forward_ad.make_dual(x, t) for x, t in pairs)
 
@@ -184,19 +180,15 @@ class Plan:
     ) -> tuple[Tensors, tuple[torch.Tensor | None, ...]]:
         """The outputs, and the tangent of each, None for one without gradient; by the plan of
         forward mode. tangents: by the number of the input; others are 0."""
-        if not self.graph.carried <= tangents.keys():  # of o and lse both, or they are computed
-            tangents = {n: t for n, t in tangents.items() if n not in self.graph.carried}
-        inputs = [*primals]
-        for n in self.graph.carried:  # autograd hands them back as the forward laid them
-            if TensorSpec.like(inputs[n]) != self.graph.inputs[n].spec:
-                inputs[n] = copy_laid_as(inputs[n], self.graph.inputs[n].spec)
-        found = self.push_plan(tangents)(*inputs, *tangents.values())
+        tangents, carried = select_moving(self.graph.carried, tangents), self.graph.carried
+        pairs = enumerate(zip(primals, self.graph.inputs, strict=True))
+        given = [lay_as(x, i.spec) if n in carried else x for n, (x, i) in pairs]
+        found = self.push_plan(tangents)(*given, *tangents.values())
         count = len(self.graph.outputs)
         assert isinstance(found, tuple)  # at least a result and its tangent
         each = iter(found[count:])
-        places = range(count)
-        moved = tuple(None if place in self.constants else next(each) for place in places)
-        return tuple(found[:count]), moved
+        known = (place not in self.constants for place in range(count))
+        return found[:count], tuple(next(each) if has else None for has in known)
 
     def push_plan(self, tangents: Mapping[int, torch.Tensor]) -> Plan:
         """The plan of forward mode for tangents like these."""
@@ -235,21 +227,7 @@ class Plan:
 
     def arranged(self, tensors: Tensors, named: Mapping[str, torch.Tensor]) -> Tensors:
         """Positional and named tensors in the order of the inputs."""
-        names = [i.name for i in self.graph.inputs]
-        known = ", ".join(names)
-        given = dict(zip(names, tensors, strict=False))
-        both = {**given, **named}
-        differences = [f"{n}: given twice, by position and by name" for n in named if n in given]
-        differences += [
-            f"{n}: is no input; the inputs are {known}" for n in named if n not in names
-        ]
-        missing = [i for i in self.graph.inputs if i.name not in both]
-        differences += [f"{i.name}: expected {i.spec}, got nothing" for i in missing]
-        if len(tensors) > len(names):
-            differences += [f"expected {len(names)} tensors ({known}), got {len(tensors)}"]
-        if differences:
-            raise PlanMismatchError(*differences)
-        return tuple(both[name] for name in names)
+        return arrange({i.name: i.spec for i in self.graph.inputs}, tensors, named)
 
     def admit(self, tensors: Tensors) -> bool:
         """Whether one of the tensors requires grad. They are checked, unless they look as the last.

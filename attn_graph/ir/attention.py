@@ -192,7 +192,8 @@ class Attention(Op):
     def push(self, emit: Emit, operands: Values, results: Values, tangents: Values) -> Gradients:
         from attn_graph.ir.tangents import push_attention  # which imports this module
 
-        moved = dict(zip(SAVED, push_attention(self, emit, operands, tangents)[-2:], strict=False))
+        last = push_attention(self, emit, operands, tangents)[-2:]
+        moved: dict[str, Any] = dict(zip(SAVED, last, strict=False))  # Any: values
         return tuple(moved.get(name) for name in self.names)
 
 

@@ -10,7 +10,7 @@ from attrs import field, frozen
 from attn_graph.ir.checks import require_finite
 from attn_graph.ir.graph import Emit, Gradients, Op, Values
 from attn_graph.ir.modifiers import ScoreGradient
-from attn_graph.ir.sums import add_up, apply, fill
+from attn_graph.ir.sums import add_up, apply, fill_zeros
 from attn_graph.spec import INF, ValueType, to_number
 
 
@@ -56,7 +56,7 @@ class SoftmaxGrad(Op):
         return (torch.where(p == 0, 0.0, ds),)
 
     def push(self, emit: Emit, operands: Values, results: Values, tangents: Values) -> Gradients:
-        return emit(SoftmaxGradJvp(), *operands, *fill(emit, operands, tangents))
+        return emit(SoftmaxGradJvp(), *operands, *fill_zeros(emit, operands, tangents))
 
 
 @final
@@ -88,7 +88,7 @@ class SinkGrad(Op):
         return (sink_gradient(sinks, lse, dlse - (p * dp).sum(-1)),)
 
     def push(self, emit: Emit, operands: Values, results: Values, tangents: Values) -> Gradients:
-        return emit(SinkGradJvp(), *operands, *fill(emit, operands, tangents))
+        return emit(SinkGradJvp(), *operands, *fill_zeros(emit, operands, tangents))
 
 
 def sink_gradient(sinks: torch.Tensor, lse: torch.Tensor, surplus: torch.Tensor) -> torch.Tensor:
@@ -150,9 +150,9 @@ class WeighT(Op):
 @final
 @frozen
 class SoftmaxJvp(Op):
-    """p, lse, ts, [sinks, tsinks] -> tp = p (ts - tlse), tlse = sum_j p ts + exp(sinks - lse) tsinks
+    """p, lse, ts, [sinks, tsinks] -> tp = p (ts - tlse), tlse = sum_j p ts + p(sink) tsinks,
 
-    of the tangents ts of the scores and tsinks of the sinks.
+    of the tangents ts of the scores and tsinks of the sinks; p(sink) = exp(sinks - lse).
     """
 
     sinks: bool = False
@@ -179,7 +179,7 @@ class SoftmaxJvp(Op):
         ts = ts.masked_fill(p == 0, 0.0)
         tlse = (p * ts).sum(-1)
         if sinks:
-            tlse = tlse + sink_tangent(*sinks, lse)
+            tlse = tlse + sink_tangent(sinks[0], sinks[1], lse)
         return p * (ts - tlse[..., None]), tlse
 
 

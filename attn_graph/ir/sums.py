@@ -70,7 +70,7 @@ class Zeros(Op):
         return (None,)
 
 
-def fill(emit: Emit, values: Values, tangents: Values) -> list[Any]:  # Any: values
+def fill_zeros(emit: Emit, values: Values, tangents: Values) -> list[Any]:  # Any: values
     """The tangents of values, zeros for those that are None."""
     pairs = zip(values, tangents, strict=True)
     return [emit(Zeros.like(x.type))[0] if t is None else t for x, t in pairs]

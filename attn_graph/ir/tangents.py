@@ -84,7 +84,6 @@ def promise_problems(node: Attention, types: Sequence[ValueType]) -> Iterator[st
     """The broken promises of the tangents of a user's own modifiers."""
     (B, H, M, _), N = types[0].shape, types[1].shape[2]
     for modifier in node.modifiers:
-        yield from modifier.second_problems()
         yield from tangent_promise_problems(modifier, (B, H, M, N))
 
 
@@ -334,6 +333,8 @@ class AttentionGradJvp(Op):
         names = [*(f"t{x}" for x in node.roles), *MOVED, "tdo", "tdlse"]
         due = [*given.read.own, o, lse, o, lse]
         yield from misfits("attention_grad_jvp", names, moved, due)
+        for modifier in node.modifiers:
+            yield from modifier.second_problems()
         yield from promise_problems(node, types)
 
     @property
@@ -351,12 +352,12 @@ class AttentionGradJvp(Op):
         return self.grad.infer(*types[: len(self.grad.ranks)])
 
     def run(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        tangents = gradient_tangents(self.grad.attention, cleared(self.split(operands)))
+        tangents = gradient_tangents(self.grad.attention, clear_cotangents(self.split(operands)))
         wanted = zip(tangents, self.grad.wants, strict=True)
         return tuple(t for t, want in wanted if want and t is not None)
 
 
-def cleared(given: GradientTangents[torch.Tensor]) -> GradientTangents[torch.Tensor]:
+def clear_cotangents(given: GradientTangents[torch.Tensor]) -> GradientTangents[torch.Tensor]:
     """The same with all of o's and lse's shapes in lse's dtype, 0 in rows that saw nothing."""
     read, lse = given.read, given.read.lse
 
@@ -426,7 +427,7 @@ def back_through(
         *zip(node.modifiers, node.split(own).modifiers, *scores_after(node, scores), strict=True)
     ]
     for modifier, data, s, t in reversed(steps):
-        extra = [*collected(modifier, tds, data), *extra]
+        extra = [*collect_tangents(modifier, tds, data), *extra]
         back = Back(modifier)
         results = back.run(s, ds, *data.values())
         nothing = (None,) * len(data)
@@ -443,7 +444,7 @@ def scores_after(
         yield each[1 : 1 + len(node.modifiers)]
 
 
-def collected(
+def collect_tangents(
     modifier: Modifier, tds: torch.Tensor, data: dict[str, torch.Tensor]
 ) -> list[torch.Tensor | None]:
     """The tangent of the gradient of each tensor that a modifier reads."""

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 
 import torch
-from torch.func import jvp
+from torch.autograd import forward_ad
 
 Tensors = Mapping[str, torch.Tensor]  # by name
+
+
+@contextmanager
+def forward_mode() -> Iterator[None]:
+    """A context with forward mode: the one around it, which PyTorch can't nest, or a new one."""
+    level = nullcontext() if forward_ad._current_level >= 0 else forward_ad.dual_level()
+    with forward_ad._set_fwd_grad_enabled(True), level:
+        yield
+
+
+def tangent_of(result: torch.Tensor) -> torch.Tensor:
+    """The tangent of a result; zeros where it has none."""
+    primal, tangent = forward_ad.unpack_dual(result)
+    return torch.zeros_like(primal) if tangent is None else tangent
 
 
 def trace_along(
     fn: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, tangent: torch.Tensor
 ) -> torch.Tensor:
     """The tangent of fn(x), which may write to x. x and its tangent stay as they are."""
-    result: torch.Tensor = jvp(lambda each: fn(each.clone()), (x,), (tangent,))[1]
-    return result
+    with forward_mode():
+        return tangent_of(fn(forward_ad.make_dual(x, tangent).clone()))
 
 
 def trace_along_data(
@@ -25,11 +40,9 @@ def trace_along_data(
     tangents: Tensors,
 ) -> torch.Tensor:
     """The tangent of fn(s, data), which may write to s, as some of the data move."""
-    wide = {name: data[name].to(s.dtype) for name in tangents}
-    moved = {name: x.to(s.dtype) for name, x in tangents.items()}
-
-    def call(s: torch.Tensor, own: dict[str, torch.Tensor]) -> torch.Tensor:
-        return fn(s.clone(), {**data, **own})
-
-    result: torch.Tensor = jvp(call, (s, wide), (torch.zeros_like(s), moved))[1]
-    return result
+    with forward_mode():
+        moving = {
+            name: forward_ad.make_dual(data[name].to(s.dtype), t.to(s.dtype))
+            for name, t in tangents.items()
+        }
+        return tangent_of(fn(s.clone(), {**data, **moving}))

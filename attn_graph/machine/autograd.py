@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, Protocol
 
 import torch
@@ -111,3 +111,15 @@ def split_tangents(
     pairs = [forward_ad.unpack_dual(t) for t in tensors]
     tangents = {n: t for n, (_, t) in enumerate(pairs) if t is not None and not t._is_zerotensor()}
     return [primal for primal, _ in pairs], tangents
+
+
+def select_moving(
+    carried: Set[int], tangents: Mapping[int, torch.Tensor]
+) -> Mapping[int, torch.Tensor]:
+    """The tangents, by input, without those of `carried` inputs unless all of these have one.
+
+    Carried are the o and lse that a gradient reads: a plan computes the tangents that lack.
+    """
+    if carried <= tangents.keys():
+        return tangents
+    return {n: t for n, t in tangents.items() if n not in carried}

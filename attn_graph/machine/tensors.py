@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -76,6 +76,26 @@ def find_differences(name: str, spec: TensorSpec, tensor: object, target: Target
     return differences
 
 
+def arrange(
+    specs: Mapping[str, TensorSpec],
+    tensors: Sequence[torch.Tensor],
+    named: Mapping[str, torch.Tensor],
+) -> tuple[torch.Tensor, ...]:
+    """Positional and named tensors in the order of the specs. Raises PlanMismatchError."""
+    known = ", ".join(specs)
+    given = dict(zip(specs, tensors, strict=False))
+    both = {**given, **named}
+    differences = [f"{n}: given twice, by position and by name" for n in named if n in given]
+    differences += [f"{n}: is no input; the inputs are {known}" for n in named if n not in specs]
+    missing = [(name, spec) for name, spec in specs.items() if name not in both]
+    differences += [f"{name}: expected {spec}, got nothing" for name, spec in missing]
+    if len(tensors) > len(specs):
+        differences += [f"expected {len(specs)} tensors ({known}), got {len(tensors)}"]
+    if differences:
+        raise PlanMismatchError(*differences)
+    return tuple(both[name] for name in specs)
+
+
 def as_it_lies(declared: TensorSpec, tensor: torch.Tensor) -> TensorSpec:
     """A declared spec with the strides of the tensor that autograd hands back for it."""
     if tensor.shape != declared.shape:
@@ -87,3 +107,8 @@ def copy_laid_as(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     """A copy in the layout of a spec."""
     room = torch.empty_strided(spec.shape, spec.strides, dtype=x.dtype, device=x.device)
     return room.copy_(x)
+
+
+def lay_as(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """x, or a copy in the layout of a spec where it lies otherwise."""
+    return x if TensorSpec.like(x) == spec else copy_laid_as(x, spec)

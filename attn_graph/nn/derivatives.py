@@ -45,10 +45,3 @@ def write_like(plan: Plan, graph: Graph) -> str:
     """The text of a graph's plan with the target and options of another."""
     _, *rest = plan.recipe[1]
     return write_plan(graph, *rest)
-
-
-def select_moving(graph: Graph, tangents: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
-    """The tangents, without those of o and lse unless both are there."""
-    if graph.carried <= tangents.keys():
-        return tangents
-    return {n: t for n, t in tangents.items() if n not in graph.carried}

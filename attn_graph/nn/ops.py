@@ -34,14 +34,14 @@ from attn_graph.ir.graph import Graph
 from attn_graph.ir.vjp import residuals, result_spec
 from attn_graph.lowering.backend import Backend
 from attn_graph.machine.ambient import has_tangent, is_traced
-from attn_graph.machine.autograd import split_tangents
+from attn_graph.machine.autograd import select_moving, split_tangents
 from attn_graph.machine.flop_counters import formulas
 from attn_graph.machine.likeness import OWN_CLASSES
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import switches_that_count
 from attn_graph.nn.batching import Mapped, map_call
 from attn_graph.nn.calls import OPTIONS, make_graph, new_plan
-from attn_graph.nn.derivatives import select_moving, write_gradient, write_tangents
+from attn_graph.nn.derivatives import write_gradient, write_tangents
 from attn_graph.nn.flops import count_flops, count_gradient_flops
 from attn_graph.nn.results import is_plan, restore_graph, results_of
 from attn_graph.nn.tracing import register_masks
@@ -319,7 +319,7 @@ def push_op(tensors: Tensors, text: str, saves: bool) -> list[Tensor]:
         )
     primals, tangents = split_tangents(tensors)
     plan = plan_anew(primals, text)
-    moved = select_moving(plan.graph, tangents)
+    moved = select_moving(plan.graph.carried, tangents)
     results = results_of(text)
     every = OP([*primals, *moved.values()], write_tangents(plan, moved, saves))
     count = len(result_layouts(plan.graph)) if saves else results.count

@@ -13,7 +13,7 @@ from attn_graph.ir.builder import Value, graph, scores
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.modifiers import Modifier
 from attn_graph.ir.parse import parse
-from attn_graph.ir.promises import CLOSE
+from attn_graph.ir.promises import CLOSE, tangent_promise_problems
 from attn_graph.lowering.backend import Backend
 from attn_graph.machine.target import Target
 from attn_graph.masks.places import Block, Place
@@ -62,6 +62,7 @@ def check_modifier(
     `change`, and `collect` that by each tensor of `trains`, added to what is there; only one that
     `hides` gives -inf; the text of a graph is parsed back; and attention with the step is what the
     formula says, in both passes of a backend. Without `back` the forward pass alone is checked.
+    `spread` and `bend`, where a class defines them, are held to `collect` and to `back`.
     """
     trained = not [*op.gradient_problems()]
 
@@ -70,6 +71,7 @@ def check_modifier(
         if trained:
             check_back(case, parts)
             check_collect(case)
+            check_tangents(case)
 
     def check_use(graph: Graph, seed: int) -> None:
         again = parse(str(graph), known=[type(op)])
@@ -178,6 +180,14 @@ def describe(case: ModifierCase) -> str:
     """The sizes, in words."""
     B, H, M, N = case.s.shape
     return f"{B} x {H} heads, {M} queries, {N} keys"
+
+
+def check_tangents(case: ModifierCase) -> None:
+    """Raise AssertionError unless the class's own forward mode is that of its reverse mode."""
+    kind, (B, H, M, N) = type(case.op), case.s.shape
+    own = kind.spread is not Modifier.spread or kind.bend is not Modifier.bend
+    if own and (problems := [*tangent_promise_problems(case.op, (B, H, M, N))]):
+        raise AssertionError("; ".join(problems))
 
 
 def check_collect(case: ModifierCase) -> None:

@@ -57,7 +57,7 @@ def formula_at(graph: Graph, tensors: Sequence[Tensor]) -> Callable[..., tuple[T
     return call
 
 
-def floating(graph: Graph, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+def floating_inputs(graph: Graph, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
     """The floating inputs, by name."""
     pairs = zip(graph.inputs, tensors, strict=True)
     return {i.name: x for i, x in pairs if x.is_floating_point()}
@@ -68,11 +68,11 @@ def push_formula(
 ) -> tuple[Tensor, ...]:
     """o, lse, to and tlse by PyTorch's forward mode over the formula, every step in `dtype`."""
     given = cast(tensors, dtype)
-    known = floating(graph, given)
+    known = floating_inputs(graph, given)
     moves = {
         n: tangents[n].to(dtype) if n in tangents else torch.zeros_like(x) for n, x in known.items()
     }
-    results, moved = jvp(formula_at(graph, given), (known,), (moves,))
+    results, moved = jvp(formula_at(graph, given), (known,), (moves,))[:2]
     return (*results, *moved)
 
 
@@ -81,7 +81,7 @@ def push_gradient_formula(
 ) -> dict[str, Tensor]:
     """The tangent of the gradient of each floating input: forward over reverse, in `dtype`."""
     given, along = cast(tensors, dtype), along.to(dtype)
-    known, call = floating(graph, given), formula_at(graph, given)
+    known, call = floating_inputs(graph, given), formula_at(graph, given)
     zeros = {n: torch.zeros_like(x) for n, x in known.items()}
 
     def gradient(moving: Named, do: Tensor, dlse: Tensor) -> Named:
@@ -96,15 +96,13 @@ def push_gradient_formula(
 
 def expect_tangents(
     graph: Graph, tensors: Sequence[Tensor], tangents: Named
-) -> tuple[Expectation, Expectation]:
+) -> tuple[Expectation, ...]:
     """What the tangents of o and lse should be, within the accuracy rule."""
-    refs, lows = (
-        push_formula(graph, tensors, tangents, x)[2:] for x in (torch.float64, low_dtype(graph))
-    )
+    refs = push_formula(graph, tensors, tangents, torch.float64)[2:]
+    lows = push_formula(graph, tensors, tangents, low_dtype(graph))[2:]
     sizes = Sizes.of(graph, tensors, tangents)
     terms = zip(("to", "tlse"), refs, lows, sizes.pushed(), strict=True)
-    to, tlse = (Expectation(name, ref, low, size, True) for name, ref, low, size in terms)
-    return to, tlse
+    return tuple(Expectation(name, ref, low, size, True) for name, ref, low, size in terms)
 
 
 def expect_gradient_tangents(

@@ -275,18 +275,12 @@ class Here:
             at += len(part)
 
     def scores(
-        self, q: torch.Tensor, k: torch.Tensor, save: Callable[[int, torch.Tensor], None]
-    ) -> torch.Tensor:
-        """The modified and masked scores. `save` gets each step's result before the next."""
-        s = self.multiply(q, k)
-        for i in range(int(self.tiles.cap is not None), len(self.given.modifiers)):
-            self.change_(i, s)
-            save(i, s)
-        self.mask_(s)
-        return s
-
-    def multiply(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        """The products, after a soft cap that they divide by themselves; tanh is in step0."""
+        self, q: torch.Tensor, k: torch.Tensor, save: Callable[[int, torch.Tensor], None],
+        first: Callable[[], None] | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """The modified and masked scores. `save` gets each step's result before the next; `first`
+        is called after a soft cap that the products divide by themselves, whose tanh is in step0.
+        """
         node, s = self.tiles.problem.node, self.room("s", self.slot.keys)
         keys, cap = self.keys_of(k), self.tiles.cap
         if cap is None:
@@ -294,6 +288,15 @@ class Here:
         else:
             room = self.room("step0", self.slot.keys) if "step0" in self.scratch else s
             products.capped_scores_(s, room, q, keys, node.scale, cap)
+            if first is not None:
+                first()
+        for i in range(int(cap is not None), len(node.modifiers)):
+            self.change_(i, s)
+            save(i, s)
+        for at, part in self.slot.mixed:
+            assert node.mask is not None
+            keep = torch.as_tensor(node.mask.keep(self.place(part)), device=s.device)
+            self.heads(s)[..., at : at + len(part)].masked_fill_(keep.logical_not(), -INF)
         return s
 
     def change_(self, i: int, s: torch.Tensor) -> None:
@@ -304,14 +307,6 @@ class Here:
             change_(modifier, piece, self.place(part).reading(data))
         if hidden is not None:
             s.masked_fill_(hidden, -INF)
-
-    def mask_(self, s: torch.Tensor) -> None:
-        """Put -inf where the mask does not keep."""
-        node = self.tiles.problem.node
-        for at, part in self.slot.mixed:
-            assert node.mask is not None
-            keep = torch.as_tensor(node.mask.keep(self.place(part)), device=s.device)
-            self.heads(s)[..., at : at + len(part)].masked_fill_(keep.logical_not(), -INF)
 
     def dropped_(self, *weights: torch.Tensor) -> None:
         """p -> p * z / (1 - rate), of each p, by the same z."""

@@ -104,21 +104,25 @@ class TangentTiles:
             return self.push(*self.op.split(operands), scratch)
         return self.push_gradient(self.op, self.op.split(operands), scratch)
 
-    def pack(self, own: Sequence[Maybe], scratch: Tensors, before: str = "") -> list[Maybe]:
-        """k and v, or their tangents, as products read them. before: of the names of buffers."""
-        named = zip((f"{before}k", f"{before}v"), own[1:3], strict=True)
-        return [
-            scratch[name].copy_(x) if x is not None and name in scratch else x for name, x in named
-        ]
+    def moves(self, own: Sequence[torch.Tensor], moved: Sequence[Maybe], scratch: Tensors) -> Moves:
+        """k, v and their tangents as products read them, in scratch if they must be."""
+
+        def pack(name: str, x: torch.Tensor) -> torch.Tensor:
+            return scratch[name].copy_(x) if name in scratch else x
+
+        k, v = pack("k", own[1]), pack("v", own[2])
+        tk, tv = (
+            None if x is None else pack(name, x)
+            for name, x in zip(("tk", "tv"), moved[1:3], strict=True)
+        )
+        return Moves(k, v, tk, tv, self.problem.node.split(moved))
 
     def push(
         self, own: Sequence[torch.Tensor], moved: Sequence[Maybe], scratch: Tensors
     ) -> tuple[torch.Tensor, ...]:
         """The results of the attention and their tangents."""
         p, given = self.problem, self.problem.node.split(own)
-        moves = Moves(
-            *self.pack(own, scratch), *self.pack(moved, scratch, "t"), p.node.split(moved)
-        )  # type: ignore[arg-type]  # k and v are there
+        moves = self.moves(own, moved, scratch)
         device, shape = given.q.device, (p.B, p.H, p.M)
         stats = (*p.node.stats, "tlse")
         results = {"o": p.new_o(device), "to": p.new_o(device)}
@@ -134,17 +138,17 @@ class TangentTiles:
         """The tangents of the wanted gradients."""
         p, own = self.problem, x.read.own
         given = p.node.split(own)
-        moves = Moves(
-            *self.pack(own, scratch), *self.pack(x.own, scratch, "t"), p.node.split(x.own)
-        )  # type: ignore[arg-type]  # as above
+        moves = self.moves(own, x.own, scratch)
+        dk, dv = (
+            scratch[name].zero_()
+            if name in scratch
+            else torch.zeros_like(t, memory_format=torch.contiguous_format)
+            for name, t in zip(("dk", "dv"), own[1:3], strict=True)
+        )
         sums = Sums(
             torch.empty(given.q.shape, dtype=p.dtype, device=given.q.device),
-            *(
-                scratch[name].zero_()
-                if (name := f"d{letter}") in scratch
-                else torch.zeros_like(t, memory_format=torch.contiguous_format)
-                for letter, t in zip("kv", own[1:3], strict=True)
-            ),
+            dk,
+            dv,
             self.tiles.totals(given),
             None if given.sinks is None else torch.zeros_like(given.sinks, dtype=p.wide),
         )
@@ -181,7 +185,9 @@ class Sums:
     sinks: Maybe
 
 
-def push_scores(here: Here, moves: Moves, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def push_tile_scores(
+    here: Here, moves: Moves, q: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The modified and masked scores [n,L,S], and their tangents, 0 where masked."""
     node, ts, moved = here.tiles.problem.node, here.room("ts", here.slot.keys), moves.given
     if moved.q is None and moves.tk is None:
@@ -192,12 +198,11 @@ def push_scores(here: Here, moves: Moves, q: torch.Tensor) -> tuple[torch.Tensor
     if moves.tk is not None:
         beta = int(moved.q is not None)
         products.scores_(ts, q, here.keys_of(moves.tk), node.scale, beta)
-    s = here.multiply(q, moves.k)
-    for i, modifier in enumerate(node.modifiers):
-        push_step(here, i, modifier, s, ts, moved.modifiers[i])
-        if f"tstep{i}" in here.scratch:
-            here.room(f"tstep{i}", here.slot.keys).copy_(ts)
-    here.mask_(s)
+
+    def push(i: int, s: torch.Tensor) -> None:
+        push_step(here, i, s, ts, moved.modifiers[i])
+
+    s = here.scores(q, moves.k, push, lambda: push(0, ts))
     if any(m.hides for m in node.modifiers):
         ts.masked_fill_(s == -INF, 0.0)
     else:
@@ -208,25 +213,26 @@ def push_scores(here: Here, moves: Moves, q: torch.Tensor) -> tuple[torch.Tensor
 
 
 def push_step(
-    here: Here, i: int, modifier: Modifier, s: torch.Tensor, ts: torch.Tensor,
-    moved: Mapping[str, Maybe],
-) -> None:  # fmt: skip
-    """Take the scores, and their tangents, through a modifier, in their memory."""
+    here: Here, i: int, s: torch.Tensor, ts: torch.Tensor, moved: Mapping[str, Maybe]
+) -> None:
+    """Take the tangents of scores through a modifier that gave s, and remember what is bent."""
     keys, data = here.slot.keys, here.given.modifiers[i]
+    modifier = here.tiles.problem.node.modifiers[i]
     if i == 0 and here.tiles.cap is not None:
         products.cap_back_(ts, here.room("step0", keys))
-        return
-    here.change_(i, s)
-    if f"step{i}" in here.scratch:
-        here.room(f"step{i}", keys).copy_(s)
-    copy = None if modifier.additive else here.room("scrap", keys).copy_(s)
-    tangents = {name: t for name, t in moved.items() if t is not None}
-    for (part, piece), each in zip(here.pieces(ts), pieces_of(here, copy), strict=True):
-        at = here.place(part).reading(data)
-        if each is not None:
-            back_(modifier, piece, each, at)
-        if tangents:
-            spread_(modifier, piece, tangents, at)
+    else:
+        if f"step{i}" in here.scratch:
+            here.room(f"step{i}", keys).copy_(s)
+        copy = None if modifier.additive else here.room("scrap", keys).copy_(s)
+        tangents = {name: t for name, t in moved.items() if t is not None}
+        for (part, piece), each in zip(here.pieces(ts), optional_pieces(here, copy), strict=True):
+            at = here.place(part).reading(data)
+            if each is not None:
+                back_(modifier, piece, each, at)
+            if tangents:
+                spread_(modifier, piece, tangents, at)
+    if f"tstep{i}" in here.scratch:
+        here.room(f"tstep{i}", keys).copy_(ts)
 
 
 def spread_(modifier: Modifier, ts: torch.Tensor, tangents: Tensors, at: Place) -> None:
@@ -236,7 +242,7 @@ def spread_(modifier: Modifier, ts: torch.Tensor, tangents: Tensors, at: Place) 
         ts.copy_(moved)
 
 
-def pieces_of(here: Here, s: Maybe) -> Iterator[Maybe]:
+def optional_pieces(here: Here, s: Maybe) -> Iterator[Maybe]:
     """Each part of a block of scores, or None for each part where there is none."""
     if s is None:
         yield from (None for _ in here.slot.tile.parts)
@@ -271,7 +277,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 def softmax(here: Here, moves: Moves, outs: Pair, stats: Pair, results: Tensors) -> None:
     """o [n,L,E] and sum_j p z (ts v + tv); lse [n,L,1] and sum_j p ts; without sinks."""
     (o, to), (lse, mu), total = outs, stats, here.room("total", 1)
-    s, ts = push_scores(here, moves, here.load("q", here.given.q))
+    s, ts = push_tile_scores(here, moves, here.load("q", here.given.q))
     here.take_statistics(here.heads(s), results)
     products.softmax_(s, lse, total)
     ts.mul_(s)
@@ -318,7 +324,7 @@ def push_back(here: Here, moves: Moves, x: GradientTangents[torch.Tensor], sums:
         here.slot.rows(sums.dq).zero_()
         return
     q = here.load("q", here.given.q)
-    p, u = push_scores(here, moves, q)
+    p, u = push_tile_scores(here, moves, q)
     products.exp_(p, lse)
     u.sub_(mu)
     ds, tds = pull_weights(here, moves, x, (p, u), surplus)
@@ -330,7 +336,7 @@ def push_back(here: Here, moves: Moves, x: GradientTangents[torch.Tensor], sums:
         products.add_transposed_(dv, pu, here.room("do", here.tiles.problem.E))
     if x.tdo is not None:
         products.add_transposed_(dv, p, here.room("tdo", here.tiles.problem.E))
-    back_through(here, ds, tds, sums.totals)
+    pull_steps(here, ds, tds, sums.totals)
     pull_products(here, moves, (q, ds, tds), sums)
 
 
@@ -392,7 +398,7 @@ def pull_weights(
     return ds.mul_(p), tds
 
 
-def back_through(
+def pull_steps(
     here: Here, ds: torch.Tensor, tds: torch.Tensor, totals: Sequence[Mapping[str, torch.Tensor]]
 ) -> None:
     """ds and tds of the last step -> those of the products, with the modifiers' gradients."""

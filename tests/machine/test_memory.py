@@ -104,6 +104,29 @@ def test_memory_of_a_gradient_is_what_the_allocator_gives(graph: ag.Graph, seed:
     assert most <= max(need.outputs, need.saved) + need.temporary_forward + SMALL
 
 
+@given(graph=graphs(), seed=seeds)
+def test_memory_of_tangents_is_what_the_allocator_gives(graph: ag.Graph, seed: int) -> None:
+    """Of forward mode and of double backward: outputs to the byte, all else from above."""
+    for derived in (ag.jvp(graph), ag.vjp(ag.vjp(graph)[1])[1]):
+        plan = ag.compile(derived, target=CPU, workspace=ag.Workspace())
+        need, tensors = plan.memory(), tensors_for(derived, seed)
+        plan(*tensors)
+        _, held, most = allocated(lambda: plan(*tensors))  # noqa: B023  # called here
+        assert held >= need.outputs == sum(t.bytes for t in plan.graph.output_types)
+        assert most <= max(need.outputs, need.saved) + need.temporary_forward + SMALL
+
+
+LONG = ag.TensorSpec((1, 8, 16384, 64), torch.float32)
+
+
+def test_second_derivatives_of_a_long_attention_need_little_memory() -> None:
+    """Its scores alone would take 8 GiB. What is declared is what the test above measures."""
+    graph = ag.attention(LONG, LONG, LONG, mask=ag.Causal(), soft_cap=30.0)
+    for derived in (ag.jvp(graph), ag.vjp(ag.vjp(graph)[1])[1]):
+        need = ag.compile(derived, target=CPU).memory()
+        assert need.workspace_forward + need.temporary_forward < 250 * 2**20
+
+
 X = ag.TensorSpec((1, 2, 384, 16), torch.float32)
 NUMBERS = ag.TensorSpec((1, 384), torch.int64)
 LONGER: dict[str, dict[str, Any]] = {
