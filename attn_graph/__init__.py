@@ -76,6 +76,11 @@ if TYPE_CHECKING:
     from attn_graph.ir.addends import Addend
     from attn_graph.masks.formulas import Formula
     from attn_graph.masks.tiles import Tiles, tiles
+    from attn_graph.mesh.explanation import Outlook, explain_sharded
+    from attn_graph.mesh.layout import Mesh
+    from attn_graph.mesh.plan import ShardedPlan, compile_sharded
+    from attn_graph.mesh.sharded import Sharded
+    from attn_graph.mesh.sharding import shard
     from attn_graph.nn.replace import replace_sdpa
     from attn_graph.planner.cost import Cost, Work
     from attn_graph.planner.explanation import Explanation, Refusal
@@ -102,9 +107,11 @@ __all__ = [
     "Keys",
     "Mask",
     "Memory",
+    "Mesh",
     "Modifier",
     "NoBackendError",
     "Options",
+    "Outlook",
     "Place",
     "Plan",
     "PlanMismatchError",
@@ -117,6 +124,8 @@ __all__ = [
     "Refusal",
     "RefusedError",
     "SameSegment",
+    "Sharded",
+    "ShardedPlan",
     "Store",
     "Switches",
     "Target",
@@ -132,10 +141,12 @@ __all__ = [
     "cache_info",
     "clear_cache",
     "compile",
+    "compile_sharded",
     "default_store",
     "default_workspace",
     "evaluate",
     "explain",
+    "explain_sharded",
     "from_flex",
     "from_flex_score",
     "from_xformers",
@@ -144,6 +155,7 @@ __all__ = [
     "prefer",
     "replace_sdpa",
     "scores",
+    "shard",
     "sole",
     "tiles",
     "vjp",
@@ -153,13 +165,20 @@ LATER = {  # imported at first use, by the module that has it
     "Cost": "planner.cost",
     "Explanation": "planner.explanation",
     "Formula": "masks.formulas",
+    "Mesh": "mesh.layout",
+    "Outlook": "mesh.explanation",
     "Refusal": "planner.explanation",
+    "Sharded": "mesh.sharded",
+    "ShardedPlan": "mesh.plan",
     "Tiles": "masks.tiles",
     "Work": "planner.cost",
+    "compile_sharded": "mesh.plan",
+    "explain_sharded": "mesh.explanation",
     "from_flex": "integrations.flex",
     "from_flex_score": "integrations.flex",
     "from_xformers": "integrations.xformers",
     "replace_sdpa": "nn.replace",
+    "shard": "mesh.sharding",
     "tiles": "masks.tiles",
 }
 

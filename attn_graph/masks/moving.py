@@ -89,8 +89,8 @@ def move_mask(mask: Mask, box: Box) -> Mask:
         case KeyLengths() | QueryLengths() | SameSegment() | Keep():
             return mask
     raise GraphError(
-        f"shard: {mask} is a leaf of your own, and how it reads in a box of places is not known; say it by "
-        "ag.Formula, or give a boolean tensor by Keep()"
+        f"shard: {mask} is a leaf of your own, and how it reads in a box of places is not known; "
+        "say it by ag.Formula, or give a boolean tensor by Keep()"
     )
 
 
