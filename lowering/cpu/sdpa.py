@@ -224,8 +224,8 @@ def through_lse(
 
     d lse_i / d s_ij = p_ij, so dq_i = scale dlse_i sum_j p_ij k_j: an attention over k in place of
     v, times scale dlse. And dk_j = scale sum_i p_ij dlse_i q_i: the gradient of v, where the
-    cotangent of o is scale dlse q. p = exp(s - lse), by the lse that is given: where that is of more
-    keys than these, weights add up to exp(own - lse), own being the lse of these alone.
+    cotangent of o is scale dlse q. p = exp(s - lse), by the lse that is given: where that is of
+    more keys than these, weights add up to exp(own - lse), own being the lse of these alone.
     """
     mean, own = attend(q, k, k)[:2]
     weight = (scale * dlse)[..., None].to(q.dtype)
