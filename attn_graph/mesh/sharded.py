@@ -92,7 +92,8 @@ class Sharded:
         All others have all keys on every rank: there the letter of keys is n. So they are of an
         input that nothing reads.
         """
-        letters = dict(zip(self.eqn.args, ("bhid", "bgjd", "bgje"), strict=False))
+        own = ("bhid", "bgjd", "bgje")
+        letters: dict[int, str] = dict(zip(self.eqn.args, own, strict=False))
         whole = self.node.split(self.eqn.args)
         reads: list[tuple[Mapping[str, int], Mapping[str, Data]]] = [
             (inputs, step.needs)
