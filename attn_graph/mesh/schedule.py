@@ -90,7 +90,8 @@ def list_jobs(sharded: Sharded, rank: int, chunks: Ranges) -> Iterator[Job]:
 def visits_of(sharded: Sharded, rank: int) -> tuple[Visit, ...]:
     """What a rank does under "ring" and "gather", in its order; own keys come first.
 
-    Visits at which nothing is sent either way are left out.
+    Every rank has a visit for each step, also where nothing is sent: keys and gradients between
+    two ranks then go in one order on both sides, by which messages are told apart.
     """
     ranks = sharded.mesh.ranks
     own = Visit(0, rank, rank, (), (), tuple(list_jobs(sharded, rank, sharded.holdings[rank].keys)))
@@ -98,7 +99,6 @@ def visits_of(sharded: Sharded, rank: int) -> tuple[Visit, ...]:
     for step in range(1, ranks if sharded.method in ("ring", "gather") else 1):
         to, source = (rank + step) % ranks, (rank - step) % ranks
         sends, receives = needed_keys(sharded, to, rank), needed_keys(sharded, rank, source)
-        if sends or receives:
-            jobs = tuple(list_jobs(sharded, rank, receives))
-            visits.append(Visit(step, to, source, sends, receives, jobs))
+        jobs = tuple(list_jobs(sharded, rank, receives))
+        visits.append(Visit(step, to, source, sends, receives, jobs))
     return tuple(visits)
