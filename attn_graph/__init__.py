@@ -85,6 +85,11 @@ if TYPE_CHECKING:
     from attn_graph.ir.addends import Addend
     from attn_graph.masks.formulas import Formula
     from attn_graph.masks.tiles import Tiles, tiles
+    from attn_graph.mesh.explanation import Outlook, explain_sharded
+    from attn_graph.mesh.layout import Mesh
+    from attn_graph.mesh.plan import ShardedPlan, compile_sharded
+    from attn_graph.mesh.sharded import Sharded
+    from attn_graph.mesh.sharding import shard
     from attn_graph.nn.replace import replace_sdpa
     from attn_graph.planner.cost import Cost, Work
     from attn_graph.planner.explanation import Explanation, Refusal
@@ -112,9 +117,11 @@ __all__ = [
     "Keys",
     "Mask",
     "Memory",
+    "Mesh",
     "Modifier",
     "NoBackendError",
     "Options",
+    "Outlook",
     "Place",
     "Plan",
     "PlanMismatchError",
@@ -128,6 +135,8 @@ __all__ = [
     "RefusedError",
     "SameSegment",
     "SelfCheckWarning",
+    "Sharded",
+    "ShardedPlan",
     "Store",
     "Switches",
     "Target",
@@ -143,10 +152,12 @@ __all__ = [
     "cache_info",
     "clear_cache",
     "compile",
+    "compile_sharded",
     "default_store",
     "default_workspace",
     "evaluate",
     "explain",
+    "explain_sharded",
     "from_flex",
     "from_flex_score",
     "from_xformers",
@@ -156,6 +167,7 @@ __all__ = [
     "prefer",
     "replace_sdpa",
     "scores",
+    "shard",
     "sole",
     "tiles",
     "vjp",
@@ -165,13 +177,20 @@ LATER = {  # imported at first use, by the module that has it
     "Cost": "planner.cost",
     "Explanation": "planner.explanation",
     "Formula": "masks.formulas",
+    "Mesh": "mesh.layout",
+    "Outlook": "mesh.explanation",
     "Refusal": "planner.explanation",
+    "Sharded": "mesh.sharded",
+    "ShardedPlan": "mesh.plan",
     "Tiles": "masks.tiles",
     "Work": "planner.cost",
+    "compile_sharded": "mesh.plan",
+    "explain_sharded": "mesh.explanation",
     "from_flex": "integrations.flex",
     "from_flex_score": "integrations.flex",
     "from_xformers": "integrations.xformers",
     "replace_sdpa": "nn.replace",
+    "shard": "mesh.sharding",
     "tiles": "masks.tiles",
 }
 

@@ -203,6 +203,8 @@ def lower_backward(problem: Problem, grad: AttentionGrad, graph: Graph) -> Execu
         return select_outputs(graph, made), ()
 
     more = sum(s.type.bytes for s in problem.specs[:2]) * (2 * grad.with_dlse)
+    rows = problem.B * problem.H * problem.M * problem.wide.itemsize
+    more += 4 * rows * grad.with_dlse
     whole = grad.wants == (True, True, True) and grad.with_do and not grad.with_dlse
     plain = whole and eqn.args == tuple(range(6)) and graph.outputs == (6, 7, 8) and not blind
     odd = cotangent_note(problem, "is broadcast, or has rows that lie apart or overlap")
@@ -222,12 +224,14 @@ def through_lse(
 
     d lse_i / d s_ij = p_ij, so dq_i = scale dlse_i sum_j p_ij k_j: an attention over k in place of
     v, times scale dlse. And dk_j = scale sum_i p_ij dlse_i q_i: the gradient of v, where the
-    cotangent of o is scale dlse q.
+    cotangent of o is scale dlse q. p = exp(s - lse), by the lse that is given: where that is of
+    more keys than these, weights add up to exp(own - lse), own being the lse of these alone.
     """
-    mean = attend(q, k, k)[0]
+    mean, own = attend(q, k, k)[:2]
     weight = (scale * dlse)[..., None].to(q.dtype)
     dk = pull(q * weight, q, k, k, mean, lse)[2]
-    return mean.mul_(weight), dk
+    share = torch.where(own == lse, 1.0, torch.exp(own - lse))[..., None]
+    return mean.mul_(weight).mul_(share), dk
 
 
 BACKEND = folds_heads(Backend("torch_sdpa", why_not, lower), "cpu")

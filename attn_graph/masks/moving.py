@@ -1,0 +1,174 @@
+"""Masks of a box of places: the same mask, counted from the box's first query and key.
+
+Some queries against some keys are attention themselves, under the mask that is moved to their
+place: bands shift by the difference of the offsets, tensors are cut. So many devices share one
+attention, and what each computes is an ordinary graph.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from typing import final
+
+import torch
+from attrs import evolve, frozen
+
+from attn_graph.errors import GraphError
+from attn_graph.masks.formulas import Formula, read_formula
+from attn_graph.masks.joins import And, Join, Mask, join_masks
+from attn_graph.masks.leaves import (
+    LENGTHS,
+    Band,
+    Keep,
+    KeyLengths,
+    Prefix,
+    QueryLengths,
+    SameSegment,
+)
+
+WHOLE = "whole_"  # before the name of lengths that a box reads as they are, counted from the start
+
+
+@final
+@frozen
+class Box:
+    """A box of places: some batch entries, heads, queries and keys of [B,H,M,N].
+
+    sizes: B, H, M and N.
+    """
+
+    batch: range
+    heads: range
+    rows: range
+    keys: range
+    sizes: tuple[int, int, int, int]
+
+    @classmethod
+    def whole(cls, B: int, H: int, M: int, N: int) -> Box:
+        """All places."""
+        return cls(range(B), range(H), range(M), range(N), (B, H, M, N))
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """How many batch entries, heads, queries and keys it has."""
+        return len(self.batch), len(self.heads), len(self.rows), len(self.keys)
+
+    def cut(self, x: torch.Tensor, axes: str) -> torch.Tensor:
+        """A tensor's view of this box. axes: letters of "bhij"; an axis of size 1 stays."""
+        full = dict(zip("bhij", self.sizes, strict=True))
+        for axis, letter in enumerate(axes):
+            own = self.ranges[letter]
+            if x.shape[axis] == full[letter]:
+                x = x.narrow(axis, own.start, len(own))
+        return x
+
+    @property
+    def ranges(self) -> dict[str, range]:
+        """What it has of each axis, by the letters of places."""
+        return {"b": self.batch, "h": self.heads, "i": self.rows, "j": self.keys}
+
+
+def move_mask(mask: Mask, box: Box) -> Mask:
+    """The mask of a box: it keeps [i,j] where `mask`, in canonical form, keeps that place.
+
+    What it reads, `cut_data` cuts. Raises GraphError for a leaf of a user's own.
+    """
+    shift = box.rows.start - box.keys.start
+    match mask:
+        case Join():
+            return type(mask)(*(move_mask(x, box) for x in mask.parts))
+        case Band(low, high, ()):
+            return Band(move_bound(low, shift), move_bound(high, shift))
+        case Band():
+            return move_ragged(mask, box)
+        case Prefix(length):
+            return Prefix(min(max(0, length - box.keys.start), len(box.keys)))
+        case Formula():
+            return move_formula(mask, box)
+        case KeyLengths() | QueryLengths() | SameSegment() | Keep():
+            return mask
+    raise GraphError(
+        f"shard: {mask} is a leaf of your own, and how it reads in a box of places is not known; "
+        "say it by ag.Formula, or give a boolean tensor by Keep()"
+    )
+
+
+def move_bound(bound: int | None, shift: int) -> int | None:
+    """A bound that moves; None is none."""
+    return None if bound is None else bound + shift
+
+
+def move_ragged(band: Band, box: Box) -> Mask:
+    """A band that lengths move, as comparisons with the lengths of whole sequences."""
+    _, _, M, N = box.sizes
+    shift = box.rows.start - box.keys.start
+    shift += (0 if "kv_lengths" in band.ragged else N) - (0 if "q_lengths" in band.ragged else M)
+    signs = {"kv_lengths": "-", "q_lengths": "+"}
+    gap = " ".join(["j - i", *(f"{signs[name]} {WHOLE}{name}" for name in band.ragged)])
+    bounds = {">=": move_bound(band.low, shift), "<=": move_bound(band.high, shift)}
+    elements = tuple((f"{WHOLE}{name}", "b") for name in band.ragged)
+    limits = [Formula(f"{gap} {x} {n}", elements) for x, n in bounds.items() if n is not None]
+    return join_masks(And, limits) if limits else Band()
+
+
+@final
+class Shift(ast.NodeTransformer):
+    """Adds to each of b, h, i and j what a box begins at."""
+
+    def __init__(self, box: Box) -> None:
+        self.starts = {x: own.start for x, own in box.ranges.items() if own.start}
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        """The name, or its sum with the start."""
+        start = self.starts.get(node.id)
+        return node if start is None else ast.BinOp(node, ast.Add(), ast.Constant(start))
+
+
+def move_text(text: str, box: Box) -> str:
+    """A formula of b, h, i and j as it reads in a box."""
+    fresh = ast.parse(text, mode="eval").body  # others share the syntax that `read_formula` gives
+    return ast.unparse(ast.fix_missing_locations(Shift(box).visit(fresh)))
+
+
+def move_formula(mask: Formula, box: Box) -> Formula:
+    """The formula of a box. Raises GraphError where it names lengths, which parts count anew."""
+    read_formula(mask.text)
+    refuse_lengths(dict(mask.elements))
+    return evolve(mask, text=move_text(mask.text, box))
+
+
+def refuse_lengths(elements: Mapping[str, str]) -> None:
+    """Raise GraphError where a formula's tensor has a name that means lengths elsewhere."""
+    if names := [name for name in elements if name.removeprefix(WHOLE) in LENGTHS]:
+        raise GraphError(
+            f"shard: a formula reads {names[0]}, and parts count lengths from where they begin; "
+            "call that tensor otherwise"
+        )
+
+
+def cut_data(
+    needs: Mapping[str, str],
+    box: Box,
+    data: Mapping[str, torch.Tensor],
+    here: Box | None = None,
+) -> dict[str, torch.Tensor]:
+    """What a box's mask or modifiers read, from the tensors of all places.
+
+    needs: the axes of each tensor, by the name that the box calls it. here: where the box lies in
+    these tensors, if they are parts themselves.
+    """
+    return {name: cut_tensor(name, axes, box, data, here or box) for name, axes in needs.items()}
+
+
+def cut_tensor(
+    name: str, axes: str, box: Box, data: Mapping[str, torch.Tensor], here: Box
+) -> torch.Tensor:
+    """One of them: lengths count from the box's start, and end where it ends."""
+    if name not in data:
+        return here.cut(data[name.removeprefix(WHOLE)], axes)
+    x = here.cut(data[name], axes)
+    if name not in LENGTHS:
+        return x
+    own = box.keys if name == "kv_lengths" else box.rows
+    return x.sub(own.start).clamp(0, len(own))

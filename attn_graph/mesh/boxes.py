@@ -1,0 +1,113 @@
+"""The graph of a box of places: the whole attention's op, moved there, and what it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import final
+
+import torch
+from attrs import evolve, frozen
+
+from attn_graph.errors import GraphError
+from attn_graph.ir.addends import Addend
+from attn_graph.ir.attention import Attention
+from attn_graph.ir.graph import Eqn
+from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap, default_slopes
+from attn_graph.masks import Data
+from attn_graph.masks.canonical import canonical_mask
+from attn_graph.masks.moving import WHOLE, Box, cut_tensor, move_mask, move_text, refuse_lengths
+
+SLOPES = "slopes"  # what a box calls the paper's slopes of ALiBi, which the whole has no tensor of
+Inputs = Sequence[torch.Tensor]
+
+
+@final
+@frozen
+class Feed:
+    """An operand of a box: what its op calls it, its axes, and the input that it is cut from.
+
+    source: the number of that input; None for the paper's slopes of ALiBi [H].
+    """
+
+    name: str
+    axes: str
+    source: int | None
+
+
+@final
+@frozen
+class Piece:
+    """The attention of a box of places: its op, and what that reads after q, k and v."""
+
+    box: Box
+    node: Attention
+    feeds: tuple[Feed, ...]
+
+    def tensors(self, inputs: Inputs, here: Box) -> list[torch.Tensor]:
+        """What the op reads, cut from the inputs, by number. here: where the box lies in them."""
+        return [cut_feed(feed, self.box, inputs, here) for feed in self.feeds]
+
+
+def cut_feed(feed: Feed, box: Box, inputs: Inputs, here: Box) -> torch.Tensor:
+    """One of them."""
+    if feed.source is None:
+        slopes = default_slopes(box.sizes[1])
+        whole = torch.tensor(slopes, dtype=torch.float32, device=inputs[0].device)
+        return whole[box.heads.start : box.heads.stop]
+    name = feed.name.removeprefix(WHOLE)
+    return cut_tensor(feed.name, feed.axes, box, {name: inputs[feed.source]}, here)
+
+
+def move_attention(eqn: Eqn, box: Box) -> Piece:
+    """The attention of a box, without sinks: they join all boxes of a query, once.
+
+    Raises GraphError for masks and steps that can't be moved.
+    """
+    node = eqn.op
+    assert isinstance(node, Attention)
+    whole = node.split(eqn.args)
+    steps = tuple(move_modifier(step, box) for step in node.modifiers)
+    mask = None if node.mask is None else canonical_mask(move_mask(node.mask, box), *box.shape[2:])
+    feeds = [
+        feed
+        for step, inputs in zip(steps, whole.modifiers, strict=True)
+        for feed in list_feeds(step.needs, inputs)
+    ]
+    feeds += list_feeds(mask.needs if mask else {}, whole.mask)
+    return Piece(box, evolve(node, modifiers=steps, mask=mask, sinks=False), tuple(feeds))
+
+
+def list_feeds(needs: Mapping[str, Data], inputs: Mapping[str, int]) -> Iterator[Feed]:
+    """What a moved step or mask reads. inputs: what the whole one reads, by name."""
+    for name, data in needs.items():
+        yield Feed(name, data.axes, inputs.get(name.removeprefix(WHOLE)))
+
+
+def move_modifier(modifier: Modifier, box: Box) -> Modifier:
+    """The step of a box. Raises GraphError for one of a user's own."""
+    match modifier:
+        case SoftCap() | Bias():
+            return modifier
+        case Alibi():
+            return move_alibi(modifier, box)
+        case Addend(text, elements, integers):
+            refuse_lengths({**dict(elements), **dict(integers)})
+            return evolve(modifier, text=move_text(text, box))
+    raise GraphError(
+        f"shard: {modifier} is a step of your own, and how it reads in a box of places is not "
+        "known; say it by ag.Addend, or give its values as a bias"
+    )
+
+
+def move_alibi(alibi: Alibi, box: Box) -> Addend:
+    """ALiBi as a term: its distances count from the whole's diagonal, its slopes are a tensor."""
+    _, _, M, N = box.sizes
+    ragged = alibi.ragged if alibi.align == "bottom_right" else ()
+    shift = box.rows.start - box.keys.start
+    if alibi.align == "bottom_right":
+        shift += (0 if "kv_lengths" in ragged else N) - (0 if "q_lengths" in ragged else M)
+    signs = {"kv_lengths": "+", "q_lengths": "-"}
+    gap = " ".join([f"i - j + {shift}", *(f"{signs[x]} {WHOLE}{x}" for x in ragged)])
+    name, axes = (SLOPES, "h") if alibi.default else ("alibi", "bh" if alibi.per_batch else "h")
+    lengths = tuple((f"{WHOLE}{x}", "b") for x in ragged)
+    return Addend(f"real(0 - abs({gap})) * real({name})", ((name, axes),), lengths)

@@ -1,0 +1,107 @@
+"""What the mask keeps of some queries: how many pairs, and which keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+from attrs import evolve
+
+from attn_graph.masks import Mask
+from attn_graph.masks.layers import Kept, list_layers
+from attn_graph.masks.moving import WHOLE, Box, cut_data
+from attn_graph.masks.places import Block, Keys, join_intervals
+from attn_graph.masks.regions import MOST_POINTS, Edge, Layer, Run
+from attn_graph.masks.tiles import bounds, check_tensors, count_pairs
+from attn_graph.mesh.sharded import Sharded
+
+HELD = 64  # sharded graphs of which what the mask keeps is remembered
+MOST_COUNTS = 4096  # ranges of queries of which it is counted
+
+
+@lru_cache(HELD)
+def bound_mask(sharded: Sharded) -> tuple[Mask, Block]:
+    """A mask that keeps no less than the graph's and reads only what is known; and all places."""
+    B, H, M, N = sharded.sizes
+    data = check_tensors(sharded.node.mask, sharded.sizes, sharded.mask_data())
+    block = Block(range(B), range(H), range(M), H, M, N, data)
+    return bounds(sharded.node.mask, block)[0], block
+
+
+@lru_cache(HELD)
+def kept_layers(sharded: Sharded) -> tuple[Kept, ...] | None:
+    """What it keeps as layers of queries; None where only counting shows."""
+    mask, block = bound_mask(sharded)
+    if 0 in sharded.sizes:
+        return ()
+    kept = list_layers(mask, block, MOST_POINTS)
+    return None if kept is None else tuple(kept)
+
+
+def clip_layers(layers: tuple[Layer, ...], rows: range) -> Iterator[Layer]:
+    """What layers keep of some queries."""
+    for layer in layers:
+        own = range(max(layer.rows.start, rows.start), min(layer.rows.stop, rows.stop))
+        if own and layer.runs:
+            yield evolve(layer, rows=own)
+
+
+@lru_cache(MOST_COUNTS)
+def count_seen(sharded: Sharded, rows: range) -> int:
+    """The pairs that some queries see, of all batch entries and heads; at most, unless all is
+    known."""
+    B, H, _, N = sharded.sizes
+    return count_box(sharded, Box(range(B), range(H), rows, range(N), sharded.sizes))
+
+
+def count_box(sharded: Sharded, box: Box) -> int:
+    """The pairs that are kept of a box of places; at most, unless all is known."""
+    kept = kept_layers(sharded)
+    if kept is None:
+        return count_moved(sharded, box)
+    return len(box.heads) * sum(
+        len(range(max(batch.start, box.batch.start), min(batch.stop, box.batch.stop)))
+        * (sum_below(run, layer.rows, box.keys.stop) - sum_below(run, layer.rows, box.keys.start))
+        for batch, layers in kept
+        for layer in clip_layers(layers, box.rows)
+        for run in layer.runs
+    )
+
+
+def sum_below(run: Run, rows: range, key: int) -> int:
+    """How many places of a run lie before a key."""
+    start, stop = (sum_least(edge, rows, key) for edge in run)
+    return stop - start
+
+
+def sum_least(edge: Edge, rows: range, key: int) -> int:
+    """The sum, over queries, of where an edge lies, or of a key where that comes first."""
+    if not edge.moves:
+        return len(rows) * min(edge.at, key)
+    before = max(0, min(len(rows), key - edge.of(rows.start)))
+    return before * edge.of(rows.start) + before * (before - 1) // 2 + (len(rows) - before) * key
+
+
+def count_moved(sharded: Sharded, box: Box) -> int:
+    """The same by the mask that is moved there."""
+    piece, data = sharded.piece(box), sharded.mask_data()
+    mask = piece.node.mask
+    needs = {} if mask is None else {n: x.axes for n, x in mask.needs.items()}
+    known = {n: axes for n, axes in needs.items() if n.removeprefix(WHOLE) in data}
+    B, H, M, N = box.shape
+    return count_pairs(mask, (B, H, H, M, N), cut_data(known, box, data)).pairs
+
+
+def find_seen(sharded: Sharded, rows: range) -> Keys:
+    """The keys that any of some queries may see."""
+    mask, block = bound_mask(sharded)
+    kept = kept_layers(sharded)
+    if kept is None:
+        return mask.span(evolve(block, rows=rows)) & block.all
+    intervals = [
+        (start.of(layer.rows[0]), stop.of(layer.rows[-1]))
+        for _, layers in kept
+        for layer in clip_layers(layers, rows)
+        for start, stop in layer.runs
+    ]
+    return Keys(join_intervals(sorted(intervals), gap=0))

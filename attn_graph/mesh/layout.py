@@ -1,0 +1,175 @@
+"""Who has what: how ranks divide the batch, the heads, or the queries and keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, pairwise
+from typing import Literal, final
+
+from attrs import field, frozen
+
+from attn_graph.errors import GraphError
+from attn_graph.spec import to_integer
+
+Placement = Literal["batch", "heads", "contiguous", "zigzag", "balanced"]
+SEQUENCES: tuple[Placement, ...] = (
+    "contiguous",
+    "zigzag",
+    "balanced",
+)  # placements that divide queries and keys
+EVEN = 1.02  # the slowest rank over the mean: a layout of fewer chunks wins if it is no worse
+FINEST = 8  # chunks that a rank has at most where the mask leaves queries uneven work
+SWAPS = 256  # exchanges of chunks between ranks, at most
+
+Ranges = tuple[range, ...]
+Weigh = Callable[[Sequence[range]], list[int]]  # the pairs that each range of queries sees
+
+
+def to_ranks(value: object) -> int:
+    """A number of ranks. Raises GraphError for less than one."""
+    ranks = to_integer(value)
+    if ranks is None or ranks < 1:
+        raise GraphError(f"mesh: {value!r} is no number of ranks; say ag.Mesh(8)")
+    return ranks
+
+
+@final
+@frozen
+class Mesh:
+    """`ranks` equal devices, each linked to each: what planning needs to know of them.
+
+    A plan runs on a process group of that many ranks; a mesh has none.
+    """
+
+    ranks: int = field(converter=to_ranks)
+
+
+@final
+@frozen
+class Holding:
+    """What one rank has: of the batch, of the query and key/value heads, of queries and of keys.
+
+    rows and keys are chunks in their order, which a rank's tensors have one after the other.
+    """
+
+    batch: range
+    heads: range
+    groups: range
+    rows: Ranges
+    keys: Ranges
+
+
+def divide(size: int, parts: int) -> list[range]:
+    """`size` positions in `parts` neighbouring ranges, whose lengths differ by at most one."""
+    return [range(size * n // parts, size * (n + 1) // parts) for n in range(parts)]
+
+
+def join_touching(chunks: Iterable[range]) -> Ranges:
+    """Chunks in their order, without empty ones; those that touch are one."""
+    out: list[range] = []
+    for chunk in sorted((c for c in chunks if c), key=lambda c: c.start):
+        if out and out[-1].stop == chunk.start:
+            out[-1] = range(out[-1].start, chunk.stop)
+        else:
+            out.append(chunk)
+    return tuple(out)
+
+
+def divide_heads(H: int, G: int, ranks: int) -> list[tuple[range, range]]:
+    """Each rank's query heads and the key/value heads that these read.
+
+    Whole groups while there are enough for all ranks. Else ranks share groups: each has some query
+    heads of one, whose key/value head all of them have.
+    """
+    each = H // max(1, G)
+    if ranks <= G or not G:
+        return [(range(g.start * each, g.stop * each), g) for g in divide(G, ranks)]
+    return [
+        (range(group * each + own.start, group * each + own.stop), range(group, group + bool(own)))
+        for group, sharing in enumerate(divide(ranks, G))
+        for own in divide(each, len(sharing))
+    ]
+
+
+def zigzag(size: int, ranks: int) -> list[Ranges]:
+    """Rank r has chunks r and 2 R - 1 - r of 2 R: under a causal mask all have equal work."""
+    chunks = divide(size, 2 * ranks)
+    return [join_touching((chunks[r], chunks[-1 - r])) for r in range(ranks)]
+
+
+def contiguous(size: int, ranks: int) -> list[Ranges]:
+    """Rank r has chunk r of R."""
+    return [join_touching([chunk]) for chunk in divide(size, ranks)]
+
+
+def balance(work: Sequence[int]) -> float:
+    """The slowest rank over the mean; 1 where nobody has work."""
+    return max(work) * len(work) / sum(work) if sum(work) else 1.0
+
+
+def balance_chunks(size: int, ranks: int, weigh: Weigh) -> list[Ranges]:
+    """Chunks of queries for each rank, as many queries for all, and nearly the same pairs.
+
+    Of the contiguous layout, of zigzag and of ever smaller chunks that are dealt by their counts,
+    the first whose slowest rank is within EVEN of the mean; the best one where none is.
+    """
+    tries: list[tuple[float, list[Ranges]]] = []
+    for layout in (contiguous, zigzag):
+        tries.append(judge(layout(size, ranks), weigh))
+        if tries[-1][0] <= EVEN:
+            return tries[-1][1]
+    each = 2
+    while each <= FINEST and ranks * each <= size:
+        tries.append(judge(deal(divide(size, ranks * each), ranks, weigh), weigh))
+        if tries[-1][0] <= EVEN:
+            break
+        each *= 2
+    return min(tries, key=lambda one: one[0])[1]
+
+
+def judge(chunks: list[Ranges], weigh: Weigh) -> tuple[float, list[Ranges]]:
+    """A layout behind its balance."""
+    ends = [0, *accumulate(map(len, chunks))]
+    weights = weigh([chunk for own in chunks for chunk in own])
+    return balance([sum(weights[a:b]) for a, b in pairwise(ends)]), chunks
+
+
+def deal(chunks: Sequence[range], ranks: int, weigh: Weigh) -> list[Ranges]:
+    """As many chunks for each rank: heavy ones first, each to the rank with the least so far."""
+    weights, each = weigh(chunks), len(chunks) // ranks
+    hands: list[list[int]] = [[] for _ in range(ranks)]
+    for n in sorted(range(len(chunks)), key=lambda n: (-weights[n], n)):
+        free = [hand for hand in hands if len(hand) < each]
+        min(free, key=lambda hand: sum(weights[m] for m in hand)).append(n)
+    swap_chunks(hands, weights)
+    return [join_touching(chunks[n] for n in hand) for hand in hands]
+
+
+def swap_chunks(hands: list[list[int]], weights: Sequence[int]) -> None:
+    """Exchange chunks between the rank with most work and the others while that evens them."""
+    for _ in range(SWAPS):
+        loads = [sum(weights[n] for n in hand) for hand in hands]
+        most = max(range(len(hands)), key=lambda r: loads[r])
+        best = best_swap(hands, weights, loads, most)
+        if best is None:
+            return
+        other, a, b = best
+        hands[most][a], hands[other][b] = hands[other][b], hands[most][a]
+
+
+def best_swap(
+    hands: list[list[int]], weights: Sequence[int], loads: Sequence[int], most: int
+) -> tuple[int, int, int] | None:
+    """The exchange after which the heavier of two ranks has least: the other rank, and which two.
+
+    None where none helps.
+    """
+    best, least = None, loads[most]
+    for other, hand in enumerate(hands):
+        for b, n in enumerate(hand):
+            for a, m in enumerate(hands[most]):
+                moved = weights[m] - weights[n]
+                heavier = max(loads[most] - moved, loads[other] + moved)
+                if other != most and heavier < least:
+                    best, least = (other, a, b), heavier
+    return best

@@ -1,0 +1,173 @@
+"""Keys and values visit the ranks whose queries see them: one hop ahead, or all at once."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
+from math import prod
+from typing import final
+
+import torch
+from attrs import frozen
+
+from attn_graph.mesh.exchange import Transfer, pack, post, unpack
+from attn_graph.mesh.layout import Ranges
+from attn_graph.mesh.schedule import Visit, visits_of
+from attn_graph.mesh.site import BoxCall, Site
+from attn_graph.mesh.totals import Cotangents, RowResults, Totals
+from attn_graph.mesh.traffic import count
+
+Tensors = Sequence[torch.Tensor]
+
+
+@final
+@frozen(eq=False)
+class Guest:
+    """A visit, with the keys and values that came."""
+
+    visit: Visit
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+def forward_ring(site: Site, inputs: Tensors) -> RowResults:
+    """What the rank's queries have of all keys; sinks are not joined yet."""
+    q, k, v = (inputs[i] for i in site.sharded.eqn.args[:3])
+    results = RowResults.empty(site, q, v.shape[3])
+    with closing(travel(site, k, v)) as guests:
+        for guest in guests:
+            for run in runs_of(site, guest, q, inputs):
+                results.add(run.here.rows, *run.forward())
+    return results
+
+
+def runs_of(site: Site, guest: Guest, q: torch.Tensor, inputs: Tensors) -> Iterator[BoxCall]:
+    """What is computed during a visit."""
+    for job in guest.visit.jobs:
+        keys = (x[:, :, job.at.start : job.at.stop] for x in (guest.k, guest.v))
+        queries = q[:, :, job.here.start : job.here.stop]
+        yield site.attend(job, (queries, *keys), inputs)
+
+
+def travel(site: Site, k: torch.Tensor, v: torch.Tensor) -> Generator[Guest]:
+    """The visits of a rank, its own keys first; the next is under way while one is computed.
+
+    Under "gather" all are under way from the start. Where the caller stops early, what is under way
+    is waited for, so that no message is left.
+    """
+    own, *visits = visits_of(site.sharded, site.rank)
+    waiting, under_way = deque(visits), deque[tuple[Visit, Transfer]]()
+    ahead = 1 if site.sharded.method == "ring" else len(visits)
+
+    def post_next() -> None:
+        while waiting and len(under_way) < ahead:
+            visit = waiting.popleft()
+            under_way.append((visit, post_keys(site, visit, k, v)))
+
+    post_next()
+    try:
+        yield Guest(own, k, v)
+        while under_way:
+            visit, transfer = under_way.popleft()
+            flat = transfer.wait()[visit.source]
+            post_next()
+            yield Guest(visit, *unpack(flat, key_shapes(k, v, visit.receives)))
+    except GeneratorExit:
+        for _, transfer in under_way:
+            transfer.wait()
+        raise
+
+
+def key_shapes(k: torch.Tensor, v: torch.Tensor, chunks: Ranges) -> list[tuple[int, ...]]:
+    """The shapes of k and v of some keys."""
+    return [(*x.shape[:2], count(chunks), x.shape[3]) for x in (k, v)]
+
+
+def post_keys(site: Site, visit: Visit, k: torch.Tensor, v: torch.Tensor) -> Transfer:
+    """Send the keys and values of a visit, and be sent others."""
+    flat = pack(pick_keys(x, own_places(site, visit.sends)) for x in (k, v))
+    size = sum(map(prod, key_shapes(k, v, visit.receives)))
+    return post(site.group, {visit.to: flat}, {visit.source: size}, k)
+
+
+def own_places(site: Site, keys: Ranges) -> list[range]:
+    """Where keys that a rank has lie in its own tensors."""
+    places, start = [], 0
+    for chunk in site.holding.keys:
+        inside = (x for x in keys if chunk.start <= x.start < chunk.stop)
+        places += [
+            range(start + x.start - chunk.start, start + x.stop - chunk.start) for x in inside
+        ]
+        start += len(chunk)
+    return places
+
+
+def pick_keys(x: torch.Tensor, places: Sequence[range]) -> torch.Tensor:
+    """The keys [B,G,any,D] at some places, in C order."""
+    pieces = [x[:, :, p.start : p.stop] for p in places]
+    return torch.cat(pieces, 2).contiguous() if pieces else x[:, :, :0]
+
+
+def backward_ring(site: Site, inputs: Tensors, cotangents: Cotangents) -> Totals:
+    """Gradients of the rank's inputs but sinks: those of its keys come back from all visits."""
+    nq, nk, nv = site.sharded.eqn.args[:3]
+    q, k, v = inputs[nq], inputs[nk], inputs[nv]
+    totals = Totals.zeros(site, inputs)
+    own = totals.own(nk), totals.own(nv)
+    back: deque[tuple[Visit, Transfer]] = deque()
+    try:
+        with closing(travel(site, k, v)) as guests:
+            for guest in guests:
+                at_home = guest.visit.step == 0
+                shares = own if at_home else zeros_like((guest.k, guest.v), own[0].dtype)
+                for run in runs_of(site, guest, q, inputs):
+                    add_run(site, totals, run, cotangents, shares)
+                while back:
+                    collect(site, *back.popleft(), own)
+                if not at_home:
+                    back.append((guest.visit, post_gradients(site, guest, shares)))
+        while back:
+            collect(site, *back.popleft(), own)
+    finally:
+        for _, transfer in back:
+            transfer.wait()
+    return totals
+
+
+def zeros_like(tensors: Tensors, dtype: torch.dtype) -> Tensors:
+    """Zeros of the shapes of tensors."""
+    return [torch.zeros(x.shape, dtype=dtype, device=x.device) for x in tensors]
+
+
+def add_run(
+    site: Site, totals: Totals, run: BoxCall, cotangents: Cotangents, shares: Tensors
+) -> None:
+    """Add the gradients of a box. shares: those of the keys that it was computed with."""
+    rows = run.here.rows
+    gradients = run.backward(*cotangents.of(rows))
+    nq = site.sharded.eqn.args[0]
+    totals.own(nq)[:, :, rows.start : rows.stop] += gradients.dq
+    for share, gradient in zip(shares, (gradients.dk, gradients.dv), strict=True):
+        share[:, :, run.at.start : run.at.stop] += gradient
+    totals.add_more(run.here, gradients)
+
+
+def post_gradients(site: Site, guest: Guest, shares: Tensors) -> Transfer:
+    """Send a visit's gradients home, and be sent those of the keys that this rank sent."""
+    visit, k, v = guest.visit, guest.k, guest.v
+    flat = pack(x.to(k.dtype) for x in shares)
+    size = sum(map(prod, key_shapes(k, v, visit.sends)))
+    return post(site.group, {visit.source: flat}, {visit.to: size}, k)
+
+
+def collect(site: Site, visit: Visit, transfer: Transfer, own: Tensors) -> None:
+    """Add the gradients of the keys that this rank sent, when they are back."""
+    flat = transfer.wait()[visit.to]
+    places, start = own_places(site, visit.sends), 0
+    dk, dv = own
+    shares = unpack(flat, key_shapes(dk, dv, visit.sends))
+    for place in places:
+        for total, share in zip(own, shares, strict=True):
+            total[:, :, place.start : place.stop] += share[:, :, start : start + len(place)]
+        start += len(place)

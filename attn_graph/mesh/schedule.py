@@ -1,0 +1,104 @@
+"""Who sends which keys to whom, and who computes what: known before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import final
+
+from attrs import frozen
+
+from attn_graph.masks.moving import Box
+from attn_graph.masks.places import Keys, join_intervals
+from attn_graph.mesh.counts import HELD, find_seen
+from attn_graph.mesh.layout import Ranges
+from attn_graph.mesh.sharded import Sharded
+
+
+@final
+@frozen
+class Job:
+    """Queries against keys by one plan. here: the queries in the rank's own; at: the keys in what
+    the rank has or was sent."""
+
+    box: Box
+    here: range
+    at: range
+
+
+@final
+@frozen
+class Visit:
+    """What a rank sends to the rank `step` further on and is sent by the one `step` before.
+
+    Keys and values, or queries where heads are exchanged, by their places in the whole. jobs: what
+    it computes with what it is sent; where step is 0, with its own.
+    """
+
+    step: int
+    to: int
+    source: int
+    sends: Ranges
+    receives: Ranges
+    jobs: tuple[Job, ...]
+
+
+@lru_cache(HELD)
+def seen_keys(sharded: Sharded) -> tuple[tuple[Keys, ...], ...]:
+    """For each rank and chunk of its queries the keys that any of them may see."""
+    return tuple(tuple(find_seen(sharded, rows) for rows in own.rows) for own in sharded.holdings)
+
+
+def hull_within(keys: Keys, chunk: range) -> range:
+    """From the first key of a set that lies in a chunk to the last one; empty where none does."""
+    inside = (keys & Keys.between(chunk.start, chunk.stop)).hull.intervals
+    return range(*inside[0]) if inside else range(0)
+
+
+def join_sets(sets: Sequence[Keys]) -> Keys:
+    """The keys of all sets."""
+    return Keys(join_intervals(sorted(i for one in sets for i in one.intervals), gap=0))
+
+
+@lru_cache(HELD * HELD)
+def needed_keys(sharded: Sharded, rank: int, source: int) -> Ranges:
+    """Of each chunk of keys that `source` has, those from the first to the last that `rank` needs.
+
+    Chunks of which it needs none are left out.
+    """
+    seen = join_sets(seen_keys(sharded)[rank])
+    hulls = (hull_within(seen, chunk) for chunk in sharded.holdings[source].keys)
+    return tuple(hull for hull in hulls if hull)
+
+
+def list_jobs(sharded: Sharded, rank: int, chunks: Ranges) -> Iterator[Job]:
+    """What a rank computes with some chunks of keys, which lie one after the other."""
+    own, start = sharded.holdings[rank], 0
+    for chunk in chunks:
+        here = 0
+        for rows, seen in zip(own.rows, seen_keys(sharded)[rank], strict=True):
+            keys = hull_within(seen, chunk)
+            if keys and own.batch and own.heads:
+                box = Box(own.batch, own.heads, rows, keys, sharded.sizes)
+                at = range(start + keys.start - chunk.start, start + keys.stop - chunk.start)
+                yield Job(box, range(here, here + len(rows)), at)
+            here += len(rows)
+        start += len(chunk)
+
+
+@lru_cache(HELD * HELD)
+def visits_of(sharded: Sharded, rank: int) -> tuple[Visit, ...]:
+    """What a rank does under "ring" and "gather", in its order; own keys come first.
+
+    Every rank has a visit for each step, also where nothing is sent: keys and gradients between
+    two ranks then go in one order on both sides, by which messages are told apart.
+    """
+    ranks = sharded.mesh.ranks
+    own = Visit(0, rank, rank, (), (), tuple(list_jobs(sharded, rank, sharded.holdings[rank].keys)))
+    visits = [own]
+    for step in range(1, ranks if sharded.method in ("ring", "gather") else 1):
+        to, source = (rank + step) % ranks, (rank - step) % ranks
+        sends, receives = needed_keys(sharded, to, rank), needed_keys(sharded, rank, source)
+        jobs = tuple(list_jobs(sharded, rank, receives))
+        visits.append(Visit(step, to, source, sends, receives, jobs))
+    return tuple(visits)

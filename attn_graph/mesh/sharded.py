@@ -1,0 +1,278 @@
+"""A graph over several devices: a value that says who has what, and by which method it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from hashlib import sha256
+from typing import Literal, final
+
+import torch
+from attrs import field, frozen
+
+from attn_graph.errors import GraphError
+from attn_graph.ir.attention import Attention
+from attn_graph.ir.graph import Eqn, Graph, op_name
+from attn_graph.masks import Data
+from attn_graph.masks.moving import Box
+from attn_graph.masks.tiles import check_tensors
+from attn_graph.mesh.boxes import Piece, move_attention
+from attn_graph.mesh.layout import Holding, Mesh, Placement, Ranges
+from attn_graph.printing.text import show_call
+from attn_graph.spec import TensorSpec
+
+Method = Literal["ring", "gather", "heads"]
+
+
+@final
+@frozen
+class Known:
+    """A tensor that is known when a graph is sharded, by its content."""
+
+    name: str
+    spec: TensorSpec
+    content: bytes = field(repr=False)
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> Known:
+        """The content of a tensor."""
+        content = tensor.detach().cpu().numpy().tobytes()
+        return cls(name, TensorSpec(tensor.shape, tensor.dtype), content)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """A new tensor of this content."""
+        if not self.content:
+            return torch.empty(self.spec.shape, dtype=self.spec.dtype, device="cpu")
+        flat = torch.frombuffer(bytearray(self.content), dtype=self.spec.dtype)
+        return flat.reshape(self.spec.shape)
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.spec} of sha256 {sha256(self.content).hexdigest()[:16]}"
+
+
+@final
+@frozen(cache_hash=True, repr=False)
+class Sharded:
+    """An attention that the ranks of a mesh compute together. Made by `shard`.
+
+    Immutable and compared by content. `holdings` is what each rank has. Its inputs are those of
+    the graph less what is `known`; `split` makes them of whole tensors.
+    """
+
+    graph: Graph
+    mesh: Mesh
+    placement: Placement
+    method: Method | None  # None: nobody needs what others have
+    known: tuple[Known, ...]
+    holdings: tuple[Holding, ...]
+
+    @property
+    def eqn(self) -> Eqn:
+        """The attention."""
+        return self.graph.eqns[0]
+
+    @property
+    def node(self) -> Attention:
+        """Its op."""
+        op = self.eqn.op
+        assert isinstance(op, Attention)
+        return op
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """B, H, M and N."""
+        q, k = (self.graph.types[i].shape for i in self.eqn.args[:2])
+        return q[0], q[1], q[2], k[2]
+
+    @cached_property
+    def axes(self) -> tuple[str, ...]:
+        """The letters of each input's axes, by number: of q, k and v bhid, bgjd and bgje.
+
+        All others have all keys on every rank: there the letter of keys is n. So they are of an
+        input that nothing reads.
+        """
+        own = ("bhid", "bgjd", "bgje")
+        letters: dict[int, str] = dict(zip(self.eqn.args, own, strict=False))
+        whole = self.node.split(self.eqn.args)
+        reads: list[tuple[Mapping[str, int], Mapping[str, Data]]] = [
+            (inputs, step.needs)
+            for inputs, step in zip(whole.modifiers, self.node.modifiers, strict=True)
+        ]
+        reads += [(whole.mask, self.node.mask.needs)] if self.node.mask else []
+        for inputs, needs in reads:
+            letters |= {inputs[name]: data.axes.replace("j", "n") for name, data in needs.items()}
+        if whole.sinks is not None:
+            letters[whole.sinks] = "h"
+        ranks = (len(i.spec.shape) for i in self.graph.inputs)
+        return tuple(letters.get(n, "n" * rank) for n, rank in enumerate(ranks))
+
+    @property
+    def trained(self) -> frozenset[int]:
+        """The numbers of the inputs that have a gradient."""
+        pairs = zip(self.eqn.args, self.node.trains, strict=True)
+        return frozenset(number for number, trains in pairs if trains)
+
+    @property
+    def sinks(self) -> int | None:
+        """The number of the input that has sinks."""
+        return self.node.split(self.eqn.args).sinks
+
+    @property
+    def constants(self) -> dict[int, torch.Tensor]:
+        """What is known, by the number of the input."""
+        numbers = {i.name: n for n, i in enumerate(self.graph.inputs)}
+        return {numbers[x.name]: x.tensor for x in self.known}
+
+    @property
+    def open_inputs(self) -> tuple[int, ...]:
+        """The numbers of the inputs that a call brings."""
+        known = {x.name for x in self.known}
+        return tuple(n for n, i in enumerate(self.graph.inputs) if i.name not in known)
+
+    def piece(self, box: Box) -> Piece:
+        """The attention of some places."""
+        return move_attention(self.eqn, box)
+
+    def mask_data(self) -> dict[str, torch.Tensor]:
+        """What is known of the tensors that the mask reads, by the mask's names."""
+        inputs, constants = self.node.split(self.eqn.args).mask, self.constants
+        return {name: constants[n] for name, n in inputs.items() if n in constants}
+
+    def parts(self, rank: int, shape: Sequence[int], axes: str) -> list[Ranges]:
+        """Of each axis what a rank has. axes: letters as those of `split`."""
+        B, H, M, N = self.sizes
+        own = self.holdings[rank]
+        G = self.graph.types[self.eqn.args[1]].shape[1]
+        of: dict[str, tuple[int, Ranges]] = {
+            "b": (B, (own.batch,)),
+            "h": (H, (own.heads,)),
+            "g": (G, (own.groups,)),
+            "i": (M, own.rows),
+            "j": (N, own.keys),
+        }
+        whole = [(range(n),) for n in shape]
+        return [
+            of[x][1] if x in of and of[x][0] == n else all_
+            for x, n, all_ in zip(axes, shape, whole, strict=True)
+        ]
+
+    def split(self, x: torch.Tensor, axes: str) -> list[torch.Tensor]:
+        """What each rank has of a tensor: new dense ones, where it has not all of it.
+
+        axes: the name of an input; or a letter for each axis, for tensors of your own: b batch,
+        h query heads, g key/value heads, i queries, j keys, any other for an axis that is not
+        divided: "bhie" of o, "bi" of tokens or positions. Chunks of a rank lie one after the other.
+        Raises GraphError for another number of letters than axes.
+        """
+        letters = self.letters_for(x, axes)
+        return [take(x, self.parts(rank, x.shape, letters)) for rank in range(self.mesh.ranks)]
+
+    def join(self, shards: Sequence[torch.Tensor], axes: str) -> torch.Tensor:
+        """The tensor whose `split` is `shards`, one of each rank.
+
+        axes: as those of `split`. Raises GraphError for another number of shards than ranks, and
+        for one of another shape.
+        """
+        if len(shards) != self.mesh.ranks:
+            raise GraphError(f"shard: {len(shards)} shards of {self.mesh.ranks} ranks; give each")
+        letters = self.letters_for(shards[0], axes)
+        named = {i.name: i.spec.shape for i in self.graph.inputs}
+        sizes = dict(zip("bhij", self.sizes, strict=True))
+        sizes["g"] = self.graph.types[self.eqn.args[1]].shape[1]
+        shape = named.get(axes) or [
+            sizes.get(x, n) for x, n in zip(letters, shards[0].shape, strict=True)
+        ]
+        whole = shards[0].new_zeros(shape)  # no rank has the keys that no query head reads
+        for rank, shard in enumerate(shards):
+            write_parts(whole, self.parts(rank, shape, letters), shard)
+        return whole
+
+    def letters_for(self, x: torch.Tensor, axes: str) -> str:
+        """The letters of a tensor's axes. Raises GraphError for too many or too few."""
+        names = [i.name for i in self.graph.inputs]
+        letters = self.axes[names.index(axes)] if axes in names else axes
+        if len(letters) != x.ndim:
+            raise GraphError(f"shard: {axes!r} has {len(letters)} axes, and the tensor {x.ndim}")
+        return letters
+
+    def __str__(self) -> str:
+        lines = [f"# over {show_call(self.mesh)}, {self.placement}, {self.method or 'alone'}"]
+        lines += [f"# {known}" for known in self.known]
+        lines += [f"# rank {n}: {show_holding(x)}" for n, x in enumerate(self.holdings)]
+        return "\n".join([*lines, str(self.graph)])
+
+    __repr__ = __str__
+
+
+def show_holding(holding: Holding) -> str:
+    """What a rank has, as text: `queries 0:8 24:32, keys 0:8 24:32`."""
+    chunks = {
+        "batch": [holding.batch],
+        "heads": [holding.heads],
+        "queries": holding.rows,
+        "keys": holding.keys,
+    }
+    return ", ".join(
+        f"{name} {' '.join(f'{x.start}:{x.stop}' for x in own) or 'none'}"
+        for name, own in chunks.items()
+    )
+
+
+def take(x: torch.Tensor, parts: Sequence[Ranges]) -> torch.Tensor:
+    """The parts of a tensor along each axis, one after the other."""
+    for axis, chunks in enumerate(parts):
+        if sum(map(len, chunks)) < x.shape[axis]:
+            pieces = [x.narrow(axis, c.start, len(c)) for c in chunks] or [x.narrow(axis, 0, 0)]
+            x = torch.cat(pieces, axis)
+    return x
+
+
+def write_parts(whole: torch.Tensor, parts: Sequence[Ranges], shard: torch.Tensor) -> None:
+    """Write a shard to where `take` has it from. Raises GraphError where its sizes differ."""
+    sizes = [sum(map(len, chunks)) for chunks in parts]
+    if [*shard.shape] != sizes:
+        raise GraphError(f"shard: a shard is {[*shard.shape]}, and that rank has {sizes}")
+    index = [torch.tensor([n for c in chunks for n in c], device=whole.device) for chunks in parts]
+    if shard.numel():
+        whole[torch.meshgrid(*index, indexing="ij")] = shard
+
+
+def check_choice(name: str, value: object, known: Sequence[str]) -> None:
+    """Raise GraphError for what is none of the known."""
+    if value not in known:
+        raise GraphError(f"shard: {name} {value!r} is none of {', '.join(known)}")
+
+
+def check_attention(graph: Graph) -> None:
+    """Raise GraphError unless a simplified graph is one attention, without dropout."""
+    ops = [eqn.op for eqn in graph.eqns]
+    if len(ops) != 1 or not isinstance(ops[0], Attention):
+        text = ", ".join(op_name(type(op)) for op in ops) or "nothing"
+        raise GraphError(f"shard: the graph is to be one attention, and is {text}; shard that part")
+    if ops[0].dropout:
+        raise GraphError(
+            f"shard: dropout of {ops[0].dropout} is not divided, since its bits count from the "
+            "whole's first place; drop elements of o instead"
+        )
+    operands = zip(graph.eqns[0].args, ops[0].trains, strict=True)
+    trained = [number for number, trains in operands if trains]
+    if len({*trained}) < len(trained):
+        raise GraphError("shard: an input is two operands; give each operand an input of its own")
+
+
+def check_known(whole: Sharded, known: Mapping[str, torch.Tensor]) -> None:
+    """Raise GraphError for tensors that the mask doesn't read, or that don't fit it."""
+    inputs = whole.node.split(whole.eqn.args).mask
+    names = [whole.graph.inputs[n].name for n in inputs.values()]
+    if unknown := [name for name in known if name not in names]:
+        read = ", ".join(names) or "nothing"
+        raise GraphError(f"shard: no mask reads {', '.join(unknown)}; it reads {read}")
+    for x in whole.known:
+        spec = next(i.spec for i in whole.graph.inputs if i.name == x.name)
+        if spec.type != x.spec.type:
+            raise GraphError(
+                f"shard: {x.name} is {x.spec.type}, and the graph declares {spec.type}"
+            )
+    B, H, M, N = whole.sizes
+    check_tensors(whole.node.mask, (B, H, M, N), whole.mask_data())

@@ -1,0 +1,169 @@
+"""What one rank computes: boxes of places by ordinary plans, in the rank's own tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from attrs import define, field, frozen
+
+from attn_graph.compiler import compile
+from attn_graph.ir.builder import Builder
+from attn_graph.ir.graph import Graph
+from attn_graph.masks.moving import Box
+from attn_graph.mesh.boxes import Feed, Piece
+from attn_graph.mesh.layout import Holding
+from attn_graph.mesh.schedule import Job
+from attn_graph.mesh.sharded import Sharded, take
+from attn_graph.plan import Plan
+from attn_graph.spec import TensorSpec, dense_strides, memory_order
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Tensors = Sequence[torch.Tensor]
+
+
+@final
+@define(eq=False)
+class Remembered:
+    """What a rank remembers: its boxes, constants by device, and that all ranks agree."""
+
+    pieces: dict[Box, Piece] = field(factory=dict)
+    constants: dict[torch.device, dict[int, torch.Tensor]] = field(factory=dict)
+    agrees: bool = False
+
+
+@final
+@frozen(eq=False)
+class Site:
+    """One rank of a process group, and its part of a sharded graph.
+
+    options: those of `compile`, for the plan of each box.
+    """
+
+    sharded: Sharded
+    rank: int
+    group: ProcessGroup
+    options: Mapping[str, Any]  # Any: arguments of several types
+    memory: Remembered = field(factory=Remembered)
+
+    @property
+    def holding(self) -> Holding:
+        """What the rank has."""
+        return self.sharded.holdings[self.rank]
+
+    @cached_property
+    def specs(self) -> dict[str, TensorSpec]:
+        """The inputs of a call: dense parts of the whole, in its memory order, by name."""
+        inputs = self.sharded.graph.inputs
+        return {
+            inputs[n].name: self.local_spec(inputs[n].spec, self.sharded.axes[n])
+            for n in self.sharded.open_inputs
+        }
+
+    def local_spec(self, whole: TensorSpec, axes: str) -> TensorSpec:
+        """The part of a tensor."""
+        parts = self.sharded.parts(self.rank, whole.shape, axes)
+        shape = [sum(map(len, chunks)) for chunks in parts]
+        return TensorSpec(shape, whole.dtype, dense_strides(shape, memory_order(whole)))
+
+    def all_inputs(self, given: Tensors) -> list[torch.Tensor]:
+        """The rank's inputs by number: those of a call, and its part of what is known."""
+        device = given[0].device
+        if device not in self.memory.constants:
+            self.memory.constants[device] = {
+                n: self.local_constant(n, x).to(device) for n, x in self.sharded.constants.items()
+            }
+        numbered = dict(zip(self.sharded.open_inputs, given, strict=True))
+        numbered |= self.memory.constants[device]
+        return [numbered[n] for n in range(len(numbered))]
+
+    def local_constant(self, number: int, x: torch.Tensor) -> torch.Tensor:
+        """The rank's part of what is known: all where heads are exchanged for the sequence."""
+        if self.sharded.method == "heads":
+            return x
+        return take(x, self.sharded.parts(self.rank, x.shape, self.sharded.axes[number]))
+
+    def here(self, box: Box, rows: range) -> Box:
+        """Where a box lies in the rank's tensors. rows: its queries in the rank's own."""
+        if self.sharded.method == "heads":
+            return box  # what it reads beside q, k and v is whole
+        own = self.holding
+        sizes = len(own.batch), len(own.heads), sum(map(len, own.rows)), box.sizes[3]
+        heads = range(box.heads.start - own.heads.start, box.heads.stop - own.heads.start)
+        return Box(range(sizes[0]), heads, rows, box.keys, sizes)
+
+    def sinks(self, inputs: Tensors) -> torch.Tensor | None:
+        """The sinks among the rank's inputs."""
+        number = self.sharded.sinks
+        return None if number is None else inputs[number]
+
+    def attend(self, job: Job, qkv: Tensors, inputs: Tensors) -> BoxCall:
+        """Attention of a job's box by its own plan, for both passes."""
+        piece, here = self.piece(job.box), self.here(job.box, job.here)
+        tensors = (*qkv, *piece.tensors(inputs, here))
+        plan = compile(box_graph(piece, tensors), **self.options)
+        return BoxCall(piece, here, job.at, plan, tensors)
+
+    def piece(self, box: Box) -> Piece:
+        """The attention of a box."""
+        if box not in self.memory.pieces:
+            self.memory.pieces[box] = self.sharded.piece(box)
+        return self.memory.pieces[box]
+
+
+@final
+@frozen(eq=False)
+class BoxCall:
+    """The attention of a box, with its plan and tensors.
+
+    here: where it lies in the rank's own tensors. at: its keys in those it is computed with.
+    """
+
+    piece: Piece
+    here: Box
+    at: range
+    plan: Plan
+    tensors: Tensors
+
+    def forward(self) -> Tensors:
+        """o, lse, and further statistics."""
+        return self.plan.run(*self.tensors)[0]
+
+    def backward(self, saved: Tensors, grads: Sequence[torch.Tensor | None]) -> Gradients:
+        """Gradients of q, k and v, and of further inputs. saved: o and lse of all keys; grads: of
+        these, None for zero."""
+        wants = [True, True, True, *self.trained()]
+        cotangents = [*grads, *[None] * (len(self.plan.graph.outputs) - len(grads))]
+        each = self.plan.pull(tuple(wants), (*self.tensors, *saved), cotangents)
+        pairs = zip(self.piece.feeds, self.trained(), strict=True)
+        more = zip([feed for feed, wanted in pairs if wanted], each[3:], strict=True)
+        dq, dk, dv = each[:3]
+        return Gradients(dq, dk, dv, [*more])
+
+    def trained(self) -> list[bool]:
+        """Which of the feeds have a gradient: the paper's slopes have none."""
+        trains = self.piece.node.trains[3:]
+        return [w and f.source is not None for f, w in zip(self.piece.feeds, trains, strict=True)]
+
+
+@final
+@frozen(eq=False)
+class Gradients:
+    """Gradients of a box; more: of what it reads beside q, k and v."""
+
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+    more: Sequence[tuple[Feed, torch.Tensor]]
+
+
+def box_graph(piece: Piece, tensors: Tensors) -> Graph:
+    """The graph of a box, of tensors laid out like these."""
+    b = Builder(trusts=True)
+    names = ["q", "k", "v", *(f"{feed.name}_{n}" for n, feed in enumerate(piece.feeds))]
+    values = [b.input(n, TensorSpec.like(x)) for n, x in zip(names, tensors, strict=True)]
+    return b.graph(*b.emit(piece.node, *values))

@@ -1,0 +1,133 @@
+"""What a rank adds up: results over sets of keys by their lse, gradients over boxes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import final
+
+import torch
+from attrs import field, frozen
+
+from attn_graph.ir.ops import sink_gradient
+from attn_graph.kernels.merging import merge_, sink_
+from attn_graph.masks.moving import Box
+from attn_graph.mesh.site import Gradients, Site
+from attn_graph.spec import INF, TensorSpec, accumulator, dense_strides, memory_order
+
+Tensors = Sequence[torch.Tensor]
+
+
+@final
+@frozen(eq=False)
+class RowResults:
+    """o [B,H,M,E], lse and further statistics [B,H,M] of a rank's queries, in float32 or wider.
+
+    seen: the ranges of queries that have any results yet.
+    """
+
+    o: torch.Tensor
+    rows: Mapping[str, torch.Tensor]
+    seen: set[range] = field(factory=set)
+
+    @classmethod
+    def empty(cls, site: Site, q: torch.Tensor, width: int) -> RowResults:
+        """Of queries that have seen nothing yet. width: E."""
+        wide = accumulator(q.dtype)
+        o = q.new_zeros((*q.shape[:3], width), dtype=wide)
+        stats = site.sharded.node.stats
+        return cls(o, {name: q.new_full(q.shape[:3], -INF, dtype=wide) for name in stats})
+
+    def add(self, rows: range, o: torch.Tensor, *stats: torch.Tensor) -> None:
+        """Join what some of the queries have of further keys."""
+        at = slice(rows.start, rows.stop)
+        own = {name: x[:, :, at] for name, x in self.rows.items()}
+        given = dict(zip(own, stats, strict=True))
+        if rows in self.seen:
+            merge_(self.o[:, :, at], own["lse"], o.to(self.o.dtype), given["lse"])
+        else:
+            self.o[:, :, at] = o
+            own["lse"].copy_(given["lse"])
+            self.seen.add(rows)
+        if "max" in own:
+            torch.maximum(own["max"], given["max"], out=own["max"])
+
+    def join_sinks(self, sinks: torch.Tensor | None) -> None:
+        """Join sinks [H], once all keys are in."""
+        if sinks is not None:
+            sink_(self.o, self.rows["lse"], sinks)
+
+    def finish(self, dtype: torch.dtype, like: TensorSpec) -> list[torch.Tensor]:
+        """o in a dtype and in the memory order of a spec, then the statistics."""
+        return [lay_out_as(self.o, dtype, like), *self.rows.values()]
+
+
+def lay_out_as(x: torch.Tensor, dtype: torch.dtype, spec: TensorSpec) -> torch.Tensor:
+    """A dense tensor in a dtype and in the memory order of a spec."""
+    strides = dense_strides(x.shape, memory_order(spec))
+    return torch.empty_strided(x.shape, strides, dtype=dtype, device=x.device).copy_(x)
+
+
+@final
+@frozen(eq=False)
+class Cotangents:
+    """What a backward reads of a rank's queries: o, lse, and their cotangents, None for zero."""
+
+    o: torch.Tensor
+    lse: torch.Tensor
+    do: torch.Tensor | None
+    dlse: torch.Tensor | None
+
+    def of(self, rows: range) -> tuple[Tensors, Sequence[torch.Tensor | None]]:
+        """Of some queries: (o, lse), (do, dlse)."""
+        cut = [
+            x if x is None else x[:, :, rows.start : rows.stop]
+            for x in (self.o, self.lse, self.do, self.dlse)
+        ]
+        return cut[:2], cut[2:]  # type: ignore[return-value]  # o and lse are there
+
+    def sink_gradient(self, sinks: torch.Tensor) -> torch.Tensor:
+        """That of sinks [H]: of the rank's queries."""
+        surplus = torch.zeros_like(self.lse)
+        if self.dlse is not None:
+            surplus = surplus + self.dlse
+        if self.do is not None:
+            wide = self.lse.dtype
+            surplus = surplus - (self.do.to(wide) * self.o.to(wide)).sum(-1)
+        return sink_gradient(sinks.to(self.lse.dtype), self.lse, surplus)
+
+
+@final
+@frozen(eq=False)
+class Totals:
+    """Gradients of a rank's inputs, by number, in float32 or wider; None for what has none."""
+
+    of: Sequence[torch.Tensor | None]
+
+    @classmethod
+    def zeros(cls, site: Site, inputs: Tensors) -> Totals:
+        """Before anything is added."""
+        trained = site.sharded.trained
+        wide = accumulator(inputs[site.sharded.eqn.args[0]].dtype)
+        return cls(
+            [
+                torch.zeros(x.shape, dtype=wide, device=x.device) if n in trained else None
+                for n, x in enumerate(inputs)
+            ]
+        )
+
+    def own(self, number: int) -> torch.Tensor:
+        """The total of an input that has one."""
+        total = self.of[number]
+        assert total is not None
+        return total
+
+    def get(self, number: int, like: torch.Tensor) -> torch.Tensor:
+        """The total of an input; zeros where nothing reads it."""
+        total = self.of[number]
+        return torch.zeros_like(like) if total is None else total
+
+    def add_more(self, here: Box, gradients: Gradients) -> None:
+        """Add what a box has of inputs beside q, k and v."""
+        for feed, gradient in gradients.more:
+            assert feed.source is not None
+            here.cut(self.own(feed.source), feed.axes).add_(gradient)

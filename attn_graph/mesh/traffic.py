@@ -1,0 +1,118 @@
+"""How many bytes ranks send to each other, forward and backward, to the byte."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import prod
+from typing import final
+
+from attrs import frozen
+
+from attn_graph.mesh.counts import HELD
+from attn_graph.mesh.layout import Ranges, divide_heads
+from attn_graph.mesh.schedule import needed_keys
+from attn_graph.mesh.sharded import Sharded
+from attn_graph.spec import accumulator
+
+
+@final
+@frozen
+class Flow:
+    """Bytes from one rank to another, in each pass."""
+
+    forward: int = 0
+    backward: int = 0
+
+    def __add__(self, other: Flow) -> Flow:
+        return Flow(self.forward + other.forward, self.backward + other.backward)
+
+
+def heads_problem(sharded: Sharded) -> str | None:
+    """Why the sequence can't be exchanged for heads; None: it can."""
+    (_, H, M, _), ranks = sharded.sizes, sharded.mesh.ranks
+    if ranks > H:
+        return f"has {H} heads for {ranks} ranks"
+    for n in sharded.open_inputs:
+        shape = sharded.graph.types[n].shape
+        rows = any(x == "i" and size == M for x, size in zip(sharded.axes[n], shape, strict=True))
+        if rows and n not in sharded.eqn.args[:3]:
+            name = sharded.graph.inputs[n].name
+            return f"would have to exchange {name}, of which a rank has the rows of its queries"
+    return None
+
+
+def count(chunks: Ranges) -> int:
+    """How many positions chunks have."""
+    return sum(map(len, chunks))
+
+
+@lru_cache(HELD * HELD)
+def flow_between(sharded: Sharded, a: int, b: int) -> Flow:
+    """What rank `a` sends to rank `b`, another one."""
+    sums = Flow(0, sum(gradient_bytes(sharded, n, a) for n in shared_inputs(sharded, a, b)))
+    if sharded.method is None:
+        return sums
+    if sharded.method == "heads":
+        return sums + heads_flow(sharded, a, b)
+    _, k, v = (sharded.graph.types[i] for i in sharded.eqn.args[:3])
+    each = k.shape[0] * k.shape[1] * (k.shape[3] + v.shape[3]) * k.dtype.itemsize
+    there, back = (each * count(needed_keys(sharded, *x)) for x in ((b, a), (a, b)))
+    return sums + Flow(there, there + back)
+
+
+def heads_flow(sharded: Sharded, a: int, b: int) -> Flow:
+    """The same where the sequence is exchanged for heads.
+
+    There: q, k and v; then o and the statistics back. Backward: do and dlse there, then dq, dk and
+    dv back.
+    """
+    q, k, v = (sharded.graph.types[i] for i in sharded.eqn.args[:3])
+    (B, H, _, D), G, E, item = q.shape, k.shape[1], v.shape[3], q.dtype.itemsize
+    wide = accumulator(q.dtype).itemsize
+    parts = divide_heads(H, G, sharded.mesh.ranks)
+
+    def size(of: int, to: int, row: int, key: int) -> int:
+        """Bytes of what the rank `of` has of the sequence, of the heads that `to` computes."""
+        own, (heads, groups) = sharded.holdings[of], parts[to]
+        return B * (count(own.rows) * len(heads) * row + count(own.keys) * len(groups) * key)
+
+    results = E * item + wide * len(sharded.node.stats)
+    keys = (D + E) * item
+    return Flow(
+        size(a, b, D * item, keys) + size(b, a, results, 0),
+        size(a, b, E * item + wide, 0) + size(b, a, D * item, keys),
+    )
+
+
+def shared_inputs(sharded: Sharded, a: int, b: int) -> tuple[int, ...]:
+    """The numbers of the inputs that have a gradient, of which two ranks have the same part.
+
+    Their gradients are added up over these ranks.
+    """
+    trained = sharded.trained
+    return tuple(
+        n
+        for n in sharded.open_inputs
+        if n in trained
+        and input_parts(sharded, n, a) == input_parts(sharded, n, b)
+        and gradient_bytes(sharded, n, a)
+    )
+
+
+@lru_cache(HELD * HELD)
+def input_parts(sharded: Sharded, n: int, rank: int) -> list[Ranges]:
+    """What a rank has of an input, along each axis."""
+    return sharded.parts(rank, sharded.graph.types[n].shape, sharded.axes[n])
+
+
+def gradient_bytes(sharded: Sharded, n: int, rank: int) -> int:
+    """Bytes of the gradient of what a rank has of an input."""
+    size = prod(count(chunks) for chunks in input_parts(sharded, n, rank))
+    return size * accumulator(sharded.graph.types[sharded.eqn.args[0]].dtype).itemsize
+
+
+def sum_bytes(sharded: Sharded) -> int:
+    """All that is sent in both passes."""
+    ranks = range(sharded.mesh.ranks)
+    flows = (flow_between(sharded, a, b) for a in ranks for b in ranks if a != b)
+    return sum(flow.forward + flow.backward for flow in flows)

@@ -1,0 +1,234 @@
+"""Who has what, who sends what, and how balanced: known without a process."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from itertools import permutations
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
+
+import attn_graph as ag
+from attn_graph.mesh.counts import count_box, count_moved, count_seen
+from attn_graph.mesh.layout import SEQUENCES, Placement, balance, divide, divide_heads
+from attn_graph.mesh.schedule import visits_of
+from attn_graph.mesh.sharded import Sharded
+from attn_graph.mesh.traffic import flow_between, sum_bytes
+
+RANKS = (2, 3, 4, 8, 16, 64)
+
+
+def graph(N: int, mask: ag.Mask | None, H: int = 8, G: int = 2, **options: Any) -> ag.Graph:
+    """Attention of one sequence in bfloat16."""
+    q = ag.TensorSpec((1, H, N, 64), torch.bfloat16)
+    k = ag.TensorSpec((1, G, N, 64), torch.bfloat16)
+    return ag.attention(q, k, k, mask=mask, **options)
+
+
+def documents(N: int, seed: int, least: int = 64, most: int = 6000) -> tuple[ag.Graph, Any]:
+    """A causal mask within random documents, and their numbers."""
+    random, lengths = torch.Generator().manual_seed(seed), [0]
+    while sum(lengths) < N:
+        lengths.append(int(torch.randint(least, most + 1, (), generator=random)))
+    numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None, :N]
+    spec = ag.TensorSpec((1, N), torch.int64)
+    known = {"q_segments": numbers, "kv_segments": numbers}
+    return graph(N, ag.Causal(), segments=(spec, spec)), known
+
+
+def work(sharded: Sharded) -> list[int]:
+    """The pairs of each rank."""
+    return [sum(count_seen(sharded, rows) for rows in own.rows) for own in sharded.holdings]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_causal_mask_is_balanced(ranks: int) -> None:
+    each = {
+        p: balance(work(ag.shard(graph(16384, ag.Causal()), ag.Mesh(ranks), p))) for p in SEQUENCES
+    }
+    assert each["balanced"] <= 1.05
+    assert each["zigzag"] <= 1.05
+    assert each["contiguous"] >= 1.49
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_documents_are_balanced(ranks: int) -> None:
+    packed, known = documents(32768, ranks)
+    each = {p: balance(work(ag.shard(packed, ag.Mesh(ranks), p, **known))) for p in SEQUENCES}
+    assert each["balanced"] <= 1.05
+    assert each["balanced"] <= min(each.values())
+
+
+def test_every_rank_has_as_many_queries_under_balance() -> None:
+    packed, known = documents(8191, 0)
+    sharded = ag.shard(packed, ag.Mesh(7), "balanced", **known)
+    counts = [sum(map(len, own.rows)) for own in sharded.holdings]
+    assert sum(counts) == 8191
+    assert max(counts) - min(counts) <= 8  # one of each chunk
+
+
+def test_a_window_talks_to_its_neighbour_alone() -> None:
+    full, window = (
+        ag.shard(graph(16384, mask), ag.Mesh(4), "contiguous", method="ring")
+        for mask in (None, ag.Window(511))
+    )
+    assert 3 * sum_bytes(window) <= sum_bytes(full)
+    pairs = {(a, b) for a, b in permutations(range(4), 2) if flow_between(window, a, b).forward}
+    assert pairs == {(0, 1), (1, 2), (2, 3)}
+    assert flow_between(window, 0, 1).forward == 511 * 2 * 2 * 64 * 2  # keys, heads, k and v
+
+
+def test_every_rank_has_the_same_steps() -> None:
+    """Else one could post keys before gradients to a rank that expects them the other way round."""
+    for method in ("ring", "gather"):
+        window = ag.shard(graph(1024, ag.Window(30)), ag.Mesh(8), "contiguous", method=method)
+        for rank in range(8):
+            visits = visits_of(window, rank)
+            assert [visit.step for visit in visits] == [*range(8)]
+            assert all((visit.to - rank) % 8 == visit.step for visit in visits)
+            assert any(not visit.sends for visit in visits[1:])
+
+
+def test_documents_within_ranks_send_nothing() -> None:
+    spec, numbers = ag.TensorSpec((1, 4096), torch.int64), torch.arange(4096)[None] // 512
+    packed = graph(4096, ag.Causal(), segments=(spec, spec))
+    known: Any = {"q_segments": numbers, "kv_segments": numbers}
+    sharded = ag.shard(packed, ag.Mesh(4), "balanced", **known)
+    assert sum_bytes(sharded) == 0
+    assert sum_bytes(ag.shard(packed, ag.Mesh(4), "balanced")) > 0  # before they are known
+    assert not any(visit.sends for rank in range(4) for visit in visits_of(sharded, rank))
+
+
+@given(st.data())
+def test_boxes_are_counted_as_their_moved_masks(data: st.DataObject) -> None:
+    N = data.draw(st.integers(1, 40))
+    mask = data.draw(
+        st.sampled_from(
+            [ag.Causal(), ag.Window(5, 2), ag.Prefix(7) | ag.Causal(), ag.Window(None, 3)]
+        )
+    )
+    sharded = ag.shard(graph(N, mask), ag.Mesh(2), "contiguous")
+    for visit in (x for rank in range(2) for x in visits_of(sharded, rank)):
+        for job in visit.jobs:
+            first = data.draw(st.integers(0, len(job.box.keys)))
+            box = evolve(job.box, keys=job.box.keys[first:])
+            assert count_box(sharded, box) == count_moved(sharded, box)
+
+
+@pytest.mark.parametrize("placement", ["batch", "heads", *SEQUENCES])
+@pytest.mark.parametrize("ranks", [1, 3, 5])
+def test_join_undoes_split(placement: Placement, ranks: int) -> None:
+    q, k = ag.TensorSpec((3, 6, 17, 4), torch.float32), ag.TensorSpec((3, 2, 11, 4), torch.float32)
+    sharded = ag.shard(ag.attention(q, k, k, mask=ag.Causal("top_left")), ag.Mesh(ranks), placement)
+    tensors = {"q": torch.randn(q.shape), "k": torch.randn(k.shape)}
+    own = {
+        "bi": torch.arange(51).reshape(3, 17),
+        "j": torch.arange(11),
+        "bgj": torch.randn(3, 2, 11),
+    }
+    for axes, x in (tensors | own).items():
+        parts = sharded.split(x, axes)
+        assert len(parts) == ranks
+        assert torch.equal(sharded.join(parts, axes), x)
+
+
+@given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 24))
+def test_each_head_is_at_one_rank(groups: int, each: int, ranks: int) -> None:
+    parts = divide_heads(groups * each, groups, ranks)
+    assert [h for heads, _ in parts for h in heads] == [*range(groups * each)]
+    for heads, own in parts:
+        assert {h // each for h in heads} == {*own}
+        assert len(own) <= 1 or len(heads) == each * len(
+            own
+        )  # the ratio stays, or one head is read
+
+
+def test_a_sharded_graph_is_a_value() -> None:
+    packed, known = documents(256, 1, 16, 64)
+    one, other = (ag.shard(packed, ag.Mesh(4), "balanced", **known) for _ in range(2))
+    assert one == other
+    assert hash(one) == hash(other)
+    assert pickle.loads(pickle.dumps(one)) == one
+    assert str(one) == str(other)
+    assert "Mesh(ranks=4), balanced" in str(one)
+    different: Any = {name: x + 1 for name, x in known.items()}
+    assert str(ag.shard(packed, ag.Mesh(4), "balanced", **different)) != str(one)
+
+
+def test_what_can_t_be_divided_says_so() -> None:
+    x = ag.TensorSpec((1, 4, 8, 4), torch.float32)
+    plain, mesh = ag.attention(x, x, x), ag.Mesh(2)
+    bias = ag.attention(x, x, x, bias=ag.TensorSpec((1, 4, 8, 8), torch.float32))
+    calls: dict[str, Any] = {
+        "dropout of 0.5": lambda: ag.shard(ag.attention(x, x, x, dropout=0.5), mesh, "zigzag"),
+        "placements 'rows' is none of batch": lambda: ag.shard(plain, mesh, "rows"),  # type: ignore[arg-type]
+        "method 'ring' is for a divided sequence": lambda: ag.shard(
+            plain, mesh, "heads", method="ring"
+        ),
+        "method 'heads' has 4 heads for 8 ranks": lambda: ag.shard(
+            plain, ag.Mesh(8), "zigzag", method="heads"
+        ),
+        "exchange bias": lambda: ag.shard(bias, mesh, "zigzag", method="heads"),
+        "no mask reads bias": lambda: ag.shard(bias, mesh, "zigzag", bias=torch.zeros(1)),
+        "mesh: 0 is no number of ranks": lambda: ag.Mesh(0),
+        "to be one attention, and is attention_grad": lambda: ag.shard(
+            ag.vjp(plain)[1], mesh, "zigzag"
+        ),
+        "belongs to no group": lambda: ag.compile_sharded(ag.shard(plain, mesh, "zigzag")),
+        "2 shards of 3 ranks": lambda: ag.shard(plain, ag.Mesh(3), "zigzag").join(
+            [torch.zeros(1, 4, 4, 4)] * 2, "q"
+        ),
+        "a shard is": lambda: ag.shard(plain, mesh, "zigzag").join(
+            [torch.zeros(1, 4, 3, 4)] * 2, "q"
+        ),
+        "'bi' has 2 axes, and the tensor 1": lambda: ag.shard(plain, mesh, "zigzag").split(
+            torch.zeros(8), "bi"
+        ),
+        "link 'rope'": lambda: ag.explain_sharded(
+            ag.shard(plain, mesh, "zigzag"), target="h200", link="rope"
+        ),
+    }
+    for text, call in calls.items():
+        with pytest.raises(ag.GraphError, match=re.escape(text)):
+            call()
+
+
+def test_divided_positions_are_all_there() -> None:
+    assert [len(x) for x in divide(10, 4)] == [2, 3, 2, 3]
+    assert sum(map(len, divide(3, 8))) == 3
+
+
+# Explanations
+
+
+def test_an_explanation_compares_the_methods() -> None:
+    sharded = ag.shard(graph(65536, ag.Causal()), ag.Mesh(4), "balanced", method="ring")
+    outlook = ag.explain_sharded(sharded, target="h200", link="nvlink")
+    assert {x.sharded.method for x in outlook.others} == {"gather", "heads"}
+    assert outlook.balance <= 1.05
+    assert outlook.sent.forward + outlook.sent.backward == sum_bytes(sharded)
+    assert sum(rank.pairs for rank in outlook.ranks) == 8 * 65536 * 65537 // 2
+    for rank in outlook.ranks:
+        assert rank.compute is not None
+        assert rank.transfer is not None
+        assert rank.seconds is not None
+        assert max(rank.compute, rank.transfer) <= rank.seconds <= rank.compute + rank.transfer
+    assert "450 GB/s a way" in str(outlook)
+    assert outlook.to_dict()["ranks"][3]["pairs"] == outlook.ranks[3].pairs
+    assert ag.explain_sharded(sharded, target="cpu").seconds is None
+
+
+def test_bytes_of_a_hop_add_up_to_those_of_the_ranks() -> None:
+    sharded = ag.shard(graph(4096, ag.Window(700, 100)), ag.Mesh(4), "zigzag", method="ring")
+    for rank, own in enumerate(ag.explain_sharded(sharded, target="h200").ranks):
+        others = [r for r in range(4) if r != rank]
+        flows = [flow_between(sharded, rank, r) for r in others]
+        back = [flow_between(sharded, r, rank) for r in others]
+        assert own.sent.forward == sum(flow.forward for flow in flows)
+        assert own.sent.backward == sum(flow.backward for flow in flows)
+        assert own.received.backward == sum(flow.backward for flow in back)
