@@ -286,23 +286,32 @@ def tangent_promise_problems(modifier: Modifier, sizes: Sizes) -> Iterator[str]:
     from attn_graph.ir.modifiers import MODIFIERS
 
     if type(modifier) not in MODIFIERS and 0 not in sizes:
-        yield from check_tangents_once(modifier, checked_sizes(sizes, modifier.needs))
+        checks = problems_of_spread, problems_of_sums, problems_of_bend
+        yield from check_tangents_once(modifier, checked_sizes(sizes, modifier.needs), checks)
+
+
+def derivative_problems(modifier: Modifier, sizes: Sizes) -> Iterator[str]:
+    """Why a modifier's own `spread` or `bend` is no derivative."""
+    checks = problems_of_spread, problems_of_bend
+    yield from check_tangents_once(modifier, checked_sizes(sizes, modifier.needs), checks)
 
 
 @lru_cache(256)
-def check_tangents_once(modifier: Modifier, sizes: Sizes) -> tuple[str, ...]:
-    """The same, worked out once."""
+def check_tangents_once(
+    modifier: Modifier, sizes: Sizes, checks: tuple[Callable[[Trial], list[str]], ...]
+) -> tuple[str, ...]:
+    """What these checks find, worked out once."""
     with neutral_state(), torch.no_grad():
         trial, who = Trial.of(modifier.resolved(*sizes[2:]), sizes), type(modifier).__name__
         problems: list[str] = []
-        for check in (problems_of_spread, problems_of_bend):
+        for check in checks:
             more, failures = attempt(f"{who}'s derivative", partial(check, trial))
             problems += failures or more
         return tuple(problems)
 
 
 def problems_of_spread(trial: Trial) -> list[str]:
-    """Why `spread` is not `collect` read the other way, which may read no trained tensor."""
+    """Why `spread` is not `collect` read the other way."""
     who, names = type(trial.modifier).__name__, trial.modifier.trains
     if not names:
         return []
@@ -314,6 +323,16 @@ def problems_of_spread(trial: Trial) -> list[str]:
     pushed = trial.modifier.spread(torch.zeros_like(ds), moves, trial.at)
     if differ((ds * pushed).sum(), torch.as_tensor(pulled), 1e-4):
         return [f"{who}.spread is not the tangent of which {who}.collect is the gradient"]
+    return []
+
+
+def problems_of_sums(trial: Trial) -> list[str]:
+    """Why `collect` has a derivative by what is trained: it may read no trained tensor."""
+    who, names = type(trial.modifier).__name__, trial.modifier.trains
+    ds = torch.randn(
+        trial.shape, generator=torch.Generator(CPU).manual_seed(1), dtype=torch.float64
+    )
+    sums = trial.collected(ds) if names else {}
     others = [trial.with_other(name).collected(ds) for name in names]
     if any(differ(other[n], sums[n], 1e-4) for other in others for n in names):
         return [f"{who}.collect depends on what it trains: change has to be linear in that"]

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import torch
 from attrs import frozen
 
 from attn_graph.compiler import resolve_target
 from attn_graph.errors import GraphError, PlanMismatchError
-from attn_graph.ir.ops import clear_blind_rows
-from attn_graph.machine.ambient import without_autocast
+from attn_graph.ir.gradient_ops import clear_blind_rows
+from attn_graph.machine.ambient import has_tangent, without_autocast
 from attn_graph.machine.autograd import run_with_autograd
 from attn_graph.machine.target import Target
-from attn_graph.machine.tensors import refuse_tangents, require_as_declared
+from attn_graph.machine.tensors import require_as_declared
 from attn_graph.mesh.exchange import compare_texts, pack, post, unpack
 from attn_graph.mesh.heads import backward_heads, forward_heads
 from attn_graph.mesh.ring import backward_ring, forward_ring
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Tensors = Sequence[torch.Tensor]
+ONCE = (
+    "shard: ranks differentiate once, in reverse mode: take gradients without create_graph and "
+    "outside of torch.func.jvp and forward_ad, or compile the graph itself for one device"
+)
 
 
 @final
@@ -62,7 +66,8 @@ class ShardedPlan:
         self, /, *tensors: torch.Tensor, **named: torch.Tensor
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         given = self.arrange(tensors, named)
-        refuse_tangents(given)
+        if has_tangent(given):
+            raise GraphError(ONCE)
         self.agree(given[0].device)
         wants = torch.is_grad_enabled() and any(x.requires_grad for x in given)
         outputs = run_with_autograd(self, given) if wants else self.run(*given)[0]
@@ -107,8 +112,11 @@ class ShardedPlan:
     ) -> Tensors:
         """The gradients of the inputs marked in `needs`, from what the forward saved.
 
-        All are computed, since other ranks may need what this one does not.
+        All are computed, since other ranks may need what this one does not. Raises GraphError where
+        autograd records this too.
         """
+        if torch.is_grad_enabled():
+            raise GraphError(ONCE)
         specs = self.sharded.graph.inputs
         given, (o, lse, *more) = saved[: len(needs)], saved[len(needs) :]
         with torch.no_grad(), without_autocast():
@@ -127,6 +135,10 @@ class ShardedPlan:
             for n, x, need in zip(self.sharded.open_inputs, given, needs, strict=True)
             if need
         ]
+
+    def push_outputs(self, primals: Tensors, tangents: Mapping[int, torch.Tensor]) -> NoReturn:
+        """Raises GraphError: there is no forward mode."""
+        raise GraphError(ONCE)
 
     def read_cotangents(
         self, o: torch.Tensor, lse: torch.Tensor, grads: Sequence[torch.Tensor | None]

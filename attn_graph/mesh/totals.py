@@ -8,7 +8,7 @@ from typing import final
 import torch
 from attrs import field, frozen
 
-from attn_graph.ir.ops import sink_gradient
+from attn_graph.ir.gradient_ops import sink_gradient
 from attn_graph.kernels.merging import merge_, sink_
 from attn_graph.masks.moving import Box
 from attn_graph.mesh.site import Gradients, Site

@@ -8,7 +8,8 @@ from attn_graph.masks import Mask
 
 # Whether it takes masks, of any class, and plans for constants: from torch 2.12 on.
 KEEPS_CONSTANTS = hasattr(opaque_object, "_resolve_opaque_type_info")
-METHODS = ("__and__", "__or__", "__invert__", "aligned")  # of masks, that compiled code may call
+# Of masks, that compiled code may call:
+METHODS: tuple[str, ...] = ("__and__", "__or__", "__invert__", "aligned")
 UNTRACED = ("attn_graph", "attn_graph.lowering", "attn_graph.kernels")  # each a folder of its own
 
 

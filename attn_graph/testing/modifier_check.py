@@ -13,7 +13,7 @@ from attn_graph.ir.builder import Value, graph, scores
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.modifiers import Modifier
 from attn_graph.ir.parse import parse
-from attn_graph.ir.promises import CLOSE, tangent_promise_problems
+from attn_graph.ir.promises import CLOSE, derivative_problems
 from attn_graph.lowering.backend import Backend
 from attn_graph.machine.target import Target
 from attn_graph.masks.places import Block, Place
@@ -186,7 +186,7 @@ def check_tangents(case: ModifierCase) -> None:
     """Raise AssertionError unless the class's own forward mode is that of its reverse mode."""
     kind, (B, H, M, N) = type(case.op), case.s.shape
     own = kind.spread is not Modifier.spread or kind.bend is not Modifier.bend
-    if own and (problems := [*tangent_promise_problems(case.op, (B, H, M, N))]):
+    if own and (problems := [*derivative_problems(case.op, (B, H, M, N))]):
         raise AssertionError("; ".join(problems))
 
 

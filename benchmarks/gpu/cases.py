@@ -104,6 +104,16 @@ def long_cases(D: int, lengths: tuple[int, ...]) -> Iterator[Case]:
             yield Case((max(1, 16384 // S), 2048 // D, S, D), causal=causal)
 
 
+def checked_cases() -> Iterator[Case]:
+    """A case of each kind, for a kernel that has yet to be seen right."""
+    for D in (64, 128):
+        sizes = (1, 4, 1024, D)
+        yield Case(sizes)
+        yield Case(sizes, causal=True)
+        yield Case(sizes, window=256)
+        yield Case(sizes, causal=True, soft_cap=30.0)
+
+
 def tutorial_cases() -> Iterator[Case]:
     """The shapes that Triton's tutorial of fused attention times."""
     for S in (1024, 4096, 16384):

@@ -14,6 +14,7 @@ from attrs import frozen
 
 import attn_graph as ag
 from attn_graph.cli.diagnosis import Surroundings, diagnose
+from benchmarks.gpu import cases
 from benchmarks.gpu.child import Emit
 from benchmarks.gpu.device import Device
 from benchmarks.gpu.results import describe_driver
@@ -69,6 +70,17 @@ def describe_failure(report: pytest.TestReport) -> dict[str, str]:
     if report.outcome == "passed":
         return {}
     return {"text": "\n".join(report.longreprtext.splitlines()[-LINES:])}
+
+
+def prove_kernels(device: Device, emit: Emit) -> None:
+    """Self-checks of kernels that no test can run. Exits with those that fail."""
+    failures = []
+    for case in cases.checked_cases():
+        variant, proof = device.check(case.graph(), "gluon")
+        emit({"job": case.title, "variant": variant, "outcome": str(proof)})
+        failures += [f"{case.title}: {proof}"] if proof.failure else []
+    if failures:
+        raise SystemExit("\n".join(failures))
 
 
 def run_tests(emit: Emit, files: Sequence[Path], *, workers: int = 1) -> None:

@@ -15,8 +15,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 
 import attn_graph as ag
-from attn_graph.lowering.backend import Options
+from attn_graph.ir.passes import simplify
+from attn_graph.lowering.backend import Options, RefusedError
 from attn_graph.planner.choose import BACKENDS
+from attn_graph.planner.self_check import Proof, find_check
 from attn_graph.planner.tuning import examples
 from benchmarks.gpu.cases import Case
 
@@ -25,6 +27,7 @@ Attend = Callable[..., Any]  # of q, k and v
 Tensors = Sequence[torch.Tensor]
 COLD_BYTES = 2**29  # zeroing them empties the L2 cache, and gives the host some 100 us of lead
 WARM_UPS = 3
+BEHIND = {"gluon": ("triton",)}  # who runs the backward of a backend that has none
 
 
 class Device(ABC):
@@ -39,7 +42,12 @@ class Device(ABC):
 
     @abstractmethod
     def compile(self, graph: ag.Graph, backend: str) -> ag.Plan:
-        """A plan by one backend. Raises NoBackendError."""
+        """A plan by one backend, of which the backward may be another's. Raises NoBackendError, or
+        RefusedError where a self-check fails."""
+
+    @abstractmethod
+    def check(self, graph: ag.Graph, backend: str) -> tuple[str, Proof]:
+        """The self-check of a backend for a graph: its variant, and what came of it."""
 
     @abstractmethod
     def lower(self, graph: ag.Graph, backend: str, variant: str | None) -> Call:
@@ -87,7 +95,16 @@ class Gpu(Device):
         return case
 
     def compile(self, graph: ag.Graph, backend: str) -> ag.Plan:
-        return ag.compile(graph, backends=(backend,))
+        plan = ag.compile(graph, backends=(backend, *BEHIND.get(backend, ())))
+        if plan.backend != backend:
+            raise RefusedError(*(dict(plan.refusals)[backend]))
+        return plan
+
+    def check(self, graph: ag.Graph, backend: str) -> tuple[str, Proof]:
+        (chosen,) = (b for b in BACKENDS if b.name == backend)
+        needed = find_check(chosen, simplify(graph), self.target, Options())
+        assert needed is not None  # it is of a backend that has them
+        return needed.test.variant, needed.prove()
 
     def lower(self, graph: ag.Graph, backend: str, variant: str | None) -> Call:
         (chosen,) = (b for b in BACKENDS if b.name == backend)

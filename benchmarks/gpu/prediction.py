@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
+from attn_graph.ir.vjp import training_gradient
 from attn_graph.planner.cost import Work, cost
+from attn_graph.planner.predict import predicted_seconds
 from benchmarks.gpu.cases import Pass
+
+# The backend whose kernel a way runs, where its name does not end with it.
+KERNELS = {"SDPA flash_attention": "torch_flash", "SDPA cudnn_attention": "torch_cudnn"}
 
 
 def count_work(graph: ag.Graph, target: ag.Target, pass_: Pass) -> Work:
@@ -16,7 +21,11 @@ def count_work(graph: ag.Graph, target: ag.Target, pass_: Pass) -> Work:
     return work
 
 
-def predict_milliseconds(graph: ag.Graph, target: ag.Target, pass_: Pass) -> float | None:
-    """The least time by the target's peaks; None where they are not known."""
-    seconds = count_work(graph, target, pass_).seconds
+def predict_milliseconds(graph: ag.Graph, target: ag.Target, pass_: Pass, by: str) -> float | None:
+    """By the rate of a way's kernels, or else by the target's peaks; None: neither is known."""
+    simple = simplify(graph)
+    of_pass = simple if pass_ == "forward" else training_gradient(simple)
+    seconds = predicted_seconds(of_pass, target, KERNELS.get(by, by.rpartition(" ")[2]))
+    if seconds is None:
+        seconds = count_work(graph, target, pass_).seconds
     return None if seconds is None else 1e3 * seconds

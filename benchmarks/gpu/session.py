@@ -46,6 +46,7 @@ ITEMS = (  # in order of worth
     Item("tests: memory, streams", "benchmarks.gpu.checks:run_memory_tests", 60, 240),
     Item("tests: cuDNN", "benchmarks.gpu.checks:run_cudnn_tests", 60, 240),
     Item("tests: others", "benchmarks.gpu.checks:run_other_tests", 30, 120),
+    Item("self-checks", "benchmarks.gpu.checks:prove_kernels", 90, 240),
     Item("D 128", "benchmarks.gpu.tables:measure_wide", 100, 300),
     Item("raw cuDNN", "benchmarks.gpu.tables:measure_raw", 40, 120),
     Item("tests: kernels", "benchmarks.gpu.checks:run_kernel_tests", 240, 480),

@@ -21,7 +21,7 @@ from benchmarks.gpu.prediction import count_work, predict_milliseconds
 from benchmarks.gpu.results import Row
 
 RUNS = 20
-OURS = ("triton", "cudnn")
+OURS = ("triton", "gluon", "cudnn")
 REFUSALS = (RefusedError, RuntimeError)  # of a way that cannot do a case
 Way = Callable[[], Attend]  # makes what computes a case
 
@@ -114,7 +114,7 @@ def rate(device: Device, case: Case, pass_: Pass, name: str, ms: float) -> Row:
     """A row: the time, what it makes of the work, and what was predicted."""
     graph = case.graph()
     work = count_work(graph, device.target, pass_)
-    predicted = predict_milliseconds(graph, device.target, pass_)
+    predicted = predict_milliseconds(graph, device.target, pass_, name)
     row: Row = {
         "job": case.title,
         "pass": pass_,

@@ -81,9 +81,9 @@ class Tracer:
     strides: tuple[tuple[str, ...], ...]
 
     @classmethod
-    def of(cls, problem: Problem) -> Tracer:
-        """A tracer whose numbers begin with the strides of all tensors that are read."""
-        numbers = Numbers()
+    def of(cls, problem: Problem, *, plain: bool = False) -> Tracer:
+        """A tracer whose numbers, `plain` or not, begin with the strides of all tensors read."""
+        numbers = Numbers(plain=plain)
         strides = tuple(
             numbers.add_strides(spec.strides, kernels_apart={"i", "j"} <= {*axes})
             for spec, axes in zip(read_specs(problem), read_axes(problem), strict=True)

@@ -25,7 +25,7 @@ def plan_launches(problem: Problem, target: Target) -> Flash:
 
     Raises Untraceable where the mask or a modifier can't be made a kernel's.
     """
-    builder = FlashBuilder(problem, target, Tracer.of(problem).trace())
+    builder = FlashBuilder(problem, target, Tracer.of(problem, plain=True).trace())
     keys, stages = TILES[max(tile_width(problem.D), tile_width(problem.E))]
     tile = Tiling(GROUPS * ROWS, keys, WARPS, stages)
     lists, listed = builder.listed(tile, by_keys=False)

@@ -31,18 +31,21 @@ class Numbers:
 
     A literal that is added or compared is read from here, so that another length needs no other
     kernel; one that multiplies or divides is part of the code, which a compiler turns into shifts.
+    plain: they are passed as they are, for a kernel without a register to spare.
     """
 
     values: list[int] = field(factory=list)
+    plain: bool = False
 
     def add(self, value: int) -> str:
         """Append an integer; the code that reads it.
 
-        It is passed as 4 value + 2, which is neither 1 nor a multiple of 16: for these Triton
-        makes kernels of their own, and in tuples can't be told not to.
+        Unless `plain` it is passed as 4 value + 2, which is neither 1 nor a multiple of 16: for
+        these Triton makes kernels of their own, and in tuples can't be told not to.
         """
-        self.values.append(4 * value + 2)
-        return f"(numbers[{len(self.values) - 1}] >> 2)"
+        self.values.append(value if self.plain else 4 * value + 2)
+        text = f"numbers[{len(self.values) - 1}]"
+        return text if self.plain else f"({text} >> 2)"
 
     def add_strides(self, strides: Sequence[int], *, kernels_apart: bool) -> tuple[str, ...]:
         """Append the strides of a tensor but those of 1; the code of each.

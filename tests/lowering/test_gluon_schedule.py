@@ -131,7 +131,7 @@ def lists_of(kinds: torch.Tensor) -> torch.Tensor:
 def arguments(problem: Problem, operands: Sequence[torch.Tensor], stages: int) -> dict[str, Any]:
     """What the kernel is called with, but for its results."""
     p, node = problem, problem.node
-    given, code = node.split(operands), Tracer.of(problem).trace()
+    given, code = node.split(operands), Tracer.of(problem, plain=True).trace()
     mask = given.mask
     data = [x for each in (*given.modifiers, mask) for x in each.values()]
     listed = node.mask is not None and not code.strip

@@ -248,6 +248,26 @@ def test_wrong_calls_say_what_was_expected(crew: Crew) -> None:
     assert "a mesh of 5 ranks, and a group of 2; say ag.Mesh(2)" in size
 
 
+def differentiate_twice(rank: int, group: Any, sharded: Sharded) -> list[str]:
+    """What the errors of a second derivative and of forward mode say."""
+    plan = ag.compile_sharded(sharded, group, target="cpu")
+    q, k, v = (torch.ones(spec.shape).requires_grad_() for spec in plan.site.specs.values())
+    outputs = plan(q, k, v)
+    o = outputs[0] if isinstance(outputs, tuple) else outputs
+    faults = []
+    with pytest.raises(ag.GraphError) as second:
+        torch.autograd.grad(o.sum(), q, create_graph=True)
+    faults.append(str(second.value))
+    with pytest.raises(ag.GraphError) as forward:
+        torch.func.jvp(lambda q: plan(q, k.detach(), v.detach()), (q.detach(),), (q.detach(),))
+    return [*faults, str(forward.value)]
+
+
+def test_other_derivatives_than_the_first_are_refused(crew: Crew) -> None:
+    for said in crew.run(2, differentiate_twice, ag.shard(small(), ag.Mesh(2), "zigzag")):
+        assert all("ranks differentiate once, in reverse mode" in fault for fault in said)
+
+
 def die(rank: int, group: Any, sharded: Sharded) -> str:
     """The last rank ends at once; what the others' error says."""
     if rank == group.size() - 1:
