@@ -183,24 +183,21 @@ class Plan:
         tangents, carried = select_moving(self.graph.carried, tangents), self.graph.carried
         pairs = enumerate(zip(primals, self.graph.inputs, strict=True))
         given = [lay_as(x, i.spec) if n in carried else x for n, (x, i) in pairs]
-        found = self.push_plan(tangents)(*given, *tangents.values())
-        count = len(self.graph.outputs)
-        assert isinstance(found, tuple)  # at least a result and its tangent
-        each = iter(found[count:])
+        results = self.push_plan(tangents)(*given, *tangents.values())
+        assert isinstance(results, tuple)  # at least one and its tangent
+        count, each = len(self.graph.outputs), iter(results[len(self.graph.outputs) :])
         known = (place not in self.constants for place in range(count))
-        return found[:count], tuple(next(each) if has else None for has in known)
+        return results[:count], tuple(next(each) if has else None for has in known)
 
     def push_plan(self, tangents: Mapping[int, torch.Tensor]) -> Plan:
         """The plan of forward mode for tangents like these."""
         key = (*tangents, *map(look_at, tangents.values()))
-        plan = self.memo.pushes.get(key)
-        if plan is None:
+        if key not in self.memo.pushes:
             specs = [*map(TensorSpec.like, tangents.values())]
-            plan = self.plan_graph(push_graph(self.graph, [*tangents], specs))
             if len(self.memo.pushes) >= MOST_PULLS:
                 self.memo.pushes.clear()
-            self.memo.pushes[key] = plan
-        return plan
+            self.memo.pushes[key] = self.plan_graph(push_graph(self.graph, [*tangents], specs))
+        return self.memo.pushes[key]
 
     def plan_graph(self, graph: Graph) -> Plan:
         """The plan of another graph, with the same target and options."""

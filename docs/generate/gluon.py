@@ -19,7 +19,7 @@ import attn_graph as ag
 from attn_graph.ir.passes import simplify
 from attn_graph.lowering.problem import sole
 from attn_graph.lowering.triton.gluon_plan import plan_launches
-from attn_graph.lowering.triton.instructions import Loop, read_loops
+from attn_graph.lowering.triton.instructions import TileLoop, read_loops
 from attn_graph.lowering.triton.offline import (
     MachineCode,
     compile_launch,
@@ -85,7 +85,7 @@ class Case:
         }
         return ag.attention(x, x, x, **options[self.variant])
 
-    def compile(self) -> tuple[MachineCode, list[Loop]]:
+    def compile(self) -> tuple[MachineCode, list[TileLoop]]:
         """What the machine code needs, and its loops over tiles."""
         problem = sole(simplify(self.graph()))
         assert problem is not None
@@ -105,7 +105,7 @@ class Case:
         ]
         return rows, [f"{self}: {text}" for text in complaints(machine, loops)]
 
-    def row(self, machine: MachineCode, kind: str, loop: Loop) -> str:
+    def row(self, machine: MachineCode, kind: str, loop: TileLoop) -> str:
         """A line of the table."""
         keys = loop.flop // (4 * 64 * self.size)
         clocks = busiest(loop)
@@ -118,13 +118,13 @@ class Case:
         return f"| {' | '.join(map(str, cells))} |"
 
 
-def busiest(loop: Loop) -> int:
+def busiest(loop: TileLoop) -> int:
     """Clocks of the busiest unit for the tiles of all groups."""
     each = loop.flop // TENSOR, loop.instructions, FUNCTION * loop.functions
     return GROUPS * max(each)
 
 
-def complaints(machine: MachineCode, loops: list[Loop]) -> Iterator[str]:
+def complaints(machine: MachineCode, loops: list[TileLoop]) -> Iterator[str]:
     """What is not clean about the kernel's machine code."""
     if machine.serialized:
         yield "matrix products are serialized"

@@ -256,7 +256,7 @@ def attend(here: Here, moves: Moves, results: Tensors) -> None:
     o, to = here.room("o", E), here.room("to", E)
     lse, mu = here.room("lse", 1), here.room("mu", 1)
     if here.slot.tile.parts:
-        softmax(here, moves, (o, to), (lse, mu), results)
+        take_softmax(here, moves, (o, to), (lse, mu), results)
     else:
         for x in (o, to, mu):
             x.zero_()
@@ -274,7 +274,7 @@ def attend(here: Here, moves: Moves, results: Tensors) -> None:
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-def softmax(here: Here, moves: Moves, outs: Pair, stats: Pair, results: Tensors) -> None:
+def take_softmax(here: Here, moves: Moves, outs: Pair, stats: Pair, results: Tensors) -> None:
     """o [n,L,E] and sum_j p z (ts v + tv); lse [n,L,1] and sum_j p ts; without sinks."""
     (o, to), (lse, mu), total = outs, stats, here.room("total", 1)
     s, ts = push_tile_scores(here, moves, here.load("q", here.given.q))

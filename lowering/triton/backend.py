@@ -189,7 +189,7 @@ def flash_notes(flash: Flash, precision: Precision) -> Iterator[str]:
 def describe_balance(flash: Flash, launch: Launch) -> str:
     """ "3.9 waves, balance 1.02" of a launch, as far as known before data; "" of short ones."""
     from attn_graph.kernels.tilings import Tiling
-    from attn_graph.lowering.triton.programs import arrange, block_costs, places_of
+    from attn_graph.lowering.triton.programs import block_costs, places_of, schedule_programs
 
     if "LAST_FIRST" not in launch.fixed:
         return ""
@@ -204,7 +204,7 @@ def describe_balance(flash: Flash, launch: Launch) -> str:
     heads, each = launch.grid // len(costs), 1
     if by_keys:
         each = -(-fixed["GROUP"] // fixed["SPLITS"])
-    return arrange(costs, tile, heads, each, fixed["TOGETHER"]).figures(places)
+    return schedule_programs(costs, tile, heads, each, fixed["TOGETHER"]).figures(places)
 
 
 def launch_notes(flash: Flash) -> Iterator[str]:

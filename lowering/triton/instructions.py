@@ -26,7 +26,7 @@ Instruction = tuple[str, str]  # its name with suffixes, and its arguments
 
 @final
 @frozen
-class Loop:
+class TileLoop:
     """A loop over tiles, of one group of four warps.
 
     registers: of a thread. instructions: of one warp and tile. flop: of the products of the group
@@ -42,7 +42,7 @@ class Loop:
     spills: int = 0
 
 
-def read_loops(code: str) -> list[Loop]:
+def read_loops(code: str) -> list[TileLoop]:
     """The innermost loops in which softmax can run beside a product, in their order.
 
     Threads that wait for memory do so behind the code, and branch back to it: these are no loops.
@@ -90,7 +90,7 @@ def overlaps(body: list[Instruction]) -> bool:
     return WAIT_FOR_SCORES in waits and not any(name.startswith(REGISTERS) for name, _ in body)
 
 
-def read_loop(body: list[Instruction], registers: int) -> Loop:
+def read_loop(body: list[Instruction], registers: int) -> TileLoop:
     """The figures of a loop."""
     inside, functions, beside, flop = False, 0, 0, 0
     spills = sum(name.startswith(("STL", "LDL")) for name, _ in body)
@@ -102,4 +102,4 @@ def read_loop(body: list[Instruction], registers: int) -> Loop:
         elif sizes := SIZES.match(name):
             m, n, k = map(int, sizes.groups())
             flop += 2 * m * n * k
-    return Loop(registers, len(body), flop, functions, beside, spills)
+    return TileLoop(registers, len(body), flop, functions, beside, spills)

@@ -173,7 +173,7 @@ def dense_costs(problem: Problem, tiling: Tiling, by_keys: bool) -> list[float]:
     return [float(-(-other // width))] * -(-length // size)
 
 
-def arrange(
+def schedule_programs(
     costs: Sequence[float], tiling: Tiling, heads: int, each: int, together: int
 ) -> Programs:
     """Programs that each walk the tiles of `each` heads. costs: of one head's blocks, in order."""
@@ -290,7 +290,7 @@ def division_time(
     """The makespan of dk and dv, and the time to write and read their sums, in full tiles."""
     p, together = problem, heads_together(problem, target, tiling, True, way.splits)
     each = -(-(p.H // p.G) // way.splits)
-    programs = arrange(costs, tiling, p.B * p.G * way.splits, each, together)
+    programs = schedule_programs(costs, tiling, p.B * p.G * way.splits, each, together)
     peak = target.peak(NAMES[p.dtype])
     known = peak is not None and target.bandwidth is not None
     rate = peak / target.bandwidth if known else FLOPS_A_BYTE  # type: ignore[operator]

@@ -14,7 +14,7 @@ from attn_graph.ir.passes import simplify
 from attn_graph.lowering.problem import sole
 from attn_graph.lowering.triton import gluon
 from attn_graph.lowering.triton.gluon_plan import plan_launches
-from attn_graph.lowering.triton.instructions import Loop, read_loops
+from attn_graph.lowering.triton.instructions import TileLoop, read_loops
 from attn_graph.lowering.triton.launches import Descriptor
 from attn_graph.lowering.triton.offline import compile_launches
 from attn_graph.lowering.triton.plan import Flash
@@ -232,13 +232,13 @@ ORDER = """
 def test_what_stands_between_the_two_waits_runs_beside_a_product() -> None:
     flop = 2 * 64 * 16 * (128 + 64)
     assert read_loops(ORDER) == [
-        Loop(registers=240, instructions=8, flop=flop, functions=3, beside=2)
+        TileLoop(registers=240, instructions=8, flop=flop, functions=3, beside=2)
     ]
 
 
 def test_a_page_tells_what_is_not_clean() -> None:
     machine = REPORT.MachineCode("forward", 168, 0, 8, True, 4, (), "")
-    loop = Loop(registers=168, instructions=8, flop=1, functions=3, beside=2, spills=4)
+    loop = TileLoop(registers=168, instructions=8, flop=1, functions=3, beside=2, spills=4)
     assert list(REPORT.complaints(machine, [loop])) == [
         "matrix products are serialized",
         "1 loops where softmax can run beside a product",

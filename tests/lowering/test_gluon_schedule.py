@@ -244,7 +244,7 @@ stages = st.integers(2, 4)
 
 
 @pytest.mark.parametrize("case", CASES)
-@settings(max_examples=5)
+@settings(max_examples=settings().max_examples // 10)
 @given(tiles=tile_counts, short=short, stages=stages, order=seeds, data=seeds)
 def test_the_kernel_is_right_in_any_order_of_events(
     case: str, tiles: int, short: int, stages: int, order: int, data: int
@@ -252,7 +252,7 @@ def test_the_kernel_is_right_in_any_order_of_events(
     check(graph_of(case, tiles, short), data, order, stages)
 
 
-@settings(max_examples=4)
+@settings(max_examples=settings().max_examples // 12)
 @given(tiles=tile_counts, stages=stages, order=seeds, data=seeds)
 def test_bfloat16_obeys_the_rule_too(tiles: int, stages: int, order: int, data: int) -> None:
     check(graph_of("soft cap", tiles, 0, torch.bfloat16), data, order, stages)
