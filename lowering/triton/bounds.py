@@ -81,12 +81,20 @@ def keep_by_bounds(mask: Mask, at: Place, code: Code, by_keys: bool) -> Symbol:
             kept.append(part.keep(at))
         else:
             bounds &= closed
-    N = code.argument("N", axes="-")
-    inside = bounds.in_keys(at.j < N) if by_keys else bounds & RowBounds(last=N.unary("{0} - 1"))
-    keep = inside.holds(at.i if by_keys else at.j)
+    keep = inside_keys(bounds, at, code.argument("N", axes="-"), by_keys)
     for each in kept:
         keep &= each if isinstance(each, bool) else each.truth()
     return keep
+
+
+def inside_keys(bounds: RowBounds, at: Place, N: Symbol, by_keys: bool) -> Symbol:
+    """Whether a place is within bounds and its key is one of N, in one comparison."""
+    if bounds.first is None and bounds.last is None:
+        inside: Symbol = at.j < N  # as loads by keys compare too
+        return inside
+    if by_keys:
+        return bounds.in_keys(at.j < N).holds(at.i)
+    return (bounds & RowBounds(last=N.unary("{0} - 1"))).holds(at.j)
 
 
 def row_bounds(mask: Mask, at: Place, code: Code, by_keys: bool) -> RowBounds | None:
@@ -124,10 +132,15 @@ def strip_by_keys(strip: Strip, at: Place, code: Code) -> RowBounds:
     return bounds
 
 
-def near(x: Term | None, at: Place, code: Code) -> Term | None:
-    """A bound of j - i in 32 bits, which hold every such distance between -M and N."""
+def near(x: Term | None, at: Place, code: Code) -> Symbol | None:
+    """A bound of j - i in 32 bits, which hold every such distance between -M and N.
+
+    It is read at run time even where it is 0, so that square scores need no kernel of their own.
+    """
+    if x is None:
+        return None
     if not isinstance(x, Symbol):
-        return None if x is None else max(-at.M, min(x, at.N))
+        return code.argument(code.numbers.add(max(-at.M, min(x, at.N))), axes="-")
     least, most = code.argument("-M", axes="-"), code.argument("N", axes="-")
     return in_32_bits(x.maximum(least).minimum(most))
 

@@ -15,6 +15,7 @@ from attn_graph.lowering.problem import sole
 from attn_graph.lowering.triton import gluon
 from attn_graph.lowering.triton.gluon_plan import plan_launches
 from attn_graph.lowering.triton.instructions import TileLoop, read_loops
+from attn_graph.lowering.triton.sass import Body
 from attn_graph.lowering.triton.launches import Descriptor
 from attn_graph.lowering.triton.offline import compile_launches
 from attn_graph.lowering.triton.plan import Flash
@@ -164,8 +165,8 @@ def test_variants_differ_by_what_is_compiled_and_by_no_number_that_is_passed() -
 
 def test_elsewhere_it_comes_behind_what_has_run() -> None:
     explanation = ag.explain(graph(), target=H200, wants=())
-    assert explanation.backend == "triton"
-    assert "gluon" in explanation.also
+    others = explanation.also
+    assert others.index("triton") < others.index("gluon")
     asked = ag.explain(graph(), target=H200, wants=(), backends=("gluon",))
     assert asked.backend == "gluon"
     assert "two groups of 4 warps with tiles of 64 x 128 each" in str(asked)
@@ -237,7 +238,7 @@ def test_what_stands_between_the_two_waits_runs_beside_a_product() -> None:
 
 
 def test_a_page_tells_what_is_not_clean() -> None:
-    machine = REPORT.MachineCode("forward", 168, 0, 8, True, 4, (), "")
+    machine = REPORT.MachineCode("forward", 168, 0, 8, True, 4, (), Body((), 0), "")
     loop = TileLoop(registers=168, instructions=8, flop=1, functions=3, beside=2, spills=4)
     assert list(REPORT.complaints(machine, [loop])) == [
         "matrix products are serialized",
