@@ -15,10 +15,10 @@ from attn_graph.lowering.problem import sole
 from attn_graph.lowering.triton import gluon
 from attn_graph.lowering.triton.gluon_plan import plan_launches
 from attn_graph.lowering.triton.instructions import TileLoop, read_loops
-from attn_graph.lowering.triton.sass import Body
 from attn_graph.lowering.triton.launches import Descriptor
 from attn_graph.lowering.triton.offline import compile_launches
 from attn_graph.lowering.triton.plan import Flash
+from attn_graph.lowering.triton.sass import Body
 from tests.support.sources import ROOT, load_file
 
 CPU = ag.Target.of("cpu")
