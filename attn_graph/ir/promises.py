@@ -292,8 +292,9 @@ def tangent_promise_problems(modifier: Modifier, sizes: Sizes) -> Iterator[str]:
 
 def derivative_problems(modifier: Modifier, sizes: Sizes) -> Iterator[str]:
     """Why a modifier's own `spread` or `bend` is no derivative."""
-    checks = problems_of_spread, problems_of_bend
-    yield from check_tangents_once(modifier, checked_sizes(sizes, modifier.needs), checks)
+    if 0 not in sizes:
+        checks = problems_of_spread, problems_of_bend
+        yield from check_tangents_once(modifier, checked_sizes(sizes, modifier.needs), checks)
 
 
 @lru_cache(256)

@@ -123,8 +123,8 @@ ORDERS: tuple[tuple[ag.Target, list[SDPBackend], str], ...] = (
     (A100, [MATH, EFFICIENT], "math torch_efficient triton"),
     (EQUIPPED, [FLASH, CUDNN, MATH], "torch_flash cudnn torch_cudnn triton gluon math"),
     (EQUIPPED, [EFFICIENT, FLASH], "torch_efficient torch_flash triton gluon"),
-    (EQUIPPED, [FLASH, MATH], "triton gluon torch_flash math"),  # PyTorch's own order
-    (EQUIPPED, [CUDNN, FLASH], "cudnn triton gluon torch_flash torch_cudnn"),  # here too
+    (EQUIPPED, [FLASH, MATH], "triton torch_flash gluon math"),  # PyTorch's own order
+    (EQUIPPED, [CUDNN, FLASH], "cudnn triton torch_flash torch_cudnn gluon"),  # here too
 )
 
 
