@@ -76,7 +76,7 @@ def make_forms(
 
 
 def call_rows(
-    place: torch.device = CPU, dtype: torch.dtype = torch.float32
+    place: torch.device = CPU, dtype: torch.dtype = torch.float32, rounds: int = 200
 ) -> list[dict[str, Any]]:
     """Eager calls beside PyTorch's own: without gradient, recorded by autograd, and both passes."""
     tensors = [torch.randn(1, 1, 1, 64, device=place).to(dtype) for _ in "qkv"]
@@ -89,17 +89,21 @@ def call_rows(
 
     forms = make_forms(place, dtype)
     return [
-        *rows_beside("", {n: partial(f, *tensors) for n, f in forms.items()}, 4),
-        *rows_beside(", requires_grad", {n: partial(f, *leaves) for n, f in forms.items()}, 15),
+        *rows_beside("", {n: partial(f, *tensors) for n, f in forms.items()}, 4, rounds),
         *rows_beside(
-            ", forward and backward", {n: partial(train, f) for n, f in forms.items()}, 10
+            ", requires_grad", {n: partial(f, *leaves) for n, f in forms.items()}, 15, rounds
+        ),
+        *rows_beside(
+            ", forward and backward", {n: partial(train, f) for n, f in forms.items()}, 10, rounds
         ),
     ]
 
 
-def rows_beside(ending: str, jobs: dict[str, Job], more: float) -> list[dict[str, Any]]:
+def rows_beside(
+    ending: str, jobs: dict[str, Job], more: float, rounds: int = 200
+) -> list[dict[str, Any]]:
     """A row for each job, measured in turn; the goal is so much more than PyTorch's own takes."""
-    times = microseconds_in_turn(jobs)
+    times = microseconds_in_turn(jobs, rounds=rounds)
     return [
         make_row(n + ending, time, None if n == SDPA else times[SDPA] + more)
         for n, time in times.items()
