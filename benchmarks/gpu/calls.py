@@ -15,7 +15,7 @@ from benchmarks.host import call_rows
 
 STREAMS = 2
 REPLAYS = 20
-ROUNDS = 50  # of 100 calls each
+ROUNDS = 20  # of 100 calls each
 
 
 def measure_host(device: Device, emit: Emit) -> None:
