@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from ctypes import string_at
 from functools import cached_property
 from hashlib import sha256
 from typing import Literal, final
@@ -36,7 +37,8 @@ class Known:
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor) -> Known:
         """The content of a tensor."""
-        content = tensor.detach().cpu().numpy().tobytes()
+        dense = tensor.detach().cpu().contiguous()
+        content = string_at(dense.data_ptr(), dense.nbytes)
         return cls(name, TensorSpec(tensor.shape, tensor.dtype), content)
 
     @property
