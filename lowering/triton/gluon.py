@@ -52,6 +52,9 @@ ALIGNED = 16  # bytes that TMA needs strides to be multiples of
 
 def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
     """Every reason against a graph: the target, the sizes, what can't be traced."""
+    if target.kind != "cuda":
+        yield other_device("on GPUs of compute capability 9.0", target)
+        return
     against = [*gluon_target_reasons(target)]
     problem = sole(graph)
     if problem is None:
@@ -64,10 +67,7 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
 
 
 def gluon_target_reasons(target: Target) -> Iterator[Reason]:
-    """What a target lacks."""
-    if target.kind != "cuda":
-        yield other_device("on GPUs of compute capability 9.0", target)
-        return
+    """What a GPU lacks."""
     if target.sm != SM:
         limit = f"has instructions of compute capability sm_{SM} alone"
         yield Reason("architecture", limit, f"the target has sm_{target.sm}")
