@@ -204,4 +204,4 @@ def order_axes(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
         return tuple(axes)
     long = [a for a in axes if shape[a] > 1]
     ranked = iter(sorted(long, key=lambda a: -strides[a]))
-    return tuple(next(ranked) if a in long else a for a in axes)
+    return tuple([next(ranked) if a in long else a for a in axes])

@@ -24,6 +24,7 @@ from attn_graph.spec import (
 )
 
 T = TypeVar("T")
+BSHD = (0, 2, 1, 3)  # the order of axes of tensors [B,S,H,D] that are read as [B,H,S,D]
 ALIGNED = 16  # bytes: the width of a kernel's loads
 MOST_BLOCKS = 64  # of queries, in which `sees_everywhere` looks for one that sees no key
 
@@ -211,9 +212,13 @@ def is_misaligned(spec: TensorSpec) -> bool:
 
 def flash_order(q: TensorSpec) -> tuple[int, ...]:
     """The memory order of o from PyTorch's flash kernels: q's if q is dense, else bshd."""
+    return memory_order(q) if has_flash_order(q) else BSHD
+
+
+def has_flash_order(q: TensorSpec) -> bool:
+    """Whether o from PyTorch's flash kernels has the memory order of q."""
     order = memory_order(q)
-    dense = normalise_strides(q.shape, dense_strides(q.shape, order)) == q.strides
-    return order if dense else (0, 2, 1, 3)
+    return order == BSHD or normalise_strides(q.shape, dense_strides(q.shape, order)) == q.strides
 
 
 def is_readable(x: TensorSpec, *, like: bool = False) -> bool:

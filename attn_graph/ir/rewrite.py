@@ -31,7 +31,9 @@ class Copy:
     def add(self, op: Op, args: Iterable[int], outs: Sequence[int]) -> None:
         """Add an equation. args, outs: what it reads and gives, numbered as in the other graph."""
         types, numbers = self.graph.types, self.numbers
-        self.eqns.append(Eqn(op, tuple(numbers[i] for i in args), tuple(types[i] for i in outs)))
+        self.eqns.append(
+            Eqn(op, tuple([numbers[i] for i in args]), tuple([types[i] for i in outs]))
+        )
         for i in outs:
             numbers[i] = len(numbers)
 
@@ -46,7 +48,7 @@ def replay(graph: Graph, rule: Rule) -> Graph:
     b = Builder(True, [*graph.inputs], types=[*graph.types[: len(graph.inputs)]])
     values = [Value(b, n) for n in range(len(graph.inputs))]
     for eqn in graph.eqns:
-        operands = tuple(values[i] for i in eqn.args)
+        operands = tuple([values[i] for i in eqn.args])
         values += rule(b, eqn, operands) or b.add(eqn.op, operands, eqn.outs)
     return prune(b.graph(*(values[i] for i in graph.outputs)))
 

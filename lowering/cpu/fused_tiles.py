@@ -30,12 +30,12 @@ from attn_graph.lowering.cpu.schedule import (
     row_tiles,
     shorten_parts,
 )
-from attn_graph.lowering.problem import Problem, flash_order, is_readable
+from attn_graph.lowering.problem import Problem, has_flash_order, is_readable
 from attn_graph.machine.workspace import Buffer, Scratch
 from attn_graph.masks import Mask
 from attn_graph.masks.places import Block, Place
 from attn_graph.masks.regions import MOST_POINTS
-from attn_graph.spec import TensorSpec, memory_order
+from attn_graph.spec import TensorSpec
 
 LEAST_FULL = 512  # keys: a longer run without mask is worth a call of its own and a merge
 FEW_QUERIES = 64  # for which k and v are read once or twice
@@ -232,7 +232,7 @@ class FusedTiles:
     def keeps_order(self) -> bool:
         """Whether the kernel lays o out in the memory order of q, given q where it lies."""
         q = self.problem.specs[0]
-        return not self.packs("q", q) and flash_order(q) == memory_order(q)
+        return not self.packs("q", q) and has_flash_order(q)
 
 
 def whole_tile(problem: Problem) -> Tile:

@@ -19,7 +19,7 @@ from attn_graph.lowering.problem import (
     Problem,
     cotangent_bytes,
     cotangent_note,
-    flash_order,
+    has_flash_order,
     is_readable,
     output_names,
     select_outputs,
@@ -37,7 +37,7 @@ from attn_graph.lowering.reasons import (
 )
 from attn_graph.machine.target import Target
 from attn_graph.masks import Band
-from attn_graph.spec import INF, NAMES, TensorSpec, memory_order
+from attn_graph.spec import INF, NAMES, TensorSpec
 
 TOP_LEFT = Band(None, 0)
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -138,7 +138,7 @@ def lower_forward(problem: Problem, graph: Graph) -> Executable:
     at_q, at_k, at_v, *rest = eqn.args
     causal, scale = problem.node.mask is not None, problem.node.scale
     names = output_names(graph)
-    reorders = flash_order(problem.specs[0]) != memory_order(problem.specs[0])
+    reorders = not has_flash_order(problem.specs[0])
 
     def attend(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         bias = tensors[rest[0]] if rest else None
