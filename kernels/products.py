@@ -12,28 +12,35 @@ from collections.abc import Sequence
 import torch
 
 LOG2_E = 1.4426950408889634
+LEAST_FLOAT = 2.0**-149  # of float32
 
 
 def scores_(
-    s: torch.Tensor, q: torch.Tensor, ks: Sequence[torch.Tensor], scale: float, beta: int = 0
-) -> None:
-    """s [n,L,S] = beta * s + scale * q k^T; q [n,L,D], the keys in pieces [n,Si,D], making up S."""
+    s: torch.Tensor, q: torch.Tensor, ks: Sequence[torch.Tensor], scale: float, beta: int = 0,
+    room: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    """s [n,L,S] = beta * s + scale * q k^T; q [n,L,D], the keys in pieces [n,Si,D], making up S.
+
+    room: [n,L,S] in the dtype of q, where that is not s's; beta is 0 then.
+    """
     at = 0
     for k in ks:
-        part = s[..., at : at + k.shape[1]]
-        torch.baddbmm(part, q, k.mT, beta=beta, alpha=scale, out=part)
+        keys = slice(at, at + k.shape[1])
+        if room is None:
+            torch.baddbmm(s[..., keys], q, k.mT, beta=beta, alpha=scale, out=s[..., keys])
+        else:
+            multiply_(room[..., keys], q, k.mT, scale)
         at += k.shape[1]
+    if room is not None:
+        s.copy_(room)
 
 
-def capped_scores_(
-    s: torch.Tensor, t: torch.Tensor, q: torch.Tensor, ks: Sequence[torch.Tensor],
-    scale: float, cap: float,
-) -> None:  # fmt: skip
-    """t [n,L,S] = tanh(scale * q k^T / cap), and s = cap * t, which may be the same memory.
+def cap_(s: torch.Tensor, t: torch.Tensor, cap: float) -> None:
+    """t = tanh t, and s = cap * t, which may be the same memory.
 
-    The products divide by the cap themselves, and s is written from t: two passes fewer.
+    Of scores over their cap, by which the products divide themselves: with s written from t, two
+    passes fewer.
     """
-    scores_(t, q, ks, scale / cap)
     torch.mul(t.tanh_(), cap, out=s)
 
 
@@ -69,22 +76,50 @@ def softmax_(s: torch.Tensor, lse: torch.Tensor, total: torch.Tensor) -> None:
 
 
 def weigh_(
-    o: torch.Tensor, p: torch.Tensor, vs: Sequence[torch.Tensor], scale: float = 1.0, beta: int = 0
-) -> None:
-    """o [n,L,E] = beta * o + scale * p v; p [n,L,S], the values in pieces [n,Si,E]."""
+    o: torch.Tensor, p: torch.Tensor, vs: Sequence[torch.Tensor], scale: float = 1.0,
+    beta: int = 0, room: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    """o [n,L,E] = beta * o + scale * p v; p [n,L,S], the values in pieces [n,Si,E].
+
+    room: as many elements as o has in the dtype of p, where that is not o's.
+    """
     at = 0
     for v in vs:
-        part = p[..., at : at + v.shape[1]]
-        torch.baddbmm(o, part, v, beta=1 if at else beta, alpha=scale, out=o)
+        add_product_(o, p[..., at : at + v.shape[1]], v, scale, 1 if at else beta, room)
         at += v.shape[1]
 
 
 def add_transposed_(
-    totals: Sequence[torch.Tensor], p: torch.Tensor, x: torch.Tensor, scale: float = 1.0
-) -> None:
-    """Each total [n,Si,E] += scale * p_i^T x; p [n,L,S] in the totals' pieces, x [n,L,E]."""
+    totals: Sequence[torch.Tensor], p: torch.Tensor, x: torch.Tensor, scale: float = 1.0,
+    room: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    """Each total [n,Si,E] += scale * p_i^T x; p [n,L,S] in the totals' pieces, x [n,L,E].
+
+    room: as many elements as the largest total has in the dtype of p, where that is not theirs.
+    """
     at = 0
     for total in totals:
-        part = p[..., at : at + total.shape[1]]
-        torch.baddbmm(total, part.mT, x, alpha=scale, out=total)
+        add_product_(total, p[..., at : at + total.shape[1]].mT, x, scale, 1, room)
         at += total.shape[1]
+
+
+def add_product_(
+    total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, beta: int,
+    room: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """total = beta * total + scale * a b; beta is 0 or 1. room: for a product of another dtype."""
+    if room is None:
+        torch.baddbmm(total, a, b, beta=beta, alpha=scale, out=total)
+        return
+    product = multiply_(room[: total.numel()].view(total.shape), a, b, scale)
+    total.add_(product) if beta else total.copy_(product)
+
+
+def multiply_(
+    out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float = 1.0
+) -> torch.Tensor:
+    """out = scale * a b, in half precision. Of a scale that float32 takes for 0, oneDNN would leave
+    what is there times 0, NaN among it."""
+    if abs(scale) < LEAST_FLOAT:
+        return out.zero_()
+    return torch.baddbmm(out, a, b, beta=0, alpha=scale, out=out)

@@ -59,7 +59,8 @@ BY_KERNEL: Mapping[KernelName, tuple[Backend, ...]] = {
 }
 
 # Where the blocked math lowering, which computes half precision in float32, beats PyTorch's own
-# half precision kernel on CPUs: by dtype and pass, and whether the CPU has the dtype natively.
+# half precision kernel on CPUs: by dtype and pass, and whether the CPU has the dtype natively. For
+# bf16 that is native `is_fast` of math decides, by size.
 # Measured by benchmarks/choice.py; benchmarks/results has the figures of a CPU with native bf16.
 MATH_IS_FASTER = {
     ("f16", "forward", False),
@@ -184,12 +185,11 @@ def preference(graph: Graph, target: Target, options: Options) -> tuple[Sequence
     if order := options.switches.order(target.kind, target.sm):
         return by_priority(order), "it comes first in the order that sdpa_kernel set"
     case = (dtype, pass_, dtype in target.native)
-    if target.kind == "cpu" and case in MATH_IS_FASTER:
+    if target.kind == "cpu" and (case in MATH_IS_FASTER or torch_math.is_fast(graph, target)):
         rest = [b for b in BACKENDS if b is not torch_math.BACKEND]
-        return (
-            torch_math.BACKEND,
-            *rest,
-        ), f"it is the faster for {dtype} {pass_} on this kind of CPU"
+        size = "" if case in MATH_IS_FASTER else " of this size"
+        cause = f"it is the faster for {dtype} {pass_}{size} on this kind of CPU"
+        return (torch_math.BACKEND, *rest), cause
     if target.kind == "cuda":
         return by_prediction(graph, target)
     return BACKENDS, "it comes first in the order of preference"

@@ -22,18 +22,19 @@ from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp
 from attn_graph.ir.vjp import residuals, statistics
 from attn_graph.lowering.backend import Backend, Executable, Options, switch_name
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
+from attn_graph.lowering.cpu import half_tiles
 from attn_graph.lowering.cpu.product_tiles import ProductTiles
 from attn_graph.lowering.cpu.schedule import POSITIONS
 from attn_graph.lowering.cpu.tangent_tiles import TangentTiles
 from attn_graph.lowering.folding import folds_heads
-from attn_graph.lowering.problem import Problem, operand_specs
+from attn_graph.lowering.problem import Problem, operand_specs, sole
 from attn_graph.machine.ambient import plain_ops_on, without_autocast
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import products_round
 from attn_graph.machine.workspace import Scratch
 from attn_graph.spec import TensorSpec
 
-Tiles = FusedTiles | ProductTiles | TangentTiles
+Tiles = FusedTiles | half_tiles.HalfTiles | ProductTiles | TangentTiles
 NOTHING = Scratch()
 MOST_PADDING = 2  # times the smaller head size: from there on padding costs more than it saves
 Work = Callable[..., Sequence[torch.Tensor]]  # of the device of a call, and of operands on it
@@ -50,16 +51,18 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
 
 def plan_tiles(graph: Graph, target: Target, options: Options) -> tuple[Tiles | None, ...]:
     """How each equation is tiled; None for what is no attention or has nothing to compute."""
-    return tile_equations(graph, fused=target.kind == "cpu" and options.switches.flash)
+    fused = target.kind == "cpu" and options.switches.flash
+    return tile_equations(graph, fused, has_own_products(target))
 
 
 @lru_cache(64)  # `why_not` asks for it, and `lower` again
-def tile_equations(graph: Graph, *, fused: bool) -> tuple[Tiles | None, ...]:
-    """The same. fused: whether PyTorch's fused CPU kernel may run."""
-    return tuple([tile_equation(graph, eqn, fused) for eqn in graph.eqns])
+def tile_equations(graph: Graph, fused: bool, native: bool) -> tuple[Tiles | None, ...]:
+    """The same. fused: whether PyTorch's fused CPU kernel may run. native: whether products of
+    bfloat16 are the CPU's own."""
+    return tuple([tile_equation(graph, eqn, fused, native) for eqn in graph.eqns])
 
 
-def tile_equation(graph: Graph, eqn: Eqn, fused: bool) -> Tiles | None:
+def tile_equation(graph: Graph, eqn: Eqn, fused: bool, native: bool) -> Tiles | None:
     """The same of one equation."""
     specs = operand_specs(graph, eqn)
     if isinstance(eqn.op, (AttentionJvp, AttentionGradJvp)):
@@ -70,7 +73,23 @@ def tile_equation(graph: Graph, eqn: Eqn, fused: bool) -> Tiles | None:
     problem = Problem.of(eqn.op, specs)
     if problem.is_empty:
         return None
-    return (FusedTiles if fused and fuses(problem) else ProductTiles).plan(problem)
+    half = native and half_tiles.pays(problem)
+    if half and half_tiles.takes(problem):
+        return half_tiles.HalfTiles.plan(problem)
+    if half or not (fused and fuses(problem)):
+        return ProductTiles.plan(problem, problem.dtype if half else problem.wide)
+    return FusedTiles.plan(problem)
+
+
+def is_fast(graph: Graph, target: Target) -> bool:
+    """Whether products of half precision, the CPU's own, make it faster than PyTorch's kernel."""
+    problem = sole(graph)
+    return has_own_products(target) and problem is not None and half_tiles.pays(problem)
+
+
+def has_own_products(target: Target) -> bool:
+    """Whether a target multiplies bfloat16 in instructions of its CPU."""
+    return target.kind == "cpu" and "bf16" in target.native
 
 
 def fuses(problem: Problem) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from operator import itemgetter
 from typing import final
 
@@ -11,7 +12,7 @@ from attrs import Factory, field, frozen
 
 from attn_graph.lowering.cpu.schedule import MOST_READY, Cut, Part, Tile, parts_of, row_tiles
 from attn_graph.lowering.problem import Problem
-from attn_graph.masks.places import Block, join_intervals
+from attn_graph.masks.places import Block, Place, join_intervals
 from attn_graph.spec import TensorSpec
 
 # Scores held at a time, 4 MiB of float32, which a shared cache holds. Timed by one thread whose own
@@ -25,6 +26,8 @@ MOST_ROWS = 64
 UNMASKED_ROWS = 256
 PLACES = 2**18  # at which modifiers are evaluated at a time, of up to POSITIONS bytes each
 DROPOUT_SCORES = SCORES // 2  # its random words take three times the memory of the scores
+# Of products in half precision, which are so fast that copies and sums by the row count.
+HALF_ROWS, HALF_MASKED_ROWS = 1024, 128
 LEAST_ROWS = 16
 LEAST_FULL = 64  # keys: on a longer run the mask is not evaluated
 
@@ -58,20 +61,104 @@ class ProductSlot:
     mixed: tuple[tuple[int, Part], ...]
     keys: int = field(init=False, default=Factory(lambda slot: slot.tile.keys, takes_self=True))
 
+    def room(self, buffer: torch.Tensor, last: int) -> torch.Tensor:
+        """A part of a buffer as [n,L,last]."""
+        b, g, r, m = self.shape
+        return buffer[: b * g * r * m * last].view(b * g, r * m, last)
 
-def choose_sizes(problem: Problem) -> tuple[int, int, int]:
+    def by_head(self, x: torch.Tensor) -> torch.Tensor:
+        """[n,L,S] as [batch,heads,rows,S]."""
+        b, g, r, m = self.shape
+        return x.view(b, g * r, m, -1)
+
+    def keys_of(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """The tile's keys of x [B,G,N,D], as [n,S,D] for each run of parts without a hole."""
+        here = self.groups(x)
+        flat = here[0] if self.shape[0] == 1 else here.flatten(0, 1)
+        return [flat[:, a:b] for a, b in self.runs]
+
+
+@frozen
+class Tiling:
+    """Which tiles: each is of n = batch * groups key/value heads, and of `rows` queries of the
+    query heads that share each. reach: the most keys of a tile.
+    """
+
+    problem: Problem
+    rows: int
+    batch: int
+    groups: int
+
+    @property
+    def r(self) -> int:
+        """Query heads that share a key/value head."""
+        return self.problem.H // self.problem.G
+
+    @cached_property
+    def listed(self) -> tuple[ProductSlot, ...] | None:
+        """The tiles, where no data decides them and they are few; else each call lists them."""
+        p = self.problem
+        count = -(-p.B // self.batch) * -(-p.G // self.groups) * -(-p.M // self.rows)
+        if count > MOST_READY or (p.node.mask is not None and p.node.mask.needs):
+            return None
+        return tuple(self.slots({}))
+
+    @cached_property
+    def reach(self) -> int:
+        """The most keys of a tile."""
+        if self.listed is None:
+            return find_reach(self.problem, self.rows)
+        return max(slot.keys for slot in self.listed)
+
+    def slots(self, data: Mapping[str, torch.Tensor]) -> Iterator[ProductSlot]:
+        """All tiles, given what the mask reads."""
+        return list_slots(self.problem, self.rows, self.batch, self.groups, data)
+
+    def steps(
+        self, q: torch.Tensor, data: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[ProductSlot, Place]]:
+        """Each tile of a call, and all places."""
+        p = self.problem
+        block = Block(range(p.B), range(p.H), range(p.M), p.H, p.M, p.N, data)
+        at = Place.of(block, range(p.N), q.device)
+        for slot in self.slots(data) if self.listed is None else self.listed:
+            yield slot, at
+
+    @property
+    def size(self) -> str:
+        """What a tile is, for `explain`."""
+        return f"{self.batch} x {self.groups * self.r} heads x {self.rows} queries"
+
+
+def choose_sizes(problem: Problem, factors: torch.dtype) -> tuple[int, int, int]:
     """Queries, batch entries and key/value heads of a tile: so many that its scores are near
-    SCORES, rows first, then heads, then batch."""
-    p, r, mask = problem, problem.H // problem.G, problem.node.mask
+    SCORES, rows first, then heads, then batch. factors: what the products multiply."""
+    p, r = problem, problem.H // problem.G
     scores = DROPOUT_SCORES if p.node.dropout else SCORES
-    most = MOST_ROWS if mask else find_unmasked_rows(p)
+    most = MOST_ROWS if p.node.mask else find_unmasked_rows(p)
     rows = min(p.M, most, max(LEAST_ROWS, scores // (p.N * r)))
-    one = find_reach(p, rows) * r * rows  # scores of a key/value head
+    return rows, *choose_heads(p, factors, rows, scores)
+
+
+def choose_half_sizes(problem: Problem) -> tuple[int, int, int]:
+    """The same where nothing but a mask is between products, of half precision."""
+    p, r = problem, problem.H // problem.G
+    most = HALF_MASKED_ROWS if p.node.mask else HALF_ROWS
+    rows = min(p.M, most, max(-(-LEAST_ROWS // r), SCORES // (p.N * r)))
+    return rows, *choose_heads(p, p.dtype, rows, SCORES)
+
+
+def choose_heads(
+    problem: Problem, factors: torch.dtype, rows: int, scores: int
+) -> tuple[int, int]:
+    """Batch entries and key/value heads of a tile of so many queries and about so many scores."""
+    p, mask = problem, problem.node.mask
+    one = find_reach(p, rows) * rows * p.H // p.G  # scores of a key/value head
     groups = min(p.G, max(1, scores // one))
-    merges = groups == p.G and all(merges_batch(s) or packs(s, p) for s in p.specs[1:3])
+    merges = groups == p.G and all(merges_batch(s) or packs(s, factors) for s in p.specs[1:3])
     by_data = mask is not None and bool(mask.needs)
     batch = min(p.B, max(1, scores // (one * groups))) if merges and not by_data else 1
-    return rows, batch, groups
+    return batch, groups
 
 
 def find_unmasked_rows(problem: Problem) -> int:
@@ -119,8 +206,8 @@ def make_slot(
 
 
 def find_reach(problem: Problem, rows: int) -> int:
-    """About the most keys of a block of `rows` queries, of all batch entries and heads; all keys
-    where data decide, or there are many blocks."""
+    """The most keys that a block of `rows` queries may have, of all batch entries and heads; all
+    keys where data decide, or there are many blocks."""
     p, mask = problem, problem.node.mask
     if mask is None or mask.needs or rows * MOST_READY < p.M:
         return p.N
@@ -137,9 +224,9 @@ def find_mixed(parts: Sequence[Part]) -> Iterator[tuple[int, Part]]:
         at += len(part)
 
 
-def packs(spec: TensorSpec, problem: Problem) -> bool:
+def packs(spec: TensorSpec, factors: torch.dtype) -> bool:
     """Whether the products would copy an operand in secret: other dtype, or no unit stride."""
-    return spec.dtype != problem.wide or not spec.unit_last
+    return spec.dtype != factors or not spec.unit_last
 
 
 def merges_batch(spec: TensorSpec) -> bool:

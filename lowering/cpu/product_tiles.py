@@ -14,38 +14,37 @@ from attn_graph.ir.attention import GradientOperands, Operands
 from attn_graph.ir.modifiers import SoftCap, back_, change_
 from attn_graph.ir.philox import counters, keep_
 from attn_graph.kernels import products
+from attn_graph.kernels.hiding import hide_, hiding_bits
 from attn_graph.kernels.merging import sink_
-from attn_graph.lowering.cpu.product_slots import ProductSlot, choose_sizes, list_slots, packs
-from attn_graph.lowering.cpu.schedule import MOST_READY, POSITIONS, Part, place_within
+from attn_graph.lowering.cpu.product_slots import ProductSlot, Tiling, choose_sizes, packs
+from attn_graph.lowering.cpu.schedule import POSITIONS, Part, place_within
 from attn_graph.lowering.problem import Problem
 from attn_graph.machine.workspace import Buffer, Scratch
-from attn_graph.masks.places import Block, Place
-from attn_graph.spec import INF
+from attn_graph.masks.places import Place
+from attn_graph.spec import INF, NAMES
 
 MOST_CAP = 2.0**64  # beyond, scale / cap may be too small a number for the products
 
 
 @final
 @frozen
-class ProductTiles:
-    """Forward and backward of one problem. A tile holds n = batch * groups products at a time.
+class ProductTiles(Tiling):
+    """Forward and backward of one problem.
 
-    blind: whether a query may see no key. restores: for each modifier, whether -inf has to be put
-    back after it. reach: the most keys of a tile.
+    factors: the dtype that products multiply and give, scores' own or the half precision one of
+    the operands; all between two products is in that of scores. blind: whether a query may see no
+    key. restores: for each modifier, whether -inf has to be put back after it.
     """
 
-    problem: Problem
-    rows: int
-    batch: int
-    groups: int
+    factors: torch.dtype
     blind: bool
     restores: tuple[bool, ...]
 
     @classmethod
-    def plan(cls, problem: Problem) -> ProductTiles:
+    def plan(cls, problem: Problem, factors: torch.dtype) -> ProductTiles:
         """The tiles of a problem, of sizes chosen for it alone."""
-        sizes = choose_sizes(problem)
-        return cls(problem, *sizes, problem.has_blind_rows, problem.node.restores)
+        sizes = choose_sizes(problem, factors)
+        return cls(problem, *sizes, factors, problem.has_blind_rows, problem.node.restores)
 
     @cached_property
     def cap(self) -> float | None:
@@ -58,31 +57,35 @@ class ProductTiles:
         """The statistics beside lse."""
         return self.problem.node.without_gradient
 
-    @property
-    def r(self) -> int:
-        """Query heads that share a key/value head."""
-        return self.problem.H // self.problem.G
-
     @cached_property
     def buffers(self) -> dict[str, Buffer]:
         """The scratch buffers, by name."""
         p, wide, keys = self.problem, self.problem.wide, self.reach
         n, L = self.batch * self.groups, self.r * self.rows
         buffers = {
-            name: Buffer(s.shape, wide)
+            name: Buffer(s.shape, self.factors)
             for name, s in zip("kv", p.specs[1:3], strict=True)
-            if packs(s, p)
+            if packs(s, self.factors)
         }
-        buffers |= {"q": Buffer((n * L * p.D,), wide), "s": Buffer((n * L * keys,), wide)}
+        buffers |= {"q": Buffer((n * L * p.D,), self.factors), "s": Buffer((n * L * keys,), wide)}
         buffers |= {"o": Buffer((n * L * p.E,), wide)}
         buffers |= {name: Buffer((n * L,), wide) for name in ("lse", "total")}
         if p.node.dropout:
             words = n * L * (keys // 4 + 2)
             buffers["kept"] = Buffer((4 * words,), torch.bool)
             buffers |= {f"word{i}": Buffer((words,), torch.int64) for i in range(6)}
+        if self.rounds:
+            widest = max(p.D, p.E)
+            buffers["factor"] = Buffer((n * L * keys,), self.factors)
+            buffers["product"] = Buffer((n * max(L, keys) * widest,), self.factors)
         if p.grad is not None:
             buffers |= self.needed_backward(n, L)
         return buffers
+
+    @property
+    def rounds(self) -> bool:
+        """Whether products are in another dtype than scores."""
+        return self.factors != self.problem.wide
 
     @cached_property
     def scratch(self) -> Scratch:
@@ -94,6 +97,8 @@ class ProductTiles:
         p, wide = self.problem, self.problem.wide
         buffers = {"ds": Buffer((n * L * self.reach,), wide), "do": Buffer((n * L * p.E,), wide)}
         buffers |= {"dq": Buffer((n * L * p.D,), wide), "delta": Buffer((n * L,), wide)}
+        if self.rounds:
+            buffers["cotangent"] = Buffer((n * L * p.E,), self.factors)
         if p.node.dropout:
             buffers["weights"] = buffers["ds"]
         steps = [i for i, m in enumerate(p.node.modifiers) if not m.additive]
@@ -118,38 +123,15 @@ class ProductTiles:
 
     def summary(self) -> str:
         """How it runs, for `explain`."""
-        heads = self.groups * self.r
-        return f"matrix products on tiles of {self.batch} x {heads} heads x {self.rows} queries"
-
-    @cached_property
-    def listed(self) -> tuple[ProductSlot, ...] | None:
-        """The tiles, where no data decides them and they are few; else each call lists them."""
-        p = self.problem
-        count = -(-p.B // self.batch) * -(-p.G // self.groups) * -(-p.M // self.rows)
-        if count > MOST_READY or (p.node.mask is not None and p.node.mask.needs):
-            return None
-        return tuple(self.slots({}))
-
-    @cached_property
-    def reach(self) -> int:
-        """The most keys of a tile: of the listed ones, or all."""
-        if self.listed is None:
-            return self.problem.N
-        return max(slot.keys for slot in self.listed)
-
-    def slots(self, data: Mapping[str, torch.Tensor]) -> Iterator[ProductSlot]:
-        """All tiles, given what the mask reads."""
-        return list_slots(self.problem, self.rows, self.batch, self.groups, data)
+        dtype = f"{NAMES[self.factors]} " if self.rounds else ""
+        return f"{dtype}matrix products on tiles of {self.size}"
 
     def visits(
         self, given: Operands[torch.Tensor], scratch: Mapping[str, torch.Tensor]
     ) -> Iterator[Here]:
         """Each tile of a call."""
-        p = self.problem
-        block = Block(range(p.B), range(p.H), range(p.M), p.H, p.M, p.N, given.mask)
-        at = Place.of(block, range(p.N), given.q.device)
-        for slot in self.slots(given.mask) if self.listed is None else self.listed:
-            yield Here(self, slot, given, scratch, at)
+        for slot, places in self.steps(given.q, given.mask):
+            yield Here(self, slot, given, scratch, places)
 
     def packed(
         self, operands: Sequence[torch.Tensor], scratch: Mapping[str, torch.Tensor]
@@ -241,13 +223,25 @@ class Here:
 
     def room(self, name: str, last: int) -> torch.Tensor:
         """A buffer as [n, L, last]."""
-        b, g, r, m = self.slot.shape
-        return self.scratch[name][: b * g * r * m * last].view(b * g, r * m, last)
+        return self.slot.room(self.scratch[name], last)
+
+    def factor(self, x: torch.Tensor) -> torch.Tensor:
+        """x [n,L,S] as products take it, in the buffer of factors unless that is its own dtype."""
+        return self.room("factor", x.shape[2]).copy_(x) if self.tiles.rounds else x
+
+    @property
+    def product(self) -> torch.Tensor | None:
+        """Memory for products of another dtype than their sums."""
+        return self.scratch.get("product")
+
+    def multiply(self, s: torch.Tensor, x: torch.Tensor, keys: torch.Tensor, scale: float) -> None:
+        """s [n,L,S] = scale * x keys^T, of this tile's keys."""
+        room = self.room("factor", s.shape[2]) if self.tiles.rounds else None
+        products.scores_(s, x, self.keys_of(keys), scale, room=room)
 
     def heads(self, x: torch.Tensor) -> torch.Tensor:
         """[n,L,S] as [batch,heads,rows,S]."""
-        b, g, r, m = self.slot.shape
-        return x.view(b, g * r, m, -1)
+        return self.slot.by_head(x)
 
     def load(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """This tile's queries of x [B,H,M,D], gathered in a buffer as [n,L,D]."""
@@ -257,9 +251,7 @@ class Here:
 
     def keys_of(self, x: torch.Tensor) -> list[torch.Tensor]:
         """The tile's keys of x [B,G,N,D], as [n,S,D] for each run of parts without a hole."""
-        here = self.slot.groups(x)
-        flat = here[0] if self.slot.shape[0] == 1 else here.flatten(0, 1)
-        return [flat[:, a:b] for a, b in self.slot.runs]
+        return self.slot.keys_of(x)
 
     def place(self, part: Part) -> Place:
         """Where a part of this tile is."""
@@ -282,12 +274,13 @@ class Here:
         is called after a soft cap that the products divide by themselves, whose tanh is in step0.
         """
         node, s = self.tiles.problem.node, self.room("s", self.slot.keys)
-        keys, cap = self.keys_of(k), self.tiles.cap
+        cap = self.tiles.cap
         if cap is None:
-            products.scores_(s, q, keys, node.scale)
+            self.multiply(s, q, k, node.scale)
         else:
-            room = self.room("step0", self.slot.keys) if "step0" in self.scratch else s
-            products.capped_scores_(s, room, q, keys, node.scale, cap)
+            tanh = self.room("step0", self.slot.keys) if "step0" in self.scratch else s
+            self.multiply(tanh, q, k, node.scale / cap)
+            products.cap_(s, tanh, cap)
             if first is not None:
                 first()
         for i in range(int(cap is not None), len(node.modifiers)):
@@ -296,7 +289,7 @@ class Here:
         for at, part in self.slot.mixed:
             assert node.mask is not None
             keep = torch.as_tensor(node.mask.keep(self.place(part)), device=s.device)
-            self.heads(s)[..., at : at + len(part)].masked_fill_(keep.logical_not(), -INF)
+            hide_(self.heads(s)[..., at : at + len(part)], hiding_bits(keep, s.dtype))
         return s
 
     def change_(self, i: int, s: torch.Tensor) -> None:
@@ -360,7 +353,7 @@ class Here:
         products.softmax_(s, lse, total)
         if self.tiles.problem.node.dropout:
             self.dropped_(s)
-        products.weigh_(o, s, self.keys_of(v))
+        products.weigh_(o, self.factor(s), self.keys_of(v), room=self.product)
         o.div_(total)
 
     def pull(
@@ -391,10 +384,10 @@ class Here:
             self.clear(surplus)
         ds.sub_(surplus).mul_(p)
         self.modifiers_back(ds, totals)
-        sums = self.room("dq", q.shape[2])
-        products.weigh_(sums, ds, self.keys_of(k), node.scale)
+        sums, factor = self.room("dq", q.shape[2]), self.factor(ds)
+        products.weigh_(sums, factor, self.keys_of(k), node.scale, room=self.product)
         self.slot.rows(dq).copy_(self.heads(sums))
-        products.add_transposed_(self.keys_of(dk), ds, q, node.scale)
+        products.add_transposed_(self.keys_of(dk), factor, q, node.scale, self.product)
 
     def clear(self, x: torch.Tensor) -> torch.Tensor:
         """x [n,L,.] with 0, in place, in the rows that saw nothing."""
@@ -407,14 +400,18 @@ class Here:
         """Fill dp and delta, and add to dv."""
         results, cotangents = self.load("o", o), self.clear(self.load("do", do))
         torch.sum(results.mul_(cotangents), -1, keepdim=True, out=delta)
-        products.scores_(dp, cotangents, self.keys_of(v), 1.0)
-        if self.tiles.problem.node.dropout:
-            self.dropped_(dp)
+        if self.tiles.rounds:  # as do is itself
+            cotangents = self.room("cotangent", do.shape[3]).copy_(cotangents)
         weights = p
         if self.tiles.problem.node.dropout:
             weights = self.room("weights", self.slot.keys).copy_(p)
             self.dropped_(weights)
-        products.add_transposed_(self.keys_of(dv), weights, cotangents)
+        products.add_transposed_(
+            self.keys_of(dv), self.factor(weights), cotangents, room=self.product
+        )
+        self.multiply(dp, cotangents, v, 1.0)
+        if self.tiles.problem.node.dropout:
+            self.dropped_(dp)
 
     def kept_steps(self) -> Callable[[int, torch.Tensor], None]:
         """Remembers the result of each modifier whose derivative needs it."""

@@ -48,10 +48,11 @@ class TangentTiles:
         """specs: those of the operands, in their order."""
         if isinstance(op, AttentionJvp):
             own, moved = op.split(specs)
-            return cls(op, ProductTiles.plan(Problem(op.attention, own)), moved)
+            problem = Problem(op.attention, own)
+            return cls(op, ProductTiles.plan(problem, problem.wide), moved)
         read = tuple(specs[: len(op.grad.ranks)])
-        tiles = ProductTiles.plan(Problem(op.grad.attention, read, op.grad))
-        return cls(op, tiles, op.split(specs).own)
+        problem = Problem(op.grad.attention, read, op.grad)
+        return cls(op, ProductTiles.plan(problem, problem.wide), op.split(specs).own)
 
     @property
     def problem(self) -> Problem:
@@ -66,7 +67,7 @@ class TangentTiles:
         block = Buffer((rows * tiles.reach,), wide)
         buffers = {name: x for name, x in tiles.buffers.items() if name != "weights"}
         for name, spec in zip("kv", self.moved[1:3], strict=True):
-            if spec is not None and packs(spec, p):
+            if spec is not None and packs(spec, p.wide):
                 buffers[f"t{name}"] = Buffer(spec.shape, wide)
         buffers |= {"ts": block, "tq": Buffer((rows * p.D,), wide)}
         buffers |= {"to": Buffer((rows * p.E,), wide), "mu": Buffer((rows,), wide)}

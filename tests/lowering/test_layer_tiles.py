@@ -15,8 +15,8 @@ import attn_graph as ag
 from attn_graph import masks as m
 from attn_graph.ir.attention import Attention
 from attn_graph.kernels import fused_cpu
+from attn_graph.kernels.hiding import hide_, hiding_bits
 from attn_graph.lowering.cpu import layer_tiles, schedule
-from attn_graph.lowering.cpu.fused_slots import hide_dropped
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
 from attn_graph.lowering.cpu.schedule import Part, Tile
 from attn_graph.lowering.problem import Problem
@@ -306,5 +306,5 @@ def test_what_is_dropped_is_hidden_whatever_was_there(dtype: torch.dtype) -> Non
     sums = torch.tensor([0.0, -0.0, 1.5, INF, -INF, float("nan")], dtype=dtype).repeat(3, 2)
     keep = torch.arange(12) < 6
     due = sums.masked_fill(~keep, -INF)
-    hide_dropped(sums, keep)
+    hide_(sums, hiding_bits(keep, sums.dtype))
     assert torch.equal(sums.view(torch.int32), due.view(torch.int32))

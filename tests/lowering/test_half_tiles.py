@@ -1,0 +1,110 @@
+"""Products of half precision on tiles: within the accuracy rule, and chosen where they pay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import given, reject
+from hypothesis import strategies as st
+
+import attn_graph as ag
+from attn_graph.lowering.cpu import half_tiles, product_slots
+from attn_graph.lowering.cpu.half_tiles import HalfTiles
+from attn_graph.lowering.cpu.math import plan_tiles, tile_equations
+from attn_graph.lowering.cpu.product_tiles import ProductTiles
+from attn_graph.machine.target import Target
+from attn_graph.testing.agreement import check_gradients, check_outputs, run_gradients
+from attn_graph.testing.strategies import graphs, seeds, shapes
+from attn_graph.testing.tensors import tensors_for
+
+NATIVE = evolve(Target.of("cpu"), native=("bf16",))
+OTHER = evolve(NATIVE, native=())
+BF16 = st.just(torch.bfloat16)
+LIMIT = 32 * 2**20  # bytes above inputs and outputs, or twice SDPA's
+
+
+@pytest.fixture(scope="module", autouse=True)
+def every_size_pays() -> Iterator[None]:
+    """Small problems run on these tiles too, several tiles a side."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("LEAST_FORWARD", "LEAST_BACKWARD", "FEW_ROWS"):
+            patch.setattr(half_tiles, name, 0)
+        patch.setattr(product_slots, "SCORES", 2**12)
+        patch.setattr(product_slots, "HALF_MASKED_ROWS", 32)
+        ag.clear_cache()
+        tile_equations.cache_clear()
+        yield
+    ag.clear_cache()
+    tile_equations.cache_clear()
+
+
+def make_plan(graph: ag.Graph) -> ag.Plan:
+    """A plan of `math` for a CPU that multiplies bfloat16 itself."""
+    return ag.compile(graph, target=NATIVE, backends=("math",))
+
+
+def tiles_of(graph: ag.Graph, target: Target = NATIVE) -> object:
+    """How a graph of one attention is tiled."""
+    plan = ag.compile(graph, target=target, backends=("math",))
+    (tiles,) = plan_tiles(plan.graph, target, ag.Options())
+    return tiles
+
+
+def square(*sizes: int, dtype: torch.dtype = torch.bfloat16, **options: object) -> ag.Graph:
+    """Attention of q, k and v of these sizes."""
+    x = ag.TensorSpec(sizes, dtype)
+    return ag.attention(x, x, x, **options)  # type: ignore[arg-type]
+
+
+@given(graph=graphs(shapes(most=150), BF16), seed=seeds)
+def test_results_are_within_the_rule(graph: ag.Graph, seed: int) -> None:
+    check_outputs(make_plan(graph), graph, tensors_for(graph, seed))
+
+
+@given(graph=graphs(shapes(most=150), BF16), seed=seeds, skip=st.sampled_from((None, 0, 1)))
+def test_gradients_are_within_the_rule(graph: ag.Graph, seed: int, skip: int | None) -> None:
+    try:
+        check_gradients(make_plan(graph), graph, tensors_for(graph, seed), seed, skip=skip)
+    except ag.NoBackendError:  # there is no gradient of what it returns
+        reject()
+
+
+MASKS = [None, ag.Causal(), ag.Window(40), ag.Causal() & ag.Window(20), ag.Prefix(9) | ag.Causal()]
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("G", [1, 2, 4])
+def test_every_layout_of_bare_attention_is_within_the_rule(
+    mask: ag.Mask | None, layout: str, G: int
+) -> None:
+    sizes = {"q": (2, 4, 130, 16), "k": (2, G, 150, 16), "v": (2, G, 150, 24)}
+    specs = {n: ag.TensorSpec(x, torch.bfloat16, layout=layout) for n, x in sizes.items()}
+    q, k, v = specs.values()
+    graph = ag.attention(q, k, v, mask=mask and mask.aligned("bottom_right"), stats=True)
+    assert isinstance(tiles_of(graph), HalfTiles)
+    tensors = tensors_for(graph, 1)
+    check_outputs(make_plan(graph), graph, tensors)
+    check_gradients(make_plan(graph), graph, tensors, 1, skip=1)
+
+
+def test_twice_gives_the_same_bits() -> None:
+    graph = square(2, 4, 200, 32, mask=ag.Causal())
+    tensors, do = tensors_for(graph, 3), torch.randn(2, 4, 200, 32, dtype=torch.bfloat16)
+    first, second = (run_gradients(make_plan(graph), tensors, [do]) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in "qkv")
+
+
+def test_half_precision_is_multiplied_where_the_cpu_does_it() -> None:
+    graph = square(1, 4, 128, 16)
+    assert isinstance(tiles_of(graph), HalfTiles)
+    assert not isinstance(tiles_of(graph, OTHER), HalfTiles)
+    capped = tiles_of(square(1, 4, 128, 16, soft_cap=30.0))
+    assert isinstance(capped, ProductTiles)
+    assert capped.factors == torch.bfloat16
+    wide = tiles_of(square(1, 4, 128, 16, soft_cap=30.0, dtype=torch.float16))
+    assert isinstance(wide, ProductTiles)
+    assert wide.factors == torch.float32
