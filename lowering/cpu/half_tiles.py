@@ -42,7 +42,7 @@ def pays(problem: Problem) -> bool:
     """Whether products of half precision, which are the CPU's own, are the faster for a problem."""
     p = problem
     least = LEAST_FORWARD if p.grad is None else LEAST_BACKWARD
-    large = p.B * p.H * p.M * p.N * p.D >= least
+    large = least <= p.B * p.H * p.M * p.N * p.D
     return p.dtype == torch.bfloat16 and large and (p.grad is not None or not suits_fused(p))
 
 
@@ -95,7 +95,7 @@ class HalfTiles(Tiling):
 
     @property
     def whole(self) -> bool:
-        """Whether a tile has all queries and all keys of its heads, so that no sum is over tiles."""
+        """Whether a tile has all queries and keys of its heads, so that no sum is over tiles."""
         return self.rows >= self.problem.M and self.problem.node.mask is None
 
     @cached_property
@@ -166,6 +166,10 @@ class Work:
     scratch: Tensors
     places: Place
 
+    @property
+    def rounds(self) -> bool:
+        return self.tiles.problem.dtype != self.tiles.problem.wide
+
     def room(self, name: str, last: int) -> torch.Tensor:
         """A buffer as [n,L,last]."""
         return self.slot.room(self.scratch[name], last)
@@ -212,11 +216,11 @@ class Work:
 
     def scores(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         """The masked scores [n,L,S] in float32, as powers of two."""
-        half = self.room("p", self.slot.keys)
+        half = self.room("p" if self.rounds else "s", self.slot.keys)
         multiply_(half, q, k.mT, self.tiles.problem.node.scale * LOG2_E)
         for at, part in self.slot.mixed:
             hide_(self.slot.by_head(half)[..., at : at + len(part)], self.bits(part, half))
-        return self.room("s", self.slot.keys).copy_(half)
+        return self.room("s", self.slot.keys).copy_(half) if self.rounds else half
 
     def bits(self, part: Part, scores: torch.Tensor) -> Bits:
         """What hides the places of a part that the mask drops."""
@@ -233,19 +237,21 @@ class Work:
     ) -> None:
         """Fill this tile's rows of o [B,H,M,E] and lse [B,H,M]."""
         s = self.scores(self.load("q", q), self.load_keys("k", k))
-        top, total = self.room("lse", 1), self.room("total", 1)
+        top = self.room("lse", 1)
         torch.amax(s, -1, keepdim=True, out=top)
-        power_(s, top)
-        torch.sum(s, -1, keepdim=True, out=total)
+        total = self.sums(power_(s, top))
         top.add_(total.log2()).mul_(LN_2)
         self.slot.rows(lse).copy_(self.slot.by_head(top)[..., 0])
-        if self.tiles.blind:
-            total.masked_fill_(total == 0.0, 1.0)
         self.store("o", o, self.factor(s.div_(total)), self.load_keys("v", v), 1.0)
+
+    def sums(self, s: torch.Tensor) -> torch.Tensor:
+        """The sums of rows [n,L,1], 1 for a row that saw nothing; its lse stays -inf."""
+        total = torch.sum(s, -1, keepdim=True, out=self.room("total", 1))
+        return total.masked_fill_(total == 0.0, 1.0) if self.tiles.blind else total
 
     def factor(self, s: torch.Tensor) -> torch.Tensor:
         """s [n,L,S] as products take it."""
-        return self.room("p", s.shape[2]).copy_(s)
+        return self.room("p", s.shape[2]).copy_(s) if self.rounds else s
 
     def pull(
         self,
@@ -256,13 +262,15 @@ class Work:
     ) -> None:
         """Fill this tile's rows of dq, and add to dk and dv, by the formulas of AttentionGrad.
 
-        The row sums of do o are those of p dp, which are at hand.
+        The row sums of do o are those of p dp, which are at hand. lse may be of scores that were
+        not rounded, so weights are divided by their own sum.
         """
         q, k = self.load("q", operands[0]), self.load_keys("k", operands[1])
         dq, dk, dv = grads
         scale, top = self.tiles.problem.node.scale, self.room("lse", 1)
         self.slot.by_head(top).copy_(self.slot.rows(lse)[..., None])
-        p = self.factor(power_(self.scores(q, k), top.mul_(LOG2_E)))
+        s = power_(self.scores(q, k), top.mul_(LOG2_E))
+        p = self.factor(s.div_(self.sums(s)))
         cotangents, ds = self.load("o", do), self.room("ds", self.slot.keys)
         if self.tiles.blind:
             cotangents = cotangents.masked_fill(top == -INF, 0.0)

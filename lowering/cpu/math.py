@@ -21,8 +21,8 @@ from attn_graph.ir.graph import Eqn, Graph, Op
 from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp
 from attn_graph.ir.vjp import residuals, statistics
 from attn_graph.lowering.backend import Backend, Executable, Options, switch_name
-from attn_graph.lowering.cpu.fused_tiles import FusedTiles
 from attn_graph.lowering.cpu import half_tiles
+from attn_graph.lowering.cpu.fused_tiles import FusedTiles
 from attn_graph.lowering.cpu.product_tiles import ProductTiles
 from attn_graph.lowering.cpu.schedule import POSITIONS
 from attn_graph.lowering.cpu.tangent_tiles import TangentTiles
@@ -73,7 +73,7 @@ def tile_equation(graph: Graph, eqn: Eqn, fused: bool, native: bool) -> Tiles | 
     problem = Problem.of(eqn.op, specs)
     if problem.is_empty:
         return None
-    half = native and half_tiles.pays(problem)
+    half = native and half_tiles.pays(problem) and not gives_lse(graph, eqn)
     if half and half_tiles.takes(problem):
         return half_tiles.HalfTiles.plan(problem)
     if half or not (fused and fuses(problem)):
@@ -84,7 +84,17 @@ def tile_equation(graph: Graph, eqn: Eqn, fused: bool, native: bool) -> Tiles | 
 def is_fast(graph: Graph, target: Target) -> bool:
     """Whether products of half precision, the CPU's own, make it faster than PyTorch's kernel."""
     problem = sole(graph)
-    return has_own_products(target) and problem is not None and half_tiles.pays(problem)
+    if problem is None or not has_own_products(target) or gives_lse(graph, graph.eqns[0]):
+        return False
+    return half_tiles.pays(problem)
+
+
+def gives_lse(graph: Graph, eqn: Eqn) -> bool:
+    """Whether an attention's lse is returned, or read: it is not of rounded scores then."""
+    if not isinstance(eqn.op, Attention):
+        return False
+    (lse,) = (outs[1] for each, outs in graph.numbered if each is eqn)
+    return lse in graph.outputs or any(lse in each.args for each in graph.eqns)
 
 
 def has_own_products(target: Target) -> bool:

@@ -148,9 +148,7 @@ def choose_half_sizes(problem: Problem) -> tuple[int, int, int]:
     return rows, *choose_heads(p, p.dtype, rows, SCORES)
 
 
-def choose_heads(
-    problem: Problem, factors: torch.dtype, rows: int, scores: int
-) -> tuple[int, int]:
+def choose_heads(problem: Problem, factors: torch.dtype, rows: int, scores: int) -> tuple[int, int]:
     """Batch entries and key/value heads of a tile of so many queries and about so many scores."""
     p, mask = problem, problem.node.mask
     one = find_reach(p, rows) * rows * p.H // p.G  # scores of a key/value head

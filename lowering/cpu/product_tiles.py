@@ -372,6 +372,8 @@ class Here:
         stats = self.room("lse", 1)
         self.heads(stats).copy_(self.slot.rows(read.lse)[..., None])
         products.exp_(p, stats)
+        if self.tiles.rounds:
+            self.sum_up_(p, stats)
         ds = self.room("ds", self.slot.keys)
         surplus = self.room("delta", 1)
         if read.do is None:
@@ -388,6 +390,15 @@ class Here:
         products.weigh_(sums, factor, self.keys_of(k), node.scale, room=self.product)
         self.slot.rows(dq).copy_(self.heads(sums))
         products.add_transposed_(self.keys_of(dk), factor, q, node.scale, self.product)
+
+    def sum_up_(self, p: torch.Tensor, lse: torch.Tensor) -> None:
+        """Divide weights by their own sum: lse [n,L,1] may be of scores that were not rounded."""
+        total = torch.sum(p, -1, keepdim=True, out=self.room("total", 1))
+        p.div_(total.masked_fill_(total == 0.0, 1.0))
+        if self.given.sinks is not None:  # which have a share of lse, and no weight here
+            heads = self.slot.heads
+            sinks = self.given.sinks[heads.start : heads.stop].to(lse.dtype)[:, None, None]
+            self.heads(p).mul_((sinks - self.heads(lse)).expm1_().neg_())
 
     def clear(self, x: torch.Tensor) -> torch.Tensor:
         """x [n,L,.] with 0, in place, in the rows that saw nothing."""
