@@ -154,7 +154,7 @@ TABLE: dict[tuple[int, int, str], dict[int, tuple[Tiling, Tiling]]] = {
     (90, 2, "key_gradient"): {
         16: (Tiling(128, 128, 8, 2), Tiling(64, 128, 8, 3)),
         32: (Tiling(128, 128, 8, 2), Tiling(64, 128, 8, 3)),
-        64: (Tiling(64, 64, 4, 2), Tiling(64, 64, 4, 2)),
+        64: (Tiling(64, 64, 4, 2), Tiling(32, 64, 4, 2)),
         128: (Tiling(64, 128, 8, 2), Tiling(64, 128, 8, 2)),
         256: (Tiling(32, 128, 8, 2, True), Tiling(16, 128, 8, 2, True)),
     },

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from functools import cache
 from importlib.metadata import version
 from typing import Any
@@ -94,8 +93,7 @@ def test_explain_reads_the_machine_code_of_a_gpu_that_is_not_there() -> None:
     told = str(plan.explain())
     for kernel in ("forward", "query_gradient", "key_gradient"):
         (line,) = (x for x in told.splitlines() if f"- {kernel}:" in x and "registers" in x)
-        spilled = re.search("([0-9]+) bytes spilled", line)  # Triton 3.6 spills a little more
-        assert int(spilled[1]) <= 16 if spilled else "nothing spilled" in line
+        assert "nothing spilled" in line
         assert "wgmma" in line
     text = plan.text()
     assert ".target sm_90a" in text
