@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -275,8 +275,18 @@ def test_needs_are_fixed_by_the_constraints() -> None:
 
 
 def test_every_case_is_planned_for_an_h200() -> None:
+    """By a forward, and by dq, dk and dv where it is trained."""
     for case in dict.fromkeys(ALL_CASES):
-        played_gpu.plan_whole(case)
+        forward, *backward = played_gpu.plan_whole(case)
+        assert kernels_of(forward)[-1] == "forward"
+        assert len(backward) == case.backward
+        for launches in backward:
+            assert {"delta", "query_gradient", "key_gradient"} <= {*kernels_of(launches)}
+
+
+def kernels_of(launches: Sequence[str]) -> list[str]:
+    """The names of the kernels in lines such as "forward: 512 programs, ..."."""
+    return [line.partition(":")[0] for line in launches]
 
 
 @pytest.fixture

@@ -32,10 +32,14 @@ BEHIND = {"gluon": ("triton",)}  # who runs the backward of a backend that has n
 
 
 class Device(ABC):
-    """What items ask of a device. place: where tensors lie. target: what plans are made for."""
+    """What items ask of a device. place: where tensors lie. target: what plans are made for.
+
+    rounds: of 100 calls each, that host times are taken from.
+    """
 
     place: torch.device
     target: ag.Target
+    rounds: int
 
     @abstractmethod
     def fit(self, case: Case) -> Case:
@@ -90,6 +94,7 @@ class Gpu(Device):
 
     place: torch.device = field(factory=lambda: torch.device("cuda", torch.cuda.current_device()))
     target: ag.Target = field(factory=ag.Target.here)
+    rounds: int = 20
     streams: dict[int, torch.cuda.Stream] = field(factory=dict[int, torch.cuda.Stream])
 
     def fit(self, case: Case) -> Case:
