@@ -28,6 +28,7 @@ from benchmarks.gpu.results import Outcome, Results, Row
 from benchmarks.gpu.session import INTERRUPTED, ITEMS, Item
 from tests.support import played_gpu
 from tests.support.gpu_items import ROW, arguments, make_item
+from tests.support.processes import is_running
 from tests.support.sources import ROOT
 
 MINUTES = 25  # that all items may take on an H200, by their own estimates
@@ -97,12 +98,6 @@ def test_what_goes_wrong_costs_one_item_alone(
     assert page.rstrip().endswith(".json")
     (saved,) = tmp_path.glob("*.md")
     assert saved.read_text(encoding="utf-8") in page
-
-
-def is_running(process: int) -> bool:
-    """Whether a process has not ended; one that nobody waits for has."""
-    status = Path(f"/proc/{process}/status")
-    return status.exists() and "State:\tZ" not in status.read_text()
 
 
 def test_what_is_not_done_comes_next_time_and_what_never_ran_first(

@@ -149,7 +149,15 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
         inspect=lambda: tuple(map(str, machines_of(flash))),
         text=lambda: generated_text(flash),
         infer=run if problem.grad is not None or returns_lse(graph) else call.inference,
+        prepare=lambda: compile_kernels(flash),
     )
+
+
+def compile_kernels(flash: Flash) -> None:
+    """Compile for the target ahead of the first call."""
+    from attn_graph.lowering.triton.offline import compile_ahead
+
+    compile_ahead(flash)
 
 
 def machines_of(flash: Flash) -> list[MachineCode]:

@@ -21,6 +21,7 @@ from attn_graph.lowering.reasons import missing_library, other_device, other_equ
 from attn_graph.lowering.triton.backend import (
     TritonCall,
     attention_reasons,
+    compile_kernels,
     count_of,
     generated_text,
     machines_of,
@@ -123,6 +124,7 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
         inspect=lambda: tuple(map(str, machines_of(flash))),
         text=lambda: generated_text(flash),
         infer=call.forward if returns_lse(graph) else call.inference,
+        prepare=lambda: compile_kernels(flash),
     )
 
 
