@@ -87,12 +87,17 @@ def innermost_spans(
     labels: Mapping[str, int],
     is_tile: Callable[[Sequence[Instruction]], bool],
 ) -> list[tuple[int, int]]:
-    """First and last instruction of loops over tiles that hold no other such loop, in order."""
+    """First and last instruction of loops over tiles that hold no other such loop, in order.
+
+    Waits that stand behind the end of the code, and branch back to it, make no loops.
+    """
     ends: dict[int, int] = {}
     for n, (name, operands) in enumerate(code):
         target = re.search(r"\bL_x_\w+", operands) if name.startswith("BRA") else None
         start = labels.get(target[0], n + 1) if target else n + 1
-        if start <= n and is_tile(code[start : n + 1]):
+        if start > n or any(each == "EXIT" for each, _ in code[start : n + 1]):
+            continue
+        if is_tile(code[start : n + 1]):
             ends[start] = max(n, ends.get(start, 0))
     spans = sorted(ends.items())
     return [span for span in spans if not any(is_within(other, span) for other in spans)]
