@@ -13,11 +13,7 @@ from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
 from torch.autograd import forward_ad, profiler
 from torch.compiler import is_dynamo_compiling
 
-from attn_graph.errors import (
-    NoBackendError,
-    PlanTargetError,
-    Reason,
-)
+from attn_graph.errors import NoBackendError, Reason
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.jvp import jvp, push_graph
 from attn_graph.ir.reference import Verification, compare
@@ -36,6 +32,7 @@ from attn_graph.machine.tensors import (
     is_distributed,
     lay_as,
     require_as_declared,
+    require_device,
 )
 from attn_graph.spec import TensorSpec
 
@@ -241,26 +238,9 @@ class Plan:
 
     def check_tensors(self, tensors: Tensors) -> None:
         """Raise PlanTargetError or PlanMismatchError unless the tensors are as declared."""
-        self.check_device(tensors)
+        require_device(tensors, self.target)
         specs = {i.name: i.spec for i in self.graph.inputs}
         require_as_declared(dict(zip(specs, tensors, strict=True)), specs, self.target)
-
-    def check_device(self, tensors: Tensors) -> None:
-        """Raise PlanTargetError for tensors on another kind of GPU than the plan is for."""
-        if self.target.kind == "cpu":
-            return
-        devices = {t.device for t in tensors if isinstance(t, torch.Tensor) and t.is_cuda}
-        for device in devices:
-            if Target.here(device) != self.target:
-                raise PlanTargetError(
-                    f"the plan is for {self.target}, and {device} is {Target.here(device)}; "
-                    f"compile(graph, target=Target.here({str(device)!r})) plans for that"
-                )
-        if not devices and self.target.device is None:
-            raise PlanTargetError(
-                f"the plan is for {self.target} and this machine is {Target.here()}; "
-                "it can be inspected here, and called there"
-            )
 
     def pull(
         self,

@@ -229,8 +229,8 @@ for path in sorted(Path(folder).glob("*.data")):
 def measure_loads(store: ag.Store) -> list[float]:
     """Milliseconds that cuDNN takes to load each stored plan, in a process of its own."""
     with TemporaryDirectory() as folder:
-        for n, (_, key) in enumerate(store.held()):
-            data = store.get(key or "")
+        for n, entry in enumerate(store.entries()):
+            data = store.get(entry.key or "")
             assert data is not None
             Path(folder, f"{n}.data").write_bytes(CudnnPlan.load(data).data)
         Path(folder, "device").write_text(describe_target(ag.Target.of("h200")))

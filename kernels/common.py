@@ -178,6 +178,32 @@ def mask_scores(s, b, h, i, j, M, N, data, numbers, KEEP: tl.constexpr, MIXED: t
 
 
 @triton.jit
+def softmax_step(
+    s, m, total, b, h, i, j, M, N, scale, data, numbers,
+    KEEP: tl.constexpr, CHANGE: tl.constexpr, FOLD: tl.constexpr, MIXED: tl.constexpr,
+):  # fmt: skip
+    """One step of the online softmax on s = q k^T: p, m, total, and what shrinks earlier sums.
+
+    m, total [rows]: the maximum so far, in base 2, and the sum of exp2(s - m). The maximum is -inf,
+    and the weights 0, until a row has seen a key. FOLD: without modifiers and with scale > 0 the
+    maximum is taken before scaling.
+    """
+    if FOLD:
+        s = mask_scores(s, b, h, i, j, M, N, data, numbers, KEEP, MIXED)
+        new = tl.maximum(m, tl.max(s, 1) * (scale * LOG2E))
+        s = s * (scale * LOG2E)
+    else:
+        s = modify_scores(s, b, h, i, j, M, N, scale, data, numbers, CHANGE, KEEP, MIXED)
+        new = tl.maximum(m, tl.max(s, 1))
+    safe = new
+    if MIXED or CHANGE is not None:
+        safe = tl.where(new == float("-inf"), 0.0, new)
+    p = tl.exp2(s - safe[:, None])
+    shrink = tl.exp2(m - safe)
+    return p, new, total * shrink + tl.sum(p, 1), shrink
+
+
+@triton.jit
 def strip_of(b, M, N, data, numbers, STRIP: tl.constexpr):
     """low, high, keys, rows: place i, j is kept if low <= j - i <= high, j < keys and i < rows."""
     low, high, keys, rows = -FAR, FAR, N, M

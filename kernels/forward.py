@@ -14,13 +14,12 @@ from attn_graph.kernels.common import (
     head_ptr,
     key_tiles,
     listed_block,
-    mask_scores,
     mixed_tile,
-    modify_scores,
     place_program,
     round_to,
     rows_at,
     rows_of,
+    softmax_step,
     store_rows,
 )
 
@@ -40,8 +39,7 @@ def forward(
 
     q [B,H,M,D], k [B,G,N,D], v [B,G,N,E] -> o [B,H,M,E], lse [B,H,M] (natural logarithm), max
     [B,H,M] (of the scores); both float32 in C order, and not stored where their pointer is None.
-    GROUP = H / G. Inside, scores and maxima are in base 2. FOLD: without modifiers and with scale
-    > 0 the maximum is taken before scaling.
+    GROUP = H / G. Inside, scores and maxima are in base 2. FOLD: see `softmax_step`.
     """
     N = even_length(N, EVEN)
     place, h, b = place_program(tl.cdiv(M, BLOCK_M), H, TOGETHER, LAST_FIRST)
@@ -115,28 +113,13 @@ def attend(
     KEEP: tl.constexpr, CHANGE: tl.constexpr, FOLD: tl.constexpr, DROPOUT: tl.constexpr,
     MIXED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax, over keys `key`.. : acc [BLOCK_M,E], total and m [BLOCK_M].
-
-    acc and total are sums of exp2(s - m), m the maximum so far; it is -inf, and the weights 0,
-    until a row has seen a key.
-    """
+    """acc [BLOCK_M,E], total and m [BLOCK_M] with keys `key`.. : see `softmax_step`."""
     j = (key + tl.arange(0, BLOCK_N))[None, :]
     k = rows_at(k_head, k_strides, key, N, D, BLOCK_N, WIDTH_D, not MIXED, UPCAST)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    if FOLD:
-        s = mask_scores(s, b, h, i, j, M, N, data, numbers, KEEP, MIXED)
-        new = tl.maximum(m, tl.max(s, 1) * (scale * LOG2E))
-    else:
-        s = modify_scores(s, b, h, i, j, M, N, scale, data, numbers, CHANGE, KEEP, MIXED)
-        new = tl.maximum(m, tl.max(s, 1))
-    safe = new
-    if MIXED or CHANGE is not None:
-        safe = tl.where(new == float("-inf"), 0.0, new)
-    if FOLD:
-        s = s * (scale * LOG2E)
-    p = tl.exp2(s - safe[:, None])
-    shrink = tl.exp2(m - safe)
-    total = total * shrink + tl.sum(p, 1)
+    p, m, total, shrink = softmax_step(
+        s, m, total, b, h, i, j, M, N, scale, data, numbers, KEEP, CHANGE, FOLD, MIXED
+    )
     if DROPOUT:
         z = dropout_keeps_tile(
             seed_ptr, offset_ptr, b, h, H, first, key, threshold, BLOCK_M, BLOCK_N
@@ -145,7 +128,7 @@ def attend(
     v = rows_at(v_head, v_strides, key, N, E, BLOCK_N, WIDTH_E, not MIXED, UPCAST)
     p = round_to(p, v_head.dtype.element_ty, UPCAST)
     acc = tl.dot(p, v, acc * shrink[:, None], input_precision=PRECISION)
-    return acc, total, new
+    return acc, total, m
 
 
 @triton.jit

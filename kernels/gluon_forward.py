@@ -33,9 +33,8 @@ from attn_graph.kernels.common import (
     head_ptr,
     key_tiles,
     listed_block,
-    mask_scores,
-    modify_scores,
     place_program,
+    softmax_step,
 )
 
 CONSUMERS: gl.constexpr = gl.constexpr(2)
@@ -304,26 +303,13 @@ def softmax(
     s, m, total, key, own, data, numbers, scale, SCORES: gl.constexpr,
     KEEP: gl.constexpr, CHANGE: gl.constexpr, FOLD: gl.constexpr, MIXED: gl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax over keys `key`.. : weights, m, total, and what shrinks acc.
-
-    As `attend` in kernels/forward.py.
-    """
+    """One step of the online softmax over keys `key`.. : p, m, total, and what shrinks acc."""
     b, h, first, M, N = own
     i = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))[:, None]
     j = key + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, SCORES))[None, :]
-    if FOLD:
-        s = mask_scores(s, b, h, i, j, M, N, data, numbers, KEEP, MIXED)
-        new = gl.maximum(m, gl.max(s, 1) * (scale * LOG2E))
-        s = s * (scale * LOG2E)
-    else:
-        s = modify_scores(s, b, h, i, j, M, N, scale, data, numbers, CHANGE, KEEP, MIXED)
-        new = gl.maximum(m, gl.max(s, 1))
-    safe = new
-    if MIXED or CHANGE is not None:
-        safe = gl.where(new == float("-inf"), 0.0, new)
-    p = gl.exp2(s - safe[:, None])
-    shrink = gl.exp2(m - safe)
-    return p, new, total * shrink + gl.sum(p, 1), shrink
+    return softmax_step(
+        s, m, total, b, h, i, j, M, N, scale, data, numbers, KEEP, CHANGE, FOLD, MIXED
+    )
 
 
 @gluon.jit

@@ -39,16 +39,18 @@ class Tiling:
         return self.warps, self.stages
 
 
-def tiling(sm: int, itemsize: int, width: int, pass_: Pass, modified: bool) -> Tiling:
+def tiling(sm: int, itemsize: int, width: int, pass_: Pass, modified: bool, drops: bool) -> Tiling:
     """The tiling of a kernel.
 
     sm: compute capability, 90 for 9.0; 0 is Triton's interpreter, which is faster with few tiles.
     itemsize: bytes of an element. width: the larger of the padded head sizes. modified: whether
-    modifiers change the scores.
+    modifiers change the scores. drops: whether there is dropout.
     """
     if sm == 0:
         return INTERPRETED
-    return TABLE[table_arch(sm), itemsize, pass_][width][modified]
+    arch = table_arch(sm)
+    usual = TABLE[arch, itemsize, pass_][width][modified]
+    return DROPOUT.get((arch, itemsize, pass_, width), usual) if drops else usual
 
 
 def table_arch(sm: int) -> int:
@@ -80,6 +82,12 @@ VARIANTS: dict[str, Callable[[Tiling], Tiling]] = {
     "twice the queries": lambda t: evolve(t, block_m=2 * t.block_m),
     "twice the keys": lambda t: evolve(t, block_n=2 * t.block_n),
     "half the warps": lambda t: evolve(t, warps=max(4, t.warps // 2)),
+    "half the queries and warps": lambda t: evolve(
+        t, block_m=max(LEAST, t.block_m // 2), warps=max(4, t.warps // 2)
+    ),
+    "half the keys and warps": lambda t: evolve(
+        t, block_n=max(LEAST, t.block_n // 2), warps=max(4, t.warps // 2)
+    ),
     "a stage less": lambda t: evolve(t, stages=max(1, t.stages - 1)),
     "a stage more": lambda t: evolve(t, stages=t.stages + 1),
 }
@@ -154,7 +162,7 @@ TABLE: dict[tuple[int, int, str], dict[int, tuple[Tiling, Tiling]]] = {
     (90, 2, "key_gradient"): {
         16: (Tiling(128, 128, 8, 2), Tiling(64, 128, 8, 3)),
         32: (Tiling(128, 128, 8, 2), Tiling(64, 128, 8, 3)),
-        64: (Tiling(64, 64, 4, 2), Tiling(64, 64, 4, 2)),
+        64: (Tiling(64, 64, 4, 2), Tiling(32, 64, 4, 2)),
         128: (Tiling(64, 128, 8, 2), Tiling(64, 128, 8, 2)),
         256: (Tiling(32, 128, 8, 2, True), Tiling(16, 128, 8, 2, True)),
     },
@@ -242,6 +250,11 @@ TABLE: dict[tuple[int, int, str], dict[int, tuple[Tiling, Tiling]]] = {
         128: (Tiling(64, 64, 8, 2), Tiling(64, 64, 8, 2)),
         256: (Tiling(16, 64, 8, 2, True), Tiling(16, 64, 8, 2, True)),
     },
+}
+# With dropout, whose bits take registers of their own, where other tiles are faster then.
+DROPOUT = {
+    (90, 2, "forward", 128): Tiling(64, 64, 4, 2),
+    (90, 2, "key_gradient", 128): Tiling(32, 64, 4, 2),
 }
 # Float32 has no matrix units here, and 80's tiles fit the least shared memory.
 TABLE |= {(120, 4, pass_): TABLE[80, 4, pass_] for pass_ in get_args(Pass)}

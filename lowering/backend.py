@@ -138,7 +138,7 @@ class Executable:
     outputs are new tensors, o in the memory order of q, all others but gradients in C order;
     gradients are dense; what is saved may lie in any order.
     infer: as `run`, for calls after which no gradient can be asked for: nothing need be saved. By
-    default it is `run` itself. prepare: builds what `infer` else builds at its first call.
+    default it is `run` itself. prepare: builds what first calls else build.
     workspace: bytes leased while either runs. temporary: bytes that kernels allocate on their own,
     estimated from above. notes: what `explain` adds about how it runs; `launches` more of that,
     where it takes simulating, `inspect` more, and `text` what was generated, where that takes

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +28,7 @@ from benchmarks.gpu.results import Outcome, Results, Row
 from benchmarks.gpu.session import INTERRUPTED, ITEMS, Item
 from tests.support import played_gpu
 from tests.support.gpu_items import ROW, arguments, make_item
+from tests.support.processes import is_running
 from tests.support.sources import ROOT
 
 MINUTES = 25  # that all items may take on an H200, by their own estimates
@@ -97,12 +98,6 @@ def test_what_goes_wrong_costs_one_item_alone(
     assert page.rstrip().endswith(".json")
     (saved,) = tmp_path.glob("*.md")
     assert saved.read_text(encoding="utf-8") in page
-
-
-def is_running(process: int) -> bool:
-    """Whether a process has not ended; one that nobody waits for has."""
-    status = Path(f"/proc/{process}/status")
-    return status.exists() and "State:\tZ" not in status.read_text()
 
 
 def test_what_is_not_done_comes_next_time_and_what_never_ran_first(
@@ -275,8 +270,18 @@ def test_needs_are_fixed_by_the_constraints() -> None:
 
 
 def test_every_case_is_planned_for_an_h200() -> None:
+    """By a forward, and by dq, dk and dv where it is trained."""
     for case in dict.fromkeys(ALL_CASES):
-        played_gpu.plan_whole(case)
+        forward, *backward = played_gpu.plan_whole(case)
+        assert kernels_of(forward)[-1] == "forward"
+        assert len(backward) == case.backward
+        for launches in backward:
+            assert {"delta", "query_gradient", "key_gradient"} <= {*kernels_of(launches)}
+
+
+def kernels_of(launches: Sequence[str]) -> list[str]:
+    """The names of the kernels in lines such as "forward: 512 programs, ..."."""
+    return [line.partition(":")[0] for line in launches]
 
 
 @pytest.fixture

@@ -111,11 +111,13 @@ def build_command(
     inference: bool,
     plain: bool,
 ) -> None:
-    """Build cuDNN's plans of graphs ahead of time, for a GPU that need not be here.
+    """Build cuDNN's plans of graphs ahead of time, and compile Triton's kernels, for a GPU that
+    need not be here.
 
     FILE holds graphs, one after another, as the library prints them (- is stdin). There the folder
-    is used by compile(..., store=Store(folder)), or is the user's cache folder. cuDNN and its
-    frontend have to be there in the versions that are here.
+    is used by compile(..., store=Store(folder)), or is the user's cache folder. Kernels go to
+    Triton's cache, which TRITON_CACHE_DIR names here and there. cuDNN, its frontend and Triton have
+    to be there in the versions that are here.
     """
     store, place = ag.Store(folder), evolve(ag.Target.of(target), driver=driver)
     passes: list[list[str]] = []
@@ -155,6 +157,8 @@ def prepare(
     is_gradient = not plan.has_gradient
     yield f"{plan.backend} {'gradient' if is_gradient else 'forward'}"
     if not (inference or is_gradient):
+        for gradient in dict.fromkeys((plan.vjp, plan.training_vjp)):
+            gradient.executable.prepare()
         yield f"{plan.vjp.backend} backward"
 
 

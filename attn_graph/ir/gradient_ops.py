@@ -35,21 +35,12 @@ class Unmasked(ScoreGradient):
 
 @final
 @frozen
-class SoftmaxGrad(Op):
+class SoftmaxGrad(ScoreGradient):
     """p, dp, dlse -> ds = p * (dp - sum_j p dp + dlse); 0 where p is, whatever dp and dlse hold."""
-
-    is_gradient = True
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("ds",)
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
         return 4, 4, 3
-
-    def infer(self, p: ValueType, dp: ValueType, dlse: ValueType) -> tuple[ValueType]:
-        return (p,)
 
     def run(self, p: torch.Tensor, dp: torch.Tensor, dlse: torch.Tensor) -> tuple[torch.Tensor]:
         ds = p * (dp - (p * dp).sum(-1, keepdim=True) + dlse[..., None])

@@ -348,7 +348,7 @@ MODIFIERS = (SoftCap, Bias, Alibi)
 
 @frozen
 class ScoreGradient(Op):
-    """s, ds', operands -> ds: from the gradient by scores after a step, that before it."""
+    """s or p, ds' or dp, operands -> ds: the gradient by scores, from that by a step's result."""
 
     is_gradient = True
 

@@ -129,11 +129,6 @@ class Store:
                 key, unfit = None, "it holds another key"
             yield Entry(path, key, stat.st_size, stat.st_mtime, unfit)
 
-    def held(self) -> Iterator[tuple[Path, str | None]]:
-        """Every file with its key; None for a corrupt one."""
-        for entry in self.entries():
-            yield entry.path, entry.key
-
     @property
     def bytes(self) -> int:
         """The size of all files."""

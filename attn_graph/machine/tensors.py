@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from attn_graph.errors import PlanMismatchError
+from attn_graph.errors import PlanMismatchError, PlanTargetError
 from attn_graph.machine.target import Target
 from attn_graph.spec import NAMES, TensorSpec
 
@@ -35,6 +35,24 @@ def dtensor_class() -> type | None:
 
 
 dtensor_class._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as assume_constant_result
+
+
+def require_device(tensors: Sequence[object], target: Target) -> None:
+    """Raise PlanTargetError for tensors on another kind of GPU than a plan's target."""
+    if target.kind == "cpu":
+        return
+    devices = {t.device for t in tensors if isinstance(t, torch.Tensor) and t.is_cuda}
+    for device in devices:
+        if Target.here(device) != target:
+            raise PlanTargetError(
+                f"the plan is for {target}, and {device} is {Target.here(device)}; "
+                f"compile(graph, target=Target.here({str(device)!r})) plans for that"
+            )
+    if not devices and target.device is None:
+        raise PlanTargetError(
+            f"the plan is for {target} and this machine is {Target.here()}; "
+            "it can be inspected here, and called there"
+        )
 
 
 def require_as_declared(

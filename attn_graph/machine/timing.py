@@ -1,9 +1,8 @@
-"""Times jobs on a machine that others use too: jobs take turns, and medians count."""
+"""Times jobs on a machine that others use too: jobs take turns."""
 
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 
@@ -13,20 +12,6 @@ Job = Callable[[], object]
 Progress = Callable[[str], None]
 LEAST_ROUNDS, MOST_ROUNDS = 3, 50
 LEAST_SAMPLE = 1e-3  # seconds; shorter jobs are called several times a sample
-
-
-def medians(
-    jobs: Mapping[str, Job],
-    *,
-    seconds: float = 0.5,
-    device: torch.device | None = None,
-    progress: Progress | None = None,
-) -> dict[str, float]:
-    """The seconds of one call of each job, by name: the median over the rounds of `samples`."""
-    taken: dict[str, list[float]] = {name: [] for name in jobs}
-    for name, each in samples(jobs, seconds=seconds, device=device, progress=progress):
-        taken[name].append(each)
-    return {name: statistics.median(each) for name, each in taken.items()}
 
 
 def samples(

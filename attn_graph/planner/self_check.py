@@ -193,11 +193,11 @@ def read_proof(data: bytes) -> Proof:
 
 def stored_proofs(store: Store) -> Iterator[tuple[str, Proof]]:
     """Every outcome in a store, by its key."""
-    for _, key in store.held():
-        if key is not None and key.startswith(f"{KIND} "):
-            proof = store.load(key, read_proof)
+    for entry in store.entries():
+        if entry.key is not None and entry.key.startswith(f"{KIND} "):
+            proof = store.load(entry.key, read_proof)
             if proof is not None:
-                yield key, proof
+                yield entry.key, proof
 
 
 def describe_check(rest: str) -> str:

@@ -15,12 +15,11 @@ from benchmarks.host import call_rows
 
 STREAMS = 2
 REPLAYS = 20
-ROUNDS = 20  # of 100 calls each
 
 
 def measure_host(device: Device, emit: Emit) -> None:
     """Calls on tensors too small to compute with, beside PyTorch's own, as benchmarks/host.py."""
-    for row in call_rows(device.place, torch.float16, ROUNDS):
+    for row in call_rows(device.place, torch.float16, device.rounds):
         emit(row)
 
 

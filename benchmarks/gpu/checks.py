@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
@@ -25,7 +26,7 @@ MARK = "pytest.mark.gpu"
 KERNELS, CUDNN, MEMORY = (
     TESTS / "lowering" / f"test_gpu{name}.py" for name in ("", "_cudnn", "_memory")
 )
-WORKERS = 8  # processes that compile kernels beside each other
+WORKERS = min(8, os.cpu_count() or 1)  # processes that compile kernels beside each other
 LINES = 3  # of a failure: the last ones
 
 

@@ -7,7 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch
 from attrs import evolve, field, frozen
@@ -25,16 +25,21 @@ from benchmarks.gpu.cases import Case
 Call = Callable[[], Any]  # Any: tensors, or nothing
 Attend = Callable[..., Any]  # of q, k and v
 Tensors = Sequence[torch.Tensor]
+T = TypeVar("T")
 COLD_BYTES = 2**29  # zeroing them empties the L2 cache, and gives the host some 100 us of lead
 WARM_UPS = 3
 BEHIND = {"gluon": ("triton",)}  # who runs the backward of a backend that has none
 
 
 class Device(ABC):
-    """What items ask of a device. place: where tensors lie. target: what plans are made for."""
+    """What items ask of a device. place: where tensors lie. target: what plans are made for.
+
+    rounds: of 100 calls each, that host times are taken from.
+    """
 
     place: torch.device
     target: ag.Target
+    rounds: int
 
     @abstractmethod
     def fit(self, case: Case) -> Case:
@@ -89,6 +94,7 @@ class Gpu(Device):
 
     place: torch.device = field(factory=lambda: torch.device("cuda", torch.cuda.current_device()))
     target: ag.Target = field(factory=ag.Target.here)
+    rounds: int = 20
     streams: dict[int, torch.cuda.Stream] = field(factory=dict[int, torch.cuda.Stream])
 
     def fit(self, case: Case) -> Case:
@@ -152,14 +158,7 @@ class Gpu(Device):
         return frontend_call(graph, self.target, tensors)
 
     def capture(self, step: Call) -> tuple[Call, Tensors]:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            step()  # warms up: all is compiled or loaded
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=side):
-                results = step()
-        torch.cuda.synchronize()
+        graph, results = capture_step(step)
         return graph.replay, results
 
     def replay_together(self, replays: Sequence[Call]) -> None:
@@ -171,3 +170,16 @@ class Gpu(Device):
                 replay()
         for n in range(len(replays)):
             main.wait_stream(self.streams[n])
+
+
+def capture_step(step: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+    """A step as a CUDA graph, and the tensors that hold its results after each replay."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())  # which fills the tensors
+    with torch.cuda.stream(side):
+        step()  # warms up: all is compiled or loaded
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            results = step()
+    torch.cuda.synchronize()
+    return graph, results

@@ -127,50 +127,22 @@ def rate(device: Device, case: Case, pass_: Pass, name: str, ms: float) -> Row:
     return row | case.expectations(pass_)
 
 
-def measure_cases(device: Device, emit: Emit, each: Iterable[Case], *, flex: bool = False) -> None:
-    """Rows of all cases."""
-    for case in each:
+def measure_cases(
+    device: Device, emit: Emit, *, each: Callable[[], Iterable[Case]], flex: bool = False
+) -> None:
+    """Rows of all cases. flex: beside FlexAttention too."""
+    for case in each():
         measure_case(device, case, emit, flex=flex)
 
 
-def measure_wide(device: Device, emit: Emit) -> None:
-    """Head size 128."""
-    measure_cases(device, emit, cases.wide_cases())
-
-
-def measure_narrow(device: Device, emit: Emit) -> None:
-    """Head size 64."""
-    measure_cases(device, emit, cases.narrow_cases())
-
-
-def measure_tutorial(device: Device, emit: Emit) -> None:
-    """The shapes of Triton's tutorial."""
-    measure_cases(device, emit, cases.tutorial_cases())
-
-
-def measure_groups(device: Device, emit: Emit) -> None:
-    """Query heads that share key heads."""
-    measure_cases(device, emit, cases.grouped_cases())
-
-
-def measure_decode(device: Device, emit: Emit) -> None:
-    """One query against many keys."""
-    measure_cases(device, emit, cases.decode_cases())
-
-
-def measure_windows(device: Device, emit: Emit) -> None:
-    """Windows."""
-    measure_cases(device, emit, cases.window_cases())
-
-
-def measure_soft_cap(device: Device, emit: Emit) -> None:
-    """Capped scores."""
-    measure_cases(device, emit, cases.soft_cap_cases())
-
-
-def measure_flex(device: Device, emit: Emit) -> None:
-    """Beside FlexAttention."""
-    measure_cases(device, emit, cases.flex_cases(), flex=True)
+measure_wide = partial(measure_cases, each=cases.wide_cases)
+measure_narrow = partial(measure_cases, each=cases.narrow_cases)
+measure_tutorial = partial(measure_cases, each=cases.tutorial_cases)
+measure_groups = partial(measure_cases, each=cases.grouped_cases)
+measure_decode = partial(measure_cases, each=cases.decode_cases)
+measure_windows = partial(measure_cases, each=cases.window_cases)
+measure_soft_cap = partial(measure_cases, each=cases.soft_cap_cases)
+measure_flex = partial(measure_cases, each=cases.flex_cases, flex=True)
 
 
 def measure_raw(device: Device, emit: Emit) -> None:

@@ -19,7 +19,6 @@ import attn_graph as ag
 from attn_graph.ir.passes import simplify
 from attn_graph.lowering.problem import sole
 from attn_graph.lowering.triton.gluon_plan import plan_launches
-from attn_graph.lowering.triton.instructions import TileLoop, read_loops
 from attn_graph.lowering.triton.offline import (
     MachineCode,
     compile_launch,
@@ -27,6 +26,7 @@ from attn_graph.lowering.triton.offline import (
     inspect_launch,
     mock_tensors,
 )
+from attn_graph.lowering.triton.overlap import TileLoop, read_loops
 
 PAGE = Path(__file__).parents[1] / "reports" / "gluon.md"
 SIZES = (64, 128)
@@ -112,7 +112,12 @@ class Case:
         rates = [GROUPS * loop.flop / (f * clocks) * CLOCK * MULTIPROCESSORS for f in (MOST, LEAST)]
         cells = (
             *(version("triton"), self.size, self.variant, f"128 x {keys}", kind, machine.shared),
-            *(machine.spilled, loop.instructions, f"{loop.beside} of {loop.functions}", clocks),
+            *(
+                machine.spilled,
+                loop.counts.issued,
+                f"{loop.beside} of {loop.counts.special}",
+                clocks,
+            ),
             " to ".join(f"{rate / 1e12:.0f}" for rate in rates),
         )
         return f"| {' | '.join(map(str, cells))} |"
@@ -120,7 +125,7 @@ class Case:
 
 def busiest(loop: TileLoop) -> int:
     """Clocks of the busiest unit for the tiles of all groups."""
-    each = loop.flop // TENSOR, loop.instructions, FUNCTION * loop.functions
+    each = loop.flop // TENSOR, loop.counts.issued, FUNCTION * loop.counts.special
     return GROUPS * max(each)
 
 
@@ -131,10 +136,10 @@ def complaints(machine: MachineCode, loops: list[TileLoop]) -> Iterator[str]:
     if len(loops) not in (GROUPS, 2 * GROUPS):
         yield f"{len(loops)} loops where softmax can run beside a product"
     for loop in loops:
-        if loop.beside < loop.functions:
-            yield f"{loop.functions - loop.beside} exponentials do not run beside a product"
-        if loop.spills > MOST_SPILLS:
-            yield f"{loop.spills} instructions of a loop spill registers"
+        if loop.beside < loop.counts.special:
+            yield f"{loop.counts.special - loop.beside} exponentials do not run beside a product"
+        if loop.counts.spills > MOST_SPILLS:
+            yield f"{loop.counts.spills} instructions of a loop spill registers"
         if loop.registers != REGISTERS:
             yield f"{loop.registers} registers, {REGISTERS} are to be set"
 

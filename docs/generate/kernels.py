@@ -35,6 +35,7 @@ from attn_graph.lowering.triton.predict import (
 from attn_graph.lowering.triton.tile_lists import blocks, classify_blocks
 from attn_graph.masks.places import Block, Place
 from attn_graph.spec import NAMES
+from docs.generate.tutorial import TILE, compile_tutorial
 
 PAGE = Path(__file__).parents[1] / "reports" / "kernels.md"
 TARGETS = {80: "a100", 89: "l40s", 90: "h200", 100: "b200", 120: "b200"}  # 120: but for its sm
@@ -67,6 +68,13 @@ B200, 120 an RTX PRO 6000. Tiles of 120 serve 86 and 89 too.
 
 {summary}
 
+Whole kernels beside others for the same, compiled in the same run and judged by the same model, in
+TFLOP/s: FlexAttention's templates of torch {torch} with the tiles that Inductor takes without a
+search, and the forward of Triton's tutorial, 128 x 128, 8 warps, by the copy engine. What Flex
+spills is in bytes. A GPU that has the choice of the `gluon` backend or of cuDNN does not run ours.
+
+{beside}
+
 | {columns} |
 |{dashes}|
 """
@@ -76,6 +84,11 @@ COLUMNS = (
 )
 SUMMARY = """\
 | sm | D | forward | causal | soft cap | window | backward | causal | soft cap | window |
+|---|---|---|---|---|---|---|---|---|---|
+"""
+
+BESIDE = """\
+| sm | D | variant | forward | Flex | it spills | tutorial | backward | Flex | it spills |
 |---|---|---|---|---|---|---|---|---|---|
 """
 
@@ -175,6 +188,23 @@ class Case:
     def programs(self, machine: MachineCode) -> int:
         """How many programs of a kernel are resident."""
         return PROCESSORS[self.sm].programs(machine.registers, machine.warps, machine.shared)
+
+    def beside(self, name: str) -> Row:
+        """The row of another's kernel for the case; its text is what it spills."""
+        from docs.generate.flex import FlexCase  # of Inductor's insides, which versions change
+
+        if name == "tutorial":
+            tile, machine = TILE, compile_tutorial(self.sm, self.size, self.variant == "causal")
+        else:
+            flex = FlexCase(self.sm, (B, H, S, self.size), self.variant)
+            tile, machine = flex.compile_pass(self.pass_)
+        clocks, problem = self.clocks_of(machine, tile, 1), self.problem()
+        by_keys = self.pass_ == "key_gradient"
+        whole = seconds_and_pairs(clocks, PROCESSORS[self.sm], problem, tile, by_keys)
+        assert whole is not None  # of masks that no data decide
+        seconds, pairs = whole
+        flop = 2 * PRODUCTS[self.pass_] * self.size * pairs
+        return Row(str(machine.spilled), seconds, flop, ())
 
     def clocks_of(self, machine: MachineCode, tile: Tiling, launches: int) -> Clocks:
         """What a kernel, one of `launches` that share the pass's products, takes."""
@@ -278,6 +308,37 @@ def summarize(rows: dict[Case, Row]) -> str:
     return SUMMARY + "\n".join(lines)
 
 
+def other_cases() -> list[tuple[Case, str]]:
+    """Kernels of others to compile: Flex's as far as it has them, the tutorial's for sm_90."""
+    variants = ("no mask", "causal", "soft cap", "window")
+    places = ((80, (128,), variants[:3]), (90, (64, 128), variants), (120, (128,), variants[:3]))
+    flex = [
+        (Case(sm, 2, size, pass_, variant), "Flex")
+        for sm, sizes, each in places
+        for size, variant, pass_ in product(sizes, each, PASSES)
+    ]
+    tutorial = [
+        (Case(90, 2, size, "forward", variant), "tutorial")
+        for size, variant in product((64, 128), variants[:2])
+    ]
+    return flex + tutorial
+
+
+def compare(rows: dict[Case, Row], others: dict[tuple[Case, str], Row]) -> str:
+    """A line for each kind of kernel: ours, and theirs."""
+    lines = []
+    for sm, size, variant in dict.fromkeys((c.sm, c.size, c.variant) for c, _ in others):
+        cells: list[object] = [sm, size, variant]
+        for passes in (PASSES[:1], PASSES[1:]):
+            cases = [Case(sm, 2, size, each, variant) for each in passes]
+            flex = [others[case, "Flex"] for case in cases]
+            cells += [whole_rate([rows[case] for case in cases]), whole_rate([*flex]), flex[0].text]
+            if len(passes) == 1:
+                cells.append(whole_rate([others.get((cases[0], "tutorial"))]))
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return BESIDE + "\n".join(lines)
+
+
 def whole_rate(rows: list[Row | None]) -> str:
     """TFLOP/s of a forward, or of both kernels of a gradient. A gradient counts five products for
     the three of dq and the four of dk and dv, which compute two of them again."""
@@ -294,12 +355,20 @@ def measure_cases(cases: list[Case]) -> dict[Case, Row]:
         return dict(zip(cases, pool.map(Case.measure, cases), strict=True))
 
 
+def measure_others(cases: list[tuple[Case, str]]) -> dict[tuple[Case, str], Row]:
+    """The same of others' kernels."""
+    with ProcessPoolExecutor(JOBS, get_context("spawn")) as pool:
+        return dict(zip(cases, pool.map(Case.beside, *zip(*cases, strict=True)), strict=True))
+
+
 def main() -> None:
-    rows = measure_cases(all_cases())
+    rows, others = measure_cases(all_cases()), measure_others(other_cases())
     head = HEAD.format(
         triton=version("triton"),
+        torch=version("torch").partition("+")[0],
         balance=BALANCE,
         summary=summarize(rows),
+        beside=compare(rows, others),
         columns=" | ".join(COLUMNS),
         dashes="|".join("---" for _ in COLUMNS),
     )

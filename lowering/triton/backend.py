@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, final
@@ -58,11 +58,10 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
     if problem is None:
         against.append(other_equations(graph))
     else:
-        against += triton_size_reasons(problem)
-        against += other_statistics(problem, STATISTICS)
+        against += attention_reasons(problem, DTYPES)
     yield from against
     if problem is not None and not against:
-        yield from plan_reasons(problem, target, options)
+        yield from plan_reasons(lambda: plan_flash(problem, target, options), options)
 
 
 def target_reasons(target: Target) -> Iterator[Reason]:
@@ -73,27 +72,28 @@ def target_reasons(target: Target) -> Iterator[Reason]:
         yield missing_library("triton", "pip install 'attn-graph[cuda]'")
 
 
-def triton_size_reasons(problem: Problem) -> Iterator[Reason]:
-    """The sizes and dtypes that the kernels do not take."""
-    yield from other_dtype(problem, DTYPES)
+def attention_reasons(problem: Problem, dtypes: Sequence[torch.dtype]) -> Iterator[Reason]:
+    """The sizes, dtypes and statistics that the kernels do not take."""
+    yield from other_dtype(problem, dtypes)
     yield from wide_heads(problem, WIDEST)
     yield from no_elements(problem)
     if max(problem.M, problem.N) >= POSITIONS:
         limit = f"counts positions below {POSITIONS}"
         yield Reason("positions", limit, f"M = {problem.M}, N = {problem.N}")
+    yield from other_statistics(problem, STATISTICS)
 
 
-def plan_reasons(problem: Problem, target: Target, options: Options) -> Iterator[Reason]:
+def plan_reasons(plan: Callable[[], Flash], options: Options) -> Iterator[Reason]:
     """What shows only when the launches are planned."""
     from attn_graph.masks.places import Untraceable
 
     try:
-        plan = plan_flash(problem, target, options)
+        flash = plan()
     except Untraceable as error:
         yield untraceable(error)
         return
-    yield from address_reasons(plan)
-    yield from options.over_workspace(plan.scratch.bytes)
+    yield from address_reasons(flash)
+    yield from options.over_workspace(flash.scratch.bytes)
 
 
 def address_reasons(flash: Flash) -> Iterator[Reason]:
@@ -149,7 +149,15 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
         inspect=lambda: tuple(map(str, machines_of(flash))),
         text=lambda: generated_text(flash),
         infer=run if problem.grad is not None or returns_lse(graph) else call.inference,
+        prepare=lambda: compile_kernels(flash),
     )
+
+
+def compile_kernels(flash: Flash) -> None:
+    """Compile for the target ahead of the first call."""
+    from attn_graph.lowering.triton.offline import compile_ahead
+
+    compile_ahead(flash)
 
 
 def machines_of(flash: Flash) -> list[MachineCode]:

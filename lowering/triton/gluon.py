@@ -17,27 +17,17 @@ from attn_graph.errors import Reason
 from attn_graph.ir.graph import Graph
 from attn_graph.lowering.backend import Backend, DeviceTest, Executable, Options
 from attn_graph.lowering.problem import Problem, is_misaligned, returns_lse, sole
-from attn_graph.lowering.reasons import (
-    missing_library,
-    no_elements,
-    other_device,
-    other_dtype,
-    other_equations,
-    other_statistics,
-    untraceable,
-    wide_heads,
-)
+from attn_graph.lowering.reasons import missing_library, other_device, other_equations
 from attn_graph.lowering.triton.backend import (
-    POSITIONS,
-    STATISTICS,
     TritonCall,
-    address_reasons,
+    attention_reasons,
+    compile_kernels,
     count_of,
     generated_text,
     machines_of,
+    plan_reasons,
 )
 from attn_graph.machine.target import Target
-from attn_graph.masks.places import Untraceable
 from attn_graph.spec import TensorSpec
 
 if TYPE_CHECKING:  # and imported where it is used: machines without a GPU never ask for it
@@ -46,7 +36,6 @@ if TYPE_CHECKING:  # and imported where it is used: machines without a GPU never
 SM = 90
 VERSIONS = ((3, 6), (3, 9))  # of Triton: the first and the last whose Gluon has these names
 DTYPES = (torch.float16, torch.bfloat16)
-WIDEST = 256
 ALIGNED = 16  # bytes that TMA needs strides to be multiples of
 
 
@@ -63,7 +52,7 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
         against += gluon_problem_reasons(problem)
     yield from against
     if problem is not None and not against:
-        yield from gluon_plan_reasons(problem, target, options)
+        yield from plan_reasons(lambda: plan_gluon(problem, target), options)
 
 
 def gluon_target_reasons(target: Target) -> Iterator[Reason]:
@@ -94,13 +83,7 @@ def gluon_problem_reasons(problem: Problem) -> Iterator[Reason]:
     """What the kernel does not compute."""
     if problem.grad is not None:
         yield Reason("backward", "computes no gradients", "the graph is one")
-    yield from other_dtype(problem, DTYPES)
-    yield from wide_heads(problem, WIDEST)
-    yield from no_elements(problem)
-    if max(problem.M, problem.N) >= POSITIONS:
-        limit = f"counts positions below {POSITIONS}"
-        yield Reason("positions", limit, f"M = {problem.M}, N = {problem.N}")
-    yield from other_statistics(problem, STATISTICS)
+    yield from attention_reasons(problem, DTYPES)
     if problem.node.dropout:
         yield Reason("dropout", "has no dropout", f"the graph drops {problem.node.dropout}")
     for name, spec in zip("qkv", problem.specs, strict=False):
@@ -118,17 +101,6 @@ def layout_reasons(name: str, spec: TensorSpec) -> Iterator[Reason]:
     if any(n > 1 and s == 0 for n, s in zip(spec.shape, spec.strides, strict=True)):
         limit = "copies tensors whose elements have each their own place"
         yield Reason(f"broadcast.{name}", limit, f"{name} is {spec}")
-
-
-def gluon_plan_reasons(problem: Problem, target: Target, options: Options) -> Iterator[Reason]:
-    """What shows only when the launches are planned."""
-    try:
-        flash = plan_gluon(problem, target)
-    except Untraceable as error:
-        yield untraceable(error)
-        return
-    yield from address_reasons(flash)
-    yield from options.over_workspace(flash.scratch.bytes)
 
 
 @lru_cache(maxsize=256)
@@ -152,6 +124,7 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
         inspect=lambda: tuple(map(str, machines_of(flash))),
         text=lambda: generated_text(flash),
         infer=call.forward if returns_lse(graph) else call.inference,
+        prepare=lambda: compile_kernels(flash),
     )
 
 

@@ -27,6 +27,7 @@ HOMES = {
     "extremes": "lists",
     "list_tiles": "lists",
 }
+Pointers = dict[str, str | tuple[str, ...]]  # names of tensors, by parameter of a kernel
 Tensors = Mapping[str, Any]  # by name: tensors, tuples of tensors, or Triton's mock tensors
 
 

@@ -15,7 +15,7 @@ from typing import Any, final
 import torch
 from attrs import frozen
 
-from attn_graph.lowering.triton.launches import Launch, Tensors, load_kernel
+from attn_graph.lowering.triton.launches import Launch, Tensors, is_interpreting, load_kernel
 from attn_graph.lowering.triton.plan import Flash
 from attn_graph.lowering.triton.sass import Body, read_body
 
@@ -112,6 +112,18 @@ def compile_launches(flash: Flash) -> list[MachineCode]:
     return [inspect_launch(launch, tensors, flash.target.sm) for launch in flash.launches]
 
 
+def compile_ahead(flash: Flash) -> None:
+    """Compile all that calls for the target will launch into Triton's cache, with lse and without.
+
+    Nothing where Triton interprets.
+    """
+    if is_interpreting():
+        return
+    tensors = mock_tensors(flash)
+    for launch in dict.fromkeys((*flash.launches, *flash.without_lse())):
+        compile_launch(launch, tensors, flash.target.sm)
+
+
 def mock_tensors(flash: Flash) -> dict[str, Any]:  # Any: Triton's
     """What stands for the tensors that launches name, while they are compiled."""
     from triton.runtime.jit import MockTensor
@@ -128,17 +140,21 @@ def compile_launch(launch: Launch, tensors: Tensors, sm: int) -> Any:  # Any: Tr
 
 def inspect_launch(launch: Launch, tensors: Tensors, sm: int) -> MachineCode:
     """Compile the kernel of one launch; what its machine code needs."""
-    compiled = compile_launch(launch, tensors, sm)
+    return inspect_compiled(compile_launch(launch, tensors, sm), launch.kernel, launch.warps)
+
+
+def inspect_compiled(compiled: Any, name: str, warps: int) -> MachineCode:  # Any: Triton's
+    """What the machine code of a compiled kernel needs."""
     ptx: str = compiled.asm["ptx"]
     registers, spilled, waits, body = read_resources(compiled.asm["cubin"])
     counts = tuple((name, len(re.findall(form, ptx))) for name, form in INSTRUCTIONS.items())
     return MachineCode(
-        kernel=launch.kernel,
+        kernel=name,
         registers=registers,
         shared=compiled.metadata.shared,
         spilled=spilled,
         serialized=waits > len(re.findall(r"wgmma\.wait_group", ptx)),
-        warps=launch.warps,
+        warps=warps,
         instructions=counts,
         body=body,
         ptx=ptx,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import prod
 from typing import Any, final
 
 import torch
@@ -12,12 +11,12 @@ from attrs import define, field, frozen
 from attn_graph.ir.philox import threshold
 from attn_graph.kernels.tilings import (
     DELTA,
-    LISTS,
     SUMS,
     VARIANTS,
     Pass,
     Tiling,
     padded_head_size,
+    table_arch,
     tiling,
 )
 from attn_graph.lowering.problem import Problem
@@ -28,7 +27,8 @@ from attn_graph.lowering.triton.device_code import (
     read_axes,
     read_specs,
 )
-from attn_graph.lowering.triton.launches import Launch, check_interpreter
+from attn_graph.lowering.triton.device_lists import DeviceLists
+from attn_graph.lowering.triton.launches import Launch, Pointers, check_interpreter
 from attn_graph.lowering.triton.operands import gradient_strides, large_operands, takes_tf32
 from attn_graph.lowering.triton.programs import (
     begins_last,
@@ -38,13 +38,7 @@ from attn_graph.lowering.triton.programs import (
     heads_together,
 )
 from attn_graph.lowering.triton.symbols import SPECIAL
-from attn_graph.lowering.triton.tile_lists import (
-    HEAD,
-    ListCode,
-    blocks,
-    list_ahead,
-    list_room,
-)
+from attn_graph.lowering.triton.tile_lists import blocks, list_ahead
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision
 from attn_graph.machine.workspace import Buffer, Scratch
@@ -52,8 +46,9 @@ from attn_graph.masks.places import Untraceable
 from attn_graph.spec import TensorSpec, dense_strides
 
 Fixed = dict[str, Any]  # arguments of a kernel
-Pointers = dict[str, str | tuple[str, ...]]  # names of tensors, by parameter of a kernel
 FORWARDS = ("forward", "gluon_forward")  # kernels that store lse, where a pointer is given
+HALVED = (90, 120)  # rows of the table whose tiles may be halved
+WARPS, ROWS = 4, 64  # of the least tile that matrix units take at full speed
 READ = ("q", "k", "v", "do", "lse", "delta", "seed", "offset")  # by every backward kernel
 GRADIENTS = {"dq": "grad0", "dk": "grad1", "dv": "grad2"}  # by number of the operand
 
@@ -256,57 +251,11 @@ class FlashBuilder:
         return {"lists_ptr": name}, {"lists_strides": strides, "LISTED": True}
 
     def ranged(self, name: str, tiling: Tiling, by_keys: bool) -> tuple[int, ...]:
-        """Launch what makes the lists on the device; their shape."""
-        p = self.problem
-        ranged = ListCode.trace(p, tiling)
-        shape = ranged.shape(p, tiling, by_keys)
-        self.buffers[name] = Buffer(shape, torch.int32)
-        first = len(self.data()) - len(ranged.reads)
-        pairs = [
-            self.reduced(name, f"data.{first + k}", *x, tiling) for k, x in enumerate(ranged.reads)
-        ]
-        fixed = {
-            "numbers": ranged.numbers,
-            "lists_strides": dense_strides(shape)[:3],
-            "H": shape[1],
-            "M": p.M,
-            "N": p.N,
-            "BLOCK_M": tiling.block_m,
-            "BLOCK_N": tiling.block_n,
-            "TILES": list_room(shape[3] - HEAD),
-            "BY_KEYS": by_keys,
-        }
-        pointers: Pointers = {"lists_ptr": name, "data": tuple(n for pair in pairs for n in pair)}
-        texts = {"CLASSIFY": ranged.source}
-        self.launches.append(
-            Launch("list_tiles", prod(shape[:3]), pointers, fixed, texts, *LISTS.options)
-        )
-        return shape
-
-    def reduced(
-        self, lists: str, name: str, spec: TensorSpec, axes: str, tiling: Tiling
-    ) -> tuple[str, str]:
-        """The names of the least and the most of each block of a tensor of the mask."""
-        if not set(axes) & set("ij"):
-            return name, name
-        full = dict(zip(axes, zip(spec.shape, spec.strides, strict=True), strict=True))
-        sizes, strides = zip(*(full.get(axis, (1, 0)) for axis in "bhij"), strict=True)
-        size = {"i": tiling.block_m, "j": tiling.block_n}
-        BI, BJ = (size[a] if full.get(a, (1, 0))[0] > 1 else 1 for a in "ij")
-        count = sizes[0] * sizes[1] * blocks(sizes[2], BI) * blocks(sizes[3], BJ)
-        names = f"{lists}.{name}.least", f"{lists}.{name}.most"
-        self.buffers.update({n: Buffer((count,), torch.int64) for n in names})
-        fixed = {
-            "strides": strides,
-            "H": sizes[1],
-            "rows": sizes[2],
-            "columns": sizes[3],
-            "BLOCK_I": BI,
-            "BLOCK_J": BJ,
-        }
-        pointers = {"x_ptr": name, "least_ptr": names[0], "most_ptr": names[1]}
-        self.launches.append(Launch("extremes", count, pointers, fixed, {}, *LISTS.options))
-        return names
+        """Add what makes the lists on the device; their shape."""
+        lists = DeviceLists.plan(name, self.problem, tiling, by_keys, self.data())
+        self.buffers |= lists.buffers
+        self.launches += lists.launches
+        return lists.shape
 
     # The passes
 
@@ -496,5 +445,24 @@ def choose_tiling(
     """What the table has for a pass, or a variant of that."""
     p = problem
     width = padded_head_size(max(p.D, p.E))
-    usual = tiling(target.sm, p.dtype.itemsize, width, pass_, bool(p.node.modifiers))
-    return usual if variant is None else VARIANTS[variant](usual)
+    modified, drops = bool(p.node.modifiers), p.node.dropout > 0
+    usual = tiling(target.sm, p.dtype.itemsize, width, pass_, modified, drops)
+    if variant is None:
+        return spread_tiling(p, target, pass_ == "key_gradient", usual)
+    return VARIANTS[variant](usual)
+
+
+def spread_tiling(problem: Problem, target: Target, by_keys: bool, usual: Tiling) -> Tiling:
+    """Half a tile on half the warps, where whole ones leave half of all multiprocessors idle.
+
+    By lowering/triton/predict.py one that is alone on a multiprocessor takes 0.6 of the time of a
+    whole one, with head size 128 on sm_90, and 0.7 on sm_120; elsewhere it gains nothing.
+    """
+    p, least = problem, 2 * ROWS
+    length, block = (p.N, usual.block_n) if by_keys else (p.M, usual.block_m)
+    programs = p.B * p.H * blocks(length, block)
+    halves = usual.warps == 2 * WARPS and block >= least and length > block // 2
+    idle = target.multiprocessors is not None and 2 * programs <= target.multiprocessors
+    if not (halves and idle and table_arch(target.sm) in HALVED):
+        return usual
+    return VARIANTS[f"half the {'keys' if by_keys else 'queries'} and warps"](usual)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
 from attrs import frozen
@@ -18,8 +19,10 @@ LABEL = re.compile(r"^\s*\.?(L_x_\w+):")
 INSTRUCTION = re.compile(
     r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:\{\s*)?(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.x]*)\s*(.*?)\s*;"
 )
+PRODUCT_SIZES = re.compile(r"HGMMA\.(\d+)x(\d+)x(\d+)")
 PRODUCTS = ("HGMMA", "HMMA", "UTCHMMA")  # of sm_90; of 80, 86, 89 and 120; of 100
 FLOATS = ("FFMA", "FMUL", "FADD")
+Instruction = tuple[str, str]  # its name with suffixes, and its operands
 
 
 @final
@@ -62,14 +65,14 @@ class Body:
 def read_body(text: str) -> Body:
     """The loops in what `nvdisasm -c` printed."""
     code, labels = read_instructions(text)
-    spans = innermost_spans(code, labels)
+    spans = innermost_spans(code, labels, computes)
     loops = tuple(count_loop(code[a : b + 1]) for a, b in spans)
     return Body(loops, len(code) - sum(loop.issued for loop in loops))
 
 
-def read_instructions(text: str) -> tuple[list[tuple[str, str]], dict[str, int]]:
-    """The name and operands of each instruction, and the number of the one after each label."""
-    code: list[tuple[str, str]] = []
+def read_instructions(text: str) -> tuple[list[Instruction], dict[str, int]]:
+    """All instructions, and the number of the one after each label."""
+    code: list[Instruction] = []
     labels: dict[str, int] = {}
     for line in text.splitlines():
         if label := LABEL.match(line):
@@ -79,16 +82,22 @@ def read_instructions(text: str) -> tuple[list[tuple[str, str]], dict[str, int]]
     return code, labels
 
 
-def innermost_spans(code: list[tuple[str, str]], labels: dict[str, int]) -> list[tuple[int, int]]:
+def innermost_spans(
+    code: Sequence[Instruction],
+    labels: Mapping[str, int],
+    is_tile: Callable[[Sequence[Instruction]], bool],
+) -> list[tuple[int, int]]:
     """First and last instruction of loops over tiles that hold no other such loop, in order.
 
-    A loop over tiles computes: in half precision matrix products, in float32 many sums.
+    Waits that stand behind the end of the code, and branch back to it, make no loops.
     """
     ends: dict[int, int] = {}
     for n, (name, operands) in enumerate(code):
         target = re.search(r"\bL_x_\w+", operands) if name.startswith("BRA") else None
         start = labels.get(target[0], n + 1) if target else n + 1
-        if start <= n and computes([each for each, _ in code[start : n + 1]]):
+        if start > n or any(each == "EXIT" for each, _ in code[start : n + 1]):
+            continue
+        if is_tile(code[start : n + 1]):
             ends[start] = max(n, ends.get(start, 0))
     spans = sorted(ends.items())
     return [span for span in spans if not any(is_within(other, span) for other in spans)]
@@ -99,13 +108,14 @@ def is_within(inner: tuple[int, int], outer: tuple[int, int]) -> bool:
     return inner != outer and outer[0] <= inner[0] and inner[1] <= outer[1]
 
 
-def computes(names: list[str]) -> bool:
-    """Whether instructions are those of a tile."""
-    kinds = Counter(name.split(".")[0] for name in names)
+def computes(code: Sequence[Instruction]) -> bool:
+    """Whether these are the instructions of a tile: in half precision matrix products, in float32
+    many sums."""
+    kinds = Counter(name.split(".")[0] for name, _ in code)
     return any(kinds[name] for name in PRODUCTS) or kinds["FFMA"] > 64
 
 
-def count_loop(code: list[tuple[str, str]]) -> Loop:
+def count_loop(code: Sequence[Instruction]) -> Loop:
     """How many instructions of each kind these are."""
     kinds = Counter(name.split(".")[0] for name, _ in code)
     return Loop(
@@ -119,9 +129,14 @@ def count_loop(code: list[tuple[str, str]]) -> Loop:
 
 def fetched_bytes(name: str, operands: str) -> int:
     """Bytes of shared memory that a product of sm_90 reads: one factor, or both."""
-    shape = re.match(r"HGMMA\.(\d+)x(\d+)x(\d+)", name)
-    if shape is None:
+    if not (sizes := product_sizes(name)):
         return 0
-    rows, columns, depth = map(int, shape.groups())
+    rows, columns, depth = sizes
     in_registers = re.match(r"R\d+, R\d+", operands)
     return 2 * depth * (columns + (0 if in_registers else rows))
+
+
+def product_sizes(name: str) -> tuple[int, ...]:
+    """Rows, columns and depth of a product of sm_90; () of another instruction."""
+    sizes = PRODUCT_SIZES.match(name)
+    return tuple(map(int, sizes.groups())) if sizes else ()

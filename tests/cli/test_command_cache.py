@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from attn_graph.cli.cache import format_age
 from attn_graph.machine.store import MAGIC
 from tests.support.command_line import run
 
+CPU = ag.Target.of("cpu")
 GRAPH = ag.attention(*(ag.TensorSpec((1, 2, 64, 16), torch.float32),) * 3, mask=ag.Causal())
 CALL = {
     "name": "sdpa",
@@ -80,6 +83,50 @@ def test_graphs_of_a_file_are_prepared_and_who_runs_them_is_told(tmp_path: Path)
     ]
     result = run(*line, str(tmp_path / "plans"), "--inference")
     assert result.output.splitlines()[0] == "graph 1: math forward"
+
+
+COMPILED = """
+import json, sys
+import torch, triton
+import attn_graph as ag
+from attn_graph.ir.passes import simplify
+from attn_graph.lowering.problem import sole
+from attn_graph.lowering.triton.launches import load_kernel
+from attn_graph.lowering.triton.offline import compile_for, mock_tensors
+from attn_graph.lowering.triton.plan import Flash
+
+graph, hits = ag.parse(sys.stdin.read()), []
+triton.knobs.compilation.listener = lambda **seen: hits.append(seen["cache_hit"])
+for each in (graph, ag.compile(graph, target="h200", backends=("triton",)).vjp.graph):
+    flash = Flash.plan(sole(simplify(each)), ag.Target.of("h200"))
+    tensors = mock_tensors(flash)
+    tensors |= {name: torch.zeros(64, dtype=dtype) for name, dtype in flash.dtypes().items()}
+    for launch in (*flash.launches, *flash.without_lse()):
+        with compile_for(90):
+            load_kernel(launch.kernel).warmup(grid=(1,), **launch.arguments(tensors))
+print(json.dumps(hits))
+"""
+
+
+@pytest.mark.skipif(CPU.interprets, reason="with TRITON_INTERPRET=1 Triton compiles nothing")
+@pytest.mark.slow
+def test_kernels_are_compiled_ahead_for_calls_with_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that launches them finds each in Triton's cache, and compiles none."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "kernels"))
+    x = ag.TensorSpec((1, 2, 64, 16), torch.bfloat16)
+    graph = ag.attention(x, x, x, mask=ag.Causal() | ag.Prefix(5), soft_cap=3.0)
+    (tmp_path / "graphs").write_text(f"{graph}")
+    command = (sys.executable, "-m", "attn_graph", "cache", "build", str(tmp_path / "graphs"))
+    more = ("--target", "h200", "-o", str(tmp_path / "plans"))
+    result = subprocess.run((*command, *more), check=True, capture_output=True, text=True)
+    assert "graph 1: triton forward, triton backward" in result.stdout
+    later = (sys.executable, "-c", COMPILED)
+    result = subprocess.run(later, check=True, capture_output=True, text=True, input=str(graph))
+    hits = json.loads(result.stdout)
+    assert len(hits) == 5  # forward with lse and without, delta, dq, dk with dv
+    assert all(hits)
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,11 @@ from attn_graph.ir.passes import simplify
 from attn_graph.lowering.problem import sole
 from attn_graph.lowering.triton import gluon
 from attn_graph.lowering.triton.gluon_plan import plan_launches
-from attn_graph.lowering.triton.instructions import TileLoop, read_loops
 from attn_graph.lowering.triton.launches import Descriptor
 from attn_graph.lowering.triton.offline import compile_launches
+from attn_graph.lowering.triton.overlap import TileLoop, read_loops
 from attn_graph.lowering.triton.plan import Flash
-from attn_graph.lowering.triton.sass import Body
+from attn_graph.lowering.triton.sass import Body, Loop
 from tests.support.sources import ROOT, load_file
 
 CPU = ag.Target.of("cpu")
@@ -232,14 +232,13 @@ ORDER = """
 
 def test_what_stands_between_the_two_waits_runs_beside_a_product() -> None:
     flop = 2 * 64 * 16 * (128 + 64)
-    assert read_loops(ORDER) == [
-        TileLoop(registers=240, instructions=8, flop=flop, functions=3, beside=2)
-    ]
+    counts = Loop(issued=8, special=3, fetched=2 * 16 * (64 + 128 + 64))
+    assert read_loops(ORDER) == [TileLoop(counts, registers=240, flop=flop, beside=2)]
 
 
 def test_a_page_tells_what_is_not_clean() -> None:
     machine = REPORT.MachineCode("forward", 168, 0, 8, True, 4, (), Body((), 0), "")
-    loop = TileLoop(registers=168, instructions=8, flop=1, functions=3, beside=2, spills=4)
+    loop = TileLoop(Loop(issued=8, special=3, spills=4), registers=168, flop=1, beside=2)
     assert list(REPORT.complaints(machine, [loop])) == [
         "matrix products are serialized",
         "1 loops where softmax can run beside a product",

@@ -12,7 +12,7 @@ import attn_graph as ag
 from attn_graph.machine.workspace import Buffer, Scratch
 from attn_graph.testing import rule
 from attn_graph.testing.tensors import cotangents_for, tensors_for
-from tests.support.capture import captured
+from benchmarks.gpu.device import capture_step
 from tests.support.cudnn_graphs import aligned
 
 pytestmark = pytest.mark.gpu
@@ -152,7 +152,7 @@ def test_captured_graphs_may_be_replayed_at_once(backend: str) -> None:
     graphs: list[tuple[torch.cuda.CUDAGraph, tuple[torch.Tensor, ...]]] = []
 
     def capture() -> None:
-        graphs.extend(captured(lambda x=leaves: step(plan, x)) for leaves in jobs[1:])  # type: ignore[misc]  # bound now
+        graphs.extend(capture_step(lambda x=leaves: step(plan, x)) for leaves in jobs[1:])  # type: ignore[misc]  # bound now
 
     thread = threading.Thread(target=capture)
     thread.start()

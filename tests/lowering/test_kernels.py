@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from functools import cache
 from importlib.metadata import version
 from typing import Any
@@ -65,12 +64,45 @@ def test_kernels_are_clean_and_as_the_table_says(case: Any) -> None:
 
 def test_the_table_has_every_row() -> None:
     _, lines = table()
-    rows = [line.split(" | ") for line in lines if line.startswith("| ") and "f" in line]
-    found = {(int(r[0][2:]), r[1], int(r[2]), r[3], r[4]) for r in rows if r[0][2:].isdigit()}
     names = {2: "bf16", 4: "f32"}
+    rows = [line.split(" | ") for line in lines if line.startswith("| ")]
+    rows = [row for row in rows if row[1] in names.values()]
+    found = {(int(r[0][2:]), r[1], int(r[2]), r[3], r[4]) for r in rows}
     assert found == {(c.sm, names[c.bytes], c.size, c.pass_, c.variant) for c in REPORT.all_cases()}
     assert {(sm, size) for sm, size, _ in TABLE} == {(sm, size) for sm in ARCHS for size in (2, 4)}
     assert all(sorted(row) == list(WIDTHS) for row in TABLE.values())
+
+
+def rows_beside() -> dict[tuple[int, int, str], list[str]]:
+    """The page's lines of ours beside others, by compute capability, head size and variant."""
+    text = REPORT.PAGE.read_text(encoding="utf-8").partition(REPORT.BESIDE)[2].partition("\n\n")[0]
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines()]
+    return {(int(row[0]), int(row[1]), row[2]): row[3:] for row in rows}
+
+
+def test_ours_stand_beside_others_and_none_is_much_slower() -> None:
+    rows = rows_beside()
+    assert {*rows} == {(case.sm, case.size, case.variant) for case, _ in REPORT.other_cases()}
+    for forward, flex, _, tutorial, backward, flex_backward, _ in rows.values():
+        assert int(forward) >= int(flex)
+        assert int(backward) >= int(flex_backward)
+        assert tutorial == "-" or int(forward) >= 0.98 * int(tutorial)
+    assert sum(row[3] != "-" for row in rows.values()) == 4
+
+
+@compiling
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Flex", "tutorial"])
+def test_kernels_of_others_are_as_the_page_says(name: str) -> None:
+    """Under the versions that it is of; under others they compile all the same."""
+    case = REPORT.Case(90, 2, 128, "forward", "causal")
+    rate = REPORT.whole_rate([case.beside(name)])
+    text = REPORT.PAGE.read_text(encoding="utf-8")
+    made_with, _ = table()
+    torch_there = text.split("templates of torch ")[1].split()[0]
+    if (made_with, torch_there) == (version("triton"), version("torch").partition("+")[0]):
+        assert rows_beside()[90, 128, "causal"][{"Flex": 1, "tutorial": 3}[name]] == rate
+    assert int(rate) > 300
 
 
 def test_every_compute_capability_has_tiles_that_fit_its_shared_memory() -> None:
@@ -94,8 +126,7 @@ def test_explain_reads_the_machine_code_of_a_gpu_that_is_not_there() -> None:
     told = str(plan.explain())
     for kernel in ("forward", "query_gradient", "key_gradient"):
         (line,) = (x for x in told.splitlines() if f"- {kernel}:" in x and "registers" in x)
-        spilled = re.search("([0-9]+) bytes spilled", line)  # Triton 3.6 spills a little more
-        assert int(spilled[1]) <= 16 if spilled else "nothing spilled" in line
+        assert "nothing spilled" in line
         assert "wgmma" in line
     text = plan.text()
     assert ".target sm_90a" in text

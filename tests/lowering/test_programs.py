@@ -143,6 +143,25 @@ def test_one_group_of_heads_fills_a_gpu_in_the_backward(gpu: str) -> None:
     assert undivided.balance(places) > 4
 
 
+@compiling
+@pytest.mark.parametrize("gpu", GPUS)
+def test_a_few_long_blocks_are_halved_for_multiprocessors_that_would_be_idle(gpu: str) -> None:
+    """Whole ones would leave half of a GPU idle, and halves fit on it all at once."""
+    target = ag.Target.of(gpu)
+    assert target.multiprocessors is not None
+    for S in (512, 1024, 4096):
+        for flash in flashes(attention(1, 4, 4, S, S, mask=ag.Causal()), target):
+            for launch in (x for x in flash.launches if x.kernel in LONG):
+                size = launch.fixed["BLOCK_N" if launch.kernel == "key_gradient" else "BLOCK_M"]
+                assert launch.grid == 4 * S // size
+                halved = launch.warps == 4 and size == 64
+                if launch.warps == 8 and size == 128 and gpu in ("h100", "h200", "l40s", "rtx4090"):
+                    assert 2 * launch.grid > target.multiprocessors
+                if halved and S < 4096:
+                    assert launch.grid <= target.multiprocessors
+                assert halved == (S < 4096) or gpu not in ("h100", "h200")
+
+
 def test_a_division_that_gains_nothing_takes_no_memory() -> None:
     for B, H, G, S in ((4, 32, 8, 4096), (1, 32, 32, 1024), (8, 64, 8, 4096)):
         _, backward = flashes(attention(B, H, G, S, S, mask=ag.Causal()), ag.Target.of("h200"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, final
 
@@ -13,7 +13,6 @@ import torch
 from attrs import frozen
 from hypothesis import example, given
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import forward_ad
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,31 +22,13 @@ from attn_graph.ir.modifiers import Modifier
 from attn_graph.testing import rule
 from attn_graph.testing.strategies import graphs, seeds
 from attn_graph.testing.tensors import cotangents_for, tensors_for
+from tests.support.calls import Leaves, check_gradients, leaves_of, output_of
 
 CPU = ag.Target.of("cpu")
 X = ag.TensorSpec((2, 4, 16, 8), torch.float32)
 NAMES = ("math", "torch_sdpa", *(("triton",) if CPU.interprets else ()))
-Leaves = Sequence[torch.Tensor]
+
 Route = Callable[[ag.Plan, Leaves], None]
-
-
-def leaves_of(graph: ag.Graph, seed: int = 0) -> list[torch.Tensor]:
-    return [t.detach().requires_grad_(t.is_floating_point()) for t in tensors_for(graph, seed)]
-
-
-def output_of(plan: ag.Plan, tensors: Leaves) -> torch.Tensor:
-    found = plan(*tensors)
-    assert isinstance(found, torch.Tensor)
-    return found
-
-
-def check_gradients(
-    graph: ag.Graph, leaves: Leaves, found: Sequence[torch.Tensor], do: torch.Tensor
-) -> None:
-    dues = rule.expect_gradients(graph, [t.detach() for t in leaves], (do,))
-    wanted = [i.name for i, t in zip(graph.inputs, leaves, strict=True) if t.requires_grad]
-    for name, gradient in zip(wanted, found, strict=True):
-        dues[name].check(gradient)
 
 
 # The look of tensors
@@ -215,139 +196,6 @@ def test_a_cotangent_is_copied_only_for_a_backend_that_needs_it() -> None:
         assert (told in str(plan.explain())) == bool(pull.anew)
         assert plan.memory().temporary_backward >= X.type.bytes * len(pull.anew)
     assert anew == {"math": 0, "torch_sdpa": 1}
-
-
-# Derivatives that are not there
-
-
-def penalty(plan: ag.Plan, leaves: Leaves) -> None:
-    o = output_of(plan, leaves)
-    (g,) = torch.autograd.grad(o.sum(), leaves[0], create_graph=True)
-    (o.sum() + 10 * (g.norm() - 1) ** 2).backward()
-
-
-def hessian(plan: ag.Plan, leaves: Leaves) -> None:
-    q, k, v = leaves
-    torch.autograd.functional.hessian(lambda x: output_of(plan, (x, k, v)).sum(), q)
-
-
-def by_hand(plan: ag.Plan, leaves: Leaves) -> None:
-    forward, backward = ag.vjp(plan.graph)
-    found = ag.compile(forward, target=CPU)(*leaves)
-    first = ag.compile(backward, target=CPU)(*leaves, *found, torch.ones_like(found[0]))
-    first[0].sum().backward()
-
-
-def inside_of_a_transform(plan: ag.Plan, leaves: Leaves) -> None:
-    o = output_of(plan, leaves).sum()
-
-    def slope(x: torch.Tensor) -> torch.Tensor:
-        return (torch.autograd.grad(o, leaves[0], create_graph=True)[0] * x).sum()
-
-    torch.func.grad(slope)(leaves[1].detach())
-
-
-def forward_mode(plan: ag.Plan, leaves: Leaves) -> None:
-    with forward_ad.dual_level(), torch.no_grad():
-        plan(forward_ad.make_dual(leaves[0], torch.ones_like(leaves[0])), *leaves[1:])
-
-
-def of_jvp(plan: ag.Plan, leaves: Leaves) -> None:
-    q, k, v = (t.detach() for t in leaves)
-    torch.func.jvp(lambda x: plan(x, k, v), (q,), (torch.ones_like(q),))
-
-
-def thrice(plan: ag.Plan, leaves: Leaves) -> None:
-    g: torch.Tensor = output_of(plan, leaves).square().sum()
-    for _ in range(3):
-        (g,) = torch.autograd.grad(g.sum(), leaves[:1], create_graph=True)
-
-
-ROUTES: dict[Route, str] = {
-    thrice: "third derivatives",
-    inside_of_a_transform: "call the plan within the transform",
-}
-
-
-@pytest.mark.parametrize("route", ROUTES)
-def test_every_route_to_a_derivative_that_is_not_there_raises(route: Route) -> None:
-    x = ag.TensorSpec((1, 1, 3, 2), torch.float64)
-    plan = ag.compile(ag.attention(x, x, x), target=CPU)
-    with pytest.raises(ag.GraphError, match=ROUTES[route]):
-        route(plan, leaves_of(plan.graph))
-
-
-@pytest.mark.parametrize("backend", NAMES[:2])
-@pytest.mark.parametrize("route", [penalty, hessian, forward_mode, of_jvp])
-def test_every_route_to_a_derivative_is_open(backend: str, route: Route) -> None:
-    x = ag.TensorSpec((1, 1, 3, 2), torch.float64)
-    plan = ag.compile(ag.attention(x, x, x), target=CPU)
-    route(plan, leaves_of(plan.graph))
-    alone = ag.compile(ag.attention(x, x, x), target=CPU, backends=(backend,))
-    if backend == "math":
-        route(alone, leaves_of(alone.graph))
-    else:
-        with pytest.raises(ag.NoBackendError, match="computes no tangents"):
-            route(alone, leaves_of(alone.graph))
-
-
-def test_the_gradient_by_hand_has_one_too() -> None:
-    x = ag.TensorSpec((1, 1, 3, 2), torch.float64)
-    plan = ag.compile(ag.attention(x, x, x), target=CPU)
-    by_hand(plan, leaves_of(plan.graph))
-
-
-Y = ag.TensorSpec((1, 2, 3, 2), torch.float64)
-KV = ag.TensorSpec((1, 1, 4, 2), torch.float64)
-CHECKED: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "capped": {
-        "mask": ag.Causal("top_left") & ag.Window(2, 0, "top_left"),
-        "soft_cap": 2.0,
-        "bias": ag.TensorSpec((1, 1, 3, 4), torch.float64),
-        "stats": ("lse", "max"),
-    },
-    "sinks": {
-        "sinks": ag.TensorSpec((2,), torch.float64),
-        "alibi": ag.TensorSpec((2,), torch.float64),
-        "align": "bottom_right",
-        "stats": True,
-    },
-}
-
-
-@pytest.mark.parametrize(("case", "fast"), [("sinks", False), *((name, True) for name in CHECKED)])
-def test_derivatives_of_both_orders_and_modes_are_those_by_differences(
-    case: str, fast: bool
-) -> None:
-    plan = ag.compile(ag.attention(Y, KV, KV, **CHECKED[case]), target=CPU)
-    leaves = tuple(leaves_of(plan.graph))
-    assert torch.autograd.gradcheck(
-        differentiable(plan), leaves, check_forward_ad=True, fast_mode=fast
-    )
-    assert torch.autograd.gradgradcheck(
-        differentiable(plan), leaves, check_fwd_over_rev=True, fast_mode=fast
-    )
-
-
-def differentiable(plan: ag.Plan) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """The outputs of a plan that have a gradient."""
-
-    def call(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        found = plan(*tensors)
-        outputs = found if isinstance(found, tuple) else (found,)
-        return tuple(x for n, x in enumerate(outputs) if n not in plan.constants)
-
-    return call
-
-
-def test_a_first_gradient_that_is_recorded_is_right() -> None:
-    graph = ag.attention(X, X, X)
-    plan = ag.compile(graph, target=CPU)
-    leaves, do = leaves_of(graph), torch.randn(X.shape)
-    found = torch.autograd.grad(output_of(plan, leaves), leaves, do, create_graph=True)
-    assert all(g.requires_grad for g in found)
-    check_gradients(graph, leaves, [g.detach() for g in found], do)
 
 
 # Ambient state

@@ -31,7 +31,7 @@ shared = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_what_is_put_is_got(store: Store, key: str, data: bytes) -> None:
     store.put(key, data)
     assert store.get(key) == data
-    assert (store.path(key), key) in [*store.held()]
+    assert (store.path(key), key) in [(entry.path, entry.key) for entry in store.entries()]
 
 
 def test_another_key_is_a_miss(store: Store, caplog: pytest.LogCaptureFixture) -> None:

@@ -18,6 +18,7 @@ from tests.support.checked_backends import (
     CRASHES,
     GRAPH,
     HANGS,
+    HANGS_WITHIN,
     RAISES,
     RIGHT,
     TRIALS,
@@ -25,6 +26,7 @@ from tests.support.checked_backends import (
     X,
 )
 from tests.support.command_line import run as run_command
+from tests.support.processes import is_running
 
 CPU = ag.Target.of("cpu")
 FINE = Proof("", (0.25, 0.5), 1.0)
@@ -96,6 +98,21 @@ def test_what_is_wrong_hangs_or_raises_does_not_run(
     assert str(reason).startswith("runs only where its self-check passes, and on cpu it ")
     q, k, v = torch.randn(3, *X.shape).unbind()
     assert plan.verify(q, k, v).ok
+
+
+@pytest.mark.slow
+def test_a_kernel_that_never_ends_is_ended_with_its_process(
+    store: ag.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was launched, and its result is waited for where no signal is heard."""
+    log = tmp_path / "processes"
+    monkeypatch.setenv("PLAYED_DEVICE", str(log))
+    with pytest.warns(ag.SelfCheckWarning, match="it had not ended after 20 s"):
+        plan = compile_with(HANGS_WITHIN, store)
+    assert plan.backend == "math"
+    processes = [*map(int, log.read_text().split())]
+    assert len(processes) == 2  # the check's own, and one that compiles for it
+    assert not any(map(is_running, processes))
 
 
 @pytest.mark.slow

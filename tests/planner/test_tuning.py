@@ -78,7 +78,7 @@ def test_figures_are_stored_and_measured_once(
     again = ag.compile(GRAPH, target=CPU, backends=(SLOW, VARIED), tune=True, store=store)
     assert again is not first
     assert again.cause == first.cause
-    (key,) = (key for _, key in store.held())
+    (key,) = (entry.key for entry in store.entries())
     assert key is not None
     assert key.startswith("tune {")
 
@@ -89,7 +89,7 @@ def test_what_is_stored_but_holds_no_figures_is_measured_anew(
 ) -> None:
     ag.compile(GRAPH, target=CPU, backends=(SLOW,), tune=True, store=store)
     ag.clear_cache()
-    (key,) = (key for _, key in store.held())
+    (key,) = (entry.key for entry in store.entries())
     assert key is not None
     store.put(key, data)
     assert ag.compile(GRAPH, target=CPU, backends=(SLOW,), tune=True, store=store).backend == "slow"
@@ -135,9 +135,9 @@ def test_who_refuses_when_it_runs_is_passed_over(store: Store) -> None:
 
 def test_both_passes_are_measured_by_themselves(store: Store) -> None:
     plan = ag.compile(GRAPH, target=CPU, tune=True, store=store)
-    assert len([*store.held()]) == 1
+    assert len([*store.entries()]) == 1
     assert plan.vjp.cause.startswith("it was the fastest when measured here: ")
-    assert len([*store.held()]) == 2
+    assert len([*store.entries()]) == 2
 
 
 def test_another_machine_cannot_be_measured() -> None:
@@ -165,7 +165,7 @@ def test_cudnn_builds_each_plan_that_it_proposes(store: Store) -> None:
         for name in (None, *names)
     ]
     assert len(names) >= 2
-    assert len({*plans}) == len(plans) == len([*store.held()])
+    assert len({*plans}) == len(plans) == len([*store.entries()])
 
 
 def late(name: str) -> ag.Backend:

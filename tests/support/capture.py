@@ -6,25 +6,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from benchmarks.gpu.device import capture_step
+
 Step = Callable[[], tuple[torch.Tensor, ...]]
-
-
-def captured(step: Step) -> tuple[torch.cuda.CUDAGraph, tuple[torch.Tensor, ...]]:
-    """A step as a CUDA graph, and the tensors that hold its results after each replay."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())  # which fills the tensors
-    with torch.cuda.stream(side):
-        step()  # warms up: all is compiled or loaded
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=side):
-            results = step()
-    torch.cuda.synchronize()
-    return graph, results
 
 
 def replayed(step: Step, leaves: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """What a captured step gives when it is replayed after the leaves were filled anew."""
-    graph, results = captured(step)
+    graph, results = capture_step(step)
     for leaf in leaves:
         leaf.data.normal_()
     graph.replay()

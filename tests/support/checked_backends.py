@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, final
 
 import torch
-from attrs import evolve
+from attrs import evolve, frozen
 
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
@@ -53,6 +58,28 @@ def hang(run: Run) -> Run:
     return lambda *tensors: time.sleep(1000)
 
 
+@final
+@frozen
+class Unfinished:
+    """A result of a kernel that never ends, on a played device: whoever reads it waits forever.
+
+    As in a GPU's driver, the wait is in C: it lets no thread of Python's run, and hears no signal
+    but the one that nothing can block.
+    """
+
+    def cpu(self) -> Any:
+        compiler = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+        Path(os.environ["PLAYED_DEVICE"]).write_text(f"{os.getpid()} {compiler.pid}")
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        while True:
+            ctypes.PyDLL(None).pause()
+
+
+def never_finish(run: Run) -> Run:
+    """Launches what never ends, and returns at once."""
+    return lambda *tensors: ([Unfinished() for _ in run(*tensors)[0]], ())
+
+
 def crash(run: Run) -> Run:
     """Ends the process, as a kernel that breaks its context may."""
     return lambda *tensors: os._exit(3)
@@ -70,5 +97,6 @@ def fail(run: Run) -> Run:
 RIGHT = needing_check("right", lambda run: run)
 WRONG = needing_check("wrong", spoil)
 HANGS = needing_check("hangs", hang, seconds=0.5)
+HANGS_WITHIN = needing_check("hangs_within", never_finish, seconds=20.0)
 CRASHES = needing_check("crashes", crash)
 RAISES = needing_check("raises", fail)

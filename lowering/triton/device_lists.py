@@ -1,0 +1,132 @@
+"""Launches that make lists of tiles on the device, at each call, from the tensors of a mask."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import prod
+from typing import final
+
+import torch
+from attrs import frozen
+
+from attn_graph.kernels.tilings import LISTS, Tiling
+from attn_graph.lowering.problem import Problem
+from attn_graph.lowering.triton.launches import Launch, Pointers
+from attn_graph.lowering.triton.tile_lists import HEAD, ListCode, blocks, list_room
+from attn_graph.machine.workspace import Buffer
+from attn_graph.spec import TensorSpec, dense_strides
+
+
+@final
+@frozen(eq=False)
+class DeviceLists:
+    """The lists of one kernel's tiles.
+
+    shape: [B or 1, H or 1, blocks, at least 3 + tiles]. buffers: theirs, and of what they are made
+    from, by name. launches: in order.
+    """
+
+    shape: tuple[int, ...]
+    buffers: Mapping[str, Buffer]
+    launches: tuple[Launch, ...]
+
+    @classmethod
+    def plan(
+        cls, name: str, problem: Problem, tiling: Tiling, by_keys: bool, data: tuple[str, ...]
+    ) -> DeviceLists:
+        """name: of the lists' buffer. data: names of all tensors that kernels read beside the
+        operands, those of the mask last. Raises Untraceable for a mask that can't be followed."""
+        code = ListCode.trace(problem, tiling)
+        shape = code.shape(problem, tiling, by_keys)
+        own = data[len(data) - len(code.reads) :]
+        reads = zip(own, code.reads, strict=True)
+        ends = [BlockEnds(name, x, *read, tiling) for x, read in reads]
+        fixed = {
+            "numbers": code.numbers,
+            "lists_strides": dense_strides(shape)[:3],
+            "H": shape[1],
+            "M": problem.M,
+            "N": problem.N,
+            "BLOCK_M": tiling.block_m,
+            "BLOCK_N": tiling.block_n,
+            "TILES": list_room(shape[3] - HEAD),
+            "BY_KEYS": by_keys,
+        }
+        pointers: Pointers = {
+            "lists_ptr": name,
+            "data": tuple(n for each in ends for n in each.names),
+        }
+        texts = {"CLASSIFY": code.source}
+        last = Launch("list_tiles", prod(shape[:3]), pointers, fixed, texts, *LISTS.options)
+        buffers = {name: Buffer(shape, torch.int32)}
+        buffers |= {n: x for each in ends for n, x in each.buffers()}
+        return cls(shape, buffers, (*(x for each in ends for x in each.launches()), last))
+
+
+@final
+@frozen
+class BlockEnds:
+    """The least and the most of each block of a tensor of the mask.
+
+    lists: the name of the lists that they are for. axes: of the tensor, of "bhij".
+    """
+
+    lists: str
+    tensor: str
+    spec: TensorSpec
+    axes: str
+    tiling: Tiling
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether the tensor has an axis of queries or of keys; else it is read itself."""
+        return bool(set(self.axes) & set("ij"))
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Of the least and of the most."""
+        if not self.is_needed:
+            return self.tensor, self.tensor
+        return f"{self.lists}.{self.tensor}.least", f"{self.lists}.{self.tensor}.most"
+
+    @property
+    def layout(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Sizes and strides by all of "bhij": 1 and 0 of axes that the tensor has not."""
+        pairs = zip(self.spec.shape, self.spec.strides, strict=True)
+        full = dict(zip(self.axes, pairs, strict=True))
+        sizes, strides = zip(*(full.get(axis, (1, 0)) for axis in "bhij"), strict=True)
+        return sizes, strides
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Rows and columns of a block: of a tile, or 1 where the tensor has one."""
+        _, _, rows, columns = self.layout[0]
+        return self.tiling.block_m if rows > 1 else 1, self.tiling.block_n if columns > 1 else 1
+
+    @property
+    def count(self) -> int:
+        """How many blocks there are."""
+        B, H, rows, columns = self.layout[0]
+        return B * H * blocks(rows, self.block[0]) * blocks(columns, self.block[1])
+
+    def buffers(self) -> Iterator[tuple[str, Buffer]]:
+        """Where they go, by name."""
+        if self.is_needed:
+            yield from ((name, Buffer((self.count,), torch.int64)) for name in self.names)
+
+    def launches(self) -> Iterator[Launch]:
+        """What computes them."""
+        if not self.is_needed:
+            return
+        (_, H, rows, columns), strides = self.layout
+        least, most = self.names
+        fixed = {
+            "strides": strides,
+            "H": H,
+            "rows": rows,
+            "columns": columns,
+            "BLOCK_I": self.block[0],
+            "BLOCK_J": self.block[1],
+        }
+        pointers = {"x_ptr": self.tensor, "least_ptr": least, "most_ptr": most}
+        yield Launch("extremes", self.count, pointers, fixed, {}, *LISTS.options)

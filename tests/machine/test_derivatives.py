@@ -1,0 +1,150 @@
+"""Derivatives of a plan: second ones and tangents, by every way to them that PyTorch has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+import attn_graph as ag
+from tests.support.calls import Leaves, check_gradients, leaves_of, output_of
+
+CPU = ag.Target.of("cpu")
+X = ag.TensorSpec((2, 4, 16, 8), torch.float32)
+Route = Callable[[ag.Plan, Leaves], None]
+
+
+def penalty(plan: ag.Plan, leaves: Leaves) -> None:
+    o = output_of(plan, leaves)
+    (g,) = torch.autograd.grad(o.sum(), leaves[0], create_graph=True)
+    (o.sum() + 10 * (g.norm() - 1) ** 2).backward()
+
+
+def hessian(plan: ag.Plan, leaves: Leaves) -> None:
+    q, k, v = leaves
+    torch.autograd.functional.hessian(lambda x: output_of(plan, (x, k, v)).sum(), q)
+
+
+def inside_of_a_transform(plan: ag.Plan, leaves: Leaves) -> None:
+    o = output_of(plan, leaves).sum()
+
+    def slope(x: torch.Tensor) -> torch.Tensor:
+        return (torch.autograd.grad(o, leaves[0], create_graph=True)[0] * x).sum()
+
+    torch.func.grad(slope)(leaves[1].detach())
+
+
+def forward_mode(plan: ag.Plan, leaves: Leaves) -> None:
+    with forward_ad.dual_level(), torch.no_grad():
+        plan(forward_ad.make_dual(leaves[0], torch.ones_like(leaves[0])), *leaves[1:])
+
+
+def of_jvp(plan: ag.Plan, leaves: Leaves) -> None:
+    q, k, v = (t.detach() for t in leaves)
+    torch.func.jvp(lambda x: plan(x, k, v), (q,), (torch.ones_like(q),))
+
+
+def thrice(plan: ag.Plan, leaves: Leaves) -> None:
+    g: torch.Tensor = output_of(plan, leaves).square().sum()
+    for _ in range(3):
+        (g,) = torch.autograd.grad(g.sum(), leaves[:1], create_graph=True)
+
+
+ROUTES: dict[Route, str] = {
+    thrice: "third derivatives",
+    inside_of_a_transform: "call the plan within the transform",
+}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_every_route_to_a_derivative_that_is_not_there_raises(route: Route) -> None:
+    x = ag.TensorSpec((1, 1, 3, 2), torch.float64)
+    plan = ag.compile(ag.attention(x, x, x), target=CPU)
+    with pytest.raises(ag.GraphError, match=ROUTES[route]):
+        route(plan, leaves_of(plan.graph))
+
+
+@pytest.mark.parametrize("backend", ["math", "torch_sdpa"])
+@pytest.mark.parametrize("route", [penalty, hessian, forward_mode, of_jvp])
+def test_every_route_to_a_derivative_is_open(backend: str, route: Route) -> None:
+    x = ag.TensorSpec((1, 1, 3, 2), torch.float64)
+    plan = ag.compile(ag.attention(x, x, x), target=CPU)
+    route(plan, leaves_of(plan.graph))
+    alone = ag.compile(ag.attention(x, x, x), target=CPU, backends=(backend,))
+    if backend == "math":
+        route(alone, leaves_of(alone.graph))
+    else:
+        with pytest.raises(ag.NoBackendError, match="computes no tangents"):
+            route(alone, leaves_of(alone.graph))
+
+
+def test_the_gradient_by_hand_has_one_too() -> None:
+    """That of dq is as PyTorch's autograd derives it from the formula."""
+    x = ag.TensorSpec((1, 1, 3, 2), torch.float64)
+    graph = ag.attention(x, x, x)
+    forward, backward = ag.vjp(graph)
+    q, k, v = leaves = leaves_of(graph)
+    outputs = ag.compile(forward, target=CPU)(*leaves)
+    do, weights = torch.randn_like(outputs[0]), torch.randn_like(q)
+    dq, *_ = ag.compile(backward, target=CPU)(*leaves, *outputs, do)
+    o = (q @ k.mT / 2**0.5).softmax(-1) @ v
+    (formula,) = torch.autograd.grad(o, q, do, create_graph=True)
+    torch.testing.assert_close(dq, formula)
+    second, due = (torch.autograd.grad(first, leaves, weights) for first in (dq, formula))
+    torch.testing.assert_close(second, due)
+
+
+Y = ag.TensorSpec((1, 2, 3, 2), torch.float64)
+KV = ag.TensorSpec((1, 1, 4, 2), torch.float64)
+CHECKED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "capped": {
+        "mask": ag.Causal("top_left") & ag.Window(2, 0, "top_left"),
+        "soft_cap": 2.0,
+        "bias": ag.TensorSpec((1, 1, 3, 4), torch.float64),
+        "stats": ("lse", "max"),
+    },
+    "sinks": {
+        "sinks": ag.TensorSpec((2,), torch.float64),
+        "alibi": ag.TensorSpec((2,), torch.float64),
+        "align": "bottom_right",
+        "stats": True,
+    },
+}
+
+
+@pytest.mark.parametrize(("case", "fast"), [("sinks", False), *((name, True) for name in CHECKED)])
+def test_derivatives_of_both_orders_and_modes_are_those_by_differences(
+    case: str, fast: bool
+) -> None:
+    plan = ag.compile(ag.attention(Y, KV, KV, **CHECKED[case]), target=CPU)
+    leaves = tuple(leaves_of(plan.graph))
+    assert torch.autograd.gradcheck(
+        differentiable(plan), leaves, check_forward_ad=True, fast_mode=fast
+    )
+    assert torch.autograd.gradgradcheck(
+        differentiable(plan), leaves, check_fwd_over_rev=True, fast_mode=fast
+    )
+
+
+def differentiable(plan: ag.Plan) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """The outputs of a plan that have a gradient."""
+
+    def call(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        found = plan(*tensors)
+        outputs = found if isinstance(found, tuple) else (found,)
+        return tuple(x for n, x in enumerate(outputs) if n not in plan.constants)
+
+    return call
+
+
+def test_a_first_gradient_that_is_recorded_is_right() -> None:
+    graph = ag.attention(X, X, X)
+    plan = ag.compile(graph, target=CPU)
+    leaves, do = leaves_of(graph), torch.randn(X.shape)
+    found = torch.autograd.grad(output_of(plan, leaves), leaves, do, create_graph=True)
+    assert all(g.requires_grad for g in found)
+    check_gradients(graph, leaves, [g.detach() for g in found], do)
