@@ -18,6 +18,7 @@ from attn_graph.errors import PlanTargetError, Reason
 from attn_graph.ir.attention import SAVED, Attention, AttentionGrad
 from attn_graph.ir.gradient_ops import sink_gradient
 from attn_graph.ir.graph import Eqn, Graph, Op
+from attn_graph.ir.packed import Packed
 from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp
 from attn_graph.ir.vjp import residuals, statistics
 from attn_graph.lowering.backend import Backend, Executable, Options, switch_name
@@ -30,7 +31,7 @@ from attn_graph.lowering.problem import Problem, operand_specs
 from attn_graph.machine.ambient import plain_ops_on, without_autocast
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import products_round
-from attn_graph.machine.workspace import Scratch
+from attn_graph.machine.workspace import Buffer, Scratch
 from attn_graph.spec import TensorSpec
 
 Tiles = FusedTiles | ProductTiles | TangentTiles
@@ -43,8 +44,7 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
     """Every reason against a graph: PyTorch's switches, the workspace, rounded products."""
     yield from options.switched_off("math")
     if options.max_workspace is not None:  # tiling takes time, and another backend may run it
-        tilings = plan_tiles(graph, target, options)
-        yield from options.over_workspace(max((t.scratch.bytes for t in tilings if t), default=0))
+        yield from options.over_workspace(lower(graph, target, options).workspace)
     yield from options.rounded(graph, target)
 
 
@@ -105,7 +105,7 @@ class Step:
 def lower(graph: Graph, target: Target, options: Options) -> Executable:
     """One step for each equation, run in order."""
     tilings = plan_tiles(graph, target, options)
-    steps = [step_of(graph, *x, options) for x in zip(graph.eqns, tilings, strict=True)]
+    steps = [step_of(graph, *x, target, options) for x in zip(graph.eqns, tilings, strict=True)]
     plan = [(eqn.args, step.call) for eqn, step in zip(graph.eqns, steps, strict=True)]
     saved, stats = residuals(graph), statistics(graph)
     exact = options.exact(graph)
@@ -147,10 +147,12 @@ def hand_out(
     return results
 
 
-def step_of(graph: Graph, eqn: Eqn, tiles: Tiles | None, options: Options) -> Step:
+def step_of(graph: Graph, eqn: Eqn, tiles: Tiles | None, target: Target, options: Options) -> Step:
     """How an equation runs: in tiles, or by its definition."""
     from attn_graph.lowering.cpu.fused_calls import FusedRun  # planning needs it, importing not
 
+    if isinstance(eqn.op, Packed):
+        return packed_step(graph, eqn, target, options)
     if tiles is None:
         specs = operand_specs(graph, eqn)
         return Step(run_definition(eqn.op, specs), temporary=needed_by_definition(eqn, specs))
@@ -170,6 +172,16 @@ def step_of(graph: Graph, eqn: Eqn, tiles: Tiles | None, options: Options) -> St
 
     more = 0 if isinstance(tiles, TangentTiles) else sink_bytes(tiles.problem)
     return Step(call, scratch, tiles.temporary + more, tiles.summary())
+
+
+def packed_step(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Step:
+    """How an equation on packed tensors runs."""
+    from attn_graph.lowering.cpu.packed import plan_packed
+
+    specs = tuple(operand_specs(graph, eqn))
+    plan = plan_packed(eqn, specs, lambda part: BACKEND.lower(part, target, options))
+    scratch = Scratch((Buffer((plan.workspace,), torch.uint8),))  # leased by what it calls
+    return Step(plan.call, scratch, plan.temporary, plan.note)
 
 
 def sink_bytes(problem: Problem) -> int:
