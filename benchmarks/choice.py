@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import attn_graph as ag
-from attn_graph.planner.choose import MATH_IS_FASTER
+from attn_graph.lowering.cpu.sdpa import MATH_IS_FASTER
 from attn_graph.spec import NAMES
 from benchmarks.timing import save, versus
 

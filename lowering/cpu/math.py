@@ -22,6 +22,7 @@ from attn_graph.ir.packed import Packed
 from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp
 from attn_graph.ir.vjp import residuals, statistics
 from attn_graph.lowering.backend import Backend, Executable, Options, switch_name
+from attn_graph.lowering.cpu import sdpa
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
 from attn_graph.lowering.cpu.product_tiles import ProductTiles
 from attn_graph.lowering.cpu.schedule import POSITIONS
@@ -178,8 +179,12 @@ def packed_step(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Ste
     """How an equation on packed tensors runs."""
     from attn_graph.lowering.cpu.packed import plan_packed
 
-    specs = tuple(operand_specs(graph, eqn))
-    plan = plan_packed(eqn, specs, lambda part: BACKEND.lower(part, target, options))
+    def lower_part(part: Graph) -> Executable:
+        slower = sdpa.find_case(part, target) in sdpa.MATH_IS_FASTER
+        refused = slower or sdpa.BACKEND.reasons(part, target, options)
+        return (BACKEND if refused else sdpa.BACKEND).lower(part, target, options)
+
+    plan = plan_packed(eqn, tuple(operand_specs(graph, eqn)), lower_part)
     scratch = Scratch((Buffer((plan.workspace,), torch.uint8),))  # leased by what it calls
     return Step(plan.call, scratch, plan.temporary, plan.note)
 

@@ -26,10 +26,10 @@ from attn_graph.ir.packed import (
     label_results,
     operand_sides,
 )
-from attn_graph.ir.packing import heads_first, list_sequences, row_count
+from attn_graph.ir.packing import list_sequences, row_count
 from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp
 from attn_graph.lowering.backend import Executable
-from attn_graph.machine.ambient import plain_ops_on
+from attn_graph.machine.ambient import without_autocast
 from attn_graph.masks import LEAVES as KNOWN_LEAVES
 from attn_graph.masks import Band, Data, Join, KeyLengths, Mask, Prefix, QueryLengths
 from attn_graph.masks.canonical import EVERYTHING, canonical_mask
@@ -154,6 +154,11 @@ class PackedRun:
         return {"rows": q[2] if rows is None else rows, "keys": k[2] if keys is None else keys}
 
     @cached_property
+    def sides(self) -> tuple[str, ...]:
+        """The sides that are packed."""
+        return self.op.sides
+
+    @cached_property
     def ending(self) -> tuple[str, ...]:
         """See `ending_sides`."""
         return ending_sides(self.op)
@@ -213,9 +218,7 @@ class PackedRun:
             pairs = zip(label.axes, whole, strict=True)
             return x[tuple(slice(None) if all_ else cuts[axis] for axis, all_ in pairs)]
         first, n = (span.row, sizes.rows) if label == "rows" else (span.key, sizes.keys)
-        if label in self.op.sides:
-            return heads_first(x)[:, first : first + n].unsqueeze(0)
-        return x[entry, :, :n]
+        return cut_rows(x, first, n) if label in self.sides else x[entry, :, :n]
 
     # A call
 
@@ -287,6 +290,16 @@ class PackedRun:
             dtype = wide if isinstance(label, Data) else type_.dtype
             specs.append(TensorSpec(type_.shape, dtype, dense_strides(type_.shape, order)))
         return tuple(specs)
+
+
+def cut_rows(x: torch.Tensor, first: int, n: int) -> torch.Tensor:
+    """Rows of a packed tensor [T,H,D] as [1,H,n,D], or of a statistic [H,T] as [1,H,n]: in one
+    step, since a short sequence takes little longer than the views of it."""
+    if x.ndim == 2:
+        head, row = x.stride()
+        return x.as_strided((1, x.shape[0], n), (0, head, row), x.storage_offset() + first * row)
+    (_, H, D), (row, head, each) = x.shape, x.stride()
+    return x.as_strided((1, H, n, D), (0, head, row, each), x.storage_offset() + first * row)
 
 
 def as_meta(spec: TensorSpec) -> torch.Tensor:
@@ -397,7 +410,7 @@ def plan_packed(eqn: Eqn, specs: tuple[TensorSpec, ...], lower: Lower) -> Packed
     run = PackedRun(eqn, specs, lower) if each else PaddedRun(eqn, specs, lower)
 
     def call(device: torch.device, *operands: torch.Tensor) -> Sequence[torch.Tensor]:
-        with torch.no_grad(), plain_ops_on(device):
+        with torch.no_grad(), without_autocast():
             return run.run(operands)
 
     largest, held = run.largest, run.held

@@ -40,6 +40,16 @@ from attn_graph.masks import Band
 from attn_graph.spec import INF, NAMES, TensorSpec, memory_order
 
 TOP_LEFT = Band(None, 0)
+# Where the blocked math lowering, which computes half precision in float32, beats PyTorch's own
+# half precision kernel on CPUs: by dtype and pass, and whether the CPU has the dtype natively.
+# Measured by benchmarks/choice.py; benchmarks/results has the figures of a CPU with native bf16.
+MATH_IS_FASTER = {
+    ("f16", "forward", False),
+    ("f16", "backward", False),
+    ("f16", "forward", True),
+    ("f16", "backward", True),
+    ("bf16", "backward", False),
+}
 Pair = tuple[torch.Tensor, torch.Tensor]
 Pulled = tuple[torch.Tensor, torch.Tensor, torch.Tensor, *tuple[torch.Tensor | None, ...]]
 
@@ -121,6 +131,12 @@ def cpu_bias_reasons(bias: TensorSpec, dtype: torch.dtype) -> Iterator[Reason]:
         yield Reason("bias_dtype", f"adds a bias of dtype {NAMES[dtype]} or f32", actual)
     elif dtype == torch.float64 and bias.dtype != dtype:
         yield Reason("wide_bias_dtype", "adds a bias of dtype f64 to f64 scores", actual)
+
+
+def find_case(graph: Graph, target: Target) -> tuple[str, str, bool]:
+    """The key of a graph in MATH_IS_FASTER."""
+    dtype = NAMES[graph.inputs[0].spec.dtype] if graph.inputs else "f32"
+    return dtype, "backward" if graph.is_gradient else "forward", dtype in target.native
 
 
 def lower(graph: Graph, target: Target, options: Options) -> Executable:
