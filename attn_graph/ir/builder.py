@@ -16,6 +16,7 @@ from attn_graph.ir import ops
 from attn_graph.ir.graph import Eqn, Graph, Input, Op, op_name
 from attn_graph.ir.modifiers import Alibi, Bias, SoftCap
 from attn_graph.ir.packed_inputs import alignment_problems, find_packed_sides
+from attn_graph.ir.paging import Unpage
 from attn_graph.masks import Align
 from attn_graph.spec import FLOATS, TensorSpec, ValueType
 
@@ -103,6 +104,14 @@ class Value:
     def dropout(self, rate: float, seed: Value, offset: Value) -> Value:
         """Weights p -> p * z / (1 - rate)."""
         return self.attempt(lambda: ops.Dropout(rate), seed, offset)
+
+    def unpage(self, table: Value) -> Value:
+        """A pool of pages [n,P,G,D], table [B,pages] -> keys or values [B,G,pages * P,D].
+
+        Entry b has the rows of its pages in their order; which of them count is what lengths say.
+        The gradient adds up what a page gets from all that name it.
+        """
+        return self.then(Unpage(), table)
 
     def weigh(self, v: Value) -> Value:
         """Weights p [B,H,M,N] and v [B,G,N,E] -> o [B,H,M,E]."""

@@ -45,8 +45,18 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
     """Every reason against a graph: PyTorch's switches, the workspace, rounded products."""
     yield from options.switched_off("math")
     if options.max_workspace is not None:  # tiling takes time, and another backend may run it
-        yield from options.over_workspace(lower(graph, target, options).workspace)
+        yield from unbounded_workspace(graph, options)
+        tilings = plan_tiles(graph, target, options)
+        yield from options.over_workspace(max((t.scratch.bytes for t in tilings if t), default=0))
     yield from options.rounded(graph, target)
+
+
+def unbounded_workspace(graph: Graph, options: Options) -> Iterator[Reason]:
+    """Against a limit of the workspace, where lengths that are not known yet decide it."""
+    if any(isinstance(eqn.op, Packed) for eqn in graph.eqns):
+        limit = f"max_workspace is {options.max_workspace} bytes"
+        actual = "what packed sequences need depends on their lengths"
+        yield Reason("packed_workspace", limit, actual)
 
 
 def plan_tiles(graph: Graph, target: Target, options: Options) -> tuple[Tiles | None, ...]:

@@ -99,9 +99,13 @@ def is_relative(modifier: Modifier, op: Packed) -> bool:
 
 
 def ending_sides(op: Packed) -> tuple[str, ...]:
-    """The sides whose sequences the mask ends, so that no more of them is read."""
-    parts = and_parts(op.attention.mask)
-    return tuple(side for side, leaf in LEAVES.items() if leaf in parts)
+    """The sides whose sequences the mask ends, so that no more of them is read.
+
+    Not so queries [B,H,M,D] beside sinks: a row that sees nothing has the sink for its lse.
+    """
+    parts, sinks = and_parts(op.attention.mask), op.attention.sinks
+    ended = [side for side, leaf in LEAVES.items() if leaf in parts]
+    return tuple(side for side in ended if side == "keys" or side in op.sides or not sinks)
 
 
 @final
@@ -250,10 +254,13 @@ class PackedRun:
         return room
 
     @cached_property
-    def largest(self) -> Executable:
-        """What runs a sequence as long as there can be."""
+    def probes(self) -> tuple[Executable, ...]:
+        """What runs sequences as long as there can be, and some of other proportions: they run in
+        other tiles, and which of them needs most memory only planning each tells."""
         M, N = self.most["rows"], self.most["keys"]
-        return self.part_of(Sizes(M, N, M, N)).executable
+        pairs = (M, N), (M // 2 + 1, N), (M, N // 2 + 1), (min(1, M), N)
+        fits = [(m, n) for m, n in pairs if m <= M and n <= N]
+        return tuple(self.part_of(Sizes(m, n, m, n)).executable for m, n in fits)
 
     @property
     def held(self) -> int:
@@ -268,10 +275,8 @@ class PackedRun:
     @property
     def summary(self) -> str:
         """How it runs, for `explain`."""
-        entries = self.specs[-1].shape[0] - 1
-        return (
-            f"each of {entries} sequences by itself; the longest: {'; '.join(self.largest.notes)}"
-        )
+        entries, whole = self.specs[-1].shape[0] - 1, "; ".join(self.probes[0].notes)
+        return f"each of {entries} sequences by itself, its memory estimated; the longest: {whole}"
 
     def covers(self, side: str, count: int, entries: int) -> bool:
         """Whether sequences of so many rows in all leave none out."""
@@ -370,9 +375,9 @@ class PaddedRun:
         return self.lower(b.graph(*b.emit(self.op.op, *values)))
 
     @property
-    def largest(self) -> Executable:
+    def probes(self) -> tuple[Executable, ...]:
         """What runs all sequences."""
-        return self.padded
+        return (self.padded,)
 
     @property
     def held(self) -> int:
@@ -413,5 +418,6 @@ def plan_packed(eqn: Eqn, specs: tuple[TensorSpec, ...], lower: Lower) -> Packed
         with torch.no_grad(), without_autocast():
             return run.run(operands)
 
-    largest, held = run.largest, run.held
-    return PackedPlan(call, largest.workspace, largest.temporary + held, run.summary)
+    workspace = max(probe.workspace for probe in run.probes)
+    temporary = max(probe.temporary for probe in run.probes)
+    return PackedPlan(call, workspace, temporary + run.held, run.summary)

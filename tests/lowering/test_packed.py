@@ -349,6 +349,30 @@ def test_queries_alone_or_keys_alone_may_be_packed() -> None:
     torch.testing.assert_close(again, o[:, :, 0])
 
 
+def test_padded_queries_beside_packed_keys_see_their_sinks() -> None:
+    random = torch.Generator().manual_seed(4)
+    q, sinks = torch.randn(2, 2, 3, 4, generator=random), torch.randn(2, generator=random)
+    k, v = torch.randn(2, 5, 2, 4, generator=random).unbind()
+    starts, rows = torch.tensor([0, 3, 5]), torch.tensor([1, 2])
+    options: dict[str, Any] = {"sinks": SPEC.like(sinks), "q_lengths": SPEC.like(rows)}
+    graph = ag.attention(
+        *map(SPEC.like, (q, k, v)), kv_starts=SPEC.like(starts), stats=True, **options
+    )
+    keys, values = (Unpack(3).run(x, starts, starts.diff())[0] for x in (k, v))
+    specs = map(SPEC.like, (q, keys, values))
+    whole = ag.attention(*specs, kv_lengths=SPEC.like(rows), stats=True, **options)
+    plan = ag.compile(graph, target=CPU)
+    given_tensors = {"q": q, "q_lengths": rows, "sinks": sinks, "kv_starts": starts}
+    tensors = [(given_tensors | {"k": k, "v": v})[i.name] for i in graph.inputs]
+    padded = given_tensors | {"k": keys, "v": values, "kv_lengths": starts.diff()}
+    padded_tensors = [padded[i.name] for i in whole.inputs]
+    for x, due in zip(run_plan(plan, tensors), expect_outputs(whole, padded_tensors), strict=True):
+        due.check(x)
+    cotangents = [torch.randn(t.shape, generator=random) for t in plan.graph.output_types]
+    due = expect_gradients(whole, padded_tensors, cotangents)["sinks"]
+    due.check(run_gradients(plan, tensors, cotangents)["sinks"])
+
+
 def test_keys_lie_as_queries_where_nothing_else_is_given() -> None:
     x, starts = torch.randn(7, 2, 4), torch.tensor([0, 3, 7])
     graph = ag.attention(*[SPEC.like(x)] * 3, q_starts=SPEC.like(starts), mask=ag.Causal())
@@ -376,6 +400,12 @@ def test_every_other_backend_says_why_not() -> None:
         texts = {r.backend: [str(x) for x in r.reasons] for r in found.refusals}
         here = texts["triton"] if target == "h200" else texts["torch_sdpa"]
         assert "reads no packed tensors, and the graph has some; math takes it" in here
+
+
+def test_a_limit_that_lengths_decide_about_is_refused() -> None:
+    graph, _ = make_small()
+    with pytest.raises(ag.NoBackendError, match="depends on their lengths"):
+        ag.compile(graph, target=CPU, max_workspace="1GiB")
 
 
 def test_pairs_are_counted_once_starts_are_known() -> None:
