@@ -17,7 +17,14 @@ from attn_graph.errors import NoBackendError, Reason
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.jvp import jvp, push_graph
 from attn_graph.ir.reference import Verification, compare
-from attn_graph.ir.vjp import backward, cotangent_specs, main_outputs, saved_specs, wanted_inputs
+from attn_graph.ir.vjp import (
+    backward,
+    cotangent_specs,
+    main_outputs,
+    saved_specs,
+    saved_statistics,
+    wanted_inputs,
+)
 from attn_graph.lowering.backend import Executable
 from attn_graph.machine.ambient import has_tangent, is_traced
 from attn_graph.machine.autograd import record, run_with_autograd, select_moving, split_tangents
@@ -127,7 +134,7 @@ class Plan:
         init=False, default=Factory(lambda plan: len(plan.graph.outputs) == 1, takes_self=True)
     )
     constants: tuple[int, ...] = field(  # places of the outputs that have no gradient
-        init=False, default=Factory(lambda plan: constant_places(plan.graph), takes_self=True)
+        init=False, default=Factory(lambda plan: plan.graph.constant_places, takes_self=True)
     )
     memo: Memo = field(init=False, factory=Memo)
 
@@ -300,9 +307,8 @@ class Plan:
         named = dict(zip(declared, saved, strict=True))
         actual = {n: as_it_lies(declared[n], t) for n, t in named.items()}
         require_as_declared(named, actual, self.target)
-        for name in [*actual][self.count :]:
-            if len(actual[name].shape) == 3:  # statistics are read in whatever order they lie
-                actual[name] = declared[name]
+        for name in saved_statistics(self.graph):  # which are read in whatever order they lie
+            actual[name] = declared[name]
         wants = [i for i, need in enumerate(needs) if need]
         cotangents = [None if g is None else TensorSpec.like(g) for g in grads]
         moved = None if actual == declared else [*actual.values()]
@@ -472,9 +478,3 @@ def content_of(plan: Plan) -> str:
 
 
 content_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as assume_constant_result
-
-
-def constant_places(graph: Graph) -> tuple[int, ...]:
-    """Where among the outputs those stand that have no gradient."""
-    known = graph.differentiable_outputs
-    return tuple(place for place, i in enumerate(graph.outputs) if i not in known)

@@ -1,4 +1,4 @@
-"""Which lowering is faster on this CPU: figures for `MATH_IS_FASTER` in planner/choose.py.
+"""Which lowering is faster on this CPU: figures for `MATH_IS_FASTER` in lowering/cpu/math.py.
 
 For each dtype and pass the geometric mean, over shapes and masks that both lowerings take, of how
 many times faster `math` is than `torch_sdpa`. The table holds the rows that are over 1.05.
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import attn_graph as ag
-from attn_graph.planner.choose import MATH_IS_FASTER
+from attn_graph.lowering.cpu.math import MATH_IS_FASTER
 from attn_graph.spec import NAMES
 from benchmarks.timing import save, versus
 

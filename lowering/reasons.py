@@ -8,11 +8,16 @@ import torch
 
 from attn_graph.errors import Reason
 from attn_graph.ir.graph import Graph
+from attn_graph.ir.packed import Packed
+from attn_graph.ir.packing import Pack, Unpack
+from attn_graph.ir.paging import SumPages, Unpage
 from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp
 from attn_graph.lowering.problem import Problem
 from attn_graph.machine.target import Target
 from attn_graph.spec import NAMES
 
+PACKING = (Packed, Unpack, Pack)
+PAGING = (Unpage, SumPages)
 DERIVED = (AttentionJvp, AttentionGradJvp)  # ops of forward mode
 
 
@@ -44,6 +49,10 @@ def other_equations(graph: Graph) -> Reason:
     if tangents := [eqn.op for eqn in graph.eqns if isinstance(eqn.op, DERIVED)]:
         actual = f"the graph has {', '.join(type(op).__name__ for op in tangents)}; math takes it"
         return Reason("tangents", "computes no tangents", actual)
+    if any(isinstance(eqn.op, PAGING) for eqn in graph.eqns):
+        return Reason("pages", "reads no pages", "the graph has some; math takes it")
+    if any(isinstance(eqn.op, PACKING) for eqn in graph.eqns):
+        return Reason("packed", "reads no packed tensors", "the graph has some; math takes it")
     ops = ", ".join(type(eqn.op).__name__ for eqn in graph.eqns)
     actual = f"the graph has {len(graph.eqns)} equations: {ops}"
     return Reason("equations", "takes one attention", actual)

@@ -16,6 +16,13 @@ from benchmarks.cpu import OURS, Row, call_plan, format_row, make_cotangent, mea
 from benchmarks.cpu_jobs import BEST, F32, GROUPS, Job, make_graph, make_operands, shrink_job
 from benchmarks.cpu_peers import PEERS, make_flex, make_peers
 from benchmarks.memory import peak_bytes
+from benchmarks.ragged import (
+    Sequences,
+    attend_in_loop,
+    attend_nested,
+    attend_padded,
+    attend_plan,
+)
 from docs.generate import speed
 
 JOBS = [job for group in GROUPS.values() for job in group()]
@@ -94,3 +101,16 @@ def test_the_page_names_the_best_peer(monkeypatch: pytest.MonkeyPatch, tmp_path:
     text = speed.all_rows()
     assert "1 and 2 threads" in text
     assert f"forward | 1 | 0.123 | {row['peer']} | 2.3 | 18.96 |" in text
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_packed_sequences_are_the_same_job_in_every_way() -> None:
+    work = Sequences(0.05, torch.float32, causal=False)
+    tensors = work.tensors()
+    o = attend_plan(work, tensors)(*tensors)
+    torch.testing.assert_close(attend_in_loop(work, tensors)(*tensors), o)
+    torch.testing.assert_close(attend_nested(work, tensors)(*tensors), o)
+    causal = Sequences(0.05, torch.float32)
+    due, padded = attend_plan(causal, tensors)(*tensors), attend_padded(causal, tensors)()
+    rows = [x[:, :n].transpose(0, 1) for x, n in zip(padded, causal.lengths, strict=True)]
+    torch.testing.assert_close(torch.cat(rows), due)

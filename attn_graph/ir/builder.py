@@ -15,12 +15,14 @@ from attn_graph.errors import GraphError, user_line
 from attn_graph.ir import ops
 from attn_graph.ir.graph import Eqn, Graph, Input, Op, op_name
 from attn_graph.ir.modifiers import Alibi, Bias, SoftCap
+from attn_graph.ir.packed_inputs import alignment_problems, find_packed_sides
+from attn_graph.ir.paging import Unpage
 from attn_graph.masks import Align
 from attn_graph.spec import FLOATS, TensorSpec, ValueType
 
 EXTRA = (  # the inputs that options of `attention` add, in their order; those of masks follow
     *("bias", "alibi", "keep", "kv_lengths", "q_lengths", "sinks"),
-    *("q_segments", "kv_segments", "seed", "offset"),
+    *("q_segments", "kv_segments", "seed", "offset", "q_starts", "kv_starts"),
 )
 JOINED: dict[masks.Mask, frozenset[str]] = {  # to a mask, by & : the tensors that each reads
     leaf: frozenset(leaf.needs)
@@ -102,6 +104,14 @@ class Value:
     def dropout(self, rate: float, seed: Value, offset: Value) -> Value:
         """Weights p -> p * z / (1 - rate)."""
         return self.attempt(lambda: ops.Dropout(rate), seed, offset)
+
+    def unpage(self, table: Value) -> Value:
+        """A pool of pages [n,P,G,D], table [B,pages] -> keys or values [B,G,pages * P,D].
+
+        Entry b has the rows of its pages in their order; which of them count is what lengths say.
+        The gradient adds up what a page gets from all that name it.
+        """
+        return self.then(Unpage(), table)
 
     def weigh(self, v: Value) -> Value:
         """Weights p [B,H,M,N] and v [B,G,N,E] -> o [B,H,M,E]."""
@@ -273,6 +283,9 @@ def attention(
     sinks: TensorSpec | None = None,
     dropout: float = 0.0,
     stats: bool | Sequence[str] = False,
+    q_starts: TensorSpec | None = None,
+    kv_starts: TensorSpec | None = None,
+    most: tuple[int | None, int | None] | None = None,
     **data: TensorSpec,
 ) -> Graph:
     """Attention as a graph: q [B,H,M,D], k [B,G,N,D], v [B,G,N,E] -> o [B,H,M,E].
@@ -286,6 +299,12 @@ def attention(
     after o, in that order: "lse", the natural logarithm of the softmax's denominator, and "max",
     the largest score of each row, which has no gradient. True is ("lse",), False none.
 
+    `q_starts` [B+1]: q is packed, [T,H,D], sequence b being its rows from q_starts[b] on, as many
+    as `q_lengths` says, by default up to the next sequence. o is packed as q is, statistics are
+    [H,T]; rows of no sequence are 0, and -inf in statistics. k and v of three axes are packed too,
+    by `kv_starts` and `kv_lengths`, by default as q is. Positions count within a sequence. `most`:
+    the most queries and keys of a sequence, by default all rows; they are the M and N of a bias.
+
     Raises GraphError with every problem there is.
     """
     b = Builder()
@@ -296,14 +315,21 @@ def attention(
         given["q_segments"], given["kv_segments"] = two_segments(segments)
     if dropout:
         given["seed"] = given["offset"] = TensorSpec((), torch.int64)
+    given |= {"q_starts": q_starts, "kv_starts": kv_starts}
     specs = {"q": q, "k": k, "v": v}
     more = {name: given.get(name) for name in EXTRA} | data
     specs |= {name: spec for name, spec in more.items() if spec is not None}
     x = {name: b.input(name, spec) for name, spec in specs.items()}
     b.problem(*dtype_problems(q, v, bias=bias, alibi=slopes, sinks=sinks))
     names = b.attempt(lambda: statistic_names(stats)) or ()
-    whole = b.attempt(lambda: whole_mask(mask, x, align))
-    s = scores(x["q"], x["k"], scale=scale)
+    rows, keys = b.attempt(lambda: find_packed_sides(x, most)) or (None, None)
+    x |= {n: side.lengths for n, side in (("q_lengths", rows), ("kv_lengths", keys)) if side}
+    whole = b.attempt(lambda: whole_mask(mask, x, align, rows, keys))
+    if rows or keys:
+        slanted = None if alibi is None or alibi is False else align or ""
+        b.problem(*alignment_problems(whole, slanted, rows, keys))
+    unpacked = {n: keys.unpack(x[n]) if keys else x[n] for n in "kv"}
+    s = scores(rows.unpack(x["q"]) if rows else x["q"], unpacked["k"], scale=scale)
     if soft_cap is not None:
         s = s.soft_cap(soft_cap)
     if "bias" in x:
@@ -320,7 +346,8 @@ def attention(
         p = p.dropout(dropout, x["seed"], x["offset"])
     stats_of = {name: s.then(ops.STATISTICS[name]()) for name in names if name != "lse"}
     stats_of |= {"lse": lse}
-    return b.build(p.weigh(x["v"]), *(stats_of[name] for name in names))
+    results = p.weigh(unpacked["v"]), *(stats_of[name] for name in names)
+    return b.build(*(rows.pack(r, x["q"], n > 0) if rows else r for n, r in enumerate(results)))
 
 
 def statistic_names(stats: object) -> tuple[str, ...]:
@@ -357,12 +384,22 @@ def dtype_problems(q: TensorSpec, v: TensorSpec, **more: TensorSpec | None) -> I
 
 
 def whole_mask(
-    mask: masks.Mask | None, given: dict[str, Value], align: Align | None
+    mask: masks.Mask | None,
+    given: dict[str, Value],
+    align: Align | None,
+    rows: object,
+    keys: object,
 ) -> masks.Mask | None:
-    """The mask joined, by &, with a leaf for each given tensor that it does not read itself."""
+    """The mask joined, by &, with a leaf for each given tensor that it does not read itself.
+
+    Packed sequences, `rows` and `keys`, end where their lengths say, whatever the mask reads.
+    """
     if mask is not None:
         masks.require_mask(None, None, mask)
+    ends = {masks.QueryLengths(): rows, masks.KeyLengths(): keys}
     for leaf, names in JOINED.items():
-        if names <= given.keys() and not (mask and names & mask.needs.keys()):
+        parts = [] if mask is None else masks.flatten_join(masks.And, mask)
+        reads = leaf in parts if ends.get(leaf) else mask and names & mask.needs.keys()
+        if names <= given.keys() and not reads:
             mask = leaf if mask is None else mask & leaf
     return mask.aligned(align) if mask else None

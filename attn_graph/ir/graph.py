@@ -216,6 +216,12 @@ class Graph:
         constant = self.named_results(lambda op: op.without_gradient)
         return tuple(i for i in self.outputs if i not in constant)
 
+    @property
+    def constant_places(self) -> tuple[int, ...]:
+        """Where among the outputs those stand that have no gradient."""
+        known = self.differentiable_outputs
+        return tuple(place for place, i in enumerate(self.outputs) if i not in known)
+
     def named_results(self, names: Callable[[Op], Sequence[str]]) -> frozenset[int]:
         """The results that `names` selects of each equation's op, by number."""
         return frozenset(

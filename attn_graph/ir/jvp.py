@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from attn_graph.errors import GraphError
 from attn_graph.ir.builder import Builder, Value
 from attn_graph.ir.graph import Eqn, Graph, check_graph, unused_names
+from attn_graph.ir.packed import fused_op
 from attn_graph.ir.passes import narrow, simplify
 from attn_graph.ir.rewrite import prune
 from attn_graph.ir.sums import Zeros
@@ -96,7 +97,8 @@ def push_equation(
         return results, [None] * len(results)
     pushed = eqn.op.push(b.emit, operands, results, moved)
     last = b.eqns[-1]
-    if isinstance(last.op, AttentionJvp) and last.op.attention == eqn.op:
+    pushed_op, own = fused_op(last.op), fused_op(eqn.op)
+    if isinstance(pushed_op, AttentionJvp) and pushed_op.attention == own:
         first = len(b.types) - len(last.outs)
         results = tuple(Value(b, first + n) for n in range(len(results)))
     return results, pushed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
-from typing import Generic, TypeVar, final
+from typing import Any, Generic, TypeVar, final
 
 from attrs import define, evolve, frozen
 
@@ -15,6 +15,8 @@ from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.builder import Builder, Value
 from attn_graph.ir.graph import Eqn, Graph, Op
 from attn_graph.ir.modifiers import Modifier
+from attn_graph.ir.packed import Packed, fused_op
+from attn_graph.ir.packed_fusing import fuse_packed
 from attn_graph.ir.rewrite import Copy, replay
 from attn_graph.ir.tangents import AttentionGradJvp
 from attn_graph.masks.canonical import canonical_mask
@@ -214,7 +216,7 @@ def narrow(graph: Graph) -> Graph:
     """Let gradients of attention compute only the results that are read."""
     users, copy = count_users(graph), Copy(graph)
     for eqn, outs in graph.numbered:
-        if isinstance(eqn.op, AttentionGrad | AttentionGradJvp):
+        if isinstance(fused_op(eqn.op), AttentionGrad | AttentionGradJvp):
             op = select_results(eqn.op, [i in users for i in outs])
             copy.add(op, eqn.args, [i for i in outs if i in users])
         else:
@@ -222,19 +224,20 @@ def narrow(graph: Graph) -> Graph:
     return copy.finish()
 
 
-def select_results(
-    op: AttentionGrad | AttentionGradJvp, read: Sequence[bool]
-) -> AttentionGrad | AttentionGradJvp:
-    """The same op with those of its results alone that are read."""
-    if isinstance(op, AttentionGradJvp):
-        grad = select_results(op.grad, read)
-        assert isinstance(grad, AttentionGrad)
-        return evolve(op, grad=grad)
-    live = iter(read)
-    return evolve(op, wants=tuple(wanted and next(live) for wanted in op.wants))
+def select_results(op: Op, read: Sequence[bool]) -> Any:  # Any: an op of the same class
+    """The same gradient, or tangent of one, with those of its results alone that are read."""
+    match op:
+        case Packed(op=inner):
+            return evolve(op, op=select_results(inner, read))
+        case AttentionGradJvp(grad=grad):
+            return evolve(op, grad=select_results(grad, read))
+        case AttentionGrad():
+            live = iter(read)
+            return evolve(op, wants=tuple(wanted and next(live) for wanted in op.wants))
+    return op
 
 
-PASSES: tuple[Callable[[Graph], Graph], ...] = (canonicalise, fuse)
+PASSES: tuple[Callable[[Graph], Graph], ...] = (canonicalise, fuse, fuse_packed)
 
 
 def simplify(graph: Graph) -> Graph:

@@ -9,6 +9,7 @@ from attn_graph.ir import ops
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.builder import Builder, Value
 from attn_graph.ir.graph import Graph, check_graph
+from attn_graph.ir.packed import fused_op
 from attn_graph.ir.passes import narrow, simplify
 from attn_graph.ir.rewrite import prune
 from attn_graph.ir.sums import Add, Zeros
@@ -154,7 +155,7 @@ def result_spec(graph: Graph, i: int) -> TensorSpec:
     type_ = graph.types[i]
     for eqn, outs in graph.numbered:
         if (
-            isinstance(eqn.op, (Attention, AttentionJvp, ops.Weigh))
+            isinstance(fused_op(eqn.op), (Attention, AttentionJvp, ops.Weigh))
             and i in outs
             and eqn.op.names[i - outs[0]] in ("o", "to")
             and eqn.args[0] < len(graph.inputs)
@@ -182,6 +183,12 @@ def saved_specs(graph: Graph) -> dict[str, TensorSpec]:
     return {i.name: i.spec for i in graph.inputs} | {
         names[i]: result_spec(graph, i) for i in residuals(graph)
     }
+
+
+def saved_statistics(graph: Graph) -> list[str]:
+    """The names of the statistics among what a simplified graph's backward reads."""
+    names, known = value_names(graph), statistics(graph)
+    return [names[i] for i in residuals(graph) if i in known]
 
 
 def backward(

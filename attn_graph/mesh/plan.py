@@ -22,7 +22,6 @@ from attn_graph.mesh.sharded import Sharded
 from attn_graph.mesh.site import Site
 from attn_graph.mesh.totals import Cotangents, Totals, lay_out_as
 from attn_graph.mesh.traffic import shared_inputs
-from attn_graph.plan import constant_places
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -60,7 +59,7 @@ class ShardedPlan:
     @property
     def constants(self) -> tuple[int, ...]:
         """Places of the outputs that have no gradient."""
-        return constant_places(self.sharded.graph)
+        return self.sharded.graph.constant_places
 
     def __call__(
         self, /, *tensors: torch.Tensor, **named: torch.Tensor

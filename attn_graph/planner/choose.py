@@ -30,7 +30,6 @@ from attn_graph.machine.torch_switches import KernelName
 from attn_graph.planner.cost import format_scaled
 from attn_graph.planner.predict import rank
 from attn_graph.planner.self_check import known_reasons, lower_checked
-from attn_graph.spec import NAMES
 
 T = TypeVar("T")
 Refusals = tuple[tuple[str, tuple[Reason, ...]], ...]  # every reason against, by backend
@@ -56,18 +55,6 @@ BY_KERNEL: Mapping[KernelName, tuple[Backend, ...]] = {
     "flash": (torch_cuda.FLASH,),
     "efficient": (torch_cuda.EFFICIENT,),
     "math": (torch_math.BACKEND,),
-}
-
-# Where the blocked math lowering, which computes half precision in float32, beats PyTorch's own
-# half precision kernel on CPUs: by dtype and pass, and whether the CPU has the dtype natively. For
-# bf16 that is native `is_fast` of math decides, by size.
-# Measured by benchmarks/choice.py; benchmarks/results has the figures of a CPU with native bf16.
-MATH_IS_FASTER = {
-    ("f16", "forward", False),
-    ("f16", "backward", False),
-    ("f16", "forward", True),
-    ("f16", "backward", True),
-    ("bf16", "backward", False),
 }
 
 
@@ -177,18 +164,14 @@ def report_fallback(graph: Graph, options: Options, refusals: Refusals) -> None:
 
 def preference(graph: Graph, target: Target, options: Options) -> tuple[Sequence[Backend], str]:
     """All backends in the order that suits graph and target, and what the order rests on."""
-    dtype = NAMES[graph.inputs[0].spec.dtype] if graph.inputs else "f32"
-    pass_ = "backward" if graph.is_gradient else "forward"
     if target.interprets:
         rest = [b for b in BACKENDS if b is not triton_flash.BACKEND]
         return (*rest, triton_flash.BACKEND), "Triton's interpreter is for tests, and comes last"
     if order := options.switches.order(target.kind, target.sm):
         return by_priority(order), "it comes first in the order that sdpa_kernel set"
-    case = (dtype, pass_, dtype in target.native)
-    if target.kind == "cpu" and (case in MATH_IS_FASTER or torch_math.is_fast(graph, target)):
+    if target.kind == "cpu" and (size := torch_math.where_faster(graph, target)) is not None:
         rest = [b for b in BACKENDS if b is not torch_math.BACKEND]
-        size = "" if case in MATH_IS_FASTER else " of this size"
-        cause = f"it is the faster for {dtype} {pass_}{size} on this kind of CPU"
+        cause = f"it is the faster for {size} on this kind of CPU"
         return (torch_math.BACKEND, *rest), cause
     if target.kind == "cuda":
         return by_prediction(graph, target)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import zip_longest
 from math import prod
 from typing import Any, final
 
@@ -27,6 +28,8 @@ from attn_graph.ir import ops
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.gradient_ops import WeighT
 from attn_graph.ir.graph import Eqn, Graph, Op
+from attn_graph.ir.packed import Packed, fused_op
+from attn_graph.ir.packing import Lengths
 from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp, attention_in
 from attn_graph.ir.vjp import training_gradient
 from attn_graph.machine.sizes import format_bytes
@@ -187,13 +190,28 @@ def select_tensors(graph: Graph, tensors: Tensors) -> Tensors:
     return tensors
 
 
+def masks_operands(eqn: Eqn) -> dict[str, int]:
+    """The number of the value that is each tensor of an attention's mask, by its name there."""
+    node = attention_in(fused_op(eqn.op))
+    return node.split(eqn.args[: len(node.roles)]).mask if node and node.mask else {}
+
+
 def masks_inputs(graph: Graph, eqn: Eqn) -> dict[str, int]:
-    """The number of the input that is each tensor of an attention's mask, by its name there."""
-    node = attention_in(eqn.op)
-    if node is None or node.mask is None:
-        return {}
-    operands = node.split(eqn.args[: len(node.roles)]).mask
-    return {name: i for name, i in operands.items() if i < len(graph.inputs)}
+    """The number of the input that each of them is; of lengths by starts, that of the starts."""
+    starts = {outs[0]: e.args[0] for e, outs in graph.numbered if isinstance(e.op, Lengths)}
+    sources = {name: starts.get(i, i) for name, i in masks_operands(eqn).items()}
+    return {name: i for name, i in sources.items() if i < len(graph.inputs)}
+
+
+def masks_data(graph: Graph, eqn: Eqn, given: Tensors) -> Tensors:
+    """What the mask of an attention reads, by its name there, as far as inputs are given."""
+    operands, inputs = masks_operands(eqn), masks_inputs(graph, eqn)
+    known = {name: given.get(graph.inputs[i].name) for name, i in inputs.items()}
+    return {
+        name: x if operands[name] == inputs[name] else x.diff()
+        for name, x in known.items()
+        if x is not None
+    }
 
 
 @final
@@ -230,14 +248,13 @@ def shares_of(graph: Graph, given: Tensors) -> Iterator[Share]:
     for eqn, outs in graph.numbered:
         operands = [specs[i] for i in eqn.args]
         written = sum(specs[i].type.bytes for i in outs if i in read)
-        node = attention_in(eqn.op)
+        node = attention_in(fused_op(eqn.op))
         if node is None:
             moved = sum(distinct_elements(x) * x.dtype.itemsize for x in operands) + written
             yield Share(product_flops(eqn, [x.type for x in operands]), moved)
         else:
-            names = {name: graph.inputs[i].name for name, i in masks_inputs(graph, eqn).items()}
-            data = {name: given[own] for name, own in names.items() if own in given}
-            yield attention_share(eqn, node, operands, data, written)
+            data = masks_data(graph, eqn, given)
+            yield attention_share(eqn.op, node, operands, data, written)
 
 
 def product_flops(eqn: Eqn, operands: Sequence[ValueType]) -> int:
@@ -261,26 +278,31 @@ def distinct_elements(spec: TensorSpec) -> int:
 
 
 def attention_share(
-    eqn: Eqn, node: Attention, operands: Sequence[TensorSpec], data: Tensors, written: int
+    whole: Op, node: Attention, operands: Sequence[TensorSpec], data: Tensors, written: int
 ) -> Share:
     """What an attention, or its gradient, adds to the cost. written: bytes of the results."""
-    (B, H, M, D), (_, G, N, _), E = operands[0].shape, operands[1].shape, operands[2].shape[3]
+    op, types = fused_op(whole), [x.type for x in operands]
+    if isinstance(whole, Packed):
+        types = whole.padded(types)
+    (B, H, M, D), (_, G, N, _), E = types[0].shape, types[1].shape, types[2].shape[3]
+    if isinstance(whole, Packed) and not data:
+        B = min(B, *(whole.fewest(n, x.type) for n, x in enumerate(operands[:2])))
     sizes = (B, H, G, M, N)
     coverage = count_pairs(node.mask, sizes, data) if data else count_pairs_once(node.mask, sizes)
     most: list[int | None] = [coverage.queries * D, coverage.keys * D, coverage.keys * E]
     read = [data for modifier in node.modifiers for data in modifier.needs.values()]
     most += [coverage.pairs if {"i", "j"} <= {*data.axes} else None for data in read]
     most += [None] * (len(node.roles) - len(most))
-    more = zip(operands[len(most) :], counterparts(eqn.op), strict=True)
+    more = zip(types[len(most) :], counterparts(op), strict=True)
     most += [
         coverage.queries * (E if len(x.shape) == 4 else 1) if own is None else most[own]
         for x, own in more
     ]
     moved = sum(
         (distinct_elements(x) if cap is None else min(distinct_elements(x), cap)) * x.dtype.itemsize
-        for x, cap in zip(operands, most, strict=True)
+        for x, cap in zip_longest(operands, most)
     )
-    flops = 2 * coverage.pairs * summed_widths(eqn, D, E)
+    flops = 2 * coverage.pairs * summed_widths(op, D, E)
     counts = coverage.pairs, B * H * M * N, coverage.exact, coverage.estimated
     return Share(flops, moved + written, *counts)
 
@@ -307,9 +329,8 @@ def counterparts(op: Op) -> list[int | None]:
             return []
 
 
-def summed_widths(eqn: Eqn, D: int, E: int) -> int:
+def summed_widths(op: Op, D: int, E: int) -> int:
     """The sum of the head sizes of all matrix products of an attention or a derivative of it."""
-    op = eqn.op
     match op:
         case AttentionGrad():
             return gradient_widths(op, D, E)

@@ -116,7 +116,9 @@ def padded_flops(problem: Problem, graph: Graph) -> float:
     p, (rows, _) = problem, rows_and_columns(problem)
     size = min(MOST_ROWS, max(LEAST_ROWS, 1 << (rows - 1).bit_length()))
     pairs = pairs_once(p.node.mask, (p.B, p.H, p.G, p.M, p.N))
-    return 2.0 * pairs * summed_widths(graph.eqns[0], p.D, p.E) * (-(-rows // size) * size / rows)
+    return (
+        2.0 * pairs * summed_widths(graph.eqns[0].op, p.D, p.E) * (-(-rows // size) * size / rows)
+    )
 
 
 @lru_cache(256)

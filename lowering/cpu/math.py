@@ -18,10 +18,11 @@ from attn_graph.errors import PlanTargetError, Reason
 from attn_graph.ir.attention import SAVED, Attention, AttentionGrad
 from attn_graph.ir.gradient_ops import sink_gradient
 from attn_graph.ir.graph import Eqn, Graph, Op
+from attn_graph.ir.packed import Packed
 from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp
 from attn_graph.ir.vjp import residuals, statistics
 from attn_graph.lowering.backend import Backend, Executable, Options, switch_name
-from attn_graph.lowering.cpu import half_tiles
+from attn_graph.lowering.cpu import half_tiles, sdpa
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
 from attn_graph.lowering.cpu.product_tiles import ProductTiles
 from attn_graph.lowering.cpu.schedule import POSITIONS
@@ -31,10 +32,21 @@ from attn_graph.lowering.problem import Problem, operand_specs, sole
 from attn_graph.machine.ambient import plain_ops_on, without_autocast
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import products_round
-from attn_graph.machine.workspace import Scratch
-from attn_graph.spec import TensorSpec
+from attn_graph.machine.workspace import Buffer, Scratch
+from attn_graph.spec import NAMES, TensorSpec
 
 Tiles = FusedTiles | half_tiles.HalfTiles | ProductTiles | TangentTiles
+# Where the blocked math lowering, which computes half precision in float32, beats PyTorch's own
+# half precision kernel on CPUs: by dtype and pass, and whether the CPU has the dtype natively. For
+# bf16 that is native, `is_fast` decides by size.
+# Measured by benchmarks/choice.py; benchmarks/results has the figures of a CPU with native bf16.
+MATH_IS_FASTER = {
+    ("f16", "forward", False),
+    ("f16", "backward", False),
+    ("f16", "forward", True),
+    ("f16", "backward", True),
+    ("bf16", "backward", False),
+}
 NOTHING = Scratch()
 MOST_PADDING = 2  # times the smaller head size: from there on padding costs more than it saves
 Work = Callable[..., Sequence[torch.Tensor]]  # of the device of a call, and of operands on it
@@ -44,9 +56,18 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
     """Every reason against a graph: PyTorch's switches, the workspace, rounded products."""
     yield from options.switched_off("math")
     if options.max_workspace is not None:  # tiling takes time, and another backend may run it
+        yield from unbounded_workspace(graph, options)
         tilings = plan_tiles(graph, target, options)
         yield from options.over_workspace(max((t.scratch.bytes for t in tilings if t), default=0))
     yield from options.rounded(graph, target)
+
+
+def unbounded_workspace(graph: Graph, options: Options) -> Iterator[Reason]:
+    """Against a limit of the workspace, where lengths that are not known yet decide it."""
+    if any(isinstance(eqn.op, Packed) for eqn in graph.eqns):
+        limit = f"max_workspace is {options.max_workspace} bytes"
+        actual = "what packed sequences need depends on their lengths"
+        yield Reason("packed_workspace", limit, actual)
 
 
 def plan_tiles(graph: Graph, target: Target, options: Options) -> tuple[Tiles | None, ...]:
@@ -79,6 +100,15 @@ def tile_equation(graph: Graph, eqn: Eqn, fused: bool, native: bool) -> Tiles | 
     if half or not (fused and fuses(problem)):
         return ProductTiles.plan(problem, problem.dtype if half else problem.wide)
     return FusedTiles.plan(problem)
+
+
+def where_faster(graph: Graph, target: Target) -> str | None:
+    """Of what graphs math is the faster, if this is such a one: by dtype and pass, and size."""
+    dtype = NAMES[graph.inputs[0].spec.dtype] if graph.inputs else "f32"
+    pass_ = "backward" if graph.is_gradient else "forward"
+    if (dtype, pass_, dtype in target.native) in MATH_IS_FASTER:
+        return f"{dtype} {pass_}"
+    return f"{dtype} {pass_} of this size" if is_fast(graph, target) else None
 
 
 def is_fast(graph: Graph, target: Target) -> bool:
@@ -134,7 +164,7 @@ class Step:
 def lower(graph: Graph, target: Target, options: Options) -> Executable:
     """One step for each equation, run in order."""
     tilings = plan_tiles(graph, target, options)
-    steps = [step_of(graph, *x, options) for x in zip(graph.eqns, tilings, strict=True)]
+    steps = [step_of(graph, *x, target, options) for x in zip(graph.eqns, tilings, strict=True)]
     plan = [(eqn.args, step.call) for eqn, step in zip(graph.eqns, steps, strict=True)]
     saved, stats = residuals(graph), statistics(graph)
     exact = options.exact(graph)
@@ -176,10 +206,12 @@ def hand_out(
     return results
 
 
-def step_of(graph: Graph, eqn: Eqn, tiles: Tiles | None, options: Options) -> Step:
+def step_of(graph: Graph, eqn: Eqn, tiles: Tiles | None, target: Target, options: Options) -> Step:
     """How an equation runs: in tiles, or by its definition."""
     from attn_graph.lowering.cpu.fused_calls import FusedRun  # planning needs it, importing not
 
+    if isinstance(eqn.op, Packed):
+        return packed_step(graph, eqn, target, options)
     if tiles is None:
         specs = operand_specs(graph, eqn)
         return Step(run_definition(eqn.op, specs), temporary=needed_by_definition(eqn, specs))
@@ -199,6 +231,20 @@ def step_of(graph: Graph, eqn: Eqn, tiles: Tiles | None, options: Options) -> St
 
     more = 0 if isinstance(tiles, TangentTiles) else sink_bytes(tiles.problem)
     return Step(call, scratch, tiles.temporary + more, tiles.summary())
+
+
+def packed_step(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Step:
+    """How an equation on packed tensors runs."""
+    from attn_graph.lowering.cpu.packed import plan_packed
+
+    def lower_part(part: Graph) -> Executable:
+        faster = where_faster(part, target) is not None
+        refused = faster or sdpa.BACKEND.reasons(part, target, options)
+        return (BACKEND if refused else sdpa.BACKEND).lower(part, target, options)
+
+    plan = plan_packed(eqn, tuple(operand_specs(graph, eqn)), lower_part)
+    scratch = Scratch((Buffer((plan.workspace,), torch.uint8),))  # leased by what it calls
+    return Step(plan.call, scratch, plan.temporary, plan.note)
 
 
 def sink_bytes(problem: Problem) -> int:

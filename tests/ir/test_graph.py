@@ -28,6 +28,9 @@ from attn_graph.ir.gradient_ops import (
 )
 from attn_graph.ir.graph import Input, Op
 from attn_graph.ir.modifiers import Alibi, Back, Bend, Bias, Collect, SoftCap, Spread
+from attn_graph.ir.packed import Packed
+from attn_graph.ir.packing import Lengths, Pack, Unpack
+from attn_graph.ir.paging import SumPages, Unpage
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.sums import Add, Zeros
 from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp
@@ -172,6 +175,8 @@ EXAMPLES = (
     AttentionGrad(ATTENTION, (True,) * 6),
     AttentionJvp(ATTENTION, (True,) * 4 + (False,) * 2),
     AttentionGradJvp(AttentionGrad(ATTENTION, (True,) * 6), (True,) * 4 + (False,) * 2),
+    *(Lengths(), Unpack(5), Pack(7), Packed(Attention(mask=m.KeyLengths()), keys=4)),
+    *(Unpage(), SumPages(5, 4)),
 )
 
 

@@ -1,0 +1,131 @@
+"""The pass that takes the unpacking and packing around an attention into one op, Packed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from functools import cached_property
+from typing import final
+
+from attrs import frozen
+
+from attn_graph.ir.attention import Attention
+from attn_graph.ir.builder import Builder, Value
+from attn_graph.ir.graph import Eqn, Graph
+from attn_graph.ir.packed import LEAVES, LENGTHS, Packed, and_parts
+from attn_graph.ir.packing import Pack, Unpack, row_count
+from attn_graph.ir.rewrite import prune
+
+
+@final
+@frozen
+class Side:
+    """What q, or k and v, are unpacked from. tensors, starts, lengths: numbers of values."""
+
+    tensors: tuple[int, ...]
+    starts: int
+    lengths: int
+    most: int
+
+
+@final
+@frozen
+class Absorbed:
+    """A Packed and its operands. results: which of its results a value of the graph is."""
+
+    op: Packed
+    operands: tuple[int, ...]
+    results: dict[int, int]
+
+
+def fuse_packed(graph: Graph) -> Graph:
+    """Turn each attention between Unpack and Pack into one Packed.
+
+    It stays as it is where k and v are not packed alike, where a result is read unpacked too or
+    packed in another way, and where the mask does not end the sequences by the same lengths.
+    """
+    if not any(isinstance(eqn.op, Unpack) for eqn in graph.eqns):
+        return graph
+    around = Neighbours(graph)
+    tries = {outs[0]: around.absorb(eqn, outs) for eqn, outs in graph.numbered}
+    absorbed = {n: each for n, each in tries.items() if each is not None}
+    return replace_absorbed(graph, absorbed) if absorbed else graph
+
+
+def replace_absorbed(graph: Graph, absorbed: Mapping[int, Absorbed]) -> Graph:
+    """The graph with these attentions, by the number of the first result, each one op."""
+    b = Builder(True, [*graph.inputs], types=[*graph.types[: len(graph.inputs)]])
+    values = {n: Value(b, n) for n in range(len(graph.inputs))}
+    for eqn, outs in graph.numbered:
+        if outs[0] in absorbed:
+            each = absorbed[outs[0]]
+            made = b.emit(each.op, *(values[i] for i in each.operands))
+            values |= {i: made[place] for i, place in each.results.items()}
+        elif outs[0] not in values:
+            made = b.add(eqn.op, [values[i] for i in eqn.args], eqn.outs)
+            values |= dict(zip(outs, made, strict=True))
+    return prune(b.graph(*(values[i] for i in graph.outputs)))
+
+
+@final
+@frozen(eq=False)
+class Neighbours:
+    """Which equations of a graph give and read a value."""
+
+    graph: Graph
+
+    @cached_property
+    def makers(self) -> dict[int, Eqn]:
+        """The equation that gives a value."""
+        return {i: eqn for eqn, outs in self.graph.numbered for i in outs}
+
+    @cached_property
+    def readers(self) -> dict[int, list[int]]:
+        """The first results of the equations that read a value; an output has a reader -1."""
+        readers: dict[int, list[int]] = defaultdict(list, {i: [-1] for i in self.graph.outputs})
+        for eqn, outs in self.graph.numbered:
+            for i in eqn.args:
+                readers[i].append(outs[0])
+        return readers
+
+    def absorb(self, eqn: Eqn, outs: range) -> Absorbed | None:
+        """An attention with what is around it; None where that can't be one op."""
+        if not isinstance(eqn.op, Attention):
+            return None
+        q, k, v, *rest = eqn.args
+        rows, keys = self.side(eqn, "rows", q), self.side(eqn, "keys", k, v)
+        results = dict(zip(outs, range(len(outs)), strict=True))
+        packs = results if rows is None else self.packs(eqn.op, results, rows)
+        if (rows is None and keys is None) or packs is None:
+            return None
+        starts = [side.starts for side in (rows, keys) if side]
+        tensors = *(rows.tensors if rows else (q,)), *(keys.tensors if keys else (k, v))
+        op = Packed(eqn.op, rows.most if rows else None, keys.most if keys else None)
+        return Absorbed(op, (*tensors, *rest, *starts), packs)
+
+    def side(self, eqn: Eqn, name: str, *operands: int) -> Side | None:
+        """One side of an attention; None where it is not unpacked, or its mask goes beyond."""
+        made = [self.makers.get(i) for i in operands]
+        unpacks = [x for x in made if x is not None and isinstance(x.op, Unpack)]
+        alike = {(x.op, *x.args[1:]) for x in unpacks}
+        if len(unpacks) < len(made) or len(alike) > 1:
+            return None
+        assert isinstance(eqn.op, Attention)
+        _, starts, lengths = unpacks[0].args
+        data = eqn.op.split(eqn.args).mask
+        if LEAVES[name] not in and_parts(eqn.op.mask) or data[LENGTHS[name]] != lengths:
+            return None
+        assert isinstance(unpacks[0].op, Unpack)
+        return Side(tuple(x.args[0] for x in unpacks), starts, lengths, unpacks[0].op.length)
+
+    def packs(self, op: Attention, results: Mapping[int, int], rows: Side) -> dict[int, int] | None:
+        """The packs of an attention's results; None where one is read otherwise."""
+        total, packs = row_count(self.graph.types[rows.tensors[0]].shape), dict[int, int]()
+        for i, place in results.items():
+            due = Pack(total, op.names[place] in op.statistics)
+            for reader in self.readers[i]:
+                eqn = self.makers.get(reader)
+                if eqn is None or eqn.op != due or eqn.args[1:] != (rows.starts, rows.lengths):
+                    return None
+                packs[reader] = place
+        return packs

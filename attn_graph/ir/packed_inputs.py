@@ -1,0 +1,106 @@
+"""How `attention` reads packed tensors: which are, and by which starts and lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, final
+
+from attrs import frozen
+
+from attn_graph import masks
+from attn_graph.errors import GraphError
+from attn_graph.ir.packing import Lengths, Pack, Unpack, to_most
+from attn_graph.masks.runs import leaves
+
+Value = Any  # a value of whoever builds the graph
+
+
+@final
+@frozen(eq=False)
+class Sequences:
+    """How q, or k and v, are packed: starts [B+1], lengths [B], and the most rows of a sequence."""
+
+    starts: Value
+    lengths: Value
+    most: int
+
+    def unpack(self, x: Value) -> Value:
+        """x [T,H,D] -> [B,H,most,D]."""
+        return x.then(Unpack(self.most), self.starts, self.lengths)
+
+    def pack(self, x: Value, like: Value, blind: bool) -> Value:
+        """x [B,H,most,E] -> [T,H,E], or a statistic [B,H,most] -> [H,T], T being that of `like`."""
+        return x.then(Pack(like.type.shape[0], blind), self.starts, self.lengths)
+
+
+def find_packed_sides(
+    x: dict[str, Value], most: object
+) -> tuple[Sequences | None, Sequences | None]:
+    """How q is packed, and k and v; None where they are not. Raises GraphError."""
+    if problems := [*packed_problems(x)]:
+        raise GraphError(*problems)
+    M, N = two_sizes(most)
+    rows = keys = None
+    if "q_starts" in x:
+        lengths = x.get("q_lengths") or x["q_starts"].then(Lengths())
+        rows = Sequences(x["q_starts"], lengths, size_of(x["q"]) if M is None else M)
+    if len(x["k"].type.shape) == 3 and (rows or "kv_starts" in x):
+        apart = x.get("kv_starts")
+        own = rows.lengths if rows and not apart else None
+        lengths = x.get("kv_lengths") or own or (apart or x["q_starts"]).then(Lengths())
+        most_keys = size_of(x["k"]) if N is None else N
+        keys = Sequences(apart or x["q_starts"], lengths, most_keys)
+    for name, side, size in (("M", rows, M), ("N", keys, N)):
+        if size is not None and side is None:
+            raise GraphError(f"attention: most says {name} = {size}, and nothing of that is packed")
+    return rows, keys
+
+
+def size_of(x: Value) -> int:
+    """T, of a packed tensor [T,H,D]; that of a wrong one, which is refused, does not matter."""
+    return x.type.shape[0] if x.type.shape else 0
+
+
+def packed_problems(x: dict[str, Value]) -> Iterator[str]:
+    """Tensors that are packed without starts, and starts without a packed tensor."""
+    ranks = {name: len(x[name].type.shape) for name in "qkv"}
+    if "q_starts" in x and ranks["q"] != 3:
+        yield f"attention: q {x['q'].type} has {ranks['q']} axes; with q_starts it is [T,H,D]"
+    if "kv_starts" in x and ranks["k"] != 3:
+        yield f"attention: k {x['k'].type} has {ranks['k']} axes; with kv_starts it is [T,G,D]"
+    if {"q_starts", "kv_starts"} & x.keys() and ranks["k"] != ranks["v"]:
+        yield f"attention: k {x['k'].type} and v {x['v'].type} are not packed alike"
+    if (
+        "kv_starts" not in x
+        and ranks["q"] == ranks["k"] == 3
+        and size_of(x["q"]) != size_of(x["k"])
+    ):
+        yield f"attention: q {x['q'].type} and k {x['k'].type} are packed apart; say kv_starts= too"
+
+
+def two_sizes(most: object) -> tuple[int | None, int | None]:
+    """The most queries and keys of a sequence. Raises GraphError for what is no pair of sizes."""
+    match most:
+        case None:
+            return None, None
+        case (M, N):
+            return to_most(M), to_most(N)
+    raise GraphError(f"attention: most {most!r} is no pair of sizes (M, N)")
+
+
+def alignment_problems(
+    mask: masks.Mask | None, alibi: str | None, rows: Sequences | None, keys: Sequences | None
+) -> Iterator[str]:
+    """What compares positions of sequences whose lengths may differ, and has no alignment.
+
+    alibi: its alignment, "" where it has none; None: there is no ALiBi.
+    """
+    if rows and keys and rows.lengths.index == keys.lengths.index:
+        return
+    parts = [] if mask is None else [*leaves(mask)]
+    free = [str(x) for x in parts if isinstance(x, masks.Diagonal) and x.align is None]
+    for name in (*free, *(["alibi"] if alibi == "" else [])):
+        yield (
+            f"{name}: a sequence may have more keys than queries, and where the diagonal lies is "
+            'not said; say align="top_left" or align="bottom_right"'
+        )

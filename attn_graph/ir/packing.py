@@ -1,0 +1,221 @@
+"""Packed tensors: the sequences of a batch one after another along one axis, without padding.
+
+A packed x is [T,H,D], and a statistic of its rows [H,T]. Sequence b is the rows from starts[b] on,
+lengths[b] of them; rows between sequences, and past the last, belong to none. Padded they are
+[B,H,length,D] and [B,H,length], sequence b in the first rows of batch entry b.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import final
+
+import torch
+from attrs import evolve, field, frozen
+
+from attn_graph.errors import GraphError, PlanMismatchError
+from attn_graph.ir.graph import Emit, Gradients, Op, Values
+from attn_graph.ir.sums import apply
+from attn_graph.spec import INF, INTEGERS, ValueType, to_integer
+
+
+def to_size(value: object) -> int:
+    """A number of rows. Raises GraphError for what is no whole number of at least 0."""
+    size = to_integer(value)
+    if size is None or size < 0:
+        raise GraphError(f"pack: {value!r} is no number of rows, which is at least 0")
+    return size
+
+
+def to_most(value: object) -> int | None:
+    """A converter: the most rows of a sequence; None of a side that is not packed."""
+    return None if value is None else to_size(value)
+
+
+def integer_problems(who: str, **given: ValueType) -> Iterator[str]:
+    """Starts and lengths that are no integers."""
+    for name, type_ in given.items():
+        if type_.dtype not in INTEGERS:
+            yield f"{who}: {name} {type_} must be of {' or '.join(map(str, INTEGERS))}"
+
+
+def count_sequences(starts: ValueType) -> int:
+    """B, of starts [B+1]."""
+    return max(0, starts.shape[0] - 1)
+
+
+def sequence_problems(who: str, starts: ValueType, lengths: ValueType) -> Iterator[str]:
+    """Starts [B+1] and lengths [B] that do not fit together."""
+    yield from integer_problems(who, starts=starts, lengths=lengths)
+    if starts.shape[0] != lengths.shape[0] + 1:
+        yield (
+            f"{who}: starts {starts} and lengths {lengths} disagree: B sequences have B + 1 starts,"
+            " the last being where the last sequence ends"
+        )
+
+
+def list_sequences(
+    starts: torch.Tensor, lengths: torch.Tensor, total: int, most: int, side: str = ""
+) -> list[tuple[int, int]]:
+    """The first row and the length of each sequence.
+
+    total: rows of the packed tensor. most: of one sequence. side: "q" or "kv", for messages. Raises
+    PlanMismatchError where starts descend or go past the rows, and for lengths that are negative,
+    above `most`, or reach into the next sequence. Reads the tensors on the host.
+    """
+    given, counts = starts.tolist(), lengths.tolist()
+    who = f"{side}_" * bool(side)
+    if given and not 0 <= given[0] <= given[-1] <= total:
+        raise PlanMismatchError(f"{who}starts: from {given[0]} to {given[-1]}, of {total} rows")
+    for b, ((start, stop), count) in enumerate(zip(pairwise(given), counts, strict=True)):
+        if stop < start:
+            raise PlanMismatchError(f"{who}starts: expected ascending ones, got {start}, {stop}")
+        if not 0 <= count <= min(most, stop - start):
+            limit = f"{stop - start} rows before the next one, of at most {most}"
+            raise PlanMismatchError(f"{who}lengths: sequence {b} has {count}, and {limit}")
+    return [*zip(given, counts, strict=False)]
+
+
+def heads_first(x: torch.Tensor) -> torch.Tensor:
+    """[T,H,D] -> [H,T,D], a view, and back; a statistic [H,T] as it is."""
+    return x.transpose(0, 1) if x.ndim == 3 else x
+
+
+@final
+@frozen
+class Lengths(Op):
+    """starts [B+1] -> lengths [B], of sequences without gaps: starts[b + 1] - starts[b]."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("n",)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return ("starts",)
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        return (1,)
+
+    def problems(self, starts: ValueType) -> Iterator[str]:
+        yield from integer_problems("lengths", starts=starts)
+        if not starts.shape[0]:
+            yield f"lengths: starts {starts} are empty; B sequences have B + 1 starts"
+
+    def infer(self, starts: ValueType) -> tuple[ValueType]:
+        return (ValueType((count_sequences(starts),), starts.dtype),)
+
+    def run(self, starts: torch.Tensor) -> tuple[torch.Tensor]:
+        return (starts.diff(),)
+
+    def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
+        return (None,)
+
+    def push(self, emit: Emit, operands: Values, results: Values, tangents: Values) -> Gradients:
+        return (None,)
+
+
+@final
+@frozen
+class Unpack(Op):
+    """x [T,H,D], starts [B+1], lengths [B] -> [B,H,length,D], 0 past the end of each sequence.
+
+    A statistic x [H,T] -> [B,H,length].
+    """
+
+    length: int = field(converter=to_size)
+
+    @property
+    def reads(self) -> int:
+        return 2
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return "x", "starts", "lengths"
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        return None, 1, 1
+
+    def problems(self, x: ValueType, starts: ValueType, lengths: ValueType) -> Iterator[str]:
+        yield from sequence_problems("unpack", starts, lengths)
+        if len(x.shape) not in (2, 3):
+            yield f"unpack: x {x} is neither [T,H,D] nor a statistic [H,T]"
+
+    def infer(self, x: ValueType, starts: ValueType, *_: ValueType) -> tuple[ValueType]:
+        H, *last = x.shape[1:] if len(x.shape) > 2 else (x.shape or (0,))[:1]
+        return (ValueType((count_sequences(starts), H, self.length, *last), x.dtype),)
+
+    def run(
+        self, x: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor
+    ) -> tuple[torch.Tensor]:
+        rows = heads_first(x)
+        H, total, *last = rows.shape
+        padded = x.new_zeros(len(lengths), H, self.length, *last)
+        for b, (start, n) in enumerate(list_sequences(starts, lengths, total, self.length)):
+            padded[b, :, :n] = rows[:, start : start + n]
+        return (padded,)
+
+    def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
+        x, *where = operands
+        total = x.type.shape[0 if len(x.type.shape) == 3 else 1]
+        return (apply(emit, Pack(total), grads[0], *where), None, None)
+
+    def push(self, emit: Emit, operands: Values, results: Values, tangents: Values) -> Gradients:
+        return (apply(emit, self, tangents[0], *operands[1:]),)
+
+
+@final
+@frozen
+class Pack(Op):
+    """x [B,H,M,D], starts [B+1], lengths [B] -> [total,H,D]; x [B,H,M] -> [H,total].
+
+    Rows of no sequence are 0; `blind`: -inf, as lse is of a row that sees nothing.
+    """
+
+    total: int = field(converter=to_size)
+    blind: bool = field(default=False, converter=bool)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return "x", "starts", "lengths"
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        return None, 1, 1
+
+    def problems(self, x: ValueType, starts: ValueType, lengths: ValueType) -> Iterator[str]:
+        yield from sequence_problems("pack", starts, lengths)
+        if len(x.shape) not in (3, 4):
+            yield f"pack: x {x} is neither [B,H,M,D] nor a statistic [B,H,M]"
+        elif x.shape[0] != lengths.shape[0]:
+            yield f"pack: x {x} and lengths {lengths} disagree in batch"
+
+    def infer(self, x: ValueType, *_: ValueType) -> tuple[ValueType]:
+        H = x.shape[1] if len(x.shape) > 1 else 0
+        shape = (self.total, H, *x.shape[3:]) if len(x.shape) > 3 else (H, self.total)
+        return (ValueType(shape, x.dtype),)
+
+    def run(
+        self, x: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor
+    ) -> tuple[torch.Tensor]:
+        (due,) = self.infer(ValueType(tuple(x.shape), x.dtype))
+        packed = x.new_full(due.shape, -INF if self.blind else 0.0)
+        rows = heads_first(packed)
+        for b, (start, n) in enumerate(list_sequences(starts, lengths, self.total, x.shape[2])):
+            rows[:, start : start + n] = x[b, :, :n]
+        return (packed,)
+
+    def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
+        x, *where = operands
+        return (apply(emit, Unpack(x.type.shape[2]), grads[0], *where), None, None)
+
+    def push(self, emit: Emit, operands: Values, results: Values, tangents: Values) -> Gradients:
+        return (apply(emit, evolve(self, blind=False), tangents[0], *operands[1:]),)
+
+
+def row_count(shape: Sequence[int]) -> int:
+    """T, of a packed tensor [T,H,D] or a statistic [H,T]."""
+    return shape[0 if len(shape) == 3 else 1]

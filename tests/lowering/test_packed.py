@@ -1,0 +1,468 @@
+"""Packed tensors: what every sequence of them gives is what it gives alone, and padded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve, frozen
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn
+
+import attn_graph as ag
+from attn_graph import masks as m
+from attn_graph.ir.packed import Packed
+from attn_graph.ir.packing import Pack, Unpack, list_sequences
+from attn_graph.ir.passes import canonicalise, simplify
+from attn_graph.ir.reference import evaluate
+from attn_graph.lowering.cpu.packed import is_separable
+from attn_graph.machine.target import Target
+from attn_graph.spec import INF
+from attn_graph.testing.agreement import run_gradients, run_plan
+from attn_graph.testing.rule import expect_gradients, expect_outputs
+from attn_graph.testing.strategies import Shape, dtypes, mask_options, score_options, seeds
+
+CPU = Target.here("cpu")
+I32 = torch.int32
+SPEC = ag.TensorSpec
+ALONE: tuple[dict[str, Any], ...] = (  # options with which a sequence is an attention by itself
+    {},
+    {"mask": ag.Causal("bottom_right")},
+    {"mask": ag.Window(3, 2, "bottom_right"), "soft_cap": 2.0},
+    {"mask": ag.Causal("top_left") | ag.Prefix(2)},
+)
+
+
+@frozen
+class Batch:
+    """Sequences: rows and keys of each, and how many rows and keys lie unused after each."""
+
+    rows: tuple[int, ...]
+    keys: tuple[int, ...]
+    unused: tuple[tuple[int, int], ...]
+    gaps: bool
+
+    @property
+    def most(self) -> tuple[int, int]:
+        """The longest of each side."""
+        return max(self.rows, default=0), max(self.keys, default=0)
+
+    def starts(self, side: int) -> torch.Tensor:
+        """starts [B+1] of rows, side 0, or keys; unused ones at the end belong to no sequence."""
+        pairs = zip((self.rows, self.keys)[side], self.unused, strict=True)
+        extents = [n + more[side] * self.gaps for n, more in pairs]
+        return torch.tensor([*accumulate(extents, initial=0)], dtype=I32)
+
+    def total(self, side: int) -> int:
+        """T: so many rows a packed tensor has."""
+        return int(self.starts(side)[-1]) + 2
+
+    def lengths(self, side: int) -> torch.Tensor:
+        """lengths [B]."""
+        return torch.tensor((self.rows, self.keys)[side], dtype=I32)
+
+
+lengths = st.one_of(st.integers(0, 7), st.sampled_from([0, 1, 1, 17]))
+
+
+@st.composite
+def batches(draw: DrawFn, least: int = 1) -> Batch:
+    """One to four sequences of 0 to 17 rows, at least one of them with some."""
+    B = draw(st.integers(least, 4))
+    rows, keys = (tuple(draw(lengths) for _ in range(B)) for _ in range(2))
+    unused = tuple(draw(st.tuples(st.integers(0, 2), st.integers(0, 2))) for _ in range(B))
+    batch = Batch(rows, keys, unused, draw(st.booleans()))
+    return batch if min(batch.most) else evolve(batch, rows=(3, *rows[1:]), keys=(4, *keys[1:]))
+
+
+@frozen
+class Case:
+    """The same attention on packed and on padded tensors."""
+
+    batch: Batch
+    packed: ag.Graph
+    padded: ag.Graph
+    tensors: dict[str, torch.Tensor]
+
+    def pad(self, x: torch.Tensor, side: int = 0) -> torch.Tensor:
+        """A packed tensor, padded with 0."""
+        where = self.batch.starts(side), self.batch.lengths(side)
+        return Unpack(self.batch.most[side]).run(x, *where)[0]
+
+    @property
+    def padded_tensors(self) -> list[torch.Tensor]:
+        """The inputs of the padded graph."""
+        own = {"q_lengths": self.batch.lengths(0), "kv_lengths": self.batch.lengths(1)}
+        given = self.tensors | own
+        given |= {n: self.pad(given[n], side) for n, side in (("q", 0), ("k", 1), ("v", 1))}
+        return [given[i.name] for i in self.padded.inputs]
+
+    @property
+    def packed_tensors(self) -> list[torch.Tensor]:
+        """The inputs of the packed graph."""
+        return [self.tensors[i.name] for i in self.packed.inputs]
+
+    def real(self, x: torch.Tensor) -> torch.Tensor:
+        """Which rows of a padded result there are."""
+        there = torch.arange(x.shape[2]) < self.batch.lengths(0)[:, None]
+        return there.view(*there.shape[:1], 1, -1, *(1,) * (x.ndim - 3))
+
+    def outside(self, x: torch.Tensor, side: int = 0) -> torch.Tensor:
+        """The rows of a packed tensor that are of no sequence, [H,...]."""
+        mine = torch.zeros(self.batch.total(side), dtype=torch.bool)
+        where = self.batch.starts(side), self.batch.lengths(side)
+        for start, n in list_sequences(*where, len(mine), len(mine)):
+            mine[start : start + n] = True
+        return x[~mine] if x.ndim == 3 else x[:, ~mine]
+
+
+def numbers(spec: ag.TensorSpec, random: torch.Generator) -> torch.Tensor:
+    """A tensor for an option: floats, flags, or numbers of few segments."""
+    if spec.dtype.is_floating_point:
+        return torch.randn(spec.shape, generator=random).to(spec.dtype)
+    if spec.shape == ():
+        return torch.randint(2**40, (), generator=random)
+    return torch.randint(2, spec.shape, generator=random).to(spec.dtype)
+
+
+@st.composite
+def cases(draw: DrawFn, dtype: torch.dtype | None = None, stats: Any = None) -> Case:
+    """Any masks, modifiers, sinks, dropout, statistics; NaN in rows of no sequence."""
+    batch, kind = draw(batches()), dtype or draw(dtypes)
+    G, r = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2, 3]))
+    D, E = draw(st.sampled_from([4, 8, 3])), draw(st.sampled_from([4, 8, 3]))
+    shape = Shape(len(batch.rows), G * r, G, *batch.most, D, E)
+    align = draw(st.sampled_from(["top_left", "bottom_right"]))
+    options = draw(mask_options(shape)) | draw(score_options(shape, kind)) | {"align": align}
+    given_stats = draw(st.sampled_from([False, True, ("lse", "max")])) if stats is None else stats
+    options = {n: dense(x) for n, x in options.items()} | {"stats": given_stats}
+    options = {n: x for n, x in options.items() if n not in m.LENGTHS}
+    dims = {"q": (0, shape.H, D), "k": (1, G, D), "v": (1, G, E)}
+    seed = draw(seeds)
+    return make_case(batch, shape, kind, dims, options, seed)
+
+
+def dense(x: Any) -> Any:
+    """A spec without its strides, a pair of them too; anything else as it is."""
+    if isinstance(x, tuple) and any(isinstance(each, SPEC) for each in x):
+        return tuple(map(dense, x))
+    return SPEC(x.shape, x.dtype) if isinstance(x, SPEC) else x
+
+
+def attend(specs: Sequence[ag.TensorSpec], options: dict[str, Any]) -> ag.Graph:
+    """The attention of q, k and v with options."""
+    q, k, v = specs
+    return ag.attention(q, k, v, **options)
+
+
+def make_case(
+    batch: Batch, shape: Shape, kind: torch.dtype, dims: dict[str, tuple[int, int, int]],
+    options: dict[str, Any], seed: int,
+) -> Case:  # fmt: skip
+    """The two graphs, and tensors for both."""
+    random = torch.Generator().manual_seed(seed)
+    B = len(batch.rows)
+    packed = [SPEC((batch.total(s), h, d), kind) for s, h, d in dims.values()]
+    padded = [SPEC((B, h, batch.most[s], d), kind) for s, h, d in dims.values()]
+    ends: dict[str, Any] = {name: SPEC((B,), I32) for name in m.LENGTHS}
+    where: dict[str, Any] = {"q_starts": SPEC((B + 1,), I32), "kv_starts": SPEC((B + 1,), I32)}
+    mask = options.get("mask")
+    ended = m.KeyLengths() & m.QueryLengths()
+    both: dict[str, Any] = {**options, "mask": mask & ended if mask else ended, **ends}
+    own: dict[str, Any] = {**options, **where, **(ends if batch.gaps else {})}
+    whole, graph = attend(padded, both), attend(packed, {**own, "most": batch.most})
+    tensors = {i.name: numbers(i.spec, random) for i in graph.inputs}
+    tensors |= {"q_starts": batch.starts(0), "kv_starts": batch.starts(1)}
+    tensors |= {"q_lengths": batch.lengths(0), "kv_lengths": batch.lengths(1)}
+    case = Case(batch, graph, whole, tensors)
+    for name, (side, _, _) in dims.items():
+        tensors[name] = spoil(case, tensors[name], side)
+    return case
+
+
+def spoil(case: Case, x: torch.Tensor, side: int) -> torch.Tensor:
+    """A packed tensor with NaN in the rows of no sequence."""
+    where = case.batch.starts(side), case.batch.lengths(side)
+    mine = torch.zeros(case.batch.total(side), dtype=torch.bool)
+    for start, n in list_sequences(*where, len(mine), len(mine)):
+        mine[start : start + n] = True
+    shape = (-1, 1, 1) if x.ndim == 3 else (1, -1)
+    return x.masked_fill(~mine.view(shape), torch.nan)
+
+
+@given(cases())
+def test_packed_is_padded_with_lengths(case: Case) -> None:
+    plan = ag.compile(case.packed, target=CPU)
+    dues = expect_outputs(case.padded, case.padded_tensors)
+    for x, due in zip(run_plan(plan, case.packed_tensors), dues, strict=True):
+        padded = case.pad(x)
+        there = torch.where(case.real(padded), padded, due.ref.to(padded.dtype))
+        due.check(there, f"{case.packed}\n")
+        empty = -INF if x.ndim == 2 else 0.0
+        assert (case.outside(x) == empty).all(), "rows of no sequence are written"
+
+
+@given(cases(), seeds)
+def test_gradients_of_packed_are_those_of_padded(case: Case, seed: int) -> None:
+    plan = ag.compile(case.packed, target=CPU)
+    random = torch.Generator().manual_seed(seed)
+    places = dict(enumerate(plan.graph.outputs))
+    cotangents = [
+        spoil(case, torch.randn(t.shape, generator=random).to(t.dtype), 0)
+        if places[n] in plan.graph.differentiable_outputs
+        else None
+        for n, t in enumerate(plan.graph.output_types)
+    ]
+    grads = run_gradients(plan, case.packed_tensors, cotangents)
+    padded = [None if x is None else case.pad(x) for x in cotangents]
+    for name, due in expect_gradients(case.padded, case.padded_tensors, padded).items():
+        x, side = grads[name], {"q": 0, "k": 1, "v": 1}.get(name)
+        due.check(x if side is None else case.pad(x, side), f"{case.packed}\n")
+        if side is not None:
+            assert (case.outside(x, side) == 0).all(), "rows of no sequence have a gradient"
+
+
+@given(cases(dtype=torch.float64))
+def test_the_slow_meaning_of_a_fused_graph_is_that_of_its_steps(case: Case) -> None:
+    tensors = [x.nan_to_num() for x in case.packed_tensors]
+    fused = simplify(case.packed)
+    for a, b in zip(evaluate(case.packed, tensors), evaluate(fused, tensors), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10, equal_nan=True)
+    for graph in (case.packed, canonicalise(case.packed), fused):
+        assert ag.parse(str(graph)) == graph
+        shapes = [tuple(x.shape) for x in evaluate(graph, tensors)]
+        assert shapes == [t.shape for t in graph.output_types]
+
+
+@given(cases(stats=True))
+def test_one_op_is_left_and_nothing_is_padded(case: Case) -> None:
+    assert [type(e.op) for e in simplify(case.packed).eqns if isinstance(e.op, Packed)] == [Packed]
+    kinds = {type(e.op) for g in ag.vjp(case.packed) for e in g.eqns}
+    assert not kinds & {Pack, Unpack}
+
+
+def sequences(batch: Batch, options: dict[str, Any], dtype: torch.dtype) -> Case:
+    """A batch of 4/2 heads of size 8."""
+    shape = Shape(len(batch.rows), 4, 2, *batch.most, 8, 8)
+    dims = {"q": (0, 4, 8), "k": (1, 2, 8), "v": (1, 2, 8)}
+    return make_case(batch, shape, dtype, dims, {**options, "stats": True}, 3)
+
+
+@pytest.mark.parametrize("options", ALONE, ids=str)
+@given(batch=batches(), dtype=dtypes)
+def test_packed_is_a_loop_over_sequences(
+    options: dict[str, Any], batch: Batch, dtype: torch.dtype
+) -> None:
+    case = sequences(batch, options, dtype)
+    o, lse = run_plan(ag.compile(case.packed, target=CPU), case.packed_tensors)
+    starts = [batch.starts(side).tolist() for side in (0, 1)]
+    for b, (M, N) in enumerate(zip(batch.rows, batch.keys, strict=True)):
+        q, k, v = (
+            case.tensors[n][starts[s][b] :][:size].transpose(0, 1)[None]
+            for n, s, size in (("q", 0, M), ("k", 1, N), ("v", 1, N))
+        )
+        graph = ag.attention(*map(SPEC.like, (q, k, v)), **options, stats=True)
+        due, due_lse = run_plan(ag.compile(graph, target=CPU), (q, k, v))
+        first = starts[0][b]
+        assert torch.equal(o[first : first + M].transpose(0, 1), due[0])
+        assert torch.equal(lse[:, first : first + M], due_lse[0])
+
+
+@pytest.mark.parametrize("options", ALONE, ids=str)
+@given(batch=batches(2), dtype=dtypes)
+def test_sequences_that_come_after_change_no_bit(
+    options: dict[str, Any], batch: Batch, dtype: torch.dtype
+) -> None:
+    case = sequences(batch, options, dtype)
+    whole = run_plan(ag.compile(case.packed, target=CPU), case.packed_tensors)
+    cut = evolve(batch, rows=batch.rows[:1], keys=batch.keys[:1], unused=batch.unused[:1])
+    if not min(cut.most):
+        return
+    alone = sequences(cut, options, dtype)
+    tensors = {n: case.tensors[n][: len(x)] for n, x in alone.tensors.items()}
+    given_tensors = [tensors[i.name] for i in alone.packed.inputs]
+    (n, *_) = cut.rows
+    for x, y in zip(
+        run_plan(ag.compile(alone.packed, target=CPU), given_tensors), whole, strict=True
+    ):
+        assert torch.equal(x[:n] if x.ndim == 3 else x[:, :n], y[:n] if y.ndim == 3 else y[:, :n])
+
+
+def make_small(**options: Any) -> tuple[ag.Graph, list[torch.Tensor]]:
+    """Queries and keys of three sequences in float64, one of them without queries."""
+    random = torch.Generator().manual_seed(1)
+    q, k, v = (
+        torch.randn(n, h, 3, generator=random, dtype=torch.float64)
+        for n, h in ((6, 2), (8, 1), (8, 1))
+    )
+    starts = [torch.tensor([0, 2, 2, 5]), torch.tensor([0, 3, 4, 8])]
+    specs = map(SPEC.like, (q, k, v))
+    where = dict(zip(("q_starts", "kv_starts"), map(SPEC.like, starts), strict=True))
+    given: dict[str, Any] = {**where, **options}  # Any: options of `attention`
+    return ag.attention(*specs, **given), [q, k, v, *starts]
+
+
+@pytest.mark.parametrize("options", ALONE[1:3], ids=str)
+def test_every_second_derivative_is_right(options: dict[str, Any]) -> None:
+    graph, (q, k, v, *starts) = make_small(**options, stats=True)
+    plan = ag.compile(graph, target=CPU)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def attend(*x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        o, lse = run_plan(plan, (*x, *starts))
+        return o, lse[:, :5]  # -inf of the last row, which is of no sequence, has no difference
+
+    assert torch.autograd.gradcheck(attend, leaves, check_forward_ad=True, fast_mode=True)
+    assert torch.autograd.gradgradcheck(attend, leaves, fast_mode=True)
+
+
+def test_queries_alone_or_keys_alone_may_be_packed() -> None:
+    random = torch.Generator().manual_seed(2)
+    q = torch.randn(3, 4, 1, 8, generator=random)
+    k, v = torch.randn(2, 9, 2, 8, generator=random).unbind()
+    starts = torch.tensor([0, 4, 4, 9], dtype=I32)
+    graph = ag.attention(*map(SPEC.like, (q, k, v)), kv_starts=SPEC.like(starts), stats=True)
+    o, lse = run_plan(ag.compile(graph, target=CPU), (q, k, v, starts))
+    assert o.shape == (3, 4, 1, 8)
+    assert lse[1].eq(-INF).all()
+    keys, values = (Unpack(5).run(x, starts, starts.diff())[0] for x in (k, v))
+    dense_graph = ag.attention(
+        *map(SPEC.like, (q, keys, values)), kv_lengths=SPEC((3,), I32), stats=True
+    )
+    for x, due in zip(
+        (o, lse), expect_outputs(dense_graph, (q, keys, values, starts.diff())), strict=True
+    ):
+        due.check(x)
+    rows = q[:, :, 0]
+    each = torch.tensor([0, 1, 2, 3], dtype=I32)
+    specs = SPEC.like(rows), SPEC.like(keys), SPEC.like(values)
+    graph = ag.attention(
+        *specs, q_starts=SPEC.like(each), kv_lengths=SPEC((3,), I32), most=(1, None)
+    )
+    (again,) = run_plan(
+        ag.compile(graph, target=CPU), (rows, keys, values, starts.diff().to(I32), each)
+    )
+    torch.testing.assert_close(again, o[:, :, 0])
+
+
+def test_padded_queries_beside_packed_keys_see_their_sinks() -> None:
+    random = torch.Generator().manual_seed(4)
+    q, sinks = torch.randn(2, 2, 3, 4, generator=random), torch.randn(2, generator=random)
+    k, v = torch.randn(2, 5, 2, 4, generator=random).unbind()
+    starts, rows = torch.tensor([0, 3, 5]), torch.tensor([1, 2])
+    options: dict[str, Any] = {"sinks": SPEC.like(sinks), "q_lengths": SPEC.like(rows)}
+    graph = ag.attention(
+        *map(SPEC.like, (q, k, v)), kv_starts=SPEC.like(starts), stats=True, **options
+    )
+    keys, values = (Unpack(3).run(x, starts, starts.diff())[0] for x in (k, v))
+    specs = map(SPEC.like, (q, keys, values))
+    whole = ag.attention(*specs, kv_lengths=SPEC.like(rows), stats=True, **options)
+    plan = ag.compile(graph, target=CPU)
+    given_tensors = {"q": q, "q_lengths": rows, "sinks": sinks, "kv_starts": starts}
+    tensors = [(given_tensors | {"k": k, "v": v})[i.name] for i in graph.inputs]
+    padded = given_tensors | {"k": keys, "v": values, "kv_lengths": starts.diff()}
+    padded_tensors = [padded[i.name] for i in whole.inputs]
+    for x, due in zip(run_plan(plan, tensors), expect_outputs(whole, padded_tensors), strict=True):
+        due.check(x)
+    cotangents = [torch.randn(t.shape, generator=random) for t in plan.graph.output_types]
+    due = expect_gradients(whole, padded_tensors, cotangents)["sinks"]
+    due.check(run_gradients(plan, tensors, cotangents)["sinks"])
+
+
+def test_keys_lie_as_queries_where_nothing_else_is_given() -> None:
+    x, starts = torch.randn(7, 2, 4), torch.tensor([0, 3, 7])
+    graph = ag.attention(*[SPEC.like(x)] * 3, q_starts=SPEC.like(starts), mask=ag.Causal())
+    (o,) = run_plan(ag.compile(graph, target=CPU), (x, x, x, starts))
+    alone = ag.compile(ag.attention(*[SPEC((1, 2, 3, 4), torch.float32)] * 3, mask=ag.Causal()))
+    first = x[:3].transpose(0, 1)[None].contiguous()
+    torch.testing.assert_close((o[:3].transpose(0, 1)[None],), run_plan(alone, [first] * 3))
+
+
+def test_a_step_that_knows_the_batch_runs_padded() -> None:
+    graph, _ = make_small(dropout=0.5)
+    (node,) = (e.op for e in simplify(graph).eqns if isinstance(e.op, Packed))
+    assert not is_separable(node)
+    assert "padded to the longest" in str(ag.compile(graph, target=CPU).explain())
+    graph, _ = make_small()
+    (node,) = (e.op for e in simplify(graph).eqns if isinstance(e.op, Packed))
+    assert is_separable(node)
+
+
+def test_every_other_backend_says_why_not() -> None:
+    graph, _ = make_small()
+    for target in ("h200", "cpu"):
+        found = ag.explain(graph, target=target)
+        assert found.backend == "math"
+        texts = {r.backend: [str(x) for x in r.reasons] for r in found.refusals}
+        here = texts["triton"] if target == "h200" else texts["torch_sdpa"]
+        assert "reads no packed tensors, and the graph has some; math takes it" in here
+
+
+def test_a_limit_that_lengths_decide_about_is_refused() -> None:
+    graph, _ = make_small()
+    with pytest.raises(ag.NoBackendError, match="depends on their lengths"):
+        ag.compile(graph, target=CPU, max_workspace="1GiB")
+
+
+def test_pairs_are_counted_once_starts_are_known() -> None:
+    graph, (*_, q_starts, kv_starts) = make_small(mask=ag.Causal("bottom_right"))
+    plan = ag.compile(graph, target=CPU)
+    assert not plan.cost().exact
+    exact = plan.cost(q_starts=q_starts, kv_starts=kv_starts)
+    assert exact.exact
+    assert exact.pairs == 2 * ((2 + 3) + (2 + 3 + 4))  # of two heads
+
+
+def test_memory_does_not_grow_with_the_padding() -> None:
+    x, starts = SPEC((4096, 4, 64), torch.float32), SPEC((65,), I32)
+    plan = ag.compile(ag.attention(x, x, x, q_starts=starts, mask=ag.Causal()), target=CPU)
+    padded = 64 * 4096 * 4 * 64 * 4
+    assert plan.memory().peak < padded  # of one operand; there are eight
+
+
+BAD: dict[str, tuple[Callable[[], object], str]] = {
+    "no starts": (
+        lambda: ag.attention(*[SPEC((5, 2, 4), torch.float32)] * 3),
+        "3 axes and needs 4",
+    ),
+    "starts of a dense q": (
+        lambda: ag.attention(*[SPEC((1, 2, 5, 4), torch.float32)] * 3, q_starts=SPEC((2,), I32)),
+        "with q_starts it is [T,H,D]",
+    ),
+    "starts of floats": (
+        lambda: ag.attention(
+            *[SPEC((5, 2, 4), torch.float32)] * 3, q_starts=SPEC((2,), torch.float32)
+        ),
+        "torch.int32",
+    ),
+    "an alignment is missing": (lambda: make_small(mask=ag.Causal()), "where the diagonal lies"),
+    "no pair": (lambda: make_small(most=7), "most 7 is no pair"),
+    "a size below 0": (lambda: make_small(most=(-1, None)), "-1 is no number of rows"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_makes_no_sense_is_an_error(name: str) -> None:
+    attempt, words = BAD[name]
+    with pytest.raises(ag.GraphError) as caught:
+        attempt()
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("q_starts", "words"),
+    [
+        ([0, 3, 2, 5], "ascending"),
+        ([0, 2, 3, 9], "of 6 rows"),
+        ([-1, 2, 3, 5], "of 6 rows"),
+        ([0, 0, 0, 6], "sequence 2 has 6, and 6 rows before the next one, of at most 5"),
+    ],
+)
+def test_starts_that_are_none_are_an_error(q_starts: Sequence[int], words: str) -> None:
+    graph, (q, k, v, _, kv_starts) = make_small(most=(5, None))
+    with pytest.raises(ag.PlanMismatchError, match=words):
+        ag.compile(graph, target=CPU)(q, k, v, torch.tensor(q_starts), kv_starts)
