@@ -12,6 +12,7 @@ from attn_graph.errors import GraphError
 from attn_graph.spec import to_integer
 
 Placement = Literal["batch", "heads", "contiguous", "zigzag", "balanced"]
+Method = Literal["ring", "gather", "heads"]
 SEQUENCES: tuple[Placement, ...] = (
     "contiguous",
     "zigzag",

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, final
+from typing import TYPE_CHECKING, NoReturn, final
 
 import torch
 from attrs import frozen
 
-from attn_graph.compiler import resolve_target
+from attn_graph.compiler import Recipe
 from attn_graph.errors import GraphError, PlanMismatchError
 from attn_graph.ir.gradient_ops import clear_blind_rows
 from attn_graph.machine.ambient import has_tangent, without_autocast
@@ -17,12 +17,14 @@ from attn_graph.machine.target import Target
 from attn_graph.machine.tensors import require_as_declared
 from attn_graph.mesh.exchange import compare_texts, pack, post, unpack
 from attn_graph.mesh.heads import backward_heads, forward_heads
+from attn_graph.mesh.results import ShardedPlan
 from attn_graph.mesh.ring import backward_ring, forward_ring
 from attn_graph.mesh.sharded import Sharded
 from attn_graph.mesh.site import Site
 from attn_graph.mesh.totals import Cotangents, Totals, lay_out_as
 from attn_graph.mesh.traffic import shared_inputs
 from attn_graph.plan import constant_places
+from attn_graph.spec import TensorSpec
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -36,14 +38,8 @@ ONCE = (
 
 @final
 @frozen(eq=False, repr=False)
-class ShardedPlan:
-    """How one rank runs its part of a sharded graph. Made by `compile_sharded`.
-
-    Every rank of the group calls its own, in the same order; each gives the rank's part of the
-    graph's outputs. Where an input requires grad the results are differentiable, once, and every
-    rank has to go backward too. At the first call ranks compare what they compute, and raise
-    GraphError where they disagree. Raises PlanMismatchError for shards other than `split` makes.
-    """
+class RankPlan(ShardedPlan):
+    """The plan of one rank, in its place in the group."""
 
     site: Site
 
@@ -54,8 +50,11 @@ class ShardedPlan:
 
     @property
     def target(self) -> Target:
-        """The kind of device that it runs on."""
-        return resolve_target(self.site.options.get("target"))
+        return self.site.recipe.target
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        return self.site.specs
 
     @property
     def constants(self) -> tuple[int, ...]:
@@ -171,22 +170,18 @@ class ShardedPlan:
                     total += shares[r][n]
 
 
-def compile_sharded(
-    sharded: Sharded,
-    group: ProcessGroup | None = None,
-    **options: Any,  # Any: arguments of several types
-) -> ShardedPlan:
+def plan_rank(sharded: Sharded, recipe: Recipe, group: ProcessGroup | None) -> RankPlan:
     """The plan of this process, one of as many ranks as the mesh has.
 
-    group: the ranks' process group, by default that of all processes. options: those of
-    `attn_graph.compile`, the same in every rank. Raises GraphError for a group of another size.
+    group: the ranks' process group, by default that of all processes. Raises GraphError for one of
+    another size, and where there is none.
     """
     from torch import distributed as dist
 
     if not dist.is_initialized():
         raise GraphError(
             "shard: this process belongs to no group; call torch.distributed.init_process_group "
-            "first, or explain_sharded, which needs none"
+            "first, or attn_graph.explain, which needs none"
         )
     ranks = dist.group.WORLD if group is None else group
     assert ranks is not None  # there is one where a process group is initialised
@@ -195,4 +190,4 @@ def compile_sharded(
             f"shard: a mesh of {sharded.mesh.ranks} ranks, and a group of {ranks.size()}; "
             f"say ag.Mesh({ranks.size()})"
         )
-    return ShardedPlan(Site(sharded, ranks.rank(), ranks, options))
+    return RankPlan(Site(sharded, ranks.rank(), ranks, recipe))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from ctypes import string_at
 from functools import cached_property
-from hashlib import sha256
-from typing import Literal, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from attrs import field, frozen
 
+from attn_graph.compiler import Compilable, Recipe
 from attn_graph.errors import GraphError
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.graph import Eqn, Graph, op_name
@@ -18,17 +18,22 @@ from attn_graph.masks import Data
 from attn_graph.masks.moving import Box
 from attn_graph.masks.tiles import check_tensors
 from attn_graph.mesh.boxes import Piece, move_attention
-from attn_graph.mesh.layout import Holding, Mesh, Placement, Ranges
+from attn_graph.mesh.layout import Holding, Mesh, Method, Placement, Ranges
+from attn_graph.mesh.results import Outlook, ShardedPlan
 from attn_graph.printing.text import show_call
 from attn_graph.spec import TensorSpec
 
-Method = Literal["ring", "gather", "heads"]
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @final
 @frozen
 class Known:
-    """A tensor that is known when a graph is sharded, by its content."""
+    """A tensor that is known when a graph is sharded, by its content.
+
+    As text its runs of equal elements in C order, each with its length.
+    """
 
     name: str
     spec: TensorSpec
@@ -50,16 +55,19 @@ class Known:
         return flat.reshape(self.spec.shape)
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.spec} of sha256 {sha256(self.content).hexdigest()[:16]}"
+        values, counts = torch.unique_consecutive(self.tensor.flatten(), return_counts=True)
+        runs = zip(values.tolist(), counts.tolist(), strict=True)
+        return f"{self.name}={self.spec}({', '.join(map(str, runs))})"
 
 
 @final
 @frozen(cache_hash=True, repr=False)
-class Sharded:
+class Sharded(Compilable[ShardedPlan, Outlook]):
     """An attention that the ranks of a mesh compute together. Made by `shard`.
 
-    Immutable and compared by content. `holdings` is what each rank has. Its inputs are those of
-    the graph less what is `known`; `split` makes them of whole tensors.
+    Immutable and compared by content: `Sharded.parse(str(x)) == x`. `holdings` is what each rank
+    has. Its inputs are those of the graph less what is `known`; `split` makes them of whole
+    tensors.
     """
 
     graph: Graph
@@ -68,6 +76,18 @@ class Sharded:
     method: Method | None  # None: nobody needs what others have
     known: tuple[Known, ...]
     holdings: tuple[Holding, ...]
+
+    def compile(self, recipe: Recipe, group: ProcessGroup | None) -> ShardedPlan:
+        """This process's plan, as `attn_graph.compile` gives it."""
+        from attn_graph.mesh.plan import plan_rank  # which imports this module
+
+        return plan_rank(self, recipe, group)
+
+    def explain(self, recipe: Recipe, link: str | float | None) -> Outlook:
+        """What ranks compute and send, as `attn_graph.explain` gives it."""
+        from attn_graph.mesh.explanation import explain_mesh  # which imports this module
+
+        return explain_mesh(self, recipe.target, link)
 
     @property
     def eqn(self) -> Eqn:
@@ -198,11 +218,21 @@ class Sharded:
             raise GraphError(f"shard: {axes!r} has {len(letters)} axes, and the tensor {x.ndim}")
         return letters
 
+    @staticmethod
+    def parse(text: str, *, known: Iterable[type[Any]] = ()) -> Sharded:  # Any: modifiers, masks
+        """The sharded graph that a text, printed by `str`, describes.
+
+        Arguments and errors as those of `attn_graph.parse`.
+        """
+        from attn_graph.mesh.parsing import parse_sharded  # which imports this module
+
+        return parse_sharded(text, known)
+
     def __str__(self) -> str:
-        lines = [f"# over {show_call(self.mesh)}, {self.placement}, {self.method or 'alone'}"]
-        lines += [f"# {known}" for known in self.known]
-        lines += [f"# rank {n}: {show_holding(x)}" for n, x in enumerate(self.holdings)]
-        return "\n".join([*lines, str(self.graph)])
+        method = [f"method={self.method!r}"] if self.method else []
+        data = ["graph", show_call(self.mesh), repr(self.placement), *method, *map(str, self.known)]
+        ranks = [f"# rank {n}: {show_holding(x)}" for n, x in enumerate(self.holdings)]
+        return "\n".join([str(self.graph), f"shard({', '.join(data)})", *ranks])
 
     __repr__ = __str__
 

@@ -11,11 +11,10 @@ from attn_graph.errors import GraphError
 from attn_graph.ir.graph import Graph, check_graph
 from attn_graph.ir.passes import simplify
 from attn_graph.masks.moving import Box
-from attn_graph.mesh.layout import SEQUENCES, Mesh, Placement
+from attn_graph.mesh.layout import SEQUENCES, Mesh, Method, Placement
 from attn_graph.mesh.placing import place_ranks
 from attn_graph.mesh.sharded import (
     Known,
-    Method,
     Sharded,
     check_attention,
     check_choice,

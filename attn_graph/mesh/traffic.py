@@ -4,27 +4,13 @@ from __future__ import annotations
 
 from functools import lru_cache
 from math import prod
-from typing import final
-
-from attrs import frozen
 
 from attn_graph.mesh.counts import HELD
 from attn_graph.mesh.layout import Ranges, divide_heads
+from attn_graph.mesh.results import Flow
 from attn_graph.mesh.schedule import needed_keys
 from attn_graph.mesh.sharded import Sharded
 from attn_graph.spec import accumulator
-
-
-@final
-@frozen
-class Flow:
-    """Bytes from one rank to another, in each pass."""
-
-    forward: int = 0
-    backward: int = 0
-
-    def __add__(self, other: Flow) -> Flow:
-        return Flow(self.forward + other.forward, self.backward + other.backward)
 
 
 def heads_problem(sharded: Sharded) -> str | None:

@@ -17,9 +17,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import attn_graph as ag
-from attn_graph.mesh.layout import SEQUENCES, Placement
+from attn_graph.mesh.layout import SEQUENCES, Method, Placement
+from attn_graph.mesh.plan import RankPlan
 from attn_graph.mesh.ring import Guest, travel
-from attn_graph.mesh.sharded import Method, Sharded
+from attn_graph.mesh.sharded import Sharded
 from attn_graph.mesh.totals import lay_out_as
 from attn_graph.mesh.traffic import flow_between
 from attn_graph.spec import FLOATS
@@ -74,9 +75,9 @@ def compute(
 def compute_once(
     rank: int, group: Any, sharded: Sharded, shards: dict[str, Any], cotangents: list[Any]
 ) -> Answer:
-    plan = ag.compile_sharded(sharded, group, target="cpu")
+    plan = ag.compile(sharded, group=group, target="cpu")
     inputs = {
-        name: lay_out_as(x, x.dtype, plan.site.specs[name]).requires_grad_(x.dtype in FLOATS)
+        name: lay_out_as(x, x.dtype, plan.specs[name]).requires_grad_(x.dtype in FLOATS)
         for name, x in shards.items()
     }
     with count_bytes() as forward:
@@ -161,6 +162,12 @@ def test_ranks_compute_what_one_device_does(crew: Crew, ranks: int, data: st.Dat
     check(crew, *data.draw(sharded_graphs(ranks)))
 
 
+@given(st.data())
+def test_the_text_of_any_sharded_graph_makes_it_again(data: st.DataObject) -> None:
+    sharded, _, _ = data.draw(sharded_graphs(data.draw(st.integers(1, 5))))
+    assert ag.Sharded.parse(str(sharded)) == sharded
+
+
 # Faults
 
 
@@ -181,8 +188,8 @@ def attend_twice(rank: int, group: Any, graphs: list[Sharded]) -> tuple[str, boo
 
 def run_plan(rank: int, group: Any, sharded: Sharded) -> torch.Tensor:
     """o of a rank, of ones."""
-    plan = ag.compile_sharded(sharded, group, target="cpu")
-    shards = [torch.ones(spec.shape) for spec in plan.site.specs.values()]
+    plan = ag.compile(sharded, group=group, target="cpu")
+    shards = [torch.ones(spec.shape) for spec in plan.specs.values()]
     o: torch.Tensor = plan(*shards)[0]
     return o
 
@@ -193,7 +200,7 @@ def test_ranks_that_disagree_say_both(crew: Crew) -> None:
     )
     for said, runs in crew.run(2, attend_twice, [causal, window]):
         assert "ranks disagree" in said
-        assert "rank 0: # over Mesh(ranks=2)" in said
+        assert "rank 0: def graph(" in said
         assert "mask=Band(high=0)" in said
         assert "mask=Band(low=-3, high=0)" in said
         assert runs  # no message is left
@@ -212,8 +219,9 @@ def stop_at_first(guests: Generator[Guest]) -> None:
 
 def stumble(rank: int, group: Any, sharded: Sharded) -> bool:
     """Fail while a hop is under way, in all ranks; then run as if nothing had been."""
-    plan = ag.compile_sharded(sharded, group, target="cpu")
-    _, k, v = (torch.randn(spec.shape) for spec in plan.site.specs.values())
+    plan = ag.compile(sharded, group=group, target="cpu")
+    assert isinstance(plan, RankPlan)
+    _, k, v = (torch.randn(spec.shape) for spec in plan.specs.values())
     with pytest.raises(Stumble):
         stop_at_first(travel(plan.site, k, v))
     return bool(run_plan(rank, group, sharded).isfinite().all())
@@ -227,13 +235,13 @@ def test_a_fault_within_a_hop_leaves_no_message(crew: Crew) -> None:
 
 def misuse(rank: int, group: Any, sharded: Sharded) -> list[str]:
     """What the errors of wrong calls say; none of them sends a message."""
-    plan = ag.compile_sharded(sharded, group, target="cpu")
-    q, k, v = (torch.ones(spec.shape) for spec in plan.site.specs.values())
+    plan = ag.compile(sharded, group=group, target="cpu")
+    q, k, v = (torch.ones(spec.shape) for spec in plan.specs.values())
     faults = []
     for call in (
         lambda: plan(q[:, :, 1:], k, v),
         lambda: plan(q, k),
-        lambda: ag.compile_sharded(ag.shard(small(), ag.Mesh(5), "batch"), group),
+        lambda: ag.compile(ag.shard(small(), ag.Mesh(5), "batch"), group=group),
     ):
         with pytest.raises((ag.GraphError, ag.PlanMismatchError)) as caught:
             call()
@@ -250,8 +258,8 @@ def test_wrong_calls_say_what_was_expected(crew: Crew) -> None:
 
 def differentiate_twice(rank: int, group: Any, sharded: Sharded) -> list[str]:
     """What the errors of a second derivative and of forward mode say."""
-    plan = ag.compile_sharded(sharded, group, target="cpu")
-    q, k, v = (torch.ones(spec.shape).requires_grad_() for spec in plan.site.specs.values())
+    plan = ag.compile(sharded, group=group, target="cpu")
+    q, k, v = (torch.ones(spec.shape).requires_grad_() for spec in plan.specs.values())
     outputs = plan(q, k, v)
     o = outputs[0] if isinstance(outputs, tuple) else outputs
     faults = []
