@@ -11,7 +11,7 @@ from attrs import frozen
 from attn_graph.compiler import Recipe
 from attn_graph.errors import GraphError, PlanMismatchError
 from attn_graph.ir.gradient_ops import clear_blind_rows
-from attn_graph.machine.ambient import has_tangent, without_autocast
+from attn_graph.machine.ambient import has_tangent, named_in_profiles, without_autocast
 from attn_graph.machine.autograd import run_with_autograd
 from attn_graph.machine.target import Target
 from attn_graph.machine.tensors import require_as_declared
@@ -93,7 +93,7 @@ class RankPlan(ShardedPlan):
     def run(self, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
         """The outputs, and what the backward reads beside the inputs: o, lse, and more."""
         sharded, site = self.sharded, self.site
-        with without_autocast():
+        with without_autocast(), named_in_profiles("mesh forward"):
             inputs = site.all_inputs(tensors)
             saved: Tensors = ()
             if sharded.method == "heads":
@@ -118,7 +118,7 @@ class RankPlan(ShardedPlan):
             raise GraphError(ONCE)
         specs = self.sharded.graph.inputs
         given, (o, lse, *more) = saved[: len(needs)], saved[len(needs) :]
-        with torch.no_grad(), without_autocast():
+        with torch.no_grad(), without_autocast(), named_in_profiles("mesh backward"):
             inputs = self.site.all_inputs(given)
             cotangents = self.read_cotangents(o, lse, grads)
             if self.sharded.method == "heads":

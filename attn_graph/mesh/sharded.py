@@ -14,6 +14,7 @@ from attn_graph.compiler import Compilable, Recipe
 from attn_graph.errors import GraphError
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.graph import Eqn, Graph, op_name
+from attn_graph.ir.philox import WORDS
 from attn_graph.masks import Data
 from attn_graph.masks.moving import Box
 from attn_graph.masks.tiles import check_tensors
@@ -128,6 +129,11 @@ class Sharded(Compilable[ShardedPlan, Outlook]):
             letters[whole.sinks] = "h"
         ranks = (len(i.spec.shape) for i in self.graph.inputs)
         return tuple(letters.get(n, "n" * rank) for n, rank in enumerate(ranks))
+
+    @property
+    def grain(self) -> int:
+        """Chunks begin at multiples of so many positions: dropout draws bits for four keys."""
+        return WORDS if self.node.dropout else 1
 
     @property
     def trained(self) -> frozenset[int]:
@@ -277,15 +283,14 @@ def check_choice(name: str, value: object, known: Sequence[str]) -> None:
 
 
 def check_attention(graph: Graph) -> None:
-    """Raise GraphError unless a simplified graph is one attention, without dropout."""
+    """Raise GraphError unless a simplified graph is one attention, and a whole one."""
     ops = [eqn.op for eqn in graph.eqns]
     if len(ops) != 1 or not isinstance(ops[0], Attention):
         text = ", ".join(op_name(type(op)) for op in ops) or "nothing"
         raise GraphError(f"shard: the graph is to be one attention, and is {text}; shard that part")
-    if ops[0].dropout:
+    if ops[0].origin:
         raise GraphError(
-            f"shard: dropout of {ops[0].dropout} is not divided, since its bits count from the "
-            "whole's first place; drop elements of o instead"
+            f"shard: the graph is a part of a whole, at {ops[0].origin}; shard the whole"
         )
     operands = zip(graph.eqns[0].args, ops[0].trains, strict=True)
     trained = [number for number, trains in operands if trains]

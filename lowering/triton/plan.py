@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, final
 
@@ -181,6 +181,7 @@ class FlashBuilder:
             "scale": p.node.scale,
             "keep_scale": 1 / (1 - rate) if rate < 1 else 0.0,
             "threshold": threshold(rate),
+            "origin": flat_origin(p.node.origin),
             "D": p.D,
             "E": p.E,
             "WIDTH_D": padded_head_size(p.D),
@@ -498,3 +499,11 @@ def choose_tiling(
     width = padded_head_size(max(p.D, p.E))
     usual = tiling(target.sm, p.dtype.itemsize, width, pass_, bool(p.node.modifiers))
     return usual if variant is None else VARIANTS[variant](usual)
+
+
+def flat_origin(origin: Sequence[int]) -> tuple[int, int, int, int] | None:
+    """Dropout's origin as the kernels take it: first head over batch entries, row, key, and H."""
+    if not origin:
+        return None
+    b, h, i, j, H = origin
+    return b * H + h, i, j, H

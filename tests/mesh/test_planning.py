@@ -187,7 +187,6 @@ def test_what_can_t_be_divided_says_so() -> None:
     plain, mesh = ag.attention(x, x, x), ag.Mesh(2)
     bias = ag.attention(x, x, x, bias=ag.TensorSpec((1, 4, 8, 8), torch.float32))
     calls: dict[str, Any] = {
-        "dropout of 0.5": lambda: ag.shard(ag.attention(x, x, x, dropout=0.5), mesh, "zigzag"),
         "placements 'rows' is none of batch": lambda: ag.shard(plain, mesh, "rows"),  # type: ignore[arg-type]
         "method 'ring' is for a divided sequence": lambda: ag.shard(
             plain, mesh, "heads", method="ring"
@@ -228,6 +227,7 @@ def test_what_can_t_be_divided_says_so() -> None:
 def test_divided_positions_are_all_there() -> None:
     assert [len(x) for x in divide(10, 4)] == [2, 3, 2, 3]
     assert sum(map(len, divide(3, 8))) == 3
+    assert divide(11, 3, 4) == [range(4), range(4, 8), range(8, 11)]
 
 
 # Explanations

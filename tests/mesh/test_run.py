@@ -150,7 +150,7 @@ def sharded_graphs(draw: st.DrawFn, ranks: int) -> tuple[Sharded, ag.Graph, int]
             graph, ag.Mesh(ranks), placement, method=method, **{n: known[n] for n in chosen}
         )
     except ag.GraphError as error:
-        assume(not any(x in str(error) for x in ("dropout", "method 'heads'", "no mask reads")))
+        assume(not any(x in str(error) for x in ("method 'heads'", "no mask reads")))
         raise
     return sharded, graph, seed
 
