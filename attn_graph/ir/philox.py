@@ -32,6 +32,14 @@ def place_in_whole(
     return moved, origin[4]
 
 
+def flat_origin(origin: Sequence[int]) -> tuple[int, int, int, int] | None:
+    """Dropout's origin as kernels take it: the first head over batch entries, row, key, and H."""
+    if not origin:
+        return None
+    b, h, i, j, H = origin
+    return b * H + h, i, j, H
+
+
 def counters(keys: range) -> range:
     """The counters, of four words each, that cover these keys."""
     return range(keys.start // WORDS, -(-keys.stop // WORDS))

@@ -9,12 +9,13 @@ import torch
 from attrs import frozen
 
 from attn_graph.compiler import Recipe
-from attn_graph.errors import GraphError, PlanMismatchError
+from attn_graph.errors import GraphError
 from attn_graph.ir.gradient_ops import clear_blind_rows
 from attn_graph.machine.ambient import has_tangent, named_in_profiles, without_autocast
 from attn_graph.machine.autograd import run_with_autograd
 from attn_graph.machine.target import Target
-from attn_graph.machine.tensors import require_as_declared
+from attn_graph.machine.tensors import arrange, require_as_declared
+from attn_graph.mesh.distributed import unwrap
 from attn_graph.mesh.exchange import compare_texts, pack, post, unpack
 from attn_graph.mesh.heads import backward_heads, forward_heads
 from attn_graph.mesh.results import ShardedPlan
@@ -64,25 +65,17 @@ class RankPlan(ShardedPlan):
     def __call__(
         self, /, *tensors: torch.Tensor, **named: torch.Tensor
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        given = self.arrange(tensors, named)
+        ordered = arrange(self.specs, tensors, named)
+        parts, wrapping = unwrap(self.site, dict(zip(self.specs, ordered, strict=True)))
+        require_as_declared(parts, self.specs, self.target)
+        given = [*parts.values()]
         if has_tangent(given):
             raise GraphError(ONCE)
         self.agree(given[0].device)
         wants = torch.is_grad_enabled() and any(x.requires_grad for x in given)
         outputs = run_with_autograd(self, given) if wants else self.run(*given)[0]
+        outputs = wrapping.wrap(outputs) if wrapping else outputs
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
-
-    def arrange(self, tensors: Tensors, named: Mapping[str, torch.Tensor]) -> Tensors:
-        """The inputs in their order. Raises PlanMismatchError unless they are the rank's shards."""
-        specs = self.site.specs
-        given = {**dict(zip(specs, tensors, strict=False)), **named}
-        if given.keys() != specs.keys() or len(tensors) + len(named) != len(specs):
-            raise PlanMismatchError(
-                f"expected {', '.join(specs)}, each once, got {len(tensors)} tensors and "
-                f"{', '.join(named) or 'none'} by name"
-            )
-        require_as_declared(given, specs, self.target)
-        return [given[name] for name in specs]
 
     def agree(self, device: torch.device) -> None:
         """Compare with the other ranks, once. Raises GraphError where they compute other things."""

@@ -167,22 +167,29 @@ class Sharded(Compilable[ShardedPlan, Outlook]):
         inputs, constants = self.node.split(self.eqn.args).mask, self.constants
         return {name: constants[n] for name, n in inputs.items() if n in constants}
 
+    def divided_axis(self, shape: Sequence[int], axes: str) -> int | None:
+        """Which axis of a tensor ranks divide; None: each has all of it. axes: as of `parts`."""
+        divided = {"batch": "b", "heads": "hg"}.get(self.placement, "ij")
+        sizes = self.axis_sizes
+        places = zip(axes, shape, strict=True)
+        hits = (n for n, (x, size) in enumerate(places) if x in divided and sizes[x] == size)
+        return next(hits, None)
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """The sizes of the axes that ranks may divide, by letter."""
+        return dict(zip("bhij", self.sizes, strict=True)) | {
+            "g": self.graph.types[self.eqn.args[1]].shape[1]
+        }
+
     def parts(self, rank: int, shape: Sequence[int], axes: str) -> list[Ranges]:
         """Of each axis what a rank has. axes: letters as those of `split`."""
-        B, H, M, N = self.sizes
-        own = self.holdings[rank]
-        G = self.graph.types[self.eqn.args[1]].shape[1]
-        of: dict[str, tuple[int, Ranges]] = {
-            "b": (B, (own.batch,)),
-            "h": (H, (own.heads,)),
-            "g": (G, (own.groups,)),
-            "i": (M, own.rows),
-            "j": (N, own.keys),
-        }
-        whole = [(range(n),) for n in shape]
+        own, sizes = self.holdings[rank], self.axis_sizes
+        of: dict[str, Ranges] = {
+            "b": (own.batch,), "h": (own.heads,), "g": (own.groups,), "i": own.rows, "j": own.keys,
+        }  # fmt: skip
         return [
-            of[x][1] if x in of and of[x][0] == n else all_
-            for x, n, all_ in zip(axes, shape, whole, strict=True)
+            of[x] if sizes.get(x) == n else (range(n),) for x, n in zip(axes, shape, strict=True)
         ]
 
     def split(self, x: torch.Tensor, axes: str) -> list[torch.Tensor]:
@@ -206,8 +213,7 @@ class Sharded(Compilable[ShardedPlan, Outlook]):
             raise GraphError(f"shard: {len(shards)} shards of {self.mesh.ranks} ranks; give each")
         letters = self.letters_for(shards[0], axes)
         named = {i.name: i.spec.shape for i in self.graph.inputs}
-        sizes = dict(zip("bhij", self.sizes, strict=True))
-        sizes["g"] = self.graph.types[self.eqn.args[1]].shape[1]
+        sizes = self.axis_sizes
         shape = named.get(axes) or [
             sizes.get(x, n) for x, n in zip(letters, shards[0].shape, strict=True)
         ]
@@ -225,7 +231,7 @@ class Sharded(Compilable[ShardedPlan, Outlook]):
         return letters
 
     @staticmethod
-    def parse(text: str, *, known: Iterable[type[Any]] = ()) -> Sharded:  # Any: modifiers, masks
+    def parse(text: str, *, known: Iterable[type[Any]] = ()) -> Sharded:  # Any: masks, ops
         """The sharded graph that a text, printed by `str`, describes.
 
         Arguments and errors as those of `attn_graph.parse`.

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import prod
 from typing import Any, final
 
 import torch
 from attrs import define, field, frozen
 
-from attn_graph.ir.philox import threshold
+from attn_graph.ir.philox import flat_origin, threshold
 from attn_graph.kernels.tilings import (
     DELTA,
     LISTS,
@@ -215,8 +215,7 @@ class FlashBuilder:
         pointers: Pointers = {
             f"{name}_ptr": GRADIENTS.get(name, name) for name in names if name in there
         }
-        absent: Fixed = {f"{name}_ptr": None for name in names if name not in there}
-        return pointers, absent
+        return pointers, {f"{name}_ptr": None for name in names if name not in there}
 
     def data(self) -> tuple[str, ...]:
         """Names of all that modifiers and the mask read, in the order of the operands."""
@@ -499,11 +498,3 @@ def choose_tiling(
     width = padded_head_size(max(p.D, p.E))
     usual = tiling(target.sm, p.dtype.itemsize, width, pass_, bool(p.node.modifiers))
     return usual if variant is None else VARIANTS[variant](usual)
-
-
-def flat_origin(origin: Sequence[int]) -> tuple[int, int, int, int] | None:
-    """Dropout's origin as the kernels take it: first head over batch entries, row, key, and H."""
-    if not origin:
-        return None
-    b, h, i, j, H = origin
-    return b * H + h, i, j, H

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import attn_graph as ag
 from attn_graph.ir import ops
 from attn_graph.ir.passes import simplify
-from attn_graph.ir.philox import threshold
+from attn_graph.ir.philox import flat_origin, threshold
 from attn_graph.ir.vjp import backward, result_spec
 from attn_graph.kernels.tilings import INTERPRETED, VARIANTS
 from attn_graph.lowering.backend import Options
@@ -25,7 +25,7 @@ from attn_graph.lowering.triton import backend as triton_flash
 from attn_graph.lowering.triton.device_code import DeviceCode, Tracer, compile_text
 from attn_graph.lowering.triton.launches import Launch, check_interpreter
 from attn_graph.lowering.triton.operands import gradient_strides
-from attn_graph.lowering.triton.plan import Flash, FlashBuilder, flat_origin
+from attn_graph.lowering.triton.plan import Flash, FlashBuilder
 from attn_graph.lowering.triton.tile_lists import blocks, classify_blocks, list_width
 from attn_graph.masks.places import Block, Place
 from attn_graph.spec import TensorSpec

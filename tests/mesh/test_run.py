@@ -252,7 +252,7 @@ def misuse(rank: int, group: Any, sharded: Sharded) -> list[str]:
 def test_wrong_calls_say_what_was_expected(crew: Crew) -> None:
     shape, missing, size = crew.run(2, misuse, ag.shard(small(), ag.Mesh(2), "zigzag"))[0]
     assert "q: expected f32[1, 2, 6, 4], got f32[1, 2, 5, 4]" in shape
-    assert "expected q, k, v, each once, got 2 tensors" in missing
+    assert "v: expected f32[1, 2, 6, 4], got nothing" in missing
     assert "a mesh of 5 ranks, and a group of 2; say ag.Mesh(2)" in size
 
 
