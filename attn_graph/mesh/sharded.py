@@ -147,6 +147,11 @@ class Sharded(Compilable[ShardedPlan, Outlook]):
         return self.node.split(self.eqn.args).sinks
 
     @property
+    def has_lse(self) -> bool:
+        """Whether lse is an output, and may have a cotangent."""
+        return len(self.graph.inputs) + self.node.names.index("lse") in self.graph.outputs
+
+    @property
     def constants(self) -> dict[int, torch.Tensor]:
         """What is known, by the number of the input."""
         numbers = {i.name: n for n, i in enumerate(self.graph.inputs)}

@@ -49,8 +49,8 @@ def flow_between(sharded: Sharded, a: int, b: int) -> Flow:
 def heads_flow(sharded: Sharded, a: int, b: int) -> Flow:
     """The same where the sequence is exchanged for heads.
 
-    There: q, k and v; then o and the statistics back. Backward: do and dlse there, then dq, dk and
-    dv back.
+    There: q, k and v; then o and the statistics back. Backward: do there, and dlse where lse is an
+    output; then dq, dk and dv back.
     """
     q, k, v = (sharded.graph.types[i] for i in sharded.eqn.args[:3])
     (B, H, _, D), G, E, item = q.shape, k.shape[1], v.shape[3], q.dtype.itemsize
@@ -64,9 +64,10 @@ def heads_flow(sharded: Sharded, a: int, b: int) -> Flow:
 
     results = E * item + wide * len(sharded.node.stats)
     keys = (D + E) * item
+    cotangents = E * item + wide * sharded.has_lse
     return Flow(
         size(a, b, D * item, keys) + size(b, a, results, 0),
-        size(a, b, E * item + wide, 0) + size(b, a, D * item, keys),
+        size(a, b, cotangents, 0) + size(b, a, D * item, keys),
     )
 
 
