@@ -10,6 +10,7 @@ from attrs import evolve
 from attn_graph.errors import GraphError
 from attn_graph.machine.target import Target
 from attn_graph.masks.moving import Box
+from attn_graph.masks.pictures import kinds
 from attn_graph.mesh.counts import count_box
 from attn_graph.mesh.layout import SEQUENCES, Method, divide_heads
 from attn_graph.mesh.results import Flow, Hop, Outlook, RankFigures
@@ -24,6 +25,7 @@ LINKS = {
     "pcie5": 63e9,
     "infiniband": 50e9,  # one NDR port a GPU, 400 Gbit/s
 }
+TILES = 32  # along the longer side of a picture
 NVLINKS = {80: 300e9, 90: 450e9, 100: 900e9}  # A100, H100 and H200, B200: half of both ways
 
 
@@ -56,7 +58,27 @@ def explain_mesh(sharded: Sharded, target: Target, link: str | float | None) -> 
     first, *others = (
         Outlook(x.mesh, x.placement, x.method, target, speed, ranks) for x, ranks in figures
     )
-    return evolve(first, others=tuple(others))
+    return evolve(first, others=tuple(others), owners=picture_owners(sharded))
+
+
+def picture_owners(sharded: Sharded) -> tuple[tuple[int, ...], ...]:
+    """The owners of tiles of an `Outlook`: of the first batch entry and head, by middle queries."""
+    _, _, M, N = sharded.sizes
+    if sharded.placement not in SEQUENCES or not M * N:
+        return ()
+    side = -(-max(M, N) // TILES)
+    marks = kinds(sharded.node.mask, M, N, (side, side), data=sharded.mask_data()).tolist()
+    owners = (owner_of(sharded, min(M - 1, y * side + side // 2)) for y in range(len(marks)))
+    return tuple(
+        tuple(rank if mark else -1 for mark in line)
+        for rank, line in zip(owners, marks, strict=True)
+    )
+
+
+def owner_of(sharded: Sharded, query: int) -> int:
+    """The rank that has a query."""
+    holdings = enumerate(sharded.holdings)
+    return next(n for n, own in holdings if any(query in rows for rows in own.rows))
 
 
 def list_figures(sharded: Sharded, target: Target, link: float | None) -> Iterator[RankFigures]:

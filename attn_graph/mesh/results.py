@@ -113,7 +113,9 @@ class Outlook:
     """What `explain` gives of a sharded graph: figures of each rank, and those of other methods.
 
     balance: pairs of the slowest rank over the mean. Bytes are exact; seconds are those of the
-    target's peak and of the link, which nothing beats.
+    target's peak and of the link, which nothing beats. owners: of each tile of the mask, queries
+    down and keys across, the rank that has its queries, or -1 where the mask keeps nothing; none
+    where the sequence is whole on each rank.
     """
 
     mesh: Mesh
@@ -123,6 +125,7 @@ class Outlook:
     link: float | None
     ranks: tuple[RankFigures, ...]
     others: tuple[Outlook, ...] = ()
+    owners: tuple[tuple[int, ...], ...] = ()
 
     @property
     def balance(self) -> float:
@@ -142,6 +145,28 @@ class Outlook:
 
     def __str__(self) -> str:
         return "\n".join([self.title(), *self.rows(), *self.comparison()])
+
+    def picture(self) -> str:
+        """The mask as text, a mark a tile: the rank that has its queries, - where nothing is kept.
+
+        Ranks of two digits are their last one.
+        """
+        return "\n".join(
+            "".join("-" if rank < 0 else str(rank % 10) for rank in line) for line in self.owners
+        )
+
+    def _repr_html_(self) -> str:
+        """For notebooks: figures of ranks and methods, and the mask in a colour for each rank."""
+        from attn_graph.printing import html
+
+        tables = ["\n".join(self.rows()), "\n".join(self.comparison())]
+        parts = [html.element("p", self.title()), *map(html.code, filter(None, tables))]
+        if self.owners:
+            tiles = [[rank + 1 for rank in line] for line in self.owners]
+            hues = [f"hsl({360 * n // len(self.ranks)} 60% 50%)" for n in range(len(self.ranks))]
+            caption = f"queries down, keys across, a colour for each of {len(hues)} ranks"
+            parts.append(html.tile_picture(tiles, caption, hues))
+        return html.page(*parts)
 
     def title(self) -> str:
         """What is explained, in a line."""

@@ -250,6 +250,19 @@ def test_an_explanation_compares_the_methods() -> None:
     assert ag.explain(sharded, target="cpu").seconds is None
 
 
+def test_a_picture_of_the_mask_shows_the_ranks() -> None:
+    window = graph(32, ag.Causal() & ag.Window(7))
+    outlook = ag.explain(ag.shard(window, ag.Mesh(2), "zigzag"), target="h200")
+    lines = outlook.picture().splitlines()
+    for i, line in enumerate(lines):
+        rank = "0" if i < 8 or i >= 24 else "1"
+        assert line == "".join(rank if 0 <= i - j <= 7 else "-" for j in range(32))
+    page = outlook._repr_html_()
+    assert page.count("<path") == 2
+    assert "hsl(180 60% 50%)" in page
+    assert not ag.explain(ag.shard(window, ag.Mesh(2), "heads"), target="h200").owners
+
+
 def test_bytes_of_a_hop_add_up_to_those_of_the_ranks() -> None:
     sharded = ag.shard(graph(4096, ag.Window(700, 100)), ag.Mesh(4), "zigzag", method="ring")
     for rank, own in enumerate(ag.explain(sharded, target="h200").ranks):
