@@ -60,14 +60,14 @@ def unwrap(site: Site, given: Tensors) -> tuple[Tensors, Wrapping | None]:
     """
     if not any(map(is_distributed, given.values())):
         return given, None
-    if differences := [x for name, t in given.items() for x in find_differences(site, name, t)]:
+    if differences := [x for name, t in given.items() for x in placement_problems(site, name, t)]:
         raise PlanMismatchError(*differences)
     tensors: dict[str, Any] = dict(given)  # Any: DTensors
     mesh = next(iter(tensors.values())).device_mesh
     return {name: t.to_local() for name, t in tensors.items()}, Wrapping(site, mesh)
 
 
-def find_differences(site: Site, name: str, t: torch.Tensor | DTensor) -> Iterator[str]:
+def placement_problems(site: Site, name: str, t: torch.Tensor | DTensor) -> Iterator[str]:
     """Where a DTensor differs from what the plan takes."""
     from torch.distributed import get_process_group_ranks
     from torch.distributed.tensor import DTensor

@@ -10,8 +10,8 @@ from attrs import evolve
 from attn_graph.errors import GraphError
 from attn_graph.machine.target import Target
 from attn_graph.masks.moving import Box
-from attn_graph.masks.pictures import kinds
-from attn_graph.mesh.counts import count_box
+from attn_graph.masks.places import Keys
+from attn_graph.mesh.counts import count_box, find_seen
 from attn_graph.mesh.layout import SEQUENCES, Method, divide_heads
 from attn_graph.mesh.results import Flow, Hop, Outlook, RankFigures
 from attn_graph.mesh.schedule import visits_of
@@ -62,17 +62,24 @@ def explain_mesh(sharded: Sharded, target: Target, link: str | float | None) -> 
 
 
 def picture_owners(sharded: Sharded) -> tuple[tuple[int, ...], ...]:
-    """The owners of tiles of an `Outlook`: of the first batch entry and head, by middle queries."""
+    """The owners of tiles of an `Outlook`, by the query in the middle of each."""
     _, _, M, N = sharded.sizes
     if sharded.placement not in SEQUENCES or not M * N:
         return ()
     side = -(-max(M, N) // TILES)
-    marks = kinds(sharded.node.mask, M, N, (side, side), data=sharded.mask_data()).tolist()
-    owners = (owner_of(sharded, min(M - 1, y * side + side // 2)) for y in range(len(marks)))
     return tuple(
-        tuple(rank if mark else -1 for mark in line)
-        for rank, line in zip(owners, marks, strict=True)
+        tuple(list_owners(sharded, range(first, min(M, first + side)), side))
+        for first in range(0, M, side)
     )
+
+
+def list_owners(sharded: Sharded, rows: range, side: int) -> Iterator[int]:
+    """Those of a line of tiles."""
+    rank, seen = owner_of(sharded, rows[len(rows) // 2]), find_seen(sharded, rows)
+    N = sharded.sizes[3]
+    for first in range(0, N, side):
+        within = seen & Keys.between(first, min(N, first + side))
+        yield rank if within.intervals else -1
 
 
 def owner_of(sharded: Sharded, query: int) -> int:

@@ -114,7 +114,7 @@ class Outlook:
 
     balance: pairs of the slowest rank over the mean. Bytes are exact; seconds are those of the
     target's peak and of the link, which nothing beats. owners: of each tile of the mask, queries
-    down and keys across, the rank that has its queries, or -1 where the mask keeps nothing; none
+    down and keys across, the rank that has its queries, or -1 where no batch entry keeps any; none
     where the sequence is whole on each rank.
     """
 
