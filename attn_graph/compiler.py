@@ -91,7 +91,7 @@ class Compilable(ABC, Generic[PlanT, ExplanationT]):
         """What `attn_graph.compile` gives for it. recipe: how its graphs are planned."""
 
     @abstractmethod
-    def explain(self, recipe: Recipe, link: str | float | None) -> ExplanationT:
+    def explain(self, target: Target, link: str | float | None) -> ExplanationT:
         """What `attn_graph.explain` gives for it."""
 
 
@@ -217,13 +217,13 @@ def explain(
 def explain(
     graph: Compilable[Any, ExplanationT],  # Any: `explain` compiles nothing
     *,
+    target: Target | str | None = None,
     link: str | float | None = None,
-    **options: Any,  # Any: those of a graph
 ) -> ExplanationT:
     """Of a divided graph: what its ranks do."""
 
 
-def explain(  # type: ignore[misc]  # as above
+def explain(
     graph: Graph | Compilable[Any, ExplanationT],  # Any: as above
     *,
     target: Target | str | None = None,
@@ -238,13 +238,13 @@ def explain(  # type: ignore[misc]  # as above
 ) -> Explanation | ExplanationT:
     """Who would run `graph`, and its gradient, on `target`; why; and what it would cost.
 
-    Of a graph that `shard` divided: what each rank computes and sends, how balanced, how long,
-    and the same of other methods, as an `Outlook`; it needs no process.
-
     Arguments as those of `compile`. wants: the inputs to differentiate by, by default all of a
-    floating dtype; `()` where nothing is trained, which leaves the backward out. link: of a divided
-    graph, what ranks send by: "nvlink", "pcie4", "pcie5", "infiniband", or bytes a second each way;
-    None leaves times out.
+    floating dtype; `()` where nothing is trained, which leaves the backward out.
+
+    Of a graph that `shard` divided: what each rank computes and sends, how balanced, how long, and
+    the same of other methods, as an `Outlook`. It needs no process, and takes target and link
+    alone. link: what ranks send by: "nvlink", "pcie4", "pcie5", "infiniband", or bytes a second
+    each way; None leaves times out.
 
     Builds and compiles nothing, and takes some milliseconds. Raises nothing where all backends
     refuse: the explanation's backend is None then. For each reason against it names the changes of
@@ -255,10 +255,13 @@ def explain(  # type: ignore[misc]  # as above
     from attn_graph.planner.explain import explain_graph
 
     if isinstance(graph, Compilable):
-        require_absent("wants", wants, "graphs of one device")
-    else:
-        check_graph(graph, "explain")
-        require_absent("link", link, "graphs that shard divided")
+        unread = {"backends": backends, "precision": precision, "max_workspace": max_workspace}
+        unread |= {"avoid": avoid or None, "deterministic": deterministic or None, "wants": wants}
+        for name, value in unread.items():
+            require_absent(name, value, "graphs of one device")
+        return graph.explain(resolve_target(target), link)
+    check_graph(graph, "explain")
+    require_absent("link", link, "graphs that shard divided")
     among = preferred.get() if backends is None else as_tuple("backends", backends)
     shunned = (avoided.get() if backends is None else ()) + as_tuple("avoid", avoid)
     place = resolve_target(target)
@@ -266,8 +269,6 @@ def explain(  # type: ignore[misc]  # as above
         store=resolve_store(store),
         **constraints(place, read_switches(), shunned, deterministic, precision, max_workspace),
     )
-    if isinstance(graph, Compilable):
-        return graph.explain(Recipe(place, options, among), link)
     with neutral_state(), place.current():
         return explain_graph(
             graph, place, options, None if among is None else resolve_backends(among), wants

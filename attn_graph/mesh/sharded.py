@@ -15,6 +15,7 @@ from attn_graph.errors import GraphError
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.graph import Eqn, Graph, op_name
 from attn_graph.ir.philox import WORDS
+from attn_graph.machine.target import Target
 from attn_graph.masks import Data
 from attn_graph.masks.moving import Box
 from attn_graph.masks.tiles import check_tensors
@@ -84,11 +85,11 @@ class Sharded(Compilable[ShardedPlan, Outlook]):
 
         return plan_rank(self, recipe, group)
 
-    def explain(self, recipe: Recipe, link: str | float | None) -> Outlook:
+    def explain(self, target: Target, link: str | float | None) -> Outlook:
         """What ranks compute and send, as `attn_graph.explain` gives it."""
         from attn_graph.mesh.explanation import explain_mesh  # which imports this module
 
-        return explain_mesh(self, recipe.target, link)
+        return explain_mesh(self, target, link)
 
     @property
     def eqn(self) -> Eqn:

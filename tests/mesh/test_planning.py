@@ -212,7 +212,10 @@ def test_what_can_t_be_divided_says_so() -> None:
         ),
         "wants is for graphs of one device": lambda: ag.explain(
             ag.shard(plain, mesh, "zigzag"), wants=()
-        ),
+        ),  # type: ignore[call-overload]
+        "backends is for graphs of one device": lambda: ag.explain(
+            ag.shard(plain, mesh, "zigzag"), backends=("math",)
+        ),  # type: ignore[call-overload]
         "link is for graphs that shard divided": lambda: ag.explain(plain, link=1e9),  # type: ignore[call-overload]
         "group is for graphs that shard divided": lambda: ag.compile(plain, group=3),  # type: ignore[call-overload]
         "link 'rope'": lambda: ag.explain(
