@@ -98,14 +98,15 @@ def main() -> None:
 
     together = Run.start([attend_together(sharded) for sharded in both], len(characters))
     together.model.phases = both[0].split(together.model.phases, "i--")[rank]
-    for piece, rate in batches(train_text, STEPS):
+    pieces = [*batches(train_text, STEPS)]
+    for piece, rate in pieces:
         step(together, both[0], rank, piece, rate)
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
-        step(together, both[0], rank, piece, rate)
+        step(together, both[0], rank, *pieces[-1])
 
     if rank == 0:
         alone = Run.start(by_attn_graph(), len(characters))
-        for piece, rate in batches(train_text, STEPS):
+        for piece, rate in pieces:
             alone.step(piece, rate)
         for sharded, mask in zip(both, MASKS, strict=True):
             outlook = ag.explain(sharded, target="cpu")

@@ -186,6 +186,9 @@ def test_what_can_t_be_divided_says_so() -> None:
     x = ag.TensorSpec((1, 4, 8, 4), torch.float32)
     plain, mesh = ag.attention(x, x, x), ag.Mesh(2)
     bias = ag.attention(x, x, x, bias=ag.TensorSpec((1, 4, 8, 8), torch.float32))
+    whole: Any = ag.shard(plain, mesh, "zigzag")
+    wants: Any = {"wants": ()}
+    backends: Any = {"backends": ("math",)}
     calls: dict[str, Any] = {
         "placements 'rows' is none of batch": lambda: ag.shard(plain, mesh, "rows"),  # type: ignore[arg-type]
         "method 'ring' is for a divided sequence": lambda: ag.shard(
@@ -210,12 +213,8 @@ def test_what_can_t_be_divided_says_so() -> None:
         "'bi' has 2 axes, and the tensor 1": lambda: ag.shard(plain, mesh, "zigzag").split(
             torch.zeros(8), "bi"
         ),
-        "wants is for graphs of one device": lambda: ag.explain(
-            ag.shard(plain, mesh, "zigzag"), wants=()
-        ),  # type: ignore[call-overload]
-        "backends is for graphs of one device": lambda: ag.explain(
-            ag.shard(plain, mesh, "zigzag"), backends=("math",)
-        ),  # type: ignore[call-overload]
+        "wants is for graphs of one device": lambda: ag.explain(whole, **wants),
+        "backends is for graphs of one device": lambda: ag.explain(whole, **backends),
         "link is for graphs that shard divided": lambda: ag.explain(plain, link=1e9),  # type: ignore[call-overload]
         "group is for graphs that shard divided": lambda: ag.compile(plain, group=3),  # type: ignore[call-overload]
         "link 'rope'": lambda: ag.explain(
