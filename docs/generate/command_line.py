@@ -49,7 +49,7 @@ def run_command(line: str, machine: Surroundings = MACHINES["cudnn"]) -> str:
     with ExitStack() as stack:
         for name, value in {
             "attn_graph.machine.target.installed_libraries": lambda: libraries,
-            "attn_graph.compiler.default_store": lambda: STORE,
+            "attn_graph.planner.arguments.default_store": lambda: STORE,
             "attn_graph.default_store": lambda: STORE,
             "attn_graph.cli.diagnosis.Surroundings.here": lambda: machine,
         }.items():
