@@ -85,9 +85,8 @@ if TYPE_CHECKING:
     from attn_graph.ir.addends import Addend
     from attn_graph.masks.formulas import Formula
     from attn_graph.masks.tiles import Tiles, tiles
-    from attn_graph.mesh.explanation import Outlook, explain_sharded
     from attn_graph.mesh.layout import Mesh
-    from attn_graph.mesh.plan import ShardedPlan, compile_sharded
+    from attn_graph.mesh.results import Outlook, ShardedPlan
     from attn_graph.mesh.sharded import Sharded
     from attn_graph.mesh.sharding import shard
     from attn_graph.nn.replace import replace_sdpa
@@ -152,12 +151,10 @@ __all__ = [
     "cache_info",
     "clear_cache",
     "compile",
-    "compile_sharded",
     "default_store",
     "default_workspace",
     "evaluate",
     "explain",
-    "explain_sharded",
     "from_flex",
     "from_flex_score",
     "from_xformers",
@@ -178,14 +175,12 @@ LATER = {  # imported at first use, by the module that has it
     "Explanation": "planner.explanation",
     "Formula": "masks.formulas",
     "Mesh": "mesh.layout",
-    "Outlook": "mesh.explanation",
+    "Outlook": "mesh.results",
     "Refusal": "planner.explanation",
     "Sharded": "mesh.sharded",
-    "ShardedPlan": "mesh.plan",
+    "ShardedPlan": "mesh.results",
     "Tiles": "masks.tiles",
     "Work": "planner.cost",
-    "compile_sharded": "mesh.plan",
-    "explain_sharded": "mesh.explanation",
     "from_flex": "integrations.flex",
     "from_flex_score": "integrations.flex",
     "from_xformers": "integrations.xformers",

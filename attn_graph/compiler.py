@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, final, overload
 
 import torch
-from attrs import evolve
+from attrs import evolve, frozen
 
-from attn_graph.errors import GraphError, NoBackendError
+from attn_graph.errors import NoBackendError
 from attn_graph.ir.graph import Graph, check_graph
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.vjp import (
@@ -26,24 +26,36 @@ from attn_graph.lowering.backend import Backend, Executable, Fallback, Options
 from attn_graph.machine.ambient import neutral_state
 from attn_graph.machine.cache import Cache, CacheInfo
 from attn_graph.machine.likeness import look_at
-from attn_graph.machine.sizes import parse_bytes
-from attn_graph.machine.store import Store, default_store
+from attn_graph.machine.store import Store
 from attn_graph.machine.target import Target
-from attn_graph.machine.torch_switches import Precision, Switches, read_switches
-from attn_graph.machine.workspace import Workspace, default_workspace
+from attn_graph.machine.torch_switches import Precision, read_switches
+from attn_graph.machine.workspace import Workspace
 from attn_graph.plan import Plan
+from attn_graph.planner.arguments import (
+    Backends,
+    Switch,
+    as_tuple,
+    backend_names,
+    constraints,
+    one_of,
+    require_absent,
+    resolve_store,
+    resolve_target,
+    resolve_workspace,
+)
 from attn_graph.planner.builds import BuildLog
 from attn_graph.planner.choose import Choice, choose, choose_and_lower, resolve_backends
 from attn_graph.spec import TensorSpec
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from attn_graph.planner.explanation import Explanation
 
 CAPACITY = 1024  # plans; one is a few kilobytes
 
-Backends = tuple[str | Backend, ...]
-Value = TypeVar("Value")
-Switch = Literal[True, False]
+PlanT = TypeVar("PlanT")
+ExplanationT = TypeVar("ExplanationT")
 Key = tuple[object, ...]  # all that a plan depends on beside tensors; with their looks, on all
 
 calls: Cache[Plan] = Cache(CAPACITY)  # by the arguments of `compile`, as they are given
@@ -55,6 +67,35 @@ preferred: ContextVar[Backends | None] = ContextVar("preferred", default=None)
 avoided: ContextVar[tuple[str, ...]] = ContextVar("avoided", default=())
 
 
+@final
+@frozen
+class Recipe:
+    """How graphs are planned: for which target, with which options, among which backends."""
+
+    target: Target
+    options: Options
+    among: Backends | None
+
+    def plan(self, graph: Graph) -> Plan:
+        """The plan of a graph."""
+        return plan_simplified(simplify(graph), self.target, self.options, self.among)
+
+
+class Compilable(ABC, Generic[PlanT, ExplanationT]):
+    """What `compile` and `explain` take beside graphs: a value that is made of several."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def compile(self, recipe: Recipe, group: ProcessGroup | None) -> PlanT:
+        """What `attn_graph.compile` gives for it. recipe: how its graphs are planned."""
+
+    @abstractmethod
+    def explain(self, target: Target, link: str | float | None) -> ExplanationT:
+        """What `attn_graph.explain` gives for it."""
+
+
+@overload
 def compile(
     graph: Graph,
     *,
@@ -69,7 +110,37 @@ def compile(
     store: Store | str | os.PathLike[str] | bool = True,
     tune: bool = False,
 ) -> Plan:
+    """Of a graph: its plan."""
+
+
+@overload
+def compile(
+    graph: Compilable[PlanT, Any],  # Any: `compile` explains nothing
+    *,
+    group: ProcessGroup | None = None,
+    **options: Any,  # Any: those of a graph
+) -> PlanT:
+    """Of a divided graph: this process's plan, as one rank."""
+
+
+def compile(  # type: ignore[misc]  # the options of the second are those of the first
+    graph: Graph | Compilable[PlanT, Any],  # Any: as above
+    *,
+    target: Target | str | None = None,
+    backends: Sequence[str | Backend] | None = None,
+    avoid: Sequence[str | Backend] = (),
+    deterministic: bool = False,
+    precision: Precision | None = None,
+    on_fallback: Fallback = "ignore",
+    max_workspace: int | str | None = None,
+    workspace: Workspace | None = None,
+    store: Store | str | os.PathLike[str] | bool = True,
+    tune: bool = False,
+    group: ProcessGroup | None = None,
+) -> Plan | PlanT:
     """The plan that runs `graph` on `target`, by default on this machine.
+
+    graph: an attention graph, or one that `shard` divided: then this process's plan, as one rank.
 
     target: a device and its libraries, or its name; by default the current GPU, or else the CPU.
     `Target.here("cuda:1")` is another GPU of this machine; equal ones share their plans.
@@ -90,6 +161,7 @@ def compile(
     tune: choose by measuring, on this machine, all backends that take the graph and the variants
     that they have, of each pass when it is first asked for. Figures are stored, and measured once;
     progress is shown in a terminal, and what is known at an interrupt is kept.
+    group: the process group of a divided graph's ranks, by default that of all processes.
 
     Equal graphs give the same plan. Planning reads nothing but these arguments, the target, the
     store, and PyTorch's switches, once, which are part of the cache's key; docs/torch-controls.md
@@ -102,11 +174,13 @@ def compile(
     switches, where = read_switches(), Target.here() if target is None else target
     request = (
         graph, where, among, shunned, deterministic, precision, on_fallback, max_workspace,
-        workspace, store, tune, switches,
+        workspace, store, tune, switches, group,
     )  # fmt: skip
     plan = find_known(request) if isinstance(graph, Graph) else None
     if plan is None:
-        check_graph(graph, "compile")
+        if not isinstance(graph, Compilable):
+            check_graph(graph, "compile")
+            require_absent("group", group, "graphs that shard divided")
         place = resolve_target(where)
         options = Options(
             workspace=resolve_workspace(workspace),
@@ -115,11 +189,15 @@ def compile(
             tune=one_of("tune", tune, Switch),
             **constraints(place, switches, shunned, deterministic, precision, max_workspace),
         )
-        plan = plan_simplified(simplify(graph), place, options, among)
+        recipe = Recipe(place, options, among)
+        if isinstance(graph, Compilable):
+            return graph.compile(recipe, group)
+        plan = recipe.plan(graph)
         calls.put(request, plan)
     return plan
 
 
+@overload
 def explain(
     graph: Graph,
     *,
@@ -132,10 +210,41 @@ def explain(
     store: Store | str | os.PathLike[str] | bool = True,
     wants: Sequence[str] | None = None,
 ) -> Explanation:
+    """Of a graph: its explanation."""
+
+
+@overload
+def explain(
+    graph: Compilable[Any, ExplanationT],  # Any: `explain` compiles nothing
+    *,
+    target: Target | str | None = None,
+    link: str | float | None = None,
+) -> ExplanationT:
+    """Of a divided graph: what its ranks do."""
+
+
+def explain(
+    graph: Graph | Compilable[Any, ExplanationT],  # Any: as above
+    *,
+    target: Target | str | None = None,
+    backends: Sequence[str | Backend] | None = None,
+    avoid: Sequence[str | Backend] = (),
+    deterministic: bool = False,
+    precision: Precision | None = None,
+    max_workspace: int | str | None = None,
+    store: Store | str | os.PathLike[str] | bool = True,
+    wants: Sequence[str] | None = None,
+    link: str | float | None = None,
+) -> Explanation | ExplanationT:
     """Who would run `graph`, and its gradient, on `target`; why; and what it would cost.
 
     Arguments as those of `compile`. wants: the inputs to differentiate by, by default all of a
     floating dtype; `()` where nothing is trained, which leaves the backward out.
+
+    Of a graph that `shard` divided: what each rank computes and sends, how balanced, how long, and
+    the same of other methods, as an `Outlook`. It needs no process, and takes target and link
+    alone. link: what ranks send by: "nvlink", "pcie4", "pcie5", "infiniband", or bytes a second
+    each way; None leaves times out.
 
     Builds and compiles nothing, and takes some milliseconds. Raises nothing where all backends
     refuse: the explanation's backend is None then. For each reason against it names the changes of
@@ -145,7 +254,14 @@ def explain(
     """
     from attn_graph.planner.explain import explain_graph
 
+    if isinstance(graph, Compilable):
+        unread = {"backends": backends, "precision": precision, "max_workspace": max_workspace}
+        unread |= {"avoid": avoid or None, "deterministic": deterministic or None, "wants": wants}
+        for name, value in unread.items():
+            require_absent(name, value, "graphs of one device")
+        return graph.explain(resolve_target(target), link)
     check_graph(graph, "explain")
+    require_absent("link", link, "graphs that shard divided")
     among = preferred.get() if backends is None else as_tuple("backends", backends)
     shunned = (avoided.get() if backends is None else ()) + as_tuple("avoid", avoid)
     place = resolve_target(target)
@@ -159,48 +275,12 @@ def explain(
         )
 
 
-def constraints(
-    target: Target,
-    switches: Switches,
-    shunned: Backends,
-    deterministic: bool,
-    precision: Precision | None,
-    max_workspace: int | str | None,
-) -> dict[str, Any]:  # Any: fields of Options
-    """What binds whoever runs a graph, PyTorch's switches among it."""
-    return {
-        "deterministic": one_of("deterministic", deterministic, Switch) or switches.deterministic,
-        "max_workspace": None if max_workspace is None else parse_bytes(max_workspace),
-        "precision": one_of(
-            "precision",
-            switches.precision(target.kind) if precision is None else precision,
-            Precision,
-        ),
-        "avoid": backend_names(shunned),
-        "switches": switches,
-    }
-
-
 def find_known(request: object) -> Plan | None:
     """The plan of a call that was made before; None for arguments that mean nothing, too."""
     try:
         return calls.get(request)
     except TypeError:  # what has no hash is no option, and is refused when it is read
         return None
-
-
-def as_tuple(name: str, backends: Sequence[str | Backend]) -> Backends:
-    """Several backends as a tuple. Raises GraphError for one alone, or for none."""
-    if isinstance(backends, str | Backend) or not isinstance(backends, Iterable):
-        raise GraphError(f"{name}={backends!r} is no sequence of backends; say ({backends!r},)")
-    return tuple(backends)
-
-
-def resolve_workspace(workspace: Workspace | None) -> Workspace:
-    """The workspace that is meant. Raises GraphError for what is none."""
-    if workspace is not None and not isinstance(workspace, Workspace):
-        raise GraphError(f"workspace {workspace!r} is no Workspace; bytes are for max_workspace")
-    return workspace or default_workspace()
 
 
 def recall(key: Key, tensors: Sequence[torch.Tensor]) -> Plan | None:
@@ -232,36 +312,6 @@ def plan_simplified(graph: Graph, target: Target, options: Options, among: Backe
     return plans.get_or_build(
         (graph, target, options, among), lambda: build(graph, target, options, among)
     )
-
-
-def resolve_target(target: Target | str | None) -> Target:
-    """The target that is meant: by itself, by its name, or this machine's current device."""
-    if target is None:
-        return Target.here()
-    if isinstance(target, str):
-        return Target.of(target)
-    if not isinstance(target, Target):
-        raise GraphError(f"target {target!r} is no Target, nor the name of one")
-    return target
-
-
-def resolve_store(store: Store | str | os.PathLike[str] | bool) -> Store | None:
-    """The store that is meant: the user's own, none, or one in a folder."""
-    if isinstance(store, bool):
-        return default_store() if store else None
-    if isinstance(store, Store):
-        return store
-    if not isinstance(store, (str, os.PathLike)) or not os.fspath(store):
-        raise GraphError(f"store {store!r} is no folder, no Store, and neither True nor False")
-    return Store(Path(store))
-
-
-def one_of(name: str, value: Value, values: object) -> Value:
-    """The value, if it is one of a literal type's. Raises GraphError for any other."""
-    known = get_args(values)
-    if value not in known:
-        raise GraphError(f"{name} {value!r} is not known; known are {', '.join(map(repr, known))}")
-    return value
 
 
 def build(graph: Graph, target: Target, options: Options, among: Backends | None) -> Plan:
@@ -364,11 +414,6 @@ def avoid(*backends: str | Backend) -> Iterator[None]:
         yield
     finally:
         avoided.reset(token)
-
-
-def backend_names(backends: Sequence[str | Backend]) -> tuple[str, ...]:
-    """The names of backends, each once and sorted. Raises GraphError for one that is not known."""
-    return tuple(sorted({backend.name for backend in resolve_backends(backends)}))
 
 
 def cache_info() -> CacheInfo:

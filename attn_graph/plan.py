@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, final
 
@@ -26,7 +26,7 @@ from attn_graph.ir.vjp import (
     wanted_inputs,
 )
 from attn_graph.lowering.backend import Executable
-from attn_graph.machine.ambient import has_tangent, is_traced
+from attn_graph.machine.ambient import has_tangent, is_traced, named_in_profiles
 from attn_graph.machine.autograd import record, run_with_autograd, select_moving, split_tangents
 from attn_graph.machine.flop_counters import teach_counters
 from attn_graph.machine.likeness import Check, Look, likeness, look_at, never
@@ -215,9 +215,7 @@ class Plan:
 
     def named_in_profiles(self, side: str) -> AbstractContextManager[object]:
         """A context that PyTorch's profilers show as `attn_graph.<backend> <side>`."""
-        if not profiler._is_profiler_enabled:
-            return nullcontext()
-        return profiler.record_function(f"attn_graph.{self.backend} {side}")
+        return named_in_profiles(f"{self.backend} {side}")
 
     def call_op(self, tensors: Tensors) -> torch.Tensor | Tensors:
         """The same by an operator of PyTorch's: what traces and transforms calls needs one."""

@@ -99,7 +99,7 @@ def score_gradient(
 def query_gradient(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, seed_ptr, offset_ptr, lists_ptr,
     data, numbers, q_strides, k_strides, v_strides, do_strides, dq_strides, lists_strides,
-    H, GROUP, M, N, TOGETHER, scale, keep_scale, threshold,
+    H, GROUP, M, N, TOGETHER, scale, keep_scale, threshold, origin,
     EVEN: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LAST_FIRST: tl.constexpr,
@@ -144,7 +144,7 @@ def query_gradient(
         dq = add_query_gradient(
             dq, q, do, lse, surplus, k_head, v_head, n * BLOCK_N, first, i,
             do_ptr, seed_ptr, offset_ptr, data, numbers, k_strides, v_strides,
-            b, h, H, M, N, scale, keep_scale, threshold,
+            b, h, H, M, N, scale, keep_scale, threshold, origin,
             D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
             KEEP, CHANGE, BACK, DROPOUT, False, UPCAST, PRECISION,
         )  # fmt: skip
@@ -153,7 +153,7 @@ def query_gradient(
         dq = add_query_gradient(
             dq, q, do, lse, surplus, k_head, v_head, n * BLOCK_N, first, i,
             do_ptr, seed_ptr, offset_ptr, data, numbers, k_strides, v_strides,
-            b, h, H, M, N, scale, keep_scale, threshold,
+            b, h, H, M, N, scale, keep_scale, threshold, origin,
             D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
             KEEP, CHANGE, BACK, DROPOUT, True, UPCAST, PRECISION,
         )  # fmt: skip
@@ -165,7 +165,7 @@ def query_gradient(
 def add_query_gradient(
     dq, q, do, lse, surplus, k_head, v_head, key, first, i,
     do_ptr, seed_ptr, offset_ptr, data, numbers, k_strides, v_strides,
-    b, h, H, M, N, scale, keep_scale, threshold,
+    b, h, H, M, N, scale, keep_scale, threshold, origin,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     KEEP: tl.constexpr, CHANGE: tl.constexpr, BACK: tl.constexpr, DROPOUT: tl.constexpr,
@@ -181,7 +181,7 @@ def add_query_gradient(
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
     if DROPOUT:
         z = dropout_keeps_tile(
-            seed_ptr, offset_ptr, b, h, H, first, key, threshold, BLOCK_M, BLOCK_N
+            seed_ptr, offset_ptr, b, h, H, first, key, threshold, origin, BLOCK_M, BLOCK_N
         )
         dp = tl.where(z, dp * keep_scale, 0.0)
     _, ds = score_gradient(
@@ -196,7 +196,7 @@ def key_gradient(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
     seed_ptr, offset_ptr, lists_ptr, data, numbers,
     q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, lists_strides,
-    G, GROUP, SPLITS, M, N, TOGETHER, scale, keep_scale, threshold,
+    G, GROUP, SPLITS, M, N, TOGETHER, scale, keep_scale, threshold, origin,
     EVEN: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LAST_FIRST: tl.constexpr, GROUPED: tl.constexpr,
@@ -244,7 +244,7 @@ def key_gradient(
             dk, dv = add_key_gradient(
                 dk, dv, k, v, q_head, do_head, lse_ptr + row, delta_ptr + row,
                 n * BLOCK_M, first, j, dk_ptr, dv_ptr, do_ptr, seed_ptr, offset_ptr, data, numbers,
-                q_strides, do_strides, b, h, G * GROUP, M, N, scale, keep_scale, threshold,
+                q_strides, do_strides, b, h, G * GROUP, M, N, scale, keep_scale, threshold, origin,
                 D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
                 KEEP, CHANGE, BACK, DROPOUT, False, BLIND > 1, UPCAST, PRECISION,
             )  # fmt: skip
@@ -253,7 +253,7 @@ def key_gradient(
             dk, dv = add_key_gradient(
                 dk, dv, k, v, q_head, do_head, lse_ptr + row, delta_ptr + row,
                 n * BLOCK_M, first, j, dk_ptr, dv_ptr, do_ptr, seed_ptr, offset_ptr, data, numbers,
-                q_strides, do_strides, b, h, G * GROUP, M, N, scale, keep_scale, threshold,
+                q_strides, do_strides, b, h, G * GROUP, M, N, scale, keep_scale, threshold, origin,
                 D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
                 KEEP, CHANGE, BACK, DROPOUT, True, BLIND > 0, UPCAST, PRECISION,
             )  # fmt: skip
@@ -269,7 +269,7 @@ def key_gradient(
 def add_key_gradient(
     dk, dv, k, v, q_head, do_head, lse_row, delta_row, query, first, j,
     dk_ptr, dv_ptr, do_ptr, seed_ptr, offset_ptr, data, numbers, q_strides, do_strides,
-    b, h, H, M, N, scale, keep_scale, threshold,
+    b, h, H, M, N, scale, keep_scale, threshold, origin,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     KEEP: tl.constexpr, CHANGE: tl.constexpr, BACK: tl.constexpr, DROPOUT: tl.constexpr,
@@ -292,7 +292,7 @@ def add_key_gradient(
             dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
     if DROPOUT:
         z = dropout_keeps_tile(
-            seed_ptr, offset_ptr, b, h, H, query, first, threshold, BLOCK_M, BLOCK_N
+            seed_ptr, offset_ptr, b, h, H, query, first, threshold, origin, BLOCK_M, BLOCK_N
         )
         z = tl.trans(z)
         dp = tl.where(z, dp * keep_scale, 0.0)

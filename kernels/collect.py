@@ -28,7 +28,7 @@ from attn_graph.kernels.common import (
 def contribution(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, seed_ptr, offset_ptr,
     data, numbers, q_strides, k_strides, v_strides, do_strides,
-    b, h, H, GROUP, query, key, M, N, scale, keep_scale, threshold,
+    b, h, H, GROUP, query, key, M, N, scale, keep_scale, threshold, origin,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     KEEP: tl.constexpr, CHANGE: tl.constexpr, COLLECT: tl.constexpr,
@@ -48,7 +48,7 @@ def contribution(
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
     if DROPOUT:
         z = dropout_keeps_tile(
-            seed_ptr, offset_ptr, b, h, H, query, key, threshold, BLOCK_M, BLOCK_N
+            seed_ptr, offset_ptr, b, h, H, query, key, threshold, origin, BLOCK_M, BLOCK_N
         )
         dp = tl.where(z, dp * keep_scale, 0.0)
     row = (tl.cast(b, tl.int64) * H + h) * M
@@ -65,7 +65,7 @@ def contribution(
 def collect_places(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, out_ptr, seed_ptr, offset_ptr,
     data, numbers, q_strides, k_strides, v_strides, do_strides, out_strides,
-    B, H, GROUP, M, N, scale, keep_scale, threshold,
+    B, H, GROUP, M, N, scale, keep_scale, threshold, origin,
     EVEN: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PER_BATCH: tl.constexpr, PER_HEAD: tl.constexpr,
@@ -93,7 +93,7 @@ def collect_places(
                     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, seed_ptr, offset_ptr,
                     data, numbers, q_strides, k_strides, v_strides, do_strides,
                     b, h, H, GROUP, row * BLOCK_M, column * BLOCK_N, M, N,
-                    scale, keep_scale, threshold, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
+                    scale, keep_scale, threshold, origin, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
                     KEEP, CHANGE, COLLECT, DROPOUT, UPCAST, PRECISION,
                 )  # fmt: skip
     i = (row * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
@@ -107,7 +107,7 @@ def collect_places(
 def collect_lines(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, out_ptr, seed_ptr, offset_ptr, lists_ptr,
     data, numbers, q_strides, k_strides, v_strides, do_strides, lists_strides,
-    H, GROUP, M, N, scale, keep_scale, threshold,
+    H, GROUP, M, N, scale, keep_scale, threshold, origin,
     EVEN: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BY_KEYS: tl.constexpr,
@@ -145,7 +145,7 @@ def collect_lines(
             q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, seed_ptr, offset_ptr,
             data, numbers, q_strides, k_strides, v_strides, do_strides,
             b, h, H, GROUP, row * BLOCK_M, column * BLOCK_N, M, N, scale, keep_scale, threshold,
-            D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
+            origin, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
             KEEP, CHANGE, COLLECT, DROPOUT, UPCAST, PRECISION,
         )  # fmt: skip
         total += tl.sum(share, 0 if BY_KEYS else 1)

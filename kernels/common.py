@@ -296,16 +296,25 @@ def mixed_tile(t, lists_ptr, start, full_start, full_stop, full, LISTED: tl.cons
 
 @triton.jit
 def dropout_keeps_tile(
-    seed_ptr, offset_ptr, b, h, H, first_row, first_key, threshold,
+    seed_ptr, offset_ptr, b, h, H, first_row, first_key, threshold, origin,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """z [BLOCK_M,BLOCK_N], true where dropout keeps: the bits of `attn_graph.ir.philox`."""
+    """z [BLOCK_M,BLOCK_N], true where dropout keeps: the bits of `attn_graph.ir.philox`.
+
+    origin: of a part, where its first head, row and key lie in the whole, and the whole's H; or
+    None. The head counts over batch entries, and the key is a multiple of 4.
+    """
+    slab = b * H + h
+    if origin is not None:
+        slab = origin[0] + b * origin[3] + h
+        first_row += origin[1]
+        first_key += origin[2]
     seed, offset = tl.load(seed_ptr), tl.load(offset_ptr)
     c0 = (first_key // 4 + tl.arange(0, BLOCK_N // 4)[None, :]).to(tl.uint32)
     c1 = (first_row + tl.arange(0, BLOCK_M)[:, None]).to(tl.uint32)
     zero = c0 * 0 + c1 * 0
     c0, c1 = c0 + zero, c1 + zero
-    c2, c3 = tl.cast(b * H + h, tl.uint32) + zero, offset.to(tl.uint32) + zero
+    c2, c3 = tl.cast(slab, tl.uint32) + zero, offset.to(tl.uint32) + zero
     c0, c1, c2, c3 = philox(seed, c0, c1, c2, c3)
     words = tl.join(tl.join(c0, c2), tl.join(c1, c3))  # the last axis is the lowest: 0 1, 2 3
     return tl.reshape(words, (BLOCK_M, BLOCK_N)).to(tl.int64) >= threshold

@@ -28,7 +28,7 @@ from attn_graph.kernels.common import (
 def forward(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, max_ptr, sinks_ptr, seed_ptr, offset_ptr, lists_ptr,
     data, numbers, q_strides, k_strides, v_strides, o_strides, lists_strides, sinks_stride,
-    H, GROUP, M, N, TOGETHER, scale, keep_scale, threshold,
+    H, GROUP, M, N, TOGETHER, scale, keep_scale, threshold, origin,
     EVEN: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LAST_FIRST: tl.constexpr,
@@ -66,7 +66,7 @@ def forward(
         acc, total, m = attend(
             acc, total, m, q, k_head, v_head, n * BLOCK_N, first, i,
             seed_ptr, offset_ptr, data, numbers, k_strides, v_strides,
-            b, h, H, M, N, scale, threshold, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
+            b, h, H, M, N, scale, threshold, origin, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
             KEEP, CHANGE, FOLD, DROPOUT, False, UPCAST, PRECISION,
         )  # fmt: skip
     for t in range(mixed):
@@ -74,7 +74,7 @@ def forward(
         acc, total, m = attend(
             acc, total, m, q, k_head, v_head, n * BLOCK_N, first, i,
             seed_ptr, offset_ptr, data, numbers, k_strides, v_strides,
-            b, h, H, M, N, scale, threshold, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
+            b, h, H, M, N, scale, threshold, origin, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
             KEEP, CHANGE, FOLD, DROPOUT, True, UPCAST, PRECISION,
         )  # fmt: skip
 
@@ -107,7 +107,7 @@ def store_statistic(x_ptr, values, b, h, H, first, M, BLOCK_M: tl.constexpr):
 def attend(
     acc, total, m, q, k_head, v_head, key, first, i,
     seed_ptr, offset_ptr, data, numbers, k_strides, v_strides,
-    b, h, H, M, N, scale, threshold,
+    b, h, H, M, N, scale, threshold, origin,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     KEEP: tl.constexpr, CHANGE: tl.constexpr, FOLD: tl.constexpr, DROPOUT: tl.constexpr,
@@ -122,7 +122,7 @@ def attend(
     )
     if DROPOUT:
         z = dropout_keeps_tile(
-            seed_ptr, offset_ptr, b, h, H, first, key, threshold, BLOCK_M, BLOCK_N
+            seed_ptr, offset_ptr, b, h, H, first, key, threshold, origin, BLOCK_M, BLOCK_N
         )
         p = tl.where(z, p, 0.0)
     v = rows_at(v_head, v_strides, key, N, E, BLOCK_N, WIDTH_E, not MIXED, UPCAST)

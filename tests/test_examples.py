@@ -1,5 +1,8 @@
 """The examples run as they are, say what they promise, and stay small."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -34,7 +37,8 @@ def test_an_example_of_one_idea_is_short(name: str) -> None:
 
 
 def test_every_example_is_tested() -> None:
-    assert {path.stem for path in HERE.glob("*.py")} == {*SHORT, "models", "train_gpt"}
+    long = {"models", "train_gpt", "long_context"}
+    assert {path.stem for path in HERE.glob("*.py")} == {*SHORT, *long}
 
 
 def test_hello_runs_forward_and_backward(capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,3 +148,21 @@ def test_the_models_agree_while_they_train(
     assert told.startswith("step 1 of 3: loss ")  # no terminal, so lines in place of the bar
     assert "plans built after the first step: 0" in told
     assert (tmp_path / "train_gpt.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_a_model_trains_with_its_context_divided() -> None:
+    """The example asserts itself that its losses are those of one process."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*launch, "--nproc-per-node", "2", str(HERE / "long_context.py")],
+        env={**os.environ, "STEPS": "3", "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    causal, window, waits, losses, difference = done.stdout.splitlines()[-5:]
+    assert causal == "Causal(): 393,216 bytes forward, 786,432 backward, balance 1.000"
+    assert "32,256 bytes forward, 64,512 backward" in window
+    assert "% overlapped" in waits
+    assert "by 2 processes" in losses
+    assert difference.startswith("losses of 3 steps differ by ")

@@ -61,7 +61,7 @@ class Attention(Op):
 
     The chain scores, modifiers, mask, softmax, dropout, weigh; `unfold` spells it out. `stats` are
     the statistics of each row that it gives after o, by name: lse always, since the gradient reads
-    it, and any of STATISTICS.
+    it, and any of STATISTICS. `origin` is that of dropout.
     """
 
     scale: float = field(default=1.0, converter=to_number, validator=require_finite)
@@ -70,6 +70,7 @@ class Attention(Op):
     sinks: bool = field(default=False, converter=bool)
     dropout: float = field(default=0.0, converter=to_number, validator=ops.share)
     stats: tuple[str, ...] = field(default=("lse",), converter=sort_statistics)
+    origin: tuple[int, ...] = field(default=(), converter=ops.to_origin)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -154,7 +155,7 @@ class Attention(Op):
         more = [emit(ops.STATISTICS[name](), s)[0] for name in self.stats if name != "lse"]
         p, lse = emit(ops.Softmax(self.sinks), s, *([given.sinks] if self.sinks else []))
         if self.dropout:
-            (p,) = emit(ops.Dropout(self.dropout), p, given.seed, given.offset)
+            (p,) = emit(ops.Dropout(self.dropout, self.origin), p, given.seed, given.offset)
         return (*emit(ops.Weigh(), p, given.v), lse, *more)
 
     def problems(self, *types: ValueType) -> Iterator[str]:
@@ -383,5 +384,6 @@ def dropout_factor(node: Attention, given: Operands[torch.Tensor], s: torch.Tens
     """z / (1 - rate) of dropout, at every place of s."""
     if given.seed is None or given.offset is None:
         return s.new_ones(())
-    bits = ops.dropout_keeps(every_place(s, {}), node.dropout, int(given.seed), int(given.offset))
+    at, seed, offset = every_place(s, {}), int(given.seed), int(given.offset)
+    bits = ops.dropout_keeps(at, node.dropout, seed, offset, node.origin)
     return bits.to(s.dtype) / (1 - node.dropout)

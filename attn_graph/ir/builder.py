@@ -101,9 +101,11 @@ class Value:
         p, lse = self.builder.emit(ops.Softmax(sinks is not None), self, *given)
         return p, lse
 
-    def dropout(self, rate: float, seed: Value, offset: Value) -> Value:
+    def dropout(
+        self, rate: float, seed: Value, offset: Value, *, origin: Sequence[int] = ()
+    ) -> Value:
         """Weights p -> p * z / (1 - rate)."""
-        return self.attempt(lambda: ops.Dropout(rate), seed, offset)
+        return self.attempt(lambda: ops.Dropout(rate, origin), seed, offset)
 
     def unpage(self, table: Value) -> Value:
         """A pool of pages [n,P,G,D], table [B,pages] -> keys or values [B,G,pages * P,D].

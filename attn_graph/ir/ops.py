@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import final
 
 import torch
@@ -20,12 +20,12 @@ from attn_graph.ir.gradient_ops import (
 )
 from attn_graph.ir.graph import Emit, Gradients, Op, Values
 from attn_graph.ir.modifiers import every_place
-from attn_graph.ir.philox import counters, keep_
+from attn_graph.ir.philox import counters, keep_, place_in_whole
 from attn_graph.ir.promises import leaf_promise_problems
 from attn_graph.ir.sums import Zeros, add_up, apply
 from attn_graph.masks.canonical import canonical_mask
 from attn_graph.masks.places import Place
-from attn_graph.spec import FLOATS, INF, ValueType, accumulator, to_number
+from attn_graph.spec import FLOATS, INF, ValueType, accumulator, to_integer, to_number
 
 
 def per_head(x: torch.Tensor, heads: int) -> torch.Tensor:
@@ -256,12 +256,28 @@ def share(_: object, attribute: object, rate: float) -> None:
         raise GraphError(f"dropout: rate {rate!r} is not in [0, 1)")
 
 
+def to_origin(value: Iterable[int]) -> tuple[int, ...]:
+    """A converter. Raises GraphError for other than nothing or five positions."""
+    origin = tuple(map(to_integer, value))
+    if origin and (len(origin) != 5 or any(n is None or n < 0 for n in origin)):
+        raise GraphError(
+            f"dropout: origin {value!r} is not (b, h, i, j, H): where the first place lies in the "
+            "whole, and how many heads that has"
+        )
+    return tuple(n for n in origin if n is not None)
+
+
 @final
 @frozen
 class Dropout(Op):
-    """p, seed, offset -> p * z / (1 - rate), z from Philox at (seed, offset; b, h, i, j)."""
+    """p, seed, offset -> p * z / (1 - rate), z from Philox at (seed, offset; b, h, i, j).
+
+    origin: of a part of a larger whole, b, h, i, j of its first place there, and the whole's H:
+    then z is what the whole draws at these places.
+    """
 
     rate: float = field(converter=to_number, validator=share)
+    origin: tuple[int, ...] = field(default=(), converter=to_origin)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -285,7 +301,8 @@ class Dropout(Op):
 
     def run(self, p: torch.Tensor, seed: torch.Tensor, offset: torch.Tensor) -> tuple[torch.Tensor]:
         at = every_place(p, {})
-        return (p * dropout_keeps(at, self.rate, int(seed), int(offset)) / (1 - self.rate),)
+        keeps = dropout_keeps(at, self.rate, int(seed), int(offset), self.origin)
+        return (p * keeps / (1 - self.rate),)
 
     def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
         return emit(self, grads[0], *operands[1:])[0], None, None
@@ -294,13 +311,16 @@ class Dropout(Op):
         return (apply(emit, self, tangents[0], *operands[1:]),)
 
 
-def dropout_keeps(at: Place, rate: float, seed: int, offset: int) -> torch.Tensor:
-    """z of a block, as booleans."""
+def dropout_keeps(
+    at: Place, rate: float, seed: int, offset: int, origin: tuple[int, ...] = ()
+) -> torch.Tensor:
+    """z of a block, as booleans. origin: as that of Dropout."""
     assert at.ranges is not None
-    shape = [*map(len, at.ranges[:3]), len(counters(at.ranges[3]))]
+    ranges, H = place_in_whole(origin, at.ranges, at.H)
+    shape = [*map(len, ranges[:3]), len(counters(ranges[3]))]
     six = [torch.empty(shape, dtype=torch.int64, device=at.b.device) for _ in range(6)]
     bits = torch.empty([*shape[:3], 4 * shape[3]], dtype=torch.bool, device=at.b.device)
-    return keep_(bits, rate, seed, offset, at.ranges, at.H, six)
+    return keep_(bits, rate, seed, offset, ranges, H, six)
 
 
 @final

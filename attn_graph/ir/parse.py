@@ -36,8 +36,13 @@ def parse(text: str, *, known: Iterable[type[Any]] = ()) -> Graph:  # Any: masks
     known: leaves of masks, modifiers and other ops of your own that the text may name. Nothing of
     it is executed. Raises GraphError for any other text, with the line.
     """
+    return graph_parser(text, known).graph(text)
+
+
+def graph_parser(text: str, known: Iterable[type[Any]]) -> Parser:  # Any: as above
+    """What reads the graph in a text, which may name these classes beside the library's."""
     classes = (*masks.LEAVES, *OPS, *formulas_in(text), *known)
-    return Parser({cls.__name__: cls for cls in classes}).graph(text)
+    return Parser({cls.__name__: cls for cls in classes})
 
 
 def parse_mask(text: str, *, known: Iterable[type[Any]] = ()) -> Mask:  # Any: leaves
@@ -104,7 +109,11 @@ class Parser:
 
     def graph(self, text: str) -> Graph:
         """The graph of a text. Raises GraphError with the line that is wrong."""
-        match read_syntax(text).body:
+        return self.function(read_syntax(text).body)
+
+    def function(self, body: Sequence[ast.stmt]) -> Graph:
+        """The graph of a text that is one function. Raises GraphError for other statements."""
+        match body:
             case [
                 ast.FunctionDef(
                     args=ast.arguments(args=params), body=[*eqns, ast.Return(value=out) as last]

@@ -181,6 +181,7 @@ def chain_of(weigh: Eqn, climb: Climb, taken: Statistics) -> Chain | None:
         softmax.op.sinks,
         dropout.op.rate if dropout and drops else 0.0,
         ("lse", *taken[s]),
+        dropout.op.origin if dropout and drops else (),
     )
     tails = [link for link in (*modifiers, mask, softmax, dropout if drops else None) if link]
     operands = (*scores.args, weigh.args[1], *(i for link in tails for i in link.args[1:]))

@@ -16,11 +16,33 @@ WORD = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 STEPS = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
+WORDS = 4  # that a counter draws, for as many neighbouring keys
+
+
+def place_in_whole(
+    origin: Sequence[int], ranges: Sequence[range], H: int
+) -> tuple[Sequence[range], int]:
+    """Ranges of b, h, i, j of a part as those of the whole, and the whole's H.
+
+    origin: b, h, i, j of the part's first place in the whole, and the whole's H; none: this is it.
+    """
+    if not origin:
+        return ranges, H
+    moved = [range(r.start + n, r.stop + n) for r, n in zip(ranges, origin, strict=False)]
+    return moved, origin[4]
+
+
+def flat_origin(origin: Sequence[int]) -> tuple[int, int, int, int] | None:
+    """Dropout's origin as kernels take it: the first head over batch entries, row, key, and H."""
+    if not origin:
+        return None
+    b, h, i, j, H = origin
+    return b * H + h, i, j, H
 
 
 def counters(keys: range) -> range:
     """The counters, of four words each, that cover these keys."""
-    return range(keys.start // 4, -(-keys.stop // 4))
+    return range(keys.start // WORDS, -(-keys.stop // WORDS))
 
 
 def threshold(rate: float) -> int:

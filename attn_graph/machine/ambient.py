@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch._C import (
@@ -17,10 +17,17 @@ from torch._C import (
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import detect_fake_mode
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, profiler
 from torch.utils._python_dispatch import _disable_current_modes
 
 without_autocast = _DisableAutocast  # a context in which operations keep the dtypes of tensors
+
+
+def named_in_profiles(name: str) -> AbstractContextManager[object]:
+    """A context that PyTorch's profilers and NVTX show as `attn_graph.<name>`."""
+    if not profiler._is_profiler_enabled:
+        return nullcontext()
+    return profiler.record_function(f"attn_graph.{name}")
 
 
 def is_traced() -> bool:

@@ -74,7 +74,12 @@ def move_attention(eqn: Eqn, box: Box) -> Piece:
         for feed in list_feeds(step.needs, inputs)
     ]
     feeds += list_feeds(mask.needs if mask else {}, whole.mask)
-    return Piece(box, evolve(node, modifiers=steps, mask=mask, sinks=False), tuple(feeds))
+    own = evolve(node, modifiers=steps, mask=mask, sinks=False)
+    if node.dropout:
+        starts = (x.start for x in (box.batch, box.heads, box.rows, box.keys))
+        own = evolve(own, origin=(*starts, box.sizes[1]))
+        feeds += [Feed("seed", "", whole.seed), Feed("offset", "", whole.offset)]
+    return Piece(box, own, tuple(feeds))
 
 
 def list_feeds(needs: Mapping[str, Data], inputs: Mapping[str, int]) -> Iterator[Feed]:

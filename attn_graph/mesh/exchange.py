@@ -12,6 +12,7 @@ import torch
 from attrs import frozen
 
 from attn_graph.errors import GraphError
+from attn_graph.machine.ambient import named_in_profiles
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -33,8 +34,9 @@ class Transfer:
 
     def wait(self) -> Mapping[int, torch.Tensor]:
         """What came in, once all messages have arrived."""
-        for work in self.works:
-            work.wait()
+        with named_in_profiles("mesh wait"):
+            for work in self.works:
+                work.wait()
         return self.incoming
 
 

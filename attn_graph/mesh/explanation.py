@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, final, get_args
+from typing import get_args
 
-from attrs import asdict, evolve, frozen
+from attrs import evolve
 
-from attn_graph.compiler import resolve_target
 from attn_graph.errors import GraphError
-from attn_graph.machine.sizes import format_bytes
 from attn_graph.machine.target import Target
 from attn_graph.masks.moving import Box
-from attn_graph.mesh.counts import count_box
-from attn_graph.mesh.layout import SEQUENCES, balance, divide_heads
+from attn_graph.masks.places import Keys
+from attn_graph.mesh.counts import count_box, find_seen
+from attn_graph.mesh.layout import SEQUENCES, Method, divide_heads
+from attn_graph.mesh.results import Flow, Hop, Outlook, RankFigures
 from attn_graph.mesh.schedule import visits_of
-from attn_graph.mesh.sharded import Method, Sharded
-from attn_graph.mesh.traffic import Flow, count, flow_between, heads_problem
-from attn_graph.planner.cost import format_scaled
-from attn_graph.printing.text import align_columns, show_call
+from attn_graph.mesh.sharded import Sharded
+from attn_graph.mesh.traffic import count, flow_between, heads_problem
 from attn_graph.spec import NAMES
 
 # Bytes a second that one device sends while it receives as many, by data sheets.
@@ -27,152 +25,8 @@ LINKS = {
     "pcie5": 63e9,
     "infiniband": 50e9,  # one NDR port a GPU, 400 Gbit/s
 }
-COLUMNS = (
-    *("rank", "queries", "pairs", "flops", "sent", "received", "sent backward", "hops"),
-    *("buffers", "compute", "transfer", "both"),
-)
+TILES = 32  # along the longer side of a picture
 NVLINKS = {80: 300e9, 90: 450e9, 100: 900e9}  # A100, H100 and H200, B200: half of both ways
-
-
-@final
-@frozen
-class Hop:
-    """One step of a rank: pairs of query and key that it computes, and what comes and goes."""
-
-    pairs: int
-    sent: Flow
-    received: Flow
-
-    @property
-    def moved(self) -> Flow:
-        """The larger of both ways, in each pass: links work both ways at once."""
-        ways = self.sent, self.received
-        return Flow(max(x.forward for x in ways), max(x.backward for x in ways))
-
-
-@final
-@frozen
-class RankFigures:
-    """What one rank does. seconds: of both passes, None where a rate is not known; compute and
-    transfer are those of each alone, `seconds` with one behind the other where they overlap."""
-
-    queries: int
-    hops: tuple[Hop, ...]
-    flops: int
-    buffers: int
-    compute: float | None = None
-    transfer: float | None = None
-    seconds: float | None = None
-
-    @property
-    def pairs(self) -> int:
-        """Pairs of query and key, over batch entries and heads."""
-        return sum(hop.pairs for hop in self.hops)
-
-    @property
-    def sent(self) -> Flow:
-        """Bytes that it sends."""
-        return sum((hop.sent for hop in self.hops), Flow())
-
-    @property
-    def received(self) -> Flow:
-        """Bytes that it receives."""
-        return sum((hop.received for hop in self.hops), Flow())
-
-
-@final
-@frozen
-class Outlook:
-    """A sharded graph on a target: figures of each rank, and the same of the other methods.
-
-    balance: pairs of the slowest rank over the mean. Bytes are exact; seconds are those of the
-    target's peak and of the link, which nothing beats.
-    """
-
-    sharded: Sharded
-    target: Target
-    link: float | None
-    ranks: tuple[RankFigures, ...]
-    others: tuple[Outlook, ...] = ()
-
-    @property
-    def balance(self) -> float:
-        """The pairs of the slowest rank over the mean."""
-        return balance([rank.pairs for rank in self.ranks])
-
-    @property
-    def seconds(self) -> float | None:
-        """Of both passes: of the slowest rank."""
-        times = [rank.seconds for rank in self.ranks]
-        return None if None in times else max(x for x in times if x is not None)
-
-    @property
-    def sent(self) -> Flow:
-        """Bytes that all ranks send."""
-        return sum((rank.sent for rank in self.ranks), Flow())
-
-    def __str__(self) -> str:
-        return "\n".join([self.title(), *self.rows(), *self.comparison()])
-
-    def title(self) -> str:
-        """What is explained, in a line."""
-        x = self.sharded
-        link = "no link known" if self.link is None else f"{format_scaled(self.link, 'B/s')} a way"
-        method = f", {x.method}" if x.method else ""
-        head = f"{show_call(x.mesh)}, {x.placement}{method}; {self.target}, {link}"
-        return f"{head}; balance {self.balance:.3f}"
-
-    def rows(self) -> list[str]:
-        """A line for each rank."""
-        return align_columns([COLUMNS, *(rank_row(n, x) for n, x in enumerate(self.ranks))])
-
-    def comparison(self) -> list[str]:
-        """A line for each method, if there are several."""
-        if not self.others:
-            return []
-        head = ("method", "sent forward", "sent backward", "balance", "buffers", "seconds")
-        rows = [
-            (
-                str(x.sharded.method),
-                format_bytes(x.sent.forward),
-                format_bytes(x.sent.backward),
-                f"{x.balance:.3f}",
-                format_bytes(max(rank.buffers for rank in x.ranks)),
-                format_time(x.seconds),
-            )
-            for x in (self, *self.others)
-        ]
-        return align_columns([head, *rows])
-
-    def to_dict(self) -> dict[str, Any]:  # Any: JSON
-        """Plain numbers, texts, lists and dicts."""
-        return {
-            "sharded": str(self.sharded),
-            "target": str(self.target),
-            "link": self.link,
-            "balance": self.balance,
-            "sent": asdict(self.sent),
-            "seconds": self.seconds,
-            "ranks": [asdict(x) | {"pairs": x.pairs, "sent": asdict(x.sent)} for x in self.ranks],
-            "others": [x.to_dict() for x in self.others],
-        }
-
-
-def rank_row(number: int, rank: RankFigures) -> tuple[str, ...]:
-    """The cells of a rank's line."""
-    sizes = rank.sent.forward, rank.received.forward, rank.sent.backward
-    times = rank.compute, rank.transfer, rank.seconds
-    return (
-        *(str(number), str(rank.queries), str(rank.pairs), format_scaled(rank.flops, "flop")),
-        *map(format_bytes, sizes),
-        *(str(len(rank.hops) - 1), format_bytes(rank.buffers)),
-        *map(format_time, times),
-    )
-
-
-def format_time(seconds: float | None) -> str:
-    """Seconds as text; "-": not known."""
-    return "-" if seconds is None else format_scaled(seconds, "s")
 
 
 def link_speed(link: str | float | None, target: Target) -> float | None:
@@ -190,27 +44,48 @@ def link_speed(link: str | float | None, target: Target) -> float | None:
     return LINKS[link]
 
 
-def explain_sharded(
-    sharded: Sharded, *, target: Target | str | None = None, link: str | float | None = None
-) -> Outlook:
+def explain_mesh(sharded: Sharded, target: Target, link: str | float | None) -> Outlook:
     """What each rank computes and sends, how balanced, and how long, beside other methods.
 
-    Nothing runs, and no process is needed. target: a device or its name, by default this machine's.
-    link: what each rank sends by: "nvlink", "pcie4", "pcie5", "infiniband", or bytes a second each
-    way; None leaves times out. Raises GraphError for a name that is not known.
+    link: what each rank sends by, by its name or as bytes a second each way; None leaves times out.
+    Raises GraphError for a name that is not known.
     """
-    place = resolve_target(target)
-    speed = link_speed(link, place)
+    speed = link_speed(link, target)
     names: Sequence[Method] = get_args(Method) if sharded.placement in SEQUENCES else ()
     possible = [x for x in names if x != "heads" or not heads_problem(sharded)]
-    others = (evolve(sharded, method=x) for x in possible if x != sharded.method)
-    return Outlook(
-        sharded,
-        place,
-        speed,
-        tuple(list_figures(sharded, place, speed)),
-        tuple(Outlook(x, place, speed, tuple(list_figures(x, place, speed))) for x in others),
+    each = (sharded, *(evolve(sharded, method=x) for x in possible if x != sharded.method))
+    figures = ((x, tuple(list_figures(x, target, speed))) for x in each)
+    first, *others = (
+        Outlook(x.mesh, x.placement, x.method, target, speed, ranks) for x, ranks in figures
     )
+    return evolve(first, others=tuple(others), owners=picture_owners(sharded))
+
+
+def picture_owners(sharded: Sharded) -> tuple[tuple[int, ...], ...]:
+    """The owners of tiles of an `Outlook`, by the query in the middle of each."""
+    _, _, M, N = sharded.sizes
+    if sharded.placement not in SEQUENCES or not M * N:
+        return ()
+    side = -(-max(M, N) // TILES)
+    return tuple(
+        tuple(list_owners(sharded, range(first, min(M, first + side)), side))
+        for first in range(0, M, side)
+    )
+
+
+def list_owners(sharded: Sharded, rows: range, side: int) -> Iterator[int]:
+    """Those of a line of tiles."""
+    rank, seen = owner_of(sharded, rows[len(rows) // 2]), find_seen(sharded, rows)
+    N = sharded.sizes[3]
+    for first in range(0, N, side):
+        within = seen & Keys.between(first, min(N, first + side))
+        yield rank if within.intervals else -1
+
+
+def owner_of(sharded: Sharded, query: int) -> int:
+    """The rank that has a query."""
+    holdings = enumerate(sharded.holdings)
+    return next(n for n, own in holdings if any(query in rows for rows in own.rows))
 
 
 def list_figures(sharded: Sharded, target: Target, link: float | None) -> Iterator[RankFigures]:

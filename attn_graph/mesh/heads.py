@@ -148,10 +148,12 @@ def backward_heads(site: Site, inputs: Tensors, saved: Tensors, cotangents: Cota
     """Gradients of the rank's inputs but sinks. saved: what `forward_heads` keeps."""
     totals, (*qkv, o, lse) = Totals.zeros(site, inputs), saved
     do = torch.zeros_like(cotangents.o) if cotangents.do is None else cotangents.do
-    dlse = torch.zeros_like(cotangents.lse) if cotangents.dlse is None else cotangents.dlse
-    (do_,), (dlse_,) = to_heads(site, "q", [do]), to_heads(site, "q", [dlse])
+    grads: list[torch.Tensor | None] = [*to_heads(site, "q", [do]), None]
+    if site.sharded.has_lse:
+        dlse = torch.zeros_like(cotangents.lse) if cotangents.dlse is None else cotangents.dlse
+        (grads[1],) = to_heads(site, "q", [dlse])
     run = attend_heads(site, qkv, inputs)
-    gradients = run.backward((o, lse), (do_, dlse_))
+    gradients = run.backward((o, lse), grads)
     totals.add_more(run.here, gradients)
     back = to_sequence(site, "qkk", [gradients.dq, gradients.dk, gradients.dv])
     for r in range(site.sharded.mesh.ranks):

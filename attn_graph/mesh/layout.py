@@ -12,6 +12,7 @@ from attn_graph.errors import GraphError
 from attn_graph.spec import to_integer
 
 Placement = Literal["batch", "heads", "contiguous", "zigzag", "balanced"]
+Method = Literal["ring", "gather", "heads"]
 SEQUENCES: tuple[Placement, ...] = (
     "contiguous",
     "zigzag",
@@ -59,9 +60,14 @@ class Holding:
     keys: Ranges
 
 
-def divide(size: int, parts: int) -> list[range]:
-    """`size` positions in `parts` neighbouring ranges, whose lengths differ by at most one."""
-    return [range(size * n // parts, size * (n + 1) // parts) for n in range(parts)]
+def divide(size: int, parts: int, grain: int = 1) -> list[range]:
+    """`size` positions in `parts` neighbouring ranges, whose lengths differ by at most one grain.
+
+    Each begins at a multiple of `grain`.
+    """
+    grains = -(-size // grain)
+    ends = [min(size, grains * n // parts * grain) for n in range(parts + 1)]
+    return [range(a, b) for a, b in pairwise(ends)]
 
 
 def join_touching(chunks: Iterable[range]) -> Ranges:
@@ -91,15 +97,15 @@ def divide_heads(H: int, G: int, ranks: int) -> list[tuple[range, range]]:
     ]
 
 
-def zigzag(size: int, ranks: int) -> list[Ranges]:
+def zigzag(size: int, ranks: int, grain: int = 1) -> list[Ranges]:
     """Rank r has chunks r and 2 R - 1 - r of 2 R: under a causal mask all have equal work."""
-    chunks = divide(size, 2 * ranks)
+    chunks = divide(size, 2 * ranks, grain)
     return [join_touching((chunks[r], chunks[-1 - r])) for r in range(ranks)]
 
 
-def contiguous(size: int, ranks: int) -> list[Ranges]:
+def contiguous(size: int, ranks: int, grain: int = 1) -> list[Ranges]:
     """Rank r has chunk r of R."""
-    return [join_touching([chunk]) for chunk in divide(size, ranks)]
+    return [join_touching([chunk]) for chunk in divide(size, ranks, grain)]
 
 
 def balance(work: Sequence[int]) -> float:
@@ -107,7 +113,7 @@ def balance(work: Sequence[int]) -> float:
     return max(work) * len(work) / sum(work) if sum(work) else 1.0
 
 
-def balance_chunks(size: int, ranks: int, weigh: Weigh) -> list[Ranges]:
+def balance_chunks(size: int, ranks: int, weigh: Weigh, grain: int = 1) -> list[Ranges]:
     """Chunks of queries for each rank, as many queries for all, and nearly the same pairs.
 
     Of the contiguous layout, of zigzag and of ever smaller chunks that are dealt by their counts,
@@ -115,12 +121,12 @@ def balance_chunks(size: int, ranks: int, weigh: Weigh) -> list[Ranges]:
     """
     tries: list[tuple[float, list[Ranges]]] = []
     for layout in (contiguous, zigzag):
-        tries.append(judge(layout(size, ranks), weigh))
+        tries.append(judge(layout(size, ranks, grain), weigh))
         if tries[-1][0] <= EVEN:
             return tries[-1][1]
     each = 2
-    while each <= FINEST and ranks * each <= size:
-        tries.append(judge(deal(divide(size, ranks * each), ranks, weigh), weigh))
+    while each <= FINEST and ranks * each * grain <= size:
+        tries.append(judge(deal(divide(size, ranks * each, grain), ranks, weigh), weigh))
         if tries[-1][0] <= EVEN:
             break
         each *= 2

@@ -35,10 +35,10 @@ def place_ranks(whole: Sharded) -> Iterator[Holding]:
 
 def place_sequence(whole: Sharded) -> tuple[list[Ranges], list[Ranges]]:
     """The chunks of queries and of keys of each rank."""
-    (_, _, M, N), ranks = whole.sizes, whole.mesh.ranks
+    (_, _, M, N), ranks, grain = whole.sizes, whole.mesh.ranks, whole.grain
     if whole.placement == "zigzag":
-        return zigzag(M, ranks), zigzag(N, ranks)
+        return zigzag(M, ranks, grain), zigzag(N, ranks, grain)
     if whole.placement == "contiguous":
-        return contiguous(M, ranks), contiguous(N, ranks)
-    rows = balance_chunks(M, ranks, lambda chunks: [count_seen(whole, c) for c in chunks])
-    return rows, rows if M == N else contiguous(N, ranks)
+        return contiguous(M, ranks, grain), contiguous(N, ranks, grain)
+    rows = balance_chunks(M, ranks, lambda chunks: [count_seen(whole, c) for c in chunks], grain)
+    return rows, rows if M == N else contiguous(N, ranks, grain)

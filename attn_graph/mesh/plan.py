@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, final
+from typing import TYPE_CHECKING, NoReturn, final
 
 import torch
 from attrs import frozen
 
-from attn_graph.compiler import resolve_target
-from attn_graph.errors import GraphError, PlanMismatchError
+from attn_graph.compiler import Recipe
+from attn_graph.errors import GraphError
 from attn_graph.ir.gradient_ops import clear_blind_rows
-from attn_graph.machine.ambient import has_tangent, without_autocast
+from attn_graph.machine.ambient import has_tangent, named_in_profiles, without_autocast
 from attn_graph.machine.autograd import run_with_autograd
 from attn_graph.machine.target import Target
-from attn_graph.machine.tensors import require_as_declared
+from attn_graph.machine.tensors import arrange, require_as_declared
+from attn_graph.mesh.distributed import unwrap
 from attn_graph.mesh.exchange import compare_texts, pack, post, unpack
 from attn_graph.mesh.heads import backward_heads, forward_heads
+from attn_graph.mesh.results import ShardedPlan
 from attn_graph.mesh.ring import backward_ring, forward_ring
 from attn_graph.mesh.sharded import Sharded
 from attn_graph.mesh.site import Site
 from attn_graph.mesh.totals import Cotangents, Totals, lay_out_as
 from attn_graph.mesh.traffic import shared_inputs
+from attn_graph.spec import TensorSpec
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -35,14 +38,8 @@ ONCE = (
 
 @final
 @frozen(eq=False, repr=False)
-class ShardedPlan:
-    """How one rank runs its part of a sharded graph. Made by `compile_sharded`.
-
-    Every rank of the group calls its own, in the same order; each gives the rank's part of the
-    graph's outputs. Where an input requires grad the results are differentiable, once, and every
-    rank has to go backward too. At the first call ranks compare what they compute, and raise
-    GraphError where they disagree. Raises PlanMismatchError for shards other than `split` makes.
-    """
+class RankPlan(ShardedPlan):
+    """The plan of one rank, in its place in the group."""
 
     site: Site
 
@@ -53,8 +50,11 @@ class ShardedPlan:
 
     @property
     def target(self) -> Target:
-        """The kind of device that it runs on."""
-        return resolve_target(self.site.options.get("target"))
+        return self.site.recipe.target
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        return self.site.specs
 
     @property
     def constants(self) -> tuple[int, ...]:
@@ -64,25 +64,17 @@ class ShardedPlan:
     def __call__(
         self, /, *tensors: torch.Tensor, **named: torch.Tensor
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        given = self.arrange(tensors, named)
+        ordered = arrange(self.specs, tensors, named)
+        parts, wrapping = unwrap(self.site, dict(zip(self.specs, ordered, strict=True)))
+        require_as_declared(parts, self.specs, self.target)
+        given = [*parts.values()]
         if has_tangent(given):
             raise GraphError(ONCE)
         self.agree(given[0].device)
         wants = torch.is_grad_enabled() and any(x.requires_grad for x in given)
         outputs = run_with_autograd(self, given) if wants else self.run(*given)[0]
+        outputs = wrapping.wrap(outputs) if wrapping else outputs
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
-
-    def arrange(self, tensors: Tensors, named: Mapping[str, torch.Tensor]) -> Tensors:
-        """The inputs in their order. Raises PlanMismatchError unless they are the rank's shards."""
-        specs = self.site.specs
-        given = {**dict(zip(specs, tensors, strict=False)), **named}
-        if given.keys() != specs.keys() or len(tensors) + len(named) != len(specs):
-            raise PlanMismatchError(
-                f"expected {', '.join(specs)}, each once, got {len(tensors)} tensors and "
-                f"{', '.join(named) or 'none'} by name"
-            )
-        require_as_declared(given, specs, self.target)
-        return [given[name] for name in specs]
 
     def agree(self, device: torch.device) -> None:
         """Compare with the other ranks, once. Raises GraphError where they compute other things."""
@@ -93,7 +85,7 @@ class ShardedPlan:
     def run(self, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
         """The outputs, and what the backward reads beside the inputs: o, lse, and more."""
         sharded, site = self.sharded, self.site
-        with without_autocast():
+        with without_autocast(), named_in_profiles("mesh forward"):
             inputs = site.all_inputs(tensors)
             saved: Tensors = ()
             if sharded.method == "heads":
@@ -118,7 +110,7 @@ class ShardedPlan:
             raise GraphError(ONCE)
         specs = self.sharded.graph.inputs
         given, (o, lse, *more) = saved[: len(needs)], saved[len(needs) :]
-        with torch.no_grad(), without_autocast():
+        with torch.no_grad(), without_autocast(), named_in_profiles("mesh backward"):
             inputs = self.site.all_inputs(given)
             cotangents = self.read_cotangents(o, lse, grads)
             if self.sharded.method == "heads":
@@ -170,22 +162,18 @@ class ShardedPlan:
                     total += shares[r][n]
 
 
-def compile_sharded(
-    sharded: Sharded,
-    group: ProcessGroup | None = None,
-    **options: Any,  # Any: arguments of several types
-) -> ShardedPlan:
+def plan_rank(sharded: Sharded, recipe: Recipe, group: ProcessGroup | None) -> RankPlan:
     """The plan of this process, one of as many ranks as the mesh has.
 
-    group: the ranks' process group, by default that of all processes. options: those of
-    `attn_graph.compile`, the same in every rank. Raises GraphError for a group of another size.
+    group: the ranks' process group, by default that of all processes. Raises GraphError for one of
+    another size, and where there is none.
     """
     from torch import distributed as dist
 
     if not dist.is_initialized():
         raise GraphError(
             "shard: this process belongs to no group; call torch.distributed.init_process_group "
-            "first, or explain_sharded, which needs none"
+            "first, or attn_graph.explain, which needs none"
         )
     ranks = dist.group.WORLD if group is None else group
     assert ranks is not None  # there is one where a process group is initialised
@@ -194,4 +182,4 @@ def compile_sharded(
             f"shard: a mesh of {sharded.mesh.ranks} ranks, and a group of {ranks.size()}; "
             f"say ag.Mesh({ranks.size()})"
         )
-    return ShardedPlan(Site(sharded, ranks.rank(), ranks, options))
+    return RankPlan(Site(sharded, ranks.rank(), ranks, recipe))

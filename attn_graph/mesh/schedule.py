@@ -49,10 +49,13 @@ def seen_keys(sharded: Sharded) -> tuple[tuple[Keys, ...], ...]:
     return tuple(tuple(find_seen(sharded, rows) for rows in own.rows) for own in sharded.holdings)
 
 
-def hull_within(keys: Keys, chunk: range) -> range:
-    """From the first key of a set that lies in a chunk to the last one; empty where none does."""
+def hull_within(keys: Keys, chunk: range, grain: int) -> range:
+    """From the first key of a set that lies in a chunk to the last one; empty where none does.
+
+    It begins at a multiple of `grain`, as chunks do.
+    """
     inside = (keys & Keys.between(chunk.start, chunk.stop)).hull.intervals
-    return range(*inside[0]) if inside else range(0)
+    return range(inside[0][0] // grain * grain, inside[0][1]) if inside else range(0)
 
 
 def join_sets(sets: Sequence[Keys]) -> Keys:
@@ -67,7 +70,7 @@ def needed_keys(sharded: Sharded, rank: int, source: int) -> Ranges:
     Chunks of which it needs none are left out.
     """
     seen = join_sets(seen_keys(sharded)[rank])
-    hulls = (hull_within(seen, chunk) for chunk in sharded.holdings[source].keys)
+    hulls = (hull_within(seen, chunk, sharded.grain) for chunk in sharded.holdings[source].keys)
     return tuple(hull for hull in hulls if hull)
 
 
@@ -77,7 +80,7 @@ def list_jobs(sharded: Sharded, rank: int, chunks: Ranges) -> Iterator[Job]:
     for chunk in chunks:
         here = 0
         for rows, seen in zip(own.rows, seen_keys(sharded)[rank], strict=True):
-            keys = hull_within(seen, chunk)
+            keys = hull_within(seen, chunk, sharded.grain)
             if keys and own.batch and own.heads:
                 box = Box(own.batch, own.heads, rows, keys, sharded.sizes)
                 at = range(start + keys.start - chunk.start, start + keys.stop - chunk.start)

@@ -2,33 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from ctypes import string_at
 from functools import cached_property
-from hashlib import sha256
-from typing import Literal, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from attrs import field, frozen
 
+from attn_graph.compiler import Compilable, Recipe
 from attn_graph.errors import GraphError
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.graph import Eqn, Graph, op_name
+from attn_graph.ir.philox import WORDS
+from attn_graph.machine.target import Target
 from attn_graph.masks import Data
 from attn_graph.masks.moving import Box
 from attn_graph.masks.tiles import check_tensors
 from attn_graph.mesh.boxes import Piece, move_attention
-from attn_graph.mesh.layout import Holding, Mesh, Placement, Ranges
+from attn_graph.mesh.layout import Holding, Mesh, Method, Placement, Ranges
+from attn_graph.mesh.results import Outlook, ShardedPlan
 from attn_graph.printing.text import show_call
 from attn_graph.spec import TensorSpec
 
-Method = Literal["ring", "gather", "heads"]
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @final
 @frozen
 class Known:
-    """A tensor that is known when a graph is sharded, by its content."""
+    """A tensor that is known when a graph is sharded, by its content.
+
+    As text its runs of equal elements in C order, each with its length.
+    """
 
     name: str
     spec: TensorSpec
@@ -50,16 +57,19 @@ class Known:
         return flat.reshape(self.spec.shape)
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.spec} of sha256 {sha256(self.content).hexdigest()[:16]}"
+        values, counts = torch.unique_consecutive(self.tensor.flatten(), return_counts=True)
+        runs = zip(values.tolist(), counts.tolist(), strict=True)
+        return f"{self.name}={self.spec}({', '.join(map(str, runs))})"
 
 
 @final
 @frozen(cache_hash=True, repr=False)
-class Sharded:
+class Sharded(Compilable[ShardedPlan, Outlook]):
     """An attention that the ranks of a mesh compute together. Made by `shard`.
 
-    Immutable and compared by content. `holdings` is what each rank has. Its inputs are those of
-    the graph less what is `known`; `split` makes them of whole tensors.
+    Immutable and compared by content: `Sharded.parse(str(x)) == x`. `holdings` is what each rank
+    has. Its inputs are those of the graph less what is `known`; `split` makes them of whole
+    tensors.
     """
 
     graph: Graph
@@ -68,6 +78,18 @@ class Sharded:
     method: Method | None  # None: nobody needs what others have
     known: tuple[Known, ...]
     holdings: tuple[Holding, ...]
+
+    def compile(self, recipe: Recipe, group: ProcessGroup | None) -> ShardedPlan:
+        """This process's plan, as `attn_graph.compile` gives it."""
+        from attn_graph.mesh.plan import plan_rank  # which imports this module
+
+        return plan_rank(self, recipe, group)
+
+    def explain(self, target: Target, link: str | float | None) -> Outlook:
+        """What ranks compute and send, as `attn_graph.explain` gives it."""
+        from attn_graph.mesh.explanation import explain_mesh  # which imports this module
+
+        return explain_mesh(self, target, link)
 
     @property
     def eqn(self) -> Eqn:
@@ -110,6 +132,11 @@ class Sharded:
         return tuple(letters.get(n, "n" * rank) for n, rank in enumerate(ranks))
 
     @property
+    def grain(self) -> int:
+        """Chunks begin at multiples of so many positions: dropout draws bits for four keys."""
+        return WORDS if self.node.dropout else 1
+
+    @property
     def trained(self) -> frozenset[int]:
         """The numbers of the inputs that have a gradient."""
         pairs = zip(self.eqn.args, self.node.trains, strict=True)
@@ -119,6 +146,11 @@ class Sharded:
     def sinks(self) -> int | None:
         """The number of the input that has sinks."""
         return self.node.split(self.eqn.args).sinks
+
+    @property
+    def has_lse(self) -> bool:
+        """Whether lse is an output, and may have a cotangent."""
+        return len(self.graph.inputs) + self.node.names.index("lse") in self.graph.outputs
 
     @property
     def constants(self) -> dict[int, torch.Tensor]:
@@ -141,22 +173,29 @@ class Sharded:
         inputs, constants = self.node.split(self.eqn.args).mask, self.constants
         return {name: constants[n] for name, n in inputs.items() if n in constants}
 
+    def divided_axis(self, shape: Sequence[int], axes: str) -> int | None:
+        """Which axis of a tensor ranks divide; None: each has all of it. axes: as of `parts`."""
+        divided = {"batch": "b", "heads": "hg"}.get(self.placement, "ij")
+        sizes = self.axis_sizes
+        places = zip(axes, shape, strict=True)
+        hits = (n for n, (x, size) in enumerate(places) if x in divided and sizes[x] == size)
+        return next(hits, None)
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """The sizes of the axes that ranks may divide, by letter."""
+        return dict(zip("bhij", self.sizes, strict=True)) | {
+            "g": self.graph.types[self.eqn.args[1]].shape[1]
+        }
+
     def parts(self, rank: int, shape: Sequence[int], axes: str) -> list[Ranges]:
         """Of each axis what a rank has. axes: letters as those of `split`."""
-        B, H, M, N = self.sizes
-        own = self.holdings[rank]
-        G = self.graph.types[self.eqn.args[1]].shape[1]
-        of: dict[str, tuple[int, Ranges]] = {
-            "b": (B, (own.batch,)),
-            "h": (H, (own.heads,)),
-            "g": (G, (own.groups,)),
-            "i": (M, own.rows),
-            "j": (N, own.keys),
-        }
-        whole = [(range(n),) for n in shape]
+        own, sizes = self.holdings[rank], self.axis_sizes
+        of: dict[str, Ranges] = {
+            "b": (own.batch,), "h": (own.heads,), "g": (own.groups,), "i": own.rows, "j": own.keys,
+        }  # fmt: skip
         return [
-            of[x][1] if x in of and of[x][0] == n else all_
-            for x, n, all_ in zip(axes, shape, whole, strict=True)
+            of[x] if sizes.get(x) == n else (range(n),) for x, n in zip(axes, shape, strict=True)
         ]
 
     def split(self, x: torch.Tensor, axes: str) -> list[torch.Tensor]:
@@ -180,8 +219,7 @@ class Sharded:
             raise GraphError(f"shard: {len(shards)} shards of {self.mesh.ranks} ranks; give each")
         letters = self.letters_for(shards[0], axes)
         named = {i.name: i.spec.shape for i in self.graph.inputs}
-        sizes = dict(zip("bhij", self.sizes, strict=True))
-        sizes["g"] = self.graph.types[self.eqn.args[1]].shape[1]
+        sizes = self.axis_sizes
         shape = named.get(axes) or [
             sizes.get(x, n) for x, n in zip(letters, shards[0].shape, strict=True)
         ]
@@ -198,11 +236,21 @@ class Sharded:
             raise GraphError(f"shard: {axes!r} has {len(letters)} axes, and the tensor {x.ndim}")
         return letters
 
+    @staticmethod
+    def parse(text: str, *, known: Iterable[type[Any]] = ()) -> Sharded:  # Any: masks, ops
+        """The sharded graph that a text, printed by `str`, describes.
+
+        Arguments and errors as those of `attn_graph.parse`.
+        """
+        from attn_graph.mesh.parsing import parse_sharded  # which imports this module
+
+        return parse_sharded(text, known)
+
     def __str__(self) -> str:
-        lines = [f"# over {show_call(self.mesh)}, {self.placement}, {self.method or 'alone'}"]
-        lines += [f"# {known}" for known in self.known]
-        lines += [f"# rank {n}: {show_holding(x)}" for n, x in enumerate(self.holdings)]
-        return "\n".join([*lines, str(self.graph)])
+        method = [f"method={self.method!r}"] if self.method else []
+        data = ["graph", show_call(self.mesh), repr(self.placement), *method, *map(str, self.known)]
+        ranks = [f"# rank {n}: {show_holding(x)}" for n, x in enumerate(self.holdings)]
+        return "\n".join([str(self.graph), f"shard({', '.join(data)})", *ranks])
 
     __repr__ = __str__
 
@@ -247,15 +295,14 @@ def check_choice(name: str, value: object, known: Sequence[str]) -> None:
 
 
 def check_attention(graph: Graph) -> None:
-    """Raise GraphError unless a simplified graph is one attention, without dropout."""
+    """Raise GraphError unless a simplified graph is one attention, and a whole one."""
     ops = [eqn.op for eqn in graph.eqns]
     if len(ops) != 1 or not isinstance(ops[0], Attention):
         text = ", ".join(op_name(type(op)) for op in ops) or "nothing"
         raise GraphError(f"shard: the graph is to be one attention, and is {text}; shard that part")
-    if ops[0].dropout:
+    if ops[0].origin:
         raise GraphError(
-            f"shard: dropout of {ops[0].dropout} is not divided, since its bits count from the "
-            "whole's first place; drop elements of o instead"
+            f"shard: the graph is a part of a whole, at {ops[0].origin}; shard the whole"
         )
     operands = zip(graph.eqns[0].args, ops[0].trains, strict=True)
     trained = [number for number, trains in operands if trains]

@@ -11,11 +11,10 @@ from attn_graph.errors import GraphError
 from attn_graph.ir.graph import Graph, check_graph
 from attn_graph.ir.passes import simplify
 from attn_graph.masks.moving import Box
-from attn_graph.mesh.layout import SEQUENCES, Mesh, Placement
+from attn_graph.mesh.layout import SEQUENCES, Mesh, Method, Placement
 from attn_graph.mesh.placing import place_ranks
 from attn_graph.mesh.sharded import (
     Known,
-    Method,
     Sharded,
     check_attention,
     check_choice,
@@ -37,7 +36,8 @@ def shard(
     placements: what ranks divide. "batch" and "heads" need no messages. Of the sequence, queries
     and keys alike: "contiguous", rank r has the r-th part; "zigzag", of twice as many parts the
     r-th and the r-th from the end; "balanced", chunks by the pairs that the mask keeps of each, so
-    that all ranks have the same work. Parts may differ by one where sizes don't divide.
+    that all ranks have the same work. Parts may differ by one where sizes don't divide, and by four
+    under dropout, whose bits are those of one device.
     method: "ring": ranks send keys and values to those whose queries see them, one neighbour after
     the other; "gather": to all at once; "heads": the sequence is exchanged for heads and back. By
     default the one that sends the fewest bytes, in this order.

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 
 import torch
 from attrs import define, field, frozen
 
-from attn_graph.compiler import compile
+from attn_graph.compiler import CAPACITY, Recipe
 from attn_graph.ir.builder import Builder
 from attn_graph.ir.graph import Graph
+from attn_graph.machine.likeness import look_at
 from attn_graph.masks.moving import Box
 from attn_graph.mesh.boxes import Feed, Piece
 from attn_graph.mesh.layout import Holding
@@ -29,9 +30,13 @@ Tensors = Sequence[torch.Tensor]
 @final
 @define(eq=False)
 class Remembered:
-    """What a rank remembers: its boxes, constants by device, and that all ranks agree."""
+    """What a rank remembers: its boxes, their plans, constants by device, that all ranks agree.
+
+    plans: by the box and what its tensors look like.
+    """
 
     pieces: dict[Box, Piece] = field(factory=dict)
+    plans: dict[tuple[object, ...], Plan] = field(factory=dict)
     constants: dict[torch.device, dict[int, torch.Tensor]] = field(factory=dict)
     agrees: bool = False
 
@@ -41,13 +46,13 @@ class Remembered:
 class Site:
     """One rank of a process group, and its part of a sharded graph.
 
-    options: those of `compile`, for the plan of each box.
+    recipe: how each box is planned.
     """
 
     sharded: Sharded
     rank: int
     group: ProcessGroup
-    options: Mapping[str, Any]  # Any: arguments of several types
+    recipe: Recipe
     memory: Remembered = field(factory=Remembered)
 
     @property
@@ -105,8 +110,16 @@ class Site:
         """Attention of a job's box by its own plan, for both passes."""
         piece, here = self.piece(job.box), self.here(job.box, job.here)
         tensors = (*qkv, *piece.tensors(inputs, here))
-        plan = compile(box_graph(piece, tensors), **self.options)
-        return BoxCall(piece, here, job.at, plan, tensors)
+        return BoxCall(piece, here, job.at, self.plan(piece, tensors), tensors)
+
+    def plan(self, piece: Piece, tensors: Tensors) -> Plan:
+        """The plan of a box, for tensors laid out like these."""
+        key = (piece.box, *map(look_at, tensors))
+        if key not in self.memory.plans:
+            if len(self.memory.plans) >= CAPACITY:  # strides that change with each call
+                self.memory.plans.clear()
+            self.memory.plans[key] = self.recipe.plan(box_graph(piece, tensors))
+        return self.memory.plans[key]
 
     def piece(self, box: Box) -> Piece:
         """The attention of a box."""

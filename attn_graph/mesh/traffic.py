@@ -4,27 +4,13 @@ from __future__ import annotations
 
 from functools import lru_cache
 from math import prod
-from typing import final
-
-from attrs import frozen
 
 from attn_graph.mesh.counts import HELD
 from attn_graph.mesh.layout import Ranges, divide_heads
+from attn_graph.mesh.results import Flow
 from attn_graph.mesh.schedule import needed_keys
 from attn_graph.mesh.sharded import Sharded
 from attn_graph.spec import accumulator
-
-
-@final
-@frozen
-class Flow:
-    """Bytes from one rank to another, in each pass."""
-
-    forward: int = 0
-    backward: int = 0
-
-    def __add__(self, other: Flow) -> Flow:
-        return Flow(self.forward + other.forward, self.backward + other.backward)
 
 
 def heads_problem(sharded: Sharded) -> str | None:
@@ -63,8 +49,8 @@ def flow_between(sharded: Sharded, a: int, b: int) -> Flow:
 def heads_flow(sharded: Sharded, a: int, b: int) -> Flow:
     """The same where the sequence is exchanged for heads.
 
-    There: q, k and v; then o and the statistics back. Backward: do and dlse there, then dq, dk and
-    dv back.
+    There: q, k and v; then o and the statistics back. Backward: do there, and dlse where lse is an
+    output; then dq, dk and dv back.
     """
     q, k, v = (sharded.graph.types[i] for i in sharded.eqn.args[:3])
     (B, H, _, D), G, E, item = q.shape, k.shape[1], v.shape[3], q.dtype.itemsize
@@ -78,9 +64,10 @@ def heads_flow(sharded: Sharded, a: int, b: int) -> Flow:
 
     results = E * item + wide * len(sharded.node.stats)
     keys = (D + E) * item
+    cotangents = E * item + wide * sharded.has_lse
     return Flow(
         size(a, b, D * item, keys) + size(b, a, results, 0),
-        size(a, b, E * item + wide, 0) + size(b, a, D * item, keys),
+        size(a, b, cotangents, 0) + size(b, a, D * item, keys),
     )
 
 

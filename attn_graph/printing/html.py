@@ -99,15 +99,17 @@ def bar(share: float) -> Html:
     return element("span", class_="bar", style=f"width:{160 * share:.0f}px")
 
 
-def tile_picture(kinds: Sequence[Sequence[int]], caption: str) -> Html:
-    """Tiles in lines from the top, 0: empty, 1: mixed, 2: full, as SVG; below it a caption."""
+def tile_picture(
+    kinds: Sequence[Sequence[int]], caption: str, colours: Sequence[str] = (MIXED, FULL)
+) -> Html:
+    """Tiles in lines from the top, 0: empty, n: of the n-th colour, as SVG; below it a caption."""
     lines, columns = len(kinds), len(kinds[0]) if kinds else 0
     if not lines or not columns:
         return element("p", caption)
     height = max(16, min(2 * WIDTH, round(WIDTH * lines / columns)))
     paths = [
         element("path", fill=colour, d="".join(draw_runs(kinds, kind)))
-        for kind, colour in ((1, MIXED), (2, FULL))
+        for kind, colour in enumerate(colours, 1)
     ]
     drawing = element(
         "svg",

@@ -46,6 +46,7 @@ class Chain:
     rate: float
     seed: int
     offset: int
+    origin: tuple[int, ...]
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -64,6 +65,7 @@ def read_chain(graph: Graph, tensors: Sequence[Tensor]) -> Chain:
         "rate": 0.0,
         "seed": 0,
         "offset": 0,
+        "origin": (),
     }
     for eqn in graph.eqns:
         fields |= read_step(eqn.op, [values.get(i, torch.empty(0)) for i in eqn.args], fields)
@@ -89,8 +91,9 @@ def read_step(
             return {"sinks": given[1] if op.sinks else None}
         case ops.MaxScores():
             return {}
-        case ops.Dropout(rate):
-            return {"rate": rate, "seed": int(given[1]), "offset": int(given[2])}
+        case ops.Dropout(rate, origin):
+            drawn = {"seed": int(given[1]), "offset": int(given[2]), "origin": origin}
+            return {"rate": rate, **drawn}
         case ops.Weigh():
             return {"v": given[1]}
         case Attention():
@@ -116,6 +119,7 @@ def read_attention(op: Attention, given: list[Tensor]) -> dict[str, Any]:  # Any
         "rate": op.dropout,
         "seed": int(next(more)) if op.dropout else 0,
         "offset": int(next(more)) if op.dropout else 0,
+        "origin": op.origin,
     }
 
 
@@ -233,17 +237,27 @@ def philox(key: tuple[int, int], counter: tuple[int, int, int, int]) -> tuple[in
 
 
 @lru_cache(maxsize=16)  # float64 and the graph's dtype need the same dropout
-def draw_dropout(rate: float, seed: int, offset: int, sizes: tuple[int, int, int, int]) -> Tensor:
-    """z [B,H,M,N] in {0, 1}: place (b,h,i,j) draws word j % 4 at (j // 4, i, b H + h, offset)."""
+def draw_dropout(
+    rate: float,
+    seed: int,
+    offset: int,
+    sizes: tuple[int, int, int, int],
+    origin: tuple[int, ...] = (),
+) -> Tensor:
+    """z [B,H,M,N] in {0, 1}: place (b,h,i,j) draws word j % 4 at (j // 4, i, b H + h, offset).
+
+    origin: of a part, b, h, i, j of its first place in the whole, and the whole's H.
+    """
     B, H, M, N = sizes
+    b0, h0, i0, j0, heads = origin or (0, 0, 0, 0, H)
     key = (seed % 2**32, seed // 2**32 % 2**32)
     rows = [
         [
             word
-            for block in range(-(-N // 4))
-            for word in philox(key, (block, i, bh, offset % 2**32))
-        ][:N]
-        for bh, i in product(range(B * H), range(M))
+            for block in range(-(-(j0 + N) // 4))
+            for word in philox(key, (block, i, b * heads + h, offset % 2**32))
+        ][j0 : j0 + N]
+        for b, h, i in product(range(b0, b0 + B), range(h0, h0 + H), range(i0, i0 + M))
     ]
     words = torch.tensor(rows, dtype=torch.int64).reshape(sizes)
     return (words >= round(rate * 2**32)).double()
@@ -297,7 +311,7 @@ def attend(c: Chain) -> Evaluation:
     sinks = c.sinks.to(s.dtype)[:, None, None] if c.sinks is not None else None
     p, lse = softmax(s, keep, sinks)
     z = (
-        draw_dropout(c.rate, c.seed, c.offset, c.sizes).to(s.dtype) / (1 - c.rate)
+        draw_dropout(c.rate, c.seed, c.offset, c.sizes, c.origin).to(s.dtype) / (1 - c.rate)
         if c.rate
         else None
     )

@@ -51,7 +51,7 @@ def run_command(line: str, machine: Surroundings = MACHINES["cudnn"]) -> str:
         for name, value in {
             "attn_graph.machine.target.installed_libraries": lambda: libraries,
             "attn_graph.machine.target.describe_product": describe_product.__wrapped__,
-            "attn_graph.compiler.default_store": lambda: STORE,
+            "attn_graph.planner.arguments.default_store": lambda: STORE,
             "attn_graph.default_store": lambda: STORE,
             "attn_graph.cli.diagnosis.Surroundings.here": lambda: machine,
         }.items():

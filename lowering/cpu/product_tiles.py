@@ -12,7 +12,7 @@ from attrs import frozen
 from attn_graph.ir import ops
 from attn_graph.ir.attention import GradientOperands, Operands
 from attn_graph.ir.modifiers import SoftCap, back_, change_
-from attn_graph.ir.philox import counters, keep_
+from attn_graph.ir.philox import counters, keep_, place_in_whole
 from attn_graph.kernels import products
 from attn_graph.kernels.hiding import hide_, hiding_bits
 from attn_graph.kernels.merging import sink_
@@ -311,11 +311,12 @@ class Here:
             part, piece = several[0]
             at = self.place(part)
             assert at.ranges is not None
-            words = (*piece.shape[:3], len(counters(range(part.start, part.stop))))
+            ranges, H = place_in_whole(node.origin, at.ranges, at.H)
+            words = (*piece.shape[:3], len(counters(ranges[3])))
             count = piece.shape[0] * piece.shape[1] * piece.shape[2] * words[3]
             six = [self.scratch[f"word{i}"][:count].view(words) for i in range(6)]
             bits = self.scratch["kept"][: 4 * count].view(*words[:3], 4 * words[3])
-            keep = keep_(bits, node.dropout, seed, offset, at.ranges, at.H, six)
+            keep = keep_(bits, node.dropout, seed, offset, ranges, H, six)
             for _, each in several:
                 each.mul_(keep)
         for p in weights:

@@ -14,6 +14,7 @@ from attn_graph.errors import Reason
 from attn_graph.ir.attention import SAVED
 from attn_graph.ir.gradient_ops import sink_gradient
 from attn_graph.ir.graph import Graph
+from attn_graph.ir.philox import WORDS
 from attn_graph.lowering.backend import Backend, Executable, Options
 from attn_graph.lowering.problem import Problem, output_names, returns_lse, select_outputs, sole
 from attn_graph.lowering.reasons import (
@@ -81,6 +82,9 @@ def attention_reasons(problem: Problem, dtypes: Sequence[torch.dtype]) -> Iterat
         limit = f"counts positions below {POSITIONS}"
         yield Reason("positions", limit, f"M = {problem.M}, N = {problem.N}")
     yield from other_statistics(problem, STATISTICS)
+    if problem.node.origin and problem.node.origin[3] % WORDS:
+        limit = f"draws dropout of parts that begin at a multiple of {WORDS} keys"
+        yield Reason("dropout_origin", limit, f"this one begins at key {problem.node.origin[3]}")
 
 
 def plan_reasons(plan: Callable[[], Flash], options: Options) -> Iterator[Reason]:

@@ -8,7 +8,7 @@ from typing import Any, final
 import torch
 from attrs import define, field, frozen
 
-from attn_graph.ir.philox import threshold
+from attn_graph.ir.philox import flat_origin, threshold
 from attn_graph.kernels.tilings import (
     DELTA,
     SUMS,
@@ -176,6 +176,7 @@ class FlashBuilder:
             "scale": p.node.scale,
             "keep_scale": 1 / (1 - rate) if rate < 1 else 0.0,
             "threshold": threshold(rate),
+            "origin": flat_origin(p.node.origin),
             "D": p.D,
             "E": p.E,
             "WIDTH_D": padded_head_size(p.D),
@@ -209,8 +210,7 @@ class FlashBuilder:
         pointers: Pointers = {
             f"{name}_ptr": GRADIENTS.get(name, name) for name in names if name in there
         }
-        absent: Fixed = {f"{name}_ptr": None for name in names if name not in there}
-        return pointers, absent
+        return pointers, {f"{name}_ptr": None for name in names if name not in there}
 
     def data(self) -> tuple[str, ...]:
         """Names of all that modifiers and the mask read, in the order of the operands."""

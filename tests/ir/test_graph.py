@@ -165,6 +165,7 @@ EXAMPLES = (
     *(
         ops.MaxScores(),
         ops.Dropout(0.5),
+        ops.Dropout(0.5, (0, 1, 2, 4, 8)),
         ops.Weigh(),
         WeighT(),
         Unmasked(),

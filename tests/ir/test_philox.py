@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attn_graph.ir.ops import dropout_keeps
+import attn_graph as ag
+from attn_graph.ir.ops import Dropout, dropout_keeps
 from attn_graph.ir.philox import counters, random_words, threshold
 from attn_graph.masks.places import Block, Place
 from attn_graph.testing import formula
@@ -69,6 +70,25 @@ def test_any_block_draws_the_bits_of_the_whole(
     whole = drawn(everything, 0.5, seed, offset)
     index = tuple(slice(r.start, r.stop) for r in ranges)
     assert torch.equal(drawn(ranges, 0.5, seed, offset), whole[index])
+
+
+@given(blocks(), int64s, int64s)
+def test_a_part_draws_the_bits_of_its_places_in_the_whole(
+    ranges: tuple[range, range, range, range], seed: int, offset: int
+) -> None:
+    origin = (*(r.start for r in ranges), SIZES[1])
+    own = [range(len(r)) for r in ranges]
+    part = Place.of(Block(own[0], own[1], own[2], len(own[1]), len(own[2]), len(own[3])), own[3])
+    due = drawn(ranges, 0.5, seed, offset)
+    assert torch.equal(dropout_keeps(part, 0.5, seed, offset, origin), due)
+    sizes = (len(own[0]), len(own[1]), len(own[2]), len(own[3]))
+    assert torch.equal(formula.draw_dropout(0.5, seed, offset, sizes, origin) == 1, due)
+
+
+@pytest.mark.parametrize("origin", [(1, 2, 3), (0, 0, -4, 0, 1), (0, 0, 0.5, 0, 1)])
+def test_an_origin_is_four_positions_and_a_number_of_heads(origin: tuple[float, ...]) -> None:
+    with pytest.raises(ag.GraphError, match=r"is not \(b, h, i, j, H\)"):
+        Dropout(0.5, origin)  # type: ignore[arg-type]
 
 
 @given(st.sampled_from([0.0, 0.1, 0.5, 0.9]), int64s, int64s)

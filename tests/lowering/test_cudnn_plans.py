@@ -41,7 +41,7 @@ def store(tmp_path: Path) -> Store:
 
 
 def planned(graph: ag.Graph = CAUSAL, **options: object) -> ag.Plan:
-    return ag.compile(graph, **{"target": "h200", **options})  # type: ignore[arg-type]
+    return ag.compile(graph, **{"target": "h200", **options})  # type: ignore[call-overload, no-any-return]
 
 
 def refusal(error: pytest.ExceptionInfo[ag.NoBackendError]) -> str:

@@ -155,17 +155,41 @@ def test_a_sharded_graph_is_a_value() -> None:
     assert hash(one) == hash(other)
     assert pickle.loads(pickle.dumps(one)) == one
     assert str(one) == str(other)
-    assert "Mesh(ranks=4), balanced" in str(one)
+    assert "shard(graph, Mesh(ranks=4), 'balanced', " in str(one)
     different: Any = {name: x + 1 for name, x in known.items()}
     assert str(ag.shard(packed, ag.Mesh(4), "balanced", **different)) != str(one)
+
+
+def test_text_of_a_sharded_graph_makes_it_again() -> None:
+    packed, known = documents(256, 1, 16, 64)
+    for sharded in (
+        ag.shard(packed, ag.Mesh(4), "balanced", **known),
+        ag.shard(packed, ag.Mesh(2), "zigzag", method="gather"),
+        ag.shard(packed, ag.Mesh(3), "heads"),
+    ):
+        assert ag.Sharded.parse(str(sharded)) == sharded
+    text = str(ag.shard(packed, ag.Mesh(2), "zigzag", **known))
+    for old, new, said in (
+        ("shard(", "share(", "expected a graph, and below it"),
+        ("Mesh(ranks=2)", "Mesh(ranks=0)", "line 10: mesh: 0 is no number of ranks"),
+        ("Mesh(ranks=2), ", "", "line 10: expected `shard(graph, mesh, placements, ...)`"),
+        ("'zigzag'", "'zagzig'", "placements 'zagzig' is none of"),
+        ("i64[1, 256]((1, ", "i64[1, 255]((1, ", "is given by runs of (element, how many)"),
+        ("i64[1, 256]((1, ", "i64[1, 256](('1', ", "is given by runs of (element, how many)"),
+        ("def graph(", "def graph(x, ", "line 1: "),
+    ):
+        with pytest.raises(ag.GraphError, match=re.escape(said)):
+            ag.Sharded.parse(text.replace(old, new))
 
 
 def test_what_can_t_be_divided_says_so() -> None:
     x = ag.TensorSpec((1, 4, 8, 4), torch.float32)
     plain, mesh = ag.attention(x, x, x), ag.Mesh(2)
     bias = ag.attention(x, x, x, bias=ag.TensorSpec((1, 4, 8, 8), torch.float32))
+    whole: Any = ag.shard(plain, mesh, "zigzag")
+    wants: Any = {"wants": ()}
+    backends: Any = {"backends": ("math",)}
     calls: dict[str, Any] = {
-        "dropout of 0.5": lambda: ag.shard(ag.attention(x, x, x, dropout=0.5), mesh, "zigzag"),
         "placements 'rows' is none of batch": lambda: ag.shard(plain, mesh, "rows"),  # type: ignore[arg-type]
         "method 'ring' is for a divided sequence": lambda: ag.shard(
             plain, mesh, "heads", method="ring"
@@ -179,7 +203,7 @@ def test_what_can_t_be_divided_says_so() -> None:
         "to be one attention, and is attention_grad": lambda: ag.shard(
             ag.vjp(plain)[1], mesh, "zigzag"
         ),
-        "belongs to no group": lambda: ag.compile_sharded(ag.shard(plain, mesh, "zigzag")),
+        "belongs to no group": lambda: ag.compile(ag.shard(plain, mesh, "zigzag")),
         "2 shards of 3 ranks": lambda: ag.shard(plain, ag.Mesh(3), "zigzag").join(
             [torch.zeros(1, 4, 4, 4)] * 2, "q"
         ),
@@ -189,7 +213,11 @@ def test_what_can_t_be_divided_says_so() -> None:
         "'bi' has 2 axes, and the tensor 1": lambda: ag.shard(plain, mesh, "zigzag").split(
             torch.zeros(8), "bi"
         ),
-        "link 'rope'": lambda: ag.explain_sharded(
+        "wants is for graphs of one device": lambda: ag.explain(whole, **wants),
+        "backends is for graphs of one device": lambda: ag.explain(whole, **backends),
+        "link is for graphs that shard divided": lambda: ag.explain(plain, link=1e9),  # type: ignore[call-overload]
+        "group is for graphs that shard divided": lambda: ag.compile(plain, group=3),  # type: ignore[call-overload]
+        "link 'rope'": lambda: ag.explain(
             ag.shard(plain, mesh, "zigzag"), target="h200", link="rope"
         ),
     }
@@ -201,6 +229,7 @@ def test_what_can_t_be_divided_says_so() -> None:
 def test_divided_positions_are_all_there() -> None:
     assert [len(x) for x in divide(10, 4)] == [2, 3, 2, 3]
     assert sum(map(len, divide(3, 8))) == 3
+    assert divide(11, 3, 4) == [range(4), range(4, 8), range(8, 11)]
 
 
 # Explanations
@@ -208,8 +237,8 @@ def test_divided_positions_are_all_there() -> None:
 
 def test_an_explanation_compares_the_methods() -> None:
     sharded = ag.shard(graph(65536, ag.Causal()), ag.Mesh(4), "balanced", method="ring")
-    outlook = ag.explain_sharded(sharded, target="h200", link="nvlink")
-    assert {x.sharded.method for x in outlook.others} == {"gather", "heads"}
+    outlook = ag.explain(sharded, target="h200", link="nvlink")
+    assert {x.method for x in outlook.others} == {"gather", "heads"}
     assert outlook.balance <= 1.05
     assert outlook.sent.forward + outlook.sent.backward == sum_bytes(sharded)
     assert sum(rank.pairs for rank in outlook.ranks) == 8 * 65536 * 65537 // 2
@@ -220,12 +249,25 @@ def test_an_explanation_compares_the_methods() -> None:
         assert max(rank.compute, rank.transfer) <= rank.seconds <= rank.compute + rank.transfer
     assert "450 GB/s a way" in str(outlook)
     assert outlook.to_dict()["ranks"][3]["pairs"] == outlook.ranks[3].pairs
-    assert ag.explain_sharded(sharded, target="cpu").seconds is None
+    assert ag.explain(sharded, target="cpu").seconds is None
+
+
+def test_a_picture_of_the_mask_shows_the_ranks() -> None:
+    window = graph(32, ag.Causal() & ag.Window(7))
+    outlook = ag.explain(ag.shard(window, ag.Mesh(2), "zigzag"), target="h200")
+    lines = outlook.picture().splitlines()
+    for i, line in enumerate(lines):
+        rank = "0" if i < 8 or i >= 24 else "1"
+        assert line == "".join(rank if 0 <= i - j <= 7 else "-" for j in range(32))
+    page = outlook._repr_html_()
+    assert page.count("<path") == 2
+    assert "hsl(180 60% 50%)" in page
+    assert not ag.explain(ag.shard(window, ag.Mesh(2), "heads"), target="h200").owners
 
 
 def test_bytes_of_a_hop_add_up_to_those_of_the_ranks() -> None:
     sharded = ag.shard(graph(4096, ag.Window(700, 100)), ag.Mesh(4), "zigzag", method="ring")
-    for rank, own in enumerate(ag.explain_sharded(sharded, target="h200").ranks):
+    for rank, own in enumerate(ag.explain(sharded, target="h200").ranks):
         others = [r for r in range(4) if r != rank]
         flows = [flow_between(sharded, rank, r) for r in others]
         back = [flow_between(sharded, r, rank) for r in others]

@@ -48,11 +48,21 @@ def places(out_ptr, blocks, H, TOGETHER, LAST_FIRST: tl.constexpr):
 
 @triton.jit
 def dropout_bits(
-    out_ptr, seed_ptr, offset_ptr, b, h, H, first_row, first_key, threshold, BLOCK: tl.constexpr
+    out_ptr,
+    seed_ptr,
+    offset_ptr,
+    b,
+    h,
+    H,
+    first_row,
+    first_key,
+    threshold,
+    origin,
+    BLOCK: tl.constexpr,
 ):
     """out [BLOCK,BLOCK]: which places of a tile are kept."""
     z = dropout_keeps_tile(
-        seed_ptr, offset_ptr, b, h, H, first_row, first_key, threshold, BLOCK, BLOCK
+        seed_ptr, offset_ptr, b, h, H, first_row, first_key, threshold, origin, BLOCK, BLOCK
     )
     at = tl.arange(0, BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     tl.store(out_ptr + at, z.to(tl.int8))

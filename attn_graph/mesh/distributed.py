@@ -1,0 +1,96 @@
+"""DTensors in and out of a rank's plan: divided as the sharded graph says, and never moved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from attrs import frozen
+
+from attn_graph.errors import PlanMismatchError
+from attn_graph.machine.tensors import is_distributed
+from attn_graph.mesh.site import Site
+from attn_graph.spec import dense_strides, memory_order
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Placement
+
+Tensors = Mapping[str, torch.Tensor]
+RESULTS = {"o": "bhie"}  # the letters of results' axes; statistics have those of queries
+ROWS = "bhi"
+
+
+@final
+@frozen(eq=False)
+class Wrapping:
+    """How a rank's results become DTensors: on the mesh of its inputs."""
+
+    site: Site
+    mesh: DeviceMesh
+
+    def wrap(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The rank's parts of the outputs as DTensors of the whole."""
+        sharded = self.site.sharded
+        first = len(sharded.graph.inputs)
+        return [
+            self.wrap_one(sharded.graph.types[n].shape, sharded.node.names[n - first], x)
+            for n, x in zip(sharded.graph.outputs, outputs, strict=True)
+        ]
+
+    def wrap_one(self, shape: Sequence[int], name: str, x: torch.Tensor) -> torch.Tensor:
+        """One of them. shape: the whole's."""
+        from torch.distributed.tensor import DTensor
+
+        places = expected_placement(self.site, shape, RESULTS.get(name, ROWS))
+        q = self.site.sharded.graph.inputs[self.site.sharded.eqn.args[0]].spec
+        order = memory_order(q) if name in RESULTS else range(len(shape))
+        return DTensor.from_local(
+            x, self.mesh, places, run_check=False,
+            shape=torch.Size(shape), stride=dense_strides(shape, order),
+        )  # fmt: skip
+
+
+def unwrap(site: Site, given: Tensors) -> tuple[Tensors, Wrapping | None]:
+    """The rank's parts of DTensors, and how its results become such; plain tensors as they are.
+
+    Raises PlanMismatchError, with both placements, for DTensors that are divided otherwise, and
+    where some are DTensors and others are not.
+    """
+    if not any(map(is_distributed, given.values())):
+        return given, None
+    if differences := [x for name, t in given.items() for x in placement_problems(site, name, t)]:
+        raise PlanMismatchError(*differences)
+    tensors: dict[str, Any] = dict(given)  # Any: DTensors
+    mesh = next(iter(tensors.values())).device_mesh
+    return {name: t.to_local() for name, t in tensors.items()}, Wrapping(site, mesh)
+
+
+def placement_problems(site: Site, name: str, t: torch.Tensor | DTensor) -> Iterator[str]:
+    """Where a DTensor differs from what the plan takes."""
+    from torch.distributed import get_process_group_ranks
+    from torch.distributed.tensor import DTensor
+
+    numbers = {i.name: n for n, i in enumerate(site.sharded.graph.inputs)}
+    shape = site.sharded.graph.types[numbers[name]].shape
+    if not isinstance(t, DTensor):
+        yield f"{name}: expected a DTensor, as others are, got a plain tensor; distribute_tensor it"
+        return
+    ranks = get_process_group_ranks(site.group)
+    if t.device_mesh.mesh.tolist() != ranks:
+        yield f"{name}: expected a mesh of the ranks {ranks}, got {t.device_mesh}"
+        return
+    places = expected_placement(site, shape, site.sharded.axes[numbers[name]])
+    if t.placements != places:
+        yield f"{name}: expected placements {places}, got {t.placements}; redistribute it"
+    if t.shape != shape:
+        yield f"{name}: expected {[*shape]} in all, got {[*t.shape]}"
+
+
+def expected_placement(site: Site, shape: Sequence[int], axes: str) -> tuple[Placement]:
+    """Which axis of a tensor the ranks divide, as DTensors say it."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    axis = site.sharded.divided_axis(shape, axes)
+    return (Replicate() if axis is None else Shard(axis),)

@@ -1,0 +1,98 @@
+"""What callers say of how to plan, read: by name or as a value, and refused where it is neither."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args
+
+from attn_graph.errors import GraphError
+from attn_graph.lowering.backend import Backend
+from attn_graph.machine.sizes import parse_bytes
+from attn_graph.machine.store import Store, default_store
+from attn_graph.machine.target import Target
+from attn_graph.machine.torch_switches import Precision, Switches
+from attn_graph.machine.workspace import Workspace, default_workspace
+from attn_graph.planner.choose import resolve_backends
+
+Backends = tuple[str | Backend, ...]
+Value = TypeVar("Value")
+Switch = Literal[True, False]
+
+
+def constraints(
+    target: Target,
+    switches: Switches,
+    shunned: Backends,
+    deterministic: bool,
+    precision: Precision | None,
+    max_workspace: int | str | None,
+) -> dict[str, Any]:  # Any: fields of Options
+    """What binds whoever runs a graph, PyTorch's switches among it."""
+    return {
+        "deterministic": one_of("deterministic", deterministic, Switch) or switches.deterministic,
+        "max_workspace": None if max_workspace is None else parse_bytes(max_workspace),
+        "precision": one_of(
+            "precision",
+            switches.precision(target.kind) if precision is None else precision,
+            Precision,
+        ),
+        "avoid": backend_names(shunned),
+        "switches": switches,
+    }
+
+
+def require_absent(name: str, value: object, kind: str) -> None:
+    """Raise GraphError for an argument that only another kind of graph has."""
+    if value is not None:
+        raise GraphError(f"{name} is for {kind}, and this is none; leave {name}= out")
+
+
+def as_tuple(name: str, backends: Sequence[str | Backend]) -> Backends:
+    """Several backends as a tuple. Raises GraphError for one alone, or for none."""
+    if isinstance(backends, str | Backend) or not isinstance(backends, Iterable):
+        raise GraphError(f"{name}={backends!r} is no sequence of backends; say ({backends!r},)")
+    return tuple(backends)
+
+
+def resolve_workspace(workspace: Workspace | None) -> Workspace:
+    """The workspace that is meant. Raises GraphError for what is none."""
+    if workspace is not None and not isinstance(workspace, Workspace):
+        raise GraphError(f"workspace {workspace!r} is no Workspace; bytes are for max_workspace")
+    return workspace or default_workspace()
+
+
+def resolve_target(target: Target | str | None) -> Target:
+    """The target that is meant: by itself, by its name, or this machine's current device."""
+    if target is None:
+        return Target.here()
+    if isinstance(target, str):
+        return Target.of(target)
+    if not isinstance(target, Target):
+        raise GraphError(f"target {target!r} is no Target, nor the name of one")
+    return target
+
+
+def resolve_store(store: Store | str | os.PathLike[str] | bool) -> Store | None:
+    """The store that is meant: the user's own, none, or one in a folder."""
+    if isinstance(store, bool):
+        return default_store() if store else None
+    if isinstance(store, Store):
+        return store
+    if not isinstance(store, (str, os.PathLike)) or not os.fspath(store):
+        raise GraphError(f"store {store!r} is no folder, no Store, and neither True nor False")
+    return Store(Path(store))
+
+
+def one_of(name: str, value: Value, values: object) -> Value:
+    """The value, if it is one of a literal type's. Raises GraphError for any other."""
+    known = get_args(values)
+    if value not in known:
+        raise GraphError(f"{name} {value!r} is not known; known are {', '.join(map(repr, known))}")
+    return value
+
+
+def backend_names(backends: Sequence[str | Backend]) -> tuple[str, ...]:
+    """The names of backends, each once and sorted. Raises GraphError for one that is not known."""
+    return tuple(sorted({backend.name for backend in resolve_backends(backends)}))
