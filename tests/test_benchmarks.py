@@ -11,7 +11,7 @@ import torch
 from attrs import evolve
 
 import attn_graph as ag
-from benchmarks import timing
+from benchmarks import derivatives, timing
 from benchmarks.cpu import OURS, Row, call_plan, format_row, make_cotangent, measure_job, run_pass
 from benchmarks.cpu_jobs import BEST, F32, GROUPS, Job, make_graph, make_operands, shrink_job
 from benchmarks.cpu_peers import PEERS, make_flex, make_peers
@@ -94,3 +94,21 @@ def test_the_page_names_the_best_peer(monkeypatch: pytest.MonkeyPatch, tmp_path:
     text = speed.all_rows()
     assert "1 and 2 threads" in text
     assert f"forward | 1 | 0.123 | {row['peer']} | 2.3 | 18.96 |" in text
+
+
+def test_both_ways_to_a_derivative_agree() -> None:
+    sizes = (1, 2, 24, 8)
+    for job in (derivatives.make_push(sizes), derivatives.make_double_backward(sizes)):
+        rows = [*derivatives.measure_job(job, runs=1)]
+        assert {row["peer"] for row in rows} == {*job.peers} == {*job.goals}
+        for row in rows:
+            assert row["reached"] in (True, False)
+            assert f"beside {row['peer']}" in derivatives.format_row(row)
+    assert job.least_memory == 10
+
+
+def test_a_long_derivative_says_its_memory() -> None:
+    pushed, pulled = derivatives.measure_long((1, 2, 64, 8))
+    assert pushed["goal"] == pulled["goal"] == 250
+    assert pushed["reached"]
+    assert "MiB resident" in derivatives.format_row(pulled)

@@ -76,7 +76,8 @@ def test_tangents_of_gradients_agree_with_the_formula(
     do, tdo, dlse, tdlse = (
         torch.empty_like(x).copy_(torch.randn(x.shape, generator=random)) for x in (o, o, lse, lse)
     )
-    _, backward = ag.vjp(attention)
+    wants = subset(graph, seed // 7)
+    _, backward = ag.vjp(attention, wants)
     saved, moved = ("o", "lse"), {**moves, "o": to, "lse": tlse}
     named = {
         **moves,
@@ -88,8 +89,8 @@ def test_tangents_of_gradients_agree_with_the_formula(
     results = ag.compile(graph_of, target=CPU)(*tensors, o, lse, do, dlse, *named.values())
     due = expect_gradient_tangents(attention, tensors, Directions(moves, do, dlse, tdo, tdlse))
     half = len(graph_of.outputs) // 2
-    for x, each in zip(results[half:], due.values(), strict=True):
-        each.check(x)
+    for x, name in zip(results[half:], wants, strict=True):
+        due[name].check(x)
 
 
 X = ag.TensorSpec((1, 2, 8, 4), torch.float32)
