@@ -16,6 +16,7 @@ from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.builder import Builder, Value
 from attn_graph.ir.graph import Graph, Op, op_name
 from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp
+from attn_graph.ir.views import VIEW_OPS
 from attn_graph.masks import And, Mask, Or, join_masks, require_mask
 from attn_graph.spec import DTYPES, TensorSpec
 
@@ -25,6 +26,7 @@ OPS: tuple[type[Op], ...] = (
     *(gradient_ops.SoftmaxJvp, gradient_ops.SoftmaxGradJvp, gradient_ops.SinkGradJvp),
     *(sums.Add, sums.Zeros, modifiers.Back, modifiers.Collect, modifiers.Bend, modifiers.Spread),
     *(*modifiers.MODIFIERS, Attention, AttentionGrad, AttentionJvp, AttentionGradJvp),
+    *VIEW_OPS,
 )
 
 

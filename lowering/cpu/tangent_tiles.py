@@ -172,10 +172,7 @@ class TangentTiles:
 @final
 @frozen(eq=False)
 class Moves:
-    """k and v and their tangents as products read them, and the tangents of all operands.
-
-    scores: whether a score moves; not where v and the sinks alone have tangents.
-    """
+    """k and v and their tangents as products read them, and the tangents of all operands."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -185,6 +182,7 @@ class Moves:
 
     @cached_property
     def scores(self) -> bool:
+        """Whether a score moves: not where v and the sinks alone have tangents."""
         parts = (x for each in self.given.modifiers for x in each.values())
         return any(x is not None for x in (self.given.q, self.tk, *parts))
 

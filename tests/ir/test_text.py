@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph import masks as m
-from attn_graph.ir import gradient_ops, modifiers, ops, parse, sums, tangents
+from attn_graph.ir import gradient_ops, modifiers, ops, parse, sums, tangents, views
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.graph import Op
 from attn_graph.ir.passes import canonicalise, simplify
@@ -85,7 +85,7 @@ def test_a_mask_reads_back_as_it_was_inside_a_graph(data: st.DataObject) -> None
 
 
 def test_every_op_can_be_read() -> None:
-    homes = (ops, modifiers, gradient_ops, sums, tangents)
+    homes = (ops, modifiers, gradient_ops, sums, tangents, views)
     declared = {
         kind
         for home in homes
