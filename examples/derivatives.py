@@ -85,7 +85,7 @@ def hessian_product(attend: Attend) -> list[Tensor]:
     torch.manual_seed(0)
     block, x, direction = Block(attend), *torch.randn(2, 1, TOKENS, WIDTH).unbind()
     gradient = torch.func.grad(lambda x: block(x).square().mean())
-    return [torch.func.jvp(gradient, (x,), (direction,))[1]]
+    return [torch.func.jvp(gradient, (x,), (direction,))[1].detach()]
 
 
 def gradients(loss: Tensor, model: nn.Module) -> list[Tensor]:
@@ -94,14 +94,14 @@ def gradients(loss: Tensor, model: nn.Module) -> list[Tensor]:
     return [g for g in given if g is not None]
 
 
-def measure(step: Callable[[], Any]) -> tuple[float, float]:
+def measure(step: Callable[[], object]) -> tuple[float, float]:
     """Seconds of a call, and the most MiB that PyTorch allocates at once in another."""
     start = time.perf_counter()
     step()
     seconds = time.perf_counter() - start
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
         step()
-    profiler: Any = seen.profiler
+    profiler: Any = seen.profiler  # Any: PyTorch's stubs leave out bytes of an event
     events = [e for e in profiler.kineto_results.events() if e.name() == "[memory]"]
     sizes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
     return seconds, max(accumulate(sizes, initial=0)) / 2**20
