@@ -268,11 +268,11 @@ def test_autograd_goes_through_a_mapped_plan() -> None:
         return tuple(torch.stack(x) for x in zip(*every, strict=True))
 
     assert torch.autograd.gradcheck(lambda *x: plan(*x), (q, k, v), fast_mode=True)
-    for ways in (plan, each):
-        o, lse = ways(q, k, v)
+    results = []
+    for way in (plan, each):
+        o, lse = way(q, k, v)
         (dq,) = torch.autograd.grad(o.square().sum() + lse.sum(), q, create_graph=True)
         (dk,) = torch.autograd.grad(dq.square().sum(), k)
-        if ways is plan:
-            kept = o, lse, dq, dk
-    for x, due in zip(kept, (o, lse, dq, dk), strict=True):
+        results.append((o, lse, dq, dk))
+    for x, due in zip(*results, strict=True):
         same(x.detach(), due.detach())
