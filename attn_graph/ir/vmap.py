@@ -294,7 +294,7 @@ class MappedGraph:
             return
         count, place = self.width(n, letter), self.letters[n].index(letter)
         if n not in self.axes:
-            if count > 1:
+            if count != 1:
                 yield (
                     f"all {self.size} entries share {name} {own.spec}, with {count} places in its "
                     f"{NOUNS[letter]}: bring a copy, {name}.expand({self.size}, "

@@ -276,3 +276,8 @@ def test_autograd_goes_through_a_mapped_plan() -> None:
         results.append((o, lse, dq, dk))
     for x, due in zip(*results, strict=True):
         same(x.detach(), due.detach())
+
+
+def test_no_heads_that_all_share_are_refused_with_a_copy() -> None:
+    empty = ag.TensorSpec((2, 0, 1, 3), F32)
+    assert "bring a copy" in refusal(ag.attention(empty, empty, empty), {"k": 2})
