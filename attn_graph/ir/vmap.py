@@ -263,8 +263,8 @@ class MappedGraph:
 
     def full(self, letter: str) -> int:
         """How many places the axis of a letter has where it is not broadcast."""
-        widths = (self.width(n, letter) for n, own in self.letters.items() if letter in own)
-        return max(widths, default=1)
+        widths = {self.width(n, letter) for n, own in self.letters.items() if letter in own}
+        return 0 if 0 in widths else max(widths, default=1)
 
     def stays(self, n: int, way: Way) -> bool:
         """Whether an input has no part in it: it lacks the axis that grows, or broadcasts there."""
@@ -273,7 +273,7 @@ class MappedGraph:
             return n not in self.axes
         if letter == "g" and self.shares_keys(way):
             return True
-        broadcasts = self.width(n, letter) == 1 < self.full(letter)
+        broadcasts = self.width(n, letter) == 1 != self.full(letter)
         return broadcasts and n not in self.axes
 
     def problems(self, way: Way) -> Iterator[str]:
@@ -301,7 +301,7 @@ class MappedGraph:
                     f"*{name}.shape).contiguous(), mapped at 0"
                 )
             return
-        if count == 1 < self.full(letter):
+        if count == 1 != self.full(letter):
             yield (
                 f"{name} {own.spec} is mapped, and broadcasts over the {NOUNS[letter]}, of "
                 f"{self.full(letter)}: bring a copy that is expanded there"

@@ -278,6 +278,9 @@ def test_autograd_goes_through_a_mapped_plan() -> None:
         same(x.detach(), due.detach())
 
 
-def test_no_heads_that_all_share_are_refused_with_a_copy() -> None:
+def test_empty_batches_and_heads_are_refused_like_others() -> None:
     empty = ag.TensorSpec((2, 0, 1, 3), F32)
     assert "bring a copy" in refusal(ag.attention(empty, empty, empty), {"k": 2})
+    none = ag.TensorSpec((0, 2, 3, 4), F32)
+    bias = ag.TensorSpec((1, 1, 3, 3), F32)
+    assert "broadcasts" in refusal(ag.attention(none, none, none, bias=bias), 0)
