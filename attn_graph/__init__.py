@@ -83,6 +83,7 @@ if TYPE_CHECKING:
     from attn_graph.integrations.flex import from_flex, from_flex_score
     from attn_graph.integrations.xformers import from_xformers
     from attn_graph.ir.addends import Addend
+    from attn_graph.ir.vmap import vmap
     from attn_graph.masks.formulas import Formula
     from attn_graph.masks.tiles import Tiles, tiles
     from attn_graph.mesh.layout import Mesh
@@ -168,6 +169,7 @@ __all__ = [
     "sole",
     "tiles",
     "vjp",
+    "vmap",
 ]
 LATER = {  # imported at first use, by the module that has it
     "Addend": "ir.addends",
@@ -187,6 +189,7 @@ LATER = {  # imported at first use, by the module that has it
     "replace_sdpa": "nn.replace",
     "shard": "mesh.sharding",
     "tiles": "masks.tiles",
+    "vmap": "ir.vmap",
 }
 
 

@@ -45,6 +45,7 @@ from attn_graph.planner.arguments import (
 )
 from attn_graph.planner.builds import BuildLog
 from attn_graph.planner.choose import Choice, choose, choose_and_lower, resolve_backends
+from attn_graph.planner.views import core_of, peel
 from attn_graph.spec import TensorSpec
 
 if TYPE_CHECKING:
@@ -318,10 +319,13 @@ def build(graph: Graph, target: Target, options: Options, among: Backends | None
     """Choose a backend and make a plan of a simplified graph. Raises NoBackendError."""
     chosen = None if among is None else resolve_backends(among)
     build_log.add(graph)
+    peeled, core = peel(graph), core_of(graph)
     with neutral_state(), target.current():
         choice, executable = (choose_by_measuring if options.tune else choose_and_lower)(
-            graph, target, options, chosen
+            core, target, options, chosen
         )
+    if peeled is not None:
+        executable = peeled.wrap(executable)
 
     def gradient(
         wants: Sequence[int] | None = None,
@@ -378,7 +382,8 @@ def best_backend(
     """The backend that would be chosen; None where all refuse."""
     try:
         with neutral_state():
-            return choose(graph, target, evolve(options, on_fallback="ignore"), among).backend
+            quiet = evolve(options, on_fallback="ignore")
+            return choose(core_of(graph), target, quiet, among).backend
     except NoBackendError:
         return None
 

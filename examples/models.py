@@ -163,10 +163,10 @@ def explain_model(
 
 
 def main() -> None:
-    print(" " * 28 + "".join(f"{x:<12}" for x in TARGETS) + " peak, MiB  least, µs")
+    print(" " * 28 + "".join(f"{x:<16}" for x in TARGETS) + " peak, MiB  least, µs")
     for name in MODELS:
         answers = [explain_model(name, target) for target in TARGETS]
-        names = "".join(f"{each.backend or 'none':<12}" for each in answers)
+        names = "".join(f"{each.backend or 'none':<16}" for each in answers)
         memory, cost = answers[0].memory, answers[0].cost
         assert memory is not None
         assert cost is not None

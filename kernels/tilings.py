@@ -258,3 +258,23 @@ DROPOUT = {
 }
 # Float32 has no matrix units here, and 80's tiles fit the least shared memory.
 TABLE |= {(120, 4, pass_): TABLE[80, 4, pass_] for pass_ in get_args(Pass)}
+
+# Of forward mode, by compute capability and bytes of an element: four tiles of keys and values, and
+# two sums of rows, where the forward has two and one. Those 64 and 128 wide spill nothing in their
+# loops on 80, 90 and 100.
+NARROW = {16: Tiling(64, 64, 4, 2), 32: Tiling(64, 64, 4, 2)}
+PUSH: dict[tuple[int, int], dict[int, Tiling]] = {
+    (80, 2): NARROW | {64: Tiling(64, 64, 8, 2), 128: Tiling(64, 64, 8, 2)},
+    (90, 2): NARROW | {64: Tiling(64, 64, 4, 2), 128: Tiling(128, 32, 8, 2)},
+    (100, 2): NARROW | {64: Tiling(64, 64, 8, 2), 128: Tiling(64, 32, 8, 2)},
+    (120, 2): NARROW | {64: Tiling(64, 64, 8, 2), 128: Tiling(64, 32, 8, 2)},
+}
+PUSH |= {
+    (arch, 4): {
+        16: Tiling(32, 32, 4, 2),
+        32: Tiling(32, 32, 4, 2),
+        64: Tiling(32, 32, 8, 2),
+        128: Tiling(16, 16, 8, 1),
+    }
+    for arch in ARCHS
+}

@@ -11,6 +11,7 @@ from attrs import frozen
 
 from attn_graph.ir.attention import Attention, AttentionGrad, Operands
 from attn_graph.ir.graph import Eqn, Graph
+from attn_graph.ir.views import spec_of_view
 from attn_graph.machine.sizes import format_bytes
 from attn_graph.masks import Mask
 from attn_graph.masks.places import Block, Place
@@ -173,14 +174,10 @@ def problems_in(graph: Graph) -> list[Problem]:
 
 
 def operand_specs(graph: Graph, eqn: Eqn) -> list[TensorSpec]:
-    """How an equation's operands are laid out: inputs as declared, values inside in C order."""
-    inputs = graph.inputs
-    return [
-        inputs[i].spec
-        if i < len(inputs)
-        else TensorSpec(graph.types[i].shape, graph.types[i].dtype)
-        for i in eqn.args
-    ]
+    """How an equation's operands are laid out: inputs, and views of them, as declared; other
+    values in C order."""
+    types = graph.types
+    return [spec_of_view(graph, i) or TensorSpec(types[i].shape, types[i].dtype) for i in eqn.args]
 
 
 @lru_cache(64)  # every backend asks for it, and again when it lowers the graph

@@ -44,11 +44,14 @@ def missing_library(library: str, way_out: str) -> Reason:
     return Reason(f"library.{library}", f"needs {library}", actual, "{limit}, {actual}")
 
 
-def other_equations(graph: Graph) -> Reason:
-    """Against a graph that is not one attention, nor one attention's gradient."""
+def other_equations(graph: Graph, tangents_of: str = "") -> Reason:
+    """Against a graph that is not one attention, nor one attention's gradient.
+
+    tangents_of: of what else the backend computes no tangents, where it computes some.
+    """
     if tangents := [eqn.op for eqn in graph.eqns if isinstance(eqn.op, DERIVED)]:
         actual = f"the graph has {', '.join(type(op).__name__ for op in tangents)}; math takes it"
-        return Reason("tangents", "computes no tangents", actual)
+        return Reason("tangents", f"computes no tangents{tangents_of}", actual)
     if any(isinstance(eqn.op, PAGING) for eqn in graph.eqns):
         return Reason("pages", "reads no pages", "the graph has some; math takes it")
     if any(isinstance(eqn.op, PACKING) for eqn in graph.eqns):

@@ -11,7 +11,7 @@ import torch
 from attrs import evolve
 
 import attn_graph as ag
-from benchmarks import timing
+from benchmarks import derivatives, timing
 from benchmarks.cpu import OURS, Row, call_plan, format_row, make_cotangent, measure_job, run_pass
 from benchmarks.cpu_jobs import BEST, F32, GROUPS, Job, make_graph, make_operands, shrink_job
 from benchmarks.cpu_peers import PEERS, make_flex, make_peers
@@ -114,3 +114,21 @@ def test_packed_sequences_are_the_same_job_in_every_way() -> None:
     due, padded = attend_plan(causal, tensors)(*tensors), attend_padded(causal, tensors)()
     rows = [x[:, :n].transpose(0, 1) for x, n in zip(padded, causal.lengths, strict=True)]
     torch.testing.assert_close(torch.cat(rows), due)
+
+
+def test_both_ways_to_a_derivative_agree() -> None:
+    sizes = (1, 2, 24, 8)
+    for job in (derivatives.make_push(sizes), derivatives.make_double_backward(sizes)):
+        rows = [*derivatives.measure_job(job, runs=1)]
+        assert {row["peer"] for row in rows} == {*job.peers} == {*job.goals}
+        for row in rows:
+            assert row["reached"] in (True, False)
+            assert f"beside {row['peer']}" in derivatives.format_row(row)
+    assert job.least_memory == 10
+
+
+def test_a_long_derivative_says_its_memory() -> None:
+    pushed, pulled = derivatives.measure_long((1, 2, 64, 8))
+    assert pushed["goal"] == pulled["goal"] == 250
+    assert pushed["reached"]
+    assert "MiB resident" in derivatives.format_row(pulled)

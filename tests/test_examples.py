@@ -37,7 +37,7 @@ def test_an_example_of_one_idea_is_short(name: str) -> None:
 
 
 def test_every_example_is_tested() -> None:
-    long = {"models", "train_gpt", "long_context"}
+    long = {"derivatives", "models", "train_gpt", "long_context"}
     assert {path.stem for path in HERE.glob("*.py")} == {*SHORT, *long}
 
 
@@ -134,6 +134,22 @@ def test_a_backend_of_ones_own_refuses_with_reasons() -> None:
     assert plan.backend == "math"
     ((name, reasons),) = plan.refusals
     assert (name, len(reasons)) == ("decode", 3)
+
+
+def test_derivatives_are_those_of_the_math_path_in_less_memory(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The example asserts the numbers itself."""
+    module = example("derivatives")
+    monkeypatch.setattr(module, "TOKENS", 512)
+    module.main()
+    lines = capsys.readouterr().out.splitlines()
+    steps = ("meanflow_step", "gradient_penalty", "hessian_product")
+    assert [line.split(":")[0] for line in lines] == [
+        f"{step}, {who}" for step in steps for who in ("ours", "math")
+    ]
+    most = [float(line.split(" MiB")[0].rsplit(maxsplit=1)[1]) for line in lines]
+    assert all(ours < math for ours, math in zip(most[::2], most[1::2], strict=True))
 
 
 @pytest.mark.slow

@@ -31,6 +31,7 @@ class Op:
     """
 
     is_gradient: ClassVar[bool] = False  # part of a derivative
+    is_view: ClassVar[bool] = False  # its result is its operand, in another shape
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -208,6 +209,9 @@ class Graph:
     def carried(self) -> frozenset[int]:
         """The inputs that are results of what this is a derivative of; see `Op.carried`."""
         read = {eqn.args[n] for eqn in self.eqns for n in eqn.op.carried}
+        for eqn, outs in reversed(self.numbered):
+            if eqn.op.is_view and outs[0] in read:
+                read.add(eqn.args[0])
         return frozenset(i for i in read if i < len(self.inputs))
 
     @cached_property
@@ -223,14 +227,15 @@ class Graph:
         return tuple(place for place, i in enumerate(self.outputs) if i not in known)
 
     def named_results(self, names: Callable[[Op], Sequence[str]]) -> frozenset[int]:
-        """The results that `names` selects of each equation's op, by number."""
-        return frozenset(
-            i
-            for eqn, outs in self.numbered
-            if (chosen := names(eqn.op))
-            for name, i in zip(eqn.op.names, outs, strict=True)
-            if name in chosen
-        )
+        """The results that `names` selects of each equation's op, and views of them, by number."""
+        selected: set[int] = set()
+        for eqn, outs in self.numbered:
+            if eqn.op.is_view and eqn.args[0] in selected:
+                selected |= {*outs}
+            elif chosen := names(eqn.op):
+                pairs = zip(eqn.op.names, outs, strict=True)
+                selected |= {i for name, i in pairs if name in chosen}
+        return frozenset(selected)
 
     @cached_property
     def numbered(self) -> tuple[tuple[Eqn, range], ...]:

@@ -17,6 +17,7 @@ from attn_graph.ir.builder import Builder, Value
 from attn_graph.ir.graph import Graph, Op, op_name
 from attn_graph.ir.packed import Packed
 from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp
+from attn_graph.ir.views import VIEW_OPS
 from attn_graph.masks import And, Mask, Or, join_masks, require_mask
 from attn_graph.spec import DTYPES, TensorSpec
 
@@ -27,6 +28,7 @@ OPS: tuple[type[Op], ...] = (
     *(sums.Add, sums.Zeros, modifiers.Back, modifiers.Collect, modifiers.Bend, modifiers.Spread),
     *(*modifiers.MODIFIERS, Attention, AttentionGrad, AttentionJvp, AttentionGradJvp),
     *(packing.Lengths, packing.Unpack, packing.Pack, Packed, paging.Unpage, paging.SumPages),
+    *VIEW_OPS,
 )
 
 

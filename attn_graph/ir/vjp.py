@@ -14,6 +14,7 @@ from attn_graph.ir.passes import narrow, simplify
 from attn_graph.ir.rewrite import prune
 from attn_graph.ir.sums import Add, Zeros
 from attn_graph.ir.tangents import AttentionJvp
+from attn_graph.ir.views import Unfold, spec_of_view
 from attn_graph.spec import FLOATS, TensorSpec, dense_strides, memory_order
 
 
@@ -139,7 +140,7 @@ def residuals(graph: Graph) -> tuple[int, ...]:
 
     Of an attention o and lse, and other statistics where an equation reads them.
     """
-    read = {i for eqn in graph.eqns for i in eqn.args}
+    read = {i for eqn in graph.eqns if not eqn.op.is_view for i in eqn.args}
     return tuple(
         i
         for eqn, outs in graph.numbered
@@ -154,22 +155,25 @@ def result_spec(graph: Graph, i: int) -> TensorSpec:
     else C order."""
     type_ = graph.types[i]
     for eqn, outs in graph.numbered:
-        if (
-            isinstance(fused_op(eqn.op), (Attention, AttentionJvp, ops.Weigh))
-            and i in outs
-            and eqn.op.names[i - outs[0]] in ("o", "to")
-            and eqn.args[0] < len(graph.inputs)
-        ):
-            q = graph.inputs[eqn.args[0]].spec
+        if i not in outs:
+            continue
+        if isinstance(eqn.op, Unfold) and i not in statistics(graph):
+            return eqn.op.view(result_spec(graph, eqn.args[0]))
+        q = spec_of_view(graph, eqn.args[0]) if eqn.args else None
+        follows = isinstance(fused_op(eqn.op), (Attention, AttentionJvp, ops.Weigh))
+        if q is not None and follows and eqn.op.names[i - outs[0]] in ("o", "to"):
             return TensorSpec(type_.shape, type_.dtype, dense_strides(type_.shape, memory_order(q)))
     return TensorSpec(type_.shape, type_.dtype)
 
 
 def value_names(graph: Graph) -> dict[int, str]:
-    """A distinct name for each value that an equation gives; `d` before it is distinct too."""
+    """A distinct name for each value that an equation gives; `d` before it is distinct too.
+
+    Views, which are what a mapped graph returns, have the first choice.
+    """
     taken = {i.name for i in graph.inputs}
     names = {}
-    for eqn, outs in graph.numbered:
+    for eqn, outs in sorted(graph.numbered, key=lambda numbered: not numbered[0].op.is_view):
         for base, i in zip(eqn.op.names, outs, strict=True):
             tries = (base if n == 1 else f"{base}{n}" for n in range(1, len(taken) + 2))
             names[i] = next(name for name in tries if not {name, f"d{name}"} & taken)
@@ -216,7 +220,8 @@ def backward(
         if spec is not None:
             grads[i] = b.input(f"d{names[i]}", spec)
     for eqn, outs in graph.numbered:
-        if outs[0] not in values:
+        lost = eqn.op.is_view and eqn.args[0] not in values  # a statistic, not handed over
+        if outs[0] not in values and not lost:
             values.update(zip(outs, b.emit(eqn.op, *(values[i] for i in eqn.args)), strict=True))
     for eqn, outs in reversed(graph.numbered):
         if any(i in grads for i in outs):

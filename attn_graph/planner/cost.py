@@ -36,6 +36,7 @@ from attn_graph.machine.sizes import format_bytes
 from attn_graph.machine.target import Target
 from attn_graph.masks import Mask
 from attn_graph.masks.tiles import Coverage, Sizes, count_pairs
+from attn_graph.planner.views import core_of, peel
 from attn_graph.spec import NAMES, TensorSpec, ValueType
 
 MOST_COUNTS = 256  # of masks, in the cache
@@ -164,9 +165,12 @@ def cost(
     inputs to differentiate by, by default all floating ones. precision: of float32 products, as
     `compile` takes it. Raises GraphError for other tensors, and for tensors that do not fit.
     """
+    backward = training_gradient(graph, wants) if graph.has_gradient and wants != () else None
+    peeled, backward = peel(graph), None if backward is None else core_of(backward)
+    if peeled is not None:
+        graph, tensors = peeled.core, peeled.view(tensors or {})
     given = select_tensors(graph, tensors or {})
     forward = tuple(shares_of(graph, given))
-    backward = training_gradient(graph, wants) if graph.has_gradient and wants != () else None
     return Cost(
         sum(share.pairs for share in forward),
         sum(share.places for share in forward),

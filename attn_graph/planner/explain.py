@@ -16,6 +16,7 @@ from attn_graph.planner.cost import cost
 from attn_graph.planner.explanation import Explanation, Refusal, mask_tiles, sum_memory
 from attn_graph.planner.remedies import Request, find_remedies
 from attn_graph.planner.self_check import check_notes, known_reasons
+from attn_graph.planner.views import core_of, peel
 
 Among = Sequence[Backend] | None
 Read = Callable[[Request], Graph]  # the graph of a question that is looked at: either pass
@@ -66,6 +67,7 @@ def explain_pass(
 ) -> tuple[Explanation, Foreseen | None]:
     """Who takes one pass, and what running it would need; None where nobody takes it."""
     graph, asked = read(question), BACKENDS if among is None else among
+    peeled, core = peel(graph), core_of(graph)
     by_name = {backend.name: backend for backend in asked}
 
     def refusals(against: Refusals) -> tuple[Refusal, ...]:
@@ -75,18 +77,19 @@ def explain_pass(
 
     try:
         choice, foreseen = first_that_succeeds(
-            graph,
+            core,
             target,
             question.options,
             among,
-            lambda backend: backend.foreseen(graph, target, question.options),
+            lambda backend: backend.foreseen(core, target, question.options),
         )
     except NoBackendError as error:
         cause = "all refuse"
         return Explanation(graph, target, None, cause, refusals(error.refusals)), None
+    foreseen = foreseen if peeled is None else peeled.foresee(foreseen)
     more = (
         *foreseen.notes,
-        *check_notes(by_name[choice.backend.name], graph, target, question.options),
+        *check_notes(by_name[choice.backend.name], core, target, question.options),
         *question.options.notes(graph, target),
         *uncertain_workspace(foreseen, question.options, choice.also),
     )
@@ -107,7 +110,7 @@ def explain_refusal(
     """A backend's reasons against one pass, with the changes that lift them."""
 
     def asks(other: Request) -> tuple[Reason, ...]:
-        return known_reasons(backend, read(other), target, other.options)
+        return known_reasons(backend, core_of(read(other)), target, other.options)
 
     lifts, smallest = find_remedies(question, reasons, asks)
     return Refusal(backend.name, reasons, lifts, smallest)

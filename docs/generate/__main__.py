@@ -13,7 +13,11 @@ PAGES: dict[str, Parts] = {
     },
     "docs/guides/hugging-face.md": {"models": hugging_face.models},
     "docs/support.md": {"support": support.numbered_table},
-    "docs/speed.md": {"rows": speed.all_rows, "models": speed.model_rows},
+    "docs/speed.md": {
+        "rows": speed.all_rows,
+        "derivatives": speed.derivative_rows,
+        "models": speed.model_rows,
+    },
     "docs/command-line.md": command_line.PARTS,
 }
 

@@ -21,6 +21,7 @@ from attrs import evolve, frozen
 import attn_graph as ag
 from attn_graph.kernels.tilings import ARCHS, SHARED, Tiling, padded_head_size
 from attn_graph.lowering.problem import Problem, sole
+from attn_graph.lowering.triton.jvp import Push, choose_push_tiling, plan_push
 from attn_graph.lowering.triton.offline import MachineCode, compile_launches
 from attn_graph.lowering.triton.plan import Flash, choose_tiling
 from attn_graph.lowering.triton.predict import (
@@ -39,8 +40,9 @@ from docs.generate.tutorial import TILE, compile_tutorial
 
 PAGE = Path(__file__).parents[1] / "reports" / "kernels.md"
 TARGETS = {80: "a100", 89: "l40s", 90: "h200", 100: "b200", 120: "b200"}  # 120: but for its sm
-PRODUCTS = {"forward": 2, "query_gradient": 3, "key_gradient": 4}  # of matrices, by pass
-PASSES = tuple(PRODUCTS)
+PRODUCTS = {"forward": 2, "query_gradient": 3, "key_gradient": 4, "push": 6}  # by pass
+PASSES = tuple(PRODUCTS)[:3]
+PUSH = "push"  # forward mode, with tangents of q, k and v
 B, H, S = 2, 4, 4096
 JOBS = int(os.environ.get("JOBS", os.cpu_count() or 1))
 SPILLS = 6  # one in so many instructions of a loop may move a register to memory or back
@@ -48,6 +50,7 @@ VARIANTS = (
     *("no mask", "causal", "window", "bias", "soft cap", "alibi", "dropout", "segments", "prefix"),
     *("grouped heads", "sinks", "lengths", "boolean mask"),
 )
+SHORT = ("causal", "soft cap")
 HEAD = """\
 # What the kernels compile to
 
@@ -64,7 +67,8 @@ multiprocessor has {balance} of the mean work. sm_80 is an A100, 89 an L40S, 90 
 B200, 120 an RTX PRO 6000. Tiles of 120 serve 86 and 89 too.
 
 "window" is causal and 256 keys wide; "prefix" causal, or among the first 256 keys; "alibi" to
-"lengths" are causal besides; "grouped heads" are four query heads to one of keys.
+"lengths" are causal besides; "grouped heads" are four query heads to one of keys. "push" is forward
+mode with tangents of q, k and v: six products, where the forward has two.
 
 {summary}
 
@@ -151,7 +155,7 @@ class Case:
     def problem(self) -> Problem:
         """The attention or its gradient, whichever the pass is of."""
         forward, backward = ag.vjp(self.graph(), ["q", "k", "v"])
-        problem = sole(forward if self.pass_ == "forward" else backward)
+        problem = sole(forward if self.pass_ in ("forward", PUSH) else backward)
         assert problem is not None
         return problem
 
@@ -159,6 +163,11 @@ class Case:
         """The problem, its tiling, and the machine code of every launch of the pass."""
         target = evolve(ag.Target.of(TARGETS[self.sm]), sm=self.sm)
         problem = self.problem()
+        if self.pass_ == PUSH:
+            push = Push.of(ag.jvp(ag.vjp(self.graph())[0], ["q", "k", "v"]))
+            assert push is not None
+            tile = choose_push_tiling(problem, target, None)
+            return problem, tile, compile_launches(plan_push(push, target, "ieee", None))
         flash = Flash.plan(problem, target)
         launches = tuple(launch for launch in flash.launches if launch.kernel == self.pass_)
         tile = choose_tiling(problem, target, self.pass_)  # type: ignore[arg-type]  # one of PASSES
@@ -288,11 +297,12 @@ def all_cases() -> list[Case]:
         ((89,), (128,), ("causal",), 2),
         ((80, 90), (64, 128), ("causal",), 4),
     )
+    forms = product((80, 90, 100), (2,), (64, 128), (PUSH,), SHORT)
     return sorted(
         Case(sm, size, width, pass_, variant)
         for sms, widths, variants, size in kinds
         for sm, width, pass_, variant in product(sms, widths, PASSES, variants)
-    )
+    ) + sorted(Case(*form) for form in forms)
 
 
 def summarize(rows: dict[Case, Row]) -> str:

@@ -1,4 +1,4 @@
-"""The newest saved figures of benchmarks/cpu.py, as a table and as bars, and of models.py."""
+"""The newest saved figures of benchmarks: of cpu.py as bars too, of models.py, derivatives.py."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ from docs.generate.pages import ROOT, table
 RESULTS = ROOT / "benchmarks" / "results"
 HEAD = ("job", "pass", "ours, ms", "PyTorch, ms", "times faster")
 MODELS_HEAD = ("layer", "pass", "beside", "ours, ms", "its, ms", "times faster")
+DERIVATIVES_HEAD = (
+    *("job", "beside", "ours, ms", "its, ms", "times faster"),
+    *("ours, MiB", "its, MiB"),
+)
 BEST = "Each is beside the fastest of several ways to do the job in PyTorch, which is named."
 BEST_HEAD = ("job", "pass", "threads", "ours, ms", "the fastest", "its, ms", "times faster")
 SAME = 0.1  # a ratio within this of 1 is neither gain nor loss
@@ -70,6 +74,25 @@ def model_rows() -> str:
         if "refused" not in row
     ]
     return f"{where('models')}\n\n{table(MODELS_HEAD, rows)}"
+
+
+def derivative_rows() -> str:
+    """Forward mode and double backward, with the machine; and the memory of long ones."""
+    saved = newest("derivatives")[1]["rows"]
+    timed = [row for row in saved if "ratio" in row]
+    rows: list[tuple[object, ...]] = [
+        (
+            row["job"],
+            row["peer"],
+            *(f"{row[x]:.0f}" for x in ("ms", "peer ms")),
+            ratio(row),
+            *(f"{row[x]:.0f}" for x in ("MiB", "peer MiB")),
+        )
+        for row in timed
+    ]
+    long = "; ".join(f"{r['job']}: {r['resident MiB']:.0f} MiB" for r in saved if r not in timed)
+    grown = f"How much a process grows beside inputs and outputs: {long}."
+    return f"{where('derivatives')}\n\n{table(DERIVATIVES_HEAD, rows)}\n\n{grown}"
 
 
 def ratio(row: Any) -> str:  # Any: JSON

@@ -140,26 +140,34 @@ class TangentTiles:
         p, own = self.problem, x.read.own
         given = p.node.split(own)
         moves = self.moves(own, x.own, scratch)
-        dk, dv = (
-            scratch[name].zero_()
-            if name in scratch
-            else torch.zeros_like(t, memory_format=torch.contiguous_format)
-            for name, t in zip(("dk", "dv"), own[1:3], strict=True)
-        )
-        sums = Sums(
-            torch.empty(given.q.shape, dtype=p.dtype, device=given.q.device),
-            dk,
-            dv,
-            self.tiles.totals(given),
-            None if given.sinks is None else torch.zeros_like(given.sinks, dtype=p.wide),
-        )
+        sums = self.start_sums(given, scratch)
         for here in self.tiles.visits(given, scratch):
             push_back(here, moves, x, sums)
-        found = {0: sums.dq, 1: sums.dk.to(p.dtype), 2: sums.dv.to(p.dtype)}
-        found |= self.tiles.collected(given, sums.totals)
+        gradients = {i: t.to(p.dtype) for i, t in enumerate(sums.qkv) if t is not None}
+        gradients |= self.tiles.collected(given, sums.totals)
         if given.sinks is not None and sums.sinks is not None:
-            found[p.node.roles.index("sinks")] = sums.sinks.to(given.sinks.dtype)
-        return [found[i] for i, wanted in enumerate(op.grad.wants) if wanted]
+            gradients[p.node.roles.index("sinks")] = sums.sinks.to(given.sinks.dtype)
+        return [gradients[i] for i, wanted in enumerate(op.grad.wants) if wanted]
+
+    def start_sums(self, given: Operands[torch.Tensor], scratch: Tensors) -> Sums:
+        """Room for the tangents of the wanted gradients: zeros, but for dq, written by its rows."""
+        p, wants = self.problem, self.tiles.wants
+
+        def zeros(name: str, like: torch.Tensor) -> torch.Tensor:
+            if name in scratch:
+                return scratch[name].zero_()
+            return torch.zeros_like(like, memory_format=torch.contiguous_format)
+
+        sinks = given.sinks
+        if sinks is not None and not wants(p.node.roles.index("sinks")):
+            sinks = None
+        return Sums(
+            torch.empty_like(given.q, memory_format=torch.contiguous_format) if wants(0) else None,
+            zeros("dk", given.k) if wants(1) else None,
+            zeros("dv", given.v) if wants(2) else None,
+            self.tiles.totals(given),
+            None if sinks is None else torch.zeros_like(sinks, dtype=p.wide),
+        )
 
 
 @final
@@ -173,17 +181,33 @@ class Moves:
     tv: Maybe
     given: Operands[Maybe]
 
+    @cached_property
+    def scores(self) -> bool:
+        """Whether a score moves: not where v and the sinks alone have tangents."""
+        parts = (x for each in self.given.modifiers for x in each.values())
+        return any(x is not None for x in (self.given.q, self.tk, *parts))
+
 
 @final
 @frozen(eq=False)
 class Sums:
-    """Tangents of gradients, to which each tile adds its share."""
+    """Tangents of gradients, to which each tile adds its share; None for those nobody wants."""
 
-    dq: torch.Tensor
-    dk: torch.Tensor
-    dv: torch.Tensor
+    dq: Maybe
+    dk: Maybe
+    dv: Maybe
     totals: list[dict[str, torch.Tensor]]
     sinks: Maybe
+
+    @property
+    def qkv(self) -> tuple[Maybe, Maybe, Maybe]:
+        """Those of q, k and v."""
+        return self.dq, self.dk, self.dv
+
+    @cached_property
+    def scores(self) -> bool:
+        """Whether anything is wanted that the gradient of the scores is read for."""
+        return self.dq is not None or self.dk is not None or any(self.totals)
 
 
 def push_tile_scores(
@@ -281,13 +305,15 @@ def take_softmax(here: Here, moves: Moves, outs: Pair, stats: Pair, results: Ten
     s, ts = push_tile_scores(here, moves, here.load("q", here.given.q))
     here.take_statistics(here.heads(s), results)
     products.softmax_(s, lse, total)
-    ts.mul_(s)
-    torch.sum(ts, -1, keepdim=True, out=mu)
+    torch.sum(ts.mul_(s), -1, keepdim=True, out=mu)
     if here.tiles.problem.node.dropout:
         here.dropped_(s, ts)
     values = here.keys_of(moves.v)
     products.weigh_(o, s, values)
-    products.weigh_(to, ts, values)
+    if moves.scores:
+        products.weigh_(to, ts, values)
+    else:
+        to.zero_()
     if moves.tv is not None:
         products.weigh_(to, s, here.keys_of(moves.tv), beta=1)
     for x in (o, to, mu):
@@ -322,23 +348,34 @@ def push_back(here: Here, moves: Moves, x: GradientTangents[torch.Tensor], sums:
     if sums.sinks is not None:
         add_sinks(here, moves.given.sinks, surplus, sums.sinks)
     if not here.slot.tile.parts:
-        here.slot.rows(sums.dq).zero_()
+        if sums.dq is not None:
+            here.slot.rows(sums.dq).zero_()
+        return
+    if sums.dv is None and not sums.scores:
         return
     q = here.load("q", here.given.q)
     p, u = push_tile_scores(here, moves, q)
     products.exp_(p, lse)
-    u.sub_(mu)
-    ds, tds = pull_weights(here, moves, x, (p, u), surplus)
-    pu = here.room("pu", here.slot.keys)
+    pu = torch.mul(p, u.sub_(mu), out=here.room("pu", here.slot.keys))
+    grads = pull_weights(here, moves, x, (p, pu), surplus) if sums.scores else None
+    if sums.dv is not None:
+        pull_values(here, x, (p, pu), here.keys_of(sums.dv))
+    if grads is not None:
+        pull_steps(here, *grads, sums.totals)
+        pull_products(here, moves, (q, *grads), sums)
+
+
+def pull_values(
+    here: Here, x: GradientTangents[torch.Tensor], weights: Pair, dv: Sequence[torch.Tensor]
+) -> None:
+    """Add (p u z)^T do + (p z)^T tdo to the rows of tdv; z is put into the weights."""
     if here.tiles.problem.node.dropout:
-        here.dropped_(p, pu)
-    dv = here.keys_of(sums.dv)
+        here.dropped_(*weights)
+    E, (p, pu) = here.tiles.problem.E, weights
     if x.read.do is not None:
-        products.add_transposed_(dv, pu, here.room("do", here.tiles.problem.E))
+        products.add_transposed_(dv, pu, here.room("do", E))
     if x.tdo is not None:
-        products.add_transposed_(dv, p, here.room("tdo", here.tiles.problem.E))
-    pull_steps(here, ds, tds, sums.totals)
-    pull_products(here, moves, (q, ds, tds), sums)
+        products.add_transposed_(dv, p, here.room("tdo", E))
 
 
 def find_surplus(here: Here, x: GradientTangents[torch.Tensor]) -> Pair:
@@ -379,8 +416,8 @@ def add_sinks(here: Here, moved: Maybe, surplus: Pair, total: torch.Tensor) -> N
 def pull_weights(
     here: Here, moves: Moves, x: GradientTangents[torch.Tensor], weights: Pair, surplus: Pair
 ) -> Pair:
-    """ds = p g and tds = p u g + p tg, of the masked scores; p u in its room."""
-    keys, (p, u) = here.slot.keys, weights
+    """ds = p g and tds = p u g + p tg, of the masked scores. weights: p and p u."""
+    keys, (p, pu) = here.slot.keys, weights
     ds, tds = here.room("ds", keys), here.room("tds", keys)
     values, E = here.keys_of(moves.v), here.tiles.problem.E
     for block, cotangent, name in ((ds, x.read.do, "do"), (tds, x.tdo, "tdo")):
@@ -392,7 +429,6 @@ def pull_weights(
         products.scores_(tds, here.room("do", E), here.keys_of(moves.tv), 1.0, beta=1)
     if here.tiles.problem.node.dropout:
         here.dropped_(ds, tds)
-    pu = torch.mul(p, u, out=here.room("pu", keys))
     for block, each in zip((ds, tds), surplus, strict=True):
         block.sub_(each)
     tds.mul_(p).addcmul_(pu, ds)
@@ -449,11 +485,14 @@ def pull_products(
 ) -> None:
     """tdq = scale (tds k + ds tk), and tdk = scale (tds^T q + ds^T tq), which is added up."""
     (q, ds, tds), scale = blocks, here.tiles.problem.node.scale
-    dq = here.room("dq", q.shape[2])
-    products.weigh_(dq, tds, here.keys_of(moves.k), scale)
-    if moves.tk is not None:
-        products.weigh_(dq, ds, here.keys_of(moves.tk), scale, beta=1)
-    here.slot.rows(sums.dq).copy_(here.heads(dq))
+    if sums.dq is not None:
+        dq = here.room("dq", q.shape[2])
+        products.weigh_(dq, tds, here.keys_of(moves.k), scale)
+        if moves.tk is not None:
+            products.weigh_(dq, ds, here.keys_of(moves.tk), scale, beta=1)
+        here.slot.rows(sums.dq).copy_(here.heads(dq))
+    if sums.dk is None:
+        return
     dk = here.keys_of(sums.dk)
     products.add_transposed_(dk, tds, q, scale)
     if moves.given.q is not None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -28,6 +29,7 @@ from attn_graph.lowering.reasons import (
     untraceable,
     wide_heads,
 )
+from attn_graph.lowering.triton.jvp import Push, plan_push
 from attn_graph.machine.device_memo import DeviceMemo, copy_to
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision
@@ -55,14 +57,24 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
         yield evolve(no_gpu(target), sentence=f"{{limit}}, and {{actual}}; {INTERPRETER}")
         return
     against = [*target_reasons(target)]
-    problem = sole(graph)
-    if problem is None:
-        against.append(other_equations(graph))
+    work = work_of(graph)
+    if work is None:
+        against.append(other_equations(graph, " of gradients"))
     else:
+        problem = work.problem if isinstance(work, Push) else work
         against += attention_reasons(problem, DTYPES)
+    if isinstance(work, Push):
+        against = [*dict.fromkeys((*against, *work.reasons()))]
     yield from against
-    if problem is not None and not against:
-        yield from plan_reasons(lambda: plan_flash(problem, target, options), options)
+    if work is not None and not against:
+        tangents = work.large if isinstance(work, Push) else ()
+        more = {f"t{name}": spec for name, spec in tangents}
+        yield from plan_reasons(lambda: plan_flash(work, target, options), options, more)
+
+
+def work_of(graph: Graph) -> Problem | Push | None:
+    """What there are kernels for: one attention, its gradient or its forward mode; None of else."""
+    return sole(graph) or Push.of(graph)
 
 
 def target_reasons(target: Target) -> Iterator[Reason]:
@@ -87,8 +99,12 @@ def attention_reasons(problem: Problem, dtypes: Sequence[torch.dtype]) -> Iterat
         yield Reason("dropout_origin", limit, f"this one begins at key {problem.node.origin[3]}")
 
 
-def plan_reasons(plan: Callable[[], Flash], options: Options) -> Iterator[Reason]:
-    """What shows only when the launches are planned."""
+def plan_reasons(
+    plan: Callable[[], Flash],
+    options: Options,
+    more: Mapping[str, TensorSpec] = MappingProxyType({}),
+) -> Iterator[Reason]:
+    """What shows only when the launches are planned. more: what they read beside operands."""
     from attn_graph.masks.places import Untraceable
 
     try:
@@ -96,16 +112,18 @@ def plan_reasons(plan: Callable[[], Flash], options: Options) -> Iterator[Reason
     except Untraceable as error:
         yield untraceable(error)
         return
-    yield from address_reasons(flash)
+    yield from address_reasons(flash, more)
     yield from options.over_workspace(flash.scratch.bytes)
 
 
-def address_reasons(flash: Flash) -> Iterator[Reason]:
-    """Why launches do not fit what a kernel can address."""
+def address_reasons(
+    flash: Flash, more: Mapping[str, TensorSpec] = MappingProxyType({})
+) -> Iterator[Reason]:
+    """Why launches do not fit what a kernel can address. more: what they read beside operands."""
     from attn_graph.lowering.triton.device_code import LONG
     from attn_graph.lowering.triton.tile_lists import MOST_TILES, most_listed
 
-    for name, spec in flash.specs().items():
+    for name, spec in {**flash.specs(), **more}.items():
         far = (MOST_ROWS - 1) * spec.strides[2] + (spec.shape[-1] - 1) * spec.strides[-1]
         if far > LONG:
             limit = f"counts within a tile up to {LONG} elements"
@@ -121,8 +139,11 @@ def address_reasons(flash: Flash) -> Iterator[Reason]:
         yield Reason("listed_tiles", limit, f"{tiles} are needed")
 
 
-def plan_flash(problem: Problem, target: Target, options: Options) -> Flash:
+def plan_flash(work: Problem | Push, target: Target, options: Options) -> Flash:
     """What `why_not` and `lower` both ask for."""
+    if isinstance(work, Push):
+        return plan_push(work, target, options.precision, options.variant)
+    problem = work
     most = options.max_workspace if problem.grad is not None else None
     return plan_once(problem, target, options.precision, options.variant, most)
 
@@ -139,11 +160,13 @@ def plan_once(
 
 def lower(graph: Graph, target: Target, options: Options) -> Executable:
     """The launches that run a graph."""
-    problem = sole(graph)
-    assert problem is not None  # why_not said so
-    flash = plan_flash(problem, target, options)
-    call = TritonCall(flash, graph, options)
+    work = work_of(graph)
+    assert work is not None  # why_not said so
+    flash = plan_flash(work, target, options)
+    call, problem = TritonCall(flash, graph, options), flash.problem
     run = call.forward if problem.grad is None else call.backward
+    if isinstance(work, Push):
+        run = partial(call.push, work)
     return Executable(
         run,
         flash.scratch.bytes,
@@ -152,7 +175,7 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
         launches=lambda: tuple(launch_notes(flash)),
         inspect=lambda: tuple(map(str, machines_of(flash))),
         text=lambda: generated_text(flash),
-        infer=run if problem.grad is not None or returns_lse(graph) else call.inference,
+        infer=run if graph.is_gradient or returns_lse(graph) else call.inference,
         prepare=lambda: compile_kernels(flash),
     )
 
@@ -325,6 +348,23 @@ class TritonCall:
                     )
         made = [gradients[n] for n, wanted in enumerate(grad.wants) if wanted]
         return select_outputs(self.graph, made), ()
+
+    def push(
+        self, push: Push, *tensors: torch.Tensor
+    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        """The results of an AttentionJvp, and those that its derivatives read."""
+        p, op = push.problem, push.op
+        own, moved = op.split([tensors[i] for i in self.graph.eqns[0].args])
+        device, shape = own[0].device, (p.B, p.H, p.M)
+        results = {name: p.new_o(device) for name in ("o", "to")}
+        stats = (*p.node.stats, "tlse")
+        results |= {n: torch.empty(shape, dtype=torch.float32, device=device) for n in stats}
+        pairs = zip(p.node.roles, moved, strict=True)
+        tangents = {f"t{role}": x for role, x in pairs if x is not None}
+        with self.launched(self.flash.launches, {**results, **tangents}, own):
+            pass
+        every = [results[name] for name in op.names]
+        return select_outputs(self.graph, every), [results[name] for name in op.saved]
 
     @contextmanager
     def launched(

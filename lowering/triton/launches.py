@@ -18,6 +18,7 @@ from attn_graph.lowering.triton.device_code import compile_text
 HOMES = {
     "forward": "forward",
     "gluon_forward": "gluon_forward",
+    "push": "jvp",
     "delta": "backward",
     "query_gradient": "backward",
     "key_gradient": "backward",

@@ -101,11 +101,11 @@ class Flash:
     def dtypes(self) -> dict[str, torch.dtype]:
         """The dtype of each tensor that launches name."""
         p = self.problem
-        dtypes = dict.fromkeys(("q", "k", "v", "o", "do"), p.dtype)
-        dtypes |= dict.fromkeys((*p.node.stats, "delta", "dlse"), torch.float32)
+        dtypes = dict.fromkeys(("q", "k", "v", "o", "do", "tq", "tk", "tv", "to"), p.dtype)
+        dtypes |= dict.fromkeys((*p.node.stats, "delta", "dlse", "tlse"), torch.float32)
         dtypes |= dict.fromkeys(("seed", "offset"), torch.int64)
         sinks = p.by_role.sinks
-        dtypes |= {"sinks": sinks.dtype} if sinks else {}
+        dtypes |= dict.fromkeys(("sinks", "tsinks"), sinks.dtype) if sinks else {}
         dtypes |= {f"grad{n}": spec.dtype for n, spec in enumerate(p.specs)}
         dtypes |= {f"data.{k}": spec.dtype for k, spec in enumerate(read_specs(p))}
         dtypes |= {name: buffer.dtype for name, buffer in self.buffers.items()}

@@ -15,7 +15,7 @@ from hypothesis import given
 
 import attn_graph as ag
 from attn_graph import masks as m
-from attn_graph.ir import ops, parse
+from attn_graph.ir import ops, parse, views
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.gradient_ops import (
     SinkGrad,
@@ -178,6 +178,8 @@ EXAMPLES = (
     AttentionGradJvp(AttentionGrad(ATTENTION, (True,) * 6), (True,) * 4 + (False,) * 2),
     *(Lengths(), Unpack(5), Pack(7), Packed(Attention(mask=m.KeyLengths()), keys=4)),
     *(Unpage(), SumPages(5, 4)),
+    *(views.Fold(1, 0, 3, True), views.Unfold(1, 0, 3, True), views.Repeat(0, 3)),
+    views.SumRepeats(0, 3),
 )
 
 

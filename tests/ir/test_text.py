@@ -25,6 +25,7 @@ from attn_graph.ir import (
     parse,
     sums,
     tangents,
+    views,
 )
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.graph import Op
@@ -95,7 +96,7 @@ def test_a_mask_reads_back_as_it_was_inside_a_graph(data: st.DataObject) -> None
 
 
 def test_every_op_can_be_read() -> None:
-    homes = (ops, modifiers, gradient_ops, sums, tangents, packed, packing, paging)
+    homes = (ops, modifiers, gradient_ops, sums, tangents, packed, packing, paging, views)
     declared = {
         kind
         for home in homes

@@ -15,9 +15,12 @@ from torch.autograd.graph import save_on_cpu
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attn_graph as ag
+from attn_graph.lowering.triton.jvp import MOVED
 from attn_graph.testing import formula, rule
 from attn_graph.testing.strategies import graphs, seeds, shapes
+from attn_graph.testing.tangents import expect_tangents
 from attn_graph.testing.tensors import cotangents_for, tensors_for
+from tests.lowering.test_tangents import draw_moves, only_derived, subset
 from tests.support.capture import replayed
 
 pytestmark = pytest.mark.gpu
@@ -60,6 +63,26 @@ def test_results_and_gradients_agree_with_the_formula(
         gradient = gradients.get(name)
         if gradient is not None:
             due.check(gradient)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(data=st.data(), seed=seeds)
+@settings(max_examples=40)
+def test_tangents_of_the_kernel_agree_with_the_formula(
+    dtype: torch.dtype, data: st.DataObject, seed: int
+) -> None:
+    graph = data.draw(graphs(shapes(most=200, heads=6), st.just(dtype)))
+    attention, names = only_derived(graph), subset(graph, seed, MOVED)
+    moves = draw_moves(graph, names, seed)
+    try:
+        plan = ag.compile(ag.jvp(attention, names), backends=("triton",))
+    except ag.NoBackendError:
+        reject()
+    given_tangents = (x.cuda() for x in moves.values())
+    results = outputs_of(plan, (*tensors_for(graph, seed, "cuda"), *given_tangents))
+    dues = expect_tangents(attention, tensors_for(graph, seed), moves)
+    for x, due in zip(results[2:], dues, strict=True):
+        due.check(x.cpu())
 
 
 @pytest.mark.parametrize("backend", ["triton", "math", "cudnn", "torch_efficient"])

@@ -1,4 +1,7 @@
-"""Forward mode and second derivatives on tiles agree with PyTorch's derivatives of the formula."""
+"""Forward mode and second derivatives agree with PyTorch's derivatives of the formula.
+
+On tiles; run with TRITON_INTERPRET=1, forward mode is that of Triton's kernel.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +14,36 @@ from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph.ir.jvp import tangent_spec
+from attn_graph.ir.vjp import result_spec
+from attn_graph.lowering.triton.jvp import MOVED
 from attn_graph.machine.tensors import copy_laid_as
 from attn_graph.spec import FLOATS
-from attn_graph.testing.strategies import graphs, seeds
+from attn_graph.testing.agreement import run_plan
+from attn_graph.testing.rule import expect_outputs
+from attn_graph.testing.strategies import graphs, seeds, shapes
 from attn_graph.testing.tangents import (
     Directions,
     expect_gradient_tangents,
     expect_tangents,
 )
 from attn_graph.testing.tensors import tensors_for
+from tests.lowering.test_lowering import refused
 
 CPU = ag.Target.of("cpu")
+BACKEND = "triton" if CPU.interprets else "math"
+HALF = (torch.float32, torch.float16, torch.bfloat16)
+DRAWN = {  # several tiles a side, but few heads: the interpreter is slow
+    "math": graphs(),
+    "triton": graphs(shapes(most=80, heads=4), st.sampled_from(HALF)),
+}
 Tensor = torch.Tensor
+on_tiles = pytest.mark.skipif(CPU.interprets, reason="Triton has no kernel for it")
 
 
-def subset(graph: ag.Graph, seed: int) -> tuple[str, ...]:
-    """Some of the floating inputs, at least one."""
+def subset(graph: ag.Graph, seed: int, among: Sequence[str] | None = None) -> tuple[str, ...]:
+    """Some of the floating inputs, at least one. among: the names that there may be."""
     names = [i.name for i in graph.inputs if i.spec.dtype in FLOATS]
+    names = [name for name in names if among is None or name in among]
     chosen = tuple(name for n, name in enumerate(names) if seed >> n & 1)
     return chosen or tuple(names)
 
@@ -49,21 +65,26 @@ def only_derived(graph: ag.Graph) -> ag.Graph:
     return ag.Graph(fused.inputs, fused.eqns, (first, first + 1))
 
 
-@given(graph=graphs(), seed=seeds)
+@given(graph=DRAWN[BACKEND], seed=seeds)
 def test_tangents_agree_with_the_formula(graph: ag.Graph, seed: int) -> None:
     tensors = tensors_for(graph, seed)
     attention = only_derived(graph)
-    names = subset(graph, seed)
+    names = subset(graph, seed, MOVED if BACKEND == "triton" else None)
     moves = draw_moves(graph, names, seed)
-    plan = ag.compile(ag.jvp(attention, names), target=CPU)
-    results = plan(*tensors, *moves.values())
-    plain = ag.compile(attention, target=CPU, backends=("math",))(*tensors)
-    for x, due in zip(results, plain, strict=False):
-        assert ag.TensorSpec.like(x) == ag.TensorSpec.like(due)
+    try:
+        plan = ag.compile(ag.jvp(attention, names), target=CPU, backends=(BACKEND,))
+    except ag.NoBackendError as error:
+        refused(error)
+    results = run_plan(plan, (*tensors, *moves.values()))
+    for x, n in zip(results, plan.graph.outputs, strict=True):
+        assert ag.TensorSpec.like(x) == result_spec(plan.graph, n)
+    for x, due in zip(results, expect_outputs(attention, tensors), strict=False):
+        due.check(x)
     for x, due in zip(results[2:], expect_tangents(attention, tensors, moves), strict=True):
         due.check(x)
 
 
+@on_tiles
 @given(graph=graphs(), seed=seeds, given_too=st.booleans())
 def test_tangents_of_gradients_agree_with_the_formula(
     graph: ag.Graph, seed: int, given_too: bool
@@ -76,7 +97,8 @@ def test_tangents_of_gradients_agree_with_the_formula(
     do, tdo, dlse, tdlse = (
         torch.empty_like(x).copy_(torch.randn(x.shape, generator=random)) for x in (o, o, lse, lse)
     )
-    _, backward = ag.vjp(attention)
+    wants = subset(graph, seed // 7)
+    _, backward = ag.vjp(attention, wants)
     saved, moved = ("o", "lse"), {**moves, "o": to, "lse": tlse}
     named = {
         **moves,
@@ -88,17 +110,27 @@ def test_tangents_of_gradients_agree_with_the_formula(
     results = ag.compile(graph_of, target=CPU)(*tensors, o, lse, do, dlse, *named.values())
     due = expect_gradient_tangents(attention, tensors, Directions(moves, do, dlse, tdo, tdlse))
     half = len(graph_of.outputs) // 2
-    for x, each in zip(results[half:], due.values(), strict=True):
-        each.check(x)
+    for x, name in zip(results[half:], wants, strict=True):
+        due[name].check(x)
 
 
 X = ag.TensorSpec((1, 2, 8, 4), torch.float32)
+X8 = ag.TensorSpec((1, 2, 8, 16), torch.float16)
 
 
 @pytest.mark.parametrize("backend", [b.name for b in ag.BACKENDS if b.name != "math"])
 def test_the_other_backends_say_that_they_compute_no_tangents(backend: str) -> None:
     target = "cpu" if backend == "torch_sdpa" else "h200"
     forward, backward = ag.vjp(ag.attention(X, X, X))
-    for graph in (ag.jvp(forward), ag.jvp(backward), ag.vjp(backward)[1]):
+    pushed = () if backend == "triton" else (ag.jvp(forward),)
+    for graph in (*pushed, ag.jvp(backward), ag.vjp(backward)[1]):
         with pytest.raises(ag.NoBackendError, match="computes no tangents"):
             ag.compile(graph, target=target, backends=(backend,))
+
+
+def test_triton_reads_tangents_of_some_operands_and_names_the_others() -> None:
+    bias = ag.TensorSpec((1, 2, 8, 8), torch.float32)
+    graph = ag.attention(X8, X8, X8, bias=bias)
+    assert ag.compile(ag.jvp(graph, ("q", "v")), target="h200").backend == "triton"
+    with pytest.raises(ag.NoBackendError, match=r"reads tangents of q, k, v, sinks, and bias has"):
+        ag.compile(ag.jvp(graph), target="h200", backends=("triton",))

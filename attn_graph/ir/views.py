@@ -1,0 +1,209 @@
+"""Tensors seen in another shape: one axis as a part of another, which mapped graphs read and give.
+
+`Fold` and `Repeat` make of a mapped axis a part of the batch or of the heads; `Unfold` and
+`SumRepeats` take it out again. Each is linear, and the derivative of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar, final
+
+import torch
+from attrs import evolve, field, frozen
+
+from attn_graph.errors import GraphError
+from attn_graph.ir.graph import Emit, Eqn, Gradients, Graph, Op, Values
+from attn_graph.ir.sums import apply
+from attn_graph.spec import TensorSpec, ValueType
+
+T = TypeVar("T")
+
+
+@frozen
+class Linear(Op):
+    """x -> another shape of x, or sums of it: of its tangent it makes the tangent."""
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        return (None,)
+
+    def push(self, emit: Emit, operands: Values, results: Values, tangents: Values) -> Gradients:
+        return (apply(emit, self, tangents[0]),)
+
+
+@final
+@frozen
+class Fold(Linear):
+    """x -> x without `axis`, of `size` S, which becomes a part of axis `into` of those that remain.
+
+    Where that axis has n places, entry s of place i is at s * n + i if `before`, else at i * S + s.
+    """
+
+    axis: int = field(converter=int)
+    into: int = field(converter=int)
+    size: int = field(converter=int)
+    before: bool = field(converter=bool)
+    is_view = True
+
+    def infer(self, x: ValueType) -> tuple[ValueType]:
+        check_axes("fold", x, self.axis, self.into + 1)
+        if x.shape[self.axis] != self.size:
+            raise GraphError(f"fold: axis {self.axis} of {x} is not of size {self.size}")
+        rest = remove_at(x.shape, self.axis)
+        return (ValueType(replace_at(rest, self.into, self.size * rest[self.into]), x.dtype),)
+
+    def run(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        place = self.into if self.before else self.into + 1
+        return (x.movedim(self.axis, place).flatten(self.into, self.into + 1),)
+
+    def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
+        return emit(Unfold(self.axis, self.into, self.size, self.before), grads[0])
+
+    def view(self, x: TensorSpec) -> TensorSpec | None:
+        """How the result lies; None where it is a copy."""
+        shape, strides = remove_at(x.shape, self.axis), remove_at(x.strides, self.axis)
+        n, own = shape[self.into], strides[self.into]
+        pair = (self.size, x.strides[self.axis]), (n, own)
+        outer, inner = pair if self.before else pair[::-1]
+        if 1 not in (outer[0], inner[0]) and outer[1] != inner[0] * inner[1]:
+            return None
+        stride = outer[1] if inner[0] == 1 else inner[1]
+        shape = replace_at(shape, self.into, self.size * n)
+        return TensorSpec(shape, x.dtype, replace_at(strides, self.into, stride))
+
+
+@final
+@frozen
+class Unfold(Linear):
+    """x -> x with `axis` taken out of axis `into`: what `Fold` of the same fields undoes.
+
+    name: of the result, in text and in backward graphs.
+    """
+
+    axis: int = field(converter=int)
+    into: int = field(converter=int)
+    size: int = field(converter=int)
+    before: bool = field(converter=bool)
+    name: str = "x"
+    is_view = True
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    def push(self, emit: Emit, operands: Values, results: Values, tangents: Values) -> Gradients:
+        return (apply(emit, evolve(self, name=f"t{self.name}"), tangents[0]),)
+
+    def infer(self, x: ValueType) -> tuple[ValueType]:
+        check_axes("unfold", x, max(0, self.axis - 1), self.into)
+        if self.size < 1 or x.shape[self.into] % self.size:
+            raise GraphError(f"unfold: axis {self.into} of {x} is no multiple of {self.size}")
+        rest = replace_at(x.shape, self.into, x.shape[self.into] // self.size)
+        return (ValueType(insert_at(rest, self.axis, self.size), x.dtype),)
+
+    def run(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        n = x.shape[self.into] // self.size
+        parts, place = ((self.size, n), 0) if self.before else ((n, self.size), 1)
+        return (x.unflatten(self.into, parts).movedim(self.into + place, self.axis),)
+
+    def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
+        return emit(Fold(self.axis, self.into, self.size, self.before), grads[0])
+
+    def view(self, x: TensorSpec) -> TensorSpec:
+        """How the result lies."""
+        n, stride = x.shape[self.into] // self.size, x.strides[self.into]
+        each, own = (n * stride, stride) if self.before else (stride, self.size * stride)
+        shape = insert_at(replace_at(x.shape, self.into, n), self.axis, self.size)
+        return TensorSpec(
+            shape, x.dtype, insert_at(replace_at(x.strides, self.into, own), self.axis, each)
+        )
+
+
+@final
+@frozen
+class Repeat(Linear):
+    """x -> x with axis `into`, of one place, seen `size` times: what all entries share."""
+
+    into: int = field(converter=int)
+    size: int = field(converter=int)
+
+    def infer(self, x: ValueType) -> tuple[ValueType]:
+        check_axes("repeat", x, 0, self.into)
+        if x.shape[self.into] != 1:
+            raise GraphError(f"repeat: axis {self.into} of {x} has more than one place")
+        return (ValueType(replace_at(x.shape, self.into, self.size), x.dtype),)
+
+    def run(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        return (x.expand(replace_at(x.shape, self.into, self.size)),)
+
+    def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
+        return emit(SumRepeats(self.into, self.size), grads[0])
+
+    def view(self, x: TensorSpec) -> TensorSpec:
+        """How the result lies."""
+        shape = replace_at(x.shape, self.into, self.size)
+        return TensorSpec(shape, x.dtype, replace_at(x.strides, self.into, 0))
+
+
+@final
+@frozen
+class SumRepeats(Linear):
+    """x -> the sum along axis `into`, of `size`, which stays with one place."""
+
+    into: int = field(converter=int)
+    size: int = field(converter=int)
+    is_gradient = True
+
+    def infer(self, x: ValueType) -> tuple[ValueType]:
+        check_axes("sum_repeats", x, 0, self.into)
+        return (ValueType(replace_at(x.shape, self.into, 1), x.dtype),)
+
+    def run(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        return (x.sum(self.into, keepdim=True),)
+
+    def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
+        return emit(Repeat(self.into, self.size), grads[0])
+
+
+VIEWS = (Fold, Unfold, Repeat)
+VIEW_OPS: tuple[type[Op], ...] = (*VIEWS, SumRepeats)
+
+
+def check_axes(who: str, x: ValueType, *axes: int) -> None:
+    """Raise GraphError unless x has all of these axes."""
+    if not all(0 <= axis < max(1, len(x.shape)) for axis in axes) or not x.shape:
+        raise GraphError(f"{who}: {x} has no axes {', '.join(map(str, axes))}")
+
+
+def remove_at(values: Sequence[T], place: int) -> tuple[T, ...]:
+    """The values but the one at a place."""
+    return (*values[:place], *values[place + 1 :])
+
+
+def replace_at(values: Sequence[T], place: int, value: T) -> tuple[T, ...]:
+    """The values, with another one at a place."""
+    return (*values[:place], value, *values[place + 1 :])
+
+
+def insert_at(values: Sequence[T], place: int, value: T) -> tuple[T, ...]:
+    """The values, with one more at a place."""
+    return (*values[:place], value, *values[place:])
+
+
+def equation_of(graph: Graph, i: int) -> Eqn | None:
+    """The equation that gives value i; None for an input."""
+    return next((eqn for eqn, outs in graph.numbered if i in outs), None)
+
+
+def spec_of_view(graph: Graph, i: int) -> TensorSpec | None:
+    """How value i lies if it is an input, or a view of one; None for any other value."""
+    if i < len(graph.inputs):
+        return graph.inputs[i].spec
+    eqn = equation_of(graph, i)
+    if eqn is None or not isinstance(eqn.op, VIEWS):
+        return None
+    base, type_ = spec_of_view(graph, eqn.args[0]), graph.types[i]
+    if base is None:
+        return None
+    return eqn.op.view(base) or TensorSpec(type_.shape, type_.dtype)

@@ -1,0 +1,369 @@
+"""Graphs over one more axis, which becomes a part of the batch or of the heads, by views."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import final
+
+from attrs import frozen
+
+from attn_graph.errors import GraphError
+from attn_graph.ir.attention import Attention, AttentionGrad
+from attn_graph.ir.builder import Builder, Value
+from attn_graph.ir.graph import Eqn, Graph, Input, Op, check_graph
+from attn_graph.ir.modifiers import MODIFIERS, Alibi
+from attn_graph.ir.passes import simplify
+from attn_graph.ir.sums import Add, Zeros
+from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp, attention_in
+from attn_graph.ir.views import Fold, Repeat, Unfold, insert_at
+from attn_graph.ir.vjp import value_names
+from attn_graph.masks import LEAVES
+from attn_graph.masks.runs import leaves
+from attn_graph.spec import TensorSpec, dense_strides, to_integer
+
+Axes = Mapping[str, int | None]
+
+
+def vmap(
+    graph: Graph,
+    in_axes: int | Axes = 0,
+    *,
+    size: int,
+    specs: Mapping[str, TensorSpec] | None = None,
+) -> Graph:
+    """The graph over one more axis of `size` entries: each gives what the graph gives of its own.
+
+    in_axes: the place of that axis in each input, by name; inputs that are not named, or None,
+    have none: all entries share them. A number is the place in all inputs but numbers, such as a
+    seed. Outputs have the axis first. specs: how inputs with the axis lie, by name; by default
+    dense, and for an axis at 0 each entry as the graph declares it.
+
+    The axis becomes a part of the batch, or of the heads, by views alone: backends see one call
+    with a larger batch, or with more heads. jvp and vjp take the graph like any other, and a
+    gradient, or a jvp, is mapped like any other graph.
+
+    Raises GraphError for wrong names, places and specs; where no view will do, with the fewest
+    copies that would help; and for what a loop would compute otherwise: dropout, which would draw
+    other places, and masks and modifiers of your own, which may count batch entries or heads.
+    """
+    check_graph(graph, "vmap")
+    graph = simplify(graph)
+    count = to_integer(size)
+    if count is None or count < 1:
+        raise GraphError(f"vmap: size {size!r} is no number of entries, which is at least 1")
+    axes = read_in_axes(graph, in_axes)
+    inputs = map_inputs(graph, axes, count, specs or {})
+    if problems := [*dict.fromkeys(general_problems(graph))]:
+        raise GraphError(*problems)
+    mapping = MappedGraph(graph, axes, count, inputs, letters_of(graph))
+    against = {way: [*dict.fromkeys(mapping.problems(way))] for way in WAYS}
+    best = min(WAYS, key=lambda way: len(against[way]))
+    if against[best]:
+        texts = (f"vmap: for the axis to be {best}, {text}" for text in against[best])
+        raise GraphError(*texts)
+    return mapping.build(best)
+
+
+@final
+@frozen
+class Way:
+    """What the axis becomes a part of: "b", the batch, or "h", the heads.
+
+    before: whether it counts slower than the axis that it joins.
+    """
+
+    letter: str
+    before: bool
+
+    def letter_in(self, letters: str) -> str | None:
+        """That axis among an operand's, key/value heads "g" where it has those; None without."""
+        own = "g" if self.letter == "h" and "g" in letters else self.letter
+        return own if own in letters else None
+
+    def __str__(self) -> str:
+        return f"the {'outer' if self.before else 'inner'} part of the {NOUNS[self.letter]}"
+
+
+NOUNS = {"b": "batch", "h": "heads", "g": "key/value heads"}
+WAYS = (Way("b", True), Way("b", False), Way("h", True), Way("h", False))
+ROW, STATISTIC = "bhie", "bhi"  # the axes of o, and of lse
+
+
+def read_in_axes(graph: Graph, in_axes: object) -> dict[int, int]:
+    """The place of the mapped axis in each input that has it, by number."""
+    by_name = {i.name: n for n, i in enumerate(graph.inputs)}
+    ranks = {i.name: len(i.spec.shape) for i in graph.inputs}
+    if isinstance(in_axes, int):
+        given: dict[str, object] = {name: in_axes for name, rank in ranks.items() if rank}
+    elif isinstance(in_axes, Mapping):
+        given = {name: place for name, place in in_axes.items() if place is not None}
+    else:
+        raise GraphError(f"vmap: in_axes {in_axes!r} is no place, and has no places by name")
+    problems = []
+    for name, place in given.items():
+        if name not in by_name:
+            problems.append(f"vmap: no input is named {name}; there are {', '.join(by_name)}")
+        elif not isinstance(place, int) or not 0 <= place <= ranks[name]:
+            problems.append(f"vmap: in_axes {place!r} of {name} is not in 0 to {ranks[name]}")
+    if not given:
+        problems.append("vmap: in_axes names no input; without the axis there is nothing to map")
+    if problems:
+        raise GraphError(*problems)
+    return {by_name[name]: place for name, place in given.items() if isinstance(place, int)}
+
+
+def map_inputs(
+    graph: Graph, axes: Mapping[int, int], size: int, specs: Mapping[str, TensorSpec]
+) -> tuple[Input, ...]:
+    """The inputs with the axis. Raises GraphError for specs of others, or of other shapes."""
+    known, inputs = {graph.inputs[n].name for n in axes}, []
+    strangers = (name for name in specs if name not in known)
+    problems = [f"vmap: specs name {name}, which is not mapped" for name in strangers]
+    for n, own in enumerate(graph.inputs):
+        spec = own.spec if n not in axes else specs.get(own.name, mapped_spec(own, axes[n], size))
+        if n in axes:
+            due = insert_at(own.spec.shape, axes[n], size)
+            if (spec.shape, spec.dtype) != (due, own.spec.dtype):
+                problems.append(f"vmap: {own.name} {spec} should be {own.spec.dtype} of {due}")
+        inputs.append(Input(own.name, spec))
+    if problems:
+        raise GraphError(*problems)
+    return tuple(inputs)
+
+
+def mapped_spec(own: Input, place: int, size: int) -> TensorSpec:
+    """How an input lies that has the axis: dense, and for an axis at 0 each entry as declared."""
+    spec, shape = own.spec, insert_at(own.spec.shape, place, size)
+    if place and not spec.is_dense:
+        raise GraphError(
+            f"vmap: {own.name} {spec} is not dense, and its axis is at {place}: say in specs how "
+            "it lies, or map it at 0"
+        )
+    if place:
+        return TensorSpec(shape, spec.dtype, dense_strides(shape))
+    pairs = [*zip(spec.shape, spec.strides, strict=True)]
+    reach = 1 + sum(max(0, n - 1) * stride for n, stride in pairs)
+    extent = max(reach, *(n * stride for n, stride in pairs))
+    return TensorSpec(shape, spec.dtype, (extent, *spec.strides))
+
+
+def general_problems(graph: Graph) -> Iterator[str]:
+    """Why no axis can be mapped, whatever it becomes a part of."""
+    read = {i for eqn in graph.eqns for i in eqn.args}
+    for eqn, outs in graph.numbered:
+        node = attention_in(eqn.op)
+        if node is None and not isinstance(eqn.op, Add | Zeros):
+            yield (
+                f"vmap: {type(eqn.op).__name__} is a step by itself; only whole attentions are "
+                "mapped, and each axis at a time: give one axis that holds both"
+            )
+        elif node is not None:
+            yield from node_problems(node)
+        elif isinstance(eqn.op, Zeros) and outs[0] in read:
+            yield "vmap: zeros that are read are not mapped"
+
+
+def node_problems(node: Attention) -> Iterator[str]:
+    """Why an attention gives each entry something else than alone."""
+    if node.dropout:
+        yield (
+            "vmap: dropout draws by batch entry and head: entries would draw other places than "
+            "each does alone; run a loop, or drop out in the batch"
+        )
+    own = [m for m in node.modifiers if type(m) not in MODIFIERS]
+    parts = [leaf for leaf in leaves(node.mask) if type(leaf) not in LEAVES] if node.mask else []
+    for part in (*own, *parts):
+        yield (
+            f"vmap: {type(part).__name__} is your own, and may count batch entries or heads; "
+            "declare the graph with the larger batch"
+        )
+
+
+def operand_letters(op: Op) -> tuple[str, ...]:
+    """The axes of each operand of an attention, or of a derivative of one.
+
+    "b" batch, "h" heads, "g" key/value heads, any other letter for an axis that stays.
+    """
+    match op:
+        case Attention(modifiers=modifiers, mask=mask):
+            read = [data for m in modifiers for data in m.needs.values()]
+            read += mask.needs.values() if mask else ()
+            numbers = ("",) * (2 if op.dropout else 0)
+            return ("bhid", "bgjd", "bgje", *(d.axes for d in read), *("h" * op.sinks), *numbers)
+        case AttentionGrad(attention=node):
+            more = (*((ROW,) * op.with_do), *((STATISTIC,) * op.with_dlse))
+            return (*operand_letters(node), ROW, STATISTIC, *more)
+        case AttentionJvp(attention=node):
+            own = operand_letters(node)
+            return (*own, *select_flagged(own, op.tangents))
+        case AttentionGradJvp(grad=grad):
+            moved = select_flagged(operand_letters(grad.attention), op.tangents)
+            more = (*((ROW,) * op.with_tdo), *((STATISTIC,) * op.with_tdlse))
+            return (*operand_letters(grad), ROW, STATISTIC, *moved, *more)
+        case _:
+            return ()
+
+
+def result_letters(op: Op) -> tuple[str, ...]:
+    """The axes of each result of the same."""
+    match op:
+        case AttentionGradJvp(grad=grad):
+            return result_letters(grad)
+        case AttentionGrad(attention=node):
+            return select_flagged(operand_letters(node), op.wants)
+        case _:
+            return tuple(ROW if name in ("o", "to") else STATISTIC for name in op.names)
+
+
+def select_flagged(values: Sequence[str], flags: Sequence[bool]) -> tuple[str, ...]:
+    """The values that are flagged."""
+    return tuple(x for x, flag in zip(values, flags, strict=True) if flag)
+
+
+def letters_of(graph: Graph) -> dict[int, str]:
+    """The axes of each value that attentions read or give, and of sums of those."""
+    letters: dict[int, str] = {}
+    for eqn, outs in graph.numbered:
+        if attention_in(eqn.op) is not None:
+            letters |= dict(zip(eqn.args, operand_letters(eqn.op), strict=True))
+            letters |= dict(zip(outs, result_letters(eqn.op), strict=True))
+        elif isinstance(eqn.op, Add):
+            letters[outs[0]] = letters[eqn.args[0]]
+    return letters
+
+
+@final
+@frozen
+class MappedGraph:
+    """A graph and the axis that it is mapped over.
+
+    axes: the place of the axis in each input that has it. inputs: those of the mapped graph.
+    letters: the axes of each value, as `operand_letters` has them.
+    """
+
+    graph: Graph
+    axes: Mapping[int, int]
+    size: int
+    inputs: tuple[Input, ...]
+    letters: Mapping[int, str]
+
+    def shares_keys(self, way: Way) -> bool:
+        """Whether query heads of all entries read the same key/value heads, which stay as they are.
+
+        They are rows of one group, which the axis divides further.
+        """
+        grouped = [n for n in self.letters if "g" in self.letters[n]]
+        if way.letter != "h" or any(n in self.axes for n in grouped):
+            return False
+        return not way.before or all(self.width(n, "g") == 1 for n in grouped)
+
+    def width(self, n: int, letter: str) -> int:
+        """How many places value n has along one of its axes."""
+        return self.graph.types[n].shape[self.letters[n].index(letter)]
+
+    def full(self, letter: str) -> int:
+        """How many places the axis of a letter has where it is not broadcast."""
+        widths = {self.width(n, letter) for n, own in self.letters.items() if letter in own}
+        return 0 if 0 in widths else max(widths, default=1)
+
+    def stays(self, n: int, way: Way) -> bool:
+        """Whether an input has no part in it: it lacks the axis that grows, or broadcasts there."""
+        letter = way.letter_in(self.letters.get(n, ""))
+        if n not in self.letters or letter is None:
+            return n not in self.axes
+        if letter == "g" and self.shares_keys(way):
+            return True
+        broadcasts = self.width(n, letter) == 1 != self.full(letter)
+        return broadcasts and n not in self.axes
+
+    def problems(self, way: Way) -> Iterator[str]:
+        """Why the axis can't become what the way says; none: it can."""
+        for n, own in enumerate(self.inputs):
+            if n in self.letters and not self.stays(n, way):
+                yield from self.input_problems(n, own, way)
+        for eqn in self.graph.eqns:
+            node = attention_in(eqn.op)
+            if node is not None:
+                yield from self.equation_problems(eqn, node, way)
+
+    def input_problems(self, n: int, own: Input, way: Way) -> Iterator[str]:
+        """Why an input is no view of what is read."""
+        letter, name = way.letter_in(self.letters[n]), own.name
+        if letter is None:
+            yield f"{name} {own.spec} is mapped, and has no axis of {NOUNS[way.letter]}"
+            return
+        count, place = self.width(n, letter), self.letters[n].index(letter)
+        if n not in self.axes:
+            if count != 1:
+                yield (
+                    f"all {self.size} entries share {name} {own.spec}, with {count} places in its "
+                    f"{NOUNS[letter]}: bring a copy, {name}.expand({self.size}, "
+                    f"*{name}.shape).contiguous(), mapped at 0"
+                )
+            return
+        if count == 1 != self.full(letter):
+            yield (
+                f"{name} {own.spec} is mapped, and broadcasts over the {NOUNS[letter]}, of "
+                f"{self.full(letter)}: bring a copy that is expanded there"
+            )
+        elif self.fold(n, way).view(own.spec) is None:
+            target = place if way.before else place + 1
+            yield (
+                f"{name} {own.spec} has its axis {self.axes[n]} apart from the {NOUNS[letter]}: "
+                f"bring a copy, {name}.movedim({self.axes[n]}, {target}).contiguous(), mapped "
+                f"at {target}"
+            )
+
+    def equation_problems(self, eqn: Eqn, node: Attention, way: Way) -> Iterator[str]:
+        """Why an equation would compute something else than a loop."""
+        if way.letter == "h":
+            if any(isinstance(m, Alibi) and m.default for m in node.modifiers):
+                yield "the slopes of ALiBi depend on how many heads there are"
+            r = self.width(eqn.args[0], "h") // max(1, self.width(eqn.args[1], "g"))
+            if r > 1 and not way.before and not self.shares_keys(way):
+                yield f"{r} query heads share a key/value head, and would not lie side by side"
+        grad = eqn.op.grad if isinstance(eqn.op, AttentionGradJvp) else eqn.op
+        if isinstance(grad, AttentionGrad):
+            for n, wanted in zip(eqn.args, grad.wants, strict=False):
+                if wanted and n < len(self.inputs) and self.stays(n, way):
+                    name = self.inputs[n].name
+                    yield f"the gradient of {name}, which entries share, would be one for all"
+
+    def fold(self, n: int, way: Way) -> Fold:
+        """How the axis of an input becomes a part of another."""
+        letter = way.letter_in(self.letters[n])
+        assert letter is not None
+        return Fold(self.axes[n], self.letters[n].index(letter), self.size, way.before)
+
+    def build(self, way: Way) -> Graph:
+        """The mapped graph."""
+        graph, b = self.graph, Builder()
+        values = [b.input(i.name, i.spec) for i in self.inputs]
+        values = [self.enter(x, n, way) for n, x in enumerate(values)]
+        for eqn in graph.eqns:
+            if isinstance(eqn.op, Zeros):
+                op: Op = Zeros((self.size, *eqn.op.shape), eqn.op.dtype)
+            else:
+                op = eqn.op
+            values += b.emit(op, *(values[i] for i in eqn.args))
+        names = value_names(graph)
+        outputs = [self.leave(values[i], i, way, names[i]) for i in graph.outputs]
+        return b.build(*outputs)
+
+    def enter(self, x: Value, n: int, way: Way) -> Value:
+        """An input as the equations read it."""
+        if n not in self.letters or self.stays(n, way):
+            return x
+        if n in self.axes:
+            return x.then(self.fold(n, way))
+        letter = way.letter_in(self.letters[n])
+        assert letter is not None
+        return x.then(Repeat(self.letters[n].index(letter), self.size))
+
+    def leave(self, x: Value, i: int, way: Way, name: str) -> Value:
+        """An output with the axis first. Zeros have it already."""
+        letter = way.letter_in(self.letters.get(i, ""))
+        if letter is None:
+            return x
+        into = self.letters[i].index(letter)
+        return x.then(Unfold(0, into, self.size, way.before, name))

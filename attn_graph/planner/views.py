@@ -1,0 +1,199 @@
+"""Graphs that read and give views, without those: what backends see of a mapped graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property, lru_cache, partial
+from typing import final
+
+import torch
+from attrs import evolve, frozen
+
+from attn_graph.ir.graph import Eqn, Graph
+from attn_graph.ir.sums import Zeros
+from attn_graph.ir.tangents import attention_in
+from attn_graph.ir.views import VIEW_OPS, VIEWS, spec_of_view
+from attn_graph.ir.vjp import statistics
+from attn_graph.lowering.backend import Executable, Foreseen, Tensors
+from attn_graph.machine.ambient import plain_ops_on
+from attn_graph.machine.sizes import format_bytes
+
+Run = Callable[..., tuple[Tensors, Tensors]]
+Numbered = tuple[Eqn, range]
+
+
+@final
+@frozen(eq=False)
+class Peeled:
+    """A graph in three parts: views of its inputs, a core of whole attentions, views of results.
+
+    ahead, behind: the equations around the core. sources: the values that are the core's inputs;
+    results: those that are its outputs.
+    """
+
+    graph: Graph
+    core: Graph
+    ahead: tuple[Numbered, ...]
+    behind: tuple[Numbered, ...]
+    sources: tuple[int, ...]
+    results: tuple[int, ...]
+
+    def run(self, run: Run, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
+        """What the graph gives, by a function that runs the core."""
+        device = tensors[0].device if tensors else torch.device("cpu")
+        with torch.no_grad(), plain_ops_on(device):
+            values = self.enter(dict(enumerate(tensors)))
+        outputs, saved = run(*(values[i] for i in self.sources))
+        values |= zip(self.results, outputs, strict=True)
+        with torch.no_grad(), plain_ops_on(device):
+            for eqn, outs in self.behind:
+                values |= zip(outs, eqn.op.run(*(values[i] for i in eqn.args)), strict=True)
+            outputs = [values[i].clone() if again else values[i] for i, again, _ in self.exits]
+        return [
+            x.contiguous() if flat else x for x, (*_, flat) in zip(outputs, self.exits, strict=True)
+        ], saved
+
+    def view(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Some inputs by name, as the core reads them; what it does not read as it is."""
+        numbers = {i.name: n for n, i in enumerate(self.graph.inputs)}
+        known = self.enter({numbers[name]: x for name, x in tensors.items() if name in numbers})
+        named = {i.name: n for n, i in zip(self.sources, self.core.inputs, strict=True)}
+        return {name: known.get(named.get(name, -1), x) for name, x in tensors.items()}
+
+    def enter(self, values: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """The values, and views of them that the core reads; of absent ones none."""
+        known = dict(values)
+        for eqn, outs in self.ahead:
+            if eqn.args[0] in known:
+                known[outs[0]] = eqn.op.run(known[eqn.args[0]])[0]
+        return known
+
+    @cached_property
+    def cloned(self) -> dict[int, int]:
+        """Bytes of the outputs that are views of other outputs, by value: each has its memory."""
+        graph = self.graph
+        return {
+            outs[0]: eqn.outs[0].bytes
+            for eqn, outs in self.behind
+            if eqn.op.is_view and outs[0] in graph.outputs and eqn.args[0] in graph.outputs
+        }
+
+    @cached_property
+    def exits(self) -> tuple[tuple[int, bool, bool], ...]:
+        """Each output, whether it is cloned, and whether it is put in C order: statistics are."""
+        stats = statistics(self.graph)
+        return tuple((i, i in self.cloned, i in stats) for i in self.graph.outputs)
+
+    def wrap(self, executable: Executable) -> Executable:
+        """What runs the core, for the graph."""
+        return evolve(
+            executable,
+            run=partial(self.run, executable.run),
+            infer=partial(self.run, executable.infer),
+            temporary=executable.temporary + self.temporary,
+            notes=(*executable.notes, *self.notes()),
+        )
+
+    def foresee(self, foreseen: Foreseen) -> Foreseen:
+        """What running the graph would need, by what the core would."""
+        notes = (*foreseen.notes, *self.notes())
+        return evolve(foreseen, temporary=foreseen.temporary + self.temporary, notes=notes)
+
+    @cached_property
+    def copies(self) -> dict[str, int]:
+        """Bytes of the inputs that no view makes what the core reads, by name."""
+        graph = self.graph
+        return {
+            graph.inputs[eqn.args[0]].name: eqn.outs[0].bytes
+            for eqn, _ in self.ahead
+            if eqn.args[0] < len(graph.inputs)
+            and isinstance(eqn.op, VIEWS)
+            and eqn.op.view(graph.inputs[eqn.args[0]].spec) is None
+        }
+
+    @property
+    def temporary(self) -> int:
+        """Bytes of copies, and of results that others are made of."""
+        made = [eqn.outs[0].bytes for eqn, _ in self.behind if not eqn.op.is_view]
+        return sum((*self.copies.values(), *made, *self.cloned.values()))
+
+    def notes(self) -> Iterator[str]:
+        """For `explain`: what is seen in another shape, and what is copied for that."""
+        types = self.graph.types
+        for source, own in zip(self.sources, self.core.inputs, strict=True):
+            if source >= len(self.graph.inputs) and own.name == "q":
+                given = next(i.spec for i in self.graph.inputs if i.name == own.name)
+                yield f"{own.name} {given.type} is seen as {types[source]}, and others likewise"
+        for name, count in self.copies.items():
+            yield f"{name} is copied, {format_bytes(count)}, where its mapped axis lies apart"
+
+
+def core_of(graph: Graph) -> Graph:
+    """The graph that backends see."""
+    peeled = peel(graph)
+    return graph if peeled is None else peeled.core
+
+
+@lru_cache(256)  # each question about a graph asks
+def peel(graph: Graph) -> Peeled | None:
+    """A graph in parts; None for one without views, or with attentions that read results' views."""
+    if not any(isinstance(eqn.op, VIEW_OPS) for eqn in graph.eqns):
+        return None
+    parts = split_equations(graph)
+    ahead, core, behind = (tuple(x) for x in parts)
+    if any(attention_in(eqn.op) is not None for eqn, _ in behind) or not core:
+        return None
+    return assemble(graph, ahead, core, behind)
+
+
+def split_equations(graph: Graph) -> tuple[list[Numbered], list[Numbered], list[Numbered]]:
+    """The equations that view inputs, those of the core, and those that read its results."""
+    ahead: list[Numbered] = []
+    core: list[Numbered] = []
+    behind: list[Numbered] = []
+    early, late = {*range(len(graph.inputs))}, set[int]()
+    for eqn, outs in graph.numbered:
+        if isinstance(eqn.op, VIEWS) and eqn.args[0] in early:
+            ahead.append((eqn, outs))
+            early |= {*outs}
+        elif isinstance(eqn.op, (*VIEW_OPS, Zeros)) or not late.isdisjoint(eqn.args):
+            behind.append((eqn, outs))
+            late |= {*outs}
+        else:
+            core.append((eqn, outs))
+    return ahead, core, behind
+
+
+def assemble(
+    graph: Graph,
+    ahead: tuple[Numbered, ...],
+    core: tuple[Numbered, ...],
+    behind: tuple[Numbered, ...],
+) -> Peeled | None:
+    """The parts as one; None where an input is seen in two ways."""
+    own = {i for _, outs in core for i in outs}
+    sources = [*dict.fromkeys(i for eqn, _ in core for i in eqn.args if i not in own)]
+    needed = {*graph.outputs, *(i for eqn, _ in behind for i in eqn.args)}
+    results = sorted(own & needed)
+    numbers = {i: n for n, i in enumerate(sources)}
+    inputs = []
+    for i in sources:
+        spec = spec_of_view(graph, i)
+        assert spec is not None  # what is no result of the core is an input, or a view of one
+        inputs.append(evolve(graph.inputs[root_of(graph, i)], spec=spec))
+    if len({i.name for i in inputs}) < len(inputs):
+        return None
+    eqns = []
+    for eqn, outs in core:
+        eqns.append(evolve(eqn, args=tuple(numbers[i] for i in eqn.args)))
+        numbers |= {i: len(numbers) + n for n, i in enumerate(outs)}
+    inner = Graph(tuple(inputs), tuple(eqns), tuple(numbers[i] for i in results))
+    return Peeled(graph, inner, ahead, behind, tuple(sources), tuple(results))
+
+
+def root_of(graph: Graph, i: int) -> int:
+    """The input that a value is a view of."""
+    for eqn, outs in reversed(graph.numbered):
+        if i in outs:
+            i = eqn.args[0]
+    return i

@@ -1,0 +1,186 @@
+"""Forward mode in one kernel: o, lse and their tangents of a block of queries.
+
+With r the products, ts is scale (tq k^T + q tk^T), forward through the modifiers, whose derivative
+serves both ways, and mu = sum_j p ts = tlse; then to = sum_j p z (ts v + tv) - mu o. The sums of
+both run beside those of the forward, and shrink with them where the maximum moves.
+
+p z ts is rounded for the product with v, and what mu o takes away again may be nearly all of it. So
+the sum is of p z (ts - c), c being the mean of ts so far: to = sum_j p z ((ts - c) v + tv) +
+(c - mu) o, and where c moves, the sum moves by that times the sum of p z v.
+"""
+
+import triton
+import triton.language as tl
+
+from attn_graph.kernels.common import (
+    LN2,
+    LOG2E,
+    SIZES,
+    count_tiles,
+    dropout_keeps_tile,
+    even_length,
+    full_tile,
+    head_ptr,
+    key_tiles,
+    listed_block,
+    mixed_tile,
+    modify_scores,
+    place_program,
+    round_to,
+    rows_at,
+    rows_of,
+    store_rows,
+)
+from attn_graph.kernels.forward import store_statistic
+
+
+@triton.jit(do_not_specialize=("sinks_stride", "tsinks_stride", *SIZES))
+def push(
+    q_ptr, k_ptr, v_ptr, tq_ptr, tk_ptr, tv_ptr, o_ptr, lse_ptr, to_ptr, tlse_ptr, max_ptr,
+    sinks_ptr, tsinks_ptr, seed_ptr, offset_ptr, lists_ptr, data, numbers,
+    q_strides, k_strides, v_strides, tq_strides, tk_strides, tv_strides, o_strides, lists_strides,
+    sinks_stride, tsinks_stride, H, GROUP, M, N, TOGETHER, scale, keep_scale, threshold,
+    EVEN: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LAST_FIRST: tl.constexpr,
+    KEEP: tl.constexpr, STRIP: tl.constexpr, CHANGE: tl.constexpr, BACK: tl.constexpr,
+    DROPOUT: tl.constexpr, LISTED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_M queries of one head against all keys that they may see.
+
+    q, tq [B,H,M,D], k, tk [B,G,N,D], v, tv [B,G,N,E] -> o, to [B,H,M,E], which lie alike, and lse,
+    tlse, max [B,H,M] float32 in C order. Tangents, and max, may be absent: their pointer is None.
+    """
+    N = even_length(N, EVEN)
+    place, h, b = place_program(tl.cdiv(M, BLOCK_M), H, TOGETHER, LAST_FIRST)
+    block = listed_block(place, lists_ptr, lists_strides, LISTED)
+    first = block * BLOCK_M
+    i = (first + tl.arange(0, BLOCK_M))[:, None]
+    q = rows_of(q_ptr, q_strides, b, h, first, M, D, BLOCK_M, WIDTH_D, UPCAST)
+    tq = q
+    if tq_ptr is not None:
+        tq = rows_of(tq_ptr, tq_strides, b, h, first, M, D, BLOCK_M, WIDTH_D, UPCAST)
+    k_head = head_ptr(k_ptr, k_strides, b, h // GROUP)
+    v_head = head_ptr(v_ptr, v_strides, b, h // GROUP)
+    tk_head, tv_head = k_head, v_head
+    if tk_ptr is not None:
+        tk_head = head_ptr(tk_ptr, tk_strides, b, h // GROUP)
+    if tv_ptr is not None:
+        tv_head = head_ptr(tv_ptr, tv_strides, b, h // GROUP)
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    mu = tl.zeros([BLOCK_M], tl.float32)
+    c = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, WIDTH_E], tl.float32)
+    moved = tl.zeros([BLOCK_M, WIDTH_E], tl.float32)
+
+    if LISTED:
+        lists_ptr = head_ptr(lists_ptr, lists_strides, b, h) + place * lists_strides[2]
+        start, full_start, full_stop, stop = 0, 0, 0, 0
+    else:
+        start, full_start, full_stop, stop = key_tiles(
+            block, b, M, N, data, numbers, STRIP, BLOCK_M, BLOCK_N
+        )
+    full, mixed = count_tiles(lists_ptr, start, full_start, full_stop, stop, LISTED)
+    for t in range(full):
+        n = full_tile(t, lists_ptr, full_start, LISTED)
+        acc, moved, total, mu, c, m = attend_along(
+            acc, moved, total, mu, c, m, q, tq, k_head, v_head, tk_head, tv_head, n * BLOCK_N,
+            first, i, tq_ptr, tk_ptr, tv_ptr, seed_ptr, offset_ptr, data, numbers,
+            k_strides, v_strides, tk_strides, tv_strides,
+            b, h, H, M, N, scale, threshold, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
+            KEEP, CHANGE, BACK, DROPOUT, False, UPCAST, PRECISION,
+        )  # fmt: skip
+    for t in range(mixed):
+        n = mixed_tile(t, lists_ptr, start, full_start, full_stop, full, LISTED)
+        acc, moved, total, mu, c, m = attend_along(
+            acc, moved, total, mu, c, m, q, tq, k_head, v_head, tk_head, tv_head, n * BLOCK_N,
+            first, i, tq_ptr, tk_ptr, tv_ptr, seed_ptr, offset_ptr, data, numbers,
+            k_strides, v_strides, tk_strides, tv_strides,
+            b, h, H, M, N, scale, threshold, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
+            KEEP, CHANGE, BACK, DROPOUT, True, UPCAST, PRECISION,
+        )  # fmt: skip
+
+    if max_ptr is not None:
+        # A maximum drops NaN, and the sum keeps it.
+        lost = (total != total) & (m != float("inf"))
+        store_statistic(max_ptr, tl.where(lost, total, m * LN2), b, h, H, first, M, BLOCK_M)
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + h * sinks_stride).to(tl.float32) * LOG2E
+        new = tl.maximum(m, sink)
+        safe = tl.where(new == float("-inf"), 0.0, new)
+        shrink, share = tl.exp2(m - safe), tl.exp2(sink - safe)
+        acc, moved = acc * shrink[:, None], moved * shrink[:, None]
+        total, mu, m = total * shrink + share, mu * shrink, new
+        if tsinks_ptr is not None:
+            tsink = tl.load(tsinks_ptr + h * tsinks_stride).to(tl.float32)
+            mu += tl.where(share == 0, 0.0, share * tsink)
+    blind = total == 0  # rows that saw nothing
+    total = tl.where(blind, 1.0, total)
+    lse = tl.where(blind, float("-inf"), (m + tl.log2(total)) * LN2)
+    mu = mu / total
+    factor = (keep_scale / total)[:, None]
+    acc = acc * factor
+    moved = moved * factor + (c - mu)[:, None] * acc
+    o_head, to_head = head_ptr(o_ptr, o_strides, b, h), head_ptr(to_ptr, o_strides, b, h)
+    store_rows(o_head, o_strides, first, M, acc, E, BLOCK_M, WIDTH_E, UPCAST)
+    store_rows(to_head, o_strides, first, M, moved, E, BLOCK_M, WIDTH_E, UPCAST)
+    store_statistic(lse_ptr, lse, b, h, H, first, M, BLOCK_M)
+    store_statistic(tlse_ptr, mu, b, h, H, first, M, BLOCK_M)
+
+
+@triton.jit
+def attend_along(
+    acc, moved, total, mu, c, m, q, tq, k_head, v_head, tk_head, tv_head, key, first, i,
+    tq_ptr, tk_ptr, tv_ptr, seed_ptr, offset_ptr, data, numbers,
+    k_strides, v_strides, tk_strides, tv_strides,
+    b, h, H, M, N, scale, threshold,
+    D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    KEEP: tl.constexpr, CHANGE: tl.constexpr, BACK: tl.constexpr, DROPOUT: tl.constexpr,
+    MIXED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One step over keys `key`.. : sums of p z v, of p z ((ts - c) v + tv), of p and of p ts.
+
+    p = exp2(s - m), m the maximum so far, as in the forward kernel; c is the mean of ts so far.
+    """
+    j = (key + tl.arange(0, BLOCK_N))[None, :]
+    k = rows_at(k_head, k_strides, key, N, D, BLOCK_N, WIDTH_D, not MIXED, UPCAST)
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    ts = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if tq_ptr is not None:
+        ts = tl.dot(tq, tl.trans(k), input_precision=PRECISION)
+    if tk_ptr is not None:
+        tk = rows_at(tk_head, tk_strides, key, N, D, BLOCK_N, WIDTH_D, not MIXED, UPCAST)
+        ts = tl.dot(q, tl.trans(tk), ts, input_precision=PRECISION)
+    ts = ts * scale
+    if BACK is not None:
+        ts = BACK(ts, s * scale, b, h, i, j, M, N, data, numbers)
+    s = modify_scores(s, b, h, i, j, M, N, scale, data, numbers, CHANGE, KEEP, MIXED)
+    new = tl.maximum(m, tl.max(s, 1))
+    safe = new
+    if MIXED or CHANGE is not None:
+        safe = tl.where(new == float("-inf"), 0.0, new)
+    p = tl.exp2(s - safe[:, None])
+    shrink = tl.exp2(m - safe)
+    if MIXED or CHANGE is not None:
+        ts = tl.where(p == 0, 0.0, ts)
+    total = total * shrink + tl.sum(p, 1)
+    mu = mu * shrink + tl.sum(p * ts, 1)
+    mean = mu / tl.where(total == 0, 1.0, total)
+    pts = p * (ts - mean[:, None])
+    moved -= (mean - c)[:, None] * acc
+    if DROPOUT:
+        z = dropout_keeps_tile(
+            seed_ptr, offset_ptr, b, h, H, first, key, threshold, BLOCK_M, BLOCK_N
+        )
+        p, pts = tl.where(z, p, 0.0), tl.where(z, pts, 0.0)
+    v = rows_at(v_head, v_strides, key, N, E, BLOCK_N, WIDTH_E, not MIXED, UPCAST)
+    p = round_to(p, v_head.dtype.element_ty, UPCAST)
+    pts = round_to(pts, v_head.dtype.element_ty, UPCAST)
+    acc = tl.dot(p, v, acc * shrink[:, None], input_precision=PRECISION)
+    moved = tl.dot(pts, v, moved * shrink[:, None], input_precision=PRECISION)
+    if tv_ptr is not None:
+        tv = rows_at(tv_head, tv_strides, key, N, E, BLOCK_N, WIDTH_E, not MIXED, UPCAST)
+        moved = tl.dot(p, tv, moved, input_precision=PRECISION)
+    return acc, moved, total, mu, mean, new

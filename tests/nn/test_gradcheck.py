@@ -1,0 +1,109 @@
+"""PyTorch's own numerical checks of derivatives: reverse, forward and second order.
+
+Not batched: those take PyTorch's older vmap, which enters no Function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.autograd import gradcheck, gradgradcheck
+
+import attn_graph as ag
+from attn_graph.nn.functional import attention
+from attn_graph.testing.agreement import run_plan
+
+F64, I64 = torch.float64, torch.int64
+CPU = ag.Target.of("cpu")
+B, H, G, M, N, D, E = 2, 4, 2, 3, 5, 4, 3
+Tensors = tuple[torch.Tensor, ...]
+
+
+def spec(*shape: int, dtype: torch.dtype = F64) -> ag.TensorSpec:
+    return ag.TensorSpec(shape, dtype)
+
+
+Q, K, V = spec(B, H, M, D), spec(B, G, N, D), spec(B, G, N, E)
+LENGTHS = spec(B, dtype=I64)
+GRAPHS = {
+    "causal": ag.attention(Q, K, K, mask=ag.Causal("bottom_right"), stats=True),
+    "every step": ag.attention(
+        Q, K, V, mask=ag.Window(2, 2, "bottom_right"), soft_cap=5.0, bias=spec(1, H, M, N),
+        alibi=spec(H), sinks=spec(H), kv_lengths=LENGTHS, align="bottom_right", dropout=0.3,
+        stats=True,
+    ),
+}  # fmt: skip
+
+
+def draw(graph: ag.Graph) -> Tensors:
+    """Tensors for the inputs; floating ones require grad. The second sequence has one key less."""
+    random = torch.Generator().manual_seed(0)
+    fixed = {"kv_lengths": torch.tensor([N, N - 1]), "seed": torch.tensor(7)}
+    fixed |= {"offset": torch.tensor(0)}
+    return tuple(
+        fixed[i.name]
+        if i.name in fixed
+        else torch.randn(i.spec.shape, dtype=F64, generator=random, requires_grad=True)
+        for i in graph.inputs
+    )
+
+
+def plans() -> Iterator[object]:
+    """A plan of each graph by each backend that computes in float64, tangents by `math`."""
+    for name, graph in GRAPHS.items():
+        for backend in ag.BACKENDS:
+            found = ag.explain(graph, target=CPU, backends=(backend, "math"))
+            if found.backend == backend.name:
+                plan = ag.compile(graph, target=CPU, backends=(backend, "math"))
+                yield pytest.param(plan, id=f"{name}, {backend.name}")
+
+
+@pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("plan", [*plans()])
+def test_first_derivatives_pass_the_numerical_check(plan: ag.Plan, fast: bool) -> None:
+    def call(*tensors: torch.Tensor) -> Tensors:
+        return run_plan(plan, tensors)
+
+    assert gradcheck(
+        call, draw(plan.graph), fast_mode=fast, check_forward_ad=True, nondet_tol=1e-12,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("plan", [*plans()])
+def test_second_derivatives_pass_the_numerical_check(plan: ag.Plan, fast: bool) -> None:
+    def call(*tensors: torch.Tensor) -> Tensors:
+        return run_plan(plan, tensors)
+
+    assert gradgradcheck(
+        call, draw(plan.graph), fast_mode=fast, check_fwd_over_rev=True, nondet_tol=1e-12
+    )
+
+
+@pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_calls_without_a_plan_pass_both_checks(fast: bool) -> None:
+    def call(*qkv: torch.Tensor) -> Tensors:
+        o, lse = attention(*qkv, mask=ag.Causal("bottom_right"), soft_cap=5.0, stats=True)
+        return o, lse
+
+    tensors = draw(GRAPHS["causal"])
+    assert gradcheck(
+        call, tensors, fast_mode=fast, check_forward_ad=True,
+    )  # fmt: skip
+    assert gradgradcheck(call, tensors, fast_mode=fast, check_fwd_over_rev=True)
+
+
+def test_the_older_vmap_raises_and_that_of_func_computes_batched_gradients() -> None:
+    graph = GRAPHS["causal"]
+    plan, (q, k, v) = ag.compile(graph, target=CPU), draw(graph)
+    o = run_plan(plan, (q, k, v))[0]
+    cotangents = torch.randn(2, *o.shape, dtype=F64)
+    with pytest.raises(RuntimeError, match=r"vmap|Batching rule"):
+        torch.autograd.grad(o, q, cotangents, is_grads_batched=True)
+    pull = torch.func.vjp(lambda x: run_plan(plan, (x, k, v))[0], q)[1]
+    (batched,) = torch.func.vmap(pull)(cotangents)
+    for x, do in zip(batched, cotangents, strict=True):
+        (due,) = torch.autograd.grad(o, q, do, retain_graph=True)
+        torch.testing.assert_close(x, due)
