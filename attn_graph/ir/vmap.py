@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import final
 
 from attrs import frozen
@@ -12,6 +12,7 @@ from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.builder import Builder, Value
 from attn_graph.ir.graph import Eqn, Graph, Input, Op, check_graph
 from attn_graph.ir.modifiers import MODIFIERS, Alibi
+from attn_graph.ir.packed import select_flagged
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.sums import Add, Zeros
 from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp, attention_in
@@ -213,11 +214,6 @@ def result_letters(op: Op) -> tuple[str, ...]:
             return select_flagged(operand_letters(node), op.wants)
         case _:
             return tuple(ROW if name in ("o", "to") else STATISTIC for name in op.names)
-
-
-def select_flagged(values: Sequence[str], flags: Sequence[bool]) -> tuple[str, ...]:
-    """The values that are flagged."""
-    return tuple(x for x, flag in zip(values, flags, strict=True) if flag)
 
 
 def letters_of(graph: Graph) -> dict[int, str]:

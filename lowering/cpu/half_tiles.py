@@ -8,23 +8,20 @@ keys of its queries, so softmax and its derivative are those of whole rows.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import final
 
 import torch
 from attrs import frozen
 
 from attn_graph.ir.attention import Attention
-from attn_graph.kernels.hiding import Bits, hide_, hiding_bits
+from attn_graph.kernels.hiding import hide_
 from attn_graph.kernels.products import LOG2_E, multiply_
-from attn_graph.lowering.cpu.product_slots import ProductSlot, Tiling, choose_half_sizes
-from attn_graph.lowering.cpu.schedule import POSITIONS, Part, place_within
+from attn_graph.lowering.cpu.product_slots import ProductSlot, TileGrid, choose_half_sizes
+from attn_graph.lowering.cpu.schedule import POSITIONS
 from attn_graph.lowering.problem import Problem
-from attn_graph.machine.ambient import neutral_state
 from attn_graph.machine.workspace import Buffer, Scratch
-from attn_graph.masks import Mask
-from attn_graph.masks.canonical import is_ours
-from attn_graph.masks.places import Block, Place
+from attn_graph.masks.places import Place
 from attn_graph.spec import INF, NAMES
 
 Tensors = Mapping[str, torch.Tensor]
@@ -32,8 +29,6 @@ Tensors = Mapping[str, torch.Tensor]
 # faster in PyTorch's fused kernel. Measured on an AVX512 with native bf16, 1 and 2 threads.
 LEAST_FORWARD, LEAST_BACKWARD = 2**23, 2**21
 FEW_ROWS = 64  # of a key/value head
-MOST_HELD = 2**16  # places of a part whose bits are held: 256 KiB
-HELD = 64  # parts
 LN_2 = 0.6931471805599453
 softmax_backward = torch.ops.aten._softmax_backward_data.out
 
@@ -64,7 +59,7 @@ def takes(problem: Problem) -> bool:
 
 @final
 @frozen
-class HalfTiles(Tiling):
+class HalfTiles(TileGrid):
     """Forward and backward of one problem. blind: whether a query may see no key."""
 
     blind: bool
@@ -124,9 +119,10 @@ class HalfTiles(Tiling):
         q, k, v = operands[:3]
         o = p.new_o(q.device)
         lse = torch.empty((p.B, p.H, p.M), dtype=p.wide, device=q.device)
-        for slot, at in self.steps(q, data):
+        at = self.places(data, q.device)
+        for slot in self.tiles(data):
             if slot.tile.parts:
-                Work(self, slot, scratch, at).attend(q, k, v, o, lse)
+                Spot(self, slot, scratch, at).attend(q, k, v, o, lse)
             else:
                 slot.rows(o).zero_()
                 slot.rows(lse).fill_(-INF)
@@ -147,10 +143,11 @@ class HalfTiles(Tiling):
         ]
         dq = q.new_empty(q.shape)
         assert read.do is not None
-        for slot, at in self.steps(q, data):
+        at = self.places(data, q.device)
+        for slot in self.tiles(data):
             if slot.tile.parts:
-                work = Work(self, slot, scratch, at)
-                work.pull((q, k, v), read.lse, read.do, (dq, *sums))
+                spot = Spot(self, slot, scratch, at)
+                spot.pull((q, k, v), read.lse, read.do, (dq, *sums))
             else:
                 slot.rows(dq).zero_()
         return {0: dq, 1: sums[0].to(p.dtype), 2: sums[1].to(p.dtype)}
@@ -158,7 +155,7 @@ class HalfTiles(Tiling):
 
 @final
 @frozen(eq=False)
-class Work:
+class Spot:
     """One tile of a call, with the buffers it computes in. places: all, not its own alone."""
 
     tiles: HalfTiles
@@ -166,20 +163,21 @@ class Work:
     scratch: Tensors
     places: Place
 
-    @property
-    def rounds(self) -> bool:
-        return self.tiles.problem.dtype != self.tiles.problem.wide
-
     def room(self, name: str, last: int) -> torch.Tensor:
         """A buffer as [n,L,last]."""
-        return self.slot.room(self.scratch[name], last)
+        n, L = self.slot.lines
+        return self.scratch[name][: n * L * last].view(n, L, last)
+
+    def heads(self, x: torch.Tensor) -> torch.Tensor:
+        """[n,L,S] as [batch,heads,rows,S]."""
+        return x.view(self.slot.grid)
 
     def load(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """This tile's queries of x [B,H,M,D] as [n,L,D], without gaps: oneDNN copies others."""
         rows, room = self.slot.rows(x), self.room(name, x.shape[3])
         if rows.is_contiguous():
             return rows.view(room.shape)
-        self.slot.by_head(room).copy_(rows)
+        self.heads(room).copy_(rows)
         return room
 
     def store(
@@ -190,7 +188,7 @@ class Work:
         if rows.is_contiguous():
             multiply_(rows.view(room.shape), a, b, scale)
         else:
-            rows.copy_(self.slot.by_head(multiply_(room, a, b, scale)))
+            rows.copy_(self.heads(multiply_(room, a, b, scale)))
 
     def load_keys(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """This tile's keys of x [B,G,N,D] as [n,S,D], without gaps too."""
@@ -216,21 +214,12 @@ class Work:
 
     def scores(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         """The masked scores [n,L,S] in float32, as powers of two."""
-        half = self.room("p" if self.rounds else "s", self.slot.keys)
+        half = self.room("p", self.slot.keys)
         multiply_(half, q, k.mT, self.tiles.problem.node.scale * LOG2_E)
         for at, part in self.slot.mixed:
-            hide_(self.slot.by_head(half)[..., at : at + len(part)], self.bits(part, half))
-        return self.room("s", self.slot.keys).copy_(half) if self.rounds else half
-
-    def bits(self, part: Part, scores: torch.Tensor) -> Bits:
-        """What hides the places of a part that the mask drops."""
-        tile, mask, at = self.slot.tile, self.tiles.problem.node.mask, self.places
-        assert mask is not None
-        keys, few = range(part.start, part.stop), len(tile.rows) * len(part) <= MOST_HELD
-        if few and not mask.needs and is_ours(mask) and type(scores) is torch.Tensor:
-            return held_bits(mask, tile.rows, keys, (at.H, at.M, at.N), scores.dtype)
-        here = place_within(at, tile.batch, self.slot.heads, tile.rows, keys)
-        return hiding_bits(torch.as_tensor(mask.keep(here), device=scores.device), scores.dtype)
+            piece = self.heads(half)[..., at : at + len(part)]
+            hide_(piece, self.tiles.bits(self.slot, part, self.places, piece))
+        return self.room("s", self.slot.keys).copy_(half)
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor
@@ -241,7 +230,7 @@ class Work:
         torch.amax(s, -1, keepdim=True, out=top)
         total = self.sums(power_(s, top))
         top.add_(total.log2()).mul_(LN_2)
-        self.slot.rows(lse).copy_(self.slot.by_head(top)[..., 0])
+        self.slot.rows(lse).copy_(self.heads(top)[..., 0])
         self.store("o", o, self.factor(s.div_(total)), self.load_keys("v", v), 1.0)
 
     def sums(self, s: torch.Tensor) -> torch.Tensor:
@@ -251,7 +240,7 @@ class Work:
 
     def factor(self, s: torch.Tensor) -> torch.Tensor:
         """s [n,L,S] as products take it."""
-        return self.room("p", s.shape[2]).copy_(s) if self.rounds else s
+        return self.room("p", s.shape[2]).copy_(s)
 
     def pull(
         self,
@@ -268,7 +257,7 @@ class Work:
         q, k = self.load("q", operands[0]), self.load_keys("k", operands[1])
         dq, dk, dv = grads
         scale, top = self.tiles.problem.node.scale, self.room("lse", 1)
-        self.slot.by_head(top).copy_(self.slot.rows(lse)[..., None])
+        self.heads(top).copy_(self.slot.rows(lse)[..., None])
         s = power_(self.scores(q, k), top.mul_(LOG2_E))
         p = self.factor(s.div_(self.sums(s)))
         cotangents, ds = self.load("o", do), self.room("ds", self.slot.keys)
@@ -284,13 +273,3 @@ class Work:
 def power_(s: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
     """s -> 2^(s - top), and zeros in a row with top [n,L,1] = -inf."""
     return s.sub_(top.clamp(min=torch.finfo(top.dtype).min)).exp2_()
-
-
-@lru_cache(HELD)
-@neutral_state()
-def held_bits(
-    mask: Mask, rows: range, keys: range, sizes: tuple[int, int, int], dtype: torch.dtype
-) -> Bits:
-    """What hides the places that a mask of ours without data drops: in all heads the same."""
-    keep = mask.keep(Place.of(Block(range(1), range(1), rows, *sizes), keys))
-    return hiding_bits(torch.as_tensor(keep), dtype)

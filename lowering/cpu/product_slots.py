@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, lru_cache
 from operator import itemgetter
 from typing import final
 
 import torch
 from attrs import Factory, field, frozen
 
-from attn_graph.lowering.cpu.schedule import MOST_READY, Cut, Part, Tile, parts_of, row_tiles
+from attn_graph.kernels.hiding import Bits, hiding_bits
+from attn_graph.lowering.cpu.schedule import (
+    MOST_READY,
+    Cut,
+    Part,
+    Tile,
+    parts_of,
+    place_within,
+    row_tiles,
+)
 from attn_graph.lowering.problem import Problem
+from attn_graph.machine.ambient import neutral_state
+from attn_graph.masks import Mask
+from attn_graph.masks.canonical import is_ours
 from attn_graph.masks.places import Block, Place, join_intervals
 from attn_graph.spec import TensorSpec
 
@@ -29,6 +41,8 @@ DROPOUT_SCORES = SCORES // 2  # its random words take three times the memory of 
 # Of products in half precision, which are so fast that copies and sums by the row count.
 HALF_ROWS, HALF_MASKED_ROWS = 1024, 128
 LEAST_ROWS = 16
+MOST_HELD = 2**14  # places of a part whose bits are held, in up to 256 KiB
+HELD = 64  # parts
 LEAST_FULL = 64  # keys: on a longer run the mask is not evaluated
 
 
@@ -46,7 +60,8 @@ class Chunk:
 class ProductSlot:
     """A tile of a chunk, made ready for calls.
 
-    heads: its query heads. shape: how many batch entries, groups, query heads a group and queries.
+    heads: its query heads. shape: how many batch entries, groups, query heads a group and queries;
+    lines: (n, L), how many products and rows of each; grid: (batch, heads, rows, -1).
     rows: cuts its queries out of x [B,H,M,...]. groups: cuts its batch entries and groups out of
     x [B,G,N,D]. runs: its keys, in runs without a hole. mixed: the parts that the mask decides,
     each with its first column among the tile's scores.
@@ -60,16 +75,18 @@ class ProductSlot:
     runs: tuple[tuple[int, int], ...]
     mixed: tuple[tuple[int, Part], ...]
     keys: int = field(init=False, default=Factory(lambda slot: slot.tile.keys, takes_self=True))
+    lines: tuple[int, int] = field(init=False)
+    grid: tuple[int, int, int, int] = field(init=False)
 
-    def room(self, buffer: torch.Tensor, last: int) -> torch.Tensor:
-        """A part of a buffer as [n,L,last]."""
+    @lines.default
+    def _lines(self) -> tuple[int, int]:
         b, g, r, m = self.shape
-        return buffer[: b * g * r * m * last].view(b * g, r * m, last)
+        return b * g, r * m
 
-    def by_head(self, x: torch.Tensor) -> torch.Tensor:
-        """[n,L,S] as [batch,heads,rows,S]."""
+    @grid.default
+    def _grid(self) -> tuple[int, int, int, int]:
         b, g, r, m = self.shape
-        return x.view(b, g * r, m, -1)
+        return b, g * r, m, -1
 
     def keys_of(self, x: torch.Tensor) -> list[torch.Tensor]:
         """The tile's keys of x [B,G,N,D], as [n,S,D] for each run of parts without a hole."""
@@ -79,7 +96,7 @@ class ProductSlot:
 
 
 @frozen
-class Tiling:
+class TileGrid:
     """Which tiles: each is of n = batch * groups key/value heads, and of `rows` queries of the
     query heads that share each. reach: the most keys of a tile.
     """
@@ -114,20 +131,47 @@ class Tiling:
         """All tiles, given what the mask reads."""
         return list_slots(self.problem, self.rows, self.batch, self.groups, data)
 
-    def steps(
-        self, q: torch.Tensor, data: Mapping[str, torch.Tensor]
-    ) -> Iterator[tuple[ProductSlot, Place]]:
-        """Each tile of a call, and all places."""
+    def tiles(self, data: Mapping[str, torch.Tensor]) -> Iterable[ProductSlot]:
+        """The tiles of a call."""
+        return self.slots(data) if self.listed is None else self.listed
+
+    @cached_property
+    def holds(self) -> bool:
+        """Whether what the mask drops is known ahead, and alike in all batch entries and heads."""
+        mask = self.problem.node.mask
+        return mask is not None and not mask.needs and is_ours(mask)
+
+    def bits(self, slot: ProductSlot, part: Part, at: Place, scores: torch.Tensor) -> Bits:
+        """What hides the places of a part that the mask drops. at: all places of the call."""
+        mask, tile, keys = self.problem.node.mask, slot.tile, range(part.start, part.stop)
+        assert mask is not None
+        few = len(tile.rows) * (part.stop - part.start) <= MOST_HELD
+        if few and self.holds and type(scores) is torch.Tensor and scores.is_cpu:
+            return held_bits(mask, tile.rows, keys, (at.H, at.M, at.N), scores.dtype)
+        here = place_within(at, tile.batch, slot.heads, tile.rows, keys)
+        keep = torch.as_tensor(mask.keep(here), device=scores.device)
+        return hiding_bits(keep, scores.dtype)
+
+    def places(self, data: Mapping[str, torch.Tensor], device: torch.device) -> Place:
+        """All places of a call."""
         p = self.problem
         block = Block(range(p.B), range(p.H), range(p.M), p.H, p.M, p.N, data)
-        at = Place.of(block, range(p.N), q.device)
-        for slot in self.slots(data) if self.listed is None else self.listed:
-            yield slot, at
+        return Place.of(block, range(p.N), device)
 
     @property
     def size(self) -> str:
         """What a tile is, for `explain`."""
         return f"{self.batch} x {self.groups * self.r} heads x {self.rows} queries"
+
+
+@lru_cache(HELD)
+@neutral_state()
+def held_bits(
+    mask: Mask, rows: range, keys: range, sizes: tuple[int, int, int], dtype: torch.dtype
+) -> Bits:
+    """What hides the places that a mask of ours without data drops, for CPUs."""
+    keep = mask.keep(Place.of(Block(range(1), range(1), rows, *sizes), keys))
+    return hiding_bits(torch.as_tensor(keep), dtype)
 
 
 def choose_sizes(problem: Problem, factors: torch.dtype) -> tuple[int, int, int]:

@@ -14,9 +14,9 @@ from attn_graph.ir.attention import GradientOperands, Operands
 from attn_graph.ir.modifiers import SoftCap, back_, change_
 from attn_graph.ir.philox import counters, keep_, place_in_whole
 from attn_graph.kernels import products
-from attn_graph.kernels.hiding import hide_, hiding_bits
+from attn_graph.kernels.hiding import hide_
 from attn_graph.kernels.merging import sink_
-from attn_graph.lowering.cpu.product_slots import ProductSlot, Tiling, choose_sizes, packs
+from attn_graph.lowering.cpu.product_slots import ProductSlot, TileGrid, choose_sizes, packs
 from attn_graph.lowering.cpu.schedule import POSITIONS, Part, place_within
 from attn_graph.lowering.problem import Problem
 from attn_graph.machine.workspace import Buffer, Scratch
@@ -28,7 +28,7 @@ MOST_CAP = 2.0**64  # beyond, scale / cap may be too small a number for the prod
 
 @final
 @frozen
-class ProductTiles(Tiling):
+class ProductTiles(TileGrid):
     """Forward and backward of one problem.
 
     factors: the dtype that products multiply and give, scores' own or the half precision one of
@@ -82,7 +82,7 @@ class ProductTiles(Tiling):
             buffers |= self.needed_backward(n, L)
         return buffers
 
-    @property
+    @cached_property
     def rounds(self) -> bool:
         """Whether products are in another dtype than scores."""
         return self.factors != self.problem.wide
@@ -130,7 +130,8 @@ class ProductTiles(Tiling):
         self, given: Operands[torch.Tensor], scratch: Mapping[str, torch.Tensor]
     ) -> Iterator[Here]:
         """Each tile of a call."""
-        for slot, places in self.steps(given.q, given.mask):
+        places = self.places(given.mask, given.q.device)
+        for slot in self.tiles(given.mask):
             yield Here(self, slot, given, scratch, places)
 
     def packed(
@@ -223,7 +224,8 @@ class Here:
 
     def room(self, name: str, last: int) -> torch.Tensor:
         """A buffer as [n, L, last]."""
-        return self.slot.room(self.scratch[name], last)
+        n, L = self.slot.lines
+        return self.scratch[name][: n * L * last].view(n, L, last)
 
     def factor(self, x: torch.Tensor) -> torch.Tensor:
         """x [n,L,S] as products take it, in the buffer of factors unless that is its own dtype."""
@@ -237,11 +239,11 @@ class Here:
     def multiply(self, s: torch.Tensor, x: torch.Tensor, keys: torch.Tensor, scale: float) -> None:
         """s [n,L,S] = scale * x keys^T, of this tile's keys."""
         room = self.room("factor", s.shape[2]) if self.tiles.rounds else None
-        products.scores_(s, x, self.keys_of(keys), scale, room=room)
+        products.scores_(s, x, self.slot.keys_of(keys), scale, room=room)
 
     def heads(self, x: torch.Tensor) -> torch.Tensor:
         """[n,L,S] as [batch,heads,rows,S]."""
-        return self.slot.by_head(x)
+        return x.view(self.slot.grid)
 
     def load(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """This tile's queries of x [B,H,M,D], gathered in a buffer as [n,L,D]."""
@@ -288,8 +290,8 @@ class Here:
             save(i, s)
         for at, part in self.slot.mixed:
             assert node.mask is not None
-            keep = torch.as_tensor(node.mask.keep(self.place(part)), device=s.device)
-            hide_(self.heads(s)[..., at : at + len(part)], hiding_bits(keep, s.dtype))
+            piece = self.heads(s)[..., at : at + len(part)]
+            hide_(piece, self.tiles.bits(self.slot, part, self.places, piece))
         return s
 
     def change_(self, i: int, s: torch.Tensor) -> None:
@@ -354,7 +356,7 @@ class Here:
         products.softmax_(s, lse, total)
         if self.tiles.problem.node.dropout:
             self.dropped_(s)
-        products.weigh_(o, self.factor(s), self.keys_of(v), room=self.product)
+        products.weigh_(o, self.factor(s), self.slot.keys_of(v), room=self.product)
         o.div_(total)
 
     def pull(
@@ -388,9 +390,9 @@ class Here:
         ds.sub_(surplus).mul_(p)
         self.modifiers_back(ds, totals)
         sums, factor = self.room("dq", q.shape[2]), self.factor(ds)
-        products.weigh_(sums, factor, self.keys_of(k), node.scale, room=self.product)
+        products.weigh_(sums, factor, self.slot.keys_of(k), node.scale, room=self.product)
         self.slot.rows(dq).copy_(self.heads(sums))
-        products.add_transposed_(self.keys_of(dk), factor, q, node.scale, self.product)
+        products.add_transposed_(self.slot.keys_of(dk), factor, q, node.scale, self.product)
 
     def sum_up_(self, p: torch.Tensor, lse: torch.Tensor) -> None:
         """Divide weights by their own sum: lse [n,L,1] may be of scores that were not rounded."""
@@ -419,7 +421,7 @@ class Here:
             weights = self.room("weights", self.slot.keys).copy_(p)
             self.dropped_(weights)
         products.add_transposed_(
-            self.keys_of(dv), self.factor(weights), cotangents, room=self.product
+            self.slot.keys_of(dv), self.factor(weights), cotangents, room=self.product
         )
         self.multiply(dp, cotangents, v, 1.0)
         if self.tiles.problem.node.dropout:
