@@ -26,8 +26,9 @@ from attn_graph.spec import INF, NAMES
 
 Tensors = Mapping[str, torch.Tensor]
 # Multiplications of q k^T from which products of half precision are the faster, by pass; fewer are
-# faster in PyTorch's fused kernel. Measured on an AVX512 with native bf16, 1 and 2 threads.
-LEAST_FORWARD, LEAST_BACKWARD = 2**23, 2**21
+# faster in PyTorch's fused kernel, which takes four times as long for a key/value head of one row.
+# Measured on an AVX512 with native bf16, 1 and 2 threads.
+LEAST_FORWARD, LEAST_OF_ONE_ROW, LEAST_BACKWARD = 2**23, 2**19, 2**21
 FEW_ROWS = 64  # of a key/value head
 LN_2 = 0.6931471805599453
 softmax_backward = torch.ops.aten._softmax_backward_data.out
@@ -36,7 +37,8 @@ softmax_backward = torch.ops.aten._softmax_backward_data.out
 def pays(problem: Problem) -> bool:
     """Whether products of half precision, which are the CPU's own, are the faster for a problem."""
     p = problem
-    least = LEAST_FORWARD if p.grad is None else LEAST_BACKWARD
+    forward = LEAST_OF_ONE_ROW if p.H // p.G * p.M == 1 else LEAST_FORWARD
+    least = forward if p.grad is None else LEAST_BACKWARD
     large = least <= p.B * p.H * p.M * p.N * p.D
     return p.dtype == torch.bfloat16 and large and (p.grad is not None or not suits_fused(p))
 

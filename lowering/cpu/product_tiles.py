@@ -401,7 +401,8 @@ class Here:
         if self.given.sinks is not None:  # which have a share of lse, and no weight here
             heads = self.slot.heads
             sinks = self.given.sinks[heads.start : heads.stop].to(lse.dtype)[:, None, None]
-            self.heads(p).mul_((sinks - self.heads(lse)).expm1_().neg_())
+            apart = (sinks - self.heads(lse)).nan_to_num_(0.0, INF, -INF)  # both infinite: p is 0
+            self.heads(p).mul_(apart.expm1_().neg_())
 
     def clear(self, x: torch.Tensor) -> torch.Tensor:
         """x [n,L,.] with 0, in place, in the rows that saw nothing."""
