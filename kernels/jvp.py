@@ -24,11 +24,11 @@ from attn_graph.kernels.common import (
     key_tiles,
     listed_block,
     mixed_tile,
-    modify_scores,
     place_program,
     round_to,
     rows_at,
     rows_of,
+    softmax_step,
     store_rows,
 )
 from attn_graph.kernels.forward import store_statistic
@@ -39,7 +39,7 @@ def push(
     q_ptr, k_ptr, v_ptr, tq_ptr, tk_ptr, tv_ptr, o_ptr, lse_ptr, to_ptr, tlse_ptr, max_ptr,
     sinks_ptr, tsinks_ptr, seed_ptr, offset_ptr, lists_ptr, data, numbers,
     q_strides, k_strides, v_strides, tq_strides, tk_strides, tv_strides, o_strides, lists_strides,
-    sinks_stride, tsinks_stride, H, GROUP, M, N, TOGETHER, scale, keep_scale, threshold,
+    sinks_stride, tsinks_stride, H, GROUP, M, N, TOGETHER, scale, keep_scale, threshold, origin,
     EVEN: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LAST_FIRST: tl.constexpr,
@@ -88,7 +88,7 @@ def push(
             acc, moved, total, mu, c, m, q, tq, k_head, v_head, tk_head, tv_head, n * BLOCK_N,
             first, i, tq_ptr, tk_ptr, tv_ptr, seed_ptr, offset_ptr, data, numbers,
             k_strides, v_strides, tk_strides, tv_strides,
-            b, h, H, M, N, scale, threshold, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
+            b, h, H, M, N, scale, threshold, origin, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
             KEEP, CHANGE, BACK, DROPOUT, False, UPCAST, PRECISION,
         )  # fmt: skip
     for t in range(mixed):
@@ -97,7 +97,7 @@ def push(
             acc, moved, total, mu, c, m, q, tq, k_head, v_head, tk_head, tv_head, n * BLOCK_N,
             first, i, tq_ptr, tk_ptr, tv_ptr, seed_ptr, offset_ptr, data, numbers,
             k_strides, v_strides, tk_strides, tv_strides,
-            b, h, H, M, N, scale, threshold, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
+            b, h, H, M, N, scale, threshold, origin, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
             KEEP, CHANGE, BACK, DROPOUT, True, UPCAST, PRECISION,
         )  # fmt: skip
 
@@ -134,7 +134,7 @@ def attend_along(
     acc, moved, total, mu, c, m, q, tq, k_head, v_head, tk_head, tv_head, key, first, i,
     tq_ptr, tk_ptr, tv_ptr, seed_ptr, offset_ptr, data, numbers,
     k_strides, v_strides, tk_strides, tv_strides,
-    b, h, H, M, N, scale, threshold,
+    b, h, H, M, N, scale, threshold, origin,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     KEEP: tl.constexpr, CHANGE: tl.constexpr, BACK: tl.constexpr, DROPOUT: tl.constexpr,
@@ -156,23 +156,18 @@ def attend_along(
     ts = ts * scale
     if BACK is not None:
         ts = BACK(ts, s * scale, b, h, i, j, M, N, data, numbers)
-    s = modify_scores(s, b, h, i, j, M, N, scale, data, numbers, CHANGE, KEEP, MIXED)
-    new = tl.maximum(m, tl.max(s, 1))
-    safe = new
-    if MIXED or CHANGE is not None:
-        safe = tl.where(new == float("-inf"), 0.0, new)
-    p = tl.exp2(s - safe[:, None])
-    shrink = tl.exp2(m - safe)
+    p, new, total, shrink = softmax_step(
+        s, m, total, b, h, i, j, M, N, scale, data, numbers, KEEP, CHANGE, False, MIXED
+    )
     if MIXED or CHANGE is not None:
         ts = tl.where(p == 0, 0.0, ts)
-    total = total * shrink + tl.sum(p, 1)
     mu = mu * shrink + tl.sum(p * ts, 1)
     mean = mu / tl.where(total == 0, 1.0, total)
     pts = p * (ts - mean[:, None])
     moved -= (mean - c)[:, None] * acc
     if DROPOUT:
         z = dropout_keeps_tile(
-            seed_ptr, offset_ptr, b, h, H, first, key, threshold, BLOCK_M, BLOCK_N
+            seed_ptr, offset_ptr, b, h, H, first, key, threshold, origin, BLOCK_M, BLOCK_N
         )
         p, pts = tl.where(z, p, 0.0), tl.where(z, pts, 0.0)
     v = rows_at(v_head, v_strides, key, N, E, BLOCK_N, WIDTH_E, not MIXED, UPCAST)
