@@ -319,7 +319,8 @@ def build(graph: Graph, target: Target, options: Options, among: Backends | None
     """Choose a backend and make a plan of a simplified graph. Raises NoBackendError."""
     chosen = None if among is None else resolve_backends(among)
     build_log.add(graph)
-    peeled, core = peel(graph), core_of(graph)
+    peeled = peel(graph)
+    core = graph if peeled is None else peeled.core
     with neutral_state(), target.current():
         choice, executable = (choose_by_measuring if options.tune else choose_and_lower)(
             core, target, options, chosen

@@ -37,10 +37,13 @@ softmax_backward = torch.ops.aten._softmax_backward_data.out
 def pays(problem: Problem) -> bool:
     """Whether products of half precision, which are the CPU's own, are the faster for a problem."""
     p = problem
-    forward = LEAST_OF_ONE_ROW if p.H // p.G * p.M == 1 else LEAST_FORWARD
-    least = forward if p.grad is None else LEAST_BACKWARD
-    large = least <= p.B * p.H * p.M * p.N * p.D
-    return p.dtype == torch.bfloat16 and large and (p.grad is not None or not suits_fused(p))
+    if p.dtype != torch.bfloat16 or p.is_empty:
+        return False
+    work = p.B * p.H * p.M * p.N * p.D
+    if p.grad is not None:
+        return work >= LEAST_BACKWARD
+    least = LEAST_OF_ONE_ROW if p.H // p.G * p.M == 1 else LEAST_FORWARD
+    return work >= least and not suits_fused(p)
 
 
 def suits_fused(problem: Problem) -> bool:

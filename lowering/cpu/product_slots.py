@@ -75,24 +75,28 @@ class ProductSlot:
     runs: tuple[tuple[int, int], ...]
     mixed: tuple[tuple[int, Part], ...]
     keys: int = field(init=False, default=Factory(lambda slot: slot.tile.keys, takes_self=True))
-    lines: tuple[int, int] = field(init=False)
-    grid: tuple[int, int, int, int] = field(init=False)
-
-    @lines.default
-    def _lines(self) -> tuple[int, int]:
-        b, g, r, m = self.shape
-        return b * g, r * m
-
-    @grid.default
-    def _grid(self) -> tuple[int, int, int, int]:
-        b, g, r, m = self.shape
-        return b, g * r, m, -1
+    lines: tuple[int, int] = field(
+        init=False, default=Factory(lambda slot: count_lines(*slot.shape), takes_self=True)
+    )
+    grid: tuple[int, int, int, int] = field(
+        init=False, default=Factory(lambda slot: shape_grid(*slot.shape), takes_self=True)
+    )
 
     def keys_of(self, x: torch.Tensor) -> list[torch.Tensor]:
         """The tile's keys of x [B,G,N,D], as [n,S,D] for each run of parts without a hole."""
         here = self.groups(x)
         flat = here[0] if self.shape[0] == 1 else here.flatten(0, 1)
         return [flat[:, a:b] for a, b in self.runs]
+
+
+def count_lines(b: int, g: int, r: int, m: int) -> tuple[int, int]:
+    """How many products a tile has, and rows of each."""
+    return b * g, r * m
+
+
+def shape_grid(b: int, g: int, r: int, m: int) -> tuple[int, int, int, int]:
+    """The batch entries, query heads and queries of a tile, and -1 for what each has."""
+    return b, g * r, m, -1
 
 
 @frozen
