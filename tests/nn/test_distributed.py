@@ -92,6 +92,7 @@ def join(rank: int, path: str) -> None:
 
 def leave(rank: int, path: str) -> None:
     """End this process's part, and leave a file that says so."""
+    dist.barrier()  # no rank leaves while another still has messages for it
     dist.destroy_process_group()
     Path(f"{path}.{rank}").touch()
 
