@@ -142,6 +142,8 @@ def as_integers(name: str, values: object) -> tuple[int, ...]:
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise GraphError(f"spec: {name} {values!r} is no sequence of sizes such as (2, 8, 512, 64)")
     given = tuple(values)
+    if {*map(type, given)} == {int}:  # as those of tensors are
+        return given
     sizes = tuple([n for n in map(to_integer, given) if n is not None])
     if len(sizes) < len(given):
         raise GraphError(f"spec: {name} {given} has what is no whole number")

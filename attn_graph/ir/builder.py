@@ -228,8 +228,8 @@ def rank_problems(op: Op, types: Sequence[ValueType], *, partial: bool = False) 
     """Operands whose number, or whose number of axes, is not what the op needs."""
     ranks = op.ranks
     pairs = [*zip(types, ranks, strict=False)]
-    fits = all(rank is None or len(type_.shape) == rank for type_, rank in pairs)
-    if fits and (partial or len(types) == len(ranks)):
+    misfits = [rank for type_, rank in pairs if rank is not None and len(type_.shape) != rank]
+    if not misfits and (partial or len(types) == len(ranks)):
         return []
     who, roles = op_name(type(op)), dict(enumerate(op.roles))
     if len(types) != len(ranks) and not partial:

@@ -75,10 +75,12 @@ def node_reasons(problem: Problem, rules: Sequence[type[Modifier]]) -> Iterator[
 
 def modifier_reasons(node: Attention, rules: Sequence[type[Modifier]]) -> Iterator[Reason]:
     """The modifiers that a kernel has no rule for."""
-    known = " and ".join(rule.__name__ for rule in rules)
-    others = f"; the only modifier it has one for is {known}" if rules else ", nor for any other"
     for modifier in dict.fromkeys(type(m) for m in node.modifiers):
         if modifier not in rules:
+            known = " and ".join(rule.__name__ for rule in rules)
+            others = (
+                f"; the only modifier it has one for is {known}" if rules else ", nor for any other"
+            )
             yield without_rule(modifier.__name__, others)
     yield from several_biases(sum(isinstance(m, Bias) for m in node.modifiers))
 
