@@ -117,9 +117,22 @@ class Lengths(Op):
         return (None,)
 
 
+@frozen
+class OfSequences(Op):
+    """What reads x and where its sequences begin, and how long they are."""
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return "x", "starts", "lengths"
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        return None, 1, 1
+
+
 @final
 @frozen
-class Unpack(Op):
+class Unpack(OfSequences):
     """x [T,H,D], starts [B+1], lengths [B] -> [B,H,length,D], 0 past the end of each sequence.
 
     A statistic x [H,T] -> [B,H,length].
@@ -130,14 +143,6 @@ class Unpack(Op):
     @property
     def reads(self) -> int:
         return 2
-
-    @property
-    def roles(self) -> tuple[str, ...]:
-        return "x", "starts", "lengths"
-
-    @property
-    def ranks(self) -> tuple[int | None, ...]:
-        return None, 1, 1
 
     def problems(self, x: ValueType, starts: ValueType, lengths: ValueType) -> Iterator[str]:
         yield from sequence_problems("unpack", starts, lengths)
@@ -169,7 +174,7 @@ class Unpack(Op):
 
 @final
 @frozen
-class Pack(Op):
+class Pack(OfSequences):
     """x [B,H,M,D], starts [B+1], lengths [B] -> [total,H,D]; x [B,H,M] -> [H,total].
 
     Rows of no sequence are 0; `blind`: -inf, as lse is of a row that sees nothing.
@@ -177,14 +182,6 @@ class Pack(Op):
 
     total: int = field(converter=to_size)
     blind: bool = field(default=False, converter=bool)
-
-    @property
-    def roles(self) -> tuple[str, ...]:
-        return "x", "starts", "lengths"
-
-    @property
-    def ranks(self) -> tuple[int | None, ...]:
-        return None, 1, 1
 
     def problems(self, x: ValueType, starts: ValueType, lengths: ValueType) -> Iterator[str]:
         yield from sequence_problems("pack", starts, lengths)

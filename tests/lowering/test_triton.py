@@ -14,9 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attn_graph as ag
-from attn_graph.ir import ops
 from attn_graph.ir.passes import simplify
-from attn_graph.ir.philox import flat_origin, threshold
 from attn_graph.ir.vjp import backward, result_spec
 from attn_graph.kernels.tilings import INTERPRETED, VARIANTS
 from attn_graph.lowering.backend import Options
@@ -27,10 +25,8 @@ from attn_graph.lowering.triton.launches import Launch, check_interpreter
 from attn_graph.lowering.triton.operands import gradient_strides
 from attn_graph.lowering.triton.plan import Flash, FlashBuilder
 from attn_graph.lowering.triton.tile_lists import blocks, classify_blocks, list_width
-from attn_graph.masks.places import Block, Place
 from attn_graph.spec import TensorSpec
 from attn_graph.testing import rule
-from attn_graph.testing.agreement import check_gradients, check_outputs
 from attn_graph.testing.mask_formula import Places, evaluate_mask
 from attn_graph.testing.strategies import Shape, data_specs, masks, seeds
 from attn_graph.testing.tensors import cotangents_for, tensors_for
@@ -399,51 +395,6 @@ def test_what_can_not_be_traced_is_refused_with_a_reason() -> None:
         with pytest.raises(ag.NoBackendError, match=word):
             ag.compile(graph, backends=("triton",))
     assert ag.compile(graph, backends=("math",)).backend == "math"
-
-
-@given(
-    seed=st.integers(-(2**63), 2**63 - 1),
-    offset=st.integers(-(2**63), 2**63 - 1),
-    rate=st.sampled_from((0.1, 0.5, 0.9)),
-    at=st.tuples(*map(st.integers, (0,) * 4, (2, 3, 5, 9))),
-    origin=st.sampled_from([(), (1, 2, 3, 8, 9), (0, 0, 1, 4, 4), (3, 1, 0, 0, 5)]),
-)
-def test_dropout_draws_the_bits_of_math(
-    seed: int,
-    offset: int,
-    rate: float,
-    at: tuple[int, int, int, int],
-    origin: tuple[int, ...],
-) -> None:
-    b, h, row, column = at
-    out = torch.empty(32, 32, dtype=torch.int8)
-    numbers = (torch.tensor(x) for x in (seed, offset))
-    where = threshold(rate), flat_origin(origin)
-    probes().dropout_bits[(1,)](out, *numbers, b, h, 4, row * 32, column * 32, *where, BLOCK=32)
-    rows, keys = range(row * 32, row * 32 + 32), range(column * 32, column * 32 + 32)
-    place = Place.of(Block(range(b, b + 1), range(h, h + 1), rows, 4, 192, 320), keys)
-    assert torch.equal(out.bool(), ops.dropout_keeps(place, rate, seed, offset, origin)[0, 0])
-
-
-def attend_part(origin: tuple[int, ...]) -> ag.Graph:
-    """Attention with dropout, of a part of a whole."""
-
-    def attend(q: Any, k: Any, v: Any, seed: Any, offset: Any) -> Any:
-        p, lse = ag.scores(q, k).mask(ag.Causal()).softmax()
-        return p.dropout(0.5, seed, offset, origin=origin).weigh(v), lse
-
-    x, number = TensorSpec((2, 2, 33, 8), torch.float32), TensorSpec((), torch.int64)
-    return ag.graph(attend, q=x, k=x, v=x, seed=number, offset=number)
-
-
-def test_dropout_of_a_part_is_that_of_its_places_in_the_whole() -> None:
-    odd, even = attend_part((1, 2, 5, 7, 7)), attend_part((1, 2, 5, 8, 7))
-    for graph, name in ((odd, "math"), (even, "math"), (even, "triton")):
-        plan, tensors = ag.compile(graph, backends=(name,)), tensors_for(graph, 0)
-        check_outputs(plan, graph, tensors)
-        check_gradients(plan, graph, tensors, 0)
-    with pytest.raises(ag.NoBackendError, match="at a multiple of 4 keys, and this one begins"):
-        ag.compile(odd, backends=("triton",))
 
 
 def test_the_workspace_is_what_memory_says() -> None:
