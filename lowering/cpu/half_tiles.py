@@ -30,7 +30,7 @@ Tensors = Mapping[str, torch.Tensor]
 # Measured on an AVX512 with native bf16, 1 and 2 threads.
 LEAST_FORWARD, LEAST_OF_ONE_ROW, LEAST_BACKWARD = 2**23, 2**19, 2**21
 FEW_ROWS = 64  # of a key/value head
-LN_2 = 0.6931471805599453
+
 softmax_backward = torch.ops.aten._softmax_backward_data.out
 
 
@@ -106,11 +106,14 @@ class HalfTiles(TileGrid):
     @property
     def temporary(self) -> int:
         """Bytes that PyTorch allocates beside the workspace, at most: the places that a mask is
-        asked at, with their bits, and o's rows in the dtype of their sums."""
+        asked at, with their bits, rows of o and two of their sums, and what oneDNN packs of weights
+        that it transposes."""
         p, rows = self.problem, self.batch * self.rows
         places = rows * self.reach * (POSITIONS + 8) if p.node.mask else 0
         places += torch.int64.itemsize * (p.B + p.H + p.M + p.N)
-        return places + 2 * rows * self.groups * self.r * (p.E + 1) * p.wide.itemsize
+        lines = rows * self.groups * self.r
+        packed = lines * self.reach * p.dtype.itemsize
+        return places + packed + 2 * lines * (p.E + 1) * p.wide.itemsize
 
     def summary(self) -> str:
         """How it runs, for `explain`."""
@@ -234,7 +237,7 @@ class Spot:
         top = self.room("lse", 1)
         torch.amax(s, -1, keepdim=True, out=top)
         total = self.sums(power_(s, top))
-        top.add_(total.log2()).mul_(LN_2)
+        top.add_(total.log2()).div_(LOG2_E)
         self.slot.rows(lse).copy_(self.heads(top)[..., 0])
         self.store("o", o, self.factor(s.div_(total)), self.load_keys("v", v), 1.0)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 
 import attn_graph as ag
 from attn_graph.kernels import products
@@ -83,3 +84,21 @@ def test_a_cap_far_above_the_scores_changes_nothing(cap: float) -> None:
         results.append((o, *torch.autograd.grad(o.square().sum(), tensors)))
     for x, due in zip(*reversed(results), strict=True):
         torch.testing.assert_close(x, due, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "forward", "backward"),
+    [
+        ((1, 2, 64, 32), "torch_sdpa", "torch_sdpa"),
+        ((1, 4, 128, 64), "torch_sdpa", "math"),
+        ((4, 8, 256, 64), "math", "math"),
+    ],
+)
+def test_the_size_of_a_pass_decides_who_multiplies_bfloat16(
+    sizes: tuple[int, ...], forward: str, backward: str
+) -> None:
+    x = ag.TensorSpec(sizes, torch.bfloat16)
+    said = ag.explain(ag.attention(x, x, x), target=evolve(Target.of("cpu"), native=("bf16",)))
+    assert said.backward is not None
+    assert (said.backend, said.backward.backend) == (forward, backward)
+    assert ("of this size" in said.cause) == (forward == "math")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
@@ -90,6 +91,31 @@ def test_memory_is_what_the_allocator_gives(
     assert held == need.gradients
     assert most <= need.gradients + need.temporary_backward + SMALL
     del again
+
+
+@pytest.mark.parametrize("mask", [None, ag.Causal(), ag.Causal() & ag.Window(200)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"soft_cap": 30.0}], ids=str)
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_products_of_half_precision_allocate_what_is_said(
+    mask: ag.Mask | None, options: dict[str, Any], layout: str
+) -> None:
+    q, k = (ag.TensorSpec((1, H, 256, 32), torch.bfloat16, layout=layout) for H in (8, 2))
+    graph = ag.attention(q, k, k, mask=mask, **options)
+    target = evolve(CPU, native=("bf16",))
+    plan = ag.compile(graph, target=target, backends=("math",), workspace=ag.Workspace())
+    assert any("bf16" in note for note in plan.explain().notes)
+    need, leaves = plan.memory(), [t.requires_grad_() for t in tensors_for(graph, 1)]
+    o = plan(*leaves)
+    assert isinstance(o, torch.Tensor)
+
+    def backward() -> object:
+        return torch.autograd.grad(o, leaves, torch.ones_like(o), retain_graph=True)
+
+    backward()
+    _, held, most = allocated(lambda: plan(*leaves))
+    assert most <= held + need.temporary_forward + SMALL
+    _, held, most = allocated(backward)
+    assert most <= held + need.temporary_backward + o.nbytes + SMALL
 
 
 @given(graph=shuffled_graphs(), seed=seeds)
