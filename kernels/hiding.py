@@ -22,6 +22,14 @@ def hiding_bits(keep: torch.Tensor, dtype: torch.dtype) -> Bits:
     return kept, kept.bitwise_not().bitwise_and_(infinity)
 
 
+def fill_hidden(room: torch.Tensor, keep: torch.Tensor) -> None:
+    """room = 0 where `keep`, which broadcasts, is true, else -inf: in place, since new memory of
+    the size of scores takes longer than all else."""
+    whole = WHOLE[room.dtype.itemsize]
+    infinity = torch.full((), -INF, dtype=room.dtype, device=room.device).view(whole)
+    room.view(whole).copy_(keep).sub_(1).bitwise_and_(infinity)
+
+
 def hide_(s: torch.Tensor, bits: Bits) -> None:
     """s = -inf where places are dropped; elsewhere it stays."""
     kept, hidden = bits

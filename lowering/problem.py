@@ -130,7 +130,7 @@ class Problem:
         """Whether the mask alone may leave a query no key."""
         return self.node.mask is not None and not sees_everywhere(self.node.mask, self)
 
-    @property
+    @cached_property
     def layout_of_o(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shape and strides of o [B,H,M,E]: dense in the memory order of q."""
         shape = (self.B, self.H, self.M, self.E)

@@ -18,7 +18,7 @@ from attrs import frozen
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.modifiers import change_
 from attn_graph.kernels.fused_cpu import find_unseen
-from attn_graph.kernels.hiding import hide_, hiding_bits
+from attn_graph.kernels.hiding import fill_hidden, hide_, hiding_bits
 from attn_graph.lowering.cpu.fused_tiles import CPU, FusedTiles
 from attn_graph.lowering.cpu.schedule import MOST_READY, Cut, Part, Tile, place_within
 from attn_graph.lowering.problem import Problem
@@ -190,13 +190,19 @@ def fill_addend(
 
     data: what modifiers read. restores: after which of them -inf has to be put back.
     """
+    keep = None
+    if mixed:
+        assert node.mask is not None
+        keep = torch.as_tensor(node.mask.keep(at), device=CPU)
+        if not node.modifiers:
+            fill_hidden(sums, keep)
+            return sums
     sums.zero_()
     for modifier, given, restore in zip(node.modifiers, data, restores, strict=True):
         hidden = sums == -INF if restore else None
         change_(modifier, sums, at.reading(given))
         if hidden is not None:
             sums.masked_fill_(hidden, -INF)
-    if mixed:
-        assert node.mask is not None
-        hide_(sums, hiding_bits(torch.as_tensor(node.mask.keep(at), device=CPU), sums.dtype))
+    if keep is not None:
+        hide_(sums, hiding_bits(keep, sums.dtype))
     return sums

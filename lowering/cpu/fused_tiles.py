@@ -43,6 +43,7 @@ MOST_PACKED = 2**23  # bytes of k and v that such queries have packed at a time
 LEAST_KEYS = FEW_QUERIES  # packed at a time
 MOST_HELD = 2**16  # elements of addends that a plan holds: 256 KiB of float32
 DATA_ROWS = 128  # queries a tile, where data decides which keys they keep
+JOINED = 2**20  # numbers added at a time to neighbours with the same keys, 4 MiB of float32
 CPU = torch.device("cpu")
 
 
@@ -174,8 +175,14 @@ class FusedTiles:
         """The most scores of one head that have something added."""
         p = self.problem
         if self.static is None:
-            return min(DATA_ROWS, p.M) * min(p.N, self.keys_a_part or p.N)
+            keys = min(p.N, self.keys_a_part or p.N)
+            return min(max(DATA_ROWS * keys, self.joined), p.M * keys)
         return max((len(t.rows) * len(x) for t, x in self.changed_parts()), default=0)
+
+    @property
+    def joined(self) -> int:
+        """The most scores of one head of a tile that is joined of several, by data."""
+        return JOINED // (self.problem.H if "h" in self.axes else 1)
 
     @property
     def temporary(self) -> int:
@@ -218,7 +225,7 @@ class FusedTiles:
         all_tiles: list[Tile] = []
         for b in range(p.B):
             tiles = row_tiles(p, p.node.mask, range(b, b + 1), rows, LEAST_FULL, data)
-            all_tiles += join_neighbours(tiles, rows * p.N, bounded)
+            all_tiles += join_neighbours(tiles, max(rows * p.N, self.joined), bounded)
         return all_tiles
 
     def is_whole(self, tiles: Sequence[Tile]) -> bool:

@@ -22,9 +22,10 @@ from attn_graph.ir.packed import Packed
 from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp
 from attn_graph.ir.vjp import residuals, statistics
 from attn_graph.lowering.backend import Backend, Executable, Options, switch_name
-from attn_graph.lowering.cpu import half_tiles, sdpa
+from attn_graph.lowering.cpu import row_choice, sdpa
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
 from attn_graph.lowering.cpu.product_tiles import ProductTiles
+from attn_graph.lowering.cpu.row_tiles import RowTiles
 from attn_graph.lowering.cpu.schedule import POSITIONS
 from attn_graph.lowering.cpu.tangent_tiles import TangentTiles
 from attn_graph.lowering.folding import folds_heads
@@ -35,7 +36,7 @@ from attn_graph.machine.torch_switches import products_round
 from attn_graph.machine.workspace import Buffer, Scratch
 from attn_graph.spec import NAMES, TensorSpec
 
-Tiles = FusedTiles | half_tiles.HalfTiles | ProductTiles | TangentTiles
+Tiles = FusedTiles | RowTiles | ProductTiles | TangentTiles
 # Where the blocked math lowering, which computes half precision in float32, beats PyTorch's own
 # half precision kernel on CPUs: by dtype and pass, and whether the CPU has the dtype natively. For
 # bf16 that is native, `is_fast` decides by size.
@@ -48,6 +49,7 @@ MATH_IS_FASTER = {
     ("bf16", "backward", False),
 }
 NOTHING = Scratch()
+Dtypes = frozenset[torch.dtype]
 MOST_PADDING = 2  # times the smaller head size: from there on padding costs more than it saves
 Work = Callable[..., Sequence[torch.Tensor]]  # of the device of a call, and of operands on it
 
@@ -73,17 +75,17 @@ def unbounded_workspace(graph: Graph, options: Options) -> Iterator[Reason]:
 def plan_tiles(graph: Graph, target: Target, options: Options) -> tuple[Tiles | None, ...]:
     """How each equation is tiled; None for what is no attention or has nothing to compute."""
     fused = target.kind == "cpu" and options.switches.flash
-    return tile_equations(graph, fused, has_own_products(target))
+    return tile_equations(graph, fused, own_products(target))
 
 
 @lru_cache(64)  # `why_not` asks for it, and `lower` again
-def tile_equations(graph: Graph, fused: bool, native: bool) -> tuple[Tiles | None, ...]:
-    """The same. fused: whether PyTorch's fused CPU kernel may run. native: whether products of
-    bfloat16 are the CPU's own."""
-    return tuple([tile_equation(graph, eqn, fused, native) for eqn in graph.eqns])
+def tile_equations(graph: Graph, fused: bool, own: Dtypes) -> tuple[Tiles | None, ...]:
+    """The same. fused: whether PyTorch's fused CPU kernel may run. own: the dtypes whose products
+    are the CPU's own."""
+    return tuple([tile_equation(graph, eqn, fused, own) for eqn in graph.eqns])
 
 
-def tile_equation(graph: Graph, eqn: Eqn, fused: bool, native: bool) -> Tiles | None:
+def tile_equation(graph: Graph, eqn: Eqn, fused: bool, own: Dtypes) -> Tiles | None:
     """The same of one equation."""
     specs = operand_specs(graph, eqn)
     if isinstance(eqn.op, (AttentionJvp, AttentionGradJvp)):
@@ -94,11 +96,11 @@ def tile_equation(graph: Graph, eqn: Eqn, fused: bool, native: bool) -> Tiles | 
     problem = Problem.of(eqn.op, specs)
     if problem.is_empty:
         return None
-    half = native and half_tiles.pays(problem) and not gives_lse(graph, eqn)
-    if half and half_tiles.takes(problem):
-        return half_tiles.HalfTiles.plan(problem)
-    if half or not (fused and fuses(problem)):
-        return ProductTiles.plan(problem, problem.dtype if half else problem.wide)
+    pays = row_choice.pays(problem, own, gives_lse(graph, eqn))
+    if pays and row_choice.takes(problem):
+        return RowTiles.plan(problem)
+    if pays or not (fused and fuses(problem)):
+        return ProductTiles.plan(problem, problem.dtype if pays else problem.wide)
     return FusedTiles.plan(problem)
 
 
@@ -112,11 +114,11 @@ def where_faster(graph: Graph, target: Target) -> str | None:
 
 
 def is_fast(graph: Graph, target: Target) -> bool:
-    """Whether products of half precision, the CPU's own, make it faster than PyTorch's kernel."""
+    """Whether products with a softmax between make it faster than PyTorch's kernel."""
     problem = sole(graph)
-    if problem is None or not has_own_products(target) or gives_lse(graph, graph.eqns[0]):
+    if problem is None:
         return False
-    return half_tiles.pays(problem)
+    return row_choice.pays(problem, own_products(target), gives_lse(graph, graph.eqns[0]))
 
 
 def gives_lse(graph: Graph, eqn: Eqn) -> bool:
@@ -127,9 +129,12 @@ def gives_lse(graph: Graph, eqn: Eqn) -> bool:
     return lse in graph.outputs or any(lse in each.args for each in graph.eqns)
 
 
-def has_own_products(target: Target) -> bool:
-    """Whether a target multiplies bfloat16 in instructions of its CPU."""
-    return target.kind == "cpu" and "bf16" in target.native
+def own_products(target: Target) -> Dtypes:
+    """The dtypes that a target multiplies in instructions of its CPU; none where it is none."""
+    if target.kind != "cpu":
+        return frozenset()
+    half = {torch.bfloat16} if "bf16" in target.native else set[torch.dtype]()
+    return frozenset({torch.float32, torch.float64, *half})
 
 
 def fuses(problem: Problem) -> bool:
@@ -153,12 +158,13 @@ def fuses(problem: Problem) -> bool:
 @final
 @frozen
 class Step:
-    """One equation, ready to run."""
+    """One equation, ready to run. infer: the same without lse, where that is less work."""
 
     call: Work
     scratch: Scratch = NOTHING
     temporary: int = 0
     note: str | None = None
+    infer: Work | None = None
 
 
 def lower(graph: Graph, target: Target, options: Options) -> Executable:
@@ -169,23 +175,33 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
     saved, stats = residuals(graph), statistics(graph)
     exact = options.exact(graph)
 
-    def run(*tensors: torch.Tensor) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        device = tensors[0].device if tensors else torch.device(target.kind)
+    def require_exact() -> None:
         if exact and products_round(target.kind):
             raise PlanTargetError(
                 f'math was planned with precision "ieee", and now {switch_name(target.kind)}; '
                 "set it back, or compile again"
             )
+
+    def run(*tensors: torch.Tensor) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        require_exact()
+        device = tensors[0].device if tensors else torch.device(target.kind)
         values = list(tensors)
         for args, call in plan:
             values += call(device, *[values[i] for i in args])
         return hand_out(values, graph.outputs, stats), [values[i] for i in saved]
 
+    def infer(*tensors: torch.Tensor) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        require_exact()
+        assert alone is not None
+        return alone(tensors[0].device, *[tensors[i] for i in graph.eqns[0].args]), ()
+
+    alone = steps[0].infer if graph.outputs == (len(graph.inputs),) and len(steps) == 1 else None
     return Executable(
         run,
         max((step.scratch.bytes for step in steps), default=0),
         max((step.temporary for step in steps), default=0) + bytes_between(graph, saved),
         tuple(step.note for step in steps if step.note),
+        infer=infer if alone else run,
     )
 
 
@@ -224,13 +240,19 @@ def step_of(graph: Graph, eqn: Eqn, tiles: Tiles | None, target: Target, options
         forward = tiles.problem.grad is None
         work = run.forward if forward else partial(run_backward, tiles.problem, run.backward)
 
-    def call(device: torch.device, *operands: torch.Tensor) -> Sequence[torch.Tensor]:
-        rooms = options.workspace.lease(scratch, device)
-        with torch.no_grad(), without_autocast(), rooms as views:
-            return work(operands, dict(zip(names, views, strict=True)))
+    def leased(work: Work) -> Work:
+        def call(device: torch.device, *operands: torch.Tensor) -> Sequence[torch.Tensor]:
+            rooms = options.workspace.lease(scratch, device)
+            with torch.no_grad(), without_autocast(), rooms as views:
+                return work(operands, dict(zip(names, views, strict=True)))
+
+        return call
 
     more = 0 if isinstance(tiles, TangentTiles) else sink_bytes(tiles.problem)
-    return Step(call, scratch, tiles.temporary + more, tiles.summary())
+    infer = None
+    if isinstance(tiles, RowTiles) and tiles.problem.grad is None:
+        infer = leased(tiles.infer)
+    return Step(leased(work), scratch, tiles.temporary + more, tiles.summary(), infer)
 
 
 def packed_step(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Step:

@@ -21,7 +21,7 @@ from attn_graph.lowering.cpu.schedule import (
     row_tiles,
 )
 from attn_graph.lowering.problem import Problem
-from attn_graph.machine.ambient import neutral_state
+from attn_graph.machine.ambient import is_traced, neutral_state
 from attn_graph.masks import Mask
 from attn_graph.masks.canonical import is_ours
 from attn_graph.masks.places import Block, Place, join_intervals
@@ -38,11 +38,14 @@ MOST_ROWS = 64
 UNMASKED_ROWS = 256
 PLACES = 2**18  # at which modifiers are evaluated at a time, of up to POSITIONS bytes each
 DROPOUT_SCORES = SCORES // 2  # its random words take three times the memory of the scores
-# Of products in half precision, which are so fast that copies and sums by the row count.
-HALF_ROWS, HALF_MASKED_ROWS = 1024, 128
+# Where nothing but a mask is between products: copies and sums by the row count then. In float32,
+# for short heads, a quarter of the scores: 1 MiB, which one thread's own cache holds.
+WHOLE_ROWS, WHOLE_MASKED_ROWS = 1024, 128
+FEW_SCORES = 2**16  # which take less time than a list of tiles
 LEAST_ROWS = 16
 MOST_HELD = 2**14  # places of a part whose bits are held, in up to 256 KiB
 HELD = 64  # parts
+MOST_POSITIONS = 2**12  # that are held, in 32 KiB
 LEAST_FULL = 64  # keys: on a longer run the mask is not evaluated
 
 
@@ -156,11 +159,21 @@ class TileGrid:
         keep = torch.as_tensor(mask.keep(here), device=scores.device)
         return hiding_bits(keep, scores.dtype)
 
-    def places(self, data: Mapping[str, torch.Tensor], device: torch.device) -> Place:
-        """All places of a call."""
+    def places(self, data: Mapping[str, torch.Tensor], like: torch.Tensor) -> Place:
+        """All places of a call. like: a tensor on its device."""
         p = self.problem
+        plain = type(like) is torch.Tensor and like.is_cpu and not is_traced()
+        if plain and p.B + p.H + p.M + p.N <= MOST_POSITIONS:
+            return self.positions.reading(data)
         block = Block(range(p.B), range(p.H), range(p.M), p.H, p.M, p.N, data)
-        return Place.of(block, range(p.N), device)
+        return Place.of(block, range(p.N), like.device)
+
+    @cached_property
+    @neutral_state()
+    def positions(self) -> Place:
+        """All places on a CPU, without data."""
+        p = self.problem
+        return Place.of(Block(range(p.B), range(p.H), range(p.M), p.H, p.M, p.N), range(p.N))
 
     @property
     def size(self) -> str:
@@ -188,12 +201,20 @@ def choose_sizes(problem: Problem, factors: torch.dtype) -> tuple[int, int, int]
     return rows, *choose_heads(p, factors, rows, scores)
 
 
-def choose_half_sizes(problem: Problem) -> tuple[int, int, int]:
-    """The same where nothing but a mask is between products, of half precision."""
+def choose_row_sizes(problem: Problem) -> tuple[int, int, int]:
+    """The same where nothing but a mask is between products, in the dtype of the operands."""
     p, r = problem, problem.H // problem.G
-    most = HALF_MASKED_ROWS if p.node.mask else HALF_ROWS
-    rows = min(p.M, most, max(-(-LEAST_ROWS // r), SCORES // (p.N * r)))
-    return rows, *choose_heads(p, p.dtype, rows, SCORES)
+    if has_few_scores(p):
+        return p.M, p.B, p.G
+    scores = SCORES if p.dtype != p.wide else SCORES // 4
+    most = WHOLE_MASKED_ROWS if p.node.mask else WHOLE_ROWS
+    rows = min(p.M, most, max(-(-LEAST_ROWS // r), scores // (p.N * r)))
+    return rows, *choose_heads(p, p.dtype, rows, scores)
+
+
+def has_few_scores(problem: Problem) -> bool:
+    """Whether all scores are so few that what data hides is not worth leaving out."""
+    return problem.B * problem.H * problem.M * problem.N <= FEW_SCORES
 
 
 def choose_heads(problem: Problem, factors: torch.dtype, rows: int, scores: int) -> tuple[int, int]:
@@ -282,3 +303,8 @@ def merges_batch(spec: TensorSpec) -> bool:
         or spec.shape[1] <= 1
         or spec.strides[0] == spec.shape[1] * spec.strides[1]
     )
+
+
+def lies_flat(spec: TensorSpec) -> bool:
+    """Whether a tensor is [n,rows,last] with batch entries and heads as one axis, as it lies."""
+    return merges_batch(spec) and spec.unit_last

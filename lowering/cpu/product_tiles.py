@@ -130,7 +130,7 @@ class ProductTiles(TileGrid):
         self, given: Operands[torch.Tensor], scratch: Mapping[str, torch.Tensor]
     ) -> Iterator[Here]:
         """Each tile of a call."""
-        places = self.places(given.mask, given.q.device)
+        places = self.places(given.mask, given.q)
         for slot in self.tiles(given.mask):
             yield Here(self, slot, given, scratch, places)
 

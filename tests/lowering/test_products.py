@@ -102,3 +102,24 @@ def test_the_size_of_a_pass_decides_who_multiplies_bfloat16(
     assert said.backward is not None
     assert (said.backend, said.backward.backend) == (forward, backward)
     assert ("of this size" in said.cause) == (forward == "math")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "keys", "backend"),
+    [
+        ((1, 4, 64, 32), 64, "torch_sdpa"),
+        ((16, 4, 64, 32), 64, "math"),  # many heads of few scores
+        ((16, 4, 256, 32), 256, "torch_sdpa"),
+        ((1, 16, 1, 128), 1024, "torch_sdpa"),
+        ((1, 16, 1, 128), 8192, "math"),  # one query reads 64 MiB of keys
+        ((1, 16, 64, 128), 8192, "torch_sdpa"),
+    ],
+)
+def test_the_sizes_of_float32_decide_who_multiplies(
+    sizes: tuple[int, ...], keys: int, backend: str
+) -> None:
+    B, H, _, D = sizes
+    q, k = ag.TensorSpec(sizes, torch.float32), ag.TensorSpec((B, H, keys, D), torch.float32)
+    said = ag.explain(ag.attention(q, k, k), target=Target.of("cpu"))
+    assert said.backend == backend
+    assert ("of this size" in said.cause) == (backend == "math")

@@ -1,4 +1,4 @@
-"""Products of half precision on tiles: within the accuracy rule, and chosen where they pay."""
+"""Products with a softmax between, on tiles of whole rows: by the accuracy rule, where they pay."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hypothesis import given, reject
 from hypothesis import strategies as st
 
 import attn_graph as ag
-from attn_graph.lowering.cpu import half_tiles, product_slots
-from attn_graph.lowering.cpu.half_tiles import HalfTiles
+from attn_graph.lowering.cpu import product_slots, row_choice
 from attn_graph.lowering.cpu.math import plan_tiles, tile_equations
 from attn_graph.lowering.cpu.product_tiles import ProductTiles
+from attn_graph.lowering.cpu.row_tiles import RowTiles
 from attn_graph.machine.target import Target
 from attn_graph.testing.agreement import check_gradients, check_outputs, run_gradients
 from attn_graph.testing.strategies import graphs, seeds, shapes
@@ -22,20 +22,23 @@ from attn_graph.testing.tensors import tensors_for
 
 NATIVE = evolve(Target.of("cpu"), native=("bf16",))
 OTHER = evolve(NATIVE, native=())
-BF16 = st.just(torch.bfloat16)
+DTYPES = st.sampled_from((torch.bfloat16, torch.float32, torch.float64))
 INF = float("inf")
 # Of a few numbers `low` may be right by luck; these tiles are for millions.
-DRAWN = graphs(shapes(most=150).filter(lambda s: s.B * s.H * s.M * s.N >= 256), BF16)
+DRAWN = graphs(shapes(most=150).filter(lambda s: s.B * s.H * s.M * s.N >= 256), DTYPES)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def every_size_pays() -> Iterator[None]:
     """Small problems run on these tiles too, several tiles a side."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("LEAST_FORWARD", "LEAST_OF_ONE_ROW", "LEAST_BACKWARD", "FEW_ROWS"):
-            patch.setattr(half_tiles, name, 0)
+        least = "LEAST_FORWARD", "LEAST_OF_ONE_ROW", "LEAST_BACKWARD", "LEAST_READ"
+        for name in (*least, "FEW_ROWS", "SHORT_HEADS", "SHORT_ROWS"):
+            patch.setattr(row_choice, name, 0)
+        patch.setattr(row_choice, "MOST_SHORT", 2**30)
+        patch.setattr(product_slots, "FEW_SCORES", 2**8)
         patch.setattr(product_slots, "SCORES", 2**12)
-        patch.setattr(product_slots, "HALF_MASKED_ROWS", 32)
+        patch.setattr(product_slots, "WHOLE_MASKED_ROWS", 32)
         ag.clear_cache()
         tile_equations.cache_clear()
         yield
@@ -87,7 +90,7 @@ def test_every_layout_of_bare_attention_is_within_the_rule(
     specs = {n: ag.TensorSpec(x, torch.bfloat16, layout=layout) for n, x in sizes.items()}
     q, k, v = specs.values()
     graph = ag.attention(q, k, v, mask=mask and mask.aligned("bottom_right"))
-    assert isinstance(tiles_of(graph), HalfTiles)
+    assert isinstance(tiles_of(graph), RowTiles)
     tensors = tensors_for(graph, 1)
     check_outputs(make_plan(graph), graph, tensors)
     check_gradients(make_plan(graph), graph, tensors, 1)
@@ -100,9 +103,16 @@ def test_twice_gives_the_same_bits() -> None:
     assert all(torch.equal(first[name], second[name]) for name in "qkv")
 
 
+@given(graph=DRAWN, seed=seeds)
+def test_a_call_without_gradient_gives_the_same_bits(graph: ag.Graph, seed: int) -> None:
+    plan, tensors = make_plan(graph), tensors_for(graph, seed)
+    for quick, whole in zip(plan.infer(*tensors)[0], plan.run(*tensors)[0], strict=True):
+        assert torch.equal(quick, whole)
+
+
 def test_an_lse_that_is_returned_is_of_scores_that_were_not_rounded() -> None:
     graph = square(1, 4, 128, 16, stats=True)
-    assert not isinstance(tiles_of(graph), HalfTiles)
+    assert not isinstance(tiles_of(graph), RowTiles)
     lse = make_plan(graph)(*tensors_for(graph, 1))[1]
     due = make_plan(square(1, 4, 128, 16, stats=True, dtype=torch.float32))(
         *(x.float() for x in tensors_for(graph, 1))
@@ -112,8 +122,8 @@ def test_an_lse_that_is_returned_is_of_scores_that_were_not_rounded() -> None:
 
 def test_half_precision_is_multiplied_where_the_cpu_does_it() -> None:
     graph = square(1, 4, 128, 16)
-    assert isinstance(tiles_of(graph), HalfTiles)
-    assert not isinstance(tiles_of(graph, OTHER), HalfTiles)
+    assert isinstance(tiles_of(graph), RowTiles)
+    assert not isinstance(tiles_of(graph, OTHER), RowTiles)
     capped = tiles_of(square(1, 4, 128, 16, soft_cap=30.0))
     assert isinstance(capped, ProductTiles)
     assert capped.factors == torch.bfloat16

@@ -1,0 +1,83 @@
+"""When products with a softmax between, on whole rows, are faster than PyTorch's fused kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+from attn_graph.ir.attention import Attention
+from attn_graph.lowering.cpu.product_slots import has_few_scores, lies_flat
+from attn_graph.lowering.problem import Problem
+
+# Multiplications of q k^T from which products of half precision are the faster, by pass; fewer are
+# faster in PyTorch's fused kernel, which takes four times as long for a key/value head of one row.
+# Measured on an AVX512 with native bf16, 1 and 2 threads.
+LEAST_FORWARD, LEAST_OF_ONE_ROW, LEAST_BACKWARD = 2**23, 2**19, 2**21
+FEW_ROWS = 64  # of a key/value head
+# In float32, whose products are no faster, fewer steps are: where a head has few scores, at most so
+# many, and there are many heads. Below, the kernel is as fast or, of few rows, faster.
+MOST_SHORT, SHORT_HEADS, SHORT_ROWS = 2**14, 48, 16
+# And where so few queries read so many bytes of k that no cache holds them: k q^T takes a third of
+# the time of q k^T, and the kernel twice as long.
+MOST_READING, LEAST_READ = 4, 2**24
+
+
+def pays(problem: Problem, own: Collection[torch.dtype], lse: bool) -> bool:
+    """Whether products with a softmax between are faster than PyTorch's fused kernel.
+
+    own: the dtypes whose products are the CPU's own. lse: whether it is returned, which is not of
+    rounded scores then.
+    """
+    if problem.dtype not in own or problem.is_empty:
+        return False
+    if problem.dtype == problem.wide:
+        return takes(problem) and (is_short(problem) or just_reads(problem))
+    return not lse and (pays_half(problem) or (takes(problem) and skips_little(problem)))
+
+
+def is_short(problem: Problem) -> bool:
+    """Whether a problem has many heads of few scores each."""
+    p = problem
+    rows = p.H // p.G * p.M
+    return p.M * p.N <= MOST_SHORT and p.B * p.H >= SHORT_HEADS and rows >= SHORT_ROWS
+
+
+def just_reads(problem: Problem) -> bool:
+    """Whether few queries in float32 read much of k and v, which lie as products take them."""
+    p, (k, v) = problem, problem.specs[1:3]
+    few = p.grad is None and p.node.mask is None and p.H // p.G * p.M <= MOST_READING
+    much = k.type.bytes > LEAST_READ and p.dtype == p.wide
+    return few and much and lies_flat(k) and lies_flat(v)
+
+
+def skips_little(problem: Problem) -> bool:
+    """Whether what data hides is so little that leaving it out takes longer than computing it."""
+    mask = problem.node.mask
+    return mask is not None and bool(mask.needs) and has_few_scores(problem)
+
+
+def pays_half(problem: Problem) -> bool:
+    """Whether products of half precision are the faster for a problem."""
+    p = problem
+    work = p.B * p.H * p.M * p.N * p.D
+    if p.grad is not None:
+        return work >= LEAST_BACKWARD
+    least = LEAST_OF_ONE_ROW if p.H // p.G * p.M == 1 else LEAST_FORWARD
+    return work >= least and not suits_fused(p)
+
+
+def suits_fused(problem: Problem) -> bool:
+    """Whether the fused kernel has an advantage forward: it cuts documents exactly, and reads keys
+    where they lie, which counts where few queries read each."""
+    p, mask = problem, problem.node.mask
+    if p.H // p.G * p.M < FEW_ROWS:
+        return mask is not None or not all(x.is_dense for x in p.specs[1:3])
+    return mask is not None and "q_segments" in mask.needs
+
+
+def takes(problem: Problem) -> bool:
+    """Whether these tiles compute a problem: softmax(scale q k^T) v under a mask, and no more."""
+    node, grad = problem.node, problem.grad
+    bare = node == Attention(node.scale, mask=node.mask)
+    return bare and (grad is None or (grad.with_do and not grad.with_dlse))

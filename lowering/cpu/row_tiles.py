@@ -1,0 +1,444 @@
+"""Attention without modifiers on tiles of whole rows of scores: products with a softmax between.
+
+What products multiply and give is in the dtype of the operands, scores and weights among it; the
+softmax of a row, and sums over tiles, are in float32. Each tile has all keys of its queries, so the
+softmax and its derivative are those of whole rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
+from typing import final
+
+import torch
+from attrs import frozen
+
+from attn_graph.kernels.hiding import Bits, hide_, hiding_bits
+from attn_graph.kernels.products import LOG2_E, multiply_
+from attn_graph.lowering.cpu.product_slots import (
+    MOST_HELD,
+    ProductSlot,
+    TileGrid,
+    choose_row_sizes,
+    has_few_scores,
+    held_bits,
+    lies_flat,
+)
+from attn_graph.lowering.cpu.row_choice import just_reads
+from attn_graph.lowering.cpu.schedule import POSITIONS
+from attn_graph.lowering.problem import Problem
+from attn_graph.machine.workspace import Buffer, Scratch
+from attn_graph.masks.places import Place
+from attn_graph.spec import INF, NAMES, TensorSpec
+
+Tensors = Mapping[str, torch.Tensor]
+Hide = Callable[[torch.Tensor], None]  # scores [n,L,S] in place
+softmax_backward = torch.ops.aten._softmax_backward_data.out
+
+
+@final
+@frozen
+class RowTiles(TileGrid):
+    """Forward and backward of one problem. blind: whether a query may see no key."""
+
+    blind: bool
+
+    @classmethod
+    def plan(cls, problem: Problem) -> RowTiles:
+        """The tiles of a problem, of sizes chosen for it alone."""
+        return cls(problem, *choose_row_sizes(problem), problem.has_blind_rows)
+
+    @cached_property
+    def buffers(self) -> dict[str, Buffer]:
+        """The scratch buffers, by name."""
+        p, dtype, wide = self.problem, self.problem.dtype, self.problem.wide
+        n, keys = self.count, self.reach
+        rows = n * self.r * self.rows
+        buffers = {"p": Buffer((rows * keys,), dtype)}
+        buffers |= {name: Buffer((rows,), wide) for name in ("top", "total")}
+        if self.turns:
+            buffers["turned"] = buffers["p"]
+        if self.rounds:
+            buffers["wide"] = Buffer((rows * keys,), wide)
+        if p.grad is not None:
+            buffers["ds"] = Buffer((rows * keys,), dtype)
+        return buffers if self.flat else buffers | self.needed_to_move(n, rows)
+
+    def needed_to_move(self, n: int, rows: int) -> dict[str, Buffer]:
+        """The scratch buffers of tiles that are copied, of n key/value heads and `rows` rows."""
+        p, dtype = self.problem, self.problem.dtype
+        sizes = {"q": rows * p.D, "o": rows * p.E}
+        sizes |= {"k": n * self.reach * p.D, "v": n * self.reach * p.E}
+        buffers = {"lse": Buffer((rows,), p.wide)}
+        if p.grad is not None:
+            sizes["dq"] = sizes["q"]
+        if p.grad is not None and not self.whole:
+            sizes |= {"dk": sizes["k"], "dv": sizes["v"]}
+            sums = zip("kv", p.specs[1:3], strict=True) if self.rounds else ()
+            buffers |= {f"sum of d{x}": Buffer(s.shape, p.wide) for x, s in sums}
+        return buffers | {name: Buffer((n,), dtype) for name, n in sizes.items()}
+
+    @property
+    def block(self) -> int:
+        """Key/value heads of a tile that is a block of batch entries and groups."""
+        return self.batch * self.groups
+
+    @cached_property
+    def runs(self) -> int:
+        """How many tiles there are of heads as they lie, all of about the same size."""
+        return -(-self.heads // self.block)
+
+    @cached_property
+    def heads(self) -> int:
+        """Key/value heads of all batch entries."""
+        return self.problem.B * self.problem.G
+
+    @cached_property
+    def count(self) -> int:
+        """The most key/value heads of a tile."""
+        return -(-self.heads // self.runs) if self.flat else self.block
+
+    @property
+    def rounds(self) -> bool:
+        """Whether products give another dtype than that of the softmax."""
+        return self.problem.dtype != self.problem.wide
+
+    @cached_property
+    def flat(self) -> bool:
+        """Whether tiles are runs of whole heads as they lie, and nothing is copied."""
+        p, mask = self.problem, self.problem.node.mask
+        if self.rows < p.M or self.reach < p.N or not self.lies_flat:
+            return False
+        return mask is None or has_few_scores(p) or (self.holds and p.M * p.N <= MOST_HELD)
+
+    @property
+    def lies_flat(self) -> bool:
+        """Whether all operands and o are runs of heads as they lie; without gaps where oneDNN
+        multiplies, which copies others, and where rows are those of several heads."""
+        p = self.problem
+        shape, strides = p.layout_of_o
+        rows = [p.specs[0], TensorSpec(shape, p.dtype, strides)]
+        if p.grad is not None:
+            rows = [p.specs[0], *(x for x in [p.grad.split(p.specs).do] if x is not None)]
+        if self.rounds:
+            return all(x.is_dense for x in (*rows, *p.specs[1:3]))
+        whole = self.r == 1 or all(x.is_dense for x in rows)
+        return whole and all(map(lies_flat, (*rows, *p.specs[1:3])))
+
+    @cached_property
+    def whole(self) -> bool:
+        """Whether a tile has all queries and keys of its heads, so that no sum is over tiles."""
+        p = self.problem
+        if self.rows < p.M or self.listed is None:
+            return False
+        return all(slot.runs == ((0, p.N),) for slot in self.listed)
+
+    @cached_property
+    def turns(self) -> bool:
+        """Whether scores are made as k q^T."""
+        return just_reads(self.problem)
+
+    @cached_property
+    def scratch(self) -> Scratch:
+        """The same side by side."""
+        return Scratch(tuple(self.buffers.values()))
+
+    @property
+    def temporary(self) -> int:
+        """Bytes that PyTorch allocates beside the workspace, at most: the places that a mask is
+        asked at, with their bits, rows of o and two of their sums, and what oneDNN packs of weights
+        that it transposes."""
+        p, rows = self.problem, self.batch * self.rows
+        places = rows * self.reach * (POSITIONS + 8) if p.node.mask else 0
+        places += torch.int64.itemsize * (p.B + p.H + p.M + p.N)
+        lines = rows * self.groups * self.r
+        packed = lines * self.reach * p.dtype.itemsize
+        return places + packed + 2 * lines * (p.E + 1) * p.wide.itemsize
+
+    def summary(self) -> str:
+        """How it runs, for `explain`."""
+        size = f"{self.count * self.r} heads x {self.rows} queries" if self.flat else self.size
+        return f"{NAMES[self.problem.dtype]} products on tiles of {size}"
+
+    # Calls
+
+    def forward(
+        self, operands: Sequence[torch.Tensor], scratch: Tensors
+    ) -> tuple[torch.Tensor, ...]:
+        """o and lse."""
+        p = self.problem
+        lse = torch.empty((p.B, p.H, p.M), dtype=p.wide, device=operands[0].device)
+        return self.attend(operands, scratch, lse), lse
+
+    def infer(self, operands: Sequence[torch.Tensor], scratch: Tensors) -> tuple[torch.Tensor, ...]:
+        """o alone."""
+        return (self.attend(operands, scratch, None),)
+
+    def attend(
+        self, operands: Sequence[torch.Tensor], scratch: Tensors, lse: torch.Tensor | None
+    ) -> torch.Tensor:
+        """o. lse: room for it [B,H,M], where it is wanted."""
+        p, core = self.problem, Core(self, scratch)
+        data, (q, k, v) = self.data(operands), operands[:3]
+        o = p.new_o(q.device)
+        if self.flat:
+            hide, given = self.hiding(data, q), () if lse is None else (lse,)
+            for views in zip(*map(self.cut, (q, k, v, o, *given)), strict=True):
+                core.attend(hide, *views)
+            return o
+        for spot in self.spots(core, data, q):
+            spot.attend((q, k, v), o, lse)
+        return o
+
+    def backward(
+        self, operands: Sequence[torch.Tensor], scratch: Tensors
+    ) -> dict[int, torch.Tensor]:
+        """The gradients of q, k and v, by number of the operand."""
+        p, core = self.problem, Core(self, scratch)
+        assert p.grad is not None
+        read = p.grad.split(operands)
+        data, tensors, do, lse = self.data(read.own), read.own[:3], read.do, read.lse
+        assert do is not None
+        if self.flat:
+            grads, hide = [x.new_empty(x.shape) for x in tensors], self.hiding(data, do)
+            for views in zip(*map(self.cut, (*tensors, do, lse.contiguous(), *grads)), strict=True):
+                core.pull(hide, *views)
+            return dict(enumerate(grads))
+        dq, *sums = do.new_empty(tensors[0].shape), *self.sums(tensors, scratch)
+        for spot in self.spots(core, data, do):
+            spot.pull(tensors, do, lse, (dq, *sums))
+        return {0: dq, 1: sums[0].to(p.dtype), 2: sums[1].to(p.dtype)}
+
+    def data(self, operands: Sequence[torch.Tensor]) -> Tensors:
+        """What the mask reads, by name. operands: the attention's own."""
+        mask = self.problem.node.mask
+        return self.problem.node.split(operands).mask if mask and mask.needs else {}
+
+    def cut(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        """x [B,G,N,D] or [B,H,M,D] as runs [n,.,D] of key/value heads, as it lies; and a statistic
+        [B,H,M] as [n,L,1]."""
+        heads = x.view(self.heads, -1, x.shape[3] if x.ndim == 4 else 1)
+        return (heads,) if self.runs == 1 else heads.tensor_split(self.runs)
+
+    def hiding(self, data: Tensors, like: torch.Tensor) -> Hide:
+        """What hides the places of a run of heads. like: a tensor on the device, of the dtype."""
+        p, mask = self.problem, self.problem.node.mask
+        if mask is None:
+            return hide_nothing
+        if self.holds and type(like) is torch.Tensor and like.is_cpu:
+            bits = held_bits(mask, range(p.M), range(p.N), (p.H, p.M, p.N), like.dtype)
+        else:
+            keep = torch.as_tensor(mask.keep(self.places(data, like)), device=like.device)
+            bits = hiding_bits(keep, like.dtype)
+        return partial(hide_in, bits, (p.B if has_few_scores(p) else 1, -1, p.M, p.N))
+
+    def spots(self, core: Core, data: Tensors, like: torch.Tensor) -> Iterator[Spot]:
+        """Each tile of a call. like: a tensor on its device."""
+        places = self.places(data, like)
+        for slot in self.tiles(data):
+            yield Spot(self, slot, core, places)
+
+    def sums(self, tensors: Sequence[torch.Tensor], scratch: Tensors) -> list[torch.Tensor]:
+        """Room for the gradients of k and v; zeros, in the dtype of sums, where those are over
+        tiles."""
+        if self.whole:
+            return [x.new_empty(x.shape) for x in tensors[1:3]]
+        if self.rounds:
+            return [scratch[f"sum of d{x}"].zero_() for x in "kv"]
+        return [x.new_zeros(x.shape) for x in tensors[1:3]]
+
+
+def hide_nothing(s: torch.Tensor) -> None:
+    """Without a mask."""
+
+
+def hide_in(bits: Bits, grid: Sequence[int], s: torch.Tensor) -> None:
+    """Hide places of s [n,L,S], which is [batch,heads,rows,keys] in this grid."""
+    hide_(s.view(grid), bits)
+
+
+@final
+@frozen(eq=False)
+class Core:
+    """What is computed of a tile: q and o [n,L,.], k and v [n,S,.], L rows of scores each."""
+
+    tiles: RowTiles
+    scratch: Tensors
+
+    def room(self, name: str, like: torch.Tensor, last: int) -> torch.Tensor:
+        """A buffer as [n,L,last], or [n,S,last], as `like` is."""
+        n, rows = like.shape[:2]
+        return self.scratch[name][: n * rows * last].view(n, rows, last)
+
+    def attend(
+        self, hide: Hide, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
+        lse: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Fill o [n,L,E], and lse [n,L,1] where it is wanted, which leaves the bits of o."""
+        s = self.scores(q, k, hide, self.tiles.problem.node.scale)
+        wide, top = self.widen(s), self.room("top", q, 1)
+        if lse is not None or self.tiles.blind:
+            torch.amax(wide, -1, keepdim=True, out=top)
+        torch.softmax(wide, -1, out=wide)
+        if lse is not None:  # the largest weight is 1 / sum exp(s - max)
+            largest = torch.amax(wide, -1, keepdim=True, out=self.room("total", q, 1))
+            torch.sub(top, largest.log_(), out=lse)
+        if self.tiles.blind:
+            unseeing = top == -INF
+            wide.masked_fill_(unseeing, 0.0)
+            if lse is not None:
+                lse.masked_fill_(unseeing, -INF)
+        multiply_(o, self.narrow(wide, s), v)
+
+    def pull(
+        self, hide: Hide, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor,
+        lse: torch.Tensor, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Fill dq, dk and dv with this tile's share, by the formulas of AttentionGrad.
+
+        The row sums of do o are those of p dp, which are at hand: so o is not read.
+        """
+        scale, ds = self.tiles.problem.node.scale, self.room("ds", q, k.shape[1])
+        p = self.weights(self.scores(q, k, hide, scale * LOG2_E), lse)
+        if self.tiles.blind:
+            do = do.masked_fill(lse == -INF, 0.0)
+        multiply_(dv, p.mT, do)
+        multiply_(ds, do, v.mT)
+        softmax_backward(ds, p, -1, ds.dtype, grad_input=ds)
+        multiply_(dq, ds, k, scale)
+        multiply_(dk, ds.mT, q, scale)
+
+    def scores(self, q: torch.Tensor, k: torch.Tensor, hide: Hide, scale: float) -> torch.Tensor:
+        """The masked scores [n,L,S]."""
+        s = self.room("p", q, k.shape[1])
+        if self.tiles.turns:
+            s.copy_(multiply_(self.room("turned", k, q.shape[1]), k, q.mT, scale).mT)
+        else:
+            multiply_(s, q, k.mT, scale)
+        hide(s)
+        return s
+
+    def weights(self, s: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+        """Scores, as powers of two, -> weights, in place. Where products round, lse may be of
+        scores that were not rounded: so the weights are divided by their own sum."""
+        top = torch.mul(lse, LOG2_E, out=self.room("top", s, 1))
+        wide = self.widen(s).sub_(top.clamp_(min=torch.finfo(top.dtype).min)).exp2_()
+        if self.tiles.rounds:
+            total = torch.sum(wide, -1, keepdim=True, out=self.room("total", s, 1))
+            wide.div_(total.masked_fill_(total == 0.0, 1.0) if self.tiles.blind else total)
+        return self.narrow(wide, s)
+
+    def widen(self, s: torch.Tensor) -> torch.Tensor:
+        """s in the dtype of statistics."""
+        return self.room("wide", s, s.shape[2]).copy_(s) if self.tiles.rounds else s
+
+    def narrow(self, wide: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+        """The same in s, as products take it."""
+        return s.copy_(wide) if self.tiles.rounds else s
+
+
+@final
+@frozen(eq=False)
+class Spot:
+    """A tile that is cut out of a problem, with its copies. places: all, not its own alone."""
+
+    tiles: RowTiles
+    slot: ProductSlot
+    core: Core
+    places: Place
+
+    def room(self, name: str, last: int) -> torch.Tensor:
+        """A buffer as [n,L,last]."""
+        n, L = self.slot.lines
+        return self.core.scratch[name][: n * L * last].view(n, L, last)
+
+    def heads(self, x: torch.Tensor) -> torch.Tensor:
+        """[n,L,S] as [batch,heads,rows,S]."""
+        return x.view(self.slot.grid)
+
+    def rows(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """This tile's queries of x [B,H,M,D] as [n,L,D]: as they lie, or else room for them, since
+        oneDNN copies what has gaps."""
+        rows, room = self.slot.rows(x), self.room(name, x.shape[3])
+        return rows.view(room.shape) if rows.is_contiguous() else room
+
+    def load(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """The same with what is there."""
+        room, rows = self.rows(name, x), self.slot.rows(x)
+        if not rows.is_contiguous():
+            self.heads(room).copy_(rows)
+        return room
+
+    def store(self, x: torch.Tensor, made: torch.Tensor) -> None:
+        """This tile's queries of x [B,H,M,D] = what was made in the room for them."""
+        rows = self.slot.rows(x)
+        if not rows.is_contiguous():
+            rows.copy_(self.heads(made))
+
+    def load_keys(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """This tile's keys of x [B,G,N,D] as [n,S,D], without gaps too."""
+        pieces = self.slot.keys_of(x)
+        if len(pieces) == 1 and pieces[0].is_contiguous():
+            return pieces[0]
+        return torch.cat(pieces, 1, out=self.key_room(name, x.shape[3]))
+
+    def key_room(self, name: str, last: int) -> torch.Tensor:
+        """A buffer as [n,S,last]."""
+        n, S = self.slot.lines[0], self.slot.keys
+        return self.core.scratch[name][: n * S * last].view(n, S, last)
+
+    def keys_made(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """Where this tile's gradient [n,S,D] by k or v is made: in x [B,G,N,D], if it is all."""
+        if not self.tiles.whole:
+            return self.key_room(name, x.shape[3])
+        return self.slot.groups(x).view(-1, self.slot.keys, x.shape[3])
+
+    def add_keys(self, x: torch.Tensor, made: torch.Tensor) -> None:
+        """This tile's keys of x [B,G,N,D] += made [n,S,D]."""
+        at = 0
+        for piece in self.slot.keys_of(x):
+            piece.add_(made[:, at : at + piece.shape[1]])
+            at += piece.shape[1]
+
+    def hide(self, s: torch.Tensor) -> None:
+        """Hide what the mask drops of this tile."""
+        for at, part in self.slot.mixed:
+            piece = self.heads(s)[..., at : at + len(part)]
+            hide_(piece, self.tiles.bits(self.slot, part, self.places, piece))
+
+    def attend(
+        self, operands: Sequence[torch.Tensor], o: torch.Tensor, lse: torch.Tensor | None
+    ) -> None:
+        """Fill this tile's rows of o [B,H,M,E], and of lse [B,H,M] where it is wanted."""
+        if not self.slot.tile.parts:
+            self.slot.rows(o).zero_()
+            if lse is not None:
+                self.slot.rows(lse).fill_(-INF)
+            return
+        q, k, v = operands
+        made, top = self.rows("o", o), None if lse is None else self.room("lse", 1)
+        keys = self.load_keys("k", k), self.load_keys("v", v)
+        self.core.attend(self.hide, self.load("q", q), *keys, made, top)
+        self.store(o, made)
+        if lse is not None and top is not None:
+            self.slot.rows(lse).copy_(self.heads(top)[..., 0])
+
+    def pull(
+        self, operands: Sequence[torch.Tensor], do: torch.Tensor, lse: torch.Tensor,
+        grads: Sequence[torch.Tensor],
+    ) -> None:  # fmt: skip
+        """Fill this tile's rows of dq, and add to dk and dv."""
+        (q, k, v), (dq, dk, dv) = operands, grads
+        if not self.slot.tile.parts:
+            self.slot.rows(dq).zero_()
+            return
+        keys = self.load_keys("k", k), self.load_keys("v", v)
+        made = self.keys_made("dk", dk), self.keys_made("dv", dv)
+        rows, top = self.rows("dq", dq), self.room("lse", 1)
+        self.heads(top).copy_(self.slot.rows(lse)[..., None])
+        self.core.pull(self.hide, self.load("q", q), *keys, self.load("o", do), top, rows, *made)
+        self.store(dq, rows)
+        if not self.tiles.whole:
+            self.add_keys(dk, made[0])
+            self.add_keys(dv, made[1])
