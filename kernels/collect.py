@@ -23,7 +23,7 @@ from attn_graph.kernels.common import (
     round_to,
     rows_of,
 )
-from attn_graph.kernels.gradient_jvp import load_row_tangents, push_score_gradient
+from attn_graph.kernels.gradient_jvp import load_row_tangents, push_dot, push_score_gradient
 
 
 @triton.jit
@@ -44,27 +44,20 @@ def contribution(
     g = h // GROUP
     q = rows_of(q_ptr, q_strides, b, h, query, M, D, BLOCK_M, WIDTH_D, UPCAST)
     k = rows_of(k_ptr, k_strides, b, g, key, N, D, BLOCK_N, WIDTH_D, UPCAST)
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    ts = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    dp = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    tdp = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    v = rows_of(v_ptr, v_strides, b, g, key, N, E, BLOCK_N, WIDTH_E, UPCAST)
+    tq, tk, do, tdo, tv = q, k, q, q, v
     if tq_ptr is not None:
         tq = rows_of(tq_ptr, tq_strides, b, h, query, M, D, BLOCK_M, WIDTH_D, UPCAST)
-        ts = tl.dot(tq, tl.trans(k), input_precision=PRECISION)
     if tk_ptr is not None:
         tk = rows_of(tk_ptr, tk_strides, b, g, key, N, D, BLOCK_N, WIDTH_D, UPCAST)
-        ts = tl.dot(q, tl.trans(tk), ts, input_precision=PRECISION)
+    if tv_ptr is not None:
+        tv = rows_of(tv_ptr, tv_strides, b, g, key, N, E, BLOCK_N, WIDTH_E, UPCAST)
     if do_ptr is not None:
         do = rows_of(do_ptr, do_strides, b, h, query, M, E, BLOCK_M, WIDTH_E, UPCAST)
-        v = rows_of(v_ptr, v_strides, b, g, key, N, E, BLOCK_N, WIDTH_E, UPCAST)
-        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-        if tv_ptr is not None:
-            tv = rows_of(tv_ptr, tv_strides, b, g, key, N, E, BLOCK_N, WIDTH_E, UPCAST)
-            tdp = tl.dot(do, tl.trans(tv), input_precision=PRECISION)
     if tdo_ptr is not None:
         tdo = rows_of(tdo_ptr, tdo_strides, b, h, query, M, E, BLOCK_M, WIDTH_E, UPCAST)
-        u = rows_of(v_ptr, v_strides, b, g, key, N, E, BLOCK_N, WIDTH_E, UPCAST)
-        tdp = tl.dot(tdo, tl.trans(u), tdp, input_precision=PRECISION)
+    s, ts = push_dot(q, tq, k, tk, k_ptr, tq_ptr, k_ptr, tk_ptr, BLOCK_M, BLOCK_N, PRECISION)
+    dp, tdp = push_dot(do, tdo, v, tv, do_ptr, tdo_ptr, k_ptr, tv_ptr, BLOCK_M, BLOCK_N, PRECISION)
     if DROPOUT:
         z = dropout_keeps_tile(
             seed_ptr, offset_ptr, b, h, H, query, key, threshold, origin, BLOCK_M, BLOCK_N
@@ -146,7 +139,8 @@ def collect_lines(
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BY_KEYS: tl.constexpr,
     KEEP: tl.constexpr, STRIP: tl.constexpr, CHANGE: tl.constexpr, PUSH: tl.constexpr,
-    COLLECT: tl.constexpr, DROPOUT: tl.constexpr, LISTED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    COLLECT: tl.constexpr, DROPOUT: tl.constexpr, LISTED: tl.constexpr, UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: the sums over keys for BLOCK_M queries, or, BY_KEYS, over queries for BLOCK_N.
 

@@ -80,11 +80,52 @@ def load_numbers(ptr, strides, b, h, first, M, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def load_row_tangents(lse, mu_row, tdelta_row, first, M, BLOCK_M: tl.constexpr, WHOLE: tl.constexpr):
+def load_row_tangents(
+    lse, mu_row, tdelta_row, first, M, BLOCK_M: tl.constexpr, WHOLE: tl.constexpr
+):
     """mu, 0 in rows that saw nothing, and tdelta, of rows first.. of one head. lse: as `base2`."""
     mu = load_statistics(mu_row, first, M, 0.0, BLOCK_M, WHOLE)
     surplus = load_statistics(tdelta_row, first, M, 0.0, BLOCK_M, WHOLE)
     return tl.where(lse == float("inf"), 0.0, mu), surplus
+
+
+@triton.jit
+def push_dot(
+    x, tx, y, ty, x_ptr, tx_ptr, y_ptr, ty_ptr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """x y^T [ROWS,COLUMNS] and its tangent tx y^T + x ty^T; absent ones, by pointer, are 0."""
+    dot = tl.zeros([ROWS, COLUMNS], tl.float32)
+    moved = tl.zeros([ROWS, COLUMNS], tl.float32)
+    if x_ptr is not None and y_ptr is not None:
+        dot = tl.dot(x, tl.trans(y), input_precision=PRECISION)
+    if tx_ptr is not None and y_ptr is not None:
+        moved = tl.dot(tx, tl.trans(y), input_precision=PRECISION)
+    if x_ptr is not None and ty_ptr is not None:
+        moved = tl.dot(x, tl.trans(ty), moved, input_precision=PRECISION)
+    return dot, moved
+
+
+@triton.jit
+def head_or(ptr, strides, b, h, other):
+    """The address of x[b,h], or another where x is absent."""
+    if ptr is not None:
+        return head_ptr(ptr, strides, b, h)
+    return other
+
+
+@triton.jit
+def live_rows_or(
+    ptr, head, strides, first, count, lse, other,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
+    BLIND: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """The same as `live_rows_at` of one head, or another tile where the tensor is absent."""
+    if ptr is not None:
+        return live_rows_at(
+            head, strides, first, count, lse, SIZE, ROWS, WIDTH, WHOLE, BLIND, UPCAST
+        )
+    return other
 
 
 @triton.jit
@@ -140,30 +181,27 @@ def push_query_gradient(
     i = (first + tl.arange(0, BLOCK_M))[:, None]
     row = (tl.cast(b, tl.int64) * H + h) * M
     lse = base2(load_statistics(lse_ptr + row, first, M, float("-inf"), BLOCK_M, False))
-    mu, tsurplus = load_row_tangents(lse, tlse_ptr + row, tdelta_ptr + row, first, M, BLOCK_M, False)
+    mu, tsurplus = load_row_tangents(
+        lse, tlse_ptr + row, tdelta_ptr + row, first, M, BLOCK_M, False
+    )
     lse, mu, tsurplus = lse[:, None], mu[:, None], tsurplus[:, None]
     surplus = load_statistics(delta_ptr + row, first, M, 0.0, BLOCK_M, False)[:, None]
     q = rows_of(q_ptr, q_strides, b, h, first, M, D, BLOCK_M, WIDTH_D, UPCAST)
-    tq, do, tdo = q, q, q
+    tq = q
     if tq_ptr is not None:
         tq = rows_of(tq_ptr, tq_strides, b, h, first, M, D, BLOCK_M, WIDTH_D, UPCAST)
-    if do_ptr is not None:
-        do = live_rows_at(
-            head_ptr(do_ptr, do_strides, b, h), do_strides, first, M, lse,
-            E, BLOCK_M, WIDTH_E, False, BLIND > 0, UPCAST,
-        )  # fmt: skip
-    if tdo_ptr is not None:
-        tdo = live_rows_at(
-            head_ptr(tdo_ptr, tdo_strides, b, h), tdo_strides, first, M, lse,
-            E, BLOCK_M, WIDTH_E, False, BLIND > 0, UPCAST,
-        )  # fmt: skip
+    do = live_rows_or(
+        do_ptr, head_or(do_ptr, do_strides, b, h, q_ptr), do_strides, first, M, lse, q,
+        E, BLOCK_M, WIDTH_E, False, BLIND > 0, UPCAST,
+    )  # fmt: skip
+    tdo = live_rows_or(
+        tdo_ptr, head_or(tdo_ptr, tdo_strides, b, h, q_ptr), tdo_strides, first, M, lse, q,
+        E, BLOCK_M, WIDTH_E, False, BLIND > 0, UPCAST,
+    )  # fmt: skip
     k_head = head_ptr(k_ptr, k_strides, b, h // GROUP)
     v_head = head_ptr(v_ptr, v_strides, b, h // GROUP)
-    tk_head, tv_head = k_head, v_head
-    if tk_ptr is not None:
-        tk_head = head_ptr(tk_ptr, tk_strides, b, h // GROUP)
-    if tv_ptr is not None:
-        tv_head = head_ptr(tv_ptr, tv_strides, b, h // GROUP)
+    tk_head = head_or(tk_ptr, tk_strides, b, h // GROUP, k_head)
+    tv_head = head_or(tv_ptr, tv_strides, b, h // GROUP, v_head)
     dq = tl.zeros([BLOCK_M, WIDTH_D], tl.float32)
 
     if LISTED:
@@ -178,8 +216,8 @@ def push_query_gradient(
         n = full_tile(t, lists_ptr, full_start, LISTED)
         dq = push_add_query_gradient(
             dq, q, tq, do, tdo, lse, mu, surplus, tsurplus, k_head, v_head, tk_head, tv_head,
-            n * BLOCK_N, first, i, tq_ptr, tk_ptr, tv_ptr, do_ptr, tdo_ptr, seed_ptr, offset_ptr,
-            data, numbers, k_strides, v_strides, tk_strides, tv_strides,
+            n * BLOCK_N, first, i, k_ptr, tq_ptr, tk_ptr, tv_ptr, do_ptr, tdo_ptr,
+            seed_ptr, offset_ptr, data, numbers, k_strides, v_strides, tk_strides, tv_strides,
             b, h, H, M, N, scale, keep_scale, threshold, origin,
             D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
             KEEP, CHANGE, PUSH, BEND, DROPOUT, False, UPCAST, PRECISION,
@@ -188,8 +226,8 @@ def push_query_gradient(
         n = mixed_tile(t, lists_ptr, start, full_start, full_stop, full, LISTED)
         dq = push_add_query_gradient(
             dq, q, tq, do, tdo, lse, mu, surplus, tsurplus, k_head, v_head, tk_head, tv_head,
-            n * BLOCK_N, first, i, tq_ptr, tk_ptr, tv_ptr, do_ptr, tdo_ptr, seed_ptr, offset_ptr,
-            data, numbers, k_strides, v_strides, tk_strides, tv_strides,
+            n * BLOCK_N, first, i, k_ptr, tq_ptr, tk_ptr, tv_ptr, do_ptr, tdo_ptr,
+            seed_ptr, offset_ptr, data, numbers, k_strides, v_strides, tk_strides, tv_strides,
             b, h, H, M, N, scale, keep_scale, threshold, origin,
             D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
             KEEP, CHANGE, PUSH, BEND, DROPOUT, True, UPCAST, PRECISION,
@@ -201,7 +239,7 @@ def push_query_gradient(
 @triton.jit
 def push_add_query_gradient(
     dq, q, tq, do, tdo, lse, mu, surplus, tsurplus, k_head, v_head, tk_head, tv_head,
-    key, first, i, tq_ptr, tk_ptr, tv_ptr, do_ptr, tdo_ptr, seed_ptr, offset_ptr,
+    key, first, i, k_ptr, tq_ptr, tk_ptr, tv_ptr, do_ptr, tdo_ptr, seed_ptr, offset_ptr,
     data, numbers, k_strides, v_strides, tk_strides, tv_strides,
     b, h, H, M, N, scale, keep_scale, threshold, origin,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
@@ -212,25 +250,14 @@ def push_add_query_gradient(
     """dq [BLOCK_M,D] + tds k + ds tk over keys `key`.., still to be scaled."""
     j = (key + tl.arange(0, BLOCK_N))[None, :]
     k = rows_at(k_head, k_strides, key, N, D, BLOCK_N, WIDTH_D, not MIXED, UPCAST)
-    tk = k
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    ts = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    dp = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    tdp = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    if tq_ptr is not None:
-        ts = tl.dot(tq, tl.trans(k), input_precision=PRECISION)
+    v = rows_at(v_head, v_strides, key, N, E, BLOCK_N, WIDTH_E, not MIXED, UPCAST)
+    tk, tv = k, v
     if tk_ptr is not None:
         tk = rows_at(tk_head, tk_strides, key, N, D, BLOCK_N, WIDTH_D, not MIXED, UPCAST)
-        ts = tl.dot(q, tl.trans(tk), ts, input_precision=PRECISION)
-    if do_ptr is not None or tdo_ptr is not None:
-        v = rows_at(v_head, v_strides, key, N, E, BLOCK_N, WIDTH_E, not MIXED, UPCAST)
-        if do_ptr is not None:
-            dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-        if tdo_ptr is not None:
-            tdp = tl.dot(tdo, tl.trans(v), input_precision=PRECISION)
-    if do_ptr is not None and tv_ptr is not None:
+    if tv_ptr is not None:
         tv = rows_at(tv_head, tv_strides, key, N, E, BLOCK_N, WIDTH_E, not MIXED, UPCAST)
-        tdp = tl.dot(do, tl.trans(tv), tdp, input_precision=PRECISION)
+    s, ts = push_dot(q, tq, k, tk, k_ptr, tq_ptr, k_ptr, tk_ptr, BLOCK_M, BLOCK_N, PRECISION)
+    dp, tdp = push_dot(do, tdo, v, tv, do_ptr, tdo_ptr, k_ptr, tv_ptr, BLOCK_M, BLOCK_N, PRECISION)
     if DROPOUT:
         z = dropout_keeps_tile(
             seed_ptr, offset_ptr, b, h, H, first, key, threshold, origin, BLOCK_M, BLOCK_N
@@ -293,21 +320,18 @@ def push_key_gradient(
             list_ptr = head_ptr(lists_ptr, lists_strides, b, h) + place * lists_strides[2]
         full, mixed = count_tiles(list_ptr, start, full_start, full_stop, stop, LISTED)
         q_head = head_ptr(q_ptr, q_strides, b, h)
-        tq_head, do_head, tdo_head = q_head, q_head, q_head
-        if tq_ptr is not None:
-            tq_head = head_ptr(tq_ptr, tq_strides, b, h)
-        if do_ptr is not None:
-            do_head = head_ptr(do_ptr, do_strides, b, h)
-        if tdo_ptr is not None:
-            tdo_head = head_ptr(tdo_ptr, tdo_strides, b, h)
+        tq_head = head_or(tq_ptr, tq_strides, b, h, q_head)
+        do_head = head_or(do_ptr, do_strides, b, h, q_head)
+        tdo_head = head_or(tdo_ptr, tdo_strides, b, h, q_head)
         row = (tl.cast(b, tl.int64) * (G * GROUP) + h) * M
         for t in range(full):
             n = full_tile(t, list_ptr, full_start, LISTED)
             dk, dv = push_add_key_gradient(
                 dk, dv, k, v, tk, tv, q_head, tq_head, do_head, tdo_head,
                 lse_ptr + row, delta_ptr + row, tlse_ptr + row, tdelta_ptr + row,
-                n * BLOCK_M, first, j, dk_ptr, dv_ptr, tq_ptr, tk_ptr, tv_ptr, do_ptr, tdo_ptr,
-                seed_ptr, offset_ptr, data, numbers, q_strides, tq_strides, do_strides, tdo_strides,
+                n * BLOCK_M, first, j, dk_ptr, dv_ptr, q_ptr, tq_ptr, tk_ptr, tv_ptr, do_ptr,
+                tdo_ptr, seed_ptr, offset_ptr, data, numbers,
+                q_strides, tq_strides, do_strides, tdo_strides,
                 b, h, G * GROUP, M, N, scale, keep_scale, threshold, origin,
                 D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
                 KEEP, CHANGE, PUSH, BEND, DROPOUT, False, BLIND > 1, UPCAST, PRECISION,
@@ -317,8 +341,9 @@ def push_key_gradient(
             dk, dv = push_add_key_gradient(
                 dk, dv, k, v, tk, tv, q_head, tq_head, do_head, tdo_head,
                 lse_ptr + row, delta_ptr + row, tlse_ptr + row, tdelta_ptr + row,
-                n * BLOCK_M, first, j, dk_ptr, dv_ptr, tq_ptr, tk_ptr, tv_ptr, do_ptr, tdo_ptr,
-                seed_ptr, offset_ptr, data, numbers, q_strides, tq_strides, do_strides, tdo_strides,
+                n * BLOCK_M, first, j, dk_ptr, dv_ptr, q_ptr, tq_ptr, tk_ptr, tv_ptr, do_ptr,
+                tdo_ptr, seed_ptr, offset_ptr, data, numbers,
+                q_strides, tq_strides, do_strides, tdo_strides,
                 b, h, G * GROUP, M, N, scale, keep_scale, threshold, origin,
                 D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
                 KEEP, CHANGE, PUSH, BEND, DROPOUT, True, BLIND > 0, UPCAST, PRECISION,
@@ -334,7 +359,7 @@ def push_key_gradient(
 @triton.jit
 def push_add_key_gradient(
     dk, dv, k, v, tk, tv, q_head, tq_head, do_head, tdo_head, lse_row, delta_row, mu_row,
-    tdelta_row, query, first, j, dk_ptr, dv_ptr, tq_ptr, tk_ptr, tv_ptr, do_ptr, tdo_ptr,
+    tdelta_row, query, first, j, dk_ptr, dv_ptr, q_ptr, tq_ptr, tk_ptr, tv_ptr, do_ptr, tdo_ptr,
     seed_ptr, offset_ptr, data, numbers, q_strides, tq_strides, do_strides, tdo_strides,
     b, h, H, M, N, scale, keep_scale, threshold, origin,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
@@ -346,35 +371,22 @@ def push_add_key_gradient(
     """dk + tds^T q + ds^T tq, still to be scaled, and dv + (p u z)^T do + (p z)^T tdo."""
     i = (query + tl.arange(0, BLOCK_M))[None, :]
     q = rows_at(q_head, q_strides, query, M, D, BLOCK_M, WIDTH_D, not MIXED, UPCAST)
-    tq, do, tdo = q, q, q
-    s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-    ts = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    dp = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    tdp = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    tq = q
     if tq_ptr is not None:
         tq = rows_at(tq_head, tq_strides, query, M, D, BLOCK_M, WIDTH_D, not MIXED, UPCAST)
-        ts = tl.dot(k, tl.trans(tq), input_precision=PRECISION)
-    if tk_ptr is not None:
-        ts = tl.dot(tk, tl.trans(q), ts, input_precision=PRECISION)
+    s, ts = push_dot(k, tk, q, tq, q_ptr, tk_ptr, q_ptr, tq_ptr, BLOCK_N, BLOCK_M, PRECISION)
     lse = base2(load_statistics(lse_row, query, M, float("-inf"), BLOCK_M, not MIXED))
     mu, tsurplus = load_row_tangents(lse, mu_row, tdelta_row, query, M, BLOCK_M, not MIXED)
     surplus = load_statistics(delta_row, query, M, 0.0, BLOCK_M, not MIXED)[None, :]
-    if do_ptr is not None:
-        do = live_rows_at(
-            do_head, do_strides, query, M, lse[:, None],
-            E, BLOCK_M, WIDTH_E, not MIXED, BLIND, UPCAST,
-        )  # fmt: skip
-        if dk_ptr is not None:
-            dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
-            if tv_ptr is not None:
-                tdp = tl.dot(tv, tl.trans(do), input_precision=PRECISION)
-    if tdo_ptr is not None:
-        tdo = live_rows_at(
-            tdo_head, tdo_strides, query, M, lse[:, None],
-            E, BLOCK_M, WIDTH_E, not MIXED, BLIND, UPCAST,
-        )  # fmt: skip
-        if dk_ptr is not None:
-            tdp = tl.dot(v, tl.trans(tdo), tdp, input_precision=PRECISION)
+    do = live_rows_or(
+        do_ptr, do_head, do_strides, query, M, lse[:, None], q,
+        E, BLOCK_M, WIDTH_E, not MIXED, BLIND, UPCAST,
+    )  # fmt: skip
+    tdo = live_rows_or(
+        tdo_ptr, tdo_head, tdo_strides, query, M, lse[:, None], q,
+        E, BLOCK_M, WIDTH_E, not MIXED, BLIND, UPCAST,
+    )  # fmt: skip
+    dp, tdp = push_dot(v, tv, do, tdo, q_ptr, tv_ptr, do_ptr, tdo_ptr, BLOCK_N, BLOCK_M, PRECISION)
     if DROPOUT:
         z = dropout_keeps_tile(
             seed_ptr, offset_ptr, b, h, H, query, first, threshold, origin, BLOCK_M, BLOCK_N

@@ -266,19 +266,41 @@ DROPOUT = {
 TABLE |= {(120, 4, pass_): TABLE[80, 4, pass_] for pass_ in get_args(Pass)}
 
 # Of forward mode, by compute capability, bytes of an element and pass: four tiles of keys and
-# values, and two sums of rows, where the forward has two and one. Those 64 and 128 wide spill
-# nothing in their loops on 80, 90 and 100.
+# values, and two sums of rows, where the forward has two and one; and of a gradient in a direction,
+# which holds four tiles more. Those 64 and 128 wide in half precision are what
+# lowering/triton/predict.py predicts to be fastest of some candidates that spill nothing in their
+# loops on 80, 90 and 100.
 NARROW = {16: Tiling(64, 64, 4, 2), 32: Tiling(64, 64, 4, 2)}
-FLOAT32 = {16: Tiling(32, 32, 4, 2), 32: Tiling(32, 32, 4, 2)}
+NARROW_GRADIENT = {16: Tiling(32, 32, 4, 2), 32: Tiling(32, 32, 4, 2)}
+WGMMA_GRADIENT = {16: Tiling(64, 64, 4, 2), 32: Tiling(64, 64, 4, 2)}
 PUSH: dict[tuple[int, int, str], dict[int, Tiling]] = {
     (80, 2, "push"): NARROW | {64: Tiling(64, 64, 8, 2), 128: Tiling(64, 64, 8, 2)},
+    (80, 2, "push_query_gradient"): NARROW_GRADIENT
+    | {64: Tiling(32, 32, 4, 2), 128: Tiling(32, 32, 4, 2)},
+    (80, 2, "push_key_gradient"): NARROW_GRADIENT
+    | {64: Tiling(32, 64, 4, 2, True), 128: Tiling(32, 64, 8, 2, True)},
     (90, 2, "push"): NARROW | {64: Tiling(64, 64, 4, 2), 128: Tiling(128, 32, 8, 2)},
+    (90, 2, "push_query_gradient"): WGMMA_GRADIENT
+    | {64: Tiling(64, 64, 4, 2), 128: Tiling(128, 32, 8, 2)},
+    (90, 2, "push_key_gradient"): WGMMA_GRADIENT
+    | {64: Tiling(32, 64, 4, 2), 128: Tiling(32, 128, 8, 2, True)},
     (100, 2, "push"): NARROW | {64: Tiling(64, 64, 8, 2), 128: Tiling(64, 32, 8, 2)},
+    (100, 2, "push_query_gradient"): NARROW_GRADIENT
+    | {64: Tiling(64, 32, 8, 2), 128: Tiling(64, 32, 8, 2)},
+    (100, 2, "push_key_gradient"): NARROW_GRADIENT
+    | {64: Tiling(32, 64, 8, 2, True), 128: Tiling(32, 64, 8, 2, True)},
     (120, 2, "push"): NARROW | {64: Tiling(64, 64, 8, 2), 128: Tiling(64, 32, 8, 2)},
+    (120, 2, "push_query_gradient"): NARROW_GRADIENT
+    | {64: Tiling(32, 32, 4, 2), 128: Tiling(32, 32, 4, 2)},
+    (120, 2, "push_key_gradient"): NARROW_GRADIENT
+    | {64: Tiling(32, 64, 4, 2, True), 128: Tiling(32, 32, 8, 2, True)},
 }
-for arch in ARCHS:
-    PUSH[arch, 4, "push"] = FLOAT32 | {64: Tiling(32, 32, 8, 2), 128: Tiling(16, 16, 8, 1)}
-    PUSH[arch, 2, "push_query_gradient"] = NARROW | {64: Tiling(64, 32, 8, 2), 128: Tiling(64, 32, 8, 2)}
-    PUSH[arch, 2, "push_key_gradient"] = NARROW | {64: Tiling(32, 64, 8, 2), 128: Tiling(32, 64, 8, 2, True)}
-    PUSH[arch, 4, "push_query_gradient"] = FLOAT32 | {64: Tiling(32, 32, 8, 2), 128: Tiling(16, 16, 8, 1)}
-    PUSH[arch, 4, "push_key_gradient"] = FLOAT32 | {64: Tiling(32, 32, 8, 2), 128: Tiling(16, 16, 8, 1, True)}
+# Of float32, whose products are not of matrix units, the same everywhere.
+FLOAT32 = {16: Tiling(32, 32, 4, 2), 32: Tiling(32, 32, 4, 2)}
+PUSH_FLOAT32: dict[str, dict[int, Tiling]] = {
+    "push": FLOAT32 | {64: Tiling(32, 32, 8, 2), 128: Tiling(16, 16, 8, 1)},
+    "push_query_gradient": FLOAT32 | {64: Tiling(16, 32, 4, 2), 128: Tiling(16, 16, 8, 1)},
+    "push_key_gradient": FLOAT32
+    | {64: Tiling(16, 32, 4, 2, True), 128: Tiling(16, 16, 8, 1, True)},
+}
+PUSH |= {(arch, 4, pass_): tiles for arch in ARCHS for pass_, tiles in PUSH_FLOAT32.items()}

@@ -43,14 +43,14 @@ class Steps:
 
     @property
     def bytes_between(self) -> int:
-        """Bytes of the values between equations: neither inputs, nor returned, nor saved."""
-        kept = {*range(len(self.graph.inputs)), *self.graph.outputs, *self.saved}
+        """Bytes of the values between equations: neither inputs, nor returned, nor saved for a
+        derivative that there is."""
+        saved = () if self.graph.gradient_problems else self.saved
+        kept = {*range(len(self.graph.inputs)), *self.graph.outputs, *saved}
         return sum(t.bytes for i, t in enumerate(self.graph.types) if i not in kept)
 
 
-def hand_out(
-    values: Tensors, outputs: Sequence[int], stats: frozenset[int]
-) -> list[torch.Tensor]:
+def hand_out(values: Tensors, outputs: Sequence[int], stats: frozenset[int]) -> list[torch.Tensor]:
     """The outputs: statistics in C order, and a value that is returned twice as two tensors."""
     results: list[torch.Tensor] = []
     for place, i in enumerate(outputs):

@@ -20,7 +20,7 @@ from attrs import evolve, frozen
 
 import attn_graph as ag
 from attn_graph.kernels.tilings import ARCHS, SHARED, Tiling, padded_head_size
-from attn_graph.lowering.problem import Problem, sole
+from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.triton.offline import MachineCode, compile_launches
 from attn_graph.lowering.triton.plan import BY_KEYS, Flash
 from attn_graph.lowering.triton.predict import (

@@ -93,9 +93,7 @@ def attention_reasons(problem: Problem, dtypes: Sequence[torch.dtype]) -> Iterat
         yield Reason("dropout_origin", limit, f"this one begins at key {problem.node.origin[3]}")
 
 
-def plan_reasons(
-    plan: Callable[[], Flash], options: Options
-) -> Iterator[Reason]:
+def plan_reasons(plan: Callable[[], Flash], options: Options) -> Iterator[Reason]:
     """What shows only when the launches are planned."""
     from attn_graph.masks.places import Untraceable
 

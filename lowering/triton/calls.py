@@ -122,9 +122,7 @@ class TritonCall:
         """What the equation reads, of the inputs of the graph."""
         return [tensors[i] for i in self.graph.eqns[0].args]
 
-    def new_results(
-        self, rows: Sequence[str], stats: Sequence[str], device: torch.device
-    ) -> Named:
+    def new_results(self, rows: Sequence[str], stats: Sequence[str], device: torch.device) -> Named:
         """Uninitialised results: tensors like o, and numbers of each row."""
         p = self.flash.problem
         results: Named = {name: p.new_o(device) for name in rows}

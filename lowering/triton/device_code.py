@@ -209,9 +209,7 @@ class Tracer:
         each = zip(node.modifiers, arrays, steps[1:], node.restores, strict=True)
         for modifier, data, after, restores in reversed([*each]):
             here = at.reading(data)
-            steps_back.insert(
-                0, self.back_through(modifier, steps_back[0], after, here, restores)
-            )
+            steps_back.insert(0, self.back_through(modifier, steps_back[0], after, here, restores))
         return steps_back
 
     def push(self) -> str:
@@ -278,15 +276,16 @@ class Tracer:
         code = self.start()
         modifier, steps = self.problem.node.modifiers[k], self.chain(code, scores_code(code))
         if self.moved is None:
-            ds, arguments, more = self.gradients(code, steps)[k + 1], f"ds, s, {WHERE}", ()
+            ds, arguments = self.gradients(code, steps)[k + 1], f"ds, s, {WHERE}"
         else:
             _, ds = self.bent(code, steps)[k + 1]
-            arguments, more = f"ds, tds, s, ts, {WHERE}", (code.argument("ds"),)
+            arguments = f"ds, tds, s, ts, {WHERE}"
+        first = () if self.moved is None else (code.argument("ds"),)
         total, at = Total(spec.shape), self.place(code).reading(self.arrays(code)[0][k])
         modifier.collect({name: total}, as_tensor(ds), at)  # type: ignore[dict-item]  # a total
         share = total.sum[0] if total.sum else ds * 0.0
         axes = "".join(a for a, n in zip(total.axes, spec.shape, strict=False) if n > 1)
-        return Contribution(code.write_function("collect", arguments, *more, share), axes, spec)
+        return Contribution(code.write_function("collect", arguments, *first, share), axes, spec)
 
 
 @final
@@ -328,11 +327,11 @@ def masks_back(modifier: Modifier, restores: bool) -> bool:
 def spread_symbol(modifier: Modifier, ts: Symbol, tangents: Arrays, at: Place) -> Symbol:
     """A modifier's `spread`. Raises Untraceable where it has none of its own."""
     if type(modifier).spread is Modifier.spread:
+        moved = ", ".join(tangents)
         raise Untraceable(
-            f"{type(modifier).__name__} has no spread(ts, tangents, at) of its own, which says what "
-            f"the tangent of {', '.join(tangents)} adds"
+            f"{type(modifier).__name__} defines no spread(ts, tangents, at): what {moved} adds"
         )
-    return as_symbol(modifier.spread(as_tensor(ts), as_tensor(tangents), at))
+    return as_symbol(modifier.spread(as_tensor(ts), tangents, at))  # type: ignore[arg-type]  # arrays
 
 
 def bend_symbol(
@@ -343,7 +342,7 @@ def bend_symbol(
         return None
     if type(modifier).bend is Modifier.bend:
         raise Untraceable(
-            f"{type(modifier).__name__} has no bend(ds, t, s, at) of its own, the derivative of back"
+            f"{type(modifier).__name__} defines no bend(ds, t, s, at), the derivative of back"
         )
     bent = modifier.bend(as_tensor(ds), as_tensor(t), as_tensor(after), at)
     return None if bent is None else as_symbol(bent)

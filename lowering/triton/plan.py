@@ -9,7 +9,7 @@ import torch
 from attrs import define, field, frozen
 
 from attn_graph.ir.philox import flat_origin, threshold
-from attn_graph.kernels.tilings import DELTA, SUMS, Tiling, padded_head_size
+from attn_graph.kernels.tilings import DELTA, SUMS, PushPass, Tiling, padded_head_size
 from attn_graph.lowering.problem import Problem, read_specs
 from attn_graph.lowering.triton.device_code import (
     Contribution,
@@ -164,7 +164,8 @@ class FlashBuilder:
         """The tile of a pass of the gradient, or of what it is in a direction."""
         if self.push is None:
             return choose_tiling(self.problem, self.target, pass_, self.variant)
-        return choose_push_tiling(self.problem, self.target, f"push_{pass_}", self.variant)
+        pushed: PushPass = "push_key_gradient" if pass_ == "key_gradient" else "push_query_gradient"
+        return choose_push_tiling(self.problem, self.target, pushed, self.variant)
 
     @property
     def read(self) -> tuple[str, ...]:
@@ -325,8 +326,10 @@ class FlashBuilder:
         tile = choose_push_tiling(p, self.target, "push", self.variant)
         lists, listed = self.listed(tile, by_keys=False)
         sinks, tsinks = p.by_role.sinks, push.by_role.sinks
-        names = ("q", "k", "v", "tq", "tk", "tv", "o", "lse", "to", "tlse", "max")
-        names += ("sinks", "tsinks", "seed", "offset")
+        names = (
+            *("q", "k", "v", "tq", "tk", "tv", "o", "lse", "to", "tlse", "max"),
+            *("sinks", "tsinks", "seed", "offset"),
+        )
         more: Fixed = {
             "o_strides": p.layout_of_o[1],
             "sinks_stride": sinks.strides[0] if sinks else 0,
@@ -355,7 +358,8 @@ class FlashBuilder:
     def delta(self) -> None:
         """Add the launch that sums do o over each row."""
         p, rows = self.problem, DELTA.block_m
-        names, strided = ("o", "lse", "do", "dlse", "delta"), ("do", "dlse")
+        names: tuple[str, ...] = ("o", "lse", "do", "dlse", "delta")
+        strided: tuple[str, ...] = ("do", "dlse")
         laid = {"o_strides": "o.strides"}
         if self.push is not None:
             self.buffers["tdelta"] = Buffer((p.B, p.H, p.M), torch.float32)

@@ -228,7 +228,9 @@ def test_the_axis_becomes_a_part_of_the_heads_where_the_batch_does_not_take_it()
 def test_what_a_loop_computes_otherwise_is_refused() -> None:
     drops = ag.attention(Q, K, K, dropout=0.5)
     assert "dropout draws by batch entry and head" in refusal(drops, {"q": 2, "k": 2, "v": 2})
-    assert "seed is one number for all entries" in refusal(drops, {"q": 0, "k": 0, "v": 0, "seed": 0})
+    assert "seed is one number for all entries" in refusal(
+        drops, {"q": 0, "k": 0, "v": 0, "seed": 0}
+    )
     heads = {"q": 2, "k": 2, "v": 2}
     assert "ALiBi" in refusal(ag.attention(Q, Q, Q, alibi=True), heads)
     mapped = ag.vmap(ag.attention(Q, K, K), 0, size=3)

@@ -5,13 +5,17 @@ On tiles; run with TRITON_INTERPRET=1, by Triton's kernels.
 
 from __future__ import annotations
 
+from typing import Any, final
+
 import pytest
 import torch
+from attrs import frozen
 from hypothesis import given
 from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph.ir.jvp import tangent_spec
+from attn_graph.ir.modifiers import Modifier
 from attn_graph.ir.vjp import result_spec
 from attn_graph.machine.tensors import copy_laid_as
 from attn_graph.spec import FLOATS
@@ -117,6 +121,7 @@ def test_tangents_of_gradients_agree_with_the_formula(
 
 X = ag.TensorSpec((1, 2, 8, 4), torch.float32)
 
+
 @pytest.mark.parametrize(
     "backend", [b.name for b in ag.BACKENDS if b.name not in ("math", "triton")]
 )
@@ -126,3 +131,59 @@ def test_the_other_backends_say_that_they_compute_no_tangents(backend: str) -> N
     for graph in (ag.jvp(forward), ag.jvp(backward), ag.vjp(backward)[1]):
         with pytest.raises(ag.NoBackendError, match="computes no tangents"):
             ag.compile(graph, target=target, backends=(backend,))
+
+
+EVERYTHING = ag.attention(
+    ag.TensorSpec((2, 4, 70, 16), torch.float32),
+    *(ag.TensorSpec((2, 2, 70, 16), torch.float32),) * 2,
+    mask=ag.Causal(),
+    soft_cap=2.0,
+    bias=ag.TensorSpec((1, 4, 70, 70), torch.float32),
+    sinks=ag.TensorSpec((4,), torch.float32),
+    dropout=0.25,
+)
+
+
+def test_tangents_of_gradients_have_the_same_bits_in_every_run() -> None:
+    _, backward = ag.vjp(EVERYTHING)
+    plan = compile_or_refuse(ag.jvp(backward))
+    tensors = tensors_for(plan.graph, 3)
+    once, again = (run_plan(plan, tensors) for _ in range(2))
+    assert all(torch.equal(x, y) for x, y in zip(once, again, strict=True))
+
+
+def test_triton_computes_second_derivatives_and_explain_counts_them() -> None:
+    """Their memory: the sums of do o and their tangents, no more, where programs have no parts."""
+    x = ag.TensorSpec((2, 4, 512, 64), torch.bfloat16)
+    _, backward = ag.vjp(ag.attention(x, x, x, mask=ag.Causal(), soft_cap=30.0))
+    for graph in (ag.jvp(backward), ag.vjp(backward)[1]):
+        known = ag.explain(graph, target="h200")
+        assert known.backend == "triton"
+        assert known.memory.workspace_forward == 2 * 4 * 2 * 4 * 512
+        text = str(known)
+        for kernel in ("push", "push_delta", "push_query_gradient", "push_key_gradient"):
+            assert f"{kernel}: " in text
+
+
+@final
+@frozen
+class Quadratic(Modifier):
+    """s + s^2 / 100, whose derivatives say nothing of how they are made."""
+
+    hides = False
+
+    def change(self, s: Tensor, at: ag.Place) -> Tensor:
+        return s + s * s * 0.01
+
+    def back(self, ds: Tensor, s: Tensor, at: ag.Place) -> Tensor:
+        return ds * (1.0 + s * 0.04).sqrt()  # s is the result: 1 + s / 50 of the step's input
+
+
+def test_triton_names_what_a_modifier_of_ones_own_does_not_define() -> None:
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        p, lse = ag.scores(q, k).then(Quadratic()).softmax()
+        return p.weigh(v), lse
+
+    _, backward = ag.vjp(ag.graph(attend, q=X, k=X, v=X))
+    with pytest.raises(ag.NoBackendError, match=r"Quadratic defines no bend\(ds, t, s, at\)"):
+        ag.compile(ag.jvp(backward), target="h200", backends=("triton",))
