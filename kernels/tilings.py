@@ -286,9 +286,9 @@ PUSH: dict[tuple[int, int, str], dict[int, Tiling]] = {
     | {64: Tiling(32, 64, 4, 2), 128: Tiling(32, 128, 8, 2, True)},
     (100, 2, "push"): NARROW | {64: Tiling(64, 64, 8, 2), 128: Tiling(64, 32, 8, 2)},
     (100, 2, "push_query_gradient"): NARROW_GRADIENT
-    | {64: Tiling(64, 32, 8, 2), 128: Tiling(64, 32, 8, 2)},
+    | {64: Tiling(128, 32, 8, 2), 128: Tiling(128, 32, 8, 2)},
     (100, 2, "push_key_gradient"): NARROW_GRADIENT
-    | {64: Tiling(32, 64, 8, 2, True), 128: Tiling(32, 64, 8, 2, True)},
+    | {64: Tiling(32, 128, 8, 2), 128: Tiling(32, 64, 8, 2)},
     (120, 2, "push"): NARROW | {64: Tiling(64, 64, 8, 2), 128: Tiling(64, 32, 8, 2)},
     (120, 2, "push_query_gradient"): NARROW_GRADIENT
     | {64: Tiling(32, 32, 4, 2), 128: Tiling(32, 32, 4, 2)},

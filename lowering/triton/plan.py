@@ -292,10 +292,7 @@ class FlashBuilder:
         named |= pointers or {}
         sizes = {"BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n}
         fixed = self.common() | absent | sizes | more
-        if "do" in names:
-            fixed |= self.strides("do")
-        if "tq" in names:
-            fixed |= self.strides(*MOVED[:4])
+        fixed |= self.strides(*(name for name in ("do", *MOVED[:4]) if name in names))
         if self.data():
             named["data"] = self.data()
         else:
