@@ -2,7 +2,8 @@
 
 COLLECT is generated: from ds it computes the contribution of each place to one tensor. Along axes
 where the tensor has one element contributions are summed: along queries or keys here, along the
-other axes by the caller.
+other axes by the caller. Of gradients in a direction, tlse_ptr is given, and so are the tangents of
+what moves; COLLECT then reads ds, tds, s and ts, and gives ds too.
 """
 
 import triton
@@ -22,16 +23,19 @@ from attn_graph.kernels.common import (
     round_to,
     rows_of,
 )
+from attn_graph.kernels.gradient_jvp import load_row_tangents, push_dot, push_score_gradient
 
 
 @triton.jit
 def contribution(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, seed_ptr, offset_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr,
+    tq_ptr, tk_ptr, tv_ptr, tdo_ptr, tlse_ptr, tdelta_ptr, seed_ptr, offset_ptr,
     data, numbers, q_strides, k_strides, v_strides, do_strides,
-    b, h, H, GROUP, query, key, M, N, scale, keep_scale, threshold, origin,
+    tq_strides, tk_strides, tv_strides, tdo_strides, b, h, H, GROUP, query, key, M, N,
+    scale, keep_scale, threshold, origin,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    KEEP: tl.constexpr, CHANGE: tl.constexpr, COLLECT: tl.constexpr,
+    KEEP: tl.constexpr, CHANGE: tl.constexpr, PUSH: tl.constexpr, COLLECT: tl.constexpr,
     DROPOUT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What each place of a tile [BLOCK_M,BLOCK_N] adds to the gradient; 0 outside of q and k."""
@@ -40,37 +44,56 @@ def contribution(
     g = h // GROUP
     q = rows_of(q_ptr, q_strides, b, h, query, M, D, BLOCK_M, WIDTH_D, UPCAST)
     k = rows_of(k_ptr, k_strides, b, g, key, N, D, BLOCK_N, WIDTH_D, UPCAST)
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    dp = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    v = rows_of(v_ptr, v_strides, b, g, key, N, E, BLOCK_N, WIDTH_E, UPCAST)
+    tq, tk, do, tdo, tv = q, k, q, q, v
+    if tq_ptr is not None:
+        tq = rows_of(tq_ptr, tq_strides, b, h, query, M, D, BLOCK_M, WIDTH_D, UPCAST)
+    if tk_ptr is not None:
+        tk = rows_of(tk_ptr, tk_strides, b, g, key, N, D, BLOCK_N, WIDTH_D, UPCAST)
+    if tv_ptr is not None:
+        tv = rows_of(tv_ptr, tv_strides, b, g, key, N, E, BLOCK_N, WIDTH_E, UPCAST)
     if do_ptr is not None:
         do = rows_of(do_ptr, do_strides, b, h, query, M, E, BLOCK_M, WIDTH_E, UPCAST)
-        v = rows_of(v_ptr, v_strides, b, g, key, N, E, BLOCK_N, WIDTH_E, UPCAST)
-        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+    if tdo_ptr is not None:
+        tdo = rows_of(tdo_ptr, tdo_strides, b, h, query, M, E, BLOCK_M, WIDTH_E, UPCAST)
+    s, ts = push_dot(q, tq, k, tk, k_ptr, tq_ptr, k_ptr, tk_ptr, BLOCK_M, BLOCK_N, PRECISION)
+    dp, tdp = push_dot(do, tdo, v, tv, do_ptr, tdo_ptr, k_ptr, tv_ptr, BLOCK_M, BLOCK_N, PRECISION)
     if DROPOUT:
         z = dropout_keeps_tile(
             seed_ptr, offset_ptr, b, h, H, query, key, threshold, origin, BLOCK_M, BLOCK_N
         )
-        dp = tl.where(z, dp * keep_scale, 0.0)
+        dp, tdp = tl.where(z, dp * keep_scale, 0.0), tl.where(z, tdp * keep_scale, 0.0)
     row = (tl.cast(b, tl.int64) * H + h) * M
-    lse = base2(load_statistics(lse_ptr + row, query, M, float("-inf"), BLOCK_M, False))[:, None]
+    lse = base2(load_statistics(lse_ptr + row, query, M, float("-inf"), BLOCK_M, False))
     surplus = load_statistics(delta_ptr + row, query, M, 0.0, BLOCK_M, False)[:, None]
-    _, share = score_gradient(
-        s, dp, lse, surplus, b, h, i, j, M, N, scale, data, numbers, CHANGE, KEEP, COLLECT, True,
-        False,
-    )  # fmt: skip
+    if tlse_ptr is None:
+        _, share = score_gradient(
+            s, dp, lse[:, None], surplus, b, h, i, j, M, N, scale, data, numbers,
+            CHANGE, KEEP, COLLECT, True, False,
+        )  # fmt: skip
+    else:
+        mu, tsurplus = load_row_tangents(
+            lse, tlse_ptr + row, tdelta_ptr + row, query, M, BLOCK_M, False
+        )
+        _, _, _, share = push_score_gradient(
+            s, ts, dp, tdp, lse[:, None], mu[:, None], surplus, tsurplus[:, None],
+            b, h, i, j, M, N, scale, data, numbers, CHANGE, KEEP, PUSH, COLLECT, True, False,
+        )  # fmt: skip
     return share
 
 
 @triton.jit(do_not_specialize=("B", *SIZES))
 def collect_places(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, out_ptr, seed_ptr, offset_ptr,
-    data, numbers, q_strides, k_strides, v_strides, do_strides, out_strides,
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr,
+    tq_ptr, tk_ptr, tv_ptr, tdo_ptr, tlse_ptr, tdelta_ptr, out_ptr, seed_ptr, offset_ptr,
+    data, numbers, q_strides, k_strides, v_strides, do_strides,
+    tq_strides, tk_strides, tv_strides, tdo_strides, out_strides,
     B, H, GROUP, M, N, scale, keep_scale, threshold, origin,
     EVEN: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PER_BATCH: tl.constexpr, PER_HEAD: tl.constexpr,
-    KEEP: tl.constexpr, STRIP: tl.constexpr, CHANGE: tl.constexpr, COLLECT: tl.constexpr,
-    DROPOUT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    KEEP: tl.constexpr, STRIP: tl.constexpr, CHANGE: tl.constexpr, PUSH: tl.constexpr,
+    COLLECT: tl.constexpr, DROPOUT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: one tile of a gradient [B or 1, H or 1, M, N], summed along axes of size 1."""
     N = even_length(N, EVEN)
@@ -90,11 +113,13 @@ def collect_places(
         if (start <= column) & (column < stop):
             for h in range(h_first, h_first + h_count):
                 total += contribution(
-                    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, seed_ptr, offset_ptr,
+                    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr,
+                    tq_ptr, tk_ptr, tv_ptr, tdo_ptr, tlse_ptr, tdelta_ptr, seed_ptr, offset_ptr,
                     data, numbers, q_strides, k_strides, v_strides, do_strides,
+                    tq_strides, tk_strides, tv_strides, tdo_strides,
                     b, h, H, GROUP, row * BLOCK_M, column * BLOCK_N, M, N,
                     scale, keep_scale, threshold, origin, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
-                    KEEP, CHANGE, COLLECT, DROPOUT, UPCAST, PRECISION,
+                    KEEP, CHANGE, PUSH, COLLECT, DROPOUT, UPCAST, PRECISION,
                 )  # fmt: skip
     i = (row * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
     j = (column * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
@@ -105,14 +130,17 @@ def collect_places(
 
 @triton.jit(do_not_specialize=SIZES)
 def collect_lines(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, out_ptr, seed_ptr, offset_ptr, lists_ptr,
-    data, numbers, q_strides, k_strides, v_strides, do_strides, lists_strides,
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr,
+    tq_ptr, tk_ptr, tv_ptr, tdo_ptr, tlse_ptr, tdelta_ptr, out_ptr, seed_ptr, offset_ptr, lists_ptr,
+    data, numbers, q_strides, k_strides, v_strides, do_strides,
+    tq_strides, tk_strides, tv_strides, tdo_strides, lists_strides,
     H, GROUP, M, N, scale, keep_scale, threshold, origin,
     EVEN: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BY_KEYS: tl.constexpr,
-    KEEP: tl.constexpr, STRIP: tl.constexpr, CHANGE: tl.constexpr, COLLECT: tl.constexpr,
-    DROPOUT: tl.constexpr, LISTED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    KEEP: tl.constexpr, STRIP: tl.constexpr, CHANGE: tl.constexpr, PUSH: tl.constexpr,
+    COLLECT: tl.constexpr, DROPOUT: tl.constexpr, LISTED: tl.constexpr, UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: the sums over keys for BLOCK_M queries, or, BY_KEYS, over queries for BLOCK_N.
 
@@ -142,11 +170,13 @@ def collect_lines(
             n = tl.load(lists_ptr + 3 + t)
         row, column = (n, block) if BY_KEYS else (block, n)
         share = contribution(
-            q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, seed_ptr, offset_ptr,
+            q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr,
+            tq_ptr, tk_ptr, tv_ptr, tdo_ptr, tlse_ptr, tdelta_ptr, seed_ptr, offset_ptr,
             data, numbers, q_strides, k_strides, v_strides, do_strides,
+            tq_strides, tk_strides, tv_strides, tdo_strides,
             b, h, H, GROUP, row * BLOCK_M, column * BLOCK_N, M, N, scale, keep_scale, threshold,
             origin, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
-            KEEP, CHANGE, COLLECT, DROPOUT, UPCAST, PRECISION,
+            KEEP, CHANGE, PUSH, COLLECT, DROPOUT, UPCAST, PRECISION,
         )  # fmt: skip
         total += tl.sum(share, 0 if BY_KEYS else 1)
     line = block * LINES + tl.arange(0, LINES)

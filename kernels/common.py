@@ -301,14 +301,14 @@ def dropout_keeps_tile(
 ):  # fmt: skip
     """z [BLOCK_M,BLOCK_N], true where dropout keeps: the bits of `attn_graph.ir.philox`.
 
-    origin: of a part, where its first head, row and key lie in the whole, and the whole's H; or
-    None. The head counts over batch entries, and the key is a multiple of 4.
+    origin: of a part, where its first batch entry, head, row and key lie in the whole, the whole's
+    H, and after how many batch entries draws repeat; or None. The key is a multiple of 4.
     """
     slab = b * H + h
     if origin is not None:
-        slab = origin[0] + b * origin[3] + h
-        first_row += origin[1]
-        first_key += origin[2]
+        slab = (origin[0] + b) % origin[5] * origin[4] + origin[1] + h
+        first_row += origin[2]
+        first_key += origin[3]
     seed, offset = tl.load(seed_ptr), tl.load(offset_ptr)
     c0 = (first_key // 4 + tl.arange(0, BLOCK_N // 4)[None, :]).to(tl.uint32)
     c1 = (first_row + tl.arange(0, BLOCK_M)[:, None]).to(tl.uint32)

@@ -43,7 +43,7 @@ def push(
     EVEN: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LAST_FIRST: tl.constexpr,
-    KEEP: tl.constexpr, STRIP: tl.constexpr, CHANGE: tl.constexpr, BACK: tl.constexpr,
+    KEEP: tl.constexpr, STRIP: tl.constexpr, CHANGE: tl.constexpr, PUSH: tl.constexpr,
     DROPOUT: tl.constexpr, LISTED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M queries of one head against all keys that they may see.
@@ -89,7 +89,7 @@ def push(
             first, i, tq_ptr, tk_ptr, tv_ptr, seed_ptr, offset_ptr, data, numbers,
             k_strides, v_strides, tk_strides, tv_strides,
             b, h, H, M, N, scale, threshold, origin, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
-            KEEP, CHANGE, BACK, DROPOUT, False, UPCAST, PRECISION,
+            KEEP, CHANGE, PUSH, DROPOUT, False, UPCAST, PRECISION,
         )  # fmt: skip
     for t in range(mixed):
         n = mixed_tile(t, lists_ptr, start, full_start, full_stop, full, LISTED)
@@ -98,7 +98,7 @@ def push(
             first, i, tq_ptr, tk_ptr, tv_ptr, seed_ptr, offset_ptr, data, numbers,
             k_strides, v_strides, tk_strides, tv_strides,
             b, h, H, M, N, scale, threshold, origin, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
-            KEEP, CHANGE, BACK, DROPOUT, True, UPCAST, PRECISION,
+            KEEP, CHANGE, PUSH, DROPOUT, True, UPCAST, PRECISION,
         )  # fmt: skip
 
     if max_ptr is not None:
@@ -137,7 +137,7 @@ def attend_along(
     b, h, H, M, N, scale, threshold, origin,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    KEEP: tl.constexpr, CHANGE: tl.constexpr, BACK: tl.constexpr, DROPOUT: tl.constexpr,
+    KEEP: tl.constexpr, CHANGE: tl.constexpr, PUSH: tl.constexpr, DROPOUT: tl.constexpr,
     MIXED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One step over keys `key`.. : sums of p z v, of p z ((ts - c) v + tv), of p and of p ts.
@@ -154,8 +154,8 @@ def attend_along(
         tk = rows_at(tk_head, tk_strides, key, N, D, BLOCK_N, WIDTH_D, not MIXED, UPCAST)
         ts = tl.dot(q, tl.trans(tk), ts, input_precision=PRECISION)
     ts = ts * scale
-    if BACK is not None:
-        ts = BACK(ts, s * scale, b, h, i, j, M, N, data, numbers)
+    if PUSH is not None:
+        ts = PUSH(ts, s * scale, b, h, i, j, M, N, data, numbers)
     p, new, total, shrink = softmax_step(
         s, m, total, b, h, i, j, M, N, scale, data, numbers, KEEP, CHANGE, False, MIXED
     )

@@ -8,6 +8,7 @@ from typing import Literal, final, get_args
 from attrs import evolve, frozen
 
 Pass = Literal["forward", "query_gradient", "key_gradient"]
+PushPass = Literal["push", "push_query_gradient", "push_key_gradient"]  # of forward mode
 ARCHS = (80, 90, 100, 120)
 WIDTHS = (16, 32, 64, 128, 256)
 # Bytes of shared memory that one program may ask for: CUDA C++ Programming Guide, "Technical
@@ -51,6 +52,11 @@ def tiling(sm: int, itemsize: int, width: int, pass_: Pass, modified: bool, drop
     arch = table_arch(sm)
     usual = TABLE[arch, itemsize, pass_][width][modified]
     return DROPOUT.get((arch, itemsize, pass_, width), usual) if drops else usual
+
+
+def push_tiling(sm: int, itemsize: int, width: int, pass_: PushPass) -> Tiling:
+    """The tiling of a kernel of forward mode; arguments as those of `tiling`."""
+    return INTERPRETED if sm == 0 else PUSH[table_arch(sm), itemsize, pass_][width]
 
 
 def table_arch(sm: int) -> int:
@@ -259,22 +265,42 @@ DROPOUT = {
 # Float32 has no matrix units here, and 80's tiles fit the least shared memory.
 TABLE |= {(120, 4, pass_): TABLE[80, 4, pass_] for pass_ in get_args(Pass)}
 
-# Of forward mode, by compute capability and bytes of an element: four tiles of keys and values, and
-# two sums of rows, where the forward has two and one. Those 64 and 128 wide spill nothing in their
+# Of forward mode, by compute capability, bytes of an element and pass: four tiles of keys and
+# values, and two sums of rows, where the forward has two and one; and of a gradient in a direction,
+# which holds four tiles more. Those 64 and 128 wide in half precision are what
+# lowering/triton/predict.py predicts to be fastest of some candidates that spill nothing in their
 # loops on 80, 90 and 100.
 NARROW = {16: Tiling(64, 64, 4, 2), 32: Tiling(64, 64, 4, 2)}
-PUSH: dict[tuple[int, int], dict[int, Tiling]] = {
-    (80, 2): NARROW | {64: Tiling(64, 64, 8, 2), 128: Tiling(64, 64, 8, 2)},
-    (90, 2): NARROW | {64: Tiling(64, 64, 4, 2), 128: Tiling(128, 32, 8, 2)},
-    (100, 2): NARROW | {64: Tiling(64, 64, 8, 2), 128: Tiling(64, 32, 8, 2)},
-    (120, 2): NARROW | {64: Tiling(64, 64, 8, 2), 128: Tiling(64, 32, 8, 2)},
+NARROW_GRADIENT = {16: Tiling(32, 32, 4, 2), 32: Tiling(32, 32, 4, 2)}
+WGMMA_GRADIENT = {16: Tiling(64, 64, 4, 2), 32: Tiling(64, 64, 4, 2)}
+PUSH: dict[tuple[int, int, str], dict[int, Tiling]] = {
+    (80, 2, "push"): NARROW | {64: Tiling(64, 64, 8, 2), 128: Tiling(64, 64, 8, 2)},
+    (80, 2, "push_query_gradient"): NARROW_GRADIENT
+    | {64: Tiling(32, 32, 4, 2), 128: Tiling(32, 32, 4, 2)},
+    (80, 2, "push_key_gradient"): NARROW_GRADIENT
+    | {64: Tiling(32, 64, 4, 2, True), 128: Tiling(32, 64, 8, 2, True)},
+    (90, 2, "push"): NARROW | {64: Tiling(64, 64, 4, 2), 128: Tiling(128, 32, 8, 2)},
+    (90, 2, "push_query_gradient"): WGMMA_GRADIENT
+    | {64: Tiling(64, 64, 4, 2), 128: Tiling(128, 32, 8, 2)},
+    (90, 2, "push_key_gradient"): WGMMA_GRADIENT
+    | {64: Tiling(32, 64, 4, 2), 128: Tiling(32, 128, 8, 2, True)},
+    (100, 2, "push"): NARROW | {64: Tiling(64, 64, 8, 2), 128: Tiling(64, 32, 8, 2)},
+    (100, 2, "push_query_gradient"): NARROW_GRADIENT
+    | {64: Tiling(128, 32, 8, 2), 128: Tiling(128, 32, 8, 2)},
+    (100, 2, "push_key_gradient"): NARROW_GRADIENT
+    | {64: Tiling(32, 128, 8, 2), 128: Tiling(32, 64, 8, 2)},
+    (120, 2, "push"): NARROW | {64: Tiling(64, 64, 8, 2), 128: Tiling(64, 32, 8, 2)},
+    (120, 2, "push_query_gradient"): NARROW_GRADIENT
+    | {64: Tiling(32, 32, 4, 2), 128: Tiling(32, 32, 4, 2)},
+    (120, 2, "push_key_gradient"): NARROW_GRADIENT
+    | {64: Tiling(32, 64, 4, 2, True), 128: Tiling(32, 32, 8, 2, True)},
 }
-PUSH |= {
-    (arch, 4): {
-        16: Tiling(32, 32, 4, 2),
-        32: Tiling(32, 32, 4, 2),
-        64: Tiling(32, 32, 8, 2),
-        128: Tiling(16, 16, 8, 1),
-    }
-    for arch in ARCHS
+# Of float32, whose products are not of matrix units, the same everywhere.
+FLOAT32 = {16: Tiling(32, 32, 4, 2), 32: Tiling(32, 32, 4, 2)}
+PUSH_FLOAT32: dict[str, dict[int, Tiling]] = {
+    "push": FLOAT32 | {64: Tiling(32, 32, 8, 2), 128: Tiling(16, 16, 8, 1)},
+    "push_query_gradient": FLOAT32 | {64: Tiling(16, 32, 4, 2), 128: Tiling(16, 16, 8, 1)},
+    "push_key_gradient": FLOAT32
+    | {64: Tiling(16, 32, 4, 2, True), 128: Tiling(16, 16, 8, 1, True)},
 }
+PUSH |= {(arch, 4, pass_): tiles for arch in ARCHS for pass_, tiles in PUSH_FLOAT32.items()}

@@ -187,6 +187,12 @@ def sole(graph: Graph) -> Problem | None:
     return problems[0] if len(problems) == len(graph.eqns) == 1 else None
 
 
+def read_specs(problem: Problem) -> list[TensorSpec]:
+    """The specs of the tensors that modifiers and mask read, in the order of the operands."""
+    operands = problem.by_role
+    return [spec for tensors in (*operands.modifiers, operands.mask) for spec in tensors.values()]
+
+
 def select_outputs(graph: Graph, results: Sequence[T]) -> list[T]:
     """The outputs of a graph of one equation, in order, from the results of that equation."""
     return [results[i - len(graph.inputs)] for i in graph.outputs]

@@ -44,14 +44,15 @@ def missing_library(library: str, way_out: str) -> Reason:
     return Reason(f"library.{library}", f"needs {library}", actual, "{limit}, {actual}")
 
 
-def other_equations(graph: Graph, tangents_of: str = "") -> Reason:
+def other_equations(graph: Graph, *, pushes: bool = False) -> Reason:
     """Against a graph that is not one attention, nor one attention's gradient.
 
-    tangents_of: of what else the backend computes no tangents, where it computes some.
+    pushes: whether the backend computes tangents of them.
     """
-    if tangents := [eqn.op for eqn in graph.eqns if isinstance(eqn.op, DERIVED)]:
+    tangents = [eqn.op for eqn in graph.eqns if isinstance(eqn.op, DERIVED)]
+    if tangents and not pushes:
         actual = f"the graph has {', '.join(type(op).__name__ for op in tangents)}; math takes it"
-        return Reason("tangents", f"computes no tangents{tangents_of}", actual)
+        return Reason("tangents", "computes no tangents", actual)
     if any(isinstance(eqn.op, PAGING) for eqn in graph.eqns):
         return Reason("pages", "reads no pages", "the graph has some; math takes it")
     if any(isinstance(eqn.op, PACKING) for eqn in graph.eqns):

@@ -257,12 +257,14 @@ def share(_: object, attribute: object, rate: float) -> None:
 
 
 def to_origin(value: Iterable[int]) -> tuple[int, ...]:
-    """A converter. Raises GraphError for other than nothing or five positions."""
+    """A converter. Raises GraphError for other than nothing, five numbers or six."""
     origin = tuple(map(to_integer, value))
-    if origin and (len(origin) != 5 or any(n is None or n < 0 for n in origin)):
+    wrong = any(n is None or n < 0 for n in origin) or origin[5:] == (0,)
+    if origin and (len(origin) not in (5, 6) or wrong):
         raise GraphError(
-            f"dropout: origin {value!r} is not (b, h, i, j, H): where the first place lies in the "
-            "whole, and how many heads that has"
+            f"dropout: origin {value!r} is not (b, h, i, j, H) or (b, h, i, j, H, period): where "
+            "the first place lies in the whole, how many heads that has, and after how many batch "
+            "entries draws repeat"
         )
     return tuple(n for n in origin if n is not None)
 
@@ -273,7 +275,8 @@ class Dropout(Op):
     """p, seed, offset -> p * z / (1 - rate), z from Philox at (seed, offset; b, h, i, j).
 
     origin: of a part of a larger whole, b, h, i, j of its first place there, and the whole's H:
-    then z is what the whole draws at these places.
+    then z is what the whole draws at these places. A sixth number is the period: batch entries that
+    lie so far apart draw alike.
     """
 
     rate: float = field(converter=to_number, validator=share)
@@ -316,11 +319,11 @@ def dropout_keeps(
 ) -> torch.Tensor:
     """z of a block, as booleans. origin: as that of Dropout."""
     assert at.ranges is not None
-    ranges, H = place_in_whole(origin, at.ranges, at.H)
+    ranges, H, period = place_in_whole(origin, at.ranges, at.H)
     shape = [*map(len, ranges[:3]), len(counters(ranges[3]))]
     six = [torch.empty(shape, dtype=torch.int64, device=at.b.device) for _ in range(6)]
     bits = torch.empty([*shape[:3], 4 * shape[3]], dtype=torch.bool, device=at.b.device)
-    return keep_(bits, rate, seed, offset, ranges, H, six)
+    return keep_(bits, rate, seed, offset, ranges, H, six, period)
 
 
 @final

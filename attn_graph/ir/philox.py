@@ -16,28 +16,33 @@ WORD = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 STEPS = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
+ALWAYS = 2**62  # a period that no batch reaches
+MOST = 2**31 - 1  # the largest number that kernels take
 WORDS = 4  # that a counter draws, for as many neighbouring keys
 
 
 def place_in_whole(
     origin: Sequence[int], ranges: Sequence[range], H: int
-) -> tuple[Sequence[range], int]:
-    """Ranges of b, h, i, j of a part as those of the whole, and the whole's H.
+) -> tuple[Sequence[range], int, int]:
+    """Ranges of b, h, i, j of a part as those of the whole, the whole's H, and the period.
 
-    origin: b, h, i, j of the part's first place in the whole, and the whole's H; none: this is it.
+    origin: b, h, i, j of the part's first place in the whole, the whole's H, and perhaps a period,
+    after which entries of the batch draw alike; none: this is the whole.
     """
     if not origin:
-        return ranges, H
+        return ranges, H, ALWAYS
     moved = [range(r.start + n, r.stop + n) for r, n in zip(ranges, origin, strict=False)]
-    return moved, origin[4]
+    return moved, origin[4], period_of(origin)
 
 
-def flat_origin(origin: Sequence[int]) -> tuple[int, int, int, int] | None:
-    """Dropout's origin as kernels take it: the first head over batch entries, row, key, and H."""
-    if not origin:
-        return None
-    b, h, i, j, H = origin
-    return b * H + h, i, j, H
+def period_of(origin: Sequence[int]) -> int:
+    """After how many batch entries draws repeat."""
+    return origin[5] if len(origin) > 5 else ALWAYS
+
+
+def flat_origin(origin: Sequence[int]) -> tuple[int, ...] | None:
+    """Dropout's origin as kernels take it: the first batch entry, head, row and key, H, period."""
+    return (*origin[:5], min(period_of(origin), MOST)) if origin else None
 
 
 def counters(keys: range) -> range:
@@ -59,6 +64,7 @@ def random_words(
     j: range,
     H: int,
     six: Sequence[torch.Tensor],
+    period: int = ALWAYS,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Four words for each counter: int64 tensors [b,h,i,counters(j)] holding 32-bit values.
 
@@ -67,7 +73,7 @@ def random_words(
     c0, c1, c2, c3, p0, p1 = six
     c0.copy_(lay_along(counters(j), c0, 3))
     c1.copy_(lay_along(i, c1, 2))
-    c2.copy_(lay_along(b, c2, 0) * H + lay_along(h, c2, 1))
+    c2.copy_(lay_along(b, c2, 0) % period * H + lay_along(h, c2, 1))
     c3.fill_(offset & WORD)
     low, high = seed & WORD, (seed >> 32) & WORD
     for _ in range(ROUNDS):
@@ -91,14 +97,14 @@ def lay_along(values: range, like: torch.Tensor, axis: int) -> torch.Tensor:
 
 def keep_(
     keeps: torch.Tensor, rate: float, seed: int, offset: int, ranges: Sequence[range], H: int,
-    six: Sequence[torch.Tensor],
+    six: Sequence[torch.Tensor], period: int = ALWAYS,
 ) -> torch.Tensor:  # fmt: skip
     """Fill the booleans `keeps` [b,h,i,4 * counters(j)]: whether dropout keeps a weight.
 
     Returns the view [b,h,i,j] of the keys of `ranges`. six: as for `random_words`.
     """
     b, h, i, j = ranges
-    for word, drawn in enumerate(random_words(seed, offset, b, h, i, j, H, six)):
+    for word, drawn in enumerate(random_words(seed, offset, b, h, i, j, H, six, period)):
         torch.ge(drawn, threshold(rate), out=keeps[..., word::4])
     first = j.start - 4 * counters(j).start
     return keeps[..., first : first + len(j)]

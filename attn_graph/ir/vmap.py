@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import final
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from attn_graph.errors import GraphError
 from attn_graph.ir.attention import Attention, AttentionGrad
@@ -43,9 +43,12 @@ def vmap(
     with a larger batch, or with more heads. jvp and vjp take the graph like any other, and a
     gradient, or a jvp, is mapped like any other graph.
 
+    Every entry drops out what it does alone: all by one seed and offset, at its own places.
+
     Raises GraphError for wrong names, places and specs; where no view will do, with the fewest
-    copies that would help; and for what a loop would compute otherwise: dropout, which would draw
-    other places, and masks and modifiers of your own, which may count batch entries or heads.
+    copies that would help; and for what a loop would compute otherwise: dropout where the axis is
+    no outer part of the batch, and masks and modifiers of your own, which may count batch entries
+    or heads.
     """
     check_graph(graph, "vmap")
     graph = simplify(graph)
@@ -104,6 +107,8 @@ def read_in_axes(graph: Graph, in_axes: object) -> dict[int, int]:
     for name, place in given.items():
         if name not in by_name:
             problems.append(f"vmap: no input is named {name}; there are {', '.join(by_name)}")
+        elif not ranks[name]:
+            problems.append(f"vmap: {name} is one number for all entries; for several run a loop")
         elif not isinstance(place, int) or not 0 <= place <= ranks[name]:
             problems.append(f"vmap: in_axes {place!r} of {name} is not in 0 to {ranks[name]}")
     if not given:
@@ -166,11 +171,8 @@ def general_problems(graph: Graph) -> Iterator[str]:
 
 def node_problems(node: Attention) -> Iterator[str]:
     """Why an attention gives each entry something else than alone."""
-    if node.dropout:
-        yield (
-            "vmap: dropout draws by batch entry and head: entries would draw other places than "
-            "each does alone; run a loop, or drop out in the batch"
-        )
+    if node.origin:
+        yield f"vmap: the graph's dropout is a part's, at {node.origin}; map the whole"
     own = [m for m in node.modifiers if type(m) not in MODIFIERS]
     parts = [leaf for leaf in leaves(node.mask) if type(leaf) not in LEAVES] if node.mask else []
     for part in (*own, *parts):
@@ -203,6 +205,18 @@ def operand_letters(op: Op) -> tuple[str, ...]:
             return (*operand_letters(grad), ROW, STATISTIC, *moved, *more)
         case _:
             return ()
+
+
+def replace_attention(op: Op, node: Attention) -> Op:
+    """The same op, or the same derivative, of another attention."""
+    match op:
+        case Attention():
+            return node
+        case AttentionGrad() | AttentionJvp():
+            return evolve(op, attention=node)
+        case AttentionGradJvp(grad=grad):
+            return evolve(op, grad=evolve(grad, attention=node))
+    raise TypeError(f"{op} is of no attention")
 
 
 def result_letters(op: Op) -> tuple[str, ...]:
@@ -312,6 +326,8 @@ class MappedGraph:
 
     def equation_problems(self, eqn: Eqn, node: Attention, way: Way) -> Iterator[str]:
         """Why an equation would compute something else than a loop."""
+        if node.dropout and way != WAYS[0]:
+            yield "dropout draws by batch entry and head, alike only in outer parts of the batch"
         if way.letter == "h":
             if any(isinstance(m, Alibi) and m.default for m in node.modifiers):
                 yield "the slopes of ALiBi depend on how many heads there are"
@@ -340,11 +356,19 @@ class MappedGraph:
             if isinstance(eqn.op, Zeros):
                 op: Op = Zeros((self.size, *eqn.op.shape), eqn.op.dtype)
             else:
-                op = eqn.op
+                op = self.map_op(eqn)
             values += b.emit(op, *(values[i] for i in eqn.args))
         names = value_names(graph)
         outputs = [self.leave(values[i], i, way, names[i]) for i in graph.outputs]
         return b.build(*outputs)
+
+    def map_op(self, eqn: Eqn) -> Op:
+        """An equation's op: with dropout one that draws for each entry what it draws alone."""
+        node = attention_in(eqn.op)
+        if node is None or not node.dropout:
+            return eqn.op
+        (B, H, *_) = self.graph.types[eqn.args[0]].shape
+        return replace_attention(eqn.op, evolve(node, origin=(0, 0, 0, 0, H, max(1, B))))
 
     def enter(self, x: Value, n: int, way: Way) -> Value:
         """An input as the equations read it."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch._C import _are_functorch_transforms_active
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad
 
 from attn_graph.errors import GraphError
@@ -65,7 +67,10 @@ class AutogradCall(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         """The gradient of each input that needs one, None for the plan and other inputs."""
         needs = ctx.needs_input_grad[1:]
-        gradients = ctx.plan.pull(needs, ctx.saved_tensors, grads)
+        if any(g is not None and is_legacy_batchedtensor(g) for g in grads):
+            gradients = pull_each(partial(ctx.plan.pull, needs, ctx.saved_tensors), grads)
+        else:
+            gradients = ctx.plan.pull(needs, ctx.saved_tensors, grads)
         if False not in needs:
             return (None, *gradients)
         rest = iter(gradients)
@@ -99,6 +104,32 @@ def run_with_autograd(plan: Recordable, tensors: Tensors) -> tuple[torch.Tensor,
             "call the plan within the transform, or take the gradient without create_graph"
         )
     return record(plan, *tensors)  # type: ignore[no-any-return, no-untyped-call]  # of torch
+
+
+# The older vmap: torch.autograd.grad(is_grads_batched=True), gradcheck(check_batched_grad=True)
+
+
+def pull_each(
+    pull: Callable[[Sequence[torch.Tensor | None]], Tensors], grads: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor]:
+    """The gradients of each entry of a batch of cotangents, one after another, as a batch.
+
+    That vmap hides the axis of entries, and has no rule for functions of one's own. Raises
+    GraphError for one within another.
+    """
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    hidden = {n: g for n, g in enumerate(grads) if g is not None and is_legacy_batchedtensor(g)}
+    shown = {n: torch._remove_batch_dim(g, level, 0, 0) for n, g in hidden.items()}
+    if any(map(is_legacy_batchedtensor, shown.values())):
+        raise GraphError("PyTorch's older vmap within another; torch.func.vmap may be nested")
+    size = next(iter(shown.values())).shape[0]
+    entries = [
+        pull([shown[n][entry] if n in shown else g for n, g in enumerate(grads)])
+        for entry in range(size)
+    ]
+    pairs = zip(*entries, strict=True)
+    return [torch._add_batch_dim(torch.stack(each), 0, level) for each in pairs]
 
 
 # Forward mode

@@ -246,16 +246,18 @@ def draw_dropout(
 ) -> Tensor:
     """z [B,H,M,N] in {0, 1}: place (b,h,i,j) draws word j % 4 at (j // 4, i, b H + h, offset).
 
-    origin: of a part, b, h, i, j of its first place in the whole, and the whole's H.
+    origin: of a part, b, h, i, j of its first place in the whole, the whole's H, and after how
+    many batch entries draws repeat, if they do.
     """
     B, H, M, N = sizes
-    b0, h0, i0, j0, heads = origin or (0, 0, 0, 0, H)
+    b0, h0, i0, j0, heads, *more = origin or (0, 0, 0, 0, H)
+    (period,) = more or (b0 + B + 1,)
     key = (seed % 2**32, seed // 2**32 % 2**32)
     rows = [
         [
             word
             for block in range(-(-(j0 + N) // 4))
-            for word in philox(key, (block, i, b * heads + h, offset % 2**32))
+            for word in philox(key, (block, i, b % period * heads + h, offset % 2**32))
         ][j0 : j0 + N]
         for b, h, i in product(range(b0, b0 + B), range(h0, h0 + H), range(i0, i0 + M))
     ]

@@ -20,10 +20,9 @@ from attrs import evolve, frozen
 
 import attn_graph as ag
 from attn_graph.kernels.tilings import ARCHS, SHARED, Tiling, padded_head_size
-from attn_graph.lowering.problem import Problem, sole
-from attn_graph.lowering.triton.jvp import Push, choose_push_tiling, plan_push
+from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.triton.offline import MachineCode, compile_launches
-from attn_graph.lowering.triton.plan import Flash, choose_tiling
+from attn_graph.lowering.triton.plan import BY_KEYS, Flash
 from attn_graph.lowering.triton.predict import (
     BALANCE,
     PROCESSORS,
@@ -34,15 +33,17 @@ from attn_graph.lowering.triton.predict import (
     slots_per_score,
 )
 from attn_graph.lowering.triton.tile_lists import blocks, classify_blocks
+from attn_graph.lowering.triton.tiles import choose_push_tiling, choose_tiling
+from attn_graph.lowering.triton.work import Work, problem_of, split_graph
 from attn_graph.masks.places import Block, Place
 from attn_graph.spec import NAMES
 from docs.generate.tutorial import TILE, compile_tutorial
 
 PAGE = Path(__file__).parents[1] / "reports" / "kernels.md"
 TARGETS = {80: "a100", 89: "l40s", 90: "h200", 100: "b200", 120: "b200"}  # 120: but for its sm
-PRODUCTS = {"forward": 2, "query_gradient": 3, "key_gradient": 4, "push": 6}  # by pass
-PASSES = tuple(PRODUCTS)[:3]
-PUSH = "push"  # forward mode, with tangents of q, k and v
+PASSES = ("forward", "query_gradient", "key_gradient")
+PUSHES = ("push", "push_query_gradient", "push_key_gradient")  # with tangents of all they read
+PRODUCTS = dict(zip((*PASSES, *PUSHES), (2, 3, 4, 6, 8, 10), strict=True))  # by pass
 B, H, S = 2, 4, 4096
 JOBS = int(os.environ.get("JOBS", os.cpu_count() or 1))
 SPILLS = 6  # one in so many instructions of a loop may move a register to memory or back
@@ -68,7 +69,9 @@ B200, 120 an RTX PRO 6000. Tiles of 120 serve 86 and 89 too.
 
 "window" is causal and 256 keys wide; "prefix" causal, or among the first 256 keys; "alibi" to
 "lengths" are causal besides; "grouped heads" are four query heads to one of keys. "push" is forward
-mode with tangents of q, k and v: six products, where the forward has two.
+mode with tangents of q, k and v: six products, where the forward has two. "push_query_gradient" and
+"push_key_gradient" are the backward in a direction, with a tangent of do as well: eight products
+and ten, where the backward has three and four.
 
 {summary}
 
@@ -152,25 +155,27 @@ class Case:
         keys = k if self.variant == "grouped heads" else x
         return ag.attention(x, keys, keys, **options[self.variant])
 
+    def work(self) -> Work:
+        """The attention, its gradient, or forward mode of one, whichever the pass is of."""
+        forward, backward = ag.vjp(self.graph(), ["q", "k", "v"])
+        graph = forward if self.pass_ in ("forward", "push") else backward
+        if self.pass_ in PUSHES:
+            given = ["o", "lse", "do"] if graph is backward else []
+            graph = ag.jvp(graph, ["q", "k", "v", *given])
+        return split_graph(graph)[-1].work
+
     def problem(self) -> Problem:
         """The attention or its gradient, whichever the pass is of."""
-        forward, backward = ag.vjp(self.graph(), ["q", "k", "v"])
-        problem = sole(forward if self.pass_ in ("forward", PUSH) else backward)
-        assert problem is not None
-        return problem
+        return problem_of(self.work())
 
     def compile(self) -> tuple[Problem, Tiling, list[MachineCode]]:
         """The problem, its tiling, and the machine code of every launch of the pass."""
         target = evolve(ag.Target.of(TARGETS[self.sm]), sm=self.sm)
-        problem = self.problem()
-        if self.pass_ == PUSH:
-            push = Push.of(ag.jvp(ag.vjp(self.graph())[0], ["q", "k", "v"]))
-            assert push is not None
-            tile = choose_push_tiling(problem, target, None)
-            return problem, tile, compile_launches(plan_push(push, target, "ieee", None))
-        flash = Flash.plan(problem, target)
+        work, problem = self.work(), self.problem()
+        flash = Flash.plan(work, target)
         launches = tuple(launch for launch in flash.launches if launch.kernel == self.pass_)
-        tile = choose_tiling(problem, target, self.pass_)  # type: ignore[arg-type]  # one of PASSES
+        choose: Any = choose_push_tiling if self.pass_ in PUSHES else choose_tiling  # Any: by pass
+        tile = choose(problem, target, self.pass_)
         return problem, tile, compile_launches(evolve(flash, launches=launches))
 
     def measure(self) -> Row:
@@ -179,7 +184,7 @@ class Case:
         at, flop = PROCESSORS[self.sm], 2 * PRODUCTS[self.pass_] * self.size
         full, *more = (self.clocks_of(m, tile, len(codes)) for m in codes)
         clocks = sum(more, start=full)
-        whole = seconds_and_pairs(clocks, at, problem, tile, self.pass_ == "key_gradient")
+        whole = seconds_and_pairs(clocks, at, problem, tile, self.pass_ in BY_KEYS)
         seconds, pairs = whole or (0.0, 0)
         scores = tile.block_m * tile.block_n
         rates = (
@@ -208,7 +213,7 @@ class Case:
             flex = FlexCase(self.sm, (B, H, S, self.size), self.variant)
             tile, machine = flex.compile_pass(self.pass_)
         clocks, problem = self.clocks_of(machine, tile, 1), self.problem()
-        by_keys = self.pass_ == "key_gradient"
+        by_keys = self.pass_ in BY_KEYS
         whole = seconds_and_pairs(clocks, PROCESSORS[self.sm], problem, tile, by_keys)
         assert whole is not None  # of masks that no data decide
         seconds, pairs = whole
@@ -218,9 +223,11 @@ class Case:
     def clocks_of(self, machine: MachineCode, tile: Tiling, launches: int) -> Clocks:
         """What a kernel, one of `launches` that share the pass's products, takes."""
         width = padded_head_size(self.size)
-        rows = tile.block_m if self.pass_ == "key_gradient" else tile.block_n
+        rows, tensors = tile.block_m if self.pass_ in BY_KEYS else tile.block_n, 2
+        if self.pass_ in PUSHES:
+            tensors = 4
         flop = 2 * PRODUCTS[self.pass_] * tile.block_m * tile.block_n * width / launches
-        work = TileWork(flop if self.bytes == 2 else 0, 2 * rows * width * self.bytes)
+        work = TileWork(flop if self.bytes == 2 else 0, tensors * rows * width * self.bytes)
         at = PROCESSORS[self.sm]
         return predict_clocks(at, machine.body, work, machine.warps, self.programs(machine))
 
@@ -297,7 +304,10 @@ def all_cases() -> list[Case]:
         ((89,), (128,), ("causal",), 2),
         ((80, 90), (64, 128), ("causal",), 4),
     )
-    forms = product((80, 90, 100), (2,), (64, 128), (PUSH,), SHORT)
+    forms = [
+        *product((80, 90, 100), (2,), (64, 128), PUSHES, SHORT),
+        *product((90,), (4,), (64, 128), PUSHES, SHORT[:1]),
+    ]
     return sorted(
         Case(sm, size, width, pass_, variant)
         for sms, widths, variants, size in kinds

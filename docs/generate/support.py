@@ -80,6 +80,8 @@ def feature_graphs(dtype: torch.dtype) -> dict[str, ag.Graph]:
         "sinks": make(sinks=spec(H)),
         "dropout": make(dropout=0.1),
         "M = 0 or N = 0": ag.attention(spec(B, H, 0, D, dtype=dtype), x, x),
+        "forward mode": ag.jvp(make()),
+        "second derivatives": ag.jvp(ag.vjp(make())[1]),
     }
 
 
@@ -88,6 +90,8 @@ def ask_backend(graph: ag.Graph, backend: ag.Backend, target: ag.Target) -> tupl
     simple = simplify(graph)
     if against := backend.reasons(simple, target, ag.Options()):
         return "no", f"it {against[0]}"
+    if simple.gradient_problems:
+        return "yes", ""
     wants = [n for n, i in enumerate(simple.inputs) if i.spec.dtype in FLOATS]
     cotangents = cotangent_specs(simple, simple.differentiable_outputs)
     back = simplify(backward(simple, wants, cotangents))

@@ -20,7 +20,6 @@ from attn_graph.ir.gradient_ops import sink_gradient
 from attn_graph.ir.graph import Eqn, Graph, Op
 from attn_graph.ir.packed import Packed
 from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp
-from attn_graph.ir.vjp import residuals, statistics
 from attn_graph.lowering.backend import Backend, Executable, Options, switch_name
 from attn_graph.lowering.cpu import row_choice, sdpa
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
@@ -30,6 +29,7 @@ from attn_graph.lowering.cpu.schedule import POSITIONS
 from attn_graph.lowering.cpu.tangent_tiles import TangentTiles
 from attn_graph.lowering.folding import folds_heads
 from attn_graph.lowering.problem import Problem, operand_specs, sole
+from attn_graph.lowering.steps import Steps, Work
 from attn_graph.machine.ambient import plain_ops_on, without_autocast
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import products_round
@@ -51,7 +51,6 @@ MATH_IS_FASTER = {
 NOTHING = Scratch()
 Dtypes = frozenset[torch.dtype]
 MOST_PADDING = 2  # times the smaller head size: from there on padding costs more than it saves
-Work = Callable[..., Sequence[torch.Tensor]]  # of the device of a call, and of operands on it
 
 
 def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
@@ -171,8 +170,8 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
     """One step for each equation, run in order."""
     tilings = plan_tiles(graph, target, options)
     steps = [step_of(graph, *x, target, options) for x in zip(graph.eqns, tilings, strict=True)]
-    plan = [(eqn.args, step.call) for eqn, step in zip(graph.eqns, steps, strict=True)]
-    saved, stats = residuals(graph), statistics(graph)
+    calls = [(eqn.args, step.call) for eqn, step in zip(graph.eqns, steps, strict=True)]
+    plan = Steps.of(graph, calls)
     exact = options.exact(graph)
 
     def require_exact() -> None:
@@ -185,10 +184,7 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
     def run(*tensors: torch.Tensor) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         require_exact()
         device = tensors[0].device if tensors else torch.device(target.kind)
-        values = list(tensors)
-        for args, call in plan:
-            values += call(device, *[values[i] for i in args])
-        return hand_out(values, graph.outputs, stats), [values[i] for i in saved]
+        return plan.run(device, tensors)
 
     def infer(*tensors: torch.Tensor) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         require_exact()
@@ -199,27 +195,10 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
     return Executable(
         run,
         max((step.scratch.bytes for step in steps), default=0),
-        max((step.temporary for step in steps), default=0) + bytes_between(graph, saved),
+        max((step.temporary for step in steps), default=0) + plan.bytes_between,
         tuple(step.note for step in steps if step.note),
         infer=infer if alone else run,
     )
-
-
-def bytes_between(graph: Graph, saved: Sequence[int]) -> int:
-    """Bytes of the values between equations: neither inputs, nor returned, nor saved."""
-    kept = {*range(len(graph.inputs)), *graph.outputs, *saved}
-    return sum(t.bytes for i, t in enumerate(graph.types) if i not in kept)
-
-
-def hand_out(
-    values: Sequence[torch.Tensor], outputs: Sequence[int], stats: frozenset[int]
-) -> list[torch.Tensor]:
-    """The outputs: statistics in C order, and a value that is returned twice as two tensors."""
-    results: list[torch.Tensor] = []
-    for place, i in enumerate(outputs):
-        value = values[i].contiguous() if i in stats else values[i]
-        results.append(value.clone() if i in outputs[:place] else value)
-    return results
 
 
 def step_of(graph: Graph, eqn: Eqn, tiles: Tiles | None, target: Target, options: Options) -> Step:

@@ -313,12 +313,12 @@ class Here:
             part, piece = several[0]
             at = self.place(part)
             assert at.ranges is not None
-            ranges, H = place_in_whole(node.origin, at.ranges, at.H)
+            ranges, H, period = place_in_whole(node.origin, at.ranges, at.H)
             words = (*piece.shape[:3], len(counters(ranges[3])))
             count = piece.shape[0] * piece.shape[1] * piece.shape[2] * words[3]
             six = [self.scratch[f"word{i}"][:count].view(words) for i in range(6)]
             bits = self.scratch["kept"][: 4 * count].view(*words[:3], 4 * words[3])
-            keep = keep_(bits, node.dropout, seed, offset, ranges, H, six)
+            keep = keep_(bits, node.dropout, seed, offset, ranges, H, six, period)
             for _, each in several:
                 each.mul_(keep)
         for p in weights:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import cached_property, lru_cache, partial
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, final
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
+from itertools import chain
+from typing import TYPE_CHECKING
 
 import torch
-from attrs import Factory, evolve, field, frozen
+from attrs import evolve
 
 from attn_graph.errors import Reason
-from attn_graph.ir.attention import SAVED
-from attn_graph.ir.gradient_ops import sink_gradient
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.philox import WORDS
 from attn_graph.lowering.backend import Backend, Executable, Options
-from attn_graph.lowering.problem import Problem, output_names, returns_lse, select_outputs, sole
+from attn_graph.lowering.problem import Problem, returns_lse
 from attn_graph.lowering.reasons import (
     missing_library,
     no_elements,
@@ -29,14 +26,14 @@ from attn_graph.lowering.reasons import (
     untraceable,
     wide_heads,
 )
-from attn_graph.lowering.triton.jvp import Push, plan_push
-from attn_graph.machine.device_memo import DeviceMemo, copy_to
+from attn_graph.lowering.steps import Steps
+from attn_graph.lowering.triton.calls import Results, TritonCall
+from attn_graph.lowering.triton.work import Part, Push, Work, problem_of, split_graph
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision
 from attn_graph.spec import TensorSpec
 
 if TYPE_CHECKING:  # and imported where they are used: machines without a GPU never ask for them
-    from attn_graph.lowering.triton.device_code import Contribution
     from attn_graph.lowering.triton.launches import Launch
     from attn_graph.lowering.triton.offline import MachineCode
     from attn_graph.lowering.triton.plan import Flash
@@ -48,7 +45,6 @@ POSITIONS = 2**30  # beyond all of them lies FAR of kernels/common.py
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 STATISTICS = ("lse", "max")  # what the forward kernel stores beside o
 INTERPRETER = "with TRITON_INTERPRET=1 set before Python starts it runs here too, slowly"
-Named = dict[str, Any]  # tensors by the names that launches give them
 
 
 def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
@@ -56,25 +52,23 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
     if target.kind == "cpu" and not target.interprets:
         yield evolve(no_gpu(target), sentence=f"{{limit}}, and {{actual}}; {INTERPRETER}")
         return
+    parts = [part.work for part in split_graph(graph)]
     against = [*target_reasons(target)]
-    work = work_of(graph)
-    if work is None:
-        against.append(other_equations(graph, " of gradients"))
-    else:
-        problem = work.problem if isinstance(work, Push) else work
-        against += attention_reasons(problem, DTYPES)
+    if not parts:
+        against.append(other_equations(graph, pushes=True))
+    for work in parts:
+        against += work_reasons(work)
+    yield from dict.fromkeys(against)
+    if not against:
+        planned = (plan_reasons(partial(plan_flash, x, target, options), options) for x in parts)
+        yield from dict.fromkeys(chain.from_iterable(planned))
+
+
+def work_reasons(work: Work) -> Iterator[Reason]:
+    """The sizes, dtypes and statistics of one equation that the kernels do not take."""
+    yield from attention_reasons(problem_of(work), DTYPES)
     if isinstance(work, Push):
-        against = [*dict.fromkeys((*against, *work.reasons()))]
-    yield from against
-    if work is not None and not against:
-        tangents = work.large if isinstance(work, Push) else ()
-        more = {f"t{name}": spec for name, spec in tangents}
-        yield from plan_reasons(lambda: plan_flash(work, target, options), options, more)
-
-
-def work_of(graph: Graph) -> Problem | Push | None:
-    """What there are kernels for: one attention, its gradient or its forward mode; None of else."""
-    return sole(graph) or Push.of(graph)
+        yield from work.reasons()
 
 
 def target_reasons(target: Target) -> Iterator[Reason]:
@@ -99,12 +93,8 @@ def attention_reasons(problem: Problem, dtypes: Sequence[torch.dtype]) -> Iterat
         yield Reason("dropout_origin", limit, f"this one begins at key {problem.node.origin[3]}")
 
 
-def plan_reasons(
-    plan: Callable[[], Flash],
-    options: Options,
-    more: Mapping[str, TensorSpec] = MappingProxyType({}),
-) -> Iterator[Reason]:
-    """What shows only when the launches are planned. more: what they read beside operands."""
+def plan_reasons(plan: Callable[[], Flash], options: Options) -> Iterator[Reason]:
+    """What shows only when the launches are planned."""
     from attn_graph.masks.places import Untraceable
 
     try:
@@ -112,18 +102,16 @@ def plan_reasons(
     except Untraceable as error:
         yield untraceable(error)
         return
-    yield from address_reasons(flash, more)
+    yield from address_reasons(flash)
     yield from options.over_workspace(flash.scratch.bytes)
 
 
-def address_reasons(
-    flash: Flash, more: Mapping[str, TensorSpec] = MappingProxyType({})
-) -> Iterator[Reason]:
-    """Why launches do not fit what a kernel can address. more: what they read beside operands."""
+def address_reasons(flash: Flash) -> Iterator[Reason]:
+    """Why launches do not fit what a kernel can address."""
     from attn_graph.lowering.triton.device_code import LONG
     from attn_graph.lowering.triton.tile_lists import MOST_TILES, most_listed
 
-    for name, spec in {**flash.specs(), **more}.items():
+    for name, spec in flash.specs().items():
         far = (MOST_ROWS - 1) * spec.strides[2] + (spec.shape[-1] - 1) * spec.strides[-1]
         if far > LONG:
             limit = f"counts within a tile up to {LONG} elements"
@@ -139,34 +127,35 @@ def address_reasons(
         yield Reason("listed_tiles", limit, f"{tiles} are needed")
 
 
-def plan_flash(work: Problem | Push, target: Target, options: Options) -> Flash:
+def plan_flash(work: Work, target: Target, options: Options) -> Flash:
     """What `why_not` and `lower` both ask for."""
-    if isinstance(work, Push):
-        return plan_push(work, target, options.precision, options.variant)
-    problem = work
-    most = options.max_workspace if problem.grad is not None else None
-    return plan_once(problem, target, options.precision, options.variant, most)
+    most = options.max_workspace if problem_of(work).grad is not None else None
+    return plan_once(work, target, options.precision, options.variant, most)
 
 
 @lru_cache(maxsize=256)
 def plan_once(
-    problem: Problem, target: Target, precision: Precision, variant: str | None, most: int | None
+    work: Work, target: Target, precision: Precision, variant: str | None, most: int | None
 ) -> Flash:
     """The launches, planned once."""
     from attn_graph.lowering.triton.plan import Flash
 
-    return Flash.plan(problem, target, precision, variant, most)
+    return Flash.plan(work, target, precision, variant, most)
 
 
 def lower(graph: Graph, target: Target, options: Options) -> Executable:
-    """The launches that run a graph."""
-    work = work_of(graph)
-    assert work is not None  # why_not said so
-    flash = plan_flash(work, target, options)
-    call, problem = TritonCall(flash, graph, options), flash.problem
-    run = call.forward if problem.grad is None else call.backward
-    if isinstance(work, Push):
-        run = partial(call.push, work)
+    """The launches that run a graph: those of each equation, in their order."""
+    parts = split_graph(graph)
+    if len(parts) == 1:
+        return lower_part(parts[0], target, options)
+    return join_parts(graph, parts, [lower_part(part, target, options) for part in parts])
+
+
+def lower_part(part: Part, target: Target, options: Options) -> Executable:
+    """The launches that run one equation."""
+    flash = plan_flash(part.work, target, options)
+    call = TritonCall(flash, part.graph, options)
+    run = call.choose_run()
     return Executable(
         run,
         flash.scratch.bytes,
@@ -175,9 +164,34 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
         launches=lambda: tuple(launch_notes(flash)),
         inspect=lambda: tuple(map(str, machines_of(flash))),
         text=lambda: generated_text(flash),
-        infer=run if graph.is_gradient or returns_lse(graph) else call.inference,
+        infer=run if part.graph.is_gradient or returns_lse(part.graph) else call.inference,
         prepare=lambda: compile_kernels(flash),
     )
+
+
+def join_parts(graph: Graph, parts: Sequence[Part], lowered: Sequence[Executable]) -> Executable:
+    """The equations of a graph one after another."""
+    pairs = zip(parts, lowered, strict=True)
+    steps = Steps.of(graph, [(part.args, results_of(x)) for part, x in pairs])
+
+    def run(*tensors: torch.Tensor) -> Results:
+        return steps.run(tensors[0].device, tensors)
+
+    return Executable(
+        run,
+        max(x.workspace for x in lowered),
+        max(x.temporary for x in lowered) + steps.bytes_between,
+        tuple(dict.fromkeys(note for x in lowered for note in x.notes)),
+        launches=lambda: tuple(note for x in lowered for note in x.launches()),
+        inspect=lambda: tuple(text for x in lowered for text in x.inspect()),
+        text=lambda: "\n".join(x.text() for x in lowered),
+        prepare=lambda: [x.prepare() for x in lowered],
+    )
+
+
+def results_of(lowered: Executable) -> Callable[..., Sequence[torch.Tensor]]:
+    """What an equation gives, as a step of a graph runs it."""
+    return lambda _, *operands: lowered.run(*operands)[0]
 
 
 def compile_kernels(flash: Flash) -> None:
@@ -204,8 +218,8 @@ def generated_text(flash: Flash) -> str:
 def temporary_of(flash: Flash) -> int:
     """Bytes that PyTorch allocates, at most, while it adds up sums and the gradient of sinks."""
     sums = sum(b.bytes for name, b in flash.buffers.items() if name.startswith("sums"))
-    delta = flash.buffers.get("delta")
-    return sums + (3 * delta.bytes if delta and flash.problem.node.sinks else 0)
+    delta, rows = flash.buffers.get("delta"), 10 if flash.push else 3
+    return sums + (rows * delta.bytes if delta and flash.problem.node.sinks else 0)
 
 
 def flash_notes(flash: Flash, precision: Precision) -> Iterator[str]:
@@ -224,6 +238,7 @@ def flash_notes(flash: Flash, precision: Precision) -> Iterator[str]:
 def describe_balance(flash: Flash, launch: Launch) -> str:
     """ "3.9 waves, balance 1.02" of a launch, as far as known before data; "" of short ones."""
     from attn_graph.kernels.tilings import Tiling
+    from attn_graph.lowering.triton.plan import BY_KEYS
     from attn_graph.lowering.triton.programs import block_costs, places_of, schedule_programs
 
     if "LAST_FIRST" not in launch.fixed:
@@ -233,7 +248,7 @@ def describe_balance(flash: Flash, launch: Launch) -> str:
     places = places_of(flash.problem, flash.target, tile)
     if places is None:
         return ""
-    by_keys, table = launch.kernel == "key_gradient", flash.tables.get(lists)
+    by_keys, table = launch.kernel in BY_KEYS, flash.tables.get(lists)
     if lists in flash.buffers or not (costs := block_costs(flash.problem, tile, by_keys, table)):
         return f"{launch.grid / places:.3g} waves, balance up to the data"
     heads, each = launch.grid // len(costs), 1
@@ -264,141 +279,6 @@ def copies_ahead(spec: TensorSpec) -> bool:
     _, _, row, last = spec.strides
     others = [s for s in spec.strides if s != 1]
     return 1 in (row, last) and all(s * spec.dtype.itemsize % 16 == 0 for s in others)
-
-
-@final
-@frozen(eq=False)
-class TritonCall:
-    """What runs a graph: its launches on tensors by name, in scratch from the workspace."""
-
-    flash: Flash
-    graph: Graph
-    options: Options
-    tables: DeviceMemo[torch.Tensor] = field(factory=DeviceMemo, init=False)
-    names: tuple[str, ...] = field(  # of the results that are returned
-        init=False, default=Factory(lambda call: output_names(call.graph), takes_self=True)
-    )
-
-    @cached_property
-    def storing_no_lse(self) -> tuple[Launch, ...]:
-        """The launches where nobody reads lse."""
-        return self.flash.without_lse()
-
-    def forward(
-        self, *tensors: torch.Tensor
-    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        """o and the statistics of the operands, and what is saved."""
-        results = self.attend(self.flash.launches, tensors, self.flash.problem.node.stats)
-        return [results[name] for name in self.names], [results[name] for name in SAVED]
-
-    def inference(
-        self, *tensors: torch.Tensor
-    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        """The forward of a graph that does not return lse, without it."""
-        stats = [name for name in self.flash.problem.node.stats if name != "lse"]
-        results = self.attend(self.storing_no_lse, tensors, stats)
-        return [results[name] for name in self.names], ()
-
-    def attend(
-        self, launches: Sequence[Launch], tensors: Sequence[torch.Tensor], stats: Sequence[str]
-    ) -> Named:
-        """o and these statistics, by name."""
-        operands = [tensors[i] for i in self.graph.eqns[0].args]
-        o = self.flash.problem.new_o(operands[0].device)
-        results: Named = {"o": o}
-        for name in stats:
-            results[name] = torch.empty(o.shape[:3], dtype=torch.float32, device=o.device)
-        with self.launched(launches, {**results}, operands):
-            pass
-        return results
-
-    def backward(
-        self, *tensors: torch.Tensor
-    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        """The wanted gradients of the operands, o, lse and the cotangents."""
-        problem = self.flash.problem
-        grad = problem.grad
-        assert grad is not None
-        read = grad.split([tensors[i] for i in self.graph.eqns[0].args])
-        operands, device = read.own, read.o.device
-        gradients: dict[int, torch.Tensor] = {
-            n: self.flash.new_gradient(n, device) for n in range(3) if grad.wants[n]
-        }
-        whole = [n for n, x in self.flash.code.contributions.items() if set("ij") <= set(x.axes)]
-        gradients |= {
-            n: torch.empty(problem.specs[n].shape, dtype=problem.specs[n].dtype, device=device)
-            for n in whole
-        }
-        named: Named = {f"grad{n}": x for n, x in gradients.items()} | {
-            "o": read.o,
-            "lse": read.lse.contiguous(),  # ours is; another backend may have saved it otherwise
-            "do": read.do,
-            "dlse": read.dlse,
-        }
-        named |= {"o.strides": read.o.stride()}
-        with self.launched(self.flash.launches, named, operands) as scratch:
-            for n, collected in self.flash.code.contributions.items():
-                if n not in gradients:
-                    gradients[n] = sum_collected(scratch[f"sums{n}"], collected)
-            if problem.node.sinks:
-                at = problem.node.roles.index("sinks")
-                if grad.wants[at]:
-                    gradients[at] = sink_gradient(
-                        operands[at], named["lse"], scratch["delta"].neg()
-                    )
-        made = [gradients[n] for n, wanted in enumerate(grad.wants) if wanted]
-        return select_outputs(self.graph, made), ()
-
-    def push(
-        self, push: Push, *tensors: torch.Tensor
-    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        """The results of an AttentionJvp, and those that its derivatives read."""
-        p, op = push.problem, push.op
-        own, moved = op.split([tensors[i] for i in self.graph.eqns[0].args])
-        device, shape = own[0].device, (p.B, p.H, p.M)
-        results = {name: p.new_o(device) for name in ("o", "to")}
-        stats = (*p.node.stats, "tlse")
-        results |= {n: torch.empty(shape, dtype=torch.float32, device=device) for n in stats}
-        pairs = zip(p.node.roles, moved, strict=True)
-        tangents = {f"t{role}": x for role, x in pairs if x is not None}
-        with self.launched(self.flash.launches, {**results, **tangents}, own):
-            pass
-        every = [results[name] for name in op.names]
-        return select_outputs(self.graph, every), [results[name] for name in op.saved]
-
-    @contextmanager
-    def launched(
-        self, launches: Sequence[Launch], named: Named, operands: Sequence[torch.Tensor]
-    ) -> Iterator[Mapping[str, torch.Tensor]]:
-        """Run launches on the operands of the attention and these tensors; the scratch."""
-        flash, device = self.flash, operands[0].device
-        flash.check()
-        given = flash.problem.node.split(operands)
-        named |= {"q": given.q, "k": given.k, "v": given.v}
-        named |= {"sinks": given.sinks, "seed": given.seed, "offset": given.offset}
-        data = (x for each in (*given.modifiers, given.mask) for x in each.values())
-        named |= {f"data.{k}": x for k, x in enumerate(data)}
-        named |= {name: self.table(name, device) for name in flash.tables}
-        with self.options.workspace.lease(flash.scratch, device) as views:
-            scratch = dict(zip(flash.buffers, views, strict=True))
-            named |= scratch
-            with torch.cuda.device_of(operands[0]):
-                for launch in launches:
-                    launch(named)
-            yield scratch
-
-    def table(self, name: str, device: torch.device) -> torch.Tensor:
-        """A list of tiles on a device, brought there once."""
-        host = self.flash.tables[name]
-        return self.tables.get((name, device), lambda: copy_to(device, host, "lists of tiles"))
-
-
-def sum_collected(sums: torch.Tensor, collected: Contribution) -> torch.Tensor:
-    """A tensor's gradient from sums [B,H,M] or [B,H,N] of what it was read for."""
-    line = "j" if "j" in collected.axes else "i"
-    over = [n for n, axis in enumerate(("b", "h", line)) if axis not in collected.axes]
-    spec = collected.spec
-    return (sums.sum(over) if over else sums).reshape(spec.shape).to(spec.dtype, copy=not over)
 
 
 def variants(graph: Graph, target: Target, options: Options) -> tuple[str, ...]:

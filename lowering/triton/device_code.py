@@ -8,14 +8,16 @@ once for all graphs that differ only in lengths.
 from __future__ import annotations
 
 import linecache
-from collections.abc import Iterator, Mapping
-from functools import lru_cache
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache, partial
 from hashlib import sha256
+from itertools import count
 from typing import Any, final
 
 from attrs import field, frozen
 
-from attn_graph.lowering.problem import Problem
+from attn_graph.ir.modifiers import Modifier
+from attn_graph.lowering.problem import Problem, read_specs
 from attn_graph.lowering.triton.bounds import keep_by_bounds
 from attn_graph.lowering.triton.symbols import (
     HALF_FUNCTIONS,
@@ -32,6 +34,7 @@ UNBOUNDED = ("-FAR", "FAR", "N", "M")  # the bounds of an open strip; FAR: kerne
 LONG = 2**31 - 1  # the largest offset that 32 bits hold
 
 Arrays = Mapping[str, Array]
+Moved = Sequence[Mapping[str, TensorSpec]]  # for each modifier, tangents of its tensors, by name
 
 
 @final
@@ -55,8 +58,9 @@ class DeviceCode:
 
     numbers: the integers to pass. Then texts of functions, "" for none: keep (the mask, false past
     the last key), keep_by_keys (the same for tiles whose rows are keys), strip (its low, high, keys
-    and rows), change (all modifiers), back (their derivative). contributions: by number of the
-    operand whose gradient they add up to.
+    and rows), change (all modifiers), back (their derivative), push (the tangent of the scores
+    through them), bend (ds and its tangent back through them). contributions: by number of the
+    operand whose gradient, or whose gradient's tangent, they add up to.
     """
 
     numbers: tuple[int, ...]
@@ -65,6 +69,8 @@ class DeviceCode:
     strip: str = ""
     change: str = ""
     back: str = ""
+    push: str = ""
+    bend: str = ""
     contributions: Mapping[int, Contribution] = field(factory=dict, eq=False)
 
 
@@ -73,28 +79,35 @@ class DeviceCode:
 class Tracer:
     """Traces one problem's mask and modifiers.
 
-    strides: the code of the strides of each tensor that is read.
+    strides: the code of the strides of each tensor that is read. moved: in forward mode, the
+    tangents of the tensors of each modifier, by name, which are read after all of these.
     """
 
     problem: Problem
     numbers: Numbers
     strides: tuple[tuple[str, ...], ...]
+    moved: Moved | None = None
 
     @classmethod
-    def of(cls, problem: Problem, *, plain: bool = False) -> Tracer:
+    def of(cls, problem: Problem, moved: Moved | None = None, *, plain: bool = False) -> Tracer:
         """A tracer whose numbers, `plain` or not, begin with the strides of all tensors read."""
         numbers = Numbers(plain=plain)
+        specs = [*read_specs(problem), *moved_specs(moved)]
+        axes = [*read_axes(problem), *moved_axes(problem, moved)]
         strides = tuple(
-            numbers.add_strides(spec.strides, kernels_apart={"i", "j"} <= {*axes})
-            for spec, axes in zip(read_specs(problem), read_axes(problem), strict=True)
+            numbers.add_strides(spec.strides, kernels_apart={"i", "j"} <= {*each})
+            for spec, each in zip(specs, axes, strict=True)
         )
-        return cls(problem, numbers, strides)
+        return cls(problem, numbers, strides, moved)
 
     def trace(self) -> DeviceCode:
         """All functions of the problem. Raises Untraceable for code that cannot be traced."""
         texts = {"keep": self.keep(False), "strip": self.strip(), "change": self.change()}
+        if self.moved is not None:
+            texts["push"] = self.push()
         if self.problem.grad is not None:
-            texts |= {"keep_by_keys": self.keep(True), "back": self.back()}
+            texts["keep_by_keys"] = self.keep(True)
+            texts |= {"back": self.back()} if self.moved is None else {"bend": self.bend()}
         contributions = dict(self.contributions())
         return DeviceCode(tuple(self.numbers.values), **texts, contributions=contributions)
 
@@ -111,15 +124,28 @@ class Tracer:
     def arrays(self, code: Code) -> tuple[list[Arrays], Arrays]:
         """The tensors that each modifier reads, and those that the mask reads, by name."""
         operands = self.problem.by_role
-        slot = 0
-        arrays: list[dict[str, Array]] = []
-        for tensors in (*operands.modifiers, operands.mask):
-            arrays.append({})
-            for name, spec in tensors.items():
-                far, strides = reach(spec) > LONG, self.strides[slot]
-                arrays[-1][name] = Array(code, slot, spec.shape, spec.dtype, strides, far)
-                slot += 1
-        return list(arrays[:-1]), arrays[-1]
+        *arrays, mask = self.number_arrays(code, (*operands.modifiers, operands.mask), 0)
+        return arrays, mask
+
+    def tangents(self, code: Code) -> list[Arrays]:
+        """The tangents of the tensors that each modifier reads, by name."""
+        return self.number_arrays(code, self.moved or (), len(read_specs(self.problem)))
+
+    def number_arrays(self, code: Code, groups: Moved, first: int) -> list[Arrays]:
+        """Tensors by name as code reads them, numbered from `first` in their order."""
+        arrays: list[Arrays] = []
+        slots = count(first)
+        for tensors in groups:
+            pairs = [(name, next(slots), spec) for name, spec in tensors.items()]
+            arrays.append(
+                {
+                    name: Array(
+                        code, n, spec.shape, spec.dtype, self.strides[n], reach(spec) > LONG
+                    )
+                    for name, n, spec in pairs
+                }
+            )
+        return arrays
 
     def keep(self, by_keys: bool) -> str:
         """The mask's `keep`, for tiles whose rows are queries or keys; "" without a mask."""
@@ -182,13 +208,58 @@ class Tracer:
         node, arrays = self.problem.node, self.arrays(code)[0]
         each = zip(node.modifiers, arrays, steps[1:], node.restores, strict=True)
         for modifier, data, after, restores in reversed([*each]):
-            ds = as_symbol(
-                modifier.back(as_tensor(steps_back[0]), as_tensor(after), at.reading(data))
-            )
-            if restores and not modifier.additive:
-                ds = (after == -INF).where(0.0, ds)
-            steps_back.insert(0, ds)
+            here = at.reading(data)
+            steps_back.insert(0, self.back_through(modifier, steps_back[0], after, here, restores))
         return steps_back
+
+    def push(self) -> str:
+        """ts after the modifiers, of ts before them, in forward mode; "" if they are equal."""
+        code = self.start()
+        ts = self.pushed(code, self.chain(code, scores_code(code)))[-1]
+        return code.write_function("push", f"ts, s, {WHERE}", ts) if ts.text != "ts" else ""
+
+    def pushed(self, code: Code, steps: list[Symbol]) -> list[Symbol]:
+        """ts before, between and after the modifiers."""
+        at, ts = self.place(code), [code.argument("ts", "float", "bhij")]
+        node, arrays, moved = self.problem.node, self.arrays(code)[0], self.tangents(code)
+        each = zip(node.modifiers, arrays, moved, steps[1:], node.restores, strict=True)
+        for modifier, data, tangents, after, restores in each:
+            here = at.reading(data)
+            t = self.back_through(modifier, ts[-1], after, here, restores)
+            ts.append(spread_symbol(modifier, t, tangents, here) if tangents else t)
+        return ts
+
+    def back_through(
+        self, modifier: Modifier, ds: Symbol, after: Symbol, at: Place, restores: bool
+    ) -> Symbol:
+        """ds before a modifier that gave `after`."""
+        gradient = as_symbol(modifier.back(as_tensor(ds), as_tensor(after), at))
+        return (after == -INF).where(0.0, gradient) if masks_back(modifier, restores) else gradient
+
+    def bend(self) -> str:
+        """ds and tds before the modifiers, of both after them; "" if they are equal."""
+        code = self.start()
+        ds, tds = self.bent(code, self.chain(code, scores_code(code)))[0]
+        if (ds.text, tds.text) == ("ds", "tds"):
+            return ""
+        return code.write_function("bend", f"ds, tds, s, ts, {WHERE}", ds, tds)
+
+    def bent(self, code: Code, steps: list[Symbol]) -> list[tuple[Symbol, Symbol]]:
+        """ds and tds before, between and after the modifiers."""
+        at, ts = self.place(code), self.pushed(code, steps)
+        pairs = [(code.argument("ds", "float", "bhij"), code.argument("tds", "float", "bhij"))]
+        node, arrays = self.problem.node, self.arrays(code)[0]
+        each = [*zip(node.modifiers, arrays, steps[1:], ts[1:], node.restores, strict=True)]
+        for modifier, data, after, t, restores in reversed(each):
+            (ds, tds), here = pairs[0], at.reading(data)
+            back = partial(self.back_through, modifier, after=after, at=here, restores=restores)
+            bent = bend_symbol(modifier, ds, t, after, here)
+            before = back(tds)
+            if bent is not None:
+                bent = (after == -INF).where(0.0, bent) if masks_back(modifier, restores) else bent
+                before = before + bent
+            pairs.insert(0, (back(ds), before))
+        return pairs
 
     def contributions(self) -> Iterator[tuple[int, Contribution]]:
         """For each operand of a modifier whose gradient is wanted, its number and contribution."""
@@ -200,15 +271,21 @@ class Tracer:
                 n += 1
 
     def collect(self, k: int, name: str, spec: TensorSpec) -> Contribution:
-        """The contribution of each place to the gradient of one tensor of modifier k."""
+        """The contribution of each place to the gradient of one tensor of modifier k, or to the
+        gradient's tangent."""
         code = self.start()
-        modifier = self.problem.node.modifiers[k]
-        ds = self.gradients(code, self.chain(code, scores_code(code)))[k + 1]
+        modifier, steps = self.problem.node.modifiers[k], self.chain(code, scores_code(code))
+        if self.moved is None:
+            ds, arguments = self.gradients(code, steps)[k + 1], f"ds, s, {WHERE}"
+        else:
+            _, ds = self.bent(code, steps)[k + 1]
+            arguments = f"ds, tds, s, ts, {WHERE}"
+        first = () if self.moved is None else (code.argument("ds"),)
         total, at = Total(spec.shape), self.place(code).reading(self.arrays(code)[0][k])
         modifier.collect({name: total}, as_tensor(ds), at)  # type: ignore[dict-item]  # a total
         share = total.sum[0] if total.sum else ds * 0.0
         axes = "".join(a for a, n in zip(total.axes, spec.shape, strict=False) if n > 1)
-        return Contribution(code.write_function("collect", f"ds, s, {WHERE}", share), axes, spec)
+        return Contribution(code.write_function("collect", arguments, *first, share), axes, spec)
 
 
 @final
@@ -242,6 +319,35 @@ class Total:
         return self.__iadd__(-x)
 
 
+def masks_back(modifier: Modifier, restores: bool) -> bool:
+    """Whether a gradient has to be made 0 where a step's result is -inf."""
+    return restores and not modifier.additive
+
+
+def spread_symbol(modifier: Modifier, ts: Symbol, tangents: Arrays, at: Place) -> Symbol:
+    """A modifier's `spread`. Raises Untraceable where it has none of its own."""
+    if type(modifier).spread is Modifier.spread:
+        moved = ", ".join(tangents)
+        raise Untraceable(
+            f"{type(modifier).__name__} defines no spread(ts, tangents, at): what {moved} adds"
+        )
+    return as_symbol(modifier.spread(as_tensor(ts), tangents, at))  # type: ignore[arg-type]  # arrays
+
+
+def bend_symbol(
+    modifier: Modifier, ds: Symbol, t: Symbol, after: Symbol, at: Place
+) -> Symbol | None:
+    """A modifier's `bend`; None where it adds nothing. Raises Untraceable where it has none."""
+    if modifier.additive:
+        return None
+    if type(modifier).bend is Modifier.bend:
+        raise Untraceable(
+            f"{type(modifier).__name__} defines no bend(ds, t, s, at), the derivative of back"
+        )
+    bent = modifier.bend(as_tensor(ds), as_tensor(t), as_tensor(after), at)
+    return None if bent is None else as_symbol(bent)
+
+
 def scores_code(code: Code) -> Symbol:
     """The parameter s of generated functions: the scores of a tile."""
     return code.argument("s", "float", "bhij")
@@ -259,17 +365,22 @@ def as_symbol(x: Any) -> Symbol:  # Any: whatever a modifier returns
     return x
 
 
-def read_specs(problem: Problem) -> list[TensorSpec]:
-    """The specs of the tensors that modifiers and mask read, in the order of the operands."""
-    operands = problem.by_role
-    return [spec for tensors in (*operands.modifiers, operands.mask) for spec in tensors.values()]
-
-
 def read_axes(problem: Problem) -> list[str]:
     """The axes, of "bhij", of the same tensors."""
     node, operands = problem.node, problem.by_role
     each = [*zip(node.modifiers, operands.modifiers, strict=True), (node.mask, operands.mask)]
     return [x.needs[name].axes for x, tensors in each if x is not None for name in tensors]
+
+
+def moved_specs(moved: Moved | None) -> list[TensorSpec]:
+    """The specs of the tangents of modifiers' tensors, in the order of the operands."""
+    return [spec for tensors in moved or () for spec in tensors.values()]
+
+
+def moved_axes(problem: Problem, moved: Moved | None) -> list[str]:
+    """The axes, of "bhij", of the same tensors."""
+    pairs = zip(problem.node.modifiers, moved or (), strict=moved is not None)
+    return [x.needs[name].axes for x, tensors in pairs for name in tensors]
 
 
 def reach(spec: TensorSpec) -> int:

@@ -19,7 +19,6 @@ from attn_graph.lowering.backend import Backend, DeviceTest, Executable, Options
 from attn_graph.lowering.problem import Problem, is_misaligned, returns_lse, sole
 from attn_graph.lowering.reasons import missing_library, other_device, other_equations
 from attn_graph.lowering.triton.backend import (
-    TritonCall,
     attention_reasons,
     compile_kernels,
     count_of,
@@ -27,6 +26,7 @@ from attn_graph.lowering.triton.backend import (
     machines_of,
     plan_reasons,
 )
+from attn_graph.lowering.triton.calls import TritonCall
 from attn_graph.machine.target import Target
 from attn_graph.spec import TensorSpec
 

@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, final
+from typing import Any, Literal, final
 
 import torch
 from attrs import define, field, frozen
 
 from attn_graph.ir.philox import flat_origin, threshold
-from attn_graph.kernels.tilings import (
-    DELTA,
-    SUMS,
-    VARIANTS,
-    Pass,
-    Tiling,
-    padded_head_size,
-    table_arch,
-    tiling,
-)
-from attn_graph.lowering.problem import Problem
+from attn_graph.kernels.tilings import DELTA, SUMS, PushPass, Tiling, padded_head_size
+from attn_graph.lowering.problem import Problem, read_specs
 from attn_graph.lowering.triton.device_code import (
     Contribution,
     DeviceCode,
     Tracer,
     read_axes,
-    read_specs,
 )
 from attn_graph.lowering.triton.device_lists import DeviceLists
 from attn_graph.lowering.triton.launches import Launch, Pointers, check_interpreter
@@ -39,6 +29,8 @@ from attn_graph.lowering.triton.programs import (
 )
 from attn_graph.lowering.triton.symbols import SPECIAL
 from attn_graph.lowering.triton.tile_lists import blocks, list_ahead
+from attn_graph.lowering.triton.tiles import choose_push_tiling, choose_tiling
+from attn_graph.lowering.triton.work import Push, Work, problem_of, tangent_specs
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision
 from attn_graph.machine.workspace import Buffer, Scratch
@@ -47,9 +39,9 @@ from attn_graph.spec import TensorSpec, dense_strides
 
 Fixed = dict[str, Any]  # arguments of a kernel
 FORWARDS = ("forward", "gluon_forward")  # kernels that store lse, where a pointer is given
-HALVED = (90, 120)  # rows of the table whose tiles may be halved
-WARPS, ROWS = 4, 64  # of the least tile that matrix units take at full speed
 READ = ("q", "k", "v", "do", "lse", "delta", "seed", "offset")  # by every backward kernel
+MOVED = ("tq", "tk", "tv", "tdo", "tlse", "tdelta")  # and in a direction
+BY_KEYS = ("key_gradient", "push_key_gradient")  # kernels whose programs are blocks of keys
 GRADIENTS = {"dq": "grad0", "dk": "grad1", "dv": "grad2"}  # by number of the operand
 
 
@@ -59,7 +51,8 @@ class Flash:
     """Launches in order, by what name they read which tensor, and scratch buffers by name.
 
     precision: of products of float32. tables: lists of tiles that were made when planning, by
-    name too. division: what `explain` says of how query heads of a group are divided.
+    name too. division: what `explain` says of how query heads of a group are divided. push: what
+    moves, in forward mode.
     """
 
     problem: Problem
@@ -70,11 +63,12 @@ class Flash:
     buffers: Mapping[str, Buffer]
     tables: Mapping[str, torch.Tensor]
     division: str = ""
+    push: Push | None = None
 
     @classmethod
     def plan(
         cls,
-        problem: Problem,
+        work: Work,
         target: Target,
         precision: Precision = "ieee",
         variant: str | None = None,
@@ -85,9 +79,10 @@ class Flash:
 
         Raises Untraceable where the mask or a modifier can't be made a kernel's.
         """
+        problem, push = problem_of(work), work if isinstance(work, Push) else None
         best = precision if takes_tf32(problem, target.sm) else "ieee"
-        code = Tracer.of(problem).trace()
-        return FlashBuilder(problem, target, code, best, variant, most).build()
+        code = Tracer.of(problem, push.steps if push else None).trace()
+        return FlashBuilder(problem, target, code, best, variant, most, push).build()
 
     @property
     def scratch(self) -> Scratch:
@@ -96,18 +91,20 @@ class Flash:
 
     def specs(self) -> dict[str, TensorSpec]:
         """The specs of the large operands, by name."""
-        return large_operands(self.problem)
+        return large_operands(self.problem) | (self.push.large if self.push else {})
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """The dtype of each tensor that launches name."""
         p = self.problem
-        dtypes = dict.fromkeys(("q", "k", "v", "o", "do", "tq", "tk", "tv", "to"), p.dtype)
-        dtypes |= dict.fromkeys((*p.node.stats, "delta", "dlse", "tlse"), torch.float32)
+        wide = (*p.node.stats, "delta", "dlse", "tlse", "tdelta", "tdlse")
+        dtypes = dict.fromkeys(("q", "k", "v", "o", "do", *MOVED[:4], "to"), p.dtype)
+        dtypes |= dict.fromkeys(wide, torch.float32)
         dtypes |= dict.fromkeys(("seed", "offset"), torch.int64)
         sinks = p.by_role.sinks
         dtypes |= dict.fromkeys(("sinks", "tsinks"), sinks.dtype) if sinks else {}
         dtypes |= {f"grad{n}": spec.dtype for n, spec in enumerate(p.specs)}
-        dtypes |= {f"data.{k}": spec.dtype for k, spec in enumerate(read_specs(p))}
+        read = (*read_specs(p), *tangent_specs(self.push))
+        dtypes |= {f"data.{k}": spec.dtype for k, spec in enumerate(read)}
         dtypes |= {name: buffer.dtype for name, buffer in self.buffers.items()}
         return dtypes | {name: table.dtype for name, table in self.tables.items()}
 
@@ -140,6 +137,7 @@ class FlashBuilder:
     precision: Precision = "ieee"
     variant: str | None = None
     most: int | None = None
+    push: Push | None = None
     division: str = ""
     launches: list[Launch] = field(factory=list)
     buffers: dict[str, Buffer] = field(factory=dict)
@@ -147,22 +145,42 @@ class FlashBuilder:
 
     def build(self) -> Flash:
         """Add every launch of the problem; the whole as a value."""
-        if self.problem.grad is None:
+        if self.problem.grad is not None:
+            self.backward()
+        elif self.push is None:
             self.forward()
         else:
-            self.backward()
+            self.push_forward()
         return self.finish()
 
     def finish(self) -> Flash:
         """What was added so far, as a value."""
-        made = tuple(self.launches), self.buffers, self.tables, self.division
+        made = tuple(self.launches), self.buffers, self.tables, self.division, self.push
         return Flash(self.problem, self.target, self.code, self.precision, *made)
 
     # Arguments that several kernels share
 
-    def tiling(self, pass_: Pass) -> Tiling:
-        """The tile of a pass."""
-        return choose_tiling(self.problem, self.target, pass_, self.variant)
+    def tiling(self, pass_: Literal["query_gradient", "key_gradient"]) -> Tiling:
+        """The tile of a pass of the gradient, or of what it is in a direction."""
+        if self.push is None:
+            return choose_tiling(self.problem, self.target, pass_, self.variant)
+        pushed: PushPass = "push_key_gradient" if pass_ == "key_gradient" else "push_query_gradient"
+        return choose_push_tiling(self.problem, self.target, pushed, self.variant)
+
+    @property
+    def read(self) -> tuple[str, ...]:
+        """What kernels of the gradient read."""
+        return READ + MOVED if self.push else READ
+
+    @property
+    def prefix(self) -> str:
+        """What the names of the gradient's kernels begin with."""
+        return "push_" if self.push else ""
+
+    @property
+    def steps_back(self) -> tuple[str, ...]:
+        """The generated functions by which gradients go back through the modifiers."""
+        return ("push", "bend") if self.push else ("back",)
 
     def common(self) -> Fixed:
         """Sizes and constants."""
@@ -194,7 +212,7 @@ class FlashBuilder:
 
     def strides(self, *names: str) -> Fixed:
         """The strides of operands, as the kernels take them; 0 of those that are absent."""
-        specs = large_operands(self.problem)
+        specs = large_operands(self.problem) | (self.push.large if self.push else {})
         return {
             f"{name}_strides": specs[name].strides if name in specs else (0, 0, 0, 0)
             for name in names
@@ -207,14 +225,19 @@ class FlashBuilder:
             {"seed", "offset"} if self.problem.node.dropout else set()
         )
         there |= {"sinks"} if self.problem.node.sinks else set()
+        if self.push is not None:
+            there |= {*self.push.large, "to", "tlse", "tdelta"}
+            there |= {"tsinks"} if self.push.by_role.sinks else set()
         pointers: Pointers = {
             f"{name}_ptr": GRADIENTS.get(name, name) for name in names if name in there
         }
         return pointers, {f"{name}_ptr": None for name in names if name not in there}
 
     def data(self) -> tuple[str, ...]:
-        """Names of all that modifiers and the mask read, in the order of the operands."""
-        return tuple(f"data.{k}" for k in range(len(read_specs(self.problem))))
+        """Names of all that modifiers and the mask read, in the order of the operands, and of the
+        tangents of those that move."""
+        count = len(read_specs(self.problem)) + len(tangent_specs(self.push))
+        return tuple(f"data.{k}" for k in range(count))
 
     def texts(self, *names: str) -> dict[str, str]:
         """The generated functions, by parameter."""
@@ -252,7 +275,8 @@ class FlashBuilder:
 
     def ranged(self, name: str, tiling: Tiling, by_keys: bool) -> tuple[int, ...]:
         """Add what makes the lists on the device; their shape."""
-        lists = DeviceLists.plan(name, self.problem, tiling, by_keys, self.data())
+        own = self.data()[: len(read_specs(self.problem))]
+        lists = DeviceLists.plan(name, self.problem, tiling, by_keys, own)
         self.buffers |= lists.buffers
         self.launches += lists.launches
         return lists.shape
@@ -268,8 +292,7 @@ class FlashBuilder:
         named |= pointers or {}
         sizes = {"BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n}
         fixed = self.common() | absent | sizes | more
-        if "do" in names:
-            fixed |= self.strides("do")
+        fixed |= self.strides(*(name for name in ("do", *MOVED[:4]) if name in names))
         if self.data():
             named["data"] = self.data()
         else:
@@ -278,7 +301,7 @@ class FlashBuilder:
 
     def forward(self) -> None:
         """Add the launch of the forward."""
-        p, tile = self.problem, self.tiling("forward")
+        p, tile = self.problem, choose_tiling(self.problem, self.target, "forward", self.variant)
         lists, listed = self.listed(tile, by_keys=False)
         sinks = p.by_role.sinks
         more = {
@@ -292,6 +315,29 @@ class FlashBuilder:
         lines = blocks(p.M, tile.block_m) * p.H * p.B
         texts = self.texts("keep", "strip", "change")
         self.launch("forward", lines, tile, names, more | listed, texts, lists)
+
+    def push_forward(self) -> None:
+        """Add the launch of forward mode."""
+        p, push = self.problem, self.push
+        assert push is not None
+        tile = choose_push_tiling(p, self.target, "push", self.variant)
+        lists, listed = self.listed(tile, by_keys=False)
+        sinks, tsinks = p.by_role.sinks, push.by_role.sinks
+        names = (
+            *("q", "k", "v", "tq", "tk", "tv", "o", "lse", "to", "tlse", "max"),
+            *("sinks", "tsinks", "seed", "offset"),
+        )
+        more: Fixed = {
+            "o_strides": p.layout_of_o[1],
+            "sinks_stride": sinks.strides[0] if sinks else 0,
+            "tsinks_stride": tsinks.strides[0] if tsinks else 0,
+            "H": p.H,
+            **listed,
+            **self.order(tile, by_keys=False, pointers=lists),
+        }
+        lines = blocks(p.M, tile.block_m) * p.H * p.B
+        texts = self.texts("keep", "strip", "change", "push")
+        self.launch("push", lines, tile, names, more, texts, lists)
 
     def backward(self) -> None:
         """Add the launches of the gradient."""
@@ -309,9 +355,16 @@ class FlashBuilder:
     def delta(self) -> None:
         """Add the launch that sums do o over each row."""
         p, rows = self.problem, DELTA.block_m
-        pointers, absent = self.operands("o", "lse", "do", "dlse", "delta")
+        names: tuple[str, ...] = ("o", "lse", "do", "dlse", "delta")
+        strided: tuple[str, ...] = ("do", "dlse")
+        laid = {"o_strides": "o.strides"}
+        if self.push is not None:
+            self.buffers["tdelta"] = Buffer((p.B, p.H, p.M), torch.float32)
+            names, strided = (*names, "to", "tdo", "tdlse", "tdelta"), (*strided, "tdo", "tdlse")
+            laid["to_strides"] = "to.strides"
+        pointers, absent = self.operands(*names)
         fixed = absent | {
-            **self.strides("do", "dlse"),
+            **self.strides(*strided),
             "H": p.H,
             "M": p.M,
             "E": p.E,
@@ -321,20 +374,19 @@ class FlashBuilder:
             "UPCAST": self.target.interprets,
         }
         lines = blocks(p.M, rows) * p.H * p.B
-        self.launches.append(
-            Launch("delta", lines, pointers | {"o_strides": "o.strides"}, fixed, {}, *DELTA.options)
-        )
+        kernel = f"{self.prefix}delta"
+        self.launches.append(Launch(kernel, lines, pointers | laid, fixed, {}, *DELTA.options))
 
     def query_gradient(self) -> None:
         """Add the launch of dq."""
         p, tile = self.problem, self.tiling("query_gradient")
         lists, listed = self.listed(tile, by_keys=False)
-        names = (*READ, "dq")
+        names = (*self.read, "dq")
         more = {"H": p.H, "dq_strides": gradient_strides(p.specs[0]), "BLIND": self.blind}
         more |= listed | self.order(tile, by_keys=False, pointers=lists)
         lines = blocks(p.M, tile.block_m) * p.H * p.B
-        texts = self.texts("keep", "strip", "change", "back")
-        self.launch("query_gradient", lines, tile, names, more, texts, lists)
+        texts = self.texts("keep", "strip", "change", *self.steps_back)
+        self.launch(f"{self.prefix}query_gradient", lines, tile, names, more, texts, lists)
 
     def key_gradient(self) -> None:
         """dk and dv, in one launch or in two; one that is not wanted is not computed."""
@@ -380,8 +432,9 @@ class FlashBuilder:
         more |= {"G": p.G, "SPLITS": splits, "GROUPED": p.H > p.G, "BLIND": self.blind}
         pointers = lists | {f"{name}_ptr": f"parts.{name}" for name in results if parts[name]}
         lines = blocks(p.N, tile.block_n) * p.G * splits * p.B
-        texts = self.texts("strip", "change", "back") | {"KEEP": self.code.keep_by_keys}
-        self.launch("key_gradient", lines, tile, (*READ, *results), more, texts, pointers)
+        texts = self.texts("strip", "change", *self.steps_back) | {"KEEP": self.code.keep_by_keys}
+        kernel, names = f"{self.prefix}key_gradient", (*self.read, *results)
+        self.launch(kernel, lines, tile, names, more, texts, pointers)
 
     def sum_parts(self, name: str, n: int) -> None:
         """Add the launch that makes the gradient of k or v, operand n, of sums by query heads."""
@@ -404,7 +457,7 @@ class FlashBuilder:
     def collect(self, n: int, collected: Contribution) -> None:
         """The gradient of operand n: whole, or as sums that are left to add up."""
         tile = self.tiling("query_gradient")
-        texts = self.texts("keep", "strip", "change") | {"COLLECT": collected.source}
+        texts = self.texts("keep", "strip", "change", "push") | {"COLLECT": collected.source}
         if set("ij") <= set(collected.axes):
             self.collect_places(n, collected, tile, texts)
         else:
@@ -425,7 +478,7 @@ class FlashBuilder:
         tiles = blocks(p.M, tile.block_m) * blocks(p.N, tile.block_n)
         lines = tiles * (p.B if "b" in axes else 1) * (p.H if "h" in axes else 1)
         pointers: Pointers = {"out_ptr": f"grad{n}"}
-        self.launch("collect_places", lines, tile, READ, more, texts, pointers)
+        self.launch("collect_places", lines, tile, READ + MOVED, more, texts, pointers)
 
     def collect_lines(self, n: int, by_keys: bool, tile: Tiling, texts: dict[str, str]) -> None:
         """One program for each block of queries, or of keys."""
@@ -436,33 +489,4 @@ class FlashBuilder:
         more: Fixed = {"H": p.H, "BY_KEYS": by_keys, **listed}
         pointers = lists | {"out_ptr": f"sums{n}"}
         lines = blocks(length, block) * p.H * p.B
-        self.launch("collect_lines", lines, tile, READ, more, texts, pointers)
-
-
-def choose_tiling(
-    problem: Problem, target: Target, pass_: Pass, variant: str | None = None
-) -> Tiling:
-    """What the table has for a pass, or a variant of that."""
-    p = problem
-    width = padded_head_size(max(p.D, p.E))
-    modified, drops = bool(p.node.modifiers), p.node.dropout > 0
-    usual = tiling(target.sm, p.dtype.itemsize, width, pass_, modified, drops)
-    if variant is None:
-        return spread_tiling(p, target, pass_ == "key_gradient", usual)
-    return VARIANTS[variant](usual)
-
-
-def spread_tiling(problem: Problem, target: Target, by_keys: bool, usual: Tiling) -> Tiling:
-    """Half a tile on half the warps, where whole ones leave half of all multiprocessors idle.
-
-    By lowering/triton/predict.py one that is alone on a multiprocessor takes 0.6 of the time of a
-    whole one, with head size 128 on sm_90, and 0.7 on sm_120; elsewhere it gains nothing.
-    """
-    p, least = problem, 2 * ROWS
-    length, block = (p.N, usual.block_n) if by_keys else (p.M, usual.block_m)
-    programs = p.B * p.H * blocks(length, block)
-    halves = usual.warps == 2 * WARPS and block >= least and length > block // 2
-    idle = target.multiprocessors is not None and 2 * programs <= target.multiprocessors
-    if not (halves and idle and table_arch(target.sm) in HALVED):
-        return usual
-    return VARIANTS[f"half the {'keys' if by_keys else 'queries'} and warps"](usual)
+        self.launch("collect_lines", lines, tile, READ + MOVED, more, texts, pointers)

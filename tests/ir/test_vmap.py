@@ -226,11 +226,31 @@ def test_the_axis_becomes_a_part_of_the_heads_where_the_batch_does_not_take_it()
 
 
 def test_what_a_loop_computes_otherwise_is_refused() -> None:
-    assert "dropout draws by batch entry and head" in refusal(ag.attention(Q, K, K, dropout=0.5), 0)
+    drops = ag.attention(Q, K, K, dropout=0.5)
+    assert "dropout draws by batch entry and head" in refusal(drops, {"q": 2, "k": 2, "v": 2})
+    assert "seed is one number for all entries" in refusal(
+        drops, {"q": 0, "k": 0, "v": 0, "seed": 0}
+    )
     heads = {"q": 2, "k": 2, "v": 2}
     assert "ALiBi" in refusal(ag.attention(Q, Q, Q, alibi=True), heads)
     mapped = ag.vmap(ag.attention(Q, K, K), 0, size=3)
     assert "only whole attentions are mapped" in refusal(mapped, 0)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_entries_drop_out_what_each_does_alone(batch: int) -> None:
+    x, number = ag.TensorSpec((batch, 2, 7, 4), F64), torch.tensor(3)
+    graph = ag.attention(x, x, x, dropout=0.5)
+    mapped = ag.vmap(graph, {"q": 0, "k": 0, "v": 0}, size=3)
+    one = draw_like([torch.ones(x.shape)] * 3, 0)
+    alike = [t.expand(3, *t.shape).contiguous() for t in one]
+    found = ag.compile(mapped, target=CPU)(*alike, number, number)
+    assert isinstance(found, torch.Tensor)
+    assert is_same(found[0], found[2])
+    (alone,) = ag.evaluate(graph, (*one, number, number))
+    assert is_same(found[1], alone)
+    assert ag.parse(str(mapped)) == mapped
+    assert f"origin=(0, 0, 0, 0, 2, {batch})" in str(mapped)
 
 
 def test_wrong_names_places_and_specs_are_refused() -> None:

@@ -15,7 +15,7 @@ from attn_graph.ir import ops
 from attn_graph.ir.philox import flat_origin, threshold
 from attn_graph.masks.places import Block, Place
 from attn_graph.spec import TensorSpec
-from attn_graph.testing.agreement import check_gradients, check_outputs
+from attn_graph.testing.agreement import check_gradients, check_outputs, run_plan
 from attn_graph.testing.tensors import tensors_for
 
 pytestmark = pytest.mark.skipif(
@@ -29,7 +29,9 @@ pytestmark = pytest.mark.skipif(
     offset=st.integers(-(2**63), 2**63 - 1),
     rate=st.sampled_from((0.1, 0.5, 0.9)),
     at=st.tuples(*map(st.integers, (0,) * 4, (2, 3, 5, 9))),
-    origin=st.sampled_from([(), (1, 2, 3, 8, 9), (0, 0, 1, 4, 4), (3, 1, 0, 0, 5)]),
+    origin=st.sampled_from(
+        [(), (1, 2, 3, 8, 9), (0, 0, 1, 4, 4), (3, 1, 0, 0, 5), (0, 0, 0, 0, 4, 2)]
+    ),
 )
 def test_dropout_draws_the_bits_of_math(
     seed: int,
@@ -58,6 +60,16 @@ def attend_part(origin: tuple[int, ...]) -> ag.Graph:
 
     x, number = TensorSpec((2, 2, 33, 8), torch.float32), TensorSpec((), torch.int64)
     return ag.graph(attend, q=x, k=x, v=x, seed=number, offset=number)
+
+
+def test_dropout_of_mapped_entries_is_that_of_each_alone() -> None:
+    x = TensorSpec((2, 2, 33, 8), torch.float32)
+    mapped = ag.vmap(ag.attention(x, x, x, dropout=0.5), {"q": 0, "k": 0, "v": 0}, size=2)
+    tensors = tensors_for(mapped, 0)
+    found, due = (
+        run_plan(ag.compile(mapped, backends=(b,)), tensors)[0] for b in ("triton", "math")
+    )
+    torch.testing.assert_close(found, due, rtol=1e-5, atol=1e-5)
 
 
 def test_dropout_of_a_part_is_that_of_its_places_in_the_whole() -> None:

@@ -1,21 +1,22 @@
 """Forward mode and second derivatives agree with PyTorch's derivatives of the formula.
 
-On tiles; run with TRITON_INTERPRET=1, forward mode is that of Triton's kernel.
+On tiles; run with TRITON_INTERPRET=1, by Triton's kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any, final
 
 import pytest
 import torch
+from attrs import frozen
 from hypothesis import given
 from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph.ir.jvp import tangent_spec
+from attn_graph.ir.modifiers import Modifier
 from attn_graph.ir.vjp import result_spec
-from attn_graph.lowering.triton.jvp import MOVED
 from attn_graph.machine.tensors import copy_laid_as
 from attn_graph.spec import FLOATS
 from attn_graph.testing.agreement import run_plan
@@ -37,18 +38,16 @@ DRAWN = {  # several tiles a side, but few heads: the interpreter is slow
     "triton": graphs(shapes(most=80, heads=4), st.sampled_from(HALF)),
 }
 Tensor = torch.Tensor
-on_tiles = pytest.mark.skipif(CPU.interprets, reason="Triton has no kernel for it")
 
 
-def subset(graph: ag.Graph, seed: int, among: Sequence[str] | None = None) -> tuple[str, ...]:
-    """Some of the floating inputs, at least one. among: the names that there may be."""
+def subset(graph: ag.Graph, seed: int) -> tuple[str, ...]:
+    """Some of the floating inputs, at least one."""
     names = [i.name for i in graph.inputs if i.spec.dtype in FLOATS]
-    names = [name for name in names if among is None or name in among]
     chosen = tuple(name for n, name in enumerate(names) if seed >> n & 1)
     return chosen or tuple(names)
 
 
-def draw_moves(graph: ag.Graph, names: Sequence[str], seed: int) -> dict[str, Tensor]:
+def draw_moves(graph: ag.Graph, names: tuple[str, ...], seed: int) -> dict[str, Tensor]:
     """Tangents of some inputs, laid out as they are declared."""
     random = torch.Generator().manual_seed(seed)
     specs = {i.name: tangent_spec(i.spec) for i in graph.inputs if i.name in names}
@@ -69,12 +68,9 @@ def only_derived(graph: ag.Graph) -> ag.Graph:
 def test_tangents_agree_with_the_formula(graph: ag.Graph, seed: int) -> None:
     tensors = tensors_for(graph, seed)
     attention = only_derived(graph)
-    names = subset(graph, seed, MOVED if BACKEND == "triton" else None)
+    names = subset(graph, seed)
     moves = draw_moves(graph, names, seed)
-    try:
-        plan = ag.compile(ag.jvp(attention, names), target=CPU, backends=(BACKEND,))
-    except ag.NoBackendError as error:
-        refused(error)
+    plan = compile_or_refuse(ag.jvp(attention, names))
     results = run_plan(plan, (*tensors, *moves.values()))
     for x, n in zip(results, plan.graph.outputs, strict=True):
         assert ag.TensorSpec.like(x) == result_spec(plan.graph, n)
@@ -84,15 +80,23 @@ def test_tangents_agree_with_the_formula(graph: ag.Graph, seed: int) -> None:
         due.check(x)
 
 
-@on_tiles
-@given(graph=graphs(), seed=seeds, given_too=st.booleans())
+def compile_or_refuse(graph: ag.Graph) -> ag.Plan:
+    """The plan of the backend that is tested."""
+    try:
+        return ag.compile(graph, target=CPU, backends=(BACKEND,))
+    except ag.NoBackendError as error:
+        refused(error)
+
+
+@given(graph=DRAWN[BACKEND], seed=seeds, given_too=st.booleans())
 def test_tangents_of_gradients_agree_with_the_formula(
     graph: ag.Graph, seed: int, given_too: bool
 ) -> None:
     tensors, attention = tensors_for(graph, seed), only_derived(graph)
     names = subset(graph, seed)
     moves = draw_moves(graph, names, seed)
-    o, lse, to, tlse = ag.compile(ag.jvp(attention, names), target=CPU)(*tensors, *moves.values())
+    forward = compile_or_refuse(ag.jvp(attention, names))
+    o, lse, to, tlse = forward(*tensors, *moves.values())
     random = torch.Generator().manual_seed(seed)
     do, tdo, dlse, tdlse = (
         torch.empty_like(x).copy_(torch.randn(x.shape, generator=random)) for x in (o, o, lse, lse)
@@ -107,7 +111,8 @@ def test_tangents_of_gradients_agree_with_the_formula(
         "dlse": tdlse,
     }
     graph_of = ag.jvp(backward, tuple(named))
-    results = ag.compile(graph_of, target=CPU)(*tensors, o, lse, do, dlse, *named.values())
+    plan, given = compile_or_refuse(graph_of), (*tensors, o, lse, do, dlse, *named.values())
+    results = run_plan(plan, given)
     due = expect_gradient_tangents(attention, tensors, Directions(moves, do, dlse, tdo, tdlse))
     half = len(graph_of.outputs) // 2
     for x, name in zip(results[half:], wants, strict=True):
@@ -115,22 +120,70 @@ def test_tangents_of_gradients_agree_with_the_formula(
 
 
 X = ag.TensorSpec((1, 2, 8, 4), torch.float32)
-X8 = ag.TensorSpec((1, 2, 8, 16), torch.float16)
 
 
-@pytest.mark.parametrize("backend", [b.name for b in ag.BACKENDS if b.name != "math"])
+@pytest.mark.parametrize(
+    "backend", [b.name for b in ag.BACKENDS if b.name not in ("math", "triton")]
+)
 def test_the_other_backends_say_that_they_compute_no_tangents(backend: str) -> None:
     target = "cpu" if backend == "torch_sdpa" else "h200"
     forward, backward = ag.vjp(ag.attention(X, X, X))
-    pushed = () if backend == "triton" else (ag.jvp(forward),)
-    for graph in (*pushed, ag.jvp(backward), ag.vjp(backward)[1]):
+    for graph in (ag.jvp(forward), ag.jvp(backward), ag.vjp(backward)[1]):
         with pytest.raises(ag.NoBackendError, match="computes no tangents"):
             ag.compile(graph, target=target, backends=(backend,))
 
 
-def test_triton_reads_tangents_of_some_operands_and_names_the_others() -> None:
-    bias = ag.TensorSpec((1, 2, 8, 8), torch.float32)
-    graph = ag.attention(X8, X8, X8, bias=bias)
-    assert ag.compile(ag.jvp(graph, ("q", "v")), target="h200").backend == "triton"
-    with pytest.raises(ag.NoBackendError, match=r"reads tangents of q, k, v, sinks, and bias has"):
-        ag.compile(ag.jvp(graph), target="h200", backends=("triton",))
+EVERYTHING = ag.attention(
+    ag.TensorSpec((2, 4, 70, 16), torch.float32),
+    *(ag.TensorSpec((2, 2, 70, 16), torch.float32),) * 2,
+    mask=ag.Causal(),
+    soft_cap=2.0,
+    bias=ag.TensorSpec((1, 4, 70, 70), torch.float32),
+    sinks=ag.TensorSpec((4,), torch.float32),
+    dropout=0.25,
+)
+
+
+def test_tangents_of_gradients_have_the_same_bits_in_every_run() -> None:
+    _, backward = ag.vjp(EVERYTHING)
+    plan = compile_or_refuse(ag.jvp(backward))
+    tensors = tensors_for(plan.graph, 3)
+    once, again = (run_plan(plan, tensors) for _ in range(2))
+    assert all(torch.equal(x, y) for x, y in zip(once, again, strict=True))
+
+
+def test_triton_computes_second_derivatives_and_explain_counts_them() -> None:
+    """Their memory: the sums of do o and their tangents, no more, where programs have no parts."""
+    x = ag.TensorSpec((2, 4, 512, 64), torch.bfloat16)
+    _, backward = ag.vjp(ag.attention(x, x, x, mask=ag.Causal(), soft_cap=30.0))
+    for graph in (ag.jvp(backward), ag.vjp(backward)[1]):
+        known = ag.explain(graph, target="h200")
+        assert known.backend == "triton"
+        assert known.memory.workspace_forward == 2 * 4 * 2 * 4 * 512
+        text = str(known)
+        for kernel in ("push", "push_delta", "push_query_gradient", "push_key_gradient"):
+            assert f"{kernel}: " in text
+
+
+@final
+@frozen
+class Quadratic(Modifier):
+    """s + s^2 / 100, whose derivatives say nothing of how they are made."""
+
+    hides = False
+
+    def change(self, s: Tensor, at: ag.Place) -> Tensor:
+        return s + s * s * 0.01
+
+    def back(self, ds: Tensor, s: Tensor, at: ag.Place) -> Tensor:
+        return ds * (1.0 + s * 0.04).sqrt()  # s is the result: 1 + s / 50 of the step's input
+
+
+def test_triton_names_what_a_modifier_of_ones_own_does_not_define() -> None:
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        p, lse = ag.scores(q, k).then(Quadratic()).softmax()
+        return p.weigh(v), lse
+
+    _, backward = ag.vjp(ag.graph(attend, q=X, k=X, v=X))
+    with pytest.raises(ag.NoBackendError, match=r"Quadratic defines no bend\(ds, t, s, at\)"):
+        ag.compile(ag.jvp(backward), target="h200", backends=("triton",))

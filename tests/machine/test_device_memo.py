@@ -14,7 +14,7 @@ from attn_graph.lowering.backend import Options
 from attn_graph.lowering.cudnn.graph import describe_call
 from attn_graph.lowering.cudnn.run import Run
 from attn_graph.lowering.problem import sole
-from attn_graph.lowering.triton.backend import TritonCall
+from attn_graph.lowering.triton.calls import TritonCall
 from attn_graph.lowering.triton.plan import Flash
 from attn_graph.machine.device_memo import DeviceMemo
 from tests.support.cuda_model import DEVICE, Runtime

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch._vmap_internals import _vmap
 from torch.autograd import gradcheck, gradgradcheck
 
 import attn_graph as ag
@@ -67,7 +68,8 @@ def test_first_derivatives_pass_the_numerical_check(plan: ag.Plan, fast: bool) -
         return run_plan(plan, tensors)
 
     assert gradcheck(
-        call, draw(plan.graph), fast_mode=fast, check_forward_ad=True, nondet_tol=1e-12,
+        call, draw(plan.graph), fast_mode=fast, check_forward_ad=True, check_batched_grad=True,
+        nondet_tol=1e-12,
     )  # fmt: skip
 
 
@@ -78,8 +80,9 @@ def test_second_derivatives_pass_the_numerical_check(plan: ag.Plan, fast: bool) 
         return run_plan(plan, tensors)
 
     assert gradgradcheck(
-        call, draw(plan.graph), fast_mode=fast, check_fwd_over_rev=True, nondet_tol=1e-12
-    )
+        call, draw(plan.graph), fast_mode=fast, check_fwd_over_rev=True, check_batched_grad=True,
+        nondet_tol=1e-12,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -90,20 +93,39 @@ def test_calls_without_a_plan_pass_both_checks(fast: bool) -> None:
 
     tensors = draw(GRAPHS["causal"])
     assert gradcheck(
-        call, tensors, fast_mode=fast, check_forward_ad=True,
+        call, tensors, fast_mode=fast, check_forward_ad=True, check_batched_grad=True,
     )  # fmt: skip
-    assert gradgradcheck(call, tensors, fast_mode=fast, check_fwd_over_rev=True)
+    assert gradgradcheck(
+        call, tensors, fast_mode=fast, check_fwd_over_rev=True, check_batched_grad=True
+    )
 
 
-def test_the_older_vmap_raises_and_that_of_func_computes_batched_gradients() -> None:
+def test_the_older_vmap_and_that_of_func_compute_batched_gradients() -> None:
     graph = GRAPHS["causal"]
     plan, (q, k, v) = ag.compile(graph, target=CPU), draw(graph)
     o = run_plan(plan, (q, k, v))[0]
     cotangents = torch.randn(2, *o.shape, dtype=F64)
-    with pytest.raises(RuntimeError, match=r"vmap|Batching rule"):
-        torch.autograd.grad(o, q, cotangents, is_grads_batched=True)
+    inputs = (q, k, v)
+    older = torch.autograd.grad(o, inputs, cotangents, is_grads_batched=True, retain_graph=True)
+    for n, do in enumerate(cotangents):
+        dues = torch.autograd.grad(o, inputs, do, retain_graph=True)
+        for x, due in zip(older, dues, strict=True):
+            torch.testing.assert_close(x[n], due)
     pull = torch.func.vjp(lambda x: run_plan(plan, (x, k, v))[0], q)[1]
     (batched,) = torch.func.vmap(pull)(cotangents)
     for x, do in zip(batched, cotangents, strict=True):
         (due,) = torch.autograd.grad(o, q, do, retain_graph=True)
         torch.testing.assert_close(x, due)
+
+
+def test_the_older_vmap_within_another_is_refused_by_name() -> None:
+    graph = GRAPHS["causal"]
+    plan, (q, k, v) = ag.compile(graph, target=CPU), draw(graph)
+    o = run_plan(plan, (q, k, v))[0]
+
+    def pull(do: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(o, q, do, retain_graph=True)[0]
+
+    twice = _vmap(_vmap(pull))
+    with pytest.raises(ag.GraphError, match=r"within another; torch\.func\.vmap may be nested"):
+        twice(torch.randn(2, 2, *o.shape, dtype=F64))

@@ -1,0 +1,416 @@
+"""The backward kernels in a direction: the tangents of dq, dk and dv, without atomics.
+
+With the letters of `backward.py`, a `t` before each that moves, mu = tlse and u = ts - mu:
+tp = p u, tdp = (tdo v^T + do tv^T) z, tdelta = sum_e (tdo o + do to) - tdlse,
+tds = p u (dp - delta) + p (tdp - tdelta) and back through the modifiers, which bend it,
+tdq = scale (tds k + ds tk), tdk = scale (tds^T q + ds^T tq), tdv = (p u z)^T do + (p z)^T tdo.
+The derivation stands in `attn_graph.ir.tangents`.
+"""
+
+import triton
+import triton.language as tl
+
+from attn_graph.kernels.backward import base2, load_statistics
+from attn_graph.kernels.common import (
+    SIZES,
+    count_tiles,
+    dropout_keeps_tile,
+    even_length,
+    full_tile,
+    head_ptr,
+    key_tiles,
+    listed_block,
+    live_rows_at,
+    mixed_tile,
+    modify_scores,
+    place_program,
+    query_tiles,
+    round_to,
+    rows_at,
+    rows_of,
+    store_rows,
+)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def push_delta(
+    o_ptr, to_ptr, lse_ptr, do_ptr, dlse_ptr, tdo_ptr, tdlse_ptr, delta_ptr, tdelta_ptr,
+    o_strides, to_strides, do_strides, dlse_strides, tdo_strides, tdlse_strides, H, M,
+    E: tl.constexpr, WIDTH_E: tl.constexpr, BLOCK_M: tl.constexpr, BLIND: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """o, to, do, tdo [B,H,M,E], dlse, tdlse [B,H,M] -> delta, tdelta [B,H,M] float32, C order.
+
+    Cotangents may be absent. BLIND: rows may see no key. Both are 0 there, whatever these hold.
+    """
+    block, h, b = place_program(tl.cdiv(M, BLOCK_M), H, 1, False)
+    first = block * BLOCK_M
+    row = tl.arange(0, BLOCK_M)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    moved = tl.zeros([BLOCK_M], tl.float32)
+    o = rows_of(o_ptr, o_strides, b, h, first, M, E, BLOCK_M, WIDTH_E, UPCAST).to(tl.float32)
+    if do_ptr is not None:
+        do = rows_of(do_ptr, do_strides, b, h, first, M, E, BLOCK_M, WIDTH_E, UPCAST)
+        to = rows_of(to_ptr, to_strides, b, h, first, M, E, BLOCK_M, WIDTH_E, UPCAST)
+        total += tl.sum(o * do.to(tl.float32), 1)
+        moved += tl.sum(to.to(tl.float32) * do.to(tl.float32), 1)
+    if tdo_ptr is not None:
+        tdo = rows_of(tdo_ptr, tdo_strides, b, h, first, M, E, BLOCK_M, WIDTH_E, UPCAST)
+        moved += tl.sum(o * tdo.to(tl.float32), 1)
+    total -= load_numbers(dlse_ptr, dlse_strides, b, h, first, M, BLOCK_M)
+    moved -= load_numbers(tdlse_ptr, tdlse_strides, b, h, first, M, BLOCK_M)
+    line = (tl.cast(b, tl.int64) * H + h) * M
+    if BLIND:
+        lse = load_statistics(lse_ptr + line, first, M, 0.0, BLOCK_M, False)
+        total = tl.where(lse == float("-inf"), 0.0, total)
+        moved = tl.where(lse == float("-inf"), 0.0, moved)
+    tl.store(delta_ptr + line + first + row, total, mask=row < M - first)
+    tl.store(tdelta_ptr + line + first + row, moved, mask=row < M - first)
+
+
+@triton.jit
+def load_numbers(ptr, strides, b, h, first, M, BLOCK_M: tl.constexpr):
+    """Rows first.. of x[b,h] [M]; 0 outside of it, and where x is absent."""
+    x = tl.zeros([BLOCK_M], tl.float32)
+    if ptr is not None:
+        row = tl.arange(0, BLOCK_M)
+        at = head_ptr(ptr, strides, b, h) + (first + row).to(tl.int64) * strides[2]
+        x = tl.load(at, mask=row < M - first, other=0.0)
+    return x
+
+
+@triton.jit
+def load_row_tangents(
+    lse, mu_row, tdelta_row, first, M, BLOCK_M: tl.constexpr, WHOLE: tl.constexpr
+):
+    """mu, 0 in rows that saw nothing, and tdelta, of rows first.. of one head. lse: as `base2`."""
+    mu = load_statistics(mu_row, first, M, 0.0, BLOCK_M, WHOLE)
+    surplus = load_statistics(tdelta_row, first, M, 0.0, BLOCK_M, WHOLE)
+    return tl.where(lse == float("inf"), 0.0, mu), surplus
+
+
+@triton.jit
+def push_dot(
+    x, tx, y, ty, x_ptr, tx_ptr, y_ptr, ty_ptr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """x y^T [ROWS,COLUMNS] and its tangent tx y^T + x ty^T; absent ones, by pointer, are 0."""
+    dot = tl.zeros([ROWS, COLUMNS], tl.float32)
+    moved = tl.zeros([ROWS, COLUMNS], tl.float32)
+    if x_ptr is not None and y_ptr is not None:
+        dot = tl.dot(x, tl.trans(y), input_precision=PRECISION)
+    if tx_ptr is not None and y_ptr is not None:
+        moved = tl.dot(tx, tl.trans(y), input_precision=PRECISION)
+    if x_ptr is not None and ty_ptr is not None:
+        moved = tl.dot(x, tl.trans(ty), moved, input_precision=PRECISION)
+    return dot, moved
+
+
+@triton.jit
+def head_or(ptr, strides, b, h, other):
+    """The address of x[b,h], or another where x is absent."""
+    if ptr is not None:
+        return head_ptr(ptr, strides, b, h)
+    return other
+
+
+@triton.jit
+def live_rows_or(
+    ptr, head, strides, first, count, lse, other,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
+    BLIND: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """The same as `live_rows_at` of one head, or another tile where the tensor is absent."""
+    if ptr is not None:
+        return live_rows_at(
+            head, strides, first, count, lse, SIZE, ROWS, WIDTH, WHOLE, BLIND, UPCAST
+        )
+    return other
+
+
+@triton.jit
+def push_score_gradient(
+    s, ts, dp, tdp, lse, mu, surplus, tsurplus, b, h, i, j, M, N, scale, data, numbers,
+    CHANGE: tl.constexpr, KEEP: tl.constexpr, PUSH: tl.constexpr, BEND: tl.constexpr,
+    MIXED: tl.constexpr, PAST: tl.constexpr,
+):  # fmt: skip
+    """p and p u, and ds and tds before the modifiers, of a tile; s = q k^T and its tangent ts.
+
+    lse (in base 2), mu, delta and tdelta broadcast. PAST: as in `backward.score_gradient`.
+    """
+    p = tl.exp2(modify_scores(s, b, h, i, j, M, N, scale, data, numbers, CHANGE, KEEP, MIXED) - lse)
+    if PAST:
+        p = tl.where(lse == float("inf"), 0.0, p)
+    s, ts = s * scale, ts * scale
+    u = ts
+    if PUSH is not None:
+        u = PUSH(ts, s, b, h, i, j, M, N, data, numbers)
+    u = u - mu
+    if MIXED or CHANGE is not None:
+        u = tl.where(p == 0, 0.0, u)
+    pu = p * u
+    g = dp - surplus
+    ds, tds = p * g, pu * g + p * (tdp - tsurplus)
+    if BEND is not None:
+        ds, tds = BEND(ds, tds, s, ts, b, h, i, j, M, N, data, numbers)
+        ds, tds = tl.where(p == 0, 0.0, ds), tl.where(p == 0, 0.0, tds)
+    return p, pu, ds, tds
+
+
+@triton.jit(do_not_specialize=SIZES)
+def push_query_gradient(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, tq_ptr, tk_ptr, tv_ptr, tdo_ptr, tlse_ptr,
+    tdelta_ptr, dq_ptr, seed_ptr, offset_ptr, lists_ptr, data, numbers,
+    q_strides, k_strides, v_strides, do_strides, tq_strides, tk_strides, tv_strides, tdo_strides,
+    dq_strides, lists_strides, H, GROUP, M, N, TOGETHER, scale, keep_scale, threshold, origin,
+    EVEN: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LAST_FIRST: tl.constexpr,
+    KEEP: tl.constexpr, STRIP: tl.constexpr, CHANGE: tl.constexpr, PUSH: tl.constexpr,
+    BEND: tl.constexpr, DROPOUT: tl.constexpr, LISTED: tl.constexpr, BLIND: tl.constexpr,
+    UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: the tangent of dq [BLOCK_M,D] of one head, over all keys that it may see.
+
+    BLIND: as in `backward.query_gradient`. What does not move is absent: its pointer is None.
+    """
+    N = even_length(N, EVEN)
+    place, h, b = place_program(tl.cdiv(M, BLOCK_M), H, TOGETHER, LAST_FIRST)
+    block = listed_block(place, lists_ptr, lists_strides, LISTED)
+    first = block * BLOCK_M
+    i = (first + tl.arange(0, BLOCK_M))[:, None]
+    row = (tl.cast(b, tl.int64) * H + h) * M
+    lse = base2(load_statistics(lse_ptr + row, first, M, float("-inf"), BLOCK_M, False))
+    mu, tsurplus = load_row_tangents(
+        lse, tlse_ptr + row, tdelta_ptr + row, first, M, BLOCK_M, False
+    )
+    lse, mu, tsurplus = lse[:, None], mu[:, None], tsurplus[:, None]
+    surplus = load_statistics(delta_ptr + row, first, M, 0.0, BLOCK_M, False)[:, None]
+    q = rows_of(q_ptr, q_strides, b, h, first, M, D, BLOCK_M, WIDTH_D, UPCAST)
+    tq = q
+    if tq_ptr is not None:
+        tq = rows_of(tq_ptr, tq_strides, b, h, first, M, D, BLOCK_M, WIDTH_D, UPCAST)
+    do = live_rows_or(
+        do_ptr, head_or(do_ptr, do_strides, b, h, q_ptr), do_strides, first, M, lse, q,
+        E, BLOCK_M, WIDTH_E, False, BLIND > 0, UPCAST,
+    )  # fmt: skip
+    tdo = live_rows_or(
+        tdo_ptr, head_or(tdo_ptr, tdo_strides, b, h, q_ptr), tdo_strides, first, M, lse, q,
+        E, BLOCK_M, WIDTH_E, False, BLIND > 0, UPCAST,
+    )  # fmt: skip
+    k_head = head_ptr(k_ptr, k_strides, b, h // GROUP)
+    v_head = head_ptr(v_ptr, v_strides, b, h // GROUP)
+    tk_head = head_or(tk_ptr, tk_strides, b, h // GROUP, k_head)
+    tv_head = head_or(tv_ptr, tv_strides, b, h // GROUP, v_head)
+    dq = tl.zeros([BLOCK_M, WIDTH_D], tl.float32)
+
+    if LISTED:
+        lists_ptr = head_ptr(lists_ptr, lists_strides, b, h) + place * lists_strides[2]
+        start, full_start, full_stop, stop = 0, 0, 0, 0
+    else:
+        start, full_start, full_stop, stop = key_tiles(
+            block, b, M, N, data, numbers, STRIP, BLOCK_M, BLOCK_N
+        )
+    full, mixed = count_tiles(lists_ptr, start, full_start, full_stop, stop, LISTED)
+    for t in range(full):
+        n = full_tile(t, lists_ptr, full_start, LISTED)
+        dq = push_add_query_gradient(
+            dq, q, tq, do, tdo, lse, mu, surplus, tsurplus, k_head, v_head, tk_head, tv_head,
+            n * BLOCK_N, first, i, k_ptr, tq_ptr, tk_ptr, tv_ptr, do_ptr, tdo_ptr,
+            seed_ptr, offset_ptr, data, numbers, k_strides, v_strides, tk_strides, tv_strides,
+            b, h, H, M, N, scale, keep_scale, threshold, origin,
+            D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
+            KEEP, CHANGE, PUSH, BEND, DROPOUT, False, UPCAST, PRECISION,
+        )  # fmt: skip
+    for t in range(mixed):
+        n = mixed_tile(t, lists_ptr, start, full_start, full_stop, full, LISTED)
+        dq = push_add_query_gradient(
+            dq, q, tq, do, tdo, lse, mu, surplus, tsurplus, k_head, v_head, tk_head, tv_head,
+            n * BLOCK_N, first, i, k_ptr, tq_ptr, tk_ptr, tv_ptr, do_ptr, tdo_ptr,
+            seed_ptr, offset_ptr, data, numbers, k_strides, v_strides, tk_strides, tv_strides,
+            b, h, H, M, N, scale, keep_scale, threshold, origin,
+            D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
+            KEEP, CHANGE, PUSH, BEND, DROPOUT, True, UPCAST, PRECISION,
+        )  # fmt: skip
+    dq_head = head_ptr(dq_ptr, dq_strides, b, h)
+    store_rows(dq_head, dq_strides, first, M, dq * scale, D, BLOCK_M, WIDTH_D, UPCAST)
+
+
+@triton.jit
+def push_add_query_gradient(
+    dq, q, tq, do, tdo, lse, mu, surplus, tsurplus, k_head, v_head, tk_head, tv_head,
+    key, first, i, k_ptr, tq_ptr, tk_ptr, tv_ptr, do_ptr, tdo_ptr, seed_ptr, offset_ptr,
+    data, numbers, k_strides, v_strides, tk_strides, tv_strides,
+    b, h, H, M, N, scale, keep_scale, threshold, origin,
+    D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    KEEP: tl.constexpr, CHANGE: tl.constexpr, PUSH: tl.constexpr, BEND: tl.constexpr,
+    DROPOUT: tl.constexpr, MIXED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq [BLOCK_M,D] + tds k + ds tk over keys `key`.., still to be scaled."""
+    j = (key + tl.arange(0, BLOCK_N))[None, :]
+    k = rows_at(k_head, k_strides, key, N, D, BLOCK_N, WIDTH_D, not MIXED, UPCAST)
+    v = rows_at(v_head, v_strides, key, N, E, BLOCK_N, WIDTH_E, not MIXED, UPCAST)
+    tk, tv = k, v
+    if tk_ptr is not None:
+        tk = rows_at(tk_head, tk_strides, key, N, D, BLOCK_N, WIDTH_D, not MIXED, UPCAST)
+    if tv_ptr is not None:
+        tv = rows_at(tv_head, tv_strides, key, N, E, BLOCK_N, WIDTH_E, not MIXED, UPCAST)
+    s, ts = push_dot(q, tq, k, tk, k_ptr, tq_ptr, k_ptr, tk_ptr, BLOCK_M, BLOCK_N, PRECISION)
+    dp, tdp = push_dot(do, tdo, v, tv, do_ptr, tdo_ptr, k_ptr, tv_ptr, BLOCK_M, BLOCK_N, PRECISION)
+    if DROPOUT:
+        z = dropout_keeps_tile(
+            seed_ptr, offset_ptr, b, h, H, first, key, threshold, origin, BLOCK_M, BLOCK_N
+        )
+        dp, tdp = tl.where(z, dp * keep_scale, 0.0), tl.where(z, tdp * keep_scale, 0.0)
+    _, _, ds, tds = push_score_gradient(
+        s, ts, dp, tdp, lse, mu, surplus, tsurplus, b, h, i, j, M, N, scale, data, numbers,
+        CHANGE, KEEP, PUSH, BEND, MIXED, False,
+    )  # fmt: skip
+    dq = tl.dot(round_to(tds, k_head.dtype.element_ty, UPCAST), k, dq, input_precision=PRECISION)
+    if tk_ptr is not None:
+        ds = round_to(ds, k_head.dtype.element_ty, UPCAST)
+        dq = tl.dot(ds, tk, dq, input_precision=PRECISION)
+    return dq
+
+
+@triton.jit(do_not_specialize=SIZES)
+def push_key_gradient(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, tq_ptr, tk_ptr, tv_ptr, tdo_ptr, tlse_ptr,
+    tdelta_ptr, dk_ptr, dv_ptr, seed_ptr, offset_ptr, lists_ptr, data, numbers,
+    q_strides, k_strides, v_strides, do_strides, tq_strides, tk_strides, tv_strides, tdo_strides,
+    dk_strides, dv_strides, lists_strides,
+    G, GROUP, SPLITS, M, N, TOGETHER, scale, keep_scale, threshold, origin,
+    EVEN: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LAST_FIRST: tl.constexpr, GROUPED: tl.constexpr,
+    KEEP: tl.constexpr, STRIP: tl.constexpr, CHANGE: tl.constexpr, PUSH: tl.constexpr,
+    BEND: tl.constexpr, DROPOUT: tl.constexpr, LISTED: tl.constexpr, BLIND: tl.constexpr,
+    UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: the tangents of dk [BLOCK_N,D] and dv [BLOCK_N,E], as `backward.key_gradient`.
+
+    What does not move is absent: its pointer is None.
+    """
+    N = even_length(N, EVEN)
+    place, part, b = place_program(tl.cdiv(N, BLOCK_N), G * SPLITS, TOGETHER, LAST_FIRST)
+    block = listed_block(place, lists_ptr, lists_strides, LISTED)
+    g, split = part // SPLITS, part % SPLITS
+    each = tl.cdiv(GROUP, SPLITS)
+    first = block * BLOCK_N
+    j = (first + tl.arange(0, BLOCK_N))[:, None]
+    k = rows_of(k_ptr, k_strides, b, g, first, N, D, BLOCK_N, WIDTH_D, UPCAST)
+    v = rows_of(v_ptr, v_strides, b, g, first, N, E, BLOCK_N, WIDTH_E, UPCAST)
+    tk, tv = k, v
+    if tk_ptr is not None:
+        tk = rows_of(tk_ptr, tk_strides, b, g, first, N, D, BLOCK_N, WIDTH_D, UPCAST)
+    if tv_ptr is not None:
+        tv = rows_of(tv_ptr, tv_strides, b, g, first, N, E, BLOCK_N, WIDTH_E, UPCAST)
+    dk = tl.zeros([BLOCK_N, WIDTH_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, WIDTH_E], tl.float32)
+    start, full_start, full_stop, stop = 0, 0, 0, 0
+    if not LISTED:
+        start, full_start, full_stop, stop = query_tiles(
+            block, b, M, N, data, numbers, STRIP, BLOCK_M, BLOCK_N
+        )
+    for r in range(tl.minimum(each, GROUP - split * each) if GROUPED else 1):
+        h = g * GROUP + split * each + r
+        list_ptr = lists_ptr
+        if LISTED:
+            list_ptr = head_ptr(lists_ptr, lists_strides, b, h) + place * lists_strides[2]
+        full, mixed = count_tiles(list_ptr, start, full_start, full_stop, stop, LISTED)
+        q_head = head_ptr(q_ptr, q_strides, b, h)
+        tq_head = head_or(tq_ptr, tq_strides, b, h, q_head)
+        do_head = head_or(do_ptr, do_strides, b, h, q_head)
+        tdo_head = head_or(tdo_ptr, tdo_strides, b, h, q_head)
+        row = (tl.cast(b, tl.int64) * (G * GROUP) + h) * M
+        for t in range(full):
+            n = full_tile(t, list_ptr, full_start, LISTED)
+            dk, dv = push_add_key_gradient(
+                dk, dv, k, v, tk, tv, q_head, tq_head, do_head, tdo_head,
+                lse_ptr + row, delta_ptr + row, tlse_ptr + row, tdelta_ptr + row,
+                n * BLOCK_M, first, j, dk_ptr, dv_ptr, q_ptr, tq_ptr, tk_ptr, tv_ptr, do_ptr,
+                tdo_ptr, seed_ptr, offset_ptr, data, numbers,
+                q_strides, tq_strides, do_strides, tdo_strides,
+                b, h, G * GROUP, M, N, scale, keep_scale, threshold, origin,
+                D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
+                KEEP, CHANGE, PUSH, BEND, DROPOUT, False, BLIND > 1, UPCAST, PRECISION,
+            )  # fmt: skip
+        for t in range(mixed):
+            n = mixed_tile(t, list_ptr, start, full_start, full_stop, full, LISTED)
+            dk, dv = push_add_key_gradient(
+                dk, dv, k, v, tk, tv, q_head, tq_head, do_head, tdo_head,
+                lse_ptr + row, delta_ptr + row, tlse_ptr + row, tdelta_ptr + row,
+                n * BLOCK_M, first, j, dk_ptr, dv_ptr, q_ptr, tq_ptr, tk_ptr, tv_ptr, do_ptr,
+                tdo_ptr, seed_ptr, offset_ptr, data, numbers,
+                q_strides, tq_strides, do_strides, tdo_strides,
+                b, h, G * GROUP, M, N, scale, keep_scale, threshold, origin,
+                D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
+                KEEP, CHANGE, PUSH, BEND, DROPOUT, True, BLIND > 0, UPCAST, PRECISION,
+            )  # fmt: skip
+    if dk_ptr is not None:
+        dk_head = head_ptr(dk_ptr, dk_strides, b, part)
+        store_rows(dk_head, dk_strides, first, N, dk * scale, D, BLOCK_N, WIDTH_D, UPCAST)
+    if dv_ptr is not None:
+        dv_head = head_ptr(dv_ptr, dv_strides, b, part)
+        store_rows(dv_head, dv_strides, first, N, dv, E, BLOCK_N, WIDTH_E, UPCAST)
+
+
+@triton.jit
+def push_add_key_gradient(
+    dk, dv, k, v, tk, tv, q_head, tq_head, do_head, tdo_head, lse_row, delta_row, mu_row,
+    tdelta_row, query, first, j, dk_ptr, dv_ptr, q_ptr, tq_ptr, tk_ptr, tv_ptr, do_ptr, tdo_ptr,
+    seed_ptr, offset_ptr, data, numbers, q_strides, tq_strides, do_strides, tdo_strides,
+    b, h, H, M, N, scale, keep_scale, threshold, origin,
+    D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    KEEP: tl.constexpr, CHANGE: tl.constexpr, PUSH: tl.constexpr, BEND: tl.constexpr,
+    DROPOUT: tl.constexpr, MIXED: tl.constexpr, BLIND: tl.constexpr, UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk + tds^T q + ds^T tq, still to be scaled, and dv + (p u z)^T do + (p z)^T tdo."""
+    i = (query + tl.arange(0, BLOCK_M))[None, :]
+    q = rows_at(q_head, q_strides, query, M, D, BLOCK_M, WIDTH_D, not MIXED, UPCAST)
+    tq = q
+    if tq_ptr is not None:
+        tq = rows_at(tq_head, tq_strides, query, M, D, BLOCK_M, WIDTH_D, not MIXED, UPCAST)
+    s, ts = push_dot(k, tk, q, tq, q_ptr, tk_ptr, q_ptr, tq_ptr, BLOCK_N, BLOCK_M, PRECISION)
+    lse = base2(load_statistics(lse_row, query, M, float("-inf"), BLOCK_M, not MIXED))
+    mu, tsurplus = load_row_tangents(lse, mu_row, tdelta_row, query, M, BLOCK_M, not MIXED)
+    surplus = load_statistics(delta_row, query, M, 0.0, BLOCK_M, not MIXED)[None, :]
+    do = live_rows_or(
+        do_ptr, do_head, do_strides, query, M, lse[:, None], q,
+        E, BLOCK_M, WIDTH_E, not MIXED, BLIND, UPCAST,
+    )  # fmt: skip
+    tdo = live_rows_or(
+        tdo_ptr, tdo_head, tdo_strides, query, M, lse[:, None], q,
+        E, BLOCK_M, WIDTH_E, not MIXED, BLIND, UPCAST,
+    )  # fmt: skip
+    dp, tdp = push_dot(v, tv, do, tdo, q_ptr, tv_ptr, do_ptr, tdo_ptr, BLOCK_N, BLOCK_M, PRECISION)
+    if DROPOUT:
+        z = dropout_keeps_tile(
+            seed_ptr, offset_ptr, b, h, H, query, first, threshold, origin, BLOCK_M, BLOCK_N
+        )
+        z = tl.trans(z)
+        dp, tdp = tl.where(z, dp * keep_scale, 0.0), tl.where(z, tdp * keep_scale, 0.0)
+    p, pu, ds, tds = push_score_gradient(
+        s, ts, dp, tdp, lse[None, :], mu[None, :], surplus, tsurplus[None, :],
+        b, h, i, j, M, N, scale, data, numbers,
+        CHANGE, KEEP, PUSH, BEND, MIXED, MIXED and CHANGE is not None,
+    )  # fmt: skip
+    if dv_ptr is not None:
+        if DROPOUT:
+            p, pu = tl.where(z, p * keep_scale, 0.0), tl.where(z, pu * keep_scale, 0.0)
+        if do_ptr is not None:
+            pu = round_to(pu, do_head.dtype.element_ty, UPCAST)
+            dv = tl.dot(pu, do, dv, input_precision=PRECISION)
+        if tdo_ptr is not None:
+            p = round_to(p, tdo_head.dtype.element_ty, UPCAST)
+            dv = tl.dot(p, tdo, dv, input_precision=PRECISION)
+    if dk_ptr is not None:
+        tds = round_to(tds, q_head.dtype.element_ty, UPCAST)
+        dk = tl.dot(tds, q, dk, input_precision=PRECISION)
+        if tq_ptr is not None:
+            ds = round_to(ds, q_head.dtype.element_ty, UPCAST)
+            dk = tl.dot(ds, tq, dk, input_precision=PRECISION)
+    return dk, dv

@@ -1,0 +1,232 @@
+"""Calls of Triton's kernels: launches on the tensors of a call, in scratch from the workspace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from attrs import Factory, field, frozen
+
+from attn_graph.ir.attention import SAVED, GradientOperands
+from attn_graph.ir.gradient_ops import (
+    clear_blind_rows,
+    sink_gradient,
+    sink_gradient_tangent,
+)
+from attn_graph.ir.graph import Graph
+from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp, GradientTangents
+from attn_graph.lowering.backend import Options
+from attn_graph.lowering.problem import output_names, read_specs, select_outputs
+from attn_graph.machine.device_memo import DeviceMemo, copy_to
+
+if TYPE_CHECKING:  # and imported where they are used: machines without a GPU never ask for them
+    from attn_graph.lowering.triton.device_code import Contribution
+    from attn_graph.lowering.triton.launches import Launch
+    from attn_graph.lowering.triton.plan import Flash
+
+Named = dict[str, Any]  # tensors by the names that launches give them
+Results = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]  # outputs, and what is saved
+Scratch = Mapping[str, torch.Tensor]
+
+
+@final
+@frozen(eq=False)
+class TritonCall:
+    """What runs a graph: its launches on tensors by name, in scratch from the workspace."""
+
+    flash: Flash
+    graph: Graph
+    options: Options
+    tables: DeviceMemo[torch.Tensor] = field(factory=DeviceMemo, init=False)
+    names: tuple[str, ...] = field(  # of the results that are returned
+        init=False, default=Factory(lambda call: output_names(call.graph), takes_self=True)
+    )
+
+    @cached_property
+    def storing_no_lse(self) -> tuple[Launch, ...]:
+        """The launches where nobody reads lse."""
+        return self.flash.without_lse()
+
+    def choose_run(self) -> Callable[..., Results]:
+        """What runs the graph: one of the four below."""
+        gradient = self.flash.problem.grad is not None
+        if self.flash.push is not None:
+            return self.push_backward if gradient else self.push
+        return self.backward if gradient else self.forward
+
+    def forward(self, *tensors: torch.Tensor) -> Results:
+        """o and the statistics of the operands, and what is saved."""
+        results = self.attend(self.flash.launches, tensors, self.flash.problem.node.stats)
+        return [results[name] for name in self.names], [results[name] for name in SAVED]
+
+    def inference(self, *tensors: torch.Tensor) -> Results:
+        """The forward of a graph that does not return lse, without it."""
+        stats = [name for name in self.flash.problem.node.stats if name != "lse"]
+        results = self.attend(self.storing_no_lse, tensors, stats)
+        return [results[name] for name in self.names], ()
+
+    def attend(
+        self, launches: Sequence[Launch], tensors: Sequence[torch.Tensor], stats: Sequence[str]
+    ) -> Named:
+        """o and these statistics, by name."""
+        operands = self.operands(tensors)
+        results = self.new_results(("o",), stats, operands[0].device)
+        with self.launched(launches, {**results}, operands):
+            pass
+        return results
+
+    def push(self, *tensors: torch.Tensor) -> Results:
+        """The results of an AttentionJvp, and those that its derivatives read."""
+        op = self.graph.eqns[0].op
+        assert isinstance(op, AttentionJvp)
+        own, moved = op.split(self.operands(tensors))
+        stats = (*op.attention.stats, "tlse")
+        results = self.new_results(("o", "to"), stats, own[0].device)
+        with self.launched(self.flash.launches, {**results}, own, moved):
+            pass
+        every = [results[name] for name in op.names]
+        return select_outputs(self.graph, every), [results[name] for name in op.saved]
+
+    def backward(self, *tensors: torch.Tensor) -> Results:
+        """The wanted gradients of the operands, o, lse and the cotangents."""
+        grad = self.flash.problem.grad
+        assert grad is not None
+        read = grad.split(self.operands(tensors))
+        named = self.name_gradient(read)
+
+        def of_sinks(sinks: torch.Tensor, scratch: Scratch) -> torch.Tensor:
+            return sink_gradient(sinks, named["lse"], scratch["delta"].neg())
+
+        return self.pull(named, read.own, (), of_sinks), ()
+
+    def push_backward(self, *tensors: torch.Tensor) -> Results:
+        """The tangents of the wanted gradients, of an AttentionGradJvp."""
+        op = self.graph.eqns[0].op
+        assert isinstance(op, AttentionGradJvp)
+        x = op.split(self.operands(tensors))
+        named = self.name_gradient(x.read) | name_directions(x)
+        moved = op.grad.attention.split(x.own).sinks
+
+        def of_sinks(sinks: torch.Tensor, scratch: Scratch) -> torch.Tensor:
+            tsinks = torch.zeros_like(sinks) if moved is None else moved
+            stats = named["lse"], clear_blind_rows(named["tlse"], named["lse"])
+            surplus = scratch["delta"].neg(), scratch["tdelta"].neg()
+            return sink_gradient_tangent((sinks, tsinks), stats, surplus)
+
+        return self.pull(named, x.read.own, x.own, of_sinks), ()
+
+    def operands(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What the equation reads, of the inputs of the graph."""
+        return [tensors[i] for i in self.graph.eqns[0].args]
+
+    def new_results(self, rows: Sequence[str], stats: Sequence[str], device: torch.device) -> Named:
+        """Uninitialised results: tensors like o, and numbers of each row."""
+        p = self.flash.problem
+        results: Named = {name: p.new_o(device) for name in rows}
+        for name in stats:
+            results[name] = torch.empty((p.B, p.H, p.M), dtype=torch.float32, device=device)
+        return results
+
+    def name_gradient(self, read: GradientOperands[torch.Tensor]) -> Named:
+        """What the kernels of a gradient read beside operands, and the gradients themselves."""
+        problem, device = self.flash.problem, read.o.device
+        assert problem.grad is not None
+        named: Named = {
+            f"grad{n}": self.flash.new_gradient(n, device)
+            for n in range(3)
+            if problem.grad.wants[n]
+        }
+        for n, x in self.flash.code.contributions.items():
+            if set("ij") <= set(x.axes):
+                shape, dtype = problem.specs[n].shape, problem.specs[n].dtype
+                named[f"grad{n}"] = torch.empty(shape, dtype=dtype, device=device)
+        return named | {
+            "o": read.o,
+            "o.strides": read.o.stride(),
+            "lse": read.lse.contiguous(),  # ours is; another backend may have saved it otherwise
+            "do": read.do,
+            "dlse": read.dlse,
+        }
+
+    def pull(
+        self,
+        named: Named,
+        own: Sequence[torch.Tensor],
+        moved: Sequence[torch.Tensor | None],
+        of_sinks: Callable[[torch.Tensor, Scratch], torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """The gradients that the graph returns, those of sinks by a function of their own."""
+        flash, grad = self.flash, self.flash.problem.grad
+        assert grad is not None
+        roles = flash.problem.node.roles
+        with self.launched(flash.launches, named, own, moved) as scratch:
+            for n, collected in flash.code.contributions.items():
+                if f"grad{n}" not in named:
+                    named[f"grad{n}"] = sum_collected(scratch[f"sums{n}"], collected)
+            if flash.problem.node.sinks and grad.wants[at := roles.index("sinks")]:
+                named[f"grad{at}"] = of_sinks(own[at], scratch)
+        made = [named[f"grad{n}"] for n, wanted in enumerate(grad.wants) if wanted]
+        return select_outputs(self.graph, made)
+
+    @contextmanager
+    def launched(
+        self,
+        launches: Sequence[Launch],
+        named: Named,
+        operands: Sequence[torch.Tensor],
+        moved: Sequence[torch.Tensor | None] = (),
+    ) -> Iterator[Scratch]:
+        """Run launches on the operands of the attention, their tangents, and these tensors; the
+        scratch."""
+        flash, device = self.flash, operands[0].device
+        flash.check()
+        named |= name_operands(flash, operands) | name_tangents(flash, moved)
+        named |= {name: self.table(name, device) for name in flash.tables}
+        with self.options.workspace.lease(flash.scratch, device) as views:
+            scratch = dict(zip(flash.buffers, views, strict=True))
+            named |= scratch
+            with torch.cuda.device_of(operands[0]):
+                for launch in launches:
+                    launch(named)
+            yield scratch
+
+    def table(self, name: str, device: torch.device) -> torch.Tensor:
+        """A list of tiles on a device, brought there once."""
+        host = self.flash.tables[name]
+        return self.tables.get((name, device), lambda: copy_to(device, host, "lists of tiles"))
+
+
+def name_operands(flash: Flash, operands: Sequence[torch.Tensor]) -> Named:
+    """The operands of an attention, by the names that launches give them."""
+    given = flash.problem.node.split(operands)
+    data = (x for each in (*given.modifiers, given.mask) for x in each.values())
+    named: Named = {"q": given.q, "k": given.k, "v": given.v, "sinks": given.sinks}
+    named |= {"seed": given.seed, "offset": given.offset}
+    return named | {f"data.{k}": x for k, x in enumerate(data)}
+
+
+def name_tangents(flash: Flash, moved: Sequence[torch.Tensor | None]) -> Named:
+    """The tangents of the operands, in the same way; those of modifiers' tensors come last."""
+    if not moved:
+        return {}
+    x, first = flash.problem.node.split(moved), len(read_specs(flash.problem))
+    steps = (t for each in x.modifiers for t in each.values() if t is not None)
+    named: Named = {"tq": x.q, "tk": x.k, "tv": x.v, "tsinks": x.sinks}
+    return named | {f"data.{first + k}": t for k, t in enumerate(steps)}
+
+
+def name_directions(x: GradientTangents[torch.Tensor]) -> Named:
+    """What kernels of tangents of gradients read beside tangents of operands."""
+    named: Named = {"to": x.to, "to.strides": x.to.stride(), "tlse": x.tlse.contiguous()}
+    return named | {"tdo": x.tdo, "tdlse": x.tdlse}
+
+
+def sum_collected(sums: torch.Tensor, collected: Contribution) -> torch.Tensor:
+    """A tensor's gradient from sums [B,H,M] or [B,H,N] of what it was read for."""
+    line = "j" if "j" in collected.axes else "i"
+    over = [n for n, axis in enumerate(("b", "h", line)) if axis not in collected.axes]
+    spec = collected.spec
+    return (sums.sum(over) if over else sums).reshape(spec.shape).to(spec.dtype, copy=not over)

@@ -1,0 +1,137 @@
+"""What Triton has kernels for: one attention, its gradient, and forward mode through either."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import final
+
+from attrs import evolve, frozen
+
+from attn_graph.errors import Reason
+from attn_graph.ir.attention import Attention, AttentionGrad, Operands
+from attn_graph.ir.graph import Eqn, Graph, Input, unused_names
+from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp
+from attn_graph.ir.vjp import result_spec
+from attn_graph.lowering.problem import Problem, operand_specs, sole
+from attn_graph.lowering.reasons import wide_heads
+from attn_graph.spec import TensorSpec
+
+WIDEST = 128  # two sums of rows, and as many tangents, have no room beyond
+FORWARD, BACKWARD = (Attention, AttentionJvp), (AttentionGrad, AttentionGradJvp)
+
+
+@final
+@frozen(cache_hash=True)
+class Push:
+    """Forward mode through one attention, or through its gradient.
+
+    moved: how the tangent of each operand of the attention lies, None for those without.
+    cotangents: the same of do and dlse, where it is through the gradient.
+    """
+
+    problem: Problem
+    op: AttentionJvp | AttentionGradJvp
+    moved: tuple[TensorSpec | None, ...]
+    cotangents: tuple[TensorSpec | None, TensorSpec | None] = (None, None)
+
+    @classmethod
+    def of(cls, graph: Graph) -> Push | None:
+        """Of a graph of one AttentionJvp or AttentionGradJvp; None of others."""
+        if len(graph.eqns) != 1:
+            return None
+        op, specs = graph.eqns[0].op, operand_specs(graph, graph.eqns[0])
+        if isinstance(op, AttentionJvp):
+            own, moved = op.split(specs)
+            return cls(Problem(op.attention, own), op, moved)
+        if isinstance(op, AttentionGradJvp):
+            given, read = op.split(specs), tuple(specs[: len(op.grad.ranks)])
+            problem = Problem(op.grad.attention, read, op.grad)
+            return cls(problem, op, given.own, (given.tdo, given.tdlse))
+        return None
+
+    @property
+    def by_role(self) -> Operands[TensorSpec | None]:
+        """How the tangents of the attention's own operands lie."""
+        return self.problem.node.split(self.moved)
+
+    @property
+    def steps(self) -> tuple[Mapping[str, TensorSpec], ...]:
+        """For each modifier, how the tangents of its tensors lie, by name."""
+        return tuple(present(tensors) for tensors in self.by_role.modifiers)
+
+    @property
+    def large(self) -> dict[str, TensorSpec]:
+        """How the tangents of q, k, v and the cotangents lie, by name."""
+        given = (*self.moved[:3], *self.cotangents)
+        return present(dict(zip(("tq", "tk", "tv", "tdo", "tdlse"), given, strict=True)))
+
+    def reasons(self) -> Iterator[Reason]:
+        """Against head sizes that have no tiles."""
+        yield from wide_heads(self.problem, WIDEST)
+
+
+def present(specs: Mapping[str, TensorSpec | None]) -> dict[str, TensorSpec]:
+    """Those that are there."""
+    return {name: x for name, x in specs.items() if x is not None}
+
+
+Work = Problem | Push
+
+
+def work_of(graph: Graph) -> Work | None:
+    """What a graph of one equation is; None of what there are no kernels for."""
+    return sole(graph) or Push.of(graph)
+
+
+@final
+@frozen
+class Part:
+    """One equation of a graph as a graph of its own. args: the values that are its inputs."""
+
+    args: tuple[int, ...]
+    graph: Graph
+    work: Work
+
+
+@lru_cache(64)  # `why_not` asks for it, and `lower` again
+def split_graph(graph: Graph) -> tuple[Part, ...]:
+    """The equations of a graph of attentions and their derivatives, each by itself.
+
+    None of them, where there are no kernels for one, where nothing is a tangent, since several
+    attentions are several graphs, or where one reads a gradient of another.
+    """
+    gradients = {i for eqn, outs in graph.numbered if isinstance(eqn.op, BACKWARD) for i in outs}
+    read = {i for eqn in graph.eqns for i in eqn.args}
+    if len(graph.eqns) == 1:
+        work = work_of(graph)
+        return (Part(tuple(range(len(graph.inputs))), graph, work),) if work else ()
+    moves = any(isinstance(eqn.op, (AttentionJvp, AttentionGradJvp)) for eqn in graph.eqns)
+    known = all(isinstance(eqn.op, (*FORWARD, *BACKWARD)) for eqn in graph.eqns)
+    if not known or not moves or gradients & read:
+        return ()
+    return tuple(cut_equation(graph, eqn) for eqn in graph.eqns)
+
+
+def cut_equation(graph: Graph, eqn: Eqn) -> Part:
+    """An equation by itself, which gives all its results."""
+    args = tuple(dict.fromkeys(eqn.args))
+    known = graph.inputs
+    names = (known[i].name if i < len(known) else f"x{i}" for i in args)
+    specs = (known[i].spec if i < len(known) else result_spec(graph, i) for i in args)
+    inputs = tuple(map(Input, unused_names(names, ()), specs))
+    own = evolve(eqn, args=tuple(args.index(i) for i in eqn.args))
+    alone = Graph(inputs, (own,), tuple(range(len(args), len(args) + len(eqn.outs))))
+    work = work_of(alone)
+    assert work is not None  # of the kinds that `split_graph` lets through
+    return Part(args, alone, work)
+
+
+def problem_of(work: Work) -> Problem:
+    """The attention or the gradient that work is, or is the forward mode of."""
+    return work.problem if isinstance(work, Push) else work
+
+
+def tangent_specs(push: Push | None) -> Sequence[TensorSpec]:
+    """How the tangents of modifiers' tensors lie, in the order of the operands."""
+    return [spec for tensors in push.steps for spec in tensors.values()] if push else []
