@@ -59,4 +59,6 @@ def check_lengths(name: str, lengths: torch.Tensor, most: int) -> None:
     """Raise PlanMismatchError for lengths below 0, and over the rows that each entry has."""
     for b, count in enumerate(lengths.tolist()):
         if not 0 <= count <= most:
-            raise PlanMismatchError(f"{name}: entry {b} has {count}; give 0 to {most}, its rows")
+            raise PlanMismatchError(
+                f"{name}: entry {b} has {count}, of {most} rows", way_out=f"give 0 to {most}"
+            )

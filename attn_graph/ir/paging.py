@@ -41,11 +41,17 @@ def list_entries(
     counts = [most] * len(table) if lengths is None else lengths.tolist()
     for b, (pages, count) in enumerate(zip(table.tolist(), counts, strict=True)):
         if not 0 <= count <= most:
-            raise PlanMismatchError(f"kv_lengths: entry {b} has {count}, and its pages {most} rows")
+            raise PlanMismatchError(
+                f"kv_lengths: entry {b} has {count}, and its pages {most} rows",
+                way_out="give as many keys as are in its pages, or a table of more of them",
+            )
         used = pages[: -(-count // max(1, page))]
         if used and not 0 <= min(used) <= max(used) < pool:
             extent = f"pages from {min(used)} to {max(used)}, of a pool of {pool}"
-            raise PlanMismatchError(f"pages: entry {b} has {extent}")
+            raise PlanMismatchError(
+                f"pages: entry {b} has {extent}",
+                way_out="name pages of the pool; the table may hold anything past kv_lengths alone",
+            )
         yield b, used, count
 
 

@@ -89,7 +89,7 @@ def as_meta(spec: TensorSpec) -> torch.Tensor:
 
 @final
 @frozen
-class Block:
+class KeyBlock:
     """What runs one block of keys, `op` on what `piece` reads. gives: what each result is by, the
     number of an operand of the sequence, in a gradient."""
 
@@ -112,7 +112,7 @@ class BlockRun:
     keys: int
     size: int
     lower: Lower
-    block_at: Callable[[int], Block] = field(
+    block_at: Callable[[int], KeyBlock] = field(
         init=False,
         default=Factory(lambda run: lru_cache(MOST_BLOCKS)(run.make_block), takes_self=True),
     )
@@ -130,7 +130,7 @@ class BlockRun:
         wide = accumulator(self.specs[0].dtype).itemsize
         return evolve(first, temporary=first.temporary + 2 * wide * beside)
 
-    def make_block(self, start: int) -> Block:
+    def make_block(self, start: int) -> KeyBlock:
         """The block that begins at a key."""
         _, H, M, _ = self.specs[0].shape
         keys = range(start, min(start + self.size, self.keys))
@@ -149,7 +149,7 @@ class BlockRun:
         tensors = self.tensors(piece, metas, pages, {})
         b = Builder(trusts=True)
         values = [b.input(f"x{n}", TensorSpec.like(x)) for n, x in enumerate(tensors)]
-        return Block(piece, self.lower(b.graph(*b.emit(op, *values))), gives)
+        return KeyBlock(piece, self.lower(b.graph(*b.emit(op, *values))), gives)
 
     def tensors(
         self, piece: Piece, operands: Tensors, pages: torch.Tensor, rooms: Rooms
@@ -164,7 +164,7 @@ class BlockRun:
             *operands[len(self.node.ranks) :],
         ]
 
-    def blocks(self, pages: torch.Tensor) -> Iterator[tuple[Block, torch.Tensor]]:
+    def blocks(self, pages: torch.Tensor) -> Iterator[tuple[KeyBlock, torch.Tensor]]:
         """Each block, and its pages."""
         count = self.size // self.specs[1].shape[1]
         for number, own in enumerate(pages.split(count)):

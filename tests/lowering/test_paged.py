@@ -224,6 +224,50 @@ def test_the_order_of_pages_changes_no_bit(case: Case, seed: int) -> None:
         assert torch.equal(x, y)
 
 
+def cut_entries(case: Case, order: list[int]) -> Case:
+    """The same attention of some entries in another order; dense queries, no data beside."""
+    rows = case.batch.rows[0], case.tensors["q"]
+    take = torch.tensor(order)
+    names = ("q", "pages", "kv_lengths")
+    tensors = case.tensors | {n: case.tensors[n][take] for n in names}
+    keys = tuple(case.batch.keys[n] for n in order)
+    batch = evolve(case.batch, rows=(rows[0],) * len(order), keys=keys)
+    specs = {i.name: SPEC.like(tensors[i.name]) for i in case.graph.inputs}
+    options = {"mask": m.Causal("bottom_right"), "soft_cap": 3.0, "stats": True}
+    graph = attend(
+        [specs[n] for n in "qkv"],
+        {**options, "pages": specs["pages"], "kv_lengths": specs["kv_lengths"]},
+    )
+    return evolve(case, batch=batch, graph=graph, tensors=tensors)
+
+
+@given(batches(2), dtypes, st.sampled_from([1, 3, 16]), seeds)
+def test_the_order_and_number_of_sequences_change_no_bit_of_one(
+    batch: Batch, dtype: torch.dtype, page: int, seed: int
+) -> None:
+    batch = evolve(batch, rows=(2,) * len(batch.keys))
+    N = page * -(-batch.most[1] // page)
+    shape, layout = Shape(len(batch.keys), 4, 2, 2, N, 8, 8), Layout(page, False, True, False)
+    options: dict[str, Any] = {"mask": None, "align": "bottom_right", "stats": True}
+    case = make_case(batch, layout, shape, dtype, options, seed)
+    whole = cut_entries(case, [*range(shape.B)])
+    do = torch.ones(shape.B, 4, 2, 8, dtype=dtype)
+    plan = ag.compile(whole.graph, target=CPU)
+    o, lse = run_plan(plan, whole.inputs)
+    grads = run_gradients(plan, whole.inputs, [do, None])
+    again = run_gradients(plan, whole.inputs, [do, None])
+    assert all(torch.equal(grads[n], again[n]) for n in grads)
+    for order in ([*range(shape.B)][::-1], [0]):
+        other = cut_entries(case, order)
+        x, y = run_plan(plan := ag.compile(other.graph, target=CPU), other.inputs)
+        assert torch.equal(x, o[order])
+        assert torch.equal(y, lse[order])
+        moved = run_gradients(plan, other.inputs, [do[order], None])
+        assert torch.equal(moved["q"], grads["q"][order])
+        for name in ("k", "v"):
+            assert torch.equal(other.gather(moved[name]), case.gather(grads[name])[order])
+
+
 def test_a_page_that_many_name_gets_the_sum() -> None:
     table = torch.tensor([[0, 2], [2, 2]])
     x = torch.arange(4.0).view(2, 1, 2, 1)
