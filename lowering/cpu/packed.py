@@ -138,19 +138,26 @@ class PackedRun:
     def spans(self, operands: Sequence[torch.Tensor]) -> list[Span]:
         """Where each sequence lies. Raises PlanMismatchError for starts, lengths and pages that
         don't."""
-        own, where = self.op.split(operands)
-        read = self.node.split(own[: len(self.node.ranks)]).mask
+        where, read = self.sources
         ends = []
-        for (side, most), x in zip(self.most.items(), own[:2], strict=True):
+        for (side, most), x in zip(self.most.items(), operands, strict=False):
             name = LENGTHS[side]
             if side in self.sides:
-                who, (starts, lengths) = name.split("_")[0], where[side]
+                who, (starts, lengths) = name.split("_")[0], (operands[n] for n in where[side])
                 ends.append(list_sequences(starts, lengths, row_count(x.shape), most, who))
             else:
-                counts = read[name].tolist() if name in read else [most] * self.entries
+                counts = operands[read[name]].tolist() if name in read else [most] * self.entries
                 ends.append([(0, n) for n in counts])
         spans = [self.span(b, *each) for b, each in enumerate(zip(*ends, strict=True))]
-        return self.with_pages(spans, *where["keys"]) if self.op.paged else spans
+        if self.op.paged:
+            return self.with_pages(spans, *(operands[n] for n in where["keys"]))
+        return spans
+
+    @cached_property
+    def sources(self) -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:
+        """The numbers of the operands that say where each side lies, and of those of the mask."""
+        own, where = self.op.split(range(len(self.specs)))
+        return where, self.node.split(own[: len(self.node.ranks)]).mask
 
     def with_pages(
         self, spans: list[Span], table: torch.Tensor, *lengths: torch.Tensor
