@@ -83,12 +83,17 @@ class SelfCheckWarning(UserWarning):
     """A backend is not used on a device, because its self-check there failed; the text has why."""
 
 
-class PlanMismatchError(ValueError):
-    """A plan was called with other tensors than its graph declares. `differences` has each one."""
+DECLARED = "pass tensors as declared, or compile a graph for these: TensorSpec.like(tensor)"
 
-    def __init__(self, *differences: str) -> None:
+
+class PlanMismatchError(ValueError):
+    """A plan was called with other tensors than its graph declares. `differences` has each one.
+
+    way_out: where tensors are as declared, and numbers in them point at nothing.
+    """
+
+    def __init__(self, *differences: str, way_out: str = DECLARED) -> None:
         self.differences = differences
-        way_out = "pass tensors as declared, or compile a graph for these: TensorSpec.like(tensor)"
         super().__init__(join_lines("the call differs from the plan", (*differences, way_out)))
 
 

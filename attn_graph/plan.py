@@ -14,6 +14,7 @@ from torch.autograd import forward_ad, profiler
 from torch.compiler import is_dynamo_compiling
 
 from attn_graph.errors import NoBackendError, Reason
+from attn_graph.ir.data_checks import check_data
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.jvp import jvp, push_graph
 from attn_graph.ir.reference import Verification, compare
@@ -391,6 +392,17 @@ class Plan:
             given = self.arranged(tensors, named)
             self(*given)  # checks the tensors
             return compare(self.graph, given, self.run(*given)[0])
+
+    def check(self, /, *tensors: torch.Tensor, **named: torch.Tensor) -> None:
+        """Raise PlanMismatchError where starts, lengths or pages point at nothing: starts that
+        descend, lengths over what there is, pages that are not in the pool. Nothing is run.
+
+        On CPUs a call checks them itself. On GPUs it does not, since it would have to wait for the
+        device: kernels clamp what they read to the tensors, and the result is undefined.
+        """
+        given = self.arranged(tensors, named)
+        self.check_tensors(given)
+        check_data(self.graph, given)
 
     def text(self) -> str:
         """What was generated to run it, or how it runs. May change between versions."""

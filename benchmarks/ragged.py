@@ -1,4 +1,5 @@
-"""Packed sequences on a CPU, beside a loop by hand, a padded batch, and nested tensors.
+"""Packed sequences on a CPU, beside a loop by hand, a padded batch, and nested tensors; and decode
+from pages, beside keys in one piece.
 
 Seconds are those of the process, of the fastest run; run it with one thread: `taskset -c 1 python
 -m benchmarks.ragged`.
@@ -93,6 +94,61 @@ def attend_nested(work: Sequences, tensors: Tensors) -> Attend:
     return attend
 
 
+@frozen
+class Cache:
+    """Keys of B sequences of N rows in pages of so many, in any order. heads: of q, and of k."""
+
+    page: int
+    dtype: torch.dtype
+    keys: int = 2048
+    heads: tuple[int, int] = (32, 8)
+    size: int = 128
+
+    @property
+    def table(self) -> torch.Tensor:
+        """pages [B,N / P]: all pages of the pool."""
+        torch.manual_seed(0)
+        return torch.randperm(B * self.keys // self.page).view(B, -1).int()
+
+    def tensors(self) -> Tensors:
+        """q [B,H,1,D], k and v [n,P,G,D]."""
+        torch.manual_seed(0)
+        H, G = self.heads
+        pool = torch.randn(2, B * self.keys // self.page, self.page, G, self.size).to(self.dtype)
+        return torch.randn(B, H, 1, self.size).to(self.dtype), *pool.unbind()
+
+
+def decode_pages(cache: Cache, tensors: Tensors) -> Attend:
+    """Ours, from pages."""
+    table, lengths = cache.table, torch.full((B,), cache.keys, dtype=torch.int32)
+    specs = [ag.TensorSpec.like(x) for x in (*tensors, table, lengths)]
+    graph = ag.attention(*specs[:3], pages=specs[3], kv_lengths=specs[4])
+    plan: Any = ag.compile(graph, target="cpu")
+    return lambda q, k, v: plan(q, k, v, pages=table, kv_lengths=lengths)
+
+
+def decode_dense(cache: Cache, tensors: Tensors) -> Attend:
+    """Ours, from keys that lie in one piece, [B,N,G,D]."""
+    q, *pools = tensors
+    keys = [x[cache.table.long()].flatten(1, 2).transpose(1, 2) for x in pools]
+    graph = ag.attention(*(ag.TensorSpec.like(x) for x in (q, *keys)))
+    plan: Any = ag.compile(graph, target="cpu")
+    return lambda q, *_: plan(q, *keys)
+
+
+def measure_decode(cache: Cache) -> dict[str, Any]:
+    """A row of seconds."""
+    tensors = cache.tensors()
+    ways = {"ours": decode_pages, "dense": decode_dense}
+    jobs: dict[str, Callable[[], object]] = {
+        n: partial(run_pass, way(cache, tensors), tensors, False) for n, way in ways.items()
+    }
+    with torch.no_grad():
+        times = least_seconds(jobs)
+    name = f"{str(cache.dtype).removeprefix('torch.')}, decode, pages of {cache.page}"
+    return {"job": name, "share": 1.0, "backward": False, "seconds": times}
+
+
 def run_pass(attend: Attend, tensors: Tensors, backward: bool) -> object:
     """One call, with its gradients."""
     o = attend(*tensors)
@@ -146,6 +202,9 @@ def main() -> None:
             for causal, backward in ((True, False), (True, True), (False, False)):
                 rows.append(measure(Sequences(share, dtype, causal), backward=backward))
                 print(format_row(rows[-1]), flush=True)
+        for page in (1, 16, 128):
+            rows.append(measure_decode(Cache(page, dtype)))
+            print(format_row(rows[-1]), flush=True)
     print(save("ragged", rows))
 
 

@@ -119,11 +119,14 @@ class GPT(nn.Module):
         self.guess = nn.Linear(WIDTH, vocabulary, bias=False)
         nn.init.zeros_(self.guess.weight)  # at first every character is as likely
 
-    def forward(self, tokens: Tensor, attends: Sequence[Attend]) -> Tensor:
-        """attends: of even and of odd layers."""
+    def forward(
+        self, tokens: Tensor, attends: Sequence[Attend], positions: Tensor | None = None
+    ) -> Tensor:
+        """attends: of even and of odd layers, or of each. positions [S]: by default 0, 1, ..."""
         x = self.embed(tokens)
+        phases = self.phases[: tokens.shape[1]] if positions is None else self.phases[positions]
         for layer, block in enumerate(self.blocks):
-            x = block(x, self.phases[: tokens.shape[1]], attends[layer % 2])
+            x = block(x, phases, attends[layer % len(attends)])
         logits: Tensor = self.guess(self.norm(x))
         return logits
 

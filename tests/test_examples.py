@@ -37,7 +37,7 @@ def test_an_example_of_one_idea_is_short(name: str) -> None:
 
 
 def test_every_example_is_tested() -> None:
-    long = {"derivatives", "models", "train_gpt", "long_context"}
+    long = {"derivatives", "models", "train_gpt", "long_context", "packed_training", "serve"}
     assert {path.stem for path in HERE.glob("*.py")} == {*SHORT, *long}
 
 
@@ -182,3 +182,34 @@ def test_a_model_trains_with_its_context_divided() -> None:
     assert "% overlapped" in waits
     assert "by 2 processes" in losses
     assert difference.startswith("losses of 3 steps differ by ")
+
+
+@pytest.fixture
+def beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Examples may import one another, as they do when run."""
+    monkeypatch.syspath_prepend(HERE)
+
+
+@pytest.mark.usefixtures("beside")
+def test_packed_documents_train_as_padded_ones(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = example("packed_training")
+    monkeypatch.setattr(module, "LONGEST", 300)
+    module.main(steps=2)
+    told = capsys.readouterr().out
+    assert "2 steps of 4 documents" in told
+    assert told.count("tokens/s") == 2
+
+
+@pytest.mark.usefixtures("beside")
+def test_served_answers_are_those_without_a_cache(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = example("serve")
+    monkeypatch.setattr(module, "NEW", 5)
+    module.main(steps=2, requests=8)
+    told = capsys.readouterr().out
+    assert "8 requests, 40 characters" in told
+    assert "pages in use at most" in told
+    assert "8 of 8 answers are those without a cache" in told

@@ -19,6 +19,8 @@ from attn_graph.ir.graph import Emit, Gradients, Op, Values
 from attn_graph.ir.sums import apply
 from attn_graph.spec import INF, INTEGERS, ValueType, to_integer
 
+ASCENDING = "give the first row of each sequence, in order, and last where the last one ends"
+
 
 def to_size(value: object) -> int:
     """A number of rows. Raises GraphError for what is no whole number of at least 0."""
@@ -67,13 +69,18 @@ def list_sequences(
     given, counts = starts.tolist(), lengths.tolist()
     who = f"{side}_" * bool(side)
     if given and not 0 <= given[0] <= given[-1] <= total:
-        raise PlanMismatchError(f"{who}starts: from {given[0]} to {given[-1]}, of {total} rows")
+        extent = f"from {given[0]} to {given[-1]}, of {total} rows"
+        raise PlanMismatchError(f"{who}starts: {extent}", way_out=ASCENDING)
     for b, ((start, stop), count) in enumerate(zip(pairwise(given), counts, strict=True)):
         if stop < start:
-            raise PlanMismatchError(f"{who}starts: expected ascending ones, got {start}, {stop}")
+            both = f"expected ascending ones, got {start}, {stop}"
+            raise PlanMismatchError(f"{who}starts: {both}", way_out=ASCENDING)
         if not 0 <= count <= min(most, stop - start):
             limit = f"{stop - start} rows before the next one, of at most {most}"
-            raise PlanMismatchError(f"{who}lengths: sequence {b} has {count}, and {limit}")
+            raise PlanMismatchError(
+                f"{who}lengths: sequence {b} has {count}, and {limit}",
+                way_out="give each as many rows as it has, or say more by most=",
+            )
     return [*zip(given, counts, strict=False)]
 
 

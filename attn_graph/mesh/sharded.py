@@ -13,13 +13,13 @@ from attrs import field, frozen
 from attn_graph.compiler import Compilable, Recipe
 from attn_graph.errors import GraphError
 from attn_graph.ir.attention import Attention
+from attn_graph.ir.boxes import Piece, move_attention
 from attn_graph.ir.graph import Eqn, Graph, op_name
 from attn_graph.ir.philox import WORDS
 from attn_graph.machine.target import Target
 from attn_graph.masks import Data
 from attn_graph.masks.moving import Box
 from attn_graph.masks.tiles import check_tensors
-from attn_graph.mesh.boxes import Piece, move_attention
 from attn_graph.mesh.layout import Holding, Mesh, Method, Placement, Ranges
 from attn_graph.mesh.results import Outlook, ShardedPlan
 from attn_graph.printing.text import show_call

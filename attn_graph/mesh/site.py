@@ -10,11 +10,11 @@ import torch
 from attrs import define, field, frozen
 
 from attn_graph.compiler import CAPACITY, Recipe
+from attn_graph.ir.boxes import Feed, Piece
 from attn_graph.ir.builder import Builder
 from attn_graph.ir.graph import Graph
 from attn_graph.machine.likeness import look_at
 from attn_graph.masks.moving import Box
-from attn_graph.mesh.boxes import Feed, Piece
 from attn_graph.mesh.layout import Holding
 from attn_graph.mesh.schedule import Job
 from attn_graph.mesh.sharded import Sharded, take

@@ -16,7 +16,6 @@ from attrs import frozen
 
 from attn_graph.errors import PlanTargetError, Reason
 from attn_graph.ir.attention import SAVED, Attention, AttentionGrad
-from attn_graph.ir.gradient_ops import sink_gradient
 from attn_graph.ir.graph import Eqn, Graph, Op
 from attn_graph.ir.packed import Packed
 from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp
@@ -26,6 +25,7 @@ from attn_graph.lowering.cpu.fused_tiles import FusedTiles
 from attn_graph.lowering.cpu.product_tiles import ProductTiles
 from attn_graph.lowering.cpu.row_tiles import RowTiles
 from attn_graph.lowering.cpu.schedule import POSITIONS
+from attn_graph.lowering.cpu.sink_sums import sink_bytes, sink_gradient_of
 from attn_graph.lowering.cpu.tangent_tiles import TangentTiles
 from attn_graph.lowering.folding import folds_heads
 from attn_graph.lowering.problem import Problem, operand_specs, sole
@@ -243,18 +243,9 @@ def packed_step(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Ste
         refused = faster or sdpa.BACKEND.reasons(part, target, options)
         return (BACKEND if refused else sdpa.BACKEND).lower(part, target, options)
 
-    plan = plan_packed(eqn, tuple(operand_specs(graph, eqn)), lower_part)
+    plan = plan_packed(eqn, tuple(operand_specs(graph, eqn)), lower_part, options.workspace)
     scratch = Scratch((Buffer((plan.workspace,), torch.uint8),))  # leased by what it calls
     return Step(plan.call, scratch, plan.temporary, plan.note)
-
-
-def sink_bytes(problem: Problem) -> int:
-    """What `sink_gradient_of` allocates at one time: do and its product with o, in the dtype of
-    scores, and four numbers a row."""
-    grad = problem.grad
-    if grad is None or not dict(zip(grad.attention.roles, grad.wants, strict=True)).get("sinks"):
-        return 0
-    return problem.B * problem.H * problem.M * (2 * problem.E + 4) * problem.wide.itemsize
 
 
 def needed_by_definition(eqn: Eqn, specs: Sequence[TensorSpec]) -> int:
@@ -297,17 +288,6 @@ def run_backward(
         wanted = grad.wants[place]
         gradients[place] = sink_gradient_of(grad, operands) if wanted else operands[place]
     return [gradients[i] for i, wanted in enumerate(grad.wants) if wanted]
-
-
-def sink_gradient_of(grad: AttentionGrad, operands: Sequence[torch.Tensor]) -> torch.Tensor:
-    """dsinks [H] = sum_bi exp(sink - lse) (dlse - delta), the same bits however lse lies."""
-    given = grad.split(operands)
-    sinks, lse = grad.attention.split(given.own).sinks, given.lse.contiguous()
-    assert sinks is not None
-    surplus = torch.zeros_like(lse) if given.dlse is None else given.dlse.clone()
-    if given.do is not None:
-        surplus -= (given.do.to(lse.dtype) * given.o).sum(-1)
-    return sink_gradient(sinks, lse, surplus)
 
 
 BACKEND = folds_heads(Backend("math", why_not, lower), "cpu")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
-from typing import Any, final
+from typing import final
 
 import torch
 from attrs import Factory, evolve, field, frozen
@@ -16,27 +16,43 @@ from attrs import Factory, evolve, field, frozen
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.builder import Builder
 from attn_graph.ir.graph import Eqn, Graph, Op
-from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
 from attn_graph.ir.packed import (
-    LEAVES,
     LENGTHS,
     Packed,
-    and_parts,
     label_operands,
     label_results,
     operand_sides,
+    run_one,
 )
 from attn_graph.ir.packing import list_sequences, row_count
-from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp
 from attn_graph.lowering.backend import Executable
+from attn_graph.lowering.cpu.paged import (
+    BlockRun,
+    Rooms,
+    add_to_pages,
+    as_meta,
+    block_keys,
+    check_table,
+    gather_pages,
+)
+from attn_graph.lowering.cpu.sequences import (
+    Sizes,
+    Span,
+    cut_rows,
+    ending_sides,
+    is_separable,
+    meta_pages,
+    replace_lengths,
+    with_operands,
+)
 from attn_graph.machine.ambient import without_autocast
-from attn_graph.masks import LEAVES as KNOWN_LEAVES
-from attn_graph.masks import Band, Data, Join, KeyLengths, Mask, Prefix, QueryLengths
-from attn_graph.masks.canonical import EVERYTHING, canonical_mask
-from attn_graph.masks.runs import leaves
+from attn_graph.machine.workspace import Buffer, Scratch, Workspace
+from attn_graph.masks import Data
+from attn_graph.masks.canonical import canonical_mask
 from attn_graph.spec import (
     FLOATS,
     INF,
+    INTEGERS,
     TensorSpec,
     accumulator,
     dense_strides,
@@ -46,66 +62,18 @@ from attn_graph.spec import (
 MOST_PARTS = 256  # executables that a plan keeps, one for each pair of lengths
 Label = str | Data  # "rows", "keys", or the axes of other data
 Lower = Callable[[Graph], Executable]
-
-
-@final
-@frozen
-class Sizes:
-    """The queries and keys of a sequence, and its lengths as the mask reads them."""
-
-    rows: int
-    keys: int
-    q_length: int
-    kv_length: int
-
-
-@final
-@frozen
-class Span:
-    """Where one sequence lies: its batch entry, first row and first key, which are 0 in tensors
-    that are not packed."""
-
-    entry: int
-    row: int
-    key: int
-    sizes: Sizes
+Tensors = Sequence[torch.Tensor]
 
 
 @final
 @frozen
 class SequenceRun:
-    """What runs sequences of some sizes. reads: which operands, by number."""
+    """What runs sequences of some sizes. reads: which operands, by number. blocks: what runs them
+    a block of keys at a time, where they lie in so many pages."""
 
     executable: Executable
     reads: tuple[int, ...]
-
-
-def is_separable(op: Packed) -> bool:
-    """Whether a sequence is an attention of its own, of its lengths: no step depends on its number
-    in the batch, or on how long sequences can be."""
-    node = op.attention
-    masks = leaves(node.mask) if node.mask else ()
-    known = all(type(leaf) in KNOWN_LEAVES for leaf in masks)
-    return known and not node.dropout and all(is_relative(m, op) for m in node.modifiers)
-
-
-def is_relative(modifier: Modifier, op: Packed) -> bool:
-    """Whether a modifier means the same for a sequence alone."""
-    if isinstance(modifier, Alibi):
-        fixed = modifier.align == "top_left"
-        named = {LENGTHS[side] for side in ending_sides(op)} <= {*modifier.ragged}
-        return fixed or (modifier.align == "bottom_right" and named)
-    return isinstance(modifier, SoftCap | Bias)
-
-
-def ending_sides(op: Packed) -> tuple[str, ...]:
-    """The sides whose sequences the mask ends, so that no more of them is read.
-
-    Not so queries [B,H,M,D] beside sinks: a row that sees nothing has the sink for its lse.
-    """
-    parts, sinks = and_parts(op.attention.mask), op.attention.sinks
-    ended = [side for side, leaf in LEAVES.items() if leaf in parts]
-    return tuple(side for side in ended if side == "keys" or side in op.sides or not sinks)
+    blocks: BlockRun | None = None
 
 
 @final
@@ -116,7 +84,7 @@ class PackedRun:
     eqn: Eqn
     specs: tuple[TensorSpec, ...]
     lower: Lower
-    part_of: Callable[[Sizes], SequenceRun] = field(  # what runs sequences of some sizes
+    part_of: Callable[[Sizes, int], SequenceRun] = field(  # see `make_part`
         init=False,
         default=Factory(lambda run: lru_cache(MOST_PARTS)(run.make_part), takes_self=True),
     )
@@ -138,6 +106,7 @@ class PackedRun:
         data = [data for m in self.node.modifiers for data in m.needs.values()]
         data += self.node.mask.needs.values() if self.node.mask else ()
         data += [Data("h", FLOATS)] * self.node.sinks
+        data += [Data("", INTEGERS)] * 2 if self.node.dropout else []
         return ("rows", "keys", "keys", *data)
 
     @cached_property
@@ -153,9 +122,8 @@ class PackedRun:
     @cached_property
     def most(self) -> dict[str, int]:
         """The most rows and keys of a sequence: of what is not packed, the size."""
-        q, k = self.specs[0].shape, self.specs[1].shape
-        rows, keys = self.op.rows, self.op.keys
-        return {"rows": q[2] if rows is None else rows, "keys": k[2] if keys is None else keys}
+        q, k = (x.shape for x in self.op.padded([spec.type for spec in self.specs])[:2])
+        return {"rows": q[2], "keys": k[2]}
 
     @cached_property
     def sides(self) -> tuple[str, ...]:
@@ -168,19 +136,44 @@ class PackedRun:
         return ending_sides(self.op)
 
     def spans(self, operands: Sequence[torch.Tensor]) -> list[Span]:
-        """Where each sequence lies. Raises PlanMismatchError for starts and lengths that don't."""
-        own, where = self.op.split(operands)
-        read = self.node.split(own[: len(self.node.ranks)]).mask
+        """Where each sequence lies. Raises PlanMismatchError for starts, lengths and pages that
+        don't."""
+        where, read = self.sources
         ends = []
-        for (side, most), x in zip(self.most.items(), own[:2], strict=True):
+        for (side, most), x in zip(self.most.items(), operands, strict=False):
             name = LENGTHS[side]
-            if side in where:
-                who = name.split("_")[0]
-                ends.append(list_sequences(*where[side], row_count(x.shape), most, who))
+            if side in self.sides:
+                who, (starts, lengths) = name.split("_")[0], (operands[n] for n in where[side])
+                ends.append(list_sequences(starts, lengths, row_count(x.shape), most, who))
             else:
-                counts = read[name].tolist() if name in read else [most] * x.shape[0]
+                counts = operands[read[name]].tolist() if name in read else [most] * self.entries
                 ends.append([(0, n) for n in counts])
-        return [self.span(b, *each) for b, each in enumerate(zip(*ends, strict=True))]
+        spans = [self.span(b, *each) for b, each in enumerate(zip(*ends, strict=True))]
+        if self.op.paged:
+            return self.with_pages(spans, *(operands[n] for n in where["keys"]))
+        return spans
+
+    @cached_property
+    def sources(self) -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:
+        """The numbers of the operands that say where each side lies, and of those of the mask."""
+        own, where = self.op.split(range(len(self.specs)))
+        return where, self.node.split(own[: len(self.node.ranks)]).mask
+
+    def with_pages(
+        self, spans: list[Span], table: torch.Tensor, *lengths: torch.Tensor
+    ) -> list[Span]:
+        """The same, with the pages that each lies in."""
+        check_table(self.specs[1].shape, table, *lengths)
+        rows, page = table.long(), self.specs[1].shape[1]
+        used = (-(-span.sizes.keys // max(1, page)) for span in spans)
+        return [
+            evolve(span, pages=rows[span.entry, :n]) for span, n in zip(spans, used, strict=True)
+        ]
+
+    @cached_property
+    def entries(self) -> int:
+        """B."""
+        return self.op.entries([spec.type for spec in self.specs])
 
     def span(self, entry: int, rows: tuple[int, int], keys: tuple[int, int]) -> Span:
         """rows, keys: the first one, and the length as the mask has it."""
@@ -192,17 +185,36 @@ class PackedRun:
 
     # A sequence as a graph
 
-    def make_part(self, sizes: Sizes) -> SequenceRun:
-        """What runs sequences of these sizes."""
-        (op, reads), span = self.within(sizes), Span(0, 0, 0, sizes)
+    def make_part(self, sizes: Sizes, entry: int) -> SequenceRun:
+        """What runs sequences of these sizes. entry: the number in the batch, if it matters."""
+        op, reads = self.within(sizes, entry)
+        if blocks := self.make_blocks(op, reads, sizes):
+            return SequenceRun(blocks.executable, reads, blocks)
+        pages = meta_pages(self.specs[1], sizes.keys) if self.op.paged else None
+        span = Span(0, 0, 0, sizes, pages)
         views = [self.cut(as_meta(self.specs[n]), self.labels[n], span) for n in reads]
         b = Builder(True)
         values = [b.input(f"x{n}", TensorSpec.like(x)) for n, x in zip(reads, views, strict=True)]
         return SequenceRun(self.lower(b.graph(*b.emit(op, *values))), reads)
 
-    def within(self, sizes: Sizes) -> tuple[Op, tuple[int, ...]]:
+    def make_blocks(self, op: Op, reads: tuple[int, ...], sizes: Sizes) -> BlockRun | None:
+        """What runs a sequence block by block, where its keys lie in so many pages."""
+        if not self.op.paged or not isinstance(op, Attention | AttentionGrad):
+            return None
+        if sizes.keys <= (size := block_keys(self.specs[1:3])):
+            return None
+        metas, span = [as_meta(spec) for spec in self.specs], Span(0, 0, 0, sizes)
+        views = [
+            metas[n] if n in (1, 2) else self.cut(metas[n], self.labels[n], span) for n in reads
+        ]
+        return BlockRun(op, tuple(map(TensorSpec.like, views)), sizes.keys, size, self.lower)
+
+    def within(self, sizes: Sizes, entry: int) -> tuple[Op, tuple[int, ...]]:
         """The op of a sequence, and which of the operands it reads."""
         node, op, mask = self.node, self.op.op, None
+        if node.dropout:
+            b, *place = node.origin or (0, 0, 0, 0, self.specs[0].shape[1])
+            node = evolve(node, origin=(b + entry, *place))
         if node.mask is not None:
             numbers = replace_lengths(node.mask, sizes, self.ending, self.most)
             mask = canonical_mask(numbers, sizes.rows, sizes.keys)
@@ -213,8 +225,13 @@ class PackedRun:
         rest = range(len(node.ranks), len(op.ranks))
         return with_operands(op, evolve(node, mask=mask), kept), (*kept, *rest)
 
-    def cut(self, x: torch.Tensor, label: Label, span: Span) -> torch.Tensor:
-        """The view of a tensor that a sequence reads or writes, with one batch entry."""
+    def cut(
+        self, x: torch.Tensor, label: Label, span: Span, room: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The view of a tensor that a sequence reads or writes, with one batch entry.
+
+        room: where keys in pages are gathered.
+        """
         sizes, entry = span.sizes, slice(span.entry, span.entry + 1)
         if isinstance(label, Data):
             cuts = {"b": entry, "h": slice(None), "i": slice(sizes.rows), "j": slice(sizes.keys)}
@@ -222,22 +239,71 @@ class PackedRun:
             pairs = zip(label.axes, whole, strict=True)
             return x[tuple(slice(None) if all_ else cuts[axis] for axis, all_ in pairs)]
         first, n = (span.row, sizes.rows) if label == "rows" else (span.key, sizes.keys)
+        if label == "keys" and span.pages is not None:
+            return gather_pages(x, span.pages, n, room)
         return cut_rows(x, first, n) if label in self.sides else x[entry, :, :n]
 
     # A call
 
-    def run(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    @cached_property
+    def rooms(self) -> dict[int, Buffer]:
+        """What keys in pages are gathered in, by the number of the operand."""
+        if not self.op.paged:
+            return {}
+        (_, P, G, _), keys = self.specs[1].shape, self.at_once["keys"]
+        rows = -(-keys // max(1, P)) * P * G
+        pools = [n for n, label in enumerate(self.labels) if label == "keys"]
+        return {n: Buffer((rows * self.specs[n].shape[3],), self.specs[n].dtype) for n in pools}
+
+    def run(self, operands: Tensors, rooms: Rooms) -> list[torch.Tensor]:
         """The results."""
         spans = self.spans(operands)
         results = self.new_results(spans, operands[0].device)
         for span in spans:
-            part = self.part_of(span.sizes)
-            views = [self.cut(operands[n], self.labels[n], span) for n in part.reads]
-            outputs, _ = part.executable.run(*views)
-            for x, label, y in zip(results, self.results, outputs, strict=True):
-                own = self.cut(x, label, span)
-                own.add_(y) if isinstance(label, Data) else own.copy_(y)
+            part = self.part_of(span.sizes, span.entry if self.node.dropout else 0)
+            run = self.run_whole if part.blocks is None else self.run_blocks
+            run(part, span, operands, results, rooms)
         return [x.to(due.dtype) for x, due in zip(results, self.eqn.outs, strict=True)]
+
+    def run_whole(
+        self, part: SequenceRun, span: Span, operands: Tensors, results: Tensors, rooms: Rooms
+    ) -> None:
+        """Write, or add to sums, what one sequence gives."""
+        views = [self.cut(operands[n], self.labels[n], span, rooms.get(n)) for n in part.reads]
+        outputs, _ = part.executable.run(*views)
+        for x, label, y in zip(results, self.results, outputs, strict=True):
+            self.write(x, label, span, y)
+
+    def write(self, x: torch.Tensor, label: Label, span: Span, y: torch.Tensor) -> None:
+        """Write into a result what a sequence gives, or add it to a sum."""
+        if label == "keys" and span.pages is not None:
+            add_to_pages(x, y, span.pages)
+        else:
+            own = self.cut(x, label, span)
+            own.add_(y) if isinstance(label, Data) else own.copy_(y)
+
+    def run_blocks(
+        self, part: SequenceRun, span: Span, operands: Tensors, results: Tensors, rooms: Rooms
+    ) -> None:
+        """The same, a block of its keys at a time."""
+        blocks, pages = part.blocks, span.pages
+        assert blocks is not None
+        assert pages is not None
+        views = [
+            operands[n] if self.labels[n] == "keys" else self.cut(operands[n], self.labels[n], span)
+            for n in part.reads
+        ]
+        if isinstance(blocks.op, Attention):
+            outputs = blocks.forward(views, pages, rooms)
+            for x, label, y in zip(results, self.results, outputs, strict=True):
+                self.write(x, label, span, y)
+            return
+        by = dict(zip(label_results(self.op.op, range(len(self.own)), -1), results, strict=True))
+        labels = dict(zip(by, self.results, strict=True))
+        totals = blocks.backward(views, pages, rooms, lambda n, x, own: add_to_pages(by[n], x, own))
+        for n, y in totals.items():
+            whole = part.reads[n]
+            self.write(by[whole], labels[whole], span, y)
 
     def new_results(self, spans: Sequence[Span], device: torch.device) -> list[torch.Tensor]:
         """Room for the results: sums are 0, and so are rows of no sequence, -inf in statistics."""
@@ -260,27 +326,47 @@ class PackedRun:
         M, N = self.most["rows"], self.most["keys"]
         pairs = (M, N), (M // 2 + 1, N), (M, N // 2 + 1), (min(1, M), N)
         fits = [(m, n) for m, n in pairs if m <= M and n <= N]
-        return tuple(self.part_of(Sizes(m, n, m, n)).executable for m, n in fits)
+        return tuple(self.part_of(Sizes(m, n, m, n), 0).executable for m, n in fits)
 
     @property
     def held(self) -> int:
         """Bytes of the longest sequence's results, and of sums in wider precision."""
         sums = sum(x.type.bytes for x in self.layouts if x.dtype != self.specs[0].dtype)
         return sums + sum(
-            spec.type.bytes // max(1, row_count(spec.shape)) * self.most[label]
+            spec.type.bytes // max(1, self.count_rows(spec, label)) * self.at_once[label]
             for spec, label in zip(self.layouts, self.results, strict=True)
             if not isinstance(label, Data)
         )
 
+    def count_rows(self, spec: TensorSpec, side: str) -> int:
+        """The rows of all sequences, those of none included."""
+        if side in self.sides:
+            return row_count(spec.shape)
+        paged = side == "keys" and self.op.paged
+        return spec.shape[0] * spec.shape[1 if paged else 2]
+
+    @cached_property
+    def at_once(self) -> dict[str, int]:
+        """The most rows of a side that are held at a time."""
+        blocks = self.op.paged and isinstance(self.op.op, Attention | AttentionGrad)
+        most = block_keys(self.specs[1:3]) if blocks else self.most["keys"]
+        return self.most | {"keys": min(most, self.most["keys"])}
+
     @property
     def summary(self) -> str:
         """How it runs, for `explain`."""
-        entries, whole = self.specs[-1].shape[0] - 1, "; ".join(self.probes[0].notes)
-        return f"each of {entries} sequences by itself, its memory estimated; the longest: {whole}"
+        whole, paged = "; ".join(self.probes[0].notes), self.op.paged
+        gathers = f", {self.at_once['keys']} keys gathered at a time" * paged
+        return (
+            f"each of {self.entries} sequences by itself{gathers}, its memory estimated; "
+            f"the longest: {whole}"
+        )
 
     def covers(self, side: str, count: int, entries: int) -> bool:
         """Whether sequences of so many rows in all leave none out."""
         x = self.specs[0 if side == "rows" else 1]
+        if side == "keys" and self.op.paged:
+            return False
         return count == (row_count(x.shape) if side in self.op.sides else entries * x.shape[2])
 
     @cached_property
@@ -292,57 +378,10 @@ class PackedRun:
         for n, type_, label in zip(numbers, self.eqn.outs, self.results, strict=True):
             like = self.specs[max(n, 0)] if n >= 0 or len(type_.shape) == main else None
             order = None if like is None else memory_order(like)
-            dtype = wide if isinstance(label, Data) else type_.dtype
+            sums = isinstance(label, Data) or (label == "keys" and self.op.paged)
+            dtype = wide if sums else type_.dtype
             specs.append(TensorSpec(type_.shape, dtype, dense_strides(type_.shape, order)))
         return tuple(specs)
-
-
-def cut_rows(x: torch.Tensor, first: int, n: int) -> torch.Tensor:
-    """Rows of a packed tensor [T,H,D] as [1,H,n,D], or of a statistic [H,T] as [1,H,n]: in one
-    step, since a short sequence takes little longer than the views of it."""
-    if x.ndim == 2:
-        head, row = x.stride()
-        return x.as_strided((1, x.shape[0], n), (0, head, row), x.storage_offset() + first * row)
-    (_, H, D), (row, head, each) = x.shape, x.stride()
-    return x.as_strided((1, H, n, D), (0, head, row, each), x.storage_offset() + first * row)
-
-
-def as_meta(spec: TensorSpec) -> torch.Tensor:
-    """A tensor of a spec, without memory."""
-    return torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device="meta")
-
-
-def replace_lengths(mask: Mask, sizes: Sizes, ending: Sequence[str], most: dict[str, int]) -> Mask:
-    """A mask with the lengths of one sequence as numbers, of which it has no more rows and keys
-    than those of the sides `ending`. most: the sizes that count where no length does."""
-    match mask:
-        case KeyLengths():
-            return EVERYTHING if "keys" in ending else Prefix(max(0, sizes.kv_length))
-        case QueryLengths() if "rows" in ending:
-            return EVERYTHING
-        case Band(low, high, ragged) if ragged:
-            keys = sizes.kv_length if LENGTHS["keys"] in ragged else most["keys"]
-            rows = sizes.q_length if LENGTHS["rows"] in ragged else most["rows"]
-            low, high = (None if edge is None else edge + keys - rows for edge in (low, high))
-            return Band(low, high)
-        case Join():
-            return type(mask)(*(replace_lengths(x, sizes, ending, most) for x in mask.parts))
-    return mask
-
-
-def with_operands(
-    op: Op, node: Attention, kept: Sequence[int]
-) -> Any:  # Any: an op of the same class
-    """The op with another attention, which reads these of its operands."""
-    match op:
-        case AttentionGrad(wants=wants):
-            return evolve(op, attention=node, wants=tuple(wants[i] for i in kept))
-        case AttentionJvp(tangents=tangents):
-            return evolve(op, attention=node, tangents=tuple(tangents[i] for i in kept))
-        case AttentionGradJvp(grad=grad, tangents=tangents):
-            within = with_operands(grad, node, kept)
-            return evolve(op, grad=within, tangents=tuple(tangents[i] for i in kept))
-    return node
 
 
 @final
@@ -364,7 +403,7 @@ class PaddedRun:
     @cached_property
     def padded(self) -> Executable:
         """What runs the padded graph."""
-        packed = [side in self.op.sides for side in operand_sides(self.op.op)]
+        packed = [side in self.op.readers for side in operand_sides(self.op.op)]
         types = self.op.padded([spec.type for spec in self.specs])
         b = Builder(True)
         specs = [
@@ -390,11 +429,15 @@ class PaddedRun:
         """How it runs, for `explain`."""
         return f"sequences padded to the longest; {'; '.join(self.padded.notes)}"
 
-    def run(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    @property
+    def rooms(self) -> dict[int, Buffer]:
+        """Nothing is gathered but by padding."""
+        return {}
+
+    def run(self, operands: Tensors, _rooms: Rooms) -> list[torch.Tensor]:
         """The results."""
-        own, where = self.op.split(operands)
-        outputs, _ = self.padded.run(*self.op.pad(own, where))
-        return [*self.op.pack_results(outputs, own, where)]
+        outputs, _ = self.padded.run(*self.op.read(run_one, operands))
+        return [*self.op.write(run_one, outputs, operands)]
 
 
 @final
@@ -408,16 +451,20 @@ class PackedPlan:
     note: str
 
 
-def plan_packed(eqn: Eqn, specs: tuple[TensorSpec, ...], lower: Lower) -> PackedPlan:
+def plan_packed(
+    eqn: Eqn, specs: tuple[TensorSpec, ...], lower: Lower, workspace: Workspace
+) -> PackedPlan:
     """specs: of the operands. lower: makes a graph of one attention run."""
     assert isinstance(eqn.op, Packed)
     each = is_separable(eqn.op)
     run = PackedRun(eqn, specs, lower) if each else PaddedRun(eqn, specs, lower)
+    numbers, scratch = tuple(run.rooms), Scratch(tuple(run.rooms.values()))
 
     def call(device: torch.device, *operands: torch.Tensor) -> Sequence[torch.Tensor]:
-        with torch.no_grad(), without_autocast():
-            return run.run(operands)
+        rooms = workspace.lease(scratch, device)
+        with torch.no_grad(), without_autocast(), rooms as views:
+            return run.run(operands, dict(zip(numbers, views, strict=True)))
 
-    workspace = max(probe.workspace for probe in run.probes)
+    most = max(probe.workspace for probe in run.probes)
     temporary = max(probe.temporary for probe in run.probes)
-    return PackedPlan(call, workspace, temporary + run.held, run.summary)
+    return PackedPlan(call, most + scratch.bytes, temporary + run.held, run.summary)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from operator import add
 from typing import final
 
 import torch
@@ -76,8 +77,9 @@ def move_attention(eqn: Eqn, box: Box) -> Piece:
     feeds += list_feeds(mask.needs if mask else {}, whole.mask)
     own = evolve(node, modifiers=steps, mask=mask, sinks=False)
     if node.dropout:
+        *first, heads = node.origin or (0, 0, 0, 0, box.sizes[1])
         starts = (x.start for x in (box.batch, box.heads, box.rows, box.keys))
-        own = evolve(own, origin=(*starts, box.sizes[1]))
+        own = evolve(own, origin=(*map(add, first, starts), heads))
         feeds += [Feed("seed", "", whole.seed), Feed("offset", "", whole.offset)]
     return Piece(box, own, tuple(feeds))
 

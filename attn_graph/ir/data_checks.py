@@ -1,0 +1,64 @@
+"""Checks the numbers in tensors that say where rows and keys lie, for plans that do not read them.
+
+On a CPU starts, lengths and pages are read on the host as a plan runs, and checked then; kernels on
+a GPU read them there, where nobody can raise.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from attn_graph.errors import PlanMismatchError
+from attn_graph.ir.graph import Graph, Op
+from attn_graph.ir.packed import LENGTHS, PLACES, Packed, fused_op
+from attn_graph.ir.packing import Lengths, list_sequences, row_count
+from attn_graph.ir.paging import list_entries
+from attn_graph.ir.tangents import attention_in
+from attn_graph.spec import ValueType
+
+
+def check_data(graph: Graph, tensors: Sequence[torch.Tensor]) -> None:
+    """Raise PlanMismatchError for starts that descend or leave their tensor, lengths of more rows
+    than there are, and pages that are not in the pool. Reads the tensors on the host.
+
+    It knows graphs in which attention is one op, as those of plans are.
+    """
+    values = dict(enumerate(tensors))
+    for eqn, outs in graph.numbered:
+        if isinstance(eqn.op, Lengths):
+            (values[outs[0]],) = eqn.op.run(values[eqn.args[0]])
+        elif attention_in(fused_op(eqn.op)) is not None:
+            known = {n: values[i] for n, i in enumerate(eqn.args) if i in values}
+            check_operands(eqn.op, [graph.types[i] for i in eqn.args], known)
+
+
+def check_operands(op: Op, types: Sequence[ValueType], known: Mapping[int, torch.Tensor]) -> None:
+    """The same of the operands of an attention. known: those that are, by number."""
+    node, numbers = attention_in(fused_op(op)), range(len(types))
+    assert node is not None
+    padded, where = types, dict[str, tuple[int, ...]]()
+    if isinstance(op, Packed):
+        padded, where = op.padded(types), op.split(numbers)[1]
+        for side, most in op.most.items():
+            starts, lengths = (known[n] for n in where[side])
+            total = row_count(types[PLACES[side]].shape)
+            list_sequences(starts, lengths, total, most, LENGTHS[side].split("_")[0])
+        if op.paged:
+            n, page = types[PLACES["keys"]].shape[:2]
+            deque(list_entries(page, n, *(known[n] for n in where["keys"])), 0)
+    read = node.split(numbers[: len(node.ranks)]).mask
+    for side, name in LENGTHS.items():
+        if name in read and side not in where:
+            check_lengths(name, known[read[name]], padded[PLACES[side]].shape[2])
+
+
+def check_lengths(name: str, lengths: torch.Tensor, most: int) -> None:
+    """Raise PlanMismatchError for lengths below 0, and over the rows that each entry has."""
+    for b, count in enumerate(lengths.tolist()):
+        if not 0 <= count <= most:
+            raise PlanMismatchError(
+                f"{name}: entry {b} has {count}, of {most} rows", way_out=f"give 0 to {most}"
+            )

@@ -1,0 +1,220 @@
+"""Keys in pages on a CPU: gathered a block at a time, into memory that stays small.
+
+A block of keys is an attention of its own, under the mask that is moved there; results of blocks
+are joined by their lse, and gradients, which the lse of all keys makes independent, are added.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property, lru_cache
+from typing import final
+
+import torch
+from attrs import Factory, evolve, field, frozen
+
+from attn_graph.ir.attention import Attention, AttentionGrad
+from attn_graph.ir.boxes import Piece, move_attention
+from attn_graph.ir.builder import Builder
+from attn_graph.ir.graph import Eqn, Graph, Op
+from attn_graph.ir.paging import list_entries
+from attn_graph.kernels.merging import merge_, sink_
+from attn_graph.lowering.backend import Executable
+from attn_graph.lowering.cpu.sink_sums import sink_gradient_of
+from attn_graph.masks.moving import Box
+from attn_graph.spec import TensorSpec, accumulator
+
+BLOCK_BYTES = 2**22  # of k and v that are gathered at a time
+MOST_BLOCKS = 256  # executables that a sequence's run keeps
+Lower = Callable[[Graph], Executable]
+Tensors = Sequence[torch.Tensor]
+Rooms = Mapping[int, torch.Tensor]  # for what is gathered of operands, by number
+
+
+def gather_pages(
+    pool: torch.Tensor, pages: torch.Tensor, count: int, room: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The first `count` rows of some pages of a pool [n,P,G,D], as keys [1,G,count,D].
+
+    They lie as [n,P,G,D] does, or, where the pool is dense so, as [n,G,P,D]. room: for all rows of
+    the pages, flat; None: new memory.
+    """
+    n, P, G, D = pool.shape
+    k, by_head = len(pages), pool.transpose(1, 2)
+    out = None if room is None else room[: k * P * G * D]
+    if pool.is_contiguous() or not by_head.is_contiguous():
+        rows = torch.index_select(pool, 0, pages, out=out if out is None else out.view(k, P, G, D))
+        return rows.view(1, k * P, G, D).transpose(1, 2)[:, :, :count]
+    heads = torch.arange(G, device=pages.device)[:, None]
+    places, out = (pages * G + heads).flatten(), out if out is None else out.view(G * k, P * D)
+    rows = torch.index_select(by_head.view(n * G, P * D), 0, places, out=out)
+    return rows.view(1, G, k * P, D)[:, :, :count]
+
+
+def add_to_pages(pool: torch.Tensor, x: torch.Tensor, pages: torch.Tensor) -> None:
+    """Add x [1,G,L,D] to the first L rows of some pages of a pool [n,P,G,D], in their order."""
+    _, P, G, D = pool.shape
+    rows = x[0].transpose(0, 1).to(pool.dtype)
+    full, rest = divmod(len(rows), max(1, P))
+    whole = rows[: full * P].reshape(full, P, G, D)
+    pool.index_add_(0, pages[:full], whole)
+    if rest:
+        pool[int(pages[full]), :rest] += rows[full * P :]
+
+
+def block_keys(pools: Sequence[TensorSpec]) -> int:
+    """How many keys are gathered at a time: of whole pages. pools: specs of k and v."""
+    page = pools[0].shape[1]
+    key = sum(x.shape[2] * x.shape[3] * x.dtype.itemsize for x in pools)
+    return max(1, BLOCK_BYTES // max(1, key * page)) * page
+
+
+def check_table(pool: Sequence[int], table: torch.Tensor, *lengths: torch.Tensor) -> None:
+    """Raise PlanMismatchError for lengths over those of all pages, and for a page that keys lie in
+    and that is not in the pool. pool: its shape. Reads the tensors on the host."""
+    (n, P), pages = pool[:2], table.shape[1]
+    begin, used = torch.arange(pages, device=table.device) * P, table
+    for count in lengths:
+        used = table[begin < count[:, None]]
+    limits = zip((used, *lengths), (n - 1, pages * P), strict=False)
+    if any(x.numel() and not 0 <= x.min() <= x.max() <= most for x, most in limits):
+        deque(list_entries(P, n, table, *lengths), 0)  # which says where
+
+
+def as_meta(spec: TensorSpec) -> torch.Tensor:
+    """A tensor of a spec, without memory."""
+    return torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device="meta")
+
+
+@final
+@frozen
+class KeyBlock:
+    """What runs one block of keys, `op` on what `piece` reads. gives: what each result is by, the
+    number of an operand of the sequence, in a gradient."""
+
+    piece: Piece
+    executable: Executable
+    gives: tuple[int, ...] = ()
+
+
+@final
+@frozen(eq=False)
+class BlockRun:
+    """Runs an attention, or its gradient, of one sequence, a block of keys at a time.
+
+    specs: of its operands, those of k and v being of their pools. keys: of the sequence. size: of
+    a block, in keys.
+    """
+
+    op: Attention | AttentionGrad
+    specs: tuple[TensorSpec, ...]
+    keys: int
+    size: int
+    lower: Lower
+    block_at: Callable[[int], KeyBlock] = field(
+        init=False,
+        default=Factory(lambda run: lru_cache(MOST_BLOCKS)(run.make_block), takes_self=True),
+    )
+
+    @cached_property
+    def node(self) -> Attention:
+        """The attention that it is, or is the gradient of."""
+        return self.op.attention if isinstance(self.op, AttentionGrad) else self.op
+
+    @property
+    def executable(self) -> Executable:
+        """What runs the first block, as long as any, with the memory of all that stands beside."""
+        first = self.block_at(0).executable
+        beside = self.specs[0].type.bytes // self.specs[0].dtype.itemsize + self.specs[0].shape[2]
+        wide = accumulator(self.specs[0].dtype).itemsize
+        return evolve(first, temporary=first.temporary + 2 * wide * beside)
+
+    def make_block(self, start: int) -> KeyBlock:
+        """The block that begins at a key."""
+        _, H, M, _ = self.specs[0].shape
+        keys = range(start, min(start + self.size, self.keys))
+        box = Box(range(1), range(H), range(M), keys, (1, H, M, self.keys))
+        node = self.node
+        piece = move_attention(Eqn(node, tuple(range(len(node.ranks))), ()), box)
+        sources = (0, 1, 2, *(feed.source for feed in piece.feeds))
+        op: Op = piece.node
+        gives: tuple[int, ...] = ()
+        if isinstance(self.op, AttentionGrad):
+            wants = [n is not None and self.op.wants[n] for n in sources]
+            op = evolve(self.op, attention=piece.node, wants=wants)
+            gives = tuple(n for n in sources if n is not None and self.op.wants[n])
+        metas = [as_meta(spec) for spec in self.specs]
+        pages = torch.empty(-(-len(keys) // metas[1].shape[1]), dtype=torch.int64, device="meta")
+        tensors = self.tensors(piece, metas, pages, {})
+        b = Builder(trusts=True)
+        values = [b.input(f"x{n}", TensorSpec.like(x)) for n, x in enumerate(tensors)]
+        return KeyBlock(piece, self.lower(b.graph(*b.emit(op, *values))), gives)
+
+    def tensors(
+        self, piece: Piece, operands: Tensors, pages: torch.Tensor, rooms: Rooms
+    ) -> list[torch.Tensor]:
+        """What a block reads. pages: those of the block. rooms: for k and v."""
+        count = len(piece.box.keys)
+        keys = (gather_pages(operands[n], pages, count, rooms.get(n)) for n in (1, 2))
+        return [
+            operands[0],
+            *keys,
+            *piece.tensors(operands, piece.box),
+            *operands[len(self.node.ranks) :],
+        ]
+
+    def blocks(self, pages: torch.Tensor) -> Iterator[tuple[KeyBlock, torch.Tensor]]:
+        """Each block, and its pages."""
+        count = self.size // self.specs[1].shape[1]
+        for number, own in enumerate(pages.split(count)):
+            yield self.block_at(number * self.size), own
+
+    def forward(self, operands: Tensors, pages: torch.Tensor, rooms: Rooms) -> list[torch.Tensor]:
+        """o and the statistics."""
+        sinks, results = self.node.split(operands).sinks, list[torch.Tensor]()
+        for block, own in self.blocks(pages):
+            made, _ = block.executable.run(*self.tensors(block.piece, operands, own, rooms))
+            if results:
+                join_results(self.node.stats, results, made)
+            else:
+                results = [made[0].to(made[1].dtype), *made[1:]]
+        if sinks is not None:
+            sink_(results[0], results[1 + self.node.stats.index("lse")], sinks)
+        return results
+
+    def backward(
+        self,
+        operands: Tensors,
+        pages: torch.Tensor,
+        rooms: Rooms,
+        keep: Callable[[int, torch.Tensor, torch.Tensor], None],
+    ) -> dict[int, torch.Tensor]:
+        """The gradients, by number of the operand, less those of k and v, which `keep` takes block
+        by block: number, gradient, pages."""
+        assert isinstance(self.op, AttentionGrad)
+        wide = accumulator(self.specs[0].dtype)
+        totals = {
+            n: torch.zeros_like(x, dtype=wide)
+            for n, x in enumerate(operands[: len(self.op.wants)])
+            if n not in (1, 2) and self.op.wants[n]
+        }
+        for block, own in self.blocks(pages):
+            made, _ = block.executable.run(*self.tensors(block.piece, operands, own, rooms))
+            axes = {feed.source: feed.axes for feed in block.piece.feeds}
+            for n, x in zip(block.gives, made, strict=True):
+                if n in (1, 2):
+                    keep(n, x, own)
+                else:
+                    block.piece.box.cut(totals[n], axes.get(n, "")).add_(x)
+        if self.node.sinks and totals.keys() & {self.node.roles.index("sinks")}:
+            totals[self.node.roles.index("sinks")] = sink_gradient_of(self.op, operands)
+        return totals
+
+
+def join_results(stats: Sequence[str], results: Tensors, more: Tensors) -> None:
+    """Join o and the statistics of the same rows over further keys, in place."""
+    own, other = (dict(zip(("o", *stats), x, strict=True)) for x in (results, more))
+    merge_(own["o"], own["lse"], other["o"], other["lse"])
+    if "max" in own:
+        torch.maximum(own["max"], other["max"], out=own["max"])

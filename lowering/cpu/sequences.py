@@ -1,0 +1,120 @@
+"""One sequence of a packed batch: where it lies, and what it is as an attention of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+from attrs import evolve, frozen
+
+from attn_graph.ir.attention import Attention, AttentionGrad
+from attn_graph.ir.graph import Op
+from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
+from attn_graph.ir.packed import LEAVES, LENGTHS, Packed, and_parts
+from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp
+from attn_graph.masks import LEAVES as KNOWN_LEAVES
+from attn_graph.masks import Band, Join, KeyLengths, Mask, Prefix, QueryLengths
+from attn_graph.masks.canonical import EVERYTHING
+from attn_graph.masks.runs import leaves
+from attn_graph.spec import TensorSpec
+
+
+@final
+@frozen
+class Sizes:
+    """The queries and keys of a sequence, and its lengths as the mask reads them."""
+
+    rows: int
+    keys: int
+    q_length: int
+    kv_length: int
+
+
+@final
+@frozen
+class Span:
+    """Where one sequence lies: its batch entry, first row and first key, which are 0 in tensors
+    that are not packed. pages: those that its keys lie in."""
+
+    entry: int
+    row: int
+    key: int
+    sizes: Sizes
+    pages: torch.Tensor | None = None
+
+
+def is_separable(op: Packed) -> bool:
+    """Whether a sequence is an attention of its own, of its lengths: no step depends on its number
+    in the batch, or on how long sequences can be."""
+    node = op.attention
+    masks = leaves(node.mask) if node.mask else ()
+    known = all(type(leaf) in KNOWN_LEAVES for leaf in masks)
+    return known and all(is_relative(m, op) for m in node.modifiers)
+
+
+def is_relative(modifier: Modifier, op: Packed) -> bool:
+    """Whether a modifier means the same for a sequence alone."""
+    if isinstance(modifier, Alibi):
+        fixed = modifier.align == "top_left"
+        named = {LENGTHS[side] for side in ending_sides(op)} <= {*modifier.ragged}
+        return fixed or (modifier.align == "bottom_right" and named)
+    return isinstance(modifier, SoftCap | Bias)
+
+
+def ending_sides(op: Packed) -> tuple[str, ...]:
+    """The sides whose sequences the mask ends, so that no more of them is read.
+
+    Not so queries [B,H,M,D] beside sinks: a row that sees nothing has the sink for its lse.
+    """
+    parts, sinks = and_parts(op.attention.mask), op.attention.sinks
+    ended = [side for side, leaf in LEAVES.items() if leaf in parts]
+    return tuple(side for side in ended if side == "keys" or side in op.sides or not sinks)
+
+
+def replace_lengths(mask: Mask, sizes: Sizes, ending: Sequence[str], most: dict[str, int]) -> Mask:
+    """A mask with the lengths of one sequence as numbers, of which it has no more rows and keys
+    than those of the sides `ending`. most: the sizes that count where no length does."""
+    match mask:
+        case KeyLengths():
+            return EVERYTHING if "keys" in ending else Prefix(max(0, sizes.kv_length))
+        case QueryLengths() if "rows" in ending:
+            return EVERYTHING
+        case Band(low, high, ragged) if ragged:
+            keys = sizes.kv_length if LENGTHS["keys"] in ragged else most["keys"]
+            rows = sizes.q_length if LENGTHS["rows"] in ragged else most["rows"]
+            low, high = (None if edge is None else edge + keys - rows for edge in (low, high))
+            return Band(low, high)
+        case Join():
+            return type(mask)(*(replace_lengths(x, sizes, ending, most) for x in mask.parts))
+    return mask
+
+
+def with_operands(
+    op: Op, node: Attention, kept: Sequence[int]
+) -> Any:  # Any: an op of the same class
+    """The op with another attention, which reads these of its operands."""
+    match op:
+        case AttentionGrad(wants=wants):
+            return evolve(op, attention=node, wants=tuple(wants[i] for i in kept))
+        case AttentionJvp(tangents=tangents):
+            return evolve(op, attention=node, tangents=tuple(tangents[i] for i in kept))
+        case AttentionGradJvp(grad=grad, tangents=tangents):
+            within = with_operands(grad, node, kept)
+            return evolve(op, grad=within, tangents=tuple(tangents[i] for i in kept))
+    return node
+
+
+def cut_rows(x: torch.Tensor, first: int, n: int) -> torch.Tensor:
+    """Rows of a packed tensor [T,H,D] as [1,H,n,D], or of a statistic [H,T] as [1,H,n]: in one
+    step, since a short sequence takes little longer than the views of it."""
+    if x.ndim == 2:
+        head, row = x.stride()
+        return x.as_strided((1, x.shape[0], n), (0, head, row), x.storage_offset() + first * row)
+    (_, H, D), (row, head, each) = x.shape, x.stride()
+    return x.as_strided((1, H, n, D), (0, head, row, each), x.storage_offset() + first * row)
+
+
+def meta_pages(pool: TensorSpec, keys: int) -> torch.Tensor:
+    """As many pages of a pool [n,P,G,D] as keys lie in, without memory."""
+    return torch.empty(-(-keys // max(1, pool.shape[1])), dtype=torch.int64, device="meta")

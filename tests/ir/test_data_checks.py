@@ -1,0 +1,78 @@
+"""What `plan.check` says of numbers that point at nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import attn_graph as ag
+from attn_graph.ir.data_checks import check_data
+from attn_graph.ir.passes import simplify
+
+SPEC = ag.TensorSpec
+I32 = torch.int32
+WHERE = {
+    "q_starts": torch.tensor([0, 2, 2, 5], dtype=I32),
+    "kv_lengths": torch.tensor([4, 0, 3], dtype=I32),
+    "pages": torch.tensor([[0, 3], [-1, 9], [2, 9]], dtype=I32),
+}
+
+
+def make_paged() -> tuple[ag.Graph, dict[str, torch.Tensor]]:
+    """Packed queries over pages of 3 rows, which nobody reads past the lengths."""
+    q, pool = torch.randn(6, 2, 4), torch.randn(4, 3, 1, 4)
+    where: dict[str, Any] = {name: SPEC.like(x) for name, x in WHERE.items()}
+    mask = ag.Causal("bottom_right")
+    specs = SPEC.like(q), SPEC.like(pool), SPEC.like(pool)
+    graph = ag.attention(*specs, mask=mask, most=(3, None), **where)
+    return graph, {"q": q, "k": pool, "v": pool, **WHERE}
+
+
+WRONG = {
+    "descending": ("q_starts", [0, 3, 2, 5], "q_starts: expected ascending ones, got 3, 2"),
+    "past the rows": ("q_starts", [0, 2, 2, 7], "q_starts: from 0 to 7, of 6 rows"),
+    "too long": ("q_starts", [0, 4, 4, 5], "sequence 0 has 4, and 4 rows .* of at most 3"),
+    "past the pages": ("kv_lengths", [7, 0, 3], "kv_lengths: entry 0 has 7, and its pages 6 rows"),
+    "negative": ("kv_lengths", [4, -1, 3], "kv_lengths: entry 1 has -1"),
+    "page past the pool": ("pages", [[0, 4], [0, 0], [2, 0]], "entry 0 has pages from 0 to 4, of"),
+    "page before it": ("pages", [[0, 1], [0, 0], [-1, 0]], "entry 2 has pages from -1 to -1, of"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_check_names_the_tensor_and_both_values(name: str) -> None:
+    graph, tensors = make_paged()
+    tensor, values, words = WRONG[name]
+    wrong = tensors | {tensor: torch.tensor(values, dtype=I32)}
+    plan = ag.compile(graph, target="cpu")
+    for attempt in (plan.check, plan):
+        with pytest.raises(ag.PlanMismatchError, match=words):
+            attempt(**wrong)
+
+
+def test_a_check_passes_what_a_plan_takes() -> None:
+    graph, tensors = make_paged()
+    plan = ag.compile(graph, target="cpu")
+    plan.check(**tensors)
+    plan(**tensors)
+    with pytest.raises(ag.PlanMismatchError, match="kv_lengths: expected i32"):
+        plan.check(**tensors | {"kv_lengths": tensors["kv_lengths"].long()})
+
+
+@pytest.mark.parametrize(
+    ("kv", "q", "words"),
+    [
+        ([5, 2], [1, 2], "kv_lengths: entry 0 has 5"),
+        ([4, 2], [1, -2], "q_lengths: entry 1 has -2"),
+    ],
+)
+def test_lengths_of_padded_tensors_are_checked_too(kv: list[int], q: list[int], words: str) -> None:
+    x, n = SPEC((2, 1, 4, 8), torch.float16), SPEC((2,), I32)
+    graph = simplify(ag.attention(x, x, x, kv_lengths=n, q_lengths=n))
+    tensors = {"kv_lengths": kv, "q_lengths": q}
+    given = [torch.tensor(tensors.get(i.name, 0), dtype=I32) for i in graph.inputs]
+    with pytest.raises(ag.PlanMismatchError, match=words):
+        check_data(graph, given)
+    check_data(graph, [x.clamp(0, 4) for x in given])
