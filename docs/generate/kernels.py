@@ -23,7 +23,7 @@ from attn_graph.kernels.tilings import ARCHS, SHARED, Tiling, padded_head_size
 from attn_graph.lowering.problem import Problem, sole
 from attn_graph.lowering.triton.jvp import Push, choose_push_tiling, plan_push
 from attn_graph.lowering.triton.offline import MachineCode, compile_launches
-from attn_graph.lowering.triton.plan import Flash, choose_tiling
+from attn_graph.lowering.triton.plan import Flash
 from attn_graph.lowering.triton.predict import (
     BALANCE,
     PROCESSORS,
@@ -33,6 +33,7 @@ from attn_graph.lowering.triton.predict import (
     predict_clocks,
     slots_per_score,
 )
+from attn_graph.lowering.triton.tile_choice import choose_tiling
 from attn_graph.lowering.triton.tile_lists import blocks, classify_blocks
 from attn_graph.masks.places import Block, Place
 from attn_graph.spec import NAMES

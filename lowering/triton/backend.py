@@ -17,7 +17,7 @@ from attn_graph.ir.gradient_ops import sink_gradient
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.philox import WORDS
 from attn_graph.lowering.backend import Backend, Executable, Options
-from attn_graph.lowering.problem import Problem, output_names, returns_lse, select_outputs, sole
+from attn_graph.lowering.problem import Problem, output_names, returns_lse, select_outputs
 from attn_graph.lowering.reasons import (
     missing_library,
     no_elements,
@@ -29,7 +29,9 @@ from attn_graph.lowering.reasons import (
     untraceable,
     wide_heads,
 )
+from attn_graph.lowering.triton.few_rows import is_decoding
 from attn_graph.lowering.triton.jvp import Push, plan_push
+from attn_graph.lowering.triton.layout import Layout, read_operands
 from attn_graph.machine.device_memo import DeviceMemo, copy_to
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision
@@ -61,10 +63,11 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
     if work is None:
         against.append(other_equations(graph, " of gradients"))
     else:
-        problem = work.problem if isinstance(work, Push) else work
-        against += attention_reasons(problem, DTYPES)
+        against += attention_reasons(work.problem, DTYPES)
     if isinstance(work, Push):
         against = [*dict.fromkeys((*against, *work.reasons()))]
+    elif isinstance(work, Layout):
+        against += work.reasons()
     yield from against
     if work is not None and not against:
         tangents = work.large if isinstance(work, Push) else ()
@@ -72,9 +75,9 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
         yield from plan_reasons(lambda: plan_flash(work, target, options), options, more)
 
 
-def work_of(graph: Graph) -> Problem | Push | None:
+def work_of(graph: Graph) -> Layout | Push | None:
     """What there are kernels for: one attention, its gradient or its forward mode; None of else."""
-    return sole(graph) or Push.of(graph)
+    return Layout.of(graph) or Push.of(graph)
 
 
 def target_reasons(target: Target) -> Iterator[Reason]:
@@ -124,7 +127,8 @@ def address_reasons(
     from attn_graph.lowering.triton.tile_lists import MOST_TILES, most_listed
 
     for name, spec in {**flash.specs(), **more}.items():
-        far = (MOST_ROWS - 1) * spec.strides[2] + (spec.shape[-1] - 1) * spec.strides[-1]
+        strides = flash.layout.strides(name, spec)
+        far = (MOST_ROWS - 1) * strides[2] + (spec.shape[-1] - 1) * strides[-1]
         if far > LONG:
             limit = f"counts within a tile up to {LONG} elements"
             yield Reason(f"tile_offsets.{name}", limit, f"{name} {spec} needs {far}")
@@ -139,23 +143,25 @@ def address_reasons(
         yield Reason("listed_tiles", limit, f"{tiles} are needed")
 
 
-def plan_flash(work: Problem | Push, target: Target, options: Options) -> Flash:
+def plan_flash(work: Layout | Push, target: Target, options: Options) -> Flash:
     """What `why_not` and `lower` both ask for."""
     if isinstance(work, Push):
         return plan_push(work, target, options.precision, options.variant)
-    problem = work
-    most = options.max_workspace if problem.grad is not None else None
-    return plan_once(problem, target, options.precision, options.variant, most)
+    problem = work.problem
+    most = options.max_workspace if problem.grad is not None or is_decoding(problem) else None
+    invariant = options.batch_invariant
+    return plan_once(work, target, options.precision, options.variant, most, invariant)
 
 
 @lru_cache(maxsize=256)
 def plan_once(
-    problem: Problem, target: Target, precision: Precision, variant: str | None, most: int | None
-) -> Flash:
+    layout: Layout, target: Target, precision: Precision, variant: str | None, most: int | None,
+    invariant: bool,
+) -> Flash:  # fmt: skip
     """The launches, planned once."""
     from attn_graph.lowering.triton.plan import Flash
 
-    return Flash.plan(problem, target, precision, variant, most)
+    return Flash.plan(layout, target, precision, variant, most, invariant)
 
 
 def lower(graph: Graph, target: Target, options: Options) -> Executable:
@@ -234,7 +240,11 @@ def describe_balance(flash: Flash, launch: Launch) -> str:
     if places is None:
         return ""
     by_keys, table = launch.kernel == "key_gradient", flash.tables.get(lists)
-    if lists in flash.buffers or not (costs := block_costs(flash.problem, tile, by_keys, table)):
+    if (
+        flash.layout.sides
+        or lists in flash.buffers
+        or not (costs := block_costs(flash.problem, tile, by_keys, table))
+    ):
         return f"{launch.grid / places:.3g} waves, balance up to the data"
     heads, each = launch.grid // len(costs), 1
     if by_keys:
@@ -303,12 +313,14 @@ class TritonCall:
         self, launches: Sequence[Launch], tensors: Sequence[torch.Tensor], stats: Sequence[str]
     ) -> Named:
         """o and these statistics, by name."""
-        operands = [tensors[i] for i in self.graph.eqns[0].args]
-        o = self.flash.problem.new_o(operands[0].device)
+        every = read_operands(self.graph, tensors)
+        count = len(self.flash.problem.node.ranks)
+        operands, starts = every[:count], every[count:]
+        o, shape = self.flash.new_o(operands[0].device), self.flash.layout.statistic()
         results: Named = {"o": o}
         for name in stats:
-            results[name] = torch.empty(o.shape[:3], dtype=torch.float32, device=o.device)
-        with self.launched(launches, {**results}, operands):
+            results[name] = torch.empty(shape, dtype=torch.float32, device=o.device)
+        with self.launched(launches, {**results}, operands, starts):
             pass
         return results
 
@@ -319,7 +331,9 @@ class TritonCall:
         problem = self.flash.problem
         grad = problem.grad
         assert grad is not None
-        read = grad.split([tensors[i] for i in self.graph.eqns[0].args])
+        layout = self.flash.layout
+        every = read_operands(self.graph, tensors)
+        read = grad.split(every[: len(grad.ranks)])
         operands, device = read.own, read.o.device
         gradients: dict[int, torch.Tensor] = {
             n: self.flash.new_gradient(n, device) for n in range(3) if grad.wants[n]
@@ -335,17 +349,17 @@ class TritonCall:
             "do": read.do,
             "dlse": read.dlse,
         }
-        named |= {"o.strides": read.o.stride()}
-        with self.launched(self.flash.launches, named, operands) as scratch:
+        named |= {"o.strides": layout.strides("o", TensorSpec.like(read.o))}
+        starts = every[len(grad.ranks) :]
+        with self.launched(self.flash.launches, named, operands, starts) as scratch:
             for n, collected in self.flash.code.contributions.items():
                 if n not in gradients:
                     gradients[n] = sum_collected(scratch[f"sums{n}"], collected)
             if problem.node.sinks:
                 at = problem.node.roles.index("sinks")
                 if grad.wants[at]:
-                    gradients[at] = sink_gradient(
-                        operands[at], named["lse"], scratch["delta"].neg()
-                    )
+                    lse = named["lse"].view(layout.lines())
+                    gradients[at] = sink_gradient(operands[at], lse, scratch["delta"].neg())
         made = [gradients[n] for n, wanted in enumerate(grad.wants) if wanted]
         return select_outputs(self.graph, made), ()
 
@@ -368,14 +382,19 @@ class TritonCall:
 
     @contextmanager
     def launched(
-        self, launches: Sequence[Launch], named: Named, operands: Sequence[torch.Tensor]
-    ) -> Iterator[Mapping[str, torch.Tensor]]:
-        """Run launches on the operands of the attention and these tensors; the scratch."""
+        self, launches: Sequence[Launch], named: Named, operands: Sequence[torch.Tensor],
+        starts: Sequence[torch.Tensor] = (),
+    ) -> Iterator[Mapping[str, torch.Tensor]]:  # fmt: skip
+        """Run launches on the operands of the attention and these tensors; the scratch.
+
+        starts: of packed operands.
+        """
         flash, device = self.flash, operands[0].device
         flash.check()
         given = flash.problem.node.split(operands)
         named |= {"q": given.q, "k": given.k, "v": given.v}
         named |= {"sinks": given.sinks, "seed": given.seed, "offset": given.offset}
+        named |= flash.layout.where(given.mask, starts)
         data = (x for each in (*given.modifiers, given.mask) for x in each.values())
         named |= {f"data.{k}": x for k, x in enumerate(data)}
         named |= {name: self.table(name, device) for name in flash.tables}

@@ -129,7 +129,7 @@ def mock_tensors(flash: Flash) -> dict[str, Any]:  # Any: Triton's
     from triton.runtime.jit import MockTensor
 
     tensors: dict[str, Any] = {name: MockTensor(dtype) for name, dtype in flash.dtypes().items()}
-    return tensors | {"o.strides": flash.problem.layout_of_o[1]}
+    return tensors | {"o.strides": flash.layout.strides("o", flash.layout.o())}
 
 
 def compile_launch(launch: Launch, tensors: Tensors, sm: int) -> Any:  # Any: Triton's

@@ -6,20 +6,12 @@ from collections.abc import Mapping
 from typing import Any, final
 
 import torch
-from attrs import define, field, frozen
+from attrs import Factory, define, field, frozen
 
 from attn_graph.ir.philox import flat_origin, threshold
-from attn_graph.kernels.tilings import (
-    DELTA,
-    SUMS,
-    VARIANTS,
-    Pass,
-    Tiling,
-    padded_head_size,
-    table_arch,
-    tiling,
-)
+from attn_graph.kernels.tilings import DELTA, SUMS, Pass, Tiling, padded_head_size
 from attn_graph.lowering.problem import Problem
+from attn_graph.lowering.triton.decode import add_split_forward, divide_keys
 from attn_graph.lowering.triton.device_code import (
     Contribution,
     DeviceCode,
@@ -29,7 +21,8 @@ from attn_graph.lowering.triton.device_code import (
 )
 from attn_graph.lowering.triton.device_lists import DeviceLists
 from attn_graph.lowering.triton.launches import Launch, Pointers, check_interpreter
-from attn_graph.lowering.triton.operands import gradient_strides, large_operands, takes_tf32
+from attn_graph.lowering.triton.layout import Layout
+from attn_graph.lowering.triton.operands import takes_tf32
 from attn_graph.lowering.triton.programs import (
     begins_last,
     block_costs,
@@ -38,6 +31,7 @@ from attn_graph.lowering.triton.programs import (
     heads_together,
 )
 from attn_graph.lowering.triton.symbols import SPECIAL
+from attn_graph.lowering.triton.tile_choice import choose_tiling
 from attn_graph.lowering.triton.tile_lists import blocks, list_ahead
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision
@@ -46,9 +40,8 @@ from attn_graph.masks.places import Untraceable
 from attn_graph.spec import TensorSpec, dense_strides
 
 Fixed = dict[str, Any]  # arguments of a kernel
-FORWARDS = ("forward", "gluon_forward")  # kernels that store lse, where a pointer is given
-HALVED = (90, 120)  # rows of the table whose tiles may be halved
-WARPS, ROWS = 4, 64  # of the least tile that matrix units take at full speed
+FORWARDS = ("forward", "gluon_forward", "merge_parts")  # they store lse, where a pointer is given
+PLACED = ("forward", "query_gradient", "key_gradient")  # kernels that know packed tensors
 READ = ("q", "k", "v", "do", "lse", "delta", "seed", "offset")  # by every backward kernel
 GRADIENTS = {"dq": "grad0", "dk": "grad1", "dv": "grad2"}  # by number of the operand
 
@@ -59,7 +52,7 @@ class Flash:
     """Launches in order, by what name they read which tensor, and scratch buffers by name.
 
     precision: of products of float32. tables: lists of tiles that were made when planning, by
-    name too. division: what `explain` says of how query heads of a group are divided.
+    name too. division: what `explain` says of how query heads of a group, or keys, are divided.
     """
 
     problem: Problem
@@ -70,24 +63,28 @@ class Flash:
     buffers: Mapping[str, Buffer]
     tables: Mapping[str, torch.Tensor]
     division: str = ""
+    layout: Layout = field(default=Factory(lambda x: Layout.dense(x.problem), takes_self=True))
 
     @classmethod
     def plan(
         cls,
-        problem: Problem,
+        problem: Problem | Layout,
         target: Target,
         precision: Precision = "ieee",
         variant: str | None = None,
         most: int | None = None,
+        invariant: bool = False,
     ) -> Flash:
         """variant: of the table's tilings, one of VARIANTS. most: bytes of scratch that it should
-        not exceed if it can do with less.
+        not exceed if it can do with less. invariant: whether no entry's bits may depend on others.
 
         Raises Untraceable where the mask or a modifier can't be made a kernel's.
         """
-        best = precision if takes_tf32(problem, target.sm) else "ieee"
-        code = Tracer.of(problem).trace()
-        return FlashBuilder(problem, target, code, best, variant, most).build()
+        layout = problem if isinstance(problem, Layout) else Layout.dense(problem)
+        p = layout.problem
+        best = precision if takes_tf32(p, target.sm) else "ieee"
+        code = Tracer.of(p).trace()
+        return FlashBuilder(p, target, code, best, variant, most, invariant, layout).build()
 
     @property
     def scratch(self) -> Scratch:
@@ -96,7 +93,7 @@ class Flash:
 
     def specs(self) -> dict[str, TensorSpec]:
         """The specs of the large operands, by name."""
-        return large_operands(self.problem)
+        return self.layout.large()
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """The dtype of each tensor that launches name."""
@@ -108,6 +105,7 @@ class Flash:
         dtypes |= dict.fromkeys(("sinks", "tsinks"), sinks.dtype) if sinks else {}
         dtypes |= {f"grad{n}": spec.dtype for n, spec in enumerate(p.specs)}
         dtypes |= {f"data.{k}": spec.dtype for k, spec in enumerate(read_specs(p))}
+        dtypes |= self.layout.dtypes()
         dtypes |= {name: buffer.dtype for name, buffer in self.buffers.items()}
         return dtypes | {name: table.dtype for name, table in self.tables.items()}
 
@@ -122,11 +120,18 @@ class Flash:
         """Raise RuntimeError where Triton interprets and the plan is to be compiled, or reverse."""
         check_interpreter(self.target.interprets)
 
+    def new_o(self, device: torch.device) -> torch.Tensor:
+        """An uninitialised o."""
+        return new_tensor(self.layout.o(), device)
+
     def new_gradient(self, n: int, device: torch.device) -> torch.Tensor:
         """An uninitialised gradient of operand n: q, k or v."""
-        spec = self.problem.specs[n]
-        strides = gradient_strides(spec)
-        return torch.empty_strided(spec.shape, strides, dtype=spec.dtype, device=device)
+        return new_tensor(self.layout.gradient(n), device)
+
+
+def new_tensor(spec: TensorSpec, device: torch.device) -> torch.Tensor:
+    """An uninitialised tensor of a spec."""
+    return torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device=device)
 
 
 @final
@@ -140,6 +145,8 @@ class FlashBuilder:
     precision: Precision = "ieee"
     variant: str | None = None
     most: int | None = None
+    invariant: bool = False
+    layout: Layout = field(default=Factory(lambda x: Layout.dense(x.problem), takes_self=True))
     division: str = ""
     launches: list[Launch] = field(factory=list)
     buffers: dict[str, Buffer] = field(factory=dict)
@@ -156,13 +163,13 @@ class FlashBuilder:
     def finish(self) -> Flash:
         """What was added so far, as a value."""
         made = tuple(self.launches), self.buffers, self.tables, self.division
-        return Flash(self.problem, self.target, self.code, self.precision, *made)
+        return Flash(self.problem, self.target, self.code, self.precision, *made, self.layout)
 
     # Arguments that several kernels share
 
     def tiling(self, pass_: Pass) -> Tiling:
         """The tile of a pass."""
-        return choose_tiling(self.problem, self.target, pass_, self.variant)
+        return choose_tiling(self.layout.flat, self.target, pass_, self.variant, self.invariant)
 
     def common(self) -> Fixed:
         """Sizes and constants."""
@@ -172,7 +179,7 @@ class FlashBuilder:
             "GROUP": p.H // p.G,
             "M": p.M,
             "N": p.N,
-            "EVEN": p.N % SPECIAL == 0 and any({"i", "j"} <= {*axes} for axes in read_axes(p)),
+            "EVEN": self.is_even(),
             "scale": p.node.scale,
             "keep_scale": 1 / (1 - rate) if rate < 1 else 0.0,
             "threshold": threshold(rate),
@@ -186,6 +193,12 @@ class FlashBuilder:
             "PRECISION": self.precision,
         } | self.strides("q", "k", "v")
 
+    def is_even(self) -> bool:
+        """Whether many keys of what masks and modifiers read are loaded at once."""
+        if self.layout.sides or self.problem.N % SPECIAL:
+            return False
+        return any({"i", "j"} <= {*axes} for axes in read_axes(self.problem))
+
     @property
     def blind(self) -> int:
         """Whether a query may see no key: 0 no, 1 by the mask alone, 2 by a modifier too."""
@@ -194,16 +207,23 @@ class FlashBuilder:
 
     def strides(self, *names: str) -> Fixed:
         """The strides of operands, as the kernels take them; 0 of those that are absent."""
-        specs = large_operands(self.problem)
+        specs, layout = self.layout.large(), self.layout
         return {
-            f"{name}_strides": specs[name].strides if name in specs else (0, 0, 0, 0)
+            f"{name}_strides": layout.strides(name, specs[name]) if name in specs else (0, 0, 0, 0)
             for name in names
         }
+
+    def placed(self) -> tuple[Pointers, Fixed]:
+        """What kernels know of packed tensors: pointers, and sizes, None of what is not packed."""
+        pointers = self.layout.pointers()
+        there: Pointers = {name: x for name, x in pointers.items() if x is not None}
+        absent = {name: None for name in pointers if name not in there}
+        return there, absent | self.layout.sizes()
 
     def operands(self, *names: str) -> tuple[Pointers, Fixed]:
         """Pointers by parameter, and None for those that this graph has not."""
         there = {"q", "k", "v", "delta", "dq", "dk", "dv", *self.problem.node.names}
-        there |= set(large_operands(self.problem)) | (
+        there |= set(self.layout.large()) | (
             {"seed", "offset"} if self.problem.node.dropout else set()
         )
         there |= {"sinks"} if self.problem.node.sinks else set()
@@ -227,9 +247,9 @@ class FlashBuilder:
 
         pointers: those of the lists, which lie in order if they were made when planning.
         """
-        sorted_ = str(pointers.get("lists_ptr")) in self.tables
+        sorted_ = not self.layout.sides and str(pointers.get("lists_ptr")) in self.tables
         return {
-            "TOGETHER": heads_together(self.problem, self.target, tiling, by_keys, splits),
+            "TOGETHER": heads_together(self.layout.flat, self.target, tiling, by_keys, splits),
             "LAST_FIRST": not sorted_ and begins_last(self.problem, by_keys),
         }
 
@@ -244,7 +264,7 @@ class FlashBuilder:
         except Untraceable:
             shape = None  # then from `span` and `surely`, for whatever the data may be
         if shape is None:
-            self.tables[name] = list_ahead(self.problem, tiling, by_keys)
+            self.tables[name] = list_ahead(self.problem, tiling, by_keys, not self.layout.sides)
             shape = (1, 1, *self.tables[name].shape)
         strides = dense_strides(shape)[:3]
         strides = tuple(s if n > 1 else 0 for n, s in zip(shape, strides, strict=False))
@@ -266,8 +286,11 @@ class FlashBuilder:
         """Add a launch of one program for each line."""
         named, absent = self.operands(*names)
         named |= pointers or {}
-        sizes = {"BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n}
-        fixed = self.common() | absent | sizes | more
+        if kernel in PLACED:
+            there, sizes = self.placed()
+            named, absent = named | there, sizes | absent
+        blocks_ = {"BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n}
+        fixed = self.common() | absent | blocks_ | more
         if "do" in names:
             fixed |= self.strides("do")
         if self.data():
@@ -277,19 +300,28 @@ class FlashBuilder:
         self.launches.append(Launch(kernel, lines, named, fixed, texts, *tiling.options))
 
     def forward(self) -> None:
-        """Add the launch of the forward."""
+        """Add the launch of the forward, or, of few queries, those of its parts."""
+        division = divide_keys(self.layout, self.target, self.variant, self.most, self.invariant)
+        if division is None:
+            self.whole_forward()
+        else:
+            add_split_forward(self, division)
+
+    def whole_forward(self) -> None:
+        """Add the launch in which a program takes all keys of a block of queries."""
         p, tile = self.problem, self.tiling("forward")
         lists, listed = self.listed(tile, by_keys=False)
         sinks = p.by_role.sinks
         more = {
-            "o_strides": p.layout_of_o[1],
+            "o_strides": self.layout.strides("o", self.layout.o()),
             "sinks_stride": sinks.strides[0] if sinks else 0,
             "H": p.H,
             "FOLD": not p.low_scale and not p.node.modifiers,
+            **self.layout.paging(),
         }
         names = ("q", "k", "v", "o", "lse", "max", "sinks", "seed", "offset")
         more |= self.order(tile, by_keys=False, pointers=lists)
-        lines = blocks(p.M, tile.block_m) * p.H * p.B
+        lines = self.layout.row_programs(tile.block_m)
         texts = self.texts("keep", "strip", "change")
         self.launch("forward", lines, tile, names, more | listed, texts, lists)
 
@@ -297,7 +329,7 @@ class FlashBuilder:
         """Add the launches of the gradient."""
         p = self.problem
         assert p.grad is not None
-        self.buffers["delta"] = Buffer((p.B, p.H, p.M), torch.float32)
+        self.buffers["delta"] = Buffer(self.layout.lines(), torch.float32)
         self.delta()
         if p.grad.wants[0]:
             self.query_gradient()
@@ -309,18 +341,19 @@ class FlashBuilder:
     def delta(self) -> None:
         """Add the launch that sums do o over each row."""
         p, rows = self.problem, DELTA.block_m
+        B, H, M = self.layout.lines()
         pointers, absent = self.operands("o", "lse", "do", "dlse", "delta")
         fixed = absent | {
             **self.strides("do", "dlse"),
-            "H": p.H,
-            "M": p.M,
+            "H": H,
+            "M": M,
             "E": p.E,
             "WIDTH_E": padded_head_size(p.E),
             "BLOCK_M": rows,
             "BLIND": p.has_blind_rows,
             "UPCAST": self.target.interprets,
         }
-        lines = blocks(p.M, rows) * p.H * p.B
+        lines = blocks(M, rows) * H * B
         self.launches.append(
             Launch("delta", lines, pointers | {"o_strides": "o.strides"}, fixed, {}, *DELTA.options)
         )
@@ -330,9 +363,9 @@ class FlashBuilder:
         p, tile = self.problem, self.tiling("query_gradient")
         lists, listed = self.listed(tile, by_keys=False)
         names = (*READ, "dq")
-        more = {"H": p.H, "dq_strides": gradient_strides(p.specs[0]), "BLIND": self.blind}
+        more = {"H": p.H, "dq_strides": self.gradient_strides(0), "BLIND": self.blind}
         more |= listed | self.order(tile, by_keys=False, pointers=lists)
-        lines = blocks(p.M, tile.block_m) * p.H * p.B
+        lines = self.layout.row_programs(tile.block_m)
         texts = self.texts("keep", "strip", "change", "back")
         self.launch("query_gradient", lines, tile, names, more, texts, lists)
 
@@ -345,8 +378,10 @@ class FlashBuilder:
         wanted = {name: n for n, name in enumerate(("dk", "dv"), start=1) if p.grad.wants[n]}
         order = self.order(tile, by_keys=True, pointers=lists, splits=splits)
         if splits > 1:
+            flat = self.layout.flat.specs
             for name, n in wanted.items():
-                shape = (p.B, p.G * splits, p.N, p.specs[n].shape[3])
+                B, _, N, width = flat[n].shape
+                shape = (B, p.G * splits, N, width)
                 self.buffers[f"parts.{name}"] = Buffer(shape, torch.float32)
         for results in [[name] for name in wanted] if tile.apart else [list(wanted)]:
             self.key_gradient_of(results, tile, splits, lists, listed | order)
@@ -356,8 +391,8 @@ class FlashBuilder:
 
     def split(self, tile: Tiling, lists: Pointers) -> int:
         """Among how many programs of dk and dv the query heads of a group are divided."""
-        p, table = self.problem, self.tables.get(str(lists.get("lists_ptr")))
-        if p.H == p.G:
+        p, table = self.layout.flat, self.tables.get(str(lists.get("lists_ptr")))
+        if p.H == p.G or self.invariant:
             return 1
         costs = block_costs(p, tile, True, table) or dense_costs(p, tile, True)
         used = Scratch(tuple(self.buffers.values())).bytes
@@ -373,33 +408,43 @@ class FlashBuilder:
         p = self.problem
         parts = {name: self.buffers.get(f"parts.{name}") for name in ("dk", "dv")}
         strides = {
-            f"{name}_strides": dense_strides(part.shape) if part else gradient_strides(p.specs[n])
+            f"{name}_strides": self.parts_strides(part) if part else self.gradient_strides(n)
             for n, (name, part) in enumerate(parts.items(), start=1)
         }
         more = more | strides | {f"{name}_ptr": None for name in parts if name not in results}
         more |= {"G": p.G, "SPLITS": splits, "GROUPED": p.H > p.G, "BLIND": self.blind}
         pointers = lists | {f"{name}_ptr": f"parts.{name}" for name in results if parts[name]}
-        lines = blocks(p.N, tile.block_n) * p.G * splits * p.B
+        lines = self.layout.key_programs(tile.block_n, p.G * splits)
         texts = self.texts("strip", "change", "back") | {"KEEP": self.code.keep_by_keys}
         self.launch("key_gradient", lines, tile, (*READ, *results), more, texts, pointers)
 
     def sum_parts(self, name: str, n: int) -> None:
         """Add the launch that makes the gradient of k or v, operand n, of sums by query heads."""
-        p, spec, parts = self.problem, self.problem.specs[n], self.buffers[name]
+        p, parts = self.problem, self.buffers[name]
+        B, _, N, size = parts.shape
         fixed = {
             "parts_strides": dense_strides(parts.shape),
-            "out_strides": gradient_strides(spec),
+            "out_strides": self.gradient_strides(n),
             "G": p.G,
             "SUMMANDS": parts.shape[1] // p.G,
-            "N": p.N,
-            "SIZE": spec.shape[3],
-            "WIDTH": padded_head_size(spec.shape[3]),
+            "N": N,
+            "SIZE": size,
+            "WIDTH": padded_head_size(size),
             "BLOCK_N": SUMS.block_n,
             "UPCAST": self.target.interprets,
         }
         pointers: Pointers = {"parts_ptr": name, "out_ptr": f"grad{n}"}
-        lines = blocks(p.N, SUMS.block_n) * p.G * p.B
+        lines = blocks(N, SUMS.block_n) * p.G * B
         self.launches.append(Launch("sum_parts", lines, pointers, fixed, {}, *SUMS.options))
+
+    def parts_strides(self, part: Buffer) -> tuple[int, ...]:
+        """The strides of sums of dk or dv by parts of groups."""
+        entry, *others = dense_strides(part.shape)
+        return (entry if self.layout.T_keys is None else 0, *others)
+
+    def gradient_strides(self, n: int) -> tuple[int, ...]:
+        """The strides of the gradient of operand n, as kernels take them."""
+        return self.layout.strides("qkv"[n], self.layout.gradient(n))
 
     def collect(self, n: int, collected: Contribution) -> None:
         """The gradient of operand n: whole, or as sums that are left to add up."""
@@ -437,32 +482,3 @@ class FlashBuilder:
         pointers = lists | {"out_ptr": f"sums{n}"}
         lines = blocks(length, block) * p.H * p.B
         self.launch("collect_lines", lines, tile, READ, more, texts, pointers)
-
-
-def choose_tiling(
-    problem: Problem, target: Target, pass_: Pass, variant: str | None = None
-) -> Tiling:
-    """What the table has for a pass, or a variant of that."""
-    p = problem
-    width = padded_head_size(max(p.D, p.E))
-    modified, drops = bool(p.node.modifiers), p.node.dropout > 0
-    usual = tiling(target.sm, p.dtype.itemsize, width, pass_, modified, drops)
-    if variant is None:
-        return spread_tiling(p, target, pass_ == "key_gradient", usual)
-    return VARIANTS[variant](usual)
-
-
-def spread_tiling(problem: Problem, target: Target, by_keys: bool, usual: Tiling) -> Tiling:
-    """Half a tile on half the warps, where whole ones leave half of all multiprocessors idle.
-
-    By lowering/triton/predict.py one that is alone on a multiprocessor takes 0.6 of the time of a
-    whole one, with head size 128 on sm_90, and 0.7 on sm_120; elsewhere it gains nothing.
-    """
-    p, least = problem, 2 * ROWS
-    length, block = (p.N, usual.block_n) if by_keys else (p.M, usual.block_m)
-    programs = p.B * p.H * blocks(length, block)
-    halves = usual.warps == 2 * WARPS and block >= least and length > block // 2
-    idle = target.multiprocessors is not None and 2 * programs <= target.multiprocessors
-    if not (halves and idle and table_arch(target.sm) in HALVED):
-        return usual
-    return VARIANTS[f"half the {'keys' if by_keys else 'queries'} and warps"](usual)
