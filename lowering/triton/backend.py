@@ -315,12 +315,12 @@ class TritonCall:
         """o and these statistics, by name."""
         every = read_operands(self.graph, tensors)
         count = len(self.flash.problem.node.ranks)
-        operands, starts = every[:count], every[count:]
+        operands, tables = every[:count], every[count:]
         o, shape = self.flash.new_o(operands[0].device), self.flash.layout.statistic()
         results: Named = {"o": o}
         for name in stats:
             results[name] = torch.empty(shape, dtype=torch.float32, device=o.device)
-        with self.launched(launches, {**results}, operands, starts):
+        with self.launched(launches, {**results}, operands, tables):
             pass
         return results
 
@@ -350,8 +350,8 @@ class TritonCall:
             "dlse": read.dlse,
         }
         named |= {"o.strides": layout.strides("o", TensorSpec.like(read.o))}
-        starts = every[len(grad.ranks) :]
-        with self.launched(self.flash.launches, named, operands, starts) as scratch:
+        tables = every[len(grad.ranks) :]
+        with self.launched(self.flash.launches, named, operands, tables) as scratch:
             for n, collected in self.flash.code.contributions.items():
                 if n not in gradients:
                     gradients[n] = sum_collected(scratch[f"sums{n}"], collected)
@@ -383,18 +383,18 @@ class TritonCall:
     @contextmanager
     def launched(
         self, launches: Sequence[Launch], named: Named, operands: Sequence[torch.Tensor],
-        starts: Sequence[torch.Tensor] = (),
+        tables: Sequence[torch.Tensor] = (),
     ) -> Iterator[Mapping[str, torch.Tensor]]:  # fmt: skip
         """Run launches on the operands of the attention and these tensors; the scratch.
 
-        starts: of packed operands.
+        tables: of packed operands and of keys in pages.
         """
         flash, device = self.flash, operands[0].device
         flash.check()
         given = flash.problem.node.split(operands)
         named |= {"q": given.q, "k": given.k, "v": given.v}
         named |= {"sinks": given.sinks, "seed": given.seed, "offset": given.offset}
-        named |= flash.layout.where(given.mask, starts)
+        named |= flash.layout.where(given.mask, tables)
         data = (x for each in (*given.modifiers, given.mask) for x in each.values())
         named |= {f"data.{k}": x for k, x in enumerate(data)}
         named |= {name: self.table(name, device) for name in flash.tables}

@@ -31,14 +31,14 @@ Strides = tuple[int, ...]
 class Layout:
     """A problem with padded sizes, and how its operands really lie.
 
-    specs: of the operands, as they are. packed: the op, where some are packed. starts: the specs of
-    starts, by side.
+    specs: of the operands, as they are. op: of packed tensors and pages. tables: the specs of what
+    it reads besides, starts and then pages.
     """
 
     problem: Problem
     specs: tuple[TensorSpec, ...]
     op: Packed | None = None
-    starts: tuple[tuple[str, TensorSpec], ...] = ()
+    tables: tuple[TensorSpec, ...] = ()
 
     @classmethod
     def of(cls, graph: Graph) -> Layout | None:
@@ -66,16 +66,25 @@ class Layout:
         own, where = op.split(specs)
         padded = op.padded([x.type for x in specs])
         whole = [
-            TensorSpec(type_.shape, type_.dtype) if side in op.sides else spec
+            TensorSpec(type_.shape, type_.dtype) if side in where else spec
             for spec, type_, side in zip(own, padded, operand_sides(op.op), strict=True)
         ]
-        starts = tuple((side, x) for side, (x, _) in where.items())
-        return cls(Problem.of(op.op, whole), tuple(own), op, starts)
+        return cls(Problem.of(op.op, whole), own, op, tuple(specs[len(own) :]))
 
     @property
     def sides(self) -> tuple[str, ...]:
         """The sides that are packed, of "rows" and "keys"."""
         return self.op.sides if self.op else ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the tables."""
+        return self.op.roles[len(self.op.op.ranks) :] if self.op else ()
+
+    @property
+    def pages(self) -> TensorSpec | None:
+        """The table of pages, if k and v lie in them."""
+        return self.tables[-1] if self.op and self.op.paged else None
 
     @property
     def T(self) -> int | None:
@@ -114,6 +123,9 @@ class Layout:
     def strides(self, name: str, spec: TensorSpec) -> Strides:
         """The strides of a tensor as kernels take them; name: "k", "dlse", ..."""
         side = "keys" if name in KEY_TENSORS else "rows"
+        if side == "keys" and self.pages is not None:
+            page, row, head, each = spec.strides
+            return page, head, row, each
         if side not in self.sides:
             return spec.strides
         row, head, *each = spec.strides
@@ -161,16 +173,18 @@ class Layout:
 
     def pointers(self) -> dict[str, str | None]:
         """The tensors that say where sequences lie, by parameter; None for those not there."""
-        names = (*STARTS.values(), *LENGTHS.values())
+        names = (*STARTS.values(), *LENGTHS.values(), *self.names[len(self.sides) :])
         there = {table[side] for side in self.sides for table in (STARTS, LENGTHS)}
+        if self.pages is not None and LENGTHS["keys"] in self.problem.by_role.mask:
+            there.add(LENGTHS["keys"])
         return {f"{name}_ptr": name if name in there else None for name in names}
 
     def where(
-        self, mask: Mapping[str, torch.Tensor], starts: Sequence[torch.Tensor]
+        self, mask: Mapping[str, torch.Tensor], tables: Sequence[torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """The tensors that say where sequences lie, by name. mask: those that the mask reads."""
         named = {n: mask[n] for n in LENGTHS.values() if n in mask}
-        return named | dict(zip((STARTS[side] for side in self.sides), starts, strict=True))
+        return named | dict(zip(self.names, tables, strict=True))
 
     def sizes(self) -> dict[str, int | None]:
         """What kernels know of packed tensors, by parameter."""
@@ -181,26 +195,40 @@ class Layout:
 
     def paging(self) -> dict[str, str | int | None]:
         """What kernels know of keys in pages, by parameter."""
-        return {"pages_ptr": None, "pages_stride": 0, "POOL": 0, "PAGE": 0}
+        if self.pages is None:
+            return {"pages_ptr": None, "pages_stride": 0, "POOL": 0, "PAGE": 0}
+        count, page = self.specs[1].shape[:2]
+        return {"pages_stride": self.pages.strides[0], "POOL": count, "PAGE": page}
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """The dtype of each tensor that says where sequences lie."""
         mask = self.problem.by_role.mask
-        dtypes = {STARTS[side]: x.dtype for side, x in self.starts}
+        dtypes = {name: x.dtype for name, x in zip(self.names, self.tables, strict=True)}
         return dtypes | {n: mask[n].dtype for n in LENGTHS.values() if n in mask}
 
     def reasons(self) -> Iterator[Reason]:
         """What the kernels do not take of packed tensors."""
-        if not self.sides:
-            return
-        if self.problem.B > MOST_SEQUENCES:
+        if self.pages is not None:
+            yield from self.page_reasons(self.pages)
+        if self.sides and self.problem.B > MOST_SEQUENCES:
             limit = f"takes up to {MOST_SEQUENCES} packed sequences"
             yield Reason("sequences", limit, f"there are {self.problem.B}")
         grad, roles = self.problem.grad, self.problem.node.roles
         for role, wanted in zip(roles, grad.wants if grad else (), strict=False):
-            if wanted and role not in ("q", "k", "v", "sinks"):
+            if self.op and wanted and role not in ("q", "k", "v", "sinks"):
                 limit = "has gradients of q, k, v and sinks of packed tensors"
                 yield Reason(f"packed_gradient.{role}", limit, f"that of {role} is wanted")
+
+    def page_reasons(self, pages: TensorSpec) -> Iterator[Reason]:
+        """What the kernels do not take of keys in pages."""
+        if self.problem.grad is not None:
+            limit = "has no gradients of what reads keys in pages"
+            yield Reason("page_gradient", limit, "the graph is one")
+        if pages.shape[1] > 1 and pages.strides[1] != 1:
+            limit = "reads tables whose entries lie side by side"
+            yield Reason("pages_stride", limit, f"pages is {pages}")
+        if not self.specs[1].shape[0]:
+            yield Reason("pool", "needs a page at least", f"k is {self.specs[1]}")
 
 
 def read_operands(graph: Graph, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
