@@ -79,7 +79,8 @@ class Layout:
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the tables."""
-        return self.op.roles[len(self.op.op.ranks) :] if self.op else ()
+        starts = (STARTS[side] for side in self.sides)
+        return (*starts, *("pages",) * (self.op is not None and self.op.paged))
 
     @property
     def pages(self) -> TensorSpec | None:
@@ -174,7 +175,7 @@ class Layout:
     def pointers(self) -> dict[str, str | None]:
         """The tensors that say where sequences lie, by parameter; None for those not there."""
         names = (*STARTS.values(), *LENGTHS.values(), *self.names[len(self.sides) :])
-        there = {table[side] for side in self.sides for table in (STARTS, LENGTHS)}
+        there = {*self.names, *(LENGTHS[side] for side in self.sides)}
         if self.pages is not None and LENGTHS["keys"] in self.problem.by_role.mask:
             there.add(LENGTHS["keys"])
         return {f"{name}_ptr": name if name in there else None for name in names}
