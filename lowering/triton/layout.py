@@ -125,8 +125,8 @@ class Layout:
         """The strides of a tensor as kernels take them; name: "k", "dlse", ..."""
         side = "keys" if name in KEY_TENSORS else "rows"
         if side == "keys" and self.pages is not None:
-            page, row, head, each = spec.strides
-            return page, head, row, each
+            page, line, g, last = spec.strides
+            return page, g, line, last
         if side not in self.sides:
             return spec.strides
         row, head, *each = spec.strides

@@ -29,7 +29,7 @@ SPEC = ag.TensorSpec
 I32 = torch.int32
 HALF = (torch.float32, torch.float16, torch.bfloat16)
 FEW = 1 if settings().max_examples < 100 else settings().max_examples // 10  # each is interpreted
-LONG = Batch((40, 1, 0, 33), (70, 0, 9, 33), ((0, 2), (1, 0), (35, 40), (0, 0)), True)
+LONG = Batch((40, 1), (70, 9), ((35, 40), (0, 2)), True)
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"mask": ag.Causal("bottom_right")},
@@ -192,9 +192,9 @@ def test_paged_is_dense_bit_by_bit() -> None:
 @pytest.mark.parametrize(
     ("starts", "lengths"),
     [
-        ([-9, 50, 20, 10**6, 99], [10**6, -5, 50, 7]),
-        ([90, 60, 30, 0, -7], [5, 5, 5, 5]),
-        ([0, 10**9, 10**9, 10**9, 10**9], [10**9] * 4),
+        ([-9, 50, 20], [10**6, -5]),
+        ([90, 30, -7], [5, 5]),
+        ([0, 10**9, 10**9], [10**9] * 2),
     ],
 )
 def test_nothing_is_read_or_written_outside_whatever_the_starts_are(
