@@ -6,7 +6,7 @@ few programs to fill a GPU, several share the keys of one head.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, final
+from typing import Any, final
 
 import torch
 from attrs import evolve, frozen
@@ -14,20 +14,24 @@ from attrs import evolve, frozen
 from attn_graph.kernels.tilings import MERGE, VARIANTS, Tiling, padded_head_size, split_tiling
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.triton.few_rows import is_decoding
-from attn_graph.lowering.triton.launches import Launch
+from attn_graph.lowering.triton.launches import Launch, Pointers
 from attn_graph.lowering.triton.layout import Layout
 from attn_graph.machine.sizes import format_bytes
 from attn_graph.machine.target import Target
 from attn_graph.machine.workspace import Buffer
 
-if TYPE_CHECKING:
-    from attn_graph.lowering.triton.plan import FlashBuilder
-
 WAVES = 2  # programs of four warps that a multiprocessor runs at once
 LEAST_KEYS = 256  # of a part: fewer take as long to merge as to read
 FIXED_KEYS = 512  # of a part, where its bits may not depend on the batch
 WORTH = 16  # times as many keys as rows: reading them once saves more than merging one part takes
-OF_ROWS = ("q_starts_ptr", "q_lengths_ptr", "T", "BATCH")  # of packed queries, which have no parts
+PARTS, PARTS_LSE = "parts", "parts.lse"  # buffers: sums of all parts, and their lse
+RESULTS = ("o_ptr", "lse_ptr", "sinks_ptr")  # what the kernel that merges reads and writes
+MERGED = ("M", "E", "WIDTH_E", "UPCAST")
+UNREAD = (  # of packed queries and of dropout, which have no parts
+    *("q_starts_ptr", "q_lengths_ptr", "T", "BATCH"),
+    *("keep_scale", "threshold", "origin", "DROPOUT"),
+)
+Fixed = dict[str, Any]  # arguments of a kernel
 TURNS = 3  # of so many sizes Triton's interpreter divides the keys of one
 
 
@@ -41,14 +45,15 @@ class KeyDivision:
     parts: int
     each: int
 
-    def shapes(self, problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of the sums of all parts, and of their lse."""
+    def buffers(self, problem: Problem) -> dict[str, Buffer]:
+        """The sums of all parts, and their lse."""
         lse = (self.parts, problem.B, problem.H, problem.M)
-        return (*lse, problem.E), lse
+        shapes = {PARTS: (*lse, problem.E), PARTS_LSE: lse}
+        return {name: Buffer(shape, torch.float32) for name, shape in shapes.items()}
 
     def scratch(self, problem: Problem) -> int:
         """Bytes of both."""
-        return sum(Buffer(shape, torch.float32).bytes for shape in self.shapes(problem))
+        return sum(buffer.bytes for buffer in self.buffers(problem).values())
 
 
 def divide_keys(
@@ -92,19 +97,17 @@ def choose_split_tiling(problem: Problem, target: Target, rows: int, variant: st
     return evolve(tile, block_m=max(tile.block_m, padded_head_size(p.M)))
 
 
-def add_split_forward(builder: FlashBuilder, division: KeyDivision) -> None:
-    """Add the launches: of the parts, and of what merges them."""
-    p, tile = builder.problem, division.tile
-    parts, lse = (Buffer(shape, torch.float32) for shape in division.shapes(p))
-    builder.buffers |= {"parts": parts, "parts.lse": lse}
-    pointers, absent = builder.operands("q", "k", "v")
-    given = builder.common()
-    unread = ("keep_scale", "threshold", "origin", "DROPOUT")
-    there, sizes = builder.placed()
-    absent |= {name: x for name, x in sizes.items() if name not in OF_ROWS}
-    absent |= builder.layout.paging()
-    pointers |= there
-    fixed = {name: x for name, x in given.items() if name not in unread} | {
+def split_launches(
+    division: KeyDivision, layout: Layout, pointers: Pointers, fixed: Fixed, texts: dict[str, str]
+) -> list[Launch]:
+    """The launches of the parts, and of what merges them.
+
+    pointers, fixed: of both, and what other forwards read besides.
+    """
+    p, tile = layout.problem, division.tile
+    parts: Pointers = {"parts_ptr": PARTS, "parts_lse_ptr": PARTS_LSE}
+    reads = {name: x for name, x in pointers.items() if name not in RESULTS} | parts
+    own = {
         "B": p.B,
         "H": p.H,
         "G": p.G,
@@ -114,44 +117,30 @@ def add_split_forward(builder: FlashBuilder, division: KeyDivision) -> None:
         "BLOCK_N": tile.block_n,
         "FOLD": not p.low_scale and not p.node.modifiers,
     }
-    pointers |= {"parts_ptr": "parts", "parts_lse_ptr": "parts.lse"}
-    if builder.data():
-        pointers["data"] = builder.data()
-    else:
-        absent["data"] = None
+    own = {name: x for name, x in fixed.items() if name not in (*UNREAD, *RESULTS)} | own
     grid = p.B * p.G * division.parts * -(-division.rows // tile.block_m)
-    texts = builder.texts("keep", "strip", "change")
-    launch = Launch("split_forward", grid, pointers, fixed | absent, texts, *tile.options)
-    builder.launches += [launch, merge_launch(builder, division)]
-    builder.division = describe_division(builder, division)
-
-
-def merge_launch(builder: FlashBuilder, division: KeyDivision) -> Launch:
-    """The launch that merges the parts."""
-    p, sinks = builder.problem, builder.problem.by_role.sinks
-    pointers, absent = builder.operands("o", "lse", "sinks")
-    pointers |= {"parts_ptr": "parts", "parts_lse_ptr": "parts.lse"}
-    fixed = {
-        "o_strides": builder.layout.strides("o", builder.layout.o()),
+    results = {name: x for name, x in pointers.items() if name in RESULTS} | parts
+    sinks, o = p.by_role.sinks, layout.strides("o", layout.o())
+    merged = {name: x for name, x in fixed.items() if name in (*RESULTS, *MERGED)} | {
+        "o_strides": o,
         "sinks_stride": sinks.strides[0] if sinks else 0,
         "H": p.H,
         "SPLITS": division.parts,
-        "M": p.M,
-        "E": p.E,
-        "WIDTH_E": padded_head_size(p.E),
-        "UPCAST": builder.target.interprets,
     }
-    return Launch("merge_parts", p.B * p.H * p.M, pointers, fixed | absent, {}, *MERGE.options)
+    return [
+        Launch("split_forward", grid, reads, own, texts, *tile.options),
+        Launch("merge_parts", p.B * p.H * p.M, results, merged, {}, *MERGE.options),
+    ]
 
 
-def describe_division(builder: FlashBuilder, division: KeyDivision) -> str:
+def describe_division(problem: Problem, target: Target, division: KeyDivision) -> str:
     """How the keys are divided, for `explain`, and how long moving everything takes at least."""
-    p, tile = builder.problem, division.tile
+    p, tile = problem, division.tile
     keys = max(division.each * tile.block_n, -(-p.N // division.parts))
     shared = f"{p.H // p.G} heads that share keys are rows of one tile; " if p.H > p.G else ""
     scratch, itemsize = division.scratch(p), p.dtype.itemsize
     moved = itemsize * (p.B * p.G * p.N * (p.D + p.E) + p.B * p.H * p.M * (p.D + p.E)) + 2 * scratch
-    bandwidth = builder.target.bandwidth
+    bandwidth = target.bandwidth
     time = "" if bandwidth is None else f", {moved / bandwidth * 1e3:.2g} ms at its bandwidth"
     count = (
         "one part" if division.parts == 1 else f"{division.parts} parts, which merge_parts joins"

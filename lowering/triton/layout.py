@@ -238,3 +238,8 @@ def read_operands(graph: Graph, tensors: Sequence[torch.Tensor]) -> list[torch.T
     for eqn in graph.eqns[:-1]:
         values += eqn.op.run(*(values[i] for i in eqn.args))
     return [values[i] for i in graph.eqns[-1].args]
+
+
+def new_tensor(spec: TensorSpec, device: torch.device) -> torch.Tensor:
+    """An uninitialised tensor of a spec."""
+    return torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device=device)

@@ -11,7 +11,12 @@ from attrs import Factory, define, field, frozen
 from attn_graph.ir.philox import flat_origin, threshold
 from attn_graph.kernels.tilings import DELTA, SUMS, Pass, Tiling, padded_head_size
 from attn_graph.lowering.problem import Problem
-from attn_graph.lowering.triton.decode import add_split_forward, divide_keys
+from attn_graph.lowering.triton.decode import (
+    KeyDivision,
+    describe_division,
+    divide_keys,
+    split_launches,
+)
 from attn_graph.lowering.triton.device_code import (
     Contribution,
     DeviceCode,
@@ -21,7 +26,7 @@ from attn_graph.lowering.triton.device_code import (
 )
 from attn_graph.lowering.triton.device_lists import DeviceLists
 from attn_graph.lowering.triton.launches import Launch, Pointers, check_interpreter
-from attn_graph.lowering.triton.layout import Layout
+from attn_graph.lowering.triton.layout import Layout, new_tensor
 from attn_graph.lowering.triton.operands import takes_tf32
 from attn_graph.lowering.triton.programs import (
     begins_last,
@@ -127,11 +132,6 @@ class Flash:
     def new_gradient(self, n: int, device: torch.device) -> torch.Tensor:
         """An uninitialised gradient of operand n: q, k or v."""
         return new_tensor(self.layout.gradient(n), device)
-
-
-def new_tensor(spec: TensorSpec, device: torch.device) -> torch.Tensor:
-    """An uninitialised tensor of a spec."""
-    return torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device=device)
 
 
 @final
@@ -305,7 +305,20 @@ class FlashBuilder:
         if division is None:
             self.whole_forward()
         else:
-            add_split_forward(self, division)
+            self.split_forward(division)
+
+    def split_forward(self, division: KeyDivision) -> None:
+        """Add the launches of parts of the keys, and of what merges them."""
+        there, sizes = self.placed()
+        named, absent = self.operands("q", "k", "v", "o", "lse", "sinks")
+        data = self.data() or None
+        fixed = self.common() | absent | sizes | self.layout.paging()
+        pointers = named | there | ({"data": data} if data else {})
+        self.buffers |= division.buffers(self.problem)
+        texts = self.texts("keep", "strip", "change")
+        fixed |= {} if data else {"data": None}
+        self.launches += split_launches(division, self.layout, pointers, fixed, texts)
+        self.division = describe_division(self.problem, self.target, division)
 
     def whole_forward(self) -> None:
         """Add the launch in which a program takes all keys of a block of queries."""
