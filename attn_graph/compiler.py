@@ -104,6 +104,7 @@ def compile(
     backends: Sequence[str | Backend] | None = None,
     avoid: Sequence[str | Backend] = (),
     deterministic: bool = False,
+    batch_invariant: bool = False,
     precision: Precision | None = None,
     on_fallback: Fallback = "ignore",
     max_workspace: int | str | None = None,
@@ -131,6 +132,7 @@ def compile(  # type: ignore[misc]  # the options of the second are those of the
     backends: Sequence[str | Backend] | None = None,
     avoid: Sequence[str | Backend] = (),
     deterministic: bool = False,
+    batch_invariant: bool = False,
     precision: Precision | None = None,
     on_fallback: Fallback = "ignore",
     max_workspace: int | str | None = None,
@@ -150,6 +152,8 @@ def compile(  # type: ignore[misc]  # the options of the second are those of the
     avoid: names or records that are not to run, whoever else would.
     deterministic: bitwise the same results on the same machine, every run, both passes. So it is
     also while torch.use_deterministic_algorithms is on.
+    batch_invariant: bitwise the same for a batch entry alone, among others, and in a longer cache
+    (kv_lengths), both passes. Who divides sums by the size of the batch refuses.
     precision: of products of float32 tensors. "ieee": float32, and who can't refuses. "tf32":
     inputs may be rounded to TF32 on GPUs, on CPUs as PyTorch's switch says. None: as
     torch.backends.cuda.matmul.fp32_precision, of CPUs torch.backends.mkldnn, says.
@@ -174,8 +178,8 @@ def compile(  # type: ignore[misc]  # the options of the second are those of the
     shunned = (avoided.get() if backends is None else ()) + as_tuple("avoid", avoid)
     switches, where = read_switches(), Target.here() if target is None else target
     request = (
-        graph, where, among, shunned, deterministic, precision, on_fallback, max_workspace,
-        workspace, store, tune, switches, group,
+        graph, where, among, shunned, deterministic, batch_invariant, precision, on_fallback,
+        max_workspace, workspace, store, tune, switches, group,
     )  # fmt: skip
     plan = find_known(request) if isinstance(graph, Graph) else None
     if plan is None:
@@ -188,7 +192,9 @@ def compile(  # type: ignore[misc]  # the options of the second are those of the
             store=resolve_store(store),
             on_fallback=one_of("on_fallback", on_fallback, Fallback),
             tune=one_of("tune", tune, Switch),
-            **constraints(place, switches, shunned, deterministic, precision, max_workspace),
+            **constraints(
+                place, switches, shunned, deterministic, batch_invariant, precision, max_workspace
+            ),
         )
         recipe = Recipe(place, options, among)
         if isinstance(graph, Compilable):
@@ -206,6 +212,7 @@ def explain(
     backends: Sequence[str | Backend] | None = None,
     avoid: Sequence[str | Backend] = (),
     deterministic: bool = False,
+    batch_invariant: bool = False,
     precision: Precision | None = None,
     max_workspace: int | str | None = None,
     store: Store | str | os.PathLike[str] | bool = True,
@@ -231,6 +238,7 @@ def explain(
     backends: Sequence[str | Backend] | None = None,
     avoid: Sequence[str | Backend] = (),
     deterministic: bool = False,
+    batch_invariant: bool = False,
     precision: Precision | None = None,
     max_workspace: int | str | None = None,
     store: Store | str | os.PathLike[str] | bool = True,
@@ -258,6 +266,7 @@ def explain(
     if isinstance(graph, Compilable):
         unread = {"backends": backends, "precision": precision, "max_workspace": max_workspace}
         unread |= {"avoid": avoid or None, "deterministic": deterministic or None, "wants": wants}
+        unread |= {"batch_invariant": batch_invariant or None}
         for name, value in unread.items():
             require_absent(name, value, "graphs of one device")
         return graph.explain(resolve_target(target), link)
@@ -268,7 +277,15 @@ def explain(
     place = resolve_target(target)
     options = Options(
         store=resolve_store(store),
-        **constraints(place, read_switches(), shunned, deterministic, precision, max_workspace),
+        **constraints(
+            place,
+            read_switches(),
+            shunned,
+            deterministic,
+            batch_invariant,
+            precision,
+            max_workspace,
+        ),
     )
     with neutral_state(), place.current():
         return explain_graph(

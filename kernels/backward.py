@@ -17,7 +17,7 @@ from attn_graph.kernels.common import (
     full_tile,
     head_ptr,
     key_tiles,
-    listed_block,
+    line_of,
     live_rows_at,
     mixed_tile,
     modify_scores,
@@ -27,6 +27,15 @@ from attn_graph.kernels.common import (
     rows_at,
     rows_of,
     store_rows,
+)
+from attn_graph.kernels.sequences import (
+    head_at,
+    length_of,
+    list_of,
+    place_rows,
+    sequence_at,
+    tiles_within,
+    within_sequence,
 )
 
 
@@ -98,11 +107,12 @@ def score_gradient(
 @triton.jit(do_not_specialize=SIZES)
 def query_gradient(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, seed_ptr, offset_ptr, lists_ptr,
+    q_starts_ptr, q_lengths_ptr, kv_starts_ptr, kv_lengths_ptr,
     data, numbers, q_strides, k_strides, v_strides, do_strides, dq_strides, lists_strides,
-    H, GROUP, M, N, TOGETHER, scale, keep_scale, threshold, origin,
+    B, H, GROUP, M, N, T, T_KEYS, TOGETHER, scale, keep_scale, threshold, origin,
     EVEN: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LAST_FIRST: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LAST_FIRST: tl.constexpr, BATCH: tl.constexpr,
     KEEP: tl.constexpr, STRIP: tl.constexpr, CHANGE: tl.constexpr, BACK: tl.constexpr,
     DROPOUT: tl.constexpr, LISTED: tl.constexpr, BLIND: tl.constexpr, UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -110,35 +120,39 @@ def query_gradient(
     """One program: dq [BLOCK_M,D] of one head, over all keys that its queries may see.
 
     BLIND: whether rows may see no key: 0 no, 1 only by the mask, and so never in a full tile, 2
-    by a modifier too.
+    by a modifier too. Packed tensors are as those of `forward`.
     """
     N = even_length(N, EVEN)
-    place, h, b = place_program(tl.cdiv(M, BLOCK_M), H, TOGETHER, LAST_FIRST)
-    block = listed_block(place, lists_ptr, lists_strides, LISTED)
+    place, block, h, b, row, M, extent, line = place_rows(
+        q_starts_ptr, q_lengths_ptr, lists_ptr, lists_strides, B, H, M, T, TOGETHER,
+        BATCH, BLOCK_M, LAST_FIRST, LISTED,
+    )  # fmt: skip
+    key, N = length_of(kv_starts_ptr, kv_lengths_ptr, b, T_KEYS, N)
     first = block * BLOCK_M
     i = (first + tl.arange(0, BLOCK_M))[:, None]
-    q = rows_of(q_ptr, q_strides, b, h, first, M, D, BLOCK_M, WIDTH_D, UPCAST)
-    row = (tl.cast(b, tl.int64) * H + h) * M
-    lse = base2(load_statistics(lse_ptr + row, first, M, float("-inf"), BLOCK_M, False))[:, None]
-    surplus = load_statistics(delta_ptr + row, first, M, 0.0, BLOCK_M, False)[:, None]
+    q_head = head_at(q_ptr, q_strides, b, h, q_starts_ptr, row, 0)
+    q = rows_at(q_head, q_strides, first, M, D, BLOCK_M, WIDTH_D, False, UPCAST)
+    lse = base2(load_statistics(lse_ptr + line, first, M, float("-inf"), BLOCK_M, False))[:, None]
+    surplus = load_statistics(delta_ptr + line, first, M, 0.0, BLOCK_M, False)[:, None]
     do = q
     if do_ptr is not None:
-        do_head = head_ptr(do_ptr, do_strides, b, h)
+        do_head = head_at(do_ptr, do_strides, b, h, q_starts_ptr, row, 0)
         do = live_rows_at(
             do_head, do_strides, first, M, lse, E, BLOCK_M, WIDTH_E, False, BLIND > 0, UPCAST
         )
-    k_head = head_ptr(k_ptr, k_strides, b, h // GROUP)
-    v_head = head_ptr(v_ptr, v_strides, b, h // GROUP)
+    k_head = head_at(k_ptr, k_strides, b, h // GROUP, kv_starts_ptr, key, 0)
+    v_head = head_at(v_ptr, v_strides, b, h // GROUP, kv_starts_ptr, key, 0)
     dq = tl.zeros([BLOCK_M, WIDTH_D], tl.float32)
 
     if LISTED:
-        lists_ptr = head_ptr(lists_ptr, lists_strides, b, h) + place * lists_strides[2]
+        lists_ptr = list_of(lists_ptr, lists_strides, b, h, place, first, M)
         start, full_start, full_stop, stop = 0, 0, 0, 0
     else:
         start, full_start, full_stop, stop = key_tiles(
             block, b, M, N, data, numbers, STRIP, BLOCK_M, BLOCK_N
         )
     full, mixed = count_tiles(lists_ptr, start, full_start, full_stop, stop, LISTED)
+    full, mixed = tiles_within(full, mixed, q_starts_ptr, first, M, LISTED)
     for t in range(full):
         n = full_tile(t, lists_ptr, full_start, LISTED)
         dq = add_query_gradient(
@@ -157,8 +171,9 @@ def query_gradient(
             D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
             KEEP, CHANGE, BACK, DROPOUT, True, UPCAST, PRECISION,
         )  # fmt: skip
-    dq_head = head_ptr(dq_ptr, dq_strides, b, h)
-    store_rows(dq_head, dq_strides, first, M, dq * scale, D, BLOCK_M, WIDTH_D, UPCAST)
+    dq = within_sequence(dq, q_starts_ptr, first, M, 0.0, BLOCK_M)
+    dq_head = head_at(dq_ptr, dq_strides, b, h, q_starts_ptr, row, 0)
+    store_rows(dq_head, dq_strides, first, extent, dq * scale, D, BLOCK_M, WIDTH_D, UPCAST)
 
 
 @triton.jit
@@ -194,12 +209,14 @@ def add_query_gradient(
 @triton.jit(do_not_specialize=SIZES)
 def key_gradient(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
-    seed_ptr, offset_ptr, lists_ptr, data, numbers,
+    seed_ptr, offset_ptr, lists_ptr, q_starts_ptr, q_lengths_ptr, kv_starts_ptr, kv_lengths_ptr,
+    data, numbers,
     q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, lists_strides,
-    G, GROUP, SPLITS, M, N, TOGETHER, scale, keep_scale, threshold, origin,
+    B, G, GROUP, SPLITS, M, N, T, T_KEYS, TOGETHER, scale, keep_scale, threshold, origin,
     EVEN: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LAST_FIRST: tl.constexpr, GROUPED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LAST_FIRST: tl.constexpr, BATCH: tl.constexpr,
+    GROUPED: tl.constexpr,
     KEEP: tl.constexpr, STRIP: tl.constexpr, CHANGE: tl.constexpr, BACK: tl.constexpr,
     DROPOUT: tl.constexpr, LISTED: tl.constexpr, BLIND: tl.constexpr, UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -210,17 +227,26 @@ def key_gradient(
     the GROUP query heads; dk and dv then have G * SPLITS heads, which `sum_parts` adds up. Tiles
     are transposed, [BLOCK_N,BLOCK_M], so that weights enter the products untransposed. Without
     dk_ptr or dv_ptr only the other is computed, for tiles where the registers cannot hold both
-    sums. GROUPED: whether GROUP is not 1; a loop less takes fewer registers.
+    sums. GROUPED: whether GROUP is not 1; a loop less takes fewer registers. Packed tensors are as
+    those of `forward`.
     """
     N = even_length(N, EVEN)
-    place, part, b = place_program(tl.cdiv(N, BLOCK_N), G * SPLITS, TOGETHER, LAST_FIRST)
-    block = listed_block(place, lists_ptr, lists_strides, LISTED)
+    place, block, part, b, key, N, extent, _ = place_rows(
+        kv_starts_ptr, kv_lengths_ptr, lists_ptr, lists_strides, B, G * SPLITS, N, T_KEYS, TOGETHER,
+        BATCH, BLOCK_N, LAST_FIRST, LISTED,
+    )  # fmt: skip
+    row, line, length = 0, line_of(b, 0, G * GROUP, M), M
+    if q_starts_ptr is not None:
+        row, M = sequence_at(q_starts_ptr, q_lengths_ptr, b, T, M)
+        line, length = tl.cast(row, tl.int64), T
     g, split = part // SPLITS, part % SPLITS
     each = tl.cdiv(GROUP, SPLITS)
     first = block * BLOCK_N
     j = (first + tl.arange(0, BLOCK_N))[:, None]
-    k = rows_of(k_ptr, k_strides, b, g, first, N, D, BLOCK_N, WIDTH_D, UPCAST)
-    v = rows_of(v_ptr, v_strides, b, g, first, N, E, BLOCK_N, WIDTH_E, UPCAST)
+    k_head = head_at(k_ptr, k_strides, b, g, kv_starts_ptr, key, 0)
+    v_head = head_at(v_ptr, v_strides, b, g, kv_starts_ptr, key, 0)
+    k = rows_at(k_head, k_strides, first, N, D, BLOCK_N, WIDTH_D, False, UPCAST)
+    v = rows_at(v_head, v_strides, first, N, E, BLOCK_N, WIDTH_E, False, UPCAST)
     dk = tl.zeros([BLOCK_N, WIDTH_D], tl.float32)
     dv = tl.zeros([BLOCK_N, WIDTH_E], tl.float32)
     start, full_start, full_stop, stop = 0, 0, 0, 0
@@ -232,17 +258,18 @@ def key_gradient(
         h = g * GROUP + split * each + r
         list_ptr = lists_ptr
         if LISTED:
-            list_ptr = head_ptr(lists_ptr, lists_strides, b, h) + place * lists_strides[2]
+            list_ptr = list_of(lists_ptr, lists_strides, b, h, place, first, N)
         full, mixed = count_tiles(list_ptr, start, full_start, full_stop, stop, LISTED)
-        q_head = head_ptr(q_ptr, q_strides, b, h)
+        full, mixed = tiles_within(full, mixed, kv_starts_ptr, first, N, LISTED)
+        q_head = head_at(q_ptr, q_strides, b, h, q_starts_ptr, row, 0)
         do_head = q_head
         if do_ptr is not None:
-            do_head = head_ptr(do_ptr, do_strides, b, h)
-        row = (tl.cast(b, tl.int64) * (G * GROUP) + h) * M
+            do_head = head_at(do_ptr, do_strides, b, h, q_starts_ptr, row, 0)
+        at = line + tl.cast(h, tl.int64) * length
         for t in range(full):
             n = full_tile(t, list_ptr, full_start, LISTED)
             dk, dv = add_key_gradient(
-                dk, dv, k, v, q_head, do_head, lse_ptr + row, delta_ptr + row,
+                dk, dv, k, v, q_head, do_head, lse_ptr + at, delta_ptr + at,
                 n * BLOCK_M, first, j, dk_ptr, dv_ptr, do_ptr, seed_ptr, offset_ptr, data, numbers,
                 q_strides, do_strides, b, h, G * GROUP, M, N, scale, keep_scale, threshold, origin,
                 D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
@@ -251,18 +278,20 @@ def key_gradient(
         for t in range(mixed):
             n = mixed_tile(t, list_ptr, start, full_start, full_stop, full, LISTED)
             dk, dv = add_key_gradient(
-                dk, dv, k, v, q_head, do_head, lse_ptr + row, delta_ptr + row,
+                dk, dv, k, v, q_head, do_head, lse_ptr + at, delta_ptr + at,
                 n * BLOCK_M, first, j, dk_ptr, dv_ptr, do_ptr, seed_ptr, offset_ptr, data, numbers,
                 q_strides, do_strides, b, h, G * GROUP, M, N, scale, keep_scale, threshold, origin,
                 D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
                 KEEP, CHANGE, BACK, DROPOUT, True, BLIND > 0, UPCAST, PRECISION,
             )  # fmt: skip
     if dk_ptr is not None:
-        dk_head = head_ptr(dk_ptr, dk_strides, b, part)
-        store_rows(dk_head, dk_strides, first, N, dk * scale, D, BLOCK_N, WIDTH_D, UPCAST)
+        dk = within_sequence(dk, kv_starts_ptr, first, N, 0.0, BLOCK_N)
+        dk_head = head_at(dk_ptr, dk_strides, b, part, kv_starts_ptr, key, 0)
+        store_rows(dk_head, dk_strides, first, extent, dk * scale, D, BLOCK_N, WIDTH_D, UPCAST)
     if dv_ptr is not None:
-        dv_head = head_ptr(dv_ptr, dv_strides, b, part)
-        store_rows(dv_head, dv_strides, first, N, dv, E, BLOCK_N, WIDTH_E, UPCAST)
+        dv = within_sequence(dv, kv_starts_ptr, first, N, 0.0, BLOCK_N)
+        dv_head = head_at(dv_ptr, dv_strides, b, part, kv_starts_ptr, key, 0)
+        store_rows(dv_head, dv_strides, first, extent, dv, E, BLOCK_N, WIDTH_E, UPCAST)
 
 
 @triton.jit

@@ -13,7 +13,10 @@ LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 FAR: tl.constexpr = tl.constexpr(1 << 30)  # beyond every position
 # Parameters of which no kernel is made for 1 or for multiples of 16 apart: it would gain nothing.
-SIZES = ("H", "G", "GROUP", "SPLITS", "M", "N", "TOGETHER", "threshold")
+SIZES = (
+    *("B", "H", "G", "GROUP", "SPLITS", "EACH", "M", "N", "T", "T_KEYS", "POOL", "TOGETHER"),
+    *("pages_stride", "threshold"),
+)
 
 
 @triton.jit
@@ -61,6 +64,12 @@ def even_length(N, EVEN: tl.constexpr):
 def head_ptr(ptr, strides, b, h):
     """The address of x[b,h], computed in 64 bits."""
     return ptr + tl.cast(b, tl.int64) * strides[0] + tl.cast(h, tl.int64) * strides[1]
+
+
+@triton.jit
+def line_of(b, h, H, M):
+    """Where the line of a head begins in a statistic [B,H,M], which is in C order."""
+    return (tl.cast(b, tl.int64) * H + h) * M
 
 
 @triton.jit

@@ -11,27 +11,35 @@ from attn_graph.kernels.common import (
     dropout_keeps_tile,
     even_length,
     full_tile,
-    head_ptr,
     key_tiles,
-    listed_block,
     mixed_tile,
-    place_program,
     round_to,
     rows_at,
-    rows_of,
     softmax_step,
     store_rows,
+)
+from attn_graph.kernels.sequences import (
+    head_at,
+    key_rows,
+    length_of,
+    list_of,
+    place_rows,
+    tiles_within,
+    within_sequence,
 )
 
 
 @triton.jit(do_not_specialize=("sinks_stride", *SIZES))
 def forward(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, max_ptr, sinks_ptr, seed_ptr, offset_ptr, lists_ptr,
+    q_starts_ptr, q_lengths_ptr, kv_starts_ptr, kv_lengths_ptr, pages_ptr,
     data, numbers, q_strides, k_strides, v_strides, o_strides, lists_strides, sinks_stride,
-    H, GROUP, M, N, TOGETHER, scale, keep_scale, threshold, origin,
+    pages_stride, B, H, GROUP, M, N, T, T_KEYS, POOL, TOGETHER,
+    scale, keep_scale, threshold, origin,
     EVEN: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LAST_FIRST: tl.constexpr,
+    BATCH: tl.constexpr, PAGE: tl.constexpr,
     KEEP: tl.constexpr, STRIP: tl.constexpr, CHANGE: tl.constexpr, FOLD: tl.constexpr,
     DROPOUT: tl.constexpr, LISTED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -40,48 +48,60 @@ def forward(
     q [B,H,M,D], k [B,G,N,D], v [B,G,N,E] -> o [B,H,M,E], lse [B,H,M] (natural logarithm), max
     [B,H,M] (of the scores); both float32 in C order, and not stored where their pointer is None.
     GROUP = H / G. Inside, scores and maxima are in base 2. FOLD: see `softmax_step`.
+
+    With q_starts_ptr q is packed, T rows of each head, and so are o and the statistics [H,T]; with
+    kv_starts_ptr k and v are, T_KEYS rows. M and N are the most of a sequence then. With pages_ptr
+    k and v are POOL pages of PAGE rows; see kernels/sequences.py.
     """
     N = even_length(N, EVEN)
-    place, h, b = place_program(tl.cdiv(M, BLOCK_M), H, TOGETHER, LAST_FIRST)
-    block = listed_block(place, lists_ptr, lists_strides, LISTED)
+    place, block, h, b, row, M, extent, line = place_rows(
+        q_starts_ptr, q_lengths_ptr, lists_ptr, lists_strides, B, H, M, T, TOGETHER,
+        BATCH, BLOCK_M, LAST_FIRST, LISTED,
+    )  # fmt: skip
+    key, N = length_of(kv_starts_ptr, kv_lengths_ptr, b, T_KEYS, N)
+    pages = tl.cast(b, tl.int64) * pages_stride
     first = block * BLOCK_M
     i = (first + tl.arange(0, BLOCK_M))[:, None]
-    q = rows_of(q_ptr, q_strides, b, h, first, M, D, BLOCK_M, WIDTH_D, UPCAST)
-    k_head = head_ptr(k_ptr, k_strides, b, h // GROUP)
-    v_head = head_ptr(v_ptr, v_strides, b, h // GROUP)
+    q_head = head_at(q_ptr, q_strides, b, h, q_starts_ptr, row, 0)
+    q = rows_at(q_head, q_strides, first, M, D, BLOCK_M, WIDTH_D, False, UPCAST)
+    k_head = head_at(k_ptr, k_strides, b, h // GROUP, kv_starts_ptr, key, PAGE)
+    v_head = head_at(v_ptr, v_strides, b, h // GROUP, kv_starts_ptr, key, PAGE)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, WIDTH_E], tl.float32)
 
     if LISTED:
-        lists_ptr = head_ptr(lists_ptr, lists_strides, b, h) + place * lists_strides[2]
+        lists_ptr = list_of(lists_ptr, lists_strides, b, h, place, first, M)
         start, full_start, full_stop, stop = 0, 0, 0, 0
     else:
         start, full_start, full_stop, stop = key_tiles(
             block, b, M, N, data, numbers, STRIP, BLOCK_M, BLOCK_N
         )
     full, mixed = count_tiles(lists_ptr, start, full_start, full_stop, stop, LISTED)
+    full, mixed = tiles_within(full, mixed, q_starts_ptr, first, M, LISTED)
     for t in range(full):
         n = full_tile(t, lists_ptr, full_start, LISTED)
         acc, total, m = attend(
             acc, total, m, q, k_head, v_head, n * BLOCK_N, first, i,
-            seed_ptr, offset_ptr, data, numbers, k_strides, v_strides,
-            b, h, H, M, N, scale, threshold, origin, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
-            KEEP, CHANGE, FOLD, DROPOUT, False, UPCAST, PRECISION,
+            seed_ptr, offset_ptr, pages_ptr, pages, data, numbers, k_strides, v_strides,
+            b, h, H, M, N, POOL, scale, threshold, origin, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
+            PAGE, KEEP, CHANGE, FOLD, DROPOUT, False, UPCAST, PRECISION,
         )  # fmt: skip
     for t in range(mixed):
         n = mixed_tile(t, lists_ptr, start, full_start, full_stop, full, LISTED)
         acc, total, m = attend(
             acc, total, m, q, k_head, v_head, n * BLOCK_N, first, i,
-            seed_ptr, offset_ptr, data, numbers, k_strides, v_strides,
-            b, h, H, M, N, scale, threshold, origin, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
-            KEEP, CHANGE, FOLD, DROPOUT, True, UPCAST, PRECISION,
+            seed_ptr, offset_ptr, pages_ptr, pages, data, numbers, k_strides, v_strides,
+            b, h, H, M, N, POOL, scale, threshold, origin, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
+            PAGE, KEEP, CHANGE, FOLD, DROPOUT, True, UPCAST, PRECISION,
         )  # fmt: skip
 
     if max_ptr is not None:
         # A maximum drops NaN, and the sum keeps it.
         lost = (total != total) & (m != float("inf"))
-        store_statistic(max_ptr, tl.where(lost, total, m * LN2), b, h, H, first, M, BLOCK_M)
+        most = tl.where(lost, total, m * LN2)
+        most = within_sequence(most, q_starts_ptr, first, M, float("-inf"), BLOCK_M)
+        store_statistic(max_ptr + line, most, first, extent, BLOCK_M)
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + h * sinks_stride).to(tl.float32) * LOG2E
         acc, total, m = with_sink(acc, total, m, sink)
@@ -89,33 +109,37 @@ def forward(
     total = tl.where(blind, 1.0, total)
     lse = tl.where(blind, float("-inf"), (m + tl.log2(total)) * LN2)
     acc = acc * (keep_scale / total)[:, None]  # one division for each row; 1 / total: no dropout
-    o_head = head_ptr(o_ptr, o_strides, b, h)
-    store_rows(o_head, o_strides, first, M, acc, E, BLOCK_M, WIDTH_E, UPCAST)
+    lse = within_sequence(lse, q_starts_ptr, first, M, float("-inf"), BLOCK_M)
+    acc = within_sequence(acc, q_starts_ptr, first, M, 0.0, BLOCK_M)
+    o_head = head_at(o_ptr, o_strides, b, h, q_starts_ptr, row, 0)
+    store_rows(o_head, o_strides, first, extent, acc, E, BLOCK_M, WIDTH_E, UPCAST)
     if lse_ptr is not None:
-        store_statistic(lse_ptr, lse, b, h, H, first, M, BLOCK_M)
+        store_statistic(lse_ptr + line, lse, first, extent, BLOCK_M)
 
 
 @triton.jit
-def store_statistic(x_ptr, values, b, h, H, first, M, BLOCK_M: tl.constexpr):
-    """Store values [BLOCK_M] of queries `first`.. in x [B,H,M], which is in C order."""
+def store_statistic(line_ptr, values, first, count, BLOCK_M: tl.constexpr):
+    """Store values [BLOCK_M] of queries `first`.. in a line of `count`."""
     row = tl.arange(0, BLOCK_M)
-    row_ptr = x_ptr + (tl.cast(b, tl.int64) * H + h) * M + first
-    tl.store(row_ptr + row, values, mask=row < M - first)
+    tl.store(line_ptr + first + row, values, mask=row < count - first)
 
 
 @triton.jit
 def attend(
     acc, total, m, q, k_head, v_head, key, first, i,
-    seed_ptr, offset_ptr, data, numbers, k_strides, v_strides,
-    b, h, H, M, N, scale, threshold, origin,
+    seed_ptr, offset_ptr, pages_ptr, pages, data, numbers, k_strides, v_strides,
+    b, h, H, M, N, POOL, scale, threshold, origin,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
     KEEP: tl.constexpr, CHANGE: tl.constexpr, FOLD: tl.constexpr, DROPOUT: tl.constexpr,
     MIXED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """acc [BLOCK_M,E], total and m [BLOCK_M] with keys `key`.. : see `softmax_step`."""
     j = (key + tl.arange(0, BLOCK_N))[None, :]
-    k = rows_at(k_head, k_strides, key, N, D, BLOCK_N, WIDTH_D, not MIXED, UPCAST)
+    k = key_rows(
+        k_head, k_strides, pages_ptr, pages, key, N, POOL,
+        D, BLOCK_N, WIDTH_D, not MIXED, PAGE, UPCAST,
+    )  # fmt: skip
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     p, m, total, shrink = softmax_step(
         s, m, total, b, h, i, j, M, N, scale, data, numbers, KEEP, CHANGE, FOLD, MIXED
@@ -125,7 +149,10 @@ def attend(
             seed_ptr, offset_ptr, b, h, H, first, key, threshold, origin, BLOCK_M, BLOCK_N
         )
         p = tl.where(z, p, 0.0)
-    v = rows_at(v_head, v_strides, key, N, E, BLOCK_N, WIDTH_E, not MIXED, UPCAST)
+    v = key_rows(
+        v_head, v_strides, pages_ptr, pages, key, N, POOL,
+        E, BLOCK_N, WIDTH_E, not MIXED, PAGE, UPCAST,
+    )  # fmt: skip
     p = round_to(p, v_head.dtype.element_ty, UPCAST)
     acc = tl.dot(p, v, acc * shrink[:, None], input_precision=PRECISION)
     return acc, total, m

@@ -22,6 +22,7 @@ from attn_graph.kernels.common import (
     full_tile,
     head_ptr,
     key_tiles,
+    line_of,
     listed_block,
     mixed_tile,
     place_program,
@@ -54,7 +55,7 @@ def push(
     N = even_length(N, EVEN)
     place, h, b = place_program(tl.cdiv(M, BLOCK_M), H, TOGETHER, LAST_FIRST)
     block = listed_block(place, lists_ptr, lists_strides, LISTED)
-    first = block * BLOCK_M
+    first, line = block * BLOCK_M, line_of(b, h, H, M)
     i = (first + tl.arange(0, BLOCK_M))[:, None]
     q = rows_of(q_ptr, q_strides, b, h, first, M, D, BLOCK_M, WIDTH_D, UPCAST)
     tq = q
@@ -104,7 +105,7 @@ def push(
     if max_ptr is not None:
         # A maximum drops NaN, and the sum keeps it.
         lost = (total != total) & (m != float("inf"))
-        store_statistic(max_ptr, tl.where(lost, total, m * LN2), b, h, H, first, M, BLOCK_M)
+        store_statistic(max_ptr + line, tl.where(lost, total, m * LN2), first, M, BLOCK_M)
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + h * sinks_stride).to(tl.float32) * LOG2E
         new = tl.maximum(m, sink)
@@ -125,8 +126,8 @@ def push(
     o_head, to_head = head_ptr(o_ptr, o_strides, b, h), head_ptr(to_ptr, o_strides, b, h)
     store_rows(o_head, o_strides, first, M, acc, E, BLOCK_M, WIDTH_E, UPCAST)
     store_rows(to_head, o_strides, first, M, moved, E, BLOCK_M, WIDTH_E, UPCAST)
-    store_statistic(lse_ptr, lse, b, h, H, first, M, BLOCK_M)
-    store_statistic(tlse_ptr, mu, b, h, H, first, M, BLOCK_M)
+    store_statistic(lse_ptr + line, lse, first, M, BLOCK_M)
+    store_statistic(tlse_ptr + line, mu, first, M, BLOCK_M)
 
 
 @triton.jit

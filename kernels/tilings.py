@@ -59,6 +59,14 @@ def push_tiling(sm: int, itemsize: int, width: int, pass_: PushPass) -> Tiling:
     return INTERPRETED if sm == 0 else PUSH[table_arch(sm), itemsize, pass_][width]
 
 
+def split_tiling(sm: int, itemsize: int, width: int, rows: int) -> Tiling:
+    """The tiling of few rows, whose keys programs share. rows: of all heads that share keys."""
+    if sm == 0:
+        return INTERPRETED_SPLIT
+    keys, stages = SPLIT[itemsize][width]
+    return Tiling(min(MOST_SPLIT_ROWS, padded_head_size(rows)), keys, 4, stages)
+
+
 def table_arch(sm: int) -> int:
     """The compute capability whose rows of the table serve another.
 
@@ -98,9 +106,19 @@ VARIANTS: dict[str, Callable[[Tiling], Tiling]] = {
     "a stage more": lambda t: evolve(t, stages=t.stages + 1),
 }
 INTERPRETED = Tiling(32, 32, 4, 1)
+INTERPRETED_SPLIT = Tiling(16, 32, 4, 1)
 DELTA = Tiling(64, 0, 4, 1)  # reads each row once, and no keys
 SUMS = Tiling(0, 16, 4, 1)  # adds up heads; each of so many rows is read once
+MERGE = Tiling(0, 0, 4, 1)  # joins the parts of a row
 LISTS = Tiling(0, 0, 4, 1)  # for the kernels that make lists, which have no tiles of their own
+
+# Of few rows, by bytes of an element and the larger width: keys of a tile, and how many tiles are
+# in flight. Such kernels wait for memory, and sixteen rows leave registers for many copies.
+MOST_SPLIT_ROWS = 64
+SPLIT = {
+    2: {16: (128, 3), 32: (128, 3), 64: (128, 3), 128: (64, 3), 256: (32, 3)},
+    4: {16: (64, 3), 32: (64, 3), 64: (64, 2), 128: (32, 2), 256: (16, 2)},
+}
 
 # (compute capability, bytes of an element, pass): width: tiles without and with modifiers. In half
 # precision and 64 or 128 wide, those of 80, 90 and 120 are what lowering/triton/predict.py predicts

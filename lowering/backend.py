@@ -46,6 +46,7 @@ class RefusedError(Exception):
 class Options:
     """The arguments of `compile` besides the graph and the target.
 
+    batch_invariant: whether the bits of a batch entry may not depend on the others.
     precision: of products of float32 tensors: "ieee", or "tf32", which permits less and commands
     nothing. avoid: names of backends that are not to run. on_fallback: what happens where `math`
     runs because every other backend refused. switches: PyTorch's own, as they stood. tune: whether
@@ -63,6 +64,7 @@ class Options:
     avoid: tuple[str, ...] = ()
     on_fallback: Fallback = "ignore"
     switches: Switches = field(factory=Switches)
+    batch_invariant: bool = False
 
     def over_workspace(self, need: int) -> Iterator[Reason]:
         """The reason against a lowering that needs so many bytes, if they are too many."""
@@ -80,6 +82,11 @@ class Options:
         if name in self.avoid:
             actual = "avoid names it, at the call or around it"
             yield Reason("avoided", "is not to run", actual, "{limit}: {actual}")
+
+    def varying(self, limit: str) -> Iterator[Reason]:
+        """The reason against a backend whose bits of one batch entry depend on the others."""
+        if self.batch_invariant:
+            yield Reason("batch_invariant", limit, "batch_invariant=True")
 
     def switched_off(self, kernel: KernelName) -> Iterator[Reason]:
         """The reason against a kernel of PyTorch's that this process has turned off."""

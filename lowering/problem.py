@@ -194,13 +194,14 @@ def read_specs(problem: Problem) -> list[TensorSpec]:
 
 
 def select_outputs(graph: Graph, results: Sequence[T]) -> list[T]:
-    """The outputs of a graph of one equation, in order, from the results of that equation."""
-    return [results[i - len(graph.inputs)] for i in graph.outputs]
+    """The outputs of a graph, in order, from the results of its last equation."""
+    _, outs = graph.numbered[-1]
+    return [results[i - outs.start] for i in graph.outputs]
 
 
 def output_names(graph: Graph) -> tuple[str, ...]:
     """What a graph of one attention returns: the names of results, in its order."""
-    return tuple(select_outputs(graph, graph.eqns[0].op.names))
+    return tuple(select_outputs(graph, graph.eqns[-1].op.names))
 
 
 def returns_lse(graph: Graph) -> bool:

@@ -18,6 +18,7 @@ from attn_graph.spec import NAMES
 
 PACKING = (Packed, Unpack, Pack)
 PAGING = (Unpage, SumPages)
+BY_THREADS = "has products that PyTorch divides among threads by the size of the batch"
 DERIVED = (AttentionJvp, AttentionGradJvp)  # ops of forward mode
 
 

@@ -60,6 +60,7 @@ RIGHT = (9, 15, 1)  # github.com/pytorch/pytorch/issues/169849
 TOO_WIDE = range(193, 225)  # head sizes whose flash backward has no room in small shared memory
 HALF = (torch.float16, torch.bfloat16)
 BSHD = (0, 2, 1, 3)
+VARIES = "divides sums among programs by the size of the batch"
 IMPLIED = ("head_widest", "head_multiple")  # limits of cuDNN: those of PyTorch are as strict
 Reasons = Iterator[Reason]
 Tensors = Sequence[torch.Tensor]
@@ -119,6 +120,7 @@ def place_reasons(variant: Variant, target: Target, options: Options) -> Reasons
         limit = f"runs on sm_{LEAST_SM} to sm_{MOST_SM}"
         yield Reason("architecture_range", limit, f"the target has sm_{target.sm}")
     yield from options.switched_off(variant.kernel)
+    yield from options.varying(VARIES)
 
 
 def kernel_size_reasons(variant: Variant, problem: Problem) -> Reasons:

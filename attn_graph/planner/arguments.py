@@ -26,12 +26,14 @@ def constraints(
     switches: Switches,
     shunned: Backends,
     deterministic: bool,
+    batch_invariant: bool,
     precision: Precision | None,
     max_workspace: int | str | None,
 ) -> dict[str, Any]:  # Any: fields of Options
     """What binds whoever runs a graph, PyTorch's switches among it."""
     return {
         "deterministic": one_of("deterministic", deterministic, Switch) or switches.deterministic,
+        "batch_invariant": one_of("batch_invariant", batch_invariant, Switch),
         "max_workspace": None if max_workspace is None else parse_bytes(max_workspace),
         "precision": one_of(
             "precision",

@@ -164,6 +164,9 @@ def report_fallback(graph: Graph, options: Options, refusals: Refusals) -> None:
 
 def preference(graph: Graph, target: Target, options: Options) -> tuple[Sequence[Backend], str]:
     """All backends in the order that suits graph and target, and what the order rests on."""
+    if options.batch_invariant:
+        rest = [b for b in BACKENDS if b is not triton_flash.BACKEND]
+        return (triton_flash.BACKEND, *rest), "who runs it may not depend on the batch"
     if target.interprets:
         rest = [b for b in BACKENDS if b is not triton_flash.BACKEND]
         return (*rest, triton_flash.BACKEND), "Triton's interpreter is for tests, and comes last"

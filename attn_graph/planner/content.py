@@ -80,6 +80,7 @@ class PlanContent:
     target: str
     backends: tuple[str, ...] | None = None
     deterministic: bool = False
+    batch_invariant: bool = False
     max_workspace: int | None = None
     workspace: int = 0
     store: str | bool = True
@@ -100,7 +101,7 @@ class PlanContent:
             **{
                 name: getattr(self, name)
                 for name in (
-                    *("deterministic", "max_workspace", "tune"),
+                    *("deterministic", "batch_invariant", "max_workspace", "tune"),
                     *("precision", "avoid", "on_fallback"),
                 )
             },
@@ -170,6 +171,7 @@ def write_plan(graph: Graph, target: Target, options: Options, among: Backends |
             target.name,
             names_of(among),
             options.deterministic,
+            options.batch_invariant,
             options.max_workspace,
             workspace,
             name_store(options.store),

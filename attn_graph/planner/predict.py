@@ -12,13 +12,14 @@ import tomllib
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from importlib.resources import files
-from typing import final
+from typing import Literal, final
 
 import torch
 from attrs import frozen
 
 from attn_graph.ir.graph import Graph
 from attn_graph.lowering.problem import Problem, sole
+from attn_graph.lowering.triton.few_rows import is_decoding
 from attn_graph.machine.target import Target
 from attn_graph.masks import Mask
 from attn_graph.masks.tiles import Sizes, most_pairs
@@ -39,7 +40,13 @@ class Rate:
     sm: tuple[int, ...]
     forward: Shares
     backward: Shares
-    splits: bool
+    splits: Literal["always", "few_rows", "never"]
+
+    def shares_keys(self, problem: Problem) -> bool:
+        """Whether programs share the keys of one head, where there are few programs."""
+        if self.splits == "few_rows":
+            return is_decoding(problem)
+        return self.splits == "always" and problem.grad is None
 
 
 @cache
@@ -86,8 +93,9 @@ def predicted_seconds(graph: Graph, target: Target, name: str) -> float | None:
         return None
     shares = rate.forward if problem.grad is None else rate.backward
     share = share_of(shares, max(problem.D, problem.E))
-    filled, busy = fullness(problem, processors, rate.splits and problem.grad is None)
-    computing = padded_flops(problem, graph) / (peak * share * filled)
+    filled, busy = fullness(problem, processors, rate.shares_keys(problem))
+    heads = problem.H // problem.G if rate.splits == "few_rows" and is_decoding(problem) else 1
+    computing = padded_flops(problem, graph, heads) / (peak * share * filled)
     return max(computing, moved_bytes(problem, graph) / (bandwidth * busy))
 
 
@@ -111,9 +119,12 @@ def programs_of(rows: int) -> int:
     return -(-rows // MOST_ROWS)
 
 
-def padded_flops(problem: Problem, graph: Graph) -> float:
-    """Flops of the products, those for the empty rows of a program included."""
-    p, (rows, _) = problem, rows_and_columns(problem)
+def padded_flops(problem: Problem, graph: Graph, heads: int) -> float:
+    """Flops of the products, those for the empty rows of a program included.
+
+    heads: how many a program has the rows of.
+    """
+    p, rows = problem, rows_and_columns(problem)[0] * heads
     size = min(MOST_ROWS, max(LEAST_ROWS, 1 << (rows - 1).bit_length()))
     pairs = pairs_once(p.node.mask, (p.B, p.H, p.G, p.M, p.N))
     return (

@@ -286,6 +286,8 @@ def option_edits(options: Options) -> Iterator[Named]:
         yield Remedy("max_workspace=None"), with_option(max_workspace=None)
     if options.deterministic:
         yield Remedy("deterministic=False"), with_option(deterministic=False)
+    if options.batch_invariant:
+        yield Remedy("batch_invariant=False"), with_option(batch_invariant=False)
     if options.precision == "ieee":
         yield Remedy('precision="tf32"'), with_option(precision="tf32")
     if options.avoid:

@@ -133,6 +133,7 @@ def tuning_key(graph: Graph, target: Target, options: Options) -> str:
         "machine": platform.node(),
         "threads": torch.get_num_threads(),
         "deterministic": options.deterministic,
+        "batch_invariant": options.batch_invariant,
         "precision": options.precision,
         "switches": str(options.switches),
         "max_workspace": options.max_workspace,

@@ -21,8 +21,9 @@ from attrs import evolve, frozen
 import attn_graph as ag
 from attn_graph.kernels.tilings import ARCHS, SHARED, Tiling, padded_head_size
 from attn_graph.lowering.problem import Problem
+from attn_graph.lowering.triton.launch_list import BY_KEYS
 from attn_graph.lowering.triton.offline import MachineCode, compile_launches
-from attn_graph.lowering.triton.plan import BY_KEYS, Flash
+from attn_graph.lowering.triton.plan import Flash
 from attn_graph.lowering.triton.predict import (
     BALANCE,
     PROCESSORS,
@@ -34,7 +35,7 @@ from attn_graph.lowering.triton.predict import (
 )
 from attn_graph.lowering.triton.tile_lists import blocks, classify_blocks
 from attn_graph.lowering.triton.tiles import choose_push_tiling, choose_tiling
-from attn_graph.lowering.triton.work import Work, problem_of, split_graph
+from attn_graph.lowering.triton.work import Work, split_graph
 from attn_graph.masks.places import Block, Place
 from attn_graph.spec import NAMES
 from docs.generate.tutorial import TILE, compile_tutorial
@@ -166,7 +167,7 @@ class Case:
 
     def problem(self) -> Problem:
         """The attention or its gradient, whichever the pass is of."""
-        return problem_of(self.work())
+        return self.work().problem
 
     def compile(self) -> tuple[Problem, Tiling, list[MachineCode]]:
         """The problem, its tiling, and the machine code of every launch of the pass."""

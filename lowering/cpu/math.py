@@ -29,6 +29,7 @@ from attn_graph.lowering.cpu.sink_sums import sink_bytes, sink_gradient_of
 from attn_graph.lowering.cpu.tangent_tiles import TangentTiles
 from attn_graph.lowering.folding import folds_heads
 from attn_graph.lowering.problem import Problem, operand_specs, sole
+from attn_graph.lowering.reasons import BY_THREADS
 from attn_graph.lowering.steps import Steps, Work
 from attn_graph.machine.ambient import plain_ops_on, without_autocast
 from attn_graph.machine.target import Target
@@ -56,6 +57,7 @@ MOST_PADDING = 2  # times the smaller head size: from there on padding costs mor
 def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
     """Every reason against a graph: PyTorch's switches, the workspace, rounded products."""
     yield from options.switched_off("math")
+    yield from options.varying(BY_THREADS)
     if options.max_workspace is not None:  # tiling takes time, and another backend may run it
         yield from unbounded_workspace(graph, options)
         tilings = plan_tiles(graph, target, options)

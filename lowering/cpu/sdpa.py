@@ -26,6 +26,7 @@ from attn_graph.lowering.problem import (
     sole,
 )
 from attn_graph.lowering.reasons import (
+    BY_THREADS,
     different_heads,
     no_elements,
     other_device,
@@ -50,6 +51,7 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
         yield other_device("PyTorch's CPU kernel", target)
         return
     yield from options.switched_off("flash")
+    yield from options.varying(BY_THREADS)
     yield from options.rounded(graph, target)
     problem = sole(graph)
     if problem is None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # and imported where it is used: a large table, of which CPUs
     from attn_graph.lowering.cudnn.graph import CudnnCall
     from attn_graph.lowering.cudnn.run import Results
 
+VARIES = "divides sums among the more programs, the smaller the batch is"
 FRONTEND = "nvidia-cudnn-frontend"
 # What is assumed of libraries that are not there, so that a graph's own reasons come out as well.
 ASSUMED = ((9, 20, 0), (1, 28, 0))
@@ -36,11 +37,20 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
         return
     yield from library_reasons(target)
     yield from options.switched_off("cudnn")
+    if problem_varies(graph):
+        yield from options.varying(VARIES)
     problem = sole(graph)
     if problem is None:
         yield other_equations(graph)
     else:
         yield from problem_reasons(problem, target, options)
+
+
+def problem_varies(graph: Graph) -> bool:
+    """Whether a batch entry's bits may depend on the others: in a gradient, and for one query,
+    whose keys are divided into as many parts as fill the GPU."""
+    problem = sole(graph)
+    return problem is not None and (problem.grad is not None or problem.M == 1)
 
 
 def library_reasons(target: Target) -> Iterator[Reason]:

@@ -28,7 +28,8 @@ from attn_graph.lowering.reasons import (
 )
 from attn_graph.lowering.steps import Steps
 from attn_graph.lowering.triton.calls import Results, TritonCall
-from attn_graph.lowering.triton.work import Part, Push, Work, problem_of, split_graph
+from attn_graph.lowering.triton.few_rows import is_decoding
+from attn_graph.lowering.triton.work import Part, Work, split_graph
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision
 from attn_graph.spec import TensorSpec
@@ -57,18 +58,11 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
     if not parts:
         against.append(other_equations(graph, pushes=True))
     for work in parts:
-        against += work_reasons(work)
+        against += [*attention_reasons(work.problem, DTYPES), *work.reasons()]
     yield from dict.fromkeys(against)
     if not against:
         planned = (plan_reasons(partial(plan_flash, x, target, options), options) for x in parts)
         yield from dict.fromkeys(chain.from_iterable(planned))
-
-
-def work_reasons(work: Work) -> Iterator[Reason]:
-    """The sizes, dtypes and statistics of one equation that the kernels do not take."""
-    yield from attention_reasons(problem_of(work), DTYPES)
-    if isinstance(work, Push):
-        yield from work.reasons()
 
 
 def target_reasons(target: Target) -> Iterator[Reason]:
@@ -112,7 +106,8 @@ def address_reasons(flash: Flash) -> Iterator[Reason]:
     from attn_graph.lowering.triton.tile_lists import MOST_TILES, most_listed
 
     for name, spec in flash.specs().items():
-        far = (MOST_ROWS - 1) * spec.strides[2] + (spec.shape[-1] - 1) * spec.strides[-1]
+        strides = flash.layout.strides(name, spec)
+        far = (MOST_ROWS - 1) * strides[2] + (spec.shape[-1] - 1) * strides[-1]
         if far > LONG:
             limit = f"counts within a tile up to {LONG} elements"
             yield Reason(f"tile_offsets.{name}", limit, f"{name} {spec} needs {far}")
@@ -129,18 +124,21 @@ def address_reasons(flash: Flash) -> Iterator[Reason]:
 
 def plan_flash(work: Work, target: Target, options: Options) -> Flash:
     """What `why_not` and `lower` both ask for."""
-    most = options.max_workspace if problem_of(work).grad is not None else None
-    return plan_once(work, target, options.precision, options.variant, most)
+    problem = work.problem
+    most = options.max_workspace if problem.grad is not None or is_decoding(problem) else None
+    invariant = options.batch_invariant
+    return plan_once(work, target, options.precision, options.variant, most, invariant)
 
 
 @lru_cache(maxsize=256)
 def plan_once(
-    work: Work, target: Target, precision: Precision, variant: str | None, most: int | None
-) -> Flash:
+    work: Work, target: Target, precision: Precision, variant: str | None, most: int | None,
+    invariant: bool,
+) -> Flash:  # fmt: skip
     """The launches, planned once."""
     from attn_graph.lowering.triton.plan import Flash
 
-    return Flash.plan(work, target, precision, variant, most)
+    return Flash.plan(work, target, precision, variant, most, invariant)
 
 
 def lower(graph: Graph, target: Target, options: Options) -> Executable:
@@ -238,7 +236,7 @@ def flash_notes(flash: Flash, precision: Precision) -> Iterator[str]:
 def describe_balance(flash: Flash, launch: Launch) -> str:
     """ "3.9 waves, balance 1.02" of a launch, as far as known before data; "" of short ones."""
     from attn_graph.kernels.tilings import Tiling
-    from attn_graph.lowering.triton.plan import BY_KEYS
+    from attn_graph.lowering.triton.launch_list import BY_KEYS
     from attn_graph.lowering.triton.programs import block_costs, places_of, schedule_programs
 
     if "LAST_FIRST" not in launch.fixed:
@@ -249,7 +247,11 @@ def describe_balance(flash: Flash, launch: Launch) -> str:
     if places is None:
         return ""
     by_keys, table = launch.kernel in BY_KEYS, flash.tables.get(lists)
-    if lists in flash.buffers or not (costs := block_costs(flash.problem, tile, by_keys, table)):
+    if (
+        flash.layout.sides
+        or lists in flash.buffers
+        or not (costs := block_costs(flash.problem, tile, by_keys, table))
+    ):
         return f"{launch.grid / places:.3g} waves, balance up to the data"
     heads, each = launch.grid // len(costs), 1
     if by_keys:

@@ -20,7 +20,9 @@ from attn_graph.ir.graph import Graph
 from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp, GradientTangents
 from attn_graph.lowering.backend import Options
 from attn_graph.lowering.problem import output_names, read_specs, select_outputs
+from attn_graph.lowering.triton.layout import read_operands
 from attn_graph.machine.device_memo import DeviceMemo, copy_to
+from attn_graph.spec import TensorSpec
 
 if TYPE_CHECKING:  # and imported where they are used: machines without a GPU never ask for them
     from attn_graph.lowering.triton.device_code import Contribution
@@ -72,9 +74,10 @@ class TritonCall:
         self, launches: Sequence[Launch], tensors: Sequence[torch.Tensor], stats: Sequence[str]
     ) -> Named:
         """o and these statistics, by name."""
-        operands = self.operands(tensors)
+        every, count = self.operands(tensors), len(self.flash.problem.node.ranks)
+        operands, tables = every[:count], every[count:]
         results = self.new_results(("o",), stats, operands[0].device)
-        with self.launched(launches, {**results}, operands):
+        with self.launched(launches, {**results}, operands, tables=tables):
             pass
         return results
 
@@ -94,13 +97,14 @@ class TritonCall:
         """The wanted gradients of the operands, o, lse and the cotangents."""
         grad = self.flash.problem.grad
         assert grad is not None
-        read = grad.split(self.operands(tensors))
-        named = self.name_gradient(read)
+        every, count = self.operands(tensors), len(grad.ranks)
+        read = grad.split(every[:count])
+        named, lines = self.name_gradient(read), self.flash.layout.lines()
 
         def of_sinks(sinks: torch.Tensor, scratch: Scratch) -> torch.Tensor:
-            return sink_gradient(sinks, named["lse"], scratch["delta"].neg())
+            return sink_gradient(sinks, named["lse"].view(lines), scratch["delta"].neg())
 
-        return self.pull(named, read.own, (), of_sinks), ()
+        return self.pull(named, read.own, (), of_sinks, every[count:]), ()
 
     def push_backward(self, *tensors: torch.Tensor) -> Results:
         """The tangents of the wanted gradients, of an AttentionGradJvp."""
@@ -120,14 +124,14 @@ class TritonCall:
 
     def operands(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What the equation reads, of the inputs of the graph."""
-        return [tensors[i] for i in self.graph.eqns[0].args]
+        return read_operands(self.graph, tensors)
 
     def new_results(self, rows: Sequence[str], stats: Sequence[str], device: torch.device) -> Named:
         """Uninitialised results: tensors like o, and numbers of each row."""
-        p = self.flash.problem
-        results: Named = {name: p.new_o(device) for name in rows}
+        shape = self.flash.layout.statistic()
+        results: Named = {name: self.flash.new_o(device) for name in rows}
         for name in stats:
-            results[name] = torch.empty((p.B, p.H, p.M), dtype=torch.float32, device=device)
+            results[name] = torch.empty(shape, dtype=torch.float32, device=device)
         return results
 
     def name_gradient(self, read: GradientOperands[torch.Tensor]) -> Named:
@@ -145,7 +149,7 @@ class TritonCall:
                 named[f"grad{n}"] = torch.empty(shape, dtype=dtype, device=device)
         return named | {
             "o": read.o,
-            "o.strides": read.o.stride(),
+            "o.strides": self.flash.layout.strides("o", TensorSpec.like(read.o)),
             "lse": read.lse.contiguous(),  # ours is; another backend may have saved it otherwise
             "do": read.do,
             "dlse": read.dlse,
@@ -157,12 +161,13 @@ class TritonCall:
         own: Sequence[torch.Tensor],
         moved: Sequence[torch.Tensor | None],
         of_sinks: Callable[[torch.Tensor, Scratch], torch.Tensor],
+        tables: Sequence[torch.Tensor] = (),
     ) -> list[torch.Tensor]:
         """The gradients that the graph returns, those of sinks by a function of their own."""
         flash, grad = self.flash, self.flash.problem.grad
         assert grad is not None
         roles = flash.problem.node.roles
-        with self.launched(flash.launches, named, own, moved) as scratch:
+        with self.launched(flash.launches, named, own, moved, tables) as scratch:
             for n, collected in flash.code.contributions.items():
                 if f"grad{n}" not in named:
                     named[f"grad{n}"] = sum_collected(scratch[f"sums{n}"], collected)
@@ -178,12 +183,13 @@ class TritonCall:
         named: Named,
         operands: Sequence[torch.Tensor],
         moved: Sequence[torch.Tensor | None] = (),
+        tables: Sequence[torch.Tensor] = (),
     ) -> Iterator[Scratch]:
         """Run launches on the operands of the attention, their tangents, and these tensors; the
-        scratch."""
+        scratch. tables: of packed operands and of keys in pages."""
         flash, device = self.flash, operands[0].device
         flash.check()
-        named |= name_operands(flash, operands) | name_tangents(flash, moved)
+        named |= name_operands(flash, operands, tables) | name_tangents(flash, moved)
         named |= {name: self.table(name, device) for name in flash.tables}
         with self.options.workspace.lease(flash.scratch, device) as views:
             scratch = dict(zip(flash.buffers, views, strict=True))
@@ -199,12 +205,15 @@ class TritonCall:
         return self.tables.get((name, device), lambda: copy_to(device, host, "lists of tiles"))
 
 
-def name_operands(flash: Flash, operands: Sequence[torch.Tensor]) -> Named:
-    """The operands of an attention, by the names that launches give them."""
+def name_operands(
+    flash: Flash, operands: Sequence[torch.Tensor], tables: Sequence[torch.Tensor]
+) -> Named:
+    """The operands of an attention and its tables, by the names that launches give them."""
     given = flash.problem.node.split(operands)
     data = (x for each in (*given.modifiers, given.mask) for x in each.values())
     named: Named = {"q": given.q, "k": given.k, "v": given.v, "sinks": given.sinks}
     named |= {"seed": given.seed, "offset": given.offset}
+    named |= flash.layout.where(given.mask, tables)
     return named | {f"data.{k}": x for k, x in enumerate(data)}
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from attn_graph.kernels.tilings import Tiling, padded_head_size
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.triton.device_code import Tracer
+from attn_graph.lowering.triton.launch_list import Fixed
 from attn_graph.lowering.triton.launches import Descriptor, Launch
-from attn_graph.lowering.triton.plan import Fixed, Flash, FlashBuilder
+from attn_graph.lowering.triton.plan import Flash, FlashBuilder
 from attn_graph.lowering.triton.tile_lists import blocks
 from attn_graph.machine.target import Target
 from attn_graph.spec import TensorSpec

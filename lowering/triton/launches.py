@@ -18,6 +18,8 @@ from attn_graph.lowering.triton.device_code import compile_text
 HOMES = {
     "forward": "forward",
     "gluon_forward": "gluon_forward",
+    "split_forward": "decode",
+    "merge_parts": "decode",
     "push": "jvp",
     "push_delta": "gradient_jvp",
     "push_query_gradient": "gradient_jvp",

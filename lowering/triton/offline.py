@@ -129,7 +129,8 @@ def mock_tensors(flash: Flash) -> dict[str, Any]:  # Any: Triton's
     from triton.runtime.jit import MockTensor
 
     tensors: dict[str, Any] = {name: MockTensor(dtype) for name, dtype in flash.dtypes().items()}
-    return tensors | dict.fromkeys(("o.strides", "to.strides"), flash.problem.layout_of_o[1])
+    o = flash.layout.strides("o", flash.layout.o())
+    return tensors | dict.fromkeys(("o.strides", "to.strides"), o)
 
 
 def compile_launch(launch: Launch, tensors: Tensors, sm: int) -> Any:  # Any: Triton's

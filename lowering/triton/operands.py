@@ -6,19 +6,8 @@ import torch
 
 from attn_graph.kernels.tilings import padded_head_size, shared_memory
 from attn_graph.lowering.problem import Problem
-from attn_graph.spec import TensorSpec, dense_strides, memory_order
 
 WIDE_TF32 = 163840  # bytes of shared memory that tiles 256 wide take with TF32, by machine code
-
-
-def large_operands(problem: Problem) -> dict[str, TensorSpec]:
-    """The specs of q, k, v, do and dlse, by name."""
-    specs = dict(zip("qkv", problem.specs, strict=False))
-    if problem.grad is not None:
-        given = problem.grad.split(problem.specs)
-        cotangents = ("do", given.do), ("dlse", given.dlse)
-        specs |= {name: x for name, x in cotangents if x is not None}
-    return specs
 
 
 def takes_tf32(problem: Problem, sm: int) -> bool:
@@ -26,8 +15,3 @@ def takes_tf32(problem: Problem, sm: int) -> bool:
     tiles need much shared memory then."""
     wide = padded_head_size(max(problem.D, problem.E)) > 128
     return problem.dtype == torch.float32 and (not wide or shared_memory(sm) >= WIDE_TF32)
-
-
-def gradient_strides(spec: TensorSpec) -> tuple[int, ...]:
-    """How the gradient of an operand lies: dense, in the operand's memory order."""
-    return dense_strides(spec.shape, memory_order(spec))

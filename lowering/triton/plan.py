@@ -3,46 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, final
+from typing import final
 
 import torch
-from attrs import define, field, frozen
+from attrs import Factory, define, field, frozen
 
-from attn_graph.ir.philox import flat_origin, threshold
-from attn_graph.kernels.tilings import DELTA, SUMS, PushPass, Tiling, padded_head_size
+from attn_graph.kernels.tilings import DELTA, SUMS, Tiling, padded_head_size
 from attn_graph.lowering.problem import Problem, read_specs
+from attn_graph.lowering.triton.decode import (
+    KeyDivision,
+    describe_division,
+    divide_keys,
+    split_launches,
+)
 from attn_graph.lowering.triton.device_code import (
     Contribution,
     DeviceCode,
     Tracer,
-    read_axes,
 )
-from attn_graph.lowering.triton.device_lists import DeviceLists
+from attn_graph.lowering.triton.launch_list import MOVED, READ, Fixed, LaunchList
 from attn_graph.lowering.triton.launches import Launch, Pointers, check_interpreter
-from attn_graph.lowering.triton.operands import gradient_strides, large_operands, takes_tf32
+from attn_graph.lowering.triton.layout import Layout, new_tensor
+from attn_graph.lowering.triton.operands import takes_tf32
 from attn_graph.lowering.triton.programs import (
-    begins_last,
     block_costs,
     dense_costs,
     divide_group,
-    heads_together,
 )
-from attn_graph.lowering.triton.symbols import SPECIAL
-from attn_graph.lowering.triton.tile_lists import blocks, list_ahead
-from attn_graph.lowering.triton.tiles import choose_push_tiling, choose_tiling
-from attn_graph.lowering.triton.work import Push, Work, problem_of, tangent_specs
+from attn_graph.lowering.triton.tile_lists import blocks
+from attn_graph.lowering.triton.work import Push, Work, tangent_specs
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision
 from attn_graph.machine.workspace import Buffer, Scratch
-from attn_graph.masks.places import Untraceable
 from attn_graph.spec import TensorSpec, dense_strides
 
-Fixed = dict[str, Any]  # arguments of a kernel
-FORWARDS = ("forward", "gluon_forward")  # kernels that store lse, where a pointer is given
-READ = ("q", "k", "v", "do", "lse", "delta", "seed", "offset")  # by every backward kernel
-MOVED = ("tq", "tk", "tv", "tdo", "tlse", "tdelta")  # and in a direction
-BY_KEYS = ("key_gradient", "push_key_gradient")  # kernels whose programs are blocks of keys
-GRADIENTS = {"dq": "grad0", "dk": "grad1", "dv": "grad2"}  # by number of the operand
+FORWARDS = ("forward", "gluon_forward", "merge_parts")  # they store lse, where a pointer is given
 
 
 @final
@@ -51,8 +46,8 @@ class Flash:
     """Launches in order, by what name they read which tensor, and scratch buffers by name.
 
     precision: of products of float32. tables: lists of tiles that were made when planning, by
-    name too. division: what `explain` says of how query heads of a group are divided. push: what
-    moves, in forward mode.
+    name too. division: what `explain` says of how query heads of a group, or keys, are divided.
+    push: what moves, in forward mode.
     """
 
     problem: Problem
@@ -63,26 +58,29 @@ class Flash:
     buffers: Mapping[str, Buffer]
     tables: Mapping[str, torch.Tensor]
     division: str = ""
+    layout: Layout = field(default=Factory(lambda x: Layout.dense(x.problem), takes_self=True))
     push: Push | None = None
 
     @classmethod
     def plan(
         cls,
-        work: Work,
+        work: Problem | Work,
         target: Target,
         precision: Precision = "ieee",
         variant: str | None = None,
         most: int | None = None,
+        invariant: bool = False,
     ) -> Flash:
         """variant: of the table's tilings, one of VARIANTS. most: bytes of scratch that it should
-        not exceed if it can do with less.
+        not exceed if it can do with less. invariant: whether no entry's bits may depend on others.
 
         Raises Untraceable where the mask or a modifier can't be made a kernel's.
         """
-        problem, push = problem_of(work), work if isinstance(work, Push) else None
-        best = precision if takes_tf32(problem, target.sm) else "ieee"
-        code = Tracer.of(problem, push.steps if push else None).trace()
-        return FlashBuilder(problem, target, code, best, variant, most, push).build()
+        layout = Layout.dense(work) if isinstance(work, Problem) else work.layout
+        p, push = layout.problem, work if isinstance(work, Push) else None
+        best = precision if takes_tf32(p, target.sm) else "ieee"
+        code = Tracer.of(p, push.steps if push else None).trace()
+        return FlashBuilder(p, target, code, best, variant, most, invariant, layout, push).build()
 
     @property
     def scratch(self) -> Scratch:
@@ -91,7 +89,7 @@ class Flash:
 
     def specs(self) -> dict[str, TensorSpec]:
         """The specs of the large operands, by name."""
-        return large_operands(self.problem) | (self.push.large if self.push else {})
+        return self.layout.large() | (self.push.large if self.push else {})
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """The dtype of each tensor that launches name."""
@@ -105,6 +103,7 @@ class Flash:
         dtypes |= {f"grad{n}": spec.dtype for n, spec in enumerate(p.specs)}
         read = (*read_specs(p), *tangent_specs(self.push))
         dtypes |= {f"data.{k}": spec.dtype for k, spec in enumerate(read)}
+        dtypes |= self.layout.dtypes()
         dtypes |= {name: buffer.dtype for name, buffer in self.buffers.items()}
         return dtypes | {name: table.dtype for name, table in self.tables.items()}
 
@@ -119,29 +118,19 @@ class Flash:
         """Raise RuntimeError where Triton interprets and the plan is to be compiled, or reverse."""
         check_interpreter(self.target.interprets)
 
+    def new_o(self, device: torch.device) -> torch.Tensor:
+        """An uninitialised o."""
+        return new_tensor(self.layout.o(), device)
+
     def new_gradient(self, n: int, device: torch.device) -> torch.Tensor:
         """An uninitialised gradient of operand n: q, k or v."""
-        spec = self.problem.specs[n]
-        strides = gradient_strides(spec)
-        return torch.empty_strided(spec.shape, strides, dtype=spec.dtype, device=device)
+        return new_tensor(self.layout.gradient(n), device)
 
 
 @final
 @define(eq=False)
-class FlashBuilder:
-    """The list of launches while it grows. It never leaves `Flash.plan`."""
-
-    problem: Problem
-    target: Target
-    code: DeviceCode
-    precision: Precision = "ieee"
-    variant: str | None = None
-    most: int | None = None
-    push: Push | None = None
-    division: str = ""
-    launches: list[Launch] = field(factory=list)
-    buffers: dict[str, Buffer] = field(factory=dict)
-    tables: dict[str, torch.Tensor] = field(factory=dict)
+class FlashBuilder(LaunchList):
+    """The launches of each pass. It never leaves `Flash.plan`."""
 
     def build(self) -> Flash:
         """Add every launch of the problem; the whole as a value."""
@@ -155,164 +144,45 @@ class FlashBuilder:
 
     def finish(self) -> Flash:
         """What was added so far, as a value."""
-        made = tuple(self.launches), self.buffers, self.tables, self.division, self.push
-        return Flash(self.problem, self.target, self.code, self.precision, *made)
-
-    # Arguments that several kernels share
-
-    def tiling(self, pass_: Literal["query_gradient", "key_gradient"]) -> Tiling:
-        """The tile of a pass of the gradient, or of what it is in a direction."""
-        if self.push is None:
-            return choose_tiling(self.problem, self.target, pass_, self.variant)
-        pushed: PushPass = "push_key_gradient" if pass_ == "key_gradient" else "push_query_gradient"
-        return choose_push_tiling(self.problem, self.target, pushed, self.variant)
-
-    @property
-    def read(self) -> tuple[str, ...]:
-        """What kernels of the gradient read."""
-        return READ + MOVED if self.push else READ
-
-    @property
-    def prefix(self) -> str:
-        """What the names of the gradient's kernels begin with."""
-        return "push_" if self.push else ""
-
-    @property
-    def steps_back(self) -> tuple[str, ...]:
-        """The generated functions by which gradients go back through the modifiers."""
-        return ("push", "bend") if self.push else ("back",)
-
-    def common(self) -> Fixed:
-        """Sizes and constants."""
-        p, rate = self.problem, self.problem.node.dropout
-        return {
-            "numbers": self.code.numbers or None,
-            "GROUP": p.H // p.G,
-            "M": p.M,
-            "N": p.N,
-            "EVEN": p.N % SPECIAL == 0 and any({"i", "j"} <= {*axes} for axes in read_axes(p)),
-            "scale": p.node.scale,
-            "keep_scale": 1 / (1 - rate) if rate < 1 else 0.0,
-            "threshold": threshold(rate),
-            "origin": flat_origin(p.node.origin),
-            "D": p.D,
-            "E": p.E,
-            "WIDTH_D": padded_head_size(p.D),
-            "WIDTH_E": padded_head_size(p.E),
-            "DROPOUT": rate > 0,
-            "UPCAST": self.target.interprets,
-            "PRECISION": self.precision,
-        } | self.strides("q", "k", "v")
-
-    @property
-    def blind(self) -> int:
-        """Whether a query may see no key: 0 no, 1 by the mask alone, 2 by a modifier too."""
-        hides = any(m.hides for m in self.problem.node.modifiers)
-        return 2 if hides else int(self.problem.mask_has_blind_rows)
-
-    def strides(self, *names: str) -> Fixed:
-        """The strides of operands, as the kernels take them; 0 of those that are absent."""
-        specs = large_operands(self.problem) | (self.push.large if self.push else {})
-        return {
-            f"{name}_strides": specs[name].strides if name in specs else (0, 0, 0, 0)
-            for name in names
-        }
-
-    def operands(self, *names: str) -> tuple[Pointers, Fixed]:
-        """Pointers by parameter, and None for those that this graph has not."""
-        there = {"q", "k", "v", "delta", "dq", "dk", "dv", *self.problem.node.names}
-        there |= set(large_operands(self.problem)) | (
-            {"seed", "offset"} if self.problem.node.dropout else set()
-        )
-        there |= {"sinks"} if self.problem.node.sinks else set()
-        if self.push is not None:
-            there |= {*self.push.large, "to", "tlse", "tdelta"}
-            there |= {"tsinks"} if self.push.by_role.sinks else set()
-        pointers: Pointers = {
-            f"{name}_ptr": GRADIENTS.get(name, name) for name in names if name in there
-        }
-        return pointers, {f"{name}_ptr": None for name in names if name not in there}
-
-    def data(self) -> tuple[str, ...]:
-        """Names of all that modifiers and the mask read, in the order of the operands, and of the
-        tangents of those that move."""
-        count = len(read_specs(self.problem)) + len(tangent_specs(self.push))
-        return tuple(f"data.{k}" for k in range(count))
-
-    def texts(self, *names: str) -> dict[str, str]:
-        """The generated functions, by parameter."""
-        return {name.upper(): getattr(self.code, name) for name in names}
-
-    # The order of programs, and lists of tiles
-
-    def order(self, tiling: Tiling, by_keys: bool, pointers: Pointers, splits: int = 1) -> Fixed:
-        """How many heads are walked together, and which block comes first.
-
-        pointers: those of the lists, which lie in order if they were made when planning.
-        """
-        sorted_ = str(pointers.get("lists_ptr")) in self.tables
-        return {
-            "TOGETHER": heads_together(self.problem, self.target, tiling, by_keys, splits),
-            "LAST_FIRST": not sorted_ and begins_last(self.problem, by_keys),
-        }
-
-    def listed(self, tiling: Tiling, by_keys: bool) -> tuple[Pointers, Fixed]:
-        """The list that a kernel walks: its pointer, or None where closed form does without."""
-        mask = self.problem.node.mask
-        if mask is None or self.code.strip:
-            return {}, {"lists_ptr": None, "lists_strides": (0, 0, 0), "LISTED": False}
-        name = f"lists{len(self.buffers) + len(self.tables)}"
-        try:
-            shape = self.ranged(name, tiling, by_keys) if mask.needs else None
-        except Untraceable:
-            shape = None  # then from `span` and `surely`, for whatever the data may be
-        if shape is None:
-            self.tables[name] = list_ahead(self.problem, tiling, by_keys)
-            shape = (1, 1, *self.tables[name].shape)
-        strides = dense_strides(shape)[:3]
-        strides = tuple(s if n > 1 else 0 for n, s in zip(shape, strides, strict=False))
-        return {"lists_ptr": name}, {"lists_strides": strides, "LISTED": True}
-
-    def ranged(self, name: str, tiling: Tiling, by_keys: bool) -> tuple[int, ...]:
-        """Add what makes the lists on the device; their shape."""
-        own = self.data()[: len(read_specs(self.problem))]
-        lists = DeviceLists.plan(name, self.problem, tiling, by_keys, own)
-        self.buffers |= lists.buffers
-        self.launches += lists.launches
-        return lists.shape
-
-    # The passes
-
-    def launch(
-        self, kernel: str, lines: int, tiling: Tiling, names: tuple[str, ...], more: Fixed,
-        texts: dict[str, str], pointers: Pointers | None = None,
-    ) -> None:  # fmt: skip
-        """Add a launch of one program for each line."""
-        named, absent = self.operands(*names)
-        named |= pointers or {}
-        sizes = {"BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n}
-        fixed = self.common() | absent | sizes | more
-        fixed |= self.strides(*(name for name in ("do", *MOVED[:4]) if name in names))
-        if self.data():
-            named["data"] = self.data()
-        else:
-            fixed["data"] = None
-        self.launches.append(Launch(kernel, lines, named, fixed, texts, *tiling.options))
+        made = tuple(self.launches), self.buffers, self.tables, self.division, self.layout
+        return Flash(self.problem, self.target, self.code, self.precision, *made, self.push)
 
     def forward(self) -> None:
-        """Add the launch of the forward."""
-        p, tile = self.problem, choose_tiling(self.problem, self.target, "forward", self.variant)
+        """Add the launch of the forward, or, of few queries, those of its parts."""
+        division = divide_keys(self.layout, self.target, self.variant, self.most, self.invariant)
+        if division is None:
+            self.whole_forward()
+        else:
+            self.split_forward(division)
+
+    def split_forward(self, division: KeyDivision) -> None:
+        """Add the launches of parts of the keys, and of what merges them."""
+        there, sizes = self.placed()
+        named, absent = self.operands("q", "k", "v", "o", "lse", "sinks")
+        data = self.data() or None
+        fixed = self.common() | absent | sizes | self.layout.paging()
+        pointers = named | there | ({"data": data} if data else {})
+        self.buffers |= division.buffers(self.problem)
+        texts = self.texts("keep", "strip", "change")
+        fixed |= {} if data else {"data": None}
+        self.launches += split_launches(division, self.layout, pointers, fixed, texts)
+        self.division = describe_division(self.problem, self.target, division)
+
+    def whole_forward(self) -> None:
+        """Add the launch in which a program takes all keys of a block of queries."""
+        p, tile = self.problem, self.tiling("forward")
         lists, listed = self.listed(tile, by_keys=False)
         sinks = p.by_role.sinks
         more = {
-            "o_strides": p.layout_of_o[1],
+            "o_strides": self.layout.strides("o", self.layout.o()),
             "sinks_stride": sinks.strides[0] if sinks else 0,
             "H": p.H,
             "FOLD": not p.low_scale and not p.node.modifiers,
+            **self.layout.paging(),
         }
         names = ("q", "k", "v", "o", "lse", "max", "sinks", "seed", "offset")
         more |= self.order(tile, by_keys=False, pointers=lists)
-        lines = blocks(p.M, tile.block_m) * p.H * p.B
+        lines = self.layout.row_programs(tile.block_m)
         texts = self.texts("keep", "strip", "change")
         self.launch("forward", lines, tile, names, more | listed, texts, lists)
 
@@ -320,7 +190,7 @@ class FlashBuilder:
         """Add the launch of forward mode."""
         p, push = self.problem, self.push
         assert push is not None
-        tile = choose_push_tiling(p, self.target, "push", self.variant)
+        tile = self.tiling("forward")
         lists, listed = self.listed(tile, by_keys=False)
         sinks, tsinks = p.by_role.sinks, push.by_role.sinks
         names = (
@@ -343,7 +213,7 @@ class FlashBuilder:
         """Add the launches of the gradient."""
         p = self.problem
         assert p.grad is not None
-        self.buffers["delta"] = Buffer((p.B, p.H, p.M), torch.float32)
+        self.buffers["delta"] = Buffer(self.layout.lines(), torch.float32)
         self.delta()
         if p.grad.wants[0]:
             self.query_gradient()
@@ -355,25 +225,26 @@ class FlashBuilder:
     def delta(self) -> None:
         """Add the launch that sums do o over each row."""
         p, rows = self.problem, DELTA.block_m
+        B, H, M = self.layout.lines()
         names: tuple[str, ...] = ("o", "lse", "do", "dlse", "delta")
         strided: tuple[str, ...] = ("do", "dlse")
         laid = {"o_strides": "o.strides"}
         if self.push is not None:
-            self.buffers["tdelta"] = Buffer((p.B, p.H, p.M), torch.float32)
+            self.buffers["tdelta"] = Buffer((B, H, M), torch.float32)
             names, strided = (*names, "to", "tdo", "tdlse", "tdelta"), (*strided, "tdo", "tdlse")
             laid["to_strides"] = "to.strides"
         pointers, absent = self.operands(*names)
         fixed = absent | {
             **self.strides(*strided),
-            "H": p.H,
-            "M": p.M,
+            "H": H,
+            "M": M,
             "E": p.E,
             "WIDTH_E": padded_head_size(p.E),
             "BLOCK_M": rows,
             "BLIND": p.has_blind_rows,
             "UPCAST": self.target.interprets,
         }
-        lines = blocks(p.M, rows) * p.H * p.B
+        lines = blocks(M, rows) * H * B
         kernel = f"{self.prefix}delta"
         self.launches.append(Launch(kernel, lines, pointers | laid, fixed, {}, *DELTA.options))
 
@@ -382,9 +253,9 @@ class FlashBuilder:
         p, tile = self.problem, self.tiling("query_gradient")
         lists, listed = self.listed(tile, by_keys=False)
         names = (*self.read, "dq")
-        more = {"H": p.H, "dq_strides": gradient_strides(p.specs[0]), "BLIND": self.blind}
+        more = {"H": p.H, "dq_strides": self.gradient_strides(0), "BLIND": self.blind}
         more |= listed | self.order(tile, by_keys=False, pointers=lists)
-        lines = blocks(p.M, tile.block_m) * p.H * p.B
+        lines = self.layout.row_programs(tile.block_m)
         texts = self.texts("keep", "strip", "change", *self.steps_back)
         self.launch(f"{self.prefix}query_gradient", lines, tile, names, more, texts, lists)
 
@@ -397,8 +268,10 @@ class FlashBuilder:
         wanted = {name: n for n, name in enumerate(("dk", "dv"), start=1) if p.grad.wants[n]}
         order = self.order(tile, by_keys=True, pointers=lists, splits=splits)
         if splits > 1:
+            flat = self.layout.flat.specs
             for name, n in wanted.items():
-                shape = (p.B, p.G * splits, p.N, p.specs[n].shape[3])
+                B, _, N, width = flat[n].shape
+                shape = (B, p.G * splits, N, width)
                 self.buffers[f"parts.{name}"] = Buffer(shape, torch.float32)
         for results in [[name] for name in wanted] if tile.apart else [list(wanted)]:
             self.key_gradient_of(results, tile, splits, lists, listed | order)
@@ -408,8 +281,8 @@ class FlashBuilder:
 
     def split(self, tile: Tiling, lists: Pointers) -> int:
         """Among how many programs of dk and dv the query heads of a group are divided."""
-        p, table = self.problem, self.tables.get(str(lists.get("lists_ptr")))
-        if p.H == p.G:
+        p, table = self.layout.flat, self.tables.get(str(lists.get("lists_ptr")))
+        if p.H == p.G or self.invariant:
             return 1
         costs = block_costs(p, tile, True, table) or dense_costs(p, tile, True)
         used = Scratch(tuple(self.buffers.values())).bytes
@@ -425,34 +298,44 @@ class FlashBuilder:
         p = self.problem
         parts = {name: self.buffers.get(f"parts.{name}") for name in ("dk", "dv")}
         strides = {
-            f"{name}_strides": dense_strides(part.shape) if part else gradient_strides(p.specs[n])
+            f"{name}_strides": self.parts_strides(part) if part else self.gradient_strides(n)
             for n, (name, part) in enumerate(parts.items(), start=1)
         }
         more = more | strides | {f"{name}_ptr": None for name in parts if name not in results}
         more |= {"G": p.G, "SPLITS": splits, "GROUPED": p.H > p.G, "BLIND": self.blind}
         pointers = lists | {f"{name}_ptr": f"parts.{name}" for name in results if parts[name]}
-        lines = blocks(p.N, tile.block_n) * p.G * splits * p.B
+        lines = self.layout.key_programs(tile.block_n, p.G * splits)
         texts = self.texts("strip", "change", *self.steps_back) | {"KEEP": self.code.keep_by_keys}
         kernel, names = f"{self.prefix}key_gradient", (*self.read, *results)
         self.launch(kernel, lines, tile, names, more, texts, pointers)
 
     def sum_parts(self, name: str, n: int) -> None:
         """Add the launch that makes the gradient of k or v, operand n, of sums by query heads."""
-        p, spec, parts = self.problem, self.problem.specs[n], self.buffers[name]
+        p, parts = self.problem, self.buffers[name]
+        B, _, N, size = parts.shape
         fixed = {
             "parts_strides": dense_strides(parts.shape),
-            "out_strides": gradient_strides(spec),
+            "out_strides": self.gradient_strides(n),
             "G": p.G,
             "SUMMANDS": parts.shape[1] // p.G,
-            "N": p.N,
-            "SIZE": spec.shape[3],
-            "WIDTH": padded_head_size(spec.shape[3]),
+            "N": N,
+            "SIZE": size,
+            "WIDTH": padded_head_size(size),
             "BLOCK_N": SUMS.block_n,
             "UPCAST": self.target.interprets,
         }
         pointers: Pointers = {"parts_ptr": name, "out_ptr": f"grad{n}"}
-        lines = blocks(p.N, SUMS.block_n) * p.G * p.B
+        lines = blocks(N, SUMS.block_n) * p.G * B
         self.launches.append(Launch("sum_parts", lines, pointers, fixed, {}, *SUMS.options))
+
+    def parts_strides(self, part: Buffer) -> tuple[int, ...]:
+        """The strides of sums of dk or dv by parts of groups."""
+        entry, *others = dense_strides(part.shape)
+        return (entry if self.layout.T_keys is None else 0, *others)
+
+    def gradient_strides(self, n: int) -> tuple[int, ...]:
+        """The strides of the gradient of operand n, as kernels take them."""
+        return self.layout.strides("qkv"[n], self.layout.gradient(n))
 
     def collect(self, n: int, collected: Contribution) -> None:
         """The gradient of operand n: whole, or as sums that are left to add up."""

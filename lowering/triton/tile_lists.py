@@ -72,15 +72,18 @@ def list_width(tiles: int) -> int:
     return 16 * blocks(HEAD + tiles, 16)
 
 
-def list_ahead(problem: Problem, tiling: Tiling, by_keys: bool) -> torch.Tensor:
-    """The lists of all blocks of queries, or of keys, for a mask without tensors."""
+def list_ahead(
+    problem: Problem, tiling: Tiling, by_keys: bool, longest_first: bool = True
+) -> torch.Tensor:
+    """The lists of all blocks of queries, or of keys, for whatever a mask's tensors hold."""
     assert problem.node.mask is not None
     kinds = classify_blocks(problem.node.mask, problem, tiling)
     if by_keys:  # a partial last block of queries must be masked, one of keys need not
         short = problem.M % tiling.block_m > 0
         kinds[-1] = kinds[-1].clamp(max=1) if short else kinds[-1]
-        return list_tiles_of(kinds.mT.contiguous())
-    return list_tiles_of(kinds)
+        kinds = kinds.mT.contiguous()
+    lists = list_tiles_of(kinds)
+    return lists if longest_first else lists[lists[:, 0].argsort()]
 
 
 def most_listed(fixed: Mapping[str, int]) -> int:

@@ -21,16 +21,17 @@ WARPS, ROWS = 4, 64  # of the least tile that matrix units take at full speed
 
 
 def choose_tiling(
-    problem: Problem, target: Target, pass_: Pass, variant: str | None = None
-) -> Tiling:
-    """What the table has for a pass, or a variant of that."""
+    problem: Problem, target: Target, pass_: Pass, variant: str | None = None,
+    invariant: bool = False,
+) -> Tiling:  # fmt: skip
+    """What the table has for a pass, or a variant of that; invariant: whatever the batch."""
     p = problem
     width = padded_head_size(max(p.D, p.E))
     modified, drops = bool(p.node.modifiers), p.node.dropout > 0
     usual = tiling(target.sm, p.dtype.itemsize, width, pass_, modified, drops)
-    if variant is None:
+    if variant is None and not invariant:
         return spread_tiling(p, target, pass_ == "key_gradient", usual)
-    return VARIANTS[variant](usual)
+    return usual if variant is None else VARIANTS[variant](usual)
 
 
 def choose_push_tiling(

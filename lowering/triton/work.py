@@ -13,8 +13,9 @@ from attn_graph.ir.attention import Attention, AttentionGrad, Operands
 from attn_graph.ir.graph import Eqn, Graph, Input, unused_names
 from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp
 from attn_graph.ir.vjp import result_spec
-from attn_graph.lowering.problem import Problem, operand_specs, sole
+from attn_graph.lowering.problem import Problem, operand_specs
 from attn_graph.lowering.reasons import wide_heads
+from attn_graph.lowering.triton.layout import Layout
 from attn_graph.spec import TensorSpec
 
 WIDEST = 128  # two sums of rows, and as many tangents, have no room beyond
@@ -51,6 +52,11 @@ class Push:
         return None
 
     @property
+    def layout(self) -> Layout:
+        """How the operands lie."""
+        return Layout.dense(self.problem)
+
+    @property
     def by_role(self) -> Operands[TensorSpec | None]:
         """How the tangents of the attention's own operands lie."""
         return self.problem.node.split(self.moved)
@@ -76,12 +82,12 @@ def present(specs: Mapping[str, TensorSpec | None]) -> dict[str, TensorSpec]:
     return {name: x for name, x in specs.items() if x is not None}
 
 
-Work = Problem | Push
+Work = Layout | Push
 
 
 def work_of(graph: Graph) -> Work | None:
-    """What a graph of one equation is; None of what there are no kernels for."""
-    return sole(graph) or Push.of(graph)
+    """What a graph of one attention or derivative is; None of what there are no kernels for."""
+    return Layout.of(graph) or Push.of(graph)
 
 
 @final
@@ -103,9 +109,8 @@ def split_graph(graph: Graph) -> tuple[Part, ...]:
     """
     gradients = {i for eqn, outs in graph.numbered if isinstance(eqn.op, BACKWARD) for i in outs}
     read = {i for eqn in graph.eqns for i in eqn.args}
-    if len(graph.eqns) == 1:
-        work = work_of(graph)
-        return (Part(tuple(range(len(graph.inputs))), graph, work),) if work else ()
+    if work := work_of(graph):
+        return (Part(tuple(range(len(graph.inputs))), graph, work),)
     moves = any(isinstance(eqn.op, (AttentionJvp, AttentionGradJvp)) for eqn in graph.eqns)
     known = all(isinstance(eqn.op, (*FORWARD, *BACKWARD)) for eqn in graph.eqns)
     if not known or not moves or gradients & read:
@@ -125,11 +130,6 @@ def cut_equation(graph: Graph, eqn: Eqn) -> Part:
     work = work_of(alone)
     assert work is not None  # of the kinds that `split_graph` lets through
     return Part(args, alone, work)
-
-
-def problem_of(work: Work) -> Problem:
-    """The attention or the gradient that work is, or is the forward mode of."""
-    return work.problem if isinstance(work, Push) else work
 
 
 def tangent_specs(push: Push | None) -> Sequence[TensorSpec]:

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from attrs import astuple
+from attrs import astuple, evolve
 
 import attn_graph as ag
+from attn_graph.ir.passes import simplify
 from attn_graph.kernels.tilings import (
     ARCHS,
     TABLE,
@@ -19,6 +20,8 @@ from attn_graph.kernels.tilings import (
     shared_memory,
     table_arch,
 )
+from attn_graph.lowering.triton.layout import Layout
+from attn_graph.lowering.triton.predict import PROCESSORS
 from tests.support.sources import ROOT, load_file
 
 CPU = ag.Target.of("cpu")
@@ -198,3 +201,57 @@ def test_a_large_tensor_is_addressed_in_64_bits() -> None:
     problem = REPORT.sole(ag.vjp(ag.attention(x, x, x, bias=bias))[0])
     flash = REPORT.Flash.plan(problem, ag.Target.of("h200"))
     assert "(i).to(tl.int64) * numbers" in flash.code.change
+
+
+# Packed tensors, keys in pages, and few queries
+
+
+def serving_code(sm: int, size: int, page: int | None, M: int | None) -> Any:  # Any: machine code
+    """The machine code of one kernel: of packed sequences, causal, or, of M queries, against a
+    cache in pages, or in one piece for page 0."""
+    H, G, B, N, kind = 32, 8, 4, 4096, torch.bfloat16
+    target = evolve(ag.Target.of({80: "a100", 90: "h200"}[sm]), sm=sm)
+    if M is None:
+        q, k = (ag.TensorSpec((16384, h, size), kind) for h in (H, G))
+        starts = ag.TensorSpec((65,), torch.int32)
+        graph = ag.attention(q, k, k, q_starts=starts, mask=ag.Causal(), most=(2048, None))
+    else:
+        table = {"pages": ag.TensorSpec((B, N // page), torch.int32)} if page else {}
+        shape = (B * N // page, page, G, size) if page else (B, G, N, size)
+        q, k = ag.TensorSpec((B, H, M, size), kind), ag.TensorSpec(shape, kind)
+        lengths = ag.TensorSpec((B,), torch.int32)
+        mask = ag.Causal("bottom_right") if M > 1 else None
+        graph = ag.attention(q, k, k, kv_lengths=lengths, mask=mask, **table)
+    layout = Layout.of(simplify(graph))
+    assert layout is not None
+    return REPORT.compile_launches(REPORT.Flash.plan(layout, target))
+
+
+SERVING = [
+    *((sm, size, None, None) for sm in (80, 90) for size in (64, 128, 256)),
+    *((sm, 128, page, 1) for sm in (80, 90) for page in (0, 1, 16, 64, 128)),
+    *((sm, size, 16, 1) for sm in (80, 90) for size in (64, 256)),
+    (90, 128, 64, 16),
+]
+
+
+@compiling
+@pytest.mark.slow
+@pytest.mark.parametrize(("sm", "size", "page", "M"), SERVING)
+def test_kernels_that_serve_spill_nothing(
+    sm: int, size: int, page: int | None, M: int | None
+) -> None:
+    """They copy ahead, at every size of a page, and two programs of a step fit a multiprocessor."""
+    machine, *merge = serving_code(sm, size, page, M)
+    counts = dict(machine.instructions)
+    assert not machine.spilled
+    assert not machine.serialized
+    assert counts["cp.async"]
+    many = M is None or M > 1  # rows: wgmma takes 64 at least
+    assert counts["wgmma" if sm == 90 and many else "mma"]
+    if M == 1:
+        assert machine.registers <= 200
+        assert PROCESSORS[sm].programs(machine.registers, machine.warps, machine.shared) >= 2
+    for each in merge:
+        assert each.registers <= 48
+        assert not each.spilled

@@ -21,6 +21,7 @@ from attn_graph.lowering.backend import Options
 from attn_graph.lowering.problem import sole
 from attn_graph.lowering.triton.backend import describe_balance, launch_notes, plan_flash
 from attn_graph.lowering.triton.launches import Launch, load_kernel
+from attn_graph.lowering.triton.layout import Layout
 from attn_graph.lowering.triton.offline import compile_for
 from attn_graph.lowering.triton.plan import Flash
 from attn_graph.lowering.triton.programs import (
@@ -51,7 +52,8 @@ compiling = pytest.mark.skipif(
 def flashes(graph: ag.Graph, target: ag.Target, options: Options | None = None) -> list[Flash]:
     """The plans of both passes."""
     problems = [sole(simplify(x)) for x in ag.vjp(graph, ["q", "k", "v"])]
-    return [plan_flash(p, target, options or Options()) for p in problems if p is not None]
+    lying = [Layout.dense(p) for p in problems if p is not None]
+    return [plan_flash(each, target, options or Options()) for each in lying]
 
 
 def attention(

@@ -22,7 +22,7 @@ from attn_graph.lowering.problem import Problem, sole
 from attn_graph.lowering.triton import backend as triton_flash
 from attn_graph.lowering.triton.device_code import DeviceCode, Tracer, compile_text
 from attn_graph.lowering.triton.launches import Launch, check_interpreter
-from attn_graph.lowering.triton.operands import gradient_strides
+from attn_graph.lowering.triton.layout import Layout
 from attn_graph.lowering.triton.plan import Flash, FlashBuilder
 from attn_graph.lowering.triton.tile_lists import blocks, classify_blocks, list_width
 from attn_graph.spec import TensorSpec
@@ -120,8 +120,8 @@ def test_nothing_is_read_or_written_outside(
     for name, spec, x in zip(("do", "dlse"), results, cotangents, strict=True):
         named[name] = haloed(spec, NAN, x)[0]
     named["o.strides"] = named["o"].stride()
-    places = (TensorSpec(s.shape, s.dtype, gradient_strides(s)) for s in specs)
-    launched(backward, named, {f"grad{n}": spec for n, spec in enumerate(places)})
+    lying = Layout.dense(the(backward))
+    launched(backward, named, {f"grad{n}": lying.gradient(n) for n in range(3)})
     for n, due in enumerate(rule.expect_gradients(graph, tensors, cotangents).values()):
         due.check(named[f"grad{n}"])
 

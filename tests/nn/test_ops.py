@@ -120,8 +120,9 @@ def test_all_that_bears_on_a_plan_is_in_its_text() -> None:
     graph = ag.attention(X, X, X)
     _, target, options, among = ag.compile(graph, target=CPU).recipe[1]
     others: dict[str, Any] = {
-        "deterministic": True, "max_workspace": 5, "workspace": ag.Workspace(), "store": None,
-        "tune": True, "precision": "tf32", "avoid": ("math",), "on_fallback": "warn",
+        "deterministic": True, "batch_invariant": True, "max_workspace": 5,
+        "workspace": ag.Workspace(), "store": None, "tune": True, "precision": "tf32",
+        "avoid": ("math",), "on_fallback": "warn",
         "switches": ag.Switches(flash=False),
     }  # fmt: skip
     assert {f.name for f in attrs.fields(ag.Options)} - others.keys() == {"variant"}

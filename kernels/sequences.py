@@ -1,0 +1,165 @@
+"""Where the sequences of packed tensors lie, and keys in pages: found by each program for itself.
+
+A packed tensor has T rows of each head, among them sequence b from starts[b] on, lengths[b] rows of
+the starts[b + 1] - starts[b] that are its own. What lies outside of the tensors is clamped, so that
+no program reads or writes there, whatever starts, lengths and pages say.
+"""
+
+import triton
+import triton.language as tl
+
+from attn_graph.kernels.common import head_ptr, line_of, listed_block, place_program, rows_at
+
+
+@triton.jit
+def place_in_sequences(
+    starts_ptr, lengths_ptr, B, H, T, MOST, TOGETHER,
+    BATCH: tl.constexpr, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr,
+):  # fmt: skip
+    """block, h, b of this program, then the first row, the length and the extent of its sequence.
+
+    The extent is its rows and the unused ones after it. All T rows are in the blocks of some
+    sequence, of length 0 where they are of none: b is any then. BATCH: at least B + 2. MOST: the
+    most rows of a sequence. Programs beyond the last block have extent 0.
+    """
+    place, h, _ = place_program(tl.cdiv(T, BLOCK) + B + 2, H, TOGETHER, LAST_FIRST)
+    n = tl.arange(0, BATCH)  # sequence n - 1; 0: the rows before all, B + 1: those after all
+    start = tl.load(starts_ptr + n - 1, mask=(n > 0) & (n < B + 2), other=0)
+    start = tl.where(n > B + 1, T, clamp(start, T))
+    stop = clamp(tl.load(starts_ptr + n, mask=n <= B, other=T), T)
+    extents = tl.maximum(stop - start, 0)
+    blocks = (extents + BLOCK - 1) // BLOCK
+    slot = tl.sum((tl.cumsum(blocks, 0) <= place).to(tl.int32), 0)
+    block = place - tl.sum(tl.where(n < slot, blocks, 0), 0)
+    first = tl.sum(tl.where(n == slot, start, 0), 0)
+    extent = tl.sum(tl.where(n == slot, extents, 0), 0)
+    b = tl.minimum(tl.maximum(slot - 1, 0), B - 1)
+    length = clamp(tl.load(lengths_ptr + b), tl.minimum(extent, MOST))
+    return block, h, b, first, tl.where((slot > 0) & (slot <= B), length, 0), extent
+
+
+@triton.jit
+def place_rows(
+    starts_ptr, lengths_ptr, lists_ptr, lists_strides, B, H, M, T, TOGETHER,
+    BATCH: tl.constexpr, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr, LISTED: tl.constexpr,
+):  # fmt: skip
+    """place, block, h, b of this program, then the first row of its batch entry, how many rows it
+    has and writes, and where the line of its head begins in statistics, at that row.
+
+    starts_ptr: of packed rows, as `place_in_sequences` takes them; None: each entry has M.
+    """
+    if starts_ptr is None:
+        place, h, b = place_program(tl.cdiv(M, BLOCK), H, TOGETHER, LAST_FIRST)
+        block = listed_block(place, lists_ptr, lists_strides, LISTED)
+        row, extent, line = 0, M, line_of(b, h, H, M)
+    else:
+        block, h, b, row, M, extent = place_in_sequences(
+            starts_ptr, lengths_ptr, B, H, T, M, TOGETHER, BATCH, BLOCK, LAST_FIRST
+        )
+        place, line = block, line_of(0, h, H, T) + row
+    return place, block, h, b, row, M, extent, line
+
+
+@triton.jit
+def sequence_at(starts_ptr, lengths_ptr, b, T, MOST):
+    """The first row and the length of sequence b."""
+    first = clamp(tl.load(starts_ptr + b), T)
+    return first, clamp(tl.load(lengths_ptr + b), tl.minimum(T - first, MOST))
+
+
+@triton.jit
+def clamp(x, most):
+    """x between 0 and most, in 32 bits."""
+    return tl.minimum(tl.maximum(x, 0), most).to(tl.int32)
+
+
+@triton.jit
+def length_of(starts_ptr, lengths_ptr, b, T, MOST):
+    """The first row of batch entry b, and how many it has.
+
+    starts_ptr: of packed rows, else None. lengths_ptr: None where each entry has all MOST.
+    """
+    first, count = 0, MOST
+    if starts_ptr is not None:
+        first, count = sequence_at(starts_ptr, lengths_ptr, b, T, MOST)
+    elif lengths_ptr is not None:
+        count = clamp(tl.load(lengths_ptr + b), MOST)
+    return first, count
+
+
+@triton.jit
+def head_at(ptr, strides, b, h, starts_ptr, first, PAGE: tl.constexpr):
+    """The address of x[b,h], or, of packed tensors, of row `first` of x[h]. PAGE: of pages."""
+    at = head_ptr(ptr, strides, 0 if PAGE else b, h)
+    if starts_ptr is not None:
+        at += tl.cast(first, tl.int64) * strides[2]
+    return at
+
+
+@triton.jit
+def list_of(lists_ptr, lists_strides, b, h, place, first, rows):
+    """The list of tiles at a place of the order; of a block beyond the last row any."""
+    place = tl.where(first < rows, place, 0)
+    return head_ptr(lists_ptr, lists_strides, b, h) + place * lists_strides[2]
+
+
+@triton.jit
+def tiles_within(full, mixed, starts_ptr, first, rows, LISTED: tl.constexpr):
+    """How many full and mixed tiles there are; none of a block beyond the last row."""
+    if LISTED and starts_ptr is not None:
+        full, mixed = tl.where(first < rows, full, 0), tl.where(first < rows, mixed, 0)
+    return full, mixed
+
+
+@triton.jit
+def within_sequence(x, starts_ptr, first, count, other, BLOCK: tl.constexpr):
+    """x [BLOCK] or [BLOCK,WIDTH] of rows `first`.., with `other` in unused rows of packed ones."""
+    if starts_ptr is not None:
+        row = tl.arange(0, BLOCK)
+        if len(x.shape) == 2:
+            row = row[:, None]
+        x = tl.where(row < count - first, x, other)
+    return x
+
+
+@triton.jit
+def key_rows(
+    ptr, strides, pages_ptr, line, first, count, POOL,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
+    PAGE: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """As `rows_at`; PAGE: of keys in pages of so many rows, POOL pages in all; 0: not in pages.
+
+    line: where the pages of this batch entry begin in their table. strides: of pages, heads, rows
+    and elements.
+    """
+    if PAGE == 0:
+        x = rows_at(ptr, strides, first, count, SIZE, ROWS, WIDTH, WHOLE, UPCAST)
+    else:
+        row, col = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
+        at = paged_rows(ptr, strides, pages_ptr + line, first, count, POOL, ROWS, PAGE)
+        inside = (row < count - first) & (col < SIZE)
+        x = tl.load(at + col * strides[3], mask=inside, other=0.0)
+        if UPCAST and ptr.dtype.element_ty == tl.bfloat16:
+            x = x.to(tl.float32)
+    return x
+
+
+@triton.jit
+def paged_rows(ptr, strides, pages_ptr, first, count, POOL, ROWS: tl.constexpr, PAGE: tl.constexpr):
+    """Pointers [ROWS,1] to rows `first`.. of a batch entry; where all lie in one page, by one
+    look into its table."""
+    row = tl.arange(0, ROWS)[:, None]
+    if PAGE % ROWS == 0:
+        page = clamp(tl.load(pages_ptr + first // PAGE), POOL - 1).to(tl.int64)
+        at = (
+            ptr
+            + page * strides[0]
+            + tl.cast(first % PAGE, tl.int64) * strides[2]
+            + row * strides[2]
+        )
+    else:
+        j = first + row
+        page = clamp(tl.load(pages_ptr + j // PAGE, mask=j < count, other=0), POOL - 1)
+        at = ptr + page.to(tl.int64) * strides[0] + (j % PAGE).to(tl.int64) * strides[2]
+    return at

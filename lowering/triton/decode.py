@@ -1,0 +1,151 @@
+"""Attention of few queries: how its keys are divided among programs, and what they launch.
+
+The heads that share keys are rows of one tile, so that each key is read once. Where there are too
+few programs to fill a GPU, several share the keys of one head.
+"""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import torch
+from attrs import evolve, frozen
+
+from attn_graph.kernels.tilings import MERGE, VARIANTS, Tiling, padded_head_size, split_tiling
+from attn_graph.lowering.problem import Problem
+from attn_graph.lowering.triton.few_rows import is_decoding
+from attn_graph.lowering.triton.launches import Launch, Pointers
+from attn_graph.lowering.triton.layout import Layout
+from attn_graph.machine.sizes import format_bytes
+from attn_graph.machine.target import Target
+from attn_graph.machine.workspace import Buffer
+
+WAVES = 2  # programs of four warps that a multiprocessor runs at once
+LEAST_KEYS = 256  # of a part: fewer take as long to merge as to read
+FIXED_KEYS = 512  # of a part, where its bits may not depend on the batch
+WORTH = 16  # times as many keys as rows: reading them once saves more than merging one part takes
+PARTS, PARTS_LSE = "parts", "parts.lse"  # buffers: sums of all parts, and their lse
+RESULTS = ("o_ptr", "lse_ptr", "sinks_ptr")  # what the kernel that merges reads and writes
+MERGED = ("M", "E", "WIDTH_E", "UPCAST")
+UNREAD = (  # of packed queries and of dropout, which have no parts
+    *("q_starts_ptr", "q_lengths_ptr", "T", "BATCH"),
+    *("keep_scale", "threshold", "origin", "DROPOUT"),
+)
+Fixed = dict[str, Any]  # arguments of a kernel
+TURNS = 3  # of so many sizes Triton's interpreter divides the keys of one
+
+
+@final
+@frozen
+class KeyDivision:
+    """How the keys of a head are divided: into `parts`, each of at least `each` tiles of keys."""
+
+    tile: Tiling
+    rows: int
+    parts: int
+    each: int
+
+    def buffers(self, problem: Problem) -> dict[str, Buffer]:
+        """The sums of all parts, and their lse."""
+        lse = (self.parts, problem.B, problem.H, problem.M)
+        shapes = {PARTS: (*lse, problem.E), PARTS_LSE: lse}
+        return {name: Buffer(shape, torch.float32) for name, shape in shapes.items()}
+
+    def scratch(self, problem: Problem) -> int:
+        """Bytes of both."""
+        return sum(buffer.bytes for buffer in self.buffers(problem).values())
+
+
+def divide_keys(
+    layout: Layout, target: Target, variant: str | None, most: int | None, invariant: bool
+) -> KeyDivision | None:
+    """How keys are divided; None where each program takes all keys of a block of queries.
+
+    most: bytes that the parts may take. invariant: whether nothing may depend on the batch.
+    """
+    p = layout.problem
+    if layout.T is not None or not is_decoding(p):
+        return None
+    rows = p.M * (p.H // p.G)
+    tile = choose_split_tiling(p, target, rows, variant)
+    tiles = -(-p.N // tile.block_n)
+    if invariant:
+        each = 2 if target.interprets else FIXED_KEYS // tile.block_n
+        return KeyDivision(tile, rows, -(-tiles // each), each)
+    if target.interprets:  # it is not fast in any way, so each has its turn
+        division = KeyDivision(tile, rows, min(tiles, 1 + p.N % 4), 1)
+        worth = (p.M + p.N) % TURNS == 0
+    else:
+        each = -(-LEAST_KEYS // tile.block_n)
+        programs = p.B * p.G * -(-rows // tile.block_m)
+        wanted = -(-WAVES * (target.multiprocessors or 1) // programs)
+        division = KeyDivision(tile, rows, min(wanted, -(-tiles // each)), each)
+        worth = division.parts > 1 or WORTH * rows <= p.N
+    while most is not None and division.parts > 1 and division.scratch(p) > most:
+        division = evolve(division, parts=division.parts // 2)
+    fits = most is None or division.scratch(p) <= most
+    return division if worth and fits else None
+
+
+def choose_split_tiling(problem: Problem, target: Target, rows: int, variant: str | None) -> Tiling:
+    """What the table has, or a variant of that; a tile holds all queries."""
+    p = problem
+    width = padded_head_size(max(p.D, p.E))
+    tile = split_tiling(target.sm, p.dtype.itemsize, width, rows)
+    if variant is not None:
+        tile = VARIANTS[variant](tile)
+    return evolve(tile, block_m=max(tile.block_m, padded_head_size(p.M)))
+
+
+def split_launches(
+    division: KeyDivision, layout: Layout, pointers: Pointers, fixed: Fixed, texts: dict[str, str]
+) -> list[Launch]:
+    """The launches of the parts, and of what merges them.
+
+    pointers, fixed: of both, and what other forwards read besides.
+    """
+    p, tile = layout.problem, division.tile
+    parts: Pointers = {"parts_ptr": PARTS, "parts_lse_ptr": PARTS_LSE}
+    reads = {name: x for name, x in pointers.items() if name not in RESULTS} | parts
+    own = {
+        "B": p.B,
+        "H": p.H,
+        "G": p.G,
+        "SPLITS": division.parts,
+        "EACH": division.each,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "FOLD": not p.low_scale and not p.node.modifiers,
+    }
+    own = {name: x for name, x in fixed.items() if name not in (*UNREAD, *RESULTS)} | own
+    grid = p.B * p.G * division.parts * -(-division.rows // tile.block_m)
+    results = {name: x for name, x in pointers.items() if name in RESULTS} | parts
+    sinks, o = p.by_role.sinks, layout.strides("o", layout.o())
+    merged = {name: x for name, x in fixed.items() if name in (*RESULTS, *MERGED)} | {
+        "o_strides": o,
+        "sinks_stride": sinks.strides[0] if sinks else 0,
+        "H": p.H,
+        "SPLITS": division.parts,
+    }
+    return [
+        Launch("split_forward", grid, reads, own, texts, *tile.options),
+        Launch("merge_parts", p.B * p.H * p.M, results, merged, {}, *MERGE.options),
+    ]
+
+
+def describe_division(problem: Problem, target: Target, division: KeyDivision) -> str:
+    """How the keys are divided, for `explain`, and how long moving everything takes at least."""
+    p, tile = problem, division.tile
+    keys = max(division.each * tile.block_n, -(-p.N // division.parts))
+    shared = f"{p.H // p.G} heads that share keys are rows of one tile; " if p.H > p.G else ""
+    scratch, itemsize = division.scratch(p), p.dtype.itemsize
+    moved = itemsize * (p.B * p.G * p.N * (p.D + p.E) + p.B * p.H * p.M * (p.D + p.E)) + 2 * scratch
+    bandwidth = target.bandwidth
+    time = "" if bandwidth is None else f", {moved / bandwidth * 1e3:.2g} ms at its bandwidth"
+    count = (
+        "one part" if division.parts == 1 else f"{division.parts} parts, which merge_parts joins"
+    )
+    return (
+        f"{shared}keys in {count}, of {keys} each; {format_bytes(scratch)} of partial sums; "
+        f"{format_bytes(moved)} moved{time}"
+    )

@@ -1,0 +1,215 @@
+"""The launches of a problem while they are listed, and the arguments that several kernels share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from attrs import Factory, define, field
+
+from attn_graph.ir.philox import flat_origin, threshold
+from attn_graph.kernels.tilings import Pass, PushPass, Tiling, padded_head_size
+from attn_graph.lowering.problem import Problem, read_specs
+from attn_graph.lowering.triton.device_code import (
+    DeviceCode,
+    read_axes,
+)
+from attn_graph.lowering.triton.device_lists import DeviceLists
+from attn_graph.lowering.triton.launches import Launch, Pointers
+from attn_graph.lowering.triton.layout import Layout
+from attn_graph.lowering.triton.programs import (
+    begins_last,
+    heads_together,
+)
+from attn_graph.lowering.triton.symbols import SPECIAL
+from attn_graph.lowering.triton.tile_lists import list_ahead
+from attn_graph.lowering.triton.tiles import choose_push_tiling, choose_tiling
+from attn_graph.lowering.triton.work import Push, tangent_specs
+from attn_graph.machine.target import Target
+from attn_graph.machine.torch_switches import Precision
+from attn_graph.machine.workspace import Buffer
+from attn_graph.masks.places import Untraceable
+from attn_graph.spec import dense_strides
+
+Fixed = dict[str, Any]  # arguments of a kernel
+PLACED = ("forward", "query_gradient", "key_gradient")  # kernels that know packed tensors
+PUSHED: dict[Pass, PushPass] = {
+    "forward": "push",
+    "query_gradient": "push_query_gradient",
+    "key_gradient": "push_key_gradient",
+}
+READ = ("q", "k", "v", "do", "lse", "delta", "seed", "offset")  # by every backward kernel
+MOVED = ("tq", "tk", "tv", "tdo", "tlse", "tdelta")  # and in a direction
+BY_KEYS = ("key_gradient", "push_key_gradient")  # kernels whose programs are blocks of keys
+GRADIENTS = {"dq": "grad0", "dk": "grad1", "dv": "grad2"}  # by number of the operand
+
+
+@define(eq=False)
+class LaunchList:
+    """The list of launches while it grows, with the buffers and lists of tiles that they need."""
+
+    problem: Problem
+    target: Target
+    code: DeviceCode
+    precision: Precision = "ieee"
+    variant: str | None = None
+    most: int | None = None
+    invariant: bool = False
+    layout: Layout = field(default=Factory(lambda x: Layout.dense(x.problem), takes_self=True))
+    push: Push | None = None
+    division: str = ""
+    launches: list[Launch] = field(factory=list)
+    buffers: dict[str, Buffer] = field(factory=dict)
+    tables: dict[str, torch.Tensor] = field(factory=dict)
+
+    def tiling(self, pass_: Pass) -> Tiling:
+        """The tile of a pass, or of what it is in a direction."""
+        if self.push is None:
+            return choose_tiling(self.layout.flat, self.target, pass_, self.variant, self.invariant)
+        return choose_push_tiling(self.problem, self.target, PUSHED[pass_], self.variant)
+
+    @property
+    def read(self) -> tuple[str, ...]:
+        """What kernels of the gradient read."""
+        return READ + MOVED if self.push else READ
+
+    @property
+    def prefix(self) -> str:
+        """What the names of the gradient's kernels begin with."""
+        return "push_" if self.push else ""
+
+    @property
+    def steps_back(self) -> tuple[str, ...]:
+        """The generated functions by which gradients go back through the modifiers."""
+        return ("push", "bend") if self.push else ("back",)
+
+    def common(self) -> Fixed:
+        """Sizes and constants."""
+        p, rate = self.problem, self.problem.node.dropout
+        return {
+            "numbers": self.code.numbers or None,
+            "GROUP": p.H // p.G,
+            "M": p.M,
+            "N": p.N,
+            "EVEN": self.is_even(),
+            "scale": p.node.scale,
+            "keep_scale": 1 / (1 - rate) if rate < 1 else 0.0,
+            "threshold": threshold(rate),
+            "origin": flat_origin(p.node.origin),
+            "D": p.D,
+            "E": p.E,
+            "WIDTH_D": padded_head_size(p.D),
+            "WIDTH_E": padded_head_size(p.E),
+            "DROPOUT": rate > 0,
+            "UPCAST": self.target.interprets,
+            "PRECISION": self.precision,
+        } | self.strides("q", "k", "v")
+
+    def is_even(self) -> bool:
+        """Whether many keys of what masks and modifiers read are loaded at once."""
+        if self.layout.sides or self.problem.N % SPECIAL:
+            return False
+        return any({"i", "j"} <= {*axes} for axes in read_axes(self.problem))
+
+    @property
+    def blind(self) -> int:
+        """Whether a query may see no key: 0 no, 1 by the mask alone, 2 by a modifier too."""
+        hides = any(m.hides for m in self.problem.node.modifiers)
+        return 2 if hides else int(self.problem.mask_has_blind_rows)
+
+    def strides(self, *names: str) -> Fixed:
+        """The strides of operands, as the kernels take them; 0 of those that are absent."""
+        specs, layout = self.layout.large() | (self.push.large if self.push else {}), self.layout
+        return {
+            f"{name}_strides": layout.strides(name, specs[name]) if name in specs else (0, 0, 0, 0)
+            for name in names
+        }
+
+    def placed(self) -> tuple[Pointers, Fixed]:
+        """What kernels know of packed tensors: pointers, and sizes, None of what is not packed."""
+        pointers = self.layout.pointers()
+        there: Pointers = {name: x for name, x in pointers.items() if x is not None}
+        absent = {name: None for name in pointers if name not in there}
+        return there, absent | self.layout.sizes()
+
+    def operands(self, *names: str) -> tuple[Pointers, Fixed]:
+        """Pointers by parameter, and None for those that this graph has not."""
+        there = {"q", "k", "v", "delta", "dq", "dk", "dv", *self.problem.node.names}
+        there |= set(self.layout.large()) | (
+            {"seed", "offset"} if self.problem.node.dropout else set()
+        )
+        there |= {"sinks"} if self.problem.node.sinks else set()
+        if self.push is not None:
+            there |= {*self.push.large, "to", "tlse", "tdelta"}
+            there |= {"tsinks"} if self.push.by_role.sinks else set()
+        pointers: Pointers = {
+            f"{name}_ptr": GRADIENTS.get(name, name) for name in names if name in there
+        }
+        return pointers, {f"{name}_ptr": None for name in names if name not in there}
+
+    def data(self) -> tuple[str, ...]:
+        """Names of all that modifiers and the mask read, in the order of the operands, and of the
+        tangents of those that move."""
+        count = len(read_specs(self.problem)) + len(tangent_specs(self.push))
+        return tuple(f"data.{k}" for k in range(count))
+
+    def texts(self, *names: str) -> dict[str, str]:
+        """The generated functions, by parameter."""
+        return {name.upper(): getattr(self.code, name) for name in names}
+
+    # The order of programs, and lists of tiles
+
+    def order(self, tiling: Tiling, by_keys: bool, pointers: Pointers, splits: int = 1) -> Fixed:
+        """How many heads are walked together, and which block comes first.
+
+        pointers: those of the lists, which lie in order if they were made when planning.
+        """
+        sorted_ = not self.layout.sides and str(pointers.get("lists_ptr")) in self.tables
+        return {
+            "TOGETHER": heads_together(self.layout.flat, self.target, tiling, by_keys, splits),
+            "LAST_FIRST": not sorted_ and begins_last(self.problem, by_keys),
+        }
+
+    def listed(self, tiling: Tiling, by_keys: bool) -> tuple[Pointers, Fixed]:
+        """The list that a kernel walks: its pointer, or None where closed form does without."""
+        mask = self.problem.node.mask
+        if mask is None or self.code.strip:
+            return {}, {"lists_ptr": None, "lists_strides": (0, 0, 0), "LISTED": False}
+        name = f"lists{len(self.buffers) + len(self.tables)}"
+        try:
+            shape = self.ranged(name, tiling, by_keys) if mask.needs else None
+        except Untraceable:
+            shape = None  # then from `span` and `surely`, for whatever the data may be
+        if shape is None:
+            self.tables[name] = list_ahead(self.problem, tiling, by_keys, not self.layout.sides)
+            shape = (1, 1, *self.tables[name].shape)
+        strides = dense_strides(shape)[:3]
+        strides = tuple(s if n > 1 else 0 for n, s in zip(shape, strides, strict=False))
+        return {"lists_ptr": name}, {"lists_strides": strides, "LISTED": True}
+
+    def ranged(self, name: str, tiling: Tiling, by_keys: bool) -> tuple[int, ...]:
+        """Add what makes the lists on the device; their shape."""
+        own = self.data()[: len(read_specs(self.problem))]
+        lists = DeviceLists.plan(name, self.problem, tiling, by_keys, own)
+        self.buffers |= lists.buffers
+        self.launches += lists.launches
+        return lists.shape
+
+    def launch(
+        self, kernel: str, lines: int, tiling: Tiling, names: tuple[str, ...], more: Fixed,
+        texts: dict[str, str], pointers: Pointers | None = None,
+    ) -> None:  # fmt: skip
+        """Add a launch of one program for each line."""
+        named, absent = self.operands(*names)
+        named |= pointers or {}
+        if kernel in PLACED:
+            there, sizes = self.placed()
+            named, absent = named | there, sizes | absent
+        blocks_ = {"BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n}
+        fixed = self.common() | absent | blocks_ | more
+        fixed |= self.strides(*(name for name in ("do", *MOVED[:4]) if name in names))
+        if self.data():
+            named["data"] = self.data()
+        else:
+            fixed["data"] = None
+        self.launches.append(Launch(kernel, lines, named, fixed, texts, *tiling.options))

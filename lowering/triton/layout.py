@@ -1,0 +1,250 @@
+"""How the tensors of a problem lie: each batch entry by itself, packed, or in pages.
+
+The kernels take strides by batch entry, head, row and element: (0, head, row, element) of a packed
+tensor [T,H,D], (page, head, row, element) of a pool [n,P,G,D].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import final
+
+import torch
+from attrs import evolve, frozen
+
+from attn_graph.errors import Reason
+from attn_graph.ir.attention import Attention, AttentionGrad
+from attn_graph.ir.graph import Graph
+from attn_graph.ir.packed import LENGTHS, STARTS, Packed, operand_sides
+from attn_graph.ir.packing import Lengths, row_count
+from attn_graph.lowering.problem import Problem, operand_specs, sole
+from attn_graph.spec import TensorSpec, dense_strides, memory_order
+
+MOST_SEQUENCES = 4096 - 2  # of which each program reads where they begin
+KEY_TENSORS = ("k", "v", "dk", "dv")  # the others have the rows of q
+Strides = tuple[int, ...]
+
+
+@final
+@frozen(cache_hash=True)
+class Layout:
+    """A problem with padded sizes, and how its operands really lie.
+
+    specs: of the operands, as they are. op: of packed tensors and pages. tables: the specs of what
+    it reads besides, starts and then pages.
+    """
+
+    problem: Problem
+    specs: tuple[TensorSpec, ...]
+    op: Packed | None = None
+    tables: tuple[TensorSpec, ...] = ()
+
+    @classmethod
+    def of(cls, graph: Graph) -> Layout | None:
+        """Of a graph of one attention, or one gradient, packed or not; None of others."""
+        problem = sole(graph)
+        if problem is not None:
+            return cls.dense(problem)
+        if not graph.eqns or any(not isinstance(eqn.op, Lengths) for eqn in graph.eqns[:-1]):
+            return None
+        last, outs = graph.numbered[-1]
+        if not isinstance(last.op, Packed) or min(graph.outputs) < outs.start:
+            return None
+        return cls.packed(last.op, operand_specs(graph, last))
+
+    @classmethod
+    def dense(cls, problem: Problem) -> Layout:
+        """Of a problem whose batch entries lie by themselves."""
+        return cls(problem, problem.specs)
+
+    @classmethod
+    def packed(cls, op: Packed, specs: list[TensorSpec]) -> Layout | None:
+        """specs: of all operands of the op. None where it is none that `Problem` knows."""
+        if not isinstance(op.op, (Attention, AttentionGrad)):
+            return None
+        own, where = op.split(specs)
+        padded = op.padded([x.type for x in specs])
+        whole = [
+            TensorSpec(type_.shape, type_.dtype) if side in where else spec
+            for spec, type_, side in zip(own, padded, operand_sides(op.op), strict=True)
+        ]
+        return cls(Problem.of(op.op, whole), own, op, tuple(specs[len(own) :]))
+
+    @property
+    def layout(self) -> Layout:
+        """Itself, as forward mode has one."""
+        return self
+
+    @property
+    def sides(self) -> tuple[str, ...]:
+        """The sides that are packed, of "rows" and "keys"."""
+        return self.op.sides if self.op else ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the tables."""
+        starts = (STARTS[side] for side in self.sides)
+        return (*starts, *("pages",) * (self.op is not None and self.op.paged))
+
+    @property
+    def pages(self) -> TensorSpec | None:
+        """The table of pages, if k and v lie in them."""
+        return self.tables[-1] if self.op and self.op.paged else None
+
+    @property
+    def T(self) -> int | None:
+        """Rows of q, if it is packed."""
+        return row_count(self.specs[0].shape) if "rows" in self.sides else None
+
+    @property
+    def T_keys(self) -> int | None:
+        """Rows of k, if it is packed."""
+        return row_count(self.specs[1].shape) if "keys" in self.sides else None
+
+    @cached_property
+    def flat(self) -> Problem:
+        """The problem with all packed sequences as one, which is as many programs and as much
+        memory."""
+        p = self.problem
+        shapes = [x.shape for x in p.specs[:3]]
+        if self.T is not None:
+            shapes[0] = (1, p.H, self.T, p.D)
+        if self.T_keys is not None:
+            shapes[1], shapes[2] = (1, p.G, self.T_keys, p.D), (1, p.G, self.T_keys, p.E)
+        specs = (TensorSpec(shape, p.dtype) for shape in shapes)
+        return evolve(p, specs=(*specs, *p.specs[3:])) if self.sides else p
+
+    # Operands and results
+
+    def large(self) -> dict[str, TensorSpec]:
+        """The specs of q, k, v, do and dlse, by name."""
+        specs = dict(zip("qkv", self.specs, strict=False))
+        if self.problem.grad is not None:
+            given = self.problem.grad.split(self.specs)
+            cotangents = ("do", given.do), ("dlse", given.dlse)
+            specs |= {name: x for name, x in cotangents if x is not None}
+        return specs
+
+    def strides(self, name: str, spec: TensorSpec) -> Strides:
+        """The strides of a tensor as kernels take them; name: "k", "dlse", ..."""
+        side = "keys" if name in KEY_TENSORS else "rows"
+        if side == "keys" and self.pages is not None:
+            page, line, g, last = spec.strides
+            return page, g, line, last
+        if side not in self.sides:
+            return spec.strides
+        row, head, *each = spec.strides
+        return (0, head, row, *each) if each else (0, row, head)
+
+    def o(self) -> TensorSpec:
+        """How o lies: dense in the memory order of q."""
+        if self.T is None:
+            shape, strides = self.problem.layout_of_o
+            return TensorSpec(shape, self.problem.dtype, strides)
+        shape = (self.T, self.problem.H, self.problem.E)
+        strides = dense_strides(shape, memory_order(self.specs[0]))
+        return TensorSpec(shape, self.problem.dtype, strides)
+
+    def statistic(self) -> tuple[int, ...]:
+        """The shape of lse and other statistics of rows."""
+        p = self.problem
+        return (p.B, p.H, p.M) if self.T is None else (p.H, self.T)
+
+    def lines(self) -> tuple[int, int, int]:
+        """The same shape as [B,H,M] of a kernel that knows no sequences."""
+        p = self.problem
+        return (p.B, p.H, p.M) if self.T is None else (1, p.H, self.T)
+
+    def gradient(self, n: int) -> TensorSpec:
+        """How the gradient of operand n lies: dense, in the operand's memory order."""
+        spec = self.specs[n]
+        return TensorSpec(spec.shape, spec.dtype, dense_strides(spec.shape, memory_order(spec)))
+
+    # Programs
+
+    def row_programs(self, block: int) -> int:
+        """Programs of one for each block of queries of each head."""
+        p = self.problem
+        if self.T is None:
+            return -(-p.M // block) * p.H * p.B
+        return (-(-self.T // block) + p.B + 2) * p.H
+
+    def key_programs(self, block: int, heads: int) -> int:
+        """Programs of one for each block of keys of so many heads."""
+        p = self.problem
+        if self.T_keys is None:
+            return -(-p.N // block) * heads * p.B
+        return (-(-self.T_keys // block) + p.B + 2) * heads
+
+    def pointers(self) -> dict[str, str | None]:
+        """The tensors that say where sequences lie, by parameter; None for those not there."""
+        names = (*STARTS.values(), *LENGTHS.values(), *self.names[len(self.sides) :])
+        there = {*self.names, *(LENGTHS[side] for side in self.sides)}
+        if self.pages is not None and LENGTHS["keys"] in self.problem.by_role.mask:
+            there.add(LENGTHS["keys"])
+        return {f"{name}_ptr": name if name in there else None for name in names}
+
+    def where(
+        self, mask: Mapping[str, torch.Tensor], tables: Sequence[torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """The tensors that say where sequences lie, by name. mask: those that the mask reads."""
+        named = {n: mask[n] for n in LENGTHS.values() if n in mask}
+        return named | dict(zip(self.names, tables, strict=True))
+
+    def sizes(self) -> dict[str, int | None]:
+        """What kernels know of packed tensors, by parameter."""
+        sequences = 1 << (self.problem.B + 1).bit_length()
+        return {"B": self.problem.B, "T": self.T, "T_KEYS": self.T_keys} | {
+            "BATCH": sequences if self.sides else 0
+        }
+
+    def paging(self) -> dict[str, str | int | None]:
+        """What kernels know of keys in pages, by parameter."""
+        if self.pages is None:
+            return {"pages_ptr": None, "pages_stride": 0, "POOL": 0, "PAGE": 0}
+        count, page = self.specs[1].shape[:2]
+        return {"pages_stride": self.pages.strides[0], "POOL": count, "PAGE": page}
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The dtype of each tensor that says where sequences lie."""
+        mask = self.problem.by_role.mask
+        dtypes = {name: x.dtype for name, x in zip(self.names, self.tables, strict=True)}
+        return dtypes | {n: mask[n].dtype for n in LENGTHS.values() if n in mask}
+
+    def reasons(self) -> Iterator[Reason]:
+        """What the kernels do not take of packed tensors."""
+        if self.pages is not None:
+            yield from self.page_reasons(self.pages)
+        if self.sides and self.problem.B > MOST_SEQUENCES:
+            limit = f"takes up to {MOST_SEQUENCES} packed sequences"
+            yield Reason("sequences", limit, f"there are {self.problem.B}")
+        grad, roles = self.problem.grad, self.problem.node.roles
+        for role, wanted in zip(roles, grad.wants if grad else (), strict=False):
+            if self.op and wanted and role not in ("q", "k", "v", "sinks"):
+                limit = "has gradients of q, k, v and sinks of packed tensors"
+                yield Reason(f"packed_gradient.{role}", limit, f"that of {role} is wanted")
+
+    def page_reasons(self, pages: TensorSpec) -> Iterator[Reason]:
+        """What the kernels do not take of keys in pages."""
+        if self.problem.grad is not None:
+            limit = "has no gradients of what reads keys in pages"
+            yield Reason("page_gradient", limit, "the graph is one")
+        if pages.shape[1] > 1 and pages.strides[1] != 1:
+            limit = "reads tables whose entries lie side by side"
+            yield Reason("pages_stride", limit, f"pages is {pages}")
+        if not self.specs[1].shape[0]:
+            yield Reason("pool", "needs a page at least", f"k is {self.specs[1]}")
+
+
+def read_operands(graph: Graph, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The operands of a graph's last equation: those before compute the lengths of sequences."""
+    values = [*tensors]
+    for eqn in graph.eqns[:-1]:
+        values += eqn.op.run(*(values[i] for i in eqn.args))
+    return [values[i] for i in graph.eqns[-1].args]
+
+
+def new_tensor(spec: TensorSpec, device: torch.device) -> torch.Tensor:
+    """An uninitialised tensor of a spec."""
+    return torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device=device)

@@ -1,0 +1,250 @@
+"""Few queries on Triton: parts of the keys are the whole, in a batch as alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import attn_graph as ag
+from attn_graph.ir.passes import simplify
+from attn_graph.kernels.decode import AT_ONCE
+from attn_graph.lowering.problem import Problem, sole
+from attn_graph.lowering.triton.decode import FIXED_KEYS, LEAST_KEYS, WAVES, divide_keys
+from attn_graph.lowering.triton.few_rows import MOST_QUERIES, MOST_ROWS
+from attn_graph.lowering.triton.layout import Layout
+from attn_graph.lowering.triton.plan import Flash
+from attn_graph.testing import rule
+from attn_graph.testing.agreement import run_plan
+from attn_graph.testing.strategies import Shape, dtypes, mask_options, score_options
+from attn_graph.testing.tensors import tensors_for
+
+CPU = ag.Target.of("cpu")
+SPEC = ag.TensorSpec
+NAN = float("nan")
+interpreted = pytest.mark.skipif(
+    not CPU.interprets, reason="needs TRITON_INTERPRET=1 before Python starts, as in `make test`"
+)
+
+
+def the(graph: ag.Graph) -> Problem:
+    problem = sole(simplify(graph))
+    assert problem is not None
+    return problem
+
+
+def lying(graph: ag.Graph) -> Layout:
+    return Layout.dense(the(graph))
+
+
+def decoding(B: int, H: int, G: int, M: int, N: int, D: int = 128, **options: Any) -> ag.Graph:
+    """Some queries of a cache in bfloat16."""
+    q, k = (SPEC((B, *n, D), torch.bfloat16) for n in ((H, M), (G, N)))
+    return ag.attention(q, k, k, **options)
+
+
+# Planning
+
+
+@pytest.mark.parametrize(
+    ("sizes", "parts"),
+    [
+        ((1, 32, 8, 1, 32768), 33),  # two programs for each of 132 multiprocessors
+        ((4, 32, 8, 1, 4096), 9),
+        ((1, 32, 8, 1, 512), 2),  # parts of LEAST_KEYS
+        ((64, 32, 8, 1, 4096), 1),  # enough programs; heads are rows of one tile all the same
+        ((1, 8, 8, 16, 32768), 33),
+    ],
+)
+def test_parts_fill_the_gpu(sizes: tuple[int, ...], parts: int) -> None:
+    H200 = ag.Target.of("h200")
+    division = divide_keys(lying(decoding(*sizes)), H200, None, None, False)
+    assert division is not None
+    assert division.parts == parts
+    assert (parts - 1) * sizes[0] * sizes[2] < WAVES * 132
+    assert parts == 1 or sizes[4] >= parts * LEAST_KEYS
+    # A larger batch changes the parts, unless its entries are to be as they are alone.
+    alone, many = (
+        divide_keys(lying(decoding(B, *sizes[1:])), H200, None, None, True) for B in (1, 32)
+    )
+    assert alone == many
+    assert alone is not None
+    assert alone.parts == -(-sizes[4] // FIXED_KEYS)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"stats": ("max",)}, {"dropout": 0.1}, {"M": MOST_QUERIES + 1}, {"r": MOST_ROWS + 1}],
+    ids=str,
+)
+def test_what_is_not_divided(options: dict[str, Any]) -> None:
+    M, r = options.pop("M", 1), options.pop("r", 1)
+    graph = decoding(1, r, 1, M, 4096, 64, **options)
+    assert divide_keys(lying(graph), ag.Target.of("h200"), None, None, False) is None
+    flash = Flash.plan(the(graph), ag.Target.of("h200"))
+    assert "forward" in [launch.kernel for launch in flash.launches]
+
+
+def test_explain_says_how_keys_are_divided_and_what_that_takes() -> None:
+    text = str(
+        ag.explain(decoding(1, 32, 8, 1, 32768), target="h200", backends=("triton",), wants=())
+    )
+    assert (
+        "4 heads that share keys are rows of one tile; keys in 33 parts, which merge_parts joins, "
+        "of 993 each; 532.1 KiB of partial sums; 129.1 MiB moved, 0.028 ms at its bandwidth"
+    ) in text
+    assert "split_forward: 264 programs, tiles of 16 x 64, 4 warps, 3 stages" in text
+    assert "workspace 532.1 KiB forward" in text
+
+
+def test_parts_are_fewer_where_the_workspace_is_small() -> None:
+    graph = decoding(1, 32, 8, 1, 32768)
+    plan = ag.compile(graph, target="h200", backends=("triton",), max_workspace="300KiB")
+    assert 0 < plan.memory().workspace_forward <= 300 * 2**10
+    least = ag.compile(graph, target="h200", backends=("triton",), max_workspace=1024)
+    assert least.memory().workspace_forward == 0
+    with pytest.raises(ag.NoBackendError, match="needs a workspace of"):
+        ag.compile(
+            graph, target="h200", backends=("triton",), batch_invariant=True, max_workspace=1024
+        )
+
+
+# Who is batch invariant
+
+
+@pytest.mark.parametrize("name", ["cudnn", "torch_flash", "torch_efficient", "torch_cudnn", "math"])
+def test_who_divides_by_the_batch_refuses(name: str) -> None:
+    with pytest.raises(ag.NoBackendError, match="batch_invariant=True"):
+        ag.compile(
+            decoding(2, 8, 8, 1, 4096), target="h200", backends=(name,), batch_invariant=True
+        )
+
+
+def test_triton_comes_first_whatever_the_batch() -> None:
+    for B in (1, 64):
+        graph = decoding(B, 32, 8, 1, 4096)
+        said = ag.explain(graph, target="h200", batch_invariant=True, wants=())
+        assert said.backend == "triton"
+    assert ag.explain(decoding(64, 32, 8, 1, 4096), target="h200", wants=()).backend == "cudnn"
+
+
+def test_prefill_is_the_same_for_every_batch_too() -> None:
+    """Neither tiles nor the division of a group may depend on how many programs there are."""
+    for backward in (0, 1):
+        plans = []
+        for B in (1, 64):
+            graph = ag.vjp(decoding(B, 32, 8, 512, 512, mask=ag.Causal()))[backward]
+            flash = Flash.plan(the(graph), ag.Target.of("h200"), invariant=True)
+            names = ("BLOCK_M", "BLOCK_N", "SPLITS")
+            plans.append([[x.fixed.get(n) for n in names] for x in flash.launches])
+        assert plans[0] == plans[1]
+
+
+# Results
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[ag.Graph, int]:
+    """Few queries against up to 200 keys, with any mask and modifier; and a seed."""
+    G, r, M = (draw(st.sampled_from(x)) for x in ([1, 2], [1, 2, 3, 5], [1, 1, 2, 5]))
+    N = draw(st.sampled_from([1, 31, 64, 98, 130, 200]))
+    D, E = draw(st.sampled_from([16, 8])), draw(st.sampled_from([16, 5]))
+    shape, dtype = Shape(2, G * r, G, M, N, D, E), draw(dtypes.filter(lambda x: x.itemsize < 8))
+    align = draw(st.sampled_from(["top_left", "bottom_right"]))
+    options = draw(mask_options(shape)) | draw(score_options(shape, dtype)) | {"align": align}
+    options = {n: x for n, x in options.items() if n not in ("dropout", "seed", "offset")}
+    specs = (SPEC(x, dtype) for x in (shape.q, shape.k, shape.v))
+    graph = ag.attention(*specs, **options, stats=True)
+    return graph, draw(st.integers(0, 99))
+
+
+@interpreted
+@given(step=steps())
+@settings(max_examples=2 * settings().max_examples // 5)  # each is interpreted
+def test_the_parts_are_the_whole(step: tuple[ag.Graph, int]) -> None:
+    graph, seed = step
+    plan = ag.compile(graph, backends=("triton",), batch_invariant=True)
+    assert "partial sums" in str(plan.explain())
+    tensors = tensors_for(graph, seed)
+    for x, due in zip(run_plan(plan, tensors), rule.expect_outputs(graph, tensors), strict=True):
+        due.check(x, f"{graph}\n")
+
+
+def cache(capacity: int, lengths: list[int], H: int = 4, M: int = 1) -> tuple[ag.Graph, Any]:
+    """Queries against a cache, with NaN past each length."""
+    random = torch.Generator().manual_seed(5)
+    B, longest = len(lengths), 200
+    q = torch.randn(4, H, M, 16, generator=random)[:B]
+    kv = torch.full((2, 4, 2, capacity, 16), NAN)
+    kv[..., :longest, :] = torch.randn(2, 4, 2, longest, 16, generator=random)
+    for b, n in enumerate(lengths):
+        kv[:, b, :, n:] = NAN
+    tensors = (q, *kv[:, :B].contiguous(), torch.tensor(lengths, dtype=torch.int32))
+    specs = map(SPEC.like, tensors[:3])
+    options: dict[str, Any] = {"mask": ag.Causal("bottom_right"), "stats": True}
+    return ag.attention(*specs, kv_lengths=SPEC.like(tensors[3]), **options), tensors
+
+
+@interpreted
+@pytest.mark.parametrize("M", [1, 3])
+def test_bits_are_the_same_alone_in_a_batch_and_in_a_longer_cache(M: int) -> None:
+    lengths = [150, 0, 1, 200]
+    graph, tensors = cache(200, lengths, M=M)
+    plan = ag.compile(graph, backends=("triton",), batch_invariant=True)
+    whole = run_plan(plan, tensors)
+    assert all(not x[b].isnan().any() for x in whole for b in range(4))
+    assert whole[0][1].eq(0).all()
+    assert whole[1][1].eq(-torch.inf).all()
+    for capacity, count in ((200, 1), (64 * AT_ONCE + 200, 2)):
+        graph, tensors = cache(capacity, lengths[:count], M=M)
+        other = ag.compile(graph, backends=("triton",), batch_invariant=True)
+        for x, y in zip(run_plan(other, tensors), whole, strict=True):
+            assert torch.equal(x, y[:count])
+
+
+@interpreted
+def test_bits_of_prefill_and_of_gradients_are_the_same_alone_and_in_a_batch() -> None:
+    random = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(2, h, 40, 8, generator=random) for h in (2, 1, 1))
+    results = []
+    for B in (1, 2):
+        leaves = [x[:B].clone().requires_grad_() for x in (q, k, v)]
+        graph = ag.attention(*map(SPEC.like, leaves), mask=ag.Causal())
+        (o,) = run_plan(ag.compile(graph, backends=("triton",), batch_invariant=True), leaves)
+        results.append((o, *torch.autograd.grad(o.sum(), leaves)))
+    for x, y in zip(*results, strict=True):
+        assert torch.equal(x, y[:1])
+
+
+@interpreted
+def test_a_lost_row_stays_lost() -> None:
+    """NaN in one part of the keys, and a score of +inf: the row is NaN, as without parts."""
+    q, k, v = torch.ones(1, 2, 1, 16), torch.ones(1, 1, 200, 16), torch.ones(1, 1, 200, 16)
+    k[0, 0, 100] = NAN
+    graph = ag.attention(*map(SPEC.like, (q, k, v)), stats=True)
+    plan = ag.compile(graph, backends=("triton",), batch_invariant=True)
+    o, lse = run_plan(plan, (q, k, v))
+    assert o.isnan().all()
+    assert lse.isnan().all()
+
+
+@interpreted
+def test_each_row_has_its_head_and_its_query() -> None:
+    """Slopes by head, a bias by head and query, and sinks: of grouped heads, which are rows."""
+    graph = ag.attention(
+        *(SPEC(x, torch.float32) for x in ((2, 6, 3, 16), (2, 2, 98, 16), (2, 2, 98, 16))),
+        bias=SPEC((2, 6, 3, 98), torch.float32),
+        keep=SPEC((1, 6, 3, 98), torch.bool),
+        sinks=SPEC((6,), torch.float32),
+        alibi=SPEC((6,), torch.float32),
+        align="bottom_right",
+        mask=ag.Window(80, 0, "bottom_right"),
+        stats=True,
+    )
+    tensors = tensors_for(graph, 3)
+    plan = ag.compile(graph, backends=("triton",), batch_invariant=True)
+    for x, due in zip(run_plan(plan, tensors), rule.expect_outputs(graph, tensors), strict=True):
+        due.check(x)

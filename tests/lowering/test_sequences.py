@@ -1,0 +1,318 @@
+"""Packed tensors and keys in pages by Triton's kernels, under its interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import attn_graph as ag
+from attn_graph.ir.passes import simplify
+from attn_graph.kernels.tilings import INTERPRETED
+from attn_graph.lowering.triton.launches import Launch
+from attn_graph.lowering.triton.layout import MOST_SEQUENCES, Layout
+from attn_graph.lowering.triton.plan import Flash
+from attn_graph.spec import INF
+from attn_graph.testing.agreement import run_gradients, run_plan
+from attn_graph.testing.rule import expect_gradients, expect_outputs
+from attn_graph.testing.strategies import Shape, seeds
+from tests.lowering import test_packed, test_paged
+from tests.support.sequences import Batch
+
+CPU = ag.Target.of("cpu")
+SPEC = ag.TensorSpec
+I32 = torch.int32
+HALF = (torch.float32, torch.float16, torch.bfloat16)
+FEW = 1 if settings().max_examples < 100 else settings().max_examples // 10  # each is interpreted
+LONG = Batch((40, 1), (70, 9), ((35, 40), (0, 2)), True)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"mask": ag.Causal("bottom_right")},
+    "window": {"mask": ag.Window(20, 3, "bottom_right"), "soft_cap": 2.0},
+    "top left": {"mask": ag.Causal("top_left") & ag.Window(9, 0, "top_left")},
+    "lists": {"mask": ag.Causal("top_left") | ag.Prefix(2)},
+    "alibi": {"mask": ag.Causal("bottom_right"), "alibi": True, "align": "bottom_right"},
+    "sinks": {"sinks": SPEC((4,), torch.float32)},
+    "dropout": {"dropout": 0.3},
+}
+interpreted = pytest.mark.skipif(
+    not CPU.interprets, reason="needs TRITON_INTERPRET=1 before Python starts, as in `make test`"
+)
+
+
+def check_forward(case: Any, graph: ag.Graph, padded: ag.Graph, tensors: Sequence[Any]) -> None:
+    """Results are those of padded tensors; rows of no sequence are 0, and -inf in statistics."""
+    given_tensors, padded_tensors = tensors
+    plan = ag.compile(graph, backends=("triton",))
+    dues = expect_outputs(padded, padded_tensors)
+    for x, due in zip(run_plan(plan, given_tensors), dues, strict=True):
+        full = case.pad(x)
+        there = torch.where(case.real(full), full, due.ref.to(full.dtype))
+        due.check(there, f"{graph}\n")
+
+
+def outside(batch: Batch, x: torch.Tensor, side: int = 0) -> torch.Tensor:
+    """The rows of a packed tensor that are of no sequence."""
+    mine = batch.members(side)
+    return x[~mine] if x.ndim == 3 else x[:, ~mine]
+
+
+def check_gradients(case: test_packed.Case, seed: int) -> None:
+    """Gradients are those of padded tensors, and 0 in rows of no sequence."""
+    plan, random = ag.compile(case.packed, backends=("triton",)), torch.Generator()
+    random.manual_seed(seed)
+    places = dict(enumerate(plan.graph.outputs))
+    cotangents = [
+        case.batch.spoil(torch.randn(t.shape, generator=random).to(t.dtype), 0)
+        if places[n] in plan.graph.differentiable_outputs
+        else None
+        for n, t in enumerate(plan.graph.output_types)
+    ]
+    grads = run_gradients(plan, case.packed_tensors, cotangents)
+    padded = [None if x is None else case.batch.pad(x) for x in cotangents]
+    for name, due in expect_gradients(case.padded, case.padded_tensors, padded).items():
+        x, side = grads[name], {"q": 0, "k": 1, "v": 1}.get(name)
+        due.check(x if side is None else case.batch.pad(x, side), f"{case.packed}\n")
+        if side is not None:
+            assert (outside(case.batch, x, side) == 0).all()
+
+
+def gradient_is_taken(graph: ag.Graph) -> bool:
+    """Whether Triton takes the gradient: not that of what a modifier reads."""
+    layout = Layout.of(simplify(ag.vjp(graph)[1]))
+    return layout is not None and not [*layout.reasons()]
+
+
+# Agreement
+
+
+@interpreted
+@given(case=st.sampled_from(HALF).flatmap(lambda kind: test_packed.cases(dtype=kind)))
+@settings(max_examples=6 * FEW)
+def test_packed_is_padded_with_lengths(case: test_packed.Case) -> None:
+    check_forward(case.batch, case.packed, case.padded, (case.packed_tensors, case.padded_tensors))
+    for x in run_plan(ag.compile(case.packed, backends=("triton",)), case.packed_tensors):
+        assert (outside(case.batch, x) == (-INF if x.ndim == 2 else 0.0)).all()
+
+
+@interpreted
+@given(case=st.sampled_from(HALF).flatmap(lambda kind: test_packed.cases(dtype=kind)), seed=seeds)
+@settings(max_examples=5 * FEW)
+def test_gradients_of_packed_are_those_of_padded(case: test_packed.Case, seed: int) -> None:
+    if gradient_is_taken(case.packed):
+        check_gradients(case, seed)
+
+
+@interpreted
+@pytest.mark.parametrize("name", OPTIONS)
+def test_sequences_of_several_tiles(name: str) -> None:
+    """Longer than a tile, with gaps longer than one; grouped heads; NaN in rows of no sequence."""
+    assert LONG.most[0] > INTERPRETED.block_m
+    dtype = HALF[list(OPTIONS).index(name) % 3]
+    case = test_packed.sequences(LONG, OPTIONS[name], dtype)
+    check_forward(LONG, case.packed, case.padded, (case.packed_tensors, case.padded_tensors))
+    check_gradients(case, 7)
+
+
+@interpreted
+@given(
+    case=st.sampled_from(HALF).flatmap(lambda kind: test_paged.cases(dtype=kind)),
+    invariant=st.booleans(),
+)
+@settings(max_examples=10 * FEW)
+def test_pages_are_keys_in_one_piece(case: test_paged.Case, invariant: bool) -> None:
+    plan = ag.compile(case.graph, backends=("triton",), batch_invariant=invariant)
+    dues = expect_outputs(case.padded, case.padded_inputs)
+    for x, due in zip(run_plan(plan, case.inputs), dues, strict=True):
+        padded = case.pad(x)
+        there = torch.where(case.real(padded), padded, due.ref.to(padded.dtype))
+        due.check(there, f"{case.graph}\n")
+
+
+@interpreted
+@pytest.mark.parametrize("page", [1, 5, 16, 32, 64])
+@pytest.mark.parametrize("packed", [False, True])
+def test_pages_of_every_size(page: int, packed: bool) -> None:
+    """Some tiles in a page, some pages in a tile; entries past the lengths hold anything."""
+    batch = Batch((2, 2, 2) if not packed else (2, 40, 0), (70, 1, 33), ((0, 0),) * 3, False)
+    pages = -(-70 // page)
+    layout = test_paged.Layout(page, heads_first=page == 5, ended=True, packed=packed)
+    shape = Shape(3, 4, 2, 40 if packed else 2, pages * page, 8, 8)
+    options = {"mask": ag.Causal("bottom_right"), "stats": True}
+    case = test_paged.make_case(batch, layout, shape, torch.float16, options, 3)
+    check_forward(case, case.graph, case.padded, (case.inputs, case.padded_inputs))
+
+
+# Bits
+
+
+@interpreted
+def test_sequences_that_come_after_change_no_bit() -> None:
+    whole = test_packed.sequences(LONG, OPTIONS["causal"], torch.float32)
+    cut = evolve(LONG, rows=LONG.rows[:1], keys=LONG.keys[:1], unused=LONG.unused[:1])
+    alone = test_packed.sequences(cut, OPTIONS["causal"], torch.float32)
+    tensors = {n: whole.tensors[n][: len(x)] for n, x in alone.tensors.items()}
+    few = run_plan(
+        ag.compile(alone.packed, backends=("triton",), batch_invariant=True),
+        [tensors[i.name] for i in alone.packed.inputs],
+    )
+    all_ = run_plan(
+        ag.compile(whole.packed, backends=("triton",), batch_invariant=True), whole.packed_tensors
+    )
+    (n,) = cut.rows
+    assert torch.equal(few[0][:n], all_[0][:n])
+    assert torch.equal(few[1][:, :n], all_[1][:, :n])
+
+
+@interpreted
+def test_paged_is_dense_bit_by_bit() -> None:
+    batch = Batch((1, 1), (70, 33), ((0, 0),) * 2, False)
+    layout = test_paged.Layout(16, heads_first=False, ended=True, packed=False)
+    shape = Shape(2, 4, 2, 1, 80, 8, 8)
+    case = test_paged.make_case(batch, layout, shape, torch.float32, {"mask": None}, 3)
+    plans = [
+        ag.compile(g, backends=("triton",), batch_invariant=True) for g in (case.graph, case.padded)
+    ]
+    (x,), (y,) = (
+        run_plan(plan, tensors)
+        for plan, tensors in zip(plans, (case.inputs, case.padded_inputs), strict=True)
+    )
+    assert torch.equal(x, y)
+
+
+# Data that are wrong
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("starts", "lengths"),
+    [
+        ([-9, 50, 20], [10**6, -5]),
+        ([90, 30, -7], [5, 5]),
+        ([0, 10**9, 10**9], [10**9] * 2),
+    ],
+)
+def test_nothing_is_read_or_written_outside_whatever_the_starts_are(
+    starts: list[int], lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results are undefined then, and finite: NaN surrounds every tensor. Around results there is
+    a number, which stays."""
+    case = test_packed.sequences(LONG, OPTIONS["causal"], torch.float32)
+    tensors = {n: x.nan_to_num() for n, x in case.tensors.items()}
+    for name in ("q_starts", "kv_starts"):
+        tensors[name] = torch.tensor(starts, dtype=I32)
+    for name in ("q_lengths", "kv_lengths"):
+        tensors[name] = torch.tensor(lengths, dtype=I32)
+    given_tensors = [inside_nan(tensors[i.name]) for i in case.packed.inputs]
+    rooms: list[tuple[torch.Tensor, torch.Tensor]] = []
+    run = Launch.__call__
+
+    def launch(self: Launch, named: dict[str, Any]) -> None:
+        run(self, named)
+        assert all((room[~inside] == 7.5).all() for room, inside in rooms)
+
+    monkeypatch.setattr(Launch, "__call__", launch)
+    monkeypatch.setattr("attn_graph.lowering.triton.plan.new_tensor", lambda s, d: haloed(s, rooms))
+    o, lse = run_plan(ag.compile(case.packed, backends=("triton",)), given_tensors)
+    assert rooms
+    assert not o.isnan().any()
+    assert not lse.isnan().any()
+
+
+def inside_nan(x: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor between NaN, or, of integers, between large ones."""
+    room = torch.full((x.numel() + 8192,), float("nan") if x.is_floating_point() else 10**6)
+    room = room.to(x.dtype)
+    room[4096:-4096] = x.flatten()
+    return room[4096:-4096].view(x.shape)
+
+
+def haloed(spec: ag.TensorSpec, rooms: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """A new tensor of a spec with 7.5 around it."""
+    count = spec.type.bytes // spec.dtype.itemsize
+    room, inside = torch.full((count + 8192,), 7.5), torch.zeros(count + 8192, dtype=torch.bool)
+    inside[4096:-4096] = True
+    rooms.append((room, inside))
+    return room.as_strided(spec.shape, spec.strides, 4096)
+
+
+# Planning
+
+
+def flash_of(graph: ag.Graph) -> Flash:
+    layout = Layout.of(simplify(graph))
+    assert layout is not None
+    return Flash.plan(layout, ag.Target.of("h200"))
+
+
+def packed(B: int, T: int, **options: Any) -> ag.Graph:
+    q, k = (SPEC((T, h, 64), torch.bfloat16) for h in (32, 8))
+    return ag.attention(q, k, k, q_starts=SPEC((B + 1,), I32), mask=ag.Causal(), **options)
+
+
+def test_the_grid_follows_from_shapes_alone() -> None:
+    """And nothing of the size of a padded batch is made, forward or backward."""
+    for graph in ag.vjp(packed(64, 16384)):
+        flash = flash_of(graph)
+        for launch in flash.launches:
+            if "BATCH" in launch.fixed:
+                size = launch.fixed["BLOCK_N" if launch.kernel == "key_gradient" else "BLOCK_M"]
+                heads = 32 if launch.kernel != "key_gradient" else 8 * launch.fixed["SPLITS"]
+                assert launch.grid == (-(-16384 // size) + 64 + 2) * heads
+        assert flash.scratch.bytes <= 4 * 32 * 16384 * (1 + 2 * 64)
+
+
+def test_a_new_batch_of_sequences_needs_no_new_kernel() -> None:
+    one, two = (flash_of(packed(B, T)).launches[0] for B, T in ((5, 1000), (6, 16384)))
+    assert one.texts == two.texts
+    sizes = ("M", "N", "H", "G", "B", "T", "T_KEYS", "POOL", "TOGETHER")
+    constants = [n for n in one.fixed if n.isupper() and n not in sizes]
+    assert all(one.fixed[n] == two.fixed[n] for n in constants)
+
+
+REFUSED: dict[str, tuple[ag.Graph, str]] = {
+    "many sequences": (
+        packed(MOST_SEQUENCES + 1, 16384),
+        f"takes up to {MOST_SEQUENCES} packed sequences",
+    ),
+    "a table with gaps": (
+        ag.attention(
+            SPEC((2, 8, 1, 64), torch.bfloat16),
+            *[SPEC((9, 16, 8, 64), torch.bfloat16)] * 2,
+            pages=SPEC((2, 4), I32, (8, 2)),
+        ),
+        "reads tables whose entries lie side by side",
+    ),
+    "no pages": (
+        ag.attention(
+            SPEC((2, 8, 1, 64), torch.bfloat16),
+            *[SPEC((0, 16, 8, 64), torch.bfloat16)] * 2,
+            pages=SPEC((2, 4), I32),
+        ),
+        "needs a page at least",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_it_can_not_do_it_refuses(name: str) -> None:
+    graph, reason = REFUSED[name]
+    with pytest.raises(ag.NoBackendError, match=reason):
+        ag.compile(graph, target="h200", backends=("triton",))
+
+
+def test_gradients_over_pages_and_of_modifiers_are_left_to_others() -> None:
+    pool, q = SPEC((9, 16, 8, 64), torch.bfloat16), SPEC((2, 8, 1, 64), torch.bfloat16)
+    paged = ag.attention(q, pool, pool, pages=SPEC((2, 4), I32))
+    bias = packed(2, 64, bias=SPEC((1, 32, 64, 64), torch.bfloat16))
+    for graph, reason in ((paged, "keys in pages"), (bias, "that of bias is wanted")):
+        said = ag.explain(graph, target="h200", backends=("triton", "math"))
+        assert said.backend == "triton"
+        assert said.backward is not None
+        assert said.backward.backend == "math"
+        assert reason in str(said.backward)
