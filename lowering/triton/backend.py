@@ -29,7 +29,7 @@ from attn_graph.lowering.reasons import (
 from attn_graph.lowering.steps import Steps
 from attn_graph.lowering.triton.calls import Results, TritonCall
 from attn_graph.lowering.triton.few_rows import is_decoding
-from attn_graph.lowering.triton.work import Part, Work, split_graph
+from attn_graph.lowering.triton.work import Single, Work, split_graph
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision
 from attn_graph.spec import TensorSpec
@@ -149,7 +149,7 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
     return join_parts(graph, parts, [lower_part(part, target, options) for part in parts])
 
 
-def lower_part(part: Part, target: Target, options: Options) -> Executable:
+def lower_part(part: Single, target: Target, options: Options) -> Executable:
     """The launches that run one equation."""
     flash = plan_flash(part.work, target, options)
     call = TritonCall(flash, part.graph, options)
@@ -167,10 +167,10 @@ def lower_part(part: Part, target: Target, options: Options) -> Executable:
     )
 
 
-def join_parts(graph: Graph, parts: Sequence[Part], lowered: Sequence[Executable]) -> Executable:
+def join_parts(graph: Graph, parts: Sequence[Single], lowered: Sequence[Executable]) -> Executable:
     """The equations of a graph one after another."""
     pairs = zip(parts, lowered, strict=True)
-    steps = Steps.of(graph, [(part.args, results_of(x)) for part, x in pairs])
+    steps = Steps.of(graph, [(part.args, as_step(x)) for part, x in pairs])
 
     def run(*tensors: torch.Tensor) -> Results:
         return steps.run(tensors[0].device, tensors)
@@ -187,7 +187,7 @@ def join_parts(graph: Graph, parts: Sequence[Part], lowered: Sequence[Executable
     )
 
 
-def results_of(lowered: Executable) -> Callable[..., Sequence[torch.Tensor]]:
+def as_step(lowered: Executable) -> Callable[..., Sequence[torch.Tensor]]:
     """What an equation gives, as a step of a graph runs it."""
     return lambda _, *operands: lowered.run(*operands)[0]
 

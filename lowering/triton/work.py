@@ -64,20 +64,20 @@ class Push:
     @property
     def steps(self) -> tuple[Mapping[str, TensorSpec], ...]:
         """For each modifier, how the tangents of its tensors lie, by name."""
-        return tuple(present(tensors) for tensors in self.by_role.modifiers)
+        return tuple(keep_given(tensors) for tensors in self.by_role.modifiers)
 
     @property
     def large(self) -> dict[str, TensorSpec]:
         """How the tangents of q, k, v and the cotangents lie, by name."""
         given = (*self.moved[:3], *self.cotangents)
-        return present(dict(zip(("tq", "tk", "tv", "tdo", "tdlse"), given, strict=True)))
+        return keep_given(dict(zip(("tq", "tk", "tv", "tdo", "tdlse"), given, strict=True)))
 
     def reasons(self) -> Iterator[Reason]:
         """Against head sizes that have no tiles."""
         yield from wide_heads(self.problem, WIDEST)
 
 
-def present(specs: Mapping[str, TensorSpec | None]) -> dict[str, TensorSpec]:
+def keep_given(specs: Mapping[str, TensorSpec | None]) -> dict[str, TensorSpec]:
     """Those that are there."""
     return {name: x for name, x in specs.items() if x is not None}
 
@@ -92,7 +92,7 @@ def work_of(graph: Graph) -> Work | None:
 
 @final
 @frozen
-class Part:
+class Single:
     """One equation of a graph as a graph of its own. args: the values that are its inputs."""
 
     args: tuple[int, ...]
@@ -101,7 +101,7 @@ class Part:
 
 
 @lru_cache(64)  # `why_not` asks for it, and `lower` again
-def split_graph(graph: Graph) -> tuple[Part, ...]:
+def split_graph(graph: Graph) -> tuple[Single, ...]:
     """The equations of a graph of attentions and their derivatives, each by itself.
 
     None of them, where there are no kernels for one, where nothing is a tangent, since several
@@ -110,7 +110,7 @@ def split_graph(graph: Graph) -> tuple[Part, ...]:
     gradients = {i for eqn, outs in graph.numbered if isinstance(eqn.op, BACKWARD) for i in outs}
     read = {i for eqn in graph.eqns for i in eqn.args}
     if work := work_of(graph):
-        return (Part(tuple(range(len(graph.inputs))), graph, work),)
+        return (Single(tuple(range(len(graph.inputs))), graph, work),)
     moves = any(isinstance(eqn.op, (AttentionJvp, AttentionGradJvp)) for eqn in graph.eqns)
     known = all(isinstance(eqn.op, (*FORWARD, *BACKWARD)) for eqn in graph.eqns)
     if not known or not moves or gradients & read:
@@ -118,7 +118,7 @@ def split_graph(graph: Graph) -> tuple[Part, ...]:
     return tuple(cut_equation(graph, eqn) for eqn in graph.eqns)
 
 
-def cut_equation(graph: Graph, eqn: Eqn) -> Part:
+def cut_equation(graph: Graph, eqn: Eqn) -> Single:
     """An equation by itself, which gives all its results."""
     args = tuple(dict.fromkeys(eqn.args))
     known = graph.inputs
@@ -129,7 +129,7 @@ def cut_equation(graph: Graph, eqn: Eqn) -> Part:
     alone = Graph(inputs, (own,), tuple(range(len(args), len(args) + len(eqn.outs))))
     work = work_of(alone)
     assert work is not None  # of the kinds that `split_graph` lets through
-    return Part(args, alone, work)
+    return Single(args, alone, work)
 
 
 def tangent_specs(push: Push | None) -> Sequence[TensorSpec]:

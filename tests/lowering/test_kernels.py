@@ -203,6 +203,17 @@ def test_a_large_tensor_is_addressed_in_64_bits() -> None:
     assert "(i).to(tl.int64) * numbers" in flash.code.change
 
 
+@compiling
+@pytest.mark.slow
+@pytest.mark.parametrize("pass_", REPORT.PUSHES)
+@pytest.mark.parametrize("sm", [80, 90, 100])
+def test_forward_mode_compiles_in_float32_too(sm: int, pass_: str) -> None:
+    """With head size 128 registers are few, and some spill; it has to fit all the same."""
+    for machine in REPORT.Case(sm, 4, 128, pass_, "causal").compile()[2]:
+        assert machine.shared <= shared_memory(sm)
+        assert machine.registers * 32 * machine.warps <= 65536
+
+
 # Packed tensors, keys in pages, and few queries
 
 

@@ -159,6 +159,7 @@ def test_triton_computes_second_derivatives_and_explain_counts_them() -> None:
     for graph in (ag.jvp(backward), ag.vjp(backward)[1]):
         known = ag.explain(graph, target="h200")
         assert known.backend == "triton"
+        assert known.memory is not None
         assert known.memory.workspace_forward == 2 * 4 * 2 * 4 * 512
         text = str(known)
         for kernel in ("push", "push_delta", "push_query_gradient", "push_key_gradient"):
