@@ -307,3 +307,13 @@ def test_pages_that_are_not_there_are_an_error_and_others_say_why_not() -> None:
     assert any("reads no pages" in str(x) for x in reasons["torch_flash"])
     with pytest.raises(ag.GraphError, match="table"):
         ag.graph(attend, q=q, pool=pool, table=SPEC((1, 2), torch.float32))
+
+
+def test_memory_does_not_grow_with_the_cache() -> None:
+    pool, q = SPEC((2**14, 16, 8, 64), torch.float32), SPEC((4, 32, 1, 64), torch.float32)
+    table, lengths = SPEC((4, 2**12), I32), SPEC((4,), I32)
+    graph = ag.attention(q, pool, pool, pages=table, kv_lengths=lengths)
+    memory = ag.compile(graph, target=CPU).memory()
+    forward = memory.workspace_forward + memory.temporary_forward
+    backward = memory.workspace_backward + memory.temporary_backward
+    assert max(forward, backward) < 2**24 < pool.type.bytes / 16
