@@ -145,7 +145,7 @@ def query_gradient(
     dq = tl.zeros([BLOCK_M, WIDTH_D], tl.float32)
 
     if LISTED:
-        lists_ptr = list_of(lists_ptr, lists_strides, b, h, place, first, M)
+        lists_ptr = list_of(lists_ptr, lists_strides, b, h, place, q_starts_ptr, first, M)
         start, full_start, full_stop, stop = 0, 0, 0, 0
     else:
         start, full_start, full_stop, stop = key_tiles(
@@ -258,7 +258,7 @@ def key_gradient(
         h = g * GROUP + split * each + r
         list_ptr = lists_ptr
         if LISTED:
-            list_ptr = list_of(lists_ptr, lists_strides, b, h, place, first, N)
+            list_ptr = list_of(lists_ptr, lists_strides, b, h, place, kv_starts_ptr, first, N)
         full, mixed = count_tiles(list_ptr, start, full_start, full_stop, stop, LISTED)
         full, mixed = tiles_within(full, mixed, kv_starts_ptr, first, N, LISTED)
         q_head = head_at(q_ptr, q_strides, b, h, q_starts_ptr, row, 0)

@@ -71,7 +71,7 @@ def forward(
     acc = tl.zeros([BLOCK_M, WIDTH_E], tl.float32)
 
     if LISTED:
-        lists_ptr = list_of(lists_ptr, lists_strides, b, h, place, first, M)
+        lists_ptr = list_of(lists_ptr, lists_strides, b, h, place, q_starts_ptr, first, M)
         start, full_start, full_stop, stop = 0, 0, 0, 0
     else:
         start, full_start, full_stop, stop = key_tiles(

@@ -97,9 +97,10 @@ def head_at(ptr, strides, b, h, starts_ptr, first, PAGE: tl.constexpr):
 
 
 @triton.jit
-def list_of(lists_ptr, lists_strides, b, h, place, first, rows):
+def list_of(lists_ptr, lists_strides, b, h, place, starts_ptr, first, rows):
     """The list of tiles at a place of the order; of a block beyond the last row any."""
-    place = tl.where(first < rows, place, 0)
+    if starts_ptr is not None:
+        place = tl.where(first < rows, place, 0)
     return head_ptr(lists_ptr, lists_strides, b, h) + place * lists_strides[2]
 
 

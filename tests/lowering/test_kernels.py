@@ -225,9 +225,10 @@ def serving_code(sm: int, size: int, page: int | None, M: int | None) -> Any:  #
     if M is None:
         q, k = (ag.TensorSpec((16384, h, size), kind) for h in (H, G))
         starts = ag.TensorSpec((65,), torch.int32)
-        graph = ag.attention(q, k, k, q_starts=starts, mask=ag.Causal(), most=(2048, None))
+        graph = ag.attention(q, k, k, q_starts=starts, mask=ag.Causal(), most=(2048, 2048))
     else:
-        table = {"pages": ag.TensorSpec((B, N // page), torch.int32)} if page else {}
+        table: dict[str, Any] = {}
+        table |= {"pages": ag.TensorSpec((B, N // page), torch.int32)} if page else {}
         shape = (B * N // page, page, G, size) if page else (B, G, N, size)
         q, k = ag.TensorSpec((B, H, M, size), kind), ag.TensorSpec(shape, kind)
         lengths = ag.TensorSpec((B,), torch.int32)

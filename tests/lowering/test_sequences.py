@@ -45,15 +45,19 @@ interpreted = pytest.mark.skipif(
 )
 
 
-def check_forward(case: Any, graph: ag.Graph, padded: ag.Graph, tensors: Sequence[Any]) -> None:
-    """Results are those of padded tensors; rows of no sequence are 0, and -inf in statistics."""
+def check_forward(
+    case: Any, graph: ag.Graph, padded: ag.Graph, tensors: Sequence[Any]
+) -> list[torch.Tensor]:
+    """Results are those of padded tensors; the results."""
     given_tensors, padded_tensors = tensors
     plan = ag.compile(graph, backends=("triton",))
     dues = expect_outputs(padded, padded_tensors)
-    for x, due in zip(run_plan(plan, given_tensors), dues, strict=True):
+    results = [*run_plan(plan, given_tensors)]
+    for x, due in zip(results, dues, strict=True):
         full = case.pad(x)
         there = torch.where(case.real(full), full, due.ref.to(full.dtype))
         due.check(there, f"{graph}\n")
+    return results
 
 
 def outside(batch: Batch, x: torch.Tensor, side: int = 0) -> torch.Tensor:
@@ -95,8 +99,9 @@ def gradient_is_taken(graph: ag.Graph) -> bool:
 @given(case=st.sampled_from(HALF).flatmap(lambda kind: test_packed.cases(dtype=kind)))
 @settings(max_examples=6 * FEW)
 def test_packed_is_padded_with_lengths(case: test_packed.Case) -> None:
-    check_forward(case.batch, case.packed, case.padded, (case.packed_tensors, case.padded_tensors))
-    for x in run_plan(ag.compile(case.packed, backends=("triton",)), case.packed_tensors):
+    """And rows of no sequence are 0, and -inf in statistics."""
+    tensors = case.packed_tensors, case.padded_tensors
+    for x in check_forward(case.batch, case.packed, case.padded, tensors):
         assert (outside(case.batch, x) == (-INF if x.ndim == 2 else 0.0)).all()
 
 
@@ -124,7 +129,7 @@ def test_sequences_of_several_tiles(name: str) -> None:
     case=st.sampled_from(HALF).flatmap(lambda kind: test_paged.cases(dtype=kind)),
     invariant=st.booleans(),
 )
-@settings(max_examples=10 * FEW)
+@settings(max_examples=6 * FEW)
 def test_pages_are_keys_in_one_piece(case: test_paged.Case, invariant: bool) -> None:
     plan = ag.compile(case.graph, backends=("triton",), batch_invariant=invariant)
     dues = expect_outputs(case.padded, case.padded_inputs)
