@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, final, overload
 import torch
 from attrs import evolve, frozen
 
-from attn_graph.errors import NoBackendError
+from attn_graph.errors import GraphError, NoBackendError
+from attn_graph.ir.binding import bind_graph, largest
 from attn_graph.ir.graph import Graph, check_graph
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.vjp import (
@@ -45,7 +46,8 @@ from attn_graph.planner.arguments import (
 )
 from attn_graph.planner.builds import BuildLog
 from attn_graph.planner.choose import Choice, choose, choose_and_lower, resolve_backends
-from attn_graph.planner.views import core_of, peel
+from attn_graph.planner.sized import Sized, lower_graph
+from attn_graph.planner.views import core_of
 from attn_graph.spec import TensorSpec
 
 if TYPE_CHECKING:
@@ -319,14 +321,15 @@ def build(graph: Graph, target: Target, options: Options, among: Backends | None
     """Choose a backend and make a plan of a simplified graph. Raises NoBackendError."""
     chosen = None if among is None else resolve_backends(among)
     build_log.add(graph)
-    peeled = peel(graph)
-    core = graph if peeled is None else peeled.core
-    with neutral_state(), target.current():
-        choice, executable = (choose_by_measuring if options.tune else choose_and_lower)(
-            core, target, options, chosen
-        )
-    if peeled is not None:
-        executable = peeled.wrap(executable)
+    sized = None
+    if graph.symbols:
+        if options.tune:
+            raise GraphError("tune=True measures one size, and sizes have names; tune plan.at(...)")
+        sized = Sized.of(graph, target, options, chosen)
+        choice, executable = sized.most.choice, sized.executable
+    else:
+        by = choose_by_measuring if options.tune else choose_and_lower
+        choice, executable = lower_graph(graph, target, options, chosen, by)
 
     def gradient(
         wants: Sequence[int] | None = None,
@@ -355,6 +358,7 @@ def build(graph: Graph, target: Target, options: Options, among: Backends | None
         gradient,
         (plan_simplified, (graph, target, options, among)),
         options.precision,
+        sized,
     )
 
 
@@ -384,7 +388,8 @@ def best_backend(
     try:
         with neutral_state():
             quiet = evolve(options, on_fallback="ignore")
-            return choose(core_of(graph), target, quiet, among).backend
+            exact = bind_graph(graph, largest(graph)) if graph.symbols else graph
+            return choose(core_of(exact), target, quiet, among).backend
     except NoBackendError:
         return None
 

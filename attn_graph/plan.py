@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, final
 
@@ -13,7 +14,8 @@ from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
 from torch.autograd import forward_ad, profiler
 from torch.compiler import is_dynamo_compiling
 
-from attn_graph.errors import NoBackendError, Reason
+from attn_graph.errors import GraphError, NoBackendError, Reason
+from attn_graph.ir.binding import bind_graph, complete_sizes, split_sizes
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.jvp import jvp, push_graph
 from attn_graph.ir.reference import Verification, compare
@@ -21,26 +23,28 @@ from attn_graph.ir.vjp import (
     backward,
     cotangent_specs,
     main_outputs,
+    result_spec,
     saved_specs,
-    saved_statistics,
     wanted_inputs,
 )
 from attn_graph.lowering.backend import Executable
 from attn_graph.machine.ambient import has_tangent, is_traced, named_in_profiles
 from attn_graph.machine.autograd import record, run_with_autograd, select_moving, split_tangents
+from attn_graph.machine.fitting import Fit
 from attn_graph.machine.flop_counters import teach_counters
 from attn_graph.machine.likeness import Check, Look, likeness, look_at, never
 from attn_graph.machine.sizes import Memory
 from attn_graph.machine.target import Target
 from attn_graph.machine.tensors import (
     arrange,
-    as_it_lies,
     copy_laid_as,
     is_distributed,
     lay_as,
     require_as_declared,
     require_device,
 )
+from attn_graph.planner.handed_back import HandedBack, generalise_all
+from attn_graph.planner.sized import Sized
 from attn_graph.spec import TensorSpec
 
 if TYPE_CHECKING:  # and imported where they are used: calls ask for none of it
@@ -67,6 +71,11 @@ class Pull:
             cotangents[n] = copy_laid_as(cotangents[n], spec)
         return cotangents
 
+    def takes(self, tensors: Tensors) -> bool:
+        """Whether the plan takes these tensors as they are, whatever size they have."""
+        sized = self.plan.sized
+        return sized is not None and not self.anew and bool(sized.fit.lying(tensors))
+
     def run(self, tensors: Tensors) -> Sequence[torch.Tensor]:
         """The gradients. Where autograd differentiates them, they are differentiable themselves."""
         if torch.is_grad_enabled():
@@ -85,7 +94,8 @@ class Memo:
 
     looks: of the last call's tensors. call: their likeness, and whether one requires grad. pull:
     the likeness of the last backward's, its pattern and plan. pushes: the plans of forward mode.
-    content: the plan as text, once it was wanted.
+    content: the plan as text, once it was wanted. Where sizes have names: those of the last call,
+    and `unsized`, `unsized_pull`, what else was checked of tensors, forward and backward.
     """
 
     looks: list[Look | None] = field(factory=list)
@@ -94,6 +104,9 @@ class Memo:
     pulls: dict[tuple[object, ...], Pull] = field(factory=dict)
     pushes: dict[tuple[object, ...], Plan] = field(factory=dict)
     content: str = ""
+    sizes: tuple[int, ...] = ()
+    unsized: tuple[Check, bool] = (never, False)
+    unsized_pull: Check = never
 
 
 @final
@@ -121,6 +134,7 @@ class Plan:
     backward: Callable[..., Plan]  # the plan of its gradient for some inputs and cotangents
     recipe: tuple[Callable[..., Plan], tuple[Any, ...]]  # Any: a function and what it made this of
     precision: str = "ieee"  # of float32 products
+    sized: Sized | None = None  # where sizes have names
     run: Callable[..., tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = field(
         init=False, default=Factory(lambda plan: plan.executable.run, takes_self=True)
     )
@@ -184,6 +198,8 @@ class Plan:
     ) -> tuple[Tensors, tuple[torch.Tensor | None, ...]]:
         """The outputs, and the tangent of each, None for one without gradient; by the plan of
         forward mode. tangents: by the number of the input; others are 0."""
+        if self.sized is not None:
+            return self.at(**self.sizes_of(primals)).push_outputs(primals, tangents)
         tangents, carried = select_moving(self.graph.carried, tangents), self.graph.carried
         pairs = enumerate(zip(primals, self.graph.inputs, strict=True))
         given = [lay_as(x, i.spec) if n in carried else x for n, (x, i) in pairs]
@@ -219,10 +235,23 @@ class Plan:
 
     def call_op(self, tensors: Tensors) -> torch.Tensor | Tensors:
         """The same by an operator of PyTorch's: what traces and transforms calls needs one."""
+        if self.sized is not None:
+            return self.call_op_at(tensors)
         if not is_dynamo_compiling():
             teach_counters()
         outputs = torch.ops.attn_graph.attention(list(tensors), content_of(self))
         return outputs[0] if self.single else tuple(outputs)
+
+    def call_op_at(self, tensors: Tensors) -> torch.Tensor | Tensors:
+        """The same of tensors of some sizes, by the plan for these. Raises GraphError in code that
+        torch.compile traces."""
+        if is_dynamo_compiling():
+            raise GraphError(
+                "a plan whose sizes have names is not traced; call plan.at(...) in compiled code"
+            )
+        assert self.sized is not None
+        plan = self.at(**self.sized.fit.named(self.sized.fit.sizes_of(tensors)))
+        return plan.call_op(tensors)
 
     def arranged(self, tensors: Tensors, named: Mapping[str, torch.Tensor]) -> Tensors:
         """Positional and named tensors in the order of the inputs."""
@@ -233,12 +262,28 @@ class Plan:
 
         Their likeness is remembered.
         """
+        if self.sized is not None:
+            return self.admit_sized(self.sized.fit, tensors)
         looks = [*map(look_at, tensors)]
         if looks != self.memo.looks or any(map(is_distributed, tensors)):
             self.check_tensors(tensors)
         wants = any(map(requires_grad, tensors))
         if not is_traced():
             self.memo.looks, self.memo.call = looks, (likeness(tensors), wants)
+        return wants
+
+    def admit_sized(self, fit: Fit, tensors: Tensors) -> bool:
+        """The same where sizes have names. A new size costs a look at shapes and strides; what it
+        looks like is remembered when it comes again."""
+        check, wants = self.memo.unsized
+        sizes = fit.lying(tensors) if check(*tensors) else None
+        if sizes is None:
+            sizes, wants = fit.sizes_of(tensors), any(map(requires_grad, tensors))
+            if not is_traced():
+                self.memo.unsized = likeness(tensors, sized=False), wants
+        elif sizes == self.memo.sizes:
+            self.memo.call = likeness(tensors), wants
+        self.memo.sizes = sizes
         return wants
 
     def check_tensors(self, tensors: Tensors) -> None:
@@ -284,6 +329,14 @@ class Plan:
         if is_traced():
             return self.planned_pull(needs, saved, grads)
         tensors = (*saved, *(g for g in grads if g is not None))
+        _, last, pull = self.memo.pull
+        if (
+            pull is not None
+            and last == pattern
+            and self.memo.unsized_pull(*tensors)
+            and pull.takes(tensors)
+        ):
+            return pull  # of other sizes
         key = (*pattern, *map(look_at, tensors))
         pull = self.memo.pulls.get(key)
         if pull is None:
@@ -292,6 +345,8 @@ class Plan:
                 self.memo.pulls.clear()
             self.memo.pulls[key] = pull
         self.memo.pull = likeness(tensors), pattern, pull
+        if pull.plan.sized is not None:
+            self.memo.unsized_pull = likeness(tensors, sized=False)
         return pull
 
     def planned_pull(
@@ -301,24 +356,16 @@ class Plan:
         grads: Sequence[torch.Tensor | None],
     ) -> Pull:
         """Plan for what autograd hands back: saved tensors may have moved meanwhile."""
-        declared = saved_specs(self.graph)
-        named = dict(zip(declared, saved, strict=True))
-        actual = {n: as_it_lies(declared[n], t) for n, t in named.items()}
-        require_as_declared(named, actual, self.target)
-        for name in saved_statistics(self.graph):  # which are read in whatever order they lie
-            actual[name] = declared[name]
+        handed = HandedBack(self.graph, self.target, self.sizes_of(saved), saved, grads)
         wants = [i for i, need in enumerate(needs) if need]
-        cotangents = [None if g is None else TensorSpec.like(g) for g in grads]
-        moved = None if actual == declared else [*actual.values()]
-        plan = self.backward(wants, cotangents, moved)
-        given = [g for g in grads if g is not None]
-        inputs = plan.graph.inputs[len(saved) :]
-        anew = tuple(
-            (n, i.spec)
-            for n, (g, i) in enumerate(zip(given, inputs, strict=True))
-            if g.is_neg() or TensorSpec.like(g) != i.spec
-        )
-        return Pull(plan, anew)
+        plan = self.backward(wants, handed.cotangents(), handed.moved())
+        return Pull(plan, handed.anew(plan.graph))
+
+    def sizes_of(self, tensors: Sequence[torch.Tensor]) -> dict[str, int]:
+        """What the sizes by name are, of tensors that begin with the inputs."""
+        if self.sized is None:
+            return {}
+        return self.sized.fit.named(self.sized.fit.read(tensors))
 
     def __reduce__(self) -> tuple[Callable[..., Plan], tuple[Any, ...]]:  # Any: of the recipe
         return self.recipe
@@ -353,13 +400,51 @@ class Plan:
         no gradient itself."""
         return self.graph.has_gradient
 
-    def memory(self) -> Memory:
+    def at(self, **sizes: int) -> Plan:
+        """The plan for sizes as numbers, by their names; those that are not given are the largest.
+
+        What this plan runs for tensors of these sizes, in the backend that does. Raises GraphError
+        for other names, and for sizes that they do not stand for.
+        """
+        given = complete_sizes(self.graph, "at", sizes)
+        if self.sized is None:
+            return self
+        bound = self.sized.at(tuple(given.values()))
+        make, (_, *rest) = self.recipe
+        return evolve(
+            self,
+            graph=bound.graph,
+            backend=bound.choice.backend.name,
+            refusals=bound.choice.refusals,
+            also=bound.choice.also,
+            executable=bound.executable,
+            backward=partial(self.backward_at, given),
+            recipe=(make, (bound.graph, *rest)),
+            sized=None,
+        )
+
+    def backward_at(
+        self,
+        sizes: Mapping[str, int],
+        wants: Sequence[int] | None = None,
+        cotangents: Sequence[TensorSpec | None] | None = None,
+        saved: Sequence[TensorSpec] | None = None,
+    ) -> Plan:
+        """As `backward`, for sizes as numbers: what the gradient's plan runs for them."""
+        due = [result_spec(self.graph, i) for i in self.graph.outputs]
+        own = None if cotangents is None else generalise_all(due, cotangents, sizes)
+        lies = [*saved_specs(self.graph).values()]
+        moved = None if saved is None else generalise_all(lies, saved, sizes)
+        return self.backward(wants, own, moved).at(**sizes)
+
+    def memory(self, **sizes: int) -> Memory:
         """Bytes that a call will need, and a training step's gradient, known before they run.
 
         Where lse is an output, that is a step that uses other outputs alone: `explain` also tells
-        what a gradient through lse needs.
+        what a gradient through lse needs. sizes: as `at` takes them.
         """
-        return self.memory_with(self.training_vjp if self.has_gradient else None)
+        plan = self.at(**sizes)
+        return plan.memory_with(plan.training_vjp if plan.has_gradient else None)
 
     def memory_with(self, gradient: Plan | None) -> Memory:
         """Of this pass and of the gradient's."""
@@ -370,17 +455,19 @@ class Plan:
             return sum_memory(self.graph, ahead)
         return sum_memory(self.graph, ahead, gradient.graph, gradient.executable.foreseen)
 
-    def cost(self, /, **tensors: torch.Tensor) -> Cost:
+    def cost(self, /, **tensors: torch.Tensor | int) -> Cost:
         """Flops and bytes that the masks leave, and the least time on the target.
 
         Exact for masks that no tensor decides, and for others with the tensors that do, by the
         names of the inputs: `plan.cost(kv_lengths=lengths)`. Without them it is the most there can
-        be, and so it is, and says so, where counting would take longer than a second. Raises
-        GraphError for other tensors.
+        be, and so it is, and says so, where counting would take longer than a second. Sizes as `at`
+        takes them stand among the tensors. Raises GraphError for others.
         """
         from attn_graph.planner.cost import cost
 
-        return cost(self.graph, self.target, tensors, precision=self.precision)
+        sizes, given = split_sizes(self.graph, tensors)
+        graph = bind_graph(self.graph, complete_sizes(self.graph, "cost", sizes))
+        return cost(graph, self.target, given, precision=self.precision)
 
     def verify(self, /, *tensors: torch.Tensor, **named: torch.Tensor) -> Verification:
         """Run the plan on these tensors and compare with float64 by the rule of docs/semantics.md.
@@ -390,7 +477,8 @@ class Plan:
         with torch.no_grad():
             given = self.arranged(tensors, named)
             self(*given)  # checks the tensors
-            return compare(self.graph, given, self.run(*given)[0])
+            graph = bind_graph(self.graph, self.sizes_of(given))
+            return compare(graph, given, self.run(*given)[0])
 
     def text(self) -> str:
         """What was generated to run it, or how it runs. May change between versions."""
@@ -398,13 +486,16 @@ class Plan:
             (*self.executable.notes, *self.executable.launches())
         )
 
-    def explain(self) -> Explanation:
+    def explain(self, **sizes: int) -> Explanation:
         """Who runs the graph and why, how, every reason why others don't, and what it costs.
 
         Prints as text, shows as HTML in a notebook, and gives `to_dict()`. To see the machine code
         of kernels it compiles them. `attn_graph.explain` builds nothing, and says what would have
-        to change for those that refuse.
+        to change for those that refuse. sizes: as `at` takes them.
         """
+        if self.sized is not None:
+            return self.at(**sizes).explain()
+        complete_sizes(self.graph, "explain", sizes)
         from attn_graph.planner.explanation import mask_tiles
 
         usual, every = main_outputs(self.graph), self.graph.differentiable_outputs

@@ -14,6 +14,7 @@ from attrs import frozen
 from attn_graph.errors import GraphError
 from attn_graph.printing.text import show_call, show_fields
 from attn_graph.spec import FLOATS, TensorSpec, ValueType
+from attn_graph.spec.dims import Symbol
 
 # Values are handles of whoever builds the graph, so that the IR needs to know nothing of builders.
 Values = Sequence[Any]
@@ -179,6 +180,12 @@ class Graph:
         """The type of every value, by its number."""
         return tuple([i.spec.type for i in self.inputs] + [t for e in self.eqns for t in e.outs])
 
+    @cached_property
+    def symbols(self) -> tuple[Symbol, ...]:
+        """The names that stand for sizes in it, in the order of the inputs; none: all are known."""
+        dims = [dim for i in self.inputs for dim in i.spec.dims]
+        return tuple(dict.fromkeys(symbol for dim in dims for symbol in dim.symbols))
+
     @property
     def output_types(self) -> tuple[ValueType, ...]:
         """The type of each output."""
@@ -260,7 +267,7 @@ def show_graph(graph: Graph) -> str:
     """A graph as Python, one line an equation, which `parse` turns back into an equal graph."""
     names = [i.name for i in graph.inputs]
     inputs = ",\n".join(f"    {i.name}: {i.spec}" for i in graph.inputs)
-    lines = [f"def graph(\n{inputs},\n):" if names else "def graph():"]
+    lines = [*map(str, graph.symbols), f"def graph(\n{inputs},\n):" if names else "def graph():"]
     for eqn in graph.eqns:
         results = list(unused_names(eqn.op.names, names))
         args = ", ".join([names[i] for i in eqn.args] + show_fields(eqn.op))

@@ -19,6 +19,7 @@ from attn_graph.ir.attention import SAVED, Attention, AttentionGrad
 from attn_graph.ir.gradient_ops import sink_gradient
 from attn_graph.ir.graph import Eqn, Graph, Op
 from attn_graph.ir.packed import Packed
+from attn_graph.ir.packing import Lengths
 from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp
 from attn_graph.ir.vjp import residuals, statistics
 from attn_graph.lowering.backend import Backend, Executable, Options, switch_name
@@ -165,6 +166,30 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
     """One step for each equation, run in order."""
     tilings = plan_tiles(graph, target, options)
     steps = [step_of(graph, *x, target, options) for x in zip(graph.eqns, tilings, strict=True)]
+    return run_steps(graph, steps, target, options)
+
+
+def lower_any(graph: Graph, target: Target, options: Options) -> Executable | None:
+    """Steps on packed tensors, whose sequences are of any sizes anyway; None where others are."""
+    steps = [any_step(graph, eqn, target, options) for eqn in graph.eqns]
+    known = [step for step in steps if step is not None]
+    return None if len(known) < len(steps) else run_steps(graph, known, target, options)
+
+
+def any_step(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Step | None:
+    """How an equation runs in any sizes; None where each size is lowered by itself."""
+    from attn_graph.lowering.cpu.packed import PackedRun, call_packed, runs_any_size
+
+    specs = tuple(operand_specs(graph, eqn))
+    if isinstance(eqn.op, Lengths):
+        return Step(run_definition(eqn.op, specs))
+    if not runs_any_size(eqn, specs):
+        return None
+    return Step(call_packed(PackedRun(eqn, specs, partial(lower_part, target, options))))
+
+
+def run_steps(graph: Graph, steps: Sequence[Step], target: Target, options: Options) -> Executable:
+    """Steps, one for each equation, run in order."""
     plan = [(eqn.args, step.call) for eqn, step in zip(graph.eqns, steps, strict=True)]
     saved, stats = residuals(graph), statistics(graph)
     exact = options.exact(graph)
@@ -237,14 +262,17 @@ def packed_step(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Ste
     """How an equation on packed tensors runs."""
     from attn_graph.lowering.cpu.packed import plan_packed
 
-    def lower_part(part: Graph) -> Executable:
-        faster = where_faster(part, target) is not None
-        refused = faster or sdpa.BACKEND.reasons(part, target, options)
-        return (BACKEND if refused else sdpa.BACKEND).lower(part, target, options)
-
-    plan = plan_packed(eqn, tuple(operand_specs(graph, eqn)), lower_part)
+    lower = partial(lower_part, target, options)
+    plan = plan_packed(eqn, tuple(operand_specs(graph, eqn)), lower)
     scratch = Scratch((Buffer((plan.workspace,), torch.uint8),))  # leased by what it calls
     return Step(plan.call, scratch, plan.temporary, plan.note)
+
+
+def lower_part(target: Target, options: Options, part: Graph) -> Executable:
+    """What runs a sequence, as a graph of its own."""
+    faster = where_faster(part, target) is not None
+    refused = faster or sdpa.BACKEND.reasons(part, target, options)
+    return (BACKEND if refused else sdpa.BACKEND).lower(part, target, options)
 
 
 def sink_bytes(problem: Problem) -> int:
@@ -309,4 +337,4 @@ def sink_gradient_of(grad: AttentionGrad, operands: Sequence[torch.Tensor]) -> t
     return sink_gradient(sinks, lse, surplus)
 
 
-BACKEND = folds_heads(Backend("math", why_not, lower), "cpu")
+BACKEND = folds_heads(Backend("math", why_not, lower, lower_any=lower_any), "cpu")

@@ -8,28 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
-from typing import Any, final
+from typing import final
 
 import torch
 from attrs import Factory, evolve, field, frozen
 
-from attn_graph.ir.attention import Attention, AttentionGrad
+from attn_graph.ir.attention import Attention
 from attn_graph.ir.builder import Builder
 from attn_graph.ir.graph import Eqn, Graph, Op
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
 from attn_graph.ir.packed import (
     LEAVES,
     LENGTHS,
+    OWN,
     Packed,
     and_parts,
     label_operands,
     label_results,
     operand_sides,
+    with_operands,
 )
 from attn_graph.ir.packing import list_sequences, row_count
-from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp
 from attn_graph.lowering.backend import Executable
 from attn_graph.machine.ambient import without_autocast
+from attn_graph.machine.fitting import Layouts, Read, Shape, compile_layouts, find_reads
 from attn_graph.masks import LEAVES as KNOWN_LEAVES
 from attn_graph.masks import Band, Data, Join, KeyLengths, Mask, Prefix, QueryLengths
 from attn_graph.masks.canonical import EVERYTHING, canonical_mask
@@ -42,6 +44,7 @@ from attn_graph.spec import (
     dense_strides,
     memory_order,
 )
+from attn_graph.spec.dims import is_known
 
 MOST_PARTS = 256  # executables that a plan keeps, one for each pair of lengths
 Label = str | Data  # "rows", "keys", or the axes of other data
@@ -155,7 +158,8 @@ class PackedRun:
         """The most rows and keys of a sequence: of what is not packed, the size."""
         q, k = self.specs[0].shape, self.specs[1].shape
         rows, keys = self.op.rows, self.op.keys
-        return {"rows": q[2] if rows is None else rows, "keys": k[2] if keys is None else keys}
+        most = {"rows": q[2] if rows is None else rows, "keys": k[2] if keys is None else keys}
+        return {side: int(n) for side, n in most.items()}  # those that have names at their largest
 
     @cached_property
     def sides(self) -> tuple[str, ...]:
@@ -229,7 +233,7 @@ class PackedRun:
     def run(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The results."""
         spans = self.spans(operands)
-        results = self.new_results(spans, operands[0].device)
+        results = self.new_results(spans, operands)
         for span in spans:
             part = self.part_of(span.sizes)
             views = [self.cut(operands[n], self.labels[n], span) for n in part.reads]
@@ -239,15 +243,20 @@ class PackedRun:
                 own.add_(y) if isinstance(label, Data) else own.copy_(y)
         return [x.to(due.dtype) for x, due in zip(results, self.eqn.outs, strict=True)]
 
-    def new_results(self, spans: Sequence[Span], device: torch.device) -> list[torch.Tensor]:
+    def new_results(
+        self, spans: Sequence[Span], operands: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
         """Room for the results: sums are 0, and so are rows of no sequence, -inf in statistics."""
+        (q, k, *_), device = operands, operands[0].device
         covers = {
-            "rows": self.covers("rows", sum(span.sizes.rows for span in spans), len(spans)),
-            "keys": self.covers("keys", sum(span.sizes.keys for span in spans), len(spans)),
+            "rows": self.covers("rows", q, sum(span.sizes.rows for span in spans), len(spans)),
+            "keys": self.covers("keys", k, sum(span.sizes.keys for span in spans), len(spans)),
         }
         room: list[torch.Tensor] = []
-        for name, label, spec in zip(self.op.names, self.results, self.layouts, strict=True):
-            x = torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device=device)
+        lies = zip(self.shapes_of(operands), self.layouts, strict=True)
+        named = zip(self.op.names, self.results, strict=True)
+        for (name, label), (layout, spec) in zip(named, lies, strict=True):
+            x = torch.empty_strided(*layout, dtype=spec.dtype, device=device)
             if not covers.get(str(label), False):
                 x.fill_(-INF if self.op.hides(name) else 0.0)
             room.append(x)
@@ -278,10 +287,20 @@ class PackedRun:
         entries, whole = self.specs[-1].shape[0] - 1, "; ".join(self.probes[0].notes)
         return f"each of {entries} sequences by itself, its memory estimated; the longest: {whole}"
 
-    def covers(self, side: str, count: int, entries: int) -> bool:
-        """Whether sequences of so many rows in all leave none out."""
-        x = self.specs[0 if side == "rows" else 1]
+    def covers(self, side: str, x: torch.Tensor, count: int, entries: int) -> bool:
+        """Whether sequences of so many rows in all leave none out of x."""
         return count == (row_count(x.shape) if side in self.op.sides else entries * x.shape[2])
+
+    def shapes_of(self, operands: Sequence[torch.Tensor]) -> Sequence[tuple[Shape, Shape]]:
+        """Shape and strides of the results of these operands, whose sizes may have names."""
+        reads, layouts = self.named
+        return layouts(*[(operands[n].shape[axis] - more) // by for n, axis, by, more in reads])
+
+    @cached_property
+    def named(self) -> tuple[list[Read], Layouts]:
+        """Where the sizes that have names are read, and the layouts of results by these."""
+        reads = dict(find_reads(self.specs))
+        return [*reads.values()], compile_layouts([*reads], self.layouts)
 
     @cached_property
     def layouts(self) -> tuple[TensorSpec, ...]:
@@ -328,21 +347,6 @@ def replace_lengths(mask: Mask, sizes: Sizes, ending: Sequence[str], most: dict[
         case Join():
             return type(mask)(*(replace_lengths(x, sizes, ending, most) for x in mask.parts))
     return mask
-
-
-def with_operands(
-    op: Op, node: Attention, kept: Sequence[int]
-) -> Any:  # Any: an op of the same class
-    """The op with another attention, which reads these of its operands."""
-    match op:
-        case AttentionGrad(wants=wants):
-            return evolve(op, attention=node, wants=tuple(wants[i] for i in kept))
-        case AttentionJvp(tangents=tangents):
-            return evolve(op, attention=node, tangents=tuple(tangents[i] for i in kept))
-        case AttentionGradJvp(grad=grad, tangents=tangents):
-            within = with_operands(grad, node, kept)
-            return evolve(op, grad=within, tangents=tuple(tangents[i] for i in kept))
-    return node
 
 
 @final
@@ -408,16 +412,34 @@ class PackedPlan:
     note: str
 
 
-def plan_packed(eqn: Eqn, specs: tuple[TensorSpec, ...], lower: Lower) -> PackedPlan:
-    """specs: of the operands. lower: makes a graph of one attention run."""
-    assert isinstance(eqn.op, Packed)
-    each = is_separable(eqn.op)
-    run = PackedRun(eqn, specs, lower) if each else PaddedRun(eqn, specs, lower)
+def runs_any_size(eqn: Eqn, specs: Sequence[TensorSpec]) -> bool:
+    """Whether one PackedRun serves whatever sizes have names: rows of what is packed, sequences.
+
+    The strides of statistics [H,T] are read off the tensors, as of any that were saved.
+    """
+    op = eqn.op
+    if not isinstance(op, Packed) or not is_separable(op):
+        return False
+    padded = [x for x, side in zip(specs[:2], OWN, strict=False) if side not in op.sides]
+    numbers = is_known(*(n for x in padded for n in x.shape[1:]))
+    return numbers and all(is_known(*x.strides) for x in specs if len(x.shape) != 2)
+
+
+def call_packed(run: PackedRun | PaddedRun) -> Callable[..., Sequence[torch.Tensor]]:
+    """The call of a step."""
 
     def call(device: torch.device, *operands: torch.Tensor) -> Sequence[torch.Tensor]:
         with torch.no_grad(), without_autocast():
             return run.run(operands)
 
+    return call
+
+
+def plan_packed(eqn: Eqn, specs: tuple[TensorSpec, ...], lower: Lower) -> PackedPlan:
+    """specs: of the operands. lower: makes a graph of one attention run."""
+    assert isinstance(eqn.op, Packed)
+    each = is_separable(eqn.op)
+    run = PackedRun(eqn, specs, lower) if each else PaddedRun(eqn, specs, lower)
     workspace = max(probe.workspace for probe in run.probes)
     temporary = max(probe.temporary for probe in run.probes)
-    return PackedPlan(call, workspace, temporary + run.held, run.summary)
+    return PackedPlan(call_packed(run), workspace, temporary + run.held, run.summary)
