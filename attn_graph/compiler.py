@@ -13,7 +13,7 @@ import torch
 from attrs import evolve, frozen
 
 from attn_graph.errors import GraphError, NoBackendError
-from attn_graph.ir.binding import bind_graph, largest
+from attn_graph.ir.binding import bind_graph, complete_sizes, largest, replace_sizes
 from attn_graph.ir.graph import Graph, check_graph
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.vjp import (
@@ -44,9 +44,9 @@ from attn_graph.planner.arguments import (
     resolve_target,
     resolve_workspace,
 )
-from attn_graph.planner.builds import BuildLog
+from attn_graph.planner.builds import BuildLog, skeleton_of
 from attn_graph.planner.choose import Choice, choose, choose_and_lower, resolve_backends
-from attn_graph.planner.sized import Sized, lower_graph
+from attn_graph.planner.sized import Sized, lower_graph, many_sizes
 from attn_graph.planner.views import core_of
 from attn_graph.spec import TensorSpec
 
@@ -61,8 +61,8 @@ PlanT = TypeVar("PlanT")
 ExplanationT = TypeVar("ExplanationT")
 Key = tuple[object, ...]  # all that a plan depends on beside tensors; with their looks, on all
 
-calls: Cache[Plan] = Cache(CAPACITY)  # by the arguments of `compile`, as they are given
-plans: Cache[Plan] = Cache(CAPACITY)  # by simplified graph, target, options and backends
+calls: Cache[Plan] = Cache(CAPACITY, kind=skeleton_of)  # by `compile`'s arguments, as given
+plans: Cache[Plan] = Cache(CAPACITY, kind=skeleton_of)  # by simplified graph, target, options, ...
 looks: dict[Key, Plan] = {}  # of calls without a plan: who runs such tensors
 recent: dict[Key, Plan] = {}  # of those: who ran last where all but the tensors was so
 build_log = BuildLog()
@@ -212,6 +212,7 @@ def explain(
     max_workspace: int | str | None = None,
     store: Store | str | os.PathLike[str] | bool = True,
     wants: Sequence[str] | None = None,
+    **sizes: int,
 ) -> Explanation:
     """Of a graph: its explanation."""
 
@@ -238,11 +239,13 @@ def explain(
     store: Store | str | os.PathLike[str] | bool = True,
     wants: Sequence[str] | None = None,
     link: str | float | None = None,
+    **sizes: int,
 ) -> Explanation | ExplanationT:
     """Who would run `graph`, and its gradient, on `target`; why; and what it would cost.
 
     Arguments as those of `compile`. wants: the inputs to differentiate by, by default all of a
-    floating dtype; `()` where nothing is trained, which leaves the backward out.
+    floating dtype; `()` where nothing is trained, which leaves the backward out. sizes: what a
+    graph's Dims stand for, by name, by default their largest.
 
     Of a graph that `shard` divided: what each rank computes and sends, how balanced, how long, and
     the same of other methods, as an `Outlook`. It needs no process, and takes target and link
@@ -260,6 +263,7 @@ def explain(
     if isinstance(graph, Compilable):
         unread = {"backends": backends, "precision": precision, "max_workspace": max_workspace}
         unread |= {"avoid": avoid or None, "deterministic": deterministic or None, "wants": wants}
+        unread |= dict(sizes)
         for name, value in unread.items():
             require_absent(name, value, "graphs of one device")
         return graph.explain(resolve_target(target), link)
@@ -270,11 +274,13 @@ def explain(
     place = resolve_target(target)
     options = Options(
         store=resolve_store(store),
+        resized=many_sizes(graph),
         **constraints(place, read_switches(), shunned, deterministic, precision, max_workspace),
     )
+    exact = replace_sizes(graph, complete_sizes(graph, "explain", sizes))
     with neutral_state(), place.current():
         return explain_graph(
-            graph, place, options, None if among is None else resolve_backends(among), wants
+            exact, place, options, None if among is None else resolve_backends(among), wants
         )
 
 

@@ -23,6 +23,11 @@ def bind_graph(graph: Graph, sizes: Sizes) -> Graph:
 
     A graph without sizes by name as it is.
     """
+    return simplify(replace_sizes(graph, sizes)) if graph.symbols else graph
+
+
+def replace_sizes(graph: Graph, sizes: Sizes) -> Graph:
+    """The graph with these sizes for its Dims."""
     if not graph.symbols:
         return graph
     b = Builder(True)
@@ -30,7 +35,14 @@ def bind_graph(graph: Graph, sizes: Sizes) -> Graph:
     for eqn in graph.eqns:
         op, operands = settle(bind(eqn.op, sizes), [values[i] for i in eqn.args])
         values += b.emit(op, *operands)
-    return simplify(b.graph(*(values[i] for i in graph.outputs)))
+    return b.graph(*(values[i] for i in graph.outputs))
+
+
+def require_numbers(graph: Graph, who: str) -> None:
+    """Raise GraphError for a graph whose sizes have names. who: the function that takes none."""
+    if graph.symbols:
+        names = ", ".join(symbol.name for symbol in graph.symbols)
+        raise GraphError(f"{who}: sizes {names} have names; declare the graph with numbers")
 
 
 def settle(op: Op, operands: Sequence[Value]) -> tuple[Op, Sequence[Value]]:
@@ -66,7 +78,7 @@ def split_sizes(graph: Graph, given: Mapping[str, Any]) -> tuple[dict[str, Any],
     return sizes, {name: x for name, x in given.items() if name not in names}
 
 
-def complete_sizes(graph: Graph, who: str, given: dict[str, Any]) -> dict[str, int]:
+def complete_sizes(graph: Graph, who: str, given: Mapping[str, Any]) -> dict[str, int]:
     """All sizes of a graph: those given, the others the largest. Raises GraphError for wrong ones.
 
     who: the function that takes them.
@@ -80,7 +92,7 @@ def complete_sizes(graph: Graph, who: str, given: dict[str, Any]) -> dict[str, i
     problems = [x for s in graph.symbols if s.name in given for x in s.problems(given[s.name])]
     if problems:
         raise GraphError(*(f"{who}: {problem}" for problem in problems))
-    return most | given
+    return most | {**given}
 
 
 def require_readable(graph: Graph) -> None:

@@ -257,10 +257,11 @@ class Graph:
 
     def _repr_html_(self) -> str:
         """For notebooks: the text, and the tiles of each mask before any data."""
+        from attn_graph.ir.binding import largest, replace_sizes
         from attn_graph.ir.pictures import picture_masks
         from attn_graph.printing import html
 
-        return html.page(html.code(self), *picture_masks(self))
+        return html.page(html.code(self), *picture_masks(replace_sizes(self, largest(self))))
 
 
 def show_graph(graph: Graph) -> str:

@@ -112,6 +112,12 @@ def find_reads(specs: Sequence[TensorSpec]) -> Iterator[tuple[str, Read]]:
                     yield size.symbols[0].name, (n, axis, parts[1], parts.get(0, 0))
 
 
+def read_sizes(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) -> dict[str, int]:
+    """What names stand for in tensors that fit."""
+    reads = dict(find_reads(specs)).items()
+    return {name: (tensors[n].shape[axis] - more) // by for name, (n, axis, by, more) in reads}
+
+
 def compile_check(names: Sequence[str], specs: Sequence[TensorSpec]) -> Callable[..., bool]:
     """A function of tensors and sizes: whether they have the shapes and strides of specs.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import final
+from typing import TypeVar, final
 
 import torch
 from attrs import frozen
@@ -79,9 +79,12 @@ def generalise(spec: TensorSpec, exact: TensorSpec, sizes: Mapping[str, int]) ->
     return next(fits, TensorSpec(spec.shape, spec.dtype, exact.strides))
 
 
+Own = TypeVar("Own", TensorSpec, TensorSpec | None)
+
+
 def generalise_all(
-    specs: Sequence[TensorSpec], exact: Sequence[TensorSpec | None], sizes: Mapping[str, int]
-) -> list[TensorSpec | None]:
+    specs: Sequence[TensorSpec], exact: Sequence[Own], sizes: Mapping[str, int]
+) -> list[Own]:
     """The same of several, None for those that are None."""
     pairs = zip(specs, exact, strict=True)
-    return [None if own is None else generalise(spec, own, sizes) for spec, own in pairs]
+    return [own if own is None else generalise(spec, own, sizes) for spec, own in pairs]

@@ -64,7 +64,7 @@ class Sized:
         """Choose who runs a graph. Raises GraphError for sizes that no tensor tells, NoBackendError
         where no backend takes the largest sizes."""
         require_readable(graph)
-        options = evolve(options, resized=any(not s.classes for s in graph.symbols))
+        options = evolve(options, resized=many_sizes(graph))
         specs = {i.name: i.spec for i in graph.inputs}
         fit = Fit.of(specs, graph.symbols, target)
         most = lower_bound(graph, largest(graph), target, options, among)
@@ -77,11 +77,15 @@ class Sized:
     @property
     def executable(self) -> Executable:
         """What runs tensors of any sizes. Its needs are those of the largest."""
-        how = "in one executable" if self.whole else "each as a graph of its own"
-        names = ", ".join(symbol.name for symbol in self.graph.symbols)
-        note = f"sizes {names} are those of a call, {how}; all else here is of the largest"
         most = self.most.executable
-        return evolve(most, run=self.run, infer=self.infer, notes=(*most.notes, note))
+        return evolve(most, run=self.run, infer=self.infer, notes=(*most.notes, self.note))
+
+    @property
+    def note(self) -> str:
+        """For `explain`: how sizes are taken."""
+        names = ", ".join(symbol.name for symbol in self.graph.symbols)
+        how = "all in one executable" if self.whole else "each as a graph of its own"
+        return f"{names} are sizes of the call, {how}"
 
     def run(self, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
         """As `Executable.run`."""
@@ -104,6 +108,11 @@ class Sized:
         others = BACKENDS if self.among is None else self.among
         among = (first, *(b for b in others if b is not first))
         return lower_bound(self.graph, self.fit.named(sizes), self.target, self.options, among)
+
+
+def many_sizes(graph: Graph) -> bool:
+    """Whether a plan of the graph meets more sizes than one can build for each."""
+    return any(not symbol.classes for symbol in graph.symbols)
 
 
 def lower_bound(

@@ -4,28 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, final
 
 import torch
-from attrs import Factory, define, evolve, field, frozen
+from attrs import Factory, define, field, frozen
 from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
 from torch.autograd import forward_ad, profiler
 from torch.compiler import is_dynamo_compiling
 
-from attn_graph.errors import GraphError, NoBackendError, Reason
+from attn_graph.errors import GraphError, Reason
 from attn_graph.ir.binding import bind_graph, complete_sizes, split_sizes
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.jvp import jvp, push_graph
 from attn_graph.ir.reference import Verification, compare
 from attn_graph.ir.vjp import (
-    backward,
     cotangent_specs,
     main_outputs,
-    result_spec,
-    saved_specs,
-    wanted_inputs,
 )
 from attn_graph.lowering.backend import Executable
 from attn_graph.machine.ambient import has_tangent, is_traced, named_in_profiles
@@ -43,7 +38,7 @@ from attn_graph.machine.tensors import (
     require_as_declared,
     require_device,
 )
-from attn_graph.planner.handed_back import HandedBack, generalise_all
+from attn_graph.planner.handed_back import HandedBack
 from attn_graph.planner.sized import Sized
 from attn_graph.spec import TensorSpec
 
@@ -406,36 +401,9 @@ class Plan:
         What this plan runs for tensors of these sizes, in the backend that does. Raises GraphError
         for other names, and for sizes that they do not stand for.
         """
-        given = complete_sizes(self.graph, "at", sizes)
-        if self.sized is None:
-            return self
-        bound = self.sized.at(tuple(given.values()))
-        make, (_, *rest) = self.recipe
-        return evolve(
-            self,
-            graph=bound.graph,
-            backend=bound.choice.backend.name,
-            refusals=bound.choice.refusals,
-            also=bound.choice.also,
-            executable=bound.executable,
-            backward=partial(self.backward_at, given),
-            recipe=(make, (bound.graph, *rest)),
-            sized=None,
-        )
+        from attn_graph.plan.bound import bind_plan
 
-    def backward_at(
-        self,
-        sizes: Mapping[str, int],
-        wants: Sequence[int] | None = None,
-        cotangents: Sequence[TensorSpec | None] | None = None,
-        saved: Sequence[TensorSpec] | None = None,
-    ) -> Plan:
-        """As `backward`, for sizes as numbers: what the gradient's plan runs for them."""
-        due = [result_spec(self.graph, i) for i in self.graph.outputs]
-        own = None if cotangents is None else generalise_all(due, cotangents, sizes)
-        lies = [*saved_specs(self.graph).values()]
-        moved = None if saved is None else generalise_all(lies, saved, sizes)
-        return self.backward(wants, own, moved).at(**sizes)
+        return bind_plan(self, sizes)
 
     def memory(self, **sizes: int) -> Memory:
         """Bytes that a call will need, and a training step's gradient, known before they run.
@@ -493,68 +461,18 @@ class Plan:
         of kernels it compiles them. `attn_graph.explain` builds nothing, and says what would have
         to change for those that refuse. sizes: as `at` takes them.
         """
-        if self.sized is not None:
-            return self.at(**sizes).explain()
-        complete_sizes(self.graph, "explain", sizes)
-        from attn_graph.planner.explanation import mask_tiles
+        from attn_graph.plan.explained import explain_plan
 
-        usual, every = main_outputs(self.graph), self.graph.differentiable_outputs
-        gradient = self.backward_side(usual) if self.has_gradient else None
-        return evolve(
-            self.side(),
-            backward=gradient,
-            through_lse=self.backward_side(every) if gradient and usual != every else None,
-            tiles=tuple(mask_tiles(self.graph)),
-            memory=gradient.memory if gradient else self.memory_with(None),
-            cost=self.cost(),
-        )
-
-    def backward_side(self, outputs: Sequence[int]) -> Explanation:
-        """Who runs the gradient if these outputs have cotangents, with the memory of both passes.
-
-        Where nobody does, that is the memory of this pass alone.
-        """
-        from attn_graph.planner.explanation import Explanation, Refusal
-
-        specs = cotangent_specs(self.graph, outputs)
-        try:
-            plan = self.backward(None, specs)
-        except NoBackendError as error:
-            gradient = backward(self.graph, wanted_inputs(self.graph, None), specs)
-            refusals = tuple(Refusal(name, reasons) for name, reasons in error.refusals)
-            memory = self.memory_with(None)
-            return Explanation(gradient, self.target, None, "all refuse", refusals, memory=memory)
-        return evolve(plan.side(), memory=self.memory_with(plan))
-
-    def side(self) -> Explanation:
-        """Of this pass alone: who runs it and how, and why the others don't."""
-        from attn_graph.planner.explanation import Explanation, Refusal
-
-        return Explanation(
-            self.graph,
-            self.target,
-            self.backend,
-            self.cause,
-            tuple(Refusal(name, reasons) for name, reasons in self.refusals),
-            (*self.executable.notes, *self.executable.launches(), *self.executable.inspect()),
-            self.also,
-        )
+        return explain_plan(self, sizes)
 
     def __repr__(self) -> str:
         return f"Plan({self.backend} on {self.target})\n{self.graph}"
 
     def _repr_html_(self) -> str:
         """For notebooks: who runs it and how, who does not, and the graph. It compiles nothing."""
-        from attn_graph.printing import html
+        from attn_graph.plan.explained import show_plan
 
-        notes = (*self.executable.notes, *self.executable.launches())
-        rows = [
-            (self.backend, html.verdict(f"chosen, because {self.cause}", notes)),
-            *((name, html.verdict("could run it too")) for name in self.also),
-            *((name, html.verdict("no, because it", texts)) for name, texts in self.refusals),
-        ]
-        head = html.element("p", f"a plan for {self.target}")
-        return html.page(head, html.table(rows), html.Html(self.graph._repr_html_()))
+        return show_plan(self)
 
 
 def content_of(plan: Plan) -> str:
