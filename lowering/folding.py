@@ -25,7 +25,7 @@ from attn_graph.machine.target import Target
 from attn_graph.masks import Keep, KeyLengths, Mask, Prefix
 from attn_graph.masks.runs import leaves
 from attn_graph.spec import TensorSpec, dense_strides, memory_order, normalise_strides
-from attn_graph.spec.dims import Dim, is_known
+from attn_graph.spec.dims import Dim, are_numbers
 
 Shape = tuple[int, ...]
 Run = Callable[..., tuple[Tensors, Tensors]]
@@ -68,7 +68,7 @@ def as_shaped(x: torch.Tensor, shape: Shape) -> torch.Tensor:
     """
     if x.shape == shape or x.shape[1:2] == shape[1:2]:
         return x
-    return x.reshape(shape if is_known(*shape) else (len(x), shape[1], -1, *shape[3:]))
+    return x.reshape(shape if are_numbers(*shape) else (len(x), shape[1], -1, *shape[3:]))
 
 
 def folds_heads(backend: Backend, kind: str) -> Backend:

@@ -15,7 +15,7 @@ from attn_graph.ir.paging import Unpage
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.tangents import attention_in
 from attn_graph.masks.canonical import canonical_mask
-from attn_graph.spec.dims import Dim, Sizes, bind, is_known
+from attn_graph.spec.dims import Dim, NamedSize, Sizes, are_numbers, bind
 
 
 def bind_graph(graph: Graph, sizes: Sizes) -> Graph:
@@ -71,14 +71,21 @@ def largest(graph: Graph) -> dict[str, int]:
     return {symbol.name: symbol.most for symbol in graph.symbols}
 
 
-def split_sizes(graph: Graph, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def split_sizes(
+    graph: Graph,
+    given: Mapping[str, Any],  # Any: sizes and tensors
+) -> tuple[dict[str, Any], dict[str, Any]]:  # Any: as above
     """Of what is given by name the sizes of a graph, and the rest."""
     names = {symbol.name for symbol in graph.symbols}
     sizes = {name: x for name, x in given.items() if name in names}
     return sizes, {name: x for name, x in given.items() if name not in names}
 
 
-def complete_sizes(graph: Graph, who: str, given: Mapping[str, Any]) -> dict[str, int]:
+def complete_sizes(
+    graph: Graph,
+    who: str,
+    given: Mapping[str, Any],  # Any: what a user gives as sizes
+) -> dict[str, int]:
     """All sizes of a graph: those given, the others the largest. Raises GraphError for wrong ones.
 
     who: the function that takes them.
@@ -111,11 +118,11 @@ def dim_problems(graph: Graph) -> Iterator[str]:
             yield f"{symbol.name} names a size and an input; give one of them another name"
     pools = [graph.types[eqn.args[0]] for eqn in graph.eqns if isinstance(eqn.op, Unpage)]
     for pool in pools:
-        if not is_known(*pool.shape[1:]):
+        if not are_numbers(*pool.shape[1:]):
             yield f"unpage: of pool {pool} only the number of pages has a name"
 
 
-def read_off(n: int) -> tuple[Any, ...]:
+def read_off(n: int) -> tuple[NamedSize, ...]:
     """The symbol that a size gives: n is that, a multiple of it, and a number more or less."""
     symbols = n.symbols if isinstance(n, Dim) else ()
     return symbols if len(symbols) == 1 else ()

@@ -14,7 +14,7 @@ from attrs import frozen
 from attn_graph.errors import GraphError
 from attn_graph.printing.text import show_call, show_fields
 from attn_graph.spec import FLOATS, TensorSpec, ValueType
-from attn_graph.spec.dims import Symbol
+from attn_graph.spec.dims import Dim, NamedSize
 
 # Values are handles of whoever builds the graph, so that the IR needs to know nothing of builders.
 Values = Sequence[Any]
@@ -181,9 +181,10 @@ class Graph:
         return tuple([i.spec.type for i in self.inputs] + [t for e in self.eqns for t in e.outs])
 
     @cached_property
-    def symbols(self) -> tuple[Symbol, ...]:
-        """The names that stand for sizes in it, in the order of the inputs; none: all are known."""
+    def symbols(self) -> tuple[NamedSize, ...]:
+        """The names that stand for sizes in it, in the order of the values; none: all are known."""
         dims = [dim for i in self.inputs for dim in i.spec.dims]
+        dims += [n for eqn in self.eqns for t in eqn.outs for n in t.shape if isinstance(n, Dim)]
         return tuple(dict.fromkeys(symbol for dim in dims for symbol in dim.symbols))
 
     @property

@@ -12,7 +12,7 @@ from attn_graph.errors import PlanMismatchError
 from attn_graph.machine.target import Target
 from attn_graph.machine.tensors import require_as_declared, require_device
 from attn_graph.spec import TensorSpec
-from attn_graph.spec.dims import Dim, Symbol, is_known
+from attn_graph.spec.dims import Dim, NamedSize, are_numbers
 
 Shape = tuple[int, ...]
 Layouts = Callable[..., Sequence[tuple[Shape, Shape]]]
@@ -29,13 +29,15 @@ class Fit:
     """
 
     specs: Mapping[str, TensorSpec]
-    symbols: tuple[Symbol, ...]
+    symbols: tuple[NamedSize, ...]
     target: Target
     reads: tuple[tuple[Read, ...], ...]
     lies: Callable[..., bool]
 
     @classmethod
-    def of(cls, specs: Mapping[str, TensorSpec], symbols: Sequence[Symbol], target: Target) -> Fit:
+    def of(
+        cls, specs: Mapping[str, TensorSpec], symbols: Sequence[NamedSize], target: Target
+    ) -> Fit:
         """The fit of the inputs of a plan."""
         every = [*find_reads([*specs.values()])]
         reads = tuple(tuple(read for name, read in every if name == s.name) for s in symbols)
@@ -69,7 +71,7 @@ class Fit:
         require_as_declared(given, specs, self.target)
         return tuple(sizes.values())
 
-    def of_symbols(self) -> Iterator[tuple[Symbol, tuple[Read, ...]]]:
+    def of_symbols(self) -> Iterator[tuple[NamedSize, tuple[Read, ...]]]:
         """Each symbol with the axes that give it."""
         return zip(self.symbols, self.reads, strict=True)
 
@@ -88,7 +90,7 @@ class Fit:
         return {s.name: n for s, n in zip(self.symbols, sizes, strict=True)}
 
 
-def size_problems(symbol: Symbol, places: Sequence[tuple[str, int]]) -> Iterator[str]:
+def size_problems(symbol: NamedSize, places: Sequence[tuple[str, int]]) -> Iterator[str]:
     """Why tensors do not give one size for a symbol, or none that it stands for."""
     if len({n for _, n in places}) > 1:
         values = ", ".join(f"{n} by {place}" for place, n in places)
@@ -141,7 +143,7 @@ def layout_check(tensor: str, spec: TensorSpec) -> str:
     stride = f"{tensor}.stride"
     strides = [
         f"{stride}({axis}) == {step}"
-        if is_known(size)
+        if are_numbers(size)
         else f"({stride}({axis}) == {step} or {size} == 1)"
         for axis, (size, step) in enumerate(zip(spec.shape, spec.strides, strict=True))
         if size != 1

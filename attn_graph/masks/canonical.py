@@ -8,7 +8,7 @@ from typing import TypeGuard
 from attn_graph.masks.joins import And, Join, Mask, Not, Or, join_masks
 from attn_graph.masks.leaves import LEAVES, Band, KeyLengths, ragged_in
 from attn_graph.masks.places import Block, tighter
-from attn_graph.spec.dims import dims_in, is_known, surely_least
+from attn_graph.spec.dims import are_numbers, dims_in, surely_least
 
 EVERYTHING = Band()
 
@@ -72,7 +72,7 @@ def trim_band(low: int | None, high: int | None, M: int, N: int) -> Band:
     A bound that excludes every place becomes the nearest such bound, so that it fits into int64.
     Of sizes by name a bound goes that no place reaches whatever they are.
     """
-    if not is_known(M, N, low or 0, high or 0):
+    if not are_numbers(M, N, low or 0, high or 0):
         return Band(
             None if low is None or surely_least(1 - M - low) >= 0 else low,
             None if high is None or surely_least(high - N + 1) >= 0 else high,
@@ -109,4 +109,4 @@ def intersect_bands(parts: list[Mask]) -> list[Mask]:
 
 def is_fixed_band(mask: Mask) -> TypeGuard[Band]:
     """Whether a mask is a Band whose bounds are numbers."""
-    return isinstance(mask, Band) and is_known(mask.low or 0, mask.high or 0)
+    return isinstance(mask, Band) and are_numbers(mask.low or 0, mask.high or 0)

@@ -18,7 +18,8 @@ from attn_graph.masks.joins import leaf_classes
 MANY = 64  # plans of one kind, after which it is said
 MOST_KINDS = 64  # kinds of graphs that are counted at one time
 WAY_OUT = (
-    "Pad to few sizes and pass what is real as kv_lengths and q_lengths, and few plans do; "
+    "Declare what varies as a Dim, and one plan does; or pad to few sizes and pass what is real as "
+    "kv_lengths and q_lengths, and few do; "
     "attn_graph.cache_info() says what building costs"
 )
 

@@ -20,7 +20,7 @@ Sizes = Mapping[str, int]  # what Dims stand for, by name
 
 @final
 @frozen
-class Symbol:
+class NamedSize:
     """What a Dim of one name is: `most` is the largest number that it stands for.
 
     classes: the only numbers that it stands for, ascending; none: every number from 0 to `most`.
@@ -49,7 +49,7 @@ class Symbol:
         return f'{self.name} = Dim("{self.name}", {bound})'
 
 
-Terms = tuple[tuple[tuple[Symbol, ...], int], ...]  # products of symbols, each with its factor
+Terms = tuple[tuple[tuple[NamedSize, ...], int], ...]  # products of symbols, each with its factor
 
 
 @final
@@ -79,10 +79,10 @@ class Dim(int):
         most = sizes[-1] if sizes else most
         if type(most) is not int or most < 1:
             raise GraphError(f"dim {name}: most {most!r} is no whole number of at least 1")
-        return make_dim((((Symbol(name, most, sizes),), 1),))
+        return make_dim((((NamedSize(name, most, sizes),), 1),))
 
     @property
-    def symbols(self) -> tuple[Symbol, ...]:
+    def symbols(self) -> tuple[NamedSize, ...]:
         """What it is made of."""
         return tuple(dict.fromkeys(x for factors, _ in self.terms for x in factors))
 
@@ -153,7 +153,7 @@ class Dim(int):
         return self
 
 
-def show_term(factors: Sequence[Symbol], n: int) -> str:
+def show_term(factors: Sequence[NamedSize], n: int) -> str:
     """ "2*M*N", "-M", "1"."""
     names = [x.name for x in factors]
     if not names:
@@ -168,9 +168,9 @@ def make_dim(terms: Terms) -> Dim:
     return made
 
 
-def from_terms(terms: Iterable[tuple[tuple[Symbol, ...], int]]) -> int:
+def from_terms(terms: Iterable[tuple[tuple[NamedSize, ...], int]]) -> int:
     """The sum of terms: a Dim, or a number where no symbol is left."""
-    sums: Counter[tuple[Symbol, ...]] = Counter()
+    sums: Counter[tuple[NamedSize, ...]] = Counter()
     for factors, n in terms:
         sums[tuple(sorted(factors, key=lambda x: x.name))] += n
     kept = [(factors, n) for factors, n in sums.items() if n]
@@ -179,7 +179,7 @@ def from_terms(terms: Iterable[tuple[tuple[Symbol, ...], int]]) -> int:
     return make_dim(tuple(sorted(kept, key=order_of_term)))
 
 
-def order_of_term(term: tuple[tuple[Symbol, ...], int]) -> tuple[bool, int, list[str]]:
+def order_of_term(term: tuple[tuple[NamedSize, ...], int]) -> tuple[bool, int, list[str]]:
     """Where a term stands in a sum: positive ones first, longer ones before shorter, numbers last
     of their sign."""
     factors, n = term
@@ -202,7 +202,7 @@ def multiply(a: int, b: int) -> int:
     return from_terms(((*x, *y), n * m) for (x, n), (y, m) in pairs)
 
 
-def is_known(*sizes: int) -> bool:
+def are_numbers(*sizes: int) -> bool:
     """Whether none of the sizes is a Dim."""
     return not any(isinstance(n, Dim) for n in sizes)
 

@@ -169,7 +169,7 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
     return run_steps(graph, steps, target, options)
 
 
-def lower_any(graph: Graph, target: Target, options: Options) -> Executable | None:
+def lower_packed_steps(graph: Graph, target: Target, options: Options) -> Executable | None:
     """Steps on packed tensors, whose sequences are of any sizes anyway; None where others are."""
     steps = [any_step(graph, eqn, target, options) for eqn in graph.eqns]
     known = [step for step in steps if step is not None]
@@ -337,4 +337,4 @@ def sink_gradient_of(grad: AttentionGrad, operands: Sequence[torch.Tensor]) -> t
     return sink_gradient(sinks, lse, surplus)
 
 
-BACKEND = folds_heads(Backend("math", why_not, lower, lower_any=lower_any), "cpu")
+BACKEND = folds_heads(Backend("math", why_not, lower, lower_any=lower_packed_steps), "cpu")

@@ -44,7 +44,7 @@ from attn_graph.spec import (
     dense_strides,
     memory_order,
 )
-from attn_graph.spec.dims import is_known
+from attn_graph.spec.dims import are_numbers
 
 MOST_PARTS = 256  # executables that a plan keeps, one for each pair of lengths
 Label = str | Data  # "rows", "keys", or the axes of other data
@@ -421,8 +421,8 @@ def runs_any_size(eqn: Eqn, specs: Sequence[TensorSpec]) -> bool:
     if not isinstance(op, Packed) or not is_separable(op):
         return False
     padded = [x for x, side in zip(specs[:2], OWN, strict=False) if side not in op.sides]
-    numbers = is_known(*(n for x in padded for n in x.shape[1:]))
-    return numbers and all(is_known(*x.strides) for x in specs if len(x.shape) != 2)
+    numbers = are_numbers(*(n for x in padded for n in x.shape[1:]))
+    return numbers and all(are_numbers(*x.strides) for x in specs if len(x.shape) != 2)
 
 
 def call_packed(run: PackedRun | PaddedRun) -> Callable[..., Sequence[torch.Tensor]]:

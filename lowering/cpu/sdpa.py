@@ -134,7 +134,7 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
     return lower_backward(problem, problem.grad, graph)
 
 
-def lower_any(graph: Graph, target: Target, options: Options) -> Executable | None:
+def lower_whole(graph: Graph, target: Target, options: Options) -> Executable | None:
     """The same of any sizes, which the kernel reads off its tensors; None where o is to be put in
     another order."""
     problem = sole(graph)
@@ -250,4 +250,4 @@ def through_lse(
     return mean.mul_(weight).mul_(share), dk
 
 
-BACKEND = folds_heads(Backend("torch_sdpa", why_not, lower, lower_any=lower_any), "cpu")
+BACKEND = folds_heads(Backend("torch_sdpa", why_not, lower, lower_any=lower_whole), "cpu")
