@@ -195,7 +195,7 @@ def measure_size(graph: ag.Graph, name: str, count: int = 300) -> float:
     plan of that size; medians."""
     plan, trains = ag.compile(graph, store=False), "backward" in name
 
-    def make_call(call: Callable[..., torch.Tensor], sizes: dict[str, int]) -> Job:
+    def make_call(call: Callable[..., Any], sizes: dict[str, int]) -> Job:
         inputs = [i.spec.bind(sizes) for i in graph.inputs]
         tensors = [
             torch.arange(spec.shape[0], dtype=spec.dtype)  # sequences of one row

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -45,6 +45,11 @@ def packed(T: int, B: int, **options: Any) -> ag.Graph:
 @pytest.fixture(autouse=True)
 def _fresh_cache() -> None:
     ag.clear_cache()
+
+
+def call(plan: ag.Plan, *tensors: torch.Tensor) -> torch.Tensor:
+    """The first output of a plan."""
+    return run_plan(plan, tensors)[0]
 
 
 def draw_starts(rng: random.Random) -> torch.Tensor:
@@ -180,8 +185,8 @@ def test_sizes_that_run_as_graphs_of_their_own_are_the_same_bits_too(graph: ag.G
 def test_sizes_of_none_run_too() -> None:
     plan = ag.compile(dense(M, N), target=CPU)
     q, k = torch.randn(2, 4, 3, 16), torch.randn(2, 4, 0, 16)
-    assert torch.equal(plan(q, k, k), torch.zeros(2, 4, 3, 16))
-    assert plan(q[:0], k[:0], k[:0]).shape == (0, 4, 3, 16)
+    assert torch.equal(call(plan, q, k, k), torch.zeros(2, 4, 3, 16))
+    assert call(plan, q[:0], k[:0], k[:0]).shape == (0, 4, 3, 16)
 
 
 def test_strides_follow_the_sizes_or_are_those_of_a_buffer() -> None:
@@ -190,7 +195,7 @@ def test_strides_follow_the_sizes_or_are_those_of_a_buffer() -> None:
     room, q = torch.randn(1, 48, 4, 16), torch.randn(1, 4, 1, 16)
     for n in (1, 7, 48):
         k = room[:, :n].transpose(1, 2)
-        assert torch.equal(plan(q, k, k), plan.at(N=n)(q, k, k))
+        assert torch.equal(call(plan, q, k, k), call(plan.at(N=n), q, k, k))
     with pytest.raises(ag.PlanMismatchError, match="k: expected"):
         plan(q, k.contiguous(), k)
 
@@ -202,11 +207,13 @@ def test_derivatives_of_other_kinds_run_as_plans_of_numbers() -> None:
     plan = ag.compile(dense(M, M, mask=ag.Causal()), target=CPU)
     q = torch.randn(2, 4, 5, 16, dtype=torch.float32)
     exact = plan.at(B=2, M=5)
-    for transform in (
+    vhp: Any = torch.autograd.functional.vhp
+    transforms: tuple[Callable[[Any], torch.Tensor], ...] = (
         lambda call: torch.func.jvp(lambda x: call(x, x, q), (q,), (q,))[1],
         lambda call: torch.func.grad(lambda x: call(x, q, q).sum())(q),
-        lambda call: torch.autograd.functional.vhp(lambda x: call(x, q, q).sum(), q, q)[1],
-    ):
+        lambda call: vhp(lambda x: call(x, q, q).sum(), q, q)[1],
+    )
+    for transform in transforms:
         assert torch.allclose(transform(plan), transform(exact), atol=1e-5)
 
 
@@ -227,7 +234,7 @@ def test_a_mismatch_lists_every_size_with_both_values_and_the_way_out() -> None:
     with pytest.raises(ag.PlanMismatchError, match=r"q: expected f32\[0, 4, 0, 16\], got"):
         plan(torch.randn(3), torch.randn(3), torch.randn(3))
     with pytest.raises(ag.PlanMismatchError, match="expected a tensor"):
-        plan(None, torch.randn(2, 4, 7, 16), torch.randn(2, 4, 7, 16))
+        plan(None, torch.randn(2, 4, 7, 16), torch.randn(2, 4, 7, 16))  # type: ignore[arg-type]  # on purpose
 
 
 def test_what_does_not_fit_is_refused_after_what_did() -> None:
@@ -248,7 +255,7 @@ def test_a_dim_with_classes_takes_these_sizes_alone() -> None:
     q, k = torch.randn(2, 4, 1, 16), torch.randn(2, 4, 16, 16)
     for size in (4, 8, 16):
         part = k[:, :, :size].contiguous()
-        assert torch.equal(plan(q, part, part), plan.at(B=2, N=size)(q, part, part))
+        assert torch.equal(call(plan, q, part, part), call(plan.at(B=2, N=size), q, part, part))
     part = k[:, :, :5].contiguous()
     with pytest.raises(ag.PlanMismatchError, match=r"one of 4, 8, 16, got 5; .* of 8 rows"):
         plan(q, part, part)
@@ -297,12 +304,14 @@ def test_memory_and_cost_of_sizes_are_those_of_the_plan_of_numbers(graph: ag.Gra
     some = {"B": 3, "M": 7, "N": 9, "T": 30}
     known = {s.name: some[s.name] for s in graph.symbols}
     largest = {s.name: s.most for s in graph.symbols}
-    for sizes, all_ in ((known, known), (dict[str, int](), largest)):
+    cases: tuple[tuple[dict[str, Any], dict[str, int]], ...] = ((known, known), ({}, largest))
+    for sizes, all_ in cases:
         exact = ag.compile(replace_sizes(graph, all_), target=CPU, backends=(plan.backend,))
         assert plan.memory(**sizes) == exact.memory()
         assert plan.cost(**sizes) == exact.cost()
         assert plan.explain(**sizes).memory == exact.explain().memory
-        assert ag.explain(graph, target=CPU, **sizes).cost == exact.explain().cost
+        explain: Any = ag.explain  # overloads take no dict of sizes
+        assert explain(graph, target=CPU, **sizes).cost == exact.explain().cost
 
 
 def test_a_plan_says_how_it_takes_sizes() -> None:

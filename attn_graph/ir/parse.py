@@ -289,7 +289,7 @@ def read_dim(line: ast.stmt) -> tuple[str, Dim]:
         match line:
             case ast.Assign(
                 targets=[ast.Name(id=name)],
-                value=ast.Call(func=ast.Name(id="Dim"), args=[ast.Constant(value=own)]) as call,
+                value=ast.Call(func=ast.Name(id="Dim"), args=[ast.Constant(str(own))]) as call,
             ) if name == own and {k.arg for k in call.keywords} <= {"most", "classes"}:
                 return name, Dim(own, **{str(k.arg): literal_value(k.value) for k in call.keywords})
         text = ast.unparse(line)

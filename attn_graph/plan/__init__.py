@@ -55,10 +55,14 @@ MOST_PULLS = 64  # backward plans a plan keeps at hand; the cache holds them too
 @final
 @frozen(eq=False)
 class Pull:
-    """A backward plan, and the cotangents that it needs laid out anew, by number."""
+    """A backward plan, and the cotangents that it needs laid out anew, by number.
+
+    unsized: where sizes have names, what tensors of other sizes have to look like for this plan.
+    """
 
     plan: Plan
     anew: tuple[tuple[int, TensorSpec], ...] = ()
+    unsized: Check = never
 
     def lay_out(self, cotangents: list[torch.Tensor]) -> list[torch.Tensor]:
         """The cotangents as the plan needs them."""
@@ -69,7 +73,7 @@ class Pull:
     def takes(self, tensors: Tensors) -> bool:
         """Whether the plan takes these tensors as they are, whatever size they have."""
         sized = self.plan.sized
-        return sized is not None and not self.anew and bool(sized.fit.lying(tensors))
+        return sized is not None and self.unsized(*tensors) and bool(sized.fit.lying(tensors))
 
     def run(self, tensors: Tensors) -> Sequence[torch.Tensor]:
         """The gradients. Where autograd differentiates them, they are differentiable themselves."""
@@ -90,7 +94,7 @@ class Memo:
     looks: of the last call's tensors. call: their likeness, and whether one requires grad. pull:
     the likeness of the last backward's, its pattern and plan. pushes: the plans of forward mode.
     content: the plan as text, once it was wanted. Where sizes have names: those of the last call,
-    and `unsized`, `unsized_pull`, what else was checked of tensors, forward and backward.
+    and `unsized`, what else was checked of its tensors, and whether one requires grad.
     """
 
     looks: list[Look | None] = field(factory=list)
@@ -101,7 +105,6 @@ class Memo:
     content: str = ""
     sizes: tuple[int, ...] = ()
     unsized: tuple[Check, bool] = (never, False)
-    unsized_pull: Check = never
 
 
 @final
@@ -325,12 +328,7 @@ class Plan:
             return self.planned_pull(needs, saved, grads)
         tensors = (*saved, *(g for g in grads if g is not None))
         _, last, pull = self.memo.pull
-        if (
-            pull is not None
-            and last == pattern
-            and self.memo.unsized_pull(*tensors)
-            and pull.takes(tensors)
-        ):
+        if pull is not None and last == pattern and pull.takes(tensors):
             return pull  # of other sizes
         key = (*pattern, *map(look_at, tensors))
         pull = self.memo.pulls.get(key)
@@ -340,8 +338,6 @@ class Plan:
                 self.memo.pulls.clear()
             self.memo.pulls[key] = pull
         self.memo.pull = likeness(tensors), pattern, pull
-        if pull.plan.sized is not None:
-            self.memo.unsized_pull = likeness(tensors, sized=False)
         return pull
 
     def planned_pull(
@@ -354,7 +350,11 @@ class Plan:
         handed = HandedBack(self.graph, self.target, self.sizes_of(saved), saved, grads)
         wants = [i for i, need in enumerate(needs) if need]
         plan = self.backward(wants, handed.cotangents(), handed.moved())
-        return Pull(plan, handed.anew(plan.graph))
+        anew = handed.anew(plan.graph)
+        if plan.sized is None or anew or is_traced():
+            return Pull(plan, anew)
+        given = (g for g in grads if g is not None)
+        return Pull(plan, (), likeness((*saved, *given), sized=False))
 
     def sizes_of(self, tensors: Sequence[torch.Tensor]) -> dict[str, int]:
         """What the sizes by name are, of tensors that begin with the inputs."""

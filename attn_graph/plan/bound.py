@@ -10,7 +10,7 @@ from attrs import evolve
 
 from attn_graph.ir.binding import complete_sizes
 from attn_graph.ir.vjp import result_spec, saved_specs
-from attn_graph.planner.handed_back import generalise_all
+from attn_graph.planner.handed_back import generalise_all, generalise_given
 from attn_graph.spec import TensorSpec
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def bind_backward(
     """As `Plan.backward`, for sizes as numbers: what the gradient's plan runs for them."""
     due = [result_spec(plan.graph, i) for i in plan.graph.outputs]
     lies = [*saved_specs(plan.graph).values()]
-    own = None if cotangents is None else generalise_all(due, cotangents, sizes)
+    own = None if cotangents is None else generalise_given(due, cotangents, sizes)
     moved = None if saved is None else generalise_all(lies, saved, sizes)
     gradient = plan.backward(wants, own, moved)
     named = {symbol.name for symbol in gradient.graph.symbols}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TypeVar, final
+from typing import final
 
 import torch
 from attrs import frozen
@@ -48,14 +48,13 @@ class HandedBack:
             actual[name] = bound[name]
         if actual == bound:
             return None
-        pairs = zip(self.declared.values(), actual.values(), strict=True)
-        return [generalise(spec, lies, self.sizes) for spec, lies in pairs]
+        return generalise_all([*self.declared.values()], [*actual.values()], self.sizes)
 
     def cotangents(self) -> list[TensorSpec | None]:
         """The specs of the cotangents, None for an output without."""
         due = [result_spec(self.graph, i) for i in self.graph.outputs]
         given = [None if g is None else TensorSpec.like(g) for g in self.grads]
-        return generalise_all(due, given, self.sizes)
+        return generalise_given(due, given, self.sizes)
 
     def anew(self, backward: Graph) -> tuple[tuple[int, TensorSpec], ...]:
         """The cotangents that a backward needs laid out anew, by number, with how."""
@@ -79,12 +78,16 @@ def generalise(spec: TensorSpec, exact: TensorSpec, sizes: Mapping[str, int]) ->
     return next(fits, TensorSpec(spec.shape, spec.dtype, exact.strides))
 
 
-Own = TypeVar("Own", TensorSpec, TensorSpec | None)
-
-
 def generalise_all(
-    specs: Sequence[TensorSpec], exact: Sequence[Own], sizes: Mapping[str, int]
-) -> list[Own]:
+    specs: Sequence[TensorSpec], exact: Sequence[TensorSpec], sizes: Mapping[str, int]
+) -> list[TensorSpec]:
+    """The same of several."""
+    return [generalise(spec, own, sizes) for spec, own in zip(specs, exact, strict=True)]
+
+
+def generalise_given(
+    specs: Sequence[TensorSpec], exact: Sequence[TensorSpec | None], sizes: Mapping[str, int]
+) -> list[TensorSpec | None]:
     """The same of several, None for those that are None."""
     pairs = zip(specs, exact, strict=True)
-    return [own if own is None else generalise(spec, own, sizes) for spec, own in pairs]
+    return [None if own is None else generalise(spec, own, sizes) for spec, own in pairs]

@@ -9,6 +9,7 @@ import torch
 
 from attn_graph.errors import Reason
 from attn_graph.ir.attention import Attention, AttentionGrad
+from attn_graph.ir.binding import bind_graph
 from attn_graph.ir.gradient_ops import clear_blind_rows
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.modifiers import Bias, Modifier
@@ -136,11 +137,13 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
 
 def lower_whole(graph: Graph, target: Target, options: Options) -> Executable | None:
     """The same of any sizes, which the kernel reads off its tensors; None where o is to be put in
-    another order."""
+    another order, and where the kernel refuses the largest or the smallest sizes."""
     problem = sole(graph)
-    if problem is None or any(why_not(graph, target, options)):
+    smallest = bind_graph(graph, {symbol.name: 1 for symbol in graph.symbols})
+    if problem is None or reorders(problem):
         return None
-    return None if reorders(problem) else lower(graph, target, options)
+    refused = any(any(why_not(each, target, options)) for each in (graph, smallest))
+    return None if refused else lower(graph, target, options)
 
 
 def reorders(problem: Problem) -> bool:
