@@ -23,13 +23,14 @@ def bind_plan(plan: Plan, sizes: Mapping[str, int]) -> Plan:
     if plan.sized is None:
         return plan
     bound = plan.sized.at(tuple(given.values()))
+    choice = plan.sized.choice_of(bound)
     make, (_, *rest) = plan.recipe
     return evolve(
         plan,
         graph=bound.graph,
-        backend=bound.choice.backend.name,
-        refusals=bound.choice.refusals,
-        also=bound.choice.also,
+        backend=choice.backend.name,
+        refusals=choice.refusals,
+        also=choice.also,
         executable=bound.executable,
         backward=partial(bind_backward, plan, given),
         recipe=(make, (bound.graph, *rest)),

@@ -14,14 +14,15 @@ from typing import final
 import torch
 from attrs import Factory, evolve, field, frozen
 
+from attn_graph.errors import NoBackendError
 from attn_graph.ir.binding import bind_graph, largest, require_readable
 from attn_graph.ir.graph import Graph
 from attn_graph.lowering.backend import Backend, Executable, Options, Tensors
 from attn_graph.machine.ambient import neutral_state
 from attn_graph.machine.fitting import Fit, Shape
 from attn_graph.machine.target import Target
-from attn_graph.planner.choose import BACKENDS, Choice, choose_and_lower
-from attn_graph.planner.views import peel
+from attn_graph.planner.choose import BACKENDS, Choice, choose, choose_and_lower
+from attn_graph.planner.views import core_of, peel
 from attn_graph.spec.dims import Sizes
 
 MOST_SIZES = 64  # of which a plan keeps an executable each
@@ -103,11 +104,28 @@ class Sized:
         return self.at(sizes).executable
 
     def plan_size(self, sizes: Shape) -> Bound:
-        """Plan some sizes: the backend of the largest comes first, then others."""
-        first = self.most.choice.backend
+        """Plan some sizes: in the backend of the largest, or in another where that refuses."""
+        named, first = self.fit.named(sizes), self.most.choice.backend
+        try:
+            return lower_bound(self.graph, named, self.target, self.quiet, (first,))
+        except NoBackendError:
+            return lower_bound(self.graph, named, self.target, self.options, self.ordered(first))
+
+    @property
+    def quiet(self) -> Options:
+        """Options with which a fallback is not reported: it was, of the largest sizes."""
+        return evolve(self.options, on_fallback="ignore")
+
+    def ordered(self, first: Backend) -> tuple[Backend, ...]:
+        """All backends that may run, this one first."""
         others = BACKENDS if self.among is None else self.among
-        among = (first, *(b for b in others if b is not first))
-        return lower_bound(self.graph, self.fit.named(sizes), self.target, self.options, among)
+        return (first, *(b for b in others if b is not first))
+
+    def choice_of(self, bound: Bound) -> Choice:
+        """Who runs some sizes, with who could too and all who refuse."""
+        among = self.ordered(bound.choice.backend)
+        with neutral_state():
+            return choose(core_of(bound.graph), self.target, self.quiet, among)
 
 
 def many_sizes(graph: Graph) -> bool:
@@ -128,12 +146,12 @@ def lower_graph(
     target: Target,
     options: Options,
     among: Among,
-    choose: Callable[..., tuple[Choice, Executable]],
+    chooses: Callable[..., tuple[Choice, Executable]],
 ) -> tuple[Choice, Executable]:
-    """Who runs a simplified graph, and what. choose: how a backend is chosen."""
+    """Who runs a simplified graph, and what. chooses: a backend, and lowers it."""
     peeled = peel(graph)
     with neutral_state(), target.current():
-        choice, executable = choose(
+        choice, executable = chooses(
             graph if peeled is None else peeled.core, target, options, among
         )
     return choice, executable if peeled is None else peeled.wrap(executable)
