@@ -239,11 +239,11 @@ def test_a_mismatch_lists_every_size_with_both_values_and_the_way_out() -> None:
 
 def test_what_does_not_fit_is_refused_after_what_did() -> None:
     plan = ag.compile(dense(M, M), target=CPU)
-    good = torch.randn(2, 4, 5, 16)
-    plan(good, good, good)
+    good, *others = torch.randn(3, 2, 4, 5, 16)
+    plan(good, *others)
     for bad in (good[:, :, :4], good.double(), good.transpose(2, 3).contiguous(), good[0]):
         for place in range(3):
-            tensors = [good, good, good]
+            tensors = [good, *others]
             tensors[place] = bad
             with pytest.raises(ag.PlanMismatchError):
                 plan(*tensors)
