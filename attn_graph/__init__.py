@@ -78,6 +78,7 @@ with paused_collector():
     from attn_graph.plan import Plan
     from attn_graph.planner.choose import BACKENDS
     from attn_graph.spec import TensorSpec
+    from attn_graph.spec.dims import Dim, doubling
 
 if TYPE_CHECKING:
     from attn_graph.integrations.flex import from_flex, from_flex_score
@@ -105,6 +106,7 @@ __all__ = [
     "Cost",
     "Data",
     "DeviceTest",
+    "Dim",
     "Executable",
     "Explanation",
     "Fallback",
@@ -154,6 +156,7 @@ __all__ = [
     "compile",
     "default_store",
     "default_workspace",
+    "doubling",
     "evaluate",
     "explain",
     "from_flex",

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, final, overload
 import torch
 from attrs import evolve, frozen
 
-from attn_graph.errors import NoBackendError
+from attn_graph.errors import GraphError, NoBackendError
+from attn_graph.ir.binding import bind_graph, complete_sizes, largest, replace_sizes
 from attn_graph.ir.graph import Graph, check_graph
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.vjp import (
@@ -43,9 +44,10 @@ from attn_graph.planner.arguments import (
     resolve_target,
     resolve_workspace,
 )
-from attn_graph.planner.builds import BuildLog
+from attn_graph.planner.builds import BuildLog, skeleton_of
 from attn_graph.planner.choose import Choice, choose, choose_and_lower, resolve_backends
-from attn_graph.planner.views import core_of, peel
+from attn_graph.planner.sized import Sized, lower_graph, many_sizes
+from attn_graph.planner.views import core_of
 from attn_graph.spec import TensorSpec
 
 if TYPE_CHECKING:
@@ -59,8 +61,8 @@ PlanT = TypeVar("PlanT")
 ExplanationT = TypeVar("ExplanationT")
 Key = tuple[object, ...]  # all that a plan depends on beside tensors; with their looks, on all
 
-calls: Cache[Plan] = Cache(CAPACITY)  # by the arguments of `compile`, as they are given
-plans: Cache[Plan] = Cache(CAPACITY)  # by simplified graph, target, options and backends
+calls: Cache[Plan] = Cache(CAPACITY, kind=skeleton_of)  # by `compile`'s arguments, as given
+plans: Cache[Plan] = Cache(CAPACITY, kind=skeleton_of)  # by simplified graph, target, options, ...
 looks: dict[Key, Plan] = {}  # of calls without a plan: who runs such tensors
 recent: dict[Key, Plan] = {}  # of those: who ran last where all but the tensors was so
 build_log = BuildLog()
@@ -217,6 +219,7 @@ def explain(
     max_workspace: int | str | None = None,
     store: Store | str | os.PathLike[str] | bool = True,
     wants: Sequence[str] | None = None,
+    **sizes: int,
 ) -> Explanation:
     """Of a graph: its explanation."""
 
@@ -244,11 +247,13 @@ def explain(
     store: Store | str | os.PathLike[str] | bool = True,
     wants: Sequence[str] | None = None,
     link: str | float | None = None,
+    **sizes: int,
 ) -> Explanation | ExplanationT:
     """Who would run `graph`, and its gradient, on `target`; why; and what it would cost.
 
     Arguments as those of `compile`. wants: the inputs to differentiate by, by default all of a
-    floating dtype; `()` where nothing is trained, which leaves the backward out.
+    floating dtype; `()` where nothing is trained, which leaves the backward out. sizes: what a
+    graph's Dims stand for, by name, by default their largest.
 
     Of a graph that `shard` divided: what each rank computes and sends, how balanced, how long, and
     the same of other methods, as an `Outlook`. It needs no process, and takes target and link
@@ -267,6 +272,7 @@ def explain(
         unread = {"backends": backends, "precision": precision, "max_workspace": max_workspace}
         unread |= {"avoid": avoid or None, "deterministic": deterministic or None, "wants": wants}
         unread |= {"batch_invariant": batch_invariant or None}
+        unread |= dict(sizes)
         for name, value in unread.items():
             require_absent(name, value, "graphs of one device")
         return graph.explain(resolve_target(target), link)
@@ -277,6 +283,7 @@ def explain(
     place = resolve_target(target)
     options = Options(
         store=resolve_store(store),
+        resized=many_sizes(graph),
         **constraints(
             place,
             read_switches(),
@@ -287,9 +294,10 @@ def explain(
             max_workspace,
         ),
     )
+    exact = replace_sizes(graph, complete_sizes(graph, "explain", sizes))
     with neutral_state(), place.current():
         return explain_graph(
-            graph, place, options, None if among is None else resolve_backends(among), wants
+            exact, place, options, None if among is None else resolve_backends(among), wants
         )
 
 
@@ -336,14 +344,15 @@ def build(graph: Graph, target: Target, options: Options, among: Backends | None
     """Choose a backend and make a plan of a simplified graph. Raises NoBackendError."""
     chosen = None if among is None else resolve_backends(among)
     build_log.add(graph)
-    peeled = peel(graph)
-    core = graph if peeled is None else peeled.core
-    with neutral_state(), target.current():
-        choice, executable = (choose_by_measuring if options.tune else choose_and_lower)(
-            core, target, options, chosen
-        )
-    if peeled is not None:
-        executable = peeled.wrap(executable)
+    sized = None
+    if graph.symbols:
+        if options.tune:
+            raise GraphError("tune=True measures one size, and sizes have names; tune plan.at(...)")
+        sized = Sized.of(graph, target, options, chosen)
+        choice, executable = sized.most.choice, sized.executable
+    else:
+        by = choose_by_measuring if options.tune else choose_and_lower
+        choice, executable = lower_graph(graph, target, options, chosen, by)
 
     def gradient(
         wants: Sequence[int] | None = None,
@@ -372,6 +381,7 @@ def build(graph: Graph, target: Target, options: Options, among: Backends | None
         gradient,
         (plan_simplified, (graph, target, options, among)),
         options.precision,
+        sized,
     )
 
 
@@ -401,7 +411,8 @@ def best_backend(
     try:
         with neutral_state():
             quiet = evolve(options, on_fallback="ignore")
-            return choose(core_of(graph), target, quiet, among).backend
+            exact = bind_graph(graph, largest(graph)) if graph.symbols else graph
+            return choose(core_of(exact), target, quiet, among).backend
     except NoBackendError:
         return None
 

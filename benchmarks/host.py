@@ -50,6 +50,7 @@ def measure_rows() -> list[dict[str, Any]]:
             for who, target in (("math", "cpu"), ("torch_sdpa", "cpu"), ("triton", "h200"))
         ),
         make_row("a Hugging Face layer of a new length, planned", measure_layer(), 300),
+        *sized_rows(),
         *cudnn_rows(),
         make_row("tile lists of a mask, 64k x 64k (ms)", list_milliseconds(), 50),
     ]
@@ -160,6 +161,58 @@ def measure_layer(count: int = 300) -> float:
     ag.clear_cache()
     with patch.object(ag.Plan, "__call__", lambda plan, **tensors: tensors["q"]):
         return median_microseconds(map(call, lengths))
+
+
+def sized_rows() -> list[dict[str, Any]]:
+    """What a new size costs a plan whose sizes have names, beyond a call of the plan of one size;
+    and what growing lengths without names cost to plan."""
+    B, M, N, T = (ag.Dim(n, most=m) for n, m in (("B", 8), ("M", 64), ("N", 4096), ("T", 512)))
+    q, k = (ag.TensorSpec((B, heads, n, 64), torch.float32) for heads, n in ((8, 1), (2, N)))
+    x, rows = (ag.TensorSpec(s, torch.float32) for s in ((B, 1, M, 16), (T, 2, 16)))
+    starts = ag.TensorSpec((B + 1,), torch.int32)
+    graphs = {
+        "decode": ag.attention(q, k, k, mask=ag.Causal("bottom_right")),
+        "causal": ag.attention(x, x, x, mask=ag.Causal()),
+        "causal, forward and backward": ag.attention(x, x, x, mask=ag.Causal()),
+        "packed": ag.attention(rows, rows, rows, q_starts=starts, most=(8, 8)),
+    }
+    growing = (causal(1, n, torch.float32) for n in range(1, 2001))
+    return [
+        *(
+            make_row(f"{n}: a new size with Dims", measure_size(g, n), 15 * (1 + (" and " in n)))
+            for n, g in graphs.items()
+        ),
+        make_row(
+            "compile(graph), N growing to 2000, without Dims",
+            median_microseconds(partial(ag.compile, graph, store=False) for graph in growing),
+            250,
+        ),
+    ]
+
+
+def measure_size(graph: ag.Graph, name: str, count: int = 300) -> float:
+    """Microseconds that calls take whose sizes change each time, beyond those of one size by the
+    plan of that size; medians."""
+    plan, trains = ag.compile(graph, store=False), "backward" in name
+
+    def make_call(call: Callable[..., Any], sizes: dict[str, int]) -> Job:
+        inputs = [i.spec.bind(sizes) for i in graph.inputs]
+        tensors = [
+            torch.arange(spec.shape[0], dtype=spec.dtype)  # sequences of one row
+            if spec.dtype == torch.int32
+            else torch.empty_strided(spec.shape, spec.strides).zero_().requires_grad_(trains)
+            for spec in inputs
+        ]
+        if not trains:
+            return partial(call, *tensors)
+        do = torch.zeros_like(tensors[0])
+        return lambda: torch.autograd.grad(call(*tensors), tensors, do)
+
+    (varied,) = (s.name for s in graph.symbols if s.name != "B")
+    sizes = [{"B": 8, varied: 9 + n % 8} for n in range(count)]
+    exact = plan.at(**sizes[0])
+    new = median_microseconds([make_call(plan, each) for each in sizes])
+    return new - median_microseconds([make_call(exact, sizes[0]) for _ in sizes])
 
 
 def median_microseconds(jobs: Iterable[Job]) -> float:

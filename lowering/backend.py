@@ -51,7 +51,7 @@ class Options:
     nothing. avoid: names of backends that are not to run. on_fallback: what happens where `math`
     runs because every other backend refused. switches: PyTorch's own, as they stood. tune: whether
     the choice is by measurement; variant: which of its ways a backend is to lower, None being its
-    own choice.
+    own choice. resized: whether the graph is of a plan for many sizes.
     """
 
     deterministic: bool = False
@@ -65,6 +65,7 @@ class Options:
     on_fallback: Fallback = "ignore"
     switches: Switches = field(factory=Switches)
     batch_invariant: bool = False
+    resized: bool = False
 
     def over_workspace(self, need: int) -> Iterator[Reason]:
         """The reason against a lowering that needs so many bytes, if they are too many."""
@@ -170,6 +171,11 @@ class Executable:
         return Foreseen(self.workspace, self.temporary, self.notes)
 
 
+def no_any(graph: Graph, target: Target, options: Options) -> Executable | None:
+    """A backend that lowers each size by itself."""
+    return None
+
+
 def no_variants(graph: Graph, target: Target, options: Options) -> tuple[str, ...]:
     """A backend that has one way to lower each graph."""
     return ()
@@ -208,7 +214,9 @@ class Backend:
     what it would need, if lowering takes long; else it is lowered to see. variants: names of other
     ways to lower it, which tuning measures. device_test: what has to pass on a device of this
     machine before the backend runs the graph there; None: nothing. All see the graph after all
-    passes.
+    passes. lower_any: what runs tensors of whatever sizes of at least 1, of a graph whose sizes are
+    Dims; None where each size is lowered by itself, when a call first has it. All others see sizes
+    as numbers. one_size: building takes so long that no plan is to meet many sizes.
     """
 
     name: str
@@ -217,11 +225,19 @@ class Backend:
     foresees: Callable[[Graph, Target, Options], Foreseen] | None = None
     variants: Callable[[Graph, Target, Options], Sequence[str]] = no_variants
     device_test: Callable[[Graph, Target, Options], DeviceTest | None] = no_device_test
+    lower_any: Callable[[Graph, Target, Options], Executable | None] = no_any
+    one_size: bool = False
 
     def reasons(self, graph: Graph, target: Target, options: Options) -> tuple[Reason, ...]:
         """Every reason against a graph, those of the options among them; none: it takes it."""
         against = self.why_not(graph, target, options)
-        return (*options.avoided(self.name), *map(Reason.of, against))
+        return (*options.avoided(self.name), *self.fixed(options), *map(Reason.of, against))
+
+    def fixed(self, options: Options) -> Iterator[Reason]:
+        """The reason against sizes by name of a backend whose plans are for one size."""
+        if self.one_size and options.resized:
+            actual = "Dims without classes stand for any"
+            yield Reason("one_size", "plans for one size", actual)
 
     def foreseen(self, graph: Graph, target: Target, options: Options) -> Foreseen:
         """What running a graph that it takes would need."""

@@ -14,6 +14,7 @@ import torch
 from attrs import evolve, frozen
 
 from attn_graph.errors import Reason
+from attn_graph.ir.binding import bind_graph
 from attn_graph.ir.builder import Builder
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.modifiers import SoftCap
@@ -24,6 +25,7 @@ from attn_graph.machine.target import Target
 from attn_graph.masks import Keep, KeyLengths, Mask, Prefix
 from attn_graph.masks.runs import leaves
 from attn_graph.spec import TensorSpec, dense_strides, memory_order, normalise_strides
+from attn_graph.spec.dims import Dim, are_numbers
 
 Shape = tuple[int, ...]
 Run = Callable[..., tuple[Tensors, Tensors]]
@@ -60,8 +62,13 @@ class Folding:
 
 
 def as_shaped(x: torch.Tensor, shape: Shape) -> torch.Tensor:
-    """A tensor with its heads folded or not. Statistics and dq are copied where no view will do."""
-    return x if x.shape == shape else x.reshape(shape)
+    """A tensor with its heads folded or not. Statistics and dq are copied where no view will do.
+
+    shape: [B,H,M,...], where B and M may be Dims. What has as many heads as that is not folded.
+    """
+    if x.shape == shape or x.shape[1:2] == shape[1:2]:
+        return x
+    return x.reshape(shape if are_numbers(*shape) else (len(x), shape[1], -1, *shape[3:]))
 
 
 def folds_heads(backend: Backend, kind: str) -> Backend:
@@ -80,7 +87,25 @@ def folds_heads(backend: Backend, kind: str) -> Backend:
             return backend.lower(graph, target, options)
         return unfold(backend.lower(folding.graph, target, options), folding)
 
-    return evolve(backend, why_not=why_not, lower=lower)
+    def lower_any(graph: Graph, target: Target, options: Options) -> Executable | None:
+        folding = fold_heads(graph) if target.kind == kind else None
+        if folding is None:
+            plain = backend.lower_any(graph, target, options)
+            return None if target.kind == kind and folds_one_row(graph) else plain
+        folded = backend.lower_any(folding.graph, target, options)
+        return None if folded is None else unfold(folded, folding)
+
+    return evolve(backend, why_not=why_not, lower=lower, lower_any=lower_any)
+
+
+def folds_one_row(graph: Graph) -> bool:
+    """Whether heads would be folded where queries whose number is a Dim are one."""
+    problem = sole(graph)
+    if problem is None or not isinstance(problem.M, Dim):
+        return False
+    sizes = {symbol.name: symbol.most for symbol in graph.symbols}
+    ones = {symbol.name: 1 for symbol in problem.M.symbols}
+    return fold_heads(bind_graph(graph, sizes | ones)) is not None
 
 
 def unfold(executable: Executable, folding: Folding) -> Executable:

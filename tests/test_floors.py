@@ -15,7 +15,7 @@ FLOORS = (  # top first; a name, or `package.*` for the package and all its modu
     ("attn_graph.nn.*",),
     ("attn_graph.mesh.*",),
     ("attn_graph.compiler",),
-    ("attn_graph.plan",),
+    ("attn_graph.plan", "attn_graph.plan.explained", "attn_graph.plan.bound"),
     ("attn_graph.planner.*",),
     ("attn_graph.lowering.torch_cuda",),
     ("attn_graph.lowering.cpu.*", "attn_graph.lowering.triton.*", "attn_graph.lowering.cudnn.*"),
@@ -26,6 +26,7 @@ FLOORS = (  # top first; a name, or `package.*` for the package and all its modu
     ("attn_graph.masks.*",),
     ("attn_graph.machine.*", "attn_graph.kernels.*"),
     ("attn_graph.spec",),
+    ("attn_graph.spec.dims",),
     ("attn_graph.printing.*", "attn_graph.errors"),
 )
 MODULES = source_files("*.py")

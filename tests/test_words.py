@@ -33,6 +33,7 @@ NOT_PARTICIPLES = {  # a name that only looks like one, or is both: what it is h
     "ragged_in": "an adjective: the lengths of sequences that end at different places",
     "nesting": "a noun: how deep joins lie within one another",
     "tiling": "a noun: the tile sizes of a kernel",
+    "doubling": "a noun: sizes, each twice the one before",
 }
 PARTICIPLE_SHARE = 0.03  # of all top-level functions
 TWO_MEANINGS = {  # a name that several modules define: why it may be

@@ -168,6 +168,10 @@ class Builder:
             self.problem(f"two inputs are named {name!r}; names are how a plan is called")
         if not name.isidentifier() or iskeyword(name):
             self.problem(f"input {name!r} is no Python name; a plan takes it as a keyword")
+        own = {x.name: x for dim in spec.dims for x in dim.symbols}
+        for other in (x for i in self.inputs for dim in i.spec.dims for x in dim.symbols):
+            if own.get(other.name, other) != other:
+                self.problem(f"input {name!r} has {own[other.name]}, and another input {other}")
 
     def emit(self, op: Op, *operands: Value) -> tuple[Value, ...]:
         """Add an equation; return its results. Raises GraphError where they can have no types."""

@@ -14,6 +14,7 @@ from attrs import frozen
 from attn_graph.errors import GraphError
 from attn_graph.printing.text import show_call, show_fields
 from attn_graph.spec import FLOATS, TensorSpec, ValueType
+from attn_graph.spec.dims import Dim, NamedSize
 
 # Values are handles of whoever builds the graph, so that the IR needs to know nothing of builders.
 Values = Sequence[Any]
@@ -179,6 +180,13 @@ class Graph:
         """The type of every value, by its number."""
         return tuple([i.spec.type for i in self.inputs] + [t for e in self.eqns for t in e.outs])
 
+    @cached_property
+    def symbols(self) -> tuple[NamedSize, ...]:
+        """The names that stand for sizes in it, in the order of the values; none: all are known."""
+        dims = [dim for i in self.inputs for dim in i.spec.dims]
+        dims += [n for eqn in self.eqns for t in eqn.outs for n in t.shape if isinstance(n, Dim)]
+        return tuple(dict.fromkeys(symbol for dim in dims for symbol in dim.symbols))
+
     @property
     def output_types(self) -> tuple[ValueType, ...]:
         """The type of each output."""
@@ -250,17 +258,18 @@ class Graph:
 
     def _repr_html_(self) -> str:
         """For notebooks: the text, and the tiles of each mask before any data."""
+        from attn_graph.ir.binding import largest, replace_sizes
         from attn_graph.ir.pictures import picture_masks
         from attn_graph.printing import html
 
-        return html.page(html.code(self), *picture_masks(self))
+        return html.page(html.code(self), *picture_masks(replace_sizes(self, largest(self))))
 
 
 def show_graph(graph: Graph) -> str:
     """A graph as Python, one line an equation, which `parse` turns back into an equal graph."""
     names = [i.name for i in graph.inputs]
     inputs = ",\n".join(f"    {i.name}: {i.spec}" for i in graph.inputs)
-    lines = [f"def graph(\n{inputs},\n):" if names else "def graph():"]
+    lines = [*map(str, graph.symbols), f"def graph(\n{inputs},\n):" if names else "def graph():"]
     for eqn in graph.eqns:
         results = list(unused_names(eqn.op.names, names))
         args = ", ".join([names[i] for i in eqn.args] + show_fields(eqn.op))

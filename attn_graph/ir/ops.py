@@ -26,6 +26,7 @@ from attn_graph.ir.sums import Zeros, add_up, apply
 from attn_graph.masks.canonical import canonical_mask
 from attn_graph.masks.places import Place
 from attn_graph.spec import FLOATS, INF, ValueType, accumulator, to_integer, to_number
+from attn_graph.spec.dims import are_numbers
 
 
 def per_head(x: torch.Tensor, heads: int) -> torch.Tensor:
@@ -57,6 +58,9 @@ class Scores(Op):
         return 4, 4
 
     def problems(self, q: ValueType, k: ValueType) -> Iterator[str]:
+        if not are_numbers(*q.shape[1::2], *k.shape[1::2]):
+            yield f"scores: heads and head sizes are numbers, of q {q} and k {k} alike"
+            return
         for a, b, name in (
             (q.shape[0], k.shape[0], "batch"),
             (q.shape[3], k.shape[3], "head size"),
@@ -353,6 +357,9 @@ class Weigh(Op):
         for a, b, name in ((p.shape[0], v.shape[0], "batch"), (p.shape[3], v.shape[2], "keys")):
             if a != b:
                 yield f"weigh: p {p} and v {v} disagree in {name}, {a} and {b}"
+        if not are_numbers(p.shape[1], *v.shape[1::2]):
+            yield f"weigh: heads and head sizes are numbers, of p {p} and v {v} alike"
+            return
         if (v.shape[1] == 0 and p.shape[1]) or (v.shape[1] and p.shape[1] % v.shape[1]):
             problem = f"{p.shape[1]} heads of p {p} are no multiple of {v.shape[1]} heads of v {v}"
             yield f"weigh: {problem}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar, final
+from typing import Any, TypeVar, final
 
 import torch
 from attrs import evolve, field, frozen
@@ -94,6 +94,23 @@ def result_sides(op: Op) -> tuple[str, ...]:
 def select_flagged(values: Sequence[T], flags: Sequence[bool]) -> tuple[T, ...]:
     """Those of the values that are flagged."""
     return tuple(x for x, flag in zip(values, flags, strict=True) if flag)
+
+
+def with_operands(
+    op: Op, node: Attention, kept: Sequence[int]
+) -> Any:  # Any: an op of the same class
+    """The op with another attention, which reads these of the operands of its own, by number."""
+    match op:
+        case AttentionGrad(wants=wants):
+            return evolve(op, attention=node, wants=tuple(wants[i] for i in kept))
+        case AttentionJvp(tangents=tangents):
+            return evolve(op, attention=node, tangents=tuple(tangents[i] for i in kept))
+        case AttentionGradJvp(grad=grad, tangents=tangents):
+            within = with_operands(grad, node, kept)
+            return evolve(op, grad=within, tangents=tuple(tangents[i] for i in kept))
+        case Packed(op=inner):
+            return evolve(op, op=with_operands(inner, node, kept))
+    return node
 
 
 def and_parts(mask: Mask | None) -> list[Mask]:

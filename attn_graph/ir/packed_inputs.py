@@ -12,6 +12,7 @@ from attn_graph.errors import GraphError
 from attn_graph.ir.packing import Lengths, Pack, Unpack, to_most
 from attn_graph.ir.paging import Unpage
 from attn_graph.masks.runs import leaves
+from attn_graph.spec.dims import are_numbers
 
 Value = Any  # a value of whoever builds the graph
 
@@ -110,7 +111,7 @@ def two_sizes(most: object) -> tuple[int | None, int | None]:
     match most:
         case None:
             return None, None
-        case (M, N):
+        case (M, N) if are_numbers(*(n for n in (M, N) if isinstance(n, int))):
             return to_most(M), to_most(N)
     raise GraphError(f"attention: most {most!r} is no pair of sizes (M, N)")
 

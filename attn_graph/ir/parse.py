@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +21,13 @@ from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp
 from attn_graph.ir.views import VIEW_OPS
 from attn_graph.masks import And, Mask, Or, join_masks, require_mask
 from attn_graph.spec import DTYPES, TensorSpec
+from attn_graph.spec.dims import Dim
 
+ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+}
 OPS: tuple[type[Op], ...] = (
     *(ops.Scores, ops.Mask, *ops.STATISTICS.values(), ops.Softmax, ops.Dropout, ops.Weigh),
     *(gradient_ops.Unmasked, gradient_ops.SoftmaxGrad, gradient_ops.SinkGrad, gradient_ops.WeighT),
@@ -93,9 +100,10 @@ def read_syntax(text: str, mode: str = "exec") -> Any:  # Any: an ast.Module, or
 
 @attrs.frozen
 class Parser:
-    """Reads text. classes: those that it may name, by name."""
+    """Reads text. classes: those that it may name, by name; dims: sizes by name."""
 
     classes: dict[str, type[Any]]
+    dims: dict[str, Dim] = attrs.field(factory=dict)
 
     @property
     def calls(self) -> dict[str, type[Op]]:
@@ -111,7 +119,10 @@ class Parser:
 
     def graph(self, text: str) -> Graph:
         """The graph of a text. Raises GraphError with the line that is wrong."""
-        return self.function(read_syntax(text).body)
+        body = read_syntax(text).body
+        count = next((n for n, line in enumerate(body) if not isinstance(line, ast.Assign)), 0)
+        dims = dict(map(read_dim, body[:count]))
+        return attrs.evolve(self, dims=dims).function(body[count:])
 
     def function(self, body: Sequence[ast.stmt]) -> Graph:
         """The graph of a text that is one function. Raises GraphError for other statements."""
@@ -127,7 +138,7 @@ class Parser:
         b, env = Builder(), dict[str, Value]()
         for param in params:
             with errors_at_line(param.lineno):
-                env[param.arg] = b.input(param.arg, spec_of(param.annotation))
+                env[param.arg] = b.input(param.arg, self.spec(param.annotation))
                 b.check()
         for eqn in eqns:
             with errors_at_line(eqn.lineno):
@@ -161,12 +172,59 @@ class Parser:
                 return join_masks(Or, map(self.mask, flatten_operator(node, ast.BitOr)))
             case ast.UnaryOp(ast.Invert(), operand):
                 return ~self.mask(operand)
+            case ast.BinOp() | ast.Name() | ast.UnaryOp(operand=ast.Name()) if self.names_dim(node):
+                return self.size(node)
             case ast.Tuple(parts):
                 return tuple(map(self.value, parts))
             case ast.Call(func=ast.Name(id=name), args=args, keywords=kws) if name in self.classes:
                 return self.make(self.classes[name], kws, args)
             case _:
                 return literal_value(node)
+
+    def spec(self, node: ast.expr | None) -> TensorSpec:
+        """The spec of `f16[2, 3]`, `f16[T, 3](strides=(1, 2))` or `i64[()]`. Raises GraphError."""
+        match node:
+            case ast.Subscript(value=ast.Name(id=name), slice=sizes) if name in DTYPES:
+                return TensorSpec(self.integers(sizes), DTYPES[name])
+            case ast.Call(
+                func=ast.Subscript() as dense,
+                args=[],
+                keywords=[ast.keyword(arg="strides", value=strides)],
+            ):
+                spec = self.spec(dense)
+                return TensorSpec(spec.shape, spec.dtype, self.integers(strides))
+            case _:
+                text = ast.unparse(node) if node else "no type"
+                raise GraphError(f"expected a type such as f16[2, 3], got {text}")
+
+    def integers(self, node: ast.expr) -> tuple[int, ...]:
+        """The integers of a size, of sizes or of strides. Raises GraphError for anything else."""
+        parts = node.elts if isinstance(node, ast.Tuple) else [node]
+        numbers = tuple([n for n in map(self.size, parts) if n is not None])
+        if len(numbers) < len(parts):
+            raise GraphError(
+                f"{ast.unparse(node)} are no integers; write sizes and strides as in "
+                "f16[2, 3](strides=(1, 2))"
+            )
+        return numbers
+
+    def size(self, node: ast.expr) -> int | None:
+        """A number, a Dim by its name, or a sum or product of them; None for anything else."""
+        match node:
+            case ast.Constant(value=value) if type(value) is int:
+                return value
+            case ast.Name(id=name):
+                return self.dims.get(name)
+            case ast.UnaryOp(ast.USub(), part):
+                return None if (x := self.size(part)) is None else -x
+            case ast.BinOp(left, sign, right) if type(sign) in ARITHMETIC:
+                a, b = self.size(left), self.size(right)
+                return None if a is None or b is None else ARITHMETIC[type(sign)](a, b)
+        return None
+
+    def names_dim(self, node: ast.expr) -> bool:
+        """Whether an expression reads a Dim."""
+        return any(isinstance(x, ast.Name) and x.id in self.dims for x in ast.walk(node))
 
     def mask(self, node: ast.expr) -> Mask:
         """A part of a join."""
@@ -225,33 +283,17 @@ def literal_value(node: ast.expr) -> Any:  # Any: whatever Python has literals f
         raise GraphError(f"{ast.unparse(node)} is no known value") from error
 
 
-def spec_of(node: ast.expr | None) -> TensorSpec:
-    """The spec of `f16[2, 3]`, `f16[2, 3](strides=(1, 2))` or `i64[()]`. Raises GraphError."""
-    match node:
-        case ast.Subscript(value=ast.Name(id=name), slice=sizes) if name in DTYPES:
-            return TensorSpec(read_integers(sizes), DTYPES[name])
-        case ast.Call(
-            func=ast.Subscript() as dense,
-            args=[],
-            keywords=[ast.keyword(arg="strides", value=strides)],
-        ):
-            spec = spec_of(dense)
-            return TensorSpec(spec.shape, spec.dtype, read_integers(strides))
-        case _:
-            text = ast.unparse(node) if node else "no type"
-            raise GraphError(f"expected a type such as f16[2, 3], got {text}")
-
-
-def read_integers(node: ast.expr) -> tuple[int, ...]:
-    """The integers of a size, of sizes or of strides. Raises GraphError for anything else."""
-    value = literal_value(node)
-    numbers = value if isinstance(value, tuple) else (value,)
-    if not all(type(number) is int for number in numbers):
-        raise GraphError(
-            f"{ast.unparse(node)} are no integers; write sizes and strides as in "
-            "f16[2, 3](strides=(1, 2))"
-        )
-    return numbers
+def read_dim(line: ast.stmt) -> tuple[str, Dim]:
+    """The name and the Dim of a line such as `T = Dim("T", most=64)`. Raises GraphError."""
+    with errors_at_line(line.lineno):
+        match line:
+            case ast.Assign(
+                targets=[ast.Name(id=name)],
+                value=ast.Call(func=ast.Name(id="Dim"), args=[ast.Constant(str(own))]) as call,
+            ) if name == own and {k.arg for k in call.keywords} <= {"most", "classes"}:
+                return name, Dim(own, **{str(k.arg): literal_value(k.value) for k in call.keywords})
+        text = ast.unparse(line)
+        raise GraphError(f'expected a line such as T = Dim("T", most=64), got {text}')
 
 
 def names_in(node: ast.expr | None) -> list[str]:

@@ -9,15 +9,21 @@ import torch
 from attrs import frozen
 
 from attn_graph.ir.attention import Attention
+from attn_graph.ir.binding import replace_sizes
 from attn_graph.ir.graph import Graph, Op
 from attn_graph.machine.ambient import plain_ops_on
+from attn_graph.machine.fitting import read_sizes
 from attn_graph.spec import INF
 
 
 def evaluate(
     graph: Graph, tensors: Sequence[torch.Tensor], dtype: torch.dtype | None = torch.float64
 ) -> tuple[torch.Tensor, ...]:
-    """The outputs of a graph; floating inputs are cast to `dtype` unless it is None."""
+    """The outputs of a graph; floating inputs are cast to `dtype` unless it is None.
+
+    What its Dims stand for is read off the tensors.
+    """
+    graph = replace_sizes(graph, read_sizes([i.spec for i in graph.inputs], tensors))
     values = [t.to(dtype) if dtype and t.is_floating_point() else t for t in tensors]
     with plain_ops_on(device_of(tensors)):
         for eqn in graph.eqns:

@@ -9,6 +9,7 @@ from attrs import evolve, frozen
 
 from attn_graph.errors import GraphError
 from attn_graph.ir.attention import Attention, AttentionGrad
+from attn_graph.ir.binding import require_numbers
 from attn_graph.ir.builder import Builder, Value
 from attn_graph.ir.graph import Eqn, Graph, Input, Op, check_graph
 from attn_graph.ir.modifiers import MODIFIERS, Alibi
@@ -46,11 +47,12 @@ def vmap(
     Every entry drops out what it does alone: all by one seed and offset, at its own places.
 
     Raises GraphError for wrong names, places and specs; where no view will do, with the fewest
-    copies that would help; and for what a loop would compute otherwise: dropout where the axis is
-    no outer part of the batch, and masks and modifiers of your own, which may count batch entries
-    or heads.
+    copies that would help; for sizes by name; and for what a loop would compute otherwise: dropout
+    where the axis is no outer part of the batch, and masks and modifiers of your own, which may
+    count batch entries or heads.
     """
     check_graph(graph, "vmap")
+    require_numbers(graph, "vmap")
     graph = simplify(graph)
     count = to_integer(size)
     if count is None or count < 1:

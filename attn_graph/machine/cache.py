@@ -56,10 +56,17 @@ class Turn:
 @final
 @define(eq=False)
 class Cache(Generic[T]):
-    """Entries by key; the least recently used go first."""
+    """Entries by key; the least recently used go first.
+
+    kind: what keys have in common that differ in sizes alone; None where that does not matter. The
+    entries of one kind take half of the capacity at most, and then drop the first of their own. So
+    what comes in ever more sizes, as a growing cache of keys does, drops nothing else.
+    """
 
     capacity: int
+    kind: Callable[[Any], Hashable] | None = field(default=None, kw_only=True)  # Any: a key
     entries: OrderedDict[Hashable, T] = field(factory=OrderedDict, init=False)
+    kinds: dict[Hashable, OrderedDict[Hashable, None]] = field(factory=dict, init=False)
     turns: dict[Hashable, Turn] = field(factory=dict, init=False)
     lock: threading.RLock = field(factory=threading.RLock, init=False)
     hits: int = field(default=0, init=False)
@@ -83,13 +90,29 @@ class Cache(Generic[T]):
             return entry
 
     def put(self, key: Hashable, entry: T) -> None:
-        """Store an entry, and drop the least recently used ones beyond the capacity."""
+        """Store an entry, and drop the least recently used ones beyond the capacity, and the first
+        of its kind beyond half of it."""
+        kind = self.kind and self.kind(key)
         with self.lock:
             self.entries[key] = entry
             self.entries.move_to_end(key)
+            if self.kind is not None:
+                alike = self.kinds.setdefault(kind, OrderedDict())
+                alike[key] = None
+                if len(alike) > self.capacity // 2:
+                    self.drop(next(iter(alike)), kind)
             while len(self.entries) > self.capacity:
-                self.entries.popitem(last=False)
-                self.evictions += 1
+                first = next(iter(self.entries))
+                self.drop(first, self.kind and self.kind(first))
+
+    def drop(self, key: Hashable, kind: Hashable) -> None:
+        """Drop an entry of a kind."""
+        del self.entries[key]
+        self.evictions += 1
+        if self.kind is not None:
+            del self.kinds[kind][key]
+            if not self.kinds[kind]:
+                del self.kinds[kind]
 
     def get_or_build(self, key: Hashable, build: Callable[[], T]) -> T:
         """The entry of a key; if there is none, one thread builds it and others wait for it."""
@@ -123,6 +146,7 @@ class Cache(Generic[T]):
         """Drop all entries and set all counts to 0."""
         with self.lock:
             self.entries.clear()
+            self.kinds.clear()
             self.hits = self.misses = self.builds = self.evictions = 0
             self.seconds = 0.0
 

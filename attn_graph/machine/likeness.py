@@ -18,13 +18,14 @@ def never(*tensors: object) -> bool:
     return False
 
 
-def likeness(tensors: Sequence[torch.Tensor]) -> Check:
+def likeness(tensors: Sequence[torch.Tensor], *, sized: bool = True) -> Check:
     """A check that as many tensors pass if nothing that a plan rests on sets them apart from these.
 
     Of each tensor it compares class, shape, strides, dtype, device, requires_grad and the negative
     bit; of the thread, inference mode and where autocast is on. Other numbers of tensors raise
     TypeError. Nothing passes where a class is the user's own: classes are compared by their place
-    in memory, which another may take.
+    in memory, which another may take. sized: whether shapes and strides count; else the number of
+    axes does.
     """
     if not {*map(type, tensors)} <= {*OWN_CLASSES}:
         return never
@@ -32,8 +33,8 @@ def likeness(tensors: Sequence[torch.Tensor]) -> Check:
     each = [t for n, t in enumerate(tensors) if firsts[n] == n]
     check: Check = TensorGuards(
         *each,
-        dynamic_dims_sizes=[[*t.shape] for t in each],  # type: ignore[misc]  # torch's stubs are wrong
-        dynamic_dims_strides=[[*t.stride()] for t in each],  # type: ignore[misc]  # as above
+        dynamic_dims_sizes=[[*t.shape] if sized else [None] * t.ndim for t in each],  # type: ignore[misc]  # torch's stubs are wrong
+        dynamic_dims_strides=[[*t.stride()] if sized else [None] * t.ndim for t in each],  # type: ignore[misc]  # as above
     ).check
     return check if len(each) == len(tensors) else partial(check_repeated, check, firsts)
 

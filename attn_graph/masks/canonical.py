@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import TypeGuard
 
 from attn_graph.masks.joins import And, Join, Mask, Not, Or, join_masks
 from attn_graph.masks.leaves import LEAVES, Band, KeyLengths, ragged_in
 from attn_graph.masks.places import Block, tighter
+from attn_graph.spec.dims import are_numbers, dims_in, surely_least
 
 EVERYTHING = Band()
 
@@ -30,8 +32,12 @@ def simplify_mask(mask: Mask, M: int, N: int) -> Mask:
 def keeps_everything(mask: Mask, M: int, N: int) -> bool:
     """Whether a mask surely keeps every place, in all batch entries and heads.
 
-    One entry and one head stand for all, as in leaves of the library; others may differ there.
+    One entry and one head stand for all, as in leaves of the library; others may differ there. Of
+    sizes by name the largest stand for all: what keeps every place there keeps those of smaller
+    ones, unless its bounds move with them.
     """
+    if next(dims_in(mask), None) is not None:
+        return False
     everywhere = Block(range(1), range(1), range(M), 1, M, N)
     return is_ours(mask) and mask.surely(everywhere).covers(0, N)
 
@@ -64,7 +70,13 @@ def trim_band(low: int | None, high: int | None, M: int, N: int) -> Band:
     """A band without the bounds that no place reaches: j - i is from 1 - M to N - 1.
 
     A bound that excludes every place becomes the nearest such bound, so that it fits into int64.
+    Of sizes by name a bound goes that no place reaches whatever they are.
     """
+    if not are_numbers(M, N, low or 0, high or 0):
+        return Band(
+            None if low is None or surely_least(1 - M - low) >= 0 else low,
+            None if high is None or surely_least(high - N + 1) >= 0 else high,
+        )
     return Band(
         None if low is None or low <= 1 - M else min(low, N),
         None if high is None or high >= N - 1 else max(high, -M),
@@ -80,13 +92,21 @@ def simplified_parts(mask: Mask, join: type[Join], M: int, N: int) -> list[Mask]
 
 
 def intersect_bands(parts: list[Mask]) -> list[Mask]:
-    """The parts of an And, its bands replaced by their intersection, one for each `ragged`."""
+    """The parts of an And, its bands replaced by their intersection, one for each `ragged`.
+
+    Bands that move with sizes by name stay apart: which of them is tighter depends on the sizes.
+    """
     bands: dict[tuple[str, ...], Band] = {}
     for part in parts:
-        if isinstance(part, Band):
+        if is_fixed_band(part):
             other = bands.get(part.ragged, part)
             low = tighter(max, part.low, other.low)
             bands[part.ragged] = Band(low, tighter(min, part.high, other.high), part.ragged)
-    rest = [part for part in parts if not isinstance(part, Band)]
+    rest = [part for part in parts if not is_fixed_band(part)]
     bounded = [part for part in (*bands.values(), *rest) if part != EVERYTHING]
     return sorted(bounded, key=str) or [EVERYTHING]
+
+
+def is_fixed_band(mask: Mask) -> TypeGuard[Band]:
+    """Whether a mask is a Band whose bounds are numbers."""
+    return isinstance(mask, Band) and are_numbers(mask.low or 0, mask.high or 0)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from attn_graph.errors import GraphError
-from attn_graph.ir.parse import errors_at_line, graph_parser, literal_value, read_syntax, spec_of
+from attn_graph.ir.parse import Parser, errors_at_line, graph_parser, literal_value, read_syntax
 from attn_graph.mesh.layout import Mesh
 from attn_graph.mesh.sharded import Sharded
 from attn_graph.mesh.sharding import shard
@@ -38,7 +38,7 @@ def read_option(node: ast.expr) -> Any:  # Any: a tensor, or the name of a metho
 
 def read_tensor(node: ast.Call) -> torch.Tensor:
     """The tensor of `i64[2, 3]((7, 4), (8, 2))`: runs of equal elements. Raises GraphError."""
-    spec, runs = spec_of(node.func), [literal_value(x) for x in node.args]
+    spec, runs = Parser({}).spec(node.func), [literal_value(x) for x in node.args]
     if not all(map(is_run, runs)) or sum(n for _, n in runs) != prod(spec.shape):
         raise GraphError(f"{ast.unparse(node.func)} is given by runs of (element, how many)")
     values, counts = (torch.tensor([run[i] for run in runs], dtype=torch.int64) for i in (0, 1))

@@ -8,6 +8,7 @@ import torch
 from attrs import evolve
 
 from attn_graph.errors import GraphError
+from attn_graph.ir.binding import require_numbers
 from attn_graph.ir.graph import Graph, check_graph
 from attn_graph.ir.passes import simplify
 from attn_graph.masks.moving import Box
@@ -47,6 +48,7 @@ def shard(
     Raises GraphError for a graph that is not one attention, and for what can't be divided so.
     """
     check_graph(graph, "shard")
+    require_numbers(graph, "shard")
     check_choice("placements", placements, get_args(Placement))
     if not isinstance(mesh, Mesh):
         raise GraphError(f"shard: mesh {mesh!r} is no Mesh; say ag.Mesh(8)")

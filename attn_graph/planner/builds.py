@@ -8,12 +8,18 @@ from typing import final
 
 from attrs import define, field
 
+from attn_graph.ir import ops
 from attn_graph.ir.graph import Graph, Input, op_name
+from attn_graph.ir.packed import fused_op
+from attn_graph.ir.tangents import attention_in
+from attn_graph.masks import Mask
+from attn_graph.masks.joins import leaf_classes
 
 MANY = 64  # plans of one kind, after which it is said
 MOST_KINDS = 64  # kinds of graphs that are counted at one time
 WAY_OUT = (
-    "Pad to few sizes and pass what is real as kv_lengths and q_lengths, and few plans do; "
+    "Declare what varies as a Dim, and one plan does; or pad to few sizes and pass what is real as "
+    "kv_lengths and q_lengths, and few do; "
     "attn_graph.cache_info() says what building costs"
 )
 
@@ -56,6 +62,22 @@ def kind_of(graph: Graph) -> Kind:
     """What graphs have in common that differ in sizes, strides and numbers alone."""
     names = tuple((i.name, i.spec.dtype, len(i.spec.shape)) for i in graph.inputs)
     return names, tuple([eqn.op.__class__ for eqn in graph.eqns])
+
+
+def skeleton_of(key: tuple[Graph, ...]) -> Kind:
+    """What the keys of a cache have in common whose graphs, their first part, differ in lengths and
+    batches alone, and in what follows from these: a growing cache of keys is one skeleton."""
+    graph = key[0]
+    heads = graph.inputs[0].spec.shape[1::2] if graph.inputs else ()
+    return *kind_of(graph), heads, tuple([kind for mask in masks_in(graph) for kind in mask])
+
+
+def masks_in(graph: Graph) -> Iterator[tuple[type[Mask], ...]]:
+    """The classes of the leaves of each mask."""
+    for eqn in graph.eqns:
+        node = eqn.op if isinstance(eqn.op, ops.Mask) else attention_in(fused_op(eqn.op))
+        if node is not None and node.mask is not None:
+            yield tuple(leaf_classes(node.mask))
 
 
 def hint(graphs: Sequence[Graph]) -> str:

@@ -18,6 +18,7 @@ from attn_graph.errors import PlanTargetError, Reason
 from attn_graph.ir.attention import SAVED, Attention, AttentionGrad
 from attn_graph.ir.graph import Eqn, Graph, Op
 from attn_graph.ir.packed import Packed
+from attn_graph.ir.packing import Lengths
 from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp
 from attn_graph.lowering.backend import Backend, Executable, Options, switch_name
 from attn_graph.lowering.cpu import row_choice, sdpa
@@ -172,6 +173,31 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
     """One step for each equation, run in order."""
     tilings = plan_tiles(graph, target, options)
     steps = [step_of(graph, *x, target, options) for x in zip(graph.eqns, tilings, strict=True)]
+    return run_steps(graph, steps, target, options)
+
+
+def lower_packed_steps(graph: Graph, target: Target, options: Options) -> Executable | None:
+    """Steps on packed tensors, whose sequences are of any sizes anyway; None where others are."""
+    steps = [any_step(graph, eqn, target, options) for eqn in graph.eqns]
+    known = [step for step in steps if step is not None]
+    return None if len(known) < len(steps) else run_steps(graph, known, target, options)
+
+
+def any_step(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Step | None:
+    """How an equation runs in any sizes; None where each size is lowered by itself."""
+    from attn_graph.lowering.cpu.packed import PackedRun, call_packed, runs_any_size
+
+    specs = tuple(operand_specs(graph, eqn))
+    if isinstance(eqn.op, Lengths):
+        return Step(run_definition(eqn.op, specs))
+    if not runs_any_size(eqn, specs):
+        return None
+    run = PackedRun(eqn, specs, partial(lower_part, target, options))
+    return Step(call_packed(run, options.workspace))
+
+
+def run_steps(graph: Graph, steps: Sequence[Step], target: Target, options: Options) -> Executable:
+    """Steps, one for each equation, run in order."""
     calls = [(eqn.args, step.call) for eqn, step in zip(graph.eqns, steps, strict=True)]
     plan = Steps.of(graph, calls)
     exact = options.exact(graph)
@@ -240,14 +266,17 @@ def packed_step(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Ste
     """How an equation on packed tensors runs."""
     from attn_graph.lowering.cpu.packed import plan_packed
 
-    def lower_part(part: Graph) -> Executable:
-        faster = where_faster(part, target) is not None
-        refused = faster or sdpa.BACKEND.reasons(part, target, options)
-        return (BACKEND if refused else sdpa.BACKEND).lower(part, target, options)
-
-    plan = plan_packed(eqn, tuple(operand_specs(graph, eqn)), lower_part, options.workspace)
+    lower = partial(lower_part, target, options)
+    plan = plan_packed(eqn, tuple(operand_specs(graph, eqn)), lower, options.workspace)
     scratch = Scratch((Buffer((plan.workspace,), torch.uint8),))  # leased by what it calls
     return Step(plan.call, scratch, plan.temporary, plan.note)
+
+
+def lower_part(target: Target, options: Options, part: Graph) -> Executable:
+    """What runs a sequence, as a graph of its own."""
+    faster = where_faster(part, target) is not None
+    refused = faster or sdpa.BACKEND.reasons(part, target, options)
+    return (BACKEND if refused else sdpa.BACKEND).lower(part, target, options)
 
 
 def needed_by_definition(eqn: Eqn, specs: Sequence[TensorSpec]) -> int:
@@ -292,4 +321,4 @@ def run_backward(
     return [gradients[i] for i, wanted in enumerate(grad.wants) if wanted]
 
 
-BACKEND = folds_heads(Backend("math", why_not, lower), "cpu")
+BACKEND = folds_heads(Backend("math", why_not, lower, lower_any=lower_packed_steps), "cpu")

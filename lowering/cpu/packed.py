@@ -18,14 +18,15 @@ from attn_graph.ir.builder import Builder
 from attn_graph.ir.graph import Eqn, Graph, Op
 from attn_graph.ir.packed import (
     LENGTHS,
+    OWN,
     Packed,
     label_operands,
     label_results,
-    operand_sides,
-    run_one,
+    with_operands,
 )
 from attn_graph.ir.packing import list_sequences, row_count
 from attn_graph.lowering.backend import Executable
+from attn_graph.lowering.cpu.padded import PaddedRun
 from attn_graph.lowering.cpu.paged import (
     BlockRun,
     Rooms,
@@ -43,9 +44,9 @@ from attn_graph.lowering.cpu.sequences import (
     is_separable,
     meta_pages,
     replace_lengths,
-    with_operands,
 )
 from attn_graph.machine.ambient import without_autocast
+from attn_graph.machine.fitting import Layouts, Read, Shape, compile_layouts, find_reads
 from attn_graph.machine.workspace import Buffer, Scratch, Workspace
 from attn_graph.masks import Data
 from attn_graph.masks.canonical import canonical_mask
@@ -58,6 +59,7 @@ from attn_graph.spec import (
     dense_strides,
     memory_order,
 )
+from attn_graph.spec.dims import are_numbers
 
 MOST_PARTS = 256  # executables that a plan keeps, one for each pair of lengths
 Label = str | Data  # "rows", "keys", or the axes of other data
@@ -123,7 +125,7 @@ class PackedRun:
     def most(self) -> dict[str, int]:
         """The most rows and keys of a sequence: of what is not packed, the size."""
         q, k = (x.shape for x in self.op.padded([spec.type for spec in self.specs])[:2])
-        return {"rows": q[2], "keys": k[2]}
+        return {"rows": int(q[2]), "keys": int(k[2])}  # those that have names at their largest
 
     @cached_property
     def sides(self) -> tuple[str, ...]:
@@ -258,7 +260,7 @@ class PackedRun:
     def run(self, operands: Tensors, rooms: Rooms) -> list[torch.Tensor]:
         """The results."""
         spans = self.spans(operands)
-        results = self.new_results(spans, operands[0].device)
+        results = self.new_results(spans, operands)
         for span in spans:
             part = self.part_of(span.sizes, span.entry if self.node.dropout else 0)
             run = self.run_whole if part.blocks is None else self.run_blocks
@@ -305,15 +307,18 @@ class PackedRun:
             whole = part.reads[n]
             self.write(by[whole], labels[whole], span, y)
 
-    def new_results(self, spans: Sequence[Span], device: torch.device) -> list[torch.Tensor]:
+    def new_results(self, spans: Sequence[Span], operands: Tensors) -> list[torch.Tensor]:
         """Room for the results: sums are 0, and so are rows of no sequence, -inf in statistics."""
+        (q, k, *_), device = operands, operands[0].device
         covers = {
-            "rows": self.covers("rows", sum(span.sizes.rows for span in spans), len(spans)),
-            "keys": self.covers("keys", sum(span.sizes.keys for span in spans), len(spans)),
+            "rows": self.covers("rows", q, sum(span.sizes.rows for span in spans), len(spans)),
+            "keys": self.covers("keys", k, sum(span.sizes.keys for span in spans), len(spans)),
         }
         room: list[torch.Tensor] = []
-        for name, label, spec in zip(self.op.names, self.results, self.layouts, strict=True):
-            x = torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device=device)
+        lies = zip(self.shapes_of(operands), self.layouts, strict=True)
+        named = zip(self.op.names, self.results, strict=True)
+        for (name, label), (layout, spec) in zip(named, lies, strict=True):
+            x = torch.empty_strided(*layout, dtype=spec.dtype, device=device)
             if not covers.get(str(label), False):
                 x.fill_(-INF if self.op.hides(name) else 0.0)
             room.append(x)
@@ -362,12 +367,22 @@ class PackedRun:
             f"the longest: {whole}"
         )
 
-    def covers(self, side: str, count: int, entries: int) -> bool:
-        """Whether sequences of so many rows in all leave none out."""
-        x = self.specs[0 if side == "rows" else 1]
+    def covers(self, side: str, x: torch.Tensor, count: int, entries: int) -> bool:
+        """Whether sequences of so many rows in all leave none out of x."""
         if side == "keys" and self.op.paged:
             return False
         return count == (row_count(x.shape) if side in self.op.sides else entries * x.shape[2])
+
+    def shapes_of(self, operands: Sequence[torch.Tensor]) -> Sequence[tuple[Shape, Shape]]:
+        """Shape and strides of the results of these operands, whose sizes may have names."""
+        reads, layouts = self.named
+        return layouts(*[(operands[n].shape[axis] - more) // by for n, axis, by, more in reads])
+
+    @cached_property
+    def named(self) -> tuple[list[Read], Layouts]:
+        """Where the sizes that have names are read, and the layouts of results by these."""
+        reads = dict(find_reads(self.specs))
+        return [*reads.values()], compile_layouts([*reads], self.layouts)
 
     @cached_property
     def layouts(self) -> tuple[TensorSpec, ...]:
@@ -385,62 +400,6 @@ class PackedRun:
 
 
 @final
-@frozen(eq=False)
-class PaddedRun:
-    """The same with sequences padded to the longest that there can be, in one graph: for steps
-    that depend on a sequence's number in the batch, or on how long sequences can be."""
-
-    eqn: Eqn
-    specs: tuple[TensorSpec, ...]
-    lower: Lower
-
-    @property
-    def op(self) -> Packed:
-        """What it computes."""
-        assert isinstance(self.eqn.op, Packed)
-        return self.eqn.op
-
-    @cached_property
-    def padded(self) -> Executable:
-        """What runs the padded graph."""
-        packed = [side in self.op.readers for side in operand_sides(self.op.op)]
-        types = self.op.padded([spec.type for spec in self.specs])
-        b = Builder(True)
-        specs = [
-            TensorSpec(t.shape, t.dtype) if pads else spec
-            for t, spec, pads in zip(types, self.specs, packed, strict=False)
-        ]
-        values = [b.input(f"x{n}", spec) for n, spec in enumerate(specs)]
-        return self.lower(b.graph(*b.emit(self.op.op, *values)))
-
-    @property
-    def probes(self) -> tuple[Executable, ...]:
-        """What runs all sequences."""
-        return (self.padded,)
-
-    @property
-    def held(self) -> int:
-        """Bytes of the padded operands and results."""
-        types = self.op.padded([spec.type for spec in self.specs])
-        return sum(t.bytes for t in (*types, *self.op.op.infer(*types)))
-
-    @property
-    def summary(self) -> str:
-        """How it runs, for `explain`."""
-        return f"sequences padded to the longest; {'; '.join(self.padded.notes)}"
-
-    @property
-    def rooms(self) -> dict[int, Buffer]:
-        """Nothing is gathered but by padding."""
-        return {}
-
-    def run(self, operands: Tensors, _rooms: Rooms) -> list[torch.Tensor]:
-        """The results."""
-        outputs, _ = self.padded.run(*self.op.read(run_one, operands))
-        return [*self.op.write(run_one, outputs, operands)]
-
-
-@final
 @frozen
 class PackedPlan:
     """How an equation on packed tensors runs, and what that takes, in bytes."""
@@ -451,13 +410,23 @@ class PackedPlan:
     note: str
 
 
-def plan_packed(
-    eqn: Eqn, specs: tuple[TensorSpec, ...], lower: Lower, workspace: Workspace
-) -> PackedPlan:
-    """specs: of the operands. lower: makes a graph of one attention run."""
-    assert isinstance(eqn.op, Packed)
-    each = is_separable(eqn.op)
-    run = PackedRun(eqn, specs, lower) if each else PaddedRun(eqn, specs, lower)
+def runs_any_size(eqn: Eqn, specs: Sequence[TensorSpec]) -> bool:
+    """Whether one PackedRun serves whatever sizes have names: rows of what is packed, sequences.
+
+    The strides of statistics [H,T] are read off the tensors, as of any that were saved.
+    """
+    op = eqn.op
+    if not isinstance(op, Packed) or not is_separable(op) or op.paged:
+        return False
+    padded = [x for x, side in zip(specs[:2], OWN, strict=False) if side not in op.sides]
+    numbers = are_numbers(*(n for x in padded for n in x.shape[1:]))
+    return numbers and all(are_numbers(*x.strides) for x in specs if len(x.shape) != 2)
+
+
+def call_packed(
+    run: PackedRun | PaddedRun, workspace: Workspace
+) -> Callable[..., Sequence[torch.Tensor]]:
+    """The call of a step."""
     numbers, scratch = tuple(run.rooms), Scratch(tuple(run.rooms.values()))
 
     def call(device: torch.device, *operands: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -465,6 +434,18 @@ def plan_packed(
         with torch.no_grad(), without_autocast(), rooms as views:
             return run.run(operands, dict(zip(numbers, views, strict=True)))
 
+    return call
+
+
+def plan_packed(
+    eqn: Eqn, specs: tuple[TensorSpec, ...], lower: Lower, workspace: Workspace
+) -> PackedPlan:
+    """specs: of the operands. lower: makes a graph of one attention run."""
+    assert isinstance(eqn.op, Packed)
+    each = is_separable(eqn.op)
+    run = PackedRun(eqn, specs, lower) if each else PaddedRun(eqn, specs, lower)
+    rooms = Scratch(tuple(run.rooms.values()))
     most = max(probe.workspace for probe in run.probes)
     temporary = max(probe.temporary for probe in run.probes)
-    return PackedPlan(call, most + scratch.bytes, temporary + run.held, run.summary)
+    call = call_packed(run, workspace)
+    return PackedPlan(call, most + rooms.bytes, temporary + run.held, run.summary)

@@ -9,6 +9,7 @@ import torch
 
 from attn_graph.errors import Reason
 from attn_graph.ir.attention import Attention, AttentionGrad
+from attn_graph.ir.binding import bind_graph
 from attn_graph.ir.gradient_ops import clear_blind_rows
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.modifiers import Bias, Modifier
@@ -136,13 +137,29 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
     return lower_backward(problem, problem.grad, graph)
 
 
+def lower_whole(graph: Graph, target: Target, options: Options) -> Executable | None:
+    """The same of any sizes, which the kernel reads off its tensors; None where o is to be put in
+    another order, and where the kernel refuses the largest or the smallest sizes."""
+    problem = sole(graph)
+    smallest = bind_graph(graph, {symbol.name: 1 for symbol in graph.symbols})
+    if problem is None or reorders(problem):
+        return None
+    refused = any(any(why_not(each, target, options)) for each in (graph, smallest))
+    return None if refused else lower(graph, target, options)
+
+
+def reorders(problem: Problem) -> bool:
+    """Whether o of the kernel is copied into the memory order that is due."""
+    return problem.grad is None and not has_flash_order(problem.specs[0])
+
+
 def lower_forward(problem: Problem, graph: Graph) -> Executable:
     """The forward kernel, with as little around it as the graph allows."""
     (eqn,) = graph.eqns
     at_q, at_k, at_v, *rest = eqn.args
     causal, scale = problem.node.mask is not None, problem.node.scale
     names = output_names(graph)
-    reorders = not has_flash_order(problem.specs[0])
+    copies = reorders(problem)
 
     def attend(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         bias = tensors[rest[0]] if rest else None
@@ -150,7 +167,7 @@ def lower_forward(problem: Problem, graph: Graph) -> Executable:
         o, lse = flash(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
         if bias is not None:
             lse = lse.masked_fill(bias.amax(-1) == -INF, -INF)
-        return (problem.new_o(o.device).copy_(o) if reorders else o), lse
+        return (problem.new_o(o.device).copy_(o) if copies else o), lse
 
     def run_o(*tensors: torch.Tensor) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         pair = attend(*tensors)
@@ -167,7 +184,7 @@ def lower_forward(problem: Problem, graph: Graph) -> Executable:
         return pair[:1], pair
 
     alone = len(graph.inputs) == 3 and eqn.args == (0, 1, 2)  # a mask that simplified has data yet
-    plain = alone and not reorders and names == ("o",)
+    plain = alone and not copies and names == ("o",)
     chosen = run_plain if plain else run_o if names == ("o",) else run
     return Executable(chosen, notes=("one call of PyTorch's fused CPU kernel",))
 
@@ -238,4 +255,4 @@ def through_lse(
     return mean.mul_(weight).mul_(share), dk
 
 
-BACKEND = folds_heads(Backend("torch_sdpa", why_not, lower), "cpu")
+BACKEND = folds_heads(Backend("torch_sdpa", why_not, lower, lower_any=lower_whole), "cpu")

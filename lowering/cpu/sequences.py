@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, final
+from typing import final
 
 import torch
-from attrs import evolve, frozen
+from attrs import frozen
 
-from attn_graph.ir.attention import Attention, AttentionGrad
-from attn_graph.ir.graph import Op
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
 from attn_graph.ir.packed import LEAVES, LENGTHS, Packed, and_parts
-from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp
 from attn_graph.masks import LEAVES as KNOWN_LEAVES
 from attn_graph.masks import Band, Join, KeyLengths, Mask, Prefix, QueryLengths
 from attn_graph.masks.canonical import EVERYTHING
@@ -88,21 +85,6 @@ def replace_lengths(mask: Mask, sizes: Sizes, ending: Sequence[str], most: dict[
         case Join():
             return type(mask)(*(replace_lengths(x, sizes, ending, most) for x in mask.parts))
     return mask
-
-
-def with_operands(
-    op: Op, node: Attention, kept: Sequence[int]
-) -> Any:  # Any: an op of the same class
-    """The op with another attention, which reads these of its operands."""
-    match op:
-        case AttentionGrad(wants=wants):
-            return evolve(op, attention=node, wants=tuple(wants[i] for i in kept))
-        case AttentionJvp(tangents=tangents):
-            return evolve(op, attention=node, tangents=tuple(tangents[i] for i in kept))
-        case AttentionGradJvp(grad=grad, tangents=tangents):
-            within = with_operands(grad, node, kept)
-            return evolve(op, grad=within, tangents=tuple(tangents[i] for i in kept))
-    return node
 
 
 def cut_rows(x: torch.Tensor, first: int, n: int) -> torch.Tensor:

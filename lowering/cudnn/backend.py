@@ -191,4 +191,4 @@ def variants(graph: Graph, target: Target, options: Options) -> tuple[str, ...]:
     return load_or_build(call, target, (case.backend, case.frontend), options).plans[1:]
 
 
-BACKEND = Backend("cudnn", why_not, lower, foresees, variants)
+BACKEND = Backend("cudnn", why_not, lower, foresees, variants, one_size=True)

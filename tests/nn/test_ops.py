@@ -116,7 +116,7 @@ def test_the_text_of_a_plan_is_the_plan(graph: ag.Graph) -> None:
 
 
 def test_all_that_bears_on_a_plan_is_in_its_text() -> None:
-    """Each field of Options but the one that only tuning sets, and who is allowed."""
+    """Each field of Options but those that tuning and sizes by name set, and who is allowed."""
     graph = ag.attention(X, X, X)
     _, target, options, among = ag.compile(graph, target=CPU).recipe[1]
     others: dict[str, Any] = {
@@ -125,7 +125,7 @@ def test_all_that_bears_on_a_plan_is_in_its_text() -> None:
         "avoid": ("math",), "on_fallback": "warn",
         "switches": ag.Switches(flash=False),
     }  # fmt: skip
-    assert {f.name for f in attrs.fields(ag.Options)} - others.keys() == {"variant"}
+    assert {f.name for f in attrs.fields(ag.Options)} - others.keys() == {"variant", "resized"}
     texts = {write_plan(graph, target, evolve(options, **{n: x}), among) for n, x in others.items()}
     texts |= {write_plan(graph, target, options, b) for b in (None, ("math",), ("torch_sdpa",))}
     assert len(texts) == len(others) + 3

@@ -8,40 +8,39 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, final
 
 import torch
-from attrs import Factory, define, evolve, field, frozen
+from attrs import Factory, define, field, frozen
 from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
 from torch.autograd import forward_ad, profiler
 from torch.compiler import is_dynamo_compiling
 
-from attn_graph.errors import NoBackendError, Reason
+from attn_graph.errors import GraphError, Reason
+from attn_graph.ir.binding import bind_graph, complete_sizes, split_sizes
 from attn_graph.ir.data_checks import check_data
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.jvp import jvp, push_graph
 from attn_graph.ir.reference import Verification, compare
 from attn_graph.ir.vjp import (
-    backward,
     cotangent_specs,
     main_outputs,
-    saved_specs,
-    saved_statistics,
-    wanted_inputs,
 )
 from attn_graph.lowering.backend import Executable
 from attn_graph.machine.ambient import has_tangent, is_traced, named_in_profiles
 from attn_graph.machine.autograd import record, run_with_autograd, select_moving, split_tangents
+from attn_graph.machine.fitting import Fit
 from attn_graph.machine.flop_counters import teach_counters
 from attn_graph.machine.likeness import Check, Look, likeness, look_at, never
 from attn_graph.machine.sizes import Memory
 from attn_graph.machine.target import Target
 from attn_graph.machine.tensors import (
     arrange,
-    as_it_lies,
     copy_laid_as,
     is_distributed,
     lay_as,
     require_as_declared,
     require_device,
 )
+from attn_graph.planner.handed_back import HandedBack
+from attn_graph.planner.sized import Sized
 from attn_graph.spec import TensorSpec
 
 if TYPE_CHECKING:  # and imported where they are used: calls ask for none of it
@@ -57,16 +56,25 @@ MOST_PULLS = 64  # backward plans a plan keeps at hand; the cache holds them too
 @final
 @frozen(eq=False)
 class Pull:
-    """A backward plan, and the cotangents that it needs laid out anew, by number."""
+    """A backward plan, and the cotangents that it needs laid out anew, by number.
+
+    unsized: where sizes have names, what tensors of other sizes have to look like for this plan.
+    """
 
     plan: Plan
     anew: tuple[tuple[int, TensorSpec], ...] = ()
+    unsized: Check = never
 
     def lay_out(self, cotangents: list[torch.Tensor]) -> list[torch.Tensor]:
         """The cotangents as the plan needs them."""
         for n, spec in self.anew:
             cotangents[n] = copy_laid_as(cotangents[n], spec)
         return cotangents
+
+    def takes(self, tensors: Tensors) -> bool:
+        """Whether the plan takes these tensors as they are, whatever size they have."""
+        sized = self.plan.sized
+        return sized is not None and self.unsized(*tensors) and bool(sized.fit.lying(tensors))
 
     def run(self, tensors: Tensors) -> Sequence[torch.Tensor]:
         """The gradients. Where autograd differentiates them, they are differentiable themselves."""
@@ -86,7 +94,8 @@ class Memo:
 
     looks: of the last call's tensors. call: their likeness, and whether one requires grad. pull:
     the likeness of the last backward's, its pattern and plan. pushes: the plans of forward mode.
-    content: the plan as text, once it was wanted.
+    content: the plan as text, once it was wanted. Where sizes have names: those of the last call,
+    and `unsized`, what else was checked of its tensors, and whether one requires grad.
     """
 
     looks: list[Look | None] = field(factory=list)
@@ -95,6 +104,8 @@ class Memo:
     pulls: dict[tuple[object, ...], Pull] = field(factory=dict)
     pushes: dict[tuple[object, ...], Plan] = field(factory=dict)
     content: str = ""
+    sizes: tuple[int, ...] = ()
+    unsized: tuple[Check, bool] = (never, False)
 
 
 @final
@@ -122,6 +133,7 @@ class Plan:
     backward: Callable[..., Plan]  # the plan of its gradient for some inputs and cotangents
     recipe: tuple[Callable[..., Plan], tuple[Any, ...]]  # Any: a function and what it made this of
     precision: str = "ieee"  # of float32 products
+    sized: Sized | None = None  # where sizes have names
     run: Callable[..., tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = field(
         init=False, default=Factory(lambda plan: plan.executable.run, takes_self=True)
     )
@@ -185,6 +197,8 @@ class Plan:
     ) -> tuple[Tensors, tuple[torch.Tensor | None, ...]]:
         """The outputs, and the tangent of each, None for one without gradient; by the plan of
         forward mode. tangents: by the number of the input; others are 0."""
+        if self.sized is not None:
+            return self.at(**self.sizes_of(primals)).push_outputs(primals, tangents)
         tangents, carried = select_moving(self.graph.carried, tangents), self.graph.carried
         pairs = enumerate(zip(primals, self.graph.inputs, strict=True))
         given = [lay_as(x, i.spec) if n in carried else x for n, (x, i) in pairs]
@@ -220,10 +234,23 @@ class Plan:
 
     def call_op(self, tensors: Tensors) -> torch.Tensor | Tensors:
         """The same by an operator of PyTorch's: what traces and transforms calls needs one."""
+        if self.sized is not None:
+            return self.call_op_at(tensors)
         if not is_dynamo_compiling():
             teach_counters()
         outputs = torch.ops.attn_graph.attention(list(tensors), content_of(self))
         return outputs[0] if self.single else tuple(outputs)
+
+    def call_op_at(self, tensors: Tensors) -> torch.Tensor | Tensors:
+        """The same of tensors of some sizes, by the plan for these. Raises GraphError in code that
+        torch.compile traces."""
+        if is_dynamo_compiling():
+            raise GraphError(
+                "a plan whose sizes have names is not traced; call plan.at(...) in compiled code"
+            )
+        assert self.sized is not None
+        plan = self.at(**self.sized.fit.named(self.sized.fit.sizes_of(tensors)))
+        return plan.call_op(tensors)
 
     def arranged(self, tensors: Tensors, named: Mapping[str, torch.Tensor]) -> Tensors:
         """Positional and named tensors in the order of the inputs."""
@@ -234,12 +261,28 @@ class Plan:
 
         Their likeness is remembered.
         """
+        if self.sized is not None:
+            return self.admit_sized(self.sized.fit, tensors)
         looks = [*map(look_at, tensors)]
         if looks != self.memo.looks or any(map(is_distributed, tensors)):
             self.check_tensors(tensors)
         wants = any(map(requires_grad, tensors))
         if not is_traced():
             self.memo.looks, self.memo.call = looks, (likeness(tensors), wants)
+        return wants
+
+    def admit_sized(self, fit: Fit, tensors: Tensors) -> bool:
+        """The same where sizes have names. A new size costs a look at shapes and strides; what it
+        looks like is remembered when it comes again."""
+        check, wants = self.memo.unsized
+        sizes = fit.lying(tensors) if check(*tensors) else None
+        if sizes is None:
+            sizes, wants = fit.sizes_of(tensors), any(map(requires_grad, tensors))
+            if not is_traced():
+                self.memo.unsized = likeness(tensors, sized=False), wants
+        elif sizes == self.memo.sizes:
+            self.memo.call = likeness(tensors), wants
+        self.memo.sizes = sizes
         return wants
 
     def check_tensors(self, tensors: Tensors) -> None:
@@ -285,6 +328,9 @@ class Plan:
         if is_traced():
             return self.planned_pull(needs, saved, grads)
         tensors = (*saved, *(g for g in grads if g is not None))
+        _, last, pull = self.memo.pull
+        if pull is not None and last == pattern and pull.takes(tensors):
+            return pull  # of other sizes
         key = (*pattern, *map(look_at, tensors))
         pull = self.memo.pulls.get(key)
         if pull is None:
@@ -302,24 +348,20 @@ class Plan:
         grads: Sequence[torch.Tensor | None],
     ) -> Pull:
         """Plan for what autograd hands back: saved tensors may have moved meanwhile."""
-        declared = saved_specs(self.graph)
-        named = dict(zip(declared, saved, strict=True))
-        actual = {n: as_it_lies(declared[n], t) for n, t in named.items()}
-        require_as_declared(named, actual, self.target)
-        for name in saved_statistics(self.graph):  # which are read in whatever order they lie
-            actual[name] = declared[name]
+        handed = HandedBack(self.graph, self.target, self.sizes_of(saved), saved, grads)
         wants = [i for i, need in enumerate(needs) if need]
-        cotangents = [None if g is None else TensorSpec.like(g) for g in grads]
-        moved = None if actual == declared else [*actual.values()]
-        plan = self.backward(wants, cotangents, moved)
-        given = [g for g in grads if g is not None]
-        inputs = plan.graph.inputs[len(saved) :]
-        anew = tuple(
-            (n, i.spec)
-            for n, (g, i) in enumerate(zip(given, inputs, strict=True))
-            if g.is_neg() or TensorSpec.like(g) != i.spec
-        )
-        return Pull(plan, anew)
+        plan = self.backward(wants, handed.cotangents(), handed.moved())
+        anew = handed.anew(plan.graph)
+        if plan.sized is None or anew or is_traced():
+            return Pull(plan, anew)
+        given = (g for g in grads if g is not None)
+        return Pull(plan, (), likeness((*saved, *given), sized=False))
+
+    def sizes_of(self, tensors: Sequence[torch.Tensor]) -> dict[str, int]:
+        """What the sizes by name are, of tensors that begin with the inputs."""
+        if self.sized is None:
+            return {}
+        return self.sized.fit.named(self.sized.fit.read(tensors))
 
     def __reduce__(self) -> tuple[Callable[..., Plan], tuple[Any, ...]]:  # Any: of the recipe
         return self.recipe
@@ -354,13 +396,24 @@ class Plan:
         no gradient itself."""
         return self.graph.has_gradient
 
-    def memory(self) -> Memory:
+    def at(self, **sizes: int) -> Plan:
+        """The plan for sizes as numbers, by their names; those that are not given are the largest.
+
+        What this plan runs for tensors of these sizes, in the backend that does. Raises GraphError
+        for other names, and for sizes that they do not stand for.
+        """
+        from attn_graph.plan.bound import bind_plan
+
+        return bind_plan(self, sizes)
+
+    def memory(self, **sizes: int) -> Memory:
         """Bytes that a call will need, and a training step's gradient, known before they run.
 
         Where lse is an output, that is a step that uses other outputs alone: `explain` also tells
-        what a gradient through lse needs.
+        what a gradient through lse needs. sizes: as `at` takes them.
         """
-        return self.memory_with(self.training_vjp if self.has_gradient else None)
+        plan = self.at(**sizes)
+        return plan.memory_with(plan.training_vjp if plan.has_gradient else None)
 
     def memory_with(self, gradient: Plan | None) -> Memory:
         """Of this pass and of the gradient's."""
@@ -371,17 +424,19 @@ class Plan:
             return sum_memory(self.graph, ahead)
         return sum_memory(self.graph, ahead, gradient.graph, gradient.executable.foreseen)
 
-    def cost(self, /, **tensors: torch.Tensor) -> Cost:
+    def cost(self, /, **tensors: torch.Tensor | int) -> Cost:
         """Flops and bytes that the masks leave, and the least time on the target.
 
         Exact for masks that no tensor decides, and for others with the tensors that do, by the
         names of the inputs: `plan.cost(kv_lengths=lengths)`. Without them it is the most there can
-        be, and so it is, and says so, where counting would take longer than a second. Raises
-        GraphError for other tensors.
+        be, and so it is, and says so, where counting would take longer than a second. Sizes as `at`
+        takes them stand among the tensors. Raises GraphError for others.
         """
         from attn_graph.planner.cost import cost
 
-        return cost(self.graph, self.target, tensors, precision=self.precision)
+        sizes, given = split_sizes(self.graph, tensors)
+        graph = bind_graph(self.graph, complete_sizes(self.graph, "cost", sizes))
+        return cost(graph, self.target, given, precision=self.precision)
 
     def verify(self, /, *tensors: torch.Tensor, **named: torch.Tensor) -> Verification:
         """Run the plan on these tensors and compare with float64 by the rule of docs/semantics.md.
@@ -391,7 +446,8 @@ class Plan:
         with torch.no_grad():
             given = self.arranged(tensors, named)
             self(*given)  # checks the tensors
-            return compare(self.graph, given, self.run(*given)[0])
+            graph = bind_graph(self.graph, self.sizes_of(given))
+            return compare(graph, given, self.run(*given)[0])
 
     def check(self, /, *tensors: torch.Tensor, **named: torch.Tensor) -> None:
         """Raise PlanMismatchError where starts, lengths or pages point at nothing: starts that
@@ -410,72 +466,25 @@ class Plan:
             (*self.executable.notes, *self.executable.launches())
         )
 
-    def explain(self) -> Explanation:
+    def explain(self, **sizes: int) -> Explanation:
         """Who runs the graph and why, how, every reason why others don't, and what it costs.
 
         Prints as text, shows as HTML in a notebook, and gives `to_dict()`. To see the machine code
         of kernels it compiles them. `attn_graph.explain` builds nothing, and says what would have
-        to change for those that refuse.
+        to change for those that refuse. sizes: as `at` takes them.
         """
-        from attn_graph.planner.explanation import mask_tiles
+        from attn_graph.plan.explained import explain_plan
 
-        usual, every = main_outputs(self.graph), self.graph.differentiable_outputs
-        gradient = self.backward_side(usual) if self.has_gradient else None
-        return evolve(
-            self.side(),
-            backward=gradient,
-            through_lse=self.backward_side(every) if gradient and usual != every else None,
-            tiles=tuple(mask_tiles(self.graph)),
-            memory=gradient.memory if gradient else self.memory_with(None),
-            cost=self.cost(),
-        )
-
-    def backward_side(self, outputs: Sequence[int]) -> Explanation:
-        """Who runs the gradient if these outputs have cotangents, with the memory of both passes.
-
-        Where nobody does, that is the memory of this pass alone.
-        """
-        from attn_graph.planner.explanation import Explanation, Refusal
-
-        specs = cotangent_specs(self.graph, outputs)
-        try:
-            plan = self.backward(None, specs)
-        except NoBackendError as error:
-            gradient = backward(self.graph, wanted_inputs(self.graph, None), specs)
-            refusals = tuple(Refusal(name, reasons) for name, reasons in error.refusals)
-            memory = self.memory_with(None)
-            return Explanation(gradient, self.target, None, "all refuse", refusals, memory=memory)
-        return evolve(plan.side(), memory=self.memory_with(plan))
-
-    def side(self) -> Explanation:
-        """Of this pass alone: who runs it and how, and why the others don't."""
-        from attn_graph.planner.explanation import Explanation, Refusal
-
-        return Explanation(
-            self.graph,
-            self.target,
-            self.backend,
-            self.cause,
-            tuple(Refusal(name, reasons) for name, reasons in self.refusals),
-            (*self.executable.notes, *self.executable.launches(), *self.executable.inspect()),
-            self.also,
-        )
+        return explain_plan(self, sizes)
 
     def __repr__(self) -> str:
         return f"Plan({self.backend} on {self.target})\n{self.graph}"
 
     def _repr_html_(self) -> str:
         """For notebooks: who runs it and how, who does not, and the graph. It compiles nothing."""
-        from attn_graph.printing import html
+        from attn_graph.plan.explained import show_plan
 
-        notes = (*self.executable.notes, *self.executable.launches())
-        rows = [
-            (self.backend, html.verdict(f"chosen, because {self.cause}", notes)),
-            *((name, html.verdict("could run it too")) for name in self.also),
-            *((name, html.verdict("no, because it", texts)) for name, texts in self.refusals),
-        ]
-        head = html.element("p", f"a plan for {self.target}")
-        return html.page(head, html.table(rows), html.Html(self.graph._repr_html_()))
+        return show_plan(self)
 
 
 def content_of(plan: Plan) -> str:

@@ -14,6 +14,7 @@ import torch
 from attrs import field, frozen
 
 from attn_graph.errors import GraphError
+from attn_graph.spec.dims import Dim, Sizes, bind, dims_in
 
 DTYPES = {
     "f16": torch.float16,
@@ -33,7 +34,9 @@ MOST = 2**63 - 1  # of one size or stride: what an integer of PyTorch holds
 
 
 def to_integer(value: object) -> int | None:
-    """A whole number as an int, 2.0 too; None for anything else."""
+    """A whole number as an int, 2.0 too, a Dim as it is; None for anything else."""
+    if isinstance(value, Dim):
+        return value
     try:
         return index(value)  # type: ignore[arg-type]  # what has no index raises
     except TypeError:
@@ -80,6 +83,8 @@ class TensorSpec:
     "bhsd" (the default), "bshd", "sbhd", or any other order of the four letters. Strides of axes
     of size 1, and of tensors without elements, mean nothing and are stored as 0.
 
+    A size may be a `Dim`, and strides then multiples of it: by default those without gaps.
+
     Raises GraphError for a negative size or stride, an unknown dtype or layout, or strides whose
     number differs from the shape's.
     """
@@ -116,6 +121,17 @@ class TensorSpec:
     def type(self) -> ValueType:
         """Shape and dtype, without strides."""
         return ValueType(self.shape, self.dtype)
+
+    @cached_property
+    def dims(self) -> tuple[Dim, ...]:
+        """The sizes by name in its shape and strides."""
+        return tuple(dims_in((self.shape, self.strides)))
+
+    def bind(self, sizes: Sizes) -> TensorSpec:
+        """The same spec with numbers for its Dims."""
+        if not self.dims:
+            return self
+        return TensorSpec(bind(self.shape, sizes), self.dtype, bind(self.strides, sizes))
 
     @property
     def is_dense(self) -> bool:

@@ -1,0 +1,128 @@
+"""Graphs whose sizes have names, for sizes as numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from attrs import evolve
+
+from attn_graph.errors import GraphError
+from attn_graph.ir.builder import Builder, Value
+from attn_graph.ir.graph import Graph, Op
+from attn_graph.ir.packed import Packed, fused_op, with_operands
+from attn_graph.ir.paging import Unpage
+from attn_graph.ir.passes import simplify
+from attn_graph.ir.tangents import attention_in
+from attn_graph.masks.canonical import canonical_mask
+from attn_graph.spec.dims import Dim, NamedSize, Sizes, are_numbers, bind
+
+
+def bind_graph(graph: Graph, sizes: Sizes) -> Graph:
+    """The simplified graph for these sizes: what a simplified graph of numbers would be.
+
+    A graph without sizes by name as it is.
+    """
+    return simplify(replace_sizes(graph, sizes)) if graph.symbols else graph
+
+
+def replace_sizes(graph: Graph, sizes: Sizes) -> Graph:
+    """The graph with these sizes for its Dims."""
+    if not graph.symbols:
+        return graph
+    b = Builder(True)
+    values = [b.input(i.name, i.spec.bind(sizes)) for i in graph.inputs]
+    for eqn in graph.eqns:
+        op, operands = settle(bind(eqn.op, sizes), [values[i] for i in eqn.args])
+        values += b.emit(op, *operands)
+    return b.graph(*(values[i] for i in graph.outputs))
+
+
+def require_numbers(graph: Graph, who: str) -> None:
+    """Raise GraphError for a graph whose sizes have names. who: the function that takes none."""
+    if graph.symbols:
+        names = ", ".join(symbol.name for symbol in graph.symbols)
+        raise GraphError(f"{who}: sizes {names} have names; declare the graph with numbers")
+
+
+def settle(op: Op, operands: Sequence[Value]) -> tuple[Op, Sequence[Value]]:
+    """An op whose sizes are numbers now, with its mask and modifiers in canonical form, and the
+    operands that it reads then."""
+    node = attention_in(fused_op(op))
+    if node is None or not (node.mask or node.modifiers):
+        return op, operands
+    types = [x.type for x in operands]
+    q, k, *_ = op.padded(types) if isinstance(op, Packed) else types
+    M, N = q.shape[2], k.shape[2]
+    mask = None if node.mask is None else canonical_mask(node.mask, M, N)
+    modifiers = tuple(modifier.resolved(M, N) for modifier in node.modifiers)
+    if (mask, modifiers) == (node.mask, node.modifiers):
+        return op, operands
+    before, count = 3 + sum(len(m.needs) for m in modifiers), len(node.ranks)
+    known = {name: before + n for n, name in enumerate(node.mask.needs if node.mask else ())}
+    after = range(before + len(known), count)
+    kept = (*range(before), *(known[name] for name in (mask.needs if mask else ())), *after)
+    settled = with_operands(op, evolve(node, mask=mask, modifiers=modifiers), kept)
+    return settled, [*(operands[i] for i in kept), *operands[count:]]
+
+
+def largest(graph: Graph) -> dict[str, int]:
+    """The largest sizes of a graph, by name."""
+    return {symbol.name: symbol.most for symbol in graph.symbols}
+
+
+def split_sizes(
+    graph: Graph,
+    given: Mapping[str, Any],  # Any: sizes and tensors
+) -> tuple[dict[str, Any], dict[str, Any]]:  # Any: as above
+    """Of what is given by name the sizes of a graph, and the rest."""
+    names = {symbol.name for symbol in graph.symbols}
+    sizes = {name: x for name, x in given.items() if name in names}
+    return sizes, {name: x for name, x in given.items() if name not in names}
+
+
+def complete_sizes(
+    graph: Graph,
+    who: str,
+    given: Mapping[str, Any],  # Any: what a user gives as sizes
+) -> dict[str, int]:
+    """All sizes of a graph: those given, the others the largest. Raises GraphError for wrong ones.
+
+    who: the function that takes them.
+    """
+    most = largest(graph)
+    if unknown := sorted(given.keys() - most.keys()):
+        names = f"its sizes by name are {', '.join(most)}" if most else "no size has a name"
+        raise GraphError(f"{who}: {', '.join(unknown)} is no size of the graph; {names}")
+    if wrong := [n for n, size in given.items() if type(size) is not int or size < 0]:
+        raise GraphError(f"{who}: {wrong[0]} = {given[wrong[0]]!r} is no size, which is at least 0")
+    problems = [x for s in graph.symbols if s.name in given for x in s.problems(given[s.name])]
+    if problems:
+        raise GraphError(*(f"{who}: {problem}" for problem in problems))
+    return most | {**given}
+
+
+def require_readable(graph: Graph) -> None:
+    """Raise GraphError for names that no shape gives, and for sizes that have to be numbers."""
+    if problems := [*dim_problems(graph)]:
+        raise GraphError(*problems)
+
+
+def dim_problems(graph: Graph) -> Iterator[str]:
+    """Why sizes by name can't be read off tensors."""
+    readable = {x.name for i in graph.inputs for n in i.spec.shape for x in read_off(n)}
+    for symbol in graph.symbols:
+        if symbol.name not in readable:
+            yield f"{symbol.name} is the size of no axis of an input, so no call says what it is"
+        if symbol.name in {i.name for i in graph.inputs}:
+            yield f"{symbol.name} names a size and an input; give one of them another name"
+    pools = [graph.types[eqn.args[0]] for eqn in graph.eqns if isinstance(eqn.op, Unpage)]
+    for pool in pools:
+        if not are_numbers(*pool.shape[1:]):
+            yield f"unpage: of pool {pool} only the number of pages has a name"
+
+
+def read_off(n: int) -> tuple[NamedSize, ...]:
+    """The symbol that a size gives: n is that, a multiple of it, and a number more or less."""
+    symbols = n.symbols if isinstance(n, Dim) else ()
+    return symbols if len(symbols) == 1 else ()

@@ -1,0 +1,76 @@
+"""What a plan says of itself: who runs it and why, how, and what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from attrs import evolve
+
+from attn_graph.errors import NoBackendError
+from attn_graph.ir.binding import complete_sizes
+from attn_graph.ir.vjp import backward, cotangent_specs, main_outputs, wanted_inputs
+from attn_graph.planner.explanation import Explanation, Refusal, mask_tiles
+from attn_graph.printing import html
+
+if TYPE_CHECKING:
+    from attn_graph.plan import Plan
+
+
+def explain_plan(plan: Plan, sizes: Mapping[str, int]) -> Explanation:
+    """`Plan.explain`."""
+    if plan.sized is not None:
+        exact = explain_plan(plan.at(**sizes), {})
+        return evolve(exact, notes=(*exact.notes, plan.sized.note))
+    complete_sizes(plan.graph, "explain", sizes)
+    usual, every = main_outputs(plan.graph), plan.graph.differentiable_outputs
+    gradient = explain_backward(plan, usual) if plan.has_gradient else None
+    return evolve(
+        explain_side(plan),
+        backward=gradient,
+        through_lse=explain_backward(plan, every) if gradient and usual != every else None,
+        tiles=tuple(mask_tiles(plan.graph)),
+        memory=gradient.memory if gradient else plan.memory_with(None),
+        cost=plan.cost(),
+    )
+
+
+def explain_backward(plan: Plan, outputs: Sequence[int]) -> Explanation:
+    """Who runs the gradient if these outputs have cotangents, with the memory of both passes.
+
+    Where nobody does, that is the memory of this pass alone.
+    """
+    specs = cotangent_specs(plan.graph, outputs)
+    try:
+        gradient = plan.backward(None, specs)
+    except NoBackendError as error:
+        graph = backward(plan.graph, wanted_inputs(plan.graph, None), specs)
+        refusals = tuple(Refusal(name, reasons) for name, reasons in error.refusals)
+        memory = plan.memory_with(None)
+        return Explanation(graph, plan.target, None, "all refuse", refusals, memory=memory)
+    return evolve(explain_side(gradient), memory=plan.memory_with(gradient))
+
+
+def explain_side(plan: Plan) -> Explanation:
+    """Of one pass alone: who runs it and how, and why the others don't."""
+    return Explanation(
+        plan.graph,
+        plan.target,
+        plan.backend,
+        plan.cause,
+        tuple(Refusal(name, reasons) for name, reasons in plan.refusals),
+        (*plan.executable.notes, *plan.executable.launches(), *plan.executable.inspect()),
+        plan.also,
+    )
+
+
+def show_plan(plan: Plan) -> str:
+    """For notebooks: who runs it and how, who does not, and the graph. It compiles nothing."""
+    notes = (*plan.executable.notes, *plan.executable.launches())
+    rows = [
+        (plan.backend, html.verdict(f"chosen, because {plan.cause}", notes)),
+        *((name, html.verdict("could run it too")) for name in plan.also),
+        *((name, html.verdict("no, because it", texts)) for name, texts in plan.refusals),
+    ]
+    head = html.element("p", f"a plan for {plan.target}")
+    return html.page(head, html.table(rows), html.Html(plan.graph._repr_html_()))

@@ -1,0 +1,157 @@
+"""Graphs whose sizes have names: who runs them, in whatever sizes tensors have.
+
+The backend is chosen once, for the largest sizes. Where one executable of it runs all sizes, that
+is built once; else each size runs as its own graph of numbers would, in the same backend if that
+takes it, and some are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import final
+
+import torch
+from attrs import Factory, evolve, field, frozen
+
+from attn_graph.errors import NoBackendError
+from attn_graph.ir.binding import bind_graph, largest, require_readable
+from attn_graph.ir.graph import Graph
+from attn_graph.lowering.backend import Backend, Executable, Options, Tensors
+from attn_graph.machine.ambient import neutral_state
+from attn_graph.machine.fitting import Fit, Shape
+from attn_graph.machine.target import Target
+from attn_graph.planner.choose import BACKENDS, Choice, choose, choose_and_lower
+from attn_graph.planner.views import core_of, peel
+from attn_graph.spec.dims import Sizes
+
+MOST_SIZES = 64  # of which a plan keeps an executable each
+Among = Sequence[Backend] | None
+
+
+@final
+@frozen(eq=False)
+class Bound:
+    """What runs some sizes: the graph of numbers, who runs it, and how."""
+
+    graph: Graph
+    choice: Choice
+    executable: Executable
+
+
+@final
+@frozen(eq=False)
+class Sized:
+    """Runs a graph whose sizes have names.
+
+    most: what runs the largest sizes. whole: what runs all sizes of at least 1, where there is such
+    an executable. at: what runs some sizes, in the order of the graph's symbols.
+    """
+
+    graph: Graph
+    target: Target
+    options: Options
+    among: Among
+    fit: Fit
+    most: Bound
+    whole: Executable | None
+    at: Callable[[Shape], Bound] = field(
+        init=False,
+        default=Factory(lambda sized: lru_cache(MOST_SIZES)(sized.plan_size), takes_self=True),
+    )
+
+    @classmethod
+    def of(cls, graph: Graph, target: Target, options: Options, among: Among) -> Sized:
+        """Choose who runs a graph. Raises GraphError for sizes that no tensor tells, NoBackendError
+        where no backend takes the largest sizes."""
+        require_readable(graph)
+        options = evolve(options, resized=many_sizes(graph))
+        specs = {i.name: i.spec for i in graph.inputs}
+        fit = Fit.of(specs, graph.symbols, target)
+        most = lower_bound(graph, largest(graph), target, options, among)
+        whole = None
+        if peel(graph) is None:
+            with neutral_state(), target.current():
+                whole = most.choice.backend.lower_any(graph, target, options)
+        return cls(graph, target, options, among, fit, most, whole)
+
+    @property
+    def executable(self) -> Executable:
+        """What runs tensors of any sizes. Its needs are those of the largest."""
+        most = self.most.executable
+        return evolve(most, run=self.run, infer=self.infer, notes=(*most.notes, self.note))
+
+    @property
+    def note(self) -> str:
+        """For `explain`: how sizes are taken."""
+        names = ", ".join(symbol.name for symbol in self.graph.symbols)
+        how = "all in one executable" if self.whole else "each as a graph of its own"
+        return f"{names} are sizes of the call, {how}"
+
+    def run(self, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
+        """As `Executable.run`."""
+        return self.executable_of(tensors).run(*tensors)
+
+    def infer(self, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
+        """As `Executable.infer`."""
+        return self.executable_of(tensors).infer(*tensors)
+
+    def executable_of(self, tensors: Sequence[torch.Tensor]) -> Executable:
+        """What runs tensors of these sizes."""
+        sizes = self.fit.read(tensors)
+        if self.whole is not None and 0 not in sizes:
+            return self.whole
+        return self.at(sizes).executable
+
+    def plan_size(self, sizes: Shape) -> Bound:
+        """Plan some sizes: in the backend of the largest, or in another where that refuses."""
+        named, first = self.fit.named(sizes), self.most.choice.backend
+        try:
+            return lower_bound(self.graph, named, self.target, self.quiet, (first,))
+        except NoBackendError:
+            return lower_bound(self.graph, named, self.target, self.options, self.ordered(first))
+
+    @property
+    def quiet(self) -> Options:
+        """Options with which a fallback is not reported: it was, of the largest sizes."""
+        return evolve(self.options, on_fallback="ignore")
+
+    def ordered(self, first: Backend) -> tuple[Backend, ...]:
+        """All backends that may run, this one first."""
+        others = BACKENDS if self.among is None else self.among
+        return (first, *(b for b in others if b is not first))
+
+    def choice_of(self, bound: Bound) -> Choice:
+        """Who runs some sizes, with who could too and all who refuse."""
+        among = self.ordered(bound.choice.backend)
+        with neutral_state():
+            return choose(core_of(bound.graph), self.target, self.quiet, among)
+
+
+def many_sizes(graph: Graph) -> bool:
+    """Whether a plan of the graph meets more sizes than one can build for each."""
+    return any(not symbol.classes for symbol in graph.symbols)
+
+
+def lower_bound(
+    graph: Graph, sizes: Sizes, target: Target, options: Options, among: Among
+) -> Bound:
+    """What runs a graph in these sizes."""
+    exact = bind_graph(graph, sizes)
+    return Bound(exact, *lower_graph(exact, target, options, among, choose_and_lower))
+
+
+def lower_graph(
+    graph: Graph,
+    target: Target,
+    options: Options,
+    among: Among,
+    chooses: Callable[..., tuple[Choice, Executable]],
+) -> tuple[Choice, Executable]:
+    """Who runs a simplified graph, and what. chooses: a backend, and lowers it."""
+    peeled = peel(graph)
+    with neutral_state(), target.current():
+        choice, executable = chooses(
+            graph if peeled is None else peeled.core, target, options, among
+        )
+    return choice, executable if peeled is None else peeled.wrap(executable)

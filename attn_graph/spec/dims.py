@@ -1,0 +1,256 @@
+"""Sizes by name: numbers of a shape that are known when a plan is called, and sums of products of
+them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import product
+from keyword import iskeyword
+from math import prod
+from typing import Any, final
+
+import attrs
+from attrs import frozen
+
+from attn_graph.errors import GraphError
+
+Sizes = Mapping[str, int]  # what Dims stand for, by name
+
+
+@final
+@frozen
+class NamedSize:
+    """What a Dim of one name is: `most` is the largest number that it stands for.
+
+    classes: the only numbers that it stands for, ascending; none: every number from 0 to `most`.
+    """
+
+    name: str
+    most: int
+    classes: tuple[int, ...] = ()
+
+    def problems(self, size: int) -> Iterator[str]:
+        """Why it does not stand for a number."""
+        if size > self.most:
+            yield (
+                f"{self.name}: expected at most {self.most}, got {size}; declare "
+                f'Dim("{self.name}", most={size}), or pass fewer'
+            )
+        elif self.classes and size not in self.classes:
+            fits = next(n for n in self.classes if n >= size)
+            yield (
+                f"{self.name}: expected one of {', '.join(map(str, self.classes))}, got {size}; "
+                f"pass a view of {fits} rows of the buffer, and how many count as lengths"
+            )
+
+    def __str__(self) -> str:
+        bound = f"classes={self.classes}" if self.classes else f"most={self.most}"
+        return f'{self.name} = Dim("{self.name}", {bound})'
+
+
+Terms = tuple[tuple[tuple[NamedSize, ...], int], ...]  # products of symbols, each with its factor
+
+
+@final
+class Dim(int):
+    """A size by name in the shape of a TensorSpec: of B, M, N, T or the number of pages.
+
+    A graph with Dims is one graph, with one plan, for all sizes up to `most`: a call takes them
+    from the shapes of its tensors, and equal names have to be equal sizes. H, G, D, E and the rows
+    of a page are numbers.
+
+    classes: the only sizes that it stands for, ascending, as `doubling` gives them; `most` is then
+    the last. Dims add, subtract and multiply: starts have `B + 1` places. Where an integer is
+    needed, as in comparisons, a Dim is its most. Raises GraphError for a name that is no name of
+    Python, for `most` below 1, and for arithmetic that is no sum of products.
+    """
+
+    terms: Terms
+
+    def __new__(cls, name: str, most: int | None = None, *, classes: Iterable[int] = ()) -> Dim:
+        sizes = tuple(classes)
+        if not isinstance(name, str) or not name.isidentifier() or iskeyword(name):
+            raise GraphError(f'dim: {name!r} is no name such as "T"')
+        if sizes and (most is not None or [*sizes] != sorted({*sizes}) or sizes[0] < 1):
+            raise GraphError(
+                f"dim {name}: classes {sizes} are ascending sizes of at least 1, in place of most"
+            )
+        most = sizes[-1] if sizes else most
+        if type(most) is not int or most < 1:
+            raise GraphError(f"dim {name}: most {most!r} is no whole number of at least 1")
+        return make_dim((((NamedSize(name, most, sizes),), 1),))
+
+    @property
+    def symbols(self) -> tuple[NamedSize, ...]:
+        """What it is made of."""
+        return tuple(dict.fromkeys(x for factors, _ in self.terms for x in factors))
+
+    def fit(self, size: int) -> int:
+        """The least size of at least this many that it stands for: the rows to pass of a buffer.
+
+        Raises GraphError where there is none, and for a sum or a product.
+        """
+        (symbol, *more) = self.symbols
+        if more or size > symbol.most:
+            raise GraphError(f"dim {self}: no size up to {int(self)} is at least {size}")
+        return next((n for n in symbol.classes if n >= size), size)
+
+    def bind(self, sizes: Sizes) -> int:
+        """The number for these sizes."""
+        return sum(n * prod([sizes[x.name] for x in factors]) for factors, n in self.terms)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Dim) and self.terms == other.terms
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self.terms)
+
+    def __add__(self, other: int) -> int:
+        return add(self, other)
+
+    def __sub__(self, other: int) -> int:
+        return add(self, multiply(other, -1))
+
+    def __rsub__(self, other: int) -> int:
+        return add(other, multiply(self, -1))
+
+    def __mul__(self, other: int) -> int:
+        return multiply(self, other)
+
+    def __neg__(self) -> int:
+        return multiply(self, -1)
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def __floordiv__(self, other: int) -> int:
+        if isinstance(other, Dim) or not other or any(n % other for _, n in self.terms):
+            raise GraphError(f"({self}) // {other}: Dims add, subtract and multiply")
+        return from_terms((factors, n // other) for factors, n in self.terms)
+
+    def __mod__(self, other: int) -> int:
+        return self - self // other * other
+
+    def __str__(self) -> str:
+        text = " + ".join(show_term(factors, n) for factors, n in self.terms)
+        return text.replace("+ -", "- ")
+
+    __repr__ = __str__
+
+    def __format__(self, spec: str) -> str:
+        return format(str(self), spec)
+
+    def __reduce__(self) -> tuple[Callable[[Terms], Dim], tuple[Terms]]:
+        return make_dim, (self.terms,)
+
+    def __copy__(self) -> Dim:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Dim:
+        return self
+
+
+def show_term(factors: Sequence[NamedSize], n: int) -> str:
+    """ "2*M*N", "-M", "1"."""
+    names = [x.name for x in factors]
+    if not names:
+        return str(n)
+    return {1: "", -1: "-"}.get(n, f"{n}*") + "*".join(names)
+
+
+def make_dim(terms: Terms) -> Dim:
+    """A Dim of terms, which are in order, and of which one has a symbol."""
+    made = int.__new__(Dim, sum(n * prod(x.most for x in factors) for factors, n in terms))
+    made.terms = terms
+    return made
+
+
+def from_terms(terms: Iterable[tuple[tuple[NamedSize, ...], int]]) -> int:
+    """The sum of terms: a Dim, or a number where no symbol is left."""
+    sums: Counter[tuple[NamedSize, ...]] = Counter()
+    for factors, n in terms:
+        sums[tuple(sorted(factors, key=lambda x: x.name))] += n
+    kept = [(factors, n) for factors, n in sums.items() if n]
+    if not any(factors for factors, _ in kept):
+        return sum(n for _, n in kept)
+    return make_dim(tuple(sorted(kept, key=order_of_term)))
+
+
+def order_of_term(term: tuple[tuple[NamedSize, ...], int]) -> tuple[bool, int, list[str]]:
+    """Where a term stands in a sum: positive ones first, longer ones before shorter, numbers last
+    of their sign."""
+    factors, n = term
+    return n < 0, -len(factors), [x.name for x in factors]
+
+
+def terms_of(x: int) -> Terms:
+    """A number as a sum of terms."""
+    return x.terms if isinstance(x, Dim) else (((), int(x)),)
+
+
+def add(a: int, b: int) -> int:
+    """a + b, of which one is a Dim."""
+    return from_terms((*terms_of(a), *terms_of(b)))
+
+
+def multiply(a: int, b: int) -> int:
+    """a * b, of which one may be a Dim."""
+    pairs = product(terms_of(a), terms_of(b))
+    return from_terms(((*x, *y), n * m) for (x, n), (y, m) in pairs)
+
+
+def are_numbers(*sizes: int) -> bool:
+    """Whether none of the sizes is a Dim."""
+    return not any(isinstance(n, Dim) for n in sizes)
+
+
+def surely_least(x: int) -> int:
+    """A number that x is never below, whatever its Dims stand for: x itself where it has none."""
+    return sum(
+        min(0, n) * prod([s.most for s in factors]) if factors else n for factors, n in terms_of(x)
+    )
+
+
+def dims_in(value: object) -> Iterator[Dim]:
+    """Every Dim in a value: itself, or in tuples, dicts and fields of attrs classes."""
+    if isinstance(value, Dim):
+        yield value
+    elif isinstance(value, tuple):
+        for part in value:
+            yield from dims_in(part)
+    elif isinstance(value, Mapping):
+        yield from dims_in(tuple(value.values()))
+    elif attrs.has(type(value)):
+        for field in attrs.fields(type(value)):  # type: ignore[arg-type]  # it has some
+            yield from dims_in(getattr(value, field.name))
+
+
+def bind(value: Any, sizes: Sizes) -> Any:  # Any: of the same kind
+    """The same value with its Dims as numbers."""
+    if isinstance(value, Dim):
+        return value.bind(sizes)
+    if isinstance(value, tuple):
+        return tuple([bind(part, sizes) for part in value])
+    if isinstance(value, Mapping):
+        return {name: bind(part, sizes) for name, part in value.items()}
+    if attrs.has(type(value)) and next(dims_in(value), None) is not None:
+        fields = [f for f in attrs.fields(type(value)) if f.init]
+        return type(value)(**{f.alias: bind(getattr(value, f.name), sizes) for f in fields})
+    return value
+
+
+def doubling(least: int, most: int) -> tuple[int, ...]:
+    """Classes of a Dim, each twice the one before: least, 2 least, ... up to `most`, the last.
+
+    For a cache that lies in a buffer: pass a view of `dim.fit(n)` rows, and how many count as
+    lengths. Then there are few sizes to plan for. Raises GraphError unless 1 <= least <= most.
+    """
+    if not 1 <= least <= most:
+        raise GraphError(f"doubling: expected 1 <= least <= most, got {least} and {most}")
+    steps = [least]
+    while steps[-1] < most:
+        steps.append(min(2 * steps[-1], most))
+    return tuple(steps)

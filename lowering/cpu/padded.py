@@ -1,0 +1,85 @@
+"""Attention on packed tensors with sequences padded to the longest that there can be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import final
+
+import torch
+from attrs import frozen
+
+from attn_graph.ir.builder import Builder
+from attn_graph.ir.graph import Eqn, Graph
+from attn_graph.ir.packed import (
+    Packed,
+    operand_sides,
+    run_one,
+)
+from attn_graph.lowering.backend import Executable
+from attn_graph.lowering.cpu.paged import (
+    Rooms,
+)
+from attn_graph.machine.workspace import Buffer
+from attn_graph.spec import (
+    TensorSpec,
+)
+
+Lower = Callable[[Graph], Executable]
+Tensors = Sequence[torch.Tensor]
+
+
+@final
+@frozen(eq=False)
+class PaddedRun:
+    """Runs an equation on packed tensors with sequences padded, in one graph: for steps that depend
+    on a sequence's number in the batch, or on how long sequences can be."""
+
+    eqn: Eqn
+    specs: tuple[TensorSpec, ...]
+    lower: Lower
+
+    @property
+    def op(self) -> Packed:
+        """What it computes."""
+        assert isinstance(self.eqn.op, Packed)
+        return self.eqn.op
+
+    @cached_property
+    def padded(self) -> Executable:
+        """What runs the padded graph."""
+        packed = [side in self.op.readers for side in operand_sides(self.op.op)]
+        types = self.op.padded([spec.type for spec in self.specs])
+        b = Builder(True)
+        specs = [
+            TensorSpec(t.shape, t.dtype) if pads else spec
+            for t, spec, pads in zip(types, self.specs, packed, strict=False)
+        ]
+        values = [b.input(f"x{n}", spec) for n, spec in enumerate(specs)]
+        return self.lower(b.graph(*b.emit(self.op.op, *values)))
+
+    @property
+    def probes(self) -> tuple[Executable, ...]:
+        """What runs all sequences."""
+        return (self.padded,)
+
+    @property
+    def held(self) -> int:
+        """Bytes of the padded operands and results."""
+        types = self.op.padded([spec.type for spec in self.specs])
+        return sum(t.bytes for t in (*types, *self.op.op.infer(*types)))
+
+    @property
+    def summary(self) -> str:
+        """How it runs, for `explain`."""
+        return f"sequences padded to the longest; {'; '.join(self.padded.notes)}"
+
+    @property
+    def rooms(self) -> dict[int, Buffer]:
+        """Nothing is gathered but by padding."""
+        return {}
+
+    def run(self, operands: Tensors, _rooms: Rooms) -> list[torch.Tensor]:
+        """The results."""
+        outputs, _ = self.padded.run(*self.op.read(run_one, operands))
+        return [*self.op.write(run_one, outputs, operands)]
