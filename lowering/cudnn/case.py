@@ -9,6 +9,7 @@ from attrs import frozen
 
 from attn_graph.lowering.cudnn.graph import translate_mask
 from attn_graph.lowering.cudnn.masks import CudnnBand, CudnnMask
+from attn_graph.lowering.cudnn.sequences import Sequences
 from attn_graph.lowering.problem import Problem
 from attn_graph.spec import TensorSpec
 
@@ -22,7 +23,8 @@ class Case:
     """A problem with where it is to run.
 
     sm: the compute capability, 90 for 9.0. backend, frontend: versions of cuDNN and its frontend.
-    deterministic: whether equal calls must give equal bits.
+    deterministic: whether equal calls must give equal bits. sequences: how operands lie that the
+    problem has padded; None where it has not.
     """
 
     problem: Problem
@@ -30,6 +32,12 @@ class Case:
     backend: Version
     frontend: Version
     deterministic: bool = False
+    sequences: Sequences | None = None
+
+    @property
+    def packed(self) -> tuple[str, ...]:
+        """The packed sides, of "rows" and "keys"."""
+        return () if self.sequences is None else tuple(self.sequences.totals)
 
     @property
     def pass_(self) -> Pass:

@@ -21,6 +21,7 @@ from attn_graph.lowering.cudnn.rules import (
     Rule,
     alibi_unmasked,
     bias_column,
+    crossed_heads,
     dtype_name,
     foreign_alibi,
     late_soft_cap,
@@ -196,7 +197,9 @@ RULES = (
     Rule("mask", lambda c: mask_problems(c.problem.node.mask), "{it}", MEANING, says="unasked"),
     Rule(
         "query_lengths",
-        lambda c: once("q_lengths" in c.mask.lengths and c.problem.node.mask),
+        lambda c: once(
+            "q_lengths" in c.mask.lengths and "rows" not in c.packed and c.problem.node.mask
+        ),
         "leaves rows beyond q_lengths undefined, which must be 0 here, and the mask is {it}",
         "cudnn-frontend 1.23.0, test_mhas.py: o is not compared there",
         says="yes",
@@ -373,6 +376,13 @@ RULES = (
         MEANING,
         says="unasked",
     ),
+    Rule(
+        "packed_rows",
+        crossed_heads,
+        "reads packed tensors whose heads lie side by side in each row, and {it[0]} is {it[1]}",
+        "cudnn-frontend 1.28.0, test_mhas_v2.py: packed tensors lie so there",
+        says="yes",
+    ),
     # What goes together
     Rule(
         "one_by_one",
@@ -424,6 +434,54 @@ RULES = (
         "takes sinks with two queries or more, and M = 1",
         FORWARD_HEADER,
         FORWARD,
+    ),
+    Rule(
+        "packed_version",
+        lambda c: once(c.packed),
+        "reads packed tensors on sm_80 to sm_89 from cuDNN 9.18.1, and this is {c.cudnn}",
+        FORWARD_HEADER,
+        sm=(80, 90),
+        backend=(FIRST, (9, 18, 1)),
+    ),
+    *(
+        Rule(
+            f"packed_statistics_{name}",
+            lambda c: once("rows" in c.packed),
+            "goes back through packed queries on sm_90 to sm_119, since elsewhere it reads lse of "
+            "padded ones, and the target has sm_{c.sm}",
+            BACKWARD_HEADER,
+            BACKWARD,
+            sm=sm,
+        )
+        for name, sm in (("ampere", (80, 90)), ("others", (120, 1000)))
+    ),
+    *(
+        Rule(
+            f"packed_in_order_{name}",
+            lambda c: once(c.deterministic and c.packed),
+            "is deterministic with packed tensors on sm_90 to sm_119, and the target has sm_{c.sm}",
+            BACKWARD_HEADER,
+            BACKWARD,
+            sm=sm,
+        )
+        for name, sm in (("ampere", (80, 90)), ("others", (120, 1000)))
+    ),
+    Rule(
+        "packed_bias_gradient",
+        lambda c: once(c.packed and c.wants("bias")),
+        "gives no gradient of a bias beside packed tensors on Blackwell, and it is wanted",
+        BACKWARD_HEADER,
+        BACKWARD,
+        sm=(100, 110),
+    ),
+    Rule(
+        "packed_sinks",
+        lambda c: once(c.packed and c.problem.node.sinks),
+        "goes back through sinks beside packed tensors from cuDNN 9.26, and this is {c.cudnn}",
+        "cudnn-frontend 1.32.0, scaled_dot_product_flash_attention.h",
+        BACKWARD,
+        backend=(FIRST, (9, 26, 0)),
+        says="yes",
     ),
     Rule(
         "sinks_in_order",

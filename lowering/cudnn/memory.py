@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from attn_graph.ir.modifiers import Alibi
 from attn_graph.lowering.cudnn.case import Case
+from attn_graph.lowering.cudnn.sequences import round_up_to
 
 
 def workspace(case: Case) -> int | None:
@@ -32,8 +33,3 @@ def hopper_backward_bytes(case: Case) -> int:
         + sum(round_up_to(n, 16) for n in slopes)
         + 256
     )
-
-
-def round_up_to(n: int, step: int) -> int:
-    """n, or the next multiple of `step`."""
-    return -(-n // step) * step

@@ -119,6 +119,19 @@ def off_grid(c: Case) -> Violations:
     return tuple((n, x) for n, x in c.specs.items() if is_misaligned(x))
 
 
+def crossed_heads(c: Case) -> Violations:
+    """Packed operands, of those that are read where they lie, with rows within heads."""
+    given = c.sequences.specs if c.sequences else ()
+    return tuple((n, x) for n, x in given if not has_rows_outermost(x))
+
+
+def has_rows_outermost(x: TensorSpec) -> bool:
+    """Whether the heads of a row [H,D] of x [T,H,D] lie side by side, and rows apart."""
+    (T, H, D), (row, head, _) = x.shape, x.strides
+    within = head if H > 1 else D
+    return within >= D and (T <= 1 or row >= (H - 1) * within + D)
+
+
 def bias_column(c: Case) -> Violations:
     """A bias that is the same for all keys, unless it is one number per head, contiguous."""
     if c.bias is None or c.bias.shape[3] > 1:

@@ -1,0 +1,166 @@
+"""Packed tensors and paged caches in cuDNN's terms: padded shapes, and where sequences begin.
+
+cuDNN is told of a packed tensor [T,H,D] as [B,H,M,D], beside the element at which each batch entry
+begins: T is no part of the call, so that one plan serves batches of any number of rows. A pool of
+pages it is told as [n,G,P,D], beside the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import final
+
+import torch
+from attrs import evolve, frozen
+
+from attn_graph.ir.attention import Attention, AttentionGrad
+from attn_graph.ir.graph import Graph
+from attn_graph.ir.packed import STARTS, Packed, operand_sides
+from attn_graph.ir.packing import Lengths, count_sequences, row_count
+from attn_graph.lowering.cudnn.graph import CudnnCall, Slot
+from attn_graph.lowering.problem import Problem, operand_specs
+from attn_graph.spec import TensorSpec, dense_strides
+
+LEAST_STEP = 64  # rows: the grain of totals that backwards are planned for
+GRAIN = 4  # bits of such a total: it is above the number of rows by an eighth at most
+SIDES = {  # of what cuDNN reads and writes beside q, k and v
+    **dict.fromkeys(("q", "o", "lse", "do", "dq"), "rows"),
+    **dict.fromkeys(("k", "v", "dk", "dv"), "keys"),
+}
+MULTIPLIED = {"sdpa": ("v",), "sdpa_backward": ("q", "k", "v", "do")}  # by 0, where masked
+TOTALS = {"rows": "max_total_seq_len_q", "keys": "max_total_seq_len_kv"}
+
+
+@final
+@frozen
+class Sequences:
+    """How operands lie that a call has padded.
+
+    rows: T of q, where it is packed; keys: T of k and v. specs: of the packed operands, by name.
+    gapless: the sides whose lengths are the differences of their starts. alike: whether q and k
+    have the same lengths.
+    """
+
+    rows: int | None = None
+    keys: int | None = None
+    specs: tuple[tuple[str, TensorSpec], ...] = ()
+    gapless: tuple[str, ...] = ()
+    alike: bool = False
+
+    @property
+    def totals(self) -> dict[str, int]:
+        """T of each packed side."""
+        both = {"rows": self.rows, "keys": self.keys}
+        return {side: T for side, T in both.items() if T is not None}
+
+
+@lru_cache(64)  # asked for when planning and when lowering
+def packed_problem(graph: Graph) -> tuple[Problem, Sequences] | None:
+    """The problem that a graph of one attention on packed tensors is when it is padded, or of its
+    gradient, and how its operands lie; None of other graphs."""
+    if not graph.eqns or any(not isinstance(eqn.op, Lengths) for eqn in graph.eqns[:-1]):
+        return None
+    last = graph.eqns[-1]
+    if not isinstance(last.op, Packed) or not isinstance(last.op.op, Attention | AttentionGrad):
+        return None
+    if min(graph.outputs) < len(graph.types) - len(last.outs):
+        return None
+    specs = operand_specs(graph, last)
+    return Problem.of(last.op.op, padded_specs(last.op, specs)), find_sequences(graph, specs)
+
+
+def padded_specs(op: Packed, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
+    """The specs of the operands, those of packed ones with the shapes and strides of padded ones:
+    the rows of an entry lie as those of the packed tensor do."""
+    own, where = op.split(specs)
+    most = {"rows": op.rows, "keys": op.keys}
+    return [
+        pad_spec(x, count_sequences(where[side][0]), most[side] or 0) if side in where else x
+        for x, side in zip(own, operand_sides(op.op), strict=True)
+    ]
+
+
+def pad_spec(x: TensorSpec, B: int, most: int) -> TensorSpec:
+    """x [T,H,D] as [B,H,most,D], or a statistic [H,T] as [B,H,most]."""
+    if len(x.shape) == 2:
+        return TensorSpec((B, x.shape[0], most), x.dtype)
+    _, H, D = x.shape
+    row, head, last = x.strides
+    step = row if row_count(x.shape) > 1 else H * D
+    return TensorSpec((B, H, most, D), x.dtype, (most * step, head, step, last))
+
+
+def find_sequences(graph: Graph, specs: Sequence[TensorSpec]) -> Sequences:
+    """How the operands of a packed graph lie. specs: those of its last equation."""
+    last = graph.eqns[-1]
+    assert isinstance(last.op, Packed)
+    sides, totals = operand_sides(last.op.op), last.op.totals([x.type for x in specs])
+    names = ("q", "k", "v", *("" for _ in sides[3:]))
+    packed = tuple(
+        (name, x)
+        for name, x, side in zip(names, specs, sides, strict=False)
+        if side in totals and name
+    )
+    makers = {outs[0]: eqn for eqn, outs in graph.numbered}
+    _, where = last.op.split(last.args)
+    gapless = tuple(
+        side for side, (starts, n) in where.items() if n in makers and makers[n].args == (starts,)
+    )
+    alike = len({n for _, n in where.values()}) == 1 and len(where) == 2
+    return Sequences(totals.get("rows"), totals.get("keys"), packed, gapless, alike)
+
+
+# The call
+
+
+def pack_call(call: CudnnCall, sequences: Sequences) -> CudnnCall:
+    """The call on packed tensors, of the same on padded ones."""
+    totals, copies = sequences.totals, MULTIPLIED[call.name]
+    own = tuple(pack_slot(x, sequences, dense=x.source in copies) for x in call.inputs)
+    outputs = tuple(pack_slot(x, sequences, dense=True) for x in call.outputs)
+    starts = dict.fromkeys(start_slot(x) for x in (*own, *outputs) if x.offsets)
+    bounds = {TOTALS[side]: round_total(T) for side, T in totals.items()}
+    more = bounds if call.name == "sdpa_backward" else {}
+    return CudnnCall(call.name, (*own, *starts), outputs, (*call.options, *more.items()))
+
+
+def pack_slot(x: Slot, sequences: Sequences, *, dense: bool) -> Slot:
+    """A slot [B,H,M,D] that begins where its offsets say, if it is packed; any other as it is.
+
+    dense: of what is made for the call, or by it: [T,H,D] without gaps. lse is [T,H].
+    """
+    side = SIDES.get(x.source, "")
+    if side not in sequences.totals:
+        return x
+    _, H, M, D = x.shape
+    row, head = H * D, D
+    if not dense and x.source != "lse":
+        head = x.strides[1] if H > 1 else D
+        row = x.strides[2] if M > 1 else max(x.strides[0], row)
+    strides = (M * row, head, row, 1)
+    return evolve(x, strides=strides, offsets=f"{STARTS[side]}_{row}")
+
+
+def cleaned(call: CudnnCall, sequences: Sequences) -> tuple[str, ...]:
+    """The operands of a call that are copied, with 0 in rows of no sequence."""
+    names = (name for name in MULTIPLIED[call.name] if name != "do")
+    return tuple(name for name in names if SIDES[name] in sequences.totals)
+
+
+def start_slot(x: Slot) -> Slot:
+    """The offsets of a packed slot: of each sequence the first element, and where the last ends."""
+    source, _, step = x.offsets.rpartition("_")
+    shape = (x.shape[0] + 1, 1, 1, 1)
+    return Slot(x.offsets, source, shape, dense_strides(shape), torch.int64, step=int(step))
+
+
+def round_total(T: int) -> int:
+    """T or a little more: cuDNN sizes the backward's workspace by it, and one plan serves all
+    totals that round up to the same."""
+    return round_up_to(T, max(LEAST_STEP, 2 ** max(0, T.bit_length() - GRAIN)))
+
+
+def round_up_to(n: int, step: int) -> int:
+    """n, or the next multiple of `step`."""
+    return -(-n // step) * step
