@@ -23,6 +23,7 @@ from attn_graph.lowering.cudnn.rules import (
     bias_column,
     crossed_heads,
     dtype_name,
+    far_keys,
     foreign_alibi,
     late_soft_cap,
     left_of_diagonal,
@@ -381,6 +382,14 @@ RULES = (
         crossed_heads,
         "reads packed tensors whose heads lie side by side in each row, and {it[0]} is {it[1]}",
         "cudnn-frontend 1.28.0, test_mhas_v2.py: packed tensors lie so there",
+        says="yes",
+    ),
+    Rule(
+        "packed_keys_alone",
+        far_keys,
+        "counts elements of packed keys and values in i32 where queries are not packed, and "
+        "{it[0]} has {it[1]}",
+        "planned without a device: it has no kernel for offsets in i64 there",
         says="yes",
     ),
     # What goes together

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attn_graph.ir.modifiers import Alibi
 from attn_graph.lowering.cudnn.case import Case
-from attn_graph.lowering.cudnn.sequences import round_up_to
+from attn_graph.lowering.cudnn.sequences import round_total, round_up_to
 
 
 def workspace(case: Case) -> int | None:
@@ -18,18 +18,51 @@ def hopper_backward_bytes(case: Case) -> int:
 
     dq is summed in float32 [B,H,M,D]. In order, or for the gradient of a bias, ds is stored
     instead, in half precision [B,H,M,N] with rows in tiles of 64 and keys in tiles of 128. Then
-    come delta [B,H,M], dk and dv for each query head where heads share them, and ALiBi's slopes.
+    come delta [B,H,M], dk and dv for each query head where heads share them, ALiBi's slopes, and
+    for each packed tensor what finds the rows of an entry. Packed rows count once, not B M, where
+    head sizes are multiples of 16; dk and dv are in float32 then.
 
     This equals what cuDNN reported of every plan that was built for docs/reports/cudnn.md.
     """
     p = case.problem
-    stores_ds = case.deterministic or case.wants("bias")
-    main = round_up_to(p.M, 64) * round_up_to(p.N, 128) * 2 if stores_ds else p.M * p.D * 4
-    shared = [p.B * p.H * p.N * n * 2 for n in (p.D, p.E) if p.H != p.G]
+    rows, keys = bounded_rows(case, "rows", p.M), bounded_rows(case, "keys", p.N)
+    if stores_ds(case):
+        main = p.B * p.H * round_up_to(p.M, 64) * round_up_to(p.N, 128) * 2
+    else:
+        main = p.H * rows * p.D * 4
+    width = 4 if "keys" in bounded_sides(case) else 2
+    shared = [p.H * keys * n * width for n in (p.D, p.E) if p.H != p.G]
     slopes = [4 * p.H for m in p.node.modifiers if isinstance(m, Alibi)]
     return (
-        p.B * p.H * (main + p.M * 4)
+        main
+        + p.H * rows * 4
         + sum(round_up_to(n, 128) for n in shared)
         + sum(round_up_to(n, 16) for n in slopes)
+        + map_count(case) * 8 * round_up_to(8 * (p.B + 1), 16)
         + 256
     )
+
+
+def stores_ds(case: Case) -> bool:
+    """Whether the kernel stores ds, since it sums in order or gives the gradient of a bias."""
+    return case.deterministic or case.wants("bias")
+
+
+def bounded_sides(case: Case) -> tuple[str, ...]:
+    """The packed sides of which cuDNN takes the number of rows that it is told."""
+    return case.packed if case.problem.D % 16 == case.problem.E % 16 == 0 else ()
+
+
+def bounded_rows(case: Case, side: str, most: int) -> int:
+    """The rows of a side that cuDNN makes room for. most: of one entry."""
+    if case.sequences is not None and side in bounded_sides(case):
+        return round_total(case.sequences.totals[side])
+    return case.problem.B * most
+
+
+def map_count(case: Case) -> int:
+    """The packed tensors of a backward for which cuDNN finds rows by itself, as was counted."""
+    p, bounded = case.problem, bounded_sides(case)
+    rows = 2 + ("rows" in bounded and not stores_ds(case))
+    keys = 4 if p.H == p.G or "keys" in bounded else 2
+    return rows * ("rows" in case.packed) + keys * ("keys" in case.packed)

@@ -1,7 +1,6 @@
 """cuDNN's plans at work on packed tensors: what is computed for them on the device at each call.
 
-cuDNN reads where each sequence begins in elements, in int64, and how long it is, in int32. Both
-are made from starts and lengths on the device, without waiting for it, in leased memory.
+cuDNN reads where each sequence begins, in elements, and how long it is, in int32. Both are made from starts and lengths on the device, without waiting for it, in leased memory.
 
 Three things that nobody vouches for are avoided:
 
@@ -264,7 +263,7 @@ def buffers(
     p, T = problem, sequences.rows
     room = {"workspace": Buffer((need,), torch.uint8)} if need else {}
     room |= {side: Buffer((p.B,), torch.int32) for side in LENGTHS}
-    room |= {x.argument: Buffer((p.B + 1,), torch.int64) for x in call.inputs if x.step}
+    room |= {x.argument: Buffer((p.B + 1,), x.dtype) for x in call.inputs if x.step}
     has_lse = any(x.source == "lse" for x in call.slots)
     if has_lse and T is not None:
         room["stats"] = Buffer((T, p.H), torch.float32)

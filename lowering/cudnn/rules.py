@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from math import prod
 from typing import Any, Literal, final
 
 import torch
@@ -19,6 +20,7 @@ Says = Literal["no", "yes", "unasked"]
 BOTH: tuple[Pass, ...] = ("forward", "backward")
 BACKWARD: tuple[Pass, ...] = ("backward",)
 FORWARD: tuple[Pass, ...] = ("forward",)
+LONG = 2**31  # more elements than int32 counts
 FIRST, LAST = (0, 0, 0), (999, 0, 0)
 
 Violations = tuple[Any, ...]  # what the sentence names; one sentence for each
@@ -123,6 +125,14 @@ def crossed_heads(c: Case) -> Violations:
     """Packed operands, of those that are read where they lie, with rows within heads."""
     given = c.sequences.specs if c.sequences else ()
     return tuple((n, x) for n, x in given if not has_rows_outermost(x))
+
+
+def far_keys(c: Case) -> Violations:
+    """Packed k and v, with their numbers of elements, that int32 does not count, where q is not
+    packed."""
+    given = c.sequences.specs if c.sequences and "rows" not in c.packed else ()
+    reach = ((n, x.shape[0] * max(x.strides[0], prod(x.shape[1:]))) for n, x in given)
+    return tuple((n, count) for n, count in reach if count >= LONG)
 
 
 def has_rows_outermost(x: TensorSpec) -> bool:

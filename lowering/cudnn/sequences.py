@@ -119,7 +119,7 @@ def pack_call(call: CudnnCall, sequences: Sequences) -> CudnnCall:
     totals, copies = sequences.totals, MULTIPLIED[call.name]
     own = tuple(pack_slot(x, sequences, dense=x.source in copies) for x in call.inputs)
     outputs = tuple(pack_slot(x, sequences, dense=True) for x in call.outputs)
-    starts = dict.fromkeys(start_slot(x) for x in (*own, *outputs) if x.offsets)
+    starts = dict.fromkeys(start_slot(x, sequences) for x in (*own, *outputs) if x.offsets)
     bounds = {TOTALS[side]: round_total(T) for side, T in totals.items()}
     more = bounds if call.name == "sdpa_backward" else {}
     return CudnnCall(call.name, (*own, *starts), outputs, (*call.options, *more.items()))
@@ -148,11 +148,14 @@ def cleaned(call: CudnnCall, sequences: Sequences) -> tuple[str, ...]:
     return tuple(name for name in names if SIDES[name] in sequences.totals)
 
 
-def start_slot(x: Slot) -> Slot:
-    """The offsets of a packed slot: of each sequence the first element, and where the last ends."""
+def start_slot(x: Slot, sequences: Sequences) -> Slot:
+    """The offsets of a packed slot: of each sequence the first element, and where the last ends.
+
+    cuDNN has no kernel for them in int64 where keys alone are packed.
+    """
     source, _, step = x.offsets.rpartition("_")
-    shape = (x.shape[0] + 1, 1, 1, 1)
-    return Slot(x.offsets, source, shape, dense_strides(shape), torch.int64, step=int(step))
+    shape, dtype = (x.shape[0] + 1, 1, 1, 1), torch.int32 if sequences.rows is None else torch.int64
+    return Slot(x.offsets, source, shape, dense_strides(shape), dtype, step=int(step))
 
 
 def round_total(T: int) -> int:
