@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from attn_graph.errors import Reason
-from attn_graph.ir.graph import Graph
+from attn_graph.ir.graph import Graph, Op
 from attn_graph.ir.packed import Packed
 from attn_graph.ir.packing import Pack, Unpack
 from attn_graph.ir.paging import SumPages, Unpage
@@ -52,13 +52,18 @@ def other_equations(graph: Graph, tangents_of: str = "") -> Reason:
     if tangents := [eqn.op for eqn in graph.eqns if isinstance(eqn.op, DERIVED)]:
         actual = f"the graph has {', '.join(type(op).__name__ for op in tangents)}; math takes it"
         return Reason("tangents", f"computes no tangents{tangents_of}", actual)
-    if any(isinstance(eqn.op, PAGING) for eqn in graph.eqns):
+    if any(isinstance(eqn.op, PAGING) or is_paged(eqn.op) for eqn in graph.eqns):
         return Reason("pages", "reads no pages", "the graph has some; math takes it")
     if any(isinstance(eqn.op, PACKING) for eqn in graph.eqns):
         return Reason("packed", "reads no packed tensors", "the graph has some; math takes it")
     ops = ", ".join(type(eqn.op).__name__ for eqn in graph.eqns)
     actual = f"the graph has {len(graph.eqns)} equations: {ops}"
     return Reason("equations", "takes one attention", actual)
+
+
+def is_paged(op: Op) -> bool:
+    """Whether an op reads keys and values in pages."""
+    return isinstance(op, Packed) and op.paged
 
 
 def without_rule(modifier: str, others: str) -> Reason:

@@ -22,7 +22,7 @@ from attn_graph.spec import FLOATS, TensorSpec, ValueType
 
 EXTRA = (  # the inputs that options of `attention` add, in their order; those of masks follow
     *("bias", "alibi", "keep", "kv_lengths", "q_lengths", "sinks"),
-    *("q_segments", "kv_segments", "seed", "offset", "q_starts", "kv_starts"),
+    *("q_segments", "kv_segments", "seed", "offset", "q_starts", "kv_starts", "pages"),
 )
 JOINED: dict[masks.Mask, frozenset[str]] = {  # to a mask, by & : the tensors that each reads
     leaf: frozenset(leaf.needs)
@@ -107,13 +107,15 @@ class Value:
         """Weights p -> p * z / (1 - rate)."""
         return self.attempt(lambda: ops.Dropout(rate, origin), seed, offset)
 
-    def unpage(self, table: Value) -> Value:
+    def unpage(self, table: Value, lengths: Value | None = None) -> Value:
         """A pool of pages [n,P,G,D], table [B,pages] -> keys or values [B,G,pages * P,D].
 
-        Entry b has the rows of its pages in their order; which of them count is what lengths say.
-        The gradient adds up what a page gets from all that name it.
+        Entry b has the rows of its pages in their order, as many as lengths [B] say, then 0; all
+        of them where no lengths are given. The gradient adds up what a page gets from all that
+        name it.
         """
-        return self.then(Unpage(), table)
+        ends = () if lengths is None else (lengths,)
+        return self.then(Unpage(bool(ends)), table, *ends)
 
     def weigh(self, v: Value) -> Value:
         """Weights p [B,H,M,N] and v [B,G,N,E] -> o [B,H,M,E]."""
@@ -287,6 +289,7 @@ def attention(
     stats: bool | Sequence[str] = False,
     q_starts: TensorSpec | None = None,
     kv_starts: TensorSpec | None = None,
+    pages: TensorSpec | None = None,
     most: tuple[int | None, int | None] | None = None,
     **data: TensorSpec,
 ) -> Graph:
@@ -307,6 +310,11 @@ def attention(
     by `kv_starts` and `kv_lengths`, by default as q is. Positions count within a sequence. `most`:
     the most queries and keys of a sequence, by default all rows; they are the M and N of a bias.
 
+    `pages` [B,count]: k and v are pools of pages, [n,P,G,D] and [n,P,G,E] in any memory order: one
+    that lies [n,G,P,D] is passed as its transpose(1, 2). The keys of entry b are the rows of the
+    pages pages[b, 0], pages[b, 1], ... one after another, as many as `kv_lengths` says, by default
+    all, so that N is count * P; nothing past them is read, entries of the table included.
+
     Raises GraphError with every problem there is.
     """
     b = Builder()
@@ -317,7 +325,7 @@ def attention(
         given["q_segments"], given["kv_segments"] = two_segments(segments)
     if dropout:
         given["seed"] = given["offset"] = TensorSpec((), torch.int64)
-    given |= {"q_starts": q_starts, "kv_starts": kv_starts}
+    given |= {"q_starts": q_starts, "kv_starts": kv_starts, "pages": pages}
     specs = {"q": q, "k": k, "v": v}
     more = {name: given.get(name) for name in EXTRA} | data
     specs |= {name: spec for name, spec in more.items() if spec is not None}
@@ -325,11 +333,11 @@ def attention(
     b.problem(*dtype_problems(q, v, bias=bias, alibi=slopes, sinks=sinks))
     names = b.attempt(lambda: statistic_names(stats)) or ()
     rows, keys = b.attempt(lambda: find_packed_sides(x, most)) or (None, None)
-    x |= {n: side.lengths for n, side in (("q_lengths", rows), ("kv_lengths", keys)) if side}
+    ends = {"q_lengths": rows and rows.lengths, "kv_lengths": keys and keys.lengths}
+    x |= {name: lengths for name, lengths in ends.items() if lengths}
     whole = b.attempt(lambda: whole_mask(mask, x, align, rows, keys))
-    if rows or keys:
-        slanted = None if alibi is None or alibi is False else align or ""
-        b.problem(*alignment_problems(whole, slanted, rows, keys))
+    slanted = None if alibi is None or alibi is False else align or ""
+    b.problem(*alignment_problems(whole, slanted, rows, keys))
     unpacked = {n: keys.unpack(x[n]) if keys else x[n] for n in "kv"}
     s = scores(rows.unpack(x["q"]) if rows else x["q"], unpacked["k"], scale=scale)
     if soft_cap is not None:
@@ -394,7 +402,8 @@ def whole_mask(
 ) -> masks.Mask | None:
     """The mask joined, by &, with a leaf for each given tensor that it does not read itself.
 
-    Packed sequences, `rows` and `keys`, end where their lengths say, whatever the mask reads.
+    Sequences that are packed or in pages, `rows` and `keys`, end where their lengths say, whatever
+    the mask reads.
     """
     if mask is not None:
         masks.require_mask(None, None, mask)

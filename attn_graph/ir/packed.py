@@ -1,12 +1,12 @@
-"""An attention, or a derivative of one, on packed tensors as one op: what lowerings take."""
+"""An attention, or a derivative, on packed tensors or pages as one op: what lowerings take."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar, final
 
 import torch
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from attn_graph.errors import GraphError
 from attn_graph.ir.attention import Attention, AttentionGrad
@@ -19,14 +19,17 @@ from attn_graph.ir.packing import (
     row_count,
     to_most,
 )
+from attn_graph.ir.paging import SumPages, Unpage, table_problems
 from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp, attention_in
 from attn_graph.masks import And, KeyLengths, Mask, QueryLengths, flatten_join
 from attn_graph.spec import ValueType
 
 T = TypeVar("T")
+X = TypeVar("X", ValueType, torch.Tensor)
 OWN = ("rows", "keys", "keys")  # the sides of q, k and v
 STARTS = {"rows": "q_starts", "keys": "kv_starts"}
 LENGTHS = {"rows": "q_lengths", "keys": "kv_lengths"}
+PLACES = {"rows": 0, "keys": 1}  # of the first operand of a side
 LEAVES: dict[str, Mask] = {"rows": QueryLengths(), "keys": KeyLengths()}  # that a packed side needs
 
 
@@ -98,25 +101,56 @@ def and_parts(mask: Mask | None) -> list[Mask]:
     return [] if mask is None else flatten_join(And, mask)
 
 
+def infer_one(op: Op, *operands: ValueType) -> ValueType:
+    """The type of the one result of an op."""
+    (result,) = op.infer(*operands)
+    return result
+
+
+def run_one(op: Op, *operands: torch.Tensor) -> torch.Tensor:
+    """The one result of an op."""
+    (result,) = op.run(*operands)
+    return result
+
+
+def extent_of(shape: Sequence[int]) -> Sequence[int]:
+    """How many pages of how many rows a pool [n,P,G,D] has; how many rows a packed tensor has."""
+    return shape[:2] if len(shape) == 4 else (row_count(shape),)
+
+
+def blind_in(writer: Pack | SumPages, hides: bool) -> Pack | SumPages:
+    """The same op, which leaves -inf in rows of no sequence if it `hides` them."""
+    return evolve(writer, blind=hides) if isinstance(writer, Pack) else writer
+
+
 @final
 @frozen
 class Packed(Op):
-    """A fused op whose q, or k and v, or all, are packed; then q_starts and kv_starts, if so.
+    """A fused op whose q, or k and v, or all, are packed, or whose k and v lie in pages.
 
-    It means: unpack what lies as q and k do, do `op`, pack the results. The lengths of sequences
-    are those that the mask of `op` reads: so it has QueryLengths() where q is packed, KeyLengths()
-    where k and v are. rows, keys: the most rows of a sequence of q and of k; None of a side that
-    is not packed.
+    Its operands are those of `op`, then q_starts and kv_starts of what is packed, or `pages` last.
+    It means: unpack what lies as q and k do, do `op`, pack the results.
+
+    rows, keys: the most rows of a sequence of q and of k; None of a side that is not packed. The
+    lengths of sequences are those that the mask of `op` reads: so it has QueryLengths() where q is
+    packed, KeyLengths() where k and v are.
+
+    paged: k and v, their gradients and their tangents are pools [n,P,G,D], and pages is [B,pages].
+    With KeyLengths() in the mask the keys of a sequence end by kv_lengths, and nothing past them
+    is read, entries of the table included; without it all of its pages count.
     """
 
     op: Op = field()
     rows: int | None = field(default=None, converter=to_most)
     keys: int | None = field(default=None, converter=to_most)
+    paged: bool = field(default=False, converter=bool)
 
     def __attrs_post_init__(self) -> None:
         parts = and_parts(self.attention.mask)
         if missing := [str(LEAVES[side]) for side in self.sides if LEAVES[side] not in parts]:
             raise GraphError(f"packed: the mask of {self.op} lacks & {' & '.join(missing)}")
+        if self.paged and self.keys is not None:
+            raise GraphError(f"packed: keys is {self.keys}, and they are in pages; say keys=None")
 
     @property
     def attention(self) -> Attention:
@@ -124,10 +158,37 @@ class Packed(Op):
         return fused_attention(self.op)
 
     @property
+    def most(self) -> dict[str, int]:
+        """The most rows of a sequence, by the sides that are packed."""
+        given = {"rows": self.rows, "keys": self.keys}
+        return {side: n for side, n in given.items() if n is not None}
+
+    @property
     def sides(self) -> tuple[str, ...]:
         """The sides that are packed, of "rows" and "keys"."""
-        most = {"rows": self.rows, "keys": self.keys}
-        return tuple(side for side, n in most.items() if n is not None)
+        return tuple(self.most)
+
+    @property
+    def ended(self) -> bool:
+        """Whether kv_lengths end the keys of each sequence."""
+        return LEAVES["keys"] in and_parts(self.attention.mask)
+
+    @property
+    def readers(self) -> dict[str, Unpack | Unpage]:
+        """What makes the operands of `op` of those that lie otherwise, by side."""
+        readers: dict[str, Unpack | Unpage] = {side: Unpack(n) for side, n in self.most.items()}
+        if self.paged:
+            readers["keys"] = Unpage(self.ended)
+        return readers
+
+    def writers(self, shapes: Sequence[Sequence[int]]) -> dict[str, Pack | SumPages]:
+        """What makes results that lie so of those of `op`, by side. shapes: of the operands."""
+        writers: dict[str, Pack | SumPages] = {
+            side: Pack(row_count(shapes[PLACES[side]])) for side in self.sides
+        }
+        if self.paged:
+            writers["keys"] = SumPages(shapes[1][0], shapes[1][1], self.ended)
+        return writers
 
     @property
     def is_gradient(self) -> bool:  # type: ignore[override]  # here it depends on the op within
@@ -161,56 +222,79 @@ class Packed(Op):
 
     @property
     def roles(self) -> tuple[str, ...]:
-        return (*self.op.roles, *(STARTS[side] for side in self.sides))
+        starts = (STARTS[side] for side in self.sides)
+        return (*self.op.roles, *starts, *(("pages",) * self.paged))
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
         pairs = zip(self.op.ranks, operand_sides(self.op), strict=True)
         own = (n - 1 if n is not None and side in self.sides else n for n, side in pairs)
-        return (*own, *(1 for _ in self.sides))
+        return (*own, *(1 for _ in self.sides), *((2,) * self.paged))
 
-    def split(self, operands: Sequence[T]) -> tuple[tuple[T, ...], dict[str, tuple[T, T]]]:
-        """The operands of `op`, and the starts and lengths of each packed side."""
+    def split(self, operands: Sequence[T]) -> tuple[tuple[T, ...], dict[str, tuple[T, ...]]]:
+        """The operands of `op`, and by side what its reader takes besides: starts and lengths, or
+        pages and, where they end the keys, lengths."""
         count, node = len(self.op.ranks), self.attention
         mask = node.split(operands[: len(node.ranks)]).mask
-        starts = zip(self.sides, operands[count:], strict=True)
-        return tuple(operands[:count]), {side: (x, mask[LENGTHS[side]]) for side, x in starts}
+        starts = zip(self.sides, operands[count:], strict=False)
+        where: dict[str, tuple[T, ...]] = {side: (x, mask[LENGTHS[side]]) for side, x in starts}
+        if self.paged:
+            ends = (mask[LENGTHS["keys"]],) if self.ended else ()
+            where["keys"] = (operands[-1], *ends)
+        return tuple(operands[:count]), where
 
-    def totals(self, types: Sequence[ValueType]) -> dict[str, int]:
-        """T of each packed side, by its first operand."""
-        first = {"rows": 0, "keys": 1}
-        return {side: row_count(types[first[side]].shape) for side in self.sides}
+    def entries(self, types: Sequence[ValueType]) -> int:
+        """B, by the types of the operands."""
+        return types[-1].shape[0] if self.paged else count_sequences(types[-1])
 
-    def fewest(self, place: int, x: ValueType) -> int:
-        """The fewest sequences that q (place 0) or k (1) can be, each as long as there can be."""
-        most = (self.rows, self.keys)[place]
-        return x.shape[0] if most is None else -(-row_count(x.shape) // max(1, most))
+    def fewest(self, types: Sequence[ValueType]) -> int:
+        """The fewest sequences that there can be, each as long as there can be."""
+        full = (
+            -(-row_count(types[PLACES[side]].shape) // max(1, n)) for side, n in self.most.items()
+        )
+        return min([self.entries(types), *full])
 
     def padded(self, types: Sequence[ValueType]) -> list[ValueType]:
         """The types of the operands of `op`."""
-        own, where = self.split(types)
-        steps = [self.unpacking(side) for side in operand_sides(self.op)]
+        return self.read(infer_one, types)
+
+    def read(self, use: Callable[..., X], operands: Sequence[X]) -> list[X]:
+        """The operands of `op`. use: what gives the one result of an op."""
+        own, where = self.split(operands)
+        readers, sides = self.readers, operand_sides(self.op)
         return [
-            x if step is None else step[1].infer(x, *where[step[0]])[0]
-            for x, step in zip(own, steps, strict=True)
+            use(readers[side], x, *where[side]) if side in readers else x
+            for x, side in zip(own, sides, strict=True)
         ]
 
-    def unpacking(self, side: str) -> tuple[str, Unpack] | None:
-        """The op that pads an operand of a side; None where it is not packed."""
-        most = {"rows": self.rows, "keys": self.keys}.get(side)
-        return None if most is None else (side, Unpack(most))
+    def write(
+        self, use: Callable[..., X], results: Sequence[X], operands: Sequence[X]
+    ) -> tuple[X, ...]:
+        """Its results, of those of `op` on what `read` gives of these operands."""
+        writers, (_, where) = self.writers([x.shape for x in operands]), self.split(operands)
+        named = zip(self.names, results, result_sides(self.op), strict=True)
+        return tuple(
+            use(blind_in(writers[side], self.hides(name)), x, *where[side])
+            if side in writers
+            else x
+            for name, x, side in named
+        )
 
     def problems(self, *types: ValueType) -> Iterator[str]:
         own, where = self.split(types)
-        for side, (starts, _) in where.items():
-            yield from integer_problems("packed", **{STARTS[side]: starts})
+        for side in self.sides:
+            yield from integer_problems("packed", **{STARTS[side]: where[side][0]})
+        if self.paged:
+            yield from table_problems("packed", *where["keys"])
         yield from self.op.problems(*self.padded(types))
-        totals, entries = self.totals(types), {count_sequences(x) for x, _ in where.values()}
+        entries = {count_sequences(where[side][0]) for side in self.sides} | {self.entries(types)}
         if len(entries) > 1:
-            yield f"packed: q_starts and kv_starts are of {sorted(entries)} sequences"
+            names = " and ".join(self.roles[len(own) :])
+            yield f"packed: {names} are of {sorted(entries)} sequences"
         for x, side in zip(own, operand_sides(self.op), strict=True):
-            if side in totals and row_count(x.shape) != totals[side]:
-                yield f"packed: {x} should have {totals[side]} rows, as others beside it"
+            due = own[PLACES.get(side, 0)]
+            if side in where and extent_of(x.shape) != extent_of(due.shape):
+                yield f"packed: {x} should have as many rows as {due}, which is beside it"
 
     def gradient_problems(self) -> Iterator[str]:
         yield from self.op.gradient_problems()
@@ -219,51 +303,22 @@ class Packed(Op):
         yield from self.op.push_problems()
 
     def infer(self, *types: ValueType) -> tuple[ValueType, ...]:
-        totals, results = self.totals(types), self.op.infer(*self.padded(types))
-        return tuple(
-            Pack(totals[side]).infer(x)[0] if side in totals else x
-            for x, side in zip(results, result_sides(self.op), strict=True)
-        )
+        return self.write(infer_one, self.op.infer(*self.read(infer_one, types)), types)
 
     def run(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        own, where = self.split(operands)
-        return self.pack_results(self.op.run(*self.pad(own, where)), own, where)
-
-    def pad(
-        self, own: Sequence[torch.Tensor], where: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
-    ) -> list[torch.Tensor]:
-        """The operands of `op`. own, where: as `split` gives them."""
-        steps = [self.unpacking(side) for side in operand_sides(self.op)]
-        return [
-            x if step is None else step[1].run(x, *where[step[0]])[0]
-            for x, step in zip(own, steps, strict=True)
-        ]
-
-    def pack_results(
-        self,
-        results: Sequence[torch.Tensor],
-        own: Sequence[torch.Tensor],
-        where: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
-    ) -> tuple[torch.Tensor, ...]:
-        """The results of `op` packed. own, where: as `split` gives them."""
-        totals = self.totals([ValueType(tuple(x.shape), x.dtype) for x in own])
-        each = zip(self.names, results, result_sides(self.op), strict=True)
-        return tuple(
-            Pack(totals[side], self.hides(name)).run(x, *where[side])[0] if side in totals else x
-            for name, x, side in each
-        )
+        return self.write(run_one, self.op.run(*self.read(run_one, operands)), operands)
 
     def hides(self, name: str) -> bool:
         """Whether a result is -inf in rows of no sequence, as statistics of rows are."""
         return name in self.attention.statistics
 
     def within(self, emit: Emit, where: Values) -> Emit:
-        """Emits what derivatives of `op` emit, on packed tensors."""
+        """Emits what derivatives of `op` emit, on tensors that lie as these do."""
 
         def emit_packed(op: Op, *operands: object) -> tuple[object, ...]:
             if attention_in(op) is None:
                 return emit(op, *operands)
-            return emit(Packed(op, self.rows, self.keys), *operands, *where)
+            return emit(evolve(self, op=op), *operands, *where)
 
         return emit_packed
 

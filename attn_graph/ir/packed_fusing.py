@@ -1,4 +1,4 @@
-"""The pass that takes the unpacking and packing around an attention into one op, Packed."""
+"""The pass that takes unpacking, paging and packing around an attention into one op, Packed."""
 
 from __future__ import annotations
 
@@ -12,20 +12,28 @@ from attrs import frozen
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.builder import Builder, Value
 from attn_graph.ir.graph import Eqn, Graph
-from attn_graph.ir.packed import LEAVES, LENGTHS, Packed, and_parts
+from attn_graph.ir.packed import LEAVES, LENGTHS, Packed, and_parts, extent_of
 from attn_graph.ir.packing import Pack, Unpack, row_count
+from attn_graph.ir.paging import Unpage
 from attn_graph.ir.rewrite import prune
+
+READERS = Unpack, Unpage
 
 
 @final
 @frozen
 class Side:
-    """What q, or k and v, are unpacked from. tensors, starts, lengths: numbers of values."""
+    """What q, or k and v, are read from. tensors, where: numbers of values, of which `where` are
+    starts and lengths, or the table of pages, and lengths if it has them. op: what reads them."""
 
     tensors: tuple[int, ...]
-    starts: int
-    lengths: int
-    most: int
+    where: tuple[int, ...]
+    op: Unpack | Unpage
+
+    @property
+    def most(self) -> int | None:
+        """The most rows of a sequence; None of pages."""
+        return self.op.length if isinstance(self.op, Unpack) else None
 
 
 @final
@@ -39,12 +47,12 @@ class Absorbed:
 
 
 def fuse_packed(graph: Graph) -> Graph:
-    """Turn each attention between Unpack and Pack into one Packed.
+    """Turn each attention between Unpack or Unpage and Pack into one Packed.
 
-    It stays as it is where k and v are not packed alike, where a result is read unpacked too or
+    It stays as it is where k and v do not lie alike, where a result is read unpacked too or
     packed in another way, and where the mask does not end the sequences by the same lengths.
     """
-    if not any(isinstance(eqn.op, Unpack) for eqn in graph.eqns):
+    if not any(isinstance(eqn.op, READERS) for eqn in graph.eqns):
         return graph
     around = Neighbours(graph)
     tries = {outs[0]: around.absorb(eqn, outs) for eqn, outs in graph.numbered}
@@ -98,25 +106,30 @@ class Neighbours:
         packs = results if rows is None else self.packs(eqn.op, results, rows)
         if (rows is None and keys is None) or packs is None:
             return None
-        starts = [side.starts for side in (rows, keys) if side]
+        starts = [side.where[0] for side in (rows, keys) if side]
         tensors = *(rows.tensors if rows else (q,)), *(keys.tensors if keys else (k, v))
-        op = Packed(eqn.op, rows.most if rows else None, keys.most if keys else None)
+        paged = keys is not None and isinstance(keys.op, Unpage)
+        op = Packed(eqn.op, rows and rows.most, keys and keys.most, paged)
         return Absorbed(op, (*tensors, *rest, *starts), packs)
 
     def side(self, eqn: Eqn, name: str, *operands: int) -> Side | None:
         """One side of an attention; None where it is not unpacked, or its mask goes beyond."""
         made = [self.makers.get(i) for i in operands]
-        unpacks = [x for x in made if x is not None and isinstance(x.op, Unpack)]
-        alike = {(x.op, *x.args[1:]) for x in unpacks}
-        if len(unpacks) < len(made) or len(alike) > 1:
+        reads = [x for x in made if x is not None and isinstance(x.op, READERS)]
+        alike = {(x.op, *x.args[1:], extent_of(self.graph.types[x.args[0]].shape)) for x in reads}
+        if len(reads) < len(made) or len(alike) > 1:
             return None
+        op, (_, *where) = reads[0].op, reads[0].args
+        assert isinstance(op, READERS)
+        if where[1:] and where[1] != self.end(eqn, name):
+            return None
+        return Side(tuple(x.args[0] for x in reads), tuple(where), op)
+
+    def end(self, eqn: Eqn, name: str) -> int | None:
+        """The lengths by which the mask of an attention ends a side; None where it does not."""
         assert isinstance(eqn.op, Attention)
-        _, starts, lengths = unpacks[0].args
         data = eqn.op.split(eqn.args).mask
-        if LEAVES[name] not in and_parts(eqn.op.mask) or data[LENGTHS[name]] != lengths:
-            return None
-        assert isinstance(unpacks[0].op, Unpack)
-        return Side(tuple(x.args[0] for x in unpacks), starts, lengths, unpacks[0].op.length)
+        return data[LENGTHS[name]] if LEAVES[name] in and_parts(eqn.op.mask) else None
 
     def packs(self, op: Attention, results: Mapping[int, int], rows: Side) -> dict[int, int] | None:
         """The packs of an attention's results; None where one is read otherwise."""
@@ -125,7 +138,7 @@ class Neighbours:
             due = Pack(total, op.names[place] in op.statistics)
             for reader in self.readers[i]:
                 eqn = self.makers.get(reader)
-                if eqn is None or eqn.op != due or eqn.args[1:] != (rows.starts, rows.lengths):
+                if eqn is None or eqn.op != due or eqn.args[1:] != rows.where:
                     return None
                 packs[reader] = place
         return packs

@@ -1,4 +1,4 @@
-"""How `attention` reads packed tensors: which are, and by which starts and lengths."""
+"""How `attention` reads packed tensors and pages: which are, and by which starts and lengths."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from attrs import frozen
 from attn_graph import masks
 from attn_graph.errors import GraphError
 from attn_graph.ir.packing import Lengths, Pack, Unpack, to_most
+from attn_graph.ir.paging import Unpage
 from attn_graph.masks.runs import leaves
 
 Value = Any  # a value of whoever builds the graph
@@ -33,25 +34,42 @@ class Sequences:
         return x.then(Pack(like.type.shape[0], blind), self.starts, self.lengths)
 
 
+@final
+@frozen(eq=False)
+class Pages:
+    """How k and v lie in pages: the table [B,pages], and kv_lengths [B] if they are given."""
+
+    table: Value
+    lengths: Value | None
+
+    def unpack(self, x: Value) -> Value:
+        """x [n,P,G,D] -> [B,G,pages * P,D]."""
+        ends = () if self.lengths is None else (self.lengths,)
+        return x.then(Unpage(bool(ends)), self.table, *ends)
+
+
 def find_packed_sides(
     x: dict[str, Value], most: object
-) -> tuple[Sequences | None, Sequences | None]:
-    """How q is packed, and k and v; None where they are not. Raises GraphError."""
+) -> tuple[Sequences | None, Sequences | Pages | None]:
+    """How q is packed, and k and v, which may be in pages; None where not. Raises GraphError."""
     if problems := [*packed_problems(x)]:
         raise GraphError(*problems)
     M, N = two_sizes(most)
-    rows = keys = None
+    rows: Sequences | None = None
+    keys: Sequences | Pages | None = None
     if "q_starts" in x:
         lengths = x.get("q_lengths") or x["q_starts"].then(Lengths())
         rows = Sequences(x["q_starts"], lengths, size_of(x["q"]) if M is None else M)
-    if len(x["k"].type.shape) == 3 and (rows or "kv_starts" in x):
+    if "pages" in x:
+        keys = Pages(x["pages"], x.get("kv_lengths"))
+    elif len(x["k"].type.shape) == 3 and (rows or "kv_starts" in x):
         apart = x.get("kv_starts")
         own = rows.lengths if rows and not apart else None
         lengths = x.get("kv_lengths") or own or (apart or x["q_starts"]).then(Lengths())
         most_keys = size_of(x["k"]) if N is None else N
         keys = Sequences(apart or x["q_starts"], lengths, most_keys)
     for name, side, size in (("M", rows, M), ("N", keys, N)):
-        if size is not None and side is None:
+        if size is not None and not isinstance(side, Sequences):
             raise GraphError(f"attention: most says {name} = {size}, and nothing of that is packed")
     return rows, keys
 
@@ -68,6 +86,15 @@ def packed_problems(x: dict[str, Value]) -> Iterator[str]:
         yield f"attention: q {x['q'].type} has {ranks['q']} axes; with q_starts it is [T,H,D]"
     if "kv_starts" in x and ranks["k"] != 3:
         yield f"attention: k {x['k'].type} has {ranks['k']} axes; with kv_starts it is [T,G,D]"
+    if {"pages", "kv_starts"} <= x.keys():
+        yield "attention: kv_starts and pages are both given; keys are packed or in pages, not both"
+    if "pages" in x and not ranks["k"] == ranks["v"] == 4:
+        yield (
+            f"attention: k {x['k'].type} and v {x['v'].type} have {ranks['k']} and {ranks['v']} "
+            "axes; with pages they are pools [n,P,G,D]"
+        )
+    elif "pages" in x and x["k"].type.shape[:2] != x["v"].type.shape[:2]:
+        yield f"attention: k {x['k'].type} and v {x['v'].type} are not of the same pages [n,P]"
     if {"q_starts", "kv_starts"} & x.keys() and ranks["k"] != ranks["v"]:
         yield f"attention: k {x['k'].type} and v {x['v'].type} are not packed alike"
     if (
@@ -89,13 +116,18 @@ def two_sizes(most: object) -> tuple[int | None, int | None]:
 
 
 def alignment_problems(
-    mask: masks.Mask | None, alibi: str | None, rows: Sequences | None, keys: Sequences | None
+    mask: masks.Mask | None,
+    alibi: str | None,
+    rows: Sequences | None,
+    keys: Sequences | Pages | None,
 ) -> Iterator[str]:
-    """What compares positions of sequences whose lengths may differ, and has no alignment.
+    """What compares positions of packed sequences whose lengths may differ, and has no alignment.
 
     alibi: its alignment, "" where it has none; None: there is no ALiBi.
     """
-    if rows and keys and rows.lengths.index == keys.lengths.index:
+    if not rows and not isinstance(keys, Sequences):
+        return
+    if rows and keys and keys.lengths and rows.lengths.index == keys.lengths.index:
         return
     parts = [] if mask is None else [*leaves(mask)]
     free = [str(x) for x in parts if isinstance(x, masks.Diagonal) and x.align is None]

@@ -1,7 +1,8 @@
 """Paged caches: keys and values in pages of P rows each, which a table puts in order.
 
 A pool is [n,P,G,D], in any memory order, and a table [B,pages] names the pages of each batch entry,
-the first of which holds its first P rows.
+the first of which holds its first P rows. Lengths [B] say how many rows of an entry count: pages
+that begin past them are not read, and the table may hold anything there.
 """
 
 from __future__ import annotations
@@ -19,19 +20,44 @@ from attn_graph.ir.sums import apply
 from attn_graph.spec import ValueType
 
 
-def require_pages(table: torch.Tensor, count: int) -> torch.Tensor:
-    """The table as int64. Raises PlanMismatchError for a page that is not in the pool."""
-    if table.numel():
-        least, most = map(int, torch.aminmax(table))
-        if not 0 <= least <= most < count:
-            raise PlanMismatchError(f"table: pages from {least} to {most}, of a pool of {count}")
-    return table.long()
+def table_problems(who: str, table: ValueType, *lengths: ValueType) -> Iterator[str]:
+    """A table, and lengths, that are no integers, or of other entries."""
+    given = zip(("table", "lengths"), (table, *lengths), strict=False)
+    yield from integer_problems(who, **dict(given))
+    for n in lengths:
+        if n.shape[0] != table.shape[0]:
+            yield f"{who}: table {table} and lengths {n} disagree in batch"
+
+
+def list_entries(
+    page: int, pool: int, table: torch.Tensor, lengths: torch.Tensor | None = None
+) -> Iterator[tuple[int, list[int], int]]:
+    """The number of each entry, its pages, and its rows, which end within the last of them.
+
+    page: rows of one. pool: how many there are. Reads the tensors on the host. Raises
+    PlanMismatchError for lengths over those of all pages, and for pages that are not in the pool.
+    """
+    most = table.shape[1] * page
+    counts = [most] * len(table) if lengths is None else lengths.tolist()
+    for b, (pages, count) in enumerate(zip(table.tolist(), counts, strict=True)):
+        if not 0 <= count <= most:
+            raise PlanMismatchError(f"kv_lengths: entry {b} has {count}, and its pages {most} rows")
+        used = pages[: -(-count // max(1, page))]
+        if used and not 0 <= min(used) <= max(used) < pool:
+            extent = f"pages from {min(used)} to {max(used)}, of a pool of {pool}"
+            raise PlanMismatchError(f"pages: entry {b} has {extent}")
+        yield b, used, count
 
 
 @final
 @frozen
 class Unpage(Op):
-    """pool [n,P,G,D], table [B,pages] -> x [B,G,pages * P,D], the rows of each entry's pages."""
+    """pool [n,P,G,D], table [B,pages] -> x [B,G,pages * P,D], the rows of each entry's pages.
+
+    ended: a third operand, lengths [B], says how many rows of each entry count; the others are 0.
+    """
+
+    ended: bool = field(default=False, converter=bool)
 
     @property
     def reads(self) -> int:
@@ -39,30 +65,36 @@ class Unpage(Op):
 
     @property
     def roles(self) -> tuple[str, ...]:
-        return "pool", "table"
+        return "pool", "table", *(("lengths",) * self.ended)
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
-        return 4, 2
+        return 4, 2, *((1,) * self.ended)
 
-    def problems(self, pool: ValueType, table: ValueType) -> Iterator[str]:
-        yield from integer_problems("unpage", table=table)
+    def problems(self, pool: ValueType, *where: ValueType) -> Iterator[str]:
+        yield from table_problems("unpage", *where)
 
-    def infer(self, pool: ValueType, table: ValueType) -> tuple[ValueType]:
-        (B, pages), (_, P, G, D) = table.shape, pool.shape
+    def infer(self, pool: ValueType, table: ValueType, *_: ValueType) -> tuple[ValueType]:
+        (B, pages), (_n, P, G, D) = table.shape, pool.shape
         return (ValueType((B, G, pages * P, D), pool.dtype),)
 
-    def run(self, pool: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor]:
-        rows = pool[require_pages(table, len(pool))]
-        return (rows.flatten(1, 2).transpose(1, 2),)
+    def run(
+        self, pool: torch.Tensor, table: torch.Tensor, *lengths: torch.Tensor
+    ) -> tuple[torch.Tensor]:
+        (due,) = self.infer(*(ValueType(tuple(x.shape), x.dtype) for x in (pool, table)))
+        x = pool.new_zeros(due.shape)
+        for b, each, count in list_entries(pool.shape[1], len(pool), table, *lengths):
+            x[b, :, :count] = pool[each].flatten(0, 1)[:count].transpose(0, 1)
+        return (x,)
 
     def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
-        pool, table = operands
+        pool, *where = operands
         count, page = pool.type.shape[:2]
-        return apply(emit, SumPages(count, page), grads[0], table), None
+        back = SumPages(count, page, self.ended)
+        return apply(emit, back, grads[0], *where), *(None for _ in where)
 
     def push(self, emit: Emit, operands: Values, results: Values, tangents: Values) -> Gradients:
-        return (apply(emit, self, tangents[0], operands[1]),)
+        return (apply(emit, self, tangents[0], *operands[1:]),)
 
 
 @final
@@ -72,10 +104,12 @@ class SumPages(Op):
 
     A page that several entries name, or one entry twice, gets the sum, in their order and in
     float32 or wider; a page that none names is 0. It is what Unpage is the gradient of, too.
+    ended: a third operand, lengths [B], says how many rows of each entry count.
     """
 
     count: int = field(converter=to_size)
     page: int = field(converter=to_size)
+    ended: bool = field(default=False, converter=bool)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -87,36 +121,40 @@ class SumPages(Op):
 
     @property
     def roles(self) -> tuple[str, ...]:
-        return "x", "table"
+        return "x", "table", *(("lengths",) * self.ended)
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
-        return 4, 2
+        return 4, 2, *((1,) * self.ended)
 
-    def problems(self, x: ValueType, table: ValueType) -> Iterator[str]:
-        yield from integer_problems("sum_pages", table=table)
-        (B, pages), rows = table.shape, x.shape[2]
+    def problems(self, x: ValueType, *where: ValueType) -> Iterator[str]:
+        yield from table_problems("sum_pages", *where)
+        table, rows = where[0], x.shape[2]
+        (B, pages) = table.shape
         if (x.shape[0], rows) != (B, pages * self.page):
             yield (
                 f"sum_pages: x {x} and table {table} disagree: {pages} pages of {self.page} rows "
                 f"are {pages * self.page} rows"
             )
 
-    def infer(self, x: ValueType, table: ValueType) -> tuple[ValueType]:
+    def infer(self, x: ValueType, *_: ValueType) -> tuple[ValueType]:
         return (ValueType((self.count, self.page, x.shape[1], x.shape[3]), x.dtype),)
 
-    def run(self, x: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor]:
-        B, G, _, D = x.shape
+    def run(
+        self, x: torch.Tensor, table: torch.Tensor, *lengths: torch.Tensor
+    ) -> tuple[torch.Tensor]:
+        _, G, _, D = x.shape
         wide = torch.promote_types(x.dtype, torch.float32)
-        pages = x.transpose(1, 2).reshape(B * table.shape[1], self.page, G, D).to(wide)
-        order = require_pages(table, self.count).flatten().tolist()
         pool = torch.zeros(self.count, self.page, G, D, dtype=wide, device=x.device)
-        for page, rows in zip(order, pages, strict=True):
-            pool[page] += rows
+        for b, pages, count in list_entries(self.page, self.count, table, *lengths):
+            parts = x[b, :, :count].transpose(0, 1).split(max(1, self.page))
+            for page, rows in zip(pages, parts, strict=False):
+                pool[page, : len(rows)] += rows
         return (pool.to(x.dtype),)
 
     def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
-        return apply(emit, Unpage(), grads[0], operands[1]), None
+        where = operands[1:]
+        return apply(emit, Unpage(self.ended), grads[0], *where), *(None for _ in where)
 
     def push(self, emit: Emit, operands: Values, results: Values, tangents: Values) -> Gradients:
-        return (apply(emit, self, tangents[0], operands[1]),)
+        return (apply(emit, self, tangents[0], *operands[1:]),)

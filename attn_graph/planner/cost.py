@@ -290,7 +290,7 @@ def attention_share(
         types = whole.padded(types)
     (B, H, M, D), (_, G, N, _), E = types[0].shape, types[1].shape, types[2].shape[3]
     if isinstance(whole, Packed) and not data:
-        B = min(B, *(whole.fewest(n, x.type) for n, x in enumerate(operands[:2])))
+        B = whole.fewest([x.type for x in operands])
     sizes = (B, H, G, M, N)
     coverage = count_pairs(node.mask, sizes, data) if data else count_pairs_once(node.mask, sizes)
     most: list[int | None] = [coverage.queries * D, coverage.keys * D, coverage.keys * E]

@@ -25,6 +25,7 @@ from attn_graph.ir.packed import (
     label_operands,
     label_results,
     operand_sides,
+    run_one,
 )
 from attn_graph.ir.packing import list_sequences, row_count
 from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp
@@ -86,7 +87,8 @@ def is_separable(op: Packed) -> bool:
     node = op.attention
     masks = leaves(node.mask) if node.mask else ()
     known = all(type(leaf) in KNOWN_LEAVES for leaf in masks)
-    return known and not node.dropout and all(is_relative(m, op) for m in node.modifiers)
+    alone = known and not node.dropout and all(is_relative(m, op) for m in node.modifiers)
+    return alone and not op.paged
 
 
 def is_relative(modifier: Modifier, op: Packed) -> bool:
@@ -175,8 +177,8 @@ class PackedRun:
         for (side, most), x in zip(self.most.items(), own[:2], strict=True):
             name = LENGTHS[side]
             if side in where:
-                who = name.split("_")[0]
-                ends.append(list_sequences(*where[side], row_count(x.shape), most, who))
+                who, (starts, lengths) = name.split("_")[0], where[side]
+                ends.append(list_sequences(starts, lengths, row_count(x.shape), most, who))
             else:
                 counts = read[name].tolist() if name in read else [most] * x.shape[0]
                 ends.append([(0, n) for n in counts])
@@ -364,7 +366,7 @@ class PaddedRun:
     @cached_property
     def padded(self) -> Executable:
         """What runs the padded graph."""
-        packed = [side in self.op.sides for side in operand_sides(self.op.op)]
+        packed = [side in self.op.readers for side in operand_sides(self.op.op)]
         types = self.op.padded([spec.type for spec in self.specs])
         b = Builder(True)
         specs = [
@@ -392,9 +394,8 @@ class PaddedRun:
 
     def run(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The results."""
-        own, where = self.op.split(operands)
-        outputs, _ = self.padded.run(*self.op.pad(own, where))
-        return [*self.op.pack_results(outputs, own, where)]
+        outputs, _ = self.padded.run(*self.op.read(run_one, operands))
+        return [*self.op.write(run_one, outputs, operands)]
 
 
 @final

@@ -177,7 +177,7 @@ EXAMPLES = (
     AttentionJvp(ATTENTION, (True,) * 4 + (False,) * 2),
     AttentionGradJvp(AttentionGrad(ATTENTION, (True,) * 6), (True,) * 4 + (False,) * 2),
     *(Lengths(), Unpack(5), Pack(7), Packed(Attention(mask=m.KeyLengths()), keys=4)),
-    *(Unpage(), SumPages(5, 4)),
+    *(Unpage(), SumPages(5, 4), Packed(Attention(), paged=True)),
     *(views.Fold(1, 0, 3, True), views.Unfold(1, 0, 3, True), views.Repeat(0, 3)),
     views.SumRepeats(0, 3),
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from hypothesis.strategies import DrawFn
 import attn_graph as ag
 from attn_graph import masks as m
 from attn_graph.ir.packed import Packed
-from attn_graph.ir.packing import Pack, Unpack, list_sequences
+from attn_graph.ir.packing import Pack, Unpack
 from attn_graph.ir.passes import canonicalise, simplify
 from attn_graph.ir.reference import evaluate
 from attn_graph.lowering.cpu.packed import is_separable
@@ -25,6 +24,7 @@ from attn_graph.spec import INF
 from attn_graph.testing.agreement import run_gradients, run_plan
 from attn_graph.testing.rule import expect_gradients, expect_outputs
 from attn_graph.testing.strategies import Shape, dtypes, mask_options, score_options, seeds
+from tests.support.sequences import Batch, attend, batches, dense, numbers
 
 CPU = Target.here("cpu")
 I32 = torch.int32
@@ -38,48 +38,6 @@ ALONE: tuple[dict[str, Any], ...] = (  # options with which a sequence is an att
 
 
 @frozen
-class Batch:
-    """Sequences: rows and keys of each, and how many rows and keys lie unused after each."""
-
-    rows: tuple[int, ...]
-    keys: tuple[int, ...]
-    unused: tuple[tuple[int, int], ...]
-    gaps: bool
-
-    @property
-    def most(self) -> tuple[int, int]:
-        """The longest of each side."""
-        return max(self.rows, default=0), max(self.keys, default=0)
-
-    def starts(self, side: int) -> torch.Tensor:
-        """starts [B+1] of rows, side 0, or keys; unused ones at the end belong to no sequence."""
-        pairs = zip((self.rows, self.keys)[side], self.unused, strict=True)
-        extents = [n + more[side] * self.gaps for n, more in pairs]
-        return torch.tensor([*accumulate(extents, initial=0)], dtype=I32)
-
-    def total(self, side: int) -> int:
-        """T: so many rows a packed tensor has."""
-        return int(self.starts(side)[-1]) + 2
-
-    def lengths(self, side: int) -> torch.Tensor:
-        """lengths [B]."""
-        return torch.tensor((self.rows, self.keys)[side], dtype=I32)
-
-
-lengths = st.one_of(st.integers(0, 7), st.sampled_from([0, 1, 1, 17]))
-
-
-@st.composite
-def batches(draw: DrawFn, least: int = 1) -> Batch:
-    """One to four sequences of 0 to 17 rows, at least one of them with some."""
-    B = draw(st.integers(least, 4))
-    rows, keys = (tuple(draw(lengths) for _ in range(B)) for _ in range(2))
-    unused = tuple(draw(st.tuples(st.integers(0, 2), st.integers(0, 2))) for _ in range(B))
-    batch = Batch(rows, keys, unused, draw(st.booleans()))
-    return batch if min(batch.most) else evolve(batch, rows=(3, *rows[1:]), keys=(4, *keys[1:]))
-
-
-@frozen
 class Case:
     """The same attention on packed and on padded tensors."""
 
@@ -88,45 +46,18 @@ class Case:
     padded: ag.Graph
     tensors: dict[str, torch.Tensor]
 
-    def pad(self, x: torch.Tensor, side: int = 0) -> torch.Tensor:
-        """A packed tensor, padded with 0."""
-        where = self.batch.starts(side), self.batch.lengths(side)
-        return Unpack(self.batch.most[side]).run(x, *where)[0]
-
     @property
     def padded_tensors(self) -> list[torch.Tensor]:
         """The inputs of the padded graph."""
         own = {"q_lengths": self.batch.lengths(0), "kv_lengths": self.batch.lengths(1)}
         given = self.tensors | own
-        given |= {n: self.pad(given[n], side) for n, side in (("q", 0), ("k", 1), ("v", 1))}
+        given |= {n: self.batch.pad(given[n], side) for n, side in (("q", 0), ("k", 1), ("v", 1))}
         return [given[i.name] for i in self.padded.inputs]
 
     @property
     def packed_tensors(self) -> list[torch.Tensor]:
         """The inputs of the packed graph."""
         return [self.tensors[i.name] for i in self.packed.inputs]
-
-    def real(self, x: torch.Tensor) -> torch.Tensor:
-        """Which rows of a padded result there are."""
-        there = torch.arange(x.shape[2]) < self.batch.lengths(0)[:, None]
-        return there.view(*there.shape[:1], 1, -1, *(1,) * (x.ndim - 3))
-
-    def outside(self, x: torch.Tensor, side: int = 0) -> torch.Tensor:
-        """The rows of a packed tensor that are of no sequence, [H,...]."""
-        mine = torch.zeros(self.batch.total(side), dtype=torch.bool)
-        where = self.batch.starts(side), self.batch.lengths(side)
-        for start, n in list_sequences(*where, len(mine), len(mine)):
-            mine[start : start + n] = True
-        return x[~mine] if x.ndim == 3 else x[:, ~mine]
-
-
-def numbers(spec: ag.TensorSpec, random: torch.Generator) -> torch.Tensor:
-    """A tensor for an option: floats, flags, or numbers of few segments."""
-    if spec.dtype.is_floating_point:
-        return torch.randn(spec.shape, generator=random).to(spec.dtype)
-    if spec.shape == ():
-        return torch.randint(2**40, (), generator=random)
-    return torch.randint(2, spec.shape, generator=random).to(spec.dtype)
 
 
 @st.composite
@@ -144,19 +75,6 @@ def cases(draw: DrawFn, dtype: torch.dtype | None = None, stats: Any = None) -> 
     dims = {"q": (0, shape.H, D), "k": (1, G, D), "v": (1, G, E)}
     seed = draw(seeds)
     return make_case(batch, shape, kind, dims, options, seed)
-
-
-def dense(x: Any) -> Any:
-    """A spec without its strides, a pair of them too; anything else as it is."""
-    if isinstance(x, tuple) and any(isinstance(each, SPEC) for each in x):
-        return tuple(map(dense, x))
-    return SPEC(x.shape, x.dtype) if isinstance(x, SPEC) else x
-
-
-def attend(specs: Sequence[ag.TensorSpec], options: dict[str, Any]) -> ag.Graph:
-    """The attention of q, k and v with options."""
-    q, k, v = specs
-    return ag.attention(q, k, v, **options)
 
 
 def make_case(
@@ -178,20 +96,9 @@ def make_case(
     tensors = {i.name: numbers(i.spec, random) for i in graph.inputs}
     tensors |= {"q_starts": batch.starts(0), "kv_starts": batch.starts(1)}
     tensors |= {"q_lengths": batch.lengths(0), "kv_lengths": batch.lengths(1)}
-    case = Case(batch, graph, whole, tensors)
     for name, (side, _, _) in dims.items():
-        tensors[name] = spoil(case, tensors[name], side)
-    return case
-
-
-def spoil(case: Case, x: torch.Tensor, side: int) -> torch.Tensor:
-    """A packed tensor with NaN in the rows of no sequence."""
-    where = case.batch.starts(side), case.batch.lengths(side)
-    mine = torch.zeros(case.batch.total(side), dtype=torch.bool)
-    for start, n in list_sequences(*where, len(mine), len(mine)):
-        mine[start : start + n] = True
-    shape = (-1, 1, 1) if x.ndim == 3 else (1, -1)
-    return x.masked_fill(~mine.view(shape), torch.nan)
+        tensors[name] = batch.spoil(tensors[name], side)
+    return Case(batch, graph, whole, tensors)
 
 
 @given(cases())
@@ -199,11 +106,11 @@ def test_packed_is_padded_with_lengths(case: Case) -> None:
     plan = ag.compile(case.packed, target=CPU)
     dues = expect_outputs(case.padded, case.padded_tensors)
     for x, due in zip(run_plan(plan, case.packed_tensors), dues, strict=True):
-        padded = case.pad(x)
-        there = torch.where(case.real(padded), padded, due.ref.to(padded.dtype))
+        padded = case.batch.pad(x)
+        there = torch.where(case.batch.real(padded), padded, due.ref.to(padded.dtype))
         due.check(there, f"{case.packed}\n")
         empty = -INF if x.ndim == 2 else 0.0
-        assert (case.outside(x) == empty).all(), "rows of no sequence are written"
+        assert (case.batch.outside(x) == empty).all(), "rows of no sequence are written"
 
 
 @given(cases(), seeds)
@@ -212,18 +119,18 @@ def test_gradients_of_packed_are_those_of_padded(case: Case, seed: int) -> None:
     random = torch.Generator().manual_seed(seed)
     places = dict(enumerate(plan.graph.outputs))
     cotangents = [
-        spoil(case, torch.randn(t.shape, generator=random).to(t.dtype), 0)
+        case.batch.spoil(torch.randn(t.shape, generator=random).to(t.dtype), 0)
         if places[n] in plan.graph.differentiable_outputs
         else None
         for n, t in enumerate(plan.graph.output_types)
     ]
     grads = run_gradients(plan, case.packed_tensors, cotangents)
-    padded = [None if x is None else case.pad(x) for x in cotangents]
+    padded = [None if x is None else case.batch.pad(x) for x in cotangents]
     for name, due in expect_gradients(case.padded, case.padded_tensors, padded).items():
         x, side = grads[name], {"q": 0, "k": 1, "v": 1}.get(name)
-        due.check(x if side is None else case.pad(x, side), f"{case.packed}\n")
+        due.check(x if side is None else case.batch.pad(x, side), f"{case.packed}\n")
         if side is not None:
-            assert (case.outside(x, side) == 0).all(), "rows of no sequence have a gradient"
+            assert (case.batch.outside(x, side) == 0).all(), "rows of no sequence have a gradient"
 
 
 @given(cases(dtype=torch.float64))

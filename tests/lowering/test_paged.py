@@ -2,126 +2,211 @@
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import and_
 from typing import Any
 
 import pytest
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
 import attn_graph as ag
+from attn_graph import masks as m
+from attn_graph.ir.packed import Packed
 from attn_graph.ir.paging import SumPages, Unpage
+from attn_graph.ir.passes import simplify
+from attn_graph.ir.reference import evaluate
 from attn_graph.machine.target import Target
 from attn_graph.testing.agreement import run_gradients, run_plan
 from attn_graph.testing.rule import expect_gradients, expect_outputs
-from attn_graph.testing.strategies import dtypes, seeds
+from attn_graph.testing.strategies import Shape, dtypes, mask_options, score_options, seeds
+from tests.support.sequences import Batch, attend, batches, dense, numbers
 
 CPU = Target.here("cpu")
 SPEC = ag.TensorSpec
-MASKS: tuple[ag.Mask, ...] = (
-    ag.KeyLengths(),
-    ag.KeyLengths() & ag.Causal("bottom_right"),
-    ag.KeyLengths() & ag.Window(3, 1, "top_left"),
-)
+I32 = torch.int32
+GARBAGE = torch.tensor([-7, 10**6], dtype=I32)  # in entries of a table that nobody is to read
 
 
 @frozen
-class Cache:
-    """A pool of pages in any order, the table of each entry, and queries."""
+class Layout:
+    """Rows of a page, whether a pool lies [n,G,P,D], whether kv_lengths are given, and q packed."""
 
-    mask: ag.Mask
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    table: torch.Tensor
-    lengths: torch.Tensor
+    page: int
+    heads_first: bool
+    ended: bool
+    packed: bool
 
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """The inputs of the paged graph."""
-        return [self.q, self.k, self.v, self.table, self.lengths]
+    def pool(self, x: torch.Tensor) -> torch.Tensor:
+        """A pool [n,P,G,D], lying so."""
+        return x.transpose(1, 2).contiguous().transpose(1, 2) if self.heads_first else x
 
-    @property
-    def graph(self) -> ag.Graph:
-        """Attention over pages."""
-        specs = dict(zip(("q", "k", "v", "table", "n"), map(SPEC.like, self.tensors), strict=True))
 
-        def attend(q: ag.Value, k: ag.Value, v: ag.Value, table: ag.Value, n: ag.Value) -> Any:
-            s = ag.scores(q, k.unpage(table)).mask(self.mask, kv_lengths=n)
-            p, lse = s.softmax()
-            return p.weigh(v.unpage(table)), lse
+@frozen
+class Case:
+    """The same attention over pages, and over keys in one piece. batch: rows of q, and keys."""
 
-        return ag.graph(attend, **specs)
+    batch: Batch
+    layout: Layout
+    graph: ag.Graph
+    padded: ag.Graph
+    tensors: dict[str, torch.Tensor]
 
     @property
-    def whole(self) -> list[torch.Tensor]:
-        """The inputs of the same attention over keys and values in one piece."""
-        k, v = (Unpage().run(x, self.table)[0].contiguous() for x in (self.k, self.v))
-        return [self.q, k, v, self.lengths]
+    def inputs(self) -> list[torch.Tensor]:
+        """Those of the paged graph."""
+        return [self.tensors[i.name] for i in self.graph.inputs]
 
     @property
-    def dense(self) -> ag.Graph:
-        """That attention."""
-        q, k, v, n = map(SPEC.like, self.whole)
-        return ag.attention(q, k, v, mask=self.mask, kv_lengths=n, stats=True)
+    def padded_inputs(self) -> list[torch.Tensor]:
+        """Those of the other."""
+        given = self.tensors | {n: self.gather(self.tensors[n]) for n in "kv"}
+        given["q"] = self.pad(given["q"])
+        return [given[i.name] for i in self.padded.inputs]
+
+    @property
+    def where(self) -> list[torch.Tensor]:
+        """The table, and the lengths if keys end by them."""
+        return [self.tensors[n] for n in ("pages", "kv_lengths")[: 1 + self.layout.ended]]
+
+    def gather(self, pool: torch.Tensor) -> torch.Tensor:
+        """The keys in one piece, [B,G,N,D]."""
+        return Unpage(self.layout.ended).run(pool, *self.where)[0]
+
+    def unused(self, pool: torch.Tensor) -> torch.Tensor:
+        """Which rows of a pool are nobody's keys, [n,P,1,1]."""
+        ones = torch.ones_like(self.gather(pool))[:, :1, :, :1]
+        (counts,) = SumPages(len(pool), self.layout.page, self.layout.ended).run(ones, *self.where)
+        return counts == 0
+
+    def pad(self, x: torch.Tensor) -> torch.Tensor:
+        """What has the rows of q, padded."""
+        return self.batch.pad(x) if self.layout.packed else x
+
+    def real(self, x: torch.Tensor) -> torch.Tensor:
+        """Which rows of a padded result there are."""
+        return self.batch.real(x) if self.layout.packed else torch.ones_like(x, dtype=torch.bool)
 
 
 @st.composite
-def caches(draw: DrawFn) -> Cache:
-    """One to three entries of up to three pages of one to five rows, some pages in no table."""
-    B, pages, P = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 5))
-    G, r, M = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 3])), draw(st.integers(1, 3))
-    kind, random = draw(dtypes), torch.Generator().manual_seed(draw(seeds))
-    count, D = B * pages + 2, 4
-    order = torch.randperm(count, generator=random)[: B * pages].view(B, pages).int()
-    k, v = (torch.randn(count, P, G, D, generator=random).to(kind) for _ in "kv")
+def cases(draw: DrawFn, dtype: torch.dtype | None = None, stats: Any = None) -> Case:
+    """Pages of 1 to 64 rows in any order, q padded or packed, any options, NaN where no key is."""
+    batch, kind, packed = draw(batches()), dtype or draw(dtypes), draw(st.booleans())
+    P = draw(st.sampled_from([1, 2, 3, 5, 16, 64]))
+    N = P * (-(-batch.most[1] // P) + draw(st.integers(0, 1)))
+    M = batch.most[0] if packed else draw(st.sampled_from([1, 2, 5]))
+    G, r = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2, 3]))
+    D, E = draw(st.sampled_from([4, 8, 3])), draw(st.sampled_from([4, 8, 3]))
+    shape = Shape(len(batch.rows), G * r, G, M, N, D, E)
+    options = draw(mask_options(shape)) | draw(score_options(shape, kind))
+    options["align"] = draw(st.sampled_from(["top_left", "bottom_right"]))
+    options["stats"] = (
+        draw(st.sampled_from([False, True, ("lse", "max")])) if stats is None else stats
+    )
+    options = {n: dense(x) for n, x in options.items()}
+    ended = draw(st.booleans()) or "kv_lengths" in options
+    batch = evolve(batch, rows=batch.rows if packed else (M,) * shape.B)
+    batch = evolve(batch, keys=batch.keys if ended else (N,) * shape.B)
+    layout = Layout(P, draw(st.booleans()), ended, packed)
+    return make_case(batch, layout, shape, kind, options, draw(seeds))
+
+
+def make_case(
+    batch: Batch, layout: Layout, shape: Shape, kind: torch.dtype, options: dict[str, Any],
+    seed: int,
+) -> Case:  # fmt: skip
+    """The two graphs, and tensors for both."""
+    random, B, pages = torch.Generator().manual_seed(seed), shape.B, shape.N // layout.page
+    pool = B * pages + 2, layout.page, shape.G
+    k, v = (
+        layout.pool(torch.randn(*pool, d, generator=random).to(kind)) for d in (shape.D, shape.E)
+    )
+    q = SPEC((batch.total(0), shape.H, shape.D) if layout.packed else shape.q, kind)
+    ends: dict[str, Any] = {n: SPEC((B,), I32) for n in m.LENGTHS}
+    options = options | {n: x for n, x in ends.items() if n in options}
+    own = options | {"pages": SPEC((B, pages), I32)}
+    own |= {"kv_lengths": ends["kv_lengths"]} if layout.ended else {}
+    if layout.packed:
+        own |= {"q_starts": SPEC((B + 1,), I32), "most": (shape.M, None)}
+        own |= {"q_lengths": ends["q_lengths"]} if batch.gaps else {}
+    graph = attend([q, SPEC.like(k), SPEC.like(v)], own)
+    both = {n: x for n, x in ends.items() if n in own or (layout.packed and n == "q_lengths")}
+    leaves = [m.KeyLengths()] * layout.ended + [m.QueryLengths()] * layout.packed
+    parts = [options["mask"], *leaves] if options["mask"] else leaves
+    mask = reduce(and_, parts) if parts else None
+    whole = [SPEC(s, kind) for s in (shape.q, shape.k, shape.v)]
+    padded = attend(whole, {**options, **both, "mask": mask})
+    tensors = {i.name: numbers(i.spec, random) for i in graph.inputs}
+    tensors |= {"q_starts": batch.starts(0), "q_lengths": batch.lengths(0)}
+    tensors |= {"kv_lengths": batch.lengths(1), "k": k, "v": v}
+    tensors |= {"q": batch.spoil(tensors["q"], 0)} if layout.packed else {}
+    order = torch.randperm(pool[0], generator=random)[: B * pages].view(B, pages).int()
+    used = torch.arange(pages) * layout.page < batch.lengths(1)[:, None]
+    garbage = GARBAGE[torch.randint(2, order.shape, generator=random)]
+    case = Case(batch, layout, graph, padded, tensors | {"pages": order.where(used, garbage)})
     for x in (k, v):
-        x[[n for n in range(count) if n not in order]] = torch.nan  # of no entry
-    q = torch.randn(B, G * r, M, D, generator=random).to(kind)
-    lengths = torch.randint(pages * P + 1, (B,), generator=random)
-    return Cache(draw(st.sampled_from(MASKS)), q, k, v, order, lengths)
+        x.masked_fill_(case.unused(x), torch.nan)
+    return case
 
 
-@given(caches())
-def test_pages_are_keys_in_one_piece(cache: Cache) -> None:
-    plan = ag.compile(cache.graph, target=CPU)
-    dues = expect_outputs(cache.dense, cache.whole)
-    for x, due in zip(run_plan(plan, cache.tensors), dues, strict=True):
-        due.check(x)
-    assert ag.parse(str(cache.graph)) == cache.graph
-    for graph in ag.vjp(cache.graph):
-        assert ag.parse(str(graph)) == graph
+@given(cases())
+def test_pages_are_keys_in_one_piece(case: Case) -> None:
+    plan = ag.compile(case.graph, target=CPU)
+    dues = expect_outputs(case.padded, case.padded_inputs)
+    for x, due in zip(run_plan(plan, case.inputs), dues, strict=True):
+        padded = case.pad(x)
+        there = torch.where(case.real(padded), padded, due.ref.to(padded.dtype))
+        due.check(there, f"{case.graph}\n")
 
 
-@given(caches(), seeds)
-def test_gradients_of_pages_are_those_of_their_rows(cache: Cache, seed: int) -> None:
+@given(cases(), seeds)
+def test_gradients_of_pages_are_those_of_their_rows(case: Case, seed: int) -> None:
     random = torch.Generator().manual_seed(seed)
-    plan = ag.compile(cache.graph, target=CPU)
+    plan = ag.compile(case.graph, target=CPU)
+    places = dict(enumerate(plan.graph.outputs))
     cotangents = [
-        torch.randn(t.shape, generator=random).to(t.dtype) for t in plan.graph.output_types
+        torch.randn(t.shape, generator=random).to(t.dtype)
+        if places[n] in plan.graph.differentiable_outputs
+        else None
+        for n, t in enumerate(plan.graph.output_types)
     ]
-    grads = run_gradients(plan, cache.tensors, cotangents)
-    dues = expect_gradients(cache.dense, cache.whole, cotangents)
-    dues["q"].check(grads["q"])
-    for name in ("k", "v"):
-        dues[name].check(Unpage().run(grads[name], cache.table)[0])
-        unused = [n for n in range(len(grads[name])) if n not in cache.table]
-        assert (grads[name][unused] == 0).all()
+    grads = run_gradients(plan, case.inputs, cotangents)
+    padded = [None if x is None else case.pad(x) for x in cotangents]
+    for name, due in expect_gradients(case.padded, case.padded_inputs, padded).items():
+        x = grads[name]
+        if name in ("k", "v"):
+            assert (x.masked_select(case.unused(x)) == 0).all(), "nobody's rows have a gradient"
+            x = case.gather(x)
+        due.check(case.pad(x) if name == "q" else x, f"{case.graph}\n")
 
 
-@given(caches(), seeds)
-def test_the_order_of_pages_changes_no_bit(cache: Cache, seed: int) -> None:
-    count = len(cache.k)
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
-    moved = torch.empty_like(order)
-    moved[order] = torch.arange(count)  # page n is now page moved[n]
-    plan = ag.compile(cache.graph, target=CPU)
-    tensors = [cache.q, cache.k[order], cache.v[order], moved[cache.table.long()].int()]
-    for x, y in zip(
-        run_plan(plan, cache.tensors), run_plan(plan, [*tensors, cache.lengths]), strict=True
-    ):
+@given(cases(dtype=torch.float64))
+def test_the_slow_meaning_of_a_fused_graph_is_that_of_its_steps(case: Case) -> None:
+    tensors = [x.nan_to_num() if x.is_floating_point() else x for x in case.inputs]
+    fused = simplify(case.graph)
+    assert [type(e.op) for e in fused.eqns if isinstance(e.op, Packed)] == [Packed]
+    for a, b in zip(evaluate(case.graph, tensors), evaluate(fused, tensors), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+    for graph in (case.graph, fused, *ag.vjp(case.graph)):
+        assert ag.parse(str(graph)) == graph
+        assert not {type(e.op) for e in graph.eqns if graph is not case.graph} & {Unpage, SumPages}
+
+
+@given(cases(), seeds)
+def test_the_order_of_pages_changes_no_bit(case: Case, seed: int) -> None:
+    k, v, pages = (case.tensors[n] for n in ("k", "v", "pages"))
+    order = torch.randperm(len(k), generator=torch.Generator().manual_seed(seed))
+    moved = torch.empty_like(order, dtype=I32)
+    moved[order] = torch.arange(len(k), dtype=I32)  # page n is now page moved[n]
+    there = (pages >= 0) & (pages < len(k))
+    tensors = case.tensors | {"pages": pages.where(~there, moved[pages.where(there, 0)])}
+    tensors |= {n: case.layout.pool(x[order]) for n, x in (("k", k), ("v", v))}
+    plan = ag.compile(case.graph, target=CPU)
+    again = run_plan(plan, [tensors[i.name] for i in case.graph.inputs])
+    for x, y in zip(run_plan(plan, case.inputs), again, strict=True):
         assert torch.equal(x, y)
 
 

@@ -1,0 +1,109 @@
+"""Batches of sequences, packed and padded, for tests of packed tensors and of pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from attrs import evolve, frozen
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn
+
+import attn_graph as ag
+from attn_graph.ir.packing import Unpack, list_sequences
+
+I32 = torch.int32
+SPEC = ag.TensorSpec
+
+
+@frozen
+class Batch:
+    """Sequences: rows and keys of each, and how many rows and keys lie unused after each."""
+
+    rows: tuple[int, ...]
+    keys: tuple[int, ...]
+    unused: tuple[tuple[int, int], ...]
+    gaps: bool
+
+    @property
+    def most(self) -> tuple[int, int]:
+        """The longest of each side."""
+        return max(self.rows, default=0), max(self.keys, default=0)
+
+    def starts(self, side: int) -> torch.Tensor:
+        """starts [B+1] of rows, side 0, or keys; unused ones at the end belong to no sequence."""
+        pairs = zip((self.rows, self.keys)[side], self.unused, strict=True)
+        extents = [n + more[side] * self.gaps for n, more in pairs]
+        return torch.tensor([*accumulate(extents, initial=0)], dtype=I32)
+
+    def total(self, side: int) -> int:
+        """T: so many rows a packed tensor has."""
+        return int(self.starts(side)[-1]) + 2
+
+    def lengths(self, side: int) -> torch.Tensor:
+        """lengths [B]."""
+        return torch.tensor((self.rows, self.keys)[side], dtype=I32)
+
+    def pad(self, x: torch.Tensor, side: int = 0) -> torch.Tensor:
+        """A packed tensor, padded with 0."""
+        return Unpack(self.most[side]).run(x, self.starts(side), self.lengths(side))[0]
+
+    def members(self, side: int) -> torch.Tensor:
+        """Which rows of a packed tensor are of a sequence, [T]."""
+        mine = torch.zeros(self.total(side), dtype=torch.bool)
+        where = self.starts(side), self.lengths(side)
+        for start, n in list_sequences(*where, len(mine), len(mine)):
+            mine[start : start + n] = True
+        return mine
+
+    def real(self, x: torch.Tensor) -> torch.Tensor:
+        """Which rows of a padded result there are."""
+        there = torch.arange(x.shape[2]) < self.lengths(0)[:, None]
+        return there.view(*there.shape[:1], 1, -1, *(1,) * (x.ndim - 3))
+
+    def outside(self, x: torch.Tensor, side: int = 0) -> torch.Tensor:
+        """The rows of a packed tensor that are of no sequence, [H,...]."""
+        mine = self.members(side)
+        return x[~mine] if x.ndim == 3 else x[:, ~mine]
+
+    def spoil(self, x: torch.Tensor, side: int) -> torch.Tensor:
+        """A packed tensor with NaN in the rows of no sequence."""
+        shape = (-1, 1, 1) if x.ndim == 3 else (1, -1)
+        return x.masked_fill(~self.members(side).view(shape), torch.nan)
+
+
+lengths = st.one_of(st.integers(0, 7), st.sampled_from([0, 1, 1, 17]))
+
+
+@st.composite
+def batches(draw: DrawFn, least: int = 1) -> Batch:
+    """One to four sequences of 0 to 17 rows, at least one of them with some."""
+    B = draw(st.integers(least, 4))
+    rows, keys = (tuple(draw(lengths) for _ in range(B)) for _ in range(2))
+    unused = tuple(draw(st.tuples(st.integers(0, 2), st.integers(0, 2))) for _ in range(B))
+    batch = Batch(rows, keys, unused, draw(st.booleans()))
+    return batch if min(batch.most) else evolve(batch, rows=(3, *rows[1:]), keys=(4, *keys[1:]))
+
+
+def numbers(spec: ag.TensorSpec, random: torch.Generator) -> torch.Tensor:
+    """A tensor for an option: floats, flags, or numbers of few segments."""
+    if spec.dtype.is_floating_point:
+        return torch.randn(spec.shape, generator=random).to(spec.dtype)
+    if spec.shape == ():
+        return torch.randint(2**40, (), generator=random)
+    return torch.randint(2, spec.shape, generator=random).to(spec.dtype)
+
+
+def dense(x: Any) -> Any:
+    """A spec without its strides, a pair of them too; anything else as it is."""
+    if isinstance(x, tuple) and any(isinstance(each, SPEC) for each in x):
+        return tuple(map(dense, x))
+    return SPEC(x.shape, x.dtype) if isinstance(x, SPEC) else x
+
+
+def attend(specs: Sequence[ag.TensorSpec], options: dict[str, Any]) -> ag.Graph:
+    """The attention of q, k and v with options."""
+    q, k, v = specs
+    return ag.attention(q, k, v, **options)
