@@ -445,6 +445,26 @@ RULES = (
         FORWARD,
     ),
     Rule(
+        "page_size",
+        lambda c: once(c.page & (c.page - 1) and c.page),
+        "reads pages of a power of two of rows, and they have {it}",
+        FORWARD_HEADER,
+    ),
+    Rule(
+        "pages_backward",
+        lambda c: once(c.is_paged),
+        "has no gradient over pages, and k and v lie in pages",
+        "the arguments of sdpa_backward",
+        BACKWARD,
+        says="unasked",
+    ),
+    Rule(
+        "pages_soft_cap",
+        lambda c: once(c.is_paged and c.problem.node.mask is None and c.count(SoftCap)),
+        "caps scores without lengths, which it needs over pages, and k and v lie in pages",
+        f"{HEADERS}: score_mod excludes them",
+    ),
+    Rule(
         "packed_version",
         lambda c: once(c.packed),
         "reads packed tensors on sm_80 to sm_89 from cuDNN 9.18.1, and this is {c.cudnn}",

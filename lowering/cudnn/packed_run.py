@@ -9,11 +9,13 @@ Three things that nobody vouches for are avoided:
 - Below 9.25 queries of a sequence without keys become NaN (NVIDIA/cudnn-frontend#943). Such a
   sequence has no queries for cuDNN, nor one without queries keys.
 - cuDNN writes no rows of no sequence. They are written before it runs.
+
+In pages that is not possible: keys past a length, in its last page, have to be finite.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import final
 
@@ -25,7 +27,6 @@ from attn_graph.ir.graph import Eqn, Graph
 from attn_graph.ir.packed import LENGTHS, STARTS
 from attn_graph.lowering.cudnn.graph import CudnnCall, Slot
 from attn_graph.lowering.cudnn.run import (
-    PACKED,
     Execute,
     Results,
     blank,
@@ -42,7 +43,8 @@ from attn_graph.spec import INF, dense_strides
 
 Named = dict[str, torch.Tensor]
 MARKS = 16  # bytes a row, of its number and of whether it belongs to a sequence
-SEQ_LENGTHS = {"seq_len_q": "rows", "seq_len_kv": "keys"}
+SEQ_LENGTHS = {"seq_len_q": ("rows", "keys"), "seq_len_kv": ("keys", "rows")}
+VECTORS = (*SEQ_LENGTHS, "sink_token")  # which cuDNN reads packed
 
 
 @final
@@ -90,7 +92,9 @@ class PackedRun:
     @property
     def roles(self) -> tuple[str, ...]:
         """The operands of the equation, by name."""
-        return (*operand_names(self.problem), *(STARTS[side] for side in self.sequences.totals))
+        starts = (STARTS[side] for side in self.sequences.totals)
+        pages = ("pages",) if self.sequences.table else ()
+        return (*operand_names(self.problem), *starts, *pages)
 
     def forward(self, *tensors: torch.Tensor) -> Results:
         """o, and lse where it is stored, of the operands."""
@@ -115,8 +119,8 @@ class PackedRun:
         with self.workspace.lease(self.scratch, device) as views:
             room = dict(zip(self.rooms, views, strict=True))
             self.write_tables(x, ends, room)
-            clean = self.clean(x, room)
-            given = [self.argument(slot, clean, room) for slot in self.call.inputs]
+            known = self.clean(x, room) | room | self.lengths(ends)
+            given = [argument(slot, known) for slot in self.call.inputs]
             made = {slot.source: self.blank(slot, x, room) for slot in self.call.outputs}
             pack = dict(enumerate((*given, *made.values()), start=1))
             self.execute(pack, room.get("workspace"), device)
@@ -124,7 +128,7 @@ class PackedRun:
 
     # Tables
 
-    def ends(self, x: Named) -> dict[str, torch.Tensor]:
+    def ends(self, x: Named) -> Named:
         """The length of each sequence on both sides; M or N where none are given."""
         sizes = {"rows": self.problem.M, "keys": self.problem.N}
         return {
@@ -136,23 +140,32 @@ class PackedRun:
         """The same length for all."""
         return self.sizes.get((count, device), lambda: full_lengths(self.problem.B, count, device))
 
-    def write_tables(
-        self, x: Named, ends: Mapping[str, torch.Tensor], room: Mapping[str, torch.Tensor]
-    ) -> None:
-        """Write lengths, 0 on both sides where one of them is, and offsets in elements."""
-        for side, other in (("rows", "keys"), ("keys", "rows")):
-            if self.sequences.alike or side not in self.sequences.totals:
-                room[side].copy_(ends[side])
-            else:
-                torch.mul(ends[side], ends[other] > 0, out=room[side])
+    def lengths(self, ends: Named) -> Named:
+        """The lengths that cuDNN reads, by argument: 0 on packed sides where the other's is."""
+        made = {}
+        for argument, (side, other) in SEQ_LENGTHS.items():
+            apart = side in self.sequences.totals and not self.sequences.alike
+            made[argument] = ends[side] * (ends[other] > 0) if apart else ends[side]
+        return made
+
+    def write_tables(self, x: Named, ends: Named, room: Named) -> None:
+        """Write offsets in elements, and the table of pages."""
         wide = {name: x[name].long() for name in STARTS.values() if name in x}
         for slot in self.call.inputs:
             if slot.step:
                 torch.mul(wide[slot.source], slot.step, out=room[slot.argument])
+        if self.sequences.table:
+            room["pages"].copy_(self.used_pages(x["pages"], ends["keys"][:, None]))
+
+    def used_pages(self, table: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """The table, with the first page of an entry, if it has one, in place of those past its
+        length: cuDNN may read what they name."""
+        begin = self.sequences.page * torch.arange(table.shape[1], device=table.device)
+        return torch.where(begin < lengths, table, table[:, :1] * (lengths > 0))
 
     # Arguments
 
-    def clean(self, x: Named, room: Mapping[str, torch.Tensor]) -> Named:
+    def clean(self, x: Named, room: Named) -> Named:
         """The operands, with 0 in rows of no sequence where cuDNN multiplies by them."""
         given = dict(x)
         for name in cleaned(self.call, self.sequences):
@@ -174,7 +187,7 @@ class PackedRun:
         entry = last.clamp(0, self.problem.B - 1)
         return (row >= starts[entry]) & (row < starts[entry] + lengths[entry])
 
-    def clear_blind(self, given: Named, room: Mapping[str, torch.Tensor]) -> None:
+    def clear_blind(self, given: Named, room: Named) -> None:
         """Where a row saw nothing, make do 0, and lse +inf: for every score, exp(s - lse) is 0."""
         do, lse = given["do"], given["lse"]
         packed = "rows" in self.sequences.totals
@@ -183,19 +196,7 @@ class PackedRun:
         slot = next(slot for slot in self.call.inputs if slot.source == "do")
         copy = torch.empty_strided(*self.layout(slot), dtype=do.dtype, device=do.device)
         given["do"] = copy.copy_(do).masked_fill_(blind[..., None], 0.0)
-        given["lse"] = room["stats"].copy_(lse).masked_fill_(blind, INF)
-
-    def argument(self, slot: Slot, x: Named, room: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """What cuDNN reads in a slot. Raises PlanMismatchError for an address off 16 bytes."""
-        name = SEQ_LENGTHS.get(slot.argument, slot.argument)
-        if name in room:
-            return room[name]
-        given = (
-            readable_vector(x[slot.source], slot.dtype) if slot.source in PACKED else x[slot.source]
-        )
-        if given.data_ptr() % ALIGNED:
-            raise PlanMismatchError(*find_misplaced([(slot.source, given)]))
-        return given
+        room["stats"].copy_(lse).masked_fill_(blind, INF)
 
     # Results
 
@@ -204,16 +205,12 @@ class PackedRun:
         T = self.sequences.totals.get(SIDES.get(slot.source, ""))
         return blank(slot)[:2] if T is None else packed_layout(slot, T)
 
-    def blank(self, slot: Slot, x: Named, room: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def blank(self, slot: Slot, x: Named, room: Named) -> torch.Tensor:
         """Room for a result. What cuDNN may not write, or adds to, is 0; lse that of no key."""
-        if slot.source == "lse" and "rows" in self.sequences.totals:
+        if slot.source == "lse" and slot.offsets:
             return self.blank_lse(x, room["stats"])
         made = torch.empty_strided(*self.layout(slot), dtype=slot.dtype, device=x["q"].device)
-        return (
-            made
-            if slot.source in ("o", "lse", "dq", "dk", "dv") and not slot.offsets
-            else made.zero_()
-        )
+        return made.zero_() if slot.offsets or slot.source not in SIDES else made
 
     def blank_lse(self, x: Named, room: torch.Tensor) -> torch.Tensor:
         """lse [T,H] of rows that see nothing: -inf, or of a sequence without keys the sinks."""
@@ -222,7 +219,7 @@ class PackedRun:
         outside = ~self.inside("rows", x)
         return room.copy_(x["sinks"]).masked_fill_(outside[:, None], -INF)
 
-    def finish(self, made: Named, x: Named, ends: Mapping[str, torch.Tensor]) -> Named:
+    def finish(self, made: Named, x: Named, ends: Named) -> Named:
         """The results as we give them back."""
         totals, other = self.sequences.totals, {"rows": "keys", "keys": "rows"}
         for name, t in made.items():
@@ -244,6 +241,17 @@ class PackedRun:
         return torch.where(empty, blind, t)
 
 
+def argument(slot: Slot, known: Named) -> torch.Tensor:
+    """What cuDNN reads in a slot, of what is known by argument or by source. Raises
+    PlanMismatchError for an address off 16 bytes."""
+    given = known[slot.argument if slot.argument in known else slot.source]
+    if slot.argument in VECTORS:
+        return readable_vector(given, slot.dtype)
+    if given.data_ptr() % ALIGNED:
+        raise PlanMismatchError(*find_misplaced([(slot.source, given)]))
+    return given
+
+
 def packed_layout(slot: Slot, T: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and strides of a packed tensor [T,H,D] without gaps, for a slot [B,H,M,D]."""
     shape = (T, slot.shape[1], slot.shape[3])
@@ -262,8 +270,9 @@ def buffers(
     """The memory of a call, by what it is for. need: bytes of cuDNN's workspace."""
     p, T = problem, sequences.rows
     room = {"workspace": Buffer((need,), torch.uint8)} if need else {}
-    room |= {side: Buffer((p.B,), torch.int32) for side in LENGTHS}
-    room |= {x.argument: Buffer((p.B + 1,), x.dtype) for x in call.inputs if x.step}
+    room |= {x.argument: Buffer(x.shape[:1], x.dtype) for x in call.inputs if x.step}
+    if sequences.table:
+        room["pages"] = Buffer(sequences.table.shape, torch.int32)
     has_lse = any(x.source == "lse" for x in call.slots)
     if has_lse and T is not None:
         room["stats"] = Buffer((T, p.H), torch.float32)
@@ -303,6 +312,9 @@ def packed_notes(call: CudnnCall, problem: Problem, sequences: Sequences) -> Ite
     for name, count in copied_operands(call, problem, sequences).items():
         where = "that see nothing" if name == "do" else "of no sequence"
         yield f"{name} is copied, {format_bytes(count)}, with 0 in rows {where}"
+    if sequences.table:
+        yield "pages is copied, with the first page of an entry in place of those past its length"
+        yield "keys past a length, in its last page, have to be finite: cuDNN multiplies them by 0"
     totals = {side: round_total(T) for side, T in sequences.totals.items()}
     if problem.grad is not None and totals:
         most = " and ".join(f"{n} {side}" for side, n in totals.items())

@@ -123,14 +123,14 @@ def off_grid(c: Case) -> Violations:
 
 def crossed_heads(c: Case) -> Violations:
     """Packed operands, of those that are read where they lie, with rows within heads."""
-    given = c.sequences.specs if c.sequences else ()
+    given = c.sequences.packed.items() if c.sequences else ()
     return tuple((n, x) for n, x in given if not has_rows_outermost(x))
 
 
 def far_keys(c: Case) -> Violations:
     """Packed k and v, with their numbers of elements, that int32 does not count, where q is not
     packed."""
-    given = c.sequences.specs if c.sequences and "rows" not in c.packed else ()
+    given = c.sequences.packed.items() if c.sequences and "rows" not in c.packed else ()
     reach = ((n, x.shape[0] * max(x.strides[0], prod(x.shape[1:]))) for n, x in given)
     return tuple((n, count) for n, count in reach if count >= LONG)
 

@@ -2,7 +2,7 @@
 
 cuDNN is told of a packed tensor [T,H,D] as [B,H,M,D], beside the element at which each batch entry
 begins: T is no part of the call, so that one plan serves batches of any number of rows. A pool of
-pages it is told as [n,G,P,D], beside the table.
+pages [n,P,G,D] it is told as [n,G,P,D], beside the table.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from attrs import evolve, frozen
 
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.graph import Graph
-from attn_graph.ir.packed import STARTS, Packed, operand_sides
-from attn_graph.ir.packing import Lengths, count_sequences, row_count
-from attn_graph.lowering.cudnn.graph import CudnnCall, Slot
+from attn_graph.ir.packed import PLACES, STARTS, Packed, operand_sides
+from attn_graph.ir.packing import Lengths, row_count
+from attn_graph.lowering.cudnn.graph import CudnnCall, Slot, slot
 from attn_graph.lowering.problem import Problem, operand_specs
 from attn_graph.spec import TensorSpec, dense_strides
 
@@ -30,21 +30,23 @@ SIDES = {  # of what cuDNN reads and writes beside q, k and v
 }
 MULTIPLIED = {"sdpa": ("v",), "sdpa_backward": ("q", "k", "v", "do")}  # by 0, where masked
 TOTALS = {"rows": "max_total_seq_len_q", "keys": "max_total_seq_len_kv"}
+TABLES = ("paged_attention_k_table", "paged_attention_v_table")
 
 
 @final
 @frozen
 class Sequences:
-    """How operands lie that a call has padded.
+    """How operands lie that a problem has padded.
 
-    rows: T of q, where it is packed; keys: T of k and v. specs: of the packed operands, by name.
-    gapless: the sides whose lengths are the differences of their starts. alike: whether q and k
-    have the same lengths.
+    rows: T of q, where it is packed; keys: T of k and v. specs: of the operands that are packed or
+    paged, by name. table: [B,pages] of k and v in pages. gapless: the sides whose lengths are the
+    differences of their starts. alike: whether q and k have the same lengths.
     """
 
     rows: int | None = None
     keys: int | None = None
     specs: tuple[tuple[str, TensorSpec], ...] = ()
+    table: TensorSpec | None = None
     gapless: tuple[str, ...] = ()
     alike: bool = False
 
@@ -54,11 +56,26 @@ class Sequences:
         both = {"rows": self.rows, "keys": self.keys}
         return {side: T for side, T in both.items() if T is not None}
 
+    @property
+    def packed(self) -> dict[str, TensorSpec]:
+        """The packed ones of q, k and v, by name."""
+        return {name: x for name, x in self.specs if len(x.shape) == 3}
+
+    @property
+    def pools(self) -> dict[str, TensorSpec]:
+        """k and v in pages, by name."""
+        return {name: x for name, x in self.specs if len(x.shape) == 4}
+
+    @property
+    def page(self) -> int:
+        """Rows of a page of k and v; 0 where they are in one piece."""
+        return next((x.shape[1] for x in self.pools.values()), 0)
+
 
 @lru_cache(64)  # asked for when planning and when lowering
 def packed_problem(graph: Graph) -> tuple[Problem, Sequences] | None:
-    """The problem that a graph of one attention on packed tensors is when it is padded, or of its
-    gradient, and how its operands lie; None of other graphs."""
+    """The problem that a graph of one attention on packed tensors or pages is when it is padded,
+    or of its gradient, and how its operands lie; None of other graphs."""
     if not graph.eqns or any(not isinstance(eqn.op, Lengths) for eqn in graph.eqns[:-1]):
         return None
     last = graph.eqns[-1]
@@ -71,65 +88,79 @@ def packed_problem(graph: Graph) -> tuple[Problem, Sequences] | None:
 
 
 def padded_specs(op: Packed, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
-    """The specs of the operands, those of packed ones with the shapes and strides of padded ones:
-    the rows of an entry lie as those of the packed tensor do."""
-    own, where = op.split(specs)
-    most = {"rows": op.rows, "keys": op.keys}
+    """The specs of the operands of the op within. The strides of what is packed or paged are those
+    of its own rows and heads, and no others are read."""
+    types = op.padded([x.type for x in specs])
     return [
-        pad_spec(x, count_sequences(where[side][0]), most[side] or 0) if side in where else x
-        for x, side in zip(own, operand_sides(op.op), strict=True)
+        pad_spec(x, due.shape) if side in op.readers else x
+        for x, due, side in zip(specs, types, operand_sides(op.op), strict=False)
     ]
 
 
-def pad_spec(x: TensorSpec, B: int, most: int) -> TensorSpec:
-    """x [T,H,D] as [B,H,most,D], or a statistic [H,T] as [B,H,most]."""
-    if len(x.shape) == 2:
-        return TensorSpec((B, x.shape[0], most), x.dtype)
-    _, H, D = x.shape
-    row, head, last = x.strides
-    step = row if row_count(x.shape) > 1 else H * D
-    return TensorSpec((B, H, most, D), x.dtype, (most * step, head, step, last))
+def pad_spec(x: TensorSpec, shape: tuple[int, ...]) -> TensorSpec:
+    """x [T,H,D] or a pool [n,P,G,D] as [B,H,M,D], or a statistic [H,T] as [B,H,M]."""
+    if len(shape) == 3:
+        return TensorSpec(shape, x.dtype)
+    *_, H, D = x.shape
+    *_, row, head, last = x.strides
+    step = row if x.shape[-3] > 1 else max(H * D, (H - 1) * head + D)
+    outer = x.strides[0] if len(x.shape) == 4 else shape[2] * step
+    return TensorSpec(shape, x.dtype, (outer, head, step, last))
 
 
 def find_sequences(graph: Graph, specs: Sequence[TensorSpec]) -> Sequences:
     """How the operands of a packed graph lie. specs: those of its last equation."""
     last = graph.eqns[-1]
     assert isinstance(last.op, Packed)
-    sides, totals = operand_sides(last.op.op), last.op.totals([x.type for x in specs])
-    names = ("q", "k", "v", *("" for _ in sides[3:]))
-    packed = tuple(
-        (name, x)
-        for name, x, side in zip(names, specs, sides, strict=False)
-        if side in totals and name
-    )
+    op, (_, where) = last.op, last.op.split(last.args)
+    own = zip("qkv", specs, ("rows", "keys", "keys"), strict=False)
+    starts = {side: where[side] for side in op.sides}
     makers = {outs[0]: eqn for eqn, outs in graph.numbered}
-    _, where = last.op.split(last.args)
-    gapless = tuple(
-        side for side, (starts, n) in where.items() if n in makers and makers[n].args == (starts,)
+    gapless = (
+        side for side, (first, n) in starts.items() if n in makers and makers[n].args == (first,)
     )
-    alike = len({n for _, n in where.values()}) == 1 and len(where) == 2
-    return Sequences(totals.get("rows"), totals.get("keys"), packed, gapless, alike)
+    totals = {side: row_count(specs[PLACES[side]].shape) for side in op.sides}
+    return Sequences(
+        totals.get("rows"),
+        totals.get("keys"),
+        tuple((name, x) for name, x, side in own if side in op.readers),
+        specs[-1] if op.paged else None,
+        tuple(gapless),
+        len(starts) == 2 and len({n for _, n in starts.values()}) == 1,
+    )
 
 
 # The call
 
 
 def pack_call(call: CudnnCall, sequences: Sequences) -> CudnnCall:
-    """The call on packed tensors, of the same on padded ones."""
+    """The call on packed tensors and pages, of the same on padded ones."""
     totals, copies = sequences.totals, MULTIPLIED[call.name]
     own = tuple(pack_slot(x, sequences, dense=x.source in copies) for x in call.inputs)
     outputs = tuple(pack_slot(x, sequences, dense=True) for x in call.outputs)
-    starts = dict.fromkeys(start_slot(x, sequences) for x in (*own, *outputs) if x.offsets)
+    packed = (x for x in (*own, *outputs) if x.offsets)
+    starts = dict.fromkeys(start_slot(x, sequences) for x in packed)
     bounds = {TOTALS[side]: round_total(T) for side, T in totals.items()}
-    more = bounds if call.name == "sdpa_backward" else {}
-    return CudnnCall(call.name, (*own, *starts), outputs, (*call.options, *more.items()))
+    options = call.options + (tuple(bounds.items()) if call.name == "sdpa_backward" else ())
+    tables = table_slots(sequences)
+    if tables:
+        most = tables[0].shape[2] * sequences.page
+        options += (("paged_attention_max_seq_len_kv", most),)
+    return CudnnCall(call.name, (*own, *starts, *tables), outputs, options)
 
 
 def pack_slot(x: Slot, sequences: Sequences, *, dense: bool) -> Slot:
-    """A slot [B,H,M,D] that begins where its offsets say, if it is packed; any other as it is.
+    """A slot [B,H,M,D] that begins where its offsets say, if it is packed, or one [n,G,P,D] of a
+    pool; any other as it is.
 
     dense: of what is made for the call, or by it: [T,H,D] without gaps. lse is [T,H].
     """
+    if x.source in sequences.pools:
+        pool = sequences.pools[x.source]
+        (n, P, G, D), (outer, row, head, last) = pool.shape, pool.strides
+        return slot(
+            x.argument, x.source, TensorSpec((n, G, P, D), pool.dtype, (outer, head, row, last))
+        )
     side = SIDES.get(x.source, "")
     if side not in sequences.totals:
         return x
@@ -156,6 +187,15 @@ def start_slot(x: Slot, sequences: Sequences) -> Slot:
     source, _, step = x.offsets.rpartition("_")
     shape, dtype = (x.shape[0] + 1, 1, 1, 1), torch.int32 if sequences.rows is None else torch.int64
     return Slot(x.offsets, source, shape, dense_strides(shape), dtype, step=int(step))
+
+
+def table_slots(sequences: Sequences) -> tuple[Slot, ...]:
+    """The table of k and that of v, which are one."""
+    if sequences.table is None:
+        return ()
+    B, pages = sequences.table.shape
+    shape = (B, 1, pages, 1)
+    return tuple(Slot(x, "pages", shape, dense_strides(shape), torch.int32) for x in TABLES)
 
 
 def round_total(T: int) -> int:

@@ -37,6 +37,9 @@ class Model:
         packed = {name: pair for name, pair in slots.items() if pair[0].offsets}
         for name in packed.keys() - outputs:
             given[name] = padded(*packed[name], views).double()
+        for name in ("k", "v"):
+            if (table := views.get(f"paged_attention_{name}_table")) is not None:
+                given[name] = gathered(given[name], table)
         computed = (forward if self.call.name == "sdpa" else backward)(self.options, given)
         for name in outputs & views.keys():
             if name not in ADDED:
@@ -68,6 +71,12 @@ def padded(x: Slot, t: Tensor, views: Mapping[str, Tensor]) -> Tensor:
         place = (H, n, D), x.strides[1:], t.storage_offset() + starts[b]
         found[b, :, :n] = t.as_strided(*place)
     return found
+
+
+def gathered(pool: Tensor, table: Tensor) -> Tensor:
+    """A pool [n,G,P,D] in the order of a table [B,1,pages,1]: [B,G,pages * P,D]. Every entry of the
+    table is read."""
+    return pool[table[:, 0, :, 0].long()].transpose(1, 2).flatten(2, 3)
 
 
 def write_rows(x: Slot, t: Tensor, views: Mapping[str, Tensor], rows: Tensor) -> None:
