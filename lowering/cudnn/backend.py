@@ -156,13 +156,22 @@ def needs(case: Case, call: CudnnCall, graph: Graph, need: int | None) -> Forese
 
     problem, sequences = case.problem, case.sequences
     if sequences is None:
-        notes = run.run_notes(problem, graph)
+        notes = (*split_notes(case), *run.run_notes(problem, graph))
         return Foreseen(need, run.temporary_bytes(call, problem, graph), notes)
     return Foreseen(
         None if need is None else packed_run.leased_bytes(call, problem, sequences, need),
         packed_run.packed_temporary_bytes(call, problem, sequences),
-        tuple(packed_run.packed_notes(call, problem, sequences)),
+        (*split_notes(case), *packed_run.packed_notes(call, problem, sequences)),
     )
+
+
+def split_notes(case: Case) -> Iterator[str]:
+    """For `explain`: into how many parts cuDNN splits the keys of one query."""
+    from attn_graph.lowering.cudnn.memory import key_splits
+
+    if case.pass_ == "forward" and (splits := key_splits(case)) > 1:
+        B = case.problem.B
+        yield f"keys in {splits} parts, as many as cuDNN takes for a batch of {B}, and a merge"
 
 
 def without_lse(

@@ -134,10 +134,10 @@ class Case:
 def needs_padding_mask(case: Case) -> bool:
     """Whether the call needs a padding mask of full lengths, though no lengths are given.
 
-    It does over pages. And it avoids two errors of cuDNN's backward. Below 9.26 Hopper's kernel reads beyond the
-    keys if N leaves half a tile of 128 and no mask hides that half: dq becomes NaN where lse
-    is below -88.7 (pytorch/pytorch#196678). And with a single query dk and dv become NaN
-    (NVIDIA/cudnn-frontend#1072, in 9.25.1 and 9.26.0).
+    It does over pages, whose kernels read no others. And it avoids two errors of cuDNN's backward.
+    Below 9.26 Hopper's kernel reads beyond the keys if N leaves half a tile of 128 and no mask
+    hides that half: dq becomes NaN where lse is below -88.7 (pytorch/pytorch#196678). And with a
+    single query dk and dv become NaN (NVIDIA/cudnn-frontend#1072, in 9.25.1 and 9.26.0).
     """
     p, right = case.problem, case.diagonal.right
     if case.is_paged and not case.mask.lengths:

@@ -6,11 +6,39 @@ from attn_graph.ir.modifiers import Alibi
 from attn_graph.lowering.cudnn.case import Case
 from attn_graph.lowering.cudnn.sequences import round_total, round_up_to
 
+FEW_KEYS = 512  # which Hopper's kernel for one query takes in one piece
+ROWS = 16  # query heads that share keys in one program of it
+MOST_SPLITS = 64
+MULTIPROCESSORS = 132  # of the Hoppers whose plans were read
+
 
 def workspace(case: Case) -> int | None:
-    """Bytes of workspace; None if only a plan tells them, as for all but Hopper's backward."""
-    hopper = 90 <= case.sm < 100 and case.backend < (9, 25, 0)
-    return hopper_backward_bytes(case) if hopper and case.pass_ == "backward" else None
+    """Bytes of workspace; None if only a plan tells them, as for all but Hopper's backward and its
+    forward of one query whose keys are split."""
+    if not 90 <= case.sm < 100 or case.backend >= (9, 25, 0):
+        return None
+    if case.pass_ == "backward":
+        return hopper_backward_bytes(case)
+    p, splits = case.problem, key_splits(case)
+    rows = splits * p.B * p.H * 4
+    return rows * p.E + 2 * round_up_to(rows, 128) + 128 if splits > 1 else None
+
+
+def key_splits(case: Case) -> int:
+    """The parts into which Hopper's kernel splits the keys of a forward of one query, to merge what
+    each gives; 1 where it does not split.
+
+    It depends on the batch and on the most keys that there can be, not on lengths: so the bits of
+    an entry's result depend on how many others there are. It was read off the workspaces of plans.
+    The kernels for bands and for packed queries do not split.
+    """
+    p, band = case.problem, case.diagonal
+    programs = p.B * p.G * -(-p.H // p.G // ROWS)
+    split = 90 <= case.sm < 100 and p.M == 1 and p.N > FEW_KEYS and 2 * programs <= MULTIPROCESSORS
+    if not split or "rows" in case.packed or (band.left, band.right) != (None, None):
+        return 1
+    most = min(MOST_SPLITS, p.N // 128, (2 * MULTIPROCESSORS - 1) // programs)
+    return 2 ** (most.bit_length() - 1)
 
 
 def hopper_backward_bytes(case: Case) -> int:

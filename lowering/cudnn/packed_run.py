@@ -1,6 +1,7 @@
 """cuDNN's plans at work on packed tensors: what is computed for them on the device at each call.
 
-cuDNN reads where each sequence begins, in elements, and how long it is, in int32. Both are made from starts and lengths on the device, without waiting for it, in leased memory.
+cuDNN reads where each sequence begins, in elements, and how long it is, in int32. Both are made
+from starts and lengths on the device, without waiting for it.
 
 Three things that nobody vouches for are avoided:
 
