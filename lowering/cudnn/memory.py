@@ -21,7 +21,8 @@ def workspace(case: Case) -> int | None:
         return hopper_backward_bytes(case)
     p, splits = case.problem, key_splits(case)
     rows = splits * p.B * p.H * 4
-    return rows * p.E + 2 * round_up_to(rows, 128) + 128 if splits > 1 else None
+    parts = round_up_to(rows * p.E, 128) + 2 * round_up_to(rows, 128)
+    return parts + 128 if splits > 1 else None
 
 
 def key_splits(case: Case) -> int:

@@ -15,8 +15,8 @@ import torch
 from attrs import evolve, frozen
 
 from attn_graph.ir.attention import Attention, AttentionGrad
-from attn_graph.ir.graph import Graph
-from attn_graph.ir.packed import PLACES, STARTS, Packed, operand_sides
+from attn_graph.ir.graph import Graph, Op
+from attn_graph.ir.packed import OWN, PLACES, STARTS, Packed, operand_sides
 from attn_graph.ir.packing import Lengths, row_count
 from attn_graph.lowering.cudnn.graph import CudnnCall, Slot, slot
 from attn_graph.lowering.problem import Problem, operand_specs
@@ -28,7 +28,7 @@ SIDES = {  # of what cuDNN reads and writes beside q, k and v
     **dict.fromkeys(("q", "o", "lse", "do", "dq"), "rows"),
     **dict.fromkeys(("k", "v", "dk", "dv"), "keys"),
 }
-MULTIPLIED = {"sdpa": ("v",), "sdpa_backward": ("q", "k", "v", "do")}  # by 0, where masked
+COPIED = {"sdpa": ("v",), "sdpa_backward": ("q", "k", "v", "do")}  # as `copied` has them
 TOTALS = {"rows": "max_total_seq_len_q", "keys": "max_total_seq_len_kv"}
 TABLES = ("paged_attention_k_table", "paged_attention_v_table")
 
@@ -38,8 +38,8 @@ TABLES = ("paged_attention_k_table", "paged_attention_v_table")
 class Sequences:
     """How operands lie that a problem has padded.
 
-    rows: T of q, where it is packed; keys: T of k and v. specs: of the operands that are packed or
-    paged, by name. table: [B,pages] of k and v in pages. gapless: the sides whose lengths are the
+    rows: T of q, where it is packed; keys: T of k and v. specs: of q, k and v that are packed or
+    paged, and not copied, by name. table: [B,pages] of k and v in pages. gapless: the sides whose lengths are the
     differences of their starts. alike: whether q and k have the same lengths.
     """
 
@@ -58,7 +58,7 @@ class Sequences:
 
     @property
     def packed(self) -> dict[str, TensorSpec]:
-        """The packed ones of q, k and v, by name."""
+        """The packed ones of q, k and v that are read where they lie, by name."""
         return {name: x for name, x in self.specs if len(x.shape) == 3}
 
     @property
@@ -89,20 +89,30 @@ def packed_problem(graph: Graph) -> tuple[Problem, Sequences] | None:
 
 def padded_specs(op: Packed, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
     """The specs of the operands of the op within. The strides of what is packed or paged are those
-    of its own rows and heads, and no others are read."""
+    of its own rows and heads, and no others are read; what a call copies lies without gaps."""
     types = op.padded([x.type for x in specs])
+    copies = copied(op.op)
     return [
-        pad_spec(x, due.shape) if side in op.readers else x
-        for x, due, side in zip(specs, types, operand_sides(op.op), strict=False)
+        pad_spec(x, due.shape, dense=n in copies and side in op.sides) if side in op.readers else x
+        for n, (x, due, side) in enumerate(zip(specs, types, operand_sides(op.op), strict=False))
     ]
 
 
-def pad_spec(x: TensorSpec, shape: tuple[int, ...]) -> TensorSpec:
-    """x [T,H,D] or a pool [n,P,G,D] as [B,H,M,D], or a statistic [H,T] as [B,H,M]."""
+def copied(op: Op) -> tuple[int, ...]:
+    """The operands of an attention or of its gradient that a call copies where they are packed:
+    cuDNN multiplies them by 0 where they are masked. v; of a gradient q, k, v and do."""
+    return (0, 1, 2, len(op.attention.ranks) + 2) if isinstance(op, AttentionGrad) else (2,)
+
+
+def pad_spec(x: TensorSpec, shape: tuple[int, ...], *, dense: bool) -> TensorSpec:
+    """x [T,H,D] or a pool [n,P,G,D] as [B,H,M,D], or a statistic [H,T] as [B,H,M].
+
+    dense: as if it were [T,H,D] without gaps.
+    """
     if len(shape) == 3:
         return TensorSpec(shape, x.dtype)
     *_, H, D = x.shape
-    *_, row, head, last = x.strides
+    *_, row, head, last = dense_strides(x.shape) if dense else x.strides
     step = row if x.shape[-3] > 1 else max(H * D, (H - 1) * head + D)
     outer = x.strides[0] if len(x.shape) == 4 else shape[2] * step
     return TensorSpec(shape, x.dtype, (outer, head, step, last))
@@ -113,7 +123,12 @@ def find_sequences(graph: Graph, specs: Sequence[TensorSpec]) -> Sequences:
     last = graph.eqns[-1]
     assert isinstance(last.op, Packed)
     op, (_, where) = last.op, last.op.split(last.args)
-    own = zip("qkv", specs, ("rows", "keys", "keys"), strict=False)
+    copies = copied(op.op)
+    own = (
+        (name, x)
+        for n, (name, x, side) in enumerate(zip("qkv", specs, OWN, strict=False))
+        if side in op.readers and (side not in op.sides or n not in copies)
+    )
     starts = {side: where[side] for side in op.sides}
     makers = {outs[0]: eqn for eqn, outs in graph.numbered}
     gapless = (
@@ -123,7 +138,7 @@ def find_sequences(graph: Graph, specs: Sequence[TensorSpec]) -> Sequences:
     return Sequences(
         totals.get("rows"),
         totals.get("keys"),
-        tuple((name, x) for name, x, side in own if side in op.readers),
+        tuple(own),
         specs[-1] if op.paged else None,
         tuple(gapless),
         len(starts) == 2 and len({n for _, n in starts.values()}) == 1,
@@ -135,7 +150,7 @@ def find_sequences(graph: Graph, specs: Sequence[TensorSpec]) -> Sequences:
 
 def pack_call(call: CudnnCall, sequences: Sequences) -> CudnnCall:
     """The call on packed tensors and pages, of the same on padded ones."""
-    totals, copies = sequences.totals, MULTIPLIED[call.name]
+    totals, copies = sequences.totals, COPIED[call.name]
     own = tuple(pack_slot(x, sequences, dense=x.source in copies) for x in call.inputs)
     outputs = tuple(pack_slot(x, sequences, dense=True) for x in call.outputs)
     packed = (x for x in (*own, *outputs) if x.offsets)
@@ -165,17 +180,17 @@ def pack_slot(x: Slot, sequences: Sequences, *, dense: bool) -> Slot:
     if side not in sequences.totals:
         return x
     _, H, M, D = x.shape
-    row, head = H * D, D
+    row, head, last = H * D, D, 1
     if not dense and x.source != "lse":
-        head = x.strides[1] if H > 1 else D
+        head, last = x.strides[1] if H > 1 else D, x.strides[3]
         row = x.strides[2] if M > 1 else max(x.strides[0], row)
-    strides = (M * row, head, row, 1)
+    strides = (M * row, head, row, last)
     return evolve(x, strides=strides, offsets=f"{STARTS[side]}_{row}")
 
 
 def cleaned(call: CudnnCall, sequences: Sequences) -> tuple[str, ...]:
     """The operands of a call that are copied, with 0 in rows of no sequence."""
-    names = (name for name in MULTIPLIED[call.name] if name != "do")
+    names = (name for name in COPIED[call.name] if name != "do")
     return tuple(name for name in names if SIDES[name] in sequences.totals)
 
 
