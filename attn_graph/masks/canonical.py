@@ -64,7 +64,8 @@ def end_at_keys(parts: list[Mask]) -> list[Mask]:
     """The parts of an And for one query. It is the last of its keys, or of no sequence."""
     last = Band(None, 0, LENGTHS)
     known = QueryLengths() in parts
-    return [KeyLengths() if known and part == last else part for part in parts]
+    replaced = (KeyLengths() if known and part == last else part for part in parts)
+    return [*dict.fromkeys(replaced)]
 
 
 def trim_band(low: int | None, high: int | None, M: int, N: int) -> Band:

@@ -14,16 +14,20 @@ from attn_graph.errors import Reason
 from attn_graph.ir.modifiers import Alibi, Bias, SoftCap
 from attn_graph.lowering.cudnn.case import Case, needs_padding_mask
 from attn_graph.lowering.cudnn.masks import mask_problems
+from attn_graph.lowering.cudnn.packed_limits import PACKED_RULES
 from attn_graph.lowering.cudnn.rules import (
     BACKWARD,
+    BACKWARD_HEADER,
     FIRST,
     FORWARD,
+    FORWARD_HEADER,
+    HEADERS,
+    MEANING,
+    MEASURED,
     Rule,
     alibi_unmasked,
     bias_column,
-    crossed_heads,
     dtype_name,
-    far_keys,
     foreign_alibi,
     late_soft_cap,
     left_of_diagonal,
@@ -41,14 +45,6 @@ from attn_graph.lowering.reasons import (
     uneven_heads,
     wide_heads,
 )
-
-# Where limits come from. The headers ship in the wheel of nvidia-cudnn-frontend, under
-# include/cudnn_frontend/node: version 1.28.0 was read.
-FORWARD_HEADER = "cudnn-frontend 1.28.0, sdpa_support_surface.h"
-BACKWARD_HEADER = "cudnn-frontend 1.28.0, scaled_dot_product_flash_attention.h"
-HEADERS = f"{FORWARD_HEADER} and {BACKWARD_HEADER}"
-MEASURED = "planned without a device, cuDNN 9.20.0"
-MEANING = "what a graph means"
 
 
 def reasons(case: Case) -> Iterator[Reason]:
@@ -377,21 +373,6 @@ RULES = (
         MEANING,
         says="unasked",
     ),
-    Rule(
-        "packed_rows",
-        crossed_heads,
-        "reads packed tensors whose heads lie side by side in each row, and {it[0]} is {it[1]}",
-        "cudnn-frontend 1.28.0, test_mhas_v2.py: packed tensors lie so there",
-        says="yes",
-    ),
-    Rule(
-        "packed_keys_alone",
-        far_keys,
-        "counts elements of packed keys and values in i32 where queries are not packed, and "
-        "{it[0]} has {it[1]}",
-        "planned without a device: it has no kernel for offsets in i64 there",
-        says="yes",
-    ),
     # What goes together
     Rule(
         "one_by_one",
@@ -445,74 +426,6 @@ RULES = (
         FORWARD,
     ),
     Rule(
-        "page_size",
-        lambda c: once(c.page & (c.page - 1) and c.page),
-        "reads pages of a power of two of rows, and they have {it}",
-        FORWARD_HEADER,
-    ),
-    Rule(
-        "pages_backward",
-        lambda c: once(c.is_paged),
-        "has no gradient over pages, and k and v lie in pages",
-        "the arguments of sdpa_backward",
-        BACKWARD,
-        says="unasked",
-    ),
-    Rule(
-        "pages_soft_cap",
-        lambda c: once(c.is_paged and c.problem.node.mask is None and c.count(SoftCap)),
-        "caps scores without lengths, which it needs over pages, and k and v lie in pages",
-        f"{HEADERS}: score_mod excludes them",
-    ),
-    Rule(
-        "packed_version",
-        lambda c: once(c.packed),
-        "reads packed tensors on sm_80 to sm_89 from cuDNN 9.18.1, and this is {c.cudnn}",
-        FORWARD_HEADER,
-        sm=(80, 90),
-        backend=(FIRST, (9, 18, 1)),
-    ),
-    *(
-        Rule(
-            f"packed_statistics_{name}",
-            lambda c: once("rows" in c.packed),
-            "goes back through packed queries on sm_90 to sm_119, since elsewhere it reads lse of "
-            "padded ones, and the target has sm_{c.sm}",
-            BACKWARD_HEADER,
-            BACKWARD,
-            sm=sm,
-        )
-        for name, sm in (("ampere", (80, 90)), ("others", (120, 1000)))
-    ),
-    *(
-        Rule(
-            f"packed_in_order_{name}",
-            lambda c: once(c.deterministic and c.packed),
-            "is deterministic with packed tensors on sm_90 to sm_119, and the target has sm_{c.sm}",
-            BACKWARD_HEADER,
-            BACKWARD,
-            sm=sm,
-        )
-        for name, sm in (("ampere", (80, 90)), ("others", (120, 1000)))
-    ),
-    Rule(
-        "packed_bias_gradient",
-        lambda c: once(c.packed and c.wants("bias")),
-        "gives no gradient of a bias beside packed tensors on Blackwell, and it is wanted",
-        BACKWARD_HEADER,
-        BACKWARD,
-        sm=(100, 110),
-    ),
-    Rule(
-        "packed_sinks",
-        lambda c: once(c.packed and c.problem.node.sinks),
-        "goes back through sinks beside packed tensors from cuDNN 9.26, and this is {c.cudnn}",
-        "cudnn-frontend 1.32.0, scaled_dot_product_flash_attention.h",
-        BACKWARD,
-        backend=(FIRST, (9, 26, 0)),
-        says="yes",
-    ),
-    Rule(
         "sinks_in_order",
         lambda c: once(c.deterministic and c.wants("sinks")),
         "promises no order for the gradient of sinks, and deterministic=True asks for one",
@@ -548,4 +461,5 @@ RULES = (
         BACKWARD,
         sm=(100, 110),
     ),
+    *PACKED_RULES,
 )

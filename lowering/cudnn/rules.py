@@ -23,6 +23,14 @@ FORWARD: tuple[Pass, ...] = ("forward",)
 LONG = 2**31  # more elements than int32 counts
 FIRST, LAST = (0, 0, 0), (999, 0, 0)
 
+# Where limits come from. The headers ship in the wheel of nvidia-cudnn-frontend, under
+# include/cudnn_frontend/node: version 1.28.0 was read.
+FORWARD_HEADER = "cudnn-frontend 1.28.0, sdpa_support_surface.h"
+BACKWARD_HEADER = "cudnn-frontend 1.28.0, scaled_dot_product_flash_attention.h"
+HEADERS = f"{FORWARD_HEADER} and {BACKWARD_HEADER}"
+MEASURED = "planned without a device, cuDNN 9.20.0"
+MEANING = "what a graph means"
+
 Violations = tuple[Any, ...]  # what the sentence names; one sentence for each
 
 

@@ -39,8 +39,8 @@ class Sequences:
     """How operands lie that a problem has padded.
 
     rows: T of q, where it is packed; keys: T of k and v. specs: of q, k and v that are packed or
-    paged, and not copied, by name. table: [B,pages] of k and v in pages. gapless: the sides whose lengths are the
-    differences of their starts. alike: whether q and k have the same lengths.
+    paged, and not copied, by name. table: [B,pages] of k and v in pages. gapless: the sides whose
+    lengths are the differences of their starts. alike: whether q and k have the same lengths.
     """
 
     rows: int | None = None

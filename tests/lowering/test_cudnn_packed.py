@@ -1,14 +1,14 @@
-"""All that leads to cuDNN and back of packed tensors, with what it is documented to do in its place."""
+"""Packed tensors and pages given to cuDNN, with what its documentation says in its place."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from attrs import evolve
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
@@ -16,49 +16,66 @@ import attn_graph as ag
 from attn_graph import masks as m
 from attn_graph.errors import Reason
 from attn_graph.ir.graph import Graph
+from attn_graph.ir.packed import Packed
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.vjp import backward, result_spec
 from attn_graph.lowering.backend import Options
 from attn_graph.lowering.cudnn.backend import describe_problem, read_problem, request_case
 from attn_graph.lowering.cudnn.limits import reasons
-from attn_graph.lowering.cudnn.packed_run import PackedRun
+from attn_graph.lowering.cudnn.memory import key_splits
+from attn_graph.lowering.cudnn.packed_run import PackedRun, packed_notes, packed_temporary_bytes
+from attn_graph.lowering.cudnn.sequences import round_total
 from attn_graph.machine.target import Target
 from attn_graph.machine.workspace import Workspace
 from attn_graph.spec import FLOATS, INF
 from attn_graph.testing.rule import expect_gradients, expect_outputs
 from attn_graph.testing.strategies import Shape, seeds
-from tests.lowering.test_cudnn_run import H200
-from tests.lowering.test_packed import SPEC, Case, batches, make_case, spoil
+from tests.lowering import test_paged as paging
+from tests.lowering.test_packed import Case, make_case
 from tests.support.cudnn_graphs import aligned, cudnn_options
 from tests.support.cudnn_model import Model
+from tests.support.sequences import SPEC, Batch, batches
 
-LATEST = Target("h200", "cuda", 90, (), (*H200.libraries[:2], ("nvidia-cudnn-cu13", "9.26.0")))
+VERSIONS = (("nvidia-cudnn-frontend", "1.28.0"), ("nvidia-cudnn-cu13", "9.26.0"))
+H200 = Target("h200", "cuda", 90, (), VERSIONS)
+HALVES = st.sampled_from([torch.float16, torch.bfloat16])
+I32, BRAIN = torch.int32, torch.bfloat16
+SIDES = {"q": 0, "k": 1, "v": 1}
 
 
-def refusals(graph: Graph, target: Target = LATEST) -> list[Reason]:
+def refusals(graph: Graph) -> list[Reason]:
     read = read_problem(graph)
     assert read is not None
     problem, sequences = read
-    return [*reasons(request_case(problem, target, Options(), sequences))]
+    return [*reasons(request_case(problem, H200, Options(), sequences))]
 
 
 def modelled(graph: Graph, *, stats: bool = True) -> PackedRun:
-    """How a simplified graph on packed tensors, one that cuDNN takes, would run."""
-    case, call = describe_problem(graph, LATEST, Options(), stats=stats)
+    """How a simplified graph, one that cuDNN takes, would run; and without lse if not `stats`."""
+    case, call = describe_problem(graph, H200, Options(), stats=stats)
     assert case.sequences is not None
     return PackedRun.of(call, case.problem, case.sequences, graph, Workspace(), 128, Model(call))
 
 
 def gradient_of(graph: Graph, do: torch.Tensor) -> tuple[Graph, list[str]]:
-    """The backward graph by every floating input, and their names."""
+    """The backward graph by every floating input, of o alone, and their names."""
+    trained = evolve(graph, outputs=graph.outputs[:1])
     wants = [n for n, i in enumerate(graph.inputs) if i.spec.dtype in FLOATS]
-    return backward(graph, wants, [SPEC.like(do)]), [graph.inputs[n].name for n in wants]
+    return backward(trained, wants, [SPEC.like(do)]), [graph.inputs[n].name for n in wants]
+
+
+def noise(like: torch.Tensor, seed: int) -> torch.Tensor:
+    random = torch.Generator().manual_seed(seed)
+    return torch.randn(like.shape, generator=random).to(like.dtype)
+
+
+# Packed tensors
 
 
 @st.composite
 def cases(draw: DrawFn) -> Case:
-    """Sequences with gaps or not, 0 and 1 rows included, NaN in rows of no sequence."""
-    batch, dtype = draw(batches()), draw(st.sampled_from([torch.float16, torch.bfloat16]))
+    """Sequences with gaps or not, some of 0 or 1 rows, NaN in rows of no sequence."""
+    batch, dtype = draw(batches()), draw(HALVES)
     G, r = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2, 3]))
     D, E = draw(st.sampled_from([(8, 8), (16, 16), (24, 8), (8, 16)]))
     shape = Shape(len(batch.rows), G * r, G, *batch.most, D, E)
@@ -69,16 +86,28 @@ def cases(draw: DrawFn) -> Case:
     return make_case(batch, shape, dtype, dims, options, draw(seeds))
 
 
-def check_forward(case: Case, outputs: Sequence[torch.Tensor]) -> None:
-    """The outputs are those of the padded graph, and empty in rows of no sequence."""
-    dues = expect_outputs(case.padded, case.padded_tensors)
-    for x, due in zip(outputs, dues, strict=True):
-        padded = case.pad(x)
-        due.check(torch.where(case.real(padded), padded, due.ref.to(padded.dtype)))
-        assert (case.outside(x) == (-INF if x.ndim == 2 else 0.0)).all()
+def make_plain(batch: Batch, **options: Any) -> Case:
+    """Four heads that share two of keys."""
+    shape = Shape(len(batch.rows), 4, 2, *batch.most, 16, 16)
+    dims = {"q": (0, 4, 16), "k": (1, 2, 16), "v": (1, 2, 16)}
+    return make_case(batch, shape, BRAIN, dims, options, 3)
+
+
+KEYLESS = make_plain(
+    Batch((3, 5, 0, 2), (4, 0, 7, 9), ((0, 1), (1, 2), (2, 0), (1, 1)), gaps=True),
+    stats=True,
+    sinks=SPEC((4,), torch.float32),
+)
+TIGHT = make_plain(
+    Batch((3, 0, 1), (5, 2, 0), ((0, 0),) * 3, gaps=False),
+    mask=ag.Causal("bottom_right"),
+    stats=True,
+)
 
 
 @given(case=cases(), seed=seeds)
+@example(case=KEYLESS, seed=0)
+@example(case=TIGHT, seed=0)
 def test_what_cudnn_is_told_of_packed_tensors_means_what_the_graph_means(
     case: Case, seed: int
 ) -> None:
@@ -89,16 +118,242 @@ def test_what_cudnn_is_told_of_packed_tensors_means_what_the_graph_means(
     check_forward(case, outputs)
     for found, i in zip(outputs, simple.outputs, strict=True):
         assert SPEC.like(found) == result_spec(simple, i)
-    random = torch.Generator().manual_seed(seed)
-    do = spoil(case, torch.randn(o.shape, generator=random).to(o.dtype), 0)
-    trained = evolve(simple, outputs=simple.outputs[:1])
-    back, names = gradient_of(trained, do)
+    lean, _ = modelled(evolve(simple, outputs=simple.outputs[:1]), stats=False).forward(*tensors)
+    assert torch.equal(lean[0], o)
+    do = case.batch.spoil(noise(o, seed), 0)
+    back, names = gradient_of(simple, do)
     assume(not refusals(back))
     gradients, _ = modelled(back).backward(*tensors, o, lse, do)
-    cotangents = [case.pad(do), *(None for _ in outputs[1:])]
+    cotangents = [case.batch.pad(do), *(None for _ in outputs[1:])]
     dues = expect_gradients(case.padded, case.padded_tensors, cotangents)
     for name, x in zip(names, gradients, strict=True):
-        side = {"q": 0, "k": 1, "v": 1}.get(name)
-        dues[name].check(x if side is None else case.pad(x, side))
+        side = SIDES.get(name)
+        dues[name].check(x if side is None else case.batch.pad(x, side))
         if side is not None:
-            assert (case.outside(x, side) == 0).all()
+            assert (case.batch.outside(x, side) == 0).all()
+
+
+def check_forward(case: Case, outputs: Sequence[torch.Tensor]) -> None:
+    """The outputs are those of the padded graph, and empty in rows of no sequence."""
+    dues = expect_outputs(case.padded, case.padded_tensors)
+    for x, due in zip(outputs, dues, strict=True):
+        padded = case.batch.pad(x)
+        due.check(torch.where(case.batch.real(padded), padded, due.ref.to(padded.dtype)))
+        assert (case.batch.outside(x) == (-INF if x.ndim == 2 else 0.0)).all()
+
+
+@pytest.mark.parametrize("side", ["q", "k"])
+def test_queries_alone_or_keys_alone_may_be_packed(side: str) -> None:
+    """The other side is as long for all; entries without a partner give zeros, and NaN is gone."""
+    counts = torch.tensor([3, 0, 6, 1], dtype=I32)
+    starts, random = torch.tensor([0, 3, 3, 9, 10], dtype=I32), torch.Generator().manual_seed(0)
+    shapes = (
+        {"q": (12, 4, 16), "k": (4, 2, 7, 16)}
+        if side == "q"
+        else {"q": (4, 4, 5, 16), "k": (12, 2, 16)}
+    )
+    shapes["v"] = shapes["k"]
+    x = {n: torch.randn(s, generator=random).half() for n, s in shapes.items()}
+    own: dict[str, Any] = {"q_starts": starts} if side == "q" else {"kv_starts": starts}
+    own |= {"kv_lengths": torch.tensor([7, 4, 0, 2], dtype=I32)} if side == "q" else {}
+    whole = dict(x)
+    for n in ("q",) if side == "q" else ("k", "v"):
+        x[n][10:] = torch.nan
+        whole[n] = ag.ir.packing.Unpack(6).run(x[n], starts, counts)[0]
+    mask = m.KeyLengths() & m.QueryLengths() if side == "q" else m.KeyLengths()
+    ends = (
+        {"q_lengths": counts, "kv_lengths": own["kv_lengths"]}
+        if side == "q"
+        else {"kv_lengths": counts}
+    )
+    padded = ag.attention(
+        *map(SPEC.like, whole.values()),
+        mask=mask,
+        stats=True,
+        **{n: SPEC.like(t) for n, t in ends.items()},
+    )
+    most = (6, None) if side == "q" else (None, 6)
+    given_specs = {n: SPEC.like(t) for n, t in own.items()}
+    simple = simplify(
+        ag.attention(*map(SPEC.like, x.values()), stats=True, most=most, **given_specs)
+    )
+    named = x | own
+    tensors = [named[i.name] for i in simple.inputs]
+    assert not refusals(simple)
+    outputs, (o, lse) = modelled(simple).forward(*tensors)
+    everything = whole | ends
+    inputs = [everything[i.name] for i in padded.inputs]
+
+    def pad(t: torch.Tensor, packed: bool) -> torch.Tensor:
+        return ag.ir.packing.Unpack(6).run(t, starts, counts)[0] if packed else t
+
+    for found, due in zip(outputs, expect_outputs(padded, inputs), strict=True):
+        got = pad(found, side == "q")
+        there = torch.arange(6) < counts[:, None] if side == "q" else torch.ones(4, 5) > 0
+        real = there[:, None, :, None] if got.ndim == 4 else there[:, None]
+        due.check(torch.where(real, got, due.ref.to(got.dtype)))
+    do = noise(o, 1)
+    back, names = gradient_of(simple, do)
+    assert not refusals(back)
+    gradients, _ = modelled(back).backward(*tensors, o, lse, do)
+    dues = expect_gradients(padded, inputs, [pad(do, side == "q"), None])
+    for name, g in zip(names, gradients, strict=True):
+        dues[name].check(pad(g, len(shapes[name]) == 3))
+
+
+@pytest.mark.parametrize("strides", [(3 * 64, 16, 1), (64, 16, 1)])
+def test_packed_tensors_are_read_where_they_lie(strides: tuple[int, int, int]) -> None:
+    """q, k and v side by side in each row, and apart."""
+    spec, starts = SPEC((9, 4, 16), BRAIN, strides), torch.tensor([0, 2, 9], dtype=I32)
+    graph = simplify(ag.attention(spec, spec, spec, mask=ag.Causal(), q_starts=SPEC((3,), I32)))
+    given = [noise(torch.empty(9 * strides[0]), n).bfloat16() for n in range(3)]
+    tensors = [x.as_strided(spec.shape, strides) for x in given]
+    run = modelled(graph)
+    assert [x.strides[2] for x in run.call.inputs[:3]] == [
+        strides[0],
+        strides[0],
+        64,
+    ]  # v is a copy
+    outputs, _ = run.forward(*tensors, starts)
+    loop = torch.cat([alone(*(x[a:b] for x in tensors)) for a, b in ((0, 2), (2, 9))])
+    torch.testing.assert_close(outputs[0], loop)
+
+
+def alone(*x: torch.Tensor) -> torch.Tensor:
+    """Causal attention of one sequence [T,H,D], in float32."""
+    q, k, v = (t.transpose(0, 1).float() for t in x)
+    o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return o.transpose(0, 1).bfloat16()
+
+
+def test_one_plan_serves_batches_of_any_number_of_rows() -> None:
+    """A forward's call does not depend on T, and a backward's on what T is rounded up to."""
+
+    def calls(T: int) -> list[Any]:  # Any: JSON
+        x = SPEC((T, 4, 64), BRAIN)
+        graph = simplify(
+            ag.attention(x, x, x, mask=ag.Causal(), q_starts=SPEC((9,), I32), most=(512, 512))
+        )
+        back = backward(graph, [0, 1, 2], [x])
+        return [describe_problem(g, H200, Options())[1].plain for g in (graph, back)]
+
+    (forward, back), (other, near), (third, far) = calls(1000), calls(1024), calls(1025)
+    assert forward == other == third
+    assert back == near != far
+    assert back["options"]["max_total_seq_len_q"] == back["options"]["max_total_seq_len_kv"] == 1024
+
+
+@given(st.integers(1, 10**7))
+def test_totals_are_rounded_up_by_an_eighth_at_most(T: int) -> None:
+    assert T <= round_total(T) < max(T * 1.125, T + 64)
+    assert round_total(round_total(T)) == round_total(T)
+
+
+def test_what_is_copied_of_packed_tensors_is_told_and_counted(
+    golden: Callable[[object], None],
+) -> None:
+    q, k = SPEC((1000, 32, 128), BRAIN), SPEC((1000, 8, 128), BRAIN)
+    starts = SPEC((9,), I32)
+    graph = simplify(ag.attention(q, k, k, mask=ag.Causal(), q_starts=starts, most=(512, 512)))
+    texts = []
+    for each in (graph, backward(graph, [0, 1], [q])):
+        case, call = describe_problem(each, H200, Options())
+        assert case.sequences is not None
+        room = PackedRun.of(call, case.problem, case.sequences, each, Workspace(), 128, Model(call))
+        texts += [
+            *packed_notes(call, case.problem, case.sequences),
+            f"{packed_temporary_bytes(call, case.problem, case.sequences)} bytes besides",
+            f"{room.scratch.bytes} bytes leased, for {', '.join(room.rooms)}",
+            str(call),
+            "",
+        ]
+    golden("\n".join(texts))
+
+
+def test_an_address_off_16_bytes_is_an_error_that_says_so() -> None:
+    case = make_plain(Batch((3, 2), (4, 5), ((0, 0),) * 2, gaps=False))
+    tensors = dict(case.tensors)
+    room = torch.zeros(1 + tensors["q"].numel(), dtype=BRAIN)
+    tensors["q"] = room[1:].view(tensors["q"].shape).copy_(tensors["q"])
+    simple = simplify(case.packed)
+    with pytest.raises(ag.PlanMismatchError, match=r"q: expected an address .* 2 bytes past"):
+        modelled(simple).forward(*(tensors[i.name] for i in simple.inputs))
+
+
+# Pages
+
+
+@st.composite
+def paged_cases(draw: DrawFn) -> paging.Case:
+    """q packed or not, pages of 1 to 64 rows; the table holds anything past lengths."""
+    batch, dtype, packed = draw(batches()), draw(HALVES), draw(st.booleans())
+    P = draw(st.sampled_from([1, 2, 16, 64]))
+    N = P * (-(-batch.most[1] // P) + draw(st.integers(0, 1)))
+    M = batch.most[0] if packed else draw(st.sampled_from([1, 2, 5]))
+    G, r = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2, 3]))
+    D, E = draw(st.sampled_from([(8, 8), (16, 16), (24, 8), (8, 16)]))
+    shape = Shape(len(batch.rows), G * r, G, M, N, D, E)
+    options = {n: x for n, x in draw(cudnn_options(shape, dtype)).items() if n not in m.LENGTHS}
+    options["align"] = options["align"] or draw(st.sampled_from(["top_left", "bottom_right"]))
+    options["stats"], ended = draw(st.booleans()), draw(st.booleans())
+    batch = evolve(batch, rows=batch.rows if packed else (M,) * shape.B)
+    batch = evolve(batch, keys=batch.keys if ended else (N,) * shape.B)
+    layout = paging.Layout(P, draw(st.booleans()), ended, packed)
+    return paging.make_case(batch, layout, shape, dtype, options, draw(seeds))
+
+
+def finite_pages(case: paging.Case) -> paging.Case:
+    """The same, with numbers past lengths in pages that are read; NaN in all others."""
+    tensors, P = dict(case.tensors), case.layout.page
+    used = torch.arange(case.tensors["pages"].shape[1]) * P < case.batch.lengths(1)[:, None]
+    named = case.tensors["pages"][used].long()
+    for n in "kv":
+        pool = tensors[n].clone()
+        pool[named] = pool[named].nan_to_num(3.0)
+        tensors[n] = pool
+    return evolve(case, tensors=tensors)
+
+
+@given(case=paged_cases())
+def test_what_cudnn_is_told_of_pages_means_what_the_graph_means(case: paging.Case) -> None:
+    simple = simplify(case.graph)
+    assume(not refusals(simple))
+    assert any(isinstance(e.op, Packed) and e.op.paged for e in simple.eqns)
+    case = finite_pages(case)
+    tensors = [aligned(x) for x in case.inputs]
+    outputs, _ = modelled(simple).forward(*tensors)
+    dues = expect_outputs(case.padded, case.padded_inputs)
+    for x, due in zip(outputs, dues, strict=True):
+        padded = case.pad(x)
+        due.check(torch.where(case.real(padded), padded, due.ref.to(padded.dtype)))
+
+
+def decode(B: int = 4, N: int = 4096, table: torch.dtype = I32, **options: Any) -> Graph:
+    """One query each over pages of 16, 32 heads that share 8."""
+    q, pool = SPEC((B, 32, 1, 128), BRAIN), SPEC((5000, 16, 8, 128), BRAIN)
+    own = {"pages": SPEC((B, N // 16), table), "kv_lengths": SPEC((B,), I32)}
+    return simplify(ag.attention(q, pool, pool, **own, **options))
+
+
+def test_one_query_at_the_end_of_its_keys_has_no_diagonal() -> None:
+    """cuDNN's kernel for bands does not split keys."""
+    graph = decode(mask=ag.Causal("bottom_right"))
+    assert graph == decode()
+    x, pool = SPEC((9, 32, 128), BRAIN), SPEC((5000, 16, 8, 128), BRAIN)
+    starts, pages, n = SPEC((5,), I32), SPEC((4, 256), I32), SPEC((4,), I32)
+    given_specs: dict[str, Any] = {"q_starts": starts, "pages": pages, "kv_lengths": n}
+    packed = [
+        simplify(ag.attention(x, pool, pool, mask=mask, most=(1, None), **given_specs))
+        for mask in (ag.Causal("bottom_right"), None)
+    ]
+    assert packed[0] == packed[1]
+
+
+def test_keys_of_one_query_are_split_by_the_batch() -> None:
+    def splits(graph: Graph) -> int:
+        return key_splits(describe_problem(graph, H200, Options())[0])
+
+    assert [splits(decode(B=b)) for b in (1, 2, 3, 4, 5, 8, 9, 64)] == [32, 16, 8, 8, 4, 4, 1, 1]
+    assert [splits(decode(B=1, N=n)) for n in (512, 640, 1024, 65536)] == [1, 4, 8, 32]
+    window = decode(mask=ag.Window(99, 0, "bottom_right"))
+    assert splits(window) == 1

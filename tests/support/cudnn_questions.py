@@ -19,7 +19,8 @@ from attn_graph.lowering.cudnn.offline import Answer, ask_cudnn, describe_target
 from attn_graph.lowering.cudnn.rules import Rule
 from attn_graph.lowering.cudnn.sequences import pack_call
 from attn_graph.machine.target import Target
-from tests.support.cudnn_grid import Asked, grid
+from tests.support.cudnn_entries import Asked
+from tests.support.cudnn_grid import grid
 
 Verdict = Literal["yes", "no", "no, by choice", "not asked", "false yes", "false no"]
 GPUS = {80: "a100", 89: "l40s", 90: "h200", 100: "b200", 103: "b300"}
