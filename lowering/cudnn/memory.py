@@ -39,7 +39,7 @@ def key_splits(case: Case) -> int:
     if not split or "rows" in case.packed or (band.left, band.right) != (None, None):
         return 1
     most = min(MOST_SPLITS, p.N // 128, (2 * MULTIPROCESSORS - 1) // programs)
-    return 2 ** (most.bit_length() - 1)
+    return 1 << (most.bit_length() - 1)
 
 
 def hopper_backward_bytes(case: Case) -> int:

@@ -216,7 +216,7 @@ def table_slots(sequences: Sequences) -> tuple[Slot, ...]:
 def round_total(T: int) -> int:
     """T or a little more: cuDNN sizes the backward's workspace by it, and one plan serves all
     totals that round up to the same."""
-    return round_up_to(T, max(LEAST_STEP, 2 ** max(0, T.bit_length() - GRAIN)))
+    return round_up_to(T, max(LEAST_STEP, 1 << max(0, T.bit_length() - GRAIN)))
 
 
 def round_up_to(n: int, step: int) -> int:

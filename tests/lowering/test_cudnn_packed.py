@@ -147,11 +147,7 @@ def test_queries_alone_or_keys_alone_may_be_packed(side: str) -> None:
     """The other side is as long for all; entries without a partner give zeros, and NaN is gone."""
     counts = torch.tensor([3, 0, 6, 1], dtype=I32)
     starts, random = torch.tensor([0, 3, 3, 9, 10], dtype=I32), torch.Generator().manual_seed(0)
-    shapes = (
-        {"q": (12, 4, 16), "k": (4, 2, 7, 16)}
-        if side == "q"
-        else {"q": (4, 4, 5, 16), "k": (12, 2, 16)}
-    )
+    shapes = {"q": (12, 4, 16), "k": (4, 2, 7, 16)} if side == "q" else {"q": (4, 4, 5, 16), "k": (12, 2, 16)}
     shapes["v"] = shapes["k"]
     x = {n: torch.randn(s, generator=random).half() for n, s in shapes.items()}
     own: dict[str, Any] = {"q_starts": starts} if side == "q" else {"kv_starts": starts}
@@ -161,22 +157,11 @@ def test_queries_alone_or_keys_alone_may_be_packed(side: str) -> None:
         x[n][10:] = torch.nan
         whole[n] = ag.ir.packing.Unpack(6).run(x[n], starts, counts)[0]
     mask = m.KeyLengths() & m.QueryLengths() if side == "q" else m.KeyLengths()
-    ends = (
-        {"q_lengths": counts, "kv_lengths": own["kv_lengths"]}
-        if side == "q"
-        else {"kv_lengths": counts}
-    )
-    padded = ag.attention(
-        *map(SPEC.like, whole.values()),
-        mask=mask,
-        stats=True,
-        **{n: SPEC.like(t) for n, t in ends.items()},
-    )
+    ends = {"q_lengths": counts, "kv_lengths": own["kv_lengths"]} if side == "q" else {"kv_lengths": counts}
+    padded = ag.attention(*map(SPEC.like, whole.values()), mask=mask, stats=True, **{n: SPEC.like(t) for n, t in ends.items()})
     most = (6, None) if side == "q" else (None, 6)
     given_specs = {n: SPEC.like(t) for n, t in own.items()}
-    simple = simplify(
-        ag.attention(*map(SPEC.like, x.values()), stats=True, most=most, **given_specs)
-    )
+    simple = simplify(ag.attention(*map(SPEC.like, x.values()), stats=True, most=most, **given_specs))
     named = x | own
     tensors = [named[i.name] for i in simple.inputs]
     assert not refusals(simple)
@@ -209,11 +194,7 @@ def test_packed_tensors_are_read_where_they_lie(strides: tuple[int, int, int]) -
     given = [noise(torch.empty(9 * strides[0]), n).bfloat16() for n in range(3)]
     tensors = [x.as_strided(spec.shape, strides) for x in given]
     run = modelled(graph)
-    assert [x.strides[2] for x in run.call.inputs[:3]] == [
-        strides[0],
-        strides[0],
-        64,
-    ]  # v is a copy
+    assert [x.strides[2] for x in run.call.inputs[:3]] == [strides[0], strides[0], 64]  # v is a copy
     outputs, _ = run.forward(*tensors, starts)
     loop = torch.cat([alone(*(x[a:b] for x in tensors)) for a, b in ((0, 2), (2, 9))])
     torch.testing.assert_close(outputs[0], loop)
@@ -227,7 +208,7 @@ def alone(*x: torch.Tensor) -> torch.Tensor:
 
 
 def test_one_plan_serves_batches_of_any_number_of_rows() -> None:
-    """A forward's call does not depend on T, and a backward's on what T is rounded up to."""
+    """What cuDNN is asked does not depend on T forward, and backward on what it is rounded up to."""
 
     def calls(T: int) -> list[Any]:  # Any: JSON
         x = SPEC((T, 4, 64), BRAIN)
@@ -249,9 +230,7 @@ def test_totals_are_rounded_up_by_an_eighth_at_most(T: int) -> None:
     assert round_total(round_total(T)) == round_total(T)
 
 
-def test_what_is_copied_of_packed_tensors_is_told_and_counted(
-    golden: Callable[[object], None],
-) -> None:
+def test_what_is_copied_of_packed_tensors_is_told_and_counted(golden: Callable[[object], None]) -> None:
     q, k = SPEC((1000, 32, 128), BRAIN), SPEC((1000, 8, 128), BRAIN)
     starts = SPEC((9,), I32)
     graph = simplify(ag.attention(q, k, k, mask=ag.Causal(), q_starts=starts, most=(512, 512)))
@@ -276,7 +255,7 @@ def test_an_address_off_16_bytes_is_an_error_that_says_so() -> None:
     room = torch.zeros(1 + tensors["q"].numel(), dtype=BRAIN)
     tensors["q"] = room[1:].view(tensors["q"].shape).copy_(tensors["q"])
     simple = simplify(case.packed)
-    with pytest.raises(ag.PlanMismatchError, match=r"q: expected an address .* 2 bytes past"):
+    with pytest.raises(ag.PlanMismatchError, match="q: expected an address .* 2 bytes past"):
         modelled(simple).forward(*(tensors[i.name] for i in simple.inputs))
 
 
@@ -285,7 +264,7 @@ def test_an_address_off_16_bytes_is_an_error_that_says_so() -> None:
 
 @st.composite
 def paged_cases(draw: DrawFn) -> paging.Case:
-    """q packed or not, pages of 1 to 64 rows; the table holds anything past lengths."""
+    """q packed or not, pages of 1 to 64 rows in any order; the table holds anything past lengths."""
     batch, dtype, packed = draw(batches()), draw(HALVES), draw(st.booleans())
     P = draw(st.sampled_from([1, 2, 16, 64]))
     N = P * (-(-batch.most[1] // P) + draw(st.integers(0, 1)))

@@ -46,10 +46,11 @@ def packed() -> Iterator[Entry]:
     yield from (Entry(**{**ROWS, "packed": x}, k_layout=y) for x in ("q", "k") for y in layouts)
     for x, y, z in product(("q", "k", "qk"), (None, QKV), ("bhij", "hij", "j")):
         yield Entry(**{**TRAINED, "packed": x}, bias=z, wants=y)
-    for x, y, z in product(("q", "k", "qk"), (False, True), (64, 72)):
-        yield Entry(**{**TRAINED, "packed": x, "D": z, "G": 2}, deterministic=y)
-        yield Entry(**{**TRAINED, "packed": x, "D": z}, alibi=True, deterministic=y)
-        yield Entry(**{**TRAINED, "packed": x, "D": z, "G": 4}, bias="hij", deterministic=y)
+    for x, in_order, D in product(("q", "k", "qk"), (False, True), (64, 72)):
+        own: dict[str, Any] = {**TRAINED, "packed": x, "D": D, "deterministic": in_order}
+        yield Entry(**{**own, "G": 2})
+        yield Entry(**own, alibi=True)
+        yield Entry(**{**own, "G": 4}, bias="hij")
     yield from (Entry(**TRAINED, sinks=True, wants=x) for x in (None, QKV))
     yield from (Entry(**ROWS, soft_cap=30.0, mask=x) for x in (None, CAUSAL))
     yield from (Entry(**TRAINED, dropout=0.1), Entry(**TRAINED, stats=True))
