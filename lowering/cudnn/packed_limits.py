@@ -13,6 +13,7 @@ from attn_graph.lowering.cudnn.rules import (
     FIRST,
     FORWARD_HEADER,
     HEADERS,
+    MEASURED,
     Rule,
     crossed_heads,
     far_keys,
@@ -86,13 +87,20 @@ PACKED_RULES = (
         )
         for name, sm in (("ampere", (80, 90)), ("others", (120, 1000)))
     ),
-    Rule(
-        "packed_bias_gradient",
-        lambda c: once(c.packed and c.wants("bias")),
-        "gives no gradient of a bias beside packed tensors on Blackwell, and it is wanted",
-        BACKWARD_HEADER,
-        BACKWARD,
-        sm=(100, 110),
+    *(
+        Rule(
+            f"packed_bias_gradient_{name}",
+            lambda c: once(c.packed and c.wants("bias")),
+            "gives the gradient of a bias beside packed tensors on sm_90 to sm_99, and the target "
+            "has sm_{c.sm}",
+            source,
+            BACKWARD,
+            sm=sm,
+        )
+        for name, sm, source in (
+            ("ampere", (80, 90), MEASURED),
+            ("others", (100, 1000), BACKWARD_HEADER),
+        )
     ),
     Rule(
         "packed_sinks",

@@ -101,6 +101,12 @@ SCALAR = TensorSpec((), torch.int64)
 N32 = TensorSpec((2,), torch.int32)
 ENDED: dict[str, Any] = {"mask": KeyLengths(), "data": [N32]}
 BOTH_ENDED: dict[str, Any] = {"mask": KeyLengths() & QueryLengths(), "data": [N32, N32]}
+BIASED_KEYS: dict[str, Any] = {
+    "modifiers": (Bias(),),
+    "mask": KeyLengths(),
+    "data": [TensorSpec((1, 4, 256, 256), HALF), N32],
+    **BACK,
+}
 PACKED = Sequences(400, 400)
 PACKED_KEYS = Sequences(keys=400)
 
@@ -232,15 +238,8 @@ ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**ENDED, **BACK},
         {"sm": 120, "deterministic": True, "sequences": PACKED_KEYS},
     ),
-    "packed_bias_gradient": (
-        {
-            "modifiers": (Bias(),),
-            "mask": ENDED["mask"],
-            "data": [TensorSpec((1, 4, 256, 256), HALF), N32],
-            **BACK,
-        },
-        {"sm": 100, "sequences": PACKED_KEYS},
-    ),
+    "packed_bias_gradient_ampere": (BIASED_KEYS, {"sm": 80, "sequences": PACKED_KEYS}),
+    "packed_bias_gradient_others": (BIASED_KEYS, {"sm": 100, "sequences": PACKED_KEYS}),
     "packed_sinks": (
         {
             "sinks": True,

@@ -16,7 +16,8 @@ import attn_graph as ag
 from attn_graph import masks as m
 from attn_graph.errors import Reason
 from attn_graph.ir.graph import Graph
-from attn_graph.ir.packed import Packed
+from attn_graph.ir.packed import Packed, run_one
+from attn_graph.ir.packing import Unpack
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.vjp import backward, result_spec
 from attn_graph.lowering.backend import Options
@@ -142,48 +143,57 @@ def check_forward(case: Case, outputs: Sequence[torch.Tensor]) -> None:
         assert (case.batch.outside(x) == (-INF if x.ndim == 2 else 0.0)).all()
 
 
-@pytest.mark.parametrize("side", ["q", "k"])
+PARTLY: dict[str, tuple[dict[str, tuple[int, ...]], dict[str, list[int]]]] = {
+    "q": (  # shapes of q and k; what is given besides
+        {"q": (12, 4, 16), "k": (4, 2, 7, 16)},
+        {"q_starts": [0, 3, 3, 9, 10], "kv_lengths": [7, 4, 0, 2]},
+    ),
+    "k": ({"q": (4, 4, 5, 16), "k": (12, 2, 16)}, {"kv_starts": [0, 3, 3, 9, 10]}),
+}
+
+
+@pytest.mark.parametrize("side", PARTLY)
 def test_queries_alone_or_keys_alone_may_be_packed(side: str) -> None:
-    """The other side is as long for all; entries without a partner give zeros, and NaN is gone."""
-    counts = torch.tensor([3, 0, 6, 1], dtype=I32)
-    starts, random = torch.tensor([0, 3, 3, 9, 10], dtype=I32), torch.Generator().manual_seed(0)
-    shapes = {"q": (12, 4, 16), "k": (4, 2, 7, 16)} if side == "q" else {"q": (4, 4, 5, 16), "k": (12, 2, 16)}
-    shapes["v"] = shapes["k"]
-    x = {n: torch.randn(s, generator=random).half() for n, s in shapes.items()}
-    own: dict[str, Any] = {"q_starts": starts} if side == "q" else {"kv_starts": starts}
-    own |= {"kv_lengths": torch.tensor([7, 4, 0, 2], dtype=I32)} if side == "q" else {}
-    whole = dict(x)
-    for n in ("q",) if side == "q" else ("k", "v"):
-        x[n][10:] = torch.nan
-        whole[n] = ag.ir.packing.Unpack(6).run(x[n], starts, counts)[0]
-    mask = m.KeyLengths() & m.QueryLengths() if side == "q" else m.KeyLengths()
-    ends = {"q_lengths": counts, "kv_lengths": own["kv_lengths"]} if side == "q" else {"kv_lengths": counts}
-    padded = ag.attention(*map(SPEC.like, whole.values()), mask=mask, stats=True, **{n: SPEC.like(t) for n, t in ends.items()})
+    """The other side has as many rows for all. Where one side has none, the other gets zeros."""
+    shapes, extra = PARTLY[side]
+    random, counts = torch.Generator().manual_seed(0), torch.tensor([3, 0, 6, 1], dtype=I32)
+    own = {n: torch.tensor(x, dtype=I32) for n, x in extra.items()}
+    starts = next(iter(own.values()))
+
+    def pad(x: torch.Tensor) -> torch.Tensor:
+        return run_one(Unpack(6), x, starts, counts) if x.shape[0] == 12 else x
+
+    q, k, v = (torch.randn(shapes[n], generator=random).half() for n in "qkk")
+    for x in (q,) if side == "q" else (k, v):
+        x[10:] = torch.nan
+    specs: dict[str, Any] = {n: SPEC.like(x) for n, x in own.items()}
     most = (6, None) if side == "q" else (None, 6)
-    given_specs = {n: SPEC.like(t) for n, t in own.items()}
-    simple = simplify(ag.attention(*map(SPEC.like, x.values()), stats=True, most=most, **given_specs))
-    named = x | own
-    tensors = [named[i.name] for i in simple.inputs]
+    simple = simplify(ag.attention(*map(SPEC.like, (q, k, v)), stats=True, most=most, **specs))
     assert not refusals(simple)
-    outputs, (o, lse) = modelled(simple).forward(*tensors)
-    everything = whole | ends
-    inputs = [everything[i.name] for i in padded.inputs]
+    named = {"q": q, "k": k, "v": v, **own}
+    tensors = [named[i.name] for i in simple.inputs]
 
-    def pad(t: torch.Tensor, packed: bool) -> torch.Tensor:
-        return ag.ir.packing.Unpack(6).run(t, starts, counts)[0] if packed else t
+    whole = {n: pad(named[n]) for n in "qkv"} | {n: own[n] for n in own if n == "kv_lengths"}
+    whole[f"{side}_lengths".replace("k_", "kv_")] = counts
+    ends: dict[str, Any] = {n: SPEC.like(x) for n, x in whole.items() if n in m.LENGTHS}
+    mask = m.KeyLengths() & m.QueryLengths() if side == "q" else m.KeyLengths()
+    padded = ag.attention(*(SPEC.like(whole[n]) for n in "qkv"), mask=mask, stats=True, **ends)
+    inputs = [whole[i.name] for i in padded.inputs]
 
-    for found, due in zip(outputs, expect_outputs(padded, inputs), strict=True):
-        got = pad(found, side == "q")
-        there = torch.arange(6) < counts[:, None] if side == "q" else torch.ones(4, 5) > 0
-        real = there[:, None, :, None] if got.ndim == 4 else there[:, None]
-        due.check(torch.where(real, got, due.ref.to(got.dtype)))
+    _, (o, lse) = modelled(simple).forward(*tensors)
+    o_due, lse_due = expect_outputs(padded, inputs)
+    o_due.check(pad(o))
+    there = torch.arange(6) < counts[:, None]
+    got = run_one(Unpack(6), lse, starts, counts) if side == "q" else lse
+    lse_due.check(torch.where(there[:, None], got, -INF) if side == "q" else got)
+
     do = noise(o, 1)
     back, names = gradient_of(simple, do)
     assert not refusals(back)
     gradients, _ = modelled(back).backward(*tensors, o, lse, do)
-    dues = expect_gradients(padded, inputs, [pad(do, side == "q"), None])
-    for name, g in zip(names, gradients, strict=True):
-        dues[name].check(pad(g, len(shapes[name]) == 3))
+    dues = expect_gradients(padded, inputs, [pad(do), None])
+    for name, x in zip(names, gradients, strict=True):
+        dues[name].check(pad(x))
 
 
 @pytest.mark.parametrize("strides", [(3 * 64, 16, 1), (64, 16, 1)])
@@ -194,7 +204,11 @@ def test_packed_tensors_are_read_where_they_lie(strides: tuple[int, int, int]) -
     given = [noise(torch.empty(9 * strides[0]), n).bfloat16() for n in range(3)]
     tensors = [x.as_strided(spec.shape, strides) for x in given]
     run = modelled(graph)
-    assert [x.strides[2] for x in run.call.inputs[:3]] == [strides[0], strides[0], 64]  # v is a copy
+    assert [x.strides[2] for x in run.call.inputs[:3]] == [
+        strides[0],
+        strides[0],
+        64,
+    ]  # v is a copy
     outputs, _ = run.forward(*tensors, starts)
     loop = torch.cat([alone(*(x[a:b] for x in tensors)) for a, b in ((0, 2), (2, 9))])
     torch.testing.assert_close(outputs[0], loop)
@@ -208,7 +222,7 @@ def alone(*x: torch.Tensor) -> torch.Tensor:
 
 
 def test_one_plan_serves_batches_of_any_number_of_rows() -> None:
-    """What cuDNN is asked does not depend on T forward, and backward on what it is rounded up to."""
+    """A forward's call does not depend on T, and a backward's on what T is rounded up to."""
 
     def calls(T: int) -> list[Any]:  # Any: JSON
         x = SPEC((T, 4, 64), BRAIN)
@@ -230,7 +244,9 @@ def test_totals_are_rounded_up_by_an_eighth_at_most(T: int) -> None:
     assert round_total(round_total(T)) == round_total(T)
 
 
-def test_what_is_copied_of_packed_tensors_is_told_and_counted(golden: Callable[[object], None]) -> None:
+def test_what_is_copied_of_packed_tensors_is_told_and_counted(
+    golden: Callable[[object], None],
+) -> None:
     q, k = SPEC((1000, 32, 128), BRAIN), SPEC((1000, 8, 128), BRAIN)
     starts = SPEC((9,), I32)
     graph = simplify(ag.attention(q, k, k, mask=ag.Causal(), q_starts=starts, most=(512, 512)))
@@ -255,7 +271,7 @@ def test_an_address_off_16_bytes_is_an_error_that_says_so() -> None:
     room = torch.zeros(1 + tensors["q"].numel(), dtype=BRAIN)
     tensors["q"] = room[1:].view(tensors["q"].shape).copy_(tensors["q"])
     simple = simplify(case.packed)
-    with pytest.raises(ag.PlanMismatchError, match="q: expected an address .* 2 bytes past"):
+    with pytest.raises(ag.PlanMismatchError, match=r"q: expected an address .* 2 bytes past"):
         modelled(simple).forward(*(tensors[i.name] for i in simple.inputs))
 
 
@@ -264,7 +280,7 @@ def test_an_address_off_16_bytes_is_an_error_that_says_so() -> None:
 
 @st.composite
 def paged_cases(draw: DrawFn) -> paging.Case:
-    """q packed or not, pages of 1 to 64 rows in any order; the table holds anything past lengths."""
+    """q packed or not, pages of 1 to 64 rows; the table holds anything past lengths."""
     batch, dtype, packed = draw(batches()), draw(HALVES), draw(st.booleans())
     P = draw(st.sampled_from([1, 2, 16, 64]))
     N = P * (-(-batch.most[1] // P) + draw(st.integers(0, 1)))
@@ -310,7 +326,7 @@ def test_what_cudnn_is_told_of_pages_means_what_the_graph_means(case: paging.Cas
 def decode(B: int = 4, N: int = 4096, table: torch.dtype = I32, **options: Any) -> Graph:
     """One query each over pages of 16, 32 heads that share 8."""
     q, pool = SPEC((B, 32, 1, 128), BRAIN), SPEC((5000, 16, 8, 128), BRAIN)
-    own = {"pages": SPEC((B, N // 16), table), "kv_lengths": SPEC((B,), I32)}
+    own: dict[str, Any] = {"pages": SPEC((B, N // 16), table), "kv_lengths": SPEC((B,), I32)}
     return simplify(ag.attention(q, pool, pool, **own, **options))
 
 

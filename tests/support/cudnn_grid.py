@@ -37,9 +37,9 @@ from tests.support.cudnn_entries import (
     WINDOWS,
     Entry,
 )
-from tests.support.cudnn_packed_grid import decoded, packed, paged
+from tests.support.cudnn_packed_grid import decoded, packed, packed_mixtures, paged
 
-DRAWN, SEED = 160, 0
+DRAWN, DRAWN_PACKED, SEED = 160, 80, 0
 LARGE: tuple[dict[str, Any], ...] = (
     {"B": 70000, "H": 1, "M": 128},
     {"B": 1, "H": 70000, "M": 128},
@@ -219,20 +219,20 @@ def mixtures(draw: DrawFn) -> Entry:
     )
 
 
-def drawn() -> list[Entry]:
+def drawn(entries: SearchStrategy[Entry] | None = None, count: int = DRAWN) -> list[Entry]:
     """Mixtures by hypothesis, always the same ones."""
     found = []
 
     @seed(SEED)
     @settings(
-        max_examples=DRAWN,
+        max_examples=count,
         phases=[Phase.generate],
         derandomize=False,  # the seed above counts
         database=None,
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow],
     )
-    @given(mixtures())
+    @given(mixtures() if entries is None else entries)
     def collect(entry: Entry) -> None:
         found.append(entry)
 
@@ -242,4 +242,5 @@ def drawn() -> list[Entry]:
 
 def grid() -> tuple[Entry, ...]:
     """All of it, each entry once."""
-    return (*dict.fromkeys((*spelled(), *drawn())),)
+    packed_ones = drawn(packed_mixtures(), DRAWN_PACKED)
+    return (*dict.fromkeys((*spelled(), *drawn(), *packed_ones)),)

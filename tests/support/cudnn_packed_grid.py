@@ -6,11 +6,15 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn
+
 from attn_graph import masks as m
 from attn_graph.spec import FLOATS
 from tests.support.cudnn_entries import (
     BRAIN,
     CAUSAL,
+    HALF,
     HEADS,
     I32,
     I64,
@@ -104,3 +108,40 @@ def decoded() -> Iterator[Entry]:
     yield Entry(H=8, M=1, N=4096, soft_cap=30.0)
     yield Entry(H=8, M=1, N=4096, bias="hij", kv_lengths=I32)
     yield Entry(H=8, M=1, N=4096, mask=m.Window(99, 0, "bottom_right"), kv_lengths=I32)
+
+
+@st.composite
+def packed_mixtures(draw: DrawFn) -> Entry:
+    """All of that at once, each mostly within its limits. Drawn from short lists, as `mixtures`."""
+
+    def one_of(*values: Any) -> Any:  # what a field of Entry holds
+        return draw(st.sampled_from(values))
+
+    G, page = one_of(1, 2, 3, 4), one_of(0, 0, 16, 64, 128)
+    sides = one_of("q", "") if page else one_of("q", "k", "qk", "qk")
+    window = m.Window(one_of(0, 1, 16, 79), one_of(None, 0, 3), one_of("top_left", "bottom_right"))
+    alibi = one_of(*[False] * 6, True)
+    return Entry(
+        B=one_of(1, 2, 5),
+        H=G * one_of(1, 2, 4),
+        G=G,
+        M=one_of(64, 1, 2, 100, 256, 333),
+        N=one_of(128, 384, 4096) if page else one_of(64, 1, 128, 192, 320, 448, 1000),
+        D=one_of(64, 8, 40, 72, 128, 192, 256),
+        E=one_of(None, None, None, 64, 80, 128),
+        dtype=one_of(HALF, BRAIN),
+        layout=one_of("bshd", "bshd", "bs3hd"),
+        k_layout=one_of(None, "bshd", "gap 8"),
+        mask=one_of(None, CAUSAL, RIGHT, window, window),
+        kv_lengths=I32 if page else None,
+        packed=sides,
+        total=one_of(None, 100, 1000),
+        gaps="k" in sides and "q" in sides and one_of(False, True),
+        page=page,
+        bias=one_of(*[None] * 6, "hij", "j"),
+        alibi=alibi,
+        align="top_left" if alibi else one_of("top_left", "bottom_right"),
+        sinks=one_of(False, False, False, True),
+        wants=one_of(None, QKV),
+        deterministic=one_of(False, False, True),
+    )
