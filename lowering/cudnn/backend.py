@@ -22,10 +22,10 @@ from attn_graph.machine.target import CUDNN, SYSTEM_CUDNN, Target
 if TYPE_CHECKING:  # and imported where it is used: a large table, of which CPUs ask nothing
     from attn_graph.lowering.cudnn.case import Case
     from attn_graph.lowering.cudnn.graph import CudnnCall
-    from attn_graph.lowering.cudnn.packed_run import PackedRun
+    from attn_graph.lowering.cudnn.packed_run import CudnnPackedRun
     from attn_graph.lowering.cudnn.plan import CudnnPlan
     from attn_graph.lowering.cudnn.run import Results, Run
-    from attn_graph.lowering.cudnn.sequences import Sequences
+    from attn_graph.lowering.cudnn.sequences import CudnnSequences
 
 FRONTEND = "nvidia-cudnn-frontend"
 # What is assumed of libraries that are not there, so that a graph's own reasons come out as well.
@@ -46,7 +46,7 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
         yield from problem_reasons(*read, target, options)
 
 
-def read_problem(graph: Graph) -> tuple[Problem, Sequences | None] | None:
+def read_problem(graph: Graph) -> tuple[Problem, CudnnSequences | None] | None:
     """The attention that a graph is, or the gradient of one, and, where it is on packed tensors,
     how they lie: the problem is of padded ones then. None of other graphs."""
     from attn_graph.lowering.cudnn.sequences import packed_problem
@@ -69,7 +69,7 @@ def library_reasons(target: Target) -> Iterator[Reason]:
 
 
 def problem_reasons(
-    problem: Problem, sequences: Sequences | None, target: Target, options: Options
+    problem: Problem, sequences: CudnnSequences | None, target: Target, options: Options
 ) -> Iterator[Reason]:
     """The limits of cuDNN that a problem exceeds."""
     from attn_graph.lowering.cudnn.limits import reasons
@@ -83,7 +83,7 @@ def problem_reasons(
 
 
 def request_case(
-    problem: Problem, target: Target, options: Options, sequences: Sequences | None = None
+    problem: Problem, target: Target, options: Options, sequences: CudnnSequences | None = None
 ) -> Case:
     """A problem with the versions and the GPU that limits depend on."""
     from attn_graph.lowering.cudnn.case import Case
@@ -138,15 +138,15 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
 
 def make_run(
     case: Case, call: CudnnCall, graph: Graph, options: Options, plan: CudnnPlan
-) -> Run | PackedRun:
+) -> Run | CudnnPackedRun:
     """What runs a plan."""
-    from attn_graph.lowering.cudnn.packed_run import PackedRun
+    from attn_graph.lowering.cudnn.packed_run import CudnnPackedRun
     from attn_graph.lowering.cudnn.run import Run
 
     given = (graph, options.workspace, plan.workspace, plan.execute)
     if case.sequences is None:
         return Run.of(call, case.problem, *given)
-    return PackedRun.of(call, case.problem, case.sequences, *given)
+    return CudnnPackedRun.of(call, case.problem, case.sequences, *given)
 
 
 def needs(case: Case, call: CudnnCall, graph: Graph, need: int | None) -> Foreseen:

@@ -9,7 +9,7 @@ from attrs import frozen
 
 from attn_graph.lowering.cudnn.graph import translate_mask
 from attn_graph.lowering.cudnn.masks import CudnnBand, CudnnMask
-from attn_graph.lowering.cudnn.sequences import Sequences
+from attn_graph.lowering.cudnn.sequences import CudnnSequences
 from attn_graph.lowering.problem import Problem
 from attn_graph.spec import TensorSpec
 
@@ -32,7 +32,7 @@ class Case:
     backend: Version
     frontend: Version
     deterministic: bool = False
-    sequences: Sequences | None = None
+    sequences: CudnnSequences | None = None
 
     @property
     def packed(self) -> tuple[str, ...]:

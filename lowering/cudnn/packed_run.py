@@ -35,7 +35,7 @@ from attn_graph.lowering.cudnn.run import (
     operand_names,
     readable_vector,
 )
-from attn_graph.lowering.cudnn.sequences import SIDES, Sequences, cleaned, round_total
+from attn_graph.lowering.cudnn.sequences import SIDES, CudnnSequences, cleaned_names, round_total
 from attn_graph.lowering.problem import ALIGNED, Problem, find_misplaced, on_boundary
 from attn_graph.machine.device_memo import DeviceMemo
 from attn_graph.machine.sizes import format_bytes
@@ -50,7 +50,7 @@ VECTORS = (*SEQ_LENGTHS, "sink_token")  # which cuDNN reads packed
 
 @final
 @frozen(eq=False)
-class PackedRun:
+class CudnnPackedRun:
     """What runs a graph on packed tensors: the call's tensors, given to cuDNN.
 
     rooms: what each leased buffer of `scratch` is for: cuDNN's workspace, and what is made for it.
@@ -58,7 +58,7 @@ class PackedRun:
 
     call: CudnnCall
     problem: Problem
-    sequences: Sequences
+    sequences: CudnnSequences
     graph: Graph
     workspace: Workspace
     rooms: tuple[str, ...]
@@ -74,12 +74,12 @@ class PackedRun:
         cls,
         call: CudnnCall,
         problem: Problem,
-        sequences: Sequences,
+        sequences: CudnnSequences,
         graph: Graph,
         workspace: Workspace,
         need: int,
         execute: Execute,
-    ) -> PackedRun:
+    ) -> CudnnPackedRun:
         """need: bytes of cuDNN's workspace."""
         room = buffers(call, problem, sequences, need)
         scratch = Scratch(tuple(room.values()))
@@ -169,7 +169,7 @@ class PackedRun:
     def clean(self, x: Named, room: Named) -> Named:
         """The operands, with 0 in rows of no sequence where cuDNN multiplies by them."""
         given = dict(x)
-        for name in cleaned(self.call, self.sequences):
+        for name in cleaned_names(self.call, self.sequences):
             inside = self.inside(SIDES[name], x)[:, None, None]
             given[name] = torch.where(inside, x[name], 0.0).contiguous()
         if self.problem.grad is not None:
@@ -266,7 +266,7 @@ def packed_outputs(graph: Graph) -> tuple[str, ...]:
 
 
 def buffers(
-    call: CudnnCall, problem: Problem, sequences: Sequences, need: int
+    call: CudnnCall, problem: Problem, sequences: CudnnSequences, need: int
 ) -> dict[str, Buffer]:
     """The memory of a call, by what it is for. need: bytes of cuDNN's workspace."""
     p, T = problem, sequences.rows
@@ -282,25 +282,25 @@ def buffers(
     return room
 
 
-def leased_bytes(call: CudnnCall, problem: Problem, sequences: Sequences, need: int) -> int:
+def leased_bytes(call: CudnnCall, problem: Problem, sequences: CudnnSequences, need: int) -> int:
     """Bytes of that memory."""
     return Scratch(tuple(buffers(call, problem, sequences, need).values())).bytes
 
 
-def copied_operands(call: CudnnCall, problem: Problem, sequences: Sequences) -> dict[str, int]:
+def copied_operands(call: CudnnCall, problem: Problem, sequences: CudnnSequences) -> dict[str, int]:
     """What is copied at each call, and its bytes: rows of no sequence, and do of those that see
     nothing, are 0 in the copy."""
-    names = (*cleaned(call, sequences), *(["do"] if problem.grad is not None else []))
+    names = (*cleaned_names(call, sequences), *(["do"] if problem.grad is not None else []))
     return {x.source: packed_bytes(x, sequences) for x in call.inputs if x.source in names}
 
 
-def packed_bytes(x: Slot, sequences: Sequences) -> int:
+def packed_bytes(x: Slot, sequences: CudnnSequences) -> int:
     """Bytes of a slot's tensor as it is packed, or padded where it is not."""
     T = sequences.totals.get(SIDES.get(x.source, ""))
     return x.bytes if T is None else x.bytes // (x.shape[0] * x.shape[2]) * T
 
 
-def packed_temporary_bytes(call: CudnnCall, problem: Problem, sequences: Sequences) -> int:
+def packed_temporary_bytes(call: CudnnCall, problem: Problem, sequences: CudnnSequences) -> int:
     """Bytes of gradients that nobody asked for, of copies, and of marks of rows."""
     wanted = ("o", "lse") if problem.grad is None else problem.grad.names
     unasked = (packed_bytes(x, sequences) for x in call.outputs if x.source not in wanted)
@@ -308,7 +308,7 @@ def packed_temporary_bytes(call: CudnnCall, problem: Problem, sequences: Sequenc
     return sum(unasked) + sum(copies) + MARKS * sum(sequences.totals.values())
 
 
-def packed_notes(call: CudnnCall, problem: Problem, sequences: Sequences) -> Iterator[str]:
+def packed_notes(call: CudnnCall, problem: Problem, sequences: CudnnSequences) -> Iterator[str]:
     """For `explain`."""
     for name, count in copied_operands(call, problem, sequences).items():
         where = "that see nothing" if name == "do" else "of no sequence"

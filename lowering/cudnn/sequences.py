@@ -28,14 +28,14 @@ SIDES = {  # of what cuDNN reads and writes beside q, k and v
     **dict.fromkeys(("q", "o", "lse", "do", "dq"), "rows"),
     **dict.fromkeys(("k", "v", "dk", "dv"), "keys"),
 }
-COPIED = {"sdpa": ("v",), "sdpa_backward": ("q", "k", "v", "do")}  # as `copied` has them
+COPIED = {"sdpa": ("v",), "sdpa_backward": ("q", "k", "v", "do")}  # as `copied_places` has them
 TOTALS = {"rows": "max_total_seq_len_q", "keys": "max_total_seq_len_kv"}
 TABLES = ("paged_attention_k_table", "paged_attention_v_table")
 
 
 @final
 @frozen
-class Sequences:
+class CudnnSequences:
     """How operands lie that a problem has padded.
 
     rows: T of q, where it is packed; keys: T of k and v. specs: of q, k and v that are packed or
@@ -73,7 +73,7 @@ class Sequences:
 
 
 @lru_cache(64)  # asked for when planning and when lowering
-def packed_problem(graph: Graph) -> tuple[Problem, Sequences] | None:
+def packed_problem(graph: Graph) -> tuple[Problem, CudnnSequences] | None:
     """The problem that a graph of one attention on packed tensors or pages is when it is padded,
     or of its gradient, and how its operands lie; None of other graphs."""
     if not graph.eqns or any(not isinstance(eqn.op, Lengths) for eqn in graph.eqns[:-1]):
@@ -91,14 +91,14 @@ def padded_specs(op: Packed, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
     """The specs of the operands of the op within. The strides of what is packed or paged are those
     of its own rows and heads, and no others are read; what a call copies lies without gaps."""
     types = op.padded([x.type for x in specs])
-    copies = copied(op.op)
+    copies = copied_places(op.op)
     return [
         pad_spec(x, due.shape, dense=n in copies and side in op.sides) if side in op.readers else x
         for n, (x, due, side) in enumerate(zip(specs, types, operand_sides(op.op), strict=False))
     ]
 
 
-def copied(op: Op) -> tuple[int, ...]:
+def copied_places(op: Op) -> tuple[int, ...]:
     """The operands of an attention or of its gradient that a call copies where they are packed:
     cuDNN multiplies them by 0 where they are masked. v; of a gradient q, k, v and do."""
     return (0, 1, 2, len(op.attention.ranks) + 2) if isinstance(op, AttentionGrad) else (2,)
@@ -118,12 +118,12 @@ def pad_spec(x: TensorSpec, shape: tuple[int, ...], *, dense: bool) -> TensorSpe
     return TensorSpec(shape, x.dtype, (outer, head, step, last))
 
 
-def find_sequences(graph: Graph, specs: Sequence[TensorSpec]) -> Sequences:
+def find_sequences(graph: Graph, specs: Sequence[TensorSpec]) -> CudnnSequences:
     """How the operands of a packed graph lie. specs: those of its last equation."""
     last = graph.eqns[-1]
     assert isinstance(last.op, Packed)
     op, (_, where) = last.op, last.op.split(last.args)
-    copies = copied(op.op)
+    copies = copied_places(op.op)
     own = (
         (name, x)
         for n, (name, x, side) in enumerate(zip("qkv", specs, OWN, strict=False))
@@ -135,7 +135,7 @@ def find_sequences(graph: Graph, specs: Sequence[TensorSpec]) -> Sequences:
         side for side, (first, n) in starts.items() if n in makers and makers[n].args == (first,)
     )
     totals = {side: row_count(specs[PLACES[side]].shape) for side in op.sides}
-    return Sequences(
+    return CudnnSequences(
         totals.get("rows"),
         totals.get("keys"),
         tuple(own),
@@ -148,7 +148,7 @@ def find_sequences(graph: Graph, specs: Sequence[TensorSpec]) -> Sequences:
 # The call
 
 
-def pack_call(call: CudnnCall, sequences: Sequences) -> CudnnCall:
+def pack_call(call: CudnnCall, sequences: CudnnSequences) -> CudnnCall:
     """The call on packed tensors and pages, of the same on padded ones."""
     totals, copies = sequences.totals, COPIED[call.name]
     own = tuple(pack_slot(x, sequences, dense=x.source in copies) for x in call.inputs)
@@ -164,7 +164,7 @@ def pack_call(call: CudnnCall, sequences: Sequences) -> CudnnCall:
     return CudnnCall(call.name, (*own, *starts, *tables), outputs, options)
 
 
-def pack_slot(x: Slot, sequences: Sequences, *, dense: bool) -> Slot:
+def pack_slot(x: Slot, sequences: CudnnSequences, *, dense: bool) -> Slot:
     """A slot [B,H,M,D] that begins where its offsets say, if it is packed, or one [n,G,P,D] of a
     pool; any other as it is.
 
@@ -188,13 +188,13 @@ def pack_slot(x: Slot, sequences: Sequences, *, dense: bool) -> Slot:
     return evolve(x, strides=strides, offsets=f"{STARTS[side]}_{row}")
 
 
-def cleaned(call: CudnnCall, sequences: Sequences) -> tuple[str, ...]:
+def cleaned_names(call: CudnnCall, sequences: CudnnSequences) -> tuple[str, ...]:
     """The operands of a call that are copied, with 0 in rows of no sequence."""
     names = (name for name in COPIED[call.name] if name != "do")
     return tuple(name for name in names if SIDES[name] in sequences.totals)
 
 
-def start_slot(x: Slot, sequences: Sequences) -> Slot:
+def start_slot(x: Slot, sequences: CudnnSequences) -> Slot:
     """The offsets of a packed slot: of each sequence the first element, and where the last ends.
 
     cuDNN has no kernel for them in int64 where keys alone are packed.
@@ -204,7 +204,7 @@ def start_slot(x: Slot, sequences: Sequences) -> Slot:
     return Slot(x.offsets, source, shape, dense_strides(shape), dtype, step=int(step))
 
 
-def table_slots(sequences: Sequences) -> tuple[Slot, ...]:
+def table_slots(sequences: CudnnSequences) -> tuple[Slot, ...]:
     """The table of k and that of v, which are one."""
     if sequences.table is None:
         return ()

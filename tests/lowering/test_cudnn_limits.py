@@ -16,7 +16,7 @@ from attn_graph.lowering.cudnn.case import Case, Version, needs_padding_mask
 from attn_graph.lowering.cudnn.graph import describe_call
 from attn_graph.lowering.cudnn.limits import RULES, reasons
 from attn_graph.lowering.cudnn.masks import CudnnBand, CudnnMask, mask_problems
-from attn_graph.lowering.cudnn.sequences import Sequences
+from attn_graph.lowering.cudnn.sequences import CudnnSequences
 from attn_graph.lowering.problem import Problem
 from attn_graph.masks import Band, KeyLengths, QueryLengths
 from attn_graph.masks.canonical import canonical_mask
@@ -68,7 +68,7 @@ def names(
     frontend: Version = KNOWN[1],
     *,
     deterministic: bool = False,
-    sequences: Sequences | None = None,
+    sequences: CudnnSequences | None = None,
 ) -> list[str]:
     """The rules that refuse a problem."""
     case = Case(given, sm, backend, frontend, deterministic, sequences)
@@ -107,14 +107,14 @@ BIASED_KEYS: dict[str, Any] = {
     "data": [TensorSpec((1, 4, 256, 256), HALF), N32],
     **BACK,
 }
-PACKED = Sequences(400, 400)
-PACKED_KEYS = Sequences(keys=400)
+PACKED = CudnnSequences(400, 400)
+PACKED_KEYS = CudnnSequences(keys=400)
 
 
-def pages(rows: int) -> Sequences:
+def pages(rows: int) -> CudnnSequences:
     """k and v in pages of so many rows."""
     pool = TensorSpec((99, rows, 2, 64), HALF)
-    return Sequences(specs=(("k", pool), ("v", pool)), table=TensorSpec((2, 16), torch.int32))
+    return CudnnSequences(specs=(("k", pool), ("v", pool)), table=TensorSpec((2, 16), torch.int32))
 
 
 # For each rule what it alone refuses: the problem, and where it is asked.
@@ -215,14 +215,14 @@ ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "packed_rows": (
         BOTH_ENDED,
         {
-            "sequences": Sequences(
+            "sequences": CudnnSequences(
                 400, 400, (("q", TensorSpec((400, 4, 64), HALF, (64, 25600, 1))),)
             )
         },
     ),
     "packed_keys_alone": (
         ENDED,
-        {"sequences": Sequences(keys=2**24, specs=(("k", TensorSpec((2**24, 2, 64), HALF)),))},
+        {"sequences": CudnnSequences(keys=2**24, specs=(("k", TensorSpec((2**24, 2, 64), HALF)),))},
     ),
     "page_size": (ENDED, {"sequences": pages(48)}),
     "pages_backward": ({**ENDED, **BACK}, {"sequences": pages(16)}),

@@ -24,7 +24,11 @@ from attn_graph.lowering.backend import Options
 from attn_graph.lowering.cudnn.backend import describe_problem, read_problem, request_case
 from attn_graph.lowering.cudnn.limits import reasons
 from attn_graph.lowering.cudnn.memory import key_splits
-from attn_graph.lowering.cudnn.packed_run import PackedRun, packed_notes, packed_temporary_bytes
+from attn_graph.lowering.cudnn.packed_run import (
+    CudnnPackedRun,
+    packed_notes,
+    packed_temporary_bytes,
+)
 from attn_graph.lowering.cudnn.sequences import round_total
 from attn_graph.machine.target import Target
 from attn_graph.machine.workspace import Workspace
@@ -51,11 +55,13 @@ def refusals(graph: Graph) -> list[Reason]:
     return [*reasons(request_case(problem, H200, Options(), sequences))]
 
 
-def modelled(graph: Graph, *, stats: bool = True) -> PackedRun:
+def modelled(graph: Graph, *, stats: bool = True) -> CudnnPackedRun:
     """How a simplified graph, one that cuDNN takes, would run; and without lse if not `stats`."""
     case, call = describe_problem(graph, H200, Options(), stats=stats)
     assert case.sequences is not None
-    return PackedRun.of(call, case.problem, case.sequences, graph, Workspace(), 128, Model(call))
+    return CudnnPackedRun.of(
+        call, case.problem, case.sequences, graph, Workspace(), 128, Model(call)
+    )
 
 
 def gradient_of(graph: Graph, do: torch.Tensor) -> tuple[Graph, list[str]]:
@@ -75,7 +81,7 @@ def noise(like: torch.Tensor, seed: int) -> torch.Tensor:
 
 @st.composite
 def cases(draw: DrawFn) -> Case:
-    """Sequences with gaps or not, some of 0 or 1 rows, NaN in rows of no sequence."""
+    """CudnnSequences with gaps or not, some of 0 or 1 rows, NaN in rows of no sequence."""
     batch, dtype = draw(batches()), draw(HALVES)
     G, r = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2, 3]))
     D, E = draw(st.sampled_from([(8, 8), (16, 16), (24, 8), (8, 16)]))
@@ -254,7 +260,9 @@ def test_what_is_copied_of_packed_tensors_is_told_and_counted(
     for each in (graph, backward(graph, [0, 1], [q])):
         case, call = describe_problem(each, H200, Options())
         assert case.sequences is not None
-        room = PackedRun.of(call, case.problem, case.sequences, each, Workspace(), 128, Model(call))
+        room = CudnnPackedRun.of(
+            call, case.problem, case.sequences, each, Workspace(), 128, Model(call)
+        )
         texts += [
             *packed_notes(call, case.problem, case.sequences),
             f"{packed_temporary_bytes(call, case.problem, case.sequences)} bytes besides",
