@@ -94,8 +94,9 @@ cudnns: venv $(CUDNNS:%=.cudnns/%/tested)
 $(CUDNNS:%=.cudnns/%/tested): .cudnns/%/tested: .cudnns/%/installed
 	$(PYTEST) --every-plan --cudnn-python $(@D)/bin/python $(PLANNED)
 
+# SHARE=20 builds one plan in twenty.
 cudnn-report: venv $(CUDNNS:%=.cudnns/%/installed)
-	$(BIN)/python -m docs.generate.cudnn $(CUDNNS:%=.cudnns/%/bin/python) $(BIN)/python
+	$(BIN)/python -m docs.generate.cudnn $(SHARE:%=--share %) $(CUDNNS:%=.cudnns/%/bin/python) $(BIN)/python
 
 lint: venv
 	$(BIN)/ruff format --check

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import TypeGuard
 
 from attn_graph.masks.joins import And, Join, Mask, Not, Or, join_masks
-from attn_graph.masks.leaves import LEAVES, Band, KeyLengths, ragged_in
+from attn_graph.masks.leaves import LEAVES, LENGTHS, Band, KeyLengths, QueryLengths, ragged_in
 from attn_graph.masks.places import Block, tighter
 from attn_graph.spec.dims import are_numbers, dims_in, surely_least
 
@@ -60,10 +60,18 @@ def simplify_parts(mask: Mask, M: int, N: int) -> Mask:
         case And() | Or():
             parts = sorted(dict.fromkeys(simplified_parts(mask, type(mask), M, N)), key=str)
             if isinstance(mask, And):
-                parts = intersect_bands(parts)
+                parts = intersect_bands(end_at_keys(parts) if M == 1 else parts)
             return join_masks(type(mask), parts)
         case _:
             return mask
+
+
+def end_at_keys(parts: list[Mask]) -> list[Mask]:
+    """The parts of an And for one query. It is the last of its keys, or of no sequence."""
+    last = Band(None, 0, LENGTHS)
+    known = QueryLengths() in parts
+    replaced = (KeyLengths() if known and part == last else part for part in parts)
+    return [*dict.fromkeys(replaced)]
 
 
 def trim_band(low: int | None, high: int | None, M: int, N: int) -> Band:

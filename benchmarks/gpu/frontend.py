@@ -19,7 +19,8 @@ def frontend_call(
     """What cudnn.pygraph runs for the graph, on these tensors."""
     import cudnn
 
-    problem, _, call = describe_problem(graph, target, ag.Options())
+    case, call = describe_problem(graph, target, ag.Options())
+    problem = case.problem
     device = tensors[0].device
     its = handle(device)
     plan = build_graph(call.plain, handle=its)

@@ -1,16 +1,16 @@
 """Writes docs/reports/cudnn.md, what cuDNN takes and how that was checked: `make cudnn-report`.
 
-    python -m docs.generate.cudnn [PYTHON ...]
+    python -m docs.generate.cudnn [--share N] [PYTHON ...]
 
 The table of limits is always written. With Pythons, each of which has another version of cuDNN,
 their answers to the whole grid are written too. The plans are built for GPUs that the machine need
-not have. Run it from the root of the checkout.
+not have: all, or one in N, which takes as much less time. Run it from the root of the checkout.
 """
 
 from __future__ import annotations
 
 import os
-import sys
+from argparse import ArgumentParser
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +36,7 @@ FALSE: tuple[Verdict, ...] = ("false yes", "false no")
 GRID = """\
 {graphs} graphs, forward and backward: every value at which a limit of the table begins or ends, and
 mixtures that hypothesis draws from a fixed seed. For each GPU cuDNN was asked up to its
-`check_support`; for {built} every plan that the table says yes to was built as well.
+`check_support`; for {built} {share} that the table says yes to was built as well.
 
 - yes, no: what the table says and cuDNN too.
 - no, by choice: the table refuses what cuDNN takes, since the result is wrong or unproven.
@@ -92,10 +92,10 @@ def format_range(ends: Iterable[str], widest: tuple[str, str]) -> str:
 Answers = list[tuple[Question, Answer | None]]  # None: not asked
 
 
-def write_results(pythons: list[str]) -> tuple[str, list[str]]:
-    """The table, and every disagreement."""
+def write_results(pythons: list[str], share: int) -> tuple[str, list[str]]:
+    """The table, and every disagreement. share: one plan in so many is built."""
     places = [*product(pythons, GPUS)]
-    jobs = [(python, versions(python), sm, n) for python, sm in places for n in range(PARTS)]
+    jobs = [(python, versions(python), sm, n, share) for python, sm in places for n in range(PARTS)]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         parts = [*pool.map(lambda job: answer_part(*job), jobs)]
     lines, wrong = [row(*COLUMNS), "|---" * len(COLUMNS) + "|"], list[str]()
@@ -103,13 +103,17 @@ def write_results(pythons: list[str]) -> tuple[str, list[str]]:
         at_place = [each for part in parts[n * PARTS : (n + 1) * PARTS] for each in part]
         lines += [summary(python, sm, pass_, at_place) for pass_ in BOTH]
         wrong += complaints(at_place)
-    return GRID.format(graphs=len(grid()), built=GPUS[BUILT]) + "\n".join(lines), wrong
+    which = "every plan" if share == 1 else f"one plan in {share}"
+    head = GRID.format(graphs=len(grid()), built=GPUS[BUILT], share=which)
+    return head + "\n".join(lines), wrong
 
 
-def answer_part(python: str, libraries: tuple[Version, Version], sm: int, part: int) -> Answers:
+def answer_part(
+    python: str, libraries: tuple[Version, Version], sm: int, part: int, share: int
+) -> Answers:
     """A part of the grid for one GPU and cuDNN: what is not built is checked."""
     part_of_grid = questions(sm, libraries)[part::PARTS]
-    building = [q for q in part_of_grid if q.ours == "yes" and sm == BUILT]
+    building = [q for q in part_of_grid if q.ours == "yes" and sm == BUILT][::share]
     checking = [q for q in part_of_grid if q.ours != "not asked" and q not in building]
     return [
         *((q, None) for q in part_of_grid if q.ours == "not asked"),
@@ -143,10 +147,14 @@ def complaints(answered: Answers) -> list[str]:
     return [text for text in texts if text]
 
 
-def main(*pythons: str) -> None:
+def main() -> None:
+    parser = ArgumentParser()
+    parser.add_argument("--share", type=int, default=1)
+    parser.add_argument("pythons", nargs="*")
+    given = parser.parse_args()
     text, wrong = replace(PAGE.read_text(encoding="utf-8"), "limits", limits_table()), list[str]()
-    if pythons:
-        table, wrong = write_results([*pythons])
+    if given.pythons:
+        table, wrong = write_results(given.pythons, given.share)
         text = replace(text, "results", table)
     PAGE.write_text(text, encoding="utf-8")
     print("\n".join(wrong) or "no disagreements")
@@ -154,4 +162,4 @@ def main(*pythons: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -15,14 +15,17 @@ from attrs import evolve
 from attn_graph.errors import Reason
 from attn_graph.ir.graph import Graph
 from attn_graph.lowering.backend import Backend, Executable, Foreseen, Options, RefusedError
-from attn_graph.lowering.problem import Problem, returns_lse, sole
+from attn_graph.lowering.problem import Problem, sole
 from attn_graph.lowering.reasons import missing_library, no_gpu, other_equations
 from attn_graph.machine.target import CUDNN, SYSTEM_CUDNN, Target
 
 if TYPE_CHECKING:  # and imported where it is used: a large table, of which CPUs ask nothing
     from attn_graph.lowering.cudnn.case import Case
     from attn_graph.lowering.cudnn.graph import CudnnCall
-    from attn_graph.lowering.cudnn.run import Results
+    from attn_graph.lowering.cudnn.packed_run import CudnnPackedRun
+    from attn_graph.lowering.cudnn.plan import CudnnPlan
+    from attn_graph.lowering.cudnn.run import Results, Run
+    from attn_graph.lowering.cudnn.sequences import CudnnSequences
 
 VARIES = "divides sums among the more programs, the smaller the batch is"
 FRONTEND = "nvidia-cudnn-frontend"
@@ -37,20 +40,28 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
         return
     yield from library_reasons(target)
     yield from options.switched_off("cudnn")
-    if problem_varies(graph):
-        yield from options.varying(VARIES)
-    problem = sole(graph)
-    if problem is None:
+    read = read_problem(graph)
+    if read is None:
         yield other_equations(graph)
     else:
-        yield from problem_reasons(problem, target, options)
+        if problem_varies(read[0]):
+            yield from options.varying(VARIES)
+        yield from problem_reasons(*read, target, options)
 
 
-def problem_varies(graph: Graph) -> bool:
+def read_problem(graph: Graph) -> tuple[Problem, CudnnSequences | None] | None:
+    """The attention that a graph is, or the gradient of one, and, where it is on packed tensors,
+    how they lie: the problem is of padded ones then. None of other graphs."""
+    from attn_graph.lowering.cudnn.sequences import packed_problem
+
+    problem = sole(graph)
+    return packed_problem(graph) if problem is None else (problem, None)
+
+
+def problem_varies(problem: Problem) -> bool:
     """Whether a batch entry's bits may depend on the others: in a gradient, and for one query,
     whose keys are divided into as many parts as fill the GPU."""
-    problem = sole(graph)
-    return problem is not None and (problem.grad is not None or problem.M == 1)
+    return problem.grad is not None or problem.M == 1
 
 
 def library_reasons(target: Target) -> Iterator[Reason]:
@@ -66,25 +77,29 @@ def library_reasons(target: Target) -> Iterator[Reason]:
         )
 
 
-def problem_reasons(problem: Problem, target: Target, options: Options) -> Iterator[Reason]:
+def problem_reasons(
+    problem: Problem, sequences: CudnnSequences | None, target: Target, options: Options
+) -> Iterator[Reason]:
     """The limits of cuDNN that a problem exceeds."""
     from attn_graph.lowering.cudnn.limits import reasons
     from attn_graph.lowering.cudnn.memory import workspace
 
-    case = request_case(problem, target, options)
+    case = request_case(problem, target, options, sequences)
     against = [*reasons(case)]
     yield from against
     if not against and (need := workspace(case)) is not None:
         yield from options.over_workspace(need)
 
 
-def request_case(problem: Problem, target: Target, options: Options) -> Case:
+def request_case(
+    problem: Problem, target: Target, options: Options, sequences: CudnnSequences | None = None
+) -> Case:
     """A problem with the versions and the GPU that limits depend on."""
     from attn_graph.lowering.cudnn.case import Case
 
     backend, frontend = versions(target)
     pair = backend or ASSUMED[0], frontend or ASSUMED[1]
-    return Case(problem, target.sm, *pair, options.deterministic)
+    return Case(problem, target.sm, *pair, options.deterministic, sequences)
 
 
 def versions(target: Target) -> tuple[tuple[int, int, int] | None, tuple[int, int, int] | None]:
@@ -103,22 +118,23 @@ def version(target: Target, library: str) -> tuple[int, int, int] | None:
 def lower(graph: Graph, target: Target, options: Options) -> Executable:
     """The plan of cuDNN's that runs a graph. Raises RefusedError where cuDNN declines it."""
     from attn_graph.lowering.cudnn.plan import load_or_build
-    from attn_graph.lowering.cudnn.run import Inference, Run, run_notes, temporary_bytes
+    from attn_graph.lowering.cudnn.run import Inference
 
-    problem, case, call = describe_problem(graph, target, options)
+    case, call = describe_problem(graph, target, options)
     plan = load_or_build(call, target, (case.backend, case.frontend), options)
-    if over := [*options.over_workspace(plan.workspace)]:
+    need = needs(case, call, graph, plan.workspace)
+    if over := [*options.over_workspace(need.workspace or 0)]:
         raise RefusedError(*over)
-    run = Run.of(call, problem, graph, options.workspace, plan.workspace, plan.execute)
+    run = make_run(case, call, graph, options, plan)
     executable = Executable(
-        run.forward if problem.grad is None else run.backward,
-        plan.workspace,
-        temporary_bytes(call, problem, graph),
-        (str(plan), *run_notes(problem, graph)),
+        run.forward if case.problem.grad is None else run.backward,
+        need.workspace or 0,
+        need.temporary,
+        (str(plan), *need.notes),
         inspect=lambda: (f"built in {plan.seconds:.2f} s",),
         text=lambda: f"{call}\n{plan}",
     )
-    if problem.grad is not None or returns_lse(graph):
+    if case.problem.grad is not None or "lse" in run.names:
         return executable
     lean = Inference(run.forward, lambda: without_lse(graph, target, options, plan.workspace))
     return evolve(
@@ -129,65 +145,99 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
     )
 
 
+def make_run(
+    case: Case, call: CudnnCall, graph: Graph, options: Options, plan: CudnnPlan
+) -> Run | CudnnPackedRun:
+    """What runs a plan."""
+    from attn_graph.lowering.cudnn.packed_run import CudnnPackedRun
+    from attn_graph.lowering.cudnn.run import Run
+
+    given = (graph, options.workspace, plan.workspace, plan.execute)
+    if case.sequences is None:
+        return Run.of(call, case.problem, *given)
+    return CudnnPackedRun.of(call, case.problem, case.sequences, *given)
+
+
+def needs(case: Case, call: CudnnCall, graph: Graph, need: int | None) -> Foreseen:
+    """What a call takes besides cuDNN's own `need` bytes of workspace, None: not known; and notes
+    for `explain`."""
+    from attn_graph.lowering.cudnn import packed_run, run
+
+    problem, sequences = case.problem, case.sequences
+    if sequences is None:
+        notes = (*split_notes(case), *run.run_notes(problem, graph))
+        return Foreseen(need, run.temporary_bytes(call, problem, graph), notes)
+    return Foreseen(
+        None if need is None else packed_run.leased_bytes(call, problem, sequences, need),
+        packed_run.packed_temporary_bytes(call, problem, sequences),
+        (*split_notes(case), *packed_run.packed_notes(call, problem, sequences)),
+    )
+
+
+def split_notes(case: Case) -> Iterator[str]:
+    """For `explain`: into how many parts cuDNN splits the keys of one query."""
+    from attn_graph.lowering.cudnn.memory import key_splits
+
+    if case.pass_ == "forward" and (splits := key_splits(case)) > 1:
+        B = case.problem.B
+        yield f"keys in {splits} parts, as many as cuDNN takes for a batch of {B}, and a merge"
+
+
 def without_lse(
     graph: Graph, target: Target, options: Options, most: int
 ) -> Callable[..., Results]:
     """The forward that stores no lse. Raises RefusedError where it needs more bytes than `most`,
     which is what the plan is said to need."""
     from attn_graph.lowering.cudnn.plan import load_or_build
-    from attn_graph.lowering.cudnn.run import Run
 
-    problem, case, call = describe_problem(graph, target, options, stats=False)
+    case, call = describe_problem(graph, target, options, stats=False)
     plan = load_or_build(call, target, (case.backend, case.frontend), options)
     if plan.workspace > most:
         need = f"needs a workspace of {plan.workspace} bytes then"
         raise RefusedError(
             Reason("workspace_with_lse", f"{most} with lse", need, "{actual}, and {limit}")
         )
-    return Run.of(call, problem, graph, options.workspace, plan.workspace, plan.execute).forward
+    return make_run(case, call, graph, options, plan).forward
 
 
 def foresees(graph: Graph, target: Target, options: Options) -> Foreseen:
     """The workspace by a stored plan, or where a formula has it; else only a built plan tells."""
     from attn_graph.lowering.cudnn.memory import workspace
     from attn_graph.lowering.cudnn.plan import load_stored
-    from attn_graph.lowering.cudnn.run import run_notes, temporary_bytes
 
-    problem, case, call = describe_problem(graph, target, options)
+    case, call = describe_problem(graph, target, options)
     try:
         plan = load_stored(call, target, (case.backend, case.frontend), options)
     except RefusedError:  # of a GPU that is in no table: lowering will say so
         plan = None
-    more = run_notes(problem, graph)
-    return Foreseen(
-        plan.workspace if plan else workspace(case),
-        temporary_bytes(call, problem, graph),
-        (str(plan), *more) if plan else more,
-    )
+    need = needs(case, call, graph, plan.workspace if plan else workspace(case))
+    return evolve(need, notes=(str(plan), *need.notes)) if plan else need
 
 
 def describe_problem(
     graph: Graph, target: Target, options: Options, *, stats: bool = True
-) -> tuple[Problem, Case, CudnnCall]:
+) -> tuple[Case, CudnnCall]:
     """The call that would run a graph that is taken; see `described` for `stats`."""
     from attn_graph.lowering.cudnn.case import needs_padding_mask
     from attn_graph.lowering.cudnn.graph import describe_call
+    from attn_graph.lowering.cudnn.sequences import pack_call
 
-    problem = sole(graph)
-    assert problem is not None  # why_not said so
-    case = request_case(problem, target, options)
+    read = read_problem(graph)
+    assert read is not None  # why_not said so
+    problem, sequences = read
+    case = request_case(problem, target, options, sequences)
     in_order = options.deterministic
     call = describe_call(
         problem, padded=needs_padding_mask(case), deterministic=in_order, stats=stats
     )
-    return problem, case, call
+    return case, call if sequences is None else pack_call(call, sequences)
 
 
 def variants(graph: Graph, target: Target, options: Options) -> tuple[str, ...]:
     """The other plans that cuDNN proposes, by its names for them."""
     from attn_graph.lowering.cudnn.plan import load_or_build
 
-    _, case, call = describe_problem(graph, target, options)
+    case, call = describe_problem(graph, target, options)
     return load_or_build(call, target, (case.backend, case.frontend), options).plans[1:]
 
 

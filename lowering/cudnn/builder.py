@@ -23,7 +23,14 @@ from typing import Any
 
 Json = Mapping[str, Any]
 
-DTYPES = {"f16": "HALF", "bf16": "BFLOAT16", "f32": "FLOAT", "f64": "DOUBLE", "i32": "INT32"}
+DTYPES = {
+    "f16": "HALF",
+    "bf16": "BFLOAT16",
+    "f32": "FLOAT",
+    "f64": "DOUBLE",
+    "i32": "INT32",
+    "i64": "INT64",
+}
 ALIGNMENTS = {"top_left": "TOP_LEFT", "bottom_right": "BOTTOM_RIGHT"}
 RESULTS = {"sdpa": ("o", "stats"), "sdpa_backward": ("dQ", "dK", "dV")}  # others are arguments
 
@@ -109,13 +116,19 @@ def declare(call: Json, machine: Json) -> Any:  # Any: cuDNN's graph
     name, results = call["name"], RESULTS[call["name"]]
     outputs = {x["argument"]: x for x in call["outputs"]}
     operands = [*call["inputs"], *(x for key, x in outputs.items() if key not in results)]
-    tensors = {x["argument"]: declare_tensor(graph, x) for x in operands}
+    begins = {x["offsets"] for x in (*operands, *outputs.values()) if "offsets" in x}
+    starts = {x["argument"]: declare_tensor(graph, x) for x in operands if x["argument"] in begins}
+    tensors = {
+        x["argument"]: declare_tensor(graph, x, starts)
+        for x in operands
+        if x["argument"] not in begins
+    }
     tensors_out = getattr(graph, name)(**tensors, **frontend_options(graph, call))
     for key, result in zip(results, tensors_out, strict=True):
         if key in outputs:
-            set_layout(result, outputs[key])
+            set_layout(result, outputs[key], starts)
     for key in outputs.keys() & tensors.keys():
-        set_layout(tensors[key], outputs[key])
+        set_layout(tensors[key], outputs[key], starts)
     return graph
 
 
@@ -126,16 +139,19 @@ def cudnn_dtype(name: str) -> Any:  # Any: cuDNN's
     return getattr(cudnn.data_type, DTYPES[name])
 
 
-def declare_tensor(graph: Any, x: Json) -> Any:  # Any: cuDNN's
-    """A tensor of a call in cuDNN's graph."""
+def declare_tensor(graph: Any, x: Json, starts: Json | None = None) -> Any:  # Any: cuDNN's
+    """A tensor of a call in cuDNN's graph. starts: the offsets of packed ones, by argument."""
     form = {"dim": x["shape"], "stride": x["strides"], "data_type": cudnn_dtype(x["dtype"])}
-    return graph.tensor(**form, uid=x["uid"])
+    packed = {"ragged_offset": starts[x["offsets"]]} if starts and "offsets" in x else {}
+    return graph.tensor(**form, **packed, uid=x["uid"])
 
 
-def set_layout(result: Any, x: Json) -> None:  # Any: cuDNN's
-    """Set shape, strides, dtype and number of a result."""
+def set_layout(result: Any, x: Json, starts: Json) -> None:  # Any: cuDNN's
+    """Set shape, strides, dtype and number of a result, and its offsets if it is packed."""
     result.set_output(True).set_dim(x["shape"]).set_stride(x["strides"])
     result.set_data_type(cudnn_dtype(x["dtype"])).set_uid(x["uid"])
+    if "offsets" in x:
+        result.set_ragged_offset(starts[x["offsets"]])
 
 
 def frontend_options(graph: Any, call: Json) -> dict[str, Any]:  # Any: cuDNN's

@@ -9,6 +9,7 @@ from attrs import frozen
 
 from attn_graph.lowering.cudnn.graph import translate_mask
 from attn_graph.lowering.cudnn.masks import CudnnBand, CudnnMask
+from attn_graph.lowering.cudnn.sequences import CudnnSequences
 from attn_graph.lowering.problem import Problem
 from attn_graph.spec import TensorSpec
 
@@ -22,7 +23,8 @@ class Case:
     """A problem with where it is to run.
 
     sm: the compute capability, 90 for 9.0. backend, frontend: versions of cuDNN and its frontend.
-    deterministic: whether equal calls must give equal bits.
+    deterministic: whether equal calls must give equal bits. sequences: how operands lie that the
+    problem has padded; None where it has not.
     """
 
     problem: Problem
@@ -30,6 +32,22 @@ class Case:
     backend: Version
     frontend: Version
     deterministic: bool = False
+    sequences: CudnnSequences | None = None
+
+    @property
+    def packed(self) -> tuple[str, ...]:
+        """The packed sides, of "rows" and "keys"."""
+        return () if self.sequences is None else tuple(self.sequences.totals)
+
+    @property
+    def page(self) -> int:
+        """Rows of a page of k and v; 0 where they are in one piece."""
+        return 0 if self.sequences is None else self.sequences.page
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether k and v lie in pages."""
+        return self.sequences is not None and self.sequences.table is not None
 
     @property
     def pass_(self) -> Pass:
@@ -116,12 +134,14 @@ class Case:
 def needs_padding_mask(case: Case) -> bool:
     """Whether the call needs a padding mask of full lengths, though no lengths are given.
 
-    It avoids two errors of cuDNN's backward. Below 9.26 Hopper's kernel reads beyond the
-    keys if N leaves half a tile of 128 and no mask hides that half: dq becomes NaN where lse
-    is below -88.7 (pytorch/pytorch#196678). And with a single query dk and dv become NaN
-    (NVIDIA/cudnn-frontend#1072, in 9.25.1 and 9.26.0).
+    It does over pages, whose kernels read no others. And it avoids two errors of cuDNN's backward.
+    Below 9.26 Hopper's kernel reads beyond the keys if N leaves half a tile of 128 and no mask
+    hides that half: dq becomes NaN where lse is below -88.7 (pytorch/pytorch#196678). And with a
+    single query dk and dv become NaN (NVIDIA/cudnn-frontend#1072, in 9.25.1 and 9.26.0).
     """
     p, right = case.problem, case.diagonal.right
+    if case.is_paged and not case.mask.lengths:
+        return True
     if case.pass_ == "forward" or case.mask.lengths:
         return False
     shift = p.N - p.M if case.diagonal.align == "bottom_right" else 0

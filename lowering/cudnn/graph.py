@@ -24,7 +24,8 @@ class Slot:
 
     argument: the frontend's name for it. source: our name for the operand or result; "M" and "N"
     stand for int32 [B,1,1,1] filled with that size. Lengths are always dense int32 here, whatever
-    the operand is. strides: in elements.
+    the operand is. strides: in elements. offsets: of a packed tensor, the argument that says where
+    its sequences begin. step: of such offsets, the elements from row to row.
     """
 
     argument: str
@@ -32,6 +33,8 @@ class Slot:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
+    offsets: str = ""
+    step: int = 0
 
     @property
     def bytes(self) -> int:
@@ -41,17 +44,21 @@ class Slot:
     @property
     def plain(self) -> dict[str, Any]:  # Any: JSON
         """The same as JSON, without source."""
+        packed = {"offsets": self.offsets} if self.offsets else {}
         return {
             "argument": self.argument,
             "shape": self.shape,
             "strides": self.strides,
             "dtype": NAMES[self.dtype],
+            **packed,
         }
 
     def __str__(self) -> str:
         name = NAMES[self.dtype]
         sizes = ", ".join(map(str, self.shape))
-        return f"{self.argument}={self.source} {name}[{sizes}](strides={self.strides})"
+        source = f"{self.source} * {self.step}" if self.step else self.source
+        begin = f" from {self.offsets}" if self.offsets else ""
+        return f"{self.argument}={source} {name}[{sizes}](strides={self.strides}){begin}"
 
 
 @final

@@ -14,10 +14,16 @@ from attn_graph.errors import Reason
 from attn_graph.ir.modifiers import Alibi, Bias, SoftCap
 from attn_graph.lowering.cudnn.case import Case, needs_padding_mask
 from attn_graph.lowering.cudnn.masks import mask_problems
+from attn_graph.lowering.cudnn.packed_limits import PACKED_RULES
 from attn_graph.lowering.cudnn.rules import (
     BACKWARD,
+    BACKWARD_HEADER,
     FIRST,
     FORWARD,
+    FORWARD_HEADER,
+    HEADERS,
+    MEANING,
+    MEASURED,
     Rule,
     alibi_unmasked,
     bias_column,
@@ -39,14 +45,6 @@ from attn_graph.lowering.reasons import (
     uneven_heads,
     wide_heads,
 )
-
-# Where limits come from. The headers ship in the wheel of nvidia-cudnn-frontend, under
-# include/cudnn_frontend/node: version 1.28.0 was read.
-FORWARD_HEADER = "cudnn-frontend 1.28.0, sdpa_support_surface.h"
-BACKWARD_HEADER = "cudnn-frontend 1.28.0, scaled_dot_product_flash_attention.h"
-HEADERS = f"{FORWARD_HEADER} and {BACKWARD_HEADER}"
-MEASURED = "planned without a device, cuDNN 9.20.0"
-MEANING = "what a graph means"
 
 
 def reasons(case: Case) -> Iterator[Reason]:
@@ -196,7 +194,9 @@ RULES = (
     Rule("mask", lambda c: mask_problems(c.problem.node.mask), "{it}", MEANING, says="unasked"),
     Rule(
         "query_lengths",
-        lambda c: once("q_lengths" in c.mask.lengths and c.problem.node.mask),
+        lambda c: once(
+            "q_lengths" in c.mask.lengths and "rows" not in c.packed and c.problem.node.mask
+        ),
         "leaves rows beyond q_lengths undefined, which must be 0 here, and the mask is {it}",
         "cudnn-frontend 1.23.0, test_mhas.py: o is not compared there",
         says="yes",
@@ -461,4 +461,5 @@ RULES = (
         BACKWARD,
         sm=(100, 110),
     ),
+    *PACKED_RULES,
 )

@@ -4,12 +4,42 @@ from __future__ import annotations
 
 from attn_graph.ir.modifiers import Alibi
 from attn_graph.lowering.cudnn.case import Case
+from attn_graph.lowering.cudnn.sequences import round_total, round_up_to
+
+FEW_KEYS = 512  # which Hopper's kernel for one query takes in one piece
+ROWS = 16  # query heads that share keys in one program of it
+MOST_SPLITS = 64
+MULTIPROCESSORS = 132  # of the Hoppers whose plans were read
 
 
 def workspace(case: Case) -> int | None:
-    """Bytes of workspace; None if only a plan tells them, as for all but Hopper's backward."""
-    hopper = 90 <= case.sm < 100 and case.backend < (9, 25, 0)
-    return hopper_backward_bytes(case) if hopper and case.pass_ == "backward" else None
+    """Bytes of workspace; None if only a plan tells them, as for all but Hopper's backward and its
+    forward of one query whose keys are split."""
+    if not 90 <= case.sm < 100 or case.backend >= (9, 25, 0):
+        return None
+    if case.pass_ == "backward":
+        return hopper_backward_bytes(case)
+    p, splits = case.problem, key_splits(case)
+    rows = splits * p.B * p.H * 4
+    parts = round_up_to(rows * p.E, 128) + 2 * round_up_to(rows, 128)
+    return parts + 128 if splits > 1 else None
+
+
+def key_splits(case: Case) -> int:
+    """The parts into which Hopper's kernel splits the keys of a forward of one query, to merge what
+    each gives; 1 where it does not split.
+
+    It depends on the batch and on the most keys that there can be, not on lengths: so the bits of
+    an entry's result depend on how many others there are. It was read off the workspaces of plans.
+    The kernels for bands and for packed queries do not split.
+    """
+    p, band = case.problem, case.diagonal
+    programs = p.B * p.G * -(-p.H // p.G // ROWS)
+    split = 90 <= case.sm < 100 and p.M == 1 and p.N > FEW_KEYS and 2 * programs <= MULTIPROCESSORS
+    if not split or "rows" in case.packed or (band.left, band.right) != (None, None):
+        return 1
+    most = min(MOST_SPLITS, p.N // 128, (2 * MULTIPROCESSORS - 1) // programs)
+    return 1 << (most.bit_length() - 1)
 
 
 def hopper_backward_bytes(case: Case) -> int:
@@ -17,23 +47,51 @@ def hopper_backward_bytes(case: Case) -> int:
 
     dq is summed in float32 [B,H,M,D]. In order, or for the gradient of a bias, ds is stored
     instead, in half precision [B,H,M,N] with rows in tiles of 64 and keys in tiles of 128. Then
-    come delta [B,H,M], dk and dv for each query head where heads share them, and ALiBi's slopes.
+    come delta [B,H,M], dk and dv for each query head where heads share them, ALiBi's slopes, and
+    for each packed tensor what finds the rows of an entry. Packed rows count once, not B M, where
+    head sizes are multiples of 16; dk and dv are in float32 then.
 
     This equals what cuDNN reported of every plan that was built for docs/reports/cudnn.md.
     """
     p = case.problem
-    stores_ds = case.deterministic or case.wants("bias")
-    main = round_up_to(p.M, 64) * round_up_to(p.N, 128) * 2 if stores_ds else p.M * p.D * 4
-    shared = [p.B * p.H * p.N * n * 2 for n in (p.D, p.E) if p.H != p.G]
+    rows, keys = bounded_rows(case, "rows", p.M), bounded_rows(case, "keys", p.N)
+    if stores_ds(case):
+        main = p.B * p.H * round_up_to(p.M, 64) * round_up_to(p.N, 128) * 2
+    else:
+        main = p.H * rows * p.D * 4
+    width = 4 if "keys" in bounded_sides(case) else 2
+    shared = [p.H * keys * n * width for n in (p.D, p.E) if p.H != p.G]
     slopes = [4 * p.H for m in p.node.modifiers if isinstance(m, Alibi)]
     return (
-        p.B * p.H * (main + p.M * 4)
+        main
+        + p.H * rows * 4
         + sum(round_up_to(n, 128) for n in shared)
         + sum(round_up_to(n, 16) for n in slopes)
+        + map_count(case) * 8 * round_up_to(8 * (p.B + 1), 16)
         + 256
     )
 
 
-def round_up_to(n: int, step: int) -> int:
-    """n, or the next multiple of `step`."""
-    return -(-n // step) * step
+def stores_ds(case: Case) -> bool:
+    """Whether the kernel stores ds, since it sums in order or gives the gradient of a bias."""
+    return case.deterministic or case.wants("bias")
+
+
+def bounded_sides(case: Case) -> tuple[str, ...]:
+    """The packed sides of which cuDNN takes the number of rows that it is told."""
+    return case.packed if case.problem.D % 16 == case.problem.E % 16 == 0 else ()
+
+
+def bounded_rows(case: Case, side: str, most: int) -> int:
+    """The rows of a side that cuDNN makes room for. most: of one entry."""
+    if case.sequences is not None and side in bounded_sides(case):
+        return round_total(case.sequences.totals[side])
+    return case.problem.B * most
+
+
+def map_count(case: Case) -> int:
+    """The packed tensors of a backward for which cuDNN finds rows by itself, as was counted."""
+    p, bounded = case.problem, bounded_sides(case)
+    rows = 2 + ("rows" in bounded and not stores_ds(case))
+    keys = 4 if p.H == p.G or "keys" in bounded else 2
+    return rows * ("rows" in case.packed) + keys * ("keys" in case.packed)

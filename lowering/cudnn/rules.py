@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from math import prod
 from typing import Any, Literal, final
 
 import torch
@@ -19,7 +20,16 @@ Says = Literal["no", "yes", "unasked"]
 BOTH: tuple[Pass, ...] = ("forward", "backward")
 BACKWARD: tuple[Pass, ...] = ("backward",)
 FORWARD: tuple[Pass, ...] = ("forward",)
+LONG = 2**31  # more elements than int32 counts
 FIRST, LAST = (0, 0, 0), (999, 0, 0)
+
+# Where limits come from. The headers ship in the wheel of nvidia-cudnn-frontend, under
+# include/cudnn_frontend/node: version 1.28.0 was read.
+FORWARD_HEADER = "cudnn-frontend 1.28.0, sdpa_support_surface.h"
+BACKWARD_HEADER = "cudnn-frontend 1.28.0, scaled_dot_product_flash_attention.h"
+HEADERS = f"{FORWARD_HEADER} and {BACKWARD_HEADER}"
+MEASURED = "planned without a device, cuDNN 9.20.0"
+MEANING = "what a graph means"
 
 Violations = tuple[Any, ...]  # what the sentence names; one sentence for each
 
@@ -117,6 +127,27 @@ def split_rows(c: Case) -> Violations:
 def off_grid(c: Case) -> Violations:
     """Operands with rows that do not start at multiples of 16 bytes."""
     return tuple((n, x) for n, x in c.specs.items() if is_misaligned(x))
+
+
+def crossed_heads(c: Case) -> Violations:
+    """Packed operands, of those that are read where they lie, with rows within heads."""
+    given = c.sequences.packed.items() if c.sequences else ()
+    return tuple((n, x) for n, x in given if not has_rows_outermost(x))
+
+
+def far_keys(c: Case) -> Violations:
+    """Packed k and v, with their numbers of elements, that int32 does not count, where q is not
+    packed."""
+    given = c.sequences.packed.items() if c.sequences and "rows" not in c.packed else ()
+    reach = ((n, x.shape[0] * max(x.strides[0], prod(x.shape[1:]))) for n, x in given)
+    return tuple((n, count) for n, count in reach if count >= LONG)
+
+
+def has_rows_outermost(x: TensorSpec) -> bool:
+    """Whether the heads of a row [H,D] of x [T,H,D] lie side by side, and rows apart."""
+    (T, H, D), (row, head, _) = x.shape, x.strides
+    within = head if H > 1 else D
+    return within >= D and (T <= 1 or row >= (H - 1) * within + D)
 
 
 def bias_column(c: Case) -> Violations:

@@ -34,6 +34,7 @@ from attn_graph.spec import INF, NAMES, TensorSpec
 
 LOG = logging.getLogger("attn_graph")
 Pack = Mapping[int, torch.Tensor]
+Execute = Callable[[Pack, torch.Tensor | None, torch.device], None]
 # What cuDNN reads packed, whatever strides it was given: vectors of few numbers, and lse, which
 # another backend may have saved otherwise.
 PACKED = {
@@ -103,7 +104,7 @@ class Run:
     graph: Graph
     workspace: Workspace
     scratch: Scratch
-    execute: Callable[[Pack, torch.Tensor | None, torch.device], None]
+    execute: Execute
     spots: tuple[int | None, ...]
     packs: Mapping[int, int]
     blanks: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
@@ -122,7 +123,7 @@ class Run:
         graph: Graph,
         workspace: Workspace,
         need: int,
-        execute: Callable[[Pack, torch.Tensor | None, torch.device], None],
+        execute: Execute,
     ) -> Run:
         """need: bytes of workspace."""
         scratch = Scratch((Buffer((need,), torch.uint8),) if need else ())
@@ -196,13 +197,13 @@ class Run:
         if n in self.packs:
             return readable_vector(tensors[self.packs[n]], x.dtype)
         count = self.problem.M if x.source == "M" else self.problem.N
-        return self.sizes.get((x.source, device), lambda: full_lengths(x, count, device))
+        return self.sizes.get((x.source, device), lambda: full_lengths(x.shape[0], count, device))
 
 
-def full_lengths(x: Slot, count: int, device: torch.device) -> torch.Tensor:
+def full_lengths(B: int, count: int, device: torch.device) -> torch.Tensor:
     """The length of each batch entry, where none is shorter than q or k."""
     with neutral_state():
-        host = torch.full(x.shape[:1], count, dtype=torch.int32)
+        host = torch.full((B,), count, dtype=torch.int32)
     return copy_to(device, host, "lengths")
 
 

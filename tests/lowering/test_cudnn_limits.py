@@ -16,6 +16,7 @@ from attn_graph.lowering.cudnn.case import Case, Version, needs_padding_mask
 from attn_graph.lowering.cudnn.graph import describe_call
 from attn_graph.lowering.cudnn.limits import RULES, reasons
 from attn_graph.lowering.cudnn.masks import CudnnBand, CudnnMask, mask_problems
+from attn_graph.lowering.cudnn.sequences import CudnnSequences
 from attn_graph.lowering.problem import Problem
 from attn_graph.masks import Band, KeyLengths, QueryLengths
 from attn_graph.masks.canonical import canonical_mask
@@ -67,9 +68,10 @@ def names(
     frontend: Version = KNOWN[1],
     *,
     deterministic: bool = False,
+    sequences: CudnnSequences | None = None,
 ) -> list[str]:
     """The rules that refuse a problem."""
-    case = Case(given, sm, backend, frontend, deterministic)
+    case = Case(given, sm, backend, frontend, deterministic, sequences)
     return [rule.name for rule in RULES if [*rule.reasons(case)]]
 
 
@@ -95,6 +97,25 @@ CAP = SoftCap(30.0)
 ROWS = TensorSpec((2, 4, 256, 12), HALF, (4 * 256 * 16, 256 * 16, 16, 1))
 KEYS = TensorSpec((2, 2, 256, 12), HALF, (2 * 256 * 16, 256 * 16, 16, 1))
 SCALAR = TensorSpec((), torch.int64)
+
+N32 = TensorSpec((2,), torch.int32)
+ENDED: dict[str, Any] = {"mask": KeyLengths(), "data": [N32]}
+BOTH_ENDED: dict[str, Any] = {"mask": KeyLengths() & QueryLengths(), "data": [N32, N32]}
+BIASED_KEYS: dict[str, Any] = {
+    "modifiers": (Bias(),),
+    "mask": KeyLengths(),
+    "data": [TensorSpec((1, 4, 256, 256), HALF), N32],
+    **BACK,
+}
+PACKED = CudnnSequences(400, 400)
+PACKED_KEYS = CudnnSequences(keys=400)
+
+
+def pages(rows: int) -> CudnnSequences:
+    """k and v in pages of so many rows."""
+    pool = TensorSpec((99, rows, 2, 64), HALF)
+    return CudnnSequences(specs=(("k", pool), ("v", pool)), table=TensorSpec((2, 16), torch.int32))
+
 
 # For each rule what it alone refuses: the problem, and where it is asked.
 ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -190,6 +211,43 @@ ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "deterministic_additions": (
         {"modifiers": (PAPERS,), "mask": CAUSAL, **BACK},
         {"sm": 100, "deterministic": True},
+    ),
+    "packed_rows": (
+        BOTH_ENDED,
+        {
+            "sequences": CudnnSequences(
+                400, 400, (("q", TensorSpec((400, 4, 64), HALF, (64, 25600, 1))),)
+            )
+        },
+    ),
+    "packed_keys_alone": (
+        ENDED,
+        {"sequences": CudnnSequences(keys=2**24, specs=(("k", TensorSpec((2**24, 2, 64), HALF)),))},
+    ),
+    "page_size": (ENDED, {"sequences": pages(48)}),
+    "pages_backward": ({**ENDED, **BACK}, {"sequences": pages(16)}),
+    "pages_soft_cap": ({"modifiers": (CAP,)}, {"sequences": pages(16)}),
+    "packed_version": (BOTH_ENDED, {"sm": 80, "backend": (9, 18, 0), "sequences": PACKED}),
+    "packed_statistics_ampere": ({**BOTH_ENDED, **BACK}, {"sm": 80, "sequences": PACKED}),
+    "packed_statistics_others": ({**BOTH_ENDED, **BACK}, {"sm": 120, "sequences": PACKED}),
+    "packed_in_order_ampere": (
+        {**ENDED, **BACK},
+        {"sm": 80, "deterministic": True, "sequences": PACKED_KEYS},
+    ),
+    "packed_in_order_others": (
+        {**ENDED, **BACK},
+        {"sm": 120, "deterministic": True, "sequences": PACKED_KEYS},
+    ),
+    "packed_bias_gradient_ampere": (BIASED_KEYS, {"sm": 80, "sequences": PACKED_KEYS}),
+    "packed_bias_gradient_others": (BIASED_KEYS, {"sm": 100, "sequences": PACKED_KEYS}),
+    "packed_sinks": (
+        {
+            "sinks": True,
+            "mask": ENDED["mask"],
+            "data": [N32, TensorSpec((4,), FLOAT)],
+            **BACK,
+        },
+        {"sequences": PACKED_KEYS},
     ),
 }
 

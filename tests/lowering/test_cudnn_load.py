@@ -93,7 +93,7 @@ def fill(store: Store, target: Target) -> None:
     backend, frontend = versions(target)
     assert backend is not None
     assert frontend is not None
-    _, _, call = describe_problem(GRAPH, target, Options())
+    _, call = describe_problem(GRAPH, target, Options())
     key = cudnn_plan.plan_key(call, cudnn_plan.describe_own_gpu(), (backend, frontend))
     store.put(key, CudnnPlan.of(TOLD, b"plan").stored)
 

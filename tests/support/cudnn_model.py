@@ -16,7 +16,7 @@ from attn_graph.lowering.cudnn.graph import CudnnCall, Slot
 from attn_graph.testing import formula
 
 Tensor = torch.Tensor
-INF = float("inf")
+INF, NAN = float("inf"), float("nan")
 ADDED = ("dSink_token",)  # to what lies there before
 
 
@@ -31,14 +31,22 @@ class Model:
         self, pack: Mapping[int, Tensor], workspace: Tensor | None, device: torch.device
     ) -> None:
         slots = {x.argument: (x, pack[n]) for n, x in enumerate(self.call.slots, start=1)}
-        views = {name: lying(x, t) for name, (x, t) in slots.items()}
         outputs = {x.argument for x in self.call.outputs}
+        views = {name: lying(x, t) for name, (x, t) in slots.items() if not x.offsets}
         given = {name: x.double() for name, x in views.items() if name not in outputs}
+        packed = {name: pair for name, pair in slots.items() if pair[0].offsets}
+        for name in packed.keys() - outputs:
+            given[name] = padded(*packed[name], views).double()
+        for name in ("k", "v"):
+            if (table := views.get(f"paged_attention_{name}_table")) is not None:
+                given[name] = gathered(given[name], table)
         computed = (forward if self.call.name == "sdpa" else backward)(self.options, given)
-        for name in outputs:
+        for name in outputs & views.keys():
             if name not in ADDED:
                 views[name].zero_()
             views[name].add_(computed[name])
+        for name in outputs & packed.keys():
+            write_rows(*packed[name], views, computed[name])
 
     @property
     def options(self) -> dict[str, float | bool | str | None]:
@@ -49,6 +57,34 @@ def lying(x: Slot, t: Tensor) -> Tensor:
     """The memory of a tensor as the call says that it lies."""
     assert t.dtype == x.dtype
     return t.as_strided(x.shape, x.strides)
+
+
+def padded(x: Slot, t: Tensor, views: Mapping[str, Tensor]) -> Tensor:
+    """A packed tensor [B,H,M,D], as tiles read it: past the end of a sequence lie other rows, of
+    whatever sequence, and zeros past the end of the memory."""
+    starts, (B, H, M, D) = views[x.offsets].flatten().tolist(), x.shape
+    found = torch.zeros(x.shape, dtype=t.dtype)
+    room = t.untyped_storage().nbytes() // t.itemsize - t.storage_offset()
+    for b in range(B):
+        most = room - starts[b] - (H - 1) * x.strides[1] - (D - 1) * x.strides[3]
+        n = max(0, min(M, (most + x.strides[2] - 1) // x.strides[2]))
+        place = (H, n, D), x.strides[1:], t.storage_offset() + starts[b]
+        found[b, :, :n] = t.as_strided(*place)
+    return found
+
+
+def gathered(pool: Tensor, table: Tensor) -> Tensor:
+    """A pool [n,G,P,D] in the order of a table [B,1,pages,1]: [B,G,pages * P,D]. Every entry of the
+    table is read."""
+    return pool[table[:, 0, :, 0].long()].transpose(1, 2).flatten(2, 3)
+
+
+def write_rows(x: Slot, t: Tensor, views: Mapping[str, Tensor], rows: Tensor) -> None:
+    """Write the rows of each sequence, and no others."""
+    starts, side = views[x.offsets].flatten().tolist(), x.offsets.partition("_")[0]
+    for b, n in enumerate(views[f"seq_len_{side}"].flatten().tolist()):
+        shape = x.shape[1], n, x.shape[3]
+        t.as_strided(shape, x.strides[1:], t.storage_offset() + starts[b]).copy_(rows[b, :, :n])
 
 
 Options = Mapping[str, float | bool | str | None]
@@ -109,12 +145,24 @@ def forward(options: Options, given: Named) -> dict[str, Tensor]:
     rows = given.get("seq_len_q", torch.full((1, 1, 1, 1), s.shape[2]))
     lse = lse.masked_fill(torch.arange(s.shape[2])[:, None] >= rows, -INF)  # with sinks too
     p = torch.exp(s - lse.masked_fill(lse == -INF, INF))
-    return {"o": p @ formula.per_head(given["v"], s.shape[1]), "stats": lse}
+    o = p @ formula.per_head(given["v"], s.shape[1])
+    return {"o": o.masked_fill(keyless(given), NAN), "stats": lse.masked_fill(keyless(given), NAN)}
+
+
+def keyless(given: Named) -> Tensor:
+    """Which entries have queries and no keys, where keys are packed or paged: [B,1,1,1].
+
+    cuDNN below 9.25 gives NaN there: github.com/NVIDIA/cudnn-frontend/issues/943.
+    """
+    if not any(name.startswith(("kv_starts", "paged")) for name in given):
+        return torch.zeros((), dtype=torch.bool)
+    return (given["seq_len_q"] > 0) & (given["seq_len_kv"] == 0)
 
 
 def backward(options: Options, given: Named) -> dict[str, Tensor]:
     s, lse = scores(options, given), given["stats"]
-    finite = lse.masked_fill(lse == -INF, INF)
+    ended = torch.arange(s.shape[2])[:, None] >= given.get("seq_len_q", torch.tensor(s.shape[2]))
+    finite = lse.masked_fill((lse == -INF) | ended, INF)
     p = torch.exp(s - finite)
     q, do, G = given["q"], given["dO"], given["k"].shape[1]
     k, v = (formula.per_head(given[name], q.shape[1]) for name in "kv")

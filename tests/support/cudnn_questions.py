@@ -14,11 +14,12 @@ from attn_graph.errors import Reason
 from attn_graph.lowering.cudnn.case import Case, Version, needs_padding_mask
 from attn_graph.lowering.cudnn.graph import CudnnCall, describe_call
 from attn_graph.lowering.cudnn.limits import RULES
-from attn_graph.lowering.cudnn.memory import hopper_backward_bytes
+from attn_graph.lowering.cudnn.memory import workspace
 from attn_graph.lowering.cudnn.offline import Answer, ask_cudnn, describe_target
 from attn_graph.lowering.cudnn.rules import Rule
-from attn_graph.lowering.problem import Problem
+from attn_graph.lowering.cudnn.sequences import pack_call
 from attn_graph.machine.target import Target
+from tests.support.cudnn_entries import Asked
 from tests.support.cudnn_grid import grid
 
 Verdict = Literal["yes", "no", "no, by choice", "not asked", "false yes", "false no"]
@@ -49,8 +50,10 @@ class Question:
     @property
     def call(self) -> CudnnCall:
         """As it is planned. What is refused gets no padding: cuDNN could take it for that."""
-        pad = needs_padding_mask(self.case) and self.ours != "no"
-        return describe_call(self.case.problem, padded=pad, deterministic=self.case.deterministic)
+        case = self.case
+        pad = needs_padding_mask(case) and (self.ours != "no" or case.is_paged)
+        call = describe_call(case.problem, padded=pad, deterministic=case.deterministic)
+        return pack_call(call, case.sequences) if case.sequences else call
 
     def verdict(self, answer: Answer) -> Verdict:
         """Ours and cuDNN's together. Who refuses by choice need not know whether cuDNN does."""
@@ -68,22 +71,20 @@ class Question:
 
     def other_workspace(self, answer: Answer) -> str | None:
         """Where we tell another workspace than cuDNN, which built the plan."""
-        if self.case.pass_ == "forward" or not 90 <= self.case.sm < 100:
-            return None
-        ours, theirs = hopper_backward_bytes(self.case), answer.report["workspace"]
-        return None if ours == theirs else f"{self.name}: {ours} bytes, cuDNN has {theirs}"
+        ours, theirs = workspace(self.case), answer.report["workspace"]
+        return None if ours in (None, theirs) else f"{self.name}: {ours} bytes, cuDNN has {theirs}"
 
     def __str__(self) -> str:
         return f"{self.name}\n{self.call}"
 
 
 @cache
-def problems() -> dict[tuple[Problem, bool], str]:
+def problems() -> dict[tuple[Asked, bool], str]:
     """Every problem of the grid once, and whether it is deterministic -> the first entry's name."""
-    found: dict[tuple[Problem, bool], str] = {}
+    found: dict[tuple[Asked, bool], str] = {}
     for entry in grid():
-        for pass_, problem in zip(("forward", "backward"), entry.problems, strict=True):
-            found.setdefault((problem, entry.deterministic), f"{pass_}, {entry}")
+        for pass_, asked in zip(("forward", "backward"), entry.problems, strict=True):
+            found.setdefault((asked, entry.deterministic), f"{pass_}, {entry}")
     return found
 
 
@@ -96,8 +97,8 @@ def versions(python: str = sys.executable) -> tuple[Version, Version]:
 def questions(sm: int, libraries: tuple[Version, Version]) -> list[Question]:
     """The whole grid, asked at one place."""
     return [
-        Question(name, Case(problem, sm, *libraries, deterministic))
-        for (problem, deterministic), name in problems().items()
+        Question(name, Case(problem, sm, *libraries, deterministic, sequences))
+        for ((problem, sequences), deterministic), name in problems().items()
     ]
 
 

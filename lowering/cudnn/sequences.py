@@ -1,0 +1,224 @@
+"""Packed tensors and paged caches in cuDNN's terms: padded shapes, and where sequences begin.
+
+cuDNN is told of a packed tensor [T,H,D] as [B,H,M,D], beside the element at which each batch entry
+begins: T is no part of the call, so that one plan serves batches of any number of rows. A pool of
+pages [n,P,G,D] it is told as [n,G,P,D], beside the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import final
+
+import torch
+from attrs import evolve, frozen
+
+from attn_graph.ir.attention import Attention, AttentionGrad
+from attn_graph.ir.graph import Graph, Op
+from attn_graph.ir.packed import OWN, PLACES, STARTS, Packed, operand_sides
+from attn_graph.ir.packing import Lengths, row_count
+from attn_graph.lowering.cudnn.graph import CudnnCall, Slot, slot
+from attn_graph.lowering.problem import Problem, operand_specs
+from attn_graph.spec import TensorSpec, dense_strides
+
+LEAST_STEP = 64  # rows: the grain of totals that backwards are planned for
+GRAIN = 4  # bits of such a total: it is above the number of rows by an eighth at most
+SIDES = {  # of what cuDNN reads and writes beside q, k and v
+    **dict.fromkeys(("q", "o", "lse", "do", "dq"), "rows"),
+    **dict.fromkeys(("k", "v", "dk", "dv"), "keys"),
+}
+COPIED = {"sdpa": ("v",), "sdpa_backward": ("q", "k", "v", "do")}  # as `copied_places` has them
+TOTALS = {"rows": "max_total_seq_len_q", "keys": "max_total_seq_len_kv"}
+TABLES = ("paged_attention_k_table", "paged_attention_v_table")
+
+
+@final
+@frozen
+class CudnnSequences:
+    """How operands lie that a problem has padded.
+
+    rows: T of q, where it is packed; keys: T of k and v. specs: of q, k and v that are packed or
+    paged, and not copied, by name. table: [B,pages] of k and v in pages. gapless: the sides whose
+    lengths are the differences of their starts. alike: whether q and k have the same lengths.
+    """
+
+    rows: int | None = None
+    keys: int | None = None
+    specs: tuple[tuple[str, TensorSpec], ...] = ()
+    table: TensorSpec | None = None
+    gapless: tuple[str, ...] = ()
+    alike: bool = False
+
+    @property
+    def totals(self) -> dict[str, int]:
+        """T of each packed side."""
+        both = {"rows": self.rows, "keys": self.keys}
+        return {side: T for side, T in both.items() if T is not None}
+
+    @property
+    def packed(self) -> dict[str, TensorSpec]:
+        """The packed ones of q, k and v that are read where they lie, by name."""
+        return {name: x for name, x in self.specs if len(x.shape) == 3}
+
+    @property
+    def pools(self) -> dict[str, TensorSpec]:
+        """k and v in pages, by name."""
+        return {name: x for name, x in self.specs if len(x.shape) == 4}
+
+    @property
+    def page(self) -> int:
+        """Rows of a page of k and v; 0 where they are in one piece."""
+        return next((x.shape[1] for x in self.pools.values()), 0)
+
+
+@lru_cache(64)  # asked for when planning and when lowering
+def packed_problem(graph: Graph) -> tuple[Problem, CudnnSequences] | None:
+    """The problem that a graph of one attention on packed tensors or pages is when it is padded,
+    or of its gradient, and how its operands lie; None of other graphs."""
+    if not graph.eqns or any(not isinstance(eqn.op, Lengths) for eqn in graph.eqns[:-1]):
+        return None
+    last = graph.eqns[-1]
+    if not isinstance(last.op, Packed) or not isinstance(last.op.op, Attention | AttentionGrad):
+        return None
+    if min(graph.outputs) < len(graph.types) - len(last.outs):
+        return None
+    specs = operand_specs(graph, last)
+    return Problem.of(last.op.op, padded_specs(last.op, specs)), find_sequences(graph, specs)
+
+
+def padded_specs(op: Packed, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
+    """The specs of the operands of the op within. The strides of what is packed or paged are those
+    of its own rows and heads, and no others are read; what a call copies lies without gaps."""
+    types = op.padded([x.type for x in specs])
+    copies = copied_places(op.op)
+    return [
+        pad_spec(x, due.shape, dense=n in copies and side in op.sides) if side in op.readers else x
+        for n, (x, due, side) in enumerate(zip(specs, types, operand_sides(op.op), strict=False))
+    ]
+
+
+def copied_places(op: Op) -> tuple[int, ...]:
+    """The operands of an attention or of its gradient that a call copies where they are packed:
+    cuDNN multiplies them by 0 where they are masked. v; of a gradient q, k, v and do."""
+    return (0, 1, 2, len(op.attention.ranks) + 2) if isinstance(op, AttentionGrad) else (2,)
+
+
+def pad_spec(x: TensorSpec, shape: tuple[int, ...], *, dense: bool) -> TensorSpec:
+    """x [T,H,D] or a pool [n,P,G,D] as [B,H,M,D], or a statistic [H,T] as [B,H,M].
+
+    dense: as if it were [T,H,D] without gaps.
+    """
+    if len(shape) == 3:
+        return TensorSpec(shape, x.dtype)
+    *_, H, D = x.shape
+    *_, row, head, last = dense_strides(x.shape) if dense else x.strides
+    step = row if x.shape[-3] > 1 else max(H * D, (H - 1) * head + D)
+    outer = x.strides[0] if len(x.shape) == 4 else shape[2] * step
+    return TensorSpec(shape, x.dtype, (outer, head, step, last))
+
+
+def find_sequences(graph: Graph, specs: Sequence[TensorSpec]) -> CudnnSequences:
+    """How the operands of a packed graph lie. specs: those of its last equation."""
+    last = graph.eqns[-1]
+    assert isinstance(last.op, Packed)
+    op, (_, where) = last.op, last.op.split(last.args)
+    copies = copied_places(op.op)
+    own = (
+        (name, x)
+        for n, (name, x, side) in enumerate(zip("qkv", specs, OWN, strict=False))
+        if side in op.readers and (side not in op.sides or n not in copies)
+    )
+    starts = {side: where[side] for side in op.sides}
+    makers = {outs[0]: eqn for eqn, outs in graph.numbered}
+    gapless = (
+        side for side, (first, n) in starts.items() if n in makers and makers[n].args == (first,)
+    )
+    totals = {side: row_count(specs[PLACES[side]].shape) for side in op.sides}
+    return CudnnSequences(
+        totals.get("rows"),
+        totals.get("keys"),
+        tuple(own),
+        specs[-1] if op.paged else None,
+        tuple(gapless),
+        len(starts) == 2 and len({n for _, n in starts.values()}) == 1,
+    )
+
+
+# The call
+
+
+def pack_call(call: CudnnCall, sequences: CudnnSequences) -> CudnnCall:
+    """The call on packed tensors and pages, of the same on padded ones."""
+    totals, copies = sequences.totals, COPIED[call.name]
+    own = tuple(pack_slot(x, sequences, dense=x.source in copies) for x in call.inputs)
+    outputs = tuple(pack_slot(x, sequences, dense=True) for x in call.outputs)
+    packed = (x for x in (*own, *outputs) if x.offsets)
+    starts = dict.fromkeys(start_slot(x, sequences) for x in packed)
+    bounds = {TOTALS[side]: round_total(T) for side, T in totals.items()}
+    options = call.options + (tuple(bounds.items()) if call.name == "sdpa_backward" else ())
+    tables = table_slots(sequences)
+    if tables:
+        most = tables[0].shape[2] * sequences.page
+        options += (("paged_attention_max_seq_len_kv", most),)
+    return CudnnCall(call.name, (*own, *starts, *tables), outputs, options)
+
+
+def pack_slot(x: Slot, sequences: CudnnSequences, *, dense: bool) -> Slot:
+    """A slot [B,H,M,D] that begins where its offsets say, if it is packed, or one [n,G,P,D] of a
+    pool; any other as it is.
+
+    dense: of what is made for the call, or by it: [T,H,D] without gaps. lse is [T,H].
+    """
+    if x.source in sequences.pools:
+        pool = sequences.pools[x.source]
+        (n, P, G, D), (outer, row, head, last) = pool.shape, pool.strides
+        return slot(
+            x.argument, x.source, TensorSpec((n, G, P, D), pool.dtype, (outer, head, row, last))
+        )
+    side = SIDES.get(x.source, "")
+    if side not in sequences.totals:
+        return x
+    _, H, M, D = x.shape
+    row, head, last = H * D, D, 1
+    if not dense and x.source != "lse":
+        head, last = x.strides[1] if H > 1 else D, x.strides[3]
+        row = x.strides[2] if M > 1 else max(x.strides[0], row)
+    strides = (M * row, head, row, last)
+    return evolve(x, strides=strides, offsets=f"{STARTS[side]}_{row}")
+
+
+def cleaned_names(call: CudnnCall, sequences: CudnnSequences) -> tuple[str, ...]:
+    """The operands of a call that are copied, with 0 in rows of no sequence."""
+    names = (name for name in COPIED[call.name] if name != "do")
+    return tuple(name for name in names if SIDES[name] in sequences.totals)
+
+
+def start_slot(x: Slot, sequences: CudnnSequences) -> Slot:
+    """The offsets of a packed slot: of each sequence the first element, and where the last ends.
+
+    cuDNN has no kernel for them in int64 where keys alone are packed.
+    """
+    source, _, step = x.offsets.rpartition("_")
+    shape, dtype = (x.shape[0] + 1, 1, 1, 1), torch.int32 if sequences.rows is None else torch.int64
+    return Slot(x.offsets, source, shape, dense_strides(shape), dtype, step=int(step))
+
+
+def table_slots(sequences: CudnnSequences) -> tuple[Slot, ...]:
+    """The table of k and that of v, which are one."""
+    if sequences.table is None:
+        return ()
+    B, pages = sequences.table.shape
+    shape = (B, 1, pages, 1)
+    return tuple(Slot(x, "pages", shape, dense_strides(shape), torch.int32) for x in TABLES)
+
+
+def round_total(T: int) -> int:
+    """T or a little more: cuDNN sizes the backward's workspace by it, and one plan serves all
+    totals that round up to the same."""
+    return round_up_to(T, max(LEAST_STEP, 1 << max(0, T.bit_length() - GRAIN)))
+
+
+def round_up_to(n: int, step: int) -> int:
+    """n, or the next multiple of `step`."""
+    return -(-n // step) * step

@@ -1,0 +1,362 @@
+"""Packed tensors and pages given to cuDNN, with what its documentation says in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn
+
+import attn_graph as ag
+from attn_graph import masks as m
+from attn_graph.errors import Reason
+from attn_graph.ir.graph import Graph
+from attn_graph.ir.packed import Packed, run_one
+from attn_graph.ir.packing import Unpack
+from attn_graph.ir.passes import simplify
+from attn_graph.ir.vjp import backward, result_spec
+from attn_graph.lowering.backend import Options
+from attn_graph.lowering.cudnn.backend import describe_problem, read_problem, request_case
+from attn_graph.lowering.cudnn.limits import reasons
+from attn_graph.lowering.cudnn.memory import key_splits
+from attn_graph.lowering.cudnn.packed_run import (
+    CudnnPackedRun,
+    packed_notes,
+    packed_temporary_bytes,
+)
+from attn_graph.lowering.cudnn.sequences import round_total
+from attn_graph.machine.target import Target
+from attn_graph.machine.workspace import Workspace
+from attn_graph.spec import FLOATS, INF
+from attn_graph.testing.rule import expect_gradients, expect_outputs
+from attn_graph.testing.strategies import Shape, seeds
+from tests.lowering import test_paged as paging
+from tests.lowering.test_packed import Case, make_case
+from tests.support.cudnn_graphs import aligned, cudnn_options
+from tests.support.cudnn_model import Model
+from tests.support.sequences import SPEC, Batch, batches
+
+VERSIONS = (("nvidia-cudnn-frontend", "1.28.0"), ("nvidia-cudnn-cu13", "9.26.0"))
+H200 = Target("h200", "cuda", 90, (), VERSIONS)
+HALVES = st.sampled_from([torch.float16, torch.bfloat16])
+I32, BRAIN = torch.int32, torch.bfloat16
+SIDES = {"q": 0, "k": 1, "v": 1}
+
+
+def refusals(graph: Graph) -> list[Reason]:
+    read = read_problem(graph)
+    assert read is not None
+    problem, sequences = read
+    return [*reasons(request_case(problem, H200, Options(), sequences))]
+
+
+def modelled(graph: Graph, *, stats: bool = True) -> CudnnPackedRun:
+    """How a simplified graph, one that cuDNN takes, would run; and without lse if not `stats`."""
+    case, call = describe_problem(graph, H200, Options(), stats=stats)
+    assert case.sequences is not None
+    return CudnnPackedRun.of(
+        call, case.problem, case.sequences, graph, Workspace(), 128, Model(call)
+    )
+
+
+def gradient_of(graph: Graph, do: torch.Tensor) -> tuple[Graph, list[str]]:
+    """The backward graph by every floating input, of o alone, and their names."""
+    trained = evolve(graph, outputs=graph.outputs[:1])
+    wants = [n for n, i in enumerate(graph.inputs) if i.spec.dtype in FLOATS]
+    return backward(trained, wants, [SPEC.like(do)]), [graph.inputs[n].name for n in wants]
+
+
+def noise(like: torch.Tensor, seed: int) -> torch.Tensor:
+    random = torch.Generator().manual_seed(seed)
+    return torch.randn(like.shape, generator=random).to(like.dtype)
+
+
+# Packed tensors
+
+
+@st.composite
+def cases(draw: DrawFn) -> Case:
+    """CudnnSequences with gaps or not, some of 0 or 1 rows, NaN in rows of no sequence."""
+    batch, dtype = draw(batches()), draw(HALVES)
+    G, r = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2, 3]))
+    D, E = draw(st.sampled_from([(8, 8), (16, 16), (24, 8), (8, 16)]))
+    shape = Shape(len(batch.rows), G * r, G, *batch.most, D, E)
+    options = {n: x for n, x in draw(cudnn_options(shape, dtype)).items() if n not in m.LENGTHS}
+    options["align"] = options["align"] or draw(st.sampled_from(["top_left", "bottom_right"]))
+    options["stats"] = draw(st.booleans())
+    dims = {"q": (0, shape.H, D), "k": (1, G, D), "v": (1, G, E)}
+    return make_case(batch, shape, dtype, dims, options, draw(seeds))
+
+
+def make_plain(batch: Batch, **options: Any) -> Case:
+    """Four heads that share two of keys."""
+    shape = Shape(len(batch.rows), 4, 2, *batch.most, 16, 16)
+    dims = {"q": (0, 4, 16), "k": (1, 2, 16), "v": (1, 2, 16)}
+    return make_case(batch, shape, BRAIN, dims, options, 3)
+
+
+KEYLESS = make_plain(
+    Batch((3, 5, 0, 2), (4, 0, 7, 9), ((0, 1), (1, 2), (2, 0), (1, 1)), gaps=True),
+    stats=True,
+    sinks=SPEC((4,), torch.float32),
+)
+TIGHT = make_plain(
+    Batch((3, 0, 1), (5, 2, 0), ((0, 0),) * 3, gaps=False),
+    mask=ag.Causal("bottom_right"),
+    stats=True,
+)
+
+
+@given(case=cases(), seed=seeds)
+@example(case=KEYLESS, seed=0)
+@example(case=TIGHT, seed=0)
+def test_what_cudnn_is_told_of_packed_tensors_means_what_the_graph_means(
+    case: Case, seed: int
+) -> None:
+    simple = simplify(case.packed)
+    assume(not refusals(simple))
+    tensors = [*map(aligned, case.packed_tensors)]
+    outputs, (o, lse) = modelled(simple).forward(*tensors)
+    check_forward(case, outputs)
+    for found, i in zip(outputs, simple.outputs, strict=True):
+        assert SPEC.like(found) == result_spec(simple, i)
+    lean, _ = modelled(evolve(simple, outputs=simple.outputs[:1]), stats=False).forward(*tensors)
+    assert torch.equal(lean[0], o)
+    do = case.batch.spoil(noise(o, seed), 0)
+    back, names = gradient_of(simple, do)
+    assume(not refusals(back))
+    gradients, _ = modelled(back).backward(*tensors, o, lse, do)
+    cotangents = [case.batch.pad(do), *(None for _ in outputs[1:])]
+    dues = expect_gradients(case.padded, case.padded_tensors, cotangents)
+    for name, x in zip(names, gradients, strict=True):
+        side = SIDES.get(name)
+        dues[name].check(x if side is None else case.batch.pad(x, side))
+        if side is not None:
+            assert (case.batch.outside(x, side) == 0).all()
+
+
+def check_forward(case: Case, outputs: Sequence[torch.Tensor]) -> None:
+    """The outputs are those of the padded graph, and empty in rows of no sequence."""
+    dues = expect_outputs(case.padded, case.padded_tensors)
+    for x, due in zip(outputs, dues, strict=True):
+        padded = case.batch.pad(x)
+        due.check(torch.where(case.batch.real(padded), padded, due.ref.to(padded.dtype)))
+        assert (case.batch.outside(x) == (-INF if x.ndim == 2 else 0.0)).all()
+
+
+PARTLY: dict[str, tuple[dict[str, tuple[int, ...]], dict[str, list[int]]]] = {
+    "q": (  # shapes of q and k; what is given besides
+        {"q": (12, 4, 16), "k": (4, 2, 7, 16)},
+        {"q_starts": [0, 3, 3, 9, 10], "kv_lengths": [7, 4, 0, 2]},
+    ),
+    "k": ({"q": (4, 4, 5, 16), "k": (12, 2, 16)}, {"kv_starts": [0, 3, 3, 9, 10]}),
+}
+
+
+@pytest.mark.parametrize("side", PARTLY)
+def test_queries_alone_or_keys_alone_may_be_packed(side: str) -> None:
+    """The other side has as many rows for all. Where one side has none, the other gets zeros."""
+    shapes, extra = PARTLY[side]
+    random, counts = torch.Generator().manual_seed(0), torch.tensor([3, 0, 6, 1], dtype=I32)
+    own = {n: torch.tensor(x, dtype=I32) for n, x in extra.items()}
+    starts = next(iter(own.values()))
+
+    def pad(x: torch.Tensor) -> torch.Tensor:
+        return run_one(Unpack(6), x, starts, counts) if x.shape[0] == 12 else x
+
+    q, k, v = (torch.randn(shapes[n], generator=random).half() for n in "qkk")
+    for x in (q,) if side == "q" else (k, v):
+        x[10:] = torch.nan
+    specs: dict[str, Any] = {n: SPEC.like(x) for n, x in own.items()}
+    most = (6, None) if side == "q" else (None, 6)
+    simple = simplify(ag.attention(*map(SPEC.like, (q, k, v)), stats=True, most=most, **specs))
+    assert not refusals(simple)
+    named = {"q": q, "k": k, "v": v, **own}
+    tensors = [named[i.name] for i in simple.inputs]
+
+    whole = {n: pad(named[n]) for n in "qkv"} | {n: own[n] for n in own if n == "kv_lengths"}
+    whole[f"{side}_lengths".replace("k_", "kv_")] = counts
+    ends: dict[str, Any] = {n: SPEC.like(x) for n, x in whole.items() if n in m.LENGTHS}
+    mask = m.KeyLengths() & m.QueryLengths() if side == "q" else m.KeyLengths()
+    padded = ag.attention(*(SPEC.like(whole[n]) for n in "qkv"), mask=mask, stats=True, **ends)
+    inputs = [whole[i.name] for i in padded.inputs]
+
+    _, (o, lse) = modelled(simple).forward(*tensors)
+    o_due, lse_due = expect_outputs(padded, inputs)
+    o_due.check(pad(o))
+    there = torch.arange(6) < counts[:, None]
+    got = run_one(Unpack(6), lse, starts, counts) if side == "q" else lse
+    lse_due.check(torch.where(there[:, None], got, -INF) if side == "q" else got)
+
+    do = noise(o, 1)
+    back, names = gradient_of(simple, do)
+    assert not refusals(back)
+    gradients, _ = modelled(back).backward(*tensors, o, lse, do)
+    dues = expect_gradients(padded, inputs, [pad(do), None])
+    for name, x in zip(names, gradients, strict=True):
+        dues[name].check(pad(x))
+
+
+@pytest.mark.parametrize("strides", [(3 * 64, 16, 1), (64, 16, 1)])
+def test_packed_tensors_are_read_where_they_lie(strides: tuple[int, int, int]) -> None:
+    """q, k and v side by side in each row, and apart."""
+    spec, starts = SPEC((9, 4, 16), BRAIN, strides), torch.tensor([0, 2, 9], dtype=I32)
+    graph = simplify(ag.attention(spec, spec, spec, mask=ag.Causal(), q_starts=SPEC((3,), I32)))
+    given = [noise(torch.empty(9 * strides[0]), n).bfloat16() for n in range(3)]
+    tensors = [x.as_strided(spec.shape, strides) for x in given]
+    run = modelled(graph)
+    assert [x.strides[2] for x in run.call.inputs[:3]] == [
+        strides[0],
+        strides[0],
+        64,
+    ]  # v is a copy
+    outputs, _ = run.forward(*tensors, starts)
+    loop = torch.cat([alone(*(x[a:b] for x in tensors)) for a, b in ((0, 2), (2, 9))])
+    torch.testing.assert_close(outputs[0], loop)
+
+
+def alone(*x: torch.Tensor) -> torch.Tensor:
+    """Causal attention of one sequence [T,H,D], in float32."""
+    q, k, v = (t.transpose(0, 1).float() for t in x)
+    o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return o.transpose(0, 1).bfloat16()
+
+
+def test_one_plan_serves_batches_of_any_number_of_rows() -> None:
+    """A forward's call does not depend on T, and a backward's on what T is rounded up to."""
+
+    def calls(T: int) -> list[Any]:  # Any: JSON
+        x = SPEC((T, 4, 64), BRAIN)
+        graph = simplify(
+            ag.attention(x, x, x, mask=ag.Causal(), q_starts=SPEC((9,), I32), most=(512, 512))
+        )
+        back = backward(graph, [0, 1, 2], [x])
+        return [describe_problem(g, H200, Options())[1].plain for g in (graph, back)]
+
+    (forward, back), (other, near), (third, far) = calls(1000), calls(1024), calls(1025)
+    assert forward == other == third
+    assert back == near != far
+    assert back["options"]["max_total_seq_len_q"] == back["options"]["max_total_seq_len_kv"] == 1024
+
+
+@given(st.integers(1, 10**7))
+def test_totals_are_rounded_up_by_an_eighth_at_most(T: int) -> None:
+    assert T <= round_total(T) < max(T * 1.125, T + 64)
+    assert round_total(round_total(T)) == round_total(T)
+
+
+def test_what_is_copied_of_packed_tensors_is_told_and_counted(
+    golden: Callable[[object], None],
+) -> None:
+    q, k = SPEC((1000, 32, 128), BRAIN), SPEC((1000, 8, 128), BRAIN)
+    starts = SPEC((9,), I32)
+    graph = simplify(ag.attention(q, k, k, mask=ag.Causal(), q_starts=starts, most=(512, 512)))
+    texts = []
+    for each in (graph, backward(graph, [0, 1], [q])):
+        case, call = describe_problem(each, H200, Options())
+        assert case.sequences is not None
+        room = CudnnPackedRun.of(
+            call, case.problem, case.sequences, each, Workspace(), 128, Model(call)
+        )
+        texts += [
+            *packed_notes(call, case.problem, case.sequences),
+            f"{packed_temporary_bytes(call, case.problem, case.sequences)} bytes besides",
+            f"{room.scratch.bytes} bytes leased, for {', '.join(room.rooms)}",
+            str(call),
+            "",
+        ]
+    golden("\n".join(texts))
+
+
+def test_an_address_off_16_bytes_is_an_error_that_says_so() -> None:
+    case = make_plain(Batch((3, 2), (4, 5), ((0, 0),) * 2, gaps=False))
+    tensors = dict(case.tensors)
+    room = torch.zeros(1 + tensors["q"].numel(), dtype=BRAIN)
+    tensors["q"] = room[1:].view(tensors["q"].shape).copy_(tensors["q"])
+    simple = simplify(case.packed)
+    with pytest.raises(ag.PlanMismatchError, match=r"q: expected an address .* 2 bytes past"):
+        modelled(simple).forward(*(tensors[i.name] for i in simple.inputs))
+
+
+# Pages
+
+
+@st.composite
+def paged_cases(draw: DrawFn) -> paging.Case:
+    """q packed or not, pages of 1 to 64 rows; the table holds anything past lengths."""
+    batch, dtype, packed = draw(batches()), draw(HALVES), draw(st.booleans())
+    P = draw(st.sampled_from([1, 2, 16, 64]))
+    N = P * (-(-batch.most[1] // P) + draw(st.integers(0, 1)))
+    M = batch.most[0] if packed else draw(st.sampled_from([1, 2, 5]))
+    G, r = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2, 3]))
+    D, E = draw(st.sampled_from([(8, 8), (16, 16), (24, 8), (8, 16)]))
+    shape = Shape(len(batch.rows), G * r, G, M, N, D, E)
+    options = {n: x for n, x in draw(cudnn_options(shape, dtype)).items() if n not in m.LENGTHS}
+    options["align"] = options["align"] or draw(st.sampled_from(["top_left", "bottom_right"]))
+    options["stats"], ended = draw(st.booleans()), draw(st.booleans())
+    batch = evolve(batch, rows=batch.rows if packed else (M,) * shape.B)
+    batch = evolve(batch, keys=batch.keys if ended else (N,) * shape.B)
+    layout = paging.Layout(P, draw(st.booleans()), ended, packed)
+    return paging.make_case(batch, layout, shape, dtype, options, draw(seeds))
+
+
+def finite_pages(case: paging.Case) -> paging.Case:
+    """The same, with numbers past lengths in pages that are read; NaN in all others."""
+    tensors, P = dict(case.tensors), case.layout.page
+    used = torch.arange(case.tensors["pages"].shape[1]) * P < case.batch.lengths(1)[:, None]
+    named = case.tensors["pages"][used].long()
+    for n in "kv":
+        pool = tensors[n].clone()
+        pool[named] = pool[named].nan_to_num(3.0)
+        tensors[n] = pool
+    return evolve(case, tensors=tensors)
+
+
+@given(case=paged_cases())
+def test_what_cudnn_is_told_of_pages_means_what_the_graph_means(case: paging.Case) -> None:
+    simple = simplify(case.graph)
+    assume(not refusals(simple))
+    assert any(isinstance(e.op, Packed) and e.op.paged for e in simple.eqns)
+    case = finite_pages(case)
+    tensors = [aligned(x) for x in case.inputs]
+    outputs, _ = modelled(simple).forward(*tensors)
+    dues = expect_outputs(case.padded, case.padded_inputs)
+    for x, due in zip(outputs, dues, strict=True):
+        padded = case.pad(x)
+        due.check(torch.where(case.real(padded), padded, due.ref.to(padded.dtype)))
+
+
+def decode(B: int = 4, N: int = 4096, table: torch.dtype = I32, **options: Any) -> Graph:
+    """One query each over pages of 16, 32 heads that share 8."""
+    q, pool = SPEC((B, 32, 1, 128), BRAIN), SPEC((5000, 16, 8, 128), BRAIN)
+    own: dict[str, Any] = {"pages": SPEC((B, N // 16), table), "kv_lengths": SPEC((B,), I32)}
+    return simplify(ag.attention(q, pool, pool, **own, **options))
+
+
+def test_one_query_at_the_end_of_its_keys_has_no_diagonal() -> None:
+    """cuDNN's kernel for bands does not split keys."""
+    graph = decode(mask=ag.Causal("bottom_right"))
+    assert graph == decode()
+    x, pool = SPEC((9, 32, 128), BRAIN), SPEC((5000, 16, 8, 128), BRAIN)
+    starts, pages, n = SPEC((5,), I32), SPEC((4, 256), I32), SPEC((4,), I32)
+    given_specs: dict[str, Any] = {"q_starts": starts, "pages": pages, "kv_lengths": n}
+    packed = [
+        simplify(ag.attention(x, pool, pool, mask=mask, most=(1, None), **given_specs))
+        for mask in (ag.Causal("bottom_right"), None)
+    ]
+    assert packed[0] == packed[1]
+
+
+def test_keys_of_one_query_are_split_by_the_batch() -> None:
+    def splits(graph: Graph) -> int:
+        return key_splits(describe_problem(graph, H200, Options())[0])
+
+    assert [splits(decode(B=b)) for b in (1, 2, 3, 4, 5, 8, 9, 64)] == [32, 16, 8, 8, 4, 4, 1, 1]
+    assert [splits(decode(B=1, N=n)) for n in (512, 640, 1024, 65536)] == [1, 4, 8, 32]
+    window = decode(mask=ag.Window(99, 0, "bottom_right"))
+    assert splits(window) == 1

@@ -1,0 +1,106 @@
+"""On a real GPU: cuDNN's plans on packed tensors and pages agree with the formula, and replay."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from hypothesis import given, reject, settings
+
+import attn_graph as ag
+from attn_graph.testing.rule import expect_gradients, expect_outputs
+from attn_graph.testing.strategies import seeds
+from tests.lowering import test_paged as paging
+from tests.lowering.test_cudnn_packed import (
+    KEYLESS,
+    TIGHT,
+    cases,
+    check_forward,
+    finite_pages,
+    make_plain,
+    noise,
+    paged_cases,
+)
+from tests.lowering.test_packed import Case
+from tests.support.sequences import Batch
+
+pytestmark = pytest.mark.gpu
+SIDES = {"q": 0, "k": 1, "v": 1}
+LONG = make_plain(
+    Batch((130, 0, 257, 1), (64, 9, 300, 0), ((0, 0), (3, 1), (0, 2), (1, 0)), gaps=True),
+    mask=ag.Causal("bottom_right"),
+    stats=True,
+)
+
+
+def compiled(graph: ag.Graph) -> ag.Plan:
+    try:
+        return ag.compile(graph, backends=("cudnn",))
+    except ag.NoBackendError:
+        reject()
+
+
+def on_gpu(graph: ag.Graph, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    return [tensors[i.name].cuda() for i in graph.inputs]
+
+
+def outputs_of(plan: ag.Plan, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    found = plan(*tensors)
+    return found if isinstance(found, tuple) else (found,)
+
+
+@given(case=cases(), seed=seeds)
+@settings(max_examples=50)
+def test_packed_tensors_agree_with_the_formula(case: Case, seed: int) -> None:
+    """With NaN in rows of no sequence, which are not read; in results they are empty."""
+    check_case(case, seed)
+
+
+@pytest.mark.parametrize("case", [KEYLESS, TIGHT, LONG])
+def test_sequences_of_all_lengths_agree_with_the_formula(case: Case) -> None:
+    check_case(case, 0)
+
+
+def check_case(case: Case, seed: int) -> None:
+    plan = compiled(case.packed)
+    leaves = [x.requires_grad_(x.is_floating_point()) for x in on_gpu(case.packed, case.tensors)]
+    outputs = outputs_of(plan, leaves)
+    check_forward(case, [x.detach().cpu() for x in outputs])
+    do = case.batch.spoil(noise(outputs[0], seed), 0)
+    named = {i.name: x for i, x in zip(case.packed.inputs, leaves, strict=True) if x.requires_grad}
+    grads = torch.autograd.grad(outputs[0], [*named.values()], do.cuda())
+    cotangents = [case.batch.pad(do), *(None for _ in outputs[1:])]
+    dues = expect_gradients(case.padded, case.padded_tensors, cotangents)
+    for name, x in zip(named, (g.cpu() for g in grads), strict=True):
+        side = SIDES.get(name)
+        dues[name].check(x if side is None else case.batch.pad(x, side))
+        assert side is None or (case.batch.outside(x, side) == 0).all()
+
+
+@given(case=paged_cases())
+@settings(max_examples=50)
+def test_pages_agree_with_the_formula(case: paging.Case) -> None:
+    case = finite_pages(case)
+    outputs = outputs_of(compiled(case.graph), on_gpu(case.graph, case.tensors))
+    for x, due in zip(outputs, expect_outputs(case.padded, case.padded_inputs), strict=True):
+        padded = case.pad(x.cpu())
+        due.check(torch.where(case.real(padded), padded, due.ref.to(padded.dtype)))
+
+
+def test_starts_that_change_between_replays_are_read_anew() -> None:
+    """Everything that depends on them is computed by what was captured."""
+    plan, tensors = compiled(LONG.packed), on_gpu(LONG.packed, LONG.tensors)
+    before = outputs_of(plan, tensors)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        found = outputs_of(plan, tensors)
+    for i, x in zip(LONG.packed.inputs, tensors, strict=True):
+        if i.name.endswith("starts"):
+            x[1] = 40
+        elif i.name.endswith("lengths"):
+            x[:2] = 30
+    graph.replay()
+    for x, y, old in zip(found, outputs_of(plan, tensors), before, strict=True):
+        assert torch.equal(x, y)
+        assert not torch.equal(x, old)
