@@ -17,17 +17,17 @@ from attn_graph.kernels.common import (
     mixed_tile,
     place_program,
     round_to,
-    rows_at,
-    rows_of,
     softmax_step,
     store_rows,
+    tile_of,
 )
 
 
 @triton.jit(do_not_specialize=("sinks_stride", *SIZES))
 def forward(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, max_ptr, sinks_ptr, seed_ptr, offset_ptr, lists_ptr,
-    data, numbers, q_strides, k_strides, v_strides, o_strides, lists_strides, sinks_stride,
+    q_desc, k_desc, v_desc, data, numbers,
+    q_strides, k_strides, v_strides, o_strides, lists_strides, sinks_stride,
     H, GROUP, M, N, TOGETHER, scale, keep_scale, threshold, origin,
     EVEN: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
@@ -39,14 +39,16 @@ def forward(
 
     q [B,H,M,D], k [B,G,N,D], v [B,G,N,E] -> o [B,H,M,E], lse [B,H,M] (natural logarithm), max
     [B,H,M] (of the scores); both float32 in C order, and not stored where their pointer is None.
-    GROUP = H / G. Inside, scores and maxima are in base 2. FOLD: see `softmax_step`.
+    GROUP = H / G. q, k and v are read by descriptors of their tiles where these are given. Inside,
+    scores and maxima are in base 2. FOLD: see `softmax_step`.
     """
     N = even_length(N, EVEN)
     place, h, b = place_program(tl.cdiv(M, BLOCK_M), H, TOGETHER, LAST_FIRST)
     block = listed_block(place, lists_ptr, lists_strides, LISTED)
     first = block * BLOCK_M
     i = (first + tl.arange(0, BLOCK_M))[:, None]
-    q = rows_of(q_ptr, q_strides, b, h, first, M, D, BLOCK_M, WIDTH_D, UPCAST)
+    q_head = head_ptr(q_ptr, q_strides, b, h)
+    q = tile_of(q_desc, q_head, q_strides, b, h, first, M, D, BLOCK_M, WIDTH_D, False, UPCAST)
     k_head = head_ptr(k_ptr, k_strides, b, h // GROUP)
     v_head = head_ptr(v_ptr, v_strides, b, h // GROUP)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -64,17 +66,17 @@ def forward(
     for t in range(full):
         n = full_tile(t, lists_ptr, full_start, LISTED)
         acc, total, m = attend(
-            acc, total, m, q, k_head, v_head, n * BLOCK_N, first, i,
-            seed_ptr, offset_ptr, data, numbers, k_strides, v_strides,
-            b, h, H, M, N, scale, threshold, origin, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
+            acc, total, m, q, k_head, v_head, k_desc, v_desc, n * BLOCK_N, first, i,
+            seed_ptr, offset_ptr, data, numbers, k_strides, v_strides, b, h, GROUP,
+            H, M, N, scale, threshold, origin, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
             KEEP, CHANGE, FOLD, DROPOUT, False, UPCAST, PRECISION,
         )  # fmt: skip
     for t in range(mixed):
         n = mixed_tile(t, lists_ptr, start, full_start, full_stop, full, LISTED)
         acc, total, m = attend(
-            acc, total, m, q, k_head, v_head, n * BLOCK_N, first, i,
-            seed_ptr, offset_ptr, data, numbers, k_strides, v_strides,
-            b, h, H, M, N, scale, threshold, origin, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
+            acc, total, m, q, k_head, v_head, k_desc, v_desc, n * BLOCK_N, first, i,
+            seed_ptr, offset_ptr, data, numbers, k_strides, v_strides, b, h, GROUP,
+            H, M, N, scale, threshold, origin, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
             KEEP, CHANGE, FOLD, DROPOUT, True, UPCAST, PRECISION,
         )  # fmt: skip
 
@@ -105,9 +107,9 @@ def store_statistic(x_ptr, values, b, h, H, first, M, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def attend(
-    acc, total, m, q, k_head, v_head, key, first, i,
+    acc, total, m, q, k_head, v_head, k_desc, v_desc, key, first, i,
     seed_ptr, offset_ptr, data, numbers, k_strides, v_strides,
-    b, h, H, M, N, scale, threshold, origin,
+    b, h, GROUP, H, M, N, scale, threshold, origin,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     KEEP: tl.constexpr, CHANGE: tl.constexpr, FOLD: tl.constexpr, DROPOUT: tl.constexpr,
@@ -115,7 +117,8 @@ def attend(
 ):  # fmt: skip
     """acc [BLOCK_M,E], total and m [BLOCK_M] with keys `key`.. : see `softmax_step`."""
     j = (key + tl.arange(0, BLOCK_N))[None, :]
-    k = rows_at(k_head, k_strides, key, N, D, BLOCK_N, WIDTH_D, not MIXED, UPCAST)
+    g = h // GROUP
+    k = tile_of(k_desc, k_head, k_strides, b, g, key, N, D, BLOCK_N, WIDTH_D, not MIXED, UPCAST)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     p, m, total, shrink = softmax_step(
         s, m, total, b, h, i, j, M, N, scale, data, numbers, KEEP, CHANGE, FOLD, MIXED
@@ -125,7 +128,7 @@ def attend(
             seed_ptr, offset_ptr, b, h, H, first, key, threshold, origin, BLOCK_M, BLOCK_N
         )
         p = tl.where(z, p, 0.0)
-    v = rows_at(v_head, v_strides, key, N, E, BLOCK_N, WIDTH_E, not MIXED, UPCAST)
+    v = tile_of(v_desc, v_head, v_strides, b, g, key, N, E, BLOCK_N, WIDTH_E, not MIXED, UPCAST)
     p = round_to(p, v_head.dtype.element_ty, UPCAST)
     acc = tl.dot(p, v, acc * shrink[:, None], input_precision=PRECISION)
     return acc, total, m

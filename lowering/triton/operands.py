@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from attn_graph.kernels.tilings import padded_head_size, shared_memory
-from attn_graph.lowering.problem import Problem
+from attn_graph.lowering.problem import Problem, is_broadcast, is_misaligned
 from attn_graph.spec import TensorSpec, dense_strides, memory_order
 
 WIDE_TF32 = 163840  # bytes of shared memory that tiles 256 wide take with TF32, by machine code
@@ -31,3 +31,9 @@ def takes_tf32(problem: Problem, sm: int) -> bool:
 def gradient_strides(spec: TensorSpec) -> tuple[int, ...]:
     """How the gradient of an operand lies: dense, in the operand's memory order."""
     return dense_strides(spec.shape, memory_order(spec))
+
+
+def is_copied_in_tiles(spec: TensorSpec) -> bool:
+    """Whether the copy engine of Hopper GPUs (TMA) reads an operand where it lies."""
+    apart = spec.unit_last and not is_misaligned(spec) and not is_broadcast(spec)
+    return spec.dtype.itemsize == 2 and apart

@@ -10,6 +10,7 @@ from attrs import define, field, frozen
 
 from attn_graph.ir.philox import flat_origin, threshold
 from attn_graph.kernels.tilings import (
+    COPYING,
     DELTA,
     SUMS,
     VARIANTS,
@@ -28,8 +29,13 @@ from attn_graph.lowering.triton.device_code import (
     read_specs,
 )
 from attn_graph.lowering.triton.device_lists import DeviceLists
-from attn_graph.lowering.triton.launches import Launch, Pointers, check_interpreter
-from attn_graph.lowering.triton.operands import gradient_strides, large_operands, takes_tf32
+from attn_graph.lowering.triton.launches import Descriptor, Launch, Pointers, check_interpreter
+from attn_graph.lowering.triton.operands import (
+    gradient_strides,
+    is_copied_in_tiles,
+    large_operands,
+    takes_tf32,
+)
 from attn_graph.lowering.triton.programs import (
     begins_last,
     block_costs,
@@ -48,6 +54,7 @@ from attn_graph.spec import TensorSpec, dense_strides
 Fixed = dict[str, Any]  # arguments of a kernel
 FORWARDS = ("forward", "gluon_forward")  # kernels that store lse, where a pointer is given
 HALVED = (90, 120)  # rows of the table whose tiles may be halved
+TILED = ("q", "k", "v", "do")  # operands that kernels take descriptors of
 WARPS, ROWS = 4, 64  # of the least tile that matrix units take at full speed
 READ = ("q", "k", "v", "do", "lse", "delta", "seed", "offset")  # by every backward kernel
 GRADIENTS = {"dq": "grad0", "dk": "grad1", "dv": "grad2"}  # by number of the operand
@@ -262,8 +269,9 @@ class FlashBuilder:
     def launch(
         self, kernel: str, lines: int, tiling: Tiling, names: tuple[str, ...], more: Fixed,
         texts: dict[str, str], pointers: Pointers | None = None,
+        tiled: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
-        """Add a launch of one program for each line."""
+        """Add a launch of one program for each line. tiled: what it takes descriptors of."""
         named, absent = self.operands(*names)
         named |= pointers or {}
         sizes = {"BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n}
@@ -274,7 +282,10 @@ class FlashBuilder:
             named["data"] = self.data()
         else:
             fixed["data"] = None
-        self.launches.append(Launch(kernel, lines, named, fixed, texts, *tiling.options))
+        descriptors = self.describe(tiling, tiled)
+        fixed |= {f"{x}_desc": None for x in tiled if f"{x}_desc" not in descriptors}
+        options = *tiling.options, descriptors
+        self.launches.append(Launch(kernel, lines, named, fixed, texts, *options))
 
     def forward(self) -> None:
         """Add the launch of the forward."""
@@ -291,7 +302,20 @@ class FlashBuilder:
         more |= self.order(tile, by_keys=False, pointers=lists)
         lines = blocks(p.M, tile.block_m) * p.H * p.B
         texts = self.texts("keep", "strip", "change")
-        self.launch("forward", lines, tile, names, more | listed, texts, lists)
+        self.launch("forward", lines, tile, names, more | listed, texts, lists, TILED[:3])
+
+    def describe(self, tile: Tiling, names: tuple[str, ...]) -> dict[str, Descriptor]:
+        """Operands in tiles, by parameter, as far as the copy engine reads them."""
+        if not copies_tiles(self.target):
+            return {}
+        specs = large_operands(self.problem)
+        rows = {"q": tile.block_m, "k": tile.block_n, "v": tile.block_n, "do": tile.block_m}
+        copied = {n: specs[n] for n in names if n in specs and is_copied_in_tiles(specs[n])}
+        widths = {name: padded_head_size(x.shape[3]) for name, x in copied.items()}
+        return {
+            f"{name}_desc": Descriptor.tiles(name, x, rows[name], widths[name], gluon=False)
+            for name, x in copied.items()
+        }
 
     def backward(self) -> None:
         """Add the launches of the gradient."""
@@ -334,7 +358,7 @@ class FlashBuilder:
         more |= listed | self.order(tile, by_keys=False, pointers=lists)
         lines = blocks(p.M, tile.block_m) * p.H * p.B
         texts = self.texts("keep", "strip", "change", "back")
-        self.launch("query_gradient", lines, tile, names, more, texts, lists)
+        self.launch("query_gradient", lines, tile, names, more, texts, lists, TILED)
 
     def key_gradient(self) -> None:
         """dk and dv, in one launch or in two; one that is not wanted is not computed."""
@@ -381,7 +405,8 @@ class FlashBuilder:
         pointers = lists | {f"{name}_ptr": f"parts.{name}" for name in results if parts[name]}
         lines = blocks(p.N, tile.block_n) * p.G * splits * p.B
         texts = self.texts("strip", "change", "back") | {"KEEP": self.code.keep_by_keys}
-        self.launch("key_gradient", lines, tile, (*READ, *results), more, texts, pointers)
+        names = (*READ, *results)
+        self.launch("key_gradient", lines, tile, names, more, texts, pointers, TILED)
 
     def sum_parts(self, name: str, n: int) -> None:
         """Add the launch that makes the gradient of k or v, operand n, of sums by query heads."""
@@ -439,6 +464,11 @@ class FlashBuilder:
         self.launch("collect_lines", lines, tile, READ, more, texts, pointers)
 
 
+def copies_tiles(target: Target) -> bool:
+    """Whether a copy engine brings tiles: in the interpreter, and where tilings reckon with it."""
+    return target.interprets or table_arch(target.sm) in COPYING
+
+
 def choose_tiling(
     problem: Problem, target: Target, pass_: Pass, variant: str | None = None
 ) -> Tiling:
@@ -446,7 +476,8 @@ def choose_tiling(
     p = problem
     width = padded_head_size(max(p.D, p.E))
     modified, drops = bool(p.node.modifiers), p.node.dropout > 0
-    usual = tiling(target.sm, p.dtype.itemsize, width, pass_, modified, drops)
+    copied = copies_tiles(target) and all(map(is_copied_in_tiles, p.specs[:3]))
+    usual = tiling(target.sm, p.dtype.itemsize, width, pass_, modified, drops, copied)
     if variant is None:
         return spread_tiling(p, target, pass_ == "key_gradient", usual)
     return VARIANTS[variant](usual)
