@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from attn_graph.kernels.tilings import padded_head_size, shared_memory
+from attn_graph.kernels.tilings import COPYING, padded_head_size, shared_memory, table_arch
 from attn_graph.lowering.problem import Problem, is_broadcast, is_misaligned
+from attn_graph.machine.target import Target
 from attn_graph.spec import TensorSpec, dense_strides, memory_order
 
 WIDE_TF32 = 163840  # bytes of shared memory that tiles 256 wide take with TF32, by machine code
@@ -37,3 +38,9 @@ def is_copied_in_tiles(spec: TensorSpec) -> bool:
     """Whether the copy engine of Hopper GPUs (TMA) reads an operand where it lies."""
     apart = spec.unit_last and not is_misaligned(spec) and not is_broadcast(spec)
     return spec.dtype.itemsize == 2 and apart
+
+
+def copies_tiles(problem: Problem, target: Target) -> bool:
+    """Whether the copy engine brings tiles: where tilings reckon with it, and interpreted."""
+    width = padded_head_size(max(problem.D, problem.E))
+    return target.interprets or width in COPYING.get(table_arch(target.sm), ())

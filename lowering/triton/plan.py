@@ -10,7 +10,6 @@ from attrs import define, field, frozen
 
 from attn_graph.ir.philox import flat_origin, threshold
 from attn_graph.kernels.tilings import (
-    COPYING,
     DELTA,
     SUMS,
     VARIANTS,
@@ -31,6 +30,7 @@ from attn_graph.lowering.triton.device_code import (
 from attn_graph.lowering.triton.device_lists import DeviceLists
 from attn_graph.lowering.triton.launches import Descriptor, Launch, Pointers, check_interpreter
 from attn_graph.lowering.triton.operands import (
+    copies_tiles,
     gradient_strides,
     is_copied_in_tiles,
     large_operands,
@@ -306,7 +306,7 @@ class FlashBuilder:
 
     def describe(self, tile: Tiling, names: tuple[str, ...]) -> dict[str, Descriptor]:
         """Operands in tiles, by parameter, as far as the copy engine reads them."""
-        if not copies_tiles(self.target):
+        if not copies_tiles(self.problem, self.target):
             return {}
         specs = large_operands(self.problem)
         rows = {"q": tile.block_m, "k": tile.block_n, "v": tile.block_n, "do": tile.block_m}
@@ -405,8 +405,9 @@ class FlashBuilder:
         pointers = lists | {f"{name}_ptr": f"parts.{name}" for name in results if parts[name]}
         lines = blocks(p.N, tile.block_n) * p.G * splits * p.B
         texts = self.texts("strip", "change", "back") | {"KEEP": self.code.keep_by_keys}
-        names = (*READ, *results)
-        self.launch("key_gradient", lines, tile, names, more, texts, pointers, TILED)
+        self.launch(
+            "key_gradient", lines, tile, READ + tuple(results), more, texts, pointers, TILED
+        )
 
     def sum_parts(self, name: str, n: int) -> None:
         """Add the launch that makes the gradient of k or v, operand n, of sums by query heads."""
@@ -464,11 +465,6 @@ class FlashBuilder:
         self.launch("collect_lines", lines, tile, READ, more, texts, pointers)
 
 
-def copies_tiles(target: Target) -> bool:
-    """Whether a copy engine brings tiles: in the interpreter, and where tilings reckon with it."""
-    return target.interprets or table_arch(target.sm) in COPYING
-
-
 def choose_tiling(
     problem: Problem, target: Target, pass_: Pass, variant: str | None = None
 ) -> Tiling:
@@ -476,8 +472,9 @@ def choose_tiling(
     p = problem
     width = padded_head_size(max(p.D, p.E))
     modified, drops = bool(p.node.modifiers), p.node.dropout > 0
-    copied = copies_tiles(target) and all(map(is_copied_in_tiles, p.specs[:3]))
-    usual = tiling(target.sm, p.dtype.itemsize, width, pass_, modified, drops, copied)
+    copied = copies_tiles(p, target) and all(map(is_copied_in_tiles, p.specs[:3]))
+    decided = p.node.mask is not None and bool(p.node.mask.needs)
+    usual = tiling(target.sm, p.dtype.itemsize, width, pass_, modified, drops, copied, decided)
     if variant is None:
         return spread_tiling(p, target, pass_ == "key_gradient", usual)
     return VARIANTS[variant](usual)
