@@ -18,15 +18,15 @@ from attn_graph.kernels.common import (
     head_ptr,
     key_tiles,
     line_of,
-    live_rows_at,
+    live_tile_of,
     mixed_tile,
     modify_scores,
     place_program,
     query_tiles,
     round_to,
-    rows_at,
     rows_of,
     store_rows,
+    tile_of,
 )
 from attn_graph.kernels.sequences import (
     head_at,
@@ -107,7 +107,7 @@ def score_gradient(
 @triton.jit(do_not_specialize=SIZES)
 def query_gradient(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, seed_ptr, offset_ptr, lists_ptr,
-    q_starts_ptr, q_lengths_ptr, kv_starts_ptr, kv_lengths_ptr,
+    q_starts_ptr, q_lengths_ptr, kv_starts_ptr, kv_lengths_ptr, q_desc, k_desc, v_desc, do_desc,
     data, numbers, q_strides, k_strides, v_strides, do_strides, dq_strides, lists_strides,
     B, H, GROUP, M, N, T, T_KEYS, TOGETHER, scale, keep_scale, threshold, origin,
     EVEN: tl.constexpr,
@@ -131,15 +131,16 @@ def query_gradient(
     first = block * BLOCK_M
     i = (first + tl.arange(0, BLOCK_M))[:, None]
     q_head = head_at(q_ptr, q_strides, b, h, q_starts_ptr, row, 0)
-    q = rows_at(q_head, q_strides, first, M, D, BLOCK_M, WIDTH_D, False, UPCAST)
+    q = tile_of(q_desc, q_head, q_strides, b, h, first, M, D, BLOCK_M, WIDTH_D, False, UPCAST)
     lse = base2(load_statistics(lse_ptr + line, first, M, float("-inf"), BLOCK_M, False))[:, None]
     surplus = load_statistics(delta_ptr + line, first, M, 0.0, BLOCK_M, False)[:, None]
     do = q
     if do_ptr is not None:
         do_head = head_at(do_ptr, do_strides, b, h, q_starts_ptr, row, 0)
-        do = live_rows_at(
-            do_head, do_strides, first, M, lse, E, BLOCK_M, WIDTH_E, False, BLIND > 0, UPCAST
-        )
+        do = live_tile_of(
+            do_desc, do_head, do_strides, b, h, first, M, lse,
+            E, BLOCK_M, WIDTH_E, False, BLIND > 0, UPCAST,
+        )  # fmt: skip
     k_head = head_at(k_ptr, k_strides, b, h // GROUP, kv_starts_ptr, key, 0)
     v_head = head_at(v_ptr, v_strides, b, h // GROUP, kv_starts_ptr, key, 0)
     dq = tl.zeros([BLOCK_M, WIDTH_D], tl.float32)
@@ -156,18 +157,18 @@ def query_gradient(
     for t in range(full):
         n = full_tile(t, lists_ptr, full_start, LISTED)
         dq = add_query_gradient(
-            dq, q, do, lse, surplus, k_head, v_head, n * BLOCK_N, first, i,
+            dq, q, do, lse, surplus, k_head, v_head, k_desc, v_desc, n * BLOCK_N, first, i,
             do_ptr, seed_ptr, offset_ptr, data, numbers, k_strides, v_strides,
-            b, h, H, M, N, scale, keep_scale, threshold, origin,
+            b, h, GROUP, H, M, N, scale, keep_scale, threshold, origin,
             D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
             KEEP, CHANGE, BACK, DROPOUT, False, UPCAST, PRECISION,
         )  # fmt: skip
     for t in range(mixed):
         n = mixed_tile(t, lists_ptr, start, full_start, full_stop, full, LISTED)
         dq = add_query_gradient(
-            dq, q, do, lse, surplus, k_head, v_head, n * BLOCK_N, first, i,
+            dq, q, do, lse, surplus, k_head, v_head, k_desc, v_desc, n * BLOCK_N, first, i,
             do_ptr, seed_ptr, offset_ptr, data, numbers, k_strides, v_strides,
-            b, h, H, M, N, scale, keep_scale, threshold, origin,
+            b, h, GROUP, H, M, N, scale, keep_scale, threshold, origin,
             D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
             KEEP, CHANGE, BACK, DROPOUT, True, UPCAST, PRECISION,
         )  # fmt: skip
@@ -178,9 +179,9 @@ def query_gradient(
 
 @triton.jit
 def add_query_gradient(
-    dq, q, do, lse, surplus, k_head, v_head, key, first, i,
+    dq, q, do, lse, surplus, k_head, v_head, k_desc, v_desc, key, first, i,
     do_ptr, seed_ptr, offset_ptr, data, numbers, k_strides, v_strides,
-    b, h, H, M, N, scale, keep_scale, threshold, origin,
+    b, h, GROUP, H, M, N, scale, keep_scale, threshold, origin,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     KEEP: tl.constexpr, CHANGE: tl.constexpr, BACK: tl.constexpr, DROPOUT: tl.constexpr,
@@ -188,11 +189,12 @@ def add_query_gradient(
 ):  # fmt: skip
     """dq [BLOCK_M,D] + ds k over keys `key`.., still to be scaled."""
     j = (key + tl.arange(0, BLOCK_N))[None, :]
-    k = rows_at(k_head, k_strides, key, N, D, BLOCK_N, WIDTH_D, not MIXED, UPCAST)
+    g = h // GROUP
+    k = tile_of(k_desc, k_head, k_strides, b, g, key, N, D, BLOCK_N, WIDTH_D, not MIXED, UPCAST)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     dp = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if do_ptr is not None:
-        v = rows_at(v_head, v_strides, key, N, E, BLOCK_N, WIDTH_E, not MIXED, UPCAST)
+        v = tile_of(v_desc, v_head, v_strides, b, g, key, N, E, BLOCK_N, WIDTH_E, not MIXED, UPCAST)
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
     if DROPOUT:
         z = dropout_keeps_tile(
@@ -210,7 +212,7 @@ def add_query_gradient(
 def key_gradient(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
     seed_ptr, offset_ptr, lists_ptr, q_starts_ptr, q_lengths_ptr, kv_starts_ptr, kv_lengths_ptr,
-    data, numbers,
+    q_desc, k_desc, v_desc, do_desc, data, numbers,
     q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, lists_strides,
     B, G, GROUP, SPLITS, M, N, T, T_KEYS, TOGETHER, scale, keep_scale, threshold, origin,
     EVEN: tl.constexpr,
@@ -245,8 +247,8 @@ def key_gradient(
     j = (first + tl.arange(0, BLOCK_N))[:, None]
     k_head = head_at(k_ptr, k_strides, b, g, kv_starts_ptr, key, 0)
     v_head = head_at(v_ptr, v_strides, b, g, kv_starts_ptr, key, 0)
-    k = rows_at(k_head, k_strides, first, N, D, BLOCK_N, WIDTH_D, False, UPCAST)
-    v = rows_at(v_head, v_strides, first, N, E, BLOCK_N, WIDTH_E, False, UPCAST)
+    k = tile_of(k_desc, k_head, k_strides, b, g, first, N, D, BLOCK_N, WIDTH_D, False, UPCAST)
+    v = tile_of(v_desc, v_head, v_strides, b, g, first, N, E, BLOCK_N, WIDTH_E, False, UPCAST)
     dk = tl.zeros([BLOCK_N, WIDTH_D], tl.float32)
     dv = tl.zeros([BLOCK_N, WIDTH_E], tl.float32)
     start, full_start, full_stop, stop = 0, 0, 0, 0
@@ -269,7 +271,7 @@ def key_gradient(
         for t in range(full):
             n = full_tile(t, list_ptr, full_start, LISTED)
             dk, dv = add_key_gradient(
-                dk, dv, k, v, q_head, do_head, lse_ptr + at, delta_ptr + at,
+                dk, dv, k, v, q_head, do_head, q_desc, do_desc, lse_ptr + at, delta_ptr + at,
                 n * BLOCK_M, first, j, dk_ptr, dv_ptr, do_ptr, seed_ptr, offset_ptr, data, numbers,
                 q_strides, do_strides, b, h, G * GROUP, M, N, scale, keep_scale, threshold, origin,
                 D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
@@ -278,7 +280,7 @@ def key_gradient(
         for t in range(mixed):
             n = mixed_tile(t, list_ptr, start, full_start, full_stop, full, LISTED)
             dk, dv = add_key_gradient(
-                dk, dv, k, v, q_head, do_head, lse_ptr + at, delta_ptr + at,
+                dk, dv, k, v, q_head, do_head, q_desc, do_desc, lse_ptr + at, delta_ptr + at,
                 n * BLOCK_M, first, j, dk_ptr, dv_ptr, do_ptr, seed_ptr, offset_ptr, data, numbers,
                 q_strides, do_strides, b, h, G * GROUP, M, N, scale, keep_scale, threshold, origin,
                 D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
@@ -296,7 +298,7 @@ def key_gradient(
 
 @triton.jit
 def add_key_gradient(
-    dk, dv, k, v, q_head, do_head, lse_row, delta_row, query, first, j,
+    dk, dv, k, v, q_head, do_head, q_desc, do_desc, lse_row, delta_row, query, first, j,
     dk_ptr, dv_ptr, do_ptr, seed_ptr, offset_ptr, data, numbers, q_strides, do_strides,
     b, h, H, M, N, scale, keep_scale, threshold, origin,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
@@ -306,15 +308,15 @@ def add_key_gradient(
 ):  # fmt: skip
     """dk + ds^T q, still to be scaled, and dv + (p z)^T do, over queries `query`.. ."""
     i = (query + tl.arange(0, BLOCK_M))[None, :]
-    q = rows_at(q_head, q_strides, query, M, D, BLOCK_M, WIDTH_D, not MIXED, UPCAST)
+    q = tile_of(q_desc, q_head, q_strides, b, h, query, M, D, BLOCK_M, WIDTH_D, not MIXED, UPCAST)
     s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
     lse = base2(load_statistics(lse_row, query, M, float("-inf"), BLOCK_M, not MIXED))
     surplus = load_statistics(delta_row, query, M, 0.0, BLOCK_M, not MIXED)[None, :]
     do = q
     dp = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     if do_ptr is not None:
-        do = live_rows_at(
-            do_head, do_strides, query, M, lse[:, None],
+        do = live_tile_of(
+            do_desc, do_head, do_strides, b, h, query, M, lse[:, None],
             E, BLOCK_M, WIDTH_E, not MIXED, BLIND, UPCAST,
         )  # fmt: skip
         if dk_ptr is not None:

@@ -98,6 +98,23 @@ def rows_at(
 
 
 @triton.jit
+def tile_of(
+    desc, head, strides, b, h, first, count,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """The same as `rows_at` of x[b,h], whose address is `head`: by the copy engine, if there is a
+    descriptor of x in tiles [1,1,ROWS,WIDTH]."""
+    if desc is None:
+        x = rows_at(head, strides, first, count, SIZE, ROWS, WIDTH, WHOLE, UPCAST)
+    else:
+        x = desc.load([b, h, first, 0]).reshape(ROWS, WIDTH)
+        if UPCAST and desc.dtype == tl.bfloat16:
+            x = x.to(tl.float32)
+    return x
+
+
+@triton.jit
 def rows_of(
     ptr, strides, b, h, first, count,
     SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, UPCAST: tl.constexpr,
@@ -110,17 +127,28 @@ def rows_of(
 
 @triton.jit
 def live_rows_at(
-    ptr, strides, first, count, lse,
-    SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
-    BLIND: tl.constexpr, UPCAST: tl.constexpr,
+    ptr, strides, first, lse,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """The same as `rows_at`. BLIND: 0 also in rows whose lse [ROWS,1] is +inf, see `base2`."""
-    if not BLIND:
-        return rows_at(ptr, strides, first, count, SIZE, ROWS, WIDTH, WHOLE, UPCAST)
+    """The same as `rows_at`, and 0 also in rows whose lse [ROWS,1] is +inf, see `base2`."""
     at, _, col = row_pointers(ptr, strides, first, ROWS, WIDTH)
     x = tl.load(at, mask=(lse != float("inf")) & (col < SIZE), other=0.0)
     if UPCAST and ptr.dtype.element_ty == tl.bfloat16:
         x = x.to(tl.float32)
+    return x
+
+
+@triton.jit
+def live_tile_of(
+    desc, head, strides, b, h, first, count, lse,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
+    BLIND: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """The same as `live_rows_at`, by the copy engine as `tile_of` where no row is to become 0."""
+    if BLIND:
+        x = live_rows_at(head, strides, first, lse, SIZE, ROWS, WIDTH, UPCAST)
+    else:
+        x = tile_of(desc, head, strides, b, h, first, count, SIZE, ROWS, WIDTH, WHOLE, UPCAST)
     return x
 
 

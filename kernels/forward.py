@@ -14,9 +14,9 @@ from attn_graph.kernels.common import (
     key_tiles,
     mixed_tile,
     round_to,
-    rows_at,
     softmax_step,
     store_rows,
+    tile_of,
 )
 from attn_graph.kernels.sequences import (
     head_at,
@@ -32,7 +32,7 @@ from attn_graph.kernels.sequences import (
 @triton.jit(do_not_specialize=("sinks_stride", *SIZES))
 def forward(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, max_ptr, sinks_ptr, seed_ptr, offset_ptr, lists_ptr,
-    q_starts_ptr, q_lengths_ptr, kv_starts_ptr, kv_lengths_ptr, pages_ptr,
+    q_starts_ptr, q_lengths_ptr, kv_starts_ptr, kv_lengths_ptr, pages_ptr, q_desc, k_desc, v_desc,
     data, numbers, q_strides, k_strides, v_strides, o_strides, lists_strides, sinks_stride,
     pages_stride, B, H, GROUP, M, N, T, T_KEYS, POOL, TOGETHER,
     scale, keep_scale, threshold, origin,
@@ -47,7 +47,8 @@ def forward(
 
     q [B,H,M,D], k [B,G,N,D], v [B,G,N,E] -> o [B,H,M,E], lse [B,H,M] (natural logarithm), max
     [B,H,M] (of the scores); both float32 in C order, and not stored where their pointer is None.
-    GROUP = H / G. Inside, scores and maxima are in base 2. FOLD: see `softmax_step`.
+    GROUP = H / G. q, k and v are read by descriptors of their tiles where these are given. Inside,
+    scores and maxima are in base 2. FOLD: see `softmax_step`.
 
     With q_starts_ptr q is packed, T rows of each head, and so are o and the statistics [H,T]; with
     kv_starts_ptr k and v are, T_KEYS rows. M and N are the most of a sequence then. With pages_ptr
@@ -63,7 +64,7 @@ def forward(
     first = block * BLOCK_M
     i = (first + tl.arange(0, BLOCK_M))[:, None]
     q_head = head_at(q_ptr, q_strides, b, h, q_starts_ptr, row, 0)
-    q = rows_at(q_head, q_strides, first, M, D, BLOCK_M, WIDTH_D, False, UPCAST)
+    q = tile_of(q_desc, q_head, q_strides, b, h, first, M, D, BLOCK_M, WIDTH_D, False, UPCAST)
     k_head = head_at(k_ptr, k_strides, b, h // GROUP, kv_starts_ptr, key, PAGE)
     v_head = head_at(v_ptr, v_strides, b, h // GROUP, kv_starts_ptr, key, PAGE)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -82,17 +83,19 @@ def forward(
     for t in range(full):
         n = full_tile(t, lists_ptr, full_start, LISTED)
         acc, total, m = attend(
-            acc, total, m, q, k_head, v_head, n * BLOCK_N, first, i,
+            acc, total, m, q, k_head, v_head, k_desc, v_desc, n * BLOCK_N, first, i,
             seed_ptr, offset_ptr, pages_ptr, pages, data, numbers, k_strides, v_strides,
-            b, h, H, M, N, POOL, scale, threshold, origin, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
+            b, h, GROUP, H, M, N, POOL, scale, threshold, origin,
+            D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
             PAGE, KEEP, CHANGE, FOLD, DROPOUT, False, UPCAST, PRECISION,
         )  # fmt: skip
     for t in range(mixed):
         n = mixed_tile(t, lists_ptr, start, full_start, full_stop, full, LISTED)
         acc, total, m = attend(
-            acc, total, m, q, k_head, v_head, n * BLOCK_N, first, i,
+            acc, total, m, q, k_head, v_head, k_desc, v_desc, n * BLOCK_N, first, i,
             seed_ptr, offset_ptr, pages_ptr, pages, data, numbers, k_strides, v_strides,
-            b, h, H, M, N, POOL, scale, threshold, origin, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
+            b, h, GROUP, H, M, N, POOL, scale, threshold, origin,
+            D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
             PAGE, KEEP, CHANGE, FOLD, DROPOUT, True, UPCAST, PRECISION,
         )  # fmt: skip
 
@@ -126,9 +129,9 @@ def store_statistic(line_ptr, values, first, count, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def attend(
-    acc, total, m, q, k_head, v_head, key, first, i,
+    acc, total, m, q, k_head, v_head, k_desc, v_desc, key, first, i,
     seed_ptr, offset_ptr, pages_ptr, pages, data, numbers, k_strides, v_strides,
-    b, h, H, M, N, POOL, scale, threshold, origin,
+    b, h, GROUP, H, M, N, POOL, scale, threshold, origin,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
     KEEP: tl.constexpr, CHANGE: tl.constexpr, FOLD: tl.constexpr, DROPOUT: tl.constexpr,
@@ -136,8 +139,9 @@ def attend(
 ):  # fmt: skip
     """acc [BLOCK_M,E], total and m [BLOCK_M] with keys `key`.. : see `softmax_step`."""
     j = (key + tl.arange(0, BLOCK_N))[None, :]
+    g = h // GROUP
     k = key_rows(
-        k_head, k_strides, pages_ptr, pages, key, N, POOL,
+        k_desc, k_head, k_strides, pages_ptr, pages, b, g, key, N, POOL,
         D, BLOCK_N, WIDTH_D, not MIXED, PAGE, UPCAST,
     )  # fmt: skip
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
@@ -150,7 +154,7 @@ def attend(
         )
         p = tl.where(z, p, 0.0)
     v = key_rows(
-        v_head, v_strides, pages_ptr, pages, key, N, POOL,
+        v_desc, v_head, v_strides, pages_ptr, pages, b, g, key, N, POOL,
         E, BLOCK_N, WIDTH_E, not MIXED, PAGE, UPCAST,
     )  # fmt: skip
     p = round_to(p, v_head.dtype.element_ty, UPCAST)

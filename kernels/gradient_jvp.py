@@ -20,7 +20,7 @@ from attn_graph.kernels.common import (
     head_ptr,
     key_tiles,
     listed_block,
-    live_rows_at,
+    live_tile_of,
     mixed_tile,
     modify_scores,
     place_program,
@@ -120,11 +120,12 @@ def live_rows_or(
     SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
     BLIND: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """The same as `live_rows_at` of one head, or another tile where the tensor is absent."""
+    """The same as `live_tile_of` of one head, or another tile where the tensor is absent."""
     if ptr is not None:
-        return live_rows_at(
-            head, strides, first, count, lse, SIZE, ROWS, WIDTH, WHOLE, BLIND, UPCAST
-        )
+        return live_tile_of(
+            None, head, strides, 0, 0, first, count, lse,
+            SIZE, ROWS, WIDTH, WHOLE, BLIND, UPCAST,
+        )  # fmt: skip
     return other
 
 

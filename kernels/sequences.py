@@ -8,7 +8,13 @@ no program reads or writes there, whatever starts, lengths and pages say.
 import triton
 import triton.language as tl
 
-from attn_graph.kernels.common import head_ptr, line_of, listed_block, place_program, rows_at
+from attn_graph.kernels.common import (
+    head_ptr,
+    line_of,
+    listed_block,
+    place_program,
+    tile_of,
+)
 
 
 @triton.jit
@@ -125,17 +131,17 @@ def within_sequence(x, starts_ptr, first, count, other, BLOCK: tl.constexpr):
 
 @triton.jit
 def key_rows(
-    ptr, strides, pages_ptr, line, first, count, POOL,
+    desc, ptr, strides, pages_ptr, line, b, g, first, count, POOL,
     SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
     PAGE: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """As `rows_at`; PAGE: of keys in pages of so many rows, POOL pages in all; 0: not in pages.
+    """As `tile_of`; PAGE: of keys in pages of so many rows, POOL pages in all; 0: not in pages.
 
     line: where the pages of this batch entry begin in their table. strides: of pages, heads, rows
     and elements.
     """
     if PAGE == 0:
-        x = rows_at(ptr, strides, first, count, SIZE, ROWS, WIDTH, WHOLE, UPCAST)
+        x = tile_of(desc, ptr, strides, b, g, first, count, SIZE, ROWS, WIDTH, WHOLE, UPCAST)
     else:
         row, col = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
         at = paged_rows(ptr, strides, pages_ptr + line, first, count, POOL, ROWS, PAGE)

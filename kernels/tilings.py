@@ -40,17 +40,23 @@ class Tiling:
         return self.warps, self.stages
 
 
-def tiling(sm: int, itemsize: int, width: int, pass_: Pass, modified: bool, drops: bool) -> Tiling:
+def tiling(
+    sm: int, itemsize: int, width: int, pass_: Pass, modified: bool, drops: bool,
+    copied: bool, decided: bool,
+) -> Tiling:  # fmt: skip
     """The tiling of a kernel.
 
     sm: compute capability, 90 for 9.0; 0 is Triton's interpreter, which is faster with few tiles.
     itemsize: bytes of an element. width: the larger of the padded head sizes. modified: whether
-    modifiers change the scores. drops: whether there is dropout.
+    modifiers change the scores. drops: whether there is dropout. copied: whether the copy engine
+    brings all tiles. decided: whether data decide what the mask keeps.
     """
     if sm == 0:
         return INTERPRETED
     arch = table_arch(sm)
     usual = TABLE[arch, itemsize, pass_][width][modified]
+    if copied and (rows := COPIED.get((arch, pass_, width))):
+        usual = rows[1 if modified else 2 * decided]
     return DROPOUT.get((arch, itemsize, pass_, width), usual) if drops else usual
 
 
@@ -275,9 +281,24 @@ TABLE: dict[tuple[int, int, str], dict[int, tuple[Tiling, Tiling]]] = {
         256: (Tiling(16, 64, 8, 2, True), Tiling(16, 64, 8, 2, True)),
     },
 }
+# By row of the table, widths for which the copy engine brings tiles in half precision: with others
+# kernels were no faster, or spilled.
+COPYING = {90: (64, 128)}
+# Where it does, which takes fewer registers, other tiles are faster: those without and with
+# modifiers, and those where data decide of the mask, which spill most.
+COPIED: dict[tuple[int, str, int], tuple[Tiling, Tiling, Tiling]] = {
+    (90, "query_gradient", 128): (
+        Tiling(128, 128, 8, 2), Tiling(128, 128, 8, 2), Tiling(128, 64, 8, 2),
+    ),
+    (90, "key_gradient", 128): (
+        Tiling(64, 64, 4, 2), Tiling(32, 64, 4, 2), Tiling(32, 64, 4, 2),
+    ),
+}  # fmt: skip
 # With dropout, whose bits take registers of their own, where other tiles are faster then.
 DROPOUT = {
+    (90, 2, "forward", 64): Tiling(64, 64, 4, 2),
     (90, 2, "forward", 128): Tiling(64, 64, 4, 2),
+    (90, 2, "query_gradient", 128): Tiling(128, 64, 8, 2),
     (90, 2, "key_gradient", 128): Tiling(32, 64, 4, 2),
 }
 # Float32 has no matrix units here, and 80's tiles fit the least shared memory.

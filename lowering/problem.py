@@ -214,6 +214,11 @@ def is_misaligned(spec: TensorSpec) -> bool:
     return any(s * spec.dtype.itemsize % ALIGNED for s in spec.strides[:-1])
 
 
+def is_broadcast(spec: TensorSpec) -> bool:
+    """Whether elements share a place."""
+    return any(n > 1 and s == 0 for n, s in zip(spec.shape, spec.strides, strict=True))
+
+
 def flash_order(q: TensorSpec) -> tuple[int, ...]:
     """The memory order of o from PyTorch's flash kernels: q's if q is dense, else bshd."""
     return memory_order(q) if has_flash_order(q) else BSHD

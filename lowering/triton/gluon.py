@@ -16,7 +16,13 @@ import torch
 from attn_graph.errors import Reason
 from attn_graph.ir.graph import Graph
 from attn_graph.lowering.backend import Backend, DeviceTest, Executable, Options
-from attn_graph.lowering.problem import Problem, is_misaligned, returns_lse, sole
+from attn_graph.lowering.problem import (
+    Problem,
+    is_broadcast,
+    is_misaligned,
+    returns_lse,
+    sole,
+)
 from attn_graph.lowering.reasons import missing_library, other_device, other_equations
 from attn_graph.lowering.triton.backend import (
     attention_reasons,
@@ -98,7 +104,7 @@ def layout_reasons(name: str, spec: TensorSpec) -> Iterator[Reason]:
     elif is_misaligned(spec):
         limit = f"copies rows that begin at multiples of {ALIGNED} bytes"
         yield Reason(f"strides.{name}", limit, f"{name} is {spec}")
-    if any(n > 1 and s == 0 for n, s in zip(spec.shape, spec.strides, strict=True)):
+    if is_broadcast(spec):
         limit = "copies tensors whose elements have each their own place"
         yield Reason(f"broadcast.{name}", limit, f"{name} is {spec}")
 

@@ -10,7 +10,6 @@ from attn_graph.lowering.triton.launches import Descriptor, Launch
 from attn_graph.lowering.triton.plan import Flash, FlashBuilder
 from attn_graph.lowering.triton.tile_lists import blocks
 from attn_graph.machine.target import Target
-from attn_graph.spec import TensorSpec
 
 ROWS = 64  # queries of one group of warps,
 GROUPS = 2  # of which a program has two; as kernels/gluon_forward.py says
@@ -76,13 +75,10 @@ def describe_operands(problem: Problem, tile: Tiling) -> dict[str, Descriptor]:
     """q, k and v in tiles, by parameter."""
     rows = {"q": ROWS, "k": tile.block_n, "v": tile.block_n}
     specs = zip(rows.items(), problem.specs, strict=False)
-    return {f"{name}_desc": describe(name, spec, count) for (name, count), spec in specs}
-
-
-def describe(name: str, spec: TensorSpec, rows: int) -> Descriptor:
-    """An operand [B,H,L,D] in tiles of some rows, as wide as D or wider."""
-    tile = (1, 1, rows, tile_width(spec.shape[-1]))
-    return Descriptor(name, spec.shape, (*spec.strides[:-1], 1), tile)
+    return {
+        f"{name}_desc": Descriptor.tiles(name, x, count, tile_width(x.shape[-1]), gluon=True)
+        for (name, count), x in specs
+    }
 
 
 def tile_width(size: int) -> int:

@@ -15,8 +15,9 @@ from attn_graph.lowering.triton.device_code import (
     read_axes,
 )
 from attn_graph.lowering.triton.device_lists import DeviceLists
-from attn_graph.lowering.triton.launches import Launch, Pointers
+from attn_graph.lowering.triton.launches import Descriptor, Launch, Pointers
 from attn_graph.lowering.triton.layout import Layout
+from attn_graph.lowering.triton.operands import copies_tiles, is_copied_in_tiles
 from attn_graph.lowering.triton.programs import (
     begins_last,
     heads_together,
@@ -38,6 +39,7 @@ PUSHED: dict[Pass, PushPass] = {
     "query_gradient": "push_query_gradient",
     "key_gradient": "push_key_gradient",
 }
+TILED = ("q", "k", "v", "do")  # operands that kernels take descriptors of
 READ = ("q", "k", "v", "do", "lse", "delta", "seed", "offset")  # by every backward kernel
 MOVED = ("tq", "tk", "tv", "tdo", "tlse", "tdelta")  # and in a direction
 BY_KEYS = ("key_gradient", "push_key_gradient")  # kernels whose programs are blocks of keys
@@ -65,13 +67,19 @@ class LaunchList:
     def tiling(self, pass_: Pass) -> Tiling:
         """The tile of a pass, or of what it is in a direction."""
         if self.push is None:
-            return choose_tiling(self.layout.flat, self.target, pass_, self.variant, self.invariant)
+            options = self.variant, self.invariant, self.layout.op is None
+            return choose_tiling(self.layout.flat, self.target, pass_, *options)
         return choose_push_tiling(self.problem, self.target, PUSHED[pass_], self.variant)
 
     @property
     def read(self) -> tuple[str, ...]:
         """What kernels of the gradient read."""
         return READ + MOVED if self.push else READ
+
+    @property
+    def tiled(self) -> tuple[str, ...]:
+        """What kernels of the gradient take descriptors of."""
+        return () if self.push else TILED
 
     @property
     def prefix(self) -> str:
@@ -197,9 +205,9 @@ class LaunchList:
 
     def launch(
         self, kernel: str, lines: int, tiling: Tiling, names: tuple[str, ...], more: Fixed,
-        texts: dict[str, str], pointers: Pointers | None = None,
+        texts: dict[str, str], pointers: Pointers | None = None, tiled: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
-        """Add a launch of one program for each line."""
+        """Add a launch of one program for each line. tiled: what it takes descriptors of."""
         named, absent = self.operands(*names)
         named |= pointers or {}
         if kernel in PLACED:
@@ -212,4 +220,20 @@ class LaunchList:
             named["data"] = self.data()
         else:
             fixed["data"] = None
-        self.launches.append(Launch(kernel, lines, named, fixed, texts, *tiling.options))
+        descriptors = self.describe(tiling, tiled)
+        fixed |= {f"{x}_desc": None for x in tiled if f"{x}_desc" not in descriptors}
+        options = *tiling.options, descriptors
+        self.launches.append(Launch(kernel, lines, named, fixed, texts, *options))
+
+    def describe(self, tile: Tiling, names: tuple[str, ...]) -> dict[str, Descriptor]:
+        """Operands in tiles, by parameter, as far as the copy engine reads them."""
+        if self.layout.op is not None or not copies_tiles(self.problem, self.target):
+            return {}
+        specs = self.layout.large()
+        rows = {"q": tile.block_m, "k": tile.block_n, "v": tile.block_n, "do": tile.block_m}
+        copied = {n: specs[n] for n in names if n in specs and is_copied_in_tiles(specs[n])}
+        widths = {name: padded_head_size(x.shape[3]) for name, x in copied.items()}
+        return {
+            f"{name}_desc": Descriptor.tiles(name, x, rows[name], widths[name], gluon=False)
+            for name, x in copied.items()
+        }

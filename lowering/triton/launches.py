@@ -12,8 +12,9 @@ from attrs import evolve, field, frozen
 
 from attn_graph.errors import PlanMismatchError, Reason
 from attn_graph.lowering.backend import RefusedError
-from attn_graph.lowering.problem import find_misplaced
+from attn_graph.lowering.problem import ALIGNED, find_misplaced
 from attn_graph.lowering.triton.device_code import compile_text
+from attn_graph.spec import TensorSpec
 
 HOMES = {
     "forward": "forward",
@@ -78,16 +79,31 @@ def check_interpreter(expected: bool) -> None:
 class Descriptor:
     """A tensor of half precision in tiles, as the copy engine of Hopper GPUs (TMA) takes it.
 
-    tensor: its name. tile: the sizes of a tile; what lies outside of the tensor is 0 in it.
+    tensor: its name. tile: the sizes of a tile; what lies outside of the tensor is 0 in it. gluon:
+    whether a kernel in Gluon takes it, which can't do without.
     """
 
     tensor: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     tile: tuple[int, ...]
+    gluon: bool = True
+
+    @classmethod
+    def tiles(cls, name: str, spec: TensorSpec, rows: int, width: int, gluon: bool) -> Descriptor:
+        """Of an operand [B,H,L,D] in tiles of so many rows, at least as wide as D."""
+        pairs = zip(spec.shape[:3], spec.strides, strict=False)
+        strides = (s if n > 1 else ALIGNED for n, s in pairs)  # of one element any will do but 0
+        return cls(name, spec.shape, (*strides, 1), (1, 1, rows, width), gluon)
 
     def of(self, tensor: torch.Tensor) -> Any:  # Any: Triton's
-        """The kernel's argument. Raises PlanMismatchError where the tensor begins off 16 bytes."""
+        """The kernel's argument.
+
+        Where the tensor begins off 16 bytes it is None, and the kernel reads by a pointer; of one
+        in Gluon that raises PlanMismatchError.
+        """
+        if not self.gluon:
+            return self.plain_of(tensor)
         from triton.experimental.gluon.language import NVMMASharedLayout
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -95,6 +111,14 @@ class Descriptor:
             raise PlanMismatchError(*problems)
         layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(self.tile))
         return TensorDescriptor(tensor, [*self.shape], [*self.strides], [*self.tile], layout)
+
+    def plain_of(self, tensor: torch.Tensor) -> Any:  # Any: Triton's
+        """The argument of a kernel that is not in Gluon."""
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        if tensor.data_ptr() % ALIGNED:
+            return None
+        return TensorDescriptor(tensor, [*self.shape], [*self.strides], [*self.tile])
 
 
 @final

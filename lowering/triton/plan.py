@@ -21,7 +21,7 @@ from attn_graph.lowering.triton.device_code import (
     DeviceCode,
     Tracer,
 )
-from attn_graph.lowering.triton.launch_list import MOVED, READ, Fixed, LaunchList
+from attn_graph.lowering.triton.launch_list import MOVED, READ, TILED, Fixed, LaunchList
 from attn_graph.lowering.triton.launches import Launch, Pointers, check_interpreter
 from attn_graph.lowering.triton.layout import Layout, new_tensor
 from attn_graph.lowering.triton.operands import takes_tf32
@@ -184,7 +184,7 @@ class FlashBuilder(LaunchList):
         more |= self.order(tile, by_keys=False, pointers=lists)
         lines = self.layout.row_programs(tile.block_m)
         texts = self.texts("keep", "strip", "change")
-        self.launch("forward", lines, tile, names, more | listed, texts, lists)
+        self.launch("forward", lines, tile, names, more | listed, texts, lists, TILED[:3])
 
     def push_forward(self) -> None:
         """Add the launch of forward mode."""
@@ -257,7 +257,8 @@ class FlashBuilder(LaunchList):
         more |= listed | self.order(tile, by_keys=False, pointers=lists)
         lines = self.layout.row_programs(tile.block_m)
         texts = self.texts("keep", "strip", "change", *self.steps_back)
-        self.launch(f"{self.prefix}query_gradient", lines, tile, names, more, texts, lists)
+        kernel = f"{self.prefix}query_gradient"
+        self.launch(kernel, lines, tile, names, more, texts, lists, self.tiled)
 
     def key_gradient(self) -> None:
         """dk and dv, in one launch or in two; one that is not wanted is not computed."""
@@ -307,7 +308,7 @@ class FlashBuilder(LaunchList):
         lines = self.layout.key_programs(tile.block_n, p.G * splits)
         texts = self.texts("strip", "change", *self.steps_back) | {"KEEP": self.code.keep_by_keys}
         kernel, names = f"{self.prefix}key_gradient", (*self.read, *results)
-        self.launch(kernel, lines, tile, names, more, texts, pointers)
+        self.launch(kernel, lines, tile, names, more, texts, pointers, self.tiled)
 
     def sum_parts(self, name: str, n: int) -> None:
         """Add the launch that makes the gradient of k or v, operand n, of sums by query heads."""

@@ -13,6 +13,7 @@ from attn_graph.kernels.tilings import (
     tiling,
 )
 from attn_graph.lowering.problem import Problem
+from attn_graph.lowering.triton.operands import copies_tiles, is_copied_in_tiles
 from attn_graph.lowering.triton.tile_lists import blocks
 from attn_graph.machine.target import Target
 
@@ -22,13 +23,18 @@ WARPS, ROWS = 4, 64  # of the least tile that matrix units take at full speed
 
 def choose_tiling(
     problem: Problem, target: Target, pass_: Pass, variant: str | None = None,
-    invariant: bool = False,
+    invariant: bool = False, dense: bool = True,
 ) -> Tiling:  # fmt: skip
-    """What the table has for a pass, or a variant of that; invariant: whatever the batch."""
+    """What the table has for a pass, or a variant of that.
+
+    invariant: whatever the batch. dense: whether operands lie neither packed nor in pages.
+    """
     p = problem
     width = padded_head_size(max(p.D, p.E))
     modified, drops = bool(p.node.modifiers), p.node.dropout > 0
-    usual = tiling(target.sm, p.dtype.itemsize, width, pass_, modified, drops)
+    copied = dense and copies_tiles(p, target) and all(map(is_copied_in_tiles, p.specs[:3]))
+    decided = p.node.mask is not None and bool(p.node.mask.needs)
+    usual = tiling(target.sm, p.dtype.itemsize, width, pass_, modified, drops, copied, decided)
     if variant is None and not invariant:
         return spread_tiling(p, target, pass_ == "key_gradient", usual)
     return usual if variant is None else VARIANTS[variant](usual)

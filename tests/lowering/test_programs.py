@@ -161,7 +161,8 @@ def test_a_few_long_blocks_are_halved_for_multiprocessors_that_would_be_idle(gpu
                     assert 2 * launch.grid > target.multiprocessors
                 if halved and S < 4096:
                     assert launch.grid <= target.multiprocessors
-                assert halved == (S < 4096) or gpu not in ("h100", "h200")
+                small = launch.kernel == "key_gradient"  # there, where the copy engine brings tiles
+                assert halved == (S < 4096 or small) or gpu not in ("h100", "h200")
 
 
 def test_a_division_that_gains_nothing_takes_no_memory() -> None:
@@ -189,8 +190,8 @@ def test_explain_tells_programs_waves_and_balance() -> None:
     graph = attention(1, 8, 1, 4096, 4096, mask=ag.Causal())
     plan = ag.explain(graph, target="h200", backends=("triton",))
     assert plan.backward is not None
-    (line,) = (x for x in plan.backward.notes if x.startswith("key_gradient: 256 programs"))
-    assert line.startswith("key_gradient: 256 programs, 1.94 waves, balance 1.0")
+    (line,) = (x for x in plan.backward.notes if x.startswith("key_gradient: 512 programs"))
+    assert line.startswith("key_gradient: 512 programs, 1.94 waves, balance 1.0")
     assert sum(x.startswith("sum_parts: 256 programs") for x in plan.backward.notes) == 2
     lengths = ag.TensorSpec((1,), torch.int32)
     forward, _ = flashes(attention(1, 8, 1, 4096, 4096, kv_lengths=lengths), ag.Target.of("h200"))
