@@ -68,9 +68,9 @@ def split_forward(
     )
     for n in range(full_start, full_stop):
         acc, total, m = attend(
-            acc, total, m, q, k_head, v_head, n * BLOCK_N, 0, i,
+            acc, total, m, q, k_head, v_head, None, None, n * BLOCK_N, 0, i,
             None, None, pages_ptr, pages, data, numbers, k_strides, v_strides,
-            b, h, H, M, N, POOL, scale, 0, None, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
+            b, h, 1, H, M, N, POOL, scale, 0, None, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
             PAGE, KEEP, CHANGE, FOLD, False, False, UPCAST, PRECISION,
         )  # fmt: skip
     # What no row sees is not read: it may be memory that was never written.
@@ -78,9 +78,9 @@ def split_forward(
     for t in range(end - begin - (full_stop - full_start)):
         n = mixed_tile(t, None, begin, full_start, full_stop, 0, False)
         acc, total, m = attend(
-            acc, total, m, q, k_head, v_head, n * BLOCK_N, 0, i,
+            acc, total, m, q, k_head, v_head, None, None, n * BLOCK_N, 0, i,
             None, None, pages_ptr, pages, data, numbers, k_strides, v_strides,
-            b, h, H, M, tl.minimum(keys, N), POOL, scale, 0, None,
+            b, h, 1, H, M, tl.minimum(keys, N), POOL, scale, 0, None,
             D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
             PAGE, KEEP, CHANGE, FOLD, False, True, UPCAST, PRECISION,
         )  # fmt: skip

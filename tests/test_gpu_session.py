@@ -273,7 +273,7 @@ def test_every_case_is_planned_for_an_h200() -> None:
     """By a forward, and by dq, dk and dv where it is trained."""
     for case in dict.fromkeys(ALL_CASES):
         forward, *backward = played_gpu.plan_whole(case)
-        assert kernels_of(forward)[-1] == "forward"
+        assert kernels_of(forward)[-1] in ("forward", "merge_parts")
         assert len(backward) == case.backward
         for launches in backward:
             assert {"delta", "query_gradient", "key_gradient"} <= {*kernels_of(launches)}

@@ -170,7 +170,8 @@ def test_steps_of_random_sizes_are_one_build_for_each_pass(case: str, count: int
 def test_sizes_that_run_as_graphs_of_their_own_are_the_same_bits_too(graph: ag.Graph) -> None:
     plan = ag.compile(graph, target=CPU)
     assert plan.sized is not None
-    assert plan.sized.whole is None
+    drops = any(i.name == "seed" for i in graph.inputs)  # packed, sequence by sequence all the same
+    assert (plan.sized.whole is None) == (not drops)
     for sizes in ({"M": 5, "N": 9}, {"M": 1, "N": 7}, {"M": 24, "N": 48}, {"M": 3, "N": 0}):
         known = {s.name: sizes.get(s.name, 3) for s in graph.symbols}
         who = plan.at(**known).backend

@@ -24,7 +24,12 @@ CPU = evolve(ag.Target.of("cpu"), native=(), libraries=())  # the same words on 
 CUDNN = (("nvidia-cudnn-frontend", "1.28.0"), ("nvidia-cudnn-cu13", "9.20.0.48"))
 GPU = evolve(ag.Target.of("h200"), libraries=(("triton", "3.7.1"), *CUDNN))
 B, H, S, D = 2, 8, 512, 64
-RARE = ("largest scores", "gluon")  # what docs/support.md has and README, which is short, has not
+RARE = (
+    "largest scores",
+    "q strided along D",
+    "forward mode",
+    "gluon",
+)  # what docs/support.md has and README, which is short, has not
 NAMES = {
     torch.float32: "float32",
     torch.float64: "float64",

@@ -192,7 +192,7 @@ def any_step(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Step |
         return Step(run_definition(eqn.op, specs))
     if not runs_any_size(eqn, specs):
         return None
-    run = PackedRun(eqn, specs, partial(lower_part, target, options))
+    run = PackedRun(eqn, specs, partial(lower_sequence, target, options))
     return Step(call_packed(run, options.workspace))
 
 
@@ -266,13 +266,13 @@ def packed_step(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Ste
     """How an equation on packed tensors runs."""
     from attn_graph.lowering.cpu.packed import plan_packed
 
-    lower = partial(lower_part, target, options)
+    lower = partial(lower_sequence, target, options)
     plan = plan_packed(eqn, tuple(operand_specs(graph, eqn)), lower, options.workspace)
     scratch = Scratch((Buffer((plan.workspace,), torch.uint8),))  # leased by what it calls
     return Step(plan.call, scratch, plan.temporary, plan.note)
 
 
-def lower_part(target: Target, options: Options, part: Graph) -> Executable:
+def lower_sequence(target: Target, options: Options, part: Graph) -> Executable:
     """What runs a sequence, as a graph of its own."""
     faster = where_faster(part, target) is not None
     refused = faster or sdpa.BACKEND.reasons(part, target, options)

@@ -20,6 +20,7 @@ from attn_graph.kernels.tilings import (
     shared_memory,
     table_arch,
 )
+from attn_graph.lowering.problem import sole
 from attn_graph.lowering.triton.layout import Layout
 from attn_graph.lowering.triton.predict import PROCESSORS
 from tests.support.sources import ROOT, load_file
@@ -144,7 +145,7 @@ def test_a_new_length_needs_no_new_kernel() -> None:
         q, k = (ag.TensorSpec((2, 8, n, 64), torch.bfloat16) for n in (M, N))
         mask = ag.Causal("bottom_right") & ag.Window(N // 4, align="bottom_right")
         forward, _ = ag.vjp(ag.attention(q, k, k, mask=mask, alibi=True, align="bottom_right"))
-        problem = REPORT.sole(forward)
+        problem = sole(forward)
         plans.append(REPORT.Flash.plan(problem, ag.Target.of("h200")))
     (one,), (two,) = (plan.launches for plan in plans)
     assert one.texts == two.texts
@@ -190,7 +191,7 @@ def test_machines_without_it_are_told_what_is_missing() -> None:
 
 def test_kernels_are_compiled_for_sinks_of_their_own_dtype() -> None:
     x, sinks = ag.TensorSpec((1, 2, 64, 64), torch.bfloat16), ag.TensorSpec((2,), torch.bfloat16)
-    problem = REPORT.sole(ag.vjp(ag.attention(x, x, x, sinks=sinks))[0])
+    problem = sole(ag.vjp(ag.attention(x, x, x, sinks=sinks))[0])
     assert REPORT.Flash.plan(problem, ag.Target.of("h200")).dtypes()["sinks"] == torch.bfloat16
 
 
@@ -198,7 +199,7 @@ def test_a_large_tensor_is_addressed_in_64_bits() -> None:
     """Over 2^31 elements: heads and tiles begin at 64-bit offsets, a bias is read by them."""
     x = ag.TensorSpec((1, 2, 65536, 128), torch.float16)
     bias = ag.TensorSpec((1, 2, 65536, 65536), torch.float16)
-    problem = REPORT.sole(ag.vjp(ag.attention(x, x, x, bias=bias))[0])
+    problem = sole(ag.vjp(ag.attention(x, x, x, bias=bias))[0])
     flash = REPORT.Flash.plan(problem, ag.Target.of("h200"))
     assert "(i).to(tl.int64) * numbers" in flash.code.change
 
