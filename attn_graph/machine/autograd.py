@@ -13,6 +13,8 @@ from torch.autograd import forward_ad
 
 from attn_graph.errors import GraphError
 
+remove_batch_dim = torch._remove_batch_dim  # pyright: ignore[reportPrivateImportUsage]  # as PyTorch's older vmap does
+add_batch_dim = torch._add_batch_dim  # pyright: ignore[reportPrivateImportUsage]
 Context = Any  # autograd's own, on which torch puts what it likes
 Tensors = Sequence[torch.Tensor]
 
@@ -120,7 +122,7 @@ def pull_each(
     level = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()
     hidden = {n: g for n, g in enumerate(grads) if g is not None and is_legacy_batchedtensor(g)}
-    shown = {n: torch._remove_batch_dim(g, level, 0, 0) for n, g in hidden.items()}
+    shown = {n: remove_batch_dim(g, level, 0, 0) for n, g in hidden.items()}
     if any(map(is_legacy_batchedtensor, shown.values())):
         raise GraphError("PyTorch's older vmap within another; torch.func.vmap may be nested")
     size = next(iter(shown.values())).shape[0]
@@ -129,7 +131,7 @@ def pull_each(
         for entry in range(size)
     ]
     pairs = zip(*entries, strict=True)
-    return [torch._add_batch_dim(torch.stack(each), 0, level) for each in pairs]
+    return [add_batch_dim(torch.stack(each), 0, level) for each in pairs]
 
 
 # Forward mode

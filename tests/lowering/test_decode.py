@@ -154,7 +154,8 @@ def steps(draw: st.DrawFn) -> tuple[ag.Graph, int]:
     D, E = draw(st.sampled_from([16, 8])), draw(st.sampled_from([16, 5]))
     shape, dtype = Shape(2, G * r, G, M, N, D, E), draw(dtypes.filter(lambda x: x.itemsize < 8))
     align = draw(st.sampled_from(["top_left", "bottom_right"]))
-    options = draw(mask_options(shape)) | draw(score_options(shape, dtype)) | {"align": align}
+    options: dict[str, Any] = {"align": align}
+    options |= draw(mask_options(shape)) | draw(score_options(shape, dtype))
     options = {n: x for n, x in options.items() if n not in ("dropout", "seed", "offset")}
     specs = (SPEC(x, dtype) for x in (shape.q, shape.k, shape.v))
     graph = ag.attention(*specs, **options, stats=True)
@@ -198,7 +199,7 @@ def test_bits_are_the_same_alone_in_a_batch_and_in_a_longer_cache(M: int) -> Non
     assert all(not x[b].isnan().any() for x in whole for b in range(4))
     assert whole[0][1].eq(0).all()
     assert whole[1][1].eq(-torch.inf).all()
-    for capacity, count in ((200, 1), (64 * AT_ONCE + 200, 2)):
+    for capacity, count in ((200, 1), (64 * AT_ONCE.value + 200, 2)):
         graph, tensors = cache(capacity, lengths[:count], M=M)
         other = ag.compile(graph, backends=("triton",), batch_invariant=True)
         for x, y in zip(run_plan(other, tensors), whole, strict=True):
