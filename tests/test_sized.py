@@ -183,6 +183,15 @@ def test_sizes_that_run_as_graphs_of_their_own_are_the_same_bits_too(graph: ag.G
         same(plan, exact, tuple(tensors))
 
 
+def test_data_are_checked_in_any_size() -> None:
+    plan = ag.compile(packed(T, B), target=CPU)
+    for starts in ([0, 5, 13], [0, 13], [0, 0, 2, 13]):
+        tensors = torch.randn(13, 4, 16), *torch.randn(2, 13, 2, 16).unbind()
+        plan.check(*tensors, torch.tensor(starts, dtype=I32))
+        with pytest.raises(ag.PlanMismatchError, match="q_starts"):
+            plan.check(*tensors, torch.tensor([9, *starts], dtype=I32)[:2])
+
+
 def test_sizes_of_none_run_too() -> None:
     plan = ag.compile(dense(M, N), target=CPU)
     q, k = torch.randn(2, 4, 3, 16), torch.randn(2, 4, 0, 16)

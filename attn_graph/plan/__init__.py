@@ -19,10 +19,7 @@ from attn_graph.ir.data_checks import check_data
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.jvp import jvp, push_graph
 from attn_graph.ir.reference import Verification, compare
-from attn_graph.ir.vjp import (
-    cotangent_specs,
-    main_outputs,
-)
+from attn_graph.ir.vjp import cotangent_specs, main_outputs
 from attn_graph.lowering.backend import Executable
 from attn_graph.machine.ambient import has_tangent, is_traced, named_in_profiles
 from attn_graph.machine.autograd import record, run_with_autograd, select_moving, split_tangents
@@ -457,8 +454,11 @@ class Plan:
         device: kernels clamp what they read to the tensors, and the result is undefined.
         """
         given = self.arranged(tensors, named)
-        self.check_tensors(given)
-        check_data(self.graph, given)
+        if self.sized is not None:
+            self.at(**self.sized.fit.named(self.sized.fit.sizes_of(given))).check(*given)
+        else:
+            self.check_tensors(given)
+            check_data(self.graph, given)
 
     def text(self) -> str:
         """What was generated to run it, or how it runs. May change between versions."""
