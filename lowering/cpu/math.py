@@ -98,7 +98,7 @@ def tile_equation(graph: Graph, eqn: Eqn, fused: bool, own: Dtypes) -> Tiles | N
     problem = Problem.of(eqn.op, specs)
     if problem.is_empty:
         return None
-    pays = row_choice.pays(problem, own, gives_lse(graph, eqn))
+    pays = row_choice.pays(problem, own, gives_statistics(graph, eqn))
     if pays and row_choice.takes(problem):
         return RowTiles.plan(problem)
     if pays or not (fused and fuses(problem)):
@@ -120,15 +120,17 @@ def is_fast(graph: Graph, target: Target) -> bool:
     problem = sole(graph)
     if problem is None:
         return False
-    return row_choice.pays(problem, own_products(target), gives_lse(graph, graph.eqns[0]))
+    return row_choice.pays(problem, own_products(target), gives_statistics(graph, graph.eqns[0]))
 
 
-def gives_lse(graph: Graph, eqn: Eqn) -> bool:
-    """Whether an attention's lse is returned, or read: it is not of rounded scores then."""
+def gives_statistics(graph: Graph, eqn: Eqn) -> bool:
+    """Whether an attention's lse or another statistic is returned, or read: it is not of rounded
+    scores then."""
     if not isinstance(eqn.op, Attention):
         return False
-    (lse,) = (outs[1] for each, outs in graph.numbered if each is eqn)
-    return lse in graph.outputs or any(lse in each.args for each in graph.eqns)
+    given = {i for each, outs in graph.numbered if each is eqn for i in outs[1:]}
+    read = {i for each in graph.eqns for i in each.args}
+    return bool(given & (read | {*graph.outputs}))
 
 
 def own_products(target: Target) -> Dtypes:

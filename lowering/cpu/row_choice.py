@@ -23,17 +23,17 @@ MOST_SHORT, SHORT_HEADS, SHORT_ROWS = 2**14, 48, 16
 MOST_READING, LEAST_READ = 4, 2**24
 
 
-def pays(problem: Problem, own: Collection[torch.dtype], lse: bool) -> bool:
+def pays(problem: Problem, own: Collection[torch.dtype], statistics: bool) -> bool:
     """Whether products with a softmax between are faster than PyTorch's fused kernel.
 
-    own: the dtypes whose products are the CPU's own. lse: whether it is returned, which is not of
-    rounded scores then.
+    own: the dtypes whose products are the CPU's own. statistics: whether lse or another one is
+    returned, which is not of rounded scores then.
     """
     if problem.dtype not in own or problem.is_empty:
         return False
     if problem.dtype == problem.wide:
         return takes(problem) and (is_short(problem) or just_reads(problem))
-    return not lse and (pays_half(problem) or (takes(problem) and skips_little(problem)))
+    return not statistics and (pays_half(problem) or (takes(problem) and skips_little(problem)))
 
 
 def is_short(problem: Problem) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,12 @@ from attn_graph.lowering.cpu.math import plan_tiles, tile_equations
 from attn_graph.lowering.cpu.product_tiles import ProductTiles
 from attn_graph.lowering.cpu.row_tiles import RowTiles
 from attn_graph.machine.target import Target
-from attn_graph.testing.agreement import check_gradients, check_outputs, run_gradients
+from attn_graph.testing.agreement import (
+    check_gradients,
+    check_outputs,
+    run_gradients,
+    run_plan,
+)
 from attn_graph.testing.strategies import graphs, seeds, shapes
 from attn_graph.testing.tensors import tensors_for
 
@@ -108,6 +114,17 @@ def test_a_call_without_gradient_gives_the_same_bits(graph: ag.Graph, seed: int)
     plan, tensors = make_plan(graph), tensors_for(graph, seed)
     for quick, whole in zip(plan.infer(*tensors)[0], plan.run(*tensors)[0], strict=True):
         assert torch.equal(quick, whole)
+
+
+def test_statistics_that_are_returned_are_of_scores_that_were_not_rounded() -> None:
+    options: dict[str, Any] = {"stats": ("max",), "soft_cap": 30.0, "mask": ag.Causal()}
+    graph = square(2, 6, 58, 4, **options)
+    tensors = tensors_for(graph, 0)
+    _, *rounded = run_plan(make_plan(graph), tensors)
+    wide = make_plan(square(2, 6, 58, 4, dtype=torch.float32, **options))
+    _, *dues = run_plan(wide, [x.float() for x in tensors])
+    for x, due in zip(rounded, dues, strict=True):
+        torch.testing.assert_close(x, due, rtol=0, atol=1e-4)
 
 
 def test_an_lse_that_is_returned_is_of_scores_that_were_not_rounded() -> None:
