@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import final
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar, final
 
 import torch
 from attrs import frozen
 
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.vjp import residuals, statistics
+from attn_graph.machine.ambient import without_autocast
+from attn_graph.machine.workspace import Buffer, Scratch, Workspace
 
 Tensors = Sequence[torch.Tensor]
 Work = Callable[..., Tensors]  # of the device of a call, and of operands on it
+NameT = TypeVar("NameT")
 
 
 @final
@@ -20,18 +23,26 @@ Work = Callable[..., Tensors]  # of the device of a call, and of operands on it
 class Steps:
     """The equations of a graph, ready to run. calls: for each what it reads, and its work.
 
-    saved, stats: the values that derivatives read, and those that are statistics of rows.
+    leaner: work that gives an equation's first results alone, which are all that is read where
+    nothing is saved, by the number of the equation. saved, stats: the values that derivatives
+    read, and those that are statistics of rows.
     """
 
     graph: Graph
     calls: tuple[tuple[Sequence[int], Work], ...]
+    leaner: Mapping[int, Work]
     saved: tuple[int, ...]
     stats: frozenset[int]
 
     @classmethod
-    def of(cls, graph: Graph, calls: Sequence[tuple[Sequence[int], Work]]) -> Steps:
+    def of(
+        cls,
+        graph: Graph,
+        calls: Sequence[tuple[Sequence[int], Work]],
+        leaner: Mapping[int, Work] | None = None,
+    ) -> Steps:
         """calls: in the order of the equations."""
-        return cls(graph, tuple(calls), residuals(graph), statistics(graph))
+        return cls(graph, tuple(calls), leaner or {}, residuals(graph), statistics(graph))
 
     def run(self, device: torch.device, tensors: Tensors) -> tuple[Tensors, Tensors]:
         """The outputs, and what is saved."""
@@ -40,6 +51,15 @@ class Steps:
             values += call(device, *[values[i] for i in args])
         outputs = hand_out(values, self.graph.outputs, self.stats)
         return outputs, [values[i] for i in self.saved]
+
+    def infer(self, device: torch.device, tensors: Tensors) -> tuple[Tensors, Tensors]:
+        """The outputs; nothing is saved."""
+        values, at = dict(enumerate(tensors)), len(tensors)
+        for n, (args, call) in enumerate(self.calls):
+            made = self.leaner.get(n, call)(device, *[values[i] for i in args])
+            values.update(enumerate(made, at))
+            at += len(self.graph.eqns[n].outs)
+        return hand_out(values, self.graph.outputs, self.stats), ()
 
     @property
     def bytes_between(self) -> int:
@@ -50,10 +70,27 @@ class Steps:
         return sum(t.bytes for i, t in enumerate(self.graph.types) if i not in kept)
 
 
-def hand_out(values: Tensors, outputs: Sequence[int], stats: frozenset[int]) -> list[torch.Tensor]:
+def hand_out(
+    values: Tensors | Mapping[int, torch.Tensor], outputs: Sequence[int], stats: frozenset[int]
+) -> list[torch.Tensor]:
     """The outputs: statistics in C order, and a value that is returned twice as two tensors."""
     results: list[torch.Tensor] = []
     for place, i in enumerate(outputs):
         value = values[i].contiguous() if i in stats else values[i]
         results.append(value.clone() if i in outputs[:place] else value)
     return results
+
+
+def lease_rooms(
+    work: Callable[[Tensors, Mapping[NameT, torch.Tensor]], Tensors],
+    rooms: Mapping[NameT, Buffer],
+    workspace: Workspace,
+) -> Work:
+    """Work that is given these rooms of the workspace, by name."""
+    names, scratch = tuple(rooms), Scratch(tuple(rooms.values()))
+
+    def call(device: torch.device, *operands: torch.Tensor) -> Tensors:
+        with torch.no_grad(), without_autocast(), workspace.lease(scratch, device) as views:
+            return work(operands, dict(zip(names, views, strict=True)))
+
+    return call

@@ -31,8 +31,8 @@ from attn_graph.lowering.cpu.tangent_tiles import TangentTiles
 from attn_graph.lowering.folding import folds_heads
 from attn_graph.lowering.problem import Problem, operand_specs, sole
 from attn_graph.lowering.reasons import BY_THREADS
-from attn_graph.lowering.steps import Steps, Work
-from attn_graph.machine.ambient import plain_ops_on, without_autocast
+from attn_graph.lowering.steps import Steps, Work, lease_rooms
+from attn_graph.machine.ambient import plain_ops_on
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import products_round
 from attn_graph.machine.workspace import Buffer, Scratch
@@ -51,6 +51,8 @@ MATH_IS_FASTER = {
     ("bf16", "backward", False),
 }
 NOTHING = Scratch()
+Tensors = Sequence[torch.Tensor]
+TileWork = Callable[[Tensors, Mapping[str, torch.Tensor]], Tensors]
 Dtypes = frozenset[torch.dtype]
 MOST_PADDING = 2  # times the smaller head size: from there on padding costs more than it saves
 
@@ -126,7 +128,7 @@ def is_fast(graph: Graph, target: Target) -> bool:
 def gives_statistics(graph: Graph, eqn: Eqn) -> bool:
     """Whether an attention's lse or another statistic is returned, or read: it is not of rounded
     scores then."""
-    if not isinstance(eqn.op, Attention):
+    if not isinstance(eqn.op.op if isinstance(eqn.op, Packed) else eqn.op, Attention):
         return False
     given = {i for each, outs in graph.numbered if each is eqn for i in outs[1:]}
     read = {i for each in graph.eqns for i in each.args}
@@ -162,7 +164,8 @@ def fuses(problem: Problem) -> bool:
 @final
 @frozen
 class Step:
-    """One equation, ready to run. infer: the same without lse, where that is less work."""
+    """One equation, ready to run. infer: the same without what is saved, where that is less work
+    and nothing else reads it."""
 
     call: Work
     scratch: Scratch = NOTHING
@@ -187,21 +190,22 @@ def lower_packed_steps(graph: Graph, target: Target, options: Options) -> Execut
 
 def any_step(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Step | None:
     """How an equation runs in any sizes; None where each size is lowered by itself."""
-    from attn_graph.lowering.cpu.packed import PackedRun, call_packed, runs_any_size
+    from attn_graph.lowering.cpu.packed import PackedRun, runs_any_size, work_of
 
     specs = tuple(operand_specs(graph, eqn))
     if isinstance(eqn.op, Lengths):
         return Step(run_definition(eqn.op, specs))
     if not runs_any_size(eqn, specs):
         return None
-    run = PackedRun(eqn, specs, partial(lower_sequence, target, options))
-    return Step(call_packed(run, options.workspace))
+    lower, gives = partial(lower_sequence, target, options), gives_statistics(graph, eqn)
+    call, infer = work_of(PackedRun(eqn, specs, lower, gives), options.workspace)
+    return Step(call, infer=infer)
 
 
 def run_steps(graph: Graph, steps: Sequence[Step], target: Target, options: Options) -> Executable:
     """Steps, one for each equation, run in order."""
     calls = [(eqn.args, step.call) for eqn, step in zip(graph.eqns, steps, strict=True)]
-    plan = Steps.of(graph, calls)
+    plan = Steps.of(graph, calls, {n: step.infer for n, step in enumerate(steps) if step.infer})
     exact = options.exact(graph)
 
     def require_exact() -> None:
@@ -218,16 +222,14 @@ def run_steps(graph: Graph, steps: Sequence[Step], target: Target, options: Opti
 
     def infer(*tensors: torch.Tensor) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         require_exact()
-        assert alone is not None
-        return alone(tensors[0].device, *[tensors[i] for i in graph.eqns[0].args]), ()
+        return plan.infer(tensors[0].device if tensors else torch.device(target.kind), tensors)
 
-    alone = steps[0].infer if graph.outputs == (len(graph.inputs),) and len(steps) == 1 else None
     return Executable(
         run,
         max((step.scratch.bytes for step in steps), default=0),
         max((step.temporary for step in steps), default=0) + plan.bytes_between,
         tuple(step.note for step in steps if step.note),
-        infer=infer if alone else run,
+        infer=infer if plan.leaner else run,
     )
 
 
@@ -240,8 +242,7 @@ def step_of(graph: Graph, eqn: Eqn, tiles: Tiles | None, target: Target, options
     if tiles is None:
         specs = operand_specs(graph, eqn)
         return Step(run_definition(eqn.op, specs), temporary=needed_by_definition(eqn, specs))
-    scratch, names = tiles.scratch, tuple(tiles.buffers)
-    work: Work
+    work: TileWork
     if isinstance(tiles, TangentTiles):
         work = tiles.run
     else:
@@ -249,19 +250,12 @@ def step_of(graph: Graph, eqn: Eqn, tiles: Tiles | None, target: Target, options
         forward = tiles.problem.grad is None
         work = run.forward if forward else partial(run_backward, tiles.problem, run.backward)
 
-    def leased(work: Work) -> Work:
-        def call(device: torch.device, *operands: torch.Tensor) -> Sequence[torch.Tensor]:
-            rooms = options.workspace.lease(scratch, device)
-            with torch.no_grad(), without_autocast(), rooms as views:
-                return work(operands, dict(zip(names, views, strict=True)))
-
-        return call
-
+    lease = partial(lease_rooms, rooms=tiles.buffers, workspace=options.workspace)
     more = 0 if isinstance(tiles, TangentTiles) else sink_bytes(tiles.problem)
     infer = None
-    if isinstance(tiles, RowTiles) and tiles.problem.grad is None:
-        infer = leased(tiles.infer)
-    return Step(leased(work), scratch, tiles.temporary + more, tiles.summary(), infer)
+    if isinstance(tiles, RowTiles) and forward and not gives_statistics(graph, eqn):
+        infer = lease(tiles.infer)
+    return Step(lease(work), tiles.scratch, tiles.temporary + more, tiles.summary(), infer)
 
 
 def packed_step(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Step:
@@ -269,9 +263,10 @@ def packed_step(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Ste
     from attn_graph.lowering.cpu.packed import plan_packed
 
     lower = partial(lower_sequence, target, options)
-    plan = plan_packed(eqn, tuple(operand_specs(graph, eqn)), lower, options.workspace)
+    specs, gives = tuple(operand_specs(graph, eqn)), gives_statistics(graph, eqn)
+    plan = plan_packed(eqn, specs, lower, options.workspace, gives=gives)
     scratch = Scratch((Buffer((plan.workspace,), torch.uint8),))  # leased by what it calls
-    return Step(plan.call, scratch, plan.temporary, plan.note)
+    return Step(plan.call, scratch, plan.temporary, plan.note, plan.infer)
 
 
 def lower_sequence(target: Target, options: Options, part: Graph) -> Executable:

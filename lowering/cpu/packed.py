@@ -7,7 +7,7 @@ its mask being the whole graph's with the lengths as numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import final
 
 import torch
@@ -45,7 +45,7 @@ from attn_graph.lowering.cpu.sequences import (
     meta_pages,
     replace_lengths,
 )
-from attn_graph.machine.ambient import without_autocast
+from attn_graph.lowering.steps import Work, lease_rooms
 from attn_graph.machine.fitting import Layouts, Read, Shape, compile_layouts, find_reads
 from attn_graph.machine.workspace import Buffer, Scratch, Workspace
 from attn_graph.masks import Data
@@ -81,11 +81,15 @@ class SequenceRun:
 @final
 @frozen(eq=False)
 class PackedRun:
-    """Runs an equation on packed tensors. specs: of its operands. lower: of graphs of sequences."""
+    """Runs an equation on packed tensors. specs: of its operands. lower: of graphs of sequences.
+
+    gives: whether statistics are returned or read, by more than the derivatives.
+    """
 
     eqn: Eqn
     specs: tuple[TensorSpec, ...]
     lower: Lower
+    gives: bool
     part_of: Callable[[Sizes, int], SequenceRun] = field(  # see `make_part`
         init=False,
         default=Factory(lambda run: lru_cache(MOST_PARTS)(run.make_part), takes_self=True),
@@ -197,7 +201,13 @@ class PackedRun:
         views = [self.cut(as_meta(self.specs[n]), self.labels[n], span) for n in reads]
         b = Builder(True)
         values = [b.input(f"x{n}", TensorSpec.like(x)) for n, x in zip(reads, views, strict=True)]
-        return SequenceRun(self.lower(b.graph(*b.emit(op, *values))), reads)
+        results = b.emit(op, *values)
+        return SequenceRun(self.lower(b.graph(*(results[:1] if self.saves else results))), reads)
+
+    @property
+    def saves(self) -> bool:
+        """Whether statistics are for derivatives alone, so that they may be of rounded scores."""
+        return isinstance(self.op.op, Attention) and not self.gives
 
     def make_blocks(self, op: Op, reads: tuple[int, ...], sizes: Sizes) -> BlockRun | None:
         """What runs a sequence block by block, where its keys lie in so many pages."""
@@ -259,21 +269,35 @@ class PackedRun:
 
     def run(self, operands: Tensors, rooms: Rooms) -> list[torch.Tensor]:
         """The results."""
+        return self.run_spans(operands, rooms, self.results)
+
+    def infer(self, operands: Tensors, rooms: Rooms) -> list[torch.Tensor]:
+        """o alone, of an attention whose statistics nothing reads."""
+        return self.run_spans(operands, rooms, self.results[:1])
+
+    def run_spans(
+        self, operands: Tensors, rooms: Rooms, wanted: tuple[Label, ...]
+    ) -> list[torch.Tensor]:
+        """The first results, those with the labels that are wanted."""
         spans = self.spans(operands)
-        results = self.new_results(spans, operands)
+        results = self.new_results(spans, operands, wanted)
         for span in spans:
             part = self.part_of(span.sizes, span.entry if self.node.dropout else 0)
             run = self.run_whole if part.blocks is None else self.run_blocks
             run(part, span, operands, results, rooms)
-        return [x.to(due.dtype) for x, due in zip(results, self.eqn.outs, strict=True)]
+        return [x.to(due.dtype) for x, due in zip(results, self.eqn.outs, strict=False)]
 
     def run_whole(
         self, part: SequenceRun, span: Span, operands: Tensors, results: Tensors, rooms: Rooms
     ) -> None:
         """Write, or add to sums, what one sequence gives."""
         views = [self.cut(operands[n], self.labels[n], span, rooms.get(n)) for n in part.reads]
-        outputs, _ = part.executable.run(*views)
-        for x, label, y in zip(results, self.results, outputs, strict=True):
+        run = part.executable
+        if self.saves:
+            made = run.infer(*views)[0] if len(results) == 1 else run.run(*views)[1]
+        else:
+            made = run.run(*views)[0]
+        for x, label, y in zip(results, self.results, made, strict=False):
             self.write(x, label, span, y)
 
     def write(self, x: torch.Tensor, label: Label, span: Span, y: torch.Tensor) -> None:
@@ -297,7 +321,7 @@ class PackedRun:
         ]
         if isinstance(blocks.op, Attention):
             outputs = blocks.forward(views, pages, rooms)
-            for x, label, y in zip(results, self.results, outputs, strict=True):
+            for x, label, y in zip(results, self.results, outputs, strict=False):
                 self.write(x, label, span, y)
             return
         by = dict(zip(label_results(self.op.op, range(len(self.own)), -1), results, strict=True))
@@ -307,8 +331,10 @@ class PackedRun:
             whole = part.reads[n]
             self.write(by[whole], labels[whole], span, y)
 
-    def new_results(self, spans: Sequence[Span], operands: Tensors) -> list[torch.Tensor]:
-        """Room for the results: sums are 0, and so are rows of no sequence, -inf in statistics."""
+    def new_results(
+        self, spans: Sequence[Span], operands: Tensors, wanted: tuple[Label, ...]
+    ) -> list[torch.Tensor]:
+        """Room for results: sums are 0, and so are rows of no sequence, -inf in statistics."""
         (q, k, *_), device = operands, operands[0].device
         covers = {
             "rows": self.covers("rows", q, sum(span.sizes.rows for span in spans), len(spans)),
@@ -316,8 +342,8 @@ class PackedRun:
         }
         room: list[torch.Tensor] = []
         lies = zip(self.shapes_of(operands), self.layouts, strict=True)
-        named = zip(self.op.names, self.results, strict=True)
-        for (name, label), (layout, spec) in zip(named, lies, strict=True):
+        named = zip(self.op.names, wanted, strict=False)
+        for (name, label), (layout, spec) in zip(named, lies, strict=False):
             x = torch.empty_strided(*layout, dtype=spec.dtype, device=device)
             if not covers.get(str(label), False):
                 x.fill_(-INF if self.op.hides(name) else 0.0)
@@ -402,9 +428,13 @@ class PackedRun:
 @final
 @frozen
 class PackedPlan:
-    """How an equation on packed tensors runs, and what that takes, in bytes."""
+    """How an equation on packed tensors runs, and what that takes, in bytes.
 
-    call: Callable[..., Sequence[torch.Tensor]]
+    infer: the same where nothing is saved for derivatives, if that is less work.
+    """
+
+    call: Work
+    infer: Work | None
     workspace: int
     temporary: int
     note: str
@@ -423,29 +453,20 @@ def runs_any_size(eqn: Eqn, specs: Sequence[TensorSpec]) -> bool:
     return numbers and all(are_numbers(*x.strides) for x in specs if len(x.shape) != 2)
 
 
-def call_packed(
-    run: PackedRun | PaddedRun, workspace: Workspace
-) -> Callable[..., Sequence[torch.Tensor]]:
-    """The call of a step."""
-    numbers, scratch = tuple(run.rooms), Scratch(tuple(run.rooms.values()))
-
-    def call(device: torch.device, *operands: torch.Tensor) -> Sequence[torch.Tensor]:
-        rooms = workspace.lease(scratch, device)
-        with torch.no_grad(), without_autocast(), rooms as views:
-            return run.run(operands, dict(zip(numbers, views, strict=True)))
-
-    return call
+def work_of(run: PackedRun | PaddedRun, workspace: Workspace) -> tuple[Work, Work | None]:
+    """The call of a step, and one for where nothing is saved for derivatives, if that is less."""
+    lease = partial(lease_rooms, rooms=run.rooms, workspace=workspace)
+    return lease(run.run), lease(run.infer) if isinstance(run, PackedRun) and run.saves else None
 
 
 def plan_packed(
-    eqn: Eqn, specs: tuple[TensorSpec, ...], lower: Lower, workspace: Workspace
+    eqn: Eqn, specs: tuple[TensorSpec, ...], lower: Lower, workspace: Workspace, *, gives: bool
 ) -> PackedPlan:
-    """specs: of the operands. lower: makes a graph of one attention run."""
+    """specs: of the operands. lower: makes a graph of one attention run. gives: see PackedRun."""
     assert isinstance(eqn.op, Packed)
     each = is_separable(eqn.op)
-    run = PackedRun(eqn, specs, lower) if each else PaddedRun(eqn, specs, lower)
+    run = PackedRun(eqn, specs, lower, gives) if each else PaddedRun(eqn, specs, lower)
     rooms = Scratch(tuple(run.rooms.values()))
-    most = max(probe.workspace for probe in run.probes)
-    temporary = max(probe.temporary for probe in run.probes)
-    call = call_packed(run, workspace)
-    return PackedPlan(call, most + rooms.bytes, temporary + run.held, run.summary)
+    most = max(probe.workspace for probe in run.probes) + rooms.bytes
+    temporary = max(probe.temporary for probe in run.probes) + run.held
+    return PackedPlan(*work_of(run, workspace), most, temporary, run.summary)

@@ -13,7 +13,7 @@ from attn_graph.lowering.problem import Problem
 # Multiplications of q k^T from which products of half precision are the faster, by pass; fewer are
 # faster in PyTorch's fused kernel, which takes four times as long for a key/value head of one row.
 # Measured on an AVX512 with native bf16, 1 and 2 threads.
-LEAST_FORWARD, LEAST_OF_ONE_ROW, LEAST_BACKWARD = 2**23, 2**19, 2**21
+LEAST_FORWARD, LEAST_OF_ONE_ROW, LEAST_BACKWARD = 2**22, 2**19, 2**21
 FEW_ROWS = 64  # of a key/value head
 # In float32, whose products are no faster, fewer steps are: where a head has few scores, at most so
 # many, and there are many heads. Below, the kernel is as fast or, of few rows, faster.

@@ -103,7 +103,11 @@ def make_case(
 
 @given(cases())
 def test_packed_is_padded_with_lengths(case: Case) -> None:
-    plan = ag.compile(case.packed, target=CPU)
+    check_case(ag.compile(case.packed, target=CPU), case)
+
+
+def check_case(plan: ag.Plan, case: Case) -> None:
+    """Assert that a plan of packed tensors gives what padded ones give."""
     dues = expect_outputs(case.padded, case.padded_tensors)
     for x, due in zip(run_plan(plan, case.packed_tensors), dues, strict=True):
         padded = case.batch.pad(x)
@@ -115,7 +119,11 @@ def test_packed_is_padded_with_lengths(case: Case) -> None:
 
 @given(cases(), seeds)
 def test_gradients_of_packed_are_those_of_padded(case: Case, seed: int) -> None:
-    plan = ag.compile(case.packed, target=CPU)
+    check_case_gradients(ag.compile(case.packed, target=CPU), case, seed)
+
+
+def check_case_gradients(plan: ag.Plan, case: Case, seed: int) -> None:
+    """Assert the same of its gradients, of random cotangents."""
     random = torch.Generator().manual_seed(seed)
     places = dict(enumerate(plan.graph.outputs))
     cotangents = [
@@ -287,6 +295,21 @@ def test_keys_lie_as_queries_where_nothing_else_is_given() -> None:
     alone = ag.compile(ag.attention(*[SPEC((1, 2, 3, 4), torch.float32)] * 3, mask=ag.Causal()))
     first = x[:3].transpose(0, 1)[None].contiguous()
     torch.testing.assert_close((o[:3].transpose(0, 1)[None],), run_plan(alone, [first] * 3))
+
+
+@pytest.mark.parametrize("stats", [False, True])
+def test_sequences_multiply_in_bfloat16_where_no_statistics_are_given(stats: bool) -> None:
+    batch = Batch((130, 200), (130, 200), ((0, 0), (0, 0)), gaps=False)
+    dims = {"q": (0, 8, 64), "k": (1, 8, 64), "v": (1, 8, 64)}
+    options = {"mask": ag.Causal("bottom_right"), "stats": stats}
+    shape = Shape(2, 8, 8, *batch.most, 64, 64)
+    case = make_case(batch, shape, torch.bfloat16, dims, options, 3)
+    plan = ag.compile(case.packed, target=evolve(CPU, native=("bf16",)))
+    assert ("bf16 products" in plan.executable.notes[0]) != stats
+    check_case(plan, case)
+    check_case_gradients(plan, case, 3)
+    outputs, _ = plan.executable.run(*case.packed_tensors)
+    assert torch.equal(run_plan(plan, case.packed_tensors)[0], outputs[0])
 
 
 def test_a_step_that_knows_the_batch_runs_padded() -> None:
