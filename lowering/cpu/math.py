@@ -252,8 +252,8 @@ def step_of(graph: Graph, eqn: Eqn, tiles: Tiles | None, target: Target, options
 
     lease = partial(lease_rooms, rooms=tiles.buffers, workspace=options.workspace)
     more = 0 if isinstance(tiles, TangentTiles) else sink_bytes(tiles.problem)
-    infer = None
-    if isinstance(tiles, RowTiles) and forward and not gives_statistics(graph, eqn):
+    gives, infer = gives_statistics(graph, eqn), None
+    if isinstance(tiles, RowTiles) and tiles.problem.grad is None and not gives:
         infer = lease(tiles.infer)
     return Step(lease(work), tiles.scratch, tiles.temporary + more, tiles.summary(), infer)
 
