@@ -89,9 +89,10 @@ def folds_heads(backend: Backend, kind: str) -> Backend:
 
     def lower_any(graph: Graph, target: Target, options: Options) -> Executable | None:
         folding = fold_heads(graph) if target.kind == kind else None
+        if folding is None and target.kind == kind and folds_one_row(graph):
+            return None
         if folding is None:
-            plain = backend.lower_any(graph, target, options)
-            return None if target.kind == kind and folds_one_row(graph) else plain
+            return backend.lower_any(graph, target, options)
         folded = backend.lower_any(folding.graph, target, options)
         return None if folded is None else unfold(folded, folding)
 

@@ -193,20 +193,23 @@ def read_specs(problem: Problem) -> list[TensorSpec]:
     return [spec for tensors in (*operands.modifiers, operands.mask) for spec in tensors.values()]
 
 
+def read_operands(graph: Graph, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The operands of a graph's last equation: those before compute the lengths of sequences."""
+    values = [*tensors]
+    for eqn in graph.eqns[:-1]:
+        values += eqn.op.run(*(values[i] for i in eqn.args))
+    return [values[i] for i in graph.eqns[-1].args]
+
+
 def select_outputs(graph: Graph, results: Sequence[T]) -> list[T]:
     """The outputs of a graph, in order, from the results of its last equation."""
     _, outs = graph.numbered[-1]
     return [results[i - outs.start] for i in graph.outputs]
 
 
-def output_names(graph: Graph) -> tuple[str, ...]:
-    """What a graph of one attention returns: the names of results, in its order."""
-    return tuple(select_outputs(graph, graph.eqns[-1].op.names))
-
-
 def returns_lse(graph: Graph) -> bool:
     """Whether a graph of one attention returns its lse."""
-    return "lse" in output_names(graph)
+    return "lse" in graph.result_names
 
 
 def is_misaligned(spec: TensorSpec) -> bool:

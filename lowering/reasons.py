@@ -8,7 +8,7 @@ import torch
 
 from attn_graph.errors import Reason
 from attn_graph.ir.graph import Graph, Op
-from attn_graph.ir.packed import Packed
+from attn_graph.ir.packed import Packed, fused_op
 from attn_graph.ir.packing import Pack, Unpack
 from attn_graph.ir.paging import SumPages, Unpage
 from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp
@@ -16,7 +16,7 @@ from attn_graph.lowering.problem import Problem
 from attn_graph.machine.target import Target
 from attn_graph.spec import NAMES
 
-PACKING = (Packed, Unpack, Pack)
+PACKING = (Unpack, Pack)
 PAGING = (Unpage, SumPages)
 BY_THREADS = "has products that PyTorch divides among threads by the size of the batch"
 DERIVED = (AttentionJvp, AttentionGradJvp)  # ops of forward mode
@@ -45,27 +45,36 @@ def missing_library(library: str, way_out: str) -> Reason:
     return Reason(f"library.{library}", f"needs {library}", actual, "{limit}, {actual}")
 
 
-def other_equations(graph: Graph, *, pushes: bool = False) -> Reason:
+def other_equations(graph: Graph, *, pushes: bool = False, packs: bool = False) -> Reason:
     """Against a graph that is not one attention, nor one attention's gradient.
 
-    pushes: whether the backend computes tangents of them.
+    pushes: whether the backend computes tangents of them. packs: whether it takes one on packed
+    tensors or pages.
     """
-    tangents = [eqn.op for eqn in graph.eqns if isinstance(eqn.op, DERIVED)]
-    if tangents and not pushes:
-        actual = f"the graph has {', '.join(type(op).__name__ for op in tangents)}; math takes it"
-        return Reason("tangents", "computes no tangents", actual)
-    if any(isinstance(eqn.op, PAGING) or is_paged(eqn.op) for eqn in graph.eqns):
-        return Reason("pages", "reads no pages", "the graph has some; math takes it")
-    if any(isinstance(eqn.op, PACKING) for eqn in graph.eqns):
-        return Reason("packed", "reads no packed tensors", "the graph has some; math takes it")
-    ops = ", ".join(type(eqn.op).__name__ for eqn in graph.eqns)
-    actual = f"the graph has {len(graph.eqns)} equations: {ops}"
-    return Reason("equations", "takes one attention", actual)
+    ops = [eqn.op for eqn in graph.eqns]
+    pushed = [op for op in ops if isinstance(fused_op(op), DERIVED)]
+    packed = any(isinstance(op, Packed) for op in pushed)
+    if pushed and (packed or not pushes):
+        names = ", ".join(type(fused_op(op)).__name__ for op in pushed)
+        limit = f"computes no tangents{' of packed tensors' * pushes}"
+        others = "math takes it" if packed else "math and triton compute them"
+        return Reason("tangents", limit, f"the graph has {names}; {others}")
+    return (not packs and packing_reason(ops)) or Reason(
+        "equations",
+        "takes one attention",
+        f"the graph has {len(ops)} equations: {', '.join(type(op).__name__ for op in ops)}",
+    )
 
 
-def is_paged(op: Op) -> bool:
-    """Whether an op reads keys and values in pages."""
-    return isinstance(op, Packed) and op.paged
+def packing_reason(ops: Sequence[Op]) -> Reason | None:
+    """Against packed tensors and pages; None where there are none of them."""
+    fused = not any(isinstance(op, (*PACKING, *PAGING)) for op in ops)
+    others = "math, triton and cudnn read them" if fused else "math takes it"
+    if any(isinstance(op, PAGING) or (isinstance(op, Packed) and op.paged) for op in ops):
+        return Reason("pages", "reads no pages", f"the graph has some; {others}")
+    if any(isinstance(op, (Packed, *PACKING)) for op in ops):
+        return Reason("packed", "reads no packed tensors", f"the graph has some; {others}")
+    return None
 
 
 def without_rule(modifier: str, others: str) -> Reason:

@@ -32,7 +32,6 @@ from attn_graph.lowering.problem import (
     flash_order,
     is_misaligned,
     on_boundary,
-    output_names,
     select_outputs,
     sole,
 )
@@ -269,9 +268,6 @@ class TorchKernelCall:
     blind: bool = field(  # whether a query may see no key
         init=False, default=Factory(lambda call: call.problem.has_blind_rows, takes_self=True)
     )
-    names: tuple[str, ...] = field(  # of the results that are returned
-        init=False, default=Factory(lambda call: output_names(call.graph), takes_self=True)
-    )
     due: tuple[int, ...] = field(  # strides of o
         init=False, default=Factory(lambda call: call.output.strides, takes_self=True)
     )
@@ -294,7 +290,10 @@ class TorchKernelCall:
         o, lse = self.variant.call.forward(given["q"], given["k"], given["v"], **self.fixed(given))
         if o.stride() != self.due and TensorSpec.like(o) != self.output:
             o = p.new_o(o.device).copy_(o)
-        return [o if name == "o" else lse.contiguous() for name in self.names], (o, lse)
+        return [o if name == "o" else lse.contiguous() for name in self.graph.result_names], (
+            o,
+            lse,
+        )
 
     def backward(self, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
         """The gradients of the backward kernel, in the order of the outputs."""

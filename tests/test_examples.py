@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -185,31 +186,30 @@ def test_a_model_trains_with_its_context_divided() -> None:
 
 
 @pytest.fixture
-def beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Examples may import one another, as they do when run."""
-    monkeypatch.syspath_prepend(HERE)
-
-
-@pytest.mark.usefixtures("beside")
-def test_packed_documents_train_as_padded_ones(
+def run_short(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = example("packed_training")
-    monkeypatch.setattr(module, "LONGEST", 300)
-    module.main(steps=2)
-    told = capsys.readouterr().out
-    assert "2 steps of 4 documents" in told
-    assert told.count("tokens/s") == 2
+) -> Callable[..., str]:
+    """What an example prints with other constants: it may import others, as it does when run."""
+
+    def run(name: str, constants: dict[str, int], **sizes: int) -> str:
+        monkeypatch.syspath_prepend(HERE)
+        module = example(name)
+        for constant, value in constants.items():
+            monkeypatch.setattr(module, constant, value)
+        module.main(**sizes)
+        return capsys.readouterr().out
+
+    return run
 
 
-@pytest.mark.usefixtures("beside")
-def test_served_answers_are_those_without_a_cache(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = example("serve")
-    monkeypatch.setattr(module, "NEW", 5)
-    module.main(steps=2, requests=8)
-    told = capsys.readouterr().out
-    assert "8 requests, 40 characters" in told
-    assert "pages in use at most" in told
-    assert "8 of 8 answers are those without a cache" in told
+def test_packed_documents_train_as_padded_ones(run_short: Callable[..., str]) -> None:
+    text = run_short("packed_training", {"LONGEST": 300}, steps=2)
+    assert "2 steps of 4 documents" in text
+    assert text.count("tokens/s") == 2
+
+
+def test_served_answers_are_those_without_a_cache(run_short: Callable[..., str]) -> None:
+    text = run_short("serve", {"NEW": 5}, steps=2, requests=8)
+    assert "8 requests, 40 characters" in text
+    assert "pages in use at most" in text
+    assert "8 of 8 answers are those without a cache" in text

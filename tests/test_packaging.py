@@ -38,6 +38,15 @@ def test_ci_runs_every_python_that_the_project_names() -> None:
     assert sorted(set(re.findall(r'"(3\.\d+)"', workflow))) == sorted(named)
 
 
+def test_make_test_interprets_every_test_that_triton_interprets() -> None:
+    """Those that are skipped elsewhere, or are of another backend there."""
+    form = re.compile(r'"triton".* if CPU\.interprets|not [\w.]+(\("cpu"\))?\.interprets')
+    tests = {path for path in ROOT.glob("tests/**/test_*.py") if form.search(path.read_text())}
+    (line,) = re.findall("^INTERPRETED := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    named = {f"test_{name}" for name in re.findall(r"(\w+\.py)", line.replace("test_", ""))}
+    assert {path.name for path in tests} == named
+
+
 def test_the_demo_installs_only_the_library_and_what_examples_need() -> None:
     """What make would run if nothing were installed."""
     program = ["make", "-n", "-W", "pyproject.toml", "demo"]

@@ -113,13 +113,16 @@ def dim_problems(graph: Graph) -> Iterator[str]:
     readable = {x.name for i in graph.inputs for n in i.spec.shape for x in read_off(n)}
     for symbol in graph.symbols:
         if symbol.name not in readable:
-            yield f"{symbol.name} is the size of no axis of an input, so no call says what it is"
+            yield (
+                f"{symbol.name} is the size of no axis of an input, so no call says what it is; "
+                "declare an axis by it, or give a number"
+            )
         if symbol.name in {i.name for i in graph.inputs}:
             yield f"{symbol.name} names a size and an input; give one of them another name"
     pools = [graph.types[eqn.args[0]] for eqn in graph.eqns if isinstance(eqn.op, Unpage)]
     for pool in pools:
         if not are_numbers(*pool.shape[1:]):
-            yield f"unpage: of pool {pool} only the number of pages has a name"
+            yield f"unpage: of pool {pool} only the number of pages may have a name; give numbers"
 
 
 def read_off(n: int) -> tuple[NamedSize, ...]:

@@ -193,6 +193,12 @@ class Graph:
         types = self.types
         return tuple(types[i] for i in self.outputs)
 
+    @cached_property
+    def result_names(self) -> tuple[str, ...]:
+        """The names of the outputs, all of which the last equation gives."""
+        eqn, outs = self.numbered[-1]
+        return tuple(eqn.op.names[i - outs.start] for i in self.outputs)
+
     @property
     def is_gradient(self) -> bool:
         """Whether an equation is part of a derivative."""

@@ -59,7 +59,7 @@ class Scores(Op):
 
     def problems(self, q: ValueType, k: ValueType) -> Iterator[str]:
         if not are_numbers(*q.shape[1::2], *k.shape[1::2]):
-            yield f"scores: heads and head sizes are numbers, of q {q} and k {k} alike"
+            yield f"scores: q {q} and k {k} have names for heads or head sizes; give numbers"
             return
         for a, b, name in (
             (q.shape[0], k.shape[0], "batch"),
@@ -358,7 +358,7 @@ class Weigh(Op):
             if a != b:
                 yield f"weigh: p {p} and v {v} disagree in {name}, {a} and {b}"
         if not are_numbers(p.shape[1], *v.shape[1::2]):
-            yield f"weigh: heads and head sizes are numbers, of p {p} and v {v} alike"
+            yield f"weigh: p {p} and v {v} have names for heads or head sizes; give numbers"
             return
         if (v.shape[1] == 0 and p.shape[1]) or (v.shape[1] and p.shape[1] % v.shape[1]):
             problem = f"{p.shape[1]} heads of p {p} are no multiple of {v.shape[1]} heads of v {v}"

@@ -13,7 +13,7 @@ from attn_graph.ir.binding import require_numbers
 from attn_graph.ir.builder import Builder, Value
 from attn_graph.ir.graph import Eqn, Graph, Input, Op, check_graph
 from attn_graph.ir.modifiers import MODIFIERS, Alibi
-from attn_graph.ir.packed import select_flagged
+from attn_graph.ir.packed import select_flagged, with_operands
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.sums import Add, Zeros
 from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp, attention_in
@@ -209,18 +209,6 @@ def operand_letters(op: Op) -> tuple[str, ...]:
             return ()
 
 
-def replace_attention(op: Op, node: Attention) -> Op:
-    """The same op, or the same derivative, of another attention."""
-    match op:
-        case Attention():
-            return node
-        case AttentionGrad() | AttentionJvp():
-            return evolve(op, attention=node)
-        case AttentionGradJvp(grad=grad):
-            return evolve(op, grad=evolve(grad, attention=node))
-    raise TypeError(f"{op} is of no attention")
-
-
 def result_letters(op: Op) -> tuple[str, ...]:
     """The axes of each result of the same."""
     match op:
@@ -370,7 +358,9 @@ class MappedGraph:
         if node is None or not node.dropout:
             return eqn.op
         (B, H, *_) = self.graph.types[eqn.args[0]].shape
-        return replace_attention(eqn.op, evolve(node, origin=(0, 0, 0, 0, H, max(1, B))))
+        whole = evolve(node, origin=(0, 0, 0, 0, H, max(1, B)))
+        op: Op = with_operands(eqn.op, whole, range(len(node.ranks)))
+        return op
 
     def enter(self, x: Value, n: int, way: Way) -> Value:
         """An input as the equations read it."""

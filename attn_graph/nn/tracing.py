@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch._library import opaque_object
 
 from attn_graph.masks import Mask
@@ -19,10 +21,18 @@ def register_masks() -> None:
     Where torch.compile can't, it leaves out the library, and compiles the code around calls.
     """
     if KEEPS_CONSTANTS:
-        members = dict.fromkeys(METHODS, opaque_object.MemberType.USE_REAL)
-        opaque_object.register_opaque_type(Mask, typ="value", members=members)
+        register, kind = registration()
+        register(Mask, typ=kind, members=dict.fromkeys(METHODS, opaque_object.MemberType.USE_REAL))
     else:
         leave_untraced()
+
+
+def registration() -> tuple[Callable[..., None], str]:
+    """PyTorch's function that registers a class, and its word for constants. In 2.15 both have
+    other names than before, and those of before are deprecated."""
+    if register := getattr(opaque_object, "register_custom_class", None):
+        return register, "constant"
+    return opaque_object.register_opaque_type, "value"
 
 
 def leave_untraced() -> None:

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import TypeVar, final
 from warnings import warn_explicit
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from attn_graph.errors import (
     FallbackWarning,
@@ -167,9 +167,10 @@ def preference(graph: Graph, target: Target, options: Options) -> tuple[Sequence
     if options.batch_invariant:
         rest = [b for b in BACKENDS if b is not triton_flash.BACKEND]
         return (triton_flash.BACKEND, *rest), "who runs it may not depend on the batch"
-    if target.interprets:
-        rest = [b for b in BACKENDS if b is not triton_flash.BACKEND]
-        return (*rest, triton_flash.BACKEND), "Triton's interpreter is for tests, and comes last"
+    if target.interprets:  # for tests: Triton comes last, and others as they do anyway
+        backends, cause = preference(graph, evolve(target, interprets=False), options)
+        rest = [b for b in backends if b is not triton_flash.BACKEND]
+        return (*rest, triton_flash.BACKEND), cause
     if order := options.switches.order(target.kind, target.sm):
         return by_priority(order), "it comes first in the order that sdpa_kernel set"
     if target.kind == "cpu" and (size := torch_math.where_faster(graph, target)) is not None:

@@ -15,7 +15,7 @@ from attrs import Factory, evolve, field, frozen
 
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.builder import Builder
-from attn_graph.ir.graph import Eqn, Graph, Op
+from attn_graph.ir.graph import Eqn, Op
 from attn_graph.ir.packed import (
     LENGTHS,
     OWN,
@@ -29,7 +29,9 @@ from attn_graph.lowering.backend import Executable
 from attn_graph.lowering.cpu.padded import PaddedRun
 from attn_graph.lowering.cpu.paged import (
     BlockRun,
+    Lower,
     Rooms,
+    Tensors,
     add_to_pages,
     as_meta,
     block_keys,
@@ -63,8 +65,6 @@ from attn_graph.spec.dims import are_numbers
 
 MOST_PARTS = 256  # executables that a plan keeps, one for each pair of lengths
 Label = str | Data  # "rows", "keys", or the axes of other data
-Lower = Callable[[Graph], Executable]
-Tensors = Sequence[torch.Tensor]
 
 
 @final

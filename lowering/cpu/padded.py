@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import final
 
@@ -10,23 +9,12 @@ import torch
 from attrs import frozen
 
 from attn_graph.ir.builder import Builder
-from attn_graph.ir.graph import Eqn, Graph
-from attn_graph.ir.packed import (
-    Packed,
-    operand_sides,
-    run_one,
-)
+from attn_graph.ir.graph import Eqn
+from attn_graph.ir.packed import Packed, operand_sides, run_one
 from attn_graph.lowering.backend import Executable
-from attn_graph.lowering.cpu.paged import (
-    Rooms,
-)
+from attn_graph.lowering.cpu.paged import Lower, Rooms, Tensors
 from attn_graph.machine.workspace import Buffer
-from attn_graph.spec import (
-    TensorSpec,
-)
-
-Lower = Callable[[Graph], Executable]
-Tensors = Sequence[torch.Tensor]
+from attn_graph.spec import TensorSpec
 
 
 @final

@@ -22,7 +22,6 @@ from attn_graph.lowering.problem import (
     cotangent_note,
     has_flash_order,
     is_readable,
-    output_names,
     select_outputs,
     sole,
 )
@@ -158,7 +157,7 @@ def lower_forward(problem: Problem, graph: Graph) -> Executable:
     (eqn,) = graph.eqns
     at_q, at_k, at_v, *rest = eqn.args
     causal, scale = problem.node.mask is not None, problem.node.scale
-    names = output_names(graph)
+    names = graph.result_names
     copies = reorders(problem)
 
     def attend(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

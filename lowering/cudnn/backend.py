@@ -42,7 +42,7 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
     yield from options.switched_off("cudnn")
     read = read_problem(graph)
     if read is None:
-        yield other_equations(graph)
+        yield other_equations(graph, packs=True)
     else:
         if problem_varies(read[0]):
             yield from options.varying(VARIES)
@@ -134,7 +134,7 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
         inspect=lambda: (f"built in {plan.seconds:.2f} s",),
         text=lambda: f"{call}\n{plan}",
     )
-    if case.problem.grad is not None or "lse" in run.names:
+    if case.problem.grad is not None or "lse" in graph.result_names:
         return executable
     lean = Inference(run.forward, lambda: without_lse(graph, target, options, plan.workspace))
     return evolve(
@@ -217,7 +217,7 @@ def foresees(graph: Graph, target: Target, options: Options) -> Foreseen:
 def describe_problem(
     graph: Graph, target: Target, options: Options, *, stats: bool = True
 ) -> tuple[Case, CudnnCall]:
-    """The call that would run a graph that is taken; see `described` for `stats`."""
+    """The call that would run a graph that is taken; see `describe_call` for `stats`."""
     from attn_graph.lowering.cudnn.case import needs_padding_mask
     from attn_graph.lowering.cudnn.graph import describe_call
     from attn_graph.lowering.cudnn.sequences import pack_call

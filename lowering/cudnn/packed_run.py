@@ -17,14 +17,13 @@ In pages that is not possible: keys past a length, in its last page, have to be 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from typing import final
 
 import torch
-from attrs import Factory, field, frozen
+from attrs import field, frozen
 
 from attn_graph.errors import PlanMismatchError
-from attn_graph.ir.graph import Eqn, Graph
+from attn_graph.ir.graph import Graph
 from attn_graph.ir.packed import LENGTHS, STARTS
 from attn_graph.lowering.cudnn.graph import CudnnCall, Slot
 from attn_graph.lowering.cudnn.run import (
@@ -36,7 +35,13 @@ from attn_graph.lowering.cudnn.run import (
     readable_vector,
 )
 from attn_graph.lowering.cudnn.sequences import SIDES, CudnnSequences, cleaned_names, round_total
-from attn_graph.lowering.problem import ALIGNED, Problem, find_misplaced, on_boundary
+from attn_graph.lowering.problem import (
+    ALIGNED,
+    Problem,
+    find_misplaced,
+    on_boundary,
+    read_operands,
+)
 from attn_graph.machine.device_memo import DeviceMemo
 from attn_graph.machine.sizes import format_bytes
 from attn_graph.machine.workspace import Buffer, Scratch, Workspace
@@ -65,9 +70,6 @@ class CudnnPackedRun:
     scratch: Scratch
     execute: Execute
     sizes: DeviceMemo[torch.Tensor] = field(factory=DeviceMemo, init=False)
-    names: tuple[str, ...] = field(  # of the results that are returned
-        init=False, default=Factory(lambda run: packed_outputs(run.graph), takes_self=True)
-    )
 
     @classmethod
     def of(
@@ -85,11 +87,6 @@ class CudnnPackedRun:
         scratch = Scratch(tuple(room.values()))
         return cls(call, problem, sequences, graph, workspace, tuple(room), scratch, execute)
 
-    @cached_property
-    def eqn(self) -> Eqn:
-        """The attention, or its gradient."""
-        return self.graph.eqns[-1]
-
     @property
     def roles(self) -> tuple[str, ...]:
         """The operands of the equation, by name."""
@@ -100,19 +97,16 @@ class CudnnPackedRun:
     def forward(self, *tensors: torch.Tensor) -> Results:
         """o, and lse where it is stored, of the operands."""
         made = self.run(self.named(tensors))
-        return [made[name] for name in self.names], [*made.values()]
+        return [made[name] for name in self.graph.result_names], [*made.values()]
 
     def backward(self, *tensors: torch.Tensor) -> Results:
         """The wanted gradients of the operands, o, lse and the cotangents."""
         made = self.run(self.named(tensors))
-        return [made[name] for name in self.names], ()
+        return [made[name] for name in self.graph.result_names], ()
 
     def named(self, tensors: Sequence[torch.Tensor]) -> Named:
         """The operands by name, with lengths that are differences of starts."""
-        values = [*tensors]
-        for eqn in self.graph.eqns[:-1]:
-            values += eqn.op.run(*(values[i] for i in eqn.args))
-        return dict(zip(self.roles, (values[i] for i in self.eqn.args), strict=True))
+        return dict(zip(self.roles, read_operands(self.graph, tensors), strict=True))
 
     def run(self, x: Named) -> Named:
         """The call's results, by name."""
@@ -257,12 +251,6 @@ def packed_layout(slot: Slot, T: int) -> tuple[tuple[int, ...], tuple[int, ...]]
     """Shape and strides of a packed tensor [T,H,D] without gaps, for a slot [B,H,M,D]."""
     shape = (T, slot.shape[1], slot.shape[3])
     return shape, dense_strides(shape)
-
-
-def packed_outputs(graph: Graph) -> tuple[str, ...]:
-    """The names of the results of the last equation that a graph returns, in its order."""
-    first = len(graph.types) - len(graph.eqns[-1].outs)
-    return tuple(graph.eqns[-1].op.names[i - first] for i in graph.outputs)
 
 
 def buffers(

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from typing import Any, final
 
 import torch
-from attrs import Factory, define, field, frozen
+from attrs import define, field, frozen
 
 from attn_graph.errors import PlanMismatchError
 from attn_graph.ir.graph import Graph
@@ -24,7 +24,6 @@ from attn_graph.lowering.problem import (
     cotangent_note,
     find_misplaced,
     on_boundary,
-    output_names,
     select_outputs,
 )
 from attn_graph.machine.ambient import neutral_state
@@ -111,9 +110,6 @@ class Run:
     sums: tuple[int, ...]
     rows: tuple[int, int] | None = None
     sizes: DeviceMemo[torch.Tensor] = field(factory=DeviceMemo, init=False)
-    names: tuple[str, ...] = field(  # of the results that are returned
-        init=False, default=Factory(lambda run: output_names(run.graph), takes_self=True)
-    )
 
     @classmethod
     def of(
@@ -144,7 +140,7 @@ class Run:
         """o, and lse where it is stored, of the operands."""
         made = self.run(tensors)
         results = {x.source: t for x, t in zip(self.call.outputs, made, strict=True)}
-        return [results[name] for name in self.names], made
+        return [results[name] for name in self.graph.result_names], made
 
     def backward(
         self, *tensors: torch.Tensor

@@ -56,7 +56,7 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
     parts = [part.work for part in split_graph(graph)]
     against = [*target_reasons(target)]
     if not parts:
-        against.append(other_equations(graph, pushes=True))
+        against.append(other_equations(graph, pushes=True, packs=True))
     for work in parts:
         against += [*attention_reasons(work.problem, DTYPES), *work.reasons()]
     yield from dict.fromkeys(against)

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, final
 
 import torch
-from attrs import Factory, field, frozen
+from attrs import field, frozen
 
 from attn_graph.ir.attention import SAVED, GradientOperands
 from attn_graph.ir.gradient_ops import (
@@ -19,8 +19,11 @@ from attn_graph.ir.gradient_ops import (
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp, GradientTangents
 from attn_graph.lowering.backend import Options
-from attn_graph.lowering.problem import output_names, read_specs, select_outputs
-from attn_graph.lowering.triton.layout import read_operands
+from attn_graph.lowering.problem import (
+    read_operands,
+    read_specs,
+    select_outputs,
+)
 from attn_graph.machine.device_memo import DeviceMemo, copy_to
 from attn_graph.spec import TensorSpec
 
@@ -43,9 +46,6 @@ class TritonCall:
     graph: Graph
     options: Options
     tables: DeviceMemo[torch.Tensor] = field(factory=DeviceMemo, init=False)
-    names: tuple[str, ...] = field(  # of the results that are returned
-        init=False, default=Factory(lambda call: output_names(call.graph), takes_self=True)
-    )
 
     @cached_property
     def storing_no_lse(self) -> tuple[Launch, ...]:
@@ -62,13 +62,15 @@ class TritonCall:
     def forward(self, *tensors: torch.Tensor) -> Results:
         """o and the statistics of the operands, and what is saved."""
         results = self.attend(self.flash.launches, tensors, self.flash.problem.node.stats)
-        return [results[name] for name in self.names], [results[name] for name in SAVED]
+        return [results[name] for name in self.graph.result_names], [
+            results[name] for name in SAVED
+        ]
 
     def inference(self, *tensors: torch.Tensor) -> Results:
         """The forward of a graph that does not return lse, without it."""
         stats = [name for name in self.flash.problem.node.stats if name != "lse"]
         results = self.attend(self.storing_no_lse, tensors, stats)
-        return [results[name] for name in self.names], ()
+        return [results[name] for name in self.graph.result_names], ()
 
     def attend(
         self, launches: Sequence[Launch], tensors: Sequence[torch.Tensor], stats: Sequence[str]

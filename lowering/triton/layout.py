@@ -237,14 +237,6 @@ class Layout:
             yield Reason("pool", "needs a page at least", f"k is {self.specs[1]}")
 
 
-def read_operands(graph: Graph, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The operands of a graph's last equation: those before compute the lengths of sequences."""
-    values = [*tensors]
-    for eqn in graph.eqns[:-1]:
-        values += eqn.op.run(*(values[i] for i in eqn.args))
-    return [values[i] for i in graph.eqns[-1].args]
-
-
 def new_tensor(spec: TensorSpec, device: torch.device) -> torch.Tensor:
     """An uninitialised tensor of a spec."""
     return torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device=device)

@@ -244,11 +244,11 @@ def test_entries_drop_out_what_each_does_alone(batch: int) -> None:
     mapped = ag.vmap(graph, {"q": 0, "k": 0, "v": 0}, size=3)
     one = draw_like([torch.ones(x.shape)] * 3, 0)
     alike = [t.expand(3, *t.shape).contiguous() for t in one]
-    found = ag.compile(mapped, target=CPU)(*alike, number, number)
-    assert isinstance(found, torch.Tensor)
-    assert is_same(found[0], found[2])
+    o = ag.compile(mapped, target=CPU)(*alike, number, number)
+    assert isinstance(o, torch.Tensor)
+    assert is_same(o[0], o[2])
     (alone,) = ag.evaluate(graph, (*one, number, number))
-    assert is_same(found[1], alone)
+    assert is_same(o[1], alone)
     assert ag.parse(str(mapped)) == mapped
     assert f"origin=(0, 0, 0, 0, 2, {batch})" in str(mapped)
 

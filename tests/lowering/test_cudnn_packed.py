@@ -39,13 +39,12 @@ from tests.lowering import test_paged as paging
 from tests.lowering.test_packed import Case, make_case
 from tests.support.cudnn_graphs import aligned, cudnn_options
 from tests.support.cudnn_model import Model
-from tests.support.sequences import SPEC, Batch, batches
+from tests.support.sequences import SIDES, SPEC, Batch, batches
 
 VERSIONS = (("nvidia-cudnn-frontend", "1.28.0"), ("nvidia-cudnn-cu13", "9.26.0"))
 H200 = Target("h200", "cuda", 90, (), VERSIONS)
 HALVES = st.sampled_from([torch.float16, torch.bfloat16])
 I32, BRAIN = torch.int32, torch.bfloat16
-SIDES = {"q": 0, "k": 1, "v": 1}
 
 
 def refusals(graph: Graph) -> list[Reason]:
@@ -123,8 +122,8 @@ def test_what_cudnn_is_told_of_packed_tensors_means_what_the_graph_means(
     tensors = [*map(aligned, case.packed_tensors)]
     outputs, (o, lse) = modelled(simple).forward(*tensors)
     check_forward(case, outputs)
-    for found, i in zip(outputs, simple.outputs, strict=True):
-        assert SPEC.like(found) == result_spec(simple, i)
+    for x, i in zip(outputs, simple.outputs, strict=True):
+        assert SPEC.like(x) == result_spec(simple, i)
     lean, _ = modelled(evolve(simple, outputs=simple.outputs[:1]), stats=False).forward(*tensors)
     assert torch.equal(lean[0], o)
     do = case.batch.spoil(noise(o, seed), 0)

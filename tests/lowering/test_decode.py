@@ -21,6 +21,7 @@ from attn_graph.testing import rule
 from attn_graph.testing.agreement import run_plan
 from attn_graph.testing.strategies import Shape, dtypes, mask_options, score_options
 from attn_graph.testing.tensors import tensors_for
+from tests.support.equipped import equip
 
 CPU = ag.Target.of("cpu")
 SPEC = ag.TensorSpec
@@ -126,9 +127,9 @@ def test_who_divides_by_the_batch_refuses(name: str) -> None:
 def test_triton_comes_first_whatever_the_batch() -> None:
     for B in (1, 64):
         graph = decoding(B, 32, 8, 1, 4096)
-        said = ag.explain(graph, target="h200", batch_invariant=True, wants=())
+        said = ag.explain(graph, target=equip("h200"), batch_invariant=True, wants=())
         assert said.backend == "triton"
-    assert ag.explain(decoding(64, 32, 8, 1, 4096), target="h200", wants=()).backend == "cudnn"
+    assert ag.explain(graph, target=equip("h200"), wants=()).backend == "cudnn"
 
 
 def test_prefill_is_the_same_for_every_batch_too() -> None:

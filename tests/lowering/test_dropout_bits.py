@@ -66,10 +66,8 @@ def test_dropout_of_mapped_entries_is_that_of_each_alone() -> None:
     x = TensorSpec((2, 2, 33, 8), torch.float32)
     mapped = ag.vmap(ag.attention(x, x, x, dropout=0.5), {"q": 0, "k": 0, "v": 0}, size=2)
     tensors = tensors_for(mapped, 0)
-    found, due = (
-        run_plan(ag.compile(mapped, backends=(b,)), tensors)[0] for b in ("triton", "math")
-    )
-    torch.testing.assert_close(found, due, rtol=1e-5, atol=1e-5)
+    o, due = (run_plan(ag.compile(mapped, backends=(b,)), tensors)[0] for b in ("triton", "math"))
+    torch.testing.assert_close(o, due, rtol=1e-5, atol=1e-5)
 
 
 def test_dropout_of_a_part_is_that_of_its_places_in_the_whole() -> None:

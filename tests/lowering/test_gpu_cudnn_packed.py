@@ -23,10 +23,9 @@ from tests.lowering.test_cudnn_packed import (
     paged_cases,
 )
 from tests.lowering.test_packed import Case
-from tests.support.sequences import Batch
+from tests.support.sequences import SIDES, Batch
 
 pytestmark = pytest.mark.gpu
-SIDES = {"q": 0, "k": 1, "v": 1}
 LONG = make_plain(
     Batch((130, 0, 257, 1), (64, 9, 300, 0), ((0, 0), (3, 1), (0, 2), (1, 0)), gaps=True),
     mask=ag.Causal("bottom_right"),
@@ -46,8 +45,8 @@ def on_gpu(graph: ag.Graph, tensors: Mapping[str, torch.Tensor]) -> list[torch.T
 
 
 def outputs_of(plan: ag.Plan, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    found = plan(*tensors)
-    return found if isinstance(found, tuple) else (found,)
+    outputs = plan(*tensors)
+    return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
 @given(case=cases(), seed=seeds)
@@ -94,13 +93,13 @@ def test_starts_that_change_between_replays_are_read_anew() -> None:
     before = outputs_of(plan, tensors)
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), torch.cuda.graph(graph):
-        found = outputs_of(plan, tensors)
+        replayed = outputs_of(plan, tensors)
     for i, x in zip(LONG.packed.inputs, tensors, strict=True):
         if i.name.endswith("starts"):
             x[1] = 40
         elif i.name.endswith("lengths"):
             x[:2] = 30
     graph.replay()
-    for x, y, old in zip(found, outputs_of(plan, tensors), before, strict=True):
+    for x, y, old in zip(replayed, outputs_of(plan, tensors), before, strict=True):
         assert torch.equal(x, y)
         assert not torch.equal(x, old)

@@ -24,7 +24,15 @@ from attn_graph.spec import INF
 from attn_graph.testing.agreement import run_gradients, run_plan
 from attn_graph.testing.rule import expect_gradients, expect_outputs
 from attn_graph.testing.strategies import Shape, dtypes, mask_options, score_options, seeds
-from tests.support.sequences import Batch, attend, batches, dense, numbers
+from tests.support.sequences import (
+    SIDES,
+    Batch,
+    attend,
+    batches,
+    dense,
+    draw_cotangents,
+    numbers,
+)
 
 CPU = Target.here("cpu")
 I32 = torch.int32
@@ -119,23 +127,16 @@ def check_case(plan: ag.Plan, case: Case) -> None:
 
 @given(cases(), seeds)
 def test_gradients_of_packed_are_those_of_padded(case: Case, seed: int) -> None:
-    check_case_gradients(ag.compile(case.packed, target=CPU), case, seed)
+    check_gradients(ag.compile(case.packed, target=CPU), case, seed)
 
 
-def check_case_gradients(plan: ag.Plan, case: Case, seed: int) -> None:
-    """Assert the same of its gradients, of random cotangents."""
-    random = torch.Generator().manual_seed(seed)
-    places = dict(enumerate(plan.graph.outputs))
-    cotangents = [
-        case.batch.spoil(torch.randn(t.shape, generator=random).to(t.dtype), 0)
-        if places[n] in plan.graph.differentiable_outputs
-        else None
-        for n, t in enumerate(plan.graph.output_types)
-    ]
+def check_gradients(plan: ag.Plan, case: Case, seed: int) -> None:
+    """Gradients are those of padded tensors, and 0 in rows of no sequence."""
+    cotangents = draw_cotangents(plan.graph, case.batch, seed)
     grads = run_gradients(plan, case.packed_tensors, cotangents)
     padded = [None if x is None else case.batch.pad(x) for x in cotangents]
     for name, due in expect_gradients(case.padded, case.padded_tensors, padded).items():
-        x, side = grads[name], {"q": 0, "k": 1, "v": 1}.get(name)
+        x, side = grads[name], SIDES.get(name)
         due.check(x if side is None else case.batch.pad(x, side), f"{case.packed}\n")
         if side is not None:
             assert (case.batch.outside(x, side) == 0).all(), "rows of no sequence have a gradient"
@@ -307,7 +308,7 @@ def test_sequences_multiply_in_bfloat16_where_no_statistics_are_given(stats: boo
     plan = ag.compile(case.packed, target=evolve(CPU, native=("bf16",)))
     assert ("bf16 products" in plan.executable.notes[0]) != stats
     check_case(plan, case)
-    check_case_gradients(plan, case, 3)
+    check_gradients(plan, case, 3)
     outputs, _ = plan.executable.run(*case.packed_tensors)
     assert torch.equal(run_plan(plan, case.packed_tensors)[0], outputs[0])
 
@@ -323,14 +324,49 @@ def test_a_step_that_knows_the_batch_runs_padded() -> None:
         assert is_separable(node)
 
 
-def test_every_other_backend_says_why_not() -> None:
+def refusals(graph: ag.Graph, target: str) -> dict[str, list[str]]:
+    """Every reason of each backend that refuses, by its name."""
+    said = ag.explain(graph, target=target, wants=())
+    return {r.backend: [str(x) for x in r.reasons] for r in said.refusals}
+
+
+OTHERS = {
+    "h200": ("gluon", "torch_flash", "torch_efficient", "torch_cudnn"),
+    "cpu": ("torch_sdpa",),
+}
+
+
+@pytest.mark.parametrize("target", OTHERS)
+def test_every_other_backend_says_why_not_and_who_does(target: str) -> None:
+    """Those that it names have no such reason: cuDNN and Triton, in half precision, take it."""
+    reason = "reads no packed tensors, and the graph has some; math, triton and cudnn read them"
+    x, starts = SPEC((16, 2, 64), torch.bfloat16), SPEC((4,), I32)
+    texts = refusals(ag.attention(x, x, x, q_starts=starts, most=(8, 8)), target)
+    assert all(reason in texts[name] for name in OTHERS[target])
+    assert "math" not in texts
+    assert not any(reason in texts.get(name, ()) for name in ("triton", "cudnn"))
+    if target == "h200":
+        assert "triton" not in texts
+
+
+def test_what_only_math_takes_is_said_of_no_other() -> None:
+    """Steps that pack by themselves, and tangents of packed tensors."""
     graph, _ = make_small()
-    for target in ("h200", "cpu"):
-        found = ag.explain(graph, target=target)
-        assert found.backend == "math"
-        texts = {r.backend: [str(x) for x in r.reasons] for r in found.refusals}
-        here = texts["torch_flash"] if target == "h200" else texts["torch_sdpa"]
-        assert "reads no packed tensors, and the graph has some; math takes it" in here
+    pushed = refusals(ag.jvp(graph), "h200")
+    tangents = "and the graph has AttentionJvp; math takes it"
+    for name in (*OTHERS["h200"], "cudnn"):
+        assert f"computes no tangents, {tangents}" in pushed[name]
+    assert f"computes no tangents of packed tensors, {tangents}" in pushed["triton"]
+
+    def step(x: ag.Value, starts: ag.Value, lengths: ag.Value) -> ag.Value:
+        return x.then(Unpack(8), starts, lengths)
+
+    x, starts, lengths = SPEC((16, 2, 64), torch.bfloat16), SPEC((4,), I32), SPEC((3,), I32)
+    alone = refusals(ag.graph(step, x=x, starts=starts, lengths=lengths), "h200")
+    reason = "reads no packed tensors, and the graph has some; math takes it"
+    assert all(reason in alone[name] for name in OTHERS["h200"])
+    for name in ("triton", "cudnn"):
+        assert "takes one attention, and the graph has 1 equations: Unpack" in alone[name]
 
 
 def test_a_limit_that_lengths_decide_about_is_refused() -> None:

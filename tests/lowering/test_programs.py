@@ -343,24 +343,23 @@ def test_new_shapes_need_few_new_kernels(name: str) -> None:
 
     Three are of dk and dv: of one head, of all of a group, and of a part of one, in float32.
     """
-    knobs = importlib.import_module("triton").knobs.runtime
-    mock = importlib.import_module("triton.runtime.jit").MockTensor
+    jit = importlib.import_module("triton.runtime.jit")
     most, more = VARIETIES[name]
     keys: dict[str, set[str]] = {}
 
-    def note_key(*, key: str, fn: Any, **_: object) -> bool:
-        keys.setdefault(fn.name, set()).add(key)
-        return True  # it need not be compiled
+    def note_key(kernel: Any, key: str, *_: object) -> None:  # Any: Triton's
+        """In place of compiling. Triton 3.6 can't tell its own hook of kernels with functions."""
+        keys.setdefault(kernel.__name__, set()).add(key)
 
     with pytest.MonkeyPatch.context() as patch, compile_for(90):
-        patch.setattr(knobs, "jit_cache_hook", note_key)
+        patch.setattr(jit.JITFunction, "_do_compile", note_key)
         for B, H, G, M, N in SHAPES:
             graph = attention(B, H, G, M, N, 64, **more(B, M, N))
             for flash in flashes(graph, ag.Target.of("h200")):
-                tensors: dict[str, Any] = {n: mock(dtype) for n, dtype in flash.dtypes().items()}
+                tensors: dict[str, Any] = {n: jit.MockTensor(x) for n, x in flash.dtypes().items()}
                 tensors["o.strides"] = flash.problem.layout_of_o[1]
                 for launch in flash.launches:
                     load_kernel(launch.kernel).warmup(grid=(1,), **launch.arguments(tensors))
-    assert {"forward", "query_gradient", "key_gradient"} <= {n.split(".")[-1] for n in keys}
-    counts = {n: len(found) for n, found in keys.items()}
+    assert {"forward", "query_gradient", "key_gradient"} <= keys.keys()
+    counts = {n: len(own) for n, own in keys.items()}
     assert all(count <= (most if "key_" in n else most // 3) for n, count in counts.items()), counts

@@ -18,8 +18,8 @@ from attn_graph.lowering.triton.launches import Launch
 from attn_graph.lowering.triton.layout import MOST_SEQUENCES, Layout
 from attn_graph.lowering.triton.plan import Flash
 from attn_graph.spec import INF
-from attn_graph.testing.agreement import run_gradients, run_plan
-from attn_graph.testing.rule import expect_gradients, expect_outputs
+from attn_graph.testing.agreement import run_plan
+from attn_graph.testing.rule import expect_outputs
 from attn_graph.testing.strategies import Shape, seeds
 from tests.lowering import test_packed, test_paged
 from tests.support.sequences import Batch
@@ -60,30 +60,9 @@ def check_forward(
     return results
 
 
-def outside(batch: Batch, x: torch.Tensor, side: int = 0) -> torch.Tensor:
-    """The rows of a packed tensor that are of no sequence."""
-    mine = batch.members(side)
-    return x[~mine] if x.ndim == 3 else x[:, ~mine]
-
-
 def check_gradients(case: test_packed.Case, seed: int) -> None:
-    """Gradients are those of padded tensors, and 0 in rows of no sequence."""
-    plan, random = ag.compile(case.packed, backends=("triton",)), torch.Generator()
-    random.manual_seed(seed)
-    places = dict(enumerate(plan.graph.outputs))
-    cotangents = [
-        case.batch.spoil(torch.randn(t.shape, generator=random).to(t.dtype), 0)
-        if places[n] in plan.graph.differentiable_outputs
-        else None
-        for n, t in enumerate(plan.graph.output_types)
-    ]
-    grads = run_gradients(plan, case.packed_tensors, cotangents)
-    padded = [None if x is None else case.batch.pad(x) for x in cotangents]
-    for name, due in expect_gradients(case.padded, case.padded_tensors, padded).items():
-        x, side = grads[name], {"q": 0, "k": 1, "v": 1}.get(name)
-        due.check(x if side is None else case.batch.pad(x, side), f"{case.packed}\n")
-        if side is not None:
-            assert (outside(case.batch, x, side) == 0).all()
+    """Triton's gradients are those of padded tensors."""
+    test_packed.check_gradients(ag.compile(case.packed, backends=("triton",)), case, seed)
 
 
 def gradient_is_taken(graph: ag.Graph) -> bool:
@@ -102,7 +81,7 @@ def test_packed_is_padded_with_lengths(case: test_packed.Case) -> None:
     """And rows of no sequence are 0, and -inf in statistics."""
     tensors = case.packed_tensors, case.padded_tensors
     for x in check_forward(case.batch, case.packed, case.padded, tensors):
-        assert (outside(case.batch, x) == (-INF if x.ndim == 2 else 0.0)).all()
+        assert (case.batch.outside(x) == (-INF if x.ndim == 2 else 0.0)).all()
 
 
 @interpreted

@@ -27,6 +27,7 @@ from attn_graph.spec import FLOATS
 from attn_graph.testing import rule
 from attn_graph.testing.strategies import seeds
 from attn_graph.testing.tensors import tensors_for
+from tests.support.equipped import equip
 
 CPU = ag.Target.of("cpu")
 BACKEND = "triton" if CPU.interprets else "math"
@@ -321,7 +322,7 @@ def test_a_loss_of_it_is_refused_since_it_has_no_gradient() -> None:
 @pytest.mark.parametrize("target", ["cpu", "h200"])
 def test_who_does_not_give_it_says_so_and_what_would_lift_that(target: str) -> None:
     x = ag.TensorSpec((2, 4, 256, 64), torch.float16)
-    explanation = ag.explain(ag.attention(x, x, x, stats=("lse", "max")), target=target)
+    explanation = ag.explain(ag.attention(x, x, x, stats=("lse", "max")), target=equip(target))
     limit, actual = "gives lse and no other statistic", "the graph returns max"
     reason = ag.Reason("statistics", limit, actual)
     against = {r.backend: r for r in explanation.refusals if reason in r.reasons}

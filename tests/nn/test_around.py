@@ -215,6 +215,7 @@ class Attended(Dataset[torch.Tensor]):
 
 
 @forks
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 2 worker")  # where there is 1 core
 @pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_workers_of_a_data_loader_call_plans(start: str) -> None:
     data = Attended(by_plan("math"))

@@ -21,17 +21,13 @@ from attn_graph.planner.explanation import Explanation
 from attn_graph.planner.remedies import Remedy, Request, apply_edits, edits
 from attn_graph.testing.strategies import graphs, shapes
 from tests.support.cudnn_graphs import cudnn_graphs
+from tests.support.equipped import equip
 from tests.support.reasons import skeleton
 
 CPU = Target.of("cpu")
-LIBRARIES = (
-    ("triton", "3.7.1"),
-    ("nvidia-cudnn-frontend", "1.28.0"),
-    ("nvidia-cudnn-cu13", "9.20.0.48"),
-)
 TARGETS = [
-    evolve(CPU, libraries=LIBRARIES, native=(), interprets=False),
-    *(evolve(Target.of(name), libraries=LIBRARIES) for name in ("a100", "h200", "b200")),
+    evolve(equip("cpu"), native=(), interprets=False),
+    *map(equip, ("a100", "h200", "b200")),
 ]
 HALF, FLOAT = torch.bfloat16, torch.float32
 X = ag.TensorSpec((2, 8, 512, 64), HALF)

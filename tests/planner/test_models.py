@@ -8,19 +8,14 @@ import pytest
 from attrs import evolve
 
 import attn_graph as ag
+from tests.support.equipped import equip
 from tests.test_examples import example
 
 MODELS: dict[str, ag.Graph] = example("models").MODELS
 EXPLAINED: Callable[..., ag.Explanation] = example("models").explain_model
-LIBRARIES = (
-    ("torch", "2.13.0"),
-    ("triton", "3.7.1"),
-    ("nvidia-cudnn-frontend", "1.28.0"),
-    ("nvidia-cudnn-cu13", "9.20.0.48"),
-)
 TARGETS = [
-    *(evolve(ag.Target.of(name), libraries=LIBRARIES) for name in ("h200", "a100", "b200")),
-    evolve(ag.Target.of("cpu"), libraries=LIBRARIES, native=("bf16",), interprets=False),
+    *map(equip, ("h200", "a100", "b200")),
+    evolve(equip("cpu"), native=("bf16",), interprets=False),
 ]
 MASKS = ("Band", "Prefix", "KeyLengths", "SameSegment", "Keep", "Chunks", "ragged=('kv_lengths',)")
 OTHERS = ("SoftCap", "Bias", "Alibi", "sinks=True", "dropout", "f16[", "bf16[", "f32[")

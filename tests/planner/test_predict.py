@@ -13,6 +13,7 @@ from attn_graph.machine.gpus import devices
 from attn_graph.masks.tiles import count_pairs, most_pairs
 from attn_graph.planner.choose import BACKENDS
 from attn_graph.planner.predict import predicted_seconds, rank, rates
+from tests.support.equipped import equip
 
 HALF = torch.bfloat16
 Shape = tuple[int, ...]
@@ -80,7 +81,7 @@ def test_a_decode_step_takes_its_bytes_at_the_bandwidth_if_keys_are_split() -> N
 
 @pytest.mark.parametrize("target", ["a100", "l40s", "rtx4090"])
 def test_decode_goes_to_who_splits_keys(target: str) -> None:
-    said = ag.explain(declare((1, 32, 1, 128), (1, 8, 32768, 128)), target=target)
+    said = ag.explain(declare((1, 32, 1, 128), (1, 8, 32768, 128)), target=equip(target))
     assert said.backend == "triton"
     assert "predicted to be the fastest: triton" in said.cause
     assert [name for name in said.also if name != "math"] == ["torch_flash", "cudnn"]

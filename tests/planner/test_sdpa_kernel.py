@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -19,14 +18,10 @@ from attn_graph.machine.torch_switches import CUDNN_FIRST, KERNELS, USUAL, Switc
 from attn_graph.testing import rule
 from attn_graph.testing.tensors import tensors_for
 from tests.planner.test_controls import chosen, reasons, switched
+from tests.support.equipped import equip
 
 CPU, H200 = (ag.Target.of(name) for name in ("cpu", "h200"))
-LIBRARIES = (
-    ("triton", "3.7.1"),
-    ("nvidia-cudnn-frontend", "1.28.0"),
-    ("nvidia-cudnn-cu13", "9.20.0.48"),
-)
-EQUIPPED, A100 = (evolve(ag.Target.of(name), libraries=LIBRARIES) for name in ("h200", "a100"))
+EQUIPPED, A100 = map(equip, ("h200", "a100"))
 X = ag.TensorSpec((2, 4, 16, 8), torch.float32)
 HALF = ag.TensorSpec((2, 4, 16, 8), torch.float16)
 PLAIN = ag.attention(X, X, X)

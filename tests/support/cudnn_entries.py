@@ -150,34 +150,34 @@ class Entry:
     @property
     def places(self) -> dict[str, Any]:  # Any: options of `attention`
         """Where packed sequences begin, and which pages there are."""
-        found, ends = dict[str, Any](), TensorSpec((self.B,), I32)
+        options, ends = dict[str, Any](), TensorSpec((self.B,), I32)
         most: list[int | None] = [None, None]
         for n, (side, size) in enumerate((("q", self.shape.M), ("kv", self.shape.N))):
             if side[0] in self.packed:
-                found[f"{side}_starts"] = TensorSpec((self.B + 1,), I32)
+                options[f"{side}_starts"] = TensorSpec((self.B + 1,), I32)
                 most[n] = size
         if self.gaps:
-            found |= dict.fromkeys(m.LENGTHS, ends)
+            options |= dict.fromkeys(m.LENGTHS, ends)
         if self.page:
-            found["pages"] = TensorSpec((self.B, -(-self.shape.N // self.page)), self.table)
-        return found | ({"most": tuple(most)} if self.packed else {})
+            options["pages"] = TensorSpec((self.B, -(-self.shape.N // self.page)), self.table)
+        return options | ({"most": tuple(most)} if self.packed else {})
 
     @property
     def data(self) -> dict[str, Any]:  # Any: options of `attention`
         """What is given beside q, k and v."""
-        size, found = self.shape, dict[str, Any]()
+        size, options = self.shape, dict[str, Any]()
         if self.bias is not None:
             full = zip("bhij", size.full("bhij"), strict=True)
             B, H, M, N = (n if x in self.bias else 1 for x, n in full)
-            found["bias"] = laid((B, H, M, N), self.bias_dtype or self.dtype, self.bias_layout)
+            options["bias"] = laid((B, H, M, N), self.bias_dtype or self.dtype, self.bias_layout)
         if self.alibi:
-            found["alibi"] = TensorSpec((self.H,), FLOAT) if self.alibi == "own" else True
+            options["alibi"] = TensorSpec((self.H,), FLOAT) if self.alibi == "own" else True
         if self.sinks:
-            found["sinks"] = TensorSpec((self.H,), FLOAT)
+            options["sinks"] = TensorSpec((self.H,), FLOAT)
         for name in m.LENGTHS:
             if dtype := getattr(self, name):
-                found[name] = TensorSpec((self.B,), dtype)
-        return found
+                options[name] = TensorSpec((self.B,), dtype)
+        return options
 
     @property
     def problems(self) -> tuple[Asked, Asked]:
@@ -198,8 +198,8 @@ class Entry:
 
     def __str__(self) -> str:
         """What differs from the plainest attention."""
-        told = ((x.name, getattr(self, x.name), x.default) for x in fields(Entry))
-        texts = (f"{name}={NAMES.get(x, x)}" for name, x, default in told if x != default)
+        given = ((x.name, getattr(self, x.name), x.default) for x in fields(Entry))
+        texts = (f"{name}={NAMES.get(x, x)}" for name, x, default in given if x != default)
         return ", ".join(texts) or "nothing else"
 
 

@@ -63,14 +63,14 @@ def padded(x: Slot, t: Tensor, views: Mapping[str, Tensor]) -> Tensor:
     """A packed tensor [B,H,M,D], as tiles read it: past the end of a sequence lie other rows, of
     whatever sequence, and zeros past the end of the memory."""
     starts, (B, H, M, D) = views[x.offsets].flatten().tolist(), x.shape
-    found = torch.zeros(x.shape, dtype=t.dtype)
+    whole = torch.zeros(x.shape, dtype=t.dtype)
     room = t.untyped_storage().nbytes() // t.itemsize - t.storage_offset()
     for b in range(B):
         most = room - starts[b] - (H - 1) * x.strides[1] - (D - 1) * x.strides[3]
         n = max(0, min(M, (most + x.strides[2] - 1) // x.strides[2]))
         place = (H, n, D), x.strides[1:], t.storage_offset() + starts[b]
-        found[b, :, :n] = t.as_strided(*place)
-    return found
+        whole[b, :, :n] = t.as_strided(*place)
+    return whole
 
 
 def gathered(pool: Tensor, table: Tensor) -> Tensor:

@@ -74,6 +74,8 @@ class Batch:
         return x.masked_fill(~self.members(side).view(shape), torch.nan)
 
 
+SIDES = {"q": 0, "k": 1, "v": 1}  # of what is packed
+
 lengths = st.one_of(st.integers(0, 7), st.sampled_from([0, 1, 1, 17]))
 
 
@@ -101,6 +103,17 @@ def dense(x: Any) -> Any:
     if isinstance(x, tuple) and any(isinstance(each, SPEC) for each in x):
         return tuple(map(dense, x))
     return SPEC(x.shape, x.dtype) if isinstance(x, SPEC) else x
+
+
+def draw_cotangents(graph: ag.Graph, batch: Batch, seed: int) -> list[torch.Tensor | None]:
+    """Cotangents of packed results, NaN in rows of no sequence; None of those that take none."""
+    random = torch.Generator().manual_seed(seed)
+    return [
+        batch.spoil(torch.randn(t.shape, generator=random).to(t.dtype), 0)
+        if i in graph.differentiable_outputs
+        else None
+        for i, t in zip(graph.outputs, graph.output_types, strict=True)
+    ]
 
 
 def attend(specs: Sequence[ag.TensorSpec], options: dict[str, Any]) -> ag.Graph:
