@@ -90,8 +90,7 @@ def folds_heads(backend: Backend, kind: str) -> Backend:
     def lower_any(graph: Graph, target: Target, options: Options) -> Executable | None:
         folding = fold_heads(graph) if target.kind == kind else None
         if folding is None:
-            plain = backend.lower_any(graph, target, options)
-            return None if target.kind == kind and folds_one_row(graph) else plain
+            return backend.lower_any(graph, target, options)
         folded = backend.lower_any(folding.graph, target, options)
         return None if folded is None else unfold(folded, folding)
 
@@ -127,27 +126,43 @@ def unfold(executable: Executable, folding: Folding) -> Executable:
 def fold_heads(graph: Graph) -> Folding | None:
     """A graph of one attention, or one gradient, with heads folded; None where it can't be."""
     problem = sole(graph)
-    if problem is None or problem.is_empty or problem.H == problem.G or tells_rows_apart(problem):
+    folded = None if problem is None or shares_rows(graph) else fold_problem(problem)
+    if folded is None:
         return None
     (eqn,) = graph.eqns
-    own = len(problem.node.ranks)
-    rows = {eqn.args[0], *eqn.args[own:]}
-    if not rows.isdisjoint(eqn.args[1:own]) or not keeps_order(problem):
-        return None
-    specs = [
-        fold_spec(i.spec, problem) if n in rows else i.spec for n, i in enumerate(graph.inputs)
-    ]
-    if None in specs:
-        return None
+    known = dict(zip(eqn.args, folded.specs, strict=True))
+    specs = [known.get(n, i.spec) for n, i in enumerate(graph.inputs)]
     b = Builder()
-    values = [b.input(i.name, s) for i, s in zip(graph.inputs, specs, strict=True) if s is not None]
+    values = [b.input(i.name, s) for i, s in zip(graph.inputs, specs, strict=True)]
     values += b.emit(eqn.op, *(values[i] for i in eqn.args))
     return Folding(
         b.graph(*(values[i] for i in graph.outputs)),
-        tuple(s.shape for s in specs if s is not None),
+        tuple(s.shape for s in specs),
         tuple(t.shape for t in graph.output_types),
         tuple(graph.types[i].shape for i in residuals(graph)),
     )
+
+
+def shares_rows(graph: Graph) -> bool:
+    """Whether the equation of a graph reads one value as queries and as keys, or as data."""
+    (eqn,), problem = graph.eqns, sole(graph)
+    assert problem is not None
+    own = len(problem.node.ranks)
+    return not {eqn.args[0], *eqn.args[own:]}.isdisjoint(eqn.args[1:own])
+
+
+def fold_problem(problem: Problem) -> Problem | None:
+    """A problem with heads folded; None where it can't be."""
+    if problem.is_empty or problem.H == problem.G or tells_rows_apart(problem):
+        return None
+    own, specs = len(problem.node.ranks), list[TensorSpec]()
+    for n, spec in enumerate(problem.specs):
+        folded = fold_spec(spec, problem) if n == 0 or n >= own else spec
+        if folded is None:
+            return None
+        specs.append(folded)
+    folded = evolve(problem, specs=tuple(specs))
+    return folded if keeps_order(problem, folded) else None
 
 
 def tells_rows_apart(problem: Problem) -> bool:
@@ -178,14 +193,9 @@ def fold_spec(spec: TensorSpec, problem: Problem) -> TensorSpec | None:
     return TensorSpec((B, problem.G, r * M, *last), spec.dtype, strides)
 
 
-def keeps_order(problem: Problem) -> bool:
+def keeps_order(problem: Problem, folded: Problem) -> bool:
     """Whether o, which lies in the memory order of q as that is folded, lies in q's own as well."""
-    q = fold_spec(problem.specs[0], problem)
-    if q is None:
-        return False
-    shape, strides = problem.layout_of_o
-    folded = (problem.B, problem.G, q.shape[2], problem.E)
-    own = TensorSpec(shape, problem.dtype, strides)
-    lies = normalise_strides(folded, dense_strides(folded, memory_order(q)))
-    due = fold_spec(own, problem)
-    return due is not None and due.strides == lies
+    shape, lies = folded.layout_of_o
+    own, strides = problem.layout_of_o
+    due = fold_spec(TensorSpec(own, problem.dtype, strides), problem)
+    return due is not None and due.strides == normalise_strides(shape, lies)

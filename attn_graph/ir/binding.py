@@ -8,6 +8,7 @@ from typing import Any
 from attrs import evolve
 
 from attn_graph.errors import GraphError
+from attn_graph.ir.attention import Attention
 from attn_graph.ir.builder import Builder, Value
 from attn_graph.ir.graph import Graph, Op
 from attn_graph.ir.packed import Packed, fused_op, with_operands
@@ -53,17 +54,25 @@ def settle(op: Op, operands: Sequence[Value]) -> tuple[Op, Sequence[Value]]:
         return op, operands
     types = [x.type for x in operands]
     q, k, *_ = op.padded(types) if isinstance(op, Packed) else types
-    M, N = q.shape[2], k.shape[2]
+    settled, kept = settle_attention(op, node, q.shape[2], k.shape[2], len(operands))
+    return settled, operands if kept is None else [operands[i] for i in kept]
+
+
+def settle_attention(
+    op: Any, node: Attention, M: int, N: int, count: int
+) -> tuple[Any, Sequence[int] | None]:  # Any: an op of the same class
+    """The same of an attention, or what is made of one, for M queries and N keys; and which of its
+    `count` operands it reads then, by number. None: all that it read."""
     mask = None if node.mask is None else canonical_mask(node.mask, M, N)
-    modifiers = tuple(modifier.resolved(M, N) for modifier in node.modifiers)
+    modifiers = tuple([modifier.resolved(M, N) for modifier in node.modifiers])
     if (mask, modifiers) == (node.mask, node.modifiers):
-        return op, operands
-    before, count = 3 + sum(len(m.needs) for m in modifiers), len(node.ranks)
+        return op, None
+    before, own = 3 + sum(len(m.needs) for m in modifiers), len(node.ranks)
     known = {name: before + n for n, name in enumerate(node.mask.needs if node.mask else ())}
     after = range(before + len(known), count)
     kept = (*range(before), *(known[name] for name in (mask.needs if mask else ())), *after)
-    settled = with_operands(op, evolve(node, mask=mask, modifiers=modifiers), kept)
-    return settled, [*(operands[i] for i in kept), *operands[count:]]
+    settled = evolve(node, mask=mask, modifiers=modifiers)
+    return with_operands(op, settled, [i for i in kept if i < own]), kept
 
 
 def largest(graph: Graph) -> dict[str, int]:

@@ -16,6 +16,7 @@ from attn_graph.spec.dims import Dim, NamedSize, are_numbers
 
 Shape = tuple[int, ...]
 Layouts = Callable[..., Sequence[tuple[Shape, Shape]]]
+Specs = Callable[..., tuple[TensorSpec, ...]]
 Read = tuple[int, int, int, int]  # a tensor's number, an axis, and what n * factor + more is there
 
 
@@ -129,6 +130,30 @@ def compile_check(names: Sequence[str], specs: Sequence[TensorSpec]) -> Callable
     checks = [layout_check(f"{given}[{n}]", spec) for n, spec in enumerate(specs)]
     text = f"lambda {given}, {', '.join(names)}: {' and '.join(checks)}"
     return eval(text, {})  # type: ignore[no-any-return]  # of names and numbers
+
+
+def compile_reads(reads: Sequence[Read]) -> Callable[[Sequence[torch.Tensor]], Shape]:
+    """A function of tensors: the sizes that they give."""
+    sizes = [f"(x[{n}].shape[{axis}] - {more}) // {by}" for n, axis, by, more in reads]
+    return eval(f"lambda x: ({', '.join(sizes)},)", {})  # type: ignore[no-any-return]  # as above
+
+
+def compile_specs(names: Sequence[str], specs: Sequence[TensorSpec]) -> Specs:
+    """A function of sizes, none of them 0: each spec in these."""
+    given = "x" * (1 + max(map(len, names)))  # as no size is called
+    parts = [spec_text(f"{given}[{n}]", spec) for n, spec in enumerate(specs)]
+    return eval(f"lambda {', '.join(names)}: ({', '.join(parts)},)", {given: tuple(specs)})  # type: ignore[no-any-return]  # as above
+
+
+def spec_text(name: str, spec: TensorSpec) -> str:
+    """The expression for a spec in sizes. Strides of axes of one place are 0."""
+    if not spec.dims:
+        return name
+    strides = [
+        f"{step}" if are_numbers(size) else f"0 if {size} == 1 else {step}"
+        for size, step in zip(spec.shape, spec.strides, strict=True)
+    ]
+    return f"{name}.resized({spec.shape}, ({', '.join(strides)},))"
 
 
 def compile_layouts(names: Sequence[str], specs: Sequence[TensorSpec]) -> Layouts:

@@ -22,13 +22,14 @@ from attn_graph.ir.packing import Lengths
 from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp
 from attn_graph.lowering.backend import Backend, Executable, Options, switch_name
 from attn_graph.lowering.cpu import row_choice, sdpa
+from attn_graph.lowering.cpu.any_size import Ready, SizedStep
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
 from attn_graph.lowering.cpu.product_tiles import ProductTiles
 from attn_graph.lowering.cpu.row_tiles import RowTiles
 from attn_graph.lowering.cpu.schedule import POSITIONS
 from attn_graph.lowering.cpu.sink_sums import sink_bytes, sink_gradient_of
 from attn_graph.lowering.cpu.tangent_tiles import TangentTiles
-from attn_graph.lowering.folding import folds_heads
+from attn_graph.lowering.folding import folds_heads, shares_rows
 from attn_graph.lowering.problem import Problem, operand_specs, sole
 from attn_graph.lowering.reasons import BY_THREADS
 from attn_graph.lowering.steps import Steps, Work
@@ -38,7 +39,8 @@ from attn_graph.machine.torch_switches import products_round
 from attn_graph.machine.workspace import Buffer, Scratch
 from attn_graph.spec import NAMES, TensorSpec
 
-Tiles = FusedTiles | RowTiles | ProductTiles | TangentTiles
+AttentionTiles = FusedTiles | RowTiles | ProductTiles
+Tiles = AttentionTiles | TangentTiles
 # Where the blocked math lowering, which computes half precision in float32, beats PyTorch's own
 # half precision kernel on CPUs: by dtype and pass, and whether the CPU has the dtype natively. For
 # bf16 that is native, `is_fast` decides by size.
@@ -98,7 +100,12 @@ def tile_equation(graph: Graph, eqn: Eqn, fused: bool, own: Dtypes) -> Tiles | N
     problem = Problem.of(eqn.op, specs)
     if problem.is_empty:
         return None
-    pays = row_choice.pays(problem, own, gives_statistics(graph, eqn))
+    return tile_problem(gives_statistics(graph, eqn), fused, own, problem)
+
+
+def tile_problem(statistics: bool, fused: bool, own: Dtypes, problem: Problem) -> AttentionTiles:
+    """How an attention, or its gradient, is tiled. statistics: as `gives_statistics` has it."""
+    pays = row_choice.pays(problem, own, statistics)
     if pays and row_choice.takes(problem):
         return RowTiles.plan(problem)
     if pays or not (fused and fuses(problem)):
@@ -162,7 +169,7 @@ def fuses(problem: Problem) -> bool:
 @final
 @frozen
 class Step:
-    """One equation, ready to run. infer: the same without lse, where that is less work."""
+    """One equation, ready to run. infer: the same where its first result alone is wanted."""
 
     call: Work
     scratch: Scratch = NOTHING
@@ -178,8 +185,10 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
     return run_steps(graph, steps, target, options)
 
 
-def lower_packed_steps(graph: Graph, target: Target, options: Options) -> Executable | None:
-    """Steps on packed tensors, whose sequences are of any sizes anyway; None where others are."""
+def lower_any(graph: Graph, target: Target, options: Options) -> Executable | None:
+    """One step for each equation, in whatever sizes; None where each size is lowered by itself."""
+    if options.max_workspace is not None:  # of each size
+        return None
     steps = [any_step(graph, eqn, target, options) for eqn in graph.eqns]
     known = [step for step in steps if step is not None]
     return None if len(known) < len(steps) else run_steps(graph, known, target, options)
@@ -192,10 +201,26 @@ def any_step(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Step |
     specs = tuple(operand_specs(graph, eqn))
     if isinstance(eqn.op, Lengths):
         return Step(run_definition(eqn.op, specs))
+    if isinstance(eqn.op, (Attention, AttentionGrad)):
+        return sized_step(graph, eqn, eqn.op, target, options)
     if not runs_any_size(eqn, specs):
         return None
     run = PackedRun(eqn, specs, partial(lower_sequence, target, options))
     return Step(call_packed(run, options.workspace))
+
+
+def sized_step(
+    graph: Graph, eqn: Eqn, op: Attention | AttentionGrad, target: Target, options: Options
+) -> Step | None:
+    """How an attention, or its gradient, runs in any sizes; None where it computes nothing."""
+    specs = operand_specs(graph, eqn)
+    if Problem.of(op, specs).is_empty:
+        return None
+    folds = target.kind == "cpu" and sole(graph) is not None and not shares_rows(graph)
+    fused = target.kind == "cpu" and options.switches.flash
+    tile = partial(tile_problem, gives_statistics(graph, eqn), fused, own_products(target))
+    step = SizedStep.of(op, specs, folds, lambda problem: ready_tiles(tile(problem), options))
+    return None if step is None else Step(step.call, infer=step.infer)
 
 
 def run_steps(graph: Graph, steps: Sequence[Step], target: Target, options: Options) -> Executable:
@@ -219,7 +244,7 @@ def run_steps(graph: Graph, steps: Sequence[Step], target: Target, options: Opti
     def infer(*tensors: torch.Tensor) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         require_exact()
         assert alone is not None
-        return alone(tensors[0].device, *[tensors[i] for i in graph.eqns[0].args]), ()
+        return alone(tensors[0].device, *[tensors[i] for i in graph.eqns[0].args])[:1], ()
 
     alone = steps[0].infer if graph.outputs == (len(graph.inputs),) and len(steps) == 1 else None
     return Executable(
@@ -233,14 +258,20 @@ def run_steps(graph: Graph, steps: Sequence[Step], target: Target, options: Opti
 
 def step_of(graph: Graph, eqn: Eqn, tiles: Tiles | None, target: Target, options: Options) -> Step:
     """How an equation runs: in tiles, or by its definition."""
-    from attn_graph.lowering.cpu.fused_calls import FusedRun  # planning needs it, importing not
-
     if isinstance(eqn.op, Packed):
         return packed_step(graph, eqn, target, options)
     if tiles is None:
         specs = operand_specs(graph, eqn)
         return Step(run_definition(eqn.op, specs), temporary=needed_by_definition(eqn, specs))
-    scratch, names = tiles.scratch, tuple(tiles.buffers)
+    call, infer = ready_tiles(tiles, options)
+    more = 0 if isinstance(tiles, TangentTiles) else sink_bytes(tiles.problem)
+    return Step(call, tiles.scratch, tiles.temporary + more, tiles.summary(), infer)
+
+
+def ready_tiles(tiles: Tiles, options: Options) -> Ready:
+    """What runs tiles, and what does where o alone is wanted."""
+    from attn_graph.lowering.cpu.fused_calls import FusedRun  # planning needs it, importing not
+
     work: Work
     if isinstance(tiles, TangentTiles):
         work = tiles.run
@@ -248,20 +279,22 @@ def step_of(graph: Graph, eqn: Eqn, tiles: Tiles | None, target: Target, options
         run = FusedRun.of(tiles) if isinstance(tiles, FusedTiles) else tiles
         forward = tiles.problem.grad is None
         work = run.forward if forward else partial(run_backward, tiles.problem, run.backward)
-
-    def leased(work: Work) -> Work:
-        def call(device: torch.device, *operands: torch.Tensor) -> Sequence[torch.Tensor]:
-            rooms = options.workspace.lease(scratch, device)
-            with torch.no_grad(), without_autocast(), rooms as views:
-                return work(operands, dict(zip(names, views, strict=True)))
-
-        return call
-
-    more = 0 if isinstance(tiles, TangentTiles) else sink_bytes(tiles.problem)
-    infer = None
+    call = lease_scratch(work, tiles, options)
     if isinstance(tiles, RowTiles) and tiles.problem.grad is None:
-        infer = leased(tiles.infer)
-    return Step(leased(work), scratch, tiles.temporary + more, tiles.summary(), infer)
+        return call, lease_scratch(tiles.infer, tiles, options)
+    return call, call
+
+
+def lease_scratch(work: Work, tiles: Tiles, options: Options) -> Work:
+    """The work of tiles with the memory that they need."""
+    scratch, names = tiles.scratch, tuple(tiles.buffers)
+
+    def call(device: torch.device, *operands: torch.Tensor) -> Sequence[torch.Tensor]:
+        rooms = options.workspace.lease(scratch, device)
+        with torch.no_grad(), without_autocast(), rooms as views:
+            return work(operands, dict(zip(names, views, strict=True)))
+
+    return call
 
 
 def packed_step(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Step:
@@ -323,4 +356,4 @@ def run_backward(
     return [gradients[i] for i, wanted in enumerate(grad.wants) if wanted]
 
 
-BACKEND = folds_heads(Backend("math", why_not, lower, lower_any=lower_packed_steps), "cpu")
+BACKEND = folds_heads(Backend("math", why_not, lower, lower_any=lower_any), "cpu")
