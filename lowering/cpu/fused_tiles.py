@@ -188,11 +188,10 @@ class FusedTiles:
     def temporary(self) -> int:
         """Bytes beside the workspace, at most: a tile's results, and the places that are asked."""
         p = self.problem
-        rows, keys = p.B * p.H * p.M * (self.width + 4), p.B * p.G * p.N * self.width
-        results = rows + (2 * keys if p.grad is not None else 0)
         b = p.B if "b" in self.axes and self.static is not None else 1
         places = 0 if self.holds else POSITIONS * b * self.most_scores()
-        return places + 2 * (1 + p.wide.itemsize) * self.addends + 2 * p.wide.itemsize * results
+        addends = 2 * (1 + p.wide.itemsize) * self.addends
+        return places + addends + result_bytes(p, self.width)
 
     def summary(self) -> str:
         """How it runs, for `explain`."""
@@ -201,10 +200,7 @@ class FusedTiles:
             why = "data picks the keys" if mask and mask.needs else "each call lists them"
             kinds = "rectangles and triangles, else on " if self.layered else ""
             return f"PyTorch's fused CPU kernel on {kinds}tiles of {DATA_ROWS} queries; {why}"
-        whole = self.problem.B * self.problem.M * self.problem.N
-        area, calls = sum(t.area for t in self.static), sum(len(t.parts) for t in self.static)
-        share = f"{100 * area / whole:.3g} % of the {self.problem.H * whole} scores"
-        return f"{calls} call{'s' * (calls != 1)} of PyTorch's fused CPU kernel, {share}"
+        return describe_calls(self.problem, self.static)
 
     def tiles(self, data: Tensors) -> Sequence[Tile]:
         """The tiles of a call, given what the mask reads."""
@@ -240,6 +236,21 @@ class FusedTiles:
         """Whether the kernel lays o out in the memory order of q, given q where it lies."""
         q = self.problem.specs[0]
         return not self.packs("q", q) and has_flash_order(q)
+
+
+def result_bytes(problem: Problem, width: int) -> int:
+    """What the kernel allocates for results of tiles of this head size, at most."""
+    p = problem
+    rows, keys = p.B * p.H * p.M * (width + 4), p.B * p.G * p.N * width
+    return 2 * p.wide.itemsize * (rows + (2 * keys if p.grad is not None else 0))
+
+
+def describe_calls(problem: Problem, tiles: Sequence[Tile]) -> str:
+    """For `explain`: how many calls tiles are, and of which share of the scores."""
+    whole = problem.B * problem.M * problem.N
+    area, calls = sum(t.area for t in tiles), sum(len(t.parts) for t in tiles)
+    share = f"{100 * area / whole:.3g} % of the {problem.H * whole} scores"
+    return f"{calls} call{'s' * (calls != 1)} of PyTorch's fused CPU kernel, {share}"
 
 
 def whole_tile(problem: Problem) -> Tile:

@@ -29,6 +29,7 @@ from attn_graph.lowering.cpu.row_tiles import RowTiles
 from attn_graph.lowering.cpu.schedule import POSITIONS
 from attn_graph.lowering.cpu.sink_sums import sink_bytes, sink_gradient_of
 from attn_graph.lowering.cpu.tangent_tiles import TangentTiles
+from attn_graph.lowering.cpu.whole_tiles import WholeTiles
 from attn_graph.lowering.folding import folds_heads, shares_rows
 from attn_graph.lowering.problem import Problem, operand_specs, sole
 from attn_graph.lowering.reasons import BY_THREADS
@@ -39,7 +40,7 @@ from attn_graph.machine.torch_switches import products_round
 from attn_graph.machine.workspace import Buffer, Scratch
 from attn_graph.spec import NAMES, TensorSpec
 
-AttentionTiles = FusedTiles | RowTiles | ProductTiles
+AttentionTiles = WholeTiles | FusedTiles | RowTiles | ProductTiles
 Tiles = AttentionTiles | TangentTiles
 # Where the blocked math lowering, which computes half precision in float32, beats PyTorch's own
 # half precision kernel on CPUs: by dtype and pass, and whether the CPU has the dtype natively. For
@@ -110,7 +111,7 @@ def tile_problem(statistics: bool, fused: bool, own: Dtypes, problem: Problem) -
         return RowTiles.plan(problem)
     if pays or not (fused and fuses(problem)):
         return ProductTiles.plan(problem, problem.dtype if pays else problem.wide)
-    return FusedTiles.plan(problem)
+    return WholeTiles.plan(problem) or FusedTiles.plan(problem)
 
 
 def where_faster(graph: Graph, target: Target) -> str | None:
@@ -289,12 +290,16 @@ def lease_scratch(work: Work, tiles: Tiles, options: Options) -> Work:
     """The work of tiles with the memory that they need."""
     scratch, names = tiles.scratch, tuple(tiles.buffers)
 
+    def call_alone(device: torch.device, *operands: torch.Tensor) -> Sequence[torch.Tensor]:
+        with torch.no_grad(), without_autocast():
+            return work(operands, {})
+
     def call(device: torch.device, *operands: torch.Tensor) -> Sequence[torch.Tensor]:
         rooms = options.workspace.lease(scratch, device)
         with torch.no_grad(), without_autocast(), rooms as views:
             return work(operands, dict(zip(names, views, strict=True)))
 
-    return call
+    return call if names else call_alone
 
 
 def packed_step(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Step:
