@@ -15,6 +15,7 @@ from attn_graph.ir.packed import Packed, fused_op, with_operands
 from attn_graph.ir.paging import Unpage
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.tangents import attention_in
+from attn_graph.masks import Mask
 from attn_graph.masks.canonical import canonical_mask
 from attn_graph.spec.dims import Dim, NamedSize, Sizes, are_numbers, bind
 
@@ -54,16 +55,18 @@ def settle(op: Op, operands: Sequence[Value]) -> tuple[Op, Sequence[Value]]:
         return op, operands
     types = [x.type for x in operands]
     q, k, *_ = op.padded(types) if isinstance(op, Packed) else types
-    settled, kept = settle_attention(op, node, q.shape[2], k.shape[2], len(operands))
+    M, N = q.shape[2], k.shape[2]
+    settled, kept = settle_attention(op, node, node.mask, M, N, len(operands))
     return settled, operands if kept is None else [operands[i] for i in kept]
 
 
 def settle_attention(
-    op: Any, node: Attention, M: int, N: int, count: int
+    op: Any, node: Attention, bound: Mask | None, M: int, N: int, count: int
 ) -> tuple[Any, Sequence[int] | None]:  # Any: an op of the same class
     """The same of an attention, or what is made of one, for M queries and N keys; and which of its
-    `count` operands it reads then, by number. None: all that it read."""
-    mask = None if node.mask is None else canonical_mask(node.mask, M, N)
+    `count` operands it reads then, by number. None: all that it read. bound: its mask in numbers.
+    """
+    mask = None if bound is None else canonical_mask(bound, M, N)
     modifiers = tuple([modifier.resolved(M, N) for modifier in node.modifiers])
     if (mask, modifiers) == (node.mask, node.modifiers):
         return op, None
@@ -72,7 +75,8 @@ def settle_attention(
     after = range(before + len(known), count)
     kept = (*range(before), *(known[name] for name in (mask.needs if mask else ())), *after)
     settled = evolve(node, mask=mask, modifiers=modifiers)
-    return with_operands(op, settled, [i for i in kept if i < own]), kept
+    changed = with_operands(op, settled, [i for i in kept if i < own])
+    return changed, None if len(kept) == count else kept
 
 
 def largest(graph: Graph) -> dict[str, int]:

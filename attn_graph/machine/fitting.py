@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import final
 
 import torch
@@ -14,6 +15,7 @@ from attn_graph.machine.tensors import require_as_declared, require_device
 from attn_graph.spec import TensorSpec
 from attn_graph.spec.dims import Dim, NamedSize, are_numbers
 
+RECENT = 4  # sizes of which a spec is kept
 Shape = tuple[int, ...]
 Layouts = Callable[..., Sequence[tuple[Shape, Shape]]]
 Specs = Callable[..., tuple[TensorSpec, ...]]
@@ -139,10 +141,26 @@ def compile_reads(reads: Sequence[Read]) -> Callable[[Sequence[torch.Tensor]], S
 
 
 def compile_specs(names: Sequence[str], specs: Sequence[TensorSpec]) -> Specs:
-    """A function of sizes, none of them 0: each spec in these."""
+    """A function of sizes, none of them 0: each spec in these. What is equal, or of sizes that
+    were there before, is one object."""
+    makers = {spec: compile_spec(spec) for spec in specs}
     given = "x" * (1 + max(map(len, names)))  # as no size is called
-    parts = [spec_text(f"{given}[{n}]", spec) for n, spec in enumerate(specs)]
-    return eval(f"lambda {', '.join(names)}: ({', '.join(parts)},)", {given: tuple(specs)})  # type: ignore[no-any-return]  # as above
+    parts = [f"{given}[{n}]({', '.join(names_in(spec))})" for n, spec in enumerate(specs)]
+    text = f"lambda {', '.join(names)}: ({', '.join(parts)},)"
+    return eval(text, {given: [makers[spec] for spec in specs]})  # type: ignore[no-any-return]  # as above
+
+
+def compile_spec(spec: TensorSpec) -> Callable[..., TensorSpec]:
+    """A function of the sizes in a spec: the spec in these."""
+    names = names_in(spec)
+    given = "x" * (1 + max(map(len, names), default=0))
+    text = f"lambda {', '.join(names)}: {spec_text(given, spec)}"
+    return lru_cache(RECENT)(eval(text, {given: spec}))
+
+
+def names_in(spec: TensorSpec) -> list[str]:
+    """The names of the sizes in a spec."""
+    return [*dict.fromkeys(symbol.name for dim in spec.dims for symbol in dim.symbols)]
 
 
 def spec_text(name: str, spec: TensorSpec) -> str:

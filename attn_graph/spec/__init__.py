@@ -140,7 +140,7 @@ class TensorSpec:
         spec.__attrs_init__(shape, self.dtype, strides)  # type: ignore[attr-defined]  # attrs makes it
         return spec
 
-    @property
+    @cached_property
     def is_dense(self) -> bool:
         """Whether the strides are the default ones: C order without gaps."""
         return self.strides == normalise_strides(self.shape, dense_strides(self.shape))

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import final
+from typing import cast, final
 
 import torch
 from attrs import Factory, field, frozen
 
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.binding import settle_attention
+from attn_graph.ir.tangents import attention_in
 from attn_graph.lowering.folding import as_shaped, fold_problem
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.steps import Work
-from attn_graph.machine.ambient import neutral_state
+from attn_graph.machine.ambient import is_neutral, neutral_state
 from attn_graph.machine.fitting import Shape, Specs, compile_reads, compile_specs, find_reads
+from attn_graph.masks import Mask
 from attn_graph.spec import TensorSpec
 from attn_graph.spec.dims import bind, dims_in
 
@@ -34,12 +36,13 @@ Ready = tuple[Work, Work]  # what runs a problem, and what does where o alone is
 class SizedStep:
     """Runs an attention, or its gradient, in any sizes of at least 1.
 
-    op: with sizes by name. names: those that its operands give. read: operands -> sizes, in their
+    op: with sizes by name; node: the attention that it is, or is the gradient of. names: those that its operands give. read: operands -> sizes, in their
     order; lay: sizes -> specs. moves: whether bounds of its mask move with sizes. folds: whether
     heads may be rows. lower: makes a problem of numbers run.
     """
 
     op: Attention | AttentionGrad
+    node: Attention
     names: tuple[str, ...]
     read: Callable[[Tensors], Shape]
     lay: Specs
@@ -59,15 +62,16 @@ class SizedStep:
         folds: bool,
         lower: Callable[[Problem], Ready],
     ) -> SizedStep | None:
-        """None where operands do not give all sizes."""
-        reads = dict(find_reads(specs))
-        known = {symbol.name for dim in dims_in(tuple(specs)) for symbol in dim.symbols}
-        if not known <= reads.keys():
+        """None where operands do not give all sizes, or more than the mask depends on them."""
+        reads, node = dict(find_reads(specs)), attention_in(op)
+        assert node is not None
+        inside, bounds = [*dims_in(op)], [*dims_in(node.mask)]
+        needed = {x.name for dim in (*dims_in(tuple(specs)), *inside) for x in dim.symbols}
+        if not needed <= reads.keys() or len(inside) > len(bounds):
             return None
-        names = tuple(reads)
-        moves = next(dims_in(op), None) is not None
+        names, moves = tuple(reads), bool(bounds)
         read, lay = compile_reads([*reads.values()]), compile_specs(names, specs)
-        return cls(op, names, read, lay, moves, folds, lower)
+        return cls(op, node, names, read, lay, moves, folds, lower)
 
     def call(self, device: torch.device, *operands: torch.Tensor) -> Tensors:
         """The results."""
@@ -77,16 +81,25 @@ class SizedStep:
         """The first result, and perhaps others."""
         return self.at(self.read(operands))[1](device, *operands)
 
-    @neutral_state()
     def make(self, sizes: Shape) -> Ready:
         """What runs these sizes."""
-        specs = self.lay(*sizes)
-        op = bind(self.op, dict(zip(self.names, sizes, strict=True))) if self.moves else self.op
-        node: Attention = op.attention if isinstance(op, AttentionGrad) else op
-        kept: Sequence[int] | None = None
-        if node.mask or node.modifiers:
-            M, N = specs[0].shape[2], specs[1].shape[2]
-            op, kept = settle_attention(op, node, M, N, len(specs))
+        if is_neutral():  # as it mostly is
+            return self.plan_size(sizes)
+        with neutral_state():
+            return self.plan_size(sizes)
+
+    def mask_at(self, sizes: Shape) -> Mask | None:
+        """The mask in these sizes."""
+        if not self.moves:
+            return self.node.mask
+        return cast(Mask, bind(self.node.mask, dict(zip(self.names, sizes, strict=True))))
+
+    def plan_size(self, sizes: Shape) -> Ready:
+        """The same, whose tensors may be kept."""
+        specs, (op, kept) = self.lay(*sizes), (self.op, None)
+        if self.node.mask or self.node.modifiers:
+            M, N, mask = specs[0].shape[2], specs[1].shape[2], self.mask_at(sizes)
+            op, kept = settle_attention(op, self.node, mask, M, N, len(specs))
         problem = Problem.of(op, specs if kept is None else [specs[n] for n in kept])
         folded = fold_problem(problem) if self.folds else None
         ready = self.lower(problem if folded is None else folded)

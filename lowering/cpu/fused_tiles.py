@@ -33,6 +33,7 @@ from attn_graph.lowering.cpu.schedule import (
 from attn_graph.lowering.problem import Problem, has_flash_order, is_readable
 from attn_graph.machine.workspace import Buffer, Scratch
 from attn_graph.masks import Mask
+from attn_graph.masks.canonical import is_ours
 from attn_graph.masks.places import Block, Place
 from attn_graph.masks.regions import MOST_POINTS
 from attn_graph.spec import TensorSpec
@@ -290,9 +291,14 @@ def axes_of_mask(problem: Problem) -> str:
     mask, sizes = problem.node.mask, (problem.B, problem.H, problem.M, problem.N)
     if mask is None:
         return ""
-    if not mask.needs:  # what it is made of does not grow with sizes
-        return probe_axes(mask, tuple(min(2, n) for n in sizes))
-    return probe_axes_with(mask, sizes, shapes_of_data(problem))
+    cut, data = cut_short if is_ours(mask) else tuple, problem.by_role.mask
+    given = tuple([(name, cut(x.shape), x.dtype) for name, x in data.items()])
+    return probe_axes(mask, cut(sizes) if given else cut_short(sizes), given)
+
+
+def cut_short(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Sizes of at most 2: what a mask of ours returns is broadcast alike, and does not grow."""
+    return tuple([min(2, n) for n in sizes])
 
 
 def shapes_of_data(problem: Problem) -> Tensors:
@@ -304,16 +310,17 @@ def shapes_of_data(problem: Problem) -> Tensors:
 
 
 @lru_cache(64)
-def probe_axes(mask: Mask, sizes: tuple[int, ...]) -> str:
-    """The same of a mask that reads no tensors."""
-    return probe_axes_with(mask, sizes, {})
-
-
-def probe_axes_with(mask: Mask, sizes: tuple[int, ...], data: Mapping[str, torch.Tensor]) -> str:
-    """Found by asking a mask at a few places: what it returns is as large as what it reads."""
+def probe_axes(
+    mask: Mask, sizes: tuple[int, ...], data: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+) -> str:
+    """By asking a mask at a few places: what it returns is as large as what it reads. data: name,
+    shape and dtype of each tensor that it reads."""
     _, H, M, N = sizes
-    b, h, i, j = (range(min(2, n)) for n in sizes)
-    block = Block(b, h, i, H, M, N, data)
+    zeros = {
+        name: torch.zeros((), dtype=dtype, device=CPU).expand(shape) for name, shape, dtype in data
+    }
+    b, h, i, j = map(range, cut_short(sizes))
+    block = Block(b, h, i, H, M, N, zeros)
     kept = torch.as_tensor(mask.keep(Place.of(block, j, CPU)), device=CPU)
     shape = (1,) * (4 - kept.ndim) + tuple(kept.shape)
     return "".join(axis for axis, n in zip("bh", shape, strict=False) if n > 1)
