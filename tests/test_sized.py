@@ -24,6 +24,7 @@ CPU = ag.Target.of("cpu")
 I32 = torch.int32
 B, M, N, T = ag.Dim("B", most=4), ag.Dim("M", most=24), ag.Dim("N", most=48), ag.Dim("T", most=90)
 LONG, ROOM = ag.Dim("N", most=3000), ag.Dim("N", classes=ag.doubling(8, 64))
+PAGES, COUNT, PAGE = ag.Dim("P", most=40), ag.Dim("C", most=9), 4
 BOTTOM = ag.Causal("bottom_right")
 EACH = 20  # steps, after which results are compared
 
@@ -50,6 +51,14 @@ def packed(T: int, B: int, **options: Any) -> ag.Graph:
     k = spec(T, 2, 16)
     starts = spec(B + 1, dtype=I32)
     return ag.attention(spec(T, 4, 16), k, k, q_starts=starts, most=(30, 30), **options)
+
+
+def paged(M: int = 1, dtype: torch.dtype = torch.float32, **options: Any) -> ag.Graph:
+    """Four heads on keys in pages of four rows, of a pool and a table that grow."""
+    pool = spec(PAGES, PAGE, 2, 16, dtype=dtype)
+    table, lengths = spec(B, COUNT, dtype=I32), spec(B, dtype=I32)
+    q = spec(B, 4, M, 16, dtype=dtype)
+    return ag.attention(q, pool, pool, pages=table, kv_lengths=lengths, **options)
 
 
 @pytest.fixture(autouse=True)
@@ -141,6 +150,12 @@ CASES = {
         "math",
     ),
     "rows beside heads": (dense(M, N, G=2, layout="bshd", mask=BOTTOM), "math"),
+    "decode from pages": (paged(mask=BOTTOM), "math"),
+    "decode from pages, bf16": (paged(dtype=torch.bfloat16, mask=BOTTOM), "math"),
+    "three rows from pages, a window and a cap": (
+        paged(3, mask=ag.Window(5, align="bottom_right"), soft_cap=3.0),
+        "math",
+    ),
     "packed": (packed(T, B, mask=BOTTOM), "math"),
     "packed, a window and a cap": (packed(T, B, mask=ag.Window(5), soft_cap=3.0), "math"),
 }
@@ -171,8 +186,11 @@ def draw_input(
     x = given.spec.bind(sizes)
     if given.name == "q_starts":
         return starts
+    if given.name == "pages":
+        pages = rng.choices(range(sizes["P"]), k=prod(x.shape))
+        return torch.tensor(pages, dtype=x.dtype).view(x.shape)
     if given.name.endswith("lengths"):
-        most = sizes[{"q": "M", "k": "N"}[given.name[0]]]
+        most = sizes["C"] * PAGE if "C" in sizes else sizes[{"q": "M", "k": "N"}[given.name[0]]]
         return torch.tensor([rng.randrange(most + 1) for _ in range(x.shape[0])], dtype=x.dtype)
     if x.dtype == I32:
         return torch.tensor(rng.choices(range(3), k=prod(x.shape)), dtype=I32).view(x.shape)

@@ -102,11 +102,16 @@ class SizedStep:
             op, kept = settle_attention(op, self.node, mask, M, N, len(specs))
         problem = Problem.of(op, specs if kept is None else [specs[n] for n in kept])
         folded = fold_problem(problem) if self.folds else None
-        ready = self.lower(problem if folded is None else folded)
-        if folded is not None:
-            shapes = [spec.shape for spec in folded.specs], result_shapes(problem)
-            ready = wrap_each(ready, run_folded, *shapes)
+        ready = unfold_ready(self.lower(problem if folded is None else folded), problem, folded)
         return ready if kept is None else wrap_each(ready, run_selected, kept)
+
+
+def unfold_ready(ready: Ready, problem: Problem, folded: Problem | None) -> Ready:
+    """What runs a problem, of what runs it with heads folded; None: as it is."""
+    if folded is None:
+        return ready
+    given = [spec.shape for spec in folded.specs]
+    return wrap_each(ready, run_folded, given, result_shapes(problem))
 
 
 def wrap_each(ready: Ready, wrapper: Callable[..., Tensors], *given: object) -> Ready:

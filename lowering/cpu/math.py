@@ -22,7 +22,7 @@ from attn_graph.ir.packing import Lengths
 from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp
 from attn_graph.lowering.backend import Backend, Executable, Options, switch_name
 from attn_graph.lowering.cpu import row_choice, sdpa
-from attn_graph.lowering.cpu.any_size import Ready, SizedStep
+from attn_graph.lowering.cpu.any_size import Ready, SizedStep, unfold_ready
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
 from attn_graph.lowering.cpu.product_tiles import ProductTiles
 from attn_graph.lowering.cpu.row_tiles import RowTiles
@@ -30,7 +30,7 @@ from attn_graph.lowering.cpu.schedule import POSITIONS
 from attn_graph.lowering.cpu.sink_sums import sink_bytes, sink_gradient_of
 from attn_graph.lowering.cpu.tangent_tiles import TangentTiles
 from attn_graph.lowering.cpu.whole_tiles import WholeTiles
-from attn_graph.lowering.folding import folds_heads, shares_rows
+from attn_graph.lowering.folding import fold_problem, folds_heads, shares_rows
 from attn_graph.lowering.problem import Problem, operand_specs, sole
 from attn_graph.lowering.reasons import BY_THREADS
 from attn_graph.lowering.steps import Steps, Work
@@ -206,7 +206,8 @@ def any_step(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Step |
         return sized_step(graph, eqn, eqn.op, target, options)
     if not runs_any_size(eqn, specs):
         return None
-    run = PackedRun(eqn, specs, partial(lower_sequence, target, options))
+    lower, shortcut = (partial(f, target, options) for f in (lower_sequence, whole_sequence))
+    run = PackedRun(eqn, specs, lower, shortcut)
     return Step(call_packed(run, options.workspace))
 
 
@@ -317,6 +318,26 @@ def lower_sequence(target: Target, options: Options, part: Graph) -> Executable:
     faster = where_faster(part, target) is not None
     refused = faster or sdpa.BACKEND.reasons(part, target, options)
     return (BACKEND if refused else sdpa.BACKEND).lower(part, target, options)
+
+
+def whole_sequence(
+    target: Target, options: Options, op: Op, specs: Sequence[TensorSpec]
+) -> Executable | None:
+    """The same of one that is a call of PyTorch's fused kernel whoever runs it, without a graph;
+    None of others. Its needs and notes are not told."""
+    if not isinstance(op, Attention | AttentionGrad) or target.kind != "cpu":
+        return None
+    problem = Problem.of(op, specs)
+    if problem.is_empty or not (options.switches.flash and fuses(problem)):
+        return None
+    folded = fold_problem(problem)
+    part = problem if folded is None else folded
+    pays = row_choice.pays(part, own_products(target), problem.grad is None)
+    tiles = None if pays else WholeTiles.plan(part)
+    if tiles is None:
+        return None
+    call, _ = unfold_ready(ready_tiles(tiles, options), problem, folded)
+    return Executable(lambda *views: (call(views[0].device, *views), ()))
 
 
 def needed_by_definition(eqn: Eqn, specs: Sequence[TensorSpec]) -> int:
