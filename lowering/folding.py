@@ -24,7 +24,7 @@ from attn_graph.lowering.problem import Problem, sole
 from attn_graph.machine.target import Target
 from attn_graph.masks import Keep, KeyLengths, Mask, Prefix
 from attn_graph.masks.runs import leaves
-from attn_graph.spec import TensorSpec, dense_strides, memory_order, normalise_strides
+from attn_graph.spec import TensorSpec, normalise_strides
 from attn_graph.spec.dims import Dim, are_numbers
 
 Shape = tuple[int, ...]
@@ -64,11 +64,16 @@ class Folding:
 def as_shaped(x: torch.Tensor, shape: Shape) -> torch.Tensor:
     """A tensor with its heads folded or not. Statistics and dq are copied where no view will do.
 
-    shape: [B,H,M,...], where B and M may be Dims. What has as many heads as that is not folded.
+    shape: [B,H,M,...], -1 where a size is not known. What has as many heads as that is not folded.
     """
-    if x.shape == shape or x.shape[1:2] == shape[1:2]:
+    if x.shape[1:2] == shape[1:2]:
         return x
-    return x.reshape(shape if are_numbers(*shape) else (len(x), shape[1], -1, *shape[3:]))
+    return x.reshape((len(x), *shape[1:]) if shape[0] < 0 else shape)
+
+
+def to_reshape(shape: Shape) -> Shape:
+    """A shape as `as_shaped` takes it: -1 for B and M that are Dims."""
+    return tuple([n if are_numbers(n) else -1 for n in shape])
 
 
 def folds_heads(backend: Backend, kind: str) -> Backend:
@@ -137,9 +142,9 @@ def fold_heads(graph: Graph) -> Folding | None:
     values += b.emit(eqn.op, *(values[i] for i in eqn.args))
     return Folding(
         b.graph(*(values[i] for i in graph.outputs)),
-        tuple(s.shape for s in specs),
-        tuple(t.shape for t in graph.output_types),
-        tuple(graph.types[i].shape for i in residuals(graph)),
+        tuple([to_reshape(s.shape) for s in specs]),
+        tuple([to_reshape(t.shape) for t in graph.output_types]),
+        tuple([to_reshape(graph.types[i].shape) for i in residuals(graph)]),
     )
 
 
@@ -157,10 +162,10 @@ def fold_problem(problem: Problem) -> Problem | None:
         return None
     own, specs = len(problem.node.ranks), list[TensorSpec]()
     for n, spec in enumerate(problem.specs):
-        folded = fold_spec(spec, problem) if n == 0 or n >= own else spec
-        if folded is None:
+        row = fold_spec(spec, problem) if n == 0 or n >= own else spec
+        if row is None:
             return None
-        specs.append(folded)
+        specs.append(row)
     folded = evolve(problem, specs=tuple(specs))
     return folded if keeps_order(problem, folded) else None
 

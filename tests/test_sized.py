@@ -141,7 +141,7 @@ CASES = {
     "slopes": (dense(M, N, alibi=True, align="bottom_right", mask=BOTTOM), "math"),
     "segments": (dense(M, N, segments=(spec(B, M, dtype=I32), spec(B, N, dtype=I32))), "math"),
     "lengths of both": (
-        dense(M, N, mask=BOTTOM, **{n: spec(B, dtype=I32) for n in ("q_lengths", "kv_lengths")}),
+        dense(M, N, mask=BOTTOM, q_lengths=spec(B, dtype=I32), kv_lengths=spec(B, dtype=I32)),
         "math",
     ),
     "sinks": (dense(M, N, sinks=spec(4), mask=BOTTOM), "math"),

@@ -36,9 +36,10 @@ Ready = tuple[Work, Work]  # what runs a problem, and what does where o alone is
 class SizedStep:
     """Runs an attention, or its gradient, in any sizes of at least 1.
 
-    op: with sizes by name; node: the attention that it is, or is the gradient of. names: those that its operands give. read: operands -> sizes, in their
-    order; lay: sizes -> specs. moves: whether bounds of its mask move with sizes. folds: whether
-    heads may be rows. lower: makes a problem of numbers run.
+    op: with sizes by name; node: the attention that it is, or is the gradient of. names: of the
+    sizes that its operands give. read: operands -> sizes, in their order; lay: sizes -> specs.
+    moves: whether bounds of its mask move with sizes. folds: whether heads may be rows. lower:
+    makes a problem of numbers run.
     """
 
     op: Attention | AttentionGrad

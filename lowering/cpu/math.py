@@ -206,7 +206,8 @@ def any_step(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Step |
         return sized_step(graph, eqn, eqn.op, target, options)
     if not runs_any_size(eqn, specs):
         return None
-    lower, shortcut = (partial(f, target, options) for f in (lower_sequence, whole_sequence))
+    lower = partial(lower_sequence, target, options)
+    shortcut = partial(whole_sequence, target, options)
     run = PackedRun(eqn, specs, lower, shortcut)
     return Step(call_packed(run, options.workspace))
 

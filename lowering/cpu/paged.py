@@ -52,9 +52,7 @@ def gather_pages(
     return rows.view(1, G, k * P, D)[:, :, :count]
 
 
-def select_rows(
-    x: torch.Tensor, places: torch.Tensor, out: torch.Tensor | None
-) -> torch.Tensor:
+def select_rows(x: torch.Tensor, places: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     """x[places]. Of tensors without memory in a tenth of the time that PyTorch takes for these."""
     if x.is_meta:
         return x.new_empty((len(places), *x.shape[1:]))

@@ -185,7 +185,10 @@ def fold_tiles(problem: Problem, mask: Mask, rows: int, least_full: int) -> list
     Only for masks and modifiers that depend on j - i alone. Each batch entry gets its own. None
     where that leaves more than MOST_TILES.
     """
-    batch, changes = range(problem.B), find_changes(mask, problem.B, problem.H, problem.M, problem.N)
+    batch, changes = (
+        range(problem.B),
+        find_changes(mask, problem.B, problem.H, problem.M, problem.N),
+    )
     if changes is None and rows * MOST_TILES < problem.M:
         return None
     runs: list[Same] = []

@@ -76,9 +76,10 @@ class WholeTiles:
         read = p.grad.split(operands)
         assert read.do is not None
         lse = read.lse.masked_fill(read.lse == -INF, 0.0)
+        q, k, v = read.own[:3]
         causal = self.part.kind == "causal"
-        given = *read.own[:3], read.do, read.o, lse
-        return dict(enumerate(fused_cpu.attend_backward(*given, p.node.scale, causal)))
+        pulled = fused_cpu.attend_backward(q, k, v, read.do, read.o, lse, p.node.scale, causal)
+        return dict(enumerate(pulled))
 
 
 def has_more_steps(problem: Problem) -> bool:
