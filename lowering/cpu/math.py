@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from math import prod
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import torch
 from attrs import frozen
@@ -39,6 +39,9 @@ from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import products_round
 from attn_graph.machine.workspace import Buffer, Scratch
 from attn_graph.spec import NAMES, TensorSpec
+
+if TYPE_CHECKING:
+    from attn_graph.lowering.cpu.fused_calls import FusedRun
 
 AttentionTiles = WholeTiles | FusedTiles | RowTiles | ProductTiles
 Tiles = AttentionTiles | TangentTiles
@@ -273,35 +276,45 @@ def step_of(graph: Graph, eqn: Eqn, tiles: Tiles | None, target: Target, options
 
 def ready_tiles(tiles: Tiles, options: Options) -> Ready:
     """What runs tiles, and what does where o alone is wanted."""
-    from attn_graph.lowering.cpu.fused_calls import FusedRun  # planning needs it, importing not
-
     work: Work
     if isinstance(tiles, TangentTiles):
         work = tiles.run
     else:
-        run = FusedRun.of(tiles) if isinstance(tiles, FusedTiles) else tiles
+        run = ready_run(tiles) if isinstance(tiles, FusedTiles) else tiles
         forward = tiles.problem.grad is None
         work = run.forward if forward else partial(run_backward, tiles.problem, run.backward)
-    call = lease_scratch(work, tiles, options)
+    if isinstance(tiles, WholeTiles):
+        call: Work = partial(run_alone, work)
+    else:
+        call = lease_scratch(work, tiles, options)
     if isinstance(tiles, RowTiles) and tiles.problem.grad is None:
         return call, lease_scratch(tiles.infer, tiles, options)
     return call, call
+
+
+def ready_run(tiles: FusedTiles) -> FusedRun:
+    """Tiles of the fused kernel, ready to run."""
+    from attn_graph.lowering.cpu.fused_calls import FusedRun  # planning needs it, importing not
+
+    return FusedRun.of(tiles)
+
+
+def run_alone(work: Work, device: torch.device, *operands: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Work that needs no memory beside its results."""
+    with torch.no_grad(), without_autocast():
+        return work(operands, {})
 
 
 def lease_scratch(work: Work, tiles: Tiles, options: Options) -> Work:
     """The work of tiles with the memory that they need."""
     scratch, names = tiles.scratch, tuple(tiles.buffers)
 
-    def call_alone(device: torch.device, *operands: torch.Tensor) -> Sequence[torch.Tensor]:
-        with torch.no_grad(), without_autocast():
-            return work(operands, {})
-
     def call(device: torch.device, *operands: torch.Tensor) -> Sequence[torch.Tensor]:
         rooms = options.workspace.lease(scratch, device)
         with torch.no_grad(), without_autocast(), rooms as views:
             return work(operands, dict(zip(names, views, strict=True)))
 
-    return call if names else call_alone
+    return call if names else partial(run_alone, work)
 
 
 def packed_step(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Step:
