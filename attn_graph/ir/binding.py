@@ -61,8 +61,13 @@ def settle(op: Op, operands: Sequence[Value]) -> tuple[Op, Sequence[Value]]:
 
 
 def settle_attention(
-    op: Any, node: Attention, bound: Mask | None, M: int, N: int, count: int
-) -> tuple[Any, Sequence[int] | None]:  # Any: an op of the same class
+    op: Any,  # Any: an op of the same class as the first result
+    node: Attention,
+    bound: Mask | None,
+    M: int,
+    N: int,
+    count: int,
+) -> tuple[Any, Sequence[int] | None]:  # Any: as above
     """The same of an attention, or what is made of one, for M queries and N keys; and which of its
     `count` operands it reads then, by number. None: all that it read. bound: its mask in numbers.
     """

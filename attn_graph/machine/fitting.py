@@ -145,20 +145,20 @@ def compile_specs(names: Sequence[str], specs: Sequence[TensorSpec]) -> Specs:
     were there before, is one object."""
     makers = {spec: compile_spec(spec) for spec in specs}
     given = "x" * (1 + max(map(len, names)))  # as no size is called
-    parts = [f"{given}[{n}]({', '.join(names_in(spec))})" for n, spec in enumerate(specs)]
+    parts = [f"{given}[{n}]({', '.join(size_names(spec))})" for n, spec in enumerate(specs)]
     text = f"lambda {', '.join(names)}: ({', '.join(parts)},)"
     return eval(text, {given: [makers[spec] for spec in specs]})  # type: ignore[no-any-return]  # as above
 
 
 def compile_spec(spec: TensorSpec) -> Callable[..., TensorSpec]:
     """A function of the sizes in a spec: the spec in these."""
-    names = names_in(spec)
+    names = size_names(spec)
     given = "x" * (1 + max(map(len, names), default=0))
     text = f"lambda {', '.join(names)}: {spec_text(given, spec)}"
     return lru_cache(RECENT)(eval(text, {given: spec}))
 
 
-def names_in(spec: TensorSpec) -> list[str]:
+def size_names(spec: TensorSpec) -> list[str]:
     """The names of the sizes in a spec."""
     return [*dict.fromkeys(symbol.name for dim in spec.dims for symbol in dim.symbols)]
 

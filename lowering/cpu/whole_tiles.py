@@ -32,7 +32,7 @@ class WholeTiles:
     def plan(cls, problem: Problem) -> WholeTiles | None:
         """The one tile of a problem; None where it takes more than a call of the kernel."""
         part = None if has_more_steps(problem) else find_part(problem)
-        if part is None or not all(is_readable(x, like=n == 0) for n, x in read_specs(problem)):
+        if part is None or not all(is_readable(x, like=n == 0) for n, x in large_operands(problem)):
             return None
         gives_o = problem.grad is not None or has_flash_order(problem.specs[0])
         return cls(problem, part) if gives_o else None
@@ -103,7 +103,7 @@ def find_part(problem: Problem) -> Part | None:
     return parts[0] if len(parts) == 1 and parts[0].kind == "full" else None
 
 
-def read_specs(problem: Problem) -> Iterator[tuple[int, TensorSpec]]:
+def large_operands(problem: Problem) -> Iterator[tuple[int, TensorSpec]]:
     """Each of the large operands, by number in any order, of which q is 0."""
     yield from enumerate(problem.specs[:3])
     if problem.grad is not None:
