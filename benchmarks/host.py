@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 import attn_graph as ag
+from attn_graph.ir.graph import Input
 from attn_graph.ir.passes import simplify
 from attn_graph.kernels.tilings import Tiling
 from attn_graph.lowering.cudnn import builder as cudnn_builder
@@ -31,7 +32,7 @@ from attn_graph.lowering.triton.tile_lists import list_ahead
 from attn_graph.nn.functional import attention, scaled_dot_product_attention
 from benchmarks.timing import Job, microseconds, microseconds_in_turn, save, seconds
 
-CPU = torch.device("cpu")
+CPU, I32 = torch.device("cpu"), torch.int32
 SDPA = "F.scaled_dot_product_attention"
 
 
@@ -164,24 +165,20 @@ def measure_layer(count: int = 300) -> float:
 
 
 def sized_rows() -> list[dict[str, Any]]:
-    """What a new size costs a plan whose sizes have names, beyond a call of the plan of one size;
+    """What a new size costs a plan whose sizes have names, beyond a call of the plan of that size;
     and what growing lengths without names cost to plan."""
-    B, M, N, T = (ag.Dim(n, most=m) for n, m in (("B", 8), ("M", 64), ("N", 4096), ("T", 512)))
-    q, k = (ag.TensorSpec((B, heads, n, 64), torch.float32) for heads, n in ((8, 1), (2, N)))
-    x, rows = (ag.TensorSpec(s, torch.float32) for s in ((B, 1, M, 16), (T, 2, 16)))
-    starts = ag.TensorSpec((B + 1,), torch.int32)
+    B, M, N, T = (ag.Dim(n, most=m) for n, m in (("B", 8), ("M", 512), ("N", 4096), ("T", 512)))
+    x, rows = (spec(*s) for s in ((B, 1, M, 16), (T, 2, 16)))
     graphs = {
-        "decode": ag.attention(q, k, k, mask=ag.Causal("bottom_right")),
+        "decode": decode(B, N),
         "causal": ag.attention(x, x, x, mask=ag.Causal()),
         "causal, forward and backward": ag.attention(x, x, x, mask=ag.Causal()),
-        "packed": ag.attention(rows, rows, rows, q_starts=starts, most=(8, 8)),
+        "packed": ag.attention(rows, rows, rows, q_starts=spec(B + 1, dtype=I32), most=(8, 8)),
     }
     growing = (causal(1, n, torch.float32) for n in range(1, 2001))
     return [
-        *(
-            make_row(f"{n}: a new size with Dims", measure_size(g, n), 15 * (1 + (" and " in n)))
-            for n, g in graphs.items()
-        ),
+        *(size_row(n, g, 15 * (1 + (" and " in n))) for n, g in graphs.items()),
+        *math_rows(B, M, N),
         make_row(
             "compile(graph), N growing to 2000, without Dims",
             median_microseconds(partial(ag.compile, graph, store=False) for graph in growing),
@@ -190,29 +187,88 @@ def sized_rows() -> list[dict[str, Any]]:
     ]
 
 
-def measure_size(graph: ag.Graph, name: str, count: int = 300) -> float:
-    """Microseconds that calls take whose sizes change each time, beyond those of one size by the
-    plan of that size; medians."""
-    plan, trains = ag.compile(graph, store=False), "backward" in name
+def math_rows(B: int, M: int, N: int) -> list[dict[str, Any]]:
+    """The same of `math`, which plans a size when a call first has it. What decodes has a goal."""
+    x, lengths, half = spec(B, 1, M, 16), spec(B, dtype=I32), torch.bfloat16
+    pool, table = spec(600, 16, 2, 64), spec(B, ag.Dim("C", most=600), dtype=I32)
+    window = ag.Window(5, align="bottom_right")
+    decoding = {
+        "decode": decode(B, N),
+        "decode in bf16": decode(B, N, half),
+        "decode, a window": decode(B, N, mask=window),
+        "decode, a cap": decode(B, N, soft_cap=20.0),
+        "decode, lengths": decode(B, N, kv_lengths=lengths),
+        "decode in bf16, lengths": decode(B, N, half, kv_lengths=lengths),
+        "decode from pages": ag.attention(
+            spec(B, 8, 1, 64), pool, pool, pages=table, kv_lengths=lengths
+        ),
+    }
+    others = {
+        "a window": ag.attention(x, x, x, mask=ag.Window(7)),
+        "a window, forward and backward": ag.attention(x, x, x, mask=ag.Window(7)),
+        "a window and a cap": ag.attention(x, x, x, mask=ag.Window(7), soft_cap=20.0),
+    }
+    return [
+        *(size_row(f"math: {n}", g, 15, ("math",)) for n, g in decoding.items()),
+        *(size_row(f"math: {n}", g, None, ("math",)) for n, g in others.items()),
+    ]
 
-    def make_call(call: Callable[..., Any], sizes: dict[str, int]) -> Job:
-        inputs = [i.spec.bind(sizes) for i in graph.inputs]
-        tensors = [
-            torch.arange(spec.shape[0], dtype=spec.dtype)  # sequences of one row
-            if spec.dtype == torch.int32
-            else torch.empty_strided(spec.shape, spec.strides).zero_().requires_grad_(trains)
-            for spec in inputs
-        ]
+
+def spec(*shape: int, dtype: torch.dtype = torch.float32) -> ag.TensorSpec:
+    """A tensor without gaps."""
+    return ag.TensorSpec(shape, dtype)
+
+
+def decode(B: int, N: int, dtype: torch.dtype = torch.float32, **options: Any) -> ag.Graph:
+    """A query of eight heads on two key/value heads of a cache."""
+    kv = spec(B, 2, N, 64, dtype=dtype)
+    options = options or {"mask": ag.Causal("bottom_right")}
+    return ag.attention(spec(B, 8, 1, 64, dtype=dtype), kv, kv, **options)
+
+
+def size_row(
+    name: str, graph: ag.Graph, goal: float | None, backends: tuple[str, ...] | None = None
+) -> dict[str, Any]:
+    """The row of one graph."""
+    figure = measure_size(graph, "backward" in name, backends)
+    return make_row(f"{name}: a new size with Dims", figure, goal)
+
+
+def measure_size(
+    graph: ag.Graph, trains: bool, backends: tuple[str, ...] | None, count: int = 100
+) -> float:
+    """Microseconds that calls take whose sizes were never there, beyond those of the plans of these
+    sizes; the median. trains: both passes."""
+    plan = ag.compile(graph, store=False, backends=backends)
+    (varied,) = (s.name for s in graph.symbols if s.name != "B")
+    room = {dtype: torch.zeros(2**22, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)}
+
+    def make_job(call: Callable[..., Any], size: int) -> Job:
+        sizes = {"B": 8, varied: size}
+        tensors = [fill_input(i, i.spec.bind(sizes), size, room, trains) for i in graph.inputs]
         if not trains:
             return partial(call, *tensors)
         do = torch.zeros_like(tensors[0])
         return lambda: torch.autograd.grad(call(*tensors), tensors, do)
 
-    (varied,) = (s.name for s in graph.symbols if s.name != "B")
-    sizes = [{"B": 8, varied: 9 + n % 8} for n in range(count)]
-    exact = plan.at(**sizes[0])
-    new = median_microseconds([make_call(plan, each) for each in sizes])
-    return new - median_microseconds([make_call(exact, sizes[0]) for _ in sizes])
+    sizes = range(9, 9 + count)
+    exact = [make_job(plan.at(B=8, **{varied: size}), size) for size in sizes]
+    for job in exact:
+        job()
+    times = [cpu_seconds(job) for job in exact]
+    new = [cpu_seconds(job) for job in [make_job(plan, size) for size in sizes]]
+    return statistics.median(n - t for n, t in zip(new, times, strict=True)) * 1e6
+
+
+def fill_input(
+    given: Input, x: ag.TensorSpec, size: int, room: dict[torch.dtype, torch.Tensor], trains: bool
+) -> torch.Tensor:
+    """An input: a view of the room, or starts of sequences of one row, lengths or pages."""
+    if given.name == "q_starts":
+        return torch.arange(x.shape[0], dtype=x.dtype)
+    if x.dtype == I32:
+        return torch.full(x.shape, size if given.name == "kv_lengths" else 0, dtype=x.dtype)
+    return room[x.dtype].as_strided(x.shape, x.strides).detach().requires_grad_(trains)
 
 
 def median_microseconds(jobs: Iterable[Job]) -> float:

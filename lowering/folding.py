@@ -24,7 +24,7 @@ from attn_graph.lowering.problem import Problem, sole
 from attn_graph.machine.target import Target
 from attn_graph.masks import Keep, KeyLengths, Mask, Prefix
 from attn_graph.masks.runs import leaves
-from attn_graph.spec import TensorSpec, dense_strides, memory_order, normalise_strides
+from attn_graph.spec import TensorSpec, normalise_strides
 from attn_graph.spec.dims import Dim, are_numbers
 
 Shape = tuple[int, ...]
@@ -64,11 +64,16 @@ class Folding:
 def as_shaped(x: torch.Tensor, shape: Shape) -> torch.Tensor:
     """A tensor with its heads folded or not. Statistics and dq are copied where no view will do.
 
-    shape: [B,H,M,...], where B and M may be Dims. What has as many heads as that is not folded.
+    shape: [B,H,M,...], -1 where a size is not known. What has as many heads as that is not folded.
     """
-    if x.shape == shape or x.shape[1:2] == shape[1:2]:
+    if x.shape[1:2] == shape[1:2]:
         return x
-    return x.reshape(shape if are_numbers(*shape) else (len(x), shape[1], -1, *shape[3:]))
+    return x.reshape((len(x), *shape[1:]) if shape[0] < 0 else shape)
+
+
+def to_reshape(shape: Shape) -> Shape:
+    """A shape as `as_shaped` takes it: -1 for B and M that are Dims."""
+    return tuple([n if are_numbers(n) else -1 for n in shape])
 
 
 def folds_heads(backend: Backend, kind: str) -> Backend:
@@ -128,27 +133,43 @@ def unfold(executable: Executable, folding: Folding) -> Executable:
 def fold_heads(graph: Graph) -> Folding | None:
     """A graph of one attention, or one gradient, with heads folded; None where it can't be."""
     problem = sole(graph)
-    if problem is None or problem.is_empty or problem.H == problem.G or tells_rows_apart(problem):
+    folded = None if problem is None or shares_rows(graph) else fold_problem(problem)
+    if folded is None:
         return None
     (eqn,) = graph.eqns
-    own = len(problem.node.ranks)
-    rows = {eqn.args[0], *eqn.args[own:]}
-    if not rows.isdisjoint(eqn.args[1:own]) or not keeps_order(problem):
-        return None
-    specs = [
-        fold_spec(i.spec, problem) if n in rows else i.spec for n, i in enumerate(graph.inputs)
-    ]
-    if None in specs:
-        return None
-    b = Builder()
-    values = [b.input(i.name, s) for i, s in zip(graph.inputs, specs, strict=True) if s is not None]
+    known = dict(zip(eqn.args, folded.specs, strict=True))
+    specs = [known.get(n, i.spec) for n, i in enumerate(graph.inputs)]
+    b = Builder(trusts=True)
+    values = [b.input(i.name, s) for i, s in zip(graph.inputs, specs, strict=True)]
     values += b.emit(eqn.op, *(values[i] for i in eqn.args))
     return Folding(
         b.graph(*(values[i] for i in graph.outputs)),
-        tuple(s.shape for s in specs if s is not None),
-        tuple(t.shape for t in graph.output_types),
-        tuple(graph.types[i].shape for i in residuals(graph)),
+        tuple([to_reshape(s.shape) for s in specs]),
+        tuple([to_reshape(t.shape) for t in graph.output_types]),
+        tuple([to_reshape(graph.types[i].shape) for i in residuals(graph)]),
     )
+
+
+def shares_rows(graph: Graph) -> bool:
+    """Whether the equation of a graph reads one value as queries and as keys, or as data."""
+    (eqn,), problem = graph.eqns, sole(graph)
+    assert problem is not None
+    own = len(problem.node.ranks)
+    return not {eqn.args[0], *eqn.args[own:]}.isdisjoint(eqn.args[1:own])
+
+
+def fold_problem(problem: Problem) -> Problem | None:
+    """A problem with heads folded; None where it can't be."""
+    if problem.is_empty or problem.H == problem.G or tells_rows_apart(problem):
+        return None
+    own, specs = len(problem.node.ranks), list[TensorSpec]()
+    for n, spec in enumerate(problem.specs):
+        row = fold_spec(spec, problem) if n == 0 or n >= own else spec
+        if row is None:
+            return None
+        specs.append(row)
+    folded = evolve(problem, specs=tuple(specs))
+    return folded if keeps_order(problem, folded) else None
 
 
 def tells_rows_apart(problem: Problem) -> bool:
@@ -179,14 +200,9 @@ def fold_spec(spec: TensorSpec, problem: Problem) -> TensorSpec | None:
     return TensorSpec((B, problem.G, r * M, *last), spec.dtype, strides)
 
 
-def keeps_order(problem: Problem) -> bool:
+def keeps_order(problem: Problem, folded: Problem) -> bool:
     """Whether o, which lies in the memory order of q as that is folded, lies in q's own as well."""
-    q = fold_spec(problem.specs[0], problem)
-    if q is None:
-        return False
-    shape, strides = problem.layout_of_o
-    folded = (problem.B, problem.G, q.shape[2], problem.E)
-    own = TensorSpec(shape, problem.dtype, strides)
-    lies = normalise_strides(folded, dense_strides(folded, memory_order(q)))
-    due = fold_spec(own, problem)
-    return due is not None and due.strides == lies
+    shape, lies = folded.layout_of_o
+    own, strides = problem.layout_of_o
+    due = fold_spec(TensorSpec(own, problem.dtype, strides), problem)
+    return due is not None and due.strides == normalise_strides(shape, lies)

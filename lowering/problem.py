@@ -104,7 +104,7 @@ class Problem:
     @property
     def is_plain(self) -> bool:
         """Whether it is softmax(scale q k^T) v and no more: no mask, modifier, sink or dropout."""
-        return self.node == Attention(self.node.scale)
+        return self.node.is_bare and self.node.mask is None
 
     @property
     def is_empty(self) -> bool:
@@ -229,8 +229,9 @@ def flash_order(q: TensorSpec) -> tuple[int, ...]:
 
 def has_flash_order(q: TensorSpec) -> bool:
     """Whether o from PyTorch's flash kernels has the memory order of q."""
-    order = memory_order(q)
-    return order == BSHD or normalise_strides(q.shape, dense_strides(q.shape, order)) == q.strides
+    if q.is_dense or (order := memory_order(q)) == BSHD:
+        return True
+    return normalise_strides(q.shape, dense_strides(q.shape, order)) == q.strides
 
 
 def is_readable(x: TensorSpec, *, like: bool = False) -> bool:
@@ -240,10 +241,13 @@ def is_readable(x: TensorSpec, *, like: bool = False) -> bool:
     broadcast (stride 0), except in q (`like`): the kernel gives o the layout of q, and with a
     stride of 0 it may put another axis than the last innermost and write to wrong places.
     """
-    *outer, D = x.shape
-    strides = [s for n, s in zip(outer, x.strides, strict=False) if n > 1]
-    rows_apart = x.shape[2] <= 1 or x.strides[2] >= D
-    return x.unit_last and rows_apart and all(s >= D or (s == 0 and not like) for s in strides)
+    (B, H, L, D), (entry, head, row, _) = x.shape, x.strides
+    return (
+        x.unit_last
+        and (L <= 1 or row >= D)
+        and (H <= 1 or head >= D or (head == 0 and not like))
+        and (B <= 1 or entry >= D or (entry == 0 and not like))
+    )
 
 
 def cotangent_bytes(problem: Problem) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from math import prod
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph.ir.binding import bind_graph, replace_sizes
+from attn_graph.ir.graph import Input
 from attn_graph.testing.agreement import check_gradients, check_outputs, run_gradients, run_plan
 from attn_graph.testing.strategies import seeds
 from attn_graph.testing.tensors import cotangents_for, tensors_for
@@ -21,6 +23,8 @@ from tests.ir.test_dims import draw_sizes, named_graphs
 CPU = ag.Target.of("cpu")
 I32 = torch.int32
 B, M, N, T = ag.Dim("B", most=4), ag.Dim("M", most=24), ag.Dim("N", most=48), ag.Dim("T", most=90)
+LONG, ROOM = ag.Dim("N", most=3000), ag.Dim("N", classes=ag.doubling(8, 64))
+PAGES, COUNT, PAGE = ag.Dim("P", most=40), ag.Dim("C", most=9), 4
 BOTTOM = ag.Causal("bottom_right")
 EACH = 20  # steps, after which results are compared
 
@@ -30,16 +34,31 @@ def spec(*shape: int, dtype: torch.dtype = torch.float32, **more: Any) -> ag.Ten
 
 
 def dense(
-    M: int, N: int, B: int = B, G: int = 4, layout: str | None = None, **options: Any
-) -> ag.Graph:
-    k = spec(B, G, N, 16, layout=layout)
-    return ag.attention(spec(B, 4, M, 16, layout=layout), k, k, **options)
+    M: int, N: int, B: int = B, G: int = 4, layout: str | None = None,
+    dtype: torch.dtype = torch.float32, **options: Any,
+) -> ag.Graph:  # fmt: skip
+    k = spec(B, G, N, 16, dtype=dtype, layout=layout)
+    return ag.attention(spec(B, 4, M, 16, dtype=dtype, layout=layout), k, k, **options)
+
+
+def decode(dtype: torch.dtype = torch.float32, keys: int = N, **options: Any) -> ag.Graph:
+    """One query for each of four heads, on two key/value heads of a growing cache."""
+    k = spec(B, 2, keys, 16, dtype=dtype)
+    return ag.attention(spec(B, 4, 1, 16, dtype=dtype), k, k, **options)
 
 
 def packed(T: int, B: int, **options: Any) -> ag.Graph:
     k = spec(T, 2, 16)
     starts = spec(B + 1, dtype=I32)
     return ag.attention(spec(T, 4, 16), k, k, q_starts=starts, most=(30, 30), **options)
+
+
+def paged(M: int = 1, dtype: torch.dtype = torch.float32, **options: Any) -> ag.Graph:
+    """Four heads on keys in pages of four rows, of a pool and a table that grow."""
+    pool = spec(PAGES, PAGE, 2, 16, dtype=dtype)
+    table, lengths = spec(B, COUNT, dtype=I32), spec(B, dtype=I32)
+    q = spec(B, 4, M, 16, dtype=dtype)
+    return ag.attention(q, pool, pool, pages=table, kv_lengths=lengths, **options)
 
 
 @pytest.fixture(autouse=True)
@@ -107,6 +126,36 @@ CASES = {
     "keys apart": (dense(M, N), "torch_sdpa"),
     "grouped heads": (dense(M, N, G=2), "torch_sdpa"),
     "decode, grouped heads": (dense(1, N, G=2, mask=BOTTOM), "torch_sdpa"),
+    "decode by math": (decode(mask=BOTTOM), "math"),
+    "decode, bf16": (decode(torch.bfloat16, LONG, mask=BOTTOM), "math"),
+    "decode, f16": (decode(torch.float16, mask=BOTTOM), "math"),
+    "decode in classes": (decode(keys=ROOM, kv_lengths=spec(B, dtype=I32)), "math"),
+    "decode, lengths": (decode(torch.bfloat16, kv_lengths=spec(B, dtype=I32)), "math"),
+    "decode, a window": (decode(mask=ag.Window(9, align="bottom_right")), "math"),
+    "decode, a cap": (decode(soft_cap=3.0, mask=BOTTOM), "math"),
+    "one query or several": (dense(M, N, G=2, mask=BOTTOM, stats=True), "math"),
+    "a window": (dense(M, M, mask=ag.Window(5)), "math"),
+    "a window, bf16": (dense(M, M, dtype=torch.bfloat16, mask=ag.Window(5)), "math"),
+    "a window and a cap": (dense(M, M, mask=ag.Window(5), soft_cap=3.0), "math"),
+    "a bias": (dense(M, N, bias=spec(1, 4, M, N), mask=BOTTOM), "math"),
+    "slopes": (dense(M, N, alibi=True, align="bottom_right", mask=BOTTOM), "math"),
+    "segments": (dense(M, N, segments=(spec(B, M, dtype=I32), spec(B, N, dtype=I32))), "math"),
+    "lengths of both": (
+        dense(M, N, mask=BOTTOM, q_lengths=spec(B, dtype=I32), kv_lengths=spec(B, dtype=I32)),
+        "math",
+    ),
+    "sinks": (dense(M, N, sinks=spec(4), mask=BOTTOM), "math"),
+    "heads of two sizes": (
+        ag.attention(spec(B, 4, M, 16), spec(B, 2, N, 16), spec(B, 2, N, 8), mask=BOTTOM),
+        "math",
+    ),
+    "rows beside heads": (dense(M, N, G=2, layout="bshd", mask=BOTTOM), "math"),
+    "decode from pages": (paged(mask=BOTTOM), "math"),
+    "decode from pages, bf16": (paged(dtype=torch.bfloat16, mask=BOTTOM), "math"),
+    "three rows from pages, a window and a cap": (
+        paged(3, mask=ag.Window(5, align="bottom_right"), soft_cap=3.0),
+        "math",
+    ),
     "packed": (packed(T, B, mask=BOTTOM), "math"),
     "packed, a window and a cap": (packed(T, B, mask=ag.Window(5), soft_cap=3.0), "math"),
 }
@@ -114,20 +163,38 @@ CASES = {
 
 def steps(graph: ag.Graph, count: int) -> Iterator[tuple[dict[str, int], tuple[torch.Tensor, ...]]]:
     """Sizes and tensors of a graph, drawn at random, all of one storage."""
-    rng, room = random.Random(0), torch.randn(2**16)
+    rng, room = random.Random(0), torch.randn(2**19)
     for _ in range(count):
-        sizes = {s.name: rng.randrange(1, s.most + 1) for s in graph.symbols}
+        sizes = {
+            s.name: rng.choice(s.classes) if s.classes else rng.randrange(1, s.most + 1)
+            for s in graph.symbols
+        }
         starts = draw_starts(rng)
         if "T" in sizes:
             sizes |= {"B": len(starts) - 1, "T": int(starts[-1]) + rng.randrange(1, 4)}
-        inputs = [i.spec.bind(sizes) for i in graph.inputs]
-        yield (
-            sizes,
-            tuple(
-                starts if x.dtype == I32 else room.as_strided(x.shape, x.strides, 64 * n)
-                for n, x in enumerate(inputs)
-            ),
-        )
+        yield sizes, tuple(draw_input(rng, i, sizes, starts, room) for i in graph.inputs)
+
+
+def draw_input(
+    rng: random.Random,
+    given: Input,
+    sizes: dict[str, int],
+    starts: torch.Tensor,
+    room: torch.Tensor,
+) -> torch.Tensor:
+    """An input in these sizes: of integers starts, lengths or segments, else a view of `room`."""
+    x = given.spec.bind(sizes)
+    if given.name == "q_starts":
+        return starts
+    if given.name == "pages":
+        pages = rng.choices(range(sizes["P"]), k=prod(x.shape))
+        return torch.tensor(pages, dtype=x.dtype).view(x.shape)
+    if given.name.endswith("lengths"):
+        most = sizes["C"] * PAGE if "C" in sizes else sizes[{"q": "M", "k": "N"}[given.name[0]]]
+        return torch.tensor([rng.randrange(most + 1) for _ in range(x.shape[0])], dtype=x.dtype)
+    if x.dtype == I32:
+        return torch.tensor(rng.choices(range(3), k=prod(x.shape)), dtype=I32).view(x.shape)
+    return room.to(x.dtype).as_strided(x.shape, x.strides, rng.randrange(999))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -163,15 +230,14 @@ def test_steps_of_random_sizes_are_one_build_for_each_pass(case: str, count: int
     [
         dense(M, N, mask=BOTTOM, stats=True),
         dense(M, M, mask=ag.Window(3), soft_cap=2.0),
-        dense(M, N, G=2, layout="bshd"),
+        dense(M, N, G=2, layout="bshd"),  # in PyTorch's kernel, which folds one query's heads
         packed(T, B, dropout=0.5),
     ],
 )
-def test_sizes_that_run_as_graphs_of_their_own_are_the_same_bits_too(graph: ag.Graph) -> None:
+def test_the_bits_are_the_same_in_the_backend_that_is_chosen(graph: ag.Graph) -> None:
     plan = ag.compile(graph, target=CPU)
     assert plan.sized is not None
-    drops = any(i.name == "seed" for i in graph.inputs)  # packed, sequence by sequence all the same
-    assert (plan.sized.whole is None) == (not drops)
+    assert (plan.sized.whole is None) == (plan.backend == "torch_sdpa")
     for sizes in ({"M": 5, "N": 9}, {"M": 1, "N": 7}, {"M": 24, "N": 48}, {"M": 3, "N": 0}):
         known = {s.name: sizes.get(s.name, 3) for s in graph.symbols}
         who = plan.at(**known).backend
@@ -332,7 +398,7 @@ def test_a_plan_says_how_it_takes_sizes() -> None:
         ag.compile(dense(M, M), target=CPU, backends=("torch_sdpa",)).explain()
     )
     assert "B, M, N are sizes of the call, each as a graph of its own" in str(
-        ag.compile(dense(M, N, mask=BOTTOM), target=CPU).explain()
+        ag.compile(dense(M, N, G=2, layout="bshd"), target=CPU).explain()
     )
 
 

@@ -94,6 +94,13 @@ class Attention(Op):
         return len(self.ranks)
 
     @property
+    def is_bare(self) -> bool:
+        """Whether it is a softmax under a mask and no more, and gives no other statistic than lse:
+        Attention(scale, mask=mask)."""
+        more = self.modifiers or self.sinks or self.dropout or self.origin
+        return not more and len(self.stats) == 1
+
+    @property
     def roles(self) -> tuple[str, ...]:
         """A name for each operand, in order."""
         return (

@@ -8,12 +8,14 @@ from typing import Any
 from attrs import evolve
 
 from attn_graph.errors import GraphError
+from attn_graph.ir.attention import Attention
 from attn_graph.ir.builder import Builder, Value
 from attn_graph.ir.graph import Graph, Op
 from attn_graph.ir.packed import Packed, fused_op, with_operands
 from attn_graph.ir.paging import Unpage
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.tangents import attention_in
+from attn_graph.masks import Mask
 from attn_graph.masks.canonical import canonical_mask
 from attn_graph.spec.dims import Dim, NamedSize, Sizes, are_numbers, bind
 
@@ -54,16 +56,32 @@ def settle(op: Op, operands: Sequence[Value]) -> tuple[Op, Sequence[Value]]:
     types = [x.type for x in operands]
     q, k, *_ = op.padded(types) if isinstance(op, Packed) else types
     M, N = q.shape[2], k.shape[2]
-    mask = None if node.mask is None else canonical_mask(node.mask, M, N)
-    modifiers = tuple(modifier.resolved(M, N) for modifier in node.modifiers)
+    settled, kept = settle_attention(op, node, node.mask, M, N, len(operands))
+    return settled, operands if kept is None else [operands[i] for i in kept]
+
+
+def settle_attention(
+    op: Any,  # Any: an op of the same class as the first result
+    node: Attention,
+    bound: Mask | None,
+    M: int,
+    N: int,
+    count: int,
+) -> tuple[Any, Sequence[int] | None]:  # Any: as above
+    """The same of an attention, or what is made of one, for M queries and N keys; and which of its
+    `count` operands it reads then, by number. None: all that it read. bound: its mask in numbers.
+    """
+    mask = None if bound is None else canonical_mask(bound, M, N)
+    modifiers = tuple([modifier.resolved(M, N) for modifier in node.modifiers])
     if (mask, modifiers) == (node.mask, node.modifiers):
-        return op, operands
-    before, count = 3 + sum(len(m.needs) for m in modifiers), len(node.ranks)
+        return op, None
+    before, own = 3 + sum(len(m.needs) for m in modifiers), len(node.ranks)
     known = {name: before + n for n, name in enumerate(node.mask.needs if node.mask else ())}
     after = range(before + len(known), count)
     kept = (*range(before), *(known[name] for name in (mask.needs if mask else ())), *after)
-    settled = with_operands(op, evolve(node, mask=mask, modifiers=modifiers), kept)
-    return settled, [*(operands[i] for i in kept), *operands[count:]]
+    settled = evolve(node, mask=mask, modifiers=modifiers)
+    changed = with_operands(op, settled, [i for i in kept if i < own])
+    return changed, None if len(kept) == count else kept
 
 
 def largest(graph: Graph) -> dict[str, int]:

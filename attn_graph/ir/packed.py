@@ -260,8 +260,8 @@ class Packed(Op):
             where["keys"] = (operands[-1], *ends)
         return tuple(operands[:count]), where
 
-    def entries(self, types: Sequence[ValueType]) -> int:
-        """B, by the types of the operands."""
+    def entries(self, types: Sequence[X]) -> int:
+        """B, by the types of the operands, or themselves."""
         return types[-1].shape[0] if self.paged else count_sequences(types[-1])
 
     def fewest(self, types: Sequence[ValueType]) -> int:

@@ -42,7 +42,7 @@ def integer_problems(who: str, **given: ValueType) -> Iterator[str]:
             yield f"{who}: {name} {type_} must be of {' or '.join(map(str, INTEGERS))}"
 
 
-def count_sequences(starts: ValueType) -> int:
+def count_sequences(starts: ValueType | torch.Tensor) -> int:
     """B, of starts [B+1]."""
     return max(0, starts.shape[0] - 1)
 

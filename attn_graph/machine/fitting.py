@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import final
 
 import torch
@@ -14,8 +15,10 @@ from attn_graph.machine.tensors import require_as_declared, require_device
 from attn_graph.spec import TensorSpec
 from attn_graph.spec.dims import Dim, NamedSize, are_numbers
 
+RECENT = 4  # sizes of which a spec is kept
 Shape = tuple[int, ...]
 Layouts = Callable[..., Sequence[tuple[Shape, Shape]]]
+Specs = Callable[..., tuple[TensorSpec, ...]]
 Read = tuple[int, int, int, int]  # a tensor's number, an axis, and what n * factor + more is there
 
 
@@ -129,6 +132,46 @@ def compile_check(names: Sequence[str], specs: Sequence[TensorSpec]) -> Callable
     checks = [layout_check(f"{given}[{n}]", spec) for n, spec in enumerate(specs)]
     text = f"lambda {given}, {', '.join(names)}: {' and '.join(checks)}"
     return eval(text, {})  # type: ignore[no-any-return]  # of names and numbers
+
+
+def compile_reads(reads: Sequence[Read]) -> Callable[[Sequence[torch.Tensor]], Shape]:
+    """A function of tensors: the sizes that they give."""
+    sizes = [f"(x[{n}].shape[{axis}] - {more}) // {by}" for n, axis, by, more in reads]
+    return eval(f"lambda x: ({', '.join(sizes)},)", {})  # type: ignore[no-any-return]  # as above
+
+
+def compile_specs(names: Sequence[str], specs: Sequence[TensorSpec]) -> Specs:
+    """A function of sizes, none of them 0: each spec in these. What is equal, or of sizes that
+    were there before, is one object."""
+    makers = {spec: compile_spec(spec) for spec in specs}
+    given = "x" * (1 + max(map(len, names)))  # as no size is called
+    parts = [f"{given}[{n}]({', '.join(size_names(spec))})" for n, spec in enumerate(specs)]
+    text = f"lambda {', '.join(names)}: ({', '.join(parts)},)"
+    return eval(text, {given: [makers[spec] for spec in specs]})  # type: ignore[no-any-return]  # as above
+
+
+def compile_spec(spec: TensorSpec) -> Callable[..., TensorSpec]:
+    """A function of the sizes in a spec: the spec in these."""
+    names = size_names(spec)
+    given = "x" * (1 + max(map(len, names), default=0))
+    text = f"lambda {', '.join(names)}: {spec_text(given, spec)}"
+    return lru_cache(RECENT)(eval(text, {given: spec}))
+
+
+def size_names(spec: TensorSpec) -> list[str]:
+    """The names of the sizes in a spec."""
+    return [*dict.fromkeys(symbol.name for dim in spec.dims for symbol in dim.symbols)]
+
+
+def spec_text(name: str, spec: TensorSpec) -> str:
+    """The expression for a spec in sizes. Strides of axes of one place are 0."""
+    if not spec.dims:
+        return name
+    strides = [
+        f"{step}" if are_numbers(size) else f"0 if {size} == 1 else {step}"
+        for size, step in zip(spec.shape, spec.strides, strict=True)
+    ]
+    return f"{name}.resized({spec.shape}, ({', '.join(strides)},))"
 
 
 def compile_layouts(names: Sequence[str], specs: Sequence[TensorSpec]) -> Layouts:

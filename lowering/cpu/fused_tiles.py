@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
 from typing import final
 
@@ -33,6 +33,7 @@ from attn_graph.lowering.cpu.schedule import (
 from attn_graph.lowering.problem import Problem, has_flash_order, is_readable
 from attn_graph.machine.workspace import Buffer, Scratch
 from attn_graph.masks import Mask
+from attn_graph.masks.canonical import is_ours
 from attn_graph.masks.places import Block, Place
 from attn_graph.masks.regions import MOST_POINTS
 from attn_graph.spec import TensorSpec
@@ -188,11 +189,10 @@ class FusedTiles:
     def temporary(self) -> int:
         """Bytes beside the workspace, at most: a tile's results, and the places that are asked."""
         p = self.problem
-        rows, keys = p.B * p.H * p.M * (self.width + 4), p.B * p.G * p.N * self.width
-        results = rows + (2 * keys if p.grad is not None else 0)
         b = p.B if "b" in self.axes and self.static is not None else 1
         places = 0 if self.holds else POSITIONS * b * self.most_scores()
-        return places + 2 * (1 + p.wide.itemsize) * self.addends + 2 * p.wide.itemsize * results
+        addends = 2 * (1 + p.wide.itemsize) * self.addends
+        return places + addends + result_bytes(p, self.width)
 
     def summary(self) -> str:
         """How it runs, for `explain`."""
@@ -201,10 +201,7 @@ class FusedTiles:
             why = "data picks the keys" if mask and mask.needs else "each call lists them"
             kinds = "rectangles and triangles, else on " if self.layered else ""
             return f"PyTorch's fused CPU kernel on {kinds}tiles of {DATA_ROWS} queries; {why}"
-        whole = self.problem.B * self.problem.M * self.problem.N
-        area, calls = sum(t.area for t in self.static), sum(len(t.parts) for t in self.static)
-        share = f"{100 * area / whole:.3g} % of the {self.problem.H * whole} scores"
-        return f"{calls} call{'s' * (calls != 1)} of PyTorch's fused CPU kernel, {share}"
+        return describe_calls(self.problem, self.static)
 
     def tiles(self, data: Tensors) -> Sequence[Tile]:
         """The tiles of a call, given what the mask reads."""
@@ -240,6 +237,21 @@ class FusedTiles:
         """Whether the kernel lays o out in the memory order of q, given q where it lies."""
         q = self.problem.specs[0]
         return not self.packs("q", q) and has_flash_order(q)
+
+
+def result_bytes(problem: Problem, width: int) -> int:
+    """What the kernel allocates for results of tiles of this head size, at most."""
+    p = problem
+    rows, keys = p.B * p.H * p.M * (width + 4), p.B * p.G * p.N * width
+    return 2 * p.wide.itemsize * (rows + (2 * keys if p.grad is not None else 0))
+
+
+def describe_calls(problem: Problem, tiles: Sequence[Tile]) -> str:
+    """For `explain`: how many calls tiles are, and of which share of the scores."""
+    whole = problem.B * problem.M * problem.N
+    area, calls = sum(t.area for t in tiles), sum(len(t.parts) for t in tiles)
+    share = f"{100 * area / whole:.3g} % of the {problem.H * whole} scores"
+    return f"{calls} call{'s' * (calls != 1)} of PyTorch's fused CPU kernel, {share}"
 
 
 def whole_tile(problem: Problem) -> Tile:
@@ -279,9 +291,14 @@ def axes_of_mask(problem: Problem) -> str:
     mask, sizes = problem.node.mask, (problem.B, problem.H, problem.M, problem.N)
     if mask is None:
         return ""
-    if not mask.needs:  # what it is made of does not grow with sizes
-        return probe_axes(mask, tuple(min(2, n) for n in sizes))
-    return probe_axes_with(mask, sizes, shapes_of_data(problem))
+    cut, data = cut_short if is_ours(mask) else tuple, problem.by_role.mask
+    given = tuple([(name, cut(x.shape), x.dtype) for name, x in data.items()])
+    return probe_axes(mask, cut(sizes) if given else cut_short(sizes), given)
+
+
+def cut_short(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Sizes of at most 2: what a mask of ours returns is broadcast alike, and does not grow."""
+    return tuple([min(2, n) for n in sizes])
 
 
 def shapes_of_data(problem: Problem) -> Tensors:
@@ -293,16 +310,17 @@ def shapes_of_data(problem: Problem) -> Tensors:
 
 
 @lru_cache(64)
-def probe_axes(mask: Mask, sizes: tuple[int, ...]) -> str:
-    """The same of a mask that reads no tensors."""
-    return probe_axes_with(mask, sizes, {})
-
-
-def probe_axes_with(mask: Mask, sizes: tuple[int, ...], data: Mapping[str, torch.Tensor]) -> str:
-    """Found by asking a mask at a few places: what it returns is as large as what it reads."""
+def probe_axes(
+    mask: Mask, sizes: tuple[int, ...], data: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+) -> str:
+    """By asking a mask at a few places: what it returns is as large as what it reads. data: name,
+    shape and dtype of each tensor that it reads."""
     _, H, M, N = sizes
-    b, h, i, j = (range(min(2, n)) for n in sizes)
-    block = Block(b, h, i, H, M, N, data)
+    zeros = {
+        name: torch.zeros((), dtype=dtype, device=CPU).expand(shape) for name, shape, dtype in data
+    }
+    b, h, i, j = map(range, cut_short(sizes))
+    block = Block(b, h, i, H, M, N, zeros)
     kept = torch.as_tensor(mask.keep(Place.of(block, j, CPU)), device=CPU)
     shape = (1,) * (4 - kept.ndim) + tuple(kept.shape)
     return "".join(axis for axis, n in zip("bh", shape, strict=False) if n > 1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from math import prod
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import torch
 from attrs import frozen
@@ -22,13 +22,15 @@ from attn_graph.ir.packing import Lengths
 from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp
 from attn_graph.lowering.backend import Backend, Executable, Options, switch_name
 from attn_graph.lowering.cpu import row_choice, sdpa
+from attn_graph.lowering.cpu.any_size import Ready, SizedStep, unfold_ready
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
 from attn_graph.lowering.cpu.product_tiles import ProductTiles
 from attn_graph.lowering.cpu.row_tiles import RowTiles
 from attn_graph.lowering.cpu.schedule import POSITIONS
 from attn_graph.lowering.cpu.sink_sums import sink_bytes, sink_gradient_of
 from attn_graph.lowering.cpu.tangent_tiles import TangentTiles
-from attn_graph.lowering.folding import folds_heads
+from attn_graph.lowering.cpu.whole_tiles import WholeTiles
+from attn_graph.lowering.folding import fold_problem, folds_heads, shares_rows
 from attn_graph.lowering.problem import Problem, operand_specs, sole
 from attn_graph.lowering.reasons import BY_THREADS
 from attn_graph.lowering.steps import Steps, Work, lease_rooms
@@ -38,7 +40,11 @@ from attn_graph.machine.torch_switches import products_round
 from attn_graph.machine.workspace import Buffer, Scratch
 from attn_graph.spec import NAMES, TensorSpec
 
-Tiles = FusedTiles | RowTiles | ProductTiles | TangentTiles
+if TYPE_CHECKING:
+    from attn_graph.lowering.cpu.fused_calls import FusedRun
+
+AttentionTiles = WholeTiles | FusedTiles | RowTiles | ProductTiles
+Tiles = AttentionTiles | TangentTiles
 # Where the blocked math lowering, which computes half precision in float32, beats PyTorch's own
 # half precision kernel on CPUs: by dtype and pass, and whether the CPU has the dtype natively. For
 # bf16 that is native, `is_fast` decides by size.
@@ -100,12 +106,17 @@ def tile_equation(graph: Graph, eqn: Eqn, fused: bool, own: Dtypes) -> Tiles | N
     problem = Problem.of(eqn.op, specs)
     if problem.is_empty:
         return None
-    pays = row_choice.pays(problem, own, gives_statistics(graph, eqn))
+    return tile_problem(gives_statistics(graph, eqn), fused, own, problem)
+
+
+def tile_problem(statistics: bool, fused: bool, own: Dtypes, problem: Problem) -> AttentionTiles:
+    """How an attention, or its gradient, is tiled. statistics: as `gives_statistics` has it."""
+    pays = row_choice.pays(problem, own, statistics)
     if pays and row_choice.takes(problem):
         return RowTiles.plan(problem)
     if pays or not (fused and fuses(problem)):
         return ProductTiles.plan(problem, problem.dtype if pays else problem.wide)
-    return FusedTiles.plan(problem)
+    return WholeTiles.plan(problem) or FusedTiles.plan(problem)
 
 
 def where_faster(graph: Graph, target: Target) -> str | None:
@@ -164,8 +175,7 @@ def fuses(problem: Problem) -> bool:
 @final
 @frozen
 class Step:
-    """One equation, ready to run. infer: the same without what is saved, where that is less work
-    and nothing else reads it."""
+    """One equation, ready to run. infer: the same where its first result alone is wanted."""
 
     call: Work
     scratch: Scratch = NOTHING
@@ -181,8 +191,10 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
     return run_steps(graph, steps, target, options)
 
 
-def lower_packed_steps(graph: Graph, target: Target, options: Options) -> Executable | None:
-    """Steps on packed tensors, whose sequences are of any sizes anyway; None where others are."""
+def lower_any(graph: Graph, target: Target, options: Options) -> Executable | None:
+    """One step for each equation, in whatever sizes; None where each size is lowered by itself."""
+    if options.max_workspace is not None:  # of each size
+        return None
     steps = [any_step(graph, eqn, target, options) for eqn in graph.eqns]
     known = [step for step in steps if step is not None]
     return None if len(known) < len(steps) else run_steps(graph, known, target, options)
@@ -195,17 +207,39 @@ def any_step(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Step |
     specs = tuple(operand_specs(graph, eqn))
     if isinstance(eqn.op, Lengths):
         return Step(run_definition(eqn.op, specs))
+    if isinstance(eqn.op, (Attention, AttentionGrad)):
+        return sized_step(graph, eqn, eqn.op, target, options)
     if not runs_any_size(eqn, specs):
         return None
     lower, gives = partial(lower_sequence, target, options), gives_statistics(graph, eqn)
-    call, infer = work_of(PackedRun(eqn, specs, lower, gives), options.workspace)
+    shortcut = partial(whole_sequence, target, options, gives)
+    call, infer = work_of(PackedRun(eqn, specs, lower, gives, shortcut), options.workspace)
     return Step(call, infer=infer)
+
+
+def sized_step(
+    graph: Graph, eqn: Eqn, op: Attention | AttentionGrad, target: Target, options: Options
+) -> Step | None:
+    """How an attention, or its gradient, runs in any sizes; None where it computes nothing."""
+    specs = operand_specs(graph, eqn)
+    if Problem.of(op, specs).is_empty:
+        return None
+    folds = target.kind == "cpu" and sole(graph) is not None and not shares_rows(graph)
+    fused = target.kind == "cpu" and options.switches.flash
+    tile = partial(tile_problem, gives_statistics(graph, eqn), fused, own_products(target))
+    step = SizedStep.of(op, specs, folds, lambda problem: ready_tiles(tile(problem), options))
+    return None if step is None else Step(step.call, infer=step.infer)
 
 
 def run_steps(graph: Graph, steps: Sequence[Step], target: Target, options: Options) -> Executable:
     """Steps, one for each equation, run in order."""
     calls = [(eqn.args, step.call) for eqn, step in zip(graph.eqns, steps, strict=True)]
-    plan = Steps.of(graph, calls, {n: step.infer for n, step in enumerate(steps) if step.infer})
+    leaner = {
+        n: step.infer
+        for n, (eqn, step) in enumerate(zip(graph.eqns, steps, strict=True))
+        if step.infer not in (None, step.call) and not gives_statistics(graph, eqn)
+    }
+    plan = Steps.of(graph, calls, leaner)
     exact = options.exact(graph)
 
     def require_exact() -> None:
@@ -235,27 +269,37 @@ def run_steps(graph: Graph, steps: Sequence[Step], target: Target, options: Opti
 
 def step_of(graph: Graph, eqn: Eqn, tiles: Tiles | None, target: Target, options: Options) -> Step:
     """How an equation runs: in tiles, or by its definition."""
-    from attn_graph.lowering.cpu.fused_calls import FusedRun  # planning needs it, importing not
-
     if isinstance(eqn.op, Packed):
         return packed_step(graph, eqn, target, options)
     if tiles is None:
         specs = operand_specs(graph, eqn)
         return Step(run_definition(eqn.op, specs), temporary=needed_by_definition(eqn, specs))
+    call, infer = ready_tiles(tiles, options)
+    more = 0 if isinstance(tiles, TangentTiles) else sink_bytes(tiles.problem)
+    return Step(call, tiles.scratch, tiles.temporary + more, tiles.summary(), infer)
+
+
+def ready_tiles(tiles: Tiles, options: Options) -> Ready:
+    """What runs tiles, and what does where o alone is wanted."""
     work: TileWork
     if isinstance(tiles, TangentTiles):
         work = tiles.run
     else:
-        run = FusedRun.of(tiles) if isinstance(tiles, FusedTiles) else tiles
+        run = ready_run(tiles) if isinstance(tiles, FusedTiles) else tiles
         forward = tiles.problem.grad is None
         work = run.forward if forward else partial(run_backward, tiles.problem, run.backward)
-
     lease = partial(lease_rooms, rooms=tiles.buffers, workspace=options.workspace)
-    more = 0 if isinstance(tiles, TangentTiles) else sink_bytes(tiles.problem)
-    gives, infer = gives_statistics(graph, eqn), None
-    if isinstance(tiles, RowTiles) and tiles.problem.grad is None and not gives:
-        infer = lease(tiles.infer)
-    return Step(lease(work), tiles.scratch, tiles.temporary + more, tiles.summary(), infer)
+    call = lease(work)
+    if isinstance(tiles, RowTiles) and tiles.problem.grad is None:
+        return call, lease(tiles.infer)
+    return call, call
+
+
+def ready_run(tiles: FusedTiles) -> FusedRun:
+    """Tiles of the fused kernel, ready to run."""
+    from attn_graph.lowering.cpu.fused_calls import FusedRun  # planning needs it, importing not
+
+    return FusedRun.of(tiles)
 
 
 def packed_step(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Step:
@@ -274,6 +318,31 @@ def lower_sequence(target: Target, options: Options, part: Graph) -> Executable:
     faster = where_faster(part, target) is not None
     refused = faster or sdpa.BACKEND.reasons(part, target, options)
     return (BACKEND if refused else sdpa.BACKEND).lower(part, target, options)
+
+
+def whole_sequence(
+    target: Target, options: Options, gives: bool, op: Op, specs: Sequence[TensorSpec]
+) -> Executable | None:
+    """The same of one that is a call of PyTorch's fused kernel whoever runs it, without a graph;
+    None of others. Its needs and notes are not told. gives: see `gives_statistics`."""
+    if not isinstance(op, Attention | AttentionGrad) or target.kind != "cpu":
+        return None
+    problem = Problem.of(op, specs)
+    if problem.is_empty or not (options.switches.flash and fuses(problem)):
+        return None
+    folded = fold_problem(problem)
+    part = problem if folded is None else folded
+    pays = row_choice.pays(part, own_products(target), gives)
+    tiles = None if pays else WholeTiles.plan(part)
+    if tiles is None:
+        return None
+    call, _ = unfold_ready(ready_tiles(tiles, options), problem, folded)
+
+    def run(*views: torch.Tensor) -> tuple[Tensors, Tensors]:
+        results = call(views[0].device, *views)
+        return results, results
+
+    return Executable(run)
 
 
 def needed_by_definition(eqn: Eqn, specs: Sequence[TensorSpec]) -> int:
@@ -318,4 +387,4 @@ def run_backward(
     return [gradients[i] for i, wanted in enumerate(grad.wants) if wanted]
 
 
-BACKEND = folds_heads(Backend("math", why_not, lower, lower_any=lower_packed_steps), "cpu")
+BACKEND = folds_heads(Backend("math", why_not, lower, lower_any=lower_any), "cpu")

@@ -51,7 +51,7 @@ from attn_graph.lowering.steps import Work, lease_rooms
 from attn_graph.machine.fitting import Layouts, Read, Shape, compile_layouts, find_reads
 from attn_graph.machine.workspace import Buffer, Scratch, Workspace
 from attn_graph.masks import Data
-from attn_graph.masks.canonical import canonical_mask
+from attn_graph.masks.canonical import EVERYTHING, canonical_mask
 from attn_graph.spec import (
     FLOATS,
     INF,
@@ -78,18 +78,25 @@ class SequenceRun:
     blocks: BlockRun | None = None
 
 
+def no_shortcut(op: Op, specs: Sequence[TensorSpec]) -> Executable | None:
+    """Each op runs as a graph."""
+    return None
+
+
 @final
 @frozen(eq=False)
 class PackedRun:
     """Runs an equation on packed tensors. specs: of its operands. lower: of graphs of sequences.
 
-    gives: whether statistics are returned or read, by more than the derivatives.
+    gives: whether statistics are returned or read, by more than the derivatives. shortcut: what
+    runs an op on operands of such specs, where that takes no graph to say.
     """
 
     eqn: Eqn
     specs: tuple[TensorSpec, ...]
     lower: Lower
     gives: bool
+    shortcut: Callable[[Op, Sequence[TensorSpec]], Executable | None] = no_shortcut
     part_of: Callable[[Sizes, int], SequenceRun] = field(  # see `make_part`
         init=False,
         default=Factory(lambda run: lru_cache(MOST_PARTS)(run.make_part), takes_self=True),
@@ -144,7 +151,7 @@ class PackedRun:
     def spans(self, operands: Sequence[torch.Tensor]) -> list[Span]:
         """Where each sequence lies. Raises PlanMismatchError for starts, lengths and pages that
         don't."""
-        where, read = self.sources
+        (where, read), entries = self.sources, self.op.entries(operands)
         ends = []
         for (side, most), x in zip(self.most.items(), operands, strict=False):
             name = LENGTHS[side]
@@ -152,11 +159,11 @@ class PackedRun:
                 who, (starts, lengths) = name.split("_")[0], (operands[n] for n in where[side])
                 ends.append(list_sequences(starts, lengths, row_count(x.shape), most, who))
             else:
-                counts = operands[read[name]].tolist() if name in read else [most] * self.entries
+                counts = operands[read[name]].tolist() if name in read else [most] * entries
                 ends.append([(0, n) for n in counts])
         spans = [self.span(b, *each) for b, each in enumerate(zip(*ends, strict=True))]
         if self.op.paged:
-            return self.with_pages(spans, *(operands[n] for n in where["keys"]))
+            return self.with_pages(spans, operands[1], *(operands[n] for n in where["keys"]))
         return spans
 
     @cached_property
@@ -166,11 +173,11 @@ class PackedRun:
         return where, self.node.split(own[: len(self.node.ranks)]).mask
 
     def with_pages(
-        self, spans: list[Span], table: torch.Tensor, *lengths: torch.Tensor
+        self, spans: list[Span], pool: torch.Tensor, table: torch.Tensor, *lengths: torch.Tensor
     ) -> list[Span]:
         """The same, with the pages that each lies in."""
-        check_table(self.specs[1].shape, table, *lengths)
-        rows, page = table.long(), self.specs[1].shape[1]
+        check_table(pool.shape, table, *lengths)
+        rows, page = table.long(), pool.shape[1]
         used = (-(-span.sizes.keys // max(1, page)) for span in spans)
         return [
             evolve(span, pages=rows[span.entry, :n]) for span, n in zip(spans, used, strict=True)
@@ -199,8 +206,11 @@ class PackedRun:
         pages = meta_pages(self.specs[1], sizes.keys) if self.op.paged else None
         span = Span(0, 0, 0, sizes, pages)
         views = [self.cut(as_meta(self.specs[n]), self.labels[n], span) for n in reads]
+        given = [*map(TensorSpec.like, views)]
+        if (executable := self.shortcut(op, given)) is not None:
+            return SequenceRun(executable, reads)
         b = Builder(True)
-        values = [b.input(f"x{n}", TensorSpec.like(x)) for n, x in zip(reads, views, strict=True)]
+        values = [b.input(f"x{n}", x) for n, x in zip(reads, given, strict=True)]
         results = b.emit(op, *values)
         return SequenceRun(self.lower(b.graph(*(results[:1] if self.saves else results))), reads)
 
@@ -229,7 +239,8 @@ class PackedRun:
             node = evolve(node, origin=(b + entry, *place))
         if node.mask is not None:
             numbers = replace_lengths(node.mask, sizes, self.ending, self.most)
-            mask = canonical_mask(numbers, sizes.rows, sizes.keys)
+            alike = numbers == EVERYTHING
+            mask = None if alike else canonical_mask(numbers, sizes.rows, sizes.keys)
         before = 3 + sum(len(m.needs) for m in node.modifiers)
         known = {name: before + n for n, name in enumerate(node.mask.needs if node.mask else ())}
         after = range(before + len(known), len(node.ranks))
@@ -441,12 +452,13 @@ class PackedPlan:
 
 
 def runs_any_size(eqn: Eqn, specs: Sequence[TensorSpec]) -> bool:
-    """Whether one PackedRun serves whatever sizes have names: rows of what is packed, sequences.
+    """Whether one PackedRun serves whatever sizes have names: rows of what is packed, sequences,
+    pages where lengths end their keys.
 
     The strides of statistics [H,T] are read off the tensors, as of any that were saved.
     """
     op = eqn.op
-    if not isinstance(op, Packed) or not is_separable(op) or op.paged:
+    if not isinstance(op, Packed) or not is_separable(op) or (op.paged and not op.ended):
         return False
     padded = [x for x, side in zip(specs[:2], OWN, strict=False) if side not in op.sides]
     numbers = are_numbers(*(n for x in padded for n in x.shape[1:]))

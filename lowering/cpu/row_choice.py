@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from math import prod
 
 import torch
 
-from attn_graph.ir.attention import Attention
 from attn_graph.lowering.cpu.product_slots import has_few_scores, lies_flat
 from attn_graph.lowering.problem import Problem
 
@@ -32,7 +32,7 @@ def pays(problem: Problem, own: Collection[torch.dtype], statistics: bool) -> bo
     if problem.dtype not in own or problem.is_empty:
         return False
     if problem.dtype == problem.wide:
-        return takes(problem) and (is_short(problem) or just_reads(problem))
+        return (is_short(problem) or just_reads(problem)) and takes(problem)
     return not statistics and (pays_half(problem) or (takes(problem) and skips_little(problem)))
 
 
@@ -47,7 +47,7 @@ def just_reads(problem: Problem) -> bool:
     """Whether few queries in float32 read much of k and v, which lie as products take them."""
     p, (k, v) = problem, problem.specs[1:3]
     few = p.grad is None and p.node.mask is None and p.H // p.G * p.M <= MOST_READING
-    much = k.type.bytes > LEAST_READ and p.dtype == p.wide
+    much = prod(k.shape) * k.dtype.itemsize > LEAST_READ and p.dtype == p.wide
     return few and much and lies_flat(k) and lies_flat(v)
 
 
@@ -78,6 +78,5 @@ def suits_fused(problem: Problem) -> bool:
 
 def takes(problem: Problem) -> bool:
     """Whether these tiles compute a problem: softmax(scale q k^T) v under a mask, and no more."""
-    node, grad = problem.node, problem.grad
-    bare = node == Attention(node.scale, mask=node.mask)
-    return bare and (grad is None or (grad.with_do and not grad.with_dlse))
+    grad = problem.grad
+    return problem.node.is_bare and (grad is None or (grad.with_do and not grad.with_dlse))

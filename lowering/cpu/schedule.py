@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import groupby, pairwise
 from typing import Literal, final
 
@@ -184,7 +185,10 @@ def fold_tiles(problem: Problem, mask: Mask, rows: int, least_full: int) -> list
     Only for masks and modifiers that depend on j - i alone. Each batch entry gets its own. None
     where that leaves more than MOST_TILES.
     """
-    batch, changes = range(problem.B), find_changes(mask, problem)
+    batch, changes = (
+        range(problem.B),
+        find_changes(mask, problem.B, problem.H, problem.M, problem.N),
+    )
     if changes is None and rows * MOST_TILES < problem.M:
         return None
     runs: list[Same] = []
@@ -200,12 +204,12 @@ def fold_tiles(problem: Problem, mask: Mask, rows: int, least_full: int) -> list
     return fold_diagonals(runs)
 
 
-def find_changes(mask: Mask, problem: Problem) -> list[int] | None:
+@lru_cache(8)  # asked for each row block
+def find_changes(mask: Mask, B: int, H: int, M: int, N: int) -> list[int] | None:
     """The queries between which the tiles of bands are alike, or each another; None: unknown."""
     if not all(isinstance(leaf, Band) for leaf in leaves(mask)):
         return None
-    H, M, N = problem.H, problem.M, problem.N
-    return find_breaks(mask, Block(range(problem.B), range(H), range(M), H, M, N))
+    return find_breaks(mask, Block(range(B), range(H), range(M), H, M, N))
 
 
 def group_blocks(M: int, rows: int, changes: Sequence[int] | None) -> list[range]:

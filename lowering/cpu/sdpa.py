@@ -15,7 +15,7 @@ from attn_graph.ir.graph import Graph
 from attn_graph.ir.modifiers import Bias, Modifier
 from attn_graph.kernels.fused_cpu import flash, flash_backward
 from attn_graph.lowering.backend import Backend, Executable, Options
-from attn_graph.lowering.folding import folds_heads
+from attn_graph.lowering.folding import folds_heads, folds_one_row
 from attn_graph.lowering.problem import (
     Problem,
     cotangent_bytes,
@@ -138,10 +138,11 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
 
 def lower_whole(graph: Graph, target: Target, options: Options) -> Executable | None:
     """The same of any sizes, which the kernel reads off its tensors; None where o is to be put in
-    another order, and where the kernel refuses the largest or the smallest sizes."""
+    another order, where one query would be read otherwise than several, and where the kernel
+    refuses the largest or the smallest sizes."""
     problem = sole(graph)
     smallest = bind_graph(graph, {symbol.name: 1 for symbol in graph.symbols})
-    if problem is None or reorders(problem):
+    if problem is None or reorders(problem) or folds_one_row(graph):
         return None
     refused = any(any(why_not(each, target, options)) for each in (graph, smallest))
     return None if refused else lower(graph, target, options)

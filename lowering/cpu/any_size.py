@@ -1,0 +1,145 @@
+"""Attentions whose sizes have names: planned for each size when a call first has it.
+
+What sizes do not change is worked out once, when the executable is built. For the others a size is
+a problem of numbers, as that of a graph of its own would be, and runs in the same tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import cast, final
+
+import torch
+from attrs import Factory, field, frozen
+
+from attn_graph.ir.attention import Attention, AttentionGrad
+from attn_graph.ir.binding import settle_attention
+from attn_graph.ir.tangents import attention_in
+from attn_graph.lowering.folding import as_shaped, fold_problem
+from attn_graph.lowering.problem import Problem
+from attn_graph.lowering.steps import Work
+from attn_graph.machine.ambient import is_neutral, neutral_state
+from attn_graph.machine.fitting import Shape, Specs, compile_reads, compile_specs, find_reads
+from attn_graph.masks import Mask
+from attn_graph.spec import TensorSpec
+from attn_graph.spec.dims import bind, dims_in
+
+MOST_SIZES = 64  # of which a step keeps what runs them
+Tensors = Sequence[torch.Tensor]
+Shapes = Sequence[Shape]
+Ready = tuple[Work, Work]  # what runs a problem, and what does where o alone is wanted
+
+
+@final
+@frozen(eq=False)
+class SizedStep:
+    """Runs an attention, or its gradient, in any sizes of at least 1.
+
+    op: with sizes by name; node: the attention that it is, or is the gradient of. names: of the
+    sizes that its operands give. read: operands -> sizes, in their order; lay: sizes -> specs.
+    moves: whether bounds of its mask move with sizes. folds: whether heads may be rows. lower:
+    makes a problem of numbers run.
+    """
+
+    op: Attention | AttentionGrad
+    node: Attention
+    names: tuple[str, ...]
+    read: Callable[[Tensors], Shape]
+    lay: Specs
+    moves: bool
+    folds: bool
+    lower: Callable[[Problem], Ready]
+    at: Callable[[Shape], Ready] = field(
+        init=False,
+        default=Factory(lambda step: lru_cache(MOST_SIZES)(step.make), takes_self=True),
+    )
+
+    @classmethod
+    def of(
+        cls,
+        op: Attention | AttentionGrad,
+        specs: Sequence[TensorSpec],
+        folds: bool,
+        lower: Callable[[Problem], Ready],
+    ) -> SizedStep | None:
+        """None where operands do not give all sizes, or more than the mask depends on them."""
+        reads, node = dict(find_reads(specs)), attention_in(op)
+        assert node is not None
+        inside, bounds = [*dims_in(op)], [*dims_in(node.mask)]
+        needed = {x.name for dim in (*dims_in(tuple(specs)), *inside) for x in dim.symbols}
+        if not needed <= reads.keys() or len(inside) > len(bounds):
+            return None
+        names, moves = tuple(reads), bool(bounds)
+        read, lay = compile_reads([*reads.values()]), compile_specs(names, specs)
+        return cls(op, node, names, read, lay, moves, folds, lower)
+
+    def call(self, device: torch.device, *operands: torch.Tensor) -> Tensors:
+        """The results."""
+        return self.at(self.read(operands))[0](device, *operands)
+
+    def infer(self, device: torch.device, *operands: torch.Tensor) -> Tensors:
+        """The first result, and perhaps others."""
+        return self.at(self.read(operands))[1](device, *operands)
+
+    def make(self, sizes: Shape) -> Ready:
+        """What runs these sizes."""
+        if is_neutral():  # as it mostly is
+            return self.plan_size(sizes)
+        with neutral_state():
+            return self.plan_size(sizes)
+
+    def mask_at(self, sizes: Shape) -> Mask | None:
+        """The mask in these sizes."""
+        if not self.moves:
+            return self.node.mask
+        return cast(Mask, bind(self.node.mask, dict(zip(self.names, sizes, strict=True))))
+
+    def plan_size(self, sizes: Shape) -> Ready:
+        """The same, whose tensors may be kept."""
+        specs, (op, kept) = self.lay(*sizes), (self.op, None)
+        if self.node.mask or self.node.modifiers:
+            M, N, mask = specs[0].shape[2], specs[1].shape[2], self.mask_at(sizes)
+            op, kept = settle_attention(op, self.node, mask, M, N, len(specs))
+        problem = Problem.of(op, specs if kept is None else [specs[n] for n in kept])
+        folded = fold_problem(problem) if self.folds else None
+        ready = unfold_ready(self.lower(problem if folded is None else folded), problem, folded)
+        return ready if kept is None else wrap_each(ready, run_selected, kept)
+
+
+def unfold_ready(ready: Ready, problem: Problem, folded: Problem | None) -> Ready:
+    """What runs a problem, of what runs it with heads folded; None: as it is."""
+    if folded is None:
+        return ready
+    given = [spec.shape for spec in folded.specs]
+    return wrap_each(ready, run_folded, given, result_shapes(problem))
+
+
+def wrap_each(ready: Ready, wrapper: Callable[..., Tensors], *given: object) -> Ready:
+    """Both ways to run within a function of theirs."""
+    call, infer = ready
+    return partial(wrapper, call, *given), partial(wrapper, infer, *given)
+
+
+def run_selected(
+    work: Work, kept: Sequence[int], device: torch.device, *operands: torch.Tensor
+) -> Tensors:
+    """Run what reads some of the operands."""
+    return work(device, *[operands[n] for n in kept])
+
+
+def run_folded(
+    work: Work, given: Shapes, due: Shapes, device: torch.device, *operands: torch.Tensor
+) -> Tensors:
+    """Run what reads heads as rows. given, due: shapes of what that reads, and of the results."""
+    results = work(device, *map(as_shaped, operands, given))
+    return [*map(as_shaped, results, due)]
+
+
+def result_shapes(problem: Problem) -> Shapes:
+    """The shapes of the results, in their order."""
+    if problem.grad is not None:
+        wanted = zip(problem.specs, problem.grad.wants, strict=False)
+        return [spec.shape for spec, wants in wanted if wants]
+    shape = (problem.B, problem.H, problem.M, problem.E)
+    return [shape, *(shape[:3] for _ in problem.node.stats)]
