@@ -127,8 +127,8 @@ class Problem:
 
     @cached_property
     def mask_has_blind_rows(self) -> bool:
-        """Whether the mask alone may leave a query no key. Of one that reads tensors it is taken to,
-        where sizes are known at a call alone."""
+        """Whether the mask alone may leave a query no key. One that reads tensors is taken
+        to, where only a call tells the sizes."""
         mask = self.node.mask
         if mask is None or mask.needs:
             return mask is not None and (follows_sizes(self) or not sees_everywhere(self))

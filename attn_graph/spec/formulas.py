@@ -20,6 +20,7 @@ import attrs
 from attrs import define, field, frozen
 
 NAME = re.compile(r"\b[sxf]\d+\b")  # of sizes, of results of lines, and of functions
+R = TypeVar("R")
 T = TypeVar("T")
 Values = Sequence[Any]  # of the formulas in a value, in their order
 
@@ -40,13 +41,13 @@ class Recording:
     """What a function has computed of its sizes, and decided by them.
 
     lines: what is computed, by name; a text without a name is a decision. names: by the text.
-    bounds: by name. functions: that lines call, by name.
+    bounds: by name. constants: values that lines use, as functions, by name.
     """
 
     lines: list[tuple[str, str]] = field(factory=list)
     names: dict[str, str] = field(factory=dict)
     bounds: dict[str, Bounds] = field(factory=dict)
-    functions: dict[str, Any] = field(factory=dict)  # Any: of integers
+    constants: dict[str, object] = field(factory=dict)
     sizes: list[str] = field(factory=list)
 
     def add_size(self, value: int, bounds: Bounds) -> Formula:
@@ -71,10 +72,10 @@ class Recording:
             self.lines.append(("", text if outcome else f"not {text}"))
         return outcome
 
-    def add_function(self, function: Callable[..., Any]) -> str:  # Any: of integers
-        """The name by which lines call a function."""
-        name = f"f{len(self.functions)}"
-        self.functions[name] = function
+    def add_constant(self, value: object) -> str:
+        """The name by which lines know a value, as a function of integers."""
+        name = f"f{len(self.constants)}"
+        self.constants[name] = value
         return name
 
     def compile(self, result: object) -> Callable[..., Any]:  # Any: of the kind of `result`
@@ -87,7 +88,7 @@ class Recording:
             needed |= {*NAME.findall(text)}
             line = f"{name} = {text}" if name else f"if not ({text}): return None"
             body = f"    {line}\n{body}"
-        made: dict[str, Any] = {**self.functions}
+        made: dict[str, Any] = {**self.constants}
         exec(f"def plan({', '.join(self.sizes)}):\n{body}    return {result!r}\n", made)
         return made["plan"]  # type: ignore[no-any-return]  # what was just defined
 
@@ -138,7 +139,7 @@ class Formula:
         )
 
     def __rsub__(self, other: object) -> Any:
-        return -self + other  # type: ignore[operator]  # as an integer adds
+        return self.__neg__() + other
 
     def __mul__(self, other: object) -> Any:
         if isinstance(other, int) and other == 1:
@@ -317,7 +318,9 @@ def order_of(a: Formula, b: object) -> int | None:
 
 def narrow_bounds(a: Bounds, sign: str, other: int, came: bool) -> Bounds:
     """What is known after a comparison with a number."""
-    sign = sign if came else {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "!=": "=="}[sign]
+    sign = (
+        sign if came else {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "!=": "=="}[sign]
+    )
     least, most = a.least, a.most
     match sign:
         case "==":
@@ -336,12 +339,14 @@ def narrow_bounds(a: Bounds, sign: str, other: int, came: bool) -> Bounds:
 
 def smallest(*numbers: int) -> int:
     """The least of some numbers, which is no decision."""
-    return reduce_pairs(numbers, min, Formula.minimum)
+    least: int = reduce_pairs(numbers, min, Formula.minimum)
+    return least
 
 
 def largest(*numbers: int) -> int:
     """The greatest of some numbers, which is no decision."""
-    return reduce_pairs(numbers, max, Formula.maximum)
+    most: int = reduce_pairs(numbers, max, Formula.maximum)
+    return most
 
 
 def reduce_pairs(
@@ -359,14 +364,14 @@ def reduce_pairs(
 
 def capacity(number: int) -> int:
     """The most that a number may be; a number itself."""
-    most = number.bounds.most if isinstance(number, Formula) else number  # type: ignore[unreachable]  # formulas stand for integers
+    most = number.bounds.most if isinstance(number, Formula) else number
     return int(most)
 
 
 def is_one(number: int) -> bool:
     """Whether a number is 1 whatever the sizes are, which is no decision."""
     if isinstance(number, Formula):
-        return number.bounds.least == number.bounds.most == 1  # type: ignore[unreachable]  # as above
+        return number.bounds.least == number.bounds.most == 1
     return number == 1
 
 
@@ -382,19 +387,22 @@ def defer(function: Callable[[T], Any], value: T) -> Any:  # Any: what the funct
         return function(value)
     recording = inside[0].recording
     places = {x.name: n for n, x in enumerate(inside)}
-    name = recording.add_function(lambda *given: function(replace_formulas(value, places, given)))
-    text = f"{name}({', '.join(map(repr, inside))})"
-    return recording.add_line(text, recording.functions[name](*[x.value for x in inside]), Bounds())
+
+    def compute(*given: int) -> Any:
+        return function(replace_formulas(value, places, given))
+
+    text = f"{recording.add_constant(compute)}({', '.join(map(repr, inside))})"
+    return recording.add_line(text, compute(*[x.value for x in inside]), Bounds())
 
 
-def decide(function: Callable[[T], Any], value: T) -> Any:  # Any: what the function gives
+def decide(function: Callable[[T], R], value: T) -> R:
     """function(value), which is a decision where there are formulas in the value."""
-    result = defer(function, value)
-    if not isinstance(result, Formula):
-        return result
-    due = result.recording.add_function(result.value)
-    result.recording.decide(f"({result} == {due})", True)
-    return result.value
+    result: Any = defer(function, value)  # Any: a formula, or what the function gives
+    if isinstance(result, Formula):
+        due = result.recording.add_constant(result.value)
+        result.recording.decide(f"({result} == {due})", True)
+    given: R = result.value if isinstance(result, Formula) else result
+    return given
 
 
 def formulas_in(value: object) -> Iterator[Formula]:
@@ -407,7 +415,7 @@ def formulas_in(value: object) -> Iterator[Formula]:
     elif isinstance(value, Mapping):
         yield from formulas_in(tuple(value.values()))
     elif attrs.has(type(value)):
-        for x in attrs.fields(type(value)):
+        for x in attrs.fields(type(value)):  # type: ignore[arg-type]  # it has some
             yield from formulas_in(getattr(value, x.name))
 
 

@@ -102,7 +102,9 @@ class BlockEnds:
     def block(self) -> tuple[int, int]:
         """Rows and columns of a block: of a tile, or 1 where the tensor has one."""
         _, _, rows, columns = self.layout[0]
-        return 1 if is_one(rows) else self.tiling.block_m, 1 if is_one(columns) else self.tiling.block_n
+        return 1 if is_one(rows) else self.tiling.block_m, 1 if is_one(
+            columns
+        ) else self.tiling.block_n
 
     @property
     def count(self) -> int:

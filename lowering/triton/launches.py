@@ -94,7 +94,9 @@ class Descriptor:
     def tiles(cls, name: str, spec: TensorSpec, rows: int, width: int, gluon: bool) -> Descriptor:
         """Of an operand [B,H,L,D] in tiles of so many rows, at least as wide as D."""
         pairs = zip(spec.shape[:3], spec.strides, strict=False)
-        strides = (ALIGNED if is_one(n) else s for n, s in pairs)  # of one element any will do but 0
+        strides = (
+            ALIGNED if is_one(n) else s for n, s in pairs
+        )  # of one element any will do but 0
         return cls(name, spec.shape, (*strides, 1), (1, 1, rows, width), gluon)
 
     def of(self, tensor: torch.Tensor) -> Any:  # Any: Triton's

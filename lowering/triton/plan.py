@@ -26,7 +26,7 @@ from attn_graph.lowering.triton.launch_list import MOVED, READ, TILED, Fixed, La
 from attn_graph.lowering.triton.launches import Launch, Pointers, check_interpreter
 from attn_graph.lowering.triton.layout import Layout
 from attn_graph.lowering.triton.operands import takes_tf32
-from attn_graph.lowering.triton.programs import divide_group, may_divide_group
+from attn_graph.lowering.triton.programs import Division, divide_group, may_divide_group
 from attn_graph.lowering.triton.tile_lists import blocks
 from attn_graph.lowering.triton.work import Push, Work, tangent_specs
 from attn_graph.machine.target import Target
@@ -90,7 +90,7 @@ class Flash:
 
     @property
     def division(self) -> str:
-        """How query heads of a group, or keys, are divided, for `explain`; "" where they are not."""
+        """How query heads of a group, or keys, are divided, for `explain`; "": they are not."""
         return self.division_note()
 
     def specs(self) -> dict[str, TensorSpec]:
@@ -157,7 +157,9 @@ class FlashBuilder(LaunchList):
         p, layout = self.problem, self.layout
         if p.grad is None:
             o, shape = layout.o(), layout.statistic()
-            yield from ((n, (o.shape, o.strides, o.dtype)) for n in ("o", *("to",) * bool(self.push)))
+            yield from (
+                (n, (o.shape, o.strides, o.dtype)) for n in ("o", *("to",) * bool(self.push))
+            )
             names = (*p.node.stats, *("tlse",) * bool(self.push))
             yield from ((n, (shape, dense_strides(shape), torch.float32)) for n in names)
             return
@@ -308,9 +310,12 @@ class FlashBuilder(LaunchList):
             return 1
         used = Scratch(tuple(self.buffers.values())).bytes
         room = None if self.most is None else self.most - used
-        division = decide(
-            lambda given: divide_group(given[0], self.target, tile, *given[1:]), (p, table, room)
-        )
+
+        def divide(given: tuple[Problem, torch.Tensor | None, int | None]) -> Division:
+            problem, table, room = given
+            return divide_group(problem, self.target, tile, table, room)
+
+        division = decide(divide, (p, table, room))
         self.division_note = partial(str, division.note)
         return division.splits
 

@@ -79,7 +79,9 @@ GRAPHS = {
     "positions interleaved": dense(layout="bshd", mask=ag.Causal("top_left"), D=40),
     "few queries or many": dense(G=2, most=300),
     "bias": dense(reads={"bias": [("B", 8, "M", "N", F16)]}),
-    "lengths, alibi": dense(mask=BOTTOM, alibi=True, align="bottom_right", reads={"kv_lengths": [("B", I32)]}),
+    "lengths, alibi": dense(
+        mask=BOTTOM, alibi=True, align="bottom_right", reads={"kv_lengths": [("B", I32)]}
+    ),
     "segments": dense(reads=SEGMENTS, mask=ag.Causal("top_left")),
     "no strip": dense(mask=ag.Window(64, align="top_left") | ag.Prefix(16), most=1000),
     "dropout": dense(dropout=0.1, mask=BOTTOM),
@@ -234,8 +236,9 @@ def pull(plan: ag.Plan, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 @interpreted
+@pytest.mark.slow
 @given(named_graphs(), st.data(), seeds)
-@settings(max_examples=5)
+@settings(max_examples=12)
 def test_a_plan_gives_the_bits_of_the_plan_of_numbers(
     graph: ag.Graph, data: st.DataObject, seed: int
 ) -> None:
