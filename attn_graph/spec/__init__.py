@@ -15,7 +15,7 @@ from attrs import field, frozen
 
 from attn_graph.errors import GraphError
 from attn_graph.spec.dims import Dim, Sizes, bind, dims_in
-from attn_graph.spec.formulas import Formula, is_one
+from attn_graph.spec.formulas import SizeFormula, is_one
 
 DTYPES = {
     "f16": torch.float16,
@@ -36,7 +36,7 @@ MOST = 2**63 - 1  # of one size or stride: what an integer of PyTorch holds
 
 def to_integer(value: object) -> int | None:
     """A whole number as an int, 2.0 too, Dims and formulas as they are; None for anything else."""
-    if isinstance(value, Dim | Formula):
+    if isinstance(value, Dim | SizeFormula):
         return value  # type: ignore[return-value]  # formulas stand for integers
     try:
         return index(value)  # type: ignore[arg-type]  # what has no index raises

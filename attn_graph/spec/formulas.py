@@ -22,12 +22,13 @@ from attrs import define, field, frozen
 NAME = re.compile(r"\b[sxf]\d+\b")  # of sizes, of results of lines, and of functions
 R = TypeVar("R")
 T = TypeVar("T")
+Number = Any  # an integer, or a formula that stands for one; what a deferred function gives
 Values = Sequence[Any]  # of the formulas in a value, in their order
 
 
 @final
 @frozen
-class Bounds:
+class SizeBounds:
     """What is known of a number: the least and most that it may be, and a divisor of it."""
 
     least: float = -inf
@@ -46,24 +47,24 @@ class Recording:
 
     lines: list[tuple[str, str]] = field(factory=list)
     names: dict[str, str] = field(factory=dict)
-    bounds: dict[str, Bounds] = field(factory=dict)
+    bounds: dict[str, SizeBounds] = field(factory=dict)
     constants: dict[str, object] = field(factory=dict)
     sizes: list[str] = field(factory=list)
 
-    def add_size(self, value: int, bounds: Bounds) -> Formula:
+    def add_size(self, value: int, bounds: SizeBounds) -> SizeFormula:
         """The next size of those that calls give."""
         name = f"s{len(self.sizes)}"
         self.sizes.append(name)
         self.bounds[name] = bounds
-        return Formula(self, name, value)
+        return SizeFormula(self, name, value)
 
-    def add_line(self, text: str, value: Any, bounds: Bounds) -> Formula:  # Any: what it gives
+    def add_line(self, text: str, value: Number, bounds: SizeBounds) -> SizeFormula:
         """The value of an expression, computed once however often it is recorded."""
         if text not in self.names:
             self.names[text] = f"x{len(self.names)}"
             self.lines.append((self.names[text], text))
             self.bounds[self.names[text]] = bounds
-        return Formula(self, self.names[text], value)
+        return SizeFormula(self, self.names[text], value)
 
     def decide(self, text: str, outcome: bool) -> bool:
         """Record how a condition came out; its outcome."""
@@ -94,7 +95,7 @@ class Recording:
 
 
 @final
-class Formula:
+class SizeFormula:
     """A number that is recorded. value: what it is in the sizes in which it was."""
 
     __slots__ = ("name", "recording", "value")
@@ -103,101 +104,105 @@ class Formula:
         self.recording, self.name, self.value = recording, name, value
 
     @property
-    def bounds(self) -> Bounds:
+    def bounds(self) -> SizeBounds:
         """What is known of it by now."""
         return self.recording.bounds[self.name]
 
     def apply(
-        self, form: str, other: object, compute: Callable[[Any, Any], Any], known: Any
-    ) -> Any:  # Any: a formula, or a number where bounds leave one alone
+        self, form: str, other: object, compute: Callable[[Number, Number], Number], known: Number
+    ) -> Number:
         """The value of `form`, where {0} is this number and {1} the other.
 
         known: the bounds of that, of both bounds.
         """
         if isinstance(other, float):
             return compute(index(self), other)
-        if not isinstance(other, (int, Formula)):
+        if not isinstance(other, (int, SizeFormula)):
             return NotImplemented
-        bounds: Bounds = known(self.bounds, bounds_of(other))
+        bounds: SizeBounds = known(self.bounds, known_bounds(other))
         if bounds.least == bounds.most:
             return int(bounds.least)
-        value = compute(self.value, other.value if isinstance(other, Formula) else other)
+        value = compute(self.value, other.value if isinstance(other, SizeFormula) else other)
         return self.recording.add_line(form.format(self, other), value, bounds)
 
-    def __add__(self, other: object) -> Any:
+    def __add__(self, other: object) -> Number:
         if isinstance(other, int) and other == 0:
             return self
         return self.apply("{0} + {1}", other, lambda a, b: a + b, add_bounds)
 
     __radd__ = __add__
 
-    def __sub__(self, other: object) -> Any:
-        if isinstance(other, Formula) and other.name == self.name:
+    def __sub__(self, other: object) -> Number:
+        if isinstance(other, SizeFormula) and other.name == self.name:
             return 0
         return self.apply(
             "{0} - {1}", other, lambda a, b: a - b, lambda a, b: add_bounds(a, negate_bounds(b))
         )
 
-    def __rsub__(self, other: object) -> Any:
+    def __rsub__(self, other: object) -> Number:
         return self.__neg__() + other
 
-    def __mul__(self, other: object) -> Any:
+    def __mul__(self, other: object) -> Number:
         if isinstance(other, int) and other == 1:
             return self
         return self.apply("{0} * {1}", other, lambda a, b: a * b, multiply_bounds)
 
     __rmul__ = __mul__
 
-    def __neg__(self) -> Any:
+    def __neg__(self) -> Number:
         return self.__mul__(-1)
 
-    def __floordiv__(self, other: object) -> Any:
+    def __floordiv__(self, other: object) -> Number:
         if isinstance(other, int) and other == 1:
             return self
         return self.apply("{0} // {1}", other, lambda a, b: a // b, divide_bounds)
 
-    def __rfloordiv__(self, other: int) -> Any:
-        return self.recording.add_line(f"{other} // {self}", other // self.value, Bounds())
+    def __rfloordiv__(self, other: int) -> Number:
+        return self.recording.add_line(f"{other} // {self}", other // self.value, SizeBounds())
 
-    def __mod__(self, other: object) -> Any:
+    def __mod__(self, other: object) -> Number:
         return self.apply("{0} % {1}", other, lambda a, b: a % b, modulo_bounds)
 
-    def __truediv__(self, other: Any) -> Any:
+    def __truediv__(self, other: Number) -> Number:
         return index(self) / other
 
-    def __rtruediv__(self, other: Any) -> Any:
+    def __rtruediv__(self, other: Number) -> Number:
         return other / index(self)
 
     def __rlshift__(self, other: int) -> int:
         return other << index(self)
 
-    def bit_length(self) -> Formula:
+    def bit_length(self) -> SizeFormula:
         """As that of an integer."""
-        return self.recording.add_line(f"{self}.bit_length()", self.value.bit_length(), Bounds(0))
+        return self.recording.add_line(
+            f"{self}.bit_length()", self.value.bit_length(), SizeBounds(0)
+        )
 
-    def maximum(self, other: Any) -> Any:
+    def maximum(self, other: Number) -> Number:
         """The larger of both."""
-        if not isinstance(other, (int, Formula)):
+        if not isinstance(other, (int, SizeFormula)):
             return other.maximum(self)
-        if (order := order_of(self, other)) is not None:
+        if (order := sure_order(self, other)) is not None:
             return self if order >= 0 else other
-        return self.apply("max({0}, {1})", other, max, largest_bounds)
+        return self.apply("max({0}, {1})", other, max, highest_bounds)
 
-    def minimum(self, other: Any) -> Any:
+    def minimum(self, other: Number) -> Number:
         """The smaller of both."""
-        if not isinstance(other, (int, Formula)):
+        if not isinstance(other, (int, SizeFormula)):
             return other.minimum(self)
-        if (order := order_of(self, other)) is not None:
+        if (order := sure_order(self, other)) is not None:
             return self if order <= 0 else other
-        return self.apply("min({0}, {1})", other, min, smallest_bounds)
+        return self.apply("min({0}, {1})", other, min, lowest_bounds)
 
-    def compare(self, sign: str, other: object, outcome: Callable[[Any, Any], bool]) -> Any:
+    def compare(
+        self, sign: str, other: object, outcome: Callable[[Number, Number], bool]
+    ) -> Number:
         """Decide by a comparison with another number."""
-        if not isinstance(other, (int, Formula)):
+        if not isinstance(other, (int, SizeFormula)):
             return NotImplemented
-        if isinstance(other, Formula) and other.name == self.name:
+        if isinstance(other, SizeFormula) and other.name == self.name:
             return outcome(0, 0)
-        a, b = self.bounds, bounds_of(other)
+        a, b = self.bounds, known_bounds(other)
         if sign in ("==", "!=") and (a.most < b.least or b.most < a.least):
             return sign == "!="
         if sign not in ("==", "!="):
@@ -206,28 +211,28 @@ class Formula:
                 return sure.pop()
         elif a.least == a.most == b.least == b.most:
             return sign == "=="
-        value = other.value if isinstance(other, Formula) else other
+        value = other.value if isinstance(other, SizeFormula) else other
         came = self.recording.decide(f"({self} {sign} {other})", outcome(self.value, value))
         if isinstance(other, int):
             self.recording.bounds[self.name] = narrow_bounds(a, sign, other, came)
         return came
 
-    def __lt__(self, other: object) -> Any:
+    def __lt__(self, other: object) -> Number:
         return self.compare("<", other, lambda a, b: a < b)
 
-    def __le__(self, other: object) -> Any:
+    def __le__(self, other: object) -> Number:
         return self.compare("<=", other, lambda a, b: a <= b)
 
-    def __gt__(self, other: object) -> Any:
+    def __gt__(self, other: object) -> Number:
         return self.compare(">", other, lambda a, b: a > b)
 
-    def __ge__(self, other: object) -> Any:
+    def __ge__(self, other: object) -> Number:
         return self.compare(">=", other, lambda a, b: a >= b)
 
-    def __eq__(self, other: object) -> Any:
+    def __eq__(self, other: object) -> Number:
         return self.compare("==", other, lambda a, b: a == b)
 
-    def __ne__(self, other: object) -> Any:
+    def __ne__(self, other: object) -> Number:
         return self.compare("!=", other, lambda a, b: a != b)
 
     def __bool__(self) -> bool:
@@ -241,7 +246,7 @@ class Formula:
         if self.bounds.least == self.bounds.most:
             return int(self.bounds.least)
         self.recording.decide(f"({self} == {self.value})", True)
-        self.recording.bounds[self.name] = Bounds(self.value, self.value, abs(self.value))
+        self.recording.bounds[self.name] = SizeBounds(self.value, self.value, abs(self.value))
         return int(self.value)
 
     __int__ = __index__
@@ -256,67 +261,67 @@ class Formula:
 # What is known of results
 
 
-def bounds_of(x: object) -> Bounds:
+def known_bounds(x: object) -> SizeBounds:
     """What is known of a formula or of a number."""
-    if isinstance(x, Formula):
+    if isinstance(x, SizeFormula):
         return x.bounds
     assert isinstance(x, int)
-    return Bounds(x, x, abs(x))
+    return SizeBounds(x, x, abs(x))
 
 
-def add_bounds(a: Bounds, b: Bounds) -> Bounds:
+def add_bounds(a: SizeBounds, b: SizeBounds) -> SizeBounds:
     """Of a + b."""
-    return Bounds(a.least + b.least, a.most + b.most, gcd(a.divisor, b.divisor))
+    return SizeBounds(a.least + b.least, a.most + b.most, gcd(a.divisor, b.divisor))
 
 
-def negate_bounds(a: Bounds) -> Bounds:
+def negate_bounds(a: SizeBounds) -> SizeBounds:
     """Of -a."""
-    return Bounds(-a.most, -a.least, a.divisor)
+    return SizeBounds(-a.most, -a.least, a.divisor)
 
 
-def multiply_bounds(a: Bounds, b: Bounds) -> Bounds:
+def multiply_bounds(a: SizeBounds, b: SizeBounds) -> SizeBounds:
     """Of a * b."""
     ends = [x * y if x and y else 0 for x in (a.least, a.most) for y in (b.least, b.most)]
-    return Bounds(min(ends), max(ends), a.divisor * b.divisor)
+    return SizeBounds(min(ends), max(ends), a.divisor * b.divisor)
 
 
-def divide_bounds(a: Bounds, b: Bounds) -> Bounds:
+def divide_bounds(a: SizeBounds, b: SizeBounds) -> SizeBounds:
     """Of a // b; nothing unless b is at least 1 and both have ends."""
     if b.least < 1 or inf in (-a.least, a.most, b.most):
-        return Bounds()
+        return SizeBounds()
     ends = [x // y for x in (a.least, a.most) for y in (b.least, b.most)]
     exact = b.least == b.most and a.divisor % b.divisor == 0
-    return Bounds(min(ends), max(ends), a.divisor // b.divisor if exact else 1)
+    return SizeBounds(min(ends), max(ends), a.divisor // b.divisor if exact else 1)
 
 
-def modulo_bounds(a: Bounds, b: Bounds) -> Bounds:
+def modulo_bounds(a: SizeBounds, b: SizeBounds) -> SizeBounds:
     """Of a % b; nothing unless b is one number of at least 1."""
     if b.least < 1 or b.least != b.most:
-        return Bounds()
+        return SizeBounds()
     if a.divisor % b.divisor == 0:
-        return Bounds(0, 0, 0)
-    return Bounds(0, b.most - 1)
+        return SizeBounds(0, 0, 0)
+    return SizeBounds(0, b.most - 1)
 
 
-def largest_bounds(a: Bounds, b: Bounds) -> Bounds:
+def highest_bounds(a: SizeBounds, b: SizeBounds) -> SizeBounds:
     """Of max(a, b)."""
     divisor = gcd(a.divisor, b.divisor)
-    return Bounds(max(a.least, b.least), max(a.most, b.most), divisor)
+    return SizeBounds(max(a.least, b.least), max(a.most, b.most), divisor)
 
 
-def smallest_bounds(a: Bounds, b: Bounds) -> Bounds:
+def lowest_bounds(a: SizeBounds, b: SizeBounds) -> SizeBounds:
     """Of min(a, b)."""
     divisor = gcd(a.divisor, b.divisor)
-    return Bounds(min(a.least, b.least), min(a.most, b.most), divisor)
+    return SizeBounds(min(a.least, b.least), min(a.most, b.most), divisor)
 
 
-def order_of(a: Formula, b: object) -> int | None:
+def sure_order(a: SizeFormula, b: object) -> int | None:
     """1 where a is at least b whatever the sizes are, -1 where b is at least a; None: not known."""
-    x, y = a.bounds, bounds_of(b)
+    x, y = a.bounds, known_bounds(b)
     return 1 if x.least >= y.most else -1 if y.least >= x.most else None
 
 
-def narrow_bounds(a: Bounds, sign: str, other: int, came: bool) -> Bounds:
+def narrow_bounds(a: SizeBounds, sign: str, other: int, came: bool) -> SizeBounds:
     """What is known after a comparison with a number."""
     sign = (
         sign if came else {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "!=": "=="}[sign]
@@ -331,97 +336,103 @@ def narrow_bounds(a: Bounds, sign: str, other: int, came: bool) -> Bounds:
             most = min(most, other - (sign == "<"))
         case _:
             least = max(least, other + (sign == ">"))
-    return Bounds(least, most, a.divisor)
+    return SizeBounds(least, most, a.divisor)
 
 
 # Functions of numbers, formulas or not
 
 
-def smallest(*numbers: int) -> int:
+def lowest(*numbers: int) -> int:
     """The least of some numbers, which is no decision."""
-    least: int = reduce_pairs(numbers, min, Formula.minimum)
+    least: int = reduce_pairs(numbers, min, SizeFormula.minimum)
     return least
 
 
-def largest(*numbers: int) -> int:
+def highest(*numbers: int) -> int:
     """The greatest of some numbers, which is no decision."""
-    most: int = reduce_pairs(numbers, max, Formula.maximum)
+    most: int = reduce_pairs(numbers, max, SizeFormula.maximum)
     return most
 
 
 def reduce_pairs(
-    numbers: Sequence[Any], plain: Callable[[Any, Any], Any], recorded: Callable[[Any, Any], Any]
-) -> Any:  # Any: numbers or formulas
+    numbers: Sequence[Number],
+    plain: Callable[[Number, Number], Number],
+    recorded: Callable[[Number, Number], Number],
+) -> Number:
     """Numbers joined from the first to the last."""
     result, *rest = numbers
     for x in rest:
-        if isinstance(result, Formula):
+        if isinstance(result, SizeFormula):
             result = recorded(result, x)
         else:
-            result = recorded(x, result) if isinstance(x, Formula) else plain(result, x)
+            result = recorded(x, result) if isinstance(x, SizeFormula) else plain(result, x)
     return result
 
 
 def capacity(number: int) -> int:
     """The most that a number may be; a number itself."""
-    most = number.bounds.most if isinstance(number, Formula) else number
+    most = number.bounds.most if isinstance(number, SizeFormula) else number
     return int(most)
 
 
 def is_one(number: int) -> bool:
     """Whether a number is 1 whatever the sizes are, which is no decision."""
-    if isinstance(number, Formula):
+    if isinstance(number, SizeFormula):
         return number.bounds.least == number.bounds.most == 1
     return number == 1
 
 
 def follows_sizes(value: object) -> bool:
     """Whether there is a formula in a value."""
-    return next(formulas_in(value), None) is not None
+    return next(size_formulas(value), None) is not None
 
 
 def defer(function: Callable[[T], Any], value: T) -> Any:  # Any: what the function gives
     """function(value); a formula where there are any in the value, which are numbers then."""
-    inside = [*{x.name: x for x in formulas_in(value)}.values()]
+    inside = [*{x.name: x for x in size_formulas(value)}.values()]
     if not inside:
         return function(value)
     recording = inside[0].recording
     places = {x.name: n for n, x in enumerate(inside)}
 
-    def compute(*given: int) -> Any:
+    def compute(*given: int) -> object:
         return function(replace_formulas(value, places, given))
 
     text = f"{recording.add_constant(compute)}({', '.join(map(repr, inside))})"
-    return recording.add_line(text, compute(*[x.value for x in inside]), Bounds())
+    return recording.add_line(text, compute(*[x.value for x in inside]), SizeBounds())
 
 
 def decide(function: Callable[[T], R], value: T) -> R:
     """function(value), which is a decision where there are formulas in the value."""
     result: Any = defer(function, value)  # Any: a formula, or what the function gives
-    if isinstance(result, Formula):
+    if isinstance(result, SizeFormula):
         due = result.recording.add_constant(result.value)
         result.recording.decide(f"({result} == {due})", True)
-    given: R = result.value if isinstance(result, Formula) else result
+    given: R = result.value if isinstance(result, SizeFormula) else result
     return given
 
 
-def formulas_in(value: object) -> Iterator[Formula]:
+def size_formulas(value: object) -> Iterator[SizeFormula]:
     """Every formula in a value: itself, or in tuples, dicts and fields of attrs classes."""
-    if isinstance(value, Formula):
+    if isinstance(value, SizeFormula):
         yield value
     elif isinstance(value, tuple):
         for part in value:
-            yield from formulas_in(part)
+            yield from size_formulas(part)
     elif isinstance(value, Mapping):
-        yield from formulas_in(tuple(value.values()))
+        yield from size_formulas(tuple(value.values()))
     elif attrs.has(type(value)):
         for x in attrs.fields(type(value)):  # type: ignore[arg-type]  # it has some
-            yield from formulas_in(getattr(value, x.name))
+            yield from size_formulas(getattr(value, x.name))
 
 
-def replace_formulas(value: Any, places: Mapping[str, int], given: Values) -> Any:
+def replace_formulas(
+    value: Any,  # Any: of whatever kind
+    places: Mapping[str, int],
+    given: Values,
+) -> Any:  # Any: of the same kind
     """The same value with what is given for its formulas. places: of each, by name."""
-    if isinstance(value, Formula):
+    if isinstance(value, SizeFormula):
         return given[places[value.name]]
     if isinstance(value, tuple):
         return tuple([replace_formulas(part, places, given) for part in value])

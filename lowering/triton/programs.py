@@ -20,7 +20,7 @@ from attn_graph.lowering.problem import Problem
 from attn_graph.machine.target import Target
 from attn_graph.masks.places import Place, Strip
 from attn_graph.spec import NAMES
-from attn_graph.spec.formulas import largest
+from attn_graph.spec.formulas import highest
 
 MIXED = 1.5  # times a full tile, by the instructions of both loops
 START = 1.5 * 128 * 128  # scores in whose time a program begins and ends
@@ -218,7 +218,7 @@ def heads_together(
     cache = INTERPRETED[1] if target.interprets else target.l2 or L2
     fit = cache // 2 // (size * each) if by_keys else cache // 2 * each // size
     least = -(-WAVES * (places_of(p, target, tiling) or 0) // blocks)
-    groups = -(-heads // largest(1, fit, least))
+    groups = -(-heads // highest(1, fit, least))
     return -(-heads // groups)
 
 

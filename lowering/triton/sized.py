@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from math import gcd
 from typing import Any, final
 
 import torch
@@ -27,11 +28,12 @@ from attn_graph.machine.fitting import find_reads
 from attn_graph.machine.target import Target
 from attn_graph.machine.workspace import Buffer
 from attn_graph.spec.dims import NamedSize, bind
-from attn_graph.spec.formulas import Bounds, Recording, follows_sizes
+from attn_graph.spec.formulas import Recording, SizeBounds, follows_sizes
 
 MOST_SIZES = 256  # of which a plan keeps the launches
 MOST_RECORDINGS = 64  # kept of one plan: more are of masks or modifiers that decide by each size
 Shape = tuple[int, ...]
+Numbers = Mapping[str, Any]  # integers, or formulas, by name
 Parts = Any  # what depends on sizes of launches, buffers, tables and results
 
 
@@ -48,12 +50,12 @@ class Recorded:
 
     @classmethod
     def of(
-        cls, symbols: Sequence[NamedSize], sizes: Shape, plan: Callable[[Mapping[str, Any]], Flash]
+        cls, symbols: Sequence[NamedSize], sizes: Shape, plan: Callable[[Numbers], Flash]
     ) -> Recorded:
         """Record a plan in some sizes. plan: numbers, or formulas, by name -> the plan for them."""
         recording = Recording()
         pairs = zip(symbols, sizes, strict=True)
-        flash = plan({s.name: recording.add_size(n, bounds_of(s)) for s, n in pairs})
+        flash = plan({s.name: recording.add_size(n, symbol_bounds(s)) for s, n in pairs})
         return cls(flash, recording.compile(split_parts(flash)))
 
     def at(self, sizes: Shape) -> Flash | None:
@@ -73,17 +75,15 @@ class Recorded:
         )
 
 
-def bounds_of(symbol: NamedSize) -> Bounds:
+def symbol_bounds(symbol: NamedSize) -> SizeBounds:
     """What is known of a size."""
-    from math import gcd
-
-    return Bounds(min(symbol.classes, default=1), symbol.most, gcd(*symbol.classes) or 1)
+    return SizeBounds(min(symbol.classes, default=1), symbol.most, gcd(*symbol.classes) or 1)
 
 
 def split_parts(flash: Flash) -> Parts:
     """What follows sizes, as tuples and dicts of formulas and numbers."""
     launches = tuple(
-        (x.grid, moving(x.fixed), {n: (d.shape, d.strides) for n, d in x.descriptors.items()})
+        (x.grid, select_sized(x.fixed), {n: (d.shape, d.strides) for n, d in x.descriptors.items()})
         for x in flash.launches
     )
     buffers = {name: buffer.shape for name, buffer in flash.buffers.items()}
@@ -91,7 +91,7 @@ def split_parts(flash: Flash) -> Parts:
     return launches, buffers, {**flash.tables}, results
 
 
-def moving(fixed: Mapping[str, Any]) -> dict[str, Any]:
+def select_sized(fixed: Numbers) -> Parts:
     """The arguments of a kernel that follow sizes."""
     return {name: x for name, x in fixed.items() if follows_sizes(x)}
 
@@ -118,7 +118,7 @@ class SizedCalls:
 
     graph: Graph
     options: Options
-    plan: Callable[[Mapping[str, Any]], Flash]
+    plan: Callable[[Numbers], Flash]
     reads: tuple[tuple[int, int, int, int], ...]
     recorded: list[Recorded] = field(factory=list, init=False)
     at: Callable[[Shape], TritonCall] = field(
@@ -131,7 +131,7 @@ class SizedCalls:
         """work: of the graph, its sizes by name."""
         given = options.precision, options.variant, options.max_workspace, options.batch_invariant
 
-        def plan(sizes: Mapping[str, Any]) -> Flash:
+        def plan(sizes: Numbers) -> Flash:
             return Flash.plan(bind(work, sizes), target, *given)
 
         reads = dict(reversed([*find_reads([i.spec for i in graph.inputs])]))

@@ -16,7 +16,7 @@ import torch
 from attrs import define, field, frozen
 
 from attn_graph.masks.places import Untraceable
-from attn_graph.spec.formulas import Formula, is_one
+from attn_graph.spec.formulas import SizeFormula, is_one
 
 Kind = Literal["int", "float", "bool"]
 Operand = Any  # a symbol, an integer, a float or a boolean
@@ -128,7 +128,7 @@ class Symbol:
         formulas of sizes always are."""
         if isinstance(x, Symbol):
             return x.text, x.kind
-        if isinstance(x, Formula):
+        if isinstance(x, SizeFormula):
             return self.code.numbers.add(x), "int"  # type: ignore[arg-type]  # it stands for one
         text, kind = code_literal(x)
         reads = at_run_time and kind == "int" and self.kind == "int"
