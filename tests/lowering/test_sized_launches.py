@@ -160,6 +160,11 @@ def test_launches_of_any_sizes_are_those_of_plans_of_numbers(name: str, count: i
         assert len(calls.recorded) <= MOST_PLANS
 
 
+def test_a_plan_says_that_it_is_one_build() -> None:
+    plan = ag.compile(GRAPHS["packed"], target=H200, backends=("triton",))
+    assert "T, B are sizes of the call, all in one executable" in str(plan.explain())
+
+
 # What is compiled
 
 
