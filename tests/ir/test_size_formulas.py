@@ -69,13 +69,13 @@ def test_arithmetic_decides_nothing(
 
 def test_what_bounds_decide_is_not_recorded() -> None:
     recording = Recording()
-    n = recording.add_size(64, SizeBounds(16, 4096, 16))
+    n: Number = recording.add_size(64, SizeBounds(16, 4096, 16))
     assert n > 0
     assert n
     assert n % 16 == 0
     assert not n * 2 + 1 < 33
     assert not is_one(n)
-    assert capacity(n * 2) == 8192  # type: ignore[arg-type]  # it stands for an integer
+    assert capacity(n * 2) == 8192
     assert not recording.lines or all(name for name, _ in recording.lines)
     assert n >= 64
     assert n > 63  # known by now
