@@ -85,7 +85,7 @@ def table_arch(sm: int) -> int:
 
 def padded_head_size(size: int) -> int:
     """A head size as kernels hold it: a power of two, and at least 16, as matrix units need."""
-    return max(16, 1 << (size - 1).bit_length())
+    return 16 if size <= 16 else 1 << (size - 1).bit_length()
 
 
 def shared_memory(sm: int) -> int:

@@ -13,8 +13,7 @@ from attn_graph.ir.attention import Attention, AttentionGrad, Operands
 from attn_graph.ir.graph import Eqn, Graph
 from attn_graph.ir.views import spec_of_view
 from attn_graph.machine.sizes import format_bytes
-from attn_graph.masks import Mask
-from attn_graph.masks.places import Block, Place
+from attn_graph.masks.places import Block, Place, Strip
 from attn_graph.spec import (
     NAMES,
     TensorSpec,
@@ -23,6 +22,7 @@ from attn_graph.spec import (
     memory_order,
     normalise_strides,
 )
+from attn_graph.spec.formulas import decide, follows_sizes, is_one
 
 T = TypeVar("T")
 BSHD = (0, 2, 1, 3)  # the order of axes of tensors [B,S,H,D] that are read as [B,H,S,D]
@@ -127,8 +127,15 @@ class Problem:
 
     @cached_property
     def mask_has_blind_rows(self) -> bool:
-        """Whether the mask alone may leave a query no key."""
-        return self.node.mask is not None and not sees_everywhere(self.node.mask, self)
+        """Whether the mask alone may leave a query no key. One that reads tensors is taken
+        to, where only a call tells the sizes."""
+        mask = self.node.mask
+        if mask is None or mask.needs:
+            return mask is not None and (follows_sizes(self) or not sees_everywhere(self))
+        strip = mask.strip(Place(0, 0, 0, 0, self.H, self.M, self.N))
+        if strip is not None:
+            return not strip_sees_everywhere(strip, self.M, self.N)
+        return not decide(sees_everywhere, self)
 
     @cached_property
     def layout_of_o(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -142,15 +149,11 @@ class Problem:
         return torch.empty_strided(shape, strides, dtype=self.dtype, device=device)
 
 
-def sees_everywhere(mask: Mask, problem: Problem) -> bool:
-    """Whether the mask surely leaves every query a key; false also if finding out takes long.
-
-    For a strip without tensors it is enough to look at the first and the last query.
-    """
+def sees_everywhere(problem: Problem) -> bool:
+    """Whether the mask surely leaves every query a key; false also if finding out takes long."""
     B, H, M, N = range(problem.B), range(problem.H), problem.M, problem.N
-    rows = [range(M)]
-    if not mask.needs and mask.strip(Place(0, 0, 0, 0, len(H), M, N)) is not None:
-        rows = [range(1), range(M - 1, M)]
+    mask, rows = problem.node.mask, [range(M)]
+    assert mask is not None
     for _ in range(MOST_BLOCKS):
         if not rows:
             return True
@@ -162,6 +165,17 @@ def sees_everywhere(mask: Mask, problem: Problem) -> bool:
         middle = (part.start + part.stop) // 2
         rows += [range(part.start, middle), range(middle, part.stop)]
     return False
+
+
+def strip_sees_everywhere(strip: Strip, M: int, N: int) -> bool:
+    """Whether a strip of known bounds leaves the first and the last query a key, and so all."""
+    for i in (0, M - 1):
+        starts = [0, *(i + x for x in (strip.low,) if x is not None)]
+        ends = [N, *(i + 1 + x for x in (strip.high,) if x is not None)]
+        ends += [x for x in (strip.keys,) if x is not None]
+        if not all(start < end for start in starts for end in ends):
+            return False
+    return strip.rows is None or bool(strip.rows >= M)
 
 
 def problems_in(graph: Graph) -> list[Problem]:
@@ -219,7 +233,7 @@ def is_misaligned(spec: TensorSpec) -> bool:
 
 def is_broadcast(spec: TensorSpec) -> bool:
     """Whether elements share a place."""
-    return any(n > 1 and s == 0 for n, s in zip(spec.shape, spec.strides, strict=True))
+    return any(s == 0 and not is_one(n) for n, s in zip(spec.shape, spec.strides, strict=True))
 
 
 def flash_order(q: TensorSpec) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ import torch
 from attrs import field, frozen
 
 from attn_graph.errors import GraphError
+from attn_graph.spec.formulas import is_one
 
 Term = Any  # an integer, a tensor, or a symbol of generated code: what Python's operators take
 
@@ -224,7 +225,8 @@ class Place:
                 r = self.ranges[axis]
                 slots[axis] = slice(None) if n == 1 else slice(r.start, r.stop)
             return tensor[tuple(slots)]
-        return tensor[tuple(0 if n == 1 else x for x, n in zip(index, tensor.shape, strict=True))]
+        pairs = zip(index, tensor.shape, strict=True)
+        return tensor[tuple(0 if is_one(n) else x for x, n in pairs)]
 
     def tensor(self, name: str, indices: int) -> Term:
         """The tensor of a name. Raises GraphError unless it has as many axes as `indices`."""

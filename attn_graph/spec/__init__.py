@@ -15,6 +15,7 @@ from attrs import field, frozen
 
 from attn_graph.errors import GraphError
 from attn_graph.spec.dims import Dim, Sizes, bind, dims_in
+from attn_graph.spec.formulas import SizeFormula, is_one
 
 DTYPES = {
     "f16": torch.float16,
@@ -34,9 +35,9 @@ MOST = 2**63 - 1  # of one size or stride: what an integer of PyTorch holds
 
 
 def to_integer(value: object) -> int | None:
-    """A whole number as an int, 2.0 too, a Dim as it is; None for anything else."""
-    if isinstance(value, Dim):
-        return value
+    """A whole number as an int, 2.0 too, Dims and formulas as they are; None for anything else."""
+    if isinstance(value, Dim | SizeFormula):
+        return value  # type: ignore[return-value]  # formulas stand for integers
     try:
         return index(value)  # type: ignore[arg-type]  # what has no index raises
     except TypeError:
@@ -176,17 +177,18 @@ def as_integers(name: str, values: object) -> tuple[int, ...]:
 def spec_problems(
     shape: tuple[int, ...], dtype: object, strides: tuple[int, ...] | None, layout: str | None
 ) -> list[str]:
-    """Why these describe no tensor."""
+    """Why these describe no tensor. Formulas are of sizes that a spec had by name."""
     problems = []
+    sizes, steps = ([n for n in x if isinstance(n, int)] for x in (shape, strides or ()))
     if not isinstance(dtype, torch.dtype) or dtype not in NAMES:
         problems.append(f"spec: dtype {dtype} is not one of {', '.join(map(str, NAMES))}")
-    if min(shape, default=0) < 0:
+    if min(sizes, default=0) < 0:
         problems.append(f"spec: shape {shape} has a negative size; sizes are at least 0")
-    if max((*shape, *(strides or ())), default=0) > MOST:
+    if max((*sizes, *steps), default=0) > MOST:
         problems.append(f"spec: shape {shape}, strides {strides}: no tensor goes beyond {MOST}")
     if strides is not None and len(strides) != len(shape):
         problems.append(f"spec: {len(strides)} strides {strides} for {len(shape)} axes {shape}")
-    if strides and min(strides) < 0:
+    if min(steps, default=0) < 0:
         problems.append(f"spec: strides {strides} have a negative one; strides are at least 0")
     if strides is not None and layout is not None:
         problems.append(f"spec: strides {strides} and layout {layout!r} both given; give one")
@@ -203,7 +205,7 @@ def dense_strides(shape: Sequence[int], order: Sequence[int] | None = None) -> t
     strides, step = [0] * len(shape), 1
     for axis in reversed(order if order is not None else range(len(shape))):
         strides[axis] = step
-        step *= max(1, shape[axis])
+        step *= shape[axis] or 1
     return tuple(strides)
 
 
@@ -211,7 +213,7 @@ def normalise_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int
     """Strides, 0 for axes of size 1 and for tensors without elements, where they mean nothing."""
     empty = 0 in shape
     pairs = zip(shape, strides, strict=True)
-    return tuple([0 if empty or n == 1 else s for n, s in pairs])
+    return tuple([0 if empty or is_one(n) else s for n, s in pairs])
 
 
 def memory_order(spec: TensorSpec) -> tuple[int, ...]:
@@ -225,8 +227,8 @@ def order_axes(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
     A tensor that broadcasts, or has no elements, is in logical order.
     """
     axes = range(len(shape))
-    if any(n == 0 or (s == 0 and n > 1) for n, s in zip(shape, strides, strict=True)):
+    if any(n == 0 or (s == 0 and not is_one(n)) for n, s in zip(shape, strides, strict=True)):
         return tuple(axes)
-    long = [a for a in axes if shape[a] > 1]
+    long = [a for a in axes if not is_one(shape[a])]
     ranked = iter(sorted(long, key=lambda a: -strides[a]))
     return tuple([next(ranked) if a in long else a for a in axes])

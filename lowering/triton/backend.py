@@ -29,6 +29,7 @@ from attn_graph.lowering.reasons import (
 from attn_graph.lowering.steps import Steps
 from attn_graph.lowering.triton.calls import Results, TritonCall
 from attn_graph.lowering.triton.few_rows import is_decoding
+from attn_graph.lowering.triton.layout import Layout
 from attn_graph.lowering.triton.work import Single, Work, split_graph
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision
@@ -153,7 +154,7 @@ def lower_part(part: Single, target: Target, options: Options) -> Executable:
     """The launches that run one equation."""
     flash = plan_flash(part.work, target, options)
     call = TritonCall(flash, part.graph, options)
-    run = call.choose_run()
+    run = call.run
     return Executable(
         run,
         flash.scratch.bytes,
@@ -165,6 +166,23 @@ def lower_part(part: Single, target: Target, options: Options) -> Executable:
         infer=run if part.graph.is_gradient or returns_lse(part.graph) else call.inference,
         prepare=lambda: compile_kernels(flash),
     )
+
+
+def lower_any(graph: Graph, target: Target, options: Options) -> Executable | None:
+    """The launches for whatever sizes; None of derivatives of other kinds, which are planned for
+    one size, and where sizes by name make a mask or a modifier what kernels can't be made of."""
+    parts = split_graph(graph)
+    if len(parts) != 1 or not isinstance(parts[0].work, Layout):
+        return None
+    from attn_graph.lowering.triton.sized import SizedCalls
+    from attn_graph.masks.places import Untraceable
+
+    try:
+        calls = SizedCalls.of(parts[0].graph, parts[0].work, target, options)
+    except Untraceable:
+        return None
+    saves = graph.is_gradient or returns_lse(graph)
+    return Executable(calls.run, infer=calls.run if saves else calls.infer)
 
 
 def join_parts(graph: Graph, parts: Sequence[Single], lowered: Sequence[Executable]) -> Executable:
@@ -290,4 +308,4 @@ def variants(graph: Graph, target: Target, options: Options) -> tuple[str, ...]:
     return tuple(VARIANTS)
 
 
-BACKEND = Backend("triton", why_not, lower, variants=variants)
+BACKEND = Backend("triton", why_not, lower, variants=variants, lower_any=lower_any)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -28,9 +27,8 @@ from attn_graph.machine.device_memo import DeviceMemo, copy_to
 from attn_graph.spec import TensorSpec
 
 if TYPE_CHECKING:  # and imported where they are used: machines without a GPU never ask for them
-    from attn_graph.lowering.triton.device_code import Contribution
     from attn_graph.lowering.triton.launches import Launch
-    from attn_graph.lowering.triton.plan import Flash
+    from attn_graph.lowering.triton.plan import Flash, Lying
 
 Named = dict[str, Any]  # tensors by the names that launches give them
 Results = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]  # outputs, and what is saved
@@ -47,12 +45,8 @@ class TritonCall:
     options: Options
     tables: DeviceMemo[torch.Tensor] = field(factory=DeviceMemo, init=False)
 
-    @cached_property
-    def storing_no_lse(self) -> tuple[Launch, ...]:
-        """The launches where nobody reads lse."""
-        return self.flash.without_lse()
-
-    def choose_run(self) -> Callable[..., Results]:
+    @property
+    def run(self) -> Callable[..., Results]:
         """What runs the graph: one of the four below."""
         gradient = self.flash.problem.grad is not None
         if self.flash.push is not None:
@@ -69,7 +63,7 @@ class TritonCall:
     def inference(self, *tensors: torch.Tensor) -> Results:
         """The forward of a graph that does not return lse, without it."""
         stats = [name for name in self.flash.problem.node.stats if name != "lse"]
-        results = self.attend(self.storing_no_lse, tensors, stats)
+        results = self.attend(self.flash.without_lse, tensors, stats)
         return [results[name] for name in self.graph.result_names], ()
 
     def attend(
@@ -78,7 +72,7 @@ class TritonCall:
         """o and these statistics, by name."""
         every, count = self.operands(tensors), len(self.flash.problem.node.ranks)
         operands, tables = every[:count], every[count:]
-        results = self.new_results(("o",), stats, operands[0].device)
+        results = self.new_results(("o", *stats), operands[0].device)
         with self.launched(launches, {**results}, operands, tables=tables):
             pass
         return results
@@ -88,8 +82,7 @@ class TritonCall:
         op = self.graph.eqns[0].op
         assert isinstance(op, AttentionJvp)
         own, moved = op.split(self.operands(tensors))
-        stats = (*op.attention.stats, "tlse")
-        results = self.new_results(("o", "to"), stats, own[0].device)
+        results = self.new_results(self.flash.results, own[0].device)
         with self.launched(self.flash.launches, {**results}, own, moved):
             pass
         every = [results[name] for name in op.names]
@@ -101,10 +94,11 @@ class TritonCall:
         assert grad is not None
         every, count = self.operands(tensors), len(grad.ranks)
         read = grad.split(every[:count])
-        named, lines = self.name_gradient(read), self.flash.layout.lines()
+        named = self.name_gradient(read)
 
         def of_sinks(sinks: torch.Tensor, scratch: Scratch) -> torch.Tensor:
-            return sink_gradient(sinks, named["lse"].view(lines), scratch["delta"].neg())
+            surplus = scratch["delta"].neg()
+            return sink_gradient(sinks, named["lse"].view(surplus.shape), surplus)
 
         return self.pull(named, read.own, (), of_sinks, every[count:]), ()
 
@@ -128,28 +122,16 @@ class TritonCall:
         """What the equation reads, of the inputs of the graph."""
         return read_operands(self.graph, tensors)
 
-    def new_results(self, rows: Sequence[str], stats: Sequence[str], device: torch.device) -> Named:
-        """Uninitialised results: tensors like o, and numbers of each row."""
-        shape = self.flash.layout.statistic()
-        results: Named = {name: self.flash.new_o(device) for name in rows}
-        for name in stats:
-            results[name] = torch.empty(shape, dtype=torch.float32, device=device)
-        return results
+    def new_results(self, names: Iterable[str], device: torch.device) -> Named:
+        """Uninitialised results, by name."""
+        return {name: self.flash.new_result(name, device) for name in names}
 
     def name_gradient(self, read: GradientOperands[torch.Tensor]) -> Named:
         """What the kernels of a gradient read beside operands, and the gradients themselves."""
-        problem, device = self.flash.problem, read.o.device
-        assert problem.grad is not None
-        named: Named = {
-            f"grad{n}": self.flash.new_gradient(n, device)
-            for n in range(3)
-            if problem.grad.wants[n]
-        }
-        for n, x in self.flash.code.contributions.items():
-            if set("ij") <= set(x.axes):
-                shape, dtype = problem.specs[n].shape, problem.specs[n].dtype
-                named[f"grad{n}"] = torch.empty(shape, dtype=dtype, device=device)
-        return named | {
+        contributions = self.flash.code.contributions.items()
+        summed = {f"grad{n}" for n, x in contributions if not set("ij") <= set(x.axes)}
+        stored = (name for name in self.flash.results if name not in summed)
+        return self.new_results(stored, read.o.device) | {
             "o": read.o,
             "o.strides": self.flash.layout.strides("o", TensorSpec.like(read.o)),
             "lse": read.lse.contiguous(),  # ours is; another backend may have saved it otherwise
@@ -172,7 +154,8 @@ class TritonCall:
         with self.launched(flash.launches, named, own, moved, tables) as scratch:
             for n, collected in flash.code.contributions.items():
                 if f"grad{n}" not in named:
-                    named[f"grad{n}"] = sum_collected(scratch[f"sums{n}"], collected)
+                    lying = flash.results[f"grad{n}"]
+                    named[f"grad{n}"] = sum_collected(scratch[f"sums{n}"], collected.axes, lying)
             if flash.problem.node.sinks and grad.wants[at := roles.index("sinks")]:
                 named[f"grad{at}"] = of_sinks(own[at], scratch)
         made = [named[f"grad{n}"] for n, wanted in enumerate(grad.wants) if wanted]
@@ -235,9 +218,9 @@ def name_directions(x: GradientTangents[torch.Tensor]) -> Named:
     return named | {"tdo": x.tdo, "tdlse": x.tdlse}
 
 
-def sum_collected(sums: torch.Tensor, collected: Contribution) -> torch.Tensor:
-    """A tensor's gradient from sums [B,H,M] or [B,H,N] of what it was read for."""
-    line = "j" if "j" in collected.axes else "i"
-    over = [n for n, axis in enumerate(("b", "h", line)) if axis not in collected.axes]
-    spec = collected.spec
-    return (sums.sum(over) if over else sums).reshape(spec.shape).to(spec.dtype, copy=not over)
+def sum_collected(sums: torch.Tensor, axes: str, lying: Lying) -> torch.Tensor:
+    """A tensor's gradient from sums [B,H,M] or [B,H,N] of what it was read for. axes: of it."""
+    shape, _, dtype = lying
+    line = "j" if "j" in axes else "i"
+    over = [n for n, axis in enumerate(("b", "h", line)) if axis not in axes]
+    return (sums.sum(over) if over else sums).reshape(shape).to(dtype, copy=not over)

@@ -19,6 +19,7 @@ from attn_graph.lowering.triton.layout import Layout
 from attn_graph.machine.sizes import format_bytes
 from attn_graph.machine.target import Target
 from attn_graph.machine.workspace import Buffer
+from attn_graph.spec.formulas import lowest
 
 WAVES = 2  # programs of four warps that a multiprocessor runs at once
 LEAST_KEYS = 256  # of a part: fewer take as long to merge as to read
@@ -73,13 +74,13 @@ def divide_keys(
         each = 2 if target.interprets else FIXED_KEYS // tile.block_n
         return KeyDivision(tile, rows, -(-tiles // each), each)
     if target.interprets:  # it is not fast in any way, so each has its turn
-        division = KeyDivision(tile, rows, min(tiles, 1 + p.N % 4), 1)
+        division = KeyDivision(tile, rows, lowest(tiles, 1 + p.N % 4), 1)
         worth = (p.M + p.N) % TURNS == 0
     else:
         each = -(-LEAST_KEYS // tile.block_n)
         programs = p.B * p.G * -(-rows // tile.block_m)
         wanted = -(-WAVES * (target.multiprocessors or 1) // programs)
-        division = KeyDivision(tile, rows, min(wanted, -(-tiles // each)), each)
+        division = KeyDivision(tile, rows, lowest(wanted, -(-tiles // each)), each)
         worth = division.parts > 1 or WORTH * rows <= p.N
     while most is not None and division.parts > 1 and division.scratch(p) > most:
         division = evolve(division, parts=division.parts // 2)

@@ -28,6 +28,7 @@ from attn_graph.lowering.triton.symbols import (
 )
 from attn_graph.masks.places import Place, Untraceable
 from attn_graph.spec import INF, TensorSpec
+from attn_graph.spec.formulas import is_one
 
 WHERE = "b, h, i, j, M, N, data, numbers"
 UNBOUNDED = ("-FAR", "FAR", "N", "M")  # the bounds of an open strip; FAR: kernels/common.py
@@ -284,7 +285,8 @@ class Tracer:
         total, at = Total(spec.shape), self.place(code).reading(self.arrays(code)[0][k])
         modifier.collect({name: total}, as_tensor(ds), at)  # type: ignore[dict-item]  # a total
         share = total.sum[0] if total.sum else ds * 0.0
-        axes = "".join(a for a, n in zip(total.axes, spec.shape, strict=False) if n > 1)
+        pairs = zip(total.axes, spec.shape, strict=False)
+        axes = "".join(a for a, n in pairs if not is_one(n))
         return Contribution(code.write_function("collect", arguments, *first, share), axes, spec)
 
 

@@ -15,6 +15,7 @@ from attn_graph.lowering.triton.launches import Launch, Pointers
 from attn_graph.lowering.triton.tile_lists import HEAD, ListCode, blocks, list_room
 from attn_graph.machine.workspace import Buffer
 from attn_graph.spec import TensorSpec, dense_strides
+from attn_graph.spec.formulas import is_one
 
 
 @final
@@ -101,7 +102,9 @@ class BlockEnds:
     def block(self) -> tuple[int, int]:
         """Rows and columns of a block: of a tile, or 1 where the tensor has one."""
         _, _, rows, columns = self.layout[0]
-        return self.tiling.block_m if rows > 1 else 1, self.tiling.block_n if columns > 1 else 1
+        return 1 if is_one(rows) else self.tiling.block_m, 1 if is_one(
+            columns
+        ) else self.tiling.block_n
 
     @property
     def count(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from attn_graph.lowering.triton.programs import (
     heads_together,
 )
 from attn_graph.lowering.triton.symbols import SPECIAL
-from attn_graph.lowering.triton.tile_lists import list_ahead
+from attn_graph.lowering.triton.tile_lists import list_ahead, shape_of_lists
 from attn_graph.lowering.triton.tiles import choose_push_tiling, choose_tiling
 from attn_graph.lowering.triton.work import Push, tangent_specs
 from attn_graph.machine.target import Target
@@ -31,6 +33,7 @@ from attn_graph.machine.torch_switches import Precision
 from attn_graph.machine.workspace import Buffer
 from attn_graph.masks.places import Untraceable
 from attn_graph.spec import dense_strides
+from attn_graph.spec.formulas import defer, is_one
 
 Fixed = dict[str, Any]  # arguments of a kernel
 PLACED = ("forward", "query_gradient", "key_gradient")  # kernels that know packed tensors
@@ -59,7 +62,7 @@ class LaunchList:
     invariant: bool = False
     layout: Layout = field(default=Factory(lambda x: Layout.dense(x.problem), takes_self=True))
     push: Push | None = None
-    division: str = ""
+    division_note: Callable[[], str] = str
     launches: list[Launch] = field(factory=list)
     buffers: dict[str, Buffer] = field(factory=dict)
     tables: dict[str, torch.Tensor] = field(factory=dict)
@@ -115,9 +118,8 @@ class LaunchList:
 
     def is_even(self) -> bool:
         """Whether many keys of what masks and modifiers read are loaded at once."""
-        if self.layout.sides or self.problem.N % SPECIAL:
-            return False
-        return any({"i", "j"} <= {*axes} for axes in read_axes(self.problem))
+        placed = any({"i", "j"} <= {*axes} for axes in read_axes(self.problem))
+        return placed and not self.layout.sides and self.problem.N % SPECIAL == 0
 
     @property
     def blind(self) -> int:
@@ -189,10 +191,12 @@ class LaunchList:
         except Untraceable:
             shape = None  # then from `span` and `surely`, for whatever the data may be
         if shape is None:
-            self.tables[name] = list_ahead(self.problem, tiling, by_keys, not self.layout.sides)
-            shape = (1, 1, *self.tables[name].shape)
+            first = not self.layout.sides
+            make = partial(list_ahead, tiling=tiling, by_keys=by_keys, longest_first=first)
+            self.tables[name] = defer(make, self.problem)
+            shape = (1, 1, *shape_of_lists(self.problem, tiling, by_keys))
         strides = dense_strides(shape)[:3]
-        strides = tuple(s if n > 1 else 0 for n, s in zip(shape, strides, strict=False))
+        strides = tuple(0 if is_one(n) else s for n, s in zip(shape, strides, strict=False))
         return {"lists_ptr": name}, {"lists_strides": strides, "LISTED": True}
 
     def ranged(self, name: str, tiling: Tiling, by_keys: bool) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from attn_graph.lowering.backend import RefusedError
 from attn_graph.lowering.problem import ALIGNED, find_misplaced
 from attn_graph.lowering.triton.device_code import compile_text
 from attn_graph.spec import TensorSpec
+from attn_graph.spec.formulas import is_one
 
 HOMES = {
     "forward": "forward",
@@ -93,7 +94,9 @@ class Descriptor:
     def tiles(cls, name: str, spec: TensorSpec, rows: int, width: int, gluon: bool) -> Descriptor:
         """Of an operand [B,H,L,D] in tiles of so many rows, at least as wide as D."""
         pairs = zip(spec.shape[:3], spec.strides, strict=False)
-        strides = (s if n > 1 else ALIGNED for n, s in pairs)  # of one element any will do but 0
+        strides = (
+            ALIGNED if is_one(n) else s for n, s in pairs
+        )  # of one element any will do but 0
         return cls(name, spec.shape, (*strides, 1), (1, 1, rows, width), gluon)
 
     def of(self, tensor: torch.Tensor) -> Any:  # Any: Triton's

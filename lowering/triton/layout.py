@@ -20,6 +20,7 @@ from attn_graph.ir.packed import LENGTHS, STARTS, Packed, operand_sides
 from attn_graph.ir.packing import Lengths, row_count
 from attn_graph.lowering.problem import Problem, operand_specs, sole
 from attn_graph.spec import TensorSpec, dense_strides, memory_order
+from attn_graph.spec.formulas import capacity
 
 MOST_SEQUENCES = 4096 - 2  # of which each program reads where they begin
 KEY_TENSORS = ("k", "v", "dk", "dv")  # the others have the rows of q
@@ -194,7 +195,7 @@ class Layout:
 
     def sizes(self) -> dict[str, int | None]:
         """What kernels know of packed tensors, by parameter."""
-        sequences = 1 << (self.problem.B + 1).bit_length()
+        sequences = 1 << (capacity(self.problem.B) + 1).bit_length()
         return {"B": self.problem.B, "T": self.T, "T_KEYS": self.T_keys} | {
             "BATCH": sequences if self.sides else 0
         }
@@ -235,8 +236,3 @@ class Layout:
             yield Reason("pages_stride", limit, f"pages is {pages}")
         if not self.specs[1].shape[0]:
             yield Reason("pool", "needs a page at least", f"k is {self.specs[1]}")
-
-
-def new_tensor(spec: TensorSpec, device: torch.device) -> torch.Tensor:
-    """An uninitialised tensor of a spec."""
-    return torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device=device)

@@ -120,7 +120,7 @@ def compile_ahead(flash: Flash) -> None:
     if is_interpreting():
         return
     tensors = mock_tensors(flash)
-    for launch in dict.fromkeys((*flash.launches, *flash.without_lse())):
+    for launch in dict.fromkeys((*flash.launches, *flash.without_lse)):
         compile_launch(launch, tensors, flash.target.sm)
 
 

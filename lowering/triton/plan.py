@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property, partial
 from typing import final
 
 import torch
@@ -23,20 +24,18 @@ from attn_graph.lowering.triton.device_code import (
 )
 from attn_graph.lowering.triton.launch_list import MOVED, READ, TILED, Fixed, LaunchList
 from attn_graph.lowering.triton.launches import Launch, Pointers, check_interpreter
-from attn_graph.lowering.triton.layout import Layout, new_tensor
+from attn_graph.lowering.triton.layout import Layout
 from attn_graph.lowering.triton.operands import takes_tf32
-from attn_graph.lowering.triton.programs import (
-    block_costs,
-    dense_costs,
-    divide_group,
-)
+from attn_graph.lowering.triton.programs import Division, divide_group, may_divide_group
 from attn_graph.lowering.triton.tile_lists import blocks
 from attn_graph.lowering.triton.work import Push, Work, tangent_specs
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision
 from attn_graph.machine.workspace import Buffer, Scratch
 from attn_graph.spec import TensorSpec, dense_strides
+from attn_graph.spec.formulas import decide
 
+Lying = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides and dtype
 FORWARDS = ("forward", "gluon_forward", "merge_parts")  # they store lse, where a pointer is given
 
 
@@ -46,8 +45,9 @@ class Flash:
     """Launches in order, by what name they read which tensor, and scratch buffers by name.
 
     precision: of products of float32. tables: lists of tiles that were made when planning, by
-    name too. division: what `explain` says of how query heads of a group, or keys, are divided.
-    push: what moves, in forward mode.
+    name too. results: shape, strides and dtype of what a pass gives, by name. division_note: what
+    `explain` says of how query heads of a group, or keys, are divided. push: what moves, in forward
+    mode.
     """
 
     problem: Problem
@@ -57,7 +57,8 @@ class Flash:
     launches: tuple[Launch, ...]
     buffers: Mapping[str, Buffer]
     tables: Mapping[str, torch.Tensor]
-    division: str = ""
+    results: Mapping[str, Lying]
+    division_note: Callable[[], str] = str
     layout: Layout = field(default=Factory(lambda x: Layout.dense(x.problem), takes_self=True))
     push: Push | None = None
 
@@ -82,10 +83,15 @@ class Flash:
         code = Tracer.of(p, push.steps if push else None).trace()
         return FlashBuilder(p, target, code, best, variant, most, invariant, layout, push).build()
 
-    @property
+    @cached_property
     def scratch(self) -> Scratch:
         """All scratch buffers, side by side."""
         return Scratch(tuple(self.buffers.values()))
+
+    @property
+    def division(self) -> str:
+        """How query heads of a group, or keys, are divided, for `explain`; "": they are not."""
+        return self.division_note()
 
     def specs(self) -> dict[str, TensorSpec]:
         """The specs of the large operands, by name."""
@@ -107,6 +113,7 @@ class Flash:
         dtypes |= {name: buffer.dtype for name, buffer in self.buffers.items()}
         return dtypes | {name: table.dtype for name, table in self.tables.items()}
 
+    @cached_property
     def without_lse(self) -> tuple[Launch, ...]:
         """The launches of a forward whose lse nobody reads."""
         return tuple(
@@ -118,13 +125,10 @@ class Flash:
         """Raise RuntimeError where Triton interprets and the plan is to be compiled, or reverse."""
         check_interpreter(self.target.interprets)
 
-    def new_o(self, device: torch.device) -> torch.Tensor:
-        """An uninitialised o."""
-        return new_tensor(self.layout.o(), device)
-
-    def new_gradient(self, n: int, device: torch.device) -> torch.Tensor:
-        """An uninitialised gradient of operand n: q, k or v."""
-        return new_tensor(self.layout.gradient(n), device)
+    def new_result(self, name: str, device: torch.device) -> torch.Tensor:
+        """An uninitialised result."""
+        shape, strides, dtype = self.results[name]
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
 @final
@@ -144,8 +148,27 @@ class FlashBuilder(LaunchList):
 
     def finish(self) -> Flash:
         """What was added so far, as a value."""
-        made = tuple(self.launches), self.buffers, self.tables, self.division, self.layout
-        return Flash(self.problem, self.target, self.code, self.precision, *made, self.push)
+        made = tuple(self.launches), self.buffers, self.tables, dict(self.results())
+        more = self.division_note, self.layout, self.push
+        return Flash(self.problem, self.target, self.code, self.precision, *made, *more)
+
+    def results(self) -> Iterator[tuple[str, Lying]]:
+        """How what the pass gives lies, by name."""
+        p, layout = self.problem, self.layout
+        if p.grad is None:
+            o, shape = layout.o(), layout.statistic()
+            yield from (
+                (n, (o.shape, o.strides, o.dtype)) for n in ("o", *("to",) * bool(self.push))
+            )
+            names = (*p.node.stats, *("tlse",) * bool(self.push))
+            yield from ((n, (shape, dense_strides(shape), torch.float32)) for n in names)
+            return
+        for n in (n for n in range(3) if p.grad.wants[n]):
+            spec = layout.gradient(n)
+            yield f"grad{n}", (spec.shape, spec.strides, spec.dtype)
+        for n in self.code.contributions:
+            spec = p.specs[n]
+            yield f"grad{n}", (spec.shape, dense_strides(spec.shape), spec.dtype)
 
     def forward(self) -> None:
         """Add the launch of the forward, or, of few queries, those of its parts."""
@@ -166,7 +189,7 @@ class FlashBuilder(LaunchList):
         texts = self.texts("keep", "strip", "change")
         fixed |= {} if data else {"data": None}
         self.launches += split_launches(division, self.layout, pointers, fixed, texts)
-        self.division = describe_division(self.problem, self.target, division)
+        self.division_note = partial(describe_division, self.problem, self.target, division)
 
     def whole_forward(self) -> None:
         """Add the launch in which a program takes all keys of a block of queries."""
@@ -283,13 +306,17 @@ class FlashBuilder(LaunchList):
     def split(self, tile: Tiling, lists: Pointers) -> int:
         """Among how many programs of dk and dv the query heads of a group are divided."""
         p, table = self.layout.flat, self.tables.get(str(lists.get("lists_ptr")))
-        if p.H == p.G or self.invariant:
+        if self.invariant or not may_divide_group(p, self.target, tile):
             return 1
-        costs = block_costs(p, tile, True, table) or dense_costs(p, tile, True)
         used = Scratch(tuple(self.buffers.values())).bytes
         room = None if self.most is None else self.most - used
-        division = divide_group(p, self.target, tile, costs, room)
-        self.division = division.note
+
+        def divide(given: tuple[Problem, torch.Tensor | None, int | None]) -> Division:
+            problem, table, room = given
+            return divide_group(problem, self.target, tile, table, room)
+
+        division = decide(divide, (p, table, room))
+        self.division_note = partial(str, division.note)
         return division.splits
 
     def key_gradient_of(

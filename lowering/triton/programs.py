@@ -13,13 +13,14 @@ from itertools import repeat
 from typing import final
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 
 from attn_graph.kernels.tilings import Tiling, padded_head_size
 from attn_graph.lowering.problem import Problem
 from attn_graph.machine.target import Target
 from attn_graph.masks.places import Place, Strip
 from attn_graph.spec import NAMES
+from attn_graph.spec.formulas import highest
 
 MIXED = 1.5  # times a full tile, by the instructions of both loops
 START = 1.5 * 128 * 128  # scores in whose time a program begins and ends
@@ -217,36 +218,43 @@ def heads_together(
     cache = INTERPRETED[1] if target.interprets else target.l2 or L2
     fit = cache // 2 // (size * each) if by_keys else cache // 2 * each // size
     least = -(-WAVES * (places_of(p, target, tiling) or 0) // blocks)
-    groups = -(-heads // max(1, fit, least))
+    groups = -(-heads // highest(1, fit, least))
     return -(-heads // groups)
 
 
 @final
 @frozen
 class Division:
-    """How the query heads of a group are divided among programs of dk and dv.
+    """How the query heads of a group are divided among programs of dk and dv: equal by `splits`.
 
     splits: how many programs share a group. scratch: bytes of the sums that are to be added up
     then. note: for `explain`.
     """
 
     splits: int
-    scratch: int = 0
-    note: str = ""
+    scratch: int = field(default=0, eq=False)
+    note: str = field(default="", eq=False)
+
+
+def may_divide_group(problem: Problem, target: Target, tiling: Tiling) -> bool:
+    """Whether there are so few programs of dk and dv that dividing groups may take less time."""
+    p, places = problem, places_of(problem, target, tiling)
+    if p.H == p.G or places is None:
+        return False
+    return target.interprets or p.B * p.G * -(-p.N // tiling.block_n) <= MANY * places
 
 
 def divide_group(
-    problem: Problem, target: Target, tiling: Tiling, costs: Sequence[float], room: int | None
+    problem: Problem, target: Target, tiling: Tiling, table: torch.Tensor | None, room: int | None
 ) -> Division:
     """The division that is done first: fewer heads a program are more programs, and more sums.
 
-    costs: of one head's blocks. room: bytes that the sums may take; None: as many as they need.
+    table: the tiles that a mask was listed to leave. room: bytes that the sums may take; None: as
+    many as they need.
     """
-    p = problem
-    GROUP, places = p.H // p.G, places_of(problem, target, tiling)
-    many = places is None or p.B * p.G * len(costs) > MANY * places
-    if GROUP == 1 or places is None or (many and not target.interprets):
-        return Division(1)
+    p, GROUP, places = problem, problem.H // problem.G, places_of(problem, target, tiling)
+    assert places is not None  # else no group is divided
+    costs = block_costs(p, tiling, True, table) or dense_costs(p, tiling, True)
     eachs = dict.fromkeys(-(-GROUP // 2**n) for n in range(1 + (GROUP - 1).bit_length()))
     counts = [-(-GROUP // each) for each in eachs]
     ways = [Division(n, scratch_of(p, n) if n > 1 else 0) for n in counts]

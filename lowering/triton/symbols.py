@@ -16,6 +16,7 @@ import torch
 from attrs import define, field, frozen
 
 from attn_graph.masks.places import Untraceable
+from attn_graph.spec.formulas import SizeFormula, is_one
 
 Kind = Literal["int", "float", "bool"]
 Operand = Any  # a symbol, an integer, a float or a boolean
@@ -53,12 +54,13 @@ class Numbers:
         kernels_apart: where all are multiples of 16 there is a kernel that knows it, and loads
         several elements at once.
         """
-        if kernels_apart and all(s % SPECIAL == 0 for s in strides if s != 1):
+        read = [s for s in strides if not is_one(s)]
+        if kernels_apart and all(s % SPECIAL == 0 for s in read):
             start = len(self.values)
-            self.values += [s for s in strides if s != 1]
+            self.values += read
             texts = (f"numbers[{n}]" for n in range(start, len(self.values)))
-            return tuple("1" if s == 1 else next(texts) for s in strides)
-        return tuple("1" if s == 1 else self.add(s) for s in strides)
+            return tuple("1" if is_one(s) else next(texts) for s in strides)
+        return tuple("1" if is_one(s) else self.add(s) for s in strides)
 
 
 @final
@@ -122,9 +124,12 @@ class Symbol:
     device = torch.device("cpu")
 
     def operand(self, x: Operand, at_run_time: bool) -> tuple[str, Kind]:
-        """The text and kind of another operand. at_run_time: read an integer from `numbers`."""
+        """The text and kind of another operand. at_run_time: read an integer from `numbers`, where
+        formulas of sizes always are."""
         if isinstance(x, Symbol):
             return x.text, x.kind
+        if isinstance(x, SizeFormula):
+            return self.code.numbers.add(x), "int"  # type: ignore[arg-type]  # it stands for one
         text, kind = code_literal(x)
         reads = at_run_time and kind == "int" and self.kind == "int"
         return (self.code.numbers.add(x) if reads else text), kind

@@ -86,6 +86,13 @@ def list_ahead(
     return lists if longest_first else lists[lists[:, 0].argsort()]
 
 
+def shape_of_lists(problem: Problem, tiling: Tiling, by_keys: bool) -> tuple[int, int]:
+    """The shape of `list_ahead`'s lists: [blocks, at least 3 + tiles]."""
+    tiles = blocks(problem.M, tiling.block_m), blocks(problem.N, tiling.block_n)
+    lines, each = reversed(tiles) if by_keys else tiles
+    return lines, list_width(each)
+
+
 def most_listed(fixed: Mapping[str, int]) -> int:
     """How many tiles a block may have to visit. fixed: the arguments of `list_tiles`."""
     length, size = ("M", "BLOCK_M") if fixed["BY_KEYS"] else ("N", "BLOCK_N")
@@ -140,10 +147,9 @@ class ListCode:
 
     def shape(self, problem: Problem, tiling: Tiling, by_keys: bool) -> tuple[int, ...]:
         """The shape of the lists: [B or 1, H or 1, blocks, at least 3 + tiles]."""
-        tiles = blocks(problem.M, tiling.block_m), blocks(problem.N, tiling.block_n)
-        lines, each = reversed(tiles) if by_keys else tiles
         B = problem.B if "b" in self.axes else 1
-        return B, problem.H if "h" in self.axes else 1, lines, list_width(each)
+        H = problem.H if "h" in self.axes else 1
+        return B, H, *shape_of_lists(problem, tiling, by_keys)
 
 
 def reduced_shape(

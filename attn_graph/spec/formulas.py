@@ -1,0 +1,445 @@
+"""Numbers that follow the sizes of a call, so that what planned one size plans others at once.
+
+A function runs with Formulas in place of sizes: its arithmetic is recorded as lines of Python, and
+so is each decision that it takes by a comparison. The lines, compiled, give for other sizes what
+the function would give, or nothing, where a decision comes out differently there.
+
+What bounds and factors of the sizes decide, whatever these are, is not recorded. What asks for an
+integer itself (`range`, an index) decides that it is this one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import gcd, inf
+from operator import index
+from typing import Any, TypeVar, final
+
+import attrs
+from attrs import define, field, frozen
+
+NAME = re.compile(r"\b[sxf]\d+\b")  # of sizes, of results of lines, and of functions
+R = TypeVar("R")
+T = TypeVar("T")
+Number = Any  # an integer, or a formula that stands for one; what a deferred function gives
+Values = Sequence[Any]  # of the formulas in a value, in their order
+
+
+@final
+@frozen
+class SizeBounds:
+    """What is known of a number: the least and most that it may be, and a divisor of it."""
+
+    least: float = -inf
+    most: float = inf
+    divisor: int = 1
+
+
+@final
+@define(eq=False)
+class Recording:
+    """What a function has computed of its sizes, and decided by them.
+
+    lines: what is computed, by name; a text without a name is a decision. names: by the text.
+    bounds: by name. constants: values that lines use, as functions, by name.
+    """
+
+    lines: list[tuple[str, str]] = field(factory=list)
+    names: dict[str, str] = field(factory=dict)
+    bounds: dict[str, SizeBounds] = field(factory=dict)
+    constants: dict[str, object] = field(factory=dict)
+    sizes: list[str] = field(factory=list)
+
+    def add_size(self, value: int, bounds: SizeBounds) -> SizeFormula:
+        """The next size of those that calls give."""
+        name = f"s{len(self.sizes)}"
+        self.sizes.append(name)
+        self.bounds[name] = bounds
+        return SizeFormula(self, name, value)
+
+    def add_line(self, text: str, value: Number, bounds: SizeBounds) -> SizeFormula:
+        """The value of an expression, computed once however often it is recorded."""
+        if text not in self.names:
+            self.names[text] = f"x{len(self.names)}"
+            self.lines.append((self.names[text], text))
+            self.bounds[self.names[text]] = bounds
+        return SizeFormula(self, self.names[text], value)
+
+    def decide(self, text: str, outcome: bool) -> bool:
+        """Record how a condition came out; its outcome."""
+        if text not in self.names:
+            self.names[text] = ""
+            self.lines.append(("", text if outcome else f"not {text}"))
+        return outcome
+
+    def add_constant(self, value: object) -> str:
+        """The name by which lines know a value, as a function of integers."""
+        name = f"f{len(self.constants)}"
+        self.constants[name] = value
+        return name
+
+    def compile(self, result: object) -> Callable[..., Any]:  # Any: of the kind of `result`
+        """sizes -> the result for them, whose formulas print as what they are called here; None
+        where a decision comes out differently."""
+        needed, body = {*NAME.findall(repr(result))}, ""
+        for name, text in reversed(self.lines):
+            if name and name not in needed:
+                continue
+            needed |= {*NAME.findall(text)}
+            line = f"{name} = {text}" if name else f"if not ({text}): return None"
+            body = f"    {line}\n{body}"
+        made: dict[str, Any] = {**self.constants}
+        exec(f"def plan({', '.join(self.sizes)}):\n{body}    return {result!r}\n", made)
+        return made["plan"]  # type: ignore[no-any-return]  # what was just defined
+
+
+@final
+class SizeFormula:
+    """A number that is recorded. value: what it is in the sizes in which it was."""
+
+    __slots__ = ("name", "recording", "value")
+
+    def __init__(self, recording: Recording, name: str, value: Any) -> None:  # Any: a number
+        self.recording, self.name, self.value = recording, name, value
+
+    @property
+    def bounds(self) -> SizeBounds:
+        """What is known of it by now."""
+        return self.recording.bounds[self.name]
+
+    def apply(
+        self, form: str, other: object, compute: Callable[[Number, Number], Number], known: Number
+    ) -> Number:
+        """The value of `form`, where {0} is this number and {1} the other.
+
+        known: the bounds of that, of both bounds.
+        """
+        if isinstance(other, float):
+            return compute(index(self), other)
+        if not isinstance(other, (int, SizeFormula)):
+            return NotImplemented
+        bounds: SizeBounds = known(self.bounds, known_bounds(other))
+        if bounds.least == bounds.most:
+            return int(bounds.least)
+        value = compute(self.value, other.value if isinstance(other, SizeFormula) else other)
+        return self.recording.add_line(form.format(self, other), value, bounds)
+
+    def __add__(self, other: object) -> Number:
+        if isinstance(other, int) and other == 0:
+            return self
+        return self.apply("{0} + {1}", other, lambda a, b: a + b, add_bounds)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: object) -> Number:
+        if isinstance(other, SizeFormula) and other.name == self.name:
+            return 0
+        return self.apply(
+            "{0} - {1}", other, lambda a, b: a - b, lambda a, b: add_bounds(a, negate_bounds(b))
+        )
+
+    def __rsub__(self, other: object) -> Number:
+        return self.__neg__() + other
+
+    def __mul__(self, other: object) -> Number:
+        if isinstance(other, int) and other == 1:
+            return self
+        return self.apply("{0} * {1}", other, lambda a, b: a * b, multiply_bounds)
+
+    __rmul__ = __mul__
+
+    def __neg__(self) -> Number:
+        return self.__mul__(-1)
+
+    def __floordiv__(self, other: object) -> Number:
+        if isinstance(other, int) and other == 1:
+            return self
+        return self.apply("{0} // {1}", other, lambda a, b: a // b, divide_bounds)
+
+    def __rfloordiv__(self, other: int) -> Number:
+        return self.recording.add_line(f"{other} // {self}", other // self.value, SizeBounds())
+
+    def __mod__(self, other: object) -> Number:
+        return self.apply("{0} % {1}", other, lambda a, b: a % b, modulo_bounds)
+
+    def __truediv__(self, other: Number) -> Number:
+        return index(self) / other
+
+    def __rtruediv__(self, other: Number) -> Number:
+        return other / index(self)
+
+    def __rlshift__(self, other: int) -> int:
+        return other << index(self)
+
+    def bit_length(self) -> SizeFormula:
+        """As that of an integer."""
+        return self.recording.add_line(
+            f"{self}.bit_length()", self.value.bit_length(), SizeBounds(0)
+        )
+
+    def maximum(self, other: Number) -> Number:
+        """The larger of both."""
+        if not isinstance(other, (int, SizeFormula)):
+            return other.maximum(self)
+        if (order := sure_order(self, other)) is not None:
+            return self if order >= 0 else other
+        return self.apply("max({0}, {1})", other, max, highest_bounds)
+
+    def minimum(self, other: Number) -> Number:
+        """The smaller of both."""
+        if not isinstance(other, (int, SizeFormula)):
+            return other.minimum(self)
+        if (order := sure_order(self, other)) is not None:
+            return self if order <= 0 else other
+        return self.apply("min({0}, {1})", other, min, lowest_bounds)
+
+    def compare(
+        self, sign: str, other: object, outcome: Callable[[Number, Number], bool]
+    ) -> Number:
+        """Decide by a comparison with another number."""
+        if not isinstance(other, (int, SizeFormula)):
+            return NotImplemented
+        if isinstance(other, SizeFormula) and other.name == self.name:
+            return outcome(0, 0)
+        a, b = self.bounds, known_bounds(other)
+        if sign in ("==", "!=") and (a.most < b.least or b.most < a.least):
+            return sign == "!="
+        if sign not in ("==", "!="):
+            sure = {outcome(x, y) for x in (a.least, a.most) for y in (b.least, b.most)}
+            if len(sure) == 1:
+                return sure.pop()
+        elif a.least == a.most == b.least == b.most:
+            return sign == "=="
+        value = other.value if isinstance(other, SizeFormula) else other
+        came = self.recording.decide(f"({self} {sign} {other})", outcome(self.value, value))
+        if isinstance(other, int):
+            self.recording.bounds[self.name] = narrow_bounds(a, sign, other, came)
+        return came
+
+    def __lt__(self, other: object) -> Number:
+        return self.compare("<", other, lambda a, b: a < b)
+
+    def __le__(self, other: object) -> Number:
+        return self.compare("<=", other, lambda a, b: a <= b)
+
+    def __gt__(self, other: object) -> Number:
+        return self.compare(">", other, lambda a, b: a > b)
+
+    def __ge__(self, other: object) -> Number:
+        return self.compare(">=", other, lambda a, b: a >= b)
+
+    def __eq__(self, other: object) -> Number:
+        return self.compare("==", other, lambda a, b: a == b)
+
+    def __ne__(self, other: object) -> Number:
+        return self.compare("!=", other, lambda a, b: a != b)
+
+    def __bool__(self) -> bool:
+        return bool(self != 0)
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def __index__(self) -> int:
+        """This very number, which is a decision."""
+        if self.bounds.least == self.bounds.most:
+            return int(self.bounds.least)
+        self.recording.decide(f"({self} == {self.value})", True)
+        self.recording.bounds[self.name] = SizeBounds(self.value, self.value, abs(self.value))
+        return int(self.value)
+
+    __int__ = __index__
+
+    def __float__(self) -> float:
+        return float(index(self))
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+# What is known of results
+
+
+def known_bounds(x: object) -> SizeBounds:
+    """What is known of a formula or of a number."""
+    if isinstance(x, SizeFormula):
+        return x.bounds
+    assert isinstance(x, int)
+    return SizeBounds(x, x, abs(x))
+
+
+def add_bounds(a: SizeBounds, b: SizeBounds) -> SizeBounds:
+    """Of a + b."""
+    return SizeBounds(a.least + b.least, a.most + b.most, gcd(a.divisor, b.divisor))
+
+
+def negate_bounds(a: SizeBounds) -> SizeBounds:
+    """Of -a."""
+    return SizeBounds(-a.most, -a.least, a.divisor)
+
+
+def multiply_bounds(a: SizeBounds, b: SizeBounds) -> SizeBounds:
+    """Of a * b."""
+    ends = [x * y if x and y else 0 for x in (a.least, a.most) for y in (b.least, b.most)]
+    return SizeBounds(min(ends), max(ends), a.divisor * b.divisor)
+
+
+def divide_bounds(a: SizeBounds, b: SizeBounds) -> SizeBounds:
+    """Of a // b; nothing unless b is at least 1 and both have ends."""
+    if b.least < 1 or inf in (-a.least, a.most, b.most):
+        return SizeBounds()
+    ends = [x // y for x in (a.least, a.most) for y in (b.least, b.most)]
+    exact = b.least == b.most and a.divisor % b.divisor == 0
+    return SizeBounds(min(ends), max(ends), a.divisor // b.divisor if exact else 1)
+
+
+def modulo_bounds(a: SizeBounds, b: SizeBounds) -> SizeBounds:
+    """Of a % b; nothing unless b is one number of at least 1."""
+    if b.least < 1 or b.least != b.most:
+        return SizeBounds()
+    if a.divisor % b.divisor == 0:
+        return SizeBounds(0, 0, 0)
+    return SizeBounds(0, b.most - 1)
+
+
+def highest_bounds(a: SizeBounds, b: SizeBounds) -> SizeBounds:
+    """Of max(a, b)."""
+    divisor = gcd(a.divisor, b.divisor)
+    return SizeBounds(max(a.least, b.least), max(a.most, b.most), divisor)
+
+
+def lowest_bounds(a: SizeBounds, b: SizeBounds) -> SizeBounds:
+    """Of min(a, b)."""
+    divisor = gcd(a.divisor, b.divisor)
+    return SizeBounds(min(a.least, b.least), min(a.most, b.most), divisor)
+
+
+def sure_order(a: SizeFormula, b: object) -> int | None:
+    """1 where a is at least b whatever the sizes are, -1 where b is at least a; None: not known."""
+    x, y = a.bounds, known_bounds(b)
+    return 1 if x.least >= y.most else -1 if y.least >= x.most else None
+
+
+def narrow_bounds(a: SizeBounds, sign: str, other: int, came: bool) -> SizeBounds:
+    """What is known after a comparison with a number."""
+    sign = (
+        sign if came else {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "!=": "=="}[sign]
+    )
+    least, most = a.least, a.most
+    match sign:
+        case "==":
+            least = most = other
+        case "!=":
+            least, most = least + (least == other), most - (most == other)
+        case "<" | "<=":
+            most = min(most, other - (sign == "<"))
+        case _:
+            least = max(least, other + (sign == ">"))
+    return SizeBounds(least, most, a.divisor)
+
+
+# Functions of numbers, formulas or not
+
+
+def lowest(*numbers: int) -> int:
+    """The least of some numbers, which is no decision."""
+    least: int = reduce_pairs(numbers, min, SizeFormula.minimum)
+    return least
+
+
+def highest(*numbers: int) -> int:
+    """The greatest of some numbers, which is no decision."""
+    most: int = reduce_pairs(numbers, max, SizeFormula.maximum)
+    return most
+
+
+def reduce_pairs(
+    numbers: Sequence[Number],
+    plain: Callable[[Number, Number], Number],
+    recorded: Callable[[Number, Number], Number],
+) -> Number:
+    """Numbers joined from the first to the last."""
+    result, *rest = numbers
+    for x in rest:
+        if isinstance(result, SizeFormula):
+            result = recorded(result, x)
+        else:
+            result = recorded(x, result) if isinstance(x, SizeFormula) else plain(result, x)
+    return result
+
+
+def capacity(number: int) -> int:
+    """The most that a number may be; a number itself."""
+    most = number.bounds.most if isinstance(number, SizeFormula) else number
+    return int(most)
+
+
+def is_one(number: int) -> bool:
+    """Whether a number is 1 whatever the sizes are, which is no decision."""
+    if isinstance(number, SizeFormula):
+        return number.bounds.least == number.bounds.most == 1
+    return number == 1
+
+
+def follows_sizes(value: object) -> bool:
+    """Whether there is a formula in a value."""
+    return next(size_formulas(value), None) is not None
+
+
+def defer(function: Callable[[T], Any], value: T) -> Any:  # Any: what the function gives
+    """function(value); a formula where there are any in the value, which are numbers then."""
+    inside = [*{x.name: x for x in size_formulas(value)}.values()]
+    if not inside:
+        return function(value)
+    recording = inside[0].recording
+    places = {x.name: n for n, x in enumerate(inside)}
+
+    def compute(*given: int) -> object:
+        return function(replace_formulas(value, places, given))
+
+    text = f"{recording.add_constant(compute)}({', '.join(map(repr, inside))})"
+    return recording.add_line(text, compute(*[x.value for x in inside]), SizeBounds())
+
+
+def decide(function: Callable[[T], R], value: T) -> R:
+    """function(value), which is a decision where there are formulas in the value."""
+    result: Any = defer(function, value)  # Any: a formula, or what the function gives
+    if isinstance(result, SizeFormula):
+        due = result.recording.add_constant(result.value)
+        result.recording.decide(f"({result} == {due})", True)
+    given: R = result.value if isinstance(result, SizeFormula) else result
+    return given
+
+
+def size_formulas(value: object) -> Iterator[SizeFormula]:
+    """Every formula in a value: itself, or in tuples, dicts and fields of attrs classes."""
+    if isinstance(value, SizeFormula):
+        yield value
+    elif isinstance(value, tuple):
+        for part in value:
+            yield from size_formulas(part)
+    elif isinstance(value, Mapping):
+        yield from size_formulas(tuple(value.values()))
+    elif attrs.has(type(value)):
+        for x in attrs.fields(type(value)):  # type: ignore[arg-type]  # it has some
+            yield from size_formulas(getattr(value, x.name))
+
+
+def replace_formulas(
+    value: Any,  # Any: of whatever kind
+    places: Mapping[str, int],
+    given: Values,
+) -> Any:  # Any: of the same kind
+    """The same value with what is given for its formulas. places: of each, by name."""
+    if isinstance(value, SizeFormula):
+        return given[places[value.name]]
+    if isinstance(value, tuple):
+        return tuple([replace_formulas(part, places, given) for part in value])
+    if isinstance(value, Mapping):
+        return {name: replace_formulas(part, places, given) for name, part in value.items()}
+    if attrs.has(type(value)) and follows_sizes(value):
+        fields = [x for x in attrs.fields(type(value)) if x.init]
+        parts = {x.alias: getattr(value, x.name) for x in fields}
+        return type(value)(**{n: replace_formulas(x, places, given) for n, x in parts.items()})
+    return value
