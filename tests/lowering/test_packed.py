@@ -306,7 +306,7 @@ def test_every_other_backend_says_why_not() -> None:
         found = ag.explain(graph, target=target)
         assert found.backend == "math"
         texts = {r.backend: [str(x) for x in r.reasons] for r in found.refusals}
-        here = texts["torch_flash"] if target == "h200" else texts["torch_sdpa"]
+        here = texts["torch_efficient"] if target == "h200" else texts["torch_sdpa"]
         assert "reads no packed tensors, and the graph has some; math takes it" in here
 
 
