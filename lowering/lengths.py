@@ -12,8 +12,8 @@ def gapless_sides(graph: Graph) -> tuple[str, ...]:
     assert isinstance(last.op, Packed)
     _, where = last.op.split(last.args)
     makers = {outs[0]: eqn for eqn, outs in graph.numbered}
-    pairs = ((side, *where[side]) for side in last.op.sides)
-    return tuple(side for side, starts, n in pairs if n in makers and makers[n].args == (starts,))
+    pairs = ((side, where[side]) for side in last.op.sides)
+    return tuple(side for side, (starts, n) in pairs if n in makers and makers[n].args == (starts,))
 
 
 def shares_lengths(graph: Graph) -> bool:

@@ -109,7 +109,8 @@ class ServingCase:
     def graph(self) -> ag.Graph:
         """An attention that runs the kernel."""
         (B, M, N), spec = self.sizes, ag.TensorSpec
-        q, k = ((B, h, n, self.size) for h, n in ((H, M), (G, N)))
+        q: tuple[int, ...] = (B, H, M, self.size)
+        k: tuple[int, ...] = (B, G, N, self.size)
         causal = ag.Causal("bottom_right" if self.page or self.pass_ == SPLIT else "top_left")
         options: dict[str, Any] = {"mask": None if M == 1 else causal}
         if self.packed:
@@ -191,7 +192,8 @@ class ServingCase:
     def seconds(self, flash: Flash, split: MachineCode) -> float:
         """The time of both kernels, predicted."""
         (launch,), p, at = flash.launches, flash.problem, PROCESSORS[self.sm]
-        tile, parts, bandwidth = tile_of(flash), launch.fixed["SPLITS"], flash.target.bandwidth
+        tile, bandwidth = tile_of(flash), flash.target.bandwidth
+        parts: int = launch.fixed["SPLITS"]
         assert bandwidth is not None
         busiest = -(-launch.grid // at.count)
         resident = min(busiest, self.kernel.programs(split))

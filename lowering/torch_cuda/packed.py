@@ -46,6 +46,7 @@ from attn_graph.spec import INF, NAMES, TensorSpec
 RAGGED = ("kv_lengths", "q_lengths")  # of a Band that is aligned bottom right in each sequence
 ROUNDED = 128  # rows of a sequence, in sums of the backward
 Window = tuple[int, int]
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Reasons = Iterator[Reason]
 
 
@@ -178,7 +179,7 @@ class PackedFlashCall:
     def pull(
         self, do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
         o: torch.Tensor, lse: torch.Tensor, sequences: Sequences,
-    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    ) -> Gradients:  # fmt: skip
         """dq, dk and dv, 0 in rows of no sequence. lse: as `attend` gives it."""
         scale, unseen = self.layout.problem.node.scale, lse.masked_fill(lse == -INF, INF)
         made = fused_cuda.packed_backward(do, q, k, v, o, unseen, sequences, scale)
@@ -217,10 +218,11 @@ class PackedFlashCall:
     def pull_heads(
         self, sequences: Sequences, do: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
         v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    ) -> Gradients:  # fmt: skip
         """`pull` of tensors [H,T,D]."""
-        given = map(by_heads, (do, q, k, v, o))
-        return tuple(map(by_heads, self.pull(*given, lse, sequences)))
+        do, q, k, v, o = map(by_heads, (do, q, k, v, o))
+        dq, dk, dv = self.pull(do, q, k, v, o, lse, sequences)
+        return by_heads(dq), by_heads(dk), by_heads(dv)
 
     def notes(self) -> Iterator[str]:
         """How it runs, for `explain`."""

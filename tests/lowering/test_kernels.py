@@ -24,7 +24,7 @@ from attn_graph.lowering.problem import sole
 from attn_graph.lowering.triton.layout import Layout
 from attn_graph.lowering.triton.predict import PROCESSORS
 from docs.generate import kernels_serving as serving
-from docs.generate.kernel_rows import TARGETS
+from docs.generate.kernel_rows import SPLIT, TARGETS
 from tests.support.sources import ROOT, load_file
 
 CPU = ag.Target.of("cpu")
@@ -40,6 +40,7 @@ def report() -> Any:  # Any: a module
 
 REPORT = report()
 NAMES = {2: "bf16", 4: "f32"}
+MISSED = 6  # goals of the page that are not reached
 CACHES = ("one piece", "pages of 16")
 SUBSET = [
     case
@@ -102,7 +103,7 @@ def test_the_table_has_every_row() -> None:
 def test_a_step_of_decoding_is_predicted_to_take_little_more_than_reading_its_keys() -> None:
     """H200, bf16, 32 heads to 8, 32768 keys, D = 128; on all GPUs at 0.8 of the bandwidth, and in
     float32, whose products have no matrix units, at half of it."""
-    rows = {(int(r[0]), r[1], int(r[2]), r[4]): r for r in rows_of(1) if r[3] == serving.SPLIT}
+    rows = {(int(r[0]), r[1], int(r[2]), r[4]): r for r in rows_of(1) if r[3] == SPLIT}
     assert all(float(rows[90, "bf16", 128, cache][-1]) <= 0.05 for cache in CACHES)
     for (sm, dtype, _, _), row in rows.items():
         bandwidth = ag.Target.of(TARGETS[sm]).bandwidth
@@ -128,6 +129,7 @@ def test_goals_of_registers_hold_or_are_said_not_to() -> None:
     assert len(rows) == len(serving.all_goals())
     assert all(row[6] == "0" for row in rows)
     assert all((row[7] == "yes") == (int(row[5]) <= int(row[4])) for row in rows)
+    assert sum(row[7] == "no" for row in rows) <= MISSED
 
 
 def rows_beside() -> dict[tuple[int, int, str], list[str]]:

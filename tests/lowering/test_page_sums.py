@@ -156,7 +156,7 @@ def test_nothing_is_read_or_written_outside_whatever_tables_and_lengths_are(
 def paged_gradient(B: int, count: int, **options: Any) -> ag.Graph:
     """The gradient of a prefill of B entries in `count` pages of 16 each, 32 heads to 8."""
     q, k = SPEC((B, 32, 512, 128), torch.bfloat16), SPEC((B * count, 16, 8, 128), torch.bfloat16)
-    table = {"pages": SPEC((B, count), I32), "kv_lengths": SPEC((B,), I32)}
+    table: dict[str, Any] = {"pages": SPEC((B, count), I32), "kv_lengths": SPEC((B,), I32)}
     return ag.vjp(ag.attention(q, k, k, mask=ag.Causal("bottom_right"), **table, **options))[1]
 
 
@@ -173,7 +173,9 @@ def test_what_pages_take_to_add_up_is_counted() -> None:
 
 
 def test_the_grid_of_sums_is_that_of_the_pool() -> None:
-    flash = Flash.plan(Layout.of(simplify(paged_gradient(4, 64))), ag.Target.of("h200"))
+    layout = Layout.of(simplify(paged_gradient(4, 64)))
+    assert layout is not None
+    flash = Flash.plan(layout, ag.Target.of("h200"))
     sums = [x for x in flash.launches if x.kernel == "sum_pages"]
     assert [x.grid for x in sums] == [4 * 64 * 16 // sums[0].fixed["BLOCK_N"] * 8] * 2
 
