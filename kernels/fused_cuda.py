@@ -62,7 +62,7 @@ def flash_backward(
 
 @final
 @frozen(eq=False)
-class Sequences:
+class SequencePlaces:
     """Where the flash kernel finds the sequences of packed tensors, and what each row sees of its
     own: keys from `window[0]` before the diagonal, bottom right, to `window[1]` after it, -1: all.
 
@@ -86,7 +86,7 @@ class Sequences:
 
 
 def packed_forward(
-    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float
+    q: Tensor, k: Tensor, v: Tensor, sequences: SequencePlaces, scale: float
 ) -> tuple[Tensor, Tensor]:
     """q [T,H,D], k, v [Tk,G,D] -> o [T,H,D], lse [H,T], +inf in rows that see no key, by
     FlashAttention. Rows of no sequence are not written."""
@@ -99,7 +99,7 @@ def packed_forward(
 
 
 def packed_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, sequences: Sequences,
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, sequences: SequencePlaces,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk and dv of the same; lse as that gives it."""

@@ -17,7 +17,7 @@ from attn_graph.errors import Reason
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.packed import LEAVES, STARTS, and_parts
 from attn_graph.kernels import fused_cuda
-from attn_graph.kernels.fused_cuda import Sequences
+from attn_graph.kernels.fused_cuda import SequencePlaces
 from attn_graph.lowering.backend import Backend, Executable, Options
 from attn_graph.lowering.cpu.sdpa import (
     feature_reasons,
@@ -52,7 +52,7 @@ Reasons = Iterator[Reason]
 
 def why_not(graph: Graph, target: Target, options: Options) -> Reasons:
     """Every reason against a graph."""
-    layout = packed_layout(graph)
+    layout = flash_layout(graph)
     if layout is None:
         yield from FLASH_KERNEL.why_not(graph, target, options)
     elif target.kind != "cuda":
@@ -63,7 +63,7 @@ def why_not(graph: Graph, target: Target, options: Options) -> Reasons:
 
 def lower(graph: Graph, target: Target, options: Options) -> Executable:
     """One call of the kernel, or of its backward."""
-    layout = packed_layout(graph)
+    layout = flash_layout(graph)
     if layout is None:
         return FLASH_KERNEL.lower(graph, target, options)
     call = PackedFlashCall(layout, graph)
@@ -72,7 +72,7 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
     return Executable(call.backward, 0, call.kept_backward(), tuple(call.notes()))
 
 
-def packed_layout(graph: Graph) -> Layout | None:
+def flash_layout(graph: Graph) -> Layout | None:
     """How the operands lie of a graph on packed tensors; None of any other, and of pages."""
     layout = Layout.of(graph)
     return layout if layout is not None and layout.sides and layout.pages is None else None
@@ -148,14 +148,14 @@ class PackedFlashCall:
         ),
     )
 
-    def sequences(self, starts: Tensors) -> Sequences:
+    def sequences(self, starts: Tensors) -> SequencePlaces:
         """What the kernel is told besides q, k and v."""
         op = self.layout.op
         assert op is not None
         assert op.rows is not None
         assert op.keys is not None
         rows, keys = starts
-        return Sequences((rows, keys), (op.rows, op.keys), self.window)
+        return SequencePlaces((rows, keys), (op.rows, op.keys), self.window)
 
     def forward(self, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
         """The outputs of the forward kernel, and o and lse, which the backward needs."""
@@ -168,7 +168,7 @@ class PackedFlashCall:
         return [o if name == "o" else lse for name in self.names], (o, lse)
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: SequencePlaces
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """o, 0 in rows of no sequence, and lse, -inf there and where a row sees no key."""
         o, lse = fused_cuda.packed_forward(q, k, v, sequences, self.layout.problem.node.scale)
@@ -178,7 +178,7 @@ class PackedFlashCall:
 
     def pull(
         self, do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        o: torch.Tensor, lse: torch.Tensor, sequences: Sequences,
+        o: torch.Tensor, lse: torch.Tensor, sequences: SequencePlaces,
     ) -> Gradients:  # fmt: skip
         """dq, dk and dv, 0 in rows of no sequence. lse: as `attend` gives it."""
         scale, unseen = self.layout.problem.node.scale, lse.masked_fill(lse == -INF, INF)
@@ -209,14 +209,14 @@ class PackedFlashCall:
         return select_outputs(self.graph, wanted), ()
 
     def attend_heads(
-        self, sequences: Sequences, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self, sequences: SequencePlaces, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`attend` of tensors [H,T,D]."""
         o, lse = self.attend(by_heads(q), by_heads(k), by_heads(v), sequences)
         return by_heads(o), lse
 
     def pull_heads(
-        self, sequences: Sequences, do: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
+        self, sequences: SequencePlaces, do: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
         v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
     ) -> Gradients:  # fmt: skip
         """`pull` of tensors [H,T,D]."""
