@@ -32,7 +32,9 @@ TARGETS = {80: "a100", 89: "l40s", 90: "h200", 100: "b200", 120: "b200"}  # 120:
 PASSES = ("forward", "query_gradient", "key_gradient")
 PUSHES = ("push", "push_query_gradient", "push_key_gradient")  # with tangents of all they read
 SPLIT = "split_forward"  # of few queries, whose keys several programs share
-PRODUCTS = dict(zip((*PASSES, *PUSHES, SPLIT), (2, 3, 4, 6, 8, 10, 2), strict=True))  # by pass
+PRODUCTS: dict[str, int] = dict(
+    zip((*PASSES, *PUSHES, SPLIT), (2, 3, 4, 6, 8, 10, 2), strict=True)
+)  # by pass
 SPILLS = 6  # one in so many instructions of a loop may move a register to memory or back
 GROUPED = 64  # rows of the least tile that instructions of four warps take
 JOBS = int(os.environ.get("JOBS", os.cpu_count() or 1))

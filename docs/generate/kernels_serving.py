@@ -104,7 +104,8 @@ class ServingCase:
         """Entries, and queries and keys of the longest."""
         if self.pass_ in (SPLIT, MERGE):
             return 1, self.queries, LONG
-        return SEQUENCES, *((self.queries, CACHE) if self.page else (PACKED, PACKED))
+        M, N = (self.queries, CACHE) if self.page else (PACKED, PACKED)
+        return SEQUENCES, M, N
 
     def graph(self) -> ag.Graph:
         """An attention that runs the kernel."""

@@ -141,11 +141,7 @@ class PackedFlashCall:
         init=False, default=Factory(lambda call: output_names(call.graph), takes_self=True)
     )
     window: Window = field(
-        init=False,
-        default=Factory(
-            lambda call: window_of(call.layout.problem, shares_lengths(call.graph)),
-            takes_self=True,
-        ),
+        init=False, default=Factory(lambda call: known_window(call), takes_self=True)
     )
 
     def sequences(self, starts: Tensors) -> SequencePlaces:
@@ -254,6 +250,13 @@ class PackedFlashCall:
         rows = T * (8 * H + 16) + 16 * k.shape[0] + 2 * q.type.bytes
         more = (4 * q.type.bytes + 3 * k.type.bytes) * grad.with_dlse
         return (sums + heads) * (1 + grad.with_dlse) + rows + more
+
+
+def known_window(call: PackedFlashCall) -> Window:
+    """The window of a mask that was not refused."""
+    window = window_of(call.layout.problem, shares_lengths(call.graph))
+    assert window is not None
+    return window
 
 
 def by_heads(x: torch.Tensor) -> torch.Tensor:
