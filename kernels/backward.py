@@ -30,11 +30,13 @@ from attn_graph.kernels.common import (
 )
 from attn_graph.kernels.sequences import (
     head_at,
+    key_rows,
     length_of,
     list_of,
     place_rows,
     sequence_at,
     tiles_within,
+    within_pages,
     within_sequence,
 )
 
@@ -107,12 +109,15 @@ def score_gradient(
 @triton.jit(do_not_specialize=SIZES)
 def query_gradient(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, seed_ptr, offset_ptr, lists_ptr,
-    q_starts_ptr, q_lengths_ptr, kv_starts_ptr, kv_lengths_ptr, q_desc, k_desc, v_desc, do_desc,
+    q_starts_ptr, q_lengths_ptr, kv_starts_ptr, kv_lengths_ptr, pages_ptr,
+    q_desc, k_desc, v_desc, do_desc,
     data, numbers, q_strides, k_strides, v_strides, do_strides, dq_strides, lists_strides,
-    B, H, GROUP, M, N, T, T_KEYS, TOGETHER, scale, keep_scale, threshold, origin,
+    pages_stride, B, H, GROUP, M, N, T, T_KEYS, POOL, TOGETHER,
+    scale, keep_scale, threshold, origin,
     EVEN: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LAST_FIRST: tl.constexpr, BATCH: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LAST_FIRST: tl.constexpr,
+    BATCH: tl.constexpr, PAGE: tl.constexpr,
     KEEP: tl.constexpr, STRIP: tl.constexpr, CHANGE: tl.constexpr, BACK: tl.constexpr,
     DROPOUT: tl.constexpr, LISTED: tl.constexpr, BLIND: tl.constexpr, UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -120,7 +125,7 @@ def query_gradient(
     """One program: dq [BLOCK_M,D] of one head, over all keys that its queries may see.
 
     BLIND: whether rows may see no key: 0 no, 1 only by the mask, and so never in a full tile, 2
-    by a modifier too. Packed tensors are as those of `forward`.
+    by a modifier too. Packed tensors and pages are as those of `forward`.
     """
     N = even_length(N, EVEN)
     place, block, h, b, row, M, extent, line = place_rows(
@@ -128,6 +133,7 @@ def query_gradient(
         BATCH, BLOCK_M, LAST_FIRST, LISTED,
     )  # fmt: skip
     key, N = length_of(kv_starts_ptr, kv_lengths_ptr, b, T_KEYS, N)
+    pages = tl.cast(b, tl.int64) * pages_stride
     first = block * BLOCK_M
     i = (first + tl.arange(0, BLOCK_M))[:, None]
     q_head = head_at(q_ptr, q_strides, b, h, q_starts_ptr, row, 0)
@@ -141,8 +147,8 @@ def query_gradient(
             do_desc, do_head, do_strides, b, h, first, M, lse,
             E, BLOCK_M, WIDTH_E, False, BLIND > 0, UPCAST,
         )  # fmt: skip
-    k_head = head_at(k_ptr, k_strides, b, h // GROUP, kv_starts_ptr, key, 0)
-    v_head = head_at(v_ptr, v_strides, b, h // GROUP, kv_starts_ptr, key, 0)
+    k_head = head_at(k_ptr, k_strides, b, h // GROUP, kv_starts_ptr, key, PAGE)
+    v_head = head_at(v_ptr, v_strides, b, h // GROUP, kv_starts_ptr, key, PAGE)
     dq = tl.zeros([BLOCK_M, WIDTH_D], tl.float32)
 
     if LISTED:
@@ -158,19 +164,19 @@ def query_gradient(
         n = full_tile(t, lists_ptr, full_start, LISTED)
         dq = add_query_gradient(
             dq, q, do, lse, surplus, k_head, v_head, k_desc, v_desc, n * BLOCK_N, first, i,
-            do_ptr, seed_ptr, offset_ptr, data, numbers, k_strides, v_strides,
-            b, h, GROUP, H, M, N, scale, keep_scale, threshold, origin,
+            do_ptr, seed_ptr, offset_ptr, pages_ptr, pages, data, numbers, k_strides, v_strides,
+            b, h, GROUP, H, M, N, POOL, scale, keep_scale, threshold, origin,
             D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
-            KEEP, CHANGE, BACK, DROPOUT, False, UPCAST, PRECISION,
+            PAGE, KEEP, CHANGE, BACK, DROPOUT, False, UPCAST, PRECISION,
         )  # fmt: skip
     for t in range(mixed):
         n = mixed_tile(t, lists_ptr, start, full_start, full_stop, full, LISTED)
         dq = add_query_gradient(
             dq, q, do, lse, surplus, k_head, v_head, k_desc, v_desc, n * BLOCK_N, first, i,
-            do_ptr, seed_ptr, offset_ptr, data, numbers, k_strides, v_strides,
-            b, h, GROUP, H, M, N, scale, keep_scale, threshold, origin,
+            do_ptr, seed_ptr, offset_ptr, pages_ptr, pages, data, numbers, k_strides, v_strides,
+            b, h, GROUP, H, M, N, POOL, scale, keep_scale, threshold, origin,
             D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
-            KEEP, CHANGE, BACK, DROPOUT, True, UPCAST, PRECISION,
+            PAGE, KEEP, CHANGE, BACK, DROPOUT, True, UPCAST, PRECISION,
         )  # fmt: skip
     dq = within_sequence(dq, q_starts_ptr, first, M, 0.0, BLOCK_M)
     dq_head = head_at(dq_ptr, dq_strides, b, h, q_starts_ptr, row, 0)
@@ -180,21 +186,27 @@ def query_gradient(
 @triton.jit
 def add_query_gradient(
     dq, q, do, lse, surplus, k_head, v_head, k_desc, v_desc, key, first, i,
-    do_ptr, seed_ptr, offset_ptr, data, numbers, k_strides, v_strides,
-    b, h, GROUP, H, M, N, scale, keep_scale, threshold, origin,
+    do_ptr, seed_ptr, offset_ptr, pages_ptr, pages, data, numbers, k_strides, v_strides,
+    b, h, GROUP, H, M, N, POOL, scale, keep_scale, threshold, origin,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
     KEEP: tl.constexpr, CHANGE: tl.constexpr, BACK: tl.constexpr, DROPOUT: tl.constexpr,
     MIXED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq [BLOCK_M,D] + ds k over keys `key`.., still to be scaled."""
     j = (key + tl.arange(0, BLOCK_N))[None, :]
     g = h // GROUP
-    k = tile_of(k_desc, k_head, k_strides, b, g, key, N, D, BLOCK_N, WIDTH_D, not MIXED, UPCAST)
+    k = key_rows(
+        k_desc, k_head, k_strides, pages_ptr, pages, b, g, key, N, POOL,
+        D, BLOCK_N, WIDTH_D, not MIXED, PAGE, UPCAST,
+    )  # fmt: skip
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     dp = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if do_ptr is not None:
-        v = tile_of(v_desc, v_head, v_strides, b, g, key, N, E, BLOCK_N, WIDTH_E, not MIXED, UPCAST)
+        v = key_rows(
+            v_desc, v_head, v_strides, pages_ptr, pages, b, g, key, N, POOL,
+            E, BLOCK_N, WIDTH_E, not MIXED, PAGE, UPCAST,
+        )  # fmt: skip
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
     if DROPOUT:
         z = dropout_keeps_tile(
@@ -212,13 +224,14 @@ def add_query_gradient(
 def key_gradient(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
     seed_ptr, offset_ptr, lists_ptr, q_starts_ptr, q_lengths_ptr, kv_starts_ptr, kv_lengths_ptr,
-    q_desc, k_desc, v_desc, do_desc, data, numbers,
+    pages_ptr, q_desc, k_desc, v_desc, do_desc, data, numbers,
     q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, lists_strides,
-    B, G, GROUP, SPLITS, M, N, T, T_KEYS, TOGETHER, scale, keep_scale, threshold, origin,
+    pages_stride, B, G, GROUP, SPLITS, M, N, T, T_KEYS, POOL, TOGETHER,
+    scale, keep_scale, threshold, origin,
     EVEN: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LAST_FIRST: tl.constexpr, BATCH: tl.constexpr,
-    GROUPED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LAST_FIRST: tl.constexpr,
+    BATCH: tl.constexpr, PAGE: tl.constexpr, GROUPED: tl.constexpr,
     KEEP: tl.constexpr, STRIP: tl.constexpr, CHANGE: tl.constexpr, BACK: tl.constexpr,
     DROPOUT: tl.constexpr, LISTED: tl.constexpr, BLIND: tl.constexpr, UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -229,14 +242,17 @@ def key_gradient(
     the GROUP query heads; dk and dv then have G * SPLITS heads, which `sum_parts` adds up. Tiles
     are transposed, [BLOCK_N,BLOCK_M], so that weights enter the products untransposed. Without
     dk_ptr or dv_ptr only the other is computed, for tiles where the registers cannot hold both
-    sums. GROUPED: whether GROUP is not 1; a loop less takes fewer registers. Packed tensors are as
-    those of `forward`.
+    sums. GROUPED: whether GROUP is not 1; a loop less takes fewer registers. Packed tensors and
+    pages are as those of `forward`; dk and dv of pages lie as keys in one piece do, for `sum_pages`
+    to add up, and past the keys of an entry nothing is written.
     """
     N = even_length(N, EVEN)
     place, block, part, b, key, N, extent, _ = place_rows(
         kv_starts_ptr, kv_lengths_ptr, lists_ptr, lists_strides, B, G * SPLITS, N, T_KEYS, TOGETHER,
         BATCH, BLOCK_N, LAST_FIRST, LISTED,
     )  # fmt: skip
+    N, extent = within_pages(kv_lengths_ptr, b, N, extent, PAGE)
+    pages = tl.cast(b, tl.int64) * pages_stride
     row, line, length = 0, line_of(b, 0, G * GROUP, M), M
     if q_starts_ptr is not None:
         row, M = sequence_at(q_starts_ptr, q_lengths_ptr, b, T, M)
@@ -245,10 +261,16 @@ def key_gradient(
     each = tl.cdiv(GROUP, SPLITS)
     first = block * BLOCK_N
     j = (first + tl.arange(0, BLOCK_N))[:, None]
-    k_head = head_at(k_ptr, k_strides, b, g, kv_starts_ptr, key, 0)
-    v_head = head_at(v_ptr, v_strides, b, g, kv_starts_ptr, key, 0)
-    k = tile_of(k_desc, k_head, k_strides, b, g, first, N, D, BLOCK_N, WIDTH_D, False, UPCAST)
-    v = tile_of(v_desc, v_head, v_strides, b, g, first, N, E, BLOCK_N, WIDTH_E, False, UPCAST)
+    k_head = head_at(k_ptr, k_strides, b, g, kv_starts_ptr, key, PAGE)
+    v_head = head_at(v_ptr, v_strides, b, g, kv_starts_ptr, key, PAGE)
+    k = key_rows(
+        k_desc, k_head, k_strides, pages_ptr, pages, b, g, first, N, POOL,
+        D, BLOCK_N, WIDTH_D, False, PAGE, UPCAST,
+    )  # fmt: skip
+    v = key_rows(
+        v_desc, v_head, v_strides, pages_ptr, pages, b, g, first, N, POOL,
+        E, BLOCK_N, WIDTH_E, False, PAGE, UPCAST,
+    )  # fmt: skip
     dk = tl.zeros([BLOCK_N, WIDTH_D], tl.float32)
     dv = tl.zeros([BLOCK_N, WIDTH_E], tl.float32)
     start, full_start, full_stop, stop = 0, 0, 0, 0

@@ -1,8 +1,9 @@
-"""PyTorch's three fused attention kernels for GPUs, each as one pair of functions.
+"""PyTorch's three fused attention kernels for GPUs, each as one pair of functions, and flash on
+packed tensors as another.
 
 They compute a softmax without ever holding the scores. The functions here hide how the kernels
 differ: the padding of lse, rows that see no key, arguments for dropout that nothing reads. The
-limits of the kernels stand in lowering/torch_cuda.py; callers check them first.
+limits of the kernels stand in lowering/torch_cuda/dense.py; callers check them first.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from attrs import frozen
 from attn_graph.spec import INF
 
 ROWS = 32  # the efficient kernel pads lse to a multiple, and reads the padding backward
+LEAST_ROWS = 2  # with 1 and grouped heads flash takes each sequence to have a row, and q as [B,H,D]
 aten = torch.ops.aten
 Tensor = torch.Tensor
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
@@ -56,6 +58,58 @@ def flash_backward(
         seed, seed[:1], scale=scale,
     )  # fmt: skip
     return dq, dk, dv, None
+
+
+@final
+@frozen(eq=False)
+class SequencePlaces:
+    """Where the flash kernel finds the sequences of packed tensors, and what each row sees of its
+    own: keys from `window[0]` before the diagonal, bottom right, to `window[1]` after it, -1: all.
+
+    starts: of q and of k, int32 [B+1]. most: no fewer than the rows of each, and of the keys.
+    """
+
+    starts: tuple[Tensor, Tensor]
+    most: tuple[int, int]
+    window: tuple[int, int]
+
+    @property
+    def where(self) -> tuple[Tensor | int, ...]:
+        """The arguments after q, k and v."""
+        rows, keys = self.most
+        return *self.starts, max(LEAST_ROWS, rows), keys
+
+    @property
+    def causal(self) -> bool:
+        """Whether a row sees its own key and all before it."""
+        return self.window == (-1, 0)
+
+
+def packed_forward(
+    q: Tensor, k: Tensor, v: Tensor, sequences: SequencePlaces, scale: float
+) -> tuple[Tensor, Tensor]:
+    """q [T,H,D], k, v [Tk,G,D] -> o [T,H,D], lse [H,T], +inf in rows that see no key, by
+    FlashAttention. Rows of no sequence are not written."""
+    left, right = sequences.window
+    results = aten._flash_attention_forward.default(
+        q, k, v, *sequences.where, 0.0, sequences.causal, False,
+        scale=scale, window_size_left=left, window_size_right=right,
+    )  # fmt: skip
+    return results[0], results[1]
+
+
+def packed_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, sequences: SequencePlaces,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk and dv of the same; lse as that gives it."""
+    left, right = sequences.window
+    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    dq, dk, dv = aten._flash_attention_backward.default(
+        do, q, k, v, o, lse, *sequences.where, 0.0, sequences.causal, seed, seed[:0],
+        scale=scale, window_size_left=left, window_size_right=right,
+    )  # fmt: skip
+    return dq, dk, dv
 
 
 def efficient_forward(

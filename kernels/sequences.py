@@ -94,6 +94,18 @@ def length_of(starts_ptr, lengths_ptr, b, T, MOST):
 
 
 @triton.jit
+def within_pages(kv_lengths_ptr, b, count, extent, PAGE: tl.constexpr):
+    """How many keys batch entry b has, and of how many it writes gradients: in pages of the same.
+
+    count, extent: the two of keys that are not in pages.
+    """
+    if PAGE:
+        _, count = length_of(None, kv_lengths_ptr, b, 0, count)
+        extent = count
+    return count, extent
+
+
+@triton.jit
 def head_at(ptr, strides, b, h, starts_ptr, first, PAGE: tl.constexpr):
     """The address of x[b,h], or, of packed tensors, of row `first` of x[h]. PAGE: of pages."""
     at = head_ptr(ptr, strides, 0 if PAGE else b, h)

@@ -69,10 +69,12 @@ def other_equations(graph: Graph, *, pushes: bool = False, packs: bool = False) 
 def packing_reason(ops: Sequence[Op]) -> Reason | None:
     """Against packed tensors and pages; None where there are none of them."""
     fused = not any(isinstance(op, (*PACKING, *PAGING)) for op in ops)
-    others = "math, triton and cudnn read them" if fused else "math takes it"
+    others = "{} read them" if fused else "math takes it"
     if any(isinstance(op, PAGING) or (isinstance(op, Packed) and op.paged) for op in ops):
+        others = others.format("math, triton and cudnn")
         return Reason("pages", "reads no pages", f"the graph has some; {others}")
     if any(isinstance(op, (Packed, *PACKING)) for op in ops):
+        others = others.format("math, triton, cudnn and torch_flash")
         return Reason("packed", "reads no packed tensors", f"the graph has some; {others}")
     return None
 

@@ -17,9 +17,9 @@ FLOORS = (  # top first; a name, or `package.*` for the package and all its modu
     ("attn_graph.compiler",),
     ("attn_graph.plan", "attn_graph.plan.explained", "attn_graph.plan.bound"),
     ("attn_graph.planner.*",),
-    ("attn_graph.lowering.torch_cuda",),
+    ("attn_graph.lowering.torch_cuda.*",),
     ("attn_graph.lowering.cpu.*", "attn_graph.lowering.triton.*", "attn_graph.lowering.cudnn.*"),
-    ("attn_graph.lowering", "attn_graph.lowering.folding"),
+    ("attn_graph.lowering", "attn_graph.lowering.folding", "attn_graph.lowering.lengths"),
     ("attn_graph.lowering.problem", "attn_graph.lowering.reasons", "attn_graph.lowering.steps"),
     ("attn_graph.lowering.backend",),
     ("attn_graph.ir.*",),
@@ -89,16 +89,12 @@ def test_no_import_goes_in_a_circle() -> None:
 
 
 def room(module: str) -> str:
-    """The package folder that a module lies in; a module at the top is a room by itself.
-
-    So is `lowering.torch_cuda`, a lowering in one file, beside the folders of the others.
-    """
+    """The package folder that a module lies in; a module at the top is a room by itself."""
     path = MODULES[module]
     folder = module if path.name == "__init__.py" else module.rpartition(".")[0]
     if module == "attn_graph.__main__":
         return "attn_graph.cli"
-    alone = folder == "attn_graph" or module == "attn_graph.lowering.torch_cuda"
-    return module if alone else folder
+    return module if folder == "attn_graph" else folder
 
 
 def arrows() -> dict[str, set[str]]:

@@ -18,11 +18,12 @@ from attn_graph.errors import (
     user_frame,
 )
 from attn_graph.ir.graph import Graph
-from attn_graph.lowering import torch_cuda
 from attn_graph.lowering.backend import Backend, Executable, Options, RefusedError
 from attn_graph.lowering.cpu import math as torch_math
 from attn_graph.lowering.cpu import sdpa as torch_sdpa
 from attn_graph.lowering.cudnn import backend as cudnn_backend
+from attn_graph.lowering.torch_cuda import dense as torch_cuda
+from attn_graph.lowering.torch_cuda import packed as torch_packed
 from attn_graph.lowering.triton import backend as triton_flash
 from attn_graph.lowering.triton import gluon as triton_gluon
 from attn_graph.machine.target import Target
@@ -39,7 +40,7 @@ BACKENDS = (  # PyTorch's own kernels in PyTorch's own order of preference
     triton_flash.BACKEND,
     triton_gluon.BACKEND,
     torch_sdpa.BACKEND,
-    torch_cuda.FLASH,
+    torch_packed.BACKEND,
     torch_cuda.EFFICIENT,
     torch_cuda.CUDNN,
     torch_math.BACKEND,
@@ -52,7 +53,7 @@ FIRST_ABLE = "it comes first of those that take the graph"
 # Which backends run on GPUs what sdpa_kernel calls so.
 BY_KERNEL: Mapping[KernelName, tuple[Backend, ...]] = {
     "cudnn": (cudnn_backend.BACKEND, torch_cuda.CUDNN),
-    "flash": (torch_cuda.FLASH,),
+    "flash": (torch_packed.BACKEND,),
     "efficient": (torch_cuda.EFFICIENT,),
     "math": (torch_math.BACKEND,),
 }

@@ -6,12 +6,8 @@ again and fails if the table says otherwise, or if a kernel is not clean.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import version
 from itertools import product
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, final
 
@@ -19,35 +15,31 @@ import torch
 from attrs import evolve, frozen
 
 import attn_graph as ag
-from attn_graph.kernels.tilings import ARCHS, SHARED, Tiling, padded_head_size
+from attn_graph.kernels.tilings import ARCHS, Tiling
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.triton.launch_list import BY_KEYS
 from attn_graph.lowering.triton.offline import MachineCode, compile_launches
 from attn_graph.lowering.triton.plan import Flash
-from attn_graph.lowering.triton.predict import (
-    BALANCE,
-    PROCESSORS,
-    Clocks,
-    Processor,
-    TileWork,
-    predict_clocks,
-    slots_per_score,
-)
-from attn_graph.lowering.triton.tile_lists import blocks, classify_blocks
+from attn_graph.lowering.triton.predict import BALANCE, PROCESSORS
 from attn_graph.lowering.triton.tiles import choose_push_tiling, choose_tiling
 from attn_graph.lowering.triton.work import Work, split_graph
-from attn_graph.masks.places import Block, Place
-from attn_graph.spec import NAMES
+from docs.generate.kernel_rows import (
+    PASSES,
+    PRODUCTS,
+    PUSHES,
+    Kernel,
+    Row,
+    first_cells,
+    measure_cases,
+    row_of,
+    seconds_and_pairs,
+    target_of,
+)
+from docs.generate.kernels_serving import serving_section
 from docs.generate.tutorial import TILE, compile_tutorial
 
 PAGE = Path(__file__).parents[1] / "reports" / "kernels.md"
-TARGETS = {80: "a100", 89: "l40s", 90: "h200", 100: "b200", 120: "b200"}  # 120: but for its sm
-PASSES = ("forward", "query_gradient", "key_gradient")
-PUSHES = ("push", "push_query_gradient", "push_key_gradient")  # with tangents of all they read
-PRODUCTS = dict(zip((*PASSES, *PUSHES), (2, 3, 4, 6, 8, 10), strict=True))  # by pass
 B, H, S = 2, 4, 4096
-JOBS = int(os.environ.get("JOBS", os.cpu_count() or 1))
-SPILLS = 6  # one in so many instructions of a loop may move a register to memory or back
 VARIANTS = (
     *("no mask", "causal", "window", "bias", "soft cap", "alibi", "dropout", "segments", "prefix"),
     *("grouped heads", "sinks", "lengths", "boolean mask"),
@@ -102,21 +94,6 @@ BESIDE = """\
 
 
 @final
-@frozen
-class Row:
-    """What compiling a case gave.
-
-    text: the line of the page. seconds, flop: of the whole kernel, for the pairs that the mask
-    keeps; 0 where data decide. complaints: what is not clean.
-    """
-
-    text: str
-    seconds: float
-    flop: float
-    complaints: tuple[str, ...]
-
-
-@final
 @frozen(order=True)
 class Case:
     """A kernel to compile. bytes: of an element. size: D = E."""
@@ -128,21 +105,21 @@ class Case:
     variant: str
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of so many bytes."""
-        return torch.bfloat16 if self.bytes == 2 else torch.float32
+    def kernel(self) -> Kernel:
+        """What judges its machine code."""
+        return Kernel(self.sm, self.bytes, self.size, self.pass_)
 
     def graph(self) -> ag.Graph:
         """An attention that runs the kernel."""
-        x = ag.TensorSpec((B, H, S, self.size), self.dtype)
-        k = ag.TensorSpec((B, H // 4, S, self.size), self.dtype)
+        x = ag.TensorSpec((B, H, S, self.size), self.kernel.dtype)
+        k = ag.TensorSpec((B, H // 4, S, self.size), self.kernel.dtype)
         segments = ag.TensorSpec((B, S), torch.int32)
         causal = {"mask": ag.Causal()}
         options: dict[str, dict[str, Any]] = {
             "no mask": {},
             "causal": causal,
             "window": {"mask": ag.Causal() & ag.Window(255)},
-            "bias": {"bias": ag.TensorSpec((1, H, S, S), self.dtype)},
+            "bias": {"bias": ag.TensorSpec((1, H, S, S), self.kernel.dtype)},
             "soft cap": {"soft_cap": 30.0},
             "alibi": causal | {"alibi": True},
             "dropout": causal | {"dropout": 0.1},
@@ -171,7 +148,7 @@ class Case:
 
     def compile(self) -> tuple[Problem, Tiling, list[MachineCode]]:
         """The problem, its tiling, and the machine code of every launch of the pass."""
-        target = evolve(ag.Target.of(TARGETS[self.sm]), sm=self.sm)
+        target = target_of(self.sm)
         work, problem = self.work(), self.problem()
         flash = Flash.plan(work, target)
         launches = tuple(launch for launch in flash.launches if launch.kernel == self.pass_)
@@ -183,7 +160,7 @@ class Case:
         """Compile it: the row of the page."""
         problem, tile, codes = self.compile()
         at, flop = PROCESSORS[self.sm], 2 * PRODUCTS[self.pass_] * self.size
-        full, *more = (self.clocks_of(m, tile, len(codes)) for m in codes)
+        full, *more = (self.kernel.clocks_of(m, tile, len(codes)) for m in codes)
         clocks = sum(more, start=full)
         whole = seconds_and_pairs(clocks, at, problem, tile, self.pass_ in BY_KEYS)
         seconds, pairs = whole or (0.0, 0)
@@ -193,16 +170,12 @@ class Case:
             f"{flop * pairs / seconds / 1e12:.0f}" if whole else "-",
         )
         cells = (
-            *(self.sm, NAMES[self.dtype], self.size, self.pass_, self.variant, show_tile(tile)),
-            *self.resources(codes, scores),
+            *first_cells(self, self.variant, tile),
+            *self.kernel.resources(codes, scores),
             *rates,
         )
-        complaints = tuple(f"{self}: {text}" for m in codes for text in self.complaints(m))
-        return Row(f"| {' | '.join(map(str, cells))} |", seconds, flop * pairs, complaints)
-
-    def programs(self, machine: MachineCode) -> int:
-        """How many programs of a kernel are resident."""
-        return PROCESSORS[self.sm].programs(machine.registers, machine.warps, machine.shared)
+        complaints = tuple(f"{self}: {text}" for m in codes for text in self.kernel.complaints(m))
+        return Row(row_of(*cells), seconds, flop * pairs, complaints)
 
     def beside(self, name: str) -> Row:
         """The row of another's kernel for the case; its text is what it spills."""
@@ -213,85 +186,13 @@ class Case:
         else:
             flex = FlexCase(self.sm, (B, H, S, self.size), self.variant)
             tile, machine = flex.compile_pass(self.pass_)
-        clocks, problem = self.clocks_of(machine, tile, 1), self.problem()
+        clocks, problem = self.kernel.clocks_of(machine, tile, 1), self.problem()
         by_keys = self.pass_ in BY_KEYS
         whole = seconds_and_pairs(clocks, PROCESSORS[self.sm], problem, tile, by_keys)
         assert whole is not None  # of masks that no data decide
         seconds, pairs = whole
         flop = 2 * PRODUCTS[self.pass_] * self.size * pairs
         return Row(str(machine.spilled), seconds, flop, ())
-
-    def clocks_of(self, machine: MachineCode, tile: Tiling, launches: int) -> Clocks:
-        """What a kernel, one of `launches` that share the pass's products, takes."""
-        width = padded_head_size(self.size)
-        rows, tensors = tile.block_m if self.pass_ in BY_KEYS else tile.block_n, 2
-        if self.pass_ in PUSHES:
-            tensors = 4
-        flop = 2 * PRODUCTS[self.pass_] * tile.block_m * tile.block_n * width / launches
-        work = TileWork(flop if self.bytes == 2 else 0, tensors * rows * width * self.bytes)
-        at = PROCESSORS[self.sm]
-        return predict_clocks(at, machine.body, work, machine.warps, self.programs(machine))
-
-    def resources(self, codes: list[MachineCode], scores: int) -> Iterator[object]:
-        """The cells from registers to slots, of all launches of the pass, and instructions."""
-        worst = max(codes, key=lambda m: (m.spilled, m.registers))
-        yield worst.registers
-        yield max(m.shared for m in codes)
-        yield worst.spilled
-        yield max(m.body.full.spills for m in codes)
-        programs = min(map(self.programs, codes))
-        yield programs
-        yield programs * worst.warps
-        full, mixed = (
-            sum(slots_per_score(loop, worst.warps, scores) for loop in loops)
-            for loops in ([m.body.full for m in codes], [m.body.mixed for m in codes])
-        )
-        yield f"{full:.1f} / {mixed:.1f}"
-        yield ", ".join(f"{n} {name}" for name, n in worst.instructions if n)
-
-    def complaints(self, machine: MachineCode) -> Iterator[str]:
-        """What is not clean about a kernel's machine code."""
-        counts = dict(machine.instructions)
-        limit = SHARED[self.sm]
-        loop = machine.body.full
-        if loop.spills * SPILLS > loop.issued:
-            yield f"{loop.spills} of the {loop.issued} instructions of its loop move registers"
-        if machine.serialized:
-            yield "matrix products are serialized"
-        if machine.shared > limit:
-            yield f"{machine.shared} bytes of shared memory, {limit} are there"
-        if machine.registers * 32 * machine.warps > 65536:
-            yield f"{machine.registers} registers on {machine.warps} warps, 65536 are there"
-        kind = {90: "wgmma", 100: "tcgen05"}.get(self.sm, "mma")
-        if self.bytes == 2 and not counts[kind]:
-            yield f"not this architecture's matrix instructions: {counts}"
-        if not counts["cp.async"] and not counts["tma"]:
-            yield "no asynchronous copies"
-
-
-def show_tile(tile: Tiling) -> str:
-    """A tiling in words."""
-    size = f"{tile.block_m} x {tile.block_n}, {tile.warps} warps, {tile.stages} stages"
-    return size + (", dk and dv apart" if tile.apart else "")
-
-
-def seconds_and_pairs(
-    clocks: Clocks, at: Processor, problem: Problem, tile: Tiling, by_keys: bool
-) -> tuple[float, int] | None:
-    """The time of a whole kernel, and how many pairs its mask keeps; None where data decide."""
-    p, mask = problem, problem.node.mask
-    lines = blocks(p.N, tile.block_n) if by_keys else blocks(p.M, tile.block_m)
-    heads = p.B * p.H
-    if mask is None:
-        tiles = blocks(p.M, tile.block_m) * blocks(p.N, tile.block_n)
-        return clocks.seconds(at, heads * tiles, 0, heads * lines), heads * p.M * p.N
-    if mask.needs:
-        return None
-    kinds = classify_blocks(mask, p, tile)
-    full, mixed = (int((kinds == kind).sum()) * heads for kind in (2, 1))
-    places = Block(range(1), range(1), range(p.M), p.H, p.M, p.N)
-    kept = torch.as_tensor(mask.keep(Place.of(places, range(p.N))))
-    return clocks.seconds(at, full, mixed, heads * lines), heads * int(kept.sum())
 
 
 def all_cases() -> list[Case]:
@@ -325,7 +226,7 @@ def summarize(rows: dict[Case, Row]) -> str:
             for passes in (PASSES[:1], PASSES[1:])
             for variant in ("no mask", "causal", "soft cap", "window")
         ]
-        lines.append(f"| {' | '.join(map(str, (sm, size, *rates)))} |")
+        lines.append(row_of(sm, size, *rates))
     return SUMMARY + "\n".join(lines)
 
 
@@ -356,7 +257,7 @@ def compare(rows: dict[Case, Row], others: dict[tuple[Case, str], Row]) -> str:
             cells += [whole_rate([rows[case] for case in cases]), whole_rate([*flex]), flex[0].text]
             if len(passes) == 1:
                 cells.append(whole_rate([others.get((cases[0], "tutorial"))]))
-        lines.append(f"| {' | '.join(map(str, cells))} |")
+        lines.append(row_of(*cells))
     return BESIDE + "\n".join(lines)
 
 
@@ -370,20 +271,16 @@ def whole_rate(rows: list[Row | None]) -> str:
     return f"{flop / sum(row.seconds for row in there) / 1e12:.0f}"
 
 
-def measure_cases(cases: list[Case]) -> dict[Case, Row]:
-    """The row of each case; compiled on all cores."""
-    with ProcessPoolExecutor(JOBS, get_context("spawn")) as pool:
-        return dict(zip(cases, pool.map(Case.measure, cases), strict=True))
-
-
-def measure_others(cases: list[tuple[Case, str]]) -> dict[tuple[Case, str], Row]:
-    """The same of others' kernels."""
-    with ProcessPoolExecutor(JOBS, get_context("spawn")) as pool:
-        return dict(zip(cases, pool.map(Case.beside, *zip(*cases, strict=True)), strict=True))
+def measure_other(case: tuple[Case, str]) -> Row:
+    """The row of another's kernel."""
+    return case[0].beside(case[1])
 
 
 def main() -> None:
-    rows, others = measure_cases(all_cases()), measure_others(other_cases())
+    rows, others = (
+        measure_cases(all_cases(), Case.measure),
+        measure_cases(other_cases(), measure_other),
+    )
     head = HEAD.format(
         triton=version("triton"),
         torch=version("torch").partition("+")[0],
@@ -393,9 +290,10 @@ def main() -> None:
         columns=" | ".join(COLUMNS),
         dashes="|".join("---" for _ in COLUMNS),
     )
-    text = head + "\n".join(row.text for row in rows.values()) + "\n"
+    serving, unclean = serving_section()
+    text = head + "\n".join(row.text for row in rows.values()) + "\n" + serving
     PAGE.write_text(text, encoding="utf-8")
-    complaints = [text for row in rows.values() for text in row.complaints]
+    complaints = [text for row in rows.values() for text in row.complaints] + unclean
     print("\n".join(complaints) or f"{len(rows)} kernels, all clean")
     raise SystemExit(bool(complaints))
 

@@ -11,10 +11,11 @@ from attrs import evolve
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.vjp import backward, cotangent_specs
-from attn_graph.lowering import torch_cuda
 from attn_graph.lowering.cpu import math as torch_math
 from attn_graph.lowering.cpu import sdpa as torch_sdpa
 from attn_graph.lowering.cudnn import backend as cudnn_backend
+from attn_graph.lowering.torch_cuda import dense as torch_cuda
+from attn_graph.lowering.torch_cuda import packed as torch_packed
 from attn_graph.lowering.triton import backend as triton_flash
 from attn_graph.lowering.triton import gluon
 from attn_graph.spec import FLOATS
@@ -43,7 +44,7 @@ COLUMNS = {
     "triton": (triton_flash.BACKEND, GPU, torch.float32),
     "gluon": (gluon.BACKEND, GPU, torch.float16),
     "cudnn": (cudnn_backend.BACKEND, GPU, torch.float16),
-    "torch_flash": (torch_cuda.FLASH, GPU, torch.float16),
+    "torch_flash": (torch_packed.BACKEND, GPU, torch.float16),
     "torch_efficient": (torch_cuda.EFFICIENT, GPU, torch.float16),
     "torch_cudnn": (torch_cuda.CUDNN, GPU, torch.float16),
 }

@@ -68,6 +68,11 @@ def node_reasons(problem: Problem, rules: Sequence[type[Modifier]]) -> Iterator[
     """What is against an attention of a kernel that has rules for these modifiers, or for none."""
     yield from modifier_reasons(problem.node, rules)
     yield from mask_reasons(problem, takes_bias=Bias in rules)
+    yield from feature_reasons(problem)
+
+
+def feature_reasons(problem: Problem) -> Iterator[Reason]:
+    """Sinks, dropout and statistics, which PyTorch's kernels do not have, or not as ours are."""
     if problem.node.sinks:
         yield Reason("no_sinks", "has no sinks", "the graph has")
     if problem.node.dropout:
@@ -95,7 +100,13 @@ def mask_reasons(problem: Problem, *, takes_bias: bool) -> Iterator[Reason]:
         yield Reason("causal_alone", limit, f"the mask is {mask}")
     elif mask is not None and takes_bias and problem.node.modifiers:
         yield Reason("bias_beside_mask", "takes a bias or a causal mask", "the graph has both")
-    if mask is not None and problem.low_scale:
+    if mask is not None:
+        yield from scale_reasons(problem)
+
+
+def scale_reasons(problem: Problem) -> Iterator[Reason]:
+    """The scales that a kernel does not take where it masks."""
+    if problem.low_scale:
         limit = "masks before it scales, which needs a scale above 0"
         yield Reason("masked_scale", limit, f"it is {problem.low_scale}")
 

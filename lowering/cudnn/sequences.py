@@ -19,6 +19,7 @@ from attn_graph.ir.graph import Graph, Op
 from attn_graph.ir.packed import OWN, PLACES, STARTS, Packed, operand_sides
 from attn_graph.ir.packing import Lengths, row_count
 from attn_graph.lowering.cudnn.graph import CudnnCall, Slot, slot
+from attn_graph.lowering.lengths import gapless_sides, shares_lengths
 from attn_graph.lowering.problem import Problem, operand_specs
 from attn_graph.spec import TensorSpec, dense_strides
 
@@ -122,17 +123,12 @@ def find_sequences(graph: Graph, specs: Sequence[TensorSpec]) -> CudnnSequences:
     """How the operands of a packed graph lie. specs: those of its last equation."""
     last = graph.eqns[-1]
     assert isinstance(last.op, Packed)
-    op, (_, where) = last.op, last.op.split(last.args)
+    op = last.op
     copies = copied_places(op.op)
     own = (
         (name, x)
         for n, (name, x, side) in enumerate(zip("qkv", specs, OWN, strict=False))
         if side in op.readers and (side not in op.sides or n not in copies)
-    )
-    starts = {side: where[side] for side in op.sides}
-    makers = {outs[0]: eqn for eqn, outs in graph.numbered}
-    gapless = (
-        side for side, (first, n) in starts.items() if n in makers and makers[n].args == (first,)
     )
     totals = {side: row_count(specs[PLACES[side]].shape) for side in op.sides}
     return CudnnSequences(
@@ -140,8 +136,8 @@ def find_sequences(graph: Graph, specs: Sequence[TensorSpec]) -> CudnnSequences:
         totals.get("keys"),
         tuple(own),
         specs[-1] if op.paged else None,
-        tuple(gapless),
-        len(starts) == 2 and len({n for _, n in starts.values()}) == 1,
+        gapless_sides(graph),
+        shares_lengths(graph),
     )
 
 

@@ -30,6 +30,7 @@ from attn_graph.lowering.steps import Steps
 from attn_graph.lowering.triton.calls import Results, TritonCall
 from attn_graph.lowering.triton.few_rows import is_decoding
 from attn_graph.lowering.triton.layout import Layout
+from attn_graph.lowering.triton.page_order import order_bytes
 from attn_graph.lowering.triton.work import Single, Work, split_graph
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision
@@ -232,10 +233,12 @@ def generated_text(flash: Flash) -> str:
 
 
 def temporary_of(flash: Flash) -> int:
-    """Bytes that PyTorch allocates, at most, while it adds up sums and the gradient of sinks."""
+    """Bytes that PyTorch allocates, at most, while it adds up sums and the gradient of sinks, and
+    puts pages in order."""
     sums = sum(b.bytes for name, b in flash.buffers.items() if name.startswith("sums"))
     delta, rows = flash.buffers.get("delta"), 10 if flash.push else 3
-    return sums + (rows * delta.bytes if delta and flash.problem.node.sinks else 0)
+    sinks = rows * delta.bytes if delta and flash.problem.node.sinks else 0
+    return sums + sinks + order_bytes(flash.layout)
 
 
 def flash_notes(flash: Flash, precision: Precision) -> Iterator[str]:

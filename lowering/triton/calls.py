@@ -16,13 +16,11 @@ from attn_graph.ir.gradient_ops import (
     sink_gradient_tangent,
 )
 from attn_graph.ir.graph import Graph
+from attn_graph.ir.packed import LENGTHS
 from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp, GradientTangents
 from attn_graph.lowering.backend import Options
-from attn_graph.lowering.problem import (
-    read_operands,
-    read_specs,
-    select_outputs,
-)
+from attn_graph.lowering.problem import read_operands, read_specs, select_outputs
+from attn_graph.lowering.triton.page_order import order_pages, sums_pages
 from attn_graph.machine.device_memo import DeviceMemo, copy_to
 from attn_graph.spec import TensorSpec
 
@@ -95,12 +93,22 @@ class TritonCall:
         every, count = self.operands(tensors), len(grad.ranks)
         read = grad.split(every[:count])
         named = self.name_gradient(read)
+        if sums_pages(self.flash.layout):
+            named |= self.order_pages(read.own, every[count:])
 
         def of_sinks(sinks: torch.Tensor, scratch: Scratch) -> torch.Tensor:
             surplus = scratch["delta"].neg()
             return sink_gradient(sinks, named["lse"].view(surplus.shape), surplus)
 
         return self.pull(named, read.own, (), of_sinks, every[count:]), ()
+
+    def order_pages(
+        self, own: Sequence[torch.Tensor], tables: Sequence[torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """The order in which gradients of pages are added up. own: the attention's operands."""
+        where = self.flash.layout.where(self.flash.problem.node.split(own).mask, tables)
+        pool, page = own[1].shape[:2]
+        return order_pages(where["pages"], where.get(LENGTHS["keys"]), page, pool)
 
     def push_backward(self, *tensors: torch.Tensor) -> Results:
         """The tangents of the wanted gradients, of an AttentionGradJvp."""

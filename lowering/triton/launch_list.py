@@ -136,11 +136,11 @@ class LaunchList:
         }
 
     def placed(self) -> tuple[Pointers, Fixed]:
-        """What kernels know of packed tensors: pointers, and sizes, None of what is not packed."""
+        """What kernels know of packed tensors and pages: pointers and sizes; None without them."""
         pointers = self.layout.pointers()
         there: Pointers = {name: x for name, x in pointers.items() if x is not None}
         absent = {name: None for name in pointers if name not in there}
-        return there, absent | self.layout.sizes()
+        return there, absent | self.layout.sizes() | self.layout.paging()
 
     def operands(self, *names: str) -> tuple[Pointers, Fixed]:
         """Pointers by parameter, and None for those that this graph has not."""

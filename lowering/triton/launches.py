@@ -30,6 +30,7 @@ HOMES = {
     "query_gradient": "backward",
     "key_gradient": "backward",
     "sum_parts": "backward",
+    "sum_pages": "page_sums",
     "collect_places": "collect",
     "collect_lines": "collect",
     "extremes": "lists",

@@ -228,9 +228,6 @@ class Layout:
 
     def page_reasons(self, pages: TensorSpec) -> Iterator[Reason]:
         """What the kernels do not take of keys in pages."""
-        if self.problem.grad is not None:
-            limit = "has no gradients of what reads keys in pages"
-            yield Reason("page_gradient", limit, "the graph is one")
         if pages.shape[1] > 1 and pages.strides[1] != 1:
             limit = "reads tables whose entries lie side by side"
             yield Reason("pages_stride", limit, f"pages is {pages}")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
+from math import prod
 from typing import final
 
 import torch
 from attrs import Factory, define, field, frozen
 
+from attn_graph.ir.packed import LENGTHS
 from attn_graph.kernels.tilings import DELTA, SUMS, Tiling, padded_head_size
 from attn_graph.lowering.problem import Problem, read_specs
 from attn_graph.lowering.triton.decode import (
@@ -26,6 +28,7 @@ from attn_graph.lowering.triton.launch_list import MOVED, READ, TILED, Fixed, La
 from attn_graph.lowering.triton.launches import Launch, Pointers, check_interpreter
 from attn_graph.lowering.triton.layout import Layout
 from attn_graph.lowering.triton.operands import takes_tf32
+from attn_graph.lowering.triton.page_order import DTYPES, NAMED, ORDER, sums_pages
 from attn_graph.lowering.triton.programs import Division, divide_group, may_divide_group
 from attn_graph.lowering.triton.tile_lists import blocks
 from attn_graph.lowering.triton.work import Push, Work, tangent_specs
@@ -109,7 +112,7 @@ class Flash:
         dtypes |= {f"grad{n}": spec.dtype for n, spec in enumerate(p.specs)}
         read = (*read_specs(p), *tangent_specs(self.push))
         dtypes |= {f"data.{k}": spec.dtype for k, spec in enumerate(read)}
-        dtypes |= self.layout.dtypes()
+        dtypes |= self.layout.dtypes() | (DTYPES if sums_pages(self.layout) else {})
         dtypes |= {name: buffer.dtype for name, buffer in self.buffers.items()}
         return dtypes | {name: table.dtype for name, table in self.tables.items()}
 
@@ -183,7 +186,7 @@ class FlashBuilder(LaunchList):
         there, sizes = self.placed()
         named, absent = self.operands("q", "k", "v", "o", "lse", "sinks")
         data = self.data() or None
-        fixed = self.common() | absent | sizes | self.layout.paging()
+        fixed = self.common() | absent | sizes
         pointers = named | there | ({"data": data} if data else {})
         self.buffers |= division.buffers(self.problem)
         texts = self.texts("keep", "strip", "change")
@@ -201,7 +204,6 @@ class FlashBuilder(LaunchList):
             "sinks_stride": sinks.strides[0] if sinks else 0,
             "H": p.H,
             "FOLD": not p.low_scale and not p.node.modifiers,
-            **self.layout.paging(),
         }
         names = ("q", "k", "v", "o", "lse", "max", "sinks", "seed", "offset")
         more |= self.order(tile, by_keys=False, pointers=lists)
@@ -291,7 +293,8 @@ class FlashBuilder(LaunchList):
         splits = self.split(tile, lists)
         wanted = {name: n for n, name in enumerate(("dk", "dv"), start=1) if p.grad.wants[n]}
         order = self.order(tile, by_keys=True, pointers=lists, splits=splits)
-        if splits > 1:
+        pages = self.layout.pages
+        if splits > 1 or pages:
             flat = self.layout.flat.specs
             for name, n in wanted.items():
                 B, _, N, width = flat[n].shape
@@ -300,7 +303,9 @@ class FlashBuilder(LaunchList):
         for results in [[name] for name in wanted] if tile.apart else [list(wanted)]:
             self.key_gradient_of(results, tile, splits, lists, listed | order)
         for name, n in wanted.items():
-            if f"parts.{name}" in self.buffers:
+            if pages:
+                self.sum_pages(f"parts.{name}", n)
+            elif splits > 1:
                 self.sum_parts(f"parts.{name}", n)
 
     def split(self, tile: Tiling, lists: Pointers) -> int:
@@ -339,22 +344,44 @@ class FlashBuilder(LaunchList):
 
     def sum_parts(self, name: str, n: int) -> None:
         """Add the launch that makes the gradient of k or v, operand n, of sums by query heads."""
-        p, parts = self.problem, self.buffers[name]
-        B, _, N, size = parts.shape
-        fixed = {
+        B, _, N, _ = self.buffers[name].shape
+        pointers, fixed = self.sums(name, n)
+        lines = blocks(N, SUMS.block_n) * self.problem.G * B
+        self.launches.append(Launch("sum_parts", lines, pointers, fixed, {}, *SUMS.options))
+
+    def sum_pages(self, name: str, n: int) -> None:
+        """Add the launch that makes the gradient of a pool of sums by entries of its table."""
+        pages, (pool, page) = self.layout.pages, self.layout.specs[1].shape[:2]
+        assert pages is not None
+        entries, lengths = prod(pages.shape), f"{LENGTHS['keys']}_ptr"
+        pointers, fixed = self.sums(name, n)
+        pointers |= {"named_ptr": NAMED, "order_ptr": ORDER}
+        fixed |= {"PAGES": pages.shape[1], "ENTRIES": entries, "STEPS": entries.bit_length()}
+        fixed |= {"POOL": pool, "PAGE": page}
+        ends = self.layout.pointers()[lengths]
+        if ends is None:
+            fixed[lengths] = None
+        else:
+            pointers[lengths] = ends
+        lines = blocks(pool * page, SUMS.block_n) * self.problem.G
+        self.launches.append(Launch("sum_pages", lines, pointers, fixed, {}, *SUMS.options))
+
+    def sums(self, name: str, n: int) -> tuple[Pointers, Fixed]:
+        """What both of these kernels take: pointers, and sizes and strides."""
+        G, parts = self.problem.G, self.buffers[name]
+        _, heads, N, size = parts.shape
+        fixed: Fixed = {
             "parts_strides": dense_strides(parts.shape),
             "out_strides": self.gradient_strides(n),
-            "G": p.G,
-            "SUMMANDS": parts.shape[1] // p.G,
+            "G": G,
+            "SUMMANDS": heads // G,
             "N": N,
             "SIZE": size,
             "WIDTH": padded_head_size(size),
             "BLOCK_N": SUMS.block_n,
             "UPCAST": self.target.interprets,
         }
-        pointers: Pointers = {"parts_ptr": name, "out_ptr": f"grad{n}"}
-        lines = blocks(N, SUMS.block_n) * p.G * B
-        self.launches.append(Launch("sum_parts", lines, pointers, fixed, {}, *SUMS.options))
+        return {"parts_ptr": name, "out_ptr": f"grad{n}"}, fixed
 
     def parts_strides(self, part: Buffer) -> tuple[int, ...]:
         """The strides of sums of dk or dv by parts of groups."""

@@ -23,6 +23,8 @@ from attn_graph.kernels.tilings import (
 from attn_graph.lowering.problem import sole
 from attn_graph.lowering.triton.layout import Layout
 from attn_graph.lowering.triton.predict import PROCESSORS
+from docs.generate import kernels_serving as serving
+from docs.generate.kernel_rows import SPLIT, TARGETS
 from tests.support.sources import ROOT, load_file
 
 CPU = ag.Target.of("cpu")
@@ -37,6 +39,9 @@ def report() -> Any:  # Any: a module
 
 
 REPORT = report()
+NAMES = {2: "bf16", 4: "f32"}
+MISSED = 7  # goals of the page that are not reached
+CACHES = ("one piece", "pages of 16")
 SUBSET = [
     case
     for case in REPORT.all_cases()
@@ -46,12 +51,22 @@ SUBSET = [
     or (case.size == 128 and case.bytes == 2 and case.variant == "causal")
 ]
 
+ALL_SERVED = [case for cases in serving.serving_cases() for case in cases]
+SERVED = [case for case in ALL_SERVED if case.size == 128 and case.bytes == 2 and case.sm == 90]
+
 
 @cache
 def table() -> tuple[str, frozenset[str]]:
-    """The version of Triton that the committed table is of, and its lines."""
+    """The version of Triton that the committed page is of, and its lines."""
     text = REPORT.PAGE.read_text(encoding="utf-8")
     return text.split("with triton ")[1].split(",")[0], frozenset(text.splitlines())
+
+
+def rows_of(part: int) -> list[list[str]]:
+    """Cells of the rows of kernels: in the first part of the page, or in that of packed tensors."""
+    text = REPORT.PAGE.read_text(encoding="utf-8").split(serving.HEADING)[part]
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    return [row for row in rows if row[1] in NAMES.values()]
 
 
 @compiling
@@ -66,15 +81,55 @@ def test_kernels_are_clean_and_as_the_table_says(case: Any) -> None:
         assert row.text in lines, "run `make kernel-report`, and read the diff"
 
 
+@compiling
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SERVED, ids=lambda c: "-".join(map(str, astuple(c))))
+def test_kernels_that_serve_are_clean_and_as_the_page_says(case: Any) -> None:
+    row = case.measure()
+    assert not row.complaints
+    made_with, lines = table()
+    if made_with == version("triton"):
+        assert row.text in lines, "run `make kernel-report`, and read the diff"
+
+
 def test_the_table_has_every_row() -> None:
-    _, lines = table()
-    names = {2: "bf16", 4: "f32"}
-    rows = [line.split(" | ") for line in lines if line.startswith("| ")]
-    rows = [row for row in rows if row[1] in names.values()]
-    found = {(int(r[0][2:]), r[1], int(r[2]), r[3], r[4]) for r in rows}
-    assert found == {(c.sm, names[c.bytes], c.size, c.pass_, c.variant) for c in REPORT.all_cases()}
+    for part, cases in enumerate((REPORT.all_cases(), ALL_SERVED)):
+        found = {(int(r[0]), r[1], int(r[2]), r[3], r[4]) for r in rows_of(part)}
+        assert found == {(c.sm, NAMES[c.bytes], c.size, c.pass_, c.variant) for c in cases}
     assert {(sm, size) for sm, size, _ in TABLE} == {(sm, size) for sm in ARCHS for size in (2, 4)}
     assert all(sorted(row) == list(WIDTHS) for row in TABLE.values())
+
+
+def test_a_step_of_decoding_is_predicted_to_take_little_more_than_reading_its_keys() -> None:
+    """H200, bf16, 32 heads to 8, 32768 keys, D = 128; on all GPUs at 0.8 of the bandwidth, and in
+    float32, whose products have no matrix units, at half of it."""
+    rows = {(int(r[0]), r[1], int(r[2]), r[4]): r for r in rows_of(1) if r[3] == SPLIT}
+    assert all(float(rows[90, "bf16", 128, cache][-1]) <= 0.05 for cache in CACHES)
+    for (sm, dtype, _, _), row in rows.items():
+        bandwidth = ag.Target.of(TARGETS[sm]).bandwidth
+        assert bandwidth is not None
+        assert float(row[-2]) * 1e9 >= (0.6 if dtype == "bf16" else 0.45) * bandwidth
+
+
+@pytest.mark.parametrize(
+    "case", serving.serving_cases()[1], ids=lambda c: "-".join(map(str, astuple(c)))
+)
+def test_decoding_reads_each_key_once(case: Any) -> None:
+    """All heads that share keys are rows of one tile, and parts of the keys do not overlap: as many
+    programs as there are heads of keys and parts."""
+    launch, _ = case.flash().launches
+    assert launch.grid == serving.G * launch.fixed["SPLITS"]
+    assert launch.fixed["BLOCK_M"] >= serving.H // serving.G
+
+
+def test_goals_of_registers_hold_or_are_said_not_to() -> None:
+    """Where more registers are taken, or some are spilled, the page says so."""
+    text = REPORT.PAGE.read_text(encoding="utf-8").split("| goal |")[1]
+    rows = [x.strip("| ").split(" | ") for x in text.splitlines() if x.startswith("| ")]
+    assert len(rows) == len(serving.all_goals())
+    held = [row[6] == "0" and int(row[5]) <= int(row[4]) for row in rows]
+    assert [row[7] == "yes" for row in rows] == held
+    assert sum(row[7] == "no" for row in rows) <= MISSED
 
 
 def rows_beside() -> dict[tuple[int, int, str], list[str]]:

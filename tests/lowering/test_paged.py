@@ -178,15 +178,12 @@ def test_pages_are_keys_in_one_piece(case: Case) -> None:
 
 @given(cases(), seeds)
 def test_gradients_of_pages_are_those_of_their_rows(case: Case, seed: int) -> None:
-    random = torch.Generator().manual_seed(seed)
-    plan = ag.compile(case.graph, target=CPU)
-    places = dict(enumerate(plan.graph.outputs))
-    cotangents = [
-        torch.randn(t.shape, generator=random).to(t.dtype)
-        if places[n] in plan.graph.differentiable_outputs
-        else None
-        for n, t in enumerate(plan.graph.output_types)
-    ]
+    check_gradients(case, ag.compile(case.graph, target=CPU), seed)
+
+
+def check_gradients(case: Case, plan: ag.Plan, seed: int) -> None:
+    """A plan's gradients are those of keys in one piece, and 0 in rows that are nobody's keys."""
+    cotangents = draw_cotangents(plan, seed)
     grads = run_gradients(plan, case.inputs, cotangents)
     padded = [None if x is None else case.pad(x) for x in cotangents]
     for name, due in expect_gradients(case.padded, case.padded_inputs, padded).items():
@@ -195,6 +192,17 @@ def test_gradients_of_pages_are_those_of_their_rows(case: Case, seed: int) -> No
             assert (x.masked_select(case.unused(x)) == 0).all(), "nobody's rows have a gradient"
             x = case.gather(x)
         due.check(case.pad(x) if name == "q" else x, f"{case.graph}\n")
+
+
+def draw_cotangents(plan: ag.Plan, seed: int) -> list[torch.Tensor | None]:
+    """A cotangent for each output that has a gradient."""
+    random, places = torch.Generator().manual_seed(seed), dict(enumerate(plan.graph.outputs))
+    return [
+        torch.randn(t.shape, generator=random).to(t.dtype)
+        if places[n] in plan.graph.differentiable_outputs
+        else None
+        for n, t in enumerate(plan.graph.output_types)
+    ]
 
 
 @given(cases(dtype=torch.float64))

@@ -7,6 +7,7 @@ kernels refuse or read wrongly.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -141,7 +142,88 @@ def cudnn_backward(
     return pull(do, q, k, v, o, lse[..., 0], bias, causal, scale)[:3]
 
 
+def packed_scores(
+    q: Tensor, k: Tensor, causal: bool, scale: float, left: int, right: int
+) -> Tensor:
+    """Of one sequence, q [M,H,D], k [N,H,D] -> [H,M,N]; the window bottom right."""
+    s = scale * q.transpose(0, 1).double() @ k.transpose(0, 1).double().mT
+    M, N = s.shape[1:]
+    gap = torch.arange(N) - torch.arange(M)[:, None] - (N - M)
+    assert causal == ((left, right) == (-1, 0))
+    assert min(left, right) >= -1
+    hidden = (gap < -left) & (left >= 0) | (gap > right) & (right >= 0)
+    return s.masked_fill(hidden, -INF)
+
+
+def sequence_slices(
+    starts: tuple[Tensor, Tensor], most: tuple[int, int], grouped: bool
+) -> Iterator[tuple[slice, slice]]:
+    """Rows and keys of each sequence. What the kernel takes for granted is checked."""
+    ends = [x.tolist() for x in starts]
+    assert all(x.dtype == torch.int32 and x.is_contiguous() for x in starts)
+    assert most[0] > 1 or not grouped
+    for each in zip(ends[0], ends[0][1:], ends[1], ends[1][1:], strict=False):
+        rows, keys = slice(*each[:2]), slice(*each[2:])
+        assert 0 <= rows.stop - rows.start <= most[0]
+        assert 0 <= keys.stop - keys.start <= most[1]
+        yield rows, keys
+
+
+def packed_heads(k: Tensor, q: Tensor) -> Tensor:
+    """[Tk,G,D], key/value heads repeated for the query heads that share them."""
+    return k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+
+
+def packed_flash(
+    q: Tensor, k: Tensor, v: Tensor, q_starts: Tensor, kv_starts: Tensor, max_q: int, max_k: int,
+    rate: float, causal: bool, debug: bool, *, scale: float, window_size_left: int,
+    window_size_right: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Rows of no sequence are left as memory was, here NaN; lse is infinite of blind rows."""
+    assert (rate, debug) == (0, False)
+    check_aligned(q, k, v)
+    o = torch.full_like(q, torch.nan)
+    lse = torch.full((q.shape[1], len(q)), torch.nan)
+    grouped = q.shape[1] > k.shape[1]
+    for rows, keys in sequence_slices((q_starts, kv_starts), (max_q, max_k), grouped):
+        k1, v1 = (packed_heads(x[keys], q) for x in (k, v))
+        s = packed_scores(q[rows], k1, causal, scale, window_size_left, window_size_right)
+        own = s.logsumexp(-1)
+        p = torch.exp(s - own.masked_fill(own == -INF, 0.0)[..., None])
+        o[rows] = (p @ v1.transpose(0, 1).double()).transpose(0, 1).to(q.dtype)
+        lse[:, rows] = own.masked_fill(own == -INF, INF).float()
+    seed = torch.zeros(2, dtype=torch.uint64)
+    return o, lse, seed, seed[:0], o[:0]
+
+
+def packed_flash_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, q_starts: Tensor,
+    kv_starts: Tensor, max_q: int, max_k: int, rate: float, causal: bool, seed: Tensor,
+    unused: Tensor, *, scale: float, window_size_left: int, window_size_right: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Rows of no sequence are left as memory was, here NaN."""
+    assert rate == 0
+    check_aligned(do, q, k, v, o)
+    assert lse.is_contiguous()
+    made = [torch.full_like(x, torch.nan) for x in (q, k, v)]
+    grouped, r = q.shape[1] > k.shape[1], q.shape[1] // k.shape[1]
+    for rows, keys in sequence_slices((q_starts, kv_starts), (max_q, max_k), grouped):
+        q1, do1, o1 = (x[rows].transpose(0, 1).double() for x in (q, do, o))
+        k1, v1 = (packed_heads(x[keys], q).transpose(0, 1).double() for x in (k, v))
+        window = causal, scale, window_size_left, window_size_right
+        s = packed_scores(q[rows], packed_heads(k[keys], q), *window)
+        assert (lse[:, rows] != -INF).all()
+        p = torch.exp(s - lse[:, rows, None])
+        ds = p * (do1 @ v1.mT - (do1 * o1).sum(-1, keepdim=True))
+        made[0][rows] = (scale * ds @ k1).transpose(0, 1).to(q.dtype)
+        for x, each in zip(made[1:], (scale * ds.mT @ q1, p.mT @ do1), strict=True):
+            x[keys] = each.transpose(0, 1).unflatten(1, (-1, r)).sum(2).to(k.dtype)
+    return tuple(made)
+
+
 PLAYED = SimpleNamespace(
+    _flash_attention_forward=SimpleNamespace(default=packed_flash),
+    _flash_attention_backward=SimpleNamespace(default=packed_flash_backward),
     **{
         f"_scaled_dot_product_{name}": SimpleNamespace(default=call)
         for name, call in {
@@ -152,5 +234,5 @@ PLAYED = SimpleNamespace(
             "cudnn_attention": cudnn,
             "cudnn_attention_backward": cudnn_backward,
         }.items()
-    }
+    },
 )

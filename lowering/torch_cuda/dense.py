@@ -99,7 +99,7 @@ class Variant:
             return
         yield from node_reasons(problem, self.modifiers)
         yield from kernel_size_reasons(self, problem)
-        yield from kernel_operand_reasons(problem)
+        yield from kernel_operand_reasons(operands_by_name(problem))
         yield from self.reasons(problem, target, options)
         yield from other_gradients(problem, ("bias",) if Bias in self.modifiers else ())
 
@@ -138,9 +138,9 @@ def kernel_size_reasons(variant: Variant, problem: Problem) -> Reasons:
         yield Reason("unmasked_scale", limit, f"it is {p.low_scale}")
 
 
-def kernel_operand_reasons(problem: Problem) -> Reasons:
-    """The strides of operands that the kernels do not take."""
-    for name, spec in operands_by_name(problem).items():
+def kernel_operand_reasons(operands: Mapping[str, TensorSpec]) -> Reasons:
+    """The strides of operands, by name, that the kernels do not take."""
+    for name, spec in operands.items():
         if name in ("q", "k", "v", "bias") and not spec.unit_last:
             limit = "needs stride 1 along the last axis"
             yield Reason(f"stride.{name}", limit, f"{name} is {spec}")
@@ -393,6 +393,5 @@ EFFICIENT_KERNEL = Variant(
     layout=lambda q: BSHD,
 )
 CUDNN_KERNEL = Variant("cudnn", fused_cuda.CUDNN, cudnn_reasons, widest=128, layout=memory_order)
-FLASH = Backend("torch_flash", FLASH_KERNEL.why_not, FLASH_KERNEL.lower)
 EFFICIENT = Backend("torch_efficient", EFFICIENT_KERNEL.why_not, EFFICIENT_KERNEL.lower)
 CUDNN = Backend("torch_cudnn", CUDNN_KERNEL.why_not, CUDNN_KERNEL.lower)

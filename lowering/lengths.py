@@ -1,0 +1,24 @@
+"""How the lengths of packed sequences are known: from their starts, or each by itself."""
+
+from __future__ import annotations
+
+from attn_graph.ir.graph import Graph
+from attn_graph.ir.packed import Packed
+
+
+def gapless_sides(graph: Graph) -> tuple[str, ...]:
+    """The packed sides whose lengths are the differences of their starts. graph: ends in Packed."""
+    last = graph.eqns[-1]
+    assert isinstance(last.op, Packed)
+    _, where = last.op.split(last.args)
+    makers = {outs[0]: eqn for eqn, outs in graph.numbered}
+    pairs = ((side, where[side]) for side in last.op.sides)
+    return tuple(side for side, (starts, n) in pairs if n in makers and makers[n].args == (starts,))
+
+
+def shares_lengths(graph: Graph) -> bool:
+    """Whether q and k, both packed, have the same lengths. graph: ends in Packed."""
+    last = graph.eqns[-1]
+    assert isinstance(last.op, Packed)
+    _, where = last.op.split(last.args)
+    return len(last.op.sides) == 2 and len({where[side][1] for side in last.op.sides}) == 1

@@ -1,0 +1,276 @@
+"""PyTorch's flash kernel for GPUs, on tensors that lie each by itself and on packed ones.
+
+On packed tensors it is what torch.nn.attention.varlen.varlen_attn runs. Limits are those of PyTorch
+2.13: of that function, of what it calls, and of the kernel, which is FlashAttention 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import final
+
+import torch
+from attrs import Factory, field, frozen
+
+from attn_graph.errors import Reason
+from attn_graph.ir.graph import Graph
+from attn_graph.ir.packed import LEAVES, STARTS, and_parts
+from attn_graph.kernels import fused_cuda
+from attn_graph.kernels.fused_cuda import SequencePlaces
+from attn_graph.lowering.backend import Backend, Executable, Options
+from attn_graph.lowering.cpu.sdpa import (
+    feature_reasons,
+    modifier_reasons,
+    scale_reasons,
+    through_lse,
+)
+from attn_graph.lowering.lengths import gapless_sides, shares_lengths
+from attn_graph.lowering.problem import Problem, on_boundary, read_operands, select_outputs
+from attn_graph.lowering.reasons import no_gpu, other_gradients
+from attn_graph.lowering.torch_cuda.dense import (
+    FLASH_KERNEL,
+    Tensors,
+    check_aligned,
+    flash_reasons,
+    kernel_operand_reasons,
+    kernel_size_reasons,
+    place_reasons,
+)
+from attn_graph.lowering.triton.layout import Layout
+from attn_graph.machine.sizes import format_bytes
+from attn_graph.machine.target import Target
+from attn_graph.masks.leaves import Band
+from attn_graph.spec import INF, NAMES, TensorSpec
+
+RAGGED = ("kv_lengths", "q_lengths")  # of a Band that is aligned bottom right in each sequence
+ROUNDED = 128  # rows of a sequence, in sums of the backward
+Window = tuple[int, int]
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Reasons = Iterator[Reason]
+
+
+def why_not(graph: Graph, target: Target, options: Options) -> Reasons:
+    """Every reason against a graph."""
+    layout = flash_layout(graph)
+    if layout is None:
+        yield from FLASH_KERNEL.why_not(graph, target, options)
+    elif target.kind != "cuda":
+        yield no_gpu(target)
+    else:
+        yield from dict.fromkeys(packed_reasons(layout, graph, target, options))
+
+
+def lower(graph: Graph, target: Target, options: Options) -> Executable:
+    """One call of the kernel, or of its backward."""
+    layout = flash_layout(graph)
+    if layout is None:
+        return FLASH_KERNEL.lower(graph, target, options)
+    call = PackedFlashCall(layout, graph)
+    if layout.problem.grad is None:
+        return Executable(call.forward, 0, call.kept_forward(), tuple(call.notes()))
+    return Executable(call.backward, 0, call.kept_backward(), tuple(call.notes()))
+
+
+def flash_layout(graph: Graph) -> Layout | None:
+    """How the operands lie of a graph on packed tensors; None of any other, and of pages."""
+    layout = Layout.of(graph)
+    return layout if layout is not None and layout.sides and layout.pages is None else None
+
+
+def packed_reasons(layout: Layout, graph: Graph, target: Target, options: Options) -> Reasons:
+    """Every reason against packed tensors, some perhaps twice."""
+    p = layout.problem
+    yield from place_reasons(FLASH_KERNEL, target, options)
+    yield from modifier_reasons(p.node, ())
+    yield from window_reasons(layout, graph)
+    yield from feature_reasons(p)
+    yield from scale_reasons(p)
+    yield from kernel_size_reasons(FLASH_KERNEL, p)
+    yield from kernel_operand_reasons(dict(zip("qkv", layout.specs, strict=False)))
+    yield from sequence_reasons(layout, graph)
+    yield from flash_reasons(p, target, options)
+    yield from other_gradients(p)
+
+
+def sequence_reasons(layout: Layout, graph: Graph) -> Reasons:
+    """What it does not take of how sequences lie."""
+    for side, name in STARTS.items():
+        if side not in layout.sides:
+            yield Reason("both_packed", "needs q, k and v packed", f"there is no {name}")
+    for side in layout.sides:
+        if side not in gapless_sides(graph):
+            limit = "has no gaps between sequences: starts say their lengths"
+            actual = f"{STARTS[side]} and lengths are given apart"
+            yield Reason(f"gaps.{side}", limit, actual, "{limit}, and {actual}")
+    for name, spec in zip(layout.names, layout.tables, strict=True):
+        if spec.dtype != torch.int32 or spec.strides != (1,):
+            limit = f"reads starts in {NAMES[torch.int32]}, side by side"
+            yield Reason(f"starts.{name}", limit, f"{name} is {spec}")
+
+
+def window_reasons(layout: Layout, graph: Graph) -> Reasons:
+    """The masks that it does not take."""
+    if window_of(layout.problem, shares_lengths(graph)) is None:
+        limit = "masks by a causal mask or a window around it, bottom right in each sequence"
+        yield Reason("window", limit, f"the mask is {layout.problem.node.mask}")
+
+
+def window_of(problem: Problem, alike: bool) -> Window | None:
+    """The window of a mask; None of what is none. alike: whether q and k have the same lengths,
+    where top left is bottom right."""
+    match [part for part in and_parts(problem.node.mask) if part not in LEAVES.values()]:
+        case []:
+            return -1, -1
+        case [Band(low=low, high=high, ragged=ragged)]:
+            left, right = (None if low is None else -low), high
+            aligned = ragged == RAGGED or (not ragged and alike)
+            if aligned and all(n is None or n >= 0 for n in (left, right)):
+                return (-1 if left is None else left), (-1 if right is None else right)
+    return None
+
+
+@final
+@frozen(eq=False)
+class PackedFlashCall:
+    """What runs a graph. Inside, tensors are [T,H,D] and statistics [H,T]."""
+
+    layout: Layout
+    graph: Graph
+    window: Window = field(
+        init=False, default=Factory(lambda call: known_window(call), takes_self=True)
+    )
+
+    def sequences(self, starts: Tensors) -> SequencePlaces:
+        """What the kernel is told besides q, k and v."""
+        op = self.layout.op
+        assert op is not None
+        assert op.rows is not None
+        assert op.keys is not None
+        rows, keys = starts
+        return SequencePlaces((rows, keys), (op.rows, op.keys), self.window)
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
+        """The outputs of the forward kernel, and o and lse, which the backward needs."""
+        every, count = read_operands(self.graph, tensors), len(self.layout.problem.node.ranks)
+        q, k, v = every[:3]
+        check_aligned(dict(zip("qkv", (q, k, v), strict=True)))
+        o, lse = self.attend(q, k, v, self.sequences(every[count:]))
+        if TensorSpec.like(o) != self.layout.o():
+            o = restride(o, self.layout.o())
+        return [o if name == "o" else lse for name in self.graph.result_names], (o, lse)
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: SequencePlaces
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """o, 0 in rows of no sequence, and lse, -inf there and where a row sees no key."""
+        o, lse = fused_cuda.packed_forward(q, k, v, sequences, self.layout.problem.node.scale)
+        nobody = rows_of_none(sequences.starts[0], len(q))
+        lse.masked_fill_(nobody | (lse == INF), -INF)
+        return o.masked_fill_(nobody[:, None, None], 0.0), lse
+
+    def pull(
+        self, do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        o: torch.Tensor, lse: torch.Tensor, sequences: SequencePlaces,
+    ) -> Gradients:  # fmt: skip
+        """dq, dk and dv, 0 in rows of no sequence. lse: as `attend` gives it."""
+        scale, unseen = self.layout.problem.node.scale, lse.masked_fill(lse == -INF, INF)
+        made = fused_cuda.packed_backward(do, q, k, v, o, unseen, sequences, scale)
+        for side, x in zip((0, 1, 1), made, strict=True):
+            x.masked_fill_(rows_of_none(sequences.starts[side], len(x))[:, None, None], 0.0)
+        return made
+
+    def backward(self, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
+        """The gradients of the backward kernel, in the order of the outputs."""
+        node, grad = self.layout.problem.node, self.layout.problem.grad
+        assert grad is not None
+        every, count = read_operands(self.graph, tensors), len(grad.ranks)
+        read, sequences = grad.split(every[:count]), self.sequences(every[count:])
+        q, k, v = map(on_boundary, read.own[:3])
+        lse, blind = read.lse.contiguous(), read.lse == -INF
+        do = torch.zeros_like(read.o) if read.do is None else read.do
+        do = do.masked_fill(blind.t()[..., None], 0.0)
+        made = list(self.pull(do, q, k, v, on_boundary(read.o), lse, sequences))
+        if read.dlse is not None:
+            attend = partial(self.attend_heads, sequences)
+            pull = partial(self.pull_heads, sequences)
+            dlse = read.dlse.masked_fill(blind, 0.0)
+            dq, dk = through_lse(attend, pull, by_heads(q), by_heads(k), lse, dlse, node.scale)
+            made[0].add_(by_heads(dq))
+            made[1].add_(by_heads(dk))
+        wanted = [x for x, w in zip(made, grad.wants, strict=False) if w]
+        return select_outputs(self.graph, wanted), ()
+
+    def attend_heads(
+        self, sequences: SequencePlaces, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`attend` of tensors [H,T,D]."""
+        o, lse = self.attend(by_heads(q), by_heads(k), by_heads(v), sequences)
+        return by_heads(o), lse
+
+    def pull_heads(
+        self, sequences: SequencePlaces, do: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
+        v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
+    ) -> Gradients:  # fmt: skip
+        """`pull` of tensors [H,T,D]."""
+        do, q, k, v, o = map(by_heads, (do, q, k, v, o))
+        dq, dk, dv = self.pull(do, q, k, v, o, lse, sequences)
+        return by_heads(dq), by_heads(dk), by_heads(dv)
+
+    def notes(self) -> Iterator[str]:
+        """How it runs, for `explain`."""
+        yield "one call of PyTorch's flash kernel on packed tensors, as of varlen_attn"
+        grad = self.layout.problem.grad
+        if grad is not None and grad.with_dlse:
+            yield "the gradient through lse by one more call of each pass, with k in place of v"
+        if grad is not None and grad.with_do:
+            size = format_bytes(self.layout.specs[0].type.bytes)
+            yield f"do is copied, {size}, with 0 in rows that see nothing"
+
+    def kept_forward(self) -> int:
+        """Bytes that PyTorch allocates beside the outputs, at most: o in another order, lse, and
+        which rows are of no sequence."""
+        q = self.layout.specs[0]
+        T, H, _ = q.shape
+        return q.type.bytes + T * (4 * H + 2 * H + 16)
+
+    def kept_backward(self) -> int:
+        """Bytes that PyTorch allocates beside the gradients, at most: sums in float32, gradients of
+        every query head, do, and o and gradients of k in place of v."""
+        p, grad = self.layout.problem, self.layout.problem.grad
+        assert grad is not None
+        q, k = self.layout.specs[:2]
+        T, H, D = q.shape
+        width = -(-D // 32) * 32
+        sums = 4 * (T + ROUNDED * p.B) * H * (width + 1)
+        heads = 2 * k.shape[0] * H * D * q.dtype.itemsize * (p.H > p.G)
+        rows = T * (8 * H + 16) + 16 * k.shape[0] + 2 * q.type.bytes
+        more = (4 * q.type.bytes + 3 * k.type.bytes) * grad.with_dlse
+        return (sums + heads) * (1 + grad.with_dlse) + rows + more
+
+
+def known_window(call: PackedFlashCall) -> Window:
+    """The window of a mask that was not refused."""
+    window = window_of(call.layout.problem, shares_lengths(call.graph))
+    assert window is not None
+    return window
+
+
+def by_heads(x: torch.Tensor) -> torch.Tensor:
+    """x [T,H,D] as [H,T,D], or the reverse."""
+    return x.transpose(0, 1)
+
+
+def restride(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """x in memory that lies as a spec says."""
+    new = torch.empty_strided(spec.shape, spec.strides, dtype=x.dtype, device=x.device)
+    return new.copy_(x)
+
+
+def rows_of_none(starts: torch.Tensor, rows: int) -> torch.Tensor:
+    """Which of so many rows lie before the first sequence or after the last, [rows]."""
+    row = torch.arange(rows, device=starts.device)
+    return (row < starts[0]) | (row >= starts[-1])
+
+
+BACKEND = Backend("torch_flash", why_not, lower)

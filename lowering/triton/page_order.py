@@ -1,0 +1,46 @@
+"""The entries of a table by the page that they name: the order in which their gradients are added.
+
+Several entries may name a page. A stable sort brings them together and leaves them in the order of
+the table, so that sums have the same bits each time.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+
+from attn_graph.lowering.triton.layout import Layout
+
+NAMED, ORDER = "pages.named", "pages.order"  # what the kernel that adds up reads
+DTYPES = {NAMED: torch.int32, ORDER: torch.int64}
+KEPT = sum(dtype.itemsize for dtype in DTYPES.values())  # bytes of an entry
+PASSING = 2 * KEPT + 16  # and while they are sorted: copies, and a table within the lengths
+
+
+def sums_pages(layout: Layout) -> bool:
+    """Whether gradients of pools are wanted."""
+    grad = layout.problem.grad
+    return layout.pages is not None and grad is not None and any(grad.wants[1:3])
+
+
+def order_pages(
+    table: torch.Tensor, lengths: torch.Tensor | None, page: int, pool: int
+) -> dict[str, torch.Tensor]:
+    """By NAMED the pages that table [B,pages] names, ascending, by ORDER which entry names each.
+
+    page: rows of one. pool: how many there are; entries past the lengths [B] name that one.
+    """
+    named = table.clamp(0, pool - 1).to(DTYPES[NAMED])
+    if lengths is not None:
+        begin = torch.arange(0, table.shape[1] * page, page, device=table.device)
+        named = named.where(begin < lengths[:, None], pool)
+    values, order = named.flatten().sort(stable=True)
+    return {NAMED: values, ORDER: order}
+
+
+def order_bytes(layout: Layout) -> int:
+    """Bytes that PyTorch allocates for `order_pages`, at most."""
+    if layout.pages is None or not sums_pages(layout):
+        return 0
+    return (KEPT + PASSING) * prod(layout.pages.shape)

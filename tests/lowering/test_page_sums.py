@@ -1,0 +1,185 @@
+"""Gradients of keys in pages by Triton's kernels, under its interpreter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import attn_graph as ag
+from attn_graph.ir.paging import SumPages
+from attn_graph.ir.passes import simplify
+from attn_graph.lowering.triton.launches import Launch
+from attn_graph.lowering.triton.layout import Layout
+from attn_graph.lowering.triton.page_order import NAMED, ORDER, order_pages
+from attn_graph.lowering.triton.plan import Flash
+from attn_graph.testing.agreement import run_gradients
+from attn_graph.testing.rule import expect_gradients
+from attn_graph.testing.strategies import Shape, seeds
+from tests.lowering import test_paged
+from tests.lowering.test_sequences import FEW, HALF, I32, SPEC, haloed, inside_nan, interpreted
+from tests.support.sequences import Batch
+
+THREE = Batch((2, 33, 0), (40, 1, 33), ((0, 0),) * 3, False)  # several tiles of rows and keys
+
+
+def compile_both(graph: ag.Graph, **options: Any) -> ag.Plan:
+    """Both passes by Triton."""
+    return ag.compile(graph, backends=("triton",), **options)
+
+
+def gradient_is_taken(graph: ag.Graph) -> bool:
+    """Whether Triton takes the gradient: not that of what a modifier reads."""
+    layout = Layout.of(simplify(ag.vjp(graph)[1]))
+    return layout is not None and not [*layout.reasons()]
+
+
+def make_case(
+    page: int, packed: bool, options: dict[str, Any], dtype: torch.dtype = torch.float32
+) -> test_paged.Case:
+    """Three entries in pages, grouped heads, NaN wherever no key is."""
+    batch = THREE if packed else evolve(THREE, rows=(2, 2, 2))
+    layout = test_paged.Layout(page, heads_first=page == 5, ended=True, packed=packed)
+    shape = Shape(3, 2, 1, 33 if packed else 2, -(-40 // page) * page, 8, 8)
+    return test_paged.make_case(batch, layout, shape, dtype, options, 3)
+
+
+@interpreted
+@given(
+    case=st.sampled_from(HALF).flatmap(lambda kind: test_paged.cases(dtype=kind)),
+    seed=seeds,
+    invariant=st.booleans(),
+)
+@settings(max_examples=3 * FEW)
+def test_gradients_of_pages_are_those_of_their_rows(
+    case: test_paged.Case, seed: int, invariant: bool
+) -> None:
+    if gradient_is_taken(case.graph):
+        test_paged.check_gradients(case, compile_both(case.graph, batch_invariant=invariant), seed)
+
+
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"mask": ag.Causal("bottom_right"), "stats": True},
+    {"mask": ag.Window(20, 3, "bottom_right"), "soft_cap": 2.0},
+    {"mask": ag.Causal("bottom_right") | ag.Prefix(2), "align": "bottom_right"},
+    {"mask": None, "dropout": 0.3},
+    {"mask": None, "sinks": SPEC((2,), torch.float32), "stats": True},
+)
+
+
+@interpreted
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("page", "options"), [*zip((1, 5, 16, 32, 64), OPTIONS, strict=True)])
+def test_pages_of_every_size(page: int, options: dict[str, Any], packed: bool) -> None:
+    """And the same bits in every run."""
+    dtype = HALF[page % 3]
+    case = make_case(page, packed, options, dtype)
+    plan = compile_both(case.graph)
+    test_paged.check_gradients(case, plan, 7)
+    cotangents = test_paged.draw_cotangents(plan, 7)
+    one, two = (run_gradients(plan, case.inputs, cotangents) for _ in range(2))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def share_pages(case: test_paged.Case) -> test_paged.Case:
+    """The same, the first entry's pages being named by the third one too, and one of them twice."""
+    pages = case.tensors["pages"].clone()
+    pages[2] = pages[0]
+    pages[2, 2] = pages[2, 0]
+    shared = evolve(case, tensors=case.tensors | {"pages": pages})
+    for x in (case.tensors["k"], case.tensors["v"]):
+        x.masked_fill_(shared.unused(x), torch.nan)
+    return shared
+
+
+@interpreted
+@pytest.mark.parametrize("page", [1, 5, 16])
+@pytest.mark.parametrize("wanted", ["k", "v", "kv"])
+def test_a_page_that_several_name_gets_the_sum(page: int, wanted: str) -> None:
+    """Of what its rows would get as keys in one piece; also where one of k and v is a constant."""
+    case = share_pages(make_case(page, False, {"mask": ag.Causal("bottom_right")}))
+    forward, backward = ag.vjp(case.graph, [*wanted])
+    plan, do = compile_both(backward), torch.randn(3, 2, 2, 8)
+    o, lse = ag.compile(forward, backends=("triton",))(*case.inputs)[:2]
+    given_tensors = {**case.tensors, "o": o, "lse": lse, "do": do}
+    made = plan(*(given_tensors[i.name] for i in plan.graph.inputs))
+    grads = dict(zip(wanted, made if isinstance(made, tuple) else (made,), strict=True))
+    dues = expect_gradients(case.padded, case.padded_inputs, [do])
+    for name, x in grads.items():
+        pool = case.tensors[name]
+        (due,) = SumPages(len(pool), page, True).run(dues[name].ref.float(), *case.where)
+        torch.testing.assert_close(x, due, rtol=1e-5, atol=1e-5)
+        assert (x.masked_select(case.unused(x)) == 0).all()
+
+
+def test_entries_are_in_the_order_of_pages_and_then_of_the_table() -> None:
+    table = torch.tensor([[3, 1, 9], [1, 3, 3]], dtype=I32)
+    made = order_pages(table, torch.tensor([4, 5]), page=2, pool=5)
+    assert made[NAMED].tolist() == [1, 1, 3, 3, 3, 5]
+    assert made[ORDER].tolist() == [1, 3, 0, 4, 5, 2]
+    assert order_pages(table, None, 2, 5)[NAMED].tolist() == [1, 1, 3, 3, 3, 4]
+
+
+@interpreted
+@pytest.mark.parametrize("lengths", [[10**6, -5, 33], [40, 40, 40]])
+def test_nothing_is_read_or_written_outside_whatever_tables_and_lengths_are(
+    lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients are undefined then, and finite: NaN surrounds every tensor."""
+    case = make_case(16, True, {"mask": ag.Causal("bottom_right"), "stats": True})
+    tensors = {n: x.nan_to_num() for n, x in case.tensors.items()}
+    tensors["kv_lengths"] = torch.tensor(lengths, dtype=I32)
+    tensors["pages"] = torch.tensor([[10**6, -7, 3]] * 3, dtype=I32)
+    rooms: list[tuple[torch.Tensor, torch.Tensor]] = []
+    run = Launch.__call__
+
+    def launch(self: Launch, named: dict[str, Any]) -> None:
+        run(self, named)
+        assert all((room[~inside] == 7.5).all() for room, inside in rooms)
+
+    monkeypatch.setattr(Launch, "__call__", launch)
+    monkeypatch.setattr("attn_graph.lowering.triton.plan.new_tensor", lambda s, d: haloed(s, rooms))
+    given_tensors = [inside_nan(tensors[i.name]) for i in case.graph.inputs]
+    plan = compile_both(case.graph)
+    grads = run_gradients(plan, given_tensors, test_paged.draw_cotangents(plan, 3))
+    assert len(rooms) == 4  # o, dq, dk and dv
+    assert not any(x.isnan().any() for x in grads.values())
+
+
+# Planning
+
+
+def paged_gradient(B: int, count: int, **options: Any) -> ag.Graph:
+    """The gradient of a prefill of B entries in `count` pages of 16 each, 32 heads to 8."""
+    q, k = SPEC((B, 32, 512, 128), torch.bfloat16), SPEC((B * count, 16, 8, 128), torch.bfloat16)
+    table: dict[str, Any] = {"pages": SPEC((B, count), I32), "kv_lengths": SPEC((B,), I32)}
+    return ag.vjp(ag.attention(q, k, k, mask=ag.Causal("bottom_right"), **table, **options))[1]
+
+
+def test_what_pages_take_to_add_up_is_counted() -> None:
+    """Sums in float32 for every key of every entry and part of a group; and their order."""
+    plan = ag.compile(paged_gradient(4, 64), target="h200", backends=("triton",))
+    layout = Layout.of(plan.graph)
+    assert layout is not None
+    flash = Flash.plan(layout, ag.Target.of("h200"))
+    (splits,) = {x.fixed["SPLITS"] for x in flash.launches if x.kernel == "key_gradient"}
+    sums, delta = 2 * 4 * 8 * splits * 1024 * 128 * 4, 4 * 32 * 512 * 4
+    assert sums + delta <= plan.memory().workspace_forward < sums + delta + 2**12
+    assert plan.memory().temporary_forward >= 4 * 64 * (4 + 8)
+
+
+def test_the_grid_of_sums_is_that_of_the_pool() -> None:
+    layout = Layout.of(simplify(paged_gradient(4, 64)))
+    assert layout is not None
+    flash = Flash.plan(layout, ag.Target.of("h200"))
+    sums = [x for x in flash.launches if x.kernel == "sum_pages"]
+    assert [x.grid for x in sums] == [4 * 64 * 16 // sums[0].fixed["BLOCK_N"] * 8] * 2
+
+
+def test_too_little_workspace_is_a_reason() -> None:
+    with pytest.raises(ag.NoBackendError, match="max_workspace"):
+        ag.compile(paged_gradient(4, 64), target="h200", backends=("triton",), max_workspace=2**20)
