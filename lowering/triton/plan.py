@@ -8,7 +8,7 @@ from typing import final
 import torch
 from attrs import Factory, define, field, frozen
 
-from attn_graph.kernels.tilings import DELTA, SUMS, Tiling, padded_head_size
+from attn_graph.kernels.tilings import DELTA, SUMS, Tiling, padded_head_size, summed_columns
 from attn_graph.lowering.problem import Problem, read_specs
 from attn_graph.lowering.triton.decode import (
     KeyDivision,
@@ -26,9 +26,10 @@ from attn_graph.lowering.triton.launches import Launch, Pointers, check_interpre
 from attn_graph.lowering.triton.layout import Layout, new_tensor
 from attn_graph.lowering.triton.operands import takes_tf32
 from attn_graph.lowering.triton.programs import (
+    Division,
     block_costs,
     dense_costs,
-    divide_group,
+    divide_queries,
 )
 from attn_graph.lowering.triton.tile_lists import blocks
 from attn_graph.lowering.triton.work import Push, Work, tangent_specs
@@ -178,6 +179,7 @@ class FlashBuilder(LaunchList):
             "sinks_stride": sinks.strides[0] if sinks else 0,
             "H": p.H,
             "FOLD": not p.low_scale and not p.node.modifiers,
+            "COLUMNS": summed_columns(self.target.sm, p.dtype.itemsize),
             **self.layout.paging(),
         }
         names = ("q", "k", "v", "o", "lse", "max", "sinks", "seed", "offset")
@@ -265,35 +267,35 @@ class FlashBuilder(LaunchList):
         p, tile = self.problem, self.tiling("key_gradient")
         assert p.grad is not None
         lists, listed = self.listed(tile, by_keys=True)
-        splits = self.split(tile, lists)
+        way = self.divide(tile, lists)
         wanted = {name: n for n, name in enumerate(("dk", "dv"), start=1) if p.grad.wants[n]}
-        order = self.order(tile, by_keys=True, pointers=lists, splits=splits)
-        if splits > 1:
+        order = self.order(tile, True, lists, way.splits, way.parts)
+        if way.summands > 1:
             flat = self.layout.flat.specs
             for name, n in wanted.items():
                 B, _, N, width = flat[n].shape
-                shape = (B, p.G * splits, N, width)
+                shape = (B, p.G * way.summands, N, width)
                 self.buffers[f"parts.{name}"] = Buffer(shape, torch.float32)
         for results in [[name] for name in wanted] if tile.apart else [list(wanted)]:
-            self.key_gradient_of(results, tile, splits, lists, listed | order)
+            self.key_gradient_of(results, tile, way, lists, listed | order)
         for name, n in wanted.items():
             if f"parts.{name}" in self.buffers:
                 self.sum_parts(f"parts.{name}", n)
 
-    def split(self, tile: Tiling, lists: Pointers) -> int:
-        """Among how many programs of dk and dv the query heads of a group are divided."""
+    def divide(self, tile: Tiling, lists: Pointers) -> Division:
+        """How the queries of a key/value head are divided among programs of dk and dv."""
         p, table = self.layout.flat, self.tables.get(str(lists.get("lists_ptr")))
-        if p.H == p.G or self.invariant:
-            return 1
+        if self.invariant:
+            return Division(1)
         costs = block_costs(p, tile, True, table) or dense_costs(p, tile, True)
         used = Scratch(tuple(self.buffers.values())).bytes
         room = None if self.most is None else self.most - used
-        division = divide_group(p, self.target, tile, costs, room)
+        division = divide_queries(p, self.target, tile, costs, room, whole=self.push is not None)
         self.division = division.note
-        return division.splits
+        return division
 
     def key_gradient_of(
-        self, results: list[str], tile: Tiling, splits: int, lists: Pointers, more: Fixed
+        self, results: list[str], tile: Tiling, way: Division, lists: Pointers, more: Fixed
     ) -> None:
         """Add the launch of dk, of dv or of both: themselves, or sums over parts of a group."""
         p = self.problem
@@ -303,9 +305,12 @@ class FlashBuilder(LaunchList):
             for n, (name, part) in enumerate(parts.items(), start=1)
         }
         more = more | strides | {f"{name}_ptr": None for name in parts if name not in results}
-        more |= {"G": p.G, "SPLITS": splits, "GROUPED": p.H > p.G, "BLIND": self.blind}
+        more |= {"G": p.G, "SPLITS": way.splits, "BLIND": self.blind}
+        if self.push is None:
+            more |= {"PARTS": way.parts, "PARTED": way.summands > 1}
+        more |= {"GROUPED": p.H > p.G or (self.push is None and way.summands > 1)}
         pointers = lists | {f"{name}_ptr": f"parts.{name}" for name in results if parts[name]}
-        lines = self.layout.key_programs(tile.block_n, p.G * splits)
+        lines = self.layout.key_programs(tile.block_n, p.G * way.summands)
         texts = self.texts("strip", "change", *self.steps_back) | {"KEEP": self.code.keep_by_keys}
         kernel, names = f"{self.prefix}key_gradient", (*self.read, *results)
         self.launch(kernel, lines, tile, names, more, texts, pointers, self.tiled)
