@@ -244,7 +244,7 @@ def key_gradient(
         row, M = sequence_at(q_starts_ptr, q_lengths_ptr, b, T, M)
         line, length = tl.cast(row, tl.int64), T
     g = part // sums
-    split, piece = share_of(part % sums, PARTS, PARTED)
+    split, piece = split_and_part(part % sums, PARTS, PARTED)
     each = tl.cdiv(GROUP, SPLITS)
     first = block * BLOCK_N
     j = (first + tl.arange(0, BLOCK_N))[:, None]
@@ -309,7 +309,7 @@ def count_sums(SPLITS, PARTS, PARTED: tl.constexpr):
 
 
 @triton.jit
-def share_of(n, PARTS, PARTED: tl.constexpr):
+def split_and_part(n, PARTS, PARTED: tl.constexpr):
     """Which share of the query heads of a group the n-th sum is of, and which part of the tiles."""
     part = 0
     if PARTED:
