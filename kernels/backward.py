@@ -27,6 +27,7 @@ from attn_graph.kernels.common import (
     rows_of,
     store_rows,
     tile_of,
+    walk_part,
 )
 from attn_graph.kernels.sequences import (
     head_at,
@@ -226,29 +227,31 @@ def key_gradient(
     seed_ptr, offset_ptr, lists_ptr, q_starts_ptr, q_lengths_ptr, kv_starts_ptr, kv_lengths_ptr,
     pages_ptr, q_desc, k_desc, v_desc, do_desc, data, numbers,
     q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, lists_strides,
-    pages_stride, B, G, GROUP, SPLITS, M, N, T, T_KEYS, POOL, TOGETHER,
+    pages_stride, B, G, GROUP, SPLITS, PARTS, M, N, T, T_KEYS, POOL, TOGETHER,
     scale, keep_scale, threshold, origin,
     EVEN: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LAST_FIRST: tl.constexpr,
-    BATCH: tl.constexpr, PAGE: tl.constexpr, GROUPED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LAST_FIRST: tl.constexpr, BATCH: tl.constexpr,
+    PAGE: tl.constexpr, GROUPED: tl.constexpr, PARTED: tl.constexpr,
     KEEP: tl.constexpr, STRIP: tl.constexpr, CHANGE: tl.constexpr, BACK: tl.constexpr,
     DROPOUT: tl.constexpr, LISTED: tl.constexpr, BLIND: tl.constexpr, UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: dk [BLOCK_N,D] and dv [BLOCK_N,E] from a part of the query heads of a k/v head.
 
-    Sums over these heads and all queries that may see its keys. SPLITS: how many programs share
-    the GROUP query heads; dk and dv then have G * SPLITS heads, which `sum_parts` adds up. Tiles
-    are transposed, [BLOCK_N,BLOCK_M], so that weights enter the products untransposed. Without
-    dk_ptr or dv_ptr only the other is computed, for tiles where the registers cannot hold both
-    sums. GROUPED: whether GROUP is not 1; a loop less takes fewer registers. Packed tensors and
-    pages are as those of `forward`; dk and dv of pages lie as keys in one piece do, for `sum_pages`
-    to add up, and past the keys of an entry nothing is written.
+    Sums over these heads and all queries that may see its keys, or, PARTED, one of PARTS of their
+    tiles. SPLITS: how many programs share the GROUP query heads; dk and dv then have
+    G * SPLITS * PARTS heads, which `sum_parts` adds up. Tiles are transposed, [BLOCK_N,BLOCK_M], so
+    that weights enter the products untransposed. Without dk_ptr or dv_ptr only the other is
+    computed, for tiles where the registers cannot hold both sums. GROUPED: whether GROUP is not 1;
+    a loop less takes fewer registers. Packed tensors and pages are as those of `forward`; dk and dv
+    of pages lie as keys in one piece do, for `sum_pages` to add up, and past the keys of an entry
+    nothing is written.
     """
     N = even_length(N, EVEN)
+    sums = count_sums(SPLITS, PARTS, PARTED)
     place, block, part, b, key, N, extent, _ = place_rows(
-        kv_starts_ptr, kv_lengths_ptr, lists_ptr, lists_strides, B, G * SPLITS, N, T_KEYS, TOGETHER,
+        kv_starts_ptr, kv_lengths_ptr, lists_ptr, lists_strides, B, G * sums, N, T_KEYS, TOGETHER,
         BATCH, BLOCK_N, LAST_FIRST, LISTED,
     )  # fmt: skip
     N, extent = within_pages(kv_lengths_ptr, b, N, extent, PAGE)
@@ -257,7 +260,8 @@ def key_gradient(
     if q_starts_ptr is not None:
         row, M = sequence_at(q_starts_ptr, q_lengths_ptr, b, T, M)
         line, length = tl.cast(row, tl.int64), T
-    g, split = part // SPLITS, part % SPLITS
+    g = part // sums
+    split, piece = split_and_part(part % sums, PARTS, PARTED)
     each = tl.cdiv(GROUP, SPLITS)
     first = block * BLOCK_N
     j = (first + tl.arange(0, BLOCK_N))[:, None]
@@ -290,7 +294,8 @@ def key_gradient(
         if do_ptr is not None:
             do_head = head_at(do_ptr, do_strides, b, h, q_starts_ptr, row, 0)
         at = line + tl.cast(h, tl.int64) * length
-        for t in range(full):
+        begin, end, mixed_begin, mixed_end = walk_part(piece, PARTS, full, mixed, PARTED)
+        for t in range(begin, end):
             n = full_tile(t, list_ptr, full_start, LISTED)
             dk, dv = add_key_gradient(
                 dk, dv, k, v, q_head, do_head, q_desc, do_desc, lse_ptr + at, delta_ptr + at,
@@ -299,7 +304,7 @@ def key_gradient(
                 D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
                 KEEP, CHANGE, BACK, DROPOUT, False, BLIND > 1, UPCAST, PRECISION,
             )  # fmt: skip
-        for t in range(mixed):
+        for t in range(mixed_begin, mixed_end):
             n = mixed_tile(t, list_ptr, start, full_start, full_stop, full, LISTED)
             dk, dv = add_key_gradient(
                 dk, dv, k, v, q_head, do_head, q_desc, do_desc, lse_ptr + at, delta_ptr + at,
@@ -316,6 +321,23 @@ def key_gradient(
         dv = within_sequence(dv, kv_starts_ptr, first, N, 0.0, BLOCK_N)
         dv_head = head_at(dv_ptr, dv_strides, b, part, kv_starts_ptr, key, 0)
         store_rows(dv_head, dv_strides, first, extent, dv, E, BLOCK_N, WIDTH_E, UPCAST)
+
+
+@triton.jit
+def count_sums(SPLITS, PARTS, PARTED: tl.constexpr):
+    """How many sums of dk and dv each key/value head has."""
+    if PARTED:
+        SPLITS *= PARTS
+    return SPLITS
+
+
+@triton.jit
+def split_and_part(n, PARTS, PARTED: tl.constexpr):
+    """Which share of the query heads of a group the n-th sum is of, and which part of the tiles."""
+    part = 0
+    if PARTED:
+        n, part = n // PARTS, n % PARTS
+    return n, part
 
 
 @triton.jit

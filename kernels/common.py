@@ -14,7 +14,21 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 FAR: tl.constexpr = tl.constexpr(1 << 30)  # beyond every position
 # Parameters of which no kernel is made for 1 or for multiples of 16 apart: it would gain nothing.
 SIZES = (
-    *("B", "H", "G", "GROUP", "SPLITS", "EACH", "M", "N", "T", "T_KEYS", "POOL", "TOGETHER"),
+    *(
+        "B",
+        "H",
+        "G",
+        "GROUP",
+        "SPLITS",
+        "PARTS",
+        "EACH",
+        "M",
+        "N",
+        "T",
+        "T_KEYS",
+        "POOL",
+        "TOGETHER",
+    ),
     *("pages_stride", "threshold"),
 )
 
@@ -216,14 +230,14 @@ def mask_scores(s, b, h, i, j, M, N, data, numbers, KEEP: tl.constexpr, MIXED: t
 
 @triton.jit
 def softmax_step(
-    s, m, total, b, h, i, j, M, N, scale, data, numbers,
+    s, m, b, h, i, j, M, N, scale, data, numbers,
     KEEP: tl.constexpr, CHANGE: tl.constexpr, FOLD: tl.constexpr, MIXED: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax on s = q k^T: p, m, total, and what shrinks earlier sums.
+    """One step of the online softmax on s = q k^T: p, m, and what shrinks earlier sums.
 
-    m, total [rows]: the maximum so far, in base 2, and the sum of exp2(s - m). The maximum is -inf,
-    and the weights 0, until a row has seen a key. FOLD: without modifiers and with scale > 0 the
-    maximum is taken before scaling.
+    m [rows]: the maximum so far, in base 2, of which p is exp2(s - m). It is -inf, and the weights
+    0, until a row has seen a key. FOLD: without modifiers and with scale > 0 the maximum is taken
+    before scaling.
     """
     if FOLD:
         s = mask_scores(s, b, h, i, j, M, N, data, numbers, KEEP, MIXED)
@@ -236,8 +250,17 @@ def softmax_step(
     if MIXED or CHANGE is not None:
         safe = tl.where(new == float("-inf"), 0.0, new)
     p = tl.exp2(s - safe[:, None])
-    shrink = tl.exp2(m - safe)
-    return p, new, total * shrink + tl.sum(p, 1), shrink
+    return p, new, tl.exp2(m - safe)
+
+
+@triton.jit
+def sum_columns(p, COLUMNS: tl.constexpr):
+    """p [rows,keys] summed over every COLUMNS-th key: [rows,COLUMNS].
+
+    Of Hopper's products a lane holds two of 8 columns. The sums of 8 cost it no exchange of numbers
+    with others; these are added up once, when all tiles are done.
+    """
+    return tl.sum(tl.reshape(p, (p.shape[0], p.shape[1] // COLUMNS, COLUMNS)), 1)
 
 
 @triton.jit
@@ -310,6 +333,23 @@ def count_tiles(lists_ptr, start, full_start, full_stop, stop, LISTED: tl.conste
     if LISTED:
         full, mixed = tl.load(lists_ptr + 1), tl.load(lists_ptr + 2)
     return full, mixed
+
+
+@triton.jit
+def walk_part(part, PARTS, full, mixed, PARTED: tl.constexpr):
+    """begin, end, mixed_begin, mixed_end: which of the full tiles, and then of the mixed ones, are
+    a part's. Each of PARTS has as many, but for the last ones; all are one part's unless PARTED."""
+    if not PARTED:
+        return 0, full, 0, mixed
+    each = tl.cdiv(full + mixed, PARTS)
+    begin = tl.minimum(part * each, full + mixed)
+    end = tl.minimum(begin + each, full + mixed)
+    return (
+        tl.minimum(begin, full),
+        tl.minimum(end, full),
+        tl.maximum(begin - full, 0),
+        tl.maximum(end - full, 0),
+    )
 
 
 @triton.jit

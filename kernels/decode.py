@@ -60,7 +60,7 @@ def split_forward(
     k_head = head_at(k_ptr, k_strides, b, g, kv_starts_ptr, key, PAGE)
     v_head = head_at(v_ptr, v_strides, b, g, kv_starts_ptr, key, PAGE)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    total = tl.zeros([BLOCK_M, 1], tl.float32)
     acc = tl.zeros([BLOCK_M, WIDTH_E], tl.float32)
 
     begin, full_start, full_stop, end = part_of_tiles(
@@ -71,7 +71,7 @@ def split_forward(
             acc, total, m, q, k_head, v_head, None, None, n * BLOCK_N, 0, i,
             None, None, pages_ptr, pages, data, numbers, k_strides, v_strides,
             b, h, 1, H, M, N, POOL, scale, 0, None, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
-            PAGE, KEEP, CHANGE, FOLD, False, False, UPCAST, PRECISION,
+            PAGE, 1, KEEP, CHANGE, FOLD, False, False, UPCAST, PRECISION,
         )  # fmt: skip
     # What no row sees is not read: it may be memory that was never written.
     _, _, keys, _ = strip_of(b, M, N, data, numbers, STRIP)
@@ -82,9 +82,10 @@ def split_forward(
             None, None, pages_ptr, pages, data, numbers, k_strides, v_strides,
             b, h, 1, H, M, tl.minimum(keys, N), POOL, scale, 0, None,
             D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
-            PAGE, KEEP, CHANGE, FOLD, False, True, UPCAST, PRECISION,
+            PAGE, 1, KEEP, CHANGE, FOLD, False, True, UPCAST, PRECISION,
         )  # fmt: skip
 
+    total = tl.sum(total, 1)
     blind = total == 0
     total = tl.where(blind, 1.0, total)
     line = ((tl.cast(part, tl.int64) * B + b) * H + h) * M + i

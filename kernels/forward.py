@@ -16,6 +16,7 @@ from attn_graph.kernels.common import (
     round_to,
     softmax_step,
     store_rows,
+    sum_columns,
     tile_of,
 )
 from attn_graph.kernels.sequences import (
@@ -39,7 +40,7 @@ def forward(
     EVEN: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LAST_FIRST: tl.constexpr,
-    BATCH: tl.constexpr, PAGE: tl.constexpr,
+    BATCH: tl.constexpr, PAGE: tl.constexpr, COLUMNS: tl.constexpr,
     KEEP: tl.constexpr, STRIP: tl.constexpr, CHANGE: tl.constexpr, FOLD: tl.constexpr,
     DROPOUT: tl.constexpr, LISTED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -48,7 +49,7 @@ def forward(
     q [B,H,M,D], k [B,G,N,D], v [B,G,N,E] -> o [B,H,M,E], lse [B,H,M] (natural logarithm), max
     [B,H,M] (of the scores); both float32 in C order, and not stored where their pointer is None.
     GROUP = H / G. q, k and v are read by descriptors of their tiles where these are given. Inside,
-    scores and maxima are in base 2. FOLD: see `softmax_step`.
+    scores and maxima are in base 2. FOLD, COLUMNS: see `softmax_step` and `sum_columns`.
 
     With q_starts_ptr q is packed, T rows of each head, and so are o and the statistics [H,T]; with
     kv_starts_ptr k and v are, T_KEYS rows. M and N are the most of a sequence then. With pages_ptr
@@ -68,7 +69,7 @@ def forward(
     k_head = head_at(k_ptr, k_strides, b, h // GROUP, kv_starts_ptr, key, PAGE)
     v_head = head_at(v_ptr, v_strides, b, h // GROUP, kv_starts_ptr, key, PAGE)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    total = tl.zeros([BLOCK_M, COLUMNS], tl.float32)
     acc = tl.zeros([BLOCK_M, WIDTH_E], tl.float32)
 
     if LISTED:
@@ -87,7 +88,7 @@ def forward(
             seed_ptr, offset_ptr, pages_ptr, pages, data, numbers, k_strides, v_strides,
             b, h, GROUP, H, M, N, POOL, scale, threshold, origin,
             D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
-            PAGE, KEEP, CHANGE, FOLD, DROPOUT, False, UPCAST, PRECISION,
+            PAGE, COLUMNS, KEEP, CHANGE, FOLD, DROPOUT, False, UPCAST, PRECISION,
         )  # fmt: skip
     for t in range(mixed):
         n = mixed_tile(t, lists_ptr, start, full_start, full_stop, full, LISTED)
@@ -96,9 +97,10 @@ def forward(
             seed_ptr, offset_ptr, pages_ptr, pages, data, numbers, k_strides, v_strides,
             b, h, GROUP, H, M, N, POOL, scale, threshold, origin,
             D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
-            PAGE, KEEP, CHANGE, FOLD, DROPOUT, True, UPCAST, PRECISION,
+            PAGE, COLUMNS, KEEP, CHANGE, FOLD, DROPOUT, True, UPCAST, PRECISION,
         )  # fmt: skip
 
+    total = tl.sum(total, 1)
     if max_ptr is not None:
         # A maximum drops NaN, and the sum keeps it.
         lost = (total != total) & (m != float("inf"))
@@ -133,11 +135,14 @@ def attend(
     seed_ptr, offset_ptr, pages_ptr, pages, data, numbers, k_strides, v_strides,
     b, h, GROUP, H, M, N, POOL, scale, threshold, origin,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, COLUMNS: tl.constexpr,
     KEEP: tl.constexpr, CHANGE: tl.constexpr, FOLD: tl.constexpr, DROPOUT: tl.constexpr,
     MIXED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """acc [BLOCK_M,E], total and m [BLOCK_M] with keys `key`.. : see `softmax_step`."""
+    """acc [BLOCK_M,E], total [BLOCK_M,COLUMNS] and m [BLOCK_M] with keys `key`.. too.
+
+    See `softmax_step` and `sum_columns`.
+    """
     j = (key + tl.arange(0, BLOCK_N))[None, :]
     g = h // GROUP
     k = key_rows(
@@ -145,9 +150,10 @@ def attend(
         D, BLOCK_N, WIDTH_D, not MIXED, PAGE, UPCAST,
     )  # fmt: skip
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    p, m, total, shrink = softmax_step(
-        s, m, total, b, h, i, j, M, N, scale, data, numbers, KEEP, CHANGE, FOLD, MIXED
+    p, m, shrink = softmax_step(
+        s, m, b, h, i, j, M, N, scale, data, numbers, KEEP, CHANGE, FOLD, MIXED
     )
+    total = total * shrink[:, None] + sum_columns(p, COLUMNS)
     if DROPOUT:
         z = dropout_keeps_tile(
             seed_ptr, offset_ptr, b, h, H, first, key, threshold, origin, BLOCK_M, BLOCK_N

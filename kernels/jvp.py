@@ -157,9 +157,10 @@ def attend_along(
     ts = ts * scale
     if PUSH is not None:
         ts = PUSH(ts, s * scale, b, h, i, j, M, N, data, numbers)
-    p, new, total, shrink = softmax_step(
-        s, m, total, b, h, i, j, M, N, scale, data, numbers, KEEP, CHANGE, False, MIXED
+    p, new, shrink = softmax_step(
+        s, m, b, h, i, j, M, N, scale, data, numbers, KEEP, CHANGE, False, MIXED
     )
+    total = total * shrink + tl.sum(p, 1)
     if MIXED or CHANGE is not None:
         ts = tl.where(p == 0, 0.0, ts)
     mu = mu * shrink + tl.sum(p * ts, 1)

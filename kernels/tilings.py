@@ -83,6 +83,12 @@ def table_arch(sm: int) -> int:
     return 120 if shared_memory(sm) == SHARED[120] else 80
 
 
+def summed_columns(sm: int, itemsize: int) -> int:
+    """How many sums of a row a forward keeps: on sm_90 in half precision those that spare its lanes
+    an exchange, see `sum_columns`; elsewhere one, since more take registers that are short."""
+    return 8 if sm in (0, 90) and itemsize == 2 else 1
+
+
 def padded_head_size(size: int) -> int:
     """A head size as kernels hold it: a power of two, and at least 16, as matrix units need."""
     return 16 if size <= 16 else 1 << (size - 1).bit_length()
@@ -101,6 +107,7 @@ VARIANTS: dict[str, Callable[[Tiling], Tiling]] = {
     "half the keys": lambda t: evolve(t, block_n=max(LEAST, t.block_n // 2)),
     "twice the queries": lambda t: evolve(t, block_m=2 * t.block_m),
     "twice the keys": lambda t: evolve(t, block_n=2 * t.block_n),
+    "twice the keys and warps": lambda t: evolve(t, block_n=2 * t.block_n, warps=2 * t.warps),
     "half the warps": lambda t: evolve(t, warps=max(4, t.warps // 2)),
     "half the queries and warps": lambda t: evolve(
         t, block_m=max(LEAST, t.block_m // 2), warps=max(4, t.warps // 2)
@@ -193,7 +200,7 @@ TABLE: dict[tuple[int, int, str], dict[int, tuple[Tiling, Tiling]]] = {
         16: (Tiling(128, 128, 8, 2), Tiling(64, 128, 8, 3)),
         32: (Tiling(128, 128, 8, 2), Tiling(64, 128, 8, 3)),
         64: (Tiling(64, 64, 4, 2), Tiling(32, 64, 4, 2)),
-        128: (Tiling(64, 128, 8, 2), Tiling(64, 128, 8, 2)),
+        128: (Tiling(32, 64, 4, 2), Tiling(32, 64, 4, 2)),
         256: (Tiling(32, 128, 8, 2, True), Tiling(16, 128, 8, 2, True)),
     },
     (90, 4, "forward"): {
@@ -287,6 +294,9 @@ COPYING = {90: (64, 128)}
 # Where it does, which takes fewer registers, other tiles are faster: those without and with
 # modifiers, and those where data decide of the mask, which spill most.
 COPIED: dict[tuple[int, str, int], tuple[Tiling, Tiling, Tiling]] = {
+    (90, "forward", 128): (
+        Tiling(128, 64, 4, 2), Tiling(128, 64, 4, 2), Tiling(128, 64, 4, 2),
+    ),
     (90, "query_gradient", 128): (
         Tiling(128, 128, 8, 2), Tiling(128, 128, 8, 2), Tiling(128, 64, 8, 2),
     ),
@@ -294,6 +304,9 @@ COPIED: dict[tuple[int, str, int], tuple[Tiling, Tiling, Tiling]] = {
         Tiling(64, 64, 4, 2), Tiling(32, 64, 4, 2), Tiling(32, 64, 4, 2),
     ),
 }  # fmt: skip
+# And under a mask so narrow that larger tiles hold many places that it drops: the tile, and how
+# many times as long it takes for a place.
+SHORT = {(90, "query_gradient", 128): (Tiling(64, 64, 4, 2), 1.11)}
 # With dropout, whose bits take registers of their own, where other tiles are faster then.
 DROPOUT = {
     (90, 2, "forward", 64): Tiling(64, 64, 4, 2),

@@ -274,9 +274,9 @@ def describe_balance(flash: Flash, launch: Launch) -> str:
         or not (costs := block_costs(flash.problem, tile, by_keys, table))
     ):
         return f"{launch.grid / places:.3g} waves, balance up to the data"
-    heads, each = launch.grid // len(costs), 1
+    heads, each = launch.grid // len(costs), 1.0
     if by_keys:
-        each = -(-fixed["GROUP"] // fixed["SPLITS"])
+        each = -(-fixed["GROUP"] // fixed["SPLITS"]) / fixed.get("PARTS", 1)
     return schedule_programs(costs, tile, heads, each, fixed["TOGETHER"]).figures(places)
 
 

@@ -169,14 +169,17 @@ class LaunchList:
 
     # The order of programs, and lists of tiles
 
-    def order(self, tiling: Tiling, by_keys: bool, pointers: Pointers, splits: int = 1) -> Fixed:
+    def order(
+        self, tiling: Tiling, by_keys: bool, pointers: Pointers, splits: int = 1, parts: int = 1
+    ) -> Fixed:
         """How many heads are walked together, and which block comes first.
 
         pointers: those of the lists, which lie in order if they were made when planning.
         """
+        flat, target = self.layout.flat, self.target
         sorted_ = not self.layout.sides and str(pointers.get("lists_ptr")) in self.tables
         return {
-            "TOGETHER": heads_together(self.layout.flat, self.target, tiling, by_keys, splits),
+            "TOGETHER": heads_together(flat, target, tiling, by_keys, splits, parts),
             "LAST_FIRST": not sorted_ and begins_last(self.problem, by_keys),
         }
 

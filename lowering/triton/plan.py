@@ -11,7 +11,7 @@ import torch
 from attrs import Factory, define, field, frozen
 
 from attn_graph.ir.packed import LENGTHS
-from attn_graph.kernels.tilings import DELTA, SUMS, Tiling, padded_head_size
+from attn_graph.kernels.tilings import DELTA, SUMS, Tiling, padded_head_size, summed_columns
 from attn_graph.lowering.problem import Problem, read_specs
 from attn_graph.lowering.triton.decode import (
     KeyDivision,
@@ -29,7 +29,7 @@ from attn_graph.lowering.triton.launches import Launch, Pointers, check_interpre
 from attn_graph.lowering.triton.layout import Layout
 from attn_graph.lowering.triton.operands import takes_tf32
 from attn_graph.lowering.triton.page_order import DTYPES, NAMED, ORDER, sums_pages
-from attn_graph.lowering.triton.programs import Division, divide_group, may_divide_group
+from attn_graph.lowering.triton.programs import Division, divide_queries, may_divide_queries
 from attn_graph.lowering.triton.tile_lists import blocks
 from attn_graph.lowering.triton.work import Push, Work, tangent_specs
 from attn_graph.machine.target import Target
@@ -204,6 +204,7 @@ class FlashBuilder(LaunchList):
             "sinks_stride": sinks.strides[0] if sinks else 0,
             "H": p.H,
             "FOLD": not p.low_scale and not p.node.modifiers,
+            "COLUMNS": summed_columns(self.target.sm, p.dtype.itemsize),
         }
         names = ("q", "k", "v", "o", "lse", "max", "sinks", "seed", "offset")
         more |= self.order(tile, by_keys=False, pointers=lists)
@@ -290,42 +291,43 @@ class FlashBuilder(LaunchList):
         p, tile = self.problem, self.tiling("key_gradient")
         assert p.grad is not None
         lists, listed = self.listed(tile, by_keys=True)
-        splits = self.split(tile, lists)
+        way = self.divide(tile, lists)
         wanted = {name: n for n, name in enumerate(("dk", "dv"), start=1) if p.grad.wants[n]}
-        order = self.order(tile, by_keys=True, pointers=lists, splits=splits)
+        order = self.order(tile, True, lists, way.splits, way.parts)
         pages = self.layout.pages
-        if splits > 1 or pages:
+        if way.summands > 1 or pages:
             flat = self.layout.flat.specs
             for name, n in wanted.items():
                 B, _, N, width = flat[n].shape
-                shape = (B, p.G * splits, N, width)
+                shape = (B, p.G * way.summands, N, width)
                 self.buffers[f"parts.{name}"] = Buffer(shape, torch.float32)
         for results in [[name] for name in wanted] if tile.apart else [list(wanted)]:
-            self.key_gradient_of(results, tile, splits, lists, listed | order)
+            self.key_gradient_of(results, tile, way, lists, listed | order)
         for name, n in wanted.items():
             if pages:
                 self.sum_pages(f"parts.{name}", n)
-            elif splits > 1:
+            elif way.summands > 1:
                 self.sum_parts(f"parts.{name}", n)
 
-    def split(self, tile: Tiling, lists: Pointers) -> int:
-        """Among how many programs of dk and dv the query heads of a group are divided."""
+    def divide(self, tile: Tiling, lists: Pointers) -> Division:
+        """How the queries of a key/value head are divided among programs of dk and dv."""
         p, table = self.layout.flat, self.tables.get(str(lists.get("lists_ptr")))
-        if self.invariant or not may_divide_group(p, self.target, tile):
-            return 1
+        whole = self.push is not None
+        if self.invariant or not may_divide_queries(p, self.target, tile, whole=whole):
+            return Division(1)
         used = Scratch(tuple(self.buffers.values())).bytes
         room = None if self.most is None else self.most - used
 
         def divide(given: tuple[Problem, torch.Tensor | None, int | None]) -> Division:
             problem, table, room = given
-            return divide_group(problem, self.target, tile, table, room)
+            return divide_queries(problem, self.target, tile, table, room, whole=whole)
 
         division = decide(divide, (p, table, room))
         self.division_note = partial(str, division.note)
-        return division.splits
+        return division
 
     def key_gradient_of(
-        self, results: list[str], tile: Tiling, splits: int, lists: Pointers, more: Fixed
+        self, results: list[str], tile: Tiling, way: Division, lists: Pointers, more: Fixed
     ) -> None:
         """Add the launch of dk, of dv or of both: themselves, or sums over parts of a group."""
         p = self.problem
@@ -335,9 +337,12 @@ class FlashBuilder(LaunchList):
             for n, (name, part) in enumerate(parts.items(), start=1)
         }
         more = more | strides | {f"{name}_ptr": None for name in parts if name not in results}
-        more |= {"G": p.G, "SPLITS": splits, "GROUPED": p.H > p.G, "BLIND": self.blind}
+        more |= {"G": p.G, "SPLITS": way.splits, "BLIND": self.blind}
+        if self.push is None:
+            more |= {"PARTS": way.parts, "PARTED": way.summands > 1}
+        more |= {"GROUPED": p.H > p.G or (self.push is None and way.summands > 1)}
         pointers = lists | {f"{name}_ptr": f"parts.{name}" for name in results if parts[name]}
-        lines = self.layout.key_programs(tile.block_n, p.G * splits)
+        lines = self.layout.key_programs(tile.block_n, p.G * way.summands)
         texts = self.texts("strip", "change", *self.steps_back) | {"KEEP": self.code.keep_by_keys}
         kernel, names = f"{self.prefix}key_gradient", (*self.read, *results)
         self.launch(kernel, lines, tile, names, more, texts, pointers, self.tiled)

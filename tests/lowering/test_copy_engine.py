@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.vjp import result_spec
 from attn_graph.lowering.problem import Problem, sole
+from attn_graph.lowering.triton.decode import TURNS
 from attn_graph.lowering.triton.launches import Descriptor
 from attn_graph.lowering.triton.plan import Flash
 from attn_graph.spec import TensorSpec, dense_strides
@@ -45,7 +46,7 @@ def test_on_hopper_the_copy_engine_brings_what_it_can() -> None:
     x = ag.TensorSpec((4, 32, 4096, 128), torch.bfloat16)
     every = ["do_desc", "k_desc", "q_desc", "v_desc"]
     assert planned_for("h200", x, x, x) == {
-        "forward": (every[1:], (128, 128)),
+        "forward": (every[1:], (128, 64)),
         "query_gradient": (every, (128, 128)),
         "key_gradient": (every, (64, 64)),
     }
@@ -54,7 +55,7 @@ def test_on_hopper_the_copy_engine_brings_what_it_can() -> None:
     for v in (repeated, odd):
         planned = planned_for("h200", x, x, v)
         assert planned["forward"] == (["k_desc", "q_desc"], (128, 128))
-        assert planned["key_gradient"] == (["do_desc", "k_desc", "q_desc"], (64, 128))
+        assert planned["key_gradient"] == (["do_desc", "k_desc", "q_desc"], (32, 64))
     whole, wide = (ag.TensorSpec((*x.shape[:3], n), d) for n, d in ((128, F32), (256, x.dtype)))
     for gpu, spec in (("h200", whole), ("h200", wide), ("a100", x), ("b200", x)):
         assert not any(names for names, _ in planned_for(gpu, spec, spec, spec).values())
@@ -85,6 +86,7 @@ def test_by_the_copy_engine_and_by_pointers_the_bits_are_the_same(
     seed: int,
 ) -> None:
     """Tensors that begin off 16 bytes are read by pointers, whatever the plan knew."""
+    assume(sum(rows) % TURNS)  # else the keys of few queries are divided: always by pointers
     shapes = (1, 4, rows[0], 24), (1, 2, rows[1], 24), (1, 2, rows[1], 16)
     specs = [TensorSpec(x, dtype, dense_strides(x, order)) for x in shapes]
     forward, backward = ag.vjp(ag.attention(*specs, mask=mask))
