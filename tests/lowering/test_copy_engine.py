@@ -14,6 +14,7 @@ import attn_graph as ag
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.vjp import result_spec
 from attn_graph.lowering.problem import Problem, sole
+from attn_graph.lowering.triton import few_rows
 from attn_graph.lowering.triton.launches import Descriptor
 from attn_graph.lowering.triton.plan import Flash
 from attn_graph.spec import TensorSpec, dense_strides
@@ -88,7 +89,9 @@ def test_by_the_copy_engine_and_by_pointers_the_bits_are_the_same(
     shapes = (1, 4, rows[0], 24), (1, 2, rows[1], 24), (1, 2, rows[1], 16)
     specs = [TensorSpec(x, dtype, dense_strides(x, order)) for x in shapes]
     forward, backward = ag.vjp(ag.attention(*specs, mask=mask))
-    planned = [Flash.plan(the(graph), CPU) for graph in (forward, backward)]
+    with pytest.MonkeyPatch.context() as patch:  # parts of keys, which few queries have, have none
+        patch.setattr(few_rows, "MOST_QUERIES", 0)
+        planned = [Flash.plan(the(graph), CPU) for graph in (forward, backward)]
     tiled = {x.kernel: sorted(x.descriptors) for flash in planned for x in flash.launches}
     assert tiled.pop("delta") == tiled.pop("sum_parts", []) == []
     read = ["do_desc", "k_desc", "q_desc", "v_desc"]
