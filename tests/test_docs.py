@@ -22,9 +22,9 @@ BLOCK = re.compile(r"```python\n(.*?)```\n(?:```text\n(.*?)```)?", re.DOTALL)
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RUN = [page for page in PAGES if "```python\n" in page.read_text(encoding="utf-8")]
 NEEDS = {  # beside what the library needs
-    "docs/first-five-minutes.md": "transformers",
-    "docs/guides/hugging-face.md": "transformers",
-    "docs/guides/read-an-explanation.md": "cudnn",
+    "docs/first-five-minutes.md": ("transformers",),
+    "docs/guides/hugging-face.md": ("transformers", "cudnn"),
+    "docs/guides/read-an-explanation.md": ("cudnn",),
 }
 AGAIN = "run `.venv/bin/python -m docs.generate`, and read the diff"
 
@@ -35,8 +35,8 @@ def name_of(page: Path) -> str:
 
 def require_library(page: str) -> None:
     """Skip where a page needs a library that is not there."""
-    if page in NEEDS:
-        pytest.importorskip(NEEDS[page], reason=f"the page needs {NEEDS[page]}")
+    for library in NEEDS.get(page, ()):
+        pytest.importorskip(library, reason=f"the page needs {library}")
 
 
 @pytest.mark.parametrize("name", WRITER.PAGES)

@@ -184,15 +184,19 @@ def test_is_causal_counts_from_the_top_left(length: int) -> None:
 
 
 def test_is_causal_and_a_mask_are_joined() -> None:
-    """As PyTorch's fused kernel joins them in silence; its plain formula refuses both."""
-    args, flags = qkv(), torch.rand(3, 5) < 0.8
-    both = sdpa(*args, attn_mask=flags, is_causal=True)
+    """As PyTorch's fused kernel joins them in silence, up to 2.13; its plain formula refuses both,
+    and in 2.15 each kernel does."""
+    args, flags, numbers = qkv(), torch.rand(3, 5) < 0.8, rand(3, 5)
     triangle = torch.ones(3, 5, dtype=torch.bool).tril()
-    torch.testing.assert_close(both, check(args, {"attn_mask": flags & triangle}))
-    torch.testing.assert_close(both, pytorch(*args, attn_mask=flags, is_causal=True))
-    numbers = rand(3, 5)
-    added = sdpa(*args, attn_mask=numbers, is_causal=True)
-    torch.testing.assert_close(added, pytorch(*args, attn_mask=numbers, is_causal=True))
+    for mask, joined in ((flags, flags & triangle), (numbers, numbers.where(triangle, -torch.inf))):
+        both = sdpa(*args, attn_mask=mask, is_causal=True)
+        torch.testing.assert_close(both, check(args, {"attn_mask": joined}))
+        try:
+            theirs = pytorch(*args, attn_mask=mask, is_causal=True)
+        except RuntimeError as error:
+            assert "Explicit attn_mask should not be set when is_causal=True" in str(error)  # noqa: PT017  # or it gives the same
+        else:
+            torch.testing.assert_close(both, theirs)
     with sdpa_kernel(SDPBackend.MATH), pytest.raises(RuntimeError, match="Explicit attn_mask"):
         pytorch(*args, attn_mask=flags, is_causal=True)
 
