@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from attn_graph.kernels.common import head_ptr, place_program, round_to
+from attn_graph.kernels.common import head_ptr, round_to
 from attn_graph.kernels.sequences import length_of
 
 
@@ -20,7 +20,7 @@ def sum_pages(
     they lie; named [ENTRIES]: that page, and POOL for entries past the lengths. Sums go in this
     order, and within an entry over SUMMANDS heads. STEPS: bits of ENTRIES.
     """
-    block, g, _ = place_program(tl.cdiv(POOL * PAGE, BLOCK_N), G, 1, False)
+    block, g = tl.program_id(0) // G, tl.program_id(0) % G  # heads of a row lie side by side
     row, col = block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, WIDTH)[None, :]
     page = row // PAGE
     there = page < POOL

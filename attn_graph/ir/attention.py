@@ -61,7 +61,8 @@ class Attention(Op):
 
     The chain scores, modifiers, mask, softmax, dropout, weigh; `unfold` spells it out. `stats` are
     the statistics of each row that it gives after o, by name: lse always, since the gradient reads
-    it, and any of STATISTICS. `origin` is that of dropout.
+    it, and any of STATISTICS. `origin` is that of dropout. `part`: the gradient reads o and lse of
+    more than these keys, or of sinks beside them, so that weights of a row make up less than 1.
     """
 
     scale: float = field(default=1.0, converter=to_number, validator=require_finite)
@@ -71,6 +72,7 @@ class Attention(Op):
     dropout: float = field(default=0.0, converter=to_number, validator=ops.share)
     stats: tuple[str, ...] = field(default=("lse",), converter=sort_statistics)
     origin: tuple[int, ...] = field(default=(), converter=ops.to_origin)
+    part: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -60,7 +60,8 @@ def cut_feed(feed: Feed, box: Box, inputs: Inputs, here: Box) -> torch.Tensor:
 
 
 def move_attention(eqn: Eqn, box: Box) -> Piece:
-    """The attention of a box, without sinks: they join all boxes of a query, once.
+    """The attention of a box, without sinks: they join all boxes of a query, once. It is a part,
+    unless it is of all keys.
 
     Raises GraphError for masks and steps that can't be moved.
     """
@@ -75,7 +76,8 @@ def move_attention(eqn: Eqn, box: Box) -> Piece:
         for feed in list_feeds(step.needs, inputs)
     ]
     feeds += list_feeds(mask.needs if mask else {}, whole.mask)
-    own = evolve(node, modifiers=steps, mask=mask, sinks=False)
+    part = node.part or node.sinks or len(box.keys) < box.sizes[3]
+    own = evolve(node, modifiers=steps, mask=mask, sinks=False, part=part)
     if node.dropout:
         *first, heads = node.origin or (0, 0, 0, 0, box.sizes[1])
         starts = (x.start for x in (box.batch, box.heads, box.rows, box.keys))

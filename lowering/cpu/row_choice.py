@@ -29,11 +29,17 @@ def pays(problem: Problem, own: Collection[torch.dtype], statistics: bool) -> bo
     own: the dtypes whose products are the CPU's own. statistics: whether lse or another one is
     returned, which is not of rounded scores then.
     """
-    if problem.dtype not in own or problem.is_empty:
+    if problem.dtype not in own or problem.is_empty or is_part(problem):
         return False
     if problem.dtype == problem.wide:
         return (is_short(problem) or just_reads(problem)) and takes(problem)
     return not statistics and (pays_half(problem) or (takes(problem) and skips_little(problem)))
+
+
+def is_part(problem: Problem) -> bool:
+    """Whether it is the gradient of a part of the keys: weights are divided by their own sum here,
+    and the derivative of their softmax is that of a whole row."""
+    return problem.grad is not None and problem.node.part
 
 
 def is_short(problem: Problem) -> bool:

@@ -12,17 +12,22 @@ from hypothesis import given, reject
 from hypothesis import strategies as st
 
 import attn_graph as ag
+from attn_graph.ir.boxes import move_attention
+from attn_graph.ir.builder import Builder
+from attn_graph.ir.passes import simplify
 from attn_graph.lowering.cpu import product_slots, row_choice
 from attn_graph.lowering.cpu.math import plan_tiles, tile_equations
 from attn_graph.lowering.cpu.product_tiles import ProductTiles
 from attn_graph.lowering.cpu.row_tiles import RowTiles
 from attn_graph.machine.target import Target
+from attn_graph.masks.moving import Box
 from attn_graph.testing.agreement import (
     check_gradients,
     check_outputs,
     run_gradients,
     run_plan,
 )
+from attn_graph.testing.rule import expect_gradients
 from attn_graph.testing.strategies import graphs, seeds, shapes
 from attn_graph.testing.tensors import tensors_for
 
@@ -161,3 +166,32 @@ def test_a_row_that_sees_no_key_under_a_sink_of_minus_infinity_has_gradients_of_
     assert isinstance(o, torch.Tensor)
     for gradient in torch.autograd.grad(o.square().sum() + o.sum(), leaves):
         assert torch.equal(gradient, torch.zeros_like(gradient))
+
+
+@pytest.mark.parametrize("mask", [None, ag.Causal()], ids=str)
+@pytest.mark.parametrize("soft_cap", [None, 20.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_parts_of_the_keys_have_their_share_of_the_gradient(
+    mask: ag.Mask | None, soft_cap: float | None, dtype: torch.dtype
+) -> None:
+    """o and lse are of all keys, so the weights of a part make up less than 1."""
+    whole = square(1, 4, 128, 16, mask=mask, soft_cap=soft_cap, dtype=dtype, stats=True)
+    tensors = q, k, v = tensors_for(whole, 1)[:3]
+    cotangents = [torch.randn(q.shape).to(dtype), None]
+    o, lse = run_plan(make_plan(whole), tensors)
+    (eqn,) = simplify(whole).eqns
+    made: dict[str, list[torch.Tensor]] = {"dq": [], "dk": [], "dv": []}
+    for keys in (range(48), range(48, 128)):
+        box = Box(range(1), range(4), range(128), keys, (1, 4, 128, 128))
+        b = Builder()
+        pieces = q, *(x[:, :, keys.start : keys.stop].contiguous() for x in (k, v))
+        values = [b.input(n, ag.TensorSpec.like(x)) for n, x in zip("qkv", pieces, strict=True)]
+        part = b.build(*b.emit(move_attention(eqn, box).node, *values))
+        _, backward = ag.vjp(part, cotangents=("o",))
+        gradients = run_plan(make_plan(backward), (*pieces, o, lse, cotangents[0]))
+        for each, gradient in zip(made.values(), gradients, strict=True):
+            each.append(gradient)
+    dues = expect_gradients(whole, tensors, cotangents)
+    dues["q"].check(sum(x.float() for x in made["dq"]).to(dtype))
+    for name in "kv":
+        dues[name].check(torch.cat(made[f"d{name}"], 2))
