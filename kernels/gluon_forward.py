@@ -307,9 +307,10 @@ def softmax(
     b, h, first, M, N = own
     i = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))[:, None]
     j = key + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, SCORES))[None, :]
-    return softmax_step(
-        s, m, total, b, h, i, j, M, N, scale, data, numbers, KEEP, CHANGE, FOLD, MIXED
+    p, m, shrink = softmax_step(
+        s, m, b, h, i, j, M, N, scale, data, numbers, KEEP, CHANGE, FOLD, MIXED
     )
+    return p, m, total * shrink + gl.sum(p, 1), shrink
 
 
 @gluon.jit

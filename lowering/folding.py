@@ -94,8 +94,6 @@ def folds_heads(backend: Backend, kind: str) -> Backend:
 
     def lower_any(graph: Graph, target: Target, options: Options) -> Executable | None:
         folding = fold_heads(graph) if target.kind == kind else None
-        if folding is None and target.kind == kind and folds_one_row(graph):
-            return None
         if folding is None:
             return backend.lower_any(graph, target, options)
         folded = backend.lower_any(folding.graph, target, options)

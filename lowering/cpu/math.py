@@ -191,7 +191,7 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
     return run_steps(graph, steps, target, options)
 
 
-def lower_any(graph: Graph, target: Target, options: Options) -> Executable | None:
+def lower_any_size(graph: Graph, target: Target, options: Options) -> Executable | None:
     """One step for each equation, in whatever sizes; None where each size is lowered by itself."""
     if options.max_workspace is not None:  # of each size
         return None
@@ -202,7 +202,7 @@ def lower_any(graph: Graph, target: Target, options: Options) -> Executable | No
 
 def any_step(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Step | None:
     """How an equation runs in any sizes; None where each size is lowered by itself."""
-    from attn_graph.lowering.cpu.packed import PackedRun, runs_any_size, work_of
+    from attn_graph.lowering.cpu.packed import PackedRun, lease_run, runs_any_size
 
     specs = tuple(operand_specs(graph, eqn))
     if isinstance(eqn.op, Lengths):
@@ -213,7 +213,7 @@ def any_step(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Step |
         return None
     lower, gives = partial(lower_sequence, target, options), gives_statistics(graph, eqn)
     shortcut = partial(whole_sequence, target, options, gives)
-    call, infer = work_of(PackedRun(eqn, specs, lower, gives, shortcut), options.workspace)
+    call, infer = lease_run(PackedRun(eqn, specs, lower, gives, shortcut), options.workspace)
     return Step(call, infer=infer)
 
 
@@ -387,4 +387,4 @@ def run_backward(
     return [gradients[i] for i, wanted in enumerate(grad.wants) if wanted]
 
 
-BACKEND = folds_heads(Backend("math", why_not, lower, lower_any=lower_any), "cpu")
+BACKEND = folds_heads(Backend("math", why_not, lower, lower_any=lower_any_size), "cpu")

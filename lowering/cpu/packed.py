@@ -465,7 +465,7 @@ def runs_any_size(eqn: Eqn, specs: Sequence[TensorSpec]) -> bool:
     return numbers and all(are_numbers(*x.strides) for x in specs if len(x.shape) != 2)
 
 
-def work_of(run: PackedRun | PaddedRun, workspace: Workspace) -> tuple[Work, Work | None]:
+def lease_run(run: PackedRun | PaddedRun, workspace: Workspace) -> tuple[Work, Work | None]:
     """The call of a step, and one for where nothing is saved for derivatives, if that is less."""
     lease = partial(lease_rooms, rooms=run.rooms, workspace=workspace)
     return lease(run.run), lease(run.infer) if isinstance(run, PackedRun) and run.saves else None
@@ -481,4 +481,4 @@ def plan_packed(
     rooms = Scratch(tuple(run.rooms.values()))
     most = max(probe.workspace for probe in run.probes) + rooms.bytes
     temporary = max(probe.temporary for probe in run.probes) + run.held
-    return PackedPlan(*work_of(run, workspace), most, temporary, run.summary)
+    return PackedPlan(*lease_run(run, workspace), most, temporary, run.summary)

@@ -169,7 +169,7 @@ def lower_part(part: Single, target: Target, options: Options) -> Executable:
     )
 
 
-def lower_any(graph: Graph, target: Target, options: Options) -> Executable | None:
+def lower_formulas(graph: Graph, target: Target, options: Options) -> Executable | None:
     """The launches for whatever sizes; None of derivatives of other kinds, which are planned for
     one size, and where sizes by name make a mask or a modifier what kernels can't be made of."""
     parts = split_graph(graph)
@@ -311,4 +311,4 @@ def variants(graph: Graph, target: Target, options: Options) -> tuple[str, ...]:
     return tuple(VARIANTS)
 
 
-BACKEND = Backend("triton", why_not, lower, variants=variants, lower_any=lower_any)
+BACKEND = Backend("triton", why_not, lower, variants=variants, lower_any=lower_formulas)

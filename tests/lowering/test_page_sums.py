@@ -21,7 +21,7 @@ from attn_graph.testing.agreement import run_gradients
 from attn_graph.testing.rule import expect_gradients
 from attn_graph.testing.strategies import Shape, seeds
 from tests.lowering import test_paged
-from tests.lowering.test_sequences import FEW, HALF, I32, SPEC, haloed, inside_nan, interpreted
+from tests.lowering.test_sequences import FEW, HALF, I32, SPEC, inside_nan, interpreted, new_haloed
 from tests.support.sequences import Batch
 
 THREE = Batch((2, 33, 0), (40, 1, 33), ((0, 0),) * 3, False)  # several tiles of rows and keys
@@ -142,7 +142,7 @@ def test_nothing_is_read_or_written_outside_whatever_tables_and_lengths_are(
         assert all((room[~inside] == 7.5).all() for room, inside in rooms)
 
     monkeypatch.setattr(Launch, "__call__", launch)
-    monkeypatch.setattr("attn_graph.lowering.triton.plan.new_tensor", lambda s, d: haloed(s, rooms))
+    monkeypatch.setattr(Flash, "new_result", lambda *given: new_haloed(rooms, *given))
     given_tensors = [inside_nan(tensors[i.name]) for i in case.graph.inputs]
     plan = compile_both(case.graph)
     grads = run_gradients(plan, given_tensors, test_paged.draw_cotangents(plan, 3))

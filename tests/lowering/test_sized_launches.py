@@ -243,7 +243,7 @@ def pull(plan: ag.Plan, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 @interpreted
 @pytest.mark.slow
 @given(named_graphs(), st.data(), seeds)
-@settings(max_examples=12)
+@settings(max_examples=settings().max_examples // 2)
 def test_a_plan_gives_the_bits_of_the_plan_of_numbers(
     graph: ag.Graph, data: st.DataObject, seed: int
 ) -> None:
