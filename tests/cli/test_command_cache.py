@@ -101,7 +101,7 @@ for each in (graph, ag.compile(graph, target="h200", backends=("triton",)).vjp.g
     flash = Flash.plan(sole(simplify(each)), ag.Target.of("h200"))
     tensors = mock_tensors(flash)
     tensors |= {name: torch.zeros(64, dtype=dtype) for name, dtype in flash.dtypes().items()}
-    for launch in (*flash.launches, *flash.without_lse()):
+    for launch in (*flash.launches, *flash.without_lse):
         with compile_for(90):
             load_kernel(launch.kernel).warmup(grid=(1,), **launch.arguments(tensors))
 print(json.dumps(hits))

@@ -22,7 +22,7 @@ from attn_graph.lowering.triton.backend import BACKEND
 from attn_graph.lowering.triton.launches import Launch, load_kernel
 from attn_graph.lowering.triton.layout import Layout
 from attn_graph.lowering.triton.plan import Flash
-from attn_graph.lowering.triton.sized import SizedCalls
+from attn_graph.lowering.triton.sized import MOST_RECORDINGS, SizedCalls
 from attn_graph.lowering.triton.symbols import SPECIAL
 from attn_graph.lowering.triton.work import work_of
 from attn_graph.spec import TensorSpec
@@ -95,7 +95,6 @@ COSTLY = {  # of which fewer sizes: lists of tiles, and programs, are counted fo
     "no strip": 10,
 }
 LISTED = ("segments", "no strip")
-MOST_PLANS = 40  # of all graphs here, whatever the number of sizes
 EACH = 10  # steps, after which results are compared
 MOST_KERNELS = 6  # of one kernel: `delta`, by what the strides of the gradient of lse are
 
@@ -157,7 +156,7 @@ def test_launches_of_any_sizes_are_those_of_plans_of_numbers(name: str, count: i
         calls, work = sized_calls(graph)
         for sizes in draw_sizes(name, graph, count // COSTLY.get(name, 1)):
             check_sizes(calls, work, H200, sizes)
-        assert len(calls.recorded) <= MOST_PLANS
+        assert len(calls.recorded) < MOST_RECORDINGS, "none is forgotten"
 
 
 def test_a_plan_says_that_it_is_one_build() -> None:
