@@ -347,7 +347,11 @@ def build(graph: Graph, target: Target, options: Options, among: Backends | None
     sized = None
     if graph.symbols:
         if options.tune:
-            raise GraphError("tune=True measures one size, and sizes have names; tune plan.at(...)")
+            names = ", ".join(f"{symbol.name}=..." for symbol in graph.symbols)
+            raise GraphError(
+                "tune=True measures one size, and sizes of the graph have names; "
+                f"say compile(compile(graph).at({names}).graph, tune=True)"
+            )
         sized = Sized.of(graph, target, options, chosen)
         choice, executable = sized.most.choice, sized.executable
     else:
