@@ -41,7 +41,7 @@ def test_ci_runs_every_python_that_the_project_names() -> None:
 def test_make_test_interprets_every_test_that_triton_interprets() -> None:
     """Those that are skipped elsewhere, or are of another backend there."""
     form = re.compile(
-        r'"triton".* if CPU\.interprets|not [\w.]+(\("cpu"\))?\.interprets|import .*\binterpreted\b'
+        r'"triton".* if CPU\.interprets|not [\w.]+(\("cpu"\))?\.interprets|\n@interpreted\n'
     )
     tests = {path for path in ROOT.glob("tests/**/test_*.py") if form.search(path.read_text())}
     (line,) = re.findall("^INTERPRETED := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)

@@ -10,10 +10,10 @@ from keyword import iskeyword
 from math import prod
 from typing import Any, final
 
-import attrs
 from attrs import frozen
 
 from attn_graph.errors import GraphError
+from attn_graph.spec.nested import nested_values, replace_nested
 
 Sizes = Mapping[str, int]  # what Dims stand for, by name
 
@@ -215,31 +215,13 @@ def surely_least(x: int) -> int:
 
 
 def dims_in(value: object) -> Iterator[Dim]:
-    """Every Dim in a value: itself, or in tuples, dicts and fields of attrs classes."""
-    if isinstance(value, Dim):
-        yield value
-    elif isinstance(value, tuple):
-        for part in value:
-            yield from dims_in(part)
-    elif isinstance(value, Mapping):
-        yield from dims_in(tuple(value.values()))
-    elif attrs.has(type(value)):
-        for field in attrs.fields(type(value)):  # type: ignore[arg-type]  # it has some
-            yield from dims_in(getattr(value, field.name))
+    """Every Dim in a value."""
+    return nested_values(value, Dim)
 
 
 def bind(value: Any, sizes: Sizes) -> Any:  # Any: of the same kind
     """The same value with its Dims as numbers."""
-    if isinstance(value, Dim):
-        return value.bind(sizes)
-    if isinstance(value, tuple):
-        return tuple([bind(part, sizes) for part in value])
-    if isinstance(value, Mapping):
-        return {name: bind(part, sizes) for name, part in value.items()}
-    if attrs.has(type(value)) and next(dims_in(value), None) is not None:
-        fields = [f for f in attrs.fields(type(value)) if f.init]
-        return type(value)(**{f.alias: bind(getattr(value, f.name), sizes) for f in fields})
-    return value
+    return replace_nested(value, Dim, lambda dim: dim.bind(sizes))
 
 
 def doubling(least: int, most: int) -> tuple[int, ...]:

@@ -11,13 +11,14 @@ integer itself (`range`, an index) decides that it is this one.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from math import gcd, inf
 from operator import index
 from typing import Any, TypeVar, final
 
-import attrs
 from attrs import define, field, frozen
+
+from attn_graph.spec.nested import nested_values, replace_nested
 
 NAME = re.compile(r"\b[sxf]\d+\b")  # of sizes, of results of lines, and of functions
 R = TypeVar("R")
@@ -384,19 +385,19 @@ def is_one(number: int) -> bool:
 
 def follows_sizes(value: object) -> bool:
     """Whether there is a formula in a value."""
-    return next(size_formulas(value), None) is not None
+    return next(nested_values(value, SizeFormula), None) is not None
 
 
 def defer(function: Callable[[T], Any], value: T) -> Any:  # Any: what the function gives
     """function(value); a formula where there are any in the value, which are numbers then."""
-    inside = [*{x.name: x for x in size_formulas(value)}.values()]
+    inside = [*{x.name: x for x in nested_values(value, SizeFormula)}.values()]
     if not inside:
         return function(value)
     recording = inside[0].recording
     places = {x.name: n for n, x in enumerate(inside)}
 
     def compute(*given: int) -> object:
-        return function(replace_formulas(value, places, given))
+        return function(replace_nested(value, SizeFormula, lambda x: given[places[x.name]]))
 
     text = f"{recording.add_constant(compute)}({', '.join(map(repr, inside))})"
     return recording.add_line(text, compute(*[x.value for x in inside]), SizeBounds())
@@ -410,36 +411,3 @@ def decide(function: Callable[[T], R], value: T) -> R:
         result.recording.decide(f"({result} == {due})", True)
     given: R = result.value if isinstance(result, SizeFormula) else result
     return given
-
-
-def size_formulas(value: object) -> Iterator[SizeFormula]:
-    """Every formula in a value: itself, or in tuples, dicts and fields of attrs classes."""
-    if isinstance(value, SizeFormula):
-        yield value
-    elif isinstance(value, tuple):
-        for part in value:
-            yield from size_formulas(part)
-    elif isinstance(value, Mapping):
-        yield from size_formulas(tuple(value.values()))
-    elif attrs.has(type(value)):
-        for x in attrs.fields(type(value)):  # type: ignore[arg-type]  # it has some
-            yield from size_formulas(getattr(value, x.name))
-
-
-def replace_formulas(
-    value: Any,  # Any: of whatever kind
-    places: Mapping[str, int],
-    given: Values,
-) -> Any:  # Any: of the same kind
-    """The same value with what is given for its formulas. places: of each, by name."""
-    if isinstance(value, SizeFormula):
-        return given[places[value.name]]
-    if isinstance(value, tuple):
-        return tuple([replace_formulas(part, places, given) for part in value])
-    if isinstance(value, Mapping):
-        return {name: replace_formulas(part, places, given) for name, part in value.items()}
-    if attrs.has(type(value)) and follows_sizes(value):
-        fields = [x for x in attrs.fields(type(value)) if x.init]
-        parts = {x.alias: getattr(value, x.name) for x in fields}
-        return type(value)(**{n: replace_formulas(x, places, given) for n, x in parts.items()})
-    return value

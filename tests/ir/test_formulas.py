@@ -42,16 +42,16 @@ MODIFIERS = [
     Addend("exp2(-(real(h + 1) * 8.0 / 4.0)) * real(j - i)"),
     Addend("-tanh(real(abs(i - j) % 3))"),
 ]
-interpreted = pytest.mark.skipif(CPU.interprets, reason="draws sizes of 0, which triton refuses")
+compiled = pytest.mark.skipif(CPU.interprets, reason="draws sizes of 0, which triton refuses")
 
 
-@interpreted
+@compiled
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_a_formula_holds_what_a_mask_promises(mask: Formula) -> None:
     testing.check_mask(mask)
 
 
-@interpreted
+@compiled
 @pytest.mark.parametrize("modifier", MODIFIERS, ids=str)
 def test_an_addend_holds_what_a_modifier_promises(modifier: Addend) -> None:
     testing.check_modifier(modifier)

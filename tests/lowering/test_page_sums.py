@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 import attn_graph as ag
 from attn_graph.ir.paging import SumPages
 from attn_graph.ir.passes import simplify
-from attn_graph.lowering.triton.launches import Launch
 from attn_graph.lowering.triton.layout import Layout
 from attn_graph.lowering.triton.page_order import NAMED, ORDER, order_pages
 from attn_graph.lowering.triton.plan import Flash
@@ -21,7 +20,15 @@ from attn_graph.testing.agreement import run_gradients
 from attn_graph.testing.rule import expect_gradients
 from attn_graph.testing.strategies import Shape, seeds
 from tests.lowering import test_paged
-from tests.lowering.test_sequences import FEW, HALF, I32, SPEC, inside_nan, interpreted, new_haloed
+from tests.lowering.test_sequences import (
+    FEW,
+    HALF,
+    I32,
+    SPEC,
+    inside_nan,
+    interpreted,
+    watch_around_results,
+)
 from tests.support.sequences import Batch
 
 THREE = Batch((2, 33, 0), (40, 1, 33), ((0, 0),) * 3, False)  # several tiles of rows and keys
@@ -134,15 +141,7 @@ def test_nothing_is_read_or_written_outside_whatever_tables_and_lengths_are(
     tensors = {n: x.nan_to_num() for n, x in case.tensors.items()}
     tensors["kv_lengths"] = torch.tensor(lengths, dtype=I32)
     tensors["pages"] = torch.tensor([[10**6, -7, 3]] * 3, dtype=I32)
-    rooms: list[tuple[torch.Tensor, torch.Tensor]] = []
-    run = Launch.__call__
-
-    def launch(self: Launch, named: dict[str, Any]) -> None:
-        run(self, named)
-        assert all((room[~inside] == 7.5).all() for room, inside in rooms)
-
-    monkeypatch.setattr(Launch, "__call__", launch)
-    monkeypatch.setattr(Flash, "new_result", lambda *given: new_haloed(rooms, *given))
+    rooms = watch_around_results(monkeypatch)
     given_tensors = [inside_nan(tensors[i.name]) for i in case.graph.inputs]
     plan = compile_both(case.graph)
     grads = run_gradients(plan, given_tensors, test_paged.draw_cotangents(plan, 3))

@@ -193,15 +193,7 @@ def test_nothing_is_read_or_written_outside_whatever_the_starts_are(
     for name in ("q_lengths", "kv_lengths"):
         tensors[name] = torch.tensor(lengths, dtype=I32)
     given_tensors = [inside_nan(tensors[i.name]) for i in case.packed.inputs]
-    rooms: list[tuple[torch.Tensor, torch.Tensor]] = []
-    run = Launch.__call__
-
-    def launch(self: Launch, named: dict[str, Any]) -> None:
-        run(self, named)
-        assert all((room[~inside] == 7.5).all() for room, inside in rooms)
-
-    monkeypatch.setattr(Launch, "__call__", launch)
-    monkeypatch.setattr(Flash, "new_result", lambda *given: new_haloed(rooms, *given))
+    rooms = watch_around_results(monkeypatch)
     o, lse = run_plan(ag.compile(case.packed, backends=("triton",)), given_tensors)
     assert rooms
     assert not o.isnan().any()
@@ -216,15 +208,30 @@ def inside_nan(x: torch.Tensor) -> torch.Tensor:
     return room[4096:-4096].view(x.shape)
 
 
-def new_haloed(
-    rooms: list[tuple[torch.Tensor, torch.Tensor]], flash: Flash, name: str, _device: torch.device
-) -> torch.Tensor:
+Rooms = list[tuple[torch.Tensor, torch.Tensor]]  # around results, and which places are inside
+
+
+def watch_around_results(monkeypatch: pytest.MonkeyPatch) -> Rooms:
+    """Have each launch assert that nothing is written around the results made so far."""
+    rooms: Rooms = []
+    run = Launch.__call__
+
+    def launch(self: Launch, named: dict[str, Any]) -> None:
+        run(self, named)
+        assert all((room[~inside] == 7.5).all() for room, inside in rooms)
+
+    monkeypatch.setattr(Launch, "__call__", launch)
+    monkeypatch.setattr(Flash, "new_result", lambda *given: new_haloed(rooms, *given))
+    return rooms
+
+
+def new_haloed(rooms: Rooms, flash: Flash, name: str, _device: torch.device) -> torch.Tensor:
     """A result as `Flash.new_result` makes it, haloed."""
     shape, strides, dtype = flash.results[name]
     return haloed(SPEC(shape, dtype, strides), rooms)
 
 
-def haloed(spec: ag.TensorSpec, rooms: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+def haloed(spec: ag.TensorSpec, rooms: Rooms) -> torch.Tensor:
     """A new tensor of a spec with 7.5 around it."""
     count = spec.type.bytes // spec.dtype.itemsize
     room, inside = torch.full((count + 8192,), 7.5), torch.zeros(count + 8192, dtype=torch.bool)
