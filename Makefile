@@ -12,6 +12,7 @@ PYTEST := $(BIN)/pytest -n $(JOBS) -m "not gpu"
 QUICK := $(BIN)/pytest -n $(JOBS) -m "not gpu and not slow"
 # Triton interprets kernels or compiles them, whichever it was imported for: two runs.
 INTERPRETED := tests/test_testing.py $(wildcard $(addprefix tests/*/test_,calls.py copy_engine.py decode.py dropout_bits.py extensions.py formulas.py lowering.py page_sums.py programs.py sequences.py sized_launches.py statistics.py tangents.py tanh.py triton.py))
+PATIENT := -o faulthandler_timeout=7200
 TRITONS ?= 3.6.0 3.7.1 3.9.0
 CUDNNS ?= 9.19.0.56
 PLANNED := tests/lowering/test_cudnn_grid.py
@@ -47,8 +48,8 @@ slow: venv
 # Ten times as many examples, random: for a nightly job. Each run prints its seed; a failure comes
 # again with SEED=... of that run.
 deep: venv
-	HYPOTHESIS_PROFILE=deep $(PYTEST) $(SEED:%=--hypothesis-seed=%)
-	HYPOTHESIS_PROFILE=deep TRITON_INTERPRET=1 $(PYTEST) $(SEED:%=--hypothesis-seed=%) $(INTERPRETED)
+	HYPOTHESIS_PROFILE=deep $(PYTEST) $(PATIENT) $(SEED:%=--hypothesis-seed=%)
+	HYPOTHESIS_PROFILE=deep TRITON_INTERPRET=1 $(PYTEST) $(PATIENT) $(SEED:%=--hypothesis-seed=%) $(INTERPRETED)
 
 # Faults put into copies of the sources one by one, each for a test to see: some minutes.
 # FAULTS=words runs those whose file or text has one of them.
