@@ -82,6 +82,11 @@ class Problem:
         return self.specs[1].shape[2]
 
     @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """B, H, M, N: of the scores."""
+        return self.B, self.H, self.M, self.N
+
+    @property
     def D(self) -> int:
         """The head size of q and k."""
         return self.specs[0].shape[3]
@@ -109,7 +114,7 @@ class Problem:
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to compute: no query or no key."""
-        return 0 in (self.B, self.H, self.M, self.N)
+        return 0 in self.sizes
 
     @property
     def low_scale(self) -> str:
@@ -131,7 +136,9 @@ class Problem:
         to, where only a call tells the sizes."""
         mask = self.node.mask
         if mask is None or mask.needs:
-            return mask is not None and (follows_sizes(self) or not sees_everywhere(self))
+            return mask is not None and (
+                follows_sizes((self.sizes, mask)) or not sees_everywhere(self)
+            )
         strip = mask.strip(Place(0, 0, 0, 0, self.H, self.M, self.N))
         if strip is not None:
             return not strip_sees_everywhere(strip, self.M, self.N)

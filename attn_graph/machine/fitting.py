@@ -27,15 +27,17 @@ Read = tuple[int, int, int, int]  # a tensor's number, an axis, and what n * fac
 class Fit:
     """What tensors have to be for specs with sizes by name.
 
-    reads: for each symbol the axes that give it. lies: tensors and sizes -> whether they have the
-    shapes and strides of these sizes.
+    reads: for each symbol the axes that give it. read: tensors -> what the symbols stand for, in
+    their order, by the first that gives each. lying: the same of tensors whose shapes and strides
+    fit; of others None. All else is taken to.
     """
 
     specs: Mapping[str, TensorSpec]
     symbols: tuple[NamedSize, ...]
     target: Target
     reads: tuple[tuple[Read, ...], ...]
-    lies: Callable[..., bool]
+    read: Callable[[Sequence[torch.Tensor]], Shape]
+    lying: Callable[[Sequence[torch.Tensor]], Shape | None]
 
     @classmethod
     def of(
@@ -44,22 +46,9 @@ class Fit:
         """The fit of the inputs of a plan."""
         every = [*find_reads([*specs.values()])]
         reads = tuple(tuple(read for name, read in every if name == s.name) for s in symbols)
-        lies = compile_check([s.name for s in symbols], [*specs.values()])
-        return cls(specs, tuple(symbols), target, reads, lies)
-
-    def read(self, tensors: Sequence[torch.Tensor]) -> Shape:
-        """What the names stand for, in their order, by the first tensor that gives each."""
-        return tuple(
-            [(tensors[n].shape[axis] - more) // by for (n, axis, by, more), *_ in self.reads]
-        )
-
-    def lying(self, tensors: Sequence[torch.Tensor]) -> Shape | None:
-        """The sizes of tensors whose shapes and strides fit; else None. All else is taken to."""
-        sizes = self.read(tensors)
-        for symbol, size in zip(self.symbols, sizes, strict=True):
-            if not 0 <= size <= symbol.most or (symbol.classes and size not in symbol.classes):
-                return None
-        return sizes if self.lies(tensors, *sizes) else None
+        firsts = [first for first, *_ in reads]
+        lying = compile_fit(symbols, firsts, [*specs.values()])
+        return cls(specs, tuple(symbols), target, reads, compile_reads(firsts), lying)
 
     def sizes_of(self, tensors: Sequence[torch.Tensor]) -> Shape:
         """The sizes. Raises PlanMismatchError with all that does not fit, or PlanTargetError."""
@@ -123,21 +112,39 @@ def read_sizes(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) -> 
     return {name: (tensors[n].shape[axis] - more) // by for name, (n, axis, by, more) in reads}
 
 
-def compile_check(names: Sequence[str], specs: Sequence[TensorSpec]) -> Callable[..., bool]:
-    """A function of tensors and sizes: whether they have the shapes and strides of specs.
+def compile_fit(
+    symbols: Sequence[NamedSize], reads: Sequence[Read], specs: Sequence[TensorSpec]
+) -> Callable[[Sequence[torch.Tensor]], Shape | None]:
+    """A function of tensors: their sizes, each as its symbol allows, if they have the shapes and
+    strides of specs in these; else None. reads: what gives each symbol.
 
     Dims print as Python, and what that compiles to takes half a microsecond a tensor.
     """
-    given = "x" * (1 + max(map(len, names)))  # as no size is called
-    checks = [layout_check(f"{given}[{n}]", spec) for n, spec in enumerate(specs)]
-    text = f"lambda {given}, {', '.join(names)}: {' and '.join(checks)}"
+    given = "x" * (1 + max(len(s.name) for s in symbols))  # as no size is called
+    sizes = [size_check(s, read_text(given, read)) for s, read in zip(symbols, reads, strict=True)]
+    layouts = [layout_check(f"{given}[{n}]", spec) for n, spec in enumerate(specs)]
+    names = ", ".join(s.name for s in symbols)
+    text = f"lambda {given}: ({names},) if {' and '.join(sizes + layouts)} else None"
     return eval(text, {})  # type: ignore[no-any-return]  # of names and numbers
 
 
 def compile_reads(reads: Sequence[Read]) -> Callable[[Sequence[torch.Tensor]], Shape]:
     """A function of tensors: the sizes that they give."""
-    sizes = [f"(x[{n}].shape[{axis}] - {more}) // {by}" for n, axis, by, more in reads]
+    sizes = [read_text("x", read) for read in reads]
     return eval(f"lambda x: ({', '.join(sizes)},)", {})  # type: ignore[no-any-return]  # as above
+
+
+def read_text(tensors: str, read: Read) -> str:
+    """The expression for a size that tensors give."""
+    n, axis, by, more = read
+    size = f"{tensors}[{n}].shape[{axis}]"
+    return size if (by, more) == (1, 0) else f"({size} - {more}) // {by}"
+
+
+def size_check(symbol: NamedSize, size: str) -> str:
+    """The expression that names a size and says whether its symbol allows it."""
+    name = f"({symbol.name} := {size})"
+    return f"{name} in {symbol.classes}" if symbol.classes else f"0 <= {name} <= {symbol.most}"
 
 
 def compile_specs(names: Sequence[str], specs: Sequence[TensorSpec]) -> Specs:
@@ -182,14 +189,15 @@ def compile_layouts(names: Sequence[str], specs: Sequence[TensorSpec]) -> Layout
 
 def layout_check(tensor: str, spec: TensorSpec) -> str:
     """The expression for one tensor. Strides count along axes of more than one place, where there
-    are elements."""
-    stride = f"{tensor}.stride"
-    strides = [
+    are elements; mostly all are as the spec says."""
+    stride, sizes = f"{tensor}.stride", [*zip(spec.shape, spec.strides, strict=True)]
+    each = [
         f"{stride}({axis}) == {step}"
         if are_numbers(size)
         else f"({stride}({axis}) == {step} or {size} == 1)"
-        for axis, (size, step) in enumerate(zip(spec.shape, spec.strides, strict=True))
+        for axis, (size, step) in enumerate(sizes)
         if size != 1
     ]
-    lies = f"({' and '.join(strides)} or not {tensor}.numel())" if strides else "True"
-    return f"{tensor}.shape == {spec.shape} and {lies}"
+    all_ = [f"{stride}() == {spec.strides}"] * (len(each) == len(sizes))
+    lies = " or ".join([*all_, " and ".join(each) or "True", f"not {tensor}.numel()"])
+    return f"{tensor}.shape == {spec.shape} and ({lies})"

@@ -164,14 +164,15 @@ class FusedTiles:
         for tile in self.static or ():
             yield from ((tile, x) for x in tile.parts if x.kind == "mixed" or everywhere)
 
-    @property
+    @cached_property
     def addends(self) -> int:
         """Elements of the largest addend that a call makes; 0 where it makes none."""
         if self.holds:
             return 0
         b = self.problem.B if "b" in self.axes and self.static is not None else 1
-        return self.most_scores() * b * (self.problem.H if "h" in self.axes else 1)
+        return self.most_scores * b * (self.problem.H if "h" in self.axes else 1)
 
+    @cached_property
     def most_scores(self) -> int:
         """The most scores of one head that have something added."""
         p = self.problem
@@ -190,7 +191,7 @@ class FusedTiles:
         """Bytes beside the workspace, at most: a tile's results, and the places that are asked."""
         p = self.problem
         b = p.B if "b" in self.axes and self.static is not None else 1
-        places = 0 if self.holds else POSITIONS * b * self.most_scores()
+        places = 0 if self.holds else POSITIONS * b * self.most_scores
         addends = 2 * (1 + p.wide.itemsize) * self.addends
         return places + addends + result_bytes(p, self.width)
 
@@ -288,7 +289,7 @@ def axes_of_modifiers(problem: Problem) -> str:
 
 def axes_of_mask(problem: Problem) -> str:
     """Which of "b" and "h" the mask depends on."""
-    mask, sizes = problem.node.mask, (problem.B, problem.H, problem.M, problem.N)
+    mask, sizes = problem.node.mask, problem.sizes
     if mask is None:
         return ""
     cut, data = cut_short if is_ours(mask) else tuple, problem.by_role.mask

@@ -221,7 +221,7 @@ def bias_reasons(problem: Problem, bias: TensorSpec) -> Reasons:
         yield Reason("bias_rows", limit, f"{bias} needs {far}")
     if p.grad is None or not any(p.grad.wants[3:]):
         return
-    whole = (p.B, p.H, p.M, p.N)
+    whole = p.sizes
     if bias.shape != whole:
         limit = f"has the gradient of a bias of shape {list(whole)}"
         yield Reason("bias_gradient_shape", limit, f"it is {bias}")
@@ -279,7 +279,7 @@ class TorchKernelCall:
     def fixed(self, given: Mapping[str, torch.Tensor]) -> dict[str, Any]:  # Any: of three types
         """What both passes of the kernel are told besides the tensors."""
         p, bias = self.problem, given.get("bias")
-        whole = None if bias is None else tidy_strides(bias.expand(p.B, p.H, p.M, p.N))
+        whole = None if bias is None else tidy_strides(bias.expand(p.sizes))
         return {"bias": whole, "causal": p.node.mask is not None, "scale": p.node.scale}
 
     def forward(self, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
