@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
+import gc
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,7 @@ from attn_graph.nn import Attention, MultiheadAttention
 from attn_graph.nn.functional import attention, scaled_dot_product_attention
 
 RANKS = 2
+LIMIT = timedelta(seconds=240)  # of a rank: one that stands still says where, and ends
 ALL = [f"store.{rank}" for rank in range(RANKS)]
 pytestmark = pytest.mark.slow
 
@@ -86,8 +90,10 @@ def whole(x: torch.Tensor) -> torch.Tensor:
 
 def join(rank: int, path: str) -> None:
     """Make this process one of RANKS."""
+    faulthandler.dump_traceback_later(LIMIT.seconds, exit=True)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=RANKS)
+    store = f"file://{path}"
+    dist.init_process_group("gloo", store, timeout=LIMIT / 2, rank=rank, world_size=RANKS)
 
 
 def leave(rank: int, path: str) -> None:
@@ -105,11 +111,19 @@ def spawn(work: Callable[..., None], path: Path, *more: Any) -> list[str]:  # An
 
 
 def work(rank: int, path: str, wrap: Callable[[Block], torch.nn.Module]) -> None:
-    """One process: its half of the batch, and the gradients of the whole to compare with.
+    """One process. Having compared all gradients, it leaves a file.
 
-    Having compared all, it leaves a file.
+    The model goes before the group does: the reducer of DistributedDataParallel, if it is the last
+    that holds a group, waits for the group's thread, which may wait for the GIL that it holds.
     """
     join(rank, path)
+    compare_gradients(rank, wrap)
+    gc.collect()
+    leave(rank, path)
+
+
+def compare_gradients(rank: int, wrap: Callable[[Block], torch.nn.Module]) -> None:
+    """This process's half of the batch, and the gradients of the whole to compare with."""
     alone, batch = make()
     torch.stack([loss(alone, half) for half in batch.chunk(RANKS)]).mean().backward()
     model, _ = make()
@@ -118,7 +132,6 @@ def work(rank: int, path: str, wrap: Callable[[Block], torch.nn.Module]) -> None
     for (name, p), due in zip(model.named_parameters(), alone.parameters(), strict=True):
         assert p.grad is not None
         torch.testing.assert_close(whole(p.grad), due.grad, msg=f"the gradient of {name}")
-    leave(rank, path)
 
 
 @pytest.mark.parametrize("wrap", [replicate, replicate_compiled, shard])
