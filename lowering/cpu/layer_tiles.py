@@ -59,7 +59,7 @@ def tile_layers(
             if not stands_still(layer) and rows * MOST_TILES < len(layer.rows):
                 return None
             own += tiles_of_layer(batch, layer, rows, least_full, single=single)
-        tiles += join_small(problem, own, rows, single=single)
+        tiles += join_small(problem, join_triangles(own), rows, single=single)
         if len(tiles) > MOST_TILES:
             return None
     return tiles
@@ -115,6 +115,40 @@ def block_parts(runs: Sequence[Run], rows: range, least_full: int) -> tuple[Part
                 at = y
         parts += [Part(at, end, "mixed")] if at < end else []
     return tuple(parts)
+
+
+def join_triangles(tiles: Iterable[Tile]) -> list[Tile]:
+    """Tiles of which each triangle is one with the rectangle below it, as the kernel computes them:
+    a causal mask and a length of keys, say, are one call of it."""
+    out: list[Tile] = []
+    for tile in tiles:
+        joined = join_triangle(out[-1], tile) if out else None
+        if joined is None:
+            out.append(tile)
+        else:
+            out[-1] = joined
+    return out
+
+
+def join_triangle(above: Tile, below: Tile) -> Tile | None:
+    """A tile whose last part is a triangle with the tile below, whose queries keep all that the
+    triangle's last query keeps, and at most one key more; None of others."""
+    apart = above.batch != below.batch or above.rows.stop != below.rows.start
+    if apart or not (above.parts and below.parts):
+        return None
+    *others, corner = above.parts
+    *same, base = below.parts
+    begin = corner.start
+    if others and others[-1].stop == begin:  # the rectangle of the same run
+        begin = others[-1].start
+        same = [*same, others[-1]]
+    fits = corner.kind == "causal" and same == others and base.start == begin
+    grown = Part(corner.start, base.stop, "causal")
+    if not fits or {x.kind for x in (*others, base)} != {"full"}:
+        return None
+    if not len(corner) <= len(grown) <= len(above.rows) + 1:
+        return None
+    return Tile(above.batch, range(above.rows.start, below.rows.stop), (*others, grown))
 
 
 def join_small(problem: Problem, tiles: Iterable[Tile], rows: int, *, single: bool) -> list[Tile]:

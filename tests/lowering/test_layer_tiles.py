@@ -252,6 +252,34 @@ def test_ragged_causal_entries_are_rectangles_and_triangles() -> None:
     assert (none.rows, none.parts) == (range(400, 512), ())
 
 
+def test_a_causal_mask_and_a_length_of_keys_are_one_tile() -> None:
+    mask, lengths = m.Band(None, 9) & m.KeyLengths(), torch.tensor([500, 1024, 4])
+    tiles = tiles_of(mask, 1024, 1024, kv_lengths=lengths)
+    assert [tile.rows for tile in tiles] == [range(1024)] * 3
+    first, *others = map(parts_of, tiles)
+    assert first == [(0, 9, "full"), (9, 500, "causal")]
+    assert others == [[(0, 9, "full"), (9, 1024, "causal")], [(0, 4, "full")]]
+
+
+@pytest.mark.parametrize(
+    ("stop", "kind", "due"),
+    [(5, "full", 5), (6, "full", 6), (7, "full", None), (4, "full", None), (6, "mixed", None)],
+)
+def test_a_triangle_grows_by_what_all_queries_below_keep(
+    stop: int, kind: Any, due: int | None
+) -> None:
+    batch, other = range(1), Part(9, 20, "full")
+    above = Tile(batch, range(3, 8), (other, Part(0, 5, "causal")))
+    joined = layer_tiles.join_triangle(
+        above, Tile(batch, range(8, 11), (other, Part(0, stop, kind)))
+    )
+    parts = None if due is None else (other, Part(0, due, "causal"))
+    assert joined == (parts and Tile(batch, range(3, 11), parts))
+    assert (
+        layer_tiles.join_triangle(above, Tile(batch, range(8, 11), (Part(0, 5, "full"),))) is None
+    )
+
+
 @pytest.mark.parametrize(("band", "kind"), [(None, "full"), (m.Band(None, 0), "causal")])
 def test_documents_are_cut_at_their_ends(band: m.Mask | None, kind: str) -> None:
     sizes = torch.tensor([400, 300, 324])
