@@ -26,6 +26,7 @@ B, M, N, T = ag.Dim("B", most=4), ag.Dim("M", most=24), ag.Dim("N", most=48), ag
 LONG, ROOM = ag.Dim("N", most=3000), ag.Dim("N", classes=ag.doubling(8, 64))
 PAGES, COUNT, PAGE = ag.Dim("P", most=40), ag.Dim("C", most=9), 4
 BOTTOM = ag.Causal("bottom_right")
+CORNER = ag.Causal("top_left")
 EACH = 20  # steps, after which results are compared
 
 
@@ -263,6 +264,12 @@ def test_sizes_of_none_run_too() -> None:
     q, k = torch.randn(2, 4, 3, 16), torch.randn(2, 4, 0, 16)
     assert torch.equal(call(plan, q, k, k), torch.zeros(2, 4, 3, 16))
     assert call(plan, q[:0], k[:0], k[:0]).shape == (0, 4, 3, 16)
+
+
+def test_masks_of_no_query_are_the_same_with_names_and_without() -> None:
+    graph = dense(M, 1, mask=CORNER & ~ag.Window(-1, None, align="top_left"))
+    exact = ag.compile(replace_sizes(graph, {"B": 1, "M": 0}), target=CPU)
+    assert ag.compile(graph, target=CPU).at(B=1, M=0).graph == exact.graph
 
 
 def test_strides_follow_the_sizes_or_are_those_of_a_buffer() -> None:

@@ -34,10 +34,12 @@ def keeps_everything(mask: Mask, M: int, N: int) -> bool:
 
     One entry and one head stand for all, as in leaves of the library; others may differ there. Of
     sizes by name the largest stand for all: what keeps every place there keeps those of smaller
-    ones, unless its bounds move with them.
+    ones, unless its bounds move with them. Where there is no query there is no place.
     """
     if next(dims_in(mask), None) is not None:
         return False
+    if are_numbers(M) and M == 0:
+        return is_ours(mask)
     everywhere = Block(range(1), range(1), range(M), 1, M, N)
     return is_ours(mask) and mask.surely(everywhere).covers(0, N)
 
