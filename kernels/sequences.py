@@ -156,18 +156,26 @@ def key_rows(
         x = tile_of(desc, ptr, strides, b, g, first, count, SIZE, ROWS, WIDTH, WHOLE, UPCAST)
     else:
         row, col = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
-        at = paged_rows(ptr, strides, pages_ptr + line, first, count, POOL, ROWS, PAGE)
-        inside = (row < count - first) & (col < SIZE)
-        x = tl.load(at + col * strides[3], mask=inside, other=0.0)
+        at = paged_rows(ptr, strides, pages_ptr + line, first, count, POOL, ROWS, WHOLE, PAGE)
+        at += col * strides[3]
+        if WHOLE and SIZE == WIDTH:
+            x = tl.load(at)
+        elif WHOLE:
+            x = tl.load(at, mask=col < SIZE, other=0.0)
+        else:
+            x = tl.load(at, mask=(row < count - first) & (col < SIZE), other=0.0)
         if UPCAST and ptr.dtype.element_ty == tl.bfloat16:
             x = x.to(tl.float32)
     return x
 
 
 @triton.jit
-def paged_rows(ptr, strides, pages_ptr, first, count, POOL, ROWS: tl.constexpr, PAGE: tl.constexpr):
+def paged_rows(
+    ptr, strides, pages_ptr, first, count, POOL,
+    ROWS: tl.constexpr, WHOLE: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
     """Pointers [ROWS,1] to rows `first`.. of a batch entry; where all lie in one page, by one
-    look into its table."""
+    look into its table. WHOLE: all ROWS rows exist. Offsets within a page are in 32 bits."""
     row = tl.arange(0, ROWS)[:, None]
     if PAGE % ROWS == 0:
         page = clamp(tl.load(pages_ptr + first // PAGE), POOL - 1).to(tl.int64)
@@ -179,6 +187,11 @@ def paged_rows(ptr, strides, pages_ptr, first, count, POOL, ROWS: tl.constexpr, 
         )
     else:
         j = first + row
-        page = clamp(tl.load(pages_ptr + j // PAGE, mask=j < count, other=0), POOL - 1)
-        at = ptr + page.to(tl.int64) * strides[0] + (j % PAGE).to(tl.int64) * strides[2]
+        if WHOLE:
+            page = tl.load(pages_ptr + j // PAGE)
+        else:
+            page = tl.load(pages_ptr + j // PAGE, mask=j < count, other=0)
+        if ROWS % PAGE == 0:  # `first` begins a page: rows lie at the same places in every tile
+            j = row
+        at = ptr + clamp(page, POOL - 1).to(tl.int64) * strides[0] + (j % PAGE) * strides[2]
     return at

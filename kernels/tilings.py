@@ -69,8 +69,9 @@ def split_tiling(sm: int, itemsize: int, width: int, rows: int) -> Tiling:
     """The tiling of few rows, whose keys programs share. rows: of all heads that share keys."""
     if sm == 0:
         return INTERPRETED_SPLIT
-    keys, stages = SPLIT[itemsize][width]
-    return Tiling(min(MOST_SPLIT_ROWS, padded_head_size(rows)), keys, 4, stages)
+    held = min(MOST_SPLIT_ROWS, padded_head_size(rows))
+    usual = SPLIT[itemsize][width]
+    return Tiling(held, *(usual if itemsize == 2 else SPLIT_MANY.get((width, held), usual)))
 
 
 def table_arch(sm: int) -> int:
@@ -125,20 +126,24 @@ SUMS = Tiling(0, 16, 4, 1)  # adds up heads; each of so many rows is read once
 MERGE = Tiling(0, 0, 4, 1)  # joins the parts of a row
 LISTS = Tiling(0, 0, 4, 1)  # for the kernels that make lists, which have no tiles of their own
 
-# Of few rows, by bytes of an element and the larger width: keys of a tile, and how many tiles are
-# in flight. Such kernels wait for memory, and sixteen rows leave registers for many copies.
+# Of few rows, by bytes of an element and the larger width: keys of a tile, warps, and how many
+# tiles are in flight. Such kernels wait for memory, and sixteen rows leave registers for many
+# copies; in float32, whose products take registers, eight warps do where four would spill.
 MOST_SPLIT_ROWS = 64
 SPLIT = {
-    2: {16: (128, 3), 32: (128, 3), 64: (128, 3), 128: (64, 3), 256: (32, 3)},
-    4: {16: (64, 3), 32: (64, 3), 64: (64, 2), 128: (32, 2), 256: (16, 2)},
+    2: {16: (128, 4, 3), 32: (128, 4, 3), 64: (128, 4, 3), 128: (64, 4, 3), 256: (32, 4, 3)},
+    4: {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 2), 128: (64, 8, 2), 256: (16, 4, 2)},
 }
+# The same of float32, by width and rows of a tile, where more rows need more warps.
+SPLIT_MANY = {(128, 64): (32, 16, 2), (256, 32): (16, 8, 2), (256, 64): (16, 16, 1)}
 
 # (compute capability, bytes of an element, pass): width: tiles without and with modifiers. In half
-# precision and 64 or 128 wide, those of 80, 90 and 120 are what lowering/triton/predict.py predicts
-# to be fastest of some candidates: most resident warps, then fewest instructions for a score, and a
-# few spilled registers where the whole wins. All others are the largest of those tried that spilled
-# nothing under Triton 3.7.1. docs/reports/kernels.md has what most of them compile to, and a test
-# compiles part of it again, under other versions too.
+# precision and 64 or 128 wide, those of 80, 90 and 120, and of 100 those of dk and dv without
+# modifiers, are what lowering/triton/predict.py predicts to be fastest of some candidates: most
+# resident warps, then fewest instructions for a score, and a few spilled registers where the whole
+# wins. All others are the largest of those tried that spilled nothing under Triton 3.7.1.
+# docs/reports/kernels.md has what most of them compile to, and a test compiles part of it again,
+# under other versions too.
 TABLE: dict[tuple[int, int, str], dict[int, tuple[Tiling, Tiling]]] = {
     (80, 2, "forward"): {
         16: (Tiling(128, 128, 8, 3), Tiling(128, 128, 8, 3)),
@@ -241,8 +246,8 @@ TABLE: dict[tuple[int, int, str], dict[int, tuple[Tiling, Tiling]]] = {
     (100, 2, "key_gradient"): {
         16: (Tiling(64, 128, 8, 3), Tiling(64, 128, 8, 3)),
         32: (Tiling(64, 128, 8, 3), Tiling(64, 128, 8, 3)),
-        64: (Tiling(64, 128, 8, 3), Tiling(64, 128, 8, 3)),
-        128: (Tiling(64, 128, 8, 3), Tiling(64, 128, 8, 3)),
+        64: (Tiling(64, 128, 4, 2), Tiling(64, 128, 8, 3)),
+        128: (Tiling(64, 128, 8, 2), Tiling(64, 128, 8, 3)),
         256: (Tiling(32, 128, 8, 2, True), Tiling(32, 128, 8, 2, True)),
     },
     (100, 4, "forward"): {

@@ -82,7 +82,7 @@ def test_every_public_name_has_an_example() -> None:
     functions = {f"nn.functional.{name}" for name in ag.nn.functional.__all__}
     others = {"nn.ops.introduce", "seeds"}  # seeds is a value, which is shown by its name
     others |= {"nn.Attention", "nn.MultiheadAttention", "nn.report.Report"}
-    others |= {"nn.flash.register_flash_attention"}
+    others |= {"nn.flash.register_flash_attention", "nn.varlen_attn"}
     assert shown.keys() == {*ag.__all__, *tests, *functions, *others}
     assert not [name for name, text in shown.items() if "```python" not in text]
 

@@ -4,12 +4,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from attn_graph.nn import functional, ops
+from attn_graph.nn.varlen import varlen_attn
 
 if TYPE_CHECKING:
     from attn_graph.nn.modules import Attention, MultiheadAttention
 
 MODULES = ("Attention", "MultiheadAttention")  # imported at first use
-__all__ = ["Attention", "MultiheadAttention", "functional", "ops"]
+__all__ = ["Attention", "MultiheadAttention", "functional", "ops", "varlen_attn"]
 
 
 def __getattr__(name: str) -> object:

@@ -9,6 +9,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from attn_graph.nn.packed_sizes import PACKING
 from attn_graph.planner.content import CallContent, Content
 
 HEADWISE = ("sinks", "seed", "offset")  # their first axis, if any, is not the batch
@@ -102,7 +103,9 @@ def map_call(
 def is_foldable(content: Content) -> bool:
     """Whether a longer batch computes for each entry what it would alone.
 
-    Not so for plans, whose sizes are fixed, for dropout, which counts entries, and for a user's
-    own masks, which may.
+    Not so for plans, whose sizes are fixed, for dropout, which counts entries, for a user's own
+    masks, which may, and for packed tensors and pages, which have no axis of the batch.
     """
-    return isinstance(content, CallContent) and not content.own and not content.dropout
+    if not isinstance(content, CallContent) or PACKING & {*content.names}:
+        return False
+    return not content.own and not content.dropout

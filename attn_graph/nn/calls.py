@@ -21,15 +21,19 @@ from attn_graph.machine.flop_counters import teach_counters
 from attn_graph.machine.target import Target
 from attn_graph.machine.tensors import is_distributed, is_watched
 from attn_graph.machine.torch_switches import switches_that_count
+from attn_graph.nn.packed_sizes import PACKING, name_sizes, serves_sizes
 from attn_graph.nn.sharding import attend_in_parts
 from attn_graph.plan import Plan
 from attn_graph.spec import TensorSpec
 
 # The options of a call, in this order: those of a graph, then those of `compile`.
-GRAPH_OPTIONS = ("mask", "scale", "align", "soft_cap", "alibi", "dropout", "stats")
-CHOICE = ("backends", "avoid", "deterministic", "precision", "on_fallback", "max_workspace")
+GRAPH_OPTIONS = ("mask", "scale", "align", "soft_cap", "alibi", "dropout", "stats", "most")
+CHOICE = (
+    *("backends", "avoid", "deterministic", "precision", "on_fallback", "max_workspace"),
+    "batch_invariant",
+)
 OPTIONS = (*GRAPH_OPTIONS, *CHOICE)
-USUAL_CHOICE = (None, (), False, None, "ignore", None)
+USUAL_CHOICE = (None, (), False, None, "ignore", None, False)
 SEED = ("seed", "offset")  # inputs that a graph with dropout has by itself
 SEGMENTS = ("q_segments", "kv_segments")  # inputs that a graph takes as a pair
 NUMBERS = ("scale", "soft_cap", "dropout")  # options that are floats
@@ -67,11 +71,12 @@ def attend_by_op(q: Tensor, k: Tensor, v: Tensor, named: Named, options: Options
     """The same by an operator of PyTorch's: what traces and transforms calls needs one."""
     if not is_dynamo_compiling():
         teach_counters()
-    mask, scale, align, soft_cap, alibi, dropout, stats, *choice = options
+    mask, scale, align, soft_cap, alibi, dropout, stats, most, *choice = options
     if mask is not None:  # a mask that torch.compile compares by its value, not by its identity
         mask = mask.aligned(align)
     text = content_of_call(
         *(tuple(named), mask, exact(scale), align, exact(soft_cap), alibi, exact(dropout), stats),
+        *(most,),
         *(tuple(x) if isinstance(x, list) else x for x in choice),
     )
     outputs = torch.ops.attn_graph.attention([q, k, v, *named.values()], text)
@@ -81,6 +86,11 @@ def attend_by_op(q: Tensor, k: Tensor, v: Tensor, named: Named, options: Options
 def attend_distributed(tensors: Named, options: Options) -> Outputs:
     """The same on DTensors. Raises TensorError for dropout, whose places are those of the whole."""
     given = named_options(options)
+    if packed := PACKING & tensors.keys():
+        raise TensorError(
+            f"attention: {min(packed)} is given, and packed tensors and pages are not divided "
+            "among processes; pass local tensors"
+        )
     if given["dropout"]:
         raise TensorError(
             "attention: dropout of DTensors is not computed: what drops is decided by the place in "
@@ -148,7 +158,7 @@ def attend_as(
             if profiler._is_profiler_enabled:
                 return plan.run_profiled(tensors, wants)
             return plan.run_known(tensors, wants)
-        plan = recall(key, tensors)
+        plan = plan if serves_sizes(plan, tensors) else recall(key, tensors)
     if plan is not None:
         return plan(*tensors)
     return anew(q, k, v, named, options, key)
@@ -180,7 +190,7 @@ def make_graph(
     """The graph of a call. specs: of all its tensors. options: by name. Raises GraphError."""
     free = SEED if options["dropout"] else ()  # the graph has these by itself
     given: dict[str, Any] = {name: options[name] for name in GRAPH_OPTIONS}
-    given |= {name: spec for name, spec in specs.items() if name not in free}
+    given |= {name: spec for name, spec in name_sizes(specs).items() if name not in free}
     if given.keys() >= {*SEGMENTS}:
         given["segments"] = tuple(given.pop(name) for name in SEGMENTS)
     return builder.attention(**given)

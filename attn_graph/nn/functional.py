@@ -68,12 +68,17 @@ def attention(
     seed: Tensor | None = None,
     offset: Tensor | None = None,
     stats: bool | Sequence[str] = False,
+    q_starts: Tensor | None = None,
+    kv_starts: Tensor | None = None,
+    pages: Tensor | None = None,
+    most: tuple[int | None, int | None] | None = None,
     backends: Sequence[str | Backend] | None = None,
     avoid: Sequence[str | Backend] = (),
     deterministic: bool = False,
     precision: Precision | None = None,
     on_fallback: Fallback = "ignore",
     max_workspace: int | str | None = None,
+    batch_invariant: bool = False,
     **data: Tensor,
 ) -> Outputs:
     """q [B,H,M,D], k [B,G,N,D], v [B,G,N,E] -> o [B,H,M,E], and the statistics that `stats` names.
@@ -82,6 +87,10 @@ def attention(
     `attn_graph.compile` that say who may run it. `prefer`, `avoid` and PyTorch's switches count as
     they do there. Plans are remembered by the looks of tensors: a call like an earlier one costs a
     few microseconds more than `plan(q, k, v)`.
+
+    With q_starts q, and o, are packed [T,H,D], and with pages k and v are pools [n,P,G,D]. Plans
+    are then made for sizes by name, unless other data come along: batches, tables and numbers of
+    rows that were not there before run the plans of others, up to the next power of two.
 
     seed, offset: int64 numbers on q's device that decide what `dropout` drops. Where neither is
     passed, both are drawn from that device's default generator, once a call.
@@ -92,8 +101,8 @@ def attention(
     a seed that is no int64 number, NoBackendError where no backend takes them.
     """
     options = (
-        mask, scale, align, soft_cap, alibi is True, dropout, stats,
-        backends, avoid, deterministic, precision, on_fallback, max_workspace,
+        mask, scale, align, soft_cap, alibi is True, dropout, stats, most,
+        backends, avoid, deterministic, precision, on_fallback, max_workspace, batch_invariant,
     )  # fmt: skip
     if dropout and seed is None and offset is None:
         data |= draw_seed(q.device)
@@ -101,6 +110,9 @@ def attention(
         slopes = None if isinstance(alibi, bool) else alibi
         more = {"bias": bias, "alibi": slopes, "keep": keep, "sinks": sinks}
         more |= {"kv_lengths": kv_lengths, "q_lengths": q_lengths, "seed": seed, "offset": offset}
+        data |= {name: tensor for name, tensor in more.items() if tensor is not None}
+    if not (q_starts is kv_starts is pages is None):
+        more = {"q_starts": q_starts, "kv_starts": kv_starts, "pages": pages}
         data |= {name: tensor for name, tensor in more.items() if tensor is not None}
     if segments is not None:
         data |= dict(zip(SEGMENTS, two_parts(segments), strict=True))
@@ -213,7 +225,7 @@ def read_options(
     if dropout_p == 1:  # drops everything, and leaves no gradient
         named, mask, dropout_p = NAMELESS, NOTHING, 0.0
     number = scale if scale is None else float(scale)
-    return named, (mask, number, None, None, False, dropout_p, False, *choice)
+    return named, (mask, number, None, None, False, dropout_p, False, None, *choice)
 
 
 def check_rate(rate: float) -> None:

@@ -41,13 +41,16 @@ class Attention(torch.nn.Module):
         precision: Precision | None = None,
         on_fallback: Fallback = "ignore",
         max_workspace: int | str | None = None,
+        most: tuple[int | None, int | None] | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         super().__init__()
         self.options: dict[str, Any] = {  # Any: a value for each
             "mask": mask, "scale": scale, "align": align, "soft_cap": soft_cap,
             "alibi": alibi or None, "dropout": dropout, "stats": stats, "backends": backends,
             "avoid": avoid, "deterministic": deterministic, "precision": precision,
-            "on_fallback": on_fallback, "max_workspace": max_workspace,
+            "on_fallback": on_fallback, "max_workspace": max_workspace, "most": most,
+            "batch_invariant": batch_invariant,
         }  # fmt: skip
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, **tensors: Any) -> Outputs:  # Any: or two

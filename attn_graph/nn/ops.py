@@ -43,6 +43,7 @@ from attn_graph.nn.batching import Mapped, map_call
 from attn_graph.nn.calls import OPTIONS, make_graph, new_plan
 from attn_graph.nn.derivatives import write_gradient, write_tangents
 from attn_graph.nn.flops import count_flops, count_gradient_flops
+from attn_graph.nn.packed_sizes import serves_sizes
 from attn_graph.nn.results import is_plan, restore_graph, results_of
 from attn_graph.nn.tracing import register_masks
 from attn_graph.plan import Plan
@@ -56,6 +57,7 @@ from attn_graph.spec import (
     normalise_strides,
     order_axes,
 )
+from attn_graph.spec.dims import bind
 
 NAME = "attn_graph"
 KINDS = ("cpu", "cuda")  # of devices
@@ -72,7 +74,7 @@ def find_plan(tensors: Tensors, text: str) -> Plan:
     plan = recent.get(key)
     if plan is not None and plan.memo.call[0](*tensors):
         return plan
-    known = recall(key, tensors)
+    known = plan if plan is not None and serves_sizes(plan, tensors) else recall(key, tensors)
     plan = plan_anew(tensors, text) if known is None else known
     plan.admit(tuple(tensors))
     if known is None:
@@ -95,6 +97,11 @@ def plan_anew(tensors: Tensors, text: str) -> Plan:
     return plan
 
 
+def bind_to_sizes(plan: Plan, tensors: Tensors) -> Plan:
+    """A plan for the sizes of these tensors: another one where sizes have names."""
+    return plan if plan.sized is None else plan.at(**plan.sizes_of(tensors))
+
+
 def require_target(content: PlanContent, here: Target) -> None:
     """Raise PlanTargetError unless the plan is for this machine."""
     if content.target != here.name:
@@ -115,8 +122,9 @@ def run_attention(tensors: Tensors, text: str, saves: bool = False) -> list[Tens
     hidden = [t for t, place in zip(saved, results.saved, strict=True) if place >= results.count]
     if not hidden:
         return [*outputs]
-    layouts = result_layouts(plan.graph)[results.count :]
-    return [*outputs, *(lay(t, s) for t, (_, s) in zip(hidden, layouts, strict=True))]
+    layouts, sizes = result_layouts(plan.graph)[results.count :], plan.sizes_of(tensors)
+    strides = [bind(s, sizes) for _, s in layouts]
+    return [*outputs, *map(lay, hidden, strides)]
 
 
 def run_gradient(
@@ -185,10 +193,11 @@ def fake_results(content: CallContent, tensors: Tensors) -> Iterator[Tensor]:
     """o in the memory order of q, then statistics in C order."""
     require_fit(content, tensors)
     q, v = tensors[0], tensors[2]
-    shape = (*q.shape[:3], v.shape[3])
+    shape = (*q.shape[:-1], v.shape[-1])
+    rows = (q.shape[1], q.shape[0]) if "q_starts" in content.names else q.shape[:3]
     yield q.new_empty_strided(shape, dense_strides(shape, order_axes(q.shape, q.stride())))
     for _ in {*statistic_names(content.stats), "lse"}:
-        yield q.new_empty(shape[:3], dtype=accumulator(q.dtype))
+        yield q.new_empty(rows, dtype=accumulator(q.dtype))
 
 
 def require_one_device(tensors: Tensors) -> None:
@@ -302,7 +311,9 @@ class OpBackwardCall(_SingleLevelFunction):
     def backward(ctx: Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """The gradient of each tensor that needs one; o and lse move with the others."""
         tensors, (text, needs, given) = ctx.saved_tensors, ctx.call
-        own = write_gradient(plan_anew(tensors[: len(needs)], text), tensors, needs, given)
+        inputs = tensors[: len(needs)]
+        plan = bind_to_sizes(plan_anew(inputs, text), inputs)
+        own = write_gradient(plan, tensors, needs, given)
         fixed = restore_graph(own)[1].carried
         wants = [need and n not in fixed for n, need in enumerate(ctx.needs_input_grad[3:])]
         used = [g for g in grads if g is not None]
@@ -318,7 +329,7 @@ def push_op(tensors: Tensors, text: str, saves: bool) -> list[Tensor]:
             "differentiated by both: leave the mode, or nest transforms of torch.func"
         )
     primals, tangents = split_tangents(tensors)
-    plan = plan_anew(primals, text)
+    plan = bind_to_sizes(plan_anew(primals, text), primals)
     moved = select_moving(plan.graph.carried, tangents)
     results = results_of(text)
     every = OP([*primals, *moved.values()], write_tangents(plan, moved, saves))
@@ -360,7 +371,8 @@ def record_backward(
 ) -> list[Tensor]:
     """`attention_backward` under autograd."""
     if has_tangent(tensors):
-        plan = plan_anew(tensors[: len(needs)], text)
+        inputs = tensors[: len(needs)]
+        plan = bind_to_sizes(plan_anew(inputs, text), inputs)
         return push_op(tensors, write_gradient(plan, tensors, needs, given), False)
     if records(tensors):
         with enable_single_level_autograd_function():
@@ -412,7 +424,7 @@ def forward_flops(
     tensors: Tensors, text: str, saves: bool = False, *, out_val: object = None
 ) -> int:
     """The flops of `attention`, for PyTorch's counter."""
-    return count_flops(find_plan(tensors, text))
+    return count_flops(bind_to_sizes(find_plan(tensors, text), tensors))
 
 
 def backward_flops(
@@ -424,7 +436,8 @@ def backward_flops(
     out_val: object = None,
 ) -> int:
     """The flops of `attention_backward`."""
-    return count_gradient_flops(find_plan(tensors[: len(needs)], text), tuple(needs))
+    inputs = tensors[: len(needs)]
+    return count_gradient_flops(bind_to_sizes(find_plan(inputs, text), inputs), tuple(needs))
 
 
 # What PyTorch is told

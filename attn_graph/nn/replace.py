@@ -50,6 +50,7 @@ def replace_sdpa(
     precision: Precision | None = None,
     on_fallback: Fallback = "ignore",
     max_workspace: int | str | None = None,
+    batch_invariant: bool = False,
     recognize_masks: bool = False,
     report: bool = False,
 ) -> Iterator[Report | None]:
@@ -75,7 +76,10 @@ def replace_sdpa(
     meanwhile. Raises what `scaled_dot_product_attention` of `attn_graph.nn.functional` raises.
     """
     # In the order of CHOICE.
-    choice = as_key(backends), as_key(avoid), deterministic, precision, on_fallback, max_workspace
+    choice = (
+        *(as_key(backends), as_key(avoid), deterministic, precision, on_fallback, max_workspace),
+        batch_invariant,
+    )
     table = Report() if report else None
     with PASSING_BY.off(), Replacement(choice, recognize_masks, table):
         yield table

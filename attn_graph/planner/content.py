@@ -126,12 +126,14 @@ class CallContent:
     alibi: bool = False
     dropout: float = 0.0
     stats: tuple[str, ...] | bool = False
+    most: tuple[int | None, int | None] | None = None
     backends: tuple[str, ...] | None = None
     avoid: tuple[str, ...] = ()
     deterministic: bool = False
     precision: Precision | None = None
     on_fallback: str = "ignore"
     max_workspace: int | str | None = None
+    batch_invariant: bool = False
     own: Names = ()
 
     def restore(self) -> dict[str, Any]:  # Any: whatever the call takes

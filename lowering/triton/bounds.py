@@ -115,9 +115,9 @@ def strip_by_queries(strip: Strip, at: Place, code: Code) -> RowBounds:
     """The first and last key of each query."""
     low, high = (near(x, at, code) for x in (strip.low, strip.high))
     bounds = RowBounds(None if low is None else at.i + low, None if high is None else at.i + high)
-    if strip.keys is not None:
+    if strip.keys is not None and not is_size(strip.keys, "N"):
         bounds &= RowBounds(last=end(strip.keys, at.N, "N", code).unary("{0} - 1"))
-    if strip.rows is not None:
+    if strip.rows is not None and not is_size(strip.rows, "M"):
         bounds = bounds.in_queries(at.i < end(strip.rows, at.M, "M", code))
     return bounds
 
@@ -126,11 +126,17 @@ def strip_by_keys(strip: Strip, at: Place, code: Code) -> RowBounds:
     """The first and last query of each key."""
     low, high = (near(x, at, code) for x in (strip.low, strip.high))
     bounds = RowBounds(None if high is None else at.j - high, None if low is None else at.j - low)
-    if strip.rows is not None:
+    if strip.rows is not None and not is_size(strip.rows, "M"):
         bounds &= RowBounds(last=end(strip.rows, at.M, "M", code).unary("{0} - 1"))
-    if strip.keys is not None:
+    if strip.keys is not None and not is_size(strip.keys, "N"):
         bounds = bounds.in_keys(at.j < end(strip.keys, at.N, "N", code))
     return bounds
+
+
+def is_size(x: Term, name: str) -> bool:
+    """Whether a bound is the size M or N of a batch entry as kernels have it: keys past it are
+    masked anyway, and queries past it are not stored."""
+    return isinstance(x, Symbol) and x.text == name
 
 
 def near(x: Term | None, at: Place, code: Code) -> Symbol | None:

@@ -24,6 +24,7 @@ from attn_graph.lowering.triton.symbols import (
     Array,
     Code,
     Numbers,
+    Size,
     Symbol,
 )
 from attn_graph.masks.places import Place, Untraceable
@@ -34,7 +35,8 @@ WHERE = "b, h, i, j, M, N, data, numbers"
 UNBOUNDED = ("-FAR", "FAR", "N", "M")  # the bounds of an open strip; FAR: kernels/common.py
 LONG = 2**31 - 1  # the largest offset that 32 bits hold
 
-Arrays = Mapping[str, Array]
+Arrays = Mapping[str, Array | Size]
+Sizes = Mapping[str, str]  # lengths that kernels know, by name: "M" or "N"
 Moved = Sequence[Mapping[str, TensorSpec]]  # for each modifier, tangents of its tensors, by name
 
 
@@ -81,16 +83,21 @@ class Tracer:
     """Traces one problem's mask and modifiers.
 
     strides: the code of the strides of each tensor that is read. moved: in forward mode, the
-    tangents of the tensors of each modifier, by name, which are read after all of these.
+    tangents of the tensors of each modifier, by name, which are read after all of these. sizes:
+    lengths that the mask reads and kernels have as M or N.
     """
 
     problem: Problem
     numbers: Numbers
     strides: tuple[tuple[str, ...], ...]
     moved: Moved | None = None
+    sizes: Sizes = field(factory=dict)
 
     @classmethod
-    def of(cls, problem: Problem, moved: Moved | None = None, *, plain: bool = False) -> Tracer:
+    def of(
+        cls, problem: Problem, moved: Moved | None = None, *, plain: bool = False,
+        sizes: Sizes | None = None,
+    ) -> Tracer:  # fmt: skip
         """A tracer whose numbers, `plain` or not, begin with the strides of all tensors read."""
         numbers = Numbers(plain=plain)
         specs = [*read_specs(problem), *moved_specs(moved)]
@@ -99,7 +106,7 @@ class Tracer:
             numbers.add_strides(spec.strides, kernels_apart={"i", "j"} <= {*each})
             for spec, each in zip(specs, axes, strict=True)
         )
-        return cls(problem, numbers, strides, moved)
+        return cls(problem, numbers, strides, moved, sizes or {})
 
     def trace(self) -> DeviceCode:
         """All functions of the problem. Raises Untraceable for code that cannot be traced."""
@@ -126,7 +133,8 @@ class Tracer:
         """The tensors that each modifier reads, and those that the mask reads, by name."""
         operands = self.problem.by_role
         *arrays, mask = self.number_arrays(code, (*operands.modifiers, operands.mask), 0)
-        return arrays, mask
+        pairs = [(name, x) for name, x in self.sizes.items() if name in mask]
+        return arrays, {**mask, **{name: Size(code, x, mask[name].shape) for name, x in pairs}}
 
     def tangents(self, code: Code) -> list[Arrays]:
         """The tangents of the tensors that each modifier reads, by name."""

@@ -23,6 +23,7 @@ from attn_graph.spec import TensorSpec, dense_strides, memory_order
 from attn_graph.spec.formulas import capacity
 
 MOST_SEQUENCES = 4096 - 2  # of which each program reads where they begin
+LONGEST = 2**31 - 1  # offset that 32 bits hold
 KEY_TENSORS = ("k", "v", "dk", "dv")  # the others have the rows of q
 Strides = tuple[int, ...]
 
@@ -186,6 +187,12 @@ class Layout:
             there.add(LENGTHS["keys"])
         return {f"{name}_ptr": name if name in there else None for name in names}
 
+    def known_lengths(self) -> dict[str, str]:
+        """The lengths that are M or N of a batch entry within kernels, which read them there."""
+        pointers = self.pointers()
+        names = (LENGTHS["rows"], "M"), (LENGTHS["keys"], "N")
+        return {name: size for name, size in names if pointers[f"{name}_ptr"] is not None}
+
     def where(
         self, mask: Mapping[str, torch.Tensor], tables: Sequence[torch.Tensor]
     ) -> dict[str, torch.Tensor]:
@@ -231,5 +238,9 @@ class Layout:
         if pages.shape[1] > 1 and pages.strides[1] != 1:
             limit = "reads tables whose entries lie side by side"
             yield Reason("pages_stride", limit, f"pages is {pages}")
+        for name, x in zip("kv", self.specs[1:3], strict=True):
+            if (x.shape[1] - 1) * x.strides[1] > LONGEST:
+                limit = f"reads pages whose rows lie within {LONGEST} elements"
+                yield Reason(f"page_rows.{name}", limit, f"{name} is {x}")
         if not self.specs[1].shape[0]:
             yield Reason("pool", "needs a page at least", f"k is {self.specs[1]}")

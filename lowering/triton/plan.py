@@ -83,7 +83,7 @@ class Flash:
         layout = Layout.dense(work) if isinstance(work, Problem) else work.layout
         p, push = layout.problem, work if isinstance(work, Push) else None
         best = precision if takes_tf32(p, target.sm) else "ieee"
-        code = Tracer.of(p, push.steps if push else None).trace()
+        code = Tracer.of(p, push.steps if push else None, sizes=layout.known_lengths()).trace()
         return FlashBuilder(p, target, code, best, variant, most, invariant, layout, push).build()
 
     @cached_property

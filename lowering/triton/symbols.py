@@ -367,6 +367,20 @@ def is_zero(x: object) -> bool:
 
 @final
 @frozen(eq=False)
+class Size:
+    """A tensor [B] whose element is the size `name` of the batch entry, which kernels know."""
+
+    code: Code
+    name: str
+    shape: tuple[int, ...]
+
+    def __getitem__(self, index: tuple[Operand, ...]) -> Symbol:
+        """The size."""
+        return self.code.argument(self.name, axes="-")
+
+
+@final
+@frozen(eq=False)
 class Array:
     """A tensor that generated code reads: the pointer data[slot].
 

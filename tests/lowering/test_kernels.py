@@ -14,6 +14,7 @@ import attn_graph as ag
 from attn_graph.ir.passes import simplify
 from attn_graph.kernels.tilings import (
     ARCHS,
+    LEAST_SHARED,
     TABLE,
     WIDTHS,
     padded_head_size,
@@ -91,6 +92,17 @@ def check_row(case: Any) -> None:
 @pytest.mark.parametrize("case", SERVED, ids=lambda c: "-".join(map(str, astuple(c))))
 def test_kernels_that_serve_are_clean_and_as_the_page_says(case: Any) -> None:
     check_row(case)
+
+
+@compiling
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "queries"), [(128, 8), (128, 16), (256, 8), (256, 16)])
+def test_few_rows_of_float32_spill_little_and_fit_everywhere(size: int, queries: int) -> None:
+    """32 and 64 rows, four heads to one of keys."""
+    case = serving.ServingCase(90, 4, size, SPLIT, False, 16, queries)
+    (machine,) = case.compile()[1]
+    assert machine.spilled <= 200
+    assert machine.shared <= LEAST_SHARED
 
 
 def test_the_table_has_every_row() -> None:

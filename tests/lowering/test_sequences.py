@@ -274,6 +274,22 @@ def test_a_new_batch_of_sequences_needs_no_new_kernel() -> None:
     assert all(one.fixed[n] == two.fixed[n] for n in constants)
 
 
+def test_what_kernels_know_of_a_sequence_is_not_read_again_by_its_mask() -> None:
+    pool, starts = SPEC((99, 16, 8, 64), torch.bfloat16), SPEC((9,), I32)
+    bottom = ag.Causal("bottom_right")
+    paged = ag.attention(
+        SPEC((200, 32, 64), torch.bfloat16), pool, pool, mask=bottom, q_starts=starts,
+        pages=SPEC((8, 8), I32), kv_lengths=SPEC((8,), I32),
+    )  # fmt: skip
+    q, k = (SPEC((T, 8, 64), torch.bfloat16) for T in (200, 300))
+    apart = ag.attention(q, k, k, mask=bottom, q_starts=starts, kv_starts=starts)
+    for graph in (packed(8, 200), apart, paged):
+        for each in ag.vjp(graph, ["q", "k", "v"]):
+            texts = [text for launch in flash_of(each).launches for text in launch.texts.values()]
+            assert any(texts)
+            assert not any("tl.load" in text for text in texts)
+
+
 REFUSED: dict[str, tuple[ag.Graph, str]] = {
     "many sequences": (
         packed(MOST_SEQUENCES + 1, 16384),
@@ -294,6 +310,14 @@ REFUSED: dict[str, tuple[ag.Graph, str]] = {
             pages=SPEC((2, 4), I32),
         ),
         "needs a page at least",
+    ),
+    "pages beyond 32 bits": (
+        ag.attention(
+            SPEC((2, 8, 1, 64), torch.bfloat16),
+            *[SPEC((2, 16, 8, 64), torch.bfloat16, (2**32, 2**28, 64, 1))] * 2,
+            pages=SPEC((2, 4), I32),
+        ),
+        f"reads pages whose rows lie within {2**31 - 1} elements",
     ),
 }
 

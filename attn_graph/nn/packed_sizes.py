@@ -1,0 +1,103 @@
+"""Sizes by name for calls on packed tensors and pages: lengths that change share a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from attn_graph.plan import Plan
+from attn_graph.planner.handed_back import generalise
+from attn_graph.spec import TensorSpec
+from attn_graph.spec.dims import Dim
+
+STARTS = ("q_starts", "kv_starts")  # [B+1]
+PACKING = frozenset((*STARTS, "pages"))  # with one of these a call is on packed tensors or pages
+LETTERS = dict.fromkeys((*STARTS, "q_lengths", "kv_lengths"), "B") | {"pages": "BC"}
+OTHERS = ("sinks", "seed", "offset")  # whose axes are none of those that change
+
+Specs = Mapping[str, TensorSpec]
+Letters = Mapping[str, str]  # by tensor: the names of its axes, - for one that is a number
+
+
+def round_size(size: int) -> int:
+    """The least power of two of at least `size`.
+
+    By comparisons alone: where torch.compile has a symbol for a size, it compiles once for each
+    power of two.
+    """
+    room = 1
+    while room < size:
+        room *= 2
+    return room
+
+
+def largest_size(letter: str, size: int) -> int:
+    """`most` of the Dim that a size gets: a power of two; of B two less, as Triton's limit is."""
+    return max(1, round_size(size + 2) - 2) if letter == "B" else round_size(size)
+
+
+def name_sizes(specs: Specs) -> Specs:
+    """The specs of a call, with Dims for the sizes that change from call to call.
+
+    B is the number of sequences, T and S the rows of packed queries and keys, n the pages of a
+    pool, C those of a sequence. As they are where nothing is packed or in pages, where a tensor is
+    there whose axes may mean anything, and where sizes disagree.
+    """
+    if not PACKING & specs.keys():
+        return specs
+    letters = axis_letters(specs)
+    sizes = agree_on_sizes(specs, letters)
+    if sizes is None:
+        return specs
+    dims = {letter: Dim(letter, largest_size(letter, n)) for letter, n in sizes.items()}
+    return {name: name_spec(name, x, letters[name], dims, sizes) for name, x in specs.items()}
+
+
+def axis_letters(specs: Specs) -> dict[str, str]:
+    """The letters of all tensors that have a known meaning."""
+    rows = "T--" if "q_starts" in specs else "B---"
+    keys = "n---" if "pages" in specs else "S--" if "kv_starts" in specs else rows
+    known = {"q": rows, "k": keys, "v": keys} | LETTERS
+    known |= {name: "-" * len(specs[name].shape) for name in OTHERS if name in specs}
+    if "alibi" in specs:
+        known["alibi"] = "B-"[-len(specs["alibi"].shape) :]
+    return {name: known[name] for name in specs if name in known}
+
+
+def agree_on_sizes(specs: Specs, letters: Letters) -> dict[str, int] | None:
+    """What the letters stand for; None where tensors don't agree, or one has no letters."""
+    if any(name not in letters or len(letters[name]) != len(x.shape) for name, x in specs.items()):
+        return None
+    pairs = [
+        (letter, size - (name in STARTS))
+        for name, x in specs.items()
+        for letter, size in zip(letters[name], x.shape, strict=True)
+        if letter != "-"
+    ]
+    sizes = dict(pairs)
+    agree = all(sizes[letter] == n >= 0 for letter, n in pairs)
+    return sizes if agree else None
+
+
+def name_spec(
+    name: str, spec: TensorSpec, letters: str, dims: Mapping[str, Dim], sizes: Mapping[str, int]
+) -> TensorSpec:
+    """One spec with Dims."""
+    shape = [
+        n if letter == "-" else dims[letter] + (name in STARTS)
+        for letter, n in zip(letters, spec.shape, strict=True)
+    ]
+    return generalise(TensorSpec(shape, spec.dtype), spec, sizes)
+
+
+def serves_sizes(plan: Plan, tensors: Sequence[Tensor]) -> bool:
+    """Whether a plan made for tensors of other sizes is the one that these would get."""
+    if plan.sized is None or not plan.memo.unsized[0](*tensors):
+        return False
+    fit = plan.sized.fit
+    sizes = fit.lying(tensors)
+    return sizes is not None and all(
+        largest_size(symbol.name, n) == symbol.most
+        for symbol, n in zip(fit.symbols, sizes, strict=True)
+    )

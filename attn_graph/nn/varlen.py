@@ -1,0 +1,208 @@
+"""PyTorch's attention of sequences that lie one after another, in PyTorch's words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from attn_graph.errors import (
+    GraphError,
+    PlanMismatchError,
+    TensorDtypeError,
+    TensorError,
+    TensorRankError,
+)
+from attn_graph.masks import Causal, Mask, Window
+from attn_graph.nn.calls import Outputs
+from attn_graph.nn.functional import attention
+from attn_graph.nn.packed_sizes import round_size
+from attn_graph.spec import INTEGERS
+
+if TYPE_CHECKING:
+    from torch.nn.attention.varlen import AuxRequest
+
+UNBOUNDED = -1  # of a window
+STARTS = ("cu_seq_q", "cu_seq_k")
+FORMS = dict.fromkeys(STARTS, "[B + 1]") | {"seqused_k": "[B]", "block_table": "[B,count]"}
+
+
+def varlen_attn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: AuxRequest | None = None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (UNBOUNDED, UNBOUNDED),
+    enable_gqa: bool = False,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> Outputs:
+    """In place of `torch.nn.attention.varlen.varlen_attn`: its arguments, on CPUs and GPUs.
+
+    query [T,H,D], key [S,G,D], value [S,G,E] -> [T,H,E]: sequence b is the rows from cu_seq_q[b] to
+    cu_seq_q[b + 1], its keys those from cu_seq_k[b] on, to cu_seq_k[b + 1] or as many as
+    seqused_k[b] says. max_q, max_k: no sequence is longer; on CPUs a longer one is refused, unless
+    it is no longer than the next power of two. window_size: (left, right), -1 for no bound,
+    aligned bottom right in each sequence: (-1, 0) is causal. enable_gqa: key and value have fewer
+    heads. return_aux=AuxRequest(lse=True) returns lse [H,T] too, heads first as PyTorch's operator
+    gives it.
+
+    block_table [B,count]: key and value are pools of pages [n,P,G,D], P of any size, and seqused_k
+    says how many keys count; then cu_seq_k is not read, and may be None. num_splits=1: no bit of a
+    sequence depends on its neighbours, as compile(batch_invariant=True), which CPUs refuse; any
+    other number is refused.
+
+    Beyond PyTorch: any dtype, value of another head size, gradients with seqused_k and block_table
+    and through lse. Rows of no sequence are not read, and 0 in results; a row without a key has an
+    lse of -inf. Plans are made for sizes by name, so that new lengths, batches and tables run those
+    of before, and again when a size passes a power of two.
+
+    Raises TensorError, a RuntimeError and a ValueError, for arguments that make no sense together;
+    NoBackendError where no backend takes them.
+    """
+    paged = block_table is not None
+    require_layout(query, key, value, paged)
+    require_heads(query.shape[1], key.shape[-2], enable_gqa)
+    require_keys(cu_seq_k, seqused_k, paged)
+    require_counts(cu_seq_q, cu_seq_k=cu_seq_k, seqused_k=seqused_k, block_table=block_table)
+    longest = round_longest("max_q", max_q), round_longest("max_k", max_k)
+    mask, lse, invariant = make_window(window_size), wants_lse(return_aux), is_whole(num_splits)
+    try:
+        return attention(
+            query,
+            key,
+            value,
+            scale=scale,
+            mask=mask,
+            kv_lengths=seqused_k,
+            q_starts=cu_seq_q,
+            kv_starts=None if paged or cu_seq_k is cu_seq_q else cu_seq_k,
+            pages=block_table,
+            most=(longest[0], None if paged else longest[1]),
+            stats=lse,
+            batch_invariant=invariant,
+        )
+    except TensorError:
+        raise
+    except GraphError as error:
+        raise TensorError(*error.problems) from error
+    except PlanMismatchError as error:
+        raise TensorError(*error.differences) from error
+
+
+def require_layout(query: Tensor, key: Tensor, value: Tensor, paged: bool) -> None:
+    """Raise TensorError for tensors of other axes."""
+    pool = "a pool of pages [n,P,G,D]" if paged else "[S,G,D]"
+    due = {"query": (query, 3, "[T,H,D]")}
+    due |= {"key": (key, 3 + paged, pool), "value": (value, 3 + paged, pool)}
+    for name, (t, rank, form) in due.items():
+        if not isinstance(t, Tensor):
+            raise TensorError(f"varlen_attn: {name} is a {type(t).__name__}, not a tensor")
+        if t.ndim != rank:
+            beside = "with" if paged else "without"
+            raise TensorRankError(
+                f"varlen_attn: {name} {[*t.shape]} has {t.ndim} axes, and {beside} block_table "
+                f"it is {form}"
+            )
+
+    if key.shape[:-1] != value.shape[:-1]:
+        raise TensorError(
+            f"varlen_attn: key {[*key.shape]} and value {[*value.shape]} disagree; all but their "
+            "last sizes are equal"
+        )
+
+
+def require_heads(H: int, G: int, grouped: bool) -> None:
+    """Raise TensorError for numbers of heads that do not go together."""
+    if H != G and not grouped:
+        raise TensorError(
+            f"varlen_attn: query has {H} heads and key {G}; say enable_gqa=True to share heads"
+        )
+    if grouped and (not G or H % G):
+        raise TensorError(
+            f"varlen_attn: query has {H} heads, which is no multiple of key's {G}; repeat key's "
+            "and value's heads"
+        )
+
+
+def require_keys(cu_seq_k: Tensor | None, seqused_k: Tensor | None, paged: bool) -> None:
+    """Raise TensorError where nothing says which keys a sequence has."""
+    if cu_seq_k is None and not paged:
+        raise TensorError(
+            "varlen_attn: cu_seq_k is None, and there is no block_table; say where keys begin"
+        )
+    if paged and seqused_k is None:
+        raise TensorError(
+            "varlen_attn: block_table is given, and seqused_k is None; say how many keys count"
+        )
+
+
+def require_counts(cu_seq_q: Tensor, **others: Tensor | None) -> None:
+    """Raise TensorError for what is not of as many sequences as cu_seq_q, or no integer."""
+    for name, t in {"cu_seq_q": cu_seq_q, **others}.items():
+        if t is None:
+            continue
+        if t.dtype not in INTEGERS:
+            raise TensorDtypeError(
+                f"varlen_attn: {name} is {t.dtype}; it has to be {' or '.join(map(str, INTEGERS))}"
+            )
+        axes, count = 1 + (name == "block_table"), len(cu_seq_q) - (name not in STARTS)
+        if t.ndim != axes or len(t) != count:
+            raise TensorError(
+                f"varlen_attn: cu_seq_q {[*cu_seq_q.shape]} is of {len(cu_seq_q) - 1} sequences, "
+                f"and {name} is {[*t.shape]}; it has to be {FORMS[name]}"
+            )
+
+
+def round_longest(name: str, longest: int) -> int:
+    """The most rows of a sequence, rounded up. Raises TensorError for what is no size."""
+    if not isinstance(longest, int | torch.SymInt) or longest < 0:
+        raise TensorError(
+            f"varlen_attn: {name} is {longest!r}; say the rows of the longest sequence"
+        )
+    return round_size(longest)
+
+
+def make_window(window: tuple[int, int]) -> Mask | None:
+    """The mask of window_size. Raises TensorError for what is no pair of bounds."""
+    match window:
+        case (-1, -1):
+            return None
+        case (-1, 0):
+            return Causal("bottom_right")
+        case (int(left), int(right)) if min(left, right) >= UNBOUNDED:
+            first, last = (None if n == UNBOUNDED else n for n in (left, right))
+            return Window(first, last, "bottom_right")
+    raise TensorError(
+        f"varlen_attn: window_size {window!r} is no pair of bounds (left, right), each at least 0, "
+        "or -1 for no bound"
+    )
+
+
+def wants_lse(aux: AuxRequest | None) -> bool:
+    """Whether lse is returned. Raises TensorError where another result is wanted."""
+    wanted = [] if aux is None else [name for name in aux._fields if getattr(aux, name)]
+    if more := [name for name in wanted if name != "lse"]:
+        raise TensorError(
+            f"varlen_attn: return_aux wants {more[0]}, and there is lse; say stats={(*wanted,)} in "
+            "attn_graph.nn.functional.attention"
+        )
+    return bool(wanted)
+
+
+def is_whole(splits: int | None) -> bool:
+    """Whether no sequence's bits may depend on others. Raises TensorError for other numbers."""
+    if splits not in (None, 1):
+        raise TensorError(
+            f"varlen_attn: num_splits is {splits}, and how keys are divided is the plan's choice; "
+            "say None, or 1 for bits that do not depend on the batch"
+        )
+    return splits == 1
