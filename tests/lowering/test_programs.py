@@ -74,11 +74,9 @@ def programs_of(flash: Flash, launch: Launch) -> tuple[Programs, int]:
     places = places_of(flash.problem, flash.target, tile)
     assert costs is not None
     assert places is not None
-    heads, each = (
-        launch.grid // len(costs),
-        -(-fixed["GROUP"] // fixed.get("SPLITS", fixed["GROUP"])) / fixed.get("PARTS", 1),
-    )
-    return schedule_programs(costs, tile, heads, each, fixed["TOGETHER"]), places
+    heads, parts = launch.grid // len(costs), fixed.get("PARTS", 1)
+    each = -(-fixed["GROUP"] // fixed.get("SPLITS", fixed["GROUP"]))
+    return schedule_programs(costs, tile, heads, each, fixed["TOGETHER"], parts), places
 
 
 def least_makespan(programs: Programs, places: int) -> float:
