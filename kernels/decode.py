@@ -131,26 +131,28 @@ def merge_parts(
     """
     block, h, b = place_program(tl.cdiv(M, ROWS), H, 1, False)
     first = block * ROWS
-    i = first + tl.arange(0, ROWS)[:, None]
     line = line_of(b, h, H, M)
+    slot = tl.arange(0, ROWS * AT_ONCE)  # the parts of a row, then those of the next
+    i, one = first + slot // AT_ONCE, slot % AT_ONCE
     m = tl.full([ROWS], float("-inf"), tl.float32)
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + h * sinks_stride).to(tl.float32) * LOG2E
         m = tl.maximum(m, sink)
     for n in range(0, PARTS, AT_ONCE):
-        lse, _ = load_parts_lse(parts_lse_ptr, n, PARTS, line, i, M, AT_ONCE)
-        m = tl.maximum(m, tl.max(lse, 1))
+        lse, _ = load_parts_lse(parts_lse_ptr, n + one, PARTS, line, i, M)
+        m = tl.maximum(m, tl.max(tl.reshape(lse, (ROWS, AT_ONCE)), 1))
     safe = tl.where(m == float("-inf"), 0.0, m)
+    each = tl.reshape(tl.broadcast_to(safe[:, None], (ROWS, AT_ONCE)), (ROWS * AT_ONCE,))
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, WIDTH_E], tl.float32)
-    col = tl.arange(0, WIDTH_E)[None, None, :]
+    col = tl.arange(0, WIDTH_E)[None, :]
     for n in range(0, PARTS, AT_ONCE):
-        lse, at = load_parts_lse(parts_lse_ptr, n, PARTS, line, i, M, AT_ONCE)
-        weight = tl.exp2(lse - safe[:, None])
-        saw = (lse != float("-inf"))[:, :, None] & (col < E)
-        part = tl.load(parts_ptr + at[:, :, None] * E + col, mask=saw, other=0.0)
-        acc += tl.sum(part * weight[:, :, None], 1)
-        total += tl.sum(weight, 1)
+        lse, at = load_parts_lse(parts_lse_ptr, n + one, PARTS, line, i, M)
+        weight = tl.exp2(lse - each)
+        saw = (lse != float("-inf"))[:, None] & (col < E)
+        part = tl.load(parts_ptr + at[:, None] * E + col, mask=saw, other=0.0) * weight[:, None]
+        acc += tl.sum(tl.reshape(part, (ROWS, AT_ONCE, WIDTH_E)), 1)
+        total += tl.sum(tl.reshape(weight, (ROWS, AT_ONCE)), 1)
     if sinks_ptr is not None:
         total += tl.exp2(sink - safe)
     blind = total == 0
@@ -163,9 +165,7 @@ def merge_parts(
 
 
 @triton.jit
-def load_parts_lse(ptr, n, PARTS, line, i, M, AT_ONCE: tl.constexpr):
-    """lse [rows,AT_ONCE] of rows i [rows,1] in the parts n.., and where each lies; -inf past the
-    last row and the last part."""
-    n += tl.arange(0, AT_ONCE)[None, :]
+def load_parts_lse(ptr, n, PARTS, line, i, M):
+    """lse of rows i in parts n, and where each lies; -inf past the last row and the last part."""
     at = line * PARTS + n.to(tl.int64) * M + i
     return tl.load(ptr + at, mask=(n < PARTS) & (i < M), other=float("-inf")), at

@@ -7,18 +7,15 @@ are those of programs.py, and here in scores: what one multiprocessor computes o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import final
 
-import torch
 from attrs import evolve, field, frozen
 
 from attn_graph.kernels.tilings import Pass, Tiling, table_arch
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.triton.programs import (
     MANY,
-    block_costs,
-    dense_costs,
     heads_together,
     places_of,
     schedule_programs,
@@ -27,8 +24,8 @@ from attn_graph.machine.target import Target
 from attn_graph.spec import NAMES
 
 GAIN = 0.97  # of the time: what a division has to come below
-QUERY_PARTS = (2, 4, 8)  # programs that share the queries of one head
-KEY_PARTS = (2, 3)  # programs that share keys in Triton's interpreter
+PARTS = (2, 4, 8)  # programs that share the queries of one head, or the keys of a block
+INTERPRETED = (2, 3)  # programs that share keys in Triton's interpreter
 MOST_WAVES = 16  # that programs which share keys may fill
 LAUNCH = 3e-6  # seconds until a kernel that waits for another one begins
 FLOPS_A_BYTE = 200.0  # of a GPU of unknown rates
@@ -86,25 +83,20 @@ def may_divide(
 
 
 def divide_work(
-    problem: Problem, target: Target, pass_: Pass, tiles: Sequence[Tiling],
-    table: torch.Tensor | None, room: int | None, *, whole: bool = False, barrier: str = "",
+    problem: Problem, target: Target, pass_: Pass, costs: Mapping[Tiling, Sequence[float]],
+    room: int | None, *, whole: bool = False, barrier: str = "",
 ) -> Division:  # fmt: skip
     """The division that is done first: less work a program is more programs, and more sums.
 
-    tiles: that of undivided work, and that of divided work if it is another. table: the tiles that
-    a mask was listed to leave, which has one of them. room: bytes that the sums may take; None: as many as they need. whole: as
-    above. barrier: what else does not allow a division.
+    costs: of each block, by tile: that of undivided work, then that of divided work if it is
+    another. room: bytes that the sums may take; None: as many as they need. whole: as above.
+    barrier: what else does not allow a division.
     """
-    ways = list_divisions(problem, target, pass_, tiles, whole)
+    ways = list_divisions(problem, target, pass_, [*costs], whole)
     possible = [way for way in ways if room is None or way.scratch <= max(room, 0)]
     possible = possible[:1] if barrier else possible
     if target.interprets:  # it is not fast in any way, so each has its turn
         return possible[(problem.M + problem.N) % len(possible)]
-    by_keys = pass_ == "key_gradient"
-    costs = {
-        tile: block_costs(problem, tile, by_keys, table) or dense_costs(problem, tile, by_keys)
-        for tile in tiles
-    }
     times = {way: division_time(problem, target, pass_, costs[way.tile], way) for way in ways}
     best, chosen = pick_fastest(ways, times), pick_fastest(possible, times)
     return evolve(chosen, note=division_note(problem, pass_, chosen, best, barrier))
@@ -130,18 +122,24 @@ def share_queries(group: int, whole: bool) -> list[tuple[int, int]]:
     fewer queries of one."""
     eachs = dict.fromkeys(-(-group // 2**n) for n in range(1 + (group - 1).bit_length()))
     counts = [(-(-group // each), 1) for each in eachs]
-    return counts + ([] if whole else [(group, parts) for parts in QUERY_PARTS])
+    return counts + ([] if whole else [(group, parts) for parts in PARTS])
 
 
 def share_keys(problem: Problem, target: Target, tile: Tiling, pass_: Pass) -> list[int]:
-    """How many programs may share the keys of a block: as many as make some waves full."""
+    """How many programs may share the keys of a block: some that fill the GPU, and all that leave
+    fewer places free than fewer do."""
     if target.interprets:
-        return [*KEY_PARTS]
+        return [*INTERPRETED]
     places = places_of(problem, target, tile)
     assert places is not None  # else nothing is divided
     programs, tiles = count_programs(problem, tile, pass_), -(-problem.N // tile.block_n)
-    counts = {waves * places // programs for waves in range(1, MOST_WAVES + 1)}
-    return sorted(n for n in counts if 1 < n <= tiles)
+    counts, full = [parts for parts in PARTS if parts * programs >= places], 0.0
+    for waves in range(1, MOST_WAVES + 1):
+        parts = waves * places // programs
+        if parts * programs > full * waves * places:
+            counts.append(parts)
+            full = parts * programs / (waves * places)
+    return sorted(n for n in {*counts} if 1 < n <= tiles)
 
 
 def pick_fastest(ways: Sequence[Division], times: dict[Division, float]) -> Division:

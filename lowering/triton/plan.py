@@ -42,6 +42,7 @@ from attn_graph.lowering.triton.launches import Launch, Pointers, check_interpre
 from attn_graph.lowering.triton.layout import Layout
 from attn_graph.lowering.triton.operands import takes_tf32
 from attn_graph.lowering.triton.page_order import DTYPES, NAMED, ORDER, sums_pages
+from attn_graph.lowering.triton.programs import expected_costs
 from attn_graph.lowering.triton.tile_lists import blocks
 from attn_graph.lowering.triton.work import Push, Work, tangent_specs
 from attn_graph.machine.target import Target
@@ -355,17 +356,22 @@ class FlashBuilder(LaunchList):
     ) -> Division:
         """How the work of a block is divided among programs. tiles: as `divide_work` takes them."""
         p, table = self.layout.flat, self.tables.get(str(lists.get("lists_ptr")))
+        by_keys = pass_ == "key_gradient"
         whole, barrier = self.push is not None, NOT_INVARIANT if self.invariant else barrier
         if not may_divide(p, self.target, tiles[0], pass_, whole=whole):
             return Division(tiles[0])
         used = Scratch(tuple(self.buffers.values())).bytes
         room = None if self.most is None else self.most - used
 
-        def divide(given: tuple[Problem, torch.Tensor | None, int | None]) -> Division:
-            of, (problem, table, room) = (self.target, pass_, tiles), given
-            return divide_work(problem, *of, table, room, whole=whole, barrier=barrier)
+        def divide(
+            given: tuple[Problem, Problem, torch.Tensor | None, int | None],
+        ) -> Division:
+            flat, padded, table, room = given
+            costs = {x: expected_costs(flat, padded, x, by_keys, table) for x in tiles}
+            of = flat, self.target, pass_, costs, room
+            return divide_work(*of, whole=whole, barrier=barrier)
 
-        division = decide(divide, (p, table, room))
+        division = decide(divide, (p, self.problem, table, room))
         self.division_notes += [partial(str, division.note)]
         return division
 

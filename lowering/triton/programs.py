@@ -20,6 +20,7 @@ from attn_graph.kernels.tilings import Tiling, padded_head_size
 from attn_graph.lowering.problem import Problem
 from attn_graph.machine.target import Target
 from attn_graph.masks.places import Place, Strip
+from attn_graph.masks.tiles import most_pairs
 from attn_graph.spec.formulas import highest
 
 MIXED = 1.5  # times a full tile, by the instructions of both loops
@@ -165,12 +166,26 @@ def block_costs(
     return costs[::-1] if reverse else costs
 
 
-def dense_costs(problem: Problem, tiling: Tiling, by_keys: bool) -> list[float]:
-    """The same without a mask."""
-    length, size, other, width = problem.M, tiling.block_m, problem.N, tiling.block_n
+def expected_costs(
+    flat: Problem, padded: Problem, tiling: Tiling, by_keys: bool, lists: torch.Tensor | None
+) -> list[float]:
+    """The same, and where data decide the most that blocks have to do on average.
+
+    flat: with all packed sequences as one. padded: with each as long as the longest may be.
+    """
+    costs = block_costs(padded, tiling, by_keys, lists) if flat == padded else None
+    return costs or mean_costs(flat, padded, tiling, by_keys)
+
+
+def mean_costs(flat: Problem, padded: Problem, tiling: Tiling, by_keys: bool) -> list[float]:
+    """What each block has to do if all do as much: as many pairs as the mask keeps at most."""
+    p = padded
+    length, size, other, width = flat.M, tiling.block_m, p.N, tiling.block_n
     if by_keys:
-        length, size, other, width = other, width, length, size
-    return [float(-(-other // width))] * -(-length // size)
+        length, size, other, width = flat.N, width, p.M, size
+    pairs = most_pairs(p.node.mask, (p.B, p.H, p.G, p.M, p.N))
+    seen = -(-other // width) * pairs / (p.B * p.H * p.M * p.N)
+    return [max(1.0, seen)] * -(-length // size)
 
 
 def schedule_programs(
