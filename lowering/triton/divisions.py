@@ -25,7 +25,7 @@ from attn_graph.spec import NAMES
 
 GAIN = 0.97  # of the time: what a division has to come below
 PARTS = (2, 4, 8)  # programs that share the queries of one head, or the keys of a block
-INTERPRETED = (2, 3)  # programs that share keys in Triton's interpreter
+INTERPRETED = (2,)  # programs that share keys in Triton's interpreter
 MOST_WAVES = 16  # that programs which share keys may fill
 LAUNCH = 3e-6  # seconds until a kernel that waits for another one begins
 FLOPS_A_BYTE = 200.0  # of a GPU of unknown rates
