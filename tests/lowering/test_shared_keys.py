@@ -226,15 +226,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("sm", [80, 90, 100])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_kernels_of_parts_spill_nothing_in_their_loops(sm: int, name: str) -> None:
-    """And they are no less clean than whole ones."""
+def test_kernels_of_parts_spill_no_more_than_whole_ones(sm: int, name: str) -> None:
+    """In the loop of full tiles; with D = 128 that is one register at most."""
     target = target_of(sm)
     graph = attention(1, 8, 8, 256, 32768, **VARIANTS[name], stats=True)
-    for flash, kernel in zip(flashes(graph, target), BY_QUERIES, strict=True):
-        launch = launch_of(flash, kernel)
-        assert launch.fixed["PARTED"]
-        machine = inspect_launch(launch, mock_tensors(flash), sm)
+    both = (flashes(graph, target, x) for x in (Options(), Options(batch_invariant=True)))
+    for flash, whole, kernel in zip(*both, BY_QUERIES, strict=True):
+        launches = [launch_of(x, kernel) for x in (flash, whole)]
+        assert [x.fixed["PARTED"] for x in launches] == [True, False]
+        machine, other = (inspect_launch(x, mock_tensors(flash), sm) for x in launches)
         assert not [*Kernel(sm, 2, 128, kernel).complaints(machine)]
-        assert machine.body.full.spills == 0
+        assert machine.body.full.spills <= min(other.body.full.spills, 1)
         joined = inspect_launch(launch_of(flash, JOINED[kernel]), mock_tensors(flash), sm)
         assert joined.spilled == 0
