@@ -11,10 +11,12 @@ import triton.language as tl
 from attn_graph.kernels.common import (
     LOG2E,
     SIZES,
+    count_parts,
     count_tiles,
     dropout_keeps_tile,
     even_length,
     full_tile,
+    head_and_part,
     head_ptr,
     key_tiles,
     line_of,
@@ -33,6 +35,7 @@ from attn_graph.kernels.sequences import (
     head_at,
     key_rows,
     length_of,
+    line_at,
     list_of,
     place_rows,
     sequence_at,
@@ -113,26 +116,31 @@ def query_gradient(
     q_starts_ptr, q_lengths_ptr, kv_starts_ptr, kv_lengths_ptr, pages_ptr,
     q_desc, k_desc, v_desc, do_desc,
     data, numbers, q_strides, k_strides, v_strides, do_strides, dq_strides, lists_strides,
-    pages_stride, B, H, GROUP, M, N, T, T_KEYS, POOL, TOGETHER,
+    pages_stride, B, H, GROUP, PARTS, M, N, T, T_KEYS, POOL, TOGETHER,
     scale, keep_scale, threshold, origin,
     EVEN: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LAST_FIRST: tl.constexpr,
-    BATCH: tl.constexpr, PAGE: tl.constexpr,
+    BATCH: tl.constexpr, PAGE: tl.constexpr, PARTED: tl.constexpr,
     KEEP: tl.constexpr, STRIP: tl.constexpr, CHANGE: tl.constexpr, BACK: tl.constexpr,
     DROPOUT: tl.constexpr, LISTED: tl.constexpr, BLIND: tl.constexpr, UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: dq [BLOCK_M,D] of one head, over all keys that its queries may see.
+    """One program: dq [BLOCK_M,D] of one head, over all keys that its queries may see, or, PARTED,
+    one of PARTS of their tiles; dq then has H * PARTS heads, which `sum_parts` adds up.
 
     BLIND: whether rows may see no key: 0 no, 1 only by the mask, and so never in a full tile, 2
     by a modifier too. Packed tensors and pages are as those of `forward`.
     """
     N = even_length(N, EVEN)
-    place, block, h, b, row, M, extent, line = place_rows(
-        q_starts_ptr, q_lengths_ptr, lists_ptr, lists_strides, B, H, M, T, TOGETHER,
+    heads = count_parts(H, PARTS, PARTED)
+    place, block, head, b, row, M, extent, line = place_rows(
+        q_starts_ptr, q_lengths_ptr, lists_ptr, lists_strides, B, heads, M, T, TOGETHER,
         BATCH, BLOCK_M, LAST_FIRST, LISTED,
     )  # fmt: skip
+    h, part = head_and_part(head, PARTS, PARTED)
+    if PARTED:
+        line = line_at(q_starts_ptr, b, h, H, row, M, T)
     key, N = length_of(kv_starts_ptr, kv_lengths_ptr, b, T_KEYS, N)
     pages = tl.cast(b, tl.int64) * pages_stride
     first = block * BLOCK_M
@@ -161,7 +169,8 @@ def query_gradient(
         )
     full, mixed = count_tiles(lists_ptr, start, full_start, full_stop, stop, LISTED)
     full, mixed = tiles_within(full, mixed, q_starts_ptr, first, M, LISTED)
-    for t in range(full):
+    begin, end, mixed_begin, mixed_end = walk_part(part, PARTS, full, mixed, PARTED)
+    for t in range(begin, end):
         n = full_tile(t, lists_ptr, full_start, LISTED)
         dq = add_query_gradient(
             dq, q, do, lse, surplus, k_head, v_head, k_desc, v_desc, n * BLOCK_N, first, i,
@@ -170,7 +179,7 @@ def query_gradient(
             D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
             PAGE, KEEP, CHANGE, BACK, DROPOUT, False, UPCAST, PRECISION,
         )  # fmt: skip
-    for t in range(mixed):
+    for t in range(mixed_begin, mixed_end):
         n = mixed_tile(t, lists_ptr, start, full_start, full_stop, full, LISTED)
         dq = add_query_gradient(
             dq, q, do, lse, surplus, k_head, v_head, k_desc, v_desc, n * BLOCK_N, first, i,
@@ -180,7 +189,7 @@ def query_gradient(
             PAGE, KEEP, CHANGE, BACK, DROPOUT, True, UPCAST, PRECISION,
         )  # fmt: skip
     dq = within_sequence(dq, q_starts_ptr, first, M, 0.0, BLOCK_M)
-    dq_head = head_at(dq_ptr, dq_strides, b, h, q_starts_ptr, row, 0)
+    dq_head = head_at(dq_ptr, dq_strides, b, head, q_starts_ptr, row, 0)
     store_rows(dq_head, dq_strides, first, extent, dq * scale, D, BLOCK_M, WIDTH_D, UPCAST)
 
 
@@ -249,7 +258,7 @@ def key_gradient(
     nothing is written.
     """
     N = even_length(N, EVEN)
-    sums = count_sums(SPLITS, PARTS, PARTED)
+    sums = count_parts(SPLITS, PARTS, PARTED)
     place, block, part, b, key, N, extent, _ = place_rows(
         kv_starts_ptr, kv_lengths_ptr, lists_ptr, lists_strides, B, G * sums, N, T_KEYS, TOGETHER,
         BATCH, BLOCK_N, LAST_FIRST, LISTED,
@@ -261,7 +270,7 @@ def key_gradient(
         row, M = sequence_at(q_starts_ptr, q_lengths_ptr, b, T, M)
         line, length = tl.cast(row, tl.int64), T
     g = part // sums
-    split, piece = split_and_part(part % sums, PARTS, PARTED)
+    split, piece = head_and_part(part % sums, PARTS, PARTED)
     each = tl.cdiv(GROUP, SPLITS)
     first = block * BLOCK_N
     j = (first + tl.arange(0, BLOCK_N))[:, None]
@@ -321,23 +330,6 @@ def key_gradient(
         dv = within_sequence(dv, kv_starts_ptr, first, N, 0.0, BLOCK_N)
         dv_head = head_at(dv_ptr, dv_strides, b, part, kv_starts_ptr, key, 0)
         store_rows(dv_head, dv_strides, first, extent, dv, E, BLOCK_N, WIDTH_E, UPCAST)
-
-
-@triton.jit
-def count_sums(SPLITS, PARTS, PARTED: tl.constexpr):
-    """How many sums of dk and dv each key/value head has."""
-    if PARTED:
-        SPLITS *= PARTS
-    return SPLITS
-
-
-@triton.jit
-def split_and_part(n, PARTS, PARTED: tl.constexpr):
-    """Which share of the query heads of a group the n-th sum is of, and which part of the tiles."""
-    part = 0
-    if PARTED:
-        n, part = n // PARTS, n % PARTS
-    return n, part
 
 
 @triton.jit

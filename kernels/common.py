@@ -336,6 +336,23 @@ def count_tiles(lists_ptr, start, full_start, full_stop, stop, LISTED: tl.conste
 
 
 @triton.jit
+def count_parts(heads, PARTS, PARTED: tl.constexpr):
+    """How many parts there are of the tiles of so many heads, or of shares of a group of heads."""
+    if PARTED:
+        heads *= PARTS
+    return heads
+
+
+@triton.jit
+def head_and_part(n, PARTS, PARTED: tl.constexpr):
+    """Of which head the n-th part is, and which of the head's."""
+    part = 0
+    if PARTED:
+        n, part = n // PARTS, n % PARTS
+    return n, part
+
+
+@triton.jit
 def walk_part(part, PARTS, full, mixed, PARTED: tl.constexpr):
     """begin, end, mixed_begin, mixed_end: which of the full tiles, and then of the mixed ones, are
     a part's. Each of PARTS has as many, but for the last ones; all are one part's unless PARTED."""

@@ -1,7 +1,8 @@
 """The forward of few queries: programs share the keys of one head, and another kernel merges.
 
 Each reads a part of the keys once for all query heads that share them. What the parts give is
-merged by their lse, in a fixed order, which is that of a longer cache too.
+merged by their lse, in a fixed order, which is that of a longer cache too. So are the parts that
+kernels/forward.py leaves of long blocks.
 """
 
 import triton
@@ -14,14 +15,14 @@ from attn_graph.kernels.common import (
     even_length,
     head_ptr,
     key_tiles,
+    line_of,
     mixed_tile,
-    round_to,
+    place_program,
+    store_rows,
     strip_of,
 )
-from attn_graph.kernels.forward import attend
+from attn_graph.kernels.forward import attend, store_statistic
 from attn_graph.kernels.sequences import head_at, length_of
-
-AT_ONCE: tl.constexpr = tl.constexpr(16)  # parts that are merged at a time, however many there are
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -39,8 +40,8 @@ def split_forward(
     """One program: rows of one key/value head against a part of the keys that they may see.
 
     Rows are the M queries of the first of the GROUP heads that share k and v, then of the next;
-    M <= BLOCK_M. SPLITS parts have EACH tiles of keys at least. parts [SPLITS,B,H,M,E] float32 and
-    parts_lse [SPLITS,B,H,M] in base 2; a row that sees nothing of a part has lse -inf and no part.
+    M <= BLOCK_M. SPLITS parts have EACH tiles of keys at least. parts [B,H*SPLITS,M,E] float32 and
+    parts_lse [B,H*SPLITS,M] in base 2; a row that sees nothing of a part has lse -inf and no part.
     """
     N = even_length(N, EVEN)
     blocks = tl.cdiv(GROUP * M, BLOCK_M)
@@ -88,7 +89,7 @@ def split_forward(
     total = tl.sum(total, 1)
     blind = total == 0
     total = tl.where(blind, 1.0, total)
-    line = ((tl.cast(part, tl.int64) * B + b) * H + h) * M + i
+    line = line_of(b, h * SPLITS + part, H * SPLITS, M) + i
     lse = tl.where(blind, float("-inf"), m + tl.log2(total))[:, None]
     tl.store(parts_lse_ptr + line, lse, mask=there[:, None])
     out = tl.arange(0, WIDTH_E)[None, :]
@@ -118,46 +119,53 @@ def part_of_tiles(
 
 @triton.jit(do_not_specialize=("sinks_stride", *SIZES))
 def merge_parts(
-    parts_ptr, parts_lse_ptr, o_ptr, lse_ptr, sinks_ptr, o_strides, sinks_stride, H, SPLITS, M,
-    E: tl.constexpr, WIDTH_E: tl.constexpr, UPCAST: tl.constexpr,
+    parts_ptr, parts_lse_ptr, o_ptr, lse_ptr, sinks_ptr, o_strides, sinks_stride, H, PARTS, M,
+    E: tl.constexpr, WIDTH_E: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """One program: a row of o [B,H,M,E] and of lse [B,H,M] from its parts; see `split_forward`.
+    """One program: ROWS rows of o [B,H,M,E] and of lse [B,H,M] from their parts, in order.
 
-    lse is in C order, and not stored where lse_ptr is None. The sink of the row's head enters here.
+    parts [B,H*PARTS,M,E] float32, and their lse [B,H*PARTS,M] in base 2, -inf where a row saw
+    nothing of a part. AT_ONCE parts are merged at a time. lse is in C order, and not stored where
+    lse_ptr is None. The sink of the head enters here.
     """
-    line, lines = tl.program_id(0), tl.num_programs(0)
-    h = line // M % H
-    m = tl.cast(float("-inf"), tl.float32)
+    block, h, b = place_program(tl.cdiv(M, ROWS), H, 1, False)
+    first = block * ROWS
+    line = line_of(b, h, H, M)
+    slot = tl.arange(0, ROWS * AT_ONCE)  # the parts of a row, then those of the next
+    i, one = first + slot // AT_ONCE, slot % AT_ONCE
+    m = tl.full([ROWS], float("-inf"), tl.float32)
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + h * sinks_stride).to(tl.float32) * LOG2E
         m = tl.maximum(m, sink)
-    for first in range(0, SPLITS, AT_ONCE):
-        m = tl.maximum(m, tl.max(load_parts_lse(parts_lse_ptr, first, SPLITS, line, lines), 0))
+    for n in range(0, PARTS, AT_ONCE):
+        lse, _ = load_parts_lse(parts_lse_ptr, n + one, PARTS, line, i, M)
+        m = tl.maximum(m, tl.max(tl.reshape(lse, (ROWS, AT_ONCE)), 1))
     safe = tl.where(m == float("-inf"), 0.0, m)
-    total = tl.cast(0.0, tl.float32)
-    acc = tl.zeros([WIDTH_E], tl.float32)
-    col = tl.arange(0, WIDTH_E)
-    for first in range(0, SPLITS, AT_ONCE):
-        lse = load_parts_lse(parts_lse_ptr, first, SPLITS, line, lines)
-        weight = tl.exp2(lse - safe)
-        n = (first + tl.arange(0, AT_ONCE)).to(tl.int64)
-        at = parts_ptr + (n * lines + line)[:, None] * E + col[None, :]
-        saw = (lse != float("-inf"))[:, None] & (col < E)[None, :]
-        acc += tl.sum(tl.load(at, mask=saw, other=0.0) * weight[:, None], 0)
-        total += tl.sum(weight, 0)
+    each = tl.reshape(tl.broadcast_to(safe[:, None], (ROWS, AT_ONCE)), (ROWS * AT_ONCE,))
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, WIDTH_E], tl.float32)
+    col = tl.arange(0, WIDTH_E)[None, :]
+    for n in range(0, PARTS, AT_ONCE):
+        lse, at = load_parts_lse(parts_lse_ptr, n + one, PARTS, line, i, M)
+        weight = tl.exp2(lse - each)
+        saw = (lse != float("-inf"))[:, None] & (col < E)
+        part = tl.load(parts_ptr + at[:, None] * E + col, mask=saw, other=0.0) * weight[:, None]
+        acc += tl.sum(tl.reshape(part, (ROWS, AT_ONCE, WIDTH_E)), 1)
+        total += tl.sum(tl.reshape(weight, (ROWS, AT_ONCE)), 1)
     if sinks_ptr is not None:
         total += tl.exp2(sink - safe)
     blind = total == 0
     total = tl.where(blind, 1.0, total)
-    at = head_ptr(o_ptr, o_strides, line // M // H, h) + line % M * o_strides[2]
-    o = round_to(acc / total, o_ptr.dtype.element_ty, UPCAST)
-    tl.store(at + col * o_strides[3], o, mask=col < E)
+    o_head = head_ptr(o_ptr, o_strides, b, h)
+    store_rows(o_head, o_strides, first, M, acc / total[:, None], E, ROWS, WIDTH_E, UPCAST)
     if lse_ptr is not None:
-        tl.store(lse_ptr + line, tl.where(blind, float("-inf"), (safe + tl.log2(total)) * LN2))
+        lse = tl.where(blind, float("-inf"), (safe + tl.log2(total)) * LN2)
+        store_statistic(lse_ptr + line, lse, first, M, ROWS)
 
 
 @triton.jit
-def load_parts_lse(ptr, first, SPLITS, line, lines):
-    """lse [AT_ONCE] of a row in the parts `first`..; -inf past the last."""
-    n = first + tl.arange(0, AT_ONCE)
-    return tl.load(ptr + n.to(tl.int64) * lines + line, mask=n < SPLITS, other=float("-inf"))
+def load_parts_lse(ptr, n, PARTS, line, i, M):
+    """lse of rows i in parts n, and where each lies; -inf past the last row and the last part."""
+    at = line * PARTS + n.to(tl.int64) * M + i
+    return tl.load(ptr + at, mask=(n < PARTS) & (i < M), other=float("-inf")), at

@@ -7,10 +7,12 @@ from attn_graph.kernels.common import (
     LN2,
     LOG2E,
     SIZES,
+    count_parts,
     count_tiles,
     dropout_keeps_tile,
     even_length,
     full_tile,
+    head_and_part,
     key_tiles,
     mixed_tile,
     round_to,
@@ -18,6 +20,7 @@ from attn_graph.kernels.common import (
     store_rows,
     sum_columns,
     tile_of,
+    walk_part,
 )
 from attn_graph.kernels.sequences import (
     head_at,
@@ -35,31 +38,35 @@ def forward(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, max_ptr, sinks_ptr, seed_ptr, offset_ptr, lists_ptr,
     q_starts_ptr, q_lengths_ptr, kv_starts_ptr, kv_lengths_ptr, pages_ptr, q_desc, k_desc, v_desc,
     data, numbers, q_strides, k_strides, v_strides, o_strides, lists_strides, sinks_stride,
-    pages_stride, B, H, GROUP, M, N, T, T_KEYS, POOL, TOGETHER,
+    pages_stride, B, H, GROUP, PARTS, M, N, T, T_KEYS, POOL, TOGETHER,
     scale, keep_scale, threshold, origin,
     EVEN: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LAST_FIRST: tl.constexpr,
-    BATCH: tl.constexpr, PAGE: tl.constexpr, COLUMNS: tl.constexpr,
+    BATCH: tl.constexpr, PAGE: tl.constexpr, COLUMNS: tl.constexpr, PARTED: tl.constexpr,
     KEEP: tl.constexpr, STRIP: tl.constexpr, CHANGE: tl.constexpr, FOLD: tl.constexpr,
     DROPOUT: tl.constexpr, LISTED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_M queries of one head against all keys that they may see.
+    """One program: BLOCK_M queries of one head against all keys that they may see, or, PARTED, one
+    of PARTS of their tiles.
 
     q [B,H,M,D], k [B,G,N,D], v [B,G,N,E] -> o [B,H,M,E], lse [B,H,M] (natural logarithm), max
     [B,H,M] (of the scores); both float32 in C order, and not stored where their pointer is None.
     GROUP = H / G. q, k and v are read by descriptors of their tiles where these are given. Inside,
-    scores and maxima are in base 2. FOLD, COLUMNS: see `softmax_step` and `sum_columns`.
+    scores and maxima are in base 2. FOLD, COLUMNS: see `softmax_step` and `sum_columns`. PARTED: o
+    and lse have H * PARTS heads, o is float32 and lse in base 2; see `merge_parts`.
 
     With q_starts_ptr q is packed, T rows of each head, and so are o and the statistics [H,T]; with
     kv_starts_ptr k and v are, T_KEYS rows. M and N are the most of a sequence then. With pages_ptr
     k and v are POOL pages of PAGE rows; see kernels/sequences.py.
     """
     N = even_length(N, EVEN)
-    place, block, h, b, row, M, extent, line = place_rows(
-        q_starts_ptr, q_lengths_ptr, lists_ptr, lists_strides, B, H, M, T, TOGETHER,
+    heads = count_parts(H, PARTS, PARTED)
+    place, block, head, b, row, M, extent, line = place_rows(
+        q_starts_ptr, q_lengths_ptr, lists_ptr, lists_strides, B, heads, M, T, TOGETHER,
         BATCH, BLOCK_M, LAST_FIRST, LISTED,
     )  # fmt: skip
+    h, part = head_and_part(head, PARTS, PARTED)
     key, N = length_of(kv_starts_ptr, kv_lengths_ptr, b, T_KEYS, N)
     pages = tl.cast(b, tl.int64) * pages_stride
     first = block * BLOCK_M
@@ -81,7 +88,8 @@ def forward(
         )
     full, mixed = count_tiles(lists_ptr, start, full_start, full_stop, stop, LISTED)
     full, mixed = tiles_within(full, mixed, q_starts_ptr, first, M, LISTED)
-    for t in range(full):
+    begin, end, mixed_begin, mixed_end = walk_part(part, PARTS, full, mixed, PARTED)
+    for t in range(begin, end):
         n = full_tile(t, lists_ptr, full_start, LISTED)
         acc, total, m = attend(
             acc, total, m, q, k_head, v_head, k_desc, v_desc, n * BLOCK_N, first, i,
@@ -90,7 +98,7 @@ def forward(
             D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
             PAGE, COLUMNS, KEEP, CHANGE, FOLD, DROPOUT, False, UPCAST, PRECISION,
         )  # fmt: skip
-    for t in range(mixed):
+    for t in range(mixed_begin, mixed_end):
         n = mixed_tile(t, lists_ptr, start, full_start, full_stop, full, LISTED)
         acc, total, m = attend(
             acc, total, m, q, k_head, v_head, k_desc, v_desc, n * BLOCK_N, first, i,
@@ -112,11 +120,14 @@ def forward(
         acc, total, m = with_sink(acc, total, m, sink)
     blind = total == 0  # rows that saw nothing
     total = tl.where(blind, 1.0, total)
-    lse = tl.where(blind, float("-inf"), (m + tl.log2(total)) * LN2)
+    lse = m + tl.log2(total)
+    if not PARTED:
+        lse *= LN2
+    lse = tl.where(blind, float("-inf"), lse)
     acc = acc * (keep_scale / total)[:, None]  # one division for each row; 1 / total: no dropout
     lse = within_sequence(lse, q_starts_ptr, first, M, float("-inf"), BLOCK_M)
     acc = within_sequence(acc, q_starts_ptr, first, M, 0.0, BLOCK_M)
-    o_head = head_at(o_ptr, o_strides, b, h, q_starts_ptr, row, 0)
+    o_head = head_at(o_ptr, o_strides, b, head, q_starts_ptr, row, 0)
     store_rows(o_head, o_strides, first, extent, acc, E, BLOCK_M, WIDTH_E, UPCAST)
     if lse_ptr is not None:
         store_statistic(lse_ptr + line, lse, first, extent, BLOCK_M)

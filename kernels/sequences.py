@@ -57,13 +57,22 @@ def place_rows(
     if starts_ptr is None:
         place, h, b = place_program(tl.cdiv(M, BLOCK), H, TOGETHER, LAST_FIRST)
         block = listed_block(place, lists_ptr, lists_strides, LISTED)
-        row, extent, line = 0, M, line_of(b, h, H, M)
+        row, extent = 0, M
     else:
         block, h, b, row, M, extent = place_in_sequences(
             starts_ptr, lengths_ptr, B, H, T, M, TOGETHER, BATCH, BLOCK, LAST_FIRST
         )
-        place, line = block, line_of(0, h, H, T) + row
-    return place, block, h, b, row, M, extent, line
+        place = block
+    return place, block, h, b, row, M, extent, line_at(starts_ptr, b, h, H, row, M, T)
+
+
+@triton.jit
+def line_at(starts_ptr, b, h, H, row, M, T):
+    """Where the line of a head begins in statistics, at the first row of its batch entry."""
+    line = line_of(b, h, H, M)
+    if starts_ptr is not None:
+        line = line_of(0, h, H, T) + row
+    return line
 
 
 @triton.jit

@@ -123,7 +123,8 @@ INTERPRETED = Tiling(32, 32, 4, 1)
 INTERPRETED_SPLIT = Tiling(16, 32, 4, 1)
 DELTA = Tiling(64, 0, 4, 1)  # reads each row once, and no keys
 SUMS = Tiling(0, 16, 4, 1)  # adds up heads; each of so many rows is read once
-MERGE = Tiling(0, 0, 4, 1)  # joins the parts of a row
+MERGE = Tiling(1, 16, 4, 1)  # joins the parts of few rows, so many at a time
+MERGE_ROWS = Tiling(4, 4, 4, 1)  # the same of many rows
 LISTS = Tiling(0, 0, 4, 1)  # for the kernels that make lists, which have no tiles of their own
 
 # Of few rows, by bytes of an element and the larger width: keys of a tile, warps, and how many

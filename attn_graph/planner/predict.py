@@ -44,9 +44,7 @@ class Rate:
 
     def shares_keys(self, problem: Problem) -> bool:
         """Whether programs share the keys of one head, where there are few programs."""
-        if self.splits == "few_rows":
-            return is_decoding(problem)
-        return self.splits == "always" and problem.grad is None
+        return self.splits != "never" and problem.grad is None
 
 
 @cache

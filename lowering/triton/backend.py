@@ -28,7 +28,6 @@ from attn_graph.lowering.reasons import (
 )
 from attn_graph.lowering.steps import Steps
 from attn_graph.lowering.triton.calls import Results, TritonCall
-from attn_graph.lowering.triton.few_rows import is_decoding
 from attn_graph.lowering.triton.layout import Layout
 from attn_graph.lowering.triton.page_order import order_bytes
 from attn_graph.lowering.triton.work import Single, Work, split_graph
@@ -126,9 +125,7 @@ def address_reasons(flash: Flash) -> Iterator[Reason]:
 
 def plan_flash(work: Work, target: Target, options: Options) -> Flash:
     """What `why_not` and `lower` both ask for."""
-    problem = work.problem
-    most = options.max_workspace if problem.grad is not None or is_decoding(problem) else None
-    invariant = options.batch_invariant
+    most, invariant = options.max_workspace, options.batch_invariant
     return plan_once(work, target, options.precision, options.variant, most, invariant)
 
 
@@ -245,8 +242,7 @@ def flash_notes(flash: Flash, precision: Precision) -> Iterator[str]:
     """How it runs, for `explain`."""
     if flash.problem.dtype == torch.float32 and precision != flash.precision:
         yield "float32 products without TF32: its tiles would not fit this GPU's shared memory"
-    if flash.division:
-        yield flash.division
+    yield from flash.division.splitlines()
     for name, spec in flash.specs().items():
         if len(spec.shape) < 4:
             continue
@@ -274,10 +270,10 @@ def describe_balance(flash: Flash, launch: Launch) -> str:
         or not (costs := block_costs(flash.problem, tile, by_keys, table))
     ):
         return f"{launch.grid / places:.3g} waves, balance up to the data"
-    heads, each = launch.grid // len(costs), 1.0
-    if by_keys:
-        each = -(-fixed["GROUP"] // fixed["SPLITS"]) / fixed.get("PARTS", 1)
-    return schedule_programs(costs, tile, heads, each, fixed["TOGETHER"]).figures(places)
+    heads, parts = launch.grid // len(costs), fixed.get("PARTS", 1)
+    each = -(-fixed["GROUP"] // fixed["SPLITS"]) if by_keys else 1
+    order = fixed["TOGETHER"], parts
+    return schedule_programs(costs, tile, heads, each, *order).figures(places)
 
 
 def launch_notes(flash: Flash) -> Iterator[str]:

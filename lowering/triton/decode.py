@@ -27,7 +27,7 @@ FIXED_KEYS = 512  # of a part, where its bits may not depend on the batch
 WORTH = 16  # times as many keys as rows: reading them once saves more than merging one part takes
 PARTS, PARTS_LSE = "parts", "parts.lse"  # buffers: sums of all parts, and their lse
 RESULTS = ("o_ptr", "lse_ptr", "sinks_ptr")  # what the kernel that merges reads and writes
-MERGED = ("M", "E", "WIDTH_E", "UPCAST")
+MERGED = ("E", "WIDTH_E", "UPCAST")
 UNREAD = (  # of packed queries and of dropout, which have no parts
     *("q_starts_ptr", "q_lengths_ptr", "T", "BATCH"),
     *("keep_scale", "threshold", "origin", "DROPOUT"),
@@ -48,9 +48,7 @@ class KeyDivision:
 
     def buffers(self, problem: Problem) -> dict[str, Buffer]:
         """The sums of all parts, and their lse."""
-        lse = (self.parts, problem.B, problem.H, problem.M)
-        shapes = {PARTS: (*lse, problem.E), PARTS_LSE: lse}
-        return {name: Buffer(shape, torch.float32) for name, shape in shapes.items()}
+        return parts_buffers(Layout.dense(problem), self.parts)
 
     def scratch(self, problem: Problem) -> int:
         """Bytes of both."""
@@ -120,18 +118,40 @@ def split_launches(
     }
     own = {name: x for name, x in fixed.items() if name not in (*UNREAD, *RESULTS)} | own
     grid = p.B * p.G * division.parts * -(-division.rows // tile.block_m)
-    results = {name: x for name, x in pointers.items() if name in RESULTS} | parts
-    sinks, o = p.by_role.sinks, layout.strides("o", layout.o())
+    split = Launch("split_forward", grid, reads, own, texts, *tile.options)
+    return [split, merge_launch(layout, division.parts, MERGE, pointers, fixed)]
+
+
+def merge_launch(
+    layout: Layout, parts: int, tile: Tiling, pointers: Pointers, fixed: Fixed
+) -> Launch:
+    """The launch that joins the parts of o. tile: rows of a program, and parts at a time.
+
+    pointers, fixed: of a forward.
+    """
+    B, H, M = layout.lines()
+    sinks = layout.problem.by_role.sinks
+    read: Pointers = {"parts_ptr": PARTS, "parts_lse_ptr": PARTS_LSE}
     merged = {name: x for name, x in fixed.items() if name in (*RESULTS, *MERGED)} | {
-        "o_strides": o,
+        "o_strides": layout.strides("o", layout.o()),
         "sinks_stride": sinks.strides[0] if sinks else 0,
-        "H": p.H,
-        "SPLITS": division.parts,
+        "H": H,
+        "PARTS": parts,
+        "M": M,
+        "ROWS": tile.block_m,
+        "AT_ONCE": tile.block_n,
     }
-    return [
-        Launch("split_forward", grid, reads, own, texts, *tile.options),
-        Launch("merge_parts", p.B * p.H * p.M, results, merged, {}, *MERGE.options),
-    ]
+    results = {name: x for name, x in pointers.items() if name in RESULTS} | read
+    grid = B * H * -(-M // tile.block_m)
+    return Launch("merge_parts", grid, results, merged, {}, *tile.options)
+
+
+def parts_buffers(layout: Layout, parts: int) -> dict[str, Buffer]:
+    """So many sums of each head's o, and their lse."""
+    B, H, M = layout.lines()
+    lse = B, H * parts, M
+    shapes = {PARTS: (*lse, layout.problem.E), PARTS_LSE: lse}
+    return {name: Buffer(shape, torch.float32) for name, shape in shapes.items()}
 
 
 def describe_division(problem: Problem, target: Target, division: KeyDivision) -> str:

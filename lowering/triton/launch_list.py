@@ -62,7 +62,7 @@ class LaunchList:
     invariant: bool = False
     layout: Layout = field(default=Factory(lambda x: Layout.dense(x.problem), takes_self=True))
     push: Push | None = None
-    division_note: Callable[[], str] = str
+    division_notes: list[Callable[[], str]] = field(factory=list)
     launches: list[Launch] = field(factory=list)
     buffers: dict[str, Buffer] = field(factory=dict)
     tables: dict[str, torch.Tensor] = field(factory=dict)
@@ -73,6 +73,16 @@ class LaunchList:
             options = self.variant, self.invariant, self.layout.op is None
             return choose_tiling(self.layout.flat, self.target, pass_, *options)
         return choose_push_tiling(self.problem, self.target, PUSHED[pass_], self.variant)
+
+    def tilings(self, pass_: Pass) -> list[Tiling]:
+        """The tile of a pass where nothing is divided, and, if that is another, where programs are
+        many; lists of tiles are made for one."""
+        chosen, mask = self.tiling(pass_), self.problem.node.mask
+        if self.push is not None or not (mask is None or self.code.strip):
+            return [chosen]
+        options = self.variant, True, self.layout.op is None
+        usual = choose_tiling(self.layout.flat, self.target, pass_, *options)
+        return [*dict.fromkeys((chosen, usual))]
 
     @property
     def read(self) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from math import prod
 from typing import final
@@ -11,12 +11,24 @@ import torch
 from attrs import Factory, define, field, frozen
 
 from attn_graph.ir.packed import LENGTHS
-from attn_graph.kernels.tilings import DELTA, SUMS, Tiling, padded_head_size, summed_columns
+from attn_graph.kernels.tilings import (
+    DELTA,
+    MERGE_ROWS,
+    SUMS,
+    Pass,
+    Tiling,
+    padded_head_size,
+    summed_columns,
+)
 from attn_graph.lowering.problem import Problem, read_specs
 from attn_graph.lowering.triton.decode import (
+    PARTS,
+    PARTS_LSE,
     KeyDivision,
     describe_division,
     divide_keys,
+    merge_launch,
+    parts_buffers,
     split_launches,
 )
 from attn_graph.lowering.triton.device_code import (
@@ -24,12 +36,13 @@ from attn_graph.lowering.triton.device_code import (
     DeviceCode,
     Tracer,
 )
+from attn_graph.lowering.triton.divisions import Division, divide_work, may_divide
 from attn_graph.lowering.triton.launch_list import MOVED, READ, TILED, Fixed, LaunchList
 from attn_graph.lowering.triton.launches import Launch, Pointers, check_interpreter
 from attn_graph.lowering.triton.layout import Layout
 from attn_graph.lowering.triton.operands import takes_tf32
 from attn_graph.lowering.triton.page_order import DTYPES, NAMED, ORDER, sums_pages
-from attn_graph.lowering.triton.programs import Division, divide_queries, may_divide_queries
+from attn_graph.lowering.triton.programs import expected_costs
 from attn_graph.lowering.triton.tile_lists import blocks
 from attn_graph.lowering.triton.work import Push, Work, tangent_specs
 from attn_graph.machine.target import Target
@@ -39,7 +52,8 @@ from attn_graph.spec import TensorSpec, dense_strides
 from attn_graph.spec.formulas import decide
 
 Lying = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides and dtype
-FORWARDS = ("forward", "gluon_forward", "merge_parts")  # they store lse, where a pointer is given
+NOT_INVARIANT = "the order of sums would follow the batch, which batch_invariant=True forbids"
+NO_MAXIMA = "parts of the largest score are not put together"
 
 
 @final
@@ -48,9 +62,8 @@ class Flash:
     """Launches in order, by what name they read which tensor, and scratch buffers by name.
 
     precision: of products of float32. tables: lists of tiles that were made when planning, by
-    name too. results: shape, strides and dtype of what a pass gives, by name. division_note: what
-    `explain` says of how query heads of a group, or keys, are divided. push: what moves, in forward
-    mode.
+    name too. results: shape, strides and dtype of what a pass gives, by name. division_notes: what
+    `explain` says of how the work of blocks is divided. push: what moves, in forward mode.
     """
 
     problem: Problem
@@ -61,7 +74,7 @@ class Flash:
     buffers: Mapping[str, Buffer]
     tables: Mapping[str, torch.Tensor]
     results: Mapping[str, Lying]
-    division_note: Callable[[], str] = str
+    division_notes: Sequence[Callable[[], str]] = ()
     layout: Layout = field(default=Factory(lambda x: Layout.dense(x.problem), takes_self=True))
     push: Push | None = None
 
@@ -93,8 +106,8 @@ class Flash:
 
     @property
     def division(self) -> str:
-        """How query heads of a group, or keys, are divided, for `explain`; "": they are not."""
-        return self.division_note()
+        """How the work of blocks is divided, in lines for `explain`; "": it is not."""
+        return "\n".join(filter(None, (note() for note in self.division_notes)))
 
     def specs(self) -> dict[str, TensorSpec]:
         """The specs of the large operands, by name."""
@@ -120,7 +133,7 @@ class Flash:
     def without_lse(self) -> tuple[Launch, ...]:
         """The launches of a forward whose lse nobody reads."""
         return tuple(
-            launch.without("lse_ptr") if launch.kernel in FORWARDS else launch
+            launch.without("lse_ptr") if launch.tensors.get("lse_ptr") == "lse" else launch
             for launch in self.launches
         )
 
@@ -152,7 +165,7 @@ class FlashBuilder(LaunchList):
     def finish(self) -> Flash:
         """What was added so far, as a value."""
         made = tuple(self.launches), self.buffers, self.tables, dict(self.results())
-        more = self.division_note, self.layout, self.push
+        more = self.division_notes, self.layout, self.push
         return Flash(self.problem, self.target, self.code, self.precision, *made, *more)
 
     def results(self) -> Iterator[tuple[str, Lying]]:
@@ -192,25 +205,48 @@ class FlashBuilder(LaunchList):
         texts = self.texts("keep", "strip", "change")
         fixed |= {} if data else {"data": None}
         self.launches += split_launches(division, self.layout, pointers, fixed, texts)
-        self.division_note = partial(describe_division, self.problem, self.target, division)
+        self.division_notes += [partial(describe_division, self.problem, self.target, division)]
 
     def whole_forward(self) -> None:
-        """Add the launch in which a program takes all keys of a block of queries."""
-        p, tile = self.problem, self.tiling("forward")
-        lists, listed = self.listed(tile, by_keys=False)
-        sinks = p.by_role.sinks
-        more = {
-            "o_strides": self.layout.strides("o", self.layout.o()),
-            "sinks_stride": sinks.strides[0] if sinks else 0,
+        """Add the launch in which a program takes all keys of a block of queries, or those in which
+        several share them and another one joins their parts."""
+        p, tiles = self.problem, self.tilings("forward")
+        lists, listed = self.listed(tiles[0], by_keys=False)
+        barrier = NO_MAXIMA if "max" in p.node.stats else ""
+        way = self.divide("forward", tiles, lists, barrier)
+        stored, more = self.parts_of_o(way) if way.parts > 1 else self.whole_o()
+        more |= listed | self.share_rows(way, lists)
+        more |= {
             "H": p.H,
             "FOLD": not p.low_scale and not p.node.modifiers,
             "COLUMNS": summed_columns(self.target.sm, p.dtype.itemsize),
         }
-        names = ("q", "k", "v", "o", "lse", "max", "sinks", "seed", "offset")
-        more |= self.order(tile, by_keys=False, pointers=lists)
-        lines = self.layout.row_programs(tile.block_m)
+        names = ("q", "k", "v", "o", "lse", "max", "seed", "offset")
+        lines = self.layout.row_programs(way.tile.block_m) * way.parts
         texts = self.texts("keep", "strip", "change")
-        self.launch("forward", lines, tile, names, more | listed, texts, lists, TILED[:3])
+        self.launch("forward", lines, way.tile, names, more, texts, lists | stored, TILED[:3])
+        if way.parts > 1:
+            named, absent = self.operands("o", "lse", "sinks")
+            fixed = self.common() | absent
+            self.launches.append(merge_launch(self.layout, way.parts, MERGE_ROWS, named, fixed))
+
+    def whole_o(self) -> tuple[Pointers, Fixed]:
+        """What a forward stores o by: pointers and strides, those of the sinks too."""
+        sinks = self.problem.by_role.sinks
+        named, absent = self.operands("sinks")
+        strides = {"o_strides": self.layout.strides("o", self.layout.o())}
+        return named, absent | strides | {"sinks_stride": sinks.strides[0] if sinks else 0}
+
+    def parts_of_o(self, way: Division) -> tuple[Pointers, Fixed]:
+        """The same of its parts, which are added: sinks enter when these are joined."""
+        self.buffers |= parts_buffers(self.layout, way.parts)
+        strides = {"o_strides": self.parts_strides(PARTS), "sinks_stride": 0}
+        return {"o_ptr": PARTS, "lse_ptr": PARTS_LSE}, {"sinks_ptr": None} | strides
+
+    def share_rows(self, way: Division, lists: Pointers) -> Fixed:
+        """In what order programs of blocks of queries begin, and which share their keys."""
+        order = self.order(way.tile, by_keys=False, pointers=lists, parts=way.parts)
+        return order | {"PARTS": way.parts, "PARTED": way.parts > 1}
 
     def push_forward(self) -> None:
         """Add the launch of forward mode."""
@@ -275,32 +311,38 @@ class FlashBuilder(LaunchList):
         self.launches.append(Launch(kernel, lines, pointers | laid, fixed, {}, *DELTA.options))
 
     def query_gradient(self) -> None:
-        """Add the launch of dq."""
-        p, tile = self.problem, self.tiling("query_gradient")
-        lists, listed = self.listed(tile, by_keys=False)
+        """Add the launch of dq, or of its parts and of what adds them up."""
+        p, tiles = self.problem, self.tilings("query_gradient")
+        lists, listed = self.listed(tiles[0], by_keys=False)
+        way = self.divide("query_gradient", tiles, lists)
+        tile, part = way.tile, "parts.dq"
         names = (*self.read, "dq")
         more = {"H": p.H, "dq_strides": self.gradient_strides(0), "BLIND": self.blind}
-        more |= listed | self.order(tile, by_keys=False, pointers=lists)
-        lines = self.layout.row_programs(tile.block_m)
+        if way.parts > 1:
+            self.buffers[part] = self.sums_buffer(0, p.H * way.parts)
+            lists = lists | {"dq_ptr": part}
+            more["dq_strides"] = self.parts_strides(part)
+        shared = self.share_rows(way, lists)
+        more |= listed | (shared if self.push is None else self.order(tile, False, lists))
+        lines = self.layout.row_programs(tile.block_m) * way.parts
         texts = self.texts("keep", "strip", "change", *self.steps_back)
         kernel = f"{self.prefix}query_gradient"
         self.launch(kernel, lines, tile, names, more, texts, lists, self.tiled)
+        if way.parts > 1:
+            self.sum_parts(part, 0)
 
     def key_gradient(self) -> None:
         """dk and dv, in one launch or in two; one that is not wanted is not computed."""
         p, tile = self.problem, self.tiling("key_gradient")
         assert p.grad is not None
         lists, listed = self.listed(tile, by_keys=True)
-        way = self.divide(tile, lists)
+        way = self.divide("key_gradient", [tile], lists)
         wanted = {name: n for n, name in enumerate(("dk", "dv"), start=1) if p.grad.wants[n]}
         order = self.order(tile, True, lists, way.splits, way.parts)
         pages = self.layout.pages
         if way.summands > 1 or pages:
-            flat = self.layout.flat.specs
             for name, n in wanted.items():
-                B, _, N, width = flat[n].shape
-                shape = (B, p.G * way.summands, N, width)
-                self.buffers[f"parts.{name}"] = Buffer(shape, torch.float32)
+                self.buffers[f"parts.{name}"] = self.sums_buffer(n, p.G * way.summands)
         for results in [[name] for name in wanted] if tile.apart else [list(wanted)]:
             self.key_gradient_of(results, tile, way, lists, listed | order)
         for name, n in wanted.items():
@@ -309,22 +351,34 @@ class FlashBuilder(LaunchList):
             elif way.summands > 1:
                 self.sum_parts(f"parts.{name}", n)
 
-    def divide(self, tile: Tiling, lists: Pointers) -> Division:
-        """How the queries of a key/value head are divided among programs of dk and dv."""
+    def divide(
+        self, pass_: Pass, tiles: list[Tiling], lists: Pointers, barrier: str = ""
+    ) -> Division:
+        """How the work of a block is divided among programs. tiles: as `divide_work` takes them."""
         p, table = self.layout.flat, self.tables.get(str(lists.get("lists_ptr")))
-        whole = self.push is not None
-        if self.invariant or not may_divide_queries(p, self.target, tile, whole=whole):
-            return Division(1)
+        by_keys = pass_ == "key_gradient"
+        whole, barrier = self.push is not None, NOT_INVARIANT if self.invariant else barrier
+        if not may_divide(p, self.target, tiles[0], pass_, whole=whole):
+            return Division(tiles[0])
         used = Scratch(tuple(self.buffers.values())).bytes
         room = None if self.most is None else self.most - used
 
-        def divide(given: tuple[Problem, torch.Tensor | None, int | None]) -> Division:
-            problem, table, room = given
-            return divide_queries(problem, self.target, tile, table, room, whole=whole)
+        def divide(
+            given: tuple[Problem, Problem, torch.Tensor | None, int | None],
+        ) -> Division:
+            flat, padded, table, room = given
+            costs = {x: expected_costs(flat, padded, x, by_keys, table) for x in tiles}
+            of = flat, self.target, pass_, costs, room
+            return divide_work(*of, whole=whole, barrier=barrier)
 
-        division = decide(divide, (p, table, room))
-        self.division_note = partial(str, division.note)
+        division = decide(divide, (p, self.problem, table, room))
+        self.division_notes += [partial(str, division.note)]
         return division
+
+    def sums_buffer(self, n: int, heads: int) -> Buffer:
+        """Sums of the gradient of operand n, of so many heads."""
+        B, _, length, width = self.layout.flat.specs[n].shape
+        return Buffer((B, heads, length, width), torch.float32)
 
     def key_gradient_of(
         self, results: list[str], tile: Tiling, way: Division, lists: Pointers, more: Fixed
@@ -333,7 +387,9 @@ class FlashBuilder(LaunchList):
         p = self.problem
         parts = {name: self.buffers.get(f"parts.{name}") for name in ("dk", "dv")}
         strides = {
-            f"{name}_strides": self.parts_strides(part) if part else self.gradient_strides(n)
+            f"{name}_strides": (
+                self.parts_strides(f"parts.{name}") if part else self.gradient_strides(n)
+            )
             for n, (name, part) in enumerate(parts.items(), start=1)
         }
         more = more | strides | {f"{name}_ptr": None for name in parts if name not in results}
@@ -348,10 +404,10 @@ class FlashBuilder(LaunchList):
         self.launch(kernel, lines, tile, names, more, texts, pointers, self.tiled)
 
     def sum_parts(self, name: str, n: int) -> None:
-        """Add the launch that makes the gradient of k or v, operand n, of sums by query heads."""
+        """Add the launch that makes the gradient of operand n of its sums."""
         B, _, N, _ = self.buffers[name].shape
         pointers, fixed = self.sums(name, n)
-        lines = blocks(N, SUMS.block_n) * self.problem.G * B
+        lines = blocks(N, SUMS.block_n) * fixed["G"] * B
         self.launches.append(Launch("sum_parts", lines, pointers, fixed, {}, *SUMS.options))
 
     def sum_pages(self, name: str, n: int) -> None:
@@ -373,7 +429,7 @@ class FlashBuilder(LaunchList):
 
     def sums(self, name: str, n: int) -> tuple[Pointers, Fixed]:
         """What both of these kernels take: pointers, and sizes and strides."""
-        G, parts = self.problem.G, self.buffers[name]
+        G, parts = self.problem.specs[n].shape[1], self.buffers[name]
         _, heads, N, size = parts.shape
         fixed: Fixed = {
             "parts_strides": dense_strides(parts.shape),
@@ -388,10 +444,11 @@ class FlashBuilder(LaunchList):
         }
         return {"parts_ptr": name, "out_ptr": f"grad{n}"}, fixed
 
-    def parts_strides(self, part: Buffer) -> tuple[int, ...]:
-        """The strides of sums of dk or dv by parts of groups."""
-        entry, *others = dense_strides(part.shape)
-        return (entry if self.layout.T_keys is None else 0, *others)
+    def parts_strides(self, name: str) -> tuple[int, ...]:
+        """The strides of sums, in a buffer, as kernels take them."""
+        entry, *others = dense_strides(self.buffers[name].shape)
+        packed = "keys" if name in ("parts.dk", "parts.dv") else "rows"
+        return (0 if packed in self.layout.sides else entry, *others)
 
     def gradient_strides(self, n: int) -> tuple[int, ...]:
         """The strides of the gradient of operand n, as kernels take them."""

@@ -10,16 +10,17 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 from itertools import repeat
+from math import ceil
 from typing import final
 
 import torch
-from attrs import evolve, field, frozen
+from attrs import frozen
 
 from attn_graph.kernels.tilings import Tiling, padded_head_size
 from attn_graph.lowering.problem import Problem
 from attn_graph.machine.target import Target
 from attn_graph.masks.places import Place, Strip
-from attn_graph.spec import NAMES
+from attn_graph.masks.tiles import most_pairs
 from attn_graph.spec.formulas import highest
 
 MIXED = 1.5  # times a full tile, by the instructions of both loops
@@ -31,11 +32,6 @@ FAR = 1 << 30  # beyond every position
 L2 = 2**25  # bytes of a cache of unknown size: less than any GPU has whose size is known
 WAVES = 4  # of programs that heads walked together have at least, so that long ones come first
 MANY = 8  # waves of programs that even out by themselves
-GAIN = 0.97  # of the time: what dividing the queries of a key/value head has to come below
-PARTS = (2, 4, 8)  # programs that share the queries of one head
-LAUNCH = 3e-6  # seconds until a kernel that waits for another one begins
-FLOPS_A_BYTE = 200.0  # of a GPU of unknown rates
-REACHED = 0.5  # of the peak, by the kernels
 INTERPRETED = 2, 2**13  # places and bytes of cache of Triton's interpreter: heads are in groups
 
 
@@ -45,12 +41,14 @@ class Programs:
     """The programs of a launch as they begin.
 
     costs: of a program of each block, in order. heads: how many have these blocks. together: how
-    many of them are walked at a time, see `place_program`.
+    many of them are walked at a time, see `place_program`. spare: of these costs, what nobody has
+    to do: the last part of a block has less than the others.
     """
 
     costs: tuple[float, ...]
     heads: int
     together: int
+    spare: float = 0.0
 
     @property
     def count(self) -> int:
@@ -60,7 +58,7 @@ class Programs:
     @property
     def total(self) -> float:
         """The time of all, one after another."""
-        return sum(self.costs) * self.heads
+        return sum(self.costs) * self.heads - self.spare
 
     def in_order(self) -> Iterator[float]:
         """The cost of each, in the order in which they begin."""
@@ -71,8 +69,8 @@ class Programs:
 
     def makespan(self, places: int) -> float:
         """The time from the first program's begin to the last one's end, by simulation."""
-        if self.count <= places:
-            return max(self.costs)
+        if self.count <= places or min(self.costs) == max(self.costs):
+            return max(self.costs) * -(-self.count // places)
         ends = [0.0] * places
         for cost in self.in_order():
             heapq.heapreplace(ends, ends[0] + cost)
@@ -168,23 +166,39 @@ def block_costs(
     return costs[::-1] if reverse else costs
 
 
-def dense_costs(problem: Problem, tiling: Tiling, by_keys: bool) -> list[float]:
-    """The same without a mask."""
-    length, size, other, width = problem.M, tiling.block_m, problem.N, tiling.block_n
+def expected_costs(
+    flat: Problem, padded: Problem, tiling: Tiling, by_keys: bool, lists: torch.Tensor | None
+) -> list[float]:
+    """The same, and where data decide the most that blocks have to do on average.
+
+    flat: with all packed sequences as one. padded: with each as long as the longest may be.
+    """
+    costs = block_costs(padded, tiling, by_keys, lists) if flat == padded else None
+    return costs or mean_costs(flat, padded, tiling, by_keys)
+
+
+def mean_costs(flat: Problem, padded: Problem, tiling: Tiling, by_keys: bool) -> list[float]:
+    """What each block has to do if all do as much: as many pairs as the mask keeps at most."""
+    p = padded
+    length, size, other, width = flat.M, tiling.block_m, p.N, tiling.block_n
     if by_keys:
-        length, size, other, width = other, width, length, size
-    return [float(-(-other // width))] * -(-length // size)
+        length, size, other, width = flat.N, width, p.M, size
+    pairs = most_pairs(p.node.mask, (p.B, p.H, p.G, p.M, p.N))
+    seen = -(-other // width) * pairs / (p.B * p.H * p.M * p.N)
+    return [max(1.0, seen)] * -(-length // size)
 
 
 def schedule_programs(
-    costs: Sequence[float], tiling: Tiling, heads: int, each: float, together: int
+    costs: Sequence[float], tiling: Tiling, heads: int, each: int, together: int, parts: int = 1
 ) -> Programs:
-    """Programs that each walk the tiles of `each` heads, or of such a part of one.
+    """Programs that each walk the tiles of `each` heads, or one of `parts` of these.
 
-    costs: of one head's blocks, in order.
+    costs: of one head's blocks, in order. heads: as many as there are programs of each block.
     """
     start = START / (tiling.block_m * tiling.block_n)
-    return Programs(tuple(each * cost + start for cost in costs), heads, together)
+    walked = [each * (cost if parts == 1 else ceil(cost / parts)) for cost in costs]
+    spare = sum(walked) - each * sum(costs) / parts
+    return Programs(tuple(x + start for x in walked), heads, together, spare * heads)
 
 
 def places_of(problem: Problem, target: Target, tiling: Tiling) -> int | None:
@@ -210,12 +224,13 @@ def heads_together(
 ) -> int:
     """How many heads are walked at a time: those whose tensors half of the L2 cache holds.
 
-    Programs read keys and values, or, by_keys, queries and the gradient of o of their part of a
-    group, one of `parts` that are walked side by side. At least WAVES of programs; no heads are
-    left over that are much fewer.
+    Programs read keys and values, or, by_keys, queries and the gradient of o of their share of a
+    group, and of these one of `parts` that are walked side by side. At least WAVES of programs; no
+    heads are left over that are much fewer.
     """
     p, group = problem, problem.H // problem.G
-    heads, each, length, other, block = p.B * p.H, group, p.N, p.M, tiling.block_m
+    heads, each, length = p.B * p.H * parts, group, -(-p.N // parts)
+    other, block = p.M, tiling.block_m
     if by_keys:
         heads, each = p.B * p.G * splits * parts, -(-group // splits)
         length, other, block = -(-p.M // parts), p.N, tiling.block_n
@@ -226,117 +241,3 @@ def heads_together(
     least = -(-WAVES * (places_of(p, target, tiling) or 0) // blocks)
     groups = -(-heads // highest(1, fit, least))
     return -(-heads // groups)
-
-
-@final
-@frozen
-class Division:
-    """How the queries of a key/value head are divided among programs of dk and dv: equal by splits
-    and parts.
-
-    splits: how many programs share the query heads of a group. parts: how many then share the
-    queries of one head. scratch: bytes of the sums that are to be added up. note: for `explain`.
-    """
-
-    splits: int
-    parts: int = 1
-    scratch: int = field(default=0, eq=False)
-    note: str = field(default="", eq=False)
-
-    @property
-    def summands(self) -> int:
-        """How many sums are added up; 1: programs write dk and dv themselves."""
-        return self.splits * self.parts
-
-
-def may_divide_queries(problem: Problem, target: Target, tiling: Tiling, *, whole: bool) -> bool:
-    """Whether there are so few programs of dk and dv that dividing queries may take less time.
-
-    whole: whether one program walks all queries of a head.
-    """
-    p, places = problem, places_of(problem, target, tiling)
-    if places is None or (whole and p.H == p.G):
-        return False
-    return target.interprets or p.B * p.G * -(-p.N // tiling.block_n) <= MANY * places
-
-
-def divide_queries(
-    problem: Problem, target: Target, tiling: Tiling, table: torch.Tensor | None,
-    room: int | None, *, whole: bool = False,
-) -> Division:  # fmt: skip
-    """The division that is done first: less work a program is more programs, and more sums.
-
-    table: the tiles that a mask was listed to leave. room: bytes that the sums may take; None: as
-    many as they need. whole: as above.
-    """
-    p, places = problem, places_of(problem, target, tiling)
-    assert places is not None  # else nothing is divided
-    costs = block_costs(p, tiling, True, table) or dense_costs(p, tiling, True)
-    ways = list_divisions(p, whole)
-    possible = [way for way in ways if room is None or way.scratch <= max(room, 0)]
-    if target.interprets:  # it is not fast in any way, so each has its turn
-        return possible[(p.M + p.N) % len(possible)]
-    times = {way: division_time(p, target, tiling, costs, way, places) for way in ways}
-    best, chosen = pick_fastest(ways, times), pick_fastest(possible, times)
-    return evolve(chosen, note=division_note(chosen, best, p.H // p.G))
-
-
-def list_divisions(problem: Problem, whole: bool) -> list[Division]:
-    """All that are considered: ever fewer query heads a program, then, unless `whole`, ever fewer
-    queries of one."""
-    group = problem.H // problem.G
-    eachs = dict.fromkeys(-(-group // 2**n) for n in range(1 + (group - 1).bit_length()))
-    counts = [(-(-group // each), 1) for each in eachs]
-    counts += [] if whole else [(group, parts) for parts in PARTS]
-    return [
-        Division(splits, parts, scratch_of(problem, splits * parts) if splits * parts > 1 else 0)
-        for splits, parts in counts
-    ]
-
-
-def pick_fastest(ways: Sequence[Division], times: dict[Division, float]) -> Division:
-    """The fastest, or the first, which is without sums, where that is nearly as fast."""
-    best = min(ways, key=times.__getitem__)
-    return best if times[best] < GAIN * times[ways[0]] else ways[0]
-
-
-def division_note(chosen: Division, best: Division, group: int) -> str:
-    """What `explain` says of a division: who adds up, and what max_workspace has prevented."""
-    which, fewer = (describe_share(way, group) for way in (chosen, best))
-    note = f"key_gradient: {which}, sum_parts adds up their sums" if chosen.scratch else ""
-    if best != chosen:
-        less = f"key_gradient: {which}; {fewer} would take less time"
-        note = f"{less}, and sums of {best.scratch} bytes, which max_workspace does not allow"
-    return note
-
-
-def describe_share(way: Division, group: int) -> str:
-    """What of the queries of a key/value head one program takes."""
-    each = -(-group // way.splits)
-    heads = f"each program takes {each} of the {group} query heads of a key/value head"
-    return heads if way.parts == 1 else f"{way.parts} programs share the queries of a head"
-
-
-def scratch_of(problem: Problem, summands: int) -> int:
-    """Bytes of so many sums dk and dv, in float32."""
-    p = problem
-    assert p.grad is not None
-    width = p.D * p.grad.wants[1] + p.E * p.grad.wants[2]
-    return 4 * p.B * p.G * summands * p.N * width
-
-
-def division_time(
-    problem: Problem, target: Target, tiling: Tiling, costs: Sequence[float], way: Division,
-    places: int,
-) -> float:  # fmt: skip
-    """The makespan of dk and dv, and the time to write and read their sums, in full tiles."""
-    p, together = problem, heads_together(problem, target, tiling, True, way.splits, way.parts)
-    each = -(-(p.H // p.G) // way.splits) / way.parts
-    programs = schedule_programs(costs, tiling, p.B * p.G * way.summands, each, together)
-    peak = target.peak(NAMES[p.dtype])
-    known = peak is not None and target.bandwidth is not None
-    rate = peak / target.bandwidth if known else FLOPS_A_BYTE  # type: ignore[operator]
-    flops = 4 * tiling.block_m * tiling.block_n * (p.D + p.E) * places  # of a tile on each place
-    launch = LAUNCH * peak if way.scratch and peak is not None else 0.0  # of what adds up
-    moved = 2 * way.scratch * rate
-    return programs.quick_makespan(places) + (moved + launch) * REACHED / flops

@@ -4,7 +4,8 @@
 scratch and of results come out as formulas. Where it decides by a size, its decision holds for the
 sizes for which it comes out the same; of others there is a plan apart, made when a call first has
 them. These are few: whether there is one batch entry, query or key, whether queries are so few that
-programs share keys, or programs so few that tiles are halved.
+all heads of a group are rows of one tile, or programs so few that tiles are halved, and how many
+programs share the work of a block.
 """
 
 from __future__ import annotations

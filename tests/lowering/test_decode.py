@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
-from attn_graph.kernels.decode import AT_ONCE
+from attn_graph.kernels.tilings import MERGE
 from attn_graph.lowering.problem import Problem, sole
 from attn_graph.lowering.triton.decode import FIXED_KEYS, LEAST_KEYS, WAVES, divide_keys
 from attn_graph.lowering.triton.few_rows import MOST_QUERIES, MOST_ROWS
@@ -200,7 +200,7 @@ def test_bits_are_the_same_alone_in_a_batch_and_in_a_longer_cache(M: int) -> Non
     assert all(not x[b].isnan().any() for x in whole for b in range(4))
     assert whole[0][1].eq(0).all()
     assert whole[1][1].eq(-torch.inf).all()
-    for capacity, count in ((200, 1), (64 * AT_ONCE.value + 200, 2)):
+    for capacity, count in ((200, 1), (64 * MERGE.block_n + 200, 2)):
         graph, tensors = cache(capacity, lengths[:count], M=M)
         other = ag.compile(graph, backends=("triton",), batch_invariant=True)
         for x, y in zip(run_plan(other, tensors), whole, strict=True):

@@ -75,8 +75,8 @@ def test_a_decode_step_takes_its_bytes_at_the_bandwidth_if_keys_are_split() -> N
     assert seconds(graph, "h200", "torch_flash") == pytest.approx(least, rel=0.01)
     assert seconds(graph, "h200", "triton") == pytest.approx(least, rel=0.01)
     assert seconds(graph, "h200", "triton") < 50e-6
-    many = declare((1, 32, 65, 128), (1, 8, 32768, 128))  # more than one tile holds
-    assert seconds(many, "h200", "triton") > 3 * least  # 32 programs for 132 multiprocessors
+    many = declare((1, 32, 65, 128), (1, 8, 32768, 128))  # each head by itself, of rows half empty
+    assert 3 * least < seconds(many, "h200", "triton") < 6 * least  # which share keys too
 
 
 @pytest.mark.parametrize("target", ["a100", "l40s", "rtx4090"])
