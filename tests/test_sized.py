@@ -279,8 +279,10 @@ def test_strides_follow_the_sizes_or_are_those_of_a_buffer() -> None:
     for n in (1, 7, 48):
         k = room[:, :n].transpose(1, 2)
         assert torch.equal(call(plan, q, k, k), call(plan.at(N=n), q, k, k))
-    with pytest.raises(ag.PlanMismatchError, match="k: expected"):
-        plan(q, k.contiguous(), k)
+    dense_k = k.contiguous()
+    for others in ((dense_k, k), (dense_k, dense_k)):
+        with pytest.raises(ag.PlanMismatchError, match="k: expected"):
+            plan(q, *others)
 
 
 # Forward mode, torch.func, double backward
