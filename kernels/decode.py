@@ -127,7 +127,7 @@ def merge_parts(
 
     parts [B,H*PARTS,M,E] float32, and their lse [B,H*PARTS,M] in base 2, -inf where a row saw
     nothing of a part. AT_ONCE parts are merged at a time. lse is in C order, and not stored where
-    lse_ptr is None. The sink of the head enters here.
+    lse_ptr is None. The sink of the head enters here, where sinks_ptr is not None.
     """
     block, h, b = place_program(tl.cdiv(M, ROWS), H, 1, False)
     first = block * ROWS

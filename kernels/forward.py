@@ -117,6 +117,8 @@ def forward(
         store_statistic(max_ptr + line, most, first, extent, BLOCK_M)
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + h * sinks_stride).to(tl.float32) * LOG2E
+        if PARTED:  # the first part has it
+            sink = tl.where(part == 0, sink, float("-inf"))
         acc, total, m = with_sink(acc, total, m, sink)
     blind = total == 0  # rows that saw nothing
     total = tl.where(blind, 1.0, total)

@@ -211,37 +211,35 @@ class FlashBuilder(LaunchList):
         """Add the launch in which a program takes all keys of a block of queries, or those in which
         several share them and another one joins their parts."""
         p, tiles = self.problem, self.tilings("forward")
+        sinks = p.by_role.sinks
         lists, listed = self.listed(tiles[0], by_keys=False)
         barrier = NO_MAXIMA if "max" in p.node.stats else ""
         way = self.divide("forward", tiles, lists, barrier)
         stored, more = self.parts_of_o(way) if way.parts > 1 else self.whole_o()
         more |= listed | self.share_rows(way, lists)
         more |= {
+            "sinks_stride": sinks.strides[0] if sinks else 0,
             "H": p.H,
             "FOLD": not p.low_scale and not p.node.modifiers,
             "COLUMNS": summed_columns(self.target.sm, p.dtype.itemsize),
         }
-        names = ("q", "k", "v", "o", "lse", "max", "seed", "offset")
+        names = ("q", "k", "v", "o", "lse", "max", "sinks", "seed", "offset")
         lines = self.layout.row_programs(way.tile.block_m) * way.parts
         texts = self.texts("keep", "strip", "change")
         self.launch("forward", lines, way.tile, names, more, texts, lists | stored, TILED[:3])
         if way.parts > 1:
-            named, absent = self.operands("o", "lse", "sinks")
-            fixed = self.common() | absent
+            named, absent = self.operands("o", "lse")
+            fixed = self.common() | absent | {"sinks_ptr": None}  # the first part has them
             self.launches.append(merge_launch(self.layout, way.parts, MERGE_ROWS, named, fixed))
 
     def whole_o(self) -> tuple[Pointers, Fixed]:
-        """What a forward stores o by: pointers and strides, those of the sinks too."""
-        sinks = self.problem.by_role.sinks
-        named, absent = self.operands("sinks")
-        strides = {"o_strides": self.layout.strides("o", self.layout.o())}
-        return named, absent | strides | {"sinks_stride": sinks.strides[0] if sinks else 0}
+        """What a forward stores o by: pointers and strides."""
+        return {}, {"o_strides": self.layout.strides("o", self.layout.o())}
 
     def parts_of_o(self, way: Division) -> tuple[Pointers, Fixed]:
-        """The same of its parts, which are added: sinks enter when these are joined."""
+        """The same of its parts, which are added."""
         self.buffers |= parts_buffers(self.layout, way.parts)
-        strides = {"o_strides": self.parts_strides(PARTS), "sinks_stride": 0}
-        return {"o_ptr": PARTS, "lse_ptr": PARTS_LSE}, {"sinks_ptr": None} | strides
+        return {"o_ptr": PARTS, "lse_ptr": PARTS_LSE}, {"o_strides": self.parts_strides(PARTS)}
 
     def share_rows(self, way: Division, lists: Pointers) -> Fixed:
         """In what order programs of blocks of queries begin, and which share their keys."""
