@@ -60,6 +60,10 @@ class Division:
         """How many sums are put together; 1: programs write results themselves."""
         return self.splits * self.parts
 
+    def of_few_parts(self) -> Division:
+        """The same of at most two parts: what launches it takes, however many there are."""
+        return evolve(self, parts=min(self.parts, 2))
+
 
 def count_programs(problem: Problem, tile: Tiling, pass_: Pass) -> int:
     """How many there are where nothing is divided."""

@@ -8,7 +8,7 @@ from math import prod
 from typing import final
 
 import torch
-from attrs import Factory, define, field, frozen
+from attrs import Factory, define, evolve, field, frozen
 
 from attn_graph.ir.packed import LENGTHS
 from attn_graph.kernels.tilings import (
@@ -49,9 +49,10 @@ from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision
 from attn_graph.machine.workspace import Buffer, Scratch
 from attn_graph.spec import TensorSpec, dense_strides
-from attn_graph.spec.formulas import decide
+from attn_graph.spec.formulas import decide, defer
 
 Lying = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides and dtype
+FORWARDS = ("forward", "gluon_forward", "merge_parts")  # they store lse, or that of parts
 NOT_INVARIANT = "the order of sums would follow the batch, which batch_invariant=True forbids"
 NO_MAXIMA = "parts of the largest score are not put together"
 
@@ -133,7 +134,9 @@ class Flash:
     def without_lse(self) -> tuple[Launch, ...]:
         """The launches of a forward whose lse nobody reads."""
         return tuple(
-            launch.without("lse_ptr") if launch.tensors.get("lse_ptr") == "lse" else launch
+            launch.without("lse_ptr")
+            if launch.kernel in FORWARDS and launch.tensors.get("lse_ptr") == "lse"
+            else launch
             for launch in self.launches
         )
 
@@ -361,15 +364,16 @@ class FlashBuilder(LaunchList):
         used = Scratch(tuple(self.buffers.values())).bytes
         room = None if self.most is None else self.most - used
 
-        def divide(
-            given: tuple[Problem, Problem, torch.Tensor | None, int | None],
-        ) -> Division:
+        def divide(given: tuple[Problem, Problem, torch.Tensor | None, int | None]) -> Division:
             flat, padded, table, room = given
             costs = {x: expected_costs(flat, padded, x, by_keys, table) for x in tiles}
             of = flat, self.target, pass_, costs, room
             return divide_work(*of, whole=whole, barrier=barrier)
 
-        division = decide(divide, (p, self.problem, table, room))
+        best = defer(divide, (p, self.problem, table, room))
+        division = decide(Division.of_few_parts, best)
+        if division.parts > 1:
+            division = evolve(division, parts=defer(lambda way: way.parts, best))
         self.division_notes += [partial(str, division.note)]
         return division
 

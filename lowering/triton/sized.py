@@ -161,6 +161,8 @@ class SizedCalls:
         with neutral_state():
             for recorded in (*self.recorded,):
                 if (flash := recorded.at(sizes)) is not None:
+                    others = [x for x in self.recorded if x is not recorded]
+                    self.recorded[:] = recorded, *others  # the next sizes are mostly near these
                     return flash
             recorded = Recorded.of(self.graph.symbols, sizes, self.plan)
             self.recorded[MOST_RECORDINGS - 1 :] = []
