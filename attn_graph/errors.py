@@ -111,6 +111,11 @@ def problems_of(attempt: Callable[[], object]) -> tuple[str, ...]:
     return ()
 
 
+def as_tensor_error(error: GraphError | PlanMismatchError) -> TensorError:
+    """The TensorError that says the same, for functions that are called as PyTorch's own are."""
+    return TensorError(*(error.problems if isinstance(error, GraphError) else error.differences))
+
+
 def join_lines(title: str, lines: tuple[str, ...]) -> str:
     """One line alone, or a title and one indented line each."""
     return lines[0] if len(lines) == 1 else "\n  - ".join([title, *lines])

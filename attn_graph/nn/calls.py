@@ -75,8 +75,8 @@ def attend_by_op(q: Tensor, k: Tensor, v: Tensor, named: Named, options: Options
     if mask is not None:  # a mask that torch.compile compares by its value, not by its identity
         mask = mask.aligned(align)
     text = content_of_call(
-        *(tuple(named), mask, exact(scale), align, exact(soft_cap), alibi, exact(dropout), stats),
-        *(most,),
+        *(tuple(named), mask, exact(scale), align, exact(soft_cap), alibi),
+        *(exact(dropout), stats, most),
         *(tuple(x) if isinstance(x, list) else x for x in choice),
     )
     outputs = torch.ops.attn_graph.attention([q, k, v, *named.values()], text)

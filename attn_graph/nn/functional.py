@@ -17,6 +17,7 @@ from attn_graph.errors import (
     TensorDtypeError,
     TensorError,
     TensorRankError,
+    as_tensor_error,
 )
 from attn_graph.ir.builder import EXTRA
 from attn_graph.lowering.backend import Backend, Fallback
@@ -182,10 +183,8 @@ def attend_like_torch(
         )
     except TensorError:
         raise
-    except GraphError as error:
-        raise TensorError(*error.problems) from error
-    except PlanMismatchError as error:
-        raise TensorError(*error.differences) from error
+    except (GraphError, PlanMismatchError) as error:
+        raise as_tensor_error(error) from error
     assert isinstance(o, Tensor)  # without statistics
     return o
 

@@ -13,6 +13,7 @@ from attn_graph.errors import (
     TensorDtypeError,
     TensorError,
     TensorRankError,
+    as_tensor_error,
 )
 from attn_graph.masks import Causal, Mask, Window
 from attn_graph.nn.calls import Outputs
@@ -92,10 +93,8 @@ def varlen_attn(
         )
     except TensorError:
         raise
-    except GraphError as error:
-        raise TensorError(*error.problems) from error
-    except PlanMismatchError as error:
-        raise TensorError(*error.differences) from error
+    except (GraphError, PlanMismatchError) as error:
+        raise as_tensor_error(error) from error
 
 
 def require_layout(query: Tensor, key: Tensor, value: Tensor, paged: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from functools import cache
 from importlib.metadata import version
 from typing import Any
@@ -42,7 +41,16 @@ def report() -> Any:  # Any: a module
 
 REPORT = report()
 NAMES = {2: "bf16", 4: "f32"}
-NUMBER, SLOTS = re.compile(r"\d+(?:\.\d+)?"), 12  # cells before the slots for a score
+# Triton compiles this kernel to either of two codes, by run; all others are the same each time.
+TWO_CODES = (90, 2, 128, "key_gradient", "grouped heads")
+BEGIN = (
+    "| 90 | bf16 | 128 | key_gradient | grouped heads | 64 x 64, 4 warps, 2 stages "
+    "| 255 | 99328 | 8 | 0 | 2 | 8 | "
+)
+EITHER = (
+    f"{BEGIN}12.7 / 20.9 | 48 wgmma, 8 cp.async, 10 tma | 573 | 536 |",
+    f"{BEGIN}12.8 / 20.9 | 48 wgmma, 8 cp.async, 10 tma | 572 | 535 |",
+)
 MISSED = 7  # goals of the page that are not reached
 CACHES = ("one piece", "pages of 16")
 SUBSET = [
@@ -85,23 +93,8 @@ def check_row(case: Any) -> None:
     row = case.measure()
     assert not row.complaints
     made_with, lines = table()
-    if made_with == version("triton"):
-        known = any(describes(line, row.text) for line in lines)
-        assert known, f"run `make kernel-report`, and read the diff: {row.text}"
-
-
-def describes(line: str, row: str) -> bool:
-    """Whether a line of the page is a row, but for 1 % of what is counted or predicted.
-
-    Triton gives the same code for a kernel each time but for one: dk and dv of grouped heads on
-    sm_90 is one of two, by a hundredth apart. From the slots on cells may differ so.
-    """
-    if line.split(" | ")[:SLOTS] != row.split(" | ")[:SLOTS]:
-        return False
-    if NUMBER.split(line) != NUMBER.split(row):
-        return False
-    numbers = (map(float, NUMBER.findall(x)) for x in (line, row))
-    return all(abs(a - b) <= 0.01 * b for a, b in zip(*numbers, strict=True))
+    if made_with == version("triton") and not (astuple(case) == TWO_CODES and row.text in EITHER):
+        assert row.text in lines, "run `make kernel-report`, and read the diff"
 
 
 @compiling

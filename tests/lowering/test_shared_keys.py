@@ -16,15 +16,16 @@ from attn_graph.lowering.triton.launches import Launch
 from attn_graph.lowering.triton.offline import inspect_launch, mock_tensors
 from attn_graph.lowering.triton.plan import Flash
 from attn_graph.testing import rule
-from attn_graph.testing.agreement import run_gradients, run_plan
+from attn_graph.testing.agreement import run_plan
 from attn_graph.testing.strategies import Shape, dtypes, mask_options, score_options, seeds
-from attn_graph.testing.tensors import cotangents_for, tensors_for
+from attn_graph.testing.tensors import tensors_for
 from docs.generate.kernel_rows import Kernel, target_of
 from tests.lowering.test_programs import (
     BELOW,
     CPU,
     GPUS,
     attention,
+    check_repeated_gradients,
     compiling,
     flashes,
     interpreting,
@@ -189,12 +190,7 @@ def test_gradients_agree_however_keys_are_divided(
     graph = ag.attention(*specs, **more, stats=True)
     backward = flashes(graph, CPU)[1]
     assert launch_of(backward, "query_gradient").fixed["PARTS"] == 2
-    plan, tensors = ag.compile(graph, backends=("triton",)), tensors_for(graph, 3)
-    cotangents = cotangents_for(graph, 4)
-    first, again = (run_gradients(plan, tensors, cotangents) for _ in range(2))
-    for name, due in rule.expect_gradients(graph, tensors, cotangents).items():
-        due.check(first[name])
-        assert torch.equal(first[name], again[name])
+    check_repeated_gradients(graph)
 
 
 @interpreting
