@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import random
 import statistics
 import subprocess
 import time
@@ -49,16 +50,18 @@ def seconds_in_turn(jobs: Mapping[str, Job], runs: int = 9) -> dict[str, list[fl
 
     A run repeats a job until SHORTEST is full, by what its first call took; a job that takes less
     than CACHED is called once before its turn, else its caches would be those of its neighbour. A
-    job whose first call took SLOW times as long as the fastest job's has no run but that one.
+    job whose first call took SLOW times as long as the fastest job's has no run but that one. The
+    order changes from run to run: who comes after a job of large tensors pays for what it freed.
     """
     first = {name: seconds(job) for name, job in jobs.items()}
     most = max(CACHED, SLOW * min(first.values()))
     counts = {name: int(SHORTEST / time) + 1 for name, time in first.items() if time < most}
     times: dict[str, list[float]] = {name: [] for name in counts}
+    order = random.Random(0)
     for _ in range(runs):
-        for name, count in counts.items():
+        for name in order.sample(sorted(counts), len(counts)):
             repeat(jobs[name], first[name] < CACHED)
-            times[name].append(seconds(partial(repeat, jobs[name], count)) / count)
+            times[name].append(seconds(partial(repeat, jobs[name], counts[name])) / counts[name])
     return {name: times.get(name, [first[name]]) for name in jobs}
 
 
