@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-LOG2_E = 1.4426950408889634
+LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
 LEAST_FLOAT = 2.0**-149  # of float32
 
 

@@ -15,7 +15,7 @@ import torch
 from attrs import frozen
 
 from attn_graph.kernels.hiding import Bits, hide_, hiding_bits
-from attn_graph.kernels.products import LOG2_E, multiply_
+from attn_graph.kernels.products import LN_2, LOG2_E, multiply_
 from attn_graph.lowering.cpu.product_slots import (
     MOST_HELD,
     ProductSlot,
@@ -276,19 +276,14 @@ class Core:
         lse: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """Fill o [n,L,E], and lse [n,L,1] where it is wanted, which leaves the bits of o."""
-        s = self.scores(q, k, hide, self.tiles.problem.node.scale)
+        s = self.scores(q, k, hide, self.tiles.problem.node.scale * LOG2_E)
         wide, top = self.widen(s), self.room("top", q, 1)
-        if lse is not None or self.tiles.blind:
-            torch.amax(wide, -1, keepdim=True, out=top)
-        torch.softmax(wide, -1, out=wide)
-        if lse is not None:  # the largest weight is 1 / sum exp(s - max)
-            largest = torch.amax(wide, -1, keepdim=True, out=self.room("total", q, 1))
-            torch.sub(top, largest.log_(), out=lse)
-        if self.tiles.blind:
-            unseeing = top == -INF
-            wide.masked_fill_(unseeing, 0.0)
-            if lse is not None:
-                lse.masked_fill_(unseeing, -INF)
+        torch.amax(wide, -1, keepdim=True, out=top)
+        total = self.normalise(wide, top)
+        if lse is not None:
+            torch.add(top, total.log2_(), out=lse).mul_(LN_2)
+            if self.tiles.blind:
+                lse.masked_fill_(top == torch.finfo(top.dtype).min, -INF)
         multiply_(o, self.narrow(wide, s), v)
 
     def pull(
@@ -322,12 +317,24 @@ class Core:
     def weights(self, s: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
         """Scores, as powers of two, -> weights, in place. Where products round, lse may be of
         scores that were not rounded: so the weights are divided by their own sum."""
-        top = torch.mul(lse, LOG2_E, out=self.room("top", s, 1))
-        wide = self.widen(s).sub_(top.clamp_(min=torch.finfo(top.dtype).min)).exp2_()
+        top, wide = torch.mul(lse, LOG2_E, out=self.room("top", s, 1)), self.widen(s)
         if self.tiles.rounds:
-            total = torch.sum(wide, -1, keepdim=True, out=self.room("total", s, 1))
-            wide.div_(total.masked_fill_(total == 0.0, 1.0) if self.tiles.blind else total)
+            self.normalise(wide, top)
+        else:
+            self.raise_(wide, top)
         return self.narrow(wide, s)
+
+    def normalise(self, s: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
+        """s [n,L,S] -> 2^(s - top), each row divided by its sum [n,L,1], which is returned. A row
+        that sees no key is zeros, and its sum 1."""
+        self.raise_(s, top)
+        total = torch.sum(s, -1, keepdim=True, out=self.room("total", s, 1))
+        s.div_(total.masked_fill_(total == 0.0, 1.0) if self.tiles.blind else total)
+        return total
+
+    def raise_(self, s: torch.Tensor, top: torch.Tensor) -> None:
+        """s [n,L,S] -> 2^(s - top), zeros where top [n,L,1], which it bounds, is -inf."""
+        s.sub_(top.clamp_(min=torch.finfo(top.dtype).min) if self.tiles.blind else top).exp2_()
 
     def widen(self, s: torch.Tensor) -> torch.Tensor:
         """s in the dtype of statistics."""
