@@ -78,18 +78,28 @@ class FusedRun:
         self, operands: Sequence[torch.Tensor], scratch: Tensors
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """o, lse."""
-        call = self.call(operands, scratch)
+        return self.attend(self.call(operands, scratch), operands, with_lse=True)
+
+    def infer(self, operands: Sequence[torch.Tensor], scratch: Tensors) -> tuple[torch.Tensor, ...]:
+        """o alone."""
+        return self.attend(self.call(operands, scratch), operands, with_lse=False)[:1]
+
+    def attend(
+        self, call: TileCall, operands: Sequence[torch.Tensor], *, with_lse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """o, lse; which has no meaning where it is not wanted."""
         slots, whole = self.listed(call.given.mask)
         if whole and self.direct:
             (slot,) = slots
-            return call.attend(slot)
+            return call.attend(slot, with_lse=with_lse)
         (shape, strides), E = self.made, operands[2].shape[3]
         o = torch.empty_strided(shape, strides, dtype=operands[0].dtype, device=CPU)
         lse = torch.empty(shape[:3], dtype=self.wide, device=CPU)
         for slot in slots:
-            part, part_lse = call.attend(slot)
+            part, part_lse = call.attend(slot, with_lse=with_lse)
             slot.rows(o).copy_(part[..., :E])
-            slot.rows(lse).copy_(part_lse)
+            if with_lse:
+                slot.rows(lse).copy_(part_lse)
         return o, lse
 
     def backward(
@@ -187,10 +197,12 @@ class TileCall:
     by_part: bool
     traced: bool
 
-    def attend(self, slot: TileSlot) -> tuple[torch.Tensor, torch.Tensor]:
-        """o and lse of one tile, its parts merged."""
+    def attend(self, slot: TileSlot, *, with_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """o and lse of one tile, its parts merged. with_lse: else that of rows that see no key is
+        not made right, unless o needs it."""
         rows = slot.rows(self.q)
         alone = len(slot.parts) == 1 and self.given.sinks is None  # else results change
+        needed = with_lse or not alone
         results: tuple[torch.Tensor, torch.Tensor] | None = None
         for part in slot.parts:
             k, v = part.keys(self.k), part.keys(self.v)
@@ -198,7 +210,7 @@ class TileCall:
                 k, v = self.filled("k", k), self.filled("v", v)
             makes = part.makes or self.traced
             addend = self.addend(slot, part) if makes else part.addend
-            unseen = self.unseen(part, addend) if part.empties else None
+            unseen = self.unseen(part, addend) if part.empties and needed else None
             o, lse = fused_cpu.attend(rows, k, v, self.node.scale, part.causal, addend, unseen)
             if results is None:
                 results = o if alone else o.to(lse.dtype), lse

@@ -85,7 +85,7 @@ def tile_slot(tiles: FusedTiles, tile: Tile, held: Iterator[torch.Tensor] | None
     """held: the addends of this tile's parts come next."""
     return TileSlot(
         tile,
-        find_cut(tile, tile.rows.start, tile.rows.stop),
+        find_cut(tile, tile.rows, tiles.problem.B, tiles.problem.M),
         tuple(part_slot(tiles, tile, part, held) for part in tile.parts),
     )
 
@@ -94,10 +94,11 @@ def part_slot(
     tiles: FusedTiles, tile: Tile, part: Part, held: Iterator[torch.Tensor] | None
 ) -> PartSlot:
     """A part of a tile, ready to run."""
-    adds = part.kind == "mixed" or bool(tiles.problem.node.modifiers)
-    keys = find_cut(tile, part.start, part.stop)
+    p = tiles.problem
+    adds = part.kind == "mixed" or bool(p.node.modifiers)
+    keys = find_cut(tile, range(part.start, part.stop), p.B, p.N)
     addend = next(held) if adds and held is not None else None
-    makes, pieces = adds and addend is None, tuple(pieces_of(tile, part))
+    makes, pieces = adds and addend is None, tuple(pieces_of(p, tile, part))
     shape = addend_shape(tiles, tile, part)
     causal, empties = part.kind == "causal", adds and may_empty(tiles, tile, part)
     unseen = find_unseen(addend) if empties and addend is not None else None
@@ -114,13 +115,21 @@ def may_empty(tiles: FusedTiles, tile: Tile, part: Part) -> bool:
     return any(modifier.hides for modifier in tiles.problem.node.modifiers)
 
 
-def find_cut(tile: Tile, start: int, stop: int) -> Cut:
-    """A view of rows [start, stop) of a tile's batch entries; repeats become the first axis."""
-    if tile.repeat == 1:
-        batch = slice(tile.batch.start, tile.batch.stop)
-        return itemgetter((batch, slice(None), slice(start, stop)))
-    index = tile.batch.start, slice(None), slice(start, stop)
-    return partial(cut_windows, index, tile.repeat, tile.step)
+def find_cut(tile: Tile, rows: range, B: int, L: int) -> Cut:
+    """A view of these rows of a tile's batch entries, of x [B,H,L,...]; repeats become the first
+    axis."""
+    if tile.repeat > 1:
+        index = tile.batch.start, slice(None), slice(rows.start, rows.stop)
+        return partial(cut_windows, index, tile.repeat, tile.step)
+    if (tile.batch, rows) == (range(B), range(L)):
+        return keep_all
+    batch = slice(tile.batch.start, tile.batch.stop)
+    return itemgetter((batch, slice(None), slice(rows.start, rows.stop)))
+
+
+def keep_all(x: torch.Tensor) -> torch.Tensor:
+    """The whole of x: to cut it out would take 4 microseconds."""
+    return x
 
 
 def cut_windows(index: Index, repeat: int, step: int, x: torch.Tensor) -> torch.Tensor:
@@ -131,13 +140,14 @@ def cut_windows(index: Index, repeat: int, step: int, x: torch.Tensor) -> torch.
     return first.as_strided((repeat, *first.shape), strides, first.storage_offset())
 
 
-def pieces_of(tile: Tile, part: Part) -> Iterator[tuple[int, int, Cut]]:
+def pieces_of(p: Problem, tile: Tile, part: Part) -> Iterator[tuple[int, int, Cut]]:
     """The pieces of a tile's addend, one for each run of keys."""
     if tile.repeat == 1:
         return
     for at in range(0, len(part), tile.step):
         stop = min(at + tile.step, len(part))
-        yield at, stop, find_cut(tile, part.start + at, part.start + stop)
+        rows = range(part.start + at, part.start + stop)
+        yield at, stop, find_cut(tile, rows, p.B, p.N)
 
 
 def add_windows(total: torch.Tensor, share: torch.Tensor, slot: PartSlot) -> None:

@@ -281,18 +281,20 @@ def step_of(graph: Graph, eqn: Eqn, tiles: Tiles | None, target: Target, options
 
 def ready_tiles(tiles: Tiles, options: Options) -> Ready:
     """What runs tiles, and what does where o alone is wanted."""
-    work: TileWork
-    if isinstance(tiles, TangentTiles):
-        work = tiles.run
-    else:
-        run = ready_run(tiles) if isinstance(tiles, FusedTiles) else tiles
-        forward = tiles.problem.grad is None
-        work = run.forward if forward else partial(run_backward, tiles.problem, run.backward)
     lease = partial(lease_rooms, rooms=tiles.buffers, workspace=options.workspace)
+    work, leaner = works_of(tiles)
     call = lease(work)
-    if isinstance(tiles, RowTiles) and tiles.problem.grad is None:
-        return call, lease(tiles.infer)
-    return call, call
+    return call, call if leaner is None else lease(leaner)
+
+
+def works_of(tiles: Tiles) -> tuple[TileWork, TileWork | None]:
+    """What runs tiles, and what does where o alone is wanted, if that is another."""
+    if isinstance(tiles, TangentTiles):
+        return tiles.run, None
+    run = ready_run(tiles) if isinstance(tiles, FusedTiles) else tiles
+    if tiles.problem.grad is not None:
+        return partial(run_backward, tiles.problem, run.backward), None
+    return run.forward, None if isinstance(run, ProductTiles | WholeTiles) else run.infer
 
 
 def ready_run(tiles: FusedTiles) -> FusedRun:

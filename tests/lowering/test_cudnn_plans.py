@@ -457,7 +457,7 @@ def test_such_a_gpu_is_explained_all_the_same() -> None:
 def test_a_stored_plan_that_cudnn_does_not_take_back_is_a_miss(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU, where it would be loaded."""
+    """As on a GPU, where it would be loaded: with a version that is nowhere installed."""
     planned(store=store)
     ag.clear_cache()
     monkeypatch.setattr(
@@ -466,11 +466,11 @@ def test_a_stored_plan_that_cudnn_does_not_take_back_is_a_miss(
     monkeypatch.setattr(cudnn_plan, "is_here", lambda target: True)
     monkeypatch.setattr(cudnn_plan, "loads", lambda built: False)
     monkeypatch.setattr(
-        cudnn_builder, "library_versions", lambda: {"backend": 91900, "frontend": "1.28.0"}
+        cudnn_builder, "library_versions", lambda: {"backend": 99900, "frontend": "1.28.0"}
     )
     with pytest.raises(ag.NoBackendError) as error:
         planned(store=store, backends=("cudnn",))
-    assert refusal(error).startswith("plans with cuDNN 9.19.0 and frontend 1.28.0 here, and the")
+    assert refusal(error).startswith("plans with cuDNN 9.99.0 and frontend 1.28.0 here, and the")
 
 
 def test_without_cudnn_all_else_works_and_it_is_told_what_to_install() -> None:

@@ -309,24 +309,25 @@ def test_a_window_of_documents_has_an_addend_in_blocks_alone() -> None:
     assert sum(tile.keys * len(tile.rows) for tile in tiles) < 1024 * 300
 
 
-def test_rows_without_keys_are_looked_for_only_where_there_may_be_some(
+def test_rows_without_keys_are_looked_for_only_where_lse_is_wanted_and_there_may_be_some(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     x = ag.TensorSpec((1, 2, 300, 8), torch.float32)
-    asked: list[torch.Tensor] = []
+    addends: list[torch.Tensor] = []
     find = fused_cpu.find_unseen
 
     def note(addend: torch.Tensor) -> torch.Tensor:
-        asked.append(addend)
+        addends.append(addend)
         return find(addend)
 
     monkeypatch.setattr(fused_cpu, "find_unseen", note)
     alibi = ag.TensorSpec((2,), torch.float32)
-    for mask, due in ((ag.Window(7), False), (ag.Window(7, -3), True)):
-        graph = ag.attention(x, x, x, mask=mask, alibi=alibi)
+    full, blind = ag.Window(7), ag.Window(7, -3)
+    for mask, with_lse, due in ((full, True, False), (blind, False, False), (blind, True, True)):
+        graph = ag.attention(x, x, x, mask=mask, alibi=alibi, stats=with_lse)
         plan = ag.compile(graph, target=CPU, backends=("math",))
         run_plan(plan, tensors_for(graph, 1))
-        assert bool(asked) == due
+        assert bool(addends) == due
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
