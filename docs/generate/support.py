@@ -24,10 +24,12 @@ from docs.generate.pages import table
 CPU = evolve(ag.Target.of("cpu"), native=(), libraries=())  # the same words on every machine
 CUDNN = (("nvidia-cudnn-frontend", "1.28.0"), ("nvidia-cudnn-cu13", "9.20.0.48"))
 GPU = evolve(ag.Target.of("h200"), libraries=(("triton", "3.7.1"), *CUDNN))
-B, H, S, D = 2, 8, 512, 64
+B, H, S, D, PAGE = 2, 8, 512, 64, 16
 RARE = (
     "largest scores",
     "q strided along D",
+    "lengths of queries",
+    "M = 0 or N = 0",
     "forward mode",
     "gluon",
 )  # what docs/support.md has and README, which is short, has not
@@ -61,6 +63,8 @@ def feature_graphs(dtype: torch.dtype) -> dict[str, ag.Graph]:
     groups, narrow = spec(B, 2, S, D, dtype=dtype), spec(B, H, S, 32, dtype=dtype)
     strided = ag.TensorSpec(x.shape, dtype, (H * S * D, S * D, 1, S))
     lengths, numbers = spec(B, dtype=torch.int64), spec(B, S, dtype=torch.int64)
+    rows, pool = spec(B * S, H, D, dtype=dtype), spec(B * S // PAGE, PAGE, H, D, dtype=dtype)
+    starts, table = (spec(*n, dtype=torch.int32) for n in ((B + 1,), (B, S // PAGE)))
 
     def make(**options: Any) -> ag.Graph:  # Any: options of `attention`
         return ag.attention(x, x, x, **options)
@@ -79,6 +83,8 @@ def feature_graphs(dtype: torch.dtype) -> dict[str, ag.Graph]:
         "boolean tensor": make(keep=spec(1, 1, S, S, dtype=torch.bool)),
         "lengths of keys": make(kv_lengths=lengths),
         "lengths of queries": make(q_lengths=lengths),
+        "packed sequences": ag.attention(rows, rows, rows, q_starts=starts),
+        "keys in pages": ag.attention(few, pool, pool, pages=table, kv_lengths=lengths),
         "segments": make(segments=(numbers, numbers)),
         "soft cap": make(soft_cap=30.0),
         "bias": make(bias=spec(1, H, S, S, dtype=dtype)),
