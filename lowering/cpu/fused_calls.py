@@ -26,7 +26,7 @@ from attn_graph.lowering.cpu.fused_tiles import CPU, FusedTiles
 from attn_graph.lowering.cpu.schedule import Tensors
 from attn_graph.machine.ambient import constant_beside, is_traced
 from attn_graph.masks.places import Place
-from attn_graph.spec import INF, TensorSpec
+from attn_graph.spec import INF
 
 MOST_POSITIONS = 2**14  # that a plan holds: 128 KiB of int64
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -129,7 +129,7 @@ class FusedRun:
     def seen(self, do: torch.Tensor, unseen: torch.Tensor, scratch: Tensors) -> torch.Tensor:
         """do as the kernel reads it, 0 in rows that see no key."""
         clears = self.tiles.blind and (is_traced() or bool(unseen.any()))
-        if not clears and self.tiles.reads("do", TensorSpec.like(do)):
+        if not clears and self.tiles.reads_do:
             return do
         room = fill(scratch["do"], do)
         return room.masked_fill_(unseen[..., None], 0.0) if clears else room

@@ -148,6 +148,11 @@ class FusedTiles:
         return fits and is_readable(x, like=name == "q")
 
     @cached_property
+    def reads_do(self) -> bool:
+        """Whether it can read do there, of which no row has to be cleared."""
+        return self.reads("do", self.operands()["do"])
+
+    @cached_property
     def holds(self) -> bool:
         """Whether a plan holds all addends: they are small, and no tensor of a call matters."""
         node = self.problem.node
