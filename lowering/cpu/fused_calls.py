@@ -78,34 +78,47 @@ class FusedRun:
         self, operands: Sequence[torch.Tensor], scratch: Tensors
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """o, lse."""
-        return self.attend(self.call(operands, scratch), operands, with_lse=True)
+        return self.attend(operands, scratch, with_lse=True)
 
     def infer(self, operands: Sequence[torch.Tensor], scratch: Tensors) -> tuple[torch.Tensor, ...]:
         """o alone."""
-        return self.attend(self.call(operands, scratch), operands, with_lse=False)[:1]
+        return self.attend(operands, scratch, with_lse=False)[:1]
 
     def attend(
-        self, call: TileCall, operands: Sequence[torch.Tensor], *, with_lse: bool
+        self, operands: Sequence[torch.Tensor], scratch: Tensors, *, with_lse: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """o, lse; which has no meaning where it is not wanted."""
+        call = self.call(operands, scratch)
         slots, whole = self.listed(call.given.mask)
         if whole and self.direct:
             (slot,) = slots
             return call.attend(slot, with_lse=with_lse)
-        (shape, strides), E = self.made, operands[2].shape[3]
+        shape, strides = self.made
         o = torch.empty_strided(shape, strides, dtype=operands[0].dtype, device=CPU)
         lse = torch.empty(shape[:3], dtype=self.wide, device=CPU)
-        for slot in slots:
-            part, part_lse = call.attend(slot, with_lse=with_lse)
-            slot.rows(o).copy_(part[..., :E])
-            if with_lse:
-                slot.rows(lse).copy_(part_lse)
+        fill_rooms(call, slots, o, lse if with_lse else None)
         return o, lse
+
+    def fill(
+        self, operands: Sequence[torch.Tensor], scratch: Tensors,
+        o: torch.Tensor, lse: torch.Tensor | None,
+    ) -> None:  # fmt: skip
+        """The same in memory that is there. lse: None where it is not wanted."""
+        call = self.call(operands, scratch)
+        fill_rooms(call, self.listed(call.given.mask)[0], o, lse)
 
     def backward(
         self, operands: Sequence[torch.Tensor], scratch: Tensors
     ) -> dict[int, torch.Tensor]:
         """The gradients of q, k and v, by number of the operand."""
+        specs, sums = self.tiles.problem.specs, self.pull(operands, scratch)
+        return {
+            i: x[..., : spec.shape[3]].to(spec.dtype, copy=f"d{name}" in scratch)
+            for i, (name, spec, x) in enumerate(zip("qkv", specs, sums, strict=False))
+        }
+
+    def pull(self, operands: Sequence[torch.Tensor], scratch: Tensors) -> Triple:
+        """The same in the dtype that is computed in and of the head size, perhaps in scratch."""
         p = self.tiles.problem
         assert p.grad is not None
         read = p.grad.split(operands)
@@ -118,13 +131,8 @@ class FusedRun:
         slots, whole = self.listed(call.given.mask)
         if whole:
             (slot,) = slots
-            sums = call.pull(slot, slot.parts[0], o, finite, do)
-        else:
-            sums = self.summed(call, slots, o, finite, do)
-        return {
-            i: x[..., : spec.shape[3]].to(spec.dtype, copy=f"d{name}" in scratch)
-            for i, (name, spec, x) in enumerate(zip("qkv", p.specs, sums, strict=False))
-        }
+            return call.pull(slot, slot.parts[0], o, finite, do)
+        return self.summed(call, slots, o, finite, do)
 
     def seen(self, do: torch.Tensor, unseen: torch.Tensor, scratch: Tensors) -> torch.Tensor:
         """do as the kernel reads it, 0 in rows that see no key."""
@@ -255,6 +263,17 @@ class TileCall:
         at = slot_place(self.at, slot.tile, part.part)
         node, mixed = self.node, part.part.kind == "mixed"
         return fill_addend(room, node, self.given.modifiers, self.restores, at, mixed)
+
+
+def fill_rooms(
+    call: TileCall, slots: Iterable[TileSlot], o: torch.Tensor, lse: torch.Tensor | None
+) -> None:
+    """Fill o, and lse where it is wanted, tile by tile."""
+    for slot in slots:
+        part, part_lse = call.attend(slot, with_lse=lse is not None)
+        slot.rows(o).copy_(part[..., : o.shape[3]])
+        if lse is not None:
+            slot.rows(lse).copy_(part_lse)
 
 
 def fill(room: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

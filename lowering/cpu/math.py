@@ -24,6 +24,7 @@ from attn_graph.lowering.backend import Backend, Executable, Options, switch_nam
 from attn_graph.lowering.cpu import row_choice, sdpa
 from attn_graph.lowering.cpu.any_size import Ready, SizedStep, unfold_ready
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
+from attn_graph.lowering.cpu.head_chunks import ChunkedRun, ChunkedTiles, chunk_heads
 from attn_graph.lowering.cpu.product_tiles import ProductTiles
 from attn_graph.lowering.cpu.row_tiles import RowTiles
 from attn_graph.lowering.cpu.schedule import POSITIONS
@@ -43,7 +44,7 @@ from attn_graph.spec import NAMES, TensorSpec
 if TYPE_CHECKING:
     from attn_graph.lowering.cpu.fused_calls import FusedRun
 
-AttentionTiles = WholeTiles | FusedTiles | RowTiles | ProductTiles
+AttentionTiles = WholeTiles | FusedTiles | ChunkedTiles | RowTiles | ProductTiles
 Tiles = AttentionTiles | TangentTiles
 # Where the blocked math lowering, which computes half precision in float32, beats PyTorch's own
 # half precision kernel on CPUs: by dtype and pass, and whether the CPU has the dtype natively. For
@@ -116,7 +117,7 @@ def tile_problem(statistics: bool, fused: bool, own: Dtypes, problem: Problem) -
         return RowTiles.plan(problem)
     if pays or not (fused and fuses(problem)):
         return ProductTiles.plan(problem, problem.dtype if pays else problem.wide)
-    return WholeTiles.plan(problem) or FusedTiles.plan(problem)
+    return WholeTiles.plan(problem) or chunk_heads(FusedTiles.plan(problem))
 
 
 def where_faster(graph: Graph, target: Target) -> str | None:
@@ -291,16 +292,18 @@ def works_of(tiles: Tiles) -> tuple[TileWork, TileWork | None]:
     """What runs tiles, and what does where o alone is wanted, if that is another."""
     if isinstance(tiles, TangentTiles):
         return tiles.run, None
-    run = ready_run(tiles) if isinstance(tiles, FusedTiles) else tiles
+    run = ready_run(tiles) if isinstance(tiles, FusedTiles | ChunkedTiles) else tiles
     if tiles.problem.grad is not None:
         return partial(run_backward, tiles.problem, run.backward), None
     return run.forward, None if isinstance(run, ProductTiles | WholeTiles) else run.infer
 
 
-def ready_run(tiles: FusedTiles) -> FusedRun:
+def ready_run(tiles: FusedTiles | ChunkedTiles) -> FusedRun | ChunkedRun:
     """Tiles of the fused kernel, ready to run."""
     from attn_graph.lowering.cpu.fused_calls import FusedRun  # planning needs it, importing not
 
+    if isinstance(tiles, ChunkedTiles):
+        return ChunkedRun(tiles, FusedRun.of(tiles.part))
     return FusedRun.of(tiles)
 
 
