@@ -120,6 +120,7 @@ def test_heads_that_are_not_alike_stay_together() -> None:
     for graph in (
         ag.attention(x, x, x, alibi=True),
         ag.attention(x, x, x, kv_lengths=lengths),
+        ag.attention(x, x, x, keep=ag.TensorSpec((1, 1, 1024, 1024), torch.bool)),
     ):
         (tiles,) = plan_tiles(simplify(graph), CPU, ag.Options())
         assert not isinstance(tiles, ChunkedTiles)

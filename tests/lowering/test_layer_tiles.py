@@ -330,6 +330,17 @@ def test_rows_without_keys_are_looked_for_only_where_lse_is_wanted_and_there_may
         assert bool(addends) == due
 
 
+def test_parts_of_which_rows_see_nothing_are_merged_alike_with_and_without_lse() -> None:
+    x = ag.TensorSpec((1, 4, 1000, 64), torch.float32)
+    mask = ag.Window(7) | ag.Window(507, -500)  # rows up to 500 see nothing of the second
+    results = []
+    for stats in (False, True):
+        graph = ag.attention(x, x, x, mask=mask, stats=stats)
+        plan = ag.compile(graph, target=CPU, backends=("math",))
+        results.append(run_plan(plan, tensors_for(graph, 1))[0])
+    assert torch.equal(*results)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_what_is_dropped_is_hidden_whatever_was_there(dtype: torch.dtype) -> None:
     sums = torch.tensor([0.0, -0.0, 1.5, INF, -INF, float("nan")], dtype=dtype).repeat(3, 2)

@@ -121,6 +121,17 @@ def test_a_call_without_gradient_gives_the_same_bits(graph: ag.Graph, seed: int)
         assert torch.equal(quick, whole)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_row_that_sees_no_key_has_an_lse_of_minus_infinity(dtype: torch.dtype) -> None:
+    graph = square(2, 4, 60, 16, dtype=dtype, mask=ag.Window(9, -5), stats=True)
+    assert isinstance(tiles_of(graph), RowTiles)
+    tensors = tensors_for(graph, 1)
+    check_outputs(make_plan(graph), graph, tensors)
+    o, lse = run_plan(make_plan(graph), tensors)
+    assert (lse[..., :5] == -INF).all()
+    assert not o[..., :5, :].any()
+
+
 def test_statistics_that_are_returned_are_of_scores_that_were_not_rounded() -> None:
     options: dict[str, Any] = {"stats": ("max",), "soft_cap": 30.0, "mask": ag.Causal()}
     graph = square(2, 6, 58, 4, **options)
