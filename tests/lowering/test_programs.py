@@ -19,18 +19,18 @@ from attn_graph.ir.passes import simplify
 from attn_graph.kernels.tilings import Tiling
 from attn_graph.lowering.backend import Options
 from attn_graph.lowering.problem import sole
+from attn_graph.lowering.triton import backend
 from attn_graph.lowering.triton.backend import describe_balance, launch_notes, plan_flash
 from attn_graph.lowering.triton.launches import Launch, load_kernel
 from attn_graph.lowering.triton.layout import Layout
 from attn_graph.lowering.triton.offline import compile_for
 from attn_graph.lowering.triton.plan import Flash
 from attn_graph.lowering.triton.programs import (
-    START,
+    Places,
     Programs,
-    block_costs,
     count_strip_tiles,
-    places_of,
     schedule_programs,
+    start_of,
     static_strip,
 )
 from attn_graph.machine.gpus import devices
@@ -65,29 +65,28 @@ def attention(
     return ag.attention(q, k, k, **more)
 
 
-def programs_of(flash: Flash, launch: Launch) -> tuple[Programs, int]:
+def programs_of(flash: Flash, launch: Launch) -> tuple[Programs, Places]:
     """The programs of a launch, and the places that they run on."""
-    fixed = launch.fixed
-    tile = Tiling(fixed["BLOCK_M"], fixed["BLOCK_N"], launch.warps, launch.stages)
-    table = flash.tables.get(str(launch.tensors.get("lists_ptr")))
-    costs = block_costs(flash.problem, tile, launch.kernel == "key_gradient", table)
-    places = places_of(flash.problem, flash.target, tile)
-    assert costs is not None
+    programs, places = backend.programs_of(flash, launch)
+    assert programs is not None
     assert places is not None
-    heads, parts = launch.grid // len(costs), fixed.get("PARTS", 1)
-    each = -(-fixed["GROUP"] // fixed.get("SPLITS", fixed["GROUP"]))
-    return schedule_programs(costs, tile, heads, each, fixed["TOGETHER"], parts), places
+    return programs, places
 
 
-def least_makespan(programs: Programs, places: int) -> float:
-    """What no order of these programs can be below: the mean; the longest; and, of the n * places
-    + 1 longest, the n + 1 shortest, which some place has to run."""
-    costs = sorted(programs.in_order(), reverse=True)
+def each_cost(programs: Programs) -> list[float]:
+    """The cost of each program, in the order in which they begin."""
+    return [cost for cost, number in programs.in_order() for _ in range(number)]
+
+
+def least_makespan(programs: Programs, places: Places) -> float:
+    """What no order of these programs can be below: the mean; the longest, alone; and, where each
+    place is a multiprocessor, of the n * places + 1 longest, the n + 1 shortest, which some place
+    has to run."""
+    costs, count = sorted(each_cost(programs), reverse=True), places.count
     some = (
-        sum(costs[n * places - n : n * places + 1])
-        for n in range(1, (len(costs) - 1) // places + 1)
+        sum(costs[n * count - n : n * count + 1]) for n in range(1, (len(costs) - 1) // count + 1)
     )
-    return max(programs.total / places, costs[0], *some, 0.0)
+    return max(programs.least_makespan(places), *(some if places.each == 1 else ()), 0.0)
 
 
 @final
@@ -140,7 +139,7 @@ def test_one_group_of_heads_fills_a_gpu_in_the_backward(gpu: str) -> None:
     programs, places = programs_of(backward, launch)
     assert programs.balance(places) <= 1.05
     undivided = schedule_programs(
-        [8 * cost for cost in programs.costs], Tiling(32, 128, 8, 2), 1, 1, 1
+        [8 * cost for cost in programs.costs], start_of(target, Tiling(32, 128, 8, 2)), 1, 1, 1
     )
     assert undivided.balance(places) > 4
 
