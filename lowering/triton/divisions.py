@@ -123,29 +123,29 @@ def divide_work(
 def choose_spread(
     flat: Problem, padded: Problem, target: Target, pass_: Pass, tiles: Mapping[Tiling, float]
 ) -> Tiling:
-    """The tile that is done first where all blocks have as much to do and nothing is divided.
+    """The tile that is done first where all blocks have as much to do.
 
     flat, padded: as `mean_costs` takes them. tiles: as `divide_work` takes `slower`.
     """
-    if target.interprets or not may_divide(flat, target, next(iter(tiles)), pass_):
-        return next(iter(tiles))
-
-    def schedule(way: Division) -> Schedule:
-        costs = mean_costs(flat, padded, way.tile, pass_ == "key_gradient")
-        return Schedule.of(flat, target, pass_, costs, way, tiles[way.tile])
-
-    return pick_fastest([*map(Division, tiles)], schedule).tile
+    usual, by_keys = next(iter(tiles)), pass_ == "key_gradient"
+    if not may_divide(flat, target, usual, pass_):
+        return usual
+    costs = {x: mean_costs(flat, padded, x, by_keys) for x in tiles}
+    return divide_work(flat, target, pass_, costs, None, slower=tiles).tile
 
 
 def list_divisions(
     problem: Problem, target: Target, pass_: Pass, tiles: Mapping[Tiling, float], whole: bool
 ) -> list[Division]:
-    """All that are considered: those without sums, of each tile, then those with sums, of one: the
-    largest that takes nearly as long for a score as any, since that has the fewest sums.
+    """All that are considered: those without sums, of each tile, then those with sums, of at most
+    one, so that few kernels are compiled: the largest of those NEARLY as fast has the fewest sums.
 
     tiles: as `divide_work` takes `slower`.
     """
-    divided = max((x for x in tiles if tiles[x] <= NEARLY), key=lambda x: x.block_m * x.block_n)
+    nearly = [x for x in tiles if tiles[x] <= NEARLY]
+    if not nearly:
+        return [Division(tile) for tile in tiles]
+    divided = max(nearly, key=lambda x: x.block_m * x.block_n)
     if pass_ == "key_gradient":
         counts = share_queries(problem.H // problem.G, whole)[1:]
     else:

@@ -86,7 +86,8 @@ class LaunchList:
         if mask is None or self.code.strip or len(tiles) == 1:
             return tiles
         given = self.layout.flat, self.problem
-        return {decide(lambda x: choose_spread(*x, self.target, pass_, tiles), given): 1.0}
+        tile = decide(lambda x: choose_spread(*x, self.target, pass_, tiles), given)
+        return {tile: tiles[tile]}
 
     @property
     def read(self) -> tuple[str, ...]:
