@@ -33,7 +33,8 @@ from attn_graph.spec import NAMES
 
 GAIN = 0.97  # of the time: what a division has to come below
 NEARLY = 1.05  # times as long for a score as the tile of many programs: what parts may have
-PARTS = (2, 3, 4, 6, 8)  # programs that share the queries of one head, or the keys of a block
+PARTS = (2, 4, 8)  # programs that share the queries of one head
+MOST_PARTS = 8  # programs that share the keys of a block, each number of which is considered
 INTERPRETED = (2,)  # programs that share keys in Triton's interpreter
 MOST_WAVES = 16  # that programs which share keys may fill
 LAUNCH = 3e-6  # seconds until a kernel that waits for another one begins
@@ -115,8 +116,11 @@ def divide_work(
     def schedule(way: Division) -> Schedule:
         return Schedule.of(problem, target, pass_, costs[way.tile], way, slower[way.tile])
 
-    best = pick_fastest(ways, schedule)
-    chosen = best if best in possible else pick_fastest(possible, schedule)
+    def joining(way: Division) -> float:
+        return joining_time(problem, target, pass_, way)
+
+    best = pick_fastest(ways, schedule, joining)
+    chosen = best if best in possible else pick_fastest(possible, schedule, joining)
     return evolve(chosen, note=division_note(problem, pass_, chosen, best, barrier))
 
 
@@ -171,7 +175,8 @@ def share_keys(problem: Problem, target: Target, tile: Tiling, pass_: Pass) -> l
     places = places_of(problem, target, tile, pass_)
     assert places is not None  # else nothing is divided
     programs, tiles = count_programs(problem, tile, pass_), -(-problem.N // tile.block_n)
-    counts, full = [parts for parts in PARTS if parts * programs >= places.processors], 0.0
+    enough = max(2, -(-places.processors // programs))
+    counts, full = [*range(enough, MOST_PARTS + 1)], 0.0
     for waves in range(1, MOST_WAVES + 1):
         parts = waves * places.count // programs
         if parts * programs > full * waves * places.count:
@@ -181,16 +186,23 @@ def share_keys(problem: Problem, target: Target, tile: Tiling, pass_: Pass) -> l
 
 
 def pick_fastest(
-    ways: Sequence[Division], schedule: Callable[[Division], Schedule]
-) -> Division:
-    """The fastest; where that is nearly as fast, the fastest without sums, or the first of all."""
-    best, least = ways[0], schedule(ways[0]).time()
+    ways: Sequence[Division], schedule: Callable[[Division], Schedule],
+    joining: Callable[[Division], float],
+) -> Division:  # fmt: skip
+    """The fastest; where that is nearly as fast, the fastest without sums, or the first of all.
+
+    joining: as `joining_time`. Most are ruled out without a schedule: what they compute is at least
+    what undivided programs of the same tile do, in as many places, and they join sums besides.
+    """
+    whole = {way.tile: schedule(way) for way in ways if not way.scratch}
+    best, least = ways[0], whole[ways[0].tile].time()
     for sums in (False, True):
         limit = GAIN * least
         for way in (x for x in ways[1:] if bool(x.scratch) == sums):
-            programs = schedule(way)
-            if programs.least_time() < limit and (time := programs.time()) < limit:
-                best, least, limit = way, time, time
+            if whole[way.tile].mean_time() + joining(way) < limit:
+                programs = schedule(way) if sums else whole[way.tile]
+                if programs.least_time() < limit and (time := programs.time()) < limit:
+                    best, least, limit = way, time, time
     return best
 
 
@@ -264,6 +276,10 @@ class Schedule:
     def time(self) -> float:
         """The makespan of the programs, and the time to write and read their sums."""
         return self.programs.quick_makespan(self.places) * self.score + self.joining
+
+    def mean_time(self) -> float:
+        """What the programs take if nothing waits."""
+        return self.programs.total / self.places.count * self.score
 
     def least_time(self) -> float:
         """What that is not below, without simulation."""
