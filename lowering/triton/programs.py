@@ -27,7 +27,7 @@ from attn_graph.spec.formulas import highest
 MIXED = 1.5  # times a full tile, by the instructions of both loops
 # Scores in whose time a program begins and ends, by row of the table: by lowering/triton/predict.py
 # 0.2 to 0.6 tiles of 128 x 128 on sm_80, 0.3 to 0.9 on 90, 1.6 to 3.2 on 100, 0.2 to 0.5 on 120.
-START = {80: 2**13, 90: 3 * 2**12, 100: 2**15, 120: 2**13}
+START = {80: 7 * 2**10, 90: 3 * 2**12, 100: 2**15, 120: 3 * 2**11}
 # Times as long takes a multiprocessor for a score that has four warps as one that has eight, by the
 # same: 1.25 to 1.35 where one of two programs is left, 1.17 to 1.53 where just one fits.
 LONE = 1.3

@@ -21,9 +21,10 @@ from attn_graph.lowering.triton.tile_lists import blocks
 from attn_graph.machine.target import Target
 from attn_graph.masks.places import Strip
 
-# Rows of the table whose tiles may be halved, and how many times as long halves take for a score
-# where eight warps of them are resident; others gain nothing.
-HALVED = {80: 1.1, 90: 1.1, 120: 1.1}
+# Rows of the table whose tiles may have half of their queries or keys, and how many times as long
+# halves take for a score where eight warps of them are resident; others gain nothing, or spill.
+HALVED = {(80, "queries"): 1.1}
+HALVED |= dict.fromkeys(((90, "queries"), (90, "keys"), (120, "queries"), (120, "keys")), 1.1)
 # The same of rows and widths whose tiles are made for two programs on a multiprocessor, with twice
 # the keys and warps.
 PAIRED = {(90, 64): 1.12, (90, 128): 1.04}
@@ -90,7 +91,7 @@ def spread_tilings(
         paired = VARIANTS["twice the keys and warps"](usual)
         tiles[paired] = PAIRED[arch, width]
         whole = paired if tiles[paired] <= NEARLY else usual
-    if whole.warps == 2 * WARPS and arch in HALVED and (p.N if by_keys else p.M) > block // 2:
-        half = VARIANTS[f"half the {'keys' if by_keys else 'queries'} and warps"](whole)
-        tiles[half] = HALVED[arch]
+    side, length = ("keys", p.N) if by_keys else ("queries", p.M)
+    if whole.warps == 2 * WARPS and (arch, side) in HALVED and length > block // 2:
+        tiles[VARIANTS[f"half the {side} and warps"](whole)] = HALVED[arch, side]
     return tiles
