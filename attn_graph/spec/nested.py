@@ -18,7 +18,7 @@ def nested_values(value: object, kind: type[T]) -> Iterator[T]:
         x = waiting.pop()
         if isinstance(x, kind):
             yield x
-        elif (read := part_reader(type(x))) is not None:
+        elif (read := part_reader(x.__class__)) is not None:
             waiting += reversed(read(x))
 
 

@@ -266,15 +266,13 @@ def programs_of(flash: Flash, launch: Launch) -> tuple[Programs | None, Places |
     short ones and for a GPU of unknown size."""
     from attn_graph.kernels.tilings import Tiling
     from attn_graph.lowering.triton import programs
-    from attn_graph.lowering.triton.launch_list import BY_KEYS, PUSHED
+    from attn_graph.lowering.triton.launch_list import BY_KEYS, PASSES
 
     if "LAST_FIRST" not in launch.fixed:
         return None, None
     fixed, lists = launch.fixed, str(launch.tensors.get("lists_ptr"))
     tile = Tiling(fixed["BLOCK_M"], fixed["BLOCK_N"], launch.warps, launch.stages)
-    pass_ = next((x for x, kernel in PUSHED.items() if launch.kernel in (x, kernel)), None)
-    assert pass_ is not None  # no others begin in an order
-    places = programs.places_of(flash.problem, flash.target, tile, pass_)
+    places = programs.places_of(flash.problem, flash.target, tile, PASSES[launch.kernel])
     by_keys, table = launch.kernel in BY_KEYS, flash.tables.get(lists)
     known = not flash.layout.sides and lists not in flash.buffers
     costs = programs.block_costs(flash.problem, tile, by_keys, table) if known else None

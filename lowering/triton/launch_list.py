@@ -43,6 +43,10 @@ PUSHED: dict[Pass, PushPass] = {
     "query_gradient": "push_query_gradient",
     "key_gradient": "push_key_gradient",
 }
+PASSES: dict[str, Pass] = {  # of kernels whose programs begin in an order
+    **{kernel: pass_ for pass_, pushed in PUSHED.items() for kernel in (pass_, pushed)},
+    "gluon_forward": "forward",
+}
 TILED = ("q", "k", "v", "do")  # operands that kernels take descriptors of
 READ = ("q", "k", "v", "do", "lse", "delta", "seed", "offset")  # by every backward kernel
 MOVED = ("tq", "tk", "tv", "tdo", "tlse", "tdelta")  # and in a direction

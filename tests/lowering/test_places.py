@@ -9,7 +9,7 @@ import pytest
 import attn_graph as ag
 from attn_graph.kernels.tilings import Tiling
 from attn_graph.lowering.backend import Options
-from attn_graph.lowering.triton.launch_list import BY_KEYS
+from attn_graph.lowering.triton.launch_list import BY_KEYS, PASSES
 from attn_graph.lowering.triton.launches import Launch
 from attn_graph.lowering.triton.offline import MachineCode, inspect_launch, mock_tensors
 from attn_graph.lowering.triton.plan import Flash
@@ -45,7 +45,7 @@ def tile_of(launch: Launch) -> Tiling:
 
 
 def clocks_of(sm: int, size: int, launch: Launch, machine: MachineCode, programs: int) -> Clocks:
-    """The clocks of a score of full tiles, of mixed ones and of a program, with so many resident."""
+    """Clocks of a score of full tiles, of mixed ones and of a program, with so many resident."""
     tile = tile_of(launch)
     rows = tile.block_m if launch.kernel in BY_KEYS else tile.block_n
     scores = tile.block_m * tile.block_n
@@ -61,9 +61,8 @@ def clocks_of(sm: int, size: int, launch: Launch, machine: MachineCode, programs
 def test_places_and_their_speed_are_those_of_machine_code(sm: int, size: int) -> None:
     """How many programs are resident, what one that is alone takes, and what each does once."""
     for flash, launch, machine in kernels_of(sm, size):
-        assert launch.kernel in LONG
         tile, kernel = tile_of(launch), Kernel(sm, 2, size, launch.kernel)
-        places = places_of(flash.problem, flash.target, tile, launch.kernel)
+        places = places_of(flash.problem, flash.target, tile, PASSES[launch.kernel])
         assert places is not None
         assert places.each == min(kernel.programs(machine), FULL // launch.warps)
         clocks = clocks_of(sm, size, launch, machine, places.each)
@@ -84,7 +83,7 @@ def test_tiles_of_few_programs_compile_clean_and_are_as_fast_as_taken(sm: int, s
         for flash, launch, machine in kernels_of(sm, size, variant):
             kernel, tile = Kernel(sm, 2, size, launch.kernel), tile_of(launch)
             p, by_keys = flash.problem, launch.kernel in BY_KEYS
-            chosen = choose_tiling(p, flash.target, launch.kernel)
+            chosen = choose_tiling(p, flash.target, PASSES[launch.kernel])
             slower = spread_tilings(p, flash.target, by_keys, chosen).get(tile)
             if tile == chosen or slower is None:
                 continue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise, product
 from typing import Any, final
 
@@ -27,6 +27,7 @@ from attn_graph.lowering.triton.divisions import (
     scratch_of,
     share_queries,
 )
+from attn_graph.lowering.triton.launch_list import PASSES
 from attn_graph.lowering.triton.launches import Launch, load_kernel
 from attn_graph.lowering.triton.layout import Layout
 from attn_graph.lowering.triton.offline import compile_for
@@ -142,7 +143,7 @@ def check_balance(flash: Flash, launch: Launch, case: str) -> None:
 
 def times_of(flash: Flash, launch: Launch) -> Iterator[float]:
     """The times of a launch, and of all others that may do its work, with their sums."""
-    p, target, pass_, fixed = flash.problem, flash.target, launch.kernel, launch.fixed
+    p, target, pass_, fixed = flash.problem, flash.target, PASSES[launch.kernel], launch.fixed
     by_keys, table = pass_ == "key_gradient", flash.tables.get(str(launch.tensors.get("lists_ptr")))
     tile = Tiling(fixed["BLOCK_M"], fixed["BLOCK_N"], launch.warps, launch.stages)
     tiles = spread_tilings(p, target, by_keys, choose_tiling(p, target, pass_))
@@ -164,8 +165,8 @@ def times_of(flash: Flash, launch: Launch) -> Iterator[float]:
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("name", MASKS)
 def test_the_order_of_programs_is_a_good_one(gpu: str, name: str) -> None:
-    """With 4 waves or more on places that are as fast whoever is beside, a launch takes at most 1.05
-    times what any order of its programs must.
+    """With 4 waves or more, on places that are as fast whoever is beside, a launch takes at most
+    1.05 times what any order of its programs must.
 
     With 20, or 4 of a causal mask, that is 1.05 times the mean of all places; else equal programs
     may end in a partial wave. Of fewer waves it is 4/3, Graham's bound for the longest first.
@@ -328,7 +329,7 @@ def run_by_events(programs: Programs, places: Places) -> float:
     """When the last program ends. Two on a multiprocessor are each as fast as a place, one alone is
     2 / LONE times as fast; of multiprocessors with room the emptiest begins the next program."""
     waiting, now = each_cost(programs), 0.0
-    running: list[dict[int, float]] = [{} for _ in range(places.processors)]  # by seat: what is left
+    running: list[dict[int, float]] = [{} for _ in range(places.processors)]  # left, by seat
     while waiting or any(running):
         seats = [(seat, n) for seat in range(places.each) for n in range(places.processors)]
         for seat, n in seats:
