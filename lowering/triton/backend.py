@@ -253,7 +253,7 @@ def flash_notes(flash: Flash, precision: Precision) -> Iterator[str]:
 
 def describe_balance(flash: Flash, launch: Launch) -> str:
     """ "3.9 waves, balance 1.02" of a launch, as far as known before data; "" of short ones."""
-    programs, places = programs_of(flash, launch)
+    programs, places = list_programs(flash, launch)
     if places is None:
         return ""
     if programs is None:
@@ -261,7 +261,7 @@ def describe_balance(flash: Flash, launch: Launch) -> str:
     return programs.figures(places)
 
 
-def programs_of(flash: Flash, launch: Launch) -> tuple[Programs | None, Places | None]:
+def list_programs(flash: Flash, launch: Launch) -> tuple[Programs | None, Places | None]:
     """The programs of a launch, None where data decide what they do, and where they run, None of
     short ones and for a GPU of unknown size."""
     from attn_graph.kernels.tilings import Tiling

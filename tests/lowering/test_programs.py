@@ -76,7 +76,7 @@ def attention(
 
 def programs_of(flash: Flash, launch: Launch) -> tuple[Programs, Places]:
     """The programs of a launch, and the places that they run on."""
-    programs, places = backend.programs_of(flash, launch)
+    programs, places = backend.list_programs(flash, launch)
     assert programs is not None
     assert places is not None
     return programs, places
