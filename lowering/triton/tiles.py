@@ -14,7 +14,6 @@ from attn_graph.kernels.tilings import (
     tiling,
 )
 from attn_graph.lowering.problem import Problem
-from attn_graph.lowering.triton.divisions import NEARLY
 from attn_graph.lowering.triton.operands import copies_tiles, is_copied_in_tiles
 from attn_graph.lowering.triton.programs import MIXED, count_strip_tiles, static_strip
 from attn_graph.lowering.triton.tile_lists import blocks
@@ -25,9 +24,13 @@ from attn_graph.masks.places import Strip
 # halves take for a score where eight warps of them are resident; others gain nothing, or spill.
 HALVED = {(80, "queries"): 1.1}
 HALVED |= dict.fromkeys(((90, "queries"), (90, "keys"), (120, "queries"), (120, "keys")), 1.1)
-# The same of rows and widths whose tiles are made for two programs on a multiprocessor, with twice
-# the keys and warps.
-PAIRED = {(90, 64): 1.12, (90, 128): 1.04}
+# Rows and widths whose tiles of queries are made for two programs on a multiprocessor: a variant
+# for fewer, and how many times as long that takes for a score, likewise.
+PAIRED = {
+    (80, 64): ("half the queries", 1.05),
+    (90, 64): ("half the queries", 1.15),
+    (90, 128): ("twice the keys and warps", 1.04),
+}
 WARPS, ROWS = 4, 64  # of the least tile that matrix units take at full speed
 
 
@@ -81,16 +84,17 @@ def spread_tilings(
     times as long as the table's it takes for a score, by lowering/triton/predict.py.
 
     Blocks of queries of which two are on a multiprocessor may have one to themselves, with twice
-    the keys and warps; and long ones on eight warps may be half as long on half the warps.
+    the keys and warps, or be half as long; and long ones on eight warps half as long on half the
+    warps.
     """
     p, arch, block = problem, table_arch(target.sm), usual.block_n if by_keys else usual.block_m
     if target.multiprocessors is None or block < 2 * ROWS:
         return {usual: 1.0}
     tiles, whole, width = {usual: 1.0}, usual, padded_head_size(max(p.D, p.E))
     if usual.warps == WARPS and not by_keys and (arch, width) in PAIRED:
-        paired = VARIANTS["twice the keys and warps"](usual)
-        tiles[paired] = PAIRED[arch, width]
-        whole = paired if tiles[paired] <= NEARLY else usual
+        variant, slower = PAIRED[arch, width]
+        whole = VARIANTS[variant](usual)
+        tiles[whole] = slower
     side, length = ("keys", p.N) if by_keys else ("queries", p.M)
     if whole.warps == 2 * WARPS and (arch, side) in HALVED and length > block // 2:
         tiles[VARIANTS[f"half the {side} and warps"](whole)] = HALVED[arch, side]

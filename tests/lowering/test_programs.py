@@ -125,10 +125,10 @@ GRID = [*product((1, 4), ((8, 1), (8, 8), (32, 8), (32, 32)), (1024, 2048, 4096,
 @pytest.mark.parametrize("name", MASKS)
 def test_programs_fill_every_gpu(gpu: str, name: str) -> None:
     """A launch takes at most 1.05 times the mean of all places, or no other division less time."""
-    for B, (H, G), S in GRID:
-        for flash in flashes(attention(B, H, G, S, S, mask=MASKS[name]), ag.Target.of(gpu)):
+    for (B, (H, G), S), D in product(GRID, (64, 128)):
+        for flash in flashes(attention(B, H, G, S, S, D, mask=MASKS[name]), ag.Target.of(gpu)):
             for launch in (x for x in flash.launches if x.kernel in LONG):
-                check_balance(flash, launch, f"{B} {H} {G} {S}")
+                check_balance(flash, launch, f"{B} {H} {G} {S} {D}")
 
 
 def check_balance(flash: Flash, launch: Launch, case: str) -> None:
