@@ -2,7 +2,7 @@
 
 Programs of o and of dq then share the keys that a block of queries sees, programs of dk and dv the
 queries of a block of keys. Another kernel puts together what they give, in a fixed order. All times
-are those of programs.py, and here in scores: what one multiprocessor computes of them meanwhile.
+are those of programs.py, and here in scores: what all multiprocessors compute of them meanwhile.
 """
 
 from __future__ import annotations
