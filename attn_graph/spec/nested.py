@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import Any, TypeVar
 
 import attrs
@@ -11,17 +12,27 @@ T = TypeVar("T")
 
 
 def nested_values(value: object, kind: type[T]) -> Iterator[T]:
-    """Every value of a class in a value: itself, or what it is made of."""
-    if isinstance(value, kind):
-        yield value
-    elif isinstance(value, tuple):
-        for part in value:
-            yield from nested_values(part, kind)
-    elif isinstance(value, Mapping):
-        yield from nested_values(tuple(value.values()), kind)
-    elif attrs.has(type(value)):
-        for x in attrs.fields(type(value)):  # type: ignore[arg-type]  # it has some
-            yield from nested_values(getattr(value, x.name), kind)
+    """Every value of a class in a value: itself, or what it is made of; in order."""
+    waiting: list[Any] = [value]
+    while waiting:
+        x = waiting.pop()
+        if isinstance(x, kind):
+            yield x
+        elif (read := part_reader(x.__class__)) is not None:
+            waiting += reversed(read(x))
+
+
+@cache
+def part_reader(kind: type) -> Callable[[Any], tuple[Any, ...]] | None:  # Any: of that class
+    """What gives the parts of values of a class; None of those that are not made of any."""
+    if issubclass(kind, tuple):
+        return tuple
+    if issubclass(kind, Mapping):
+        return lambda x: tuple(x.values())
+    if attrs.has(kind):
+        names = [x.name for x in attrs.fields(kind)]
+        return lambda x: tuple([getattr(x, name) for name in names])
+    return None
 
 
 def replace_nested(

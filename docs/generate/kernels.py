@@ -74,8 +74,9 @@ and exponentials take turns, and 480 is the most whatever else they issue. Two p
 warps overlap, and there the sum of each row counts: eight columns of it are kept, which costs no
 exchange between lanes, 496 and 468 before. What they spill is the addresses of tiles: one load in
 the loop over full tiles, and 33 to 39 loads and stores in 800 instructions of that over mixed ones,
-which are reckoned in. Where programs are fewer than multiprocessors, the plan takes 128 x 128 all
-the same. sm_80, 100 and 120 keep one sum of a row: with eight, registers are short.
+which are reckoned in. Where programs are few, the plan takes 128 x 128 all the same, or 64 x 128 on
+four warps, if that is done first by simulation. sm_80, 100 and 120 keep one sum of a row: with
+eight, registers are short.
 
 | tile | spilled | in the loop | programs | slots | no mask | causal |
 |---|---|---|---|---|---|---|

@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # and imported where they are used: machines without a GPU ne
     from attn_graph.lowering.triton.launches import Launch
     from attn_graph.lowering.triton.offline import MachineCode
     from attn_graph.lowering.triton.plan import Flash
+    from attn_graph.lowering.triton.programs import Places, Programs
 
 LEAST_SM = 80
 WIDEST = 256
@@ -252,28 +253,35 @@ def flash_notes(flash: Flash, precision: Precision) -> Iterator[str]:
 
 def describe_balance(flash: Flash, launch: Launch) -> str:
     """ "3.9 waves, balance 1.02" of a launch, as far as known before data; "" of short ones."""
-    from attn_graph.kernels.tilings import Tiling
-    from attn_graph.lowering.triton.launch_list import BY_KEYS
-    from attn_graph.lowering.triton.programs import block_costs, places_of, schedule_programs
-
-    if "LAST_FIRST" not in launch.fixed:
-        return ""
-    fixed, lists = launch.fixed, str(launch.tensors.get("lists_ptr"))
-    tile = Tiling(fixed["BLOCK_M"], fixed["BLOCK_N"], launch.warps, launch.stages)
-    places = places_of(flash.problem, flash.target, tile)
+    programs, places = list_programs(flash, launch)
     if places is None:
         return ""
+    if programs is None:
+        return f"{launch.grid / places.count:.3g} waves, balance up to the data"
+    return programs.figures(places)
+
+
+def list_programs(flash: Flash, launch: Launch) -> tuple[Programs | None, Places | None]:
+    """The programs of a launch, None where data decide what they do, and where they run, None of
+    short ones and for a GPU of unknown size."""
+    from attn_graph.kernels.tilings import Tiling
+    from attn_graph.lowering.triton import programs
+    from attn_graph.lowering.triton.launch_list import BY_KEYS, PASSES
+
+    if "LAST_FIRST" not in launch.fixed:
+        return None, None
+    fixed, lists = launch.fixed, str(launch.tensors.get("lists_ptr"))
+    tile = Tiling(fixed["BLOCK_M"], fixed["BLOCK_N"], launch.warps, launch.stages)
+    places = programs.places_of(flash.problem, flash.target, tile, PASSES[launch.kernel])
     by_keys, table = launch.kernel in BY_KEYS, flash.tables.get(lists)
-    if (
-        flash.layout.sides
-        or lists in flash.buffers
-        or not (costs := block_costs(flash.problem, tile, by_keys, table))
-    ):
-        return f"{launch.grid / places:.3g} waves, balance up to the data"
-    heads, parts = launch.grid // len(costs), fixed.get("PARTS", 1)
+    known = not flash.layout.sides and lists not in flash.buffers
+    costs = programs.block_costs(flash.problem, tile, by_keys, table) if known else None
+    if places is None or not costs:
+        return None, places
+    heads, start = launch.grid // len(costs), programs.start_of(flash.target, tile)
     each = -(-fixed["GROUP"] // fixed["SPLITS"]) if by_keys else 1
-    order = fixed["TOGETHER"], parts
-    return schedule_programs(costs, tile, heads, each, *order).figures(places)
+    order = heads, each, fixed["TOGETHER"], fixed.get("PARTS", 1)
+    return programs.schedule_programs(costs, start, *order), places
 
 
 def launch_notes(flash: Flash) -> Iterator[str]:

@@ -42,7 +42,7 @@ def plan_launches(problem: Problem, target: Target) -> Flash:
             absent
             | listed
             | fixed_arguments(builder, tile)
-            | builder.order(tile, by_keys=False, pointers=lists),
+            | builder.order(tile, "forward", lists),
             builder.texts("keep", "strip", "change"),
             *tile.options,
             descriptors=describe_operands(problem, tile),

@@ -17,6 +17,7 @@ from attn_graph.lowering.triton.device_code import (
     read_axes,
 )
 from attn_graph.lowering.triton.device_lists import DeviceLists
+from attn_graph.lowering.triton.divisions import choose_spread
 from attn_graph.lowering.triton.launches import Descriptor, Launch, Pointers
 from attn_graph.lowering.triton.layout import Layout
 from attn_graph.lowering.triton.operands import copies_tiles, is_copied_in_tiles
@@ -26,14 +27,14 @@ from attn_graph.lowering.triton.programs import (
 )
 from attn_graph.lowering.triton.symbols import SPECIAL
 from attn_graph.lowering.triton.tile_lists import list_ahead, shape_of_lists
-from attn_graph.lowering.triton.tiles import choose_push_tiling, choose_tiling
+from attn_graph.lowering.triton.tiles import choose_push_tiling, choose_tiling, spread_tilings
 from attn_graph.lowering.triton.work import Push, tangent_specs
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision
 from attn_graph.machine.workspace import Buffer
 from attn_graph.masks.places import Untraceable
 from attn_graph.spec import dense_strides
-from attn_graph.spec.formulas import defer, is_one
+from attn_graph.spec.formulas import decide, defer, is_one
 
 Fixed = dict[str, Any]  # arguments of a kernel
 PLACED = ("forward", "query_gradient", "key_gradient")  # kernels that know packed tensors
@@ -41,6 +42,10 @@ PUSHED: dict[Pass, PushPass] = {
     "forward": "push",
     "query_gradient": "push_query_gradient",
     "key_gradient": "push_key_gradient",
+}
+PASSES: dict[str, Pass] = {  # of kernels whose programs begin in an order
+    **{kernel: pass_ for pass_, pushed in PUSHED.items() for kernel in (pass_, pushed)},
+    "gluon_forward": "forward",
 }
 TILED = ("q", "k", "v", "do")  # operands that kernels take descriptors of
 READ = ("q", "k", "v", "do", "lse", "delta", "seed", "offset")  # by every backward kernel
@@ -68,21 +73,25 @@ class LaunchList:
     tables: dict[str, torch.Tensor] = field(factory=dict)
 
     def tiling(self, pass_: Pass) -> Tiling:
-        """The tile of a pass, or of what it is in a direction."""
+        """The tile of a pass where programs are many, or of what the pass is in a direction."""
         if self.push is None:
-            options = self.variant, self.invariant, self.layout.op is None
+            options = self.variant, self.layout.op is None
             return choose_tiling(self.layout.flat, self.target, pass_, *options)
         return choose_push_tiling(self.problem, self.target, PUSHED[pass_], self.variant)
 
-    def tilings(self, pass_: Pass) -> list[Tiling]:
-        """The tile of a pass where nothing is divided, and, if that is another, where programs are
-        many; lists of tiles are made for one."""
-        chosen, mask = self.tiling(pass_), self.problem.node.mask
-        if self.push is not None or not (mask is None or self.code.strip):
-            return [chosen]
-        options = self.variant, True, self.layout.op is None
-        usual = choose_tiling(self.layout.flat, self.target, pass_, *options)
-        return [*dict.fromkeys((chosen, usual))]
+    def tilings(self, pass_: Pass) -> dict[Tiling, float]:
+        """That tile, and others where programs are few, by how many times as long as that they take
+        for a score; lists of tiles are made for one, that which is done first if blocks are equal.
+        """
+        usual, mask = self.tiling(pass_), self.problem.node.mask
+        if self.push is not None or self.variant is not None or self.invariant:
+            return {usual: 1.0}
+        tiles = spread_tilings(self.layout.flat, self.target, pass_ == "key_gradient", usual)
+        if mask is None or self.code.strip or len(tiles) == 1:
+            return tiles
+        given = self.layout.flat, self.problem
+        tile = decide(lambda x: choose_spread(*x, self.target, pass_, tiles), given)
+        return {tile: tiles[tile]}
 
     @property
     def read(self) -> tuple[str, ...]:
@@ -180,7 +189,7 @@ class LaunchList:
     # The order of programs, and lists of tiles
 
     def order(
-        self, tiling: Tiling, by_keys: bool, pointers: Pointers, splits: int = 1, parts: int = 1
+        self, tiling: Tiling, pass_: Pass, pointers: Pointers, splits: int = 1, parts: int = 1
     ) -> Fixed:
         """How many heads are walked together, and which block comes first.
 
@@ -189,8 +198,8 @@ class LaunchList:
         flat, target = self.layout.flat, self.target
         sorted_ = not self.layout.sides and str(pointers.get("lists_ptr")) in self.tables
         return {
-            "TOGETHER": heads_together(flat, target, tiling, by_keys, splits, parts),
-            "LAST_FIRST": not sorted_ and begins_last(self.problem, by_keys),
+            "TOGETHER": heads_together(flat, target, tiling, pass_, splits, parts),
+            "LAST_FIRST": not sorted_ and begins_last(self.problem, pass_ == "key_gradient"),
         }
 
     def listed(self, tiling: Tiling, by_keys: bool) -> tuple[Pointers, Fixed]:

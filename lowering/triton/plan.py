@@ -37,7 +37,7 @@ from attn_graph.lowering.triton.device_code import (
     Tracer,
 )
 from attn_graph.lowering.triton.divisions import Division, divide_work, may_divide
-from attn_graph.lowering.triton.launch_list import MOVED, READ, TILED, Fixed, LaunchList
+from attn_graph.lowering.triton.launch_list import MOVED, PASSES, READ, TILED, Fixed, LaunchList
 from attn_graph.lowering.triton.launches import Launch, Pointers, check_interpreter
 from attn_graph.lowering.triton.layout import Layout
 from attn_graph.lowering.triton.operands import takes_tf32
@@ -215,11 +215,11 @@ class FlashBuilder(LaunchList):
         several share them and another one joins their parts."""
         p, tiles = self.problem, self.tilings("forward")
         sinks = p.by_role.sinks
-        lists, listed = self.listed(tiles[0], by_keys=False)
+        lists, listed = self.listed(next(iter(tiles)), by_keys=False)
         barrier = NO_MAXIMA if "max" in p.node.stats else ""
         way = self.divide("forward", tiles, lists, barrier)
         stored, more = self.parts_of_o(way) if way.parts > 1 else self.whole_o()
-        more |= listed | self.share_rows(way, lists)
+        more |= listed | self.share_rows("forward", way, lists)
         more |= {
             "sinks_stride": sinks.strides[0] if sinks else 0,
             "H": p.H,
@@ -244,9 +244,9 @@ class FlashBuilder(LaunchList):
         self.buffers |= parts_buffers(self.layout, way.parts)
         return {"o_ptr": PARTS, "lse_ptr": PARTS_LSE}, {"o_strides": self.parts_strides(PARTS)}
 
-    def share_rows(self, way: Division, lists: Pointers) -> Fixed:
+    def share_rows(self, pass_: Pass, way: Division, lists: Pointers) -> Fixed:
         """In what order programs of blocks of queries begin, and which share their keys."""
-        order = self.order(way.tile, by_keys=False, pointers=lists, parts=way.parts)
+        order = self.order(way.tile, pass_, lists, parts=way.parts)
         return order | {"PARTS": way.parts, "PARTED": way.parts > 1}
 
     def push_forward(self) -> None:
@@ -266,7 +266,7 @@ class FlashBuilder(LaunchList):
             "tsinks_stride": tsinks.strides[0] if tsinks else 0,
             "H": p.H,
             **listed,
-            **self.order(tile, by_keys=False, pointers=lists),
+            **self.order(tile, "forward", lists),
         }
         lines = blocks(p.M, tile.block_m) * p.H * p.B
         texts = self.texts("keep", "strip", "change", "push")
@@ -313,9 +313,10 @@ class FlashBuilder(LaunchList):
 
     def query_gradient(self) -> None:
         """Add the launch of dq, or of its parts and of what adds them up."""
-        p, tiles = self.problem, self.tilings("query_gradient")
-        lists, listed = self.listed(tiles[0], by_keys=False)
-        way = self.divide("query_gradient", tiles, lists)
+        p, pass_ = self.problem, PASSES["query_gradient"]
+        tiles = self.tilings(pass_)
+        lists, listed = self.listed(next(iter(tiles)), by_keys=False)
+        way = self.divide(pass_, tiles, lists)
         tile, part = way.tile, "parts.dq"
         names = (*self.read, "dq")
         more = {"H": p.H, "dq_strides": self.gradient_strides(0), "BLIND": self.blind}
@@ -323,23 +324,24 @@ class FlashBuilder(LaunchList):
             self.buffers[part] = self.sums_buffer(0, p.H * way.parts)
             lists = lists | {"dq_ptr": part}
             more["dq_strides"] = self.parts_strides(part)
-        shared = self.share_rows(way, lists)
-        more |= listed | (shared if self.push is None else self.order(tile, False, lists))
+        shared = self.share_rows(pass_, way, lists)
+        more |= listed | (shared if self.push is None else self.order(tile, pass_, lists))
         lines = self.layout.row_programs(tile.block_m) * way.parts
         texts = self.texts("keep", "strip", "change", *self.steps_back)
-        kernel = f"{self.prefix}query_gradient"
+        kernel = f"{self.prefix}{pass_}"
         self.launch(kernel, lines, tile, names, more, texts, lists, self.tiled)
         if way.parts > 1:
             self.sum_parts(part, 0)
 
     def key_gradient(self) -> None:
         """dk and dv, in one launch or in two; one that is not wanted is not computed."""
-        p, tile = self.problem, self.tiling("key_gradient")
+        p, tiles = self.problem, self.tilings("key_gradient")
         assert p.grad is not None
-        lists, listed = self.listed(tile, by_keys=True)
-        way = self.divide("key_gradient", [tile], lists)
+        lists, listed = self.listed(next(iter(tiles)), by_keys=True)
+        way = self.divide("key_gradient", tiles, lists)
+        tile = way.tile
         wanted = {name: n for n, name in enumerate(("dk", "dv"), start=1) if p.grad.wants[n]}
-        order = self.order(tile, True, lists, way.splits, way.parts)
+        order = self.order(tile, "key_gradient", lists, way.splits, way.parts)
         pages = self.layout.pages
         if way.summands > 1 or pages:
             for name, n in wanted.items():
@@ -353,14 +355,15 @@ class FlashBuilder(LaunchList):
                 self.sum_parts(f"parts.{name}", n)
 
     def divide(
-        self, pass_: Pass, tiles: list[Tiling], lists: Pointers, barrier: str = ""
+        self, pass_: Pass, tiles: dict[Tiling, float], lists: Pointers, barrier: str = ""
     ) -> Division:
         """How the work of a block is divided among programs. tiles: as `divide_work` takes them."""
         p, table = self.layout.flat, self.tables.get(str(lists.get("lists_ptr")))
         by_keys = pass_ == "key_gradient"
         whole, barrier = self.push is not None, NOT_INVARIANT if self.invariant else barrier
-        if not may_divide(p, self.target, tiles[0], pass_, whole=whole):
-            return Division(tiles[0])
+        usual = next(iter(tiles))
+        if not may_divide(p, self.target, usual, pass_, whole=whole):
+            return Division(usual)
         used = Scratch(tuple(self.buffers.values())).bytes
         room = None if self.most is None else self.most - used
 
@@ -368,7 +371,7 @@ class FlashBuilder(LaunchList):
             flat, padded, table, room = given
             costs = {x: expected_costs(flat, padded, x, by_keys, table) for x in tiles}
             of = flat, self.target, pass_, costs, room
-            return divide_work(*of, whole=whole, barrier=barrier)
+            return divide_work(*of, slower=tiles, whole=whole, barrier=barrier)
 
         best = defer(divide, (p, self.problem, table, room))
         division = decide(Division.of_few_parts, best)

@@ -1,22 +1,23 @@
 """How many programs a launch has, in what order they begin, and how evenly they fill a GPU.
 
 The model of a GPU: places, as many as its multiprocessors hold programs at once. Programs begin in
-order, each on the place that is free first. One takes the time of its tiles, a masked one MIXED
-times a full one, and that of START full tiles for what it does once. Time is in full tiles.
+order, each on the place that is free first, those of other multiprocessors before the second one of
+each. One takes the time of its tiles, a masked one MIXED times a full one, and that of START scores
+for what it does once. Time is in full tiles of a place, while all places of the multiprocessor are
+taken; a program that is left alone on one that holds two is faster, see `LONE`.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator, Sequence
-from itertools import repeat
+from heapq import heappop, heappush
 from math import ceil
 from typing import final
 
 import torch
 from attrs import frozen
 
-from attn_graph.kernels.tilings import Tiling, padded_head_size
+from attn_graph.kernels.tilings import Pass, Tiling, padded_head_size, table_arch
 from attn_graph.lowering.problem import Problem
 from attn_graph.machine.target import Target
 from attn_graph.masks.places import Place, Strip
@@ -24,15 +25,57 @@ from attn_graph.masks.tiles import most_pairs
 from attn_graph.spec.formulas import highest
 
 MIXED = 1.5  # times a full tile, by the instructions of both loops
-START = 1.5 * 128 * 128  # scores in whose time a program begins and ends
+# Scores in whose time a program begins and ends, by row of the table: by lowering/triton/predict.py
+# 0.2 to 0.6 tiles of 128 x 128 on sm_80, 0.3 to 0.9 on 90, 1.6 to 3.2 on 100, 0.2 to 0.5 on 120.
+START = {80: 7 * 2**10, 90: 3 * 2**12, 100: 2**15, 120: 3 * 2**11}
+# Times as long takes a multiprocessor for a score that has four warps as one that has eight, by the
+# same: 1.25 to 1.35 where one of two programs is left, 1.17 to 1.53 where just one fits.
+LONE = 1.3
+FULL = 8  # warps with which a multiprocessor is at full speed
 REGISTERS = 255  # of a thread: what the kernels' tiles are chosen to use up
 THREADS = 32  # of a warp
 FILE = 65536  # registers of a multiprocessor
+SYSTEM = 1024  # bytes of shared memory that CUDA adds to a program's
 FAR = 1 << 30  # beyond every position
 L2 = 2**25  # bytes of a cache of unknown size: less than any GPU has whose size is known
 WAVES = 4  # of programs that heads walked together have at least, so that long ones come first
 MANY = 8  # waves of programs that even out by themselves
 INTERPRETED = 2, 2**13  # places and bytes of cache of Triton's interpreter: heads are in groups
+
+
+Range = tuple[float, int, int]  # when places are free, the first of them, and how many they are
+
+
+@final
+@frozen
+class Places:
+    """Where programs run: so many multiprocessors that hold one program each, or two.
+
+    Place n and, of two, place n + processors are on one multiprocessor.
+    """
+
+    processors: int
+    each: int = 1
+
+    @property
+    def count(self) -> int:
+        """How many programs run at once."""
+        return self.processors * self.each
+
+    def last_end(self, ranges: Sequence[Range]) -> float:
+        """When the last program ends. ranges: by place, when its programs would end if the place
+        beside it stayed taken.
+
+        It does until no program is left to begin; then one that is alone takes LONE / 2 of the time
+        for what is left of it, and goes on from the other's end.
+        """
+        if self.each == 1:
+            return max(end for end, _, _ in ranges)
+        ends = [0.0] * self.count
+        for end, first, number in ranges:
+            ends[first : first + number] = [end] * number
+        pairs = {*zip(ends[: self.processors], ends[self.processors :], strict=True)}
+        return max(min(pair) + LONE / 2 * abs(pair[0] - pair[1]) for pair in pairs)
 
 
 @final
@@ -60,35 +103,48 @@ class Programs:
         """The time of all, one after another."""
         return sum(self.costs) * self.heads - self.spare
 
-    def in_order(self) -> Iterator[float]:
-        """The cost of each, in the order in which they begin."""
+    def in_order(self) -> Iterator[tuple[float, int]]:
+        """Costs in the order in which programs begin, and how many in a row have each."""
+        if min(self.costs) == max(self.costs):
+            yield self.costs[0], self.count
+            return
         for earlier in range(0, self.heads, self.together):
             heads = min(self.together, self.heads - earlier)
             for cost in self.costs:
-                yield from repeat(cost, heads)
+                yield cost, heads
 
-    def makespan(self, places: int) -> float:
-        """The time from the first program's begin to the last one's end, by simulation."""
-        if self.count <= places or min(self.costs) == max(self.costs):
-            return max(self.costs) * -(-self.count // places)
-        ends = [0.0] * places
-        for cost in self.in_order():
-            heapq.heapreplace(ends, ends[0] + cost)
-        return max(ends)
+    def makespan(self, places: Places) -> float:
+        """The time from the first program's begin to the last one's end, by simulation: of places
+        that are free at the same time, the first is taken."""
+        free: list[Range] = [(0.0, 0, places.count)]
+        for cost, number in self.in_order():
+            while number:
+                time, first, count = heappop(free)
+                taken = min(count, number)
+                if taken < count:
+                    heappush(free, (time, first + taken, count - taken))
+                heappush(free, (time + cost, first, taken))
+                number -= taken
+        return places.last_end(free)
 
-    def quick_makespan(self, places: int) -> float:
+    def quick_makespan(self, places: Places) -> float:
         """The same, estimated where there are so many programs that simulating takes long."""
-        if self.count <= MANY * places:
+        if self.count <= MANY * places.count:
             return self.makespan(places)
-        return self.total / places + min(self.costs) / 2
+        return self.total / places.count + min(self.costs) / 2
 
-    def balance(self, places: int) -> float:
+    def least_makespan(self, places: Places) -> float:
+        """What the makespan is not below, without simulation."""
+        alone = LONE / 2 if places.each > 1 else 1.0
+        return max(self.total / places.count, alone * max(self.costs))
+
+    def balance(self, places: Places) -> float:
         """The makespan over the time that as many places need with nothing to wait for."""
-        return self.makespan(places) / (self.total / places)
+        return self.makespan(places) / (self.total / places.count)
 
-    def figures(self, places: int) -> str:
+    def figures(self, places: Places) -> str:
         """ "3.9 waves, balance 1.02"."""
-        waves = self.count / places
+        waves = self.count / places.count
         return f"{waves:.{2 if waves < 10 else 0}f} waves, balance {self.balance(places):.2f}"
 
 
@@ -188,56 +244,64 @@ def mean_costs(flat: Problem, padded: Problem, tiling: Tiling, by_keys: bool) ->
     return [max(1.0, seen)] * -(-length // size)
 
 
+def start_of(target: Target, tiling: Tiling) -> float:
+    """What a program does once, in full tiles."""
+    return START[table_arch(target.sm)] / (tiling.block_m * tiling.block_n)
+
+
 def schedule_programs(
-    costs: Sequence[float], tiling: Tiling, heads: int, each: int, together: int, parts: int = 1
+    costs: Sequence[float], start: float, heads: int, each: int, together: int, parts: int = 1
 ) -> Programs:
     """Programs that each walk the tiles of `each` heads, or one of `parts` of these.
 
-    costs: of one head's blocks, in order. heads: as many as there are programs of each block.
+    costs: of one head's blocks, in order. start: see `start_of`. heads: as many as there are
+    programs of each block.
     """
-    start = START / (tiling.block_m * tiling.block_n)
     walked = [each * (cost if parts == 1 else ceil(cost / parts)) for cost in costs]
     spare = sum(walked) - each * sum(costs) / parts
-    return Programs(tuple(x + start for x in walked), heads, together, spare * heads)
+    return Programs(tuple([x + start for x in walked]), heads, together, spare * heads)
 
 
-def places_of(problem: Problem, target: Target, tiling: Tiling) -> int | None:
-    """How many programs run at once, estimated; None for a GPU of unknown size.
+def places_of(problem: Problem, target: Target, tiling: Tiling, pass_: Pass) -> Places | None:
+    """Where its programs run, estimated; None for a GPU of unknown size.
 
-    Each thread is taken to use all REGISTERS, and shared memory to hold a tile of one side and as
-    many of the other as there are stages.
+    Each thread is taken to use all REGISTERS, and shared memory to hold a tile of what a program
+    reads once, q, q and do, or k and v, and as many of what it walks as there are stages.
     """
     if target.interprets:
-        return INTERPRETED[0]
+        return Places(INTERPRETED[0])
     if target.multiprocessors is None:
         return None
     width = padded_head_size(problem.D) + padded_head_size(problem.E)
-    sides = sorted((tiling.block_m, tiling.block_n))
-    shared = problem.dtype.itemsize * width * (sides[1] // 2 + tiling.stages * sides[0])
+    own, other = tiling.block_m, tiling.block_n
+    if pass_ == "key_gradient":
+        own, other = other, own
+    once = padded_head_size(problem.D) if pass_ == "forward" else width
+    shared = problem.dtype.itemsize * (own * once + tiling.stages * other * width) + SYSTEM
     fit = (target.shared_memory_per_sm or 0) // shared
     held = FILE // (REGISTERS * THREADS * tiling.warps)
-    return target.multiprocessors * max(1, min(fit, held))
+    return Places(target.multiprocessors, max(1, min(fit, held)))
 
 
 def heads_together(
-    problem: Problem, target: Target, tiling: Tiling, by_keys: bool, splits: int, parts: int = 1
+    problem: Problem, target: Target, tiling: Tiling, pass_: Pass, splits: int, parts: int = 1
 ) -> int:
     """How many heads are walked at a time: those whose tensors half of the L2 cache holds.
 
-    Programs read keys and values, or, by_keys, queries and the gradient of o of their share of a
-    group, and of these one of `parts` that are walked side by side. At least WAVES of programs; no
-    heads are left over that are much fewer.
+    Programs read keys and values, or, of dk and dv, queries and the gradient of o of their share of
+    a group, and of these one of `parts` that are walked side by side. At least WAVES of programs;
+    no heads are left over that are much fewer.
     """
-    p, group = problem, problem.H // problem.G
+    p, group, by_keys = problem, problem.H // problem.G, pass_ == "key_gradient"
     heads, each, length = p.B * p.H * parts, group, -(-p.N // parts)
     other, block = p.M, tiling.block_m
     if by_keys:
         heads, each = p.B * p.G * splits * parts, -(-group // splits)
         length, other, block = -(-p.M // parts), p.N, tiling.block_n
-    blocks = -(-other // block)
+    blocks, places = -(-other // block), places_of(p, target, tiling, pass_)
     size = length * (p.D + p.E) * p.dtype.itemsize
     cache = INTERPRETED[1] if target.interprets else target.l2 or L2
     fit = cache // 2 // (size * each) if by_keys else cache // 2 * each // size
-    least = -(-WAVES * (places_of(p, target, tiling) or 0) // blocks)
+    least = -(-WAVES * places.count // blocks) if places else 0
     groups = -(-heads // highest(1, fit, least))
     return -(-heads // groups)

@@ -20,18 +20,26 @@ from attn_graph.lowering.triton.tile_lists import blocks
 from attn_graph.machine.target import Target
 from attn_graph.masks.places import Strip
 
-HALVED = (90, 120)  # rows of the table whose tiles may be halved
-PAIRED = (90, 128)  # row and width whose tiles are made for two programs on a multiprocessor
+# Rows of the table whose tiles may have half of their queries or keys, and how many times as long
+# halves take for a score where eight warps of them are resident; others gain nothing, or spill.
+HALVED = {(80, "queries"): 1.1}
+HALVED |= dict.fromkeys(((90, "queries"), (90, "keys"), (120, "queries"), (120, "keys")), 1.1)
+# Rows and widths whose tiles of queries are made for two programs on a multiprocessor: a variant
+# for fewer, and how many times as long that takes for a score, likewise.
+PAIRED = {
+    (80, 64): ("half the queries", 1.05),
+    (90, 64): ("half the queries", 1.15),
+    (90, 128): ("twice the keys and warps", 1.04),
+}
 WARPS, ROWS = 4, 64  # of the least tile that matrix units take at full speed
 
 
 def choose_tiling(
-    problem: Problem, target: Target, pass_: Pass, variant: str | None = None,
-    invariant: bool = False, dense: bool = True,
-) -> Tiling:  # fmt: skip
+    problem: Problem, target: Target, pass_: Pass, variant: str | None = None, dense: bool = True
+) -> Tiling:
     """What the table has for a pass, or a variant of that.
 
-    invariant: whatever the batch. dense: whether operands lie neither packed nor in pages.
+    dense: whether operands lie neither packed nor in pages.
     """
     p = problem
     width = padded_head_size(max(p.D, p.E))
@@ -41,8 +49,6 @@ def choose_tiling(
     usual = tiling(target.sm, p.dtype.itemsize, width, pass_, modified, drops, copied, decided)
     if copied and not modified and (short := SHORT.get((table_arch(target.sm), pass_, width))):
         usual = shorten_tiling(p, usual, *short)
-    if variant is None and not invariant:
-        return spread_tiling(p, target, pass_ == "key_gradient", usual)
     return usual if variant is None else VARIANTS[variant](usual)
 
 
@@ -71,24 +77,25 @@ def walked_places(strip: Strip, problem: Problem, tile: Tiling) -> float:
     return float(full.sum() + MIXED * mixed.sum()) * tile.block_m * tile.block_n
 
 
-def spread_tiling(problem: Problem, target: Target, by_keys: bool, usual: Tiling) -> Tiling:
-    """Another tile where there are fewer programs than the table's tiles are chosen for.
+def spread_tilings(
+    problem: Problem, target: Target, by_keys: bool, usual: Tiling
+) -> dict[Tiling, float]:
+    """The table's tile, and others for fewer programs than that is chosen for; of each how many
+    times as long as the table's it takes for a score, by lowering/triton/predict.py.
 
-    Where each has a multiprocessor to itself, long blocks of queries on four warps take twice the
-    keys and warps: by lowering/triton/predict.py the time is 0.81 of the usual one with head size
-    128 on sm_90. Where half of all multiprocessors stay idle, blocks are half as long on half the
-    warps: one that is alone takes 0.6 of the time of a whole one, with head size 128 on sm_90, and
-    0.7 on sm_120; elsewhere it gains nothing.
+    Blocks of queries of which two are on a multiprocessor may have one to themselves, with twice
+    the keys and warps, or be half as long; and long ones on eight warps half as long on half the
+    warps.
     """
-    p, arch, count = problem, table_arch(target.sm), target.multiprocessors
-    length, block = (p.N, usual.block_n) if by_keys else (p.M, usual.block_m)
-    programs = p.B * p.H * blocks(length, block)
-    if count is None or programs > count:
-        return usual
-    width = padded_head_size(max(p.D, p.E))
-    if (arch, width) == PAIRED and not by_keys and usual.warps == WARPS and block == 2 * ROWS:
-        usual = VARIANTS["twice the keys and warps"](usual)
-    halves = usual.warps == 2 * WARPS and block >= 2 * ROWS and length > block // 2
-    if not (halves and 2 * programs <= count and arch in HALVED):
-        return usual
-    return VARIANTS[f"half the {'keys' if by_keys else 'queries'} and warps"](usual)
+    p, arch, block = problem, table_arch(target.sm), usual.block_n if by_keys else usual.block_m
+    if target.multiprocessors is None or block < 2 * ROWS:
+        return {usual: 1.0}
+    tiles, whole, width = {usual: 1.0}, usual, padded_head_size(max(p.D, p.E))
+    if usual.warps == WARPS and not by_keys and (arch, width) in PAIRED:
+        variant, slower = PAIRED[arch, width]
+        whole = VARIANTS[variant](usual)
+        tiles[whole] = slower
+    side, length = ("keys", p.N) if by_keys else ("queries", p.M)
+    if whole.warps == 2 * WARPS and (arch, side) in HALVED and length > block // 2:
+        tiles[VARIANTS[f"half the {side} and warps"](whole)] = HALVED[arch, side]
+    return tiles

@@ -25,6 +25,7 @@ from tests.lowering.test_programs import (
     CPU,
     GPUS,
     attention,
+    check_balance,
     check_repeated_gradients,
     compiling,
     flashes,
@@ -56,10 +57,11 @@ def test_chunks_of_a_long_prompt_fill_every_gpu(gpu: str, mask: ag.Mask | None) 
         for flash in flashes(attention(1, H, G, M, N, mask=mask), ag.Target.of(gpu)):
             for launch in (x for x in flash.launches if x.kernel in BY_QUERIES):
                 programs, places = programs_of(flash, launch)
+                check_balance(flash, launch, f"{H} {G} {M} {N}")
                 balances[launch.kernel].append(programs.balance(places))
     for name, values in balances.items():
-        assert max(values) <= 1.18, name
-        assert sum(values) / len(values) <= (1.13 if gpu == "l40s" else 1.06), name
+        assert max(values) <= 1.2, name
+        assert sum(values) / len(values) <= (1.08 if gpu == "l40s" else 1.065), name
 
 
 @pytest.mark.parametrize("gpu", GPUS)
@@ -73,7 +75,7 @@ def test_a_full_gpu_shares_no_keys_and_takes_no_memory(gpu: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpu", "sizes"), [("b200", (1, 32, 8, 512, 32768)), ("h200", (1, 8, 8, 2048, 2048))]
+    ("gpu", "sizes"), [("b200", (1, 32, 8, 512, 32768)), ("b200", (1, 8, 8, 2048, 2048))]
 )
 def test_parts_that_gain_less_than_joining_them_takes_are_not_made(
     gpu: str, sizes: tuple[int, int, int, int, int]
@@ -86,14 +88,14 @@ def test_parts_that_gain_less_than_joining_them_takes_are_not_made(
 def test_parts_are_memory_that_max_workspace_bounds_and_explain_tells() -> None:
     graph = attention(1, 8, 8, 512, 32768, mask=BELOW)
     plan = ag.compile(graph, target="h200", backends=("triton",))
-    bytes_ = 8 * 8 * 512 * (128 + 1) * 4
+    bytes_ = 4 * 8 * 512 * (128 + 1) * 4
     assert plan.memory().workspace_forward == bytes_
     text = str(ag.explain(graph, target="h200", backends=("triton",)))
     shared = "programs share the keys of a block of queries"
-    assert f"forward: 8 {shared}, merge_parts joins their parts" in text
+    assert f"forward: 4 {shared}, merge_parts joins their parts" in text
     assert f"query_gradient: 4 {shared}, sum_parts adds up their sums" in text
-    assert "forward: 256 programs, 0.97 waves, balance 1.0" in text
-    for most, parts in ((bytes_, 8), (bytes_ - 1, 1), (0, 1)):
+    assert "forward: 128 programs, 0.97 waves, balance 1.0" in text
+    for most, parts in ((bytes_, 4), (bytes_ - 1, 1), (0, 1)):
         forward, _ = flashes(graph, H200, Options(max_workspace=most))
         assert launch_of(forward, "forward").fixed["PARTS"] == parts
         assert forward.scratch.bytes <= most
@@ -103,14 +105,13 @@ def test_parts_are_memory_that_max_workspace_bounds_and_explain_tells() -> None:
 def test_who_may_not_share_keys_says_why() -> None:
     """Of a batch apart, and with the largest score of each row; forward mode never does."""
     sizes = 1, 8, 8, 512, 32768
-    for options, stats, words in (
-        (Options(batch_invariant=True), False, "which batch_invariant=True forbids"),
-        (Options(), ("max",), "parts of the largest score are not put together"),
+    for options, stats, parts, words in (
+        (Options(batch_invariant=True), False, 8, "which batch_invariant=True forbids"),
+        (Options(), ("max",), 4, "parts of the largest score are not put together"),
     ):
         forward, backward = flashes(attention(*sizes, mask=BELOW, stats=stats), H200, options)
-        assert "would take less time if 8 programs share the keys of a block of queries, but " in (
-            forward.division
-        )
+        share = f"if {parts} programs share the keys of a block of queries, but "
+        assert f"would take less time {share}" in forward.division
         assert words in forward.division
         assert [x.kernel for x in forward.launches] == ["forward"]
         assert ("sum_parts" in [x.kernel for x in backward.launches]) == (
