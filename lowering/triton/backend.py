@@ -266,13 +266,13 @@ def list_programs(flash: Flash, launch: Launch) -> tuple[Programs | None, Places
     short ones and for a GPU of unknown size."""
     from attn_graph.kernels.tilings import Tiling
     from attn_graph.lowering.triton import programs
-    from attn_graph.lowering.triton.launch_list import BY_KEYS, PASSES
+    from attn_graph.lowering.triton.launch_list import BY_KEYS, PASS_OF
 
     if "LAST_FIRST" not in launch.fixed:
         return None, None
     fixed, lists = launch.fixed, str(launch.tensors.get("lists_ptr"))
     tile = Tiling(fixed["BLOCK_M"], fixed["BLOCK_N"], launch.warps, launch.stages)
-    places = programs.places_of(flash.problem, flash.target, tile, PASSES[launch.kernel])
+    places = programs.places_of(flash.problem, flash.target, tile, PASS_OF[launch.kernel])
     by_keys, table = launch.kernel in BY_KEYS, flash.tables.get(lists)
     known = not flash.layout.sides and lists not in flash.buffers
     costs = programs.block_costs(flash.problem, tile, by_keys, table) if known else None

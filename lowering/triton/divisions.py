@@ -245,8 +245,11 @@ def scratch_of(problem: Problem, pass_: Pass, summands: int) -> int:
 @final
 @frozen
 class Schedule:
-    """What a division has to do, and where. score: of how many scores, computed by all multiprocessors with
-    all warps, one of a program takes the time. joining: of how many the sums do."""
+    """What a division has to do, and where.
+
+    Times are in scores that all multiprocessors compute with all warps: score, that of one score of
+    a program; joining, that of the sums.
+    """
 
     programs: Programs
     places: Places

@@ -43,7 +43,7 @@ PUSHED: dict[Pass, PushPass] = {
     "query_gradient": "push_query_gradient",
     "key_gradient": "push_key_gradient",
 }
-PASSES: dict[str, Pass] = {  # of kernels whose programs begin in an order
+PASS_OF: dict[str, Pass] = {  # of kernels whose programs begin in an order
     **{kernel: pass_ for pass_, pushed in PUSHED.items() for kernel in (pass_, pushed)},
     "gluon_forward": "forward",
 }

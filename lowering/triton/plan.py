@@ -37,7 +37,7 @@ from attn_graph.lowering.triton.device_code import (
     Tracer,
 )
 from attn_graph.lowering.triton.divisions import Division, divide_work, may_divide
-from attn_graph.lowering.triton.launch_list import MOVED, PASSES, READ, TILED, Fixed, LaunchList
+from attn_graph.lowering.triton.launch_list import MOVED, PASS_OF, READ, TILED, Fixed, LaunchList
 from attn_graph.lowering.triton.launches import Launch, Pointers, check_interpreter
 from attn_graph.lowering.triton.layout import Layout
 from attn_graph.lowering.triton.operands import takes_tf32
@@ -313,7 +313,7 @@ class FlashBuilder(LaunchList):
 
     def query_gradient(self) -> None:
         """Add the launch of dq, or of its parts and of what adds them up."""
-        p, pass_ = self.problem, PASSES["query_gradient"]
+        p, pass_ = self.problem, PASS_OF["query_gradient"]
         tiles = self.tilings(pass_)
         lists, listed = self.listed(next(iter(tiles)), by_keys=False)
         way = self.divide(pass_, tiles, lists)

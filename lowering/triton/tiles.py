@@ -16,7 +16,6 @@ from attn_graph.kernels.tilings import (
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.triton.operands import copies_tiles, is_copied_in_tiles
 from attn_graph.lowering.triton.programs import MIXED, count_strip_tiles, static_strip
-from attn_graph.lowering.triton.tile_lists import blocks
 from attn_graph.machine.target import Target
 from attn_graph.masks.places import Strip
 

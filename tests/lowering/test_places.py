@@ -9,7 +9,7 @@ import pytest
 import attn_graph as ag
 from attn_graph.kernels.tilings import Tiling
 from attn_graph.lowering.backend import Options
-from attn_graph.lowering.triton.launch_list import BY_KEYS, PASSES
+from attn_graph.lowering.triton.launch_list import BY_KEYS, PASS_OF
 from attn_graph.lowering.triton.launches import Launch
 from attn_graph.lowering.triton.offline import MachineCode, inspect_launch, mock_tensors
 from attn_graph.lowering.triton.plan import Flash
@@ -65,7 +65,7 @@ def test_places_and_their_speed_are_those_of_machine_code(sm: int, size: int) ->
     """How many programs are resident, what one that is alone takes, and what each does once."""
     for flash, launch, machine in kernels_of(sm, size):
         tile, kernel = tile_of(launch), Kernel(sm, 2, size, launch.kernel)
-        places = places_of(flash.problem, flash.target, tile, PASSES[launch.kernel])
+        places = places_of(flash.problem, flash.target, tile, PASS_OF[launch.kernel])
         assert places is not None
         assert places.each == min(kernel.programs(machine), FULL // launch.warps)
         clocks = clocks_of(sm, size, launch, machine, places.each)
@@ -86,7 +86,7 @@ def test_tiles_of_few_programs_compile_clean_and_are_as_fast_as_taken(sm: int, s
         for flash, launch, machine in kernels_of(sm, size, variant):
             kernel, tile = Kernel(sm, 2, size, launch.kernel), tile_of(launch)
             p, by_keys = flash.problem, launch.kernel in BY_KEYS
-            chosen = choose_tiling(p, flash.target, PASSES[launch.kernel])
+            chosen = choose_tiling(p, flash.target, PASS_OF[launch.kernel])
             slower = spread_tilings(p, flash.target, by_keys, chosen).get(tile)
             if tile == chosen or slower is None:
                 continue

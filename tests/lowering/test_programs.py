@@ -27,7 +27,7 @@ from attn_graph.lowering.triton.divisions import (
     scratch_of,
     share_queries,
 )
-from attn_graph.lowering.triton.launch_list import PASSES
+from attn_graph.lowering.triton.launch_list import PASS_OF
 from attn_graph.lowering.triton.launches import Launch, load_kernel
 from attn_graph.lowering.triton.layout import Layout
 from attn_graph.lowering.triton.offline import compile_for
@@ -143,7 +143,7 @@ def check_balance(flash: Flash, launch: Launch, case: str) -> None:
 
 def times_of(flash: Flash, launch: Launch) -> Iterator[float]:
     """The times of a launch, and of all others that may do its work, with their sums."""
-    p, target, pass_, fixed = flash.problem, flash.target, PASSES[launch.kernel], launch.fixed
+    p, target, pass_, fixed = flash.problem, flash.target, PASS_OF[launch.kernel], launch.fixed
     by_keys, table = pass_ == "key_gradient", flash.tables.get(str(launch.tensors.get("lists_ptr")))
     tile = Tiling(fixed["BLOCK_M"], fixed["BLOCK_N"], launch.warps, launch.stages)
     tiles = spread_tilings(p, target, by_keys, choose_tiling(p, target, pass_))
@@ -441,16 +441,21 @@ VARIETIES: dict[str, tuple[int, Callable[[int, int, int], dict[str, Any]]]] = {
     # with rows on multiples of 16, several elements are loaded at once, and else not
     "bias": (6, lambda B, M, N: {"bias": ag.TensorSpec((1, 1, M, N), torch.bfloat16)}),
 }
-KINDS = {"key_gradient": 3, "forward": 3, "query_gradient": 2, "merge_parts": 2}  # else 1
+KINDS = {  # by head size; others are one
+    64: {"key_gradient": 3, "forward": 3, "query_gradient": 2, "merge_parts": 2},
+    128: {"key_gradient": 3, "forward": 4, "query_gradient": 3, "merge_parts": 2},
+}
 
 
 @compiling
+@pytest.mark.parametrize("D", KINDS)
 @pytest.mark.parametrize("name", VARIETIES)
-def test_new_shapes_need_few_new_kernels(name: str) -> None:
-    """At most 3 of each for 40 shapes: Triton's key, as launches with their arguments make it.
+def test_new_shapes_need_few_new_kernels(name: str, D: int) -> None:
+    """At most 4 of each for 40 shapes: Triton's key, as launches with their arguments make it.
 
     Three are of dk and dv: of one head, of all of a group, and of a part of one, in float32. Of o
-    there are whole ones of two tiles, and parts; of dq there are two, whole and in parts.
+    there are whole ones of two tiles, and parts, of dq whole ones and parts; with heads of 128
+    another tile of each, without which launches of o take 3 % more time, and at most 31 %.
     """
     jit = importlib.import_module("triton.runtime.jit")
     most, more = VARIETIES[name]
@@ -463,7 +468,7 @@ def test_new_shapes_need_few_new_kernels(name: str) -> None:
     with pytest.MonkeyPatch.context() as patch, compile_for(90):
         patch.setattr(jit.JITFunction, "_do_compile", note_key)
         for B, H, G, M, N in SHAPES:
-            graph = attention(B, H, G, M, N, 64, **more(B, M, N))
+            graph = attention(B, H, G, M, N, D, **more(B, M, N))
             for flash in flashes(graph, ag.Target.of("h200")):
                 tensors: dict[str, Any] = {n: jit.MockTensor(x) for n, x in flash.dtypes().items()}
                 tensors["o.strides"] = flash.problem.layout_of_o[1]
@@ -471,4 +476,4 @@ def test_new_shapes_need_few_new_kernels(name: str) -> None:
                     load_kernel(launch.kernel).warmup(grid=(1,), **launch.arguments(tensors))
     assert {"forward", "query_gradient", "key_gradient"} <= keys.keys()
     counts = {n: len(own) for n, own in keys.items()}
-    assert all(count <= most // 3 * KINDS.get(n, 1) for n, count in counts.items()), counts
+    assert all(count <= most // 3 * KINDS[D].get(n, 1) for n, count in counts.items()), counts
