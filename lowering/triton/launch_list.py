@@ -45,7 +45,8 @@ PUSHED: dict[Pass, PushPass] = {
 TILED = ("q", "k", "v", "do")  # operands that kernels take descriptors of
 READ = ("q", "k", "v", "do", "lse", "delta", "seed", "offset")  # by every backward kernel
 MOVED = ("tq", "tk", "tv", "tdo", "tlse", "tdelta")  # and in a direction
-BY_KEYS = ("key_gradient", "push_key_gradient")  # kernels whose programs are blocks of keys
+# Kernels whose programs are blocks of keys.
+BY_KEYS = ("key_gradient", "push_key_gradient", "gluon_key_gradient")
 GRADIENTS = {"dq": "grad0", "dk": "grad1", "dv": "grad2"}  # by number of the operand
 
 
