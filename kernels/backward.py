@@ -96,18 +96,41 @@ def score_gradient(
 ):  # fmt: skip
     """p, and ds before the modifiers, of a tile; s = q k^T, lse in base 2; lse, delta broadcast.
 
+    PAST: see `weigh_scores`.
+    """
+    p = weigh_scores(s, lse, b, h, i, j, M, N, scale, data, numbers, CHANGE, KEEP, MIXED, PAST)
+    ds = differentiate_scores(p, dp, s, delta, b, h, i, j, M, N, scale, data, numbers, BACK, MIXED)
+    return p, ds
+
+
+@triton.jit
+def weigh_scores(
+    s, lse, b, h, i, j, M, N, scale, data, numbers,
+    CHANGE: tl.constexpr, KEEP: tl.constexpr, MIXED: tl.constexpr, PAST: tl.constexpr,
+):  # fmt: skip
+    """p of a tile of s = q k^T; lse in base 2.
+
     PAST: whether a row past the last query counts for other rows, so that its weights must be 0
     even where a modifier says +inf.
     """
     p = tl.exp2(modify_scores(s, b, h, i, j, M, N, scale, data, numbers, CHANGE, KEEP, MIXED) - lse)
     if PAST:
         p = tl.where(lse == float("inf"), 0.0, p)
+    return p
+
+
+@triton.jit
+def differentiate_scores(
+    p, dp, s, delta, b, h, i, j, M, N, scale, data, numbers,
+    BACK: tl.constexpr, MIXED: tl.constexpr,
+):  # fmt: skip
+    """ds before the modifiers, from p and dp."""
     ds = p * (dp - delta)
     if BACK is not None:
         ds = BACK(ds, s * scale, b, h, i, j, M, N, data, numbers)
     if MIXED and BACK is not None:
         ds = tl.where(p == 0, 0.0, ds)
-    return p, ds
+    return ds
 
 
 @triton.jit(do_not_specialize=SIZES)

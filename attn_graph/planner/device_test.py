@@ -120,8 +120,11 @@ def tensors_of(graph: Graph) -> list[torch.Tensor]:
 
 def tensor_of(x: Input, most: int, random: torch.Generator) -> torch.Tensor:
     """A tensor of an input's spec; integers rise from 0 to `most`, as segments do."""
-    if x.spec.dtype == torch.bool or x.spec.dtype.is_floating_point:
+    count, kind = elements_spanned(x.spec), x.spec.dtype
+    if kind == torch.bool:
         return make_tensor(x, 0, 0.0, random)
-    numbers = torch.randint(most + 1, (elements_spanned(x.spec),), generator=random)
-    values = numbers.sort().values.to(x.spec.dtype)
-    return values.as_strided(x.spec.shape, x.spec.strides)
+    if kind.is_floating_point:  # lse too, so that each row has its own
+        values = torch.randn(count, generator=random)
+    else:
+        values = torch.randint(most + 1, (count,), generator=random).sort().values
+    return values.to(kind).as_strided(x.spec.shape, x.spec.strides)

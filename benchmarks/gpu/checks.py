@@ -77,9 +77,11 @@ def prove_kernels(device: Device, emit: Emit) -> None:
     """Self-checks of kernels that no test can run. Exits with those that fail."""
     failures = []
     for case in cases.checked_cases():
-        variant, proof = device.check(case.graph(), "gluon")
-        emit({"job": case.title, "variant": variant, "outcome": str(proof)})
-        failures += [f"{case.title}: {proof}"] if proof.failure else []
+        graph = case.graph()
+        for title, each in ((case.title, graph), (f"{case.title}, backward", ag.vjp(graph)[1])):
+            variant, proof = device.check(each, "gluon")
+            emit({"job": title, "variant": variant, "outcome": str(proof)})
+            failures += [f"{title}: {proof}"] if proof.failure else []
     if failures:
         raise SystemExit("\n".join(failures))
 

@@ -28,7 +28,7 @@ Tensors = Sequence[torch.Tensor]
 T = TypeVar("T")
 COLD_BYTES = 2**29  # zeroing them empties the L2 cache, and gives the host some 100 us of lead
 WARM_UPS = 3
-BEHIND = {"gluon": ("triton",)}  # who runs the backward of a backend that has none
+BEHIND = {"gluon": ("triton",)}  # who runs the backward that a backend refuses
 
 
 class Device(ABC):

@@ -1,4 +1,4 @@
-"""Writes docs/reports/gluon.md, what the Gluon kernel compiles to: `make gluon-report`.
+"""Writes docs/reports/gluon.md, what the Gluon kernels compile to: `make gluon-report`.
 
 Each run writes the rows of the version of Triton that it imports and leaves those of others. A test
 compiles some of the cases again, and fails if the page says otherwise.
@@ -31,6 +31,11 @@ from attn_graph.lowering.triton.overlap import TileLoop, read_loops
 PAGE = Path(__file__).parents[1] / "reports" / "gluon.md"
 SIZES = (64, 128)
 VARIANTS = ("full", "causal", "window", "prefix", "segments", "soft cap")
+PASSES = {"forward": 2, "query_gradient": 3, "key_gradient": 4}  # and the products of each
+UNTAKEN = (  # rows that may see no key; modifiers where registers are short
+    *((size, each, "segments") for size in SIZES for each in ("query_gradient", "key_gradient")),
+    (128, "key_gradient", "soft cap"),
+)
 B, H, S = 2, 8, 4096
 GROUPS = 2  # of four warps, which share a multiprocessor's four schedulers
 TENSOR = 4096  # flop of wgmma in half precision, a clock and multiprocessor
@@ -40,26 +45,31 @@ LEAST, MOST = 1.3, 1.5  # clocks of a tile, as multiples of those of its busiest
 REGISTERS = 240  # that a thread of a group is to have
 MOST_SPILLS = 2  # instructions of a loop, for one register: Triton 3.9 does so, others not at all
 HEAD = """\
-# What the Gluon kernel compiles to
+# What the Gluon kernels compile to
 
 Written by `make gluon-report`, without a GPU, for compute capability 9.0 in bf16, B = 2, H = 8,
 M = N = 4096; "window" is causal and 256 keys wide, "prefix" causal with 512 keys that all see.
+"key_gradient" is dk and dv. Gradients of segments, where a query may see no key, and at D = 128 dk
+and dv of modifiers, for which registers are short, are computed by the kernels of `triton`.
 
 Of each loop over tiles, read from the machine code: instructions of one warp and tile, how many of
-its exponentials (and the like) stand between the wait for the scores and the wait for the sums, and
+its exponentials (and the like) stand behind a product and before the wait that ends the last, and
 the clocks of the busiest unit for the tiles of both groups of warps: tensor cores 4096 flop, four
-schedulers one instruction each, special functions 16 a clock. Every exponential between the two
-waits means that softmax runs beside the product of weights and values.
+schedulers one instruction each, special functions 16 a clock. Every exponential there means that
+softmax runs beside products of its own group.
 
 The last column is a prediction, not a measurement: the busiest unit's clocks times 1.5 and 1.3, at
 1.65 GHz on 132 multiprocessors. By the same measure FlashAttention 3's published forward on an H100
 (648 TFLOP/s at D = 128, 497 at D = 64) takes 1.4 and 1.7 times its busiest unit; so at D = 64 the
-lower figure is the likelier, or less. Start and end of a program are not in it. What is spilled,
-in bytes of a thread, is spilled outside of the loops, but for one register a tile of masked kernels
-at D = 128 under Triton 3.9.0; where N is no multiple of 16 one is spilled under all, outside.
+lower figure of the forward is the likelier, or less. dq counts three products and dk with dv four:
+the whole backward, which counts five, is 5/7 of both, 425 to 490, where FlashAttention 3, whose one
+kernel multiplies five times and adds up dq in no fixed order, was measured at 561. Start and end of
+a program are not in it. What is spilled, in bytes of a thread, is spilled outside of the loops, but
+for one register a tile of masked kernels at D = 128 under Triton 3.9.0; where N is no multiple of
+16 one is spilled under all, outside.
 
-| triton | D | variant | tile | loop | shared | spilled | instructions | beside | clocks | TFLOP/s |
-|---|---|---|---|---|---|---|---|---|---|---|
+| triton | D | pass | variant | tile | loop | shared | spilled | issue | beside | clocks | TFLOP/s |
+|---|---|---|---|---|---|---|---|---|---|---|---|
 """
 
 
@@ -69,6 +79,7 @@ class Case:
     """A kernel to compile. size: D = E."""
 
     size: int
+    pass_: str
     variant: str
 
     def graph(self) -> ag.Graph:
@@ -87,10 +98,14 @@ class Case:
 
     def compile(self) -> tuple[MachineCode, list[TileLoop]]:
         """What the machine code needs, and its loops over tiles."""
-        problem = sole(simplify(self.graph()))
+        graph = self.graph()
+        if self.pass_ != "forward":
+            graph = ag.vjp(graph, ["q", "k", "v"])[1]
+        problem = sole(simplify(graph))
         assert problem is not None
         flash = plan_launches(problem, ag.Target.of("h200"))
-        launch, tensors = flash.launches[-1], mock_tensors(flash)
+        (launch,) = (x for x in flash.launches if x.kernel == f"gluon_{self.pass_}")
+        tensors = mock_tensors(flash)
         machine = inspect_launch(launch, tensors, flash.target.sm)
         cubin = compile_launch(launch, tensors, flash.target.sm).asm["cubin"]
         return machine, read_loops(disassemble(cubin)[1])
@@ -107,12 +122,14 @@ class Case:
 
     def row(self, machine: MachineCode, kind: str, loop: TileLoop) -> str:
         """A line of the table."""
-        keys = loop.flop // (4 * 64 * self.size)
+        rows = loop.flop // (2 * PASSES[self.pass_] * 64 * self.size)
+        tile = f"{rows} x 128" if self.pass_ == "key_gradient" else f"128 x {rows}"
         clocks = busiest(loop)
         rates = [GROUPS * loop.flop / (f * clocks) * CLOCK * MULTIPROCESSORS for f in (MOST, LEAST)]
         cells = (
-            *(version("triton"), self.size, self.variant, f"128 x {keys}", kind, machine.shared),
+            *(version("triton"), self.size, self.pass_, self.variant, tile, kind),
             *(
+                machine.shared,
                 machine.spilled,
                 loop.counts.issued,
                 f"{loop.beside} of {loop.counts.special}",
@@ -145,8 +162,9 @@ def complaints(machine: MachineCode, loops: list[TileLoop]) -> Iterator[str]:
 
 
 def all_cases() -> list[Case]:
-    """Every head size with every variant."""
-    return [Case(*each) for each in product(SIZES, VARIANTS)]
+    """Every head size and pass with every variant that it takes."""
+    every = product(SIZES, PASSES, VARIANTS)
+    return [Case(*each) for each in every if each not in UNTAKEN]
 
 
 def rows_of_others() -> list[str]:

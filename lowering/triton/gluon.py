@@ -1,7 +1,7 @@
-"""Attention forward on Hopper GPUs by a kernel in Gluon, Triton's lower level.
+"""Attention and its gradient on Hopper GPUs by kernels in Gluon, Triton's lower level.
 
 It takes what the `triton` backend takes, as far as the copy engine (TMA) reads its tensors. No
-interpreter runs Gluon, so the kernel is checked on a device before it computes anything there.
+interpreter runs Gluon, so kernels are checked on a device before they compute anything there.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attn_graph.errors import Reason
+from attn_graph.ir.attention import AttentionGrad
 from attn_graph.ir.graph import Graph
 from attn_graph.lowering.backend import Backend, DeviceTest, Executable, Options
 from attn_graph.lowering.problem import (
@@ -31,17 +32,21 @@ from attn_graph.lowering.triton.backend import (
     generated_text,
     machines_of,
     plan_reasons,
+    temporary_of,
 )
 from attn_graph.lowering.triton.calls import TritonCall
+from attn_graph.lowering.triton.layout import Layout
 from attn_graph.machine.target import Target
 from attn_graph.spec import TensorSpec
 
 if TYPE_CHECKING:  # and imported where it is used: machines without a GPU never ask for it
+    from attn_graph.lowering.triton.launches import Launch
     from attn_graph.lowering.triton.plan import Flash
 
 SM = 90
 VERSIONS = ((3, 6), (3, 9))  # of Triton: the first and the last whose Gluon has these names
 DTYPES = (torch.float16, torch.bfloat16)
+WIDEST = 128  # head size of a gradient: two sums of 64 x 256 take more registers than there are
 ALIGNED = 16  # bytes that TMA needs strides to be multiples of
 
 
@@ -86,14 +91,30 @@ def other_version(version: str) -> Iterator[Reason]:
 
 
 def gluon_problem_reasons(problem: Problem) -> Iterator[Reason]:
-    """What the kernel does not compute."""
-    if problem.grad is not None:
-        yield Reason("backward", "computes no gradients", "the graph is one")
+    """What the kernels do not compute."""
     yield from attention_reasons(problem, DTYPES)
     if problem.node.dropout:
         yield Reason("dropout", "has no dropout", f"the graph drops {problem.node.dropout}")
-    for name, spec in zip("qkv", problem.specs, strict=False):
-        yield from layout_reasons(name, spec)
+    for name, spec in Layout.dense(problem).large().items():
+        if name != "dlse":  # which no copy engine reads
+            yield from layout_reasons(name, spec)
+    if problem.grad is not None:
+        yield from gradient_reasons(problem, problem.grad)
+
+
+def gradient_reasons(problem: Problem, grad: AttentionGrad) -> Iterator[Reason]:
+    """What the kernels of a gradient do not compute."""
+    if max(problem.D, problem.E) > WIDEST:
+        limit = f"computes gradients of head sizes up to {WIDEST}"
+        yield Reason("gradient_head", limit, f"D = {problem.D}, E = {problem.E}")
+    if problem.has_blind_rows:
+        limit = "computes gradients where each query sees a key"
+        yield Reason("gradient_rows", limit, "here one may see none")
+    if not grad.with_do:
+        yield Reason("gradient_do", "computes gradients from that of o", "there is none")
+    if grad.wants[1] != grad.wants[2]:
+        limit = "computes the gradients of k and v together"
+        yield Reason("gradient_wants", limit, "the graph wants one of them")
 
 
 def layout_reasons(name: str, spec: TensorSpec) -> Iterator[Reason]:
@@ -119,24 +140,27 @@ def plan_gluon(problem: Problem, target: Target) -> Flash:
 
 def lower(graph: Graph, target: Target, options: Options) -> Executable:
     """The launches that run a graph."""
+    from attn_graph.lowering.triton.gluon_plan import gluon_launches
+
     problem = sole(graph)
     assert problem is not None  # why_not said so
     flash = plan_gluon(problem, target)
     call = TritonCall(flash, graph, options)
+    run = call.run
     return Executable(
-        call.forward,
+        run,
         flash.scratch.bytes,
-        notes=(describe_launch(flash),),
+        temporary_of(flash),
+        notes=tuple(map(describe_launch, gluon_launches(flash))),
         inspect=lambda: tuple(map(str, machines_of(flash))),
         text=lambda: generated_text(flash),
-        infer=call.forward if returns_lse(graph) else call.inference,
+        infer=run if graph.is_gradient or returns_lse(graph) else call.inference,
         prepare=lambda: compile_kernels(flash),
     )
 
 
-def describe_launch(flash: Flash) -> str:
-    """How the kernel runs, for `explain`."""
-    launch = flash.launches[-1]
+def describe_launch(launch: Launch) -> str:
+    """How a kernel runs, for `explain`."""
     queries, keys = (launch.descriptors[name].tile[2] for name in ("q_desc", "k_desc"))
     return (
         f"{launch.kernel}: {count_of(launch.grid, 'program')}, two groups of {launch.warps} warps "

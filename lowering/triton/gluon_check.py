@@ -1,4 +1,4 @@
-"""What has to come out right on a device before the Gluon kernel runs a graph there."""
+"""What has to come out right on a device before the Gluon kernels run a graph there."""
 
 from __future__ import annotations
 
@@ -10,34 +10,54 @@ from attrs import evolve
 from attn_graph.ir.graph import Graph, Input
 from attn_graph.lowering.backend import DeviceTest
 from attn_graph.lowering.problem import Problem
+from attn_graph.lowering.triton.gluon_plan import gluon_launches
 from attn_graph.lowering.triton.plan import Flash
 from attn_graph.spec import NAMES, TensorSpec
 
 HOME = "attn_graph.lowering.triton.gluon:BACKEND"
 SIZES = ((65, 1), (200, 2), (129, 5), (300, 9))  # queries, and tiles of keys
 TAIL = 5  # keys that the last tile lacks, where the variant masks at all
-COMPILED = ("E", "BLOCK_N", "STAGES", "FOLD", "LISTED", "MASKED")  # constants in machine code
+KEYS = 128  # of a tile, where only dk and dv are wanted
+# Constants in machine code.
+COMPILED = ("D", "E", "BLOCK_M", "BLOCK_N", "STAGES", "FOLD", "LISTED", "MASKED")
 
 
 def make_device_test(graph: Graph, flash: Flash) -> DeviceTest:
-    """The attention of a graph in small sizes: one tile, fewer than buffers, and many."""
-    launch, problem = flash.launches[-1], flash.problem
-    short = TAIL if launch.fixed["MASKED"] else 0
-    keys = launch.fixed["BLOCK_N"]
-    small = (shrink(graph, problem, M, tiles * keys - short) for M, tiles in SIZES)
+    """The attention or gradient in small sizes: one tile, fewer than buffers, and many."""
+    small = (shrink(graph, flash.problem, M, N) for M, N in small_sizes(flash))
     return DeviceTest(HOME, describe_variant(flash), tuple(small))
+
+
+def small_sizes(flash: Flash) -> Iterator[tuple[int, int]]:
+    """Queries and keys that make the same variants; of gradients, each query sees a key."""
+    masks = {
+        name: (launch.fixed[name], launch.fixed["MASKED"])
+        for launch in gluon_launches(flash)
+        for name in ("BLOCK_M", "BLOCK_N")
+        if name in launch.fixed
+    }
+    rows, has_rest = masks.get("BLOCK_M", (1, True))
+    keys, has_tail = masks.get("BLOCK_N", (KEYS, True))
+    hides = flash.problem.grad is not None and flash.problem.node.mask is not None
+    for M, tiles in SIZES:
+        N = tiles * keys - (TAIL if has_tail else 0)
+        M = M if has_rest else -(-M // rows) * rows
+        yield min(M, N) if hides else M, N
 
 
 def describe_variant(flash: Flash) -> str:
     """All that the machine code depends on beside device, versions and the kernel's source."""
-    p, launch = flash.problem, flash.launches[-1]
-    constants = [f"{name}={launch.fixed[name]}" for name in COMPILED]
-    dtypes = flash.dtypes()
-    read = [f"{name}: {dtypes[name]}" for name in sorted(dtypes)]
-    texts = [f"{name}: {text}" for name, text in sorted(launch.texts.items())]
-    whole = "\n".join([*constants, *read, *map(str, p.node.stats), *texts])
-    digest = sha256(whole.encode()).hexdigest()[:12]
-    return f"{NAMES[p.dtype]}, D {p.D}, E {p.E}, {digest}"
+    p, dtypes = flash.problem, flash.dtypes()
+    lines = [*p.node.stats]
+    for launch in gluon_launches(flash):
+        lines += [launch.kernel, *(f"{x}={launch.fixed[x]}" for x in COMPILED if x in launch.fixed)]
+        for parameter, x in sorted(launch.tensors.items()):
+            read = (x,) if isinstance(x, str) else x
+            lines += [f"{parameter}: {', '.join(str(dtypes[name]) for name in read)}"]
+        lines += [f"{name}: {text}" for name, text in sorted(launch.texts.items())]
+    digest = sha256("\n".join(lines).encode()).hexdigest()[:12]
+    backward = ", backward" if p.grad is not None else ""
+    return f"{NAMES[p.dtype]}, D {p.D}, E {p.E}{backward}, {digest}"
 
 
 def shrink(graph: Graph, problem: Problem, M: int, N: int) -> Graph:
@@ -61,10 +81,12 @@ def shrink(graph: Graph, problem: Problem, M: int, N: int) -> Graph:
 
 
 def operand_axes(problem: Problem) -> Iterator[str]:
-    """The axes of each operand, of "bhijgde"; dropout, which the kernel lacks, has none here."""
-    node = problem.node
+    """The axes of each operand, of "bhijgde"; dropout, which the kernels lack, has none here."""
+    node, grad = problem.node, problem.grad
     yield from ("bhid", "bgjd", "bgje")
     for needs in (*(m.needs for m in node.modifiers), node.mask.needs if node.mask else {}):
         yield from (data.axes for data in needs.values())
     if node.sinks:
         yield "h"
+    if grad is not None:  # o, lse, do and dlse
+        yield from ("bhie", "bhi", "bhie", *("bhi",) * grad.with_dlse)

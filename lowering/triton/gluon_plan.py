@@ -1,84 +1,155 @@
-"""What the Gluon backend has to launch for one attention."""
+"""What the Gluon backend has to launch for one attention, or for its gradient."""
 
 from __future__ import annotations
+
+from typing import final
+
+from attrs import define, evolve
 
 from attn_graph.kernels.tilings import Tiling, padded_head_size
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.triton.device_code import Tracer
-from attn_graph.lowering.triton.launch_list import Fixed
-from attn_graph.lowering.triton.launches import Descriptor, Launch
+from attn_graph.lowering.triton.launch_list import PASS_OF, TILED, Fixed
+from attn_graph.lowering.triton.launches import Descriptor, Launch, Pointers
 from attn_graph.lowering.triton.plan import Flash, FlashBuilder
 from attn_graph.lowering.triton.tile_lists import blocks
 from attn_graph.machine.target import Target
 
-ROWS = 64  # queries of one group of warps,
+ROWS = 64  # queries, or keys, of one group of warps,
 GROUPS = 2  # of which a program has two; as kernels/gluon_forward.py says
+OWN = GROUPS * ROWS
 WARPS = 4  # of a group
 NARROWEST = 64  # elements of a row of a tile: 128 bytes, the swizzle of shared memory
-# By the larger width of a tile, its keys and how many tiles are in flight: the most that fit into
-# 227 KiB of shared memory and the 240 registers of a thread; docs/reports/gluon.md has both.
-TILES = {64: (128, 4), 128: (128, 2), 256: (64, 2)}
+# By kernel and the larger width of a tile, the queries or keys that pass by at a time and how many
+# tiles are in flight: the most that fit into 227 KiB of shared memory and the 240 registers of a
+# thread; docs/reports/gluon.md has both.
+TILES = {
+    "gluon_forward": {64: (128, 4), 128: (128, 2), 256: (64, 2)},
+    "gluon_query_gradient": {64: (64, 4), 128: (64, 4)},
+    "gluon_key_gradient": {64: (64, 4), 128: (64, 4)},
+}
 
 
 def plan_launches(problem: Problem, target: Target) -> Flash:
-    """The launch of the kernel, behind those that make its lists of tiles where data decide.
+    """The launches of the kernels, behind those that make their lists of tiles where data decide.
 
     Raises Untraceable where the mask or a modifier can't be made a kernel's.
     """
-    builder = FlashBuilder(problem, target, Tracer.of(problem, plain=True).trace())
-    keys, stages = TILES[max(tile_width(problem.D), tile_width(problem.E))]
-    tile = Tiling(GROUPS * ROWS, keys, WARPS, stages)
-    lists, listed = builder.listed(tile, by_keys=False)
-    pointers, absent = builder.operands("o", "lse", "max", "sinks")
-    if builder.data():
-        pointers["data"] = builder.data()
-    else:
-        absent["data"] = None
-    builder.launches.append(
-        Launch(
-            "gluon_forward",
-            blocks(problem.M, tile.block_m) * problem.H * problem.B,
-            pointers | lists,
-            absent
-            | listed
-            | fixed_arguments(builder, tile)
-            | builder.order(tile, "forward", lists),
-            builder.texts("keep", "strip", "change"),
-            *tile.options,
-            descriptors=describe_operands(problem, tile),
+    code = Tracer.of(problem, plain=True).trace()
+    return GluonBuilder(problem, target, code).build()
+
+
+def gluon_launches(flash: Flash) -> list[Launch]:
+    """The launches of kernels in Gluon, among those of others."""
+    return [launch for launch in flash.launches if launch.kernel in TILES]
+
+
+@final
+@define(eq=False)
+class GluonBuilder(FlashBuilder):
+    """The launches of each pass, of which the forward, dq, and dk with dv are kernels in Gluon."""
+
+    def forward(self) -> None:
+        """Add the launch of the forward."""
+        p, sinks = self.problem, self.problem.by_role.sinks
+        more = {
+            "o_strides": p.layout_of_o[1],
+            "sinks_stride": sinks.strides[0] if sinks else 0,
+            "E": p.E,
+            "FOLD": not p.low_scale and not p.node.modifiers,
+        }
+        self.launch_gluon("gluon_forward", ("o", "lse", "max", "sinks"), more)
+
+    def query_gradient(self) -> None:
+        """Add the launch of dq."""
+        more = {"dq_strides": self.gradient_strides(0), "D": self.problem.D}
+        self.launch_gluon("gluon_query_gradient", ("lse", "delta", "dq"), more)
+
+    def key_gradient(self) -> None:
+        """Add the launch of dk and dv, or, of query heads in groups, of their sums and of what adds
+        these up. Where the registers have no room for modifiers, they are the plain kernel's."""
+        if self.problem.node.modifiers and self.width > NARROWEST:
+            super().key_gradient()
+            return
+        p, parts = self.problem, {"dk": "parts.dk", "dv": "parts.dv"}
+        grouped = p.H > p.G
+        if grouped:
+            sums = {x: self.sums_buffer(n, p.H) for n, x in enumerate(parts.values(), start=1)}
+            self.buffers |= sums
+        more: Fixed = {"D": p.D, "E": p.E} | {
+            f"{name}_strides": self.parts_strides(x) if grouped else self.gradient_strides(n)
+            for n, (name, x) in enumerate(parts.items(), start=1)
+        }
+        pointers: Pointers = {f"{name}_ptr": x for name, x in parts.items() if grouped}
+        self.launch_gluon("gluon_key_gradient", ("lse", "delta", "dk", "dv"), more, pointers)
+        for n, x in enumerate(parts.values() if grouped else (), start=1):
+            self.sum_parts(x, n)
+
+    def launch_gluon(
+        self, kernel: str, names: tuple[str, ...], more: Fixed, pointers: Pointers | None = None
+    ) -> None:
+        """Add the launch of a kernel, with a program for each block of each query head."""
+        p, pass_ = self.problem, PASS_OF[kernel]
+        by_keys = pass_ == "key_gradient"
+        passing, stages = TILES[kernel][self.width]
+        sizes = (passing, OWN) if by_keys else (OWN, passing)
+        tile = Tiling(*sizes, WARPS, stages)
+        lists, listed = self.listed(tile, by_keys)
+        own, others = (p.N, p.M) if by_keys else (p.M, p.N)
+        named, absent = self.operands(*names)
+        if self.data():
+            named["data"] = self.data()
+        else:
+            absent["data"] = None
+        more = more | {
+            "BLOCK_M" if by_keys else "BLOCK_N": passing,
+            "MASKED": p.node.mask is not None or others % passing > 0,
+        }
+        resident = evolve(tile, warps=GROUPS * WARPS)
+        order = self.order(resident, pass_, lists, splits=p.H // p.G)  # a program takes one head
+        backwards = () if p.grad is None else ("back",)
+        keep = self.code.keep_by_keys if by_keys else self.code.keep
+        self.launches.append(
+            Launch(
+                kernel,
+                blocks(own, OWN) * p.H * p.B,
+                named | lists | (pointers or {}),
+                absent | listed | more | self.sizes(stages) | order,
+                self.texts("strip", "change", *backwards) | {"KEEP": keep},
+                *tile.options,
+                descriptors=self.describe_tiles(by_keys, passing),
+            )
         )
-    )
-    return builder.finish()
 
+    @property
+    def width(self) -> int:
+        """The larger width of a tile."""
+        return max(tile_width(self.problem.D), tile_width(self.problem.E))
 
-def fixed_arguments(builder: FlashBuilder, tile: Tiling) -> Fixed:
-    """Sizes and constants of the kernel."""
-    p, sinks = builder.problem, builder.problem.by_role.sinks
-    return {
-        "numbers": builder.code.numbers or None,
-        "o_strides": p.layout_of_o[1],
-        "sinks_stride": sinks.strides[0] if sinks else 0,
-        "H": p.H,
-        "GROUP": p.H // p.G,
-        "M": p.M,
-        "N": p.N,
-        "scale": p.node.scale,
-        "E": p.E,
-        "BLOCK_N": tile.block_n,
-        "STAGES": tile.stages,
-        "FOLD": not p.low_scale and not p.node.modifiers,
-        "MASKED": p.node.mask is not None or p.N % tile.block_n > 0,
-    }
+    def sizes(self, stages: int) -> Fixed:
+        """Sizes and constants of every kernel."""
+        p = self.problem
+        return {
+            "numbers": self.code.numbers or None,
+            "H": p.H,
+            "GROUP": p.H // p.G,
+            "M": p.M,
+            "N": p.N,
+            "scale": p.node.scale,
+            "STAGES": stages,
+        }
 
-
-def describe_operands(problem: Problem, tile: Tiling) -> dict[str, Descriptor]:
-    """q, k and v in tiles, by parameter."""
-    rows = {"q": ROWS, "k": tile.block_n, "v": tile.block_n}
-    specs = zip(rows.items(), problem.specs, strict=False)
-    return {
-        f"{name}_desc": Descriptor.tiles(name, x, count, tile_width(x.shape[-1]), gluon=True)
-        for (name, count), x in specs
-    }
+    def describe_tiles(self, by_keys: bool, passing: int) -> dict[str, Descriptor]:
+        """Operands in tiles, by parameter: of ROWS rows, or of those that pass by."""
+        specs = self.layout.large()
+        return {
+            f"{name}_desc": Descriptor.tiles(
+                name, x, passing if (name in "kv") != by_keys else ROWS,
+                tile_width(x.shape[-1]), gluon=True,
+            )
+            for name in TILED
+            if (x := specs.get(name)) is not None
+        }  # fmt: skip
 
 
 def tile_width(size: int) -> int:

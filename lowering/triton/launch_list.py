@@ -44,13 +44,15 @@ PUSHED: dict[Pass, PushPass] = {
     "key_gradient": "push_key_gradient",
 }
 PASS_OF: dict[str, Pass] = {  # of kernels whose programs begin in an order
-    **{kernel: pass_ for pass_, pushed in PUSHED.items() for kernel in (pass_, pushed)},
-    "gluon_forward": "forward",
+    kernel: pass_
+    for pass_, pushed in PUSHED.items()
+    for kernel in (pass_, pushed, f"gluon_{pass_}")
 }
+# Those whose programs are blocks of keys.
+BY_KEYS = tuple(kernel for kernel, pass_ in PASS_OF.items() if pass_ == "key_gradient")
 TILED = ("q", "k", "v", "do")  # operands that kernels take descriptors of
 READ = ("q", "k", "v", "do", "lse", "delta", "seed", "offset")  # by every backward kernel
 MOVED = ("tq", "tk", "tv", "tdo", "tlse", "tdelta")  # and in a direction
-BY_KEYS = ("key_gradient", "push_key_gradient")  # kernels whose programs are blocks of keys
 GRADIENTS = {"dq": "grad0", "dk": "grad1", "dv": "grad2"}  # by number of the operand
 
 

@@ -20,6 +20,8 @@ from attn_graph.spec.formulas import is_one
 HOMES = {
     "forward": "forward",
     "gluon_forward": "gluon_forward",
+    "gluon_query_gradient": "gluon_backward",
+    "gluon_key_gradient": "gluon_backward",
     "split_forward": "decode",
     "merge_parts": "decode",
     "push": "jvp",

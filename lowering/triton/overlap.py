@@ -1,8 +1,8 @@
 """Reads the order of instructions: whether softmax runs beside the matrix products of Hopper.
 
 A group of four warps issues its products (`wgmma`) and goes on; it waits for all but the last n by
-one instruction. What stands between the wait for all but one and the wait for all runs beside the
-last product.
+one instruction. What stands behind a product, and before the wait that ends the last, runs beside
+products.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from attn_graph.lowering.triton.sass import (
 
 REGISTERS = "USETMAXREG"  # sets the registers of each thread of a group
 WAIT = "WARPGROUP.DEPBAR"
-WAIT_FOR_SCORES, WAIT_FOR_ALL = "gsb0, 0x1", "gsb0, 0x0"
+WAIT_FOR_SCORES = "gsb0, 0x1"
+END_OF_PRODUCT = "gsb0"  # the last operand of its last instruction
 
 
 @final
@@ -73,10 +74,11 @@ def overlaps(body: Sequence[Instruction]) -> bool:
 
 def read_loop(body: Sequence[Instruction], registers: int) -> TileLoop:
     """The figures of a loop."""
-    inside, beside = False, 0
+    running, beside = 0, 0
     for name, operands in body:
         if name.startswith(WAIT):
-            inside = operands == WAIT_FOR_SCORES
-        beside += inside and name.startswith("MUFU")
+            running = min(running, int(operands.split(",")[-1], 16))
+        running += bool(product_sizes(name)) and operands.endswith(END_OF_PRODUCT)
+        beside += running > 0 and name.startswith("MUFU")
     flop = sum(2 * prod(sizes) for name, _ in body if (sizes := product_sizes(name)))
     return TileLoop(count_loop(body), registers, flop, beside)

@@ -150,7 +150,6 @@ class Flash:
         return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
-@final
 @define(eq=False)
 class FlashBuilder(LaunchList):
     """The launches of each pass. It never leaves `Flash.plan`."""

@@ -33,6 +33,11 @@ TAKERS = {
     "triton": TORCH_ON_GPUS | {"triton"},
     "cudnn": TORCH_ON_GPUS | {"triton", "cudnn"},
 }
+HOPPER_TAKERS = {
+    "torch": TAKERS["torch"],
+    "triton": TAKERS["triton"] | {"gluon"},
+    "cudnn": TAKERS["cudnn"] | {"gluon"},
+}
 
 
 def takers(found: Diagnosis, target: str) -> set[str]:
@@ -44,7 +49,7 @@ def test_who_runs_where_follows_from_the_libraries(name: str) -> None:
     found = diagnose(MACHINES[name], EMPTY)
     assert takers(found, "cpu") == {"torch_sdpa", "math"}
     for gpu in ("a100", "h200", "b200", "rtx4090"):
-        assert takers(found, gpu) == TAKERS[name]
+        assert takers(found, gpu) == (HOPPER_TAKERS if gpu == "h200" else TAKERS)[name]
     assert not found.problems
     assert len(found.verdicts) == len(ag.BACKENDS) * 8
     json.dumps(found.to_dict())
@@ -78,7 +83,7 @@ def test_a_gpu_comes_before_the_cpu() -> None:
     )
     found = diagnose(machine, EMPTY)
     assert found.verdicts[0].target == "NVIDIA H200"
-    assert takers(found, "NVIDIA H200") == TAKERS["cudnn"]
+    assert takers(found, "NVIDIA H200") == HOPPER_TAKERS["cudnn"]
     told = render_text(*doctor_screen(found))
     assert "NVIDIA H200 (sm_90), 140 GiB" in told
     assert "without CUDA" not in told
@@ -102,7 +107,7 @@ def test_a_cudnn_that_pip_knows_nothing_of_is_told(cudnn: str) -> None:
     assert f"{cudnn}, which PyTorch loads" in told
     assert "not installed" not in told
     is_old = cudnn == "9.10.1"
-    assert takers(found, "h200") == TAKERS["triton" if is_old else "cudnn"] - (
+    assert takers(found, "h200") == HOPPER_TAKERS["triton" if is_old else "cudnn"] - (
         {"torch_cudnn"} if is_old else set()
     )
     assert bool(found.problems) == is_old

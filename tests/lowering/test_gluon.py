@@ -1,4 +1,4 @@
-"""The Gluon kernel: what it refuses, what is launched, and what it compiles to."""
+"""The Gluon kernels: what they refuse, what is launched, and what they compile to."""
 
 from __future__ import annotations
 
@@ -83,10 +83,61 @@ def test_what_it_can_not_do_it_refuses_with_the_number(key: str) -> None:
     assert against(described)[key].startswith(text)
 
 
-def test_it_has_no_backward() -> None:
-    forward, backward = ag.vjp(graph())
-    assert not against(forward)
-    assert against(backward) == {"backward": "computes no gradients, and the graph is one"}
+def gradient(graph: ag.Graph, wants: str = "qkv") -> ag.Graph:
+    """The gradient of a graph."""
+    return ag.vjp(graph, [*wants])[1]
+
+
+REFUSED_GRADIENTS: dict[str, tuple[ag.Graph, str]] = {
+    "gradient_rows": (
+        gradient(graph(mask=ag.KeyLengths(), kv_lengths=ag.TensorSpec((1,), torch.int32))),
+        "computes gradients where each query sees a key, and here one may see none",
+    ),
+    "gradient_wants": (
+        gradient(graph(), "qk"),
+        "computes the gradients of k and v together, and the graph wants one of them",
+    ),
+    "gradient_head": (
+        gradient(graph(1, 2, 64, 160)),
+        "computes gradients of head sizes up to 128, and D = 160, E = 160",
+    ),
+}
+
+
+@pytest.mark.parametrize("key", REFUSED_GRADIENTS)
+def test_gradients_that_it_can_not_compute_it_refuses(key: str) -> None:
+    described, text = REFUSED_GRADIENTS[key]
+    assert against(described) == {key: text}
+
+
+@pytest.mark.parametrize("wants", ["qkv", "q", "kv"])
+def test_gradients_are_of_its_own_kernels(wants: str) -> None:
+    described = gradient(graph(mask=ag.Causal()), wants)
+    assert not against(described)
+    own = {"q": "gluon_query_gradient", "kv": "gluon_key_gradient"}
+    launched = [launch.kernel for launch in planned(described).launches]
+    assert launched == ["delta", *(kernel for each, kernel in own.items() if each in wants)]
+
+
+def test_gradients_of_groups_are_sums_over_their_heads() -> None:
+    q, k = (ag.TensorSpec((2, n, 256, 64), torch.float16) for n in (8, 2))
+    flash = planned(gradient(ag.attention(q, k, k)))
+    assert [launch.kernel for launch in flash.launches[2:]] == [
+        "gluon_key_gradient", "sum_parts", "sum_parts",
+    ]  # fmt: skip
+    sums = {name: x.shape for name, x in flash.buffers.items() if name.startswith("parts")}
+    assert sums == {"parts.dk": (2, 8, 256, 64), "parts.dv": (2, 8, 256, 64)}
+    plan = ag.compile(gradient(ag.attention(q, k, k)), target=H200, backends=("gluon",))
+    assert plan.executable.workspace == flash.scratch.bytes > 2 * 4 * 2 * 8 * 256 * 64
+
+
+def test_modifiers_take_the_plain_kernel_where_registers_are_short() -> None:
+    (wide, narrow) = (
+        [launch.kernel for launch in planned(gradient(graph(1, 2, 256, D, soft_cap=3.0))).launches]
+        for D in (128, 64)
+    )
+    assert wide == ["delta", "gluon_query_gradient", "key_gradient"]
+    assert narrow == ["delta", "gluon_query_gradient", "gluon_key_gradient"]
 
 
 TARGETS: dict[str, tuple[ag.Target, str]] = {
@@ -126,6 +177,11 @@ CHECKED: dict[str, ag.Graph] = {
     ),
     "bias": graph(bias=ag.TensorSpec((1, 2, 1, 256), torch.float32)),
     "whole tiles": graph(1, 2, 256, 64),
+    "gradient": gradient(graph(1, 2, 256, 64)),
+    "gradient of a causal mask": gradient(graph(1, 8, 100, 96, mask=ag.Causal())),
+    "gradient of ragged queries": gradient(graph(1, 8, 70, 64)),
+    "dk and dv of a window": gradient(graph(mask=ag.Window(9)), "kv"),
+    "gradient of a wide soft cap": gradient(graph(1, 2, 256, 128, soft_cap=3.0)),
 }
 
 
@@ -255,15 +311,23 @@ def page_rows() -> list[str]:
 
 
 def test_the_page_has_every_row_of_every_version() -> None:
-    found = {tuple(row.split(" | ")[:3]) for row in page_rows()}
-    cases = {(str(c.size), c.variant) for c in REPORT.all_cases()}
+    found = {tuple(row.split(" | ")[:4]) for row in page_rows()}
+    cases = {(str(c.size), c.pass_, c.variant) for c in REPORT.all_cases()}
     assert found == {(f"| {v}", *c) for v in VERSIONS for c in cases}
-    spilled = {tuple(row.split(" | ")[0:7:6]) for row in page_rows()}
+    spilled = {tuple(row.split(" | ")[0:8:7]) for row in page_rows()}
     assert {("| 3.6.0", "0"), ("| 3.7.1", "0")} == {x for x in spilled if x[0] != "| 3.9.0"}
 
 
 VERSIONS = ("3.6.0", "3.7.1", "3.9.0")  # of Triton
-SUBSET = [REPORT.Case(64, "causal"), REPORT.Case(128, "full"), REPORT.Case(128, "segments")]
+SUBSET = [
+    REPORT.Case(64, "forward", "causal"),
+    REPORT.Case(128, "forward", "full"),
+    REPORT.Case(128, "forward", "segments"),
+    REPORT.Case(64, "query_gradient", "soft cap"),
+    REPORT.Case(128, "query_gradient", "causal"),
+    REPORT.Case(64, "key_gradient", "full"),
+    REPORT.Case(128, "key_gradient", "prefix"),
+]
 
 
 @compiling

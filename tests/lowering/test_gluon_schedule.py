@@ -7,10 +7,7 @@ visited once, and results obey the accuracy rule.
 
 from __future__ import annotations
 
-import inspect
-import linecache
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -25,27 +22,21 @@ from attn_graph.ir.passes import simplify
 from attn_graph.lowering.problem import Problem, sole
 from attn_graph.lowering.triton.device_code import Tracer, compile_text
 from attn_graph.lowering.triton.gluon_plan import plan_launches
-from attn_graph.lowering.triton.tile_lists import HEAD, list_at_once
+from attn_graph.lowering.triton.tile_lists import HEAD
 from attn_graph.masks import Align
-from attn_graph.testing.mask_formula import Places, evaluate_mask
 from attn_graph.testing.rule import expect_outputs
 from attn_graph.testing.strategies import seeds
 from attn_graph.testing.tensors import tensors_for
 
 pytest.importorskip("triton", reason="needs triton, which is for Linux alone")
 
-from triton.experimental.gluon import language as gl
-
 from attn_graph.kernels import gluon_forward as source
-from tests.support.gluon_instructions import Descriptor, run_kernel
+from tests.support.gluon_instructions import run_kernel
 from tests.support.gluon_machine import Machine
-from tests.support.gluon_values import Memory, Pointer
+from tests.support.gluon_programs import descriptor, edited, lists_of, memory, tile_kinds
 
-DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32,
-          torch.int32: gl.int32, torch.int64: gl.int64, torch.bool: gl.int1}  # fmt: skip
-BLOCK_N, WIDTH = 16, 16
+BLOCK_N = 16
 BLOCK_M = 128  # two consumers of 64 rows
-
 
 HALF = torch.float16
 CASES: dict[str, dict[str, Any]] = {  # options of `attention`, by what the kernel does with them
@@ -87,47 +78,6 @@ class Run:
     once: bool  # whether every element of o and lse was stored once
 
 
-def memory(name: str, x: torch.Tensor) -> Pointer:
-    """A tensor in the machine's memory."""
-    whole = x.untyped_storage().nbytes() // x.itemsize
-    flat = x.as_strided((whole,), (1,), 0)
-    data = (flat.float() if x.dtype == torch.bfloat16 else flat).numpy()
-    return Pointer(Memory(name, data, DTYPES[x.dtype]), np.asarray(x.storage_offset()))
-
-
-def descriptor(name: str, x: torch.Tensor, rows: int) -> Descriptor:
-    """What copies `rows` rows of a head at once."""
-    at = memory(name, x)
-    return Descriptor(at, tuple(x.shape), x.stride(), [1, 1, rows, WIDTH])
-
-
-def tile_kinds(problem: Problem, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    """2 for a tile whose every place is kept, 1 for some, 0 for none [B,H,blocks,tiles]."""
-    p = problem
-    sizes = p.B, p.H, p.M, p.N
-    mask = p.node.mask
-    keep = evaluate_mask(mask, Places(sizes, tensors)) if mask else torch.ones((), dtype=torch.bool)
-    keep = keep.expand(sizes)
-    columns = -p.N % BLOCK_N
-    rows = -p.M % BLOCK_M
-    kept = torch.nn.functional.pad(keep.byte(), (0, columns, 0, rows)).unfold(2, BLOCK_M, BLOCK_M)
-    some = kept.unfold(3, BLOCK_N, BLOCK_N).amax((-1, -2))
-    filled = torch.nn.functional.pad(keep.byte(), (0, 0, 0, rows), value=1)
-    filled = torch.nn.functional.pad(filled, (0, columns))
-    whole = filled.unfold(2, BLOCK_M, BLOCK_M).unfold(3, BLOCK_N, BLOCK_N).amin((-1, -2))
-    return some.int() + whole.int()
-
-
-def lists_of(kinds: torch.Tensor) -> torch.Tensor:
-    """The list of tiles of each block; behind it lies a number that no tile has."""
-    flat = kinds.flatten(0, 2)
-    lists = list_at_once(flat)
-    lists[:, 0] = torch.arange(len(flat)) % kinds.shape[2]
-    counts = HEAD + lists[:, 1:2] + lists[:, 2:3]
-    lists = torch.where(torch.arange(lists.shape[1]) < counts, lists, 2**20)
-    return lists.reshape(*kinds.shape[:3], -1)
-
-
 def arguments(problem: Problem, operands: Sequence[torch.Tensor], stages: int) -> dict[str, Any]:
     """What the kernel is called with, but for its results."""
     p, node = problem, problem.node
@@ -135,7 +85,11 @@ def arguments(problem: Problem, operands: Sequence[torch.Tensor], stages: int) -
     mask = given.mask
     data = [x for each in (*given.modifiers, mask) for x in each.values()]
     listed = node.mask is not None and not code.strip
-    lists = lists_of(tile_kinds(problem, mask)) if listed else torch.zeros(1, 1, 1, HEAD)
+    lists = (
+        lists_of(tile_kinds(problem, mask, BLOCK_M, BLOCK_N))
+        if listed
+        else torch.zeros(1, 1, 1, HEAD)
+    )
     return {
         "q_desc": descriptor("q", given.q, 64),
         "k_desc": descriptor("k", given.k, BLOCK_N),
@@ -195,7 +149,7 @@ def emulate(
 
 def check_visits(run: Run, problem: Problem, tensors: dict[str, torch.Tensor]) -> None:
     """Raise AssertionError unless each consumer sees each tile with an unmasked place once."""
-    p, kinds = problem, tile_kinds(problem, tensors)
+    p, kinds = problem, tile_kinds(problem, tensors, BLOCK_M, BLOCK_N)
     blocks = kinds.shape[2]
     for program, products in run.multiplied.items():
         block, h, b = (
@@ -327,21 +281,9 @@ MISTAKES: dict[str, tuple[str, str, str]] = {  # what is wrong: the text, what r
 }
 
 
-def edited(text: str, by: str) -> ModuleType:
-    """The kernel's module with one text replaced."""
-    whole = inspect.getsource(source)
-    assert whole.count(text) == 1, f"{text!r} stands {whole.count(text)} times in the kernel"
-    changed = whole.replace(text, by)
-    name = f"<gluon_forward with {by!r} for {text!r}>"
-    linecache.cache[name] = (len(changed), None, changed.splitlines(keepends=True), name)
-    module = ModuleType(source.__name__)
-    exec(compile(changed, name, "exec"), module.__dict__)
-    return module
-
-
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_seen(mistake: str) -> None:
     text, by, fault = MISTAKES[mistake]
-    kernel = edited(text, by)
+    kernel = edited(source, text, by)
     with pytest.raises(AssertionError, match=fault):
         check(graph_of("causal", 7, 0), 1, 1, 2, kernel)

@@ -287,7 +287,8 @@ def mma(
         product.event.after = agent.products[-1].event
 
     def end() -> None:
-        total = a.data.astype(np.float32) @ b.data.astype(np.float32)
+        with np.errstate(all="ignore"):  # rows past the last key may hold what is not finite
+            total = a.data.astype(np.float32) @ b.data.astype(np.float32)
         before: Any = acc.result if isinstance(acc, Product) else acc
         product.result = Value(total + before.data, before.dtype) if use_acc else value(total)
 
