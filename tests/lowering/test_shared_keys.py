@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from itertools import product
 from typing import Any
 
@@ -235,7 +236,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("sm", [80, 90, 100])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_kernels_of_parts_spill_no_more_than_whole_ones(sm: int, name: str) -> None:
-    """In the loop of full tiles; with D = 128 that is one register at most."""
+    """In the loop of full tiles, where that is one register at most; by Triton 3.6 one more."""
     target = target_of(sm)
     graph = attention(1, 8, 8, 256, 32768, **VARIANTS[name], stats=True)
     both = (flashes(graph, target, x) for x in (Options(), Options(batch_invariant=True)))
@@ -244,6 +245,7 @@ def test_kernels_of_parts_spill_no_more_than_whole_ones(sm: int, name: str) -> N
         assert [x.fixed["PARTED"] for x in launches] == [True, False]
         machine, other = (inspect_launch(x, mock_tensors(flash), sm) for x in launches)
         assert not [*Kernel(sm, 2, 128, kernel).complaints(machine)]
-        assert machine.body.full.spills <= min(other.body.full.spills, 1)
+        most = min(other.body.full.spills, 1) + version("triton").startswith("3.6.")
+        assert machine.body.full.spills <= most
         joined = inspect_launch(launch_of(flash, JOINED[kernel]), mock_tensors(flash), sm)
         assert joined.spilled == 0
