@@ -136,7 +136,7 @@ def test_modifiers_take_the_plain_kernel_where_registers_are_short() -> None:
         [launch.kernel for launch in planned(gradient(graph(1, 2, 256, D, soft_cap=3.0))).launches]
         for D in (128, 64)
     )
-    assert wide == ["delta", "gluon_query_gradient", "key_gradient"]
+    assert wide[:3] == ["delta", "gluon_query_gradient", "key_gradient"]  # then its parts' sums
     assert narrow == ["delta", "gluon_query_gradient", "gluon_key_gradient"]
 
 
