@@ -32,6 +32,7 @@ from attn_graph.machine.workspace import Buffer, Scratch
 from attn_graph.masks.places import Place
 from attn_graph.spec import INF, NAMES, TensorSpec
 
+FEW_ROWS = 64  # of a key/value head, below which a softmax of several passes is the slower
 Tensors = Mapping[str, torch.Tensor]
 Hide = Callable[[torch.Tensor], None]  # scores [n,L,S] in place
 softmax_backward = torch.ops.aten._softmax_backward_data.out
@@ -98,6 +99,11 @@ class RowTiles(TileGrid):
     def count(self) -> int:
         """The most key/value heads of a tile."""
         return -(-self.heads // self.runs) if self.flat else self.block
+
+    @property
+    def has_few_rows(self) -> bool:
+        """Whether there are so few rows of a head that PyTorch's softmax is faster."""
+        return self.r * self.problem.M < FEW_ROWS
 
     @property
     def rounds(self) -> bool:
@@ -276,15 +282,36 @@ class Core:
         lse: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """Fill o [n,L,E], and lse [n,L,1] where it is wanted, which leaves the bits of o."""
-        s = self.scores(q, k, hide, self.tiles.problem.node.scale * LOG2_E)
-        wide, top = self.widen(s), self.room("top", q, 1)
-        torch.amax(wide, -1, keepdim=True, out=top)
-        total = self.normalise(wide, top)
+        few, scale = self.tiles.has_few_rows, self.tiles.problem.node.scale
+        s = self.scores(q, k, hide, scale if few else scale * LOG2_E)
+        wide = self.widen(s)
+        weigh = self.take_softmax if few else self.take_powers
+        weigh(wide, lse)
+        multiply_(o, self.narrow(wide, s), v)
+
+    def take_powers(self, s: torch.Tensor, lse: torch.Tensor | None) -> None:
+        """s [n,L,S], in base 2 -> weights; fill lse [n,L,1] where it is wanted."""
+        top = torch.amax(s, -1, keepdim=True, out=self.room("top", s, 1))
+        total = self.normalise(s, top)
         if lse is not None:
             torch.add(top, total.log2_(), out=lse).mul_(LN_2)
             if self.tiles.blind:
                 lse.masked_fill_(top == torch.finfo(top.dtype).min, -INF)
-        multiply_(o, self.narrow(wide, s), v)
+
+    def take_softmax(self, s: torch.Tensor, lse: torch.Tensor | None) -> None:
+        """The same in base e, in as few passes as can be: of few rows each takes long to begin."""
+        top, blind = self.room("top", s, 1), self.tiles.blind
+        if lse is not None or blind:
+            torch.amax(s, -1, keepdim=True, out=top)
+        torch.softmax(s, -1, out=s)
+        if lse is not None:  # the largest weight is 1 / sum exp(s - max)
+            largest = torch.amax(s, -1, keepdim=True, out=self.room("total", s, 1))
+            torch.sub(top, largest.log_(), out=lse)
+        if blind:
+            unseeing = top == -INF
+            s.masked_fill_(unseeing, 0.0)
+            if lse is not None:
+                lse.masked_fill_(unseeing, -INF)
 
     def pull(
         self, hide: Hide, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor,
