@@ -16,11 +16,12 @@ from attn_graph.ir.passes import simplify
 from attn_graph.ir.vjp import backward
 from attn_graph.lowering.cpu import head_chunks
 from attn_graph.lowering.cpu.head_chunks import MOST_COPIED, ChunkedTiles
-from attn_graph.lowering.cpu.math import plan_tiles, tile_equations
+from attn_graph.lowering.cpu.math import plan_tiles
 from attn_graph.machine.target import Target
 from attn_graph.testing.agreement import check_gradients, check_outputs, run_gradients, run_plan
 from attn_graph.testing.strategies import seeds
 from attn_graph.testing.tensors import tensors_for
+from tests.support.planning import forget_plans
 
 CPU = evolve(Target.of("cpu"), native=())  # which multiplies float32 alone
 CAUSAL = ag.Causal("bottom_right")
@@ -43,12 +44,6 @@ def bounded(most: int) -> Iterator[None]:
         forget_plans()
         yield
     forget_plans()
-
-
-def forget_plans() -> None:
-    """Graphs that come again are planned again."""
-    ag.clear_cache()
-    tile_equations.cache_clear()
 
 
 @st.composite

@@ -10,9 +10,9 @@ import torch
 
 import attn_graph as ag
 from attn_graph.lowering.cpu import fused_tiles
-from attn_graph.lowering.cpu.math import tile_equations
 from attn_graph.testing.agreement import check_outputs
 from attn_graph.testing.tensors import tensors_for
+from tests.support.planning import forget_plans
 
 CPU = ag.Target.of("cpu")
 HALF = torch.float16
@@ -41,15 +41,9 @@ def little_room(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Parts are of sixteen keys at most."""
     monkeypatch.setattr(fused_tiles, "MOST_PACKED", 2**10)
     monkeypatch.setattr(fused_tiles, "LEAST_KEYS", 16)
-    forget_tiles()
+    forget_plans()
     yield
-    forget_tiles()
-
-
-def forget_tiles() -> None:
-    """Forget what was planned with another limit."""
-    tile_equations.cache_clear()
-    ag.clear_cache()
+    forget_plans()
 
 
 @pytest.mark.parametrize("name", OPTIONS)

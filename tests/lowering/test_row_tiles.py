@@ -16,7 +16,7 @@ from attn_graph.ir.boxes import move_attention
 from attn_graph.ir.builder import Builder
 from attn_graph.ir.passes import simplify
 from attn_graph.lowering.cpu import product_slots, row_choice
-from attn_graph.lowering.cpu.math import plan_tiles, tile_equations
+from attn_graph.lowering.cpu.math import plan_tiles
 from attn_graph.lowering.cpu.product_tiles import ProductTiles
 from attn_graph.lowering.cpu.row_tiles import RowTiles
 from attn_graph.machine.target import Target
@@ -30,6 +30,7 @@ from attn_graph.testing.agreement import (
 from attn_graph.testing.rule import expect_gradients
 from attn_graph.testing.strategies import graphs, seeds, shapes
 from attn_graph.testing.tensors import tensors_for
+from tests.support.planning import forget_plans
 
 NATIVE = evolve(Target.of("cpu"), native=("bf16",))
 OTHER = evolve(NATIVE, native=())
@@ -50,11 +51,9 @@ def every_size_pays() -> Iterator[None]:
         patch.setattr(product_slots, "FEW_SCORES", 2**8)
         patch.setattr(product_slots, "SCORES", 2**12)
         patch.setattr(product_slots, "WHOLE_MASKED_ROWS", 32)
-        ag.clear_cache()
-        tile_equations.cache_clear()
+        forget_plans()
         yield
-    ag.clear_cache()
-    tile_equations.cache_clear()
+    forget_plans()
 
 
 def make_plan(graph: ag.Graph) -> ag.Plan:
