@@ -20,12 +20,10 @@ from attn_graph.spec import (
     accumulator,
     dense_strides,
     memory_order,
-    normalise_strides,
 )
 from attn_graph.spec.formulas import decide, follows_sizes, is_one
 
 T = TypeVar("T")
-BSHD = (0, 2, 1, 3)  # the order of axes of tensors [B,S,H,D] that are read as [B,H,S,D]
 ALIGNED = 16  # bytes: the width of a kernel's loads
 MOST_BLOCKS = 64  # of queries, in which `sees_everywhere` looks for one that sees no key
 
@@ -243,16 +241,14 @@ def is_broadcast(spec: TensorSpec) -> bool:
     return any(s == 0 and not is_one(n) for n, s in zip(spec.shape, spec.strides, strict=True))
 
 
-def flash_order(q: TensorSpec) -> tuple[int, ...]:
-    """The memory order of o from PyTorch's flash kernels: q's if q is dense, else bshd."""
-    return memory_order(q) if has_flash_order(q) else BSHD
-
-
 def has_flash_order(q: TensorSpec) -> bool:
-    """Whether o from PyTorch's flash kernels has the memory order of q."""
-    if q.is_dense or (order := memory_order(q)) == BSHD:
-        return True
-    return normalise_strides(q.shape, dense_strides(q.shape, order)) == q.strides
+    """Whether o from PyTorch's flash kernels has the memory order of q.
+
+    It is made by `empty_like`, gaps or not; axes of one stride, and broadcast ones, come in an
+    order of their own.
+    """
+    strides = [s for n, s in zip(q.shape, q.strides, strict=True) if not is_one(n)]
+    return q.is_dense or (0 not in strides and len({*strides}) == len(strides))
 
 
 def is_readable(x: TensorSpec, *, like: bool = False) -> bool:

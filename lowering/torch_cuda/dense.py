@@ -29,7 +29,7 @@ from attn_graph.lowering.problem import (
     cotangent_bytes,
     cotangent_note,
     find_misplaced,
-    flash_order,
+    has_flash_order,
     is_misaligned,
     on_boundary,
     select_outputs,
@@ -71,8 +71,8 @@ class Variant:
     """One kernel, and what it takes.
 
     kernel: its name in Switches and in words. modifiers: those it has rules for. widest: the
-    largest head size, if there is one. layout: the order of axes in memory that o is written in, by
-    the spec of q. reasons: what is against a problem beyond what all three have in common.
+    largest head size, if there is one. keeps_order: whether o has the memory order of q.
+    reasons: what is against a problem beyond what all three have in common.
     """
 
     kernel: KernelName
@@ -81,7 +81,7 @@ class Variant:
     modifiers: tuple[type[Modifier], ...] = ()
     dtypes: tuple[torch.dtype, ...] = HALF
     widest: int | None = None
-    layout: Callable[[TensorSpec], tuple[int, ...]] = flash_order
+    keeps_order: Callable[[TensorSpec], bool] = has_flash_order
 
     def why_not(self, graph: Graph, target: Target, options: Options) -> Reasons:
         """Every reason once: cuDNN, where PyTorch calls it, has some of PyTorch's own."""
@@ -331,7 +331,7 @@ class TorchKernelCall:
         p = self.problem
         q = p.specs[0]
         if p.grad is None:
-            return {} if self.variant.layout(q) == memory_order(q) else {"o": self.output}
+            return {} if self.variant.keeps_order(q) else {"o": self.output}
         return {
             n: x
             for n, x in operands_by_name(p).items()
@@ -390,8 +390,8 @@ EFFICIENT_KERNEL = Variant(
     efficient_reasons,
     modifiers=(Bias,),
     dtypes=(*HALF, torch.float32),
-    layout=lambda q: BSHD,
+    keeps_order=lambda q: memory_order(q) == BSHD,
 )
-CUDNN_KERNEL = Variant("cudnn", fused_cuda.CUDNN, cudnn_reasons, widest=128, layout=memory_order)
+CUDNN_KERNEL = Variant("cudnn", fused_cuda.CUDNN, cudnn_reasons, widest=128)
 EFFICIENT = Backend("torch_efficient", EFFICIENT_KERNEL.why_not, EFFICIENT_KERNEL.lower)
 CUDNN = Backend("torch_cudnn", CUDNN_KERNEL.why_not, CUDNN_KERNEL.lower)

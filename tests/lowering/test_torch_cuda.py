@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
-from hypothesis import given, reject
+from hypothesis import example, given, reject
 from hypothesis import strategies as st
 from torch.backends.cuda import (
     SDPAParams,
@@ -20,8 +20,10 @@ from torch.backends.cuda import (
 import attn_graph as ag
 from attn_graph.ir.vjp import result_spec
 from attn_graph.kernels import fused_cuda
+from attn_graph.lowering.problem import has_flash_order, is_readable
+from attn_graph.spec import dense_strides, memory_order
 from attn_graph.testing import formula, rule
-from attn_graph.testing.strategies import seeds
+from attn_graph.testing.strategies import seeds, specs
 from attn_graph.testing.tensors import cotangents_for, tensors_for
 from tests.support.torch_kernels import PLAYED
 
@@ -161,6 +163,22 @@ def test_a_copy_of_do_is_made_where_a_bias_may_hide_rows_and_is_told() -> None:
     )
     told = [str(plan.vjp.explain()) for plan in (biased, bare)]
     assert ["with 0 in rows that see nothing" in text for text in told] == [True, False]
+
+
+@given(q=st.tuples(*[st.integers(1, 6)] * 4).flatmap(lambda shape: specs(shape, F32)))
+@example(q=ag.TensorSpec((2, 4, 6, 1), F32, strides=(2, 1, 2, 0)))
+def test_o_has_the_memory_order_of_q_where_that_is_said(q: ag.TensorSpec) -> None:
+    """By what PyTorch says of both kernels, and by the CPU's where it reads q where it lies."""
+    due = ag.TensorSpec(q.shape, F32, dense_strides(q.shape, memory_order(q)))
+    aten, devices = torch.ops.aten, ["meta"] + ["cpu"] * is_readable(q, like=True)
+    for device in devices if has_flash_order(q) else ():
+        x = torch.empty_strided(q.shape, q.strides, device=device)
+        k = torch.zeros(q.shape, device=device)
+        results = [aten._scaled_dot_product_flash_attention_for_cpu(x, k, k)]
+        if device == "meta":
+            results += [aten._scaled_dot_product_flash_attention(x.half(), k.half(), k.half())]
+        for o, *_ in results:
+            assert ag.TensorSpec.like(o).strides == due.strides
 
 
 @pytest.mark.parametrize("backend", NAMES)
