@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import torch
 
-from attn_graph.spec import INF
-
 WHOLE = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers by their bytes
+INFINITY = {  # the bits of -inf as such an integer: zeros of the mantissa, and ones before
+    dtype: -int(1 / torch.finfo(dtype).eps)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+}
 Bits = tuple[torch.Tensor, torch.Tensor]  # what scores are and-ed, and then or-ed with
 
 
@@ -18,16 +20,14 @@ def hiding_bits(keep: torch.Tensor, dtype: torch.dtype) -> Bits:
     """For scores of a dtype: ones where `keep` is true, else zeros; and the bits of -inf there."""
     whole = WHOLE[dtype.itemsize]
     kept = keep.to(whole).neg_()
-    infinity = torch.full((), -INF, dtype=dtype, device=keep.device).view(whole)
-    return kept, kept.bitwise_not().bitwise_and_(infinity)
+    return kept, kept.bitwise_not().bitwise_and_(INFINITY[dtype])
 
 
 def fill_hidden(room: torch.Tensor, keep: torch.Tensor) -> None:
     """room = 0 where `keep`, which broadcasts, is true, else -inf: in place, since new memory of
     the size of scores takes longer than all else."""
     whole = WHOLE[room.dtype.itemsize]
-    infinity = torch.full((), -INF, dtype=room.dtype, device=room.device).view(whole)
-    room.view(whole).copy_(keep).sub_(1).bitwise_and_(infinity)
+    room.view(whole).copy_(keep).sub_(1).bitwise_and_(INFINITY[room.dtype])
 
 
 def hide_(s: torch.Tensor, bits: Bits) -> None:

@@ -7,6 +7,7 @@ from typing import TypeVar, final
 
 import torch
 from attrs import frozen
+from torch._C import _set_grad_enabled
 
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.vjp import residuals, statistics
@@ -90,7 +91,12 @@ def lease_rooms(
     names, scratch = tuple(rooms), Scratch(tuple(rooms.values()))
 
     def call(device: torch.device, *operands: torch.Tensor) -> Tensors:
-        with torch.no_grad(), without_autocast(), workspace.lease(scratch, device) as views:
-            return work(operands, dict(zip(names, views, strict=True)))
+        recorded = torch.is_grad_enabled()
+        _set_grad_enabled(False)  # as `torch.no_grad()`, which is six calls more
+        try:
+            with without_autocast(), workspace.lease(scratch, device) as views:
+                return work(operands, dict(zip(names, views, strict=True)))
+        finally:
+            _set_grad_enabled(recorded)
 
     return call

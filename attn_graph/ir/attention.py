@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import Any, Generic, TypeVar, final
 
 import torch
@@ -139,16 +140,22 @@ class Attention(Op):
         """For each modifier, whether -inf has to be put back after it."""
         return find_restores(self.modifiers)
 
+    @cached_property
+    def data_names(self) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
+        """Names of the tensors that each modifier reads, and of those that the mask reads."""
+        modifiers = tuple(tuple(m.needs) for m in self.modifiers)
+        return modifiers, tuple(self.mask.needs if self.mask else ())
+
     def split(self, operands: Sequence[T]) -> Operands[T]:
         """The operands by role."""
         q, k, v, *rest = operands
-        more = iter(rest)
+        more, (modifiers, mask) = iter(rest), self.data_names
         return Operands(
             q,
             k,
             v,
-            tuple({name: next(more) for name in m.needs} for m in self.modifiers),
-            {name: next(more) for name in (self.mask.needs if self.mask else ())},
+            tuple([dict(zip(names, more, strict=False)) for names in modifiers]),
+            dict(zip(mask, more, strict=False)),
             next(more) if self.sinks else None,
             *((next(more), next(more)) if self.dropout else (None, None)),
         )

@@ -70,10 +70,11 @@ class Arena:
 
     def views(self, scratch: Scratch) -> Views:
         """The buffers of a plan as tensors in this memory, which grows where it is too small."""
-        if scratch not in self.ready:
+        views = self.ready.get(scratch)
+        if views is None:
             self.make_room(scratch.bytes)
-            self.ready[scratch] = scratch.views(self.memory)
-        return self.ready[scratch]
+            views = self.ready[scratch] = scratch.views(self.memory)
+        return views
 
     def make_room(self, need: int) -> None:
         """Grow to so many bytes. The old memory is freed first: both never exist at once."""

@@ -113,7 +113,7 @@ class TileGrid:
     batch: int
     groups: int
 
-    @property
+    @cached_property
     def r(self) -> int:
         """Query heads that share a key/value head."""
         return self.problem.H // self.problem.G

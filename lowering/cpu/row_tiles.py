@@ -100,12 +100,12 @@ class RowTiles(TileGrid):
         """The most key/value heads of a tile."""
         return -(-self.heads // self.runs) if self.flat else self.block
 
-    @property
+    @cached_property
     def has_few_rows(self) -> bool:
         """Whether there are so few rows of a head that PyTorch's softmax is faster."""
         return self.r * self.problem.M < FEW_ROWS
 
-    @property
+    @cached_property
     def rounds(self) -> bool:
         """Whether products give another dtype than that of the softmax."""
         return self.problem.dtype != self.problem.wide
@@ -284,30 +284,35 @@ class Core:
         """Fill o [n,L,E], and lse [n,L,1] where it is wanted, which leaves the bits of o."""
         few, scale = self.tiles.has_few_rows, self.tiles.problem.node.scale
         s = self.scores(q, k, hide, scale if few else scale * LOG2_E)
-        wide = self.widen(s)
         weigh = self.take_softmax if few else self.take_powers
-        weigh(wide, lse)
-        multiply_(o, self.narrow(wide, s), v)
+        weigh(s, lse)
+        multiply_(o, s, v)
 
     def take_powers(self, s: torch.Tensor, lse: torch.Tensor | None) -> None:
         """s [n,L,S], in base 2 -> weights; fill lse [n,L,1] where it is wanted."""
-        top = torch.amax(s, -1, keepdim=True, out=self.room("top", s, 1))
-        total = self.normalise(s, top)
+        wide = self.widen(s)
+        top = torch.amax(wide, -1, keepdim=True, out=self.room("top", s, 1))
+        total = self.normalise(wide, top)
+        self.narrow(wide, s)
         if lse is not None:
             torch.add(top, total.log2_(), out=lse).mul_(LN_2)
             if self.tiles.blind:
                 lse.masked_fill_(top == torch.finfo(top.dtype).min, -INF)
 
     def take_softmax(self, s: torch.Tensor, lse: torch.Tensor | None) -> None:
-        """The same in base e, in as few passes as can be: of few rows each takes long to begin."""
-        top, blind = self.room("top", s, 1), self.tiles.blind
-        if lse is not None or blind:
-            torch.amax(s, -1, keepdim=True, out=top)
-        torch.softmax(s, -1, out=s)
-        if lse is not None:  # the largest weight is 1 / sum exp(s - max)
-            largest = torch.amax(s, -1, keepdim=True, out=self.room("total", s, 1))
+        """The same in base e, in as few passes as can be: of few rows each takes long to begin.
+
+        PyTorch's softmax is computed in float32, and rounded, whatever it reads.
+        """
+        blind = self.tiles.blind
+        top = torch.amax(s, -1, keepdim=True) if blind or lse is not None else None
+        wide = s if lse is None else self.widen(s)
+        torch.softmax(wide, -1, out=wide)
+        if lse is not None and top is not None:  # the largest weight is 1 / sum exp(s - max)
+            self.narrow(wide, s)
+            largest = torch.amax(wide, -1, keepdim=True, out=self.room("total", s, 1))
             torch.sub(top, largest.log_(), out=lse)
-        if blind:
+        if blind and top is not None:
             unseeing = top == -INF
             s.masked_fill_(unseeing, 0.0)
             if lse is not None:
