@@ -22,7 +22,7 @@ from attn_graph.lowering.problem import Problem
 from attn_graph.machine.target import Target
 from attn_graph.masks.places import Place, Strip
 from attn_graph.masks.tiles import most_pairs
-from attn_graph.spec.formulas import highest
+from attn_graph.spec.formulas import highest, lowest
 
 MIXED = 1.5  # times a full tile, by the instructions of both loops
 # Scores in whose time a program begins and ends, by row of the table: by lowering/triton/predict.py
@@ -304,4 +304,6 @@ def heads_together(
     fit = cache // 2 // (size * each) if by_keys else cache // 2 * each // size
     least = -(-WAVES * places.count // blocks) if places else 0
     groups = -(-heads // highest(1, fit, least))
+    if least:  # as many of them are left to each group
+        groups = lowest(groups, highest(1, heads // least))
     return -(-heads // groups)
