@@ -280,7 +280,7 @@ class AttentionGrad(Op):
 
     def split(self, operands: Sequence[T]) -> GradientOperands[T]:
         """The operands by role."""
-        n = len(self.attention.ranks)
+        n = len(operands) - 2 - self.with_do - self.with_dlse
         own, (o, lse, *rest) = operands[:n], operands[n:]
         more = iter(rest)
         do = next(more) if self.with_do else None
