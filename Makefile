@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install -q -c constraints.txt
 PYTEST := $(BIN)/pytest -n $(JOBS) -m "not gpu"
 QUICK := $(BIN)/pytest -n $(JOBS) -m "not gpu and not slow"
 # Triton interprets kernels or compiles them, whichever it was imported for: two runs.
-INTERPRETED := tests/test_testing.py $(wildcard $(addprefix tests/*/test_,calls.py copy_engine.py decode.py dropout_bits.py extensions.py formulas.py lowering.py page_sums.py programs.py sequences.py sized_launches.py statistics.py tangents.py tanh.py triton.py))
+INTERPRETED := tests/test_testing.py $(wildcard $(addprefix tests/*/test_,calls.py copy_engine.py decode.py dropout_bits.py extensions.py formulas.py gpu_sequences.py lowering.py page_sums.py programs.py sequences.py sized_launches.py statistics.py tangents.py tanh.py triton.py))
 PATIENT := -o faulthandler_timeout=7200
 TRITONS ?= 3.6.0 3.7.1 3.9.0
 CUDNNS ?= 9.19.0.56

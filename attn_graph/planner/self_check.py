@@ -33,7 +33,7 @@ from attn_graph.machine.cache import Cache
 from attn_graph.machine.store import Store, Unfit
 from attn_graph.machine.target import Target
 
-FORM = 1  # of what is stored; with another number all is checked again
+FORM = 2  # of what is stored; with another number all is checked again
 KIND = "check"  # the first word of a key in the store
 DRIVER = Path("/proc/driver/nvidia/version")  # where Linux tells the version of NVIDIA's driver
 AGAIN = "`attn-graph cache clear` has it checked again"

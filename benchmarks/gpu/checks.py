@@ -23,8 +23,8 @@ from benchmarks.gpu.wheels import ROOT
 
 TESTS = ROOT / "tests"
 MARK = "pytest.mark.gpu"
-KERNELS, CUDNN, MEMORY = (
-    TESTS / "lowering" / f"test_gpu{name}.py" for name in ("", "_cudnn", "_memory")
+KERNELS, SEQUENCES, CUDNN, MEMORY = (
+    TESTS / "lowering" / f"test_gpu{name}.py" for name in ("", "_sequences", "_cudnn", "_memory")
 )
 WORKERS = min(8, os.cpu_count() or 1)  # processes that compile kernels beside each other
 LINES = 3  # of a failure: the last ones
@@ -97,7 +97,7 @@ def run_tests(emit: Emit, files: Sequence[Path], *, workers: int = 1) -> None:
 
 def run_kernel_tests(device: Device, emit: Emit) -> None:
     """All of our kernels against the formula."""
-    run_tests(emit, [KERNELS], workers=WORKERS)
+    run_tests(emit, [KERNELS, SEQUENCES], workers=WORKERS)
 
 
 def run_cudnn_tests(device: Device, emit: Emit) -> None:
@@ -116,7 +116,8 @@ def run_other_tests(device: Device, emit: Emit) -> None:
 
 
 def other_files() -> Iterator[Path]:
-    """Files of tests that name the mark, but for those that have an item of their own."""
+    """Files of tests that name the mark, but for those that other items run."""
+    named = KERNELS, SEQUENCES, CUDNN, MEMORY
     for path in sorted(TESTS.rglob("test_*.py")):
-        if path not in (KERNELS, CUDNN, MEMORY) and MARK in path.read_text(encoding="utf-8"):
+        if path not in named and MARK in path.read_text(encoding="utf-8"):
             yield path

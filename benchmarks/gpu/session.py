@@ -49,7 +49,7 @@ ITEMS = (  # in order of worth
     Item("self-checks", "benchmarks.gpu.checks:prove_kernels", 90, 240),
     Item("D 128", "benchmarks.gpu.tables:measure_wide", 100, 300),
     Item("raw cuDNN", "benchmarks.gpu.tables:measure_raw", 40, 120),
-    Item("tests: kernels", "benchmarks.gpu.checks:run_kernel_tests", 240, 480),
+    Item("tests: kernels", "benchmarks.gpu.checks:run_kernel_tests", 260, 540),
     Item("tutorial", "benchmarks.gpu.tables:measure_tutorial", 60, 180),
     Item("grouped heads", "benchmarks.gpu.tables:measure_groups", 60, 180),
     Item("decode", "benchmarks.gpu.tables:measure_decode", 60, 180),

@@ -31,6 +31,7 @@ from tests.support.sequences import (
     batches,
     dense,
     draw_cotangents,
+    gradients_on,
     numbers,
 )
 
@@ -114,10 +115,11 @@ def test_packed_is_padded_with_lengths(case: Case) -> None:
     check_case(ag.compile(case.packed, target=CPU), case)
 
 
-def check_case(plan: ag.Plan, case: Case) -> None:
+def check_case(plan: ag.Plan, case: Case, device: str = "cpu") -> None:
     """Assert that a plan of packed tensors gives what padded ones give."""
     dues = expect_outputs(case.padded, case.padded_tensors)
-    for x, due in zip(run_plan(plan, case.packed_tensors), dues, strict=True):
+    results = run_plan(plan, [x.to(device) for x in case.packed_tensors])
+    for x, due in zip((x.cpu() for x in results), dues, strict=True):
         padded = case.batch.pad(x)
         there = torch.where(case.batch.real(padded), padded, due.ref.to(padded.dtype))
         due.check(there, f"{case.packed}\n")
@@ -130,10 +132,10 @@ def test_gradients_of_packed_are_those_of_padded(case: Case, seed: int) -> None:
     check_gradients(ag.compile(case.packed, target=CPU), case, seed)
 
 
-def check_gradients(plan: ag.Plan, case: Case, seed: int) -> None:
+def check_gradients(plan: ag.Plan, case: Case, seed: int, device: str = "cpu") -> None:
     """Gradients are those of padded tensors, and 0 in rows of no sequence."""
     cotangents = draw_cotangents(plan.graph, case.batch, seed)
-    grads = run_gradients(plan, case.packed_tensors, cotangents)
+    grads = gradients_on(device, plan, case.packed_tensors, cotangents)
     padded = [None if x is None else case.batch.pad(x) for x in cotangents]
     for name, due in expect_gradients(case.padded, case.padded_tensors, padded).items():
         x, side = grads[name], SIDES.get(name)

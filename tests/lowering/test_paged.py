@@ -25,7 +25,7 @@ from attn_graph.machine.target import Target
 from attn_graph.testing.agreement import run_gradients, run_plan
 from attn_graph.testing.rule import expect_gradients, expect_outputs
 from attn_graph.testing.strategies import Shape, dtypes, mask_options, score_options, seeds
-from tests.support.sequences import Batch, attend, batches, dense, numbers
+from tests.support.sequences import Batch, attend, batches, dense, gradients_on, numbers
 
 CPU = Target.here("cpu")
 SPEC = ag.TensorSpec
@@ -168,9 +168,14 @@ def make_case(
 
 @given(cases())
 def test_pages_are_keys_in_one_piece(case: Case) -> None:
-    plan = ag.compile(case.graph, target=CPU)
+    check_case(case, ag.compile(case.graph, target=CPU))
+
+
+def check_case(case: Case, plan: ag.Plan, device: str = "cpu") -> None:
+    """A plan's results are those of keys in one piece."""
     dues = expect_outputs(case.padded, case.padded_inputs)
-    for x, due in zip(run_plan(plan, case.inputs), dues, strict=True):
+    results = run_plan(plan, [x.to(device) for x in case.inputs])
+    for x, due in zip((x.cpu() for x in results), dues, strict=True):
         padded = case.pad(x)
         there = torch.where(case.real(padded), padded, due.ref.to(padded.dtype))
         due.check(there, f"{case.graph}\n")
@@ -181,10 +186,10 @@ def test_gradients_of_pages_are_those_of_their_rows(case: Case, seed: int) -> No
     check_gradients(case, ag.compile(case.graph, target=CPU), seed)
 
 
-def check_gradients(case: Case, plan: ag.Plan, seed: int) -> None:
+def check_gradients(case: Case, plan: ag.Plan, seed: int, device: str = "cpu") -> None:
     """A plan's gradients are those of keys in one piece, and 0 in rows that are nobody's keys."""
     cotangents = draw_cotangents(plan, seed)
-    grads = run_gradients(plan, case.inputs, cotangents)
+    grads = gradients_on(device, plan, case.inputs, cotangents)
     padded = [None if x is None else case.pad(x) for x in cotangents]
     for name, due in expect_gradients(case.padded, case.padded_inputs, padded).items():
         x = grads[name]

@@ -111,11 +111,7 @@ def test_sequences_of_several_tiles(name: str) -> None:
 @settings(max_examples=6 * FEW)
 def test_pages_are_keys_in_one_piece(case: test_paged.Case, invariant: bool) -> None:
     plan = ag.compile(case.graph, backends=("triton",), batch_invariant=invariant)
-    dues = expect_outputs(case.padded, case.padded_inputs)
-    for x, due in zip(run_plan(plan, case.inputs), dues, strict=True):
-        padded = case.pad(x)
-        there = torch.where(case.real(padded), padded, due.ref.to(padded.dtype))
-        due.check(there, f"{case.graph}\n")
+    test_paged.check_case(case, plan)
 
 
 @interpreted

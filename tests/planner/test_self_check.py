@@ -13,6 +13,8 @@ import torch
 from attrs import evolve
 
 import attn_graph as ag
+from attn_graph.ir.passes import simplify
+from attn_graph.ir.reference import compare, evaluate
 from attn_graph.planner import device_test, self_check
 from attn_graph.planner.self_check import Proof, find_check, proofs
 from tests.support.checked_backends import (
@@ -72,6 +74,22 @@ def compile_with(
 def test_the_graphs_of_these_tests_parse_back() -> None:
     for graph in TRIALS:
         assert ag.parse(str(graph)) == graph
+
+
+def test_gradients_are_checked_with_o_and_lse_of_their_attention() -> None:
+    """So that the rule allows less than most of their elements are."""
+    x = ag.TensorSpec((1, 2, 40, 16), torch.bfloat16)
+    forward, backward = map(simplify, ag.vjp(ag.attention(x, x, x, mask=ag.Causal(), stats=True)))
+    tensors = device_test.tensors_of(backward)
+    drawn = dict(zip((i.name for i in backward.inputs), tensors, strict=True))
+    results = evaluate(forward, [drawn[i.name] for i in forward.inputs])
+    for name, exact in zip(("o", "lse"), results, strict=True):
+        assert torch.equal(drawn[name], exact.to(drawn[name].dtype))
+    verification = compare(backward, tensors, evaluate(backward, tensors))
+    for most, due in zip(verification.allowed, evaluate(backward, tensors), strict=True):
+        assert most < due.abs().median()
+    shares = device_test.try_graph(RIGHT, backward, CPU, torch.device("cpu"))
+    assert max(shares) <= 1
 
 
 def test_what_is_right_runs_and_says_so(store: ag.Store) -> None:

@@ -13,6 +13,7 @@ from hypothesis.strategies import DrawFn
 
 import attn_graph as ag
 from attn_graph.ir.packing import Unpack, list_sequences
+from attn_graph.testing.agreement import run_gradients
 
 I32 = torch.int32
 SPEC = ag.TensorSpec
@@ -114,6 +115,18 @@ def draw_cotangents(graph: ag.Graph, batch: Batch, seed: int) -> list[torch.Tens
         else None
         for i, t in zip(graph.outputs, graph.output_types, strict=True)
     ]
+
+
+def gradients_on(
+    device: str,
+    plan: ag.Plan,
+    tensors: Sequence[torch.Tensor],
+    cotangents: Sequence[torch.Tensor | None],
+) -> dict[str, torch.Tensor]:
+    """What a plan of a device gives by `run_gradients`; tensors come from the CPU, and go back."""
+    there = [None if x is None else x.to(device) for x in cotangents]
+    grads = run_gradients(plan, [x.to(device) for x in tensors], there)
+    return {name: x.cpu() for name, x in grads.items()}
 
 
 def attend(specs: Sequence[ag.TensorSpec], options: dict[str, Any]) -> ag.Graph:
