@@ -30,15 +30,20 @@ from attn_graph.kernels.common import (
     LN2,
     LOG2E,
     count_tiles,
+    full_tile,
     head_ptr,
-    key_tiles,
+    line_of,
+    list_at,
     listed_block,
+    mixed_tile,
     place_program,
     softmax_step,
+    tile_bounds,
 )
 
 CONSUMERS: gl.constexpr = gl.constexpr(2)
 ROWS: gl.constexpr = gl.constexpr(64)  # queries of one consumer: what wgmma takes at a time
+OWN: gl.constexpr = gl.constexpr(CONSUMERS.value * ROWS.value)  # queries of a program
 WARPS: gl.constexpr = gl.constexpr(4)  # of one consumer
 CONSUMER_REGISTERS: gl.constexpr = gl.constexpr(240)  # of a thread, and
 LOADER_REGISTERS: gl.constexpr = gl.constexpr(24)  # 2 * 128 * 240 + 128 * 24 fit into 65536
@@ -52,56 +57,80 @@ def gluon_forward(
     KEEP: gl.constexpr, STRIP: gl.constexpr, CHANGE: gl.constexpr, FOLD: gl.constexpr,
     LISTED: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """One program: CONSUMERS * ROWS queries of one head against all keys that they may see.
+    """One program: OWN queries of one head against all keys that they may see.
 
     q [B,H,M,D], k [B,G,N,D], v [B,G,N,E] by descriptors of tiles [1,1,ROWS or BLOCK_N,width], in
     which what lies outside is 0 -> o [B,H,M,E], lse and max [B,H,M]; the rest as in
     kernels/forward.py. MASKED: whether a tile may be mixed; without, each is full.
     """
-    place, h, b = place_program(gl.cdiv(M, CONSUMERS * ROWS), H, TOGETHER, LAST_FIRST)
-    block = listed_block(place, lists_ptr, lists_strides, LISTED)
-    if LISTED:
-        lists_ptr = head_ptr(lists_ptr, lists_strides, b, h) + place * lists_strides[2]
-        start, full_start, full_stop, stop = 0, 0, 0, 0
-    else:
-        start, full_start, full_stop, stop = key_tiles(
-            block, b, M, N, data, numbers, STRIP, CONSUMERS * ROWS, BLOCK_N
-        )
-    full, mixed = count_tiles(lists_ptr, start, full_start, full_stop, stop, LISTED)
-    if MASKED:  # queries that see no tile visit one past the last key, where all is 0 and masked
-        blind, past = full + mixed == 0, gl.cdiv(N, BLOCK_N)
-        start, mixed = gl.where(blind, past, start), gl.where(blind, 1, mixed)
-        full_start = gl.where(blind, past, full_start)
-        full_stop = gl.where(blind, past, full_stop)
-    if LISTED:  # past block and counts; an empty list has its first count, 0, for a tile
-        lists_ptr += gl.where(start > 0, 1, 3)
-    tiles = start, full_start, full_stop, full, mixed
-    first = block * (CONSUMERS * ROWS)
+    b, h, first, tiles = place_walk(
+        lists_ptr, lists_strides, H, M, N, TOGETHER, data, numbers,
+        STRIP, OWN, BLOCK_N, LAST_FIRST, LISTED, MASKED, False,
+    )  # fmt: skip
+    if MASKED:
+        tiles = visit_one(tiles, gl.cdiv(N, BLOCK_N), LISTED)
     queries = make_buffers(q_desc, CONSUMERS), make_barriers(CONSUMERS, 1)
     keys, values = make_ring(k_desc, STAGES), make_ring(v_desc, STAGES)
     fence_async_shared()
     inputs = queries, keys, values
     o_ptr = head_ptr(o_ptr, o_strides, b, h)
-    row = (gl.cast(b, gl.int64) * H + h) * M
+    line = line_of(b, h, H, M)
     if lse_ptr is not None:
-        lse_ptr += row
+        lse_ptr += line
     if max_ptr is not None:
-        max_ptr += row
+        max_ptr += line
     if sinks_ptr is not None:
         sinks_ptr += h * sinks_stride
     outputs = o_ptr, o_strides[2], o_strides[3], lse_ptr, max_ptr, sinks_ptr  # of this head
     gl.warp_specialize(
         [
-            (consume, (0, inputs, outputs, lists_ptr, tiles, (b, h, first, M, N), data, numbers,
-                       scale, E, BLOCK_N, STAGES, KEEP, CHANGE, FOLD, LISTED, MASKED)),
-            (consume, (1, inputs, outputs, lists_ptr, tiles, (b, h, first + ROWS, M, N), data,
-                       numbers, scale, E, BLOCK_N, STAGES, KEEP, CHANGE, FOLD, LISTED, MASKED)),
-            (load, (q_desc, k_desc, v_desc, inputs, lists_ptr, tiles, b, h, h // GROUP, first,
-                    BLOCK_N, STAGES, LISTED, MASKED)),
+            (consume, (0, inputs, outputs, tiles, (b, h, first, M, N), data, numbers, scale, E,
+                        BLOCK_N, STAGES, KEEP, CHANGE, FOLD, LISTED, MASKED)),
+            (consume, (1, inputs, outputs, tiles, (b, h, first + ROWS, M, N), data, numbers, scale,
+                       E, BLOCK_N, STAGES, KEEP, CHANGE, FOLD, LISTED, MASKED)),
+            (load, (q_desc, k_desc, v_desc, inputs, tiles, b, h, h // GROUP, first,
+                    BLOCK_N, STAGES, LISTED)),
         ],
         [WARPS, 1],
         [CONSUMER_REGISTERS, LOADER_REGISTERS],
     )  # fmt: skip
+
+
+@gluon.jit
+def place_walk(
+    lists_ptr, lists_strides, H, M, N, TOGETHER, data, numbers,
+    STRIP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, LAST_FIRST: gl.constexpr,
+    LISTED: gl.constexpr, MASKED: gl.constexpr, BY_KEYS: gl.constexpr,
+):  # fmt: skip
+    """b, h, the first query, or, BY_KEYS, key, of this program, and the tiles that it visits: their
+    list, `tile_bounds`, and how many are full and mixed."""
+    blocks = gl.cdiv(N, BLOCK_N) if BY_KEYS else gl.cdiv(M, BLOCK_M)
+    place, h, b = place_program(blocks, H, TOGETHER, LAST_FIRST)
+    block = listed_block(place, lists_ptr, lists_strides, LISTED)
+    list_ptr = list_at(lists_ptr, lists_strides, b, h, place)
+    if MASKED:
+        bounds = tile_bounds(
+            block, b, M, N, data, numbers, STRIP, BLOCK_M, BLOCK_N, LISTED, BY_KEYS
+        )
+        full, mixed = count_tiles(list_ptr, bounds, LISTED)
+    else:
+        bounds = 0, 0, 0, 0
+        full, mixed = gl.cdiv(M, BLOCK_M) if BY_KEYS else gl.cdiv(N, BLOCK_N), 0
+    return b, h, block * OWN, (list_ptr, bounds, full, mixed)
+
+
+@gluon.jit
+def visit_one(tiles, past, LISTED: gl.constexpr):
+    """The tiles; in place of none one past the last key, where all is 0 and masked."""
+    list_ptr, bounds, full, mixed = tiles
+    start, full_start, full_stop, stop = bounds
+    blind = full + mixed == 0
+    start = gl.where(blind, past, start)
+    if LISTED:  # an empty list has its count of full tiles, 0, for a tile
+        list_ptr += gl.where(blind, -2, 0)
+    else:
+        full_start, full_stop = gl.where(blind, past, full_start), gl.where(blind, past, full_stop)
+    return list_ptr, (start, full_start, full_stop, stop), full, gl.where(blind, 1, mixed)
 
 
 @gluon.jit
@@ -134,26 +163,23 @@ def flat(buffer):
 
 
 @gluon.jit
-def tile_at(t, lists_ptr, tiles, LISTED: gl.constexpr, MASKED: gl.constexpr):
+def visited_tile(t, tiles, LISTED: gl.constexpr):
     """The tile that is visited t-th: first the mixed ones, then the full ones.
 
-    Most masks have few mixed tiles, and the first is not in a loop.
+    Most masks have few mixed tiles, and the forward's first is not in a loop.
     """
-    start, full_start, full_stop, full, mixed = tiles
-    if LISTED:
-        n = start + gl.load(lists_ptr + gl.where(t < mixed, full + t, t - mixed))
-    elif MASKED:
-        behind = gl.where(start + t >= full_start, full_stop - full_start, 0)
-        n = gl.where(t < mixed, start + t + behind, full_start + t - mixed)
+    list_ptr, bounds, full, mixed = tiles
+    if t < mixed:
+        n = mixed_tile(t, list_ptr, bounds, full, LISTED)
     else:
-        n = t
+        n = full_tile(t - mixed, list_ptr, bounds, LISTED)
     return n
 
 
 @gluon.jit
 def load(
-    q_desc, k_desc, v_desc, inputs, lists_ptr, tiles, b, h, g, first,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, LISTED: gl.constexpr, MASKED: gl.constexpr,
+    q_desc, k_desc, v_desc, inputs, tiles, b, h, g, first,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, LISTED: gl.constexpr,
 ):  # fmt: skip
     """The loader: copies the queries of each consumer, then each tile of keys and of values."""
     queries, keys, values = inputs
@@ -162,8 +188,8 @@ def load(
     v, v_ready, v_free = values
     for c in gl.static_range(CONSUMERS):
         copy(q_desc, b, h, first + c * ROWS, q_ready.index(c), q.index(c))
-    for t in range(tiles[3] + tiles[4]):
-        n = tile_at(t, lists_ptr, tiles, LISTED, MASKED)
+    for t in range(tiles[2] + tiles[3]):
+        n = visited_tile(t, tiles, LISTED)
         at, phase = t % STAGES, t // STAGES & 1
         mbarrier.wait(k_free.index(at), phase ^ 1)
         copy(k_desc, b, g, n * BLOCK_N, k_ready.index(at), k.index(at))
@@ -195,7 +221,7 @@ else:
 
 @gluon.jit
 def consume(
-    which: gl.constexpr, inputs, outputs, lists_ptr, tiles, own, data, numbers, scale,
+    which: gl.constexpr, inputs, outputs, tiles, own, data, numbers, scale,
     E: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     KEEP: gl.constexpr, CHANGE: gl.constexpr, FOLD: gl.constexpr,
     LISTED: gl.constexpr, MASKED: gl.constexpr,
@@ -205,11 +231,11 @@ def consume(
     q, q_ready = queries
     k, k_ready, k_free = keys
     v, v_ready, _ = values
-    mixed = tiles[4]
-    count = tiles[3] + mixed
+    list_ptr, bounds, full, mixed = tiles
+    count = full + mixed
     WIDTH: gl.constexpr = v.shape[4]
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 16])
+    SCORES: gl.constexpr = product_layout(BLOCK_N)
+    SUMS: gl.constexpr = product_layout(WIDTH)
     m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
     total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
     acc = gl.zeros([ROWS, WIDTH], gl.float32, SUMS)
@@ -217,7 +243,7 @@ def consume(
     q = flat(q.index(which))
     mbarrier.wait(q_ready.index(which), 0)
     mbarrier.wait(k_ready.index(0), 0)
-    n = tile_at(0, lists_ptr, tiles, LISTED, MASKED)
+    n = visited_tile(0, tiles, LISTED)
     s = warpgroup_mma_wait(0, [multiply_keys(q, k, 0, SCORES, BLOCK_N)])
     mbarrier.arrive(k_free.index(0), count=1)
     p, m, total, _ = softmax(
@@ -227,13 +253,13 @@ def consume(
     mbarrier.wait(k_ready.index(1), 0, pred=count > 1)
     if MASKED:
         for t in range(1, mixed):
-            n = tile_at(t, lists_ptr, tiles, LISTED, MASKED)
+            n = mixed_tile(t, list_ptr, bounds, full, LISTED)
             p, acc, m, total = step(
                 t, count, n * BLOCK_N, q, p, acc, m, total, inputs, own, data, numbers, scale,
                 SCORES, SUMS, BLOCK_N, STAGES, KEEP, CHANGE, FOLD, True,
             )  # fmt: skip
     for t in range(gl.maximum(mixed, 1), count):
-        n = tile_at(t, lists_ptr, tiles, LISTED, MASKED)
+        n = full_tile(t - mixed, list_ptr, bounds, LISTED)
         p, acc, m, total = step(
             t, count, n * BLOCK_N, q, p, acc, m, total, inputs, own, data, numbers, scale,
             SCORES, SUMS, BLOCK_N, STAGES, KEEP, CHANGE, FOLD, False,
@@ -244,6 +270,12 @@ def consume(
         0, [warpgroup_mma(p, flat(v.index(last % STAGES)), acc, is_async=True)]
     )
     store(acc, m, total, outputs, own, E, SUMS)
+
+
+@gluon.constexpr_function
+def product_layout(columns):
+    """How a consumer's registers hold a product [ROWS,columns]."""
+    return gl.NVMMADistributedLayout([3, 0], [WARPS.value, 1], [16, columns, 16])
 
 
 @gluon.jit

@@ -256,6 +256,8 @@ WAIT_KEYS = "    mbarrier.wait(k_ready.index(w % STAGES), w // STAGES & 1, pred=
 WAIT_QUERIES = "    mbarrier.wait(q_ready.index(which), 0)\n"
 REUSE_KEYS = "        mbarrier.wait(k_free.index(at), phase ^ 1)\n"
 REUSE_VALUES = "        mbarrier.wait(v_free.index(at), phase ^ 1)\n"
+LAST_TILE = "        n = full_tile(t - mixed, list_ptr, bounds, LISTED)\n    return n\n"
+NEXT_MIXED = "            n = mixed_tile(t, list_ptr, bounds, full, LISTED)\n"
 MISTAKES: dict[str, tuple[str, str, str]] = {  # what is wrong: the text, what replaces it, fault
     "no wait for values": (WAIT_VALUES, "", "by then"),
     "no wait for keys": (WAIT_KEYS, "", "by then"),
@@ -273,11 +275,12 @@ MISTAKES: dict[str, tuple[str, str, str]] = {  # what is wrong: the text, what r
     "more bytes": ("desc.block_type.nbytes", "desc.block_type.nbytes + 16", "deadlock"),
     "other buffers": ("at, phase = t % STAGES", "at, phase = (t + 1) % STAGES", "deadlock"),
     "a tile twice": (
-        "full_start + t - mixed",
-        "full_start + gl.maximum(t - mixed - 1, 0)",
+        LAST_TILE,
+        LAST_TILE.replace("t - mixed", "gl.maximum(t - mixed - 1, 0)"),
         "twice",
     ),
-    "a tile less": ("count = tiles[3] + mixed", "count = tiles[3] + mixed - 1", "and not"),
+    "a tile less": ("count = full + mixed\n", "count = full + mixed - 1\n", "and not"),
+    "the mask of another tile": (NEXT_MIXED, NEXT_MIXED.replace("(t,", "(t - 1,"), "o: error"),
 }
 
 
