@@ -33,6 +33,7 @@ from attn_graph.kernels.gluon_forward import (
     as_operand,
     copy,
     flat,
+    head_tiles,
     make_barriers,
     make_buffers,
     place_walk,
@@ -55,10 +56,11 @@ def gluon_key_gradient(
     dk [B,H,N,D], dv [B,H,N,E]; the rest as in kernels/backward.py. MASKED: whether a tile may be
     mixed; without, each is full. Each query sees a key.
     """
-    b, h, first, tiles = place_walk(
-        lists_ptr, lists_strides, H, M, N, TOGETHER, data, numbers,
+    b, h, first, walk = place_walk(
+        lists_ptr, lists_strides, H, 1, M, N, TOGETHER, data, numbers,
         STRIP, BLOCK_M, OWN, LAST_FIRST, LISTED, MASKED, True,
     )  # fmt: skip
+    tiles = head_tiles(0, walk, LISTED)
     own = make_own(k_desc, v_desc)
     passing = make_buffers(q_desc, STAGES), make_buffers(do_desc, STAGES)
     lines = make_lines(STAGES, BLOCK_M), make_lines(STAGES, BLOCK_M)
@@ -92,10 +94,11 @@ def gluon_query_gradient(
     BACK: gl.constexpr, LISTED: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """One program: dq [B,H,M,D] of OWN queries; the rest as above."""
-    b, h, first, tiles = place_walk(
-        lists_ptr, lists_strides, H, M, N, TOGETHER, data, numbers,
+    b, h, first, walk = place_walk(
+        lists_ptr, lists_strides, H, 1, M, N, TOGETHER, data, numbers,
         STRIP, OWN, BLOCK_N, LAST_FIRST, LISTED, MASKED, False,
     )  # fmt: skip
+    tiles = head_tiles(0, walk, LISTED)
     own = make_own(q_desc, do_desc)
     passing = make_buffers(k_desc, STAGES), make_buffers(v_desc, STAGES)
     turns = make_barriers(STAGES, 2), make_barriers(STAGES, CONSUMERS)
