@@ -18,16 +18,15 @@ from attn_graph.kernels.common import (
     full_tile,
     head_and_part,
     head_ptr,
-    key_tiles,
     line_of,
     live_tile_of,
     mixed_tile,
     modify_scores,
     place_program,
-    query_tiles,
     round_to,
     rows_of,
     store_rows,
+    tile_bounds,
     tile_of,
     walk_part,
 )
@@ -183,18 +182,13 @@ def query_gradient(
     v_head = head_at(v_ptr, v_strides, b, h // GROUP, kv_starts_ptr, key, PAGE)
     dq = tl.zeros([BLOCK_M, WIDTH_D], tl.float32)
 
-    if LISTED:
-        lists_ptr = list_of(lists_ptr, lists_strides, b, h, place, q_starts_ptr, first, M)
-        start, full_start, full_stop, stop = 0, 0, 0, 0
-    else:
-        start, full_start, full_stop, stop = key_tiles(
-            block, b, M, N, data, numbers, STRIP, BLOCK_M, BLOCK_N
-        )
-    full, mixed = count_tiles(lists_ptr, start, full_start, full_stop, stop, LISTED)
+    list_ptr = list_of(lists_ptr, lists_strides, b, h, place, q_starts_ptr, first, M)
+    bounds = tile_bounds(block, b, M, N, data, numbers, STRIP, BLOCK_M, BLOCK_N, LISTED, False)
+    full, mixed = count_tiles(list_ptr, bounds, LISTED)
     full, mixed = tiles_within(full, mixed, q_starts_ptr, first, M, LISTED)
     begin, end, mixed_begin, mixed_end = walk_part(part, PARTS, full, mixed, PARTED)
     for t in range(begin, end):
-        n = full_tile(t, lists_ptr, full_start, LISTED)
+        n = full_tile(t, list_ptr, bounds, LISTED)
         dq = add_query_gradient(
             dq, q, do, lse, surplus, k_head, v_head, k_desc, v_desc, n * BLOCK_N, first, i,
             do_ptr, seed_ptr, offset_ptr, pages_ptr, pages, data, numbers, k_strides, v_strides,
@@ -203,7 +197,7 @@ def query_gradient(
             PAGE, KEEP, CHANGE, BACK, DROPOUT, False, UPCAST, PRECISION,
         )  # fmt: skip
     for t in range(mixed_begin, mixed_end):
-        n = mixed_tile(t, lists_ptr, start, full_start, full_stop, full, LISTED)
+        n = mixed_tile(t, list_ptr, bounds, full, LISTED)
         dq = add_query_gradient(
             dq, q, do, lse, surplus, k_head, v_head, k_desc, v_desc, n * BLOCK_N, first, i,
             do_ptr, seed_ptr, offset_ptr, pages_ptr, pages, data, numbers, k_strides, v_strides,
@@ -309,17 +303,11 @@ def key_gradient(
     )  # fmt: skip
     dk = tl.zeros([BLOCK_N, WIDTH_D], tl.float32)
     dv = tl.zeros([BLOCK_N, WIDTH_E], tl.float32)
-    start, full_start, full_stop, stop = 0, 0, 0, 0
-    if not LISTED:
-        start, full_start, full_stop, stop = query_tiles(
-            block, b, M, N, data, numbers, STRIP, BLOCK_M, BLOCK_N
-        )
+    bounds = tile_bounds(block, b, M, N, data, numbers, STRIP, BLOCK_M, BLOCK_N, LISTED, True)
     for r in range(tl.minimum(each, GROUP - split * each) if GROUPED else 1):
         h = g * GROUP + split * each + r
-        list_ptr = lists_ptr
-        if LISTED:
-            list_ptr = list_of(lists_ptr, lists_strides, b, h, place, kv_starts_ptr, first, N)
-        full, mixed = count_tiles(list_ptr, start, full_start, full_stop, stop, LISTED)
+        list_ptr = list_of(lists_ptr, lists_strides, b, h, place, kv_starts_ptr, first, N)
+        full, mixed = count_tiles(list_ptr, bounds, LISTED)
         full, mixed = tiles_within(full, mixed, kv_starts_ptr, first, N, LISTED)
         q_head = head_at(q_ptr, q_strides, b, h, q_starts_ptr, row, 0)
         do_head = q_head
@@ -328,7 +316,7 @@ def key_gradient(
         at = line + tl.cast(h, tl.int64) * length
         begin, end, mixed_begin, mixed_end = walk_part(piece, PARTS, full, mixed, PARTED)
         for t in range(begin, end):
-            n = full_tile(t, list_ptr, full_start, LISTED)
+            n = full_tile(t, list_ptr, bounds, LISTED)
             dk, dv = add_key_gradient(
                 dk, dv, k, v, q_head, do_head, q_desc, do_desc, lse_ptr + at, delta_ptr + at,
                 n * BLOCK_M, first, j, dk_ptr, dv_ptr, do_ptr, seed_ptr, offset_ptr, data, numbers,
@@ -337,7 +325,7 @@ def key_gradient(
                 KEEP, CHANGE, BACK, DROPOUT, False, BLIND > 1, UPCAST, PRECISION,
             )  # fmt: skip
         for t in range(mixed_begin, mixed_end):
-            n = mixed_tile(t, list_ptr, start, full_start, full_stop, full, LISTED)
+            n = mixed_tile(t, list_ptr, bounds, full, LISTED)
             dk, dv = add_key_gradient(
                 dk, dv, k, v, q_head, do_head, q_desc, do_desc, lse_ptr + at, delta_ptr + at,
                 n * BLOCK_M, first, j, dk_ptr, dv_ptr, do_ptr, seed_ptr, offset_ptr, data, numbers,

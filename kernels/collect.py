@@ -17,11 +17,12 @@ from attn_graph.kernels.common import (
     even_length,
     head_ptr,
     key_tiles,
+    list_at,
     listed_block,
     place_program,
-    query_tiles,
     round_to,
     rows_of,
+    tile_bounds,
 )
 from attn_graph.kernels.gradient_jvp import load_row_tangents, push_dot, push_score_gradient
 
@@ -151,23 +152,14 @@ def collect_lines(
     LINES: tl.constexpr = BLOCK_N if BY_KEYS else BLOCK_M
     place, h, b = place_program(tl.cdiv(length, LINES), H, 1, not (LISTED or BY_KEYS))
     block = listed_block(place, lists_ptr, lists_strides, LISTED)
-    start, full_start, full_stop, stop = 0, 0, 0, 0
-    if LISTED:
-        lists_ptr = head_ptr(lists_ptr, lists_strides, b, h) + place * lists_strides[2]
-    elif BY_KEYS:
-        start, full_start, full_stop, stop = query_tiles(
-            block, b, M, N, data, numbers, STRIP, BLOCK_M, BLOCK_N
-        )
-    else:
-        start, full_start, full_stop, stop = key_tiles(
-            block, b, M, N, data, numbers, STRIP, BLOCK_M, BLOCK_N
-        )
-    full, mixed = count_tiles(lists_ptr, start, full_start, full_stop, stop, LISTED)
+    list_ptr = list_at(lists_ptr, lists_strides, b, h, place)
+    bounds = tile_bounds(block, b, M, N, data, numbers, STRIP, BLOCK_M, BLOCK_N, LISTED, BY_KEYS)
+    full, mixed = count_tiles(list_ptr, bounds, LISTED)
     total = tl.zeros([LINES], tl.float32)
     for t in range(full + mixed):
-        n = start + t
+        n = bounds[0] + t
         if LISTED:
-            n = tl.load(lists_ptr + 3 + t)
+            n = tl.load(list_ptr + 3 + t)
         row, column = (n, block) if BY_KEYS else (block, n)
         share = contribution(
             q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr,

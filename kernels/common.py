@@ -64,6 +64,15 @@ def listed_block(place, lists_ptr, lists_strides, LISTED: tl.constexpr):
 
 
 @triton.jit
+def list_at(lists_ptr, lists_strides, b, h, place):
+    """The list of tiles of a head at a place of the order; 0 if there are no lists."""
+    list_ptr = 0  # a function can't return None
+    if lists_ptr is not None:
+        list_ptr = head_ptr(lists_ptr, lists_strides, b, h) + place * lists_strides[2]
+    return list_ptr
+
+
+@triton.jit
 def even_length(N, EVEN: tl.constexpr):
     """N. EVEN: it is a multiple of 16, and the compiler sees that it is.
 
@@ -327,11 +336,27 @@ def in_tiles(start, sure, surely, stop, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def count_tiles(lists_ptr, start, full_start, full_stop, stop, LISTED: tl.constexpr):
-    """The number of full tiles and the number of mixed ones."""
+def tile_bounds(
+    block, b, M, N, data, numbers, STRIP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LISTED: tl.constexpr, BY_KEYS: tl.constexpr,
+):  # fmt: skip
+    """`key_tiles` of a block of queries, or, BY_KEYS, `query_tiles` of one of keys; 0 of a list."""
+    if LISTED:
+        bounds = 0, 0, 0, 0
+    elif BY_KEYS:
+        bounds = query_tiles(block, b, M, N, data, numbers, STRIP, BLOCK_M, BLOCK_N)
+    else:
+        bounds = key_tiles(block, b, M, N, data, numbers, STRIP, BLOCK_M, BLOCK_N)
+    return bounds
+
+
+@triton.jit
+def count_tiles(list_ptr, bounds, LISTED: tl.constexpr):
+    """The number of full tiles and the number of mixed ones, by the list or by `tile_bounds`."""
+    start, full_start, full_stop, stop = bounds
     full, mixed = full_stop - full_start, stop - start - (full_stop - full_start)
     if LISTED:
-        full, mixed = tl.load(lists_ptr + 1), tl.load(lists_ptr + 2)
+        full, mixed = tl.load(list_ptr + 1), tl.load(list_ptr + 2)
     return full, mixed
 
 
@@ -370,21 +395,23 @@ def walk_part(part, PARTS, full, mixed, PARTED: tl.constexpr):
 
 
 @triton.jit
-def full_tile(t, lists_ptr, full_start, LISTED: tl.constexpr):
+def full_tile(t, list_ptr, bounds, LISTED: tl.constexpr):
     """The t-th full tile."""
-    n = full_start + t
+    n = bounds[1] + t
     if LISTED:
-        n = tl.load(lists_ptr + 3 + t)
+        n = tl.load(list_ptr + 3 + t)
     return n
 
 
 @triton.jit
-def mixed_tile(t, lists_ptr, start, full_start, full_stop, full, LISTED: tl.constexpr):
+def mixed_tile(t, list_ptr, bounds, full, LISTED: tl.constexpr):
     """The t-th mixed tile: those before the full ones, then those after them."""
-    n = start + t
-    n += tl.where(n >= full_start, full_stop - full_start, 0)
+    start, full_start, full_stop, _ = bounds
     if LISTED:
-        n = tl.load(lists_ptr + 3 + full + t)
+        n = start + tl.load(list_ptr + 3 + full + t)
+    else:
+        n = start + t
+        n += tl.where(n >= full_start, full_stop - full_start, 0)
     return n
 
 

@@ -77,7 +77,7 @@ def split_forward(
     # What no row sees is not read: it may be memory that was never written.
     _, _, keys, _ = strip_of(b, M, N, data, numbers, STRIP)
     for t in range(end - begin - (full_stop - full_start)):
-        n = mixed_tile(t, None, begin, full_start, full_stop, 0, False)
+        n = mixed_tile(t, None, (begin, full_start, full_stop, end), 0, False)
         acc, total, m = attend(
             acc, total, m, q, k_head, v_head, None, None, n * BLOCK_N, 0, i,
             None, None, pages_ptr, pages, data, numbers, k_strides, v_strides,

@@ -13,12 +13,12 @@ from attn_graph.kernels.common import (
     even_length,
     full_tile,
     head_and_part,
-    key_tiles,
     mixed_tile,
     round_to,
     softmax_step,
     store_rows,
     sum_columns,
+    tile_bounds,
     tile_of,
     walk_part,
 )
@@ -79,18 +79,13 @@ def forward(
     total = tl.zeros([BLOCK_M, COLUMNS], tl.float32)
     acc = tl.zeros([BLOCK_M, WIDTH_E], tl.float32)
 
-    if LISTED:
-        lists_ptr = list_of(lists_ptr, lists_strides, b, h, place, q_starts_ptr, first, M)
-        start, full_start, full_stop, stop = 0, 0, 0, 0
-    else:
-        start, full_start, full_stop, stop = key_tiles(
-            block, b, M, N, data, numbers, STRIP, BLOCK_M, BLOCK_N
-        )
-    full, mixed = count_tiles(lists_ptr, start, full_start, full_stop, stop, LISTED)
+    list_ptr = list_of(lists_ptr, lists_strides, b, h, place, q_starts_ptr, first, M)
+    bounds = tile_bounds(block, b, M, N, data, numbers, STRIP, BLOCK_M, BLOCK_N, LISTED, False)
+    full, mixed = count_tiles(list_ptr, bounds, LISTED)
     full, mixed = tiles_within(full, mixed, q_starts_ptr, first, M, LISTED)
     begin, end, mixed_begin, mixed_end = walk_part(part, PARTS, full, mixed, PARTED)
     for t in range(begin, end):
-        n = full_tile(t, lists_ptr, full_start, LISTED)
+        n = full_tile(t, list_ptr, bounds, LISTED)
         acc, total, m = attend(
             acc, total, m, q, k_head, v_head, k_desc, v_desc, n * BLOCK_N, first, i,
             seed_ptr, offset_ptr, pages_ptr, pages, data, numbers, k_strides, v_strides,
@@ -99,7 +94,7 @@ def forward(
             PAGE, COLUMNS, KEEP, CHANGE, FOLD, DROPOUT, False, UPCAST, PRECISION,
         )  # fmt: skip
     for t in range(mixed_begin, mixed_end):
-        n = mixed_tile(t, lists_ptr, start, full_start, full_stop, full, LISTED)
+        n = mixed_tile(t, list_ptr, bounds, full, LISTED)
         acc, total, m = attend(
             acc, total, m, q, k_head, v_head, k_desc, v_desc, n * BLOCK_N, first, i,
             seed_ptr, offset_ptr, pages_ptr, pages, data, numbers, k_strides, v_strides,

@@ -22,28 +22,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attn_graph.kernels.backward import base2, differentiate_scores, weigh_scores
-from attn_graph.kernels.common import (
-    count_tiles,
-    full_tile,
-    head_ptr,
-    key_tiles,
-    line_of,
-    listed_block,
-    mixed_tile,
-    place_program,
-    query_tiles,
-)
+from attn_graph.kernels.common import full_tile, head_ptr, line_of, mixed_tile
 from attn_graph.kernels.gluon_forward import (
     CONSUMER_REGISTERS,
     CONSUMERS,
     LOADER_REGISTERS,
+    OWN,
     ROWS,
     WARPS,
     as_operand,
     copy,
     flat,
+    head_tiles,
     make_barriers,
     make_buffers,
+    place_walk,
+    product_layout,
+    visited_tile,
 )
 
 
@@ -55,24 +50,17 @@ def gluon_key_gradient(
     LAST_FIRST: gl.constexpr, KEEP: gl.constexpr, STRIP: gl.constexpr, CHANGE: gl.constexpr,
     BACK: gl.constexpr, LISTED: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """One program: dk and dv of CONSUMERS * ROWS keys, from one query head.
+    """One program: dk and dv of OWN keys, from one query head.
 
     q [B,H,M,D], k [B,G,N,D], v [B,G,N,E], do [B,H,M,E] by descriptors, lse and delta [B,H,M] ->
     dk [B,H,N,D], dv [B,H,N,E]; the rest as in kernels/backward.py. MASKED: whether a tile may be
     mixed; without, each is full. Each query sees a key.
     """
-    place, h, b = place_program(gl.cdiv(N, CONSUMERS * ROWS), H, TOGETHER, LAST_FIRST)
-    block = listed_block(place, lists_ptr, lists_strides, LISTED)
-    if LISTED:
-        lists_ptr = head_ptr(lists_ptr, lists_strides, b, h) + place * lists_strides[2]
-        start, full_start, full_stop, stop = 0, 0, 0, 0
-    else:
-        start, full_start, full_stop, stop = query_tiles(
-            block, b, M, N, data, numbers, STRIP, BLOCK_M, CONSUMERS * ROWS
-        )
-    full, mixed = count_tiles(lists_ptr, start, full_start, full_stop, stop, LISTED)
-    tiles = lists_ptr, start, full_start, full_stop, full, mixed
-    first = block * (CONSUMERS * ROWS)
+    b, h, first, walk = place_walk(
+        lists_ptr, lists_strides, H, 1, M, N, TOGETHER, data, numbers,
+        STRIP, BLOCK_M, OWN, LAST_FIRST, LISTED, MASKED, True,
+    )  # fmt: skip
+    tiles = head_tiles(0, walk, LISTED)
     own = make_own(k_desc, v_desc)
     passing = make_buffers(q_desc, STAGES), make_buffers(do_desc, STAGES)
     lines = make_lines(STAGES, BLOCK_M), make_lines(STAGES, BLOCK_M)
@@ -105,19 +93,12 @@ def gluon_query_gradient(
     LAST_FIRST: gl.constexpr, KEEP: gl.constexpr, STRIP: gl.constexpr, CHANGE: gl.constexpr,
     BACK: gl.constexpr, LISTED: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """One program: dq [B,H,M,D] of CONSUMERS * ROWS queries; the rest as above."""
-    place, h, b = place_program(gl.cdiv(M, CONSUMERS * ROWS), H, TOGETHER, LAST_FIRST)
-    block = listed_block(place, lists_ptr, lists_strides, LISTED)
-    if LISTED:
-        lists_ptr = head_ptr(lists_ptr, lists_strides, b, h) + place * lists_strides[2]
-        start, full_start, full_stop, stop = 0, 0, 0, 0
-    else:
-        start, full_start, full_stop, stop = key_tiles(
-            block, b, M, N, data, numbers, STRIP, CONSUMERS * ROWS, BLOCK_N
-        )
-    full, mixed = count_tiles(lists_ptr, start, full_start, full_stop, stop, LISTED)
-    tiles = lists_ptr, start, full_start, full_stop, full, mixed
-    first = block * (CONSUMERS * ROWS)
+    """One program: dq [B,H,M,D] of OWN queries; the rest as above."""
+    b, h, first, walk = place_walk(
+        lists_ptr, lists_strides, H, 1, M, N, TOGETHER, data, numbers,
+        STRIP, OWN, BLOCK_N, LAST_FIRST, LISTED, MASKED, False,
+    )  # fmt: skip
+    tiles = head_tiles(0, walk, LISTED)
     own = make_own(q_desc, do_desc)
     passing = make_buffers(k_desc, STAGES), make_buffers(v_desc, STAGES)
     turns = make_barriers(STAGES, 2), make_barriers(STAGES, CONSUMERS)
@@ -155,17 +136,6 @@ def make_lines(COUNT: gl.constexpr, SIZE: gl.constexpr):
 
 
 @gluon.jit
-def visited_tile(t, tiles, LISTED: gl.constexpr):
-    """The tile that is visited t-th: first the mixed ones, then the full ones."""
-    lists_ptr, start, full_start, full_stop, full, mixed = tiles
-    if t < mixed:
-        n = mixed_tile(t, lists_ptr, start, full_start, full_stop, full, LISTED)
-    else:
-        n = full_tile(t - mixed, lists_ptr, full_start, LISTED)
-    return n
-
-
-@gluon.jit
 def load_own(one_desc, other_desc, own, b, h, first):
     """Copy what each consumer owns: ROWS rows of two tensors."""
     one, other, ready = own
@@ -187,7 +157,7 @@ def load_queries(
     BLOCK_M: gl.constexpr = q.shape[3]
     load_own(k_desc, v_desc, own, b, g, first)
     row = gl.arange(0, BLOCK_M, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    for t in range(tiles[4] + tiles[5]):
+    for t in range(tiles[2] + tiles[3]):
         query = visited_tile(t, tiles, LISTED) * BLOCK_M
         inside = row < M - query
         of_lse = base2(gl.load(lse_ptr + query + row, mask=inside, other=float("-inf")))
@@ -211,7 +181,7 @@ def load_keys(
     ready, free = turns
     STAGES: gl.constexpr = k.shape[0]
     load_own(q_desc, do_desc, own, b, h, first)
-    for t in range(tiles[4] + tiles[5]):
+    for t in range(tiles[2] + tiles[3]):
         key = visited_tile(t, tiles, LISTED) * k.shape[3]
         at = t % STAGES
         mbarrier.wait(free.index(at), t // STAGES & 1 ^ 1)
@@ -228,13 +198,13 @@ def sum_queries(
     """A consumer of `gluon_key_gradient`: ROWS keys against all tiles, and their dk and dv."""
     k, v, own_ready = own
     q, do = passing
-    lists_ptr, start, full_start, full_stop, full, mixed = tiles
+    list_ptr, bounds, full, mixed = tiles
     BLOCK_M: gl.constexpr = q.shape[3]
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
+    SCORES: gl.constexpr = product_layout(BLOCK_M)
     WIDTH_D: gl.constexpr = q.shape[4]
     WIDTH_E: gl.constexpr = do.shape[4]
-    OF_K: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH_D, 16])
-    OF_V: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH_E, 16])
+    OF_K: gl.constexpr = product_layout(WIDTH_D)
+    OF_V: gl.constexpr = product_layout(WIDTH_E)
     dk = gl.zeros([ROWS, WIDTH_D], gl.float32, OF_K)
     dv = gl.zeros([ROWS, WIDTH_E], gl.float32, OF_V)
     ds = as_operand(gl.zeros([ROWS, BLOCK_M], gl.float32, SCORES), q.dtype, OF_K)
@@ -242,15 +212,13 @@ def sum_queries(
     mbarrier.wait(own_ready.index(which), 0)
     if MASKED:
         for t in range(mixed):
-            n = mixed_tile(t, lists_ptr, start, full_start, full_stop, full, LISTED)
+            n = mixed_tile(t, list_ptr, bounds, full, LISTED)
             dk, dv, ds = add_queries(
                 t, n * BLOCK_M, k, v, dk, dv, ds, passing, lines, turns, place, data, numbers,
                 scale, SCORES, OF_K, OF_V, KEEP, CHANGE, BACK, True,
             )  # fmt: skip
-    else:
-        mixed = 0
     for t in range(mixed, mixed + full):
-        n = full_tile(t - mixed, lists_ptr, full_start, LISTED)
+        n = full_tile(t - mixed, list_ptr, bounds, LISTED)
         dk, dv, ds = add_queries(
             t, n * BLOCK_M, k, v, dk, dv, ds, passing, lines, turns, place, data, numbers,
             scale, SCORES, OF_K, OF_V, KEEP, CHANGE, BACK, False,
@@ -269,11 +237,11 @@ def sum_keys(
     """A consumer of `gluon_query_gradient`: ROWS queries against all tiles, and their dq."""
     q, do, own_ready = own
     k, _ = passing
-    lists_ptr, start, full_start, full_stop, full, mixed = tiles
+    list_ptr, bounds, full, mixed = tiles
     BLOCK_N: gl.constexpr = k.shape[3]
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
+    SCORES: gl.constexpr = product_layout(BLOCK_N)
     WIDTH: gl.constexpr = k.shape[4]
-    OF_Q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 16])
+    OF_Q: gl.constexpr = product_layout(WIDTH)
     dq = gl.zeros([ROWS, WIDTH], gl.float32, OF_Q)
     ds = as_operand(gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES), k.dtype, OF_Q)
     row = place[2] + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
@@ -283,15 +251,13 @@ def sum_keys(
     mbarrier.wait(own_ready.index(which), 0)
     if MASKED:
         for t in range(mixed):
-            n = mixed_tile(t, lists_ptr, start, full_start, full_stop, full, LISTED)
+            n = mixed_tile(t, list_ptr, bounds, full, LISTED)
             dq, ds = add_keys(
                 t, n * BLOCK_N, q, do, lse, surplus, dq, ds, passing, turns, place, data, numbers,
                 scale, SCORES, OF_Q, KEEP, CHANGE, BACK, True,
             )  # fmt: skip
-    else:
-        mixed = 0
     for t in range(mixed, mixed + full):
-        n = full_tile(t - mixed, lists_ptr, full_start, LISTED)
+        n = full_tile(t - mixed, list_ptr, bounds, LISTED)
         dq, ds = add_keys(
             t, n * BLOCK_N, q, do, lse, surplus, dq, ds, passing, turns, place, data, numbers,
             scale, SCORES, OF_Q, KEEP, CHANGE, BACK, False,

@@ -6,7 +6,12 @@ warps, with ROWS queries each, multiply and take softmax. A consumer issues the 
 then the weights of tile t - 1 times values, and takes the softmax of t while the second runs.
 
 Each buffer has two mbarriers. `ready` counts the loader and the bytes that arrive, `free` the
-consumers that are done; the n-th use of a buffer has phase n & 1 of both.
+consumers that are done; the n-th use of a buffer has phase n & 1 of both. A program takes the same
+queries of several heads in turn: uses and phases run on from head to head, so that the next head's
+tiles are on their way while the last one's results are stored.
+
+With TURNS the consumers issue their products one after the other, tile by tile, so that the softmax
+of one falls beside the products of the other. Each consumer's barrier counts the other's turns.
 
 Gluon is Triton's lower level, and Triton's interpreter can't run it. What this kernel uses of it:
 allocate_shared_memory (index, reshape, permute), mbarrier (init, expect, wait, arrive), tma
@@ -30,15 +35,20 @@ from attn_graph.kernels.common import (
     LN2,
     LOG2E,
     count_tiles,
+    full_tile,
     head_ptr,
-    key_tiles,
+    line_of,
+    list_at,
     listed_block,
+    mixed_tile,
     place_program,
     softmax_step,
+    tile_bounds,
 )
 
 CONSUMERS: gl.constexpr = gl.constexpr(2)
 ROWS: gl.constexpr = gl.constexpr(64)  # queries of one consumer: what wgmma takes at a time
+OWN: gl.constexpr = gl.constexpr(CONSUMERS.value * ROWS.value)  # queries of a program
 WARPS: gl.constexpr = gl.constexpr(4)  # of one consumer
 CONSUMER_REGISTERS: gl.constexpr = gl.constexpr(240)  # of a thread, and
 LOADER_REGISTERS: gl.constexpr = gl.constexpr(24)  # 2 * 128 * 240 + 128 * 24 fit into 65536
@@ -47,56 +57,34 @@ LOADER_REGISTERS: gl.constexpr = gl.constexpr(24)  # 2 * 128 * 240 + 128 * 24 fi
 @gluon.jit(do_not_specialize=["H", "M", "TOGETHER"])
 def gluon_forward(
     q_desc, k_desc, v_desc, o_ptr, lse_ptr, max_ptr, sinks_ptr, lists_ptr,
-    data, numbers, o_strides, lists_strides, sinks_stride, H, GROUP, M, N, TOGETHER, scale,
+    data, numbers, o_strides, lists_strides, sinks_stride, H, GROUP, EACH, M, N, TOGETHER, scale,
     E: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, LAST_FIRST: gl.constexpr,
     KEEP: gl.constexpr, STRIP: gl.constexpr, CHANGE: gl.constexpr, FOLD: gl.constexpr,
-    LISTED: gl.constexpr, MASKED: gl.constexpr,
+    LISTED: gl.constexpr, MASKED: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
-    """One program: CONSUMERS * ROWS queries of one head against all keys that they may see.
+    """One program: OWN queries of EACH heads, a divisor of H, in turn, against all keys that they
+    may see.
 
     q [B,H,M,D], k [B,G,N,D], v [B,G,N,E] by descriptors of tiles [1,1,ROWS or BLOCK_N,width], in
     which what lies outside is 0 -> o [B,H,M,E], lse and max [B,H,M]; the rest as in
-    kernels/forward.py. MASKED: whether a tile may be mixed; without, each is full.
+    kernels/forward.py. MASKED: whether a tile may be mixed; without, each is full. TURNS: above.
     """
-    place, h, b = place_program(gl.cdiv(M, CONSUMERS * ROWS), H, TOGETHER, LAST_FIRST)
-    block = listed_block(place, lists_ptr, lists_strides, LISTED)
-    if LISTED:
-        lists_ptr = head_ptr(lists_ptr, lists_strides, b, h) + place * lists_strides[2]
-        start, full_start, full_stop, stop = 0, 0, 0, 0
-    else:
-        start, full_start, full_stop, stop = key_tiles(
-            block, b, M, N, data, numbers, STRIP, CONSUMERS * ROWS, BLOCK_N
-        )
-    full, mixed = count_tiles(lists_ptr, start, full_start, full_stop, stop, LISTED)
-    if MASKED:  # queries that see no tile visit one past the last key, where all is 0 and masked
-        blind, past = full + mixed == 0, gl.cdiv(N, BLOCK_N)
-        start, mixed = gl.where(blind, past, start), gl.where(blind, 1, mixed)
-        full_start = gl.where(blind, past, full_start)
-        full_stop = gl.where(blind, past, full_stop)
-    if LISTED:  # past block and counts; an empty list has its first count, 0, for a tile
-        lists_ptr += gl.where(start > 0, 1, 3)
-    tiles = start, full_start, full_stop, full, mixed
-    first = block * (CONSUMERS * ROWS)
-    queries = make_buffers(q_desc, CONSUMERS), make_barriers(CONSUMERS, 1)
-    keys, values = make_ring(k_desc, STAGES), make_ring(v_desc, STAGES)
+    b, h, first, walk = place_walk(
+        lists_ptr, lists_strides, H, EACH, M, N, TOGETHER, data, numbers,
+        STRIP, OWN, BLOCK_N, LAST_FIRST, LISTED, MASKED, False,
+    )  # fmt: skip
+    queries = make_ring(q_desc, CONSUMERS, 1)
+    keys, values = make_ring(k_desc, STAGES, CONSUMERS), make_ring(v_desc, STAGES, CONSUMERS)
+    inputs = queries, keys, values, make_barriers(CONSUMERS, 1)  # the last: whose turn it is
     fence_async_shared()
-    inputs = queries, keys, values
-    o_ptr = head_ptr(o_ptr, o_strides, b, h)
-    row = (gl.cast(b, gl.int64) * H + h) * M
-    if lse_ptr is not None:
-        lse_ptr += row
-    if max_ptr is not None:
-        max_ptr += row
-    if sinks_ptr is not None:
-        sinks_ptr += h * sinks_stride
-    outputs = o_ptr, o_strides[2], o_strides[3], lse_ptr, max_ptr, sinks_ptr  # of this head
+    outputs = o_ptr, o_strides, lse_ptr, max_ptr, sinks_ptr, sinks_stride, H
     gl.warp_specialize(
         [
-            (consume, (0, inputs, outputs, lists_ptr, tiles, (b, h, first, M, N), data, numbers,
-                       scale, E, BLOCK_N, STAGES, KEEP, CHANGE, FOLD, LISTED, MASKED)),
-            (consume, (1, inputs, outputs, lists_ptr, tiles, (b, h, first + ROWS, M, N), data,
-                       numbers, scale, E, BLOCK_N, STAGES, KEEP, CHANGE, FOLD, LISTED, MASKED)),
-            (load, (q_desc, k_desc, v_desc, inputs, lists_ptr, tiles, b, h, h // GROUP, first,
+            (consume, (0, inputs, outputs, walk, (b, h, first, M, N), EACH, data, numbers, scale, E,
+                       BLOCK_N, STAGES, KEEP, CHANGE, FOLD, LISTED, MASKED, TURNS)),
+            (consume, (1, inputs, outputs, walk, (b, h, first + ROWS, M, N), EACH, data, numbers,
+                       scale, E, BLOCK_N, STAGES, KEEP, CHANGE, FOLD, LISTED, MASKED, TURNS)),
+            (load, (q_desc, k_desc, v_desc, inputs, walk, (b, h, first, M, N), EACH, GROUP,
                     BLOCK_N, STAGES, LISTED, MASKED)),
         ],
         [WARPS, 1],
@@ -105,9 +93,59 @@ def gluon_forward(
 
 
 @gluon.jit
-def make_ring(desc, COUNT: gl.constexpr):
-    """COUNT buffers that are used in turn, and their barriers, `ready` and `free`."""
-    return make_buffers(desc, COUNT), make_barriers(COUNT, 1), make_barriers(COUNT, CONSUMERS)
+def place_walk(
+    lists_ptr, lists_strides, H, EACH, M, N, TOGETHER, data, numbers,
+    STRIP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, LAST_FIRST: gl.constexpr,
+    LISTED: gl.constexpr, MASKED: gl.constexpr, BY_KEYS: gl.constexpr,
+):  # fmt: skip
+    """b, the first of EACH heads, the first query, or, BY_KEYS, key, of this program; and, for
+    `head_tiles`, the first head's list, how far the next one's lies from it, and `tile_bounds`."""
+    blocks = gl.cdiv(N, BLOCK_N) if BY_KEYS else gl.cdiv(M, BLOCK_M)
+    place, group, b = place_program(blocks, H // EACH, TOGETHER, LAST_FIRST)
+    h = group * EACH
+    block = listed_block(place, lists_ptr, lists_strides, LISTED)
+    list_ptr = list_at(lists_ptr, lists_strides, b, h, place)
+    if MASKED:
+        bounds = tile_bounds(
+            block, b, M, N, data, numbers, STRIP, BLOCK_M, BLOCK_N, LISTED, BY_KEYS
+        )
+    else:
+        count = gl.cdiv(M, BLOCK_M) if BY_KEYS else gl.cdiv(N, BLOCK_N)
+        bounds = 0, 0, count, count
+    return b, h, block * OWN, (list_ptr, lists_strides[1], bounds)
+
+
+@gluon.jit
+def head_tiles(r, walk, LISTED: gl.constexpr):
+    """What the r-th head of a program visits: list, bounds, how many tiles are full and mixed."""
+    list_ptr, stride, bounds = walk
+    if LISTED:
+        list_ptr += r * stride
+    full, mixed = count_tiles(list_ptr, bounds, LISTED)
+    return list_ptr, bounds, full, mixed
+
+
+@gluon.jit
+def some_tiles(r, walk, past, LISTED: gl.constexpr, MASKED: gl.constexpr):
+    """`head_tiles`; in place of no tile one `past` the last key, where all is 0 and masked."""
+    list_ptr, bounds, full, mixed = head_tiles(r, walk, LISTED)
+    if MASKED:
+        start, full_start, full_stop, stop = bounds
+        blind = full + mixed == 0
+        start, mixed = gl.where(blind, past, start), gl.where(blind, 1, mixed)
+        if LISTED:  # an empty list has its count of full tiles, 0, for a tile
+            list_ptr += gl.where(blind, -2, 0)
+        else:
+            full_start = gl.where(blind, past, full_start)
+            full_stop = gl.where(blind, past, full_stop)
+        bounds = start, full_start, full_stop, stop
+    return list_ptr, bounds, full, mixed
+
+
+@gluon.jit
+def make_ring(desc, COUNT: gl.constexpr, READERS: gl.constexpr):
+    """COUNT buffers that READERS consumers read, and their barriers, `ready` and `free`."""
+    return make_buffers(desc, COUNT), make_barriers(COUNT, 1), make_barriers(COUNT, READERS)
 
 
 @gluon.jit
@@ -134,41 +172,47 @@ def flat(buffer):
 
 
 @gluon.jit
-def tile_at(t, lists_ptr, tiles, LISTED: gl.constexpr, MASKED: gl.constexpr):
+def visited_tile(t, tiles, LISTED: gl.constexpr):
     """The tile that is visited t-th: first the mixed ones, then the full ones.
 
-    Most masks have few mixed tiles, and the first is not in a loop.
+    Most masks have few mixed tiles, and the forward's first is not in a loop.
     """
-    start, full_start, full_stop, full, mixed = tiles
-    if LISTED:
-        n = start + gl.load(lists_ptr + gl.where(t < mixed, full + t, t - mixed))
-    elif MASKED:
-        behind = gl.where(start + t >= full_start, full_stop - full_start, 0)
-        n = gl.where(t < mixed, start + t + behind, full_start + t - mixed)
+    list_ptr, bounds, full, mixed = tiles
+    if t < mixed:
+        n = mixed_tile(t, list_ptr, bounds, full, LISTED)
     else:
-        n = t
+        n = full_tile(t - mixed, list_ptr, bounds, LISTED)
     return n
 
 
 @gluon.jit
 def load(
-    q_desc, k_desc, v_desc, inputs, lists_ptr, tiles, b, h, g, first,
+    q_desc, k_desc, v_desc, inputs, walk, own, EACH, GROUP,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, LISTED: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """The loader: copies the queries of each consumer, then each tile of keys and of values."""
-    queries, keys, values = inputs
-    q, q_ready = queries
+    """The loader: of each head the queries of each consumer, then each tile of keys and values."""
+    queries, keys, values, _ = inputs
+    q, q_ready, q_free = queries
     k, k_ready, k_free = keys
     v, v_ready, v_free = values
-    for c in gl.static_range(CONSUMERS):
-        copy(q_desc, b, h, first + c * ROWS, q_ready.index(c), q.index(c))
-    for t in range(tiles[3] + tiles[4]):
-        n = tile_at(t, lists_ptr, tiles, LISTED, MASKED)
-        at, phase = t % STAGES, t // STAGES & 1
-        mbarrier.wait(k_free.index(at), phase ^ 1)
-        copy(k_desc, b, g, n * BLOCK_N, k_ready.index(at), k.index(at))
-        mbarrier.wait(v_free.index(at), phase ^ 1)
-        copy(v_desc, b, g, n * BLOCK_N, v_ready.index(at), v.index(at))
+    b, head, first, _, N = own
+    done = 0
+    for r in range(EACH):
+        h = head + r
+        g = h // GROUP
+        for c in gl.static_range(CONSUMERS):
+            mbarrier.wait(q_free.index(c), r & 1 ^ 1)
+            copy(q_desc, b, h, first + c * ROWS, q_ready.index(c), q.index(c))
+        tiles = some_tiles(r, walk, gl.cdiv(N, BLOCK_N), LISTED, MASKED)
+        count = tiles[2] + tiles[3]
+        for t in range(count):
+            n = visited_tile(t, tiles, LISTED)
+            at, phase = (done + t) % STAGES, (done + t) // STAGES & 1
+            mbarrier.wait(k_free.index(at), phase ^ 1)
+            copy(k_desc, b, g, n * BLOCK_N, k_ready.index(at), k.index(at))
+            mbarrier.wait(v_free.index(at), phase ^ 1)
+            copy(v_desc, b, g, n * BLOCK_N, v_ready.index(at), v.index(at))
+        done += count
 
 
 @gluon.jit
@@ -195,55 +239,102 @@ else:
 
 @gluon.jit
 def consume(
-    which: gl.constexpr, inputs, outputs, lists_ptr, tiles, own, data, numbers, scale,
+    which: gl.constexpr, inputs, outputs, walk, own, EACH, data, numbers, scale,
     E: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     KEEP: gl.constexpr, CHANGE: gl.constexpr, FOLD: gl.constexpr,
-    LISTED: gl.constexpr, MASKED: gl.constexpr,
+    LISTED: gl.constexpr, MASKED: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
-    """A consumer: ROWS queries against all tiles, and their results."""
-    queries, keys, values = inputs
-    q, q_ready = queries
+    """A consumer: ROWS queries of each head against all tiles, and their results."""
+    b, head, first, M, N = own
+    done = 0
+    for r in range(EACH):
+        tiles = some_tiles(r, walk, gl.cdiv(N, BLOCK_N), LISTED, MASKED)
+        attend_head(
+            which, r, done, inputs, outputs, tiles, (b, head + r, opaque(first), M, N), data,
+            numbers, scale, E, BLOCK_N, STAGES, KEEP, CHANGE, FOLD, LISTED, MASKED, TURNS,
+        )  # fmt: skip
+        done += tiles[2] + tiles[3]
+
+
+@gluon.jit
+def opaque(x):
+    """x int32, of which the compiler knows nothing.
+
+    What follows from it is computed for each head anew, and takes no registers until the next.
+    """
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def attend_head(
+    which: gl.constexpr, r, done, inputs, outputs, tiles, own, data, numbers, scale,
+    E: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    KEEP: gl.constexpr, CHANGE: gl.constexpr, FOLD: gl.constexpr,
+    LISTED: gl.constexpr, MASKED: gl.constexpr, TURNS: gl.constexpr,
+):  # fmt: skip
+    """ROWS queries of the r-th head against all its tiles, and their results.
+
+    done: the tiles of the heads before.
+    """
+    queries, keys, values, turns = inputs
+    q, q_ready, q_free = queries
     k, k_ready, k_free = keys
-    v, v_ready, _ = values
-    mixed = tiles[4]
-    count = tiles[3] + mixed
+    v, v_ready, v_free = values
+    list_ptr, bounds, full, mixed = tiles
+    count = full + mixed
     WIDTH: gl.constexpr = v.shape[4]
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 16])
+    SCORES: gl.constexpr = product_layout(BLOCK_N)
+    SUMS: gl.constexpr = product_layout(WIDTH)
     m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
     total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
     acc = gl.zeros([ROWS, WIDTH], gl.float32, SUMS)
 
     q = flat(q.index(which))
-    mbarrier.wait(q_ready.index(which), 0)
-    mbarrier.wait(k_ready.index(0), 0)
-    n = tile_at(0, lists_ptr, tiles, LISTED, MASKED)
-    s = warpgroup_mma_wait(0, [multiply_keys(q, k, 0, SCORES, BLOCK_N)])
-    mbarrier.arrive(k_free.index(0), count=1)
+    mbarrier.wait(q_ready.index(which), r & 1)
+    mbarrier.wait(k_ready.index(done % STAGES), done // STAGES & 1)
+    n = visited_tile(0, tiles, LISTED)
+    if TURNS:
+        mbarrier.wait(turns.index(which), done & 1 ^ 1 - which)
+    issued = multiply_keys(q, k, done % STAGES, SCORES, BLOCK_N)
+    if TURNS:
+        mbarrier.arrive(turns.index(1 - which), count=1)
+    s = warpgroup_mma_wait(0, [issued])
+    mbarrier.arrive(k_free.index(done % STAGES), count=1)
     p, m, total, _ = softmax(
         s, m, total, n * BLOCK_N, own, data, numbers, scale, SCORES, KEEP, CHANGE, FOLD, MASKED
     )
     p = as_operand(p, v.dtype, SUMS)
-    mbarrier.wait(k_ready.index(1), 0, pred=count > 1)
+    w = done + 1
+    mbarrier.wait(k_ready.index(w % STAGES), w // STAGES & 1, pred=count > 1)
     if MASKED:
         for t in range(1, mixed):
-            n = tile_at(t, lists_ptr, tiles, LISTED, MASKED)
+            n = mixed_tile(t, list_ptr, bounds, full, LISTED)
             p, acc, m, total = step(
-                t, count, n * BLOCK_N, q, p, acc, m, total, inputs, own, data, numbers, scale,
-                SCORES, SUMS, BLOCK_N, STAGES, KEEP, CHANGE, FOLD, True,
+                which, done + t, done + count, n * BLOCK_N, q, p, acc, m, total, inputs, own, data,
+                numbers, scale, SCORES, SUMS, BLOCK_N, STAGES, KEEP, CHANGE, FOLD, True, TURNS,
             )  # fmt: skip
     for t in range(gl.maximum(mixed, 1), count):
-        n = tile_at(t, lists_ptr, tiles, LISTED, MASKED)
+        n = full_tile(t - mixed, list_ptr, bounds, LISTED)
         p, acc, m, total = step(
-            t, count, n * BLOCK_N, q, p, acc, m, total, inputs, own, data, numbers, scale,
-            SCORES, SUMS, BLOCK_N, STAGES, KEEP, CHANGE, FOLD, False,
+            which, done + t, done + count, n * BLOCK_N, q, p, acc, m, total, inputs, own, data,
+            numbers, scale, SCORES, SUMS, BLOCK_N, STAGES, KEEP, CHANGE, FOLD, False, TURNS,
         )  # fmt: skip
-    last = count - 1
+    mbarrier.arrive(q_free.index(which), count=1)
+    last = done + count - 1
     mbarrier.wait(v_ready.index(last % STAGES), last // STAGES & 1)
     acc = warpgroup_mma_wait(
         0, [warpgroup_mma(p, flat(v.index(last % STAGES)), acc, is_async=True)]
     )
+    mbarrier.arrive(v_free.index(last % STAGES), count=1)
     store(acc, m, total, outputs, own, E, SUMS)
+
+
+@gluon.constexpr_function
+def product_layout(columns):
+    """How a consumer's registers hold a product [ROWS,columns]."""
+    return gl.NVMMADistributedLayout([3, 0], [WARPS.value, 1], [16, columns, 16])
 
 
 @gluon.jit
@@ -262,22 +353,27 @@ def as_operand(p, DTYPE: gl.constexpr, SUMS: gl.constexpr):
 
 @gluon.jit
 def step(
-    t, count, key, q, p, acc, m, total, inputs, own, data, numbers, scale,
+    which: gl.constexpr, t, count, key, q, p, acc, m, total, inputs, own, data, numbers, scale,
     SCORES: gl.constexpr, SUMS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     KEEP: gl.constexpr, CHANGE: gl.constexpr, FOLD: gl.constexpr, MIXED: gl.constexpr,
+    TURNS: gl.constexpr,
 ):  # fmt: skip
     """The scores and weights of tile t, and acc with the values of tile t - 1 and its weights p.
 
     The wait for the next keys stands between the exponentials and the wait for the second product:
     it is a branch, without which the compiler moves that second wait before the exponentials.
     """
-    _, keys, values = inputs
+    _, keys, values, turns = inputs
     k, k_ready, k_free = keys
     v, v_ready, v_free = values
+    if TURNS:
+        mbarrier.wait(turns.index(which), t & 1 ^ 1 - which)
     issued = multiply_keys(q, k, t % STAGES, SCORES, BLOCK_N)
     u = t - 1
     mbarrier.wait(v_ready.index(u % STAGES), u // STAGES & 1)
     summed = warpgroup_mma(p, flat(v.index(u % STAGES)), acc, is_async=True)
+    if TURNS:
+        mbarrier.arrive(turns.index(1 - which), count=1)
     s = warpgroup_mma_wait(1, [issued])
     mbarrier.arrive(k_free.index(t % STAGES), count=1)
     weights, m, total, shrink = softmax(
@@ -316,16 +412,17 @@ def softmax(
 @gluon.jit
 def store(acc, m, total, outputs, own, E: gl.constexpr, SUMS: gl.constexpr):
     """Store o and the statistics of ROWS queries."""
-    o_ptr, stride_m, stride_e, lse_ptr, max_ptr, sink_ptr = outputs
-    _, _, first, M, _ = own
+    o_ptr, o_strides, lse_ptr, max_ptr, sinks_ptr, sinks_stride, H = outputs
+    b, h, first, M, _ = own
+    o_ptr, line = head_ptr(o_ptr, o_strides, b, h), line_of(b, h, H, M)
     row = gl.arange(0, ROWS, layout=m.type.layout)
     if max_ptr is not None:
         # A maximum drops NaN, and the sum keeps it.
         lost = (total != total) & (m != float("inf"))
-        gl.store(max_ptr + first + row, gl.where(lost, total, m * LN2), mask=row < M - first)
+        gl.store(max_ptr + line + first + row, gl.where(lost, total, m * LN2), mask=row < M - first)
     shrink = 1.0
-    if sink_ptr is not None:
-        sink = gl.load(sink_ptr).to(gl.float32) * LOG2E
+    if sinks_ptr is not None:
+        sink = gl.load(sinks_ptr + h * sinks_stride).to(gl.float32) * LOG2E
         new = gl.maximum(m, sink)
         safe = gl.where(new == float("-inf"), 0.0, new)
         shrink = gl.exp2(m - safe)
@@ -335,10 +432,11 @@ def store(acc, m, total, outputs, own, E: gl.constexpr, SUMS: gl.constexpr):
     total = gl.where(blind, 1.0, total)
     if lse_ptr is not None:
         lse = gl.where(blind, float("-inf"), (m + gl.log2(total)) * LN2)
-        gl.store(lse_ptr + first + row, lse, mask=row < M - first)
+        gl.store(lse_ptr + line + first + row, lse, mask=row < M - first)
     acc = acc * by_rows(shrink / total, SUMS)
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SUMS))[:, None]
     column = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, SUMS))[None, :]
-    at = o_ptr + gl.cast(first, gl.int64) * stride_m + row * stride_m + column * stride_e
+    at = o_ptr + gl.cast(first, gl.int64) * o_strides[2] + row * o_strides[2]
+    at += column * o_strides[3]
     inside = (row < M - first) & (column < E)
     gl.store(at, acc.to(o_ptr.dtype.element_ty), mask=inside)

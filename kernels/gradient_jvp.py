@@ -18,17 +18,17 @@ from attn_graph.kernels.common import (
     even_length,
     full_tile,
     head_ptr,
-    key_tiles,
+    list_at,
     listed_block,
     live_tile_of,
     mixed_tile,
     modify_scores,
     place_program,
-    query_tiles,
     round_to,
     rows_at,
     rows_of,
     store_rows,
+    tile_bounds,
 )
 
 
@@ -205,16 +205,11 @@ def push_query_gradient(
     tv_head = head_or(tv_ptr, tv_strides, b, h // GROUP, v_head)
     dq = tl.zeros([BLOCK_M, WIDTH_D], tl.float32)
 
-    if LISTED:
-        lists_ptr = head_ptr(lists_ptr, lists_strides, b, h) + place * lists_strides[2]
-        start, full_start, full_stop, stop = 0, 0, 0, 0
-    else:
-        start, full_start, full_stop, stop = key_tiles(
-            block, b, M, N, data, numbers, STRIP, BLOCK_M, BLOCK_N
-        )
-    full, mixed = count_tiles(lists_ptr, start, full_start, full_stop, stop, LISTED)
+    list_ptr = list_at(lists_ptr, lists_strides, b, h, place)
+    bounds = tile_bounds(block, b, M, N, data, numbers, STRIP, BLOCK_M, BLOCK_N, LISTED, False)
+    full, mixed = count_tiles(list_ptr, bounds, LISTED)
     for t in range(full):
-        n = full_tile(t, lists_ptr, full_start, LISTED)
+        n = full_tile(t, list_ptr, bounds, LISTED)
         dq = push_add_query_gradient(
             dq, q, tq, do, tdo, lse, mu, surplus, tsurplus, k_head, v_head, tk_head, tv_head,
             n * BLOCK_N, first, i, k_ptr, tq_ptr, tk_ptr, tv_ptr, do_ptr, tdo_ptr,
@@ -224,7 +219,7 @@ def push_query_gradient(
             KEEP, CHANGE, PUSH, BEND, DROPOUT, False, UPCAST, PRECISION,
         )  # fmt: skip
     for t in range(mixed):
-        n = mixed_tile(t, lists_ptr, start, full_start, full_stop, full, LISTED)
+        n = mixed_tile(t, list_ptr, bounds, full, LISTED)
         dq = push_add_query_gradient(
             dq, q, tq, do, tdo, lse, mu, surplus, tsurplus, k_head, v_head, tk_head, tv_head,
             n * BLOCK_N, first, i, k_ptr, tq_ptr, tk_ptr, tv_ptr, do_ptr, tdo_ptr,
@@ -309,24 +304,18 @@ def push_key_gradient(
         tv = rows_of(tv_ptr, tv_strides, b, g, first, N, E, BLOCK_N, WIDTH_E, UPCAST)
     dk = tl.zeros([BLOCK_N, WIDTH_D], tl.float32)
     dv = tl.zeros([BLOCK_N, WIDTH_E], tl.float32)
-    start, full_start, full_stop, stop = 0, 0, 0, 0
-    if not LISTED:
-        start, full_start, full_stop, stop = query_tiles(
-            block, b, M, N, data, numbers, STRIP, BLOCK_M, BLOCK_N
-        )
+    bounds = tile_bounds(block, b, M, N, data, numbers, STRIP, BLOCK_M, BLOCK_N, LISTED, True)
     for r in range(tl.minimum(each, GROUP - split * each) if GROUPED else 1):
         h = g * GROUP + split * each + r
-        list_ptr = lists_ptr
-        if LISTED:
-            list_ptr = head_ptr(lists_ptr, lists_strides, b, h) + place * lists_strides[2]
-        full, mixed = count_tiles(list_ptr, start, full_start, full_stop, stop, LISTED)
+        list_ptr = list_at(lists_ptr, lists_strides, b, h, place)
+        full, mixed = count_tiles(list_ptr, bounds, LISTED)
         q_head = head_ptr(q_ptr, q_strides, b, h)
         tq_head = head_or(tq_ptr, tq_strides, b, h, q_head)
         do_head = head_or(do_ptr, do_strides, b, h, q_head)
         tdo_head = head_or(tdo_ptr, tdo_strides, b, h, q_head)
         row = (tl.cast(b, tl.int64) * (G * GROUP) + h) * M
         for t in range(full):
-            n = full_tile(t, list_ptr, full_start, LISTED)
+            n = full_tile(t, list_ptr, bounds, LISTED)
             dk, dv = push_add_key_gradient(
                 dk, dv, k, v, tk, tv, q_head, tq_head, do_head, tdo_head,
                 lse_ptr + row, delta_ptr + row, tlse_ptr + row, tdelta_ptr + row,
@@ -338,7 +327,7 @@ def push_key_gradient(
                 KEEP, CHANGE, PUSH, BEND, DROPOUT, False, BLIND > 1, UPCAST, PRECISION,
             )  # fmt: skip
         for t in range(mixed):
-            n = mixed_tile(t, list_ptr, start, full_start, full_stop, full, LISTED)
+            n = mixed_tile(t, list_ptr, bounds, full, LISTED)
             dk, dv = push_add_key_gradient(
                 dk, dv, k, v, tk, tv, q_head, tq_head, do_head, tdo_head,
                 lse_ptr + row, delta_ptr + row, tlse_ptr + row, tdelta_ptr + row,

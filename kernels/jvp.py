@@ -21,8 +21,8 @@ from attn_graph.kernels.common import (
     even_length,
     full_tile,
     head_ptr,
-    key_tiles,
     line_of,
+    list_at,
     listed_block,
     mixed_tile,
     place_program,
@@ -31,6 +31,7 @@ from attn_graph.kernels.common import (
     rows_of,
     softmax_step,
     store_rows,
+    tile_bounds,
 )
 from attn_graph.kernels.forward import store_statistic
 
@@ -75,16 +76,11 @@ def push(
     acc = tl.zeros([BLOCK_M, WIDTH_E], tl.float32)
     moved = tl.zeros([BLOCK_M, WIDTH_E], tl.float32)
 
-    if LISTED:
-        lists_ptr = head_ptr(lists_ptr, lists_strides, b, h) + place * lists_strides[2]
-        start, full_start, full_stop, stop = 0, 0, 0, 0
-    else:
-        start, full_start, full_stop, stop = key_tiles(
-            block, b, M, N, data, numbers, STRIP, BLOCK_M, BLOCK_N
-        )
-    full, mixed = count_tiles(lists_ptr, start, full_start, full_stop, stop, LISTED)
+    list_ptr = list_at(lists_ptr, lists_strides, b, h, place)
+    bounds = tile_bounds(block, b, M, N, data, numbers, STRIP, BLOCK_M, BLOCK_N, LISTED, False)
+    full, mixed = count_tiles(list_ptr, bounds, LISTED)
     for t in range(full):
-        n = full_tile(t, lists_ptr, full_start, LISTED)
+        n = full_tile(t, list_ptr, bounds, LISTED)
         acc, moved, total, mu, c, m = attend_along(
             acc, moved, total, mu, c, m, q, tq, k_head, v_head, tk_head, tv_head, n * BLOCK_N,
             first, i, tq_ptr, tk_ptr, tv_ptr, seed_ptr, offset_ptr, data, numbers,
@@ -93,7 +89,7 @@ def push(
             KEEP, CHANGE, PUSH, DROPOUT, False, UPCAST, PRECISION,
         )  # fmt: skip
     for t in range(mixed):
-        n = mixed_tile(t, lists_ptr, start, full_start, full_stop, full, LISTED)
+        n = mixed_tile(t, list_ptr, bounds, full, LISTED)
         acc, moved, total, mu, c, m = attend_along(
             acc, moved, total, mu, c, m, q, tq, k_head, v_head, tk_head, tv_head, n * BLOCK_N,
             first, i, tq_ptr, tk_ptr, tv_ptr, seed_ptr, offset_ptr, data, numbers,

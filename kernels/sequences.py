@@ -11,6 +11,7 @@ import triton.language as tl
 from attn_graph.kernels.common import (
     head_ptr,
     line_of,
+    list_at,
     listed_block,
     place_program,
     tile_of,
@@ -125,10 +126,10 @@ def head_at(ptr, strides, b, h, starts_ptr, first, PAGE: tl.constexpr):
 
 @triton.jit
 def list_of(lists_ptr, lists_strides, b, h, place, starts_ptr, first, rows):
-    """The list of tiles at a place of the order; of a block beyond the last row any."""
+    """`list_at`; of a block beyond the last row any list."""
     if starts_ptr is not None:
         place = tl.where(first < rows, place, 0)
-    return head_ptr(lists_ptr, lists_strides, b, h) + place * lists_strides[2]
+    return list_at(lists_ptr, lists_strides, b, h, place)
 
 
 @triton.jit

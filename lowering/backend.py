@@ -189,13 +189,15 @@ class DeviceTest:
     For kernels that no test can run without their device. home: where a new process finds the
     backend, "module:NAME". variant: the kernel's, with all that its machine code depends on beside
     device, libraries and its source. graphs: small ones that the variant runs, in the form in which
-    backends see them, of ops of this library's. seconds: all of it may take, compiling too.
+    backends see them, of ops of this library's. seconds: all of it may take, compiling too. way:
+    the option `variant` that they are lowered with.
     """
 
     home: str
     variant: str
     graphs: tuple[Graph, ...]
     seconds: float = 300.0
+    way: str | None = None
 
 
 def no_device_test(graph: Graph, target: Target, options: Options) -> DeviceTest | None:

@@ -32,6 +32,7 @@ def try_graphs(test: DeviceTest, target: Target) -> Proof:
     request = {
         "home": test.home,
         "graphs": [*map(str, test.graphs)],
+        "way": test.way,
         "device": str(target.device),
     }
     start = time.monotonic()
@@ -88,17 +89,16 @@ def run_request() -> None:
     backend, device = getattr(import_module(module), name), torch.device(request["device"])
     target = Target.here(device)
     with target.current(), torch.no_grad():
-        shares = [
-            max(try_graph(backend, parse(text), target, device)) for text in request["graphs"]
-        ]
+        options = Options(variant=request["way"])
+        graphs = map(parse, request["graphs"])
+        shares = [max(try_graph(backend, graph, target, device, options)) for graph in graphs]
     print(json.dumps(shares))
 
 
 def try_graph(
-    backend: Backend, graph: Graph, target: Target, device: torch.device
+    backend: Backend, graph: Graph, target: Target, device: torch.device, options: Options
 ) -> Iterator[float]:
     """The errors of each run, as shares of what is allowed. Raises RefusedError if it refuses."""
-    options = Options()
     if against := backend.reasons(graph, target, options):
         raise RefusedError(*against)
     executable = backend.lower(graph, target, options)

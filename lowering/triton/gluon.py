@@ -28,7 +28,6 @@ from attn_graph.lowering.reasons import missing_library, other_device, other_equ
 from attn_graph.lowering.triton.backend import (
     attention_reasons,
     compile_kernels,
-    count_of,
     generated_text,
     machines_of,
     plan_reasons,
@@ -63,7 +62,7 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
         against += gluon_problem_reasons(problem)
     yield from against
     if problem is not None and not against:
-        yield from plan_reasons(lambda: plan_gluon(problem, target), options)
+        yield from plan_reasons(lambda: plan_gluon(problem, target, options.variant), options)
 
 
 def gluon_target_reasons(target: Target) -> Iterator[Reason]:
@@ -131,11 +130,11 @@ def layout_reasons(name: str, spec: TensorSpec) -> Iterator[Reason]:
 
 
 @lru_cache(maxsize=256)
-def plan_gluon(problem: Problem, target: Target) -> Flash:
+def plan_gluon(problem: Problem, target: Target, variant: str | None) -> Flash:
     """What `why_not` and `lower` both ask for."""
     from attn_graph.lowering.triton.gluon_plan import plan_launches
 
-    return plan_launches(problem, target)
+    return plan_launches(problem, target, variant)
 
 
 def lower(graph: Graph, target: Target, options: Options) -> Executable:
@@ -144,14 +143,14 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
 
     problem = sole(graph)
     assert problem is not None  # why_not said so
-    flash = plan_gluon(problem, target)
+    flash = plan_gluon(problem, target, options.variant)
     call = TritonCall(flash, graph, options)
     run = call.run
     return Executable(
         run,
         flash.scratch.bytes,
         temporary_of(flash),
-        notes=tuple(map(describe_launch, gluon_launches(flash))),
+        notes=tuple(describe_launch(flash, launch) for launch in gluon_launches(flash)),
         inspect=lambda: tuple(map(str, machines_of(flash))),
         text=lambda: generated_text(flash),
         infer=run if graph.is_gradient or returns_lse(graph) else call.inference,
@@ -159,13 +158,25 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
     )
 
 
-def describe_launch(launch: Launch) -> str:
+def describe_launch(flash: Flash, launch: Launch) -> str:
     """How a kernel runs, for `explain`."""
+    from attn_graph.lowering.triton.gluon_plan import describe_programs
+
     queries, keys = (launch.descriptors[name].tile[2] for name in ("q_desc", "k_desc"))
+    turns = " that take turns" if launch.fixed.get("TURNS") else ""
     return (
-        f"{launch.kernel}: {count_of(launch.grid, 'program')}, two groups of {launch.warps} warps "
-        f"with tiles of {queries} x {keys} each, one warp that copies {launch.stages} tiles ahead"
+        f"{launch.kernel}: {describe_programs(flash, launch)}, two groups of {launch.warps} warps"
+        f"{turns} with tiles of {queries} x {keys} each, "
+        f"one warp that copies {launch.stages} tiles ahead"
     )
+
+
+def variants(graph: Graph, target: Target, options: Options) -> tuple[str, ...]:
+    """Programs of several heads, and groups of warps that take turns."""
+    from attn_graph.lowering.triton.gluon_plan import list_variants
+
+    problem = sole(graph)
+    return () if problem is None else list_variants(problem, target)
 
 
 @lru_cache(maxsize=256)
@@ -175,7 +186,8 @@ def device_test(graph: Graph, target: Target, options: Options) -> DeviceTest:
 
     problem = sole(graph)
     assert problem is not None  # why_not said so
-    return make_device_test(graph, plan_gluon(problem, target))
+    flash = plan_gluon(problem, target, options.variant)
+    return make_device_test(graph, flash, options.variant)
 
 
-BACKEND = Backend("gluon", why_not, lower, device_test=device_test)
+BACKEND = Backend("gluon", why_not, lower, variants=variants, device_test=device_test)

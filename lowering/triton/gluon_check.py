@@ -19,13 +19,17 @@ SIZES = ((65, 1), (200, 2), (129, 5), (300, 9))  # queries, and tiles of keys
 TAIL = 5  # keys that the last tile lacks, where the variant masks at all
 KEYS = 128  # of a tile, where only dk and dv are wanted
 # Constants in machine code.
-COMPILED = ("D", "E", "BLOCK_M", "BLOCK_N", "STAGES", "FOLD", "LISTED", "MASKED")
+COMPILED = ("D", "E", "BLOCK_M", "BLOCK_N", "STAGES", "FOLD", "LISTED", "MASKED", "TURNS")
 
 
-def make_device_test(graph: Graph, flash: Flash) -> DeviceTest:
-    """The attention or gradient in small sizes: one tile, fewer than buffers, and many."""
-    small = (shrink(graph, flash.problem, M, N) for M, N in small_sizes(flash))
-    return DeviceTest(HOME, describe_variant(flash), tuple(small))
+def make_device_test(graph: Graph, flash: Flash, way: str | None) -> DeviceTest:
+    """The attention or gradient in small sizes: one tile, fewer than buffers, and many.
+
+    way: the variant of which the plan is. Of several heads, small graphs have two or more too.
+    """
+    small = tuple(shrink(graph, flash.problem, M, N) for M, N in small_sizes(flash))
+    variant = ", ".join(filter(None, (way, describe_variant(flash))))
+    return DeviceTest(HOME, variant, small, way=way)
 
 
 def small_sizes(flash: Flash) -> Iterator[tuple[int, int]]:

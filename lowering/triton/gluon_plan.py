@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from math import gcd
 from typing import final
 
 from attrs import define, evolve
 
 from attn_graph.kernels.tilings import Tiling, padded_head_size
 from attn_graph.lowering.problem import Problem
+from attn_graph.lowering.triton.backend import count_of
 from attn_graph.lowering.triton.device_code import Tracer
 from attn_graph.lowering.triton.launch_list import PASS_OF, TILED, Fixed
 from attn_graph.lowering.triton.launches import Descriptor, Launch, Pointers
 from attn_graph.lowering.triton.plan import Flash, FlashBuilder
+from attn_graph.lowering.triton.programs import (
+    AGAIN,
+    Places,
+    Programs,
+    expected_costs,
+    schedule_programs,
+    start_of,
+)
 from attn_graph.lowering.triton.tile_lists import blocks
 from attn_graph.machine.target import Target
 
@@ -28,15 +38,22 @@ TILES = {
     "gluon_query_gradient": {64: (64, 4), 128: (64, 4)},
     "gluon_key_gradient": {64: (64, 4), 128: (64, 4)},
 }
+# Variants of the forward by name, also joined by a comma: how many heads, of the same queries, a
+# program takes in turn; and that its two groups take turns at issuing their products.
+HEADS = {f"{n} heads": n for n in (2, 4, 8)}
+TURNS = "turns"
 
 
-def plan_launches(problem: Problem, target: Target) -> Flash:
+def plan_launches(problem: Problem, target: Target, variant: str | None = None) -> Flash:
     """The launches of the kernels, behind those that make their lists of tiles where data decide.
 
-    Raises Untraceable where the mask or a modifier can't be made a kernel's.
+    variant: of HEADS, as far as H has such a divisor, and TURNS; None: neither. Raises Untraceable
+    where the mask or a modifier can't be made a kernel's.
     """
     code = Tracer.of(problem, plain=True).trace()
-    return GluonBuilder(problem, target, code).build()
+    ways = variant.split(", ") if variant else []
+    each = next((gcd(HEADS[way], problem.H) for way in ways if way != TURNS), 1)
+    return GluonBuilder(problem, target, code, each=each, turns=TURNS in ways).build()
 
 
 def gluon_launches(flash: Flash) -> list[Launch]:
@@ -44,15 +61,68 @@ def gluon_launches(flash: Flash) -> list[Launch]:
     return [launch for launch in flash.launches if launch.kernel in TILES]
 
 
+def schedule_forward(flash: Flash, launch: Launch) -> Programs:
+    """The programs of a forward; what data decide is taken to be even."""
+    p, fixed = flash.problem, launch.fixed
+    tile = Tiling(OWN, fixed["BLOCK_N"], GROUPS * WARPS, launch.stages)
+    table = flash.tables.get(str(launch.tensors.get("lists_ptr")))
+    costs, start = expected_costs(p, p, tile, False, table), start_of(flash.target, tile)
+    order = launch.grid // len(costs), fixed["EACH"], fixed["TOGETHER"]
+    return schedule_programs(costs, start, *order, again=AGAIN * start)
+
+
+def describe_programs(flash: Flash, launch: Launch) -> str:
+    """ "512 programs of 4 heads in turn, 3.88 waves, balance 1.00", as far as it is known."""
+    mask, count = flash.problem.node.mask, flash.target.multiprocessors
+    each = launch.fixed.get("EACH", 1)
+    text = count_of(launch.grid, "program") + (f" of {each} heads in turn" if each > 1 else "")
+    if "EACH" not in launch.fixed or count is None or (mask is not None and mask.needs):
+        return text
+    return f"{text}, {schedule_forward(flash, launch).figures(Places(count))}"
+
+
+def list_variants(problem: Problem, target: Target) -> tuple[str, ...]:
+    """Those of a forward to measure: numbers of heads with which it is done earlier by simulation,
+    and each with turns and without, which no model tells apart."""
+    if problem.grad is not None:
+        return ()
+    heads = faster_heads(problem, target)
+    return *heads, TURNS, *(f"{name}, {TURNS}" for name in heads)
+
+
+def faster_heads(problem: Problem, target: Target) -> tuple[str, ...]:
+    """The numbers of heads of a program with which a forward is done earlier, by simulation."""
+    if target.multiprocessors is None:
+        return ()
+    usual = time_forward(problem, target, None)
+    fit = (name for name, heads in HEADS.items() if problem.H % heads == 0)
+    return tuple(name for name in fit if time_forward(problem, target, name) < usual)
+
+
+def time_forward(problem: Problem, target: Target, variant: str | None) -> float:
+    """The makespan of a forward's programs, in full tiles."""
+    flash, count = plan_launches(problem, target, variant), target.multiprocessors
+    assert count is not None
+    return schedule_forward(flash, gluon_launches(flash)[-1]).quick_makespan(Places(count))
+
+
 @final
 @define(eq=False)
 class GluonBuilder(FlashBuilder):
-    """The launches of each pass, of which the forward, dq, and dk with dv are kernels in Gluon."""
+    """The launches of each pass, of which the forward, dq, and dk with dv are kernels in Gluon.
+
+    each: how many heads a program of the forward takes. turns: whether its groups take turns.
+    """
+
+    each: int = 1
+    turns: bool = False
 
     def forward(self) -> None:
         """Add the launch of the forward."""
         p, sinks = self.problem, self.problem.by_role.sinks
         more = {
+            "EACH": self.each,
+            "TURNS": self.turns,
             "o_strides": p.layout_of_o[1],
             "sinks_stride": sinks.strides[0] if sinks else 0,
             "E": p.E,
@@ -106,13 +176,15 @@ class GluonBuilder(FlashBuilder):
             "MASKED": p.node.mask is not None or others % passing > 0,
         }
         resident = evolve(tile, warps=GROUPS * WARPS)
-        order = self.order(resident, pass_, lists, splits=p.H // p.G)  # a program takes one head
+        order = self.order(resident, pass_, lists, splits=p.H // p.G)  # no program sums over heads
+        each = more.get("EACH", 1)
+        order["TOGETHER"] = -(-order["TOGETHER"] // each)
         backwards = () if p.grad is None else ("back",)
         keep = self.code.keep_by_keys if by_keys else self.code.keep
         self.launches.append(
             Launch(
                 kernel,
-                blocks(own, OWN) * p.H * p.B,
+                blocks(own, OWN) * (p.H // each) * p.B,
                 named | lists | (pointers or {}),
                 absent | listed | more | self.sizes(stages) | order,
                 self.texts("strip", "change", *backwards) | {"KEEP": keep},

@@ -28,6 +28,9 @@ MIXED = 1.5  # times a full tile, by the instructions of both loops
 # Scores in whose time a program begins and ends, by row of the table: by lowering/triton/predict.py
 # 0.2 to 0.6 tiles of 128 x 128 on sm_80, 0.3 to 0.9 on 90, 1.6 to 3.2 on 100, 0.2 to 0.5 on 120.
 START = {80: 7 * 2**10, 90: 3 * 2**12, 100: 2**15, 120: 3 * 2**11}
+# Of START, what each further head costs a program that copies tiles ahead: its first scores, its
+# last sums and its results, by machine code 0.3 tiles.
+AGAIN = 0.4
 # Times as long takes a multiprocessor for a score that has four warps as one that has eight, by the
 # same: 1.25 to 1.35 where one of two programs is left, 1.17 to 1.53 where just one fits.
 LONE = 1.3
@@ -250,13 +253,15 @@ def start_of(target: Target, tiling: Tiling) -> float:
 
 
 def schedule_programs(
-    costs: Sequence[float], start: float, heads: int, each: int, together: int, parts: int = 1
-) -> Programs:
+    costs: Sequence[float], start: float, heads: int, each: int, together: int, parts: int = 1,
+    again: float = 0.0,
+) -> Programs:  # fmt: skip
     """Programs that each walk the tiles of `each` heads, or one of `parts` of these.
 
-    costs: of one head's blocks, in order. start: see `start_of`. heads: as many as there are
-    programs of each block.
+    costs: of one head's blocks, in order. start: see `start_of`; again: the same of each further
+    head. heads: as many as there are programs of each block.
     """
+    start += (each - 1) * again
     walked = [each * (cost if parts == 1 else ceil(cost / parts)) for cost in costs]
     spare = sum(walked) - each * sum(costs) / parts
     return Programs(tuple([x + start for x in walked]), heads, together, spare * heads)

@@ -7,17 +7,21 @@ from typing import Any
 import pytest
 import torch
 from attrs import astuple, evolve
+from hypothesis import given
+from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph.errors import PlanMismatchError
 from attn_graph.ir.passes import simplify
+from attn_graph.kernels.tilings import Tiling
 from attn_graph.lowering.problem import sole
 from attn_graph.lowering.triton import gluon
-from attn_graph.lowering.triton.gluon_plan import plan_launches
+from attn_graph.lowering.triton.gluon_plan import HEADS, plan_launches, schedule_forward
 from attn_graph.lowering.triton.launches import Descriptor
 from attn_graph.lowering.triton.offline import compile_launches
 from attn_graph.lowering.triton.overlap import TileLoop, read_loops
 from attn_graph.lowering.triton.plan import Flash
+from attn_graph.lowering.triton.programs import AGAIN, start_of
 from attn_graph.lowering.triton.sass import Body, Loop
 from tests.support.sources import ROOT, load_file
 
@@ -46,11 +50,11 @@ def against(graph: ag.Graph, target: ag.Target = H200) -> dict[str, str]:
     return {reason.key: str(reason) for reason in reasons}
 
 
-def planned(graph: ag.Graph) -> Flash:
+def planned(graph: ag.Graph, variant: str | None = None) -> Flash:
     """The launches of a graph."""
     problem = sole(simplify(graph))
     assert problem is not None
-    return plan_launches(problem, H200)
+    return plan_launches(problem, H200, variant)
 
 
 LONG = (1, 2, 256, 64)
@@ -185,20 +189,25 @@ CHECKED: dict[str, ag.Graph] = {
 }
 
 
+@pytest.mark.parametrize("way", [None, "4 heads", "2 heads, turns"])
 @pytest.mark.parametrize("name", CHECKED)
-def test_a_device_is_given_small_graphs_of_the_same_variant(name: str) -> None:
-    simple = simplify(CHECKED[name])
-    test = gluon.BACKEND.device_test(simple, H200, ag.Options())
+def test_a_device_is_given_small_graphs_of_the_same_variant(name: str, way: str | None) -> None:
+    simple, options = simplify(CHECKED[name]), ag.Options(variant=way)
+    test = gluon.BACKEND.device_test(simple, H200, options)
     assert test is not None
+    assert test.way == way
     assert len(test.graphs) == 4
     for small in test.graphs:
         assert ag.parse(str(small)) == small
-        assert not gluon.BACKEND.reasons(small, H200, ag.Options())
-        again = gluon.BACKEND.device_test(small, H200, ag.Options())
+        assert not gluon.BACKEND.reasons(small, H200, options)
+        again = gluon.BACKEND.device_test(small, H200, options)
         assert again is not None
         assert again.variant == test.variant
         sizes = [n for i in small.inputs for n in i.spec.shape]
         assert max(sizes) <= 9 * 128
+        forwards = [x.fixed for x in planned(small, way).launches if "EACH" in x.fixed]
+        assert way is None or all(fixed["EACH"] > 1 for fixed in forwards)
+        assert all(fixed["TURNS"] == (way == "2 heads, turns") for fixed in forwards)
 
 
 def test_variants_differ_by_what_is_compiled_and_by_no_number_that_is_passed() -> None:
@@ -217,6 +226,58 @@ def test_variants_differ_by_what_is_compiled_and_by_no_number_that_is_passed() -
         {"soft_cap": 2.0},
     ]
     assert len({variant(**each) for each in others}) == len(others)
+
+
+def variants_of(graph: ag.Graph, target: ag.Target = H200) -> list[str]:
+    """The names of other ways to lower a graph."""
+    return [*gluon.BACKEND.variants(simplify(graph), target, ag.Options())]
+
+
+def test_programs_take_several_heads_where_that_is_done_earlier() -> None:
+    long, short = graph(2, 32, 4096, 128, mask=ag.Causal()), graph(32, 16, 512, 128)
+    turns = ["turns", "2 heads, turns", "4 heads, turns"]
+    assert variants_of(long) == ["2 heads", "4 heads", *turns]
+    assert variants_of(short)[:3] == ["2 heads", "4 heads", "8 heads"]
+    few = graph(1, 8, 4096, 128, mask=ag.Causal())
+    assert variants_of(few) == variants_of(graph(64, 1, 4096, 128)) == turns[:1]
+    assert variants_of(long, evolve(H200, multiprocessors=None)) == turns[:1]
+    assert not variants_of(gradient(long))
+
+
+@given(
+    st.integers(1, 4), st.sampled_from([1, 2, 3, 4, 6, 8]), st.integers(1, 3000),
+    st.sampled_from([None, ag.Causal(), ag.Window(200), ag.Causal() & ag.SameSegment()]),
+    st.sampled_from([*HEADS]),
+)  # fmt: skip
+def test_several_heads_are_as_many_tiles_in_fewer_programs(
+    B: int, H: int, M: int, mask: ag.Mask | None, variant: str
+) -> None:
+    ids = ag.TensorSpec((B, M), torch.int32)
+    needs = mask is not None and "q_segments" in mask.needs
+    options: dict[str, Any] = {"mask": mask} | ({"segments": (ids, ids)} if needs else {})
+    flashes = [planned(graph(B, H, M, 64, **options), x) for x in (None, variant)]
+    one, several = (schedule_forward(x, x.launches[-1]) for x in flashes)
+    last = flashes[1].launches[-1]
+    each, start = last.fixed["EACH"], start_of(H200, Tiling(128, 128, 8, 4))
+    assert H % each == 0 == HEADS[variant] % each
+    assert several.count * each == one.count == B * H * -(-M // 128)
+    assert several.count == last.grid
+    spared = (one.count - several.count) * (1 - AGAIN) * start
+    assert several.total == pytest.approx(one.total - spared)
+
+
+def test_explain_tells_how_programs_fill_the_gpu() -> None:
+    simple = simplify(graph(2, 32, 4096, 128, mask=ag.Causal()))
+    notes = [
+        gluon.BACKEND.lower(simple, H200, ag.Options(variant=x)).notes
+        for x in (None, "4 heads, turns")
+    ]
+    groups = "two groups of 4 warps"
+    assert [note.split(" with")[0] for (note,) in notes] == [
+        f"gluon_forward: 2048 programs, 16 waves, balance 1.01, {groups}",
+        "gluon_forward: 512 programs of 4 heads in turn, 3.88 waves, balance 1.00, "
+        f"{groups} that take turns",
+    ]
 
 
 def test_elsewhere_it_comes_behind_what_has_run() -> None:
@@ -314,8 +375,10 @@ def test_the_page_has_every_row_of_every_version() -> None:
     found = {tuple(row.split(" | ")[:4]) for row in page_rows()}
     cases = {(str(c.size), c.pass_, c.variant) for c in REPORT.all_cases()}
     assert found == {(f"| {v}", *c) for v in VERSIONS for c in cases}
-    spilled = {tuple(row.split(" | ")[0:8:7]) for row in page_rows()}
+    cells = [row.split(" | ") for row in page_rows()]
+    spilled = {(x[0], x[7]) for x in cells if "heads" not in x[2]}
     assert {("| 3.6.0", "0"), ("| 3.7.1", "0")} == {x for x in spilled if x[0] != "| 3.9.0"}
+    assert max(int(x[7]) for x in cells if "heads" in x[2]) <= 4 * 26  # registers, as it says
 
 
 VERSIONS = ("3.6.0", "3.7.1", "3.9.0")  # of Triton
@@ -323,6 +386,8 @@ SUBSET = [
     REPORT.Case(64, "forward", "causal"),
     REPORT.Case(128, "forward", "full"),
     REPORT.Case(128, "forward", "segments"),
+    REPORT.Case(128, "forward, 2 heads", "causal"),
+    REPORT.Case(64, "forward, turns", "window"),
     REPORT.Case(64, "query_gradient", "soft cap"),
     REPORT.Case(128, "query_gradient", "causal"),
     REPORT.Case(64, "key_gradient", "full"),

@@ -8,6 +8,7 @@ visited once, and results obey the accuracy rule.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -48,14 +49,17 @@ CASES: dict[str, dict[str, Any]] = {  # options of `attention`, by what the kern
     "documents": {"mask": ag.Causal() & ag.SameSegment()},
     "lengths": {"mask": ag.KeyLengths()},
     "soft cap": {"mask": ag.Causal(), "soft_cap": 3.0},
-    "sinks": {"sinks": ag.TensorSpec((2,), torch.float32)},
+    "sinks": {},
 }
 
 
-def graph_of(case: str, tiles: int, short: int, dtype: torch.dtype = HALF) -> ag.Graph:
-    """One case with so many tiles of keys, the last `short` keys shorter, for 1 or 2 blocks."""
+def graph_of(
+    case: str, tiles: int, short: int, dtype: torch.dtype = HALF, each: int = 1
+) -> ag.Graph:
+    """One case with so many tiles of keys, the last `short` keys shorter, for 1 or 2 blocks of one
+    or two times `each` heads."""
     N = BLOCK_N * tiles - short
-    B, H, G, M = (1, 2, 1, 70) if case != "causal" else (1, 1, 1, 160)
+    B, H, G, M = (1, 2 * each, each, 70) if case != "causal" else (1, each, 1, 160)
     q, k, v = (ag.TensorSpec(x, dtype) for x in ((B, H, M, 16), (B, G, N, 16), (B, G, N, 12)))
     q = ag.TensorSpec((B, H, M, 16), dtype, (H * M * 16, 16, H * 16, 1))  # heads side by side
     options = dict(CASES[case])
@@ -64,6 +68,8 @@ def graph_of(case: str, tiles: int, short: int, dtype: torch.dtype = HALF) -> ag
         options["segments"] = tuple(ag.TensorSpec((B, n), torch.int32) for n in (M, N))
     if "kv_lengths" in needs:
         options["kv_lengths"] = ag.TensorSpec((B,), torch.int32)
+    if case == "sinks":
+        options["sinks"] = ag.TensorSpec((H,), torch.float32)
     align: Align = "bottom_right" if M != N and case != "prefix" else "top_left"
     return ag.attention(q, k, v, **options, align=align, stats=True)
 
@@ -78,7 +84,10 @@ class Run:
     once: bool  # whether every element of o and lse was stored once
 
 
-def arguments(problem: Problem, operands: Sequence[torch.Tensor], stages: int) -> dict[str, Any]:
+def arguments(
+    problem: Problem, operands: Sequence[torch.Tensor], stages: int, each: int = 1,
+    turns: bool = False,
+) -> dict[str, Any]:  # fmt: skip
     """What the kernel is called with, but for its results."""
     p, node = problem, problem.node
     given, code = node.split(operands), Tracer.of(problem, plain=True).trace()
@@ -104,6 +113,8 @@ def arguments(problem: Problem, operands: Sequence[torch.Tensor], stages: int) -
         "sinks_stride": 0 if given.sinks is None else given.sinks.stride(0),
         "H": p.H,
         "GROUP": p.H // p.G,
+        "EACH": each,
+        "TURNS": turns,
         "M": p.M,
         "N": p.N,
         "TOGETHER": 1,
@@ -122,8 +133,9 @@ def arguments(problem: Problem, operands: Sequence[torch.Tensor], stages: int) -
 
 
 def emulate(
-    graph: ag.Graph, tensors: Sequence[torch.Tensor], seed: int, stages: int, module: Any = source
-) -> Run:
+    graph: ag.Graph, tensors: Sequence[torch.Tensor], seed: int, stages: int, each: int = 1,
+    turns: bool = False, module: Any = source,
+) -> Run:  # fmt: skip
     """All programs of the kernel, one after the other. Raises Fault for what its schedule does."""
     problem = sole(graph)
     assert problem is not None
@@ -132,9 +144,9 @@ def emulate(
     o = torch.full((int(np.prod(shape)),), torch.nan, dtype=p.dtype).as_strided(shape, strides)
     lse = torch.full(shape[:3], torch.nan)
     results = {"o_ptr": memory("o", o), "lse_ptr": memory("lse", lse)}
-    fixed = arguments(p, [tensors[i] for i in graph.eqns[0].args], stages)
+    fixed = arguments(p, [tensors[i] for i in graph.eqns[0].args], stages, each, turns)
     multiplied = {}
-    count = p.B * p.H * -(-p.M // BLOCK_M)
+    count = p.B * p.H // each * -(-p.M // BLOCK_M)
     for program in range(count):
         machine = Machine(seed + program, (program, 0, 0), (count, 1, 1))
         run_kernel(machine, module.gluon_forward, **fixed, **results)
@@ -147,63 +159,75 @@ def emulate(
     return Run(o, lse, multiplied, once)
 
 
-def check_visits(run: Run, problem: Problem, tensors: dict[str, torch.Tensor]) -> None:
+def check_turns(run: Run) -> None:
+    """Raise AssertionError unless the consumers issue their scores one after the other."""
+    for products in run.multiplied.values():
+        parts = [part for part, left, _ in products if left != "registers"]
+        first, second = sorted({*parts})
+        assert parts == [first, second] * (len(parts) // 2), f"turns are {parts}"
+
+
+def check_visits(run: Run, problem: Problem, tensors: dict[str, torch.Tensor], each: int) -> None:
     """Raise AssertionError unless each consumer sees each tile with an unmasked place once."""
     p, kinds = problem, tile_kinds(problem, tensors, BLOCK_M, BLOCK_N)
     blocks = kinds.shape[2]
     for program, products in run.multiplied.items():
-        block, h, b = (
-            blocks - 1 - program % blocks,
-            program // blocks % p.H,
-            program // blocks // p.H,
-        )
-        needed = {BLOCK_N * int(t) for t in kinds[b, h, block].nonzero()}
-        parts = {part for part, _, _ in products}
+        block, first = blocks - 1 - program % blocks, program // blocks * each
+        b, heads = first // p.H, range(first % p.H, first % p.H + each)
+        queries = [[f"q [{b}, {h}, {block * BLOCK_M + 64 * c}, 0]" for h in heads] for c in (0, 1)]
+        parts = sorted({part for part, _, _ in products})
         assert len(parts) == 2, parts
-        rows = set()
-        for part in parts:
+        for part, due in zip(parts, queries, strict=True):
             own = [(left, right) for who, left, right in products if who == part]
-            keys = [right for left, right in own if left != "registers"]
+            scores = [(left, right) for left, right in own if left != "registers"]
             values = [right for left, right in own if left == "registers"]
-            queries = {left for left, _ in own} - {"registers"}
-            assert len(queries) == 1
-            rows |= queries
-            seen = [int(text.split(", ")[2]) for text in keys]
-            assert keys == [f"k [{b}, {h * p.G // p.H}, {n}, 0]" for n in seen]
-            assert values == [f"v [{b}, {h * p.G // p.H}, {n}, 0]" for n in seen]
-            assert len(seen) == len({*seen}), f"{part} visits a tile twice: {seen}"
-            assert {*seen} >= needed, f"{part} visits {seen} and not {needed}"
-        assert rows == {f"q [{b}, {h}, {block * BLOCK_M + 64 * c}, 0]" for c in (0, 1)}
+            assert values == [right.replace("k", "v", 1) for _, right in scores]
+            assert [*dict(scores)] == due
+            for h, q in zip(heads, due, strict=True):
+                keys = [right for left, right in scores if left == q]
+                seen = [int(text.split(", ")[2]) for text in keys]
+                assert keys == [f"k [{b}, {h * p.G // p.H}, {n}, 0]" for n in seen]
+                needed = {BLOCK_N * int(t) for t in kinds[b, h, block].nonzero()}
+                assert len(seen) == len({*seen}), f"{part} visits a tile twice: {seen}"
+                assert {*seen} >= needed, f"{part} visits {seen} and not {needed}"
 
 
-def check(graph: ag.Graph, data: int, seed: int, stages: int, module: Any = source) -> Run:
+def check(
+    graph: ag.Graph, data: int, seed: int, stages: int, each: int = 1, turns: bool = False,
+    module: Any = source,
+) -> None:  # fmt: skip
     """Raise unless the kernel runs without a fault, visits each tile and gives what it should."""
     simple = simplify(graph)
     problem = sole(simple)
     assert problem is not None
     tensors = tensors_for(simple, data)
-    run = emulate(simple, tensors, seed, stages, module)
+    run = emulate(simple, tensors, seed, stages, each, turns, module)
     assert run.once
+    if turns:
+        check_turns(run)
     named = problem.node.split([tensors[i] for i in simple.eqns[0].args])
-    check_visits(run, problem, named.mask)
+    check_visits(run, problem, named.mask, each)
     results = {"o": run.o, "lse": run.lse}
     for due in expect_outputs(simple, tensors):
         due.check(results[due.name])
-    return run
 
 
 tile_counts = st.integers(1, 20)
 short = st.integers(0, 15)
 stages = st.integers(2, 4)
+heads = st.integers(1, 3)  # of a program
 
 
 @pytest.mark.parametrize("case", CASES)
 @settings(max_examples=settings().max_examples // 10)
-@given(tiles=tile_counts, short=short, stages=stages, order=seeds, data=seeds)
+@given(
+    tiles=tile_counts, short=short, stages=stages, each=heads, turns=st.booleans(), order=seeds,
+    data=seeds,
+)  # fmt: skip
 def test_the_kernel_is_right_in_any_order_of_events(
-    case: str, tiles: int, short: int, stages: int, order: int, data: int
+    case: str, tiles: int, short: int, stages: int, each: int, turns: bool, order: int, data: int
 ) -> None:
-    check(graph_of(case, tiles, short), data, order, stages)
+    check(graph_of(case, tiles, short, each=each), data, order, stages, each, turns)
 
 
 @settings(max_examples=settings().max_examples // 12)
@@ -214,9 +238,9 @@ def test_bfloat16_obeys_the_rule_too(tiles: int, stages: int, order: int, data: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tiles", range(1, 21))
-def test_every_number_of_tiles_and_stages(tiles: int) -> None:
-    for stages in (2, 3, 4):
-        check(graph_of("causal", tiles, tiles % 3), tiles, stages, stages)
+def test_every_number_of_tiles_stages_and_heads(tiles: int) -> None:
+    for stages, each, turns in product((2, 3, 4), (1, 2, 3), (False, True)):
+        check(graph_of("causal", tiles, tiles % 3, each=each), tiles, stages, stages, each, turns)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -242,20 +266,29 @@ def test_the_kernel_is_called_here_as_its_backend_calls_it(case: str) -> None:
 WAIT_VALUES = "    mbarrier.wait(v_ready.index(u % STAGES), u // STAGES & 1)\n"
 WAIT_SCORES = "    s = warpgroup_mma_wait(1, [issued])\n"
 FIRST_SCORES = """\
-    s = warpgroup_mma_wait(0, [multiply_keys(q, k, 0, SCORES, BLOCK_N)])
-    mbarrier.arrive(k_free.index(0), count=1)
+    s = warpgroup_mma_wait(0, [issued])
+    mbarrier.arrive(k_free.index(done % STAGES), count=1)
 """
 FREED_FIRST = """\
-    issued = multiply_keys(q, k, 0, SCORES, BLOCK_N)
-    mbarrier.arrive(k_free.index(0), count=1)
+    mbarrier.arrive(k_free.index(done % STAGES), count=1)
     s = warpgroup_mma_wait(0, [issued])
 """
 WAIT_SUMS = "    acc, p, following = warpgroup_mma_wait(0, [summed, p, following])\n"
 FREE_VALUES = "    mbarrier.arrive(v_free.index(u % STAGES), count=1)\n"
 WAIT_KEYS = "    mbarrier.wait(k_ready.index(w % STAGES), w // STAGES & 1, pred=w < count)\n"
-WAIT_QUERIES = "    mbarrier.wait(q_ready.index(which), 0)\n"
-REUSE_KEYS = "        mbarrier.wait(k_free.index(at), phase ^ 1)\n"
-REUSE_VALUES = "        mbarrier.wait(v_free.index(at), phase ^ 1)\n"
+WAIT_QUERIES = "    mbarrier.wait(q_ready.index(which), r & 1)\n"
+FREE_QUERIES = "    mbarrier.arrive(q_free.index(which), count=1)\n"
+REUSE_QUERIES = "            mbarrier.wait(q_free.index(c), r & 1 ^ 1)\n"
+LAST_SUMS = """\
+    acc = warpgroup_mma_wait(
+        0, [warpgroup_mma(p, flat(v.index(last % STAGES)), acc, is_async=True)]
+    )
+"""
+FREE_LAST = "    mbarrier.arrive(v_free.index(last % STAGES), count=1)\n"
+REUSE_KEYS = "            mbarrier.wait(k_free.index(at), phase ^ 1)\n"
+REUSE_VALUES = "            mbarrier.wait(v_free.index(at), phase ^ 1)\n"
+LAST_TILE = "        n = full_tile(t - mixed, list_ptr, bounds, LISTED)\n    return n\n"
+NEXT_MIXED = "            n = mixed_tile(t, list_ptr, bounds, full, LISTED)\n"
 MISTAKES: dict[str, tuple[str, str, str]] = {  # what is wrong: the text, what replaces it, fault
     "no wait for values": (WAIT_VALUES, "", "by then"),
     "no wait for keys": (WAIT_KEYS, "", "by then"),
@@ -271,19 +304,54 @@ MISTAKES: dict[str, tuple[str, str, str]] = {  # what is wrong: the text, what r
     "sums read too early": (WAIT_SUMS, WAIT_SUMS.replace("0,", "1,"), "no wait has ended"),
     "fewer bytes": ("desc.block_type.nbytes", "desc.block_type.nbytes // 2", "deadlock"),
     "more bytes": ("desc.block_type.nbytes", "desc.block_type.nbytes + 16", "deadlock"),
-    "other buffers": ("at, phase = t % STAGES", "at, phase = (t + 1) % STAGES", "deadlock"),
+    "other buffers": (
+        "at, phase = (done + t) % STAGES",
+        "at, phase = (done + t + 1) % STAGES",
+        "deadlock",
+    ),
     "a tile twice": (
-        "full_start + t - mixed",
-        "full_start + gl.maximum(t - mixed - 1, 0)",
+        LAST_TILE,
+        LAST_TILE.replace("t - mixed", "gl.maximum(t - mixed - 1, 0)"),
         "twice",
     ),
-    "a tile less": ("count = tiles[3] + mixed", "count = tiles[3] + mixed - 1", "and not"),
+    "a tile less": ("count = full + mixed\n", "count = full + mixed - 1\n", "and not"),
+    "the mask of another tile": (NEXT_MIXED, NEXT_MIXED.replace("(t,", "(t - 1,"), "o: error"),
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+SEVERAL: dict[str, tuple[str, str, str]] = {  # the same of programs of several heads
+    "queries overwritten": (REUSE_QUERIES, "", "by then"),
+    "queries of another phase": (REUSE_QUERIES, REUSE_QUERIES.replace(" ^ 1", ""), "deadlock"),
+    "queries of the head before": (
+        WAIT_QUERIES,
+        WAIT_QUERIES.replace("r & 1", "0"),
+        "by then|deadlock",
+    ),
+    "queries freed twice": (FREE_QUERIES, FREE_QUERIES + FREE_QUERIES, "deadlock"),
+    "queries never freed": (FREE_QUERIES, "", "deadlock"),
+    "the last values never freed": (FREE_LAST, "", "deadlock"),
+    "the last values freed too early": (LAST_SUMS + FREE_LAST, FREE_LAST + LAST_SUMS, "by then"),
+    "buffers from the start of each head": ("        done += count\n", "", "deadlock|by then"),
+    "results of the first head": ("(b, head + r, opaque", "(b, head, opaque", "assert"),
+}
+
+
+TAKE_TURN = "    if TURNS:\n        mbarrier.wait(turns.index(which), t & 1 ^ 1 - which)\n"
+GIVE_TURN = """\
+    summed = warpgroup_mma(p, flat(v.index(u % STAGES)), acc, is_async=True)
+    if TURNS:
+        mbarrier.arrive(turns.index(1 - which), count=1)
+"""
+IN_TURNS: dict[str, tuple[str, str, str]] = {  # the same of consumers that take turns
+    "no turn awaited": (TAKE_TURN, "", "turns are"),
+    "turns of another phase": (TAKE_TURN, TAKE_TURN.replace(" ^ 1 - which", ""), "deadlock"),
+    "no turn given": (GIVE_TURN, GIVE_TURN.splitlines(keepends=True)[0], "deadlock"),
+}
+
+
+@pytest.mark.parametrize("mistake", [*MISTAKES, *SEVERAL, *IN_TURNS])
 def test_a_mistake_is_seen(mistake: str) -> None:
-    text, by, fault = MISTAKES[mistake]
-    kernel = edited(source, text, by)
+    text, by, fault = (MISTAKES | SEVERAL | IN_TURNS)[mistake]
+    kernel, each = edited(source, text, by), 1 + (mistake in SEVERAL)
     with pytest.raises(AssertionError, match=fault):
-        check(graph_of("causal", 7, 0), 1, 1, 2, kernel)
+        check(graph_of("causal", 7, 0, each=each), 1, 1, 2, each, mistake in IN_TURNS, kernel)

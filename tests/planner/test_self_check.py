@@ -15,9 +15,11 @@ from attrs import evolve
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.reference import compare, evaluate
+from attn_graph.lowering.backend import RefusedError
 from attn_graph.planner import device_test, self_check
-from attn_graph.planner.self_check import Proof, find_check, proofs
+from attn_graph.planner.self_check import Proof, find_check, lower_checked, proofs
 from tests.support.checked_backends import (
+    BY_VARIANT,
     CRASHES,
     GRAPH,
     HANGS,
@@ -121,6 +123,19 @@ def test_what_is_wrong_hangs_or_raises_does_not_run(
     assert str(reason).startswith("runs only where its self-check passes, and on cpu it ")
     q, k, v = torch.randn(3, *X.shape, generator=torch.Generator().manual_seed(0)).unbind()
     assert plan.verify(q, k, v).ok
+
+
+def test_each_variant_has_a_check_of_its_own(store: ag.Store) -> None:
+    def lower(variant: str | None) -> ag.Executable:
+        options = ag.Options(store=store, variant=variant)
+        return lower_checked(BY_VARIANT, simplify(GRAPH), CPU, options)
+
+    assert any("passed on 2 graphs" in note for note in lower(None).notes)
+    with (
+        pytest.warns(ag.SelfCheckWarning, match="variant 'wrong', failed: it is wrong"),
+        pytest.raises(RefusedError, match="runs only where its self-check passes"),
+    ):
+        lower("wrong")
 
 
 @pytest.mark.slow

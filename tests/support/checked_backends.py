@@ -94,9 +94,21 @@ def fail(run: Run) -> Run:
     return failing
 
 
+def lower_by_variant(graph: ag.Graph, target: ag.Target, options: ag.Options) -> ag.Executable:
+    """math, or what is wrong if the variant is."""
+    return (WRONG if options.variant == "wrong" else RIGHT).lower(graph, target, options)
+
+
+def test_of_variant(graph: ag.Graph, target: ag.Target, options: ag.Options) -> ag.DeviceTest:
+    """The test of one variant, which lowers its graphs by it."""
+    name, way = f"{__name__}:BY_VARIANT", options.variant
+    return ag.DeviceTest(name, way or "its own", TRIALS, way=way)
+
+
 RIGHT = needing_check("right", lambda run: run)
 WRONG = needing_check("wrong", spoil)
 HANGS = needing_check("hangs", hang, seconds=0.5)
 HANGS_WITHIN = needing_check("hangs_within", never_finish, seconds=20.0)
 CRASHES = needing_check("crashes", crash)
 RAISES = needing_check("raises", fail)
+BY_VARIANT = ag.Backend("by_variant", lambda *_: (), lower_by_variant, device_test=test_of_variant)

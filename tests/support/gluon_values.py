@@ -347,7 +347,12 @@ def check(condition: Any, *message: Any) -> None:
     assert condition, message
 
 
-ASSEMBLY = {"tanh.approx.f32": np.tanh, "ex2.approx": np.exp2, "rcp.approx": np.reciprocal}
+ASSEMBLY: dict[str, Callable[[Any], Any]] = {
+    "mov.b32": np.array,
+    "tanh.approx.f32": np.tanh,
+    "ex2.approx": np.exp2,
+    "rcp.approx": np.reciprocal,
+}
 
 
 def assembly(asm: str, constraints: str, args: Sequence[Any], *rest: Any, **named: Any) -> Value:
