@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import module_from_spec, spec_from_file_location
+from inspect import signature
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, final
@@ -185,7 +186,9 @@ class FlexCase:
         """Inductor's tiles for a GPU of this compute capability, where it does not try several."""
         with patch("torch.cuda.get_device_capability", lambda *_: divmod(self.sm, 10)):
             choose = getattr(CUDAConfigHeuristic(), f"get_flex_attn_{side}_configs")
-            configs: list[Any] = choose(self.shape[3], torch.bfloat16)
+            # PyTorch 2.15 asks for the rows too.
+            rows = {"seq_len": self.shape[2]} if "seq_len" in signature(choose).parameters else {}
+            configs: list[Any] = choose(self.shape[3], dtype=torch.bfloat16, **rows)
         return configs
 
 
