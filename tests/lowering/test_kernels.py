@@ -51,6 +51,8 @@ EITHER = (
     f"{BEGIN}12.7 / 20.9 | 48 wgmma, 8 cp.async, 10 tma | 573 | 536 |",
     f"{BEGIN}12.8 / 20.9 | 48 wgmma, 8 cp.async, 10 tma | 572 | 535 |",
 )
+# Triton 3.9's code of a few kernels takes more registers.
+LATER = tuple(map(int, version("triton").split(".")[:2])) >= (3, 9)
 MISSED = 7  # goals of the page that are not reached
 CACHES = ("one piece", "pages of 16")
 SUBSET = [
@@ -111,7 +113,7 @@ def test_few_rows_of_float32_spill_little_and_fit_everywhere(size: int, queries:
     """32 and 64 rows, four heads to one of keys."""
     case = serving.ServingCase(90, 4, size, SPLIT, False, 16, queries)
     (machine,) = case.compile()[1]
-    assert machine.spilled <= 200
+    assert machine.spilled <= (216 if LATER else 200)
     assert machine.shared <= LEAST_SHARED
 
 
@@ -344,5 +346,5 @@ def test_kernels_that_serve_spill_nothing(
         assert machine.registers <= 200
         assert PROCESSORS[sm].programs(machine.registers, machine.warps, machine.shared) >= 2
     for each in merge:
-        assert each.registers <= 48
+        assert each.registers <= (56 if LATER else 48)
         assert not each.spilled
