@@ -22,7 +22,7 @@ from attn_graph.lowering.problem import Problem
 from attn_graph.machine.target import Target
 from attn_graph.masks.places import Place, Strip
 from attn_graph.masks.tiles import most_pairs
-from attn_graph.spec.formulas import highest, lowest
+from attn_graph.spec.formulas import highest
 
 MIXED = 1.5  # times a full tile, by the instructions of both loops
 # Scores in whose time a program begins and ends, by row of the table: by lowering/triton/predict.py
@@ -294,8 +294,8 @@ def heads_together(
     """How many heads are walked at a time: those whose tensors half of the L2 cache holds.
 
     Programs read keys and values, or, of dk and dv, queries and the gradient of o of their share of
-    a group, and of these one of `parts` that are walked side by side. At least WAVES of programs;
-    no heads are left over that are much fewer.
+    a group, and of these one of `parts` that are walked side by side. About WAVES of programs at
+    least; no heads are left over that are much fewer.
     """
     p, group, by_keys = problem, problem.H // problem.G, pass_ == "key_gradient"
     heads, each, length = p.B * p.H * parts, group, -(-p.N // parts)
@@ -309,6 +309,4 @@ def heads_together(
     fit = cache // 2 // (size * each) if by_keys else cache // 2 * each // size
     least = -(-WAVES * places.count // blocks) if places else 0
     groups = -(-heads // highest(1, fit, least))
-    if least:  # as many of them are left to each group
-        groups = lowest(groups, highest(1, heads // least))
     return -(-heads // groups)

@@ -15,7 +15,7 @@ from attrs import evolve
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.reference import compare, evaluate
-from attn_graph.lowering.backend import RefusedError
+from attn_graph.lowering.backend import Options, RefusedError
 from attn_graph.planner import device_test, self_check
 from attn_graph.planner.self_check import Proof, find_check, lower_checked, proofs
 from tests.support.checked_backends import (
@@ -90,7 +90,7 @@ def test_gradients_are_checked_with_o_and_lse_of_their_attention() -> None:
     verification = compare(backward, tensors, evaluate(backward, tensors))
     for most, due in zip(verification.allowed, evaluate(backward, tensors), strict=True):
         assert most < due.abs().median()
-    shares = device_test.try_graph(RIGHT, backward, CPU, torch.device("cpu"))
+    shares = device_test.try_graph(RIGHT, backward, CPU, torch.device("cpu"), Options())
     assert max(shares) <= 1
 
 
