@@ -21,7 +21,7 @@ from attn_graph.lowering.cudnn import builder as cudnn_builder
 from attn_graph.lowering.cudnn import limits as cudnn_limits
 from attn_graph.lowering.cudnn import offline as cudnn_offline
 from attn_graph.lowering.cudnn import plan as cudnn_plan
-from attn_graph.lowering.cudnn.backend import request_case
+from attn_graph.lowering.cudnn.backend import request_case, versions
 from attn_graph.lowering.cudnn.memory import workspace
 from attn_graph.lowering.problem import sole
 from attn_graph.machine.store import Store
@@ -34,6 +34,8 @@ pytestmark = pytest.mark.skipif(
 X = ag.TensorSpec((2, 8, 1024, 128), torch.bfloat16, layout="bshd")
 CAUSAL = ag.attention(X, X, X, mask=ag.Causal())
 H200 = Target.of("h200")
+ENGINE = r"\beng\d+(?:, [A-Z_]+ = \d+)+"
+KNOWN = (9, 20, 0)  # whose engines are written here
 
 
 @pytest.fixture
@@ -54,11 +56,17 @@ def refusal(error: pytest.ExceptionInfo[ag.NoBackendError]) -> str:
 def test_a_plan_tells_who_runs_it_and_what_cudnn_was_asked(
     golden: Callable[[object], None],
 ) -> None:
-    """The GPU's real plan: cuDNN's engine, its knobs, and its number of bytes. Each version of
-    cuDNN has engines of its own."""
+    """The GPU's real plan: cuDNN's engine, its knobs, and its number of bytes.
+
+    Each version of cuDNN has engines of its own: those of constraints.txt are known.
+    """
     plan = planned()
     told = f"{plan.explain()}\n\n{plan.text()}\n\n{plan.vjp.text()}"
-    told = re.sub(r"\beng\d+(, [A-Z_]+ = \d+)+: ", "an engine and its knobs: ", told)
+    engines = re.findall(ENGINE, told)
+    if versions(H200)[0] == KNOWN:
+        assert engines == ["eng2, KERNEL_CFG = 7", "eng6, KERNEL_CFG = 26"] * 2
+    assert len(engines) == 4
+    told = re.sub(ENGINE, "an engine and its knobs", told)
     golden(re.sub(r"built in [0-9.]+ s", "built in 0.5 s", told))
 
 

@@ -99,7 +99,7 @@ def lower_by_variant(graph: ag.Graph, target: ag.Target, options: ag.Options) ->
     return (WRONG if options.variant == "wrong" else RIGHT).lower(graph, target, options)
 
 
-def test_of_variant(graph: ag.Graph, target: ag.Target, options: ag.Options) -> ag.DeviceTest:
+def make_variant_test(graph: ag.Graph, target: ag.Target, options: ag.Options) -> ag.DeviceTest:
     """The test of one variant, which lowers its graphs by it."""
     name, way = f"{__name__}:BY_VARIANT", options.variant
     return ag.DeviceTest(name, way or "its own", TRIALS, way=way)
@@ -111,4 +111,6 @@ HANGS = needing_check("hangs", hang, seconds=0.5)
 HANGS_WITHIN = needing_check("hangs_within", never_finish, seconds=20.0)
 CRASHES = needing_check("crashes", crash)
 RAISES = needing_check("raises", fail)
-BY_VARIANT = ag.Backend("by_variant", lambda *_: (), lower_by_variant, device_test=test_of_variant)
+BY_VARIANT = ag.Backend(
+    "by_variant", lambda *_: (), lower_by_variant, device_test=make_variant_test
+)
