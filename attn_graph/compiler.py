@@ -46,6 +46,7 @@ from attn_graph.planner.arguments import (
 )
 from attn_graph.planner.builds import BuildLog, skeleton_of
 from attn_graph.planner.choose import Choice, choose, choose_and_lower, resolve_backends
+from attn_graph.planner.recorded import RUNS_KEPT, recorded_graph
 from attn_graph.planner.sized import Sized, lower_graph, many_sizes
 from attn_graph.planner.views import core_of
 from attn_graph.spec import TensorSpec
@@ -296,9 +297,8 @@ def explain(
     )
     exact = replace_sizes(graph, complete_sizes(graph, "explain", sizes))
     with neutral_state(), place.current():
-        return explain_graph(
-            exact, place, options, None if among is None else resolve_backends(among), wants
-        )
+        chosen = None if among is None else resolve_backends(among)
+        return explain_graph(exact, place, options, chosen, wants, named=bool(graph.symbols))
 
 
 def find_known(request: object) -> Plan | None:
@@ -374,6 +374,10 @@ def build(graph: Graph, target: Target, options: Options, among: Backends | None
             return plan_simplified(as_declared, target, options, among)
         return plan_simplified(as_found, target, options, among)
 
+    def keeping() -> Plan | None:
+        kept = recorded_graph(graph, target, options, chosen, choice.backend.name)
+        return kept and plan_simplified(kept, target, options, RUNS_KEPT)
+
     return Plan(
         graph,
         target,
@@ -386,6 +390,7 @@ def build(graph: Graph, target: Target, options: Options, among: Backends | None
         (plan_simplified, (graph, target, options, among)),
         options.precision,
         sized,
+        keeping,
     )
 
 

@@ -135,6 +135,11 @@ class Foreseen:
     temporary: int = 0
     notes: tuple[str, ...] = ()
 
+    def or_more(self, other: Foreseen) -> Foreseen:
+        """The needs of whichever of two needs more. Both are known."""
+        workspace = max(self.workspace or 0, other.workspace or 0)
+        return evolve(self, workspace=workspace, temporary=max(self.temporary, other.temporary))
+
 
 @final
 @frozen(eq=False)

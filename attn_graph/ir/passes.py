@@ -14,6 +14,7 @@ from attn_graph.ir import ops
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.builder import Builder, Value
 from attn_graph.ir.graph import Eqn, Graph, Op
+from attn_graph.ir.kept import KeptAttentionGrad
 from attn_graph.ir.modifiers import Modifier
 from attn_graph.ir.packed import Packed, fused_op
 from attn_graph.ir.packed_fusing import fuse_packed
@@ -217,7 +218,7 @@ def narrow(graph: Graph) -> Graph:
     """Let gradients of attention compute only the results that are read."""
     users, copy = count_users(graph), Copy(graph)
     for eqn, outs in graph.numbered:
-        if isinstance(fused_op(eqn.op), AttentionGrad | AttentionGradJvp):
+        if isinstance(fused_op(eqn.op), AttentionGrad | KeptAttentionGrad | AttentionGradJvp):
             op = select_results(eqn.op, [i in users for i in outs])
             copy.add(op, eqn.args, [i for i in outs if i in users])
         else:
@@ -232,7 +233,7 @@ def select_results(op: Op, read: Sequence[bool]) -> Any:  # Any: an op of the sa
             return evolve(op, op=select_results(inner, read))
         case AttentionGradJvp(grad=grad):
             return evolve(op, grad=select_results(grad, read))
-        case AttentionGrad():
+        case AttentionGrad() | KeptAttentionGrad():
             live = iter(read)
             return evolve(op, wants=tuple(wanted and next(live) for wanted in op.wants))
     return op

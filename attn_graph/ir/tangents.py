@@ -30,6 +30,7 @@ from attn_graph.ir.gradient_ops import (
     sink_tangent,
 )
 from attn_graph.ir.graph import Emit, Gradients, Op, Values
+from attn_graph.ir.kept import KeptAttention, KeptAttentionGrad
 from attn_graph.ir.modifiers import Back, Collect, Modifier
 from attn_graph.ir.promises import tangent_promise_problems
 from attn_graph.ir.sums import add_up, apply
@@ -53,6 +54,8 @@ def attention_in(op: Op) -> Attention | None:
         case Attention():
             return op
         case AttentionGrad(attention=node) | AttentionJvp(attention=node):
+            return node
+        case KeptAttention(attention=node) | KeptAttentionGrad(attention=node):
             return node
         case AttentionGradJvp(grad=grad):
             return grad.attention

@@ -9,6 +9,7 @@ from attn_graph.ir import ops
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.builder import Builder, Value
 from attn_graph.ir.graph import Graph, check_graph
+from attn_graph.ir.kept import KeptAttention
 from attn_graph.ir.packed import fused_op
 from attn_graph.ir.passes import narrow, simplify
 from attn_graph.ir.rewrite import prune
@@ -160,7 +161,8 @@ def result_spec(graph: Graph, i: int) -> TensorSpec:
         if isinstance(eqn.op, Unfold) and i not in statistics(graph):
             return eqn.op.view(result_spec(graph, eqn.args[0]))
         q = spec_of_view(graph, eqn.args[0]) if eqn.args else None
-        follows = isinstance(fused_op(eqn.op), (Attention, AttentionJvp, ops.Weigh))
+        kinds = Attention, KeptAttention, AttentionJvp, ops.Weigh
+        follows = isinstance(fused_op(eqn.op), kinds)
         if q is not None and follows and eqn.op.names[i - outs[0]] in ("o", "to"):
             return TensorSpec(type_.shape, type_.dtype, dense_strides(type_.shape, memory_order(q)))
     return TensorSpec(type_.shape, type_.dtype)
@@ -221,7 +223,7 @@ def backward(
             grads[i] = b.input(f"d{names[i]}", spec)
     for eqn, outs in graph.numbered:
         lost = eqn.op.is_view and eqn.args[0] not in values  # a statistic, not handed over
-        if outs[0] not in values and not lost:
+        if values.keys().isdisjoint(outs) and not lost:
             values.update(zip(outs, b.emit(eqn.op, *(values[i] for i in eqn.args)), strict=True))
     for eqn, outs in reversed(graph.numbered):
         if any(i in grads for i in outs):

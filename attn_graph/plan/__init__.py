@@ -22,7 +22,7 @@ from attn_graph.ir.reference import Verification, compare
 from attn_graph.ir.vjp import cotangent_specs, main_outputs
 from attn_graph.lowering.backend import Executable
 from attn_graph.machine.ambient import has_tangent, is_traced, named_in_profiles
-from attn_graph.machine.autograd import record, run_with_autograd, select_moving, split_tangents
+from attn_graph.machine.autograd import record, select_moving, split_tangents
 from attn_graph.machine.fitting import Fit
 from attn_graph.machine.flop_counters import teach_counters
 from attn_graph.machine.likeness import Check, Look, likeness, look_at, never
@@ -30,13 +30,14 @@ from attn_graph.machine.sizes import Memory
 from attn_graph.machine.target import Target
 from attn_graph.machine.tensors import (
     arrange,
-    copy_laid_as,
     is_distributed,
     lay_as,
     require_as_declared,
     require_device,
 )
 from attn_graph.planner.handed_back import HandedBack
+from attn_graph.planner.pull import Pull
+from attn_graph.planner.recorded import no_other
 from attn_graph.planner.sized import Sized
 from attn_graph.spec import TensorSpec
 
@@ -48,40 +49,6 @@ Tensors = tuple[torch.Tensor, ...]
 Pattern = tuple[object, ...]  # of a backward: which inputs need a gradient, which outputs have none
 requires_grad = attrgetter("requires_grad")
 MOST_PULLS = 64  # backward plans a plan keeps at hand; the cache holds them too
-
-
-@final
-@frozen(eq=False)
-class Pull:
-    """A backward plan, and the cotangents that it needs laid out anew, by number.
-
-    unsized: where sizes have names, what tensors of other sizes have to look like for this plan.
-    """
-
-    plan: Plan
-    anew: tuple[tuple[int, TensorSpec], ...] = ()
-    unsized: Check = never
-
-    def lay_out(self, cotangents: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The cotangents as the plan needs them."""
-        for n, spec in self.anew:
-            cotangents[n] = copy_laid_as(cotangents[n], spec)
-        return cotangents
-
-    def takes(self, tensors: Tensors) -> bool:
-        """Whether the plan takes these tensors as they are, whatever size they have."""
-        sized = self.plan.sized
-        return sized is not None and self.unsized(*tensors) and bool(sized.fit.lying(tensors))
-
-    def run(self, tensors: Tensors) -> Sequence[torch.Tensor]:
-        """The gradients. Where autograd differentiates them, they are differentiable themselves."""
-        if torch.is_grad_enabled():
-            carried = self.plan.graph.carried
-            held = [t.detach() if n in carried else t for n, t in enumerate(tensors)]
-            return run_with_autograd(self.plan, held)
-        if forward_ad._current_level >= 0 and has_tangent(tensors):
-            return self.plan.push(tensors)
-        return self.plan.run(*tensors)[0]
 
 
 @final
@@ -97,12 +64,13 @@ class Memo:
 
     looks: list[Look | None] = field(factory=list)
     call: tuple[Check, bool] = (never, False)
-    pull: tuple[Check, Pattern, Pull | None] = (never, (), None)
-    pulls: dict[tuple[object, ...], Pull] = field(factory=dict)
+    pull: tuple[Check, Pattern, Pull[Plan] | None] = (never, (), None)
+    pulls: dict[tuple[object, ...], Pull[Plan]] = field(factory=dict)
     pushes: dict[tuple[object, ...], Plan] = field(factory=dict)
     content: str = ""
     sizes: tuple[int, ...] = ()
     unsized: tuple[Check, bool] = (never, False)
+    recorded: Plan | None = None
 
 
 @final
@@ -131,6 +99,7 @@ class Plan:
     recipe: tuple[Callable[..., Plan], tuple[Any, ...]]  # Any: a function and what it made this of
     precision: str = "ieee"  # of float32 products
     sized: Sized | None = None  # where sizes have names
+    keeps: Callable[[], Plan | None] = no_other  # the plan that autograd records, if it is another
     run: Callable[..., tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = field(
         init=False, default=Factory(lambda plan: plan.executable.run, takes_self=True)
     )
@@ -163,7 +132,7 @@ class Plan:
         if profiler._is_profiler_enabled:
             return self.run_profiled(tensors, wants)
         if wants and torch.is_grad_enabled():
-            outputs: Sequence[torch.Tensor] = record(self, *tensors)  # type: ignore[no-untyped-call]  # of torch
+            outputs: Sequence[torch.Tensor] = record(self.memo.recorded or self.recorded, *tensors)  # type: ignore[no-untyped-call]  # of torch
         elif forward_ad._current_level >= 0 and has_tangent(tensors):
             outputs = self.push(tensors)
         else:
@@ -176,7 +145,7 @@ class Plan:
         A call does this without calling it: each function of ours on its way is counted.
         """
         if wants and torch.is_grad_enabled():
-            outputs: Sequence[torch.Tensor] = record(self, *tensors)  # type: ignore[no-untyped-call]  # of torch
+            outputs: Sequence[torch.Tensor] = record(self.memo.recorded or self.recorded, *tensors)  # type: ignore[no-untyped-call]  # of torch
         elif forward_ad._current_level >= 0 and has_tangent(tensors):
             outputs = self.push(tensors)
         else:
@@ -214,6 +183,14 @@ class Plan:
                 self.memo.pushes.clear()
             self.memo.pushes[key] = self.plan_graph(push_graph(self.graph, [*tangents], specs))
         return self.memo.pushes[key]
+
+    @property
+    def recorded(self) -> Plan:
+        """The plan whose calls autograd records: this one, or one that keeps more for its
+        backward, as `explain` says."""
+        if self.memo.recorded is None:
+            self.memo.recorded = self.keeps() or self
+        return self.memo.recorded
 
     def plan_graph(self, graph: Graph) -> Plan:
         """The plan of another graph, with the same target and options."""
@@ -320,7 +297,7 @@ class Plan:
         saved: Sequence[torch.Tensor],
         grads: Sequence[torch.Tensor | None],
         pattern: Pattern,
-    ) -> Pull:
+    ) -> Pull[Plan]:
         """The backward plan for tensors like these; it is remembered."""
         if is_traced():
             return self.planned_pull(needs, saved, grads)
@@ -343,7 +320,7 @@ class Plan:
         needs: Sequence[bool],
         saved: Sequence[torch.Tensor],
         grads: Sequence[torch.Tensor | None],
-    ) -> Pull:
+    ) -> Pull[Plan]:
         """Plan for what autograd hands back: saved tensors may have moved meanwhile."""
         handed = HandedBack(self.graph, self.target, self.sizes_of(saved), saved, grads)
         wants = [i for i, need in enumerate(needs) if need]
@@ -384,8 +361,10 @@ class Plan:
 
     @property
     def training_vjp(self) -> Plan:
-        """The same for a training step, where lse has no cotangent beside other outputs."""
-        return self.backward(None, cotangent_specs(self.graph, main_outputs(self.graph)))
+        """That of a training step, where lse has no cotangent beside other outputs. It reads what
+        the forward saved: see `recorded`."""
+        plan = self.recorded
+        return plan.backward(None, cotangent_specs(plan.graph, main_outputs(plan.graph)))
 
     @property
     def has_gradient(self) -> bool:
@@ -419,7 +398,9 @@ class Plan:
         ahead = self.executable.foreseen
         if gradient is None:
             return sum_memory(self.graph, ahead)
-        return sum_memory(self.graph, ahead, gradient.graph, gradient.executable.foreseen)
+        behind, recorded = gradient.executable.foreseen, self.recorded
+        ahead = ahead if recorded is self else ahead.or_more(recorded.executable.foreseen)
+        return sum_memory(recorded.graph, ahead, gradient.graph, behind)
 
     def cost(self, /, **tensors: torch.Tensor | int) -> Cost:
         """Flops and bytes that the masks leave, and the least time on the target.

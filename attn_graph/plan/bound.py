@@ -11,6 +11,7 @@ from attrs import evolve
 from attn_graph.ir.binding import complete_sizes
 from attn_graph.ir.vjp import result_spec, saved_specs
 from attn_graph.planner.handed_back import generalise_all, generalise_given
+from attn_graph.planner.recorded import no_other
 from attn_graph.spec import TensorSpec
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def bind_plan(plan: Plan, sizes: Mapping[str, int]) -> Plan:
         backward=partial(bind_backward, plan, given),
         recipe=(make, (bound.graph, *rest)),
         sized=None,
+        keeps=no_other,
     )
 
 

@@ -11,6 +11,7 @@ from attn_graph.errors import NoBackendError
 from attn_graph.ir.binding import complete_sizes
 from attn_graph.ir.vjp import backward, cotangent_specs, main_outputs, wanted_inputs
 from attn_graph.planner.explanation import Explanation, Refusal, mask_tiles
+from attn_graph.planner.recorded import recording_note
 from attn_graph.printing import html
 
 if TYPE_CHECKING:
@@ -25,8 +26,11 @@ def explain_plan(plan: Plan, sizes: Mapping[str, int]) -> Explanation:
     complete_sizes(plan.graph, "explain", sizes)
     usual, every = main_outputs(plan.graph), plan.graph.differentiable_outputs
     gradient = explain_backward(plan, usual) if plan.has_gradient else None
+    side, recorded = explain_side(plan), plan.recorded
+    if recorded is not plan:
+        side = evolve(side, notes=(*side.notes, recording_note(recorded.graph)))
     return evolve(
-        explain_side(plan),
+        side,
         backward=gradient,
         through_lse=explain_backward(plan, every) if gradient and usual != every else None,
         tiles=tuple(mask_tiles(plan.graph)),
@@ -40,11 +44,12 @@ def explain_backward(plan: Plan, outputs: Sequence[int]) -> Explanation:
 
     Where nobody does, that is the memory of this pass alone.
     """
-    specs = cotangent_specs(plan.graph, outputs)
+    recorded = plan.recorded
+    specs = cotangent_specs(recorded.graph, outputs)
     try:
-        gradient = plan.backward(None, specs)
+        gradient = recorded.backward(None, specs)
     except NoBackendError as error:
-        graph = backward(plan.graph, wanted_inputs(plan.graph, None), specs)
+        graph = backward(recorded.graph, wanted_inputs(recorded.graph, None), specs)
         refusals = tuple(Refusal(name, reasons) for name, reasons in error.refusals)
         memory = plan.memory_with(None)
         return Explanation(graph, plan.target, None, "all refuse", refusals, memory=memory)

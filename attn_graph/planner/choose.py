@@ -18,6 +18,7 @@ from attn_graph.errors import (
     user_frame,
 )
 from attn_graph.ir.graph import Graph
+from attn_graph.ir.kept import keeps_weights
 from attn_graph.lowering.backend import Backend, Executable, Options, RefusedError
 from attn_graph.lowering.cpu import math as torch_math
 from attn_graph.lowering.cpu import sdpa as torch_sdpa
@@ -49,6 +50,7 @@ BACKENDS = (  # PyTorch's own kernels in PyTorch's own order of preference
 CUDNN_BEFORE_TRITON = range(90, 110)  # compute capabilities, where no time is predicted
 PREDICTED = "it is predicted to be the fastest"
 FIRST_ABLE = "it comes first of those that take the graph"
+KEPT = "weights are kept from pass to pass, by it alone"
 
 # Which backends run on GPUs what sdpa_kernel calls so.
 BY_KERNEL: Mapping[KernelName, tuple[Backend, ...]] = {
@@ -136,6 +138,7 @@ def choose(
     if len(able) == 1:
         asked = " asked" if among is not None or options.avoid else ""
         cause = f"it is the only one{asked} that takes the graph"
+        cause = KEPT if keeps_weights(graph) else cause
     elif cause is PREDICTED:
         times = rank(graph, target, [b.name for b in able])
         figures = ", ".join(f"{name} {format_rough(x)}" for name, x in times.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from attrs import evolve
 
@@ -11,10 +12,16 @@ from attn_graph.ir.graph import Graph
 from attn_graph.ir.vjp import main_outputs
 from attn_graph.lowering.backend import Backend, Foreseen, Options
 from attn_graph.machine.target import Target
-from attn_graph.planner.choose import BACKENDS, Refusals, first_that_succeeds
+from attn_graph.planner.choose import (
+    BACKENDS,
+    Refusals,
+    first_that_succeeds,
+    resolve_backends,
+)
 from attn_graph.planner.cost import cost
 from attn_graph.planner.explanation import Explanation, Refusal, mask_tiles, sum_memory
-from attn_graph.planner.remedies import Request, find_remedies
+from attn_graph.planner.recorded import RUNS_KEPT, recorded_graph, recording_note
+from attn_graph.planner.remedies import Request, find_remedies, gradient_graph
 from attn_graph.planner.self_check import check_notes, known_reasons
 from attn_graph.planner.views import core_of, peel
 
@@ -28,18 +35,28 @@ def explain_graph(
     options: Options,
     among: Among,
     wants: Sequence[str] | None = None,
+    *,
+    named: bool = False,
 ) -> Explanation:
     """Both passes of a graph, with what would lift the refusals, and what it costs.
 
     wants: the inputs to differentiate by, by default all floating ones; none: there is one pass.
+    named: whether its sizes have names, and these are some of them.
     """
     question = Request.of(graph, options, wants)
     simple = question.forward()
     forward, ahead = explain_pass(question, Request.forward, target, among)
+    recorded, most, asked, read = simple, ahead, among, Request.backward
+    kept = None if named else find_recorded(question, forward, target, among)
+    if kept is not None and ahead is not None:
+        forward = evolve(forward, notes=(*forward.notes, recording_note(kept)))
+        recorded, read = kept, partial(read_gradient, kept)
+        asked = (who,) = resolve_backends(RUNS_KEPT)
+        most = ahead.or_more(who.foreseen(kept, target, options))
 
     def step(gradient: Request) -> Explanation:
-        side, behind = explain_pass(gradient, Request.backward, target, among)
-        return evolve(side, memory=ahead and sum_memory(simple, ahead, side.graph, behind))
+        side, behind = explain_pass(gradient, read, target, asked)
+        return evolve(side, memory=most and sum_memory(recorded, most, side.graph, behind))
 
     backward, through_lse, *_ = (*map(step, gradients(question)), None, None)
     return evolve(
@@ -50,6 +67,20 @@ def explain_graph(
         memory=backward.memory if backward else ahead and sum_memory(simple, ahead),
         cost=cost(simple, target, wants=question.wants, precision=options.precision),
     )
+
+
+def find_recorded(
+    question: Request, forward: Explanation, target: Target, among: Among
+) -> Graph | None:
+    """The graph that autograd would record in place of the one that is asked about, if another."""
+    if forward.backend is None or not any(gradients(question)):
+        return None
+    return recorded_graph(forward.graph, target, question.options, among, forward.backend)
+
+
+def read_gradient(recorded: Graph, question: Request) -> Graph:
+    """As `Request.backward`, of the graph that is recorded."""
+    return gradient_graph(recorded, question.wants, question.through_lse)
 
 
 def gradients(question: Request) -> Iterator[Request]:

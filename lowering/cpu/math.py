@@ -17,6 +17,7 @@ from attrs import frozen
 from attn_graph.errors import PlanTargetError, Reason
 from attn_graph.ir.attention import SAVED, Attention, AttentionGrad
 from attn_graph.ir.graph import Eqn, Graph, Op
+from attn_graph.ir.kept import KeptAttention, KeptAttentionGrad, keep_weights
 from attn_graph.ir.packed import Packed
 from attn_graph.ir.packing import Lengths
 from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp
@@ -102,6 +103,8 @@ def tile_equation(graph: Graph, eqn: Eqn, fused: bool, own: Dtypes) -> Tiles | N
     if isinstance(eqn.op, (AttentionJvp, AttentionGradJvp)):
         empty = 0 in (*specs[0].shape, *specs[1].shape)
         return None if empty else TangentTiles.plan(eqn.op, specs)
+    if isinstance(eqn.op, (KeptAttention, KeptAttentionGrad)):
+        return tile_kept(kept_problem(eqn.op, specs), own)
     if not isinstance(eqn.op, (Attention, AttentionGrad)):
         return None
     problem = Problem.of(eqn.op, specs)
@@ -118,6 +121,33 @@ def tile_problem(statistics: bool, fused: bool, own: Dtypes, problem: Problem) -
     if pays or not (fused and fuses(problem)):
         return ProductTiles.plan(problem, problem.dtype if pays else problem.wide)
     return WholeTiles.plan(problem) or chunk_heads(FusedTiles.plan(problem))
+
+
+def kept_problem(op: KeptAttention | KeptAttentionGrad, specs: Sequence[TensorSpec]) -> Problem:
+    """The problem of an attention that keeps its weights, or of its gradient, as it is without."""
+    if isinstance(op, KeptAttention):
+        return Problem.of(op.attention, specs)
+    own, _, do = op.split(specs)
+    forward = Problem.of(op.attention, own)
+    shape, strides = forward.layout_of_o
+    saved = TensorSpec(shape, do.dtype, strides), TensorSpec(shape[:3], forward.wide)
+    return Problem.of(op.again, (*own, *saved, do))
+
+
+def tile_kept(problem: Problem, own: Dtypes) -> RowTiles | None:
+    """The tiles of a problem whose weights are kept; None where not each is of whole heads."""
+    if problem.dtype not in own or problem.is_empty:
+        return None
+    tiles = RowTiles.keep(problem)
+    return tiles if tiles.flat or tiles.whole else None
+
+
+def record_weights(graph: Graph, target: Target) -> Graph | None:
+    """The same graph that keeps its weights, where both passes are the faster for it; else None."""
+    problem, own = sole(graph), own_products(target)
+    if problem is None or not row_choice.keeps(problem, own) or tile_kept(problem, own) is None:
+        return None
+    return keep_weights(graph)
 
 
 def where_faster(graph: Graph, target: Target) -> str | None:
@@ -295,7 +325,9 @@ def works_of(tiles: Tiles) -> tuple[TileWork, TileWork | None]:
     run = ready_run(tiles) if isinstance(tiles, FusedTiles | ChunkedTiles) else tiles
     if tiles.problem.grad is not None:
         return partial(run_backward, tiles.problem, run.backward), None
-    return run.forward, None if isinstance(run, ProductTiles | WholeTiles) else run.infer
+    if isinstance(run, ProductTiles | WholeTiles) or (isinstance(run, RowTiles) and run.kept):
+        return run.forward, None
+    return run.forward, run.infer
 
 
 def ready_run(tiles: FusedTiles | ChunkedTiles) -> FusedRun | ChunkedRun:
@@ -364,8 +396,9 @@ def run_definition(op: Op, specs: Sequence[TensorSpec]) -> Work:
     def call(device: torch.device, *operands: torch.Tensor) -> Sequence[torch.Tensor]:
         with torch.no_grad(), plain_ops_on(device):
             results = op.run(*operands)
-            if isinstance(op, Attention):
-                return Problem.of(op, specs).new_o(device).copy_(results[0]), *results[1:]
+            if isinstance(op, Attention | KeptAttention):
+                node = op if isinstance(op, Attention) else op.attention
+                return Problem.of(node, specs).new_o(device).copy_(results[0]), *results[1:]
             if isinstance(op, AttentionJvp):  # o and to in the memory order of q
                 like = Problem.of(op.attention, specs).new_o
                 named = zip(op.names, results, strict=True)

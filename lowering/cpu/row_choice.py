@@ -7,7 +7,13 @@ from math import prod
 
 import torch
 
-from attn_graph.lowering.cpu.product_slots import has_few_scores, lies_flat
+from attn_graph.lowering.cpu.product_slots import (
+    LEAST_FULL,
+    WHOLE_MASKED_ROWS,
+    has_few_scores,
+    lies_flat,
+)
+from attn_graph.lowering.cpu.schedule import row_tiles
 from attn_graph.lowering.problem import Problem
 
 # Multiplications of q k^T from which products of half precision are the faster, by pass; fewer are
@@ -21,6 +27,33 @@ MOST_SHORT, SHORT_HEADS, SHORT_ROWS = 2**14, 48, 16
 # And where so few queries read so many bytes of k that no cache holds them: k q^T takes a third of
 # the time of q k^T, and the kernel twice as long.
 MOST_READING, LEAST_READ = 4, 2**24
+# Multiplications of q k^T from which weights that are kept make both passes faster, in float32 of
+# few heads more; and the part of the scores that tiles of some rows have at least, where a mask
+# hides others. In float32 the kernel is faster where a mask hides half of long rows.
+LEAST_KEPT, LEAST_KEPT_OF_FEW, LEAST_SEEN = 2**19, 2**22, 0.6
+
+
+def keeps(problem: Problem, own: Collection[torch.dtype]) -> bool:
+    """Whether weights that the forward keeps for its backward, in no more bytes than q, k, v and o
+    have, make both passes faster than computing them again. own: as `pays` has it."""
+    p, scores = problem, prod(problem.sizes)
+    if p.dtype not in own or p.is_empty or not p.node.is_bare or p.grad is not None:
+        return False
+    few = scores <= p.B * p.H * p.M * p.E + sum(prod(x.shape) for x in p.specs[:3])
+    few_heads = p.dtype == p.wide and p.B * p.H < SHORT_HEADS
+    least = LEAST_KEPT_OF_FEW if few_heads else LEAST_KEPT
+    return few and scores * p.D >= least and reads_most(p)
+
+
+def reads_most(problem: Problem) -> bool:
+    """Whether little is lost where whole rows of scores are computed, and a mask hides some."""
+    p, mask = problem, problem.node.mask
+    if mask is None or mask.needs or p.M * p.N <= MOST_SHORT:
+        return True
+    if p.dtype == p.wide:
+        return False
+    tiles = row_tiles(p, mask, range(1), WHOLE_MASKED_ROWS, LEAST_FULL)
+    return sum(len(t.rows) * t.keys for t in tiles) >= LEAST_SEEN * p.M * p.N
 
 
 def pays(problem: Problem, own: Collection[torch.dtype], statistics: bool) -> bool:

@@ -7,7 +7,7 @@ softmax and its derivative are those of whole rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import final
 
@@ -15,17 +15,18 @@ import torch
 from attrs import frozen
 
 from attn_graph.kernels.hiding import Bits, hide_, hiding_bits
-from attn_graph.kernels.products import LN_2, LOG2_E, multiply_
 from attn_graph.lowering.cpu.product_slots import (
     MOST_HELD,
     ProductSlot,
     TileGrid,
+    choose_kept_sizes,
     choose_row_sizes,
     has_few_scores,
     held_bits,
     lies_flat,
 )
 from attn_graph.lowering.cpu.row_choice import just_reads
+from attn_graph.lowering.cpu.row_core import Core, Hide, RowSteps
 from attn_graph.lowering.cpu.schedule import POSITIONS
 from attn_graph.lowering.problem import Problem
 from attn_graph.machine.workspace import Buffer, Scratch
@@ -34,34 +35,43 @@ from attn_graph.spec import INF, NAMES, TensorSpec
 
 FEW_ROWS = 64  # of a key/value head, below which a softmax of several passes is the slower
 Tensors = Mapping[str, torch.Tensor]
-Hide = Callable[[torch.Tensor], None]  # scores [n,L,S] in place
-softmax_backward = torch.ops.aten._softmax_backward_data.out
 
 
 @final
 @frozen
 class RowTiles(TileGrid):
-    """Forward and backward of one problem. blind: whether a query may see no key."""
+    """Forward and backward of one problem.
+
+    blind: whether a query may see no key. kept: whether the forward gives its weights, and the
+    backward reads them, where others give and read lse.
+    """
 
     blind: bool
+    kept: bool = False
 
     @classmethod
     def plan(cls, problem: Problem) -> RowTiles:
         """The tiles of a problem, of sizes chosen for it alone."""
         return cls(problem, *choose_row_sizes(problem), problem.has_blind_rows)
 
+    @classmethod
+    def keep(cls, problem: Problem) -> RowTiles:
+        """The same whose weights are kept. They are not of parts of rows if `is_whole`."""
+        return cls(problem, *choose_kept_sizes(problem), problem.has_blind_rows, kept=True)
+
     @cached_property
     def buffers(self) -> dict[str, Buffer]:
         """The scratch buffers, by name."""
         p, dtype, wide = self.problem, self.problem.dtype, self.problem.wide
         n, keys = self.count, self.reach
-        rows = n * self.r * self.rows
-        buffers = {"p": Buffer((rows * keys,), dtype)}
-        buffers |= {name: Buffer((rows,), wide) for name in ("top", "total")}
+        rows, buffers = n * self.r * self.rows, dict[str, Buffer]()
+        if not self.kept:
+            buffers["p"] = Buffer((rows * keys,), dtype)
+            buffers |= {name: Buffer((rows,), wide) for name in ("top", "total")}
+            if self.rounds:
+                buffers["wide"] = Buffer((rows * keys,), wide)
         if self.turns:
             buffers["turned"] = buffers["p"]
-        if self.rounds:
-            buffers["wide"] = Buffer((rows * keys,), wide)
         if p.grad is not None:
             buffers["ds"] = Buffer((rows * keys,), dtype)
         return buffers if self.flat else buffers | self.needed_to_move(n, rows)
@@ -71,7 +81,7 @@ class RowTiles(TileGrid):
         p, dtype = self.problem, self.problem.dtype
         sizes = {"q": rows * p.D, "o": rows * p.E}
         sizes |= {"k": n * self.reach * p.D, "v": n * self.reach * p.E}
-        buffers = {"lse": Buffer((rows,), p.wide)}
+        buffers = dict[str, Buffer]() if self.kept else {"lse": Buffer((rows,), p.wide)}
         if p.grad is not None:
             sizes["dq"] = sizes["q"]
         if p.grad is not None and not self.whole:
@@ -101,11 +111,13 @@ class RowTiles(TileGrid):
         return -(-self.heads // self.runs) if self.flat else self.block
 
     @cached_property
-    def has_few_rows(self) -> bool:
-        """Whether there are so few rows of a head that PyTorch's softmax is faster."""
-        return self.r * self.problem.M < FEW_ROWS
+    def steps(self) -> RowSteps:
+        """How each tile is computed."""
+        p = self.problem
+        few = self.r * p.M < FEW_ROWS
+        return RowSteps(p.node.scale, few, self.turns, self.rounds, self.blind, self.kept)
 
-    @cached_property
+    @property
     def rounds(self) -> bool:
         """Whether products give another dtype than that of the softmax."""
         return self.problem.dtype != self.problem.wide
@@ -140,10 +152,10 @@ class RowTiles(TileGrid):
             return False
         return all(slot.runs == ((0, p.N),) for slot in self.listed)
 
-    @cached_property
+    @property
     def turns(self) -> bool:
         """Whether scores are made as k q^T."""
-        return just_reads(self.problem)
+        return just_reads(self.problem) and not self.kept
 
     @cached_property
     def scratch(self) -> Scratch:
@@ -165,56 +177,69 @@ class RowTiles(TileGrid):
     def summary(self) -> str:
         """How it runs, for `explain`."""
         size = f"{self.count * self.r} heads x {self.rows} queries" if self.flat else self.size
-        return f"{NAMES[self.problem.dtype]} products on tiles of {size}"
+        kept = ", which read the weights that the forward kept" * self.kept
+        return f"{NAMES[self.problem.dtype]} products on tiles of {size}{kept}"
 
     # Calls
 
     def forward(
         self, operands: Sequence[torch.Tensor], scratch: Tensors
     ) -> tuple[torch.Tensor, ...]:
-        """o and lse."""
+        """o and lse, or o and weights where they are kept."""
         p = self.problem
-        lse = torch.empty((p.B, p.H, p.M), dtype=p.wide, device=operands[0].device)
-        return self.attend(operands, scratch, lse), lse
+        shape, dtype = ((*p.sizes,), p.dtype) if self.kept else (p.sizes[:3], p.wide)
+        saved = torch.empty(shape, dtype=dtype, device=operands[0].device)
+        return self.attend(operands, scratch, saved), saved
 
     def infer(self, operands: Sequence[torch.Tensor], scratch: Tensors) -> tuple[torch.Tensor, ...]:
         """o alone."""
         return (self.attend(operands, scratch, None),)
 
     def attend(
-        self, operands: Sequence[torch.Tensor], scratch: Tensors, lse: torch.Tensor | None
+        self, operands: Sequence[torch.Tensor], scratch: Tensors, saved: torch.Tensor | None
     ) -> torch.Tensor:
-        """o. lse: room for it [B,H,M], where it is wanted."""
-        p, core = self.problem, Core(self, scratch)
+        """o. saved: room for lse [B,H,M], or for weights [B,H,M,N], where that is wanted."""
+        p, core = self.problem, Core(self.steps, scratch)
         data, (q, k, v) = self.data(operands), operands[:3]
         o = p.new_o(q.device)
         if self.flat:
-            hide, given = self.hiding(data, q), () if lse is None else (lse,)
+            hide, given = self.hiding(data, q), () if saved is None else (saved,)
             for views in zip(*map(self.cut, (q, k, v, o, *given)), strict=True):
                 core.attend(hide, *views)
             return o
         for spot in self.spots(core, data, q):
-            spot.attend((q, k, v), o, lse)
+            spot.attend((q, k, v), o, saved)
         return o
 
     def backward(
         self, operands: Sequence[torch.Tensor], scratch: Tensors
     ) -> dict[int, torch.Tensor]:
         """The gradients of q, k and v, by number of the operand."""
-        p, core = self.problem, Core(self, scratch)
-        assert p.grad is not None
-        read = p.grad.split(operands)
-        data, tensors, do, lse = self.data(read.own), read.own[:3], read.do, read.lse
-        assert do is not None
+        p, core = self.problem, Core(self.steps, scratch)
+        own, saved, do = self.read(operands)
+        data, tensors = self.data(own), own[:3]
         if self.flat:
-            grads, hide = [x.new_empty(x.shape) for x in tensors], self.hiding(data, do)
-            for views in zip(*map(self.cut, (*tensors, do, lse.contiguous(), *grads)), strict=True):
+            grads, given = [x.new_empty(x.shape) for x in tensors], (do, saved.contiguous())
+            hide = hide_nothing if self.kept else self.hiding(data, do)
+            for views in zip(*map(self.cut, (*tensors, *given, *grads)), strict=True):
                 core.pull(hide, *views)
             return dict(enumerate(grads))
         dq, *sums = do.new_empty(tensors[0].shape), *self.sums(tensors, scratch)
         for spot in self.spots(core, data, do):
-            spot.pull(tensors, do, lse, (dq, *sums))
+            spot.pull(tensors, do, saved, (dq, *sums))
         return {0: dq, 1: sums[0].to(p.dtype), 2: sums[1].to(p.dtype)}
+
+    def read(
+        self, operands: Sequence[torch.Tensor]
+    ) -> tuple[Sequence[torch.Tensor], torch.Tensor, torch.Tensor]:
+        """The attention's own operands, lse or weights, and do: what a backward reads."""
+        if self.kept:
+            *own, weights, do = operands
+            return own, weights, do
+        assert self.problem.grad is not None
+        read = self.problem.grad.split(operands)
+        assert read.do is not None
+        return read.own, read.lse, read.do
 
     def data(self, operands: Sequence[torch.Tensor]) -> Tensors:
         """What the mask reads, by name. operands: the attention's own."""
@@ -222,7 +247,7 @@ class RowTiles(TileGrid):
         return self.problem.node.split(operands).mask if mask and mask.needs else {}
 
     def cut(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
-        """x [B,G,N,D] or [B,H,M,D] as runs [n,.,D] of key/value heads, as it lies; and a statistic
+        """x [B,G,N,D] or [B,H,M,.] as runs [n,.,.] of key/value heads, as it lies; and a statistic
         [B,H,M] as [n,L,1]."""
         heads = x.view(self.heads, -1, x.shape[3] if x.ndim == 4 else 1)
         return (heads,) if self.runs == 1 else heads.tensor_split(self.runs)
@@ -266,119 +291,6 @@ def hide_in(bits: Bits, grid: Sequence[int], s: torch.Tensor) -> None:
 
 @final
 @frozen(eq=False)
-class Core:
-    """What is computed of a tile: q and o [n,L,.], k and v [n,S,.], L rows of scores each."""
-
-    tiles: RowTiles
-    scratch: Tensors
-
-    def room(self, name: str, like: torch.Tensor, last: int) -> torch.Tensor:
-        """A buffer as [n,L,last], or [n,S,last], as `like` is."""
-        n, rows = like.shape[:2]
-        return self.scratch[name][: n * rows * last].view(n, rows, last)
-
-    def attend(
-        self, hide: Hide, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
-        lse: torch.Tensor | None = None,
-    ) -> None:  # fmt: skip
-        """Fill o [n,L,E], and lse [n,L,1] where it is wanted, which leaves the bits of o."""
-        few, scale = self.tiles.has_few_rows, self.tiles.problem.node.scale
-        s = self.scores(q, k, hide, scale if few else scale * LOG2_E)
-        weigh = self.take_softmax if few else self.take_powers
-        weigh(s, lse)
-        multiply_(o, s, v)
-
-    def take_powers(self, s: torch.Tensor, lse: torch.Tensor | None) -> None:
-        """s [n,L,S], in base 2 -> weights; fill lse [n,L,1] where it is wanted."""
-        wide = self.widen(s)
-        top = torch.amax(wide, -1, keepdim=True, out=self.room("top", s, 1))
-        total = self.normalise(wide, top)
-        self.narrow(wide, s)
-        if lse is not None:
-            torch.add(top, total.log2_(), out=lse).mul_(LN_2)
-            if self.tiles.blind:
-                lse.masked_fill_(top == torch.finfo(top.dtype).min, -INF)
-
-    def take_softmax(self, s: torch.Tensor, lse: torch.Tensor | None) -> None:
-        """The same in base e, in as few passes as can be: of few rows each takes long to begin.
-
-        PyTorch's softmax is computed in float32, and rounded, whatever it reads.
-        """
-        blind = self.tiles.blind
-        top = torch.amax(s, -1, keepdim=True) if blind or lse is not None else None
-        wide = s if lse is None else self.widen(s)
-        torch.softmax(wide, -1, out=wide)
-        if lse is not None and top is not None:  # the largest weight is 1 / sum exp(s - max)
-            self.narrow(wide, s)
-            largest = torch.amax(wide, -1, keepdim=True, out=self.room("total", s, 1))
-            torch.sub(top, largest.log_(), out=lse)
-        if blind and top is not None:
-            unseeing = top == -INF
-            s.masked_fill_(unseeing, 0.0)
-            if lse is not None:
-                lse.masked_fill_(unseeing, -INF)
-
-    def pull(
-        self, hide: Hide, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor,
-        lse: torch.Tensor, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor,
-    ) -> None:  # fmt: skip
-        """Fill dq, dk and dv with this tile's share, by the formulas of AttentionGrad.
-
-        The row sums of do o are those of p dp, which are at hand: so o is not read.
-        """
-        scale, ds = self.tiles.problem.node.scale, self.room("ds", q, k.shape[1])
-        p = self.weights(self.scores(q, k, hide, scale * LOG2_E), lse)
-        if self.tiles.blind:
-            do = do.masked_fill(lse == -INF, 0.0)
-        multiply_(dv, p.mT, do)
-        multiply_(ds, do, v.mT)
-        softmax_backward(ds, p, -1, ds.dtype, grad_input=ds)
-        multiply_(dq, ds, k, scale)
-        multiply_(dk, ds.mT, q, scale)
-
-    def scores(self, q: torch.Tensor, k: torch.Tensor, hide: Hide, scale: float) -> torch.Tensor:
-        """The masked scores [n,L,S]."""
-        s = self.room("p", q, k.shape[1])
-        if self.tiles.turns:
-            s.copy_(multiply_(self.room("turned", k, q.shape[1]), k, q.mT, scale).mT)
-        else:
-            multiply_(s, q, k.mT, scale)
-        hide(s)
-        return s
-
-    def weights(self, s: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-        """Scores, as powers of two, -> weights, in place. Where products round, lse may be of
-        scores that were not rounded: so the weights are divided by their own sum."""
-        top, wide = torch.mul(lse, LOG2_E, out=self.room("top", s, 1)), self.widen(s)
-        if self.tiles.rounds:
-            self.normalise(wide, top)
-        else:
-            self.raise_(wide, top)
-        return self.narrow(wide, s)
-
-    def normalise(self, s: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
-        """s [n,L,S] -> 2^(s - top), each row divided by its sum [n,L,1], which is returned. A row
-        that sees no key is zeros, and its sum 1."""
-        self.raise_(s, top)
-        total = torch.sum(s, -1, keepdim=True, out=self.room("total", s, 1))
-        s.div_(total.masked_fill_(total == 0.0, 1.0) if self.tiles.blind else total)
-        return total
-
-    def raise_(self, s: torch.Tensor, top: torch.Tensor) -> None:
-        """s [n,L,S] -> 2^(s - top), zeros where top [n,L,1], which it bounds, is -inf."""
-        s.sub_(top.clamp_(min=torch.finfo(top.dtype).min) if self.tiles.blind else top).exp2_()
-
-    def widen(self, s: torch.Tensor) -> torch.Tensor:
-        """s in the dtype of statistics."""
-        return self.room("wide", s, s.shape[2]).copy_(s) if self.tiles.rounds else s
-
-    def narrow(self, wide: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-        """The same in s, as products take it."""
-        return s.copy_(wide) if self.tiles.rounds else s
-
-
-@final
-@frozen(eq=False)
 class Spot:
     """A tile that is cut out of a problem, with its copies. places: all, not its own alone."""
 
@@ -417,10 +329,13 @@ class Spot:
 
     def load_keys(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """This tile's keys of x [B,G,N,D] as [n,S,D], without gaps too."""
-        pieces = self.slot.keys_of(x)
+        here, n = self.slot.groups(x), self.slot.lines[0]
+        pieces = [here[:, :, a:b] for a, b in self.slot.runs]
         if len(pieces) == 1 and pieces[0].is_contiguous():
-            return pieces[0]
-        return torch.cat(pieces, 1, out=self.key_room(name, x.shape[3]))
+            return pieces[0].view(n, -1, x.shape[3])
+        room = self.key_room(name, x.shape[3])
+        torch.cat(pieces, 2, out=room.view(*here.shape[:2], -1, x.shape[3]))
+        return room
 
     def key_room(self, name: str, last: int) -> torch.Tensor:
         """A buffer as [n,S,last]."""
@@ -447,24 +362,31 @@ class Spot:
             hide_(piece, self.tiles.bits(self.slot, part, self.places, piece))
 
     def attend(
-        self, operands: Sequence[torch.Tensor], o: torch.Tensor, lse: torch.Tensor | None
+        self, operands: Sequence[torch.Tensor], o: torch.Tensor, saved: torch.Tensor | None
     ) -> None:
-        """Fill this tile's rows of o [B,H,M,E], and of lse [B,H,M] where it is wanted."""
-        if not self.slot.tile.parts:
+        """Fill this tile's rows of o [B,H,M,E], and of lse [B,H,M] or weights where wanted."""
+        if not self.slot.tile.parts:  # never, where weights are kept
             self.slot.rows(o).zero_()
-            if lse is not None:
-                self.slot.rows(lse).fill_(-INF)
+            if saved is not None:
+                self.slot.rows(saved).fill_(-INF)
             return
         q, k, v = operands
-        made, top = self.rows("o", o), None if lse is None else self.room("lse", 1)
+        made, room = self.rows("o", o), None if saved is None else self.saved_room(saved)
         keys = self.load_keys("k", k), self.load_keys("v", v)
-        self.core.attend(self.hide, self.load("q", q), *keys, made, top)
+        self.core.attend(self.hide, self.load("q", q), *keys, made, room)
         self.store(o, made)
-        if lse is not None and top is not None:
-            self.slot.rows(lse).copy_(self.heads(top)[..., 0])
+        if saved is not None and room is not None and not self.tiles.kept:
+            self.slot.rows(saved).copy_(self.heads(room)[..., 0])
+
+    def saved_room(self, saved: torch.Tensor) -> torch.Tensor:
+        """This tile's rows of weights [B,H,M,N] as [n,L,N], where they lie; or room for those of
+        lse [B,H,M], as [n,L,1]."""
+        if self.tiles.kept:
+            return self.slot.rows(saved).view(*self.slot.lines, -1)
+        return self.room("lse", 1)
 
     def pull(
-        self, operands: Sequence[torch.Tensor], do: torch.Tensor, lse: torch.Tensor,
+        self, operands: Sequence[torch.Tensor], do: torch.Tensor, saved: torch.Tensor,
         grads: Sequence[torch.Tensor],
     ) -> None:  # fmt: skip
         """Fill this tile's rows of dq, and add to dk and dv."""
@@ -474,9 +396,10 @@ class Spot:
             return
         keys = self.load_keys("k", k), self.load_keys("v", v)
         made = self.keys_made("dk", dk), self.keys_made("dv", dv)
-        rows, top = self.rows("dq", dq), self.room("lse", 1)
-        self.heads(top).copy_(self.slot.rows(lse)[..., None])
-        self.core.pull(self.hide, self.load("q", q), *keys, self.load("o", do), top, rows, *made)
+        rows, room = self.rows("dq", dq), self.saved_room(saved)
+        if not self.tiles.kept:
+            self.heads(room).copy_(self.slot.rows(saved)[..., None])
+        self.core.pull(self.hide, self.load("q", q), *keys, self.load("o", do), room, rows, *made)
         self.store(dq, rows)
         if not self.tiles.whole:
             self.add_keys(dk, made[0])

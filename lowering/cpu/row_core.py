@@ -1,0 +1,161 @@
+"""What is computed of a tile of whole rows of scores: products with a softmax between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import final
+
+import torch
+from attrs import frozen
+
+from attn_graph.kernels.products import LN_2, LOG2_E, multiply_
+from attn_graph.spec import INF
+
+Hide = Callable[[torch.Tensor], None]  # scores [n,L,S] in place
+softmax_backward = torch.ops.aten._softmax_backward_data.out
+
+
+@final
+@frozen
+class RowSteps:
+    """How whole rows are computed.
+
+    scale: of the scores. few: whether there are so few rows that PyTorch's softmax is the faster.
+    turns: whether scores are made as k q^T. rounds: whether products give another dtype than that
+    of the softmax. blind: whether a query may see no key. kept: whether weights are saved, not lse.
+    """
+
+    scale: float
+    few: bool
+    turns: bool
+    rounds: bool
+    blind: bool
+    kept: bool
+
+
+@final
+@frozen(eq=False)
+class Core:
+    """What is computed of a tile: q and o [n,L,.], k and v [n,S,.], L rows of scores each."""
+
+    steps: RowSteps
+    scratch: Mapping[str, torch.Tensor]
+
+    def room(self, name: str, like: torch.Tensor, last: int) -> torch.Tensor:
+        """A buffer as [n,L,last], or [n,S,last], as `like` is."""
+        n, rows = like.shape[:2]
+        return self.scratch[name][: n * rows * last].view(n, rows, last)
+
+    def attend(
+        self, hide: Hide, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
+        saved: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Fill o [n,L,E], and what is saved where it is wanted: weights [n,L,S], where they are
+        kept, or lse [n,L,1], which leaves the bits of o."""
+        few, scale = self.steps.few, self.steps.scale
+        if self.steps.kept and saved is not None:
+            s = self.score(saved, q, k, hide, scale)
+            self.take_softmax(s, None)
+        else:
+            s = self.room("p", q, k.shape[1])
+            self.score(s, q, k, hide, scale if few else scale * LOG2_E)
+            weigh = self.take_softmax if few else self.take_powers
+            weigh(s, saved)
+        multiply_(o, s, v)
+
+    def take_powers(self, s: torch.Tensor, lse: torch.Tensor | None) -> None:
+        """s [n,L,S], in base 2 -> weights; fill lse [n,L,1] where it is wanted."""
+        wide = self.widen(s)
+        top = torch.amax(wide, -1, keepdim=True, out=self.room("top", s, 1))
+        total = self.normalise(wide, top)
+        self.narrow(wide, s)
+        if lse is not None:
+            torch.add(top, total.log2_(), out=lse).mul_(LN_2)
+            if self.steps.blind:
+                lse.masked_fill_(top == torch.finfo(top.dtype).min, -INF)
+
+    def take_softmax(self, s: torch.Tensor, lse: torch.Tensor | None) -> None:
+        """The same in base e, in as few passes as can be: of few rows each takes long to begin.
+
+        PyTorch's softmax is computed in float32, and rounded, whatever it reads.
+        """
+        blind = self.steps.blind
+        top = torch.amax(s, -1, keepdim=True) if blind or lse is not None else None
+        wide = s if lse is None else self.widen(s)
+        torch.softmax(wide, -1, out=wide)
+        if lse is not None and top is not None:  # the largest weight is 1 / sum exp(s - max)
+            self.narrow(wide, s)
+            largest = torch.amax(wide, -1, keepdim=True, out=self.room("total", s, 1))
+            torch.sub(top, largest.log_(), out=lse)
+        if blind and top is not None:
+            unseeing = top == -INF
+            s.masked_fill_(unseeing, 0.0)
+            if lse is not None:
+                lse.masked_fill_(unseeing, -INF)
+
+    def pull(
+        self, hide: Hide, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor,
+        saved: torch.Tensor, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Fill dq, dk and dv with this tile's share, by the formulas of AttentionGrad.
+
+        The row sums of do o are those of p dp, which are at hand: so o is not read.
+        """
+        scale, ds = self.steps.scale, self.room("ds", q, k.shape[1])
+        p = saved if self.steps.kept else self.weigh(q, k, hide, saved)
+        if self.steps.blind:
+            do = do.masked_fill(self.unseeing(saved), 0.0)
+        multiply_(dv, p.mT, do)
+        multiply_(ds, do, v.mT)
+        softmax_backward(ds, p, -1, ds.dtype, grad_input=ds)
+        multiply_(dq, ds, k, scale)
+        multiply_(dk, ds.mT, q, scale)
+
+    def unseeing(self, saved: torch.Tensor) -> torch.Tensor:
+        """Which rows [n,L,1] see no key, by what is saved."""
+        return saved.amax(-1, keepdim=True) == 0.0 if self.steps.kept else saved == -INF
+
+    def score(
+        self, s: torch.Tensor, q: torch.Tensor, k: torch.Tensor, hide: Hide, scale: float
+    ) -> torch.Tensor:
+        """Fill s [n,L,S] with the masked scores, and return it."""
+        if self.steps.turns:
+            s.copy_(multiply_(self.room("turned", k, q.shape[1]), k, q.mT, scale).mT)
+        else:
+            multiply_(s, q, k.mT, scale)
+        hide(s)
+        return s
+
+    def weigh(
+        self, q: torch.Tensor, k: torch.Tensor, hide: Hide, lse: torch.Tensor
+    ) -> torch.Tensor:
+        """The weights [n,L,S] again. Where products round, lse may be of scores that were not
+        rounded: so the weights are divided by their own sum."""
+        s = self.room("p", q, k.shape[1])
+        self.score(s, q, k, hide, self.steps.scale * LOG2_E)
+        top, wide = torch.mul(lse, LOG2_E, out=self.room("top", s, 1)), self.widen(s)
+        if self.steps.rounds:
+            self.normalise(wide, top)
+        else:
+            self.raise_(wide, top)
+        return self.narrow(wide, s)
+
+    def normalise(self, s: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
+        """s [n,L,S] -> 2^(s - top), each row divided by its sum [n,L,1], which is returned. A row
+        that sees no key is zeros, and its sum 1."""
+        self.raise_(s, top)
+        total = torch.sum(s, -1, keepdim=True, out=self.room("total", s, 1))
+        s.div_(total.masked_fill_(total == 0.0, 1.0) if self.steps.blind else total)
+        return total
+
+    def raise_(self, s: torch.Tensor, top: torch.Tensor) -> None:
+        """s [n,L,S] -> 2^(s - top), zeros where top [n,L,1], which it bounds, is -inf."""
+        s.sub_(top.clamp_(min=torch.finfo(top.dtype).min) if self.steps.blind else top).exp2_()
+
+    def widen(self, s: torch.Tensor) -> torch.Tensor:
+        """s in the dtype of statistics."""
+        return self.room("wide", s, s.shape[2]).copy_(s) if self.steps.rounds else s
+
+    def narrow(self, wide: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+        """The same in s, as products take it."""
+        return s.copy_(wide) if self.steps.rounds else s

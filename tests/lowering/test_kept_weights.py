@@ -1,0 +1,211 @@
+"""Weights that a forward keeps for its backward: by the rule, in known memory, differentiable."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import attn_graph as ag
+from attn_graph.ir.kept import keeps_weights
+from attn_graph.lowering.cpu import product_slots, row_choice
+from attn_graph.lowering.cpu.math import plan_tiles
+from attn_graph.lowering.cpu.row_tiles import RowTiles
+from attn_graph.machine.target import Target
+from attn_graph.testing.agreement import check_gradients, run_gradients
+from attn_graph.testing.strategies import graphs, seeds, shapes
+from attn_graph.testing.tensors import tensors_for
+from tests.support.planning import forget_plans
+
+NATIVE = evolve(Target.of("cpu"), native=("bf16",))
+DTYPES = st.sampled_from((torch.bfloat16, torch.float32, torch.float64))
+BLIND = ~ag.Window(29, 24)  # of 60 queries those from 25 on see nothing, until the 30th
+MASKS = [None, ag.Causal(), ag.Window(40), BLIND, ag.Prefix(9) | ag.Causal()]
+DRAWN = graphs(shapes(most=60).filter(lambda s: s.B * s.H * s.M * s.N >= 256), DTYPES)
+
+
+@pytest.fixture(autouse=True)
+def every_size_pays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Small problems keep their weights too, in several tiles."""
+    for name in ("LEAST_KEPT", "LEAST_KEPT_OF_FEW", "LEAST_SEEN"):
+        monkeypatch.setattr(row_choice, name, 0)
+    monkeypatch.setattr(product_slots, "FEW_SCORES", 2**8)
+    monkeypatch.setattr(product_slots, "SCORES", 2**12)
+    forget_plans()
+    yield
+    forget_plans()
+
+
+def bare(
+    q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], dtype: torch.dtype,
+    layout: str = "bhsd", mask: ag.Mask | None = None,
+) -> ag.Graph:  # fmt: skip
+    """Attention under a mask and no more, of these shapes."""
+    return ag.attention(*(ag.TensorSpec(x, dtype, layout=layout) for x in (q, k, v)), mask=mask)
+
+
+def square(
+    *sizes: int, dtype: torch.dtype = torch.float32, mask: ag.Mask | None = None
+) -> ag.Graph:
+    """The same of one shape."""
+    return bare(sizes, sizes, sizes, dtype, mask=mask)
+
+
+def keeps(plan: ag.Plan) -> bool:
+    """Whether what autograd records keeps its weights."""
+    return keeps_weights(plan.recorded.graph)
+
+
+@given(graph=DRAWN, seed=seeds)
+def test_gradients_are_within_the_rule(graph: ag.Graph, seed: int) -> None:
+    plan = ag.compile(graph, target=NATIVE)
+    if keeps(plan):
+        check_gradients(plan, graph, tensors_for(graph, seed), seed)
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("G", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_every_layout_keeps_weights(
+    mask: ag.Mask | None, layout: str, G: int, dtype: torch.dtype
+) -> None:
+    """Also where a mask hides all keys of some rows, whose do is not finite then."""
+    shapes = (3, 4, 60, 24), (3, G, 50, 24), (3, G, 50, 40)
+    graph = bare(*shapes, dtype, layout, mask and mask.aligned("top_left"))
+    plan = ag.compile(graph, target=NATIVE, backends=("math",))
+    assert keeps(plan)
+    for recorded in (plan.recorded, plan.training_vjp):
+        (tiles,) = plan_tiles(recorded.graph, NATIVE, ag.Options())
+        assert isinstance(tiles, RowTiles)
+        assert tiles.kept
+    check_gradients(plan, graph, tensors_for(graph, 1), 1)
+
+
+def test_results_are_the_formulas_however_saved_tensors_come_back() -> None:
+    """As hooks give them that keep tensors elsewhere: in another order, and in a larger room."""
+    graph = square(2, 3, 40, 16)
+    plan, tensors = ag.compile(graph), tensors_for(graph, 1)
+    do = torch.randn(2, 3, 40, 16)
+    dues = run_gradients(plan, tensors, [do])
+
+    def move(x: torch.Tensor) -> torch.Tensor:
+        return x.new_zeros(*x.shape[:-1], 2 * x.shape[-1])[..., ::2].copy_(x)
+
+    for unpack in (move, lambda x: x.mT.contiguous().mT):
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
+            made = run_gradients(plan, tensors, [do])
+        for name, due in dues.items():
+            torch.testing.assert_close(made[name], due)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_cotangent_that_is_one_number_is_no_other(dtype: torch.dtype) -> None:
+    graph = square(2, 3, 40, 16, dtype=dtype)
+    plan, tensors = ag.compile(graph, target=NATIVE, backends=("math",)), tensors_for(graph, 1)
+    made = run_gradients(plan, tensors, [torch.ones((), dtype=dtype).expand(2, 3, 40, 16)])
+    dues = run_gradients(plan, tensors, [torch.ones(2, 3, 40, 16, dtype=dtype)])
+    assert all(torch.equal(made[name], due) for name, due in dues.items())
+
+
+@pytest.mark.parametrize("mask", [None, ~ag.Window(1, 2)], ids=str)
+def test_all_derivatives_are_those_of_differences(mask: ag.Mask | None) -> None:
+    graph = square(2, 2, 5, 4, dtype=torch.float64, mask=mask)
+    plan = ag.compile(graph)
+    assert keeps(plan)
+    leaves = [x.requires_grad_() for x in tensors_for(graph, 3)]
+    checks = {"check_batched_grad": True, "check_forward_ad": True}
+    assert torch.autograd.gradcheck(plan, leaves, **checks)
+    assert torch.autograd.gradgradcheck(plan, leaves)
+
+
+def test_a_gradient_of_some_inputs_is_that_of_all() -> None:
+    graph = square(2, 3, 40, 16)
+    plan, (q, k, v) = ag.compile(graph), tensors_for(graph, 1)
+    do = torch.randn(2, 3, 40, 16)
+    dues = run_gradients(plan, (q, k, v), [do])
+    leaf = k.clone().requires_grad_()
+    o = plan(q, leaf, v)
+    assert isinstance(o, torch.Tensor)
+    (dk,) = torch.autograd.grad(o, leaf, do)
+    assert torch.equal(dk, dues["k"])
+
+
+def test_memory_counts_the_weights_that_are_saved() -> None:
+    graph = square(2, 3, 40, 16)
+    plan = ag.compile(graph)
+    saved: list[torch.Tensor] = []
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        saved.append(x)
+        return x
+
+    leaves = [x.requires_grad_() for x in tensors_for(graph, 1)]
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        o = plan(*leaves)
+    assert isinstance(o, torch.Tensor)
+    inputs = {x.data_ptr() for x in leaves}
+    kept = [x for x in saved if x.data_ptr() not in inputs]
+    assert [x.shape for x in kept] == [(2, 3, 40, 40)]
+    assert plan.memory().saved == kept[0].nbytes + o.nbytes
+
+
+def test_explaining_a_graph_says_what_its_plan_does() -> None:
+    for graph in (square(2, 3, 40, 16), square(2, 3, 40, 16, mask=ag.Causal())):
+        plan = ag.compile(graph)
+        assert str(ag.explain(graph)) == str(plan.explain())
+        assert ag.explain(graph).memory == plan.memory()
+        assert "keeps the weights for the backward, 37.5 KiB" in str(plan.explain())
+        forward = ag.explain(graph, wants=())
+        assert not any("keeps the weights" in note for note in forward.notes)
+
+
+def test_no_weights_are_kept_where_they_are_more_bytes_than_the_operands() -> None:
+    assert keeps(ag.compile(square(1, 2, 64, 16)))
+    assert not keeps(ag.compile(square(1, 2, 65, 16)))
+
+
+def test_no_weights_are_kept_where_bytes_bits_or_backends_were_named() -> None:
+    graph = square(2, 3, 40, 16)
+    assert keeps(ag.compile(graph))
+    assert keeps(ag.compile(graph, backends=("math",)))
+    others = (
+        ag.compile(graph, max_workspace="1GiB"),
+        ag.compile(graph, deterministic=True),
+        ag.compile(graph, backends=("torch_sdpa",)),
+        ag.compile(graph, avoid=("math",)),
+        ag.compile(square(2, 3, 40, 16, dtype=torch.float16)),
+    )
+    assert not any(map(keeps, others))
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        assert not keeps(ag.compile(graph))
+
+
+def test_sizes_that_have_names_keep_no_weights() -> None:
+    B = ag.Dim("B", most=4)
+    x = ag.TensorSpec((B, 3, 40, 16), torch.float32)
+    plan = ag.compile(ag.attention(x, x, x))
+    assert not keeps(plan)
+    assert not keeps(plan.at(B=2))
+    assert str(ag.explain(plan.graph, B=2)).count("keeps the weights") == 0
+
+
+def test_a_plan_that_keeps_weights_pickles() -> None:
+    plan = ag.compile(square(2, 3, 40, 16))
+    assert pickle.loads(pickle.dumps(plan.recorded)).graph == plan.recorded.graph
+    assert keeps(pickle.loads(pickle.dumps(plan)))
+
+
+def test_what_autograd_does_not_record_runs_as_before() -> None:
+    graph = square(2, 3, 40, 16)
+    plan, tensors = ag.compile(graph), tensors_for(graph, 1)
+    o = plan(*tensors)
+    assert plan.memo.recorded is None
+    assert isinstance(o, torch.Tensor)
+    assert torch.equal(o, plan.infer(*tensors)[0][0])
