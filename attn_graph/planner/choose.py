@@ -135,10 +135,11 @@ def choose(
     if not able:
         raise NoBackendError(graph, refusals)
     first = able[0]
-    if len(able) == 1:
+    if keeps_weights(graph):
+        cause = KEPT
+    elif len(able) == 1:
         asked = " asked" if among is not None or options.avoid else ""
         cause = f"it is the only one{asked} that takes the graph"
-        cause = KEPT if keeps_weights(graph) else cause
     elif cause is PREDICTED:
         times = rank(graph, target, [b.name for b in able])
         figures = ", ".join(f"{name} {format_rough(x)}" for name, x in times.items())

@@ -56,7 +56,7 @@ class RowTiles(TileGrid):
 
     @classmethod
     def keep(cls, problem: Problem) -> RowTiles:
-        """The same whose weights are kept. They are not of parts of rows if `is_whole`."""
+        """The same whose weights are kept: of tiles that are `flat` or `whole` alone."""
         return cls(problem, *choose_kept_sizes(problem), problem.has_blind_rows, kept=True)
 
     @cached_property
