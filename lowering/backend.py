@@ -17,6 +17,7 @@ from attn_graph.machine.torch_switches import LIBRARIES, KernelName, Precision, 
 from attn_graph.machine.workspace import Workspace, default_workspace
 
 Tensors = Sequence[torch.Tensor]
+Run = Callable[..., tuple[Tensors, Tensors]]  # of a graph: see Executable
 Fallback = Literal["ignore", "warn", "raise"]
 WORDS: dict[KernelName, str] = {  # for the kernels that PyTorch's switches turn on and off
     "math": "PyTorch's unfused attention, a tile at a time",
@@ -158,13 +159,13 @@ class Executable:
     compiling: these are called only when asked for.
     """
 
-    run: Callable[..., tuple[Tensors, Tensors]]
+    run: Run
     workspace: int = 0
     temporary: int = 0
     notes: tuple[str, ...] = ()
     inspect: Callable[[], tuple[str, ...]] = tuple
     text: Callable[[], str] = str
-    infer: Callable[..., tuple[Tensors, Tensors]] = field(
+    infer: Run = field(
         default=Factory(lambda executable: executable.run, takes_self=True), kw_only=True
     )
     prepare: Callable[[], object] = field(default=tuple, kw_only=True)

@@ -6,7 +6,7 @@ modifier tells these rows apart: in a decoding step, say, which has one query an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import final
 
@@ -19,7 +19,7 @@ from attn_graph.ir.builder import Builder
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.modifiers import SoftCap
 from attn_graph.ir.vjp import residuals
-from attn_graph.lowering.backend import Backend, Executable, Options, Tensors
+from attn_graph.lowering.backend import Backend, Executable, Options, Run, Tensors
 from attn_graph.lowering.problem import Problem, sole
 from attn_graph.machine.target import Target
 from attn_graph.masks import Keep, KeyLengths, Mask, Prefix
@@ -28,7 +28,7 @@ from attn_graph.spec import TensorSpec, normalise_strides
 from attn_graph.spec.dims import Dim, are_numbers
 
 Shape = tuple[int, ...]
-Run = Callable[..., tuple[Tensors, Tensors]]
+Shapes = Mapping[int, Shape]  # by place: of tensors whose heads are folded, or no longer are
 
 
 @final
@@ -36,44 +36,44 @@ Run = Callable[..., tuple[Tensors, Tensors]]
 class Folding:
     """A graph with its heads folded.
 
-    inputs: the shape of each input as it reads them. outputs, saved: the shapes of what the graph
-    before returns and saves.
+    inputs: of those that it reads in another shape. outputs, saved: of what the graph before
+    returns and saves in another shape.
     """
 
     graph: Graph
-    inputs: tuple[Shape, ...]
-    outputs: tuple[Shape, ...]
-    saved: tuple[Shape, ...]
+    inputs: Shapes
+    outputs: Shapes
+    saved: Shapes
 
     def run(self, run: Run, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
         """Run the folded graph on tensors of the graph before, and give what that gives."""
-        outputs, saved = run(*map(as_shaped, tensors, self.inputs))
-        views = [*map(as_shaped, outputs, self.outputs)]
+        outputs, saved = run(*shape_each(tensors, self.inputs))
+        views = shape_each(outputs, self.outputs)
         same = {id(x): view for x, view in zip(outputs, views, strict=True)}
-        for x, shape in zip(saved, self.saved, strict=False):
-            if id(x) not in same:
-                same[id(x)] = as_shaped(x, shape)
-        return views, [same[id(x)] for x in saved]
+        kept = shape_each(saved, self.saved) if saved else []
+        return views, [same.get(id(x), view) for x, view in zip(saved, kept, strict=True)]
 
     def infer(self, run: Run, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
         """The same where nothing need be saved."""
-        outputs, _ = run(*map(as_shaped, tensors, self.inputs))
-        return [*map(as_shaped, outputs, self.outputs)], ()
+        outputs, _ = run(*shape_each(tensors, self.inputs))
+        return shape_each(outputs, self.outputs), ()
 
 
-def as_shaped(x: torch.Tensor, shape: Shape) -> torch.Tensor:
-    """A tensor with its heads folded or not. Statistics and dq are copied where no view will do.
+def shape_each(tensors: Sequence[torch.Tensor], shapes: Shapes) -> list[torch.Tensor]:
+    """Tensors with heads folded, or no longer so. Statistics and dq are copied where no view will
+    do. shapes: [B,H,M,...], -1 where a size is not known."""
+    views = [*tensors]
+    for n, shape in shapes.items():
+        views[n] = views[n].reshape((len(views[n]), *shape[1:]) if shape[0] < 0 else shape)
+    return views
 
-    shape: [B,H,M,...], -1 where a size is not known. What has as many heads as that is not folded.
-    """
-    if x.shape[1:2] == shape[1:2]:
-        return x
-    return x.reshape((len(x), *shape[1:]) if shape[0] < 0 else shape)
 
-
-def to_reshape(shape: Shape) -> Shape:
-    """A shape as `as_shaped` takes it: -1 for B and M that are Dims."""
-    return tuple([n if are_numbers(n) else -1 for n in shape])
+def new_shapes(before: Graph, after: Graph, values: Iterable[int]) -> Shapes:
+    """The shapes after, of those values that have another number of heads then; -1 for B and M
+    that are Dims."""
+    pairs = enumerate((before.types[i].shape, after.types[i].shape) for i in values)
+    changed = {n: new for n, (old, new) in pairs if old[1:2] != new[1:2]}
+    return {n: tuple([i if are_numbers(i) else -1 for i in s]) for n, s in changed.items()}
 
 
 def folds_heads(backend: Backend, kind: str) -> Backend:
@@ -114,8 +114,7 @@ def folds_one_row(graph: Graph) -> bool:
 
 def unfold(executable: Executable, folding: Folding) -> Executable:
     """What runs a folded graph, for the graph before."""
-    results = zip(folding.outputs, folding.graph.output_types, strict=True)
-    copied = sum(type_.bytes for shape, type_ in results if type_.shape != shape)
+    copied = sum(folding.graph.output_types[n].bytes for n in folding.outputs)
     (eqn,) = folding.graph.eqns
     q, shape = folding.graph.inputs[eqn.args[0]].name, folding.inputs[eqn.args[0]]
     return evolve(
@@ -140,12 +139,10 @@ def fold_heads(graph: Graph) -> Folding | None:
     b = Builder(trusts=True)
     values = [b.input(i.name, s) for i, s in zip(graph.inputs, specs, strict=True)]
     values += b.emit(eqn.op, *(values[i] for i in eqn.args))
-    return Folding(
-        b.graph(*(values[i] for i in graph.outputs)),
-        tuple([to_reshape(s.shape) for s in specs]),
-        tuple([to_reshape(t.shape) for t in graph.output_types]),
-        tuple([to_reshape(graph.types[i].shape) for i in residuals(graph)]),
-    )
+    after = b.graph(*(values[i] for i in graph.outputs))
+    inputs = new_shapes(graph, after, range(len(specs)))
+    outputs, saved = (new_shapes(after, graph, x) for x in (graph.outputs, residuals(graph)))
+    return Folding(after, inputs, outputs, saved)
 
 
 def shares_rows(graph: Graph) -> bool:

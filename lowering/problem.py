@@ -94,7 +94,7 @@ class Problem:
         """The head size of v."""
         return self.specs[2].shape[3]
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         """The dtype of q, k and v."""
         return self.specs[0].dtype

@@ -1,4 +1,8 @@
-"""Graphs run equation by equation: what goes from one to the next, and what is handed out."""
+"""Graphs run equation by equation: what goes from one to the next, and what is handed out.
+
+Each function here is on the way of every call, where after a long computation even Python's own
+code has to come from memory again: so there are few.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,8 @@ class Steps:
 
     leaner: work that gives an equation's first results alone, which are all that is read where
     nothing is saved, by the number of the equation. saved, stats: the values that derivatives
-    read, and those that are statistics of rows.
+    read, and those that are statistics of rows. only: the work of the one equation there is, if
+    its first result is all that is returned; else None. place: where graphs without inputs run.
     """
 
     graph: Graph
@@ -34,28 +39,38 @@ class Steps:
     leaner: Mapping[int, Work]
     saved: tuple[int, ...]
     stats: frozenset[int]
+    only: Work | None
+    place: torch.device
 
     @classmethod
     def of(
         cls,
         graph: Graph,
         calls: Sequence[tuple[Sequence[int], Work]],
+        kind: str,
         leaner: Mapping[int, Work] | None = None,
     ) -> Steps:
-        """calls: in the order of the equations."""
-        return cls(graph, tuple(calls), leaner or {}, residuals(graph), statistics(graph))
+        """calls: in the order of the equations. kind: of device."""
+        leaner, inputs = leaner or {}, range(len(graph.inputs))
+        alone = [args for args, _ in calls] == [(*inputs,)] and graph.outputs == (len(inputs),)
+        only = leaner.get(0) if alone else None
+        saved, stats = residuals(graph), statistics(graph)
+        return cls(graph, tuple(calls), leaner, saved, stats, only, torch.device(kind))
 
-    def run(self, device: torch.device, tensors: Tensors) -> tuple[Tensors, Tensors]:
+    def run(self, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
         """The outputs, and what is saved."""
-        values = list(tensors)
+        values, device = list(tensors), tensors[0].device if tensors else self.place
         for args, call in self.calls:
             values += call(device, *[values[i] for i in args])
         outputs = hand_out(values, self.graph.outputs, self.stats)
         return outputs, [values[i] for i in self.saved]
 
-    def infer(self, device: torch.device, tensors: Tensors) -> tuple[Tensors, Tensors]:
+    def infer(self, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
         """The outputs; nothing is saved."""
+        if self.only is not None:
+            return self.only(tensors[0].device, *tensors)[:1], ()
         values, at = dict(enumerate(tensors)), len(tensors)
+        device = tensors[0].device if tensors else self.place
         for n, (args, call) in enumerate(self.calls):
             made = self.leaner.get(n, call)(device, *[values[i] for i in args])
             values.update(enumerate(made, at))

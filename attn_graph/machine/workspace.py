@@ -34,9 +34,9 @@ class Buffer:
 
 
 @final
-@frozen(cache_hash=True)
+@frozen(eq=False)
 class Scratch:
-    """All buffers of a plan, side by side."""
+    """All buffers of a plan, side by side. Each is a layout of its own, like another or not."""
 
     buffers: tuple[Buffer, ...] = ()
 
@@ -59,21 +59,32 @@ class Scratch:
 @final
 @define(eq=False)
 class Arena:
-    """Memory in which one run at a time works, and the views of it by layout."""
+    """Memory in which one run at a time works, and the views of it by layout.
+
+    `with arena:` gives the buffers of `scratch`; when the block ends, the arena goes to `idle`.
+    """
 
     device: torch.device
     memory: torch.Tensor = field(init=False)
     ready: dict[Scratch, Views] = field(init=False, factory=dict)
+    scratch: Scratch = field(init=False, default=Scratch())
+    idle: list[Arena] = field(init=False, factory=list)
 
     def __attrs_post_init__(self) -> None:
         self.memory = allocate(0, self.device)
 
-    def views(self, scratch: Scratch) -> Views:
-        """The buffers of a plan as tensors in this memory, which grows where it is too small."""
-        views = self.ready.get(scratch)
-        if views is None:
-            self.make_room(scratch.bytes)
-            views = self.ready[scratch] = scratch.views(self.memory)
+    def __enter__(self) -> Views:
+        views = self.ready.get(self.scratch)
+        return self.add_views() if views is None else views
+
+    def __exit__(self, *raised: object) -> None:
+        idle, self.idle = self.idle, []  # an arena that holds its own list would outlive it
+        idle.append(self)
+
+    def add_views(self) -> Views:
+        """The buffers as tensors in this memory, which grows where it is too small."""
+        self.make_room(self.scratch.bytes)
+        views = self.ready[self.scratch] = self.scratch.views(self.memory)
         return views
 
     def make_room(self, need: int) -> None:
@@ -84,22 +95,6 @@ class Arena:
             self.memory = allocate(need, self.device)
         if len(self.ready) >= MOST_LAYOUTS:
             self.ready.clear()
-
-
-@final
-@define(eq=False)
-class Lease:
-    """An arena that belongs to one `with` block while it runs."""
-
-    arena: Arena
-    scratch: Scratch
-    idle: list[Arena]  # where the arena goes when the block ends
-
-    def __enter__(self) -> Views:
-        return self.arena.views(self.scratch)
-
-    def __exit__(self, *raised: object) -> None:
-        self.idle.append(self.arena)
 
 
 Stream = tuple[torch.device, int]  # a device and a stream on it; CPU: stream 0
@@ -164,7 +159,8 @@ class Workspace:
             arena = idle.pop()
         except IndexError:
             arena = self.new_arena(device)
-        return Lease(arena, scratch, idle)
+        arena.scratch, arena.idle = scratch, idle
+        return arena
 
     def new_arena(self, device: torch.device) -> Arena:
         """An empty arena, which `bytes` counts for as long as it exists."""

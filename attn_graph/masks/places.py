@@ -217,29 +217,30 @@ class Place:
         An axis of size 1 is broadcast. Indices that are this place's own b, h, i, j become slices,
         others gather. Raises GraphError for a tensor that `needs` does not name.
         """
-        tensor = self.tensor(name, len(index))
-        own = [axis for x in index for axis, y in enumerate(self.axes) if x is y]
-        if self.ranges is not None and len(own) == len(index) and own == sorted(set(own)):
-            slots: list[slice | None] = [None] * 4
-            for axis, n in zip(own, tensor.shape, strict=True):
-                r = self.ranges[axis]
-                slots[axis] = slice(None) if n == 1 else slice(r.start, r.stop)
+        tensor = self.data.get(name)
+        if tensor is None or len(index) != len(tensor.shape):
+            raise self.refusal(name, len(index))
+        slots, n = list[slice | None](), 0
+        for own, r in zip((self.b, self.h, self.i, self.j), self.ranges or (), strict=False):
+            if n == len(index) or index[n] is not own:
+                slots.append(None)
+                continue
+            slots.append(slice(None) if tensor.shape[n] == 1 else slice(r.start, r.stop))
+            n += 1
+        if n == len(index):
             return tensor[tuple(slots)]
         pairs = zip(index, tensor.shape, strict=True)
         return tensor[tuple(0 if is_one(n) else x for x, n in pairs)]
 
-    def tensor(self, name: str, indices: int) -> Term:
-        """The tensor of a name. Raises GraphError unless it has as many axes as `indices`."""
+    def refusal(self, name: str, indices: int) -> GraphError:
+        """Of a tensor that is not there, or has other axes than `indices`."""
         if name not in self.data:
             known = ", ".join(self.data) or "nothing"
-            raise GraphError(f"load: {name!r} is not among what `needs` names, {known}")
-        tensor = self.data[name]
-        if indices != len(tensor.shape):
-            raise GraphError(
-                f"load: {name!r} has {len(tensor.shape)} axes, and {indices} indices are given; "
-                f"say at.load({name!r}, at.b, at.h), for one [B,H]"
-            )
-        return tensor
+            return GraphError(f"load: {name!r} is not among what `needs` names, {known}")
+        return GraphError(
+            f"load: {name!r} has {len(self.data[name].shape)} axes, and {indices} indices are "
+            f"given; say at.load({name!r}, at.b, at.h), for one [B,H]"
+        )
 
     def among(self, values: Sequence[float], index: Term) -> Term:
         """values[index] in float32, where the index may be an integer, a tensor or a symbol."""

@@ -6,7 +6,7 @@ a problem of numbers, as that of a graph of its own would be, and runs in the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache, partial
 from typing import cast, final
 
@@ -16,7 +16,7 @@ from attrs import Factory, field, frozen
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.binding import settle_attention
 from attn_graph.ir.tangents import attention_in
-from attn_graph.lowering.folding import as_shaped, fold_problem
+from attn_graph.lowering.folding import Shapes, fold_problem, shape_each
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.steps import Work
 from attn_graph.machine.ambient import is_neutral, neutral_state
@@ -27,7 +27,6 @@ from attn_graph.spec.dims import bind, dims_in
 
 MOST_SIZES = 64  # of which a step keeps what runs them
 Tensors = Sequence[torch.Tensor]
-Shapes = Sequence[Shape]
 Ready = tuple[Work, Work]  # what runs a problem, and what does where o alone is wanted
 
 
@@ -111,8 +110,8 @@ def unfold_ready(ready: Ready, problem: Problem, folded: Problem | None) -> Read
     """What runs a problem, of what runs it with heads folded; None: as it is."""
     if folded is None:
         return ready
-    given = [spec.shape for spec in folded.specs]
-    return wrap_each(ready, run_folded, given, result_shapes(problem))
+    given = {n: x.shape for n, x in enumerate(folded.specs) if x != problem.specs[n]}
+    return wrap_each(ready, run_folded, given, result_shapes(problem, given))
 
 
 def wrap_each(ready: Ready, wrapper: Callable[..., Tensors], *given: object) -> Ready:
@@ -131,15 +130,14 @@ def run_selected(
 def run_folded(
     work: Work, given: Shapes, due: Shapes, device: torch.device, *operands: torch.Tensor
 ) -> Tensors:
-    """Run what reads heads as rows. given, due: shapes of what that reads, and of the results."""
-    results = work(device, *map(as_shaped, operands, given))
-    return [*map(as_shaped, results, due)]
+    """Run what reads heads as rows. given, due: shapes of what that reads, and of results."""
+    return shape_each(work(device, *shape_each(operands, given)), due)
 
 
-def result_shapes(problem: Problem) -> Shapes:
-    """The shapes of the results, in their order."""
+def result_shapes(problem: Problem, folded: Collection[int]) -> Shapes:
+    """The shapes of the results that have folded heads, by place. folded: the operands that do."""
     if problem.grad is not None:
-        wanted = zip(problem.specs, problem.grad.wants, strict=False)
-        return [spec.shape for spec, wants in wanted if wants]
+        wanted = [n for n, wants in enumerate(problem.grad.wants) if wants]
+        return {at: problem.specs[n].shape for at, n in enumerate(wanted) if n in folded}
     shape = (problem.B, problem.H, problem.M, problem.E)
-    return [shape, *(shape[:3] for _ in problem.node.stats)]
+    return dict(enumerate([shape, *(shape[:3] for _ in problem.node.stats)]))

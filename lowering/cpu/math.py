@@ -21,7 +21,7 @@ from attn_graph.ir.kept import KeptAttention, KeptAttentionGrad, keep_weights
 from attn_graph.ir.packed import Packed
 from attn_graph.ir.packing import Lengths
 from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp
-from attn_graph.lowering.backend import Backend, Executable, Options, switch_name
+from attn_graph.lowering.backend import Backend, Executable, Options, Run, switch_name
 from attn_graph.lowering.cpu import row_choice, sdpa
 from attn_graph.lowering.cpu.any_size import Ready, SizedStep, unfold_ready
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
@@ -270,32 +270,28 @@ def run_steps(graph: Graph, steps: Sequence[Step], target: Target, options: Opti
         for n, (eqn, step) in enumerate(zip(graph.eqns, steps, strict=True))
         if step.infer not in (None, step.call) and not gives_statistics(graph, eqn)
     }
-    plan = Steps.of(graph, calls, leaner)
-    exact = options.exact(graph)
-
-    def require_exact() -> None:
-        if exact and products_round(target.kind):
-            raise PlanTargetError(
-                f'math was planned with precision "ieee", and now {switch_name(target.kind)}; '
-                "set it back, or compile again"
-            )
-
-    def run(*tensors: torch.Tensor) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        require_exact()
-        device = tensors[0].device if tensors else torch.device(target.kind)
-        return plan.run(device, tensors)
-
-    def infer(*tensors: torch.Tensor) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        require_exact()
-        return plan.infer(tensors[0].device if tensors else torch.device(target.kind), tensors)
-
+    plan = Steps.of(graph, calls, target.kind, leaner)
+    run, infer = plan.run, plan.infer if leaner else plan.run
+    if options.exact(graph):
+        run, infer = (partial(run_exact, f, target.kind) for f in (run, infer))
     return Executable(
         run,
         max((step.scratch.bytes for step in steps), default=0),
         max((step.temporary for step in steps), default=0) + plan.bytes_between,
         tuple(step.note for step in steps if step.note),
-        infer=infer if plan.leaner else run,
+        infer=infer,
     )
+
+
+def run_exact(run: Run, kind: str, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
+    """Run what was planned for exact products on a kind of device. Raises PlanTargetError where
+    PyTorch's may round by now."""
+    if products_round(kind):
+        raise PlanTargetError(
+            f'math was planned with precision "ieee", and now {switch_name(kind)}; '
+            "set it back, or compile again"
+        )
+    return run(*tensors)
 
 
 def step_of(graph: Graph, eqn: Eqn, tiles: Tiles | None, target: Target, options: Options) -> Step:

@@ -163,19 +163,23 @@ class TileGrid:
 
     def places(self, data: Mapping[str, torch.Tensor], like: torch.Tensor) -> Place:
         """All places of a call. like: a tensor on its device."""
-        p = self.problem
         plain = type(like) is torch.Tensor and like.is_cpu and not is_traced()
-        if plain and p.B + p.H + p.M + p.N <= MOST_POSITIONS:
+        if plain and self.positions is not None:
             return self.positions.reading(data)
+        return self.make_places(data, like.device)
+
+    def make_places(self, data: Mapping[str, torch.Tensor], device: torch.device) -> Place:
+        """The same anew."""
+        p = self.problem
         block = Block(range(p.B), range(p.H), range(p.M), p.H, p.M, p.N, data)
-        return Place.of(block, range(p.N), like.device)
+        return Place.of(block, range(p.N), device)
 
     @cached_property
     @neutral_state()
-    def positions(self) -> Place:
-        """All places on a CPU, without data."""
-        p = self.problem
-        return Place.of(Block(range(p.B), range(p.H), range(p.M), p.H, p.M, p.N), range(p.N))
+    def positions(self) -> Place | None:
+        """All places on a CPU, without data; None where they are many."""
+        few = sum(self.problem.sizes) <= MOST_POSITIONS
+        return self.make_places({}, torch.device("cpu")) if few else None
 
     @property
     def size(self) -> str:
@@ -216,6 +220,8 @@ def choose_row_sizes(problem: Problem) -> tuple[int, int, int]:
 
 def choose_kept_sizes(problem: Problem) -> tuple[int, int, int]:
     """The same where weights are kept: all queries of some heads."""
+    if has_few_scores(problem):
+        return problem.M, problem.B, problem.G
     scores = 2 * SCORES if problem.dtype != problem.wide else SCORES // 2
     return problem.M, *choose_heads(problem, None, problem.M, scores)
 

@@ -13,6 +13,7 @@ from attn_graph.lowering.cpu.product_slots import (
     has_few_scores,
     lies_flat,
 )
+from attn_graph.lowering.cpu.run_mask import reads_numbers
 from attn_graph.lowering.cpu.schedule import row_tiles
 from attn_graph.lowering.problem import Problem
 
@@ -27,6 +28,9 @@ MOST_SHORT, SHORT_HEADS, SHORT_ROWS = 2**14, 48, 16
 # And where so few queries read so many bytes of k that no cache holds them: k q^T takes a third of
 # the time of q k^T, and the kernel twice as long.
 MOST_READING, LEAST_READ = 4, 2**24
+# And where lengths hide keys of few scores, half as many backward: one product of all heads takes
+# two thirds of the time.
+MOST_BOUNDED = 2**15
 # Multiplications of q k^T from which weights that are kept make both passes faster, in float32 of
 # few heads more; and the part of the scores that tiles of some rows have at least, where a mask
 # hides others. In float32 the kernel is faster where a mask hides half of long rows.
@@ -65,7 +69,8 @@ def pays(problem: Problem, own: Collection[torch.dtype], statistics: bool) -> bo
     if problem.dtype not in own or problem.is_empty or is_part(problem):
         return False
     if problem.dtype == problem.wide:
-        return (is_short(problem) or just_reads(problem)) and takes(problem)
+        short = is_short(problem) or just_reads(problem) or is_bounded(problem)
+        return short and takes(problem)
     return not statistics and (pays_half(problem) or (takes(problem) and skips_little(problem)))
 
 
@@ -88,6 +93,14 @@ def just_reads(problem: Problem) -> bool:
     few = p.grad is None and p.node.mask is None and p.H // p.G * p.M <= MOST_READING
     much = prod(k.shape) * k.dtype.itemsize > LEAST_READ and p.dtype == p.wide
     return few and much and lies_flat(k) and lies_flat(v)
+
+
+def is_bounded(problem: Problem) -> bool:
+    """Whether lengths, which a call reads as numbers, leave out keys of a problem of few scores."""
+    p = problem
+    most = MOST_BOUNDED if p.grad is None else MOST_BOUNDED // 2
+    few = prod(p.sizes) <= most and all(map(lies_flat, p.specs[:3]))
+    return few and p.node.mask is not None and bool(p.node.mask.needs) and reads_numbers(p)
 
 
 def skips_little(problem: Problem) -> bool:

@@ -11,7 +11,7 @@ from attrs import frozen
 from attn_graph.kernels.products import LN_2, LOG2_E, multiply_
 from attn_graph.spec import INF
 
-Hide = Callable[[torch.Tensor], None]  # scores [n,L,S] in place
+Hide = Callable[[torch.Tensor], None]  # scores [n,L,S] in place; None: without a mask
 softmax_backward = torch.ops.aten._softmax_backward_data.out
 
 
@@ -22,24 +22,27 @@ class RowSteps:
 
     scale: of the scores. few: whether there are so few rows that PyTorch's softmax is the faster.
     turns: whether scores are made as k q^T. rounds: whether products give another dtype than that
-    of the softmax. blind: whether a query may see no key. kept: whether weights are saved, not lse.
+    of the softmax. kept: whether weights are saved, not lse.
     """
 
     scale: float
     few: bool
     turns: bool
     rounds: bool
-    blind: bool
     kept: bool
 
 
 @final
 @frozen(eq=False)
 class Core:
-    """What is computed of a tile: q and o [n,L,.], k and v [n,S,.], L rows of scores each."""
+    """What is computed of a tile: q and o [n,L,.], k and v [n,S,.], L rows of scores each.
+
+    blind: whether a query may see no key.
+    """
 
     steps: RowSteps
     scratch: Mapping[str, torch.Tensor]
+    blind: bool
 
     def room(self, name: str, like: torch.Tensor, last: int) -> torch.Tensor:
         """A buffer as [n,L,last], or [n,S,last], as `like` is."""
@@ -47,7 +50,7 @@ class Core:
         return self.scratch[name][: n * rows * last].view(n, rows, last)
 
     def attend(
-        self, hide: Hide, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
+        self, hide: Hide | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
         saved: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """Fill o [n,L,E], and what is saved where it is wanted: weights [n,L,S], where they are
@@ -71,7 +74,7 @@ class Core:
         self.narrow(wide, s)
         if lse is not None:
             torch.add(top, total.log2_(), out=lse).mul_(LN_2)
-            if self.steps.blind:
+            if self.blind:
                 lse.masked_fill_(top == torch.finfo(top.dtype).min, -INF)
 
     def take_softmax(self, s: torch.Tensor, lse: torch.Tensor | None) -> None:
@@ -79,7 +82,7 @@ class Core:
 
         PyTorch's softmax is computed in float32, and rounded, whatever it reads.
         """
-        blind = self.steps.blind
+        blind = self.blind
         top = torch.amax(s, -1, keepdim=True) if blind or lse is not None else None
         wide = s if lse is None else self.widen(s)
         torch.softmax(wide, -1, out=wide)
@@ -94,8 +97,8 @@ class Core:
                 lse.masked_fill_(unseeing, -INF)
 
     def pull(
-        self, hide: Hide, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor,
-        saved: torch.Tensor, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor,
+        self, hide: Hide | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        do: torch.Tensor, saved: torch.Tensor, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor,
     ) -> None:  # fmt: skip
         """Fill dq, dk and dv with this tile's share, by the formulas of AttentionGrad.
 
@@ -103,7 +106,7 @@ class Core:
         """
         scale, ds = self.steps.scale, self.room("ds", q, k.shape[1])
         p = saved if self.steps.kept else self.weigh(q, k, hide, saved)
-        if self.steps.blind:
+        if self.blind:
             do = do.masked_fill(self.unseeing(saved), 0.0)
         multiply_(dv, p.mT, do)
         multiply_(ds, do, v.mT)
@@ -116,18 +119,19 @@ class Core:
         return saved.amax(-1, keepdim=True) == 0.0 if self.steps.kept else saved == -INF
 
     def score(
-        self, s: torch.Tensor, q: torch.Tensor, k: torch.Tensor, hide: Hide, scale: float
+        self, s: torch.Tensor, q: torch.Tensor, k: torch.Tensor, hide: Hide | None, scale: float
     ) -> torch.Tensor:
         """Fill s [n,L,S] with the masked scores, and return it."""
         if self.steps.turns:
             s.copy_(multiply_(self.room("turned", k, q.shape[1]), k, q.mT, scale).mT)
         else:
             multiply_(s, q, k.mT, scale)
-        hide(s)
+        if hide is not None:
+            hide(s)
         return s
 
     def weigh(
-        self, q: torch.Tensor, k: torch.Tensor, hide: Hide, lse: torch.Tensor
+        self, q: torch.Tensor, k: torch.Tensor, hide: Hide | None, lse: torch.Tensor
     ) -> torch.Tensor:
         """The weights [n,L,S] again. Where products round, lse may be of scores that were not
         rounded: so the weights are divided by their own sum."""
@@ -145,12 +149,12 @@ class Core:
         that sees no key is zeros, and its sum 1."""
         self.raise_(s, top)
         total = torch.sum(s, -1, keepdim=True, out=self.room("total", s, 1))
-        s.div_(total.masked_fill_(total == 0.0, 1.0) if self.steps.blind else total)
+        s.div_(total.masked_fill_(total == 0.0, 1.0) if self.blind else total)
         return total
 
     def raise_(self, s: torch.Tensor, top: torch.Tensor) -> None:
         """s [n,L,S] -> 2^(s - top), zeros where top [n,L,1], which it bounds, is -inf."""
-        s.sub_(top.clamp_(min=torch.finfo(top.dtype).min) if self.steps.blind else top).exp2_()
+        s.sub_(top.clamp_(min=torch.finfo(top.dtype).min) if self.blind else top).exp2_()
 
     def widen(self, s: torch.Tensor) -> torch.Tensor:
         """s in the dtype of statistics."""

@@ -7,14 +7,14 @@ softmax and its derivative are those of whole rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import final
 
 import torch
 from attrs import frozen
 
-from attn_graph.kernels.hiding import Bits, hide_, hiding_bits
+from attn_graph.kernels.hiding import hide_
 from attn_graph.lowering.cpu.product_slots import (
     MOST_HELD,
     ProductSlot,
@@ -22,11 +22,11 @@ from attn_graph.lowering.cpu.product_slots import (
     choose_kept_sizes,
     choose_row_sizes,
     has_few_scores,
-    held_bits,
     lies_flat,
 )
 from attn_graph.lowering.cpu.row_choice import just_reads
-from attn_graph.lowering.cpu.row_core import Core, Hide, RowSteps
+from attn_graph.lowering.cpu.row_core import Core, RowSteps
+from attn_graph.lowering.cpu.run_mask import RunMask
 from attn_graph.lowering.cpu.schedule import POSITIONS
 from attn_graph.lowering.problem import Problem
 from attn_graph.machine.workspace import Buffer, Scratch
@@ -115,7 +115,20 @@ class RowTiles(TileGrid):
         """How each tile is computed."""
         p = self.problem
         few = self.r * p.M < FEW_ROWS
-        return RowSteps(p.node.scale, few, self.turns, self.rounds, self.blind, self.kept)
+        return RowSteps(p.node.scale, few, self.turns, self.rounds, self.kept)
+
+    @cached_property
+    def shapes(self) -> Sequence[tuple[int, int, int]]:
+        """How `cut` views q, k, v, o or do, what is saved, dq, dk and dv."""
+        p, n, saved = self.problem, self.heads, self.problem.N if self.kept else 1
+        rows = self.r * p.M
+        q, k, v, o = (n, rows, p.D), (n, -1, p.D), (n, -1, p.E), (n, rows, p.E)
+        return q, k, v, o, (n, rows, saved), q, k, v
+
+    @cached_property
+    def mask(self) -> RunMask | None:
+        """The mask of tiles that are runs of heads."""
+        return RunMask.of(self, cuts=not self.kept and self.problem.grad is None)
 
     @property
     def rounds(self) -> bool:
@@ -189,45 +202,44 @@ class RowTiles(TileGrid):
         p = self.problem
         shape, dtype = ((*p.sizes,), p.dtype) if self.kept else (p.sizes[:3], p.wide)
         saved = torch.empty(shape, dtype=dtype, device=operands[0].device)
-        return self.attend(operands, scratch, saved), saved
+        return *self.infer(operands, scratch, saved), saved
 
-    def infer(self, operands: Sequence[torch.Tensor], scratch: Tensors) -> tuple[torch.Tensor, ...]:
-        """o alone."""
-        return (self.attend(operands, scratch, None),)
-
-    def attend(
-        self, operands: Sequence[torch.Tensor], scratch: Tensors, saved: torch.Tensor | None
-    ) -> torch.Tensor:
-        """o. saved: room for lse [B,H,M], or for weights [B,H,M,N], where that is wanted."""
-        p, core = self.problem, Core(self.steps, scratch)
-        data, (q, k, v) = self.data(operands), operands[:3]
-        o = p.new_o(q.device)
+    def infer(
+        self, operands: Sequence[torch.Tensor], scratch: Tensors, saved: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """o alone. saved: room for lse [B,H,M], or for weights [B,H,M,N], where that is wanted."""
+        q, k, v = operands[:3]
+        o = self.problem.new_o(q.device)
         if self.flat:
-            hide, given = self.hiding(data, q), () if saved is None else (saved,)
-            for views in zip(*map(self.cut, (q, k, v, o, *given)), strict=True):
-                core.attend(hide, *views)
-            return o
-        for spot in self.spots(core, data, q):
+            hiding = self.mask and self.mask.read(operands)
+            core = Core(self.steps, scratch, hiding.blind if hiding else self.blind)
+            if hiding and hiding.reach < self.problem.N:
+                k, v = k[:, :, : hiding.reach], v[:, :, : hiding.reach]
+            for views in self.cut((q, k, v, o) if saved is None else (q, k, v, o, saved)):
+                core.attend(hiding and hiding.hide, *views)
+            return (o,)
+        for spot in self.spots(operands, scratch, q):
             spot.attend((q, k, v), o, saved)
-        return o
+        return (o,)
 
     def backward(
         self, operands: Sequence[torch.Tensor], scratch: Tensors
     ) -> dict[int, torch.Tensor]:
         """The gradients of q, k and v, by number of the operand."""
-        p, core = self.problem, Core(self.steps, scratch)
         own, saved, do = self.read(operands)
-        data, tensors = self.data(own), own[:3]
+        tensors = own[:3]
         if self.flat:
-            grads, given = [x.new_empty(x.shape) for x in tensors], (do, saved.contiguous())
-            hide = hide_nothing if self.kept else self.hiding(data, do)
-            for views in zip(*map(self.cut, (*tensors, *given, *grads)), strict=True):
-                core.pull(hide, *views)
+            grads = [x.new_empty(x.shape) for x in tensors]
+            hiding = None if self.kept else self.mask and self.mask.read(own)
+            core = Core(self.steps, scratch, hiding.blind if hiding else self.blind)
+            for views in self.cut((*tensors, do, saved.contiguous(), *grads)):
+                core.pull(hiding and hiding.hide, *views)
             return dict(enumerate(grads))
         dq, *sums = do.new_empty(tensors[0].shape), *self.sums(tensors, scratch)
-        for spot in self.spots(core, data, do):
+        for spot in self.spots(own, scratch, do):
             spot.pull(tensors, do, saved, (dq, *sums))
-        return {0: dq, 1: sums[0].to(p.dtype), 2: sums[1].to(p.dtype)}
+        dtype = self.problem.dtype
+        return {0: dq, 1: sums[0].to(dtype), 2: sums[1].to(dtype)}
 
     def read(
         self, operands: Sequence[torch.Tensor]
@@ -241,31 +253,18 @@ class RowTiles(TileGrid):
         assert read.do is not None
         return read.own, read.lse, read.do
 
-    def data(self, operands: Sequence[torch.Tensor]) -> Tensors:
-        """What the mask reads, by name. operands: the attention's own."""
-        mask = self.problem.node.mask
-        return self.problem.node.split(operands).mask if mask and mask.needs else {}
+    def cut(self, tensors: Sequence[torch.Tensor]) -> Iterable[Sequence[torch.Tensor]]:
+        """What `Core` reads and fills, as runs [n,.,.] of key/value heads, as they lie."""
+        heads = [*map(torch.Tensor.view, tensors, self.shapes)]
+        if self.runs == 1:
+            return (heads,)
+        return zip(*(x.tensor_split(self.runs) for x in heads), strict=True)
 
-    def cut(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
-        """x [B,G,N,D] or [B,H,M,.] as runs [n,.,.] of key/value heads, as it lies; and a statistic
-        [B,H,M] as [n,L,1]."""
-        heads = x.view(self.heads, -1, x.shape[3] if x.ndim == 4 else 1)
-        return (heads,) if self.runs == 1 else heads.tensor_split(self.runs)
-
-    def hiding(self, data: Tensors, like: torch.Tensor) -> Hide:
-        """What hides the places of a run of heads. like: a tensor on the device, of the dtype."""
-        p, mask = self.problem, self.problem.node.mask
-        if mask is None:
-            return hide_nothing
-        if self.holds and type(like) is torch.Tensor and like.is_cpu:
-            bits = held_bits(mask, range(p.M), range(p.N), (p.H, p.M, p.N), like.dtype)
-        else:
-            keep = torch.as_tensor(mask.keep(self.places(data, like)), device=like.device)
-            bits = hiding_bits(keep, like.dtype)
-        return partial(hide_in, bits, (p.B if has_few_scores(p) else 1, -1, p.M, p.N))
-
-    def spots(self, core: Core, data: Tensors, like: torch.Tensor) -> Iterator[Spot]:
-        """Each tile of a call. like: a tensor on its device."""
+    def spots(
+        self, own: Sequence[torch.Tensor], scratch: Tensors, like: torch.Tensor
+    ) -> Iterator[Spot]:
+        """Each tile of a call. own: the attention's operands. like: a tensor on their device."""
+        core, data = Core(self.steps, scratch, self.blind), self.problem.node.split(own).mask
         places = self.places(data, like)
         for slot in self.tiles(data):
             yield Spot(self, slot, core, places)
@@ -278,15 +277,6 @@ class RowTiles(TileGrid):
         if self.rounds:
             return [scratch[f"sum of d{x}"].zero_() for x in "kv"]
         return [x.new_zeros(x.shape) for x in tensors[1:3]]
-
-
-def hide_nothing(s: torch.Tensor) -> None:
-    """Without a mask."""
-
-
-def hide_in(bits: Bits, grid: Sequence[int], s: torch.Tensor) -> None:
-    """Hide places of s [n,L,S], which is [batch,heads,rows,keys] in this grid."""
-    hide_(s.view(grid), bits)
 
 
 @final

@@ -27,7 +27,7 @@ from attn_graph.lowering.reasons import (
     wide_heads,
 )
 from attn_graph.lowering.steps import Steps
-from attn_graph.lowering.triton.calls import Results, TritonCall
+from attn_graph.lowering.triton.calls import TritonCall
 from attn_graph.lowering.triton.layout import Layout
 from attn_graph.lowering.triton.page_order import order_bytes
 from attn_graph.lowering.triton.work import Single, Work, split_graph
@@ -187,13 +187,9 @@ def lower_formulas(graph: Graph, target: Target, options: Options) -> Executable
 def join_parts(graph: Graph, parts: Sequence[Single], lowered: Sequence[Executable]) -> Executable:
     """The equations of a graph one after another."""
     pairs = zip(parts, lowered, strict=True)
-    steps = Steps.of(graph, [(part.args, as_step(x)) for part, x in pairs])
-
-    def run(*tensors: torch.Tensor) -> Results:
-        return steps.run(tensors[0].device, tensors)
-
+    steps = Steps.of(graph, [(part.args, as_step(x)) for part, x in pairs], "cuda")
     return Executable(
-        run,
+        steps.run,
         max(x.workspace for x in lowered),
         max(x.temporary for x in lowered) + steps.bytes_between,
         tuple(dict.fromkeys(note for x in lowered for note in x.notes)),

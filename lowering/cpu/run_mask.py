@@ -1,0 +1,114 @@
+"""What a mask hides in runs of whole heads: held for the next call, where little decides it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import final
+
+import torch
+from attrs import frozen
+
+from attn_graph.kernels.hiding import Bits, hide_, hiding_bits
+from attn_graph.lowering.cpu.product_slots import HELD, TileGrid, has_few_scores
+from attn_graph.lowering.problem import Problem
+from attn_graph.machine.ambient import is_traced, neutral_state
+from attn_graph.masks.canonical import is_ours
+from attn_graph.masks.places import Place
+
+MOST_NUMBERS = 64  # of a tensor that a call reads as numbers
+ROUND = 16  # keys: of sizes between, products take longer
+COPIED = 4  # times as long a product takes whose operands have gaps, which oneDNN copies
+Numbers = tuple[tuple[int, ...], ...]
+
+
+@final
+@frozen(eq=False)
+class Hiding:
+    """Hides places of a run's scores. grid: these as [batch,heads,rows,keys]: of the first keys, if
+    it hides all others. blind: whether it may hide all of a row."""
+
+    bits: Bits
+    grid: tuple[int, int, int, int]
+    blind: bool
+
+    @property
+    def reach(self) -> int:
+        """How many keys count."""
+        return self.grid[3]
+
+    def hide(self, s: torch.Tensor) -> None:
+        """Hide places of s [n,L,S]."""
+        hide_(s.view(self.grid), self.bits)
+
+
+@final
+@frozen(eq=False)
+class RunMask:
+    """The mask of a bare attention, for runs of whole heads.
+
+    cuts: whether runs may be of the first keys alone. blind: whether it may hide all of a row.
+    holds: whether it is one of ours, and reads no tensors or lengths of few batch entries, as the
+    layers of a model do in turn: what it hides is held.
+    """
+
+    tiles: TileGrid
+    cuts: bool
+    blind: bool
+    holds: bool
+
+    @classmethod
+    def of(cls, tiles: TileGrid, cuts: bool) -> RunMask | None:
+        """None where there is no mask."""
+        p = tiles.problem
+        return None if p.node.mask is None else cls(tiles, cuts, p.has_blind_rows, reads_numbers(p))
+
+    def read(self, operands: Sequence[torch.Tensor]) -> Hiding:
+        """What a call hides. operands: the attention's own."""
+        q, data = operands[0], operands[3:]
+        if self.holds and type(q) is torch.Tensor and q.is_cpu:
+            if not data:
+                return held_hiding(self, ())
+            if not is_traced():
+                return held_hiding(self, tuple([(*x.tolist(),) for x in data]))
+        keep = self.keep(self.tiles.places(self.by_name(data), q))
+        return self.hiding(keep, self.tiles.problem.N, self.blind)
+
+    def by_name(self, data: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What the mask reads, by name."""
+        return dict(zip(self.tiles.problem.node.data_names[1], data, strict=True))
+
+    def keep(self, at: Place) -> torch.Tensor:
+        """Which of all places the mask keeps: booleans that broadcast to [B,H,M,N]."""
+        mask = self.tiles.problem.node.mask
+        assert mask is not None
+        return torch.as_tensor(mask.keep(at), device=at.j.device)
+
+    def hiding(self, keep: torch.Tensor, reach: int, blind: bool) -> Hiding:
+        """What hides the others."""
+        p = self.tiles.problem
+        grid = p.B if has_few_scores(p) else 1, -1, p.M, reach
+        return Hiding(hiding_bits(keep, p.dtype), grid, blind)
+
+
+def reads_numbers(problem: Problem) -> bool:
+    """Whether the mask of a bare attention is one of ours that reads few numbers, or none."""
+    p, mask = problem, problem.node.mask
+    data = p.specs[3 : len(p.node.ranks)]
+    few = all(len(x.shape) == 1 and x.shape[0] <= MOST_NUMBERS for x in data)
+    return few and mask is not None and is_ours(mask)
+
+
+@lru_cache(HELD)
+@neutral_state()
+def held_hiding(mask: RunMask, numbers: Numbers) -> Hiding:
+    """What a mask hides on a CPU, where it reads tensors of these numbers."""
+    data, p = mask.by_name([torch.tensor(x) for x in numbers]), mask.tiles.problem
+    keep = mask.keep(mask.tiles.make_places(data, torch.device("cpu")))
+    blind = mask.blind and not bool(keep.any(-1).all())
+    if not (mask.cuts and numbers) or keep.shape[3] < p.N:
+        return mask.hiding(keep, p.N, blind)
+    seen = keep.flatten(0, 2).any(0).nonzero().amax() + 1 if keep.any() else torch.tensor(1)
+    reach = min(-(-int(seen) // ROUND) * ROUND, p.N)
+    reach = reach if p.dtype == p.wide or COPIED * reach <= p.N else p.N
+    return mask.hiding(keep[..., :reach], reach, blind)

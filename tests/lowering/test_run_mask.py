@@ -1,0 +1,162 @@
+"""Lengths that calls read as numbers: what they hide is held, and keys beyond them are not read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import attn_graph as ag
+from attn_graph.ir.kept import keeps_weights
+from attn_graph.lowering.cpu.math import plan_tiles
+from attn_graph.lowering.cpu.row_tiles import RowTiles
+from attn_graph.lowering.cpu.run_mask import MOST_NUMBERS
+from attn_graph.machine.target import Target
+from attn_graph.testing.agreement import check_gradients, check_outputs
+from attn_graph.testing.strategies import seeds
+from attn_graph.testing.tensors import tensors_for
+
+NATIVE = evolve(Target.of("cpu"), native=("bf16",))
+DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+I32 = torch.int32
+MASKS = {
+    "keys": (ag.KeyLengths(), ("kv_lengths",)),
+    "keys, causal": (ag.Causal("bottom_right"), ("kv_lengths",)),
+    "both": (ag.KeyLengths() & ag.QueryLengths(), ("kv_lengths", "q_lengths")),
+    "last keys": (ag.KeyLengths() & ~ag.Prefix(3), ("kv_lengths",)),
+    "a window of them": (
+        ag.KeyLengths() & ag.Window(20, 5).aligned("bottom_right"),
+        ("kv_lengths",),
+    ),
+}
+
+
+def ragged(
+    q: tuple[int, ...], k: tuple[int, ...], dtype: torch.dtype, kind: str = "keys"
+) -> ag.Graph:
+    """Attention of q and k, which is v too in size, under lengths."""
+    mask, names = MASKS[kind]
+    lengths = {name: ag.TensorSpec((q[0],), I32) for name in names}
+    specs = (ag.TensorSpec(x, dtype) for x in (q, k, k))
+    return ag.attention(*specs, mask=mask, **lengths)  # type: ignore[arg-type]
+
+
+def plan_of(graph: ag.Graph) -> ag.Plan:
+    """A plan of `math` for a CPU that multiplies bfloat16 itself."""
+    return ag.compile(graph, target=NATIVE, backends=("math",))
+
+
+def tiles_of(graph: ag.Graph) -> RowTiles:
+    """How a graph of one attention is tiled."""
+    (tiles,) = plan_tiles(plan_of(graph).graph, NATIVE, ag.Options())
+    assert isinstance(tiles, RowTiles)
+    return tiles
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[ag.Graph, tuple[torch.Tensor, ...]]:
+    """Few scores under lengths, of some of the keys or of few, and tensors."""
+    B, G, r = (draw(st.integers(1, most)) for most in (5, 3, 2))
+    M, N, D = draw(st.integers(1, 24)), draw(st.integers(1, 150)), draw(st.sampled_from((8, 24)))
+    graph = ragged(
+        (B, G * r, M, D),
+        (B, G, N, D),
+        draw(st.sampled_from(DTYPES)),
+        draw(st.sampled_from([*MASKS])),
+    )
+    part = draw(st.sampled_from((1, 5)))
+    # Scores near 1e4 are rounded to 64: of few rows the formula's own rounding may be right by luck.
+    tensors = tensors_for(graph, draw(seeds.filter(lambda seed: seed % 8 < 6)))
+    return graph, tuple(x // part if x.dtype == I32 else x for x in tensors)
+
+
+@given(case=cases(), seed=seeds)
+def test_both_passes_are_within_the_rule(
+    case: tuple[ag.Graph, tuple[torch.Tensor, ...]], seed: int
+) -> None:
+    graph, tensors = case
+    check_outputs(plan_of(graph), graph, tensors)
+    check_gradients(plan_of(graph), graph, tensors, seed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_short_sequences_with_lengths_train(dtype: torch.dtype) -> None:
+    """With weights that the forward keeps, of all batch entries at once."""
+    graph = ragged((16, 4, 16, 64), (16, 4, 16, 64), dtype)
+    plan = plan_of(graph)
+    assert keeps_weights(plan.recorded.graph)
+    check_gradients(plan, graph, tensors_for(graph, 1), 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_lengths_that_change_in_place_are_read_again(dtype: torch.dtype) -> None:
+    graph = ragged((3, 4, 1, 16), (3, 2, 100, 16), dtype)
+    q, k, v, lengths = tensors_for(graph, 1)
+    for numbers in ((100, 1, 7), (0, 100, 7), (100, 1, 7), (0, 0, 0)):
+        lengths.copy_(torch.tensor(numbers))
+        check_outputs(plan_of(graph), graph, (q, k, v, lengths))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "reaches"),
+    [
+        (torch.float32, {0: 16, 1: 16, 17: 32, 190: 192, 200: 200}),
+        (torch.bfloat16, {1: 16, 48: 48, 49: 200, 200: 200}),  # oneDNN copies keys with gaps
+    ],
+)
+def test_keys_beyond_all_lengths_are_not_read(dtype: torch.dtype, reaches: dict[int, int]) -> None:
+    graph = ragged((2, 4, 1, 16), (2, 4, 200, 16), dtype)
+    q, k, v, lengths = tensors_for(graph, 1)
+    mask = tiles_of(graph).mask
+    assert mask is not None
+    for longest, due in reaches.items():
+        lengths.copy_(torch.tensor([longest, min(longest, 3)]))
+        hiding = mask.read((q, k, v, lengths))
+        assert hiding.reach == due
+        assert hiding.blind == (longest == 0)
+        k[:, :, due:] = v[:, :, due:] = float("nan")
+        o = plan_of(graph)(q, k, v, lengths)
+        assert isinstance(o, torch.Tensor)
+        assert o.isfinite().all()
+        k.nan_to_num_()
+        v.nan_to_num_()
+
+
+def test_what_lengths_hide_is_held_by_their_numbers() -> None:
+    graph = ragged((2, 4, 1, 16), (2, 4, 50, 16), torch.float32)
+    q, k, v, lengths = tensors_for(graph, 1)
+    mask = tiles_of(graph).mask
+    assert mask is not None
+    first = mask.read((q, k, v, lengths))
+    assert mask.read((q, k, v, lengths.clone())) is first
+    assert mask.read((q, k, v, lengths + 1)) is not first
+
+
+def test_many_lengths_are_not_read_as_numbers() -> None:
+    for B in (MOST_NUMBERS, MOST_NUMBERS + 1):
+        graph = ragged((B, 1, 1, 16), (B, 1, 8, 16), torch.bfloat16)
+        mask = tiles_of(graph).mask
+        assert mask is not None
+        assert mask.holds == (B == MOST_NUMBERS)
+        check_outputs(plan_of(graph), graph, tensors_for(graph, 1))
+
+
+class Watch(TorchDispatchMode):
+    """Sees what is computed."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # torch's own
+        return func(*args, **(kwargs or {}))
+
+
+def test_who_watches_a_computation_sees_lengths_as_tensors() -> None:
+    graph = ragged((2, 4, 1, 16), (2, 4, 50, 16), torch.float32)
+    operands, mask = tensors_for(graph, 1), tiles_of(graph).mask
+    assert mask is not None
+    held = mask.read(operands)
+    with Watch():  # type: ignore[no-untyped-call]  # as above
+        made = mask.read(operands)
+    assert made is not held
+    assert made.reach == 50
