@@ -46,8 +46,9 @@ class Core:
 
     def room(self, name: str, like: torch.Tensor, last: int) -> torch.Tensor:
         """A buffer as [n,L,last], or [n,S,last], as `like` is."""
-        n, rows = like.shape[:2]
-        return self.scratch[name][: n * rows * last].view(n, rows, last)
+        n, rows, room = *like.shape[:2], self.scratch[name]
+        size = n * rows * last
+        return (room if len(room) == size else room[:size]).view(n, rows, last)
 
     def attend(
         self, hide: Hide | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,

@@ -17,6 +17,7 @@ from attn_graph.masks.canonical import is_ours
 from attn_graph.masks.places import Place
 
 MOST_NUMBERS = 64  # of a tensor that a call reads as numbers
+RECENT = 16  # lengths, with plans, of which what they hide is held, up to 512 KiB each
 ROUND = 16  # keys: of sizes between, products take longer
 COPIED = 4  # times as long a product takes whose operands have gaps, which oneDNN copies
 Numbers = tuple[tuple[int, ...], ...]
@@ -70,7 +71,7 @@ class RunMask:
             if not data:
                 return held_hiding(self, ())
             if not is_traced():
-                return held_hiding(self, tuple([(*x.tolist(),) for x in data]))
+                return recent_hiding(self, tuple([(*x.tolist(),) for x in data]))
         keep = self.keep(self.tiles.places(self.by_name(data), q))
         return self.hiding(keep, self.tiles.problem.N, self.blind)
 
@@ -99,9 +100,8 @@ def reads_numbers(problem: Problem) -> bool:
     return few and mask is not None and is_ours(mask)
 
 
-@lru_cache(HELD)
 @neutral_state()
-def held_hiding(mask: RunMask, numbers: Numbers) -> Hiding:
+def hide_by_numbers(mask: RunMask, numbers: Numbers) -> Hiding:
     """What a mask hides on a CPU, where it reads tensors of these numbers."""
     data, p = mask.by_name([torch.tensor(x) for x in numbers]), mask.tiles.problem
     keep = mask.keep(mask.tiles.make_places(data, torch.device("cpu")))
@@ -112,3 +112,6 @@ def held_hiding(mask: RunMask, numbers: Numbers) -> Hiding:
     reach = min(-(-int(seen) // ROUND) * ROUND, p.N)
     reach = reach if p.dtype == p.wide or COPIED * reach <= p.N else p.N
     return mask.hiding(keep[..., :reach], reach, blind)
+
+
+held_hiding, recent_hiding = lru_cache(HELD)(hide_by_numbers), lru_cache(RECENT)(hide_by_numbers)
