@@ -29,7 +29,7 @@ from attn_graph.machine.cache import Cache, CacheInfo
 from attn_graph.machine.likeness import look_at
 from attn_graph.machine.store import Store
 from attn_graph.machine.target import Target
-from attn_graph.machine.torch_switches import Precision, read_switches
+from attn_graph.machine.torch_switches import Precision, as_switches, raw_switches, read_switches
 from attn_graph.machine.workspace import Workspace
 from attn_graph.plan import Plan
 from attn_graph.planner.arguments import (
@@ -178,8 +178,10 @@ def compile(  # type: ignore[misc]  # the options of the second are those of the
     an option that means nothing.
     """
     among = preferred.get() if backends is None else as_tuple("backends", backends)
-    shunned = (avoided.get() if backends is None else ()) + as_tuple("avoid", avoid)
-    switches, where = read_switches(), Target.here() if target is None else target
+    shunned: Backends = avoided.get() if backends is None else ()
+    if avoid != ():
+        shunned += as_tuple("avoid", avoid)
+    switches, where = raw_switches(), Target.here() if target is None else target
     request = (
         graph, where, among, shunned, deterministic, batch_invariant, precision, on_fallback,
         max_workspace, workspace, store, tune, switches, group,
@@ -196,7 +198,13 @@ def compile(  # type: ignore[misc]  # the options of the second are those of the
             on_fallback=one_of("on_fallback", on_fallback, Fallback),
             tune=one_of("tune", tune, Switch),
             **constraints(
-                place, switches, shunned, deterministic, batch_invariant, precision, max_workspace
+                place,
+                as_switches(switches),
+                shunned,
+                deterministic,
+                batch_invariant,
+                precision,
+                max_workspace,
             ),
         )
         recipe = Recipe(place, options, among)

@@ -97,9 +97,12 @@ class Switches(NamedTuple):
 
 def read_switches() -> Switches:
     """The switches as they are now."""
-    deterministic, flash, efficient, cudnn, cuda, mkldnn, impl, math, library, order = (
-        raw_switches()
-    )
+    return as_switches(raw_switches())
+
+
+def as_switches(raw: RawSwitches) -> Switches:
+    """What `raw_switches` gave."""
+    deterministic, flash, efficient, cudnn, cuda, mkldnn, impl, math, library, order = raw
     rounds = (cuda in ROUNDED, mkldnn in ROUNDED)
     return Switches(deterministic, flash, efficient, cudnn, *rounds, impl, math, library, order)
 
