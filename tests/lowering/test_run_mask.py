@@ -68,7 +68,7 @@ def cases(draw: st.DrawFn) -> tuple[ag.Graph, tuple[torch.Tensor, ...]]:
         draw(st.sampled_from([*MASKS])),
     )
     part = draw(st.sampled_from((1, 5)))
-    # Scores near 1e4 are rounded to 64: of few rows the formula's own rounding may be right by luck.
+    # Scores near 1e4 are rounded to 64: of few rows the formula's rounding may be right by luck.
     tensors = tensors_for(graph, draw(seeds.filter(lambda seed: seed % 8 < 6)))
     return graph, tuple(x // part if x.dtype == I32 else x for x in tensors)
 
