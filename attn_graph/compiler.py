@@ -181,30 +181,24 @@ def compile(  # type: ignore[misc]  # the options of the second are those of the
     shunned: Backends = avoided.get() if backends is None else ()
     if avoid != ():
         shunned += as_tuple("avoid", avoid)
-    switches, where = raw_switches(), Target.here() if target is None else target
+    raw, where = raw_switches(), Target.here() if target is None else target
     request = (
         graph, where, among, shunned, deterministic, batch_invariant, precision, on_fallback,
-        max_workspace, workspace, store, tune, switches, group,
+        max_workspace, workspace, store, tune, raw, group,
     )  # fmt: skip
     plan = find_known(request) if isinstance(graph, Graph) else None
     if plan is None:
         if not isinstance(graph, Compilable):
             check_graph(graph, "compile")
             require_absent("group", group, "graphs that shard divided")
-        place = resolve_target(where)
+        place, switches = resolve_target(where), as_switches(raw)
         options = Options(
             workspace=resolve_workspace(workspace),
             store=resolve_store(store),
             on_fallback=one_of("on_fallback", on_fallback, Fallback),
             tune=one_of("tune", tune, Switch),
             **constraints(
-                place,
-                as_switches(switches),
-                shunned,
-                deterministic,
-                batch_invariant,
-                precision,
-                max_workspace,
+                place, switches, shunned, deterministic, batch_invariant, precision, max_workspace
             ),
         )
         recipe = Recipe(place, options, among)

@@ -28,8 +28,8 @@ MOST_SHORT, SHORT_HEADS, SHORT_ROWS = 2**14, 48, 16
 # And where so few queries read so many bytes of k that no cache holds them: k q^T takes a third of
 # the time of q k^T, and the kernel twice as long.
 MOST_READING, LEAST_READ = 4, 2**24
-# And where lengths hide keys of few scores, half as many backward: one product of all heads takes
-# two thirds of the time.
+# And where lengths hide keys of few scores of up to SHORT_ROWS rows, half as many backward: one
+# product of all heads takes two thirds of the time.
 MOST_BOUNDED = 2**15
 # Multiplications of q k^T from which weights that are kept make both passes faster, in float32 of
 # few heads more; and the part of the scores that tiles of some rows have at least, where a mask
@@ -96,11 +96,13 @@ def just_reads(problem: Problem) -> bool:
 
 
 def is_bounded(problem: Problem) -> bool:
-    """Whether lengths, which a call reads as numbers, leave out keys of a problem of few scores."""
-    p = problem
+    """Whether lengths, which a call reads as numbers, leave out keys of a few queries."""
+    p, mask = problem, problem.node.mask
     most = MOST_BOUNDED if p.grad is None else MOST_BOUNDED // 2
-    few = prod(p.sizes) <= most and all(map(lies_flat, p.specs[:3]))
-    return few and p.node.mask is not None and bool(p.node.mask.needs) and reads_numbers(p)
+    few = p.H // p.G * p.M <= SHORT_ROWS and prod(p.sizes) <= most
+    if not few or mask is None or not mask.needs:
+        return False
+    return reads_numbers(p) and all(map(lies_flat, p.specs[:3]))
 
 
 def skips_little(problem: Problem) -> bool:
