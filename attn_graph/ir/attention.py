@@ -15,7 +15,7 @@ from attn_graph.ir import ops
 from attn_graph.ir.checks import require_finite
 from attn_graph.ir.gradient_ops import WeighT, clear_blind_rows, sink_gradient
 from attn_graph.ir.graph import Emit, Gradients, Op, Values
-from attn_graph.ir.modifiers import Modifier, every_place, find_restores
+from attn_graph.ir.modifiers import Bias, Modifier, every_place, find_restores
 from attn_graph.spec import INF, ValueType, to_number
 
 T = TypeVar("T")
@@ -100,8 +100,18 @@ class Attention(Op):
     def is_bare(self) -> bool:
         """Whether it is a softmax under a mask and no more, and gives no other statistic than lse:
         Attention(scale, mask=mask)."""
-        more = self.modifiers or self.sinks or self.dropout or self.origin
-        return not more and len(self.stats) == 1
+        return not self.modifiers and self.is_softmax
+
+    @property
+    def is_biased(self) -> bool:
+        """The same of scores that a bias is added to: Attention(scale, (Bias(),), mask)."""
+        return self.modifiers == (Bias(),) and self.is_softmax
+
+    @property
+    def is_softmax(self) -> bool:
+        """Whether no more than modifiers, a mask and a softmax is between the two products, and lse
+        is the one statistic."""
+        return not (self.sinks or self.dropout or self.origin) and len(self.stats) == 1
 
     @property
     def roles(self) -> tuple[str, ...]:

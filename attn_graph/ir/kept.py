@@ -17,15 +17,22 @@ from attn_graph.ir import ops
 from attn_graph.ir.attention import Attention, AttentionGrad, as_flags
 from attn_graph.ir.gradient_ops import SoftmaxGrad, WeighT
 from attn_graph.ir.graph import Emit, Eqn, Gradients, Graph, Op, Values
+from attn_graph.ir.modifiers import Collect
 from attn_graph.spec import ValueType, accumulator
 
 T = TypeVar("T")
 
 
-def require_bare(op: Op, _: object, attention: Attention) -> None:
-    """A validator: of a softmax under a mask and no more."""
-    if not attention.is_bare:
-        raise GraphError(f"{type(op).__name__}: {attention} is more than a softmax under a mask")
+def is_keepable(attention: Attention) -> bool:
+    """Whether there is an attention that keeps its weights for this one."""
+    return attention.is_bare or attention.is_biased
+
+
+def require_keepable(op: Op, _: object, attention: Attention) -> None:
+    """A validator: of a softmax of scores, and perhaps a bias, under a mask."""
+    if not is_keepable(attention):
+        limit = "more than a softmax of scores and a bias under a mask"
+        raise GraphError(f"{type(op).__name__}: {attention} is {limit}")
 
 
 @final
@@ -37,7 +44,7 @@ class KeptAttention(Op):
     gradient alone, and have none themselves.
     """
 
-    attention: Attention = field(validator=require_bare)
+    attention: Attention = field(validator=require_keepable)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -74,6 +81,8 @@ class KeptAttention(Op):
     def run(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         given, node = self.attention.split(operands), self.attention
         (s,) = ops.Scores(node.scale).run(given.q, given.k)
+        for modifier, data in zip(node.modifiers, given.modifiers, strict=True):
+            (s,) = modifier.run(s, *data.values())
         if node.mask:
             (s,) = ops.Mask(node.mask).run(s, *given.mask.values())
         p, _ = ops.Softmax().run(s)
@@ -100,7 +109,7 @@ class KeptAttentionGrad(Op):
     are those of AttentionGrad, with o and lse computed anew.
     """
 
-    attention: Attention = field(validator=require_bare)
+    attention: Attention = field(validator=require_keepable)
     wants: tuple[bool, ...] = field(converter=as_flags)
     is_gradient = True
 
@@ -143,15 +152,17 @@ class KeptAttentionGrad(Op):
 
     def run(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         own, weights, do = self.split(operands)
-        (q, k, v), scale = own[:3], self.attention.scale
+        (q, k, v), node, scale = own[:3], self.attention, self.attention.scale
         p = weights.to(accumulator(q.dtype))
         do = do.to(p.dtype).masked_fill((p == 0).all(-1, keepdim=True), 0.0)
         (dp,) = ops.Scores().run(do, v.to(p.dtype))
         (ds,) = SoftmaxGrad().run(p, dp, torch.zeros_like(dp[..., 0]))
+        steps = zip(node.modifiers, node.split(own).modifiers, strict=True)
         gradients = (
             *ops.Weigh(scale).run(ds, k),
             *WeighT(scale).run(ds, q, k),
             *WeighT().run(p, do, v),
+            *(x for step, data in steps for x in Collect(step).run(ds, *data.values())),
         )
         return tuple(g for g, wanted in zip(gradients, self.wants, strict=False) if wanted)
 
@@ -180,7 +191,7 @@ def keep_weights(graph: Graph) -> Graph | None:
     if len(graph.eqns) != 1 or graph.outputs != (len(graph.inputs),):
         return None
     (eqn,) = graph.eqns
-    if not isinstance(eqn.op, Attention) or not eqn.op.is_bare:
+    if not isinstance(eqn.op, Attention) or not is_keepable(eqn.op):
         return None
     op = KeptAttention(eqn.op)
     outs = op.infer(*(graph.types[i] for i in eqn.args))

@@ -199,7 +199,8 @@ class Plan:
 
     def run_profiled(self, tensors: Tensors, wants: bool) -> torch.Tensor | Tensors:
         """The same under a name, which PyTorch's profilers and NVTX show."""
-        with self.named_in_profiles("forward"):
+        plan = self.recorded if wants and torch.is_grad_enabled() else self
+        with plan.named_in_profiles("forward"):
             return self.run_known(tensors, wants)
 
     def named_in_profiles(self, side: str) -> AbstractContextManager[object]:

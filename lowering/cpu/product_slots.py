@@ -10,6 +10,7 @@ from typing import final
 import torch
 from attrs import Factory, field, frozen
 
+from attn_graph.ir.attention import Operands
 from attn_graph.kernels.hiding import Bits, hiding_bits
 from attn_graph.lowering.cpu.schedule import (
     MOST_READY,
@@ -40,8 +41,7 @@ PLACES = 2**18  # at which modifiers are evaluated at a time, of up to POSITIONS
 DROPOUT_SCORES = SCORES // 2  # its random words take three times the memory of the scores
 # Where nothing but a mask is between products: copies and sums by the row count then. Twice as many
 # scores of half precision are as many bytes, and take 2 to 12 % less time with two threads. In
-# float32, for short heads, a quarter: 1 MiB, which one thread's own cache holds; half of them where
-# weights are kept, in fewer steps.
+# float32, for short heads, half of them: 2 MiB. A quarter takes up to 1.2 times as long.
 WHOLE_ROWS, WHOLE_MASKED_ROWS = 1024, 128
 FEW_SCORES = 2**16  # which take less time than a list of tiles
 LEAST_ROWS = 16
@@ -181,6 +181,37 @@ class TileGrid:
         few = sum(self.problem.sizes) <= MOST_POSITIONS
         return self.make_places({}, torch.device("cpu")) if few else None
 
+    def totals(self, given: Operands[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        """Zeros for the wanted gradients of the modifiers' tensors, one dict a modifier."""
+        node, out, at = self.problem.node, [], 3
+        for modifier, data in zip(node.modifiers, given.modifiers, strict=True):
+            wanted = {
+                name for i, name in enumerate(data, at) if self.wants(i) and name in modifier.trains
+            }
+            out.append(
+                {
+                    n: torch.zeros(data[n].shape, dtype=self.problem.wide, device=data[n].device)
+                    for n in wanted
+                }
+            )
+            at += len(data)
+        return out
+
+    def wants(self, operand: int) -> bool:
+        """Whether the gradient of an operand is needed."""
+        return self.problem.grad is not None and self.problem.grad.wants[operand]
+
+    def collected(
+        self, given: Operands[torch.Tensor], totals: Sequence[Mapping[str, torch.Tensor]]
+    ) -> dict[int, torch.Tensor]:
+        """The gradients of the modifiers' operands, by number of the operand."""
+        gradients: dict[int, torch.Tensor] = {}
+        at = 3
+        for data, sums in zip(given.modifiers, totals, strict=True):
+            gradients |= {i: sums[n].to(data[n].dtype) for i, n in enumerate(data, at) if n in sums}
+            at += len(data)
+        return gradients
+
     @property
     def size(self) -> str:
         """What a tile is, for `explain`."""
@@ -212,7 +243,7 @@ def choose_row_sizes(problem: Problem) -> tuple[int, int, int]:
     p, r = problem, problem.H // problem.G
     if has_few_scores(p):
         return p.M, p.B, p.G
-    scores = 2 * SCORES if p.dtype != p.wide else SCORES // 4
+    scores = count_row_scores(p)
     most = WHOLE_MASKED_ROWS if p.node.mask else WHOLE_ROWS
     rows = min(p.M, most, max(-(-LEAST_ROWS // r), scores // (p.N * r)))
     return rows, *choose_heads(p, None, rows, scores)
@@ -222,8 +253,12 @@ def choose_kept_sizes(problem: Problem) -> tuple[int, int, int]:
     """The same where weights are kept: all queries of some heads."""
     if has_few_scores(problem):
         return problem.M, problem.B, problem.G
-    scores = 2 * SCORES if problem.dtype != problem.wide else SCORES // 2
-    return problem.M, *choose_heads(problem, None, problem.M, scores)
+    return problem.M, *choose_heads(problem, None, problem.M, count_row_scores(problem))
+
+
+def count_row_scores(problem: Problem) -> int:
+    """How many scores a tile of whole rows has, about."""
+    return 2 * SCORES if problem.dtype != problem.wide else SCORES // 2
 
 
 def has_few_scores(problem: Problem) -> bool:
@@ -241,13 +276,18 @@ def choose_heads(
     """
     p, mask = problem, problem.node.mask
     one = find_reach(p, rows) * rows * p.H // p.G  # scores of a key/value head
-    groups = min(p.G, max(1, scores // one))
+    groups = share_evenly(p.G, max(1, scores // one))
     merges = groups == p.G and (
         factors is None or all(merges_batch(s) or packs(s, factors) for s in p.specs[1:3])
     )
     by_data = mask is not None and bool(mask.needs)
-    batch = min(p.B, max(1, scores // (one * groups))) if merges and not by_data else 1
+    batch = share_evenly(p.B, max(1, scores // (one * groups))) if merges and not by_data else 1
     return batch, groups
+
+
+def share_evenly(count: int, most: int) -> int:
+    """How many of `count` the largest of as few shares as can be has, of at most `most` each."""
+    return -(-count // -(-count // most))
 
 
 def find_unmasked_rows(problem: Problem) -> int:

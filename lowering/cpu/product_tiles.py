@@ -179,37 +179,6 @@ class ProductTiles(TileGrid):
         gradients = {0: dq, 1: dk.to(p.dtype), 2: dv.to(p.dtype)}
         return gradients | self.collected(given, totals)
 
-    def totals(self, given: Operands[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        """Zeros for the wanted gradients of the modifiers' tensors, one dict a modifier."""
-        node, out, at = self.problem.node, [], 3
-        for modifier, data in zip(node.modifiers, given.modifiers, strict=True):
-            wanted = {
-                name for i, name in enumerate(data, at) if self.wants(i) and name in modifier.trains
-            }
-            out.append(
-                {
-                    n: torch.zeros(data[n].shape, dtype=self.problem.wide, device=data[n].device)
-                    for n in wanted
-                }
-            )
-            at += len(data)
-        return out
-
-    def wants(self, operand: int) -> bool:
-        """Whether the gradient of an operand is needed."""
-        return self.problem.grad is not None and self.problem.grad.wants[operand]
-
-    def collected(
-        self, given: Operands[torch.Tensor], totals: Sequence[Mapping[str, torch.Tensor]]
-    ) -> dict[int, torch.Tensor]:
-        """The gradients of the modifiers' operands, by number of the operand."""
-        gradients: dict[int, torch.Tensor] = {}
-        at = 3
-        for data, sums in zip(given.modifiers, totals, strict=True):
-            gradients |= {i: sums[n].to(data[n].dtype) for i, n in enumerate(data, at) if n in sums}
-            at += len(data)
-        return gradients
-
 
 @final
 @frozen(eq=False)

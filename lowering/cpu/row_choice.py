@@ -25,6 +25,9 @@ FEW_ROWS = 64  # of a key/value head
 # In float32, whose products are no faster, fewer steps are: where a head has few scores, at most so
 # many, and there are many heads. Below, the kernel is as fast or, of few rows, faster.
 MOST_SHORT, SHORT_HEADS, SHORT_ROWS = 2**14, 48, 16
+# The same forward without a mask and without lse, of FEW_ROWS rows: up to a fifth faster with two
+# threads, and no slower with one.
+MOST_WHOLE, WHOLE_HEADS, LEAST_WHOLE = 200**2, 8, 2**22
 # And where so few queries read so many bytes of k that no cache holds them: k q^T takes a third of
 # the time of q k^T, and the kernel twice as long.
 MOST_READING, LEAST_READ = 4, 2**24
@@ -41,7 +44,8 @@ def keeps(problem: Problem, own: Collection[torch.dtype]) -> bool:
     """Whether weights that the forward keeps for its backward, in no more bytes than q, k, v and o
     have, make both passes faster than computing them again. own: as `pays` has it."""
     p, scores = problem, prod(problem.sizes)
-    if p.dtype not in own or p.is_empty or not p.node.is_bare or p.grad is not None:
+    suits = p.node.is_bare or (p.node.is_biased and p.dtype == p.wide)
+    if p.dtype not in own or p.is_empty or not suits or p.grad is not None:
         return False
     few = scores <= p.B * p.H * p.M * p.E + sum(prod(x.shape) for x in p.specs[:3])
     few_heads = p.dtype == p.wide and p.B * p.H < SHORT_HEADS
@@ -70,7 +74,7 @@ def pays(problem: Problem, own: Collection[torch.dtype], statistics: bool) -> bo
         return False
     if problem.dtype == problem.wide:
         short = is_short(problem) or just_reads(problem) or is_bounded(problem)
-        return short and takes(problem)
+        return (short or (has_short_rows(problem) and not statistics)) and takes(problem)
     return not statistics and (pays_half(problem) or (takes(problem) and skips_little(problem)))
 
 
@@ -85,6 +89,15 @@ def is_short(problem: Problem) -> bool:
     p = problem
     rows = p.H // p.G * p.M
     return p.M * p.N <= MOST_SHORT and p.B * p.H >= SHORT_HEADS and rows >= SHORT_ROWS
+
+
+def has_short_rows(problem: Problem) -> bool:
+    """Whether a forward without a mask has some heads of rows that are short."""
+    p = problem
+    heads, rows = p.B * p.H, p.H // p.G * p.M
+    if p.grad is not None or p.node.mask is not None or heads < WHOLE_HEADS or rows < FEW_ROWS:
+        return False
+    return p.M * p.N <= MOST_WHOLE and heads * p.M * p.N * p.D >= LEAST_WHOLE
 
 
 def just_reads(problem: Problem) -> bool:

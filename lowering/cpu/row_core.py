@@ -11,7 +11,7 @@ from attrs import frozen
 from attn_graph.kernels.products import LN_2, LOG2_E, multiply_
 from attn_graph.spec import INF
 
-Hide = Callable[[torch.Tensor], None]  # scores [n,L,S] in place; None: without a mask
+Change = Callable[[torch.Tensor], None]  # scores [n,L,S] in place, by a bias and a mask
 softmax_backward = torch.ops.aten._softmax_backward_data.out
 
 
@@ -20,13 +20,13 @@ softmax_backward = torch.ops.aten._softmax_backward_data.out
 class RowSteps:
     """How whole rows are computed.
 
-    scale: of the scores. few: whether there are so few rows that PyTorch's softmax is the faster.
-    turns: whether scores are made as k q^T. rounds: whether products give another dtype than that
-    of the softmax. kept: whether weights are saved, not lse.
+    scale: of the scores. single: whether PyTorch's softmax, a single call, is the faster. turns:
+    whether scores are made as k q^T. rounds: whether products give another dtype than that of the
+    softmax. kept: whether weights are saved, not lse.
     """
 
     scale: float
-    few: bool
+    single: bool
     turns: bool
     rounds: bool
     kept: bool
@@ -51,20 +51,17 @@ class Core:
         return (room if len(room) == size else room[:size]).view(n, rows, last)
 
     def attend(
-        self, hide: Hide | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
-        saved: torch.Tensor | None = None,
+        self, change: Change | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        o: torch.Tensor, saved: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """Fill o [n,L,E], and what is saved where it is wanted: weights [n,L,S], where they are
         kept, or lse [n,L,1], which leaves the bits of o."""
-        few, scale = self.steps.few, self.steps.scale
-        if self.steps.kept and saved is not None:
-            s = self.score(saved, q, k, hide, scale)
-            self.take_softmax(s, None)
-        else:
-            s = self.room("p", q, k.shape[1])
-            self.score(s, q, k, hide, scale if few else scale * LOG2_E)
-            weigh = self.take_softmax if few else self.take_powers
-            weigh(s, saved)
+        single, scale = self.steps.single, self.steps.scale
+        weights, lse = (saved, None) if self.steps.kept else (None, saved)
+        s = self.room("p", q, k.shape[1]) if weights is None else weights
+        self.score(s, q, k, change, scale if single else scale * LOG2_E)
+        weigh = self.take_softmax if single else self.take_powers
+        weigh(s, lse)
         multiply_(o, s, v)
 
     def take_powers(self, s: torch.Tensor, lse: torch.Tensor | None) -> None:
@@ -79,7 +76,7 @@ class Core:
                 lse.masked_fill_(top == torch.finfo(top.dtype).min, -INF)
 
     def take_softmax(self, s: torch.Tensor, lse: torch.Tensor | None) -> None:
-        """The same in base e, in as few passes as can be: of few rows each takes long to begin.
+        """The same in base e, in as few passes as can be.
 
         PyTorch's softmax is computed in float32, and rounded, whatever it reads.
         """
@@ -98,7 +95,7 @@ class Core:
                 lse.masked_fill_(unseeing, -INF)
 
     def pull(
-        self, hide: Hide | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        self, change: Change | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
         do: torch.Tensor, saved: torch.Tensor, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor,
     ) -> None:  # fmt: skip
         """Fill dq, dk and dv with this tile's share, by the formulas of AttentionGrad.
@@ -106,7 +103,7 @@ class Core:
         The row sums of do o are those of p dp, which are at hand: so o is not read.
         """
         scale, ds = self.steps.scale, self.room("ds", q, k.shape[1])
-        p = saved if self.steps.kept else self.weigh(q, k, hide, saved)
+        p = saved if self.steps.kept else self.weigh(q, k, change, saved)
         if self.blind:
             do = do.masked_fill(self.unseeing(saved), 0.0)
         multiply_(dv, p.mT, do)
@@ -120,24 +117,24 @@ class Core:
         return saved.amax(-1, keepdim=True) == 0.0 if self.steps.kept else saved == -INF
 
     def score(
-        self, s: torch.Tensor, q: torch.Tensor, k: torch.Tensor, hide: Hide | None, scale: float
+        self, s: torch.Tensor, q: torch.Tensor, k: torch.Tensor, change: Change | None, scale: float
     ) -> torch.Tensor:
         """Fill s [n,L,S] with the masked scores, and return it."""
         if self.steps.turns:
             s.copy_(multiply_(self.room("turned", k, q.shape[1]), k, q.mT, scale).mT)
         else:
             multiply_(s, q, k.mT, scale)
-        if hide is not None:
-            hide(s)
+        if change is not None:
+            change(s)
         return s
 
     def weigh(
-        self, q: torch.Tensor, k: torch.Tensor, hide: Hide | None, lse: torch.Tensor
+        self, q: torch.Tensor, k: torch.Tensor, change: Change | None, lse: torch.Tensor
     ) -> torch.Tensor:
         """The weights [n,L,S] again. Where products round, lse may be of scores that were not
         rounded: so the weights are divided by their own sum."""
         s = self.room("p", q, k.shape[1])
-        self.score(s, q, k, hide, self.steps.scale * LOG2_E)
+        self.score(s, q, k, change, self.steps.scale * LOG2_E)
         top, wide = torch.mul(lse, LOG2_E, out=self.room("top", s, 1)), self.widen(s)
         if self.steps.rounds:
             self.normalise(wide, top)

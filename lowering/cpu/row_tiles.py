@@ -1,4 +1,5 @@
-"""Attention without modifiers on tiles of whole rows of scores: products with a softmax between.
+"""Attention on tiles of whole rows of scores: products with a softmax between, and no modifier but
+a bias where weights are kept.
 
 What products multiply and give is in the dtype of the operands, scores and weights among it; the
 softmax of a row, and sums over tiles, are in float32. Each tile has all keys of its queries, so the
@@ -9,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from math import prod
 from typing import final
 
 import torch
 from attrs import frozen
 
+from attn_graph.ir.modifiers import change_
 from attn_graph.kernels.hiding import hide_
 from attn_graph.lowering.cpu.product_slots import (
     MOST_HELD,
@@ -27,13 +30,17 @@ from attn_graph.lowering.cpu.product_slots import (
 from attn_graph.lowering.cpu.row_choice import just_reads
 from attn_graph.lowering.cpu.row_core import Core, RowSteps
 from attn_graph.lowering.cpu.run_mask import RunMask
-from attn_graph.lowering.cpu.schedule import POSITIONS
+from attn_graph.lowering.cpu.schedule import POSITIONS, place_within
 from attn_graph.lowering.problem import Problem
+from attn_graph.machine.ambient import is_traced
 from attn_graph.machine.workspace import Buffer, Scratch
 from attn_graph.masks.places import Place
 from attn_graph.spec import INF, NAMES, TensorSpec
 
-FEW_ROWS = 64  # of a key/value head, below which a softmax of several passes is the slower
+# PyTorch's softmax, a single call, is the faster where a key/value head has less than SINGLE_ROWS
+# rows; and in half precision, unless rows are shorter than LONG_ROW and no multiple of VECTORS: it
+# takes what is left one by one. Elsewhere several passes are as fast or up to a third faster.
+SINGLE_ROWS, VECTORS, LONG_ROW = 64, 32, 400
 Tensors = Mapping[str, torch.Tensor]
 
 
@@ -67,6 +74,7 @@ class RowTiles(TileGrid):
         rows, buffers = n * self.r * self.rows, dict[str, Buffer]()
         if not self.kept:
             buffers["p"] = Buffer((rows * keys,), dtype)
+        if not self.kept or (p.grad is None and not self.single):
             buffers |= {name: Buffer((rows,), wide) for name in ("top", "total")}
             if self.rounds:
                 buffers["wide"] = Buffer((rows * keys,), wide)
@@ -114,8 +122,15 @@ class RowTiles(TileGrid):
     def steps(self) -> RowSteps:
         """How each tile is computed."""
         p = self.problem
-        few = self.r * p.M < FEW_ROWS
-        return RowSteps(p.node.scale, few, self.turns, self.rounds, self.kept)
+        return RowSteps(p.node.scale, self.single, self.turns, self.rounds, self.kept)
+
+    @property
+    def single(self) -> bool:
+        """Whether PyTorch's softmax, a single call, is the faster; always where a bias is added,
+        which is in base e."""
+        p = self.problem
+        few, suits = self.r * p.M < SINGLE_ROWS, p.N % VECTORS == 0 or p.N >= LONG_ROW
+        return bool(p.node.modifiers) or few or (self.rounds and suits)
 
     @cached_property
     def shapes(self) -> Sequence[tuple[int, int, int]]:
@@ -139,7 +154,7 @@ class RowTiles(TileGrid):
     def flat(self) -> bool:
         """Whether tiles are runs of whole heads as they lie, and nothing is copied."""
         p, mask = self.problem, self.problem.node.mask
-        if self.rows < p.M or self.reach < p.N or not self.lies_flat:
+        if p.node.modifiers or self.rows < p.M or self.reach < p.N or not self.lies_flat:
             return False
         return mask is None or has_few_scores(p) or (self.holds and p.M * p.N <= MOST_HELD)
 
@@ -178,13 +193,16 @@ class RowTiles(TileGrid):
     @property
     def temporary(self) -> int:
         """Bytes that PyTorch allocates beside the workspace, at most: the places that a mask is
-        asked at, with their bits, rows of o and two of their sums, and what oneDNN packs of weights
-        that it transposes."""
+        asked at, with their bits, rows of o and two of their sums, what oneDNN packs of weights
+        that it transposes, and where a bias is -inf, and sums of its gradient."""
         p, rows = self.problem, self.batch * self.rows
         places = rows * self.reach * (POSITIONS + 8) if p.node.mask else 0
         places += torch.int64.itemsize * (p.B + p.H + p.M + p.N)
         lines = rows * self.groups * self.r
         packed = lines * self.reach * p.dtype.itemsize
+        for data in p.by_role.modifiers:
+            places += sum(prod(x.shape) for x in data.values())
+            packed += lines * self.reach * p.wide.itemsize
         return places + packed + 2 * lines * (p.E + 1) * p.wide.itemsize
 
     def summary(self) -> str:
@@ -236,10 +254,13 @@ class RowTiles(TileGrid):
                 core.pull(hiding and hiding.hide, *views)
             return dict(enumerate(grads))
         dq, *sums = do.new_empty(tensors[0].shape), *self.sums(tensors, scratch)
+        given, dtype = self.problem.node.split(own), self.problem.dtype
+        totals = self.totals(given)
         for spot in self.spots(own, scratch, do):
             spot.pull(tensors, do, saved, (dq, *sums))
-        dtype = self.problem.dtype
-        return {0: dq, 1: sums[0].to(dtype), 2: sums[1].to(dtype)}
+            spot.collect(totals)
+        gradients = {0: dq, 1: sums[0].to(dtype), 2: sums[1].to(dtype)}
+        return gradients | self.collected(given, totals)
 
     def read(
         self, operands: Sequence[torch.Tensor]
@@ -264,10 +285,17 @@ class RowTiles(TileGrid):
         self, own: Sequence[torch.Tensor], scratch: Tensors, like: torch.Tensor
     ) -> Iterator[Spot]:
         """Each tile of a call. own: the attention's operands. like: a tensor on their device."""
-        core, data = Core(self.steps, scratch, self.blind), self.problem.node.split(own).mask
-        places = self.places(data, like)
-        for slot in self.tiles(data):
-            yield Spot(self, slot, core, places)
+        given = self.problem.node.split(own)
+        core = Core(self.steps, scratch, self.leaves_blind(given.modifiers))
+        places = self.places(given.mask, like)
+        for slot in self.tiles(given.mask):
+            yield Spot(self, slot, core, places, given.modifiers)
+
+    def leaves_blind(self, given: Sequence[Tensors]) -> bool:
+        """Whether a query of a call may see no key. given: what the modifiers read."""
+        if not given or not self.blind or self.problem.mask_has_blind_rows or is_traced():
+            return self.blind
+        return not all(bool(x.amin() > -INF) for data in given for x in data.values())
 
     def sums(self, tensors: Sequence[torch.Tensor], scratch: Tensors) -> list[torch.Tensor]:
         """Room for the gradients of k and v; zeros, in the dtype of sums, where those are over
@@ -282,12 +310,16 @@ class RowTiles(TileGrid):
 @final
 @frozen(eq=False)
 class Spot:
-    """A tile that is cut out of a problem, with its copies. places: all, not its own alone."""
+    """A tile that is cut out of a problem, with its copies.
+
+    places: all, not its own alone. given: what the modifiers read.
+    """
 
     tiles: RowTiles
     slot: ProductSlot
     core: Core
     places: Place
+    given: Sequence[Tensors]
 
     def room(self, name: str, last: int) -> torch.Tensor:
         """A buffer as [n,L,last]."""
@@ -345,8 +377,17 @@ class Spot:
             piece.add_(made[:, at : at + piece.shape[1]])
             at += piece.shape[1]
 
-    def hide(self, s: torch.Tensor) -> None:
-        """Hide what the mask drops of this tile."""
+    @property
+    def place(self) -> Place:
+        """Where this tile is, of all keys."""
+        slot = self.slot
+        keys = range(self.tiles.problem.N)
+        return place_within(self.places, slot.tile.batch, slot.heads, slot.tile.rows, keys)
+
+    def change(self, s: torch.Tensor) -> None:
+        """Run the modifiers on the scores of this tile, and hide what the mask drops."""
+        for modifier, data in zip(self.tiles.problem.node.modifiers, self.given, strict=True):
+            change_(modifier, self.heads(s), self.place.reading(data))
         for at, part in self.slot.mixed:
             piece = self.heads(s)[..., at : at + len(part)]
             hide_(piece, self.tiles.bits(self.slot, part, self.places, piece))
@@ -363,7 +404,7 @@ class Spot:
         q, k, v = operands
         made, room = self.rows("o", o), None if saved is None else self.saved_room(saved)
         keys = self.load_keys("k", k), self.load_keys("v", v)
-        self.core.attend(self.hide, self.load("q", q), *keys, made, room)
+        self.core.attend(self.change, self.load("q", q), *keys, made, room)
         self.store(o, made)
         if saved is not None and room is not None and not self.tiles.kept:
             self.slot.rows(saved).copy_(self.heads(room)[..., 0])
@@ -389,8 +430,16 @@ class Spot:
         rows, room = self.rows("dq", dq), self.saved_room(saved)
         if not self.tiles.kept:
             self.heads(room).copy_(self.slot.rows(saved)[..., None])
-        self.core.pull(self.hide, self.load("q", q), *keys, self.load("o", do), room, rows, *made)
+        self.core.pull(self.change, self.load("q", q), *keys, self.load("o", do), room, rows, *made)
         self.store(dq, rows)
         if not self.tiles.whole:
             self.add_keys(dk, made[0])
             self.add_keys(dv, made[1])
+
+    def collect(self, totals: Sequence[Tensors]) -> None:
+        """Add this tile's share to the gradients of what the modifiers read."""
+        steps = zip(self.tiles.problem.node.modifiers, self.given, totals, strict=True)
+        for modifier, data, sums in steps:
+            if sums:
+                ds = self.heads(self.room("ds", self.slot.keys))
+                modifier.collect(sums, ds, self.place.reading(data))

@@ -22,11 +22,15 @@ BARE = shapes(most=12).filter(lambda s: 0 not in (s.B, s.H, s.M, s.N))
 
 @st.composite
 def bare_graphs(draw: st.DrawFn) -> ag.Graph:
-    """Attention under a mask that reads no tensor, or under none, in float64."""
+    """Attention under a mask that reads no tensor, or under none, with a bias or none, in
+    float64."""
     size: Shape = draw(BARE)
     mask = draw(st.one_of(st.none(), masks(size).filter(lambda mask: not mask.needs)))
     q, k, v = (ag.TensorSpec(x, torch.float64) for x in (size.q, size.k, size.v))
-    return ag.attention(q, k, v, mask=mask)
+    full = (size.B, size.H, size.M, size.N)
+    axes = draw(st.none() | st.tuples(*(st.sampled_from((1, n)) for n in full)))
+    bias = None if axes is None else ag.TensorSpec(axes, torch.float64)
+    return ag.attention(q, k, v, mask=mask, bias=bias)
 
 
 def kept(graph: ag.Graph) -> ag.Graph:
@@ -57,16 +61,21 @@ def test_gradients_by_weights_are_those_by_lse(graph: ag.Graph, seed: int) -> No
     assert isinstance(eqn.op, KeptAttention)
     o, lse = eqn.op.attention.run(*tensors)
     do = torch.randn_like(o).masked_fill((lse == -torch.inf)[..., None], torch.nan)
-    wants = (True, True, True)
+    wants = eqn.op.attention.trains
     made = KeptAttentionGrad(eqn.op.attention, wants).run(*tensors, eqn.op.run(*tensors)[1], do)
     dues = AttentionGrad(eqn.op.attention, wants).run(*tensors, o, lse, do)
     for gradient, due in zip(made, dues, strict=True):
         torch.testing.assert_close(gradient, due)
 
 
+def names_of(graph: ag.Graph) -> tuple[str, ...]:
+    """The inputs that have a gradient: q, k, v and a bias."""
+    return tuple(i.name for i in graph.inputs if i.spec.dtype.is_floating_point)
+
+
 def gradient_of(graph: ag.Graph) -> ag.Graph:
-    """The gradient's graph by q, k and v."""
-    return backward(graph, (0, 1, 2), cotangent_specs(graph, graph.outputs))
+    """The gradient's graph by all that it reads."""
+    return backward(graph, range(len(graph.inputs)), cotangent_specs(graph, graph.outputs))
 
 
 def test_a_gradient_reads_weights_and_no_attention_again() -> None:
@@ -93,13 +102,14 @@ def test_second_derivatives_are_those_of_the_same_without_weights(
     def run(graph: ag.Graph, *operands: torch.Tensor) -> list[torch.Tensor]:
         return [*evaluate(graph, operands)]
 
-    second = [ag.vjp(x, ("q", "k", "v", "do"))[1] for x in (plain, own)]
+    names = names_of(simple)
+    second = [ag.vjp(x, (*names, "do"))[1] for x in (plain, own)]
     pairs = zip(
         run(second[0], *given_plain, *moved), run(second[1], *given_own, *moved), strict=True
     )
     for due, made in pairs:
         torch.testing.assert_close(made, due)
-    pushed = [ag.jvp(x, ("q", "k", "v")) for x in (plain, own)]
+    pushed = [ag.jvp(x, names) for x in (plain, own)]
     pairs = zip(
         run(pushed[0], *given_plain, *moved), run(pushed[1], *given_own, *moved), strict=True
     )
@@ -111,8 +121,10 @@ def test_more_than_a_softmax_under_a_mask_keeps_no_weights() -> None:
     x = ag.TensorSpec((1, 2, 8, 4), torch.float32)
     assert keep_weights(simplify(ag.attention(x, x, x, soft_cap=3.0))) is None
     assert keep_weights(simplify(ag.attention(x, x, x, stats=True))) is None
+    bias = ag.TensorSpec((1, 2, 8, 8), torch.float32)
+    assert keep_weights(simplify(ag.attention(x, x, x, bias=bias, soft_cap=3.0))) is None
     assert keep_weights(gradient_of(simplify(ag.attention(x, x, x)))) is None
-    with pytest.raises(ag.GraphError, match="is more than a softmax under a mask"):
+    with pytest.raises(ag.GraphError, match="more than a softmax of scores and a bias"):
         KeptAttention(Attention(modifiers=(SoftCap(3.0),)))
 
 

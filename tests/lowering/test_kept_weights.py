@@ -27,6 +27,7 @@ NATIVE = evolve(Target.of("cpu"), native=("bf16",))
 DTYPES = st.sampled_from((torch.bfloat16, torch.float32, torch.float64))
 BLIND = ~ag.Window(29, 24)  # of 60 queries those from 25 on see nothing, until the 30th
 MASKS = [None, ag.Causal(), ag.Window(40), BLIND, ag.Prefix(9) | ag.Causal()]
+LAYOUTS = st.sampled_from(("bhsd", "bshd"))
 DRAWN = graphs(shapes(most=60).filter(lambda s: s.B * s.H * s.M * s.N >= 256), DTYPES)
 
 
@@ -88,6 +89,53 @@ def test_every_layout_keeps_weights(
     check_gradients(plan, graph, tensors_for(graph, 1), 1)
 
 
+@st.composite
+def biased_graphs(draw: st.DrawFn) -> ag.Graph:
+    """Attention of scores that a bias is added to, most of sizes that keep weights."""
+    B, G, r, D, E = (draw(st.integers(1, most)) for most in (3, 3, 2, 24, 24))
+    M, N = draw(st.integers(16, 60)), draw(st.integers(1, 2 * (D + E)))
+    dtype, layout = draw(st.sampled_from((torch.float32, torch.float64))), draw(LAYOUTS)
+    q, k, v = (
+        ag.TensorSpec(x, dtype, layout=layout)
+        for x in ((B, G * r, M, D), (B, G, N, D), (B, G, N, E))
+    )
+    axes = draw(st.tuples(*(st.sampled_from((1, n)) for n in (B, G * r, M, N))))
+    bias = ag.TensorSpec(axes, draw(st.sampled_from((torch.float32, dtype))))
+    mask = draw(st.sampled_from((None, ag.Window(9), ag.Prefix(5) | ag.Window(3, 3))))
+    return ag.attention(q, k, v, bias=bias, mask=mask and mask.aligned("top_left"))
+
+
+@given(graph=biased_graphs(), seed=seeds, hidden=st.sampled_from((0.0, 0.3, 1.0)))
+def test_a_bias_keeps_weights_also_where_it_hides_all_keys_of_some_rows(
+    graph: ag.Graph, seed: int, hidden: float
+) -> None:
+    """hidden: which share of the bias is -inf. do is NaN in rows that see nothing."""
+    plan, (*own, bias) = ag.compile(graph), tensors_for(graph, seed)
+    draw = torch.Generator().manual_seed(seed)
+    bias = bias.masked_fill(torch.rand(bias.shape, generator=draw) < hidden, -torch.inf)
+    if keeps(plan):
+        check_gradients(plan, graph, [*own, bias], seed)
+
+
+@pytest.mark.parametrize("axes", [(3, 4, 60, 50), (1, 4, 60, 50), (3, 1, 1, 50), (1, 1, 60, 1)])
+@pytest.mark.parametrize("mask", [None, ag.Causal().aligned("top_left")], ids=str)
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_every_bias_keeps_weights(axes: tuple[int, ...], mask: ag.Mask | None, layout: str) -> None:
+    shapes = (3, 4, 60, 24), (3, 2, 50, 24), (3, 2, 50, 40)
+    q, k, v = (ag.TensorSpec(x, torch.float32, layout=layout) for x in shapes)
+    graph = ag.attention(q, k, v, bias=ag.TensorSpec(axes, torch.float32), mask=mask)
+    plan, tensors = ag.compile(graph), tensors_for(graph, 1)
+    assert keeps(plan)
+    check_gradients(plan, graph, tensors, 1)
+    do = torch.randn(3, 4, 60, 40)
+    dues = run_gradients(plan, tensors, [do])
+    own = [x.clone().requires_grad_() for x in tensors[:3]]
+    o = plan(*own, tensors[3])
+    assert isinstance(o, torch.Tensor)
+    made = torch.autograd.grad(o, own, do)  # the bias has no gradient
+    assert all(torch.equal(a, dues[name]) for a, name in zip(made, "qkv", strict=True))
+
+
 def test_results_are_the_formulas_however_saved_tensors_come_back() -> None:
     """As hooks give them that keep tensors elsewhere: in another order, and in a larger room."""
     graph = square(2, 3, 40, 16)
@@ -114,9 +162,21 @@ def test_a_cotangent_that_is_one_number_is_no_other(dtype: torch.dtype) -> None:
     assert all(torch.equal(made[name], due) for name, due in dues.items())
 
 
-@pytest.mark.parametrize("mask", [None, ~ag.Window(1, 2)], ids=str)
-def test_all_derivatives_are_those_of_differences(mask: ag.Mask | None) -> None:
-    graph = square(2, 2, 5, 4, dtype=torch.float64, mask=mask)
+def biased() -> ag.Graph:
+    """A small attention with a bias of all batch entries."""
+    x = ag.TensorSpec((2, 2, 5, 4), torch.float64)
+    return ag.attention(x, x, x, bias=ag.TensorSpec((1, 2, 5, 5), torch.float64))
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [
+        *(square(2, 2, 5, 4, dtype=torch.float64, mask=x) for x in (None, ~ag.Window(1, 2))),
+        biased(),
+    ],
+    ids=["bare", "masked", "biased"],
+)
+def test_all_derivatives_are_those_of_differences(graph: ag.Graph) -> None:
     plan = ag.compile(graph)
     assert keeps(plan)
     leaves = [x.requires_grad_() for x in tensors_for(graph, 3)]

@@ -43,6 +43,22 @@ def test_profiles_name_backend_and_pass(form: str) -> None:
         assert names.count(name) == 1
 
 
+def test_what_autograd_records_is_named_by_who_runs_it() -> None:
+    """Here weights are kept: another backend runs that than a call without gradient."""
+    x = ag.TensorSpec((1, 16, 197, 64), torch.float32)
+    plan = ag.compile(ag.attention(x, x, x, bias=ag.TensorSpec((1, 1, 1, 197), torch.float32)))
+    *own, bias = [torch.randn(i.spec.shape) for i in plan.graph.inputs]
+    assert (plan.backend, plan.recorded.backend) == ("torch_sdpa", "math")
+    for trains, backend in ((False, "torch_sdpa"), (True, "math")):
+        q, k, v = (each.requires_grad_(trains) for each in own)
+        with torch.profiler.profile(activities=ACTIVITIES, acc_events=True) as profile:
+            plan(q, k, v, bias)
+        names = [event.key for event in profile.key_averages()]
+        assert [x for x in names if x.startswith("attn_graph.")] == [
+            f"attn_graph.{backend} forward"
+        ]
+
+
 @traces
 def test_compiled_code_is_named_too() -> None:
     compiled = torch.compile(lambda q: PLAN(q, q, q), fullgraph=True, backend="aot_eager")

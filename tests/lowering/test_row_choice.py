@@ -1,0 +1,52 @@
+"""Which problems run on whole rows of scores, by the limits that were measured."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import attn_graph as ag
+from attn_graph.lowering.cpu.math import plan_tiles
+from attn_graph.lowering.cpu.product_slots import share_evenly
+from attn_graph.lowering.cpu.row_tiles import RowTiles
+from attn_graph.machine.target import Target
+
+CPU = Target.of("cpu")
+
+
+def plan_square(*sizes: int, **options: object) -> ag.Plan:
+    """A plan of attention of q, k and v of these sizes, in float32."""
+    x = ag.TensorSpec(sizes, torch.float32)
+    return ag.compile(ag.attention(x, x, x, **options))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "sizes", [(2, 16, 197, 64), (1, 8, 197, 64), (64, 4, 64, 32), (16, 12, 128, 64)]
+)
+def test_some_heads_of_short_rows_do(sizes: tuple[int, ...]) -> None:
+    plan = plan_square(*sizes)
+    (tiles,) = plan_tiles(plan.graph, CPU, ag.Options())
+    assert plan.backend == "math"
+    assert isinstance(tiles, RowTiles)
+
+
+@pytest.mark.parametrize("sizes", [(2, 16, 256, 64), (1, 7, 197, 64), (1, 8, 64, 64)])
+def test_long_rows_few_heads_and_few_scores_do_not(sizes: tuple[int, ...]) -> None:
+    assert plan_square(*sizes).backend == "torch_sdpa"
+
+
+def test_rows_of_which_a_mask_hides_some_or_whose_lse_is_returned_do_not() -> None:
+    sizes = 2, 16, 197, 64
+    assert plan_square(*sizes, mask=ag.Causal()).backend == "torch_sdpa"
+    assert plan_square(*sizes, stats=("lse",)).backend == "torch_sdpa"
+
+
+@given(count=st.integers(1, 300), most=st.integers(1, 300))
+def test_even_shares_are_as_many_as_full_ones(count: int, most: int) -> None:
+    share = share_evenly(count, most)
+    shares = -(-count // share)
+    assert share <= most
+    assert shares == -(-count // most)
+    assert share == 1 or -(-count // (share - 1)) > shares
