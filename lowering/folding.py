@@ -6,7 +6,7 @@ modifier tells these rows apart: in a decoding step, say, which has one query an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import final
 
@@ -76,10 +76,13 @@ def new_shapes(before: Graph, after: Graph, values: Iterable[int]) -> Shapes:
     return {n: tuple([i if are_numbers(i) else -1 for i in s]) for n, s in changed.items()}
 
 
-def folds_heads(backend: Backend, kind: str) -> Backend:
+def folds_heads(
+    backend: Backend, kind: str, unless: Callable[[Graph, Target, Options], bool] | None = None
+) -> Backend:
     """The same backend, which on devices of a kind gets graphs with their heads folded.
 
-    For backends without `foresees` and `variants`, which would see the graph as it was.
+    unless: whether it takes a graph as it is, since it views heads as rows itself. For backends
+    without `foresees` and `variants`, which would see the graph as it was.
     """
 
     def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason | str]:
@@ -88,7 +91,7 @@ def folds_heads(backend: Backend, kind: str) -> Backend:
 
     def lower(graph: Graph, target: Target, options: Options) -> Executable:
         folding = fold_heads(graph) if target.kind == kind else None
-        if folding is None:
+        if folding is None or (unless is not None and unless(graph, target, options)):
             return backend.lower(graph, target, options)
         return unfold(backend.lower(folding.graph, target, options), folding)
 

@@ -7,7 +7,7 @@ code has to come from memory again: so there are few.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar, final
+from typing import final
 
 import torch
 from attrs import frozen
@@ -16,11 +16,10 @@ from torch._C import _set_grad_enabled
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.vjp import residuals, statistics
 from attn_graph.machine.ambient import without_autocast
-from attn_graph.machine.workspace import Buffer, Scratch, Workspace
+from attn_graph.machine.workspace import Scratch, Views, Workspace
 
 Tensors = Sequence[torch.Tensor]
 Work = Callable[..., Tensors]  # of the device of a call, and of operands on it
-NameT = TypeVar("NameT")
 
 
 @final
@@ -98,19 +97,16 @@ def hand_out(
 
 
 def lease_rooms(
-    work: Callable[[Tensors, Mapping[NameT, torch.Tensor]], Tensors],
-    rooms: Mapping[NameT, Buffer],
-    workspace: Workspace,
+    work: Callable[[Tensors, Views], Tensors], scratch: Scratch, workspace: Workspace
 ) -> Work:
-    """Work that is given these rooms of the workspace, by name."""
-    names, scratch = tuple(rooms), Scratch(tuple(rooms.values()))
+    """Work that is given the buffers of `scratch`, in the workspace."""
 
     def call(device: torch.device, *operands: torch.Tensor) -> Tensors:
         recorded = torch.is_grad_enabled()
         _set_grad_enabled(False)  # as `torch.no_grad()`, which is six calls more
         try:
             with without_autocast(), workspace.lease(scratch, device) as views:
-                return work(operands, dict(zip(names, views, strict=True)))
+                return work(operands, views)
         finally:
             _set_grad_enabled(recorded)
 

@@ -12,7 +12,7 @@ from attrs import evolve
 
 import attn_graph as ag
 from benchmarks import derivatives, timing
-from benchmarks.cpu import OURS, Row, call_plan, format_row, make_cotangent, measure_job, run_pass
+from benchmarks.cpu import OURS, Row, format_row, make_cotangent, make_ours, measure_job, run_pass
 from benchmarks.cpu_jobs import BEST, F32, GROUPS, Job, make_graph, make_operands, shrink_job
 from benchmarks.cpu_peers import PEERS, make_flex, make_peers
 from benchmarks.memory import peak_bytes
@@ -59,7 +59,7 @@ def test_all_peers_do_the_same_job(job: Job) -> None:
     ways = make_peers(job, x)
     if PEERS["flex"].fits(job) and job.dtype == F32:  # each takes a third of a second
         ways["flex"] = make_flex(job, x, compiled=False)
-    ours = run_pass(job, partial(call_plan, plan), x, do)
+    ours = run_pass(job, make_ours(plan, x), x, do)
     near = NEAR[job.dtype]
     for name, attend in ways.items():
         theirs = run_pass(job, attend, x, do)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from math import prod
-from typing import final
+from typing import Any, final
 from weakref import ref
 
 import torch
@@ -16,7 +16,7 @@ from attn_graph.machine.ambient import is_traced
 ALIGNMENT = 64  # bytes: a cache line, and more than any vector instruction needs
 MOST_LAYOUTS = 256  # layouts whose views an arena keeps ready
 
-Views = tuple[torch.Tensor, ...]
+Views = Mapping[Any, torch.Tensor]  # by name, which may be a number
 
 
 @final
@@ -36,24 +36,24 @@ class Buffer:
 @final
 @frozen(eq=False)
 class Scratch:
-    """All buffers of a plan, side by side. Each is a layout of its own, like another or not."""
+    """All buffers of a plan by name, side by side: a layout of its own, like another or not."""
 
-    buffers: tuple[Buffer, ...] = ()
+    buffers: Mapping[Any, Buffer] = field(factory=dict)
 
     @property
     def bytes(self) -> int:
         """The size of all buffers."""
-        return sum(buffer.bytes for buffer in self.buffers)
+        return sum(buffer.bytes for buffer in self.buffers.values())
 
     def views(self, memory: torch.Tensor) -> Views:
         """The buffers as tensors in this memory of bytes."""
-        out, at = [], 0
+        out, at = dict[Any, torch.Tensor](), 0
         with torch.inference_mode(False):  # else training could not write to them later
-            for buffer in self.buffers:
+            for name, buffer in self.buffers.items():
                 part = memory[at : at + prod(buffer.shape) * buffer.dtype.itemsize]
-                out.append(part.view(buffer.dtype).view(buffer.shape))
+                out[name] = part.view(buffer.dtype).view(buffer.shape)
                 at += buffer.bytes
-        return tuple(out)
+        return out
 
 
 @final

@@ -126,7 +126,7 @@ class FusedTiles:
     @cached_property
     def scratch(self) -> Scratch:
         """The same side by side."""
-        return Scratch(tuple(self.buffers.values()))
+        return Scratch(self.buffers)
 
     def operands(self) -> dict[str, TensorSpec]:
         """The large operands by name."""

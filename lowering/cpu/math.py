@@ -308,7 +308,7 @@ def step_of(graph: Graph, eqn: Eqn, tiles: Tiles | None, target: Target, options
 
 def ready_tiles(tiles: Tiles, options: Options) -> Ready:
     """What runs tiles, and what does where o alone is wanted."""
-    lease = partial(lease_rooms, rooms=tiles.buffers, workspace=options.workspace)
+    lease = partial(lease_rooms, scratch=tiles.scratch, workspace=options.workspace)
     work, leaner = works_of(tiles)
     call = lease(work)
     return call, call if leaner is None else lease(leaner)
@@ -323,6 +323,8 @@ def works_of(tiles: Tiles) -> tuple[TileWork, TileWork | None]:
         return partial(run_backward, tiles.problem, run.backward), None
     if isinstance(run, ProductTiles | WholeTiles) or (isinstance(run, RowTiles) and run.kept):
         return run.forward, None
+    if isinstance(run, RowTiles) and run.is_one_run:
+        return run.forward, run.infer_one_run
     return run.forward, run.infer
 
 
@@ -342,7 +344,7 @@ def packed_step(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Ste
     lower = partial(lower_sequence, target, options)
     specs, gives = tuple(operand_specs(graph, eqn)), gives_statistics(graph, eqn)
     plan = plan_packed(eqn, specs, lower, options.workspace, gives=gives)
-    scratch = Scratch((Buffer((plan.workspace,), torch.uint8),))  # leased by what it calls
+    scratch = Scratch({"called": Buffer((plan.workspace,), torch.uint8)})  # leased by what it calls
     return Step(plan.call, scratch, plan.temporary, plan.note, plan.infer)
 
 
@@ -421,4 +423,10 @@ def run_backward(
     return [gradients[i] for i, wanted in enumerate(grad.wants) if wanted]
 
 
-BACKEND = folds_heads(Backend("math", why_not, lower, lower_any=lower_any_size), "cpu")
+def views_heads(graph: Graph, target: Target, options: Options) -> bool:
+    """Whether the tiles of a graph of one attention view heads that share keys as rows of one."""
+    (tiles,) = plan_tiles(graph, target, options)
+    return isinstance(tiles, RowTiles) and tiles.is_one_run
+
+
+BACKEND = folds_heads(Backend("math", why_not, lower, lower_any=lower_any_size), "cpu", views_heads)

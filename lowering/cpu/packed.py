@@ -467,7 +467,7 @@ def runs_any_size(eqn: Eqn, specs: Sequence[TensorSpec]) -> bool:
 
 def lease_run(run: PackedRun | PaddedRun, workspace: Workspace) -> tuple[Work, Work | None]:
     """The call of a step, and one for where nothing is saved for derivatives, if that is less."""
-    lease = partial(lease_rooms, rooms=run.rooms, workspace=workspace)
+    lease = partial(lease_rooms, scratch=Scratch(run.rooms), workspace=workspace)
     return lease(run.run), lease(run.infer) if isinstance(run, PackedRun) and run.saves else None
 
 
@@ -478,7 +478,7 @@ def plan_packed(
     assert isinstance(eqn.op, Packed)
     each = is_separable(eqn.op)
     run = PackedRun(eqn, specs, lower, gives) if each else PaddedRun(eqn, specs, lower)
-    rooms = Scratch(tuple(run.rooms.values()))
+    rooms = Scratch(run.rooms)
     most = max(probe.workspace for probe in run.probes) + rooms.bytes
     temporary = max(probe.temporary for probe in run.probes) + run.held
     return PackedPlan(*lease_run(run, workspace), most, temporary, run.summary)

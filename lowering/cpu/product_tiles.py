@@ -90,7 +90,7 @@ class ProductTiles(TileGrid):
     @cached_property
     def scratch(self) -> Scratch:
         """The same side by side."""
-        return Scratch(tuple(self.buffers.values()))
+        return Scratch(self.buffers)
 
     def needed_backward(self, n: int, L: int) -> dict[str, Buffer]:
         """The scratch buffers that the gradient needs on top, for n heads and L rows a tile."""

@@ -48,7 +48,9 @@ class Core:
         """A buffer as [n,L,last], or [n,S,last], as `like` is."""
         n, rows, room = *like.shape[:2], self.scratch[name]
         size = n * rows * last
-        return (room if len(room) == size else room[:size]).view(n, rows, last)
+        if room.numel() > size:
+            room = room[:size]
+        return room.view(n, rows, last)
 
     def attend(
         self, change: Change | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,

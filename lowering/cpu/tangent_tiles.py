@@ -83,7 +83,7 @@ class TangentTiles:
     @cached_property
     def scratch(self) -> Scratch:
         """The same side by side."""
-        return Scratch(tuple(self.buffers.values()))
+        return Scratch(self.buffers)
 
     @property
     def temporary(self) -> int:

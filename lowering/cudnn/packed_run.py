@@ -44,7 +44,7 @@ from attn_graph.lowering.problem import (
 )
 from attn_graph.machine.device_memo import DeviceMemo
 from attn_graph.machine.sizes import format_bytes
-from attn_graph.machine.workspace import Buffer, Scratch, Workspace
+from attn_graph.machine.workspace import Buffer, Scratch, Views, Workspace
 from attn_graph.spec import INF, dense_strides
 
 Named = dict[str, torch.Tensor]
@@ -58,7 +58,7 @@ VECTORS = (*SEQ_LENGTHS, "sink_token")  # which cuDNN reads packed
 class CudnnPackedRun:
     """What runs a graph on packed tensors: the call's tensors, given to cuDNN.
 
-    rooms: what each leased buffer of `scratch` is for: cuDNN's workspace, and what is made for it.
+    scratch: cuDNN's workspace, and what is made for it.
     """
 
     call: CudnnCall
@@ -66,7 +66,6 @@ class CudnnPackedRun:
     sequences: CudnnSequences
     graph: Graph
     workspace: Workspace
-    rooms: tuple[str, ...]
     scratch: Scratch
     execute: Execute
     sizes: DeviceMemo[torch.Tensor] = field(factory=DeviceMemo, init=False)
@@ -83,9 +82,8 @@ class CudnnPackedRun:
         execute: Execute,
     ) -> CudnnPackedRun:
         """need: bytes of cuDNN's workspace."""
-        room = buffers(call, problem, sequences, need)
-        scratch = Scratch(tuple(room.values()))
-        return cls(call, problem, sequences, graph, workspace, tuple(room), scratch, execute)
+        scratch = Scratch(buffers(call, problem, sequences, need))
+        return cls(call, problem, sequences, graph, workspace, scratch, execute)
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -111,10 +109,9 @@ class CudnnPackedRun:
     def run(self, x: Named) -> Named:
         """The call's results, by name."""
         device, ends = x["q"].device, self.ends(x)
-        with self.workspace.lease(self.scratch, device) as views:
-            room = dict(zip(self.rooms, views, strict=True))
+        with self.workspace.lease(self.scratch, device) as room:
             self.write_tables(x, ends, room)
-            known = self.clean(x, room) | room | self.lengths(ends)
+            known = {**self.clean(x, room), **room, **self.lengths(ends)}
             given = [argument(slot, known) for slot in self.call.inputs]
             made = {slot.source: self.blank(slot, x, room) for slot in self.call.outputs}
             pack = dict(enumerate((*given, *made.values()), start=1))
@@ -143,7 +140,7 @@ class CudnnPackedRun:
             made[argument] = ends[side] * (ends[other] > 0) if apart else ends[side]
         return made
 
-    def write_tables(self, x: Named, ends: Named, room: Named) -> None:
+    def write_tables(self, x: Named, ends: Named, room: Views) -> None:
         """Write offsets in elements, and the table of pages."""
         wide = {name: x[name].long() for name in STARTS.values() if name in x}
         for slot in self.call.inputs:
@@ -160,7 +157,7 @@ class CudnnPackedRun:
 
     # Arguments
 
-    def clean(self, x: Named, room: Named) -> Named:
+    def clean(self, x: Named, room: Views) -> Named:
         """The operands, with 0 in rows of no sequence where cuDNN multiplies by them."""
         given = dict(x)
         for name in cleaned_names(self.call, self.sequences):
@@ -182,7 +179,7 @@ class CudnnPackedRun:
         entry = last.clamp(0, self.problem.B - 1)
         return (row >= starts[entry]) & (row < starts[entry] + lengths[entry])
 
-    def clear_blind(self, given: Named, room: Named) -> None:
+    def clear_blind(self, given: Named, room: Views) -> None:
         """Where a row saw nothing, make do 0, and lse +inf: for every score, exp(s - lse) is 0."""
         do, lse = given["do"], given["lse"]
         packed = "rows" in self.sequences.totals
@@ -200,7 +197,7 @@ class CudnnPackedRun:
         T = self.sequences.totals.get(SIDES.get(slot.source, ""))
         return blank(slot)[:2] if T is None else packed_layout(slot, T)
 
-    def blank(self, slot: Slot, x: Named, room: Named) -> torch.Tensor:
+    def blank(self, slot: Slot, x: Named, room: Views) -> torch.Tensor:
         """Room for a result. What cuDNN may not write, or adds to, is 0; lse that of no key."""
         if slot.source == "lse" and slot.offsets:
             return self.blank_lse(x, room["stats"])
@@ -272,7 +269,7 @@ def buffers(
 
 def leased_bytes(call: CudnnCall, problem: Problem, sequences: CudnnSequences, need: int) -> int:
     """Bytes of that memory."""
-    return Scratch(tuple(buffers(call, problem, sequences, need).values())).bytes
+    return Scratch(buffers(call, problem, sequences, need)).bytes
 
 
 def copied_operands(call: CudnnCall, problem: Problem, sequences: CudnnSequences) -> dict[str, int]:

@@ -122,7 +122,7 @@ class Run:
         execute: Execute,
     ) -> Run:
         """need: bytes of workspace."""
-        scratch = Scratch((Buffer((need,), torch.uint8),) if need else ())
+        scratch = Scratch({"workspace": Buffer((need,), torch.uint8)} if need else {})
         spots = call_arguments(problem, graph)
         direct = (None if x.source in PACKED else spots.get(x.source) for x in call.inputs)
         packs = {n: spots[x.source] for n, x in enumerate(call.inputs) if x.source in PACKED}
@@ -182,7 +182,7 @@ class Run:
             made[n].zero_()
         with self.workspace.lease(self.scratch, device) as views:
             pack = dict(enumerate(given + made, start=1))
-            self.execute(pack, views[0] if views else None, device)
+            self.execute(pack, views.get("workspace"), device)
         return made
 
     def special(

@@ -184,8 +184,7 @@ class TritonCall:
         flash.check()
         named |= name_operands(flash, operands, tables) | name_tangents(flash, moved)
         named |= {name: self.table(name, device) for name in flash.tables}
-        with self.options.workspace.lease(flash.scratch, device) as views:
-            scratch = dict(zip(flash.buffers, views, strict=True))
+        with self.options.workspace.lease(flash.scratch, device) as scratch:
             named |= scratch
             with torch.cuda.device_of(operands[0]):
                 for launch in launches:

@@ -103,7 +103,7 @@ class Flash:
     @cached_property
     def scratch(self) -> Scratch:
         """All scratch buffers, side by side."""
-        return Scratch(tuple(self.buffers.values()))
+        return Scratch(self.buffers)
 
     @property
     def division(self) -> str:
@@ -363,7 +363,7 @@ class FlashBuilder(LaunchList):
         usual = next(iter(tiles))
         if not may_divide(p, self.target, usual, pass_, whole=whole):
             return Division(usual)
-        used = Scratch(tuple(self.buffers.values())).bytes
+        used = Scratch(self.buffers).bytes
         room = None if self.most is None else self.most - used
 
         def divide(given: tuple[Problem, Problem, torch.Tensor | None, int | None]) -> Division:

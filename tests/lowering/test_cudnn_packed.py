@@ -265,7 +265,7 @@ def test_what_is_copied_of_packed_tensors_is_told_and_counted(
         texts += [
             *packed_notes(call, case.problem, case.sequences),
             f"{packed_temporary_bytes(call, case.problem, case.sequences)} bytes besides",
-            f"{room.scratch.bytes} bytes leased, for {', '.join(room.rooms)}",
+            f"{room.scratch.bytes} bytes leased, for {', '.join(room.scratch.buffers)}",
             str(call),
             "",
         ]

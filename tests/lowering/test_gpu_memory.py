@@ -60,10 +60,9 @@ def check(graph: ag.Graph, leaves: Leaves, results: Sequence[torch.Tensor], seed
 def poison(workspace: ag.Workspace) -> None:
     """Fill the memory that is handed out next with bytes of 255, which are NaN in every dtype."""
     bytes_ = max(workspace.bytes, 2**20)
-    with workspace.lease(Scratch((Buffer((bytes_,), torch.uint8),)), torch.device("cuda", 0)) as (
-        memory,
-    ):
-        memory.fill_(255)
+    scratch = Scratch({"room": Buffer((bytes_,), torch.uint8)})
+    with workspace.lease(scratch, torch.device("cuda", 0)) as rooms:
+        rooms["room"].fill_(255)
     sizes = (512, 2**12, 2**15, 2**18, 2**20 - 512, 2**21, 2**23, 2**25)
     held = [torch.full((n,), 255, dtype=torch.uint8, device="cuda") for n in sizes * 8]
     torch.cuda.synchronize()

@@ -242,7 +242,7 @@ def test_what_lay_in_the_workspace_before_reaches_no_result(
     """Nor a gradient: where head sizes differ, and where rows see nothing."""
     q, k, _ = qkv(0)
     tensors = [x.to(dtype).requires_grad_() for x in (q, k, normal(2, B, G, N, 5))]
-    lengths, whole = torch.tensor([3, 0]), Scratch((Buffer((2**20,), torch.uint8),))
+    lengths, whole = torch.tensor([3, 0]), Scratch({"room": Buffer((2**20,), torch.uint8)})
     specs = map(ag.TensorSpec.like, tensors)
     graph = ag.attention(*specs, soft_cap=cap, q_lengths=ag.TensorSpec.like(lengths))
     results = []
@@ -250,7 +250,7 @@ def test_what_lay_in_the_workspace_before_reaches_no_result(
         ag.clear_cache()
         workspace = ag.Workspace()
         with workspace.lease(whole, torch.device("cpu")) as rooms:
-            rooms[0].fill_(number)
+            rooms["room"].fill_(number)
         plan = ag.compile(graph, target=CPU, backends=("math",), workspace=workspace)
         o = plan(*tensors, lengths)
         assert isinstance(o, torch.Tensor)

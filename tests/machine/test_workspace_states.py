@@ -39,7 +39,8 @@ numbers = count()
 
 def scratch(size: int) -> Scratch:
     """Two buffers of so many bytes together."""
-    return Scratch(tuple(Buffer((n,), torch.uint8) for n in (size // 2, size - size // 2)))
+    halves = {"left": size // 2, "right": size - size // 2}
+    return Scratch({side: Buffer((n,), torch.uint8) for side, n in halves.items()})
 
 
 @final
@@ -56,7 +57,7 @@ class Run:
     @classmethod
     def begin(cls, runtime: Runtime, workspace: ag.Workspace, place: Place, size: int) -> Run:
         lease, device = ExitStack(), CPU if place is None else DEVICE
-        views = lease.enter_context(workspace.lease(scratch(size), device))
+        views = tuple(lease.enter_context(workspace.lease(scratch(size), device)).values())
         run = cls(runtime, place, lease, views, next(numbers) % 256)
         run.launch(write)
         return run
@@ -285,9 +286,11 @@ def test_release_does_captured_graphs_no_harm(runtime: Runtime, workspace: ag.Wo
 
 
 def test_buffers_begin_on_cache_lines(workspace: ag.Workspace) -> None:
-    buffers = (Buffer((3,), torch.uint8), Buffer((5,), torch.float32), Buffer((2,), torch.float64))
+    dtypes = {torch.uint8: 3, torch.float32: 5, torch.float64: 2}
+    buffers = {dtype: Buffer((n,), dtype) for dtype, n in dtypes.items()}
     with workspace.lease(Scratch(buffers), CPU) as views:
-        first, *others = (view.data_ptr() for view in views)
+        assert [views[dtype].shape for dtype in dtypes] == [(n,) for n in dtypes.values()]
+        first, *others = (view.data_ptr() for view in views.values())
         assert [(at - first) % ALIGNMENT for at in others] == [0, 0]
 
 
@@ -324,10 +327,10 @@ def test_release_within_a_run_takes_effect_when_it_ends(
 
 def test_memory_of_a_dispatch_mode_is_not_kept(workspace: ag.Workspace) -> None:
     with FakeTensorMode(), workspace.lease(scratch(640), CPU) as fakes:
-        assert isinstance(fakes[0], FakeTensor)
+        assert isinstance(fakes["left"], FakeTensor)
     assert workspace.bytes == 0
     with workspace.lease(scratch(640), CPU) as views:
-        assert not isinstance(views[0], FakeTensor)
+        assert not isinstance(views["left"], FakeTensor)
 
 
 def test_to_grow_takes_no_more_than_the_larger_need(
@@ -366,9 +369,9 @@ def test_a_fork_while_another_thread_runs_leaves_the_workspace_usable() -> None:
 
     def child() -> bool:
         with workspace.lease(scratch(1280), CPU) as views:
-            views[0].fill_(7)
+            views["left"].fill_(7)
         workspace.release()
-        return bool((views[0] == 7).all())
+        return bool((views["left"] == 7).all())
 
     with ThreadPoolExecutor(1) as pool:
         result = pool.submit(run)
