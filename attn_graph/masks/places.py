@@ -75,10 +75,9 @@ class Keys:
     @classmethod
     def where(cls, flags: torch.Tensor) -> Keys:
         """The positions at which a boolean vector is true."""
-        edges = torch.diff(flags.to(torch.int8), prepend=flags.new_zeros(1, dtype=torch.int8))
-        starts = (edges == 1).nonzero().flatten().tolist()
-        stops = (edges == -1).nonzero().flatten().tolist()
-        return cls(tuple(zip(starts, [*stops, len(flags)], strict=False)))
+        no = flags.new_zeros(1)
+        edges = torch.diff(flags, prepend=no, append=no).nonzero().flatten().tolist()
+        return cls(tuple(zip(edges[::2], edges[1::2], strict=True)))
 
     def __or__(self, other: Keys) -> Keys:
         return Keys(join_intervals(sorted(self.intervals + other.intervals), gap=0))
