@@ -213,11 +213,20 @@ def test_a_call_by_name_says_what_is_missing_unknown_and_double() -> None:
         plan(q, k, v, v, v)
     with pytest.raises(ag.PlanMismatchError, match="got 3"):
         plan(q, k, v, bias=3)  # type: ignore[arg-type]  # what a user might try
-    by_name = plan(v=v, k=k, q=q, bias=torch.zeros(bias.shape))
-    by_place = plan(q, k, v, torch.zeros(bias.shape))
-    assert isinstance(by_name, torch.Tensor)
-    assert isinstance(by_place, torch.Tensor)
-    assert torch.equal(by_name, by_place)
+    with pytest.raises(ag.PlanMismatchError, match="bias: given twice"):
+        plan(q, k, v, v, bias=v)
+    zeros = torch.zeros(bias.shape)
+    o = plan(q, k, v, zeros)
+    orders = [
+        plan(v=v, k=k, q=q, bias=zeros),
+        plan(q, bias=zeros, k=k, v=v),
+        plan(q, k, v=v, bias=zeros),
+        plan(q=q, k=k, v=v, bias=zeros),
+    ]
+    for each in orders:
+        assert isinstance(o, torch.Tensor)
+        assert isinstance(each, torch.Tensor)
+        assert torch.equal(each, o)
 
 
 def test_strides_of_size_one_axes_never_matter() -> None:

@@ -73,6 +73,11 @@ class Memo:
     recorded: Plan | None = None
 
 
+def name_inputs(graph: Graph) -> tuple[str, ...]:
+    """The names of a graph's inputs."""
+    return tuple([i.name for i in graph.inputs])
+
+
 @final
 @frozen(eq=False, repr=False)
 class Plan:
@@ -106,9 +111,10 @@ class Plan:
     infer: Callable[..., tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = field(
         init=False, default=Factory(lambda plan: plan.executable.infer, takes_self=True)
     )
-    count: int = field(
-        init=False, default=Factory(lambda plan: len(plan.graph.inputs), takes_self=True)
+    names: tuple[str, ...] = field(  # of the inputs
+        init=False, default=Factory(lambda plan: name_inputs(plan.graph), takes_self=True)
     )
+    count: int = field(init=False, default=Factory(lambda plan: len(plan.names), takes_self=True))
     single: bool = field(
         init=False, default=Factory(lambda plan: len(plan.graph.outputs) == 1, takes_self=True)
     )
@@ -229,6 +235,8 @@ class Plan:
 
     def arranged(self, tensors: Tensors, named: Mapping[str, torch.Tensor]) -> Tensors:
         """Positional and named tensors in the order of the inputs."""
+        if named and (*named,) == self.names[len(tensors) :]:
+            return *tensors, *named.values()
         return arrange({i.name: i.spec for i in self.graph.inputs}, tensors, named)
 
     def admit(self, tensors: Tensors) -> bool:
