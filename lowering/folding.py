@@ -45,6 +45,13 @@ class Folding:
     outputs: Shapes
     saved: Shapes
 
+    @property
+    def note(self) -> str:
+        """What is done, for `explain`."""
+        at = self.graph.eqns[0].args[0]
+        q, shape = self.graph.inputs[at].name, self.inputs[at]
+        return f"heads that share keys are rows of one: {q} is {[*shape]}"
+
     def run(self, run: Run, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
         """Run the folded graph on tensors of the graph before, and give what that gives."""
         outputs, saved = run(*shape_each(tensors, self.inputs))
@@ -91,8 +98,11 @@ def folds_heads(
 
     def lower(graph: Graph, target: Target, options: Options) -> Executable:
         folding = fold_heads(graph) if target.kind == kind else None
-        if folding is None or (unless is not None and unless(graph, target, options)):
+        if folding is None:
             return backend.lower(graph, target, options)
+        if unless is not None and unless(graph, target, options):
+            executable = backend.lower(graph, target, options)
+            return evolve(executable, notes=(*executable.notes, folding.note))
         return unfold(backend.lower(folding.graph, target, options), folding)
 
     def lower_any(graph: Graph, target: Target, options: Options) -> Executable | None:
@@ -118,14 +128,12 @@ def folds_one_row(graph: Graph) -> bool:
 def unfold(executable: Executable, folding: Folding) -> Executable:
     """What runs a folded graph, for the graph before."""
     copied = sum(folding.graph.output_types[n].bytes for n in folding.outputs)
-    (eqn,) = folding.graph.eqns
-    q, shape = folding.graph.inputs[eqn.args[0]].name, folding.inputs[eqn.args[0]]
     return evolve(
         executable,
         run=partial(folding.run, executable.run),
         infer=partial(folding.infer, executable.infer),
         temporary=executable.temporary + copied,
-        notes=(*executable.notes, f"heads that share keys are rows of one: {q} is {[*shape]}"),
+        notes=(*executable.notes, folding.note),
     )
 
 

@@ -49,7 +49,7 @@ class Core:
         n, rows, room = *like.shape[:2], self.scratch[name]
         size = n * rows * last
         if room.numel() > size:
-            room = room[:size]
+            room = room.view(-1)[:size]
         return room.view(n, rows, last)
 
     def attend(

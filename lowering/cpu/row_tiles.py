@@ -30,7 +30,7 @@ from attn_graph.lowering.cpu.product_slots import (
 )
 from attn_graph.lowering.cpu.row_choice import just_reads
 from attn_graph.lowering.cpu.row_core import Core, RowSteps
-from attn_graph.lowering.cpu.run_mask import RunMask
+from attn_graph.lowering.cpu.run_mask import Hiding, RunMask
 from attn_graph.lowering.cpu.schedule import POSITIONS, place_within
 from attn_graph.lowering.problem import Problem
 from attn_graph.machine.ambient import is_traced
@@ -228,37 +228,49 @@ class RowTiles(TileGrid):
         self, operands: Sequence[torch.Tensor], scratch: Tensors, saved: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, ...]:
         """o alone. saved: room for lse [B,H,M], or for weights [B,H,M,N], where that is wanted."""
+        if self.flat:
+            return self.infer_runs(operands, scratch, saved, self.mask and self.mask.read(operands))
         q, k, v = operands[:3]
         o = self.problem.new_o(q.device)
-        if self.flat:
-            hiding = self.mask and self.mask.read(operands)
-            core = Core(self.steps, scratch, hiding.blind if hiding else self.blind)
-            if hiding and hiding.reach < self.problem.N:
-                k, v = k[:, :, : hiding.reach], v[:, :, : hiding.reach]
-            for views in self.cut((q, k, v, o) if saved is None else (q, k, v, o, saved)):
-                core.attend(hiding and hiding.hide, *views)
-            return (o,)
         for spot in self.spots(operands, scratch, q):
             spot.attend((q, k, v), o, saved)
         return (o,)
 
+    def infer_runs(
+        self, operands: Sequence[torch.Tensor], scratch: Tensors, saved: torch.Tensor | None,
+        hiding: Hiding | None,
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        """The same on runs of heads. hiding: what the mask hides of each."""
+        q, k, v = operands[:3]
+        o = self.problem.new_o(q.device)
+        core = Core(self.steps, scratch, hiding.blind if hiding else self.blind)
+        if hiding and hiding.reach < self.problem.N:
+            k, v = k[:, :, : hiding.reach], v[:, :, : hiding.reach]
+        for views in self.cut((q, k, v, o) if saved is None else (q, k, v, o, saved)):
+            core.attend(hiding and hiding.hide, *views)
+        return (o,)
+
     @property
     def is_one_run(self) -> bool:
-        """Whether `infer_one_run` computes it: a run of all heads, whose scores need no more than
-        one call for their softmax."""
-        p, more = self.problem, self.kept or self.turns or not self.single
-        takes_scale = abs(p.node.scale) >= LEAST_FLOAT
-        return self.flat and self.runs == 1 and p.node.mask is None and takes_scale and not more
+        """Whether `infer_one_run` computes it: a run of all heads, whose softmax is one call."""
+        more = self.kept or self.turns or not self.single
+        takes_scale = abs(self.problem.node.scale) >= LEAST_FLOAT
+        return self.flat and self.runs == 1 and takes_scale and not more
 
     def infer_one_run(
         self, operands: Sequence[torch.Tensor], scratch: Tensors
     ) -> tuple[torch.Tensor, ...]:
-        """o alone, as `infer` computes it, in one function: where a query reads many keys even
-        Python's own code has to come from memory again."""
-        q, k, v = operands
+        """o alone, as `infer` computes it, in one function unless some keys are not read or a query
+        may see none: where a query reads many keys even Python's own code comes from memory."""
+        hiding = self.mask and self.mask.read(operands)
+        if hiding and (hiding.blind or hiding.reach < self.problem.N):
+            return self.infer_runs(operands, scratch, None, hiding)
+        q, k, v, *_ = operands
         p, o, s = self.problem, self.problem.new_o(q.device), scratch["p"]
         at_q, at_k, at_v, at_o, *_ = self.shapes
         torch.baddbmm(s, q.view(at_q), k.view(at_k).mT, beta=0, alpha=p.node.scale, out=s)
+        if hiding:
+            hiding.hide(s)
         torch.softmax(s, -1, out=s)
         torch.bmm(s, v.view(at_v), out=o.view(at_o))
         return (o,)

@@ -82,6 +82,16 @@ def test_both_passes_are_within_the_rule(
     check_gradients(plan_of(graph), graph, tensors, seed)
 
 
+@given(case=cases())
+def test_a_call_without_gradient_gives_the_same_bits(
+    case: tuple[ag.Graph, tuple[torch.Tensor, ...]],
+) -> None:
+    """Also one of few queries, which runs in one function where each sees a key."""
+    graph, tensors = case
+    plan = plan_of(graph)
+    assert torch.equal(plan.infer(*tensors)[0][0], plan.run(*tensors)[0][0])
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_short_sequences_with_lengths_train(dtype: torch.dtype) -> None:
     """With weights that the forward keeps, of all batch entries at once."""
