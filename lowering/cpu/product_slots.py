@@ -39,9 +39,9 @@ MOST_ROWS = 64
 UNMASKED_ROWS = 256
 PLACES = 2**18  # at which modifiers are evaluated at a time, of up to POSITIONS bytes each
 DROPOUT_SCORES = SCORES // 2  # its random words take three times the memory of the scores
-# Where nothing but a mask is between products: copies and sums by the row count then. Twice as many
-# scores of half precision are as many bytes, and take 2 to 12 % less time with two threads. In
-# float32, for short heads, half of them: 2 MiB. A quarter takes up to 1.2 times as long.
+# Where nothing but a mask is between products, copies and sums by the row count: so many queries at
+# most, and tiles of as many bytes as SCORES of float32 have. With two threads half as many bytes
+# take up to 1.2 times as long, and twice as many no less.
 WHOLE_ROWS, WHOLE_MASKED_ROWS = 1024, 128
 FEW_SCORES = 2**16  # which take less time than a list of tiles
 LEAST_ROWS = 16
@@ -257,8 +257,8 @@ def choose_kept_sizes(problem: Problem) -> tuple[int, int, int]:
 
 
 def count_row_scores(problem: Problem) -> int:
-    """How many scores a tile of whole rows has, about."""
-    return 2 * SCORES if problem.dtype != problem.wide else SCORES // 2
+    """How many scores a tile of whole rows has, about: so many bytes as SCORES of float32."""
+    return SCORES * torch.float32.itemsize // problem.dtype.itemsize
 
 
 def has_few_scores(problem: Problem) -> bool:
