@@ -25,6 +25,7 @@ from attn_graph.lowering.cpu.product_slots import (
     TileGrid,
     choose_kept_sizes,
     choose_row_sizes,
+    count_row_scores,
     has_few_scores,
     lies_flat,
 )
@@ -252,10 +253,12 @@ class RowTiles(TileGrid):
 
     @property
     def is_one_run(self) -> bool:
-        """Whether `infer_one_run` computes it: a run of all heads, whose softmax is one call."""
-        more = self.kept or self.turns or not self.single
-        takes_scale = abs(self.problem.node.scale) >= LEAST_FLOAT
-        return self.flat and self.runs == 1 and takes_scale and not more
+        """Whether `infer_one_run` computes it: a run of all heads, of no more scores than a tile
+        should have, whose softmax is one call."""
+        p, more = self.problem, self.kept or self.turns or not self.single
+        fits = self.runs == 1 and prod(p.sizes) <= count_row_scores(p)
+        takes_scale = abs(p.node.scale) >= LEAST_FLOAT
+        return self.flat and fits and takes_scale and not more
 
     def infer_one_run(
         self, operands: Sequence[torch.Tensor], scratch: Tensors

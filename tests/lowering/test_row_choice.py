@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -41,6 +42,16 @@ def test_rows_of_which_a_mask_hides_some_or_whose_lse_is_returned_do_not() -> No
     sizes = 2, 16, 197, 64
     assert plan_square(*sizes, mask=ag.Causal()).backend == "torch_sdpa"
     assert plan_square(*sizes, stats=("lse",)).backend == "torch_sdpa"
+
+
+def test_heads_that_share_keys_are_cut_where_their_scores_are_many() -> None:
+    native = evolve(CPU, native=("bf16",))
+    tiles = {2**14: "128 heads x 1 queries", 2**15: "1 x 1 heads x 64 queries"}
+    for keys, size in tiles.items():
+        q, k = (ag.TensorSpec((1, *s, 64), torch.bfloat16) for s in ((128, 1), (1, keys)))
+        plan = ag.compile(ag.attention(q, k, k), target=native, backends=("math",))
+        assert f"products on tiles of {size}" in str(plan.explain())
+        assert "rows of one: q is [1, 1, 128, 64]" in str(plan.explain())
 
 
 @given(count=st.integers(1, 300), most=st.integers(1, 300))
