@@ -33,6 +33,7 @@ from attn_graph.nn.functional import attention, scaled_dot_product_attention
 from benchmarks.timing import Job, microseconds, microseconds_in_turn, save, seconds
 
 CPU, I32 = torch.device("cpu"), torch.int32
+WINDOW_OR_PREFIX = ag.Window(255) | ag.Prefix(100)
 SDPA = "F.scaled_dot_product_attention"
 
 
@@ -49,6 +50,16 @@ def measure_rows() -> list[dict[str, Any]]:
                 f"compile(graph), new M and N, {who} on {target}", measure_new(who, target), 250
             )
             for who, target in (("math", "cpu"), ("torch_sdpa", "cpu"), ("triton", "h200"))
+        ),
+        make_row(
+            "compile(graph), a new length, a window, math on cpu",
+            measure_masked(ag.Causal() & ag.Window(255), range(256, 4096)),
+            500,
+        ),
+        make_row(
+            "compile(graph), a new length, a window or a prefix of 64k, math on cpu",
+            measure_masked(WINDOW_OR_PREFIX, range(2**16 - 2**12, 2**16)),
+            10_000,
         ),
         make_row("a Hugging Face layer of a new length, planned", measure_layer(), 300),
         *sized_rows(),
@@ -146,6 +157,20 @@ def measure_new(backend: str, target: str, count: int = 300) -> float:
     return median_microseconds(
         partial(plan, causal(length(), length(), dtype)) for _ in range(count)
     )
+
+
+def measure_masked(mask: ag.Mask, lengths: range, count: int = 100) -> float:
+    """Microseconds to plan a graph under a mask for a length that was not there before; the
+    median."""
+    ag.clear_cache()
+    plan = partial(ag.compile, target="cpu", backends=("math",), store=False)
+
+    def graph(length: int) -> ag.Graph:
+        x = ag.TensorSpec((1, 8, length, 64), torch.float32)
+        return ag.attention(x, x, x, mask=mask.aligned("top_left"))
+
+    sample = random.Random(0).sample(lengths, count)
+    return median_microseconds(partial(plan, graph(length)) for length in sample)
 
 
 def measure_layer(count: int = 300) -> float:

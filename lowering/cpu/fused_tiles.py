@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, cached_property, lru_cache
 from typing import final
 
 import torch
@@ -34,6 +34,7 @@ from attn_graph.lowering.problem import Problem, has_flash_order, is_readable
 from attn_graph.machine.workspace import Buffer, Scratch
 from attn_graph.masks import Mask
 from attn_graph.masks.canonical import is_ours
+from attn_graph.masks.layers import Kept
 from attn_graph.masks.places import Block, Place
 from attn_graph.masks.regions import MOST_POINTS
 from attn_graph.spec import TensorSpec
@@ -44,8 +45,13 @@ MOST_PACKED = 2**23  # bytes of k and v that such queries have packed at a time
 LEAST_KEYS = FEW_QUERIES  # packed at a time
 MOST_HELD = 2**16  # elements of addends that a plan holds: 256 KiB of float32
 DATA_ROWS = 128  # queries a tile, where data decides which keys they keep
+FEW_ROUNDED, SIZE_BITS = (
+    512,
+    4,
+)  # queries, from which on all of so many leading bits are tiled alike
 JOINED = 2**20  # numbers added at a time to neighbours with the same keys, 4 MiB of float32
 CPU = torch.device("cpu")
+Way = Callable[[int], list[Tile] | None]  # tiles of at most so many queries; None: too many
 
 
 @final
@@ -334,13 +340,23 @@ def probe_axes(
 
 def static_tiles(problem: Problem, axes: str) -> tuple[Tile, ...] | None:
     """The tiles; None where data decides them, or there are so many that each call lists them."""
-    node, most = problem.node, DATA_ROWS * problem.N
+    node = problem.node
     mask, bounded = node.mask, bool(node.modifiers)
     plain = plain_tiles(problem, mask)
     if plain is not None and (not bounded or (mask is None and problem.M <= DATA_ROWS)):
         return tuple(plain)
     if mask is not None and mask.needs:
         return (whole_tile(problem),) if is_small(problem) else None
+    way = choose_way(round_sizes(problem), axes)
+    made = None if way is None else list_ways(problem, axes)[way[0]](way[1])
+    return None if made is None else tuple(made)
+
+
+def list_ways(problem: Problem, axes: str) -> tuple[Way, Way]:
+    """Tiles of so many queries, each of which a mask may hide some of; and tiles of what it exactly
+    keeps, where that is known."""
+    node, most = problem.node, DATA_ROWS * problem.N
+    mask, bounded = node.mask, bool(node.modifiers)
     relative = mask is not None and mask.relative and all(m.relative for m in node.modifiers)
 
     def tiles(rows: int) -> list[Tile] | None:
@@ -351,10 +367,36 @@ def static_tiles(problem: Problem, axes: str) -> tuple[Tile, ...] | None:
         in_rows = row_tiles(problem, mask, range(problem.B), rows, LEAST_FULL)
         return join_neighbours(in_rows, most, bounded)
 
-    kept = find_layers_of(problem, {}, MOST_POINTS) if takes_layers(problem, {}) else None
+    @cache
+    def kept() -> list[Kept] | None:
+        return find_layers_of(problem, {}, MOST_POINTS) if takes_layers(problem, {}) else None
 
     def exact(rows: int) -> list[Tile] | None:
-        return None if kept is None else tile_layers(problem, kept, rows, LEAST_FULL, single=False)
+        layers = kept()
+        if layers is None:
+            return None
+        return tile_layers(problem, layers, rows, LEAST_FULL, single=False)
 
-    cheapest = choose_cheapest(problem, tiles, exact)
-    return None if cheapest is None else tuple(cheapest)
+    return tiles, exact
+
+
+@lru_cache(64)
+def choose_way(problem: Problem, axes: str) -> tuple[int, int] | None:
+    """Which of the ways costs least, and with how many queries a tile; None where each gives too
+    many tiles."""
+    return choose_cheapest(problem, list_ways(problem, axes))
+
+
+def round_sizes(problem: Problem) -> Problem:
+    """A problem of up to an eighth more queries, and as many more keys, which is asked how to tile
+    all that round to it: ten lists of tiles take longer than the rest of planning. Few queries, and
+    those that are more than the keys, have an answer of their own."""
+    q, k, v, *more = problem.specs
+    M, N = problem.M, problem.N
+    if not FEW_ROUNDED <= M <= N:
+        return problem
+    grown = -M % (1 << (M.bit_length() - SIZE_BITS))
+    rows, keys = (*q.shape[:2], M + grown), (*k.shape[:2], N + grown)
+    sides = (rows, q), (keys, k), (keys, v)
+    specs = (TensorSpec((*shape, x.shape[3]), x.dtype) for shape, x in sides)
+    return evolve(problem, specs=(*specs, *more))

@@ -315,10 +315,14 @@ def weigh_part(part: Part, rows: int) -> int:
 
 
 def choose_cheapest(
-    problem: Problem, *choices: Callable[[int], list[Tile] | None]
-) -> list[Tile] | None:
-    """The tiles of the choice and the row block that cost least; None where each gives too many."""
+    problem: Problem, ways: Sequence[Callable[[int], list[Tile] | None]]
+) -> tuple[int, int] | None:
+    """Which way's tiles cost least, and with which row block; None where each gives too many."""
     blocks = [rows for rows in ROW_BLOCKS if rows < 2 * problem.M] or [ROW_BLOCKS[0]]
-    every = (choose(rows) for rows in blocks for choose in choices)
-    lists = [tiles for tiles in every if tiles is not None]
-    return min(lists, key=lambda tiles: estimate_seconds(problem, tiles), default=None)
+    costs = {
+        (n, rows): estimate_seconds(problem, tiles)
+        for rows in blocks
+        for n, way in enumerate(ways)
+        if (tiles := way(rows)) is not None
+    }
+    return min(costs, key=costs.__getitem__, default=None)
