@@ -250,10 +250,14 @@ def choose_row_sizes(problem: Problem) -> tuple[int, int, int]:
 
 
 def choose_kept_sizes(problem: Problem) -> tuple[int, int, int]:
-    """The same where weights are kept: all queries of some heads."""
+    """The same where weights are kept: all queries of some heads. In float32 the backward, beside
+    whose tile all weights are, takes no longer with half as many scores."""
     if has_few_scores(problem):
         return problem.M, problem.B, problem.G
-    return problem.M, *choose_heads(problem, None, problem.M, count_row_scores(problem))
+    scores = count_row_scores(problem)
+    if problem.grad is not None and problem.dtype == problem.wide:
+        scores //= 2
+    return problem.M, *choose_heads(problem, None, problem.M, scores)
 
 
 def count_row_scores(problem: Problem) -> int:

@@ -54,6 +54,13 @@ def test_heads_that_share_keys_are_cut_where_their_scores_are_many() -> None:
         assert "rows of one: q is [1, 1, 128, 64]" in str(plan.explain())
 
 
+def test_weights_that_are_kept_and_a_tile_beside_them_are_no_more_than_32_mebibytes() -> None:
+    """Of the largest problem that `benchmarks/cpu.py` trains so in float32."""
+    memory = plan_square(8, 12, 256, 64).memory()
+    assert memory.saved - memory.outputs == 8 * 12 * 256 * 256 * 4
+    assert memory.saved - memory.outputs + memory.workspace_backward <= 2**25
+
+
 @given(count=st.integers(1, 300), most=st.integers(1, 300))
 def test_even_shares_are_as_many_as_full_ones(count: int, most: int) -> None:
     share = share_evenly(count, most)
