@@ -88,8 +88,9 @@ def folds_heads(
 ) -> Backend:
     """The same backend, which on devices of a kind gets graphs with their heads folded.
 
-    unless: whether it takes a graph as it is, since it views heads as rows itself. For backends
-    without `foresees` and `variants`, which would see the graph as it was.
+    unless: whether it views heads as rows itself, and takes the graph as it is then, if it would
+    do so of the folded one: which decides the choice of tiles and the memory. For backends without
+    `foresees` and `variants`, which would see the graph as it was.
     """
 
     def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason | str]:
@@ -100,7 +101,7 @@ def folds_heads(
         folding = fold_heads(graph) if target.kind == kind else None
         if folding is None:
             return backend.lower(graph, target, options)
-        if unless is not None and unless(graph, target, options):
+        if unless and all(unless(each, target, options) for each in (folding.graph, graph)):
             executable = backend.lower(graph, target, options)
             return evolve(executable, notes=(*executable.notes, folding.note))
         return unfold(backend.lower(folding.graph, target, options), folding)

@@ -390,10 +390,11 @@ def choose_way(problem: Problem, axes: str) -> tuple[int, int] | None:
 def round_sizes(problem: Problem) -> Problem:
     """A problem of up to an eighth more queries, and as many more keys, which is asked how to tile
     all that round to it: ten lists of tiles take longer than the rest of planning. Few queries, and
-    those that are more than the keys, have an answer of their own."""
+    those that are more than the keys, have an answer of their own; and so has a user's mask, which
+    may know of no more queries."""
     q, k, v, *more = problem.specs
-    M, N = problem.M, problem.N
-    if not FEW_ROUNDED <= M <= N:
+    M, N, mask = problem.M, problem.N, problem.node.mask
+    if not FEW_ROUNDED <= M <= N or not (mask is None or is_ours(mask)):
         return problem
     grown = -M % (1 << (M.bit_length() - SIZE_BITS))
     rows, keys = (*q.shape[:2], M + grown), (*k.shape[:2], N + grown)

@@ -254,10 +254,12 @@ def choose_kept_sizes(problem: Problem) -> tuple[int, int, int]:
     whose tile all weights are, takes no longer with half as many scores."""
     if has_few_scores(problem):
         return problem.M, problem.B, problem.G
-    scores = count_row_scores(problem)
-    if problem.grad is not None and problem.dtype == problem.wide:
-        scores //= 2
-    return problem.M, *choose_heads(problem, None, problem.M, scores)
+    p, scores = problem, count_row_scores(problem)
+    if p.grad is not None and p.dtype == p.wide:
+        batch, groups = choose_heads(p, None, p.M, scores // 2)
+        if -(-p.B // batch) * -(-p.G // groups) <= MOST_READY:
+            return p.M, batch, groups
+    return p.M, *choose_heads(p, None, p.M, scores)
 
 
 def count_row_scores(problem: Problem) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from attrs import evolve
@@ -9,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import attn_graph as ag
+from attn_graph.ir.kept import keeps_weights
 from attn_graph.lowering.cpu.math import plan_tiles
 from attn_graph.lowering.cpu.product_slots import share_evenly
 from attn_graph.lowering.cpu.row_tiles import RowTiles
@@ -59,6 +62,28 @@ def test_weights_that_are_kept_and_a_tile_beside_them_are_no_more_than_32_mebiby
     memory = plan_square(8, 12, 256, 64).memory()
     assert memory.saved - memory.outputs == 8 * 12 * 256 * 256 * 4
     assert memory.saved - memory.outputs + memory.workspace_backward <= 2**25
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 16, 256), (3, 1, 16, 256), (4, 2, 16, 1024)])
+def test_the_choice_for_grouped_heads_is_that_of_rows_of_one(sizes: tuple[int, ...]) -> None:
+    """So that what a limit of the workspace counts is what a call takes."""
+    B, G, r, N = sizes
+    q, k = (ag.TensorSpec(x, torch.float32) for x in ((B, G * r, 1, 64), (B, G, N, 64)))
+    workspace = ag.Workspace()
+    options: dict[str, Any] = {"backends": ("math",), "workspace": workspace}
+    plan = ag.compile(ag.attention(q, k, k), max_workspace=0, **options)
+    plan(torch.randn(q.shape), *(torch.randn(k.shape) for _ in range(2)))
+    assert workspace.bytes == plan.memory().workspace_forward == 0
+
+
+@pytest.mark.parametrize("sizes", [(160, 16, 256, 64), (2, 130, 520, 130)])
+def test_a_backward_of_many_tiles_reads_kept_weights_too(sizes: tuple[int, ...]) -> None:
+    B, H, M, D = sizes
+    plan = plan_square(B, H, M, D, bias=ag.TensorSpec((1, 1, M, M), torch.float32))
+    assert keeps_weights(plan.recorded.graph)
+    for each in (plan.recorded, plan.training_vjp):
+        (tiles,) = plan_tiles(each.graph, CPU, ag.Options())
+        assert isinstance(tiles, RowTiles)
 
 
 @given(count=st.integers(1, 300), most=st.integers(1, 300))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any, final
+
 import pytest
 import torch
+from attrs import frozen
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -18,6 +21,7 @@ from attn_graph.lowering.cpu.fused_tiles import (
 )
 from attn_graph.lowering.cpu.schedule import estimate_seconds
 from attn_graph.lowering.problem import Problem, sole
+from attn_graph.masks.places import Block, Keys, Place
 from attn_graph.testing.agreement import check_gradients, check_outputs
 from attn_graph.testing.tensors import tensors_for
 
@@ -65,6 +69,28 @@ def test_tiles_of_an_answer_for_other_sizes_are_right(
     assert FusedTiles.plan(problem_of(graph)).static is not None
     check_outputs(plan, graph, tensors)
     check_gradients(plan, graph, tensors, 1)
+
+
+@final
+@frozen
+class UpTo(ag.Mask):
+    """Query i sees the keys below ends[i]."""
+
+    ends: tuple[int, ...]
+
+    def keep(self, at: Place) -> Any:
+        return at.j < torch.tensor(self.ends)[torch.as_tensor(at.i)]
+
+    def span(self, block: Block) -> Keys:
+        return Keys.between(0, max(self.ends[i] for i in block.rows))
+
+    def surely(self, block: Block) -> Keys:
+        return Keys.between(0, min(self.ends[i] for i in block.rows))
+
+
+def test_a_mask_of_a_user_is_asked_about_queries_that_there_are() -> None:
+    graph = masked(700, 700, UpTo(tuple(range(1, 701))))
+    check_outputs(ag.compile(graph, backends=("math",)), graph, tensors_for(graph, 1))
 
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
