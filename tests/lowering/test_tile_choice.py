@@ -79,7 +79,7 @@ class UpTo(ag.Mask):
     ends: tuple[int, ...]
 
     def keep(self, at: Place) -> Any:
-        return at.j < torch.tensor(self.ends)[torch.as_tensor(at.i)]
+        return at.j < (self.ends[at.i] if isinstance(at.i, int) else torch.tensor(self.ends)[at.i])
 
     def span(self, block: Block) -> Keys:
         return Keys.between(0, max(self.ends[i] for i in block.rows))
