@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache, cached_property, lru_cache
 from typing import final
 
@@ -22,6 +22,7 @@ from attn_graph.lowering.cpu.schedule import (
     Part,
     Tensors,
     Tile,
+    Way,
     choose_cheapest,
     estimate_seconds,
     fold_tiles,
@@ -45,13 +46,10 @@ MOST_PACKED = 2**23  # bytes of k and v that such queries have packed at a time
 LEAST_KEYS = FEW_QUERIES  # packed at a time
 MOST_HELD = 2**16  # elements of addends that a plan holds: 256 KiB of float32
 DATA_ROWS = 128  # queries a tile, where data decides which keys they keep
-FEW_ROUNDED, SIZE_BITS = (
-    512,
-    4,
-)  # queries, from which on all of so many leading bits are tiled alike
+FEW_ROUNDED = 512  # queries, from which on numbers with the same leading bits are tiled alike
+SIZE_BITS = 4  # of such a number, which is rounded to them
 JOINED = 2**20  # numbers added at a time to neighbours with the same keys, 4 MiB of float32
 CPU = torch.device("cpu")
-Way = Callable[[int], list[Tile] | None]  # tiles of at most so many queries; None: too many
 
 
 @final

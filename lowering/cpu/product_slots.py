@@ -124,7 +124,7 @@ class TileGrid:
     def listed(self) -> tuple[ProductSlot, ...] | None:
         """The tiles, where no data decides them and they are few; else each call lists them."""
         p = self.problem
-        count = -(-p.B // self.batch) * -(-p.G // self.groups) * -(-p.M // self.rows)
+        count = count_slots(p, self.rows, self.batch, self.groups)
         if count > MOST_READY or (p.node.mask is not None and p.node.mask.needs):
             return None
         return tuple(self.slots({}))
@@ -256,10 +256,16 @@ def choose_kept_sizes(problem: Problem) -> tuple[int, int, int]:
         return problem.M, problem.B, problem.G
     p, scores = problem, count_row_scores(problem)
     if p.grad is not None and p.dtype == p.wide:
-        batch, groups = choose_heads(p, None, p.M, scores // 2)
-        if -(-p.B // batch) * -(-p.G // groups) <= MOST_READY:
-            return p.M, batch, groups
+        half = p.M, *choose_heads(p, None, p.M, scores // 2)
+        if count_slots(p, *half) <= MOST_READY:
+            return half
     return p.M, *choose_heads(p, None, p.M, scores)
+
+
+def count_slots(problem: Problem, rows: int, batch: int, groups: int) -> int:
+    """How many tiles of these sizes a problem has."""
+    p = problem
+    return -(-p.B // batch) * -(-p.G // groups) * -(-p.M // rows)
 
 
 def count_row_scores(problem: Problem) -> int:

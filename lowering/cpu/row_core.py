@@ -120,15 +120,14 @@ class Core:
 
     def score(
         self, s: torch.Tensor, q: torch.Tensor, k: torch.Tensor, change: Change | None, scale: float
-    ) -> torch.Tensor:
-        """Fill s [n,L,S] with the masked scores, and return it."""
+    ) -> None:
+        """Fill s [n,L,S] with the scores, a bias and a mask among them."""
         if self.steps.turns:
             s.copy_(multiply_(self.room("turned", k, q.shape[1]), k, q.mT, scale).mT)
         else:
             multiply_(s, q, k.mT, scale)
         if change is not None:
             change(s)
-        return s
 
     def weigh(
         self, q: torch.Tensor, k: torch.Tensor, change: Change | None, lse: torch.Tensor

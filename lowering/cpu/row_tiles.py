@@ -197,16 +197,14 @@ class RowTiles(TileGrid):
     def temporary(self) -> int:
         """Bytes that PyTorch allocates beside the workspace, at most: the places that a mask is
         asked at, with their bits, rows of o and two of their sums, what oneDNN packs of weights
-        that it transposes, and where a bias is -inf, and sums of its gradient."""
+        that it transposes, and a tile's share of a bias's gradient."""
         p, rows = self.problem, self.batch * self.rows
         places = rows * self.reach * (POSITIONS + 8) if p.node.mask else 0
         places += torch.int64.itemsize * (p.B + p.H + p.M + p.N)
         lines = rows * self.groups * self.r
         packed = lines * self.reach * p.dtype.itemsize
-        for data in p.by_role.modifiers:
-            places += sum(prod(x.shape) for x in data.values())
-            packed += lines * self.reach * p.wide.itemsize
-        return places + packed + 2 * lines * (p.E + 1) * p.wide.itemsize
+        shares = lines * self.reach * p.wide.itemsize * len(p.node.modifiers)
+        return places + packed + shares + 2 * lines * (p.E + 1) * p.wide.itemsize
 
     def summary(self) -> str:
         """How it runs, for `explain`."""

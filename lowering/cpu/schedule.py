@@ -106,6 +106,9 @@ def parts_of(mask: Mask | None, block: Block, least_full: int) -> tuple[Part, ..
     return tuple(part for a, b in span.intervals for part in split_interval(a, b, sure, least_full))
 
 
+Way = Callable[[int], list[Tile] | None]  # tiles of at most so many queries; None: too many
+
+
 def split_interval(start: int, stop: int, sure: Keys, least_full: int) -> Iterator[Part]:
     """One interval as full and mixed parts."""
     if sure.covers(start, stop):
@@ -314,9 +317,7 @@ def weigh_part(part: Part, rows: int) -> int:
     return (min(whole, masked) if part.kind == "causal" else whole) + PART_ROWS * len(part)
 
 
-def choose_cheapest(
-    problem: Problem, ways: Sequence[Callable[[int], list[Tile] | None]]
-) -> tuple[int, int] | None:
+def choose_cheapest(problem: Problem, ways: Sequence[Way]) -> tuple[int, int] | None:
     """Which way's tiles cost least, and with which row block; None where each gives too many."""
     blocks = [rows for rows in ROW_BLOCKS if rows < 2 * problem.M] or [ROW_BLOCKS[0]]
     costs = {
