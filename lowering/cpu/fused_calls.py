@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import final
 
@@ -131,7 +131,8 @@ class FusedRun:
         slots, whole = self.listed(call.given.mask)
         if whole:
             (slot,) = slots
-            return call.pull(slot, slot.parts[0], o, finite, do)
+            ((_, shares),) = call.pull(slot, slot.parts[0], o, finite, do)
+            return shares
         return self.summed(call, slots, o, finite, do)
 
     def seen(self, do: torch.Tensor, unseen: torch.Tensor, scratch: Tensors) -> torch.Tensor:
@@ -164,10 +165,11 @@ class FusedRun:
             if not slot.parts:
                 rows.zero_()
             for number, part in enumerate(slot.parts):
-                shares = call.pull(slot, part, o, lse, do)
-                rows.add_(shares[0]) if number else rows.copy_(shares[0])
-                add_windows(dk, shares[1], part)
-                add_windows(dv, shares[2], part)
+                for windows, shares in call.pull(slot, part, o, lse, do):
+                    to = rows[windows]
+                    to.add_(shares[0]) if number else to.copy_(shares[0])
+                    add_windows(dk, shares[1], part, windows)
+                    add_windows(dv, shares[2], part, windows)
         return dq, dk, dv
 
     def call(self, own: Sequence[torch.Tensor], scratch: Tensors) -> TileCall:
@@ -240,12 +242,15 @@ class TileCall:
 
     def pull(
         self, slot: TileSlot, part: PartSlot, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor
-    ) -> Triple:
-        """dq, dk, dv of one part of a tile."""
+    ) -> Iterator[tuple[slice, Triple]]:
+        """dq, dk, dv of one part of a tile, of some of its windows at a time."""
         operands = slot.rows(self.q), part.keys(self.k), part.keys(self.v)
-        rows = slot.rows(do), slot.rows(o), slot.rows(lse)
+        cut = *operands, slot.rows(do), slot.rows(o), slot.rows(lse)
         addend = self.addend(slot, part) if part.makes or self.traced else part.addend
-        return fused_cpu.attend_backward(*operands, *rows, self.node.scale, part.causal, addend)
+        how = self.node.scale, part.causal, addend
+        for at in part.windows:
+            q, k, v, do, o, lse = (x[at] for x in cut)
+            yield at, fused_cpu.attend_backward(q, k, v, do, o, lse, *how)
 
     def unseen(self, part: PartSlot, addend: torch.Tensor | None) -> torch.Tensor | None:
         """The rows that see none of a part's keys: held since planning, or read off its addend."""

@@ -35,14 +35,16 @@ class PartSlot:
     """A part of a tile. keys: cuts its keys out of x [B,G,N,D].
 
     pieces: the same in pieces [start, stop) of which no two rows overlap, where tiles repeat.
-    causal: whether query i keeps the keys up to i. addend: what is added to the scores, where the
-    plan holds it; makes: whether each call has to make it, of what shape and how many elements.
-    empties: whether a row may see none of the part's keys; unseen: such rows, of a held addend.
+    windows: those that a backward computes at a time. causal: whether query i keeps the keys up to
+    i. addend: what is added to the scores, where the plan holds it; makes: whether each call has to
+    make it, of what shape and how many elements. empties: whether a row may see none of the part's
+    keys; unseen: such rows, of a held addend.
     """
 
     part: Part
     keys: Cut
     pieces: tuple[tuple[int, int, Cut], ...]
+    windows: tuple[slice, ...]
     causal: bool
     makes: bool
     shape: tuple[int, ...]
@@ -99,10 +101,13 @@ def part_slot(
     keys = find_cut(tile, range(part.start, part.stop), p.B, p.N)
     addend = next(held) if adds and held is not None else None
     makes, pieces = adds and addend is None, tuple(pieces_of(p, tile, part))
+    windows = tuple(windows_of(tiles, tile, part))
     shape = addend_shape(tiles, tile, part)
     causal, empties = part.kind == "causal", adds and may_empty(tiles, tile, part)
     unseen = find_unseen(addend) if empties and addend is not None else None
-    return PartSlot(part, keys, pieces, causal, makes, shape, prod(shape), empties, addend, unseen)
+    return PartSlot(
+        *(part, keys, pieces, windows, causal, makes, shape, prod(shape), empties, addend, unseen)
+    )
 
 
 def may_empty(tiles: FusedTiles, tile: Tile, part: Part) -> bool:
@@ -150,12 +155,21 @@ def pieces_of(p: Problem, tile: Tile, part: Part) -> Iterator[tuple[int, int, Cu
         yield at, stop, find_cut(tile, rows, p.B, p.N)
 
 
-def add_windows(total: torch.Tensor, share: torch.Tensor, slot: PartSlot) -> None:
+def windows_of(tiles: FusedTiles, tile: Tile, part: Part) -> Iterator[slice]:
+    """Which windows of a tile are computed at a time; of one that does not repeat, all it is."""
+    if tile.repeat == 1:
+        yield slice(None)
+        return
+    count = tiles.count_windows(tile, part)
+    yield from (slice(at, at + count) for at in range(0, tile.repeat, count))
+
+
+def add_windows(total: torch.Tensor, share: torch.Tensor, slot: PartSlot, windows: slice) -> None:
     """total [B,G,N,D] += a part's gradient; windows that overlap are added in disjoint slices."""
     if not slot.pieces:
         slot.keys(total).add_(share)
     for start, stop, cut in slot.pieces:
-        cut(total).add_(share[:, :, start:stop])
+        cut(total)[windows].add_(share[:, :, start:stop])
 
 
 # What is added to the scores

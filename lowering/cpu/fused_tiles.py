@@ -48,6 +48,8 @@ MOST_HELD = 2**16  # elements of addends that a plan holds: 256 KiB of float32
 DATA_ROWS = 128  # queries a tile, where data decides which keys they keep
 FEW_ROUNDED = 512  # queries, from which on numbers with the same leading bits are tiled alike
 SIZE_BITS = 4  # of such a number, which is rounded to them
+MOST_SHARED = 2**19  # elements of dk that windows give at a time: 2 MiB, beyond which all is slower
+LEAST_TASKS = 32  # of which the kernel computes each by one thread: heads of windows
 JOINED = 2**20  # numbers added at a time to neighbours with the same keys, 4 MiB of float32
 CPU = torch.device("cpu")
 
@@ -202,7 +204,20 @@ class FusedTiles:
         b = p.B if "b" in self.axes and self.static is not None else 1
         places = 0 if self.holds else POSITIONS * b * self.most_scores
         addends = 2 * (1 + p.wide.itemsize) * self.addends
-        return places + addends + result_bytes(p, self.width)
+        return places + addends + result_bytes(p, self.width, self.keys_shared)
+
+    @property
+    def keys_shared(self) -> int:
+        """Keys of a head in windows that a backward computes at a time, at most."""
+        tiles = [tile for tile in self.static or () if tile.repeat > 1]
+        return max((self.count_windows(t, x) * len(x) for t in tiles for x in t.parts), default=0)
+
+    def count_windows(self, tile: Tile, part: Part) -> int:
+        """How many windows a backward computes at a time, of a tile that repeats: their gradients
+        of keys overlap, and are added before there are more."""
+        p = self.problem
+        few = MOST_SHARED // (p.G * len(part) * self.width)
+        return min(tile.repeat, max(few, -(-LEAST_TASKS // p.H)))
 
     def summary(self) -> str:
         """How it runs, for `explain`."""
@@ -249,10 +264,11 @@ class FusedTiles:
         return not self.packs("q", q) and has_flash_order(q)
 
 
-def result_bytes(problem: Problem, width: int) -> int:
-    """What the kernel allocates for results of tiles of this head size, at most."""
+def result_bytes(problem: Problem, width: int, shared: int = 0) -> int:
+    """What the kernel allocates for results of tiles of this head size, at most. shared: keys of a
+    head, if they are more than all there are, in windows."""
     p = problem
-    rows, keys = p.B * p.H * p.M * (width + 4), p.B * p.G * p.N * width
+    rows, keys = p.B * p.H * p.M * (width + 4), p.G * max(p.B * p.N, shared) * width
     return 2 * p.wide.itemsize * (rows + (2 * keys if p.grad is not None else 0))
 
 

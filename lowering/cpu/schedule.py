@@ -17,11 +17,11 @@ from attn_graph.masks.regions import find_breaks
 from attn_graph.masks.runs import leaves
 
 CALL_SECONDS = 60e-6  # of a small tile on a CPU: slicing, the kernel's start, copying the result
-FLOP_SECONDS = (
-    1e-11  # of a multiplication or addition on 2 cores; only its ratio to the above counts
-)
+FLOP_SECONDS = 7e-12  # of a multiplication or addition on 2 cores: only ratios count
 PULL_FLOPS = 3  # times those of the forward pass, in the time that they take
-PART_ROWS = 16  # queries that take as long as what a part does for each key, whatever its queries
+# What the kernel does beside products: for each key of a block of queries as long as so many
+# queries take; for a block, as so many scores; for a key from memory; for a key in a backward.
+BLOCK_ROWS, BLOCK_SCORES, FRESH_ROWS, PULL_ROWS = 4.5, 1300, 8, 18
 CAUSAL_KEYS = 150  # keys that take as long as the kernel's own causal mask takes for each query
 ADDED_SECONDS = 3e-10  # of reading and adding one number to a score, beside its product
 MADE_SECONDS = 1e-9  # of an addend's number that each call makes
@@ -302,19 +302,33 @@ def estimate_tile(problem: Problem, tile: Tile) -> float:
     adding = [x for x in tile.parts if x.kind == "mixed" or problem.node.modifiers]
     added = sum(rows * len(x) for x in adding)
     merged = max(0, len(tile.parts) - 1) * rows * E
+    weigh = weigh_part if problem.grad is None else weigh_pull
     return (
         CALL_SECONDS * len(tile.parts)
-        + copies * H * each * sum(weigh_part(part, rows) for part in tile.parts)
+        + copies * H * each * sum(weigh(tile, part) for part in tile.parts)
         + copies * H * (ADDED_SECONDS * added + MERGE_SECONDS * merged)
         + MADE_SECONDS * added
     )
 
 
-def weigh_part(part: Part, rows: int) -> int:
-    """The scores of a part, and what else the kernel does, as if it were scores."""
+def weigh_part(tile: Tile, part: Part) -> float:
+    """The scores of a tile's part, and what else the kernel does, as if it were scores."""
+    rows, keys = len(tile.rows), len(part)
+    blocks = -(-rows // (32 if rows < 192 else 64 if rows < 768 else 256))  # which it computes by
+    fresh = min(keys, tile.step) if tile.repeat > 1 else keys  # the window before had the others
+    more = blocks * (BLOCK_ROWS * keys + BLOCK_SCORES) + FRESH_ROWS * fresh
+    return weigh_area(part, rows) + more
+
+
+def weigh_pull(tile: Tile, part: Part) -> float:
+    """The same of a backward."""
+    return weigh_area(part, len(tile.rows)) + PULL_ROWS * len(part)
+
+
+def weigh_area(part: Part, rows: int) -> int:
+    """The scores of a part, and the kernel's own causal mask, as if it were scores."""
     whole = rows * len(part)
-    masked = part.area(rows) + CAUSAL_KEYS * rows
-    return (min(whole, masked) if part.kind == "causal" else whole) + PART_ROWS * len(part)
+    return min(whole, part.area(rows) + CAUSAL_KEYS * rows) if part.kind == "causal" else whole
 
 
 def choose_cheapest(problem: Problem, ways: Sequence[Way]) -> tuple[int, int] | None:

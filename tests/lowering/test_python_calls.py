@@ -14,7 +14,7 @@ from attn_graph.machine.target import Target
 from attn_graph.testing.tensors import tensors_for
 
 FIXED = 60  # calls, for a graph of no more parts than TILES
-TILES = 5
+TILES = 9
 PER_PART = 12  # a mask of two leaves and a join, or a modifier, asked at each call
 WINDOW = ag.Causal() & ag.Window(255)
 

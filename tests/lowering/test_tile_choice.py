@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
+from attn_graph.lowering.cpu import fused_tiles
 from attn_graph.lowering.cpu.fused_tiles import (
     FEW_ROUNDED,
     FusedTiles,
@@ -69,6 +70,16 @@ def test_tiles_of_an_answer_for_other_sizes_are_right(
     assert FusedTiles.plan(problem_of(graph)).static is not None
     check_outputs(plan, graph, tensors)
     check_gradients(plan, graph, tensors, 1)
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_windows_are_added_whatever_their_number_at_a_time(
+    mask: ag.Mask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused_tiles, "MOST_SHARED", 0)
+    monkeypatch.setattr(fused_tiles, "LEAST_TASKS", 3)
+    graph = masked(811, 811, mask)
+    check_gradients(ag.compile(graph, backends=("math",)), graph, tensors_for(graph, 1), 1)
 
 
 @final

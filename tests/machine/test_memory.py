@@ -177,6 +177,24 @@ def test_what_a_longer_attention_allocates_is_told_from_above(name: str) -> None
     assert most <= need.saved + need.temporary_forward
 
 
+@pytest.mark.parametrize("heads", [1, 8])
+def test_windows_that_overlap_are_added_a_few_at_a_time(heads: int) -> None:
+    """All at once, their gradients of keys would be seven times as large as the keys."""
+    x = ag.TensorSpec((1, heads, 4096, 32), torch.float32)
+    plan = ag.compile(ag.attention(x, x, x, mask=ag.Causal() & ag.Window(200)), target=CPU)
+    tensors = [t.requires_grad_() for t in tensors_for(plan.graph, 1)]
+    o, need = plan(*tensors), plan.memory()
+    assert isinstance(o, torch.Tensor)
+
+    def backward() -> object:
+        return torch.autograd.grad(o, tensors, o, retain_graph=True)
+
+    backward()  # the arena is as large as it will be
+    _, held, most = allocated(backward)
+    assert held == need.gradients
+    assert most - held <= need.temporary_backward < 2**25
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_long_attention_stays_within_a_few_tiles() -> None:
