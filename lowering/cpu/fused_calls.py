@@ -7,7 +7,7 @@ from math import prod
 from typing import final
 
 import torch
-from attrs import frozen
+from attrs import Factory, define, frozen
 
 from attn_graph.ir.attention import Attention, Operands
 from attn_graph.kernels import fused_cpu
@@ -29,7 +29,30 @@ from attn_graph.masks.places import Place
 from attn_graph.spec import INF
 
 MOST_POSITIONS = 2**14  # that a plan holds: 128 KiB of int64
+MOST_NUMBERS = 2**16  # of a tensor that a run holds beside its tiles: 512 KiB of int64
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@final
+@frozen(eq=False)
+class Held:
+    """The tiles of some data. whole: whether they are one call of the kernel."""
+
+    data: Tensors
+    slots: tuple[TileSlot, ...]
+    whole: bool
+
+    def fits(self, data: Tensors) -> bool:
+        """Whether other data are the same."""
+        return all(torch.equal(x, data[name]) for name, x in self.data.items())
+
+
+@final
+@define(eq=False)
+class Latest:
+    """What was listed for the last data: the layers of a model read the same in turn."""
+
+    held: Held | None = None
 
 
 @final
@@ -40,7 +63,7 @@ class FusedRun:
     slots: the tiles; None where each call has to list them, or make them ready. whole: whether
     they are one call of the kernel. direct: whether what the kernel gives is o as it is due. made:
     shape and strides of o. wide: what is computed in. restores: as Attention has it. at: every
-    place, without data; None where each call makes them.
+    place, without data; None where each call makes them. latest: tiles that data decided.
     """
 
     tiles: FusedTiles
@@ -51,6 +74,7 @@ class FusedRun:
     wide: torch.dtype
     restores: tuple[bool, ...]
     at: Place | None
+    latest: Latest = Factory(Latest)
 
     @classmethod
     def of(cls, tiles: FusedTiles) -> FusedRun:
@@ -64,12 +88,20 @@ class FusedRun:
         return cls(tiles, slots, whole, direct, p.layout_of_o, p.wide, p.node.restores, at)
 
     def listed(self, data: Tensors) -> tuple[Iterable[TileSlot], bool]:
-        """The tiles of a call, given what the mask reads; whether they are one call of the kernel.
-
-        Those that were not made ready ahead are so in passing.
-        """
+        """The tiles of a call, given what the mask reads; whether they are one of the kernel's."""
         if self.slots is not None:
             return self.slots, self.whole
+        if self.tiles.static is not None or not are_few(data):
+            return self.slots_of(data)
+        held = self.latest.held
+        if held is None or not held.fits(data):
+            slots, whole = self.slots_of(data)
+            copies = {n: x.detach().clone() for n, x in data.items()}
+            held = self.latest.held = Held(copies, tuple(slots), whole)
+        return held.slots, held.whole
+
+    def slots_of(self, data: Tensors) -> tuple[Iterator[TileSlot], bool]:
+        """The same where they were not made ready ahead: each is so in passing."""
         tiles = self.tiles.tiles(data)
         slots = (tile_slot(self.tiles, tile, None) for tile in tiles)
         return slots, self.tiles.is_whole(tiles)
@@ -187,6 +219,13 @@ class FusedRun:
             ready = None if traced else self.at
             at = all_places(p, given.mask) if ready is None else ready.reading(given.mask)
         return TileCall(p.node, self.restores, given, scratch, at, q, k, v, by_part, traced)
+
+
+def are_few(data: Tensors) -> bool:
+    """Whether the numbers that a mask reads are so few that they are held."""
+    return not is_traced() and all(
+        type(x) is torch.Tensor and x.is_cpu and x.numel() <= MOST_NUMBERS for x in data.values()
+    )
 
 
 @final

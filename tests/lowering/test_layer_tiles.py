@@ -24,7 +24,7 @@ from attn_graph.masks.layers import list_layers
 from attn_graph.masks.places import Block, Place
 from attn_graph.masks.regions import Edge, Layer
 from attn_graph.testing import rule
-from attn_graph.testing.agreement import run_gradients, run_plan
+from attn_graph.testing.agreement import check_gradients, check_outputs, run_gradients, run_plan
 from attn_graph.testing.tensors import cotangents_for, tensors_for
 
 CPU = ag.Target.of("cpu")
@@ -299,6 +299,22 @@ def test_small_documents_share_a_tile_and_scattered_ones_are_looked_up() -> None
     scattered = (torch.arange(1024) % 7)[None]
     tiles = tiles_of(m.SameSegment(), 1024, 1024, q_segments=scattered, kv_segments=scattered)
     assert {len(tile.rows) for tile in tiles} == {1024}  # all see the same keys, as far as known
+
+
+@settings(max_examples=settings().max_examples // 5)
+@example(drawn=[(0, 64), (1, 64), (0, 200)])
+@given(drawn=st.lists(st.tuples(st.integers(0, 1), st.integers(20, 512)), min_size=2, max_size=3))
+def test_documents_that_change_in_place_are_seen(drawn: list[tuple[int, int]]) -> None:
+    """The tiles of the last ones are held, and these may change where they lie."""
+    x, numbers = ag.TensorSpec((2, 2, 512, 8), torch.float32), ag.TensorSpec((2, 512), torch.int64)
+    graph = ag.attention(x, x, x, segments=(numbers, numbers))
+    plan = ag.compile(graph, target="cpu", backends=("math",))
+    tensors = tensors_for(graph, 1)
+    for entry, size in drawn:
+        for side in tensors[3:]:
+            side[entry] = torch.arange(512) // size
+        check_outputs(plan, graph, tensors)
+        check_gradients(plan, graph, tensors, 1)
 
 
 def test_a_window_of_documents_has_an_addend_in_blocks_alone() -> None:
