@@ -331,11 +331,11 @@ class Keep(Mask):
 
     def span(self, block: Block) -> Keys:
         rows = self.rows(block)
-        return block.all if rows is None else Keys.where(rows.amax(0) > 0)
+        return block.all if rows is None else Keys.where(rows.amax(0).view(torch.bool))
 
     def surely(self, block: Block) -> Keys:
         rows = self.rows(block)
-        return block.none if rows is None else Keys.where(rows.amin(0) > 0)
+        return block.none if rows is None else Keys.where(rows.amin(0).view(torch.bool))
 
     def rows(self, block: Block) -> torch.Tensor | None:
         """A block's flags [rows,N] as numbers, whose maximum PyTorch finds in a twentieth of the

@@ -29,7 +29,7 @@ from attn_graph.masks.places import Place
 from attn_graph.spec import INF
 
 MOST_POSITIONS = 2**14  # that a plan holds: 128 KiB of int64
-MOST_NUMBERS = 2**16  # of a tensor that a run holds beside its tiles: 512 KiB of int64
+MOST_BYTES = 2**21  # of a tensor of which a run holds a copy, beside the tiles that it decides
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -44,7 +44,7 @@ class Held:
 
     def fits(self, data: Tensors) -> bool:
         """Whether other data are the same."""
-        return all(torch.equal(x, data[name]) for name, x in self.data.items())
+        return all(are_equal(x, data[name]) for name, x in self.data.items())
 
 
 @final
@@ -91,7 +91,7 @@ class FusedRun:
         """The tiles of a call, given what the mask reads; whether they are one of the kernel's."""
         if self.slots is not None:
             return self.slots, self.whole
-        if self.tiles.static is not None or not are_few(data):
+        if self.tiles.static is not None or not are_small(data):
             return self.slots_of(data)
         held = self.latest.held
         if held is None or not held.fits(data):
@@ -221,10 +221,19 @@ class FusedRun:
         return TileCall(p.node, self.restores, given, scratch, at, q, k, v, by_part, traced)
 
 
-def are_few(data: Tensors) -> bool:
-    """Whether the numbers that a mask reads are so few that they are held."""
+def are_equal(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and dtype hold the same: eight bytes at a time where they
+    lie so, since PyTorch compares numbers one by one."""
+    whole = x.is_contiguous() and y.is_contiguous() and x.nbytes and x.nbytes % 8 == 0
+    if not whole:
+        return torch.equal(x, y)
+    return torch.equal(x.view(-1).view(torch.int64), y.view(-1).view(torch.int64))
+
+
+def are_small(data: Tensors) -> bool:
+    """Whether what a mask reads is small enough for a copy to be held."""
     return not is_traced() and all(
-        type(x) is torch.Tensor and x.is_cpu and x.numel() <= MOST_NUMBERS for x in data.values()
+        type(x) is torch.Tensor and x.is_cpu and x.nbytes <= MOST_BYTES for x in data.values()
     )
 
 

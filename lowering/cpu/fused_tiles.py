@@ -26,6 +26,7 @@ from attn_graph.lowering.cpu.schedule import (
     choose_cheapest,
     estimate_seconds,
     fold_tiles,
+    join_entries,
     join_neighbours,
     plain_tiles,
     row_tiles,
@@ -50,7 +51,7 @@ FEW_ROUNDED = 512  # queries, from which on numbers with the same leading bits a
 SIZE_BITS = 4  # of such a number, which is rounded to them
 MOST_SHARED = 2**19  # elements of dk that windows give at a time: 2 MiB, beyond which all is slower
 LEAST_TASKS = 32  # of which the kernel computes each by one thread: heads of windows
-JOINED = 2**20  # numbers added at a time to neighbours with the same keys, 4 MiB of float32
+JOINED = 2**21  # numbers added at a time to neighbours with the same keys, 8 MiB of float32
 CPU = torch.device("cpu")
 
 
@@ -189,8 +190,15 @@ class FusedTiles:
         p = self.problem
         if self.static is None:
             keys = min(p.N, self.keys_a_part or p.N)
-            return min(max(DATA_ROWS * keys, self.joined), p.M * keys)
+            entries = p.B if "b" in self.axes and self.joins_entries else 1
+            return min(max(DATA_ROWS * keys, self.joined), entries * p.M * keys)
         return max((len(t.rows) * len(x) for t, x in self.changed_parts()), default=0)
+
+    @property
+    def joins_entries(self) -> bool:
+        """Whether batch entries with the same keys are one tile: where few queries read many keys,
+        an addend of all entries would need more room than all else."""
+        return self.problem.M > FEW_QUERIES
 
     @property
     def joined(self) -> int:
@@ -244,11 +252,12 @@ class FusedTiles:
         tiles = None if kept is None else tile_layers(p, kept, rows, LEAST_FULL, single=True)
         if tiles is not None:
             return tiles
-        all_tiles: list[Tile] = []
-        for b in range(p.B):
-            tiles = row_tiles(p, p.node.mask, range(b, b + 1), rows, LEAST_FULL, data)
-            all_tiles += join_neighbours(tiles, max(rows * p.N, self.joined), bounded)
-        return all_tiles
+        most, entries = max(rows * p.N, self.joined), [range(b, b + 1) for b in range(p.B)]
+        each = (row_tiles(p, p.node.mask, b, rows, LEAST_FULL, data) for b in entries)
+        joined = [join_neighbours(tiles, most, bounded) for tiles in each]
+        if not self.joins_entries:
+            return [tile for tiles in joined for tile in tiles]
+        return join_entries(joined, most if "b" in self.axes else None, bounded)
 
     def is_whole(self, tiles: Sequence[Tile]) -> bool:
         """Whether one tile of one part is the entire problem."""

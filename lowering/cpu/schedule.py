@@ -181,6 +181,22 @@ def join_neighbours(tiles: list[Tile], most: int, bounded: bool) -> list[Tile]:
     return out
 
 
+def join_entries(entries: Iterable[Sequence[Tile]], most: int | None, bounded: bool) -> list[Tile]:
+    """Neighbouring batch entries with the same tiles made one, up to `most` scores of a tile to
+    which something is added. None: what is added is the same for all entries."""
+    out: list[Tile] = []
+    for _, group in groupby(entries, key=lambda tiles: [(x.rows, x.parts) for x in tiles]):
+        same = [*group]
+        added = [x for x in same[0] if bounded or any(part.kind == "mixed" for part in x.parts)]
+        largest = max((len(x.rows) * x.keys for x in added), default=0)
+        count = max(1, most // largest) if most is not None and largest else len(same)
+        for at in range(0, len(same), count):
+            first, last = same[at], same[at : at + count][-1]
+            pairs = zip(first, last, strict=True)
+            out += [evolve(x, batch=range(x.batch.start, y.batch.stop)) for x, y in pairs]
+    return out
+
+
 Same = tuple[Tile, int]  # a tile, and how many there are, each moved along the diagonal
 
 

@@ -301,17 +301,26 @@ def test_small_documents_share_a_tile_and_scattered_ones_are_looked_up() -> None
     assert {len(tile.rows) for tile in tiles} == {1024}  # all see the same keys, as far as known
 
 
+SIDES = (slice(3, 4), slice(4, 5), slice(3, 5))  # queries, keys, both
+
+
 @settings(max_examples=settings().max_examples // 5)
-@example(drawn=[(0, 64), (1, 64), (0, 200)])
-@given(drawn=st.lists(st.tuples(st.integers(0, 1), st.integers(20, 512)), min_size=2, max_size=3))
-def test_documents_that_change_in_place_are_seen(drawn: list[tuple[int, int]]) -> None:
+@example(drawn=[(0, 64, SIDES[2]), (1, 64, SIDES[2]), (0, 200, SIDES[1])])
+@given(
+    drawn=st.lists(
+        st.tuples(st.integers(0, 1), st.integers(20, 512), st.sampled_from(SIDES)),
+        min_size=2,
+        max_size=3,
+    )
+)
+def test_documents_that_change_in_place_are_seen(drawn: list[tuple[int, int, slice]]) -> None:
     """The tiles of the last ones are held, and these may change where they lie."""
     x, numbers = ag.TensorSpec((2, 2, 512, 8), torch.float32), ag.TensorSpec((2, 512), torch.int64)
     graph = ag.attention(x, x, x, segments=(numbers, numbers))
     plan = ag.compile(graph, target="cpu", backends=("math",))
     tensors = tensors_for(graph, 1)
-    for entry, size in drawn:
-        for side in tensors[3:]:
+    for entry, size, sides in drawn:
+        for side in tensors[sides]:
             side[entry] = torch.arange(512) // size
         check_outputs(plan, graph, tensors)
         check_gradients(plan, graph, tensors, 1)
