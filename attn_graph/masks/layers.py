@@ -89,16 +89,17 @@ def layers_of_strip(bounds: Bound, rows: range, keys: range) -> Iterator[Layer]:
 
     Query i keeps the keys from the larger of keys.start and i + low up to the smaller of keys.stop
     and i + high + 1. It is cut where one of these takes over from the other, and where none is
-    left or the first one comes.
+    left or the first one comes. A query whose first key is either belongs above: what is left of a
+    multiple of 32 queries is one then, under a window of as many keys.
     """
     low, high, least, last = bounds
     k0, k1 = keys.start, keys.stop if least is None else min(keys.stop, least)
     seen = rows.stop if last is None else max(rows.start, min(rows.stop, last))
     cuts = {rows.start, rows.stop, seen}
-    cuts |= set() if low is None else {k0 - low, k1 - low}
+    cuts |= set() if low is None else {k0 - low + 1, k1 - low}
     cuts |= set() if high is None else {k0 - high, k1 - high - 1}
     for a, b in pairwise(sorted(i for i in cuts if rows.start <= i <= rows.stop)):
-        start = Edge(k0) if low is None or a + low < k0 else Edge(low, 1)
+        start = Edge(k0) if low is None or a + low <= k0 else Edge(low, 1)
         stop = Edge(k1) if high is None or a + high + 1 >= k1 else Edge(high + 1, 1)
         alive = a < seen and start.of(a) < stop.of(a)
         yield Layer(range(a, b), ((start, stop),) if alive else ())

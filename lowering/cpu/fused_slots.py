@@ -7,7 +7,7 @@ that a call does little more in Python than to call the kernel.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from math import prod
 from operator import itemgetter
 from typing import final
@@ -22,9 +22,12 @@ from attn_graph.kernels.hiding import fill_hidden, hide_, hiding_bits
 from attn_graph.lowering.cpu.fused_tiles import CPU, FusedTiles
 from attn_graph.lowering.cpu.schedule import MOST_READY, Cut, Part, Tile, place_within
 from attn_graph.lowering.problem import Problem
+from attn_graph.masks import Mask
+from attn_graph.masks.canonical import is_ours
 from attn_graph.masks.places import Block, Place
 from attn_graph.spec import INF
 
+RECENT = 16  # addends of windows that are held, with plans, of 256 KiB at most
 Data = tuple[Mapping[str, torch.Tensor], ...]  # for each modifier, by name
 Index = tuple[int, slice, slice]
 
@@ -76,11 +79,29 @@ def held_addends(tiles: FusedTiles) -> Iterator[torch.Tensor]:
     """The addends of all parts that have one, in their order."""
     p = tiles.problem
     nothing: Data = tuple({} for _ in p.node.modifiers)
+    mask, bare = p.node.mask, not p.node.modifiers
     for tile, part in tiles.changed_parts():
+        if bare and mask and mask.relative and is_ours(mask):
+            yield recent_addend(
+                mask, len(tile.rows), part.start - tile.rows.start, len(part), p.wide
+            )
+            continue
         shape = addend_shape(tiles, tile, part)
         room = torch.empty(shape, dtype=p.wide, device=CPU)
         place, mixed = part_places(p, tile, part), part.kind == "mixed"
         yield fill_addend(room, p.node, nothing, p.node.restores, place, mixed)
+
+
+@lru_cache(RECENT)
+def recent_addend(mask: Mask, rows: int, start: int, keys: int, dtype: torch.dtype) -> torch.Tensor:
+    """What hides keys of so many queries under a mask of ours that depends on j - i alone: the same
+    for all lengths. start: of the first key, from the first query."""
+    i, j = max(0, -start), max(0, start)
+    block = Block(range(1), range(1), range(i, i + rows), 1, i + rows, j + keys, {})
+    room = torch.empty(1, 1, rows, keys, dtype=dtype, device=CPU)
+    keep = torch.as_tensor(mask.keep(Place.of(block, range(j, j + keys), CPU)), device=CPU)
+    fill_hidden(room, keep)
+    return room
 
 
 def tile_slot(tiles: FusedTiles, tile: Tile, held: Iterator[torch.Tensor] | None) -> TileSlot:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cache, cached_property, lru_cache
+from itertools import accumulate
 from typing import final
 
 import torch
@@ -12,6 +13,7 @@ from attrs import evolve, frozen
 from attn_graph.lowering.cpu.layer_tiles import (
     POINTS_A_CALL,
     find_layers_of,
+    may_take_layers,
     takes_layers,
     tile_layers,
 )
@@ -168,7 +170,8 @@ class FusedTiles:
             return False
         b = self.problem.B if "b" in self.axes else 1
         copies = b * (self.problem.H if "h" in self.axes else 1)
-        return copies * sum(len(t.rows) * len(x) for t, x in self.changed_parts()) <= MOST_HELD
+        sizes = accumulate(copies * len(t.rows) * len(x) for t, x in self.changed_parts())
+        return all(size <= MOST_HELD for size in sizes)
 
     def changed_parts(self) -> Iterator[tuple[Tile, Part]]:
         """The static parts that have something added."""
@@ -384,7 +387,7 @@ def list_ways(problem: Problem, axes: str) -> tuple[Way, Way]:
 
     def tiles(rows: int) -> list[Tile] | None:
         if mask is not None and relative and "b" not in axes:
-            return fold_tiles(problem, mask, rows, LEAST_FULL)
+            return None if kept() else fold_tiles(problem, mask, rows, LEAST_FULL)
         if rows * MOST_TILES < problem.M:
             return None
         in_rows = row_tiles(problem, mask, range(problem.B), rows, LEAST_FULL)
@@ -392,7 +395,7 @@ def list_ways(problem: Problem, axes: str) -> tuple[Way, Way]:
 
     @cache
     def kept() -> list[Kept] | None:
-        return find_layers_of(problem, {}, MOST_POINTS) if takes_layers(problem, {}) else None
+        return find_layers_of(problem, {}, MOST_POINTS) if may_take_layers(problem) else None
 
     def exact(rows: int) -> list[Tile] | None:
         layers = kept()

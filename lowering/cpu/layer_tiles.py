@@ -21,15 +21,21 @@ from attn_graph.masks.regions import Layer, Run
 POINTS_A_CALL = 2**12  # places at which a call may evaluate a mask to list layers: some 5 ms
 
 
-def takes_layers(problem: Problem, data: Tensors) -> bool:
-    """Whether tiles may be made of layers, data being of the right shapes.
+def may_take_layers(problem: Problem) -> bool:
+    """Whether tiles may be made of layers, if the mask has any.
 
     With a modifier each part has an addend anyway. For low scales see `plain_tiles`.
     """
     node = problem.node
-    if node.mask is None or node.modifiers or problem.low_scale or problem.is_empty:
+    return not (node.mask is None or node.modifiers or problem.low_scale or problem.is_empty)
+
+
+def takes_layers(problem: Problem, data: Tensors) -> bool:
+    """Whether tiles may be made of layers, data being of the right shapes."""
+    mask = problem.node.mask
+    if mask is None or not may_take_layers(problem):
         return False
-    return is_layered(node.mask, block_of_problem(problem, data))
+    return is_layered(mask, block_of_problem(problem, data))
 
 
 def block_of_problem(problem: Problem, data: Tensors) -> Block:
@@ -56,13 +62,19 @@ def tile_layers(
     for batch, layers in kept:
         own: list[Tile] = []
         for layer in layers:
-            if not stands_still(layer) and rows * MOST_TILES < len(layer.rows):
+            if count_blocks(layer, rows, single=single) > MOST_TILES:
                 return None
             own += tiles_of_layer(batch, layer, rows, least_full, single=single)
         tiles += join_small(problem, join_triangles(own), rows, single=single)
         if len(tiles) > MOST_TILES:
             return None
     return tiles
+
+
+def count_blocks(layer: Layer, rows: int, *, single: bool) -> int:
+    """How many tiles a layer is, as far as they grow with its queries."""
+    folds = stands_still(layer) or (moves_along(layer) and not single)
+    return 2 if folds else -(-len(layer.rows) // rows)
 
 
 def stands_still(layer: Layer) -> bool:
@@ -73,17 +85,30 @@ def stands_still(layer: Layer) -> bool:
 def tiles_of_layer(
     batch: range, layer: Layer, rows: int, least_full: int, *, single: bool
 ) -> Iterator[Tile]:
-    """The tiles of one layer: one, or blocks of `rows` queries where a run's first key moves."""
+    """The tiles of one layer: one, or blocks of `rows` queries where a run's first key moves, which
+    are one that repeats where all edges move. single: tiles have one batch entry, and none repeats.
+    """
     if stands_still(layer):
         yield Tile(
             batch, layer.rows, tuple(x for run in layer.runs for x in exact_parts(run, layer.rows))
         )
         return
+    queries = layer.rows
+    count = len(queries) // rows if moves_along(layer) and not single else 0
+    if count > len(batch):
+        first, queries = queries[:rows], queries[count * rows :]
+        parts = block_parts(layer.runs, first, least_full)
+        yield from (Tile(range(b, b + 1), first, parts, count, rows) for b in batch)
     entries = [range(b, b + 1) for b in batch] if single else [batch]
-    for at in range(0, len(layer.rows), rows):
-        block = layer.rows[at : at + rows]
+    for at in range(0, len(queries), rows):
+        block = queries[at : at + rows]
         parts = block_parts(layer.runs, block, least_full)
         yield from (Tile(entry, block, parts) for entry in entries)
+
+
+def moves_along(layer: Layer) -> bool:
+    """Whether all edges move with the queries, so that blocks of these are alike."""
+    return all(edge.moves for run in layer.runs for edge in run)
 
 
 def exact_parts(run: Run, rows: range) -> Iterator[Part]:
@@ -109,7 +134,7 @@ def block_parts(runs: Sequence[Run], rows: range, least_full: int) -> tuple[Part
     for begin, end in pieces:
         at = begin
         for x, y in sure:
-            if begin <= x and y <= end and y - x >= least_full:
+            if begin <= x and y <= end and (y - x >= least_full or (x, y) == (begin, end)):
                 parts += [Part(at, x, "mixed")] if at < x else []
                 parts.append(Part(x, y, "full"))
                 at = y
@@ -173,7 +198,7 @@ def join_mixed(above: Tile, below: Tile, rows: int) -> Tile | None:
     neighbours, or have more than `rows` queries."""
     joined = range(above.rows.start, below.rows.stop)
     apart = above.batch != below.batch or above.rows.stop != below.rows.start
-    if apart or len(joined) > rows:
+    if apart or len(joined) > rows:  # as with a tile that repeats, which has `rows`
         return None
     keys = sorted((part.start, part.stop) for part in (*above.parts, *below.parts))
     parts = tuple(Part(a, b, "mixed") for a, b in join_intervals(keys, BRIDGE))

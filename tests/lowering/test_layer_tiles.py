@@ -138,9 +138,18 @@ def keeps(tile: Tile, part: Part) -> torch.Tensor:
 
 
 @settings(max_examples=2 * settings().max_examples)
-@example((m.Band(0, None), 1, 1, {}), 0.0)
-@given(cases(), st.sampled_from((0.0, schedule.CALL_SECONDS)))
-def test_tiles_of_layers_have_each_place_once(case: Case, call_seconds: float) -> None:
+@example(case=(m.Band(0, None), 1, 1, {}), call_seconds=0.0, most=40, single=True)
+@example(case=(m.Band(-9, 0), 150, 150, {}), call_seconds=6e-5, most=8, single=False)
+@example(case=(m.Band(-9, 3) | m.Prefix(5), 150, 140, {}), call_seconds=0.0, most=8, single=False)
+@given(
+    case=cases(),
+    call_seconds=st.sampled_from((0.0, schedule.CALL_SECONDS)),
+    most=st.sampled_from((8, 40)),
+    single=st.booleans(),
+)
+def test_tiles_of_layers_have_each_place_once(
+    case: Case, call_seconds: float, most: int, single: bool
+) -> None:
     mask, M, N, data = case
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(schedule, "CALL_SECONDS", call_seconds)
@@ -148,23 +157,28 @@ def test_tiles_of_layers_have_each_place_once(case: Case, call_seconds: float) -
         kept = layer_tiles.find_layers_of(problem, data, 10**6)
         tiles = None
         if kept is not None:
-            tiles = layer_tiles.tile_layers(problem, kept, 40, 8, single=True)
+            tiles = layer_tiles.tile_layers(problem, kept, most, 8, single=single)
     due = kept_by(mask, M, N, data)
     seen, rows = torch.zeros(due.shape, dtype=torch.int64), torch.zeros(due.shape[:2])
     for tile in tiles or ():
-        batch, queries = (
-            slice(tile.batch.start, tile.batch.stop),
-            slice(tile.rows.start, tile.rows.stop),
-        )
-        rows[batch, queries] += 1
-        for part in tile.parts:
-            place = (batch, queries, slice(part.start, part.stop))
-            own = due[place] if part.kind == "mixed" else keeps(tile, part)
-            seen[place] += own
-            assert part.kind != "mixed" or (len(tile.batch) == 1 and len(tile.rows) <= 40)
+        mixed = any(part.kind == "mixed" for part in tile.parts)
+        assert not mixed or (len(tile.rows) <= most and not (single and len(tile.batch) > 1))
+        assert tile.repeat == 1 or (mixed and len(tile.batch) == 1 and not single)
+        for at in range(tile.repeat):
+            moved = schedule.move_tile(tile, at * tile.step)
+            rows[place_of(moved)] += 1
+            for first, part in zip(tile.parts, moved.parts, strict=True):
+                added = due[place_of(tile, first)]  # which all that it repeats share
+                seen[place_of(moved, part)] += added if part.kind == "mixed" else keeps(tile, part)
     if tiles is not None:
         assert (rows == 1).all()
         assert torch.equal(seen, due.to(torch.int64))
+
+
+def place_of(tile: Tile, part: Part | None = None) -> tuple[slice, ...]:
+    """Where a tile's queries, or those of a part with its keys, are among all."""
+    ranges = [tile.batch, tile.rows, *([] if part is None else [range(part.start, part.stop)])]
+    return tuple(slice(x.start, x.stop) for x in ranges)
 
 
 @given(

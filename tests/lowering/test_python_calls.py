@@ -13,8 +13,8 @@ from attn_graph.lowering.cpu.math import plan_tiles
 from attn_graph.machine.target import Target
 from attn_graph.testing.tensors import tensors_for
 
-FIXED = 60  # calls, for a graph of no more parts than TILES
-TILES = 9
+FIXED = 40  # calls, for a graph of no more parts than TILES
+TILES = 2
 PER_PART = 12  # a mask of two leaves and a join, or a modifier, asked at each call
 WINDOW = ag.Causal() & ag.Window(255)
 
@@ -69,7 +69,7 @@ def test_tiles_of_the_same_documents_are_listed_once() -> None:
     plan = ag.compile(graph, backends=("math",), target=Target.of("cpu"))
     documents = (torch.arange(4096) // 512)[None]
     tensors = [*[torch.randn(x.shape) for _ in range(3)], documents, documents]
-    assert python_calls(plan, tensors) <= FIXED
+    assert python_calls(plan, tensors) <= FIXED + 2 * 8
 
 
 @pytest.mark.parametrize("mask", [WINDOW, ag.Causal()])
