@@ -168,11 +168,11 @@ def join_triangle(above: Tile, below: Tile) -> Tile | None:
         begin = others[-1].start
         same = [*same, others[-1]]
     fits = corner.kind == "causal" and same == others and base.start == begin
-    grown = Part(corner.start, base.stop, "causal")
     if not fits or {x.kind for x in (*others, base)} != {"full"}:
         return None
-    if not len(corner) <= len(grown) <= len(above.rows) + 1:
+    if not corner.stop <= base.stop <= corner.start + len(above.rows) + 1:
         return None
+    grown = Part(corner.start, base.stop, "causal")
     return Tile(above.batch, range(above.rows.start, below.rows.stop), (*others, grown))
 
 

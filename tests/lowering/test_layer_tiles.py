@@ -137,10 +137,17 @@ def keeps(tile: Tile, part: Part) -> torch.Tensor:
     return whole.tril() if part.kind == "causal" else whole
 
 
+# Queries that keep less than those above them, whose triangle is no part of one with them.
+SHORTER: Case = (
+    m.Band(None, 4) & (m.QueryLengths() | m.Band(None, 0)), 3, 6, {"q_lengths": torch.tensor([2])}
+)  # fmt: skip
+
+
 @settings(max_examples=2 * settings().max_examples)
 @example(case=(m.Band(0, None), 1, 1, {}), call_seconds=0.0, most=40, single=True)
 @example(case=(m.Band(-9, 0), 150, 150, {}), call_seconds=6e-5, most=8, single=False)
 @example(case=(m.Band(-9, 3) | m.Prefix(5), 150, 140, {}), call_seconds=0.0, most=8, single=False)
+@example(case=SHORTER, call_seconds=0.0, most=8, single=True)
 @given(
     case=cases(),
     call_seconds=st.sampled_from((0.0, schedule.CALL_SECONDS)),
