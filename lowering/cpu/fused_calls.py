@@ -30,6 +30,7 @@ from attn_graph.spec import INF
 
 MOST_POSITIONS = 2**14  # that a plan holds: 128 KiB of int64
 MOST_BYTES = 2**21  # of a tensor of which a run holds a copy, beside the tiles that it decides
+MOST_LISTED = 2**11  # such tiles, of about a KiB each
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -91,20 +92,17 @@ class FusedRun:
         """The tiles of a call, given what the mask reads; whether they are one of the kernel's."""
         if self.slots is not None:
             return self.slots, self.whole
-        if self.tiles.static is not None or not are_small(data):
-            return self.slots_of(data)
-        held = self.latest.held
-        if held is None or not held.fits(data):
-            slots, whole = self.slots_of(data)
-            copies = {n: x.detach().clone() for n, x in data.items()}
-            held = self.latest.held = Held(copies, tuple(slots), whole)
-        return held.slots, held.whole
-
-    def slots_of(self, data: Tensors) -> tuple[Iterator[TileSlot], bool]:
-        """The same where they were not made ready ahead: each is so in passing."""
+        held, keeps = self.latest.held, are_small(data)
+        if keeps and held is not None and held.fits(data):
+            return held.slots, held.whole
         tiles = self.tiles.tiles(data)
-        slots = (tile_slot(self.tiles, tile, None) for tile in tiles)
-        return slots, self.tiles.is_whole(tiles)
+        slots = (tile_slot(self.tiles, tile, None) for tile in tiles)  # made ready in passing
+        whole = self.tiles.is_whole(tiles)
+        if not keeps or len(tiles) > MOST_LISTED:
+            return slots, whole
+        copies = {n: x.detach().clone() for n, x in data.items()}
+        held = self.latest.held = Held(copies, tuple(slots), whole)
+        return held.slots, whole
 
     def forward(
         self, operands: Sequence[torch.Tensor], scratch: Tensors
@@ -231,10 +229,9 @@ def are_equal(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def are_small(data: Tensors) -> bool:
-    """Whether what a mask reads is small enough for a copy to be held."""
-    return not is_traced() and all(
-        type(x) is torch.Tensor and x.is_cpu and x.nbytes <= MOST_BYTES for x in data.values()
-    )
+    """Whether a mask reads something, and it is small enough for a copy to be held."""
+    plain = (type(x) is torch.Tensor and x.is_cpu and x.nbytes <= MOST_BYTES for x in data.values())
+    return bool(data) and not is_traced() and all(plain)
 
 
 @final

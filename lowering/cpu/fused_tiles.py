@@ -374,7 +374,11 @@ def static_tiles(problem: Problem, axes: str) -> tuple[Tile, ...] | None:
     if mask is not None and mask.needs:
         return (whole_tile(problem),) if is_small(problem) else None
     way = choose_way(round_sizes(problem), axes)
-    made = None if way is None else list_ways(problem, axes)[way[0]](way[1])
+    if way is None:
+        return None
+    number, rows = way
+    ways = list_ways(problem, axes)
+    made = ways[number](rows) or ways[1 - number](rows)  # sizes that are rounded may have another
     return None if made is None else tuple(made)
 
 

@@ -16,7 +16,8 @@ from attn_graph import masks as m
 from attn_graph.ir.attention import Attention
 from attn_graph.kernels import fused_cpu
 from attn_graph.kernels.hiding import hide_, hiding_bits
-from attn_graph.lowering.cpu import layer_tiles, schedule
+from attn_graph.lowering.cpu import fused_calls, layer_tiles, schedule
+from attn_graph.lowering.cpu.fused_calls import FusedRun
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
 from attn_graph.lowering.cpu.schedule import Part, Tile
 from attn_graph.lowering.problem import Problem
@@ -345,6 +346,18 @@ def test_documents_that_change_in_place_are_seen(drawn: list[tuple[int, int, sli
             side[entry] = torch.arange(512) // size
         check_outputs(plan, graph, tensors)
         check_gradients(plan, graph, tensors, 1)
+
+
+def test_few_tiles_are_held_and_many_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_calls, "MOST_LISTED", 4)
+    numbers = torch.arange(4096)[None]
+    for size in (1024, 512):
+        data = {"q_segments": numbers // size, "kv_segments": numbers // size}
+        run = FusedRun.of(FusedTiles.plan(problem_of(m.SameSegment(), 4096, 4096, data)))
+        slots = [slot.tile for slot in run.listed(data)[0]]
+        assert [slot.tile for slot in run.listed(data)[0]] == slots
+        assert len(slots) == 4096 // size
+        assert (run.latest.held is None) == (size == 512)
 
 
 def test_a_window_of_documents_has_an_addend_in_blocks_alone() -> None:
