@@ -200,6 +200,7 @@ class FusedRun:
                     to.add_(shares[0]) if number else to.copy_(shares[0])
                     add_windows(dk, shares[1], part, windows)
                     add_windows(dv, shares[2], part, windows)
+                    del shares  # else two of them would need room
         return dq, dk, dv
 
     def call(self, own: Sequence[torch.Tensor], scratch: Tensors) -> TileCall:
