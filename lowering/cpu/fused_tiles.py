@@ -384,7 +384,7 @@ def static_tiles(problem: Problem, axes: str) -> tuple[Tile, ...] | None:
 
 def list_ways(problem: Problem, axes: str) -> tuple[Way, Way]:
     """Tiles of so many queries, each of which a mask may hide some of; and tiles of what it exactly
-    keeps, where that is known."""
+    keeps, where that is known: which alone are listed then if it depends on j - i alone."""
     node, most = problem.node, DATA_ROWS * problem.N
     mask, bounded = node.mask, bool(node.modifiers)
     relative = mask is not None and mask.relative and all(m.relative for m in node.modifiers)

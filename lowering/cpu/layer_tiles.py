@@ -32,10 +32,10 @@ def may_take_layers(problem: Problem) -> bool:
 
 def takes_layers(problem: Problem, data: Tensors) -> bool:
     """Whether tiles may be made of layers, data being of the right shapes."""
-    mask = problem.node.mask
-    if mask is None or not may_take_layers(problem):
+    if not may_take_layers(problem):
         return False
-    return is_layered(mask, block_of_problem(problem, data))
+    assert problem.node.mask is not None
+    return is_layered(problem.node.mask, block_of_problem(problem, data))
 
 
 def block_of_problem(problem: Problem, data: Tensors) -> Block:
@@ -195,10 +195,10 @@ def join_small(problem: Problem, tiles: Iterable[Tile], rows: int, *, single: bo
 
 def join_mixed(above: Tile, below: Tile, rows: int) -> Tile | None:
     """Two tiles as one, for which the mask has to say what it keeps; None where they are no
-    neighbours, or have more than `rows` queries."""
+    neighbours, or have more than `rows` queries, as with one that repeats."""
     joined = range(above.rows.start, below.rows.stop)
     apart = above.batch != below.batch or above.rows.stop != below.rows.start
-    if apart or len(joined) > rows:  # as with a tile that repeats, which has `rows`
+    if apart or len(joined) > rows:
         return None
     keys = sorted((part.start, part.stop) for part in (*above.parts, *below.parts))
     parts = tuple(Part(a, b, "mixed") for a, b in join_intervals(keys, BRIDGE))

@@ -22,6 +22,7 @@ PULL_FLOPS = 3  # times those of the forward pass, in the time that they take
 # What the kernel does beside products: for each key of a block of queries as long as so many
 # queries take; for a block, as so many scores; for a key from memory; for a key in a backward.
 BLOCK_ROWS, BLOCK_SCORES, FRESH_ROWS, PULL_ROWS = 4.5, 1300, 8, 18
+BLOCKS = ((768, 256), (192, 64), (0, 32))  # from so many queries on, blocks have this size
 CAUSAL_KEYS = 150  # keys that take as long as the kernel's own causal mask takes for each query
 ADDED_SECONDS = 3e-10  # of reading and adding one number to a score, beside its product
 MADE_SECONDS = 1e-9  # of an addend's number that each call makes
@@ -330,7 +331,7 @@ def estimate_tile(problem: Problem, tile: Tile) -> float:
 def weigh_part(tile: Tile, part: Part) -> float:
     """The scores of a tile's part, and what else the kernel does, as if it were scores."""
     rows, keys = len(tile.rows), len(part)
-    blocks = -(-rows // (32 if rows < 192 else 64 if rows < 768 else 256))  # which it computes by
+    blocks = -(-rows // next(size for least, size in BLOCKS if rows >= least))
     fresh = min(keys, tile.step) if tile.repeat > 1 else keys  # the window before had the others
     more = blocks * (BLOCK_ROWS * keys + BLOCK_SCORES) + FRESH_ROWS * fresh
     return weigh_area(part, rows) + more
