@@ -11,7 +11,7 @@ from typing import final
 
 import torch
 from attrs import frozen
-from torch._C import _set_grad_enabled
+from torch._C import _is_any_autocast_enabled, _set_grad_enabled
 
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.vjp import residuals, statistics
@@ -102,12 +102,16 @@ def lease_rooms(
     """Work that is given the buffers of `scratch`, in the workspace."""
 
     def call(device: torch.device, *operands: torch.Tensor) -> Tensors:
+        if _is_any_autocast_enabled():
+            with without_autocast():
+                return call(device, *operands)
         recorded = torch.is_grad_enabled()
         _set_grad_enabled(False)  # as `torch.no_grad()`, which is six calls more
+        arena, idle = workspace.take(device)
         try:
-            with without_autocast(), workspace.lease(scratch, device) as views:
-                return work(operands, views)
+            return work(operands, arena.views(scratch))
         finally:
+            idle.append(arena)
             _set_grad_enabled(recorded)
 
     return call

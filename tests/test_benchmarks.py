@@ -59,7 +59,7 @@ def test_all_peers_do_the_same_job(job: Job) -> None:
     ways = make_peers(job, x)
     if PEERS["flex"].fits(job) and job.dtype == F32:  # each takes a third of a second
         ways["flex"] = make_flex(job, x, compiled=False)
-    ours = run_pass(job, make_ours(plan, x), x, do)
+    ours = run_pass(job, make_ours(plan), x, do)
     near = NEAR[job.dtype]
     for name, attend in ways.items():
         theirs = run_pass(job, attend, x, do)

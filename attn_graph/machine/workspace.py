@@ -74,17 +74,18 @@ class Arena:
         self.memory = allocate(0, self.device)
 
     def __enter__(self) -> Views:
-        views = self.ready.get(self.scratch)
-        return self.add_views() if views is None else views
+        return self.views(self.scratch)
 
     def __exit__(self, *raised: object) -> None:
         idle, self.idle = self.idle, []  # an arena that holds its own list would outlive it
         idle.append(self)
 
-    def add_views(self) -> Views:
+    def views(self, scratch: Scratch) -> Views:
         """The buffers as tensors in this memory, which grows where it is too small."""
-        self.make_room(self.scratch.bytes)
-        views = self.ready[self.scratch] = self.scratch.views(self.memory)
+        views = self.ready.get(scratch)
+        if views is None:
+            self.make_room(scratch.bytes)
+            views = self.ready[scratch] = scratch.views(self.memory)
         return views
 
     def make_room(self, need: int) -> None:
@@ -142,25 +143,29 @@ class Workspace:
             arenas.clear()  # and not the dict alone: runs in progress hold these lists
 
     def lease(self, scratch: Scratch, device: torch.device) -> AbstractContextManager[Views]:
-        """A context with the buffers of a plan, which nobody else uses until it ends.
+        """A context with the buffers of a plan, which nobody else uses until it ends."""
+        arena, idle = self.take(device)
+        arena.scratch, arena.idle = scratch, idle
+        return arena
 
-        Under a dispatch mode, a trace or a capture they are new memory, which only the captured
-        CUDA graph keeps.
+    def take(self, device: torch.device) -> tuple[Arena, list[Arena]]:
+        """An arena that nobody else uses until it is appended to the list beside it.
+
+        Under a dispatch mode, a trace or a capture it is new memory, which only the captured CUDA
+        graph keeps.
         """
         if is_traced():
-            return nullcontext(scratch.views(allocate(scratch.bytes, device)))
+            return Arena(device), []
         stream = 0
         if device.type == "cuda":
             if is_capturing(device):
-                return nullcontext(scratch.views(allocate(scratch.bytes, device)))
+                return Arena(device), []
             stream = torch.cuda.current_stream(device).cuda_stream
         idle = self.idle.setdefault((device, stream), [])
         try:
-            arena = idle.pop()
+            return idle.pop(), idle
         except IndexError:
-            arena = self.new_arena(device)
-        arena.scratch, arena.idle = scratch, idle
-        return arena
+            return self.new_arena(device), idle
 
     def new_arena(self, device: torch.device) -> Arena:
         """An empty arena, which `bytes` counts for as long as it exists."""

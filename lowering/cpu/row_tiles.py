@@ -264,16 +264,16 @@ class RowTiles(TileGrid):
         """o alone, as `infer` computes it, in one function unless some keys are not read or a query
         may see none: where a query reads many keys even Python's own code comes from memory."""
         hiding = self.mask and self.mask.read(operands)
-        if hiding and (hiding.blind or hiding.reach < self.problem.N):
+        if hiding and not hiding.whole:
             return self.infer_runs(operands, scratch, None, hiding)
-        q, k, v, *_ = operands
+        q, k, v = operands[:3]
         p, o, s = self.problem, self.problem.new_o(q.device), scratch["p"]
-        at_q, at_k, at_v, at_o, *_ = self.shapes
-        torch.baddbmm(s, q.view(at_q), k.view(at_k).mT, beta=0, alpha=p.node.scale, out=s)
+        at_q, _, _, at_o = self.shapes[:4]
+        torch.baddbmm(s, q.view(at_q), k.flatten(0, 1).mT, beta=0, alpha=p.node.scale, out=s)
         if hiding:
             hiding.hide(s)
         torch.softmax(s, -1, out=s)
-        torch.bmm(s, v.view(at_v), out=o.view(at_o))
+        torch.bmm(s, v.flatten(0, 1), out=o.view(at_o))
         return (o,)
 
     def backward(

@@ -9,7 +9,7 @@ from typing import final
 import torch
 from attrs import frozen
 
-from attn_graph.kernels.hiding import Bits, hide_, hiding_bits
+from attn_graph.kernels.hiding import caps_of
 from attn_graph.lowering.cpu.product_slots import HELD, TileGrid, has_few_scores
 from attn_graph.lowering.problem import Problem
 from attn_graph.machine.ambient import is_traced, neutral_state
@@ -26,21 +26,22 @@ Numbers = tuple[tuple[int, ...], ...]
 @final
 @frozen(eq=False)
 class Hiding:
-    """Hides places of a run's scores. grid: these as [batch,heads,rows,keys]: of the first keys, if
-    it hides all others. blind: whether it may hide all of a row."""
+    """Hides places of a run's scores.
 
-    bits: Bits
-    grid: tuple[int, int, int, int]
+    caps: the largest that scores may be, which broadcast to them; as they lie, where shape is None,
+    else viewed as that. reach: how many keys count. blind: whether it may hide all of a row. whole:
+    whether all keys count, and it hides all of no row.
+    """
+
+    caps: torch.Tensor
+    shape: tuple[int, int, int] | None
+    reach: int
     blind: bool
-
-    @property
-    def reach(self) -> int:
-        """How many keys count."""
-        return self.grid[3]
+    whole: bool
 
     def hide(self, s: torch.Tensor) -> None:
         """Hide places of s [n,L,S]."""
-        hide_(s.view(self.grid), self.bits)
+        (s if self.shape is None else s.view(self.shape)).clamp_(max=self.caps)
 
 
 @final
@@ -87,9 +88,14 @@ class RunMask:
 
     def hiding(self, keep: torch.Tensor, reach: int, blind: bool) -> Hiding:
         """What hides the others."""
-        p = self.tiles.problem
-        grid = p.B if has_few_scores(p) else 1, -1, p.M, reach
-        return Hiding(hiding_bits(keep, p.dtype), grid, blind)
+        p, shape = self.tiles.problem, None
+        caps = caps_of(keep, p.dtype)
+        if has_few_scores(p):
+            caps = caps.expand(p.B, p.H, p.M, reach).reshape(p.B * p.G, -1, reach).contiguous()
+        else:
+            caps = caps.view(caps.shape[-2:])
+            shape = None if p.H == p.G else (-1, p.M, reach)
+        return Hiding(caps, shape, reach, blind, not blind and reach == p.N)
 
 
 def reads_numbers(problem: Problem) -> bool:

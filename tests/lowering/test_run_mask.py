@@ -135,6 +135,17 @@ def test_keys_beyond_all_lengths_are_not_read(dtype: torch.dtype, reaches: dict[
         v.nan_to_num_()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scores_that_are_hidden_may_overflow(dtype: torch.dtype) -> None:
+    graph = ragged((2, 4, 1, 16), (2, 4, 40, 16), dtype)
+    q, k, v, lengths = tensors_for(graph, 1)
+    lengths.copy_(torch.tensor([40, 3]))
+    q.abs_()
+    due = plan_of(graph)(q, k, v, lengths)
+    k[1, :, 3:] = torch.finfo(dtype).max
+    assert torch.equal(plan_of(graph)(q, k, v, lengths), due)  # type: ignore[arg-type]  # one
+
+
 def test_what_lengths_hide_is_held_by_their_numbers() -> None:
     graph = ragged((2, 4, 1, 16), (2, 4, 50, 16), torch.float32)
     q, k, v, lengths = tensors_for(graph, 1)
