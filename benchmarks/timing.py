@@ -48,14 +48,14 @@ def versus(ours: Job, peer: Job, runs: int = 9) -> Timing:
 def seconds_in_turn(jobs: Mapping[str, Job], runs: int = 9) -> dict[str, list[float]]:
     """Seconds of a call in each run, by name; the jobs take turns, after a warm-up of all.
 
-    A run repeats a job until SHORTEST is full, by what its first call took; a job that takes less
-    than CACHED is called once before its turn, else its caches would be those of its neighbour. A
-    job whose first two calls took SLOW times as long as the fastest job's has no others. The order
-    changes from run to run: who comes after a job of large tensors pays for what it freed.
+    A run repeats a job until SHORTEST is full, by the faster of its first two calls, the first of
+    which may prepare others; a job that takes less than CACHED is called once before its turn, else
+    its caches would be those of its neighbour. A job whose first two calls took SLOW times as long
+    as the fastest job's has no others. The order changes from run to run: who comes after a job of
+    large tensors pays for what it freed.
     """
-    first = {name: seconds(job) for name, job in jobs.items()}
+    first = {name: min(seconds(job), seconds(job)) for name, job in jobs.items()}
     most = max(CACHED, SLOW * min(first.values()))
-    first |= {name: min(t, seconds(jobs[name])) for name, t in first.items() if t >= most}
     counts = {name: int(SHORTEST / time) + 1 for name, time in first.items() if time < most}
     times: dict[str, list[float]] = {name: [] for name in counts}
     order = random.Random(0)
