@@ -105,9 +105,9 @@ def lease_rooms(
         if _is_any_autocast_enabled():
             with without_autocast():
                 return call(device, *operands)
+        arena, idle = workspace.take(device)
         recorded = torch.is_grad_enabled()
         _set_grad_enabled(False)  # as `torch.no_grad()`, which is six calls more
-        arena, idle = workspace.take(device)
         try:
             return work(operands, arena.views(scratch))
         finally:
