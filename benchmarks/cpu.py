@@ -85,8 +85,9 @@ def make_ours(plan: ag.Plan) -> Attend:
     return lambda x: cast(torch.Tensor, plan(*operands(x)))
 
 
-def measure_job(job: Job, runs: int, *, compiled: bool = False) -> Row:
-    """One row: times and memory of ours and of the peers, the ratios, and the goal."""
+def measure_job(job: Job, runs: int, fill: float = 0.0, *, compiled: bool = False) -> Row:
+    """One row: times and memory of ours and of the peers, the ratios, and the goal. runs, fill: as
+    `seconds_in_turn` has them."""
     x, do = make_operands(job), make_cotangent(job)
     workspace = ag.Workspace()
     plan = ag.compile(make_graph(job, x), workspace=workspace)
@@ -95,7 +96,7 @@ def measure_job(job: Job, runs: int, *, compiled: bool = False) -> Row:
     calls = {name: partial(run_pass, job, attend, x, do) for name, attend in ways.items()}
     yardstick = find_yardstick(job)
     extra = {yardstick.name: yardstick.run} if yardstick else {}
-    times = seconds_in_turn(calls | extra, runs)
+    times = seconds_in_turn(calls | extra, runs, fill)
     row = {
         "job": job.name,
         "pass": "forward+backward" if job.backward else "forward",
@@ -169,6 +170,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("groups", nargs="*", default=list(GROUPS), help=f"of {', '.join(GROUPS)}")
     parser.add_argument("--runs", type=int, default=9)
+    parser.add_argument(
+        "--fill", type=float, default=0.1, help="more runs of short jobs, until they take so many s"
+    )
     parser.add_argument("--threads", type=int, nargs="+", default=[torch.get_num_threads()])
     parser.add_argument(
         "--flex", action="store_true", help="FlexAttention too, which compiles for seconds a job"
@@ -177,11 +181,13 @@ def main() -> None:
         "--save", action="store_true", help="write benchmarks/results/cpu-<date>.json"
     )
     options, rows = parser.parse_args(), []
+    if unknown := {*options.groups} - {*GROUPS}:
+        parser.error(f"no group {', '.join(sorted(unknown))}; there are {', '.join(GROUPS)}")
     for threads in options.threads:
         torch.set_num_threads(threads)
         for group in options.groups:
             for job in GROUPS[group]():
-                rows.append(measure_job(job, options.runs, compiled=options.flex))
+                rows.append(measure_job(job, options.runs, options.fill, compiled=options.flex))
                 print(format_row(rows[-1]), flush=True)
     if options.save:
         print(save("cpu", rows))

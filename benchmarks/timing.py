@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 import random
 import statistics
@@ -45,9 +46,13 @@ def versus(ours: Job, peer: Job, runs: int = 9) -> Timing:
     return Timing(mine, theirs, statistics.median(p / o for o, p in pairs), least[1] / least[0])
 
 
-def seconds_in_turn(jobs: Mapping[str, Job], runs: int = 9) -> dict[str, list[float]]:
+def seconds_in_turn(
+    jobs: Mapping[str, Job], runs: int = 9, fill: float = 0.0
+) -> dict[str, list[float]]:
     """Seconds of a call in each run, by name; the jobs take turns, after a warm-up of all.
 
+    There are so many runs, or more until those of the fastest job fill so many seconds: a turn of a
+    short job differs from the next by more than two jobs that are compared.
     A run repeats a job until SHORTEST is full, by the faster of its first two calls, the first of
     which may prepare others; a job that takes less than CACHED is called once before its turn, else
     its caches would be those of its neighbour. A job whose first two calls took SLOW times as long
@@ -58,8 +63,8 @@ def seconds_in_turn(jobs: Mapping[str, Job], runs: int = 9) -> dict[str, list[fl
     most = max(CACHED, SLOW * min(first.values()))
     counts = {name: int(SHORTEST / time) + 1 for name, time in first.items() if time < most}
     times: dict[str, list[float]] = {name: [] for name in counts}
-    order = random.Random(0)
-    for _ in range(runs):
+    order, turn = random.Random(0), max(SHORTEST, min(first.values()))
+    for _ in range(max(runs, math.ceil(fill / turn))):
         for name in order.sample(sorted(counts), len(counts)):
             repeat(jobs[name], first[name] < CACHED)
             times[name].append(seconds(partial(repeat, jobs[name], counts[name])) / counts[name])

@@ -26,6 +26,7 @@ from attn_graph.lowering.cpu import row_choice, sdpa
 from attn_graph.lowering.cpu.any_size import Ready, SizedStep, unfold_ready
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
 from attn_graph.lowering.cpu.head_chunks import ChunkedRun, ChunkedTiles, chunk_heads
+from attn_graph.lowering.cpu.one_run import OneRun
 from attn_graph.lowering.cpu.product_tiles import ProductTiles
 from attn_graph.lowering.cpu.row_tiles import RowTiles
 from attn_graph.lowering.cpu.schedule import POSITIONS
@@ -324,7 +325,7 @@ def works_of(tiles: Tiles) -> tuple[TileWork, TileWork | None]:
     if isinstance(run, ProductTiles | WholeTiles) or (isinstance(run, RowTiles) and run.kept):
         return run.forward, None
     if isinstance(run, RowTiles) and run.is_one_run:
-        return run.forward, run.infer_one_run
+        return run.forward, OneRun.of(run).infer
     return run.forward, run.infer
 
 

@@ -253,30 +253,12 @@ class RowTiles(TileGrid):
 
     @property
     def is_one_run(self) -> bool:
-        """Whether `infer_one_run` computes it: a run of all heads, of no more scores than a tile
+        """Whether `OneRun` computes o alone: a run of all heads, of no more scores than a tile
         should have, whose softmax is one call."""
         p, more = self.problem, self.kept or self.turns or not self.single
         fits = self.runs == 1 and prod(p.sizes) <= count_row_scores(p)
         takes_scale = abs(p.node.scale) >= LEAST_FLOAT
         return self.flat and fits and takes_scale and not more
-
-    def infer_one_run(
-        self, operands: Sequence[torch.Tensor], scratch: Tensors
-    ) -> tuple[torch.Tensor, ...]:
-        """o alone, as `infer` computes it, in one function unless some keys are not read or a query
-        may see none: where a query reads many keys even Python's own code comes from memory."""
-        hiding = self.mask and self.mask.read(operands)
-        if hiding and not hiding.whole:
-            return self.infer_runs(operands, scratch, None, hiding)
-        q, k, v = operands[:3]
-        p, o, s = self.problem, self.problem.new_o(q.device), scratch["p"]
-        at_q, _, _, at_o = self.shapes[:4]
-        torch.baddbmm(s, q.view(at_q), k.flatten(0, 1).mT, beta=0, alpha=p.node.scale, out=s)
-        if hiding:
-            hiding.hide(s)
-        torch.softmax(s, -1, out=s)
-        torch.bmm(s, v.flatten(0, 1), out=o.view(at_o))
-        return (o,)
 
     def backward(
         self, operands: Sequence[torch.Tensor], scratch: Tensors
