@@ -28,8 +28,10 @@ def hiding_bits(keep: torch.Tensor, dtype: torch.dtype) -> Bits:
 
 def caps_of(keep: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The largest that scores of a dtype may be: inf where `keep` is true, else -inf. What is
-    above becomes it by `clamp_`, but NaN, which q and k spread over their rows, stays."""
-    return keep.to(dtype).sub_(0.5).mul_(INF)
+    above becomes it by `clamp_`, but NaN, which q and k spread over their rows, stays.
+
+    PyTorch converts bytes in a seventh of the time of booleans."""
+    return keep.view(torch.uint8).to(dtype).sub_(0.5).mul_(INF)
 
 
 def fill_hidden(room: torch.Tensor, keep: torch.Tensor) -> None:

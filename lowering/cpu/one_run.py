@@ -34,9 +34,7 @@ class OneRun:
         rows = None if p.H == p.G else (at_q, at_o)
         return cls(tiles, tiles.mask, p.node.scale, p.layout_of_o, rows)
 
-    def infer(
-        self, operands: Sequence[torch.Tensor], scratch: Tensors
-    ) -> tuple[torch.Tensor, ...]:
+    def infer(self, operands: Sequence[torch.Tensor], scratch: Tensors) -> tuple[torch.Tensor, ...]:
         """o alone. Left to the tiles where some keys are not read, or a query may see none."""
         hiding = self.mask and self.mask.read(operands)
         if hiding and not hiding.whole:

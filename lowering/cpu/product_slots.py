@@ -238,6 +238,12 @@ def choose_sizes(problem: Problem, factors: torch.dtype) -> tuple[int, int, int]
     return rows, *choose_heads(p, factors, rows, scores)
 
 
+def choose_entries(problem: Problem) -> tuple[int, int, int]:
+    """The same of tiles that have all of some batch entries."""
+    p = problem
+    return p.M, share_evenly(p.B, count_row_scores(p) // (p.H * p.M * p.N)), p.G
+
+
 def choose_row_sizes(problem: Problem) -> tuple[int, int, int]:
     """The same where nothing but a mask is between products, in the dtype of the operands."""
     p, r = problem, problem.H // problem.G

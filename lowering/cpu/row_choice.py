@@ -13,18 +13,27 @@ from attn_graph.lowering.cpu.product_slots import (
     has_few_scores,
     lies_flat,
 )
-from attn_graph.lowering.cpu.run_mask import reads_numbers
+from attn_graph.lowering.cpu.run_mask import FEW_ROWS, caps_entries, reads_numbers
 from attn_graph.lowering.cpu.schedule import row_tiles
+from attn_graph.lowering.cpu.whole_tiles import WholeTiles
 from attn_graph.lowering.problem import Problem
 
-# Multiplications of q k^T from which products of half precision are the faster, by pass; fewer are
-# faster in PyTorch's fused kernel, which takes four times as long for a key/value head of one row.
-# Measured on an AVX512 with native bf16, 1 and 2 threads.
-LEAST_FORWARD, LEAST_OF_ONE_ROW, LEAST_BACKWARD = 2**22, 2**19, 2**21
-FEW_ROWS = 64  # of a key/value head
+# Multiplications of q k^T from which products of half precision are the faster: backward, and
+# forward where every key/value head has one row, on which PyTorch's fused kernel spends as long as
+# on four. Measured on an AVX512 with native bf16, 1 and 2 threads, as is all that follows.
+LEAST_BACKWARD, LEAST_OF_ONE_ROW = 2**21, 2**16
+# Forward elsewhere: what the kernel has more to do, counted in multiplications. It reads a number
+# of k in the time of five, and a key/value head costs it as much as PER_HEAD.
+LEAST_FORWARD, PER_NUMBER, PER_HEAD = 2**21, 5, 2**16
+# And where modifiers change scores, of one query or more: their heads are not rows of one.
+LEAST_CHANGED_OF_ONE, LEAST_CHANGED = 2**19, 2**22
 # In float32, whose products are no faster, fewer steps are: where a head has few scores, at most so
 # many, and there are many heads. Below, the kernel is as fast or, of few rows, faster.
 MOST_SHORT, SHORT_HEADS, SHORT_ROWS = 2**14, 48, 16
+# And forward of fewer rows, whose scores of a key/value head are at most so many, without a mask:
+# of so many such heads; where each has one row, of twice as many and so many multiplications. Up to
+# three times as fast with two threads, and about as fast with one.
+MOST_FEW, FEW_HEADS, LEAST_FEW = 2**13, 32, 2**19
 # The same forward without a mask and without lse, of FEW_ROWS rows: up to 1.3 times as fast with
 # two threads, and about as fast with one.
 MOST_WHOLE, WHOLE_HEADS, LEAST_WHOLE = 200**2, 8, 2**22
@@ -58,10 +67,21 @@ def reads_most(problem: Problem) -> bool:
     p, mask = problem, problem.node.mask
     if mask is None or mask.needs or p.M * p.N <= MOST_SHORT:
         return True
-    if p.dtype == p.wide:
-        return False
+    return p.dtype != p.wide and sees_most(p)
+
+
+def sees_most(problem: Problem) -> bool:
+    """Whether tiles of whole rows have most of the scores."""
+    return count_tile_keys(problem) >= LEAST_SEEN * problem.N
+
+
+def count_tile_keys(problem: Problem) -> int:
+    """How many keys a query's tile of whole rows has, on average; all where data decide."""
+    p, mask = problem, problem.node.mask
+    if mask is None or mask.needs:
+        return p.N
     tiles = row_tiles(p, mask, range(1), WHOLE_MASKED_ROWS, LEAST_FULL)
-    return sum(len(t.rows) * t.keys for t in tiles) >= LEAST_SEEN * p.M * p.N
+    return sum(len(t.rows) * t.keys for t in tiles) // p.M
 
 
 def pays(problem: Problem, own: Collection[torch.dtype], statistics: bool) -> bool:
@@ -73,7 +93,8 @@ def pays(problem: Problem, own: Collection[torch.dtype], statistics: bool) -> bo
     if problem.dtype not in own or problem.is_empty or is_part(problem):
         return False
     if problem.dtype == problem.wide:
-        short = is_short(problem) or just_reads(problem) or is_bounded(problem)
+        short = is_short(problem) or has_few_rows(problem) or just_reads(problem)
+        short = short or is_bounded(problem)
         return (short or (has_short_rows(problem) and not statistics)) and takes(problem)
     return not statistics and (pays_half(problem) or (takes(problem) and skips_little(problem)))
 
@@ -86,9 +107,25 @@ def is_part(problem: Problem) -> bool:
 
 def is_short(problem: Problem) -> bool:
     """Whether a problem has many heads of few scores each."""
-    p = problem
+    p, mask = problem, problem.node.mask
     rows = p.H // p.G * p.M
+    if mask is not None and mask.needs and not (has_few_scores(p) or caps_entries(p)):
+        return False
     return p.M * p.N <= MOST_SHORT and p.B * p.H >= SHORT_HEADS and rows >= SHORT_ROWS
+
+
+def has_few_rows(problem: Problem) -> bool:
+    """Whether a forward has few rows, of many heads or under a mask that is known, hides little and
+    is not the kernel's own: its tiles of mixed places take up to six times as long."""
+    p, rows = problem, problem.H // problem.G * problem.M
+    if p.grad is not None or not all(map(lies_flat, p.specs[:3])):
+        return False
+    if p.node.mask is not None:
+        known = p.M * p.N <= MOST_SHORT and not p.node.mask.needs
+        return known and WholeTiles.plan(p) is None and sees_most(p)
+    if rows == 1 and count_products(p) < LEAST_FEW:
+        return False
+    return FEW_HEADS * (1 + (rows == 1)) <= p.B * p.G and rows * p.N <= MOST_FEW
 
 
 def has_short_rows(problem: Problem) -> bool:
@@ -97,7 +134,7 @@ def has_short_rows(problem: Problem) -> bool:
     heads, rows = p.B * p.H, p.H // p.G * p.M
     if p.grad is not None or p.node.mask is not None or heads < WHOLE_HEADS or rows < FEW_ROWS:
         return False
-    return p.M * p.N <= MOST_WHOLE and heads * p.M * p.N * p.D >= LEAST_WHOLE
+    return p.M * p.N <= MOST_WHOLE and count_products(p) >= LEAST_WHOLE
 
 
 def just_reads(problem: Problem) -> bool:
@@ -126,21 +163,34 @@ def skips_little(problem: Problem) -> bool:
 
 def pays_half(problem: Problem) -> bool:
     """Whether products of half precision are the faster for a problem."""
-    p = problem
-    work = p.B * p.H * p.M * p.N * p.D
+    p, rows = problem, problem.H // problem.G * problem.M
     if p.grad is not None:
-        return work >= LEAST_BACKWARD
-    least = LEAST_OF_ONE_ROW if p.H // p.G * p.M == 1 else LEAST_FORWARD
-    return work >= least and not suits_fused(p)
+        return count_products(p) >= LEAST_BACKWARD
+    if suits_fused(p):
+        return False
+    seen = count_tile_keys(p) if rows < FEW_ROWS else p.N
+    read = p.B * p.G * seen * p.D
+    work = rows * read
+    if not takes(p):
+        return work >= (LEAST_CHANGED_OF_ONE if p.M == 1 else LEAST_CHANGED)
+    if rows == 1 and seen == p.N:
+        return work >= LEAST_OF_ONE_ROW
+    return work + PER_NUMBER * read + PER_HEAD * p.B * p.G >= LEAST_FORWARD
+
+
+def count_products(problem: Problem) -> int:
+    """Multiplications of q k^T."""
+    return prod(problem.sizes) * problem.D
 
 
 def suits_fused(problem: Problem) -> bool:
     """Whether the fused kernel has an advantage forward: it cuts documents exactly, and reads keys
     where they lie, which counts where few queries read each."""
     p, mask = problem, problem.node.mask
+    data = set() if mask is None or caps_entries(p) else mask.needs
     if p.H // p.G * p.M < FEW_ROWS:
-        return mask is not None or not all(x.is_dense for x in p.specs[1:3])
-    return mask is not None and "q_segments" in mask.needs
+        return bool(data) or not all(x.is_dense for x in p.specs[1:3])
+    return "q_segments" in data
 
 
 def takes(problem: Problem) -> bool:

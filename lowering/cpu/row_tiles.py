@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from math import prod
+from itertools import repeat
 from typing import final
 
 import torch
@@ -23,15 +23,15 @@ from attn_graph.lowering.cpu.product_slots import (
     MOST_HELD,
     ProductSlot,
     TileGrid,
+    choose_entries,
     choose_kept_sizes,
     choose_row_sizes,
-    count_row_scores,
     has_few_scores,
     lies_flat,
 )
 from attn_graph.lowering.cpu.row_choice import just_reads
-from attn_graph.lowering.cpu.row_core import Core, RowSteps
-from attn_graph.lowering.cpu.run_mask import Hiding, RunMask
+from attn_graph.lowering.cpu.row_core import Change, Core, RowSteps
+from attn_graph.lowering.cpu.run_mask import Hiding, RunMask, caps_entries, count_caps
 from attn_graph.lowering.cpu.schedule import POSITIONS, place_within
 from attn_graph.lowering.problem import Problem
 from attn_graph.machine.ambient import is_traced
@@ -61,12 +61,16 @@ class RowTiles(TileGrid):
     @classmethod
     def plan(cls, problem: Problem) -> RowTiles:
         """The tiles of a problem, of sizes chosen for it alone."""
-        return cls(problem, *choose_row_sizes(problem), problem.has_blind_rows)
+        choose = choose_row_sizes
+        if problem.grad is None and runs_by_entries(problem):
+            choose = choose_entries
+        return cls(problem, *choose(problem), problem.has_blind_rows)
 
     @classmethod
     def keep(cls, problem: Problem) -> RowTiles:
         """The same whose weights are kept: of tiles that are `flat` or `whole` alone."""
-        return cls(problem, *choose_kept_sizes(problem), problem.has_blind_rows, kept=True)
+        choose = choose_entries if runs_by_entries(problem) else choose_kept_sizes
+        return cls(problem, *choose(problem), problem.has_blind_rows, kept=True)
 
     @cached_property
     def buffers(self) -> dict[str, Buffer]:
@@ -119,7 +123,9 @@ class RowTiles(TileGrid):
     @cached_property
     def count(self) -> int:
         """The most key/value heads of a tile."""
-        return -(-self.heads // self.runs) if self.flat else self.block
+        if self.by_entries or not self.flat:
+            return self.block
+        return -(-self.heads // self.runs)
 
     @cached_property
     def steps(self) -> RowSteps:
@@ -159,7 +165,13 @@ class RowTiles(TileGrid):
         p, mask = self.problem, self.problem.node.mask
         if p.node.modifiers or self.rows < p.M or self.reach < p.N or not self.lies_flat:
             return False
-        return mask is None or has_few_scores(p) or (self.holds and p.M * p.N <= MOST_HELD)
+        few = self.by_entries or (self.holds and p.M * p.N <= MOST_HELD)
+        return mask is None or has_few_scores(p) or few
+
+    @cached_property
+    def by_entries(self) -> bool:
+        """Whether a run has whole batch entries, each with data of its own."""
+        return (self.kept or self.problem.grad is None) and runs_by_entries(self.problem)
 
     @property
     def lies_flat(self) -> bool:
@@ -196,10 +208,11 @@ class RowTiles(TileGrid):
     @property
     def temporary(self) -> int:
         """Bytes that PyTorch allocates beside the workspace, at most: the places that a mask is
-        asked at, with their bits, caps of few scores, rows of o and two of their sums, what oneDNN
-        packs of weights that it transposes, and a tile's share of a bias's gradient."""
+        asked at, with their bits or caps, caps of few scores, rows of o and two of their sums,
+        what oneDNN packs of weights that it transposes, and a tile's share of a bias's gradient."""
         p, rows = self.problem, self.batch * self.rows
-        places = rows * self.reach * (POSITIONS + 8) if p.node.mask else 0
+        caps = count_caps(p) if self.by_entries else rows * self.reach
+        places = caps * (POSITIONS + 8) if p.node.mask else 0
         places += torch.int64.itemsize * (p.B + p.H + p.M + p.N)
         lines = rows * self.groups * self.r
         packed = lines * self.reach * p.dtype.itemsize
@@ -247,18 +260,20 @@ class RowTiles(TileGrid):
         core = Core(self.steps, scratch, hiding.blind if hiding else self.blind)
         if hiding and hiding.reach < self.problem.N:
             k, v = k[:, :, : hiding.reach], v[:, :, : hiding.reach]
-        for views in self.cut((q, k, v, o) if saved is None else (q, k, v, o, saved)):
-            core.attend(hiding and hiding.hide, *views)
+        hides: Iterable[Change | None] = repeat(hiding and hiding.hide)
+        if hiding and self.by_entries:
+            hides = hiding.runs(self.batch)
+        runs = self.cut((q, k, v, o) if saved is None else (q, k, v, o, saved))
+        for hide, views in zip(hides, runs, strict=False):
+            core.attend(hide, *views)
         return (o,)
 
     @property
     def is_one_run(self) -> bool:
-        """Whether `OneRun` computes o alone: a run of all heads, of no more scores than a tile
-        should have, whose softmax is one call."""
-        p, more = self.problem, self.kept or self.turns or not self.single
-        fits = self.runs == 1 and prod(p.sizes) <= count_row_scores(p)
-        takes_scale = abs(p.node.scale) >= LEAST_FLOAT
-        return self.flat and fits and takes_scale and not more
+        """Whether `OneRun` computes o alone: a run of all heads, whose softmax is one call."""
+        more = self.kept or self.turns or not self.single
+        takes_scale = abs(self.problem.node.scale) >= LEAST_FLOAT
+        return self.flat and self.runs == 1 and takes_scale and not more
 
     def backward(
         self, operands: Sequence[torch.Tensor], scratch: Tensors
@@ -269,7 +284,8 @@ class RowTiles(TileGrid):
         if self.flat:
             grads = [x.new_empty(x.shape) for x in tensors]
             hiding = None if self.kept else self.mask and self.mask.read(own)
-            core = Core(self.steps, scratch, hiding.blind if hiding else self.blind)
+            blind = self.blind and self.mask is not None and self.mask.blinds(own)
+            core = Core(self.steps, scratch, hiding.blind if hiding else blind)
             for views in self.cut((*tensors, do, saved.contiguous(), *grads)):
                 core.pull(hiding and hiding.hide, *views)
             return dict(enumerate(grads))
@@ -299,7 +315,7 @@ class RowTiles(TileGrid):
         heads = [*map(torch.Tensor.view, tensors, self.shapes)]
         if self.runs == 1:
             return (heads,)
-        return zip(*(x.tensor_split(self.runs) for x in heads), strict=True)
+        return zip(*(x.split(self.count) for x in heads), strict=True)
 
     def spots(
         self, own: Sequence[torch.Tensor], scratch: Tensors, like: torch.Tensor
@@ -325,6 +341,11 @@ class RowTiles(TileGrid):
         if self.rounds:
             return [scratch[f"sum of d{x}"].zero_() for x in "kv"]
         return [x.new_zeros(x.shape) for x in tensors[1:3]]
+
+
+def runs_by_entries(problem: Problem) -> bool:
+    """Whether runs of whole batch entries are capped by data, and their scores are not few."""
+    return not has_few_scores(problem) and caps_entries(problem)
 
 
 @final

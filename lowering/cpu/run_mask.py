@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import repeat
 from typing import final
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 
 from attn_graph.kernels.hiding import caps_of
-from attn_graph.lowering.cpu.product_slots import HELD, TileGrid, has_few_scores
+from attn_graph.lowering.cpu.product_slots import (
+    HELD,
+    TileGrid,
+    count_row_scores,
+    has_few_scores,
+)
+from attn_graph.lowering.cpu.row_core import Change
+from attn_graph.lowering.folding import tells_rows_apart
 from attn_graph.lowering.problem import Problem
 from attn_graph.machine.ambient import is_traced, neutral_state
 from attn_graph.masks.canonical import is_ours
 from attn_graph.masks.places import Place
 
 MOST_NUMBERS = 64  # of a tensor that a call reads as numbers
-RECENT = 16  # lengths, with plans, of which what they hide is held, up to 512 KiB each
+RECENT, MOST_HELD_CAPS = 8, 2**20  # lengths, with plans, whose caps are held; bytes of each
+MOST_CAPS = 2**23  # bytes of those that a call makes
+FEW_ROWS, MOST_CAPPED = 64, 2**16  # of a key/value head; scores of a query head
 ROUND = 16  # keys: of sizes between, products take longer
 COPIED = 4  # times as long a product takes whose operands have gaps, which oneDNN copies
 Numbers = tuple[tuple[int, ...], ...]
@@ -34,7 +44,7 @@ class Hiding:
     """
 
     caps: torch.Tensor
-    shape: tuple[int, int, int] | None
+    shape: tuple[int, ...] | None
     reach: int
     blind: bool
     whole: bool
@@ -42,6 +52,11 @@ class Hiding:
     def hide(self, s: torch.Tensor) -> None:
         """Hide places of s [n,L,S]."""
         (s if self.shape is None else s.view(self.shape)).clamp_(max=self.caps)
+
+    def runs(self, batch: int) -> Iterable[Change]:
+        """The same for runs of so many batch entries, one after the other."""
+        each = self.caps.split(batch) if len(self.caps) > 1 else repeat(self.caps)
+        return (evolve(self, caps=caps).hide for caps in each)
 
 
 @final
@@ -63,18 +78,45 @@ class RunMask:
     def of(cls, tiles: TileGrid, cuts: bool) -> RunMask | None:
         """None where there is no mask."""
         p = tiles.problem
-        return None if p.node.mask is None else cls(tiles, cuts, p.has_blind_rows, reads_numbers(p))
+        if p.node.mask is None:
+            return None
+        holds = reads_numbers(p) and count_caps(p) * p.dtype.itemsize <= MOST_HELD_CAPS
+        return cls(tiles, cuts, p.has_blind_rows, holds)
 
     def read(self, operands: Sequence[torch.Tensor]) -> Hiding:
         """What a call hides. operands: the attention's own."""
-        q, data = operands[0], operands[3:]
-        if self.holds and type(q) is torch.Tensor and q.is_cpu:
+        plain, data = self.is_plain(operands[0]), operands[3:]
+        if plain and self.holds:
             if not data:
                 return held_hiding(self, ())
             if not is_traced():
                 return recent_hiding(self, tuple([(*x.tolist(),) for x in data]))
-        keep = self.keep(self.tiles.places(self.by_name(data), q))
-        return self.hiding(keep, self.tiles.problem.N, self.blind)
+        keep = self.keep_of(operands)
+        blind = self.hides_rows(keep) if plain and not is_traced() else self.blind
+        return self.hiding(keep, self.tiles.problem.N, blind)
+
+    def blinds(self, operands: Sequence[torch.Tensor]) -> bool:
+        """Whether a call may hide all of a row."""
+        if not self.blind:
+            return False
+        if self.holds:
+            return self.read(operands).blind
+        known = self.is_plain(operands[0]) and not is_traced()
+        return not known or self.hides_rows(self.keep_of(operands))
+
+    def is_plain(self, q: torch.Tensor) -> bool:
+        """Whether a call's numbers may be asked for."""
+        return type(q) is torch.Tensor and q.is_cpu
+
+    def hides_rows(self, keep: torch.Tensor) -> bool:
+        """Whether all of a row is hidden. keep: of all places, which broadcasts.
+
+        PyTorch's `any` takes up to ten times as long as its largest byte."""
+        return self.blind and not bool(keep.view(torch.uint8).amax(-1).all())
+
+    def keep_of(self, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Which of all places a call keeps."""
+        return self.keep(self.tiles.places(self.by_name(operands[3:]), operands[0]))
 
     def by_name(self, data: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """What the mask reads, by name."""
@@ -84,14 +126,16 @@ class RunMask:
         """Which of all places the mask keeps: booleans that broadcast to [B,H,M,N]."""
         mask = self.tiles.problem.node.mask
         assert mask is not None
-        return torch.as_tensor(mask.keep(at), device=at.j.device)
+        return torch.as_tensor(mask.keep(at), dtype=torch.bool, device=at.j.device)
 
     def hiding(self, keep: torch.Tensor, reach: int, blind: bool) -> Hiding:
         """What hides the others."""
-        p, shape = self.tiles.problem, None
-        caps = caps_of(keep, p.dtype)
+        p, caps = self.tiles.problem, caps_of(keep, self.tiles.problem.dtype)
+        shape: tuple[int, ...] | None = None
         if has_few_scores(p):
             caps = caps.expand(p.B, p.H, p.M, reach).reshape(p.B * p.G, -1, reach).contiguous()
+        elif caps_entries(p):
+            shape = -1, p.H, p.M, reach
         else:
             caps = caps.view(caps.shape[-2:])
             shape = None if p.H == p.G else (-1, p.M, reach)
@@ -106,12 +150,32 @@ def reads_numbers(problem: Problem) -> bool:
     return few and mask is not None and is_ours(mask)
 
 
+def caps_entries(problem: Problem) -> bool:
+    """Whether runs of whole batch entries are capped by what data hides of each: where rows are
+    short, or few in half precision, reading all keys takes less time than copying or skipping."""
+    p, rows = problem, problem.H // problem.G * problem.M
+    if not p.node.is_bare or p.node.mask is None or not p.node.mask.needs:
+        return False
+    suits = p.M * p.N <= MOST_CAPPED or (p.dtype != p.wide and rows < FEW_ROWS)
+    fits = count_row_scores(p) >= p.H * p.M * p.N
+    return suits and fits and count_caps(p) * p.dtype.itemsize <= MOST_CAPS
+
+
+def count_caps(problem: Problem) -> int:
+    """How many caps a mask that reads data makes, at most."""
+    p, mask = problem, problem.node.mask
+    alike = mask is not None and is_ours(mask)
+    for data in p.by_role.mask.values():
+        alike &= data.shape[1:2] == (1,) or len(data.shape) < len(p.sizes)
+    return p.B * (1 if alike else p.H) * (p.M if tells_rows_apart(p) else 1) * p.N
+
+
 @neutral_state()
 def hide_by_numbers(mask: RunMask, numbers: Numbers) -> Hiding:
     """What a mask hides on a CPU, where it reads tensors of these numbers."""
     data, p = mask.by_name([torch.tensor(x) for x in numbers]), mask.tiles.problem
     keep = mask.keep(mask.tiles.make_places(data, torch.device("cpu")))
-    blind = mask.blind and not bool(keep.any(-1).all())
+    blind = mask.hides_rows(keep)
     if not (mask.cuts and numbers) or keep.shape[3] < p.N:
         return mask.hiding(keep, p.N, blind)
     seen = keep.flatten(0, 2).any(0).nonzero().amax() + 1 if keep.any() else torch.tensor(1)

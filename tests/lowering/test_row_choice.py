@@ -36,6 +36,75 @@ def test_some_heads_of_short_rows_do(sizes: tuple[int, ...]) -> None:
     assert isinstance(tiles, RowTiles)
 
 
+def plan_rows(dtype: torch.dtype, *sizes: int, **options: Any) -> RowTiles | None:
+    """The tiles of few queries, if rows are whole: B, H, G, M and N of heads of 64."""
+    B, H, G, M, N = sizes
+    q, k = (ag.TensorSpec((B, *x, 64), dtype) for x in ((H, M), (G, N)))
+    native = evolve(CPU, native=("bf16",))
+    plan = ag.compile(ag.attention(q, k, k, **options), target=native)
+    if plan.backend == "torch_sdpa":
+        return None
+    (tiles,) = plan_tiles(plan.graph, native, ag.Options())
+    return tiles if isinstance(tiles, RowTiles) else None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sizes"),
+    [
+        (torch.bfloat16, (1, 8, 8, 1, 128)),
+        (torch.bfloat16, (1, 32, 8, 1, 512)),
+        (torch.bfloat16, (32, 8, 8, 2, 32)),
+        (torch.float32, (8, 8, 8, 2, 64)),
+        (torch.float32, (32, 8, 8, 1, 128)),
+    ],
+)
+def test_few_queries_of_many_heads_do(dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
+    assert plan_rows(dtype, *sizes) is not None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sizes"),
+    [
+        (torch.bfloat16, (1, 8, 8, 1, 64)),
+        (torch.bfloat16, (1, 32, 8, 1, 128)),
+        (torch.float32, (1, 8, 8, 2, 64)),
+        (torch.float32, (8, 8, 8, 1, 32)),
+    ],
+)
+def test_few_queries_of_few_heads_do_not(dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
+    assert plan_rows(dtype, *sizes) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_few_queries_do_unless_a_mask_hides_most_keys(dtype: torch.dtype) -> None:
+    sizes = 1, 8, 8, 4, 512
+    assert plan_rows(dtype, *sizes, mask=ag.Causal("bottom_right")) is not None
+    assert plan_rows(dtype, *sizes, mask=ag.Window(63, align="bottom_right")) is None
+
+
+def test_few_queries_with_lengths_read_all_keys_in_half_precision_alone() -> None:
+    lengths = {"mask": ag.KeyLengths(), "kv_lengths": ag.TensorSpec((8,), torch.int32)}
+    tiles = plan_rows(torch.bfloat16, 8, 8, 8, 1, 2048, **lengths)
+    assert tiles is not None
+    assert tiles.by_entries
+    assert plan_rows(torch.float32, 8, 8, 8, 1, 2048, **lengths) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rows", [1, 128])
+def test_short_sequences_with_a_mask_of_booleans_keep_weights(
+    dtype: torch.dtype, rows: int
+) -> None:
+    x = ag.TensorSpec((16, 12, 128, 64), dtype)
+    keep = ag.TensorSpec((16, 1, rows, 128), torch.bool)
+    native = evolve(CPU, native=("bf16",))
+    plan = ag.compile(ag.attention(x, x, x, keep=keep), target=native)
+    assert keeps_weights(plan.recorded.graph)
+    (tiles,) = plan_tiles(plan.recorded.graph, native, ag.Options())
+    assert isinstance(tiles, RowTiles)
+    assert tiles.by_entries
+
+
 @pytest.mark.parametrize("sizes", [(2, 16, 256, 64), (1, 7, 197, 64), (1, 8, 64, 64)])
 def test_long_rows_few_heads_and_few_scores_do_not(sizes: tuple[int, ...]) -> None:
     assert plan_square(*sizes).backend == "torch_sdpa"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from attrs import evolve
@@ -11,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attn_graph as ag
 from attn_graph.ir.kept import keeps_weights
+from attn_graph.lowering.cpu import product_slots, row_choice
 from attn_graph.lowering.cpu.math import plan_tiles
 from attn_graph.lowering.cpu.row_tiles import RowTiles
 from attn_graph.lowering.cpu.run_mask import MOST_NUMBERS
@@ -18,6 +21,7 @@ from attn_graph.machine.target import Target
 from attn_graph.testing.agreement import check_gradients, check_outputs
 from attn_graph.testing.strategies import seeds
 from attn_graph.testing.tensors import tensors_for
+from tests.support.planning import forget_plans
 
 NATIVE = evolve(Target.of("cpu"), native=("bf16",))
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
@@ -99,6 +103,56 @@ def test_short_sequences_with_lengths_train(dtype: torch.dtype) -> None:
     plan = plan_of(graph)
     assert keeps_weights(plan.recorded.graph)
     check_gradients(plan, graph, tensors_for(graph, 1), 1)
+
+
+@pytest.fixture
+def nothing_is_few(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Small problems pay, and their scores are not few."""
+    monkeypatch.setattr(product_slots, "FEW_SCORES", 2**8)
+    for name in ("LEAST_FORWARD", "SHORT_HEADS", "SHORT_ROWS"):
+        monkeypatch.setattr(row_choice, name, 0)
+    forget_plans()
+    yield
+    forget_plans()
+
+
+@pytest.mark.usefixtures("nothing_is_few")
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("M", [1, 20])
+def test_runs_of_batch_entries_hide_what_the_lengths_of_each_say(
+    M: int, dtype: torch.dtype, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three entries, and of the last two."""
+    scores = 3 * 4 * M * 150 * dtype.itemsize // torch.float32.itemsize
+    monkeypatch.setattr(product_slots, "SCORES", scores)
+    graph = ragged((5, 4, M, 16), (5, 2, 150, 16), dtype, kind)
+    tiles, plan, tensors = tiles_of(graph), plan_of(graph), tensors_for(graph, 1)
+    assert tiles.by_entries
+    assert tiles.runs == 2
+    assert torch.equal(plan.infer(*tensors)[0][0], plan.run(*tensors)[0][0])
+    check_outputs(plan, graph, tensors)
+    check_gradients(plan, graph, tensors, 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_that_data_hides_has_gradients_of_zero(dtype: torch.dtype) -> None:
+    """Whatever its cotangent holds. Other rows are as they are without it."""
+    x = ag.TensorSpec((8, 12, 64, 16), dtype)
+    graph = ag.attention(x, x, x, keep=ag.TensorSpec((8, 1, 64, 64), torch.bool))
+    q, k, v, keep = tensors_for(graph, 1)
+    keep[2, :, 5], do = False, torch.randn(q.shape).to(dtype)
+    plan, grads = plan_of(graph), []
+    assert keeps_weights(plan.recorded.graph)
+    for odd in (1.0, float("inf")):
+        do[2, :, 5] = odd
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        o = plan(*leaves, keep)
+        assert isinstance(o, torch.Tensor)
+        assert not o[2, :, 5].any()
+        grads.append(torch.autograd.grad(o, leaves, do))
+    assert all(map(torch.equal, *grads))
+    assert not grads[0][0][2, :, 5].any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
