@@ -76,6 +76,11 @@ class Job:
         return self.keys or self.sizes[2]
 
     @property
+    def before(self) -> int:
+        """Keys before the position of the first query: the last query is at the last key."""
+        return self.N - self.sizes[2]
+
+    @property
     def E(self) -> int:
         """Head size of v."""
         return self.value_size or self.sizes[3]
@@ -155,12 +160,17 @@ def decode_jobs() -> Iterator[Job]:
     title = "decode, 32 heads over 8, 32768 keys"
     yield Job(title, F16, (1, 32, 1, 128), key_heads=8, keys=32768)
     lengths = (128, 100, 77, 64, 50, 33, 17, 5)
+    cache = (2048, 1900, 1500, 1200, 1000, 800, 600, 300)
     for dtype in (F32, BF16):
         yield Job("decode, key lengths of 128", dtype, (8, 8, 1, 64), keys=128, lengths=lengths)
+        job = Job("decode, key lengths of 2048", dtype, (8, 32, 1, 64), key_heads=8, keys=2048)
+        yield evolve(job, lengths=cache)
+        job = evolve(job, title="decode of 4 queries, causal, 512 keys", sizes=(8, 32, 4, 64))
+        yield evolve(job, keys=512, causal=True)
 
 
 def short_jobs() -> Iterator[Job]:
-    """Many short sequences, without those that other groups have."""
+    """Many short sequences, without those that other groups have, and as a batch is padded."""
     have = {(job.name, job.backward) for group in (plain_jobs, half_jobs) for job in group()}
     for sizes in SHORT:
         for dtype in (F32, BF16):
@@ -168,6 +178,12 @@ def short_jobs() -> Iterator[Job]:
                 job = Job("full", dtype, sizes, backward=backward)
                 if (job.name, job.backward) not in have:
                     yield job
+    for dtype in (F32, BF16):
+        job = Job("random mask", dtype, (32, 12, 128, 64))
+        yield from both_passes(evolve(job, keep=True))
+        yield from both_passes(
+            evolve(job, title="key lengths of 128", lengths=(*range(4, 132, 4),))
+        )
 
 
 def mixed_jobs() -> Iterator[Job]:
@@ -214,7 +230,7 @@ def shrink_job(job: Job) -> Job:
     G, N = min(job.G, 2), 24
     return evolve(
         job,
-        sizes=(min(B, 2), job.r * G, M if M == 1 else N, 8),
+        sizes=(min(B, 2), job.r * G, M if M < job.N else N, 8),
         key_heads=G,
         keys=N,
         value_size=8 if job.E == D else 4,
@@ -259,7 +275,8 @@ def make_mask(job: Job) -> ag.Mask | None:
     """What hides places by their positions alone."""
     causal = ag.Causal() | ag.Prefix(job.prefix) if job.prefix else ag.Causal()
     parts = [causal] * job.causal + [ag.Window(job.left)] * (job.left is not None)
-    return reduce(and_, parts) if parts else None
+    mask = reduce(and_, parts) if parts else None
+    return mask.aligned("bottom_right") if mask and job.before else mask
 
 
 def document_ends(job: Job) -> list[tuple[int, int]]:

@@ -34,7 +34,7 @@ class Peer:
 
 def visible_places(job: Job, x: Operands) -> torch.Tensor | None:
     """The mask as a dense tensor that broadcasts to [B,H,M,N], True where a query sees a key."""
-    i, j = torch.arange(job.sizes[2])[:, None], torch.arange(job.N)
+    i, j = torch.arange(job.before, job.N)[:, None], torch.arange(job.N)
     seen = torch.ones(1, job.N, dtype=torch.bool)
     if job.causal:
         seen = (j <= i) | (j < job.prefix)
@@ -80,15 +80,15 @@ def make_sdpa(job: Job, x: Operands) -> Attend:
 
 
 def is_just_causal(job: Job) -> bool:
-    """Whether `is_causal` says it all."""
+    """Whether `is_causal` says it all, to which the first query is at the first key."""
     others = job.left is not None or job.documents or job.lengths or job.prefix or job.alibi
-    return job.causal and not others
+    return job.causal and job.before == 0 and not others
 
 
 def make_addend(job: Job, x: Operands) -> Attend:
     """SDPA with a mask of floats, which it need not make of booleans in each call."""
     addend = dense_addend(job, x)
-    return lambda x: sdpa(x["q"], x["k"], x["v"], attn_mask=addend)
+    return lambda x: sdpa(x["q"], x["k"], x["v"], attn_mask=addend, enable_gqa=job.r > 1)
 
 
 def fold_heads(job: Job, q: torch.Tensor) -> torch.Tensor:
@@ -148,8 +148,9 @@ def make_loop(job: Job, x: Operands) -> Attend:
 def attend_by_length(job: Job, x: Operands) -> torch.Tensor:
     """SDPA of each sequence in turn, with its keys alone."""
     q, k, v = x["q"], x["k"], x["v"]
+    call = partial(sdpa, is_causal=job.causal, enable_gqa=job.r > 1)
     parts = [
-        sdpa(q[b : b + 1], k[b : b + 1, :, :n], v[b : b + 1, :, :n], is_causal=job.causal)
+        call(q[b : b + 1], k[b : b + 1, :, :n], v[b : b + 1, :, :n])
         for b, n in enumerate(x["kv_lengths"].tolist())
     ]
     return torch.cat(parts)
@@ -180,15 +181,16 @@ def make_flex(job: Job, x: Operands, *, compiled: bool = True) -> Attend:
 def flex_mask(job: Job, x: Operands) -> Callable[..., torch.Tensor]:
     """The mask in FlexAttention's terms."""
 
-    def keep(b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
+    def keep(b: Any, h: Any, m: Any, j: Any) -> torch.Tensor:
+        i = m + job.before
         seen: torch.Tensor = (j >= 0) if not job.causal else (j <= i) | (j < job.prefix)
         if job.left is not None:
             seen = seen & (j >= i - job.left)
         if job.documents:
-            seen = seen & (x["q_segments"][0][i] == x["q_segments"][0][j])
+            seen = seen & (x["q_segments"][0][m] == x["q_segments"][0][j])
         if job.lengths:
             seen = seen & (j < x["kv_lengths"][b])
-        return seen & x["keep"][b, 0, i, j] if job.keep else seen
+        return seen & x["keep"][b, 0, m, j] if job.keep else seen
 
     return keep
 
