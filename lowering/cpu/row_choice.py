@@ -109,7 +109,8 @@ def is_short(problem: Problem) -> bool:
     """Whether a problem has many heads of few scores each."""
     p, mask = problem, problem.node.mask
     rows = p.H // p.G * p.M
-    if mask is not None and mask.needs and not (has_few_scores(p) or caps_entries(p)):
+    as_it_is = has_few_scores(p) or (p.grad is None and caps_entries(p))
+    if mask is not None and mask.needs and not as_it_is:
         return False
     return p.M * p.N <= MOST_SHORT and p.B * p.H >= SHORT_HEADS and rows >= SHORT_ROWS
 

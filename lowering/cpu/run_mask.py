@@ -77,11 +77,11 @@ class RunMask:
     @classmethod
     def of(cls, tiles: TileGrid, cuts: bool) -> RunMask | None:
         """None where there is no mask."""
-        p = tiles.problem
-        if p.node.mask is None:
+        p, mask = tiles.problem, tiles.problem.node.mask
+        if mask is None:
             return None
-        holds = reads_numbers(p) and count_caps(p) * p.dtype.itemsize <= MOST_HELD_CAPS
-        return cls(tiles, cuts, p.has_blind_rows, holds)
+        few = not mask.needs or count_caps(p) * p.dtype.itemsize <= MOST_HELD_CAPS
+        return cls(tiles, cuts, p.has_blind_rows, few and reads_numbers(p))
 
     def read(self, operands: Sequence[torch.Tensor]) -> Hiding:
         """What a call hides. operands: the attention's own."""

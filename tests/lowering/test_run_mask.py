@@ -219,6 +219,14 @@ def test_many_lengths_are_not_read_as_numbers() -> None:
         check_outputs(plan_of(graph), graph, tensors_for(graph, 1))
 
 
+def test_what_no_data_decides_is_held_for_every_batch() -> None:
+    x = ag.TensorSpec((64, 4, 64, 64), torch.float32)
+    graph = ag.attention(x, x, x, mask=ag.Causal())
+    mask, operands = tiles_of(graph).mask, tensors_for(graph, 1)
+    assert mask is not None
+    assert mask.read(operands) is mask.read(operands)
+
+
 class Watch(TorchDispatchMode):
     """Sees what is computed."""
 
