@@ -24,6 +24,7 @@ from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp
 from attn_graph.lowering.backend import Backend, Executable, Options, Run, switch_name
 from attn_graph.lowering.cpu import row_choice, sdpa
 from attn_graph.lowering.cpu.any_size import Ready, SizedStep, unfold_ready
+from attn_graph.lowering.cpu.entry_tiles import EntryTiles
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
 from attn_graph.lowering.cpu.head_chunks import ChunkedRun, ChunkedTiles, chunk_heads
 from attn_graph.lowering.cpu.one_run import OneRun
@@ -46,7 +47,7 @@ from attn_graph.spec import NAMES, TensorSpec
 if TYPE_CHECKING:
     from attn_graph.lowering.cpu.fused_calls import FusedRun
 
-AttentionTiles = WholeTiles | FusedTiles | ChunkedTiles | RowTiles | ProductTiles
+AttentionTiles = WholeTiles | FusedTiles | ChunkedTiles | EntryTiles | RowTiles | ProductTiles
 Tiles = AttentionTiles | TangentTiles
 # Where the blocked math lowering, which computes half precision in float32, beats PyTorch's own
 # half precision kernel on CPUs: by dtype and pass, and whether the CPU has the dtype natively. For
@@ -118,7 +119,7 @@ def tile_problem(statistics: bool, fused: bool, own: Dtypes, problem: Problem) -
     """How an attention, or its gradient, is tiled. statistics: as `gives_statistics` has it."""
     pays = row_choice.pays(problem, own, statistics)
     if pays and row_choice.takes(problem):
-        return RowTiles.plan(problem)
+        return EntryTiles.plan(problem) or RowTiles.plan(problem)
     if pays or not (fused and fuses(problem)):
         return ProductTiles.plan(problem, problem.dtype if pays else problem.wide)
     return WholeTiles.plan(problem) or chunk_heads(FusedTiles.plan(problem))
@@ -319,6 +320,8 @@ def works_of(tiles: Tiles) -> tuple[TileWork, TileWork | None]:
     """What runs tiles, and what does where o alone is wanted, if that is another."""
     if isinstance(tiles, TangentTiles):
         return tiles.run, None
+    if isinstance(tiles, EntryTiles):
+        return tiles.forward, tiles.infer
     run = ready_run(tiles) if isinstance(tiles, FusedTiles | ChunkedTiles) else tiles
     if tiles.problem.grad is not None:
         return partial(run_backward, tiles.problem, run.backward), None

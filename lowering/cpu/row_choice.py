@@ -13,7 +13,12 @@ from attn_graph.lowering.cpu.product_slots import (
     has_few_scores,
     lies_flat,
 )
-from attn_graph.lowering.cpu.run_mask import FEW_ROWS, caps_entries, reads_numbers
+from attn_graph.lowering.cpu.run_mask import (
+    FEW_ROWS,
+    caps_entries,
+    cuts_entries,
+    reads_numbers,
+)
 from attn_graph.lowering.cpu.schedule import row_tiles
 from attn_graph.lowering.cpu.whole_tiles import WholeTiles
 from attn_graph.lowering.problem import Problem
@@ -94,7 +99,7 @@ def pays(problem: Problem, own: Collection[torch.dtype], statistics: bool) -> bo
         return False
     if problem.dtype == problem.wide:
         short = is_short(problem) or has_few_rows(problem) or just_reads(problem)
-        short = short or is_bounded(problem)
+        short = short or is_bounded(problem) or cuts_entries(problem)
         return (short or (has_short_rows(problem) and not statistics)) and takes(problem)
     return not statistics and (pays_half(problem) or (takes(problem) and skips_little(problem)))
 

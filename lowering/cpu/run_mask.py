@@ -11,6 +11,7 @@ import torch
 from attrs import evolve, frozen
 
 from attn_graph.kernels.hiding import caps_of
+from attn_graph.lowering.cpu.key_spans import KeySpan, find_spans
 from attn_graph.lowering.cpu.product_slots import (
     HELD,
     TileGrid,
@@ -23,6 +24,7 @@ from attn_graph.lowering.problem import Problem
 from attn_graph.machine.ambient import is_traced, neutral_state
 from attn_graph.masks.canonical import is_ours
 from attn_graph.masks.places import Place
+from attn_graph.spec import TensorSpec
 
 MOST_NUMBERS = 64  # of a tensor that a call reads as numbers
 RECENT, MOST_HELD_CAPS = 8, 2**20  # lengths, with plans, whose caps are held; bytes of each
@@ -30,6 +32,9 @@ MOST_CAPS = 2**23  # bytes of those that a call makes
 FEW_ROWS, MOST_CAPPED = 64, 2**16  # of a key/value head; scores of a query head
 ROUND = 16  # keys: of sizes between, products take longer
 COPIED = 4  # times as long a product takes whose operands have gaps, which oneDNN copies
+# Multiplications of q k^T that a batch entry takes at least, where it is computed by itself; a
+# number of k is read in the time of PER_NUMBER. Of less, one product of many entries is the faster.
+LEAST_CUT, PER_NUMBER = 2**21, 16
 Numbers = tuple[tuple[int, ...], ...]
 
 
@@ -39,14 +44,16 @@ class Hiding:
     """Hides places of a run's scores.
 
     caps: the largest that scores may be, which broadcast to them; as they lie, where shape is None,
-    else viewed as that. reach: how many keys count. blind: whether it may hide all of a row. whole:
-    whether all keys count, and it hides all of no row.
+    else viewed as that. reach: how many keys count. blind: whether it may hide all of a row. spans:
+    the keys of each batch entry, where those alone are read. whole: whether all keys are read, and
+    it hides all of no row.
     """
 
     caps: torch.Tensor
     shape: tuple[int, ...] | None
     reach: int
     blind: bool
+    spans: Sequence[KeySpan]
     whole: bool
 
     def hide(self, s: torch.Tensor) -> None:
@@ -64,24 +71,26 @@ class Hiding:
 class RunMask:
     """The mask of a bare attention, for runs of whole heads.
 
-    cuts: whether runs may be of the first keys alone. blind: whether it may hide all of a row.
-    holds: whether it is one of ours, and reads no tensors or lengths of few batch entries, as the
-    layers of a model do in turn: what it hides is held.
+    cuts: whether runs may be of the first keys alone. spans: whether each batch entry reads its own
+    keys alone, where they are known. blind: whether it may hide all of a row. holds: whether it is
+    one of ours, and reads no tensors or lengths of few batch entries, as the layers of a model do
+    in turn: what it hides is held.
     """
 
     tiles: TileGrid
     cuts: bool
+    spans: bool
     blind: bool
     holds: bool
 
     @classmethod
-    def of(cls, tiles: TileGrid, cuts: bool) -> RunMask | None:
+    def of(cls, tiles: TileGrid, cuts: bool = False, spans: bool = False) -> RunMask | None:
         """None where there is no mask."""
         p, mask = tiles.problem, tiles.problem.node.mask
         if mask is None:
             return None
         few = not mask.needs or count_caps(p) * p.dtype.itemsize <= MOST_HELD_CAPS
-        return cls(tiles, cuts, p.has_blind_rows, few and reads_numbers(p))
+        return cls(tiles, cuts, spans, p.has_blind_rows, few and reads_numbers(p))
 
     def read(self, operands: Sequence[torch.Tensor]) -> Hiding:
         """What a call hides. operands: the attention's own."""
@@ -92,8 +101,9 @@ class RunMask:
             if not is_traced():
                 return recent_hiding(self, tuple([(*x.tolist(),) for x in data]))
         keep = self.keep_of(operands)
-        blind = self.hides_rows(keep) if plain and not is_traced() else self.blind
-        return self.hiding(keep, self.tiles.problem.N, blind)
+        if plain and not is_traced():
+            return self.hiding(keep, self.tiles.problem.N, self.hides_rows(keep), self.spans)
+        return self.hiding(keep, self.tiles.problem.N, self.blind)
 
     def blinds(self, operands: Sequence[torch.Tensor]) -> bool:
         """Whether a call may hide all of a row."""
@@ -128,18 +138,19 @@ class RunMask:
         assert mask is not None
         return torch.as_tensor(mask.keep(at), dtype=torch.bool, device=at.j.device)
 
-    def hiding(self, keep: torch.Tensor, reach: int, blind: bool) -> Hiding:
-        """What hides the others."""
+    def hiding(self, keep: torch.Tensor, reach: int, blind: bool, spans: bool = False) -> Hiding:
+        """What hides the others. spans: whether each batch entry reads its own keys alone."""
         p, caps = self.tiles.problem, caps_of(keep, self.tiles.problem.dtype)
         shape: tuple[int, ...] | None = None
-        if has_few_scores(p):
+        if has_few_scores(p) and not self.spans:
             caps = caps.expand(p.B, p.H, p.M, reach).reshape(p.B * p.G, -1, reach).contiguous()
         elif caps_entries(p):
             shape = -1, p.H, p.M, reach
         else:
             caps = caps.view(caps.shape[-2:])
             shape = None if p.H == p.G else (-1, p.M, reach)
-        return Hiding(caps, shape, reach, blind, not blind and reach == p.N)
+        own = find_spans(keep, caps, p.B) if spans else ()
+        return Hiding(caps, shape, reach, blind, own, not blind and reach == p.N)
 
 
 def reads_numbers(problem: Problem) -> bool:
@@ -156,9 +167,34 @@ def caps_entries(problem: Problem) -> bool:
     p, rows = problem, problem.H // problem.G * problem.M
     if not p.node.is_bare or p.node.mask is None or not p.node.mask.needs:
         return False
-    suits = p.M * p.N <= MOST_CAPPED or (p.dtype != p.wide and rows < FEW_ROWS)
+    few = rows < FEW_ROWS and (p.dtype != p.wide or is_worth_cutting(p))
+    suits = few or p.M * p.N <= MOST_CAPPED
     fits = count_row_scores(p) >= p.H * p.M * p.N
     return suits and fits and count_caps(p) * p.dtype.itemsize <= MOST_CAPS
+
+
+def cuts_entries(problem: Problem) -> bool:
+    """Whether a forward computes each batch entry by itself, of the keys that data leave it."""
+    p, (shape, strides) = problem, problem.layout_of_o
+    if p.is_empty or p.grad is not None or not (caps_entries(p) and is_worth_cutting(p)):
+        return False
+    rows = p.specs[0], TensorSpec(shape, p.dtype, strides)
+    viewed = p.H == p.G or all(x.is_dense for x in rows)
+    return viewed and all(map(lies_in_rows, p.specs[:3]))
+
+
+def is_worth_cutting(problem: Problem) -> bool:
+    """Whether a batch entry, of which all rows see the same keys, has much to compute or to read;
+    not in half precision, where oneDNN copies operands with gaps."""
+    p = problem
+    if p.dtype != p.wide or count_caps(p) > p.B * p.N:
+        return False
+    return p.N * p.D * (p.H * p.M + PER_NUMBER * p.G) >= LEAST_CUT
+
+
+def lies_in_rows(spec: TensorSpec) -> bool:
+    """Whether products take x [B,H,M,D] as it lies: whole rows, one after the other."""
+    return spec.unit_last and (spec.shape[2] <= 1 or spec.strides[2] >= spec.shape[3])
 
 
 def count_caps(problem: Problem) -> int:
@@ -176,6 +212,8 @@ def hide_by_numbers(mask: RunMask, numbers: Numbers) -> Hiding:
     data, p = mask.by_name([torch.tensor(x) for x in numbers]), mask.tiles.problem
     keep = mask.keep(mask.tiles.make_places(data, torch.device("cpu")))
     blind = mask.hides_rows(keep)
+    if mask.spans:
+        return mask.hiding(keep, p.N, blind, spans=True)
     if not (mask.cuts and numbers) or keep.shape[3] < p.N:
         return mask.hiding(keep, p.N, blind)
     seen = keep.flatten(0, 2).any(0).nonzero().amax() + 1 if keep.any() else torch.tensor(1)

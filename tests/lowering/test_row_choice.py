@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph.ir.kept import keeps_weights
+from attn_graph.lowering.cpu.entry_tiles import EntryTiles
 from attn_graph.lowering.cpu.math import plan_tiles
 from attn_graph.lowering.cpu.product_slots import share_evenly
 from attn_graph.lowering.cpu.row_tiles import RowTiles
@@ -36,7 +37,7 @@ def test_some_heads_of_short_rows_do(sizes: tuple[int, ...]) -> None:
     assert isinstance(tiles, RowTiles)
 
 
-def plan_rows(dtype: torch.dtype, *sizes: int, **options: Any) -> RowTiles | None:
+def plan_rows(dtype: torch.dtype, *sizes: int, **options: Any) -> RowTiles | EntryTiles | None:
     """The tiles of few queries, if rows are whole: B, H, G, M and N of heads of 64."""
     B, H, G, M, N = sizes
     q, k = (ag.TensorSpec((B, *x, 64), dtype) for x in ((H, M), (G, N)))
@@ -45,7 +46,7 @@ def plan_rows(dtype: torch.dtype, *sizes: int, **options: Any) -> RowTiles | Non
     if plan.backend == "torch_sdpa":
         return None
     (tiles,) = plan_tiles(plan.graph, native, ag.Options())
-    return tiles if isinstance(tiles, RowTiles) else None
+    return tiles if isinstance(tiles, RowTiles | EntryTiles) else None
 
 
 @pytest.mark.parametrize(
@@ -85,9 +86,27 @@ def test_few_queries_do_unless_a_mask_hides_most_keys(dtype: torch.dtype) -> Non
 def test_few_queries_with_lengths_read_all_keys_in_half_precision_alone() -> None:
     lengths = {"mask": ag.KeyLengths(), "kv_lengths": ag.TensorSpec((8,), torch.int32)}
     tiles = plan_rows(torch.bfloat16, 8, 8, 8, 1, 2048, **lengths)
-    assert tiles is not None
+    assert isinstance(tiles, RowTiles)
     assert tiles.by_entries
-    assert plan_rows(torch.float32, 8, 8, 8, 1, 2048, **lengths) is None
+    assert isinstance(plan_rows(torch.float32, 8, 8, 8, 1, 2048, **lengths), EntryTiles)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "cut"),
+    [
+        ((8, 12, 12, 128, 128), True),
+        ((2, 4, 4, 1, 4096), True),
+        ((64, 8, 8, 1, 256), True),
+        ((8, 8, 8, 1, 64), False),  # one product of all
+        ((64, 4, 4, 32, 32), False),
+        ((4, 12, 12, 512, 512), False),  # the kernel's loop, entry by entry
+    ],
+)
+def test_batch_entries_with_much_to_compute_or_to_read_are_cut(
+    sizes: tuple[int, ...], cut: bool
+) -> None:
+    keep = ag.TensorSpec((sizes[0], 1, 1, sizes[4]), torch.bool)
+    assert isinstance(plan_rows(torch.float32, *sizes, keep=keep), EntryTiles) == cut
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
