@@ -46,7 +46,7 @@ class EntryTiles(TileGrid):
     def buffers(self) -> dict[str, Buffer]:
         """The scratch buffers, by name."""
         p, n = self.problem, self.problem.G * self.lines
-        sizes = {"p": n * p.N, "top": n, "total": n, "lse": n}
+        sizes = {"p": n * p.N, "top": n, "total": n}
         if self.moves:
             sizes["o"] = n * p.E
         return {name: Buffer((size,), p.dtype) for name, size in sizes.items()}
@@ -86,7 +86,7 @@ class EntryTiles(TileGrid):
     @cached_property
     def mask(self) -> RunMask:
         """What hides keys."""
-        mask = RunMask.of(self, cuts=False, spans=True)
+        mask = RunMask.of(self, spans=True)
         assert mask is not None
         return mask
 

@@ -26,12 +26,12 @@ class KeySpan:
             s.clamp_(max=self.caps)
 
 
-def find_spans(keep: torch.Tensor, caps: torch.Tensor, B: int) -> tuple[KeySpan, ...]:
-    """The keys of each of B batch entries. keep: which count. caps: the largest that scores may be.
-    Both [B,1,1,N], or one for all."""
-    keep, caps = (x.expand(B, 1, 1, -1).flatten(0, 2) for x in (keep, caps))
+def find_spans(keep: torch.Tensor, caps: torch.Tensor, B: int, N: int) -> tuple[KeySpan, ...]:
+    """The keys of each of B batch entries. keep: which of N count. caps: the largest that scores
+    may be. Both broadcast to [B,1,1,N]."""
+    keep, caps = (x.expand(B, 1, 1, N).flatten(0, 2) for x in (keep, caps))
     counts, first = keep.sum(-1), keep.view(torch.uint8).argmax(-1)
-    behind = keep.shape[1] - keep.flip(-1).view(torch.uint8).argmax(-1)
+    behind = N - keep.flip(-1).view(torch.uint8).argmax(-1)
     return tuple(map(cut_span, first.tolist(), behind.tolist(), counts.tolist(), caps))
 
 

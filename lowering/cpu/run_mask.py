@@ -149,7 +149,7 @@ class RunMask:
         else:
             caps = caps.view(caps.shape[-2:])
             shape = None if p.H == p.G else (-1, p.M, reach)
-        own = find_spans(keep, caps, p.B) if spans else ()
+        own = find_spans(keep, caps, p.B, p.N) if spans else ()
         return Hiding(caps, shape, reach, blind, own, not blind and reach == p.N)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,16 +18,20 @@ from attn_graph.lowering.cpu.entry_tiles import EntryTiles
 from attn_graph.lowering.cpu.math import plan_tiles
 from attn_graph.machine.target import Target
 from attn_graph.testing.agreement import check_gradients, check_outputs
-from attn_graph.testing.strategies import seeds
+from attn_graph.testing.strategies import mask_options, seeds, shapes, specs
 from attn_graph.testing.tensors import tensors_for
 from tests.support.planning import forget_plans
 
+DTYPES = st.sampled_from((torch.float32, torch.float64))
+# Of a few numbers `low` may be right by luck.
+SHAPES = shapes(most=150).filter(lambda s: s.B * s.H * s.M * s.N >= 256)
 CPU, NAN = Target.of("cpu"), float("nan")
 MASKS = {
     "lengths": ag.KeyLengths(),
     "all but the first": ag.KeyLengths() & ~ag.Prefix(3),
     "booleans": None,
     "both": ag.KeyLengths(),
+    "all or none": None,
 }
 
 
@@ -46,10 +51,12 @@ def padded(
     dtype: torch.dtype = torch.float32, layout: str = "bhsd", **options: Any,
 ) -> ag.Graph:  # fmt: skip
     """Attention of q and k, which is v too in size, where data hide keys of batch entries."""
-    if kind != "booleans":
+    if kind not in ("booleans", "all or none"):
         options["kv_lengths"] = ag.TensorSpec(q[:1], torch.int32)
     if kind in ("booleans", "both"):
         options["keep"] = ag.TensorSpec((q[0], 1, 1, k[2]), torch.bool)
+    if kind == "all or none":
+        options["keep"] = ag.TensorSpec((q[0], 1, 1, 1), torch.bool)
     specs = (ag.TensorSpec(x, dtype, layout=layout) for x in (q, k, k))
     return ag.attention(*specs, mask=MASKS[kind], **options)
 
@@ -76,7 +83,7 @@ def cases(draw: st.DrawFn) -> tuple[ag.Graph, tuple[torch.Tensor, ...]]:
         (B, G * r, M, 16),
         (B, G, N, 16),
         draw(st.sampled_from([*MASKS])),
-        draw(st.sampled_from((torch.float32, torch.float64))),
+        draw(DTYPES),
         layout,
         stats=draw(st.sampled_from(((), ("lse",)))),
     )
@@ -102,8 +109,33 @@ def test_a_call_without_gradient_gives_the_same_bits(
     assert torch.equal(plan.infer(*tensors)[0][0], plan.run(*tensors)[0][0])
 
 
+@st.composite
+def masked(draw: st.DrawFn) -> ag.Graph:
+    """Bare attention of any layout under any mask, often of one query."""
+    shape = draw(SHAPES)
+    shape, dtype = evolve(shape, M=1) if draw(st.booleans()) else shape, draw(DTYPES)
+    q, k, v = (draw(specs(x, dtype)) for x in (shape.q, shape.k, shape.v))
+    return ag.attention(q, k, v, **draw(mask_options(shape)))
+
+
+@given(graph=masked(), seed=seeds)
+def test_whatever_mask_a_graph_has_results_are_within_the_rule(graph: ag.Graph, seed: int) -> None:
+    """Also one that hides all keys of an entry or none, or reads no data of keys."""
+    plan = ag.compile(graph, backends=("math",))
+    check_outputs(plan, graph, tensors_for(graph, seed))
+
+
+def test_one_query_that_is_none_sees_no_key() -> None:
+    """Of others, which no data of the keys hide, every key counts."""
+    q, k = (ag.TensorSpec((3, 4, n, 16), torch.float32) for n in (1, 50))
+    lengths = ag.TensorSpec((3,), torch.int32)
+    graph = ag.attention(q, k, k, mask=ag.QueryLengths(), q_lengths=lengths)
+    tensors = (*tensors_for(graph, 1)[:3], torch.tensor([1, 0, 1], dtype=torch.int32))
+    check_outputs(plan_of(graph), graph, tensors)
+
+
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
-@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("kind", [kind for kind in MASKS if kind != "all or none"])
 @pytest.mark.parametrize("M", [1, 70])
 def test_keys_before_and_behind_those_that_count_are_not_read(
     M: int, kind: str, layout: str
