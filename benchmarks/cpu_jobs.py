@@ -165,6 +165,8 @@ def decode_jobs() -> Iterator[Job]:
         yield Job("decode, key lengths of 128", dtype, (8, 8, 1, 64), keys=128, lengths=lengths)
         job = Job("decode, key lengths of 2048", dtype, (8, 32, 1, 64), key_heads=8, keys=2048)
         yield evolve(job, lengths=cache)
+        job = Job("decode, a tenth of 8192 keys", dtype, (1, 32, 1, 128), key_heads=8, keys=8192)
+        yield evolve(job, lengths=(819,))
         job = evolve(job, title="decode of 4 queries, causal, 512 keys", sizes=(8, 32, 4, 64))
         yield evolve(job, keys=512, causal=True)
 

@@ -24,6 +24,7 @@ from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp
 from attn_graph.lowering.backend import Backend, Executable, Options, Run, switch_name
 from attn_graph.lowering.cpu import row_choice, sdpa
 from attn_graph.lowering.cpu.any_size import Ready, SizedStep, unfold_ready
+from attn_graph.lowering.cpu.by_length import TilesByLength
 from attn_graph.lowering.cpu.entry_tiles import EntryTiles
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
 from attn_graph.lowering.cpu.head_chunks import ChunkedRun, ChunkedTiles, chunk_heads
@@ -47,7 +48,8 @@ from attn_graph.spec import NAMES, TensorSpec
 if TYPE_CHECKING:
     from attn_graph.lowering.cpu.fused_calls import FusedRun
 
-AttentionTiles = WholeTiles | FusedTiles | ChunkedTiles | EntryTiles | RowTiles | ProductTiles
+OneTiling = WholeTiles | FusedTiles | ChunkedTiles | EntryTiles | RowTiles | ProductTiles
+AttentionTiles = OneTiling | TilesByLength
 Tiles = AttentionTiles | TangentTiles
 # Where the blocked math lowering, which computes half precision in float32, beats PyTorch's own
 # half precision kernel on CPUs: by dtype and pass, and whether the CPU has the dtype natively. For
@@ -118,11 +120,18 @@ def tile_equation(graph: Graph, eqn: Eqn, fused: bool, own: Dtypes) -> Tiles | N
 def tile_problem(statistics: bool, fused: bool, own: Dtypes, problem: Problem) -> AttentionTiles:
     """How an attention, or its gradient, is tiled. statistics: as `gives_statistics` has it."""
     pays = row_choice.pays(problem, own, statistics)
+    fused = fused and fuses(problem)
     if pays and row_choice.takes(problem):
-        return EntryTiles.plan(problem) or RowTiles.plan(problem)
-    if pays or not (fused and fuses(problem)):
+        return EntryTiles.plan(problem) or tile_rows(problem, fused)
+    if pays or not fused:
         return ProductTiles.plan(problem, problem.dtype if pays else problem.wide)
     return WholeTiles.plan(problem) or chunk_heads(FusedTiles.plan(problem))
+
+
+def tile_rows(problem: Problem, fused: bool) -> RowTiles | TilesByLength:
+    """Tiles of whole rows. fused: whether PyTorch's fused CPU kernel can compute them too."""
+    tiles = RowTiles.plan(problem)
+    return (TilesByLength.plan(tiles) if fused else None) or tiles
 
 
 def kept_problem(op: KeptAttention | KeptAttentionGrad, specs: Sequence[TensorSpec]) -> Problem:
@@ -310,13 +319,17 @@ def step_of(graph: Graph, eqn: Eqn, tiles: Tiles | None, target: Target, options
 
 def ready_tiles(tiles: Tiles, options: Options) -> Ready:
     """What runs tiles, and what does where o alone is wanted."""
+    if isinstance(tiles, TilesByLength):
+        both = ready_tiles(tiles.many, options), ready_tiles(tiles.few, options)
+        call, infer = (tiles.choose(*works) for works in zip(*both, strict=True))
+        return call, infer
     lease = partial(lease_rooms, scratch=tiles.scratch, workspace=options.workspace)
     work, leaner = works_of(tiles)
     call = lease(work)
     return call, call if leaner is None else lease(leaner)
 
 
-def works_of(tiles: Tiles) -> tuple[TileWork, TileWork | None]:
+def works_of(tiles: OneTiling | TangentTiles) -> tuple[TileWork, TileWork | None]:
     """What runs tiles, and what does where o alone is wanted, if that is another."""
     if isinstance(tiles, TangentTiles):
         return tiles.run, None
