@@ -16,6 +16,7 @@ from attrs import frozen
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
 from attn_graph.lowering.cpu.row_tiles import RowTiles
 from attn_graph.lowering.cpu.run_mask import reads_numbers
+from attn_graph.lowering.folding import fold_problem
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.steps import Work
 from attn_graph.machine.ambient import is_traced
@@ -41,9 +42,7 @@ class TilesByLength:
         p = many.problem
         short = p.H // p.G * p.M in ROWS and prod(p.specs[1].shape) >= LEAST_READ
         half = p.grad is None and p.dtype != p.wide
-        if not (short and half and p.node.data_names[1] == ("kv_lengths",) and reads_numbers(p)):
-            return None
-        return cls(many, FusedTiles.plan(p))
+        return cls(many, FusedTiles.plan(p)) if short and half and reads_lengths(p) else None
 
     @property
     def problem(self) -> Problem:
@@ -80,3 +79,11 @@ class TilesByLength:
             return False
         count: int = sum(lengths.tolist())
         return count <= MOST_FILLED * self.problem.B * self.problem.N
+
+
+def reads_lengths(problem: Problem) -> bool:
+    """Whether lengths are all that the mask reads, and the kernel reads keys once: of heads that
+    share some, as rows of one."""
+    p = problem
+    lengths = p.node.data_names[1] == ("kv_lengths",) and reads_numbers(p)
+    return lengths and (p.H == p.G or fold_problem(p) is not None)

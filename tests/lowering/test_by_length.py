@@ -66,6 +66,7 @@ def every_cache_is_long(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (DECODE, {"dtype": torch.float32}),
         (DECODE, {"mask": None, "kv_lengths": None}),
         (DECODE, {"soft_cap": 20.0}),
+        (DECODE, {"mask": ag.KeyLengths() & ag.Window(99, align="bottom_right")}),  # heads apart
         (DECODE, {"q_lengths": ag.TensorSpec((2,), torch.int32), "mask": ag.QueryLengths()}),
     ],
 )
