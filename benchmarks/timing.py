@@ -22,7 +22,7 @@ import attn_graph as ag
 
 Job = Callable[[], object]
 RESULTS = Path(__file__).parent / "results"
-SHORTEST, CACHED = 2e-3, 0.05  # seconds
+SHORTEST, ENOUGH = 2e-3, 0.05  # seconds
 SLOW = 4
 
 
@@ -51,22 +51,24 @@ def seconds_in_turn(
 ) -> dict[str, list[float]]:
     """Seconds of a call in each run, by name; the jobs take turns, after a warm-up of all.
 
-    There are so many runs, or more until those of the fastest job fill so many seconds: a turn of a
-    short job differs from the next by more than two jobs that are compared.
+    The first job is what the others are compared with. There are so many runs, or more until its
+    own fill so many seconds: a turn of a short job differs from the next by more than two jobs that
+    are compared.
     A run repeats a job until SHORTEST is full, by the faster of its first two calls, the first of
-    which may prepare others; a job that takes less than CACHED is called once before its turn, else
-    its caches would be those of its neighbour. A job whose first two calls took SLOW times as long
-    as the fastest job's has no others. The order changes from run to run: who comes after a job of
-    large tensors pays for what it freed.
+    which may prepare others. A job is called once before its turn: else its caches would be those
+    of its neighbour, and after a job of large tensors it would pay for the pages that this freed.
+    A job that takes more than ENOUGH, and SLOW times as long as the first one, has no calls but
+    the first two. The order changes from run to run.
     """
     first = {name: min(seconds(job), seconds(job)) for name, job in jobs.items()}
-    most = max(CACHED, SLOW * min(first.values()))
+    own = next(iter(first.values()))
+    most = max(ENOUGH, SLOW * own)
     counts = {name: int(SHORTEST / time) + 1 for name, time in first.items() if time < most}
     times: dict[str, list[float]] = {name: [] for name in counts}
-    order, turn = random.Random(0), max(SHORTEST, min(first.values()))
+    order, turn = random.Random(0), max(SHORTEST, own)
     for _ in range(max(runs, math.ceil(fill / turn))):
         for name in order.sample(sorted(counts), len(counts)):
-            repeat(jobs[name], first[name] < CACHED)
+            jobs[name]()
             times[name].append(seconds(partial(repeat, jobs[name], counts[name])) / counts[name])
     return {name: times.get(name, [first[name]]) for name in jobs}
 

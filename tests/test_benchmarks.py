@@ -83,6 +83,21 @@ def test_a_decode_row_says_how_fast_it_reads() -> None:
     assert row["read GB/s"] > 0
 
 
+def test_only_peers_far_behind_have_fewer_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much faster a yardstick is than all that is compared."""
+    now = 0.0
+
+    def pass_time(s: float) -> None:
+        nonlocal now
+        now += s
+
+    monkeypatch.setattr("benchmarks.timing.time.perf_counter", lambda: now)
+    lengths = {"ours": 0.25, "peer": 0.5, "yardstick": 0.0009765625, "far": 2.0}
+    times = timing.seconds_in_turn({x: partial(pass_time, s) for x, s in lengths.items()}, runs=3)
+    counts = {"ours": 3, "peer": 3, "yardstick": 3, "far": 1}
+    assert times == {x: [s] * counts[x] for x, s in lengths.items()}
+
+
 def test_memory_counts_what_comes_and_goes() -> None:
     x = torch.ones(2**18)
     few = 2**7  # numbers that operators make of scalars
