@@ -1,4 +1,5 @@
-"""attn_graph against every way to do the same job in PyTorch, on this CPU.
+"""attn_graph against every way to do the same job in PyTorch, on this CPU, and in other runtimes
+where they are installed.
 
 All ways of a job run in turn in one process. `ratio` says how many times as fast as the best of
 the others ours is: wall time, the median of each run's ratio. Where other programs share the
@@ -28,7 +29,8 @@ from benchmarks.cpu_jobs import (
     make_graph,
     make_operands,
 )
-from benchmarks.cpu_peers import Attend, make_peers
+from benchmarks.cpu_peers import PEERS, Attend, make_peers
+from benchmarks.cpu_runtimes import RUNTIMES, versions
 from benchmarks.memory import peak_bytes
 from benchmarks.timing import save, seconds_in_turn
 
@@ -92,7 +94,7 @@ def measure_job(job: Job, runs: int, fill: float = 0.0, *, compiled: bool = Fals
     workspace = ag.Workspace()
     plan = ag.compile(make_graph(job, x), workspace=workspace)
     ways: dict[str, Attend] = {OURS: make_ours(plan)}
-    ways |= make_peers(job, x, compiled=compiled)
+    ways |= make_peers(job, x, PEERS | RUNTIMES, compiled=compiled)
     calls = {name: partial(run_pass, job, attend, x, do) for name, attend in ways.items()}
     yardstick = find_yardstick(job)
     extra = {yardstick.name: yardstick.run} if yardstick else {}
@@ -190,7 +192,7 @@ def main() -> None:
                 rows.append(measure_job(job, options.runs, options.fill, compiled=options.flex))
                 print(format_row(rows[-1]), flush=True)
     if options.save:
-        print(save("cpu", rows))
+        print(save("cpu", rows, runtimes=dict(versions())))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ lists of documents, compiled code.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -223,10 +223,12 @@ PEERS = {
 }
 
 
-def make_peers(job: Job, x: Operands, *, compiled: bool = False) -> dict[str, Attend]:
+def make_peers(
+    job: Job, x: Operands, peers: Mapping[str, Peer] = PEERS, *, compiled: bool = False
+) -> dict[str, Attend]:
     """Each peer that can do the job, by name; compiled: also those that compile for seconds."""
     return {
         name: peer.make(job, x)
-        for name, peer in PEERS.items()
+        for name, peer in peers.items()
         if peer.fits(job) and (compiled or not peer.compiles)
     }

@@ -151,7 +151,7 @@ def commit() -> str:
     return process.stdout.strip()
 
 
-def save(name: str, rows: Sequence[dict[str, Any]], **more: str) -> Path:
+def save(name: str, rows: Sequence[dict[str, Any]], **more: object) -> Path:
     """Write rows with the machine beside them, and what else says where they are from."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}-{date.today().isoformat()}.json"

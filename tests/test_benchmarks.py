@@ -15,6 +15,7 @@ from benchmarks import derivatives, timing
 from benchmarks.cpu import OURS, Row, format_row, make_cotangent, make_ours, measure_job, run_pass
 from benchmarks.cpu_jobs import BEST, F32, GROUPS, Job, make_graph, make_operands, shrink_job
 from benchmarks.cpu_peers import PEERS, make_flex, make_peers
+from benchmarks.cpu_runtimes import RUNTIMES
 from benchmarks.memory import peak_bytes
 from benchmarks.ragged import (
     Sequences,
@@ -56,7 +57,7 @@ def test_each_job_has_the_peer_of_its_goal() -> None:
 def test_all_peers_do_the_same_job(job: Job) -> None:
     x, do = make_operands(job), make_cotangent(job)
     plan = ag.compile(make_graph(job, x), target="cpu")
-    ways = make_peers(job, x)
+    ways = make_peers(job, x, PEERS | RUNTIMES)
     if PEERS["flex"].fits(job) and job.dtype == F32:  # each takes a third of a second
         ways["flex"] = make_flex(job, x, compiled=False)
     ours = run_pass(job, make_ours(plan), x, do)

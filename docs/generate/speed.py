@@ -16,7 +16,7 @@ DERIVATIVES_HEAD = (
     *("job", "beside", "ours, ms", "its, ms", "times faster"),
     *("ours, MiB", "its, MiB"),
 )
-BEST = "Each is beside the fastest of several ways to do the job in PyTorch, which is named."
+BEST = "Each is beside the fastest of several ways to do the job, which is named."
 BEST_HEAD = ("job", "pass", "threads", "ours, ms", "the fastest", "its, ms", "times faster")
 SAME = 0.1  # a ratio within this of 1 is neither gain nor loss
 
@@ -34,7 +34,9 @@ def where(benchmark: str = "cpu") -> str:
     counts = sorted({row.get("threads", at["threads"]) for row in saved["rows"]})
     threads = f"{' and '.join(map(str, counts))} thread{'s' * (counts != [1])}"
     machine = f"{at['cpu']} ({at['capability']}), {threads}, Python {at['python']}"
-    return f"Measured on {machine}, torch {at['libraries']['torch']}; `benchmarks/results/{name}`."
+    libraries = {"torch": at["libraries"]["torch"]} | at.get("runtimes", {})
+    versions = ", ".join(f"{library} {version}" for library, version in libraries.items())
+    return f"Measured on {machine}, {versions}; `benchmarks/results/{name}`."
 
 
 def all_rows() -> str:
