@@ -57,6 +57,7 @@ def plan_rows(dtype: torch.dtype, *sizes: int, **options: Any) -> RowTiles | Ent
         (torch.bfloat16, (32, 8, 8, 2, 32)),
         (torch.float32, (8, 8, 8, 2, 64)),
         (torch.float32, (32, 8, 8, 1, 128)),
+        (torch.float32, (1, 32, 16, 1, 1024)),
     ],
 )
 def test_few_queries_of_many_heads_do(dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
@@ -69,6 +70,7 @@ def test_few_queries_of_many_heads_do(dtype: torch.dtype, sizes: tuple[int, ...]
         (torch.bfloat16, (1, 8, 8, 1, 64)),
         (torch.bfloat16, (1, 32, 8, 1, 128)),
         (torch.float32, (1, 8, 8, 2, 64)),
+        (torch.float32, (1, 32, 8, 1, 1024)),
         (torch.float32, (8, 8, 8, 1, 32)),
     ],
 )
