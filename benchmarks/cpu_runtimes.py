@@ -22,7 +22,7 @@ from benchmarks.cpu_peers import Attend, Peer, dense_addend, is_just_causal, vis
 Tensors = Mapping[str, torch.Tensor]
 IR_VERSION, OPSETS = 11, {"": 23, "com.microsoft": 1}
 ELEMENTS = {F32: 1, F16: 10, torch.int32: 6}  # the numbers that ONNX has for dtypes
-MODULES = ("onnx", "onnxruntime", "jax")
+ONNX, JAX = ("onnx", "onnxruntime"), ("jax",)
 
 
 def merge_heads(x: torch.Tensor) -> torch.Tensor:
@@ -60,8 +60,8 @@ def bind_operator(
 
 
 def open_session(model: bytes) -> Any:
-    """What runs a model on as many threads as PyTorch has. They stop to wait actively as a run
-    ends: they would slow down whatever comes next."""
+    """What runs a model on as many threads as PyTorch has. They sleep once a run ends: waiting
+    actively they would slow down whatever comes next."""
     runtime = import_module("onnxruntime")
     options = runtime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
@@ -134,7 +134,7 @@ def make_jax(job: Job, x: Operands) -> Attend:
 def fits_multi_head(job: Job) -> bool:
     """In float32, of heads that share no keys."""
     others = job.bias or job.soft_cap or job.lengths or job.r > 1 or job.dtype != F32
-    return is_possible(job, "onnx", "onnxruntime") and not others
+    return is_possible(job, ONNX) and not others
 
 
 def fits_grouped(job: Job) -> bool:
@@ -143,7 +143,7 @@ def fits_grouped(job: Job) -> bool:
     others = job.bias or job.documents or job.keep or job.alibi or job.prefix or job.E != D
     causal = M == 1 or (job.causal and M == job.N and not job.lengths)
     suits = causal and not others and job.dtype in (F32, F16)
-    return suits and is_possible(job, "onnx", "onnxruntime")
+    return suits and is_possible(job, ONNX)
 
 
 def fits_jax(job: Job) -> bool:
@@ -151,17 +151,17 @@ def fits_jax(job: Job) -> bool:
     not in float16, which its products on CPUs are not in."""
     cores = torch.get_num_threads() == len(os.sched_getaffinity(0))
     others = job.soft_cap or job.bias or job.sizes[3] != job.E or job.dtype == F16
-    return is_possible(job, "jax") and cores and not others
+    return is_possible(job, JAX) and cores and not others
 
 
-def is_possible(job: Job, *modules: str) -> bool:
+def is_possible(job: Job, modules: tuple[str, ...]) -> bool:
     """Whether it is a forward, and these modules are there."""
     return not job.backward and all(map(find_spec, modules))
 
 
 def versions() -> Iterator[tuple[str, str]]:
     """What is installed of the runtimes."""
-    return ((name, metadata.version(name)) for name in MODULES if find_spec(name))
+    return ((name, metadata.version(name)) for name in (*ONNX, *JAX) if find_spec(name))
 
 
 RUNTIMES = {

@@ -119,6 +119,12 @@ def test_the_page_names_the_best_peer(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert f"forward | 1 | 0.123 | {row['peer']} | 2.3 | 18.96 |" in text
 
 
+def test_the_picture_is_beside_ways_in_pytorch_alone() -> None:
+    row = {"ratio": 0.5, "ratios": {"sdpa": 3.0, "formula": 2.0, "jax": 0.5}}
+    assert speed.beside_torch(row) == 2.0
+    assert speed.beside_torch({"ratio": 1.5}) == 1.5  # of when there was one peer
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_packed_sequences_are_the_same_job_in_every_way() -> None:
     work = Sequences(0.05, torch.float32, causal=False)

@@ -37,7 +37,7 @@ LEAST_CHANGED_OF_ONE, LEAST_CHANGED = 2**19, 2**22
 MOST_SHORT, SHORT_HEADS, SHORT_ROWS = 2**14, 48, 16
 # And forward of fewer rows, whose scores of a key/value head are at most so many, without a mask:
 # of so many such heads; where each has one row, of twice as many and so many multiplications. Up to
-# three times as fast with two threads, and 0.93 to 1.1 times with one.
+# three times as fast with two threads, and 0.93 to 1.4 times with one.
 MOST_FEW, FEW_HEADS, LEAST_FEW = 2**13, 16, 2**19
 # The same forward without a mask and without lse, of FEW_ROWS rows: up to 1.3 times as fast with
 # two threads, and about as fast with one.
