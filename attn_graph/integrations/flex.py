@@ -200,7 +200,7 @@ class Reader:
         given = iter(arguments)
         for node in graph.nodes:
             try:
-                self.values[node] = next(given) if is_argument(node) else self.value(node)
+                self.values[node] = next(given) if node.op == "placeholder" else self.value(node)
             except Unread as error:
                 self.values[node] = error
         result = self.values[graph.output_node()]
@@ -270,9 +270,10 @@ class Reader:
 
     def reads_scores(self, node: fx.Node) -> bool:
         """Whether a step depends on the scores."""
-        if is_argument(node):
-            return isinstance(self.values[node], Score)
-        return any(self.reads_scores(each) for each in node.all_input_nodes)
+        inputs = node.all_input_nodes
+        return (
+            any(map(self.reads_scores, inputs)) if inputs else isinstance(self.values[node], Score)
+        )
 
     def submodule(self, node: fx.Node) -> Mod:
         """The mod that returns what a step computes, of b, h, q_idx and kv_idx."""
@@ -405,8 +406,3 @@ def operation_name(node: fx.Node) -> str:
     if node.op == "call_method" and name.endswith("_") and not name.startswith("__"):
         return name  # it writes into its tensor
     return ALIASES.get(name.strip("_"), name.strip("_"))
-
-
-def is_argument(node: fx.Node) -> bool:
-    """Whether a step is an argument of the traced function."""
-    return node.op == "placeholder"
