@@ -14,9 +14,12 @@ from typing import final
 import torch
 from attrs import frozen
 
+from attn_graph.kernels.row_sums import count_sum_bytes
 from attn_graph.lowering.cpu.product_slots import FEW_SCORES, TileGrid
+from attn_graph.lowering.cpu.row_choice import reads_long, sums_rows
 from attn_graph.lowering.cpu.row_core import Change, Core, RowSteps
-from attn_graph.lowering.cpu.row_tiles import SINGLE_ROWS, Tensors
+from attn_graph.lowering.cpu.row_grid import SINGLE_ROWS
+from attn_graph.lowering.cpu.row_tiles import Tensors
 from attn_graph.lowering.cpu.run_mask import Hiding, RunMask, cuts_entries
 from attn_graph.lowering.cpu.schedule import POSITIONS
 from attn_graph.lowering.problem import Problem
@@ -47,6 +50,8 @@ class EntryTiles(TileGrid):
         """The scratch buffers, by name."""
         p, n = self.problem, self.problem.G * self.lines
         sizes = {"p": n * p.N, "top": n, "total": n}
+        if self.steps.turns:
+            sizes["turned"] = n * p.N
         if self.moves:
             sizes["o"] = n * p.E
         return {name: Buffer((size,), p.dtype) for name, size in sizes.items()}
@@ -65,23 +70,28 @@ class EntryTiles(TileGrid):
     @property
     def temporary(self) -> int:
         """Bytes that PyTorch allocates beside the workspace, at most: places that the mask is asked
-        at, with caps; and two numbers of each row of scores."""
+        at, with caps; two numbers of each row of scores; and what sums of rows need."""
         p = self.problem
         places = p.B * p.N * (POSITIONS + 8)
         positions = torch.int64.itemsize * (p.B + p.H + p.M + p.N)
-        return places + positions + 2 * p.G * self.lines * p.wide.itemsize
+        sums = count_sum_bytes(p.G, self.lines, p.N, p.E, p.dtype) if self.steps.sums else 0
+        return places + positions + sums + 2 * p.G * self.lines * p.wide.itemsize
 
     def summary(self) -> str:
         """How it runs, for `explain`."""
         size = f"{self.problem.H} heads x {self.problem.M} queries"
-        return f"{NAMES[self.problem.dtype]} products on tiles of {size}, of the keys that count"
+        more = ", and sums of rows of v" * self.steps.sums
+        return (
+            f"{NAMES[self.problem.dtype]} products on tiles of {size}, of the keys that count{more}"
+        )
 
     @cached_property
     def steps(self) -> RowSteps:
         """How each batch entry is computed: by PyTorch's softmax, a single call, of few scores."""
         p = self.problem
         single = self.lines < SINGLE_ROWS or p.G * self.lines * p.N <= FEW_SCORES
-        return RowSteps(p.node.scale, single, turns=False, rounds=False, kept=False)
+        turns, sums = reads_long(p, p.B), sums_rows(p, p.B)
+        return RowSteps(p.node.scale, single, turns=turns, sums=sums)
 
     @cached_property
     def mask(self) -> RunMask:

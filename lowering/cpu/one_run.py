@@ -8,6 +8,7 @@ from typing import final
 import torch
 from attrs import frozen
 
+from attn_graph.kernels.row_sums import sum_rows_
 from attn_graph.lowering.cpu.row_tiles import RowTiles, Tensors
 from attn_graph.lowering.cpu.run_mask import RunMask
 
@@ -49,5 +50,8 @@ class OneRun:
         if hiding:
             hiding.hide(s)
         torch.softmax(s, -1, out=s)
-        torch.bmm(s, v.flatten(0, 1), out=rows_of_o)
+        if self.tiles.sums_rows:
+            sum_rows_(rows_of_o, s, v.flatten(0, 1))
+        else:
+            torch.bmm(s, v.flatten(0, 1), out=rows_of_o)
         return (o,)

@@ -7,6 +7,7 @@ from math import prod
 
 import torch
 
+from attn_graph.kernels.row_sums import has_whole_rows
 from attn_graph.lowering.cpu.product_slots import (
     LEAST_FULL,
     WHOLE_MASKED_ROWS,
@@ -42,9 +43,17 @@ MOST_FEW, FEW_HEADS, LEAST_FEW = 2**13, 16, 2**19
 # The same forward without a mask and without lse, of FEW_ROWS rows: up to 1.3 times as fast with
 # two threads, and about as fast with one.
 MOST_WHOLE, WHOLE_HEADS, LEAST_WHOLE = 200**2, 8, 2**22
-# And where so few queries read so many bytes of k that no cache holds them: k q^T takes a third of
-# the time of q k^T, and the kernel twice as long.
+# And where so few queries read so many bytes of k that no cache holds them, or so many numbers of
+# long rows: k q^T takes a third of the time of q k^T, and the kernel twice as long.
 MOST_READING, LEAST_READ = 4, 2**24
+LONG_NUMBERS, LEAST_NUMBERS = 128, 2**21
+# Rows of a key/value head, at most, whose p v is made as sums of rows of v, of so many numbers; in
+# float32 of long rows alone. They take half the time of a product, in float16 a twentieth.
+MOST_SUMMED, LEAST_SUMMED = {torch.float32: 2, torch.bfloat16: 1, torch.float16: 4}, 2**20
+# So float16 too takes down to half the time of the kernel, which multiplies copies in float32: of
+# few rows, or of some more of many heads. Scores are of copies there too, but where a head has so
+# many numbers of k, four times as many if of more rows than one.
+MOST_READ_ROWS, CAST_HEADS, LEAST_READ_HEAD = 2, 32, 2**17
 # And where lengths hide keys of few scores of up to SHORT_ROWS rows, half as many backward: one
 # product of all heads takes two thirds of the time.
 MOST_BOUNDED = 2**15
@@ -92,16 +101,36 @@ def count_tile_keys(problem: Problem) -> int:
 def pays(problem: Problem, own: Collection[torch.dtype], statistics: bool) -> bool:
     """Whether products with a softmax between are faster than PyTorch's fused kernel.
 
-    own: the dtypes whose products are the CPU's own. statistics: whether lse or another one is
-    returned, which is not of rounded scores then.
+    own: the dtypes whose products are the CPU's own, none on another device. statistics: whether
+    lse or another one is returned, which is not of rounded scores then.
     """
-    if problem.dtype not in own or problem.is_empty or is_part(problem):
+    if not own or problem.is_empty or is_part(problem):
+        return False
+    if problem.dtype == torch.float16:
+        return reads_half(problem) and takes(problem) and (casts_keys(problem) or not statistics)
+    if problem.dtype not in own:
         return False
     if problem.dtype == problem.wide:
         short = is_short(problem) or has_few_rows(problem) or just_reads(problem)
         short = short or is_bounded(problem) or cuts_entries(problem)
         return (short or (has_short_rows(problem) and not statistics)) and takes(problem)
     return not statistics and (pays_half(problem) or (takes(problem) and skips_little(problem)))
+
+
+def reads_half(problem: Problem) -> bool:
+    """Whether a forward in float16 has few rows, of k and v that are read as they lie."""
+    p, mask = problem, problem.node.mask
+    few = p.H // p.G * p.M <= MOST_READ_ROWS or (p.B * p.G >= CAST_HEADS and casts_keys(p))
+    if not (few and sums_rows(p)) or not (mask is None or caps_entries(p)):
+        return False
+    return all(map(lies_flat, p.specs[:3]))
+
+
+def casts_keys(problem: Problem) -> bool:
+    """Whether scores are of q and k in float32, where that is not their dtype."""
+    p, rows = problem, problem.H // problem.G * problem.M
+    least = LEAST_READ_HEAD if rows == 1 else 4 * LEAST_READ_HEAD
+    return p.dtype == torch.float16 and least > p.N * p.D
 
 
 def is_part(problem: Problem) -> bool:
@@ -143,12 +172,27 @@ def has_short_rows(problem: Problem) -> bool:
     return p.M * p.N <= MOST_WHOLE and count_products(p) >= LEAST_WHOLE
 
 
+def sums_rows(problem: Problem, parts: int = 1) -> bool:
+    """Whether p v of a problem, or of each of its parts, is made as sums of rows of v."""
+    p, v = problem, problem.specs[2]
+    few = p.grad is None and MOST_SUMMED.get(p.dtype, 0) >= p.H // p.G * p.M
+    suits = p.E >= LONG_NUMBERS or p.dtype != torch.float32
+    return few and suits and prod(v.shape) >= parts * LEAST_SUMMED and has_whole_rows(v)
+
+
 def just_reads(problem: Problem) -> bool:
     """Whether few queries in float32 read much of k and v, which lie as products take them."""
     p, (k, v) = problem, problem.specs[1:3]
-    few = p.grad is None and p.node.mask is None and p.H // p.G * p.M <= MOST_READING
-    much = prod(k.shape) * k.dtype.itemsize > LEAST_READ and p.dtype == p.wide
-    return few and much and lies_flat(k) and lies_flat(v)
+    suits = p.grad is None and p.node.mask is None and p.dtype == p.wide
+    much = prod(k.shape) * k.dtype.itemsize > LEAST_READ and p.H // p.G * p.M <= MOST_READING
+    return suits and (much or reads_long(p)) and lies_flat(k) and lies_flat(v)
+
+
+def reads_long(problem: Problem, parts: int = 1) -> bool:
+    """Whether few queries read many keys of many numbers; of each of its parts."""
+    p, k = problem, problem.specs[1]
+    few = p.H // p.G * p.M <= MOST_READING and p.D >= LONG_NUMBERS
+    return few and prod(k.shape) >= parts * LEAST_NUMBERS
 
 
 def is_bounded(problem: Problem) -> bool:

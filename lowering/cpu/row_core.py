@@ -9,6 +9,7 @@ import torch
 from attrs import frozen
 
 from attn_graph.kernels.products import LN_2, LOG2_E, multiply_
+from attn_graph.kernels.row_sums import sum_rows_
 from attn_graph.spec import INF
 
 Change = Callable[[torch.Tensor], None]  # scores [n,L,S] in place, by a bias and a mask
@@ -22,14 +23,17 @@ class RowSteps:
 
     scale: of the scores. single: whether PyTorch's softmax, a single call, is the faster. turns:
     whether scores are made as k q^T. rounds: whether products give another dtype than that of the
-    softmax. kept: whether weights are saved, not lse.
+    softmax. kept: whether weights are saved, not lse. sums: whether p v is made as sums of rows of
+    v. casts: whether scores are of q and k in float32, of some heads at a time.
     """
 
     scale: float
     single: bool
-    turns: bool
-    rounds: bool
-    kept: bool
+    turns: bool = False
+    rounds: bool = False
+    kept: bool = False
+    sums: bool = False
+    casts: bool = False
 
 
 @final
@@ -64,7 +68,13 @@ class Core:
         self.score(s, q, k, change, scale if single else scale * LOG2_E)
         weigh = self.take_softmax if single else self.take_powers
         weigh(s, lse)
-        multiply_(o, s, v)
+        self.sum_up(o, s, v)
+
+    def sum_up(self, o: torch.Tensor, p: torch.Tensor, v: torch.Tensor) -> None:
+        """o [n,L,E] = p v."""
+        if self.steps.casts:
+            p = self.room("cast p", p, p.shape[2]).copy_(p)
+        (sum_rows_ if self.steps.sums else multiply_)(o, p, v)
 
     def take_powers(self, s: torch.Tensor, lse: torch.Tensor | None) -> None:
         """s [n,L,S], in base 2 -> weights; fill lse [n,L,1] where it is wanted."""
@@ -122,12 +132,24 @@ class Core:
         self, s: torch.Tensor, q: torch.Tensor, k: torch.Tensor, change: Change | None, scale: float
     ) -> None:
         """Fill s [n,L,S] with the scores, a bias and a mask among them."""
-        if self.steps.turns:
+        if self.steps.casts:
+            wide = self.room("cast q", q, q.shape[2]).copy_(q)
+            self.score_pieces(s, wide.mul_(scale), k)
+        elif self.steps.turns:
             s.copy_(multiply_(self.room("turned", k, q.shape[1]), k, q.mT, scale).mT)
         else:
             multiply_(s, q, k.mT, scale)
         if change is not None:
             change(s)
+
+    def score_pieces(self, s: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> None:
+        """Fill s [n,L,S] with q k^T, of some heads at a time, whose k a cache holds in the dtype of
+        q."""
+        room = self.scratch["cast k"]
+        heads = room.numel() // (k.shape[1] * k.shape[2])
+        for each, rows, piece in zip(*(x.split(heads) for x in (s, q, k)), strict=True):
+            wide = room[: piece.numel()].view(piece.shape).copy_(piece)
+            multiply_(each, rows, wide.mT)
 
     def weigh(
         self, q: torch.Tensor, k: torch.Tensor, change: Change | None, lse: torch.Tensor

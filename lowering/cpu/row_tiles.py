@@ -18,216 +18,27 @@ from attrs import frozen
 
 from attn_graph.ir.modifiers import change_
 from attn_graph.kernels.hiding import hide_
-from attn_graph.kernels.products import LEAST_FLOAT
-from attn_graph.lowering.cpu.product_slots import (
-    MOST_HELD,
-    ProductSlot,
-    TileGrid,
-    choose_entries,
-    choose_kept_sizes,
-    choose_row_sizes,
-    has_few_scores,
-    lies_flat,
-)
-from attn_graph.lowering.cpu.row_choice import just_reads
-from attn_graph.lowering.cpu.row_core import Change, Core, RowSteps
-from attn_graph.lowering.cpu.run_mask import Hiding, RunMask, caps_entries, count_caps
-from attn_graph.lowering.cpu.schedule import POSITIONS, place_within
-from attn_graph.lowering.problem import Problem
+from attn_graph.lowering.cpu.product_slots import ProductSlot
+from attn_graph.lowering.cpu.row_core import Change, Core
+from attn_graph.lowering.cpu.row_grid import RowGrid
+from attn_graph.lowering.cpu.run_mask import Hiding, RunMask
+from attn_graph.lowering.cpu.schedule import place_within
 from attn_graph.machine.ambient import is_traced
-from attn_graph.machine.workspace import Buffer, Scratch
 from attn_graph.masks.places import Place
-from attn_graph.spec import INF, NAMES, TensorSpec
+from attn_graph.spec import INF
 
-# PyTorch's softmax, a single call, is the faster where a key/value head has less than SINGLE_ROWS
-# rows; and in half precision, unless rows are shorter than LONG_ROW and no multiple of VECTORS: it
-# takes what is left one by one. Elsewhere several passes are as fast or up to a third faster.
-SINGLE_ROWS, VECTORS, LONG_ROW = 64, 32, 400
 Tensors = Mapping[str, torch.Tensor]
 
 
 @final
 @frozen
-class RowTiles(TileGrid):
-    """Forward and backward of one problem.
-
-    blind: whether a query may see no key. kept: whether the forward gives its weights, and the
-    backward reads them, where others give and read lse.
-    """
-
-    blind: bool
-    kept: bool = False
-
-    @classmethod
-    def plan(cls, problem: Problem) -> RowTiles:
-        """The tiles of a problem, of sizes chosen for it alone."""
-        choose = choose_row_sizes
-        if problem.grad is None and runs_by_entries(problem):
-            choose = choose_entries
-        return cls(problem, *choose(problem), problem.has_blind_rows)
-
-    @classmethod
-    def keep(cls, problem: Problem) -> RowTiles:
-        """The same whose weights are kept: of tiles that are `flat` or `whole` alone."""
-        choose = choose_entries if runs_by_entries(problem) else choose_kept_sizes
-        return cls(problem, *choose(problem), problem.has_blind_rows, kept=True)
-
-    @cached_property
-    def buffers(self) -> dict[str, Buffer]:
-        """The scratch buffers, by name."""
-        p, dtype, wide = self.problem, self.problem.dtype, self.problem.wide
-        n, keys = self.count, self.reach
-        rows, buffers = n * self.r * self.rows, dict[str, Buffer]()
-        if not self.kept:
-            shape = (*self.shapes[0][:2], keys) if self.is_one_run else (rows * keys,)
-            buffers["p"] = Buffer(shape, dtype)
-        if not self.kept or (p.grad is None and not self.single):
-            buffers |= {name: Buffer((rows,), wide) for name in ("top", "total")}
-            if self.rounds:
-                buffers["wide"] = Buffer((rows * keys,), wide)
-        if self.turns:
-            buffers["turned"] = buffers["p"]
-        if p.grad is not None:
-            buffers["ds"] = Buffer((rows * keys,), dtype)
-        return buffers if self.flat else buffers | self.needed_to_move(n, rows)
-
-    def needed_to_move(self, n: int, rows: int) -> dict[str, Buffer]:
-        """The scratch buffers of tiles that are copied, of n key/value heads and `rows` rows."""
-        p, dtype = self.problem, self.problem.dtype
-        sizes = {"q": rows * p.D, "o": rows * p.E}
-        sizes |= {"k": n * self.reach * p.D, "v": n * self.reach * p.E}
-        buffers = dict[str, Buffer]() if self.kept else {"lse": Buffer((rows,), p.wide)}
-        if p.grad is not None:
-            sizes["dq"] = sizes["q"]
-        if p.grad is not None and not self.whole:
-            sizes |= {"dk": sizes["k"], "dv": sizes["v"]}
-            sums = zip("kv", p.specs[1:3], strict=True) if self.rounds else ()
-            buffers |= {f"sum of d{x}": Buffer(s.shape, p.wide) for x, s in sums}
-        return buffers | {name: Buffer((n,), dtype) for name, n in sizes.items()}
-
-    @property
-    def block(self) -> int:
-        """Key/value heads of a tile that is a block of batch entries and groups."""
-        return self.batch * self.groups
-
-    @cached_property
-    def runs(self) -> int:
-        """How many tiles there are of heads as they lie, all of about the same size."""
-        return -(-self.heads // self.block)
-
-    @cached_property
-    def heads(self) -> int:
-        """Key/value heads of all batch entries."""
-        return self.problem.B * self.problem.G
-
-    @cached_property
-    def count(self) -> int:
-        """The most key/value heads of a tile."""
-        if self.by_entries or not self.flat:
-            return self.block
-        return -(-self.heads // self.runs)
-
-    @cached_property
-    def steps(self) -> RowSteps:
-        """How each tile is computed."""
-        p = self.problem
-        return RowSteps(p.node.scale, self.single, self.turns, self.rounds, self.kept)
-
-    @property
-    def single(self) -> bool:
-        """Whether PyTorch's softmax, a single call, is the faster; always where a bias is added,
-        which is in base e."""
-        p = self.problem
-        few, suits = self.r * p.M < SINGLE_ROWS, p.N % VECTORS == 0 or p.N >= LONG_ROW
-        return bool(p.node.modifiers) or few or (self.rounds and suits)
-
-    @cached_property
-    def shapes(self) -> Sequence[tuple[int, int, int]]:
-        """How `cut` views q, k, v, o or do, what is saved, dq, dk and dv."""
-        p, n, saved = self.problem, self.heads, self.problem.N if self.kept else 1
-        rows = self.r * p.M
-        q, k, v, o = (n, rows, p.D), (n, -1, p.D), (n, -1, p.E), (n, rows, p.E)
-        return q, k, v, o, (n, rows, saved), q, k, v
+class RowTiles(RowGrid):
+    """Forward and backward of one problem."""
 
     @cached_property
     def mask(self) -> RunMask | None:
         """The mask of tiles that are runs of heads."""
         return RunMask.of(self, cuts=not self.kept and self.problem.grad is None)
-
-    @property
-    def rounds(self) -> bool:
-        """Whether products give another dtype than that of the softmax."""
-        return self.problem.dtype != self.problem.wide
-
-    @cached_property
-    def flat(self) -> bool:
-        """Whether tiles are runs of whole heads as they lie, and nothing is copied."""
-        p, mask = self.problem, self.problem.node.mask
-        if p.node.modifiers or self.rows < p.M or self.reach < p.N or not self.lies_flat:
-            return False
-        few = self.by_entries or (self.holds and p.M * p.N <= MOST_HELD)
-        return mask is None or has_few_scores(p) or few
-
-    @cached_property
-    def by_entries(self) -> bool:
-        """Whether a run has whole batch entries, each with data of its own."""
-        return (self.kept or self.problem.grad is None) and runs_by_entries(self.problem)
-
-    @property
-    def lies_flat(self) -> bool:
-        """Whether all operands and o are runs of heads as they lie; without gaps where oneDNN
-        multiplies, which copies others, and where rows are those of several heads."""
-        p = self.problem
-        shape, strides = p.layout_of_o
-        rows = [p.specs[0], TensorSpec(shape, p.dtype, strides)]
-        if p.grad is not None:
-            rows = [p.specs[0], *(x for x in [p.grad.split(p.specs).do] if x is not None)]
-        if self.rounds:
-            return all(x.is_dense for x in (*rows, *p.specs[1:3]))
-        whole = self.r == 1 or all(x.is_dense for x in rows)
-        return whole and all(map(lies_flat, (*rows, *p.specs[1:3])))
-
-    @cached_property
-    def whole(self) -> bool:
-        """Whether a tile has all queries and keys of its heads, so that no sum is over tiles."""
-        p = self.problem
-        if self.rows < p.M or self.listed is None:
-            return False
-        return all(slot.runs == ((0, p.N),) for slot in self.listed)
-
-    @property
-    def turns(self) -> bool:
-        """Whether scores are made as k q^T."""
-        return just_reads(self.problem) and not self.kept
-
-    @cached_property
-    def scratch(self) -> Scratch:
-        """The same side by side."""
-        return Scratch(self.buffers)
-
-    @property
-    def temporary(self) -> int:
-        """Bytes that PyTorch allocates beside the workspace, at most: the places that a mask is
-        asked at, with their bits or caps, caps of few scores, rows of o and two of their sums,
-        what oneDNN packs of weights that it transposes, and a tile's share of a bias's gradient."""
-        p, rows = self.problem, self.batch * self.rows
-        caps = count_caps(p) if self.by_entries else rows * self.reach
-        places = caps * (POSITIONS + 8) if p.node.mask else 0
-        places += torch.int64.itemsize * (p.B + p.H + p.M + p.N)
-        lines = rows * self.groups * self.r
-        packed = lines * self.reach * p.dtype.itemsize
-        if p.node.mask and has_few_scores(p):
-            places += packed
-        shares = lines * self.reach * p.wide.itemsize * len(p.node.modifiers)
-        return places + packed + shares + 2 * lines * (p.E + 1) * p.wide.itemsize
-
-    def summary(self) -> str:
-        """How it runs, for `explain`."""
-        size = f"{self.count * self.r} heads x {self.rows} queries" if self.flat else self.size
-        kept = ", which read the weights that the forward kept" * self.kept
-        return f"{NAMES[self.problem.dtype]} products on tiles of {size}{kept}"
-
-    # Calls
 
     def forward(
         self, operands: Sequence[torch.Tensor], scratch: Tensors
@@ -267,13 +78,6 @@ class RowTiles(TileGrid):
         for hide, views in zip(hides, runs, strict=False):
             core.attend(hide, *views)
         return (o,)
-
-    @property
-    def is_one_run(self) -> bool:
-        """Whether `OneRun` computes o alone: a run of all heads, whose softmax is one call."""
-        more = self.kept or self.turns or not self.single
-        takes_scale = abs(self.problem.node.scale) >= LEAST_FLOAT
-        return self.flat and self.runs == 1 and takes_scale and not more
 
     def backward(
         self, operands: Sequence[torch.Tensor], scratch: Tensors
@@ -341,11 +145,6 @@ class RowTiles(TileGrid):
         if self.rounds:
             return [scratch[f"sum of d{x}"].zero_() for x in "kv"]
         return [x.new_zeros(x.shape) for x in tensors[1:3]]
-
-
-def runs_by_entries(problem: Problem) -> bool:
-    """Whether runs of whole batch entries are capped by data, and their scores are not few."""
-    return not has_few_scores(problem) and caps_entries(problem)
 
 
 @final
