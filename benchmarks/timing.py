@@ -120,12 +120,8 @@ def microseconds(job: Job, calls: int = 2000, rounds: int = 15) -> float:
 
 def machine() -> dict[str, Any]:
     """What the figures were measured on."""
-    cpu = next(
-        (x.split(":")[1].strip() for x in cpu_lines() if x.startswith("model name")),
-        platform.processor(),
-    )
     return {
-        "cpu": cpu,
+        "cpu": name_cpu(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "native": list(ag.Target.of("cpu").native),
         "threads": torch.get_num_threads(),
@@ -134,6 +130,16 @@ def machine() -> dict[str, Any]:
         "attn_graph": ag.__version__,
         "commit": commit(),
     }
+
+
+def name_cpu() -> str:
+    """The CPU, with its family, which a virtual machine's name may leave out: of one name are CPUs
+    that multiply at different rates."""
+    facts = dict(map(str.strip, x.split(":", 1)) for x in reversed(cpu_lines()) if ":" in x)
+    name = facts.get("model name", platform.processor())
+    if "cpu family" not in facts:
+        return name
+    return f"{name}, family {facts['cpu family']}, model {facts['model']}"
 
 
 def cpu_lines() -> list[str]:
