@@ -135,7 +135,8 @@ def machine() -> dict[str, Any]:
 def name_cpu() -> str:
     """The CPU, with its family, which a virtual machine's name may leave out: of one name are CPUs
     that multiply at different rates."""
-    facts = dict(map(str.strip, x.split(":", 1)) for x in reversed(cpu_lines()) if ":" in x)
+    pairs = (x.partition(":") for x in reversed(cpu_lines()))
+    facts = {key.strip(): value.strip() for key, _, value in pairs}
     name = facts.get("model name", platform.processor())
     if "cpu family" not in facts:
         return name

@@ -1,8 +1,8 @@
 """A product p v of few rows as weighted sums of the rows of v, for CPUs.
 
 PyTorch's `embedding_bag` sums rows of a table, each times a weight, and adds up in float32 whatever
-the table's dtype: it fetches rows ahead, and reads memory as fast as it can be read. A product of
-matrices copies v first, or reads it at half that rate and less; in float16 at a twentieth.
+the table's dtype: it fetches rows ahead, and reads about as fast as memory can be read. A product
+of matrices copies v first, or reads it at half that rate and less; in float16 at a twentieth.
 """
 
 from __future__ import annotations
