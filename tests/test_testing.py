@@ -19,6 +19,8 @@ from attn_graph.ir.modifiers import MODIFIERS, Alibi, Bias, SoftCap
 from attn_graph.lowering.cpu.math import BACKEND as MATH
 from attn_graph.masks import LEAVES, Band
 from attn_graph.testing import strategies
+from attn_graph.testing.formula import cast, read_chain
+from attn_graph.testing.rule import operand_terms
 from tests.support.sources import ROOT
 
 CPU = ag.Target.of("cpu")
@@ -230,6 +232,20 @@ WRONG_STEPS: dict[ag.Modifier, str] = {
 @pytest.mark.parametrize("op", [Cubed(), Tilt()], ids=str)
 def test_a_modifier_of_ones_own_that_is_right_passes(op: ag.Modifier) -> None:
     testing.check_modifier(op)
+
+
+def test_terms_of_a_gradient_do_not_cancel_among_places() -> None:
+    def attend(q: ag.Value, k: ag.Value, v: ag.Value, tilt: ag.Value) -> ag.Value:
+        return ag.scores(q, k).then(Tilt(), tilt).softmax()[0].weigh(v)
+
+    x, tilt = ag.TensorSpec((2, 3, 5, 4), torch.float64), ag.TensorSpec((3,), torch.float32)
+    graph = ag.graph(attend, q=x, k=x, v=x, tilt=tilt)
+    chain = read_chain(graph, cast(testing.tensors_for(graph, 0), torch.float64))
+    ds = torch.rand(2, 3, 5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    ((op, data),) = chain.modifiers
+    far = (torch.arange(5)[:, None] - torch.arange(5)).abs()
+    terms = operand_terms(chain, op, data, ds, "tilt", ds)
+    torch.testing.assert_close(terms, (ds * far).sum((0, 2, 3)))
 
 
 @pytest.mark.parametrize("op", WRONG_STEPS, ids=lambda op: type(op).__name__)

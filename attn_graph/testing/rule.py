@@ -12,7 +12,8 @@ import torch
 from attrs import frozen
 
 from attn_graph.ir.graph import Graph
-from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
+from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap, every_place
+from attn_graph.ir.tracing import trace_along_data
 from attn_graph.spec import INF
 from attn_graph.testing.formula import (
     Chain,
@@ -228,10 +229,12 @@ def operand_terms(
     if isinstance(op, Alibi):
         far = ds * alibi_penalty(op, ds, Places(c.sizes, {**data, name: torch.ones(1, 1)}))
         return far.sum((2, 3)).sum_to_size(x.shape)
-    places = torch.eye(ds.numel(), dtype=ds.dtype).reshape(ds.numel(), *ds.shape)
-    slopes = (differentiate(op, before, data, place)[1][name].abs() for place in places)
-    terms = (size * each for size, each in zip(ds.flatten(), slopes, strict=True))
-    return sum(terms, torch.zeros(x.shape, dtype=ds.dtype))
+    units = torch.eye(x.numel(), dtype=ds.dtype).reshape(x.numel(), *x.shape)
+    slopes = (
+        trace_along_data(lambda s, t: op.change(s, every_place(s, t)), before, data, {name: unit})
+        for unit in units
+    )
+    return ds.new_tensor([(ds * each.abs()).sum() for each in slopes]).reshape(x.shape)
 
 
 def sum_groups(x: Tensor, like: Tensor) -> Tensor:

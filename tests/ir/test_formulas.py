@@ -28,9 +28,7 @@ CPU = ag.Target.of("cpu")
 BACKEND = "triton" if CPU.interprets else "math"
 S = 70  # positions: more than a tile
 X = ag.TensorSpec((2, 3, S, 8), torch.float32)
-# What scores up to 2^8 are off by in float32, and weights of themselves: a product, a difference,
-# the sum with q k^T and the change of base are each rounded by up to 2^-17, half a step.
-MOST = 4 * 2.0**-17
+MOST = 2.0**-18  # of scores up to 2^5, each rounded four times by up to 2^-20, and of weights
 SIZES = {"b": 2, "h": 3, "i": S, "j": S}
 
 MASKS = [
@@ -39,7 +37,7 @@ MASKS = [
     Formula("pages_i == pages_j + b", (("pages_i", "bi"), ("pages_j", "bj"))),
 ]
 MODIFIERS = [
-    Addend("real(slope) * real(j - i) - slope / 2.0", (("slope", "bh"),)),
+    Addend("real(slope) * (real(j - i) / 32.0 - 0.5)", (("slope", "bh"),)),
     Addend("real(u) * real(w) + real(n)", (("u", "i"), ("w", "j")), (("n", "hj"),)),
     Addend("exp2(-(real(h + 1) * 8.0 / 4.0)) * real(j - i)"),
     Addend("-tanh(real(abs(i - j) % 3))"),
