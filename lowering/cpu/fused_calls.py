@@ -272,6 +272,7 @@ class TileCall:
                 results = o if alone else o.to(lse.dtype), lse
             else:
                 merge_(*results, o, lse)
+            del o, lse  # else three of them would need room
         if results is None:
             results = torch.zeros_like(rows), rows.new_full(rows.shape[:3], -INF)
         if self.given.sinks is not None:
