@@ -276,7 +276,10 @@ def test_an_lse_of_float16_is_of_scores_that_were_not_rounded() -> None:
         (torch.bfloat16, (2, 8, 8, 1, 2000, 64, 64)),
         (torch.float16, (1, 64, 64, 1, 1000, 64, 64)),
         (torch.float16, (1, 8, 8, 1, 2049, 64, 64)),
-        (torch.float16, (16, 16, 16, 1, 1000, 64, 64)),  # bshd: copies of some keys at a time, merged
+        (
+            torch.float16,
+            (16, 16, 16, 1, 1000, 64, 64),
+        ),  # bshd: copies of some keys at a time, merged
     ],
 )
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
