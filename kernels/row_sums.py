@@ -15,10 +15,11 @@ from attn_graph.kernels.products import multiply_
 from attn_graph.machine.ambient import is_traced, neutral_state
 from attn_graph.spec import TensorSpec
 
-# Float32 sums are of so many rows, then of those sums: for 1 row of p, whose errors are smaller by
-# it, and for more, which read what a cache still holds. Half precision rounds each, so it has one.
+# Float32 sums are of so many rows, then of those sums. With one row of p that makes errors smaller;
+# with more a cache also holds the rows until the next sum reads them. Half precision would round
+# each such sum, so it has one.
 PIECE_OF_ONE, PIECE = 1024, 256
-MOST_INDEXED, HELD = 2**17, 8  # numbers of rows of an index, and how many are held
+MOST_INDEXED, HELD = 2**17, 32  # numbers of an index, 8 bytes each, and how many are held: 32 MiB
 sum_bags = torch.ops.aten._embedding_bag_forward_only.default
 
 
@@ -44,14 +45,14 @@ def sum_heads_(o: torch.Tensor, p: torch.Tensor, v: torch.Tensor) -> None:
     size = find_piece(L, S, p.dtype)
     rest = S % size
     pieces = (S - rest) // size
-    index, starts = list_rows(n, L, pieces, size, head, row)
+    index, starts = rows_of(n, L, pieces, size, head, row)
     if rest == 0 and pieces == 1:
         o.copy_(sum_pieces(table, p, index, starts).view(o.shape))
         return
     sums = sum_pieces(table, p[..., : S - rest].unflatten(2, (pieces, size)), index, starts)
     torch.sum(sums.view(n, pieces, L, E), 1, out=o)
     if rest:
-        more = list_rows(n, L, 1, rest, head, row)
+        more = rows_of(n, L, 1, rest, head, row)
         o.add_(sum_pieces(table[(S - rest) * row :], p[..., S - rest :], *more).view(o.shape))
 
 
@@ -64,13 +65,24 @@ def sum_pieces(
     return sums
 
 
+def rows_of(
+    n: int, L: int, pieces: int, size: int, head: int, row: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `list_rows` has them, which are held where they are not too many."""
+    few = n * L * pieces * size <= MOST_INDEXED
+    return (list_rows if few else list_rows.__wrapped__)(n, L, pieces, size, head, row)
+
+
 @lru_cache(HELD)
 @neutral_state()
 def list_rows(
     n: int, L: int, pieces: int, size: int, head: int, row: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which rows of a table the sums are of, one sum after the other: of n heads, then pieces, then
-    L times the same rows; and where each sum starts. head, row: from one to the next, in rows."""
+    """The rows of a table that each sum is of, and where in that list each sum starts.
+
+    Sums are in the order of n heads, then pieces of `size` rows, then L rows of p, which read the
+    same. head, row: how far one is from the next, in rows of the table.
+    """
     first = torch.arange(n).mul_(head)[:, None] + torch.arange(pieces).mul_(size * row)
     rows = first[:, :, None, None] + torch.arange(size).mul_(row)
     index = rows.expand(n, pieces, L, size).reshape(-1).contiguous()  # it is read as it lies
@@ -85,10 +97,11 @@ def find_piece(L: int, S: int, dtype: torch.dtype) -> int:
 
 
 def count_sum_bytes(n: int, L: int, S: int, E: int, dtype: torch.dtype) -> int:
-    """Bytes that PyTorch allocates for it, at most: the index, p again, and sums of pieces."""
+    """Bytes that PyTorch allocates for it, at most: the index and what it is made of, p again, and
+    sums of pieces."""
     heads = min(n, max(1, MOST_INDEXED // (L * S)))
     sums = -(-S // find_piece(L, S, dtype)) + 1
-    index = torch.int64.itemsize * heads * L * (S + 2 * sums)
+    index = torch.int64.itemsize * (heads * L * (S + 2 * sums) + (heads + 1) * S)
     return index + heads * L * (S + 2 * sums * E) * dtype.itemsize
 
 

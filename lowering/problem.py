@@ -85,6 +85,11 @@ class Problem:
         return self.B, self.H, self.M, self.N
 
     @property
+    def lines(self) -> int:
+        """Rows of scores of a key/value head."""
+        return self.H // self.G * self.M
+
+    @property
     def D(self) -> int:
         """The head size of q and k."""
         return self.specs[0].shape[3]

@@ -19,12 +19,13 @@ DERIVATIVES_HEAD = (
 )
 BEST = "Each is beside the fastest of several ways to do the job, which is named."
 BEST_HEAD = ("job", "pass", "threads", "ours, ms", "the fastest", "its, ms", "times faster")
+DATE = "-".join(("[0-9]" * 4, "[0-9]" * 2, "[0-9]" * 2))  # of a file's name; more is another's
 SAME = 0.1  # a ratio within this of 1 is neither gain nor loss
 
 
 def newest(benchmark: str = "cpu") -> tuple[str, Any]:  # Any: JSON
     """The file's name and what it holds."""
-    path = sorted(RESULTS.glob(f"{benchmark}-*.json"))[-1]
+    path = sorted(RESULTS.glob(f"{benchmark}-{DATE}.json"))[-1]
     return path.name, json.loads(path.read_text(encoding="utf-8"))
 
 

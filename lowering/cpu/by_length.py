@@ -40,7 +40,7 @@ class TilesByLength:
     def plan(cls, many: RowTiles) -> TilesByLength | None:
         """None where one tiling is the faster whatever the lengths are."""
         p = many.problem
-        short = p.H // p.G * p.M in ROWS and prod(p.specs[1].shape) >= LEAST_READ
+        short = p.lines in ROWS and prod(p.specs[1].shape) >= LEAST_READ
         half = p.grad is None and p.dtype != p.wide
         return cls(many, FusedTiles.plan(p)) if short and half and reads_lengths(p) else None
 

@@ -16,7 +16,7 @@ from attrs import frozen
 
 from attn_graph.kernels.row_sums import count_sum_bytes
 from attn_graph.lowering.cpu.product_slots import FEW_SCORES, TileGrid
-from attn_graph.lowering.cpu.row_choice import reads_long, sums_rows
+from attn_graph.lowering.cpu.row_choice import MOST_READING, reads_long, sums_rows
 from attn_graph.lowering.cpu.row_core import Change, Core, RowSteps
 from attn_graph.lowering.cpu.row_grid import SINGLE_ROWS
 from attn_graph.lowering.cpu.row_tiles import Tensors
@@ -40,15 +40,10 @@ class EntryTiles(TileGrid):
         """The tiles of a problem; None of one that `cuts_entries` says no of."""
         return cls(problem, problem.M, 1, problem.G) if cuts_entries(problem) else None
 
-    @property
-    def lines(self) -> int:
-        """Rows of scores of a key/value head."""
-        return self.r * self.problem.M
-
     @cached_property
     def buffers(self) -> dict[str, Buffer]:
         """The scratch buffers, by name."""
-        p, n = self.problem, self.problem.G * self.lines
+        p, n = self.problem, self.problem.G * self.problem.lines
         sizes = {"p": n * p.N, "top": n, "total": n}
         if self.steps.turns:
             sizes["turned"] = n * p.N
@@ -74,8 +69,8 @@ class EntryTiles(TileGrid):
         p = self.problem
         places = p.B * p.N * (POSITIONS + 8)
         positions = torch.int64.itemsize * (p.B + p.H + p.M + p.N)
-        sums = count_sum_bytes(p.G, self.lines, p.N, p.E, p.dtype) if self.steps.sums else 0
-        return places + positions + sums + 2 * p.G * self.lines * p.wide.itemsize
+        sums = count_sum_bytes(p.G, p.lines, p.N, p.E, p.dtype) if self.steps.sums else 0
+        return places + positions + sums + 2 * p.G * p.lines * p.wide.itemsize
 
     def summary(self) -> str:
         """How it runs, for `explain`."""
@@ -89,8 +84,9 @@ class EntryTiles(TileGrid):
     def steps(self) -> RowSteps:
         """How each batch entry is computed: by PyTorch's softmax, a single call, of few scores."""
         p = self.problem
-        single = self.lines < SINGLE_ROWS or p.G * self.lines * p.N <= FEW_SCORES
-        turns, sums = reads_long(p, p.B), sums_rows(p, p.B)
+        single = p.lines < SINGLE_ROWS or p.G * p.lines * p.N <= FEW_SCORES
+        turns = p.lines <= MOST_READING and reads_long(p, p.B)
+        sums = sums_rows(p, p.B)
         return RowSteps(p.node.scale, single, turns=turns, sums=sums)
 
     @cached_property
@@ -116,7 +112,7 @@ class EntryTiles(TileGrid):
         """o alone. lse: room for it [B,H,M], where that is wanted."""
         p, hiding = self.problem, self.mask.read(operands)
         o, core = p.new_o(operands[0].device), Core(self.steps, scratch, hiding.blind)
-        made = scratch["o"].view(p.G, self.lines, p.E) if self.moves else None
+        made = scratch["o"].view(p.G, p.lines, p.E) if self.moves else None
         each = [x.view(p.B, p.G, -1, x.shape[3]).unbind() for x in (*operands[:3], o)]
         saved = repeat(None) if lse is None else lse.view(p.B, p.G, -1, 1).unbind()
         for (hide, keys), q, k, v, rows, room in zip(self.keys(hiding), *each, saved, strict=False):

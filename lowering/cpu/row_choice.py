@@ -50,10 +50,9 @@ LONG_NUMBERS, LEAST_NUMBERS = 128, 2**21
 # Rows of a key/value head, at most, whose p v is made as sums of rows of v, of so many numbers; in
 # float32 of long rows alone. They take half the time of a product, in float16 a twentieth.
 MOST_SUMMED, LEAST_SUMMED = {torch.float32: 2, torch.bfloat16: 1, torch.float16: 4}, 2**20
-# So float16 too takes down to half the time of the kernel, which multiplies copies in float32: of
-# few rows, or of some more of many heads. Scores are of copies there too, but where a head has so
-# many numbers of k, four times as many if of more rows than one.
-MOST_READ_ROWS, CAST_HEADS, LEAST_READ_HEAD = 2, 32, 2**17
+# So float16 too takes down to half the time of the kernel, which multiplies copies of v as well: of
+# so many rows, or of some more of so many heads.
+MOST_READ_ROWS, READ_HEADS = 2, 32
 # And where lengths hide keys of few scores of up to SHORT_ROWS rows, half as many backward: one
 # product of all heads takes two thirds of the time.
 MOST_BOUNDED = 2**15
@@ -107,7 +106,7 @@ def pays(problem: Problem, own: Collection[torch.dtype], statistics: bool) -> bo
     if not own or problem.is_empty or is_part(problem):
         return False
     if problem.dtype == torch.float16:
-        return reads_half(problem) and takes(problem) and (casts_keys(problem) or not statistics)
+        return reads_half(problem) and takes(problem)
     if problem.dtype not in own:
         return False
     if problem.dtype == problem.wide:
@@ -120,17 +119,10 @@ def pays(problem: Problem, own: Collection[torch.dtype], statistics: bool) -> bo
 def reads_half(problem: Problem) -> bool:
     """Whether a forward in float16 has few rows, of k and v that are read as they lie."""
     p, mask = problem, problem.node.mask
-    few = p.H // p.G * p.M <= MOST_READ_ROWS or (p.B * p.G >= CAST_HEADS and casts_keys(p))
+    few = p.lines <= MOST_READ_ROWS or p.B * p.G >= READ_HEADS
     if not (few and sums_rows(p)) or not (mask is None or caps_entries(p)):
         return False
     return all(map(lies_flat, p.specs[:3]))
-
-
-def casts_keys(problem: Problem) -> bool:
-    """Whether scores are of q and k in float32, where that is not their dtype."""
-    p, rows = problem, problem.H // problem.G * problem.M
-    least = LEAST_READ_HEAD if rows == 1 else 4 * LEAST_READ_HEAD
-    return p.dtype == torch.float16 and least > p.N * p.D
 
 
 def is_part(problem: Problem) -> bool:
@@ -142,7 +134,7 @@ def is_part(problem: Problem) -> bool:
 def is_short(problem: Problem) -> bool:
     """Whether a problem has many heads of few scores each."""
     p, mask = problem, problem.node.mask
-    rows = p.H // p.G * p.M
+    rows = p.lines
     as_it_is = has_few_scores(p) or (p.grad is None and caps_entries(p))
     if mask is not None and mask.needs and not as_it_is:
         return False
@@ -152,7 +144,7 @@ def is_short(problem: Problem) -> bool:
 def has_few_rows(problem: Problem) -> bool:
     """Whether a forward has few rows, of many heads or under a mask that is known, hides little and
     is not the kernel's own: its tiles of mixed places take up to six times as long."""
-    p, rows = problem, problem.H // problem.G * problem.M
+    p, rows = problem, problem.lines
     if p.grad is not None or not all(map(lies_flat, p.specs[:3])):
         return False
     if p.node.mask is not None:
@@ -166,7 +158,7 @@ def has_few_rows(problem: Problem) -> bool:
 def has_short_rows(problem: Problem) -> bool:
     """Whether a forward without a mask has some heads of rows that are short."""
     p = problem
-    heads, rows = p.B * p.H, p.H // p.G * p.M
+    heads, rows = p.B * p.H, p.lines
     if p.grad is not None or p.node.mask is not None or heads < WHOLE_HEADS or rows < FEW_ROWS:
         return False
     return p.M * p.N <= MOST_WHOLE and count_products(p) >= LEAST_WHOLE
@@ -175,7 +167,7 @@ def has_short_rows(problem: Problem) -> bool:
 def sums_rows(problem: Problem, parts: int = 1) -> bool:
     """Whether p v of a problem, or of each of its parts, is made as sums of rows of v."""
     p, v = problem, problem.specs[2]
-    few = p.grad is None and MOST_SUMMED.get(p.dtype, 0) >= p.H // p.G * p.M
+    few = p.grad is None and MOST_SUMMED.get(p.dtype, 0) >= p.lines
     suits = p.E >= LONG_NUMBERS or p.dtype != torch.float32
     return few and suits and prod(v.shape) >= parts * LEAST_SUMMED and has_whole_rows(v)
 
@@ -184,22 +176,21 @@ def just_reads(problem: Problem) -> bool:
     """Whether few queries in float32 read much of k and v, which lie as products take them."""
     p, (k, v) = problem, problem.specs[1:3]
     suits = p.grad is None and p.node.mask is None and p.dtype == p.wide
-    much = prod(k.shape) * k.dtype.itemsize > LEAST_READ and p.H // p.G * p.M <= MOST_READING
-    return suits and (much or reads_long(p)) and lies_flat(k) and lies_flat(v)
+    much = k.type.bytes > LEAST_READ or reads_long(p)
+    return suits and p.lines <= MOST_READING and much and lies_flat(k) and lies_flat(v)
 
 
 def reads_long(problem: Problem, parts: int = 1) -> bool:
-    """Whether few queries read many keys of many numbers; of each of its parts."""
-    p, k = problem, problem.specs[1]
-    few = p.H // p.G * p.M <= MOST_READING and p.D >= LONG_NUMBERS
-    return few and prod(k.shape) >= parts * LEAST_NUMBERS
+    """Whether k, or each part of it, has many keys of many numbers."""
+    k = problem.specs[1]
+    return problem.D >= LONG_NUMBERS and prod(k.shape) >= parts * LEAST_NUMBERS
 
 
 def is_bounded(problem: Problem) -> bool:
     """Whether lengths, which a call reads as numbers, leave out keys of a few queries."""
     p, mask = problem, problem.node.mask
     most = MOST_BOUNDED if p.grad is None else MOST_BOUNDED // 2
-    few = p.H // p.G * p.M <= SHORT_ROWS and prod(p.sizes) <= most
+    few = p.lines <= SHORT_ROWS and prod(p.sizes) <= most
     if not few or mask is None or not mask.needs:
         return False
     return reads_numbers(p) and all(map(lies_flat, p.specs[:3]))
@@ -213,9 +204,10 @@ def skips_little(problem: Problem) -> bool:
 
 def pays_half(problem: Problem) -> bool:
     """Whether products of half precision are the faster for a problem."""
-    p, rows = problem, problem.H // problem.G * problem.M
-    if p.grad is not None:
-        return count_products(p) >= LEAST_BACKWARD
+    p, rows = problem, problem.lines
+    if p.grad is not None:  # weights are divided by their own sum: lse may be of rounded scores
+        forward = Problem.of(p.node, p.grad.split(p.specs).own)
+        return count_products(p) >= LEAST_BACKWARD or pays_half(forward)
     if suits_fused(p):
         return False
     seen = count_tile_keys(p) if rows < FEW_ROWS else p.N
@@ -238,7 +230,7 @@ def suits_fused(problem: Problem) -> bool:
     where they lie, which counts where few queries read each."""
     p, mask = problem, problem.node.mask
     data = set() if mask is None or caps_entries(p) else mask.needs
-    if p.H // p.G * p.M < FEW_ROWS:
+    if p.lines < FEW_ROWS:
         return bool(data) or not all(x.is_dense for x in p.specs[1:3])
     return "q_segments" in data
 

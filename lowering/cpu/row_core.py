@@ -12,6 +12,7 @@ from attn_graph.kernels.products import LN_2, LOG2_E, multiply_
 from attn_graph.kernels.row_sums import sum_rows_
 from attn_graph.spec import INF
 
+LEAST_KEYS = 512  # of a head that are cast at a time, if it has so many
 Change = Callable[[torch.Tensor], None]  # scores [n,L,S] in place, by a bias and a mask
 softmax_backward = torch.ops.aten._softmax_backward_data.out
 
@@ -24,7 +25,7 @@ class RowSteps:
     scale: of the scores. single: whether PyTorch's softmax, a single call, is the faster. turns:
     whether scores are made as k q^T. rounds: whether products give another dtype than that of the
     softmax. kept: whether weights are saved, not lse. sums: whether p v is made as sums of rows of
-    v. casts: whether scores are of q and k in float32, of some heads at a time.
+    v. casts: whether scores are of q and k in float32, of a piece of k at a time.
     """
 
     scale: float
@@ -143,13 +144,16 @@ class Core:
             change(s)
 
     def score_pieces(self, s: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> None:
-        """Fill s [n,L,S] with q k^T, of some heads at a time, whose k a cache holds in the dtype of
-        q."""
-        room = self.scratch["cast k"]
-        heads = room.numel() // (k.shape[1] * k.shape[2])
-        for each, rows, piece in zip(*(x.split(heads) for x in (s, q, k)), strict=True):
-            wide = room[: piece.numel()].view(piece.shape).copy_(piece)
-            multiply_(each, rows, wide.mT)
+        """Fill s [n,L,S] with q k^T, of some keys of some heads at a time, which a cache holds in
+        the dtype of q."""
+        room, (n, S, D) = self.scratch["cast k"], k.shape
+        most = room.numel() // D
+        heads = min(n, max(1, most // min(S, LEAST_KEYS)))
+        keys = most // heads
+        for columns, rows, some in zip(*(x.split(heads) for x in (s, q, k)), strict=True):
+            for each, piece in zip(columns.split(keys, 2), some.split(keys, 1), strict=True):
+                wide = room[: piece.numel()].view(piece.shape).copy_(piece)
+                multiply_(each, rows, wide.mT)
 
     def weigh(
         self, q: torch.Tensor, k: torch.Tensor, change: Change | None, lse: torch.Tensor

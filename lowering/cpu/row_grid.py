@@ -20,7 +20,7 @@ from attn_graph.lowering.cpu.product_slots import (
     has_few_scores,
     lies_flat,
 )
-from attn_graph.lowering.cpu.row_choice import casts_keys, just_reads, sums_rows
+from attn_graph.lowering.cpu.row_choice import just_reads, sums_rows
 from attn_graph.lowering.cpu.row_core import RowSteps
 from attn_graph.lowering.cpu.run_mask import caps_entries, count_caps
 from attn_graph.lowering.cpu.schedule import POSITIONS
@@ -32,7 +32,7 @@ from attn_graph.spec import NAMES, TensorSpec
 # rows; and in half precision, unless rows are shorter than LONG_ROW and no multiple of VECTORS: it
 # takes what is left one by one. Elsewhere several passes are as fast or up to a third faster.
 SINGLE_ROWS, VECTORS, LONG_ROW = 64, 32, 400
-MOST_CAST = 2**20  # numbers of k that are cast at a time, which a cache holds
+MOST_CAST = 2**20  # numbers of k that are cast at a time, which a cache holds; one key's at least
 
 
 @frozen
@@ -83,11 +83,11 @@ class RowGrid(TileGrid):
         return buffers if self.flat else buffers | self.needed_to_move(n, rows)
 
     def needed_to_cast(self, n: int, rows: int) -> dict[str, Buffer]:
-        """The scratch buffers of q and of k of some of n heads, as scores are made of them, and of
-        weights of so many rows, as they sum v."""
+        """The scratch buffers of q and of a piece of k of n heads, as scores are made of them, and
+        of weights of so many rows, as they sum v."""
         p = self.problem
-        heads = min(n, MOST_CAST // (p.N * p.D))
-        sizes = {"cast q": rows * p.D, "cast k": heads * p.N * p.D}
+        piece = min(n * p.N * p.D, max(MOST_CAST, p.D))
+        sizes = {"cast q": rows * p.D, "cast k": piece}
         buffers = {name: Buffer((size,), p.wide) for name, size in sizes.items()}
         return buffers | {"cast p": Buffer((rows * self.reach,), p.dtype)}
 
@@ -131,22 +131,24 @@ class RowGrid(TileGrid):
     def steps(self) -> RowSteps:
         """How each tile is computed."""
         p = self.problem
-        kinds = self.turns, self.rounds, self.kept, self.sums_rows, self.casts
-        return RowSteps(p.node.scale, self.single, *kinds)
+        return RowSteps(
+            p.node.scale, self.single, turns=self.turns, rounds=self.rounds, kept=self.kept,
+            sums=self.sums_rows, casts=self.casts,
+        )  # fmt: skip
 
     @property
     def single(self) -> bool:
         """Whether PyTorch's softmax, a single call, is the faster; always where a bias is added,
         which is in base e."""
         p = self.problem
-        few, suits = self.r * p.M < SINGLE_ROWS, p.N % VECTORS == 0 or p.N >= LONG_ROW
+        few, suits = p.lines < SINGLE_ROWS, p.N % VECTORS == 0 or p.N >= LONG_ROW
         return bool(p.node.modifiers) or few or (self.rounds and suits)
 
     @cached_property
     def shapes(self) -> Sequence[tuple[int, int, int]]:
         """How `cut` views q, k, v, o or do, what is saved, dq, dk and dv."""
         p, n, saved = self.problem, self.heads, self.problem.N if self.kept else 1
-        rows = self.r * p.M
+        rows = p.lines
         q, k, v, o = (n, rows, p.D), (n, -1, p.D), (n, -1, p.E), (n, rows, p.E)
         return q, k, v, o, (n, rows, saved), q, k, v
 
@@ -157,8 +159,8 @@ class RowGrid(TileGrid):
 
     @property
     def casts(self) -> bool:
-        """Whether scores are of q and k in float32."""
-        return casts_keys(self.problem)
+        """Whether scores are of q and k in float32: float16 ends at 65504."""
+        return self.problem.dtype == torch.float16
 
     @cached_property
     def sums_rows(self) -> bool:
@@ -215,7 +217,8 @@ class RowGrid(TileGrid):
     def temporary(self) -> int:
         """Bytes that PyTorch allocates beside the workspace, at most: the places that a mask is
         asked at, with their bits or caps, caps of few scores, rows of o and two of their sums,
-        what oneDNN packs of weights that it transposes, and a tile's share of a bias's gradient."""
+        what oneDNN packs of weights that it transposes, a tile's share of a bias's gradient, and
+        what sums of rows of v need."""
         p, rows = self.problem, self.batch * self.rows
         caps = count_caps(p) if self.by_entries else rows * self.reach
         places = caps * (POSITIONS + 8) if p.node.mask else 0

@@ -1,9 +1,10 @@
 """Attention on tiles of whole rows of scores: products with a softmax between, and no modifier but
 a bias where weights are kept.
 
-What products multiply and give is in the dtype of the operands, scores and weights among it; the
-softmax of a row, and sums over tiles, are in float32. Each tile has all keys of its queries, so the
-softmax and its derivative are those of whole rows.
+What products multiply and give is in the dtype of the operands, scores and weights among it, but
+for scores of float16, which are float32's; the softmax of a row, and sums over tiles, are in
+float32. Each tile has all keys of its queries, so the softmax and its derivative are those of whole
+rows.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ def reads_numbers(problem: Problem) -> bool:
 def caps_entries(problem: Problem) -> bool:
     """Whether runs of whole batch entries are capped by what data hides of each: where rows are
     short, or few in half precision, reading all keys takes less time than copying or skipping."""
-    p, rows = problem, problem.H // problem.G * problem.M
+    p, rows = problem, problem.lines
     if not p.node.is_bare or p.node.mask is None or not p.node.mask.needs:
         return False
     few = rows < FEW_ROWS and (p.dtype != p.wide or is_worth_cutting(p))

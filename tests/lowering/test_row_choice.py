@@ -64,6 +64,18 @@ def test_few_queries_of_many_heads_do(dtype: torch.dtype, sizes: tuple[int, ...]
     assert plan_rows(dtype, *sizes) is not None
 
 
+def test_a_backward_divides_weights_whose_lse_is_of_rounded_scores() -> None:
+    """However few products it has, where its forward's are in bfloat16."""
+    native, sizes = evolve(CPU, native=("bf16",)), (1, 8, 8, 1, 512)
+    assert plan_rows(torch.bfloat16, *sizes) is not None
+    q, k = (ag.TensorSpec((1, 8, n, 64), torch.bfloat16) for n in (1, 512))
+    plan = ag.compile(ag.attention(q, k, k), target=native)
+    assert not keeps_weights(plan.recorded.graph)
+    (tiles,) = plan_tiles(plan.training_vjp.graph, native, ag.Options())
+    assert isinstance(tiles, RowTiles)
+    assert plan.training_vjp.backend == "math"
+
+
 @pytest.mark.parametrize(
     ("dtype", "sizes"),
     [
