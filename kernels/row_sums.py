@@ -45,14 +45,14 @@ def sum_heads_(o: torch.Tensor, p: torch.Tensor, v: torch.Tensor) -> None:
     size = find_piece(L, S, p.dtype)
     rest = S % size
     pieces = (S - rest) // size
-    index, starts = rows_of(n, L, pieces, size, head, row)
+    index, starts = index_rows(n, L, pieces, size, head, row)
     if rest == 0 and pieces == 1:
         o.copy_(sum_pieces(table, p, index, starts).view(o.shape))
         return
     sums = sum_pieces(table, p[..., : S - rest].unflatten(2, (pieces, size)), index, starts)
     torch.sum(sums.view(n, pieces, L, E), 1, out=o)
     if rest:
-        more = rows_of(n, L, 1, rest, head, row)
+        more = index_rows(n, L, 1, rest, head, row)
         o.add_(sum_pieces(table[(S - rest) * row :], p[..., S - rest :], *more).view(o.shape))
 
 
@@ -65,7 +65,7 @@ def sum_pieces(
     return sums
 
 
-def rows_of(
+def index_rows(
     n: int, L: int, pieces: int, size: int, head: int, row: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `list_rows` has them, which are held where they are not too many."""

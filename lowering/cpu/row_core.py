@@ -12,7 +12,9 @@ from attn_graph.kernels.products import LN_2, LOG2_E, multiply_
 from attn_graph.kernels.row_sums import sum_rows_
 from attn_graph.spec import INF
 
-LEAST_KEYS = 512  # of a head that are cast at a time, if it has so many
+# Numbers of k that are cast at a time, which a cache holds, one key's at least; and keys of a head
+# among them, if it has so many.
+MOST_CAST, LEAST_KEYS = 2**20, 512
 Change = Callable[[torch.Tensor], None]  # scores [n,L,S] in place, by a bias and a mask
 softmax_backward = torch.ops.aten._softmax_backward_data.out
 
@@ -74,7 +76,7 @@ class Core:
     def sum_up(self, o: torch.Tensor, p: torch.Tensor, v: torch.Tensor) -> None:
         """o [n,L,E] = p v."""
         if self.steps.casts:
-            p = self.room("cast p", p, p.shape[2]).copy_(p)
+            p = self.scratch["cast"].view(o.dtype)[: p.numel()].view(p.shape).copy_(p)
         (sum_rows_ if self.steps.sums else multiply_)(o, p, v)
 
     def take_powers(self, s: torch.Tensor, lse: torch.Tensor | None) -> None:
@@ -146,8 +148,8 @@ class Core:
     def score_pieces(self, s: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> None:
         """Fill s [n,L,S] with q k^T, of some keys of some heads at a time, which a cache holds in
         the dtype of q."""
-        room, (n, S, D) = self.scratch["cast k"], k.shape
-        most = room.numel() // D
+        room, (n, S, D) = self.scratch["cast"], k.shape
+        most = max(1, min(room.numel(), MOST_CAST) // D)
         heads = min(n, max(1, most // min(S, LEAST_KEYS)))
         keys = most // heads
         for columns, rows, some in zip(*(x.split(heads) for x in (s, q, k)), strict=True):

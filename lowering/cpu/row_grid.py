@@ -21,7 +21,7 @@ from attn_graph.lowering.cpu.product_slots import (
     lies_flat,
 )
 from attn_graph.lowering.cpu.row_choice import just_reads, sums_rows
-from attn_graph.lowering.cpu.row_core import RowSteps
+from attn_graph.lowering.cpu.row_core import MOST_CAST, RowSteps
 from attn_graph.lowering.cpu.run_mask import caps_entries, count_caps
 from attn_graph.lowering.cpu.schedule import POSITIONS
 from attn_graph.lowering.problem import Problem
@@ -32,7 +32,6 @@ from attn_graph.spec import NAMES, TensorSpec
 # rows; and in half precision, unless rows are shorter than LONG_ROW and no multiple of VECTORS: it
 # takes what is left one by one. Elsewhere several passes are as fast or up to a third faster.
 SINGLE_ROWS, VECTORS, LONG_ROW = 64, 32, 400
-MOST_CAST = 2**20  # numbers of k that are cast at a time, which a cache holds; one key's at least
 
 
 @frozen
@@ -84,12 +83,12 @@ class RowGrid(TileGrid):
 
     def needed_to_cast(self, n: int, rows: int) -> dict[str, Buffer]:
         """The scratch buffers of q and of a piece of k of n heads, as scores are made of them, and
-        of weights of so many rows, as they sum v."""
+        then, where k was, of weights of so many rows, as they sum v."""
         p = self.problem
         piece = min(n * p.N * p.D, max(MOST_CAST, p.D))
-        sizes = {"cast q": rows * p.D, "cast k": piece}
-        buffers = {name: Buffer((size,), p.wide) for name, size in sizes.items()}
-        return buffers | {"cast p": Buffer((rows * self.reach,), p.dtype)}
+        weights = -(-rows * self.reach * p.dtype.itemsize // p.wide.itemsize)
+        sizes = {"cast q": rows * p.D, "cast": max(piece, weights)}
+        return {name: Buffer((size,), p.wide) for name, size in sizes.items()}
 
     def needed_to_move(self, n: int, rows: int) -> dict[str, Buffer]:
         """The scratch buffers of tiles that are copied, of n key/value heads and `rows` rows."""

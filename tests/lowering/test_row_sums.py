@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attn_graph as ag
 from attn_graph.kernels import row_sums
-from attn_graph.lowering.cpu import row_choice, row_core, row_grid
+from attn_graph.lowering.cpu import row_choice, row_core
 from attn_graph.lowering.cpu.entry_tiles import EntryTiles
 from attn_graph.lowering.cpu.math import plan_tiles
 from attn_graph.lowering.cpu.product_slots import lies_flat
@@ -123,7 +123,7 @@ def test_an_index_lies_as_it_is_read() -> None:
 def test_long_indexes_are_not_held() -> None:
     row_sums.list_rows.cache_clear()
     for size in (row_sums.MOST_INDEXED, row_sums.MOST_INDEXED + 1):
-        row_sums.rows_of(1, 1, 1, size, size, 1)
+        row_sums.index_rows(1, 1, 1, size, size, 1)
     assert row_sums.list_rows.cache_info().currsize == 1
 
 
@@ -173,7 +173,7 @@ def small_problems(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small problems run so too, and casts are of few keys of few heads."""
     for name, number in PATCHED.items():
         monkeypatch.setattr(row_choice, name, number)
-    monkeypatch.setattr(row_grid, "MOST_CAST", 64)
+    monkeypatch.setattr(row_core, "MOST_CAST", 64)
     monkeypatch.setattr(row_core, "LEAST_KEYS", 3)
     forget_plans()
     yield
