@@ -51,8 +51,9 @@ LONG_NUMBERS, LEAST_NUMBERS = 128, 2**21
 # float32 of long rows alone. They take half the time of a product, in float16 a twentieth.
 MOST_SUMMED, LEAST_SUMMED = {torch.float32: 2, torch.bfloat16: 1, torch.float16: 4}, 2**20
 # So float16 too takes down to half the time of the kernel, which multiplies copies of v as well: of
-# so many rows, or of some more of so many heads.
-MOST_READ_ROWS, READ_HEADS = 2, 32
+# so many rows, or of some more of so many heads. Of more keys even equal weights would be below the
+# least normal number of float16, and lose digits.
+MOST_READ_ROWS, READ_HEADS, MOST_HALF_KEYS = 2, 32, 2**14
 # And where lengths hide keys of few scores of up to SHORT_ROWS rows, half as many backward: one
 # product of all heads takes two thirds of the time.
 MOST_BOUNDED = 2**15
@@ -120,7 +121,7 @@ def reads_half(problem: Problem) -> bool:
     """Whether a forward in float16 has few rows, of k and v that are read as they lie."""
     p, mask = problem, problem.node.mask
     few = p.lines <= MOST_READ_ROWS or p.B * p.G >= READ_HEADS
-    if not (few and sums_rows(p)) or not (mask is None or caps_entries(p)):
+    if p.N > MOST_HALF_KEYS or not (few and sums_rows(p)) or not (mask is None or caps_entries(p)):
         return False
     return all(map(lies_flat, p.specs[:3]))
 

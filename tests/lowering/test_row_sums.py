@@ -255,6 +255,8 @@ def test_small_decoding_sums_rows(dtype: torch.dtype) -> None:
         (torch.float16, (8, 8, 8, 1, 1024, 64, 64), "casts"),
         (torch.float16, (1, 8, 8, 1, 2048, 64, 64), "casts"),
         (torch.float16, (1, 16, 8, 1, 8192, 64, 64), "casts"),
+        (torch.float16, (1, 16, 8, 1, 2**14, 64, 64), "casts"),
+        (torch.float16, (1, 16, 8, 1, 2**14 + 1, 64, 64), None),
         (torch.float16, (1, 32, 8, 1, 2048, 64, 64), None),
         (torch.float16, (8, 32, 8, 1, 512, 64, 64), "casts"),
         (torch.float16, (1, 8, 8, 1, 1024, 64, 64), None),
@@ -318,6 +320,15 @@ def test_decoding_allocates_what_is_said(
     with torch.no_grad():
         *_, most = allocated(lambda: plan(*tensors))
     assert most <= need.outputs + need.temporary_forward + SMALL
+
+
+@pytest.mark.parametrize("N", [2**14 - 5, 2**15 + 1, 10**5 + 1])
+def test_equal_weights_of_float16_keep_their_digits(N: int) -> None:
+    """Each is 1 / N: where float16 has fewer digits for that, they are not rounded to it."""
+    graph = make_graph(torch.float16, 1, 2, 2, 1, N, 64, 64)
+    q, k, v = (torch.ones(i.spec.shape).half() for i in graph.inputs)
+    o = ag.compile(graph, target=CPU)(q * 0, k, v)
+    torch.testing.assert_close(o, torch.ones(1, 2, 1, 64).half(), rtol=2**-11, atol=0)
 
 
 def test_lengths_cut_what_is_read_of_long_keys() -> None:
