@@ -149,7 +149,7 @@ class Core:
         """Fill s [n,L,S] with q k^T, of some keys of some heads at a time, which a cache holds in
         the dtype of q."""
         room, (n, S, D) = self.scratch["cast"], k.shape
-        most = max(1, min(room.numel(), MOST_CAST) // D)
+        most = max(1, MOST_CAST // D)
         heads = min(n, max(1, most // min(S, LEAST_KEYS)))
         keys = most // heads
         for columns, rows, some in zip(*(x.split(heads) for x in (s, q, k)), strict=True):

@@ -299,10 +299,7 @@ def test_scores_of_float16_are_those_of_float32(
         (torch.bfloat16, (2, 8, 8, 1, 2000, 64, 64)),
         (torch.float16, (1, 64, 64, 1, 1000, 64, 64)),
         (torch.float16, (1, 8, 8, 1, 2049, 64, 64)),
-        (
-            torch.float16,
-            (16, 16, 16, 1, 1000, 64, 64),
-        ),  # bshd: copies of some keys at a time, merged
+        (torch.float16, (16, 16, 16, 1, 1000, 64, 64)),  # bshd: parts of keys, merged
     ],
 )
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
