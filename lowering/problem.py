@@ -159,6 +159,12 @@ class Problem:
         return torch.empty_strided(shape, strides, dtype=self.dtype, device=device)
 
 
+def new_gradient(spec: TensorSpec) -> torch.Tensor:
+    """An uninitialised gradient by an operand on a CPU: dense, in the operand's memory order."""
+    strides = dense_strides(spec.shape, memory_order(spec))
+    return torch.empty_strided(spec.shape, strides, dtype=spec.dtype, device="cpu")
+
+
 def sees_everywhere(problem: Problem) -> bool:
     """Whether the mask surely leaves every query a key; false also if finding out takes long."""
     B, H, M, N = range(problem.B), range(problem.H), problem.M, problem.N

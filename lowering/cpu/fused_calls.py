@@ -18,15 +18,17 @@ from attn_graph.lowering.cpu.fused_slots import (
     add_windows,
     all_places,
     fill_addend,
+    keep_all,
     ready_slots,
     slot_place,
     tile_slot,
 )
 from attn_graph.lowering.cpu.fused_tiles import CPU, FusedTiles
 from attn_graph.lowering.cpu.schedule import Tensors
+from attn_graph.lowering.problem import new_gradient
 from attn_graph.machine.ambient import constant_beside, is_traced
 from attn_graph.masks.places import Place
-from attn_graph.spec import INF
+from attn_graph.spec import INF, TensorSpec
 
 MOST_POSITIONS = 2**14  # that a plan holds: 128 KiB of int64
 MOST_BYTES = 2**21  # of a tensor of which a run holds a copy, beside the tiles that it decides
@@ -143,7 +145,7 @@ class FusedRun:
         """The gradients of q, k and v, by number of the operand."""
         specs, sums = self.tiles.problem.specs, self.pull(operands, scratch)
         return {
-            i: x[..., : spec.shape[3]].to(spec.dtype, copy=f"d{name}" in scratch)
+            i: new_gradient(spec).copy_(x[..., : spec.shape[3]]) if f"d{name}" in scratch else x
             for i, (name, spec, x) in enumerate(zip("qkv", specs, sums, strict=False))
         }
 
@@ -182,25 +184,25 @@ class FusedRun:
         do: torch.Tensor,
     ) -> Triple:
         """dq, dk, dv of all tiles, in wider precision and padded."""
-        dq, dk, dv = (
-            call.scratch[name]
-            if name in call.scratch
-            else torch.empty(s.shape, dtype=s.dtype, device=CPU)
-            for name, s in zip(("dq", "dk", "dv"), self.tiles.problem.specs, strict=False)
-        )
-        dk.zero_()
-        dv.zero_()
+        specs = self.tiles.problem.specs
+        rooms = [SumRoom(x, call.scratch.get(f"d{n}")) for n, x in zip("qkv", specs, strict=False)]
+        dq, sums = rooms[0].tensor, list[torch.Tensor]()
         for slot in slots:
             rows = slot.rows(dq)  # no other tile has them
             if not slot.parts:
                 rows.zero_()
             for number, part in enumerate(slot.parts):
-                for windows, shares in call.pull(slot, part, o, lse, do):
+                for windows, (share, *others) in call.pull(slot, part, o, lse, do):
                     to = rows[windows]
-                    to.add_(shares[0]) if number else to.copy_(shares[0])
-                    add_windows(dk, shares[1], part, windows)
-                    add_windows(dv, shares[2], part, windows)
-                    del shares  # else two of them would need room
+                    to.add_(share) if number else to.copy_(share)
+                    if sums:
+                        add_windows(sums[0], others[0], part, windows)
+                        add_windows(sums[1], others[1], part, windows)
+                    else:
+                        pairs = zip(rooms[1:], others, strict=True)
+                        sums = [room.begin_sum(x, part, windows) for room, x in pairs]
+                    del share, others  # else two of them would need room
+        dk, dv = sums or [room.tensor.zero_() for room in rooms[1:]]
         return dq, dk, dv
 
     def call(self, own: Sequence[torch.Tensor], scratch: Tensors) -> TileCall:
@@ -218,6 +220,28 @@ class FusedRun:
             ready = None if traced else self.at
             at = all_places(p, given.mask) if ready is None else ready.reading(given.mask)
         return TileCall(p.node, self.restores, given, scratch, at, q, k, v, by_part, traced)
+
+
+@final
+@frozen(eq=False)
+class SumRoom:
+    """Where gradients by an operand add up. own: scratch for it; None: the gradient itself."""
+
+    spec: TensorSpec
+    own: torch.Tensor | None
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """What holds the sum, with anything in it."""
+        return new_gradient(self.spec) if self.own is None else self.own
+
+    def begin_sum(self, share: torch.Tensor, part: PartSlot, windows: slice) -> torch.Tensor:
+        """The sum, with the share of the first part of all: which is it, if it has all keys."""
+        if part.keys is keep_all:
+            return share if self.own is None else self.own.copy_(share)
+        total = self.tensor.zero_()
+        add_windows(total, share, part, windows)
+        return total
 
 
 def are_equal(x: torch.Tensor, y: torch.Tensor) -> bool:

@@ -27,7 +27,7 @@ from attn_graph.masks.canonical import is_ours
 from attn_graph.masks.places import Block, Place
 from attn_graph.spec import INF
 
-RECENT = 16  # addends of windows that are held, with plans, of 256 KiB at most
+RECENT = 16  # addends that are held, with plans, of 512 KiB at most
 Data = tuple[Mapping[str, torch.Tensor], ...]  # for each modifier, by name
 Index = tuple[int, slice, slice]
 
@@ -82,14 +82,20 @@ def held_addends(tiles: FusedTiles) -> Iterator[torch.Tensor]:
     mask, bare = p.node.mask, not p.node.modifiers
     for tile, part in tiles.changed_parts():
         if bare and mask and mask.relative and is_ours(mask):
-            yield recent_addend(
-                mask, len(tile.rows), part.start - tile.rows.start, len(part), p.wide
-            )
+            keys = range(part.start - tile.rows.start, part.stop - tile.rows.start)
+            rows, known = tiles.common or (len(tile.rows), keys)
+            addend = recent_addend(mask, rows, known.start, len(known), p.wide)
+            yield addend[..., : len(tile.rows), slice_of(known, keys)]
             continue
         shape = addend_shape(tiles, tile, part)
         room = torch.empty(shape, dtype=p.wide, device=CPU)
         place, mixed = part_places(p, tile, part), part.kind == "mixed"
         yield fill_addend(room, p.node, nothing, p.node.restores, place, mixed)
+
+
+def slice_of(whole: range, part: range) -> slice:
+    """Where a part of some positions is among them."""
+    return slice(part.start - whole.start, part.stop - whole.start)
 
 
 @lru_cache(RECENT)

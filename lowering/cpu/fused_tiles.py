@@ -34,6 +34,7 @@ from attn_graph.lowering.cpu.schedule import (
     row_tiles,
     shorten_parts,
 )
+from attn_graph.lowering.cpu.stairs import cut_steps, takes_steps
 from attn_graph.lowering.problem import Problem, has_flash_order, is_readable
 from attn_graph.machine.workspace import Buffer, Scratch
 from attn_graph.masks import Mask
@@ -47,7 +48,7 @@ LEAST_FULL = 512  # keys: a longer run without mask is worth a call of its own a
 FEW_QUERIES = 64  # for which k and v are read once or twice
 MOST_PACKED = 2**23  # bytes of k and v that such queries have packed at a time
 LEAST_KEYS = FEW_QUERIES  # packed at a time
-MOST_HELD = 2**16  # elements of addends that a plan holds: 256 KiB of float32
+MOST_HELD = 2**17  # elements of addends that a plan holds: 512 KiB of float32
 DATA_ROWS = 128  # queries a tile, where data decides which keys they keep
 FEW_ROUNDED = 512  # queries, from which on numbers with the same leading bits are tiled alike
 SIZE_BITS = 4  # of such a number, which is rounded to them
@@ -168,10 +169,28 @@ class FusedTiles:
         needs = (*(m.needs for m in node.modifiers), node.mask.needs if node.mask else {})
         if self.static is None or any(needs):
             return False
+        if self.common is not None:
+            return self.common[0] * len(self.common[1]) <= MOST_HELD
         b = self.problem.B if "b" in self.axes else 1
         copies = b * (self.problem.H if "h" in self.axes else 1)
         sizes = accumulate(copies * len(t.rows) * len(x) for t, x in self.changed_parts())
         return all(size <= MOST_HELD for size in sizes)
+
+    @cached_property
+    def common(self) -> tuple[int, range] | None:
+        """Queries, and keys counted from the first of these, of one addend that has those of all
+        parts in it: where they depend on j - i alone, and it is no larger than all of them."""
+        node, parts = self.problem.node, [*self.changed_parts()]
+        mask = node.mask
+        if node.modifiers or mask is None or not (mask.relative and is_ours(mask) and parts):
+            return None
+        rows, begin = (
+            max(len(t.rows) for t, _ in parts),
+            min(x.start - t.rows.start for t, x in parts),
+        )
+        keys = range(begin, max(x.stop - t.rows.start for t, x in parts))
+        each = sum(len(t.rows) * len(x) for t, x in parts)
+        return (rows, keys) if rows * len(keys) <= each else None
 
     def changed_parts(self) -> Iterator[tuple[Tile, Part]]:
         """The static parts that have something added."""
@@ -370,7 +389,7 @@ def static_tiles(problem: Problem, axes: str) -> tuple[Tile, ...] | None:
     mask, bounded = node.mask, bool(node.modifiers)
     plain = plain_tiles(problem, mask)
     if plain is not None and (not bounded or (mask is None and problem.M <= DATA_ROWS)):
-        return tuple(plain)
+        return tuple(cut_steps(plain[0]) if takes_steps(problem) else plain)
     if mask is not None and mask.needs:
         return (whole_tile(problem),) if is_small(problem) else None
     way = choose_way(round_sizes(problem), axes)

@@ -15,7 +15,7 @@ import torch
 from attrs import evolve, frozen
 
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
-from attn_graph.lowering.problem import Problem
+from attn_graph.lowering.problem import Problem, new_gradient
 from attn_graph.machine.workspace import Buffer, Scratch
 from attn_graph.masks.canonical import is_ours
 from attn_graph.spec import TensorSpec
@@ -97,7 +97,7 @@ class ChunkedRun:
 
     def backward(self, operands: Tensors, scratch: Rooms) -> dict[int, torch.Tensor]:
         """The gradients of q, k and v, by number of the operand."""
-        grads = [x.new_empty(x.shape) for x in operands[:3]]
+        grads = [*map(new_gradient, self.tiles.problem.specs[:3])]
         for place, views in self.chunks(operands):
             for i, sums in enumerate(self.part.pull(views, scratch)):
                 grads[i][place[i in KEYS]].copy_(sums[..., : grads[i].shape[3]])

@@ -33,6 +33,7 @@ from attn_graph.lowering.cpu.product_tiles import ProductTiles
 from attn_graph.lowering.cpu.row_tiles import RowTiles
 from attn_graph.lowering.cpu.schedule import POSITIONS
 from attn_graph.lowering.cpu.sink_sums import sink_bytes, sink_gradient_of
+from attn_graph.lowering.cpu.stairs import takes_steps
 from attn_graph.lowering.cpu.tangent_tiles import TangentTiles
 from attn_graph.lowering.cpu.whole_tiles import WholeTiles
 from attn_graph.lowering.folding import fold_problem, folds_heads, shares_rows
@@ -171,10 +172,13 @@ def where_faster(graph: Graph, target: Target) -> str | None:
 
 
 def is_fast(graph: Graph, target: Target) -> bool:
-    """Whether products with a softmax between make it faster than PyTorch's kernel."""
+    """Whether products with a softmax between make it faster than PyTorch's kernel, or several
+    calls of that are faster than one."""
     problem = sole(graph)
     if problem is None:
         return False
+    if fuses(problem) and takes_steps(problem):
+        return True
     return row_choice.pays(problem, own_products(target), gives_statistics(graph, graph.eqns[0]))
 
 
@@ -375,8 +379,8 @@ def lower_sequence(target: Target, options: Options, part: Graph) -> Executable:
 def whole_sequence(
     target: Target, options: Options, gives: bool, op: Op, specs: Sequence[TensorSpec]
 ) -> Executable | None:
-    """The same of one that is a call of PyTorch's fused kernel whoever runs it, without a graph;
-    None of others. Its needs and notes are not told. gives: see `gives_statistics`."""
+    """The same of one that is a call or a few of PyTorch's fused kernel whoever runs it, without a
+    graph; None of others. Its needs and notes are not told. gives: see `gives_statistics`."""
     if not isinstance(op, Attention | AttentionGrad) or target.kind != "cpu":
         return None
     problem = Problem.of(op, specs)
@@ -385,7 +389,7 @@ def whole_sequence(
     folded = fold_problem(problem)
     part = problem if folded is None else folded
     pays = row_choice.pays(part, own_products(target), gives)
-    tiles = None if pays else WholeTiles.plan(part)
+    tiles = None if pays else tile_as_it_lies(part)
     if tiles is None:
         return None
     call, _ = unfold_ready(ready_tiles(tiles, options), problem, folded)
@@ -395,6 +399,14 @@ def whole_sequence(
         return results, results
 
     return Executable(run)
+
+
+def tile_as_it_lies(problem: Problem) -> WholeTiles | FusedTiles | None:
+    """Tiles of PyTorch's fused kernel, one or a few steps, on operands as they lie; else None."""
+    if not takes_steps(problem):
+        return WholeTiles.plan(problem)
+    tiles = FusedTiles.plan(problem)
+    return None if tiles.scratch.bytes else tiles
 
 
 def needed_by_definition(eqn: Eqn, specs: Sequence[TensorSpec]) -> int:

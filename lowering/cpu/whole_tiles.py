@@ -11,13 +11,11 @@ from attrs import frozen
 from attn_graph.kernels import fused_cpu
 from attn_graph.lowering.cpu.fused_tiles import LEAST_FULL, describe_calls, result_bytes
 from attn_graph.lowering.cpu.schedule import Part, Tile, parts_of
+from attn_graph.lowering.cpu.stairs import CAUSAL, takes_steps
 from attn_graph.lowering.problem import Problem, has_flash_order, is_readable
 from attn_graph.machine.workspace import Buffer, Scratch
-from attn_graph.masks import Band
 from attn_graph.masks.places import Block
 from attn_graph.spec import INF, TensorSpec
-
-CAUSAL = Band(None, 0)  # as the kernel itself knows it
 
 
 @final
@@ -96,7 +94,7 @@ def find_part(problem: Problem) -> Part | None:
     if mask is None:
         return Part(0, p.N, "full")
     if mask == CAUSAL:
-        return None if p.low_scale else Part(0, p.N, "causal")
+        return None if p.low_scale or takes_steps(p) else Part(0, p.N, "causal")
     if p.M > 1 or p.grad is not None or mask.needs:
         return None
     parts = parts_of(mask, Block(range(p.B), range(p.H), range(1), p.H, 1, p.N), LEAST_FULL)
