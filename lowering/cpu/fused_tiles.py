@@ -10,6 +10,7 @@ from typing import final
 import torch
 from attrs import evolve, frozen
 
+from attn_graph.lowering.cpu.corners import cut_steps, join_corner, takes_steps
 from attn_graph.lowering.cpu.layer_tiles import (
     POINTS_A_CALL,
     find_layers_of,
@@ -34,7 +35,6 @@ from attn_graph.lowering.cpu.schedule import (
     row_tiles,
     shorten_parts,
 )
-from attn_graph.lowering.cpu.stairs import cut_steps, takes_steps
 from attn_graph.lowering.problem import Problem, has_flash_order, is_readable
 from attn_graph.machine.workspace import Buffer, Scratch
 from attn_graph.masks import Mask
@@ -84,7 +84,11 @@ class FusedTiles:
         static = static_tiles(problem, axes)
         layered = static is None and takes_layers(problem, shapes_of_data(problem))
         plain = cls(problem, static, axes, width, blind, layered)
-        return plain.with_shorter_parts() if plain.static and plain.keys_a_part else plain
+        if plain.static is None:
+            return plain
+        if plain.keys_a_part:
+            return plain.with_shorter_parts()
+        return evolve(plain, static=join_corner(problem, plain.static))
 
     @cached_property
     def computes(self) -> torch.dtype:

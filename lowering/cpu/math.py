@@ -25,6 +25,7 @@ from attn_graph.lowering.backend import Backend, Executable, Options, Run, switc
 from attn_graph.lowering.cpu import row_choice, sdpa
 from attn_graph.lowering.cpu.any_size import Ready, SizedStep, unfold_ready
 from attn_graph.lowering.cpu.by_length import TilesByLength
+from attn_graph.lowering.cpu.corners import takes_steps
 from attn_graph.lowering.cpu.entry_tiles import EntryTiles
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
 from attn_graph.lowering.cpu.head_chunks import ChunkedRun, ChunkedTiles, chunk_heads
@@ -33,7 +34,6 @@ from attn_graph.lowering.cpu.product_tiles import ProductTiles
 from attn_graph.lowering.cpu.row_tiles import RowTiles
 from attn_graph.lowering.cpu.schedule import POSITIONS
 from attn_graph.lowering.cpu.sink_sums import sink_bytes, sink_gradient_of
-from attn_graph.lowering.cpu.stairs import takes_steps
 from attn_graph.lowering.cpu.tangent_tiles import TangentTiles
 from attn_graph.lowering.cpu.whole_tiles import WholeTiles
 from attn_graph.lowering.folding import fold_problem, folds_heads, shares_rows

@@ -9,9 +9,9 @@ import torch
 from attrs import frozen
 
 from attn_graph.kernels import fused_cpu
+from attn_graph.lowering.cpu.corners import CAUSAL, takes_steps
 from attn_graph.lowering.cpu.fused_tiles import LEAST_FULL, describe_calls, result_bytes
 from attn_graph.lowering.cpu.schedule import Part, Tile, parts_of
-from attn_graph.lowering.cpu.stairs import CAUSAL, takes_steps
 from attn_graph.lowering.problem import Problem, has_flash_order, is_readable
 from attn_graph.machine.workspace import Buffer, Scratch
 from attn_graph.masks.places import Block

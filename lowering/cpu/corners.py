@@ -1,13 +1,18 @@
-"""A causal mask as steps: blocks of queries, each with the keys up to that of its last query.
+"""The corner that a causal mask hides, where PyTorch's fused kernel hides it slowly by itself.
 
-PyTorch's fused kernel reads keys in blocks of 512, the last one to its end: of sequences not much
-longer it computes nearly all scores, and hides half. A call for each of a few blocks of queries
-leaves most of those out, and adds numbers that hide the rest.
+It reads keys in blocks of 512, the last one to its end: of sequences not much longer it computes
+nearly all scores, and hides half. Steps, a call for each of a few blocks of queries with the keys
+up to that of its last query, leave most of those out, and add numbers that hide the rest.
+
+Of few queries after many keys the corner is small: numbers that hide it are added in one call,
+which takes less time than one for it, another for the keys before, and merging both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+
+from attrs import evolve
 
 from attn_graph.lowering.cpu.schedule import Part, Tile
 from attn_graph.lowering.problem import Problem
@@ -22,6 +27,7 @@ STEP = 192  # queries, the fewest of which it computes so many at a time
 # call. Of 640 queries it would be 0.95 to 1.06.
 FEWEST, MOST = 2 * STEP, 3 * STEP
 LEAST_LEFT_OUT = 2**27
+MOST_JOINED = 2**14  # scores of a head that have such numbers, which a plan holds: 64 KiB
 
 
 def takes_steps(problem: Problem) -> bool:
@@ -53,3 +59,14 @@ def cut_steps(tile: Tile) -> Iterator[Tile]:
         block = queries[at : at + STEP]
         stop = start + block.stop - queries.start
         yield Tile(tile.batch, block, (Part(start, stop, "mixed" if at else "causal"),))
+
+
+def join_corner(problem: Problem, tiles: tuple[Tile, ...]) -> tuple[Tile, ...]:
+    """Tiles of which one that is a small corner and the keys before it is a single part; others as
+    they are."""
+    if problem.M * problem.N > MOST_JOINED:
+        return tiles
+    match tiles:
+        case (Tile(parts=(Part(kind="full") as first, Part(kind="causal") as corner)) as tile,):
+            return (evolve(tile, parts=(Part(first.start, corner.stop, "mixed"),)),)
+    return tiles

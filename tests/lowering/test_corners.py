@@ -1,4 +1,4 @@
-"""Causal masks in steps: which problems take them, what they are, and what they give."""
+"""Causal masks in steps, and small corners as parts: which problems, and what they give."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
 from attn_graph.kernels.fused_cpu import flash
-from attn_graph.lowering.cpu import stairs
+from attn_graph.lowering.cpu import corners
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
 from attn_graph.lowering.cpu.schedule import Part, Tile
 from attn_graph.lowering.problem import Problem, sole
@@ -50,7 +50,7 @@ def problem_of(graph: ag.Graph) -> Problem:
 @pytest.fixture
 def any_work(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Steps of however little work."""
-    monkeypatch.setattr(stairs, "LEAST_LEFT_OUT", 0)
+    monkeypatch.setattr(corners, "LEAST_LEFT_OUT", 0)
     forget_plans()
     yield
     forget_plans()
@@ -74,21 +74,21 @@ def test_the_kernel_computes_whole_blocks_of_keys(M: int, more: int) -> None:
         assert reached == sum(stops[n] - 64 * n for n in due)
         seen += int(reached)
     assert seen
-    assert stairs.count_scores(problem, 64, 512) >= stairs.count_scores(problem, 64)
+    assert corners.count_scores(problem, 64, 512) >= corners.count_scores(problem, 64)
 
 
 def test_scores_are_counted_by_blocks() -> None:
     problem = problem_of(causal((1, 1, 500, 1), 600))
-    assert stairs.count_scores(problem, 500) == 500 * 500
-    assert stairs.count_scores(problem, 192) == 192 * (192 + 384) + 116 * 500
-    assert stairs.count_scores(problem, 64, 512) == 500 * 512
-    assert stairs.count_scores(problem, 300, 256) == 300 * 512 + 200 * 512
+    assert corners.count_scores(problem, 500) == 500 * 500
+    assert corners.count_scores(problem, 192) == 192 * (192 + 384) + 116 * 500
+    assert corners.count_scores(problem, 64, 512) == 500 * 512
+    assert corners.count_scores(problem, 300, 256) == 300 * 512 + 200 * 512
 
 
 @given(M=st.integers(1, 900), start=st.integers(0, 40), first=st.integers(0, 9))
 def test_steps_have_each_score_that_is_kept(M: int, start: int, first: int) -> None:
     part = Part(start, start + M + 7, "causal")
-    steps = [*stairs.cut_steps(Tile(range(2), range(first, first + M), (part,)))]
+    steps = [*corners.cut_steps(Tile(range(2), range(first, first + M), (part,)))]
     rows = [i for step in reversed(steps) for i in step.rows]
     assert rows == [*range(first, first + M)]
     for step in steps:
@@ -120,7 +120,7 @@ def test_steps_have_each_score_that_is_kept(M: int, start: int, first: int) -> N
     ],
 )
 def test_problems_with_enough_to_leave_out_take_steps(graph: ag.Graph, due: bool) -> None:
-    assert stairs.takes_steps(problem_of(graph)) is due
+    assert corners.takes_steps(problem_of(graph)) is due
 
 
 def test_steps_run_instead_of_one_call_in_both_passes() -> None:
@@ -148,7 +148,7 @@ def test_what_hides_keys_far_apart_is_held_apart() -> None:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    M=st.integers(stairs.FEWEST, stairs.MOST),
+    M=st.integers(corners.FEWEST, corners.MOST),
     more=st.just(0) | st.integers(1, 90),
     heads=st.sampled_from([(1, 1), (2, 1), (4, 2), (3, 3)]),
     layout=st.sampled_from(("bhsd", "bshd", "sbhd")),
@@ -163,9 +163,56 @@ def test_they_agree_with_the_formula(
 ) -> None:  # fmt: skip
     H, G = heads
     graph = causal((2, H, M, 4), M + more, G, dtype, layout, stats=stats)
-    assert stairs.takes_steps(problem_of(graph))
+    assert corners.takes_steps(problem_of(graph))
     plan, tensors = ag.compile(graph, target=PLAIN), tensors_for(graph, seed)
     assert plan.backend == "math"
+    check_outputs(plan, graph, tensors)
+    check_gradients(plan, graph, tensors, seed)
+
+
+def after_keys(M: int, N: int, **options: Any) -> ag.Graph:
+    """Few queries, at the last of the keys."""
+    return causal((2, 4, M, 8), N, mask=ag.Causal("bottom_right"), **options)
+
+
+@pytest.mark.parametrize(
+    ("graph", "calls"),
+    [
+        (after_keys(4, 512), 1),
+        (after_keys(64, 256), 1),
+        (after_keys(64, 257), 2),  # too many numbers to hold for it
+        (after_keys(4, 512, scale=-1.0), 1),  # whole rows of the mask
+        (after_keys(8, 512, layout="bshd"), 1),
+    ],
+)
+def test_a_small_corner_is_one_call_with_the_keys_before_it(graph: ag.Graph, calls: int) -> None:
+    for each in ag.vjp(graph):
+        tiles = FusedTiles.plan(problem_of(each))
+        assert tiles.summary().startswith(f"{calls} call")
+        assert tiles.holds
+
+
+def test_keys_that_are_copied_in_parts_keep_the_corner_apart() -> None:
+    tiles = FusedTiles.plan(problem_of(causal((8, 32, 4, 64), 512, 32, torch.float16,
+        mask=ag.Causal("bottom_right"))))  # fmt: skip
+    assert tiles.static is not None
+    assert {part.kind for tile in tiles.static for part in tile.parts} == {"full", "causal"}
+
+
+@given(
+    M=st.integers(2, 9), before=st.integers(1, 60), heads=st.sampled_from([(1, 1), (4, 2)]),
+    layout=st.sampled_from(("bhsd", "sbhd")), stats=st.booleans(), seed=st.integers(0, 9),
+    dtype=st.sampled_from((torch.float64, torch.float32, torch.bfloat16, torch.float16)),
+)  # fmt: skip
+def test_small_corners_agree_with_the_formula(
+    M: int, before: int, heads: tuple[int, int], layout: str, stats: bool, seed: int,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    H, G = heads
+    mask = ag.Causal("bottom_right")
+    graph = causal((2, H, M, 4), M + before, G, dtype, layout, mask, stats=stats)
+    plan = ag.compile(graph, target=PLAIN, backends=("math",))
+    tensors = tensors_for(graph, seed)
     check_outputs(plan, graph, tensors)
     check_gradients(plan, graph, tensors, seed)
 
