@@ -183,16 +183,16 @@ class FusedTiles:
     @cached_property
     def common(self) -> tuple[int, range] | None:
         """Queries, and keys counted from the first of these, of one addend that has those of all
-        parts in it: where they depend on j - i alone, and it is no larger than all of them."""
+        parts in it: where they depend on j - i alone, and it is no larger than all of them. The
+        first key is rounded, so that lengths near each other have the same."""
         node, parts = self.problem.node, [*self.changed_parts()]
         mask = node.mask
         if node.modifiers or mask is None or not (mask.relative and is_ours(mask) and parts):
             return None
-        rows, begin = (
-            max(len(t.rows) for t, _ in parts),
-            min(x.start - t.rows.start for t, x in parts),
-        )
-        keys = range(begin, max(x.stop - t.rows.start for t, x in parts))
+        rows = max(len(t.rows) for t, _ in parts)
+        spans = [(x.start - t.rows.start, x.stop - t.rows.start) for t, x in parts]
+        first = min(start for start, _ in spans) // rows * rows
+        keys = range(first, max(stop for _, stop in spans))
         each = sum(len(t.rows) * len(x) for t, x in parts)
         return (rows, keys) if rows * len(keys) <= each else None
 

@@ -139,6 +139,11 @@ def test_what_hides_keys_is_held_once_for_all_steps() -> None:
     assert tiles.addends == 0
 
 
+@given(M=st.integers(2 * corners.STEP + 1, 3 * corners.STEP))
+def test_what_hides_keys_is_the_same_for_all_lengths(M: int) -> None:
+    assert FusedTiles.plan(problem_of(causal((4, 12, M, 64)))).common == (192, range(-384, 192))
+
+
 def test_what_hides_keys_far_apart_is_held_apart() -> None:
     mask = ag.Window(20, 0) | ag.Window(900, -880)
     tiles = FusedTiles.plan(problem_of(causal((4, 12, 1000, 64), mask=mask)))
