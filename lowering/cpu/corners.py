@@ -14,13 +14,13 @@ from collections.abc import Iterator
 
 from attrs import evolve
 
-from attn_graph.lowering.cpu.schedule import Part, Tile
+from attn_graph.lowering.cpu.schedule import BLOCKS, Part, Tile
 from attn_graph.lowering.problem import Problem
 from attn_graph.masks import Band
 
 CAUSAL = Band(None, 0)  # as the kernel itself knows it
-KERNEL_ROWS, KERNEL_KEYS = 64, 512  # that the kernel computes at a time, of 192 to 767 queries
-STEP = 192  # queries, the fewest of which it computes so many at a time
+KERNEL_KEYS = 512  # that it reads at a time
+STEP, KERNEL_ROWS = BLOCKS[1]  # queries of a step, the fewest of which it takes so many at a time
 # Queries that are worth steps: two of them to three, beyond which one call leaves out nearly as
 # much. And what is left out at least, in multiplications and additions: the calls cost a fifth of
 # that. Measured on a CPU with AVX2, 1 and 2 threads: each pass is 1.1 to 1.3 times as fast as one

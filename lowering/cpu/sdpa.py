@@ -15,6 +15,7 @@ from attn_graph.ir.graph import Graph
 from attn_graph.ir.modifiers import Bias, Modifier
 from attn_graph.kernels.fused_cpu import flash, flash_backward
 from attn_graph.lowering.backend import Backend, Executable, Options
+from attn_graph.lowering.cpu.corners import CAUSAL
 from attn_graph.lowering.folding import folds_heads, folds_one_row
 from attn_graph.lowering.problem import (
     Problem,
@@ -37,10 +38,8 @@ from attn_graph.lowering.reasons import (
     without_rule,
 )
 from attn_graph.machine.target import Target
-from attn_graph.masks import Band
 from attn_graph.spec import INF, NAMES, TensorSpec
 
-TOP_LEFT = Band(None, 0)
 Pair = tuple[torch.Tensor, torch.Tensor]
 Pulled = tuple[torch.Tensor, torch.Tensor, torch.Tensor, *tuple[torch.Tensor | None, ...]]
 
@@ -95,8 +94,8 @@ def modifier_reasons(node: Attention, rules: Sequence[type[Modifier]]) -> Iterat
 def mask_reasons(problem: Problem, *, takes_bias: bool) -> Iterator[Reason]:
     """The masks that a kernel does not take."""
     mask = problem.node.mask
-    if mask not in (None, TOP_LEFT):
-        limit = f"masks by {TOP_LEFT} (causal, top left) or not at all"
+    if mask not in (None, CAUSAL):
+        limit = f"masks by {CAUSAL} (causal, top left) or not at all"
         yield Reason("causal_alone", limit, f"the mask is {mask}")
     elif mask is not None and takes_bias and problem.node.modifiers:
         yield Reason("bias_beside_mask", "takes a bias or a causal mask", "the graph has both")

@@ -22,7 +22,8 @@ from attn_graph.ir.modifiers import Bias, Modifier
 from attn_graph.kernels import fused_cuda
 from attn_graph.kernels.fused_cuda import Kernel
 from attn_graph.lowering.backend import Backend, Executable, Options
-from attn_graph.lowering.cpu.sdpa import TOP_LEFT, node_reasons, through_lse
+from attn_graph.lowering.cpu.corners import CAUSAL
+from attn_graph.lowering.cpu.sdpa import node_reasons, through_lse
 from attn_graph.lowering.problem import (
     ALIGNED,
     Problem,
@@ -166,7 +167,7 @@ def flash_reasons(problem: Problem, target: Target, options: Options) -> Reasons
         actual = f"{impl!r} is activated in its place; {way_out}"
         yield Reason("flash_impl", "knows the limits of PyTorch's own flash kernel", actual)
     yield from different_heads(p)
-    if p.node.mask == TOP_LEFT and p.M != p.N:
+    if p.node.mask == CAUSAL and p.M != p.N:
         limit = "aligns a causal mask bottom right: needs M = N for top left"
         yield Reason("top_left", limit, f"M = {p.M}, N = {p.N}", "{limit}, {actual}")
     if p.grad is not None and options.deterministic:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
-from attn_graph.kernels.fused_cpu import flash
+from attn_graph.kernels import fused_cpu
 from attn_graph.lowering.cpu import corners
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
 from attn_graph.lowering.cpu.schedule import Part, Tile
@@ -25,6 +25,7 @@ from tests.support.planning import forget_plans
 CPU = ag.Target.of("cpu")
 PLAIN = evolve(CPU, native=(), interprets=False)
 CAUSAL = ag.Causal("top_left")
+flash = fused_cpu.flash
 SIZES = (4, 12, 512, 64)
 
 
@@ -234,13 +235,21 @@ def test_gradients_lie_as_their_inputs_do(mask: ag.Mask, dtype: torch.dtype) -> 
 
 
 @pytest.mark.usefixtures("any_work")
-def test_packed_sequences_take_steps_too() -> None:
+def test_packed_sequences_take_steps_too(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = ag.TensorSpec((900, 2, 8), torch.float32)
     starts = ag.TensorSpec((3,), torch.int32)
     graph = ag.attention(packed, packed, packed, mask=CAUSAL, q_starts=starts, kv_starts=starts)
     plan = ag.compile(graph, target=PLAIN, backends=("math",))
     x, at = torch.randn(3, 900, 2, 8).unbind(), torch.tensor([0, 400, 900], dtype=torch.int32)
+    calls: list[int] = []
+
+    def count(q: torch.Tensor, *more: Any, **named: Any) -> Any:
+        calls.append(q.shape[2])
+        return flash(q, *more, **named)
+
+    monkeypatch.setattr(fused_cpu, "flash", count)
     (o,) = run_plan(plan, x, q_starts=at, kv_starts=at)
+    assert sorted(calls) == [16, 116, 192, 192, 192, 192]
     for a, b in ((0, 400), (400, 900)):
         q, k, v = (each[None, a:b].transpose(1, 2) for each in x)
         due, _ = flash(q, k, v, 0.0, True)
