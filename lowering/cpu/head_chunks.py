@@ -67,7 +67,8 @@ class ChunkedTiles:
 
     def summary(self) -> str:
         """How it runs, for `explain`."""
-        p, count = self.part.problem, len(self.places)
+        whole, p = self.problem, self.part.problem
+        count = whole.B // p.B * (whole.G // p.G)
         heads = f"{p.B * p.H} head{'s' * (p.B * p.H != 1)}"
         return f"{count} chunks of {heads}; each is {self.part.summary()}"
 
