@@ -10,11 +10,16 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -q -c constraints.txt
 PYTEST := $(BIN)/pytest -n $(JOBS) -m "not gpu"
 QUICK := $(BIN)/pytest -n $(JOBS) -m "not gpu and not slow"
+SLOW := $(BIN)/pytest -n $(JOBS) -m "slow and not gpu"
 # Triton interprets kernels or compiles them, whichever it was imported for: two runs.
 INTERPRETED := tests/test_testing.py $(wildcard $(addprefix tests/*/test_,calls.py copy_engine.py decode.py dropout_bits.py extensions.py formulas.py gpu_sequences.py lowering.py page_sums.py programs.py sequences.py sized_launches.py statistics.py tangents.py tanh.py triton.py))
+# What is run again under other versions of Triton: how its language computes, not each of our cases.
+# All of them: make tritons AGAIN='$(INTERPRETED)'
+AGAIN ?= $(addprefix tests/lowering/test_,copy_engine.py decode.py dropout_bits.py tanh.py triton.py)
 PATIENT := -o faulthandler_timeout=7200
 TRITONS ?= 3.6.0 3.7.1 3.9.0
 CUDNNS ?= 9.19.0.56
+EVERY := --every-plan
 PLANNED := tests/lowering/test_cudnn_grid.py
 
 .PHONY: venv demo test slow deep mutants tritons kernel-report gluon-report cudnns cudnn-report lint docs bench gpu clean
@@ -43,7 +48,8 @@ test: venv
 
 # Those that take over ten seconds each: kernels compiled, models compiled, several processes.
 slow: venv
-	$(BIN)/pytest -n $(JOBS) -m "slow and not gpu"
+	$(SLOW)
+	TRITON_INTERPRET=1 $(SLOW) $(INTERPRETED)
 
 # Ten times as many examples, random: for a nightly job. Each run prints its seed; a failure comes
 # again with SEED=... of that run.
@@ -67,7 +73,7 @@ tritons: $(TRITONS:%=.tritons/%/tested)
 .PHONY: $(TRITONS:%=.tritons/%/tested)
 $(TRITONS:%=.tritons/%/tested): .tritons/%/tested: .tritons/%/installed
 	PYTHONPATH=.tritons/$* $(PYTEST) tests/lowering/test_kernels.py
-	PYTHONPATH=.tritons/$* TRITON_INTERPRET=1 $(PYTEST) $(INTERPRETED)
+	PYTHONPATH=.tritons/$* TRITON_INTERPRET=1 $(PYTEST) $(AGAIN)
 
 kernel-report: venv
 	$(BIN)/python -m docs.generate.kernels
@@ -80,9 +86,9 @@ $(TRITONS:%=.tritons/%/reported): .tritons/%/reported: .tritons/%/installed
 	PYTHONPATH=.tritons/$* $(BIN)/python -m docs.generate.gluon
 
 # All plans of cuDNN's grid under other versions of cuDNN, each in a venv of its own, and last
-# under the one in .venv.
+# under the one in .venv. EVERY= builds a share, under the others alone: `make slow` does the rest.
 cudnns: venv $(CUDNNS:%=.cudnns/%/tested)
-	$(PYTEST) --every-plan $(PLANNED)
+	$(if $(EVERY),$(PYTEST) $(EVERY) $(PLANNED))
 
 .cudnns/%/installed: .venv/installed
 	$(BIN)/python -m venv --without-pip $(@D)
@@ -93,7 +99,7 @@ cudnns: venv $(CUDNNS:%=.cudnns/%/tested)
 
 .PHONY: $(CUDNNS:%=.cudnns/%/tested)
 $(CUDNNS:%=.cudnns/%/tested): .cudnns/%/tested: .cudnns/%/installed
-	$(PYTEST) --every-plan --cudnn-python $(@D)/bin/python $(PLANNED)
+	$(PYTEST) $(EVERY) --cudnn-python $(@D)/bin/python $(PLANNED)
 
 # SHARE=20 builds one plan in twenty.
 cudnn-report: venv $(CUDNNS:%=.cudnns/%/installed)

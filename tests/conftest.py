@@ -40,10 +40,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before hypothesis reads the seed
 def pytest_configure(config: pytest.Config) -> None:
-    """Beside other xdist workers one thread each: more would wait for each other.
+    """Beside other xdist workers one thread each: more would wait for each other. Triton's
+    interpreter is spared what it does again and again.
 
     Where examples are random, all come from one seed; workers inherit it by the environment.
     """
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from tests.support.interpreter import look_names_up_once
+
+        look_names_up_once()
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
     if PROFILE == "deep" and config.option.hypothesis_seed is None:

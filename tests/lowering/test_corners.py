@@ -152,7 +152,10 @@ def test_what_hides_keys_far_apart_is_held_apart() -> None:
     assert tiles.holds
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=settings().max_examples // 2,  # each takes a second
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(
     M=st.integers(corners.FEWEST, corners.MOST),
     more=st.just(0) | st.integers(1, 90),

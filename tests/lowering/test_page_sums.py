@@ -86,10 +86,9 @@ def test_pages_of_every_size(page: int, options: dict[str, Any], packed: bool) -
     dtype = HALF[page % 3]
     case = make_case(page, packed, options, dtype)
     plan = compile_both(case.graph)
-    test_paged.check_gradients(case, plan, 7)
-    cotangents = test_paged.draw_cotangents(plan, 7)
-    one, two = (run_gradients(plan, case.inputs, cotangents) for _ in range(2))
-    assert all(torch.equal(one[name], two[name]) for name in one)
+    grads = test_paged.check_gradients(case, plan, 7)
+    again = run_gradients(plan, case.inputs, test_paged.draw_cotangents(plan, 7))
+    assert all(torch.equal(grads[name], again[name]) for name in grads)
 
 
 def share_pages(case: test_paged.Case) -> test_paged.Case:

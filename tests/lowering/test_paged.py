@@ -186,8 +186,11 @@ def test_gradients_of_pages_are_those_of_their_rows(case: Case, seed: int) -> No
     check_gradients(case, ag.compile(case.graph, target=CPU), seed)
 
 
-def check_gradients(case: Case, plan: ag.Plan, seed: int, device: str = "cpu") -> None:
-    """A plan's gradients are those of keys in one piece, and 0 in rows that are nobody's keys."""
+def check_gradients(
+    case: Case, plan: ag.Plan, seed: int, device: str = "cpu"
+) -> dict[str, torch.Tensor]:
+    """A plan's gradients, which are those of keys in one piece, and 0 in rows that are nobody's
+    keys."""
     cotangents = draw_cotangents(plan, seed)
     grads = gradients_on(device, plan, case.inputs, cotangents)
     padded = [None if x is None else case.pad(x) for x in cotangents]
@@ -197,6 +200,7 @@ def check_gradients(case: Case, plan: ag.Plan, seed: int, device: str = "cpu") -
             assert (x.masked_select(case.unused(x)) == 0).all(), "nobody's rows have a gradient"
             x = case.gather(x)
         due.check(case.pad(x) if name == "q" else x, f"{case.graph}\n")
+    return grads
 
 
 def draw_cotangents(plan: ag.Plan, seed: int) -> list[torch.Tensor | None]:

@@ -149,6 +149,7 @@ def check_sizes(calls: SizedCalls, work: Layout, target: ag.Target, sizes: dict[
 # What is launched
 
 
+@pytest.mark.skipif(CPU.interprets, reason="launches for an H200 are the same, interpreted")
 @pytest.mark.parametrize("name", GRAPHS)
 @pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.slow)])
 def test_launches_of_any_sizes_are_those_of_plans_of_numbers(name: str, count: int) -> None:
@@ -203,7 +204,7 @@ def test_no_size_is_compiled_for(name: str) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("count", [5, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [5, pytest.param(20, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["dense", "packed"])
 def test_steps_of_random_sizes_are_one_build_for_each_pass(name: str, count: int) -> None:
     rng = random.Random(0)
@@ -242,7 +243,7 @@ def pull(plan: ag.Plan, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 @interpreted
 @pytest.mark.slow
 @given(named_graphs(), st.data(), seeds)
-@settings(max_examples=settings().max_examples // 2)
+@settings(max_examples=settings().max_examples // 4)
 def test_a_plan_gives_the_bits_of_the_plan_of_numbers(
     graph: ag.Graph, data: st.DataObject, seed: int
 ) -> None:

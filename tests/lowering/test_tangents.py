@@ -10,7 +10,7 @@ from typing import Any, final
 import pytest
 import torch
 from attrs import frozen
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attn_graph as ag
@@ -89,6 +89,7 @@ def compile_or_refuse(graph: ag.Graph) -> ag.Plan:
 
 
 @given(graph=DRAWN[BACKEND], seed=seeds, given_too=st.booleans())
+@settings(max_examples=settings().max_examples // (2 if CPU.interprets else 1))
 def test_tangents_of_gradients_agree_with_the_formula(
     graph: ag.Graph, seed: int, given_too: bool
 ) -> None:
