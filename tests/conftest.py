@@ -45,7 +45,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Where examples are random, all come from one seed; workers inherit it by the environment.
     """
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    from attn_graph.machine.target import triton_interprets
+
+    if triton_interprets():
         from tests.support.interpreter import look_names_up_once
 
         look_names_up_once()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import product
+from math import prod
 from typing import TYPE_CHECKING, final
 
 import torch
@@ -53,12 +54,17 @@ class ChunkedTiles:
         """Bytes beside the workspace, at most."""
         return self.part.temporary
 
+    @property
+    def corners(self) -> tuple[range, range]:
+        """The batch entries and the key/value heads at which chunks begin."""
+        p, chunk = self.problem, self.part.problem
+        return range(0, p.B, chunk.B), range(0, p.G, chunk.G)
+
     @cached_property
     def places(self) -> list[tuple[Index, Index]]:
         """Where each chunk lies: in x [B,H,...], and in k and v."""
-        p, chunk = self.problem, self.part.problem
-        corners = product(range(0, p.B, chunk.B), range(0, p.G, chunk.G))
-        return [(self.index_at(b, g, p.H // p.G), self.index_at(b, g, 1)) for b, g in corners]
+        r, corners = self.problem.H // self.problem.G, product(*self.corners)
+        return [(self.index_at(b, g, r), self.index_at(b, g, 1)) for b, g in corners]
 
     def index_at(self, b: int, g: int, r: int) -> Index:
         """Of the chunk that begins at a batch entry and a key/value head, of r heads each."""
@@ -67,8 +73,7 @@ class ChunkedTiles:
 
     def summary(self) -> str:
         """How it runs, for `explain`."""
-        whole, p = self.problem, self.part.problem
-        count = whole.B // p.B * (whole.G // p.G)
+        p, count = self.part.problem, prod(map(len, self.corners))
         heads = f"{p.B * p.H} head{'s' * (p.B * p.H != 1)}"
         return f"{count} chunks of {heads}; each is {self.part.summary()}"
 

@@ -28,6 +28,7 @@ def replace_builtins(package: Any, builder: Any, scope: Any) -> None:
 
 
 def look_names_up_once() -> None:
-    """Do so in this process."""
-    assert interpreter._patch_builtin.__code__.co_argcount == 3, "Triton's interpreter has changed"
+    """Do so in this process. Raises AssertionError where Triton's interpreter works otherwise."""
+    takes = inspect.getfullargspec(interpreter._patch_builtin).args
+    assert takes == ["pkg", "builder", "scope"], f"_patch_builtin takes {takes}: adapt this file"
     interpreter._patch_builtin = replace_builtins
