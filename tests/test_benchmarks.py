@@ -125,6 +125,18 @@ def test_the_picture_is_beside_ways_in_pytorch_alone() -> None:
     assert speed.beside_torch({"ratio": 1.5}) == 1.5  # of when there was one peer
 
 
+def test_the_chart_shows_jobs_that_are_slower_than_pytorch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of the shapes of a job the slow one counts: a mean with a fast one would hide it."""
+    rows = [
+        {"job": f"float32 {job}", "pass": "forward", "ratio": ratio}
+        for job, ratio in (("a (1, 2)", 0.8), ("a (1, 3)", 1.4), ("b", 1.05), ("c", 1.2))
+    ]
+    monkeypatch.setattr(speed, "newest", lambda: ("cpu.json", {"rows": rows}))
+    assert speed.gains() == [("a", {"forward": 0.8}), ("c", {"forward": pytest.approx(1.2)})]
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_packed_sequences_are_the_same_job_in_every_way() -> None:
     work = Sequences(0.05, torch.float32, causal=False)
