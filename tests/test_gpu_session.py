@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +22,7 @@ import torch
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.vjp import training_gradient
-from benchmarks.gpu import cases, checks, frontend, results, session, tables, wheels
+from benchmarks.gpu import cases, checks, frontend, results, session, tables, tools, wheels
 from benchmarks.gpu.cases import Case
 from benchmarks.gpu.device import Gpu
 from benchmarks.gpu.page import NEVER
@@ -266,7 +268,61 @@ def test_needs_are_fixed_by_the_constraints() -> None:
     assert {*wheels.list_needs()} <= {line.partition("==")[0] for line in lines}
 
 
+def test_the_page_for_contributors_downloads_what_the_hint_names() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert " ".join(wheels.DOWNLOAD) in re.sub(r"\s*\\\n\s*", " ", page)
+
+
 # Items
+
+
+def test_the_first_try_says_which_backend_fails_and_how(
+    rows: list[Row], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks.try_first(played_gpu.Played(), rows.append)
+    assert [(row["backend"], row["pass"]) for row in rows] == [
+        *(("triton", "forward"), ("triton", "backward")),
+        *(("cudnn", "forward"), ("cudnn", "backward")),
+    ]
+    assert all(row["outcome"].startswith("ok: ") for row in rows)
+
+    def refuse(self: object, graph: ag.Graph, backend: str) -> ag.Plan:
+        raise ag.NoBackendError(graph, ())
+
+    monkeypatch.setattr(played_gpu.Played, "compile", refuse)
+    with pytest.raises(
+        SystemExit, match=r"triton, forward: no backend(.|\n)*cudnn, backward: no b"
+    ):
+        checks.try_first(played_gpu.Played(), rows.append)
+
+
+@pytest.mark.parametrize(("code", "fails"), [(0, False), (tools.FAULTY, True)])
+def test_what_a_sanitizer_finds_fails_its_item(
+    code: int, fails: bool, rows: list[Row], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A program of that name, which runs nothing, prints a summary and ends with a code."""
+    program = tmp_path / "compute-sanitizer"
+    program.write_text(f"#!/bin/sh\necho summary of $2\nexit {code}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    with pytest.raises(SystemExit, match="memcheck and racecheck") if fails else nullcontext():
+        tools.sanitize(played_gpu.Played(), rows.append)
+    assert [row["report"] for row in rows] == ["summary of memcheck", "summary of racecheck"]
+    assert [row["exit code"] for row in rows] == [code, code]
+
+
+def test_programs_that_are_not_installed_are_named(
+    rows: list[Row], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tools, "which", lambda name: None)
+    tools.profile(played_gpu.Played(), rows.append)
+    assert rows == [{"program": "ncu", "outcome": "not installed"}]
+
+
+def test_one_forward_and_backward_are_what_such_programs_look_at(rows: list[Row]) -> None:
+    tools.attend_once(played_gpu.Played(), rows.append)
+    tools.train_once(played_gpu.Played(), rows.append)
+    assert [row["pass"] for row in rows] == ["forward", "forward and backward"]
 
 
 def test_every_case_is_planned_for_an_h200() -> None:
@@ -385,6 +441,8 @@ def test_reports_of_tests_are_rows(rows: list[Row]) -> None:
     plugin: Any = checks.Reports(rows.append)
     plugin.pytest_runtest_logreport(report)
     plugin.pytest_runtest_logreport(SimpleNamespace(when="setup", outcome="passed"))
+    plugin.pytest_warning_recorded(SimpleNamespace(message=UserWarning("old")), "a::c")
+    assert rows.pop() == {"test": "a::c", "warning": "old"}
     assert rows == [{"test": "a::b", "outcome": "failed", "s": 1.23, "text": "2\n3\n4"}]
 
 

@@ -9,8 +9,8 @@ import torch
 import attn_graph as ag
 from benchmarks.gpu.cases import Case, stream_cases
 from benchmarks.gpu.child import Emit
-from benchmarks.gpu.device import Device, Tensors
-from benchmarks.gpu.tables import OURS, REFUSALS, RUNS, difference, make_tensors, refuse
+from benchmarks.gpu.device import REFUSALS, Device, Tensors
+from benchmarks.gpu.tables import OURS, RUNS, difference, make_tensors, refuse
 from benchmarks.host import call_rows
 
 STREAMS = 2

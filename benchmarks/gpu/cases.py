@@ -104,6 +104,11 @@ def long_cases(D: int, lengths: tuple[int, ...]) -> Iterator[Case]:
             yield Case((max(1, 16384 // S), 2048 // D, S, D), causal=causal)
 
 
+def smoke_case() -> Case:
+    """The first thing to try: causal, grouped heads, head size 128, several tiles and a tail."""
+    return Case((2, 8, 600, 128), key_heads=2, causal=True)
+
+
 def checked_cases() -> Iterator[Case]:
     """A case of each kind, for a kernel that has yet to be seen right."""
     for D in (64, 128):

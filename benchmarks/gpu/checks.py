@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import final
+from warnings import WarningMessage
 
 import pytest
 import torch
@@ -15,9 +17,12 @@ from attrs import frozen
 
 import attn_graph as ag
 from attn_graph.cli.diagnosis import Surroundings, diagnose
+from attn_graph.ir.passes import simplify
+from attn_graph.ir.vjp import training_gradient
+from attn_graph.planner.device_test import tensors_of
 from benchmarks.gpu import cases
 from benchmarks.gpu.child import Emit
-from benchmarks.gpu.device import Device
+from benchmarks.gpu.device import REFUSALS, Device
 from benchmarks.gpu.results import describe_driver
 from benchmarks.gpu.wheels import ROOT
 
@@ -26,7 +31,9 @@ MARK = "pytest.mark.gpu"
 KERNELS, SEQUENCES, CUDNN, MEMORY = (
     TESTS / "lowering" / f"test_gpu{name}.py" for name in ("", "_sequences", "_cudnn", "_memory")
 )
-WORKERS = min(8, os.cpu_count() or 1)  # processes that compile kernels beside each other
+WORKERS = min(14, os.cpu_count() or 1)  # processes that compile kernels beside each other
+PROVEN = 4  # self-checks beside each other
+PATIENCE = 60.0  # seconds that a self-check may take
 LINES = 3  # of a failure: the last ones
 
 
@@ -52,12 +59,38 @@ def diagnose_machine(device: Device, emit: Emit) -> None:
         raise SystemExit("\n".join(diagnosis.problems))
 
 
+def try_first(device: Device, emit: Emit) -> None:
+    """Both passes of one graph by triton and cudnn, by the accuracy rule. Exits with failures."""
+    graph = simplify(device.fit(cases.smoke_case()).graph())
+    failures = []
+    for backend in ("triton", "cudnn"):
+        for title, each in (("forward", graph), ("backward", training_gradient(graph, None))):
+            outcome = try_plan(device, each, backend)
+            emit({"backend": backend, "pass": title, "outcome": outcome})
+            failures += [] if outcome.startswith("ok") else [f"{backend}, {title}: {outcome}"]
+    if failures:
+        raise SystemExit("\n".join(failures))
+
+
+def try_plan(device: Device, graph: ag.Graph, backend: str) -> str:
+    """What came of a graph on a backend: "ok: ...", "WRONG: ...", or why it refuses."""
+    try:
+        plan = device.compile(graph, backend)
+    except REFUSALS as error:
+        return str(error)
+    return str(plan.verify(*(x.to(device.place) for x in tensors_of(graph))))
+
+
 @final
 @frozen
 class Reports:
-    """A plugin of pytest's that emits a row for each test as it ends."""
+    """A plugin of pytest's that emits a row for each test as it ends, and for each warning."""
 
     emit: Emit
+
+    def pytest_warning_recorded(self, warning_message: WarningMessage, nodeid: str) -> None:
+        """A row: a warning of this machine's libraries fails no test here."""
+        self.emit({"test": nodeid, "warning": str(warning_message.message)[:300]})
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """A row when a test ran, or when it did not come to that."""
@@ -74,12 +107,17 @@ def describe_failure(report: pytest.TestReport) -> dict[str, str]:
 
 
 def prove_kernels(device: Device, emit: Emit) -> None:
-    """Self-checks of kernels that no test can run. Exits with those that fail."""
+    """Self-checks of kernels that no test can run, some at a time. Exits with those that fail."""
+    jobs = [
+        (title, each)
+        for case in cases.checked_cases()
+        for graph in (case.graph(),)
+        for title, each in ((case.title, graph), (f"{case.title}, backward", ag.vjp(graph)[1]))
+    ]
     failures = []
-    for case in cases.checked_cases():
-        graph = case.graph()
-        for title, each in ((case.title, graph), (f"{case.title}, backward", ag.vjp(graph)[1])):
-            variant, proof = device.check(each, "gluon")
+    with ThreadPoolExecutor(PROVEN) as pool:
+        proofs = pool.map(lambda job: device.check(job[1], "gluon", PATIENCE), jobs)
+        for (title, _), (variant, proof) in zip(jobs, proofs, strict=True):
             emit({"job": title, "variant": variant, "outcome": str(proof)})
             failures += [f"{title}: {proof}"] if proof.failure else []
     if failures:
@@ -88,7 +126,7 @@ def prove_kernels(device: Device, emit: Emit) -> None:
 
 def run_tests(emit: Emit, files: Sequence[Path], *, workers: int = 1) -> None:
     """Run the tests of these files that need a GPU. Exits with pytest's code if one fails."""
-    arguments = ["-q", "-m", "gpu", "-p", "no:cacheprovider", *map(str, files)]
+    arguments = ["-q", "-m", "gpu", "-p", "no:cacheprovider", "-W", "default", *map(str, files)]
     if workers > 1 and find_spec("xdist"):
         arguments += ["-n", str(workers)]
     if code := pytest.main(arguments, plugins=[Reports(emit)]):

@@ -28,6 +28,7 @@ Tensors = Sequence[torch.Tensor]
 T = TypeVar("T")
 COLD_BYTES = 2**29  # zeroing them empties the L2 cache, and gives the host some 100 us of lead
 WARM_UPS = 3
+REFUSALS = (RefusedError, RuntimeError)  # of a way that cannot do a job
 BEHIND = {"gluon": ("triton",)}  # who runs the backward that a backend refuses
 
 
@@ -51,8 +52,9 @@ class Device(ABC):
         RefusedError where a self-check fails."""
 
     @abstractmethod
-    def check(self, graph: ag.Graph, backend: str) -> tuple[str, Proof]:
-        """The self-check of a backend for a graph: its variant, and what came of it."""
+    def check(self, graph: ag.Graph, backend: str, seconds: float) -> tuple[str, Proof]:
+        """The self-check of a backend for a graph, within so many seconds: its variant, and what
+        came of it."""
 
     @abstractmethod
     def lower(self, graph: ag.Graph, backend: str, variant: str | None) -> Call:
@@ -106,11 +108,13 @@ class Gpu(Device):
             raise RefusedError(*(dict(plan.refusals)[backend]))
         return plan
 
-    def check(self, graph: ag.Graph, backend: str) -> tuple[str, Proof]:
+    def check(self, graph: ag.Graph, backend: str, seconds: float) -> tuple[str, Proof]:
         (chosen,) = (b for b in BACKENDS if b.name == backend)
         needed = find_check(chosen, simplify(graph), self.target, Options())
         assert needed is not None  # it is of a backend that has them
-        return needed.test.variant, needed.prove()
+        return needed.test.variant, evolve(
+            needed, test=evolve(needed.test, seconds=seconds)
+        ).prove()
 
     def lower(self, graph: ag.Graph, backend: str, variant: str | None) -> Call:
         (chosen,) = (b for b in BACKENDS if b.name == backend)

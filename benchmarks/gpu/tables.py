@@ -16,13 +16,12 @@ from attn_graph.lowering.backend import RefusedError
 from benchmarks.gpu import cases
 from benchmarks.gpu.cases import Case, Pass
 from benchmarks.gpu.child import Emit
-from benchmarks.gpu.device import Attend, Call, Device, Tensors
+from benchmarks.gpu.device import REFUSALS, Attend, Call, Device, Tensors
 from benchmarks.gpu.prediction import count_work, predict_milliseconds
 from benchmarks.gpu.results import Row
 
 RUNS = 20
 OURS = ("triton", "gluon", "cudnn")
-REFUSALS = (RefusedError, RuntimeError)  # of a way that cannot do a case
 Way = Callable[[], Attend]  # makes what computes a case
 
 

@@ -20,8 +20,11 @@ OPTIONAL = {  # what is lost without it
     "nvidia-cudnn-frontend": "nothing of cuDNN runs",
     "pytest-xdist": "tests run one after another",
 }
-DOWNLOAD = (
-    "pip download --no-deps --only-binary :all: -c constraints.txt -r benchmarks/gpu/needs.txt"
+PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014")  # of wheels
+DOWNLOAD = (  # for a machine with Python 3.12; pip takes a wheel only if its very tag is named
+    "pip download -d wheels --no-deps --only-binary :all: --python-version 3.12",
+    *(f"--platform {name}_x86_64" for name in PLATFORMS),
+    "-c constraints.txt -r benchmarks/gpu/needs.txt",
 )
 
 
@@ -47,8 +50,8 @@ def prepare(wheels: Path | None) -> None:
     if required := [name for name in missing if name not in OPTIONAL]:
         raise SystemExit(
             f"not installed: {', '.join(required)}\n"
-            f"  where there is a network, `{DOWNLOAD} -d DIR` fills a folder, with --python-version"
-            "\n  and --platform for another machine; then give it as --wheels DIR"
+            f"  where there is a network, `{' '.join(DOWNLOAD)}`\n"
+            "  fills a folder for Python 3.12; then give it as --wheels wheels"
         )
     check_torch()
 

@@ -62,7 +62,7 @@ class Played(Device):
             raise ag.NoBackendError(graph, ())
         return ag.compile(graph, target="cpu", backends=("math",))
 
-    def check(self, graph: ag.Graph, backend: str) -> tuple[str, Proof]:
+    def check(self, graph: ag.Graph, backend: str, seconds: float) -> tuple[str, Proof]:
         return "played", Proof(shares=(0.5,))
 
     def lower(self, graph: ag.Graph, backend: str, variant: str | None) -> Call:
