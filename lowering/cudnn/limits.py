@@ -366,13 +366,6 @@ RULES = (
         MEASURED,
         BACKWARD,
     ),
-    Rule(
-        "sinks_dtype",
-        lambda c: dtype_name(c.operand("sinks"), torch.float32),
-        "takes sinks of f32, and they are {it}",
-        MEANING,
-        says="unasked",
-    ),
     # What goes together
     Rule(
         "one_by_one",

@@ -30,6 +30,7 @@ from attn_graph.lowering.cudnn.run import (
     Execute,
     Results,
     blank,
+    cast_sinks,
     full_lengths,
     operand_names,
     readable_vector,
@@ -214,6 +215,7 @@ class CudnnPackedRun:
     def finish(self, made: Named, x: Named, ends: Named) -> Named:
         """The results as we give them back."""
         totals, other = self.sequences.totals, {"rows": "keys", "keys": "rows"}
+        cast_sinks(made, self.problem)
         for name, t in made.items():
             side = SIDES.get(name, "")
             if name == "lse" and side in totals:

@@ -149,6 +149,7 @@ class Run:
         assert self.problem.grad is not None
         results = self.run(tensors if self.rows is None else self.cleared(tensors, *self.rows))
         by_source = {x.source: t for x, t in zip(self.call.outputs, results, strict=True)}
+        cast_sinks(by_source, self.problem)
         return select_outputs(self.graph, [by_source[name] for name in self.problem.grad.names]), ()
 
     def cleared(self, tensors: Sequence[torch.Tensor], do: int, lse: int) -> list[torch.Tensor]:
@@ -256,11 +257,19 @@ def temporary_bytes(call: CudnnCall, problem: Problem, graph: Graph) -> int:
     cotangents, and of lse where rows are cleared."""
     grad, vectors = problem.grad, copied_vectors(problem, graph)
     wanted = ("o", "lse") if grad is None else grad.names
-    unasked = sum(x.bytes for x in call.outputs if x.source not in wanted)
+    casts = ("dsinks",) if "sinks" in vectors else ()
+    unasked = sum(x.bytes for x in call.outputs if x.source not in wanted or x.source in casts)
     made = {*vectors, *(("lse",) if clears(problem) else ())}
     return (
         unasked + sum(x.bytes for x in call.inputs if x.source in made) + cotangent_bytes(problem)
     )
+
+
+def cast_sinks(made: dict[str, torch.Tensor], problem: Problem) -> None:
+    """Put the gradient of sinks, which cuDNN gives in float32, into the dtype of the sinks."""
+    sinks = problem.by_role.sinks
+    if sinks is not None and "dsinks" in made:
+        made["dsinks"] = made["dsinks"].to(sinks.dtype)
 
 
 def run_notes(problem: Problem, graph: Graph) -> tuple[str, ...]:

@@ -184,7 +184,6 @@ ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "bias_gradient_192": ({**bias(1, 4, 256, 256), "D": 192, "E": 128, **BACK}, {"sm": 100}),
     "bias_column_in_order": ({**bias(1, 1, 256, 1), **BACK}, {"sm": 100}),
     "bias_gradient_dtype": ({**bias(1, 4, 256, 256, dtype=FLOAT), **BACK}, {}),
-    "sinks_dtype": (sinks(torch.float64), {}),
     "one_by_one": ({"M": 1, "N": 1, **BACK}, {}),
     "right_corner": ({"M": 100, "N": 60, "mask": Band(None, -40)}, {}),
     "window_longer": ({"M": 100, "N": 60, "mask": Band(-9, 0)}, {}),

@@ -74,17 +74,21 @@ def gradient_of(graph: Graph, do: torch.Tensor) -> tuple[Graph, list[str]]:
     return backward(graph, wants, [ag.TensorSpec.like(do)]), [graph.inputs[n].name for n in wants]
 
 
-LENGTHS = ag.attention(
-    *(X, X, X),
-    mask=ag.Causal(),
-    kv_lengths=ag.TensorSpec((2,), torch.int64),
-    sinks=ag.TensorSpec((4,), torch.float32),
+LENGTHS, HALF_SINKS = (
+    ag.attention(
+        *(X, X, X),
+        mask=ag.Causal(),
+        kv_lengths=ag.TensorSpec((2,), torch.int64),
+        sinks=ag.TensorSpec((4,), dtype),
+    )
+    for dtype in (torch.float32, torch.float16)
 )
 
 
 @given(graph=cudnn_graphs(), seed=seeds)
 @example(graph=LENGTHS, seed=0)
 @example(graph=LENGTHS, seed=3)
+@example(graph=HALF_SINKS, seed=0)
 def test_what_cudnn_is_told_means_what_the_graph_means(graph: Graph, seed: int) -> None:
     simple = simplify(graph)
     assume(not refusals(simple))
