@@ -9,10 +9,13 @@ JOBS ?= 2
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -q -c constraints.txt
 PYTEST := $(BIN)/pytest -n $(JOBS) -m "not gpu"
-QUICK := $(BIN)/pytest -n $(JOBS) -m "not gpu and not slow"
-SLOW := $(BIN)/pytest -n $(JOBS) -m "slow and not gpu"
+QUICK := $(BIN)/pytest -n $(JOBS) --durations 20 -m "not gpu and not slow"
+SLOW := $(BIN)/pytest -n $(JOBS) --durations 20 -m "slow and not gpu"
 # Triton interprets kernels or compiles them, whichever it was imported for: two runs.
 INTERPRETED := tests/test_testing.py $(wildcard $(addprefix tests/*/test_,calls.py copy_engine.py decode.py dropout_bits.py extensions.py formulas.py gpu_sequences.py lowering.py page_sums.py programs.py sequences.py sized_launches.py statistics.py tangents.py tanh.py triton.py))
+# Those of them that test something else where Triton compiles; all others run interpreted alone.
+COMPILED := tests/test_testing.py $(wildcard $(addprefix tests/*/test_,extensions.py formulas.py lowering.py programs.py sized_launches.py statistics.py tangents.py))
+ONCE := $(patsubst %,--ignore=%,$(filter-out $(COMPILED),$(INTERPRETED)))
 # What is run again under other versions of Triton: how its language computes, not each of our cases.
 # All of them: make tritons AGAIN='$(INTERPRETED)'
 AGAIN ?= $(addprefix tests/lowering/test_,copy_engine.py decode.py dropout_bits.py tanh.py triton.py)
@@ -43,18 +46,18 @@ demo: .venv/demo
 	$(BIN)/python examples/train_gpt.py
 
 test: venv
-	$(QUICK)
+	$(QUICK) $(ONCE)
 	TRITON_INTERPRET=1 $(QUICK) $(INTERPRETED)
 
 # Those that take over ten seconds each: kernels compiled, models compiled, several processes.
 slow: venv
-	$(SLOW)
+	$(SLOW) $(ONCE)
 	TRITON_INTERPRET=1 $(SLOW) $(INTERPRETED)
 
 # Ten times as many examples, random: for a nightly job. Each run prints its seed; a failure comes
 # again with SEED=... of that run.
 deep: venv
-	HYPOTHESIS_PROFILE=deep $(PYTEST) $(PATIENT) $(SEED:%=--hypothesis-seed=%)
+	HYPOTHESIS_PROFILE=deep $(PYTEST) $(PATIENT) $(SEED:%=--hypothesis-seed=%) $(ONCE)
 	HYPOTHESIS_PROFILE=deep TRITON_INTERPRET=1 $(PYTEST) $(PATIENT) $(SEED:%=--hypothesis-seed=%) $(INTERPRETED)
 
 # Faults put into copies of the sources one by one, each for a test to see: some minutes.

@@ -38,15 +38,31 @@ def test_ci_runs_every_python_that_the_project_names() -> None:
     assert sorted(set(re.findall(r'"(3\.\d+)"', workflow))) == sorted(named)
 
 
+def named_in_makefile(variable: str) -> set[str]:
+    """The files of tests that a variable of the Makefile names."""
+    (line,) = re.findall(f"^{variable} := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    return {f"test_{name}" for name in re.findall(r"(\w+\.py)", line.replace("test_", ""))}
+
+
 def test_make_test_interprets_every_test_that_triton_interprets() -> None:
     """Those that are skipped elsewhere, or are of another backend there."""
     form = re.compile(
         r'"triton".* if CPU\.interprets|not [\w.]+(\("cpu"\))?\.interprets|\n@interpreted\n'
     )
     tests = {path for path in ROOT.glob("tests/**/test_*.py") if form.search(path.read_text())}
-    (line,) = re.findall("^INTERPRETED := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    named = {f"test_{name}" for name in re.findall(r"(\w+\.py)", line.replace("test_", ""))}
-    assert {path.name for path in tests} == named
+    assert {path.name for path in tests} == named_in_makefile("INTERPRETED")
+
+
+def test_make_test_runs_twice_what_is_another_test_where_triton_compiles() -> None:
+    """Those that are skipped by the interpreter, or are of another backend elsewhere."""
+    form = re.compile(
+        r'skipif\(\s*CPU\.interprets|"triton"\]? if CPU\.interprets else \S*"|'
+        r'\("triton",\) if CPU\.interprets else \("'
+    )
+    interpreted = named_in_makefile("INTERPRETED")
+    paths = [path for path in ROOT.glob("tests/**/test_*.py") if path.name in interpreted]
+    other = {path.name for path in paths if form.search(path.read_text())}
+    assert other == named_in_makefile("COMPILED")
 
 
 def test_the_demo_installs_only_the_library_and_what_examples_need() -> None:
