@@ -23,6 +23,7 @@ from attn_graph.machine.tensors import is_distributed, is_watched
 from attn_graph.machine.torch_switches import switches_that_count
 from attn_graph.nn.packed_sizes import PACKING, name_sizes, serves_sizes
 from attn_graph.nn.sharding import attend_in_parts
+from attn_graph.nn.tracing import fix
 from attn_graph.plan import Plan
 from attn_graph.spec import TensorSpec
 
@@ -75,9 +76,9 @@ def attend_by_op(q: Tensor, k: Tensor, v: Tensor, named: Named, options: Options
     if mask is not None:  # a mask that torch.compile compares by its value, not by its identity
         mask = mask.aligned(align)
     text = content_of_call(
-        *(tuple(named), mask, exact(scale), align, exact(soft_cap), alibi),
-        *(exact(dropout), stats, most),
-        *(tuple(x) if isinstance(x, list) else x for x in choice),
+        *(tuple(named), mask, exact(scale), align, exact(soft_cap), fix(alibi)),
+        *(exact(dropout), fix(stats), fix(most)),
+        *[fix(option) for option in choice],
     )
     outputs = torch.ops.attn_graph.attention([q, k, v, *named.values()], text)
     return tuple(outputs) if stats else outputs[0]

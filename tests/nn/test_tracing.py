@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
 import pytest
 import torch
+from attrs import frozen
+from torch import Tensor
 from torch._dynamo.exc import Unsupported
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import attn_graph as ag
+from attn_graph.nn import varlen_attn
 from attn_graph.nn.functional import attention
-from attn_graph.nn.tracing import KEEPS_CONSTANTS
+from attn_graph.nn.tracing import KEEPS_CONSTANTS, call_after_import
+from tests.support.tracing import traces
 
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 X = ag.TensorSpec((1, 2, 16, 8), torch.float32)
@@ -44,3 +56,106 @@ def test_where_calls_are_not_traced_a_whole_graph_is_refused() -> None:
     compiled = torch.compile(lambda x: plan(x, x, x), backend="aot_eager", fullgraph=True)
     with pytest.raises(Unsupported, match="marked as skipped"):
         compiled(torch.randn(1, 2, 16, 8))
+
+
+# Sizes and arguments that torch.compile makes symbols of
+
+
+@frozen
+class Between(ag.Mask):
+    """Keys from one position to another one."""
+
+    bounds: tuple[int, int]
+
+    def keep(self, at: ag.Place) -> Any:  # Any: a tensor, or a number
+        return (at.j >= self.bounds[0]) & (at.j < self.bounds[1])
+
+
+Sized = Callable[
+    [Tensor, int], Any
+]  # of a tensor [1,H,N,D] and a number; Any: what attention gives
+
+
+def with_mask(make: Callable[[int, int], ag.Mask]) -> Sized:
+    """Attention under a mask of the number of keys and another number."""
+    return lambda x, n: attention(x, x, x, mask=make(x.shape[2], n))
+
+
+def pack(x: Tensor) -> Tensor:
+    """One head's rows of x [1,H,N,D] as a packed tensor [N,H,D]."""
+    return x[0].transpose(0, 1)
+
+
+def packed(most: Callable[[int, int], tuple[int, int | None]]) -> Sized:
+    """Packed attention with the most rows that numbers say."""
+
+    def attend(x: Tensor, n: int) -> Any:
+        rows = pack(x)
+        starts = torch.tensor([0, 3, rows.shape[0]])
+        return attention(rows, rows, rows, q_starts=starts, most=most(rows.shape[0], n))
+
+    return attend
+
+
+def varlen(window: Callable[[int, int], tuple[int, int]]) -> Sized:
+    """PyTorch's words for packed attention, with a window."""
+
+    def attend(x: Tensor, n: int) -> Any:
+        rows = pack(x)
+        N = rows.shape[0]
+        starts = torch.tensor([0, 3, N])
+        return varlen_attn(rows, rows, rows, starts, starts, N, N + n, window_size=window(N, n))
+
+    return attend
+
+
+SIZED: dict[str, Sized] = {
+    "window of a size": with_mask(lambda N, n: ag.Causal() & ag.Window(N // 2)),
+    "window": with_mask(lambda N, n: ag.Window(left=n, right=N - n, align="top_left")),
+    "prefix": with_mask(lambda N, n: ag.Causal() | ag.Prefix(n)),
+    "own": with_mask(lambda N, n: Between((n // 2, N))),
+    "most": packed(lambda N, n: (N, None)),
+    "most of a number": packed(lambda N, n: (N + n, N)),
+    "varlen": varlen(lambda N, n: (n, 0)),
+    "varlen of a size": varlen(lambda N, n: (N // 4, n)),
+    "workspace": lambda x, n: attention(x, x, x, max_workspace=x.numel() * n * 1000),
+    "flags": lambda x, n: attention(x, x, x, deterministic=n > 6, stats=x.shape[2] > 18),
+    "numbers": lambda x, n: attention(x, x, x, scale=1 / x.shape[2], soft_cap=n),
+}
+
+
+@pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", SIZED)
+@traces
+def test_numbers_of_options_may_be_symbols(kind: str, dynamic: bool | None) -> None:
+    """They are constants of the code, and another number compiles anew."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    call, sizes = SIZED[kind], ((16, 5), (20, 6), (24, 7))
+    compiled = torch.compile(call, fullgraph=True, backend=counter, dynamic=dynamic)
+    for N, n in sizes:
+        x = torch.randn(1, 2, N, 8)
+        due, outputs = (
+            each if isinstance(each, tuple) else (each,) for each in (call(x, n), compiled(x, n))
+        )
+        assert all(torch.equal(a, b) for a, b in zip(due, outputs, strict=True))
+    assert counter.frame_count <= 3
+
+
+def test_a_module_is_seen_when_it_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, and at once where it has been."""
+    seen: list[ModuleType] = []
+    call_after_import("json", seen.append)
+    assert seen == [json]
+    (tmp_path / "imported_later.py").write_text("number = 7\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    finders = [*sys.meta_path]
+    call_after_import("imported_later", seen.append)
+    assert seen == [json]
+    module = __import__("imported_later")
+    assert seen == [json, module]
+    assert module.number == 7
+    assert type(module.__loader__).__name__ == "SourceFileLoader"
+    assert sys.meta_path == finders
