@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from attrs import define
@@ -23,15 +23,20 @@ from attn_graph.integrations.affine import (
     bound_distance,
     diagonal_mask,
 )
-from attn_graph.masks import Band, KeyLengths, Mask, Prefix, SameSegment
+from attn_graph.integrations.conditions import (
+    Condition,
+    MaskSymbol,
+    Nowhere,
+    UnreadableMaskError,
+    as_condition,
+)
+from attn_graph.masks import Band, KeyLengths, Prefix
+from attn_graph.spec import INTEGERS
 
-SELECTION = "selects queries or keys by their numbers"
-Pair = tuple[Tensor, Tensor]
-APART = 2**32  # more than there are segments of one kind, so that two numbers can be one
-
-
-class UnreadableMaskError(Exception):
-    """A mask function does what no mask of the library says. The text is what it does."""
+ORDER = "puts the numbers of a tensor in order"
+INDEX = "indexes a tensor otherwise than by [b], [b, i] or [b, j]"
+# What symbols raise in operators, methods and functions that don't know them:
+FOREIGN = TypeError, AttributeError, IndexError, ValueError, RuntimeError
 
 
 @define(eq=False)
@@ -42,6 +47,7 @@ class Frame:
     one tensor that are put in order count positions within a segment; else they are unreadable.
     """
 
+    B: int
     M: int
     N: int
     q_offset: int | Tensor
@@ -63,15 +69,12 @@ class Frame:
         count, first = self.extent(axis)
         return torch.arange(count, device=self.device) + first
 
-    def compare(self, name: str, affine: Affine) -> Condition:
-        """Where an integer that is affine in the tokens i and j compares so to 0.
-
-        Raises UnreadableMaskError where that selects some of the queries.
-        """
-        bounds = bound_difference(name, affine)
-        if bounds is None:
-            raise UnreadableMaskError(SELECTION)
-        return self.condition(bounds)
+    def lengths(self) -> Tensor:
+        """How many keys [B] there are up to the last query's token, that one included."""
+        count = self.shift + self.M
+        if isinstance(count, Tensor):
+            return count.expand(self.B)
+        return torch.full((self.B,), count, dtype=torch.int64, device=self.device)
 
     def condition(self, bounds: Bounds) -> Condition:
         """The places whose tokens are within bounds."""
@@ -85,10 +88,8 @@ class Frame:
     def band(self, low: int | None, high: int | None) -> Condition:
         """The keys whose token is from `low` to `high` after the query's; None is no bound."""
         shift = self.shift
-        if isinstance(shift, Tensor):  # the last query's token is that of the last key
-            band = Band(low, high, ("kv_lengths",))
-            none_later = high is not None and high <= 0
-            return Condition(band & KeyLengths() if none_later else band, lengths=True)
+        if isinstance(shift, Tensor):
+            return self.band_by_lengths(low, high)
         if low is not None and low + shift <= 1 - self.M:  # before the first key of every query
             low = None
         if high is not None and high + shift >= self.N - 1:
@@ -99,8 +100,16 @@ class Frame:
             return Condition(diagonal_mask(low, high, "top_left"))
         if shift == self.N - self.M:
             return Condition(diagonal_mask(low, high, "bottom_right"))
+        if 0 < shift + self.M <= self.N:  # as data: no other mask, and no other plan, each step
+            return self.band_by_lengths(low, high)
         low, high = (None if end is None else end + shift for end in (low, high))
         return Condition(Band(low, high))
+
+    def band_by_lengths(self, low: int | None, high: int | None) -> Condition:
+        """The same band; the last query's token is that of the last key that kv_lengths count."""
+        band = Band(low, high, ("kv_lengths",))
+        none_later = high is not None and high <= 0
+        return Condition(band & KeyLengths() if none_later else band, lengths=True)
 
     def keys(self, low: int | None, high: int | None) -> Condition:
         """The keys whose token is from `low` to `high`; None is no bound."""
@@ -112,52 +121,12 @@ class Frame:
         return condition
 
 
-class MaskSymbol:
-    """Abstract: what a mask function is called on, or computes. It has no value to branch on."""
-
-    __slots__ = ()
-    device = torch.device("cpu")  # nothing need be moved to where it lies
-
-    def __bool__(self) -> NoReturn:
-        raise UnreadableMaskError("branches on a position")
-
-    def compare(self, name: str, other: object) -> Condition:
-        """Where it compares so, by the name of a function of `operator`.
-
-        Raises UnreadableMaskError where no mask says that.
-        """
-        raise UnreadableMaskError("compares what is no position")
-
-    def __lt__(self, other: object) -> Condition:
-        return self.compare("lt", other)
-
-    def __le__(self, other: object) -> Condition:
-        return self.compare("le", other)
-
-    def __gt__(self, other: object) -> Condition:
-        return self.compare("gt", other)
-
-    def __ge__(self, other: object) -> Condition:
-        return self.compare("ge", other)
-
-    def __eq__(self, other: object) -> Any:  # Any: a symbol, where others give a bool
-        return self.compare("eq", other)
-
-    def __ne__(self, other: object) -> Any:  # Any: a symbol, where others give a bool
-        return self.compare("ne", other)
-
-    @classmethod
-    def __torch_function__(cls, func: Any, *_: object) -> NoReturn:  # Any: of PyTorch
-        raise UnreadableMaskError(f"calls {getattr(func, '__name__', func)} on a position")
-
-    __hash__ = None  # type: ignore[assignment]  # as of everything that compares by other than value
-
-
 @define(eq=False)
 class Axis(MaskSymbol):
-    """The batch entry or the head, by which tensors are indexed."""
+    """The batch entry, "b", by which tensors are indexed, or the head, "h". B: batch entries."""
 
     letter: str
+    B: int
 
 
 @define(eq=False)
@@ -197,16 +166,43 @@ class Position(MaskSymbol):
         """Other numbers at the same positions, which no other position compares to by order."""
         return Position(self.frame, self.axis, 0, own, own)
 
-    def read(self, table: Tensor) -> Position:
-        """The entry of table [B, tokens] at the token."""
-        if self.own is not None or table.ndim != 2:
+    def read(self, table: Tensor) -> Position | Condition:
+        """The entry of table [B, tokens] at the token; of a table of booleans where it is true.
+
+        Raises UnreadableMaskError for other tables, and where there is no such entry.
+        """
+        if self.own is not None:
             raise UnreadableMaskError("indexes by what is no position")
+        own = self.entries(rows_of_batch(table, self.frame.B))
+        if own.dtype == torch.bool:
+            return self.selection(own)
+        require_integers(own)
+        return Position(self.frame, self.axis, 0, own if self.shift else table, own)
+
+    def entries(self, rows: Tensor) -> Tensor:
+        """Columns of [B, tokens]: those of the tokens [B, M or N]."""
         count, first = self.frame.extent(self.axis)
         if isinstance(first, Tensor):
-            own = table[:, self.values()[0]]
-        else:
-            own = table[:, first + self.shift : first + self.shift + count]
-        return Position(self.frame, self.axis, 0, table, own)
+            return rows[:, self.values()[0]]
+        start = first + self.shift
+        if start < 0 or start + count > rows.shape[1]:
+            raise UnreadableMaskError("indexes a tensor where it has no element")
+        return rows[:, start : start + count]
+
+    def selection(self, flags: Tensor) -> Condition:
+        """Where the query or the key has a flag: its number is then that of all others."""
+        own = (~flags).long()
+        count, _ = self.frame.extent("j" if self.axis == "i" else "i")
+        others = own.new_zeros(1, count)
+        return self.equal(own, others) if self.axis == "i" else self.equal(others, own)
+
+    def equal(self, q: Tensor, kv: Tensor, *tables: Tensor) -> Condition:
+        """Where the number [B or 1, M] of the query is that [B or 1, N] of the key.
+
+        tables: the one that both were read from.
+        """
+        B = self.frame.B
+        return Condition(kinds=((q.expand(B, -1), kv.expand(B, -1)),), separates=tables)
 
     def __add__(self, other: object) -> Position:
         if isinstance(other, BatchValue):
@@ -226,9 +222,10 @@ class Position(MaskSymbol):
     def minus(self, other: Position) -> Difference:
         """How far it is after another one. Raises UnreadableMaskError where numbers differ."""
         if self.table is not other.table or not (self.table is None or self.frame.trusts):
-            raise UnreadableMaskError("puts the numbers of a tensor in order")
+            raise UnreadableMaskError(ORDER)
         ends = add_affine({self.axis: 1}, {other.axis: 1}, -1)
-        return Difference(self.frame, {**ends, "": self.shift - other.shift})
+        affine = {**ends, "": self.shift - other.shift}
+        return Difference(self.frame, affine, () if self.table is None else (self.table,))
 
     def __floordiv__(self, size: object) -> Position:
         if not isinstance(size, int):
@@ -236,37 +233,47 @@ class Position(MaskSymbol):
         return self.with_numbers(self.values() // size)
 
     def compare(self, name: str, other: object) -> Condition:
-        """In closed form; by equal numbers of queries and keys; or by numbers of queries."""
+        """In closed form; by equal numbers of queries and keys; or by numbers of either."""
         if isinstance(other, Position):
             if name in ("eq", "ne") and self.axis != other.axis and self.has_numbers(other):
                 q, kv = (self, other) if self.axis == "i" else (other, self)
-                same = Condition(segments=(q.values(), kv.values()))
+                same = self.equal(q.values(), kv.values(), *self.table_beside(other))
                 return same if name == "eq" else ~same
             return self.minus(other).compare(name, 0)
         if not isinstance(other, int):
             return super().compare(name, other)
         if self.own is None:
-            return self.frame.compare(name, {self.axis: 1, "": self.shift - other})
-        if self.axis == "j":
-            raise UnreadableMaskError(SELECTION)
-        return Condition(rows=getattr(operator, name)(self.own, other))
+            bounds = bound_difference(name, {self.axis: 1, "": self.shift - other})
+            if bounds is not None:
+                return self.frame.condition(bounds)
+        return self.selection(getattr(operator, name)(self.values(), other))
 
     def has_numbers(self, other: Position) -> bool:
         """Whether this one or another one has other numbers than the tokens."""
         return self.own is not None or other.own is not None
 
+    def table_beside(self, other: Position) -> tuple[Tensor, ...]:
+        """The table that this and another one were read from, if nothing is added to either."""
+        if self.table is None or self.table is not other.table or self.shift or other.shift:
+            return ()
+        return (self.table,)
+
 
 @define(eq=False)
 class Difference(MaskSymbol):
-    """How far a token is after another one: affine in the tokens i and j."""
+    """How far a token is after another one: affine in the tokens i and j.
+
+    within: as that of `Condition`.
+    """
 
     frame: Frame
     affine: Affine
+    within: tuple[Tensor, ...] = ()
 
     def __add__(self, other: object) -> Difference:
         if not isinstance(other, int):
             return NotImplemented
-        return Difference(self.frame, add_affine(self.affine, {"": other}))
+        return Difference(self.frame, add_affine(self.affine, {"": other}), self.within)
 
     def __sub__(self, other: object) -> Difference:
         return self + -other if isinstance(other, int) else NotImplemented
@@ -278,7 +285,14 @@ class Difference(MaskSymbol):
         """In closed form, with an integer."""
         if not isinstance(other, int):
             return super().compare(name, other)
-        return self.frame.compare(name, add_affine(self.affine, {"": -other}))
+        return self.held(bound_difference(name, add_affine(self.affine, {"": -other})))
+
+    def held(self, bounds: Bounds | None) -> Condition:
+        """Where it is within bounds. Raises UnreadableMaskError where there are none."""
+        if bounds is None:
+            raise UnreadableMaskError("compares a distance with what is no bound of it")
+        made = self.frame.condition(bounds)
+        return Condition(made.mask, lengths=made.lengths, within=self.within)
 
 
 @define(eq=False)
@@ -291,102 +305,7 @@ class Distance(MaskSymbol):
         """In closed form, with an integer."""
         if not isinstance(other, int):
             return super().compare(name, other)
-        bounds = bound_distance(name, self.difference.affine, other)
-        if bounds is None:
-            raise UnreadableMaskError("compares a distance with what is no bound of it")
-        return self.difference.frame.condition(bounds)
-
-
-@define(eq=False)
-class Nowhere(MaskSymbol):
-    """False everywhere, to which transformers joins conditions by |."""
-
-    def __or__(self, other: object) -> Condition:
-        return as_condition(other)
-
-
-@define(eq=False)
-class Condition(MaskSymbol):
-    """A mask, None keeping everything, and beside it segments and rows, to be joined to it by &.
-
-    segments: the numbers of queries [B or 1, M] and keys [B or 1, N]. joined: whether the mask has
-    them already. rows: which queries [B or 1, M] see anything, for segments alone can say that.
-    lengths: whether the mask reads kv_lengths, which are those of the frame.
-    """
-
-    mask: Mask | None = None
-    segments: Pair | None = None
-    joined: bool = False
-    rows: Tensor | None = None
-    lengths: bool = False
-
-    def to(self, *_: object) -> Condition:
-        """Itself: there is nothing to move."""
-        return self
-
-    def whole(self) -> Mask | None:
-        """The mask with segments in it."""
-        if self.rows is not None:
-            raise UnreadableMaskError("selects queries by a tensor")
-        if self.segments is None or self.joined:
-            return self.mask
-        return SameSegment() if self.mask is None else self.mask & SameSegment()
-
-    def __and__(self, other: object) -> Condition:
-        other = as_condition(other)
-        if self.segments and other.segments and (self.joined or other.joined):
-            raise UnreadableMaskError("joins several kinds of segments")
-        mask = self.mask or other.mask
-        if self.mask is not None and other.mask is not None:
-            mask = self.mask & other.mask
-        segments = pair_numbers(self.segments, other.segments)
-        rows, joined = all_rows(self.rows, other.rows), self.joined or other.joined
-        if rows is not None and segments is not None and not joined:
-            segments, rows = drop_rows(segments, rows), None
-        return Condition(mask, segments, joined, rows, self.lengths or other.lengths)
-
-    def __or__(self, other: object) -> Condition:
-        other = as_condition(other)
-        if self.segments and other.segments:
-            raise UnreadableMaskError("joins several kinds of segments")
-        a, b = self.whole(), other.whole()
-        if a is None or b is None:
-            return Condition()
-        segments, lengths = self.segments or other.segments, self.lengths or other.lengths
-        return Condition(a | b, segments, True, lengths=lengths)
-
-    def __invert__(self) -> Condition:
-        mask = self.whole()
-        inverse = Prefix(0) if mask is None else ~mask
-        return Condition(inverse, self.segments, True, lengths=self.lengths)
-
-
-def as_condition(value: object) -> Condition:
-    """A condition, also of a boolean number of PyTorch. Raises UnreadableMaskError for others."""
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return Condition(None if value else Prefix(0))
-    if not isinstance(value, Condition):
-        raise UnreadableMaskError(f"joins a condition with a {type(value).__name__}")
-    return value
-
-
-def pair_numbers(a: Pair | None, b: Pair | None) -> Pair | None:
-    """Numbers that are equal where both are: of two kinds of segments at once."""
-    if a is None or b is None:
-        return a or b
-    return a[0] * APART + b[0], a[1] * APART + b[1]
-
-
-def all_rows(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """The queries that both select."""
-    if a is None or b is None:
-        return b if a is None else a
-    return a & b
-
-
-def drop_rows(segments: Pair, rows: Tensor) -> Pair:
-    """Segments in which only these queries see anything: even numbers, and one that no key has."""
-    return torch.where(rows, 2 * segments[0], 1), 2 * segments[1]
+        return self.difference.held(bound_distance(name, self.difference.affine, other))
 
 
 class ReadsOfTensors(TorchFunctionMode):
@@ -401,27 +320,53 @@ class ReadsOfTensors(TorchFunctionMode):
     ) -> Any:  # Any: the same
         if func is Tensor.__getitem__:
             where = args[1] if isinstance(args[1], tuple) else (args[1],)
-            if len(where) == 1 and isinstance(where[0], Axis) and args[0].ndim == 1:
-                return BatchValue(args[0])
-            if len(where) == 2 and isinstance(where[1], Position):
-                return where[1].read(args[0])
+            if any(isinstance(x, MaskSymbol) for x in where):
+                return read_table(args[0], where)
         return func(*args, **(kwargs or {}))
+
+
+def read_table(table: Tensor, where: Sequence[object]) -> BatchValue | Position | Condition:
+    """The element of a tensor at [b], [b, i] or [b, j]. Raises UnreadableMaskError for others."""
+    first, *rest = where
+    if not isinstance(first, Axis) or first.letter != "b" or table.ndim != len(where):
+        raise UnreadableMaskError(INDEX)
+    if not rest:
+        values = rows_of_batch(table, first.B)
+        require_integers(values)
+        return BatchValue(values)
+    if len(rest) > 1 or not isinstance(rest[0], Position):
+        raise UnreadableMaskError(INDEX)
+    return rest[0].read(table)
+
+
+def rows_of_batch(table: Tensor, B: int) -> Tensor:
+    """The rows of a tensor for B batch entries. Raises UnreadableMaskError where it has fewer."""
+    if table.shape[0] < B:
+        raise UnreadableMaskError("indexes a tensor where it has no element")
+    return table[:B]
+
+
+def require_integers(table: Tensor) -> None:
+    """Raise UnreadableMaskError for numbers that segments can't be, or that wrap early."""
+    if table.dtype not in INTEGERS:
+        raise UnreadableMaskError(f"reads a tensor of {table.dtype}")
 
 
 MaskFunction = Callable[..., Any]  # of b, h, i and j, which are tensors of indices or symbols
 
 
 def read_mask_function(function: MaskFunction, frame: Frame) -> Condition:
-    """The mask that a function of (b, h, i, j) computes, as a condition whose rows are None.
+    """The mask that a function of (b, h, i, j) computes, as a condition without kinds.
 
     Raises UnreadableMaskError, whose text says what the function does that no mask says.
     """
-    b, h = Axis("b"), Axis("h")
+    b, h = Axis("b", frame.B), Axis("h", frame.B)
     i, j = Position(frame, "i"), Position(frame, "j")
     try:
         with ReadsOfTensors():
-            condition = as_condition(function(b, h, i, j))
-        condition.whole()
-    except (TypeError, AttributeError) as error:  # operators and methods that symbols don't have
+            condition = as_condition(function(b, h, i, j)).closed()
+    except FOREIGN as error:
         raise UnreadableMaskError(f"does more than compare positions: {error}") from error
+    if condition.within:
+        raise UnreadableMaskError(ORDER)
     return condition

@@ -22,16 +22,17 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from attn_graph.compiler import explain
 from attn_graph.errors import GraphError
-from attn_graph.integrations.mask_functions import (
-    Frame,
+from attn_graph.integrations.conditions import (
+    Kind,
     UnreadableMaskError,
-    read_mask_function,
+    is_readable_now,
+    pair_kinds,
 )
+from attn_graph.integrations.mask_functions import Frame, read_mask_function
 from attn_graph.ir import builder
 from attn_graph.ir.graph import Graph
-from attn_graph.machine.ambient import is_traced
 from attn_graph.machine.target import Target
-from attn_graph.masks import Causal, Mask, SameSegment
+from attn_graph.masks import And, Causal, Mask, SameSegment, flatten_join
 from attn_graph.nn.functional import attention
 from attn_graph.planner.explanation import Explanation
 from attn_graph.spec import TensorSpec
@@ -127,7 +128,7 @@ def decode_mask(
         "q_offset": q_offset, "kv_offset": kv_offset, "mask_function": mask_function,
         "attention_mask": attention_mask, "use_vmap": use_vmap, "device": device,
     }  # fmt: skip
-    frame = Frame(q_length, kv_length, q_offset, kv_offset, device, trusts=not use_vmap)
+    frame = Frame(batch_size, q_length, kv_length, q_offset, kv_offset, device, trusts=not use_vmap)
     try:
         if use_vmap and torch.compiler.is_compiling():
             raise UnreadableMaskError("is not transformers' own, and torch.compile traces it")
@@ -137,12 +138,12 @@ def decode_mask(
         return dense_mask(arguments)
     tensors: Tensors = {}
     if condition.segments is not None:
-        tensors["segments"] = tuple(x.expand(batch_size, -1) for x in condition.segments)
-    if condition.lengths:  # the offset is a tensor then
-        tensors["kv_lengths"] = torch.as_tensor(frame.shift + q_length).expand(batch_size)
+        tensors["segments"] = condition.segments
+    if condition.lengths:
+        tensors["kv_lengths"] = frame.lengths()
     if attention_mask is not None:
         tensors |= read_padding(attention_mask, frame)
-    return MaskDescription(condition.whole(), tensors, arguments)
+    return MaskDescription(condition.mask, tensors, arguments)
 
 
 def read_padding(attention_mask: Tensor, frame: Frame) -> Tensors:
@@ -163,13 +164,6 @@ def read_padding(attention_mask: Tensor, frame: Frame) -> Tensors:
         if at_start and isinstance(frame.shift, int) and frame.shift == 0:
             return {"kv_lengths": lengths}
     return {"keep": flags[:, None, None]}
-
-
-def is_readable_now(tensor: Tensor, M: int) -> bool:
-    """Whether to read a tensor on the host, M tokens being computed."""
-    if torch.compiler.is_compiling() or is_traced():
-        return False
-    return tensor.device.type == "cpu" or (M > 1 and not torch.cuda.is_current_stream_capturing())
 
 
 def dense_mask(arguments: Mapping[str, Any]) -> Tensor:  # Any: those of transformers
@@ -218,9 +212,9 @@ def attend_layer(
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     mask, tensors = layer_mask(attention_mask, causal=causal and query.shape[2] > 1)
-    if cu_seq_lens_q is not None and cu_seq_lens_k is not None and "segments" not in tensors:
-        mask = SameSegment() if mask is None else mask & SameSegment()
-        tensors["segments"] = number_documents(query, key, cu_seq_lens_q, cu_seq_lens_k)
+    if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
+        documents = number_documents(query, key, cu_seq_lens_q, cu_seq_lens_k)
+        mask, tensors = separate_documents(mask, tensors, documents)
     if position_bias is not None:
         tensors["bias"] = position_bias + tensors["bias"] if "bias" in tensors else position_bias
     if s_aux is not None:
@@ -248,9 +242,7 @@ def layer_mask(
     return None, {"keep" if attention_mask.dtype == torch.bool else "bias": attention_mask}
 
 
-def number_documents(
-    query: Tensor, key: Tensor, q_ends: Tensor, kv_ends: Tensor
-) -> tuple[Tensor, Tensor]:
+def number_documents(query: Tensor, key: Tensor, q_ends: Tensor, kv_ends: Tensor) -> Kind:
     """The document of each query [B,M] and key [B,N], by cumulative lengths over all rows.
 
     Raises GraphError where M and N differ: the place of a query in its document is not known then.
@@ -264,6 +256,30 @@ def number_documents(
     token = torch.arange(B * M, device=query.device, dtype=q_ends.dtype).view(B, M)
     q, kv = (torch.bucketize(token, ends[1:], right=True) for ends in (q_ends, kv_ends))
     return q, kv
+
+
+def separate_documents(
+    mask: Mask | None, tensors: Tensors, documents: Kind
+) -> tuple[Mask | None, Tensors]:
+    """A mask and its tensors, and beside what they keep that query and key lie in one document."""
+    if "segments" not in tensors:
+        whole = SameSegment() if mask is None else mask & SameSegment()
+        return whole, tensors | {"segments": documents}
+    if keeps_segments_apart(mask):
+        return mask, tensors | {"segments": pair_kinds((tensors["segments"], documents))}
+    say_once("documents in a row are not the segments of a layer's mask")
+    q, kv = documents
+    keep = (q[:, :, None] == kv[:, None])[:, None]
+    return mask, tensors | {"keep": tensors["keep"] & keep if "keep" in tensors else keep}
+
+
+def keeps_segments_apart(mask: Mask | None) -> bool:
+    """Whether a mask is `&` of `SameSegment` and of parts that read no segments."""
+    parts = [] if mask is None else flatten_join(And, mask)
+    return [part for part in parts if "q_segments" in part.needs] == [SameSegment()]
+
+
+keeps_segments_apart._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as assume_constant_result
 
 
 def make_layer_graph(
@@ -287,7 +303,8 @@ def explain_layers(
     """Who runs the attention of each layer, by the layer's name, and why: see `attn_graph.explain`.
 
     The model is called with `inputs` once, without gradients, where it is. target: where else the
-    layers might run, by default there too. Layers without attention of ours are left out.
+    layers might run, by default there too. Layers without attention of ours are left out. Raises
+    GraphError where that leaves none.
     """
     token = layer_graphs.set({})
     try:
@@ -296,12 +313,25 @@ def explain_layers(
         graphs = layer_graphs.get() or {}
     finally:
         layer_graphs.reset(token)
+    if not graphs:
+        raise GraphError(no_layers(model))
     explanations = {}
     for name, module in model.named_modules():
         if module in graphs:
             graph, device = graphs[module]
             explanations[name] = explain(graph, target=target or Target.here(device))
     return explanations
+
+
+def no_layers(model: torch.nn.Module) -> str:
+    """Why there is no layer to explain, and what to do."""
+    implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    return (
+        f"explain_layers: no layer of {type(model).__name__} calls {NAME}; its attention is "
+        f"{implementation!r}. Call model.set_attn_implementation({NAME!r}) first. Where that is "
+        "refused, the model has no attention interface; if it calls PyTorch's "
+        "scaled_dot_product_attention, call it in a block of attn_graph.replace_sdpa(report=True)"
+    )
 
 
 AttentionInterface.register(NAME, attend_layer)

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from attrs import frozen
-from hypothesis import given
+from hypothesis import event, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attn_graph.masks import Band, Keep, KeyLengths
+from attn_graph.masks import Band, Causal, Keep, KeyLengths, SameSegment
 from attn_graph.masks.places import Block, Place
+from attn_graph.spec import INTEGERS
 
 pytest.importorskip("transformers", reason="needs transformers, the extra `transformers`")
 
 from transformers import masking_utils as hf
 
 from attn_graph.integrations import transformers as integration
-from attn_graph.integrations.mask_functions import (
-    Frame,
-    UnreadableMaskError,
-    read_mask_function,
-)
+from attn_graph.integrations.conditions import UnreadableMaskError
+from attn_graph.integrations.mask_functions import Frame, read_mask_function
 
 B = 2
 TABLE = torch.tensor([[0, 0, 1, 1], [2, 0, 1, 1]])
@@ -65,35 +64,106 @@ def numbers(draw: Draw, length: int, least: int = 0, most: int = 3) -> Tensor:
     return torch.tensor(draw(rows)).reshape(B, length)
 
 
+ENDS = {torch.int32: 2**31, torch.int64: 2**63}  # beyond the largest number
+
+
+def segments(draw: Draw, length: int) -> Tensor:
+    """Numbers of segments [B, length]: few, or far apart, or as large as their dtype has them."""
+    dtype = draw(st.sampled_from([*ENDS]))
+    end = ENDS[dtype]
+    few = draw(st.sampled_from([[0, 1, 2], [-1, 0, 7], [-end, 0, end - 1], [end // 2, end - 2, 1]]))
+    rows = draw(st.lists(st.sampled_from(few), min_size=B * length, max_size=B * length))
+    return torch.tensor(rows, dtype=dtype).reshape(B, length)
+
+
+def banded(size: int) -> list[MaskFunction]:
+    """Mask functions that compare positions."""
+    return [
+        hf.causal_mask_function,
+        hf.bidirectional_mask_function,
+        hf.sliding_window_overlay(size),
+        hf.sliding_window_causal_mask_function(size),
+        hf.sliding_window_bidirectional_mask_function(size),
+        lambda b, h, i, j: j < size,
+        lambda b, h, i, j: size <= i,
+        lambda b, h, i, j: (i != j) & (abs(j - i) > size - 2),
+        lambda b, h, i, j: (abs(j - i + 1) <= size) | ((i - j) - size == 1),
+        lambda b, h, i, j: (i == j - size) | (j == size) | (size - 2 > i - j),
+    ]
+
+
 @st.composite
-def functions(draw: Draw, tokens: int, *, packs: bool) -> MaskFunction:
-    """A mask function of transformers over so many tokens."""
-    size = draw(st.integers(1, 5))
-    banded = draw(
+def conditions(draw: Draw, tokens: int, *, packs: bool) -> MaskFunction:
+    """A mask function of transformers over so many tokens that joins no others, but packed ones."""
+    size, table = draw(st.integers(1, 5)), segments(draw, tokens)
+    flags, starts = numbers(draw, tokens, 0, 1).bool(), numbers(draw, 1)[:, 0]
+    known = [
+        *banded(size),
+        hf.chunked_overlay(size, starts),
+        hf.chunked_causal_mask_function(size, starts),
+        hf.blockwise_overlay(table),
+        hf.packed_sequence_mask_function(table),
+        hf.padding_mask_function(flags),
+        lambda b, h, i, j: flags[b, i],
+        lambda b, h, i, j: table[b, i] > 0,
+        lambda b, h, i, j: table[b, j] != table[0, 0].item(),
+    ]
+    if packs:
+        ends = numbers(draw, tokens, 0, 1).cumsum(1)
+        positions = torch.stack([count_within(row) for row in ends])
+        each = draw(st.sampled_from([*banded(size), hf.blockwise_overlay(table)]))
+        known += [
+            hf.packed_sequence_compatibility_function(each, positions, ends),
+            hf.remap_positions_for_packed_sequence(each, positions),
+            hf.packed_sequence_mask_function(positions),
+        ]
+    return draw(st.sampled_from(known))
+
+
+@st.composite
+def others(draw: Draw, tokens: int) -> MaskFunction:
+    """A mask function that reads tensors as transformers' own don't."""
+    table = numbers(draw, tokens + 1, -2, 2)
+    dtypes = [torch.int64, torch.bool, torch.uint8, torch.int8, torch.float32, torch.float64]
+    table = table.to(draw(st.sampled_from(dtypes)))
+    n, shift = draw(st.integers(-B, B - 1)), draw(st.integers(-1, 1))
+    row, starts = table[0], numbers(draw, 1, -2, 2)[:, 0]
+    return draw(
         st.sampled_from(
             [
-                hf.causal_mask_function,
-                hf.bidirectional_mask_function,
-                hf.sliding_window_causal_mask_function(size),
-                hf.sliding_window_bidirectional_mask_function(size),
-                hf.or_masks(hf.causal_mask_function, lambda b, h, i, j: j < size),
-                hf.and_masks(hf.causal_mask_function, lambda b, h, i, j: size <= j),
-                lambda b, h, i, j: (i != j) & (abs(j - i) > size - 2),
-                lambda b, h, i, j: (abs(j - i + 1) <= size) | ((i - j) - size == 1),
-                lambda b, h, i, j: (i == j - size) | (j == size) | (size - 2 > i - j),
+                lambda b, h, i, j: table[n, i] == table[n, j],
+                lambda b, h, i, j: table[h, i] == table[b, j],
+                lambda b, h, i, j: table[b, i + shift] == table[b, j],
+                lambda b, h, i, j: table[b, i] == table[b, j + shift],
+                lambda b, h, i, j: row[i] == row[j],
+                lambda b, h, i, j: (j - starts[h]) // 2 == (i - starts[b]) // 2,
+                lambda b, h, i, j: (j - starts[b]) // 2 == (i - starts[b]) // 2,
+                lambda b, h, i, j: table[b, i] + shift == table[b, j],
+                lambda b, h, i, j: table[b, i] == j,
             ]
         )
     )
-    chunked = hf.chunked_causal_mask_function(size, numbers(draw, 1)[:, 0])
-    blockwise = hf.or_masks(banded, hf.blockwise_overlay(numbers(draw, tokens, -1, 2)))
-    if not packs or draw(st.booleans()):
-        return draw(st.sampled_from([banded, chunked, blockwise]))
-    ends = numbers(draw, tokens, 0, 1).cumsum(1)
-    positions = torch.stack([count_within(row) for row in ends])
-    whole = hf.chunked_causal_mask_function(size, torch.zeros(B, dtype=torch.int64))
-    windowed = hf.sliding_window_causal_mask_function(size)
-    each = draw(st.sampled_from([hf.causal_mask_function, windowed, whole]))
-    return hf.packed_sequence_compatibility_function(each, positions, ends)
+
+
+KEYS = [lambda b, h, i, j: j < 1, lambda b, h, i, j: j < 2]
+
+
+def negated(function: MaskFunction) -> MaskFunction:
+    """Where a function does not keep it."""
+    return lambda b, h, i, j: ~function(b, h, i, j)
+
+
+def functions(tokens: int, *, packs: bool) -> st.SearchStrategy[MaskFunction]:
+    """A mask function of transformers over so many tokens: joins of conditions."""
+    leaves = conditions(tokens, packs=packs)
+
+    def join(inner: st.SearchStrategy[MaskFunction]) -> st.SearchStrategy[MaskFunction]:
+        several = st.lists(inner, min_size=2, max_size=3)
+        joins = [several.map(lambda each: hf.and_masks(*each))]
+        joins += [several.map(lambda each: hf.or_masks(*each)), inner.map(negated)]
+        return st.one_of(joins)
+
+    return st.recursive(leaves, join, max_leaves=6)
 
 
 def count_within(segments: Tensor) -> Tensor:
@@ -105,11 +175,14 @@ def count_within(segments: Tensor) -> Tensor:
 @st.composite
 def calls(draw: Draw) -> Call:
     """Prefill, a part after others, a decode step, a cache that is full or longer than filled."""
-    past, M = draw(st.integers(0, 6)), draw(st.integers(1, 7))
+    packs, M = draw(st.booleans()), draw(st.integers(1, 7))
+    past, rest = (0, 0) if packs else (draw(st.integers(0, 6)), draw(st.sampled_from([0, 3])))
     kv_offset = draw(st.integers(0, past))
-    rest = draw(st.sampled_from([0, 0, 3]))
     N = past + M - kv_offset + rest
-    function = draw(functions(kv_offset + N, packs=past == rest == 0))
+    function = draw(functions(kv_offset + N, packs=packs))
+    if draw(st.integers(0, 7)) == 0:
+        joined = draw(st.sampled_from([hf.and_masks, hf.or_masks]))
+        function = joined(function, draw(others(kv_offset + N)))
     padding = None
     if draw(st.booleans()):
         kind, lengths = draw(st.sampled_from(["first", "last", "any"])), numbers(draw, 1, 0, N)
@@ -124,6 +197,7 @@ def dense(described: integration.MaskDescription, M: int, N: int) -> Tensor:
     data = dict(described.tensors)
     if "segments" in data:
         data["q_segments"], data["kv_segments"] = data.pop("segments")
+        assert {data["q_segments"].dtype, data["kv_segments"].dtype} <= {*INTEGERS}
     mask = described.mask or Band()
     if "keep" in data:
         mask &= Keep()
@@ -141,11 +215,72 @@ def transformers_mask(arguments: dict[str, Any]) -> Any:  # Any: a tensor, None 
 
 @given(calls())
 def test_a_mask_means_what_transformers_makes_of_it(call: Call) -> None:
-    described = integration.decode_mask(**call.arguments())
-    assert isinstance(described, integration.MaskDescription), described
+    """Place by place: as data, or as the very tensor where no mask says it."""
+    event("as data" if check_call(call) else "as a tensor")
+
+
+def check_call(call: Call) -> bool:
+    """Hold a call to the mask that transformers makes; whether it is data."""
     expected = transformers_mask(call.arguments())
+    described = integration.decode_mask(**call.arguments())
+    if isinstance(described, Tensor):
+        assert torch.equal(described, expected)
+        return False
     assert torch.equal(dense(described, call.M, call.N), expected), described
     assert torch.equal(described.dense(), expected)
+    return True
+
+
+IDS = torch.tensor([[0, 0, 1, 1], [1, 0, 1, 0]])
+KINDS = [hf.packed_sequence_mask_function(x) for x in (IDS, IDS.roll(1, 1), IDS.flip(1))]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    "join",
+    [
+        lambda same: hf.or_masks(
+            hf.and_masks(hf.or_masks(hf.causal_mask_function, KEYS[1]), same), KEYS[0]
+        ),
+        lambda same: negated(hf.and_masks(negated(hf.and_masks(KEYS[1], KEYS[0])), same)),
+        lambda same: hf.and_masks(hf.causal_mask_function, same, *KINDS[1:]),
+        lambda same: hf.and_masks(KINDS[1], same, KINDS[2]),
+    ],
+)
+def test_a_join_keeps_every_kind_of_segments(
+    join: Callable[[MaskFunction], MaskFunction], dtype: torch.dtype
+) -> None:
+    same = hf.packed_sequence_mask_function(IDS.to(dtype))
+    assert check_call(Call(4, 4, 0, 0, join(same), None))
+
+
+@pytest.mark.parametrize(
+    ("counts", "is_data"),
+    [([0, 1, 0, 1], True), ([0, 0, 0, 1], False), ([0, 1, 2, 1], False), ([3, 4, 7, 8], True)],
+)
+def test_numbers_are_put_in_order_only_where_they_count(counts: list[int], is_data: bool) -> None:
+    """By one within each segment, here two of two tokens each."""
+    positions = torch.tensor([counts] * B)
+    each = hf.sliding_window_causal_mask_function(2)
+    ends = torch.tensor([[0, 0, 1, 1]] * B)
+    function = hf.packed_sequence_compatibility_function(each, positions, ends)
+    assert check_call(Call(4, 4, 0, 0, function, None)) == is_data
+    assert not check_call(Call(4, 4, 0, 0, hf.or_masks(function, KINDS[0]), None))
+    wrong = hf.packed_sequence_compatibility_function(each, positions, ends.flip(1))
+    assert not check_call(Call(4, 4, 0, 0, wrong, None))
+
+
+def test_documents_are_joined_to_the_segments_of_a_mask() -> None:
+    """As those of a model whose masks have chunks or blocks: into them, or beside them."""
+    keep, documents = torch.tensor([1, 1, 0, 1]).bool().expand(B, 1, 1, 4), (IDS, IDS.roll(1, 1))
+    apart = (documents[0][:, :, None] == documents[1][:, None])[:, None]
+    for mask in (Causal(), Causal() & SameSegment(), Causal() | SameSegment()):
+        tensors: dict[str, Any] = {"keep": keep}
+        if "q_segments" in mask.needs:
+            tensors["segments"] = (IDS.flip(1), IDS)
+        kept = dense(integration.MaskDescription(mask, tensors, {}), 4, 4)
+        joined = integration.separate_documents(mask, tensors, documents)
+        assert torch.equal(dense(integration.MaskDescription(*joined, {}), 4, 4), kept & apart)
 
 
 def describe(function: MaskFunction, **changes: Any) -> Any:  # Any: as `decode_mask`
@@ -158,8 +293,6 @@ def describe(function: MaskFunction, **changes: Any) -> Any:  # Any: as `decode_
     [
         (lambda b, h, i, j: i % 2 == j % 2, "does more than compare positions"),
         (lambda b, h, i, j: TABLE[b, j] <= TABLE[b, i], "puts the numbers of a tensor in order"),
-        (lambda b, h, i, j: (TABLE[b, i] > 0) & (j <= i), "selects queries by a tensor"),
-        (lambda b, h, i, j: TABLE[b, j] > 0, "selects queries or keys by their numbers"),
         (lambda b, h, i, j: j <= TABLE[b, i], "puts the numbers of a tensor in order"),
         (lambda b, h, i, j: abs(i - j) == 2, "compares a distance with what is no bound of it"),
         (lambda b, h, i, j: abs(i) // 2 <= j, "does more than compare positions"),
@@ -167,6 +300,18 @@ def describe(function: MaskFunction, **changes: Any) -> Any:  # Any: as `decode_
         (lambda b, h, i, j: h == 0, "compares what is no position"),
         (lambda b, h, i, j: j - i < TABLE[b, j], "compares what is no position"),
         (lambda b, h, i, j: j <= 0.5 * TABLE[0, 0], "compares what is no position"),
+        (lambda b, h, i, j: TABLE[0, i] == TABLE[0, j], "indexes a tensor otherwise than by"),
+        (lambda b, h, i, j: TABLE[h, i] == TABLE[b, j], "indexes a tensor otherwise than by"),
+        (lambda b, h, i, j: j < TABLE[h, 0], "indexes a tensor otherwise than by"),
+        (lambda b, h, i, j: TABLE[0][i] == TABLE[0][j], "indexes a tensor otherwise than by"),
+        (lambda b, h, i, j: TABLE[b, i - 1] == TABLE[b, j], "indexes a tensor where it has no"),
+        (lambda b, h, i, j: TABLE.float()[b, j] > 0, "reads a tensor of torch.float32"),
+        (lambda b, h, i, j: TABLE.byte()[b, i] == j, "reads a tensor of torch.uint8"),
+        (hf.and_masks(hf.or_masks(KINDS[0], KEYS[0]), KINDS[1]), "joins several kinds of segments"),
+        (
+            hf.remap_positions_for_packed_sequence(hf.causal_mask_function, TABLE),
+            "puts the numbers",
+        ),
     ],
 )
 def test_what_no_mask_says_is_a_tensor_and_the_log_says_why_once(
@@ -181,7 +326,7 @@ def test_what_no_mask_says_is_a_tensor_and_the_log_says_why_once(
 
 
 def test_a_function_that_branches_is_not_read() -> None:
-    frame = Frame(4, 4, 0, 0, "cpu", trusts=False)
+    frame = Frame(B, 4, 4, 0, 0, "cpu", trusts=False)
     for function in (lambda b, h, i, j: j <= i or j < 2, lambda b, h, i, j: {i: j}[j] <= i):
         with pytest.raises(UnreadableMaskError):
             read_mask_function(function, frame)

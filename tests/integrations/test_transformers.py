@@ -15,12 +15,13 @@ from attn_graph.errors import GraphError
 
 pytest.importorskip("transformers", reason="needs transformers, the extra `transformers`")
 
+import transformers as hf
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DynamicCache, StaticCache
 
 from attn_graph.integrations import transformers as integration
 from attn_graph.nn.functional import attention
-from tests.support.models import FAMILIES, LAYERS, Model
+from tests.support.models import FAMILIES, LAYERS, VOCABULARY, WINDOW, Model
 from tests.support.tracing import traces
 from tests.support.transformer_calls import (
     QUICK,
@@ -221,7 +222,16 @@ def test_layers_are_explained_by_name() -> None:
     assert "mask=Band(low=-7, high=0)" in str(sliding.graph)
     assert "SoftCap(cap=50.0)" in str(full.graph)
     assert full.target == ag.Target.of("h200")
-    assert not integration.explain_layers(model_of("Gemma 2", "eager"), "h200", **inputs)
+
+
+def test_a_model_without_layers_of_ours_is_not_explained() -> None:
+    """Neither one with another attention nor one whose class has no attention interface."""
+    inputs = draw_inputs("Llama", (24,))[0]
+    config = hf.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=1, n_head=4)
+    for model in (model_of("Llama", "eager"), hf.BloomForCausalLM(config)):
+        name = type(model).__name__
+        with pytest.raises(GraphError, match=f"no layer of {name} calls attn_graph.*'eager'"):
+            integration.explain_layers(model, "h200", **inputs)
 
 
 def test_layers_are_explained_where_the_model_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,27 +321,57 @@ def test_lengths_become_symbols(use_cache: bool) -> None:
     assert counter.frame_count == 2  # with a number, then with a symbol
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
+CACHES: dict[str, Callable[[Model], Any]] = {  # Any: of transformers
+    "dynamic": lambda model: DynamicCache(config=model.config),
+    "static": lambda model: StaticCache(config=model.config, max_cache_len=40),
+}
+
+
+def decode(call: Callable[..., Any], prompt: Tensor, memory: Any, steps: int) -> Tensor:
+    """The tokens that greedy steps after a prompt give, itself included."""
+    tokens = prompt
+    for _ in range(steps):
+        part = tokens[:, memory.get_seq_length() :]
+        logits = call(input_ids=part, past_key_values=memory).logits
+        tokens = torch.cat((tokens, logits[:, -1:].argmax(-1)), 1)
+    return tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "cache", "length"),
+    [
+        ("Mistral", "static", WINDOW - 3),
+        *(
+            pytest.param(name, cache, length, marks=pytest.mark.slow)
+            for name in ("Llama", "Mistral", "Llama 4")
+            for cache in CACHES
+            for length in (WINDOW - 3, WINDOW + 3)
+            if (name, cache, length) != ("Mistral", "static", WINDOW - 3)
+        ),
+    ],
+)
 @traces
-def test_a_decode_step_is_compiled_once(cache: str) -> None:
-    model, counter = model_of("Mistral", "attn_graph"), CompileCounterWithBackend("eager")
+def test_compiled_steps_give_the_tokens_that_eager_gives(
+    name: str, cache: str, length: int
+) -> None:
+    """A prompt and steps after it, while a window or a chunk fills and beyond: compiled for the
+    prompt, for a step, for steps of any length, and once more when the window is full."""
+    prompt = stack(draw_inputs(name, (length, length)))["input_ids"]
+    eager, model = model_of(name, "eager"), model_of(name, "attn_graph")
     torch.compiler.reset()
+    counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(model, fullgraph=True, backend=counter)
-    ids = stack(draw_inputs("Mistral", (30, 30)))["input_ids"]
-    caches = [
-        DynamicCache(config=model.config)
-        if cache == "dynamic"
-        else StaticCache(config=model.config, max_cache_len=40)
-        for _ in range(2)
-    ]
     with torch.no_grad():
-        for memory in caches:
-            model(input_ids=ids[:, :10], past_key_values=memory)
-        for n in range(10, 20):
-            logits = [
-                call(input_ids=ids[:, n : n + 1], past_key_values=memory).logits
-                for call, memory in zip((model, compiled), caches, strict=True)
-            ]
-            assert torch.equal(*logits)
-    assert counter.frame_count <= 2
+        due = decode(eager, prompt, CACHES[cache](eager), 9)
+        assert torch.equal(decode(compiled, prompt, CACHES[cache](model), 9), due)
+    assert counter.frame_count <= 4
+
+
+def test_steps_that_fill_a_window_share_a_plan() -> None:
+    model = model_of("Mistral", "attn_graph")
+    memory = CACHES["static"](model)
+    prompt = draw_inputs("Mistral", (2,))[0]["input_ids"]
+    ag.clear_cache()
+    with torch.no_grad():
+        decode(model, prompt, memory, WINDOW - 2)
+    assert ag.cache_info().builds == 2  # of the prompt, and of the steps

@@ -107,6 +107,20 @@ FAMILIES = {
     "Mistral": Family(
         build(hf.MistralForCausalLM, hf.MistralConfig, **DECODER, sliding_window=WINDOW), "tokens"
     ),
+    "Llama 4": Family(
+        build(
+            hf.Llama4ForCausalLM,
+            hf.Llama4TextConfig,
+            **DECODER,
+            head_dim=HEAD,
+            attention_chunk_size=WINDOW,
+            layer_types=["chunked_attention", "full_attention"],
+            no_rope_layers=[1, 0],
+            moe_layers=[],
+            intermediate_size_mlp=48,
+        ),
+        "tokens",
+    ),
     "Qwen 3": Family(
         build(hf.Qwen3ForCausalLM, hf.Qwen3Config, **DECODER, head_dim=HEAD), "tokens"
     ),

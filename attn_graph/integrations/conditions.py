@@ -1,0 +1,212 @@
+"""Conditions of transformers' mask functions: what keeps a place, joined by `&`, `|` and `~`.
+
+A join is exact, or it is unreadable and raises. All of it can be traced by torch.compile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from attrs import define
+from torch import Tensor
+
+from attn_graph.machine.ambient import is_traced
+from attn_graph.masks import Mask, Prefix, SameSegment
+
+Kind = tuple[Tensor, Tensor]  # numbers of queries [B,M] and keys [B,N], which are equal or not
+
+
+class UnreadableMaskError(Exception):
+    """A mask function does what no mask of the library says. The text is what it does."""
+
+
+class MaskSymbol:
+    """Abstract: what a mask function is called on, or computes. It has no value to branch on."""
+
+    __slots__ = ()
+    device = torch.device("cpu")  # nothing need be moved to where it lies
+
+    def __bool__(self) -> NoReturn:
+        raise UnreadableMaskError("branches on a position")
+
+    def compare(self, name: str, other: object) -> Condition:
+        """Where it compares so, by the name of a function of `operator`.
+
+        Raises UnreadableMaskError where no mask says that.
+        """
+        raise UnreadableMaskError("compares what is no position")
+
+    def __lt__(self, other: object) -> Condition:
+        return self.compare("lt", other)
+
+    def __le__(self, other: object) -> Condition:
+        return self.compare("le", other)
+
+    def __gt__(self, other: object) -> Condition:
+        return self.compare("gt", other)
+
+    def __ge__(self, other: object) -> Condition:
+        return self.compare("ge", other)
+
+    def __eq__(self, other: object) -> Any:  # Any: a symbol, where others give a bool
+        return self.compare("eq", other)
+
+    def __ne__(self, other: object) -> Any:  # Any: a symbol, where others give a bool
+        return self.compare("ne", other)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, *_: object) -> NoReturn:  # Any: of PyTorch
+        raise UnreadableMaskError(f"calls {getattr(func, '__name__', func)} on a position")
+
+    __hash__ = None  # type: ignore[assignment]  # as of everything that compares by other than value
+
+
+@define(eq=False)
+class Nowhere(MaskSymbol):
+    """False everywhere, to which transformers joins conditions by |."""
+
+    def __or__(self, other: object) -> Condition:
+        return as_condition(other)
+
+
+@define(eq=False)
+class Condition(MaskSymbol):
+    """Places that a mask keeps, None being all, where query and key have one number of each kind.
+
+    segments: the numbers that `SameSegment` compares in the mask. lengths: whether the mask reads
+    kv_lengths, which are those of the frame. within: tables whose numbers count positions in a
+    sequence: the places are right where query and key lie in one, and elsewhere they may be wrong.
+    separates: tables that have one number for the query and the key of every place.
+    """
+
+    mask: Mask | None = None
+    kinds: tuple[Kind, ...] = ()
+    segments: Kind | None = None
+    lengths: bool = False
+    within: tuple[Tensor, ...] = ()
+    separates: tuple[Tensor, ...] = ()
+
+    def to(self, *_: object) -> Condition:
+        """Itself: there is nothing to move."""
+        return self
+
+    @property
+    def is_everywhere(self) -> bool:
+        """Whether it holds at all places."""
+        return self.mask is None and len(self.kinds) == len(self.within) == 0
+
+    def closed(self) -> Condition:
+        """The same without kinds: the mask compares their numbers, as those of one kind.
+
+        Raises UnreadableMaskError where the mask compares others already.
+        """
+        if not self.kinds:
+            return self
+        mask = SameSegment() if self.mask is None else self.mask & SameSegment()
+        segments = one_kind(self.segments, pair_kinds(self.kinds))
+        return Condition(mask, (), segments, self.lengths, self.within, self.separates)
+
+    def __and__(self, other: object) -> Condition:
+        other = as_condition(other)
+        if self.is_everywhere or other.is_everywhere:
+            return other if self.is_everywhere else self
+        if self.mask is None or other.mask is None:
+            mask = other.mask if self.mask is None else self.mask
+        else:
+            mask = self.mask & other.mask
+        separates = (*self.separates, *other.separates)
+        return Condition(
+            mask,
+            (*self.kinds, *other.kinds),
+            one_kind(self.segments, other.segments),
+            self.lengths or other.lengths,
+            within_beside((*self.within, *other.within), separates),
+            separates,
+        )
+
+    def __or__(self, other: object) -> Condition:
+        a, b = self.closed(), as_condition(other).closed()
+        if a.is_everywhere or b.is_everywhere:
+            return Condition()
+        within = (*a.within, *b.within)
+        if a.mask is None or b.mask is None:  # all places within a sequence
+            return Condition(within=within)
+        segments = one_kind(a.segments, b.segments)
+        return Condition(a.mask | b.mask, (), segments, a.lengths or b.lengths, within)
+
+    def __invert__(self) -> Condition:
+        a = self.closed()
+        mask = Prefix(0) if a.mask is None else ~a.mask
+        return Condition(mask, (), a.segments, a.lengths, a.within)
+
+
+def as_condition(value: object) -> Condition:
+    """A condition, also of a boolean of PyTorch. Raises UnreadableMaskError for others."""
+    if isinstance(value, Tensor) and value.dtype == torch.bool and value.numel() == 1:
+        return Condition(None if value else Prefix(0))
+    if not isinstance(value, Condition):
+        raise UnreadableMaskError(f"joins a condition with a {type(value).__name__}")
+    return value
+
+
+def within_beside(within: tuple[Tensor, ...], separates: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """`within` of a condition that separates: the tables whose sequences are not separated."""
+    return tuple(
+        positions
+        for positions in within
+        if not any(count_within(positions, table) for table in separates)
+    )
+
+
+def count_within(positions: Tensor, segments: Tensor) -> bool:
+    """Whether numbers [B,N] count the positions within each segment, which is one run of tokens.
+
+    Where tensors can't be read on the host they are believed to, unless they are the segments:
+    transformers makes one of the other.
+    """
+    if not is_readable_now(segments, segments.shape[1]):
+        return positions is not segments
+    if positions.shape != segments.shape:
+        return False
+    here, next_ = segments[:, :-1], segments[:, 1:]
+    first, second = positions[:, :-1], positions[:, 1:]
+    counted = (here == next_) & (first < second) & (second - first == 1)
+    return bool(((here < next_) | counted).all())
+
+
+def is_readable_now(tensor: Tensor, M: int) -> bool:
+    """Whether to read a tensor on the host, M tokens being computed."""
+    if torch.compiler.is_compiling() or is_traced():
+        return False
+    return tensor.device.type == "cpu" or (M > 1 and not torch.cuda.is_current_stream_capturing())
+
+
+def one_kind(a: Kind | None, b: Kind | None) -> Kind | None:
+    """The one of two kinds that there is. Raises UnreadableMaskError for two, and not of one."""
+    if a is None or b is None:
+        return b if a is None else a
+    if a[0] is not b[0] or a[1] is not b[1]:
+        raise UnreadableMaskError("joins several kinds of segments")
+    return a
+
+
+def pair_kinds(kinds: Sequence[Kind]) -> Kind:
+    """Numbers that are equal where those of every kind are."""
+    q, kv = kinds[0]
+    for more in kinds[1:]:
+        (a, b), (c, d) = rank_numbers(q, kv), rank_numbers(*more)
+        ranks = q.shape[1] + kv.shape[1]
+        q, kv = a * ranks + c, b * ranks + d
+    return q, kv
+
+
+def rank_numbers(q: Tensor, kv: Tensor) -> Kind:
+    """Numbers from 0, fewer than M + N, equal where these [B,M] and [B,N] are: how many are less.
+
+    A product of two such fits into int64, whatever the numbers were.
+    """
+    both = torch.cat((q.long(), kv.long()), 1)
+    ranks = torch.searchsorted(both.sort(1).values, both)
+    return ranks[:, : q.shape[1]], ranks[:, q.shape[1] :]
