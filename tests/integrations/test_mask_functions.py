@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from attrs import frozen
-from hypothesis import event, given
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -213,6 +213,7 @@ def transformers_mask(arguments: dict[str, Any]) -> Any:  # Any: a tensor, None 
     return hf.sdpa_mask(**arguments, allow_is_causal_skip=False)
 
 
+@settings(max_examples=4 * settings().max_examples)
 @given(calls())
 def test_a_mask_means_what_transformers_makes_of_it(call: Call) -> None:
     """Place by place: as data, or as the very tensor where no mask says it."""
