@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import final
+from typing import NoReturn, final
 
 from attrs import frozen
 
@@ -109,6 +109,14 @@ def problems_of(attempt: Callable[[], object]) -> tuple[str, ...]:
     except GraphError as error:
         return error.problems
     return ()
+
+
+def refuse_truth(who: str, value: object, way_out: str) -> NoReturn:
+    """Raise GraphError for a value that describes a computation, where Python wants true or false.
+
+    who: the kind of value. way_out: how to write what was probably meant.
+    """
+    raise GraphError(f"{who}: {value} is neither true nor false; {way_out}")
 
 
 def as_tensor_error(error: GraphError | PlanMismatchError) -> TensorError:

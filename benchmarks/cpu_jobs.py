@@ -283,7 +283,7 @@ def make_mask(job: Job) -> ag.Mask | None:
     causal = ag.Causal() | ag.Prefix(job.prefix) if job.prefix else ag.Causal()
     parts = [causal] * job.causal + [ag.Window(job.left)] * (job.left is not None)
     mask = reduce(and_, parts) if parts else None
-    return mask.aligned("bottom_right") if mask and job.before else mask
+    return mask if mask is None or not job.before else mask.aligned("bottom_right")
 
 
 def document_ends(job: Job) -> list[tuple[int, int]]:

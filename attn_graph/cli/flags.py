@@ -11,7 +11,7 @@ import click
 
 import attn_graph as ag
 from attn_graph.ir.parse import parse_mask
-from attn_graph.masks import Mask
+from attn_graph.masks import Mask, needs_of
 from attn_graph.spec import DTYPES, FLOATS, NAMES
 
 Command = TypeVar("Command", bound=Callable[..., None])
@@ -201,7 +201,7 @@ def data_of(mask: Mask | None, full: tuple[int, int, int, int]) -> dict[str, ag.
     axes = dict(zip("bhij", full, strict=True))
     return {
         name: ag.TensorSpec([axes[a] for a in data.axes], data.dtypes[-1])
-        for name, data in (mask.needs if mask else {}).items()
+        for name, data in needs_of(mask).items()
     }
 
 

@@ -62,7 +62,7 @@ def mask(
     to it with &. What lengths and segments decide is shown as mixed.
     """
     joined = mask_of(flags, expression)
-    whole = joined.aligned(flags["align"]) if joined else None
+    whole = None if joined is None else joined.aligned(flags["align"])
     tiles = ag.tiles(whole, queries, keys, block=block or BLOCK)
     if out is not None:
         draw_to(out, lambda: draw_mask(out, whole, queries, keys, tile=block))
@@ -72,7 +72,7 @@ def mask(
     if out is None:
         show_text(picture(whole, queries, keys, tile=block), wraps=False)
     share = f"; {100 * computed_share(tiles):.3g} % to compute"
-    show_text(f"{whole or 'no mask'}: {tiles}{share}", wraps=False)
+    show_text(f"{'no mask' if whole is None else whole}: {tiles}{share}", wraps=False)
 
 
 def computed_share(tiles: ag.Tiles) -> float:

@@ -338,7 +338,8 @@ class Reader:
     def apply_to_integers(self, name: str, a: Index, b: Index) -> Mask | Index | Real:
         """A comparison of integers, or their sum, product and the like."""
         if name in MIRRORED:
-            return self.captured.compare(name, a, b) or compare_indices(name, a, b)
+            known = self.captured.compare(name, a, b)
+            return compare_indices(name, a, b) if known is None else known
         if name in ("add", "sub", "mul", "floordiv", "mod"):
             return combine_indices(name, a, b)
         return apply_to_numbers(name, [a, b])

@@ -135,9 +135,11 @@ def unite(a: Elements, b: Elements) -> Elements:
 
 def compare_indices(name: str, a: Index, b: Index) -> Mask:
     """The mask of a comparison: in closed form, or else a `Formula`."""
-    return closed_form(name, a, b) or Formula(
-        simplify_text(f"{a.text} {SIGNS[name]} {b.text}"), unite(a.elements, b.elements)
-    )
+    closed = closed_form(name, a, b)
+    if closed is not None:
+        return closed
+    text = simplify_text(f"{a.text} {SIGNS[name]} {b.text}")
+    return Formula(text, unite(a.elements, b.elements))
 
 
 def closed_form(name: str, a: Index, b: Index) -> Mask | None:

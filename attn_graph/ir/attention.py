@@ -119,7 +119,7 @@ class Attention(Op):
         return (
             *("q", "k", "v"),
             *(name for modifier in self.modifiers for name in modifier.needs),
-            *(self.mask.needs if self.mask else ()),
+            *masks.needs_of(self.mask),
             *(("sinks",) if self.sinks else ()),
             *(("seed", "offset") if self.dropout else ()),
         )
@@ -129,7 +129,7 @@ class Attention(Op):
         return (
             *(4, 4, 4),
             *(rank for modifier in self.modifiers for rank in modifier.ranks[1:]),
-            *(ops.Mask(self.mask).ranks[1:] if self.mask else ()),
+            *(None for _ in masks.needs_of(self.mask)),
             *((1,) if self.sinks else ()),
             *((0, 0) if self.dropout else ()),
         )
@@ -140,7 +140,7 @@ class Attention(Op):
         return (
             *(True, True, True),
             *(name in m.trains for m in self.modifiers for name in m.needs),
-            *(False for _ in (self.mask.needs if self.mask else ())),
+            *(False for _ in masks.needs_of(self.mask)),
             *((True,) if self.sinks else ()),
             *((False, False) if self.dropout else ()),
         )
@@ -154,7 +154,7 @@ class Attention(Op):
     def data_names(self) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
         """Names of the tensors that each modifier reads, and of those that the mask reads."""
         modifiers = tuple(tuple(m.needs) for m in self.modifiers)
-        return modifiers, tuple(self.mask.needs if self.mask else ())
+        return modifiers, tuple(masks.needs_of(self.mask))
 
     def split(self, operands: Sequence[T]) -> Operands[T]:
         """The operands by role."""
@@ -176,7 +176,7 @@ class Attention(Op):
         (s,) = emit(ops.Scores(self.scale), given.q, given.k)
         for modifier, data in zip(self.modifiers, given.modifiers, strict=True):
             (s,) = emit(modifier, s, *data.values())
-        if self.mask:
+        if self.mask is not None:
             (s,) = emit(ops.Mask(self.mask), s, *given.mask.values())
         more = [emit(ops.STATISTICS[name](), s)[0] for name in self.stats if name != "lse"]
         p, lse = emit(ops.Softmax(self.sinks), s, *([given.sinks] if self.sinks else []))
@@ -381,7 +381,7 @@ def compute_gradients(
     for modifier, data in zip(node.modifiers, given.modifiers, strict=True):
         steps += modifier.run(steps[-1], *data.values())
     s = steps[-1]
-    if node.mask:
+    if node.mask is not None:
         (s,) = ops.Mask(node.mask).run(s, *given.mask.values())
     p = torch.exp(s - lse.masked_fill(lse == -INF, 0.0)[..., None])
     z = dropout_factor(node, given, s)

@@ -15,7 +15,7 @@ from attn_graph.ir.packed import Packed, fused_op, with_operands
 from attn_graph.ir.paging import Unpage
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.tangents import attention_in
-from attn_graph.masks import Mask
+from attn_graph.masks import Mask, needs_of
 from attn_graph.masks.canonical import canonical_mask
 from attn_graph.spec.dims import Dim, NamedSize, Sizes, are_numbers, bind
 
@@ -51,7 +51,7 @@ def settle(op: Op, operands: Sequence[Value]) -> tuple[Op, Sequence[Value]]:
     """An op whose sizes are numbers now, with its mask and modifiers in canonical form, and the
     operands that it reads then."""
     node = attention_in(fused_op(op))
-    if node is None or not (node.mask or node.modifiers):
+    if node is None or (node.mask is None and not node.modifiers):
         return op, operands
     types = [x.type for x in operands]
     q, k, *_ = op.padded(types) if isinstance(op, Packed) else types
@@ -76,9 +76,9 @@ def settle_attention(
     if (mask, modifiers) == (node.mask, node.modifiers):
         return op, None
     before, own = 3 + sum(len(m.needs) for m in modifiers), len(node.ranks)
-    known = {name: before + n for n, name in enumerate(node.mask.needs if node.mask else ())}
+    known = {name: before + n for n, name in enumerate(needs_of(node.mask))}
     after = range(before + len(known), count)
-    kept = (*range(before), *(known[name] for name in (mask.needs if mask else ())), *after)
+    kept = (*range(before), *(known[name] for name in needs_of(mask)), *after)
     settled = evolve(node, mask=mask, modifiers=modifiers)
     changed = with_operands(op, settled, [i for i in kept if i < own])
     return changed, None if len(kept) == count else kept

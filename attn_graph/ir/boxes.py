@@ -14,7 +14,7 @@ from attn_graph.ir.addends import Addend
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.graph import Eqn
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap, default_slopes
-from attn_graph.masks import Data
+from attn_graph.masks import Data, needs_of
 from attn_graph.masks.canonical import canonical_mask
 from attn_graph.masks.moving import WHOLE, Box, cut_tensor, move_mask, move_text, refuse_lengths
 
@@ -75,7 +75,7 @@ def move_attention(eqn: Eqn, box: Box) -> Piece:
         for step, inputs in zip(steps, whole.modifiers, strict=True)
         for feed in list_feeds(step.needs, inputs)
     ]
-    feeds += list_feeds(mask.needs if mask else {}, whole.mask)
+    feeds += list_feeds(needs_of(mask), whole.mask)
     part = node.part or node.sinks or len(box.keys) < box.sizes[3]
     own = evolve(node, modifiers=steps, mask=mask, sinks=False, part=part)
     if node.dropout:

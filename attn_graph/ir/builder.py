@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from keyword import iskeyword
-from typing import TypeVar, final
+from typing import NoReturn, TypeVar, final
 
 import torch
 from attrs import define, field, frozen
 
 from attn_graph import masks
-from attn_graph.errors import GraphError, user_line
+from attn_graph.errors import GraphError, refuse_truth, user_line
 from attn_graph.ir import ops
 from attn_graph.ir.graph import Eqn, Graph, Input, Op, op_name
 from attn_graph.ir.modifiers import Alibi, Bias, SoftCap
@@ -19,6 +18,7 @@ from attn_graph.ir.packed_inputs import alignment_problems, find_packed_sides
 from attn_graph.ir.paging import Unpage
 from attn_graph.masks import Align
 from attn_graph.spec import FLOATS, TensorSpec, ValueType
+from attn_graph.spec.dims import is_plain_name
 
 EXTRA = (  # the inputs that options of `attention` add, in their order; those of masks follow
     *("bias", "alibi", "keep", "kv_lengths", "q_lengths", "sinks"),
@@ -43,6 +43,10 @@ class Value:
     def type(self) -> ValueType:
         """Shape and dtype of the value."""
         return self.builder.types[self.index]
+
+    def __bool__(self) -> NoReturn:
+        """Raises GraphError: what a value holds is known only when the graph runs."""
+        refuse_truth("value", self.type, "compare with None: a graph has no branches on its data")
 
     def then(self, op: Op, *more: Value) -> Value:
         """The result of `op`, which has one, on this value and `more`. Raises GraphError."""
@@ -166,7 +170,7 @@ class Builder:
             self.problem(f"input {name!r} comes after the first equation; declare inputs first")
         if any(name == known.name for known in self.inputs):
             self.problem(f"two inputs are named {name!r}; names are how a plan is called")
-        if not name.isidentifier() or iskeyword(name):
+        if not is_plain_name(name):
             self.problem(f"input {name!r} is no Python name; a plan takes it as a keyword")
         own = {x.name: x for dim in spec.dims for x in dim.symbols}
         for other in (x for i in self.inputs for dim in i.spec.dims for x in dim.symbols):
@@ -327,7 +331,8 @@ def attention(
     given |= {"kv_lengths": kv_lengths, "q_lengths": q_lengths, "sinks": sinks}
     if segments is not None:
         given["q_segments"], given["kv_segments"] = two_segments(segments)
-    if dropout:
+    rate = b.attempt(lambda: ops.Dropout(0.0 if dropout is None else dropout).rate) or 0.0
+    if rate:
         given["seed"] = given["offset"] = TensorSpec((), torch.int64)
     given |= {"q_starts": q_starts, "kv_starts": kv_starts, "pages": pages}
     specs = {"q": q, "k": k, "v": v}
@@ -338,7 +343,7 @@ def attention(
     names = b.attempt(lambda: statistic_names(stats)) or ()
     rows, keys = b.attempt(lambda: find_packed_sides(x, most)) or (None, None)
     ends = {"q_lengths": rows and rows.lengths, "kv_lengths": keys and keys.lengths}
-    x |= {name: lengths for name, lengths in ends.items() if lengths}
+    x |= {name: lengths for name, lengths in ends.items() if lengths is not None}
     whole = b.attempt(lambda: whole_mask(mask, x, align, rows, keys))
     slanted = None if alibi is None or alibi is False else align or ""
     b.problem(*alignment_problems(whole, slanted, rows, keys))
@@ -353,11 +358,11 @@ def attention(
         s = s.alibi(x.get("alibi"), align=align, **moved)
     if whole is not None:
         s = s.mask(whole, **{name: x[name] for name in whole.needs if name in x})
-    for name in sorted(data.keys() - (whole.needs if whole else {}).keys()):
+    for name in sorted(data.keys() - masks.needs_of(whole).keys()):
         b.problem(f"attention: no option and no leaf of the mask is named {name!r}")
     p, lse = s.softmax(x.get("sinks"))
-    if dropout:
-        p = p.dropout(dropout, x["seed"], x["offset"])
+    if rate:
+        p = p.dropout(rate, x["seed"], x["offset"])
     stats_of = {name: s.then(ops.STATISTICS[name]()) for name in names if name != "lse"}
     stats_of |= {"lse": lse}
     results = p.weigh(unpacked["v"]), *(stats_of[name] for name in names)
@@ -414,7 +419,7 @@ def whole_mask(
     ends = {masks.QueryLengths(): rows, masks.KeyLengths(): keys}
     for leaf, names in JOINED.items():
         parts = [] if mask is None else masks.flatten_join(masks.And, mask)
-        reads = leaf in parts if ends.get(leaf) else mask and names & mask.needs.keys()
+        reads = leaf in parts if ends.get(leaf) else names & masks.needs_of(mask).keys()
         if names <= given.keys() and not reads:
             mask = leaf if mask is None else mask & leaf
-    return mask.aligned(align) if mask else None
+    return None if mask is None else mask.aligned(align)

@@ -83,7 +83,7 @@ class KeptAttention(Op):
         (s,) = ops.Scores(node.scale).run(given.q, given.k)
         for modifier, data in zip(node.modifiers, given.modifiers, strict=True):
             (s,) = modifier.run(s, *data.values())
-        if node.mask:
+        if node.mask is not None:
             (s,) = ops.Mask(node.mask).run(s, *given.mask.values())
         p, _ = ops.Softmax().run(s)
         return *ops.Weigh().run(p, given.v), p.to(given.q.dtype)

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, NoReturn, final
 
 import torch
 from attrs import evolve, field, frozen
 
-from attn_graph.errors import GraphError, problems_of
+from attn_graph.errors import GraphError, problems_of, refuse_truth
 from attn_graph.ir.checks import range_problem, require_positive
 from attn_graph.ir.graph import Emit, Gradients, Op, Values, op_name
 from attn_graph.ir.sums import add_up, apply
@@ -129,6 +129,10 @@ class Modifier(Op):
                 f"{who} has no second derivative: it is not additive, trains {read}, and defines "
                 "no bend(ds, t, s, at)"
             )
+
+    def __bool__(self) -> NoReturn:
+        """Raises GraphError: `and`, `or` and `not` would drop a modifier without a word."""
+        refuse_truth(op_name(type(self)), self, "apply modifiers one after another, with then()")
 
     def gradient_problems(self) -> Iterator[str]:
         """The parts of the gradient that the class does not define."""

@@ -59,16 +59,19 @@ def find_packed_sides(
     rows: Sequences | None = None
     keys: Sequences | Pages | None = None
     if "q_starts" in x:
-        lengths = x.get("q_lengths") or x["q_starts"].then(Lengths())
-        rows = Sequences(x["q_starts"], lengths, size_of(x["q"]) if M is None else M)
+        starts = x["q_starts"]
+        lengths = x["q_lengths"] if "q_lengths" in x else starts.then(Lengths())
+        rows = Sequences(starts, lengths, size_of(x["q"]) if M is None else M)
     if "pages" in x:
         keys = Pages(x["pages"], x.get("kv_lengths"))
     elif len(x["k"].type.shape) == 3 and (rows or "kv_starts" in x):
-        apart = x.get("kv_starts")
-        own = rows.lengths if rows and not apart else None
-        lengths = x.get("kv_lengths") or own or (apart or x["q_starts"]).then(Lengths())
-        most_keys = size_of(x["k"]) if N is None else N
-        keys = Sequences(apart or x["q_starts"], lengths, most_keys)
+        starts = x["kv_starts" if "kv_starts" in x else "q_starts"]
+        if "kv_lengths" in x:
+            lengths = x["kv_lengths"]
+        else:
+            alike = None if "kv_starts" in x else rows
+            lengths = alike.lengths if alike else starts.then(Lengths())
+        keys = Sequences(starts, lengths, size_of(x["k"]) if N is None else N)
     for name, side, size in (("M", rows, M), ("N", keys, N)):
         if size is not None and not isinstance(side, Sequences):
             raise GraphError(f"attention: most says {name} = {size}, and nothing of that is packed")
@@ -128,7 +131,7 @@ def alignment_problems(
     """
     if not rows and not isinstance(keys, Sequences):
         return
-    if rows and keys and keys.lengths and rows.lengths.index == keys.lengths.index:
+    if rows and keys and keys.lengths is not None and rows.lengths.index == keys.lengths.index:
         return
     parts = [] if mask is None else [*leaves(mask)]
     free = [str(x) for x in parts if isinstance(x, masks.Diagonal) and x.align is None]

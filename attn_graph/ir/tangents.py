@@ -245,7 +245,7 @@ def push_scores(
         (t,) = modifier.push(run_op, operands, results, (ts[-1], *moves.values()))
         steps += results
         ts.append(t)
-    if node.mask:
+    if node.mask is not None:
         steps += ops.Mask(node.mask).run(steps[-1], *given.mask.values())
         ts.append(ts[-1])
     ts[-1] = ts[-1].masked_fill(steps[-1] == -INF, 0.0)

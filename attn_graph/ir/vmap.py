@@ -19,7 +19,7 @@ from attn_graph.ir.sums import Add, Zeros
 from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp, attention_in
 from attn_graph.ir.views import Fold, Repeat, Unfold, insert_at
 from attn_graph.ir.vjp import value_names
-from attn_graph.masks import LEAVES
+from attn_graph.masks import LEAVES, needs_of
 from attn_graph.masks.runs import leaves
 from attn_graph.spec import TensorSpec, dense_strides, to_integer
 
@@ -176,7 +176,8 @@ def node_problems(node: Attention) -> Iterator[str]:
     if node.origin:
         yield f"vmap: the graph's dropout is a part's, at {node.origin}; map the whole"
     own = [m for m in node.modifiers if type(m) not in MODIFIERS]
-    parts = [leaf for leaf in leaves(node.mask) if type(leaf) not in LEAVES] if node.mask else []
+    every = () if node.mask is None else leaves(node.mask)
+    parts = [leaf for leaf in every if type(leaf) not in LEAVES]
     for part in (*own, *parts):
         yield (
             f"vmap: {type(part).__name__} is your own, and may count batch entries or heads; "
@@ -192,7 +193,7 @@ def operand_letters(op: Op) -> tuple[str, ...]:
     match op:
         case Attention(modifiers=modifiers, mask=mask):
             read = [data for m in modifiers for data in m.needs.values()]
-            read += mask.needs.values() if mask else ()
+            read += needs_of(mask).values()
             numbers = ("",) * (2 if op.dropout else 0)
             return ("bhid", "bgjd", "bgje", *(d.axes for d in read), *("h" * op.sinks), *numbers)
         case AttentionGrad(attention=node):

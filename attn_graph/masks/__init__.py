@@ -10,6 +10,7 @@ from attn_graph.masks.joins import (
     Or,
     flatten_join,
     join_masks,
+    needs_of,
     require_mask,
 )
 from attn_graph.masks.leaves import (
@@ -54,6 +55,7 @@ __all__ = [
     "diagonal_offset",
     "flatten_join",
     "join_masks",
+    "needs_of",
     "ragged_in",
     "require_alignment",
     "require_lengths",

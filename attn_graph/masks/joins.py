@@ -9,17 +9,19 @@ the diagonal may say so by `strip`, and spares kernels a list of tiles.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Literal, final
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import combinations
+from typing import Literal, NoReturn, final
 
 import torch
 from attrs import Factory, field, frozen
 
-from attn_graph.errors import GraphError
+from attn_graph.errors import GraphError, refuse_truth
 from attn_graph.masks.places import Block, Keys, Place, Strip, Term
 from attn_graph.printing.text import show_call
 from attn_graph.spec import INTEGERS, ValueType
 
+LETTERS = {"b": "B", "h": "H", "i": "M", "j": "N"}  # of axes, and the names of their sizes
 DEEPEST = 128  # joins within joins: each takes up to four of the thousand calls that Python nests
 Align = Literal["top_left", "bottom_right"]
 
@@ -47,15 +49,43 @@ class Data:
         full = tuple(sizes[x] for x in self.axes)
         rank, needed = len(type_.shape), len(full)
         if rank != needed:
-            short = self.broadcasts and rank < needed
-            way_out = f"; say {name}[{', '.join(['None'] * (needed - rank))}]" if short else ""
-            yield f"{who}: {name} {type_} has {rank} axes and needs {needed}{way_out}"
+            ways = list_readings(name, type_.shape, sizes) if self.broadcasts else ""
+            yield f"{who}: {name} {type_} has {rank} axes and needs {needed}{ways}"
         elif not all(
             n == m or (self.broadcasts and n == 1) for n, m in zip(type_.shape, full, strict=True)
         ):
             yield f"{who}: {name} {type_} does not fit {self.axes} = {list(full)}"
         if type_.dtype not in self.dtypes:
             yield f"{who}: {name} {type_} must be of {' or '.join(map(str, self.dtypes))}"
+
+
+def list_readings(name: str, shape: Sequence[int], sizes: Mapping[str, int]) -> str:
+    """How to give a tensor of fewer axes all four of "bhij", once for each meaning that fits.
+
+    sizes: of the axes, by letter. Its last axis is that of keys, unless no such meaning fits.
+    """
+    count = range(len(shape))
+    every = combinations(LETTERS, len(shape))
+    fitting = [x for x in every if all(shape[n] in (1, sizes[x[n]]) for n in count)]
+    meanings = [x for x in fitting if x[-1:] == ("j",)] or [x for x in fitting if x]
+    apart = {frozenset(x[n] for n in count if shape[n] != 1): x for x in meanings}
+    ways = [
+        f"{name}{index_axes(x)} where it is {name_axes(x, shape)}" for x in reversed(apart.values())
+    ]
+    return f"; say {' or '.join(ways)}" if ways else ""
+
+
+def index_axes(axes: Sequence[str]) -> str:
+    """The index that gives a tensor of some of "bhij" an axis for each: "[:, None]"."""
+    index = [":" if x in axes else "None" for x in LETTERS]
+    kept = max(n for n, x in enumerate(index) if x == "None") + 1
+    return f"[{', '.join(index[:kept])}]"
+
+
+def name_axes(axes: Sequence[str], shape: Sequence[int]) -> str:
+    """A shape by the names of its sizes, 1 for an axis that broadcasts: "[B,N]"."""
+    names = ("1" if n == 1 else LETTERS[x] for x, n in zip(axes, shape, strict=True))
+    return f"[{','.join(names)}]"
 
 
 @frozen
@@ -127,8 +157,17 @@ class Mask:
     def __invert__(self) -> Mask:
         return self.a if isinstance(self, Not) else Not(self)
 
+    def __bool__(self) -> NoReturn:
+        """Raises GraphError: `and`, `or` and `not` would drop a mask without a word."""
+        refuse_truth("mask", self, "join masks with &, | and ~, not with and, or and not")
+
     def __str__(self) -> str:
         return show_call(self)
+
+
+def needs_of(mask: Mask | None) -> dict[str, Data]:
+    """The tensors that a mask reads, by name; none without a mask."""
+    return {} if mask is None else mask.needs
 
 
 def require_mask(_: object, __: object, value: Mask) -> None:

@@ -14,7 +14,7 @@ import torch
 from attrs import fields, has
 
 from attn_graph.errors import GraphError
-from attn_graph.masks.joins import Mask
+from attn_graph.masks.joins import Mask, needs_of
 from attn_graph.masks.places import Block
 from attn_graph.masks.tiles import check_tensors, classify_tiles
 from attn_graph.printing import html
@@ -67,7 +67,7 @@ def kinds(
 
 def sizes_of_data(mask: Mask | None, data: Tensors, B: int, H: int) -> tuple[int, int]:
     """How many batch entries and heads the tensors have, at least B and H."""
-    needs = mask.needs if mask else {}
+    needs = needs_of(mask)
     sizes = {"b": B, "h": H}
     for name, tensor in data.items():
         axes = needs[name].axes if name in needs else ""

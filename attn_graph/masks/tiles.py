@@ -15,7 +15,7 @@ from attrs import evolve, frozen
 
 from attn_graph.errors import GraphError
 from attn_graph.masks.canonical import EVERYTHING, canonical_mask
-from attn_graph.masks.joins import And, Mask, Not, Or
+from attn_graph.masks.joins import And, Mask, Not, Or, needs_of
 from attn_graph.masks.leaves import Band
 from attn_graph.masks.places import Block
 from attn_graph.masks.regions import Region, bound_region, find_regions
@@ -249,7 +249,7 @@ def check_tensors(
 
     sizes: B, H, M and N.
     """
-    needs, full = mask.needs if mask else {}, dict(zip("bhij", sizes, strict=True))
+    needs, full = needs_of(mask), dict(zip("bhij", sizes, strict=True))
     names = ", ".join(needs) or "nothing"
     problems = [f"{mask}: reads no {name}; it reads {names}" for name in data if name not in needs]
     for name, tensor in data.items():
@@ -269,7 +269,8 @@ def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 def bounds(mask: Mask | None, block: Block) -> tuple[Mask, Mask]:
     """Two masks that read only the block's data: one keeps no less than `mask`, one no more."""
-    simple = (mask and canonical_mask(mask, block.M, block.N)) or EVERYTHING
+    simple = None if mask is None else canonical_mask(mask, block.M, block.N)
+    simple = EVERYTHING if simple is None else simple
     return relax(simple, block, more=True), relax(simple, block, more=False)
 
 

@@ -17,7 +17,7 @@ from attn_graph.ir.boxes import Piece, move_attention
 from attn_graph.ir.graph import Eqn, Graph, op_name
 from attn_graph.ir.philox import WORDS
 from attn_graph.machine.target import Target
-from attn_graph.masks import Data
+from attn_graph.masks import Data, needs_of
 from attn_graph.masks.moving import Box
 from attn_graph.masks.tiles import check_tensors
 from attn_graph.mesh.layout import Holding, Mesh, Method, Placement, Ranges
@@ -123,7 +123,7 @@ class Sharded(Compilable[ShardedPlan, Outlook]):
             (inputs, step.needs)
             for inputs, step in zip(whole.modifiers, self.node.modifiers, strict=True)
         ]
-        reads += [(whole.mask, self.node.mask.needs)] if self.node.mask else []
+        reads += [(whole.mask, needs_of(self.node.mask))]
         for inputs, needs in reads:
             letters |= {inputs[name]: data.axes.replace("j", "n") for name, data in needs.items()}
         if whole.sinks is not None:

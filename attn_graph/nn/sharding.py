@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attn_graph.errors import TensorError
 from attn_graph.machine.tensors import is_distributed
-from attn_graph.masks import LEAVES, Join, Mask
+from attn_graph.masks import LEAVES, Join, Mask, needs_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
@@ -78,7 +78,7 @@ def axes_of(name: str, t: Tensor, mask: Mask | None) -> Axes:
     elif name == "alibi":
         letters = ("b", "h")[2 - t.ndim :]
     else:
-        needs = {} if mask is None else mask.needs
+        needs = needs_of(mask)
         letters = tuple(needs[name].axes) if name in needs else ("?",) * t.ndim
     return tuple("-" if n == 1 else x for n, x in zip(t.shape, letters, strict=False))
 

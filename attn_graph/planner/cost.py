@@ -198,7 +198,7 @@ def select_tensors(graph: Graph, tensors: Tensors) -> Tensors:
 def masks_operands(eqn: Eqn) -> dict[str, int]:
     """The number of the value that is each tensor of an attention's mask, by its name there."""
     node = attention_in(fused_op(eqn.op))
-    return node.split(eqn.args[: len(node.roles)]).mask if node and node.mask else {}
+    return node.split(eqn.args[: len(node.roles)]).mask if node else {}
 
 
 def masks_inputs(graph: Graph, eqn: Eqn) -> dict[str, int]:

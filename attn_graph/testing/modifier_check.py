@@ -16,6 +16,7 @@ from attn_graph.ir.parse import parse
 from attn_graph.ir.promises import CLOSE, derivative_problems
 from attn_graph.lowering.backend import Backend
 from attn_graph.machine.target import Target
+from attn_graph.masks import needs_of
 from attn_graph.masks.places import Block, Place
 from attn_graph.spec import INF, TensorSpec
 from attn_graph.testing.agreement import check_gradients, check_outputs, search
@@ -116,7 +117,7 @@ def graphs_with(draw: DrawFn, op: Modifier) -> Graph:
     """Attention with a step on its scores, under any mask or none."""
     shape = sizes_for(op, draw(shapes(MOST, HEADS)))
     mask = draw(maybe(any_mask(shape, depth=1)))
-    read = draw(data_specs(op.needs | (mask.needs if mask else {}), shape))
+    read = draw(data_specs(op.needs | needs_of(mask), shape))
     wide = any(spec.dtype == torch.float64 for spec in read.values())  # as exact as what is read
     dtype = torch.float64 if wide else torch.float32
     specs = {name: TensorSpec(getattr(shape, name), dtype) for name in "qkv"}

@@ -19,6 +19,7 @@ from attn_graph.ir import builder, ops
 from attn_graph.ir.builder import Value
 from attn_graph.ir.graph import Graph, Op
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
+from attn_graph.masks import needs_of
 from attn_graph.spec import FLOATS, TensorSpec
 
 T = TypeVar("T")
@@ -303,7 +304,7 @@ def mask_options(draw: DrawFn, shape: Shape) -> dict[str, Any]:  # Any: options 
     align = draw(st.one_of(aligns, st.none()))
     mask = draw(maybe(masks(shape, align)) if draw(st.booleans()) else masks(shape, align))
     beside = draw(maybe(st.sampled_from([m.Keep(), m.KeyLengths(), m.SameSegment()])))
-    needs = (mask.needs if mask else {}) | (beside.needs if beside else {})
+    needs = needs_of(mask) | needs_of(beside)
     given: dict[str, Any] = draw(data_specs(needs, shape))
     if "q_segments" in given:
         given["segments"] = (given.pop("q_segments"), given.pop("kv_segments"))

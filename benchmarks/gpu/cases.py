@@ -70,7 +70,7 @@ class Case:
         """The attention, for the library."""
         specs = [ag.TensorSpec(shape, self.dtype) for shape in self.shapes]
         mask: ag.Mask | None = ag.Causal() if self.causal or self.window else None
-        if mask and self.window:
+        if mask is not None and self.window:
             mask &= ag.Window(self.window - 1)
         return ag.attention(*specs, mask=mask, soft_cap=self.soft_cap)
 

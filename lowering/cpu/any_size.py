@@ -97,7 +97,7 @@ class SizedStep:
     def plan_size(self, sizes: Shape) -> Ready:
         """The same, whose tensors may be kept."""
         specs, (op, kept) = self.lay(*sizes), (self.op, None)
-        if self.node.mask or self.node.modifiers:
+        if self.node.mask is not None or self.node.modifiers:
             M, N, mask = specs[0].shape[2], specs[1].shape[2], self.mask_at(sizes)
             op, kept = settle_attention(op, self.node, mask, M, N, len(specs))
         problem = Problem.of(op, specs if kept is None else [specs[n] for n in kept])

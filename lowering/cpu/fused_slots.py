@@ -81,7 +81,7 @@ def held_addends(tiles: FusedTiles) -> Iterator[torch.Tensor]:
     nothing: Data = tuple({} for _ in p.node.modifiers)
     mask, bare = p.node.mask, not p.node.modifiers
     for tile, part in tiles.changed_parts():
-        if bare and mask and mask.relative and is_ours(mask):
+        if bare and mask is not None and mask.relative and is_ours(mask):
             keys = range(part.start - tile.rows.start, part.stop - tile.rows.start)
             rows, known = tiles.common or (len(tile.rows), keys)
             addend = recent_addend(mask, rows, known.start, len(known), p.wide)

@@ -37,7 +37,7 @@ from attn_graph.lowering.cpu.schedule import (
 )
 from attn_graph.lowering.problem import Problem, has_flash_order, is_readable
 from attn_graph.machine.workspace import Buffer, Scratch
-from attn_graph.masks import Mask
+from attn_graph.masks import Mask, needs_of
 from attn_graph.masks.canonical import is_ours
 from attn_graph.masks.layers import Kept
 from attn_graph.masks.places import Block, Place
@@ -170,7 +170,7 @@ class FusedTiles:
     def holds(self) -> bool:
         """Whether a plan holds all addends: they are small, and no tensor of a call matters."""
         node = self.problem.node
-        needs = (*(m.needs for m in node.modifiers), node.mask.needs if node.mask else {})
+        needs = (*(m.needs for m in node.modifiers), needs_of(node.mask))
         if self.static is None or any(needs):
             return False
         if self.common is not None:
@@ -257,7 +257,7 @@ class FusedTiles:
         """How it runs, for `explain`."""
         if self.static is None:
             mask = self.problem.node.mask
-            why = "data picks the keys" if mask and mask.needs else "each call lists them"
+            why = "data picks the keys" if needs_of(mask) else "each call lists them"
             kinds = "rectangles and triangles, else on " if self.layered else ""
             return f"PyTorch's fused CPU kernel on {kinds}tiles of {DATA_ROWS} queries; {why}"
         return describe_calls(self.problem, self.static)

@@ -50,7 +50,7 @@ from attn_graph.lowering.cpu.sequences import (
 from attn_graph.lowering.steps import Work, lease_rooms
 from attn_graph.machine.fitting import Layouts, Read, Shape, compile_layouts, find_reads
 from attn_graph.machine.workspace import Buffer, Scratch, Workspace
-from attn_graph.masks import Data
+from attn_graph.masks import Data, needs_of
 from attn_graph.masks.canonical import EVERYTHING, canonical_mask
 from attn_graph.spec import (
     FLOATS,
@@ -117,7 +117,7 @@ class PackedRun:
     def own(self) -> tuple[Label, ...]:
         """The label of each operand of the attention."""
         data = [data for m in self.node.modifiers for data in m.needs.values()]
-        data += self.node.mask.needs.values() if self.node.mask else ()
+        data += needs_of(self.node.mask).values()
         data += [Data("h", FLOATS)] * self.node.sinks
         data += [Data("", INTEGERS)] * 2 if self.node.dropout else []
         return ("rows", "keys", "keys", *data)
@@ -242,9 +242,9 @@ class PackedRun:
             alike = numbers == EVERYTHING
             mask = None if alike else canonical_mask(numbers, sizes.rows, sizes.keys)
         before = 3 + sum(len(m.needs) for m in node.modifiers)
-        known = {name: before + n for n, name in enumerate(node.mask.needs if node.mask else ())}
+        known = {name: before + n for n, name in enumerate(needs_of(node.mask))}
         after = range(before + len(known), len(node.ranks))
-        kept = (*range(before), *(known[name] for name in (mask.needs if mask else ())), *after)
+        kept = (*range(before), *(known[name] for name in needs_of(mask)), *after)
         rest = range(len(node.ranks), len(op.ranks))
         return with_operands(op, evolve(node, mask=mask), kept), (*kept, *rest)
 

@@ -233,7 +233,7 @@ def choose_sizes(problem: Problem, factors: torch.dtype) -> tuple[int, int, int]
     SCORES, rows first, then heads, then batch. factors: what the products multiply."""
     p, r = problem, problem.H // problem.G
     scores = DROPOUT_SCORES if p.node.dropout else SCORES
-    most = MOST_ROWS if p.node.mask else find_unmasked_rows(p)
+    most = find_unmasked_rows(p) if p.node.mask is None else MOST_ROWS
     rows = min(p.M, most, max(LEAST_ROWS, scores // (p.N * r)))
     return rows, *choose_heads(p, factors, rows, scores)
 
@@ -250,7 +250,7 @@ def choose_row_sizes(problem: Problem) -> tuple[int, int, int]:
     if has_few_scores(p):
         return p.M, p.B, p.G
     scores = count_row_scores(p)
-    most = WHOLE_MASKED_ROWS if p.node.mask else WHOLE_ROWS
+    most = WHOLE_ROWS if p.node.mask is None else WHOLE_MASKED_ROWS
     rows = min(p.M, most, max(-(-LEAST_ROWS // r), scores // (p.N * r)))
     return rows, *choose_heads(p, None, rows, scores)
 

@@ -117,7 +117,7 @@ class ProductTiles(TileGrid):
         scores, node = places * self.groups * self.r, p.node
         asked = node.modifiers[int(self.cap is not None) :]
         words = 2 * bool(asked) + bool(node.dropout)
-        position_bytes = POSITIONS * places if node.mask or asked else 0
+        position_bytes = POSITIONS * places if node.mask is not None or asked else 0
         position_bytes += torch.int64.itemsize * (p.B + p.H + p.M + p.N)
         return position_bytes + scores * (2 + words * p.wide.itemsize)
 

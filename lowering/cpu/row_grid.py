@@ -220,11 +220,11 @@ class RowGrid(TileGrid):
         what sums of rows of v need."""
         p, rows = self.problem, self.batch * self.rows
         caps = count_caps(p) if self.by_entries else rows * self.reach
-        places = caps * (POSITIONS + 8) if p.node.mask else 0
+        places = 0 if p.node.mask is None else caps * (POSITIONS + 8)
         places += torch.int64.itemsize * (p.B + p.H + p.M + p.N)
         lines = rows * self.groups * self.r
         packed = lines * self.reach * p.dtype.itemsize
-        if p.node.mask and has_few_scores(p):
+        if p.node.mask is not None and has_few_scores(p):
             places += packed
         shares = lines * self.reach * p.wide.itemsize * len(p.node.modifiers)
         if self.sums_rows:

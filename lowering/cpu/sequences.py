@@ -45,7 +45,7 @@ def is_separable(op: Packed) -> bool:
     """Whether a sequence is an attention of its own, of its lengths: no step depends on its number
     in the batch, or on how long sequences can be."""
     node = op.attention
-    masks = leaves(node.mask) if node.mask else ()
+    masks = () if node.mask is None else leaves(node.mask)
     known = all(type(leaf) in KNOWN_LEAVES for leaf in masks)
     return known and all(is_relative(m, op) for m in node.modifiers)
 

@@ -12,6 +12,7 @@ from attn_graph.lowering.backend import DeviceTest
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.triton.gluon_plan import gluon_launches
 from attn_graph.lowering.triton.plan import Flash
+from attn_graph.masks import needs_of
 from attn_graph.spec import NAMES, TensorSpec
 
 HOME = "attn_graph.lowering.triton.gluon:BACKEND"
@@ -88,7 +89,7 @@ def operand_axes(problem: Problem) -> Iterator[str]:
     """The axes of each operand, of "bhijgde"; dropout, which the kernels lack, has none here."""
     node, grad = problem.node, problem.grad
     yield from ("bhid", "bgjd", "bgje")
-    for needs in (*(m.needs for m in node.modifiers), node.mask.needs if node.mask else {}):
+    for needs in (*(m.needs for m in node.modifiers), needs_of(node.mask)):
         yield from (data.axes for data in needs.values())
     if node.sinks:
         yield "h"

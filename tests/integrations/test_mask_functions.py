@@ -198,7 +198,7 @@ def dense(described: integration.MaskDescription, M: int, N: int) -> Tensor:
     if "segments" in data:
         data["q_segments"], data["kv_segments"] = data.pop("segments")
         assert {data["q_segments"].dtype, data["kv_segments"].dtype} <= {*INTEGERS}
-    mask = described.mask or Band()
+    mask = Band() if described.mask is None else described.mask
     if "keep" in data:
         mask &= Keep()
     if "kv_lengths" in data and "kv_lengths" not in mask.needs:

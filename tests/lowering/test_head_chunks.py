@@ -56,7 +56,7 @@ def chunked_graphs(draw: st.DrawFn) -> ag.Graph:
     layouts = st.sampled_from(("bhsd", "bshd"))
     q, k, v = (ag.TensorSpec(shape, dtype, layout=draw(layouts)) for shape in shapes)
     mask = draw(st.sampled_from(MASKS))
-    mask = mask and mask.aligned("bottom_right")
+    mask = None if mask is None else mask.aligned("bottom_right")
     return ag.attention(q, k, v, mask=mask, stats=draw(st.booleans()))
 
 

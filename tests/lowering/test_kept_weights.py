@@ -79,7 +79,7 @@ def test_every_layout_keeps_weights(
 ) -> None:
     """Also where a mask hides all keys of some rows, whose do is not finite then."""
     shapes = (3, 4, 60, 24), (3, G, 50, 24), (3, G, 50, 40)
-    graph = bare(*shapes, dtype, layout, mask and mask.aligned("top_left"))
+    graph = bare(*shapes, dtype, layout, None if mask is None else mask.aligned("top_left"))
     plan = ag.compile(graph, target=NATIVE, backends=("math",))
     assert keeps(plan)
     for recorded in (plan.recorded, plan.training_vjp):
@@ -102,7 +102,7 @@ def biased_graphs(draw: st.DrawFn) -> ag.Graph:
     axes = draw(st.tuples(*(st.sampled_from((1, n)) for n in (B, G * r, M, N))))
     bias = ag.TensorSpec(axes, draw(st.sampled_from((torch.float32, dtype))))
     mask = draw(st.sampled_from((None, ag.Window(9), ag.Prefix(5) | ag.Window(3, 3))))
-    return ag.attention(q, k, v, bias=bias, mask=mask and mask.aligned("top_left"))
+    return ag.attention(q, k, v, bias=bias, mask=None if mask is None else mask.aligned("top_left"))
 
 
 @given(graph=biased_graphs(), seed=seeds, hidden=st.sampled_from((0.0, 0.3, 1.0)))

@@ -17,6 +17,7 @@ from attn_graph.ir.modifiers import Bias
 from attn_graph.ir.passes import simplify
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
 from attn_graph.lowering.problem import problems_in, sole
+from attn_graph.masks import needs_of
 from attn_graph.testing import formula, rule
 from attn_graph.testing.agreement import (
     as_leaves,
@@ -206,7 +207,7 @@ UNSEEING = (ag.Window(-3, 4), ag.Prefix(0), ~ag.Causal(), ag.Keep(), ag.KeyLengt
 @pytest.mark.parametrize("size", [8, 10**9])
 def test_what_no_row_needs_is_not_paid_for(mask: ag.Mask | None, size: int) -> None:
     """Whether a query may see no key is told by the mask's algebra, for any sizes at once."""
-    x, needs = ag.TensorSpec((1, 1, size, 8), torch.float32), mask.needs if mask else {}
+    x, needs = ag.TensorSpec((1, 1, size, 8), torch.float32), needs_of(mask)
     read = {"keep": ag.TensorSpec((1, 1, 1, 1), torch.bool)}
     read |= {"kv_lengths": ag.TensorSpec((1,), torch.int64)}
     specs: dict[str, Any] = {name: read[name] for name in needs}

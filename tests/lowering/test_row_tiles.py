@@ -109,7 +109,7 @@ def test_every_layout_of_bare_attention_is_within_the_rule(
     sizes = {"q": (2, 4, 130, 16), "k": (2, G, N, 16), "v": (2, G, N, 24)}
     specs = {n: ag.TensorSpec(x, torch.bfloat16, layout=layout) for n, x in sizes.items()}
     q, k, v = specs.values()
-    graph = ag.attention(q, k, v, mask=mask and mask.aligned("bottom_right"))
+    graph = ag.attention(q, k, v, mask=None if mask is None else mask.aligned("bottom_right"))
     tiles, tensors = tiles_of(graph), tensors_for(graph, 1)
     assert isinstance(tiles, RowTiles)
     assert tiles.single == (N == 160)  # whose softmax is one call

@@ -25,6 +25,7 @@ from attn_graph.lowering.triton.launches import Launch, check_interpreter
 from attn_graph.lowering.triton.layout import Layout
 from attn_graph.lowering.triton.plan import Flash, FlashBuilder
 from attn_graph.lowering.triton.tile_lists import blocks, classify_blocks, list_width
+from attn_graph.masks import needs_of
 from attn_graph.spec import TensorSpec
 from attn_graph.testing import rule
 from attn_graph.testing.mask_formula import Places, evaluate_mask
@@ -134,7 +135,7 @@ def visited(graph: ag.Graph, tensors: dict[str, torch.Tensor], by_keys: bool) ->
     problem = the(graph)
     flash = FlashBuilder(problem, CPU, Tracer.of(problem).trace())
     pointer, fixed = flash.listed(INTERPRETED, by_keys)
-    data = [tensors[name] for name in (problem.node.mask.needs if problem.node.mask else ())]
+    data = [tensors[name] for name in needs_of(problem.node.mask)]
     lines, tiles = (blocks(n, 32) for n in (problem.M, problem.N))
     lines, tiles = (tiles, lines) if by_keys else (lines, tiles)
     found = torch.zeros(problem.B, problem.H, lines, tiles, dtype=torch.int8)

@@ -48,7 +48,8 @@ def tile_kinds(
     p = problem
     sizes = p.B, p.H, p.M, p.N
     mask = p.node.mask
-    keep = evaluate_mask(mask, Places(sizes, tensors)) if mask else torch.ones((), dtype=torch.bool)
+    whole = torch.ones((), dtype=torch.bool)
+    keep = whole if mask is None else evaluate_mask(mask, Places(sizes, tensors))
     keep = keep.expand(sizes)
     columns = -p.N % block_n
     rows = -p.M % block_m

@@ -1,0 +1,58 @@
+"""What describes a computation is neither true nor false: `and`, `or` and `not` raise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import attn_graph as ag
+from attn_graph.testing import strategies
+
+SHAPE = strategies.Shape(B=2, H=4, G=2, M=6, N=8, D=8, E=8)
+X = ag.TensorSpec((1, 2, 6, 8), torch.float32)
+TESTS: tuple[Callable[[object, object], object], ...] = (
+    lambda a, b: a and b,
+    lambda a, b: a or b,
+    lambda a, _: not a,
+    lambda a, _: bool(a),
+    lambda a, b: a if a else b,
+)
+
+
+def expect_refusal(test: Callable[[object, object], object], a: object, way_out: str) -> None:
+    with pytest.raises(ag.GraphError, match=way_out):
+        test(a, a)
+
+
+@given(strategies.masks(SHAPE), st.sampled_from(TESTS))
+def test_masks_are_joined_by_operators_alone(
+    mask: ag.Mask, test: Callable[[object, object], object]
+) -> None:
+    expect_refusal(test, mask, "join masks with &, | and ~")
+    assert mask & mask is not None
+    assert mask in (mask, None)
+
+
+@given(strategies.modifiers(SHAPE), st.sampled_from(TESTS))
+def test_modifiers_are_applied_one_after_another(
+    modifier: ag.Modifier, test: Callable[[object, object], object]
+) -> None:
+    expect_refusal(test, modifier, "one after another")
+
+
+@pytest.mark.parametrize("test", TESTS)
+def test_formulas_addends_and_values_have_no_truth(
+    test: Callable[[object, object], object],
+) -> None:
+    expect_refusal(test, ag.Formula("i >= j"), "join masks with")
+    expect_refusal(test, ag.Addend("real(i - j)"), "one after another")
+
+    def attend(q: ag.Value) -> ag.Value:
+        expect_refusal(test, q, "compare with None")
+        return ag.scores(q, q)
+
+    ag.graph(attend, q=X)
