@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import final
 
 import torch
@@ -23,9 +25,23 @@ from attn_graph.masks.formulas import (
     evaluate_formula,
     place_names,
     read_formula,
+    require_text,
 )
 from attn_graph.masks.places import Place, Term
 from attn_graph.spec import FLOATS
+
+NUMBERS: dict[str, Callable[[float], float]] = {  # METHODS of numbers
+    "cos": math.cos,
+    "exp": math.exp,
+    "exp2": lambda x: 2.0**x,
+    "log": math.log,
+    "log2": math.log2,
+    "rsqrt": lambda x: 1 / math.sqrt(x),
+    "sigmoid": lambda x: (1 + math.tanh(x / 2)) / 2,
+    "sin": math.sin,
+    "sqrt": math.sqrt,
+    "tanh": math.tanh,
+}
 
 
 @final
@@ -40,7 +56,7 @@ class Addend(Modifier):
     """
 
     additive = True
-    text: str
+    text: str = field(validator=require_text)
     elements: Elements = field(default=(), converter=as_elements)
     integers: Elements = field(default=(), converter=as_elements)
 
@@ -113,6 +129,16 @@ def functions_for(dtype: torch.dtype) -> dict[str, Apply]:
     """The functions of an `Addend`, for scores of a dtype."""
     return {
         "abs": abs,
-        "real": lambda x: x if isinstance(x, float) else x.to(dtype),
-        **{name: operator.methodcaller(name) for name in METHODS},
+        "real": lambda x: float(x) if isinstance(x, int | float) else x.to(dtype),
+        **{name: partial(apply_method, name) for name in METHODS},
     }
+
+
+def apply_method(name: str, x: Term) -> Term:
+    """A function of METHODS, of a tensor, a symbol of generated code, or a number."""
+    if not isinstance(x, int | float):
+        return operator.methodcaller(name)(x)
+    try:
+        return NUMBERS[name](x)
+    except (ValueError, ArithmeticError) as error:
+        raise GraphError(f"addend: {name}({x}) has no value: {error}") from error

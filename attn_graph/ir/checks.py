@@ -8,17 +8,34 @@ import torch
 from attrs import Attribute
 
 from attn_graph.errors import GraphError
-from attn_graph.spec import INF, NAMES
+from attn_graph.spec import INF, NAMES, is_differentiated
+
+WAYS_OUT = {  # by field or option: for a tensor that is differentiated
+    "scale": "multiply q by it, and say scale=1.0",
+    "cap": "let a modifier of your own read it",
+    "rate": "drop elements of p in a step of your own",
+}
+
+
+def require_constant(name: str, value: object) -> None:
+    """Raise GraphError for a tensor that is differentiated: its gradient would be lost."""
+    if is_differentiated(value):
+        raise GraphError(
+            f"{name} is a tensor that is differentiated, and numbers of a graph have no gradient; "
+            f"{WAYS_OUT[name]}, or pass float({name}) if none is wanted"
+        )
 
 
 def require_positive(_: object, attribute: Attribute[float], value: float) -> None:
     """A validator. Raises GraphError for what is no positive, finite number."""
+    require_constant(attribute.name, value)
     if not (isinstance(value, float) and 0 < value < INF):
         raise GraphError(f"{attribute.name} {value!r} must be a number, positive and finite")
 
 
 def require_finite(_: object, attribute: Attribute[float], value: float) -> None:
     """A validator. Raises GraphError for what is no finite number."""
+    require_constant(attribute.name, value)
     if not (isinstance(value, float) and math.isfinite(value)):
         raise GraphError(f"{attribute.name} {value!r} must be a finite number")
 

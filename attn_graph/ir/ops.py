@@ -10,7 +10,7 @@ from attrs import field, frozen
 
 from attn_graph import masks
 from attn_graph.errors import GraphError, problems_of
-from attn_graph.ir.checks import range_problem, require_finite
+from attn_graph.ir.checks import range_problem, require_constant, require_finite
 from attn_graph.ir.gradient_ops import (
     SinkGrad,
     SoftmaxGrad,
@@ -256,6 +256,7 @@ class Softmax(Op):
 
 def share(_: object, attribute: object, rate: float) -> None:
     """A validator. Raises GraphError for a rate outside [0, 1)."""
+    require_constant("rate", rate)
     if not (isinstance(rate, float) and 0 <= rate < 1):
         raise GraphError(f"dropout: rate {rate!r} is not in [0, 1)")
 

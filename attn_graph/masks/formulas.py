@@ -46,8 +46,22 @@ RESERVED = (*AXES, "abs", "real", *METHODS)
 
 
 def as_elements(values: Any) -> Elements:  # Any: pairs, of which a parser makes tuples
-    """Pairs of names and axes as tuples, which compare by value."""
-    return tuple((name, axes) for name, axes in values)
+    """Pairs of names and axes as tuples, which compare by value. Raises GraphError for others."""
+    try:
+        pairs = tuple((name, axes) for name, axes in values)
+    except (TypeError, ValueError):
+        pairs = ((values, None),)
+    if all(isinstance(x, str) for pair in pairs for x in pair):
+        return pairs
+    raise GraphError(
+        f'formula: elements {values!r} are not pairs of names and axes, as (("page", "j"),)'
+    )
+
+
+def require_text(_: object, __: object, value: object) -> None:
+    """A validator. Raises GraphError for a formula that is no text."""
+    if not isinstance(value, str):
+        raise GraphError(f'formula: {value!r} is not text; write it as "i // 64 == j // 64"')
 
 
 def check_elements(elements: Elements) -> None:
@@ -66,8 +80,9 @@ def read_formula(text: str) -> ast.expr:
     """The syntax of a formula. Raises GraphError for what is no expression of Python."""
     try:
         return ast.parse(text, mode="eval").body
-    except (SyntaxError, ValueError) as error:
-        raise GraphError(f"formula: {text!r} is no expression: {error}") from error
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # 1000s of brackets
+        why = error or type(error).__name__
+        raise GraphError(f"formula: {text[:80]!r} is not an expression: {why}") from error
 
 
 def simplify_text(text: str) -> str:
@@ -139,7 +154,7 @@ class Formula(Mask):
     and %, abs(), and one comparison. Raises GraphError for any other.
     """
 
-    text: str
+    text: str = field(validator=require_text)
     elements: Elements = field(default=(), converter=as_elements)
 
     def __attrs_post_init__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from attn_graph import compiler
 from attn_graph.compiler import Key, avoided, preferred, recall, recent, remember
 from attn_graph.errors import GraphError, TensorError
 from attn_graph.ir import builder
+from attn_graph.ir.checks import require_constant
 from attn_graph.ir.graph import Graph
 from attn_graph.machine.ambient import is_traced
 from attn_graph.machine.flop_counters import teach_counters
@@ -25,7 +27,7 @@ from attn_graph.nn.packed_sizes import PACKING, name_sizes, serves_sizes
 from attn_graph.nn.sharding import attend_in_parts
 from attn_graph.nn.tracing import fix
 from attn_graph.plan import Plan
-from attn_graph.spec import TensorSpec
+from attn_graph.spec import TensorSpec, to_number
 
 # The options of a call, in this order: those of a graph, then those of `compile`.
 GRAPH_OPTIONS = ("mask", "scale", "align", "soft_cap", "alibi", "dropout", "stats", "most")
@@ -76,8 +78,8 @@ def attend_by_op(q: Tensor, k: Tensor, v: Tensor, named: Named, options: Options
     if mask is not None:  # a mask that torch.compile compares by its value, not by its identity
         mask = mask.aligned(align)
     text = content_of_call(
-        *(tuple(named), mask, exact(scale), align, exact(soft_cap), fix(alibi)),
-        *(exact(dropout), fix(stats), fix(most)),
+        *(tuple(named), mask, exact("scale", scale), align, exact("cap", soft_cap), fix(alibi)),
+        *(exact("rate", dropout), fix(stats), fix(most)),
         *[fix(option) for option in choice],
     )
     outputs = torch.ops.attn_graph.attention([q, k, v, *named.values()], text)
@@ -113,9 +115,18 @@ def named_options(options: Options) -> dict[str, Any]:  # Any: the values of OPT
     return dict(zip(OPTIONS, whole, strict=True))
 
 
-def exact(number: float | None) -> str | None:
-    """A float as the text that has all its bits: as such torch.compile takes it for a constant."""
-    return None if number is None else float(number).hex()
+def exact(name: str, number: float | None) -> str | None:
+    """A float as the text that has all its bits: as such torch.compile takes it for a constant.
+
+    name: of the option. Raises GraphError for what is no number, or is differentiated.
+    """
+    if number is None:
+        return None
+    require_constant(name, number)
+    value = to_number(number)
+    if not isinstance(value, float):
+        raise GraphError(f"{name} {number!r} must be a number")
+    return value.hex()
 
 
 def content_of_call(names: tuple[str, ...], *options: object) -> str:
@@ -152,7 +163,7 @@ def attend_as(
     try:
         plan = recent.get(key)
     except TypeError:  # an option has no hash
-        return attend_unhashed(q, k, v, named, options, anew)
+        return attend_by_value(q, k, v, named, options, None, anew)
     if plan is not None:
         check, wants = plan.memo.call
         if check(*tensors):
@@ -162,17 +173,33 @@ def attend_as(
         plan = plan if serves_sizes(plan, tensors) else recall(key, tensors)
     if plan is not None:
         return plan(*tensors)
+    return attend_by_value(q, k, v, named, options, key, anew)
+
+
+def attend_by_value(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    named: Named,
+    options: Options,
+    key: Key | None,
+    anew: Anew,
+) -> Outputs:
+    """The same by options that are remembered by their value: a list is as good as a tuple, and a
+    tensor of one number, which may be written later, as that number."""
+    plain = tuple(map(plain_option, options))
+    if any(map(operator.is_not, plain, options)):
+        return attend_as(q, k, v, named, plain, anew)
     return anew(q, k, v, named, options, key)
 
 
-def attend_unhashed(
-    q: Tensor, k: Tensor, v: Tensor, named: Named, options: Options, anew: Anew
-) -> Outputs:
-    """The same where an option has no hash: a list is as good as a tuple."""
-    plain = tuple(tuple(x) if isinstance(x, list) else x for x in options)
-    if plain != options:
-        return attend_as(q, k, v, named, plain, anew)
-    return anew(q, k, v, named, options, None)
+def plain_option(option: object) -> object:
+    """An option as a value: lists as tuples, tensors as numbers unless they are differentiated."""
+    if isinstance(option, list | tuple):
+        parts = tuple(map(plain_option, option))
+        same = type(option) is tuple and all(map(operator.is_, parts, option))
+        return option if same else parts
+    return to_number(option) if isinstance(option, Tensor) else option
 
 
 def new_plan(q: Tensor, k: Tensor, v: Tensor, named: Named, options: Options) -> Plan:

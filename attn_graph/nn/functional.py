@@ -23,8 +23,10 @@ from attn_graph.ir.builder import EXTRA
 from attn_graph.lowering.backend import Backend, Fallback
 from attn_graph.machine.torch_switches import Precision
 from attn_graph.masks import Align, Causal, Mask, Prefix
+from attn_graph.masks.joins import LETTERS, list_readings
 from attn_graph.nn.calls import (
     GRAPH_OPTIONS,
+    SEED,
     SEGMENTS,
     Named,
     Options,
@@ -36,7 +38,7 @@ from attn_graph.nn.calls import (
     new_plan,
 )
 from attn_graph.plan import Plan
-from attn_graph.spec import FLOATS
+from attn_graph.spec import FLOATS, to_number
 
 __all__ = ["attention", "scaled_dot_product_attention"]
 
@@ -94,7 +96,8 @@ def attention(
     rows that were not there before run the plans of others, up to the next power of two.
 
     seed, offset: int64 numbers on q's device that decide what `dropout` drops. Where neither is
-    passed, both are drawn from that device's default generator, once a call.
+    passed, both are drawn from that device's default generator, once a call. dropout=0 leaves them
+    unread.
 
     Under autocast q, k, v and bias are cast as PyTorch casts them for its own attention; slopes and
     sinks stay as they are. Differentiable, once, by each floating tensor. Raises GraphError where
@@ -110,7 +113,9 @@ def attention(
     if not (bias is alibi is keep is q_lengths is kv_lengths is sinks is seed is offset is None):
         slopes = None if isinstance(alibi, bool) else alibi
         more = {"bias": bias, "alibi": slopes, "keep": keep, "sinks": sinks}
-        more |= {"kv_lengths": kv_lengths, "q_lengths": q_lengths, "seed": seed, "offset": offset}
+        more |= {"kv_lengths": kv_lengths, "q_lengths": q_lengths}
+        if dropout or (isinstance(mask, Mask) and {*SEED} & mask.needs.keys()):
+            more |= {"seed": seed, "offset": offset}
         data |= {name: tensor for name, tensor in more.items() if tensor is not None}
     if not (q_starts is kv_starts is pages is None):
         more = {"q_starts": q_starts, "kv_starts": kv_starts, "pages": pages}
@@ -223,7 +228,7 @@ def read_options(
         check_rate(dropout_p)
     if dropout_p == 1:  # drops everything, and leaves no gradient
         named, mask, dropout_p = NAMELESS, NOTHING, 0.0
-    number = scale if scale is None else float(scale)
+    number = scale if scale is None else to_number(scale)
     return named, (mask, number, None, None, False, dropout_p, False, None, *choice)
 
 
@@ -367,8 +372,10 @@ def fit_mask(mask: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
         )
     sizes = zip(reversed(mask.shape), reversed(shape), strict=False)
     if mask.ndim > len(shape) or any(n not in (1, full) for n, full in sizes):
+        named = dict(zip(LETTERS, shape, strict=False)) if len(shape) == len(LETTERS) else {}
+        ways = list_readings("attn_mask", mask.shape, named) if mask.ndim < len(named) else ""
         raise TensorError(
-            f"attention: attn_mask {[*mask.shape]} does not broadcast to scores {[*shape]}"
+            f"attention: attn_mask {[*mask.shape]} does not broadcast to scores {[*shape]}{ways}"
         )
     if len(shape) > 4 and mask.ndim > 3:
         return mask.expand(*shape[:-3], *mask.shape[-3:]).flatten(0, -4)

@@ -12,6 +12,7 @@ from typing import Any, final
 
 import torch
 from attrs import field, frozen
+from torch.autograd import forward_ad
 
 from attn_graph.errors import GraphError
 from attn_graph.spec.dims import Dim, Sizes, bind, dims_in
@@ -46,11 +47,24 @@ def to_integer(value: object) -> int | None:
 
 
 def to_number(value: Any) -> Any:  # Any: a float, unless the value is no number
-    """A number as a float; anything else unchanged, so that a validator can name it."""
-    try:
-        return value if isinstance(value, str) else float(value)
-    except (TypeError, ValueError, OverflowError):
+    """A number as a float; anything else unchanged, so that a validator can name it.
+
+    So is a tensor that is differentiated, whose gradient a float would lose.
+    """
+    if isinstance(value, str) or is_differentiated(value):
         return value
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last: of several elements
+        return value
+
+
+def is_differentiated(value: object) -> bool:
+    """Whether a value is a tensor that requires grad, or has a tangent in forward mode."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    pushes = forward_ad._current_level >= 0
+    return value.requires_grad or (pushes and forward_ad.unpack_dual(value).tangent is not None)
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

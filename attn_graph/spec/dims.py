@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from keyword import iskeyword
 from math import prod
-from typing import Any, final
+from operator import index
+from typing import Any, SupportsIndex, final
+from unicodedata import normalize
 
 from attrs import frozen
 
@@ -16,6 +18,13 @@ from attn_graph.errors import GraphError
 from attn_graph.spec.nested import nested_values, replace_nested
 
 Sizes = Mapping[str, int]  # what Dims stand for, by name
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether a text is a name that Python's code may bind, in the form in which Python reads it:
+    other forms of its letters would be the same name."""
+    plain = name.isidentifier() and not iskeyword(name) and name != "__debug__"
+    return plain and normalize("NFKC", name) == name
 
 
 @final
@@ -69,9 +78,12 @@ class Dim(int):
     terms: Terms
 
     def __new__(cls, name: str, most: int | None = None, *, classes: Iterable[int] = ()) -> Dim:
-        sizes = tuple(classes)
-        if not isinstance(name, str) or not name.isidentifier() or iskeyword(name):
+        given = tuple(classes) if isinstance(classes, Iterable) else (classes,)
+        sizes = tuple(index(n) for n in given if isinstance(n, SupportsIndex))
+        if not isinstance(name, str) or not is_plain_name(name):
             raise GraphError(f'dim: {name!r} is no name such as "T"')
+        if len(sizes) < len(given):
+            raise GraphError(f"dim {name}: classes {classes!r} are not whole numbers")
         if sizes and (most is not None or [*sizes] != sorted({*sizes}) or sizes[0] < 1):
             raise GraphError(
                 f"dim {name}: classes {sizes} are ascending sizes of at least 1, in place of most"
@@ -92,6 +104,8 @@ class Dim(int):
         Raises GraphError where there is none, and for a sum or a product.
         """
         (symbol, *more) = self.symbols
+        if not isinstance(size, SupportsIndex):
+            raise GraphError(f"dim {self}: {size!r} is not a whole number")
         if more or size > symbol.most:
             raise GraphError(f"dim {self}: no size up to {int(self)} is at least {size}")
         return next((n for n in symbol.classes if n >= size), size)
@@ -230,8 +244,11 @@ def doubling(least: int, most: int) -> tuple[int, ...]:
     For a cache that lies in a buffer: pass a view of `dim.fit(n)` rows, and how many count as
     lengths. Then there are few sizes to plan for. Raises GraphError unless 1 <= least <= most.
     """
-    if not 1 <= least <= most:
-        raise GraphError(f"doubling: expected 1 <= least <= most, got {least} and {most}")
+    whole = isinstance(least, SupportsIndex) and isinstance(most, SupportsIndex)
+    if not (whole and 1 <= least <= most):
+        raise GraphError(
+            f"doubling: expected whole numbers, 1 <= least <= most, got {least!r} and {most!r}"
+        )
     steps = [least]
     while steps[-1] < most:
         steps.append(min(2 * steps[-1], most))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import reduce
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph import masks as m
@@ -139,6 +142,37 @@ def test_inputs_may_be_called_like_what_the_library_calls_its_own(name: str) -> 
     assert plan.verify(**named).ok
     assert plan.cost(**{name: keep}).forward.flops > 0
     assert ag.Keep(name).picture(6, 6, **{name: keep})
+
+
+# Advice
+
+
+@given(
+    st.tuples(*[st.integers(1, 3)] * 4),
+    st.sets(st.sampled_from("bhi"), max_size=2),
+    st.sampled_from(["keep", "bias"]),
+)
+@example((2, 1, 3, 3), {"b"}, "keep")
+@example((2, 1, 2, 3), {"b"}, "keep")
+@example((2, 1, 3, 3), {"b", "i"}, "bias")
+def test_advice_for_a_mask_of_fewer_axes_has_the_meaning_that_it_says(
+    four: tuple[int, int, int, int], rows: set[str], name: str
+) -> None:
+    """Each reading that fits is told, with the index that gives the four axes that it names."""
+    meant = [x for x in "bhij" if x in {*rows, "j"}]
+    (B, H, M, N), sizes = four, dict(zip("bhij", four, strict=True))
+    q, k = ag.TensorSpec((B, H, M, 8), F32), ag.TensorSpec((B, H, N, 8), F32)
+    given = torch.zeros([sizes[x] for x in meant], dtype=torch.bool if name == "keep" else F32)
+    with pytest.raises(ag.GraphError) as caught:
+        ag.attention(q, k, k, **{name: ag.TensorSpec.like(given)})  # type: ignore[arg-type]  # one of two
+    ways = re.findall(rf"{name}(\[[^\]]*\]) where it is \[([A-Z1,]*)\]", str(caught.value))
+    shapes = {axes: eval(f"given{index}", {"given": given}).shape for index, axes in ways}
+    names = dict(zip("BHMN", "bhij", strict=True))
+    for axes, shape in shapes.items():
+        letters = [names[x] for x in axes.split(",") if x != "1"]
+        assert [*shape] == [sizes[x] if x in letters else 1 for x in "bhij"]
+    due = [sizes[x] if x in meant else 1 for x in "bhij"]
+    assert due in [[*shape] for shape in shapes.values()]
 
 
 # Joins of many
