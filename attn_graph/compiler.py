@@ -201,6 +201,8 @@ def compile(  # type: ignore[misc]  # the options of the second are those of the
                 place, switches, shunned, deterministic, batch_invariant, precision, max_workspace
             ),
         )
+        if among is not None:
+            resolve_backends(among)
         recipe = Recipe(place, options, among)
         if isinstance(graph, Compilable):
             return graph.compile(recipe, group)

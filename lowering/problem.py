@@ -10,7 +10,7 @@ import torch
 from attrs import frozen
 
 from attn_graph.ir.attention import Attention, AttentionGrad, Operands
-from attn_graph.ir.graph import Eqn, Graph
+from attn_graph.ir.graph import Eqn, Graph, check_graph
 from attn_graph.ir.views import spec_of_view
 from attn_graph.machine.sizes import format_bytes
 from attn_graph.masks.places import Block, Place, Strip
@@ -210,9 +210,15 @@ def operand_specs(graph: Graph, eqn: Eqn) -> list[TensorSpec]:
     return [spec_of_view(graph, i) or TensorSpec(types[i].shape, types[i].dtype) for i in eqn.args]
 
 
-@lru_cache(64)  # every backend asks for it, and again when it lowers the graph
 def sole(graph: Graph) -> Problem | None:
     """The problem of a graph that is one attention, or one attention's gradient; None of others."""
+    check_graph(graph, "sole")
+    return sole_problem(graph)
+
+
+@lru_cache(64)  # every backend asks for it, and again when it lowers the graph
+def sole_problem(graph: Graph) -> Problem | None:
+    """The same of what is a graph."""
     problems = problems_in(graph)
     return problems[0] if len(problems) == len(graph.eqns) == 1 else None
 

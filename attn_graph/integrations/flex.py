@@ -132,6 +132,8 @@ def check_sizes(sizes: Sizes | None, dense: bool) -> dict[str, int]:
     """The given sizes by axis. Raises GraphError where they are not four, or M or N is missing."""
     if sizes is None and not dense:
         return {}
+    if not isinstance(sizes, Sequence | None):
+        raise GraphError(f"from_flex: sizes {sizes!r} are not four; say sizes=(B, H, M, N)")
     known = {x: n for x, n in zip(AXES, sizes or (), strict=False) if n is not None}
     if len(sizes or ()) != len(AXES) or not {"i", "j"} <= known.keys():
         raise GraphError(

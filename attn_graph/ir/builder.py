@@ -261,6 +261,8 @@ def graph(fn: Callable[..., Value | tuple[Value, ...]], /, **specs: TensorSpec) 
 
     Raises GraphError with every problem there is, each at the line of `fn` that has it.
     """
+    if not callable(fn):
+        raise GraphError(f"graph: {fn!r} is not a function of values; see attention for one call")
     builder = Builder()
     outputs = fn(**{name: builder.input(name, spec) for name, spec in specs.items()})
     return builder.build(*(outputs if isinstance(outputs, tuple) else (outputs,)))
@@ -268,6 +270,8 @@ def graph(fn: Callable[..., Value | tuple[Value, ...]], /, **specs: TensorSpec) 
 
 def scores(q: Value, k: Value, *, scale: float | None = None) -> Value:
     """q [B,H,M,D], k [B,G,N,D] -> scale * q k^T [B,H,M,N]; scale is 1/sqrt(D) unless given."""
+    if not isinstance(q, Value):
+        raise GraphError(f"scores: q {q!r} is not a value of a graph; see graph and attention")
     given = default_scale(q.type) if scale is None else scale
     return q.then(q.builder.attempt(lambda: ops.Scores(given)) or ops.Scores(), k)
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from typing import final
 
 import torch
 from attrs import frozen
 
+from attn_graph.errors import GraphError, PlanMismatchError
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.binding import replace_sizes
-from attn_graph.ir.graph import Graph, Op
+from attn_graph.ir.graph import Graph, Op, check_graph
 from attn_graph.machine.ambient import plain_ops_on
 from attn_graph.machine.fitting import read_sizes
-from attn_graph.spec import INF
+from attn_graph.spec import FLOATS, INF, TensorSpec, layout_problem
+from attn_graph.spec.dims import Dim
 
 
 def evaluate(
@@ -21,14 +24,51 @@ def evaluate(
 ) -> tuple[torch.Tensor, ...]:
     """The outputs of a graph; floating inputs are cast to `dtype` unless it is None.
 
-    What its Dims stand for is read off the tensors.
+    What its Dims stand for is read off the tensors. Raises PlanMismatchError for tensors of other
+    shapes than the graph's inputs, and GraphError for what is no graph or no dtype.
     """
+    check_graph(graph, "evaluate")
+    if dtype is not None and dtype not in FLOATS:
+        raise GraphError(f"evaluate: dtype {dtype!r} is none of {', '.join(map(str, FLOATS))}")
+    require_shapes(graph, tensors)
     graph = replace_sizes(graph, read_sizes([i.spec for i in graph.inputs], tensors))
     values = [t.to(dtype) if dtype and t.is_floating_point() else t for t in tensors]
     with plain_ops_on(device_of(tensors)):
         for eqn in graph.eqns:
             values += eqn.op.run(*(values[i] for i in eqn.args))
     return tuple(values[i] for i in graph.outputs)
+
+
+def require_shapes(graph: Graph, tensors: object) -> None:
+    """Raise PlanMismatchError unless there is a tensor of its shape for each input; any size where
+    that has a name."""
+    given = tuple(tensors) if isinstance(tensors, Iterable) else ()
+    differences = [
+        f"{i.name}: expected {i.spec.type}, got {describe(x)}"
+        for i, x in zip_longest(graph.inputs, given, fillvalue=None)
+        if i is not None and not is_shaped(x, i.spec)
+    ]
+    if len(given) > len(graph.inputs):
+        differences += [f"expected {len(graph.inputs)} tensors, got {len(given)}"]
+    if differences:
+        raise PlanMismatchError(*differences, way_out="pass one tensor for each input, in order")
+
+
+def is_shaped(x: object, spec: TensorSpec) -> bool:
+    """Whether this is a dense tensor of the spec's shape, numbers where that has numbers."""
+    if not isinstance(x, torch.Tensor) or layout_problem(x) or x.ndim != len(spec.shape):
+        return False
+    sizes = zip(x.shape, spec.shape, strict=True)
+    alike = x.is_floating_point() == spec.dtype.is_floating_point
+    return alike and all(n == m or isinstance(m, Dim) for n, m in sizes)
+
+
+def describe(x: object) -> str:
+    """A tensor by dtype and shape, or why it has none, anything else by its class."""
+    if not isinstance(x, torch.Tensor):
+        return type(x).__name__
+    problem = layout_problem(x)
+    return f"one that {problem}" if problem else f"{x.dtype} {[*x.shape]}"
 
 
 def device_of(tensors: Sequence[torch.Tensor]) -> torch.device:

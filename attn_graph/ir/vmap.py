@@ -131,7 +131,9 @@ def map_inputs(
         spec = own.spec if n not in axes else specs.get(own.name, mapped_spec(own, axes[n], size))
         if n in axes:
             due = insert_at(own.spec.shape, axes[n], size)
-            if (spec.shape, spec.dtype) != (due, own.spec.dtype):
+            if not isinstance(spec, TensorSpec):
+                problems.append(f"vmap: {own.name} {spec!r} is not a TensorSpec")
+            elif (spec.shape, spec.dtype) != (due, own.spec.dtype):
                 problems.append(f"vmap: {own.name} {spec} should be {own.spec.dtype} of {due}")
         inputs.append(Input(own.name, spec))
     if problems:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import repeat
 
 import torch
 from torch._C._dynamo.guards import TensorGuards
 
+# For `True in map(getattr, tensors, *NESTED)`, before a check: PyTorch's ends the process at nested
+# tensors that have no strides.
+NESTED = (repeat("is_nested"), repeat(False))
 Check = Callable[..., bool]
 Look = tuple[object, ...]
 OWN_CLASSES = (torch.Tensor, torch.nn.Parameter)

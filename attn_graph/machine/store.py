@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
@@ -14,6 +14,9 @@ from tempfile import NamedTemporaryFile
 from typing import TypeVar, final
 
 from attrs import field, frozen
+
+from attn_graph.errors import GraphError
+from attn_graph.spec import require_size
 
 LOG = logging.getLogger("attn_graph")
 MAGIC = b"attn_graph store 1\n"  # another number for another form: older files are misses then
@@ -42,6 +45,13 @@ class Entry:
     unfit: str | None = None
 
 
+def as_folder(folder: object) -> Path:
+    """A converter. Raises GraphError for what names no folder."""
+    if not isinstance(folder, str | os.PathLike) or not isinstance(os.fspath(folder), str):
+        raise GraphError(f"store: folder {folder!r} is not a path; say the path as text")
+    return Path(folder)
+
+
 @final
 @frozen
 class Store:
@@ -53,8 +63,8 @@ class Store:
     Processes may share a folder: a file appears complete or not at all.
     """
 
-    folder: Path = field(converter=Path)
-    most: int = MOST
+    folder: Path = field(converter=as_folder)
+    most: int = field(default=MOST, converter=partial(require_size, "store: most"))
 
     def path(self, key: str) -> Path:
         """The file of a key, whether it exists or not."""

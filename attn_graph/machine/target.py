@@ -70,7 +70,10 @@ class Target:
         """
         if device is None:
             return describe_gpu(current_gpu()) if gpu_count() else describe_cpu()
-        place = torch.device(device)
+        try:
+            place = torch.device(device)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise GraphError(f'{device!r} is not a device; say "cuda:0", "cpu"') from error
         if place.type == "cpu":
             return describe_cpu()
         index = current_gpu() if place.index is None else place.index

@@ -9,7 +9,7 @@ import torch
 
 from attn_graph.errors import PlanMismatchError, PlanTargetError
 from attn_graph.machine.target import Target
-from attn_graph.spec import NAMES, TensorSpec
+from attn_graph.spec import NAMES, TensorSpec, layout_problem
 
 DTENSORS = "torch.distributed.tensor"  # slow to import: whoever has a DTensor has imported it
 
@@ -76,8 +76,8 @@ def find_differences(name: str, spec: TensorSpec, tensor: object, target: Target
             f"{name}: expected a tensor of this process, got a DTensor; pass {name}.to_local(), or "
             "call attn_graph.nn.functional.attention, which takes DTensors"
         ]
-    if tensor.layout != torch.strided or tensor.is_nested:
-        return [f"{name}: expected a dense tensor {spec}, got one of layout {tensor.layout}"]
+    if problem := layout_problem(tensor):
+        return [f"{name}: expected {spec}, and the tensor {problem}"]
     differences = []
     if tensor.dtype not in NAMES or TensorSpec.like(tensor) != spec:
         got = TensorSpec.like(tensor) if tensor.dtype in NAMES else tensor.dtype

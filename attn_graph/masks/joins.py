@@ -39,7 +39,8 @@ class Data:
     broadcasts: bool = False  # whether an axis may be 1 instead of full
 
     def __attrs_post_init__(self) -> None:
-        if not (set(self.axes) <= set("bhij") and len(set(self.axes)) == len(self.axes)):
+        text = self.axes if isinstance(self.axes, str) else "?"
+        if not (set(text) <= set("bhij") and len(set(text)) == len(text)):
             raise GraphError(f'data: axes {self.axes!r} are not letters of "bhij", each once')
 
     def problems(

@@ -209,9 +209,11 @@ class Window(Diagonal):
 
     def __attrs_post_init__(self) -> None:
         if self.left is not None and self.right is not None and self.left + self.right < 0:
+            unbounded = "; no bound is None here, not -1" * (-1 in (self.left, self.right))
             raise GraphError(
                 f"mask: Window(left={self.left}, right={self.right}) holds no key, since it keeps "
                 f"i - {self.left} <= j <= i + {self.right}; left + right must be at least 0"
+                f"{unbounded}"
             )
 
     def band(self, offset: int, ragged: tuple[str, ...]) -> Band:

@@ -16,8 +16,9 @@ from attrs import fields, has
 from attn_graph.errors import GraphError
 from attn_graph.masks.joins import Mask, needs_of
 from attn_graph.masks.places import Block
-from attn_graph.masks.tiles import check_tensors, classify_tiles
+from attn_graph.masks.tiles import check_block, check_tensors, classify_tiles
 from attn_graph.printing import html
+from attn_graph.spec import require_size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -50,8 +51,7 @@ def kinds(
     empty, or full, for all values of these. Raises GraphError for tensors that do not fit, a tile
     without places, and more tiles than MOST_TILES.
     """
-    if min(tile) < 1 or min(at) < 0:
-        raise GraphError(f"picture: tile {tile} must be at least (1, 1), and at {at} (0, 0)")
+    tile, at = check_block("picture: tile", tile), check_block("picture: at", at, 0)
     if -(-M // tile[0]) * -(-N // tile[1]) > MOST_TILES:
         side = -(-max(M, N) // int(MOST_TILES**0.5))
         raise GraphError(
@@ -92,6 +92,7 @@ def picture(
     at: the batch entry and the head. data: tensors that the mask reads, by name. Raises GraphError
     as `kinds` does.
     """
+    M, N = (require_size(f"picture: {name}", n) for name, n in (("M", M), ("N", N)))
     side = -(-max(M, N, 1) // MOST_MARKS)
     size = (side, side) if tile is None else tile
     lines = ["".join(MARKS[k] for k in line) for line in kinds(mask, M, N, size, at=at, data=data)]

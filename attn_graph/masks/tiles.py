@@ -15,7 +15,7 @@ from attrs import evolve, frozen
 
 from attn_graph.errors import GraphError
 from attn_graph.masks.canonical import EVERYTHING, canonical_mask
-from attn_graph.masks.joins import And, Mask, Not, Or, needs_of
+from attn_graph.masks.joins import And, Mask, Not, Or, needs_of, require_mask
 from attn_graph.masks.leaves import Band
 from attn_graph.masks.places import Block
 from attn_graph.masks.regions import Region, bound_region, find_regions
@@ -28,7 +28,7 @@ from attn_graph.masks.runs import (
     count_keys,
     parts,
 )
-from attn_graph.spec import TensorSpec
+from attn_graph.spec import TensorSpec, require_size
 
 UNKNOWN = "before the data are known"
 
@@ -83,10 +83,18 @@ def tiles(
     counted without them. Raises GraphError for tensors that do not fit, a block without places,
     or a missing alignment.
     """
-    if min(block) < 1:
-        raise GraphError(f"tiles: block {block} holds no place; both sides must be at least 1")
+    block = check_block("tiles: block", block)
+    M, N, B, H = (
+        require_size(f"tiles: {name}", n) for name, n in (("M", M), ("N", N), ("B", B), ("H", H))
+    )
     whole = Block(
-        range(B), range(H), range(M), H, M, N, check_tensors(mask, (B, H, M, N), data or {})
+        range(B),
+        range(H),
+        range(M),
+        H,
+        M,
+        N,
+        check_tensors(mask, (B, H, M, N), {} if data is None else data),
     )
     most, least = bounds(mask, whole)
     total = B * H * -(-M // block[0]) * -(-N // block[1])
@@ -249,6 +257,10 @@ def check_tensors(
 
     sizes: B, H, M and N.
     """
+    if mask is not None:
+        require_mask(None, None, mask)
+    if not isinstance(data, Mapping):
+        raise GraphError(f"data {data!r} is not tensors by name")
     needs, full = needs_of(mask), dict(zip("bhij", sizes, strict=True))
     names = ", ".join(needs) or "nothing"
     problems = [f"{mask}: reads no {name}; it reads {names}" for name in data if name not in needs]
@@ -259,6 +271,14 @@ def check_tensors(
     if problems:
         raise GraphError(*problems)
     return {name: on_cpu(tensor) for name, tensor in data.items()}
+
+
+def check_block(who: str, block: object, least: int = 1) -> tuple[int, int]:
+    """A pair of whole numbers of at least `least`. Raises GraphError for anything else."""
+    match block:
+        case tuple() | list() as pair if len(pair) == 2:
+            return require_size(who, pair[0], least), require_size(who, pair[1], least)
+    raise GraphError(f"{who} {block!r} is not a pair of whole numbers, as (128, 128)")
 
 
 def on_cpu(tensor: torch.Tensor) -> torch.Tensor:

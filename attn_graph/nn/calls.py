@@ -20,6 +20,7 @@ from attn_graph.ir.checks import require_constant
 from attn_graph.ir.graph import Graph
 from attn_graph.machine.ambient import is_traced
 from attn_graph.machine.flop_counters import teach_counters
+from attn_graph.machine.likeness import NESTED
 from attn_graph.machine.target import Target
 from attn_graph.machine.tensors import is_distributed, is_watched
 from attn_graph.machine.torch_switches import switches_that_count
@@ -27,7 +28,7 @@ from attn_graph.nn.packed_sizes import PACKING, name_sizes, serves_sizes
 from attn_graph.nn.sharding import attend_in_parts
 from attn_graph.nn.tracing import fix
 from attn_graph.plan import Plan
-from attn_graph.spec import TensorSpec, to_number
+from attn_graph.spec import TensorSpec, layout_problem, to_number
 
 # The options of a call, in this order: those of a graph, then those of `compile`.
 GRAPH_OPTIONS = ("mask", "scale", "align", "soft_cap", "alibi", "dropout", "stats", "most")
@@ -53,11 +54,11 @@ def attend_anew(
 ) -> Outputs:
     """Attention on tensors that look like none before. It is remembered, unless `key` is None."""
     tensors = {"q": q, "k": k, "v": v, **named}
+    require_tensors(tensors)
     if any(map(is_distributed, tensors.values())):
         return attend_distributed(tensors, options)
     if is_dynamo_compiling() or is_traced():
         return attend_by_op(q, k, v, named, options)
-    require_tensors(tensors)
     if q.is_meta or any(map(is_watched, tensors.values())):
         return attend_by_op(q, k, v, named, options)
     if any(t.is_neg() for t in tensors.values()):
@@ -116,17 +117,18 @@ def named_options(options: Options) -> dict[str, Any]:  # Any: the values of OPT
 
 
 def exact(name: str, number: float | None) -> str | None:
-    """A float as the text that has all its bits: as such torch.compile takes it for a constant.
+    """A float as the text that has all its bits: as such torch.compile takes it for a constant."""
+    return None if number is None else read_number(name, number).hex()
 
-    name: of the option. Raises GraphError for what is no number, or is differentiated.
-    """
-    if number is None:
-        return None
+
+def read_number(name: str, number: object) -> float:
+    """An option as a float. Raises GraphError for a tensor that is differentiated, and for what is
+    no number. name: of the field that it becomes."""
     require_constant(name, number)
     value = to_number(number)
     if not isinstance(value, float):
         raise GraphError(f"{name} {number!r} must be a number")
-    return value.hex()
+    return value
 
 
 def content_of_call(names: tuple[str, ...], *options: object) -> str:
@@ -166,6 +168,8 @@ def attend_as(
         return attend_by_value(q, k, v, named, options, None, anew)
     if plan is not None:
         check, wants = plan.memo.call
+        if True in map(getattr, tensors, *NESTED):
+            require_tensors({"q": q, "k": k, "v": v, **named})
         if check(*tensors):
             if profiler._is_profiler_enabled:
                 return plan.run_profiled(tensors, wants)
@@ -225,14 +229,19 @@ def make_graph(
 
 
 def require_tensors(tensors: Named) -> None:
-    """Raise GraphError for what is no tensor."""
-    problems = (
-        f"attention: {name} is a {type(t).__name__}, not a tensor"
-        for name, t in tensors.items()
-        if not isinstance(t, Tensor)
+    """Raise TensorError for what is no tensor, or has no strides."""
+    problems = [f"attention: {name} {x}" for name, t in tensors.items() if (x := tensor_problem(t))]
+    if problems:
+        raise TensorError(*problems)
+
+
+def tensor_problem(t: object) -> str:
+    """Why this is no tensor that attention reads; "" for one that is."""
+    return (
+        layout_problem(t)
+        if isinstance(t, Tensor)
+        else f"is of the class {type(t).__name__}, not a tensor"
     )
-    if texts := tuple(problems):
-        raise GraphError(*texts)
 
 
 def draw_seed(device: torch.device) -> dict[str, Tensor]:

@@ -36,9 +36,11 @@ from attn_graph.nn.calls import (
     cast_inputs,
     draw_seed,
     new_plan,
+    read_number,
+    require_tensors,
 )
 from attn_graph.plan import Plan
-from attn_graph.spec import FLOATS, to_number
+from attn_graph.spec import FLOATS, layout_problem, to_number
 
 __all__ = ["attention", "scaled_dot_product_attention"]
 
@@ -108,6 +110,8 @@ def attention(
         mask, scale, align, soft_cap, alibi is True, dropout, stats, most,
         backends, avoid, deterministic, precision, on_fallback, max_workspace, batch_invariant,
     )  # fmt: skip
+    if isinstance(dropout, Tensor):
+        dropout = read_number("rate", dropout)
     if dropout and seed is None and offset is None:
         data |= draw_seed(q.device)
     if not (bias is alibi is keep is q_lengths is kv_lengths is sinks is seed is offset is None):
@@ -216,6 +220,8 @@ def read_mask(attn_mask: Tensor | None, is_causal: bool) -> Kept:
     mask = TOP_LEFT if is_causal else None
     if attn_mask is None:
         return mask, NAMELESS
+    if not isinstance(attn_mask, Tensor):
+        raise TypeError(f"attention: attn_mask is a {type(attn_mask).__name__}, not a tensor")
     return mask, {"keep" if attn_mask.dtype == torch.bool else "bias": attn_mask}
 
 
@@ -224,18 +230,19 @@ def read_options(
 ) -> tuple[Named, Options]:
     """The named tensors and the options of `attend_as`. Raises TensorError for a wrong rate."""
     mask, named = kept
-    if dropout_p:
-        check_rate(dropout_p)
+    dropout_p = read_rate(dropout_p)
     if dropout_p == 1:  # drops everything, and leaves no gradient
         named, mask, dropout_p = NAMELESS, NOTHING, 0.0
     number = scale if scale is None else to_number(scale)
     return named, (mask, number, None, None, False, dropout_p, False, None, *choice)
 
 
-def check_rate(rate: float) -> None:
-    """Raise TensorError for what is no probability."""
-    if not 0 <= rate <= 1:
-        raise TensorError(f"attention: dropout_p has to be between 0 and 1, and is {rate}")
+def read_rate(rate: float) -> float:
+    """A rate of dropout as a float. Raises TensorError for what is no probability."""
+    number = to_number(rate)
+    if isinstance(number, float) and 0 <= number <= 1:
+        return number
+    raise TensorError(f"attention: dropout_p has to be a number between 0 and 1, and is {rate!r}")
 
 
 def attend_shaped(
@@ -270,6 +277,7 @@ def bring_to_four(
     Raises TensorError for tensors that PyTorch refuses, or should.
     """
     require_axes(q, k, v, grouped)
+    require_tensors(named)
     M, N = q.shape[-2], v.shape[-2]
     k2, v2 = equal_heads(q, k, v) if grouped else (k, v)
     *outer, H, G = common_axes(q, k2, v2, grouped)
@@ -299,10 +307,8 @@ def require_axes(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> None:
     for name, t in zip(ROLES, (q, k, v), strict=True):
         if not isinstance(t, Tensor):
             raise TypeError(f"attention: {name} is a {type(t).__name__}, not a tensor")
-        if t.is_nested:
-            raise TensorError(
-                f"attention: {name} is nested; pass padded tensors and lengths, or packed segments"
-            )
+        if problem := layout_problem(t):
+            raise TensorError(f"attention: {name} {problem}")
         if t.ndim < least:
             kind = TensorRankError if grouped else TensorError
             raise kind(f"attention: {name} {[*t.shape]} has {t.ndim} axes and needs {least}")
@@ -367,9 +373,8 @@ def fit_mask(mask: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
     if mask.ndim < 2:
         raise TensorRankError(f"attention: attn_mask {[*mask.shape]} needs the two axes M and N")
     if mask.dtype not in (torch.bool, torch.float32, dtype):
-        raise TensorError(
-            f"attention: attn_mask is {mask.dtype}; it has to be bool, float32, or {dtype} as query"
-        )
+        known = " or ".join(map(str, dict.fromkeys((torch.bool, torch.float32, dtype))))
+        raise TensorError(f"attention: attn_mask is {mask.dtype}; it has to be {known}")
     sizes = zip(reversed(mask.shape), reversed(shape), strict=False)
     if mask.ndim > len(shape) or any(n not in (1, full) for n, full in sizes):
         named = dict(zip(LETTERS, shape, strict=False)) if len(shape) == len(LETTERS) else {}

@@ -47,7 +47,8 @@ class Attention(torch.nn.Module):
         super().__init__()
         self.options: dict[str, Any] = {  # Any: a value for each
             "mask": mask, "scale": scale, "align": align, "soft_cap": soft_cap,
-            "alibi": alibi or None, "dropout": dropout, "stats": stats, "backends": backends,
+            "alibi": None if alibi is False else alibi, "dropout": dropout, "stats": stats,
+            "backends": backends,
             "avoid": avoid, "deterministic": deterministic, "precision": precision,
             "on_fallback": on_fallback, "max_workspace": max_workspace, "most": most,
             "batch_invariant": batch_invariant,

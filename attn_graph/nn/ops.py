@@ -36,7 +36,7 @@ from attn_graph.lowering.backend import Backend
 from attn_graph.machine.ambient import has_tangent, is_traced
 from attn_graph.machine.autograd import select_moving, split_tangents
 from attn_graph.machine.flop_counters import formulas
-from attn_graph.machine.likeness import OWN_CLASSES
+from attn_graph.machine.likeness import NESTED, OWN_CLASSES
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import switches_that_count
 from attn_graph.nn.batching import Mapped, map_call
@@ -72,6 +72,8 @@ def find_plan(tensors: Tensors, text: str) -> Plan:
     switches = switches_that_count(count > 0 and tensors[0].is_cpu)
     key: Key = (text, count, switches, preferred.get(), avoided.get())
     plan = recent.get(key)
+    if True in map(getattr, tensors, *NESTED):
+        plan = None
     if plan is not None and plan.memo.call[0](*tensors):
         return plan
     known = plan if plan is not None and serves_sizes(plan, tensors) else recall(key, tensors)

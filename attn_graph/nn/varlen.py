@@ -19,7 +19,8 @@ from attn_graph.masks import Causal, Mask, Window
 from attn_graph.nn.calls import Outputs
 from attn_graph.nn.functional import attention
 from attn_graph.nn.packed_sizes import round_size
-from attn_graph.spec import INTEGERS
+from attn_graph.spec import INTEGERS, layout_problem
+from attn_graph.spec.dims import to_index
 
 if TYPE_CHECKING:
     from torch.nn.attention.varlen import AuxRequest
@@ -105,6 +106,8 @@ def require_layout(query: Tensor, key: Tensor, value: Tensor, paged: bool) -> No
     for name, (t, rank, form) in due.items():
         if not isinstance(t, Tensor):
             raise TensorError(f"varlen_attn: {name} is a {type(t).__name__}, not a tensor")
+        if problem := layout_problem(t):
+            raise TensorError(f"varlen_attn: {name} {problem}")
         if t.ndim != rank:
             beside = "with" if paged else "without"
             raise TensorRankError(
@@ -147,8 +150,13 @@ def require_keys(cu_seq_k: Tensor | None, seqused_k: Tensor | None, paged: bool)
 def require_counts(cu_seq_q: Tensor, **others: Tensor | None) -> None:
     """Raise TensorError for what is not of as many sequences as cu_seq_q, or no integer."""
     for name, t in {"cu_seq_q": cu_seq_q, **others}.items():
-        if t is None:
+        if t is None and name != STARTS[0]:
             continue
+        if not isinstance(t, Tensor):
+            raise TensorError(
+                f"varlen_attn: {name} is a {type(t).__name__}, not a tensor {FORMS[name]} of "
+                "int32 or int64"
+            )
         if t.dtype not in INTEGERS:
             raise TensorDtypeError(
                 f"varlen_attn: {name} is {t.dtype}; it has to be {' or '.join(map(str, INTEGERS))}"
@@ -188,6 +196,11 @@ def make_window(window: tuple[int, int]) -> Mask | None:
 
 def wants_lse(aux: AuxRequest | None) -> bool:
     """Whether lse is returned. Raises TensorError where another result is wanted."""
+    if aux is not None and not isinstance(getattr(aux, "_fields", None), tuple):
+        raise TensorError(
+            f"varlen_attn: return_aux is a {type(aux).__name__}; say AuxRequest(lse=True), of "
+            "torch.nn.attention.varlen"
+        )
     wanted = [] if aux is None else [name for name in aux._fields if getattr(aux, name)]
     if more := [name for name in wanted if name != "lse"]:
         raise TensorError(
@@ -199,9 +212,9 @@ def wants_lse(aux: AuxRequest | None) -> bool:
 
 def is_whole(splits: int | None) -> bool:
     """Whether no sequence's bits may depend on others. Raises TensorError for other numbers."""
-    if splits not in (None, 1):
+    if splits is not None and to_index(splits) != 1:
         raise TensorError(
-            f"varlen_attn: num_splits is {splits}, and how keys are divided is the plan's choice; "
+            f"varlen_attn: num_splits is {splits!r}, and the plan decides how keys are divided; "
             "say None, or 1 for bits that do not depend on the batch"
         )
     return splits == 1

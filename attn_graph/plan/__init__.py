@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 from attrs import Factory, define, field, frozen
-from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
+from torch._C import _are_functorch_transforms_active, _is_tracing, _len_torch_dispatch_stack
 from torch.autograd import forward_ad, profiler
 from torch.compiler import is_dynamo_compiling
 
@@ -25,7 +25,7 @@ from attn_graph.machine.ambient import has_tangent, is_traced, named_in_profiles
 from attn_graph.machine.autograd import record, select_moving, split_tangents
 from attn_graph.machine.fitting import Fit
 from attn_graph.machine.flop_counters import teach_counters
-from attn_graph.machine.likeness import Check, Look, likeness, look_at, never
+from attn_graph.machine.likeness import NESTED, Check, Look, likeness, look_at, never
 from attn_graph.machine.sizes import Memory
 from attn_graph.machine.target import Target
 from attn_graph.machine.tensors import (
@@ -130,10 +130,11 @@ class Plan:
             is_dynamo_compiling()
             or _are_functorch_transforms_active()
             or _len_torch_dispatch_stack()
+            or _is_tracing()
         ):
             return self.call_op(tensors)
         check, wants = self.memo.call
-        if not check(*tensors):
+        if True in map(getattr, tensors, *NESTED) or not check(*tensors):
             wants = self.admit(tensors)
         if profiler._is_profiler_enabled:
             return self.run_profiled(tensors, wants)
@@ -244,6 +245,8 @@ class Plan:
 
         Their likeness is remembered.
         """
+        if True in map(getattr, tensors, *NESTED):
+            self.check_tensors(tensors)
         if self.sized is not None:
             return self.admit_sized(self.sized.fit, tensors)
         looks = [*map(look_at, tensors)]
@@ -440,8 +443,9 @@ class Plan:
         """Raise PlanMismatchError where starts, lengths or pages point at nothing: starts that
         descend, lengths over what there is, pages that are not in the pool. Nothing is run.
 
-        On CPUs a call checks them itself. On GPUs it does not, since it would have to wait for the
-        device: kernels clamp what they read to the tensors, and the result is undefined.
+        On CPUs calls check the starts, lengths and pages of packed and paged tensors themselves.
+        Lengths of padded tensors, and all of them on GPUs, where a call would have to wait for the
+        device, are checked here alone: with wrong ones the result of a call is undefined.
         """
         given = self.arranged(tensors, named)
         if self.sized is not None:

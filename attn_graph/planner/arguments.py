@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
@@ -90,7 +90,7 @@ def resolve_store(store: Store | str | os.PathLike[str] | bool) -> Store | None:
 def one_of(name: str, value: Value, values: object) -> Value:
     """The value, if it is one of a literal type's. Raises GraphError for any other."""
     known = get_args(values)
-    if value not in known:
+    if not isinstance(value, Hashable) or value not in {*known}:
         raise GraphError(f"{name} {value!r} is not known; known are {', '.join(map(repr, known))}")
     return value
 

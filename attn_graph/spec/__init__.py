@@ -7,7 +7,6 @@ from functools import cached_property
 from itertools import permutations
 from math import prod
 from numbers import Real
-from operator import index
 from typing import Any, final
 
 import torch
@@ -15,7 +14,7 @@ from attrs import field, frozen
 from torch.autograd import forward_ad
 
 from attn_graph.errors import GraphError
-from attn_graph.spec.dims import Dim, Sizes, bind, dims_in
+from attn_graph.spec.dims import Dim, Sizes, bind, dims_in, to_index
 from attn_graph.spec.formulas import SizeFormula, is_one
 
 DTYPES = {
@@ -39,11 +38,18 @@ def to_integer(value: object) -> int | None:
     """A whole number as an int, 2.0 too, Dims and formulas as they are; None for anything else."""
     if isinstance(value, Dim | SizeFormula):
         return value  # type: ignore[return-value]  # formulas stand for integers
-    try:
-        return index(value)  # type: ignore[arg-type]  # what has no index raises
-    except TypeError:
-        whole = isinstance(value, Real) and float(value).is_integer()
-        return int(value) if whole else None  # type: ignore[call-overload]  # a number
+    number = to_index(value)
+    if number is None and isinstance(value, Real) and float(value).is_integer():
+        return int(value)  # type: ignore[call-overload]  # a number
+    return number
+
+
+def require_size(who: str, value: object, least: int = 0) -> int:
+    """A whole number of at least `least`. Raises GraphError for anything else. who: what it is."""
+    number = to_index(value)
+    if number is None or not least <= number <= MOST:
+        raise GraphError(f"{who} {value!r} is not a whole number of at least {least}")
+    return number
 
 
 def to_number(value: Any) -> Any:  # Any: a float, unless the value is no number
@@ -130,6 +136,8 @@ class TensorSpec:
         """The spec of a tensor. Raises GraphError for anything else."""
         if not isinstance(tensor, torch.Tensor):
             raise GraphError(f"spec: {tensor!r} is no tensor, and the spec of one is asked for")
+        if problem := layout_problem(tensor):
+            raise GraphError(f"spec: the tensor {problem}")
         return cls(tensor.shape, tensor.dtype, tensor.stride())
 
     @cached_property
@@ -173,6 +181,18 @@ class TensorSpec:
     def __repr__(self) -> str:
         tail = "" if self.is_dense else f", strides={self.strides}"
         return f"TensorSpec({self.shape}, {self.dtype}{tail})"
+
+
+def layout_problem(tensor: torch.Tensor) -> str:
+    """Why a tensor has no strides, and what to pass instead; "" for one that has."""
+    if tensor.is_nested:
+        return (
+            "is nested; pass x.values() [T,H,D] of a jagged one, and x.offsets() as q_starts and "
+            "kv_starts, or a padded tensor and lengths"
+        )
+    if tensor.layout != torch.strided:
+        return f"has the layout {tensor.layout}; pass x.to_dense()"
+    return ""
 
 
 def as_integers(name: str, values: object) -> tuple[int, ...]:

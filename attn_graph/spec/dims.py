@@ -20,6 +20,14 @@ from attn_graph.spec.nested import nested_values, replace_nested
 Sizes = Mapping[str, int]  # what Dims stand for, by name
 
 
+def to_index(value: object) -> int | None:
+    """A whole number as an int; None for anything else."""
+    try:
+        return index(value) if isinstance(value, SupportsIndex) else None
+    except (TypeError, RuntimeError):  # a class; a tensor of real numbers, or of several
+        return None
+
+
 def is_plain_name(name: str) -> bool:
     """Whether a text is a name that Python's code may bind, in the form in which Python reads it:
     other forms of its letters would be the same name."""
@@ -79,7 +87,7 @@ class Dim(int):
 
     def __new__(cls, name: str, most: int | None = None, *, classes: Iterable[int] = ()) -> Dim:
         given = tuple(classes) if isinstance(classes, Iterable) else (classes,)
-        sizes = tuple(index(n) for n in given if isinstance(n, SupportsIndex))
+        sizes = tuple([n for n in map(to_index, given) if n is not None])
         if not isinstance(name, str) or not is_plain_name(name):
             raise GraphError(f'dim: {name!r} is no name such as "T"')
         if len(sizes) < len(given):
@@ -244,8 +252,7 @@ def doubling(least: int, most: int) -> tuple[int, ...]:
     For a cache that lies in a buffer: pass a view of `dim.fit(n)` rows, and how many count as
     lengths. Then there are few sizes to plan for. Raises GraphError unless 1 <= least <= most.
     """
-    whole = isinstance(least, SupportsIndex) and isinstance(most, SupportsIndex)
-    if not (whole and 1 <= least <= most):
+    if to_index(least) is None or to_index(most) is None or not 1 <= least <= most:
         raise GraphError(
             f"doubling: expected whole numbers, 1 <= least <= most, got {least!r} and {most!r}"
         )
