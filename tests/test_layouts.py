@@ -12,7 +12,7 @@ import attn_graph as ag
 from attn_graph import nn
 from attn_graph.nn import functional as F
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta")
+pytestmark = pytest.mark.filterwarnings("ignore:.*(beta|prototype)")
 
 Q, ROWS = torch.randn(2, 2, 6, 8), torch.randn(6, 2, 8)
 STARTS = torch.tensor([0, 6], dtype=torch.int32)

@@ -237,11 +237,7 @@ def require_tensors(tensors: Named) -> None:
 
 def tensor_problem(t: object) -> str:
     """Why this is no tensor that attention reads; "" for one that is."""
-    return (
-        layout_problem(t)
-        if isinstance(t, Tensor)
-        else f"is of the class {type(t).__name__}, not a tensor"
-    )
+    return layout_problem(t) if isinstance(t, Tensor) else f"is a {type(t).__name__}, not a tensor"
 
 
 def draw_seed(device: torch.device) -> dict[str, Tensor]:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+import threading
+from collections.abc import Iterator
 from typing import final
 
 import torch
-from attrs import frozen
+from attrs import define, field, frozen
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
+from attn_graph.machine.likeness import look_at
 from attn_graph.masks import Causal, Mask, Prefix, Window
 
-Reading = tuple[int, "Recognition | None"]
+MOST_HELD = 4  # masks: a model passes one, or one for each kind of its layers
 
 
 @final
@@ -32,33 +33,52 @@ class Recognition:
         return " & ".join(parts) or "all places"
 
 
-# By tensor that owns the numbers: what its views said, and how often they had been written then.
-memory: MutableMapping[Tensor, dict[object, Reading]] = WeakIdKeyDictionary()
+@final
+@define(eq=False)
+class Readings:
+    """What the last masks said, with a copy of each: one that has other numbers is read again."""
+
+    held: dict[object, tuple[Tensor, Recognition | None]] = field(factory=dict)
+    lock: threading.Lock = field(factory=threading.Lock)
+
+    def recognize(self, mask: Tensor) -> Recognition | None:
+        """The same as `recognize`. A mask that is held is compared with its copy, in one operation;
+        whatever writes it, by NumPy or in another thread, is seen so."""
+        if not is_readable(mask):
+            return None
+        key, own = (mask.data_ptr(), *look_at(mask)), without_repeats(mask)
+        with self.lock, torch.inference_mode(False), torch.no_grad():
+            known = self.held.pop(key, None)
+            if known is None or not torch.equal(known[0], own):
+                copy = own.clone()
+                known = copy, read_places(copy.expand(mask.shape))
+            self.held[key] = known
+            if len(self.held) > MOST_HELD:
+                del self.held[next(iter(self.held))]
+        return known[1]
 
 
 def recognize(mask: Tensor) -> Recognition | None:
     """What a mask [...,M,N] of 2 to 4 axes says as data; None where it says something else.
 
     It holds booleans, or numbers of which each is 0 or -inf. All of it is read, for which the host
-    waits, and remembered for this tensor until it is written.
+    waits.
     """
-    if mask.requires_grad or not 2 <= mask.ndim <= 4 or not mask.numel() or mask.is_inference():
-        return None
-    owner = mask if mask._base is None else mask._base
-    readings, view = (
-        memory.setdefault(owner, {}),
-        (mask.shape, mask.stride(), mask.storage_offset()),
-    )
-    version, recognition = readings.get(view, (None, None))
-    if version != mask._version:
-        with torch.no_grad():
-            recognition = read_places(mask)
-        readings[view] = mask._version, recognition
-    return recognition
+    return Readings().recognize(mask)
+
+
+def is_readable(mask: Tensor) -> bool:
+    """Whether a mask may say what data say: it has axes for queries and keys, and no gradient."""
+    return not mask.requires_grad and 2 <= mask.ndim <= 4 and mask.numel() > 0
+
+
+def without_repeats(mask: Tensor) -> Tensor:
+    """A view of size 1 along each axis along which a mask is expanded."""
+    return mask[tuple(slice(None if step else 1) for step in mask.stride())]
 
 
 def read_places(mask: Tensor) -> Recognition | None:
-    """The same, by looking at every number."""
+    """The same of a mask that is readable."""
     keep = as_booleans(mask)
     if keep is None:
         return None

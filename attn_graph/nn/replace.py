@@ -31,7 +31,7 @@ from attn_graph.nn.functional import (
     read_mask,
 )
 from attn_graph.nn.multihead import multi_head_attention
-from attn_graph.nn.recognition import Recognition, recognize
+from attn_graph.nn.recognition import Readings, Recognition
 from attn_graph.nn.report import Report, Usage, call_site
 from attn_graph.plan import Plan
 
@@ -68,9 +68,10 @@ def replace_sdpa(
     happens there, as where only `math` takes a call: "ignore" it; "warn"; or "raise", TensorError
     or NoBackendError.
 
-    recognize_masks: dense masks that are a band, a prefix or a padding at the end are read, once a
-    tensor, for which the host waits, and run as masks of positions and lengths; not in compiled
-    regions. report: `as` gives a `Report`, a table of the calls; compiled regions are not in it.
+    recognize_masks: dense masks that are a band, a prefix or a padding at the end are read, and run
+    as masks of positions and lengths; not in compiled regions. The host waits for each mask. Copies
+    of the last few are kept in the block: a mask that is as its copy is not read again. report:
+    `as` gives a `Report`, a table of the calls; compiled regions are not in it.
 
     Fused Transformer layers of PyTorch's, which would pass it by, are off in the whole process
     meanwhile. Raises what `scaled_dot_product_attention` of `attn_graph.nn.functional` raises.
@@ -142,6 +143,7 @@ class Replacement(TorchFunctionMode):
         super().__init__()
         self.choice = choice
         self.recognizes = recognizes
+        self.readings = Readings()
         self.report = report
 
     def __torch_function__(
@@ -200,7 +202,7 @@ class Replacement(TorchFunctionMode):
         reason, kept = why_left(a.query, a.key, a.value), read_mask(a.attn_mask, a.is_causal)
         recognition = None
         if self.recognizes and a.attn_mask is not None and not is_symbolic() and not reason:
-            recognition = recognize_for(a)
+            recognition = recognize_for(a, self.readings)
             kept = kept if recognition is None else as_kept(recognition, a)
         run = partial(self.compute, name, a, kept, reason)
         if self.report is None or is_symbolic():
@@ -258,7 +260,7 @@ def why_left(*tensors: Tensor) -> str | None:
     return None
 
 
-def recognize_for(a: Arguments) -> Recognition | None:
+def recognize_for(a: Arguments, readings: Readings) -> Recognition | None:
     """What the dense mask of a call says as data; None too where batches differ."""
     q, k, v, mask = a[:4]
     assert mask is not None
@@ -267,7 +269,7 @@ def recognize_for(a: Arguments) -> Recognition | None:
     M, N = q.shape[2], k.shape[2]
     if mask.ndim < 2 or mask.shape[-1] != N or mask.shape[-2] not in (1, M):
         return None
-    return recognize(mask.expand(*mask.shape[:-2], M, N))
+    return readings.recognize(mask.expand(*mask.shape[:-2], M, N))
 
 
 def as_kept(recognition: Recognition, a: Arguments) -> Kept:

@@ -224,6 +224,8 @@ STEPS = {  # a mod, and the modifiers that it is read as
     "s + slopes[h] * (k - q)": "Addend(text='real(tensor_h) * real(j - i)', "
     "elements=(('tensor_h', 'h'),))",
     "s + (q - k)": "Addend(text='real(i - j)')",
+    "s + (q - k) / 4": "Addend(text='real(i - j) / real(4)')",
+    "s - 3 / (k + 1) * 0.5": "Addend(text='-(real(3) / real(j + 1) * 0.5)')",
     "s + torch.exp2(-((h + 1) * 8.0 / 3)) * (k - q)": "Addend("
     "text='exp2(-(real(h + 1) * 8.0 / 3.0)) * real(j - i)')",
     "s - documents[q] * 0.5": "Addend(text='-(real(tensor_i) * 0.5)', "

@@ -107,7 +107,13 @@ def test_dims_print_as_python(size: int, text: str) -> None:
         (lambda: ag.Dim("B", classes=(4, 2)), "are ascending sizes"),
         (lambda: ag.Dim("B", most=4, classes=(2, 4)), "in place of most"),
         (lambda: B // 3, r"\(B\) // 3: Dims add, subtract and multiply"),
-        (lambda: ag.doubling(8, 4), "expected 1 <= least <= most, got 8 and 4"),
+        (lambda: ag.doubling(8, 4), "1 <= least <= most, got 8 and 4"),
+        (lambda: ag.doubling(1, float("inf")), "whole numbers, .* got 1 and inf"),  # type: ignore[arg-type]  # is wrong
+        (lambda: ag.doubling(1.5, 4), "whole numbers"),  # type: ignore[arg-type]  # is wrong
+        (lambda: ag.Dim("__debug__", most=3), "'__debug__' is no name"),
+        (lambda: ag.Dim("\N{LATIN SMALL LIGATURE FI}", most=3), "is no name"),
+        (lambda: ag.Dim("B", classes=(1.5, 2)), "are not whole numbers"),  # type: ignore[arg-type]  # is wrong
+        (lambda: B.fit("x"), "is not a whole number"),  # type: ignore[arg-type]  # is wrong
         (lambda: B.fit(9), "no size up to 8 is at least 9"),
     ],
 )

@@ -47,7 +47,7 @@ WRONG: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
         torch._neg_view,  # pyright: ignore[reportPrivateImportUsage]  # no public name
         r"k: expected its numbers .* pass k\.resolve_neg\(\)",
     ),
-    "layout": (lambda t: t.to_sparse(), "k: expected a dense tensor"),
+    "layout": (lambda t: t.to_sparse(), "sparse_coo; pass x.to_dense"),
     "no tensor": (torch.Tensor.tolist, "k: expected a tensor"),
     "looks like one": (lambda t: t.detach().numpy(), "k: expected a tensor"),
 }

@@ -22,7 +22,7 @@ def keep(mask: m.Mask | None, sizes: tuple[int, int, int, int], data: dict[str, 
     """Every place of [B,H,M,N]: whether a mask keeps it."""
     B, H, M, N = sizes
     at = Place.of(Block(range(B), range(H), range(M), H, M, N, data), range(N))
-    return torch.as_tensor((mask or EVERYTHING).keep(at)).expand(sizes)
+    return torch.as_tensor((EVERYTHING if mask is None else mask).keep(at)).expand(sizes)
 
 
 def axes_of(mask: m.Mask) -> dict[str, str]:

@@ -12,6 +12,7 @@ from hypothesis import given
 
 import attn_graph as ag
 from attn_graph.compiler import looks
+from attn_graph.nn import Attention
 from attn_graph.nn.functional import attention, scaled_dot_product_attention
 from attn_graph.testing.strategies import seeds
 
@@ -208,6 +209,18 @@ def test_dropout_draws_from_the_default_generator_once_a_call() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_seeds_are_not_read_where_nothing_is_dropped() -> None:
+    """So that training and evaluation are called alike."""
+    q, k, v = (tensors()[n] for n in "qkv")
+    due, number = o_of(q, k, v), torch.tensor(3)
+    assert torch.equal(o_of(q, k, v, dropout=0.0, seed=number, offset=number), due)
+    module = Attention(dropout=0.1).eval()
+    assert torch.equal(module(q, k, v, seed=number, offset=number), due)  # type: ignore[arg-type]  # without statistics
+    flags = torch.rand(1, 1, 1, k.shape[2]) > 0.5
+    named = o_of(q, k, v, mask=ag.Keep("seed"), seed=flags)
+    assert torch.equal(named, o_of(q, k, v, keep=flags))
+
+
 def test_a_view_that_holds_numbers_negated_is_resolved() -> None:
     q, k, v = (tensors()[n] for n in "qkv")
     negated = torch._neg_view(-q)  # pyright: ignore[reportPrivateImportUsage]  # no public name
@@ -220,7 +233,6 @@ WRONG: dict[str, tuple[Callable[..., object], str]] = {
     "dtypes": (lambda q, k, v: o_of(q.double(), k, v), "disagree in dtype"),
     "shapes": (lambda q, k, v: o_of(q, k[..., 1:], v), "disagree"),
     "data": (lambda q, k, v: o_of(q, k, v, other=q), "no option and no leaf .* 'other'"),
-    "seed": (lambda q, k, v: o_of(q, k, v, seed=torch.tensor(1)), "named 'seed'"),
     "segments": (lambda q, k, v: o_of(q, k, v, segments=q[0]), "are not two tensors"),
     "option": (lambda q, k, v: o_of(q, k, v, on_fallback="no"), "on_fallback"),
     "no hash": (lambda q, k, v: o_of(q, k, v, backends={}), "backends|no backend"),

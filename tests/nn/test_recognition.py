@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -92,28 +92,69 @@ def test_other_masks_stay_as_they_are() -> None:
         assert recognize(mask) is None
 
 
-def test_a_mask_is_read_once_until_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+WRITERS: dict[str, Callable[[torch.Tensor], object]] = {
+    "PyTorch": lambda m: m[3].fill_(False),
+    "data": lambda m: m.data[3].fill_(False),
+    "a detached view": lambda m: m.detach()[3].fill_(False),
+    "NumPy": lambda m: m.numpy()[3].fill(False),
+    "DLPack": lambda m: torch.from_dlpack(m)[3].fill_(False),
+    "the storage": lambda m: m.untyped_storage().fill_(0),
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_a_mask_that_was_written_is_read_again_whoever_wrote_it(
+    writer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reads = []
     read = recognition.read_places
     monkeypatch.setattr(recognition, "read_places", lambda m: (reads.append(1), read(m))[1])  # type: ignore[func-returns-value]  # counts
-    mask = (d <= 0).clone()
+    mask, held = (d <= 0).clone(), recognition.Readings()
     for _ in range(2):
-        assert recognize(mask) is not None
-        assert recognize(mask[None].expand(2, 8, 8)) is not None
+        assert held.recognize(mask) is not None
+        assert held.recognize(mask[None].expand(2, 8, 8)) is not None
     assert len(reads) == 2
-    mask[3, 1] = False
-    assert recognize(mask) is None
+    WRITERS[writer](mask)
+    r = held.recognize(mask)
+    assert r is None or torch.equal(dense(r, 1, 8, 8)[0, 0], mask)
     assert len(reads) == 3
 
 
-def test_masks_that_are_gone_are_forgotten() -> None:
-    before = len(recognition.memory)
-    mask = (d <= 0).clone()
-    recognize(mask)
-    assert len(recognition.memory) == before + 1
-    del mask
-    gc.collect()
-    assert len(recognition.memory) == before
+def test_the_last_masks_are_held_and_no_more() -> None:
+    held = recognition.Readings()
+    masks = [(d <= n).clone() for n in range(2 * recognition.MOST_HELD)]
+    for mask in (*masks, *masks):
+        r = held.recognize(mask)
+        assert r is not None
+        assert torch.equal(dense(r, 1, 8, 8)[0, 0], mask)
+    views = (masks[0][:n] for n in range(1, 8))
+    assert all(map(held.recognize, views))
+    assert len(held.held) == recognition.MOST_HELD
+
+
+def test_what_inference_mode_read_serves_training_too() -> None:
+    mask, q = KNOWN["padding"][0], torch.randn(3, 2, 8, 4)
+    with ag.replace_sdpa(recognize_masks=True):
+        with torch.inference_mode():
+            due = F.scaled_dot_product_attention(q, q, q, mask)
+        x = q.clone().requires_grad_()
+        o = F.scaled_dot_product_attention(x, x, x, mask)
+        o.sum().backward()
+    torch.testing.assert_close(o.detach(), due.clone())
+    assert x.grad is not None
+
+
+def weigh(q: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return (q @ q.mT / q.shape[-1] ** 0.5).masked_fill(~mask, -torch.inf)
+
+
+def test_a_mask_that_numpy_writes_between_calls_counts_as_it_is() -> None:
+    mask, q = (d <= 0).clone(), torch.randn(1, 2, 8, 4)
+    with ag.replace_sdpa(recognize_masks=True):
+        for last in range(8):
+            mask.numpy()[:] = (d <= last).numpy()
+            o = F.scaled_dot_product_attention(q, q, q, mask)
+            torch.testing.assert_close(o, torch.softmax(weigh(q, mask), -1) @ q)
 
 
 @pytest.mark.parametrize("name", KNOWN)
