@@ -10,7 +10,7 @@ import torch
 from attrs import define, field, frozen
 
 from attn_graph import masks
-from attn_graph.errors import GraphError, refuse_truth, user_line
+from attn_graph.errors import GraphError, problems_of, refuse_truth, user_line
 from attn_graph.ir import ops
 from attn_graph.ir.graph import Eqn, Graph, Input, Op, op_name
 from attn_graph.ir.modifiers import Alibi, Bias, SoftCap
@@ -344,6 +344,9 @@ def attention(
     specs |= {name: spec for name, spec in more.items() if spec is not None}
     x = {name: b.input(name, spec) for name, spec in specs.items()}
     b.problem(*dtype_problems(q, v, bias=bias, alibi=slopes, sinks=sinks))
+    if wrong := problems_of(lambda: masks.require_alignment(None, None, align)):
+        b.problem(*wrong)
+        align = "top_left"
     names = b.attempt(lambda: statistic_names(stats)) or ()
     rows, keys = b.attempt(lambda: find_packed_sides(x, most)) or (None, None)
     ends = {"q_lengths": rows and rows.lengths, "kv_lengths": keys and keys.lengths}

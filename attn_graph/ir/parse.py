@@ -244,7 +244,7 @@ class Parser:
         fields = {f.name: f.default is attrs.NOTHING for f in attrs.fields(cls)}
         given = {k.arg or "**": self.value(k.value) for k in keywords}
         first = dict(zip(fields, map(self.value, inorder), strict=False))
-        if len(inorder) > len(first) or first.keys() & given:
+        if len(inorder) > len(first) or first.keys() & given or len(given) < len(keywords):
             raise GraphError(f"{cls.__name__} takes {', '.join(fields) or 'nothing'}, each once")
         given |= first
         if unknown := given.keys() - fields:

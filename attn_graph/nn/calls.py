@@ -230,9 +230,9 @@ def make_graph(
 
 def require_tensors(tensors: Named) -> None:
     """Raise TensorError for what is no tensor, or has no strides."""
-    problems = [f"attention: {name} {x}" for name, t in tensors.items() if (x := tensor_problem(t))]
-    if problems:
-        raise TensorError(*problems)
+    problems = [(name, tensor_problem(t)) for name, t in tensors.items()]
+    if texts := [f"attention: {name} {problem}" for name, problem in problems if problem]:
+        raise TensorError(*texts)
 
 
 def tensor_problem(t: object) -> str:

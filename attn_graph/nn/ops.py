@@ -32,7 +32,6 @@ from attn_graph.errors import GraphError, PlanMismatchError, PlanTargetError
 from attn_graph.ir.builder import statistic_names
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.vjp import residuals, result_spec
-from attn_graph.lowering.backend import Backend
 from attn_graph.machine.ambient import has_tangent, is_traced
 from attn_graph.machine.autograd import select_moving, split_tangents
 from attn_graph.machine.flop_counters import formulas
@@ -44,10 +43,11 @@ from attn_graph.nn.calls import OPTIONS, make_graph, new_plan
 from attn_graph.nn.derivatives import write_gradient, write_tangents
 from attn_graph.nn.flops import count_flops, count_gradient_flops
 from attn_graph.nn.packed_sizes import serves_sizes
-from attn_graph.nn.results import is_plan, restore_graph, results_of
+from attn_graph.nn.results import is_plan, require_count, restore_graph, results_of
 from attn_graph.nn.tracing import register_masks
 from attn_graph.plan import Plan
-from attn_graph.planner.content import MOST_TEXTS, OWN, CallContent, PlanContent, read_content
+from attn_graph.planner.content import MOST_TEXTS, CallContent, PlanContent, read_content
+from attn_graph.planner.content import introduce as introduce
 from attn_graph.spec import (
     TensorSpec,
     ValueType,
@@ -87,6 +87,7 @@ def find_plan(tensors: Tensors, text: str) -> Plan:
 def plan_anew(tensors: Tensors, text: str) -> Plan:
     """The plan of a text for these tensors. Raises as `compile` and calls of plans do."""
     content = read_content(text)
+    require_count(text, len(tensors))
     if isinstance(content, CallContent):
         options, (q, k, v, *more) = content.restore(), tensors
         named = dict(zip(content.names, more, strict=True))
@@ -178,6 +179,7 @@ def result_layouts(graph: Graph) -> tuple[tuple[ValueType, tuple[int, ...]], ...
 def fake_attention(tensors: Tensors, text: str, saves: bool = False) -> list[Tensor]:
     """Empty results. Raises what calls raise, for sizes that may be symbolic."""
     content, results = read_content(text), results_of(text)
+    require_count(text, len(tensors))
     require_one_device(tensors)
     if isinstance(content, CallContent):
         every = [*fake_results(content, tensors)]
@@ -443,15 +445,6 @@ def backward_flops(
 
 
 # What PyTorch is told
-
-
-def introduce(*things: type[Any] | Backend) -> None:  # Any: masks, modifiers or ops
-    """Make classes and backends of your own known before exported code runs that names them.
-
-    Not needed in a process that has called or compiled attention with them.
-    """
-    for thing in things:
-        OWN.number(thing.name if isinstance(thing, Backend) else thing.__name__, thing)
 
 
 def define_op(

@@ -7,6 +7,7 @@ from typing import final
 
 from attrs import frozen
 
+from attn_graph.errors import GraphError
 from attn_graph.ir.attention import SAVED
 from attn_graph.ir.builder import statistic_names
 from attn_graph.ir.graph import Graph
@@ -60,6 +61,22 @@ def results_of(text: str) -> Results:
     if isinstance(content, CallContent):
         return Results.of_call(content)
     return Results.of_graph(restore_graph(text)[1])
+
+
+@lru_cache(MOST_TEXTS)
+def names_of_inputs(text: str) -> tuple[str, ...]:
+    """The names of the tensors that a text is run on."""
+    content = read_content(text)
+    if isinstance(content, CallContent):
+        return ("q", "k", "v", *content.names)
+    return tuple(i.name for i in restore_graph(text)[1].inputs)
+
+
+def require_count(text: str, count: int) -> None:
+    """Raise GraphError where a text is run on another number of tensors than it names."""
+    names = names_of_inputs(text)
+    if count != len(names):
+        raise GraphError(f"the text reads {len(names)} tensors, {', '.join(names)}; got {count}")
 
 
 def is_plan(text: str) -> bool:

@@ -19,12 +19,14 @@ from attrs import define, field, frozen
 from attn_graph.errors import GraphError, PlanTargetError
 from attn_graph.ir.graph import Graph, Op
 from attn_graph.ir.parse import Parser, parse, parse_mask, read_syntax
-from attn_graph.lowering.backend import Backend, Options
+from attn_graph.lowering.backend import Backend, Fallback, Options
+from attn_graph.machine.sizes import parse_bytes
 from attn_graph.machine.store import Store, default_store
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision, Switches
 from attn_graph.machine.workspace import Workspace, default_workspace
 from attn_graph.masks import Mask
+from attn_graph.planner.arguments import Switch, one_of
 from attn_graph.planner.choose import BACKENDS
 from attn_graph.printing.text import show_call
 
@@ -38,9 +40,13 @@ Names = tuple[tuple[str, int], ...]  # of what is a user's own: a name, and whic
 @final
 @define(eq=False)
 class Registry:
-    """What users made, by name and number: things of one name have several. It keeps none alive."""
+    """What users made, by name and number: things of one name have several. It keeps none alive.
+
+    Stores too, by folder, so that a text reaches no folder that this process has not named itself.
+    """
 
     things: WeakValueDictionary[tuple[str, int], Any] = field(factory=WeakValueDictionary)
+    stores: dict[str, Store] = field(factory=dict)  # by folder
 
     def number(self, name: str, thing: object) -> int:
         """The number of a thing, the lowest that is free where it has none."""
@@ -63,6 +69,15 @@ class Registry:
         made = Workspace()
         known: Workspace = self.things.setdefault((WORKSPACE, number), made)
         return known
+
+    def store(self, folder: str) -> Store:
+        """The store of a folder. Raises GraphError for one that this process has not used."""
+        if folder not in self.stores:
+            raise GraphError(
+                f"the text names the store {folder!r}, which this process has not used; say "
+                f"attn_graph.nn.ops.introduce(Store({folder!r})) before, if you trust the text"
+            )
+        return self.stores[folder]
 
 
 OWN = Registry()
@@ -90,6 +105,20 @@ class PlanContent:
     on_fallback: str = "ignore"
     switches: tuple[Any, ...] = tuple(Switches())  # Any: values of Switches
     own: Names = ()
+
+    def __attrs_post_init__(self) -> None:
+        require_kinds(self, graph=str, target=str, store=str | bool, workspace=int, switches=tuple)
+        require_names(self.backends or (), self.avoid, self.own)
+        for name in ("deterministic", "batch_invariant", "tune"):
+            one_of(name, getattr(self, name), Switch)
+        one_of("precision", self.precision, Precision)
+        one_of("on_fallback", self.on_fallback, Fallback)
+        if self.max_workspace is not None:
+            parse_bytes(self.max_workspace)
+        if not alike(self.switches, tuple(Switches())):
+            raise GraphError(
+                f"the text has switches {self.switches!r}, and those are not PyTorch's"
+            )
 
     def restore(self) -> tuple[Graph, Options, tuple[Backend, ...] | None]:
         """The graph, its options, and the backends among which to choose."""
@@ -136,6 +165,10 @@ class CallContent:
     batch_invariant: bool = False
     own: Names = ()
 
+    def __attrs_post_init__(self) -> None:
+        require_kinds(self, mask=str | None)
+        require_names(self.names, self.backends or (), self.avoid, self.own)
+
     def restore(self) -> dict[str, Any]:  # Any: whatever the call takes
         """The options, by name."""
         own = own_by_name(self.own)
@@ -150,6 +183,33 @@ class CallContent:
             "backends": backends_of(self.backends, own),
             "avoid": backends_of(self.avoid, own),
         }
+
+
+def require_kinds(content: Content, **kinds: Any) -> None:  # Any: a class, or a union of some
+    """Raise GraphError for fields of other classes."""
+    for name, kind in kinds.items():
+        value = getattr(content, name)
+        if not isinstance(value, kind):
+            raise GraphError(f"the text has {name}={value!r}, which it can't have")
+
+
+def require_names(*fields: object) -> None:
+    """Raise GraphError unless each is a tuple of names, or of names with their numbers."""
+    for names in fields:
+        parts = names if isinstance(names, tuple) else (names,)
+        for part in parts:
+            match part if isinstance(names, tuple) else None:
+                case str() | (str(), int()):
+                    continue
+            raise GraphError(f"the text has {names!r} where names are due")
+
+
+def alike(values: object, others: tuple[object, ...]) -> bool:
+    """Whether values are those of a tuple of switches: flags, texts or None, and numbers."""
+    if not isinstance(values, tuple) or len(values) != len(others):
+        return False
+    pairs = zip(values, others, strict=True)
+    return all(isinstance(x, type(y)) or (y is None and isinstance(x, str)) for x, y in pairs)
 
 
 Content = PlanContent | CallContent
@@ -211,6 +271,19 @@ def read_content(text: str) -> Content:
 Backends = Sequence[str | Backend]
 
 
+def introduce(*things: type[Any] | Backend | Store) -> None:  # Any: masks, modifiers or ops
+    """Make classes, backends and stores of your own known before exported code runs that names
+    them.
+
+    Not needed in a process that has called or compiled attention with them.
+    """
+    for thing in things:
+        if isinstance(thing, Store):
+            name_store(thing)
+        else:
+            OWN.number(thing.name if isinstance(thing, Backend) else thing.__name__, thing)
+
+
 def names_of(backends: Backends | None) -> tuple[str, ...] | None:
     """The names of backends."""
     if backends is None:
@@ -260,14 +333,16 @@ def backends_of(
 
 
 def name_store(store: Store | None) -> str | bool:
-    """A store as text: its folder, or whether it is the default one."""
+    """A store as text: its folder, which this process has then used, or whether it is the default
+    one."""
     if store is None or store == default_store():
         return store is not None
+    OWN.stores[str(store.folder)] = store
     return str(store.folder)
 
 
 def restore_store(store: str | bool) -> Store | None:
-    """The store of a text."""
+    """The store of a text. Raises GraphError for a folder that this process has not used."""
     if isinstance(store, bool):
         return default_store() if store else None
-    return Store(store)
+    return OWN.store(store)
