@@ -58,6 +58,8 @@ def vmap(
     if count is None or count < 1:
         raise GraphError(f"vmap: size {size!r} is no number of entries, which is at least 1")
     axes = read_in_axes(graph, in_axes)
+    if not isinstance(specs, Mapping | None):
+        raise GraphError(f"vmap: specs {specs!r} are not TensorSpecs by name")
     inputs = map_inputs(graph, axes, count, specs or {})
     if problems := [*dict.fromkeys(general_problems(graph))]:
         raise GraphError(*problems)
