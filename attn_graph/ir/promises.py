@@ -26,7 +26,6 @@ SIDE = 512  # queries and keys, at most, where nothing is read
 READ_SIDE = 64  # queries and keys, at most, where tensors are read, which have to be invented
 CLOSE = 1e-9  # relative error within which two ways to compute a float64 number are equal
 STEP = 1e-6  # of differences, in float64: their error is near its square
-CPU = torch.device("cpu")
 Sizes = tuple[int, int, int, int]  # B, H, M, N
 FAILURES = (RuntimeError, TypeError, ValueError)  # what tensors raise where a number was expected
 
@@ -113,7 +112,9 @@ def problems_of_leaf(mask: Mask, sizes: Sizes) -> Iterator[str]:
     B, H, M, N = sizes
     who, data = type(mask).__name__, invent_tensors(mask.needs, sizes)
     everywhere = Block(range(B), range(min(H, 2)), range(M), H, M, N, data)
-    kept, failures = attempt(f"{who}.keep", lambda: mask.keep(Place.of(everywhere, range(N), CPU)))
+    kept, failures = attempt(
+        f"{who}.keep", lambda: mask.keep(Place.of(everywhere, range(N), torch.device("cpu")))
+    )
     yield from failures
     if failures:
         return
@@ -168,7 +169,7 @@ def problems_of_keys(mask: Mask, block: Block, kept: torch.Tensor) -> list[str]:
 
 def problems_of_strip(mask: Mask, block: Block, kept: torch.Tensor) -> Iterator[str]:
     """The first place at which `strip` differs from what the block keeps."""
-    at = Place.of(block, range(block.N), CPU)
+    at = Place.of(block, range(block.N), torch.device("cpu"))
     strip = mask.strip(at)
     if strip is None:
         return
@@ -203,7 +204,7 @@ class Trial:
         B, H, M, N = sizes
         heads = range(min(H, 2))
         block = Block(range(B), heads, range(M), H, M, N, invent_tensors(modifier.needs, sizes))
-        return cls(modifier, Place.of(block, range(N), CPU), (B, len(heads), M, N))
+        return cls(modifier, Place.of(block, range(N), torch.device("cpu")), (B, len(heads), M, N))
 
     def change(self, s: torch.Tensor) -> torch.Tensor:
         """The step's result; s stays as it is."""
@@ -262,7 +263,7 @@ class Trial:
 def problems_of_modifier(modifier: Modifier, sizes: Sizes) -> Iterator[str]:
     """The promises that a modifier breaks on a block of these sizes."""
     trial, who = Trial.of(modifier, sizes), type(modifier).__name__
-    random = torch.Generator(CPU).manual_seed(0)
+    random = torch.Generator("cpu").manual_seed(0)
     one, two = torch.randn(2, *trial.shape, generator=random, dtype=torch.float64).unbind()
     problems = trial.problems("change", lambda: trial.change(one))
     if not problems and not [*modifier.gradient_problems()]:
@@ -316,7 +317,7 @@ def problems_of_spread(trial: Trial) -> list[str]:
     who, names = type(trial.modifier).__name__, trial.modifier.trains
     if not names:
         return []
-    data, random = trial.at.data, torch.Generator(CPU).manual_seed(1)
+    data, random = trial.at.data, torch.Generator("cpu").manual_seed(1)
     ds = torch.randn(trial.shape, generator=random, dtype=torch.float64)
     moves = {n: torch.randn(data[n].shape, generator=random).to(data[n].dtype) for n in names}
     sums = trial.collected(ds)
@@ -331,7 +332,7 @@ def problems_of_sums(trial: Trial) -> list[str]:
     """Why `collect` has a derivative by what is trained: it may read no trained tensor."""
     who, names = type(trial.modifier).__name__, trial.modifier.trains
     ds = torch.randn(
-        trial.shape, generator=torch.Generator(CPU).manual_seed(1), dtype=torch.float64
+        trial.shape, generator=torch.Generator("cpu").manual_seed(1), dtype=torch.float64
     )
     sums = trial.collected(ds) if names else {}
     others = [trial.with_other(name).collected(ds) for name in names]
@@ -342,7 +343,7 @@ def problems_of_sums(trial: Trial) -> list[str]:
 
 def problems_of_bend(trial: Trial) -> list[str]:
     """Why `bend` is not the derivative of `back`, which is that by differences."""
-    random, modifier = torch.Generator(CPU).manual_seed(2), trial.modifier
+    random, modifier = torch.Generator("cpu").manual_seed(2), trial.modifier
     s, ds, t = torch.randn(3, *trial.shape, generator=random, dtype=torch.float64).unbind()
     s = trial.change(s)
     bent = modifier.bend(ds.clone(), t.clone(), s.clone(), trial.at)
@@ -363,7 +364,7 @@ def differ(a: torch.Tensor, b: torch.Tensor, close: float = CLOSE) -> bool:
 
 def invent_tensors(needs: Mapping[str, Data], sizes: Sizes) -> dict[str, torch.Tensor]:
     """A random tensor for each name: floats, flags, and integers below the lesser of M and N."""
-    random = torch.Generator(CPU).manual_seed(0)
+    random = torch.Generator("cpu").manual_seed(0)
     full = dict(zip("bhij", sizes, strict=True))
     return {
         name: fill_random([full[axis] for axis in data.axes], data.dtypes, min(sizes[2:]), random)

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import cache, partial
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
@@ -52,6 +52,11 @@ def as_folder(folder: object) -> Path:
     return Path(folder)
 
 
+def as_most(most: object) -> int:
+    """A converter. Raises GraphError for what is no number of bytes."""
+    return require_size("store: most", most)
+
+
 @final
 @frozen
 class Store:
@@ -64,7 +69,7 @@ class Store:
     """
 
     folder: Path = field(converter=as_folder)
-    most: int = field(default=MOST, converter=partial(require_size, "store: most"))
+    most: int = field(default=MOST, converter=as_most)
 
     def path(self, key: str) -> Path:
         """The file of a key, whether it exists or not."""

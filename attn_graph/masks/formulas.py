@@ -58,7 +58,7 @@ def as_elements(values: Any) -> Elements:  # Any: pairs, of which a parser makes
     )
 
 
-def require_text(_: object, __: object, value: object) -> None:
+def require_text(_: object, __: object, value: str) -> None:
     """A validator. Raises GraphError for a formula that is no text."""
     if not isinstance(value, str):
         raise GraphError(f'formula: {value!r} is not text; write it as "i // 64 == j // 64"')

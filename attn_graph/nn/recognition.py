@@ -46,7 +46,7 @@ class Readings:
         whatever writes it, by NumPy or in another thread, is seen so."""
         if not is_readable(mask):
             return None
-        key, own = (mask.data_ptr(), *look_at(mask)), without_repeats(mask)
+        key, own = (mask.data_ptr(), look_at(mask)), without_repeats(mask)
         with self.lock, torch.inference_mode(False), torch.no_grad():
             known = self.held.pop(key, None)
             if known is None or not torch.equal(known[0], own):

@@ -23,7 +23,7 @@ from attn_graph.lowering.cpu.fused_slots import (
     slot_place,
     tile_slot,
 )
-from attn_graph.lowering.cpu.fused_tiles import CPU, FusedTiles
+from attn_graph.lowering.cpu.fused_tiles import FusedTiles
 from attn_graph.lowering.cpu.schedule import Tensors
 from attn_graph.lowering.problem import new_gradient
 from attn_graph.machine.ambient import constant_beside, is_traced
@@ -126,8 +126,8 @@ class FusedRun:
             (slot,) = slots
             return call.attend(slot, with_lse=with_lse)
         shape, strides = self.made
-        o = torch.empty_strided(shape, strides, dtype=operands[0].dtype, device=CPU)
-        lse = torch.empty(shape[:3], dtype=self.wide, device=CPU)
+        o = torch.empty_strided(shape, strides, dtype=operands[0].dtype, device="cpu")
+        lse = torch.empty(shape[:3], dtype=self.wide, device="cpu")
         fill_rooms(call, slots, o, lse if with_lse else None)
         return o, lse
 

@@ -19,7 +19,7 @@ from attn_graph.ir.attention import Attention
 from attn_graph.ir.modifiers import change_
 from attn_graph.kernels.fused_cpu import find_unseen
 from attn_graph.kernels.hiding import fill_hidden, hide_, hiding_bits
-from attn_graph.lowering.cpu.fused_tiles import CPU, FusedTiles
+from attn_graph.lowering.cpu.fused_tiles import FusedTiles
 from attn_graph.lowering.cpu.schedule import MOST_READY, Cut, Part, Tile, place_within
 from attn_graph.lowering.problem import Problem
 from attn_graph.masks import Mask
@@ -88,7 +88,7 @@ def held_addends(tiles: FusedTiles) -> Iterator[torch.Tensor]:
             yield addend[..., : len(tile.rows), slice_of(known, keys)]
             continue
         shape = addend_shape(tiles, tile, part)
-        room = torch.empty(shape, dtype=p.wide, device=CPU)
+        room = torch.empty(shape, dtype=p.wide, device="cpu")
         place, mixed = part_places(p, tile, part), part.kind == "mixed"
         yield fill_addend(room, p.node, nothing, p.node.restores, place, mixed)
 
@@ -104,8 +104,10 @@ def recent_addend(mask: Mask, rows: int, start: int, keys: int, dtype: torch.dty
     for all lengths. start: of the first key, from the first query."""
     i, j = max(0, -start), max(0, start)
     block = Block(range(1), range(1), range(i, i + rows), 1, i + rows, j + keys, {})
-    room = torch.empty(1, 1, rows, keys, dtype=dtype, device=CPU)
-    keep = torch.as_tensor(mask.keep(Place.of(block, range(j, j + keys), CPU)), device=CPU)
+    room = torch.empty(1, 1, rows, keys, dtype=dtype, device="cpu")
+    keep = torch.as_tensor(
+        mask.keep(Place.of(block, range(j, j + keys), torch.device("cpu"))), device="cpu"
+    )
     fill_hidden(room, keep)
     return room
 
@@ -206,14 +208,14 @@ def all_places(problem: Problem, data: Mapping[str, torch.Tensor]) -> Place:
     """All places of a problem. data: what its mask reads."""
     p = problem
     block = Block(range(p.B), range(p.H), range(p.M), p.H, p.M, p.N, data)
-    return Place.of(block, range(p.N), CPU)
+    return Place.of(block, range(p.N), torch.device("cpu"))
 
 
 def part_places(problem: Problem, tile: Tile, part: Part) -> Place:
     """The places of a tile's part, where no data is read."""
     p = problem
     block = Block(tile.batch, range(p.H), tile.rows, p.H, p.M, p.N, {})
-    return Place.of(block, range(part.start, part.stop), CPU)
+    return Place.of(block, range(part.start, part.stop), torch.device("cpu"))
 
 
 def slot_place(at: Place, tile: Tile, part: Part) -> Place:
@@ -244,7 +246,7 @@ def fill_addend(
     keep = None
     if mixed:
         assert node.mask is not None
-        keep = torch.as_tensor(node.mask.keep(at), device=CPU)
+        keep = torch.as_tensor(node.mask.keep(at), device="cpu")
         if not node.modifiers:
             fill_hidden(sums, keep)
             return sums

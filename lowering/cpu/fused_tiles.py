@@ -55,7 +55,6 @@ SIZE_BITS = 4  # of such a number, which is rounded to them
 MOST_SHARED = 2**19  # elements of dk that windows give at a time: 2 MiB, beyond which all is slower
 LEAST_TASKS = 32  # of which the kernel computes each by one thread: heads of windows
 JOINED = 2**21  # numbers added at a time to neighbours with the same keys, 8 MiB of float32
-CPU = torch.device("cpu")
 
 
 @final
@@ -365,7 +364,7 @@ def cut_short(sizes: Sequence[int]) -> tuple[int, ...]:
 def shapes_of_data(problem: Problem) -> Tensors:
     """Zeros of the shapes of what the mask reads, for questions that no value decides."""
     return {
-        n: torch.zeros((), dtype=s.dtype, device=CPU).expand(s.shape)
+        n: torch.zeros((), dtype=s.dtype, device="cpu").expand(s.shape)
         for n, s in problem.by_role.mask.items()
     }
 
@@ -378,11 +377,12 @@ def probe_axes(
     shape and dtype of each tensor that it reads."""
     _, H, M, N = sizes
     zeros = {
-        name: torch.zeros((), dtype=dtype, device=CPU).expand(shape) for name, shape, dtype in data
+        name: torch.zeros((), dtype=dtype, device="cpu").expand(shape)
+        for name, shape, dtype in data
     }
     b, h, i, j = map(range, cut_short(sizes))
     block = Block(b, h, i, H, M, N, zeros)
-    kept = torch.as_tensor(mask.keep(Place.of(block, j, CPU)), device=CPU)
+    kept = torch.as_tensor(mask.keep(Place.of(block, j, torch.device("cpu"))), device="cpu")
     shape = (1,) * (4 - kept.ndim) + tuple(kept.shape)
     return "".join(axis for axis, n in zip("bh", shape, strict=False) if n > 1)
 

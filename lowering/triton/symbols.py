@@ -121,7 +121,11 @@ class Symbol:
     kind: Kind
     axes: frozenset[str] = frozenset()
     dtype = torch.float32
-    device = torch.device("cpu")
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors beside it are made."""
+        return torch.device("cpu")
 
     def operand(self, x: Operand, at_run_time: bool) -> tuple[str, Kind]:
         """The text and kind of another operand. at_run_time: read an integer from `numbers`, where

@@ -307,9 +307,9 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "a mask that enlarges": (with_mask(torch.ones(3, 4, 3, 5)), TensorError, "not broadcast"),
     "a mask of five axes": (with_mask(torch.ones(1, 2, 4, 3, 5)), TensorError, "not broadcast"),
     "a mask of another size": (with_mask(torch.ones(3, 6)), TensorError, "not broadcast"),
-    "integers as a mask": (with_mask(torch.ones(3, 5).int()), TensorError, "has to be bool"),
-    "a wider mask": (with_mask(torch.ones(3, 5).double()), TensorError, "has to be bool"),
-    "a bfloat16 mask": (with_mask(torch.ones(3, 5).bfloat16()), TensorError, "has to be bool"),
+    "integers as a mask": (with_mask(torch.ones(3, 5).int()), TensorError, "has to be torch.bool or torch.float32"),
+    "a wider mask": (with_mask(torch.ones(3, 5).double()), TensorError, "has to be torch.bool or torch.float32"),
+    "a bfloat16 mask": (with_mask(torch.ones(3, 5).bfloat16()), TensorError, "has to be torch.bool or torch.float32"),
     "heads 4 over 2": (
         lambda: sdpa(rand(2, 4, 3, 8), *[rand(2, 2, 5, 8)] * 2),
         TensorError,
