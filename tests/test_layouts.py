@@ -72,7 +72,8 @@ def test_a_tensor_without_strides_is_refused_with_what_to_pass(
     for plan in (PLAN, NAMED_PLAN):
         plan(Q, Q, Q)
     MASKED(Q, Q, Q, keep=torch.ones(1, 1, 6, 6, dtype=torch.bool))
-    F.attention(Q, Q, Q), F.scaled_dot_product_attention(Q, Q, Q)
+    F.attention(Q, Q, Q)
+    F.scaled_dot_product_attention(Q, Q, Q)
     with pytest.raises((ag.GraphError, ag.PlanMismatchError)) as caught:
         ENTRIES[entry](odd)
     told = str(caught.value)
@@ -84,7 +85,7 @@ def test_a_tensor_without_strides_is_refused_with_what_to_pass(
 def test_what_is_told_of_a_jagged_tensor_runs() -> None:
     parts = [torch.randn(4, 2, 8), torch.randn(6, 2, 8)]
     jagged = torch.nested.nested_tensor(parts, layout=torch.jagged)
-    rows, starts = jagged.values(), jagged.offsets()
+    rows, starts = jagged.values(), jagged.offsets()  # type: ignore[attr-defined]  # of a subclass
     o = F.attention(rows, rows, rows, q_starts=starts, kv_starts=starts)
     assert isinstance(o, torch.Tensor)
     for part, own in zip(parts, o.split([4, 6]), strict=True):

@@ -344,7 +344,7 @@ def attention(
     specs |= {name: spec for name, spec in more.items() if spec is not None}
     x = {name: b.input(name, spec) for name, spec in specs.items()}
     b.problem(*dtype_problems(q, v, bias=bias, alibi=slopes, sinks=sinks))
-    if wrong := problems_of(lambda: masks.require_alignment(None, None, align)):
+    if wrong := problems_of(lambda: masks.Causal(align)):
         b.problem(*wrong)
         align = "top_left"
     names = b.attempt(lambda: statistic_names(stats)) or ()

@@ -15,6 +15,8 @@ from attn_graph.ir import ops
 from attn_graph.ir.builder import Builder, Value
 from attn_graph.ir.graph import Eqn, Graph
 from attn_graph.ir.modifiers import Modifier
+from attn_graph.ir.packing import Unpack
+from attn_graph.ir.paging import Unpage
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.rewrite import prune
 from attn_graph.ir.vjp import backward, cotangent_specs, main_outputs, wanted_inputs
@@ -352,6 +354,8 @@ def op_edits(graph: Graph) -> Iterator[Named]:
     """Without steps of the graph."""
     kinds = dict.fromkeys(type(eqn.op) for eqn in graph.eqns)
     for kind in kinds:
+        if kind is ops.Mask and {Unpack, Unpage} & kinds.keys():
+            continue  # it says where sequences end
         if kind in (ops.Dropout, ops.Mask) or issubclass(kind, Modifier):
             yield Remedy(f"no {WORDS.get(kind, kind.__name__)}", True), without_steps(kind)
     if any(isinstance(eqn.op, ops.Softmax) and eqn.op.sinks for eqn in graph.eqns):

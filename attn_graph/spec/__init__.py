@@ -40,7 +40,7 @@ def to_integer(value: object) -> int | None:
         return value  # type: ignore[return-value]  # formulas stand for integers
     number = to_index(value)
     if number is None and isinstance(value, Real) and float(value).is_integer():
-        return int(float(value))
+        return int(value)  # type: ignore[call-overload, no-any-return]  # a number
     return number
 
 

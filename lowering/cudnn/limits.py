@@ -195,7 +195,7 @@ RULES = (
     Rule(
         "query_lengths",
         lambda c: once(
-            "q_lengths" in c.mask.lengths and "rows" not in c.packed and c.problem.node.mask
+            "q_lengths" in c.mask.lengths and "rows" not in c.packed and str(c.problem.node.mask)
         ),
         "leaves rows beyond q_lengths undefined, which must be 0 here, and the mask is {it}",
         "cudnn-frontend 1.23.0, test_mhas.py: o is not compared there",
@@ -210,7 +210,7 @@ RULES = (
     ),
     Rule(
         "band_right",
-        lambda c: once((c.diagonal.right or 0) < 0 and c.problem.node.mask),
+        lambda c: once((c.diagonal.right or 0) < 0 and str(c.problem.node.mask)),
         "masks by bands that reach the diagonal from the left, and the mask is {it}",
         HEADERS,
     ),

@@ -215,7 +215,7 @@ def test_seeds_are_not_read_where_nothing_is_dropped() -> None:
     due, number = o_of(q, k, v), torch.tensor(3)
     assert torch.equal(o_of(q, k, v, dropout=0.0, seed=number, offset=number), due)
     module = Attention(dropout=0.1).eval()
-    assert torch.equal(module(q, k, v, seed=number, offset=number), due)  # type: ignore[arg-type]  # without statistics
+    assert torch.equal(module(q, k, v, seed=number, offset=number), due)
     flags = torch.rand(1, 1, 1, k.shape[2]) > 0.5
     named = o_of(q, k, v, mask=ag.Keep("seed"), seed=flags)
     assert torch.equal(named, o_of(q, k, v, keep=flags))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -97,8 +98,8 @@ WRITERS: dict[str, Callable[[torch.Tensor], object]] = {
     "data": lambda m: m.data[3].fill_(False),
     "a detached view": lambda m: m.detach()[3].fill_(False),
     "NumPy": lambda m: m.numpy()[3].fill(False),
-    "DLPack": lambda m: torch.from_dlpack(m)[3].fill_(False),
-    "the storage": lambda m: m.untyped_storage().fill_(0),
+    "DLPack": lambda m: np.from_dlpack(m)[3].fill(False),
+    "the storage": lambda m: m.untyped_storage().copy_(torch.zeros_like(m).untyped_storage()),
 }
 
 
@@ -145,7 +146,8 @@ def test_what_inference_mode_read_serves_training_too() -> None:
 
 
 def weigh(q: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return (q @ q.mT / q.shape[-1] ** 0.5).masked_fill(~mask, -torch.inf)
+    scores: torch.Tensor = q @ q.mT / 2  # sqrt(D), D = 4
+    return scores.masked_fill(~mask, -torch.inf)
 
 
 def test_a_mask_that_numpy_writes_between_calls_counts_as_it_is() -> None:
