@@ -57,6 +57,6 @@ def graphs_of(tests: Any, name: str, model: Any) -> Iterator[Any]:  # Any: of th
 def describe_graph(graph: Any) -> str:  # Any: a graph of one attention
     """What a layer's attention has beside q, k and v."""
     node = graph.eqns[0].op
-    parts = [*map(str, node.modifiers), *([str(node.mask)] if node.mask else [])]
+    parts = [*map(str, node.modifiers), *([str(node.mask)] if node.mask is not None else [])]
     parts += ["sinks"] * node.sinks
     return ", ".join(f"`{part}`" for part in parts) or "no mask"
