@@ -130,11 +130,11 @@ def functions_for(dtype: torch.dtype) -> dict[str, Apply]:
     return {
         "abs": abs,
         "real": lambda x: float(x) if isinstance(x, int | float) else x.to(dtype),
-        **{name: partial(apply_method, name) for name in METHODS},
+        **{name: partial(call_method, name) for name in METHODS},
     }
 
 
-def apply_method(name: str, x: Term) -> Term:
+def call_method(name: str, x: Term) -> Term:
     """A function of METHODS, of a tensor, a symbol of generated code, or a number."""
     if not isinstance(x, int | float):
         return operator.methodcaller(name)(x)

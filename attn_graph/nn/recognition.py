@@ -44,7 +44,7 @@ class Readings:
     def recognize(self, mask: Tensor) -> Recognition | None:
         """The same as `recognize`. A mask that is held is compared with its copy, in one operation;
         whatever writes it, by NumPy or in another thread, is seen so."""
-        if not is_readable(mask):
+        if not may_say_data(mask):
             return None
         key, own = (mask.data_ptr(), look_at(mask)), without_repeats(mask)
         with self.lock, torch.inference_mode(False), torch.no_grad():
@@ -67,7 +67,7 @@ def recognize(mask: Tensor) -> Recognition | None:
     return Readings().recognize(mask)
 
 
-def is_readable(mask: Tensor) -> bool:
+def may_say_data(mask: Tensor) -> bool:
     """Whether a mask may say what data say: it has axes for queries and keys, and no gradient."""
     return not mask.requires_grad and 2 <= mask.ndim <= 4 and mask.numel() > 0
 

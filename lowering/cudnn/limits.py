@@ -390,7 +390,9 @@ RULES = (
     ),
     Rule(
         "right_corner_additions",
-        lambda c: once(c.at_right and (c.count(Bias) or c.count(Alibi)) and c.problem.node.mask),
+        lambda c: once(
+            c.at_right and (c.count(Bias) or c.count(Alibi)) and str(c.problem.node.mask)
+        ),
         "adds no bias under a mask from the bottom right, and the mask is {it}",
         HEADERS,
     ),

@@ -116,7 +116,7 @@ def alibi_unmasked(c: Case) -> Violations:
 def left_of_diagonal(c: Case) -> Violations:
     """A left bound that excludes the query's own place."""
     left = c.diagonal.left
-    return once(left is not None and left < 1 and c.problem.node.mask)
+    return once(left is not None and left < 1 and str(c.problem.node.mask))
 
 
 def split_rows(c: Case) -> Violations:
