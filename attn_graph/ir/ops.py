@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
 from typing import final
 
 import torch
@@ -138,9 +139,20 @@ class Mask(Op):
         return (apply(emit, Unmasked(), results[0], tangents[0]),)
 
 
+class Statistic(Op):
+    """A statistic of masked scores: s [B,H,M,N] -> one result [B,H,M], by which it is named.
+
+    Keys at -inf count nothing in it, so that tiles may leave them out.
+    """
+
+    @abstractmethod
+    def join(self, own: torch.Tensor, more: torch.Tensor) -> None:
+        """Join, in `own`, the results of one set of rows over two disjoint sets of keys."""
+
+
 @final
 @frozen
-class MaxScores(Op):
+class MaxScores(Statistic):
     """s [B,H,M,N] -> max [B,H,M] = max_j s, -inf for a row that sees nothing. Without gradient."""
 
     @property
@@ -169,6 +181,9 @@ class MaxScores(Op):
     def run(self, s: torch.Tensor) -> tuple[torch.Tensor]:
         return (s.amax(-1) if s.shape[-1] else s.new_full(s.shape[:3], -INF),)
 
+    def join(self, own: torch.Tensor, more: torch.Tensor) -> None:
+        torch.maximum(own, more, out=own)
+
     def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
         refuse_cotangents(self, grads)
         return (None,)
@@ -177,10 +192,15 @@ class MaxScores(Op):
         return (None,)
 
 
-# The statistics of masked scores beside lse, which Softmax gives: an op for each, by the name of
-# its one result. Keys at -inf count nothing in them, so that tiles may leave them out.
-STATISTICS: dict[str, type[Op]] = {"max": MaxScores}
+# The statistics of masked scores beside lse, which Softmax gives.
+STATISTICS: dict[str, type[Statistic]] = {"max": MaxScores}
 ROW_RESULTS = ("lse", *STATISTICS)  # what `stats` may name, in their one order
+
+
+def join_statistics(own: Mapping[str, torch.Tensor], more: Mapping[str, torch.Tensor]) -> None:
+    """Join, in `own`, statistics beside lse of one set of rows over two disjoint sets of keys."""
+    for name in STATISTICS.keys() & own.keys():
+        STATISTICS[name]().join(own[name], more[name])
 
 
 def refuse_cotangents(op: Op, grads: Values) -> None:

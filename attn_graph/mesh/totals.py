@@ -9,6 +9,7 @@ import torch
 from attrs import field, frozen
 
 from attn_graph.ir.gradient_ops import sink_gradient
+from attn_graph.ir.ops import STATISTICS, join_statistics
 from attn_graph.kernels.merging import merge_, sink_
 from attn_graph.masks.moving import Box
 from attn_graph.mesh.site import Gradients, Site
@@ -34,8 +35,10 @@ class RowResults:
         """Of queries that have seen nothing yet. width: E."""
         wide = accumulator(q.dtype)
         o = q.new_zeros((*q.shape[:3], width), dtype=wide)
-        stats = site.sharded.node.stats
-        return cls(o, {name: q.new_full(q.shape[:3], -INF, dtype=wide) for name in stats})
+        rows = {"lse": q.new_full(q.shape[:3], -INF, dtype=wide)}
+        s = q.new_empty((*q.shape[:3], 0), dtype=wide)  # scores with no keys
+        more = site.sharded.node.without_gradient
+        return cls(o, rows | {name: STATISTICS[name]().run(s)[0] for name in more})
 
     def add(self, rows: range, o: torch.Tensor, *stats: torch.Tensor) -> None:
         """Join what some of the queries have of further keys."""
@@ -48,8 +51,7 @@ class RowResults:
             self.o[:, :, at] = o
             own["lse"].copy_(given["lse"])
             self.seen.add(rows)
-        if "max" in own:
-            torch.maximum(own["max"], given["max"], out=own["max"])
+        join_statistics(own, given)
 
     def join_sinks(self, sinks: torch.Tensor | None) -> None:
         """Join sinks [H], once all keys are in."""

@@ -18,6 +18,7 @@ from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.boxes import Piece, move_attention
 from attn_graph.ir.builder import Builder
 from attn_graph.ir.graph import Eqn, Graph, Op
+from attn_graph.ir.ops import join_statistics
 from attn_graph.ir.paging import list_entries
 from attn_graph.kernels.merging import merge_, sink_
 from attn_graph.lowering.backend import Executable
@@ -223,5 +224,4 @@ def join_results(stats: Sequence[str], results: Tensors, more: Tensors) -> None:
     """Join o and the statistics of the same rows over further keys, in place."""
     own, other = (dict(zip(("o", *stats), x, strict=True)) for x in (results, more))
     merge_(own["o"], own["lse"], other["o"], other["lse"])
-    if "max" in own:
-        torch.maximum(own["max"], other["max"], out=own["max"])
+    join_statistics(own, other)

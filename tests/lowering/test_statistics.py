@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any, final
 
 import pytest
 import torch
 from attrs import frozen
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import attn_graph as ag
@@ -23,7 +24,8 @@ from attn_graph.ir.modifiers import Modifier
 from attn_graph.ir.passes import simplify
 from attn_graph.masks import Data
 from attn_graph.masks.places import Place
-from attn_graph.spec import FLOATS
+from attn_graph.mesh.totals import RowResults
+from attn_graph.spec import FLOATS, ValueType
 from attn_graph.testing import rule
 from attn_graph.testing.strategies import seeds
 from attn_graph.testing.tensors import tensors_for
@@ -355,3 +357,77 @@ def test_the_cost_counts_the_bytes_of_what_is_returned() -> None:
     size = math.prod(X.shape[:3]) * 4
     assert costs[0].forward.bytes == costs[1].forward.bytes + size
     assert costs[0].backward == costs[1].backward
+
+
+# Over keys in several parts
+
+
+@final
+@frozen
+class CountKeys(ops.Statistic):
+    """s [B,H,M,N] -> seen [B,H,M]: how many keys a row sees, which adds up over parts."""
+
+    names = statistics = without_gradient = ("seen",)
+    roles, ranks = ("s",), (4,)
+
+    def infer(self, s: ValueType) -> tuple[ValueType]:
+        return (ValueType(s.shape[:3], s.dtype),)
+
+    def run(self, s: torch.Tensor) -> tuple[torch.Tensor]:
+        return ((s > -INF).sum(-1).to(s.dtype),)
+
+    def join(self, own: torch.Tensor, more: torch.Tensor) -> None:
+        own += more
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`seen` is a statistic too, which this library does not know."""
+    monkeypatch.setitem(ops.STATISTICS, "seen", CountKeys)
+    monkeypatch.setattr(ops, "ROW_RESULTS", (*ops.ROW_RESULTS, "seen"))
+
+
+@pytest.mark.usefixtures("counted")
+@given(data=st.data(), seed=seeds)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_every_statistic_of_all_keys_is_joined_from_parts(data: st.DataObject, seed: int) -> None:
+    s = torch.randn(2, 3, 4, 9, generator=torch.Generator().manual_seed(seed))
+    s[s > 1] = -INF
+    cut = sorted(data.draw(st.lists(st.integers(0, 9), max_size=3)))
+    parts = s.tensor_split(cut, dim=3)
+    for name, kind in ops.STATISTICS.items():
+        own = {name: kind().run(s[..., :0])[0]}
+        for part in parts:
+            ops.join_statistics(own, {name: kind().run(part)[0]})
+        assert torch.equal(own[name], kind().run(s)[0])
+
+
+@pytest.mark.usefixtures("counted")
+@pytest.mark.skipif(CPU.interprets, reason="Triton gives no other statistic")
+def test_pages_join_a_statistic_that_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attn_graph.lowering.cpu.paged.BLOCK_BYTES", 2**9)
+    q, pool = torch.randn(1, 4, 6, 8), torch.randn(3, 8, 2, 8)
+    pages, lengths, like = torch.tensor([[2, 0, 1]]), torch.tensor([21]), ag.TensorSpec.like
+    graph = ag.attention(
+        *map(like, (q, pool, pool)), pages=like(pages), kv_lengths=like(lengths),
+        stats=("max", "seen"),
+    )  # fmt: skip
+    _, largest, seen = run(graph, q, pool, pool, pages=pages, kv_lengths=lengths)
+    k = pool[pages[0]].flatten(0, 1)[:21].permute(1, 2, 0).repeat_interleave(2, 0)
+    assert (seen == 21).all()
+    torch.testing.assert_close(largest, (q @ k / math.sqrt(8)).amax(-1))
+
+
+@pytest.mark.usefixtures("counted")
+def test_ranks_join_a_statistic_that_is_new() -> None:
+    """A range of queries that sees two sets of keys, and queries that have seen none yet."""
+    x = ag.TensorSpec((1, 2, 4, 8), torch.float32)
+    graph = ag.attention(x, x, x, stats=("max", "seen"))
+    sharded = ag.shard(graph, ag.Mesh(2), "contiguous")
+    site: Any = SimpleNamespace(sharded=sharded)  # Any: all that `empty` reads of a site
+    rows = RowResults.empty(site, torch.zeros(1, 2, 6, 8), 8)
+    o, three = torch.zeros(1, 2, 4, 8), torch.ones(1, 2, 4)
+    rows.add(range(4), o, three, three, three)
+    rows.add(range(4), o, three, 2 * three, 5 * three)
+    assert rows.rows["max"][0, 0].tolist() == [2.0] * 4 + [-INF] * 2
+    assert rows.rows["seen"][0, 0].tolist() == [6.0] * 4 + [0.0] * 2
