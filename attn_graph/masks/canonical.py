@@ -34,12 +34,12 @@ def keeps_everything(mask: Mask, M: int, N: int) -> bool:
 
     One entry and one head stand for all, as in leaves of the library; others may differ there. Of
     sizes by name the largest stand for all: what keeps every place there keeps those of smaller
-    ones, unless its bounds move with them. Where there is no query there is no place.
+    ones, unless its bounds move with them. One query and one key stand for none: a graph of none
+    keeps the lengths that its packed sides are read by.
     """
     if next(dims_in(mask), None) is not None:
         return False
-    if are_numbers(M) and M == 0:
-        return is_ours(mask)
+    M, N = (1 if n == 0 else n for n in (M, N))
     everywhere = Block(range(1), range(1), range(M), 1, M, N)
     return is_ours(mask) and mask.surely(everywhere).covers(0, N)
 

@@ -20,6 +20,7 @@ from attn_graph.ir.passes import canonicalise, simplify
 from attn_graph.ir.reference import evaluate
 from attn_graph.lowering.cpu.sequences import is_separable
 from attn_graph.machine.target import Target
+from attn_graph.nn.functional import attention
 from attn_graph.spec import INF
 from attn_graph.testing.agreement import run_gradients, run_plan
 from attn_graph.testing.rule import expect_gradients, expect_outputs
@@ -437,3 +438,53 @@ def test_starts_that_are_none_are_an_error(q_starts: Sequence[int], words: str) 
     graph, (q, k, v, _, kv_starts) = make_small(most=(5, None))
     with pytest.raises(ag.PlanMismatchError, match=words):
         ag.compile(graph, target=CPU)(q, k, v, torch.tensor(q_starts), kv_starts)
+
+
+NO_ROWS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"mask": ag.Causal("bottom_right"), "stats": True},
+    "alibi": {"alibi": True, "align": "top_left", "soft_cap": 2.0},
+    "sinks": {"sinks": SPEC((4,), torch.float32), "stats": ("max", "lse")},
+}
+
+
+@pytest.mark.parametrize("options", NO_ROWS.values(), ids=NO_ROWS)
+@pytest.mark.parametrize(("rows", "keys"), [(0, 5), (5, 0), (0, 0)])
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_batch_may_have_no_row_of_queries_or_of_keys(
+    rows: int, keys: int, paged: bool, options: dict[str, Any]
+) -> None:
+    """What a rank has that gets no tokens, where nothing says how long sequences are."""
+    q, table = SPEC((rows, 4, 8), torch.float32), {"kv_starts": SPEC((3,), torch.int64)}
+    k = SPEC((keys, 2, 8), torch.float32)
+    if paged:
+        k = SPEC((keys, 4, 2, 8), torch.float32)
+        table = {
+            "pages": SPEC((2, keys and 1), torch.int64), "kv_lengths": SPEC((2,), torch.int64)
+        }  # fmt: skip
+    graph = ag.attention(q, k, k, q_starts=SPEC((3,), torch.int64), **table, **options)
+    where = {
+        "q_starts": torch.tensor([0, 0, rows]), "kv_starts": torch.tensor([0, keys, keys]),
+        "pages": torch.zeros(2, keys and 1, dtype=torch.int64),
+        "kv_lengths": torch.tensor([4, 0] if keys else [0, 0]),
+    }  # fmt: skip
+    tensors = {i.name: torch.randn(i.spec.shape).to(i.spec.dtype) for i in graph.inputs}
+    tensors |= {name: x for name, x in where.items() if name in tensors}
+    leaves = [tensors["q"].requires_grad_(), tensors["k"].requires_grad_()]
+    plan = ag.compile(graph, target=CPU)
+    o, *_ = outputs = outputs_of(plan(**tensors))
+    assert [x.shape for x in outputs] == [type_.shape for type_ in plan.graph.output_types]
+    given = [x.detach() for x in tensors.values()]
+    for x, due in zip(outputs, evaluate(graph, given), strict=True):
+        torch.testing.assert_close(x, due.to(x.dtype))
+    assert all((g == 0).all() for g in torch.autograd.grad(o.sum(), leaves, torch.zeros(())))
+    assert plan.memory().outputs == sum(x.nbytes for x in outputs)
+    names = {name: x for name, x in tensors.items() if name not in "qkv"}
+    said = {name: x for name, x in options.items() if name != "sinks"}
+    again = attention(tensors["q"], tensors["k"], tensors["v"], **names, **said)
+    for x, due in zip(outputs_of(again), outputs, strict=True):
+        torch.testing.assert_close(x, due)
+
+
+def outputs_of(x: Any) -> tuple[torch.Tensor, ...]:
+    return x if isinstance(x, tuple) else (x,)
