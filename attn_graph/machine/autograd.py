@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, Protocol
 
@@ -69,8 +69,8 @@ class AutogradCall(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         """The gradient of each input that needs one, None for the plan and other inputs."""
         needs = ctx.needs_input_grad[1:]
-        if any(g is not None and is_legacy_batchedtensor(g) for g in grads):
-            gradients = pull_each(partial(ctx.plan.pull, needs, ctx.saved_tensors), grads)
+        if has_batch(grads):
+            gradients = run_each(partial(ctx.plan.pull, needs, ctx.saved_tensors), grads)
         else:
             gradients = ctx.plan.pull(needs, ctx.saved_tensors, grads)
         if False not in needs:
@@ -108,30 +108,62 @@ def run_with_autograd(plan: Recordable, tensors: Tensors) -> tuple[torch.Tensor,
     return record(plan, *tensors)  # type: ignore[no-any-return, no-untyped-call]  # of torch
 
 
-# The older vmap: torch.autograd.grad(is_grads_batched=True), gradcheck(check_batched_grad=True)
+# The older vmap: torch.autograd.grad(is_grads_batched=True), gradcheck(check_batched_grad=True),
+# and with tangents torch.autograd.functional.jacobian(strategy="forward-mode", vectorize=True)
 
 
-def pull_each(
-    pull: Callable[[Sequence[torch.Tensor | None]], Tensors], grads: Sequence[torch.Tensor | None]
-) -> list[torch.Tensor]:
-    """The gradients of each entry of a batch of cotangents, one after another, as a batch.
+def has_batch(tensors: Iterable[torch.Tensor | None]) -> bool:
+    """True if PyTorch's older vmap maps one of these tensors."""
+    return any(t is not None and is_legacy_batchedtensor(t) for t in tensors)
+
+
+def run_each(
+    run: Callable[[Sequence[torch.Tensor | None]], Sequence[torch.Tensor | None]],
+    given: Sequence[torch.Tensor | None],
+) -> list[torch.Tensor | None]:
+    """The results for each entry of a batch of tensors, one after another, as a batch.
 
     That vmap hides the axis of entries, and has no rule for functions of one's own. Raises
     GraphError for one within another.
     """
     level = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()
-    hidden = {n: g for n, g in enumerate(grads) if g is not None and is_legacy_batchedtensor(g)}
-    shown = {n: remove_batch_dim(g, level, 0, 0) for n, g in hidden.items()}
-    if any(map(is_legacy_batchedtensor, shown.values())):
+    hidden = {n: x for n, x in enumerate(given) if x is not None and is_legacy_batchedtensor(x)}
+    shown = {n: remove_batch_dim(x, level, 0, 0) for n, x in hidden.items()}
+    if has_batch(shown.values()):
         raise GraphError("PyTorch's older vmap within another; torch.func.vmap may be nested")
     size = next(iter(shown.values())).shape[0]
+    if not size:  # the results' shapes are those of any entry
+        shown = {n: x.new_zeros(1, *x.shape[1:]) for n, x in shown.items()}
     entries = [
-        pull([shown[n][entry] if n in shown else g for n, g in enumerate(grads)])
-        for entry in range(size)
+        run([shown[n][entry] if n in shown else x for n, x in enumerate(given)])
+        for entry in range(max(size, 1))
     ]
-    pairs = zip(*entries, strict=True)
-    return [add_batch_dim(torch.stack(each), 0, level) for each in pairs]
+    return [batch_entries(each, size, level) for each in zip(*entries, strict=True)]
+
+
+def batch_entries(
+    entries: Sequence[torch.Tensor | None], size: int, level: int
+) -> torch.Tensor | None:
+    """The first `size` entries as a batch that the older vmap hides; None if they are None."""
+    known = [x for x in entries if x is not None]
+    return add_batch_dim(torch.stack(known)[:size], 0, level) if known else None
+
+
+def push_each(
+    plan: Recordable, primals: Tensors, tangents: Mapping[int, torch.Tensor]
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor | None, ...]]:
+    """`plan.push_outputs` for tangents that the older vmap maps; the outputs are not mapped."""
+    outputs = list[Tensors]()
+
+    def push(entry: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+        given = {n: t for n, t in zip(tangents, entry, strict=True) if t is not None}
+        own, moved = plan.push_outputs(primals, given)
+        outputs.append(own)
+        return moved
+
+    moved = run_each(push, [*tangents.values()])
+    return tuple(outputs[0]), tuple(moved)
 
 
 # Forward mode

@@ -22,7 +22,13 @@ from attn_graph.ir.reference import Verification, compare
 from attn_graph.ir.vjp import cotangent_specs, main_outputs
 from attn_graph.lowering.backend import Executable
 from attn_graph.machine.ambient import has_tangent, is_traced, named_in_profiles
-from attn_graph.machine.autograd import record, select_moving, split_tangents
+from attn_graph.machine.autograd import (
+    has_batch,
+    push_each,
+    record,
+    select_moving,
+    split_tangents,
+)
 from attn_graph.machine.fitting import Fit
 from attn_graph.machine.flop_counters import teach_counters
 from attn_graph.machine.likeness import NESTED, Check, Look, likeness, look_at, never
@@ -170,6 +176,8 @@ class Plan:
     ) -> tuple[Tensors, tuple[torch.Tensor | None, ...]]:
         """The outputs, and the tangent of each, None for one without gradient; by the plan of
         forward mode. tangents: by the number of the input; others are 0."""
+        if has_batch(tangents.values()):
+            return push_each(self, primals, tangents)
         if self.sized is not None:
             return self.at(**self.sizes_of(primals)).push_outputs(primals, tangents)
         tangents, carried = select_moving(self.graph.carried, tangents), self.graph.carried

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.utils.flop_counter import FlopCounterMode
 
 import attn_graph as ag
+from attn_graph.nn.functional import attention
+from attn_graph.nn.varlen import varlen_attn
 from tests.support.calls import Leaves, check_gradients, leaves_of, output_of
 
 CPU = ag.Target.of("cpu")
@@ -139,6 +142,77 @@ def differentiable(plan: ag.Plan) -> Callable[..., tuple[torch.Tensor, ...]]:
         return tuple(x for n, x in enumerate(outputs) if n not in plan.constants)
 
     return call
+
+
+@pytest.mark.parametrize("case", CHECKED)
+def test_batches_of_tangents_and_of_cotangents_are_those_one_after_another(case: str) -> None:
+    """As PyTorch's own tests ask of its operators, by its older vmap."""
+    plan = ag.compile(ag.attention(Y, KV, KV, **CHECKED[case]), target=CPU)
+    leaves = tuple(leaves_of(plan.graph))
+    assert torch.autograd.gradcheck(
+        differentiable(plan), leaves, check_forward_ad=True, check_batched_forward_grad=True,
+        check_batched_grad=True, fast_mode=True,
+    )  # fmt: skip
+
+
+def capped(*tensors: torch.Tensor) -> torch.Tensor:
+    return output_of(CAPPED, tensors)
+
+
+def called(*tensors: torch.Tensor) -> Any:
+    return attention(*tensors, soft_cap=2.0)
+
+
+def sized(*tensors: torch.Tensor) -> torch.Tensor:
+    return output_of(SIZED, tensors)
+
+
+def packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    starts = torch.tensor([0, 1, 3], dtype=torch.int32)
+    rows = (x[0].transpose(0, 1) for x in (q, k, v))
+    return varlen_attn(*rows, starts, starts, 2, 2)
+
+
+CAPPED = ag.compile(ag.attention(Y, Y, Y, soft_cap=2.0), target=CPU)
+N = ag.Dim("n", most=8)
+NAMED = ag.TensorSpec((1, 2, N, 2), torch.float64)
+SIZED = ag.compile(ag.attention(NAMED, NAMED, NAMED), target=CPU)
+
+
+@pytest.mark.parametrize("call", [capped, called, sized, packed])
+def test_a_jacobian_by_forward_mode_is_the_one_by_reverse_mode(call: Any) -> None:
+    q, k, v = torch.randn(3, 1, 2, 3, 2, dtype=torch.float64).unbind()
+    jacobian = torch.autograd.functional.jacobian
+    every = jacobian(lambda a: call(a, k, v), q, strategy="forward-mode", vectorize=True)
+    torch.testing.assert_close(every, jacobian(lambda a: call(a, k, v), q))
+
+
+def test_a_jacobian_by_no_numbers_is_empty() -> None:
+    q, *kv = torch.randn(1, 2, 0, 2), *torch.randn(2, 1, 2, 3, 2).unbind()
+    every = torch.autograd.functional.jacobian(
+        lambda a: attention(a, *kv), q, strategy="forward-mode", vectorize=True
+    )
+    assert every.shape == (1, 2, 0, 2, 1, 2, 0, 2)
+
+
+def test_a_hessian_by_forward_mode_is_the_one_by_reverse_mode() -> None:
+    def loss(q: torch.Tensor) -> torch.Tensor:
+        return capped(q, *x[1:]).square().sum()
+
+    x, hessian = (
+        torch.randn(3, 1, 2, 3, 2, dtype=torch.float64).unbind(),
+        torch.autograd.functional.hessian,
+    )
+    every = hessian(loss, x[0], vectorize=True, outer_jacobian_strategy="forward-mode")
+    torch.testing.assert_close(every, hessian(loss, x[0]))
+
+
+def test_a_jacobian_within_a_dispatch_mode_is_the_one_without() -> None:
+    q, k, v = torch.randn(3, 1, 2, 3, 2, dtype=torch.float64).unbind()
+    jacobian = torch.autograd.functional.jacobian
+    with FlopCounterMode(display=False):
+        every = jacobian(lambda a: capped(a, k, v), q, vectorize=True)
+    torch.testing.assert_close(every, jacobian(lambda a: capped(a, k, v), q))
 
 
 def test_a_first_gradient_that_is_recorded_is_right() -> None:
