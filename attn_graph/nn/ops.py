@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from attn_graph.ir.builder import statistic_names
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.vjp import residuals, result_spec
 from attn_graph.machine.ambient import has_tangent, is_traced
-from attn_graph.machine.autograd import select_moving, split_tangents
+from attn_graph.machine.autograd import run_each, select_moving, split_tangents
 from attn_graph.machine.flop_counters import formulas
 from attn_graph.machine.likeness import NESTED, OWN_CLASSES
 from attn_graph.machine.target import Target
@@ -44,6 +44,7 @@ from attn_graph.nn.derivatives import write_gradient, write_tangents
 from attn_graph.nn.flops import count_flops, count_gradient_flops
 from attn_graph.nn.packed_sizes import serves_sizes
 from attn_graph.nn.results import is_plan, require_count, restore_graph, results_of
+from attn_graph.nn.symbols import strides_like
 from attn_graph.nn.tracing import register_masks
 from attn_graph.plan import Plan
 from attn_graph.planner.content import MOST_TEXTS, CallContent, PlanContent, read_content
@@ -55,7 +56,6 @@ from attn_graph.spec import (
     dense_strides,
     memory_order,
     normalise_strides,
-    order_axes,
 )
 from attn_graph.spec.dims import bind
 
@@ -144,13 +144,9 @@ def run_gradient(
         gradients = find_plan(inputs, text).pull(tuple(needs), tensors[:known], grads)
     wanted = (t for t, need in zip(inputs, needs, strict=True) if need)
     return [
-        lay(g, known_strides(t.shape, t.stride())) for g, t in zip(gradients, wanted, strict=True)
+        lay(g, known_strides(t.shape, t.shape, t.stride()))
+        for g, t in zip(gradients, wanted, strict=True)
     ]
-
-
-def strides_like(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """Dense strides in the memory order of others."""
-    return dense_strides(shape, order_axes(shape, strides))
 
 
 known_strides = lru_cache(MOST_TEXTS)(strides_like)  # for numbers; symbols have no hash
@@ -199,7 +195,7 @@ def fake_results(content: CallContent, tensors: Tensors) -> Iterator[Tensor]:
     q, v = tensors[0], tensors[2]
     shape = (*q.shape[:-1], v.shape[-1])
     rows = (q.shape[1], q.shape[0]) if "q_starts" in content.names else q.shape[:3]
-    yield q.new_empty_strided(shape, dense_strides(shape, order_axes(q.shape, q.stride())))
+    yield q.new_empty_strided(shape, strides_like(shape, q.shape, q.stride()))
     for _ in {*statistic_names(content.stats), "lse"}:
         yield q.new_empty(rows, dtype=accumulator(q.dtype))
 
@@ -252,8 +248,9 @@ def fake_backward(
     tensors: Tensors, text: str, needs: Sequence[bool], given: Sequence[bool]
 ) -> list[Tensor]:
     """Empty gradients."""
-    wanted = (t for t, need in zip(tensors, needs, strict=False) if need)
-    return [t.new_empty_strided(t.shape, strides_like(t.shape, t.stride())) for t in wanted]
+    wanted = [t for t, need in zip(tensors, needs, strict=False) if need]
+    lies = (strides_like(t.shape, t.shape, t.stride()) for t in wanted)
+    return [t.new_empty_strided(t.shape, s) for t, s in zip(wanted, lies, strict=True)]
 
 
 # Derivatives. Functions of one level of torch.func's, as PyTorch's own operators are: they see the
@@ -415,6 +412,12 @@ def batch_backward(
     return map_call(OP_BACKWARD, read_content(text), mapped, needs, text, needs, given)
 
 
+def map_older(name: str, tensors: Tensors, *more: Any) -> list[Tensor | None]:  # Any: of the op
+    """An operator under PyTorch's older vmap."""
+    op = getattr(getattr(torch.ops, NAME), name)
+    return run_each(lambda each: op(each, *more), tensors)
+
+
 def names_of_call(text: str) -> tuple[str, ...]:
     """The tensors beside q, k and v; of a plan none, since it is not folded."""
     content = read_content(text)
@@ -460,6 +463,7 @@ def define_op(
     for kind in KINDS:
         LIBRARY.impl(name, run, kind.upper())
     LIBRARY.impl(name, record, "Autograd")
+    LIBRARY.impl(name, partial(map_older, name), "Batched")
     torch.library.register_fake(f"{NAME}::{name}", fake, lib=LIBRARY)
     torch.library.register_vmap(f"{NAME}::{name}", batch, lib=LIBRARY)
 

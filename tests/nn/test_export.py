@@ -5,7 +5,10 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from torch import Tensor, nn
 
 import attn_graph as ag
 from attn_graph.nn.functional import attention, scaled_dot_product_attention
+from attn_graph.nn.varlen import varlen_attn
 from tests.support.sources import ROOT
 from tests.support.tracing import traces
 
@@ -121,3 +125,73 @@ def test_another_process_runs_an_aot_inductor_package(tmp_path: Path) -> None:
     due = Call()(*tensors)
     assert torch.equal(torch._inductor.aoti_load_package(file)(*tensors), due)
     check_elsewhere(Path(file), tensors, due)
+
+
+def by_rows(call: Callable[..., Any], x: torch.Tensor, y: torch.Tensor) -> Any:
+    """Of one sequence whose rows are known at run time, heads and head sizes as 2 and 8."""
+    q, k = (t.view(1, -1, 2, 8).transpose(1, 2) for t in (x, y))
+    return call(q, k, k)
+
+
+def by_entries(call: Callable[..., Any], x: torch.Tensor, y: torch.Tensor) -> Any:
+    """Of a batch of as many sequences of one row."""
+    q = x.view(-1, 1, 2, 8).transpose(1, 2)
+    return call(q, q, q)
+
+
+def in_columns(call: Callable[..., Any], x: torch.Tensor, y: torch.Tensor) -> Any:
+    """Of two sequences, whose heads lie outermost."""
+    q, k = (t.view(-1, 2, 2, 4).permute(1, 2, 0, 3) for t in (x, y))
+    return call(q, k, k)
+
+
+def one_after_another(call: Callable[..., Any], x: torch.Tensor, y: torch.Tensor) -> Any:
+    starts = torch.tensor([0, 0], dtype=torch.int32)
+    q, k = (t.view(-1, 2, 8) for t in (x, y))
+    return varlen_attn(q, k, k, starts, starts.clone(), 16, 16)
+
+
+SELECTIONS = [
+    (by_rows, attention),
+    (by_rows, partial(attention, mask=ag.Causal("bottom_right"), soft_cap=3.0)),
+    (by_rows, scaled_dot_product_attention),
+    (by_entries, attention),
+    (by_entries, scaled_dot_product_attention),
+    (in_columns, attention),
+    (one_after_another, None),
+]
+
+
+class Selected(torch.nn.Module):
+    """Attention of rows that data select."""
+
+    def __init__(self, how: Any, call: Any) -> None:
+        super().__init__()
+        self.how, self.call = how, call
+
+    def forward(self, x: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor) -> Any:
+        return self.how(self.call, x[rows], x[keys])
+
+
+@traces
+@pytest.mark.parametrize(
+    ("how", "call", "whole"),
+    [*((*each, False) for each in SELECTIONS), *((*each, True) for each in SELECTIONS[1::5])],
+)
+def test_rows_that_data_select_are_exported_and_compiled_whole(
+    how: Any, call: Any, whole: bool
+) -> None:
+    """Their number is known at run time, and may be 0."""
+    module, x, none = Selected(how, call), torch.randn(12, 16), torch.zeros(12, dtype=torch.bool)
+    some, other = torch.arange(12) % 2 == 0, torch.arange(12) % 3 == 0
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        if whole:
+            torch._dynamo.reset()
+            run = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=True)
+        else:
+            run = torch.export.export(module, (x, some, other)).module()
+        for rows, keys in ((some, other), (other, some), (none, some), (some, none), (none, none)):
+            torch.testing.assert_close(run(x, rows, keys), module(x, rows, keys))
+            if whole:
+                leaf = x.clone().requires_grad_()
+                run(leaf, rows, keys).sum().backward()

@@ -1,0 +1,41 @@
+"""Strides of results whose sizes torch.compile and torch.export know as symbols.
+
+A symbol may be known at run time alone, as the rows of `x[mask]` are: nothing is asked of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cmp_to_key
+
+import torch
+
+from attn_graph.spec import dense_strides, order_axes
+
+
+def strides_like(
+    shape: Sequence[int], sizes: Sequence[int], strides: Sequence[int]
+) -> tuple[int, ...]:
+    """Dense strides of a shape in the memory order of other sizes and strides."""
+    if not any(isinstance(n, torch.SymInt) for n in (*sizes, *strides)):
+        return dense_strides(shape, order_axes(sizes, strides))
+    least = [torch.sym_max(n, 1) for n in shape]  # as PyTorch has strides of unknown sizes
+    return dense_strides(least, order_symbols(sizes, strides))
+
+
+def order_symbols(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """As `order_axes` for sizes that are neither 0 nor 1 unless that is known while tracing."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_false as surely  # where it is loaded
+
+    def reaches(a: int, b: int) -> bool:
+        return surely(a >= b) or (isinstance(a, torch.SymInt) and surely(a % b == 0))
+
+    def compare(a: int, b: int) -> int:
+        return reaches(strides[b], strides[a]) - reaches(strides[a], strides[b])
+
+    axes = range(len(shape))
+    long = [a for a in axes if not surely(shape[a] == 1)]
+    if any(surely(n == 0) for n in shape) or any(surely(strides[a] == 0) for a in long):
+        return tuple(axes)
+    ranked = iter(sorted(long, key=cmp_to_key(compare)))
+    return tuple([next(ranked) if a in long else a for a in axes])
