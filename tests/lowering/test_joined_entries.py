@@ -77,12 +77,14 @@ def test_entries_with_the_same_keys_are_one_tile(heads: int, kinds: list[int], r
     every=st.integers(1, 2),
 )
 @example(numbers=[1] * 8, other=7, dtype=torch.bool, every=1)
+@example(numbers=[1] * 10, other=7, dtype=torch.bool, every=1)
 def test_tensors_are_equal_where_all_their_numbers_are(
     numbers: list[int], other: int, dtype: torch.dtype, every: int
 ) -> None:
     x = torch.tensor(numbers, dtype=dtype)[::every]
     y = x.clone()
     assert are_equal(x, y)
+    assert are_equal(x[2:], y[2:])
     assert are_equal(x.sum(), y.sum())
     if other < len(y):
         y[other] = y[other] == 0
