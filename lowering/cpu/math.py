@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from math import prod
-from typing import TYPE_CHECKING, final
+from typing import final
 
 import torch
 from attrs import frozen
@@ -27,9 +27,12 @@ from attn_graph.lowering.cpu.any_size import Ready, SizedStep, unfold_ready
 from attn_graph.lowering.cpu.by_length import TilesByLength
 from attn_graph.lowering.cpu.corners import takes_steps
 from attn_graph.lowering.cpu.entry_tiles import EntryTiles
+from attn_graph.lowering.cpu.fused_calls import FusedRun
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
 from attn_graph.lowering.cpu.head_chunks import ChunkedRun, ChunkedTiles, chunk_heads
 from attn_graph.lowering.cpu.one_run import OneRun
+from attn_graph.lowering.cpu.packed import PackedRun, lease_run, plan_packed, runs_any_size
+from attn_graph.lowering.cpu.product_slots import total_bytes
 from attn_graph.lowering.cpu.product_tiles import ProductTiles
 from attn_graph.lowering.cpu.row_tiles import RowTiles
 from attn_graph.lowering.cpu.schedule import POSITIONS
@@ -45,9 +48,6 @@ from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import products_round
 from attn_graph.machine.workspace import Buffer, Scratch
 from attn_graph.spec import NAMES, TensorSpec
-
-if TYPE_CHECKING:
-    from attn_graph.lowering.cpu.fused_calls import FusedRun
 
 OneTiling = WholeTiles | FusedTiles | ChunkedTiles | EntryTiles | RowTiles | ProductTiles
 AttentionTiles = OneTiling | TilesByLength
@@ -248,8 +248,6 @@ def lower_any_size(graph: Graph, target: Target, options: Options) -> Executable
 
 def any_step(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Step | None:
     """How an equation runs in any sizes; None where each size is lowered by itself."""
-    from attn_graph.lowering.cpu.packed import PackedRun, lease_run, runs_any_size
-
     specs = tuple(operand_specs(graph, eqn))
     if isinstance(eqn.op, Lengths):
         return Step(run_definition(eqn.op, specs))
@@ -317,8 +315,14 @@ def step_of(graph: Graph, eqn: Eqn, tiles: Tiles | None, target: Target, options
         specs = operand_specs(graph, eqn)
         return Step(run_definition(eqn.op, specs), temporary=needed_by_definition(eqn, specs))
     call, infer = ready_tiles(tiles, options)
-    more = 0 if isinstance(tiles, TangentTiles) else sink_bytes(tiles.problem)
-    return Step(call, tiles.scratch, tiles.temporary + more, tiles.summary(), infer)
+    return Step(call, tiles.scratch, temporary_of(tiles), tiles.summary(), infer)
+
+
+def temporary_of(tiles: Tiles) -> int:
+    """Bytes that tiles allocate beside the workspace, and the gradient of sinks after them."""
+    if isinstance(tiles, TangentTiles):
+        return tiles.temporary
+    return max(tiles.temporary + total_bytes(tiles.problem), sink_bytes(tiles.problem))
 
 
 def ready_tiles(tiles: Tiles, options: Options) -> Ready:
@@ -351,8 +355,6 @@ def works_of(tiles: OneTiling | TangentTiles) -> tuple[TileWork, TileWork | None
 
 def ready_run(tiles: FusedTiles | ChunkedTiles) -> FusedRun | ChunkedRun:
     """Tiles of the fused kernel, ready to run."""
-    from attn_graph.lowering.cpu.fused_calls import FusedRun  # planning needs it, importing not
-
     if isinstance(tiles, ChunkedTiles):
         return ChunkedRun(tiles, FusedRun.of(tiles.part))
     return FusedRun.of(tiles)
@@ -360,8 +362,6 @@ def ready_run(tiles: FusedTiles | ChunkedTiles) -> FusedRun | ChunkedRun:
 
 def packed_step(graph: Graph, eqn: Eqn, target: Target, options: Options) -> Step:
     """How an equation on packed tensors runs."""
-    from attn_graph.lowering.cpu.packed import plan_packed
-
     lower = partial(lower_sequence, target, options)
     specs, gives = tuple(operand_specs(graph, eqn)), gives_statistics(graph, eqn)
     plan = plan_packed(eqn, specs, lower, options.workspace, gives=gives)

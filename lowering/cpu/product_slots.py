@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
+from math import prod
 from operator import itemgetter
 from typing import final
 
@@ -216,6 +217,17 @@ class TileGrid:
     def size(self) -> str:
         """What a tile is, for `explain`."""
         return f"{self.batch} x {self.groups * self.r} heads x {self.rows} queries"
+
+
+def total_bytes(problem: Problem) -> int:
+    """What `totals` allocates beside gradients: sums for those of a narrower dtype."""
+    grad, wide = problem.grad, problem.wide
+    if grad is None:
+        return 0
+    names = {name for modifier in problem.node.modifiers for name in modifier.trains}
+    roles = zip(problem.node.roles, grad.wants, problem.specs, strict=False)
+    given = [spec for role, wanted, spec in roles if wanted and role in names]
+    return sum(prod(x.shape) * wide.itemsize for x in given if x.dtype != wide)
 
 
 @lru_cache(HELD)

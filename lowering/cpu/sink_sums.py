@@ -12,12 +12,13 @@ from attn_graph.lowering.problem import Problem
 
 
 def sink_bytes(problem: Problem) -> int:
-    """What `sink_gradient_of` allocates at one time: do and its product with o, in the dtype of
-    scores, and four numbers a row."""
+    """What `sink_gradient_of` allocates at one time, in the dtype of scores: the product of do and
+    o, each of them where it is narrower, and four numbers a row."""
     grad = problem.grad
     if grad is None or not dict(zip(grad.attention.roles, grad.wants, strict=True)).get("sinks"):
         return 0
-    return problem.B * problem.H * problem.M * (2 * problem.E + 4) * problem.wide.itemsize
+    each = problem.E * (3 if problem.dtype != problem.wide else 1) + 4
+    return problem.B * problem.H * problem.M * each * problem.wide.itemsize
 
 
 def sink_gradient_of(grad: AttentionGrad, operands: Sequence[torch.Tensor]) -> torch.Tensor:

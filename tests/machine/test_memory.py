@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
@@ -175,6 +175,66 @@ def test_what_a_longer_attention_allocates_is_told_from_above(name: str) -> None
         _, held, most = allocated(lambda: plan(*tensors))
     assert held == need.outputs
     assert most <= need.saved + need.temporary_forward
+
+
+BIG, FEW = ((4, H, 256, 64) for H in (8, 2))
+BESIDE: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype | None]]] = {
+    "plain": {},
+    "bias": {"bias": ((4, 8, 256, 256), None)},
+    "bias of a head": {"bias": ((1, 8, 256, 256), None)},
+    "slopes": {"alibi": ((4, 8), None)},
+    "sinks": {"sinks": ((8,), None)},
+    "keep": {"keep": ((4, 1, 256, 256), torch.bool), "sinks": ((8,), None)},
+    "keys": {"keep": ((4, 1, 1, 256), torch.bool), "sinks": ((8,), None)},
+}
+
+
+def block_of_a_thread(dtype: torch.dtype) -> int:
+    """What PyTorch's fused kernel allocates for 64 of 256 queries, of up to 512 keys."""
+    return (64 * 256 + 64 * 66) * (8 if dtype == torch.float64 else 6)
+
+
+@given(
+    name=st.sampled_from([*BESIDE]),
+    dtype=st.sampled_from((torch.bfloat16, torch.float16, torch.float32)),
+    heads=st.sampled_from((BIG, FEW)),
+    alone=st.booleans(),
+    expanded=st.booleans(),
+    capped=st.booleans(),
+)
+@example("bias", torch.bfloat16, BIG, True, False, False)
+@example("bias of a head", torch.float16, FEW, False, False, True)
+@example("keep", torch.bfloat16, BIG, False, False, False)
+@example("keys", torch.bfloat16, FEW, False, True, False)
+@settings(max_examples=max(10, settings().max_examples // 10))
+def test_gradients_of_larger_tensors_allocate_no_more_than_is_said(
+    name: str, dtype: torch.dtype, heads: tuple[int, ...], alone: bool, expanded: bool, capped: bool
+) -> None:
+    """alone: on `math`. expanded: the cotangent is of one number, as that of a sum is."""
+    q, k = ag.TensorSpec(BIG, dtype), ag.TensorSpec(heads, dtype)
+    options: dict[str, Any] = {
+        n: ag.TensorSpec(s, t or dtype) for n, (s, t) in BESIDE[name].items()
+    }
+    options |= {"soft_cap": 3.0} if capped else {}
+    graph = ag.attention(q, k, k, **options, align="top_left")
+    backends = ("math",) if alone else None
+    plan = ag.compile(graph, target=CPU, backends=backends, workspace=ag.Workspace())
+    need, tensors = plan.memory(), tensors_for(graph, 1)
+    leaves = [t.requires_grad_() for t in tensors if t.is_floating_point()]
+    o = plan(*tensors)
+    assert isinstance(o, torch.Tensor)
+    do = torch.ones((), dtype=dtype).expand_as(o) if expanded else torch.ones_like(o)
+
+    def backward() -> object:
+        return torch.autograd.grad(o, leaves, do, retain_graph=True)
+
+    backward()
+    more = 2 * torch.get_num_threads() * block_of_a_thread(dtype)
+    _, _, most = allocated(lambda: plan(*tensors))
+    assert most <= max(need.outputs, need.saved) + need.temporary_forward + more
+    _, held, most = allocated(backward)
+    assert held == need.gradients
+    assert most <= need.gradients + need.temporary_backward + more
 
 
 @pytest.mark.parametrize("heads", [1, 8])
