@@ -45,9 +45,10 @@ from attn_graph.planner.arguments import (
     resolve_workspace,
 )
 from attn_graph.planner.builds import BuildLog, skeleton_of
-from attn_graph.planner.choose import Choice, choose, choose_and_lower, resolve_backends
+from attn_graph.planner.choose import choose, choose_and_lower, resolve_backends
 from attn_graph.planner.recorded import RUNS_KEPT, recorded_graph
 from attn_graph.planner.sized import Sized, lower_graph, many_sizes
+from attn_graph.planner.tuning import choose_fastest
 from attn_graph.planner.views import core_of
 from attn_graph.spec import TensorSpec
 
@@ -359,7 +360,7 @@ def build(graph: Graph, target: Target, options: Options, among: Backends | None
         sized = Sized.of(graph, target, options, chosen)
         choice, executable = sized.most.choice, sized.executable
     else:
-        by = choose_by_measuring if options.tune else choose_and_lower
+        by = choose_fastest if options.tune else choose_and_lower
         choice, executable = lower_graph(graph, target, options, chosen, by)
 
     def gradient(
@@ -428,15 +429,6 @@ def best_backend(
             return choose(core_of(exact), target, quiet, among).backend
     except NoBackendError:
         return None
-
-
-def choose_by_measuring(
-    graph: Graph, target: Target, options: Options, among: Sequence[Backend] | None
-) -> tuple[Choice, Executable]:
-    """`choose_fastest`, which few ask for: importing the library does not import it."""
-    from attn_graph.planner.tuning import choose_fastest
-
-    return choose_fastest(graph, target, options, among)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import attrs
 from attn_graph import masks
 from attn_graph.errors import GraphError
 from attn_graph.ir import gradient_ops, modifiers, ops, packing, paging, sums
+from attn_graph.ir.addends import Addend
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.builder import Builder, Value
 from attn_graph.ir.graph import Graph, Op, op_name
@@ -21,6 +22,7 @@ from attn_graph.ir.packed import Packed
 from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp
 from attn_graph.ir.views import VIEW_OPS
 from attn_graph.masks import And, Mask, Or, join_masks, require_mask
+from attn_graph.masks.formulas import Formula
 from attn_graph.spec import DTYPES, TensorSpec
 from attn_graph.spec.dims import Dim
 
@@ -29,12 +31,13 @@ ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
 }
+LEAVES: tuple[type[Mask], ...] = (*masks.LEAVES, Formula)
 OPS: tuple[type[Op], ...] = (
     *(ops.Scores, ops.Mask, *ops.STATISTICS.values(), ops.Softmax, ops.Dropout, ops.Weigh),
     *(gradient_ops.Unmasked, gradient_ops.SoftmaxGrad, gradient_ops.SinkGrad, gradient_ops.WeighT),
     *(gradient_ops.SoftmaxJvp, gradient_ops.SoftmaxGradJvp, gradient_ops.SinkGradJvp),
     *(sums.Add, sums.Zeros, modifiers.Back, modifiers.Collect, modifiers.Bend, modifiers.Spread),
-    *(*modifiers.MODIFIERS, Attention, AttentionGrad, AttentionJvp, AttentionGradJvp),
+    *(*modifiers.MODIFIERS, Addend, Attention, AttentionGrad, AttentionJvp, AttentionGradJvp),
     *(KeptAttention, KeptAttentionGrad),
     *(packing.Lengths, packing.Unpack, packing.Pack, Packed, paging.Unpage, paging.SumPages),
     *VIEW_OPS,
@@ -52,7 +55,7 @@ def parse(text: str, *, known: Iterable[type[Any]] = ()) -> Graph:  # Any: masks
 
 def graph_parser(text: str, known: Iterable[type[Any]]) -> Parser:  # Any: as above
     """What reads the graph in a text, which may name these classes beside the library's."""
-    classes = (*masks.LEAVES, *OPS, *formulas_in(text), *known)
+    classes = (*LEAVES, *OPS, *known)
     return Parser({cls.__name__: cls for cls in classes})
 
 
@@ -62,7 +65,7 @@ def parse_mask(text: str, *, known: Iterable[type[Any]] = ()) -> Mask:  # Any: l
     known: leaves of your own that the text may name. Nothing of it is executed. Raises GraphError
     for what is no mask.
     """
-    classes = (*masks.LEAVES, *formulas_in(text), *known)
+    classes = (*LEAVES, *known)
     parser = Parser({cls.__name__: cls for cls in classes if issubclass(cls, Mask)})
     try:
         return parser.whole_mask(text)
@@ -72,15 +75,6 @@ def parse_mask(text: str, *, known: Iterable[type[Any]] = ()) -> Mask:  # Any: l
         leaves = ", ".join(map(signature, parser.classes.values()))
         joints = "joined with & (not `and`), | (not `or`) and ~ (not `not`)"
         raise GraphError(f"{error}; a mask is made of {leaves}, {joints}") from error
-
-
-def formulas_in(text: str) -> Iterator[type[Any]]:  # Any: masks and modifiers
-    """Formula and Addend where a text may name them; most do not, and they are imported here."""
-    if isinstance(text, str) and ("Formula" in text or "Addend" in text):
-        from attn_graph.ir.addends import Addend
-        from attn_graph.masks.formulas import Formula
-
-        yield from (Formula, Addend)
 
 
 def signature(leaf: type[Any]) -> str:  # Any: an attrs class

@@ -14,6 +14,7 @@ from tempfile import NamedTemporaryFile
 from typing import TypeVar, final
 
 from attrs import field, frozen
+from platformdirs import user_cache_path
 
 from attn_graph.errors import GraphError
 from attn_graph.spec import require_size
@@ -190,6 +191,4 @@ def unseal(file: bytes) -> tuple[str, bytes]:
 @cache
 def default_store() -> Store:
     """The store in the user's cache folder, which plans use unless they are given another."""
-    from platformdirs import user_cache_path
-
     return Store(user_cache_path("attn_graph"))

@@ -36,11 +36,12 @@ from attn_graph.lowering.cpu.schedule import (
     shorten_parts,
 )
 from attn_graph.lowering.problem import Problem, has_flash_order, is_readable
+from attn_graph.lowering.triton.device_code import Tracer
 from attn_graph.machine.workspace import Buffer, Scratch
 from attn_graph.masks import Mask, needs_of
 from attn_graph.masks.canonical import is_ours
 from attn_graph.masks.layers import Kept
-from attn_graph.masks.places import Block, Place
+from attn_graph.masks.places import Block, Place, Untraceable
 from attn_graph.masks.regions import MOST_POINTS
 from attn_graph.spec import TensorSpec
 
@@ -337,9 +338,6 @@ def axes_of_modifiers(problem: Problem) -> str:
     """Found by tracing what they add; all, where that can't be traced."""
     if not problem.node.modifiers:
         return ""
-    from attn_graph.lowering.triton.device_code import Tracer  # few graphs need them
-    from attn_graph.masks.places import Untraceable
-
     try:
         return "".join(Tracer.of(problem).axes())
     except Untraceable:

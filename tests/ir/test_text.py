@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import attn_graph as ag
 from attn_graph import masks as m
 from attn_graph.ir import (
+    addends,
     gradient_ops,
     modifiers,
     ops,
@@ -96,7 +97,7 @@ def test_a_mask_reads_back_as_it_was_inside_a_graph(data: st.DataObject) -> None
 
 
 def test_every_op_can_be_read() -> None:
-    homes = (ops, modifiers, gradient_ops, sums, tangents, packed, packing, paging, views)
+    homes = (ops, modifiers, addends, gradient_ops, sums, tangents, packed, packing, paging, views)
     declared = {
         kind
         for home in homes
