@@ -315,10 +315,10 @@ def step_of(graph: Graph, eqn: Eqn, tiles: Tiles | None, target: Target, options
         specs = operand_specs(graph, eqn)
         return Step(run_definition(eqn.op, specs), temporary=needed_by_definition(eqn, specs))
     call, infer = ready_tiles(tiles, options)
-    return Step(call, tiles.scratch, temporary_of(tiles), tiles.summary(), infer)
+    return Step(call, tiles.scratch, count_temporary(tiles), tiles.summary(), infer)
 
 
-def temporary_of(tiles: Tiles) -> int:
+def count_temporary(tiles: Tiles) -> int:
     """Bytes that tiles allocate beside the workspace, and the gradient of sinks after them."""
     if isinstance(tiles, TangentTiles):
         return tiles.temporary

@@ -455,7 +455,8 @@ def test_a_batch_may_have_no_row_of_queries_or_of_keys(
     rows: int, keys: int, paged: bool, options: dict[str, Any]
 ) -> None:
     """What a rank has that gets no tokens, where nothing says how long sequences are."""
-    q, table = SPEC((rows, 4, 8), torch.float32), {"kv_starts": SPEC((3,), torch.int64)}
+    q = SPEC((rows, 4, 8), torch.float32)
+    table: dict[str, Any] = {"kv_starts": SPEC((3,), torch.int64)}
     k = SPEC((keys, 2, 8), torch.float32)
     if paged:
         k = SPEC((keys, 4, 2, 8), torch.float32)
@@ -479,7 +480,7 @@ def test_a_batch_may_have_no_row_of_queries_or_of_keys(
         torch.testing.assert_close(x, due.to(x.dtype))
     assert all((g == 0).all() for g in torch.autograd.grad(o.sum(), leaves, torch.zeros(())))
     assert plan.memory().outputs == sum(x.nbytes for x in outputs)
-    names = {name: x for name, x in tensors.items() if name not in "qkv"}
+    names: dict[str, Any] = {name: x for name, x in tensors.items() if name not in "qkv"}
     said = {name: x for name, x in options.items() if name != "sinks"}
     again = attention(tensors["q"], tensors["k"], tensors["v"], **names, **said)
     for x, due in zip(outputs_of(again), outputs, strict=True):

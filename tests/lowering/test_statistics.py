@@ -367,8 +367,25 @@ def test_the_cost_counts_the_bytes_of_what_is_returned() -> None:
 class CountKeys(ops.Statistic):
     """s [B,H,M,N] -> seen [B,H,M]: how many keys a row sees, which adds up over parts."""
 
-    names = statistics = without_gradient = ("seen",)
-    roles, ranks = ("s",), (4,)
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("seen",)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return ("s",)
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        return (4,)
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        return self.names
+
+    @property
+    def without_gradient(self) -> tuple[str, ...]:
+        return self.names
 
     def infer(self, s: ValueType) -> tuple[ValueType]:
         return (ValueType(s.shape[:3], s.dtype),)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -160,17 +160,18 @@ def capped(*tensors: torch.Tensor) -> torch.Tensor:
 
 
 def called(*tensors: torch.Tensor) -> Any:
-    return attention(*tensors, soft_cap=2.0)
+    q, k, v = tensors
+    return attention(q, k, v, soft_cap=2.0)
 
 
 def sized(*tensors: torch.Tensor) -> torch.Tensor:
     return output_of(SIZED, tensors)
 
 
-def packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def packed(*tensors: torch.Tensor) -> Any:
     starts = torch.tensor([0, 1, 3], dtype=torch.int32)
-    rows = (x[0].transpose(0, 1) for x in (q, k, v))
-    return varlen_attn(*rows, starts, starts, 2, 2)
+    q, k, v = (x[0].transpose(0, 1) for x in tensors)
+    return varlen_attn(q, k, v, starts, starts, 2, 2)
 
 
 CAPPED = ag.compile(ag.attention(Y, Y, Y, soft_cap=2.0), target=CPU)
@@ -182,16 +183,15 @@ SIZED = ag.compile(ag.attention(NAMED, NAMED, NAMED), target=CPU)
 @pytest.mark.parametrize("call", [capped, called, sized, packed])
 def test_a_jacobian_by_forward_mode_is_the_one_by_reverse_mode(call: Any) -> None:
     q, k, v = torch.randn(3, 1, 2, 3, 2, dtype=torch.float64).unbind()
-    jacobian = torch.autograd.functional.jacobian
+    jacobian: Any = torch.autograd.functional.jacobian  # untyped
     every = jacobian(lambda a: call(a, k, v), q, strategy="forward-mode", vectorize=True)
     torch.testing.assert_close(every, jacobian(lambda a: call(a, k, v), q))
 
 
 def test_a_jacobian_by_no_numbers_is_empty() -> None:
-    q, *kv = torch.randn(1, 2, 0, 2), *torch.randn(2, 1, 2, 3, 2).unbind()
-    every = torch.autograd.functional.jacobian(
-        lambda a: attention(a, *kv), q, strategy="forward-mode", vectorize=True
-    )
+    k, v = torch.randn(2, 1, 2, 3, 2).unbind()
+    q, jacobian = torch.randn(1, 2, 0, 2), cast(Any, torch.autograd.functional.jacobian)
+    every = jacobian(lambda a: attention(a, k, v), q, strategy="forward-mode", vectorize=True)
     assert every.shape == (1, 2, 0, 2, 1, 2, 0, 2)
 
 
@@ -199,17 +199,15 @@ def test_a_hessian_by_forward_mode_is_the_one_by_reverse_mode() -> None:
     def loss(q: torch.Tensor) -> torch.Tensor:
         return capped(q, *x[1:]).square().sum()
 
-    x, hessian = (
-        torch.randn(3, 1, 2, 3, 2, dtype=torch.float64).unbind(),
-        torch.autograd.functional.hessian,
-    )
+    x = torch.randn(3, 1, 2, 3, 2, dtype=torch.float64).unbind()
+    hessian: Any = torch.autograd.functional.hessian  # untyped
     every = hessian(loss, x[0], vectorize=True, outer_jacobian_strategy="forward-mode")
     torch.testing.assert_close(every, hessian(loss, x[0]))
 
 
 def test_a_jacobian_within_a_dispatch_mode_is_the_one_without() -> None:
     q, k, v = torch.randn(3, 1, 2, 3, 2, dtype=torch.float64).unbind()
-    jacobian = torch.autograd.functional.jacobian
+    jacobian: Any = torch.autograd.functional.jacobian  # untyped
     with FlopCounterMode(display=False):
         every = jacobian(lambda a: capped(a, k, v), q, vectorize=True)
     torch.testing.assert_close(every, jacobian(lambda a: capped(a, k, v), q))
