@@ -14,6 +14,7 @@ from attn_graph.kernels.common import (
     count_parts,
     count_tiles,
     dropout_keeps_tile,
+    ends_of,
     even_length,
     full_tile,
     head_and_part,
@@ -61,7 +62,7 @@ def delta(
     if do_ptr is not None:
         o = rows_of(o_ptr, o_strides, b, h, first, M, E, BLOCK_M, WIDTH_E, UPCAST)
         do = rows_of(do_ptr, do_strides, b, h, first, M, E, BLOCK_M, WIDTH_E, UPCAST)
-        total += tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+        total += tl.sum(weigh_cotangent(o, do, BLIND), 1)
     if dlse_ptr is not None:
         at = head_ptr(dlse_ptr, dlse_strides, b, h) + (first + row).to(tl.int64) * dlse_strides[2]
         total -= tl.load(at, mask=row < M - first, other=0.0)
@@ -70,6 +71,15 @@ def delta(
         lse = load_statistics(lse_ptr + line, first, M, 0.0, BLOCK_M, False)
         total = tl.where(lse == float("-inf"), 0.0, total)
     tl.store(delta_ptr + line + first + row, total, mask=row < M - first)
+
+
+@triton.jit
+def weigh_cotangent(o, do, BLIND: tl.constexpr):
+    """o do in float32. BLIND: 0 where o is, as in rows that see nothing, whatever do holds."""
+    do = do.to(tl.float32)
+    if BLIND:
+        do = tl.where(o == 0, 0.0, do)
+    return o.to(tl.float32) * do
 
 
 @triton.jit
@@ -137,16 +147,16 @@ def query_gradient(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, seed_ptr, offset_ptr, lists_ptr,
     q_starts_ptr, q_lengths_ptr, kv_starts_ptr, kv_lengths_ptr, pages_ptr,
     q_desc, k_desc, v_desc, do_desc,
-    data, numbers, q_strides, k_strides, v_strides, do_strides, dq_strides, lists_strides,
-    pages_stride, B, H, GROUP, PARTS, M, N, T, T_KEYS, POOL, TOGETHER,
+    data, numbers, q_steps, kv_steps, q_strides, k_strides, v_strides, do_strides, dq_strides,
+    lists_strides, pages_stride, B, H, GROUP, PARTS, M, N, T, T_KEYS, POOL, TOGETHER,
     scale, keep_scale, threshold, origin,
     EVEN: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LAST_FIRST: tl.constexpr,
     BATCH: tl.constexpr, PAGE: tl.constexpr, PARTED: tl.constexpr,
-    KEEP: tl.constexpr, STRIP: tl.constexpr, CHANGE: tl.constexpr, BACK: tl.constexpr,
-    DROPOUT: tl.constexpr, LISTED: tl.constexpr, BLIND: tl.constexpr, UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
+    KEEP: tl.constexpr, STRIP: tl.constexpr, ENDS: tl.constexpr, CHANGE: tl.constexpr,
+    BACK: tl.constexpr, DROPOUT: tl.constexpr, LISTED: tl.constexpr, BLIND: tl.constexpr,
+    UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: dq [BLOCK_M,D] of one head, over all keys that its queries may see, or, PARTED,
     one of PARTS of their tiles; dq then has H * PARTS heads, which `sum_parts` adds up.
@@ -157,25 +167,26 @@ def query_gradient(
     N = even_length(N, EVEN)
     heads = count_parts(H, PARTS, PARTED)
     place, block, head, b, row, M, extent, line = place_rows(
-        q_starts_ptr, q_lengths_ptr, lists_ptr, lists_strides, B, heads, M, T, TOGETHER,
+        q_starts_ptr, q_lengths_ptr, q_steps, lists_ptr, lists_strides, B, heads, M, T, TOGETHER,
         BATCH, BLOCK_M, LAST_FIRST, LISTED,
     )  # fmt: skip
     h, part = head_and_part(head, PARTS, PARTED)
     if PARTED:
         line = line_at(q_starts_ptr, b, h, H, row, M, T)
-    key, N = length_of(kv_starts_ptr, kv_lengths_ptr, b, T_KEYS, N)
-    pages = tl.cast(b, tl.int64) * pages_stride
+    key, N = length_of(kv_starts_ptr, kv_lengths_ptr, kv_steps, b, T_KEYS, N)
+    rows, keys = ends_of(b, M, N, data, numbers, ENDS)
+    pages = tl.cast(b, tl.int64) * pages_stride, kv_steps[2]
     first = block * BLOCK_M
     i = (first + tl.arange(0, BLOCK_M))[:, None]
     q_head = head_at(q_ptr, q_strides, b, h, q_starts_ptr, row, 0)
-    q = tile_of(q_desc, q_head, q_strides, b, h, first, M, D, BLOCK_M, WIDTH_D, False, UPCAST)
+    q = tile_of(q_desc, q_head, q_strides, b, h, first, rows, D, BLOCK_M, WIDTH_D, False, UPCAST)
     lse = base2(load_statistics(lse_ptr + line, first, M, float("-inf"), BLOCK_M, False))[:, None]
     surplus = load_statistics(delta_ptr + line, first, M, 0.0, BLOCK_M, False)[:, None]
     do = q
     if do_ptr is not None:
         do_head = head_at(do_ptr, do_strides, b, h, q_starts_ptr, row, 0)
         do = live_tile_of(
-            do_desc, do_head, do_strides, b, h, first, M, lse,
+            do_desc, do_head, do_strides, b, h, first, rows, lse,
             E, BLOCK_M, WIDTH_E, False, BLIND > 0, UPCAST,
         )  # fmt: skip
     k_head = head_at(k_ptr, k_strides, b, h // GROUP, kv_starts_ptr, key, PAGE)
@@ -192,7 +203,7 @@ def query_gradient(
         dq = add_query_gradient(
             dq, q, do, lse, surplus, k_head, v_head, k_desc, v_desc, n * BLOCK_N, first, i,
             do_ptr, seed_ptr, offset_ptr, pages_ptr, pages, data, numbers, k_strides, v_strides,
-            b, h, GROUP, H, M, N, POOL, scale, keep_scale, threshold, origin,
+            b, h, GROUP, H, M, N, keys, POOL, scale, keep_scale, threshold, origin,
             D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
             PAGE, KEEP, CHANGE, BACK, DROPOUT, False, UPCAST, PRECISION,
         )  # fmt: skip
@@ -201,7 +212,7 @@ def query_gradient(
         dq = add_query_gradient(
             dq, q, do, lse, surplus, k_head, v_head, k_desc, v_desc, n * BLOCK_N, first, i,
             do_ptr, seed_ptr, offset_ptr, pages_ptr, pages, data, numbers, k_strides, v_strides,
-            b, h, GROUP, H, M, N, POOL, scale, keep_scale, threshold, origin,
+            b, h, GROUP, H, M, N, keys, POOL, scale, keep_scale, threshold, origin,
             D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
             PAGE, KEEP, CHANGE, BACK, DROPOUT, True, UPCAST, PRECISION,
         )  # fmt: skip
@@ -214,24 +225,24 @@ def query_gradient(
 def add_query_gradient(
     dq, q, do, lse, surplus, k_head, v_head, k_desc, v_desc, key, first, i,
     do_ptr, seed_ptr, offset_ptr, pages_ptr, pages, data, numbers, k_strides, v_strides,
-    b, h, GROUP, H, M, N, POOL, scale, keep_scale, threshold, origin,
+    b, h, GROUP, H, M, N, keys, POOL, scale, keep_scale, threshold, origin,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
     KEEP: tl.constexpr, CHANGE: tl.constexpr, BACK: tl.constexpr, DROPOUT: tl.constexpr,
     MIXED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq [BLOCK_M,D] + ds k over keys `key`.., still to be scaled."""
+    """dq [BLOCK_M,D] + ds k over keys `key`.. before `keys`, still to be scaled."""
     j = (key + tl.arange(0, BLOCK_N))[None, :]
     g = h // GROUP
     k = key_rows(
-        k_desc, k_head, k_strides, pages_ptr, pages, b, g, key, N, POOL,
+        k_desc, k_head, k_strides, pages_ptr, pages, b, g, key, keys, POOL,
         D, BLOCK_N, WIDTH_D, not MIXED, PAGE, UPCAST,
     )  # fmt: skip
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     dp = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if do_ptr is not None:
         v = key_rows(
-            v_desc, v_head, v_strides, pages_ptr, pages, b, g, key, N, POOL,
+            v_desc, v_head, v_strides, pages_ptr, pages, b, g, key, keys, POOL,
             E, BLOCK_N, WIDTH_E, not MIXED, PAGE, UPCAST,
         )  # fmt: skip
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
@@ -251,7 +262,7 @@ def add_query_gradient(
 def key_gradient(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
     seed_ptr, offset_ptr, lists_ptr, q_starts_ptr, q_lengths_ptr, kv_starts_ptr, kv_lengths_ptr,
-    pages_ptr, q_desc, k_desc, v_desc, do_desc, data, numbers,
+    pages_ptr, q_desc, k_desc, v_desc, do_desc, data, numbers, q_steps, kv_steps,
     q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, lists_strides,
     pages_stride, B, G, GROUP, SPLITS, PARTS, M, N, T, T_KEYS, POOL, TOGETHER,
     scale, keep_scale, threshold, origin,
@@ -259,9 +270,9 @@ def key_gradient(
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LAST_FIRST: tl.constexpr, BATCH: tl.constexpr,
     PAGE: tl.constexpr, GROUPED: tl.constexpr, PARTED: tl.constexpr,
-    KEEP: tl.constexpr, STRIP: tl.constexpr, CHANGE: tl.constexpr, BACK: tl.constexpr,
-    DROPOUT: tl.constexpr, LISTED: tl.constexpr, BLIND: tl.constexpr, UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
+    KEEP: tl.constexpr, STRIP: tl.constexpr, ENDS: tl.constexpr, CHANGE: tl.constexpr,
+    BACK: tl.constexpr, DROPOUT: tl.constexpr, LISTED: tl.constexpr, BLIND: tl.constexpr,
+    UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: dk [BLOCK_N,D] and dv [BLOCK_N,E] from a part of the query heads of a k/v head.
 
@@ -277,15 +288,16 @@ def key_gradient(
     N = even_length(N, EVEN)
     sums = count_parts(SPLITS, PARTS, PARTED)
     place, block, part, b, key, N, extent, _ = place_rows(
-        kv_starts_ptr, kv_lengths_ptr, lists_ptr, lists_strides, B, G * sums, N, T_KEYS, TOGETHER,
-        BATCH, BLOCK_N, LAST_FIRST, LISTED,
+        kv_starts_ptr, kv_lengths_ptr, kv_steps, lists_ptr, lists_strides, B, G * sums, N, T_KEYS,
+        TOGETHER, BATCH, BLOCK_N, LAST_FIRST, LISTED,
     )  # fmt: skip
-    N, extent = within_pages(kv_lengths_ptr, b, N, extent, PAGE)
-    pages = tl.cast(b, tl.int64) * pages_stride
+    N, extent = within_pages(kv_lengths_ptr, kv_steps, b, N, extent, PAGE)
+    pages = tl.cast(b, tl.int64) * pages_stride, kv_steps[2]
     row, line, length = 0, line_of(b, 0, G * GROUP, M), M
     if q_starts_ptr is not None:
-        row, M = sequence_at(q_starts_ptr, q_lengths_ptr, b, T, M)
+        row, M = sequence_at(q_starts_ptr, q_lengths_ptr, q_steps, b, T, M)
         line, length = tl.cast(row, tl.int64), T
+    rows, keys = ends_of(b, M, N, data, numbers, ENDS)
     g = part // sums
     split, piece = head_and_part(part % sums, PARTS, PARTED)
     each = tl.cdiv(GROUP, SPLITS)
@@ -294,11 +306,11 @@ def key_gradient(
     k_head = head_at(k_ptr, k_strides, b, g, kv_starts_ptr, key, PAGE)
     v_head = head_at(v_ptr, v_strides, b, g, kv_starts_ptr, key, PAGE)
     k = key_rows(
-        k_desc, k_head, k_strides, pages_ptr, pages, b, g, first, N, POOL,
+        k_desc, k_head, k_strides, pages_ptr, pages, b, g, first, keys, POOL,
         D, BLOCK_N, WIDTH_D, False, PAGE, UPCAST,
     )  # fmt: skip
     v = key_rows(
-        v_desc, v_head, v_strides, pages_ptr, pages, b, g, first, N, POOL,
+        v_desc, v_head, v_strides, pages_ptr, pages, b, g, first, keys, POOL,
         E, BLOCK_N, WIDTH_E, False, PAGE, UPCAST,
     )  # fmt: skip
     dk = tl.zeros([BLOCK_N, WIDTH_D], tl.float32)
@@ -320,8 +332,8 @@ def key_gradient(
             dk, dv = add_key_gradient(
                 dk, dv, k, v, q_head, do_head, q_desc, do_desc, lse_ptr + at, delta_ptr + at,
                 n * BLOCK_M, first, j, dk_ptr, dv_ptr, do_ptr, seed_ptr, offset_ptr, data, numbers,
-                q_strides, do_strides, b, h, G * GROUP, M, N, scale, keep_scale, threshold, origin,
-                D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
+                q_strides, do_strides, b, h, G * GROUP, M, N, rows, scale, keep_scale, threshold,
+                origin, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
                 KEEP, CHANGE, BACK, DROPOUT, False, BLIND > 1, UPCAST, PRECISION,
             )  # fmt: skip
         for t in range(mixed_begin, mixed_end):
@@ -329,8 +341,8 @@ def key_gradient(
             dk, dv = add_key_gradient(
                 dk, dv, k, v, q_head, do_head, q_desc, do_desc, lse_ptr + at, delta_ptr + at,
                 n * BLOCK_M, first, j, dk_ptr, dv_ptr, do_ptr, seed_ptr, offset_ptr, data, numbers,
-                q_strides, do_strides, b, h, G * GROUP, M, N, scale, keep_scale, threshold, origin,
-                D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
+                q_strides, do_strides, b, h, G * GROUP, M, N, rows, scale, keep_scale, threshold,
+                origin, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
                 KEEP, CHANGE, BACK, DROPOUT, True, BLIND > 0, UPCAST, PRECISION,
             )  # fmt: skip
     if dk_ptr is not None:
@@ -347,15 +359,17 @@ def key_gradient(
 def add_key_gradient(
     dk, dv, k, v, q_head, do_head, q_desc, do_desc, lse_row, delta_row, query, first, j,
     dk_ptr, dv_ptr, do_ptr, seed_ptr, offset_ptr, data, numbers, q_strides, do_strides,
-    b, h, H, M, N, scale, keep_scale, threshold, origin,
+    b, h, H, M, N, rows, scale, keep_scale, threshold, origin,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     KEEP: tl.constexpr, CHANGE: tl.constexpr, BACK: tl.constexpr, DROPOUT: tl.constexpr,
     MIXED: tl.constexpr, BLIND: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk + ds^T q, still to be scaled, and dv + (p z)^T do, over queries `query`.. ."""
+    """dk + ds^T q, still to be scaled, and dv + (p z)^T do, of queries `query`.. before `rows`."""
     i = (query + tl.arange(0, BLOCK_M))[None, :]
-    q = tile_of(q_desc, q_head, q_strides, b, h, query, M, D, BLOCK_M, WIDTH_D, not MIXED, UPCAST)
+    q = tile_of(
+        q_desc, q_head, q_strides, b, h, query, rows, D, BLOCK_M, WIDTH_D, not MIXED, UPCAST
+    )
     s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
     lse = base2(load_statistics(lse_row, query, M, float("-inf"), BLOCK_M, not MIXED))
     surplus = load_statistics(delta_row, query, M, 0.0, BLOCK_M, not MIXED)[None, :]
@@ -363,7 +377,7 @@ def add_key_gradient(
     dp = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     if do_ptr is not None:
         do = live_tile_of(
-            do_desc, do_head, do_strides, b, h, query, M, lse[:, None],
+            do_desc, do_head, do_strides, b, h, query, rows, lse[:, None],
             E, BLOCK_M, WIDTH_E, not MIXED, BLIND, UPCAST,
         )  # fmt: skip
         if dk_ptr is not None:

@@ -14,6 +14,7 @@ from attn_graph.kernels.common import (
     SIZES,
     count_tiles,
     dropout_keeps_tile,
+    ends_of,
     even_length,
     head_ptr,
     key_tiles,
@@ -36,27 +37,28 @@ def contribution(
     scale, keep_scale, threshold, origin,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    KEEP: tl.constexpr, CHANGE: tl.constexpr, PUSH: tl.constexpr, COLLECT: tl.constexpr,
-    DROPOUT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    KEEP: tl.constexpr, ENDS: tl.constexpr, CHANGE: tl.constexpr, PUSH: tl.constexpr,
+    COLLECT: tl.constexpr, DROPOUT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What each place of a tile [BLOCK_M,BLOCK_N] adds to the gradient; 0 outside of q and k."""
     i = (query + tl.arange(0, BLOCK_M))[:, None]
     j = (key + tl.arange(0, BLOCK_N))[None, :]
     g = h // GROUP
-    q = rows_of(q_ptr, q_strides, b, h, query, M, D, BLOCK_M, WIDTH_D, UPCAST)
-    k = rows_of(k_ptr, k_strides, b, g, key, N, D, BLOCK_N, WIDTH_D, UPCAST)
-    v = rows_of(v_ptr, v_strides, b, g, key, N, E, BLOCK_N, WIDTH_E, UPCAST)
+    rows, keys = ends_of(b, M, N, data, numbers, ENDS)
+    q = rows_of(q_ptr, q_strides, b, h, query, rows, D, BLOCK_M, WIDTH_D, UPCAST)
+    k = rows_of(k_ptr, k_strides, b, g, key, keys, D, BLOCK_N, WIDTH_D, UPCAST)
+    v = rows_of(v_ptr, v_strides, b, g, key, keys, E, BLOCK_N, WIDTH_E, UPCAST)
     tq, tk, do, tdo, tv = q, k, q, q, v
     if tq_ptr is not None:
-        tq = rows_of(tq_ptr, tq_strides, b, h, query, M, D, BLOCK_M, WIDTH_D, UPCAST)
+        tq = rows_of(tq_ptr, tq_strides, b, h, query, rows, D, BLOCK_M, WIDTH_D, UPCAST)
     if tk_ptr is not None:
-        tk = rows_of(tk_ptr, tk_strides, b, g, key, N, D, BLOCK_N, WIDTH_D, UPCAST)
+        tk = rows_of(tk_ptr, tk_strides, b, g, key, keys, D, BLOCK_N, WIDTH_D, UPCAST)
     if tv_ptr is not None:
-        tv = rows_of(tv_ptr, tv_strides, b, g, key, N, E, BLOCK_N, WIDTH_E, UPCAST)
+        tv = rows_of(tv_ptr, tv_strides, b, g, key, keys, E, BLOCK_N, WIDTH_E, UPCAST)
     if do_ptr is not None:
-        do = rows_of(do_ptr, do_strides, b, h, query, M, E, BLOCK_M, WIDTH_E, UPCAST)
+        do = rows_of(do_ptr, do_strides, b, h, query, rows, E, BLOCK_M, WIDTH_E, UPCAST)
     if tdo_ptr is not None:
-        tdo = rows_of(tdo_ptr, tdo_strides, b, h, query, M, E, BLOCK_M, WIDTH_E, UPCAST)
+        tdo = rows_of(tdo_ptr, tdo_strides, b, h, query, rows, E, BLOCK_M, WIDTH_E, UPCAST)
     s, ts = push_dot(q, tq, k, tk, k_ptr, tq_ptr, k_ptr, tk_ptr, BLOCK_M, BLOCK_N, PRECISION)
     dp, tdp = push_dot(do, tdo, v, tv, do_ptr, tdo_ptr, k_ptr, tv_ptr, BLOCK_M, BLOCK_N, PRECISION)
     if DROPOUT:
@@ -93,8 +95,9 @@ def collect_places(
     EVEN: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PER_BATCH: tl.constexpr, PER_HEAD: tl.constexpr,
-    KEEP: tl.constexpr, STRIP: tl.constexpr, CHANGE: tl.constexpr, PUSH: tl.constexpr,
-    COLLECT: tl.constexpr, DROPOUT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    KEEP: tl.constexpr, STRIP: tl.constexpr, ENDS: tl.constexpr, CHANGE: tl.constexpr,
+    PUSH: tl.constexpr, COLLECT: tl.constexpr, DROPOUT: tl.constexpr, UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: one tile of a gradient [B or 1, H or 1, M, N], summed along axes of size 1."""
     N = even_length(N, EVEN)
@@ -120,7 +123,7 @@ def collect_places(
                     tq_strides, tk_strides, tv_strides, tdo_strides,
                     b, h, H, GROUP, row * BLOCK_M, column * BLOCK_N, M, N,
                     scale, keep_scale, threshold, origin, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
-                    KEEP, CHANGE, PUSH, COLLECT, DROPOUT, UPCAST, PRECISION,
+                    KEEP, ENDS, CHANGE, PUSH, COLLECT, DROPOUT, UPCAST, PRECISION,
                 )  # fmt: skip
     i = (row * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
     j = (column * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
@@ -139,9 +142,9 @@ def collect_lines(
     EVEN: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BY_KEYS: tl.constexpr,
-    KEEP: tl.constexpr, STRIP: tl.constexpr, CHANGE: tl.constexpr, PUSH: tl.constexpr,
-    COLLECT: tl.constexpr, DROPOUT: tl.constexpr, LISTED: tl.constexpr, UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
+    KEEP: tl.constexpr, STRIP: tl.constexpr, ENDS: tl.constexpr, CHANGE: tl.constexpr,
+    PUSH: tl.constexpr, COLLECT: tl.constexpr, DROPOUT: tl.constexpr, LISTED: tl.constexpr,
+    UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: the sums over keys for BLOCK_M queries, or, BY_KEYS, over queries for BLOCK_N.
 
@@ -168,7 +171,7 @@ def collect_lines(
             tq_strides, tk_strides, tv_strides, tdo_strides,
             b, h, H, GROUP, row * BLOCK_M, column * BLOCK_N, M, N, scale, keep_scale, threshold,
             origin, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
-            KEEP, CHANGE, PUSH, COLLECT, DROPOUT, UPCAST, PRECISION,
+            KEEP, ENDS, CHANGE, PUSH, COLLECT, DROPOUT, UPCAST, PRECISION,
         )  # fmt: skip
         total += tl.sum(share, 0 if BY_KEYS else 1)
     line = block * LINES + tl.arange(0, LINES)

@@ -150,12 +150,13 @@ def rows_of(
 
 @triton.jit
 def live_rows_at(
-    ptr, strides, first, lse,
+    ptr, strides, first, count, lse,
     SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """The same as `rows_at`, and 0 also in rows whose lse [ROWS,1] is +inf, see `base2`."""
-    at, _, col = row_pointers(ptr, strides, first, ROWS, WIDTH)
-    x = tl.load(at, mask=(lse != float("inf")) & (col < SIZE), other=0.0)
+    at, row, col = row_pointers(ptr, strides, first, ROWS, WIDTH)
+    live = (lse != float("inf")) & (row < count - first)
+    x = tl.load(at, mask=live & (col < SIZE), other=0.0)
     if UPCAST and ptr.dtype.element_ty == tl.bfloat16:
         x = x.to(tl.float32)
     return x
@@ -169,7 +170,7 @@ def live_tile_of(
 ):  # fmt: skip
     """The same as `live_rows_at`, by the copy engine as `tile_of` where no row is to become 0."""
     if BLIND:
-        x = live_rows_at(head, strides, first, lse, SIZE, ROWS, WIDTH, UPCAST)
+        x = live_rows_at(head, strides, first, count, lse, SIZE, ROWS, WIDTH, UPCAST)
     else:
         x = tile_of(desc, head, strides, b, h, first, count, SIZE, ROWS, WIDTH, WHOLE, UPCAST)
     return x
@@ -280,6 +281,16 @@ def strip_of(b, M, N, data, numbers, STRIP: tl.constexpr):
         low, high, keys, rows = STRIP(b, M, N, data, numbers)
         keys, rows = tl.minimum(keys, N), tl.minimum(rows, M)
     return low, high, keys, rows
+
+
+@triton.jit
+def ends_of(b, M, N, data, numbers, ENDS: tl.constexpr):
+    """The queries and keys of batch entry b that there are of M and N: those before its lengths."""
+    rows, keys = M, N
+    if ENDS is not None:
+        rows, keys = ENDS(b, M, N, data, numbers)
+        rows, keys = tl.minimum(rows, M).to(tl.int32), tl.minimum(keys, N).to(tl.int32)
+    return rows, keys
 
 
 @triton.jit

@@ -12,6 +12,7 @@ from attn_graph.kernels.common import (
     LN2,
     LOG2E,
     SIZES,
+    ends_of,
     even_length,
     head_ptr,
     key_tiles,
@@ -19,7 +20,6 @@ from attn_graph.kernels.common import (
     mixed_tile,
     place_program,
     store_rows,
-    strip_of,
 )
 from attn_graph.kernels.forward import attend, store_statistic
 from attn_graph.kernels.sequences import head_at, length_of
@@ -28,14 +28,14 @@ from attn_graph.kernels.sequences import head_at, length_of
 @triton.jit(do_not_specialize=SIZES)
 def split_forward(
     q_ptr, k_ptr, v_ptr, parts_ptr, parts_lse_ptr, kv_starts_ptr, kv_lengths_ptr, pages_ptr,
-    data, numbers, q_strides, k_strides, v_strides, pages_stride,
+    data, numbers, kv_steps, q_strides, k_strides, v_strides, pages_stride,
     B, H, G, GROUP, SPLITS, EACH, M, N, T_KEYS, POOL, scale,
     EVEN: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PAGE: tl.constexpr,
-    KEEP: tl.constexpr, STRIP: tl.constexpr, CHANGE: tl.constexpr, FOLD: tl.constexpr,
-    UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    KEEP: tl.constexpr, STRIP: tl.constexpr, ENDS: tl.constexpr, CHANGE: tl.constexpr,
+    FOLD: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: rows of one key/value head against a part of the keys that they may see.
 
@@ -53,11 +53,13 @@ def split_forward(
     h, i = (g * GROUP + tl.minimum(row // M, GROUP - 1))[:, None], (row % M)[:, None]
     col = tl.arange(0, WIDTH_D)[None, :]
     at = head_ptr(q_ptr, q_strides, b, 0) + h.to(tl.int64) * q_strides[1] + i * q_strides[2]
-    q = tl.load(at + col * q_strides[3], mask=there[:, None] & (col < D), other=0.0)
+    key, N = length_of(kv_starts_ptr, kv_lengths_ptr, kv_steps, b, T_KEYS, N)
+    rows, keys = ends_of(b, M, N, data, numbers, ENDS)
+    read = there[:, None] & (i < rows)
+    q = tl.load(at + col * q_strides[3], mask=read & (col < D), other=0.0)
     if UPCAST and q_ptr.dtype.element_ty == tl.bfloat16:
         q = q.to(tl.float32)
-    key, N = length_of(kv_starts_ptr, kv_lengths_ptr, b, T_KEYS, N)
-    pages = tl.cast(b, tl.int64) * pages_stride
+    pages = tl.cast(b, tl.int64) * pages_stride, kv_steps[2]
     k_head = head_at(k_ptr, k_strides, b, g, kv_starts_ptr, key, PAGE)
     v_head = head_at(v_ptr, v_strides, b, g, kv_starts_ptr, key, PAGE)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -71,17 +73,15 @@ def split_forward(
         acc, total, m = attend(
             acc, total, m, q, k_head, v_head, None, None, n * BLOCK_N, 0, i,
             None, None, pages_ptr, pages, data, numbers, k_strides, v_strides,
-            b, h, 1, H, M, N, POOL, scale, 0, None, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
+            b, h, 1, H, M, N, keys, POOL, scale, 0, None, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
             PAGE, 1, KEEP, CHANGE, FOLD, False, False, UPCAST, PRECISION,
         )  # fmt: skip
-    # What no row sees is not read: it may be memory that was never written.
-    _, _, keys, _ = strip_of(b, M, N, data, numbers, STRIP)
     for t in range(end - begin - (full_stop - full_start)):
         n = mixed_tile(t, None, (begin, full_start, full_stop, end), 0, False)
         acc, total, m = attend(
             acc, total, m, q, k_head, v_head, None, None, n * BLOCK_N, 0, i,
             None, None, pages_ptr, pages, data, numbers, k_strides, v_strides,
-            b, h, 1, H, M, tl.minimum(keys, N), POOL, scale, 0, None,
+            b, h, 1, H, M, N, keys, POOL, scale, 0, None,
             D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
             PAGE, 1, KEEP, CHANGE, FOLD, False, True, UPCAST, PRECISION,
         )  # fmt: skip

@@ -10,6 +10,7 @@ from attn_graph.kernels.common import (
     count_parts,
     count_tiles,
     dropout_keeps_tile,
+    ends_of,
     even_length,
     full_tile,
     head_and_part,
@@ -37,15 +38,16 @@ from attn_graph.kernels.sequences import (
 def forward(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, max_ptr, sinks_ptr, seed_ptr, offset_ptr, lists_ptr,
     q_starts_ptr, q_lengths_ptr, kv_starts_ptr, kv_lengths_ptr, pages_ptr, q_desc, k_desc, v_desc,
-    data, numbers, q_strides, k_strides, v_strides, o_strides, lists_strides, sinks_stride,
-    pages_stride, B, H, GROUP, PARTS, M, N, T, T_KEYS, POOL, TOGETHER,
+    data, numbers, q_steps, kv_steps, q_strides, k_strides, v_strides, o_strides, lists_strides,
+    sinks_stride, pages_stride, B, H, GROUP, PARTS, M, N, T, T_KEYS, POOL, TOGETHER,
     scale, keep_scale, threshold, origin,
     EVEN: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LAST_FIRST: tl.constexpr,
     BATCH: tl.constexpr, PAGE: tl.constexpr, COLUMNS: tl.constexpr, PARTED: tl.constexpr,
-    KEEP: tl.constexpr, STRIP: tl.constexpr, CHANGE: tl.constexpr, FOLD: tl.constexpr,
-    DROPOUT: tl.constexpr, LISTED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    KEEP: tl.constexpr, STRIP: tl.constexpr, ENDS: tl.constexpr, CHANGE: tl.constexpr,
+    FOLD: tl.constexpr, DROPOUT: tl.constexpr, LISTED: tl.constexpr, UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M queries of one head against all keys that they may see, or, PARTED, one
     of PARTS of their tiles.
@@ -63,16 +65,17 @@ def forward(
     N = even_length(N, EVEN)
     heads = count_parts(H, PARTS, PARTED)
     place, block, head, b, row, M, extent, line = place_rows(
-        q_starts_ptr, q_lengths_ptr, lists_ptr, lists_strides, B, heads, M, T, TOGETHER,
+        q_starts_ptr, q_lengths_ptr, q_steps, lists_ptr, lists_strides, B, heads, M, T, TOGETHER,
         BATCH, BLOCK_M, LAST_FIRST, LISTED,
     )  # fmt: skip
     h, part = head_and_part(head, PARTS, PARTED)
-    key, N = length_of(kv_starts_ptr, kv_lengths_ptr, b, T_KEYS, N)
-    pages = tl.cast(b, tl.int64) * pages_stride
+    key, N = length_of(kv_starts_ptr, kv_lengths_ptr, kv_steps, b, T_KEYS, N)
+    rows, keys = ends_of(b, M, N, data, numbers, ENDS)
+    pages = tl.cast(b, tl.int64) * pages_stride, kv_steps[2]
     first = block * BLOCK_M
     i = (first + tl.arange(0, BLOCK_M))[:, None]
     q_head = head_at(q_ptr, q_strides, b, h, q_starts_ptr, row, 0)
-    q = tile_of(q_desc, q_head, q_strides, b, h, first, M, D, BLOCK_M, WIDTH_D, False, UPCAST)
+    q = tile_of(q_desc, q_head, q_strides, b, h, first, rows, D, BLOCK_M, WIDTH_D, False, UPCAST)
     k_head = head_at(k_ptr, k_strides, b, h // GROUP, kv_starts_ptr, key, PAGE)
     v_head = head_at(v_ptr, v_strides, b, h // GROUP, kv_starts_ptr, key, PAGE)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -89,7 +92,7 @@ def forward(
         acc, total, m = attend(
             acc, total, m, q, k_head, v_head, k_desc, v_desc, n * BLOCK_N, first, i,
             seed_ptr, offset_ptr, pages_ptr, pages, data, numbers, k_strides, v_strides,
-            b, h, GROUP, H, M, N, POOL, scale, threshold, origin,
+            b, h, GROUP, H, M, N, keys, POOL, scale, threshold, origin,
             D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
             PAGE, COLUMNS, KEEP, CHANGE, FOLD, DROPOUT, False, UPCAST, PRECISION,
         )  # fmt: skip
@@ -98,7 +101,7 @@ def forward(
         acc, total, m = attend(
             acc, total, m, q, k_head, v_head, k_desc, v_desc, n * BLOCK_N, first, i,
             seed_ptr, offset_ptr, pages_ptr, pages, data, numbers, k_strides, v_strides,
-            b, h, GROUP, H, M, N, POOL, scale, threshold, origin,
+            b, h, GROUP, H, M, N, keys, POOL, scale, threshold, origin,
             D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
             PAGE, COLUMNS, KEEP, CHANGE, FOLD, DROPOUT, True, UPCAST, PRECISION,
         )  # fmt: skip
@@ -141,20 +144,21 @@ def store_statistic(line_ptr, values, first, count, BLOCK_M: tl.constexpr):
 def attend(
     acc, total, m, q, k_head, v_head, k_desc, v_desc, key, first, i,
     seed_ptr, offset_ptr, pages_ptr, pages, data, numbers, k_strides, v_strides,
-    b, h, GROUP, H, M, N, POOL, scale, threshold, origin,
+    b, h, GROUP, H, M, N, keys, POOL, scale, threshold, origin,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, COLUMNS: tl.constexpr,
     KEEP: tl.constexpr, CHANGE: tl.constexpr, FOLD: tl.constexpr, DROPOUT: tl.constexpr,
     MIXED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """acc [BLOCK_M,E], total [BLOCK_M,COLUMNS] and m [BLOCK_M] with keys `key`.. too.
+    """acc [BLOCK_M,E], total [BLOCK_M,COLUMNS] and m [BLOCK_M] with keys `key`.. before `keys`
+    too.
 
     See `softmax_step` and `sum_columns`.
     """
     j = (key + tl.arange(0, BLOCK_N))[None, :]
     g = h // GROUP
     k = key_rows(
-        k_desc, k_head, k_strides, pages_ptr, pages, b, g, key, N, POOL,
+        k_desc, k_head, k_strides, pages_ptr, pages, b, g, key, keys, POOL,
         D, BLOCK_N, WIDTH_D, not MIXED, PAGE, UPCAST,
     )  # fmt: skip
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
@@ -168,7 +172,7 @@ def attend(
         )
         p = tl.where(z, p, 0.0)
     v = key_rows(
-        v_desc, v_head, v_strides, pages_ptr, pages, b, g, key, N, POOL,
+        v_desc, v_head, v_strides, pages_ptr, pages, b, g, key, keys, POOL,
         E, BLOCK_N, WIDTH_E, not MIXED, PAGE, UPCAST,
     )  # fmt: skip
     p = round_to(p, v_head.dtype.element_ty, UPCAST)

@@ -10,11 +10,12 @@ The derivation stands in `attn_graph.ir.tangents`.
 import triton
 import triton.language as tl
 
-from attn_graph.kernels.backward import base2, load_statistics
+from attn_graph.kernels.backward import base2, load_statistics, weigh_cotangent
 from attn_graph.kernels.common import (
     SIZES,
     count_tiles,
     dropout_keeps_tile,
+    ends_of,
     even_length,
     full_tile,
     head_ptr,
@@ -48,15 +49,15 @@ def push_delta(
     row = tl.arange(0, BLOCK_M)
     total = tl.zeros([BLOCK_M], tl.float32)
     moved = tl.zeros([BLOCK_M], tl.float32)
-    o = rows_of(o_ptr, o_strides, b, h, first, M, E, BLOCK_M, WIDTH_E, UPCAST).to(tl.float32)
+    o = rows_of(o_ptr, o_strides, b, h, first, M, E, BLOCK_M, WIDTH_E, UPCAST)
     if do_ptr is not None:
         do = rows_of(do_ptr, do_strides, b, h, first, M, E, BLOCK_M, WIDTH_E, UPCAST)
         to = rows_of(to_ptr, to_strides, b, h, first, M, E, BLOCK_M, WIDTH_E, UPCAST)
-        total += tl.sum(o * do.to(tl.float32), 1)
-        moved += tl.sum(to.to(tl.float32) * do.to(tl.float32), 1)
+        total += tl.sum(weigh_cotangent(o, do, BLIND), 1)
+        moved += tl.sum(weigh_cotangent(to, do, BLIND), 1)
     if tdo_ptr is not None:
         tdo = rows_of(tdo_ptr, tdo_strides, b, h, first, M, E, BLOCK_M, WIDTH_E, UPCAST)
-        moved += tl.sum(o * tdo.to(tl.float32), 1)
+        moved += tl.sum(weigh_cotangent(o, tdo, BLIND), 1)
     total -= load_numbers(dlse_ptr, dlse_strides, b, h, first, M, BLOCK_M)
     moved -= load_numbers(tdlse_ptr, tdlse_strides, b, h, first, M, BLOCK_M)
     line = (tl.cast(b, tl.int64) * H + h) * M
@@ -167,9 +168,9 @@ def push_query_gradient(
     EVEN: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LAST_FIRST: tl.constexpr,
-    KEEP: tl.constexpr, STRIP: tl.constexpr, CHANGE: tl.constexpr, PUSH: tl.constexpr,
-    BEND: tl.constexpr, DROPOUT: tl.constexpr, LISTED: tl.constexpr, BLIND: tl.constexpr,
-    UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    KEEP: tl.constexpr, STRIP: tl.constexpr, ENDS: tl.constexpr, CHANGE: tl.constexpr,
+    PUSH: tl.constexpr, BEND: tl.constexpr, DROPOUT: tl.constexpr, LISTED: tl.constexpr,
+    BLIND: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: the tangent of dq [BLOCK_M,D] of one head, over all keys that it may see.
 
@@ -178,6 +179,7 @@ def push_query_gradient(
     N = even_length(N, EVEN)
     place, h, b = place_program(tl.cdiv(M, BLOCK_M), H, TOGETHER, LAST_FIRST)
     block = listed_block(place, lists_ptr, lists_strides, LISTED)
+    rows, keys = ends_of(b, M, N, data, numbers, ENDS)
     first = block * BLOCK_M
     i = (first + tl.arange(0, BLOCK_M))[:, None]
     row = (tl.cast(b, tl.int64) * H + h) * M
@@ -187,16 +189,16 @@ def push_query_gradient(
     )
     lse, mu, tsurplus = lse[:, None], mu[:, None], tsurplus[:, None]
     surplus = load_statistics(delta_ptr + row, first, M, 0.0, BLOCK_M, False)[:, None]
-    q = rows_of(q_ptr, q_strides, b, h, first, M, D, BLOCK_M, WIDTH_D, UPCAST)
+    q = rows_of(q_ptr, q_strides, b, h, first, rows, D, BLOCK_M, WIDTH_D, UPCAST)
     tq = q
     if tq_ptr is not None:
-        tq = rows_of(tq_ptr, tq_strides, b, h, first, M, D, BLOCK_M, WIDTH_D, UPCAST)
+        tq = rows_of(tq_ptr, tq_strides, b, h, first, rows, D, BLOCK_M, WIDTH_D, UPCAST)
     do = live_rows_or(
-        do_ptr, head_or(do_ptr, do_strides, b, h, q_ptr), do_strides, first, M, lse, q,
+        do_ptr, head_or(do_ptr, do_strides, b, h, q_ptr), do_strides, first, rows, lse, q,
         E, BLOCK_M, WIDTH_E, False, BLIND > 0, UPCAST,
     )  # fmt: skip
     tdo = live_rows_or(
-        tdo_ptr, head_or(tdo_ptr, tdo_strides, b, h, q_ptr), tdo_strides, first, M, lse, q,
+        tdo_ptr, head_or(tdo_ptr, tdo_strides, b, h, q_ptr), tdo_strides, first, rows, lse, q,
         E, BLOCK_M, WIDTH_E, False, BLIND > 0, UPCAST,
     )  # fmt: skip
     k_head = head_ptr(k_ptr, k_strides, b, h // GROUP)
@@ -214,7 +216,7 @@ def push_query_gradient(
             dq, q, tq, do, tdo, lse, mu, surplus, tsurplus, k_head, v_head, tk_head, tv_head,
             n * BLOCK_N, first, i, k_ptr, tq_ptr, tk_ptr, tv_ptr, do_ptr, tdo_ptr,
             seed_ptr, offset_ptr, data, numbers, k_strides, v_strides, tk_strides, tv_strides,
-            b, h, H, M, N, scale, keep_scale, threshold, origin,
+            b, h, H, M, N, keys, scale, keep_scale, threshold, origin,
             D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
             KEEP, CHANGE, PUSH, BEND, DROPOUT, False, UPCAST, PRECISION,
         )  # fmt: skip
@@ -224,7 +226,7 @@ def push_query_gradient(
             dq, q, tq, do, tdo, lse, mu, surplus, tsurplus, k_head, v_head, tk_head, tv_head,
             n * BLOCK_N, first, i, k_ptr, tq_ptr, tk_ptr, tv_ptr, do_ptr, tdo_ptr,
             seed_ptr, offset_ptr, data, numbers, k_strides, v_strides, tk_strides, tv_strides,
-            b, h, H, M, N, scale, keep_scale, threshold, origin,
+            b, h, H, M, N, keys, scale, keep_scale, threshold, origin,
             D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
             KEEP, CHANGE, PUSH, BEND, DROPOUT, True, UPCAST, PRECISION,
         )  # fmt: skip
@@ -237,21 +239,21 @@ def push_add_query_gradient(
     dq, q, tq, do, tdo, lse, mu, surplus, tsurplus, k_head, v_head, tk_head, tv_head,
     key, first, i, k_ptr, tq_ptr, tk_ptr, tv_ptr, do_ptr, tdo_ptr, seed_ptr, offset_ptr,
     data, numbers, k_strides, v_strides, tk_strides, tv_strides,
-    b, h, H, M, N, scale, keep_scale, threshold, origin,
+    b, h, H, M, N, keys, scale, keep_scale, threshold, origin,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     KEEP: tl.constexpr, CHANGE: tl.constexpr, PUSH: tl.constexpr, BEND: tl.constexpr,
     DROPOUT: tl.constexpr, MIXED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq [BLOCK_M,D] + tds k + ds tk over keys `key`.., still to be scaled."""
+    """dq [BLOCK_M,D] + tds k + ds tk over keys `key`.. before `keys`, still to be scaled."""
     j = (key + tl.arange(0, BLOCK_N))[None, :]
-    k = rows_at(k_head, k_strides, key, N, D, BLOCK_N, WIDTH_D, not MIXED, UPCAST)
-    v = rows_at(v_head, v_strides, key, N, E, BLOCK_N, WIDTH_E, not MIXED, UPCAST)
+    k = rows_at(k_head, k_strides, key, keys, D, BLOCK_N, WIDTH_D, not MIXED, UPCAST)
+    v = rows_at(v_head, v_strides, key, keys, E, BLOCK_N, WIDTH_E, not MIXED, UPCAST)
     tk, tv = k, v
     if tk_ptr is not None:
-        tk = rows_at(tk_head, tk_strides, key, N, D, BLOCK_N, WIDTH_D, not MIXED, UPCAST)
+        tk = rows_at(tk_head, tk_strides, key, keys, D, BLOCK_N, WIDTH_D, not MIXED, UPCAST)
     if tv_ptr is not None:
-        tv = rows_at(tv_head, tv_strides, key, N, E, BLOCK_N, WIDTH_E, not MIXED, UPCAST)
+        tv = rows_at(tv_head, tv_strides, key, keys, E, BLOCK_N, WIDTH_E, not MIXED, UPCAST)
     s, ts = push_dot(q, tq, k, tk, k_ptr, tq_ptr, k_ptr, tk_ptr, BLOCK_M, BLOCK_N, PRECISION)
     dp, tdp = push_dot(do, tdo, v, tv, do_ptr, tdo_ptr, k_ptr, tv_ptr, BLOCK_M, BLOCK_N, PRECISION)
     if DROPOUT:
@@ -280,9 +282,9 @@ def push_key_gradient(
     EVEN: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LAST_FIRST: tl.constexpr, GROUPED: tl.constexpr,
-    KEEP: tl.constexpr, STRIP: tl.constexpr, CHANGE: tl.constexpr, PUSH: tl.constexpr,
-    BEND: tl.constexpr, DROPOUT: tl.constexpr, LISTED: tl.constexpr, BLIND: tl.constexpr,
-    UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    KEEP: tl.constexpr, STRIP: tl.constexpr, ENDS: tl.constexpr, CHANGE: tl.constexpr,
+    PUSH: tl.constexpr, BEND: tl.constexpr, DROPOUT: tl.constexpr, LISTED: tl.constexpr,
+    BLIND: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: the tangents of dk [BLOCK_N,D] and dv [BLOCK_N,E], as `backward.key_gradient`.
 
@@ -293,15 +295,16 @@ def push_key_gradient(
     block = listed_block(place, lists_ptr, lists_strides, LISTED)
     g, split = part // SPLITS, part % SPLITS
     each = tl.cdiv(GROUP, SPLITS)
+    rows, keys = ends_of(b, M, N, data, numbers, ENDS)
     first = block * BLOCK_N
     j = (first + tl.arange(0, BLOCK_N))[:, None]
-    k = rows_of(k_ptr, k_strides, b, g, first, N, D, BLOCK_N, WIDTH_D, UPCAST)
-    v = rows_of(v_ptr, v_strides, b, g, first, N, E, BLOCK_N, WIDTH_E, UPCAST)
+    k = rows_of(k_ptr, k_strides, b, g, first, keys, D, BLOCK_N, WIDTH_D, UPCAST)
+    v = rows_of(v_ptr, v_strides, b, g, first, keys, E, BLOCK_N, WIDTH_E, UPCAST)
     tk, tv = k, v
     if tk_ptr is not None:
-        tk = rows_of(tk_ptr, tk_strides, b, g, first, N, D, BLOCK_N, WIDTH_D, UPCAST)
+        tk = rows_of(tk_ptr, tk_strides, b, g, first, keys, D, BLOCK_N, WIDTH_D, UPCAST)
     if tv_ptr is not None:
-        tv = rows_of(tv_ptr, tv_strides, b, g, first, N, E, BLOCK_N, WIDTH_E, UPCAST)
+        tv = rows_of(tv_ptr, tv_strides, b, g, first, keys, E, BLOCK_N, WIDTH_E, UPCAST)
     dk = tl.zeros([BLOCK_N, WIDTH_D], tl.float32)
     dv = tl.zeros([BLOCK_N, WIDTH_E], tl.float32)
     bounds = tile_bounds(block, b, M, N, data, numbers, STRIP, BLOCK_M, BLOCK_N, LISTED, True)
@@ -322,7 +325,7 @@ def push_key_gradient(
                 n * BLOCK_M, first, j, dk_ptr, dv_ptr, q_ptr, tq_ptr, tk_ptr, tv_ptr, do_ptr,
                 tdo_ptr, seed_ptr, offset_ptr, data, numbers,
                 q_strides, tq_strides, do_strides, tdo_strides,
-                b, h, G * GROUP, M, N, scale, keep_scale, threshold, origin,
+                b, h, G * GROUP, M, N, rows, scale, keep_scale, threshold, origin,
                 D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
                 KEEP, CHANGE, PUSH, BEND, DROPOUT, False, BLIND > 1, UPCAST, PRECISION,
             )  # fmt: skip
@@ -334,7 +337,7 @@ def push_key_gradient(
                 n * BLOCK_M, first, j, dk_ptr, dv_ptr, q_ptr, tq_ptr, tk_ptr, tv_ptr, do_ptr,
                 tdo_ptr, seed_ptr, offset_ptr, data, numbers,
                 q_strides, tq_strides, do_strides, tdo_strides,
-                b, h, G * GROUP, M, N, scale, keep_scale, threshold, origin,
+                b, h, G * GROUP, M, N, rows, scale, keep_scale, threshold, origin,
                 D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
                 KEEP, CHANGE, PUSH, BEND, DROPOUT, True, BLIND > 0, UPCAST, PRECISION,
             )  # fmt: skip
@@ -351,7 +354,7 @@ def push_add_key_gradient(
     dk, dv, k, v, tk, tv, q_head, tq_head, do_head, tdo_head, lse_row, delta_row, mu_row,
     tdelta_row, query, first, j, dk_ptr, dv_ptr, q_ptr, tq_ptr, tk_ptr, tv_ptr, do_ptr, tdo_ptr,
     seed_ptr, offset_ptr, data, numbers, q_strides, tq_strides, do_strides, tdo_strides,
-    b, h, H, M, N, scale, keep_scale, threshold, origin,
+    b, h, H, M, N, rows, scale, keep_scale, threshold, origin,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     KEEP: tl.constexpr, CHANGE: tl.constexpr, PUSH: tl.constexpr, BEND: tl.constexpr,
@@ -360,20 +363,20 @@ def push_add_key_gradient(
 ):  # fmt: skip
     """dk + tds^T q + ds^T tq, still to be scaled, and dv + (p u z)^T do + (p z)^T tdo."""
     i = (query + tl.arange(0, BLOCK_M))[None, :]
-    q = rows_at(q_head, q_strides, query, M, D, BLOCK_M, WIDTH_D, not MIXED, UPCAST)
+    q = rows_at(q_head, q_strides, query, rows, D, BLOCK_M, WIDTH_D, not MIXED, UPCAST)
     tq = q
     if tq_ptr is not None:
-        tq = rows_at(tq_head, tq_strides, query, M, D, BLOCK_M, WIDTH_D, not MIXED, UPCAST)
+        tq = rows_at(tq_head, tq_strides, query, rows, D, BLOCK_M, WIDTH_D, not MIXED, UPCAST)
     s, ts = push_dot(k, tk, q, tq, q_ptr, tk_ptr, q_ptr, tq_ptr, BLOCK_N, BLOCK_M, PRECISION)
     lse = base2(load_statistics(lse_row, query, M, float("-inf"), BLOCK_M, not MIXED))
     mu, tsurplus = load_row_tangents(lse, mu_row, tdelta_row, query, M, BLOCK_M, not MIXED)
     surplus = load_statistics(delta_row, query, M, 0.0, BLOCK_M, not MIXED)[None, :]
     do = live_rows_or(
-        do_ptr, do_head, do_strides, query, M, lse[:, None], q,
+        do_ptr, do_head, do_strides, query, rows, lse[:, None], q,
         E, BLOCK_M, WIDTH_E, not MIXED, BLIND, UPCAST,
     )  # fmt: skip
     tdo = live_rows_or(
-        tdo_ptr, tdo_head, tdo_strides, query, M, lse[:, None], q,
+        tdo_ptr, tdo_head, tdo_strides, query, rows, lse[:, None], q,
         E, BLOCK_M, WIDTH_E, not MIXED, BLIND, UPCAST,
     )  # fmt: skip
     dp, tdp = push_dot(v, tv, do, tdo, q_ptr, tv_ptr, do_ptr, tdo_ptr, BLOCK_N, BLOCK_M, PRECISION)

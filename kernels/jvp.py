@@ -18,6 +18,7 @@ from attn_graph.kernels.common import (
     SIZES,
     count_tiles,
     dropout_keeps_tile,
+    ends_of,
     even_length,
     full_tile,
     head_ptr,
@@ -45,8 +46,9 @@ def push(
     EVEN: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LAST_FIRST: tl.constexpr,
-    KEEP: tl.constexpr, STRIP: tl.constexpr, CHANGE: tl.constexpr, PUSH: tl.constexpr,
-    DROPOUT: tl.constexpr, LISTED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    KEEP: tl.constexpr, STRIP: tl.constexpr, ENDS: tl.constexpr, CHANGE: tl.constexpr,
+    PUSH: tl.constexpr, DROPOUT: tl.constexpr, LISTED: tl.constexpr, UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M queries of one head against all keys that they may see.
 
@@ -56,12 +58,13 @@ def push(
     N = even_length(N, EVEN)
     place, h, b = place_program(tl.cdiv(M, BLOCK_M), H, TOGETHER, LAST_FIRST)
     block = listed_block(place, lists_ptr, lists_strides, LISTED)
+    rows, keys = ends_of(b, M, N, data, numbers, ENDS)
     first, line = block * BLOCK_M, line_of(b, h, H, M)
     i = (first + tl.arange(0, BLOCK_M))[:, None]
-    q = rows_of(q_ptr, q_strides, b, h, first, M, D, BLOCK_M, WIDTH_D, UPCAST)
+    q = rows_of(q_ptr, q_strides, b, h, first, rows, D, BLOCK_M, WIDTH_D, UPCAST)
     tq = q
     if tq_ptr is not None:
-        tq = rows_of(tq_ptr, tq_strides, b, h, first, M, D, BLOCK_M, WIDTH_D, UPCAST)
+        tq = rows_of(tq_ptr, tq_strides, b, h, first, rows, D, BLOCK_M, WIDTH_D, UPCAST)
     k_head = head_ptr(k_ptr, k_strides, b, h // GROUP)
     v_head = head_ptr(v_ptr, v_strides, b, h // GROUP)
     tk_head, tv_head = k_head, v_head
@@ -85,7 +88,7 @@ def push(
             acc, moved, total, mu, c, m, q, tq, k_head, v_head, tk_head, tv_head, n * BLOCK_N,
             first, i, tq_ptr, tk_ptr, tv_ptr, seed_ptr, offset_ptr, data, numbers,
             k_strides, v_strides, tk_strides, tv_strides,
-            b, h, H, M, N, scale, threshold, origin, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
+            b, h, H, M, N, keys, scale, threshold, origin, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
             KEEP, CHANGE, PUSH, DROPOUT, False, UPCAST, PRECISION,
         )  # fmt: skip
     for t in range(mixed):
@@ -94,7 +97,7 @@ def push(
             acc, moved, total, mu, c, m, q, tq, k_head, v_head, tk_head, tv_head, n * BLOCK_N,
             first, i, tq_ptr, tk_ptr, tv_ptr, seed_ptr, offset_ptr, data, numbers,
             k_strides, v_strides, tk_strides, tv_strides,
-            b, h, H, M, N, scale, threshold, origin, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
+            b, h, H, M, N, keys, scale, threshold, origin, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
             KEEP, CHANGE, PUSH, DROPOUT, True, UPCAST, PRECISION,
         )  # fmt: skip
 
@@ -131,24 +134,24 @@ def attend_along(
     acc, moved, total, mu, c, m, q, tq, k_head, v_head, tk_head, tv_head, key, first, i,
     tq_ptr, tk_ptr, tv_ptr, seed_ptr, offset_ptr, data, numbers,
     k_strides, v_strides, tk_strides, tv_strides,
-    b, h, H, M, N, scale, threshold, origin,
+    b, h, H, M, N, keys, scale, threshold, origin,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     KEEP: tl.constexpr, CHANGE: tl.constexpr, PUSH: tl.constexpr, DROPOUT: tl.constexpr,
     MIXED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One step over keys `key`.. : sums of p z v, of p z ((ts - c) v + tv), of p and of p ts.
+    """One step over keys `key`.. before `keys`: sums of p z v, p z ((ts - c) v + tv), p and p ts.
 
     p = exp2(s - m), m the maximum so far, as in the forward kernel; c is the mean of ts so far.
     """
     j = (key + tl.arange(0, BLOCK_N))[None, :]
-    k = rows_at(k_head, k_strides, key, N, D, BLOCK_N, WIDTH_D, not MIXED, UPCAST)
+    k = rows_at(k_head, k_strides, key, keys, D, BLOCK_N, WIDTH_D, not MIXED, UPCAST)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     ts = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if tq_ptr is not None:
         ts = tl.dot(tq, tl.trans(k), input_precision=PRECISION)
     if tk_ptr is not None:
-        tk = rows_at(tk_head, tk_strides, key, N, D, BLOCK_N, WIDTH_D, not MIXED, UPCAST)
+        tk = rows_at(tk_head, tk_strides, key, keys, D, BLOCK_N, WIDTH_D, not MIXED, UPCAST)
         ts = tl.dot(q, tl.trans(tk), ts, input_precision=PRECISION)
     ts = ts * scale
     if PUSH is not None:
@@ -168,12 +171,12 @@ def attend_along(
             seed_ptr, offset_ptr, b, h, H, first, key, threshold, origin, BLOCK_M, BLOCK_N
         )
         p, pts = tl.where(z, p, 0.0), tl.where(z, pts, 0.0)
-    v = rows_at(v_head, v_strides, key, N, E, BLOCK_N, WIDTH_E, not MIXED, UPCAST)
+    v = rows_at(v_head, v_strides, key, keys, E, BLOCK_N, WIDTH_E, not MIXED, UPCAST)
     p = round_to(p, v_head.dtype.element_ty, UPCAST)
     pts = round_to(pts, v_head.dtype.element_ty, UPCAST)
     acc = tl.dot(p, v, acc * shrink[:, None], input_precision=PRECISION)
     moved = tl.dot(pts, v, moved * shrink[:, None], input_precision=PRECISION)
     if tv_ptr is not None:
-        tv = rows_at(tv_head, tv_strides, key, N, E, BLOCK_N, WIDTH_E, not MIXED, UPCAST)
+        tv = rows_at(tv_head, tv_strides, key, keys, E, BLOCK_N, WIDTH_E, not MIXED, UPCAST)
         moved = tl.dot(p, tv, moved, input_precision=PRECISION)
     return acc, moved, total, mu, mean, new

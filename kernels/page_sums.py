@@ -9,7 +9,7 @@ from attn_graph.kernels.sequences import length_of
 
 @triton.jit(do_not_specialize=("G", "SUMMANDS", "N", "PAGES", "ENTRIES", "POOL", "STEPS"))
 def sum_pages(
-    parts_ptr, out_ptr, named_ptr, order_ptr, kv_lengths_ptr, parts_strides, out_strides,
+    parts_ptr, out_ptr, named_ptr, order_ptr, kv_lengths_ptr, kv_steps, parts_strides, out_strides,
     G, SUMMANDS, N, PAGES, ENTRIES, POOL, STEPS,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -31,7 +31,7 @@ def sum_pages(
         use = t < stop - start
         entry = tl.load(order_ptr + start + t, mask=use, other=0).to(tl.int32)
         b, j = entry // PAGES, entry % PAGES * PAGE + row % PAGE
-        _, count = length_of(None, kv_lengths_ptr, b, 0, N)
+        _, count = length_of(None, kv_lengths_ptr, kv_steps, b, 0, N)
         use = use & (j < count)
         line = head_ptr(parts_ptr, parts_strides, b, g * SUMMANDS)
         at = (line + j.to(tl.int64) * parts_strides[2])[:, None] + col * parts_strides[3]

@@ -2,7 +2,8 @@
 
 A packed tensor has T rows of each head, among them sequence b from starts[b] on, lengths[b] rows of
 the starts[b + 1] - starts[b] that are its own. What lies outside of the tensors is clamped, so that
-no program reads or writes there, whatever starts, lengths and pages say.
+no program reads or writes there, whatever starts, lengths and pages say. `steps`: the strides of
+starts, of lengths, and of a table along its pages.
 """
 
 import triton
@@ -20,7 +21,7 @@ from attn_graph.kernels.common import (
 
 @triton.jit
 def place_in_sequences(
-    starts_ptr, lengths_ptr, B, H, T, MOST, TOGETHER,
+    starts_ptr, lengths_ptr, steps, B, H, T, MOST, TOGETHER,
     BATCH: tl.constexpr, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr,
 ):  # fmt: skip
     """block, h, b of this program, then the first row, the length and the extent of its sequence.
@@ -31,9 +32,9 @@ def place_in_sequences(
     """
     place, h, _ = place_program(tl.cdiv(T, BLOCK) + B + 2, H, TOGETHER, LAST_FIRST)
     n = tl.arange(0, BATCH)  # sequence n - 1; 0: the rows before all, B + 1: those after all
-    start = tl.load(starts_ptr + n - 1, mask=(n > 0) & (n < B + 2), other=0)
+    start = tl.load(starts_ptr + (n - 1) * steps[0], mask=(n > 0) & (n < B + 2), other=0)
     start = tl.where(n > B + 1, T, clamp(start, T))
-    stop = clamp(tl.load(starts_ptr + n, mask=n <= B, other=T), T)
+    stop = clamp(tl.load(starts_ptr + n * steps[0], mask=n <= B, other=T), T)
     extents = tl.maximum(stop - start, 0)
     blocks = (extents + BLOCK - 1) // BLOCK
     slot = tl.sum((tl.cumsum(blocks, 0) <= place).to(tl.int32), 0)
@@ -41,13 +42,13 @@ def place_in_sequences(
     first = tl.sum(tl.where(n == slot, start, 0), 0)
     extent = tl.sum(tl.where(n == slot, extents, 0), 0)
     b = tl.minimum(tl.maximum(slot - 1, 0), B - 1)
-    length = clamp(tl.load(lengths_ptr + b), tl.minimum(extent, MOST))
+    length = clamp(tl.load(lengths_ptr + b * steps[1]), tl.minimum(extent, MOST))
     return block, h, b, first, tl.where((slot > 0) & (slot <= B), length, 0), extent
 
 
 @triton.jit
 def place_rows(
-    starts_ptr, lengths_ptr, lists_ptr, lists_strides, B, H, M, T, TOGETHER,
+    starts_ptr, lengths_ptr, steps, lists_ptr, lists_strides, B, H, M, T, TOGETHER,
     BATCH: tl.constexpr, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
     """place, block, h, b of this program, then the first row of its batch entry, how many rows it
@@ -61,7 +62,7 @@ def place_rows(
         row, extent = 0, M
     else:
         block, h, b, row, M, extent = place_in_sequences(
-            starts_ptr, lengths_ptr, B, H, T, M, TOGETHER, BATCH, BLOCK, LAST_FIRST
+            starts_ptr, lengths_ptr, steps, B, H, T, M, TOGETHER, BATCH, BLOCK, LAST_FIRST
         )
         place = block
     return place, block, h, b, row, M, extent, line_at(starts_ptr, b, h, H, row, M, T)
@@ -77,10 +78,10 @@ def line_at(starts_ptr, b, h, H, row, M, T):
 
 
 @triton.jit
-def sequence_at(starts_ptr, lengths_ptr, b, T, MOST):
+def sequence_at(starts_ptr, lengths_ptr, steps, b, T, MOST):
     """The first row and the length of sequence b."""
-    first = clamp(tl.load(starts_ptr + b), T)
-    return first, clamp(tl.load(lengths_ptr + b), tl.minimum(T - first, MOST))
+    first = clamp(tl.load(starts_ptr + b * steps[0]), T)
+    return first, clamp(tl.load(lengths_ptr + b * steps[1]), tl.minimum(T - first, MOST))
 
 
 @triton.jit
@@ -90,27 +91,27 @@ def clamp(x, most):
 
 
 @triton.jit
-def length_of(starts_ptr, lengths_ptr, b, T, MOST):
+def length_of(starts_ptr, lengths_ptr, steps, b, T, MOST):
     """The first row of batch entry b, and how many it has.
 
     starts_ptr: of packed rows, else None. lengths_ptr: None where each entry has all MOST.
     """
     first, count = 0, MOST
     if starts_ptr is not None:
-        first, count = sequence_at(starts_ptr, lengths_ptr, b, T, MOST)
+        first, count = sequence_at(starts_ptr, lengths_ptr, steps, b, T, MOST)
     elif lengths_ptr is not None:
-        count = clamp(tl.load(lengths_ptr + b), MOST)
+        count = clamp(tl.load(lengths_ptr + b * steps[1]), MOST)
     return first, count
 
 
 @triton.jit
-def within_pages(kv_lengths_ptr, b, count, extent, PAGE: tl.constexpr):
+def within_pages(kv_lengths_ptr, steps, b, count, extent, PAGE: tl.constexpr):
     """How many keys batch entry b has, and of how many it writes gradients: in pages of the same.
 
     count, extent: the two of keys that are not in pages.
     """
     if PAGE:
-        _, count = length_of(None, kv_lengths_ptr, b, 0, count)
+        _, count = length_of(None, kv_lengths_ptr, steps, b, 0, count)
         extent = count
     return count, extent
 
@@ -159,14 +160,16 @@ def key_rows(
 ):  # fmt: skip
     """As `tile_of`; PAGE: of keys in pages of so many rows, POOL pages in all; 0: not in pages.
 
-    line: where the pages of this batch entry begin in their table. strides: of pages, heads, rows
-    and elements.
+    line: where the pages of this batch entry begin in their table, and its stride there. strides:
+    of pages, heads, rows and elements.
     """
     if PAGE == 0:
         x = tile_of(desc, ptr, strides, b, g, first, count, SIZE, ROWS, WIDTH, WHOLE, UPCAST)
     else:
         row, col = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
-        at = paged_rows(ptr, strides, pages_ptr + line, first, count, POOL, ROWS, WHOLE, PAGE)
+        at = paged_rows(
+            ptr, strides, pages_ptr + line[0], line[1], first, count, POOL, ROWS, WHOLE, PAGE
+        )
         at += col * strides[3]
         if WHOLE and SIZE == WIDTH:
             x = tl.load(at)
@@ -181,14 +184,15 @@ def key_rows(
 
 @triton.jit
 def paged_rows(
-    ptr, strides, pages_ptr, first, count, POOL,
+    ptr, strides, pages_ptr, step, first, count, POOL,
     ROWS: tl.constexpr, WHOLE: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """Pointers [ROWS,1] to rows `first`.. of a batch entry; where all lie in one page, by one
-    look into its table. WHOLE: all ROWS rows exist. Offsets within a page are in 32 bits."""
+    look into its table, whose stride is `step`. WHOLE: all ROWS rows exist. Offsets within a page
+    are in 32 bits."""
     row = tl.arange(0, ROWS)[:, None]
     if PAGE % ROWS == 0:
-        page = clamp(tl.load(pages_ptr + first // PAGE), POOL - 1).to(tl.int64)
+        page = clamp(tl.load(pages_ptr + first // PAGE * step), POOL - 1).to(tl.int64)
         at = (
             ptr
             + page * strides[0]
@@ -198,9 +202,9 @@ def paged_rows(
     else:
         j = first + row
         if WHOLE:
-            page = tl.load(pages_ptr + j // PAGE)
+            page = tl.load(pages_ptr + j // PAGE * step)
         else:
-            page = tl.load(pages_ptr + j // PAGE, mask=j < count, other=0)
+            page = tl.load(pages_ptr + j // PAGE * step, mask=j < count, other=0)
         if ROWS % PAGE == 0:  # `first` begins a page: rows lie at the same places in every tile
             j = row
         at = ptr + clamp(page, POOL - 1).to(tl.int64) * strides[0] + (j % PAGE) * strides[2]

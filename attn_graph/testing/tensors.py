@@ -12,6 +12,7 @@ from attn_graph.ir.attention import Attention
 from attn_graph.ir.graph import Graph
 from attn_graph.spec import TensorSpec, ValueType, dense_strides
 
+BETWEEN = 77  # integers that nobody is to read
 EXTREME = 1e4  # scores this far from 0, where exp(s) is 0 or inf in any dtype
 
 
@@ -100,6 +101,24 @@ def lay_out(
     tensor = fill_gaps(storage, *where).to(device).as_strided(*where)
     assert TensorSpec.like(tensor) == spec
     return tensor
+
+
+def lay_anyhow(x: torch.Tensor, random: torch.Generator) -> torch.Tensor:
+    """The same numbers as a slice with gaps, the axes along which they do not change perhaps
+    expanded: as a column of a table of metadata lies, or one length for all.
+
+    Between integers lies one that is no start, length or page.
+    """
+    steps = torch.randint(1, 4, (max(1, x.ndim),), generator=random).tolist()
+    narrow = x
+    for axis in range(x.ndim):
+        alike = x.shape[axis] and bool((narrow == narrow.narrow(axis, 0, 1)).all())
+        if alike and int(torch.randint(2, (), generator=random)):
+            narrow = narrow.narrow(axis, 0, 1)
+    rooms = [n * step for n, step in zip(narrow.shape, steps, strict=False)]
+    room = torch.full(rooms, torch.nan if x.is_floating_point() else BETWEEN).to(x.dtype)
+    cut = room[tuple(slice(None, None, step) for step in steps[: x.ndim])]
+    return cut.copy_(narrow).expand(x.shape)
 
 
 def fill_gaps(

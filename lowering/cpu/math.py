@@ -23,6 +23,7 @@ from attn_graph.ir.packing import Lengths
 from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp
 from attn_graph.lowering.backend import Backend, Executable, Options, Run, switch_name
 from attn_graph.lowering.cpu import row_choice, sdpa
+from attn_graph.lowering.cpu.absent import Ends, Reach, clear_after, clear_first
 from attn_graph.lowering.cpu.any_size import Ready, SizedStep, unfold_ready
 from attn_graph.lowering.cpu.by_length import TilesByLength
 from attn_graph.lowering.cpu.corners import takes_steps
@@ -271,7 +272,7 @@ def sized_step(
     folds = target.kind == "cpu" and sole(graph) is not None and not shares_rows(graph)
     fused = target.kind == "cpu" and options.switches.flash
     tile = partial(tile_problem, gives_statistics(graph, eqn), fused, own_products(target))
-    step = SizedStep.of(op, specs, folds, lambda problem: ready_tiles(tile(problem), options))
+    step = SizedStep.of(op, specs, folds, lambda problem: ready_alone(tile(problem), options))
     return None if step is None else Step(step.call, infer=step.infer)
 
 
@@ -314,8 +315,11 @@ def step_of(graph: Graph, eqn: Eqn, tiles: Tiles | None, target: Target, options
     if tiles is None:
         specs = operand_specs(graph, eqn)
         return Step(run_definition(eqn.op, specs), temporary=needed_by_definition(eqn, specs))
-    call, infer = ready_tiles(tiles, options)
-    return Step(call, tiles.scratch, count_temporary(tiles), tiles.summary(), infer)
+    ends = Ends.of(eqn.op, operand_specs(graph, eqn))
+    call, infer = ready_tiles(tiles, ends, options)
+    temporary = count_temporary(tiles) + (ends.bytes if ends else 0)
+    note = "; ".join([tiles.summary(), *([ends.note] if ends else [])])
+    return Step(call, tiles.scratch, temporary, note, infer)
 
 
 def count_temporary(tiles: Tiles) -> int:
@@ -325,16 +329,37 @@ def count_temporary(tiles: Tiles) -> int:
     return max(tiles.temporary + total_bytes(tiles.problem), sink_bytes(tiles.problem))
 
 
-def ready_tiles(tiles: Tiles, options: Options) -> Ready:
-    """What runs tiles, and what does where o alone is wanted."""
+def ready_alone(tiles: AttentionTiles, options: Options) -> Ready:
+    """What runs tiles of which the problem says all, and what does where o alone is wanted."""
+    p = tiles.problem
+    return ready_tiles(tiles, Ends.of(p.grad or p.node, p.specs), options)
+
+
+def ready_tiles(tiles: Tiles, ends: Ends | None, options: Options) -> Ready:
+    """The same of any tiles. ends: of operands by lengths."""
     if isinstance(tiles, TilesByLength):
-        both = ready_tiles(tiles.many, options), ready_tiles(tiles.few, options)
+        both = (ready_tiles(x, ends, options) for x in (tiles.many, tiles.few))
         call, infer = (tiles.choose(*works) for works in zip(*both, strict=True))
         return call, infer
     lease = partial(lease_rooms, scratch=tiles.scratch, workspace=options.workspace)
     work, leaner = works_of(tiles)
+    if ends is not None:
+        clear = (
+            clear_after if isinstance(tiles, RowTiles) and not tiles.problem.grad else clear_first
+        )
+        ends = ends.reaching(reach_of(tiles))
+        work, leaner = (f and partial(clear, ends, f) for f in (work, leaner))
     call = lease(work)
     return call, call if leaner is None else lease(leaner)
+
+
+def reach_of(tiles: OneTiling | TangentTiles) -> Reach | None:
+    """How many keys a call on tiles reads, where that may be less than all."""
+    if isinstance(tiles, EntryTiles):
+        return lambda _, __: 1  # of an entry that has none; of others those that it has
+    if isinstance(tiles, FusedTiles) and tiles.static is None:
+        return lambda _, counts: max(counts)
+    return tiles.count_keys if isinstance(tiles, RowTiles) and tiles.cuts else None
 
 
 def works_of(tiles: OneTiling | TangentTiles) -> tuple[TileWork, TileWork | None]:
@@ -392,7 +417,7 @@ def whole_sequence(
     tiles = None if pays else tile_as_it_lies(part)
     if tiles is None:
         return None
-    call, _ = unfold_ready(ready_tiles(tiles, options), problem, folded)
+    call, _ = unfold_ready(ready_alone(tiles, options), problem, folded)
 
     def run(*views: torch.Tensor) -> tuple[Tensors, Tensors]:
         results = call(views[0].device, *views)

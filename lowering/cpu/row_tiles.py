@@ -41,6 +41,16 @@ class RowTiles(RowGrid):
         """The mask of tiles that are runs of heads."""
         return RunMask.of(self, cuts=not self.kept and self.problem.grad is None)
 
+    @property
+    def cuts(self) -> bool:
+        """Whether a call may read the first keys alone."""
+        return self.flat and self.mask is not None and self.mask.cuts
+
+    def count_keys(self, operands: Sequence[torch.Tensor], _counts: Sequence[int]) -> int:
+        """How many keys such a call reads."""
+        assert self.mask is not None
+        return self.mask.read(operands).reach
+
     def forward(
         self, operands: Sequence[torch.Tensor], scratch: Tensors
     ) -> tuple[torch.Tensor, ...]:

@@ -37,6 +37,7 @@ from attn_graph.lowering.cudnn.rules import (
     other_modifiers,
     split_rows,
 )
+from attn_graph.lowering.problem import is_broadcast
 from attn_graph.lowering.reasons import (
     no_elements,
     old_gpu,
@@ -200,6 +201,17 @@ RULES = (
         "leaves rows beyond q_lengths undefined, which must be 0 here, and the mask is {it}",
         "cudnn-frontend 1.23.0, test_mhas.py: o is not compared there",
         says="yes",
+    ),
+    Rule(
+        "ended_broadcast",
+        lambda c: (
+            f"{name} is {x}"
+            for name, x in zip("kv", c.problem.specs[1:3], strict=True)
+            if "kv_lengths" in c.mask.lengths and c.sequences is None and is_broadcast(x)
+        ),
+        "reads copies of k and v that are 0 past kv_lengths, laid out alike, and {it}",
+        "what lies past a length may be NaN, and no page of cuDNN's says that it is not read",
+        says="unasked",
     ),
     Rule(
         "scale",

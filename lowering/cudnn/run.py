@@ -14,6 +14,7 @@ from attrs import define, field, frozen
 
 from attn_graph.errors import PlanMismatchError
 from attn_graph.ir.graph import Graph
+from attn_graph.ir.packed import LEAVES, and_parts
 from attn_graph.lowering.backend import RefusedError
 from attn_graph.lowering.cudnn import builder as cudnn_builder
 from attn_graph.lowering.cudnn.graph import CudnnCall, Slot
@@ -28,6 +29,7 @@ from attn_graph.lowering.problem import (
 )
 from attn_graph.machine.ambient import neutral_state
 from attn_graph.machine.device_memo import DeviceMemo, copy_to
+from attn_graph.machine.sizes import format_bytes
 from attn_graph.machine.workspace import Buffer, Scratch, Workspace
 from attn_graph.spec import INF, NAMES, TensorSpec
 
@@ -95,7 +97,8 @@ class Run:
     spots: which input of the graph each of the call's is; None for what has to be made or may have
     to be copied. packs: which input the latter are, by their place in the call. blanks: shape,
     strides and dtype of each result, as we give it back. sums: which results cuDNN may add to what
-    it finds in. rows: which inputs of the graph do and lse are, where a query may see no key.
+    it finds in. rows: which inputs of the graph do and lse are, where a query may see no key. keys:
+    which ones are k, v and their lengths, where they have some.
     """
 
     call: CudnnCall
@@ -109,6 +112,7 @@ class Run:
     blanks: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
     sums: tuple[int, ...]
     rows: tuple[int, int] | None = None
+    keys: tuple[int, int, int] | None = None
     sizes: DeviceMemo[torch.Tensor] = field(factory=DeviceMemo, init=False)
 
     @classmethod
@@ -129,9 +133,10 @@ class Run:
         blanks = tuple(map(blank, call.outputs))
         sums = tuple(n for n, x in enumerate(call.outputs) if x.source == "dsinks")
         rows = (spots["do"], spots["lse"]) if clears(problem) else None
+        keys = (spots["k"], spots["v"], spots["kv_lengths"]) if ends_keys(problem) else None
         return cls(
             call, problem, graph, workspace, scratch, execute, tuple(direct), packs, blanks, sums,
-            rows,
+            rows, keys,
         )  # fmt: skip
 
     def forward(
@@ -162,9 +167,22 @@ class Run:
         clean[lse] = tensors[lse].masked_fill(blind, INF)
         return clean
 
+    def ended(self, tensors: Sequence[torch.Tensor], k: int, v: int, at: int) -> list[torch.Tensor]:
+        """The tensors, with copies of k and v that are 0 past the lengths: nothing says that cuDNN
+        does not multiply what lies there by weights of 0."""
+        clean, lengths = [*tensors], tensors[at]
+        past = torch.arange(self.problem.N, device=lengths.device) >= lengths[:, None]
+        for name, n in ("k", k), ("v", v):
+            x = next(x for x in self.call.inputs if x.source == name)
+            copy = torch.empty_strided(x.shape, x.strides, dtype=x.dtype, device=lengths.device)
+            clean[n] = copy.copy_(tensors[n]).masked_fill_(past[:, None, :, None], 0.0)
+        return clean
+
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The call's results."""
         device = tensors[0].device
+        if self.keys is not None:
+            tensors = self.ended(tensors, *self.keys)
         given = [
             self.special(n, tensors, device) if spot is None else tensors[spot]
             for n, spot in enumerate(self.spots)
@@ -252,14 +270,20 @@ def clears(problem: Problem) -> bool:
     return problem.grad is not None and problem.grad.with_do and problem.has_blind_rows
 
 
+def ends_keys(problem: Problem) -> bool:
+    """Whether k and v are copied, to clear rows past lengths."""
+    return LEAVES["keys"] in and_parts(problem.node.mask)
+
+
 def temporary_bytes(call: CudnnCall, problem: Problem, graph: Graph) -> int:
     """Bytes of gradients that cuDNN computes and nobody asked for, of copied vectors and
-    cotangents, and of lse where rows are cleared."""
+    cotangents, of lse where rows are cleared, and of k and v where they end."""
     grad, vectors = problem.grad, copied_vectors(problem, graph)
     wanted = ("o", "lse") if grad is None else grad.names
     casts = ("dsinks",) if "sinks" in vectors else ()
     unasked = sum(x.bytes for x in call.outputs if x.source not in wanted or x.source in casts)
     made = {*vectors, *(("lse",) if clears(problem) else ())}
+    made |= {"k", "v"} if ends_keys(problem) else set()
     return (
         unasked + sum(x.bytes for x in call.inputs if x.source in made) + cotangent_bytes(problem)
     )
@@ -279,7 +303,9 @@ def run_notes(problem: Problem, graph: Graph) -> tuple[str, ...]:
         for name in copied_vectors(problem, graph)
     )
     odd = cotangent_note(problem, "is broadcast, or begins off 16 bytes")
-    return (*vectors, *odd)
+    keys = sum(x.type.bytes for x in problem.specs[1:3])
+    ended = (f"k and v are copied, {format_bytes(keys)}, with 0 past their lengths",)
+    return (*vectors, *odd, *ended * ends_keys(problem))
 
 
 def copied_vectors(problem: Problem, graph: Graph) -> list[str]:

@@ -29,7 +29,7 @@ PARTS, PARTS_LSE = "parts", "parts.lse"  # buffers: sums of all parts, and their
 RESULTS = ("o_ptr", "lse_ptr", "sinks_ptr")  # what the kernel that merges reads and writes
 MERGED = ("E", "WIDTH_E", "UPCAST")
 UNREAD = (  # of packed queries and of dropout, which have no parts
-    *("q_starts_ptr", "q_lengths_ptr", "T", "BATCH"),
+    *("q_starts_ptr", "q_lengths_ptr", "q_steps", "T", "BATCH"),
     *("keep_scale", "threshold", "origin", "DROPOUT"),
 )
 Fixed = dict[str, Any]  # arguments of a kernel

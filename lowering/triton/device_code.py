@@ -17,6 +17,7 @@ from typing import Any, final
 from attrs import field, frozen
 
 from attn_graph.ir.modifiers import Modifier
+from attn_graph.ir.packed import LEAVES, LENGTHS, and_parts
 from attn_graph.lowering.problem import Problem, read_specs
 from attn_graph.lowering.triton.bounds import keep_by_bounds
 from attn_graph.lowering.triton.symbols import (
@@ -61,15 +62,17 @@ class DeviceCode:
 
     numbers: the integers to pass. Then texts of functions, "" for none: keep (the mask, false past
     the last key), keep_by_keys (the same for tiles whose rows are keys), strip (its low, high, keys
-    and rows), change (all modifiers), back (their derivative), push (the tangent of the scores
-    through them), bend (ds and its tangent back through them). contributions: by number of the
-    operand whose gradient, or whose gradient's tangent, they add up to.
+    and rows), ends (the queries and keys before its lengths), change (all modifiers), back (their
+    derivative), push (the tangent of the scores through them), bend (ds and its tangent back
+    through them). contributions: by number of the operand whose gradient, or whose gradient's
+    tangent, they add up to.
     """
 
     numbers: tuple[int, ...]
     keep: str = ""
     keep_by_keys: str = ""
     strip: str = ""
+    ends: str = ""
     change: str = ""
     back: str = ""
     push: str = ""
@@ -110,7 +113,8 @@ class Tracer:
 
     def trace(self) -> DeviceCode:
         """All functions of the problem. Raises Untraceable for code that cannot be traced."""
-        texts = {"keep": self.keep(False), "strip": self.strip(), "change": self.change()}
+        texts = {"keep": self.keep(False), "strip": self.strip(), "ends": self.ends()}
+        texts["change"] = self.change()
         if self.moved is not None:
             texts["push"] = self.push()
         if self.problem.grad is not None:
@@ -176,6 +180,19 @@ class Tracer:
             self.runtime(code, x) if x is not None else code.argument(far) for x, far in bounds
         ]
         return code.write_function("strip", "b, M, N, data, numbers", *values)
+
+    def ends(self) -> str:
+        """How many queries and keys there are by the mask's lengths; "" where kernels know them."""
+        code, parts = self.start(), and_parts(self.problem.node.mask)
+        at = self.place(code).reading(self.arrays(code)[1])
+        ended = [LENGTHS[side] for side, leaf in LEAVES.items() if leaf in parts]
+        ended = [name for name in ended if name not in self.sizes]
+        values = [
+            at.load(name, at.b) if name in ended else code.argument(size)
+            for name, size in zip(LENGTHS.values(), "MN", strict=True)
+        ]
+        text = code.write_function("ends", "b, M, N, data, numbers", *values)
+        return text if ended else ""
 
     def runtime(self, code: Code, x: int | Symbol) -> Symbol:
         """An integer as a symbol that is read at run time."""

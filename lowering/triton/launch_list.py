@@ -255,7 +255,9 @@ class LaunchList:
 
     def describe(self, tile: Tiling, names: tuple[str, ...]) -> dict[str, Descriptor]:
         """Operands in tiles, by parameter, as far as the copy engine reads them."""
-        if self.layout.op is not None or not copies_tiles(self.problem, self.target):
+        if self.layout.op is not None or self.code.ends:  # of which the engine knows no lengths
+            return {}
+        if not copies_tiles(self.problem, self.target):
             return {}
         specs = self.layout.large()
         rows = {"q": tile.block_m, "k": tile.block_n, "v": tile.block_n, "do": tile.block_m}

@@ -187,6 +187,14 @@ class Layout:
             there.add(LENGTHS["keys"])
         return {f"{name}_ptr": name if name in there else None for name in names}
 
+    def steps(self, side: str) -> tuple[int, ...]:
+        """The strides of the starts and the lengths of a side, and of the table of pages along
+        them; 0 of those that it has not."""
+        given = dict(zip(self.names, self.tables, strict=True)) | self.problem.by_role.mask
+        specs = given.get(STARTS[side]), given.get(LENGTHS[side])
+        step = self.pages.strides[1] if self.pages and side == "keys" else 0
+        return (*(0 if x is None else x.strides[0] for x in specs), step)
+
     def known_lengths(self) -> dict[str, str]:
         """The lengths that are M or N of a batch entry within kernels, which read them there."""
         pointers = self.pointers()
@@ -200,11 +208,13 @@ class Layout:
         named = {n: mask[n] for n in LENGTHS.values() if n in mask}
         return named | dict(zip(self.names, tables, strict=True))
 
-    def sizes(self) -> dict[str, int | None]:
+    def sizes(self) -> dict[str, int | tuple[int, ...] | None]:
         """What kernels know of packed tensors, by parameter."""
         sequences = 1 << (capacity(self.problem.B) + 1).bit_length()
         return {"B": self.problem.B, "T": self.T, "T_KEYS": self.T_keys} | {
-            "BATCH": sequences if self.sides else 0
+            "BATCH": sequences if self.sides else 0,
+            "q_steps": self.steps("rows"),
+            "kv_steps": self.steps("keys"),
         }
 
     def paging(self) -> dict[str, str | int | None]:
@@ -223,7 +233,7 @@ class Layout:
     def reasons(self) -> Iterator[Reason]:
         """What the kernels do not take of packed tensors."""
         if self.pages is not None:
-            yield from self.page_reasons(self.pages)
+            yield from self.page_reasons()
         if self.sides and self.problem.B > MOST_SEQUENCES:
             limit = f"takes up to {MOST_SEQUENCES} packed sequences"
             yield Reason("sequences", limit, f"there are {self.problem.B}")
@@ -233,11 +243,8 @@ class Layout:
                 limit = "has gradients of q, k, v and sinks of packed tensors"
                 yield Reason(f"packed_gradient.{role}", limit, f"that of {role} is wanted")
 
-    def page_reasons(self, pages: TensorSpec) -> Iterator[Reason]:
+    def page_reasons(self) -> Iterator[Reason]:
         """What the kernels do not take of keys in pages."""
-        if pages.shape[1] > 1 and pages.strides[1] != 1:
-            limit = "reads tables whose entries lie side by side"
-            yield Reason("pages_stride", limit, f"pages is {pages}")
         for name, x in zip("kv", self.specs[1:3], strict=True):
             if (x.shape[1] - 1) * x.strides[1] > LONGEST:
                 limit = f"reads pages whose rows lie within {LONGEST} elements"

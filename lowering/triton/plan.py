@@ -204,7 +204,7 @@ class FlashBuilder(LaunchList):
         fixed = self.common() | absent | sizes
         pointers = named | there | ({"data": data} if data else {})
         self.buffers |= division.buffers(self.problem)
-        texts = self.texts("keep", "strip", "change")
+        texts = self.texts("keep", "strip", "ends", "change")
         fixed |= {} if data else {"data": None}
         self.launches += split_launches(division, self.layout, pointers, fixed, texts)
         self.division_notes += [partial(describe_division, self.problem, self.target, division)]
@@ -227,7 +227,7 @@ class FlashBuilder(LaunchList):
         }
         names = ("q", "k", "v", "o", "lse", "max", "sinks", "seed", "offset")
         lines = self.layout.row_programs(way.tile.block_m) * way.parts
-        texts = self.texts("keep", "strip", "change")
+        texts = self.texts("keep", "strip", "ends", "change")
         self.launch("forward", lines, way.tile, names, more, texts, lists | stored, TILED[:3])
         if way.parts > 1:
             named, absent = self.operands("o", "lse")
@@ -268,7 +268,7 @@ class FlashBuilder(LaunchList):
             **self.order(tile, "forward", lists),
         }
         lines = blocks(p.M, tile.block_m) * p.H * p.B
-        texts = self.texts("keep", "strip", "change", "push")
+        texts = self.texts("keep", "strip", "ends", "change", "push")
         self.launch("push", lines, tile, names, more, texts, lists)
 
     def backward(self) -> None:
@@ -326,7 +326,7 @@ class FlashBuilder(LaunchList):
         shared = self.share_rows(pass_, way, lists)
         more |= listed | (shared if self.push is None else self.order(tile, pass_, lists))
         lines = self.layout.row_programs(tile.block_m) * way.parts
-        texts = self.texts("keep", "strip", "change", *self.steps_back)
+        texts = self.texts("keep", "strip", "ends", "change", *self.steps_back)
         kernel = f"{self.prefix}{pass_}"
         self.launch(kernel, lines, tile, names, more, texts, lists, self.tiled)
         if way.parts > 1:
@@ -403,7 +403,9 @@ class FlashBuilder(LaunchList):
         more |= {"GROUPED": p.H > p.G or (self.push is None and way.summands > 1)}
         pointers = lists | {f"{name}_ptr": f"parts.{name}" for name in results if parts[name]}
         lines = self.layout.key_programs(tile.block_n, p.G * way.summands)
-        texts = self.texts("strip", "change", *self.steps_back) | {"KEEP": self.code.keep_by_keys}
+        texts = self.texts("strip", "ends", "change", *self.steps_back) | {
+            "KEEP": self.code.keep_by_keys
+        }
         kernel, names = f"{self.prefix}key_gradient", (*self.read, *results)
         self.launch(kernel, lines, tile, names, more, texts, pointers, self.tiled)
 
@@ -422,7 +424,7 @@ class FlashBuilder(LaunchList):
         pointers, fixed = self.sums(name, n)
         pointers |= {"named_ptr": NAMED, "order_ptr": ORDER}
         fixed |= {"PAGES": pages.shape[1], "ENTRIES": entries, "STEPS": entries.bit_length()}
-        fixed |= {"POOL": pool, "PAGE": page}
+        fixed |= {"POOL": pool, "PAGE": page, "kv_steps": self.layout.steps("keys")}
         ends = self.layout.pointers()[lengths]
         if ends is None:
             fixed[lengths] = None
@@ -461,7 +463,9 @@ class FlashBuilder(LaunchList):
     def collect(self, n: int, collected: Contribution) -> None:
         """The gradient of operand n: whole, or as sums that are left to add up."""
         tile = self.tiling("query_gradient")
-        texts = self.texts("keep", "strip", "change", "push") | {"COLLECT": collected.source}
+        texts = self.texts("keep", "strip", "ends", "change", "push") | {
+            "COLLECT": collected.source
+        }
         if set("ij") <= set(collected.axes):
             self.collect_places(n, collected, tile, texts)
         else:

@@ -30,9 +30,9 @@ from tests.support.sequences import (
     Batch,
     attend,
     batches,
-    dense,
     draw_cotangents,
     gradients_on,
+    lay_places,
     numbers,
 )
 
@@ -59,8 +59,7 @@ class Case:
     @property
     def padded_tensors(self) -> list[torch.Tensor]:
         """The inputs of the padded graph."""
-        own = {"q_lengths": self.batch.lengths(0), "kv_lengths": self.batch.lengths(1)}
-        given = self.tensors | own
+        given = dict(self.tensors)
         given |= {n: self.batch.pad(given[n], side) for n, side in (("q", 0), ("k", 1), ("v", 1))}
         return [given[i.name] for i in self.padded.inputs]
 
@@ -80,7 +79,7 @@ def cases(draw: DrawFn, dtype: torch.dtype | None = None, stats: Any = None) -> 
     align = draw(st.sampled_from(["top_left", "bottom_right"]))
     options = draw(mask_options(shape)) | draw(score_options(shape, kind)) | {"align": align}
     given_stats = draw(st.sampled_from([False, True, ("lse", "max")])) if stats is None else stats
-    options = {n: dense(x) for n, x in options.items()} | {"stats": given_stats}
+    options |= {"stats": given_stats}
     options = {n: x for n, x in options.items() if n not in m.LENGTHS}
     dims = {"q": (0, shape.H, D), "k": (1, G, D), "v": (1, G, E)}
     seed = draw(seeds)
@@ -96,16 +95,18 @@ def make_case(
     B = len(batch.rows)
     packed = [SPEC((batch.total(s), h, d), kind) for s, h, d in dims.values()]
     padded = [SPEC((B, h, batch.most[s], d), kind) for s, h, d in dims.values()]
-    ends: dict[str, Any] = {name: SPEC((B,), I32) for name in m.LENGTHS}
-    where: dict[str, Any] = {"q_starts": SPEC((B + 1,), I32), "kv_starts": SPEC((B + 1,), I32)}
+    places = {"q_starts": batch.starts(0), "kv_starts": batch.starts(1)}
+    places |= {"q_lengths": batch.lengths(0), "kv_lengths": batch.lengths(1)}
+    places = lay_places(places, seed)
+    ends: dict[str, Any] = {name: SPEC.like(places[name]) for name in m.LENGTHS}
+    where = {name: SPEC.like(places[name]) for name in ("q_starts", "kv_starts")}
     mask = options.get("mask")
     ended = m.KeyLengths() & m.QueryLengths()
     both: dict[str, Any] = {**options, "mask": mask & ended if mask else ended, **ends}
     own: dict[str, Any] = {**options, **where, **(ends if batch.gaps else {})}
     whole, graph = attend(padded, both), attend(packed, {**own, "most": batch.most})
     tensors = {i.name: numbers(i.spec, random) for i in graph.inputs}
-    tensors |= {"q_starts": batch.starts(0), "kv_starts": batch.starts(1)}
-    tensors |= {"q_lengths": batch.lengths(0), "kv_lengths": batch.lengths(1)}
+    tensors |= places
     for name, (side, _, _) in dims.items():
         tensors[name] = batch.spoil(tensors[name], side)
     return Case(batch, graph, whole, tensors)

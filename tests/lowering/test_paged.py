@@ -25,7 +25,15 @@ from attn_graph.machine.target import Target
 from attn_graph.testing.agreement import run_gradients, run_plan
 from attn_graph.testing.rule import expect_gradients, expect_outputs
 from attn_graph.testing.strategies import Shape, dtypes, mask_options, score_options, seeds
-from tests.support.sequences import Batch, attend, batches, dense, gradients_on, numbers
+from tests.support.sequences import (
+    Batch,
+    attend,
+    batches,
+    gradients_on,
+    lay_like,
+    lay_places,
+    numbers,
+)
 
 CPU = Target.here("cpu")
 SPEC = ag.TensorSpec
@@ -120,7 +128,6 @@ def cases(draw: DrawFn, dtype: torch.dtype | None = None, stats: Any = None) -> 
     options["stats"] = (
         draw(st.sampled_from([False, True, ("lse", "max")])) if stats is None else stats
     )
-    options = {n: dense(x) for n, x in options.items()}
     ended = draw(st.booleans()) or "kv_lengths" in options
     batch = evolve(batch, rows=batch.rows if packed else (M,) * shape.B)
     batch = evolve(batch, keys=batch.keys if ended else (N,) * shape.B)
@@ -139,12 +146,18 @@ def make_case(
         layout.pool(torch.randn(*pool, d, generator=random).to(kind)) for d in (shape.D, shape.E)
     )
     q = SPEC((batch.total(0), shape.H, shape.D) if layout.packed else shape.q, kind)
-    ends: dict[str, Any] = {n: SPEC((B,), I32) for n in m.LENGTHS}
+    order = torch.randperm(pool[0], generator=random)[: B * pages].view(B, pages).int()
+    used = torch.arange(pages) * layout.page < batch.lengths(1)[:, None]
+    garbage = GARBAGE[torch.randint(2, order.shape, generator=random)]
+    places = {"q_starts": batch.starts(0), "q_lengths": batch.lengths(0)}
+    places |= {"kv_lengths": batch.lengths(1), "pages": order.where(used, garbage)}
+    places = lay_places(places, seed)
+    ends: dict[str, Any] = {n: SPEC.like(places[n]) for n in m.LENGTHS}
     options = options | {n: x for n, x in ends.items() if n in options}
-    own = options | {"pages": SPEC((B, pages), I32)}
+    own = options | {"pages": SPEC.like(places["pages"])}
     own |= {"kv_lengths": ends["kv_lengths"]} if layout.ended else {}
     if layout.packed:
-        own |= {"q_starts": SPEC((B + 1,), I32), "most": (shape.M, None)}
+        own |= {"q_starts": SPEC.like(places["q_starts"]), "most": (shape.M, None)}
         own |= {"q_lengths": ends["q_lengths"]} if batch.gaps else {}
     graph = attend([q, SPEC.like(k), SPEC.like(v)], own)
     both = {n: x for n, x in ends.items() if n in own or (layout.packed and n == "q_lengths")}
@@ -154,13 +167,9 @@ def make_case(
     whole = [SPEC(s, kind) for s in (shape.q, shape.k, shape.v)]
     padded = attend(whole, {**options, **both, "mask": mask})
     tensors = {i.name: numbers(i.spec, random) for i in graph.inputs}
-    tensors |= {"q_starts": batch.starts(0), "q_lengths": batch.lengths(0)}
-    tensors |= {"kv_lengths": batch.lengths(1), "k": k, "v": v}
+    tensors |= places | {"k": k, "v": v}
     tensors |= {"q": batch.spoil(tensors["q"], 0)} if layout.packed else {}
-    order = torch.randperm(pool[0], generator=random)[: B * pages].view(B, pages).int()
-    used = torch.arange(pages) * layout.page < batch.lengths(1)[:, None]
-    garbage = GARBAGE[torch.randint(2, order.shape, generator=random)]
-    case = Case(batch, layout, graph, padded, tensors | {"pages": order.where(used, garbage)})
+    case = Case(batch, layout, graph, padded, tensors)
     for x in (k, v):
         x.masked_fill_(case.unused(x), torch.nan)
     return case
@@ -233,7 +242,8 @@ def test_the_order_of_pages_changes_no_bit(case: Case, seed: int) -> None:
     moved = torch.empty_like(order, dtype=I32)
     moved[order] = torch.arange(len(k), dtype=I32)  # page n is now page moved[n]
     there = (pages >= 0) & (pages < len(k))
-    tensors = case.tensors | {"pages": pages.where(~there, moved[pages.where(there, 0)])}
+    renamed = pages.where(~there, moved[pages.where(there, 0)])
+    tensors = case.tensors | {"pages": lay_like(renamed, SPEC.like(pages))}
     tensors |= {n: case.layout.pool(x[order]) for n, x in (("k", k), ("v", v))}
     plan = ag.compile(case.graph, target=CPU)
     again = run_plan(plan, [tensors[i.name] for i in case.graph.inputs])

@@ -291,14 +291,6 @@ REFUSED: dict[str, tuple[ag.Graph, str]] = {
         packed(MOST_SEQUENCES + 1, 16384),
         f"takes up to {MOST_SEQUENCES} packed sequences",
     ),
-    "a table with gaps": (
-        ag.attention(
-            SPEC((2, 8, 1, 64), torch.bfloat16),
-            *[SPEC((9, 16, 8, 64), torch.bfloat16)] * 2,
-            pages=SPEC((2, 4), I32, (8, 2)),
-        ),
-        "reads tables whose entries lie side by side",
-    ),
     "no pages": (
         ag.attention(
             SPEC((2, 8, 1, 64), torch.bfloat16),

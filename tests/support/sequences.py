@@ -14,6 +14,7 @@ from hypothesis.strategies import DrawFn
 import attn_graph as ag
 from attn_graph.ir.packing import Unpack, list_sequences
 from attn_graph.testing.agreement import run_gradients
+from attn_graph.testing.tensors import lay_anyhow, lay_out
 
 I32 = torch.int32
 SPEC = ag.TensorSpec
@@ -91,19 +92,30 @@ def batches(draw: DrawFn, least: int = 1) -> Batch:
 
 
 def numbers(spec: ag.TensorSpec, random: torch.Generator) -> torch.Tensor:
-    """A tensor for an option: floats, flags, or numbers of few segments."""
-    if spec.dtype.is_floating_point:
-        return torch.randn(spec.shape, generator=random).to(spec.dtype)
-    if spec.shape == ():
-        return torch.randint(2**40, (), generator=random)
-    return torch.randint(2, spec.shape, generator=random).to(spec.dtype)
+    """A tensor for an option, laid out as its spec says: floats, flags, or numbers of few segments;
+    lengths among them, which nobody reads by themselves."""
+
+    def values(count: int) -> torch.Tensor:
+        if spec.dtype.is_floating_point:
+            return torch.randn(count, generator=random).to(spec.dtype)
+        most = 2 if spec.shape else 2**40
+        return torch.randint(most, (count,), generator=random).to(spec.dtype)
+
+    return lay_out(spec, values, random)
 
 
-def dense(x: Any) -> Any:
-    """A spec without its strides, a pair of them too; anything else as it is."""
-    if isinstance(x, tuple) and any(isinstance(each, SPEC) for each in x):
-        return tuple(map(dense, x))
-    return SPEC(x.shape, x.dtype) if isinstance(x, SPEC) else x
+def lay_like(x: torch.Tensor, spec: ag.TensorSpec) -> torch.Tensor:
+    """A copy in the layout of a spec, expanded along axes where that is."""
+    once = tuple(slice(0, 1) if s == 0 else slice(None) for s in spec.strides)
+    room = torch.empty_strided(spec.shape, spec.strides, dtype=x.dtype)
+    room[once].copy_(x[once])
+    return room
+
+
+def lay_places(tensors: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
+    """Starts, lengths and tables of pages, sliced out of something larger, or expanded."""
+    random = torch.Generator().manual_seed(seed)
+    return {name: lay_anyhow(x, random) for name, x in tensors.items()}
 
 
 def draw_cotangents(graph: ag.Graph, batch: Batch, seed: int) -> list[torch.Tensor | None]:

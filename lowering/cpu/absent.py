@@ -1,0 +1,183 @@
+"""Rows that lengths declare absent: products read zeros in their place, where they are not finite.
+
+A weight of 0 times NaN is NaN, so that what an absent row holds would reach all others. Lengths on
+a CPU are read as numbers, and so is one sum of the rows past the shortest: where that is finite, as
+it mostly is, tensors are read as they lie. Else, and where no number may be read, a copy is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import isfinite, prod
+from typing import final
+
+import torch
+from attrs import evolve, frozen
+
+from attn_graph.ir.graph import Op
+from attn_graph.ir.kept import KeptAttentionGrad
+from attn_graph.ir.packed import LEAVES, LENGTHS, and_parts, operand_sides, own_sides
+from attn_graph.ir.tangents import attention_in
+from attn_graph.machine.ambient import is_traced
+from attn_graph.machine.sizes import format_bytes
+from attn_graph.spec import TensorSpec
+
+BOUNDARY = 64  # bytes: at such a one memory begins that PyTorch allocates
+LEAST_ENTRY = 2**15  # numbers: of fewer, reading some takes as long as reading all
+Tensors = Sequence[torch.Tensor]
+Rooms = Mapping[str, torch.Tensor]
+Work = Callable[[Tensors, Rooms], Tensors]
+Reach = Callable[[Tensors, Sequence[int]], int]  # operands, lengths -> how many keys are read
+
+
+@final
+@frozen(eq=False)
+class Side:
+    """What one kind of lengths ends, of keys or of queries. lengths: the number of their operand.
+    ended: those of the operands [B,.,L,.] whose rows they end. reach: how many of these a call
+    reads; None: all."""
+
+    of_keys: bool
+    lengths: int
+    ended: tuple[int, ...]
+    reach: Reach | None = None
+
+    def dirty(self, operands: Tensors) -> Sequence[int]:
+        """The operands that have NaN or Inf in rows that are read and absent, or may have."""
+        first, lengths = operands[self.ended[0]], operands[self.lengths]
+        if not is_known(first):
+            return self.ended
+        counts: list[int] = lengths.tolist()
+        stop = first.shape[2] if self.reach is None else self.reach(operands, counts)
+        if max(0, min(counts)) >= stop:
+            return ()
+        return [n for n in self.ended if not ends_finite(operands[n][:, :, :stop], counts)]
+
+
+@final
+@frozen(eq=False)
+class Ends:
+    """The rows of operands that lengths end. bytes: of copies of all such operands."""
+
+    sides: tuple[Side, ...]
+    bytes: int
+
+    @classmethod
+    def of(cls, op: Op, specs: Sequence[TensorSpec]) -> Ends | None:
+        """None where no lengths end rows. op: an attention, or a derivative of one. specs: of its
+        operands."""
+        node = attention_in(op)
+        assert node is not None
+        parts, lying = and_parts(node.mask), sides_of(op)
+        sides = tuple(
+            Side(
+                side == "keys",
+                node.roles.index(LENGTHS[side]),
+                tuple(n for n, x in enumerate(lying) if x == side and len(specs[n].shape) == 4),
+            )
+            for side, leaf in LEAVES.items()
+            if leaf in parts
+        )
+        copied = [specs[n] for side in sides for n in side.ended]
+        return (
+            cls(sides, sum(extent(x) * x.dtype.itemsize + BOUNDARY for x in copied))
+            if sides
+            else None
+        )
+
+    def reaching(self, reach: Reach | None) -> Ends:
+        """The same of calls that read so many keys; None: all."""
+        sides = (evolve(x, reach=reach) if x.of_keys else x for x in self.sides)
+        return evolve(self, sides=tuple(sides))
+
+    @property
+    def note(self) -> str:
+        """What is copied, for `explain`."""
+        size = format_bytes(self.bytes)
+        return f"rows past a length that hold NaN or Inf are read as 0, from copies: up to {size}"
+
+    def clear(self, operands: Tensors) -> Tensors:
+        """The operands as they are read: with zeros in absent rows that are not finite."""
+        pairs = [(n, side.lengths) for side in self.sides for n in side.dirty(operands)]
+        if not pairs:
+            return operands
+        cleared = [*operands]
+        for n, lengths in pairs:
+            cleared[n] = clear_rows(operands[n], operands[lengths])
+        return cleared
+
+
+def clear_first(ends: Ends, work: Work, operands: Tensors, scratch: Rooms) -> Tensors:
+    """Run work on operands as they are read."""
+    return work(ends.clear(operands), scratch)
+
+
+def clear_after(ends: Ends, work: Work, operands: Tensors, scratch: Rooms) -> Tensors:
+    """The same of a forward in which no step drops NaN: absent rows are looked at, and it is run
+    again, where o is not finite."""
+    if is_known(operands[0]):
+        results = work(operands, scratch)
+        if is_finite(results[0]) or (cleared := ends.clear(operands)) is operands:
+            return results
+        del results
+        return work(cleared, scratch)
+    return clear_first(ends, work, operands, scratch)
+
+
+def is_known(x: torch.Tensor) -> bool:
+    """Whether a call's numbers may be read."""
+    return type(x) is torch.Tensor and x.is_cpu and not is_traced()
+
+
+def sides_of(op: Op) -> tuple[str, ...]:
+    """For each operand "rows" where it has those of q, "keys" where it has those of k; else ""."""
+    if isinstance(op, KeptAttentionGrad):
+        return (*own_sides(op), "", "rows")  # the weights are 0 in absent rows
+    return operand_sides(op)
+
+
+def ends_finite(x: torch.Tensor, counts: Sequence[int]) -> bool:
+    """Whether no row of x [B,.,L,.] past its entry's length is NaN or Inf; small entries are read
+    from the shortest length on, all at once."""
+    if x[:1].numel() < LEAST_ENTRY:
+        return is_finite(x[:, :, max(0, min(counts)) :])
+    return all(is_finite(each[:, max(0, n) :]) for each, n in zip(x, counts, strict=True))
+
+
+def is_finite(x: torch.Tensor) -> bool:
+    """Whether no number is NaN or Inf: by a sum, the fastest reading there is, and where that
+    leaves the dtype's range by the least and the most."""
+    return isfinite(x.sum().item()) or all(isfinite(y.item()) for y in x.aminmax())
+
+
+def clear_rows(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """x [B,.,L,.] with zeros in rows past lengths [B], laid out alike."""
+    past = torch.arange(x.shape[2], device=x.device) >= lengths[:, None]
+    return copy_alike(x).masked_fill_(past[:, None, :, None], 0.0)
+
+
+def copy_alike(x: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides that begins as far off a boundary: BLAS may round otherwise by
+    how a matrix lies. In C order where elements share places."""
+    if not is_known(x) or not lies_apart(x):
+        return x.clone(memory_format=torch.contiguous_format)
+    size = x.itemsize
+    room = x.new_empty(extent(TensorSpec.like(x)) + BOUNDARY // size)
+    first = (x.data_ptr() - room.data_ptr()) % BOUNDARY // size
+    return room.as_strided(x.shape, x.stride(), first).copy_(x)
+
+
+def lies_apart(x: torch.Tensor) -> bool:
+    """Whether no two elements share a place."""
+    end = 0
+    for step, n in sorted((s, n) for n, s in zip(x.shape, x.stride(), strict=True) if n > 1):
+        if step <= end:
+            return False
+        end += step * (n - 1)
+    return True
+
+
+def extent(spec: TensorSpec) -> int:
+    """How many places from the first element to the last, at least as many as elements."""
+    last = sum((n - 1) * s for n, s in zip(spec.shape, spec.strides, strict=True))
+    return max(last + 1, prod(spec.shape))

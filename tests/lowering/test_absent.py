@@ -1,0 +1,257 @@
+"""The law of absent rows: what lengths, starts and pages declare absent is never seen.
+
+NaN and Inf in rows of q, k, v, do and of tangents past a length, in gaps and in unused rows of
+pages change no bit of any result, beside zeros there. Run with TRITON_INTERPRET=1, Triton's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import and_
+from typing import Any
+
+import pytest
+import torch
+from attrs import frozen
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn
+
+import attn_graph as ag
+from attn_graph.lowering.cpu import absent
+from attn_graph.testing.agreement import run_gradients, run_plan
+from attn_graph.testing.strategies import (
+    Shape,
+    mask_options,
+    score_options,
+    seeds,
+    shapes,
+    specs,
+)
+from attn_graph.testing.tensors import cotangents_for, lay_anyhow, tensors_for
+from tests.lowering import test_packed, test_paged
+from tests.lowering.test_lowering import refused
+from tests.support.sequences import lay_like
+
+CPU = ag.Target.of("cpu")
+BACKEND = "triton" if CPU.interprets else "math"
+SPEC = ag.TensorSpec
+F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
+KINDS = (F32, F16, BF16) if CPU.interprets else (F32, F16, BF16, F64)
+INF, NAN = float("inf"), float("nan")
+ENDED: dict[str, ag.Mask] = {"q_lengths": ag.QueryLengths(), "kv_lengths": ag.KeyLengths()}
+LENGTHS = {"q": "q_lengths", "do": "q_lengths", "k": "kv_lengths", "v": "kv_lengths"}
+EXAMPLES = settings().max_examples
+FEW = max(1, EXAMPLES // 10) if CPU.interprets else EXAMPLES  # each is interpreted
+Tensor = torch.Tensor
+Options = dict[str, Any]  # Any: options of `attention`
+
+
+BESIDE: tuple[Options, ...] = (
+    {"soft_cap": 5.0},
+    {"sinks": SPEC((4,), F32)},
+    {"dropout": 0.3},
+    {"mask": ag.Causal("bottom_right")},
+    {"mask": ag.Causal("top_left") | ag.Prefix(3)},
+    {"bias": SPEC((4, 4, 16, 40), F32)},
+)
+SIZES = (  # of which every way of tiling takes some
+    Shape(3, 8, 8, 1, 256, 16, 16),
+    Shape(1, 8, 2, 4, 2048, 128, 128),
+    Shape(3, 4, 2, 130, 300, 32, 32),
+    Shape(4, 8, 8, 1, 2048, 64, 64),
+    Shape(2, 4, 2, 5, 9, 8, 16),
+    Shape(64, 2, 1, 2, 17, 8, 8),
+)
+
+
+@frozen
+class Case:
+    """A graph with lengths. ends: those of queries and of keys that it has, by name."""
+
+    graph: ag.Graph
+    ends: Mapping[str, Tensor]
+    seed: int
+
+    def spoil(self, name: str, x: Tensor, value: float) -> Tensor:
+        """x [B,.,L,.], an operand or a tangent of it, with a value in its absent rows."""
+        ended = self.ends.get(LENGTHS.get(name.removeprefix("t"), ""))
+        for b, n in enumerate(() if ended is None else ended.tolist()):
+            x[b, :, n:] = value
+        return x
+
+    def tensors(self, value: float) -> list[Tensor]:
+        """Operands, made anew, with a value in absent rows of q, k and v."""
+        named = zip(self.graph.inputs, tensors_for(self.graph, self.seed), strict=True)
+        return [self.ends.get(i.name, self.spoil(i.name, x, value)) for i, x in named]
+
+    def cotangents(self, value: float) -> list[Tensor | None]:
+        """One for each output that has a gradient, with a value in absent rows of do."""
+        first, *rest = cotangents_for(self.graph, self.seed)
+        return [self.spoil("do", first, value), *rest]
+
+    def derived(self, graph: ag.Graph, value: float) -> list[Tensor]:
+        """The operands of a graph that derives this one; what it reads besides is drawn."""
+        own = {i.name: x for i, x in zip(self.graph.inputs, self.tensors(value), strict=True)}
+        random, made = torch.Generator().manual_seed(self.seed), list[Tensor]()
+        for i in graph.inputs:
+            drawn = torch.randn(i.spec.shape, generator=random, dtype=F64).to(i.spec.dtype)
+            laid = own[i.name] if i.name in own else lay_like(drawn, i.spec)
+            made.append(self.spoil(i.name, laid, value))
+        return made
+
+
+def lies_apart(spec: SPEC) -> bool:
+    """Whether no two elements share a place, so that each row can be written."""
+    return absent.lies_apart(torch.empty_strided(spec.shape, spec.strides, device="meta"))
+
+
+def make_case(
+    size: Shape, dtype: torch.dtype, options: Options, ends: Mapping[str, tuple[int, ...]],
+    seed: int, laid: Sequence[SPEC] = (),
+) -> Case:  # fmt: skip
+    """An attention with lengths, which are laid out anyhow."""
+    random = torch.Generator().manual_seed(seed)
+    own = {n: lay_anyhow(torch.tensor(x, dtype=torch.int32), random) for n, x in ends.items()}
+    given = laid or [SPEC(x, dtype) for x in (size.q, size.k, size.v)]
+    leaves: list[ag.Mask] = [ENDED[n] for n in own]
+    given_mask = [options["mask"]] if options.get("mask") is not None else []
+    mask = reduce(and_, (*given_mask, *leaves))  # beside any other part that reads lengths
+    options = options | {n: SPEC.like(x) for n, x in own.items()} | {"mask": mask}
+    return Case(ag.attention(*given, **options), own, seed)
+
+
+@st.composite
+def cases(draw: DrawFn) -> Case:
+    """Any masks, modifiers, sinks, dropout, statistics and layouts, with lengths."""
+    drawn = shapes(most=80, heads=4) if CPU.interprets else shapes()
+    size, dtype = draw(drawn), draw(st.sampled_from(KINDS))
+    options = draw(mask_options(size)) | draw(score_options(size, dtype))
+    options["stats"] = draw(st.booleans())
+    names = draw(st.sets(st.sampled_from(("q_lengths", "kv_lengths")), min_size=1))
+    most = {"q_lengths": size.M, "kv_lengths": size.N}
+    ends = {n: tuple(draw(st.integers(0, most[n])) for _ in range(size.B)) for n in sorted(names)}
+    laid = [draw(specs(x, dtype).filter(lies_apart)) for x in (size.q, size.k, size.v)]
+    return make_case(size, dtype, options, ends, draw(seeds), laid)
+
+
+def compiled(graph: ag.Graph) -> ag.Plan:
+    """The plan of the backend that is tested; a graph that it refuses is not drawn."""
+    try:
+        return ag.compile(graph, target=CPU, backends=(BACKEND,))
+    except ag.NoBackendError as error:
+        refused(error)
+
+
+def are_same(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> bool:
+    """Whether all have the same bits; one NaN is any other."""
+    pairs = zip(xs, ys, strict=True)
+    return all(torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)) for x, y in pairs) and all(
+        torch.equal(x.isnan(), y.isnan()) for x, y in zip(xs, ys, strict=True)
+    )
+
+
+def every_result(case: Case, plan: ag.Plan, value: float) -> list[Tensor]:
+    """What a plan gives where nothing is saved, where something is, and its gradients."""
+    tensors = case.tensors(value)
+    gradients = run_gradients(plan, tensors, case.cotangents(value))
+    return [*run_plan(plan, tensors), *gradients.values()]
+
+
+def check_case(case: Case) -> None:
+    """A value in absent rows gives the bits that zeros give, forward and backward."""
+    plan = compiled(case.graph)
+    due = every_result(case, plan, 0.0)
+    for value in (NAN, INF, -INF):
+        assert are_same(every_result(case, plan, value), due), f"{value}: {plan.graph}"
+
+
+def issue(dtype: torch.dtype, M: int, N: int, **options: Any) -> Case:
+    """A cache that is partly filled, and queries that are partly there."""
+    size = Shape(4, 4, 2, M, N, 8, 8)
+    ends = {"kv_lengths": (N // 2, 0, N, 3), "q_lengths": (M, M // 2, 1, 0)}
+    return make_case(size, dtype, options, ends, 5)
+
+
+@given(case=cases())
+@settings(max_examples=FEW)
+def test_absent_rows_are_never_seen(case: Case) -> None:
+    check_case(case)
+
+
+@pytest.mark.parametrize("N", [40, 64, 200])
+@pytest.mark.parametrize("M", [1, 16, 64])
+@pytest.mark.parametrize("dtype", KINDS)
+def test_absent_rows_of_tiles(dtype: torch.dtype, M: int, N: int) -> None:
+    if CPU.interprets and M * N > 2**10 and dtype != F16:
+        pytest.skip("the interpreter is slow")
+    check_case(issue(dtype, M, N))
+
+
+@pytest.mark.parametrize("options", BESIDE)
+@pytest.mark.parametrize("dtype", KINDS[:2])
+def test_absent_rows_beside_other_steps(dtype: torch.dtype, options: Options) -> None:
+    check_case(issue(dtype, 16, 40, **options))
+
+
+@pytest.mark.skipif(CPU.interprets, reason="tiles of the CPU")
+@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("share", [0.2, 0.6])
+def test_absent_rows_of_every_way_of_tiling(sizes: Shape, dtype: torch.dtype, share: float) -> None:
+    """One query and many, small entries and large, caches mostly empty and mostly full."""
+    lengths = tuple(int(sizes.N * share) + b % 3 for b in range(sizes.B))
+    check_case(make_case(sizes, dtype, {}, {"kv_lengths": lengths}, 4))
+
+
+@given(case=cases())
+@settings(max_examples=max(1, FEW // 2))
+@example(issue(F32, 16, 40))
+@example(issue(F32, 5, 40, soft_cap=3.0, sinks=SPEC((4,), F32)))
+def test_absent_rows_are_never_seen_by_derivatives_of_higher_order(case: Case) -> None:
+    forward, backward = ag.vjp(case.graph)
+    for graph in (ag.jvp(forward), ag.jvp(backward), ag.vjp(backward)[1]):
+        plan = compiled(graph)
+        due = run_plan(plan, case.derived(graph, 0.0))
+        for value in (NAN, INF):
+            assert are_same(run_plan(plan, case.derived(graph, value)), due), f"{value}: {graph}"
+
+
+# Packed tensors and pages
+
+
+def fill(x: Tensor, value: float) -> Tensor:
+    """A tensor with a value where it is NaN, laid out alike."""
+    if not x.is_floating_point():
+        return x
+    return lay_like(x.where(~x.isnan(), value), SPEC.like(x))
+
+
+def check_spoilt(plan: ag.Plan, tensors: Sequence[Tensor], cotangents: Sequence[Any]) -> None:
+    """NaN and Inf in rows of none give the bits that zeros give."""
+    results = list[list[Tensor]]()
+    for value in (0.0, NAN, INF):
+        given = [fill(x, value) for x in tensors]
+        do = [None if x is None else fill(x, value) for x in cotangents]
+        results.append([*run_plan(plan, given), *run_gradients(plan, given, do).values()])
+    assert are_same(results[1], results[0])
+    assert are_same(results[2], results[0])
+
+
+KIND = st.sampled_from(KINDS)
+
+
+@given(case=KIND.flatmap(lambda kind: test_packed.cases(dtype=kind)), seed=seeds)
+@settings(max_examples=max(1, FEW // 2))
+def test_rows_of_no_sequence_are_never_seen(case: test_packed.Case, seed: int) -> None:
+    plan = compiled(case.packed)
+    cotangents = test_packed.draw_cotangents(plan.graph, case.batch, seed)
+    check_spoilt(plan, case.packed_tensors, cotangents)
+
+
+@given(case=KIND.flatmap(lambda kind: test_paged.cases(dtype=kind)), seed=seeds)
+@settings(max_examples=max(1, FEW // 2))
+def test_unused_rows_of_pages_are_never_seen(case: test_paged.Case, seed: int) -> None:
+    plan = compiled(case.graph)
+    check_spoilt(plan, case.inputs, test_paged.draw_cotangents(plan, seed))
