@@ -14,7 +14,6 @@ from attn_graph.kernels.common import (
     count_parts,
     count_tiles,
     dropout_keeps_tile,
-    ends_of,
     even_length,
     full_tile,
     head_and_part,
@@ -24,6 +23,7 @@ from attn_graph.kernels.common import (
     mixed_tile,
     modify_scores,
     place_program,
+    present_sizes,
     round_to,
     rows_of,
     store_rows,
@@ -174,7 +174,7 @@ def query_gradient(
     if PARTED:
         line = line_at(q_starts_ptr, b, h, H, row, M, T)
     key, N = length_of(kv_starts_ptr, kv_lengths_ptr, kv_steps, b, T_KEYS, N)
-    rows, keys = ends_of(b, M, N, data, numbers, ENDS)
+    rows, keys = present_sizes(b, M, N, data, numbers, ENDS)
     pages = tl.cast(b, tl.int64) * pages_stride, kv_steps[2]
     first = block * BLOCK_M
     i = (first + tl.arange(0, BLOCK_M))[:, None]
@@ -297,7 +297,7 @@ def key_gradient(
     if q_starts_ptr is not None:
         row, M = sequence_at(q_starts_ptr, q_lengths_ptr, q_steps, b, T, M)
         line, length = tl.cast(row, tl.int64), T
-    rows, keys = ends_of(b, M, N, data, numbers, ENDS)
+    rows, keys = present_sizes(b, M, N, data, numbers, ENDS)
     g = part // sums
     split, piece = head_and_part(part % sums, PARTS, PARTED)
     each = tl.cdiv(GROUP, SPLITS)

@@ -14,13 +14,13 @@ from attn_graph.kernels.common import (
     SIZES,
     count_tiles,
     dropout_keeps_tile,
-    ends_of,
     even_length,
     head_ptr,
     key_tiles,
     list_at,
     listed_block,
     place_program,
+    present_sizes,
     round_to,
     rows_of,
     tile_bounds,
@@ -44,7 +44,7 @@ def contribution(
     i = (query + tl.arange(0, BLOCK_M))[:, None]
     j = (key + tl.arange(0, BLOCK_N))[None, :]
     g = h // GROUP
-    rows, keys = ends_of(b, M, N, data, numbers, ENDS)
+    rows, keys = present_sizes(b, M, N, data, numbers, ENDS)
     q = rows_of(q_ptr, q_strides, b, h, query, rows, D, BLOCK_M, WIDTH_D, UPCAST)
     k = rows_of(k_ptr, k_strides, b, g, key, keys, D, BLOCK_N, WIDTH_D, UPCAST)
     v = rows_of(v_ptr, v_strides, b, g, key, keys, E, BLOCK_N, WIDTH_E, UPCAST)

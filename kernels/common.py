@@ -284,7 +284,7 @@ def strip_of(b, M, N, data, numbers, STRIP: tl.constexpr):
 
 
 @triton.jit
-def ends_of(b, M, N, data, numbers, ENDS: tl.constexpr):
+def present_sizes(b, M, N, data, numbers, ENDS: tl.constexpr):
     """The queries and keys of batch entry b that there are of M and N: those before its lengths."""
     rows, keys = M, N
     if ENDS is not None:

@@ -12,13 +12,13 @@ from attn_graph.kernels.common import (
     LN2,
     LOG2E,
     SIZES,
-    ends_of,
     even_length,
     head_ptr,
     key_tiles,
     line_of,
     mixed_tile,
     place_program,
+    present_sizes,
     store_rows,
 )
 from attn_graph.kernels.forward import attend, store_statistic
@@ -54,7 +54,7 @@ def split_forward(
     col = tl.arange(0, WIDTH_D)[None, :]
     at = head_ptr(q_ptr, q_strides, b, 0) + h.to(tl.int64) * q_strides[1] + i * q_strides[2]
     key, N = length_of(kv_starts_ptr, kv_lengths_ptr, kv_steps, b, T_KEYS, N)
-    rows, keys = ends_of(b, M, N, data, numbers, ENDS)
+    rows, keys = present_sizes(b, M, N, data, numbers, ENDS)
     read = there[:, None] & (i < rows)
     q = tl.load(at + col * q_strides[3], mask=read & (col < D), other=0.0)
     if UPCAST and q_ptr.dtype.element_ty == tl.bfloat16:

@@ -10,11 +10,11 @@ from attn_graph.kernels.common import (
     count_parts,
     count_tiles,
     dropout_keeps_tile,
-    ends_of,
     even_length,
     full_tile,
     head_and_part,
     mixed_tile,
+    present_sizes,
     round_to,
     softmax_step,
     store_rows,
@@ -70,7 +70,7 @@ def forward(
     )  # fmt: skip
     h, part = head_and_part(head, PARTS, PARTED)
     key, N = length_of(kv_starts_ptr, kv_lengths_ptr, kv_steps, b, T_KEYS, N)
-    rows, keys = ends_of(b, M, N, data, numbers, ENDS)
+    rows, keys = present_sizes(b, M, N, data, numbers, ENDS)
     pages = tl.cast(b, tl.int64) * pages_stride, kv_steps[2]
     first = block * BLOCK_M
     i = (first + tl.arange(0, BLOCK_M))[:, None]

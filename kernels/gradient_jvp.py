@@ -15,7 +15,6 @@ from attn_graph.kernels.common import (
     SIZES,
     count_tiles,
     dropout_keeps_tile,
-    ends_of,
     even_length,
     full_tile,
     head_ptr,
@@ -25,6 +24,7 @@ from attn_graph.kernels.common import (
     mixed_tile,
     modify_scores,
     place_program,
+    present_sizes,
     round_to,
     rows_at,
     rows_of,
@@ -179,7 +179,7 @@ def push_query_gradient(
     N = even_length(N, EVEN)
     place, h, b = place_program(tl.cdiv(M, BLOCK_M), H, TOGETHER, LAST_FIRST)
     block = listed_block(place, lists_ptr, lists_strides, LISTED)
-    rows, keys = ends_of(b, M, N, data, numbers, ENDS)
+    rows, keys = present_sizes(b, M, N, data, numbers, ENDS)
     first = block * BLOCK_M
     i = (first + tl.arange(0, BLOCK_M))[:, None]
     row = (tl.cast(b, tl.int64) * H + h) * M
@@ -295,7 +295,7 @@ def push_key_gradient(
     block = listed_block(place, lists_ptr, lists_strides, LISTED)
     g, split = part // SPLITS, part % SPLITS
     each = tl.cdiv(GROUP, SPLITS)
-    rows, keys = ends_of(b, M, N, data, numbers, ENDS)
+    rows, keys = present_sizes(b, M, N, data, numbers, ENDS)
     first = block * BLOCK_N
     j = (first + tl.arange(0, BLOCK_N))[:, None]
     k = rows_of(k_ptr, k_strides, b, g, first, keys, D, BLOCK_N, WIDTH_D, UPCAST)

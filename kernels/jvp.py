@@ -18,7 +18,6 @@ from attn_graph.kernels.common import (
     SIZES,
     count_tiles,
     dropout_keeps_tile,
-    ends_of,
     even_length,
     full_tile,
     head_ptr,
@@ -27,6 +26,7 @@ from attn_graph.kernels.common import (
     listed_block,
     mixed_tile,
     place_program,
+    present_sizes,
     round_to,
     rows_at,
     rows_of,
@@ -58,7 +58,7 @@ def push(
     N = even_length(N, EVEN)
     place, h, b = place_program(tl.cdiv(M, BLOCK_M), H, TOGETHER, LAST_FIRST)
     block = listed_block(place, lists_ptr, lists_strides, LISTED)
-    rows, keys = ends_of(b, M, N, data, numbers, ENDS)
+    rows, keys = present_sizes(b, M, N, data, numbers, ENDS)
     first, line = block * BLOCK_M, line_of(b, h, H, M)
     i = (first + tl.arange(0, BLOCK_M))[:, None]
     q = rows_of(q_ptr, q_strides, b, h, first, rows, D, BLOCK_M, WIDTH_D, UPCAST)

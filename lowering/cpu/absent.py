@@ -32,7 +32,7 @@ Reach = Callable[[Tensors, Sequence[int]], int]  # operands, lengths -> how many
 
 @final
 @frozen(eq=False)
-class Side:
+class EndedRows:
     """What one kind of lengths ends, of keys or of queries. lengths: the number of their operand.
     ended: those of the operands [B,.,L,.] whose rows they end. reach: how many of these a call
     reads; None: all."""
@@ -45,7 +45,7 @@ class Side:
     def dirty(self, operands: Tensors) -> Sequence[int]:
         """The operands that have NaN or Inf in rows that are read and absent, or may have."""
         first, lengths = operands[self.ended[0]], operands[self.lengths]
-        if not is_known(first):
+        if not has_numbers(first):
             return self.ended
         counts: list[int] = lengths.tolist()
         stop = first.shape[2] if self.reach is None else self.reach(operands, counts)
@@ -59,7 +59,7 @@ class Side:
 class Ends:
     """The rows of operands that lengths end. bytes: of copies of all such operands."""
 
-    sides: tuple[Side, ...]
+    sides: tuple[EndedRows, ...]
     bytes: int
 
     @classmethod
@@ -70,7 +70,7 @@ class Ends:
         assert node is not None
         parts, lying = and_parts(node.mask), sides_of(op)
         sides = tuple(
-            Side(
+            EndedRows(
                 side == "keys",
                 node.roles.index(LENGTHS[side]),
                 tuple(n for n, x in enumerate(lying) if x == side and len(specs[n].shape) == 4),
@@ -115,7 +115,7 @@ def clear_first(ends: Ends, work: Work, operands: Tensors, scratch: Rooms) -> Te
 def clear_after(ends: Ends, work: Work, operands: Tensors, scratch: Rooms) -> Tensors:
     """The same of a forward in which no step drops NaN: absent rows are looked at, and it is run
     again, where o is not finite."""
-    if is_known(operands[0]):
+    if has_numbers(operands[0]):
         results = work(operands, scratch)
         if is_finite(results[0]) or (cleared := ends.clear(operands)) is operands:
             return results
@@ -124,7 +124,7 @@ def clear_after(ends: Ends, work: Work, operands: Tensors, scratch: Rooms) -> Te
     return clear_first(ends, work, operands, scratch)
 
 
-def is_known(x: torch.Tensor) -> bool:
+def has_numbers(x: torch.Tensor) -> bool:
     """Whether a call's numbers may be read."""
     return type(x) is torch.Tensor and x.is_cpu and not is_traced()
 
@@ -159,7 +159,7 @@ def clear_rows(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
 def copy_alike(x: torch.Tensor) -> torch.Tensor:
     """A copy with the same strides that begins as far off a boundary: BLAS may round otherwise by
     how a matrix lies. In C order where elements share places."""
-    if not is_known(x) or not lies_apart(x):
+    if not has_numbers(x) or not lies_apart(x):
         return x.clone(memory_format=torch.contiguous_format)
     size = x.itemsize
     room = x.new_empty(extent(TensorSpec.like(x)) + BOUNDARY // size)

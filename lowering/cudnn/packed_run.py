@@ -176,7 +176,7 @@ class CudnnPackedRun:
         if side in self.sequences.gapless:
             return (row >= starts[0]) & (row < starts[-1])
         lengths = x[LENGTHS[side]]
-        last = torch.searchsorted(starts, row, right=True) - 1
+        last = torch.searchsorted(starts.contiguous(), row, right=True) - 1
         entry = last.clamp(0, self.problem.B - 1)
         return (row >= starts[entry]) & (row < starts[entry] + lengths[entry])
 

@@ -172,6 +172,10 @@ ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"like": {"k": TensorSpec((2, 2, 256, 64), HALF, (2 * 256 * 68, 256 * 68, 68, 1))}},
         {},
     ),
+    "ended_broadcast": (
+        {**ENDED, "like": {"k": TensorSpec((2, 2, 256, 64), HALF, (0, 256 * 64, 64, 1))}},
+        {},
+    ),
     "query_lengths": (
         {"mask": QueryLengths(), "data": [TensorSpec((2,), torch.int32)]},
         {},

@@ -186,8 +186,25 @@ def test_lengths_are_read_where_they_lie_if_cudnn_can() -> None:
         graph = simplify(ag.attention(X, X, X, kv_lengths=ag.TensorSpec((2,), dtype)))
         run = modelled(graph)
         said = ("kv_lengths is copied to a dense i32 at each call",)
-        assert run_notes(run.problem, graph) == said * told
-        assert temporary_bytes(run.call, run.problem, graph) == 8 * told
+        ended = ("k and v are copied, 1.5 KiB, with 0 past their lengths",)
+        assert run_notes(run.problem, graph) == said * told + ended
+        assert temporary_bytes(run.call, run.problem, graph) == 8 * told + 2 * X.type.bytes
+
+
+def test_cudnn_is_given_no_row_past_a_length() -> None:
+    """NaN there reaches neither o nor gradients, which are those of zeros."""
+    lengths = torch.tensor([3, 6], dtype=torch.int32)
+    graph = ag.attention(X, X, X, kv_lengths=ag.TensorSpec.like(lengths))
+    forward, found = simplify(graph), []
+    (do,) = cotangents_for(forward, 1)
+    for value in (0.0, torch.nan):
+        q, k, v = (aligned(x) for x in tensors_for(graph, 1)[:3])
+        for x in (k, v):
+            x[0, :, 3:] = value
+        o, lse = modelled(forward).forward(q, k, v, lengths)[1]
+        back, _ = gradient_of(forward, do)
+        found.append((o, lse, *modelled(back).backward(q, k, v, lengths, o, lse, do)[0]))
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
 
 
 def test_gradients_that_nobody_asked_for_are_counted() -> None:
@@ -317,7 +334,10 @@ def test_do_and_lse_are_cleared_where_lengths_may_hide_rows_which_is_told() -> N
     assert all(g.isfinite().all() for g in found)
     assert torch.equal(seen[0]["do"], do.masked_fill(lse[..., None] == -torch.inf, 0))
     assert (seen[0]["lse"][0] == torch.inf).all()
-    assert run_notes(run.problem, back) == ("do is copied, 768 B, with 0 in rows that see nothing",)
-    assert temporary_bytes(run.call, run.problem, back) == X.type.bytes + 4 * lse.numel()
+    assert run_notes(run.problem, back) == (
+        "do is copied, 768 B, with 0 in rows that see nothing",
+        "k and v are copied, 1.5 KiB, with 0 past their lengths",
+    )
+    assert temporary_bytes(run.call, run.problem, back) == 3 * X.type.bytes + 4 * lse.numel()
     whole, _ = gradient_of(simplify(ag.attention(X, X, X)), do)
     assert "with 0" not in "".join(run_notes(modelled(whole).problem, whole))

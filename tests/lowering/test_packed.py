@@ -88,16 +88,16 @@ def cases(draw: DrawFn, dtype: torch.dtype | None = None, stats: Any = None) -> 
 
 def make_case(
     batch: Batch, shape: Shape, kind: torch.dtype, dims: dict[str, tuple[int, int, int]],
-    options: dict[str, Any], seed: int,
+    options: dict[str, Any], seed: int, *, anyhow: bool = True,
 ) -> Case:  # fmt: skip
-    """The two graphs, and tensors for both."""
+    """The two graphs, and tensors for both. anyhow: whether starts and lengths have gaps."""
     random = torch.Generator().manual_seed(seed)
     B = len(batch.rows)
     packed = [SPEC((batch.total(s), h, d), kind) for s, h, d in dims.values()]
     padded = [SPEC((B, h, batch.most[s], d), kind) for s, h, d in dims.values()]
     places = {"q_starts": batch.starts(0), "kv_starts": batch.starts(1)}
     places |= {"q_lengths": batch.lengths(0), "kv_lengths": batch.lengths(1)}
-    places = lay_places(places, seed)
+    places = lay_places(places, seed) if anyhow else places
     ends: dict[str, Any] = {name: SPEC.like(places[name]) for name in m.LENGTHS}
     where = {name: SPEC.like(places[name]) for name in ("q_starts", "kv_starts")}
     mask = options.get("mask")
