@@ -344,11 +344,9 @@ def ready_tiles(tiles: Tiles, ends: Ends | None, options: Options) -> Ready:
     lease = partial(lease_rooms, scratch=tiles.scratch, workspace=options.workspace)
     work, leaner = works_of(tiles)
     if ends is not None:
-        clear = (
-            clear_after if isinstance(tiles, RowTiles) and not tiles.problem.grad else clear_first
-        )
-        ends = ends.reaching(reach_of(tiles))
-        work, leaner = (f and partial(clear, ends, f) for f in (work, leaner))
+        after = isinstance(tiles, RowTiles) and not tiles.problem.grad
+        clear = partial(clear_after if after else clear_first, ends.reaching(reach_of(tiles)))
+        work, leaner = partial(clear, work), None if leaner is None else partial(clear, leaner)
     call = lease(work)
     return call, call if leaner is None else lease(leaner)
 

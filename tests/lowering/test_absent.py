@@ -40,6 +40,7 @@ SPEC = ag.TensorSpec
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 KINDS = (F32, F16, BF16) if CPU.interprets else (F32, F16, BF16, F64)
 INF, NAN = float("inf"), float("nan")
+VALUES = (NAN, INF) if CPU.interprets else (NAN, INF, -INF)
 ENDED: dict[str, ag.Mask] = {"q_lengths": ag.QueryLengths(), "kv_lengths": ag.KeyLengths()}
 LENGTHS = {"q": "q_lengths", "do": "q_lengths", "k": "kv_lengths", "v": "kv_lengths"}
 EXAMPLES = settings().max_examples
@@ -50,11 +51,11 @@ Options = dict[str, Any]  # Any: options of `attention`
 
 BESIDE: tuple[Options, ...] = (
     {"soft_cap": 5.0},
-    {"sinks": SPEC((4,), F32)},
+    {"sinks": SPEC((2,), F32)},
     {"dropout": 0.3},
     {"mask": ag.Causal("bottom_right")},
     {"mask": ag.Causal("top_left") | ag.Prefix(3)},
-    {"bias": SPEC((4, 4, 16, 40), F32)},
+    {"bias": SPEC((4, 2, 16, 40), F32)},
 )
 SIZES = (  # of which every way of tiling takes some
     Shape(3, 8, 8, 1, 256, 16, 16),
@@ -94,6 +95,9 @@ class Case:
     def derived(self, graph: ag.Graph, value: float) -> list[Tensor]:
         """The operands of a graph that derives this one; what it reads besides is drawn."""
         own = {i.name: x for i, x in zip(self.graph.inputs, self.tensors(value), strict=True)}
+        saved = ag.vjp(self.graph)[0]
+        results = run_plan(compiled(saved), self.tensors(0.0))
+        own |= dict(zip(saved.result_names, results, strict=True))
         random, made = torch.Generator().manual_seed(self.seed), list[Tensor]()
         for i in graph.inputs:
             drawn = torch.randn(i.spec.shape, generator=random, dtype=F64).to(i.spec.dtype)
@@ -163,13 +167,13 @@ def check_case(case: Case) -> None:
     """A value in absent rows gives the bits that zeros give, forward and backward."""
     plan = compiled(case.graph)
     due = every_result(case, plan, 0.0)
-    for value in (NAN, INF, -INF):
+    for value in VALUES:
         assert are_same(every_result(case, plan, value), due), f"{value}: {plan.graph}"
 
 
 def issue(dtype: torch.dtype, M: int, N: int, **options: Any) -> Case:
     """A cache that is partly filled, and queries that are partly there."""
-    size = Shape(4, 4, 2, M, N, 8, 8)
+    size = Shape(4, 2, 1, M, N, 8, 8)
     ends = {"kv_lengths": (N // 2, 0, N, 3), "q_lengths": (M, M // 2, 1, 0)}
     return make_case(size, dtype, options, ends, 5)
 
@@ -184,8 +188,8 @@ def test_absent_rows_are_never_seen(case: Case) -> None:
 @pytest.mark.parametrize("M", [1, 16, 64])
 @pytest.mark.parametrize("dtype", KINDS)
 def test_absent_rows_of_tiles(dtype: torch.dtype, M: int, N: int) -> None:
-    if CPU.interprets and M * N > 2**10 and dtype != F16:
-        pytest.skip("the interpreter is slow")
+    if CPU.interprets and M * N > 2**10 and dtype != KINDS[(M + N) % 3]:
+        pytest.skip("the interpreter is slow: each size in one dtype")
     check_case(issue(dtype, M, N))
 
 
@@ -208,7 +212,7 @@ def test_absent_rows_of_every_way_of_tiling(sizes: Shape, dtype: torch.dtype, sh
 @given(case=cases())
 @settings(max_examples=max(1, FEW // 2))
 @example(issue(F32, 16, 40))
-@example(issue(F32, 5, 40, soft_cap=3.0, sinks=SPEC((4,), F32)))
+@example(issue(BF16, 5, 40, soft_cap=3.0, sinks=SPEC((2,), F32)))
 def test_absent_rows_are_never_seen_by_derivatives_of_higher_order(case: Case) -> None:
     forward, backward = ag.vjp(case.graph)
     for graph in (ag.jvp(forward), ag.jvp(backward), ag.vjp(backward)[1]):
