@@ -108,8 +108,13 @@ def move_modifier(modifier: Modifier, box: Box) -> Modifier:
     )
 
 
-def move_alibi(alibi: Alibi, box: Box) -> Addend:
-    """ALiBi as a term: its distances count from the whole's diagonal, its slopes are a tensor."""
+def move_alibi(alibi: Alibi, box: Box) -> Modifier:
+    """ALiBi as a term: its distances count from the whole's diagonal, its slopes are a tensor.
+
+    A box of all queries and keys has that diagonal itself, and ALiBi with slopes says the same.
+    """
+    if box.has_all_positions:
+        return evolve(alibi, default=alibi.default and len(box.heads) == box.sizes[1])
     _, _, M, N = box.sizes
     ragged = alibi.ragged if alibi.align == "bottom_right" else ()
     shift = box.rows.start - box.keys.start

@@ -54,6 +54,12 @@ class Box:
         """How many batch entries, heads, queries and keys it has."""
         return len(self.batch), len(self.heads), len(self.rows), len(self.keys)
 
+    @property
+    def has_all_positions(self) -> bool:
+        """Whether it has all queries and keys, so that positions in it are those of the whole."""
+        _, _, M, N = self.sizes
+        return self.rows == range(M) and self.keys == range(N)
+
     def cut(self, x: torch.Tensor, axes: str) -> torch.Tensor:
         """A tensor's view of this box. axes: letters of "bhij"; an axis of size 1 stays."""
         full = dict(zip("bhij", self.sizes, strict=True))
@@ -78,6 +84,8 @@ def move_mask(mask: Mask, box: Box) -> Mask:
     match mask:
         case Join():
             return type(mask)(*(move_mask(x, box) for x in mask.parts))
+        case Band() if box.has_all_positions:
+            return mask
         case Band(low, high, ()):
             return Band(move_bound(low, shift), move_bound(high, shift))
         case Band():

@@ -10,6 +10,8 @@ from attrs import frozen
 
 from attn_graph.errors import PlanMismatchError
 from attn_graph.machine.tensors import is_distributed
+from attn_graph.mesh.layout import chunk, join_touching
+from attn_graph.mesh.sharded import AXES, Sharded, show_chunks
 from attn_graph.mesh.site import Site
 from attn_graph.spec import dense_strides, memory_order
 
@@ -18,8 +20,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
 Tensors = Mapping[str, torch.Tensor]
-RESULTS = {"o": "bhie"}  # the letters of results' axes; statistics have those of queries
-ROWS = "bhi"
 
 
 @final
@@ -33,19 +33,20 @@ class Wrapping:
     def wrap(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The rank's parts of the outputs as DTensors of the whole."""
         sharded = self.site.sharded
-        first = len(sharded.graph.inputs)
         return [
-            self.wrap_one(sharded.graph.types[n].shape, sharded.node.names[n - first], x)
-            for n, x in zip(sharded.graph.outputs, outputs, strict=True)
+            self.wrap_one(sharded.graph.types[n].shape, name, x)
+            for n, name, x in zip(sharded.graph.outputs, sharded.output_names, outputs, strict=True)
         ]
 
     def wrap_one(self, shape: Sequence[int], name: str, x: torch.Tensor) -> torch.Tensor:
         """One of them. shape: the whole's."""
         from torch.distributed.tensor import DTensor
 
-        places = expected_placement(self.site, shape, RESULTS.get(name, ROWS))
-        q = self.site.sharded.graph.inputs[self.site.sharded.eqn.args[0]].spec
-        order = memory_order(q) if name in RESULTS else range(len(shape))
+        sharded = self.site.sharded
+        axes = sharded.result_axes[name != "o"]
+        places = (expected_placement(sharded, shape, axes),)
+        q = sharded.graph.inputs[sharded.eqn.args[0]].spec
+        order = memory_order(q) if name == "o" else range(len(shape))
         return DTensor.from_local(
             x, self.mesh, places, run_check=False,
             shape=torch.Size(shape), stride=dense_strides(shape, order),
@@ -72,8 +73,9 @@ def placement_problems(site: Site, name: str, t: torch.Tensor | DTensor) -> Iter
     from torch.distributed import get_process_group_ranks
     from torch.distributed.tensor import DTensor
 
-    numbers = {i.name: n for n, i in enumerate(site.sharded.graph.inputs)}
-    shape = site.sharded.graph.types[numbers[name]].shape
+    sharded = site.sharded
+    numbers = {i.name: n for n, i in enumerate(sharded.graph.inputs)}
+    shape, axes = sharded.graph.types[numbers[name]].shape, sharded.axes[numbers[name]]
     if not isinstance(t, DTensor):
         yield f"{name}: expected a DTensor, as others are, got a plain tensor; distribute_tensor it"
         return
@@ -81,16 +83,35 @@ def placement_problems(site: Site, name: str, t: torch.Tensor | DTensor) -> Iter
     if t.device_mesh.mesh.tolist() != ranks:
         yield f"{name}: expected a mesh of the ranks {ranks}, got {t.device_mesh}"
         return
-    places = expected_placement(site, shape, site.sharded.axes[numbers[name]])
-    if t.placements != places:
-        yield f"{name}: expected placements {places}, got {t.placements}; redistribute it"
     if t.shape != shape:
         yield f"{name}: expected {[*shape]} in all, got {[*t.shape]}"
+        return
+    place = expected_placement(sharded, shape, axes)
+    if t.placements != (place,):
+        yield f"{name}: expected placements {(place,)}, got {t.placements}; redistribute it"
+    elif (axis := sharded.divided_axis(shape, axes)) is not None:
+        yield from cut_problems(sharded, name, shape, axes, axis)
 
 
-def expected_placement(site: Site, shape: Sequence[int], axes: str) -> tuple[Placement]:
+def cut_problems(
+    sharded: Sharded, name: str, shape: Sequence[int], axes: str, axis: int
+) -> Iterator[str]:
+    """Where a rank has other places of a divided axis than DTensors give it: all ranks say so."""
+    size, ranks = shape[axis], sharded.mesh.ranks
+    for rank, due in enumerate(chunk(size, ranks)):
+        own = sharded.parts(rank, shape, axes)[axis]
+        if join_touching(own) != join_touching([due]):
+            yield (
+                f"{name}: of {size} {AXES[axes[axis]]} rank {rank} has {show_chunks(own)} by "
+                f"{sharded.placement!r}, and {show_chunks([due])} of a DTensor of Shard({axis}); "
+                f"pass what split gives each rank, as plain tensors"
+            )
+            return
+
+
+def expected_placement(sharded: Sharded, shape: Sequence[int], axes: str) -> Placement:
     """Which axis of a tensor the ranks divide, as DTensors say it."""
     from torch.distributed.tensor import Replicate, Shard
 
-    axis = site.sharded.divided_axis(shape, axes)
-    return (Replicate() if axis is None else Shard(axis),)
+    axis = sharded.divided_axis(shape, axes)
+    return Replicate() if axis is None else Shard(axis)

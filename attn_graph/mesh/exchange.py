@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from itertools import accumulate, pairwise
 from math import prod
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import torch
 from attrs import frozen
@@ -40,8 +40,25 @@ class Transfer:
         return self.incoming
 
 
+@final
+@frozen(eq=False)
+class Line:
+    """How a plan reaches the other ranks of its group. tag: of all its messages, as `tag_of` says.
+
+    Groups that read tags, as gloo does, keep messages of different plans apart.
+    """
+
+    group: ProcessGroup
+    tag: int
+
+
+def tag_of(text: str) -> int:
+    """A number below 2^31 that tells what a text describes from almost all else."""
+    return int.from_bytes(sha256(text.encode()).digest()[:4], "big") >> 1
+
+
 def post(
-    group: ProcessGroup,
+    line: Line,
     outgoing: Mapping[int, torch.Tensor],
     sizes: Mapping[int, int],
     like: torch.Tensor,
@@ -55,9 +72,11 @@ def post(
 
     sends = {rank: x.contiguous() for rank, x in outgoing.items() if x.numel()}
     comes = {rank: like.new_empty(n) for rank, n in sizes.items() if n}
+    ways = [(dist.isend, sends), (dist.irecv, comes)]
     batch = [
-        *(dist.P2POp(dist.isend, as_bytes(x), group=group, group_peer=r) for r, x in sends.items()),
-        *(dist.P2POp(dist.irecv, as_bytes(x), group=group, group_peer=r) for r, x in comes.items()),
+        dist.P2POp(way, as_bytes(x), group=line.group, group_peer=rank, tag=line.tag)
+        for way, messages in ways
+        for rank, x in messages.items()
     ]
     works = dist.batch_isend_irecv(batch) if batch else []
     return Transfer(works, {r: like.new_empty(0) for r in sizes} | comes, sends)
@@ -68,9 +87,13 @@ def as_bytes(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.uint8)
 
 
-def pack(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Tensors of one dtype as one flat tensor."""
-    return torch.cat([x.reshape(-1) for x in tensors])
+def pack(tensors: Iterable[torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Tensors as one flat tensor, of a dtype, by default theirs; nothing else is allocated."""
+    given = [*tensors]
+    flat = given[0].new_empty(sum(x.numel() for x in given), dtype=dtype)
+    for place, x in zip(unpack(flat, [x.shape for x in given]), given, strict=True):
+        place.copy_(x)
+    return flat
 
 
 def unpack(flat: torch.Tensor, shapes: Sequence[Shape]) -> list[torch.Tensor]:
@@ -79,23 +102,36 @@ def unpack(flat: torch.Tensor, shapes: Sequence[Shape]) -> list[torch.Tensor]:
     return [flat[a:b].view(*x) for (a, b), x in zip(pairwise(ends), shapes, strict=True)]
 
 
-def compare_texts(group: ProcessGroup, text: str, device: torch.device) -> None:
-    """Raise GraphError, in every rank, unless all ranks have the same text.
+def compare_texts(
+    group: ProcessGroup, text: str, device: torch.device, fault: Exception | None = None
+) -> None:
+    """Raise GraphError, in every rank, unless all ranks have the same text and none has a fault.
 
-    Each sends 32 bytes; where they differ, each sends its text, and the error says two of them.
+    fault: why this rank does not compute; it returns then, for its caller to raise that. Each rank
+    sends 32 bytes; where they differ, each sends its text and its fault, and the error quotes them.
     """
     from torch import distributed as dist
 
-    own = sha256(text.encode()).digest()
-    mine = torch.tensor([*own], dtype=torch.uint8, device=device)
+    said = text, fault and str(fault)
+    mine = torch.tensor([*sha256(repr(said).encode()).digest()], dtype=torch.uint8, device=device)
     all_ = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(all_, mine, group=group)
     if all(torch.equal(x, mine) for x in all_):
         return
-    texts: list[Any] = [None] * group.size()  # Any: as torch declares it
-    dist.all_gather_object(texts, text, group=group)
-    other = next(n for n, x in enumerate(texts) if x != texts[0])
+    each: list[Any] = [None] * group.size()  # Any: as torch declares it
+    dist.all_gather_object(each, said, group=group)
+    if fault is None:
+        raise_difference(each)
+
+
+def raise_difference(said: Sequence[tuple[str, str | None]]) -> NoReturn:
+    """Raise GraphError for texts that differ, or for faults. said: both of each rank."""
+    for rank, (_, problem) in enumerate(said):
+        if problem:
+            raise GraphError(f"rank {rank} refused its call, so no rank computes: {problem}")
+    first, *texts = (text for text, _ in said)
+    other = next(n for n, text in enumerate(texts, 1) if text != first)
     raise GraphError(
-        f"ranks disagree about what they compute together\nrank 0: {texts[0]}\n"
-        f"rank {other}: {texts[other]}"
+        f"ranks disagree about what they compute together\nrank 0: {first}\n"
+        f"rank {other}: {texts[other - 1]}"
     )

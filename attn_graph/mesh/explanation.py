@@ -17,7 +17,7 @@ from attn_graph.mesh.results import Flow, Hop, Outlook, RankFigures
 from attn_graph.mesh.schedule import visits_of
 from attn_graph.mesh.sharded import Sharded
 from attn_graph.mesh.traffic import count, flow_between, heads_problem
-from attn_graph.spec import NAMES
+from attn_graph.spec import INF, NAMES
 
 # Bytes a second that one device sends while it receives as many, by data sheets.
 LINKS = {
@@ -31,11 +31,15 @@ NVLINKS = {80: 300e9, 90: 450e9, 100: 900e9}  # A100, H100 and H200, B200: half 
 
 def link_speed(link: str | float | None, target: Target) -> float | None:
     """Bytes a second, each way, of a link by its name. Raises GraphError for an unknown one."""
-    if link is None or isinstance(link, (int, float)):
+    if link is None:
+        return None
+    if isinstance(link, (int, float)):
+        if not 0 < link < INF or isinstance(link, bool):
+            raise GraphError(f"link {link!r} is not a number of bytes a second, which is above 0")
         return link
     if link == "nvlink" and target.sm in NVLINKS:
         return NVLINKS[target.sm]
-    if link not in LINKS:
+    if not isinstance(link, str) or link not in LINKS:
         known = ", ".join(LINKS)
         raise GraphError(
             f"link {link!r} of {target} is not known; known are {known}, nvlink of sm "
@@ -92,7 +96,7 @@ def list_figures(sharded: Sharded, target: Target, link: float | None) -> Iterat
     """The figures of each rank."""
     q, k, v = (sharded.graph.types[i] for i in sharded.eqn.args[:3])
     peak = target.peak(NAMES[q.dtype])
-    D, E = k.shape[3], v.shape[3]
+    D, E = k.shape[-1], v.shape[-1]
     widths = (2 * (D + E), 2 * (3 * D + 2 * E)) if sharded.graph.has_gradient else (2 * (D + E), 0)
     for rank, own in enumerate(sharded.holdings):
         hops = tuple(list_hops(sharded, rank))
@@ -110,12 +114,14 @@ def list_figures(sharded: Sharded, target: Target, link: float | None) -> Iterat
 def list_hops(sharded: Sharded, rank: int) -> Iterator[Hop]:
     """What a rank does, step by step; its own keys come first."""
     ranks = sharded.mesh.ranks
-    visits = {visit.step: visit for visit in visits_of(sharded, rank)}
+    visits = {visit.step: visit for visit in visits_of(sharded, rank) if sharded.method}
     for step in range(ranks):
         to, source = (rank + step) % ranks, (rank - step) % ranks
         there, here = hop_flows(sharded, rank, to, source) if step else (Flow(), Flow())
         pairs = 0
-        if sharded.method == "heads" and not step:
+        if sharded.method is None and not step:
+            pairs = count_box(sharded, sharded.own_box(rank))
+        elif sharded.method == "heads" and not step:
             pairs = heads_pairs(sharded, rank)
         elif sharded.method != "heads" and step in visits:
             pairs = sum(count_box(sharded, job.box) for job in visits[step].jobs)
@@ -143,9 +149,15 @@ def heads_pairs(sharded: Sharded, rank: int) -> int:
 
 
 def hop_buffers(sharded: Sharded, hops: Sequence[Hop]) -> int:
-    """Bytes of messages that a rank holds at once, at most: of two hops, or of all."""
-    each = [hop.sent.forward + hop.received.forward for hop in hops]
-    return sum(each) if sharded.method != "ring" else sum(sorted(each)[-2:])
+    """Bytes of messages that a rank holds at once in the forward, at most.
+
+    Under "ring" those of one hop, and what came in the one before; else all.
+    """
+    if sharded.method != "ring":
+        return sum(hop.sent.forward + hop.received.forward for hop in hops)
+    before = [0, *(hop.received.forward for hop in hops)]
+    pairs = zip(before, hops, strict=False)
+    return max(came + hop.sent.forward + hop.received.forward for came, hop in pairs)
 
 
 def add_times(

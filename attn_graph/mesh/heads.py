@@ -110,7 +110,7 @@ def swap(
     """Send each rank its flat tensor; what each sends, its own part among them."""
     others = {r: x for r, x in outgoing.items() if r != site.rank}
     sizes = {r: sum(map(torch.Size.numel, map(torch.Size, shapes[r]))) for r in others}
-    came = post(site.group, others, sizes, outgoing[site.rank]).wait()
+    came = post(site.line, others, sizes, outgoing[site.rank]).wait()
     flat = {r: came.get(r, outgoing[r]) for r in outgoing}
     return {r: unpack(flat[r], shapes[r]) for r in outgoing}
 
@@ -120,6 +120,24 @@ def attend_heads(site: Site, qkv: Tensors, inputs: Tensors) -> BoxCall:
     B, _, M, N = site.sharded.sizes
     box = Box(range(B), heads_of(site, site.rank)["q"], range(M), range(N), site.sharded.sizes)
     return site.attend(Job(box, range(M), range(N)), qkv, inputs)
+
+
+def prepare_heads(site: Site) -> None:
+    """Plan the rank's heads. Raises NoBackendError."""
+    inputs, own = site.empty_inputs(), heads_of(site, site.rank)
+    sizes = dict(zip("qk", site.sharded.sizes[2:], strict=True))
+    given = zip("qkk", (inputs[n] for n in site.sharded.eqn.args[:3]), strict=True)
+    shapes = ((x, (x.shape[0], len(own[kind]), sizes[kind], x.shape[3])) for kind, x in given)
+    attend_heads(site, [x.new_empty(shape) for x, shape in shapes], inputs)
+
+
+def head_shapes(site: Site) -> list[tuple[int, ...]]:
+    """The shapes of what `forward_heads` keeps."""
+    sharded, own = site.sharded, heads_of(site, site.rank)
+    q, k, v = (sharded.graph.types[n].shape for n in sharded.eqn.args[:3])
+    rows = q[0], len(own["q"]), q[2]
+    keys = [(k[0], len(own["k"]), k[2], x[3]) for x in (k, v)]
+    return [(*rows, q[3]), *keys, (*rows, v[3]), rows]
 
 
 def forward_heads(site: Site, inputs: Tensors) -> tuple[RowResults, Tensors]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
 from typing import Literal, final
@@ -70,14 +71,31 @@ def divide(size: int, parts: int, grain: int = 1) -> list[range]:
     return [range(a, b) for a, b in pairwise(ends)]
 
 
+def chunk(size: int, parts: int, grain: int = 1) -> list[range]:
+    """The same as PyTorch's chunk, and so its DTensors, divide: all but the last are equally long.
+
+    Ranges are empty where those before have everything.
+    """
+    each = max(1, -(-size // (parts * grain))) * grain
+    return [range(min(size, n * each), min(size, (n + 1) * each)) for n in range(parts)]
+
+
+def chunk_by_weight(weights: Sequence[int], parts: int) -> list[range]:
+    """Neighbours in parts of nearly the same weight: each belongs where its middle lies."""
+    whole, ends = max(1, sum(weights)), [*accumulate(weights, initial=0)]
+    owners = [(a + b) * parts // (2 * whole) for a, b in pairwise(ends)]
+    firsts = [bisect_left(owners, n) for n in range(parts)]
+    return [range(a, b) for a, b in pairwise([*firsts, len(weights)])]
+
+
 def join_touching(chunks: Iterable[range]) -> Ranges:
     """Chunks in their order, without empty ones; those that touch are one."""
     out: list[range] = []
-    for chunk in sorted((c for c in chunks if c), key=lambda c: c.start):
-        if out and out[-1].stop == chunk.start:
-            out[-1] = range(out[-1].start, chunk.stop)
+    for own in sorted((c for c in chunks if c), key=lambda c: c.start):
+        if out and out[-1].stop == own.start:
+            out[-1] = range(out[-1].start, own.stop)
         else:
-            out.append(chunk)
+            out.append(own)
     return tuple(out)
 
 
@@ -89,7 +107,7 @@ def divide_heads(H: int, G: int, ranks: int) -> list[tuple[range, range]]:
     """
     each = H // max(1, G)
     if ranks <= G or not G:
-        return [(range(g.start * each, g.stop * each), g) for g in divide(G, ranks)]
+        return [(range(g.start * each, g.stop * each), g) for g in chunk(G, ranks)]
     return [
         (range(group * each + own.start, group * each + own.stop), range(group, group + bool(own)))
         for group, sharing in enumerate(divide(ranks, G))
@@ -105,7 +123,7 @@ def zigzag(size: int, ranks: int, grain: int = 1) -> list[Ranges]:
 
 def contiguous(size: int, ranks: int, grain: int = 1) -> list[Ranges]:
     """Rank r has chunk r of R."""
-    return [join_touching([chunk]) for chunk in divide(size, ranks, grain)]
+    return [join_touching([own]) for own in chunk(size, ranks, grain)]
 
 
 def balance(work: Sequence[int]) -> float:
@@ -136,7 +154,7 @@ def balance_chunks(size: int, ranks: int, weigh: Weigh, grain: int = 1) -> list[
 def judge(chunks: list[Ranges], weigh: Weigh) -> tuple[float, list[Ranges]]:
     """A layout behind its balance."""
     ends = [0, *accumulate(map(len, chunks))]
-    weights = weigh([chunk for own in chunks for chunk in own])
+    weights = weigh([piece for own in chunks for piece in own])
     return balance([sum(weights[a:b]) for a, b in pairwise(ends)]), chunks
 
 

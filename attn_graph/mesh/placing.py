@@ -2,38 +2,91 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
+import torch
 from attrs import evolve
 
+from attn_graph.errors import GraphError, PlanMismatchError
+from attn_graph.ir.packing import list_sequences
 from attn_graph.mesh.counts import count_seen
 from attn_graph.mesh.layout import (
     Holding,
     Ranges,
     balance_chunks,
+    chunk,
+    chunk_by_weight,
     contiguous,
-    divide,
     divide_heads,
     zigzag,
 )
-from attn_graph.mesh.sharded import Sharded
+from attn_graph.mesh.sharded import STARTS, Sharded
 
 
 def place_ranks(whole: Sharded) -> Iterator[Holding]:
-    """What each rank has."""
-    (B, H, M, N), ranks = whole.sizes, whole.mesh.ranks
-    G = whole.graph.types[whole.eqn.args[1]].shape[1]
-    all_ = Holding(range(B), range(H), range(G), (range(M),), (range(N),))
-    if whole.placement == "batch":
-        yield from (evolve(all_, batch=batch) for batch in divide(B, ranks))
-    elif whole.placement == "heads":
-        yield from (evolve(all_, heads=h, groups=g) for h, g in divide_heads(H, G, ranks))
+    """What each rank has. Raises GraphError for packed sequences of which it is not known where
+    they begin."""
+    (B, H, _, _), ranks, sizes = whole.sizes, whole.mesh.ranks, whole.axis_sizes
+    all_ = Holding(
+        range(B), range(H), range(sizes["g"]), (range(sizes["i"]),), (range(sizes["j"]),)
+    )
+    if whole.placement == "heads":
+        heads = divide_heads(H, sizes["g"], ranks)
+        yield from (evolve(all_, heads=h, groups=g) for h, g in heads)
+    elif whole.starts:
+        yield from place_sequences(whole, all_)
+    elif whole.placement == "batch":
+        yield from (evolve(all_, batch=batch) for batch in chunk(B, ranks))
     else:
-        rows, keys = place_sequence(whole)
+        rows, keys = place_positions(whole)
         yield from (evolve(all_, rows=i, keys=j) for i, j in zip(rows, keys, strict=True))
 
 
-def place_sequence(whole: Sharded) -> tuple[list[Ranges], list[Ranges]]:
+def place_sequences(whole: Sharded, all_: Holding) -> Iterator[Holding]:
+    """Some packed sequences for each rank, one after another, with nearly the same rows.
+
+    Rows of no sequence go along with those before them.
+    """
+    starts = {letter: known_starts(whole, letter) for letter in whole.starts}
+    ends = next(iter(starts.values()))
+    batches = chunk_by_weight([b - a for a, b in pairwise(ends)], whole.mesh.ranks)
+    inner = [batch.start for batch in batches[1:]]
+    rows, keys = (
+        ranges_between([starts[x][b] for b in inner], whole.axis_sizes[axis])
+        if x in starts
+        else [range(whole.axis_sizes[axis])] * len(batches)
+        for x, axis in zip(STARTS.values(), "ij", strict=True)
+    )
+    for batch, i, j in zip(batches, rows, keys, strict=True):
+        yield evolve(all_, batch=batch, rows=(i,), keys=(j,))
+
+
+def ranges_between(places: Sequence[int], size: int) -> list[range]:
+    """Positions cut at some places."""
+    return [range(a, b) for a, b in pairwise([0, *places, size])]
+
+
+def known_starts(whole: Sharded, letter: str) -> list[int]:
+    """Where sequences begin. Raises GraphError where that is not known, or can't be."""
+    number = whole.starts[letter]
+    name, known = whole.graph.inputs[number].name, whole.constants
+    if number not in known:
+        raise GraphError(
+            f"shard: by 'batch' a rank's rows depend on {name}; pass {name}= with its numbers, or "
+            "divide by 'heads'; processes with batches of their own compile a graph of their own"
+        )
+    starts, size = known[number], whole.axis_sizes["i" if letter == STARTS["rows"] else "j"]
+    try:
+        list_sequences(
+            starts, torch.zeros_like(starts[1:]), size, size, name.removesuffix("_starts")
+        )
+    except PlanMismatchError as error:
+        raise GraphError(f"shard: {error}") from error
+    return [int(n) for n in starts]
+
+
+def place_positions(whole: Sharded) -> tuple[list[Ranges], list[Ranges]]:
     """The chunks of queries and of keys of each rank."""
     (_, _, M, N), ranks, grain = whole.sizes, whole.mesh.ranks, whole.grain
     if whole.placement == "zigzag":

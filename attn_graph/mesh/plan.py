@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, NoReturn, final
 
 import torch
-from attrs import frozen
+from attrs import Factory, field, frozen
+from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
+from torch.compiler import is_dynamo_compiling
 
 from attn_graph.compiler import Recipe
-from attn_graph.errors import GraphError
+from attn_graph.errors import GraphError, PlanMismatchError
 from attn_graph.ir.gradient_ops import clear_blind_rows
-from attn_graph.machine.ambient import has_tangent, named_in_profiles, without_autocast
+from attn_graph.machine.ambient import (
+    has_tangent,
+    named_in_profiles,
+    neutral_state,
+    without_autocast,
+)
 from attn_graph.machine.autograd import run_with_autograd
 from attn_graph.machine.target import Target
-from attn_graph.machine.tensors import arrange, require_as_declared
-from attn_graph.mesh.distributed import unwrap
+from attn_graph.machine.tensors import arrange, is_distributed, require_as_declared
+from attn_graph.mesh.alone import OwnPart
+from attn_graph.mesh.distributed import Wrapping, unwrap
 from attn_graph.mesh.exchange import compare_texts, pack, post, unpack
-from attn_graph.mesh.heads import backward_heads, forward_heads
+from attn_graph.mesh.heads import backward_heads, forward_heads, prepare_heads
+from attn_graph.mesh.operators import enter_plan
 from attn_graph.mesh.results import ShardedPlan
-from attn_graph.mesh.ring import backward_ring, forward_ring
+from attn_graph.mesh.ring import backward_ring, forward_ring, prepare_ring
 from attn_graph.mesh.sharded import Sharded
 from attn_graph.mesh.site import Site
 from attn_graph.mesh.totals import Cotangents, Totals, lay_out_as
@@ -31,17 +41,28 @@ if TYPE_CHECKING:
 
 Tensors = Sequence[torch.Tensor]
 ONCE = (
-    "shard: ranks differentiate once, in reverse mode: take gradients without create_graph and "
-    "outside of torch.func.jvp and forward_ad, or compile the graph itself for one device"
+    "shard: ranks differentiate once, in reverse mode: call their plans outside of torch.func's "
+    "transforms (vmap, grad, jvp) and of forward_ad, and take gradients by backward() or "
+    "torch.autograd.grad without create_graph; or compile the graph itself for one device"
 )
 
 
 @final
 @frozen(eq=False, repr=False)
 class RankPlan(ShardedPlan):
-    """The plan of one rank, in its place in the group."""
+    """The plan of one rank, in its place in the group.
+
+    inputs: its specs; width: how many outputs it has. Traced code reads fields alone.
+    """
 
     site: Site
+    inputs: Mapping[str, TensorSpec] = field(
+        init=False, default=Factory(lambda plan: plan.site.specs, takes_self=True)
+    )
+    width: int = field(
+        init=False, default=Factory(lambda plan: len(plan.sharded.graph.outputs), takes_self=True)
+    )
+    name: str = field(init=False, default=Factory(enter_plan, takes_self=True))
 
     @property
     def sharded(self) -> Sharded:
@@ -56,6 +77,11 @@ class RankPlan(ShardedPlan):
     def specs(self) -> Mapping[str, TensorSpec]:
         return self.site.specs
 
+    @cached_property
+    def own(self) -> OwnPart | None:
+        """The rank's part, where nothing of the forward is exchanged."""
+        return OwnPart(self.site) if self.sharded.method is None else None
+
     @property
     def constants(self) -> tuple[int, ...]:
         """Places of the outputs that have no gradient."""
@@ -64,39 +90,112 @@ class RankPlan(ShardedPlan):
     def __call__(
         self, /, *tensors: torch.Tensor, **named: torch.Tensor
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        ordered = arrange(self.specs, tensors, named)
-        parts, wrapping = unwrap(self.site, dict(zip(self.specs, ordered, strict=True)))
-        require_as_declared(parts, self.specs, self.target)
-        given = [*parts.values()]
-        if has_tangent(given):
-            raise GraphError(ONCE)
-        self.agree(given[0].device)
-        wants = torch.is_grad_enabled() and any(x.requires_grad for x in given)
-        outputs = run_with_autograd(self, given) if wants else self.run(*given)[0]
+        if is_dynamo_compiling():
+            return self.trace(arrange(self.inputs, tensors, named))
+        try:
+            given, wrapping = self.read(tensors, named)
+        except (GraphError, PlanMismatchError) as fault:
+            self.agree((*tensors, *named.values()), fault)
+            raise
+        if _len_torch_dispatch_stack():
+            outputs = self.call_op(given)
+        else:
+            self.agree(given)
+            wants = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+            outputs = run_with_autograd(self, given) if wants else self.run(*given)[0]
         outputs = wrapping.wrap(outputs) if wrapping else outputs
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
-    def agree(self, device: torch.device) -> None:
-        """Compare with the other ranks, once. Raises GraphError where they compute other things."""
-        if not self.site.memory.agrees:
-            compare_texts(self.site.group, str(self.sharded), device)
-            self.site.memory.agrees = True
+    def trace(self, tensors: Tensors) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """The call as an operator in code that torch.compile traces. Raises GraphError."""
+        if any(map(is_distributed, tensors)):
+            raise GraphError(
+                "shard: compiled code calls a rank's plan with plain tensors; pass x.to_local(), "
+                "and make DTensors of the results by DTensor.from_local"
+            )
+        outputs = self.call_op(tensors)
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    def call_op(self, tensors: Tensors) -> Tensors:
+        """The outputs by an operator of PyTorch's, for what watches or traces calls."""
+        results: Tensors = torch.ops.attn_graph.mesh([*tensors], self.name)
+        return results[: self.width]
+
+    def start(self, tensors: Tensors) -> tuple[Tensors, Tensors]:
+        """`run`, of tensors that the operator is given."""
+        given, _ = self.read(tensors, {})
+        self.agree(given)
+        return self.run(*given)
+
+    def read(
+        self, tensors: Tensors, named: Mapping[str, torch.Tensor]
+    ) -> tuple[list[torch.Tensor], Wrapping | None]:
+        """The rank's parts in their order, and how results become DTensors; errors as of a call."""
+        ordered = arrange(self.specs, tensors, named)
+        if _are_functorch_transforms_active() or has_tangent(ordered):
+            raise GraphError(ONCE)
+        parts, wrapping = unwrap(self.site, dict(zip(self.specs, ordered, strict=True)))
+        require_as_declared(parts, self.specs, self.target)
+        return [*parts.values()], wrapping
+
+    def agree(self, given: Sequence[object], fault: Exception | None = None) -> None:
+        """Compare with the other ranks, until all computed once. fault: why this one does not.
+
+        Raises GraphError where they compute other things, and where another has a fault.
+        """
+        if self.site.memory.agrees:
+            return
+        kind = self.target.kind
+        places = (x.device for x in given if isinstance(x, torch.Tensor))
+        default = torch.device("cuda" if kind == "cuda" and torch.cuda.is_available() else "cpu")
+        device = next((place for place in places if place.type == kind), default)
+        with neutral_state():
+            compare_texts(self.site.group, str(self.sharded), device, fault)
+        self.site.memory.agrees = fault is None
+
+    def prepare(self) -> None:
+        """Plan its first box, so that what no backend takes is refused before anything is sent.
+
+        Raises NoBackendError.
+        """
+        if self.own:
+            assert self.own.plan
+        elif self.sharded.method == "heads":
+            prepare_heads(self.site)
+        else:
+            prepare_ring(self.site)
+
+    def __copy__(self) -> RankPlan:
+        return self
+
+    def __deepcopy__(self, memo: object) -> RankPlan:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise GraphError(
+            "shard: a rank's plan belongs to its process group, and doesn't pickle; pickle the "
+            "sharded graph, or its text, and compile it where it arrives"
+        )
 
     def run(self, *tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
-        """The outputs, and what the backward reads beside the inputs: o, lse, and more."""
-        sharded, site = self.sharded, self.site
+        """The outputs, and what the backward reads beside the inputs."""
         with without_autocast(), named_in_profiles("mesh forward"):
-            inputs = site.all_inputs(tensors)
-            saved: Tensors = ()
-            if sharded.method == "heads":
-                results, saved = forward_heads(site, inputs)
-            else:
-                results = forward_ring(site, inputs)
-                results.join_sinks(site.sinks(inputs))
-            nq = sharded.eqn.args[0]
-            rows = results.finish(inputs[nq].dtype, sharded.graph.inputs[nq].spec)
-        first = len(sharded.graph.inputs)
-        return [rows[i - first] for i in sharded.graph.outputs], (*rows[:2], *saved)
+            inputs = self.site.all_inputs(tensors)
+            return self.own.forward(inputs) if self.own else self.run_together(inputs)
+
+    def run_together(self, inputs: Tensors) -> tuple[Tensors, Tensors]:
+        """The same where keys, or heads, are exchanged; saved are o, lse, and more."""
+        sharded, site = self.sharded, self.site
+        saved: Tensors = ()
+        if sharded.method == "heads":
+            results, saved = forward_heads(site, inputs)
+        else:
+            results = forward_ring(site, inputs)
+            results.join_sinks(site.sinks(inputs))
+        nq = sharded.eqn.args[0]
+        rows = results.finish(inputs[nq].dtype, sharded.graph.inputs[nq].spec)
+        named = dict(zip(sharded.node.names, rows, strict=True))
+        return [named[name] for name in sharded.output_names], (*rows[:2], *saved)
 
     def pull(
         self, needs: tuple[bool, ...], saved: Tensors, grads: Sequence[torch.Tensor | None]
@@ -108,24 +207,35 @@ class RankPlan(ShardedPlan):
         """
         if torch.is_grad_enabled():
             raise GraphError(ONCE)
-        specs = self.sharded.graph.inputs
-        given, (o, lse, *more) = saved[: len(needs)], saved[len(needs) :]
+        given, more = saved[: len(needs)], saved[len(needs) :]
         with torch.no_grad(), without_autocast(), named_in_profiles("mesh backward"):
             inputs = self.site.all_inputs(given)
-            cotangents = self.read_cotangents(o, lse, grads)
-            if self.sharded.method == "heads":
-                totals = backward_heads(self.site, inputs, more, cotangents)
+            if self.own:
+                totals = Totals.given(self.site, self.own.backward(inputs, more, grads))
             else:
-                totals = backward_ring(self.site, inputs, cotangents)
-            if self.sharded.sinks is not None:
-                sinks = inputs[self.sharded.sinks]
-                totals.own(self.sharded.sinks).add_(cotangents.sink_gradient(sinks))
+                totals = self.pull_together(inputs, more, grads)
             self.add_shared(totals)
+        specs = self.sharded.graph.inputs
         return [
             lay_out_as(totals.get(n, x), x.dtype, specs[n].spec)
             for n, x, need in zip(self.sharded.open_inputs, given, needs, strict=True)
             if need
         ]
+
+    def pull_together(
+        self, inputs: Tensors, saved: Tensors, grads: Sequence[torch.Tensor | None]
+    ) -> Totals:
+        """The gradients of the rank's inputs where keys, or heads, are exchanged."""
+        site, (o, lse, *more) = self.site.behind, saved
+        cotangents = self.read_cotangents(o, lse, grads)
+        if self.sharded.method == "heads":
+            totals = backward_heads(site, inputs, more, cotangents)
+        else:
+            totals = backward_ring(site, inputs, cotangents)
+        if self.sharded.sinks is not None:
+            sinks = inputs[self.sharded.sinks]
+            totals.own(self.sharded.sinks).add_(cotangents.sink_gradient(sinks))
+        return totals
 
     def push_outputs(self, primals: Tensors, tangents: Mapping[int, torch.Tensor]) -> NoReturn:
         """Raises GraphError: there is no forward mode."""
@@ -135,22 +245,22 @@ class RankPlan(ShardedPlan):
         self, o: torch.Tensor, lse: torch.Tensor, grads: Sequence[torch.Tensor | None]
     ) -> Cotangents:
         """o, lse and their cotangents by the order of the outputs; what blind rows hold is 0."""
-        first = len(self.sharded.graph.inputs)
-        by_number = dict(zip(self.sharded.graph.outputs, grads, strict=True))
+        named = dict(zip(self.sharded.output_names, grads, strict=True))
         do, dlse = (
             None if x is None else clear_blind_rows(x, lse)
-            for x in (by_number.get(first), by_number.get(first + 1))
+            for x in (named.get("o"), named.get("lse"))
         )
         return Cotangents(o, lse, do, dlse)
 
     def add_shared(self, totals: Totals) -> None:
         """Add up gradients over the ranks that have the same part of an input, in their order."""
-        site = self.site
+        site = self.site.behind
         others = [r for r in range(self.sharded.mesh.ranks) if r != site.rank]
         shared = {r: shared_inputs(self.sharded, site.rank, r) for r in others}
         outgoing = {r: pack(map(totals.own, own)) for r, own in shared.items() if own}
         sizes = {r: flat.numel() for r, flat in outgoing.items()}
-        incoming = post(site.group, outgoing, sizes, totals.own(0)).wait()
+        like = next(iter(outgoing.values()), totals.own(self.sharded.eqn.args[0]))
+        incoming = post(site.line, outgoing, sizes, like).wait()
         shares = {site.rank: {n: totals.own(n).clone() for own in shared.values() for n in own}}
         for r, flat in incoming.items():
             shapes = [totals.own(n).shape for n in shared[r]]
@@ -176,10 +286,16 @@ def plan_rank(sharded: Sharded, recipe: Recipe, group: ProcessGroup | None) -> R
             "first, or attn_graph.explain, which needs none"
         )
     ranks = dist.group.WORLD if group is None else group
-    assert ranks is not None  # there is one where a process group is initialised
+    if not isinstance(ranks, dist.ProcessGroup):
+        raise GraphError(
+            f"shard: group {ranks!r} is not a process group of which this process is a member; "
+            "compile in its members alone, with what new_group or DeviceMesh.get_group gives them"
+        )
     if ranks.size() != sharded.mesh.ranks:
         raise GraphError(
             f"shard: a mesh of {sharded.mesh.ranks} ranks, and a group of {ranks.size()}; "
             f"say ag.Mesh({ranks.size()})"
         )
-    return RankPlan(Site(sharded, ranks.rank(), ranks, recipe))
+    plan = RankPlan(Site(sharded, ranks.rank(), ranks, recipe))
+    plan.prepare()
+    return plan

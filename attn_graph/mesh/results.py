@@ -28,7 +28,8 @@ class ShardedPlan(ABC):
     Every rank of the group calls its own, in the same order; each gives the rank's part of the
     graph's outputs. Where an input requires grad the results are differentiable, once, and every
     rank has to go backward too. At the first call ranks compare what they compute, and raise
-    GraphError where they disagree. Of DTensors, divided as the placement says, it gives DTensors.
+    GraphError where they disagree, or where one refuses its tensors. Of DTensors, divided as the
+    placement says, it gives DTensors.
     Raises PlanMismatchError for shards other than `split` makes.
     """
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import final
 
@@ -35,11 +34,25 @@ def forward_ring(site: Site, inputs: Tensors) -> RowResults:
     """What the rank's queries have of all keys; sinks are not joined yet."""
     q, k, v = (inputs[i] for i in site.sharded.eqn.args[:3])
     results = RowResults.empty(site, q, v.shape[3])
-    with closing(travel(site, k, v)) as guests:
-        for guest in guests:
-            for run in runs_of(site, guest, q, inputs):
-                results.add(run.here.rows, *run.forward())
+
+    def attend(guest: Guest) -> None:
+        for run in runs_of(site, guest, q, inputs):
+            results.add(run.here.rows, *run.forward())
+
+    travel(site, k, v, attend)
     return results
+
+
+def prepare_ring(site: Site) -> None:
+    """Plan the first box. Raises NoBackendError."""
+    inputs = site.empty_inputs()
+    q, k, v = (inputs[i] for i in site.sharded.eqn.args[:3])
+    for visit in visits_of(site.sharded, site.rank):
+        shapes = key_shapes(k, v, visit.receives)
+        came = (x.new_empty(shape) for x, shape in zip((k, v), shapes, strict=True))
+        guest = Guest(visit, *(came if visit.step else (k, v)))
+        if next(runs_of(site, guest, q, inputs), None) is not None:
+            return
 
 
 def runs_of(site: Site, guest: Guest, q: torch.Tensor, inputs: Tensors) -> Iterator[BoxCall]:
@@ -50,11 +63,12 @@ def runs_of(site: Site, guest: Guest, q: torch.Tensor, inputs: Tensors) -> Itera
         yield site.attend(job, (queries, *keys), inputs)
 
 
-def travel(site: Site, k: torch.Tensor, v: torch.Tensor) -> Generator[Guest]:
-    """The visits of a rank, its own keys first; the next is under way while one is computed.
+def travel(site: Site, k: torch.Tensor, v: torch.Tensor, use: Callable[[Guest], None]) -> None:
+    """Use the keys and values of each visit, the rank's own first, while the next are under way.
 
-    Under "gather" all are under way from the start. Where the caller stops early, what is under way
-    is waited for, so that no message is left.
+    Under "gather" all are under way from the start. A guest is gone before the one after the next
+    is sent for: so no more than two hops are held. Where `use` fails, what is under way is waited
+    for, so that no message is left.
     """
     own, *visits = visits_of(site.sharded, site.rank)
     waiting, under_way = deque(visits), deque[tuple[Visit, Transfer]]()
@@ -65,18 +79,24 @@ def travel(site: Site, k: torch.Tensor, v: torch.Tensor) -> Generator[Guest]:
             visit = waiting.popleft()
             under_way.append((visit, post_keys(site, visit, k, v)))
 
-    post_next()
+    def receive() -> Guest:
+        visit, transfer = under_way.popleft()
+        flat = transfer.wait()[visit.source]
+        return Guest(visit, *unpack(flat, key_shapes(k, v, visit.receives)))
+
+    def use_next() -> None:
+        guest = receive()
+        post_next()
+        use(guest)
+
     try:
-        yield Guest(own, k, v)
+        post_next()
+        use(Guest(own, k, v))
         while under_way:
-            visit, transfer = under_way.popleft()
-            flat = transfer.wait()[visit.source]
-            post_next()
-            yield Guest(visit, *unpack(flat, key_shapes(k, v, visit.receives)))
-    except GeneratorExit:
+            use_next()
+    finally:
         for _, transfer in under_way:
             transfer.wait()
-        raise
 
 
 def key_shapes(k: torch.Tensor, v: torch.Tensor, chunks: Ranges) -> list[tuple[int, ...]]:
@@ -86,9 +106,12 @@ def key_shapes(k: torch.Tensor, v: torch.Tensor, chunks: Ranges) -> list[tuple[i
 
 def post_keys(site: Site, visit: Visit, k: torch.Tensor, v: torch.Tensor) -> Transfer:
     """Send the keys and values of a visit, and be sent others."""
-    flat = pack(pick_keys(x, own_places(site, visit.sends)) for x in (k, v))
+    shapes, places = key_shapes(k, v, visit.sends), own_places(site, visit.sends)
+    flat = k.new_empty(sum(map(prod, shapes)))
+    for x, room in zip((k, v), unpack(flat, shapes), strict=True):
+        copy_keys(x, places, room)
     size = sum(map(prod, key_shapes(k, v, visit.receives)))
-    return post(site.group, {visit.to: flat}, {visit.source: size}, k)
+    return post(site.line, {visit.to: flat}, {visit.source: size}, k)
 
 
 def own_places(site: Site, keys: Ranges) -> list[range]:
@@ -103,10 +126,12 @@ def own_places(site: Site, keys: Ranges) -> list[range]:
     return places
 
 
-def pick_keys(x: torch.Tensor, places: Sequence[range]) -> torch.Tensor:
-    """The keys [B,G,any,D] at some places, in C order."""
-    pieces = [x[:, :, p.start : p.stop] for p in places]
-    return torch.cat(pieces, 2).contiguous() if pieces else x[:, :, :0]
+def copy_keys(x: torch.Tensor, places: Sequence[range], room: torch.Tensor) -> None:
+    """Write the keys [B,G,any,D] at some places one after the other."""
+    start = 0
+    for p in places:
+        room[:, :, start : start + len(p)] = x[:, :, p.start : p.stop]
+        start += len(p)
 
 
 def backward_ring(site: Site, inputs: Tensors, cotangents: Cotangents) -> Totals:
@@ -116,19 +141,23 @@ def backward_ring(site: Site, inputs: Tensors, cotangents: Cotangents) -> Totals
     totals = Totals.zeros(site, inputs)
     own = totals.own(nk), totals.own(nv)
     back: deque[tuple[Visit, Transfer]] = deque()
-    try:
-        with closing(travel(site, k, v)) as guests:
-            for guest in guests:
-                at_home = guest.visit.step == 0
-                shares = own if at_home else zeros_like((guest.k, guest.v), own[0].dtype)
-                for run in runs_of(site, guest, q, inputs):
-                    add_run(site, totals, run, cotangents, shares)
-                while back:
-                    collect(site, *back.popleft(), own)
-                if not at_home:
-                    back.append((guest.visit, post_gradients(site, guest, shares)))
+
+    def collect_all() -> None:
         while back:
             collect(site, *back.popleft(), own)
+
+    def attend(guest: Guest) -> None:
+        at_home = guest.visit.step == 0
+        shares = own if at_home else zeros_like((guest.k, guest.v), own[0].dtype)
+        for run in runs_of(site, guest, q, inputs):
+            add_run(site, totals, run, cotangents, shares)
+        collect_all()
+        if not at_home:
+            back.append((guest.visit, post_gradients(site, guest, shares)))
+
+    try:
+        travel(site, k, v, attend)
+        collect_all()
     finally:
         for _, transfer in back:
             transfer.wait()
@@ -156,9 +185,9 @@ def add_run(
 def post_gradients(site: Site, guest: Guest, shares: Tensors) -> Transfer:
     """Send a visit's gradients home, and be sent those of the keys that this rank sent."""
     visit, k, v = guest.visit, guest.k, guest.v
-    flat = pack(x.to(k.dtype) for x in shares)
+    flat = pack(shares, k.dtype)
     size = sum(map(prod, key_shapes(k, v, visit.sends)))
-    return post(site.group, {visit.source: flat}, {visit.to: size}, k)
+    return post(site.line, {visit.source: flat}, {visit.to: size}, k)
 
 
 def collect(site: Site, visit: Visit, transfer: Transfer, own: Tensors) -> None:

@@ -8,18 +8,19 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, final
 
 import torch
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from attn_graph.compiler import Compilable, Recipe
 from attn_graph.errors import GraphError
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.boxes import Piece, move_attention
-from attn_graph.ir.graph import Eqn, Graph, op_name
+from attn_graph.ir.graph import Eqn, Graph
+from attn_graph.ir.packed import Packed, fused_attention, fused_op
+from attn_graph.ir.packing import Lengths
 from attn_graph.ir.philox import WORDS
 from attn_graph.machine.target import Target
 from attn_graph.masks import Data, needs_of
 from attn_graph.masks.moving import Box
-from attn_graph.masks.tiles import check_tensors
 from attn_graph.mesh.layout import Holding, Mesh, Method, Placement, Ranges
 from attn_graph.mesh.results import Outlook, ShardedPlan
 from attn_graph.printing.text import show_call
@@ -27,6 +28,13 @@ from attn_graph.spec import TensorSpec
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+STARTS = {"rows": "<", "keys": ">"}  # letters of the starts of packed sequences
+AXES = {
+    "b": "the batch", "h": "query heads", "g": "key/value heads", "i": "queries", "j": "keys",
+    **dict.fromkeys(STARTS.values(), "starts"),
+}  # fmt: skip
 
 
 @final
@@ -91,33 +99,52 @@ class Sharded(Compilable[ShardedPlan, Outlook]):
 
         return explain_mesh(self, target, link)
 
-    @property
+    @cached_property
+    def whole(self) -> tuple[Eqn, range]:
+        """The equation of the attention, packed or not, with the numbers of its results."""
+        return next(each for each in self.graph.numbered if not isinstance(each[0].op, Lengths))
+
+    @cached_property
     def eqn(self) -> Eqn:
-        """The attention."""
-        return self.graph.eqns[0]
+        """The attention on tensors that are not packed, and what it reads."""
+        eqn, _ = self.whole
+        node = fused_attention(fused_op(eqn.op))
+        return evolve(eqn, op=node, args=eqn.args[: len(node.ranks)])
+
+    @property
+    def packed(self) -> Packed | None:
+        """The op of an attention on packed sequences or pages."""
+        op = self.whole[0].op
+        return op if isinstance(op, Packed) else None
+
+    @property
+    def packs_rows(self) -> bool:
+        """Whether q is packed."""
+        return self.packed is not None and self.packed.rows is not None
 
     @property
     def node(self) -> Attention:
-        """Its op."""
-        op = self.eqn.op
-        assert isinstance(op, Attention)
-        return op
+        """The op of the attention."""
+        return fused_attention(self.eqn.op)
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, int, int, int]:
-        """B, H, M and N."""
-        q, k = (self.graph.types[i].shape for i in self.eqn.args[:2])
-        return q[0], q[1], q[2], k[2]
+        """B, H, M and N; where sequences are packed or in pages, the most M and N of one."""
+        types = [self.graph.types[i] for i in self.whole[0].args]
+        q, k, *_ = types if self.packed is None else self.packed.padded(types)
+        return q.shape[0], q.shape[1], q.shape[2], k.shape[2]
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
-        """The letters of each input's axes, by number: of q, k and v bhid, bgjd and bgje.
+        """The letters of each input's axes, by number: of q, k and v bhid, bgjd and bgje, packed
+        ihd, jgd and jge, as pools npgd and npge.
 
-        All others have all keys on every rank: there the letter of keys is n. So they are of an
-        input that nothing reads.
+        All others have all keys on every rank: there the letter of keys is n, and so is that of
+        queries beside packed ones. So they are of an input that nothing reads. Starts
+        have the letters of STARTS.
         """
-        own = ("bhid", "bgjd", "bgje")
-        letters: dict[int, str] = dict(zip(self.eqn.args, own, strict=False))
+        letters: dict[int, str] = dict(zip(self.eqn.args, self.main_axes, strict=False))
+        hidden = str.maketrans("ij" if self.packs_rows else "j", "nn" if self.packs_rows else "n")
         whole = self.node.split(self.eqn.args)
         reads: list[tuple[Mapping[str, int], Mapping[str, Data]]] = [
             (inputs, step.needs)
@@ -125,11 +152,31 @@ class Sharded(Compilable[ShardedPlan, Outlook]):
         ]
         reads += [(whole.mask, needs_of(self.node.mask))]
         for inputs, needs in reads:
-            letters |= {inputs[name]: data.axes.replace("j", "n") for name, data in needs.items()}
+            letters |= {inputs[name]: x.axes.translate(hidden) for name, x in needs.items()}
         if whole.sinks is not None:
             letters[whole.sinks] = "h"
+        letters |= {number: letter for letter, number in self.starts.items()}
+        letters |= {self.whole[0].args[-1]: "bn"} if self.packed and self.packed.paged else {}
         ranks = (len(i.spec.shape) for i in self.graph.inputs)
         return tuple(letters.get(n, "n" * rank) for n, rank in enumerate(ranks))
+
+    @property
+    def main_axes(self) -> tuple[str, str, str]:
+        """The letters of q, k and v."""
+        if self.packed is None:
+            return "bhid", "bgjd", "bgje"
+        keys = "jg" if self.packed.keys is not None else "npg" if self.packed.paged else "bgj"
+        return ("ihd" if self.packs_rows else "bhid"), f"{keys}d", f"{keys}e"
+
+    @property
+    def result_axes(self) -> tuple[str, str]:
+        """The letters of o, and of statistics."""
+        return ("ihe", "hi") if self.packs_rows else ("bhie", "bhi")
+
+    @property
+    def starts(self) -> dict[str, int]:
+        """The numbers of the starts of packed sequences, by letter; one may serve both sides."""
+        return starts_of(self.whole[0])
 
     @property
     def grain(self) -> int:
@@ -150,7 +197,13 @@ class Sharded(Compilable[ShardedPlan, Outlook]):
     @property
     def has_lse(self) -> bool:
         """Whether lse is an output, and may have a cotangent."""
-        return len(self.graph.inputs) + self.node.names.index("lse") in self.graph.outputs
+        return "lse" in self.output_names
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """What each output of the graph is: o, or the name of a statistic."""
+        _, results = self.whole
+        return tuple(self.node.names[i - results.start] for i in self.graph.outputs)
 
     @property
     def constants(self) -> dict[int, torch.Tensor]:
@@ -168,32 +221,59 @@ class Sharded(Compilable[ShardedPlan, Outlook]):
         """The attention of some places."""
         return move_attention(self.eqn, box)
 
+    def own_box(self, rank: int) -> Box:
+        """The places of a rank that has all queries and keys of its sequences and heads."""
+        own, (_, _, M, N) = self.holdings[rank], self.sizes
+        return Box(own.batch, own.heads, range(M), range(N), self.sizes)
+
     def mask_data(self) -> dict[str, torch.Tensor]:
         """What is known of the tensors that the mask reads, by the mask's names."""
-        inputs, constants = self.node.split(self.eqn.args).mask, self.constants
-        return {name: constants[n] for name, n in inputs.items() if n in constants}
+        inputs, values = self.node.split(self.eqn.args).mask, self.constants
+        made = [(eqn.args[0], out) for eqn, (out, *_) in self.graph.numbered[:-1]]
+        values |= {out: values[n].diff() for n, out in made if n in values}
+        return {name: values[n] for name, n in inputs.items() if n in values}
 
     def divided_axis(self, shape: Sequence[int], axes: str) -> int | None:
         """Which axis of a tensor ranks divide; None: each has all of it. axes: as of `parts`."""
-        divided = {"batch": "b", "heads": "hg"}.get(self.placement, "ij")
-        sizes = self.axis_sizes
-        places = zip(axes, shape, strict=True)
-        hits = (n for n, (x, size) in enumerate(places) if x in divided and sizes[x] == size)
+        places = enumerate(zip(axes, shape, strict=True))
+        hits = (n for n, (x, size) in places if x in self.divided and self.axis_sizes[x] == size)
         return next(hits, None)
 
-    @property
+    @cached_property
+    def divided(self) -> frozenset[str]:
+        """The letters of the axes of which some rank has not all."""
+        each = [(x, n, r) for x, n in self.axis_sizes.items() for r in range(self.mesh.ranks)]
+        return frozenset(x for x, n, r in each if self.parts(r, [n], x) != [(range(n),)])
+
+    @cached_property
     def axis_sizes(self) -> dict[str, int]:
         """The sizes of the axes that ranks may divide, by letter."""
-        return dict(zip("bhij", self.sizes, strict=True)) | {
-            "g": self.graph.types[self.eqn.args[1]].shape[1]
-        }
+        shapes = (self.graph.types[i].shape for i in self.eqn.args[:2])
+        pairs = [
+            x for own in zip(self.main_axes, shapes, strict=False) for x in zip(*own, strict=True)
+        ]
+        B, H, M, N = self.sizes
+        sizes = {"b": B, "h": H, "i": M, "j": N, **dict.fromkeys(STARTS.values(), B + 1)}
+        return sizes | {x: n for x, n in pairs if x in "gij"}
 
     def parts(self, rank: int, shape: Sequence[int], axes: str) -> list[Ranges]:
-        """Of each axis what a rank has. axes: letters as those of `split`."""
+        """Of each axis what a rank has. axes: letters as those of `split`.
+
+        Raises GraphError for a size that is neither the graph's nor 1.
+        """
         own, sizes = self.holdings[rank], self.axis_sizes
+        starts = (range(own.batch.start, own.batch.stop + 1),)
         of: dict[str, Ranges] = {
             "b": (own.batch,), "h": (own.heads,), "g": (own.groups,), "i": own.rows, "j": own.keys,
+            **dict.fromkeys(STARTS.values(), starts),
         }  # fmt: skip
+        for n, (x, size) in enumerate(zip(axes, shape, strict=True)):
+            if size not in (1, sizes.get(x, size)):
+                raise GraphError(
+                    f"shard: axis {n} of {[*shape]} is {AXES[x]} by its letter {x!r} in {axes!r}, "
+                    f"and the graph has {sizes[x]}; cut it to {sizes[x]}, or call an axis that "
+                    "ranks don't divide by another letter, such as x"
+                )
         return [
             of[x] if sizes.get(x) == n else (range(n),) for x, n in zip(axes, shape, strict=True)
         ]
@@ -204,10 +284,21 @@ class Sharded(Compilable[ShardedPlan, Outlook]):
         axes: the name of an input; or a letter for each axis, for tensors of your own: b batch,
         h query heads, g key/value heads, i queries, j keys, any other for an axis that is not
         divided: "bhie" of o, "bi" of tokens or positions. Chunks of a rank lie one after the other.
-        Raises GraphError for another number of letters than axes.
+        Raises GraphError for another number of letters than axes, and for axes by these letters
+        that have neither the graph's size nor 1; an axis of size 1 is not divided.
         """
         letters = self.letters_for(x, axes)
-        return [take(x, self.parts(rank, x.shape, letters)) for rank in range(self.mesh.ranks)]
+        return [self.part(rank, x, letters) for rank in range(self.mesh.ranks)]
+
+    def part(self, rank: int, x: torch.Tensor, letters: str) -> torch.Tensor:
+        """What a rank has of a tensor. Starts count from its first row."""
+        own, first = take(x, self.parts(rank, x.shape, letters)), self.first_row(rank, letters)
+        return own - first if first else own
+
+    def first_row(self, rank: int, letters: str) -> int:
+        """The row from which the starts of a rank count; 0 for other tensors."""
+        own = {STARTS["rows"]: self.holdings[rank].rows, STARTS["keys"]: self.holdings[rank].keys}
+        return own[letters][0].start if letters in own else 0
 
     def join(self, shards: Sequence[torch.Tensor], axes: str) -> torch.Tensor:
         """The tensor whose `split` is `shards`, one of each rank.
@@ -221,11 +312,13 @@ class Sharded(Compilable[ShardedPlan, Outlook]):
         named = {i.name: i.spec.shape for i in self.graph.inputs}
         sizes = self.axis_sizes
         shape = named.get(axes) or [
-            sizes.get(x, n) for x, n in zip(letters, shards[0].shape, strict=True)
+            sizes[x] if x in self.divided else n
+            for x, n in zip(letters, shards[0].shape, strict=True)
         ]
         whole = shards[0].new_zeros(shape)  # no rank has the keys that no query head reads
         for rank, shard in enumerate(shards):
-            write_parts(whole, self.parts(rank, shape, letters), shard)
+            first = self.first_row(rank, letters)
+            write_parts(whole, self.parts(rank, shape, letters), shard + first if first else shard)
         return whole
 
     def letters_for(self, x: torch.Tensor, axes: str) -> str:
@@ -255,6 +348,13 @@ class Sharded(Compilable[ShardedPlan, Outlook]):
     __repr__ = __str__
 
 
+def starts_of(eqn: Eqn) -> dict[str, int]:
+    """The numbers of the starts that an attention reads, by letter."""
+    sides = eqn.op.sides if isinstance(eqn.op, Packed) else ()
+    given = eqn.args[len(fused_attention(fused_op(eqn.op)).ranks) :]
+    return dict(zip((STARTS[side] for side in sides), given, strict=False))
+
+
 def show_holding(holding: Holding) -> str:
     """What a rank has, as text: `queries 0:8 24:32, keys 0:8 24:32`."""
     chunks = {
@@ -263,10 +363,12 @@ def show_holding(holding: Holding) -> str:
         "queries": holding.rows,
         "keys": holding.keys,
     }
-    return ", ".join(
-        f"{name} {' '.join(f'{x.start}:{x.stop}' for x in own) or 'none'}"
-        for name, own in chunks.items()
-    )
+    return ", ".join(f"{name} {show_chunks(own)}" for name, own in chunks.items())
+
+
+def show_chunks(chunks: Iterable[range]) -> str:
+    """Positions as text: `0:8 24:32`."""
+    return " ".join(f"{x.start}:{x.stop}" for x in chunks if x) or "none"
 
 
 def take(x: torch.Tensor, parts: Sequence[Ranges]) -> torch.Tensor:
@@ -286,42 +388,3 @@ def write_parts(whole: torch.Tensor, parts: Sequence[Ranges], shard: torch.Tenso
     index = [torch.tensor([n for c in chunks for n in c], device=whole.device) for chunks in parts]
     if shard.numel():
         whole[torch.meshgrid(*index, indexing="ij")] = shard
-
-
-def check_choice(name: str, value: object, known: Sequence[str]) -> None:
-    """Raise GraphError for what is none of the known."""
-    if value not in known:
-        raise GraphError(f"shard: {name} {value!r} is none of {', '.join(known)}")
-
-
-def check_attention(graph: Graph) -> None:
-    """Raise GraphError unless a simplified graph is one attention, and a whole one."""
-    ops = [eqn.op for eqn in graph.eqns]
-    if len(ops) != 1 or not isinstance(ops[0], Attention):
-        text = ", ".join(op_name(type(op)) for op in ops) or "nothing"
-        raise GraphError(f"shard: the graph is to be one attention, and is {text}; shard that part")
-    if ops[0].origin:
-        raise GraphError(
-            f"shard: the graph is a part of a whole, at {ops[0].origin}; shard the whole"
-        )
-    operands = zip(graph.eqns[0].args, ops[0].trains, strict=True)
-    trained = [number for number, trains in operands if trains]
-    if len({*trained}) < len(trained):
-        raise GraphError("shard: an input is two operands; give each operand an input of its own")
-
-
-def check_known(whole: Sharded, known: Mapping[str, torch.Tensor]) -> None:
-    """Raise GraphError for tensors that the mask doesn't read, or that don't fit it."""
-    inputs = whole.node.split(whole.eqn.args).mask
-    names = [whole.graph.inputs[n].name for n in inputs.values()]
-    if unknown := [name for name in known if name not in names]:
-        read = ", ".join(names) or "nothing"
-        raise GraphError(f"shard: no mask reads {', '.join(unknown)}; it reads {read}")
-    for x in whole.known:
-        spec = next(i.spec for i in whole.graph.inputs if i.name == x.name)
-        if spec.type != x.spec.type:
-            raise GraphError(
-                f"shard: {x.name} is {x.spec.type}, and the graph declares {spec.type}"
-            )
-    B, H, M, N = whole.sizes
-    check_tensors(whole.node.mask, (B, H, M, N), whole.mask_data())

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import get_args
 
 import torch
 from attrs import evolve
 
 from attn_graph.errors import GraphError
+from attn_graph.ir.attention import Attention
 from attn_graph.ir.binding import require_numbers
-from attn_graph.ir.graph import Graph, check_graph
+from attn_graph.ir.graph import Graph, check_graph, op_name
+from attn_graph.ir.packed import Packed, fused_attention, fused_op
+from attn_graph.ir.packing import Lengths
 from attn_graph.ir.passes import simplify
+from attn_graph.machine.tensors import is_distributed
 from attn_graph.masks.moving import Box
+from attn_graph.masks.tiles import check_tensors
 from attn_graph.mesh.layout import SEQUENCES, Mesh, Method, Placement
 from attn_graph.mesh.placing import place_ranks
-from attn_graph.mesh.sharded import (
-    Known,
-    Sharded,
-    check_attention,
-    check_choice,
-    check_known,
-)
+from attn_graph.mesh.sharded import Known, Sharded, starts_of
 from attn_graph.mesh.traffic import heads_problem, sum_bytes
 
 
@@ -37,13 +37,17 @@ def shard(
     placements: what ranks divide. "batch" and "heads" need no messages. Of the sequence, queries
     and keys alike: "contiguous", rank r has the r-th part; "zigzag", of twice as many parts the
     r-th and the r-th from the end; "balanced", chunks by the pairs that the mask keeps of each, so
-    that all ranks have the same work. Parts may differ by one where sizes don't divide, and by four
-    under dropout, whose bits are those of one device.
+    that all ranks have the same work. Where sizes don't divide, "batch", "heads" and "contiguous"
+    leave less to the last rank, as PyTorch's chunk and DTensors do, and parts of others differ by
+    one; under dropout, whose bits are those of one device, chunks begin at multiples of four.
     method: "ring": ranks send keys and values to those whose queries see them, one neighbour after
     the other; "gather": to all at once; "heads": the sequence is exchanged for heads and back. By
     default the one that sends the fewest bytes, in this order.
-    known: tensors that the mask reads, by name, whole: documents, lengths. The plan has them then,
-    and doesn't take them; what they empty is never sent.
+    known: tensors that the mask reads, by name, whole: documents, lengths, starts. The plan has
+    them then, and doesn't take them; what they empty is never sent.
+
+    Packed sequences, and keys in pages, are divided by "heads", or by "batch": each rank then has
+    whole sequences, of nearly as many rows as others, and their starts have to be known.
 
     Raises GraphError for a graph that is not one attention, and for what can't be divided so.
     """
@@ -53,10 +57,11 @@ def shard(
     if not isinstance(mesh, Mesh):
         raise GraphError(f"shard: mesh {mesh!r} is no Mesh; say ag.Mesh(8)")
     simple = simplify(graph)
-    check_attention(simple)
+    check_attention(simple, placements)
+    check_given(simple, known)
     constants = tuple(Known.of(name, x) for name, x in sorted(known.items()))
     whole = Sharded(simple, mesh, placements, None, constants, ())
-    check_known(whole, known)
+    check_known(whole)
     whole.piece(Box.whole(*whole.sizes))  # raises for what can't be moved
     placed = evolve(whole, holdings=tuple(place_ranks(whole)))
     return evolve(placed, method=choose_method(placed, method))
@@ -83,3 +88,67 @@ def choose_method(placed: Sharded, method: Method | None) -> Method | None:
         known: list[Method] = ["ring"] if problem else ["ring", "heads"]
         return min(known, key=lambda name: sum_bytes(evolve(placed, method=name)))
     return method
+
+
+def check_choice(name: str, value: object, known: Sequence[str]) -> None:
+    """Raise GraphError for what is none of the known."""
+    if value not in known:
+        raise GraphError(f"shard: {name} {value!r} is none of {', '.join(known)}")
+
+
+def check_attention(graph: Graph, placement: Placement) -> None:
+    """Raise GraphError unless a simplified graph is one attention, which can be divided so."""
+    ops = [eqn.op for eqn in graph.eqns if not isinstance(eqn.op, Lengths)]
+    node = fused_op(ops[0]) if len(ops) == 1 else None
+    if not isinstance(node, Attention):
+        text = ", ".join(op_name(type(op)) for op in ops) or "nothing"
+        raise GraphError(f"shard: the graph is to be one attention, and is {text}; shard that part")
+    if isinstance(ops[0], Packed) and placement in SEQUENCES:
+        raise GraphError(
+            f"shard: sequences that are packed or in pages are divided whole, by 'batch', or by "
+            f"'heads', not by {placement!r}; to divide each of them, put all in one row, with "
+            "segments= in place of starts"
+        )
+    if node.origin:
+        raise GraphError(
+            f"shard: the graph is a part of a whole, at {node.origin}; shard the whole"
+        )
+    operands = zip(graph.eqns[-1].args, node.trains, strict=False)
+    trained = [number for number, trains in operands if trains]
+    if len({*trained}) < len(trained):
+        raise GraphError("shard: an input is two operands; give each operand an input of its own")
+
+
+def check_given(graph: Graph, known: Mapping[str, torch.Tensor]) -> None:
+    """Raise GraphError for what is not a tensor with numbers, and for inputs that no mask reads.
+
+    Starts of packed sequences are read too.
+    """
+    eqn = graph.eqns[-1]
+    node = fused_attention(fused_op(eqn.op))
+    lengths = {out: each.args[0] for each, (out, *_) in graph.numbered[:-1]}
+    reads = [*node.split(eqn.args).mask.values(), *starts_of(eqn).values()]
+    names = [graph.inputs[n].name for n in dict.fromkeys(lengths.get(n, n) for n in reads)]
+    if unknown := [name for name in known if name not in names]:
+        read = ", ".join(names) or "nothing"
+        raise GraphError(f"shard: no mask reads {', '.join(unknown)}; it reads {read}")
+    for name, x in known.items():
+        if not isinstance(x, torch.Tensor):
+            raise GraphError(f"shard: {name} is {x!r}, not a tensor; pass torch.tensor({x!r})")
+        if x.layout != torch.strided or x.is_meta or is_distributed(x):
+            raise GraphError(
+                f"shard: {name} is a {type(x).__name__} of layout {x.layout} on {x.device}; pass a "
+                "dense tensor with all of its numbers"
+            )
+
+
+def check_known(whole: Sharded) -> None:
+    """Raise GraphError for tensors that don't fit the graph."""
+    for x in whole.known:
+        spec = next(i.spec for i in whole.graph.inputs if i.name == x.name)
+        if spec.type != x.spec.type:
+            raise GraphError(
+                f"shard: {x.name} is {x.spec.type}, and the graph declares {spec.type}"
+            )
+    B, H, M, N = whole.sizes
+    check_tensors(whole.node.mask, (B, H, M, N), whole.mask_data())

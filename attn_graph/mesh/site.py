@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, final
 
 import torch
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from attn_graph.compiler import CAPACITY, Recipe
 from attn_graph.ir.boxes import Feed, Piece
@@ -15,9 +15,10 @@ from attn_graph.ir.builder import Builder
 from attn_graph.ir.graph import Graph
 from attn_graph.machine.likeness import look_at
 from attn_graph.masks.moving import Box
+from attn_graph.mesh.exchange import Line, tag_of
 from attn_graph.mesh.layout import Holding
 from attn_graph.mesh.schedule import Job
-from attn_graph.mesh.sharded import Sharded, take
+from attn_graph.mesh.sharded import Sharded
 from attn_graph.plan import Plan
 from attn_graph.spec import TensorSpec, dense_strides, memory_order
 
@@ -46,7 +47,7 @@ class Remembered:
 class Site:
     """One rank of a process group, and its part of a sharded graph.
 
-    recipe: how each box is planned.
+    recipe: how each box is planned. side: the pass whose messages it sends.
     """
 
     sharded: Sharded
@@ -54,6 +55,18 @@ class Site:
     group: ProcessGroup
     recipe: Recipe
     memory: Remembered = field(factory=Remembered)
+    side: str = "forward"
+
+    @cached_property
+    def line(self) -> Line:
+        """The way to the other ranks: messages of other graphs, and of the other pass, are kept
+        apart."""
+        return Line(self.group, tag_of(f"{self.side} {self.sharded}"))
+
+    @cached_property
+    def behind(self) -> Site:
+        """The same in the backward."""
+        return evolve(self, side="backward")
 
     @property
     def holding(self) -> Holding:
@@ -86,11 +99,23 @@ class Site:
         numbered |= self.memory.constants[device]
         return [numbered[n] for n in range(len(numbered))]
 
+    def empty_inputs(self) -> list[torch.Tensor]:
+        """The rank's inputs by number, without numbers: what plans are made for."""
+        meta, known = torch.device("meta"), self.sharded.constants
+        inputs = enumerate(zip(self.sharded.graph.inputs, self.sharded.axes, strict=True))
+        specs = {n: self.local_spec(i.spec, axes) for n, (i, axes) in inputs}
+        empty = {
+            n: torch.empty_strided(x.shape, x.strides, dtype=x.dtype, device=meta)
+            for n, x in specs.items()
+        }
+        parts = {n: self.local_constant(n, x).to(meta) for n, x in known.items()}
+        return [*(empty | parts).values()]
+
     def local_constant(self, number: int, x: torch.Tensor) -> torch.Tensor:
         """The rank's part of what is known: all where heads are exchanged for the sequence."""
         if self.sharded.method == "heads":
             return x
-        return take(x, self.sharded.parts(self.rank, x.shape, self.sharded.axes[number]))
+        return self.sharded.part(self.rank, x, self.sharded.axes[number])
 
     def here(self, box: Box, rows: range) -> Box:
         """Where a box lies in the rank's tensors. rows: its queries in the rank's own."""

@@ -13,6 +13,7 @@ from attn_graph.ir.ops import STATISTICS, join_statistics
 from attn_graph.kernels.merging import merge_, sink_
 from attn_graph.masks.moving import Box
 from attn_graph.mesh.site import Gradients, Site
+from attn_graph.mesh.traffic import shared_inputs
 from attn_graph.spec import INF, TensorSpec, accumulator, dense_strides, memory_order
 
 Tensors = Sequence[torch.Tensor]
@@ -64,9 +65,11 @@ class RowResults:
 
 
 def lay_out_as(x: torch.Tensor, dtype: torch.dtype, spec: TensorSpec) -> torch.Tensor:
-    """A dense tensor in a dtype and in the memory order of a spec."""
-    strides = dense_strides(x.shape, memory_order(spec))
-    return torch.empty_strided(x.shape, strides, dtype=dtype, device=x.device).copy_(x)
+    """A dense tensor in a dtype and in the memory order of a spec: itself where it lies so."""
+    own = TensorSpec(x.shape, dtype, dense_strides(x.shape, memory_order(spec)))
+    if TensorSpec.like(x) == own:
+        return x
+    return torch.empty_strided(x.shape, own.strides, dtype=dtype, device=x.device).copy_(x)
 
 
 @final
@@ -101,7 +104,10 @@ class Cotangents:
 @final
 @frozen(eq=False)
 class Totals:
-    """Gradients of a rank's inputs, by number, in float32 or wider; None for what has none."""
+    """Gradients of a rank's inputs, by number; None for what has none.
+
+    In float32 or wider, until they are complete.
+    """
 
     of: Sequence[torch.Tensor | None]
 
@@ -116,6 +122,15 @@ class Totals:
                 for n, x in enumerate(inputs)
             ]
         )
+
+    @classmethod
+    def given(cls, site: Site, gradients: Mapping[int, torch.Tensor]) -> Totals:
+        """Gradients that are complete on this rank, by number; wide where ranks add them up."""
+        sharded, ranks = site.sharded, range(site.sharded.mesh.ranks)
+        shared = {n for r in ranks if r != site.rank for n in shared_inputs(sharded, site.rank, r)}
+        wide = accumulator(gradients[sharded.eqn.args[0]].dtype)
+        of = {n: x.to(wide) if n in shared else x for n, x in gradients.items()}
+        return cls([of.get(n) for n in range(len(sharded.graph.inputs))])
 
     def own(self, number: int) -> torch.Tensor:
         """The total of an input that has one."""

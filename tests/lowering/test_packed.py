@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -119,9 +119,14 @@ def test_packed_is_padded_with_lengths(case: Case) -> None:
 
 def check_case(plan: ag.Plan, case: Case, device: str = "cpu") -> None:
     """Assert that a plan of packed tensors gives what padded ones give."""
-    dues = expect_outputs(case.padded, case.padded_tensors)
     results = run_plan(plan, [x.to(device) for x in case.packed_tensors])
-    for x, due in zip((x.cpu() for x in results), dues, strict=True):
+    check_results(case, [x.cpu() for x in results])
+
+
+def check_results(case: Case, results: Sequence[torch.Tensor]) -> None:
+    """Assert that packed results are those of padded tensors."""
+    dues = expect_outputs(case.padded, case.padded_tensors)
+    for x, due in zip(results, dues, strict=True):
         padded = case.batch.pad(x)
         there = torch.where(case.batch.real(padded), padded, due.ref.to(padded.dtype))
         due.check(there, f"{case.packed}\n")
@@ -138,6 +143,13 @@ def check_gradients(plan: ag.Plan, case: Case, seed: int, device: str = "cpu") -
     """Gradients are those of padded tensors, and 0 in rows of no sequence."""
     cotangents = draw_cotangents(plan.graph, case.batch, seed)
     grads = gradients_on(device, plan, case.packed_tensors, cotangents)
+    check_packed_gradients(case, grads, cotangents)
+
+
+def check_packed_gradients(
+    case: Case, grads: Mapping[str, torch.Tensor], cotangents: Sequence[torch.Tensor | None]
+) -> None:
+    """The same of gradients by name. cotangents: of the packed results."""
     padded = [None if x is None else case.batch.pad(x) for x in cotangents]
     for name, due in expect_gradients(case.padded, case.padded_tensors, padded).items():
         x, side = grads[name], SIDES.get(name)

@@ -19,14 +19,14 @@ from torch.distributed.tensor.parallel import (
 
 import attn_graph as ag
 from attn_graph.mesh.layout import Placement
-from tests.support.ranks import Crew, start_crew
+from tests.support.ranks import Crew, count_bytes, start_crew
 
 PLACED: list[tuple[Placement, int]] = [("batch", 0), ("heads", 1), ("contiguous", 2)]
 
 
 @pytest.fixture(scope="module")
 def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
-    with start_crew(2, tmp_path_factory.mktemp("ranks")) as crew:
+    with start_crew(3, tmp_path_factory.mktemp("ranks")) as crew:
         yield crew
 
 
@@ -149,3 +149,57 @@ def test_a_mismatch_names_both_placements(crew: Crew) -> None:
         assert "k: expected placements (Shard(dim=1),), got (Replicate(),)" in whole
         assert "v: expected a DTensor, as others are, got a plain tensor" in plain
         assert "q: expected [2, 4, 8, 4] in all, got [2, 4, 16, 4]" in long
+
+
+def divide_odd_sizes(rank: int, group: Any, placement: Placement, axis: int) -> None:
+    """Compare with one device, sizes that ranks don't divide evenly."""
+    sizes = [[4, 4, 8], [4, 5, 8], [4, 4, 23]][axis]
+    x = torch.randn(*sizes, 4, generator=torch.Generator().manual_seed(0))
+    spec = ag.TensorSpec.like(x)
+    graph = ag.attention(spec, spec, spec, mask=ag.Causal())
+    mesh = DeviceMesh.from_group(group, "cpu")
+    plan = ag.compile(ag.shard(graph, ag.Mesh(3), placement), group=group, target="cpu")
+    part = distribute_tensor(x, mesh, [Shard(axis)]).requires_grad_()
+    o: Any = plan(part, part.detach(), part.detach())
+    leaf = x.clone().requires_grad_()
+    due: Any = ag.compile(graph, target="cpu")(leaf, x, x)
+    torch.testing.assert_close(o.full_tensor(), due)
+    o.sum().backward()
+    due.sum().backward()
+    assert isinstance(part.grad, DTensor)
+    torch.testing.assert_close(part.grad.full_tensor(), leaf.grad)
+
+
+@pytest.mark.parametrize(("placement", "axis"), PLACED)
+def test_sizes_are_divided_as_dtensors_are(crew: Crew, placement: Placement, axis: int) -> None:
+    """PyTorch gives 23 positions to three ranks as 8, 8 and 7; five heads as 2, 2 and 1."""
+    crew.run(3, divide_odd_sizes, placement, axis)
+
+
+def refuse_divisions(rank: int, group: Any) -> list[str]:
+    """What the errors of DTensors say that the plan cuts elsewhere; nothing is sent."""
+    mesh, said = DeviceMesh.from_group(group, "cpu"), []
+    graphs = {
+        "heads": ((1, 6, 8, 4), (1, 2, 8, 4), 1, {}),  # of three groups whose heads are shared
+        "zigzag": ((1, 6, 12, 4), (1, 6, 12, 4), 2, {}),  # whose parts have another order
+        "contiguous": ((1, 1, 9, 4), (1, 1, 9, 4), 2, {"dropout": 0.5}),  # by fours
+    }
+    for placement, (q, k, axis, more) in graphs.items():
+        specs: list[Any] = [ag.TensorSpec(x, torch.float32) for x in (q, k, k)]
+        sharded = ag.shard(ag.attention(*specs, **more), ag.Mesh(3), placement)  # type: ignore[arg-type]
+        plan = ag.compile(sharded, group=group, target="cpu")
+        tensors = [distribute_tensor(torch.zeros(x), mesh, [Shard(axis)]) for x in (q, k, k)]
+        whole = [distribute_tensor(torch.tensor(1), mesh, [Replicate()])] * (2 * len(more))
+        with count_bytes() as sent, pytest.raises(ag.PlanMismatchError) as error:
+            plan(*tensors, *whole)
+        assert sent == [0, 0]
+        said.append(str(error.value))
+    return said
+
+
+def test_dtensors_that_lie_otherwise_are_refused_by_all_ranks(crew: Crew) -> None:
+    heads, order, fours = (set(each) for each in zip(*crew.run(3, refuse_divisions), strict=True))
+    assert len(heads) == len(order) == len(fours) == 1
+    assert "k: of 2 key/value heads rank 2 has 1:2 by 'heads', and none of a DTensor" in heads.pop()
+    assert "q: of 12 queries rank 0 has 0:2 10:12 by 'zigzag', and 0:4 of a DTensor" in order.pop()
+    assert "q: of 9 queries rank 0 has 0:4 by 'contiguous'" in fours.pop()

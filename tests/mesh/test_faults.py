@@ -6,6 +6,8 @@ import os
 import pickle
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from copy import copy, deepcopy
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,7 +17,7 @@ import torch
 from torch import distributed
 
 import attn_graph as ag
-from attn_graph.mesh.layout import Method
+from attn_graph.mesh.layout import Method, Placement
 from attn_graph.mesh.sharded import Sharded
 from attn_graph.mesh.site import BoxCall
 from tests.support.ranks import TIMEOUT, Crew, count_bytes, start_crew
@@ -140,6 +142,96 @@ def test_wrong_calls_say_what_was_expected(crew: Crew) -> None:
     assert "q: expected f32[1, 2, 6, 4], got f32[1, 2, 5, 4]" in shape
     assert "v: expected f32[1, 2, 6, 4], got nothing" in missing
     assert "a mesh of 5 ranks, and a group of 2; say ag.Mesh(2)" in size
+
+
+def refuse_alone(rank: int, group: Any, sharded: Sharded) -> tuple[str, str, bool]:
+    """The errors where rank 0 has no v, and where rank 1 has another q; and whether a plan runs
+    after them."""
+    plan = ag.compile(sharded, group=group, target="cpu")
+    q, k, v = (torch.ones(spec.shape) for spec in plan.specs.values())
+    said = []
+    with count_bytes() as sent:
+        for given in ((q, k) if rank == 0 else (q, k, v), (q[rank:], k, v)):
+            with pytest.raises((ag.GraphError, ag.PlanMismatchError)) as error:
+                plan(*given)
+            said.append(f"{type(error.value).__name__}: {error.value}")
+    assert sent == [0, 0]
+    return said[0], said[1], bool(plan(q, k, v)[0].isfinite().all())
+
+
+def test_what_one_rank_refuses_all_refuse(crew: Crew) -> None:
+    first, second = crew.run(2, refuse_alone, ag.shard(small(), ag.Mesh(2), "zigzag"))
+    for own, other, rank in ((first[0], second[0], 0), (second[1], first[1], 1)):
+        assert own.startswith("PlanMismatchError: the call differs from the plan")
+        assert other.startswith(f"GraphError: rank {rank} refused its call, so no rank computes: ")
+        assert other.endswith(own.removeprefix("PlanMismatchError: "))
+    assert first[2]
+    assert second[2]
+
+
+def call_in_turn(rank: int, group: Any, graphs: list[Sharded]) -> bool:
+    """Whether two plans give the same when the last rank begins with the other one."""
+    plans = [ag.compile(sharded, group=group, target="cpu") for sharded in graphs]
+    shards = [
+        [
+            torch.randn(x.shape, generator=torch.Generator().manual_seed(7 * n + rank))
+            for x in inputs
+        ]
+        for n, inputs in enumerate(plan.specs.values() for plan in plans)
+    ]
+    dues = [plan(*own)[0] for plan, own in zip(plans, shards, strict=True)]
+    with ThreadPoolExecutor(1) as pool:
+        last = pool.submit(lambda: plans[1](*shards[1])[0]) if rank else None
+        time.sleep(0.3 * rank)  # the other plan of rank 1 waits for its messages by now
+        o = plans[0](*shards[0])[0]
+        results = [o, last.result() if last else plans[1](*shards[1])[0]]
+    return all(torch.equal(x, due) for x, due in zip(results, dues, strict=True))
+
+
+def test_messages_of_two_plans_are_never_mixed(crew: Crew) -> None:
+    """Messages of both are equally long."""
+    graphs = [
+        ag.shard(small(mask), ag.Mesh(2), "contiguous", method="ring")
+        for mask in (None, ag.Window(9, 9))
+    ]
+    assert crew.run(2, call_in_turn, graphs) == [True, True]
+
+
+def use_elsewhere(rank: int, group: Any, sharded: Sharded) -> list[str]:
+    """What the errors of a plan under transforms and of compilations say; and copies are it."""
+    plan = ag.compile(sharded, group=group, target="cpu")
+    q, k, v = (torch.ones(spec.shape) for spec in plan.specs.values())
+    foreign: Any = distributed.GroupMember.NON_GROUP_MEMBER
+    calls: list[Callable[[], object]] = [
+        lambda: torch.func.vmap(lambda q: plan(q, k, v))(q[None]),
+        lambda: torch.func.grad(lambda q: plan(q, k, v)[0].sum())(q),
+        lambda: ag.compile(sharded, group=foreign),
+        lambda: ag.compile(sharded, group=group, target="cpu", backends=("cudnn",)),
+        lambda: ag.compile(sharded, group=group, target="cpu", backends=("cudnnn",)),
+        lambda: pickle.dumps(plan),
+    ]
+    said = []
+    for call in calls:
+        with pytest.raises((ag.GraphError, ag.NoBackendError)) as error:
+            call()
+        said.append(str(error.value))
+    module: Any = torch.nn.Linear(2, 2)
+    module.plan = plan
+    assert deepcopy(module).plan is plan
+    assert copy(plan) is plan
+    return said
+
+
+@pytest.mark.parametrize("placement", ["zigzag", "batch"])
+def test_what_a_ranks_plan_can_t_do_says_so(crew: Crew, placement: Placement) -> None:
+    for said in crew.run(2, use_elsewhere, ag.shard(small(), ag.Mesh(2), placement)):
+        vmap, grad, foreign, backend, unknown, pickled = said
+        assert "outside of torch.func's transforms (vmap, grad, jvp)" in vmap
+        assert vmap == grad
+        assert "is not a process group of which this process is a member" in foreign
+        assert "cudnn: no, because it" in backend
+        assert "cudnnn" in unknown
+        assert "belongs to its process group, and doesn't pickle" in pickled
 
 
 def differentiate_twice(rank: int, group: Any, sharded: Sharded) -> list[str]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 import attn_graph as ag
+from attn_graph.mesh import ring
+from attn_graph.mesh.exchange import Transfer, post
 from attn_graph.mesh.layout import Method
 from benchmarks.memory import peak_bytes
 from tests.support.ranks import Crew, start_crew
@@ -19,7 +23,7 @@ FEW = 2**20  # bytes of lse and its like, and of a kernel's own blocks; [H,N/2,N
 
 @pytest.fixture(scope="module")
 def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
-    with start_crew(2, tmp_path_factory.mktemp("ranks")) as crew:
+    with start_crew(4, tmp_path_factory.mktemp("ranks")) as crew:
         yield crew
 
 
@@ -55,3 +59,40 @@ def test_a_rank_holds_half_and_two_hops(crew: Crew, method: Method) -> None:
     for forward, backward in crew.run(2, measure, sharded):
         assert forward <= hops + 2 * half + FEW
         assert backward <= 2 * hops + 4 * half + FEW
+
+
+def hold(rank: int, group: Any, sharded: ag.Sharded) -> list[int]:
+    """The most bytes of messages that a rank holds at once, in each pass, as often as it posts."""
+    plan = ag.compile(sharded, group=group, target="cpu")
+    qkv = [torch.randn(spec.shape).requires_grad_() for spec in plan.specs.values()]
+    messages: list[weakref.ref[torch.UntypedStorage]] = []
+    held = [0]
+
+    def watch(*args: Any) -> Transfer:
+        transfer = post(*args)
+        both = *transfer.incoming.values(), *transfer.outgoing.values()
+        messages.extend(weakref.ref(x.untyped_storage()) for x in both)
+        there = {x.data_ptr(): x.nbytes() for x in (m() for m in messages) if x is not None}
+        held[-1] = max(held[-1], sum(there.values()))
+        return transfer
+
+    with patch.object(ring, "post", watch):
+        o = plan(*qkv)
+        assert isinstance(o, torch.Tensor)
+        held.append(0)
+        torch.autograd.grad(o, qkv, torch.ones_like(o))
+    return held
+
+
+@pytest.mark.parametrize("method", ["ring", "gather"])
+@pytest.mark.parametrize("mask", [None, ag.Window(40, 9)])
+def test_a_rank_holds_as_many_messages_as_foreseen(
+    crew: Crew, method: Method, mask: ag.Mask | None
+) -> None:
+    """Exactly as many forward; backward, gradients travel too."""
+    x = ag.TensorSpec((1, 2, 64, 8), torch.float32)
+    sharded = ag.shard(ag.attention(x, x, x, mask=mask), ag.Mesh(4), "contiguous", method=method)
+    figures = ag.explain(sharded, target="cpu").ranks
+    for (forward, backward), own in zip(crew.run(4, hold, sharded), figures, strict=True):
+        assert forward == own.buffers
+        assert backward <= 2 * own.buffers

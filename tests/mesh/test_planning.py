@@ -5,7 +5,8 @@ from __future__ import annotations
 import pickle
 import re
 from itertools import permutations
-from typing import Any
+from math import inf, nan
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,7 +16,15 @@ from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph.mesh.counts import count_box, count_moved, count_seen
-from attn_graph.mesh.layout import SEQUENCES, Placement, balance, divide, divide_heads
+from attn_graph.mesh.layout import (
+    SEQUENCES,
+    Placement,
+    balance,
+    chunk,
+    chunk_by_weight,
+    divide,
+    divide_heads,
+)
 from attn_graph.mesh.schedule import visits_of
 from attn_graph.mesh.sharded import Sharded
 from attn_graph.mesh.traffic import flow_between, sum_bytes
@@ -137,6 +146,32 @@ def test_join_undoes_split(placement: Placement, ranks: int) -> None:
         assert torch.equal(sharded.join(parts, axes), x)
 
 
+@given(st.data())
+def test_split_refuses_other_sizes_than_the_graphs(data: st.DataObject) -> None:
+    """An axis by a letter of the graph has its size, or 1 where all ranks share what is there."""
+    placements: list[Placement] = ["batch", "heads", *SEQUENCES]
+    placement = data.draw(st.sampled_from(placements))
+    q, k = ag.TensorSpec((3, 6, 17, 4), torch.float32), ag.TensorSpec((3, 2, 11, 4), torch.float32)
+    graph = ag.attention(q, k, k, mask=ag.Causal("top_left"))
+    sharded = ag.shard(graph, ag.Mesh(3), placement)
+    axes = "".join(data.draw(st.lists(st.sampled_from("bhgijx"), min_size=1, max_size=4)))
+    sizes = {**sharded.axis_sizes, "x": 5}
+    shape = [data.draw(st.sampled_from([1, sizes[x], sizes[x] + 1, 2 * sizes[x]])) for x in axes]
+    x = torch.randn(shape)
+    wrong = [n for n, a in zip(shape, axes, strict=True) if a != "x" and n not in (1, sizes[a])]
+    if wrong:
+        with pytest.raises(ag.GraphError, match=r"axis \d of .* and the graph has \d"):
+            sharded.split(x, axes)
+        return
+    parts = sharded.split(x, axes)
+    shared = [a in sharded.divided and n == 1 for n, a in zip(shape, axes, strict=True)]
+    for part in parts:
+        assert all(part.shape[n] == 1 for n, one in enumerate(shared) if one)
+    once = sum(a in sharded.divided for a in axes) < 2  # else no rank has places of two others
+    if once and not any(shared):  # shards of one position look alike
+        assert torch.equal(sharded.join(parts, axes), x)
+
+
 @given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 24))
 def test_each_head_is_at_one_rank(groups: int, each: int, ranks: int) -> None:
     parts = divide_heads(groups * each, groups, ranks)
@@ -187,6 +222,9 @@ def test_what_can_t_be_divided_says_so() -> None:
     plain, mesh = ag.attention(x, x, x), ag.Mesh(2)
     bias = ag.attention(x, x, x, bias=ag.TensorSpec((1, 4, 8, 8), torch.float32))
     whole: Any = ag.shard(plain, mesh, "zigzag")
+    short = ag.attention(x, x, x, kv_lengths=ag.TensorSpec((1,), torch.int64))
+    row, several = ag.TensorSpec((8, 4, 4), torch.float32), cast(Any, ["nvlink"])
+    packed = ag.attention(row, row, row, q_starts=ag.TensorSpec((3,), torch.int64))
     wants: Any = {"wants": ()}
     backends: Any = {"backends": ("math",)}
     calls: dict[str, Any] = {
@@ -220,6 +258,29 @@ def test_what_can_t_be_divided_says_so() -> None:
         "link 'rope'": lambda: ag.explain(
             ag.shard(plain, mesh, "zigzag"), target="h200", link="rope"
         ),
+        **{
+            f"link {x!r} is not a number of bytes a second": lambda x=x: ag.explain(whole, link=x)
+            for x in (0, -1.5, inf, nan, True)
+        },
+        "link ['nvlink'] of": lambda: ag.explain(whole, link=several),
+        "kv_lengths is [3], not a tensor; pass torch.tensor([3])": lambda: ag.shard(
+            short,
+            mesh,
+            "batch",
+            kv_lengths=[3],  # type: ignore[arg-type]
+        ),
+        "kv_lengths is a Tensor of layout torch.strided on meta": lambda: ag.shard(
+            short, mesh, "batch", kv_lengths=torch.empty(1, dtype=torch.int64, device="meta")
+        ),
+        "packed or in pages are divided whole, by 'batch', or by 'heads', not by 'zigzag'": (
+            lambda: ag.shard(packed, mesh, "zigzag")
+        ),
+        "a rank's rows depend on q_starts; pass q_starts= with its numbers": lambda: ag.shard(
+            packed, mesh, "batch"
+        ),
+        "q_starts: expected ascending ones, got 5, 3": lambda: ag.shard(
+            packed, mesh, "batch", q_starts=torch.tensor([0, 5, 3])
+        ),
     }
     for text, call in calls.items():
         with pytest.raises(ag.GraphError, match=re.escape(text)):
@@ -230,6 +291,26 @@ def test_divided_positions_are_all_there() -> None:
     assert [len(x) for x in divide(10, 4)] == [2, 3, 2, 3]
     assert sum(map(len, divide(3, 8))) == 3
     assert divide(11, 3, 4) == [range(4), range(4, 8), range(8, 11)]
+
+
+@given(st.integers(0, 40), st.integers(1, 9), st.sampled_from([1, 4]))
+def test_chunks_are_those_of_pytorch(size: int, parts: int, grain: int) -> None:
+    """Of as many ranks: the last may have less, or nothing."""
+    chunks = chunk(size, parts, grain)
+    if grain == 1:
+        due = [len(x) for x in torch.arange(size).chunk(parts)] if size else []
+        assert [len(x) for x in chunks] == [*due, *[0] * (parts - len(due))]
+    assert [n for own in chunks for n in own] == [*range(size)]
+    assert all(own.start % grain == 0 for own in chunks if own)
+
+
+@given(st.lists(st.integers(0, 50)), st.integers(1, 5))
+def test_sequences_are_divided_by_their_rows(rows: list[int], parts: int) -> None:
+    """No rank has more than its share and half of a sequence at either end."""
+    chunks = chunk_by_weight(rows, parts)
+    assert [n for own in chunks for n in own] == [*range(len(rows))]
+    for own in chunks:
+        assert sum(rows[n] for n in own) <= sum(rows) / parts + max(rows, default=0)
 
 
 # Explanations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -16,13 +16,15 @@ from attn_graph.mesh.layout import SEQUENCES, Method, Placement
 from attn_graph.mesh.sharded import Sharded
 from attn_graph.mesh.totals import lay_out_as
 from attn_graph.mesh.traffic import flow_between
+from attn_graph.nn.tracing import KEEPS_CONSTANTS
 from attn_graph.spec import FLOATS
 from attn_graph.testing import strategies
 from attn_graph.testing.rule import expect_gradients, expect_outputs
 from attn_graph.testing.tensors import cotangents_for, tensors_for
+from tests.lowering.test_packed import Case, cases, check_packed_gradients, check_results
 from tests.support.ranks import Crew, count_bytes, start_crew
+from tests.support.sequences import draw_cotangents
 
-LETTERS = {"o": "bhie", "lse": "bhi", "max": "bhi"}
 PLACEMENTS: tuple[Placement, ...] = ("batch", "heads", *SEQUENCES)
 METHODS: tuple[Method | None, ...] = ("ring", "gather", "heads", None)
 
@@ -87,16 +89,31 @@ def compute_once(
 
 
 def check(crew: Crew, sharded: Sharded, graph: ag.Graph, seed: int) -> None:
-    """Compare with one device by the accuracy rule, and bytes with those that were foreseen."""
+    """Compare with one device by the accuracy rule."""
     tensors, cotangents = tensors_for(graph, seed), cotangents_for(graph, seed)
-    names = [i.name for i in graph.inputs]
+    named = dict(zip([i.name for i in graph.inputs], tensors, strict=True))
+    outputs, gradients = run_ranks(crew, sharded, named, cotangents)
+    for x, expected in zip(outputs, expect_outputs(graph, tensors), strict=True):
+        expected.check(x)
+    due = expect_gradients(graph, tensors, cotangents)
+    for name, x in gradients.items():
+        due[name].check(x)
+
+
+def run_ranks(
+    crew: Crew,
+    sharded: Sharded,
+    tensors: Mapping[str, torch.Tensor],
+    cotangents: Sequence[torch.Tensor | None],
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """What ranks give, joined: outputs, and gradients by name. Bytes are those foreseen."""
     known = {x.name for x in sharded.known}
     ranks = range(sharded.mesh.ranks)
-    split = {n: sharded.split(x, n) for n, x in zip(names, tensors, strict=True) if n not in known}
-    roles = output_names(sharded)
+    split = {n: sharded.split(x, n) for n, x in tensors.items() if n not in known}
+    letters = [sharded.result_axes[role != "o"] for role in sharded.output_names]
     parts = [
-        [None] * len(ranks) if g is None else sharded.split(g, LETTERS[role])
-        for role, g in zip(roles, cotangents, strict=True)
+        [None] * len(ranks) if g is None else sharded.split(g, own)
+        for own, g in zip(letters, cotangents, strict=True)
     ]
     answers: list[Answer] = crew.run(
         len(ranks),
@@ -105,19 +122,13 @@ def check(crew: Crew, sharded: Sharded, graph: ag.Graph, seed: int) -> None:
         [{n: x[r] for n, x in split.items()} for r in ranks],
         [[part[r] for part in parts] for r in ranks],
     )
-    for n, expected in enumerate(expect_outputs(graph, tensors)):
-        expected.check(sharded.join([a.outputs[n] for a in answers], LETTERS[roles[n]]))
-    due = expect_gradients(graph, tensors, cotangents)
-    for name in answers[0].gradients:
-        due[name].check(sharded.join([a.gradients[name] for a in answers], name))
     for r, answer in enumerate(answers):
         assert answer.forward == [flow(sharded, r, "forward"), flow(sharded, r, "forward", True)]
         assert answer.backward == [flow(sharded, r, "backward"), flow(sharded, r, "backward", True)]
-
-
-def output_names(sharded: Sharded) -> list[str]:
-    first = len(sharded.graph.inputs)
-    return [sharded.node.names[i - first] for i in sharded.graph.outputs]
+    return (
+        [sharded.join([a.outputs[n] for a in answers], own) for n, own in enumerate(letters)],
+        {n: sharded.join([a.gradients[n] for a in answers], n) for n in answers[0].gradients},
+    )
 
 
 def flow(sharded: Sharded, rank: int, side: str, received: bool = False) -> int:
@@ -153,6 +164,110 @@ def sharded_graphs(draw: st.DrawFn, ranks: int) -> tuple[Sharded, ag.Graph, int]
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_compute_what_one_device_does(crew: Crew, ranks: int, data: st.DataObject) -> None:
     check(crew, *data.draw(sharded_graphs(ranks)))
+
+
+@st.composite
+def packed_graphs(draw: st.DrawFn, ranks: int) -> tuple[Sharded, Case]:
+    """Any attention of packed sequences over ranks."""
+    case = draw(cases(draw(st.sampled_from([torch.float32, torch.bfloat16]))))
+    placement: Placement = draw(st.sampled_from(["batch", "heads"]))
+    readable = [n for n, x in case.tensors.items() if x.dtype not in FLOATS]
+    names = draw(st.sets(st.sampled_from(readable)))
+    names |= {"q_starts", "kv_starts"} if placement == "batch" else set()
+    known: dict[str, Any] = {n: case.tensors[n] for n in names}
+    try:
+        return ag.shard(case.packed, ag.Mesh(ranks), placement, **known), case
+    except ag.GraphError as error:
+        assume("no mask reads" not in str(error))
+        raise
+
+
+@settings(max_examples=settings().max_examples * 2 // 5)
+@given(st.data())
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_divide_packed_sequences(crew: Crew, ranks: int, data: st.DataObject) -> None:
+    sharded, case = data.draw(packed_graphs(ranks))
+    assert ag.Sharded.parse(str(sharded)) == sharded
+    cotangents = draw_cotangents(sharded.graph, case.batch, data.draw(strategies.seeds))
+    tensors = {i.name: case.tensors[i.name] for i in case.packed.inputs}
+    outputs, gradients = run_ranks(crew, sharded, tensors, cotangents)
+    check_results(case, outputs)
+    check_packed_gradients(case, gradients, cotangents)
+
+
+def test_an_explanation_of_packed_sequences_counts_their_pairs() -> None:
+    row, starts = ag.TensorSpec((40, 2, 8), torch.float32), torch.tensor([0, 10, 13, 20, 40])
+    graph = ag.attention(row, row, row, mask=ag.Causal(), q_starts=ag.TensorSpec.like(starts))
+    placements: tuple[Placement, ...] = ("batch", "heads")
+    each = [ag.shard(graph, ag.Mesh(2), p, q_starts=starts) for p in placements]
+    pairs = [[rank.pairs for rank in ag.explain(x, target="cpu").ranks] for x in each]
+    due = [n * (n + 1) // 2 for n in (10, 3, 7, 20)]
+    assert pairs == [[2 * sum(due[:3]), 2 * due[3]], [sum(due)] * 2]
+    assert each[0].split(starts, "q_starts")[1].tolist() == [0, 20]
+    assert torch.equal(each[0].join(each[0].split(starts, "q_starts"), "q_starts"), starts)
+
+
+@pytest.mark.parametrize("placement", ["batch", "heads"])
+@pytest.mark.parametrize("packs", [False, True])
+def test_ranks_divide_attention_on_pages(crew: Crew, placement: Placement, packs: bool) -> None:
+    """Pools are whole on each rank that has some sequences; their gradients are added up."""
+    q = ag.TensorSpec((7, 4, 8) if packs else (3, 4, 5, 8), torch.float32)
+    pool, where = ag.TensorSpec((6, 4, 2, 8), torch.float32), torch.tensor([[2, 0], [1, 1], [5, 4]])
+    starts = {"q_starts": torch.tensor([0, 3, 3, 7])} if packs else {}
+    options: Any = {name: ag.TensorSpec.like(x) for name, x in starts.items()}
+    graph = ag.attention(
+        q, pool, pool, mask=ag.Causal("bottom_right"), pages=ag.TensorSpec.like(where),
+        kv_lengths=ag.TensorSpec((3,), torch.int64), stats=True, **options,
+    )  # fmt: skip
+    known: Any = starts if placement == "batch" else {}
+    sharded = ag.shard(graph, ag.Mesh(2), placement, **known)
+    tensors = dict(zip([i.name for i in graph.inputs], tensors_for(graph, 3), strict=True))
+    tensors |= {"pages": where, "kv_lengths": torch.tensor([8, 5, 6]), **starts}
+    alone = ag.compile(graph, target="cpu")
+    leaves = {n: x.detach().requires_grad_(x.dtype in FLOATS) for n, x in tensors.items()}
+    due: Any = alone(**leaves)
+    cotangents = [torch.randn(x.shape, generator=torch.Generator().manual_seed(0)) for x in due]
+    outputs, gradients = run_ranks(crew, sharded, tensors, cotangents)
+    for x, ref in zip(outputs, due, strict=True):
+        torch.testing.assert_close(x, ref)
+    wanted = torch.autograd.grad(due, [leaves[n] for n in "qkv"], cotangents)
+    for name, ref in zip("qkv", wanted, strict=True):
+        torch.testing.assert_close(gradients[name], ref)
+
+
+def compile_calls(rank: int, group: Any, graphs: list[Sharded]) -> bool:
+    """Call plans in one function that torch.compile traces whole: exactly as without it."""
+    torch._dynamo.reset()
+
+    def train(plan: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        o, lse = plan(2 * q, k, v=v)
+        loss: torch.Tensor = (o.sin().sum(-1) + lse).sum()
+        return loss
+
+    compiled = torch.compile(train, fullgraph=True, backend="aot_eager")
+    for sharded in graphs:
+        plan = ag.compile(sharded, group=group, target="cpu")
+        qkv = [torch.randn(spec.shape).requires_grad_() for spec in plan.specs.values()]
+        losses = [f(plan, *qkv) for f in (train, compiled)]
+        assert torch.equal(*losses)
+        first, second = (torch.autograd.grad(loss, qkv) for loss in losses)
+        for x, y in zip(first, second, strict=True):
+            assert torch.equal(x, y)
+    return True
+
+
+@pytest.mark.skipif(not KEEPS_CONSTANTS, reason="there torch.compile leaves the library out")
+def test_compiled_code_calls_plans_of_ranks(crew: Crew) -> None:
+    x = ag.TensorSpec((2, 4, 8, 4), torch.float32)
+    ways: list[tuple[Placement, Method | None]] = [
+        *(("batch", None), ("zigzag", "ring"), ("zigzag", "heads")),
+    ]
+    graphs = [
+        ag.shard(ag.attention(x, x, x, mask=mask, stats=True), ag.Mesh(2), placement, method=method)
+        for mask in (ag.Causal(), ag.Window(2))
+        for placement, method in ways
+    ]
+    assert all(crew.run(2, compile_calls, graphs))
 
 
 @given(st.data())

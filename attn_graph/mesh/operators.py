@@ -1,0 +1,150 @@
+"""torch.ops.attn_graph.mesh: a rank's plan as an operator, for code that torch.compile traces.
+
+Traced code knows a plan by its name in this process. The operator returns what a call does, then
+what the backward reads beside that; `mesh_backward` takes all of it, and cotangents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
+
+import torch
+
+from attn_graph.ir.attention import SAVED
+from attn_graph.mesh.heads import head_shapes
+from attn_graph.mesh.site import Site
+from attn_graph.spec import TensorSpec, accumulator, dense_strides, memory_order
+
+Tensors = Sequence[torch.Tensor]
+Context = Any  # autograd's own, on which torch puts what it likes
+
+
+class RankCalls(Protocol):
+    """What the operators ask of a rank's plan."""
+
+    site: Site
+
+    def start(self, tensors: Tensors) -> tuple[Tensors, Tensors]:
+        """The outputs, and what the backward reads, of tensors that are checked first."""
+        ...
+
+    def pull(
+        self, needs: tuple[bool, ...], saved: Tensors, grads: Sequence[torch.Tensor | None]
+    ) -> Tensors:
+        """The gradients of the inputs marked in `needs`."""
+        ...
+
+
+plans: WeakValueDictionary[str, RankCalls] = WeakValueDictionary()
+numbers = count()
+
+
+def enter_plan(plan: RankCalls) -> str:
+    """A name by which traced code calls a plan, as long as it is there."""
+    name = f"rank's plan {next(numbers)}"
+    plans[name] = plan
+    return name
+
+
+@torch.library.custom_op(
+    "attn_graph::mesh", mutates_args=(), schema="(Tensor[] tensors, str plan) -> Tensor[]"
+)
+def call_plan(tensors: Tensors, plan: str) -> list[torch.Tensor]:
+    """What a call returns, then what the backward reads beside that."""
+    with torch.no_grad():
+        outputs, (o, lse, *more) = plans[plan].start(tensors)
+    site = plans[plan].site
+    saved: dict[str, torch.Tensor] = dict(zip(SAVED, (o, lse), strict=True))
+    return [*outputs, *(saved[name] for name in result_names(site)[len(outputs) :]), *more]
+
+
+@call_plan.register_fake
+def describe_results(tensors: Tensors, plan: str) -> list[torch.Tensor]:
+    """The results of fake tensors."""
+    site = plans[plan].site
+    rows = [describe_result(site, name, tensors[0]) for name in result_names(site)]
+    if site.sharded.method == "heads":
+        wide = accumulator(tensors[0].dtype)
+        *four, lse = head_shapes(site)
+        return [*rows, *map(tensors[0].new_empty, four), tensors[0].new_empty(lse, dtype=wide)]
+    return rows
+
+
+def describe_result(site: Site, name: str, q: torch.Tensor) -> torch.Tensor:
+    """One of them: o in the memory order of q, or a statistic."""
+    sharded = site.sharded
+    _, results = sharded.whole
+    whole = sharded.graph.types[results[sharded.node.names.index(name)]]
+    parts = sharded.parts(site.rank, whole.shape, sharded.result_axes[name != "o"])
+    shape = [sum(map(len, chunks)) for chunks in parts]
+    spec = sharded.graph.inputs[sharded.eqn.args[0]].spec
+    order = memory_order(spec) if name == "o" else range(len(shape))
+    return q.new_empty_strided(shape, dense_strides(shape, order), dtype=whole.dtype)
+
+
+@torch.library.custom_op(
+    "attn_graph::mesh_backward",
+    mutates_args=(),
+    schema="(Tensor[] tensors, str plan, bool[] given) -> Tensor[]",
+)
+def pull_plan(tensors: Tensors, plan: str, given: Sequence[bool]) -> list[torch.Tensor]:
+    """The gradients of the inputs that have one. tensors: inputs, results, cotangents `given`."""
+    site, count = plans[plan].site, len(tensors) - sum(given)
+    inputs = len(site.sharded.open_inputs)
+    results, cotangents = tensors[inputs:count], iter(tensors[count:])
+    names = result_names(site)
+    named = dict(zip(names, results, strict=False))
+    saved = *tensors[:inputs], *(named[x] for x in SAVED), *results[len(names) :]
+    grads = [next(cotangents) if each else None for each in given]
+    with torch.no_grad():
+        return [*plans[plan].pull(trained_inputs(site), saved, grads)]
+
+
+def result_names(site: Site) -> tuple[str, ...]:
+    """The outputs of a call, then those of o and lse that it does not return."""
+    shown = site.sharded.output_names
+    return *shown, *(name for name in SAVED if name not in shown)
+
+
+def trained_inputs(site: Site) -> tuple[bool, ...]:
+    """Which inputs of a call have a gradient."""
+    return tuple(n in site.sharded.trained for n in site.sharded.open_inputs)
+
+
+@pull_plan.register_fake
+def describe_gradients(tensors: Tensors, plan: str, given: Sequence[bool]) -> list[torch.Tensor]:
+    """The gradients of fake tensors: each lies as its input."""
+    site = plans[plan].site
+    pairs = zip(site.specs.values(), trained_inputs(site), strict=True)
+    return [describe_spec(tensors[0], spec) for spec, trains in pairs if trains]
+
+
+def describe_spec(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """A tensor of a spec, beside another one."""
+    return x.new_empty_strided(spec.shape, spec.strides, dtype=spec.dtype)
+
+
+def remember_call(ctx: Context, inputs: tuple[Tensors, str], output: Tensors) -> None:
+    """What the backward needs."""
+    tensors, ctx.plan = inputs
+    names = plans[ctx.plan].site.sharded.output_names
+    ctx.mark_non_differentiable(*(x for x, n in zip(output, names, strict=False) if n not in SAVED))
+    ctx.save_for_backward(*tensors, *output)
+
+
+def pull_call(
+    ctx: Context, grads: Sequence[torch.Tensor | None]
+) -> tuple[list[torch.Tensor | None], None]:
+    """The gradients of the tensors of a call."""
+    site = plans[ctx.plan].site
+    pairs = [*zip(site.sharded.output_names, grads, strict=False)]
+    given = [g is not None and name in SAVED for name, g in pairs]
+    cotangents = [g for (_, g), each in zip(pairs, given, strict=True) if g is not None and each]
+    made = iter(pull_plan([*ctx.saved_tensors, *cotangents], ctx.plan, given))
+    return [next(made) if each else None for each in trained_inputs(site)], None
+
+
+call_plan.register_autograd(pull_call, setup_context=remember_call)
