@@ -211,7 +211,10 @@ class Layout:
     def sizes(self) -> dict[str, int | tuple[int, ...] | None]:
         """What kernels know of packed tensors, by parameter."""
         sequences = 1 << (capacity(self.problem.B) + 1).bit_length()
-        return {"B": self.problem.B, "T": self.T, "T_KEYS": self.T_keys} | {
+        return {
+            "B": self.problem.B,
+            "T": self.T,
+            "T_KEYS": self.T_keys,
             "BATCH": sequences if self.sides else 0,
             "q_steps": self.steps("rows"),
             "kv_steps": self.steps("keys"),

@@ -32,7 +32,7 @@ from attn_graph.testing.strategies import (
 from attn_graph.testing.tensors import cotangents_for, lay_anyhow, tensors_for
 from tests.lowering import test_packed, test_paged
 from tests.lowering.test_lowering import refused
-from tests.support.sequences import lay_like
+from tests.support.sequences import draw_cotangents, lay_like
 
 CPU = ag.Target.of("cpu")
 BACKEND = "triton" if CPU.interprets else "math"
@@ -250,7 +250,7 @@ KIND = st.sampled_from(KINDS)
 @settings(max_examples=max(1, FEW // 2))
 def test_rows_of_no_sequence_are_never_seen(case: test_packed.Case, seed: int) -> None:
     plan = compiled(case.packed)
-    cotangents = test_packed.draw_cotangents(plan.graph, case.batch, seed)
+    cotangents = draw_cotangents(plan.graph, case.batch, seed)
     check_spoilt(plan, case.packed_tensors, cotangents)
 
 
