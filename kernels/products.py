@@ -75,6 +75,12 @@ def softmax_(s: torch.Tensor, lse: torch.Tensor, total: torch.Tensor) -> None:
     total.masked_fill_(total == 0.0, 1.0)
 
 
+def drop_(dp: torch.Tensor, p: torch.Tensor) -> None:
+    """dp -> 0 where p is not positive: where it is 0, or dropped; and p -> |p|."""
+    torch.ops.aten.threshold_backward.grad_input(dp, p, 0, grad_input=dp)
+    p.abs_()
+
+
 def weigh_(
     o: torch.Tensor, p: torch.Tensor, vs: Sequence[torch.Tensor], scale: float = 1.0,
     beta: int = 0, room: torch.Tensor | None = None,

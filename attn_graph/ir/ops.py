@@ -21,7 +21,7 @@ from attn_graph.ir.gradient_ops import (
 )
 from attn_graph.ir.graph import Emit, Gradients, Op, Values
 from attn_graph.ir.modifiers import every_place
-from attn_graph.ir.philox import counters, keep_, place_in_whole
+from attn_graph.ir.philox import ROOMS, WORDS, counters, draw_, place_in_whole
 from attn_graph.ir.promises import leaf_promise_problems
 from attn_graph.ir.sums import Zeros, add_up, apply
 from attn_graph.masks.canonical import canonical_mask
@@ -346,9 +346,9 @@ def dropout_keeps(
     assert at.ranges is not None
     ranges, H, period = place_in_whole(origin, at.ranges, at.H)
     shape = [*map(len, ranges[:3]), len(counters(ranges[3]))]
-    six = [torch.empty(shape, dtype=torch.int64, device=at.b.device) for _ in range(6)]
-    bits = torch.empty([*shape[:3], 4 * shape[3]], dtype=torch.bool, device=at.b.device)
-    return keep_(bits, rate, seed, offset, ranges, H, six, period)
+    rooms = [torch.empty(shape, dtype=torch.int64, device=at.b.device) for _ in range(ROOMS)]
+    bits = torch.empty([*shape[:3], WORDS * shape[3]], dtype=torch.bool, device=at.b.device)
+    return draw_(bits, rate, seed, offset, ranges, H, rooms, period)
 
 
 @final

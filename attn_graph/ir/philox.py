@@ -8,7 +8,7 @@ Only the low 32 bits of `offset` count.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -19,6 +19,8 @@ ROUNDS = 10
 ALWAYS = 2**62  # a period that no batch reaches
 MOST = 2**31 - 1  # the largest number that kernels take
 WORDS = 4  # that a counter draws, for as many neighbouring keys
+ROOMS = 5  # in which they are drawn
+Compare = Callable[..., object]  # two tensors, or a tensor and a number, with out=
 
 
 def place_in_whole(
@@ -63,30 +65,61 @@ def random_words(
     i: range,
     j: range,
     H: int,
-    six: Sequence[torch.Tensor],
+    rooms: Sequence[torch.Tensor],
     period: int = ALWAYS,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Four words for each counter: int64 tensors [b,h,i,counters(j)] holding 32-bit values.
 
-    `six` are int64 tensors of that shape to work in; the result is the first four of them.
+    `rooms` are ROOMS int64 tensors of that shape to work in; the result is four of them.
     """
-    c0, c1, c2, c3, p0, p1 = six
-    c0.copy_(lay_along(counters(j), c0, 3))
-    c1.copy_(lay_along(i, c1, 2))
-    c2.copy_(lay_along(b, c2, 0) % period * H + lay_along(h, c2, 1))
-    c3.fill_(offset & WORD)
+    like, keys = rooms[0], round_keys(seed)
+    slabs = lay_along(b, like, 0) % period * H + lay_along(h, like, 1)
+    counter = lay_along(counters(j), like, 3), lay_along(i, like, 2), slabs, offset & WORD
+    *_, free = rooms
+    c0, c1, c2, c3 = begin(*counter, keys, rooms)
+    for low, high in keys[3:]:
+        p0, p1 = c0.mul_(MULTIPLIERS[0]), c2.mul_(MULTIPLIERS[1])
+        c0, free = stir(p1, c1, low, free), c1
+        c2, free = stir(p0, c3, high, free), c3
+        c1, c3 = p1, p0
+    return c0, c1.bitwise_and_(WORD), c2, c3.bitwise_and_(WORD)
+
+
+def round_keys(seed: int) -> list[tuple[int, int]]:
+    """The two words of the key in each round."""
     low, high = seed & WORD, (seed >> 32) & WORD
-    for _ in range(ROUNDS):
-        torch.mul(c0, MULTIPLIERS[0], out=p0)
-        torch.mul(c2, MULTIPLIERS[1], out=p1)
-        torch.bitwise_right_shift(p1, 32, out=c0).bitwise_and_(WORD).bitwise_xor_(c1)
-        torch.bitwise_right_shift(p0, 32, out=c2).bitwise_and_(WORD).bitwise_xor_(c3)
-        c0.bitwise_xor_(low)
-        c2.bitwise_xor_(high)
-        torch.bitwise_and(p1, WORD, out=c1)
-        torch.bitwise_and(p0, WORD, out=c3)
-        low, high = (low + STEPS[0]) & WORD, (high + STEPS[1]) & WORD
-    return c0, c1, c2, c3
+    return [((low + n * STEPS[0]) & WORD, (high + n * STEPS[1]) & WORD) for n in range(ROUNDS)]
+
+
+def begin(
+    c0: torch.Tensor, c1: torch.Tensor, c2: torch.Tensor, c3: int, keys: Sequence[tuple[int, int]],
+    rooms: Sequence[torch.Tensor],
+) -> Sequence[torch.Tensor]:  # fmt: skip
+    """The counter after three rounds, in the first four rooms. Of c1 and c3 the low 32 bits count.
+
+    Each word begins with one axis of the four, and gains others by each round: nearly all of this
+    is computed of few numbers.
+    """
+    p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
+    c0, c2, c1 = upper(p1) ^ (c1 ^ keys[0][0]), upper(p0) ^ (c3 ^ keys[0][1]), p1 & WORD
+    q0, q1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
+    c0 = upper(q1) ^ (c1 ^ keys[1][0])
+    c2 = torch.bitwise_xor(upper(q0), p0 & WORD ^ keys[1][1], out=rooms[1])
+    p0, p1 = c0 * MULTIPLIERS[0], c2.mul_(MULTIPLIERS[1])
+    c0 = stir(p1, q1, keys[2][0], rooms[0])
+    c2 = torch.bitwise_xor(upper(p0), q0 & WORD ^ keys[2][1], out=rooms[2])
+    return c0, p1, c2, rooms[3].copy_(p0)
+
+
+def upper(product: torch.Tensor) -> torch.Tensor:
+    """The upper 32 bits of a product of two 32-bit values."""
+    return (product >> 32) & WORD
+
+
+def stir(product: torch.Tensor, word: torch.Tensor, key: int, out: torch.Tensor) -> torch.Tensor:
+    """The upper 32 bits of a product, xor a word, of which the low 32 bits count, xor a key."""
+    torch.bitwise_right_shift(product, 32, out=out).bitwise_xor_(word)
+    return out.bitwise_xor_(key).bitwise_and_(WORD)
 
 
 def lay_along(values: range, like: torch.Tensor, axis: int) -> torch.Tensor:
@@ -95,16 +128,17 @@ def lay_along(values: range, like: torch.Tensor, axis: int) -> torch.Tensor:
     return flat.reshape([-1 if a == axis else 1 for a in range(4)])
 
 
-def keep_(
-    keeps: torch.Tensor, rate: float, seed: int, offset: int, ranges: Sequence[range], H: int,
-    six: Sequence[torch.Tensor], period: int = ALWAYS,
+def draw_(
+    out: torch.Tensor, rate: float, seed: int, offset: int, ranges: Sequence[range], H: int,
+    rooms: Sequence[torch.Tensor], period: int = ALWAYS, compare: Compare = torch.ge,
 ) -> torch.Tensor:  # fmt: skip
-    """Fill the booleans `keeps` [b,h,i,4 * counters(j)]: whether dropout keeps a weight.
+    """Fill `out` [b,h,i,4 * counters(j)], of any dtype, with 1 where dropout keeps a weight, else
+    0; or, where words are compared by torch.sub, with numbers that are negative where it drops.
 
-    Returns the view [b,h,i,j] of the keys of `ranges`. six: as for `random_words`.
+    Returns the view [b,h,i,j] of the keys of `ranges`. rooms: as for `random_words`.
     """
     b, h, i, j = ranges
-    for word, drawn in enumerate(random_words(seed, offset, b, h, i, j, H, six, period)):
-        torch.ge(drawn, threshold(rate), out=keeps[..., word::4])
-    first = j.start - 4 * counters(j).start
-    return keeps[..., first : first + len(j)]
+    for word, drawn in enumerate(random_words(seed, offset, b, h, i, j, H, rooms, period)):
+        compare(drawn, threshold(rate), out=out[..., word::WORDS])
+    first = j.start - WORDS * counters(j).start
+    return out[..., first : first + len(j)]

@@ -12,10 +12,11 @@ from attrs import frozen
 from attn_graph.ir import ops
 from attn_graph.ir.attention import GradientOperands, Operands
 from attn_graph.ir.modifiers import SoftCap, back_, change_
-from attn_graph.ir.philox import counters, keep_, place_in_whole
+from attn_graph.ir.philox import Compare
 from attn_graph.kernels import products
 from attn_graph.kernels.hiding import hide_
 from attn_graph.kernels.merging import sink_
+from attn_graph.lowering.cpu.dropping import draw, needed_to_draw
 from attn_graph.lowering.cpu.product_slots import ProductSlot, TileGrid, choose_sizes, packs
 from attn_graph.lowering.cpu.schedule import POSITIONS, Part, place_within
 from attn_graph.lowering.problem import Problem
@@ -71,9 +72,7 @@ class ProductTiles(TileGrid):
         buffers |= {"o": Buffer((n * L * p.E,), wide)}
         buffers |= {name: Buffer((n * L,), wide) for name in ("lse", "total")}
         if p.node.dropout:
-            words = n * L * (keys // 4 + 2)
-            buffers["kept"] = Buffer((4 * words,), torch.bool)
-            buffers |= {f"word{i}": Buffer((words,), torch.int64) for i in range(6)}
+            buffers |= needed_to_draw(n * L, keys, wide)
         if self.rounds:
             widest = max(p.D, p.E)
             buffers["factor"] = Buffer((n * L * keys,), self.factors)
@@ -272,26 +271,28 @@ class Here:
         if hidden is not None:
             s.masked_fill_(hidden, -INF)
 
+    def draw(self, part: Part, compare: Compare) -> torch.Tensor:
+        """What dropout draws for a part of this tile, [batch,heads,rows,keys]."""
+        at, given = self.place(part), self.given
+        assert at.ranges is not None
+        assert given.seed is not None
+        assert given.offset is not None
+        seed = int(given.seed), int(given.offset)
+        return draw(self.tiles.problem.node, seed, at.ranges, at.H, self.scratch, compare)
+
     def dropped_(self, *weights: torch.Tensor) -> None:
         """p -> p * z / (1 - rate), of each p, by the same z."""
-        node = self.tiles.problem.node
-        assert self.given.seed is not None
-        assert self.given.offset is not None
-        seed, offset = int(self.given.seed), int(self.given.offset)
         for several in zip(*map(self.pieces, weights), strict=True):
-            part, piece = several[0]
-            at = self.place(part)
-            assert at.ranges is not None
-            ranges, H, period = place_in_whole(node.origin, at.ranges, at.H)
-            words = (*piece.shape[:3], len(counters(ranges[3])))
-            count = piece.shape[0] * piece.shape[1] * piece.shape[2] * words[3]
-            six = [self.scratch[f"word{i}"][:count].view(words) for i in range(6)]
-            bits = self.scratch["kept"][: 4 * count].view(*words[:3], 4 * words[3])
-            keep = keep_(bits, node.dropout, seed, offset, ranges, H, six, period)
-            for _, each in several:
-                each.mul_(keep)
+            z = self.draw(several[0][0], torch.ge)
+            for _, piece in several:
+                piece.mul_(z)
         for p in weights:
-            p.div_(1 - node.dropout)
+            p.div_(1 - self.tiles.problem.node.dropout)
+
+    def sign_(self, p: torch.Tensor) -> None:
+        """p -> -p where dropout drops it."""
+        for part, piece in self.pieces(p):
+            piece.copysign_(self.draw(part, torch.sub))
 
     def attend(self, k: torch.Tensor, v: torch.Tensor, results: Mapping[str, torch.Tensor]) -> None:
         """Fill this tile's rows of the results, by name."""
@@ -386,16 +387,16 @@ class Here:
         torch.sum(results.mul_(cotangents), -1, keepdim=True, out=delta)
         if self.tiles.rounds:  # as do is itself
             cotangents = self.room("cotangent", do.shape[3]).copy_(cotangents)
-        weights = p
-        if self.tiles.problem.node.dropout:
-            weights = self.room("weights", self.slot.keys).copy_(p)
-            self.dropped_(weights)
-        products.add_transposed_(
-            self.slot.keys_of(dv), self.factor(weights), cotangents, room=self.product
-        )
-        self.multiply(dp, cotangents, v, 1.0)
-        if self.tiles.problem.node.dropout:
-            self.dropped_(dp)
+        rate = self.tiles.problem.node.dropout
+        weights, scale = p, 1 / (1 - rate)
+        if rate:
+            self.sign_(p)
+            weights = torch.clamp(p, min=0.0, out=self.room("weights", self.slot.keys))
+        factor, values = self.factor(weights), self.slot.keys_of(dv)
+        products.add_transposed_(values, factor, cotangents, scale, self.product)
+        self.multiply(dp, cotangents, v, scale)
+        if rate:
+            products.drop_(dp, p)
 
     def kept_steps(self) -> Callable[[int, torch.Tensor], None]:
         """Remembers the result of each modifier whose derivative needs it."""

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph.ir.ops import Dropout, dropout_keeps
-from attn_graph.ir.philox import counters, random_words, threshold
+from attn_graph.ir.philox import ROOMS, counters, random_words, threshold
 from attn_graph.masks.places import Block, Place
 from attn_graph.testing import formula
 
@@ -55,9 +55,9 @@ def test_the_published_answers_come_out(
 ) -> None:
     block, i, bh, offset = counter
     seed, one = key[1] << 32 | key[0], range(1)
-    six = [torch.empty(1, 1, 1, 1, dtype=torch.int64) for _ in range(6)]
+    rooms = [torch.empty(1, 1, 1, 1, dtype=torch.int64) for _ in range(ROOMS)]
     j = range(4 * block, 4 * block + 4)
-    found = random_words(seed, offset, range(bh, bh + 1), one, range(i, i + 1), j, 1, six)
+    found = random_words(seed, offset, range(bh, bh + 1), one, range(i, i + 1), j, 1, rooms)
     assert tuple(int(word) for word in found) == answer
     assert formula.philox(key, counter) == answer
 
@@ -116,8 +116,8 @@ def test_no_two_places_share_a_word() -> None:
     block = Block(range(2), range(3), range(5), 3, 5, 16)
     place = Place.of(block, range(16))
     assert place.ranges is not None
-    six = [torch.empty(2, 3, 5, 4, dtype=torch.int64) for _ in range(6)]
-    found = torch.stack(random_words(7, 0, *place.ranges, 3, six))
+    rooms = [torch.empty(2, 3, 5, 4, dtype=torch.int64) for _ in range(ROOMS)]
+    found = torch.stack(random_words(7, 0, *place.ranges, 3, rooms))
     assert len(found.unique()) == found.numel()
     assert found.min() >= 0
     assert found.max() <= ONES

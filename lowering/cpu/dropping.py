@@ -1,0 +1,32 @@
+"""Which weights of a tile dropout drops, drawn in its scratch memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+import torch
+
+from attn_graph.ir.attention import Attention
+from attn_graph.ir.philox import ROOMS, WORDS, Compare, counters, draw_, place_in_whole
+from attn_graph.machine.workspace import Buffer
+
+
+def needed_to_draw(rows: int, keys: int, dtype: torch.dtype) -> dict[str, Buffer]:
+    """The scratch buffers of what is drawn, for so many rows of at most so many scores."""
+    words = rows * (keys // WORDS + 2)
+    rooms = {f"word{i}": Buffer((words,), torch.int64) for i in range(ROOMS)}
+    return {"drawn": Buffer((WORDS * words,), dtype), **rooms}
+
+
+def draw(
+    node: Attention, seed: tuple[int, int], ranges: Sequence[range], H: int,
+    scratch: Mapping[str, torch.Tensor], compare: Compare,
+) -> torch.Tensor:  # fmt: skip
+    """What is drawn for the places `ranges`, as `draw_` has it. seed: the seed and the offset."""
+    ranges, H, period = place_in_whole(node.origin, ranges, H)
+    shape = (*map(len, ranges[:3]), len(counters(ranges[3])))
+    count = prod(shape)
+    rooms = [scratch[f"word{i}"][:count].view(shape) for i in range(ROOMS)]
+    out = scratch["drawn"][: WORDS * count].view(*shape[:3], -1)
+    return draw_(out, node.dropout, *seed, ranges, H, rooms, period, compare)
