@@ -75,10 +75,10 @@ def softmax_(s: torch.Tensor, lse: torch.Tensor, total: torch.Tensor) -> None:
     total.masked_fill_(total == 0.0, 1.0)
 
 
-def drop_(dp: torch.Tensor, p: torch.Tensor) -> None:
-    """dp -> 0 where p is not positive: where it is 0, or dropped; and p -> |p|."""
+def drop_(dp: torch.Tensor, p: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """dp -> 0 where p is not positive: where it is 0, or dropped; out = |p|, maybe in its place."""
     torch.ops.aten.threshold_backward.grad_input(dp, p, 0, grad_input=dp)
-    p.abs_()
+    return torch.abs(p, out=out)
 
 
 def weigh_(

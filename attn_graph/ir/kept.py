@@ -14,7 +14,7 @@ from attrs import evolve, field, frozen
 
 from attn_graph.errors import GraphError
 from attn_graph.ir import ops
-from attn_graph.ir.attention import Attention, AttentionGrad, as_flags
+from attn_graph.ir.attention import Attention, AttentionGrad, as_flags, dropout_factor
 from attn_graph.ir.gradient_ops import SoftmaxGrad, WeighT
 from attn_graph.ir.graph import Emit, Eqn, Gradients, Graph, Op, Values
 from attn_graph.ir.modifiers import Collect
@@ -25,7 +25,8 @@ T = TypeVar("T")
 
 def is_keepable(attention: Attention) -> bool:
     """Whether there is an attention that keeps its weights for this one."""
-    return attention.is_bare or attention.is_biased
+    alone = evolve(attention, dropout=0.0)
+    return alone.is_bare or alone.is_biased
 
 
 def require_keepable(op: Op, _: object, attention: Attention) -> None:
@@ -40,8 +41,8 @@ def require_keepable(op: Op, _: object, attention: Attention) -> None:
 class KeptAttention(Op):
     """The operands of an Attention -> o, weights [B,H,M,N] in the dtype of q.
 
-    weights = exp(s - lse): 0 where the mask hides, and in rows that see nothing. They are for the
-    gradient alone, and have none themselves.
+    weights = exp(s - lse): 0 where the mask hides, and in rows that see nothing; negative where
+    dropout drops them. They are for the gradient alone, and have none themselves.
     """
 
     attention: Attention = field(validator=require_keepable)
@@ -86,7 +87,8 @@ class KeptAttention(Op):
         if node.mask is not None:
             (s,) = ops.Mask(node.mask).run(s, *given.mask.values())
         p, _ = ops.Softmax().run(s)
-        return *ops.Weigh().run(p, given.v), p.to(given.q.dtype)
+        z = dropout_factor(node, given, s)
+        return *ops.Weigh().run(p * z, given.v), torch.where(z == 0, -p, p).to(given.q.dtype)
 
     def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
         ops.refuse_cotangents(self, grads)
@@ -153,15 +155,17 @@ class KeptAttentionGrad(Op):
     def run(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         own, weights, do = self.split(operands)
         (q, k, v), node, scale = own[:3], self.attention, self.attention.scale
-        p = weights.to(accumulator(q.dtype))
+        signed = weights.to(accumulator(q.dtype))
+        p, left = signed.abs(), signed.clamp(min=0.0) / (1 - node.dropout)
         do = do.to(p.dtype).masked_fill((p == 0).all(-1, keepdim=True), 0.0)
         (dp,) = ops.Scores().run(do, v.to(p.dtype))
+        dp = (dp / (1 - node.dropout)).masked_fill(signed < 0, 0.0)
         (ds,) = SoftmaxGrad().run(p, dp, torch.zeros_like(dp[..., 0]))
         steps = zip(node.modifiers, node.split(own).modifiers, strict=True)
         gradients = (
             *ops.Weigh(scale).run(ds, k),
             *WeighT(scale).run(ds, q, k),
-            *WeighT().run(p, do, v),
+            *WeighT().run(left, do, v),
             *(x for step, data in steps for x in Collect(step).run(ds, *data.values())),
         )
         return tuple(g for g, wanted in zip(gradients, self.wants, strict=False) if wanted)

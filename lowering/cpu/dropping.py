@@ -7,8 +7,7 @@ from math import prod
 
 import torch
 
-from attn_graph.ir.attention import Attention
-from attn_graph.ir.philox import ROOMS, WORDS, Compare, counters, draw_, place_in_whole
+from attn_graph.ir.philox import ALWAYS, ROOMS, WORDS, Compare, counters, draw_
 from attn_graph.machine.workspace import Buffer
 
 
@@ -20,13 +19,12 @@ def needed_to_draw(rows: int, keys: int, dtype: torch.dtype) -> dict[str, Buffer
 
 
 def draw(
-    node: Attention, seed: tuple[int, int], ranges: Sequence[range], H: int,
-    scratch: Mapping[str, torch.Tensor], compare: Compare,
+    rate: float, seed: tuple[int, int], ranges: Sequence[range], H: int,
+    scratch: Mapping[str, torch.Tensor], compare: Compare, period: int = ALWAYS,
 ) -> torch.Tensor:  # fmt: skip
     """What is drawn for the places `ranges`, as `draw_` has it. seed: the seed and the offset."""
-    ranges, H, period = place_in_whole(node.origin, ranges, H)
     shape = (*map(len, ranges[:3]), len(counters(ranges[3])))
     count = prod(shape)
     rooms = [scratch[f"word{i}"][:count].view(shape) for i in range(ROOMS)]
     out = scratch["drawn"][: WORDS * count].view(*shape[:3], -1)
-    return draw_(out, node.dropout, *seed, ranges, H, rooms, period, compare)
+    return draw_(out, rate, *seed, ranges, H, rooms, period, compare)

@@ -12,7 +12,7 @@ from math import prod
 from typing import final
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 
 from attn_graph.errors import PlanTargetError, Reason
 from attn_graph.ir.attention import SAVED, Attention, AttentionGrad
@@ -110,7 +110,7 @@ def tile_equation(graph: Graph, eqn: Eqn, fused: bool, own: Dtypes) -> Tiles | N
         empty = 0 in (*specs[0].shape, *specs[1].shape)
         return None if empty else TangentTiles.plan(eqn.op, specs)
     if isinstance(eqn.op, (KeptAttention, KeptAttentionGrad)):
-        return tile_kept(kept_problem(eqn.op, specs), own)
+        return tile_kept(kept_problem(eqn.op, specs), own, eqn.op.attention.dropout)
     if not isinstance(eqn.op, (Attention, AttentionGrad)):
         return None
     problem = Problem.of(eqn.op, specs)
@@ -137,28 +137,40 @@ def tile_rows(problem: Problem, fused: bool) -> RowTiles | TilesByLength:
 
 
 def kept_problem(op: KeptAttention | KeptAttentionGrad, specs: Sequence[TensorSpec]) -> Problem:
-    """The problem of an attention that keeps its weights, or of its gradient, as it is without."""
+    """The problem of an attention that keeps its weights, or of its gradient, as it is without,
+    and without dropout."""
     if isinstance(op, KeptAttention):
-        return Problem.of(op.attention, specs)
+        return without_dropout(Problem.of(op.attention, specs))
     own, _, do = op.split(specs)
-    forward = Problem.of(op.attention, own)
+    forward = without_dropout(Problem.of(op.attention, own))
     shape, strides = forward.layout_of_o
     saved = TensorSpec(shape, do.dtype, strides), TensorSpec(shape[:3], forward.wide)
-    return Problem.of(op.again, (*own, *saved, do))
+    again = AttentionGrad(forward.node, op.wants[: forward.node.reads])
+    return Problem.of(again, (*forward.specs, *saved, do))
 
 
-def tile_kept(problem: Problem, own: Dtypes) -> RowTiles | None:
-    """The tiles of a problem whose weights are kept; None where not each is of whole heads."""
+def without_dropout(problem: Problem) -> Problem:
+    """The forward of a problem, without dropout and what that reads."""
+    node = evolve(problem.node, dropout=0.0)
+    return Problem.of(node, problem.specs[: node.reads])
+
+
+def tile_kept(problem: Problem, own: Dtypes, rate: float) -> RowTiles | None:
+    """The tiles of a problem whose weights are kept; None where not each is of whole heads.
+    rate: of dropout, which the problem is without."""
     if problem.dtype not in own or problem.is_empty:
         return None
-    tiles = RowTiles.keep(problem)
+    tiles = RowTiles.keep(problem, rate)
     return tiles if tiles.flat or tiles.whole else None
 
 
 def record_weights(graph: Graph, target: Target) -> Graph | None:
     """The same graph that keeps its weights, where both passes are the faster for it; else None."""
     problem, own = sole(graph), own_products(target)
-    if problem is None or not row_choice.keeps(problem, own) or tile_kept(problem, own) is None:
+    if problem is None or problem.grad is not None:
+        return None
+    alone, rate = without_dropout(problem), problem.node.dropout
+    if not row_choice.keeps(alone, own, rate) or tile_kept(alone, own, rate) is None:
         return None
     return keep_weights(graph)
 

@@ -12,7 +12,7 @@ from attrs import frozen
 from attn_graph.ir import ops
 from attn_graph.ir.attention import GradientOperands, Operands
 from attn_graph.ir.modifiers import SoftCap, back_, change_
-from attn_graph.ir.philox import Compare
+from attn_graph.ir.philox import Compare, place_in_whole
 from attn_graph.kernels import products
 from attn_graph.kernels.hiding import hide_
 from attn_graph.kernels.merging import sink_
@@ -273,12 +273,13 @@ class Here:
 
     def draw(self, part: Part, compare: Compare) -> torch.Tensor:
         """What dropout draws for a part of this tile, [batch,heads,rows,keys]."""
-        at, given = self.place(part), self.given
+        at, given, node = self.place(part), self.given, self.tiles.problem.node
         assert at.ranges is not None
         assert given.seed is not None
         assert given.offset is not None
         seed = int(given.seed), int(given.offset)
-        return draw(self.tiles.problem.node, seed, at.ranges, at.H, self.scratch, compare)
+        ranges, H, period = place_in_whole(node.origin, at.ranges, at.H)
+        return draw(node.dropout, seed, ranges, H, self.scratch, compare, period)
 
     def dropped_(self, *weights: torch.Tensor) -> None:
         """p -> p * z / (1 - rate), of each p, by the same z."""
@@ -396,7 +397,7 @@ class Here:
         products.add_transposed_(values, factor, cotangents, scale, self.product)
         self.multiply(dp, cotangents, v, scale)
         if rate:
-            products.drop_(dp, p)
+            products.drop_(dp, p, out=p)
 
     def kept_steps(self) -> Callable[[int, torch.Tensor], None]:
         """Remembers the result of each modifier whose derivative needs it."""

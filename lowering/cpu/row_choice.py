@@ -63,17 +63,18 @@ MOST_BOUNDED = 2**15
 LEAST_KEPT, LEAST_KEPT_OF_FEW, LEAST_SEEN = 2**19, 2**22, 0.6
 
 
-def keeps(problem: Problem, own: Collection[torch.dtype]) -> bool:
+def keeps(problem: Problem, own: Collection[torch.dtype], rate: float) -> bool:
     """Whether weights that the forward keeps for its backward, in no more bytes than q, k, v and o
-    have, make both passes faster than computing them again. own: as `pays` has it."""
+    have, make both passes faster than computing them again, with what dropout of this rate, which
+    the problem is without, drew. own: as `pays` has it."""
     p, scores = problem, prod(problem.sizes)
     suits = p.node.is_bare or (p.node.is_biased and p.dtype == p.wide)
-    if p.dtype not in own or p.is_empty or not suits or p.grad is not None:
+    if p.dtype not in own or p.is_empty or not suits:
         return False
     few = scores <= p.B * p.H * p.M * p.E + sum(prod(x.shape) for x in p.specs[:3])
     few_heads = p.dtype == p.wide and p.B * p.H < SHORT_HEADS
     least = LEAST_KEPT_OF_FEW if few_heads else LEAST_KEPT
-    return few and scores * p.D >= least and reads_most(p)
+    return few and (scores * p.D >= least or rate > 0) and reads_most(p)
 
 
 def reads_most(problem: Problem) -> bool:

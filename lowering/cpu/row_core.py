@@ -8,7 +8,7 @@ from typing import final
 import torch
 from attrs import frozen
 
-from attn_graph.kernels.products import LN_2, LOG2_E, multiply_
+from attn_graph.kernels.products import LN_2, LOG2_E, drop_, multiply_
 from attn_graph.kernels.row_sums import sum_rows_
 from attn_graph.spec import INF
 
@@ -27,7 +27,8 @@ class RowSteps:
     scale: of the scores. single: whether PyTorch's softmax, a single call, is the faster. turns:
     whether scores are made as k q^T. rounds: whether products give another dtype than that of the
     softmax. kept: whether weights are saved, not lse. sums: whether p v is made as sums of rows of
-    v. casts: whether scores are of q and k in float32, of a piece of k at a time.
+    v. casts: whether scores are of q and k in float32, of a piece of k at a time. rate: of
+    dropout, by which weights that are kept are negative where they are dropped.
     """
 
     scale: float
@@ -37,6 +38,7 @@ class RowSteps:
     kept: bool = False
     sums: bool = False
     casts: bool = False
+    rate: float = 0.0
 
 
 @final
@@ -61,23 +63,39 @@ class Core:
 
     def attend(
         self, change: Change | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        o: torch.Tensor, saved: torch.Tensor | None = None,
+        o: torch.Tensor, saved: torch.Tensor | None = None, sign: Change | None = None,
     ) -> None:  # fmt: skip
         """Fill o [n,L,E], and what is saved where it is wanted: weights [n,L,S], where they are
-        kept, or lse [n,L,1], which leaves the bits of o."""
+        kept, or lse [n,L,1], which leaves the bits of o. sign: makes weights negative that dropout
+        drops."""
         single, scale = self.steps.single, self.steps.scale
         weights, lse = (saved, None) if self.steps.kept else (None, saved)
         s = self.room("p", q, k.shape[1]) if weights is None else weights
         self.score(s, q, k, change, scale if single else scale * LOG2_E)
         weigh = self.take_softmax if single else self.take_powers
         weigh(s, lse)
+        if sign is not None:
+            sign(s)
+            s = self.undropped(s)
         self.sum_up(o, s, v)
 
+    def undropped(self, p: torch.Tensor) -> torch.Tensor:
+        """The weights [n,L,S] that dropout leaves, not divided by their share."""
+        return torch.clamp(p, min=0.0, out=self.room("p", p, p.shape[2]))
+
     def sum_up(self, o: torch.Tensor, p: torch.Tensor, v: torch.Tensor) -> None:
-        """o [n,L,E] = p v."""
+        """o [n,L,E] = p v, divided by the share of the weights that dropout leaves."""
         if self.steps.casts:
             p = self.scratch["cast"].view(o.dtype)[: p.numel()].view(p.shape).copy_(p)
-        (sum_rows_ if self.steps.sums else multiply_)(o, p, v)
+        if self.steps.sums:
+            sum_rows_(o, p, v)
+        else:
+            multiply_(o, p, v, self.upscale)
+
+    @property
+    def upscale(self) -> float:
+        """What dropout multiplies the weights by that it leaves."""
+        return 1 / (1 - self.steps.rate)
 
     def take_powers(self, s: torch.Tensor, lse: torch.Tensor | None) -> None:
         """s [n,L,S], in base 2 -> weights; fill lse [n,L,1] where it is wanted."""
@@ -121,8 +139,11 @@ class Core:
         p = saved if self.steps.kept else self.weigh(q, k, change, saved)
         if self.blind:
             do = do.masked_fill(self.unseeing(saved), 0.0)
-        multiply_(dv, p.mT, do)
-        multiply_(ds, do, v.mT)
+        rate, upscale = self.steps.rate, self.upscale
+        multiply_(dv, (self.undropped(p) if rate else p).mT, do, upscale)
+        multiply_(ds, do, v.mT, upscale)
+        if rate:
+            p = drop_(ds, p, self.room("p", p, p.shape[2]))
         softmax_backward(ds, p, -1, ds.dtype, grad_input=ds)
         multiply_(dq, ds, k, scale)
         multiply_(dk, ds.mT, q, scale)

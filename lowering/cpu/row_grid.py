@@ -11,6 +11,7 @@ from attrs import frozen
 
 from attn_graph.kernels.products import LEAST_FLOAT
 from attn_graph.kernels.row_sums import count_sum_bytes
+from attn_graph.lowering.cpu.dropping import needed_to_draw
 from attn_graph.lowering.cpu.product_slots import (
     MOST_HELD,
     TileGrid,
@@ -39,11 +40,13 @@ class RowGrid(TileGrid):
     """The tiles of one problem.
 
     blind: whether a query may see no key. kept: whether the forward gives its weights, and the
-    backward reads them, where others give and read lse.
+    backward reads them, where others give and read lse. rate: of dropout, which the problem is
+    without: then weights that are dropped are kept as negative numbers.
     """
 
     blind: bool
     kept: bool = False
+    rate: float = 0.0
 
     @classmethod
     def plan(cls, problem: Problem) -> Self:
@@ -54,10 +57,10 @@ class RowGrid(TileGrid):
         return cls(problem, *choose(problem), problem.has_blind_rows)
 
     @classmethod
-    def keep(cls, problem: Problem) -> Self:
+    def keep(cls, problem: Problem, rate: float = 0.0) -> Self:
         """The same whose weights are kept: of tiles that are `flat` or `whole` alone."""
         choose = choose_entries if runs_by_entries(problem) else choose_kept_sizes
-        return cls(problem, *choose(problem), problem.has_blind_rows, kept=True)
+        return cls(problem, *choose(problem), problem.has_blind_rows, True, rate)
 
     @cached_property
     def buffers(self) -> dict[str, Buffer]:
@@ -66,7 +69,7 @@ class RowGrid(TileGrid):
         dtype = wide if self.casts else p.dtype
         n, keys = self.count, self.reach
         rows, buffers = n * self.r * self.rows, dict[str, Buffer]()
-        if not self.kept:
+        if not self.kept or self.rate:
             shape = (*self.shapes[0][:2], keys) if self.is_one_run else (rows * keys,)
             buffers["p"] = Buffer(shape, dtype)
         if self.casts:
@@ -79,6 +82,8 @@ class RowGrid(TileGrid):
             buffers["turned"] = buffers["p"]
         if p.grad is not None:
             buffers["ds"] = Buffer((rows * keys,), dtype)
+        elif self.rate:
+            buffers |= needed_to_draw(rows, keys, wide)
         return buffers if self.flat else buffers | self.needed_to_move(n, rows)
 
     def needed_to_cast(self, n: int, rows: int) -> dict[str, Buffer]:
@@ -132,7 +137,7 @@ class RowGrid(TileGrid):
         p = self.problem
         return RowSteps(
             p.node.scale, self.single, turns=self.turns, rounds=self.rounds, kept=self.kept,
-            sums=self.sums_rows, casts=self.casts,
+            sums=self.sums_rows, casts=self.casts, rate=self.rate,
         )  # fmt: skip
 
     @property
@@ -164,7 +169,7 @@ class RowGrid(TileGrid):
     @cached_property
     def sums_rows(self) -> bool:
         """Whether p v is made as sums of rows of v."""
-        return sums_rows(self.problem)
+        return not self.rate and sums_rows(self.problem)
 
     @cached_property
     def flat(self) -> bool:

@@ -19,6 +19,7 @@ from attrs import frozen
 
 from attn_graph.ir.modifiers import change_
 from attn_graph.kernels.hiding import hide_
+from attn_graph.lowering.cpu.dropping import draw
 from attn_graph.lowering.cpu.product_slots import ProductSlot
 from attn_graph.lowering.cpu.row_core import Change, Core
 from attn_graph.lowering.cpu.row_grid import RowGrid
@@ -29,6 +30,7 @@ from attn_graph.masks.places import Place
 from attn_graph.spec import INF
 
 Tensors = Mapping[str, torch.Tensor]
+Seed = tuple[int, int]  # and an offset
 
 
 @final
@@ -55,26 +57,38 @@ class RowTiles(RowGrid):
         self, operands: Sequence[torch.Tensor], scratch: Tensors
     ) -> tuple[torch.Tensor, ...]:
         """o and lse, or o and weights where they are kept."""
-        p = self.problem
+        p, (own, seed) = self.problem, self.take_seed(operands)
         shape, dtype = ((*p.sizes,), p.dtype) if self.kept else (p.sizes[:3], p.wide)
         saved = torch.empty(shape, dtype=dtype, device=operands[0].device)
-        return *self.infer(operands, scratch, saved), saved
+        return *self.infer(own, scratch, saved, seed), saved
+
+    def take_seed(
+        self, operands: Sequence[torch.Tensor]
+    ) -> tuple[Sequence[torch.Tensor], Seed | None]:
+        """The operands of the problem, and seed and offset of dropout."""
+        if not self.rate:
+            return operands, None
+        *own, seed, offset = operands
+        return own, (int(seed), int(offset))
 
     def infer(
-        self, operands: Sequence[torch.Tensor], scratch: Tensors, saved: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, ...]:
-        """o alone. saved: room for lse [B,H,M], or for weights [B,H,M,N], where that is wanted."""
+        self, operands: Sequence[torch.Tensor], scratch: Tensors, saved: torch.Tensor | None = None,
+        seed: Seed | None = None,
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        """o alone. saved: room for lse [B,H,M], or for weights [B,H,M,N], where that is wanted.
+        seed: as `take_seed` has it."""
         if self.flat:
-            return self.infer_runs(operands, scratch, saved, self.mask and self.mask.read(operands))
+            hiding = self.mask and self.mask.read(operands)
+            return self.infer_runs(operands, scratch, saved, hiding, seed)
         q, k, v = operands[:3]
         o = self.problem.new_o(q.device)
         for spot in self.spots(operands, scratch, q):
-            spot.attend((q, k, v), o, saved)
+            spot.attend((q, k, v), o, saved, seed)
         return (o,)
 
     def infer_runs(
         self, operands: Sequence[torch.Tensor], scratch: Tensors, saved: torch.Tensor | None,
-        hiding: Hiding | None,
+        hiding: Hiding | None, seed: Seed | None = None,
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         """The same on runs of heads. hiding: what the mask hides of each."""
         q, k, v = operands[:3]
@@ -86,9 +100,30 @@ class RowTiles(RowGrid):
         if hiding and self.by_entries:
             hides = hiding.runs(self.batch)
         runs = self.cut((q, k, v, o) if saved is None else (q, k, v, o, saved))
-        for hide, views in zip(hides, runs, strict=False):
-            core.attend(hide, *views)
+        if seed is None:
+            for hide, views in zip(hides, runs, strict=False):
+                core.attend(hide, *views)
+        else:
+            for hide, views, heads in zip(hides, runs, self.query_heads, strict=False):
+                core.attend(hide, *views, self.signer(scratch, seed, range(1), heads))
         return (o,)
+
+    @property
+    def query_heads(self) -> Iterator[range]:
+        """The query heads of all batch entries that each run has."""
+        for first in range(0, self.heads, self.count):
+            yield range(first * self.r, min(first + self.count, self.heads) * self.r)
+
+    def signer(self, scratch: Tensors, seed: Seed, batch: range, heads: range) -> Change:
+        """What makes weights of whole heads negative that dropout drops."""
+        p = self.problem
+
+        def sign(weights: torch.Tensor) -> None:
+            ranges = batch, heads, range(p.M), range(p.N)
+            drawn = draw(self.rate, seed, ranges, p.H, scratch, torch.sub)
+            weights.view(drawn.shape).copysign_(drawn)
+
+        return sign
 
     def backward(
         self, operands: Sequence[torch.Tensor], scratch: Tensors
@@ -119,7 +154,7 @@ class RowTiles(RowGrid):
         """The attention's own operands, lse or weights, and do: what a backward reads."""
         if self.kept:
             *own, weights, do = operands
-            return own, weights, do
+            return own[: self.problem.node.reads], weights, do
         assert self.problem.grad is not None
         read = self.problem.grad.split(operands)
         assert read.do is not None
@@ -244,8 +279,9 @@ class Spot:
             hide_(piece, self.tiles.bits(self.slot, part, self.places, piece))
 
     def attend(
-        self, operands: Sequence[torch.Tensor], o: torch.Tensor, saved: torch.Tensor | None
-    ) -> None:
+        self, operands: Sequence[torch.Tensor], o: torch.Tensor, saved: torch.Tensor | None,
+        seed: Seed | None,
+    ) -> None:  # fmt: skip
         """Fill this tile's rows of o [B,H,M,E], and of lse [B,H,M] or weights where wanted."""
         if not self.slot.tile.parts:  # never, where weights are kept
             self.slot.rows(o).zero_()
@@ -255,7 +291,10 @@ class Spot:
         q, k, v = operands
         made, room = self.rows("o", o), None if saved is None else self.saved_room(saved)
         keys = self.load_keys("k", k), self.load_keys("v", v)
-        self.core.attend(self.change, self.load("q", q), *keys, made, room)
+        sign = seed and self.tiles.signer(
+            self.core.scratch, seed, self.slot.tile.batch, self.slot.heads
+        )
+        self.core.attend(self.change, self.load("q", q), *keys, made, room, sign)
         self.store(o, made)
         if saved is not None and room is not None and not self.tiles.kept:
             self.slot.rows(saved).copy_(self.heads(room)[..., 0])

@@ -106,6 +106,39 @@ def test_the_share_that_is_kept_is_one_minus_the_rate(rate: float) -> None:
     assert abs(float(bits.double().mean()) - (1 - rate)) < 4 * spread
 
 
+@pytest.mark.parametrize("rate", [0.1, 0.5])
+def test_bits_of_places_seeds_and_offsets_are_independent(rate: float) -> None:
+    """As many pairs of bits, some places apart along an axis, are both dropped as chance has it,
+    and as many of one place under two seeds or offsets."""
+    sizes = 4, 8, 64, 64
+    place = Place.of(Block(range(4), range(8), range(64), 8, 64, 64), range(64))
+    drops = ~dropout_keeps(place, rate, 99, 3)
+    pairs = [
+        (drops.narrow(axis, 0, n - apart), drops.narrow(axis, apart, n - apart))
+        for axis, n in enumerate(sizes)
+        for apart in (1, 2, 3, 4, 5, 8, 16)
+        if apart < n
+    ]
+    others = [(100, 3), (99, 4), (99 + 2**32, 3), (3, 99)]
+    pairs += [(drops, ~dropout_keeps(place, rate, *other)) for other in others]
+    for one, other in pairs:
+        spread = (rate**2 * (1 - rate**2) / one.numel()) ** 0.5
+        assert abs(float((one & other).double().mean()) - rate**2) < 4.5 * spread
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5])
+def test_each_row_head_and_key_drops_its_share(rate: float) -> None:
+    """Counts along each axis scatter as those of independent bits: chi squared is near its mean."""
+    sizes = 4, 8, 64, 64
+    place = Place.of(Block(range(4), range(8), range(64), 8, 64, 64), range(64))
+    drops = (~dropout_keeps(place, rate, 7, 0)).double()
+    for axis, n in enumerate(sizes):
+        counts = drops.movedim(axis, 0).reshape(n, -1).sum(1)
+        each = drops.numel() / n
+        chi = float(((counts - each * rate) ** 2).sum()) / (each * rate * (1 - rate))
+        assert abs(chi - n) < 4.5 * (2 * n) ** 0.5
+
+
 @pytest.mark.parametrize(("seed", "offset"), [(1, 0), (0, 1), (2**32, 0), (-1, 0), (0, -1)])
 def test_another_seed_or_offset_draws_other_bits(seed: int, offset: int) -> None:
     everything = range(2), range(3), range(5), range(11)

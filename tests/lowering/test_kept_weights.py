@@ -18,7 +18,7 @@ from attn_graph.lowering.cpu import product_slots, row_choice
 from attn_graph.lowering.cpu.math import plan_tiles
 from attn_graph.lowering.cpu.row_tiles import RowTiles
 from attn_graph.machine.target import Target
-from attn_graph.testing.agreement import check_gradients, run_gradients
+from attn_graph.testing.agreement import check_gradients, check_outputs, run_gradients
 from attn_graph.testing.strategies import graphs, seeds, shapes
 from attn_graph.testing.tensors import tensors_for
 from tests.support.planning import forget_plans
@@ -89,6 +89,39 @@ def test_every_layout_keeps_weights(
     check_gradients(plan, graph, tensors_for(graph, 1), 1)
 
 
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+@pytest.mark.parametrize("biased", [False, True], ids=["bare", "biased"])
+@pytest.mark.parametrize("mask", [*MASKS, ag.KeyLengths()], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_dropout_keeps_weights_whatever_is_hidden(
+    dtype: torch.dtype, mask: ag.Mask | None, biased: bool, shared: bool
+) -> None:
+    """And the gradient draws nothing: what is dropped is the sign of a weight."""
+    by_data = mask is not None and bool(mask.needs)
+    M, N, G = (24, 40, 4 // (1 + shared)) if by_data else (60, 50, 4 // (1 + shared))
+    q, k, v = (ag.TensorSpec(x, dtype) for x in ((3, 4, M, 24), (3, G, N, 24), (3, G, N, 40)))
+    more = {"bias": ag.TensorSpec((3, 1, M, N), dtype)} if biased else {}
+    if by_data:
+        more["kv_lengths"] = ag.TensorSpec((3,), torch.int32)
+    elif mask is not None:
+        mask = mask.aligned("top_left")
+    graph = ag.attention(q, k, v, mask=mask, dropout=0.3, **more)
+    plan = ag.compile(graph, target=NATIVE, backends=("math",))
+    assert keeps(plan) == (not biased or (dtype == torch.float32 and not by_data))
+    tensors = tensors_for(graph, 1)
+    check_outputs(plan, graph, tensors)
+    check_gradients(plan, graph, tensors, 1)
+
+
+def test_few_scores_with_dropout_keep_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few: the gradient would draw again."""
+    x = ag.TensorSpec((1, 1, 8, 8), torch.float32)
+    monkeypatch.setattr(row_choice, "LEAST_KEPT_OF_FEW", 2**22)
+    forget_plans()
+    assert keeps(ag.compile(ag.attention(x, x, x, dropout=0.5)))
+    assert not keeps(ag.compile(ag.attention(x, x, x)))
+
+
 @st.composite
 def biased_graphs(draw: st.DrawFn) -> ag.Graph:
     """Attention of scores that a bias is added to, most of sizes that keep weights."""
@@ -102,7 +135,9 @@ def biased_graphs(draw: st.DrawFn) -> ag.Graph:
     axes = draw(st.tuples(*(st.sampled_from((1, n)) for n in (B, G * r, M, N))))
     bias = ag.TensorSpec(axes, draw(st.sampled_from((torch.float32, dtype))))
     mask = draw(st.sampled_from((None, ag.Window(9), ag.Prefix(5) | ag.Window(3, 3))))
-    return ag.attention(q, k, v, bias=bias, mask=None if mask is None else mask.aligned("top_left"))
+    rate = draw(st.sampled_from((0.0, 0.4)))
+    aligned = None if mask is None else mask.aligned("top_left")
+    return ag.attention(q, k, v, bias=bias, mask=aligned, dropout=rate)
 
 
 @given(graph=biased_graphs(), seed=seeds, hidden=st.sampled_from((0.0, 0.3, 1.0)))
@@ -110,11 +145,11 @@ def test_a_bias_keeps_weights_also_where_it_hides_all_keys_of_some_rows(
     graph: ag.Graph, seed: int, hidden: float
 ) -> None:
     """hidden: which share of the bias is -inf. do is NaN in rows that see nothing."""
-    plan, (*own, bias) = ag.compile(graph), tensors_for(graph, seed)
-    draw = torch.Generator().manual_seed(seed)
-    bias = bias.masked_fill(torch.rand(bias.shape, generator=draw) < hidden, -torch.inf)
+    plan, tensors = ag.compile(graph), [*tensors_for(graph, seed)]
+    draw, bias = torch.Generator().manual_seed(seed), tensors[3]
+    tensors[3] = bias.masked_fill(torch.rand(bias.shape, generator=draw) < hidden, -torch.inf)
     if keeps(plan):
-        check_gradients(plan, graph, [*own, bias], seed)
+        check_gradients(plan, graph, tensors, seed)
 
 
 @pytest.mark.parametrize("axes", [(3, 4, 60, 50), (1, 4, 60, 50), (3, 1, 1, 50), (1, 1, 60, 1)])
