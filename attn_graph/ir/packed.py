@@ -11,6 +11,7 @@ from attrs import evolve, field, frozen
 from attn_graph.errors import GraphError
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.graph import Emit, Gradients, Op, Values
+from attn_graph.ir.kept import KeptAttention, KeptAttentionGrad
 from attn_graph.ir.packing import (
     Pack,
     Unpack,
@@ -108,6 +109,10 @@ def with_operands(
         case AttentionGradJvp(grad=grad, tangents=tangents):
             within = with_operands(grad, node, kept)
             return evolve(op, grad=within, tangents=tuple(tangents[i] for i in kept))
+        case KeptAttention():
+            return evolve(op, attention=node)
+        case KeptAttentionGrad(wants=wants):
+            return evolve(op, attention=node, wants=tuple(wants[i] for i in kept))
         case Packed(op=inner):
             return evolve(op, op=with_operands(inner, node, kept))
     return node

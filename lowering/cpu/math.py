@@ -24,6 +24,7 @@ from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp
 from attn_graph.lowering.backend import Backend, Executable, Options, Run, switch_name
 from attn_graph.lowering.cpu import row_choice, sdpa
 from attn_graph.lowering.cpu.absent import Ends, Reach, clear_after, clear_first
+from attn_graph.lowering.cpu.all_kept import skips_booleans
 from attn_graph.lowering.cpu.any_size import Ready, SizedStep, unfold_ready
 from attn_graph.lowering.cpu.by_length import TilesByLength
 from attn_graph.lowering.cpu.corners import takes_steps
@@ -493,4 +494,7 @@ def views_heads(graph: Graph, target: Target, options: Options) -> bool:
     return isinstance(tiles, RowTiles) and tiles.is_one_run
 
 
-BACKEND = folds_heads(Backend("math", why_not, lower, lower_any=lower_any_size), "cpu", views_heads)
+BACKEND = skips_booleans(
+    folds_heads(Backend("math", why_not, lower, lower_any=lower_any_size), "cpu", views_heads),
+    lambda graph, target, options: lower_sequence(target, options, graph),
+)

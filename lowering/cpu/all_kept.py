@@ -1,0 +1,118 @@
+"""Boolean masks that keep all places: a call that brings them runs as one without them.
+
+Models bring masks of padding for batches that have none. What is kept is known after one look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from operator import and_
+
+import torch
+from attrs import evolve
+
+from attn_graph.ir.binding import settle_attention
+from attn_graph.ir.builder import Builder
+from attn_graph.ir.graph import Graph, Op
+from attn_graph.ir.packed import and_parts
+from attn_graph.ir.tangents import attention_in
+from attn_graph.lowering.backend import Backend, Executable, Options, Run, Tensors
+from attn_graph.machine.ambient import is_traced
+from attn_graph.machine.target import Target
+from attn_graph.masks import Keep
+from attn_graph.masks.canonical import canonical_mask
+
+Opened = tuple[Graph, tuple[int, ...], tuple[int, ...]]
+Lower = Callable[[Graph, Target, Options], Executable | None]
+
+
+def skips_booleans(backend: Backend, lower_open: Lower) -> Backend:
+    """The same backend, which on CPUs looks at boolean masks: calls whose masks keep all places run
+    what `lower_open` makes of the graph without them."""
+
+    def lower(graph: Graph, target: Target, options: Options) -> Executable:
+        return join(graph, backend.lower(graph, target, options), lower_open, target, options)
+
+    def lower_any(graph: Graph, target: Target, options: Options) -> Executable | None:
+        executable = backend.lower_any(graph, target, options)
+        if executable is None:
+            return None
+        return join(graph, executable, backend.lower_any, target, options)
+
+    return evolve(backend, lower=lower, lower_any=lower_any)
+
+
+def join(
+    graph: Graph, usual: Executable, lower_open: Lower, target: Target, options: Options
+) -> Executable:
+    """What runs a graph, and calls that keep all places as one without boolean masks."""
+    limited = options.max_workspace is not None
+    opened = None if limited or target.kind != "cpu" else open_graph(graph)
+    other = opened and lower_open(opened[0], target, options)
+    if not opened or not other:
+        return usual
+    _, read, looks = opened
+    return evolve(
+        usual,
+        run=choose(usual.run, other.run, read, looks),
+        infer=choose(usual.infer, other.infer, read, looks),
+        workspace=max(usual.workspace, other.workspace),
+        temporary=max(usual.temporary, other.temporary),
+        notes=(*usual.notes, f"where booleans keep all places, {'; '.join(other.notes)}"),
+    )
+
+
+def choose(usual: Run, other: Run, read: Sequence[int], looks: Sequence[int]) -> Run:
+    """What runs a call. read: the inputs of `other`. looks: those that are boolean masks."""
+
+    def run(*tensors: torch.Tensor) -> tuple[Tensors, Tensors]:
+        for n in looks:
+            if not keeps_all(tensors[n]):
+                return usual(*tensors)
+        return other(*[tensors[n] for n in read])
+
+    return run
+
+
+def keeps_all(flags: torch.Tensor) -> bool:
+    """Whether all flags are true, where they may be looked at."""
+    if type(flags) is not torch.Tensor or not flags.is_cpu or is_traced():
+        return False
+    once = flags if flags.is_contiguous() else flags[first_of_repeated(flags)]
+    return once.numel() > 0 and bool(once.view(torch.uint8).amin())
+
+
+def first_of_repeated(x: torch.Tensor) -> tuple[slice, ...]:
+    """An index of x that leaves out what lies in the same memory as other elements."""
+    return tuple([slice(None) if step else slice(1) for step in x.stride()])
+
+
+def open_graph(graph: Graph) -> Opened | None:
+    """A graph of one attention, or a gradient, without the boolean masks that all places have to
+    pass; None of others. And which inputs it reads; and which of the graph's are those masks."""
+    node = attention_in(graph.eqns[0].op) if len(graph.eqns) == 1 else None
+    parts = and_parts(node.mask) if node else []
+    rest = [part for part in parts if not isinstance(part, Keep)]
+    if node is None or len(rest) == len(parts):
+        return None
+    mask, (eqn,) = reduce(and_, rest) if rest else None, graph.eqns
+    q, k, *_ = (graph.types[i] for i in eqn.args)
+    M, N = q.shape[2], k.shape[2]
+    op, kept = settle_attention(
+        eqn.op, node, mask and canonical_mask(mask, M, N), M, N, len(eqn.args)
+    )
+    own = range(len(graph.inputs))
+    if kept is None or not {*graph.outputs}.isdisjoint(own):
+        return None
+    args = [eqn.args[n] for n in kept]
+    read, dropped = tuple(sorted({*args})), {*eqn.args} - {*args}
+    return rebuild(graph, op, args, read), read, tuple(sorted(dropped))
+
+
+def rebuild(graph: Graph, op: Op, args: Sequence[int], read: Sequence[int]) -> Graph:
+    """A graph of one equation with another op, of these inputs alone."""
+    b = Builder(trusts=True)
+    values = {n: b.input(graph.inputs[n].name, graph.inputs[n].spec) for n in read}
+    made = b.emit(op, *(values[n] for n in args))
+    return b.graph(*(made[n - len(graph.inputs)] for n in graph.outputs))

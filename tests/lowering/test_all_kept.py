@@ -1,0 +1,116 @@
+"""Boolean masks that keep all places cost no more than none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import attn_graph as ag
+from attn_graph.lowering.cpu import all_kept
+from attn_graph.testing.agreement import check_gradients, check_outputs, run_gradients, run_plan
+from attn_graph.testing.strategies import seeds
+from attn_graph.testing.tensors import tensors_for
+
+DTYPES = st.sampled_from((torch.float32, torch.bfloat16, torch.float16, torch.float64))
+MASKS = (None, ag.Causal("bottom_right"), ag.Keep("more"), ag.KeyLengths())
+GRADIENTS = ("q", "k", "v")
+
+
+@st.composite
+def masked_graphs(draw: st.DrawFn) -> ag.Graph:
+    """Attention under a boolean mask, and perhaps another, with or without dropout or a cap."""
+    B, G, r, M, N, D = (draw(st.integers(1, most)) for most in (3, 2, 2, 20, 20, 9))
+    dtype, mask = draw(DTYPES), draw(st.sampled_from(MASKS))
+    q, k, v = (ag.TensorSpec((B, h, n, D), dtype) for h, n in ((G * r, M), (G, N), (G, N)))
+    axes = st.tuples(*(st.sampled_from((1, n)) for n in (B, G * r, M, N)))
+    named = {"keep": ag.TensorSpec(draw(axes), torch.bool)}
+    if mask == ag.Keep("more"):
+        named["more"] = ag.TensorSpec(draw(axes), torch.bool)
+    if mask == ag.KeyLengths():
+        named["kv_lengths"] = ag.TensorSpec((B,), torch.int64)
+    more = {
+        "dropout": draw(st.sampled_from((0.0, 0.5))),
+        "soft_cap": draw(st.sampled_from((None, 2.0))),
+    }
+    return ag.attention(q, k, v, mask=mask, **named, **more)
+
+
+@given(graph=masked_graphs(), seed=seeds, kept=st.lists(st.booleans(), min_size=2, max_size=2))
+def test_results_are_the_formulas_whether_all_is_kept_or_not(
+    graph: ag.Graph, seed: int, kept: list[bool]
+) -> None:
+    """One of two masks may keep all, and the other not."""
+    tensors, each = [*tensors_for(graph, seed)], iter(kept)
+    for n, i in enumerate(graph.inputs):
+        if i.spec.dtype == torch.bool and next(each):
+            tensors[n] = torch.ones_like(tensors[n])
+    plan = ag.compile(graph, backends=("math",))
+    check_outputs(plan, graph, tensors)
+    check_gradients(plan, graph, tensors, seed)
+
+
+def masked(mask: ag.Mask | None, keep: tuple[int, ...], M: int = 24) -> tuple[ag.Graph, ag.Graph]:
+    """Two graphs that differ by a boolean mask of that shape."""
+    q, k = ag.TensorSpec((2, 4, M, 16), torch.float32), ag.TensorSpec((2, 2, 24, 16), torch.float32)
+    flags = ag.TensorSpec(keep, torch.bool)
+    return ag.attention(q, k, k, mask=mask, keep=flags), ag.attention(q, k, k, mask=mask)
+
+
+@pytest.mark.parametrize("keep", [(2, 1, 1, 24), (1, 1, 24, 24), (2, 4, 24, 24)])
+@pytest.mark.parametrize("mask", [None, ag.Causal("top_left")], ids=str)
+def test_what_keeps_all_gives_the_bits_of_no_mask(
+    mask: ag.Mask | None, keep: tuple[int, ...]
+) -> None:
+    both = masked(mask, keep)
+    q, k, v, flags = tensors_for(both[0], 1)
+    do, all_true = torch.randn_like(q), torch.ones_like(flags)
+    masked_plan, plain = (ag.compile(graph, backends=("math",)) for graph in both)
+    with torch.no_grad():
+        (made,), (due,) = run_plan(masked_plan, (q, k, v, all_true)), run_plan(plain, (q, k, v))
+    assert torch.equal(made, due)
+    grads = run_gradients(masked_plan, (q, k, v, all_true), [do])
+    dues = run_gradients(plain, (q, k, v), [do])
+    assert all(torch.equal(grads[name], dues[name]) for name in GRADIENTS)
+
+
+def test_a_mask_of_repeated_flags_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where flags lie in the same memory, however many rows and heads share them."""
+    seen: list[int] = []
+    view = torch.Tensor.view
+
+    def spy(x: torch.Tensor, *args: object) -> torch.Tensor:
+        seen.append(x.numel())
+        return view(x, *args)  # type: ignore[call-overload]  # whatever it was called with
+
+    monkeypatch.setattr(torch.Tensor, "view", spy)
+    assert all_kept.keeps_all(torch.ones(2, 1, 1, 24, dtype=torch.bool).expand(2, 8, 64, 24))
+    assert seen == [48]
+    assert not all_kept.keeps_all(torch.ones(2, 1, 1, 0, dtype=torch.bool))
+
+
+def test_sizes_by_name_look_too() -> None:
+    N = ag.Dim("N", most=64)
+    q, k = ag.TensorSpec((2, 4, 1, 16), torch.float32), ag.TensorSpec((2, 2, N, 16), torch.float32)
+    graph = ag.attention(q, k, k, keep=ag.TensorSpec((2, 1, 1, N), torch.bool))
+    plan = ag.compile(graph)
+    for n in (9, 40):
+        x, y, z = torch.randn(2, 4, 1, 16), torch.randn(2, 2, n, 16), torch.randn(2, 2, n, 16)
+        for keep in (
+            torch.ones(2, 1, 1, n, dtype=torch.bool),
+            torch.arange(n).expand(2, 1, 1, n) > 3,
+        ):
+            (o,) = run_plan(plan, (x, y, z, keep))
+            due = torch.nn.functional.scaled_dot_product_attention(
+                x, y, z, attn_mask=keep, enable_gqa=True
+            )
+            torch.testing.assert_close(o, due)
+
+
+def test_explain_says_what_runs_where_all_is_kept() -> None:
+    graph, _ = masked(None, (2, 1, 1, 24))
+    notes = " | ".join(ag.compile(graph).explain().notes)
+    assert "where booleans keep all places, one call of PyTorch's fused CPU kernel" in notes
+    limited = ag.compile(graph, max_workspace="1GiB")
+    assert "keep all places" not in " | ".join(limited.explain().notes)
