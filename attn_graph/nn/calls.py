@@ -210,7 +210,8 @@ def new_plan(q: Tensor, k: Tensor, v: Tensor, named: Named, options: Options) ->
     """The plan for tensors that look like these. Raises GraphError and NoBackendError."""
     tensors = {"q": q, "k": k, "v": v, **named}
     given = named_options(options)
-    graph = make_graph({name: TensorSpec.like(t) for name, t in tensors.items()}, given)
+    specs = {name: TensorSpec.like(t) for name, t in tensors.items()}
+    graph = make_graph(specs, given, caches=q.device.type == "cpu")  # cuDNN plans for one size
     choice = {name: given[name] for name in CHOICE}
     return compiler.compile(graph, target=Target.here(q.device), **choice)
 
@@ -218,11 +219,13 @@ def new_plan(q: Tensor, k: Tensor, v: Tensor, named: Named, options: Options) ->
 def make_graph(
     specs: Mapping[str, TensorSpec],
     options: Mapping[str, Any],  # Any: the values of OPTIONS
+    caches: bool = False,
 ) -> Graph:
-    """The graph of a call. specs: of all its tensors. options: by name. Raises GraphError."""
+    """The graph of a call. specs: of all its tensors. options: by name. caches: see `name_sizes`.
+    Raises GraphError."""
     free = SEED if options["dropout"] else ()  # the graph has these by itself
     given: dict[str, Any] = {name: options[name] for name in GRAPH_OPTIONS}
-    given |= {name: spec for name, spec in name_sizes(specs).items() if name not in free}
+    given |= {name: spec for name, spec in name_sizes(specs, caches).items() if name not in free}
     if given.keys() >= {*SEGMENTS}:
         given["segments"] = tuple(given.pop(name) for name in SEGMENTS)
     return builder.attention(**given)

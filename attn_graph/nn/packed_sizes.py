@@ -1,4 +1,4 @@
-"""Sizes by name for calls on packed tensors and pages: lengths that change share a plan."""
+"""Sizes by name for calls on packed tensors, pages and growing caches: lengths share a plan."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from attn_graph.spec.dims import Dim
 
 STARTS = ("q_starts", "kv_starts")  # [B+1]
 PACKING = frozenset((*STARTS, "pages"))  # with one of these a call is on packed tensors or pages
+FIXED = frozenset(("q_lengths", "kv_lengths", "alibi", "sinks", "seed", "offset"))
 LETTERS = dict.fromkeys((*STARTS, "q_lengths", "kv_lengths"), "B") | {"pages": "BC"}
 OTHERS = ("sinks", "seed", "offset")  # whose axes are none of those that change
+MOST_KEYS = 2**16  # of a cache that grows under one plan; from there on up to the next power of two
 
 Specs = Mapping[str, TensorSpec]
 Letters = Mapping[str, str]  # by tensor: the names of its axes, - for one that is a number
@@ -34,24 +36,43 @@ def round_size(size: int) -> int:
 
 def largest_size(letter: str, size: int) -> int:
     """`most` of the Dim that a size gets: a power of two; of B two less, as Triton's limit is."""
+    if letter == "N":
+        return max(MOST_KEYS, round_size(size))
     return max(1, round_size(size + 2) - 2) if letter == "B" else round_size(size)
 
 
-def name_sizes(specs: Specs) -> Specs:
+def name_sizes(specs: Specs, caches: bool = False) -> Specs:
     """The specs of a call, with Dims for the sizes that change from call to call.
 
     B is the number of sequences, T and S the rows of packed queries and keys, n the pages of a
-    pool, C those of a sequence. As they are where nothing is packed or in pages, where a tensor is
-    there whose axes may mean anything, and where sizes disagree.
+    pool, C those of a sequence; N the keys that one query of each sequence reads, as tokens are
+    generated, if `caches`. As they are elsewhere, where a tensor is there whose axes may mean
+    anything, and where sizes disagree.
     """
-    if not PACKING & specs.keys():
+    packed = bool(PACKING & specs.keys())
+    if not packed and not (caches and reads_cache(specs)):
         return specs
-    letters = axis_letters(specs)
+    letters = axis_letters(specs) if packed else cache_letters(specs)
     sizes = agree_on_sizes(specs, letters)
     if sizes is None:
         return specs
     dims = {letter: Dim(letter, largest_size(letter, n)) for letter, n in sizes.items()}
     return {name: name_spec(name, x, letters[name], dims, sizes) for name, x in specs.items()}
+
+
+def reads_cache(specs: Specs) -> bool:
+    """Whether a call has one query of each sequence, and more keys."""
+    shapes = [specs[name].shape for name in "qkv"]
+    return [*map(len, shapes)] == [4, 4, 4] and shapes[0][2] == 1 < shapes[1][2]
+
+
+def cache_letters(specs: Specs) -> dict[str, str]:
+    """The letters of all tensors that have a known meaning, of a call that reads a cache."""
+    letters = {"q": "----", "k": "--N-", "v": "--N-"}
+    letters |= {name: "-" * len(specs[name].shape) for name in FIXED & specs.keys()}
+    for name in {"keep", "bias"} & specs.keys():  # [B,H,M,N], each axis full or 1
+        letters[name] = "----" if specs[name].shape[-1:] == (1,) else "---N"
+    return {name: letters[name] for name in specs if name in letters}
 
 
 def axis_letters(specs: Specs) -> dict[str, str]:

@@ -156,6 +156,30 @@ def test_generation_gives_the_tokens_that_eager_gives(name: str, cache: str) -> 
     assert torch.equal(*tokens)
 
 
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("padding", [0, 5], ids=["even", "left padded"])
+def test_tokens_after_the_first_build_no_plan(
+    cache: str, padding: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However many: sizes of a growing cache have names, and nothing is warned of."""
+    model = model_of("Llama", "attn_graph")
+    ids = torch.randint(3, 60, (2, 19), generator=torch.Generator().manual_seed(5))
+    mask = torch.ones_like(ids)
+    mask[0, :padding] = 0
+
+    def builds(tokens: int) -> int:
+        ag.clear_cache()
+        before = ag.cache_info().builds
+        model.generate(
+            input_ids=ids, attention_mask=mask, max_new_tokens=tokens, min_new_tokens=tokens,
+            cache_implementation=cache, do_sample=False,
+        )  # fmt: skip
+        return ag.cache_info().builds - before
+
+    assert builds(30) == builds(2) == 2
+    assert not [r for r in caplog.records if "plans were built" in r.getMessage()]
+
+
 @pytest.mark.parametrize("name", families("tokens", "text", "speech", "images", "pairs"))
 def test_checkpointed_layers_have_the_same_gradients(name: str) -> None:
     """With dropout, which is to drop the same when a layer is computed again."""
