@@ -1,13 +1,17 @@
-"""The attention of Hugging Face's layers by attn_graph, beside eager and SDPA, on this CPU.
+"""Models by attn_graph beside eager and SDPA, on this CPU: layers, and whole models.
 
-Layers of real head sizes and few features: their projections cost next to nothing, so that what
-is timed is attention, with what each implementation does around it.
+Layers are of real head sizes and few features: their projections cost next to nothing, so that what
+is timed is attention, with what each implementation does around it. Of whole models, which
+`model_jobs` lists, it is all: all implementations take turns in one run. --cpu takes the CPU time
+of one thread, for a machine that others share.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from statistics import median
 from typing import Any
 
 import torch
@@ -15,11 +19,12 @@ import transformers as hf
 from attrs import frozen
 
 from attn_graph.integrations.transformers import NAME
+from benchmarks.model_jobs import WholeJob, list_jobs
 from benchmarks.timing import save, versus
 
 TOKENS = 4096
 PEERS = ("eager", "sdpa")
-GOAL = 2
+GOAL, WHOLE_GOAL = 2, 0.98
 Model = Any  # of transformers
 FEATURES: dict[str, Any] = {  # Any: what a config takes
     "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "pad_token_id": 0,
@@ -111,6 +116,42 @@ def measure_job(job: Job, runs: int, *, backward: bool) -> Iterator[dict[str, An
         }
 
 
+def measure_whole(job: WholeJob, runs: int, clock: Callable[[], float]) -> list[dict[str, Any]]:
+    """A row for each peer, all of one run in which they take turns."""
+    calls, refused = {NAME: job.make(NAME)}, dict[str, str]()
+    for peer in job.peers:
+        try:
+            calls[peer] = job.make(peer)
+        except ValueError as error:
+            refused[peer] = str(error).split(". ")[0]
+    first = {name: call() for name, call in calls.items()}
+    if job.same and first[NAME].dtype != torch.bfloat16:
+        for peer in calls:
+            torch.testing.assert_close(first[NAME], first[peer], rtol=1e-3, atol=1e-3)
+    times = dict[str, list[float]]({name: [] for name in calls})
+    for _ in range(runs):
+        for name, call in calls.items():
+            start = clock()
+            call()
+            times[name].append(clock() - start)
+    same = {"job": job.name, "pass": job.kind}
+    rows: list[dict[str, Any]] = [
+        same | {"peer": peer} | compare(times[NAME], times[peer]) for peer in calls if peer != NAME
+    ]
+    return rows + [same | {"peer": peer, "refused": why} for peer, why in refused.items()]
+
+
+def compare(ours: Sequence[float], peer: Sequence[float]) -> dict[str, float]:
+    """Medians, and the ratios of pairs that followed one another, in what a row has."""
+    return {
+        "ms": round(median(ours) * 1e3, 1),
+        "peer ms": round(median(peer) * 1e3, 1),
+        "ratio": round(median(p / o for o, p in zip(ours, peer, strict=True)), 2),
+        "ratio of the fastest": round(min(peer) / min(ours), 2),
+        "goal": WHOLE_GOAL,
+    }
+
+
 def format_row(row: dict[str, Any]) -> str:
     """A row as a line of text."""
     what = f"{row['job']}, {row['pass']}, beside {row['peer']}"
@@ -126,8 +167,18 @@ def main() -> None:
     parser.add_argument(
         "--save", action="store_true", help="write benchmarks/results/models-<date>.json"
     )
+    parser.add_argument("--cpu", action="store_true", help="CPU time of one thread, whole models")
+    parser.add_argument("--only", default="", help="whole models whose name has this text, alone")
     options, rows = parser.parse_args(), []
-    for job in JOBS:
+    clock = time.process_time if options.cpu else time.perf_counter
+    if options.cpu:
+        torch.set_num_threads(1)
+    for whole in list_jobs():
+        if options.only in whole.name:
+            for row in measure_whole(whole, options.runs, clock):
+                rows.append(row)
+                print(format_row(row), flush=True)
+    for job in () if options.cpu or options.only else JOBS:
         for backward in (False, True):
             for row in measure_job(job, options.runs, backward=backward):
                 rows.append(row)

@@ -12,7 +12,7 @@ from docs.generate.pages import ROOT, table
 
 RESULTS = ROOT / "benchmarks" / "results"
 HEAD = ("job", "pass", "ours, ms", "PyTorch, ms", "times faster")
-MODELS_HEAD = ("layer", "pass", "beside", "ours, ms", "its, ms", "times faster")
+MODELS_HEAD = ("layer or model", "pass", "beside", "ours, ms", "its, ms", "times faster")
 DERIVATIVES_HEAD = (
     *("job", "beside", "ours, ms", "its, ms", "times faster"),
     *("ours, MiB", "its, MiB"),

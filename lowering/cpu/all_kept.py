@@ -32,18 +32,18 @@ def skips_booleans(backend: Backend, lower_open: Lower) -> Backend:
     what `lower_open` makes of the graph without them."""
 
     def lower(graph: Graph, target: Target, options: Options) -> Executable:
-        return join(graph, backend.lower(graph, target, options), lower_open, target, options)
+        return join_open(graph, backend.lower(graph, target, options), lower_open, target, options)
 
     def lower_any(graph: Graph, target: Target, options: Options) -> Executable | None:
         executable = backend.lower_any(graph, target, options)
         if executable is None:
             return None
-        return join(graph, executable, backend.lower_any, target, options)
+        return join_open(graph, executable, backend.lower_any, target, options)
 
     return evolve(backend, lower=lower, lower_any=lower_any)
 
 
-def join(
+def join_open(
     graph: Graph, usual: Executable, lower_open: Lower, target: Target, options: Options
 ) -> Executable:
     """What runs a graph, and calls that keep all places as one without boolean masks."""
@@ -55,15 +55,15 @@ def join(
     _, read, looks = opened
     return evolve(
         usual,
-        run=choose(usual.run, other.run, read, looks),
-        infer=choose(usual.infer, other.infer, read, looks),
+        run=run_either(usual.run, other.run, read, looks),
+        infer=run_either(usual.infer, other.infer, read, looks),
         workspace=max(usual.workspace, other.workspace),
         temporary=max(usual.temporary, other.temporary),
         notes=(*usual.notes, f"where booleans keep all places, {'; '.join(other.notes)}"),
     )
 
 
-def choose(usual: Run, other: Run, read: Sequence[int], looks: Sequence[int]) -> Run:
+def run_either(usual: Run, other: Run, read: Sequence[int], looks: Sequence[int]) -> Run:
     """What runs a call. read: the inputs of `other`. looks: those that are boolean masks."""
 
     def run(*tensors: torch.Tensor) -> tuple[Tensors, Tensors]:

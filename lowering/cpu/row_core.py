@@ -63,7 +63,7 @@ class Core:
 
     def attend(
         self, change: Change | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        o: torch.Tensor, saved: torch.Tensor | None = None, sign: Change | None = None,
+        o: torch.Tensor, saved: torch.Tensor | None = None, *, sign: Change | None = None,
     ) -> None:  # fmt: skip
         """Fill o [n,L,E], and what is saved where it is wanted: weights [n,L,S], where they are
         kept, or lse [n,L,1], which leaves the bits of o. sign: makes weights negative that dropout

@@ -105,7 +105,7 @@ class RowTiles(RowGrid):
                 core.attend(hide, *views)
         else:
             for hide, views, heads in zip(hides, runs, self.query_heads, strict=False):
-                core.attend(hide, *views, self.signer(scratch, seed, range(1), heads))
+                core.attend(hide, *views, sign=self.signer(scratch, seed, range(1), heads))
         return (o,)
 
     @property
@@ -294,7 +294,7 @@ class Spot:
         sign = seed and self.tiles.signer(
             self.core.scratch, seed, self.slot.tile.batch, self.slot.heads
         )
-        self.core.attend(self.change, self.load("q", q), *keys, made, room, sign)
+        self.core.attend(self.change, self.load("q", q), *keys, made, room, sign=sign)
         self.store(o, made)
         if saved is not None and room is not None and not self.tiles.kept:
             self.slot.rows(saved).copy_(self.heads(room)[..., 0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -100,7 +101,7 @@ def test_dropout_keeps_weights_whatever_is_hidden(
     by_data = mask is not None and bool(mask.needs)
     M, N, G = (24, 40, 4 // (1 + shared)) if by_data else (60, 50, 4 // (1 + shared))
     q, k, v = (ag.TensorSpec(x, dtype) for x in ((3, 4, M, 24), (3, G, N, 24), (3, G, N, 40)))
-    more = {"bias": ag.TensorSpec((3, 1, M, N), dtype)} if biased else {}
+    more: dict[str, Any] = {"bias": ag.TensorSpec((3, 1, M, N), dtype)} if biased else {}
     if by_data:
         more["kv_lengths"] = ag.TensorSpec((3,), torch.int32)
     elif mask is not None:
