@@ -100,7 +100,7 @@ def open_graph(graph: Graph) -> Opened | None:
     q, k, *_ = (graph.types[i] for i in eqn.args)
     M, N = q.shape[2], k.shape[2]
     op, kept = settle_attention(
-        eqn.op, node, mask and canonical_mask(mask, M, N), M, N, len(eqn.args)
+        eqn.op, node, None if mask is None else canonical_mask(mask, M, N), M, N, len(eqn.args)
     )
     own = range(len(graph.inputs))
     if kept is None or not {*graph.outputs}.isdisjoint(own):
