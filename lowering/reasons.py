@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -90,11 +90,13 @@ def several_biases(count: int) -> Iterator[Reason]:
         yield Reason("biases", "adds one bias", f"the graph has {count}")
 
 
-def no_elements(problem: Problem) -> Iterator[Reason]:
-    """Against a graph with nothing to compute."""
-    if problem.is_empty:
+def no_elements(problem: Problem, totals: Mapping[str, int] | None = None) -> Iterator[Reason]:
+    """Against a graph with nothing to compute. totals: the rows of each side that is packed."""
+    sides = totals or {}
+    if problem.is_empty or 0 in sides.values():
         p = problem
-        actual = f"B = {p.B}, H = {p.H}, M = {p.M}, N = {p.N}"
+        packed = "".join(f", {n} packed {side}" for side, n in sides.items())
+        actual = f"B = {p.B}, H = {p.H}, M = {p.M}, N = {p.N}{packed}"
         yield Reason("sizes", "needs sizes of at least 1", actual)
 
 

@@ -33,6 +33,7 @@ class Op:
 
     is_gradient: ClassVar[bool] = False  # part of a derivative
     is_view: ClassVar[bool] = False  # its result is its operand, in another shape
+    moves_rows: ClassVar[bool] = False  # its result is its first operand, rows at other places
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -241,10 +242,11 @@ class Graph:
         return tuple(place for place, i in enumerate(self.outputs) if i not in known)
 
     def named_results(self, names: Callable[[Op], Sequence[str]]) -> frozenset[int]:
-        """The results that `names` selects of each equation's op, and views of them, by number."""
+        """The results that `names` selects of each equation's op, and views and packed rows of
+        them, by number."""
         selected: set[int] = set()
         for eqn, outs in self.numbered:
-            if eqn.op.is_view and eqn.args[0] in selected:
+            if (eqn.op.is_view or eqn.op.moves_rows) and eqn.args[0] in selected:
                 selected |= {*outs}
             elif chosen := names(eqn.op):
                 pairs = zip(eqn.op.names, outs, strict=True)

@@ -244,7 +244,7 @@ class SoftCap(Modifier):
 
     def bend(self, ds: torch.Tensor, t: torch.Tensor, s: torch.Tensor, at: Place) -> torch.Tensor:
         """-2 ds (s' / cap^2) t."""
-        return t.mul_(ds).mul_(s).mul_(-2 / self.cap / self.cap)
+        return t.mul_(ds).mul_(s / self.cap).mul_(-2 / self.cap)
 
 
 @final

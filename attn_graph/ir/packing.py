@@ -128,6 +128,8 @@ class Lengths(Op):
 class OfSequences(Op):
     """What reads x and where its sequences begin, and how long they are."""
 
+    moves_rows = True
+
     @property
     def roles(self) -> tuple[str, ...]:
         return "x", "starts", "lengths"

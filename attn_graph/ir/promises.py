@@ -47,8 +47,9 @@ def modifier_promise_problems(modifier: Modifier, sizes: Sizes) -> Iterator[str]
 
 
 def checked_sizes(sizes: Sizes, needs: Mapping[str, object]) -> Sizes:
-    """The sizes of the block to check. B, M and N are cut; H is not, since tables are by head."""
-    B, H, M, N = sizes
+    """The sizes of the block to check, as numbers: of a size by name the most. B, M and N are cut;
+    H is not, since tables are by head."""
+    B, H, M, N = map(int, sizes)
     side = READ_SIDE if needs else SIDE
     return min(B, 2), H, min(M, side), min(N, side)
 

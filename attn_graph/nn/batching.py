@@ -67,21 +67,24 @@ class Mapped:
     def fold(self, t: Tensor, d: int | None) -> Tensor:
         """One of them."""
         if d is None:
-            if t.ndim == 4 and t.shape[0] == 1 < self.batch:  # broadcasts, as it did
+            if t.ndim == 4 and t.shape[0] == 1 != self.batch:  # broadcasts, as it did
                 return t
             return t.expand(self.size, *t.shape).flatten(0, 1)
         front = t.movedim(d, 0)
         return front.expand(self.size, self.batch, *front.shape[2:]).flatten(0, 1)
 
+    def unfold(self, x: Tensor) -> Tensor:
+        """A result with the mapped axis in front again; its batch is said, since of no elements it
+        can't be worked out."""
+        return x.unflatten(0, (self.size, x.shape[0] // self.size if self.size else self.batch))
+
     def slices(self) -> list[list[Tensor]]:
-        """The tensors of each call."""
-        return [
-            [
-                t if d is None else t.select(d, i)
-                for t, d in zip(self.tensors, self.dims, strict=True)
-            ]
-            for i in range(self.size)
-        ]
+        """The tensors of each call; where there is none, zeros for one, which has its shapes."""
+        pairs = [*zip(self.tensors, self.dims, strict=True)]
+        if not self.size:
+            shapes = zip(pairs, self.shapes, strict=True)
+            return [[t if d is None else t.new_zeros(shape) for (t, d), shape in shapes]]
+        return [[t if d is None else t.select(d, i) for t, d in pairs] for i in range(self.size)]
 
 
 def map_call(
@@ -94,9 +97,9 @@ def map_call(
     """The results for all, and the axis along which each is mapped: the first."""
     if is_foldable(content) and mapped.folds(needs):
         results = op(mapped.folded(), *more)
-        return [x.unflatten(0, (mapped.size, -1)) for x in results], [0] * len(results)
+        return [mapped.unfold(x) for x in results], [0] * len(results)
     every = [op(tensors, *more) for tensors in mapped.slices()]
-    stacked = [torch.stack(each) for each in zip(*every, strict=True)]
+    stacked = [torch.stack(each)[: mapped.size] for each in zip(*every, strict=True)]
     return stacked, [0] * len(stacked)
 
 

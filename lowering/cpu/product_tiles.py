@@ -24,7 +24,7 @@ from attn_graph.machine.workspace import Buffer, Scratch
 from attn_graph.masks.places import Place
 from attn_graph.spec import INF, NAMES
 
-MOST_CAP = 2.0**64  # beyond, scale / cap may be too small a number for the products
+MOST_CAP = 2.0**64  # of which, and of scale / cap, products are numbers that float32 has
 
 
 @final
@@ -50,8 +50,11 @@ class ProductTiles(TileGrid):
     @cached_property
     def cap(self) -> float | None:
         """The cap of a soft cap that comes first, which the products divide by themselves."""
-        first, *_ = *self.problem.node.modifiers, None
-        return first.cap if isinstance(first, SoftCap) and first.cap <= MOST_CAP else None
+        (first, *_), scale = (*self.problem.node.modifiers, None), self.problem.node.scale
+        if not isinstance(first, SoftCap):
+            return None
+        divides = first.cap <= MOST_CAP and abs(scale) <= MOST_CAP * first.cap
+        return first.cap if divides else None
 
     @cached_property
     def more(self) -> tuple[str, ...]:

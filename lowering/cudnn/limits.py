@@ -90,7 +90,7 @@ RULES = (
     ),
     Rule(
         "sizes",
-        lambda c: no_elements(c.problem),
+        lambda c: no_elements(c.problem, c.sequences and c.sequences.totals),
         "{it}",
         MEASURED,
         says="unasked",

@@ -27,7 +27,7 @@ from attn_graph.lowering.cpu.sdpa import (
 )
 from attn_graph.lowering.lengths import gapless_sides, shares_lengths
 from attn_graph.lowering.problem import Problem, on_boundary, read_operands, select_outputs
-from attn_graph.lowering.reasons import no_gpu, other_gradients
+from attn_graph.lowering.reasons import no_elements, no_gpu, other_gradients
 from attn_graph.lowering.torch_cuda.dense import (
     FLASH_KERNEL,
     Tensors,
@@ -87,6 +87,7 @@ def packed_reasons(layout: Layout, graph: Graph, target: Target, options: Option
     yield from feature_reasons(p)
     yield from scale_reasons(p)
     yield from kernel_size_reasons(FLASH_KERNEL, p)
+    yield from no_elements(p, layout.totals)
     yield from kernel_operand_reasons(dict(zip("qkv", layout.specs, strict=False)))
     yield from sequence_reasons(layout, graph)
     yield from flash_reasons(p, target, options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -60,7 +60,8 @@ def why_not(graph: Graph, target: Target, options: Options) -> Iterator[Reason]:
     if not parts:
         against.append(other_equations(graph, pushes=True, packs=True))
     for work in parts:
-        against += [*attention_reasons(work.problem, DTYPES), *work.reasons()]
+        own = attention_reasons(work.problem, DTYPES, work.layout.totals)
+        against += [*own, *work.reasons()]
     yield from dict.fromkeys(against)
     if not against:
         planned = (plan_reasons(partial(plan_flash, x, target, options), options) for x in parts)
@@ -75,11 +76,13 @@ def target_reasons(target: Target) -> Iterator[Reason]:
         yield missing_library("triton", "pip install 'attn-graph[cuda]'")
 
 
-def attention_reasons(problem: Problem, dtypes: Sequence[torch.dtype]) -> Iterator[Reason]:
-    """The sizes, dtypes and statistics that the kernels do not take."""
+def attention_reasons(
+    problem: Problem, dtypes: Sequence[torch.dtype], totals: Mapping[str, int] | None = None
+) -> Iterator[Reason]:
+    """The sizes, dtypes and statistics that the kernels do not take. totals: as `no_elements`."""
     yield from other_dtype(problem, dtypes)
     yield from wide_heads(problem, WIDEST)
-    yield from no_elements(problem)
+    yield from no_elements(problem, totals)
     if max(problem.M, problem.N) >= POSITIONS:
         limit = f"counts positions below {POSITIONS}"
         yield Reason("positions", limit, f"M = {problem.M}, N = {problem.N}")

@@ -95,6 +95,12 @@ class Layout:
         return self.tables[-1] if self.op and self.op.paged else None
 
     @property
+    def totals(self) -> dict[str, int]:
+        """The rows of each side that is packed."""
+        pairs = ("rows", self.T), ("keys", self.T_keys)
+        return {side: n for side, n in pairs if n is not None}
+
+    @property
     def T(self) -> int | None:
         """Rows of q, if it is packed."""
         return row_count(self.specs[0].shape) if "rows" in self.sides else None

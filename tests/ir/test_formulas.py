@@ -68,6 +68,22 @@ def specs_of(needs: dict[str, ag.Data]) -> dict[str, ag.TensorSpec]:
     }
 
 
+@compiled
+@pytest.mark.parametrize("most", [3, 512, 4096])
+def test_formulas_and_addends_take_sizes_by_name(most: int) -> None:
+    T, N = ag.Dim("T", most=most), ag.Dim("N", most=most)
+    q, k = (ag.TensorSpec((2, 3, n, 8), torch.float32) for n in (T, N))
+    addend, mask = Addend("-tanh(real(abs(i - j) % 3))"), Formula("i // 3 >= j // 3")
+    named = ag.graph(
+        lambda q, k, v: ag.scores(q, k).then(addend).mask(mask).softmax()[0].weigh(v), q=q, k=k, v=k
+    )
+    plan = ag.compile(named, target=CPU)
+    for rows, keys in ((3, 2), (0, 1), (1, 0)):
+        tensors = [torch.randn(2, 3, n, 8) for n in (rows, keys, keys)]
+        due = ag.evaluate(plan.at(T=rows, N=keys).graph, tensors)
+        torch.testing.assert_close(plan(*tensors), due[0].float())
+
+
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_attention_under_a_formula_is_what_it_says(mask: Formula) -> None:
     specs, whole = specs_of(mask.needs), mask | ag.Window(0, 0)  # by hand an empty row is NaN

@@ -13,6 +13,7 @@ from hypothesis import given
 import attn_graph as ag
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.jvp import push_graph, tangent_spec
+from attn_graph.ir.packing import Pack, Unpack
 from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp
 from attn_graph.spec import FLOATS
 from attn_graph.testing.strategies import graphs, seeds
@@ -146,6 +147,21 @@ def test_a_jvp_computes_what_the_forward_computes_once() -> None:
     assert [type(eqn.op) for eqn in graph.eqns] == [AttentionJvp]
     assert [i.name for i in graph.inputs] == ["q", "k", "v", "tq"]
     assert len(graph.outputs) == 5  # o, lse, max, to, tlse
+
+
+@pytest.mark.parametrize("T", [0, 5])
+def test_a_maximum_of_packed_rows_has_no_tangent(T: int) -> None:
+    x, starts = ag.TensorSpec((T, 2, 8), torch.float32), ag.TensorSpec((3,), torch.int32)
+
+    def step(q: ag.Value, starts: ag.Value, lengths: ag.Value) -> tuple[ag.Value, ...]:
+        x = q.then(Unpack(T), starts, lengths)
+        s = ag.scores(x, x)
+        return tuple(y.then(Pack(T), starts, lengths) for y in (s.softmax()[1], s.max_scores()))
+
+    lengths = ag.TensorSpec((2,), torch.int32)
+    graph = ag.graph(step, q=x, starts=starts, lengths=lengths)
+    assert graph.constant_places == (1,)
+    assert len(ag.jvp(graph, ("q",)).outputs) == 3
 
 
 def test_tangents_of_what_the_forward_hands_over_are_computed_or_given() -> None:

@@ -299,16 +299,28 @@ def test_weights_made_of_a_large_lse_are_within_the_bound(backend: str) -> None:
     assert gradients_agree(planned(graph, backend), graph, 0).keys() == {"q", "k", "v"}
 
 
-@pytest.mark.parametrize("cap", [2e-38, 8e37])
-def test_soft_caps_at_the_ends_of_what_is_taken_are_right(cap: float) -> None:
-    x = ag.TensorSpec((1, 2, 20, 8), torch.float32)
-    graph = ag.attention(x, x, x, soft_cap=cap, stats=True)
+@pytest.mark.parametrize("rows", [20, 150])
+@pytest.mark.parametrize("scale", [None, 1e5])
+@pytest.mark.parametrize("cap", [2.0**-126, 1e-37, 2.0**126])
+def test_soft_caps_at_the_ends_of_what_is_taken_are_right(
+    cap: float, scale: float | None, rows: int
+) -> None:
+    x = ag.TensorSpec((1, 2, rows, 8), torch.float32)
+    graph = ag.attention(x, x, x, soft_cap=cap, scale=scale, stats=True)
     plan, tensors = planned(graph, NAMES[-1]), tensors_for(graph, 1)
     for found, due in zip(
         run_plan(plan, tensors), rule.expect_outputs(graph, tensors), strict=True
     ):
         due.check(found)
     gradients_agree(plan, graph, 1)
+
+
+@pytest.mark.parametrize("cap", [2.0**-126, 1e-37, 2.0**126])
+def test_gradients_move_by_numbers_under_a_cap_at_the_ends(cap: float) -> None:
+    x = ag.TensorSpec((1, 2, 20, 8), torch.float32)
+    bent = ag.jvp(ag.vjp(ag.attention(x, x, x, soft_cap=cap))[1], ("q",))
+    results = run_plan(ag.compile(bent, target=CPU), tensors_for(bent, 1))
+    assert all(x.isfinite().all() for x in results)
 
 
 @pytest.mark.parametrize("backend", NAMES)

@@ -404,6 +404,20 @@ def test_pairs_are_counted_once_starts_are_known() -> None:
     assert exact.pairs == 2 * ((2 + 3) + (2 + 3 + 4))  # of two heads
 
 
+@pytest.mark.parametrize("gpu", ["a100", "h100"])
+@pytest.mark.parametrize(("rows", "keys"), [(0, 9), (9, 0), (0, 0)])
+def test_sides_without_rows_are_left_to_math(gpu: str, rows: int, keys: int) -> None:
+    q, k = (SPEC((n, 2, 16), torch.float16) for n in (rows, keys))
+    starts = {"q_starts": SPEC((3,), I32), "kv_starts": SPEC((3,), I32)}
+    graph = ag.attention(q, k, k, most=(4, 4), **starts)
+    for each in (graph, ag.vjp(graph)[1]):
+        assert ag.compile(each, target=gpu).backend == "math"
+        refused = refusals(each, gpu)
+        for name in ("triton", "torch_flash", "cudnn"):
+            (reason,) = (x for x in refused[name] if "needs sizes of at least 1" in x)
+            assert reason.endswith(f"{rows} packed rows, {keys} packed keys")
+
+
 def test_memory_does_not_grow_with_the_padding() -> None:
     x, starts = SPEC((4096, 4, 64), torch.float32), SPEC((65,), I32)
     plan = ag.compile(ag.attention(x, x, x, q_starts=starts, mask=ag.Causal()), target=CPU)

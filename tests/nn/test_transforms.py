@@ -232,6 +232,26 @@ def test_vmap_is_a_loop_whatever_is_mapped(name: str, is_mapped: bool) -> None:
     torch.testing.assert_close(vmap(grad(one, floats), dims)(q, x), tuple(due))
 
 
+@pytest.mark.parametrize("shape", [(0, 2), (3, 0), (0, 0)])
+@pytest.mark.parametrize("name", TENSORS)
+@pytest.mark.parametrize("form", [{}, {"dropout": 0.5}])
+def test_vmap_takes_no_entries_and_entries_of_nothing(
+    shape: tuple[int, int], name: str, form: dict[str, float]
+) -> None:
+    entries, B = shape
+    x = TENSORS[name]()[:B] if name in ("alibi of each entry", "kv_lengths") else TENSORS[name]()
+    x = x[:B] if name == "bias" else x
+    seeds = dict.fromkeys(("seed", "offset"), torch.tensor(1)) if form else {}
+
+    def one(q: torch.Tensor) -> Any:
+        options = {name.split()[0]: x, **seeds, **form}
+        return attention(q, q, q, align="top_left", **options)  # type: ignore[arg-type]
+
+    q = randn(entries, B, 4, 5, 8)
+    assert vmap(one)(q).shape == q.shape
+    assert vmap(grad(lambda q: one(q).sum()))(q).shape == q.shape
+
+
 def test_a_mask_that_counts_entries_counts_those_of_one_call() -> None:
     q, k, v = three(3)
 
