@@ -20,10 +20,12 @@ from attn_graph.kernels.common import (
     head_ptr,
     line_of,
     live_tile_of,
+    mask_scores,
     mixed_tile,
     modify_scores,
     place_program,
     present_sizes,
+    raise_to,
     round_to,
     rows_of,
     store_rows,
@@ -92,9 +94,9 @@ def load_statistics(ptr, first, M, other, BLOCK_M: tl.constexpr, WHOLE: tl.const
 
 
 @triton.jit
-def base2(lse):
-    """lse in base 2 for exp2(s - lse); +inf, so that weights are 0, of rows that saw nothing."""
-    return tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+def outweigh(lse):
+    """lse for exp(s - lse); +inf, so that weights are 0, of rows that saw nothing."""
+    return tl.where(lse == float("-inf"), float("inf"), lse)
 
 
 @triton.jit
@@ -103,7 +105,7 @@ def score_gradient(
     CHANGE: tl.constexpr, KEEP: tl.constexpr, BACK: tl.constexpr, MIXED: tl.constexpr,
     PAST: tl.constexpr,
 ):  # fmt: skip
-    """p, and ds before the modifiers, of a tile; s = q k^T, lse in base 2; lse, delta broadcast.
+    """p, and ds before the modifiers, of a tile; s = q k^T; lse, delta broadcast.
 
     PAST: see `weigh_scores`.
     """
@@ -117,12 +119,17 @@ def weigh_scores(
     s, lse, b, h, i, j, M, N, scale, data, numbers,
     CHANGE: tl.constexpr, KEEP: tl.constexpr, MIXED: tl.constexpr, PAST: tl.constexpr,
 ):  # fmt: skip
-    """p of a tile of s = q k^T; lse in base 2.
+    """p of a tile of s = q k^T.
 
     PAST: whether a row past the last query counts for other rows, so that its weights must be 0
     even where a modifier says +inf.
     """
-    p = tl.exp2(modify_scores(s, b, h, i, j, M, N, scale, data, numbers, CHANGE, KEEP, MIXED) - lse)
+    if CHANGE is None:  # one multiplication with the scale's, as FOLD of `softmax_step`
+        s = mask_scores(s * (scale * LOG2E), b, h, i, j, M, N, data, numbers, KEEP, MIXED)
+        p = tl.exp2(s - lse * LOG2E)
+    else:
+        s = modify_scores(s, b, h, i, j, M, N, scale, data, numbers, CHANGE, KEEP, MIXED)
+        p = raise_to(s - lse, False)
     if PAST:
         p = tl.where(lse == float("inf"), 0.0, p)
     return p
@@ -180,7 +187,8 @@ def query_gradient(
     i = (first + tl.arange(0, BLOCK_M))[:, None]
     q_head = head_at(q_ptr, q_strides, b, h, q_starts_ptr, row, 0)
     q = tile_of(q_desc, q_head, q_strides, b, h, first, rows, D, BLOCK_M, WIDTH_D, False, UPCAST)
-    lse = base2(load_statistics(lse_ptr + line, first, M, float("-inf"), BLOCK_M, False))[:, None]
+    lse = outweigh(load_statistics(lse_ptr + line, first, M, float("-inf"), BLOCK_M, False))
+    lse = lse[:, None]
     surplus = load_statistics(delta_ptr + line, first, M, 0.0, BLOCK_M, False)[:, None]
     do = q
     if do_ptr is not None:
@@ -371,7 +379,7 @@ def add_key_gradient(
         q_desc, q_head, q_strides, b, h, query, rows, D, BLOCK_M, WIDTH_D, not MIXED, UPCAST
     )
     s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-    lse = base2(load_statistics(lse_row, query, M, float("-inf"), BLOCK_M, not MIXED))
+    lse = outweigh(load_statistics(lse_row, query, M, float("-inf"), BLOCK_M, not MIXED))
     surplus = load_statistics(delta_row, query, M, 0.0, BLOCK_M, not MIXED)[None, :]
     do = q
     dp = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)

@@ -9,7 +9,7 @@ what moves; COLLECT then reads ds, tds, s and ts, and gives ds too.
 import triton
 import triton.language as tl
 
-from attn_graph.kernels.backward import base2, load_statistics, score_gradient
+from attn_graph.kernels.backward import load_statistics, outweigh, score_gradient
 from attn_graph.kernels.common import (
     SIZES,
     count_tiles,
@@ -67,7 +67,7 @@ def contribution(
         )
         dp, tdp = tl.where(z, dp * keep_scale, 0.0), tl.where(z, tdp * keep_scale, 0.0)
     row = (tl.cast(b, tl.int64) * H + h) * M
-    lse = base2(load_statistics(lse_ptr + row, query, M, float("-inf"), BLOCK_M, False))
+    lse = outweigh(load_statistics(lse_ptr + row, query, M, float("-inf"), BLOCK_M, False))
     surplus = load_statistics(delta_ptr + row, query, M, 0.0, BLOCK_M, False)[:, None]
     if tlse_ptr is None:
         _, share = score_gradient(

@@ -153,7 +153,7 @@ def live_rows_at(
     ptr, strides, first, count, lse,
     SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """The same as `rows_at`, and 0 also in rows whose lse [ROWS,1] is +inf, see `base2`."""
+    """The same as `rows_at`, and 0 also in rows whose lse [ROWS,1] is +inf, see `outweigh`."""
     at, row, col = row_pointers(ptr, strides, first, ROWS, WIDTH)
     live = (lse != float("inf")) & (row < count - first)
     x = tl.load(at, mask=live & (col < SIZE), other=0.0)
@@ -214,11 +214,10 @@ def modify_scores(
     s, b, h, i, j, M, N, scale, data, numbers,
     CHANGE: tl.constexpr, KEEP: tl.constexpr, MIXED: tl.constexpr,
 ):  # fmt: skip
-    """Scores in base 2 from q k^T: scaled, modified, and -inf at masked places of a MIXED tile."""
-    if CHANGE is None:
-        s = s * (scale * LOG2E)
-    else:
-        s = CHANGE(s * scale, b, h, i, j, M, N, data, numbers) * LOG2E
+    """Scores from q k^T: scaled, modified, and -inf at masked places of a MIXED tile."""
+    s = s * scale
+    if CHANGE is not None:
+        s = CHANGE(s, b, h, i, j, M, N, data, numbers)
     return mask_scores(s, b, h, i, j, M, N, data, numbers, KEEP, MIXED)
 
 
@@ -227,7 +226,7 @@ def mask_scores(s, b, h, i, j, M, N, data, numbers, KEEP: tl.constexpr, MIXED: t
     """s with -inf at the masked places of a MIXED tile, and past the last key.
 
     Past the last query nothing is masked: results of those rows are never stored, and they add 0
-    to gradients, since their weights are 0 (`base2` and PAST in kernels/backward.py) where k is
+    to gradients, since their weights are 0 (`outweigh` and PAST in kernels/backward.py) where k is
     finite; what is not finite in k spreads over the rows of its own tile.
     """
     if MIXED:
@@ -245,9 +244,10 @@ def softmax_step(
 ):  # fmt: skip
     """One step of the online softmax on s = q k^T: p, m, and what shrinks earlier sums.
 
-    m [rows]: the maximum so far, in base 2, of which p is exp2(s - m). It is -inf, and the weights
-    0, until a row has seen a key. FOLD: without modifiers and with scale > 0 the maximum is taken
-    before scaling.
+    m [rows]: the maximum so far, of which p is exp(s - m). It is -inf, and the weights 0, until a
+    row has seen a key. Differences are taken before they are put to base 2: what is common to
+    scores, as the lowest number of a bias, times log2(e) would round, or be infinite. FOLD: without
+    modifiers and with scale > 0 the maximum is taken before scaling, and m is in base 2.
     """
     if FOLD:
         s = mask_scores(s, b, h, i, j, M, N, data, numbers, KEEP, MIXED)
@@ -259,8 +259,32 @@ def softmax_step(
     safe = new
     if MIXED or CHANGE is not None:
         safe = tl.where(new == float("-inf"), 0.0, new)
-    p = tl.exp2(s - safe[:, None])
-    return p, new, tl.exp2(m - safe)
+    p = raise_to(s - safe[:, None], FOLD)
+    return p, new, raise_to(m - safe, FOLD)
+
+
+@triton.jit
+def raise_to(x, FOLD: tl.constexpr):
+    """exp(x); exp2(x) where scores are in base 2, see `softmax_step`."""
+    if not FOLD:
+        x = x * LOG2E
+    return tl.exp2(x)
+
+
+@triton.jit
+def in_scores(x, FOLD: tl.constexpr):
+    """A number beside scores, of a sink, as these are: in base 2 if FOLD."""
+    if FOLD:
+        x = x * LOG2E
+    return x
+
+
+@triton.jit
+def natural(m, FOLD: tl.constexpr):
+    """A maximum of scores, which are in base 2 if FOLD."""
+    if FOLD:
+        m = m * LN2
+    return m
 
 
 @triton.jit
@@ -462,36 +486,3 @@ def philox(seed, c0, c1, c2, c3):
         c1, c3 = p1.to(tl.uint32), p0.to(tl.uint32)
         k0, k1 = k0 + 0x9E3779B9, k1 + 0xBB67AE85
     return c0, c1, c2, c3
-
-
-@triton.jit
-def floor_div(a, b):
-    """Python's a // b; Triton's rounds towards 0."""
-    q = a // b
-    r = a - q * b
-    return q - ((r != 0) & ((r < 0) != (b < 0))).to(tl.int32)
-
-
-@triton.jit
-def tanh(x):
-    """tanh to about 2 ulp in float32, after Cephes' tanhf.
-
-    Near 0 it is a polynomial, since 1 - 2 e / (1 + e) cancels there.
-    """
-    x2 = tl.minimum(x * x, 1.0)
-    near = -5.70498872745e-3
-    near = near * x2 + 2.06390887954e-2
-    near = near * x2 - 5.37397155531e-2
-    near = near * x2 + 1.33314422036e-1
-    near = near * x2 - 3.33332819422e-1
-    e = tl.exp2(tl.abs(x) * (-2 * LOG2E))
-    far = 1 - 2 * e / (1 + e)
-    return tl.where(tl.abs(x) < 0.625, x + x * x2 * near, tl.where(x < 0, -far, far))
-
-
-@triton.jit
-def fast_tanh(x):
-    """The hardware's tanh, in one instruction: at most 2^-11 of the result off (PTX ISA)."""
-    return tl.inline_asm_elementwise(
-        "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-    )

@@ -10,18 +10,20 @@ import triton.language as tl
 
 from attn_graph.kernels.common import (
     LN2,
-    LOG2E,
     SIZES,
     even_length,
     head_ptr,
+    in_scores,
     key_tiles,
     line_of,
     mixed_tile,
+    natural,
     place_program,
     present_sizes,
+    raise_to,
     store_rows,
 )
-from attn_graph.kernels.forward import attend, store_statistic
+from attn_graph.kernels.forward import attend, store_part, store_statistic
 from attn_graph.kernels.sequences import head_at, length_of
 
 
@@ -41,7 +43,7 @@ def split_forward(
 
     Rows are the M queries of the first of the GROUP heads that share k and v, then of the next;
     M <= BLOCK_M. SPLITS parts have EACH tiles of keys at least. parts [B,H*SPLITS,M,E] float32 and
-    parts_lse [B,H*SPLITS,M] in base 2; a row that sees nothing of a part has lse -inf and no part.
+    parts_lse [B,H*SPLITS,M,2], see `store_part`; a row that sees nothing of a part has no part.
     """
     N = even_length(N, EVEN)
     blocks = tl.cdiv(GROUP * M, BLOCK_M)
@@ -90,8 +92,7 @@ def split_forward(
     blind = total == 0
     total = tl.where(blind, 1.0, total)
     line = line_of(b, h * SPLITS + part, H * SPLITS, M) + i
-    lse = tl.where(blind, float("-inf"), m + tl.log2(total))[:, None]
-    tl.store(parts_lse_ptr + line, lse, mask=there[:, None])
+    store_part(parts_lse_ptr, line, m[:, None], total[:, None], blind[:, None], there[:, None])
     out = tl.arange(0, WIDTH_E)[None, :]
     saw = (there & (blind == 0))[:, None] & (out < E)
     tl.store(parts_ptr + line * E + out, acc * (1 / total)[:, None], mask=saw)
@@ -121,13 +122,14 @@ def part_of_tiles(
 def merge_parts(
     parts_ptr, parts_lse_ptr, o_ptr, lse_ptr, sinks_ptr, o_strides, sinks_stride, H, PARTS, M,
     E: tl.constexpr, WIDTH_E: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
-    UPCAST: tl.constexpr,
+    FOLD: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS rows of o [B,H,M,E] and of lse [B,H,M] from their parts, in order.
 
-    parts [B,H*PARTS,M,E] float32, and their lse [B,H*PARTS,M] in base 2, -inf where a row saw
-    nothing of a part. AT_ONCE parts are merged at a time. lse is in C order, and not stored where
-    lse_ptr is None. The sink of the head enters here, where sinks_ptr is not None.
+    parts [B,H*PARTS,M,E] float32, and of each its maximum and log2 of its sum [B,H*PARTS,M,2], of
+    scores as FOLD says; the maximum is -inf where a row saw nothing of a part. AT_ONCE parts are
+    merged at a time. lse is in C order, and not stored where lse_ptr is None. The sink of the head
+    enters here, where sinks_ptr is not None.
     """
     block, h, b = place_program(tl.cdiv(M, ROWS), H, 1, False)
     first = block * ROWS
@@ -136,36 +138,39 @@ def merge_parts(
     i, one = first + slot // AT_ONCE, slot % AT_ONCE
     m = tl.full([ROWS], float("-inf"), tl.float32)
     if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + h * sinks_stride).to(tl.float32) * LOG2E
+        sink = in_scores(tl.load(sinks_ptr + h * sinks_stride).to(tl.float32), FOLD)
         m = tl.maximum(m, sink)
     for n in range(0, PARTS, AT_ONCE):
-        lse, _ = load_parts_lse(parts_lse_ptr, n + one, PARTS, line, i, M)
-        m = tl.maximum(m, tl.max(tl.reshape(lse, (ROWS, AT_ONCE)), 1))
+        own, _, _ = load_part(parts_lse_ptr, n + one, PARTS, line, i, M)
+        m = tl.maximum(m, tl.max(tl.reshape(own, (ROWS, AT_ONCE)), 1))
     safe = tl.where(m == float("-inf"), 0.0, m)
     each = tl.reshape(tl.broadcast_to(safe[:, None], (ROWS, AT_ONCE)), (ROWS * AT_ONCE,))
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, WIDTH_E], tl.float32)
     col = tl.arange(0, WIDTH_E)[None, :]
     for n in range(0, PARTS, AT_ONCE):
-        lse, at = load_parts_lse(parts_lse_ptr, n + one, PARTS, line, i, M)
-        weight = tl.exp2(lse - each)
-        saw = (lse != float("-inf"))[:, None] & (col < E)
+        own, size, at = load_part(parts_lse_ptr, n + one, PARTS, line, i, M)
+        weight = raise_to(own - each, FOLD) * tl.exp2(size)
+        saw = (own != float("-inf"))[:, None] & (col < E)
         part = tl.load(parts_ptr + at[:, None] * E + col, mask=saw, other=0.0) * weight[:, None]
         acc += tl.sum(tl.reshape(part, (ROWS, AT_ONCE, WIDTH_E)), 1)
         total += tl.sum(tl.reshape(weight, (ROWS, AT_ONCE)), 1)
     if sinks_ptr is not None:
-        total += tl.exp2(sink - safe)
+        total += raise_to(sink - safe, FOLD)
     blind = total == 0
     total = tl.where(blind, 1.0, total)
     o_head = head_ptr(o_ptr, o_strides, b, h)
     store_rows(o_head, o_strides, first, M, acc / total[:, None], E, ROWS, WIDTH_E, UPCAST)
     if lse_ptr is not None:
-        lse = tl.where(blind, float("-inf"), (safe + tl.log2(total)) * LN2)
+        lse = tl.where(blind, float("-inf"), natural(safe, FOLD) + tl.log2(total) * LN2)
         store_statistic(lse_ptr + line, lse, first, M, ROWS)
 
 
 @triton.jit
-def load_parts_lse(ptr, n, PARTS, line, i, M):
-    """lse of rows i in parts n, and where each lies; -inf past the last row and the last part."""
+def load_part(ptr, n, PARTS, line, i, M):
+    """What `store_part` stored of rows i in parts n, and where each lies; -inf and 0 past the last
+    row and the last part."""
     at = line * PARTS + n.to(tl.int64) * M + i
-    return tl.load(ptr + at, mask=(n < PARTS) & (i < M), other=float("-inf")), at
+    inside = (n < PARTS) & (i < M)
+    most = tl.load(ptr + 2 * at, mask=inside, other=float("-inf"))
+    return most, tl.load(ptr + 2 * at + 1, mask=inside, other=0.0), at

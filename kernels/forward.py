@@ -5,7 +5,6 @@ import triton.language as tl
 
 from attn_graph.kernels.common import (
     LN2,
-    LOG2E,
     SIZES,
     count_parts,
     count_tiles,
@@ -13,8 +12,11 @@ from attn_graph.kernels.common import (
     even_length,
     full_tile,
     head_and_part,
+    in_scores,
     mixed_tile,
+    natural,
     present_sizes,
+    raise_to,
     round_to,
     softmax_step,
     store_rows,
@@ -54,9 +56,9 @@ def forward(
 
     q [B,H,M,D], k [B,G,N,D], v [B,G,N,E] -> o [B,H,M,E], lse [B,H,M] (natural logarithm), max
     [B,H,M] (of the scores); both float32 in C order, and not stored where their pointer is None.
-    GROUP = H / G. q, k and v are read by descriptors of their tiles where these are given. Inside,
-    scores and maxima are in base 2. FOLD, COLUMNS: see `softmax_step` and `sum_columns`. PARTED: o
-    and lse have H * PARTS heads, o is float32 and lse in base 2; see `merge_parts`.
+    GROUP = H / G. q, k and v are read by descriptors of their tiles where these are given. FOLD,
+    COLUMNS: see `softmax_step` and `sum_columns`. PARTED: o and lse have H * PARTS heads, o is
+    float32 and lse two numbers a row; see `merge_parts`.
 
     With q_starts_ptr q is packed, T rows of each head, and so are o and the statistics [H,T]; with
     kv_starts_ptr k and v are, T_KEYS rows. M and N are the most of a sequence then. With pages_ptr
@@ -110,27 +112,35 @@ def forward(
     if max_ptr is not None:
         # A maximum drops NaN, and the sum keeps it.
         lost = (total != total) & (m != float("inf"))
-        most = tl.where(lost, total, m * LN2)
+        most = tl.where(lost, total, natural(m, FOLD))
         most = within_sequence(most, q_starts_ptr, first, M, float("-inf"), BLOCK_M)
         store_statistic(max_ptr + line, most, first, extent, BLOCK_M)
     if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + h * sinks_stride).to(tl.float32) * LOG2E
+        sink = in_scores(tl.load(sinks_ptr + h * sinks_stride).to(tl.float32), FOLD)
         if PARTED:  # the first part has it
             sink = tl.where(part == 0, sink, float("-inf"))
-        acc, total, m = with_sink(acc, total, m, sink)
+        acc, total, m = with_sink(acc, total, m, sink, FOLD)
     blind = total == 0  # rows that saw nothing
     total = tl.where(blind, 1.0, total)
-    lse = m + tl.log2(total)
-    if not PARTED:
-        lse *= LN2
-    lse = tl.where(blind, float("-inf"), lse)
+    lse = tl.where(blind, float("-inf"), natural(m, FOLD) + tl.log2(total) * LN2)
     acc = acc * (keep_scale / total)[:, None]  # one division for each row; 1 / total: no dropout
     lse = within_sequence(lse, q_starts_ptr, first, M, float("-inf"), BLOCK_M)
     acc = within_sequence(acc, q_starts_ptr, first, M, 0.0, BLOCK_M)
     o_head = head_at(o_ptr, o_strides, b, head, q_starts_ptr, row, 0)
     store_rows(o_head, o_strides, first, extent, acc, E, BLOCK_M, WIDTH_E, UPCAST)
-    if lse_ptr is not None:
+    if PARTED:
+        rows = line + first + tl.arange(0, BLOCK_M)
+        store_part(lse_ptr, rows, m, total, blind, tl.arange(0, BLOCK_M) < extent - first)
+    elif lse_ptr is not None:
         store_statistic(lse_ptr + line, lse, first, extent, BLOCK_M)
+
+
+@triton.jit
+def store_part(ptr, rows, m, total, blind, inside):
+    """Store for each of these rows m, -inf if it saw nothing, and log2(total), beside each other:
+    as one number, m would take the digits of the other."""
+    tl.store(ptr + 2 * rows, tl.where(blind, float("-inf"), m), mask=inside)
+    tl.store(ptr + 2 * rows + 1, tl.log2(total), mask=inside)
 
 
 @triton.jit
@@ -181,9 +191,9 @@ def attend(
 
 
 @triton.jit
-def with_sink(acc, total, m, sink):
-    """The sums with exp2(sink) in the total: weight that goes to no value."""
+def with_sink(acc, total, m, sink, FOLD: tl.constexpr):
+    """The sums with the sink's exponential in the total: weight that goes to no value."""
     new = tl.maximum(m, sink)
     safe = tl.where(new == float("-inf"), 0.0, new)
-    shrink = tl.exp2(m - safe)
-    return acc * shrink[:, None], total * shrink + tl.exp2(sink - safe), new
+    shrink = raise_to(m - safe, FOLD)
+    return acc * shrink[:, None], total * shrink + raise_to(sink - safe, FOLD), new

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attn_graph.kernels.backward import base2, differentiate_scores, weigh_scores
+from attn_graph.kernels.backward import differentiate_scores, outweigh, weigh_scores
 from attn_graph.kernels.common import full_tile, head_ptr, line_of, mixed_tile
 from attn_graph.kernels.gluon_forward import (
     CONSUMER_REGISTERS,
@@ -160,7 +160,7 @@ def load_queries(
     for t in range(tiles[2] + tiles[3]):
         query = visited_tile(t, tiles, LISTED) * BLOCK_M
         inside = row < M - query
-        of_lse = base2(gl.load(lse_ptr + query + row, mask=inside, other=float("-inf")))
+        of_lse = outweigh(gl.load(lse_ptr + query + row, mask=inside, other=float("-inf")))
         of_delta = gl.load(delta_ptr + query + row, mask=inside, other=0.0)
         at = t % STAGES
         mbarrier.wait(free.index(at), t // STAGES & 1 ^ 1)
@@ -245,7 +245,7 @@ def sum_keys(
     dq = gl.zeros([ROWS, WIDTH], gl.float32, OF_Q)
     ds = as_operand(gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES), k.dtype, OF_Q)
     row = place[2] + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
-    lse = base2(gl.load(lines[0] + row, mask=row < place[3], other=float("-inf")))[:, None]
+    lse = outweigh(gl.load(lines[0] + row, mask=row < place[3], other=float("-inf")))[:, None]
     surplus = gl.load(lines[1] + row, mask=row < place[3], other=0.0)[:, None]
     q, do = flat(q.index(which)), flat(do.index(which))
     mbarrier.wait(own_ready.index(which), 0)

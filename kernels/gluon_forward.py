@@ -33,15 +33,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from attn_graph.kernels.common import (
     LN2,
-    LOG2E,
     count_tiles,
     full_tile,
     head_ptr,
+    in_scores,
     line_of,
     list_at,
     listed_block,
     mixed_tile,
+    natural,
     place_program,
+    raise_to,
     softmax_step,
     tile_bounds,
 )
@@ -328,7 +330,7 @@ def attend_head(
         0, [warpgroup_mma(p, flat(v.index(last % STAGES)), acc, is_async=True)]
     )
     mbarrier.arrive(v_free.index(last % STAGES), count=1)
-    store(acc, m, total, outputs, own, E, SUMS)
+    store(acc, m, total, outputs, own, E, FOLD, SUMS)
 
 
 @gluon.constexpr_function
@@ -410,7 +412,9 @@ def softmax(
 
 
 @gluon.jit
-def store(acc, m, total, outputs, own, E: gl.constexpr, SUMS: gl.constexpr):
+def store(
+    acc, m, total, outputs, own, E: gl.constexpr, FOLD: gl.constexpr, SUMS: gl.constexpr
+):  # fmt: skip
     """Store o and the statistics of ROWS queries."""
     o_ptr, o_strides, lse_ptr, max_ptr, sinks_ptr, sinks_stride, H = outputs
     b, h, first, M, _ = own
@@ -419,19 +423,23 @@ def store(acc, m, total, outputs, own, E: gl.constexpr, SUMS: gl.constexpr):
     if max_ptr is not None:
         # A maximum drops NaN, and the sum keeps it.
         lost = (total != total) & (m != float("inf"))
-        gl.store(max_ptr + line + first + row, gl.where(lost, total, m * LN2), mask=row < M - first)
+        gl.store(
+            max_ptr + line + first + row,
+            gl.where(lost, total, natural(m, FOLD)),
+            mask=row < M - first,
+        )
     shrink = 1.0
     if sinks_ptr is not None:
-        sink = gl.load(sinks_ptr + h * sinks_stride).to(gl.float32) * LOG2E
+        sink = in_scores(gl.load(sinks_ptr + h * sinks_stride).to(gl.float32), FOLD)
         new = gl.maximum(m, sink)
         safe = gl.where(new == float("-inf"), 0.0, new)
-        shrink = gl.exp2(m - safe)
-        total = total * shrink + gl.exp2(sink - safe)
+        shrink = raise_to(m - safe, FOLD)
+        total = total * shrink + raise_to(sink - safe, FOLD)
         m = new
     blind = total == 0  # rows that saw nothing
     total = gl.where(blind, 1.0, total)
     if lse_ptr is not None:
-        lse = gl.where(blind, float("-inf"), (m + gl.log2(total)) * LN2)
+        lse = gl.where(blind, float("-inf"), natural(m, FOLD) + gl.log2(total) * LN2)
         gl.store(lse_ptr + line + first + row, lse, mask=row < M - first)
     acc = acc * by_rows(shrink / total, SUMS)
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SUMS))[:, None]

@@ -10,7 +10,12 @@ The derivation stands in `attn_graph.ir.tangents`.
 import triton
 import triton.language as tl
 
-from attn_graph.kernels.backward import base2, load_statistics, weigh_cotangent
+from attn_graph.kernels.backward import (
+    load_statistics,
+    outweigh,
+    weigh_cotangent,
+    weigh_scores,
+)
 from attn_graph.kernels.common import (
     SIZES,
     count_tiles,
@@ -22,7 +27,6 @@ from attn_graph.kernels.common import (
     listed_block,
     live_tile_of,
     mixed_tile,
-    modify_scores,
     place_program,
     present_sizes,
     round_to,
@@ -84,7 +88,7 @@ def load_numbers(ptr, strides, b, h, first, M, BLOCK_M: tl.constexpr):
 def load_row_tangents(
     lse, mu_row, tdelta_row, first, M, BLOCK_M: tl.constexpr, WHOLE: tl.constexpr
 ):
-    """mu, 0 in rows that saw nothing, and tdelta, of rows first.. of one head. lse: as `base2`."""
+    """mu, 0 in rows that saw nothing, and tdelta, of rows first.. of one head. lse: `outweigh`."""
     mu = load_statistics(mu_row, first, M, 0.0, BLOCK_M, WHOLE)
     surplus = load_statistics(tdelta_row, first, M, 0.0, BLOCK_M, WHOLE)
     return tl.where(lse == float("inf"), 0.0, mu), surplus
@@ -138,11 +142,9 @@ def push_score_gradient(
 ):  # fmt: skip
     """p and p u, and ds and tds before the modifiers, of a tile; s = q k^T and its tangent ts.
 
-    lse (in base 2), mu, delta and tdelta broadcast. PAST: as in `backward.score_gradient`.
+    lse, mu, delta and tdelta broadcast. PAST: as in `backward.score_gradient`.
     """
-    p = tl.exp2(modify_scores(s, b, h, i, j, M, N, scale, data, numbers, CHANGE, KEEP, MIXED) - lse)
-    if PAST:
-        p = tl.where(lse == float("inf"), 0.0, p)
+    p = weigh_scores(s, lse, b, h, i, j, M, N, scale, data, numbers, CHANGE, KEEP, MIXED, PAST)
     s, ts = s * scale, ts * scale
     u = ts
     if PUSH is not None:
@@ -183,7 +185,7 @@ def push_query_gradient(
     first = block * BLOCK_M
     i = (first + tl.arange(0, BLOCK_M))[:, None]
     row = (tl.cast(b, tl.int64) * H + h) * M
-    lse = base2(load_statistics(lse_ptr + row, first, M, float("-inf"), BLOCK_M, False))
+    lse = outweigh(load_statistics(lse_ptr + row, first, M, float("-inf"), BLOCK_M, False))
     mu, tsurplus = load_row_tangents(
         lse, tlse_ptr + row, tdelta_ptr + row, first, M, BLOCK_M, False
     )
@@ -368,7 +370,7 @@ def push_add_key_gradient(
     if tq_ptr is not None:
         tq = rows_at(tq_head, tq_strides, query, rows, D, BLOCK_M, WIDTH_D, not MIXED, UPCAST)
     s, ts = push_dot(k, tk, q, tq, q_ptr, tk_ptr, q_ptr, tq_ptr, BLOCK_N, BLOCK_M, PRECISION)
-    lse = base2(load_statistics(lse_row, query, M, float("-inf"), BLOCK_M, not MIXED))
+    lse = outweigh(load_statistics(lse_row, query, M, float("-inf"), BLOCK_M, not MIXED))
     mu, tsurplus = load_row_tangents(lse, mu_row, tdelta_row, query, M, BLOCK_M, not MIXED)
     surplus = load_statistics(delta_row, query, M, 0.0, BLOCK_M, not MIXED)[None, :]
     do = live_rows_or(

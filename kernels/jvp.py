@@ -14,7 +14,6 @@ import triton.language as tl
 
 from attn_graph.kernels.common import (
     LN2,
-    LOG2E,
     SIZES,
     count_tiles,
     dropout_keeps_tile,
@@ -27,6 +26,7 @@ from attn_graph.kernels.common import (
     mixed_tile,
     place_program,
     present_sizes,
+    raise_to,
     round_to,
     rows_at,
     rows_of,
@@ -104,12 +104,12 @@ def push(
     if max_ptr is not None:
         # A maximum drops NaN, and the sum keeps it.
         lost = (total != total) & (m != float("inf"))
-        store_statistic(max_ptr + line, tl.where(lost, total, m * LN2), first, M, BLOCK_M)
+        store_statistic(max_ptr + line, tl.where(lost, total, m), first, M, BLOCK_M)
     if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + h * sinks_stride).to(tl.float32) * LOG2E
+        sink = tl.load(sinks_ptr + h * sinks_stride).to(tl.float32)
         new = tl.maximum(m, sink)
         safe = tl.where(new == float("-inf"), 0.0, new)
-        shrink, share = tl.exp2(m - safe), tl.exp2(sink - safe)
+        shrink, share = raise_to(m - safe, False), raise_to(sink - safe, False)
         acc, moved = acc * shrink[:, None], moved * shrink[:, None]
         total, mu, m = total * shrink + share, mu * shrink, new
         if tsinks_ptr is not None:
@@ -117,7 +117,7 @@ def push(
             mu += tl.where(share == 0, 0.0, share * tsink)
     blind = total == 0  # rows that saw nothing
     total = tl.where(blind, 1.0, total)
-    lse = tl.where(blind, float("-inf"), (m + tl.log2(total)) * LN2)
+    lse = tl.where(blind, float("-inf"), m + tl.log2(total) * LN2)
     mu = mu / total
     factor = (keep_scale / total)[:, None]
     acc = acc * factor
@@ -142,7 +142,7 @@ def attend_along(
 ):  # fmt: skip
     """One step over keys `key`.. before `keys`: sums of p z v, p z ((ts - c) v + tv), p and p ts.
 
-    p = exp2(s - m), m the maximum so far, as in the forward kernel; c is the mean of ts so far.
+    p = exp(s - m), m the maximum so far, as in the forward kernel; c is the mean of ts so far.
     """
     j = (key + tl.arange(0, BLOCK_N))[None, :]
     k = rows_at(k_head, k_strides, key, keys, D, BLOCK_N, WIDTH_D, not MIXED, UPCAST)

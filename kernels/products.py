@@ -10,9 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch._C import _is_tracing
+
+from attn_graph.spec import INF
 
 LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
 LEAST_FLOAT = 2.0**-149  # of float32
+# |lse| from which exp(s - lse) loses more to the rounding of lse than scores do of themselves: rows
+# of weights are then divided by their own sum. docs/semantics.md, "Edges", has the derivation.
+FAR = 2.0**5
 
 
 def scores_(
@@ -63,16 +69,44 @@ def exp_(s: torch.Tensor, top: torch.Tensor) -> None:
     s.sub_(top.clamp(min=torch.finfo(top.dtype).min)).mul_(LOG2_E).exp2_()
 
 
-def softmax_(s: torch.Tensor, lse: torch.Tensor, total: torch.Tensor) -> None:
+def reaches_far(lse: torch.Tensor) -> bool:
+    """Whether an lse is so large that its rounding shows; rows that see nothing count as none. Of
+    tensors whose numbers can't be read: no."""
+    if type(lse) is not torch.Tensor or not lse.is_cpu or not lse.numel() or _is_tracing():
+        return False
+    most: float = torch.linalg.vector_norm(lse, INF).item()
+    if most == INF:
+        most = torch.linalg.vector_norm(lse.masked_fill(lse == -INF, 0.0), INF).item()
+    return most > FAR
+
+
+def exp_of(sinks: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
+    """exp(sinks - top) [n,L,1], of sinks [n,L,1]: 1 where both are one infinity but for
+    -inf, of which it is 0."""
+    apart = (sinks - top.clamp(min=torch.finfo(top.dtype).min)).nan_to_num_(0.0, INF, -INF)
+    return apart.exp_()
+
+
+def softmax_(
+    s: torch.Tensor, lse: torch.Tensor, total: torch.Tensor, sinks: torch.Tensor | None = None
+) -> torch.Tensor | None:
     """s -> exp(s - max); total [n,L,1] = their sum; lse [n,L,1] = max + log(total).
 
-    A row of -inf becomes zeros with lse = -inf and total = 1, so that dividing by it is safe.
+    sinks [n,L,1] count in all three, and what they add to the sum is returned. A row of -inf
+    becomes zeros with lse = -inf and total = 1, so that dividing by it is safe.
     """
     torch.amax(s, -1, keepdim=True, out=lse)
+    if sinks is not None:
+        torch.maximum(lse, sinks, out=lse)
     exp_(s, lse)
     torch.sum(s, -1, keepdim=True, out=total)
+    own = None
+    if sinks is not None:
+        own = exp_of(sinks, lse)
+        total.add_(own)
     lse.add_(total.log())
     total.masked_fill_(total == 0.0, 1.0)
+    return own
 
 
 def drop_(dp: torch.Tensor, p: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

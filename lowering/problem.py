@@ -128,6 +128,12 @@ class Problem:
             return ""
         return f"{scale or 0}" if scale <= 0 else f"{scale}, too little for {NAMES[self.wide]}"
 
+    @property
+    def folds_scale(self) -> bool:
+        """Whether kernels take maxima of products before they scale them: the same with a scale
+        above 0 and without modifiers."""
+        return not self.low_scale and not self.node.modifiers
+
     @cached_property
     def has_blind_rows(self) -> bool:
         """Whether a query may see no key, as far as is known before a call. Its lse is -inf."""

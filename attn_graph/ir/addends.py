@@ -21,6 +21,7 @@ from attn_graph.masks.formulas import (
     Apply,
     Elements,
     as_elements,
+    check_constants,
     check_elements,
     evaluate_formula,
     place_names,
@@ -63,6 +64,7 @@ class Addend(Modifier):
     def __attrs_post_init__(self) -> None:
         one, node = torch.ones((), device="cpu"), read_formula(self.text)
         check_elements((*self.elements, *self.integers))
+        check_constants(node)
         names = (*AXES, *dict(self.elements), *dict(self.integers))
         evaluate_formula(node, {**dict.fromkeys(names, one), **functions_for(one.dtype)})
         if bent := [name for name, _ in self.elements if degree(node, name) > 1]:

@@ -13,10 +13,10 @@ from attn_graph import masks
 from attn_graph.errors import GraphError
 from attn_graph.ir import ops
 from attn_graph.ir.checks import require_finite
-from attn_graph.ir.gradient_ops import WeighT, clear_blind_rows, sink_gradient
+from attn_graph.ir.gradient_ops import WeighT, clear_blind_rows, sink_gradient, weigh_again
 from attn_graph.ir.graph import Emit, Gradients, Op, Values
 from attn_graph.ir.modifiers import Bias, Modifier, every_place, find_restores
-from attn_graph.spec import INF, ValueType, to_number
+from attn_graph.spec import ValueType, to_number
 
 T = TypeVar("T")
 SAVED = ("o", "lse")  # the results of an attention that its gradient reads
@@ -383,7 +383,7 @@ def compute_gradients(
     s = steps[-1]
     if node.mask is not None:
         (s,) = ops.Mask(node.mask).run(s, *given.mask.values())
-    p = torch.exp(s - lse.masked_fill(lse == -INF, 0.0)[..., None])
+    p, total = weigh_again(s, lse, given.sinks, node.part)
     z = dropout_factor(node, given, s)
     (dp,) = ops.Scores().run(do, given.v.to(do.dtype))
     surplus = dlse - (do * o).sum(-1)
@@ -401,7 +401,7 @@ def compute_gradients(
     (dk,) = WeighT(node.scale).run(ds, given.q, given.k)
     tail: list[torch.Tensor | None] = [None for _ in given.mask]
     if given.sinks is not None:
-        tail += [sink_gradient(given.sinks, lse, surplus)]
+        tail += [sink_gradient(given.sinks, lse, surplus / total)]
     tail += [None, None] if node.dropout else []
     return [dq, dk, dv, *extra, *tail]  # type: ignore[list-item]  # None only where none is wanted
 

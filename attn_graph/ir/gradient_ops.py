@@ -91,6 +91,25 @@ def sink_gradient(sinks: torch.Tensor, lse: torch.Tensor, surplus: torch.Tensor)
     return shares.masked_fill_(lse == -INF, 0.0).sum((0, 2)).to(sinks.dtype)
 
 
+def weigh_again(
+    s: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None, part: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weights p of masked scores s, and by what exp(. - lse) is divided: [B,H,M].
+
+    lse, one rounded number, tells what all keys outweigh but for its own rounding, which is more
+    than any weight where scores are large: so weights are divided by their own sum, a sink's among
+    them. part: not of a part of the keys, to which lse does not belong.
+    """
+    p = torch.exp(s - lse.masked_fill(lse == -INF, 0.0)[..., None])
+    total = torch.ones_like(lse)
+    if not part:
+        total = p.sum(-1)
+        if sinks is not None:
+            total += torch.exp(sinks.to(lse.dtype)[:, None] - lse).nan_to_num(1.0)
+        total = total.masked_fill((lse == -INF) | (total == 0.0), 1.0)
+    return p / total[..., None], total
+
+
 def clear_blind_rows(x: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     """A copy of x [B,H,M] or [B,H,M,E] with 0 in the rows that saw nothing: where lse is -inf.
 

@@ -257,7 +257,9 @@ class Softmax(Op):
         lse = torch.logsumexp(s, -1) if s.shape[-1] else s.new_full(s.shape[:3], -INF)
         if sinks is not None:
             lse = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
-        return torch.exp(s - lse.masked_fill(lse == -INF, 0.0)[..., None]), lse
+        wide = s if sinks is None else beside(s, sinks)
+        p = torch.softmax(wide, -1)[..., : s.shape[-1]]
+        return p.masked_fill(lse[..., None] == -INF, 0.0), lse
 
     def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
         (p, lse), (dp, dlse) = results, grads
@@ -272,6 +274,12 @@ class Softmax(Op):
         ts = emit(Zeros.like(p.type))[0] if ts is None else ts
         sinks = [operands[1], *moved] if moved and moved[0] is not None else []
         return emit(SoftmaxJvp(bool(sinks)), p, lse, ts, *sinks)
+
+
+def beside(s: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Scores [B,H,M,N] with the sink [H] of each head as a last key."""
+    column = sinks.to(s.dtype)[:, None, None].expand(*s.shape[:3], 1)
+    return torch.cat([s, column], -1)
 
 
 def share(_: object, attribute: object, rate: float) -> None:

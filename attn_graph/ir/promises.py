@@ -19,6 +19,7 @@ from attn_graph.errors import GraphError
 from attn_graph.ir.modifiers import Modifier
 from attn_graph.machine.ambient import neutral_state
 from attn_graph.masks import LEAVES, And, Data, Mask, Not, Or, ragged_in
+from attn_graph.masks.formulas import Formula
 from attn_graph.masks.places import Block, Place
 from attn_graph.masks.runs import flags
 
@@ -36,7 +37,9 @@ def leaf_promise_problems(mask: Mask, sizes: Sizes) -> Iterator[str]:
         for part in mask.parts:
             yield from leaf_promise_problems(part, sizes)
     elif type(mask) not in LEAVES:
-        yield from value_problems(mask) or check_leaf(mask, checked_sizes(sizes, mask.needs))
+        far = mask.range_problems(sizes) if isinstance(mask, Formula) else []
+        known = value_problems(mask) or far
+        yield from known or check_leaf(mask, checked_sizes(sizes, mask.needs))
 
 
 def modifier_promise_problems(modifier: Modifier, sizes: Sizes) -> Iterator[str]:

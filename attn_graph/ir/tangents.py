@@ -28,6 +28,7 @@ from attn_graph.ir.gradient_ops import (
     clear_blind_rows,
     sink_gradient_tangent,
     sink_tangent,
+    weigh_again,
 )
 from attn_graph.ir.graph import Emit, Gradients, Op, Values
 from attn_graph.ir.kept import KeptAttention, KeptAttentionGrad
@@ -181,10 +182,10 @@ class AttentionJvp(Op):
         wide = results[1].dtype
         lse = results[1].to(wide)
         steps, ts = push_scores(self.attention, own, moved)
-        p = torch.exp(steps[-1] - lse.masked_fill(lse == -INF, 0.0)[..., None])
+        p, total = weigh_again(steps[-1], lse, given.sinks, self.attention.part)
         tlse = (p * ts[-1]).sum(-1)
         if given.sinks is not None and tangents.sinks is not None:
-            tlse = tlse + sink_tangent(given.sinks, tangents.sinks, lse)
+            tlse = tlse + sink_tangent(given.sinks, tangents.sinks, lse) / total
         weights = p * dropout_factor(self.attention, given, p)
         (to,) = ops.Weigh().run(weights * ts[-1], given.v.to(wide))
         if tangents.v is not None:
@@ -387,7 +388,7 @@ def gradient_tangents(
     assert do is not None and dlse is not None and tdo is not None and tdlse is not None  # noqa: PT018
     steps, ts = push_scores(node, read.own, x.own)
     wide, lse = read.lse.dtype, read.lse
-    p = torch.exp(steps[-1] - lse.masked_fill(lse == -INF, 0.0)[..., None])
+    p, total = weigh_again(steps[-1], lse, given.sinks, node.part)
     tp = p * (ts[-1] - x.tlse[..., None])
     z, v = dropout_factor(node, given, p), given.v.to(wide)
     tv = None if moved.v is None else moved.v.to(wide)
@@ -408,7 +409,8 @@ def gradient_tangents(
     tail: list[torch.Tensor | None] = [None for _ in given.mask]
     if given.sinks is not None:
         tsinks = torch.zeros_like(given.sinks) if moved.sinks is None else moved.sinks
-        tail += [sink_gradient_tangent((given.sinks, tsinks), (lse, x.tlse), (g, tg))]
+        pairs = (given.sinks, tsinks), (lse, x.tlse), (g / total, tg / total)
+        tail += [sink_gradient_tangent(*pairs)]
     tail += [None, None] if node.dropout else []
     return [tdq, tdk, tdv, *extra, *tail]
 

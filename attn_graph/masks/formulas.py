@@ -21,6 +21,7 @@ from attn_graph.masks.joins import Data, Mask
 from attn_graph.masks.places import Block, Keys, Place, Term
 
 AXES = "bhij"
+MOST_INTEGER = 2**63 - 1  # of 64 bits
 Elements = tuple[tuple[str, str], ...]  # the name of each tensor, and its axes, letters of "bhij"
 Apply = Callable[..., Term]
 
@@ -116,6 +117,19 @@ def is_positive(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value > 0
 
 
+def check_constants(node: ast.expr) -> None:
+    """Raise GraphError for a constant, or a sum of some, that 64 bits do not hold."""
+    for part in ast.walk(node):
+        named = any(isinstance(x, ast.Name | ast.Compare) for x in ast.walk(part))
+        if isinstance(part, ast.expr) and not named:
+            value = evaluate_formula(part, {})
+            if isinstance(value, int) and not -MOST_INTEGER <= value <= MOST_INTEGER:
+                raise GraphError(
+                    f"formula: {ast.unparse(part)} is {value}, and the most is {MOST_INTEGER}, "
+                    "which 64 bits hold"
+                )
+
+
 def has_floats(node: ast.expr) -> bool:
     """Whether something in it is no integer."""
     return any(
@@ -133,15 +147,20 @@ def block_range(block: Block, name: str, axes: str) -> Range | None:
     if part is None or not part.numel():
         return None
     others = [axis for axis, letter in enumerate(axes) if letter != "j"]
-    part = part.cpu()
+    part = whole(part.cpu())
     return Range(part.amin(others), part.amax(others)) if others else Range(part, part)
 
 
 def place_names(at: Place, elements: Elements) -> dict[str, Term]:
     """What a formula may name at a place: b, h, i, j, abs, and the elements of its tensors."""
     axes = dict(zip(AXES, at.axes, strict=True))
-    loads = {name: at.load(name, *(axes[x] for x in own)) for name, own in elements}
+    loads = {name: whole(at.load(name, *(axes[x] for x in own))) for name, own in elements}
     return {**axes, "abs": abs, **loads}
+
+
+def whole(x: Term) -> Term:
+    """Integers in 64 bits, in which formulas are computed; anything else as it is."""
+    return x.long() if isinstance(x, torch.Tensor) and not x.is_floating_point() else x
 
 
 @final
@@ -162,6 +181,7 @@ class Formula(Mask):
         check_elements(self.elements)
         if not isinstance(node, ast.Compare) or has_floats(node):
             raise GraphError(f"formula: {self.text!r} is no comparison of integers")
+        check_constants(node)
         evaluate_formula(node, {**dict.fromkeys((*AXES, *dict(self.elements)), 1), "abs": abs})
 
     @property
@@ -170,6 +190,24 @@ class Formula(Mask):
 
     def keep(self, at: Place) -> Term:
         return evaluate_formula(read_formula(self.text), place_names(at, self.elements))
+
+    def range_problems(self, sizes: tuple[int, int, int, int]) -> list[str]:
+        """What 64 bits do not hold of it for these sizes, its tensors taken to be of 32."""
+        real = {
+            name: Range(*(torch.tensor(float(end), device="cpu") for end in ends))
+            for name, ends in (
+                *((x, (0, n - 1)) for x, n in zip(AXES, map(int, sizes), strict=True)),
+                *((name, (-(2**31), 2**31)) for name, _ in self.elements),
+            )
+        }
+        names = {**real, "abs": abs}
+        for part in ast.walk(read_formula(self.text)):
+            if isinstance(part, ast.BinOp):
+                made = evaluate_formula(part, names)
+                ends = (made.least, made.most) if isinstance(made, Range) else (made,)
+                if max(abs(float(x)) for x in ends) > MOST_INTEGER:
+                    return [f"formula: {ast.unparse(part)} may be beyond 64 bits for sizes {sizes}"]
+        return []
 
     def span(self, block: Block) -> Keys:
         bounds = self.bounds(block)

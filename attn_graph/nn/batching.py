@@ -76,7 +76,8 @@ class Mapped:
     def unfold(self, x: Tensor) -> Tensor:
         """A result with the mapped axis in front again; its batch is said, since of no elements it
         can't be worked out."""
-        return x.unflatten(0, (self.size, x.shape[0] // self.size if self.size else self.batch))
+        each = x.shape[0] // self.size if self.size else self.batch
+        return x.reshape(self.size, each, *x.shape[1:])
 
     def slices(self) -> list[list[Tensor]]:
         """The tensors of each call; where there is none, zeros for one, which has its shapes."""

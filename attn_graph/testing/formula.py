@@ -331,7 +331,8 @@ def softmax(s: Tensor, keep: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tens
     if not columns.shape[-1]:
         return shown, s.new_full(s.shape[:3], -INF)
     sums = torch.logsumexp(torch.where(blind, 0.0, columns), -1, keepdim=True)
-    return torch.exp(shown - sums), torch.where(blind, -INF, sums)[..., 0]
+    p = torch.softmax(torch.where(blind, 0.0, columns), -1)[..., : shown.shape[-1]]
+    return torch.where(blind, 0.0, p), torch.where(blind, -INF, sums)[..., 0]
 
 
 def cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:

@@ -12,6 +12,7 @@ from attrs import Factory, define, frozen
 from attn_graph.ir.attention import Attention, Operands
 from attn_graph.kernels import fused_cpu
 from attn_graph.kernels.merging import merge_, sink_
+from attn_graph.lowering.cpu.far_rows import refuse_far_rows
 from attn_graph.lowering.cpu.fused_slots import (
     PartSlot,
     TileSlot,
@@ -155,7 +156,9 @@ class FusedRun:
         assert p.grad is not None
         read = p.grad.split(operands)
         assert read.do is not None  # else only dlse is left, and that is not for this kernel
-        call, lse = self.call(read.own, scratch), read.lse
+        lse = read.lse
+        refuse_far_rows(p.node, lse)
+        call = self.call(read.own, scratch)
         unseen = lse == -INF
         finite = lse.masked_fill(unseen, 0.0)
         o = fill(scratch["o"], read.o) if "o" in scratch else read.o
@@ -280,7 +283,8 @@ class TileCall:
 
     def attend(self, slot: TileSlot, *, with_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """o and lse of one tile, its parts merged. with_lse: else that of rows that see no key is
-        not made right, unless o needs it."""
+        not made right, unless o needs it. Raises FarRowsError where lse does not tell how parts
+        weigh."""
         rows = slot.rows(self.q)
         alone = len(slot.parts) == 1 and self.given.sinks is None  # else results change
         needed = with_lse or not alone
@@ -302,6 +306,8 @@ class TileCall:
             results = torch.zeros_like(rows), rows.new_full(rows.shape[:3], -INF)
         if self.given.sinks is not None:
             sink_(*results, self.given.sinks)
+        if not alone:
+            refuse_far_rows(self.node, results[1])
         return results
 
     def filled(self, name: str, x: torch.Tensor) -> torch.Tensor:

@@ -29,6 +29,7 @@ from attn_graph.lowering.cpu.any_size import Ready, SizedStep, unfold_ready
 from attn_graph.lowering.cpu.by_length import TilesByLength
 from attn_graph.lowering.cpu.corners import takes_steps
 from attn_graph.lowering.cpu.entry_tiles import EntryTiles
+from attn_graph.lowering.cpu.far_rows import or_by_products
 from attn_graph.lowering.cpu.fused_calls import FusedRun
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
 from attn_graph.lowering.cpu.head_chunks import ChunkedRun, ChunkedTiles, chunk_heads
@@ -38,7 +39,7 @@ from attn_graph.lowering.cpu.product_slots import total_bytes
 from attn_graph.lowering.cpu.product_tiles import ProductTiles
 from attn_graph.lowering.cpu.row_tiles import RowTiles
 from attn_graph.lowering.cpu.schedule import POSITIONS
-from attn_graph.lowering.cpu.sink_sums import sink_bytes, sink_gradient_of
+from attn_graph.lowering.cpu.sink_sums import run_backward, sink_bytes
 from attn_graph.lowering.cpu.tangent_tiles import TangentTiles
 from attn_graph.lowering.cpu.whole_tiles import WholeTiles
 from attn_graph.lowering.folding import fold_problem, folds_heads, shares_rows
@@ -354,7 +355,13 @@ def ready_tiles(tiles: Tiles, ends: Ends | None, options: Options) -> Ready:
         both = (ready_tiles(x, ends, options) for x in (tiles.many, tiles.few))
         call, infer = (tiles.choose(*works) for works in zip(*both, strict=True))
         return call, infer
-    lease = partial(lease_rooms, scratch=tiles.scratch, workspace=options.workspace)
+
+    def lease(work: TileWork) -> Work:
+        leased = lease_rooms(work, tiles.scratch, options.workspace)
+        if not isinstance(tiles, WholeTiles | FusedTiles | ChunkedTiles):
+            return leased
+        return or_by_products(leased, tiles.problem.grad or tiles.problem.node, options)
+
     work, leaner = works_of(tiles)
     if ends is not None:
         after = isinstance(tiles, RowTiles) and not tiles.problem.grad
@@ -469,23 +476,6 @@ def run_definition(op: Op, specs: Sequence[TensorSpec]) -> Work:
             return results
 
     return call
-
-
-def run_backward(
-    problem: Problem,
-    backward: Callable[..., dict[int, torch.Tensor]],
-    operands: Sequence[torch.Tensor],
-    scratch: Mapping[str, torch.Tensor],
-) -> Sequence[torch.Tensor]:
-    """The wanted gradients, in the order of the operands. backward: those of tiles, by number."""
-    grad = problem.grad
-    assert grad is not None
-    gradients = backward(operands, scratch)
-    if grad.attention.sinks:
-        place = grad.attention.roles.index("sinks")
-        wanted = grad.wants[place]
-        gradients[place] = sink_gradient_of(grad, operands) if wanted else operands[place]
-    return [gradients[i] for i, wanted in enumerate(grad.wants) if wanted]
 
 
 def views_heads(graph: Graph, target: Target, options: Options) -> bool:

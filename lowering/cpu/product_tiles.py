@@ -15,10 +15,10 @@ from attn_graph.ir.modifiers import SoftCap, back_, change_
 from attn_graph.ir.philox import Compare, place_in_whole
 from attn_graph.kernels import products
 from attn_graph.kernels.hiding import hide_
-from attn_graph.kernels.merging import sink_
 from attn_graph.lowering.cpu.dropping import draw, needed_to_draw
 from attn_graph.lowering.cpu.product_slots import ProductSlot, TileGrid, choose_sizes, packs
 from attn_graph.lowering.cpu.schedule import POSITIONS, Part, place_within
+from attn_graph.lowering.cpu.sink_sums import sink_gradient_of
 from attn_graph.lowering.problem import Problem
 from attn_graph.machine.workspace import Buffer, Scratch
 from attn_graph.masks.places import Place
@@ -55,6 +55,30 @@ class ProductTiles(TileGrid):
             return None
         divides = first.cap <= MOST_CAP and abs(scale) <= MOST_CAP * first.cap
         return first.cap if divides else None
+
+    @cached_property
+    def weighs_cotangents(self) -> bool:
+        """Whether delta of a row is the sum of p dp, not of do o, which it is but for rounding.
+
+        What rounds o of half precision counts where dropout scales it: ds of a row that sees one
+        key is not 0 then. And what rounds delta is the same in all of a row: a tensor that gathers
+        ds over places, as slopes do, adds it up. A part of the keys has no such sum.
+        """
+        p = self.problem
+        rounds = p.node.dropout > 0 and p.dtype != p.wide
+        return p.grad is not None and not p.node.part and (rounds or self.gathers)
+
+    @cached_property
+    def gathers(self) -> bool:
+        """Whether the gradient of a tensor is wanted that modifiers read alike for all keys."""
+        p = self.problem
+        if p.grad is None or p.node.part:
+            return False
+        axes = (data.axes for m in p.node.modifiers for data in m.needs.values())
+        each = zip(axes, p.grad.wants[3:], p.specs[3:], strict=False)
+        return any(
+            wants and dict(zip(x, s.shape, strict=True)).get("j", 1) == 1 for x, wants, s in each
+        )
 
     @cached_property
     def more(self) -> tuple[str, ...]:
@@ -129,12 +153,21 @@ class ProductTiles(TileGrid):
         return f"{dtype}matrix products on tiles of {self.size}"
 
     def visits(
-        self, given: Operands[torch.Tensor], scratch: Mapping[str, torch.Tensor]
-    ) -> Iterator[Here]:
-        """Each tile of a call."""
+        self, given: Operands[torch.Tensor], scratch: Mapping[str, torch.Tensor],
+        divisors: torch.Tensor | None = None,
+    ) -> Iterator[Here]:  # fmt: skip
+        """Each tile of a call. divisors: as `divisors_of` gives them."""
         places = self.places(given.mask, given.q)
         for slot in self.tiles(given.mask):
-            yield Here(self, slot, given, scratch, places)
+            yield Here(self, slot, given, scratch, places, divisors)
+
+    def divisors_of(self, lse: torch.Tensor) -> torch.Tensor | None:
+        """Room for what weights that are made of lse again are divided by, 1 until it is known;
+        None where lse tells it: where it is small, or is not of these keys alone. Elsewhere than on
+        CPUs to look at lse takes longer."""
+        tells = self.problem.node.part or (lse.is_cpu and not products.reaches_far(lse))
+        divides = self.rounds or self.gathers or not tells
+        return torch.ones_like(lse) if divides else None
 
     def packed(
         self, operands: Sequence[torch.Tensor], scratch: Mapping[str, torch.Tensor]
@@ -172,26 +205,34 @@ class ProductTiles(TileGrid):
             else torch.zeros_like(x, memory_format=torch.contiguous_format)
             for name, x in zip("kv", (given.k, given.v), strict=True)
         )
-        totals = self.totals(given)
-        for here in self.visits(given, scratch):
+        totals, divisors = self.totals(given), self.divisors_of(read.lse)
+        for here in self.visits(given, scratch, divisors):
             if here.slot.tile.parts:
                 here.pull(k, v, read, (dq, dk, dv), totals)
             else:
                 here.slot.rows(dq).zero_()
         gradients = {0: dq, 1: dk.to(p.dtype), 2: dv.to(p.dtype)}
+        if given.sinks is not None and divisors is not None:
+            place = p.node.roles.index("sinks")
+            gradients[place] = sink_gradient_of(p.grad, operands, divisors)
         return gradients | self.collected(given, totals)
 
 
 @final
 @frozen(eq=False)
 class Here:
-    """One tile of a call, with the buffers it computes in. places: all, not its own alone."""
+    """One tile of a call, with the buffers it computes in.
+
+    places: all, not its own alone. divisors: room [B,H,M] for the sums of weights that these are
+    divided by; None where they are not.
+    """
 
     tiles: ProductTiles
     slot: ProductSlot
     given: Operands[torch.Tensor]
     scratch: Mapping[str, torch.Tensor]
     places: Place
+    divisors: torch.Tensor | None = None
 
     def room(self, name: str, last: int) -> torch.Tensor:
         """A buffer as [n, L, last]."""
@@ -304,15 +345,28 @@ class Here:
         if self.slot.tile.parts:
             self.softmax(k, v, o, lse, results)
         else:
-            o.zero_()
-            lse.fill_(-INF)
+            self.see_nothing(o, lse)
             self.take_statistics(o.new_empty((*results["lse"].shape, 0)), results)
-        four, three = self.heads(o), self.heads(lse)[..., 0]
-        if self.given.sinks is not None:
-            heads = self.slot.heads
-            sink_(four, three, self.given.sinks[heads.start : heads.stop])
-        results["o"].copy_(four)
-        results["lse"].copy_(three)
+        results["o"].copy_(self.heads(o))
+        results["lse"].copy_(self.heads(lse)[..., 0])
+
+    def see_nothing(self, o: torch.Tensor, lse: torch.Tensor) -> None:
+        """o [n,L,E] and lse [n,L,1] of a tile without keys."""
+        o.zero_()
+        lse.fill_(-INF)
+        if self.sinks is not None:
+            lse.copy_(self.sinks)
+
+    @cached_property
+    def sinks(self) -> torch.Tensor | None:
+        """The sink of each row, [n,L,1] in the dtype of scores."""
+        return None if self.given.sinks is None else self.spread(self.given.sinks)
+
+    def spread(self, x: torch.Tensor) -> torch.Tensor:
+        """A number of each head, x [H], as [n,L,1]."""
+        room, heads = torch.empty_like(self.room("lse", 1)), self.slot.heads
+        self.heads(room).copy_(x[heads.start : heads.stop, None, None])
+        return room
 
     def take_statistics(self, s: torch.Tensor, results: Mapping[str, torch.Tensor]) -> None:
         """Fill the statistics beside lse, each by its own definition on this tile's scores."""
@@ -327,7 +381,7 @@ class Here:
         s = self.scores(self.load("q", self.given.q), k, lambda i, s: None)
         self.take_statistics(self.heads(s), results)
         total = self.room("total", 1)
-        products.softmax_(s, lse, total)
+        products.softmax_(s, lse, total, self.sinks)
         if self.tiles.problem.node.dropout:
             self.dropped_(s)
         products.weigh_(o, self.factor(s), self.slot.keys_of(v), room=self.product)
@@ -348,9 +402,7 @@ class Here:
         p = self.scores(q, k, kept)
         stats = self.room("lse", 1)
         self.heads(stats).copy_(self.slot.rows(read.lse)[..., None])
-        products.exp_(p, stats)
-        if self.tiles.rounds:
-            self.sum_up_(p, stats)
+        self.weigh_(p, stats)
         ds = self.room("ds", self.slot.keys)
         surplus = self.room("delta", 1)
         if read.do is None:
@@ -358,25 +410,33 @@ class Here:
             surplus.zero_()
         else:
             self.cotangent(ds, surplus, p, v, read.o, read.do, dv)
+            if self.tiles.weighs_cotangents:
+                torch.sum(ds.mul_(p), -1, keepdim=True, out=surplus)
         if read.dlse is not None:
             self.heads(surplus).sub_(self.slot.rows(read.dlse)[..., None])
             self.clear(surplus)
-        ds.sub_(surplus).mul_(p)
+        if read.do is not None and self.tiles.weighs_cotangents:
+            ds.addcmul_(p, surplus, value=-1)
+        else:
+            ds.sub_(surplus).mul_(p)
         self.modifiers_back(ds, totals)
         sums, factor = self.room("dq", q.shape[2]), self.factor(ds)
         products.weigh_(sums, factor, self.slot.keys_of(k), node.scale, room=self.product)
         self.slot.rows(dq).copy_(self.heads(sums))
         products.add_transposed_(self.slot.keys_of(dk), factor, q, node.scale, self.product)
 
-    def sum_up_(self, p: torch.Tensor, lse: torch.Tensor) -> None:
-        """Divide weights by their own sum: lse [n,L,1] may be of scores that were not rounded."""
-        total = torch.sum(p, -1, keepdim=True, out=self.room("total", 1))
-        p.div_(total.masked_fill_(total == 0.0, 1.0))
-        if self.given.sinks is not None:  # which have a share of lse, and no weight here
-            heads = self.slot.heads
-            sinks = self.given.sinks[heads.start : heads.stop].to(lse.dtype)[:, None, None]
-            apart = (sinks - self.heads(lse)).nan_to_num_(0.0, INF, -INF)  # both infinite: p is 0
-            self.heads(p).mul_(apart.expm1_().neg_())
+    def weigh_(self, s: torch.Tensor, lse: torch.Tensor) -> torch.Tensor | None:
+        """s -> exp(s - lse), divided by what that and sinks add up to where lse [n,L,1] does not
+        tell: it is rounded, or of scores that were not. Returned is that sum, if it was needed."""
+        products.exp_(s, lse)
+        if self.divisors is None:
+            return None
+        total = torch.sum(s, -1, keepdim=True, out=self.room("total", 1))
+        if self.sinks is not None:
+            total.add_(products.exp_of(self.sinks, lse))
+        s.div_(total.masked_fill_(total == 0.0, 1.0))
+        self.slot.rows(self.divisors).copy_(self.heads(total)[..., 0])
+        return total
 
     def clear(self, x: torch.Tensor) -> torch.Tensor:
         """x [n,L,.] with 0, in place, in the rows that saw nothing."""
@@ -386,9 +446,10 @@ class Here:
         self, dp: torch.Tensor, delta: torch.Tensor, p: torch.Tensor, v: torch.Tensor,
         o: torch.Tensor, do: torch.Tensor, dv: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Fill dp and delta, and add to dv."""
-        results, cotangents = self.load("o", o), self.clear(self.load("do", do))
-        torch.sum(results.mul_(cotangents), -1, keepdim=True, out=delta)
+        """Fill dp, and delta unless it is made of that, and add to dv."""
+        cotangents = self.clear(self.load("do", do))
+        if not self.tiles.weighs_cotangents:
+            torch.sum(self.load("o", o).mul_(cotangents), -1, keepdim=True, out=delta)
         if self.tiles.rounds:  # as do is itself
             cotangents = self.room("cotangent", do.shape[3]).copy_(cotangents)
         rate = self.tiles.problem.node.dropout

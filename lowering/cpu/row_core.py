@@ -46,12 +46,14 @@ class RowSteps:
 class Core:
     """What is computed of a tile: q and o [n,L,.], k and v [n,S,.], L rows of scores each.
 
-    blind: whether a query may see no key.
+    blind: whether a query may see no key. divides: whether weights that are made of lse again are
+    divided by their own sum.
     """
 
     steps: RowSteps
     scratch: Mapping[str, torch.Tensor]
     blind: bool
+    divides: bool = False
 
     def room(self, name: str, like: torch.Tensor, last: int) -> torch.Tensor:
         """A buffer as [n,L,last], or [n,S,last], as `like` is."""
@@ -184,6 +186,11 @@ class Core:
         """The weights [n,L,S] again. Where products round, lse may be of scores that were not
         rounded: so the weights are divided by their own sum."""
         s = self.room("p", q, k.shape[1])
+        if self.divides:
+            self.score(s, q, k, change, self.steps.scale)
+            wide = self.widen(s)
+            torch.softmax(wide, -1, out=wide)
+            return self.narrow(wide.masked_fill_(lse == -INF, 0.0), s)
         self.score(s, q, k, change, self.steps.scale * LOG2_E)
         top, wide = torch.mul(lse, LOG2_E, out=self.room("top", s, 1)), self.widen(s)
         if self.steps.rounds:

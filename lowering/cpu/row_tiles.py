@@ -19,6 +19,7 @@ from attrs import frozen
 
 from attn_graph.ir.modifiers import change_
 from attn_graph.kernels.hiding import hide_
+from attn_graph.kernels.products import reaches_far
 from attn_graph.lowering.cpu.dropping import draw
 from attn_graph.lowering.cpu.product_slots import ProductSlot
 from attn_graph.lowering.cpu.row_core import Change, Core
@@ -135,14 +136,14 @@ class RowTiles(RowGrid):
             grads = [x.new_empty(x.shape) for x in tensors]
             hiding = None if self.kept else self.mask and self.mask.read(own)
             blind = self.blind and self.mask is not None and self.mask.blinds(own)
-            core = Core(self.steps, scratch, hiding.blind if hiding else blind)
+            core = Core(self.steps, scratch, hiding.blind if hiding else blind, self.divides(saved))
             for views in self.cut((*tensors, do, saved.contiguous(), *grads)):
                 core.pull(hiding and hiding.hide, *views)
             return dict(enumerate(grads))
         dq, *sums = do.new_empty(tensors[0].shape), *self.sums(tensors, scratch)
         given, dtype = self.problem.node.split(own), self.problem.dtype
         totals = self.totals(given)
-        for spot in self.spots(own, scratch, do):
+        for spot in self.spots(own, scratch, do, self.divides(saved)):
             spot.pull(tensors, do, saved, (dq, *sums))
             spot.collect(totals)
         gradients = {0: dq, 1: sums[0].to(dtype), 2: sums[1].to(dtype)}
@@ -168,14 +169,21 @@ class RowTiles(RowGrid):
         return zip(*(x.split(self.count) for x in heads), strict=True)
 
     def spots(
-        self, own: Sequence[torch.Tensor], scratch: Tensors, like: torch.Tensor
-    ) -> Iterator[Spot]:
-        """Each tile of a call. own: the attention's operands. like: a tensor on their device."""
+        self, own: Sequence[torch.Tensor], scratch: Tensors, like: torch.Tensor,
+        divides: bool = False,
+    ) -> Iterator[Spot]:  # fmt: skip
+        """Each tile of a call. own: the attention's operands. like: a tensor on their device.
+        divides: as `Core` has it."""
         given = self.problem.node.split(own)
-        core = Core(self.steps, scratch, self.leaves_blind(given.modifiers))
+        core = Core(self.steps, scratch, self.leaves_blind(given.modifiers), divides)
         places = self.places(given.mask, like)
         for slot in self.tiles(given.mask):
             yield Spot(self, slot, core, places, given.modifiers)
+
+    def divides(self, saved: torch.Tensor) -> bool:
+        """Whether weights are divided by their own sum: lse does not tell it where it is large.
+        saved: lse, or the weights themselves."""
+        return not self.kept and reaches_far(saved)
 
     def leaves_blind(self, given: Sequence[Tensors]) -> bool:
         """Whether a query of a call may see no key. given: what the modifiers read."""

@@ -14,8 +14,10 @@ from attn_graph.ir.gradient_ops import clear_blind_rows
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.modifiers import Bias, Modifier
 from attn_graph.kernels.fused_cpu import flash, flash_backward
+from attn_graph.kernels.products import reaches_far
 from attn_graph.lowering.backend import Backend, Executable, Options
 from attn_graph.lowering.cpu.corners import CAUSAL
+from attn_graph.lowering.cpu.far_rows import by_products
 from attn_graph.lowering.folding import folds_heads, folds_one_row
 from attn_graph.lowering.problem import (
     Problem,
@@ -37,6 +39,7 @@ from attn_graph.lowering.reasons import (
     several_biases,
     without_rule,
 )
+from attn_graph.lowering.steps import Work
 from attn_graph.machine.target import Target
 from attn_graph.spec import INF, NAMES, TensorSpec
 
@@ -143,7 +146,7 @@ def lower(graph: Graph, target: Target, options: Options) -> Executable:
     assert problem is not None  # why_not said so
     if problem.grad is None:
         return lower_forward(problem, graph)
-    return lower_backward(problem, problem.grad, graph)
+    return lower_backward(problem, problem.grad, graph, by_products(problem.grad, options))
 
 
 def lower_whole(graph: Graph, target: Target, options: Options) -> Executable | None:
@@ -199,18 +202,26 @@ def lower_forward(problem: Problem, graph: Graph) -> Executable:
     return Executable(chosen, notes=("one call of PyTorch's fused CPU kernel",))
 
 
-def lower_backward(problem: Problem, grad: AttentionGrad, graph: Graph) -> Executable:
-    """The backward kernel, and another call of both where lse has a gradient."""
+def lower_backward(
+    problem: Problem, grad: AttentionGrad, graph: Graph, by_products: Work
+) -> Executable:
+    """The backward kernel, and another call of both where lse has a gradient. by_products: what
+    computes rows of which lse does not tell the weights."""
     (eqn,) = graph.eqns
     node = problem.node
     causal, scale, blind = node.mask is not None, node.scale, problem.has_blind_rows
 
     def run_plain(*tensors: torch.Tensor) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         q, k, v, o, lse, do = tensors
+        if reaches_far(lse) and not node.part:
+            return by_products(q.device, *tensors), ()
         return flash_backward(do, q, k, v, o, lse, 0.0, causal, scale=scale), ()
 
     def run(*tensors: torch.Tensor) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        given = grad.split([tensors[i] for i in eqn.args])
+        operands = [tensors[i] for i in eqn.args]
+        given = grad.split(operands)
+        if reaches_far(given.lse) and not node.part:
+            return select_outputs(graph, by_products(given.o.device, *operands)), ()
         q, k, v, *rest = given.own
         o, lse, dlse = given.o, given.lse, given.dlse
         bias = rest[0] if rest else None

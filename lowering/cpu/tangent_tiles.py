@@ -17,7 +17,6 @@ from attn_graph.ir.attention import Operands
 from attn_graph.ir.modifiers import MODIFIERS, Modifier, back_
 from attn_graph.ir.tangents import AttentionGradJvp, AttentionJvp, GradientTangents
 from attn_graph.kernels import products
-from attn_graph.kernels.merging import sink_
 from attn_graph.lowering.cpu.product_slots import packs
 from attn_graph.lowering.cpu.product_tiles import Here, ProductTiles
 from attn_graph.lowering.problem import Problem
@@ -141,7 +140,7 @@ class TangentTiles:
         given = p.node.split(own)
         moves = self.moves(own, x.own, scratch)
         sums = self.start_sums(given, scratch)
-        for here in self.tiles.visits(given, scratch):
+        for here in self.tiles.visits(given, scratch, self.tiles.divisors_of(x.read.lse)):
             push_back(here, moves, x, sums)
         gradients = {i: t.to(p.dtype) for i, t in enumerate(sums.qkv) if t is not None}
         gradients |= self.tiles.collected(given, sums.totals)
@@ -283,12 +282,12 @@ def attend(here: Here, moves: Moves, results: Tensors) -> None:
     if here.slot.tile.parts:
         take_softmax(here, moves, (o, to), (lse, mu), results)
     else:
-        for x in (o, to, mu):
-            x.zero_()
-        lse.fill_(-INF)
+        here.see_nothing(o, lse)
         here.take_statistics(o.new_empty((*results["lse"].shape, 0)), results)
-    if here.given.sinks is not None:
-        push_sinks(here, moves.given.sinks, (o, to), (lse, mu))
+        to.zero_()
+        mu.zero_()
+        if moves.given.sinks is not None:
+            mu.copy_(here.spread(moves.given.sinks)).masked_fill_(lse == -INF, 0.0)
     to.addcmul_(o, mu, value=-1)
     results["o"].copy_(here.heads(o))
     results["to"].copy_(here.heads(to))
@@ -300,12 +299,14 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def take_softmax(here: Here, moves: Moves, outs: Pair, stats: Pair, results: Tensors) -> None:
-    """o [n,L,E] and sum_j p z (ts v + tv); lse [n,L,1] and sum_j p ts; without sinks."""
+    """o [n,L,E] and sum_j p z (ts v + tv); lse and its tangent [n,L,1]."""
     (o, to), (lse, mu), total = outs, stats, here.room("total", 1)
     s, ts = push_tile_scores(here, moves, here.load("q", here.given.q))
     here.take_statistics(here.heads(s), results)
-    products.softmax_(s, lse, total)
+    own = products.softmax_(s, lse, total, here.sinks)
     torch.sum(ts.mul_(s), -1, keepdim=True, out=mu)
+    if own is not None and moves.given.sinks is not None:
+        mu.addcmul_(own, here.spread(moves.given.sinks))
     if here.tiles.problem.node.dropout:
         here.dropped_(s, ts)
     values = here.keys_of(moves.v)
@@ -320,24 +321,6 @@ def take_softmax(here: Here, moves: Moves, outs: Pair, stats: Pair, results: Ten
         x.div_(total)
 
 
-def push_sinks(here: Here, moved: Maybe, outs: Pair, stats: Pair) -> None:
-    """Join sinks, and their tangents where they have some."""
-    (o, to), (lse, mu) = outs, stats
-    heads = slice(here.slot.heads.start, here.slot.heads.stop)
-    sinks, three = here.given.sinks, here.heads(lse)[..., 0]
-    assert sinks is not None
-    before = three.clone()
-    sink_(here.heads(o), three, sinks[heads])
-    least = torch.finfo(lse.dtype).min
-    kept = torch.exp(before - three.clamp(min=least))
-    here.heads(to).mul_(kept[..., None])
-    here.heads(mu)[..., 0].mul_(kept)
-    if moved is not None:
-        wide = sinks[heads].to(lse.dtype)[:, None]
-        shares = torch.exp(wide - three.clamp(min=least))
-        here.heads(mu)[..., 0].addcmul_(shares, moved[heads].to(lse.dtype)[:, None])
-
-
 def push_back(here: Here, moves: Moves, x: GradientTangents[torch.Tensor], sums: Sums) -> None:
     """Add this tile's share of every tangent, by the formulas of AttentionGradJvp."""
     lse, mu = here.room("lse", 1), here.room("mu", 1)
@@ -345,17 +328,17 @@ def push_back(here: Here, moves: Moves, x: GradientTangents[torch.Tensor], sums:
     here.heads(mu).copy_(here.slot.rows(x.tlse)[..., None])
     here.clear(mu)
     surplus = find_surplus(here, x)
-    if sums.sinks is not None:
-        add_sinks(here, moves.given.sinks, surplus, sums.sinks)
     if not here.slot.tile.parts:
+        add_sinks(here, moves.given.sinks, surplus, sums.sinks, None)
         if sums.dq is not None:
             here.slot.rows(sums.dq).zero_()
         return
-    if sums.dv is None and not sums.scores:
-        return
     q = here.load("q", here.given.q)
     p, u = push_tile_scores(here, moves, q)
-    products.exp_(p, lse)
+    total = here.weigh_(p, lse)
+    add_sinks(here, moves.given.sinks, surplus, sums.sinks, total)
+    if sums.dv is None and not sums.scores:
+        return
     pu = torch.mul(p, u.sub_(mu), out=here.room("pu", here.slot.keys))
     grads = pull_weights(here, moves, x, (p, pu), surplus) if sums.scores else None
     if sums.dv is not None:
@@ -400,17 +383,18 @@ def find_surplus(here: Here, x: GradientTangents[torch.Tensor]) -> Pair:
     return delta, tdelta
 
 
-def add_sinks(here: Here, moved: Maybe, surplus: Pair, total: torch.Tensor) -> None:
-    """Add sum_bi exp(sinks - lse) ((tsinks - tlse) g + tg), g being minus the surplus."""
-    heads = slice(here.slot.heads.start, here.slot.heads.stop)
-    lse, mu = (here.heads(here.room(name, 1))[..., 0] for name in ("lse", "mu"))
-    g, tg = (here.heads(x)[..., 0] for x in surplus)
-    sinks = here.given.sinks
-    assert sinks is not None
-    shares = torch.exp(sinks[heads].to(lse.dtype)[:, None] - lse)
-    shares.masked_fill_(lse == -INF, 0.0)
-    moves = -mu if moved is None else moved[heads].to(lse.dtype)[:, None] - mu
-    total[heads] -= shares.mul_(moves.mul_(g).add_(tg)).sum((0, 2))
+def add_sinks(here: Here, moved: Maybe, surplus: Pair, sums: Maybe, total: Maybe) -> None:
+    """Add sum_bi exp(sinks - lse) ((tsinks - tlse) g + tg), g being minus the surplus. total: by
+    what exp(. - lse) is divided; None: by nothing."""
+    if sums is None or here.sinks is None:
+        return
+    (g, tg), mu, heads = surplus, here.room("mu", 1), here.slot.heads
+    shares = products.exp_of(here.sinks, here.room("lse", 1))
+    if total is not None:
+        shares.div_(total)
+    moves = -mu if moved is None else here.spread(moved).sub_(mu)
+    each = here.heads(shares.mul_(moves.mul_(g).add_(tg)))
+    sums[heads.start : heads.stop] -= each.sum((0, 2, 3))
 
 
 def pull_weights(

@@ -10,6 +10,7 @@ from attrs import frozen
 
 from attn_graph.kernels import fused_cpu
 from attn_graph.lowering.cpu.corners import CAUSAL, takes_steps
+from attn_graph.lowering.cpu.far_rows import refuse_far_rows
 from attn_graph.lowering.cpu.fused_tiles import LEAST_FULL, describe_calls, result_bytes
 from attn_graph.lowering.cpu.schedule import Part, Tile, parts_of
 from attn_graph.lowering.problem import Problem, has_flash_order, is_readable
@@ -73,6 +74,7 @@ class WholeTiles:
         assert p.grad is not None
         read = p.grad.split(operands)
         assert read.do is not None
+        refuse_far_rows(p.node, read.lse)
         lse = read.lse.masked_fill(read.lse == -INF, 0.0)
         q, k, v = read.own[:3]
         causal = self.part.kind == "causal"

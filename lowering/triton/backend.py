@@ -107,7 +107,7 @@ def plan_reasons(plan: Callable[[], Flash], options: Options) -> Iterator[Reason
 
 def address_reasons(flash: Flash) -> Iterator[Reason]:
     """Why launches do not fit what a kernel can address."""
-    from attn_graph.lowering.triton.device_code import LONG
+    from attn_graph.lowering.triton.symbols import LONG
     from attn_graph.lowering.triton.tile_lists import MOST_TILES, most_listed
 
     for name, spec in flash.specs().items():

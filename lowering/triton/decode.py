@@ -114,7 +114,7 @@ def split_launches(
         "EACH": division.each,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
-        "FOLD": not p.low_scale and not p.node.modifiers,
+        "FOLD": p.folds_scale,
     }
     own = {name: x for name, x in fixed.items() if name not in (*UNREAD, *RESULTS)} | own
     grid = p.B * p.G * division.parts * -(-division.rows // tile.block_m)
@@ -140,6 +140,7 @@ def merge_launch(
         "M": M,
         "ROWS": tile.block_m,
         "AT_ONCE": tile.block_n,
+        "FOLD": layout.problem.folds_scale,
     }
     results = {name: x for name, x in pointers.items() if name in RESULTS} | read
     grid = B * H * -(-M // tile.block_m)
@@ -147,10 +148,10 @@ def merge_launch(
 
 
 def parts_buffers(layout: Layout, parts: int) -> dict[str, Buffer]:
-    """So many sums of each head's o, and their lse."""
+    """So many sums of each head's o, and their lse as two numbers."""
     B, H, M = layout.lines()
     lse = B, H * parts, M
-    shapes = {PARTS: (*lse, layout.problem.E), PARTS_LSE: lse}
+    shapes = {PARTS: (*lse, layout.problem.E), PARTS_LSE: (*lse, 2)}
     return {name: Buffer(shape, torch.float32) for name, shape in shapes.items()}
 
 

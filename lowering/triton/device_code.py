@@ -14,27 +14,30 @@ from hashlib import sha256
 from itertools import count
 from typing import Any, final
 
+import torch
 from attrs import field, frozen
 
-from attn_graph.ir.modifiers import Modifier
+from attn_graph.ir.modifiers import MODIFIERS, Modifier
 from attn_graph.ir.packed import LEAVES, LENGTHS, and_parts
 from attn_graph.lowering.problem import Problem, read_specs
 from attn_graph.lowering.triton.bounds import keep_by_bounds
 from attn_graph.lowering.triton.symbols import (
     HALF_FUNCTIONS,
+    LONG,
     Array,
     Code,
     Numbers,
     Size,
     Symbol,
 )
+from attn_graph.masks import Mask
+from attn_graph.masks.canonical import is_ours
 from attn_graph.masks.places import Place, Untraceable
 from attn_graph.spec import INF, TensorSpec
-from attn_graph.spec.formulas import is_one
+from attn_graph.spec.formulas import capacity, is_one
 
 WHERE = "b, h, i, j, M, N, data, numbers"
 UNBOUNDED = ("-FAR", "FAR", "N", "M")  # the bounds of an open strip; FAR: kernels/common.py
-LONG = 2**31 - 1  # the largest offset that 32 bits hold
 
 Arrays = Mapping[str, Array | Size]
 Sizes = Mapping[str, str]  # lengths that kernels know, by name: "M" or "N"
@@ -125,8 +128,8 @@ class Tracer:
 
     def start(self) -> Code:
         """The code of a function, still empty."""
-        half = self.problem.dtype.itemsize == 2
-        return Code(self.numbers, HALF_FUNCTIONS if half else {})
+        p, half = self.problem, self.problem.dtype.itemsize == 2
+        return Code(self.numbers, HALF_FUNCTIONS if half else {}, size_reach(p.B, p.H, p.M, p.N))
 
     def place(self, code: Code) -> Place:
         """The symbols for a place: b, h, i and j."""
@@ -135,29 +138,32 @@ class Tracer:
 
     def arrays(self, code: Code) -> tuple[list[Arrays], Arrays]:
         """The tensors that each modifier reads, and those that the mask reads, by name."""
-        operands = self.problem.by_role
-        *arrays, mask = self.number_arrays(code, (*operands.modifiers, operands.mask), 0)
+        operands, node = self.problem.by_role, self.problem.node
+        groups, owners = (*operands.modifiers, operands.mask), (*node.modifiers, node.mask)
+        *arrays, mask = self.number_arrays(code, groups, 0, owners)
         pairs = [(name, x) for name, x in self.sizes.items() if name in mask]
         return arrays, {**mask, **{name: Size(code, x, mask[name].shape) for name, x in pairs}}
 
     def tangents(self, code: Code) -> list[Arrays]:
         """The tangents of the tensors that each modifier reads, by name."""
-        return self.number_arrays(code, self.moved or (), len(read_specs(self.problem)))
+        owners = self.problem.node.modifiers
+        return self.number_arrays(code, self.moved or (), len(read_specs(self.problem)), owners)
 
-    def number_arrays(self, code: Code, groups: Moved, first: int) -> list[Arrays]:
-        """Tensors by name as code reads them, numbered from `first` in their order."""
+    def number_arrays(
+        self, code: Code, groups: Moved, first: int, owners: Sequence[Mask | Modifier | None]
+    ) -> list[Arrays]:
+        """Tensors by name as code reads them, numbered from `first` in their order. owners: who
+        reads each group."""
         arrays: list[Arrays] = []
         slots = count(first)
-        for tensors in groups:
-            pairs = [(name, next(slots), spec) for name, spec in tensors.items()]
-            arrays.append(
-                {
-                    name: Array(
-                        code, n, spec.shape, spec.dtype, self.strides[n], reach(spec) > LONG
-                    )
-                    for name, n, spec in pairs
-                }
-            )
+        for tensors, owner in zip(groups, owners, strict=bool(groups)):
+            each: dict[str, Array | Size] = {}
+            for name, spec in tensors.items():
+                n, is_long, most = next(slots), reach(spec) > LONG, element_reach(spec, owner)
+                each[name] = Array(
+                    code, n, spec.shape, spec.dtype, self.strides[n], is_long, reach=most
+                )
+            arrays.append(each)
         return arrays
 
     def keep(self, by_keys: bool) -> str:
@@ -410,6 +416,20 @@ def moved_axes(problem: Problem, moved: Moved | None) -> list[str]:
     return [x.needs[name].axes for x, tensors in pairs for name in tensors]
 
 
+def size_reach(*sizes: int) -> int:
+    """The largest of sizes, which may be formulas."""
+    return max(map(capacity, sizes))
+
+
+def element_reach(spec: TensorSpec, owner: Mask | Modifier | None) -> int:
+    """The most that an integer of a tensor may be: any that its dtype has where a formula or a
+    user's own class reads it; what the library's read are lengths, and numbers that it compares."""
+    is_known = is_ours(owner) if isinstance(owner, Mask) else type(owner) in MODIFIERS
+    if is_known or spec.dtype == torch.bool:
+        return LONG // 4
+    return torch.iinfo(spec.dtype).max if not spec.dtype.is_floating_point else LONG
+
+
 def reach(spec: TensorSpec) -> int:
     """The largest offset of an element, in elements."""
     return sum((n - 1) * s for n, s in zip(spec.shape, spec.strides, strict=True) if n)
@@ -438,8 +458,8 @@ def called_functions() -> dict[str, Any]:  # Any: functions of Triton
     takes the precise tanh for all dtypes."""
     from triton.runtime.jit import JITFunction
 
-    from attn_graph.kernels import common
+    from attn_graph.kernels import common, functions
 
-    fast_tanh = common.fast_tanh if isinstance(common.tanh, JITFunction) else common.tanh
-    names = {"floor_div": common.floor_div, "tanh": common.tanh, "fast_tanh": fast_tanh}
+    fast_tanh = functions.fast_tanh if isinstance(functions.tanh, JITFunction) else functions.tanh
+    names = {"floor_div": functions.floor_div, "tanh": functions.tanh, "fast_tanh": fast_tanh}
     return names | {"FAR": common.FAR}

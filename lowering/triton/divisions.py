@@ -231,10 +231,10 @@ def describe_share(way: Division, problem: Problem, pass_: Pass) -> str:
 
 
 def scratch_of(problem: Problem, pass_: Pass, summands: int) -> int:
-    """Bytes of so many sums, in float32: dk and dv, dq, or o with its lse."""
+    """Bytes of so many sums, in float32: dk and dv, dq, or o with its lse as two numbers."""
     p = problem
     if pass_ == "forward":
-        return 4 * p.B * p.H * summands * p.M * (p.E + 1)
+        return 4 * p.B * p.H * summands * p.M * (p.E + 2)
     if pass_ == "query_gradient":
         return 4 * p.B * p.H * summands * p.M * p.D
     assert p.grad is not None

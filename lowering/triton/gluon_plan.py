@@ -126,7 +126,7 @@ class GluonBuilder(FlashBuilder):
             "o_strides": p.layout_of_o[1],
             "sinks_stride": sinks.strides[0] if sinks else 0,
             "E": p.E,
-            "FOLD": not p.low_scale and not p.node.modifiers,
+            "FOLD": p.folds_scale,
         }
         self.launch_gluon("gluon_forward", ("o", "lse", "max", "sinks"), more)
 

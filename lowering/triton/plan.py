@@ -222,7 +222,7 @@ class FlashBuilder(LaunchList):
         more |= {
             "sinks_stride": sinks.strides[0] if sinks else 0,
             "H": p.H,
-            "FOLD": not p.low_scale and not p.node.modifiers,
+            "FOLD": p.folds_scale,
             "COLUMNS": summed_columns(self.target.sm, p.dtype.itemsize),
         }
         names = ("q", "k", "v", "o", "lse", "max", "sinks", "seed", "offset")

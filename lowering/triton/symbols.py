@@ -13,13 +13,15 @@ from functools import reduce
 from typing import Any, Literal, final
 
 import torch
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from attn_graph.masks.places import Untraceable
-from attn_graph.spec.formulas import SizeFormula, is_one
+from attn_graph.spec.formulas import SizeFormula, capacity, is_one
 
 Kind = Literal["int", "float", "bool"]
 Operand = Any  # a symbol, an integer, a float or a boolean
+LONG = 2**31 - 1  # the largest integer that 32 bits hold
+MOST_NUMBER = 2**60  # that `Numbers` passes, in 64 bits
 SPECIAL = 16  # Triton makes kernels apart for integers that are a multiple of it
 NAMES = re.compile(r"\bx\d+")  # the names that lines assign to
 LIMITS = {"i": "i < M", "j": "j < N"}  # of addresses that depend on i or j
@@ -68,12 +70,13 @@ class Numbers:
 class Code:
     """The body of one function: its lines in order, equal lines once.
 
-    functions: those to take instead of FUNCTIONS. lines: the name that each expression is assigned
-    to.
+    functions: those to take instead of FUNCTIONS. reach: the largest integer among its arguments.
+    lines: the name that each expression is assigned to.
     """
 
     numbers: Numbers
     functions: Mapping[str, str] = field(factory=dict)
+    reach: int = LONG // 4
     lines: dict[str, str] = field(factory=dict)
 
     def add_line(self, text: str, kind: Kind, reads: Iterable[object]) -> Symbol:
@@ -84,7 +87,7 @@ class Code:
 
     def argument(self, name: str, kind: Kind = "int", axes: str = "") -> Symbol:
         """A parameter of the function as a symbol; without axes its name is its axis."""
-        return Symbol(self, name, kind, frozenset(axes or name))
+        return Symbol(self, name, kind, frozenset(axes or name), self.reach)
 
     def write_function(self, name: str, arguments: str, *results: object) -> str:
         """The text of a function that returns symbols or numbers, with only the lines needed."""
@@ -114,12 +117,14 @@ def code_literal(value: object) -> tuple[str, Kind]:
 @final
 @frozen(eq=False, repr=False)
 class Symbol:
-    """A value of generated code. axes: which of "b", "h", "i", "j" it depends on."""
+    """A value of generated code. axes: which of "b", "h", "i", "j" it depends on. reach: of an
+    integer, the most that it may be, or minus that."""
 
     code: Code
     text: str
     kind: Kind
     axes: frozenset[str] = frozenset()
+    reach: int = LONG
     dtype = torch.float32
 
     @property
@@ -135,37 +140,51 @@ class Symbol:
         if isinstance(x, SizeFormula):
             return self.code.numbers.add(x), "int"  # type: ignore[arg-type]  # it stands for one
         text, kind = code_literal(x)
-        reads = at_run_time and kind == "int" and self.kind == "int"
+        reads = at_run_time and kind == self.kind == "int" and abs(x) <= MOST_NUMBER
         return (self.code.numbers.add(x) if reads else text), kind
 
     def binary(
-        self, form: str, x: Operand, kind: Kind | None = None, at_run_time: bool = False
-    ) -> Symbol:
+        self, form: str, x: Operand, kind: Kind | None = None, at_run_time: bool = False,
+        reach: int | None = None,
+    ) -> Symbol:  # fmt: skip
         """The value of `form`, where {0} is this symbol and {1} the other operand.
 
-        kind: of the result; by default the wider of both.
+        kind: of the result; by default the wider of both. reach: of an integer, the most that it
+        may be, by default that of this symbol; beyond 32 bits it is computed in 64.
         """
         text, other = self.operand(x, at_run_time)
         wider: Kind = "float" if "float" in (self.kind, other) else self.kind
-        return self.code.add_line(form.format(self.text, text), kind or wider, (self, x))
+        reach, own = self.reach if reach is None else reach, self.text
+        if (kind or wider) == "int" and reach > LONG:
+            own = in_64_bits(own)
+            text = in_64_bits(text) if isinstance(x, Symbol) else text
+        symbol = self.code.add_line(form.format(own, text), kind or wider, (self, x))
+        return evolve(symbol, reach=reach)
 
     def unary(self, form: str, kind: Kind | None = None) -> Symbol:
         """The value of `form`, where {0} is this symbol."""
-        return self.code.add_line(form.format(self.text), kind or self.kind, (self,))
+        symbol = self.code.add_line(form.format(self.text), kind or self.kind, (self,))
+        return evolve(symbol, reach=self.reach)
+
+    def sum_reach(self, x: Operand) -> int:
+        """The most that a sum with another operand may be."""
+        return self.reach + reach_of(x)
 
     def __add__(self, x: Operand) -> Symbol:
-        return self if is_zero(x) else self.binary("{0} + {1}", x, at_run_time=True)
+        reach = self.sum_reach(x)
+        return self if is_zero(x) else self.binary("{0} + {1}", x, None, True, reach)
 
     __radd__ = __add__
 
     def __sub__(self, x: Operand) -> Symbol:
-        return self if is_zero(x) else self.binary("{0} - {1}", x, at_run_time=True)
+        reach = self.sum_reach(x)
+        return self if is_zero(x) else self.binary("{0} - {1}", x, None, True, reach)
 
     def __rsub__(self, x: Operand) -> Symbol:
-        return self.binary("{1} - {0}", x, at_run_time=True)
+        return self.binary("{1} - {0}", x, None, True, self.sum_reach(x))
 
     def __mul__(self, x: Operand) -> Symbol:
-        return self.binary("{0} * {1}", x)
+        return self.binary("{0} * {1}", x, reach=self.reach * reach_of(x))
 
     __rmul__ = __mul__
 
@@ -178,10 +197,11 @@ class Symbol:
         return self.binary("{1} / {0}", x, "float")
 
     def __floordiv__(self, x: Operand) -> Symbol:
-        return self.binary("floor_div({0}, {1})", x)
+        known = isinstance(x, int) and x > 0
+        return self.binary("floor_div({0}, {1})", x, reach=self.reach // x + 1 if known else None)
 
     def __rfloordiv__(self, x: Operand) -> Symbol:
-        return self.binary("floor_div({1}, {0})", x)
+        return self.binary("floor_div({1}, {0})", x, reach=reach_of(x))
 
     def __mod__(self, x: Operand) -> Symbol:
         return self.__sub__((self // x) * x)
@@ -247,17 +267,22 @@ class Symbol:
 
     def maximum(self, x: Operand) -> Symbol:
         """The larger of both."""
-        return self.binary("tl.maximum({0}, {1})", x, at_run_time=True)
+        return self.binary("tl.maximum({0}, {1})", x, None, True, self.larger_reach(x))
 
     def minimum(self, x: Operand) -> Symbol:
         """The smaller of both."""
-        return self.binary("tl.minimum({0}, {1})", x, at_run_time=True)
+        return self.binary("tl.minimum({0}, {1})", x, None, True, self.larger_reach(x))
+
+    def larger_reach(self, x: Operand) -> int:
+        """The most that either of two operands may be."""
+        return max(self.reach, reach_of(x))
 
     def where(self, yes: Operand, no: Operand) -> Symbol:
         """`yes` where this is true, else `no`."""
         (a, kind), (b, other) = (self.operand(x, at_run_time=False) for x in (yes, no))
         wider: Kind = "float" if "float" in (kind, other) else kind
-        return self.code.add_line(f"tl.where({self.text}, {a}, {b})", wider, (self, yes, no))
+        symbol = self.code.add_line(f"tl.where({self.text}, {a}, {b})", wider, (self, yes, no))
+        return evolve(symbol, reach=max(reach_of(yes), reach_of(no)))
 
     def among(self, values: Sequence[float]) -> Symbol:
         """values[self], for a symbol that counts from 0."""
@@ -364,6 +389,19 @@ KNOWN = {
 }
 
 
+def in_64_bits(text: str) -> str:
+    """The code of an integer, in 64 bits."""
+    return f"({text}).to(tl.int64)"
+
+
+def reach_of(x: Operand) -> int:
+    """The most that an operand may be, or minus that."""
+    if isinstance(x, Symbol):
+        return x.reach if x.kind == "int" else 1
+    most: int = capacity(x) if isinstance(x, int | SizeFormula) else 1  # type: ignore[arg-type]  # it stands for one
+    return abs(most)
+
+
 def is_zero(x: object) -> bool:
     """Whether x is the integer 0."""
     return isinstance(x, int) and x == 0
@@ -399,6 +437,7 @@ class Array:
     strides: tuple[str, ...]
     is_long: bool  # whether offsets need 64 bits
     limits: Mapping[str, str] = field(factory=lambda: LIMITS)
+    reach: int = LONG  # of an element
 
     def __getitem__(self, index: tuple[Operand, ...]) -> Symbol:
         """The element at `index`; 0 past the last query or key."""
@@ -416,4 +455,4 @@ class Array:
             return self.code.add_line(f"{load} != 0", "bool", index)
         if self.dtype.is_floating_point:
             return self.code.add_line(f"{load}.to(tl.float32)", "float", index)
-        return self.code.add_line(load, "int", index)
+        return evolve(self.code.add_line(load, "int", index), reach=self.reach)

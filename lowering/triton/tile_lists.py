@@ -15,6 +15,7 @@ from attrs import frozen
 
 from attn_graph.kernels.tilings import Tiling
 from attn_graph.lowering.problem import Problem
+from attn_graph.lowering.triton.device_code import element_reach, size_reach
 from attn_graph.lowering.triton.programs import MIXED
 from attn_graph.lowering.triton.symbols import Array, Code, Numbers, Operand, Symbol
 from attn_graph.masks import Mask
@@ -122,8 +123,8 @@ class ListCode:
     @classmethod
     def trace(cls, problem: Problem, tiling: Tiling) -> ListCode:
         """Trace the problem's mask. Raises Untraceable if interval arithmetic can't follow it."""
-        mask, numbers, code = problem.node.mask, Numbers(), Code(Numbers())
-        code.numbers = numbers
+        p, mask, numbers = problem, problem.node.mask, Numbers()
+        code = Code(numbers, reach=size_reach(p.B, p.H, p.M, p.N))
         assert mask is not None
         operands = problem.by_role.mask
         i, j = (Range(*(code.argument(f"{a}{n}", axes=a) for n in "01")) for a in "ij")
@@ -135,7 +136,8 @@ class ListCode:
             shape, strides = reduced_shape(spec, axes, tiling)
             texts = numbers.add_strides(strides, kernels_apart=False)
             kind = spec.dtype if set(axes) <= set("bh") else torch.int64
-            ends = (Array(code, 2 * slot + k, shape, kind, texts, False, {}) for k in (0, 1))
+            most = element_reach(spec, mask)
+            ends = (Array(code, 2 * slot + k, shape, kind, texts, False, {}, most) for k in (0, 1))
             data[name] = Extremes(shape, next(ends), next(ends), places, spec.dtype == torch.bool)
         b, h = code.argument("b"), code.argument("h")
         keep = mask.keep(Place(b, h, i, j, problem.H, problem.M, problem.N, data))

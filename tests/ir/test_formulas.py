@@ -204,3 +204,56 @@ def test_a_tensor_of_a_formula_has_a_name_and_axes_of_its_own(elements: Any, pro
         Formula("t < i", elements)
     with pytest.raises(GraphError, match=re.escape(problem)):
         Addend("real(t)", elements)
+
+
+LARGE = [
+    "i * 1000000000 >= j * 1000000000",
+    "i * 3000000000 <= j * 2999999999 + 5000000000",
+    "i * i * i * 40000 >= j * 3000000000 + 7",
+    "(i - j) * 100000000 % 3000000000 <= 1500000000",
+    "abs(j - i) * 46116860184273879 >= 46116860184273879 * 3",
+    "i // 3 * 2000000000 - j * 700000000 >= h * 1000000000",
+    "m * 100000 >= j * w",
+]
+
+
+@pytest.mark.parametrize("text", LARGE)
+def test_integers_are_of_64_bits_on_every_backend(text: str) -> None:
+    elements = (("m", "bi"), ("w", "j")) if "m " in text else ()
+    mask = Formula(text, elements)
+    dtypes = {"m": torch.int32, "w": torch.int64}
+    x = ag.TensorSpec((2, 3, S, 8), torch.float32)
+    specs = {
+        name: ag.TensorSpec(tuple(SIZES[axis] for axis in data.axes), dtypes[name])
+        for name, data in mask.needs.items()
+    }
+    graph = ag.attention(x, x, x, mask=mask | ag.Window(0, 0), **specs)  # type: ignore[arg-type]
+    random = torch.Generator().manual_seed(0)
+    given = {
+        name: torch.randint(-(2**31), 2**31, spec.shape, generator=random).to(spec.dtype)
+        for name, spec in specs.items()
+    }
+    i, j = torch.arange(S)[:, None], torch.arange(S)[None, :]
+    b, h = torch.arange(2)[:, None, None, None], torch.arange(3)[:, None, None]
+    known = {"i": i, "j": j, "b": b, "h": h, "abs": abs}
+    if elements:
+        known |= {"m": given["m"].long()[:, None, :, None], "w": given["w"][None, :]}
+    keep = eval(text, {}, known) | (i == j)  # in 64 bits
+    q, k, v = torch.randn(3, 2, 3, S, 8, generator=random).unbind()
+    s = (q @ k.mT * 8**-0.5).masked_fill(~keep, float("-inf"))
+    o = ag.compile(graph, target=CPU, backends=(BACKEND,))(q, k, v, **given)
+    torch.testing.assert_close(o, s.softmax(-1) @ v)
+
+
+def test_a_formula_that_goes_beyond_64_bits_is_refused() -> None:
+    mask = Formula("abs(j - i) * 4611686018427387904 >= 0")
+    with pytest.raises(GraphError, match=r"abs\(j - i\) \* 4611686018427387904 may be beyond 64"):
+        ag.attention(X, X, X, mask=mask)
+
+
+@pytest.mark.parametrize("text", ["j <= 9223372036854775808", "i * (4611686018427387904 * 2) > j"])
+def test_a_constant_beyond_64_bits_is_refused(text: str) -> None:
+    with pytest.raises(GraphError, match="the most is 9223372036854775807"):
+        Formula(text)
+    with pytest.raises(GraphError, match="the most is 9223372036854775807"):
+        Addend(f"real({text.replace('<=', '+').replace('>', '+')})")

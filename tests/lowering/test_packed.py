@@ -408,8 +408,8 @@ def test_pairs_are_counted_once_starts_are_known() -> None:
 @pytest.mark.parametrize(("rows", "keys"), [(0, 9), (9, 0), (0, 0)])
 def test_sides_without_rows_are_left_to_math(gpu: str, rows: int, keys: int) -> None:
     q, k = (SPEC((n, 2, 16), torch.float16) for n in (rows, keys))
-    starts = {"q_starts": SPEC((3,), I32), "kv_starts": SPEC((3,), I32)}
-    graph = ag.attention(q, k, k, most=(4, 4), **starts)
+    starts = SPEC((3,), I32)
+    graph = ag.attention(q, k, k, most=(4, 4), q_starts=starts, kv_starts=starts)
     for each in (graph, ag.vjp(graph)[1]):
         assert ag.compile(each, target=gpu).backend == "math"
         refused = refusals(each, gpu)

@@ -89,7 +89,7 @@ def test_parts_that_gain_less_than_joining_them_takes_are_not_made(
 def test_parts_are_memory_that_max_workspace_bounds_and_explain_tells() -> None:
     graph = attention(1, 8, 8, 512, 32768, mask=BELOW)
     plan = ag.compile(graph, target="h200", backends=("triton",))
-    bytes_ = 4 * 8 * 512 * (128 + 1) * 4
+    bytes_ = 4 * 8 * 512 * (128 + 2) * 4
     assert plan.memory().workspace_forward == bytes_
     text = str(ag.explain(graph, target="h200", backends=("triton",)))
     shared = "programs share the keys of a block of queries"

@@ -35,7 +35,7 @@ def capped(dtype: torch.dtype, cap: float) -> ag.Graph:
 def rough_tanh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels compute tanh with the hardware's error, in every dtype."""
     probes = importlib.import_module("tests.support.triton_probes")
-    monkeypatch.setattr("attn_graph.kernels.common.tanh", probes.rough_tanh)
+    monkeypatch.setattr("attn_graph.kernels.functions.tanh", probes.rough_tanh)
     compile_text.cache_clear()
     yield
     compile_text.cache_clear()

@@ -17,8 +17,8 @@ from attn_graph.kernels.common import (
     place_program,
     query_tiles,
     round_to,
-    tanh,
 )
+from attn_graph.kernels.functions import tanh
 from attn_graph.masks import Data
 
 

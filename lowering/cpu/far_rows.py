@@ -1,0 +1,66 @@
+"""Rows whose scores are all large, of which PyTorch's fused CPU kernel gives too little.
+
+It gives lse of a row, max + log(sum exp(s - max)), as one rounded number, and where that is large
+the logarithm is lost in it. Parts of a row are joined by it, and the kernel's backward makes
+weights of it. Such calls run again on tiles of whole rows, whose weights are divided by their sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+
+import torch
+
+from attn_graph.ir.attention import Attention, AttentionGrad
+from attn_graph.kernels.products import reaches_far
+from attn_graph.lowering.backend import Options
+from attn_graph.lowering.cpu.product_tiles import ProductTiles
+from attn_graph.lowering.cpu.sink_sums import run_backward
+from attn_graph.lowering.problem import Problem
+from attn_graph.lowering.steps import Work, lease_rooms
+from attn_graph.spec import TensorSpec
+
+
+class FarRowsError(Exception):
+    """A call has rows of which an lse that was rounded once does not tell the weights."""
+
+
+def refuse_far_rows(node: Attention, lse: torch.Tensor) -> None:
+    """Raise FarRowsError where an lse is too large. That of more keys than these is taken as it is:
+    nothing here could tell it better."""
+    if not node.part and reaches_far(lse):
+        raise FarRowsError
+
+
+def or_by_products(work: Work, op: Attention | AttentionGrad, options: Options) -> Work:
+    """The same work, done by matrix products where it raises FarRowsError."""
+    again = by_products(op, options)
+
+    def call(device: torch.device, *operands: torch.Tensor) -> Sequence[torch.Tensor]:
+        try:
+            return work(device, *operands)
+        except FarRowsError:
+            return again(device, *operands)
+
+    return call
+
+
+def by_products(op: Attention | AttentionGrad, options: Options) -> Work:
+    """An attention, or its gradient, on tiles of whole rows that are planned when first needed."""
+
+    def call(device: torch.device, *operands: torch.Tensor) -> Sequence[torch.Tensor]:
+        tiles = plan_products(op, (*map(TensorSpec.like, operands),))
+        forward: Callable[..., Sequence[torch.Tensor]] = tiles.forward
+        if tiles.problem.grad is not None:
+            forward = partial(run_backward, tiles.problem, tiles.backward)
+        return lease_rooms(forward, tiles.scratch, options.workspace)(device, *operands)
+
+    return call
+
+
+@lru_cache(64)
+def plan_products(op: Attention | AttentionGrad, specs: tuple[TensorSpec, ...]) -> ProductTiles:
+    """The tiles, planned once."""
+    problem = Problem.of(op, specs)
+    return ProductTiles.plan(problem, problem.wide)
