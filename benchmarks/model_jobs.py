@@ -221,9 +221,9 @@ def list_jobs() -> Iterator[WholeJob]:
 
 def decoder_jobs() -> Iterator[WholeJob]:
     """Of 1,024 tokens, and generation after short and long prompts."""
-    halves = dict.fromkeys(("Llama", "Mistral, window 256"), (torch.float32, torch.bfloat16))
+    f32, bf16 = torch.float32, torch.bfloat16
     for name in (name for name, (_, _, options) in MODELS.items() if "head_dim" in options):
-        for dtype in halves.get(name, (torch.float32,)):
+        for dtype in (f32, bf16) if name in ("Llama", "Mistral, window 256") else (f32,):
             short = f"{name}, {NAMES[dtype]}"
             work = partial(forward, name, 1, 1024, "", dtype)
             yield WholeJob(f"{short} (1 x 1024)", "forward", work)
