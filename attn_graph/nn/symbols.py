@@ -19,7 +19,9 @@ def strides_like(
     """Dense strides of a shape in the memory order of other sizes and strides."""
     if not any(isinstance(n, torch.SymInt) for n in (*sizes, *strides)):
         return dense_strides(shape, order_axes(sizes, strides))
-    least = [torch.sym_max(n, 1) for n in shape]  # as PyTorch has strides of unknown sizes
+    least: list[int] = [
+        torch.sym_max(n, 1) for n in shape
+    ]  # as PyTorch has strides of unknown sizes
     return dense_strides(least, order_symbols(sizes, strides))
 
 
