@@ -6,6 +6,7 @@ A symbol may be known at run time alone, as the rows of `x[mask]` are: nothing i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 from functools import cmp_to_key
 
 import torch
@@ -19,9 +20,8 @@ def strides_like(
     """Dense strides of a shape in the memory order of other sizes and strides."""
     if not any(isinstance(n, torch.SymInt) for n in (*sizes, *strides)):
         return dense_strides(shape, order_axes(sizes, strides))
-    least: list[int] = [
-        torch.sym_max(n, 1) for n in shape
-    ]  # as PyTorch has strides of unknown sizes
+    # As PyTorch has strides of unknown sizes. Any: it says that sym_max may be a float.
+    least: list[Any] = [torch.sym_max(n, 1) for n in shape]
     return dense_strides(least, order_symbols(sizes, strides))
 
 
