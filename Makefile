@@ -25,7 +25,7 @@ CUDNNS ?= 9.19.0.56
 EVERY := --every-plan
 PLANNED := tests/lowering/test_cudnn_grid.py
 
-.PHONY: venv demo test slow deep mutants tritons kernel-report gluon-report cudnns cudnn-report lint docs bench gpu clean
+.PHONY: venv demo test slow deep virtual mutants tritons kernel-report gluon-report cudnns cudnn-report lint docs bench gpu clean
 
 venv: .venv/installed
 
@@ -59,6 +59,10 @@ slow: venv
 deep: venv
 	HYPOTHESIS_PROFILE=deep $(PYTEST) $(PATIENT) $(SEED:%=--hypothesis-seed=%) $(ONCE)
 	HYPOTHESIS_PROFILE=deep TRITON_INTERPRET=1 $(PYTEST) $(PATIENT) $(SEED:%=--hypothesis-seed=%) $(INTERPRETED)
+
+# Our kernels as GPUs get them, executed on this CPU: masks, modifiers and layouts on every generation.
+virtual: venv
+	$(SLOW) tests/virtual
 
 # Faults put into copies of the sources one by one, each for a test to see: some minutes.
 # FAULTS=words runs those whose file or text has one of them.

@@ -31,7 +31,7 @@ FLOORS = (  # top first; a name, or `package.*` for the package and all its modu
     ("attn_graph.printing.*", "attn_graph.errors"),
 )
 MODULES = source_files("*.py")
-MOST_ROOMS = 21
+MOST_ROOMS = 22
 
 
 def floor(module: str) -> int | None:

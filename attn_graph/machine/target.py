@@ -27,6 +27,7 @@ CUDNN = (  # packages of which one is cuDNN itself; jit has the part that attent
 )
 SYSTEM_CUDNN = "cudnn"  # what PyTorch loads where pip installed none: a system's, or conda's
 LIBRARIES = (*PACKAGES, *CUDNN, SYSTEM_CUDNN)
+VIRTUAL: set[Target] = set()  # GPUs whose code this machine's CPU executes, on tensors of its own
 
 
 @final
@@ -102,6 +103,11 @@ class Target:
     def device(self) -> torch.device | None:
         """The device of this machine that it describes, if any; the current GPU before others."""
         return next((d for d in local_devices() if Target.here(d) == self), None)
+
+    @property
+    def tensors_on(self) -> str:
+        """The type of device that its tensors are on: `kind`, or "cpu" for a GPU of VIRTUAL."""
+        return "cpu" if self in VIRTUAL else self.kind
 
     def current(self) -> AbstractContextManager[object]:
         """A context in which its device is the current one, if it is a GPU of this machine."""

@@ -39,7 +39,7 @@ dtensor_class._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as
 
 def require_device(tensors: Sequence[object], target: Target) -> None:
     """Raise PlanTargetError for tensors on another kind of GPU than a plan's target."""
-    if target.kind == "cpu":
+    if target.tensors_on == "cpu":
         return
     devices = {t.device for t in tensors if isinstance(t, torch.Tensor) and t.is_cuda}
     for device in devices:
@@ -82,9 +82,9 @@ def find_differences(name: str, spec: TensorSpec, tensor: object, target: Target
     if tensor.dtype not in NAMES or TensorSpec.like(tensor) != spec:
         got = TensorSpec.like(tensor) if tensor.dtype in NAMES else tensor.dtype
         differences.append(f"{name}: expected {spec}, got {got}")
-    if tensor.device.type != target.kind:
+    if tensor.device.type != target.tensors_on:
         differences.append(
-            f"{name}: expected a tensor on {target.kind}, got one on {tensor.device}"
+            f"{name}: expected a tensor on {target.tensors_on}, got one on {tensor.device}"
         )
     if tensor.is_neg():
         differences.append(

@@ -50,7 +50,7 @@ def check_backend(
 
 def is_here(target: Target) -> bool:
     """Whether plans for a target run on this machine."""
-    if target.kind == "cpu":
+    if target.tensors_on == "cpu":
         return True
     return torch.cuda.is_available() and target == Target.here()
 
@@ -77,7 +77,7 @@ def plan_graph(backend: Backend, graph: Graph, target: Target) -> Plan | None:
 
 def check_runs(plan: Plan, graph: Graph, seed: int, skip: int | None, target: Target) -> None:
     """Raise AssertionError unless a plan gives the formula's outputs and gradients."""
-    tensors = tensors_for(graph, seed, target.kind)
+    tensors = tensors_for(graph, seed, target.tensors_on)
     check_outputs(plan, graph, tensors)
     if graph.has_gradient:
         check_gradients(plan, graph, tensors, seed, skip=skip)

@@ -132,17 +132,17 @@ def has_driver() -> bool:
     return True
 
 
-def compile_stand_in(folder: Path) -> str:
-    """Build the stand-in, in some hundredths of a second; its path. Raises RefusedError."""
+def compile_stand_in(folder: Path, source: Path = SOURCE, *options: str) -> str:
+    """Build a stand-in, in some hundredths of a second; its path. Raises RefusedError."""
     program = compiler()
     if program is None:
         limit = "plans without a GPU through a stand-in for its driver, which needs a C compiler"
         actual = f"none of {', '.join(COMPILERS)} is on the path"
         raise RefusedError(Reason("c_compiler", limit, actual))
     name = "libcuda.so.1"
-    options = ("-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", str(folder / name))
+    library = ("-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", str(folder / name))
     process = subprocess.run(
-        (program, *options, str(SOURCE)), capture_output=True, text=True, check=False
+        (program, *library, *options, str(source)), capture_output=True, text=True, check=False
     )
     if process.returncode:
         actual = f"which {program} can't build: {process.stderr}"

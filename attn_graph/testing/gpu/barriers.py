@@ -1,0 +1,302 @@
+"""Barriers of a program, mbarriers, and fences. PTX ISA 9.7.13.
+
+Waiting holds a warp back until what it waits for has happened; nothing spins.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+import numpy as np
+from attrs import define, field
+
+from attn_graph.testing.gpu.clocks import MOST_MBARRIERS
+from attn_graph.testing.gpu.program import Program
+from attn_graph.testing.gpu.rules import Array, action
+from attn_graph.testing.gpu.shared import MBARRIER, Shared
+from attn_graph.testing.gpu.threads import WARP, Threads
+
+REGISTERS = 65536  # of a multiprocessor
+ZEROS = np.zeros((1, MBARRIER), np.uint8)  # what an mbarrier's own bytes hold here
+
+
+@final
+@define(eq=False)
+class Barrier:
+    """A barrier at which warps have arrived. held: those of them that wait."""
+
+    threads: int
+    line: int
+    known: Array
+    fenced: Array
+    arrived: int = 0
+    held: list[int] = field(factory=list[int])
+
+
+@final
+@define(eq=False)
+class MBarrier:
+    """An mbarrier. agent: copies that arrive at it. passed: phases of others that lay here.
+
+    known, fenced: times of the threads that have arrived. done: the same of phases that are over.
+    """
+
+    offset: int
+    count: int
+    agent: int
+    passed: int
+    known: Array
+    fenced: Array
+    pending: int = field(init=False)
+    bytes: int = 0
+    phase: int = 0
+    done: tuple[Array, Array] = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.pending, self.done = self.count, (self.known.copy(), self.fenced.copy())
+
+    @property
+    def time(self) -> int:
+        """The time of writes that this phase counts."""
+        return self.passed + self.phase + 1
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody has arrived in this phase."""
+        return self.pending == self.count and not self.bytes
+
+    def arrive(self, m: Program, arrivals: int, more_bytes: int = 0) -> None:
+        """Arrivals, and bytes that are awaited, or fewer where they have come. Raises Fault."""
+        self.pending -= arrivals
+        self.bytes += more_bytes
+        if self.pending < 0:
+            m.fault(
+                f"the mbarrier at byte {self.offset} counts {self.count} arrivals, not one more"
+            )
+        if self.pending or self.bytes:
+            return
+        self.done[0][:] = np.maximum(self.done[0], self.known)
+        self.done[1][:] = np.maximum(self.done[1], self.fenced)
+        self.done[0][self.agent] = self.time
+        self.phase, self.pending = self.phase + 1, self.count
+        m.part(Barriers).wake(m, self)
+
+
+@final
+@define(eq=False)
+class Barriers:
+    """The barriers of a program, by number, and what is known of its mbarriers, by offset."""
+
+    named: dict[int, Barrier] = field(factory=dict[int, Barrier])
+    agents: dict[int, int] = field(factory=dict[int, int])
+    phases: dict[int, int] = field(factory=dict[int, int])
+    sleeping: dict[int, MBarrier] = field(factory=dict[int, MBarrier])
+
+    @classmethod
+    def of(cls, m: Program) -> Barriers:
+        """None in use."""
+        made = cls()
+        m.at_end.append(made.end)
+        return made
+
+    def arrive(self, m: Program, warp: int, number: int, threads: int, waits: bool) -> None:
+        """A warp arrives at a barrier; the last one lets all go on."""
+        size = m.clocks.known.shape[1]
+        fresh = Barrier(threads, m.line, np.zeros(size, np.int32), np.zeros(size, np.int32))
+        barrier = self.named.setdefault(number, fresh)
+        if barrier.threads != threads:
+            m.fault(
+                f"barrier {number} is for {threads} threads here, and for {barrier.threads} in PTX "
+                f"line {barrier.line}"
+            )
+        np.maximum(barrier.known, m.clocks.known[warp], out=barrier.known)
+        np.maximum(barrier.fenced, m.clocks.fenced[warp], out=barrier.fenced)
+        m.clocks.tick(np.array([warp]))
+        barrier.arrived += WARP
+        if waits:
+            barrier.held.append(warp)
+            m.hold(warp, f"waits at barrier {number} of {threads} threads")
+        if barrier.arrived == threads:
+            for other in barrier.held:
+                m.clocks.learn(other, barrier.known, barrier.fenced)
+                m.release(other)
+            del self.named[number]
+
+    def use(self, m: Program, warp: int, offset: int, proxy: bool = False) -> MBarrier:
+        """An mbarrier that a warp uses. Raises Fault if there is none, or the warp can't know."""
+        found = m.part(Shared).occupants.get(offset)
+        if not isinstance(found, MBarrier):
+            m.fault(f"no mbarrier is at byte {offset} of shared memory")
+        warps, ledger = np.array([warp]), m.part(Shared).ledger
+        cells = m.part(Shared).cells(np.array([offset]), MBARRIER)
+        ledger.check_seen(m, "use", warps, cells)
+        ledger.note_read(m, warps, m.clocks.now(warps), cells)
+        if proxy and (m.clocks.fenced[warp, ledger.writer[cells]] < ledger.time[cells]).any():
+            m.note(
+                "an mbarrier is used by the other proxy without fence.proxy.async after its init"
+            )
+        return found
+
+    def wake(self, m: Program, mbarrier: MBarrier) -> None:
+        """Warps that wait for a phase look again."""
+        for warp in [w for w, x in self.sleeping.items() if x is mbarrier]:
+            del self.sleeping[warp]
+            m.release(warp)
+
+    def end(self, m: Program) -> None:
+        """The program ends. Raises Fault if an mbarrier still expects something."""
+        for x in m.part(Shared).occupants.values():
+            if isinstance(x, MBarrier) and not x.is_idle:
+                m.fault(
+                    f"it ends while the mbarrier at byte {x.offset} expects {x.pending} arrivals "
+                    f"and {x.bytes} bytes"
+                )
+        if self.named:
+            m.fault(f"it ends while warps are awaited at barriers {[*self.named]}")
+
+
+@action(r"(?:bar|barrier)\.sync(?:\.aligned)?", "<- u32 u32?", waits=True)
+def wait_at_barrier(m: Program, g: Threads, number: Array, threads: Array | None = None) -> None:
+    """Each warp waits until as many threads have arrived; all, if their number is left out."""
+    arrive_warps(m, g, number, threads, waits=True)
+
+
+@action(r"(?:bar|barrier)\.arrive(?:\.aligned)?", "<- u32 u32", waits=True)
+def arrive_at_barrier(m: Program, g: Threads, number: Array, threads: Array) -> None:
+    """Each warp arrives, and goes on."""
+    arrive_warps(m, g, number, threads, waits=False)
+
+
+def arrive_warps(m: Program, g: Threads, number: Array, threads: Array | None, waits: bool) -> None:
+    """Warps arrive one by one. The barrier's number is the same for all lanes of a warp."""
+    warps, block = m.together(g), m.block + 1
+    m.jump(g, block)
+    for warp in warps.tolist():
+        lane = warp * WARP - g.span.start
+        many = m.launch.threads if threads is None else int(np.broadcast_to(threads, g.count)[lane])
+        m.part(Barriers).arrive(m, warp, int(np.broadcast_to(number, g.count)[lane]), many, waits)
+
+
+@action(r"bar\.warp\.sync", "<- u32")
+def meet_in_warp(m: Program, g: Threads, lanes: Array) -> None:
+    """The lanes of each warp wait for each other."""
+    m.together(g)
+
+
+@action(r"fence\.proxy\.async(?:\.shared::cta)?", "<-")
+def fence_proxy(m: Program, g: Threads) -> None:
+    """What a thread knows to be written may be read by copies and products, and written again."""
+    m.clocks.fence(g.warps)
+
+
+MB = r"\.shared(?:::cta)?\.b64"
+
+
+@action("mbarrier.init" + MB, "<- @ u32")
+def init_mbarrier(m: Program, g: Threads, address: Array, count: Array) -> None:
+    """An mbarrier that counts so many arrivals in each phase."""
+    counts = g.take(np.broadcast_to(count, g.count)).tolist()
+    for warp, offset, each in zip(g.owners.tolist(), places(m, g, address), counts, strict=True):
+        shared, barriers = m.part(Shared), m.part(Barriers)
+        found = shared.occupants.pop(offset, None)
+        if found is not None and not found.is_idle:
+            m.fault(f"the mbarrier at byte {offset} is initialised again while it is in use")
+        shared.store(m, "mbarrier.init", np.array([warp]), np.array([offset]), ZEROS)
+        number = barriers.agents.setdefault(offset, len(barriers.agents))
+        if number >= MOST_MBARRIERS:
+            m.fault(f"more than {MOST_MBARRIERS} mbarriers")
+        clock = np.zeros((2, m.clocks.known.shape[1]), np.int32)
+        passed = barriers.phases.get(offset, 0)
+        agent = m.clocks.mbarrier(number)
+        shared.occupants[offset] = MBarrier(offset, each, agent, passed, *clock)
+
+
+@action("mbarrier.inval" + MB, "<- @")
+def invalidate_mbarrier(m: Program, g: Threads, address: Array) -> None:
+    """The bytes of an mbarrier may serve for something else."""
+    for warp, offset in zip(g.owners.tolist(), places(m, g, address), strict=True):
+        found = m.part(Barriers).use(m, warp, offset)
+        if not found.is_idle:
+            m.fault(f"the mbarrier at byte {offset} is invalidated while it is in use")
+        del m.part(Shared).occupants[offset]
+        m.part(Barriers).phases[offset] = found.passed + found.phase
+        m.part(Shared).store(m, "mbarrier.inval", np.array([warp]), np.array([offset]), ZEROS)
+
+
+@action(r"mbarrier\.arrive(?P<expect>\.expect_tx)?" + MB, "_ <- @ u32?")
+def arrive_at_mbarrier(
+    m: Program, g: Threads, address: Array, number: Array | None = None, expect: str | None = None
+) -> None:
+    """Each thread arrives once, or so many times; `expect_tx`: once, and copies so many bytes."""
+    numbers = g.take(np.broadcast_to(1 if number is None else number, g.count)).tolist()
+    for warp, offset, each in zip(g.owners.tolist(), places(m, g, address), numbers, strict=True):
+        mbarrier = m.part(Barriers).use(m, warp, offset)
+        np.maximum(mbarrier.known, m.clocks.known[warp], out=mbarrier.known)
+        np.maximum(mbarrier.fenced, m.clocks.fenced[warp], out=mbarrier.fenced)
+        m.clocks.tick(np.array([warp]))
+        mbarrier.arrive(m, 1 if expect else each, each if expect else 0)
+
+
+@action(r"mbarrier\.try_wait\.parity" + MB, "pred <- @ u32", waits=True)
+def wait_for_phase(m: Program, g: Threads, address: Array, parity: Array) -> Threads | None:
+    """d = true, as soon as the phase of this parity is over; the first one has parity 0."""
+    parities = g.take(np.broadcast_to(parity, g.count))
+    offsets, passed = np.array(places(m, g, address)), np.zeros(len(parities), bool)
+    for warp in np.unique(g.owners).tolist():
+        lanes = g.owners == warp
+        if len({*offsets[lanes].tolist()}) > 1 or len({*parities[lanes].tolist()}) > 1:
+            m.fault("lanes of a warp wait for different phases, which the virtual GPU does not do")
+        mbarrier = m.part(Barriers).use(m, warp, int(offsets[lanes][0]))
+        wanted = int(parities[lanes][0])
+        if mbarrier.phase & 1 != wanted:
+            m.clocks.learn(warp, *mbarrier.done)
+            passed[lanes] = True
+        else:
+            m.part(Barriers).sleeping[warp] = mbarrier
+            text = f"mbarrier at byte {mbarrier.offset}, which is in phase {mbarrier.phase}"
+            m.explain(warp, f"waits for a phase of parity {wanted} of the {text}")
+    g.where(~g.spread(passed)).put(m.blocked, np.ones(g.count, bool))
+    return g.where(g.spread(passed)) if passed.any() else None
+
+
+def places(m: Program, g: Threads, address: Array) -> list[int]:
+    """The offset that each thread names."""
+    found: list[int] = m.part(Shared).offsets(m, "an mbarrier", g.take(address), MBARRIER).tolist()
+    return found
+
+
+@final
+@define(eq=False)
+class RegisterPool:
+    """Registers of each warp, and those that no warp has."""
+
+    of_warp: Array
+    free: int
+    wanting: list[int] = field(factory=list[int])
+
+    @classmethod
+    def of(cls, m: Program) -> RegisterPool:
+        """Warps begin with as many for a thread as the kernel says."""
+        each = m.launch.code.kernel.most_registers or 0
+        return cls(np.full(m.warps, each), REGISTERS - m.launch.threads * each)
+
+
+@action(r"setmaxnreg\.(?P<way>inc|dec)\.sync\.aligned\.u32", "<- #", waits=True)
+def set_registers(m: Program, g: Threads, count: int, way: str) -> None:
+    """Each thread has so many registers from now on; `inc` waits until they are free."""
+    pool, block = m.part(RegisterPool), m.block
+    for warp in m.together(g).tolist():
+        more = (count - int(pool.of_warp[warp])) * WARP
+        if (more < 0) == (way == "inc") and more:
+            m.fault(f"setmaxnreg.{way} to {count} of a warp that has {pool.of_warp[warp]}")
+        if more > pool.free:
+            pool.wanting.append(warp)
+            m.hold(warp, f"waits for {more} registers of which {pool.free} are free")
+            continue
+        pool.free -= more
+        pool.of_warp[warp] = count
+        m.at[warp * WARP : (warp + 1) * WARP] = block + 1
+        if more < 0:
+            for other in pool.wanting:
+                m.release(other)
+            pool.wanting.clear()

@@ -1,0 +1,106 @@
+"""Who has seen what: vector clocks.
+
+An agent is whatever reads or writes by itself: a warp, the products of a warp group, asynchronous
+copies. Each has a time. A warp knows a time of every agent, up to which it comes after what that
+agent did; barriers and waits pass this on. An access that does not come after another to the same
+cell, of which one is a write, is a race, whatever the order in which they happened to be executed.
+
+Copies of the copy engine and products read and write by another proxy: a write of threads has to be
+followed by fence.proxy.async before they may touch its cell. `fenced` holds the times up to which a
+warp knows that of every agent. Whether cp.async needs the fence too is not clear from the ISA; a
+missing one is noted.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+import numpy as np
+from attrs import define, field
+
+from attn_graph.testing.gpu.rules import Array
+
+MOST_MBARRIERS = 64
+AGENTS = (  # those of each warp
+    *("warp {}", "a product of warp {}", "an asynchronous copy of warp {}"),
+    *("tcgen05.ld of warp {}", "tcgen05.st of warp {}"),
+)
+
+
+@final
+@define(eq=False)
+class Clocks:
+    """The times that each warp knows, [warps, agents]."""
+
+    warps: int
+    known: Array = field(init=False)
+    fenced: Array = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.known = np.zeros((self.warps, self.tensor + 1 + MOST_MBARRIERS), np.int32)
+        self.fenced = np.zeros_like(self.known)
+        self.known[np.arange(self.warps), np.arange(self.warps)] = 1
+
+    # Numbers of agents: those of warps first, then
+
+    def product(self, warp: Array | int) -> Array | int:
+        """Products of a warp as part of its warp group."""
+        return self.warps + warp
+
+    def copy(self, warp: Array | int) -> Array | int:
+        """Asynchronous copies of a warp."""
+        return 2 * self.warps + warp
+
+    def load(self, warp: Array | int) -> Array | int:
+        """Loads of a warp from tensor memory."""
+        return 3 * self.warps + warp
+
+    def store(self, warp: Array | int) -> Array | int:
+        """Stores of a warp to tensor memory."""
+        return 4 * self.warps + warp
+
+    @property
+    def tensor(self) -> int:
+        """The tensor cores with a memory of their own."""
+        return 5 * self.warps
+
+    def mbarrier(self, number: int) -> int:
+        """Copies that arrive at an mbarrier."""
+        return self.tensor + 1 + number
+
+    def name(self, agent: int) -> str:
+        """An agent in words."""
+        if agent >= self.tensor:
+            return "a tensor core" if agent == self.tensor else "a copy of the copy engine"
+        kind, warp = divmod(agent, self.warps)
+        return AGENTS[kind].format(warp)
+
+    def is_generic(self, agents: Array) -> Array:
+        """Whether agents write by the proxy of threads: warps, and their asynchronous copies."""
+        first, last = self.copy(0), self.copy(self.warps)
+        return (agents >= 0) & ((agents < self.warps) | (agents >= first) & (agents < last))
+
+    # What warps learn
+
+    def now(self, warps: Array) -> Array:
+        """The times of warps."""
+        return self.known[warps, warps]
+
+    def tick(self, warps: Array) -> None:
+        """What these warps do from now on is later than what others learn of them now."""
+        self.known[warps, warps] += 1
+
+    def join(self, warps: Array) -> None:
+        """Warps meet: each comes after all that the others did."""
+        self.known[warps] = self.known[warps].max(0)
+        self.fenced[warps] = self.fenced[warps].max(0)
+        self.tick(warps)
+
+    def learn(self, warp: int, known: Array, fenced: Array) -> None:
+        """A warp comes after what these times cover."""
+        np.maximum(self.known[warp], known, out=self.known[warp])
+        np.maximum(self.fenced[warp], fenced, out=self.fenced[warp])
+
+    def fence(self, warps: Array) -> None:
+        """fence.proxy.async: what warps know may be touched by the other proxy."""
+        self.fenced[warps] = np.maximum(self.fenced[warps], self.known[warps])

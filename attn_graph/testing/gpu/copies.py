@@ -1,0 +1,216 @@
+"""Copies that run beside a program: cp.async of threads, and the copy engine. PTX ISA 9.7.9.25.
+
+Both take effect as late as they may: when a thread waits for them, or when nobody can go on.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import final
+
+import numpy as np
+from attrs import define, field, frozen
+
+from attn_graph.testing.gpu.barriers import Barriers, MBarrier
+from attn_graph.testing.gpu.matrices import SPANS, swizzle
+from attn_graph.testing.gpu.memory import Memory
+from attn_graph.testing.gpu.program import SHARED, Program
+from attn_graph.testing.gpu.rules import Array, action
+from attn_graph.testing.gpu.shared import Shared
+from attn_graph.testing.gpu.threads import Threads
+
+MAP = struct.Struct("<Q5Q4Q5I2B2B")  # as driver.c writes tensor maps
+MAP_ALIGNED = 128  # bytes; where the copy engine writes
+
+
+@final
+@frozen(eq=False)
+class ThreadCopies:
+    """Copies of threads by one instruction that have not landed, with the group of each."""
+
+    warps: Array
+    groups: Array
+    offsets: Array
+    data: Array
+    line: int
+
+    def select(self, some: Array) -> ThreadCopies:
+        """Some of them."""
+        warps, groups, offsets = self.warps[some], self.groups[some], self.offsets[some]
+        return ThreadCopies(warps, groups, offsets, self.data[some], self.line)
+
+    def land(self, memory: Array) -> None:
+        """Write them."""
+        size = self.data.shape[1]
+        memory.reshape(-1, size)[self.offsets // size] = self.data
+
+
+@final
+@frozen(eq=False)
+class TileCopy:
+    """A copy of the copy engine that has not landed: pieces of 16 bytes."""
+
+    mbarrier: MBarrier
+    phase: int
+    offsets: Array
+    data: Array
+    line: int
+
+    def land(self, m: Program) -> None:
+        """Write it, and let the mbarrier know. Raises Fault if its phase is over."""
+        m.line = self.line
+        if self.mbarrier.phase != self.phase:
+            m.fault("a copy lands in a later phase of its mbarrier than that in which it began")
+        m.part(Shared).bytes.reshape(-1, 16)[self.offsets // 16] = self.data
+        self.mbarrier.arrive(m, 0, -self.data.size)
+
+
+@final
+@define(eq=False)
+class Copies:
+    """Copies that have not landed. group: of each warp the number of its group that is open."""
+
+    group: Array
+    threads: list[ThreadCopies] = field(factory=list[ThreadCopies])
+    tiles: list[TileCopy] = field(factory=list[TileCopy])
+
+    @classmethod
+    def of(cls, m: Program) -> Copies:
+        """None yet."""
+        made = cls(np.ones(m.warps, np.int32))
+        m.on_idle.append(made.advance)
+        m.at_end.append(made.end)
+        return made
+
+    def advance(self, m: Program) -> bool:
+        """Let one copy of the engine land, if there is one."""
+        if not self.tiles:
+            return False
+        self.tiles.pop(m.random.randrange(len(self.tiles)) if m.random else 0).land(m)
+        return True
+
+    def land(self, m: Program, done: Array) -> None:
+        """Let copies of threads land: those of groups up to that of their warp in `done`."""
+        waiting = list[ThreadCopies]()
+        for copies in self.threads:
+            over = copies.groups <= done[copies.warps]
+            copies.select(over).land(m.part(Shared).bytes)
+            if not over.all():
+                waiting.append(copies.select(~over))
+        self.threads = waiting
+
+    def end(self, m: Program) -> None:
+        """The program ends. Raises Fault if copies are on their way."""
+        for line in [x.line for x in self.tiles] + [x.line for x in self.threads]:
+            m.line = line
+            m.fault("it ends before a copy has landed")
+
+
+@action(r"cp\.async\.c[ag]\.shared\.global", "<- @ @ # u32?")
+def copy_async(
+    m: Program, g: Threads, target: Array, source: Array, size: int, given: Array | None = None
+) -> None:
+    """Copy 4, 8 or 16 bytes: the first `given` of them, then zeros."""
+    offsets = m.part(Shared).offsets(m, "cp.async", g.take(target), size)
+    given = g.take(np.broadcast_to(np.uint32(size) if given is None else given, g.count))
+    if not offsets.size:
+        return
+    full = given == size
+    if not (full | (given == 0)).all():
+        m.fault("cp.async of a part of its bytes, which the virtual GPU does not do")
+    data = np.zeros((len(offsets), size), np.uint8)
+    words = m.part(Memory).load(m, "cp.async of", g.take(source)[full], 4, size // 4)
+    data[full] = np.ascontiguousarray(words.T).view(np.uint8)
+    cells, warps, ledger = m.part(Shared).cells(offsets, size), g.owners, m.part(Shared).ledger
+    m.part(Shared).forget(m, offsets, size)
+    ledger.check_free(m, "cp.async", warps, cells)
+    groups = m.part(Copies).group[warps]
+    ledger.note_write(m, np.asarray(m.clocks.copy(warps)), groups, cells)
+    m.part(Copies).threads.append(ThreadCopies(warps, groups, offsets, data, m.line))
+
+
+@action(r"cp\.async\.commit_group", "<-")
+def commit_copies(m: Program, g: Threads) -> None:
+    """The copies since the last commit are a group."""
+    m.part(Copies).group[m.together(g)] += 1
+
+
+@action(r"cp\.async\.wait_group", "<- #")
+def wait_for_copies(m: Program, g: Threads, pending: int) -> None:
+    """Wait until at most so many groups of each thread, the last ones, are on their way."""
+    warps = m.together(g)
+    done = np.full(m.warps, -1, np.int32)
+    done[warps] = m.part(Copies).group[warps] - 1 - pending
+    m.part(Copies).land(m, done)
+    agents = m.clocks.copy(warps)
+    m.clocks.known[warps, agents] = np.maximum(m.clocks.known[warps, agents], done[warps])
+
+
+@final
+@frozen
+class TensorMap:
+    """A tensor as the copy engine sees it, innermost axis first. strides: bytes, from axis 1 on."""
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    item: int
+    span: int
+    nan: bool
+
+    @classmethod
+    def read(cls, contents: bytes) -> TensorMap:
+        """From the bytes that driver.c writes."""
+        address, *rest = MAP.unpack_from(contents)
+        rank, item, mode, nan = rest[14:]
+        shape, strides, box = rest[:rank], rest[5 : 4 + rank], rest[9 : 9 + rank]
+        return cls(address, (*shape,), (*strides,), (*box,), item, SPANS[mode], bool(nan))
+
+    def rows(self, first: tuple[int, ...]) -> tuple[Array, Array]:
+        """Addresses of the rows of a box that begins somewhere, and which are in the tensor."""
+        places = np.indices(self.box[:0:-1]).reshape(len(self.box) - 1, -1)[::-1].astype(np.int64)
+        places += np.array(first[1:], np.int64)[:, None]
+        inside = ((places >= 0) & (places < np.array(self.shape[1:])[:, None])).all(axis=0)
+        addresses = self.address + (places * np.array(self.strides)[:, None]).sum(axis=0)
+        return np.asarray(addresses), np.asarray(inside)
+
+    def fetch(self, m: Program, first: tuple[int, ...]) -> Array:
+        """The bytes of a box, [rows, bytes]; zeros outside of the tensor."""
+        addresses, inside = self.rows(first)
+        data = np.zeros((len(addresses), self.box[0] * self.item), np.uint8)
+        columns = first[0] + np.arange(self.box[0])
+        (kept,) = np.nonzero((columns >= 0) & (columns < self.shape[0]))
+        if inside.any() and kept.size:
+            at = (addresses[inside] + columns[kept[0]] * self.item).astype(np.uint64)
+            words = m.part(Memory).load(m, "a copy of", at, self.item, len(kept), align=self.item)
+            begin = kept[0] * self.item
+            data[inside, begin : begin + len(kept) * self.item] = np.ascontiguousarray(
+                words.T
+            ).view(np.uint8)
+        return data
+
+
+TILE = r"cp\.async\.bulk\.tensor\.[1-5]d\.shared::(?:cta|cluster)\.global(?:\.tile)?"
+
+
+@action(TILE + r"\.mbarrier::complete_tx::bytes", "<- @ @map @")
+def copy_tile(
+    m: Program, g: Threads, target: Array, tensor: Array, first: tuple[Array, ...], barrier: Array
+) -> None:
+    """The copy engine fetches a box of a tensor, and lets an mbarrier know its bytes."""
+    bars = m.part(Shared).offsets(m, "an mbarrier", g.take(barrier), 8)
+    for k, warp in enumerate(g.owners.tolist()):
+        tile = TensorMap.read(m.parameter_at(int(g.take(tensor)[k])))
+        corner = tuple(int(g.take(np.broadcast_to(x, g.count))[k]) for x in first)
+        mbarrier = m.part(Barriers).use(m, warp, int(bars[k]), proxy=True)
+        if tile.nan or len(corner) != len(tile.box):
+            m.fault("a tensor map with NaN outside of the tensor, or of another rank")
+        data = tile.fetch(m, corner).reshape(-1, 16)
+        shared, warps = m.part(Shared), np.array([warp])
+        start = shared.offsets(m, "a copy", g.take(target)[k : k + 1], data.size, MAP_ALIGNED)
+        offsets = swizzle(SHARED + start + 16 * np.arange(len(data)), tile.span) - SHARED
+        cells, ledger = np.unique(shared.cells(offsets, 16))[None], shared.ledger
+        ledger.check_free(m, "a copy of the copy engine", warps, cells, proxy=True)
+        ledger.note_write(m, np.array([mbarrier.agent]), np.array([mbarrier.time]), cells)
+        m.part(Copies).tiles.append(TileCopy(mbarrier, mbarrier.phase, offsets, data, m.line))

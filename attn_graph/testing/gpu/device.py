@@ -1,0 +1,242 @@
+"""A GPU that is not there: Triton's own launcher, on a stand-in for the driver."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from itertools import accumulate
+from pathlib import Path
+from tempfile import mkdtemp
+from types import SimpleNamespace
+from typing import Any, final
+from unittest.mock import patch
+
+import torch
+from attrs import define, field
+
+from attn_graph.lowering.cudnn.offline import compile_stand_in
+from attn_graph.machine.target import VIRTUAL, Target
+from attn_graph.testing.gpu.instructions import translate
+from attn_graph.testing.gpu.memory import Memory, Unset
+from attn_graph.testing.gpu.program import Launch
+
+SOURCE = Path(__file__).with_name("driver.c")
+HIDDEN = 9  # arguments of a launcher before those of the kernel
+
+
+class LaunchRecord(ctypes.Structure):
+    """A launch, as driver.c has it."""
+
+    _fields_ = (
+        ("function", ctypes.c_void_p),
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("taken", ctypes.c_uint),
+        ("parameters", ctypes.c_ubyte * 32764),
+    )
+
+
+@cache
+def load_driver() -> ctypes.CDLL:
+    """Build the stand-in, and load it where Triton looks for the driver. Raises RuntimeError."""
+    import triton
+
+    if torch.cuda.is_available():
+        raise RuntimeError("a virtual GPU needs a machine without one; here PyTorch can use a GPU")
+    include = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
+    path = compile_stand_in(Path(mkdtemp(prefix="attn_graph_")), SOURCE, f"-I{include}", "-w")
+    return ctypes.CDLL(path, ctypes.RTLD_GLOBAL)
+
+
+@cache
+def load_launcher() -> Any:  # Any: a class of Triton's
+    """Triton's launcher, which is compiled once and stays in its cache."""
+    from triton import knobs
+    from triton.backends.nvidia.driver import CudaUtils
+
+    before = knobs.nvidia.libcuda_path
+    knobs.nvidia.libcuda_path = str(Path(load_driver()._name).parent)
+    try:
+        return CudaUtils()
+    finally:
+        knobs.nvidia.libcuda_path = before
+
+
+LOADED: dict[int, str] = {}  # the PTX of each function that Triton has loaded
+
+
+@final
+class Launcher:
+    """Makes launches of one kernel: by Triton's launcher, and then by the virtual GPU.
+
+    Triton keeps it as long as the kernel, longer than a GPU may live.
+    """
+
+    def __init__(self, src: Any, metadata: Any) -> None:  # Any: Triton's
+        from triton.backends.nvidia.driver import CudaLauncher
+
+        self.launch = CudaLauncher(src, metadata)
+        self.names: tuple[str, ...] = tuple(src.fn.arg_names)
+
+    def __call__(self, *arguments: Any) -> None:  # Any: as Triton passes them
+        from triton.runtime import driver
+
+        self.launch(*arguments)
+        gpu = driver.active.gpu
+        tensors = dict(named_tensors(zip(self.names, arguments[HIDDEN:], strict=True)))
+        gpu.execute(tensors)
+
+
+def named_tensors(arguments: Any) -> Iterator[tuple[str, torch.Tensor]]:  # Any: pairs with a name
+    """Tensors among arguments, also in tuples and in descriptors of tensors."""
+    for name, x in arguments:
+        if isinstance(x, torch.Tensor):
+            yield name, x
+        elif isinstance(x, tuple):
+            yield from named_tensors((f"{name}[{n}]", each) for n, each in enumerate(x))
+        elif isinstance(base := getattr(x, "base", None), torch.Tensor):
+            yield name, base
+
+
+@final
+@define(eq=False)
+class VirtualGpu:
+    """A GPU whose code the CPU executes.
+
+    target: the GPU. seed: draws the order of warps and copies; None: those furthest behind first.
+    notes: what its kernels leave out of what the PTX ISA asks for, though GPUs are known to bear
+    it. programs: how many have been executed.
+    """
+
+    target: Target
+    seed: int | None = None
+    notes: set[str] = field(factory=set[str])
+    programs: int = 0
+    unset: Unset = field(factory=Unset, repr=False)
+
+    def execute(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Execute the launch that the driver was given last. Raises Fault."""
+        record = LaunchRecord()
+        if not load_driver().take_launch(ctypes.byref(record)):
+            return  # of no program
+        code = translate(LOADED[record.function])
+        sizes = code.kernel.parameters
+        ends = accumulate(sizes.values())
+        contents = bytes(record.parameters)
+        parameters = {
+            name: contents[end - size : end]
+            for (name, size), end in zip(sizes.items(), ends, strict=True)
+        }
+        grid = record.grid[0], record.grid[1], record.grid[2]
+        memory = Memory.around(tensors, self.unset)
+        Launch(
+            code, grid, record.block[0], record.shared, parameters, memory, self.seed, self.notes
+        ).run()
+        self.programs += grid[0] * grid[1] * grid[2]
+
+
+@final
+class Driver:
+    """The driver that Triton asks for a device, while a virtual GPU is in use."""
+
+    def __init__(self, gpu: VirtualGpu) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self.gpu, self.texts = gpu, dict[str, str]()
+        self.target = GPUTarget("cuda", gpu.target.sm, 32)
+        own = load_launcher()
+        self.utils = SimpleNamespace(
+            load_binary=self.load_binary,
+            get_device_properties=own.get_device_properties,
+            fill_tma_descriptor_tiled=own.fill_tma_descriptor_tiled,
+            build_signature_metadata=own.build_signature_metadata,
+            launch=own.launch,
+        )
+        self.launcher_cls = Launcher
+
+    def get_current_target(self) -> Any:  # Any: Triton's
+        """The GPU to compile for."""
+        return self.target
+
+    def get_current_device(self) -> int:
+        """A number that no GPU has: by it Triton keeps kernels apart."""
+        return 1000 + self.gpu.target.sm
+
+    def get_current_stream(self, device: object) -> int:
+        """The one stream."""
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        """Where tensors are."""
+        return torch.device("cpu")
+
+    def note_text(self, *given: Any) -> None:  # Any: as Triton's hook is called
+        """Triton is about to load a kernel: keep its PTX."""
+        _, _, name, group, _ = given
+        (path,) = (Path(path) for file, path in group.items() if file.endswith(".ptx"))
+        self.texts[name] = path.read_text()
+
+    def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[int, ...]:
+        """Load a kernel; the driver is told the sizes of its parameters."""
+        loaded: tuple[int, ...] = load_launcher().load_binary(name, kernel, shared, device)
+        text = LOADED[loaded[1]] = self.texts.pop(name)
+        sizes = [*parameter_sizes(text)]
+        array = (ctypes.c_uint * len(sizes))(*sizes)
+        if not load_driver().describe_function(ctypes.c_void_p(loaded[1]), len(sizes), array):
+            raise RuntimeError(f"{name} has {len(sizes)} parameters, too many for a virtual GPU")
+        return loaded
+
+
+def parameter_sizes(text: str) -> Iterator[int]:
+    """Bytes of each parameter of a kernel."""
+    yield from translate(text).kernel.parameters.values()
+
+
+@contextmanager
+def virtual_gpu(name: str | Target, *, seed: int | None = None) -> Iterator[VirtualGpu]:
+    """Within this block Triton's kernels run on the CPU as a GPU would run them.
+
+    Plans for the device's `target` take tensors of the CPU then. Kernels are compiled for the GPU
+    by name, launched by Triton's own launcher, and the compiled code is executed: instruction by
+    instruction, asynchronous ones as late as they may be, every access to memory checked. What a
+    GPU does not define raises Fault. Slow: a tile of 64 x 64 scores takes some hundredths of a
+    second. Other threads may not use Triton. Raises RuntimeError where PyTorch can use a GPU, or
+    Triton interprets.
+    """
+    from triton import knobs
+    from triton.runtime import driver
+
+    gpu = VirtualGpu(Target.of(name) if isinstance(name, str) else name, seed)
+    if knobs.runtime.interpret or gpu.target in VIRTUAL:
+        raise RuntimeError("Triton interprets kernels here, or another virtual GPU is in use")
+    target, before = gpu.target, driver._active
+    load_driver().describe_device(
+        target.shared_memory, target.shared_memory_per_sm, target.multiprocessors
+    )
+    own, hook = Driver(gpu), knobs.runtime.kernel_load_start_hook
+    with ExitStack() as undo:
+        undo.callback(setattr, driver, "_active", before)
+        undo.callback(hook.remove, own.note_text)
+        undo.callback(VIRTUAL.discard, target)
+        stand_in: Any = own  # Any: Triton's annotation names its base class
+        driver.set_active(stand_in)
+        hook.add(own.note_text)
+        VIRTUAL.add(target)
+        for name in ("empty", "empty_strided"):
+            undo.enter_context(patch.object(torch, name, watch(getattr(torch, name), gpu.unset)))
+        yield gpu
+
+
+def watch(make: Any, unset: Unset) -> Any:  # Any: a function of PyTorch's
+    """A function that makes tensors without contents, which are noted."""
+
+    def made(*arguments: Any, **options: Any) -> torch.Tensor:
+        tensor: torch.Tensor = make(*arguments, **options)
+        if tensor.device.type == "cpu" and tensor.layout == torch.strided:
+            unset.add(tensor)
+        return tensor
+
+    return made

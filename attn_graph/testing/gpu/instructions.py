@@ -1,0 +1,24 @@
+"""All instructions: importing their modules fills the table of rules."""
+
+from functools import lru_cache
+
+from attn_graph.testing.gpu import (
+    arithmetic,
+    barriers,
+    copies,
+    lanes,
+    memory,
+    products,
+    shared,
+    tensor_memory,
+)
+from attn_graph.testing.gpu.ptx import parse
+from attn_graph.testing.gpu.translate import Translation, translate_kernel
+
+HOMES = (arithmetic, barriers, copies, lanes, memory, products, shared, tensor_memory)
+
+
+@lru_cache(maxsize=512)
+def translate(text: str) -> Translation:
+    """Translate the kernel of a PTX module. Raises UnknownInstructionError."""
+    return translate_kernel(parse(text))

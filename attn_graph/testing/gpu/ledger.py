@@ -1,0 +1,126 @@
+"""The last write and the last reads of each cell of a memory: who must have seen which."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import final
+
+import numpy as np
+from attrs import define, field
+
+from attn_graph.testing.gpu.clocks import Clocks
+from attn_graph.testing.gpu.program import Program
+from attn_graph.testing.gpu.rules import Array
+
+
+@final
+@define(eq=False)
+class Ledger:
+    """The last write and the last reads of each cell. readers: the agents that may read here."""
+
+    clocks: Clocks
+    cells: int
+    readers: Array
+    memory: str
+    grain: int = 1
+    writer: Array = field(init=False)
+    time: Array = field(init=False)
+    line: Array = field(init=False)
+    read_line: Array = field(init=False)
+    reads: Array = field(init=False)
+    row: Array = field(init=False)  # of an agent in reads
+
+    def __attrs_post_init__(self) -> None:
+        self.writer = np.full(self.cells, -1, np.int16)
+        self.time, self.line, self.read_line = np.zeros((3, self.cells), np.int32)
+        self.reads = np.zeros((len(self.readers), self.cells), np.int32)
+        self.row = np.zeros(self.clocks.known.shape[1], np.intp)
+        self.row[self.readers] = np.arange(len(self.readers))
+
+    def describe(self, cell: int) -> str:
+        """A cell in words."""
+        return f"{self.memory}, {'byte' if self.grain else 'cell'} {cell * (self.grain or 1)}"
+
+    def check_seen(
+        self, m: Program, text: str, warps: Array, cells: Array, proxy: bool = False, own: int = -2
+    ) -> None:
+        """Raise Fault unless a warp in each row of cells comes after the last writes there.
+
+        proxy: the access is by the other proxy. own: an agent whose writes come in order.
+        """
+        writers, times, row = self.writer[cells], self.time[cells], warps[:, None]
+        unset = writers < 0
+        if unset.any():
+            cell = cells[unset].flat[0]
+            m.fault(f"{text} of {self.describe(cell)}, to which nothing was written")
+        unseen = (self.clocks.known[row, writers] < times) & (writers != own)
+        if unseen.any():
+            self.blame(m, f"{text} of", "is not ordered after the write by", cells, unseen)
+        if proxy:
+            self.check_fenced(m, text, row, cells, writers, times)
+
+    def check_fenced(
+        self, m: Program, text: str, row: Array, cells: Array, writers: Array, times: Array
+    ) -> None:
+        """Raise Fault unless stores of threads are fenced from the other proxy; note cp.async."""
+        late = self.clocks.is_generic(writers) & (self.clocks.fenced[row, writers] < times)
+        if not late.any():
+            return
+        stores = late & (writers < self.clocks.warps)
+        if stores.any():
+            self.blame(
+                m, f"{text} of", "has no fence.proxy.async after the write by", cells, stores
+            )
+        lines = ", ".join(map(str, np.unique(self.line[cells[late]])))
+        m.note(f"{text} has no fence.proxy.async after cp.async in PTX line {lines}")
+
+    def check_free(
+        self,
+        m: Program,
+        text: str,
+        warps: Array,
+        cells: Array,
+        proxy: bool = False,
+        own: int = -2,
+        same: Callable[[], Array] | None = None,
+    ) -> None:
+        """Raise Fault unless a write in each row comes after all reads and writes there.
+
+        same: the rows that hold already what is written.
+        """
+        writers, times, row = self.writer[cells], self.time[cells], warps[:, None]
+        unseen = (writers >= 0) & (self.clocks.known[row, writers] < times) & (writers != own)
+        if unseen.any() and same is not None:
+            unseen &= ~same()[:, None]
+        if unseen.any():
+            self.blame(m, f"{text} to", "is not ordered after the write by", cells, unseen)
+        if proxy:
+            self.check_fenced(m, text, row, cells, writers, times)
+        known = self.clocks.known[warps][:, self.readers].T[:, :, None]
+        late = self.reads[:, cells] > known
+        if own >= 0 and own in self.readers:
+            late[self.row[own]] = False
+        if late.any():
+            reader, *at = np.argwhere(late)[0]
+            cell = int(cells[tuple(at)])
+            who = self.clocks.name(int(self.readers[reader]))
+            m.fault(
+                f"{text} to {self.describe(cell)} is not ordered after the read by {who} in PTX "
+                f"line {self.read_line[cell]}"
+            )
+
+    def blame(self, m: Program, text: str, fault: str, cells: Array, wrong: Array) -> None:
+        """Raise Fault with the write that an access should have come after."""
+        cell = int(cells[wrong].flat[0])
+        who = self.clocks.name(int(self.writer[cell]))
+        m.fault(f"{text} {self.describe(cell)} {fault} {who} in PTX line {self.line[cell]}")
+
+    def note_read(self, m: Program, agents: Array, times: Array, cells: Array) -> None:
+        """Agents read cells, a row for each agent."""
+        self.reads[self.row[agents][:, None], cells] = times[:, None]
+        self.read_line[cells] = m.line
+
+    def note_write(self, m: Program, agents: Array, times: Array, cells: Array) -> None:
+        """Agents write cells, a row for each agent."""
+        self.writer[cells], self.time[cells] = agents[:, None], times[:, None]
+        self.line[cells] = m.line

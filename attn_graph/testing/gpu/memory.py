@@ -1,0 +1,224 @@
+"""Global memory of a launch: the tensors' own, and which of its bytes programs may touch.
+
+A program may touch the bytes of elements of the tensors that a launch is given, not those between
+them. It may not read what nothing was written to, nor what another program of the launch writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Any, final
+
+import numpy as np
+import torch
+from attrs import define, field, frozen
+
+from attn_graph.testing.gpu.program import Program
+from attn_graph.testing.gpu.rules import DTYPES, Array, action
+from attn_graph.testing.gpu.threads import Threads
+
+
+def bytes_of(tensor: torch.Tensor) -> Array:
+    """All bytes of a tensor's storage, in place."""
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
+
+
+@final
+@define(eq=False)
+class Unset:
+    """Bytes of new tensors that nothing was written to, by the first address of their storage.
+
+    The tensors' storages are kept: else another tensor might come to lie at the same address.
+    """
+
+    written: dict[int, Array] = field(factory=dict[int, Array])
+    kept: list[torch.UntypedStorage] = field(factory=list[torch.UntypedStorage])
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """A new tensor without contents."""
+        storage = tensor.untyped_storage()
+        if storage.nbytes():
+            bytes_of(tensor)[:] = 0xFB  # NaN in every type
+            self.written[storage.data_ptr()] = np.zeros(storage.nbytes(), np.uint8)
+            self.kept.append(storage)
+
+
+@final
+@frozen(eq=False)
+class Region:
+    """The storage of tensors of a launch, in units of the smallest element.
+
+    valid: whether a unit belongs to an element. written: bytes that hold something. writer, reader:
+    the program that wrote, and read, a unit, from 1 on; 0: none.
+    """
+
+    name: str
+    start: int
+    data: Array
+    unit: int
+    valid: Array
+    written: Array | None
+    writer: Array
+    reader: Array
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor], unset: Unset) -> Region:
+        """Of tensors in one storage, by name."""
+        first = next(iter(tensors.values()))
+        start, data = first.untyped_storage().data_ptr(), bytes_of(first)
+        unit = min(t.itemsize for t in tensors.values())
+        valid = np.zeros(len(data), bool)
+        for tensor in tensors.values():
+            mark_elements(valid, tensor)
+        written = unset.written.get(start)
+        units = len(data) // unit
+        return cls(
+            name=", ".join(tensors),
+            start=start,
+            data=data,
+            unit=unit,
+            valid=valid[: units * unit : unit],
+            written=None if written is None else written[: units * unit].reshape(-1, unit),
+            writer=np.zeros(units, np.int32),
+            reader=np.zeros(units, np.int32),
+        )
+
+    @property
+    def stop(self) -> int:
+        """The address behind its last byte."""
+        return self.start + len(self.data)
+
+    def words(self, size: int) -> Array:
+        """The memory as numbers of so many bytes."""
+        return self.data[: len(self.data) // size * size].view(f"u{size}")
+
+    def check(self, m: Program, text: str, offsets: Array, size: int, store: bool) -> None:
+        """Check an access to `size` bytes from each offset on, and note it. Raises Fault."""
+        units = (offsets // self.unit)[:, None] + np.arange(max(1, size // self.unit))
+        me, writers = m.number, self.writer[units]
+        if not self.valid[units].all():
+            m.fault(f"{text} bytes of {self.name} that belong to no element")
+        others = (writers != 0) & (writers != me)
+        if others.any():
+            m.fault(f"{text} bytes of {self.name} that program number {writers[others][0]} stores")
+        if store:
+            readers = self.reader[units]
+            others = (readers != 0) & (readers != me)
+            if others.any():
+                m.fault(
+                    f"{text} bytes of {self.name} that program number {readers[others][0]} reads"
+                )
+            self.writer[units] = me
+            if self.written is not None:
+                self.written[units] = 1
+        else:
+            self.reader[units] = me
+            if self.written is not None and not self.written[units].all():
+                m.fault(f"{text} bytes of {self.name} to which nothing was written")
+
+
+def mark_elements(valid: Array, tensor: torch.Tensor) -> None:
+    """Mark the bytes of a tensor's elements among those of its storage."""
+    if tensor.numel():
+        first = valid[tensor.storage_offset() * tensor.itemsize :]
+        shape = (*tensor.shape, tensor.itemsize)
+        strides = (*(n * tensor.itemsize for n in tensor.stride()), 1)
+        np.lib.stride_tricks.as_strided(first, shape, strides)[...] = True
+
+
+@final
+@frozen(eq=False)
+class Memory:
+    """Global memory of a launch."""
+
+    regions: tuple[Region, ...]
+
+    @classmethod
+    def of(cls, m: Program) -> Memory:
+        """The one of a program's launch."""
+        memory = m.launch.memory
+        assert isinstance(memory, Memory)
+        return memory
+
+    @classmethod
+    def around(cls, tensors: Mapping[str, torch.Tensor], unset: Unset) -> Memory:
+        """Of the tensors that a launch is given, by name."""
+        storages: dict[int, dict[str, torch.Tensor]] = {}
+        for name, tensor in tensors.items():
+            if tensor.untyped_storage().nbytes():
+                start = tensor.untyped_storage().data_ptr()
+                storages.setdefault(start, {})[name] = tensor
+        regions = (Region.of(storages[start], unset) for start in sorted(storages))
+        return cls(tuple(regions))
+
+    @cached_property
+    def starts(self) -> Array:
+        """The first address of each region."""
+        return np.array([region.start for region in self.regions], np.uint64)
+
+    def split(
+        self, m: Program, text: str, addresses: Array, size: int, align: int = 0
+    ) -> Iterator[tuple[Region, Any, Array]]:  # Any: what indexes an array
+        """The regions of accesses to `size` bytes, the indices of those in each, and offsets."""
+        if (addresses % np.uint64(align or size)).any():
+            m.fault(f"{text} {size} bytes of global memory at no multiple of {align or size}")
+        homes = np.searchsorted(self.starts, addresses, "right") - 1
+        for home in np.unique(homes).tolist():
+            at = slice(None) if (homes == home).all() else np.flatnonzero(homes == home)
+            region = self.regions[max(home, 0)]
+            last = int(addresses[at].max()) + size
+            if home < 0 or last > region.stop:
+                m.fault(
+                    f"{text} global memory at {last - size:#x}, which is in no tensor; "
+                    f"{region.name} is at {region.start:#x} to {region.stop:#x}"
+                )
+            yield region, at, (addresses[at] - np.uint64(region.start)).astype(np.int64)
+
+    def load(
+        self, m: Program, text: str, addresses: Array, size: int, count: int, align: int = 0
+    ) -> Array:
+        """`count` numbers of `size` bytes at each address, [count, addresses]."""
+        loaded = np.zeros((count, len(addresses)), f"u{size}")
+        for region, at, offsets in self.split(m, text, addresses, size * count, align):
+            region.check(m, text, offsets, size * count, store=False)
+            loaded[:, at] = region.words(size)[offsets // size + np.arange(count)[:, None]]
+        return loaded
+
+    def store(self, m: Program, addresses: Array, values: Array) -> None:
+        """Numbers to each address, [count, addresses]."""
+        size, count = values.itemsize, len(values)
+        for region, at, offsets in self.split(m, "a store to", addresses, size * count):
+            region.check(m, "a store to", offsets, size * count, store=True)
+            region.words(size)[offsets // size + np.arange(count)[:, None]] = values[:, at]
+
+
+@action(r"ld\.param\.(?P<type>[busf]\d+)", "{type} <- param")
+def load_parameter(m: Program, g: Threads, name: str, offset: int, type: str) -> Array:
+    """d = a parameter of the kernel."""
+    contents, dtype = m.launch.parameters[name], DTYPES[type]
+    if offset + dtype.itemsize > len(contents):
+        m.fault(
+            f"a load of {dtype.itemsize} bytes at {offset} of {name}, which has {len(contents)}"
+        )
+    return np.full(g.count, np.frombuffer(contents, dtype, 1, offset)[0])
+
+
+@action(r"ld\.global(?P<many>\.v[248])?\.(?P<type>[busf]\d+)", "{type}* <- @")
+def load_global(
+    m: Program, g: Threads, address: Array, many: str | None, type: str, used: int | None = None
+) -> Array:
+    """d = the number at an address, or several side by side."""
+    dtype, count = DTYPES[type], int((many or ".v1")[2:])
+    words = m.part(Memory).load(m, "a load of", g.take(address), dtype.itemsize, count)
+    return g.spread(words.view(dtype))
+
+
+@action(r"st\.global(?:\.v[248])?\.(?P<type>[busf]\d+)", "<- @ {type}*")
+def store_global(
+    m: Program, g: Threads, address: Array, values: tuple[Array, ...], type: str
+) -> None:
+    """Store a number at an address, or several side by side."""
+    size = DTYPES[type].itemsize
+    rows = np.stack([np.broadcast_to(x, g.count).view(f"u{size}") for x in values])
+    m.part(Memory).store(m, g.take(address), g.take(rows))

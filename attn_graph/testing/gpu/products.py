@@ -1,0 +1,280 @@
+"""Products of matrices: of a warp (mma), and of a warp group while it goes on (wgmma).
+
+PTX ISA 9.7.14 and 9.7.15. Sums are in float32; a tensor core's own rounding is not known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import final
+
+import numpy as np
+from attrs import define
+
+from attn_graph.testing.gpu.matrices import (
+    Tile,
+    left_fragment,
+    right_fragment,
+    spread_sums,
+    sum_fragment,
+)
+from attn_graph.testing.gpu.program import Program
+from attn_graph.testing.gpu.rules import Array, action
+from attn_graph.testing.gpu.shared import Shared, halves_as_numbers
+from attn_graph.testing.gpu.threads import WARP, Threads
+
+GROUP = 4  # warps
+F32 = np.float32
+SPANS = (16, 128, 64, 32)  # bytes that are swizzled together, by a descriptor's mode
+ON_THEIR_WAY = 0x7FBADBAD  # what registers of a product hold before its wait
+
+
+@action(
+    r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(?P<kind>f16|bf16)\.(?P=kind)\.f32",
+    "f32* <- b32* b32* f32*",
+)
+def multiply_fragments(
+    m: Program,
+    g: Threads,
+    a: tuple[Array, ...],
+    b: tuple[Array, ...],
+    c: tuple[Array, ...],
+    kind: str,
+) -> Array:
+    """D = A B + C: [16,16] [16,8] in half precision for each warp, sums in float32."""
+    m.together(g)
+    left = left_fragment(as_halves(g, a, kind))
+    sums = left @ right_fragment(as_halves(g, b, kind)) + sum_fragment(stack_registers(g, c))
+    return spread_sums(sums)
+
+
+@action(r"mma\.sync\.aligned\.m16n8k8\.row\.col\.f32\.tf32\.tf32\.f32", "f32* <- f32* f32* f32*")
+def multiply_tf32_fragments(
+    m: Program, g: Threads, a: tuple[Array, ...], b: tuple[Array, ...], c: tuple[Array, ...]
+) -> Array:
+    """D = A B + C: [16,8] [8,8], of which the first 19 bits of each number count."""
+    m.together(g)
+    left, right = (cut_to_tf32(stack_registers(g, x)) for x in (a, b))
+    left = left.reshape(2, 2, -1, 8, 4).transpose(2, 1, 3, 0, 4).reshape(-1, 16, 8)
+    right = right.reshape(2, -1, 8, 4).transpose(1, 0, 3, 2).reshape(-1, 8, 8)
+    return spread_sums(left @ right + sum_fragment(stack_registers(g, c)))
+
+
+def cut_to_tf32(x: Array) -> Array:
+    """Numbers without the bits that TF32 does not have."""
+    return (x.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+
+
+def stack_registers(g: Threads, values: tuple[Array, ...]) -> Array:
+    """[registers, threads]."""
+    return np.stack([np.broadcast_to(x, g.count) for x in values])
+
+
+def as_halves(g: Threads, values: tuple[Array, ...], kind: str) -> Array:
+    """[registers, threads, 2] in float32."""
+    bits = np.ascontiguousarray(stack_registers(g, values)).view(np.uint16)
+    return halves_as_numbers(bits, kind).reshape(len(values), g.count, 2)
+
+
+@final
+@define(eq=False)
+class Products:
+    """Products of warp groups that are on their way.
+
+    Each warp computes its own 16 rows. group: of each warp the number of its group that is open;
+    done: the last group that it has waited for. row: of each register of products. Of these, by
+    row: registers, what they hold; results, what they will hold; sums, factors: of each warp the
+    group that sets it, or reads it; fenced: whether it was set before the last wgmma.fence.
+    """
+
+    group: Array
+    done: Array
+    row: Mapping[int, int]
+    registers: Array
+    results: Array
+    sums: Array
+    factors: Array
+    fenced: Array
+    is_busy: bool = False
+
+    @classmethod
+    def of(cls, m: Program) -> Products:
+        """None yet."""
+        row = m.launch.code.row
+        zeros = np.zeros((len(row), m.warps), np.int32)
+        made = cls(
+            group=np.ones(m.warps, np.int32),
+            done=np.zeros(m.warps, np.int32),
+            row=row,
+            registers=m.watched,
+            results=np.zeros(m.watched.shape, np.float32),
+            sums=zeros,
+            factors=zeros.copy(),
+            fenced=zeros.astype(bool),
+        )
+        m.at_end.append(made.end)
+        return made
+
+    def check_read(self, m: Program, register: int, g: Threads) -> None:
+        """Raise Fault if a product that sets the register is on its way."""
+        warps = g.warp_index
+        if self.is_busy and (self.sums[self.row[register], warps] > self.done[warps]).any():
+            name = m.name_of(register)
+            m.fault(f"{name} is read before the wait for the product that sets it")
+
+    def check_write(self, m: Program, register: int, g: Threads) -> None:
+        """Raise Fault if a product that sets or reads the register is on its way."""
+        warps, row = g.warp_index, self.row[register]
+        self.fenced[row, warps] = False
+        for use, users in (("sets", self.sums), ("reads", self.factors)) if self.is_busy else ():
+            if (users[row, warps] > self.done[warps]).any():
+                name = m.name_of(register)
+                m.fault(f"{name} is set before the wait for a product that {use} it")
+
+    def check_fence(self, m: Program, rows: Array, warps: Array) -> None:
+        """Note registers that were set after the last wgmma.fence."""
+        at = np.ix_(rows, warps)
+        if (~self.fenced[at] & (self.sums[at] == 0)).any():
+            m.note("no wgmma.fence after a register of a product is set; ptxas adds one (C7519)")
+
+    def so_far(self, rows: Array, span: slice, warps: Array) -> Array:
+        """What products add to: registers, or results of products before, [rows, threads]."""
+        pending = np.repeat(self.sums[np.ix_(rows, warps)] > 0, WARP, axis=1)
+        return np.where(pending, self.results[rows, span], self.registers[rows, span].view(F32))
+
+    def begin(self, rows: Array, factors: Array, sums: Array, span: slice, warps: Array) -> None:
+        """Warps begin a product: its registers will hold sums [rows, threads]."""
+        self.results[rows, span], self.registers[rows, span] = sums, ON_THEIR_WAY
+        self.sums[np.ix_(rows, warps)] = self.group[warps]
+        self.factors[np.ix_(factors, warps)] = self.group[warps]
+        self.is_busy = True
+
+    def finish(self, m: Program, warp: int, done: int) -> None:
+        """A warp has waited for its groups up to this one: their registers are set."""
+        self.done[warp] = max(done, int(self.done[warp]))
+        m.clocks.known[warp, m.clocks.product(warp)] = self.done[warp]
+        span, groups = slice(warp * WARP, (warp + 1) * WARP), self.sums[:, warp]
+        over = np.flatnonzero((groups > 0) & (groups <= self.done[warp]))
+        self.registers[over, span] = self.results[over, span].view(np.uint32)
+        groups[over] = 0
+        self.is_busy = bool((self.sums > 0).any() or (self.factors > self.done).any())
+
+    def end(self, m: Program) -> None:
+        """The program ends. Raises Fault if products are on their way."""
+        if (self.done < self.group - 1).any():
+            m.fault("it ends before the wait for its products")
+
+
+@action("register.read", "<- #")
+def read_register(m: Program, g: Threads, register: int) -> None:
+    """Before a register of products is read."""
+    m.part(Products).check_read(m, register, g)
+
+
+@action("register.write", "<- #")
+def write_register(m: Program, g: Threads, register: int) -> None:
+    """Before a register of products is set."""
+    m.part(Products).check_write(m, register, g)
+
+
+@action(r"wgmma\.fence\.sync\.aligned", "<-")
+def fence_products(m: Program, g: Threads) -> None:
+    """Products after it come after what sets their registers before it."""
+    m.part(Products).fenced[:, m.together(g)] = True
+
+
+@action(r"wgmma\.commit_group\.sync\.aligned", "<-")
+def commit_products(m: Program, g: Threads) -> None:
+    """The products since the last commit are a group."""
+    m.part(Products).group[m.together(g)] += 1
+
+
+@action(r"wgmma\.wait_group\.sync\.aligned", "<- #")
+def wait_for_products(m: Program, g: Threads, pending: int) -> None:
+    """Wait until at most so many groups, the last ones, are on their way."""
+    for warp in m.together(g).tolist():
+        m.part(Products).finish(m, warp, int(m.part(Products).group[warp]) - 1 - pending)
+
+
+@action(
+    r"wgmma\.mma_async\.sync\.aligned\.m64n(?P<n>\d+)k16\.f32\.(?P<kind>f16|bf16)\.(?P=kind)",
+    "<- & & u64 pred # # # #?",
+)
+def multiply_tiles(
+    m: Program,
+    g: Threads,
+    d: tuple[int, ...],
+    a: tuple[int, ...] | Array,
+    b: Array,
+    add: Array,
+    *flags: int,
+    n: str,
+    kind: str,
+) -> None:
+    """D = A B + D, or A B: [64,16] [16,n] of four warps, beside what they do until they wait.
+
+    A is in registers, or in shared memory as B is; the flags negate A and B, and turn them.
+    """
+    signs, turns, x = flags[:2], flags[2:], m.part(Products)
+    if signs != (1, 1) or len(turns) != 2 - isinstance(a, tuple) or len(d) != int(n) // 2:
+        m.fault("a product with a sign, or with other operands")
+    every, rows = m.together(g), np.array([x.row[k] for k in d])
+    factors = np.array([x.row[k] for k in a] if isinstance(a, tuple) else [], np.intp)
+    x.check_fence(m, np.r_[rows, factors], every)
+    for warps in np.split(every, np.flatnonzero(np.diff(every // GROUP)) + 1):
+        span = slice(warps[0] * WARP, (warps[-1] + 1) * WARP)
+        lanes = slice(span.start - g.span.start, span.stop - g.span.start)
+        right = read_operand(m, warps, one_value(m, g, b, lanes), int(n), kind, bool(turns[-1]))
+        if isinstance(a, tuple):
+            halves = np.ascontiguousarray(x.registers[factors, span]).view(np.uint16)
+            left = left_fragment(halves_as_numbers(halves, kind).reshape(4, -1, 2))
+        else:
+            tile = one_value(m, g, a, lanes)
+            left = read_operand(m, warps, tile, 64, kind, bool(turns[0]), parts=GROUP)
+            left = left.reshape(GROUP, 16, 16)[warps % GROUP]
+        sums = left @ right.T
+        if one_value(m, g, add, lanes):
+            sums = sums + sum_fragment(x.so_far(rows, span, warps))
+        x.begin(rows, factors, spread_sums(sums), span, warps)
+
+
+def one_value(m: Program, g: Threads, values: Array, lanes: slice) -> int:
+    """The value that some lanes share."""
+    each = np.broadcast_to(values, g.count)[lanes]
+    if (each != each[0]).any():
+        m.fault("lanes of a warp group have different operands of a product")
+    return int(each[0])
+
+
+def read_operand(
+    m: Program,
+    warps: Array,
+    descriptor: int,
+    rows: int,
+    kind: str,
+    turned: bool,
+    parts: int = 1,
+) -> Array:
+    """An operand [rows, 16] in shared memory, by its descriptor. Each warp reads all, or its part.
+
+    Bits 0 to 13: the start, 16 to 29: lead, 32 to 45: stride, in units of 16 bytes; 62 and 63: the
+    mode of swizzling.
+    """
+    if descriptor >> 49 & 7:
+        m.fault("a matrix descriptor with a base offset, which the virtual GPU does not have")
+    start, lead, stride = ((descriptor >> at & 0x3FFF) << 4 for at in (0, 16, 32))
+    tile = Tile(start, lead, stride, SPANS[descriptor >> 62 & 3], rows, turned)
+    agents = np.asarray(m.clocks.product(warps))
+    return load_tile(m, warps, agents, m.part(Products).group[warps], tile, kind, parts)
+
+
+def load_tile(
+    m: Program, warps: Array, agents: Array, times: Array, tile: Tile, kind: str, parts: int = 1
+) -> Array:
+    """An operand in shared memory [rows, 16], read by agents that warps have set to it."""
+    offsets, cells = tile.places(m.part(Shared).grain, parts)
+    m.part(Shared).check_range(m, "an operand", int(offsets.min()), int(offsets.max()) + 2)
+    own, ledger = cells[warps % parts], m.part(Shared).ledger
+    ledger.check_seen(m, "a product's read", warps, own, proxy=True)
+    ledger.note_read(m, agents, times, own)
+    return halves_as_numbers(m.part(Shared).words(2)[offsets >> 1], kind)

@@ -1,0 +1,278 @@
+"""One program of a launch: its threads, which of them go on, and the memories that they share."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import cache
+from random import Random
+from typing import Any, NoReturn, Protocol, Self, TypeVar, final
+
+import numpy as np
+from attrs import define, field, frozen
+
+from attn_graph.testing.gpu.clocks import Clocks
+from attn_graph.testing.gpu.faults import Fault
+from attn_graph.testing.gpu.rules import Array, DType
+from attn_graph.testing.gpu.threads import WARP, Threads
+from attn_graph.testing.gpu.translate import Translation
+
+SHARED = 1024  # the first address of shared memory; what lies below is the system's
+PARAMETERS = 1 << 60  # addresses of parameters; a tensor is never there
+PAGE = 1 << 12  # between two of them
+POISON = 0x7FBADBAD7FBADBAD  # in registers that nobody has set: NaN
+NOBODY = np.int32(2**30)
+
+
+class Part(Protocol):
+    """A memory or a unit of a program."""
+
+    @classmethod
+    def of(cls, m: Program) -> Self:
+        """The one of a program, as it begins."""
+
+
+Made = TypeVar("Made", bound=Part)
+
+
+@final
+@frozen(eq=False)
+class Launch:
+    """A launch of a kernel.
+
+    grid: programs along each axis. shared: bytes of a program's shared memory. parameters: their
+    bytes by name. memory: the part of programs that they share. seed: draws who goes on; None:
+    those who are furthest behind.
+    """
+
+    code: Translation
+    grid: tuple[int, int, int]
+    threads: int
+    shared: int
+    parameters: Mapping[str, bytes]
+    memory: object
+    seed: int | None = None
+    notes: set[str] = field(factory=set[str])
+
+    def run(self) -> None:
+        """Every program, one after another. Raises Fault."""
+        with np.errstate(all="ignore"):
+            for z in range(self.grid[2]):
+                for y in range(self.grid[1]):
+                    for x in range(self.grid[0]):
+                        Program(self, (x, y, z)).run()
+
+
+@final
+@define(eq=False)
+class Program:
+    """One program.
+
+    at: the block of each thread. line: of the instruction that is executed. block: its number.
+    waiting: of each warp that is held back, the reason. registers: those of products lie in
+    `watched`. parts: memories and units, by class, made when an instruction first needs one.
+    on_idle: what may let somebody go on where nobody can. at_end: checks.
+    """
+
+    launch: Launch
+    place: tuple[int, int, int]
+    line: int = 0
+    block: int = 0
+    at: Array = field(init=False)
+    blocked: Array = field(init=False)
+    gone: Array = field(init=False)
+    waiting: dict[int, str] = field(factory=dict[int, str])
+    registers: list[Array] = field(init=False)
+    watched: Array = field(init=False)
+    random: Random | None = field(init=False)
+    clocks: Clocks = field(init=False)
+    parts: dict[type[Any], Any] = field(init=False)
+    on_idle: list[Callable[[Program], bool]] = field(factory=list[Callable[["Program"], bool]])
+    at_end: list[Callable[[Program], None]] = field(factory=list[Callable[["Program"], None]])
+
+    def __attrs_post_init__(self) -> None:
+        threads = self.launch.threads
+        self.at = np.zeros(threads, np.int32)
+        self.blocked, self.gone = np.zeros(threads, bool), np.zeros(threads, bool)
+        self.registers, self.watched = new_registers(self.launch.code, threads)
+        seed = self.launch.seed
+        self.random = None if seed is None else Random(f"{seed} {self.place}")
+        self.clocks = Clocks(self.warps)
+        self.parts = {type(self.launch.memory): self.launch.memory}
+
+    @property
+    def warps(self) -> int:
+        """How many there are."""
+        return self.launch.threads // WARP
+
+    def part(self, kind: type[Made]) -> Made:
+        """A memory or a unit of the program."""
+        found = self.parts.get(kind)
+        if found is None:
+            found = self.parts[kind] = kind.of(self)
+        made: Made = found
+        return made
+
+    @property
+    def number(self) -> int:
+        """Of the program, from 1 on."""
+        x, y, z = self.place
+        return 1 + x + self.launch.grid[0] * (y + self.launch.grid[1] * z)
+
+    def run(self) -> None:
+        """All threads to their end. Raises Fault."""
+        functions = self.launch.code.functions
+        while not self.gone.all():
+            chosen = self.choose()
+            if chosen is not None:
+                at, threads = chosen
+                functions[at](self, self.registers, threads)
+            elif not any(advance(self) for advance in self.on_idle):
+                self.line = 0
+                self.fault(
+                    "deadlock: " + "; ".join(f"warp {w} {x}" for w, x in self.waiting.items())
+                )
+        self.line = 0
+        for check in self.at_end:
+            check(self)
+
+    def choose(self) -> tuple[int, Threads] | None:
+        """Some warps that can go on, at the block furthest behind in each."""
+        behind = np.where(self.blocked | self.gone, NOBODY, self.at).reshape(-1, WARP).min(1)
+        if (at := int(behind.min())) == NOBODY:
+            return None
+        first = int(behind.argmin())
+        if self.random:
+            first = self.random.choice(np.flatnonzero(behind < NOBODY).tolist())
+            at = int(behind[first])
+        last, alone = first + 1, self.random and self.random.random() < 0.25
+        while not alone and last < len(behind) and behind[last] == at:
+            last += 1
+        span = slice(first * WARP, last * WARP)
+        active = (self.at[span] == at) & ~self.blocked[span] & ~self.gone[span]
+        return at, Threads(span, None if active.all() else active)
+
+    def fault(self, text: str) -> NoReturn:
+        """Raise Fault, with the place in the kernel."""
+        raise Fault(self.describe(text))
+
+    def note(self, text: str) -> None:
+        """Something that the PTX ISA asks for, and GPUs are known to do without."""
+        self.launch.notes.add(self.describe(text, program=False))
+
+    def note_early(self, line: int) -> None:
+        """A register of tcgen05.ld is read before its wait."""
+        self.line = line
+        self.note("a register of tcgen05.ld is read before tcgen05.wait::ld")
+
+    def name_of(self, register: int) -> str:
+        """A register's name."""
+        return [*self.launch.code.kernel.registers][register]
+
+    def describe(self, text: str, program: bool = True) -> str:
+        """A sentence with the place in the kernel."""
+        kernel = self.launch.code.kernel
+        lines = sources(self.launch.code)
+        where = f" [PTX line {self.line}, {lines.get(self.line, '')}]" if self.line else ""
+        return f"{kernel.name}{f', program {self.place}' if program else ''}: {text}{where}"
+
+    # Values that a program has
+
+    def special(self, name: str, threads: Threads) -> Array:
+        """A register that the hardware sets."""
+        span = threads.span
+        number = np.arange(span.start, span.stop, dtype=np.uint32)
+        if name in ("tid.x", "laneid"):
+            return number if name == "tid.x" else number % np.uint32(WARP)
+        word, _, axis = name.partition(".")
+        axes = {
+            "ctaid": self.place,
+            "nctaid": self.launch.grid,
+            "ntid": (self.launch.threads, 1, 1),
+        }
+        alone = {"tid": 0, "cluster_ctaid": 0, "cluster_ctarank": 0, "cluster_nctarank": 1}
+        if word not in {**axes, **alone}:
+            self.fault(f"the virtual GPU does not have the register %{name}")
+        value = axes[word]["xyz".index(axis)] if word in axes else alone[word]
+        return np.full(threads.count, value, np.uint32)
+
+    def address_of(self, name: str) -> int:
+        """Where a name lies: a parameter, or shared memory."""
+        if name in self.launch.parameters:
+            return PARAMETERS + [*self.launch.parameters].index(name) * PAGE
+        if name != "global_smem":
+            self.fault(f"the virtual GPU does not know the name {name}")
+        return SHARED
+
+    def parameter_at(self, address: int) -> bytes:
+        """The parameter at an address."""
+        number, rest = divmod(address - PARAMETERS, PAGE)
+        if rest or not 0 <= number < len(self.launch.parameters):
+            self.fault(f"{address:#x} is not the address of a parameter")
+        return [*self.launch.parameters.values()][number]
+
+    # Control flow
+
+    def jump(self, threads: Threads, block: int) -> None:
+        """The threads go on with a block."""
+        threads.put(self.at, np.full(threads.count, block, np.int32))
+
+    def branch(self, threads: Threads, condition: Array, yes: int, no: int) -> None:
+        """The threads go on with one of two blocks."""
+        threads.put(self.at, np.where(condition, np.int32(yes), np.int32(no)))
+
+    def switch(self, threads: Threads, index: Array, blocks: list[int]) -> None:
+        """The threads go on with one of several blocks."""
+        if threads.take(index).max(initial=0) >= len(blocks):
+            self.fault(f"brx.idx of {len(blocks)} targets jumps to one behind these")
+        threads.put(self.at, np.array(blocks, np.int32)[np.minimum(index, len(blocks) - 1)])
+
+    def leave(self, threads: Threads, condition: Array | None, other: int) -> None:
+        """The threads end; those for which the condition is false go on with the next block."""
+        self.jump(threads, other)
+        some = threads if condition is None else threads.where(condition)
+        some.put(self.gone, np.ones(threads.count, bool))
+
+    def hold(self, warp: int, reason: str) -> None:
+        """Hold a warp back."""
+        self.blocked[warp * WARP : (warp + 1) * WARP] = True
+        self.explain(warp, reason)
+
+    def explain(self, warp: int, reason: str) -> None:
+        """Keep why a warp does not go on."""
+        self.waiting[warp] = (
+            f"{reason} (PTX line {self.line}, {sources(self.launch.code)[self.line]})"
+        )
+
+    def release(self, warp: int) -> None:
+        """Let a warp go on."""
+        self.blocked[warp * WARP : (warp + 1) * WARP] = False
+        self.waiting.pop(warp, None)
+
+    def together(self, threads: Threads) -> Array:
+        """The warps of these threads. Raises Fault if one of them is divided."""
+        if not threads.is_whole:
+            self.fault("an instruction of the whole warp is executed by a part of it")
+        return threads.warps
+
+
+@cache
+def sources(code: Translation) -> dict[int, str]:
+    """The line of the source for each line of the PTX."""
+    return {step.line: step.source for block in code.kernel.blocks for step in block}
+
+
+def new_registers(code: Translation, threads: int) -> tuple[list[Array], Array]:
+    """Registers that nobody has set, and the memory of those of products."""
+    watched = np.full((len(code.row), threads), POISON & (2**32 - 1), np.uint32)
+    made = {d: iter(poison(count, threads, d)) for d, count in Counter(code.held).items()}
+    registers = [next(made[dtype]) for dtype in code.held]
+    for register, row in code.row.items():
+        registers[register] = watched[row]
+    return registers, watched
+
+
+def poison(count: int, threads: int, dtype: DType) -> Array:
+    """What registers hold that nobody has set."""
+    bits = 0 if dtype.kind == "b" else POISON & ((1 << 8 * dtype.itemsize) - 1)
+    return np.full((count, threads), bits, dtype)

@@ -1,0 +1,90 @@
+"""Threads that execute an instruction together: warps side by side, or some of their lanes."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import final
+
+import numpy as np
+from attrs import frozen
+
+from attn_graph.testing.gpu.rules import Array
+
+WARP = 32  # threads
+
+
+@final
+@frozen(eq=False)
+class Threads:
+    """Threads span.start to span.stop, whole warps, of which those in `active` take part.
+
+    active: None: all.
+    """
+
+    span: slice
+    active: Array | None = None
+
+    @property
+    def count(self) -> int:
+        """How many threads the span has; values have an element for each."""
+        return int(self.span.stop - self.span.start)
+
+    def where(self, condition: Array) -> Threads:
+        """Those for which a condition is true."""
+        both = condition if self.active is None else condition & self.active
+        return Threads(self.span, None if both.all() else both)
+
+    def take(self, values: Array) -> Array:
+        """The values of those that take part, in the last axis."""
+        taken: Array = values if self.active is None else values[..., self.active]
+        return taken
+
+    def put(self, target: Array, values: Array) -> None:
+        """Set elements of an array that has one for each thread of the program."""
+        if self.active is None:
+            target[self.span] = values
+        else:
+            np.copyto(target[self.span], values, where=self.active)
+
+    def spread(self, values: Array) -> Array:
+        """Values of those that take part, with zeros for the others."""
+        if self.active is None:
+            return values
+        whole = np.zeros((*values.shape[:-1], self.count), values.dtype)
+        whole[..., self.active] = values
+        return whole
+
+    @property
+    def owners(self) -> Array:
+        """The warp of each thread that takes part."""
+        return self.take(warps_of(self.span.start, self.span.stop))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all or none of the threads of each warp take part."""
+        if self.active is None:
+            return True
+        lanes = self.active.reshape(-1, WARP)
+        return bool((lanes.all(1) | ~lanes.any(1)).all())
+
+    @property
+    def warps(self) -> Array:
+        """Warps of which a thread takes part."""
+        first = self.span.start // WARP
+        if self.active is None:
+            return np.arange(first, self.span.stop // WARP)
+        some: Array = np.flatnonzero(self.active.reshape(-1, WARP).any(1)) + first
+        return some
+
+    @property
+    def warp_index(self) -> slice | Array:
+        """The same, as an index of arrays that have an element for each warp."""
+        if self.active is None:
+            return slice(self.span.start // WARP, self.span.stop // WARP)
+        return self.warps
+
+
+@cache
+def warps_of(start: int, stop: int) -> Array:
+    """The warp of each thread from one to another."""
+    return np.arange(start, stop) // WARP

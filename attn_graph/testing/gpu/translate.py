@@ -1,0 +1,453 @@
+"""Translates each basic block into one Python function over arrays with an element a thread.
+
+`block(m, R, g)` executes a block in program m for the threads g, which stand at it. R holds an
+array for each register. Inside the function registers are local variables; those that other blocks
+read too are written back at its end.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, final
+
+import numpy as np
+from attrs import define, field, frozen
+
+from attn_graph.testing.gpu.faults import UnknownInstructionError
+from attn_graph.testing.gpu.ptx import (
+    JUMPS,
+    Address,
+    Block,
+    Ignored,
+    Immediate,
+    Instruction,
+    Kernel,
+    Operand,
+    Pair,
+    Register,
+    Special,
+    Symbol,
+    Vector,
+    registers_of,
+)
+from attn_graph.testing.gpu.rules import DTYPES, DType, Rule, find_rule
+
+HELD = {"pred": "?", "b8": "u2", "b16": "u2", "b32": "u4", "f32": "u4", "u32": "u4"}  # of registers
+HALVES = {8: "u4", 4: "u2", 2: "u1"}
+PRODUCT = "wgmma."
+
+
+@final
+@frozen(eq=False)
+class Translation:
+    """A kernel, and a function for each of its blocks.
+
+    held: how each register is held. row: the registers that products of warp groups read or write
+    while other instructions run, numbered. grain: bytes of the smallest store to shared memory.
+    """
+
+    kernel: Kernel
+    functions: tuple[Callable[..., None], ...]
+    held: tuple[DType, ...]
+    row: Mapping[int, int]
+    grain: int
+
+    def __str__(self) -> str:
+        return self.kernel.name
+
+
+def translate_kernel(kernel: Kernel) -> Translation:
+    """Translate a kernel."""
+    shape = Shape.of(kernel)
+    return Translation(
+        kernel,
+        tuple(compile_block(shape, at) for at in range(len(kernel.blocks))),
+        tuple(np.dtype(dtype_of(kind)) for kind in kernel.registers.values()),
+        {k: n for n, k in enumerate(sorted(shape.number[x] for x in shape.watched))},
+        min((4, *map(store_bytes, steps_of(kernel)))),
+    )
+
+
+def dtype_of(kind: str) -> str:
+    """How a register of some type is held."""
+    return HELD.get(kind, "u8")
+
+
+def steps_of(kernel: Kernel) -> Iterator[Instruction]:
+    """All instructions."""
+    for block in kernel.blocks:
+        yield from block
+
+
+def store_bytes(step: Instruction) -> int:
+    """Bytes that a store to shared memory writes at once."""
+    if not step.opcode.startswith("st.shared"):
+        return 4
+    stored = step.operands[1]
+    return DTYPES[step.opcode.split(".")[-1]].itemsize * len(items(stored))
+
+
+def items(operand: Operand) -> tuple[Operand, ...]:
+    """What a vector holds, or the operand itself."""
+    return operand.items if isinstance(operand, Vector | Pair) else (operand,)
+
+
+def rule_of(step: Instruction) -> Rule:
+    """The rule of an instruction. Raises UnknownInstructionError."""
+    rule = find_rule(step.opcode)
+    if rule is None:
+        raise UnknownInstructionError(f"the virtual GPU does not have {step}")
+    return rule
+
+
+def is_product(step: Instruction) -> bool:
+    """Whether registers of an instruction are used after it."""
+    return step.opcode.startswith("wgmma.mma_async")
+
+
+@final
+@frozen(eq=False)
+class Shape:
+    """Facts about a kernel that all of its blocks need. kept: registers that outlive a block."""
+
+    kernel: Kernel
+    number: dict[str, int]
+    kept: frozenset[str]
+    watched: frozenset[str]
+
+    @classmethod
+    def of(cls, kernel: Kernel) -> Shape:
+        """Of a kernel."""
+        number = {name: n for n, name in enumerate(kernel.registers)}
+        products = [step for step in steps_of(kernel) if is_product(step)]
+        used = (x for step in products for o in step.operands[:2] for x in registers_of(o))
+        watched = frozenset(x for x in used if kernel.registers[x] in ("b32", "f32"))
+        return cls(kernel, number, frozenset(lasting_registers(kernel.blocks)), watched)
+
+
+def lasting_registers(blocks: Iterable[Block]) -> Iterator[str]:
+    """Registers in more than one block, and those that a block may read before it sets them."""
+    seen = Counter[str]()
+    for block in blocks:
+        written = set[str]()
+        named = set[str]()
+        for step in block:
+            results = [] if stores_nothing(step) else [*registers_of(step.operands[0])]
+            read = {x for o in step.operands[bool(results) :] for x in registers_of(o)}
+            if step.guard:
+                read |= {step.guard[0].name, *results}
+            yield from read - written
+            written |= {*results}
+            named |= read | written
+        seen.update(named)
+    yield from (name for name, count in seen.items() if count > 1)
+
+
+def stores_nothing(step: Instruction) -> bool:
+    """Whether an instruction sets no register. One of a product reads those that it sets."""
+    if step.opcode in JUMPS or is_product(step):
+        return True
+    return not step.opcode.startswith("mov") and not rule_of(step).results
+
+
+def compile_block(shape: Shape, at: int) -> Callable[..., None]:
+    """The function of one block."""
+    writer = BlockWriter(shape, at)
+    writer.write()
+    name = f"block_{at}"
+    text = "\n ".join([f"def {name}(m, R, g):", *writer.lines])
+    exec(compile(text, f"<{shape.kernel.name} {name}>", "exec"), writer.names)
+    made: Callable[..., None] = writer.names[name]
+    return made
+
+
+@final
+@define(eq=False)
+class BlockWriter:
+    """Writes the text of one function.
+
+    names: what the text refers to. values: of each register the variables that hold it, by dtype.
+    changed: registers to be written back. arriving: those that an instruction fills later.
+    """
+
+    shape: Shape
+    at: int
+    lines: list[str] = field(factory=lambda: ["s, n = g.span, g.count"])
+    names: dict[str, Any] = field(factory=lambda: {"np": np})
+    values: dict[str, dict[str, str]] = field(factory=dict[str, dict[str, str]])
+    changed: set[str] = field(factory=set[str])
+    arriving: set[str] = field(factory=set[str])
+    step: Instruction = field(init=False)
+
+    def write(self) -> None:
+        """All instructions; then registers are written back, and the threads go on."""
+        last = f"m.jump(g, {self.at + 1})"
+        for step in self.shape.kernel.blocks[self.at]:
+            self.step = step
+            if self.step.opcode in JUMPS:
+                last = self.leave()
+            elif self.step.opcode.startswith("mov."):
+                self.move()
+            else:
+                self.call(rule_of(self.step))
+        if self.arriving:
+            self.refuse("tcgen05.ld whose wait is in another block")
+        self.flush(self.changed & self.shape.kept | self.changed & self.shape.watched)
+        self.put(last)
+
+    def refuse(self, text: str) -> None:
+        """Raises UnknownInstructionError for the instruction."""
+        raise UnknownInstructionError(f"{self.shape.kernel.name}: {text}: {self.step}")
+
+    def put(self, text: str) -> None:
+        """A line of the text."""
+        self.lines.append(text)
+
+    def assign(self, expression: str) -> str:
+        """A new variable with this value."""
+        name = f"v{len(self.lines)}"
+        self.put(f"{name} = {expression}")
+        return name
+
+    def give(self, thing: object) -> str:
+        """A name by which the text refers to an object."""
+        name = f"x{len(self.names)}"
+        self.names[name] = thing
+        return name
+
+    def watcher(self, use: str) -> str:
+        """The name of a check of registers of products."""
+        rule = find_rule(f"register.{use}")
+        assert rule is not None
+        return self.give(rule.call)
+
+    # Operands
+
+    def read(self, operand: Operand, kind: str) -> str:
+        """The value of an operand, in a type of PTX's."""
+        dtype = DTYPES[kind]
+        match operand:
+            case Register(name):
+                return self.read_register(name, dtype)
+            case Immediate(number):
+                return self.give(constant(number, dtype))
+            case Special(name):
+                return self.assign(f"m.special({name!r}, g)")
+            case Symbol(name):
+                return self.assign(f"np.full(n, m.address_of({name!r}), {dtype.str[1:]!r})")
+            case _:
+                self.refuse(f"the operand {operand}")
+        return ""
+
+    def read_register(self, name: str, dtype: DType) -> str:
+        """A register, as some dtype."""
+        kept, want = dtype_of(self.shape.kernel.registers[name]), dtype.str[1:]
+        views = self.values.setdefault(name, {})
+        if name in self.arriving:
+            self.put(f"m.note_early({self.step.line})")
+        if not views:
+            if name in self.shape.watched:
+                self.put(f"m.line = {self.step.line}")
+                self.put(f"{self.watcher('read')}(m, g, {self.shape.number[name]})")
+            views[kept] = self.assign(f"R[{self.shape.number[name]}][s]")
+        if want not in views:
+            source = next(iter(views.values()))
+            if dtype.itemsize != np.dtype(kept).itemsize:
+                whole = self.read_register(name, np.dtype(kept))
+                source = f"{whole}.astype('u{dtype.itemsize}')"
+            views[want] = self.assign(f"{source}.view({want!r})")
+        return views[want]
+
+    def argument(self, operand: Operand, kind: str) -> str:
+        """The value of an operand of an action, by its kind."""
+        if kind == "#":
+            assert isinstance(operand, Immediate)
+            return str(operand.value)
+        if kind == "&" and isinstance(operand, Vector):
+            return str(tuple(self.shape.number[x] for x in registers_of(operand)))
+        if kind.endswith("*"):
+            return "(" + "".join(f"{self.read(x, kind[:-1])}, " for x in items(operand)) + ")"
+        if kind.startswith("@") or kind == "param":
+            assert isinstance(operand, Address)
+            return self.address(operand, kind)
+        return self.read(operand, "u64" if kind == "&" else kind)
+
+    def address(self, operand: Address, kind: str) -> str:
+        """An address in memory; of a parameter its name and offset; of a map also coordinates."""
+        base, offset = operand.base, operand.offset
+        if kind == "param":
+            assert isinstance(base, Symbol)
+            return f"{base.name!r}, {offset}"
+        if isinstance(base, Symbol):
+            return self.assign(f"np.full(n, m.address_of({base.name!r}) + {offset}, 'u4')")
+        assert isinstance(base, Register)
+        wide = dtype_of(self.shape.kernel.registers[base.name]) == "u8"
+        value = self.read(base, "u64" if wide else "u32")
+        if offset:
+            step = self.give(constant(offset, DTYPES["u64" if wide else "u32"]))
+            value = self.assign(f"{value} + {step}")
+        places = "".join(f"{self.read(x, 's32')}, " for x in operand.coordinates)
+        return f"{value}, ({places})" if kind == "@map" else value
+
+    # Results
+
+    def set(self, target: Operand, kind: str, expression: str) -> None:
+        """Set a register to a value of some type; where the guard is false it stays."""
+        if isinstance(target, Ignored):
+            return
+        if not isinstance(target, Register):
+            self.refuse(f"the result {target}")
+            return
+        dtype, kept = DTYPES[kind], np.dtype(dtype_of(self.shape.kernel.registers[target.name]))
+        if dtype.itemsize != kept.itemsize or (dtype.kind == "b") != (kept.kind == "b"):
+            expression = f"{expression}.astype({kept.kind + str(kept.itemsize)!r})"
+            dtype = kept
+        if self.step.guard:
+            old = self.read_register(target.name, dtype)
+            expression = f"np.where({self.guard()}, {expression}, {old})"
+        if target.name in self.shape.watched:
+            self.put(f"m.line = {self.step.line}")
+            self.put(f"{self.watcher('write')}(m, g, {self.shape.number[target.name]})")
+        self.values[target.name] = {dtype.str[1:]: self.assign(expression)}
+        self.changed.add(target.name)
+
+    def guard(self) -> str:
+        """Where the guard lets the instruction be executed."""
+        assert self.step.guard is not None
+        register, wanted = self.step.guard
+        value = self.read_register(register.name, DTYPES["pred"])
+        return value if wanted else f"~{value}"
+
+    def threads(self) -> str:
+        """The threads that execute the instruction."""
+        return self.assign(f"g.where({self.guard()})") if self.step.guard else "g"
+
+    def flush(self, names: Iterable[str]) -> None:
+        """Write registers back."""
+        pairs = [
+            (
+                self.shape.number[x],
+                self.read_register(x, np.dtype(dtype_of(self.shape.kernel.registers[x]))),
+            )
+            for x in sorted(names, key=self.shape.number.__getitem__)
+        ]
+        if pairs:
+            self.put("if g.active is None:")
+            self.lines += [f" R[{k}][s] = {value}" for k, value in pairs]
+            self.put("else:")
+            self.lines += [f" np.copyto(R[{k}][s], {value}, where=g.active)" for k, value in pairs]
+        self.changed -= {*names}
+
+    # Instructions
+
+    def call(self, rule: Rule) -> None:
+        """An instruction by its rule."""
+        step = self.step
+        targets = step.operands[: len(rule.results)]
+        given = step.operands[len(rule.results) :]
+        least = sum(not kind.endswith("?") for kind in rule.operands)
+        if len(targets) < len(rule.results) or not least <= len(given) <= len(rule.operands):
+            self.refuse(f"{len(step.operands)} operands")
+        if is_product(step) or step.opcode.startswith(PRODUCT):
+            self.flush(self.changed & self.shape.watched)
+        kinds = [kind.rstrip("?") for kind in rule.operands]
+        arguments = [self.argument(x, kind) for x, kind in zip(given, kinds, strict=False)]
+        function = self.give(rule.call)
+        if rule.machine:
+            self.act(rule, function, arguments, targets)
+        else:
+            made = f"{function}({', '.join(arguments)})"
+            if all(isinstance(x, Immediate) for x in given):
+                made = f"np.full(n, {made})"
+            self.set(targets[0], rule.results[0], made)
+
+    def act(
+        self, rule: Rule, function: str, arguments: list[str], targets: tuple[Operand, ...]
+    ) -> None:
+        """An action on memory or other threads."""
+        if rule.waits:
+            self.put(f"m.block = {self.at}")
+        extra = [f"used={self.step.used}"] if self.step.used is not None else []
+        threads = self.threads()
+        self.put(f"m.line = {self.step.line}")
+        made = f"{function}({', '.join(['m', threads, *arguments, *extra])})"
+        if rule.waits:
+            self.put(f"g = {made}")
+            self.put("if g is None: return")
+            for target, kind in zip(targets, rule.results, strict=True):
+                self.set(target, kind, "np.ones(n, '?')")
+        elif not rule.results:
+            self.put(made)
+        else:
+            self.spread(rule.results[0], targets[0], self.assign(made))
+        if self.step.opcode.startswith(PRODUCT):
+            self.values = {k: v for k, v in self.values.items() if k not in self.shape.watched}
+        self.follow(targets)
+
+    def spread(self, kinds: str, target: Operand, made: str) -> None:
+        """Set a register; or those of a vector, or of a pair with a type for each."""
+        if kinds[-1] != "*" and "|" not in kinds:
+            self.set(target, kinds, made)
+            return
+        places = items(target)
+        each = kinds.split("|") if "|" in kinds else [kinds[:-1]] * len(places)
+        for n, (place, kind) in enumerate(zip(places, each, strict=True)):
+            self.set(place, kind, f"{made}[{n}]")
+
+    def follow(self, targets: tuple[Operand, ...]) -> None:
+        """Registers that tcgen05.ld fills are ready after its wait."""
+        if self.step.opcode.startswith("tcgen05.ld"):
+            self.arriving |= {x for target in targets for x in registers_of(target)}
+        elif self.step.opcode.startswith("tcgen05.wait::ld"):
+            self.arriving.clear()
+
+    def move(self) -> None:
+        """mov: a copy; or the parts of a number, or a number of parts, the lowest bits first."""
+        kind = self.step.opcode.removeprefix("mov.")
+        if kind not in DTYPES or len(self.step.operands) != 2:
+            self.refuse("an unknown move")
+        target, source = self.step.operands
+        dtype = DTYPES[kind]
+        if isinstance(target, Vector):
+            part = np.dtype(HALVES[dtype.itemsize])
+            whole = self.assign(
+                f"np.ascontiguousarray({self.read(source, kind)}).view({part.str[1:]!r})"
+            )
+            for n, place in enumerate(target.items):
+                self.set(place, f"b{8 * part.itemsize}", f"{whole}[{n}::{len(target.items)}]")
+        elif isinstance(source, Vector):
+            part_kind = f"b{8 * np.dtype(HALVES[dtype.itemsize]).itemsize}"
+            parts = ", ".join(self.read(x, part_kind) for x in source.items)
+            self.set(
+                target,
+                kind,
+                f"np.stack(np.broadcast_arrays({parts}), 1).view({dtype.str[1:]!r}).reshape(-1)",
+            )
+        elif isinstance(source, Immediate):
+            self.set(target, kind, f"np.full(n, {self.read(source, kind)})")
+        else:
+            self.set(target, kind, self.read(source, kind))
+
+    def leave(self) -> str:
+        """The statement by which threads leave the block."""
+        opcode, operands, labels = self.step.opcode, self.step.operands, self.shape.kernel.labels
+        if opcode in ("ret", "exit"):
+            return f"m.leave(g, {self.guard() if self.step.guard else None}, {self.at + 1})"
+        if opcode.startswith("brx"):
+            assert isinstance(operands[1], Symbol)
+            table = [labels[x] for x in self.shape.kernel.targets[operands[1].name]]
+            return f"m.switch(g, {self.read(operands[0], 'u32')}, {table})"
+        assert isinstance(operands[0], Symbol)
+        goal = labels[operands[0].name]
+        if not self.step.guard:
+            return f"m.jump(g, {goal})"
+        return f"m.branch(g, {self.guard()}, {goal}, {self.at + 1})"
+
+
+def constant(number: int, dtype: DType) -> Any:  # Any: a scalar of NumPy's
+    """A number in the text, of which a type takes the lowest bits."""
+    if dtype.kind == "b":
+        return np.bool_(number)
+    bits = number & ((1 << 8 * dtype.itemsize) - 1)
+    return np.array(bits, f"u{dtype.itemsize}").view(dtype)[()]

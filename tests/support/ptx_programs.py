@@ -1,0 +1,41 @@
+"""Programs in PTX, written by hand, on a virtual GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from attn_graph.testing.gpu.instructions import translate
+from attn_graph.testing.gpu.memory import Memory, Unset
+from attn_graph.testing.gpu.program import Launch
+
+REGISTERS = """
+ .reg .pred %p<16>; .reg .b16 %h<16>; .reg .b32 %r<160>; .reg .b64 %d<32>;
+"""
+
+
+def run_ptx(
+    body: str,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    threads: int = 32,
+    shared: int = 4096,
+    programs: int = 1,
+    unset: Unset | None = None,
+) -> set[str]:
+    """Execute statements, in which a tensor's name is the parameter with its address; the notes.
+
+    `%d0` and on hold the addresses of the tensors in their order, and `%r0` the thread's number.
+    """
+    parameters = ", ".join(f".param .u64 {name}" for name in tensors)
+    loads = "".join(f" ld.param.b64 %d{n}, [{name}];\n" for n, name in enumerate(tensors))
+    text = (
+        f".extern .shared .align 16 .b8 global_smem[];\n.entry kernel({parameters}) "
+        f".reqntid {threads} {{{REGISTERS}{loads} mov.u32 %r0, %tid.x;\n{body}\n ret;\n}}\n"
+    )
+    given = {name: t.data_ptr().to_bytes(8, "little") for name, t in tensors.items()}
+    memory = Memory.around(tensors, unset or Unset())
+    launch = Launch(translate(text), (programs, 1, 1), threads, shared, given, memory)
+    launch.run()
+    return launch.notes

@@ -1,0 +1,108 @@
+"""Attentions that virtual GPUs execute: masks, modifiers and layouts, 1 to 4 tiles with tails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from attrs import evolve, frozen
+
+import attn_graph as ag
+from attn_graph.testing.agreement import check_gradients, check_outputs
+from attn_graph.testing.gpu import VirtualGpu
+from attn_graph.testing.tensors import tensors_for
+
+I32 = torch.int32
+CAUSAL = ag.Causal(align="bottom_right")
+WINDOW = CAUSAL & ag.Window(40, align="bottom_right")
+
+
+def spec(*shape: int, dtype: torch.dtype = torch.float16, gap: int = 0, swap: bool = False) -> Any:
+    """A tensor [B,H,L,D]; gap: unused elements behind each row; swap: heads within positions."""
+    _, H, L, D = shape
+    row = D + gap
+    strides = (H * L * row, row, H * row, 1) if swap else (H * L * row, L * row, row, 1)
+    return ag.TensorSpec(shape, dtype, strides)
+
+
+def attention(
+    M: int = 100,
+    N: int | None = None,
+    D: int = 64,
+    H: int = 2,
+    G: int | None = None,
+    E: int | None = None,
+    dtype: torch.dtype = torch.float16,
+    lay: dict[str, Any] | None = None,
+    **options: Any,
+) -> ag.Graph:
+    """One attention of a batch entry; lse is a result too."""
+    lay = lay or {}
+    q = spec(1, H, M, D, dtype=dtype, **lay)
+    k = spec(1, G or H, N or M, D, dtype=dtype, **lay)
+    v = spec(1, G or H, N or M, E or D, dtype=dtype, **lay)
+    return ag.attention(q, k, v, **{"stats": True, **options})
+
+
+def lengths(*shape: int) -> ag.TensorSpec:
+    return ag.TensorSpec(shape, I32)
+
+
+CASES: dict[str, Callable[[], ag.Graph]] = {
+    "full": lambda: attention(M=130, N=200),
+    "causal, groups": lambda: attention(M=130, H=4, G=2, mask=CAUSAL),
+    "one query of 64": lambda: attention(M=64, N=64, H=1),
+    "one key": lambda: attention(M=3, N=1),
+    "window": lambda: attention(M=100, N=200, mask=WINDOW),
+    "prefix": lambda: attention(M=150, mask=CAUSAL | ag.Prefix(20)),
+    "segments": lambda: attention(
+        M=130, mask=ag.SameSegment() & CAUSAL, segments=(lengths(1, 130), lengths(1, 130))
+    ),
+    "lengths": lambda: attention(M=70, N=200, kv_lengths=lengths(1)),
+    "boolean mask": lambda: attention(M=70, N=90, keep=ag.TensorSpec((1, 1, 70, 90), torch.bool)),
+    "soft cap": lambda: attention(M=70, mask=CAUSAL, soft_cap=5.0),
+    "bias": lambda: attention(M=70, N=90, bias=ag.TensorSpec((1, 2, 70, 90), torch.float16)),
+    "alibi": lambda: attention(M=130, alibi=True, mask=CAUSAL),
+    "dropout": lambda: attention(M=70, N=90, dropout=0.3),
+    "sinks": lambda: attention(M=70, sinks=ag.TensorSpec((2,), torch.float32)),
+    "bf16": lambda: attention(M=130, dtype=torch.bfloat16, mask=CAUSAL),
+    "f32": lambda: attention(M=70, N=90, dtype=torch.float32, mask=CAUSAL),
+    "head dim 128": lambda: attention(M=130, D=128, H=1, mask=CAUSAL),
+    "head dim 80 and 40": lambda: attention(M=70, D=80, E=40),
+    "head dim 5": lambda: attention(M=70, D=5, dtype=torch.float32),
+    "gaps": lambda: attention(M=130, lay={"gap": 8}),
+    "odd gaps": lambda: attention(M=130, lay={"gap": 3}),
+    "heads within positions": lambda: attention(M=130, lay={"swap": True}, mask=CAUSAL),
+    "one query": lambda: attention(M=1, N=300, H=4, G=2, stats=False),
+    "few queries": lambda: attention(M=5, N=300, H=4, G=2, mask=CAUSAL, stats=False),
+}
+
+
+@final
+@frozen
+class Outcome:
+    """What came of a case. refusal: why the plan is not Triton's."""
+
+    programs: int = 0
+    refusal: str = ""
+
+
+def execute(device: VirtualGpu, graph: ag.Graph, seed: int = 0) -> Outcome:
+    """Both passes of a graph on a virtual GPU. Raises AssertionError, Fault for one."""
+    try:
+        plan = ag.compile(graph, target=device.target, backends=("triton",))
+    except ag.NoBackendError as error:
+        return Outcome(refusal=str(error))
+    ag.default_workspace().release()  # scratch is new, and so nothing is written there
+    before, tensors = device.programs, tensors_for(graph, seed)
+    check_outputs(plan, graph, tensors)
+    if graph.has_gradient:
+        check_gradients(plan, graph, tensors, seed)
+    return Outcome(device.programs - before)
+
+
+def machine(sm: int) -> ag.Target:
+    """A GPU of a compute capability."""
+    names = {80: "a100", 89: "l40s", 90: "h100", 100: "b200"}
+    return ag.Target.of(names[sm]) if sm in names else evolve(ag.Target.of("l40s"), sm=sm)

@@ -1,0 +1,351 @@
+"""Single instructions of a virtual GPU, on drawn operands, against exact arithmetic."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from attn_graph.testing.gpu import instructions
+from attn_graph.testing.gpu.rules import DTYPES, VALUES
+from tests.support.ptx_programs import run_ptx
+
+LANES = 32
+few = settings(  # each example is 32 lanes; one that fails is not made smaller
+    max_examples=max(4, settings().max_examples // 6), phases=(Phase.explicit, Phase.generate)
+)
+NAN = float("nan")
+Exact = Callable[..., Any]  # of whole numbers, or of floating-point numbers
+assert instructions
+
+
+def shift(a: int, b: int) -> int:
+    return a >> b if b < 128 else (-1 if a < 0 else 0)
+
+
+def quotient(a: int, b: int) -> int:
+    return -1 if b == 0 else abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
+
+
+def field_of(a: int, start: int, count: int) -> int:
+    return a >> (start & 255) & ((1 << min(count & 255, 32)) - 1)
+
+
+def signed_field(a: int, start: int, count: int) -> int:
+    """Bits that lie behind the last one are copies of the sign."""
+    count = min(count & 255, 32)
+    bits = a >> min(start & 255, 31) & ((1 << count) - 1)
+    return bits - (1 << count) if count and bits >> (count - 1) else bits
+
+
+def bytes_by(a: int, b: int, c: int) -> int:
+    known = (a | b << 32).to_bytes(8, "little")
+    picks = [c >> 4 * n & 15 for n in range(4)]
+    chosen = [(known[p & 7] if p < 8 else 255 * (known[p & 7] >> 7)) for p in picks]
+    return int.from_bytes(bytes(chosen), "little")
+
+
+WHOLE: dict[str, Exact] = {
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul.lo": lambda a, b: a * b,
+    "mul.wide": lambda a, b: a * b,
+    "mul.hi": lambda a, b: a * b >> 32,
+    "mad.lo": lambda a, b, c: a * b + c,
+    "mad.wide": lambda a, b, c: a * b + c,
+    "div": quotient,
+    "rem": lambda a, b: a - b * quotient(a, b),
+    "abs": abs,
+    "neg": lambda a: -a,
+    "min": min,
+    "max": max,
+    "min.relu": lambda a, b: max(min(a, b), 0),
+    "max.relu": lambda a, b: max(a, b, 0),
+    "and": lambda a, b: a & b,
+    "or": lambda a, b: a | b,
+    "xor": lambda a, b: a ^ b,
+    "not": lambda a: ~a,
+    "shl": lambda a, b: a << b if b < 64 else 0,
+    "shr": shift,
+    "prmt": bytes_by,
+    "setp.eq": lambda a, b: a == b,
+    "setp.ne": lambda a, b: a != b,
+    "setp.lt": lambda a, b: a < b,
+    "setp.le": lambda a, b: a <= b,
+    "setp.gt": lambda a, b: a > b,
+    "setp.ge": lambda a, b: a >= b,
+    "selp": lambda a, b, c: a if c else b,
+    "cvta.param": lambda a: a,
+    "cvt": lambda a: a,
+    "copysign": lambda a, b: a & 2**31 | b & 2**31 - 1,
+}
+
+
+def nearest(x: float | Fraction) -> float:
+    """A number in float32, rounded to nearest even; exactly so where it is a fraction."""
+    if not isinstance(x, Fraction):
+        return torch.tensor(x, dtype=torch.float64).float().item()
+    close = torch.tensor(float(x), dtype=torch.float64).float()
+    around = [close, *(torch.nextafter(close, torch.tensor(to)) for to in (math.inf, -math.inf))]
+    finite = [c.item() for c in around if c.isfinite()]
+    return min(finite, key=lambda c: (abs(Fraction(c) - x), bits_of(c, "f32") & 1))
+
+
+def exactly(formula: Exact) -> Exact:
+    """A formula by exact arithmetic where all operands and the result are finite."""
+
+    def rounded(*given: float) -> float:
+        plain = formula(*given)
+        if math.isfinite(plain) and abs(plain) < 1e38:
+            return nearest(formula(*map(Fraction, given))) or plain
+        return nearest(plain)
+
+    return rounded
+
+
+def ordered(*given: float) -> bool:
+    return not any(map(math.isnan, given))
+
+
+def extreme(choose: Exact) -> Exact:
+    """The smallest or largest number but NaN."""
+    return lambda *given: choose((x for x in given if x == x), default=NAN)
+
+
+FLOATING: dict[str, Exact] = {
+    "add": exactly(lambda a, b: a + b),
+    "sub": exactly(lambda a, b: a - b),
+    "mul": exactly(lambda a, b: a * b),
+    "fma": exactly(lambda a, b, c: a * b + c),
+    "abs": abs,
+    "neg": lambda a: -a,
+    "min": extreme(min),
+    "max": extreme(max),
+    "selp": lambda a, b, c: a if c else b,
+    "setp.eq": lambda a, b: a == b,
+    "setp.ne": lambda a, b: ordered(a, b) and a != b,
+    "setp.neu": lambda a, b: a != b,
+    "setp.lt": lambda a, b: a < b,
+    "setp.le": lambda a, b: a <= b,
+    "setp.gt": lambda a, b: a > b,
+    "setp.ge": lambda a, b: a >= b,
+    "setp.nan": lambda a, b: not ordered(a, b),
+    "setp.num": ordered,
+    "cvt": lambda a: a,
+}
+TORCH: dict[str, Callable[..., torch.Tensor]] = {  # of float64, to two units in the last place
+    "div": torch.div,
+    "rcp": torch.reciprocal,
+    "ex2": torch.exp2,
+    "lg2": torch.log2,
+    "tanh": torch.tanh,
+}
+FORMS = {"f16": "e", "f32": "f"}
+ROUNDING = {"rn", "full", "approx", "ftz", "rzi"}
+PIECES = ("bfe.u32", "bfe.s32")
+HALVES = ("cvt.rn.f16x2.f32", "cvt.rn.bf16x2.f32")
+
+
+def value_of(bits: int, kind: str) -> Any:  # Any: a whole or a floating-point number, or a truth
+    """What bits mean."""
+    size = DTYPES[kind].itemsize
+    if kind == "pred":
+        return bool(bits & 1)
+    bits &= (1 << 8 * size) - 1
+    if kind == "bf16":
+        return value_of(bits << 16, "f32")
+    if kind in FORMS:
+        return struct.unpack(FORMS[kind], bits.to_bytes(size, "little"))[0]
+    return bits - (1 << 8 * size) if kind[0] == "s" and bits >> (8 * size - 1) else bits
+
+
+def bits_of(value: Any, kind: str) -> int:  # Any: as above
+    """The bits of a value, the lowest ones if it has more."""
+    size = DTYPES[kind].itemsize
+    if kind == "pred":
+        return int(value) & 1
+    if kind == "bf16":
+        return bits_of(torch.tensor(value).bfloat16().float().item(), "f32") >> 16
+    if kind == "f16":
+        value = torch.tensor(value, dtype=torch.float64).half().item()
+    if kind in FORMS:
+        return int.from_bytes(struct.pack(FORMS[kind], value), "little")
+    return int(value) & ((1 << 8 * size) - 1)
+
+
+SPECIAL = {  # bits that a random number hardly has: zeros, infinities, NaN, subnormals, extremes
+    "f32": (0, 2**31, 0x7F800000, 0xFF800000, 0x7FC00000, 1, 0x807FFFFF, 0x3F800000),
+    "f16": (0, 0x8000, 0x7C00, 0xFC00, 0x7E00, 1, 0x83FF, 0x3C00),
+    "bf16": (0, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 1, 0x3F80),
+}
+
+
+def operands(kind: str) -> st.SearchStrategy[int]:
+    """The bits of an operand."""
+    size = 8 * DTYPES[kind].itemsize
+    near = st.integers(-40, 40).map(lambda n: n & ((1 << size) - 1))
+    numbers = (
+        st.floats(-100, 100, width=32).map(lambda x: bits_of(x, kind)) if kind in FORMS else near
+    )
+    known = st.sampled_from(SPECIAL[kind]) if kind in SPECIAL else near
+    return st.one_of(st.integers(0, (1 << size) - 1), numbers, known)
+
+
+def draw_rows(data: st.DataObject, kinds: tuple[str, ...]) -> list[list[int]]:
+    """Operands for all lanes: some drawn one by one, and their combinations."""
+    drawn = [data.draw(st.lists(operands(x.rstrip("?")), min_size=6, max_size=6)) for x in kinds]
+    pick = data.draw(st.randoms(use_true_random=False))
+    return [[pick.choice(column) for column in drawn] for _ in range(LANES)]
+
+
+def lanes_of(opcode: str, rows: list[list[int]]) -> list[int]:
+    """The bits of an instruction's result in each lane, by executing it."""
+    rule = VALUES[opcode]
+    given = [kind.rstrip("?") for kind in rule.operands][: len(rows[0])]
+    columns = torch.tensor([[x - (x >> 63 << 64) for x in row] for row in rows]).T.contiguous()
+    out = torch.zeros(LANES, dtype=torch.int64)
+    lines = [" mul.wide.u32 %d8, %r0, 8;", " add.s64 %d9, %d0, %d8;", " add.s64 %d10, %d1, %d8;"]
+    names = []
+    for n, kind in enumerate(given):
+        lines.append(f" ld.global.b64 %d{16 + n}, [%d9+{8 * LANES * n}];")
+        lines.append(narrow(kind, n))
+        names.append(register(kind, n))
+    lines.append(f" {opcode} {', '.join([register(rule.results[0], 8), *names])};")
+    lines.append(widen(rule.results[0]))
+    lines.append(" st.global.b64 [%d10], %d30;")
+    run_ptx("\n".join(lines), {"given": columns, "out": out})
+    return [x & (2**64 - 1) for x in out.tolist()]
+
+
+def register(kind: str, n: int) -> str:
+    letter = {"pred": "%p", 1: "%h", 2: "%h", 4: "%r", 8: "%d"}
+    key = kind if kind == "pred" else DTYPES[kind].itemsize
+    return f"{letter[key]}{n + (16 if key == 8 else 1)}"
+
+
+def narrow(kind: str, n: int) -> str:
+    """An instruction that takes an operand from its 64 bits."""
+    if kind == "pred":
+        return f" and.b64 %d31, %d{16 + n}, 1; setp.ne.b64 {register(kind, n)}, %d31, 0;"
+    size = DTYPES[kind].itemsize
+    if size == 8:
+        return ""
+    part = f" cvt.u32.u64 %r{100 + n}, %d{16 + n};"
+    target = register(kind, n)
+    return (
+        f"{part} mov.b32 {target}, %r{100 + n};"
+        if size == 4
+        else (f"{part} cvt.u16.u32 {target}, %r{100 + n};")
+    )
+
+
+def widen(kind: str) -> str:
+    """An instruction that makes 64 bits of a result."""
+    result = register(kind, 8)
+    if kind == "pred":
+        return f" selp.b64 %d30, 1, 0, {result};"
+    size = DTYPES[kind].itemsize
+    return (
+        f" mov.b64 %d30, {result};"
+        if size == 8
+        else f" cvt.u64.u{max(16, 8 * size)} %d30, {result};"
+    )
+
+
+def heads(opcode: str) -> tuple[str, str]:
+    """The name of an instruction without rounding and types, and its last type."""
+    words = opcode.split(".")
+    kept = [w for w in words if w not in ROUNDING and w not in DTYPES]
+    return ".".join(kept), words[-1]
+
+
+def due_of(opcode: str, row: list[int]) -> int | None:
+    """The bits of the exact result; None: not known exactly."""
+    rule = VALUES[opcode]
+    name, _ = heads(opcode)
+    values = [value_of(x, kind.rstrip("?")) for x, kind in zip(row, rule.operands, strict=False)]
+    if opcode in PIECES:
+        return bits_of((field_of if opcode == "bfe.u32" else signed_field)(*values), "u32")
+    if opcode in HALVES:
+        kind = "f16" if "bf" not in opcode else "bf16"
+        return bits_of(values[0], kind) << 16 | bits_of(values[1], kind)
+    if "ftz" in opcode:
+        values = [math.copysign(0, x) if abs(x) < 2.0**-126 else x for x in values]
+    floating = any(kind.rstrip("?") in (*FORMS, "bf16") for kind in rule.operands)
+    exact = (FLOATING if floating else WHOLE).get(name)
+    if exact is None or opcode.startswith("cvt.rzi") or "f32x2" in opcode:
+        return None
+    result = exact(*values)
+    if rule.results[0] == "f32" and not floating:
+        result = nearest(Fraction(result))
+    if "ftz" in opcode and abs(result) < 2.0**-126:
+        result = math.copysign(0, result)
+    return bits_of(result, rule.results[0])
+
+
+def agree(got: int, due: int, kind: str) -> bool:
+    """Equal bits; any NaN for NaN, and either zero for a zero. kind: of halves, `f16x2`."""
+    if kind.endswith("16x2"):
+        return all(agree(got >> n & 0xFFFF, due >> n & 0xFFFF, kind[:-2]) for n in (0, 16))
+    if got == due or kind not in (*FORMS, "bf16"):
+        return got == due
+    a, b = value_of(got, kind), value_of(due, kind)
+    return bool(a == b) or (a != a and b != b)
+
+
+@pytest.mark.parametrize("opcode", [x for x in sorted(VALUES) if "f32x2" not in x])
+@given(data=st.data())
+@few
+def test_an_instruction_gives_the_exact_result(opcode: str, data: st.DataObject) -> None:
+    """Or, where a GPU approximates, one within two units in the last place of float64's."""
+    rows = draw_rows(data, VALUES[opcode].operands)
+    for given_, got in zip(rows, lanes_of(opcode, rows), strict=True):
+        due = due_of(opcode, given_)
+        if due is None:
+            due = approximate(opcode, given_, got)
+        kind = opcode.split(".")[2] if opcode in HALVES else VALUES[opcode].results[0]
+        assert agree(got, due, kind), (given_, hex(got), hex(due))
+
+
+def approximate(opcode: str, row: list[int], got: int) -> int:
+    """The result itself if it is near float64's, else float64's."""
+    name, _ = heads(opcode)
+    given_ = [value_of(x, kind) for x, kind in zip(row, VALUES[opcode].operands, strict=True)]
+    if opcode.startswith("cvt.rzi"):
+        least, most = (-(2**31), 2**31 - 1) if "s32" in opcode else (0, 2**32 - 1)
+        whole = 0 if given_[0] != given_[0] else min(max(given_[0], least), most)
+        return int(whole) & 2**32 - 1
+    if "ftz" in opcode:
+        given_ = [math.copysign(0, x) if abs(x) < 2.0**-126 else x for x in given_]
+    exact = TORCH[name](*(torch.tensor(x, dtype=torch.float64) for x in given_)).item()
+    if "ftz" in opcode and abs(exact) < 2.0**-126:
+        exact = math.copysign(0, exact)
+    result = value_of(got, "f32")
+    near = abs(result - nearest(exact)) <= 2.0**-21 * abs(exact) + 2.0**-148
+    return got if near else bits_of(nearest(exact), "f32")
+
+
+@pytest.mark.parametrize("name", ["add", "sub", "mul", "fma.rn"])
+@given(data=st.data())
+@few
+def test_an_instruction_of_pairs_is_two_instructions(name: str, data: st.DataObject) -> None:
+    rows = draw_rows(data, VALUES[f"{name}.f32x2"].operands)
+    wide = lanes_of(f"{name}.f32x2", rows)
+    for part in (0, 32):
+        halves = [[x >> part & 2**32 - 1 for x in row] for row in rows]
+        for a, b in zip(wide, lanes_of(f"{name}.f32", halves), strict=True):
+            assert agree(a >> part & 2**32 - 1, b, "f32")
+
+
+def test_every_instruction_says_what_it_does() -> None:
+    """By a docstring of its function; those of one pattern share it."""
+    for opcode, rule in VALUES.items():
+        function = getattr(rule.call, "func", rule.call)
+        assert function.__doc__, opcode

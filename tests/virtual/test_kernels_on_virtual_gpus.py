@@ -1,0 +1,43 @@
+"""Our kernels as GPUs get them, executed: both passes, held to the formula by the accuracy rule."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+
+import attn_graph as ag
+from attn_graph.testing.gpu import virtual_gpu
+from attn_graph.testing.strategies import seeds, simple_graphs
+from tests.support.virtual_cases import CASES, execute, machine
+
+GENERATIONS = (80, 90, 120)
+QUICK = {  # a share for the default tests
+    80: ("causal, groups", "boolean mask", "one query", "odd gaps"),
+    90: ("causal, groups", "segments", "f32", "one key"),
+}
+
+
+@pytest.mark.parametrize(("sm", "name"), [(sm, name) for sm in QUICK for name in QUICK[sm]])
+def test_a_kernel_gives_what_the_formula_says(sm: int, name: str) -> None:
+    with virtual_gpu(machine(sm)) as device:
+        assert execute(device, CASES[name]()).programs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("sm", GENERATIONS)
+def test_every_kernel_gives_what_the_formula_says(sm: int, name: str) -> None:
+    if name in QUICK.get(sm, ()):
+        pytest.skip("is among the default tests")
+    with virtual_gpu(machine(sm), seed=1) as device:
+        outcome = execute(device, CASES[name]())
+    assert outcome.programs, outcome.refusal
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sm", GENERATIONS)
+@given(graph=simple_graphs(), seed=seeds)
+@settings(max_examples=settings().max_examples // 2)  # each compiles kernels
+def test_drawn_graphs_give_what_the_formula_says(sm: int, graph: ag.Graph, seed: int) -> None:
+    with virtual_gpu(machine(sm), seed=seed) as device:
+        execute(device, graph, seed)

@@ -1,0 +1,126 @@
+"""A virtual GPU as users have it: a context, a target, and errors that name the line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import attn_graph as ag
+from attn_graph.testing.gpu import Fault, UnknownInstructionError, virtual_gpu
+from attn_graph.testing.gpu.memory import Unset
+from tests.support.ptx_programs import run_ptx
+from tests.support.sources import ROOT
+
+SCRIPT = """
+import torch
+import attn_graph as ag
+from attn_graph.testing.gpu import virtual_gpu
+q, k, v = (torch.randn(1, 2, 70, 64, dtype=torch.float16, requires_grad=True) for _ in "qkv")
+with virtual_gpu("h100") as device:
+    graph = ag.attention(*map(ag.TensorSpec.like, (q, k, v)), mask=ag.Causal())
+    plan = ag.compile(graph, target=device.target, backends=("triton",))
+    plan(q, k, v).sum().backward()
+print(plan.backend, device.programs > 0, all(x.grad.isfinite().all() for x in (q, k, v)))
+"""
+
+
+def test_a_script_runs_both_passes_of_a_plan() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "triton True True\n"), done.stderr
+
+
+def test_plans_take_tensors_of_the_cpu_within_the_block_alone() -> None:
+    x = torch.randn(1, 1, 16, 16, dtype=torch.float16)
+    graph = ag.attention(*[ag.TensorSpec.like(x)] * 3)
+    with virtual_gpu("a100") as device:
+        plan = ag.compile(graph, target=device.target, backends=("triton",))
+        plan.check_tensors((x, x, x))
+    with pytest.raises(ag.PlanTargetError, match="a100"):
+        plan.check_tensors((x, x, x))
+
+
+def test_one_virtual_gpu_of_a_kind_is_in_use_at_a_time() -> None:
+    with (
+        virtual_gpu("a100"),
+        pytest.raises(RuntimeError, match="another virtual GPU"),
+        virtual_gpu("a100"),
+    ):
+        pass
+
+
+FAULTS = {  # statements, and what is wrong with them
+    "a load of bytes of x that belong to no element": "ld.global.b32 %r1, [%d0+4];",
+    "a store to 8 bytes of global memory at no multiple of 8": "st.global.b64 [%d0+4], %d0;",
+    "which is in no tensor": "ld.global.b32 %r1, [%d0+4096];",
+    "to which nothing was written": "ld.shared.b32 %r1, [global_smem];",
+    "of 4096 bytes of shared memory": "st.shared.b32 [global_smem+4096], %r0;",
+    "cp.async of": "mov.b32 %r1, global_smem; cp.async.ca.shared.global [%r1], [%d0+4], 4;",
+    "no mbarrier is at byte 0": "mov.b32 %r1, global_smem; mbarrier.inval.shared.b64 [%r1];",
+    "it ends before a copy has landed": (
+        "setp.eq.b32 %p1, %r0, 0; mov.b32 %r1, global_smem;"
+        "@%p1 cp.async.ca.shared.global [%r1], [%d0], 4; cp.async.commit_group;"
+    ),
+    "deadlock: warp 0 waits at barrier 0 of 64 threads": "bar.sync 0, 64;",
+    "is executed by a part of it": "setp.lt.u32 %p1, %r0, 5; @%p1 bar.sync 0;",
+}
+
+
+@pytest.mark.parametrize("text", FAULTS)
+def test_a_fault_names_the_line(text: str) -> None:
+    x = torch.zeros(8)[::2]
+    with pytest.raises(Fault, match=text) as caught:
+        run_ptx(FAULTS[text], {"x": x})
+    assert "deadlock" in text or "it ends" in text or "PTX line" in str(caught.value)
+
+
+RACES = {  # what two warps do, and what is wrong; %p1: the first one
+    "a store of other bytes by two warps at once": ("st.shared.b32 [global_smem], %r0;"),
+    "a load of shared memory, byte 0 is not ordered after the write by warp 0": (
+        "@%p1 st.shared.b32 [global_smem], %r0; @!%p1 ld.shared.b32 %r1, [global_smem];"
+    ),
+    "is not ordered after the read by warp 0": (
+        "@%p2 st.shared.b32 [global_smem], %r0; bar.sync 0;"
+        "@%p1 ld.shared.b32 %r1, [global_smem]; @%p3 st.shared.b32 [global_smem], %r0;"
+    ),
+}
+SIDES = """setp.lt.u32 %p1, %r0, 32; setp.eq.b32 %p2, %r0, 0; setp.eq.b32 %p3, %r0, 32;
+"""
+
+
+@pytest.mark.parametrize("text", RACES)
+def test_two_warps_may_not_touch_the_same_bytes_unordered(text: str) -> None:
+    with pytest.raises(Fault, match=text):
+        run_ptx(SIDES + RACES[text], {"x": torch.zeros(8)}, threads=64)
+
+
+def test_two_programs_may_not_store_to_the_same_bytes() -> None:
+    with pytest.raises(Fault, match="program number 1 stores"):
+        run_ptx("st.global.b32 [%d0], %r0;", {"x": torch.zeros(8)}, programs=2)
+
+
+def test_new_memory_is_not_read_before_it_is_written() -> None:
+    x, unset = torch.empty(8), Unset()
+    unset.add(x)
+    run_ptx("st.global.b32 [%d0], %r0; ld.global.b32 %r1, [%d0];", {"x": x}, unset=unset)
+    with pytest.raises(Fault, match="to which nothing was written"):
+        run_ptx("ld.global.b32 %r1, [%d0+4];", {"x": x}, unset=unset)
+
+
+UNKNOWN = {  # an instruction, a modifier, a number of operands
+    "sqrt.rn.f32": "sqrt.rn.f32 %r1, %r0;",
+    "add.sat.s32": "add.sat.s32 %r1, %r0, %r0;",
+    "4 operands": "add.s32 %r1, %r0, %r0, %r0;",
+    "mma.sync.aligned.m16n8k4": "mma.sync.aligned.m16n8k4.row.col.f32.tf32 {%r1}, {%r2}, {%r3};",
+}
+
+
+@pytest.mark.parametrize("text", UNKNOWN)
+def test_an_unknown_instruction_is_refused_with_its_line(text: str) -> None:
+    with pytest.raises(UnknownInstructionError, match=r"PTX line \d+") as caught:
+        run_ptx(UNKNOWN[text], {"x": torch.zeros(8)})
+    assert text in str(caught.value)
