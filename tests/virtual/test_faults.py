@@ -61,6 +61,9 @@ EDITS: dict[str, tuple[str, Replace]] = {  # a line of the PTX, and another in i
         r"(\t(?:or|add)\.[bs]64 \t%rd\d+, %rd\d+), (46116862\d+);",
         other_stride,
     ),
+    "a wait for tensor memory dropped": (r"\ttcgen05\.wait.*", ""),
+    "a commit of a tensor core dropped": (r"\t@%p\d+ tcgen05\.commit.*", ""),
+    "tensor memory not given back": (r"\t@%p\d+ tcgen05\.dealloc.*", ""),
     "a row of a matrix far off": (r"(\tldmatrix.*)\[(%r\d+)(?:\+\d+)?\];", r"\1[\2+200000];"),
 }
 REPORTED = {  # at how many sites, of at most eight, it is reported
@@ -80,6 +83,12 @@ REPORTED = {  # at how many sites, of at most eight, it is reported
     (90, "a copy by every thread"): 4,
     (90, "a descriptor's stride"): 8,
     (90, "a row of a matrix far off"): 4,
+    (100, "a wait for a phase dropped"): 2,
+    (100, "the other parity"): 2,
+    (100, "an mbarrier's init dropped"): 4,
+    (100, "a wait for tensor memory dropped"): 5,
+    (100, "a commit of a tensor core dropped"): 4,
+    (100, "tensor memory not given back"): 1,
     (80, "a barrier dropped"): 3,
     (80, "a wait for copies dropped"): 3,
     (80, "a wait for one group of copies less"): 3,

@@ -10,10 +10,12 @@ from attn_graph.testing.gpu import virtual_gpu
 from attn_graph.testing.strategies import seeds, simple_graphs
 from tests.support.virtual_cases import CASES, execute, machine
 
-GENERATIONS = (80, 90, 120)
+GENERATIONS = (80, 90, 100, 120)
 QUICK = {  # a share for the default tests
     80: ("causal, groups", "boolean mask", "one query", "odd gaps"),
     90: ("causal, groups", "segments", "f32", "one key"),
+    100: ("one query of 64",),
+    120: ("window",),
 }
 
 

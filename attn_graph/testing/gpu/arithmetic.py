@@ -76,7 +76,8 @@ def divide(a: Array, b: Array) -> Array:
 @value("rem.T", T=WHOLE)
 def remainder(a: Array, b: Array) -> Array:
     """d = a - b * (a / b)."""
-    return np.subtract(a, b * divide(a, b))
+    rest: Array = a - b * divide(a, b)
+    return rest
 
 
 @value("abs.T", T=f"{SIGNED} f32")

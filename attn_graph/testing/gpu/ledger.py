@@ -42,17 +42,26 @@ class Ledger:
         return f"{self.memory}, {'byte' if self.grain else 'cell'} {cell * (self.grain or 1)}"
 
     def check_seen(
-        self, m: Program, text: str, warps: Array, cells: Array, proxy: bool = False, own: int = -2
+        self,
+        m: Program,
+        text: str,
+        warps: Array,
+        cells: Array,
+        proxy: bool = False,
+        own: int = -2,
+        may_be_unset: bool = False,
     ) -> None:
         """Raise Fault unless a warp in each row of cells comes after the last writes there.
 
         proxy: the access is by the other proxy. own: an agent whose writes come in order.
+        may_be_unset: where nothing was written, that is noted.
         """
         writers, times, row = self.writer[cells], self.time[cells], warps[:, None]
         unset = writers < 0
         if unset.any():
-            cell = cells[unset].flat[0]
-            m.fault(f"{text} of {self.describe(cell)}, to which nothing was written")
+            where = self.memory if may_be_unset else self.describe(int(cells[unset].flat[0]))
+            report = m.note if may_be_unset else m.fault
+            report(f"{text} of {where}, to which nothing was written")
         unseen = (self.clocks.known[row, writers] < times) & (writers != own)
         if unseen.any():
             self.blame(m, f"{text} of", "is not ordered after the write by", cells, unseen)

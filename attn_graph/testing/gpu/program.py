@@ -160,11 +160,6 @@ class Program:
         """Something that the PTX ISA asks for, and GPUs are known to do without."""
         self.launch.notes.add(self.describe(text, program=False))
 
-    def note_early(self, line: int) -> None:
-        """A register of tcgen05.ld is read before its wait."""
-        self.line = line
-        self.note("a register of tcgen05.ld is read before tcgen05.wait::ld")
-
     def name_of(self, register: int) -> str:
         """A register's name."""
         return [*self.launch.code.kernel.registers][register]

@@ -1,1 +1,270 @@
-"""Tensor memory, and the tensor cores that work in it. PTX ISA 9.7.16."""
+"""Tensor memory, and the tensor cores that work in it. PTX ISA 9.7.16.
+
+It has 128 lanes of 512 columns of 32 bits; an address is a lane in its upper half, and a column.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+import numpy as np
+from attrs import define, field
+
+from attn_graph.testing.gpu.barriers import Barriers, MBarrier
+from attn_graph.testing.gpu.ledger import Ledger
+from attn_graph.testing.gpu.matrices import Tile
+from attn_graph.testing.gpu.products import load_tile
+from attn_graph.testing.gpu.program import Program
+from attn_graph.testing.gpu.rules import Array, action
+from attn_graph.testing.gpu.shared import Shared, halves_as_numbers
+from attn_graph.testing.gpu.threads import WARP, Threads
+
+LANES, COLUMNS = 128, 512
+QUARTER = 32  # lanes that a warp has access to
+SPANS = {0: 16, 2: 128, 4: 64, 6: 32}  # bytes that are swizzled together, by a descriptor's mode
+KINDS = ("f16", "bf16")  # of operands, by number
+UNSET = 0x7FBADBAD  # what columns hold that nothing was written to: NaN
+
+
+@final
+@define(eq=False)
+class TensorMemory:
+    """The tensor memory of a program, of which some columns are allocated.
+
+    loads, stores: the time of each warp's. time: of products. commits: those that have not arrived
+    at their mbarrier, with the time of the products before them.
+    """
+
+    ledger: Ledger
+    loads: Array
+    stores: Array
+    data: Array = field(factory=lambda: np.full(LANES * COLUMNS, UNSET, np.uint32))
+    columns: int = 0
+    time: int = 1
+    commits: list[tuple[MBarrier, int, int]] = field(factory=list[tuple[MBarrier, int, int]])
+
+    @classmethod
+    def of(cls, m: Program) -> TensorMemory:
+        """With nothing allocated."""
+        clocks, ones = m.clocks, np.ones(m.warps, np.int32)
+        readers = np.r_[clocks.load(0) : clocks.load(m.warps), clocks.tensor]
+        ledger = Ledger(clocks, LANES * COLUMNS, readers, "tensor memory", 0)
+        made = cls(ledger, ones, ones.copy())
+        m.on_idle.append(made.advance)
+        m.at_end.append(made.end)
+        return made
+
+    def advance(self, m: Program) -> bool:
+        """Let one commit arrive at its mbarrier, if there is one."""
+        if not self.commits:
+            return False
+        mbarrier, time, m.line = self.commits.pop(0)
+        mbarrier.known[m.clocks.tensor] = time
+        mbarrier.arrive(m, 1)
+        return True
+
+    def end(self, m: Program) -> None:
+        """The program ends. Raises Fault if it has not given everything back."""
+        if self.columns or self.commits:
+            m.fault(f"it ends with {self.columns} columns of tensor memory, or before a commit")
+
+    def cells(self, m: Program, rows: Array, columns: Array) -> Array:
+        """Cells of lanes and columns. Raises Fault for those that are not there."""
+        if rows.max() >= LANES or columns.max() >= self.columns:
+            m.fault(
+                f"lane {rows.max()}, column {columns.max()} of tensor memory, of which "
+                f"{self.columns} columns are allocated"
+            )
+        return rows * COLUMNS + columns
+
+    def cells_of_warp(
+        self, m: Program, warp: int, addresses: Array, count: int, split: int | None
+    ) -> Array:
+        """What each thread of a warp names, [count, threads]: a lane each; or 16 lanes twice, the
+        second time `split` columns on."""
+        lane, column = int(addresses[0]) >> 16, int(addresses[0]) & 0xFFFF
+        if lane // QUARTER != warp % 4 or (addresses != addresses[0]).any():
+            m.fault(f"warp {warp} has no access to lane {lane} of tensor memory, or names several")
+        thread, n = np.arange(WARP), np.arange(count)[:, None]
+        if split is None:
+            return self.cells(m, lane + thread + 0 * n, column + n + 0 * thread)
+        return self.cells(m, lane + thread % 16 + 0 * n, column + n + thread // 16 * split)
+
+
+T5 = r"tcgen05\."
+ONE = r"\.cta_group::1"
+
+
+@action(T5 + "alloc" + ONE + r"\.sync\.aligned\.shared::cta\.b32", "<- @ #")
+def allocate(m: Program, g: Threads, target: Array, columns: int) -> None:
+    """Take columns of tensor memory, and store the address of the first."""
+    tensor = m.part(TensorMemory)
+    for warp in m.together(g).tolist():
+        if tensor.columns:
+            m.fault("tensor memory is allocated twice")
+        tensor.columns = columns
+        lane = slice(warp * WARP - g.span.start, warp * WARP - g.span.start + 1)
+        offsets = m.part(Shared).offsets(m, "tcgen05.alloc", target[lane], 4)
+        zero = np.zeros((1, 4), np.uint8)
+        m.part(Shared).store(m, "tcgen05.alloc", np.array([warp]), offsets, zero)
+
+
+@action(T5 + "dealloc" + ONE + r"\.sync\.aligned\.b32", "<- u32 #")
+def deallocate(m: Program, g: Threads, address: Array, columns: int) -> None:
+    """Give columns back."""
+    tensor = m.part(TensorMemory)
+    for warp in m.together(g).tolist():
+        if columns != tensor.columns:
+            m.fault(
+                f"{columns} columns of tensor memory are given back, {tensor.columns} are taken"
+            )
+        everything = np.arange(LANES * COLUMNS)[None]
+        tensor.ledger.check_free(m, "tcgen05.dealloc", np.array([warp]), everything)
+        tensor.columns = 0
+
+
+@action(T5 + "relinquish_alloc_permit" + ONE + r"\.sync\.aligned", "<-")
+def relinquish(m: Program, g: Threads) -> None:
+    """No more columns will be taken."""
+    m.together(g)
+
+
+@action(T5 + r"fence::(?:before|after)_thread_sync", "<-")
+def fence_tensor(m: Program, g: Threads) -> None:
+    """Orders what a barrier orders for other instructions; that needs nothing more here."""
+
+
+@action(T5 + r"ld\.sync\.aligned\.(?:32x32b|16x32bx2)\.x(?P<count>\d+)\.b32", "b32* <- @ #?")
+def load_tensor(
+    m: Program, g: Threads, address: Array, split: int | None = None, *, count: str
+) -> Array:
+    """d = columns of the lanes of each warp; the registers are set when it has waited."""
+    tensor = m.part(TensorMemory)
+    loaded = np.zeros((int(count), g.count), np.uint32)
+    for warp in m.together(g).tolist():
+        threads = slice(warp * WARP - g.span.start, (warp + 1) * WARP - g.span.start)
+        cells = tensor.cells_of_warp(m, warp, address[threads], int(count), split)
+        one, flat = np.array([warp]), cells.reshape(1, -1)
+        tensor.ledger.check_seen(m, "tcgen05.ld", one, flat, may_be_unset=True)
+        agents = np.asarray(m.clocks.load(one))
+        tensor.ledger.note_read(m, agents, tensor.loads[one], flat)
+        loaded[:, threads] = tensor.data[cells]
+    return loaded
+
+
+@action(T5 + r"st\.sync\.aligned\.32x32b\.x\d+\.b32", "<- @ b32*")
+def store_tensor(m: Program, g: Threads, address: Array, values: tuple[Array, ...]) -> None:
+    """Columns of the lanes of each warp are set."""
+    store_columns(m, g, address, values, None)
+
+
+@action(T5 + r"st\.sync\.aligned\.16x32bx2\.x\d+\.b32", "<- @ # b32*")
+def store_tensor_twice(
+    m: Program, g: Threads, address: Array, split: int, values: tuple[Array, ...]
+) -> None:
+    """Columns of 16 lanes of each warp are set, and others `split` columns on."""
+    store_columns(m, g, address, values, split)
+
+
+def store_columns(
+    m: Program, g: Threads, address: Array, values: tuple[Array, ...], split: int | None
+) -> None:
+    """Set what the threads name."""
+    tensor, rows = m.part(TensorMemory), np.stack([np.broadcast_to(x, g.count) for x in values])
+    for warp in m.together(g).tolist():
+        threads = slice(warp * WARP - g.span.start, (warp + 1) * WARP - g.span.start)
+        cells = tensor.cells_of_warp(m, warp, address[threads], len(values), split)
+        one, flat = np.array([warp]), cells.reshape(1, -1)
+        agents = np.asarray(m.clocks.store(one))
+        tensor.ledger.check_free(m, "tcgen05.st", one, flat, own=int(agents[0]))
+        tensor.ledger.note_write(m, agents, tensor.stores[one], flat)
+        tensor.data[cells] = rows[:, threads]
+
+
+@action(T5 + r"wait::(?P<way>ld|st)\.sync\.aligned", "<-")
+def wait_for_tensor(m: Program, g: Threads, way: str) -> None:
+    """Wait for all loads, or all stores, of the warp."""
+    tensor, warps = m.part(TensorMemory), m.together(g)
+    load = way == "ld"
+    times = tensor.loads if load else tensor.stores
+    m.clocks.known[warps, m.clocks.load(warps) if load else m.clocks.store(warps)] = times[warps]
+    times[warps] += 1
+
+
+@action(T5 + "mma" + ONE + r"\.kind::f16", "<- @ & u64 u32 pred")
+def multiply_in_tensor_memory(
+    m: Program,
+    g: Threads,
+    d: Array,
+    a: tuple[Array] | Array,
+    b: Array,
+    description: Array,
+    add: Array,
+) -> None:
+    """D = A B + D, or A B: [rows,16] [16,n], D in tensor memory. A lies there or, as B, in shared
+    memory. Products of a program follow each other; a commit lets others know."""
+    left = a[0] if isinstance(a, tuple) else a
+    given = [g.take(np.broadcast_to(x, g.count)) for x in (d, left, b, description, add)]
+    for warp, *each in zip(g.owners.tolist(), *(x.tolist() for x in given), strict=True):
+        multiply_once(m, warp, isinstance(a, tuple), *map(int, each))
+
+
+def multiply_once(
+    m: Program, warp: int, in_tensor: bool, d: int, a: int, b: int, description: int, add: int
+) -> None:
+    """One product, which a thread of a warp begins."""
+    columns, rows = (description >> 17 & 63) * 8, (description >> 24 & 31) * 16
+    kinds = [description >> at & 7 for at in (7, 10)]
+    if description >> 4 & 3 != 1 or description & 0x600F or max(kinds) > 1 or rows not in (64, 128):
+        m.fault(f"the instruction descriptor {description:#x}, which the virtual GPU does not have")
+    tensor, one, core = m.part(TensorMemory), np.array([warp]), m.clocks.tensor
+    cells = block_of(m, d, rows, columns)
+    right = read_tile(m, warp, b, columns, KINDS[kinds[1]], bool(description >> 16 & 1))
+    if in_tensor:
+        own = block_of(m, a, rows, 8)
+        tensor.ledger.check_seen(m, "tcgen05.mma", one, own.reshape(1, -1), own=core)
+        tensor.ledger.note_read(m, np.array([core]), np.array([tensor.time]), own.reshape(1, -1))
+        halves = np.ascontiguousarray(tensor.data[own]).view(np.uint16)
+        left = halves_as_numbers(halves, KINDS[kinds[0]])
+    else:
+        left = read_tile(m, warp, a, rows, KINDS[kinds[0]], bool(description >> 15 & 1))
+    flat, sums = cells.reshape(1, -1), left @ right.T
+    if add:
+        tensor.ledger.check_seen(m, "tcgen05.mma", one, flat, own=core)
+        sums = sums + tensor.data[cells].view(np.float32)
+    tensor.ledger.check_free(m, "tcgen05.mma", one, flat, own=core)
+    tensor.ledger.note_write(m, np.array([core]), np.array([tensor.time]), flat)
+    tensor.data[cells] = sums.astype(np.float32).view(np.uint32)
+
+
+def block_of(m: Program, address: int, rows: int, columns: int) -> Array:
+    """Cells [rows, columns] of a matrix; 64 rows lie in 16 lanes of each quarter."""
+    lane, n = address >> 16, np.arange(rows)
+    lanes = n if rows == LANES else n // 16 * QUARTER + n % 16 + lane
+    at = (address & 0xFFFF) + np.arange(columns)
+    return m.part(TensorMemory).cells(m, lanes[:, None] + 0 * at, at + 0 * lanes[:, None])
+
+
+def read_tile(m: Program, warp: int, descriptor: int, rows: int, kind: str, turned: bool) -> Array:
+    """An operand [rows, 16] in shared memory, by its descriptor: see products.read_operand."""
+    start, lead, stride = ((descriptor >> at & 0x3FFF) << 4 for at in (0, 16, 32))
+    mode = descriptor >> 61 & 7
+    if mode not in SPANS or descriptor >> 49 & 7:
+        m.fault(f"the matrix descriptor {descriptor:#x}, which the virtual GPU does not have")
+    tile = Tile(start, lead, stride, SPANS[mode], rows, turned)
+    agents, times = np.array([m.clocks.tensor]), np.array([m.part(TensorMemory).time])
+    return load_tile(m, np.array([warp]), agents, times, tile, kind)
+
+
+COMMIT = r"\.mbarrier::arrive::one\.shared::(?:cta|cluster)\.b64"
+
+
+@action(T5 + "commit" + ONE + COMMIT, "<- @")
+def commit_tensor(m: Program, g: Threads, address: Array) -> None:
+    """An mbarrier counts an arrival when all products up to now are done."""
+    tensor = m.part(TensorMemory)
+    offsets = m.part(Shared).offsets(m, "an mbarrier", g.take(address), 8)
+    for warp, offset in zip(g.owners.tolist(), offsets.tolist(), strict=True):
+        mbarrier = m.part(Barriers).use(m, warp, offset, proxy=True)
+        tensor.commits.append((mbarrier, tensor.time, m.line))
+        tensor.time += 1

@@ -36,6 +36,8 @@ from attn_graph.testing.gpu.rules import DTYPES, DType, Rule, find_rule
 HELD = {"pred": "?", "b8": "u2", "b16": "u2", "b32": "u4", "f32": "u4", "u32": "u4"}  # of registers
 HALVES = {8: "u4", 4: "u2", 2: "u1"}
 PRODUCT = "wgmma."
+EARLY = "a register of tcgen05.ld is read before tcgen05.wait::ld"
+LATE = "tcgen05.ld without tcgen05.wait::ld before the next jump"
 
 
 @final
@@ -192,7 +194,7 @@ class BlockWriter:
             else:
                 self.call(rule_of(self.step))
         if self.arriving:
-            self.refuse("tcgen05.ld whose wait is in another block")
+            self.put(f"m.fault({LATE!r})")
         self.flush(self.changed & self.shape.kept | self.changed & self.shape.watched)
         self.put(last)
 
@@ -245,7 +247,8 @@ class BlockWriter:
         kept, want = dtype_of(self.shape.kernel.registers[name]), dtype.str[1:]
         views = self.values.setdefault(name, {})
         if name in self.arriving:
-            self.put(f"m.note_early({self.step.line})")
+            self.put(f"m.line = {self.step.line}")
+            self.put(f"m.{'note' if self.step.opcode.startswith('mov.') else 'fault'}({EARLY!r})")
         if not views:
             if name in self.shape.watched:
                 self.put(f"m.line = {self.step.line}")
@@ -264,6 +267,8 @@ class BlockWriter:
         if kind == "#":
             assert isinstance(operand, Immediate)
             return str(operand.value)
+        if kind == "&" and isinstance(operand, Address):
+            return f"({self.address(operand, '@')},)"
         if kind == "&" and isinstance(operand, Vector):
             return str(tuple(self.shape.number[x] for x in registers_of(operand)))
         if kind.endswith("*"):
