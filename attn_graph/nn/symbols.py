@@ -6,8 +6,8 @@ A symbol may be known at run time alone, as the rows of `x[mask]` are: nothing i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 from functools import cmp_to_key
+from typing import Any
 
 import torch
 
