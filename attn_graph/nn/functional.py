@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from attn_graph.compiler import Key
 from attn_graph.errors import (
@@ -118,7 +119,7 @@ def attention(
         slopes = None if isinstance(alibi, bool) else alibi
         more = {"bias": bias, "alibi": slopes, "keep": keep, "sinks": sinks}
         more |= {"kv_lengths": kv_lengths, "q_lengths": q_lengths}
-        if dropout or (isinstance(mask, Mask) and {*SEED} & mask.needs.keys()):
+        if dropout or (not (seed is offset is None) and reads_seed(mask)):
             more |= {"seed": seed, "offset": offset}
         data |= {name: tensor for name, tensor in more.items() if tensor is not None}
     if not (q_starts is kv_starts is pages is None):
@@ -129,6 +130,13 @@ def attention(
     if data:  # in the order of the graph's inputs
         data = {name: data.pop(name) for name in EXTRA if name in data} | data
     return attend_as(q, k, v, data, options)
+
+
+def reads_seed(mask: object) -> bool:
+    """True of a user's mask that reads a tensor of the name of a seed. Traced code can't tell."""
+    if is_dynamo_compiling() or not isinstance(mask, Mask):
+        return False
+    return not mask.needs.keys().isdisjoint(SEED)
 
 
 def two_parts(segments: object) -> tuple[Tensor, Tensor]:

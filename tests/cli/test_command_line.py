@@ -162,7 +162,7 @@ WRONG = {
     "explain --q 1,2,8,8 --dtype f8": "'f8' is none of f16, bf16, f32, f64",
     "cache verify --folder nowhere": "Directory 'nowhere' does not exist",
     "cache list --folder nowhere": "Directory 'nowhere' does not exist",
-    "mask 4 4 --block 0x3": "block (0, 3) holds no place",
+    "mask 4 4 --block 0x3": "block 0 is not a whole number of at least 1",
     "mask 4 4 -o mask.txt": "mask.txt ends in none of .png, .svg, .pdf",
     "mask 4 4 -o nowhere/mask.png": "there is no folder nowhere",
     "bench --q 1,2,8,8 --cpu -o x.svg --plot roofline": "the rates of cpu are not known",

@@ -176,7 +176,7 @@ def test_a_formula_skips_what_it_empties() -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("i +", "is no expression"),
+        ("i +", "is not an expression"),
         ("i + j", "is no comparison of integers"),
         ("i / 2 < j", "is no comparison of integers"),
         ("i < page", "page is not read; it may name abs, b, h, i, j"),

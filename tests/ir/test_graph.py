@@ -162,6 +162,7 @@ EXAMPLES = (
     *(m.SameSegment(), m.Band(1, 2, ("kv_lengths",)), m.Causal() & m.Keep()),
     *(m.Causal() | m.Keep(), ~m.Causal("top_left")),
     *(SoftCap(3.0), Bias(), Alibi(False, "top_left", ("q_lengths",), True)),
+    ag.Addend("real(slope) * real(j - i)", (("slope", "h"),)),
     *(Back(SoftCap(3.0)), Collect(Alibi()), ops.Scores(), ops.Mask(m.Causal()), ops.Softmax()),
     *(
         ops.MaxScores(),

@@ -102,7 +102,7 @@ def make_case(
     where = {name: SPEC.like(places[name]) for name in ("q_starts", "kv_starts")}
     mask = options.get("mask")
     ended = m.KeyLengths() & m.QueryLengths()
-    both: dict[str, Any] = {**options, "mask": mask & ended if mask else ended, **ends}
+    both: dict[str, Any] = {**options, "mask": ended if mask is None else mask & ended, **ends}
     own: dict[str, Any] = {**options, **where, **(ends if batch.gaps else {})}
     whole, graph = attend(padded, both), attend(packed, {**own, "most": batch.most})
     tensors = {i.name: numbers(i.spec, random) for i in graph.inputs}

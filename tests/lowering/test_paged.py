@@ -162,7 +162,7 @@ def make_case(
     graph = attend([q, SPEC.like(k), SPEC.like(v)], own)
     both = {n: x for n, x in ends.items() if n in own or (layout.packed and n == "q_lengths")}
     leaves = [m.KeyLengths()] * layout.ended + [m.QueryLengths()] * layout.packed
-    parts = [options["mask"], *leaves] if options["mask"] else leaves
+    parts = leaves if options["mask"] is None else [options["mask"], *leaves]
     mask = reduce(and_, parts) if parts else None
     whole = [SPEC(s, kind) for s in (shape.q, shape.k, shape.v)]
     padded = attend(whole, {**options, **both, "mask": mask})
