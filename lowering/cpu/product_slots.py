@@ -267,9 +267,12 @@ def choose_row_sizes(problem: Problem) -> tuple[int, int, int]:
     return rows, *choose_heads(p, None, rows, scores)
 
 
-def choose_kept_sizes(problem: Problem) -> tuple[int, int, int]:
+def choose_kept_sizes(problem: Problem, drops: bool) -> tuple[int, int, int]:
     """The same where weights are kept: all queries of some heads. In float32 the backward, beside
-    whose tile all weights are, takes no longer with half as many scores."""
+    whose tile all weights are, takes no longer with half as many scores. drops: whether words are
+    drawn for all of a tile."""
+    if drops:
+        return problem.M, *choose_heads(problem, None, problem.M, DROPOUT_SCORES)
     if has_few_scores(problem):
         return problem.M, problem.B, problem.G
     p, scores = problem, count_row_scores(problem)

@@ -59,8 +59,12 @@ class RowGrid(TileGrid):
     @classmethod
     def keep(cls, problem: Problem, rate: float = 0.0) -> Self:
         """The same whose weights are kept: of tiles that are `flat` or `whole` alone."""
-        choose = choose_entries if runs_by_entries(problem) else choose_kept_sizes
-        return cls(problem, *choose(problem), problem.has_blind_rows, True, rate)
+        sizes = (
+            choose_entries(problem)
+            if runs_by_entries(problem)
+            else choose_kept_sizes(problem, rate > 0 and problem.grad is None)
+        )
+        return cls(problem, *sizes, problem.has_blind_rows, True, rate)
 
     @cached_property
     def buffers(self) -> dict[str, Buffer]:
