@@ -250,9 +250,9 @@ class SumRoom:
 def are_equal(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether two tensors of one shape and dtype hold the same: eight bytes at a time where they
     lie so, since PyTorch compares numbers one by one."""
-    starts = [t.storage_offset() * t.itemsize for t in (x, y)]
-    whole = not any(n % 8 for n in (x.nbytes, *starts))
-    if not (whole and x.nbytes and x.is_contiguous() and y.is_contiguous()):
+    starts = x.storage_offset() * x.itemsize | y.storage_offset() * y.itemsize
+    whole = x.nbytes and (x.nbytes | starts) % 8 == 0
+    if not (whole and x.is_contiguous() and y.is_contiguous()):
         return torch.equal(x, y)
     return torch.equal(x.view(-1).view(torch.int64), y.view(-1).view(torch.int64))
 

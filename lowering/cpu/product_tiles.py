@@ -381,7 +381,7 @@ class Here:
         s = self.scores(self.load("q", self.given.q), k, lambda i, s: None)
         self.take_statistics(self.heads(s), results)
         total = self.room("total", 1)
-        products.softmax_(s, lse, total, self.sinks)
+        products.softmax_(s, lse, total, None if self.given.sinks is None else self.sinks)
         if self.tiles.problem.node.dropout:
             self.dropped_(s)
         products.weigh_(o, self.factor(s), self.slot.keys_of(v), room=self.product)

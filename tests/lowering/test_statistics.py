@@ -105,7 +105,7 @@ def test_the_largest_of_the_scores_that_softmax_reads_is_a_result_of_attention(l
         s = ag.scores(q, k).soft_cap(3.0).mask(ag.Causal())
         early = None if last else s.max_scores()
         o = s.softmax()[0].weigh(v)
-        return o, early or s.max_scores()
+        return o, s.max_scores() if early is None else early
 
     steps = ag.graph(attend, q=X, k=X, v=X)
     once = ag.attention(X, X, X, soft_cap=3.0, mask=ag.Causal(), stats=("max",))
