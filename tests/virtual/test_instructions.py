@@ -300,7 +300,7 @@ def agree(got: int, due: int, kind: str) -> bool:
     return bool(a == b) or (a != a and b != b)
 
 
-@pytest.mark.parametrize("opcode", [x for x in sorted(VALUES) if "f32x2" not in x])
+@pytest.mark.parametrize("opcode", [x for x in sorted(VALUES) if not x.endswith("x2")])
 @given(data=st.data())
 @few
 def test_an_instruction_gives_the_exact_result(opcode: str, data: st.DataObject) -> None:
@@ -342,6 +342,28 @@ def test_an_instruction_of_pairs_is_two_instructions(name: str, data: st.DataObj
         halves = [[x >> part & 2**32 - 1 for x in row] for row in rows]
         for a, b in zip(wide, lanes_of(f"{name}.f32", halves), strict=True):
             assert agree(a >> part & 2**32 - 1, b, "f32")
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+@given(data=st.data())
+@few
+def test_halves_are_compared_one_by_one(kind: str, data: st.DataObject) -> None:
+    rows = draw_rows(data, (kind,) * 4)
+    wide = torch.tensor([[a | b << 16, c | d << 16] for a, b, c, d in rows])
+    out = torch.zeros(2, LANES, dtype=torch.int64)
+    run_ptx(
+        "mul.wide.u32 %d8, %r0, 16; add.s64 %d9, %d0, %d8; ld.global.b64 %d10, [%d9];"
+        "ld.global.b64 %d11, [%d9+8]; cvt.u32.u64 %r1, %d10; cvt.u32.u64 %r2, %d11;"
+        f"setp.eq.{kind}x2 %p1|%p2, %r1, %r2; selp.b64 %d12, 1, 0, %p1; selp.b64 %d13, 1, 0, %p2;"
+        "mul.wide.u32 %d8, %r0, 8; add.s64 %d9, %d1, %d8; st.global.b64 [%d9], %d12;"
+        f"st.global.b64 [%d9+{8 * LANES}], %d13;",
+        {"given": wide, "out": out},
+    )
+    values = [[value_of(x, kind) for x in row] for row in rows]
+    assert out.bool().tolist() == [
+        [a == c for a, _, c, _ in values],
+        [b == d for _, b, _, d in values],
+    ]
 
 
 def test_every_instruction_says_what_it_does() -> None:

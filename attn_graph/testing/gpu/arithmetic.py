@@ -322,10 +322,36 @@ def permute_bytes(a: Array, b: Array, c: Array) -> Array:
     return out
 
 
-@value("setp.eq.T", "pred <- T T", T=f"{WHOLE} {BITS} f32")
+@value("setp.eq.T", "pred <- T T", T=f"{WHOLE} {BITS} f16 f32")
 def equal(a: Array, b: Array) -> Array:
     """d = a == b; of NaN false."""
     return np.equal(a, b)
+
+
+@value("setp.eq.bf16", "pred <- bf16 bf16")
+def equal_bfloat(a: Array, b: Array) -> Array:
+    """d = a == b; of NaN false."""
+    return np.equal(widen_bfloat(a), widen_bfloat(b))
+
+
+@value("setp.eq.f16x2", "pred|pred <- b32 b32")
+def equal_halves(a: Array, b: Array) -> tuple[Array, Array]:
+    """d, e = a == b, of the lower halves in float16, and of the upper ones."""
+    low, high = (np.equal(*(half_of(x, at).view(np.float16) for x in (a, b))) for at in (0, 16))
+    return low, high
+
+
+@value("setp.eq.bf16x2", "pred|pred <- b32 b32")
+def equal_bfloats(a: Array, b: Array) -> tuple[Array, Array]:
+    """d, e = a == b, of the lower halves in bfloat16, and of the upper ones."""
+    low, high = (equal_bfloat(half_of(a, at), half_of(b, at)) for at in (0, 16))
+    return low, high
+
+
+def half_of(a: Array, at: int) -> Array:
+    """16 of 32 bits."""
+    half: Array = (a >> U32(at)).astype(U16)
+    return half
 
 
 @value("setp.ne.T", "pred <- T T", T=f"{WHOLE} {BITS}")
@@ -334,49 +360,49 @@ def unequal(a: Array, b: Array) -> Array:
     return np.not_equal(a, b)
 
 
-@value("setp.lt.T", "pred <- T T", T=f"{WHOLE} f32")
+@value("setp.lt.T", "pred <- T T", T=f"{WHOLE} f16 f32")
 def less(a: Array, b: Array) -> Array:
     """d = a < b; of NaN false."""
     return a < b
 
 
-@value("setp.le.T", "pred <- T T", T=f"{WHOLE} f32")
+@value("setp.le.T", "pred <- T T", T=f"{WHOLE} f16 f32")
 def at_most(a: Array, b: Array) -> Array:
     """d = a <= b; of NaN false."""
     return a <= b
 
 
-@value("setp.gt.T", "pred <- T T", T=f"{WHOLE} f32")
+@value("setp.gt.T", "pred <- T T", T=f"{WHOLE} f16 f32")
 def greater(a: Array, b: Array) -> Array:
     """d = a > b; of NaN false."""
     return a > b
 
 
-@value("setp.ge.T", "pred <- T T", T=f"{WHOLE} f32")
+@value("setp.ge.T", "pred <- T T", T=f"{WHOLE} f16 f32")
 def at_least(a: Array, b: Array) -> Array:
     """d = a >= b; of NaN false."""
     return a >= b
 
 
-@value("setp.ne.f32", "pred <- f32 f32")
+@value("setp.ne.T", "pred <- T T", T="f16 f32")
 def unequal_ordered(a: Array, b: Array) -> Array:
     """d = a != b; of NaN false."""
     return (a < b) | (a > b)
 
 
-@value("setp.neu.f32", "pred <- f32 f32")
+@value("setp.neu.T", "pred <- T T", T="f16 f32")
 def unequal_unordered(a: Array, b: Array) -> Array:
     """d = a != b; of NaN true."""
     return np.not_equal(a, b)
 
 
-@value("setp.nan.f32", "pred <- f32 f32")
+@value("setp.nan.T", "pred <- T T", T="f16 f32")
 def has_nan(a: Array, b: Array) -> Array:
     """d: one of them is NaN."""
     return np.isnan(a) | np.isnan(b)
 
 
-@value("setp.num.f32", "pred <- f32 f32")
+@value("setp.num.T", "pred <- T T", T="f16 f32")
 def has_no_nan(a: Array, b: Array) -> Array:
     """d: none of them is NaN."""
     return ~has_nan(a, b)

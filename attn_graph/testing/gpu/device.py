@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import torch
 from attrs import define, field
+from torch._C import _are_functorch_transforms_active
 
 from attn_graph.lowering.cudnn.offline import compile_stand_in
 from attn_graph.machine.target import VIRTUAL, Target
@@ -235,7 +236,8 @@ def watch(make: Any, unset: Unset) -> Any:  # Any: a function of PyTorch's
 
     def made(*arguments: Any, **options: Any) -> torch.Tensor:
         tensor: torch.Tensor = make(*arguments, **options)
-        if tensor.device.type == "cpu" and tensor.layout == torch.strided:
+        plain = tensor.device.type == "cpu" and tensor.layout == torch.strided
+        if plain and not _are_functorch_transforms_active():  # whose tensors have no memory
             unset.add(tensor)
         return tensor
 

@@ -18,6 +18,8 @@ from attn_graph.testing.gpu.program import Program
 from attn_graph.testing.gpu.rules import DTYPES, Array, action
 from attn_graph.testing.gpu.threads import Threads
 
+UNSET = 0xFB  # a byte to which nothing was written; NaN in every type
+
 
 def bytes_of(tensor: torch.Tensor) -> Array:
     """All bytes of a tensor's storage, in place."""
@@ -39,9 +41,18 @@ class Unset:
         """A new tensor without contents."""
         storage = tensor.untyped_storage()
         if storage.nbytes():
-            bytes_of(tensor)[:] = 0xFB  # NaN in every type
+            bytes_of(tensor)[:] = UNSET
             self.written[storage.data_ptr()] = np.zeros(storage.nbytes(), np.uint8)
             self.kept.append(storage)
+
+    def look_again(self, start: int, units: Array) -> Array | None:
+        """Bytes of a storage that hold something, by unit; None: all. What the CPU has written
+        since does not look as new bytes do."""
+        if start not in self.written:
+            return None
+        written = self.written[start][: units.size].reshape(units.shape)
+        written[(units != UNSET).any(axis=1)] = 1
+        return written
 
 
 @final
@@ -71,15 +82,15 @@ class Region:
         valid = np.zeros(len(data), bool)
         for tensor in tensors.values():
             mark_elements(valid, tensor)
-        written = unset.written.get(start)
         units = len(data) // unit
+        written = unset.look_again(start, data[: units * unit].reshape(-1, unit))
         return cls(
             name=", ".join(tensors),
             start=start,
             data=data,
             unit=unit,
             valid=valid[: units * unit : unit],
-            written=None if written is None else written[: units * unit].reshape(-1, unit),
+            written=written,
             writer=np.zeros(units, np.int32),
             reader=np.zeros(units, np.int32),
         )

@@ -9,12 +9,12 @@ from attrs import define, field
 
 from attn_graph.testing.gpu.clocks import Clocks
 from attn_graph.testing.gpu.ledger import Ledger
+from attn_graph.testing.gpu.memory import UNSET
 from attn_graph.testing.gpu.program import SHARED, Program
 from attn_graph.testing.gpu.rules import DTYPES, Array, action
 from attn_graph.testing.gpu.threads import WARP, Threads
 
 MBARRIER = 8  # bytes
-UNSET = 0xFB  # a byte that nothing was written to; NaN in every type
 
 
 class Occupant(Protocol):

@@ -365,7 +365,8 @@ class BlockWriter:
             made = f"{function}({', '.join(arguments)})"
             if all(isinstance(x, Immediate) for x in given):
                 made = f"np.full(n, {made})"
-            self.set(targets[0], rule.results[0], made)
+            pair = "|" in rule.results[0]
+            self.spread(rule.results[0], targets[0], self.assign(made) if pair else made)
 
     def act(
         self, rule: Rule, function: str, arguments: list[str], targets: tuple[Operand, ...]
