@@ -18,6 +18,7 @@ import torch
 from attrs import frozen
 
 from attn_graph.ir.graph import Graph
+from attn_graph.lowering.cudnn.run import ends_keys
 from attn_graph.lowering.problem import Problem, sole
 from attn_graph.lowering.triton.few_rows import is_decoding
 from attn_graph.machine.target import Target
@@ -94,7 +95,14 @@ def predicted_seconds(graph: Graph, target: Target, name: str) -> float | None:
     filled, busy = fullness(problem, processors, rate.shares_keys(problem))
     heads = problem.H // problem.G if rate.splits == "few_rows" and is_decoding(problem) else 1
     computing = padded_flops(problem, graph, heads) / (peak * share * filled)
-    return max(computing, moved_bytes(problem, graph) / (bandwidth * busy))
+    reading = moved_bytes(problem, graph) / (bandwidth * busy)
+    return max(computing, reading) + copied_bytes(problem, name) / bandwidth
+
+
+def copied_bytes(problem: Problem, name: str) -> int:
+    """Bytes that copies read and write before the kernel runs: cuDNN's of k and v with lengths."""
+    copies = name == "cudnn" and ends_keys(problem)
+    return 2 * sum(x.type.bytes for x in problem.specs[1:3]) if copies else 0
 
 
 def fullness(problem: Problem, processors: int, splits: bool) -> tuple[float, float]:

@@ -32,6 +32,7 @@ from attn_graph.lowering.cudnn.rules import (
     late_soft_cap,
     left_of_diagonal,
     masked_soft_cap,
+    name_mask,
     off_grid,
     once,
     other_modifiers,
@@ -195,9 +196,7 @@ RULES = (
     Rule("mask", lambda c: mask_problems(c.problem.node.mask), "{it}", MEANING, says="unasked"),
     Rule(
         "query_lengths",
-        lambda c: once(
-            "q_lengths" in c.mask.lengths and "rows" not in c.packed and str(c.problem.node.mask)
-        ),
+        lambda c: once("q_lengths" in c.mask.lengths and "rows" not in c.packed and name_mask(c)),
         "leaves rows beyond q_lengths undefined, which must be 0 here, and the mask is {it}",
         "cudnn-frontend 1.23.0, test_mhas.py: o is not compared there",
         says="yes",
@@ -222,7 +221,7 @@ RULES = (
     ),
     Rule(
         "band_right",
-        lambda c: once((c.diagonal.right or 0) < 0 and str(c.problem.node.mask)),
+        lambda c: once((c.diagonal.right or 0) < 0 and name_mask(c)),
         "masks by bands that reach the diagonal from the left, and the mask is {it}",
         HEADERS,
     ),
@@ -402,9 +401,7 @@ RULES = (
     ),
     Rule(
         "right_corner_additions",
-        lambda c: once(
-            c.at_right and (c.count(Bias) or c.count(Alibi)) and str(c.problem.node.mask)
-        ),
+        lambda c: once(c.at_right and (c.count(Bias) or c.count(Alibi)) and name_mask(c)),
         "adds no bias under a mask from the bottom right, and the mask is {it}",
         HEADERS,
     ),

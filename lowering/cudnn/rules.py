@@ -86,6 +86,12 @@ def dtype_name(spec: TensorSpec | None, *fitting: torch.dtype) -> Violations:
     return () if spec is None or spec.dtype in fitting else (NAMES[spec.dtype],)
 
 
+def name_mask(c: Case) -> str:
+    """The mask of a case as text; "" without one."""
+    mask = c.problem.node.mask
+    return "" if mask is None else str(mask)
+
+
 def once(condition: object) -> Violations:
     """One violation if the condition is true; the condition itself is what the sentence names."""
     return (condition,) if condition else ()
