@@ -168,7 +168,7 @@ class Symbol:
 
     def sum_reach(self, x: Operand) -> int:
         """The most that a sum with another operand may be."""
-        return self.reach + bound_of(x)
+        return self.reach + limit_of(x)
 
     def __add__(self, x: Operand) -> Symbol:
         reach = self.sum_reach(x)
@@ -184,7 +184,7 @@ class Symbol:
         return self.binary("{1} - {0}", x, None, True, self.sum_reach(x))
 
     def __mul__(self, x: Operand) -> Symbol:
-        return self.binary("{0} * {1}", x, reach=self.reach * bound_of(x))
+        return self.binary("{0} * {1}", x, reach=self.reach * limit_of(x))
 
     __rmul__ = __mul__
 
@@ -201,7 +201,7 @@ class Symbol:
         return self.binary("floor_div({0}, {1})", x, reach=self.reach // x + 1 if known else None)
 
     def __rfloordiv__(self, x: Operand) -> Symbol:
-        return self.binary("floor_div({1}, {0})", x, reach=bound_of(x))
+        return self.binary("floor_div({1}, {0})", x, reach=limit_of(x))
 
     def __mod__(self, x: Operand) -> Symbol:
         return self.__sub__((self // x) * x)
@@ -275,14 +275,14 @@ class Symbol:
 
     def larger_reach(self, x: Operand) -> int:
         """The most that either of two operands may be."""
-        return max(self.reach, bound_of(x))
+        return max(self.reach, limit_of(x))
 
     def where(self, yes: Operand, no: Operand) -> Symbol:
         """`yes` where this is true, else `no`."""
         (a, kind), (b, other) = (self.operand(x, at_run_time=False) for x in (yes, no))
         wider: Kind = "float" if "float" in (kind, other) else kind
         symbol = self.code.add_line(f"tl.where({self.text}, {a}, {b})", wider, (self, yes, no))
-        return evolve(symbol, reach=max(bound_of(yes), bound_of(no)))
+        return evolve(symbol, reach=max(limit_of(yes), limit_of(no)))
 
     def among(self, values: Sequence[float]) -> Symbol:
         """values[self], for a symbol that counts from 0."""
@@ -394,7 +394,7 @@ def in_64_bits(text: str) -> str:
     return f"({text}).to(tl.int64)"
 
 
-def bound_of(x: Operand) -> int:
+def limit_of(x: Operand) -> int:
     """The most that an operand may be, or minus that."""
     if isinstance(x, Symbol):
         return x.reach if x.kind == "int" else 1
