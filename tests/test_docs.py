@@ -14,6 +14,7 @@ import pytest
 import attn_graph as ag
 from attn_graph import testing
 from attn_graph.nn.tracing import KEEPS_CONSTANTS
+from attn_graph.testing import gpu
 from tests.support.sources import ROOT, load_file
 from tests.support.tracing import WHY
 
@@ -83,6 +84,7 @@ def test_every_public_name_has_an_example() -> None:
     others = {"nn.ops.introduce", "seeds"}  # seeds is a value, which is shown by its name
     others |= {"nn.Attention", "nn.MultiheadAttention", "nn.report.Report"}
     others |= {"nn.flash.register_flash_attention", "nn.varlen_attn"}
+    others |= {f"testing.gpu.{name}" for name in gpu.__all__}
     assert shown.keys() == {*ag.__all__, *tests, *functions, *others}
     assert not [name for name, text in shown.items() if "```python" not in text]
 

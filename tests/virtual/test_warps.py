@@ -70,6 +70,18 @@ def test_a_reduction_is_of_all_lanes(way: str, x: list[int]) -> None:
     assert out.tolist() == [(due + 2**31) % 2**32 - 2**31] * LANES
 
 
+@pytest.mark.parametrize(("way", "due"), [("min", -3.0), ("max", 40.0)])
+def test_a_reduction_of_numbers_passes_over_nan(way: str, due: float) -> None:
+    x, out = torch.arange(LANES).float(), torch.zeros(LANES)
+    x[3], x[4], x[5] = -3, float("nan"), 40
+    run_ptx(
+        f"{addresses('%d0', '%d1')} ld.global.b32 %r1, [%d8];"
+        f"redux.sync.{way}.f32 %r2, %r1, -1; st.global.b32 [%d9], %r2;",
+        {"x": x, "out": out},
+    )
+    assert out.tolist() == [due] * LANES
+
+
 @pytest.mark.parametrize("turned", ["", ".trans"])
 @given(seed=seeds)
 @few

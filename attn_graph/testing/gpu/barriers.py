@@ -205,10 +205,10 @@ def init_mbarrier(m: Program, g: Threads, address: Array, count: Array) -> None:
         number = barriers.agents.setdefault(offset, len(barriers.agents))
         if number >= MOST_MBARRIERS:
             m.fault(f"more than {MOST_MBARRIERS} mbarriers")
-        clock = np.zeros((2, m.clocks.known.shape[1]), np.int32)
+        known, fenced = np.zeros((2, m.clocks.known.shape[1]), np.int32)
         passed = barriers.phases.get(offset, 0)
         agent = m.clocks.mbarrier(number)
-        shared.occupants[offset] = MBarrier(offset, each, agent, passed, *clock)
+        shared.occupants[offset] = MBarrier(offset, each, agent, passed, known, fenced)
 
 
 @action("mbarrier.inval" + MB, "<- @")

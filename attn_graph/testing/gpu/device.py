@@ -86,7 +86,8 @@ class Launcher:
         from triton.runtime import driver
 
         self.launch(*arguments)
-        gpu = driver.active.gpu
+        active: Any = driver.active  # Any: a Driver, of which Triton's annotation knows nothing
+        gpu = active.gpu
         tensors = dict(named_tensors(zip(self.names, arguments[HIDDEN:], strict=True)))
         gpu.execute(tensors)
 
@@ -217,7 +218,8 @@ def virtual_gpu(name: str | Target, *, seed: int | None = None) -> Iterator[Virt
     load_driver().describe_device(
         target.shared_memory, target.shared_memory_per_sm, target.multiprocessors
     )
-    own, hook = Driver(gpu), knobs.runtime.kernel_load_start_hook
+    own = Driver(gpu)
+    hook: Any = knobs.runtime.kernel_load_start_hook  # Any: a list of functions of Triton's
     with ExitStack() as undo:
         undo.callback(setattr, driver, "_active", before)
         undo.callback(hook.remove, own.note_text)

@@ -53,6 +53,14 @@ def reduce_warp(m: Program, g: Threads, a: Array, lanes: Array, way: str, type: 
     return np.repeat(REDUCTIONS[way].reduce(rows(g, a), 1, dtype=DTYPES[type]), WARP)
 
 
+@action(r"redux\.sync\.(?P<way>min|max)\.f32", "f32 <- f32 u32")
+def reduce_floats(m: Program, g: Threads, a: Array, lanes: Array, way: str) -> Array:
+    """d = the smallest or largest a of the lanes; NaN counts only if all are NaN."""
+    m.together(g)
+    extreme = np.fmin if way == "min" else np.fmax
+    return np.repeat(extreme.reduce(rows(g, a), 1), WARP)
+
+
 @action(r"elect\.sync", "u32|pred <- u32")
 def elect(m: Program, g: Threads, lanes: Array) -> tuple[Array, Array]:
     """d = one lane of the warp, p: this is it. It is lane 0 here; another on some GPU, perhaps."""

@@ -30,6 +30,7 @@ class Part(Protocol):
     @classmethod
     def of(cls, m: Program) -> Self:
         """The one of a program, as it begins."""
+        ...
 
 
 Made = TypeVar("Made", bound=Part)

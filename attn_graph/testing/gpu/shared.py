@@ -23,6 +23,7 @@ class Occupant(Protocol):
     @property
     def is_idle(self) -> bool:
         """Whether it may be overwritten."""
+        ...
 
 
 @final
