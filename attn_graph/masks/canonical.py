@@ -17,9 +17,12 @@ EVERYTHING = Band()
 def canonical_mask(mask: Mask, M: int, N: int) -> Mask | None:
     """The mask in one form: alignments are offsets, bands joined by `&` are one, parts are sorted.
 
-    None where every query keeps every key. Raises GraphError where an alignment is missing.
+    None where every query keeps every key. One query and one key stand for none: a graph of none
+    keeps the lengths that its packed sides are read by. Raises GraphError where an alignment is
+    missing.
     """
-    simple = simplify_mask(mask.resolved(M, N, ragged_in(mask.needs)), M, N)
+    resolved = mask.resolved(M, N, ragged_in(mask.needs))
+    simple = simplify_mask(resolved, *(1 if n == 0 else n for n in (M, N)))
     return None if simple == EVERYTHING else simple
 
 
@@ -34,12 +37,10 @@ def keeps_everything(mask: Mask, M: int, N: int) -> bool:
 
     One entry and one head stand for all, as in leaves of the library; others may differ there. Of
     sizes by name the largest stand for all: what keeps every place there keeps those of smaller
-    ones, unless its bounds move with them. One query and one key stand for none: a graph of none
-    keeps the lengths that its packed sides are read by.
+    ones, unless its bounds move with them.
     """
     if next(dims_in(mask), None) is not None:
         return False
-    M, N = (1 if n == 0 else n for n in (M, N))
     everywhere = Block(range(1), range(1), range(M), 1, M, N)
     return is_ours(mask) and mask.surely(everywhere).covers(0, N)
 

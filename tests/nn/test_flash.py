@@ -61,9 +61,9 @@ def test_dropout_goes_back_by_the_numbers_that_went_forth() -> None:
     torch.manual_seed(0)
     leaf = q.clone().requires_grad_()
     due: Any = ag.nn.functional.attention(leaf, q, q, dropout=0.5)
-    assert torch.equal(o, due)
+    torch.testing.assert_close(o, due)  # other bits drop other weights; its weights are kept here
     (dq,) = torch.autograd.grad(due.sum(), leaf)
-    assert torch.equal(first[0], dq)
+    torch.testing.assert_close(first[0], dq)
 
 
 def test_what_it_has_not_raises() -> None:
