@@ -188,7 +188,7 @@ def test_dropout_draws_inside() -> None:
     due = attend(q, k, v)
     torch.manual_seed(3)
     one, two = compiled(q, k, v), compiled(q, k, v)
-    assert torch.equal(one, due)
+    torch.testing.assert_close(one, due)  # weights are kept in eager code: another order of sums
     assert not torch.equal(one, two)
 
 
