@@ -250,7 +250,7 @@ class SumRoom:
 def are_equal(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether two tensors of one shape and dtype hold the same: eight bytes at a time where they
     lie so, since PyTorch compares numbers one by one."""
-    starts = x.storage_offset() * x.itemsize | y.storage_offset() * y.itemsize
+    starts = int(x.storage_offset()) * x.itemsize | int(y.storage_offset()) * y.itemsize
     whole = x.nbytes and (x.nbytes | starts) % 8 == 0
     if not (whole and x.is_contiguous() and y.is_contiguous()):
         return torch.equal(x, y)
