@@ -129,6 +129,7 @@ def forward(
     o_head = head_at(o_ptr, o_strides, b, head, q_starts_ptr, row, 0)
     store_rows(o_head, o_strides, first, extent, acc, E, BLOCK_M, WIDTH_E, UPCAST)
     if PARTED:
+        m = within_sequence(m, q_starts_ptr, first, M, float("-inf"), BLOCK_M)
         rows = line + first + tl.arange(0, BLOCK_M)
         store_part(lse_ptr, rows, m, total, blind, tl.arange(0, BLOCK_M) < extent - first)
     elif lse_ptr is not None:

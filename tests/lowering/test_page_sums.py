@@ -29,7 +29,7 @@ from tests.lowering.test_sequences import (
     interpreted,
     watch_around_results,
 )
-from tests.support.sequences import Batch
+from tests.support.sequences import Batch, lay_like
 
 THREE = Batch((2, 33, 0), (40, 1, 33), ((0, 0),) * 3, False)  # several tiles of rows and keys
 
@@ -96,6 +96,7 @@ def share_pages(case: test_paged.Case) -> test_paged.Case:
     pages = case.tensors["pages"].clone()
     pages[2] = pages[0]
     pages[2, 2] = pages[2, 0]
+    pages = lay_like(pages, SPEC.like(case.tensors["pages"]))
     shared = evolve(case, tensors=case.tensors | {"pages": pages})
     for x in (case.tensors["k"], case.tensors["v"]):
         x.masked_fill_(shared.unused(x), torch.nan)
@@ -138,8 +139,8 @@ def test_nothing_is_read_or_written_outside_whatever_tables_and_lengths_are(
     """Gradients are undefined then, and finite: NaN surrounds every tensor."""
     case = make_case(16, True, {"mask": ag.Causal("bottom_right"), "stats": True})
     tensors = {n: x.nan_to_num() for n, x in case.tensors.items()}
-    tensors["kv_lengths"] = torch.tensor(lengths, dtype=I32)
-    tensors["pages"] = torch.tensor([[10**6, -7, 3]] * 3, dtype=I32)
+    wrong = {"kv_lengths": torch.tensor(lengths), "pages": torch.tensor([[10**6, -7, 3]] * 3)}
+    tensors |= {n: lay_like(x.int(), SPEC.like(tensors[n])) for n, x in wrong.items()}
     rooms = watch_around_results(monkeypatch)
     given_tensors = [inside_nan(tensors[i.name]) for i in case.graph.inputs]
     plan = compile_both(case.graph)

@@ -17,6 +17,7 @@ from attn_graph.kernels.tilings import INTERPRETED
 from attn_graph.lowering.triton.launches import Launch
 from attn_graph.lowering.triton.layout import MOST_SEQUENCES, Layout
 from attn_graph.lowering.triton.plan import Flash
+from attn_graph.planner.tuning import elements_spanned
 from attn_graph.spec import INF
 from attn_graph.testing.agreement import run_plan
 from attn_graph.testing.rule import expect_outputs
@@ -197,11 +198,12 @@ def test_nothing_is_read_or_written_outside_whatever_the_starts_are(
 
 
 def inside_nan(x: torch.Tensor) -> torch.Tensor:
-    """A copy of a tensor between NaN, or, of integers, between large ones."""
-    room = torch.full((x.numel() + 8192,), float("nan") if x.is_floating_point() else 10**6)
+    """A copy of a tensor, laid out alike, between NaN, or, of integers, between large ones."""
+    count = elements_spanned(SPEC.like(x))
+    room = torch.full((count + 8192,), float("nan") if x.is_floating_point() else 10**6)
     room = room.to(x.dtype)
-    room[4096:-4096] = x.flatten()
-    return room[4096:-4096].view(x.shape)
+    room[4096:-4096] = x.as_strided((count,), (1,))
+    return room.as_strided(x.shape, x.stride(), 4096)
 
 
 Rooms = list[tuple[torch.Tensor, torch.Tensor]]  # around results, and which places are inside
