@@ -271,11 +271,9 @@ def choose_kept_sizes(problem: Problem, drops: bool) -> tuple[int, int, int]:
     """The same where weights are kept: all queries of some heads. In float32 the backward, beside
     whose tile all weights are, takes no longer with half as many scores. drops: whether words are
     drawn for all of a tile."""
-    if drops:
-        return problem.M, *choose_heads(problem, None, problem.M, DROPOUT_SCORES)
     if has_few_scores(problem):
         return problem.M, problem.B, problem.G
-    p, scores = problem, count_row_scores(problem)
+    p, scores = problem, DROPOUT_SCORES if drops else count_row_scores(problem)
     if p.grad is not None and p.dtype == p.wide:
         half = p.M, *choose_heads(p, None, p.M, scores // 2)
         if count_slots(p, *half) <= MOST_READY:
