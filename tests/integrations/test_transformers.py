@@ -379,7 +379,8 @@ def test_compiled_steps_give_the_tokens_that_eager_gives(
     name: str, cache: str, length: int
 ) -> None:
     """A prompt and steps after it, while a window or a chunk fills and beyond: compiled for the
-    prompt, for a step, for steps of any length, and once more when the window is full."""
+    prompt, for a step, for steps of any length, and once or twice more when the window is full and
+    a dynamic cache is a slice."""
     prompt = stack(draw_inputs(name, (length, length)))["input_ids"]
     eager, model = model_of(name, "eager"), model_of(name, "attn_graph")
     torch.compiler.reset()
@@ -388,7 +389,7 @@ def test_compiled_steps_give_the_tokens_that_eager_gives(
     with torch.no_grad():
         due = decode(eager, prompt, CACHES[cache](eager), 9)
         assert torch.equal(decode(compiled, prompt, CACHES[cache](model), 9), due)
-    assert counter.frame_count <= 4
+    assert counter.frame_count <= 5
 
 
 def test_steps_that_fill_a_window_share_a_plan() -> None:
