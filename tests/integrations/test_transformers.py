@@ -389,7 +389,8 @@ def test_compiled_steps_give_the_tokens_that_eager_gives(
     with torch.no_grad():
         due = decode(eager, prompt, CACHES[cache](eager), 9)
         assert torch.equal(decode(compiled, prompt, CACHES[cache](model), 9), due)
-    assert counter.frame_count <= 5
+    slices = cache == "dynamic" and name != "Llama" and length < WINDOW
+    assert counter.frame_count <= 4 + slices
 
 
 def test_steps_that_fill_a_window_share_a_plan() -> None:

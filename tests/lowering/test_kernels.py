@@ -346,5 +346,5 @@ def test_kernels_that_serve_spill_nothing(
         assert machine.registers <= 200
         assert PROCESSORS[sm].programs(machine.registers, machine.warps, machine.shared) >= 2
     for each in merge:
-        assert each.registers <= 56  # nine programs of four warps fit a multiprocessor
+        assert each.registers <= (56 if LATER or size == 256 else 48)
         assert not each.spilled

@@ -178,7 +178,7 @@ def test_autocast_and_grad_mode_are_those_around_the_call() -> None:
 
 
 def test_dropout_draws_inside() -> None:
-    q, k, v = three()
+    q, k, v = (t.detach() for t in three())  # eager code that may go back keeps its weights
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
         return scaled_dot_product_attention(q, k, v, dropout_p=0.5)
@@ -188,7 +188,7 @@ def test_dropout_draws_inside() -> None:
     due = attend(q, k, v)
     torch.manual_seed(3)
     one, two = compiled(q, k, v), compiled(q, k, v)
-    torch.testing.assert_close(one, due)  # weights are kept in eager code: another order of sums
+    assert torch.equal(one, due)
     assert not torch.equal(one, two)
 
 
