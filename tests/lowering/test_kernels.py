@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.metadata import version
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -14,18 +15,20 @@ import attn_graph as ag
 from attn_graph.ir.passes import simplify
 from attn_graph.kernels.tilings import (
     ARCHS,
+    IMPRECISE_ROWS,
     LEAST_SHARED,
     TABLE,
     WIDTHS,
     padded_head_size,
     shared_memory,
+    split_tiling,
     table_arch,
 )
 from attn_graph.lowering.problem import sole
 from attn_graph.lowering.triton.layout import Layout
 from attn_graph.lowering.triton.predict import PROCESSORS
 from docs.generate import kernels_serving as serving
-from docs.generate.kernel_rows import SPLIT, TARGETS
+from docs.generate.kernel_rows import SPLIT, TARGETS, target_of
 from tests.support.sources import ROOT, load_file
 
 CPU = ag.Target.of("cpu")
@@ -115,6 +118,41 @@ def test_few_rows_of_float32_spill_little_and_fit_everywhere(size: int, queries:
     (machine,) = case.compile()[1]
     assert machine.spilled <= (216 if LATER else 200)
     assert machine.shared <= LEAST_SHARED
+
+
+def test_products_of_float32_are_too_short_for_tensor_cores_that_round_them() -> None:
+    products = {"forward": "block_m", "query_gradient": "block_m", "key_gradient": "block_n"}
+    for pass_, rows in products.items():
+        tiles = chain(*TABLE[100, 4, pass_].values())
+        assert all(getattr(tile, rows) < IMPRECISE_ROWS for tile in tiles)
+    assert all(split_tiling(100, 4, w, 64).block_m < IMPRECISE_ROWS for w in WIDTHS)
+
+
+@compiling
+@pytest.mark.slow
+@pytest.mark.parametrize("sm", ARCHS)
+def test_products_of_float32_are_ieee_under_dropout(sm: int) -> None:
+    x = ag.TensorSpec((1, 2, 256, 64), torch.float32)
+    graph = ag.attention(x, x, x, dropout=0.25)
+    texts = [
+        machine.ptx
+        for problem in map(sole, ag.vjp(graph))
+        for machine in REPORT.compile_launches(REPORT.Flash.plan(problem, target_of(sm)))
+    ]
+    assert texts
+    assert not any("tf32" in text for text in texts)
+
+
+@compiling
+@pytest.mark.slow
+@pytest.mark.parametrize("size", WIDTHS)
+def test_tiles_with_a_bias_of_float32_fit_the_least_shared_memory(size: int) -> None:
+    x = ag.TensorSpec((1, 2, 256, size), torch.float16)
+    bias = ag.TensorSpec((1, 2, 256, 256), torch.float32)
+    graph = ag.attention(x, x, x, bias=bias)
+    for problem in map(sole, ag.vjp(graph)):
+        flash = REPORT.Flash.plan(problem, target_of(120))
+        assert max(machine.shared for machine in REPORT.compile_launches(flash)) <= LEAST_SHARED
 
 
 def test_the_table_has_every_row() -> None:

@@ -26,7 +26,7 @@ def swizzle(addresses: Array, span: int) -> Array:
 @final
 @frozen
 class Tile:
-    """An operand [rows, 16] in half precision in shared memory.
+    """An operand [rows, k] in shared memory, where k elements of `size` bytes have 32 bytes.
 
     It lies in cores of 8 rows of `span` bytes. Not turned, k is contiguous, and cores are `stride`
     bytes apart along the rows; without swizzling, `lead` bytes along k. Turned, rows are
@@ -39,16 +39,17 @@ class Tile:
     span: int
     rows: int
     turned: bool
+    size: int = 2
 
     @property
     def addresses(self) -> Array:
         """Of its elements."""
-        i, j = np.ogrid[: self.rows, :16]
+        i, j = np.ogrid[: self.rows, : 32 // self.size]
         lead, stride, span = self.lead, self.stride, self.span
-        if not self.turned and span == 16:
-            at = i // 8 * stride + i % 8 * 16 + j // 8 * lead + j % 8 * 2
-        elif not self.turned:
-            at = i // 8 * stride + i % 8 * span + j * 2
+        if not self.turned:
+            j = j * self.size
+            along = j // 16 * lead + j % 16 if span == 16 else j
+            at = i // 8 * stride + i % 8 * span + along
         elif span == 16:
             at = i // 8 * stride + j // 8 * lead + j % 8 * 16 + i % 8 * 2
         else:

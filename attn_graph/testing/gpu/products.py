@@ -271,10 +271,15 @@ def read_operand(
 def load_tile(
     m: Program, warps: Array, agents: Array, times: Array, tile: Tile, kind: str, parts: int = 1
 ) -> Array:
-    """An operand in shared memory [rows, 16], read by agents that warps have set to it."""
+    """An operand in shared memory [rows, k], read by agents that warps have set to it."""
     offsets, cells = tile.places(m.part(Shared).grain, parts)
-    m.part(Shared).check_range(m, "an operand", int(offsets.min()), int(offsets.max()) + 2)
+    m.part(Shared).check_range(m, "an operand", int(offsets.min()), int(offsets.max()) + tile.size)
     own, ledger = cells[warps % parts], m.part(Shared).ledger
     ledger.check_seen(m, "a product's read", warps, own, proxy=True)
     ledger.note_read(m, agents, times, own)
-    return halves_as_numbers(m.part(Shared).words(2)[offsets >> 1], kind)
+    return as_factors(m.part(Shared).words(tile.size)[offsets // tile.size], kind)
+
+
+def as_factors(bits: Array, kind: str) -> Array:
+    """Elements of an operand as the numbers that are multiplied, in float32."""
+    return cut_to_tf32(bits) if kind == "tf32" else halves_as_numbers(bits, kind)

@@ -8,21 +8,22 @@ from __future__ import annotations
 from typing import final
 
 import numpy as np
-from attrs import define, field
+from attrs import define, field, frozen
 
 from attn_graph.testing.gpu.barriers import Barriers, MBarrier
 from attn_graph.testing.gpu.ledger import Ledger
 from attn_graph.testing.gpu.matrices import Tile
-from attn_graph.testing.gpu.products import load_tile
+from attn_graph.testing.gpu.products import as_factors, load_tile
 from attn_graph.testing.gpu.program import Program
 from attn_graph.testing.gpu.rules import Array, action
-from attn_graph.testing.gpu.shared import Shared, halves_as_numbers
+from attn_graph.testing.gpu.shared import Shared
 from attn_graph.testing.gpu.threads import WARP, Threads
 
 LANES, COLUMNS = 128, 512
 QUARTER = 32  # lanes that a warp has access to
 SPANS = {0: 16, 2: 128, 4: 64, 6: 32}  # bytes that are swizzled together, by a descriptor's mode
-KINDS = ("f16", "bf16")  # of operands, by number
+# What an instruction's kind and the number in its descriptor make of an operand.
+KINDS = {("f16", 0): "f16", ("f16", 1): "bf16", ("tf32", 2): "tf32"}
 UNSET = 0x7FBADBAD  # what columns hold that nothing was written to: NaN
 
 
@@ -191,7 +192,7 @@ def wait_for_tensor(m: Program, g: Threads, way: str) -> None:
     times[warps] += 1
 
 
-@action(T5 + "mma" + ONE + r"\.kind::f16", "<- @ & u64 u32 pred")
+@action(T5 + "mma" + ONE + r"\.kind::(?P<kind>f16|tf32)", "<- @ & u64 u32 pred")
 def multiply_in_tensor_memory(
     m: Program,
     g: Threads,
@@ -200,36 +201,80 @@ def multiply_in_tensor_memory(
     b: Array,
     description: Array,
     add: Array,
+    kind: str,
 ) -> None:
-    """D = A B + D, or A B: [rows,16] [16,n], D in tensor memory. A lies there or, as B, in shared
-    memory. Products of a program follow each other; a commit lets others know."""
-    left = a[0] if isinstance(a, tuple) else a
-    given = [g.take(np.broadcast_to(x, g.count)) for x in (d, left, b, description, add)]
+    """D = A B + D, or A B: [rows,k] [k,n], k 16 or, of tf32, 8; D in tensor memory. A lies there
+    or, as B, in shared memory. Products of a program follow each other; a commit lets others
+    know."""
+    start = a[0] if isinstance(a, tuple) else a
+    given = [g.take(np.broadcast_to(x, g.count)) for x in (d, start, b, description, add)]
     for warp, *each in zip(g.owners.tolist(), *(x.tolist() for x in given), strict=True):
-        multiply_once(m, warp, isinstance(a, tuple), *map(int, each))
+        at, left_at, right_at, described, adds = map(int, each)
+        product = Product.of(m, kind, described)
+        right = read_tile(m, warp, right_at, product.right)
+        if isinstance(a, tuple):
+            left = read_cells(m, warp, left_at, product.left)
+        else:
+            left = read_tile(m, warp, left_at, product.left)
+        multiply_once(m, warp, block_of(m, at, *product.shape), left @ right.T, bool(adds))
 
 
-def multiply_once(
-    m: Program, warp: int, in_tensor: bool, d: int, a: int, b: int, description: int, add: int
-) -> None:
-    """One product, which a thread of a warp begins."""
-    columns, rows = (description >> 17 & 63) * 8, (description >> 24 & 31) * 16
-    kinds = [description >> at & 7 for at in (7, 10)]
-    if description >> 4 & 3 != 1 or description & 0x600F or max(kinds) > 1 or rows not in (64, 128):
-        m.fault(f"the instruction descriptor {description:#x}, which the virtual GPU does not have")
+@final
+@frozen
+class Factor:
+    """An operand: its kind, its rows, and whether these are contiguous in shared memory."""
+
+    kind: str
+    rows: int
+    turned: bool
+
+    @property
+    def size(self) -> int:
+        """Bytes of an element."""
+        return 4 if self.kind == "tf32" else 2
+
+
+@final
+@frozen
+class Product:
+    """What an instruction descriptor says."""
+
+    left: Factor
+    right: Factor
+
+    @classmethod
+    def of(cls, m: Program, kind: str, bits: int) -> Product:
+        """Raises Fault for what the virtual GPU does not have."""
+        kinds = [KINDS.get((kind, bits >> at & 7)) for at in (7, 10)]
+        columns, rows = (bits >> 17 & 63) * 8, (bits >> 24 & 31) * 16
+        left, right = kinds
+        if bits >> 4 & 3 != 1 or bits & 0x600F or not (left and right) or rows not in (64, 128):
+            m.fault(f"the instruction descriptor {bits:#x}, which the virtual GPU does not have")
+        turned = [bool(bits >> at & 1) for at in (15, 16)]
+        return cls(Factor(str(left), rows, turned[0]), Factor(str(right), columns, turned[1]))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of D."""
+        return self.left.rows, self.right.rows
+
+
+def read_cells(m: Program, warp: int, address: int, factor: Factor) -> Array:
+    """An operand [rows, k] in tensor memory."""
+    tensor, core = m.part(TensorMemory), m.clocks.tensor
+    cells = block_of(m, address, factor.rows, 8)
+    flat = cells.reshape(1, -1)
+    tensor.ledger.check_seen(m, "tcgen05.mma", np.array([warp]), flat, own=core)
+    tensor.ledger.note_read(m, np.array([core]), np.array([tensor.time]), flat)
+    words = np.ascontiguousarray(tensor.data[cells])
+    return as_factors(words.view(f"u{factor.size}"), factor.kind)
+
+
+def multiply_once(m: Program, warp: int, cells: Array, sums: Array, adds: bool) -> None:
+    """Store one product, which a thread of a warp begins, or add it to what is there."""
     tensor, one, core = m.part(TensorMemory), np.array([warp]), m.clocks.tensor
-    cells = block_of(m, d, rows, columns)
-    right = read_tile(m, warp, b, columns, KINDS[kinds[1]], bool(description >> 16 & 1))
-    if in_tensor:
-        own = block_of(m, a, rows, 8)
-        tensor.ledger.check_seen(m, "tcgen05.mma", one, own.reshape(1, -1), own=core)
-        tensor.ledger.note_read(m, np.array([core]), np.array([tensor.time]), own.reshape(1, -1))
-        halves = np.ascontiguousarray(tensor.data[own]).view(np.uint16)
-        left = halves_as_numbers(halves, KINDS[kinds[0]])
-    else:
-        left = read_tile(m, warp, a, rows, KINDS[kinds[0]], bool(description >> 15 & 1))
-    flat, sums = cells.reshape(1, -1), left @ right.T
-    if add:
+    flat = cells.reshape(1, -1)
+    if adds:
         tensor.ledger.check_seen(m, "tcgen05.mma", one, flat, own=core)
         sums = sums + tensor.data[cells].view(np.float32)
     tensor.ledger.check_free(m, "tcgen05.mma", one, flat, own=core)
@@ -245,15 +290,15 @@ def block_of(m: Program, address: int, rows: int, columns: int) -> Array:
     return m.part(TensorMemory).cells(m, lanes[:, None] + 0 * at, at + 0 * lanes[:, None])
 
 
-def read_tile(m: Program, warp: int, descriptor: int, rows: int, kind: str, turned: bool) -> Array:
-    """An operand [rows, 16] in shared memory, by its descriptor: see products.read_operand."""
+def read_tile(m: Program, warp: int, descriptor: int, factor: Factor) -> Array:
+    """An operand [rows, k] in shared memory, by its descriptor: see products.read_operand."""
     start, lead, stride = ((descriptor >> at & 0x3FFF) << 4 for at in (0, 16, 32))
     mode = descriptor >> 61 & 7
-    if mode not in SPANS or descriptor >> 49 & 7:
+    if mode not in SPANS or descriptor >> 49 & 7 or (factor.turned and factor.size == 4):
         m.fault(f"the matrix descriptor {descriptor:#x}, which the virtual GPU does not have")
-    tile = Tile(start, lead, stride, SPANS[mode], rows, turned)
+    tile = Tile(start, lead, stride, SPANS[mode], factor.rows, factor.turned, factor.size)
     agents, times = np.array([m.clocks.tensor]), np.array([m.part(TensorMemory).time])
-    return load_tile(m, np.array([warp]), agents, times, tile, kind)
+    return load_tile(m, np.array([warp]), agents, times, tile, factor.kind)
 
 
 COMMIT = r"\.mbarrier::arrive::one\.shared::(?:cta|cluster)\.b64"
