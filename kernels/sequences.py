@@ -18,6 +18,9 @@ from attn_graph.kernels.common import (
     tile_of,
 )
 
+# Sequences whose starts a program reads at a time; with more of them it walks on.
+AT_ONCE: tl.constexpr = tl.constexpr(4096)
+
 
 @triton.jit
 def place_in_sequences(
@@ -27,23 +30,48 @@ def place_in_sequences(
     """block, h, b of this program, then the first row, the length and the extent of its sequence.
 
     The extent is its rows and the unused ones after it. All T rows are in the blocks of some
-    sequence, of length 0 where they are of none: b is any then. BATCH: at least B + 2. MOST: the
-    most rows of a sequence. Programs beyond the last block have extent 0.
+    sequence, of length 0 where they are of none: b is any then. BATCH: at least B + 2, or more than
+    AT_ONCE. MOST: the most rows of a sequence. Programs beyond the last block have extent 0.
     """
     place, h, _ = place_program(tl.cdiv(T, BLOCK) + B + 2, H, TOGETHER, LAST_FIRST)
-    n = tl.arange(0, BATCH)  # sequence n - 1; 0: the rows before all, B + 1: those after all
-    start = tl.load(starts_ptr + (n - 1) * steps[0], mask=(n > 0) & (n < B + 2), other=0)
-    start = tl.where(n > B + 1, T, clamp(start, T))
-    stop = clamp(tl.load(starts_ptr + n * steps[0], mask=n <= B, other=T), T)
-    extents = tl.maximum(stop - start, 0)
-    blocks = (extents + BLOCK - 1) // BLOCK
-    slot = tl.sum((tl.cumsum(blocks, 0) <= place).to(tl.int32), 0)
-    block = place - tl.sum(tl.where(n < slot, blocks, 0), 0)
-    first = tl.sum(tl.where(n == slot, start, 0), 0)
-    extent = tl.sum(tl.where(n == slot, extents, 0), 0)
+    COUNT: tl.constexpr = BATCH if BATCH < AT_ONCE else AT_ONCE
+    slot, earlier, first, extent, blocks = blocks_of(
+        0, 0, place, starts_ptr, steps[0], B, T, COUNT, BLOCK
+    )
+    if BATCH > AT_ONCE:
+        for n in range(COUNT, B + 2, COUNT):
+            of_these = blocks_of(n, blocks, place, starts_ptr, steps[0], B, T, COUNT, BLOCK)
+            slot, earlier = slot + of_these[0], earlier + of_these[1]
+            first, extent = first + of_these[2], extent + of_these[3]
+            blocks = of_these[4]
     b = tl.minimum(tl.maximum(slot - 1, 0), B - 1)
     length = clamp(tl.load(lengths_ptr + b * steps[1]), tl.minimum(extent, MOST))
-    return block, h, b, first, tl.where((slot > 0) & (slot <= B), length, 0), extent
+    length = tl.where((slot > 0) & (slot <= B), length, 0)
+    return place - earlier, h, b, first, length, extent
+
+
+@triton.jit
+def blocks_of(
+    begin, before, place, starts_ptr, step, B, T, COUNT: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Of sequences begin - 1 to begin + COUNT - 2, whose blocks have `before` others before them:
+    the one that block `place` is of, counted from -1 on as 0, how many blocks come before those of
+    that one, its first row and its extent, all 0 if it is none of them; and `before` of the next.
+
+    -1: the rows before all sequences, B: those after all.
+    """
+    n = begin + tl.arange(0, COUNT)
+    start = tl.load(starts_ptr + (n - 1) * step, mask=(n > 0) & (n < B + 2), other=0)
+    start = tl.where(n > B + 1, T, clamp(start, T))
+    stop = clamp(tl.load(starts_ptr + n * step, mask=n <= B, other=T), T)
+    extents = tl.maximum(stop - start, 0)
+    blocks = (extents + BLOCK - 1) // BLOCK
+    ends = before + tl.cumsum(blocks, 0)
+    begins = ends - blocks
+    here = (begins <= place) & (place < ends)
+    slot, earlier = tl.sum(tl.where(here, n, 0), 0), tl.sum(tl.where(here, begins, 0), 0)
+    first, extent = tl.sum(tl.where(here, start, 0), 0), tl.sum(tl.where(here, extents, 0), 0)
+    return slot, earlier, first, extent, before + tl.sum(blocks, 0)
 
 
 @triton.jit

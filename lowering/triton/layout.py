@@ -22,7 +22,7 @@ from attn_graph.lowering.problem import Problem, operand_specs, sole
 from attn_graph.spec import TensorSpec, dense_strides, memory_order
 from attn_graph.spec.formulas import capacity
 
-MOST_SEQUENCES = 4096 - 2  # of which each program reads where they begin
+MOST_BATCH = 2 * 4096  # more than AT_ONCE of kernels/sequences.py
 LONGEST = 2**31 - 1  # offset that 32 bits hold
 KEY_TENSORS = ("k", "v", "dk", "dv")  # the others have the rows of q
 Strides = tuple[int, ...]
@@ -221,7 +221,7 @@ class Layout:
             "B": self.problem.B,
             "T": self.T,
             "T_KEYS": self.T_keys,
-            "BATCH": sequences if self.sides else 0,
+            "BATCH": min(sequences, MOST_BATCH) if self.sides else 0,
             "q_steps": self.steps("rows"),
             "kv_steps": self.steps("keys"),
         }
@@ -243,9 +243,6 @@ class Layout:
         """What the kernels do not take of packed tensors."""
         if self.pages is not None:
             yield from self.page_reasons()
-        if self.sides and self.problem.B > MOST_SEQUENCES:
-            limit = f"takes up to {MOST_SEQUENCES} packed sequences"
-            yield Reason("sequences", limit, f"there are {self.problem.B}")
         grad, roles = self.problem.grad, self.problem.node.roles
         for role, wanted in zip(roles, grad.wants if grad else (), strict=False):
             if self.op and wanted and role not in ("q", "k", "v", "sinks"):

@@ -7,15 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
 from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
+from attn_graph.kernels import sequences
 from attn_graph.kernels.tilings import INTERPRETED
 from attn_graph.lowering.triton.launches import Launch
-from attn_graph.lowering.triton.layout import MOST_SEQUENCES, Layout
+from attn_graph.lowering.triton.layout import Layout
 from attn_graph.lowering.triton.plan import Flash
 from attn_graph.planner.tuning import elements_spanned
 from attn_graph.spec import INF
@@ -288,11 +290,34 @@ def test_what_kernels_know_of_a_sequence_is_not_read_again_by_its_mask() -> None
             assert not any("tl.load" in text for text in texts)
 
 
+def test_as_many_sequences_as_there_are_run_on_it() -> None:
+    """Programs read so many starts at a time, and walk on only where there are more of them."""
+    at_once = sequences.AT_ONCE.value
+    for B, many in ((at_once - 2, False), (at_once - 1, True), (5000, True), (100_000, True)):
+        for each in ag.vjp(packed(B, 2 * B), ["q", "k", "v"]):
+            plan = ag.compile(each, target="h200", backends=("triton",))
+            assert plan.backend == "triton"
+            batches = {x.fixed["BATCH"] for x in flash_of(each).launches if "BATCH" in x.fixed}
+            assert batches == {2 * at_once if many else at_once}
+
+
+@interpreted
+@given(case=st.sampled_from(HALF).flatmap(lambda kind: test_packed.cases(dtype=kind)), seed=seeds)
+@settings(max_examples=FEW)
+def test_starts_are_walked_a_few_at_a_time_as_all_at_once(
+    case: test_packed.Case, seed: int
+) -> None:
+    """With one start, two or four at a time, forward and backward."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sequences, "AT_ONCE", tl.constexpr(2 ** (seed % 3)))
+        check_forward(
+            case.batch, case.packed, case.padded, (case.packed_tensors, case.padded_tensors)
+        )
+        if gradient_is_taken(case.packed):
+            check_gradients(case, seed)
+
+
 REFUSED: dict[str, tuple[ag.Graph, str]] = {
-    "many sequences": (
-        packed(MOST_SEQUENCES + 1, 16384),
-        f"takes up to {MOST_SEQUENCES} packed sequences",
-    ),
     "no pages": (
         ag.attention(
             SPEC((2, 8, 1, 64), torch.bfloat16),
