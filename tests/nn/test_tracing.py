@@ -159,3 +159,30 @@ def test_a_module_is_seen_when_it_is_imported(
     assert module.number == 7
     assert type(module.__loader__).__name__ == "SourceFileLoader"
     assert sys.meta_path == finders
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit is an old way
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [{"mask": ag.Causal() & ag.Window(4)}, {"soft_cap": 2.0}, {"mask": ag.Window(2, 3)}],
+    ids=["window", "cap", "both sides"],
+)
+def test_what_torch_jit_traces_gives_what_a_call_gives(
+    options: dict[str, Any], trains: bool
+) -> None:
+    """Of a plan and of `attention`, on other numbers than those that were traced."""
+    plan = ag.compile(ag.attention(X, X, X, **options), target="cpu")
+    calls: tuple[Callable[..., Any], ...] = (
+        lambda q, k, v: plan(q, k, v),
+        lambda q, k, v: attention(q, k, v, **options),
+    )
+    for call in calls:
+        first, q = (torch.randn(X.shape).requires_grad_(trains) for _ in range(2))
+        traced = torch.jit.trace(call, (first, first, first))
+        results = [each(q, q + 1, q) for each in (traced, call)]
+        torch.testing.assert_close(*results)
+        if trains:
+            made = [torch.autograd.grad(o.sum(), q)[0] for o in results]
+            torch.testing.assert_close(*made)
