@@ -1,6 +1,6 @@
 """The backward kernels: delta, then the gradients of q and of k and v, each without atomics.
 
-With p = exp(s - lse), z what dropout keeps over 1 - rate, and delta = sum_e do o - dlse:
+With p = exp(s - lse) / 2^rest, z what dropout keeps over 1 - rate, and delta = sum_e do o - dlse:
 dv = (p z)^T do, dp = (do v^T) z, ds = p (dp - delta) and back through the modifiers,
 dq = scale ds k, dk = scale ds^T q. The derivation stands in `attn_graph.ir.attention`.
 """
@@ -25,7 +25,6 @@ from attn_graph.kernels.common import (
     modify_scores,
     place_program,
     present_sizes,
-    raise_to,
     round_to,
     rows_of,
     store_rows,
@@ -94,6 +93,15 @@ def load_statistics(ptr, first, M, other, BLOCK_M: tl.constexpr, WHOLE: tl.const
 
 
 @triton.jit
+def load_rest(ptr, start, first, M, BLOCK_M: tl.constexpr, WHOLE: tl.constexpr):
+    """The same of `rest`, of a head whose line begins at `start`; zeros where it is absent."""
+    rest = tl.zeros([BLOCK_M], tl.float32)
+    if ptr is not None:
+        rest = load_statistics(ptr + start, first, M, 0.0, BLOCK_M, WHOLE)
+    return rest
+
+
+@triton.jit
 def outweigh(lse):
     """lse for exp(s - lse); +inf, so that weights are 0, of rows that saw nothing."""
     return tl.where(lse == float("-inf"), float("inf"), lse)
@@ -101,25 +109,28 @@ def outweigh(lse):
 
 @triton.jit
 def score_gradient(
-    s, dp, lse, delta, b, h, i, j, M, N, scale, data, numbers,
+    s, dp, lse, rest, delta, b, h, i, j, M, N, scale, data, numbers,
     CHANGE: tl.constexpr, KEEP: tl.constexpr, BACK: tl.constexpr, MIXED: tl.constexpr,
     PAST: tl.constexpr,
 ):  # fmt: skip
-    """p, and ds before the modifiers, of a tile; s = q k^T; lse, delta broadcast.
+    """p, and ds before the modifiers, of a tile; s = q k^T; lse, rest, delta broadcast.
 
     PAST: see `weigh_scores`.
     """
-    p = weigh_scores(s, lse, b, h, i, j, M, N, scale, data, numbers, CHANGE, KEEP, MIXED, PAST)
+    p = weigh_scores(
+        s, lse, rest, b, h, i, j, M, N, scale, data, numbers, CHANGE, KEEP, MIXED, PAST
+    )
     ds = differentiate_scores(p, dp, s, delta, b, h, i, j, M, N, scale, data, numbers, BACK, MIXED)
     return p, ds
 
 
 @triton.jit
 def weigh_scores(
-    s, lse, b, h, i, j, M, N, scale, data, numbers,
+    s, lse, rest, b, h, i, j, M, N, scale, data, numbers,
     CHANGE: tl.constexpr, KEEP: tl.constexpr, MIXED: tl.constexpr, PAST: tl.constexpr,
 ):  # fmt: skip
-    """p of a tile of s = q k^T.
+    """p of a tile of s = q k^T. rest: see kernels/weight_sums.py; scores that are products alone
+    have none, since they were rounded themselves by as much as lse.
 
     PAST: whether a row past the last query counts for other rows, so that its weights must be 0
     even where a modifier says +inf.
@@ -129,7 +140,7 @@ def weigh_scores(
         p = tl.exp2(s - lse * LOG2E)
     else:
         s = modify_scores(s, b, h, i, j, M, N, scale, data, numbers, CHANGE, KEEP, MIXED)
-        p = raise_to(s - lse, False)
+        p = tl.exp2((s - lse) * LOG2E - rest)
     if PAST:
         p = tl.where(lse == float("inf"), 0.0, p)
     return p
@@ -151,7 +162,8 @@ def differentiate_scores(
 
 @triton.jit(do_not_specialize=SIZES)
 def query_gradient(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, seed_ptr, offset_ptr, lists_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, rest_ptr, dq_ptr, seed_ptr, offset_ptr,
+    lists_ptr,
     q_starts_ptr, q_lengths_ptr, kv_starts_ptr, kv_lengths_ptr, pages_ptr,
     q_desc, k_desc, v_desc, do_desc,
     data, numbers, q_steps, kv_steps, q_strides, k_strides, v_strides, do_strides, dq_strides,
@@ -189,6 +201,7 @@ def query_gradient(
     q = tile_of(q_desc, q_head, q_strides, b, h, first, rows, D, BLOCK_M, WIDTH_D, False, UPCAST)
     lse = outweigh(load_statistics(lse_ptr + line, first, M, float("-inf"), BLOCK_M, False))
     lse = lse[:, None]
+    rest = load_rest(rest_ptr, line, first, M, BLOCK_M, False)[:, None]
     surplus = load_statistics(delta_ptr + line, first, M, 0.0, BLOCK_M, False)[:, None]
     do = q
     if do_ptr is not None:
@@ -209,7 +222,7 @@ def query_gradient(
     for t in range(begin, end):
         n = full_tile(t, list_ptr, bounds, LISTED)
         dq = add_query_gradient(
-            dq, q, do, lse, surplus, k_head, v_head, k_desc, v_desc, n * BLOCK_N, first, i,
+            dq, q, do, lse, rest, surplus, k_head, v_head, k_desc, v_desc, n * BLOCK_N, first, i,
             do_ptr, seed_ptr, offset_ptr, pages_ptr, pages, data, numbers, k_strides, v_strides,
             b, h, GROUP, H, M, N, keys, POOL, scale, keep_scale, threshold, origin,
             D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
@@ -218,7 +231,7 @@ def query_gradient(
     for t in range(mixed_begin, mixed_end):
         n = mixed_tile(t, list_ptr, bounds, full, LISTED)
         dq = add_query_gradient(
-            dq, q, do, lse, surplus, k_head, v_head, k_desc, v_desc, n * BLOCK_N, first, i,
+            dq, q, do, lse, rest, surplus, k_head, v_head, k_desc, v_desc, n * BLOCK_N, first, i,
             do_ptr, seed_ptr, offset_ptr, pages_ptr, pages, data, numbers, k_strides, v_strides,
             b, h, GROUP, H, M, N, keys, POOL, scale, keep_scale, threshold, origin,
             D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
@@ -231,7 +244,7 @@ def query_gradient(
 
 @triton.jit
 def add_query_gradient(
-    dq, q, do, lse, surplus, k_head, v_head, k_desc, v_desc, key, first, i,
+    dq, q, do, lse, rest, surplus, k_head, v_head, k_desc, v_desc, key, first, i,
     do_ptr, seed_ptr, offset_ptr, pages_ptr, pages, data, numbers, k_strides, v_strides,
     b, h, GROUP, H, M, N, keys, POOL, scale, keep_scale, threshold, origin,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
@@ -260,15 +273,15 @@ def add_query_gradient(
         )
         dp = tl.where(z, dp * keep_scale, 0.0)
     _, ds = score_gradient(
-        s, dp, lse, surplus, b, h, i, j, M, N, scale, data, numbers, CHANGE, KEEP, BACK, MIXED,
-        False,
+        s, dp, lse, rest, surplus, b, h, i, j, M, N, scale, data, numbers,
+        CHANGE, KEEP, BACK, MIXED, False,
     )  # fmt: skip
     return tl.dot(round_to(ds, k_head.dtype.element_ty, UPCAST), k, dq, input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def key_gradient(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, rest_ptr, dk_ptr, dv_ptr,
     seed_ptr, offset_ptr, lists_ptr, q_starts_ptr, q_lengths_ptr, kv_starts_ptr, kv_lengths_ptr,
     pages_ptr, q_desc, k_desc, v_desc, do_desc, data, numbers, q_steps, kv_steps,
     q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, lists_strides,
@@ -339,18 +352,18 @@ def key_gradient(
             n = full_tile(t, list_ptr, bounds, LISTED)
             dk, dv = add_key_gradient(
                 dk, dv, k, v, q_head, do_head, q_desc, do_desc, lse_ptr + at, delta_ptr + at,
-                n * BLOCK_M, first, j, dk_ptr, dv_ptr, do_ptr, seed_ptr, offset_ptr, data, numbers,
-                q_strides, do_strides, b, h, G * GROUP, M, N, rows, scale, keep_scale, threshold,
-                origin, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
+                rest_ptr, at, n * BLOCK_M, first, j, dk_ptr, dv_ptr, do_ptr, seed_ptr, offset_ptr,
+                data, numbers, q_strides, do_strides, b, h, G * GROUP, M, N, rows, scale,
+                keep_scale, threshold, origin, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
                 KEEP, CHANGE, BACK, DROPOUT, False, BLIND > 1, UPCAST, PRECISION,
             )  # fmt: skip
         for t in range(mixed_begin, mixed_end):
             n = mixed_tile(t, list_ptr, bounds, full, LISTED)
             dk, dv = add_key_gradient(
                 dk, dv, k, v, q_head, do_head, q_desc, do_desc, lse_ptr + at, delta_ptr + at,
-                n * BLOCK_M, first, j, dk_ptr, dv_ptr, do_ptr, seed_ptr, offset_ptr, data, numbers,
-                q_strides, do_strides, b, h, G * GROUP, M, N, rows, scale, keep_scale, threshold,
-                origin, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
+                rest_ptr, at, n * BLOCK_M, first, j, dk_ptr, dv_ptr, do_ptr, seed_ptr, offset_ptr,
+                data, numbers, q_strides, do_strides, b, h, G * GROUP, M, N, rows, scale,
+                keep_scale, threshold, origin, D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
                 KEEP, CHANGE, BACK, DROPOUT, True, BLIND > 0, UPCAST, PRECISION,
             )  # fmt: skip
     if dk_ptr is not None:
@@ -365,8 +378,9 @@ def key_gradient(
 
 @triton.jit
 def add_key_gradient(
-    dk, dv, k, v, q_head, do_head, q_desc, do_desc, lse_row, delta_row, query, first, j,
-    dk_ptr, dv_ptr, do_ptr, seed_ptr, offset_ptr, data, numbers, q_strides, do_strides,
+    dk, dv, k, v, q_head, do_head, q_desc, do_desc, lse_row, delta_row, rest_ptr, at,
+    query, first, j, dk_ptr, dv_ptr, do_ptr, seed_ptr, offset_ptr, data, numbers,
+    q_strides, do_strides,
     b, h, H, M, N, rows, scale, keep_scale, threshold, origin,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -380,6 +394,7 @@ def add_key_gradient(
     )
     s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
     lse = outweigh(load_statistics(lse_row, query, M, float("-inf"), BLOCK_M, not MIXED))
+    rest = load_rest(rest_ptr, at, query, M, BLOCK_M, not MIXED)[None, :]
     surplus = load_statistics(delta_row, query, M, 0.0, BLOCK_M, not MIXED)[None, :]
     do = q
     dp = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -397,7 +412,7 @@ def add_key_gradient(
         z = tl.trans(z)
         dp = tl.where(z, dp * keep_scale, 0.0)
     p, ds = score_gradient(
-        s, dp, lse[None, :], surplus, b, h, i, j, M, N, scale, data, numbers,
+        s, dp, lse[None, :], rest, surplus, b, h, i, j, M, N, scale, data, numbers,
         CHANGE, KEEP, BACK, MIXED, MIXED and CHANGE is not None,
     )  # fmt: skip
     if do_ptr is not None and dv_ptr is not None:

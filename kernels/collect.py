@@ -9,7 +9,7 @@ what moves; COLLECT then reads ds, tds, s and ts, and gives ds too.
 import triton
 import triton.language as tl
 
-from attn_graph.kernels.backward import load_statistics, outweigh, score_gradient
+from attn_graph.kernels.backward import load_rest, load_statistics, outweigh, score_gradient
 from attn_graph.kernels.common import (
     SIZES,
     count_tiles,
@@ -30,7 +30,7 @@ from attn_graph.kernels.gradient_jvp import load_row_tangents, push_dot, push_sc
 
 @triton.jit
 def contribution(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, rest_ptr,
     tq_ptr, tk_ptr, tv_ptr, tdo_ptr, tlse_ptr, tdelta_ptr, seed_ptr, offset_ptr,
     data, numbers, q_strides, k_strides, v_strides, do_strides,
     tq_strides, tk_strides, tv_strides, tdo_strides, b, h, H, GROUP, query, key, M, N,
@@ -68,10 +68,11 @@ def contribution(
         dp, tdp = tl.where(z, dp * keep_scale, 0.0), tl.where(z, tdp * keep_scale, 0.0)
     row = (tl.cast(b, tl.int64) * H + h) * M
     lse = outweigh(load_statistics(lse_ptr + row, query, M, float("-inf"), BLOCK_M, False))
+    rest = load_rest(rest_ptr, row, query, M, BLOCK_M, False)[:, None]
     surplus = load_statistics(delta_ptr + row, query, M, 0.0, BLOCK_M, False)[:, None]
     if tlse_ptr is None:
         _, share = score_gradient(
-            s, dp, lse[:, None], surplus, b, h, i, j, M, N, scale, data, numbers,
+            s, dp, lse[:, None], rest, surplus, b, h, i, j, M, N, scale, data, numbers,
             CHANGE, KEEP, COLLECT, True, False,
         )  # fmt: skip
     else:
@@ -79,7 +80,7 @@ def contribution(
             lse, tlse_ptr + row, tdelta_ptr + row, query, M, BLOCK_M, False
         )
         _, _, _, share = push_score_gradient(
-            s, ts, dp, tdp, lse[:, None], mu[:, None], surplus, tsurplus[:, None],
+            s, ts, dp, tdp, lse[:, None], rest, mu[:, None], surplus, tsurplus[:, None],
             b, h, i, j, M, N, scale, data, numbers, CHANGE, KEEP, PUSH, COLLECT, True, False,
         )  # fmt: skip
     return share
@@ -87,7 +88,7 @@ def contribution(
 
 @triton.jit(do_not_specialize=("B", *SIZES))
 def collect_places(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, rest_ptr,
     tq_ptr, tk_ptr, tv_ptr, tdo_ptr, tlse_ptr, tdelta_ptr, out_ptr, seed_ptr, offset_ptr,
     data, numbers, q_strides, k_strides, v_strides, do_strides,
     tq_strides, tk_strides, tv_strides, tdo_strides, out_strides,
@@ -117,7 +118,7 @@ def collect_places(
         if (start <= column) & (column < stop):
             for h in range(h_first, h_first + h_count):
                 total += contribution(
-                    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr,
+                    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, rest_ptr,
                     tq_ptr, tk_ptr, tv_ptr, tdo_ptr, tlse_ptr, tdelta_ptr, seed_ptr, offset_ptr,
                     data, numbers, q_strides, k_strides, v_strides, do_strides,
                     tq_strides, tk_strides, tv_strides, tdo_strides,
@@ -134,7 +135,7 @@ def collect_places(
 
 @triton.jit(do_not_specialize=SIZES)
 def collect_lines(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, rest_ptr,
     tq_ptr, tk_ptr, tv_ptr, tdo_ptr, tlse_ptr, tdelta_ptr, out_ptr, seed_ptr, offset_ptr, lists_ptr,
     data, numbers, q_strides, k_strides, v_strides, do_strides,
     tq_strides, tk_strides, tv_strides, tdo_strides, lists_strides,
@@ -165,7 +166,7 @@ def collect_lines(
             n = tl.load(list_ptr + 3 + t)
         row, column = (n, block) if BY_KEYS else (block, n)
         share = contribution(
-            q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr,
+            q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, rest_ptr,
             tq_ptr, tk_ptr, tv_ptr, tdo_ptr, tlse_ptr, tdelta_ptr, seed_ptr, offset_ptr,
             data, numbers, q_strides, k_strides, v_strides, do_strides,
             tq_strides, tk_strides, tv_strides, tdo_strides,

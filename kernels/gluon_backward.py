@@ -290,7 +290,7 @@ def add_queries(
     j = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))[:, None]
     lse = lines[0].index(at).load(gl.SliceLayout(0, SCORES))[None, :]
     p = weigh_scores(
-        s, lse, b, h, i, j, M, N, scale, data, numbers,
+        s, lse, 0.0, b, h, i, j, M, N, scale, data, numbers,
         CHANGE, KEEP, MIXED, MIXED and CHANGE is not None,
     )  # fmt: skip
     mbarrier.wait(ready.index(at), t // STAGES & 1)
@@ -328,7 +328,9 @@ def add_keys(
     s = warpgroup_mma_wait(2, [s])
     i = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))[:, None]
     j = key + gl.arange(0, k.shape[0], layout=gl.SliceLayout(0, SCORES))[None, :]
-    p = weigh_scores(s, lse, b, h, i, j, M, N, scale, data, numbers, CHANGE, KEEP, MIXED, False)
+    p = weigh_scores(
+        s, lse, 0.0, b, h, i, j, M, N, scale, data, numbers, CHANGE, KEEP, MIXED, False
+    )
     mbarrier.wait(ready.index(at), t // STAGES & 1)
     dp = warpgroup_mma_wait(1, [dp])
     following = differentiate_scores(

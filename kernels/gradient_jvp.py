@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from attn_graph.kernels.backward import (
+    load_rest,
     load_statistics,
     outweigh,
     weigh_cotangent,
@@ -136,15 +137,17 @@ def live_rows_or(
 
 @triton.jit
 def push_score_gradient(
-    s, ts, dp, tdp, lse, mu, surplus, tsurplus, b, h, i, j, M, N, scale, data, numbers,
+    s, ts, dp, tdp, lse, rest, mu, surplus, tsurplus, b, h, i, j, M, N, scale, data, numbers,
     CHANGE: tl.constexpr, KEEP: tl.constexpr, PUSH: tl.constexpr, BEND: tl.constexpr,
     MIXED: tl.constexpr, PAST: tl.constexpr,
 ):  # fmt: skip
     """p and p u, and ds and tds before the modifiers, of a tile; s = q k^T and its tangent ts.
 
-    lse, mu, delta and tdelta broadcast. PAST: as in `backward.score_gradient`.
+    lse, rest, mu, delta and tdelta broadcast. PAST: as in `backward.score_gradient`.
     """
-    p = weigh_scores(s, lse, b, h, i, j, M, N, scale, data, numbers, CHANGE, KEEP, MIXED, PAST)
+    p = weigh_scores(
+        s, lse, rest, b, h, i, j, M, N, scale, data, numbers, CHANGE, KEEP, MIXED, PAST
+    )
     s, ts = s * scale, ts * scale
     u = ts
     if PUSH is not None:
@@ -163,8 +166,8 @@ def push_score_gradient(
 
 @triton.jit(do_not_specialize=SIZES)
 def push_query_gradient(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, tq_ptr, tk_ptr, tv_ptr, tdo_ptr, tlse_ptr,
-    tdelta_ptr, dq_ptr, seed_ptr, offset_ptr, lists_ptr, data, numbers,
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, rest_ptr, tq_ptr, tk_ptr, tv_ptr, tdo_ptr,
+    tlse_ptr, tdelta_ptr, dq_ptr, seed_ptr, offset_ptr, lists_ptr, data, numbers,
     q_strides, k_strides, v_strides, do_strides, tq_strides, tk_strides, tv_strides, tdo_strides,
     dq_strides, lists_strides, H, GROUP, M, N, TOGETHER, scale, keep_scale, threshold, origin,
     EVEN: tl.constexpr,
@@ -190,6 +193,7 @@ def push_query_gradient(
         lse, tlse_ptr + row, tdelta_ptr + row, first, M, BLOCK_M, False
     )
     lse, mu, tsurplus = lse[:, None], mu[:, None], tsurplus[:, None]
+    rest = load_rest(rest_ptr, row, first, M, BLOCK_M, False)[:, None]
     surplus = load_statistics(delta_ptr + row, first, M, 0.0, BLOCK_M, False)[:, None]
     q = rows_of(q_ptr, q_strides, b, h, first, rows, D, BLOCK_M, WIDTH_D, UPCAST)
     tq = q
@@ -215,8 +219,8 @@ def push_query_gradient(
     for t in range(full):
         n = full_tile(t, list_ptr, bounds, LISTED)
         dq = push_add_query_gradient(
-            dq, q, tq, do, tdo, lse, mu, surplus, tsurplus, k_head, v_head, tk_head, tv_head,
-            n * BLOCK_N, first, i, k_ptr, tq_ptr, tk_ptr, tv_ptr, do_ptr, tdo_ptr,
+            dq, q, tq, do, tdo, lse, rest, mu, surplus, tsurplus, k_head, v_head, tk_head,
+            tv_head, n * BLOCK_N, first, i, k_ptr, tq_ptr, tk_ptr, tv_ptr, do_ptr, tdo_ptr,
             seed_ptr, offset_ptr, data, numbers, k_strides, v_strides, tk_strides, tv_strides,
             b, h, H, M, N, keys, scale, keep_scale, threshold, origin,
             D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
@@ -225,8 +229,8 @@ def push_query_gradient(
     for t in range(mixed):
         n = mixed_tile(t, list_ptr, bounds, full, LISTED)
         dq = push_add_query_gradient(
-            dq, q, tq, do, tdo, lse, mu, surplus, tsurplus, k_head, v_head, tk_head, tv_head,
-            n * BLOCK_N, first, i, k_ptr, tq_ptr, tk_ptr, tv_ptr, do_ptr, tdo_ptr,
+            dq, q, tq, do, tdo, lse, rest, mu, surplus, tsurplus, k_head, v_head, tk_head,
+            tv_head, n * BLOCK_N, first, i, k_ptr, tq_ptr, tk_ptr, tv_ptr, do_ptr, tdo_ptr,
             seed_ptr, offset_ptr, data, numbers, k_strides, v_strides, tk_strides, tv_strides,
             b, h, H, M, N, keys, scale, keep_scale, threshold, origin,
             D, E, WIDTH_D, WIDTH_E, BLOCK_M, BLOCK_N,
@@ -238,7 +242,7 @@ def push_query_gradient(
 
 @triton.jit
 def push_add_query_gradient(
-    dq, q, tq, do, tdo, lse, mu, surplus, tsurplus, k_head, v_head, tk_head, tv_head,
+    dq, q, tq, do, tdo, lse, rest, mu, surplus, tsurplus, k_head, v_head, tk_head, tv_head,
     key, first, i, k_ptr, tq_ptr, tk_ptr, tv_ptr, do_ptr, tdo_ptr, seed_ptr, offset_ptr,
     data, numbers, k_strides, v_strides, tk_strides, tv_strides,
     b, h, H, M, N, keys, scale, keep_scale, threshold, origin,
@@ -264,7 +268,7 @@ def push_add_query_gradient(
         )
         dp, tdp = tl.where(z, dp * keep_scale, 0.0), tl.where(z, tdp * keep_scale, 0.0)
     _, _, ds, tds = push_score_gradient(
-        s, ts, dp, tdp, lse, mu, surplus, tsurplus, b, h, i, j, M, N, scale, data, numbers,
+        s, ts, dp, tdp, lse, rest, mu, surplus, tsurplus, b, h, i, j, M, N, scale, data, numbers,
         CHANGE, KEEP, PUSH, BEND, MIXED, False,
     )  # fmt: skip
     dq = tl.dot(round_to(tds, k_head.dtype.element_ty, UPCAST), k, dq, input_precision=PRECISION)
@@ -276,8 +280,8 @@ def push_add_query_gradient(
 
 @triton.jit(do_not_specialize=SIZES)
 def push_key_gradient(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, tq_ptr, tk_ptr, tv_ptr, tdo_ptr, tlse_ptr,
-    tdelta_ptr, dk_ptr, dv_ptr, seed_ptr, offset_ptr, lists_ptr, data, numbers,
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, rest_ptr, tq_ptr, tk_ptr, tv_ptr, tdo_ptr,
+    tlse_ptr, tdelta_ptr, dk_ptr, dv_ptr, seed_ptr, offset_ptr, lists_ptr, data, numbers,
     q_strides, k_strides, v_strides, do_strides, tq_strides, tk_strides, tv_strides, tdo_strides,
     dk_strides, dv_strides, lists_strides,
     G, GROUP, SPLITS, M, N, TOGETHER, scale, keep_scale, threshold, origin,
@@ -323,7 +327,7 @@ def push_key_gradient(
             n = full_tile(t, list_ptr, bounds, LISTED)
             dk, dv = push_add_key_gradient(
                 dk, dv, k, v, tk, tv, q_head, tq_head, do_head, tdo_head,
-                lse_ptr + row, delta_ptr + row, tlse_ptr + row, tdelta_ptr + row,
+                lse_ptr + row, delta_ptr + row, rest_ptr, row, tlse_ptr + row, tdelta_ptr + row,
                 n * BLOCK_M, first, j, dk_ptr, dv_ptr, q_ptr, tq_ptr, tk_ptr, tv_ptr, do_ptr,
                 tdo_ptr, seed_ptr, offset_ptr, data, numbers,
                 q_strides, tq_strides, do_strides, tdo_strides,
@@ -335,7 +339,7 @@ def push_key_gradient(
             n = mixed_tile(t, list_ptr, bounds, full, LISTED)
             dk, dv = push_add_key_gradient(
                 dk, dv, k, v, tk, tv, q_head, tq_head, do_head, tdo_head,
-                lse_ptr + row, delta_ptr + row, tlse_ptr + row, tdelta_ptr + row,
+                lse_ptr + row, delta_ptr + row, rest_ptr, row, tlse_ptr + row, tdelta_ptr + row,
                 n * BLOCK_M, first, j, dk_ptr, dv_ptr, q_ptr, tq_ptr, tk_ptr, tv_ptr, do_ptr,
                 tdo_ptr, seed_ptr, offset_ptr, data, numbers,
                 q_strides, tq_strides, do_strides, tdo_strides,
@@ -353,8 +357,9 @@ def push_key_gradient(
 
 @triton.jit
 def push_add_key_gradient(
-    dk, dv, k, v, tk, tv, q_head, tq_head, do_head, tdo_head, lse_row, delta_row, mu_row,
-    tdelta_row, query, first, j, dk_ptr, dv_ptr, q_ptr, tq_ptr, tk_ptr, tv_ptr, do_ptr, tdo_ptr,
+    dk, dv, k, v, tk, tv, q_head, tq_head, do_head, tdo_head, lse_row, delta_row, rest_ptr,
+    row, mu_row, tdelta_row, query, first, j,
+    dk_ptr, dv_ptr, q_ptr, tq_ptr, tk_ptr, tv_ptr, do_ptr, tdo_ptr,
     seed_ptr, offset_ptr, data, numbers, q_strides, tq_strides, do_strides, tdo_strides,
     b, h, H, M, N, rows, scale, keep_scale, threshold, origin,
     D: tl.constexpr, E: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_E: tl.constexpr,
@@ -372,6 +377,7 @@ def push_add_key_gradient(
     s, ts = push_dot(k, tk, q, tq, q_ptr, tk_ptr, q_ptr, tq_ptr, BLOCK_N, BLOCK_M, PRECISION)
     lse = outweigh(load_statistics(lse_row, query, M, float("-inf"), BLOCK_M, not MIXED))
     mu, tsurplus = load_row_tangents(lse, mu_row, tdelta_row, query, M, BLOCK_M, not MIXED)
+    rest = load_rest(rest_ptr, row, query, M, BLOCK_M, not MIXED)[None, :]
     surplus = load_statistics(delta_row, query, M, 0.0, BLOCK_M, not MIXED)[None, :]
     do = live_rows_or(
         do_ptr, do_head, do_strides, query, rows, lse[:, None], q,
@@ -389,7 +395,7 @@ def push_add_key_gradient(
         z = tl.trans(z)
         dp, tdp = tl.where(z, dp * keep_scale, 0.0), tl.where(z, tdp * keep_scale, 0.0)
     p, pu, ds, tds = push_score_gradient(
-        s, ts, dp, tdp, lse[None, :], mu[None, :], surplus, tsurplus[None, :],
+        s, ts, dp, tdp, lse[None, :], rest, mu[None, :], surplus, tsurplus[None, :],
         b, h, i, j, M, N, scale, data, numbers,
         CHANGE, KEEP, PUSH, BEND, MIXED, MIXED and CHANGE is not None,
     )  # fmt: skip

@@ -135,6 +135,23 @@ class Problem:
         return not self.low_scale and not self.node.modifiers
 
     @cached_property
+    def gathers(self) -> bool:
+        """Whether the gradient of a tensor is wanted that modifiers read alike for all keys."""
+        if self.grad is None or self.node.part:
+            return False
+        axes = (data.axes for m in self.node.modifiers for data in m.needs.values())
+        each = zip(axes, self.grad.wants[3:], self.specs[3:], strict=False)
+        return any(
+            wants and dict(zip(x, s.shape, strict=True)).get("j", 1) == 1 for x, wants, s in each
+        )
+
+    @property
+    def drops_rounded(self) -> bool:
+        """Whether dropout scales an o that is rounded: ds of a row that sees one key is not 0 then
+        where delta is the sum of do o. A part of the keys has no other sum."""
+        return self.node.dropout > 0 and self.dtype != self.wide and not self.node.part
+
+    @cached_property
     def has_blind_rows(self) -> bool:
         """Whether a query may see no key, as far as is known before a call. Its lse is -inf."""
         return any(m.hides for m in self.node.modifiers) or self.mask_has_blind_rows

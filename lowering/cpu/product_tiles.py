@@ -60,25 +60,11 @@ class ProductTiles(TileGrid):
     def weighs_cotangents(self) -> bool:
         """Whether delta of a row is the sum of p dp, not of do o, which it is but for rounding.
 
-        What rounds o of half precision counts where dropout scales it: ds of a row that sees one
-        key is not 0 then. And what rounds delta is the same in all of a row: a tensor that gathers
-        ds over places, as slopes do, adds it up. A part of the keys has no such sum.
+        What rounds delta is the same in all of a row: a tensor that gathers ds over places, as
+        slopes do, adds it up. See `Problem.drops_rounded` for half precision.
         """
         p = self.problem
-        rounds = p.node.dropout > 0 and p.dtype != p.wide
-        return p.grad is not None and not p.node.part and (rounds or self.gathers)
-
-    @cached_property
-    def gathers(self) -> bool:
-        """Whether the gradient of a tensor is wanted that modifiers read alike for all keys."""
-        p = self.problem
-        if p.grad is None or p.node.part:
-            return False
-        axes = (data.axes for m in p.node.modifiers for data in m.needs.values())
-        each = zip(axes, p.grad.wants[3:], p.specs[3:], strict=False)
-        return any(
-            wants and dict(zip(x, s.shape, strict=True)).get("j", 1) == 1 for x, wants, s in each
-        )
+        return p.grad is not None and (p.drops_rounded or p.gathers)
 
     @cached_property
     def more(self) -> tuple[str, ...]:
@@ -166,7 +152,7 @@ class ProductTiles(TileGrid):
         None where lse tells it: where it is small, or is not of these keys alone. Elsewhere than on
         CPUs to look at lse takes longer."""
         tells = self.problem.node.part or (lse.is_cpu and not products.reaches_far(lse))
-        divides = self.rounds or self.gathers or not tells
+        divides = self.rounds or self.problem.gathers or not tells
         return torch.ones_like(lse) if divides else None
 
     def packed(

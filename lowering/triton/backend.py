@@ -234,6 +234,7 @@ def temporary_of(flash: Flash) -> int:
     puts pages in order."""
     sums = sum(b.bytes for name, b in flash.buffers.items() if name.startswith("sums"))
     delta, rows = flash.buffers.get("delta"), 10 if flash.push else 3
+    rows += 2 * ("rest" in flash.buffers)
     sinks = rows * delta.bytes if delta and flash.problem.node.sinks else 0
     return sums + sinks + order_bytes(flash.layout)
 

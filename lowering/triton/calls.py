@@ -97,7 +97,7 @@ class TritonCall:
             named |= self.order_pages(read.own, every[count:])
 
         def of_sinks(sinks: torch.Tensor, scratch: Scratch) -> torch.Tensor:
-            surplus = scratch["delta"].neg()
+            surplus = shrink_by_rest(scratch["delta"].neg(), scratch)
             return sink_gradient(sinks, named["lse"].view(surplus.shape), surplus)
 
         return self.pull(named, read.own, (), of_sinks, every[count:]), ()
@@ -121,7 +121,8 @@ class TritonCall:
         def of_sinks(sinks: torch.Tensor, scratch: Scratch) -> torch.Tensor:
             tsinks = torch.zeros_like(sinks) if moved is None else moved
             stats = named["lse"], clear_blind_rows(named["tlse"], named["lse"])
-            surplus = scratch["delta"].neg(), scratch["tdelta"].neg()
+            given = scratch["delta"].neg(), scratch["tdelta"].neg()
+            surplus = shrink_by_rest(given[0], scratch), shrink_by_rest(given[1], scratch)
             return sink_gradient_tangent((sinks, tsinks), stats, surplus)
 
         return self.pull(named, x.read.own, x.own, of_sinks), ()
@@ -223,6 +224,12 @@ def name_directions(x: GradientTangents[torch.Tensor]) -> Named:
     """What kernels of tangents of gradients read beside tangents of operands."""
     named: Named = {"to": x.to, "to.strides": x.to.stride(), "tlse": x.tlse.contiguous()}
     return named | {"tdo": x.tdo, "tdlse": x.tdlse}
+
+
+def shrink_by_rest(surplus: torch.Tensor, scratch: Scratch) -> torch.Tensor:
+    """surplus / 2^rest in place, by which exp(. - lse) is too large; see kernels/weight_sums.py."""
+    rest = scratch.get("rest")
+    return surplus if rest is None else surplus.mul_(torch.exp2(rest.neg()))
 
 
 def sum_collected(sums: torch.Tensor, axes: str, lying: Lying) -> torch.Tensor:

@@ -32,12 +32,18 @@ from attn_graph.lowering.triton.work import Push, tangent_specs
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision
 from attn_graph.machine.workspace import Buffer
+from attn_graph.masks import Mask
 from attn_graph.masks.places import Untraceable
 from attn_graph.spec import dense_strides
 from attn_graph.spec.formulas import decide, defer, is_one
 
 Fixed = dict[str, Any]  # arguments of a kernel
-PLACED = ("forward", "query_gradient", "key_gradient")  # kernels that know packed tensors
+PLACED = (
+    "forward",
+    "sum_weights",
+    "query_gradient",
+    "key_gradient",
+)  # kernels that know packed tensors
 PUSHED: dict[Pass, PushPass] = {
     "forward": "push",
     "query_gradient": "push_query_gradient",
@@ -51,7 +57,7 @@ PASS_OF: dict[str, Pass] = {  # of kernels whose programs begin in an order
 # Those whose programs are blocks of keys.
 BY_KEYS = tuple(kernel for kernel, pass_ in PASS_OF.items() if pass_ == "key_gradient")
 TILED = ("q", "k", "v", "do")  # operands that kernels take descriptors of
-READ = ("q", "k", "v", "do", "lse", "delta", "seed", "offset")  # by every backward kernel
+READ = ("q", "k", "v", "do", "lse", "delta", "rest", "seed", "offset")  # by every backward kernel
 MOVED = ("tq", "tk", "tv", "tdo", "tlse", "tdelta")  # and in a direction
 GRADIENTS = {"dq": "grad0", "dk": "grad1", "dv": "grad2"}  # by number of the operand
 
@@ -73,6 +79,7 @@ class LaunchList:
     launches: list[Launch] = field(factory=list)
     buffers: dict[str, Buffer] = field(factory=dict)
     tables: dict[str, torch.Tensor] = field(factory=dict)
+    lists: dict[tuple[int, int, bool], tuple[Pointers, Fixed]] = field(factory=dict)
 
     def tiling(self, pass_: Pass) -> Tiling:
         """The tile of a pass where programs are many, or of what the pass is in a direction."""
@@ -170,6 +177,7 @@ class LaunchList:
             {"seed", "offset"} if self.problem.node.dropout else set()
         )
         there |= {"sinks"} if self.problem.node.sinks else set()
+        there |= {"rest"} & self.buffers.keys()
         if self.push is not None:
             there |= {*self.push.large, "to", "tlse", "tdelta"}
             there |= {"tsinks"} if self.push.by_role.sinks else set()
@@ -205,10 +213,17 @@ class LaunchList:
         }
 
     def listed(self, tiling: Tiling, by_keys: bool) -> tuple[Pointers, Fixed]:
-        """The list that a kernel walks: its pointer, or None where closed form does without."""
-        mask = self.problem.node.mask
+        """The list that a kernel walks, which those with equal tiles share: its pointer, or None
+        where closed form does without."""
+        mask, sizes = self.problem.node.mask, (tiling.block_m, tiling.block_n, by_keys)
         if mask is None or self.code.strip:
             return {}, {"lists_ptr": None, "lists_strides": (0, 0, 0), "LISTED": False}
+        if sizes not in self.lists:
+            self.lists[sizes] = self.make_lists(mask, tiling, by_keys)
+        return self.lists[sizes]
+
+    def make_lists(self, mask: Mask, tiling: Tiling, by_keys: bool) -> tuple[Pointers, Fixed]:
+        """Add what makes such a list, or the list itself."""
         name = f"lists{len(self.buffers) + len(self.tables)}"
         try:
             shape = self.ranged(name, tiling, by_keys) if mask.needs else None

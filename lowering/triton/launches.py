@@ -29,6 +29,7 @@ HOMES = {
     "push_query_gradient": "gradient_jvp",
     "push_key_gradient": "gradient_jvp",
     "delta": "backward",
+    "sum_weights": "weight_sums",
     "query_gradient": "backward",
     "key_gradient": "backward",
     "sum_parts": "backward",

@@ -31,11 +31,7 @@ from attn_graph.lowering.triton.decode import (
     parts_buffers,
     split_launches,
 )
-from attn_graph.lowering.triton.device_code import (
-    Contribution,
-    DeviceCode,
-    Tracer,
-)
+from attn_graph.lowering.triton.device_code import Contribution, DeviceCode, Tracer
 from attn_graph.lowering.triton.divisions import Division, divide_work, may_divide
 from attn_graph.lowering.triton.launch_list import MOVED, PASS_OF, READ, TILED, Fixed, LaunchList
 from attn_graph.lowering.triton.launches import Launch, Pointers, check_interpreter
@@ -44,6 +40,7 @@ from attn_graph.lowering.triton.operands import takes_tf32
 from attn_graph.lowering.triton.page_order import DTYPES, NAMED, ORDER, sums_pages
 from attn_graph.lowering.triton.programs import expected_costs
 from attn_graph.lowering.triton.tile_lists import blocks
+from attn_graph.lowering.triton.weight_sums import add_weight_sums
 from attn_graph.lowering.triton.work import Push, Work, tangent_specs
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision
@@ -175,9 +172,8 @@ class FlashBuilder(LaunchList):
         p, layout = self.problem, self.layout
         if p.grad is None:
             o, shape = layout.o(), layout.statistic()
-            yield from (
-                (n, (o.shape, o.strides, o.dtype)) for n in ("o", *("to",) * bool(self.push))
-            )
+            names = ("o", *("to",) * bool(self.push))
+            yield from ((n, (o.shape, o.strides, o.dtype)) for n in names)
             names = (*p.node.stats, *("tlse",) * bool(self.push))
             yield from ((n, (shape, dense_strides(shape), torch.float32)) for n in names)
             return
@@ -277,6 +273,7 @@ class FlashBuilder(LaunchList):
         assert p.grad is not None
         self.buffers["delta"] = Buffer(self.layout.lines(), torch.float32)
         self.delta()
+        self.sum_weights()
         if p.grad.wants[0]:
             self.query_gradient()
         for n, collected in self.code.contributions.items():
@@ -296,11 +293,8 @@ class FlashBuilder(LaunchList):
             names, strided = (*names, "to", "tdo", "tdlse", "tdelta"), (*strided, "tdo", "tdlse")
             laid["to_strides"] = "to.strides"
         pointers, absent = self.operands(*names)
-        fixed = absent | {
-            **self.strides(*strided),
-            "H": H,
-            "M": M,
-            "E": p.E,
+        fixed = absent | self.strides(*strided) | {"H": H, "M": M, "E": p.E}
+        fixed |= {
             "WIDTH_E": padded_head_size(p.E),
             "BLOCK_M": rows,
             "BLIND": p.has_blind_rows,
@@ -309,6 +303,10 @@ class FlashBuilder(LaunchList):
         lines = blocks(M, rows) * H * B
         kernel = f"{self.prefix}delta"
         self.launches.append(Launch(kernel, lines, pointers | laid, fixed, {}, *DELTA.options))
+
+    def sum_weights(self) -> None:
+        """Add the launch that sums rows again where lse and o do not tell what they weigh."""
+        add_weight_sums(self)
 
     def query_gradient(self) -> None:
         """Add the launch of dq, or of its parts and of what adds them up."""
