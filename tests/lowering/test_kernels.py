@@ -333,6 +333,24 @@ def test_forward_mode_compiles_in_float32_too(sm: int, pass_: str) -> None:
         assert machine.registers * 32 * machine.warps <= 65536
 
 
+@compiling
+@pytest.mark.slow
+@pytest.mark.parametrize("sm", [80, 90, 100, 120])
+def test_rows_are_summed_again_without_spilling(sm: int) -> None:
+    """With a loop that computes scores and dp, as slopes that train have it."""
+    x, slopes = (
+        ag.TensorSpec((2, 16, 4096, 128), torch.bfloat16),
+        ag.TensorSpec((16,), torch.float32),
+    )
+    forward = ag.attention(x, x, x, mask=ag.Causal(), alibi=slopes)
+    problem = sole(ag.vjp(forward, ["q", "k", "v", "alibi"])[1])
+    flash = REPORT.Flash.plan(problem, target_of(sm))
+    (launch,) = (x for x in flash.launches if x.kernel == "sum_weights")
+    (machine,) = REPORT.compile_launches(evolve(flash, launches=(launch,)))
+    assert not machine.spilled
+    assert machine.shared <= shared_memory(sm)
+
+
 # Packed tensors, keys in pages, and few queries
 
 

@@ -144,12 +144,13 @@ def test_rows_are_summed_again_where_lse_or_o_may_not_tell_their_weights() -> No
     assert not launched(mask=ag.Causal())
     assert not launched(soft_cap=30.0)  # holds every |lse| below what bfloat16 notices
     assert not launched(torch.float32, dropout=0.5)
-    for options, weighed in (
+    cases: tuple[tuple[dict[str, Any], int], ...] = (
         ({"alibi": True, "align": "top_left"}, 0),
         ({"soft_cap": 30.0, "sinks": slopes}, 0),
         ({"dropout": 0.5}, 1),
         ({"alibi": slopes, "align": "top_left"}, 2),
-    ):
+    )
+    for options, weighed in cases:
         (launch,) = launched(**options)
         assert launch.fixed["WEIGHED"] == weighed
     assert launched(torch.float32, soft_cap=30.0)

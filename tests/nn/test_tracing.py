@@ -180,8 +180,8 @@ def test_what_torch_jit_traces_gives_what_a_call_gives(
     )
     for call in calls:
         first, q = (torch.randn(X.shape).requires_grad_(trains) for _ in range(2))
-        traced = torch.jit.trace(call, (first, first, first))
-        results = [each(q, q + 1, q) for each in (traced, call)]
+        traced: Any = torch.jit.trace(call, (first, first, first))
+        results: list[Any] = [each(q, q + 1, q) for each in (traced, call)]
         torch.testing.assert_close(*results)
         if trains:
             made = [torch.autograd.grad(o.sum(), q)[0] for o in results]
