@@ -26,6 +26,7 @@ from attn_graph.ir.vjp import (
 from attn_graph.lowering.backend import Backend, Executable, Fallback, Options
 from attn_graph.machine.ambient import neutral_state
 from attn_graph.machine.cache import Cache, CacheInfo
+from attn_graph.machine.imports import load_modules
 from attn_graph.machine.likeness import look_at
 from attn_graph.machine.store import Store
 from attn_graph.machine.target import Target
@@ -272,8 +273,6 @@ def explain(
     takes the graph, which is a graph to compile. Raises GraphError for an option that means
     nothing.
     """
-    from attn_graph.planner.explain import explain_graph
-
     if isinstance(graph, Compilable):
         unread = {"backends": backends, "precision": precision, "max_workspace": max_workspace}
         unread |= {"avoid": avoid or None, "deterministic": deterministic or None, "wants": wants}
@@ -303,7 +302,11 @@ def explain(
     exact = replace_sizes(graph, complete_sizes(graph, "explain", sizes))
     with neutral_state(), place.current():
         chosen = None if among is None else resolve_backends(among)
-        return explain_graph(exact, place, options, chosen, wants, named=bool(graph.symbols))
+        planner = load_modules("attn_graph.planner.explain")
+        explanation: Explanation = planner.explain_graph(
+            exact, place, options, chosen, wants, named=bool(graph.symbols)
+        )
+    return explanation
 
 
 def find_known(request: object) -> Plan | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import final
 
 from attrs import frozen
@@ -36,7 +36,7 @@ class Device:
 @cache
 def devices() -> dict[str, Device]:
     """All GPUs of the table, by the name that `Target.of` takes."""
-    text = files("attn_graph.machine").joinpath("gpus.toml").read_text()
+    text = Path(__file__).with_name("gpus.toml").read_text()
     return {
         name: Device(**fields | {"peaks": tuple(fields["peaks"].items())})
         for name, fields in tomllib.loads(text).items()

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 from attn_graph.errors import GraphError
 from attn_graph.lowering.backend import Backend
+from attn_graph.machine.imports import load_modules
 from attn_graph.machine.sizes import parse_bytes
 from attn_graph.machine.store import Store, default_store
 from attn_graph.machine.target import Target
@@ -16,6 +17,18 @@ from attn_graph.machine.torch_switches import Precision, Switches
 from attn_graph.machine.workspace import Workspace, default_workspace
 from attn_graph.planner.choose import resolve_backends
 
+# What planning for a GPU reads beside all that is imported with the library; these import the rest.
+FOR_GPUS = (
+    "attn_graph.lowering.cudnn.limits",
+    "attn_graph.lowering.cudnn.memory",
+    "attn_graph.lowering.cudnn.packed_run",
+    "attn_graph.lowering.cudnn.plan",
+    "attn_graph.lowering.triton.gluon_check",
+    "attn_graph.lowering.triton.gluon_plan",
+    "attn_graph.lowering.triton.offline",
+    "attn_graph.lowering.triton.sized",
+    "attn_graph.planner.device_test",
+)
 Backends = tuple[str | Backend, ...]
 Value = TypeVar("Value")
 Switch = Literal[True, False]
@@ -68,11 +81,13 @@ def resolve_workspace(workspace: Workspace | None) -> Workspace:
 def resolve_target(target: Target | str | None) -> Target:
     """The target that is meant: by itself, by its name, or this machine's current device."""
     if target is None:
-        return Target.here()
-    if isinstance(target, str):
-        return Target.of(target)
-    if not isinstance(target, Target):
+        target = Target.here()
+    elif isinstance(target, str):
+        target = Target.of(target)
+    elif not isinstance(target, Target):
         raise GraphError(f"target {target!r} is no Target, nor the name of one")
+    if target.kind != "cpu" or target.interprets:
+        load_modules(*FOR_GPUS)
     return target
 
 

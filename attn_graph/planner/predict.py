@@ -11,7 +11,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Sequence
 from functools import cache, lru_cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Literal, final
 
 import torch
@@ -51,7 +51,7 @@ class Rate:
 @cache
 def rates() -> dict[tuple[str, int], Rate]:
     """All rates, by backend and compute capability."""
-    text = files("attn_graph.planner").joinpath("rates.toml").read_text()
+    text = Path(__file__).with_name("rates.toml").read_text()
     rows = [
         Rate(
             tuple(fields["backends"]),

@@ -15,6 +15,7 @@ from attrs import evolve, frozen
 from attn_graph.errors import GraphError, Reason
 from attn_graph.ir.graph import Graph, Input
 from attn_graph.lowering.backend import Backend, Executable, Options, RefusedError
+from attn_graph.machine.imports import load_modules
 from attn_graph.machine.store import Unfit
 from attn_graph.machine.target import Target
 from attn_graph.machine.timing import Job, Progress, samples
@@ -171,13 +172,11 @@ def measure(
     """
     if not contenders:
         return {}
-    from rich.console import Console
-
     device = target.device
     assert device is not None  # `choose_fastest` raises otherwise
     tensors = examples(graph, device)
     taken: dict[str, list[float]] = {}
-    with Console(stderr=True).status("tuning") as status:
+    with load_modules("rich.console").Console(stderr=True).status("tuning") as status:
         jobs, late = prepare_jobs(contenders, graph, target, options, tensors, status.update)
         try:
             for name, seconds in samples(jobs, device=device, progress=status.update):

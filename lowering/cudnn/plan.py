@@ -24,6 +24,7 @@ from attn_graph.lowering.cudnn.offline import (
     parse_versions,
 )
 from attn_graph.lowering.cudnn.run import Engine, handle
+from attn_graph.machine.imports import load_modules
 from attn_graph.machine.store import Unfit
 from attn_graph.machine.target import Target
 
@@ -151,7 +152,7 @@ def load_stored(
 
 def loads(plan: CudnnPlan) -> bool:
     """Whether cuDNN loads a stored plan on the machine's own GPU; if not, that is logged."""
-    import cudnn
+    cudnn = load_modules("cudnn")
 
     try:
         plan.execute.load(torch.cuda.current_device())
@@ -196,7 +197,7 @@ def compared_properties(device: str, cudnn: Version) -> dict[str, Any]:  # Any: 
 def describe_own_gpu() -> str:
     """The machine's own GPU as cuDNN describes it, in JSON."""
     check_frontend()
-    import cudnn
+    cudnn = load_modules("cudnn")
 
     return str(cudnn.create_device_properties(torch.cuda.current_device()).serialize())
 

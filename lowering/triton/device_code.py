@@ -30,6 +30,7 @@ from attn_graph.lowering.triton.symbols import (
     Size,
     Symbol,
 )
+from attn_graph.machine.imports import load_modules
 from attn_graph.masks import Mask
 from attn_graph.masks.canonical import is_ours
 from attn_graph.masks.places import Place, Untraceable
@@ -438,11 +439,9 @@ def reach(spec: TensorSpec) -> int:
 @lru_cache(maxsize=1024)
 def compile_text(text: str) -> Any:  # Any: a function of Triton
     """The Triton function that a text defines. Triton and tracebacks can read its source."""
-    import triton
-    import triton.language as tl
-
     if not text:
         return None
+    triton, tl = load_modules("triton"), load_modules("triton.language")
     name = f"<attn_graph {sha256(text.encode()).hexdigest()[:16]}>"
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
     names: dict[str, Any] = {"__name__": __name__, "tl": tl, **called_functions()}
@@ -456,10 +455,9 @@ def compile_text(text: str) -> Any:  # Any: a function of Triton
 def called_functions() -> dict[str, Any]:  # Any: functions of Triton
     """What generated code calls, by name. The interpreter has no instructions of hardware, and
     takes the precise tanh for all dtypes."""
-    from triton.runtime.jit import JITFunction
-
-    from attn_graph.kernels import common, functions
-
-    fast_tanh = functions.fast_tanh if isinstance(functions.tanh, JITFunction) else functions.tanh
+    jit = load_modules("triton.runtime.jit")
+    common, functions = (load_modules(f"attn_graph.kernels.{x}") for x in ("common", "functions"))
+    compiles = isinstance(functions.tanh, jit.JITFunction)
+    fast_tanh = functions.fast_tanh if compiles else functions.tanh
     names = {"floor_div": functions.floor_div, "tanh": functions.tanh, "fast_tanh": fast_tanh}
     return names | {"FAR": common.FAR}

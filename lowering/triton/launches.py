@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from importlib import import_module
 from typing import Any, final
 
 import torch
@@ -14,6 +13,7 @@ from attn_graph.errors import PlanMismatchError, Reason
 from attn_graph.lowering.backend import RefusedError
 from attn_graph.lowering.problem import ALIGNED, find_misplaced
 from attn_graph.lowering.triton.device_code import compile_text
+from attn_graph.machine.imports import load_modules
 from attn_graph.spec import TensorSpec
 from attn_graph.spec.formulas import is_one
 
@@ -46,23 +46,20 @@ Tensors = Mapping[str, Any]  # by name: tensors, tuples of tensors, or Triton's 
 @cache
 def load_kernel(name: str) -> Any:  # Any: a function of Triton
     """Import a kernel by its name."""
-    return getattr(import_module(f"attn_graph.kernels.{HOMES[name]}"), name)
+    return getattr(load_modules(f"attn_graph.kernels.{HOMES[name]}"), name)
 
 
 @cache
 def out_of_resources_error() -> Any:  # Any: a class of Triton's
     """Triton's error for tiles that a GPU has no room for."""
-    from triton.runtime.errors import OutOfResources
-
-    return OutOfResources
+    return load_modules("triton.runtime.errors").OutOfResources
 
 
 @cache
 def is_interpreting() -> bool:
     """Whether this process imported Triton with TRITON_INTERPRET=1."""
-    from triton.runtime.jit import JITFunction
-
-    return not isinstance(load_kernel("forward"), JITFunction)
+    forward, jit = load_kernel("forward"), load_modules("triton.runtime.jit")
+    return not isinstance(forward, jit.JITFunction)
 
 
 @cache
@@ -111,21 +108,21 @@ class Descriptor:
         """
         if not self.gluon:
             return self.plain_of(tensor)
-        from triton.experimental.gluon.language import NVMMASharedLayout
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
+        language = load_modules("triton.experimental.gluon.language")
+        hopper = load_modules("triton.experimental.gluon.nvidia.hopper")
         if problems := find_misplaced([(self.tensor, tensor)]):
             raise PlanMismatchError(*problems)
-        layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(self.tile))
-        return TensorDescriptor(tensor, [*self.shape], [*self.strides], [*self.tile], layout)
+        layout = language.NVMMASharedLayout(
+            swizzle_byte_width=128, element_bitwidth=16, rank=len(self.tile)
+        )
+        return hopper.TensorDescriptor(tensor, [*self.shape], [*self.strides], [*self.tile], layout)
 
     def plain_of(self, tensor: torch.Tensor) -> Any:  # Any: Triton's
         """The argument of a kernel that is not in Gluon."""
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
         if tensor.data_ptr() % ALIGNED:
             return None
-        return TensorDescriptor(tensor, [*self.shape], [*self.strides], [*self.tile])
+        tools = load_modules("triton.tools.tensor_descriptor")
+        return tools.TensorDescriptor(tensor, [*self.shape], [*self.strides], [*self.tile])
 
 
 @final

@@ -1,0 +1,26 @@
+"""Imports that wait for their first use, and that no fork interrupts.
+
+A fork while another thread imports leaves the module's lock held in the child, where nobody gives
+it back: whatever imports that module there waits for ever. So a fork waits for imports made here.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from threading import RLock
+from types import ModuleType
+
+GATE = RLock()  # held by what imports, and by what forks
+
+
+def load_modules(*names: str) -> ModuleType:
+    """Import modules by their names; the last one. A fork in another thread waits for the end."""
+    with GATE:
+        return [import_module(name) for name in names][-1]
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(
+        before=GATE.acquire, after_in_parent=GATE.release, after_in_child=GATE.release
+    )

@@ -1,0 +1,117 @@
+"""A process that is forked while another thread imports plans as any other does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+# Whatever is imported after the library, but for PyTorch's own parts, has to be behind the gate.
+COMPILING = """
+import sys
+import torch
+import attn_graph as ag
+from attrs import evolve
+from attn_graph.machine.imports import GATE
+
+name, bare = sys.argv[1], sys.argv[2] == "bare"
+late = []
+
+def watch(event, args):
+    root = args[0].partition(".")[0] if event == "import" else "torch"
+    if root in ("attn_graph", "cudnn", "platformdirs", "rich", "triton") and not GATE._is_owned():
+        late.append(args[0])
+
+sys.addaudithook(watch)
+target = ag.Target.of(name)
+if bare:
+    kept = tuple(x for x in target.libraries if "torch" in x[0])
+    target = evolve(target, libraries=kept)
+
+def compile(*inputs, **options):
+    graph = ag.attention(*inputs, **options)
+    for each in (graph, ag.vjp(graph)[1]):
+        ag.compile(each, target=target, backends=within, store=False)
+
+def spec(*shape, dtype=torch.bfloat16):
+    return ag.TensorSpec(shape, dtype)
+
+def number(*shape):
+    return spec(*shape, dtype=torch.int32)
+
+within = ("math", "torch_flash") if bare else ("triton", "torch_flash")
+x, row, packed = spec(1, 4, 600, 64), spec(1, 4, 1, 64), spec(30, 4, 64)
+causal = ag.Causal("bottom_right")
+for q in (x, row):
+    compile(q, x, x)
+    compile(q, x, x, mask=causal & ag.Window(9) | ag.Prefix(2), alibi=True, align="bottom_right")
+    compile(q, x, x, mask=causal, soft_cap=3.0, sinks=spec(4))
+    compile(q, x, x, kv_lengths=number(1), dropout=0.1)
+    compile(q, x, x, keep=spec(1, 1, q.shape[2], 600, dtype=torch.bool))
+    ag.explain(ag.attention(q, x, x), target=target)
+compile(packed, packed, packed, q_starts=number(3), kv_starts=number(3), mask=causal)
+pool = spec(5, 8, 4, 64)
+compile(row, pool, pool, pages=number(1, 5), kv_lengths=number(1))
+if not bare:
+    n = ag.Dim("n", most=64)
+    compile(spec(1, 4, n, 64), spec(1, 4, n, 64), spec(1, 4, n, 64), mask=ag.Causal())
+print(*late)
+"""
+
+
+@pytest.mark.parametrize("libraries", ["all", "bare"])
+@pytest.mark.parametrize("target", ["h100", "b200", "a100", "l40s"])
+def test_what_planning_for_a_gpu_imports_is_behind_the_gate(target: str, libraries: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILING, target, libraries],
+        check=False, capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split() == []
+
+
+# A thread plans; while it imports the module, this one forks. Without the gate it forks at once,
+# and the child waits for a lock that nobody holds.
+FORKING = """
+import os, signal, sys, threading
+import torch
+import attn_graph as ag
+
+x = ag.TensorSpec((1, 4, 600, 64), torch.bfloat16)
+importing, forked = threading.Event(), threading.Event()
+
+def watch(event, args):
+    if event == "import" and args[0] == sys.argv[1]:
+        importing.set()
+        forked.wait(0.3)
+
+def plan():
+    ag.compile(ag.attention(x, x, x), target="l40s", backends=("triton",), store=False)
+
+sys.addaudithook(watch)
+thread = threading.Thread(target=plan)
+thread.start()
+assert importing.wait(60)
+child = os.fork()
+forked.set()
+if not child:
+    signal.alarm(30)
+    plan()
+    os._exit(0)
+thread.join()
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.parametrize(
+    "module", ["attn_graph.lowering.cudnn.rules", "attn_graph.lowering.triton.programs"]
+)
+def test_a_child_forked_within_another_threads_first_plan_does_not_hang(module: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKING, module],
+        check=False, capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["0"], "")
