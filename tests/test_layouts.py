@@ -11,6 +11,7 @@ import torch
 import attn_graph as ag
 from attn_graph import nn
 from attn_graph.nn import functional as F
+from attn_graph.plan import content_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(beta|prototype)")
 
@@ -40,6 +41,21 @@ def odd(request: pytest.FixtureRequest) -> torch.Tensor:
     return make[request.param]()
 
 
+WIDE = torch.randn(2, 6, 8)
+TEXT = content_of(PLAN)
+MULTIHEAD, TORCHS = nn.MultiheadAttention, torch.nn.MultiheadAttention
+
+
+def without_autograd(x: torch.Tensor) -> object:
+    with torch.inference_mode():
+        return torch.ops.attn_graph.attention([x, x, x], TEXT)
+
+
+def multihead(*tensors: torch.Tensor, **options: Any) -> object:  # Any: arguments of the module
+    module = nn.MultiheadAttention(8, 2, batch_first=True)
+    return module(*tensors, **{"need_weights": False, **options})
+
+
 ENTRIES: dict[str, Callable[[Any], object]] = {  # Any: what is no dense tensor
     "a spec": ag.TensorSpec.like,
     "attention": lambda x: F.attention(x, x, x),
@@ -49,6 +65,8 @@ ENTRIES: dict[str, Callable[[Any], object]] = {  # Any: what is no dense tensor
     "compiled": lambda x: torch.compile(lambda x: F.attention(x, x, x), backend="eager")(x),
     "sdpa": lambda x: F.scaled_dot_product_attention(x, x, x),
     "a mask of sdpa": lambda x: F.scaled_dot_product_attention(Q, Q, Q, attn_mask=x),
+    "an operator": lambda x: torch.ops.attn_graph.attention([x, x, x], TEXT),
+    "an operator without autograd": without_autograd,
     "varlen": lambda x: nn.varlen_attn(x, x, x, STARTS, STARTS, 6, 6),
     "starts": lambda x: nn.varlen_attn(ROWS, ROWS, ROWS, x, STARTS, 6, 6),
     "a module": lambda x: nn.Attention()(x, x, x),
@@ -80,6 +98,48 @@ def test_a_tensor_without_strides_is_refused_with_what_to_pass(
     way_out = "x.values() [T,H,D]" if odd.is_nested else "x.to_dense()"
     named = way_out in told or any(form in told for form in ("axes", "int32"))
     assert named, told
+
+
+WAYS: dict[str, Callable[[Any], object]] = {  # Any: as above
+    "all": lambda x: multihead(x, x, x),
+    "with weights": lambda x: multihead(x, x, x, need_weights=True),
+    "keys": lambda x: multihead(WIDE, x, x),
+    "padding": lambda x: multihead(WIDE, WIDE, WIDE, key_padding_mask=x),
+    "mask": lambda x: multihead(WIDE, WIDE, WIDE, attn_mask=x),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_multi_head_attention_refuses_a_tensor_without_strides(way: str, odd: torch.Tensor) -> None:
+    """Nested ones that PyTorch's fast path may take are PyTorch's to refuse, in its words."""
+    theirs = odd.is_nested and odd.layout == torch.strided and way not in ("padding", "mask")
+    told = "(?i)nested" if theirs else "to_padded_tensor" if odd.is_nested else r"x\.to_dense\(\)"
+    with pytest.raises(AssertionError if theirs else ag.GraphError, match=told):
+        WAYS[way](odd)
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_multi_head_attention_takes_the_nested_tensors_that_pytorch_takes(weights: bool) -> None:
+    own, theirs = (kind(8, 2, batch_first=True).eval() for kind in (MULTIHEAD, TORCHS))
+    own.load_state_dict(theirs.state_dict())
+    parts = [torch.randn(4, 8), torch.randn(6, 8)]
+    x = torch.nested.nested_tensor(parts)
+    with torch.no_grad():
+        o, due = (module(x, x, x, need_weights=weights)[0] for module in (own, theirs))
+    for part, exact in zip(o.unbind(), due.unbind(), strict=True):
+        torch.testing.assert_close(part, exact, rtol=0, atol=0)
+
+
+def test_what_multi_head_attention_tells_of_a_jagged_tensor_runs() -> None:
+    parts = [torch.randn(4, 8), torch.randn(6, 8)]
+    x = torch.nested.nested_tensor(parts, layout=torch.jagged)
+    module = MULTIHEAD(8, 2, batch_first=True)
+    padded = torch.nested.to_padded_tensor(x, 0.0)
+    past = torch.arange(6) >= torch.tensor([4, 6])[:, None]
+    o, _ = module(padded, padded, padded, key_padding_mask=past, need_weights=False)
+    for part, own in zip(parts, o, strict=True):
+        due, _ = module(part[None], part[None], part[None], need_weights=False)
+        torch.testing.assert_close(own[: len(part)], due[0])
 
 
 def test_what_is_told_of_a_jagged_tensor_runs() -> None:

@@ -8,6 +8,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from attn_graph.errors import TensorError
 from attn_graph.lowering.backend import Backend, Fallback
 from attn_graph.machine.torch_switches import Precision
 from attn_graph.masks import Align, Mask
@@ -15,6 +16,12 @@ from attn_graph.nn.calls import Outputs
 from attn_graph.nn.functional import attention, scaled_dot_product_attention
 from attn_graph.nn.multihead import multi_head_attention
 from attn_graph.printing.text import show_value
+from attn_graph.spec import layout_problem
+
+PADDED = (
+    "is nested; pass torch.nested.to_padded_tensor(x, 0.0), and key_padding_mask, True past the "
+    "length of each sequence"
+)
 
 
 @final
@@ -89,9 +96,14 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Output as query is laid out, and the weights or None. Arguments as PyTorch's.
 
-        Raises AssertionError, RuntimeError and TensorError as PyTorch's module and function do.
+        Raises AssertionError, RuntimeError and TensorError as PyTorch's module and function do, and
+        TensorError for sparse and jagged tensors, which PyTorch's module takes nowhere.
         """
-        if need_weights:
+        nested = any(x.is_nested and x.layout == torch.strided for x in (query, key, value))
+        if not nested:  # those are for PyTorch, which takes them where it fuses the layer
+            masks = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
+            require_dense(query=query, key=key, value=value, **masks)
+        if need_weights or nested:
             return super().forward(
                 query, key, value, key_padding_mask, need_weights, attn_mask,
                 average_attn_weights, is_causal,
@@ -124,6 +136,14 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             is_causal=is_causal,
         )
         return (o.transpose(0, 1) if turned else o), None
+
+
+def require_dense(**tensors: Tensor | None) -> None:
+    """Raise TensorError for tensors without strides."""
+    for name, x in tensors.items():
+        if isinstance(x, Tensor) and (problem := layout_problem(x)):
+            told = PADDED if x.is_nested else problem
+            raise TensorError(f"MultiheadAttention: {name} {told}")
 
 
 def transpose_alike(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -42,6 +42,7 @@ from attn_graph.nn.batching import Mapped, map_call
 from attn_graph.nn.calls import OPTIONS, make_graph, new_plan
 from attn_graph.nn.derivatives import write_gradient, write_tangents
 from attn_graph.nn.flops import count_flops, count_gradient_flops
+from attn_graph.nn.layouts import refuse_layouts
 from attn_graph.nn.packed_sizes import serves_sizes
 from attn_graph.nn.results import is_plan, require_count, restore_graph, results_of
 from attn_graph.nn.symbols import strides_like
@@ -466,6 +467,7 @@ def define_op(
     LIBRARY.impl(name, partial(map_older, name), "Batched")
     torch.library.register_fake(f"{NAME}::{name}", fake, lib=LIBRARY)
     torch.library.register_vmap(f"{NAME}::{name}", batch, lib=LIBRARY)
+    refuse_layouts(LIBRARY, name)
 
 
 LIBRARY = torch.library.Library(NAME, "DEF")
