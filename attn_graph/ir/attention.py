@@ -386,8 +386,9 @@ def compute_gradients(
     p, total = weigh_again(s, lse, given.sinks, node.part)
     z = dropout_factor(node, given, s)
     (dp,) = ops.Scores().run(do, given.v.to(do.dtype))
-    surplus = dlse - (do * o).sum(-1)
-    ds = p * (dp * z + surplus[..., None])
+    unseen = p == 0  # there dp may be NaN, of what lengths declare absent
+    surplus = dlse - (do * o).sum(-1).masked_fill(unseen.all(-1), 0.0)
+    ds = (p * (dp * z + surplus[..., None])).masked_fill(unseen, 0.0)
     extra: list[torch.Tensor | None] = []
     for modifier, data, after in reversed(
         [*zip(node.modifiers, given.modifiers, steps[1:], strict=True)]
@@ -395,6 +396,7 @@ def compute_gradients(
         ds, *shares = modifier.pull(
             lambda op, *xs: op.run(*xs), (s, *data.values()), (after,), (ds,)
         )
+        ds = ds.masked_fill(unseen, 0.0)
         extra = [*shares, *extra]
     (dv,) = WeighT().run(p * z, do, given.v)
     (dq,) = ops.Weigh(node.scale).run(ds, given.k)

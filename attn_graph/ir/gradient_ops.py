@@ -43,6 +43,7 @@ class SoftmaxGrad(ScoreGradient):
         return 4, 4, 3
 
     def run(self, p: torch.Tensor, dp: torch.Tensor, dlse: torch.Tensor) -> tuple[torch.Tensor]:
+        dp = dp.masked_fill(p == 0, 0.0)
         ds = p * (dp - (p * dp).sum(-1, keepdim=True) + dlse[..., None])
         return (torch.where(p == 0, 0.0, ds),)
 
@@ -76,7 +77,7 @@ class SinkGrad(Op):
         dp: torch.Tensor,
         dlse: torch.Tensor,
     ) -> tuple[torch.Tensor]:
-        return (sink_gradient(sinks, lse, dlse - (p * dp).sum(-1)),)
+        return (sink_gradient(sinks, lse, dlse - (p * dp.masked_fill(p == 0, 0.0)).sum(-1)),)
 
     def push(self, emit: Emit, operands: Values, results: Values, tangents: Values) -> Gradients:
         return emit(SinkGradJvp(), *operands, *fill_zeros(emit, operands, tangents))
@@ -219,6 +220,7 @@ class SoftmaxGradJvp(Op):
 
     def run(self, *operands: torch.Tensor) -> tuple[torch.Tensor]:
         p, dp, dlse, tp, tdp, tdlse = operands
+        dp, tdp = (x.masked_fill(p == 0, 0.0) for x in (dp, tdp))
         g = dp - (p * dp).sum(-1, keepdim=True) + dlse[..., None]
         tg = tdp - (tp * dp + p * tdp).sum(-1, keepdim=True) + tdlse[..., None]
         return (torch.where(p == 0, 0.0, tp * g + p * tg),)
@@ -244,6 +246,7 @@ class SinkGradJvp(Op):
 
     def run(self, *operands: torch.Tensor) -> tuple[torch.Tensor]:
         (sinks, lse, p, dp, dlse), (tsinks, tlse, tp, tdp, tdlse) = operands[:5], operands[5:]
+        dp, tdp = (x.masked_fill(p == 0, 0.0) for x in (dp, tdp))
         g, tg = dlse - (p * dp).sum(-1), tdlse - (tp * dp + p * tdp).sum(-1)
         return (sink_gradient_tangent((sinks, tsinks), (lse, tlse), (g, tg)),)
 

@@ -383,7 +383,8 @@ class Back(ScoreGradient):
         self, s: torch.Tensor, ds: torch.Tensor, *operands: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         at = every_place(s, dict(zip(self.modifier.needs, operands, strict=True)))
-        return (torch.where(s == -INF, 0.0, self.modifier.back(ds.clone(), s.clone(), at)),)
+        nothing = (s == -INF) | (ds == 0)  # there s may be NaN, of what lengths declare absent
+        return (torch.where(nothing, 0.0, self.modifier.back(ds.clone(), s.clone(), at)),)
 
     def push(self, emit: Emit, operands: Values, results: Values, tangents: Values) -> Gradients:
         (s, ds, *data), (ts, tds, *_) = operands, tangents
@@ -421,7 +422,7 @@ class Bend(Op):
         at = every_place(s, dict(zip(self.modifier.needs, operands, strict=True)))
         bent = self.modifier.bend(ds, ts.clone(), s, at)
         bent = torch.zeros_like(ds) if bent is None else bent
-        return (torch.where(s == -INF, 0.0, bent),)
+        return (torch.where((s == -INF) | (ds == 0), 0.0, bent),)
 
 
 @final

@@ -362,7 +362,10 @@ def dropout_keeps(
 @final
 @frozen
 class Weigh(Op):
-    """p [B,H,M,N], v [B,G,N,E] -> scale * p v [B,H,M,E], in v's dtype."""
+    """p [B,H,M,N], v [B,G,N,E] -> scale * p v [B,H,M,E], in v's dtype.
+
+    A row of v to which all weights are 0 adds 0, whatever it holds.
+    """
 
     scale: float = field(default=1.0, converter=to_number, validator=require_finite)
 
@@ -403,7 +406,9 @@ class Weigh(Op):
         return (ValueType((*p.shape[:3], v.shape[3]), v.dtype),)
 
     def run(self, p: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor]:
-        return ((self.scale * (p @ per_head(v.to(p.dtype), p.shape[1]))).to(v.dtype),)
+        unseen = (p == 0).all(2)[..., None]
+        rows = per_head(v.to(p.dtype), p.shape[1]).masked_fill(unseen, 0.0)
+        return ((self.scale * (p @ rows)).to(v.dtype),)
 
     def pull(self, emit: Emit, operands: Values, results: Values, grads: Values) -> Gradients:
         (p, v), (do,) = operands, grads

@@ -394,10 +394,14 @@ def gradient_tangents(
     tv = None if moved.v is None else moved.v.to(wide)
     (dp,), dots = ops.Scores().run(do, v), ops.Scores()
     tdp = dots.run(tdo, v)[0] + (0.0 if tv is None else dots.run(do, tv)[0])
-    g, tg = dlse - (do * read.o).sum(-1), tdlse - (tdo * read.o + do * x.to).sum(-1)
+    unseen = p == 0  # there dp may be NaN, of what lengths declare absent
+    moves = ((do * read.o).sum(-1), (tdo * read.o + do * x.to).sum(-1))
+    delta, tdelta = (move.masked_fill(unseen.all(-1), 0.0) for move in moves)
+    g, tg = dlse - delta, tdlse - tdelta
     rows, trows = dp * z + g[..., None], tdp * z + tg[..., None]
-    pair = back_through(node, x.read.own, (steps, ts), (p * rows, tp * rows + p * trows))
-    (ds, tds), extra = pair
+    grads = (p * rows).masked_fill(unseen, 0.0), (tp * rows + p * trows).masked_fill(unseen, 0.0)
+    (ds, tds), extra = back_through(node, x.read.own, (steps, ts), grads)
+    ds, tds = ds.masked_fill(unseen, 0.0), tds.masked_fill(unseen, 0.0)
     transpose, weigh = WeighT(node.scale), ops.Weigh(node.scale)
     tdq = add_up(run_op, *weigh.run(tds, given.k), apply(run_op, weigh, ds, moved.k))
     tdk = add_up(

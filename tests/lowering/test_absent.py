@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
@@ -220,6 +220,46 @@ def test_absent_rows_are_never_seen_by_derivatives_of_higher_order(case: Case) -
         due = run_plan(plan, case.derived(graph, 0.0))
         for value in (NAN, INF):
             assert are_same(run_plan(plan, case.derived(graph, value)), due), f"{value}: {graph}"
+
+
+@pytest.mark.skipif(CPU.interprets, reason="the definitions, which no kernel runs")
+@given(case=cases())
+@settings(max_examples=max(1, FEW // 2))
+@example(issue(F32, 16, 40))
+@example(issue(F16, 5, 40, soft_cap=3.0, sinks=SPEC((2,), F32)))
+@example(issue(F64, 5, 40, alibi=True, align="bottom_right"))
+def test_absent_rows_are_never_seen_by_definitions(case: Case) -> None:
+    """What `evaluate` computes, in every order of derivatives."""
+    forward, backward = ag.vjp(case.graph)
+    derived = ag.jvp(forward), ag.jvp(backward), ag.vjp(backward)[1]
+    for graph in (case.graph, forward, backward, *derived):
+        due = ag.evaluate(graph, case.derived(graph, 0.0))
+        for value in (NAN, INF):
+            found = ag.evaluate(graph, case.derived(graph, value))
+            assert are_same(found, due), f"{value}: {graph}"
+
+
+def weigh_openly(q: Any, k: Any, v: Any, kv_lengths: Any, **sinks: Any) -> Any:  # Any: of a builder
+    """Attention that also gives its weights: no step of it is fused."""
+    s = ag.scores(q, k).soft_cap(3.0).mask(ag.KeyLengths(), kv_lengths=kv_lengths)
+    p, lse = s.softmax(**sinks)
+    return p.weigh(v), lse, p
+
+
+@pytest.mark.skipif(CPU.interprets, reason="steps that no kernel runs")
+@pytest.mark.parametrize("sinks", [{}, {"sinks": SPEC((2,), F32)}])
+@pytest.mark.parametrize("dtype", KINDS)
+def test_absent_rows_are_never_seen_step_by_step(dtype: torch.dtype, sinks: Options) -> None:
+    own = {"kv_lengths": torch.tensor([20, 0, 40, 3])}
+    q, k = SPEC((4, 2, 16, 8), dtype), SPEC((4, 1, 40, 8), dtype)
+    inputs = {"q": q, "k": k, "v": k, "kv_lengths": SPEC((4,), torch.int64), **sinks}
+    case = Case(ag.graph(weigh_openly, **inputs), own, 7)
+    check_case(case)
+    forward, backward = ag.vjp(case.graph)
+    for graph in (ag.jvp(forward), ag.jvp(backward)):  # of single steps no vjp is taken twice
+        zeros, spoilt = (evolve(case, graph=graph).tensors(value) for value in (0.0, NAN))
+        due = run_plan(compiled(graph), zeros)
+        assert are_same(run_plan(compiled(graph), spoilt), due), str(graph)
 
 
 # Packed tensors and pages
