@@ -22,9 +22,11 @@ class Memory:
     outputs: what a call returns. saved: what stays alive between forward and backward, o and lse
     of each attention and statistics that it returns, outputs among them. workspace: the arena's
     part while it runs, to the byte. temporary: what PyTorch allocates and frees during a call, an
-    upper bound, without the block of scores that each thread of its fused CPU kernel works in: up
-    to 0.8 MiB, of 256 queries and 512 keys, and twice that in a backward. Of packed tensors and
-    pages it is an estimate.
+    upper bound before data are known: it counts the copies that NaN past a length costs, the most
+    keys that data may pick, and all rooms that a step may use, of which a call takes some, so that
+    calls may stay far below it. It leaves out the block of scores that each thread of PyTorch's
+    fused CPU kernel works in: up to 0.8 MiB, of 256 queries and 512 keys, and twice that in a
+    backward; and a call's own small numbers, such as a row of positions.
     `*_backward` is 0 for a graph without gradients. peak: the most of all this at one time.
     untold: passes, "forward" and "backward", whose workspace is known only when their plan is
     built; until then it counts 0.

@@ -13,6 +13,7 @@ import torch
 from attrs import evolve
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn
 from torch.profiler import ProfilerActivity, profile
 
 import attn_graph as ag
@@ -235,6 +236,110 @@ def test_gradients_of_larger_tensors_allocate_no_more_than_is_said(
     _, held, most = allocated(backward)
     assert held == need.gradients
     assert most <= need.gradients + need.temporary_backward + more
+
+
+def blocks(M: int, N: int, width: int, backward: bool) -> int:
+    """What each thread of PyTorch's fused kernel allocates, by its own sizes of a block: scores, or
+    their gradients too, in float32 and in half precision, and rows of o."""
+    rows, keys = (32 if M < 192 else 256 if backward or M >= 768 else 64), min(N, 512)
+    each = 2 * rows * keys + rows if backward else rows * (keys + 2 + width)
+    return torch.get_num_threads() * (6 * each + 4 * rows)
+
+
+BOTTOM = ag.Causal("bottom_right")
+WINDOW = ag.Causal("bottom_right") & ag.Window(40)
+KIND = st.sampled_from(("dense", "packed", "paged"))
+
+
+@st.composite
+def operands(draw: DrawFn) -> tuple[str, dict[str, Any]]:  # Any: of attention
+    """A kind of graph and its q, k, v, starts, pages and lengths, of 64 to 400 positions."""
+    kind, dtype = draw(KIND), draw(st.sampled_from((torch.float32, torch.bfloat16, torch.float16)))
+    B, G, r, D = (draw(st.sampled_from(x)) for x in ((1, 2, 4), (1, 2), (1, 4), (32, 64)))
+    M, N = draw(st.sampled_from((1, 64, 256, 400))), draw(st.sampled_from((64, 256, 400)))
+    if kind == "packed":
+        q, k = ag.TensorSpec((B * M, G * r, D), dtype), ag.TensorSpec((B * N, G, D), dtype)
+        starts = ag.TensorSpec((B + 1,), torch.int64)
+        return kind, {"q": q, "k": k, "v": k, "q_starts": starts, "kv_starts": starts}
+    q, more = ag.TensorSpec((B, G * r, M, D), dtype), dict[str, Any]()
+    k = ag.TensorSpec((B, G, N, D), dtype)
+    if kind == "paged":
+        k = ag.TensorSpec((B * N // 16, 16, G, D), dtype)
+        more["pages"] = ag.TensorSpec((B, N // 16), torch.int64)
+    elif draw(st.booleans()):
+        more["keep"] = ag.TensorSpec((B, 1, draw(st.sampled_from((1, M))), N), torch.bool)
+    elif draw(st.booleans()):
+        shape = (draw(st.sampled_from((1, B))), draw(st.sampled_from((1, G * r))), M, N)
+        more["bias"] = ag.TensorSpec(shape, dtype)
+    if kind == "paged" or draw(st.booleans()):
+        more["kv_lengths"] = ag.TensorSpec((B,), torch.int64)
+    return kind, {"q": q, "k": k, "v": k, **more}
+
+
+def fill_data(kind: str, named: dict[str, torch.Tensor]) -> None:
+    """Starts, pages and lengths that mean something, and NaN past the lengths."""
+    q, k = named["q"], named["k"]
+    for name, rows in (("q_starts", q), ("kv_starts", k)):
+        if name in named:
+            starts = named[name]
+            starts.copy_(torch.arange(len(starts)) * (len(rows) // (len(starts) - 1)))
+    if kind == "paged":
+        pages = named["pages"]
+        pages.copy_(torch.arange(pages.numel()).view_as(pages))
+        named["kv_lengths"].fill_(pages.shape[1] * 16 - 5)
+    elif "kv_lengths" in named:
+        named["kv_lengths"].fill_(k.shape[2] - 5)
+        k[:, :, -5:] = named["v"][:, :, -5:] = float("nan")
+
+
+@given(
+    drawn=operands(),
+    mask=st.sampled_from((None, BOTTOM, WINDOW)),
+    steps=st.sets(st.sampled_from(("sinks", "soft_cap", "alibi", "dropout")), max_size=2),
+    backends=st.sampled_from((("math",), None)),
+    expanded=st.booleans(),
+    seed=seeds,
+)
+@settings(max_examples=max(20, settings().max_examples // 4))
+def test_no_call_allocates_more_than_is_said(
+    drawn: tuple[str, dict[str, Any]],
+    mask: ag.Mask | None,
+    steps: set[str],
+    backends: tuple[str, ...] | None,
+    expanded: bool,
+    seed: int,
+) -> None:
+    """Dense, packed and paged, both passes, with NaN in what lengths declare absent; the first
+    call of a plan too, but for what stays held. expanded: the cotangent is of one number."""
+    kind, specs = drawn
+    H = specs["q"].shape[1]
+    every: dict[str, Any] = {"soft_cap": 5.0, "alibi": True, "dropout": 0.1}
+    every["sinks"] = ag.TensorSpec((H,), specs["q"].dtype)
+    options = {name: every[name] for name in steps}
+    graph = ag.attention(**specs, **options, mask=mask, align="bottom_right")
+    plan = ag.compile(graph, target=CPU, backends=backends, workspace=ag.Workspace(), store=False)
+    need, tensors = plan.memory(), tensors_for(graph, seed)
+    named = {i.name: x for i, x in zip(graph.inputs, tensors, strict=True)}
+    fill_data(kind, named)
+    leaves = [t.requires_grad_() for t in tensors if t.is_floating_point()]
+    o = plan(*tensors)
+    assert isinstance(o, torch.Tensor)
+    do = torch.ones((), dtype=o.dtype).expand_as(o) if expanded else torch.ones_like(o)
+
+    def backward() -> object:
+        return torch.autograd.grad(o, leaves, do, retain_graph=True)
+
+    backward()
+    node = ag.sole(graph)
+    M, N = (node.M, node.N) if node else (1024, 1024)
+    _, _, most = allocated(lambda: plan(*tensors))
+    room = max(need.outputs, need.saved) + need.temporary_forward
+    assert most <= room + SMALL + blocks(M, N, 64, backward=False)
+    _, held, most = allocated(backward)
+    assert held == need.gradients
+    assert most <= need.gradients + need.temporary_backward + SMALL + blocks(
+        M, N, 64, backward=True
+    )
 
 
 @pytest.mark.parametrize("heads", [1, 8])
