@@ -19,12 +19,16 @@ from attn_graph.testing.tensors import cotangents_for
 Tensors = Sequence[torch.Tensor]
 
 
-def search(check: Callable[..., None], **strategies: SearchStrategy[object]) -> None:
+def search(
+    check: Callable[..., None], fewer: int = 1, **strategies: SearchStrategy[object]
+) -> None:
     """Call `check` with drawn arguments, and raise what it raises, at the smallest that hypothesis
-    finds. How many are drawn, and from which seed, is what hypothesis' profile says."""
+    finds. How many are drawn, and from which seed, is what hypothesis' profile says; `fewer` times
+    as few, and then none is made smaller."""
     slow = settings(
+        max_examples=-(-settings().max_examples // fewer),
         deadline=None,
-        phases=set(Phase) - {Phase.explain},  # takes longer than all others
+        phases=set(Phase) - {Phase.explain, *([Phase.shrink] if fewer > 1 else [])},  # take long
         report_multiple_bugs=False,
         suppress_health_check=[HealthCheck.too_slow],
     )
@@ -56,9 +60,9 @@ def run_gradients(
     return {n: g for n, g in zip(wanted, grads, strict=True) if g is not None}
 
 
-def check_outputs(plan: Plan, graph: Graph, tensors: Tensors) -> None:
-    """Raise AssertionError unless a call gives what the formula says, in new and dense memory, and
-    leaves its inputs as they are."""
+def check_outputs(plan: Plan, graph: Graph, tensors: Tensors) -> tuple[torch.Tensor, ...]:
+    """What a call gives. Raises AssertionError unless that is what the formula says, in new and
+    dense memory, and inputs stay as they are."""
     before, who = [t.clone() for t in tensors], f"{plan.backend}: "
     dues = expect_outputs(graph, tensors)
     outputs = run_plan(plan, tensors)
@@ -72,6 +76,7 @@ def check_outputs(plan: Plan, graph: Graph, tensors: Tensors) -> None:
     for output in outputs:
         shared = output.numel() and output.untyped_storage().data_ptr() in storages
         assert not shared, f"{who}an output lies in the memory of an input"
+    return outputs
 
 
 def check_gradients(

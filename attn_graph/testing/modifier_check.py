@@ -7,24 +7,23 @@ from attrs import evolve, frozen
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from attn_graph.compiler import compile
 from attn_graph.errors import GraphError
 from attn_graph.ir.builder import Value, graph, scores
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.modifiers import Modifier
-from attn_graph.ir.parse import parse
 from attn_graph.ir.promises import CLOSE, derivative_problems
 from attn_graph.lowering.backend import Backend
 from attn_graph.machine.target import Target
 from attn_graph.masks import needs_of
 from attn_graph.masks.places import Block, Place
 from attn_graph.spec import INF, TensorSpec
-from attn_graph.testing.agreement import check_gradients, check_outputs, search
+from attn_graph.testing.agreement import search
 from attn_graph.testing.formula import differentiate
+from attn_graph.testing.graph_check import check_graphs
 from attn_graph.testing.mask_check import ranges
 from attn_graph.testing.strategies import Shape, data_specs, maybe, seeds, shapes
 from attn_graph.testing.strategies import masks as any_mask
-from attn_graph.testing.tensors import filler, lay_out, tensors_for
+from attn_graph.testing.tensors import filler, lay_out
 
 MOST, HEADS = 6, 6  # queries and keys, heads of all batch entries: derivatives are by element
 
@@ -55,7 +54,11 @@ class ModifierCase:
 
 
 def check_modifier(
-    op: Modifier, *, backend: str | Backend = "math", target: Target | str = "cpu"
+    op: Modifier,
+    *,
+    backend: str | Backend = "math",
+    target: Target | str = "cpu",
+    gpu: Target | str | None = None,
 ) -> None:
     """Raise AssertionError unless a modifier holds what it says of itself, at any sizes.
 
@@ -63,7 +66,8 @@ def check_modifier(
     `change`, and `collect` that by each tensor of `trains`, added to what is there; only one that
     `hides` gives -inf; the text of a graph is parsed back; and attention with the step is what the
     formula says, in both passes of a backend. Without `back` the forward pass alone is checked.
-    `spread` and `bend`, where a class defines them, are held to `collect` and to `back`.
+    `spread` and `bend`, where a class defines them, are held to `collect` and to `back`. gpu: as of
+    `check_mask`.
     """
     trained = not [*op.gradient_problems()]
 
@@ -74,16 +78,8 @@ def check_modifier(
             check_collect(case)
             check_tangents(case)
 
-    def check_use(graph: Graph, seed: int) -> None:
-        again = parse(str(graph), known=[type(op)])
-        assert again == graph, f"the text of a graph is read as another:\n{again}\nis not\n{graph}"
-        plan, tensors = compile(graph, target=target, backends=(backend,)), tensors_for(graph, seed)
-        check_outputs(plan, graph, tensors)
-        if trained:
-            check_gradients(plan, graph, tensors, seed)
-
     search(lambda pair: check_definition(*pair), pair=modifier_cases(op))
-    search(check_use, graph=graphs_with(op), seed=seeds)
+    check_graphs(graphs_with(op), type(op), backend, target, gpu, trained)
 
 
 def sizes_for(op: Modifier, shape: Shape) -> Shape:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, final
 
@@ -88,18 +89,37 @@ class Outcome:
     refusal: str = ""
 
 
-def execute(device: VirtualGpu, graph: ag.Graph, seed: int = 0) -> Outcome:
+def execute(device: VirtualGpu, graph: ag.Graph, seed: int = 0, backend: str = "triton") -> Outcome:
     """Both passes of a graph on a virtual GPU. Raises AssertionError, Fault for one."""
     try:
-        plan = ag.compile(graph, target=device.target, backends=("triton",))
+        plan = ag.compile(graph, target=device.target, backends=(backend,))
     except ag.NoBackendError as error:
         return Outcome(refusal=str(error))
     ag.default_workspace().release()  # scratch is new, and so nothing is written there
-    before, tensors = device.programs, tensors_for(graph, seed)
+    before, tensors = device.programs, inputs_for(graph, backend, seed)
     check_outputs(plan, graph, tensors)
     if graph.has_gradient:
         check_gradients(plan, graph, tensors, seed)
     return Outcome(device.programs - before)
+
+
+def inputs_for(graph: ag.Graph, backend: str, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    """Tensors for a graph, where `backend` takes them: the copy engine's begin at 16 bytes."""
+    tensors = tensors_for(graph, seed)
+    return tuple(map(lay_aligned, tensors)) if backend == "gluon" else tensors
+
+
+def lay_aligned(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers and strides, from a multiple of 64 bytes on, NaN around and in gaps."""
+    last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    nothing = torch.nan if x.is_floating_point() else 0
+    room = torch.full((last + 65,), nothing, dtype=x.dtype)
+    return room.as_strided(x.shape, x.stride(), 64 // x.itemsize).copy_(x)
+
+
+def shorten_note(note: str) -> str:
+    """A note of a virtual GPU without places, which move with every change of a kernel."""
+    return re.sub(r" in PTX line [\d, ]+| at byte \d+| \[PTX line .*", "", note)
 
 
 def machine(sm: int) -> ag.Target:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache
@@ -110,14 +111,19 @@ class VirtualGpu:
 
     target: the GPU. seed: draws the order of warps and copies; None: those furthest behind first.
     notes: what its kernels leave out of what the PTX ISA asks for, though GPUs are known to bear
-    it. programs: how many have been executed.
+    it. kernels: how many programs of each have been executed, by name.
     """
 
     target: Target
     seed: int | None = None
     notes: set[str] = field(factory=set[str])
-    programs: int = 0
+    kernels: Counter[str] = field(factory=Counter[str])
     unset: Unset = field(factory=Unset, repr=False)
+
+    @property
+    def programs(self) -> int:
+        """How many have been executed."""
+        return self.kernels.total()
 
     def execute(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Execute the launch that the driver was given last. Raises Fault."""
@@ -137,7 +143,7 @@ class VirtualGpu:
         Launch(
             code, grid, record.block[0], record.shared, parameters, memory, self.seed, self.notes
         ).run()
-        self.programs += grid[0] * grid[1] * grid[2]
+        self.kernels[code.kernel.name] += grid[0] * grid[1] * grid[2]
 
 
 @final

@@ -58,6 +58,7 @@ CUresult cuGetErrorString(CUresult code, const char **text) { *text = problem; r
 CUresult cuDriverGetVersion(int *version) { *version = CUDA_VERSION; return 0; }
 CUresult cuCtxGetCurrent(CUcontext *context) { *context = (CUcontext)1; return 0; }
 CUresult cuCtxSetCurrent(CUcontext context) { return 0; }
+CUresult cuCtxGetDevice(CUdevice *d) { *d = 0; return 0; }
 CUresult cuCtxGetLimit(size_t *value, CUlimit limit) { *value = 0; return 0; }
 CUresult cuCtxSetLimit(CUlimit limit, size_t value) { return 0; }
 CUresult cuDeviceGet(CUdevice *d, int number) { *d = number; return 0; }
@@ -77,6 +78,13 @@ CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice
 }
 
 CUresult cuModuleLoadData(CUmodule *module, const void *image) { *module = (CUmodule)1; return 0; }
+
+CUresult cuModuleUnload(CUmodule module) { return 0; }
+
+CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status) {
+  *status = CU_STREAM_CAPTURE_STATUS_NONE;
+  return 0;
+}
 
 CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name) {
   Function *f = calloc(1, sizeof *f); /* lives as long as the process, as Triton's kernels do */

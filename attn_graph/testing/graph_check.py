@@ -1,0 +1,60 @@
+"""Whether attention with a mask or a modifier is what the formula says, on a GPU too."""
+
+from __future__ import annotations
+
+from hypothesis.strategies import SearchStrategy
+
+from attn_graph.compiler import compile
+from attn_graph.ir.graph import Graph
+from attn_graph.ir.parse import parse
+from attn_graph.lowering.backend import Backend
+from attn_graph.machine.target import Target
+from attn_graph.testing.agreement import check_gradients, check_outputs, search
+from attn_graph.testing.gpu import virtual_gpu
+from attn_graph.testing.strategies import seeds
+from attn_graph.testing.tensors import tensors_for
+
+FEWER = 5  # times as few graphs on a virtual GPU: each takes seconds, most of them Triton's
+
+
+def check_graphs(
+    graphs: SearchStrategy[Graph],
+    known: type,
+    backend: str | Backend,
+    target: Target | str,
+    gpu: Target | str | None,
+    trained: bool = True,
+) -> None:
+    """Raise AssertionError unless drawn graphs are read back from their text, and a backend gives
+    what the formula says of them; with `gpu` Triton's compiled kernels too.
+
+    known: a class that the text names. trained: whether the backward is to be checked.
+    """
+
+    def check_text(graph: Graph) -> None:
+        again = parse(str(graph), known=[known])
+        assert again == graph, f"the text of a graph is read as another:\n{again}\nis not\n{graph}"
+
+    def check_plan(graph: Graph, seed: int, backend: str | Backend, target: Target | str) -> None:
+        plan, tensors = compile(graph, target=target, backends=(backend,)), tensors_for(graph, seed)
+        check_outputs(plan, graph, tensors)
+        if trained:
+            check_gradients(plan, graph, tensors, seed)
+
+    def check_here(graph: Graph, seed: int) -> None:
+        check_text(graph)
+        check_plan(graph, seed, backend, target)
+
+    def check_there(graph: Graph, seed: int) -> None:
+        assert gpu is not None
+        with virtual_gpu(gpu) as device:
+            check_plan(graph, seed, "triton", device.target)
+
+    search(check_here, graph=graphs, seed=seeds)
+    if gpu is not None:
+        search(check_there, FEWER, graph=graphs.filter(has_scores), seed=seeds)
+
+
+def has_scores(graph: Graph) -> bool:
+    """Whether there is anything to compute, which kernels ask for."""
+    return all(0 not in each.spec.shape for each in graph.inputs)
