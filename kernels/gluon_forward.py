@@ -77,7 +77,8 @@ def gluon_forward(
     )  # fmt: skip
     queries = make_ring(q_desc, CONSUMERS, 1)
     keys, values = make_ring(k_desc, STAGES, CONSUMERS), make_ring(v_desc, STAGES, CONSUMERS)
-    inputs = queries, keys, values, make_barriers(CONSUMERS, 1)  # the last: whose turn it is
+    turns = make_barriers(CONSUMERS, 1) if TURNS else ()  # whose turn it is
+    inputs = queries, keys, values, turns
     fence_async_shared()
     outputs = o_ptr, o_strides, lse_ptr, max_ptr, sinks_ptr, sinks_stride, H
     gl.warp_specialize(
