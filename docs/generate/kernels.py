@@ -53,6 +53,8 @@ is a kernel for one compute capability, dtype, head size (D = E) and pass. Regis
 one thread, shared memory and spills in bytes; "in the loop" says how many instructions of the loop
 over full tiles move a spilled register. "programs" are resident on one multiprocessor, with so
 many "warps". "slots" are instructions of one lane for each score, in full tiles and in mixed ones.
+"begun anew" counts products of sm_90 that NVIDIA's assembler sets apart from those before, because
+one of their registers is set late (its info C7519).
 
 TFLOP/s are predicted by the model of `attn_graph/lowering/triton/predict.py`, which says what it
 was compared with and what not: of full tiles alone, and of the whole kernel with 4096 queries and

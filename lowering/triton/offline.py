@@ -35,8 +35,10 @@ class MachineCode:
 
     registers: of one thread. shared: bytes of shared memory of one program. spilled: bytes of
     registers of one thread that the compiler moved to memory. serialized: whether matrix products
-    of one warp group wait for each other because registers are short. instructions: how often each
-    kind of INSTRUCTIONS stands in the code. body: its loops.
+    of one warp group wait for each other because registers are short. renewed: how often the
+    assembler begins products anew because one of their registers is set late (its info C7519), so
+    that they do not follow each other closely. instructions: how often each kind of INSTRUCTIONS
+    stands in the code. body: its loops.
     """
 
     kernel: str
@@ -44,6 +46,7 @@ class MachineCode:
     shared: int
     spilled: int
     serialized: bool
+    renewed: int
     warps: int
     instructions: tuple[tuple[str, int], ...]
     body: Body
@@ -53,6 +56,7 @@ class MachineCode:
         counts = ", ".join(f"{count} {name}" for name, count in self.instructions if count)
         worse = f", {self.spilled} bytes spilled" if self.spilled else ", nothing spilled"
         worse += ", matrix products serialized" if self.serialized else ""
+        worse += f", matrix products begun anew {self.renewed} times" if self.renewed else ""
         return (
             f"{self.kernel}: {self.registers} registers, {self.shared} bytes of shared memory"
             f"{worse}; {counts or 'no matrix instruction'}"
@@ -147,7 +151,7 @@ def inspect_launch(launch: Launch, tensors: Tensors, sm: int) -> MachineCode:
 def inspect_compiled(compiled: Any, name: str, warps: int) -> MachineCode:  # Any: Triton's
     """What the machine code of a compiled kernel needs."""
     ptx: str = compiled.asm["ptx"]
-    registers, spilled, waits, body = read_resources(compiled.asm["cubin"])
+    registers, spilled, waits, starts, body = read_resources(compiled.asm["cubin"])
     counts = tuple((name, len(re.findall(form, ptx))) for name, form in INSTRUCTIONS.items())
     return MachineCode(
         kernel=name,
@@ -155,6 +159,7 @@ def inspect_compiled(compiled: Any, name: str, warps: int) -> MachineCode:  # An
         shared=compiled.metadata.shared,
         spilled=spilled,
         serialized=waits > len(re.findall(r"wgmma\.wait_group", ptx)),
+        renewed=max(0, starts - len(re.findall(r"wgmma\.fence", ptx))),
         warps=warps,
         instructions=counts,
         body=body,
@@ -163,13 +168,14 @@ def inspect_compiled(compiled: Any, name: str, warps: int) -> MachineCode:  # An
 
 
 @lru_cache(maxsize=1024)
-def read_resources(cubin: bytes) -> tuple[int, int, int, Body]:
-    """Registers and bytes of stack of a thread, instructions that wait for products, and loops."""
+def read_resources(cubin: bytes) -> tuple[int, int, int, int, Body]:
+    """Registers and bytes of stack of a thread, instructions that wait for products and that begin
+    them, and loops."""
     usage, code = disassemble(cubin)
     (registers,), (stack,) = (re.findall(rf"{name}:(\d+)", usage) for name in ("REG", "STACK"))
     spills = len(re.findall(r"\b(?:STL|LDL)\b", code))
-    waits = code.count("WARPGROUP.DEPBAR")
-    return int(registers), max(int(stack), spills), waits, read_body(code)
+    waits, starts = code.count("WARPGROUP.DEPBAR"), code.count("WARPGROUP.ARRIVE")
+    return int(registers), max(int(stack), spills), waits, starts, read_body(code)
 
 
 def disassemble(cubin: bytes) -> tuple[str, str]:

@@ -354,7 +354,7 @@ def test_what_stands_between_the_two_waits_runs_beside_a_product() -> None:
 
 
 def test_a_page_tells_what_is_not_clean() -> None:
-    machine = REPORT.MachineCode("forward", 168, 0, 8, True, 4, (), Body((), 0), "")
+    machine = REPORT.MachineCode("forward", 168, 0, 8, True, 0, 4, (), Body((), 0), "")
     loop = TileLoop(Loop(issued=8, special=3, spills=4), registers=168, flop=1, beside=2)
     assert list(REPORT.complaints(machine, [loop])) == [
         "matrix products are serialized",

@@ -119,7 +119,7 @@ def lay_aligned(x: torch.Tensor) -> torch.Tensor:
 
 def shorten_note(note: str) -> str:
     """A note of a virtual GPU without places, which move with every change of a kernel."""
-    return re.sub(r" in PTX line [\d, ]+| at byte \d+| \[PTX line .*", "", note)
+    return re.sub(r" in PTX line \d+(, \d+)*| at byte \d+| \[PTX line .*", "", note)
 
 
 def machine(sm: int) -> ag.Target:

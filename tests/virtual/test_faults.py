@@ -123,7 +123,10 @@ class Attempt:
                 LOADED[self.function] = self.text
 
 
-@pytest.fixture(scope="module", params=sorted({sm for sm, _ in REPORTED}))
+@pytest.fixture(
+    scope="module",
+    params=[90, *(pytest.param(sm, marks=pytest.mark.slow) for sm in (80, 100))],
+)
 def attempt(request: pytest.FixtureRequest) -> Iterator[tuple[int, Attempt]]:
     graph = attention(M=130, N=200, H=1, stats=False)
     load_kernel("forward").device_caches.clear()  # it is loaded anew
