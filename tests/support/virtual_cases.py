@@ -91,16 +91,24 @@ class Outcome:
 
 def execute(device: VirtualGpu, graph: ag.Graph, seed: int = 0, backend: str = "triton") -> Outcome:
     """Both passes of a graph on a virtual GPU. Raises AssertionError, Fault for one."""
-    try:
-        plan = ag.compile(graph, target=device.target, backends=(backend,))
-    except ag.NoBackendError as error:
-        return Outcome(refusal=str(error))
+    plan = plan_on(device, graph, backend)
+    if isinstance(plan, str):
+        return Outcome(refusal=plan)
     ag.default_workspace().release()  # scratch is new, and so nothing is written there
     before, tensors = device.programs, inputs_for(graph, backend, seed)
     check_outputs(plan, graph, tensors)
     if graph.has_gradient:
         check_gradients(plan, graph, tensors, seed)
     return Outcome(device.programs - before)
+
+
+def plan_on(device: VirtualGpu, graph: ag.Graph, backend: str) -> ag.Plan | str:
+    """A backend's plan, or why there is none. A gradient that `gluon` does not take is Triton's."""
+    try:
+        plan = ag.compile(graph, target=device.target, backends=(*{backend: 0, "triton": 1},))
+    except ag.NoBackendError as error:
+        return str(error)
+    return plan if plan.backend == backend else str(plan.refusals)
 
 
 def inputs_for(graph: ag.Graph, backend: str, seed: int = 0) -> tuple[torch.Tensor, ...]:

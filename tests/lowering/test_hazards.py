@@ -1,0 +1,88 @@
+"""Rules of synchronisation that the text of compiled kernels can be held to, read line by line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import attn_graph as ag
+from attn_graph.ir.passes import simplify
+from attn_graph.lowering.problem import sole
+from attn_graph.lowering.triton.offline import compile_launch, mock_tensors
+from attn_graph.lowering.triton.plan import Flash
+from tests.support.virtual_cases import CASES, machine
+
+STORE, FENCE = r"\t(?:@%p\d+ )?(?:st\.shared|stmatrix)", r"fence\.proxy\.async"
+PRODUCT, WAIT = r"\b(?:wgmma\.mma_async|tcgen05\.mma)", r"\bmbarrier\.try_wait"
+TOGETHER, ARRIVE = r"\t(?:bar|barrier)\.(?:warp\.)?sync", r"\bmbarrier\.arrive\.(?!expect_tx)"
+
+
+def lacking(text: str, first: str, between: str, last: str) -> Iterator[int]:
+    """Lines with `last` to which a line with `first` leads, and none with `between` after that."""
+    waits = False
+    for n, line in enumerate(text.splitlines(), 1):
+        if re.search(first, line):
+            waits = True
+        elif re.search(between, line):
+            waits = False
+        elif waits and re.search(last, line):
+            yield n
+
+
+def early_arrivals(text: str) -> list[int]:
+    """Lines where one thread tells for its warp group that a buffer is free, though others of the
+    group may read it yet: none has waited for the group since it waited for the copy."""
+    return [*lacking(text, WAIT, TOGETHER, ARRIVE)]
+
+
+def unfenced_products(text: str) -> list[int]:
+    """Lines with a product, which reads by the asynchronous proxy, and stores of threads before it
+    that nothing has made visible there."""
+    return [*lacking(text, STORE, FENCE, PRODUCT)]
+
+
+def kernels_of(name: str, sm: int, backend: str) -> dict[str, str]:
+    """The PTX of both passes of a case, by kernel."""
+    forward = CASES[name]()
+    graphs = forward, ag.vjp(forward, ["q", "k", "v"])[1]
+    plans = [ag.compile(g, target=machine(sm), backends=(backend,)) for g in graphs]
+    parts = [part for plan in plans for part in plan.text().split(".visible .entry ")[1:]]
+    return {part.split("(")[0]: part for part in parts}
+
+
+def test_consumers_free_a_buffer_when_all_their_warps_have_read_it() -> None:
+    kernels = kernels_of("causal, groups", 90, "gluon")
+    for name in ("gluon_forward", "gluon_query_gradient", "gluon_key_gradient"):
+        assert re.search(ARRIVE, kernels[name])
+        assert early_arrivals(kernels[name]) == [], name
+        assert early_arrivals(re.sub(TOGETHER, "//", kernels[name]))
+
+
+@pytest.mark.parametrize("sm", [90, 100])
+def test_products_read_stores_of_threads_behind_a_fence(sm: int) -> None:
+    kernels = kernels_of("bf16", sm, "triton")
+    for name in ("forward", "query_gradient", "key_gradient"):
+        assert re.search(PRODUCT, kernels[name])
+        assert unfenced_products(kernels[name]) == [], name
+    fenceless = [re.sub(FENCE, "//", text) for text in kernels.values()]
+    assert sm == 90 or any(map(unfenced_products, fenceless))  # sm_90 multiplies from registers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sm", [80, 90, 100, 120])
+def test_a_kernel_has_the_shared_memory_that_it_asks_for(sm: int) -> None:
+    problem = sole(simplify(ag.vjp(CASES["head dim 128"]())[1]))
+    assert problem is not None
+    flash = Flash.plan(problem, machine(sm))
+    tensors, most = mock_tensors(flash), flash.target.shared_memory
+    assert most is not None
+    assert all(compile_launch(x, tensors, sm).metadata.shared <= most for x in flash.launches)
+
+
+def test_more_programs_than_a_grid_has_are_refused() -> None:
+    x = ag.TensorSpec((2**20, 2**6, 2**12, 16), torch.float16)
+    with pytest.raises(ag.NoBackendError, match="programs"):
+        ag.compile(ag.attention(x, x, x), target="h200", backends=("triton",))
