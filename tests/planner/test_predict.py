@@ -108,7 +108,7 @@ def test_the_order_is_that_of_the_predictions_and_the_cause_says_them() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"dtype": torch.float32}, {"peaks": ()}, {"bandwidth": None}, {"sm": 120}],
+    [{"dtype": torch.float32}, {"peaks": ()}, {"bandwidth": None}, {"sm": 87}],
     ids=["float32", "no peak", "no bandwidth", "unknown architecture"],
 )
 def test_nothing_is_predicted_without_a_rate(change: dict[str, Any]) -> None:
