@@ -220,6 +220,7 @@ def invalidate_mbarrier(m: Program, g: Threads, address: Array) -> None:
             m.fault(f"the mbarrier at byte {offset} is invalidated while it is in use")
         del m.part(Shared).occupants[offset]
         m.part(Barriers).phases[offset] = found.passed + found.phase
+        m.part(Shared).ledger.invalidations.add(m.line)
         m.part(Shared).store(m, "mbarrier.inval", np.array([warp]), np.array([offset]), ZEROS)
 
 

@@ -16,13 +16,17 @@ from attn_graph.testing.gpu.rules import Array
 @final
 @define(eq=False)
 class Ledger:
-    """The last write and the last reads of each cell. readers: the agents that may read here."""
+    """The last write and the last reads of each cell. readers: the agents that may read here.
+
+    invalidations: lines of PTX that end an mbarrier; whether they write is not said.
+    """
 
     clocks: Clocks
     cells: int
     readers: Array
     memory: str
     grain: int = 1
+    invalidations: set[int] = field(factory=set[int])
     writer: Array = field(init=False)
     time: Array = field(init=False)
     line: Array = field(init=False)
@@ -71,17 +75,20 @@ class Ledger:
     def check_fenced(
         self, m: Program, text: str, row: Array, cells: Array, writers: Array, times: Array
     ) -> None:
-        """Raise Fault unless stores of threads are fenced from the other proxy; note cp.async."""
+        """Raise Fault unless stores of threads are fenced from the other proxy; note others."""
         late = self.clocks.is_generic(writers) & (self.clocks.fenced[row, writers] < times)
         if not late.any():
             return
-        stores = late & (writers < self.clocks.warps)
+        ended = np.isin(self.line[cells], [*self.invalidations])
+        stores = late & (writers < self.clocks.warps) & ~ended
         if stores.any():
             self.blame(
                 m, f"{text} of", "has no fence.proxy.async after the write by", cells, stores
             )
-        lines = ", ".join(map(str, np.unique(self.line[cells[late]])))
-        m.note(f"{text} has no fence.proxy.async after cp.async in PTX line {lines}")
+        for name, some in (("cp.async", late & ~ended), ("mbarrier.inval", late & ended)):
+            lines = ", ".join(map(str, np.unique(self.line[cells[some]])))
+            if lines:
+                m.note(f"{text} has no fence.proxy.async after {name} in PTX line {lines}")
 
     def check_free(
         self,
