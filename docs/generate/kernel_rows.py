@@ -108,9 +108,8 @@ class Kernel:
             for loops in ([m.body.full for m in codes], [m.body.mixed for m in codes])
         )
         yield f"{full:.1f} / {mixed:.1f}"
-        again = max(m.renewed for m in codes)
-        counts = [(name, n) for name, n in worst.instructions if n]
-        yield ", ".join(f"{n} {name}" for name, n in [*counts, *[("begun anew", again)] * (again > 0)])
+        counts = *worst.instructions, ("begun anew", max(m.renewed for m in codes))
+        yield ", ".join(f"{n} {name}" for name, n in counts if n)
 
     def complaints(self, machine: MachineCode) -> Iterator[str]:
         """What is not clean about a kernel's machine code."""

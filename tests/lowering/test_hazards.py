@@ -11,7 +11,7 @@ import torch
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
 from attn_graph.lowering.problem import sole
-from attn_graph.lowering.triton.offline import compile_launch, mock_tensors
+from attn_graph.lowering.triton.offline import compile_launch, compile_launches, mock_tensors
 from attn_graph.lowering.triton.plan import Flash
 from tests.support.virtual_cases import CASES, machine
 
@@ -80,6 +80,17 @@ def test_a_kernel_has_the_shared_memory_that_it_asks_for(sm: int) -> None:
     tensors, most = mock_tensors(flash), flash.target.shared_memory
     assert most is not None
     assert all(compile_launch(x, tensors, sm).metadata.shared <= most for x in flash.launches)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "anew"), [("full", False), ("soft cap", True)])
+def test_products_that_the_assembler_begins_anew_are_counted(name: str, anew: bool) -> None:
+    """It does where a register of theirs is set late, and says so: C7519."""
+    problem = sole(simplify(ag.vjp(CASES[name](), ["q", "k", "v"])[1]))
+    assert problem is not None
+    codes = {x.kernel: x for x in compile_launches(Flash.plan(problem, machine(90)))}
+    assert (codes["key_gradient"].renewed > 0) == anew
+    assert ("begun anew" in str(codes["key_gradient"])) == anew
 
 
 def test_more_programs_than_a_grid_has_are_refused() -> None:
