@@ -37,6 +37,20 @@ def test_some_heads_of_short_rows_do(sizes: tuple[int, ...]) -> None:
     assert isinstance(tiles, RowTiles)
 
 
+@pytest.mark.parametrize("mask", [None, ag.Causal("top_left")], ids=str)
+@pytest.mark.parametrize("sizes", [(8, 4, 128, 64), (16, 12, 128, 64), (32, 8, 16, 64)])
+def test_short_rows_with_gaps_are_read_as_they_lie(
+    sizes: tuple[int, ...], mask: ag.Mask | None
+) -> None:
+    """As layers of models bring heads: one call of the kernel, forward and in training."""
+    _, H, M, D = sizes
+    for step in (H * D, 3 * H * D):  # q alone, or beside k and v
+        x = ag.TensorSpec(sizes, torch.float32, (M * step, D, step, 1))
+        plan = ag.compile(ag.attention(x, x, x, mask=mask))
+        assert {plan.backend, plan.recorded.backend} == {"torch_sdpa"}
+        assert not keeps_weights(plan.recorded.graph)
+
+
 def plan_rows(dtype: torch.dtype, *sizes: int, **options: Any) -> RowTiles | EntryTiles | None:
     """The tiles of few queries, if rows are whole: B, H, G, M and N of heads of 64."""
     B, H, G, M, N = sizes
